@@ -1,6 +1,7 @@
 """Compile the CPU engine (fp4kit/cpu) on Linux and macOS. If it cannot be compiled, fp4kit installs as pure Python.
 
-FP4KIT_CPU_LEVELS names the levels to compile: "native" (the default), "all", "none", or some of LEVELS with commas between them.
+FP4KIT_CPU_LEVELS names the levels to compile: "native" (the default), "all", "none", or some of LEVELS with commas
+between them.
 """
 
 import os
@@ -18,12 +19,25 @@ from setuptools.command.build_ext import build_ext
 from setuptools.modified import newer_group
 
 CPU = Path("fp4kit") / "cpu"
-SOURCES = [str(CPU / "source" / f"{name}.cpp") for name in ("elements", "rules", "decoders", "engine")]  # the slowest first
-# No fused multiply-add: the rules say where a product is rounded. The flags after it keep values and let loops be vectorized.
+SOURCES = [
+    str(CPU / "source" / f"{name}.cpp") for name in ("elements", "rules", "decoders", "engine")
+]  # the slowest first
+# No fused multiply-add: the rules say where a product is rounded. The flags after it keep values and let loops be
+# vectorized.
 FLAGS = ["-std=c++17", "-g0", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-fvisibility=hidden", "-w"]
-FLAGS += ["-fno-wrapv"]  # no sum overflows here; under -fwrapv, which Python's own flags have, 8-bit codes are decoded 10% slower
-# With g++ these take half of the time of -O3, a quarter for avx512, and the libraries are as fast (g++ 12, November 2026).
-OPTIMIZATION = ["-O2", "-ftree-vectorize", "-fvect-cost-model=dynamic", "-fpeel-loops", "-fsplit-loops", "-fpredictive-commoning"]
+FLAGS += [
+    "-fno-wrapv"
+]  # no sum overflows here; under -fwrapv, which Python's own flags have, 8-bit codes are decoded 10% slower
+# With g++ these take half of the time of -O3, a quarter for avx512, and the libraries are as fast (g++ 12, November
+# 2026).
+OPTIMIZATION = [
+    "-O2",
+    "-ftree-vectorize",
+    "-fvect-cost-model=dynamic",
+    "-fpeel-loops",
+    "-fsplit-loops",
+    "-fpredictive-commoning",
+]
 OPTIMIZATION += ["-ftree-partial-pre", "-fgcse-after-reload", "-fipa-cp-clone"]
 ENGINE = ["-funswitch-loops", "-fsplit-paths"]  # up to 5% faster calls for engine.cpp, nothing for the others
 IS_X86 = platform.machine().lower() in ("x86_64", "amd64")
@@ -38,7 +52,10 @@ def chosen_levels(text: str) -> list[str]:
     """Return the levels to compile. base comes with any other, since it finds out which level the processor has."""
     names = {name.strip() for name in text.split(",")} - {""} or {"native"}
     if unknown := names - {"native", "all", "none", *LEVELS}:
-        sys.exit(f"FP4KIT_CPU_LEVELS: unknown {', '.join(sorted(unknown))}; known here: native, all, none, {', '.join(LEVELS)}")
+        sys.exit(
+            f"FP4KIT_CPU_LEVELS: unknown {', '.join(sorted(unknown))}; known here: native, all, none,"
+            f" {', '.join(LEVELS)}"
+        )
     if names == {"none"}:
         return []
     if "all" in names:
@@ -106,7 +123,11 @@ class BuildEngine(build_ext):
                     self.objects[one.name].append(pool.submit(self.compiled, one, source, optimization))
         super().build_extensions()
         failed = any(future.exception() for futures in self.objects.values() for future in futures)
-        say("the engine, or a level of it, could not be compiled" if failed else f"compiled in {time.monotonic() - start:.0f} s")
+        say(
+            "the engine, or a level of it, could not be compiled"
+            if failed
+            else f"compiled in {time.monotonic() - start:.0f} s"
+        )
 
     def is_stale(self, one: Extension) -> bool:
         return newer_group([*one.sources, *one.depends], self.get_ext_fullpath(one.name), "newer")
@@ -115,7 +136,17 @@ class BuildEngine(build_ext):
         """Return OPTIMIZATION, or -O3 for a compiler that does not know those flags, as clang."""
         compiler = getattr(self.compiler, "compiler_so_cxx", self.compiler.compiler_so)
         with tempfile.TemporaryDirectory() as folder:
-            command = [*compiler, *OPTIMIZATION, *ENGINE, "-x", "c++", "-c", os.devnull, "-o", str(Path(folder) / "empty.o")]
+            command = [
+                *compiler,
+                *OPTIMIZATION,
+                *ENGINE,
+                "-x",
+                "c++",
+                "-c",
+                os.devnull,
+                "-o",
+                str(Path(folder) / "empty.o"),
+            ]
             try:
                 known = subprocess.run(command, capture_output=True).returncode == 0
             except OSError:

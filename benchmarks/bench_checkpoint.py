@@ -1,14 +1,15 @@
 """Throughput of a conversion without its verification: bytes a second, peak memory, and what it costs beside quantize.
 
-    python benchmarks/bench_checkpoint.py [--gb 2] [--workers 2] [--recipe nvfp4-te] [--repeat 3] [--folder DIR] [--json FILE]
+    python benchmarks/bench_checkpoint.py [--gb 2] [--workers 2] [--recipe nvfp4-te] [--repeat 3] [--folder DIR] [--json
+    FILE]
 
-A Llama-like model of bfloat16 normal values is generated in the folder (kept for the next run). A run plans it, converts it with
-so many workers and removes the result. Beside it, in as many processes, fp4kit.quantize runs on the same arrays, which
-are in memory before the clock starts: overhead = conversion / that - 1, by the clock and in seconds of processors. The conversion
-includes plan, start of processes, reading, measuring, writing, fsync and SHA-256. What no tool that writes such a result can
-leave out is timed, too: one loop that reads the model, and writes, pushes to the disk and hashes as many bytes as the result
-has. All are medians of runs that take turns; files of the model are in the page cache. Last, what the rules of conversion take
-for the names of a model of 61 layers of 550 experts.
+A Llama-like model of bfloat16 normal values is generated in the folder (kept for the next run). A run plans it,
+converts it with so many workers and removes the result. Beside it, in as many processes, fp4kit.quantize runs on the
+same arrays, which are in memory before the clock starts: overhead = conversion / that - 1, by the clock and in seconds
+of processors. The conversion includes plan, start of processes, reading, measuring, writing, fsync and SHA-256. What no
+tool that writes such a result can leave out is timed, too: one loop that reads the model, and writes, pushes to the
+disk and hashes as many bytes as the result has. All are medians of runs that take turns; files of the model are in the
+page cache. Last, what the rules of conversion take for the names of a model of 61 layers of 550 experts.
 """
 
 from __future__ import annotations
@@ -46,16 +47,22 @@ from fp4kit.storage.writer import SafetensorsWriter
 T = TypeVar("T")
 HIDDEN, INNER, VOCABULARY = 2048, 8192, 32000
 LAYER = {
-    "self_attn.q_proj": (HIDDEN, HIDDEN), "self_attn.k_proj": (512, HIDDEN), "self_attn.v_proj": (512, HIDDEN),
+    "self_attn.q_proj": (HIDDEN, HIDDEN),
+    "self_attn.k_proj": (512, HIDDEN),
+    "self_attn.v_proj": (512, HIDDEN),
     "self_attn.o_proj": (HIDDEN, HIDDEN),
-    "mlp.gate_proj": (INNER, HIDDEN), "mlp.up_proj": (INNER, HIDDEN), "mlp.down_proj": (HIDDEN, INNER),
-}  # fmt: skip
+    "mlp.gate_proj": (INNER, HIDDEN),
+    "mlp.up_proj": (INNER, HIDDEN),
+    "mlp.down_proj": (HIDDEN, INNER),
+}
 LAYERS_PER_FILE = 4
 CHUNK = 2 << 20  # bytes that are read at a time where nothing is computed
 
 
 class Run(NamedTuple):
-    """Seconds by the clock and of processors; peaks of memory in MB: of the process, and of the largest one that it started."""
+    """Seconds by the clock and of processors; peaks of memory in MB: of the process, and of the largest one that it
+    started.
+    """
 
     seconds: float
     cpu: float
@@ -119,7 +126,9 @@ def quantize_share(root: str, recipe: str, names: list[str]) -> Run:
 
 
 def bytes_run(plan: Plan, folder: Path) -> Run:
-    """Reading the model, and writing, pushing and hashing as many bytes as the result has, file by file, in one thread."""
+    """Reading the model, and writing, pushing and hashing as many bytes as the result has, file by file, in one
+    thread.
+    """
     start, before, buffer = time.perf_counter(), time.process_time(), memoryview(bytearray(CHUNK))
     share = plan.bytes_out / plan.bytes_in
     for file in plan.source.files:
@@ -146,7 +155,9 @@ def convert_run(source: Path, folder: Path, recipe: str, workers: int) -> Run:
 def names_run(recipe: str) -> tuple[int, float]:
     """How many names, and the seconds in which convert_tensors' rules decide on all of them; the best of five."""
     leaves = ("gate_proj", "up_proj", "down_proj")
-    names = [f"model.layers.{i}.mlp.experts.{e}.{leaf}.weight" for i in range(61) for e in range(550) for leaf in leaves]
+    names = [
+        f"model.layers.{i}.mlp.experts.{e}.{leaf}.weight" for i in range(61) for e in range(550) for leaf in leaves
+    ]
     rules, seconds = Rules.of(recipe, config={"num_hidden_layers": 61}), []
     for _ in range(5):
         start = time.perf_counter()
@@ -176,7 +187,9 @@ def main() -> None:
     source = args.folder / f"model-{args.gb:g}"
     if not source.exists():
         generate(source, int(args.gb * 1e9))
-    compileall.compile_dir(Path(fp4kit.__file__).parent, quiet=2)  # as pip leaves it: workers do not compile it, each anew
+    compileall.compile_dir(
+        Path(fp4kit.__file__).parent, quiet=2
+    )  # as pip leaves it: workers do not compile it, each anew
     plan = make_plan(source, args.recipe)
     own, whole, moved = [], [], []
     for _ in range(args.repeat):
@@ -193,16 +206,27 @@ def report(
     seconds = [median(run.seconds for run in runs) for runs in (whole, own)]
     cpu = [median(run.cpu for run in runs) for runs in (whole, own)]
     found = {
-        "machine": platform.processor() or platform.machine(), "cpus": os.cpu_count(), "date": date.today().isoformat(),
-        "fp4kit": fp4kit.__version__, "engine": fp4kit.engine(),
-        "recipe": args.recipe, "workers": args.workers, "bytes": plan.bytes_in,
-        "convert_s": sorted(round(run.seconds, 2) for run in whole), "quantize_s": sorted(round(run.seconds, 2) for run in own),
+        "machine": platform.processor() or platform.machine(),
+        "cpus": os.cpu_count(),
+        "date": date.today().isoformat(),
+        "fp4kit": fp4kit.__version__,
+        "engine": fp4kit.engine(),
+        "recipe": args.recipe,
+        "workers": args.workers,
+        "bytes": plan.bytes_in,
+        "convert_s": sorted(round(run.seconds, 2) for run in whole),
+        "quantize_s": sorted(round(run.seconds, 2) for run in own),
         "bytes_alone_s": sorted(round(run.seconds, 2) for run in moved),
-        "GB/s": round(plan.bytes_in / seconds[0] / 1e9, 3), "overhead": round(seconds[0] / seconds[1] - 1, 3),
-        "convert_cpu_s": round(cpu[0], 2), "quantize_cpu_s": round(cpu[1], 2), "overhead_cpu": round(cpu[0] / cpu[1] - 1, 3),
-        "names": named[0], "names_s": round(named[1], 2),
-        "peak_rss_MB": max(run.peak for run in whole), "peak_rss_of_a_worker_MB": max(run.peak_of_workers for run in whole),
-    }  # fmt: skip
+        "GB/s": round(plan.bytes_in / seconds[0] / 1e9, 3),
+        "overhead": round(seconds[0] / seconds[1] - 1, 3),
+        "convert_cpu_s": round(cpu[0], 2),
+        "quantize_cpu_s": round(cpu[1], 2),
+        "overhead_cpu": round(cpu[0] / cpu[1] - 1, 3),
+        "names": named[0],
+        "names_s": round(named[1], 2),
+        "peak_rss_MB": max(run.peak for run in whole),
+        "peak_rss_of_a_worker_MB": max(run.peak_of_workers for run in whole),
+    }
     for key, value in found.items():
         print(f"{key:>28} {value}")
     if args.json:

@@ -1,12 +1,14 @@
-"""The engine of the host beside the specification, other libraries, ggml and streaming loops; writes results/cpu.json, .md, .svg.
+"""The engine of the host beside the specification, other libraries, ggml and streaming loops; writes results/cpu.json,
+.md, .svg.
 
-    python benchmarks/bench_cpu.py [--peers PYTHON] [--ggml FOLDER] [--only GROUP ...] [--quick] [--output DIR] [RECIPE ...]
+    python benchmarks/bench_cpu.py [--peers PYTHON] [--ggml FOLDER] [--only GROUP ...] [--quick] [--output DIR] [RECIPE
+    ...]
 
-Before a row is timed, its results are compared in every bit with the specification's, written over 0xEE where it takes `out`. The
-calls of a row take turns: one thread, all threads, into memory that is there, the specification, the other libraries; short ones
-after one that is not timed, and all those of sizes. Times are medians, with the smallest beside them. --peers: a Python that
-has the other libraries (cpu_peers.py); --ggml: cpu_ggml.py.
-Parts of the benchmark, of the recipes, and quick runs are written only to a DIR that was named. Nothing is asserted of a time.
+Before a row is timed, its results are compared in every bit with the specification's, written over 0xEE where it takes
+`out`. The calls of a row take turns: one thread, all threads, into memory that is there, the specification, the other
+libraries; short ones after one that is not timed, and all those of sizes. Times are medians, with the smallest beside
+them. --peers: a Python that has the other libraries (cpu_peers.py); --ggml: cpu_ggml.py. Parts of the benchmark, of the
+recipes, and quick runs are written only to a DIR that was named. Nothing is asserted of a time.
 """
 
 from __future__ import annotations
@@ -78,7 +80,9 @@ class Peers:
         return float(answer["seconds"])
 
     def _rest(self) -> None:
-        """Wait until its threads look for work no longer, a second at most: some do so for long, on a processor of their own."""
+        """Wait until its threads look for work no longer, a second at most: some do so for long, on a processor of
+        their own.
+        """
         for _ in range(50):
             before = self._ticks()
             time.sleep(0.02)
@@ -171,7 +175,11 @@ def small(bench: Bench) -> None:
     """64 x 4096: what a call costs."""
     x = normal(SMALL)
     for recipe in _seven(bench):
-        for case in (cpu_cases.quantize(recipe, x), cpu_cases.dequantize(recipe, x), cpu_cases.fake_quantize(recipe, x)):
+        for case in (
+            cpu_cases.quantize(recipe, x),
+            cpu_cases.dequantize(recipe, x),
+            cpu_cases.fake_quantize(recipe, x),
+        ):
             bench.row("small", case, recipe, x)
 
 
@@ -180,13 +188,17 @@ def _seven(bench: Bench) -> Iterator[str]:
 
 
 def touch() -> None:
-    """Write to all memory but SPARE once: a virtual machine's host may give it then alone, at half a gigabyte a second."""
+    """Write to all memory but SPARE once: a virtual machine's host may give it then alone, at half a gigabyte a
+    second.
+    """
     memory = np.empty(max(available() - SPARE, 0), np.uint8)
     memory[::4096] = 1
 
 
 def sizes(bench: Bench) -> None:
-    """quantize from 1 MB to 8 GB of input, beside a streaming loop over as many bytes, in memory that the machine has."""
+    """quantize from 1 MB to 8 GB of input, beside a streaming loop over as many bytes, in memory that the machine
+    has.
+    """
     left_out = bench.extra.setdefault("left out", {})
     if not bench.args.quick:
         touch()
@@ -205,7 +217,9 @@ def sizes(bench: Bench) -> None:
                 targets = {"loop": None, "loop into": np.zeros(len(words) // 4, np.int64)}
                 passes = {name: two_passes(words, target, bench.threads, pool) for name, target in targets.items()}
                 loops = {name: watch(call, warm_below=inf) for name, call in passes.items()}
-                mine = bench.watches(case, nbytes <= SIZES[1], warm_below=inf)  # a host may take back what is free for seconds
+                mine = bench.watches(
+                    case, nbytes <= SIZES[1], warm_below=inf
+                )  # a host may take back what is free for seconds
                 times = alternate(mine | loops, bench.args.repeat)
             peers = {name: times.pop(name) for name in loops}
             bench.keep(CpuRow("sizes", "quantize", recipe, "bfloat16", x.shape, x.nbytes, times, peers))
@@ -227,20 +241,28 @@ def ggml(bench: Bench) -> None:
                 for case in cases[: 2 if dtype == F32 else 1]:
                     check(case)
                     mine = {name: found for name, found in bench.watches(case, False).items() if name.startswith("one")}
-                    times = alternate(mine | {"ggml": watch(others[case.operation], warm_below=WARMED)}, bench.args.repeat)
+                    times = alternate(
+                        mine | {"ggml": watch(others[case.operation], warm_below=WARMED)}, bench.args.repeat
+                    )
                     peers = {"ggml": times.pop("ggml")}
-                    bench.keep(CpuRow("ggml", case.operation, recipe, np.dtype(dtype).name, x.shape, case.bytes, times, peers))
+                    bench.keep(
+                        CpuRow("ggml", case.operation, recipe, np.dtype(dtype).name, x.shape, case.bytes, times, peers)
+                    )
 
 
 def searches(bench: Bench) -> None:
-    """Searches of block scales, beside a loop over candidates in NumPy; the share of blocks that bounds do not prove."""
+    """Searches of block scales, beside a loop over candidates in NumPy; the share of blocks that bounds do not
+    prove.
+    """
     x = normal((min(bench.args.size, 512), bench.args.size))
     for case in cpu_search.cases(x):
         check(case)
         loop = {"NumPy": watch(lambda: cpu_search.loop(x))} if case.operation == "search_scales" else {}
         times = alternate(bench.watches(case) | loop, bench.args.repeat)
         peers = {name: times.pop(name) for name in loop}
-        bench.keep(CpuRow("searches", case.operation, cpu_search.RECIPE, x.dtype.name, x.shape, case.bytes, times, peers))
+        bench.keep(
+            CpuRow("searches", case.operation, cpu_search.RECIPE, x.dtype.name, x.shape, case.bytes, times, peers)
+        )
     bench.extra["unproven"] = cpu_search.unproven(x)
     print(f"blocks of which all candidates were tried: {bench.extra['unproven']:.3%}", flush=True)
 
@@ -268,10 +290,16 @@ def sweeps(bench: Bench) -> None:
 
 
 GROUPS: dict[str, Callable[[Bench], None]] = {
-    "first": first, "small": small, "loops": loops, "sweep": sweeps, "ggml": ggml,
-    "recipes": recipes, "operations": operations, "sizes": sizes,
+    "first": first,
+    "small": small,
+    "loops": loops,
+    "sweep": sweeps,
+    "ggml": ggml,
+    "recipes": recipes,
+    "operations": operations,
+    "sizes": sizes,
     "searches": searches,
-}  # fmt: skip
+}
 
 
 def available() -> int:
@@ -295,10 +323,17 @@ def describe(bench: Bench) -> dict[str, Any]:
     if bench.args.ggml is not None:
         versions["ggml"] = cpu_ggml.version(bench.args.ggml)
     return {
-        "device": "CPU", "processor": processor(), "threads": bench.threads, "engine": fp4kit.engine(),
-        **head(**versions), "versions of peers": about.get("versions", {}), "missing": about.get("missing", {}),
-        "size": bench.args.size, "repeat": bench.args.repeat, "load": [round(load, 2) for load in os.getloadavg()],
-    }  # fmt: skip
+        "device": "CPU",
+        "processor": processor(),
+        "threads": bench.threads,
+        "engine": fp4kit.engine(),
+        **head(**versions),
+        "versions of peers": about.get("versions", {}),
+        "missing": about.get("missing", {}),
+        "size": bench.args.size,
+        "repeat": bench.args.repeat,
+        "load": [round(load, 2) for load in os.getloadavg()],
+    }
 
 
 def parser() -> argparse.ArgumentParser:
@@ -308,8 +343,12 @@ def parser() -> argparse.ArgumentParser:
     )
     result.add_argument("recipes", nargs="*", metavar="RECIPE", help="all of the table by default")
     result.add_argument("--only", nargs="+", choices=GROUPS, metavar="GROUP", help=f"some of {', '.join(GROUPS)}")
-    result.add_argument("--quick", action="store_true", help="3 rounds, few shapes and sizes, nothing compiled by torch.compile")
-    result.add_argument("--peers", metavar="PYTHON", default=sys.executable, help="what has the other libraries; this one")
+    result.add_argument(
+        "--quick", action="store_true", help="3 rounds, few shapes and sizes, nothing compiled by torch.compile"
+    )
+    result.add_argument(
+        "--peers", metavar="PYTHON", default=sys.executable, help="what has the other libraries; this one"
+    )
     result.add_argument("--no-peers", action="store_true", help="without other libraries")
     result.add_argument("--ggml", type=Path, metavar="FOLDER", help="its sources")
     result.add_argument("--size", type=int, default=4096, help="rows and columns of the large matrix")
@@ -333,7 +372,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(f"== {name}; load {os.getloadavg()[0]:.2f}", flush=True)
         GROUPS[name](bench)
         print(f"-- {name}: {time.perf_counter() - start:.1f} s", flush=True)
-        record = about | bench.extra | {"load at the end": round(os.getloadavg()[0], 2), "rows": [r.record() for r in bench.rows]}
+        record = (
+            about
+            | bench.extra
+            | {
+                "load at the end": round(os.getloadavg()[0], 2),
+                "rows": [r.record() for r in bench.rows],
+            }
+        )
         if output:
             cpu_report.write(record, output)
     print("\n".join(cpu_report.bar_lines(record)))

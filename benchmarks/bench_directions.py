@@ -18,7 +18,9 @@ IN_BOTH = {"nvfp4-te-2d": COLUMNWISE, "nvfp4-te": BOTH, "mxfp4-ocp": BOTH, "mxfp
 def both(bench: Bench, x: Any, recipe: str, target: float, hadamard: bool = False) -> None:
     """quantize_both, a tensor amax given, from one read of x."""
     amax = {"tensor_amax": fp4kit.amax(x)} if fp4kit.recipe(recipe).tensor_scaling == "tensor" else {}
-    for q, options in zip(fp4kit.quantize_both(x, recipe, hadamard=hadamard, **amax), ({}, {"hadamard": hadamard}), strict=True):
+    for q, options in zip(
+        fp4kit.quantize_both(x, recipe, hadamard=hadamard, **amax), ({}, {"hadamard": hadamard}), strict=True
+    ):
         check_quantized(q, x, **options)
     moved = element_bytes(x=x.dtype) | twice(quantized_bytes(recipe))
     name = "quantize_both, Hadamard" if hadamard else "quantize_both"

@@ -2,14 +2,14 @@
 
     python benchmarks/bench_distributed.py [--processes N] [--gigabytes 1] [--repeat 20] [--json FILE]
 
-The weights are those of layers of a transformer of width 4096 (float32 masters; --gigabytes counts them in bfloat16) and two
-small matrices of odd sizes. Partition "flat" cuts all matrices, one after the other, into N shards at odd elements, as optimizers
-that shard flat parameters do; "each" cuts every matrix so. Every rank compares every byte of every matrix with quantize of the
-whole.
+The weights are those of layers of a transformer of width 4096 (float32 masters; --gigabytes counts them in bfloat16)
+and two small matrices of odd sizes. Partition "flat" cuts all matrices, one after the other, into N shards at odd
+elements, as optimizers that shard flat parameters do; "each" cuts every matrix so. Every rank compares every byte of
+every matrix with quantize of the whole.
 
-Times are medians over --repeat steps of CUDA events on each rank, with a barrier before each step, and the slowest rank's is
-given: a stage that waits for another rank includes that. `step` is the whole step without events between its stages, `host` the
-time until it returns. NCCL_NVLS_ENABLE is set to 0, so that NVLink multicast stays off.
+Times are medians over --repeat steps of CUDA events on each rank, with a barrier before each step, and the slowest
+rank's is given: a stage that waits for another rank includes that. `step` is the whole step without events between its
+stages, `host` the time until it returns. NCCL_NVLS_ENABLE is set to 0, so that NVLink multicast stays off.
 """
 
 from __future__ import annotations
@@ -46,7 +46,10 @@ def cuts_of(partition: str, sizes: Sequence[int], processes: int) -> np.ndarray:
     total, ends = sum(sizes), np.cumsum(sizes)
     if partition == "each":
         return np.array(
-            [[(n * i // processes | 1) if 0 < i < processes else n * (i > 0) for n in sizes] for i in range(processes + 1)]
+            [
+                [(n * i // processes | 1) if 0 < i < processes else n * (i > 0) for n in sizes]
+                for i in range(processes + 1)
+            ]
         )
     edges = [(total * i // processes | 1) if 0 < i < processes else total * (i > 0) for i in range(processes + 1)]
     return np.array([np.clip(edge - (ends - sizes), 0, sizes) for edge in edges])
@@ -97,9 +100,13 @@ class Rank:
             whole = fp4kit.quantize(w, RECIPE)
             for name, q, expected in (("rowwise", row, whole), ("columnwise", column, fp4kit.transpose(whole))):
                 for part in ("packed", "block_scale", "tensor_scale", "tensor_amax"):
-                    a, b = (self.cupy.ascontiguousarray(getattr(x, part)).reshape(-1).view(np.uint8) for x in (q, expected))
+                    a, b = (
+                        self.cupy.ascontiguousarray(getattr(x, part)).reshape(-1).view(np.uint8) for x in (q, expected)
+                    )
                     differ = int((a != b).sum())
-                    assert a.size == b.size and not differ, f"matrix {t}, {name} {part}: {differ} of {a.size} bytes differ"
+                    assert a.size == b.size and not differ, (
+                        f"matrix {t}, {name} {part}: {differ} of {a.size} bytes differ"
+                    )
                     count += a.size
         return count
 
@@ -154,7 +161,11 @@ def work(rank: int, processes: int, path: Path, args: argparse.Namespace) -> Non
     copy = me.time([("copy", lambda: cupy.copyto(target, source))])["copy"]
     if rank == 0:
         about = describe() | {"processes": processes, "recipe": RECIPE, "matrices": len(shapes), "elements": elements}
-        about |= {"weights_bf16_GB": elements * 2 / 1e9, "copy_TB/s": round(4 * elements / copy / 1e6, 3), "repeat": args.repeat}
+        about |= {
+            "weights_bf16_GB": elements * 2 / 1e9,
+            "copy_TB/s": round(4 * elements / copy / 1e6, 3),
+            "repeat": args.repeat,
+        }
         about |= {"nccl": cupy.cuda.nccl.get_version(), "equal": True}
         print(json.dumps(about | {"partitions": partitions}), flush=True)
 
@@ -173,7 +184,9 @@ def spawn(args: argparse.Namespace) -> dict[str, Any]:
         command += ["--gigabytes", str(args.gigabytes), "--repeat", str(args.repeat), "--rank"]
         environment = os.environ | {"NCCL_NVLS_ENABLE": "0"}
         running = [
-            subprocess.Popen([*command, str(rank)], env=environment, stdout=subprocess.PIPE if rank == 0 else None, text=True)
+            subprocess.Popen(
+                [*command, str(rank)], env=environment, stdout=subprocess.PIPE if rank == 0 else None, text=True
+            )
             for rank in range(args.processes)
         ]
         while any(p.poll() is None for p in running) and not any(p.poll() for p in running):

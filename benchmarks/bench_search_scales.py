@@ -48,7 +48,9 @@ def run(bench: Bench) -> None:
         x = bench.normal(dtype, shape)
         amax = fp4kit.amax(x)
         found = fp4kit.search_scales(x, RECIPE, tensor_amax=amax)
-        check_rows(found, lambda part, x=x, a=amax: fp4kit.search_scales(x[part].get(), RECIPE, tensor_amax=a.get()), "search")
+        check_rows(
+            found, lambda part, x=x, a=amax: fp4kit.search_scales(x[part].get(), RECIPE, tensor_amax=a.get()), "search"
+        )
         others = sweep(bench, x, amax, found)
         search = lambda x=x, amax=amax: fp4kit.search_scales(x, RECIPE, tensor_amax=amax)  # noqa: E731
         bench.row("search", RECIPE, x, element_bytes(x=dtype) | AMAXES, search, peers=others)
@@ -59,7 +61,11 @@ def run(bench: Bench) -> None:
     amax, columns = fp4kit.amax(x), TALL[1]
     weights = bench.cupy.asarray(np.random.default_rng(2).random(columns, np.float32))
     hessian = hessians(bench, columns)
-    kinds: dict[str, Any] = {"near": {"candidates": "near"}, "weights": {"weights": weights}, "Hessian": {"hessian": hessian}}
+    kinds: dict[str, Any] = {
+        "near": {"candidates": "near"},
+        "weights": {"weights": weights},
+        "Hessian": {"hessian": hessian},
+    }
     kinds |= {objective: {"objective": objective} for objective in ("mae", "p2.4")}
     for name, options in kinds.items():
         search = lambda options=options: fp4kit.search_scales(x, RECIPE, tensor_amax=amax, **options)  # noqa: E731
@@ -67,11 +73,19 @@ def run(bench: Bench) -> None:
         bench.row(f"search, {name}", RECIPE, x, traffic, search, peers=others)
     for objective in ("mse", "p2.4"):
         search = lambda o=objective: fp4kit.search_scales(x, EXPONENTS, objective=o)  # noqa: E731
-        bench.row(f"search of exponents, {objective}", EXPONENTS, x, element_bytes(x=BF16) | {"amaxes": Fraction(4, 32)}, search)
+        bench.row(
+            f"search of exponents, {objective}",
+            EXPONENTS,
+            x,
+            element_bytes(x=BF16) | {"amaxes": Fraction(4, 32)},
+            search,
+        )
     x = bench.normal(BF16)
     q = fp4kit.quantize(x, SEARCHED)
     check_quantized(q, x)
-    bench.row("quantize", SEARCHED, x, element_bytes(x=BF16) | quantized_bytes(SEARCHED), lambda: fp4kit.quantize(x, SEARCHED))
+    bench.row(
+        "quantize", SEARCHED, x, element_bytes(x=BF16) | quantized_bytes(SEARCHED), lambda: fp4kit.quantize(x, SEARCHED)
+    )
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """Small tensors, where the call costs more than the kernel: host time of a call, and device time inside a CUDA graph.
 
-Calls on one 64 x 4096 bfloat16 array of CuPy and, where PyTorch is there, on a tensor of it, beside an operation of PyTorch. The
-latter run in a process of their own: x * 2 takes the host 7.5 us there, and 11.9 us in one that has timed other rows (H200).
+Calls on one 64 x 4096 bfloat16 array of CuPy and, where PyTorch is there, on a tensor of it, beside an operation of
+PyTorch. The latter run in a process of their own: x * 2 takes the host 7.5 us there, and 11.9 us in one that has timed
+other rows (H200).
 """
 
 from __future__ import annotations
@@ -63,7 +64,9 @@ def calls(x: Any) -> Iterator[tuple[str, str, Callable[[], object], bool | None]
 
 
 def host_times(bench: Bench, x: Any, library: str, target_us: float) -> None:
-    """Rows of all calls, on x of a library; of torch's, beside an operation of its own, which tells how fast the host was."""
+    """Rows of all calls, on x of a library; of torch's, beside an operation of its own, which tells how fast the host
+    was.
+    """
     shown = bench.normal(BF16, SHAPE)  # x as NumPy names its dtype
     rows = list(calls(x))
     if library == "torch":

@@ -24,7 +24,9 @@ def traffic(recipe: str) -> dict[str, Fraction]:
 
 
 def check(q: fp4kit.Quantized, t: fp4kit.Quantized) -> None:
-    """Raise AssertionError unless the first and last rows of t are those of the transpose of q, of one matrix, on the CPU."""
+    """Raise AssertionError unless the first and last rows of t are those of the transpose of q, of one matrix, on the
+    CPU.
+    """
 
     def codes(rows: slice) -> Any:
         first, stop, _ = rows.indices(t.packed.shape[0])
@@ -68,7 +70,14 @@ def run(bench: Bench) -> None:
             bench.row(name, recipe, x, traffic(recipe), lambda q=q: fp4kit.transpose(q), target=TARGET, peers=others)
     stack = bench.normal(BF16, (64, bench.size // 8, bench.size // 8))
     q = fp4kit.quantize(stack, "nvfp4-te-2d")
-    bench.row("transpose, 64 matrices", "nvfp4-te-2d", stack, traffic("nvfp4-te-2d"), lambda: fp4kit.transpose(q), target=TARGET)
+    bench.row(
+        "transpose, 64 matrices",
+        "nvfp4-te-2d",
+        stack,
+        traffic("nvfp4-te-2d"),
+        lambda: fp4kit.transpose(q),
+        target=TARGET,
+    )
 
 
 if __name__ == "__main__":

@@ -1,6 +1,8 @@
-"""ggml's own C for MXFP4 and NVFP4 blocks, compiled for this processor from a folder that has its sources; one thread, float32.
+"""ggml's own C for MXFP4 and NVFP4 blocks, compiled for this processor from a folder that has its sources; one thread,
+float32.
 
-The folder is that of ggml (with include/ and src/), such as vendor/llama.cpp/ggml in the source package of llama-cpp-python:
+The folder is that of ggml (with include/ and src/), such as vendor/llama.cpp/ggml in the source package of
+llama-cpp-python:
 
     pip download --no-binary llama-cpp-python --no-deps llama-cpp-python   # 0.3.36 was tried
     tar xzf llama_cpp_python-*.tar.gz
@@ -35,13 +37,28 @@ def build(folder: Path, target: Path) -> ctypes.CDLL:
     include = [f"-I{folder / part}" for part in ("include", "src", "src/ggml-cpu")]
     sources = [str(folder / "src" / "ggml-quants.c"), str(target / "stubs.c")]
     compiler = os.environ.get("CC", "cc")
-    command = [compiler, "-O3", "-march=native", "-DNDEBUG", "-w", "-fPIC", "-shared", *include, *sources, "-o", str(out), "-lm"]
+    command = [
+        compiler,
+        "-O3",
+        "-march=native",
+        "-DNDEBUG",
+        "-w",
+        "-fPIC",
+        "-shared",
+        *include,
+        *sources,
+        "-o",
+        str(out),
+        "-lm",
+    ]
     subprocess.run(command, check=True, capture_output=True)
     return ctypes.CDLL(str(out))
 
 
 class Ggml:
-    """Encoder and decoder of one kind of block on one float32 matrix: encode() writes self.blocks, decode() self.values."""
+    """Encoder and decoder of one kind of block on one float32 matrix: encode() writes self.blocks, decode()
+    self.values.
+    """
 
     def __init__(self, library: ctypes.CDLL, kind: str, x: np.ndarray) -> None:
         elements, nbytes = BLOCK_BYTES[kind]

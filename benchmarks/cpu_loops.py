@@ -1,8 +1,9 @@
 """What memory gives: loops of NumPy in threads over the bytes that an operation moves, and what a fresh process pays.
 
-two passes: the largest of all 8-byte words (every byte is read), then one word of four copied (every line of the cache is read,
-a quarter written): what quantize does with a tensor scale. one pass: the second of them. expand: a quarter read, each word
-written four times: what dequantize does to bfloat16. copy: all read, all written. GB/s of the large array, arrays in memory.
+two passes: the largest of all 8-byte words (every byte is read), then one word of four copied (every line of the cache
+is read, a quarter written): what quantize does with a tensor scale. one pass: the second of them. expand: a quarter
+read, each word written four times: what dequantize does to bfloat16. copy: all read, all written. GB/s of the large
+array, arrays in memory.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ Path("/proc/self/clear_refs").write_text("5")  # from here on VmHWM is the peak
 before = memory("VmRSS")
 result = call()
 print((memory("VmHWM") - before) / 1024 - result.nbytes / 2**20)
-"""
+"""  # noqa: E501
 
 
 def _part(a: np.ndarray, i: int, parts: int) -> np.ndarray:
@@ -99,7 +100,9 @@ def streaming(nbytes: int, threads: int, rounds: int) -> dict[str, dict[str, flo
 
 
 def beyond(recipes: Iterable[str], nbytes: int, columns: int) -> dict[str, float]:
-    """{call: MiB at the peak beyond input and result}, in a fresh process with no freed memory; empty where /proc is not."""
+    """{call: MiB at the peak beyond input and result}, in a fresh process with no freed memory; empty where /proc is
+    not.
+    """
     found = {}
     for operation in ("quantize", "dequantize"):
         for recipe in recipes:

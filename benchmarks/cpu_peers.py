@@ -1,11 +1,14 @@
-"""Other libraries on the CPU, in a process of their own: PYTHON cpu_peers.py SIZE THREADS [--quick]; needs NumPy, not fp4kit.
+"""Other libraries on the CPU, in a process of their own: PYTHON cpu_peers.py SIZE THREADS [--quick]; needs NumPy, not
+fp4kit.
 
-torchao (as it is and by torch.compile), compressed-tensors, microxcaling and MLX, as far as that PYTHON has them, on the matrix
-of bfloat16 that bench_cpu.py has. The process says in one line of JSON which calls there are, then reads the name of a call from
-each line, makes the call once and answers its seconds, so that whoever asks can take turns with it. A call's first time compiles
-it, and its values must be the input's to within the error of its format. With --quick nothing is compiled by torch.compile.
+torchao (as it is and by torch.compile), compressed-tensors, microxcaling and MLX, as far as that PYTHON has them, on
+the matrix of bfloat16 that bench_cpu.py has. The process says in one line of JSON which calls there are, then reads the
+name of a call from each line, makes the call once and answers its seconds, so that whoever asks can take turns with it.
+A call's first time compiles it, and its values must be the input's to within the error of its format. With --quick
+nothing is compiled by torch.compile.
 
-Versions tried: torch 2.13.0+cpu, torchao 0.18.0, compressed-tensors 0.20.0, mlx 0.32.4. microxcaling has no package: not tried.
+Versions tried: torch 2.13.0+cpu, torchao 0.18.0, compressed-tensors 0.20.0, mlx 0.32.4. microxcaling has no package:
+not tried.
 """
 
 from __future__ import annotations
@@ -27,7 +30,8 @@ PACKAGES = ("torch", "torchao", "compressed-tensors", "mlx", "numpy")
 
 
 class Peer(NamedTuple):
-    """A library's arithmetic of one kind: what quantize() gives, dequantize(it) decodes, and values(it) are as float32 of NumPy.
+    """A library's arithmetic of one kind: what quantize() gives, dequantize(it) decodes, and values(it) are as float32
+    of NumPy.
 
     Where quantize is None, there are values only: fake() gives them.
     """
@@ -161,7 +165,9 @@ class Timed:
         self.last = 0.0
 
     def seconds(self) -> float:
-        """Of one call, after one that is not timed where that is short, as in bench_cpu.py; of the first after two more."""
+        """Of one call, after one that is not timed where that is short, as in bench_cpu.py; of the first after two
+        more.
+        """
         if self.call is None:
             self._try()
         assert self.call is not None

@@ -14,7 +14,18 @@ from report import COLOURS, PEER_COLOURS, SHORT
 from fp4kit.cli.tables import markdown as table
 
 LEGEND: Mapping[str, Any] = {"loc": "lower center", "bbox_to_anchor": (0.5, 1), "ncols": 2, "fontsize": 7}
-COLUMNS = ("operation", "recipe", "from", "{n} threads", "best", "1 thread", "into `out`", "specification", "times", "others")
+COLUMNS = (
+    "operation",
+    "recipe",
+    "from",
+    "{n} threads",
+    "best",
+    "1 thread",
+    "into `out`",
+    "specification",
+    "times",
+    "others",
+)
 GROUPS = {
     "recipes": "Every recipe",
     "operations": "Other operations and dtypes",
@@ -57,10 +68,17 @@ def markdown(record: Record) -> str:
         "# CPU",
         "",
         f"{heading(record)}.",
-        f"Other libraries: {others or 'none'}." + "".join(f" No {name} ({why})." for name, why in record["missing"].items()),
+        f"Other libraries: {others or 'none'}."
+        + "".join(f" No {name} ({why})." for name, why in record["missing"].items()),
         "",
-        f"{record['size']} x {record['size']} where no shape is given. GB/s of input (dequantize: of output), by the median of",
-        f"up to {record['repeat']} turns; best: by the smallest time. times: the specification's time over that of all threads;",
+        (
+            f"{record['size']} x {record['size']} where no shape is given. GB/s of input (dequantize: of output), by"
+            " the median of"
+        ),
+        (
+            f"up to {record['repeat']} turns; best: by the smallest time. times: the specification's time over that of"
+            " all threads;"
+        ),
         "others: the times of other libraries' calls over it.",
         "",
         "![rates and speed-up](cpu.svg)",
@@ -103,7 +121,10 @@ def _groups(rows: list[CpuRow], record: Record) -> list[str]:
             cells = {"ggml": _ggml_cells, "small": _small_cells, "sizes": _size_cells}.get(group, _cells)
             head = _HEADS.get(group, tuple(name.format(n=record["threads"]) for name in COLUMNS))
             lines += ["", f"## {title}", "", table(head, [cells(row) for row in found])]
-    beyond = [f"\n{call}: {mib:.1f} MiB of memory beyond input and result." for call, mib in record.get("MiB beyond", {}).items()]
+    beyond = [
+        f"\n{call}: {mib:.1f} MiB of memory beyond input and result."
+        for call, mib in record.get("MiB beyond", {}).items()
+    ]
     return lines + beyond + [f"\nLeft out: {size}: {why}." for size, why in record.get("left out", {}).items()]
 
 
@@ -153,8 +174,16 @@ _HEADS = {
     "ggml": ("operation", "recipe", "from", "fp4kit", "into `out`", "ggml, from or to fp32", "times (into `out`)"),
     "small": ("operation", "recipe", "a call", "into `out`", "1 thread", "specification", "times"),
     "sizes": (
-        "recipe", "input", "ns an element", "into `out`", "1 thread", "two passes of a loop", "into what is there",
-        "GB/s", "1 thread", "specification",
+        "recipe",
+        "input",
+        "ns an element",
+        "into `out`",
+        "1 thread",
+        "two passes of a loop",
+        "into what is there",
+        "GB/s",
+        "1 thread",
+        "specification",
     ),
 }
 
@@ -165,7 +194,10 @@ def _sweep(record: Record) -> list[str]:
     found = record["sweep"]
     lines = ["", "## Against the specification, every recipe, dtype, operation and shape (cpu_sweep.py)", ""]
     lines += [
-        f"{found['cases']} cases, {len(found['slower'])} slower by more than the noise of 5%. The smallest ratio of each shape:",
+        (
+            f"{found['cases']} cases, {len(found['slower'])} slower by more than the noise of 5%. The smallest ratio of"
+            " each shape:"
+        ),
         "",
     ]
     return [*lines, table(("shape", "times", "case"), [_shape(*pair) for pair in found["smallest of a shape"].items()])]
@@ -181,10 +213,16 @@ def summary(record: Record) -> str:
     head = ["recipe"]
     for operation in ("quantize", "dequantize"):
         head += [f"{operation}, {record['threads']} threads", "1 thread", "NumPy", "fastest other"]
-    cells = [(recipe, *_summary_cells(rows["quantize", recipe]), *_summary_cells(rows["dequantize", recipe])) for recipe in SEVEN]
+    cells = [
+        (recipe, *_summary_cells(rows["quantize", recipe]), *_summary_cells(rows["dequantize", recipe]))
+        for recipe in SEVEN
+    ]
     found = bars_of(record)
     held = f"{sum(bar.holds is True for bar in found)} of {sum(bar.holds is not None for bar in found)} bars hold"
-    return f"{heading(record)}. GB/s of bfloat16, {record['size']} x {record['size']}; {held}.\n\n{table(tuple(head), cells)}"
+    return (
+        f"{heading(record)}. GB/s of bfloat16, {record['size']} x {record['size']};"
+        f" {held}.\n\n{table(tuple(head), cells)}"
+    )
 
 
 def _summary_cells(row: CpuRow) -> tuple[str, ...]:

@@ -1,4 +1,6 @@
-"""What the CPU benchmarks share: stop-watches that take turns, the record of a row, and the bars that rows are held against."""
+"""What the CPU benchmarks share: stop-watches that take turns, the record of a row, and the bars that rows are held
+against.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,15 @@ from typing import Any, NamedTuple
 Call = Callable[[], object]
 Watch = Callable[[], float]  # seconds of one call
 
-SEVEN = ("nvfp4-te", "nvfp4-te-2d", "nvfp4-modelopt", "nvfp4-compressed-tensors", "mxfp4-ocp", "mxfp4-flashinfer", "mxfp8-te")
+SEVEN = (
+    "nvfp4-te",
+    "nvfp4-te-2d",
+    "nvfp4-modelopt",
+    "nvfp4-compressed-tensors",
+    "mxfp4-ocp",
+    "mxfp4-flashinfer",
+    "mxfp8-te",
+)
 BATCH_SECONDS = 2e-3  # calls are timed in batches of about as long
 WARMED = 0.05  # seconds
 BUDGET = 0.7  # seconds after which a slow call gets no further turn, where it had three
@@ -38,8 +48,8 @@ def watch(
 ) -> Watch:
     """A stop-watch of a call, which it makes in a context: once or twice to warm up, then in batches lasting so long.
 
-    warm_below: calls that take fewer seconds come after one that is not timed: what the call before it left in caches, of one
-    thread or of a specification with gigabytes of temporaries, is not theirs to pay for.
+    warm_below: calls that take fewer seconds come after one that is not timed: what the call before it left in caches,
+    of one thread or of a specification with gigabytes of temporaries, is not theirs to pay for.
     """
 
     def seconds(batch: int, warmed: bool = False) -> float:
@@ -73,8 +83,9 @@ def alternate(watches: Mapping[str, Watch], rounds: int, budget: float = BUDGET)
 class CpuRow:
     """One timed operation. bytes: of the input, or of the output of dequantize; a rate is bytes / time.
 
-    times: "one" and "all" (threads), "one into" and "all into" (memory that is there, by out=), "specification". peers: {name:
-    time} on all threads; in the group "ggml", "ggml" on one thread; in "sizes" a streaming loop. failed: {peer: why}.
+    times: "one" and "all" (threads), "one into" and "all into" (memory that is there, by out=), "specification". peers:
+    {name: time} on all threads; in the group "ggml", "ggml" on one thread; in "sizes" a streaming loop. failed: {peer:
+    why}.
     """
 
     group: str
@@ -124,7 +135,9 @@ class CpuRow:
 
 
 class Bar(NamedTuple):
-    """A target, the figure that comes nearest to missing it, where that is, and whether the target holds (None: not measured)."""
+    """A target, the figure that comes nearest to missing it, where that is, and whether the target holds (None: not
+    measured).
+    """
 
     text: str
     figure: str
@@ -147,11 +160,19 @@ def bars(rows: list[CpuRow], loops: Mapping[str, float], sweep: Mapping[str, Any
             [(row, row.ratio("specification", "all")) for row in rows],
         ),
         _sweep_bar(sweep),
-        _least("times faster than the fastest other library", 5, [(row, (row.fastest_peer or (0, None))[1]) for row in seven]),
+        _least(
+            "times faster than the fastest other library",
+            5,
+            [(row, (row.fastest_peer or (0, None))[1]) for row in seven],
+        ),
         *(_ggml_bar(of["ggml"], name, least) for name, least in (("quantize", 2), ("dequantize", 1))),
         _rate_bar("one thread, quantize bf16, 55% of the bar of two", quantize, 0.55 * 2, None, "one"),
         _rate_bar("one thread, dequantize to bf16, 55% of the bar of two", dequantize, 0.55 * 5, None, "one"),
-        _least("rate of one thread over all, quantize and dequantize", 0.55, [(row, row.ratio("all", "one")) for row in seven]),
+        _least(
+            "rate of one thread over all, quantize and dequantize",
+            0.55,
+            [(row, row.ratio("all", "one")) for row in seven],
+        ),
         _most("a small call, us", 60, [(row, max(us.median for us in _ours(row))) for row in of["small"]]),
         _linear_bar(of["sizes"], "all", "loop", 1 << 30, ""),
         _linear_bar(of["sizes"], "all into", "loop into", 1 << 25, " into memory that is there"),
@@ -191,7 +212,9 @@ def _most(text: str, wanted: float, found: list[tuple[CpuRow, float]]) -> Bar:
 
 def _ggml_bar(rows: list[CpuRow], operation: str, least: float) -> Bar:
     """One thread each, from or to float32, into memory that is there."""
-    found = [(row, row.peers["ggml"].median / row.times["one into"].median) for row in rows if row.operation == operation]
+    found = [
+        (row, row.peers["ggml"].median / row.times["one into"].median) for row in rows if row.operation == operation
+    ]
     kind = {"quantize": "encoders", "dequantize": "decoders"}[operation]
     return _least(f"times faster than ggml's {kind}, one thread each", least, list(found))
 
@@ -207,7 +230,8 @@ def _sweep_bar(sweep: Mapping[str, Any] | None) -> Bar:
 def _linear_bar(rows: list[CpuRow], name: str, loop: str, least: int, text: str) -> Bar:
     """What a byte of the largest size takes over one of the smallest from `least` bytes on, by the smallest times.
 
-    What disturbs a machine meets every call that takes a second. Where a streaming loop over as many bytes grows too: over that.
+    What disturbs a machine meets every call that takes a second. Where a streaming loop over as many bytes grows too:
+    over that.
     """
     text = f"time of a byte{text}, 8 GiB over {least >> 20} MiB, beside a streaming loop's: at most 1.25"
     large = sorted((row for row in rows if row.bytes >= least and name in row.times), key=lambda row: row.bytes)
@@ -226,4 +250,6 @@ def _linear_bar(rows: list[CpuRow], name: str, loop: str, least: int, text: str)
 def _growth(rows: list[CpuRow], name: str) -> float:
     """Of the smallest time of a byte, from the first row to the last; 1 where it was not taken."""
     first, last = (row.times | row.peers for row in (rows[0], rows[-1]))
-    return last[name].best / first[name].best / (rows[-1].bytes / rows[0].bytes) if name in first and name in last else 1.0
+    return (
+        last[name].best / first[name].best / (rows[-1].bytes / rows[0].bytes) if name in first and name in last else 1.0
+    )

@@ -22,14 +22,21 @@ def cases(x: np.ndarray) -> Iterator[Case]:
     weights = (rng.random(K) + 0.1).astype(np.float32)
     samples = rng.standard_normal((K // 16, 64, 16))
     hessian = (samples.transpose(0, 2, 1) @ samples / 64).astype(np.float32)
-    kinds = {"": {}, " near": {"candidates": "near"}, " weights": {"weights": weights}, " hessian": {"hessian": hessian}}
+    kinds = {
+        "": {},
+        " near": {"candidates": "near"},
+        " weights": {"weights": weights},
+        " hessian": {"hessian": hessian},
+    }
     for what, terms in kinds.items():
         yield Case(f"search_scales{what}", lambda terms=terms: fp4kit.search_scales(x, RECIPE, **terms), x.nbytes)  # type: ignore[misc]
     yield Case("quantize", lambda: fp4kit.quantize(x, RECIPE), x.nbytes)
 
 
 def loop(x: np.ndarray) -> np.ndarray:
-    """The codes of least squared error, one after the other as one would in NumPy: of a few blocks not those of the sweep."""
+    """The codes of least squared error, one after the other as one would in NumPy: of a few blocks not those of the
+    sweep.
+    """
     a = np.abs(x.astype(np.float32)).reshape(-1, 16)
     scales = a.max() / E2M1.max * (decode(np.arange(1, 127, dtype=np.uint8), E4M3) / E4M3.max)
     values, between = E2M1.magnitudes.astype(np.float32), E2M1.midpoints.astype(np.float32)

@@ -16,15 +16,30 @@ from fp4kit.cpu.coverage import not_faked
 
 # From 1 KB of bfloat16 upward; some short of a vector, a row, a block of rows, and some of three dimensions.
 SHAPES = (
-    (1, 512), (8, 64), (3, 352), (7, 96), (64, 256), (5, 7, 96), (33, 2080), (64, 4096), (3, 64, 1056), (1024, 1024),
-)  # fmt: skip
+    (1, 512),
+    (8, 64),
+    (3, 352),
+    (7, 96),
+    (64, 256),
+    (5, 7, 96),
+    (33, 2080),
+    (64, 4096),
+    (3, 64, 1056),
+    (1024, 1024),
+)
 DTYPES = (BF16, F16, F32)
 NOISE = 0.05  # calls that fall to the specification take its time, more or less
 FAR = 2.5  # a ratio that is believed of one call of the specification
-TURNS = ((3, 0.02, 1.2), (15, 0.06, 1 - NOISE), (99, 0.5, 0.0))  # rounds, seconds of each call, ratio from which it is believed
+TURNS = (
+    (3, 0.02, 1.2),
+    (15, 0.06, 1 - NOISE),
+    (99, 0.5, 0.0),
+)  # rounds, seconds of each call, ratio from which it is believed
 BATCH = 5e-4  # seconds
 KEPT = 20  # of the smallest ratios
-MOST_DECLINED = 1 << 14  # elements; a recipe that the engine declines takes the specification's time and that of asking first
+MOST_DECLINED = (
+    1 << 14
+)  # elements; a recipe that the engine declines takes the specification's time and that of asking first
 
 
 def cases(recipe: str, x: np.ndarray) -> Iterator[Callable[[], Case]]:
@@ -39,7 +54,9 @@ def cases(recipe: str, x: np.ndarray) -> Iterator[Callable[[], Case]]:
 
 
 def ratio(case: Case) -> float:
-    """Time of the specification over that of the engine, both the smallest of turns: the more, the smaller the ratio is."""
+    """Time of the specification over that of the engine, both the smallest of turns: the more, the smaller the ratio
+    is.
+    """
     fast = min(_seconds(case.call) for _ in range(3))
     with fp4kit.specification():
         found = _seconds(case.call) / fast

@@ -2,8 +2,8 @@
 
     python benchmarks/kernel_report.py [--arch sm_90] [--output FILE]
 
-Prints a table. Resident threads are those that fit a multiprocessor of 65,536 registers and 2,048 threads. The exit status is 1
-if a kernel spills registers.
+Prints a table. Resident threads are those that fit a multiprocessor of 65,536 registers and 2,048 threads. The exit
+status is 1 if a kernel spills registers.
 """
 
 from __future__ import annotations
@@ -47,7 +47,9 @@ class Kernel(NamedTuple):
     source: str
 
 
-def quantize_kernel(r: Recipe, dtype: np.dtype, aligned: bool = True, layout: str = "linear", **options: object) -> Kernel:
+def quantize_kernel(
+    r: Recipe, dtype: np.dtype, aligned: bool = True, layout: str = "linear", **options: object
+) -> Kernel:
     """The kernel that quantizes dtype to a recipe; options as those of recipe_struct."""
     file = way_of(Work(r, dtype, (1024, 4096), layout, grouped=True)).kernel
     struct = recipe_struct(r, layout, **options)  # type: ignore[arg-type]
@@ -136,7 +138,9 @@ def layout_kernels() -> Iterator[Kernel]:
 
 
 class Usage(NamedTuple):
-    """What one kernel takes: registers a thread, bytes of spills and of stack a thread, bytes of shared memory a block."""
+    """What one kernel takes: registers a thread, bytes of spills and of stack a thread, bytes of shared memory a
+    block.
+    """
 
     registers: int
     spills: int
@@ -173,7 +177,10 @@ def table(rows: list[tuple[Kernel, Usage]], arch: str) -> str:
         f"Written by `benchmarks/kernel_report.py` with NVRTC {version}, {date.today()}; blocks of {THREADS} threads.",
         f"Kernels that spill registers: {'; '.join(spilling) or 'none'}.",
         "",
-        "| kernel | recipe | elements | options | registers | spill bytes | stack bytes | shared bytes | resident threads |",
+        (
+            "| kernel | recipe | elements | options | registers | spill bytes | stack bytes | shared bytes | resident"
+            " threads |"
+        ),
         "| --- | --- | --- | --- | --: | --: | --: | --: | --: |",
     ]
     for kernel, used in rows:

@@ -1,4 +1,5 @@
-"""What the GPU benchmarks share: the device, the copy that is the ceiling, timings, checks of results, and the record of a row.
+"""What the GPU benchmarks share: the device, the copy that is the ceiling, timings, checks of results, and the record
+of a row.
 
 A script bench_<operation>.py has one function, `run(bench)`, which calls `bench.row(...)` for each thing that it times:
 
@@ -17,8 +18,9 @@ A script bench_<operation>.py has one function, `run(bench)`, which calls `bench
     if __name__ == "__main__":
         main(run)
 
-efficiency = (fewest bytes the operation must move) / time / (bytes per second, read and written, of a device-to-device copy that
-moves as many bytes, measured in the same run). Arrays that are not several times the L2 take turns: give `row` several calls.
+efficiency = (fewest bytes the operation must move) / time / (bytes per second, read and written, of a device-to-device
+copy that moves as many bytes, measured in the same run). Arrays that are not several times the L2 take turns: give
+`row` several calls.
 """
 
 from __future__ import annotations
@@ -65,7 +67,8 @@ def poison(*arrays: Any) -> None:
 
 
 def check_quantized(q: fp4kit.Quantized, x: Any, **options: Any) -> None:
-    """Raise AssertionError unless the first and last rows of q (of axis moved last) are what the CPU specification gives.
+    """Raise AssertionError unless the first and last rows of q (of axis moved last) are what the CPU specification
+    gives.
 
     options: of quantize, but for axis, layout and tensor_amax, which are those of q. With a seed the first rows only.
     """
@@ -81,13 +84,17 @@ def check_quantized(q: fp4kit.Quantized, x: Any, **options: Any) -> None:
 
 
 def check_rows(actual: Any, expected: Callable[[slice], Any], name: str) -> None:
-    """Raise AssertionError unless the first and last rows of a CuPy array are those that expected(rows) gives as NumPy."""
+    """Raise AssertionError unless the first and last rows of a CuPy array are those that expected(rows) gives as
+    NumPy.
+    """
     for rows in CHECKED:
         assert_same_bits(actual[rows].get(), expected(rows), f"{name}[{rows.start}:{rows.stop}]")
 
 
 class Bench:
-    """A run on one device: inputs, ceilings and timings, and the rows so far. quick: fewer repeats, no compiled peers."""
+    """A run on one device: inputs, ceilings and timings, and the rows so far. quick: fewer repeats, no compiled
+    peers.
+    """
 
     def __init__(self, size: int = SIZE, repeat: int = REPEAT, quick: bool = False, peers: bool = True) -> None:
         self.size, self.repeat, self.quick, self.peers = size, 5 if quick else repeat, quick, peers
@@ -168,8 +175,8 @@ class Bench:
     def host_times(self, calls: Sequence[Call], batch: int = 200) -> list[Time]:
         """The same of several calls, which take turns; the device is idle when a batch begins.
 
-        The least of the batches, as timeit has it: on a host that others share, x * 2 of PyTorch takes 7.5 us now and 11.5 a
-        second later, and so does everything else.
+        The least of the batches, as timeit has it: on a host that others share, x * 2 of PyTorch takes 7.5 us now and
+        11.5 a second later, and so does everything else.
         """
         times: list[list[float]] = [[] for _ in calls]
         for _ in range(2 * self.repeat):
@@ -201,23 +208,28 @@ class Bench:
         timed: Time | None = None,
         **targets: Any,
     ) -> Row:
-        """Time calls on x (an array, or anything with shape and dtype: n = elements of the shape), print the row and keep it.
+        """Time calls on x (an array, or anything with shape and dtype: n = elements of the shape), print the row and
+        keep it.
 
-        kind: see Row. peers: {name: call}, timed alike; one that raises is recorded as failed. timed: what they took, if known.
-        targets: target, target_us, beside.
+        kind: see Row. peers: {name: call}, timed alike; one that raises is recorded as failed. timed: what they took,
+        if known. targets: target, target_us, beside.
         """
         measure = {"kernel": self.time, "graph": self.graph_time, "host": self.host_time}[kind]
         n = prod(x.shape)
         nbytes = traffic_bytes(traffic, n)
         found = measure(*calls) if timed is None else timed
-        row = Row(operation, recipe, np.dtype(x.dtype).name, tuple(x.shape), formula(traffic), nbytes, *found, kind, **targets)
+        row = Row(
+            operation, recipe, np.dtype(x.dtype).name, tuple(x.shape), formula(traffic), nbytes, *found, kind, **targets
+        )
         if kind == "kernel":
             row.copy_us = self.copy_us(nbytes)
         for name, call in (peers or {}).items() if self.peers else ():
             try:
                 row.peers[name] = measure(call).us
             except Exception as error:
-                row.failed[name] = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"[:160]
+                row.failed[name] = (
+                    f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"[:160]
+                )
         self.rows.append(row)
         print(row, flush=True)
         return row

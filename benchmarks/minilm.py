@@ -1,4 +1,6 @@
-"""The demo model (fp4kit.checkpoint.convert.demo), run in NumPy: what its linear layers are given, for weights of columns."""
+"""The demo model (fp4kit.checkpoint.convert.demo), run in NumPy: what its linear layers are given, for weights of
+columns.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,9 @@ import numpy as np
 from fp4kit.storage.safetensors_file import TensorReader, read_header
 
 HEADS, EPS, LENGTH = 12, 1e-12, 128  # of its config; tokens of a sequence
-Seen = Callable[[str, np.ndarray], None]  # called with the name of a weight and the float32 (tokens, K) that it is given
+Seen = Callable[
+    [str, np.ndarray], None
+]  # called with the name of a weight and the float32 (tokens, K) that it is given
 
 
 def tensors_of(folder: Path) -> dict[str, np.ndarray]:
@@ -27,7 +31,9 @@ def linear_names(tensors: Mapping[str, np.ndarray]) -> list[str]:
 
 
 def tokens_of(text: str, folder: Path) -> list[int]:
-    """Word pieces of a text by the model's vocabulary: words and signs in lower case, each by its longest known beginning."""
+    """Word pieces of a text by the model's vocabulary: words and signs in lower case, each by its longest known
+    beginning.
+    """
     known = {word: i for i, word in enumerate((folder / "vocab.txt").read_text(encoding="utf-8").splitlines())}
     return [known[piece] for word in re.findall(r"\w+|[^\w\s]", text.lower()) for piece in _pieces(word, known)]
 
@@ -45,7 +51,9 @@ def _pieces(word: str, known: Mapping[str, int]) -> Iterator[str]:
 
 
 def run(tensors: Mapping[str, np.ndarray], tokens: list[int], seen: Seen) -> None:
-    """The encoder on sequences of LENGTH tokens; GELU by its tanh form. seen: called for every linear layer of each sequence."""
+    """The encoder on sequences of LENGTH tokens; GELU by its tanh form. seen: called for every linear layer of each
+    sequence.
+    """
     for start in range(0, len(tokens) - LENGTH + 1, LENGTH):
         e = "embeddings"
         x = tensors[f"{e}.word_embeddings.weight"][tokens[start : start + LENGTH]]
@@ -61,7 +69,8 @@ def _layer(tensors: Mapping[str, np.ndarray], p: str, x: np.ndarray, seen: Seen)
         return x @ tensors[f"{p}.{name}.weight"].T + tensors[f"{p}.{name}.bias"]
 
     q, k, v = (
-        linear(f"attention.self.{name}", x).reshape(LENGTH, HEADS, -1).transpose(1, 0, 2) for name in ("query", "key", "value")
+        linear(f"attention.self.{name}", x).reshape(LENGTH, HEADS, -1).transpose(1, 0, 2)
+        for name in ("query", "key", "value")
     )
     logits = q @ k.transpose(0, 2, 1) / np.sqrt(q.shape[-1])
     shares = np.exp(logits - logits.max(axis=-1, keepdims=True))

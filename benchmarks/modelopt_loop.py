@@ -16,7 +16,10 @@ from measure import Bench, Call
 ATTRIBUTES: dict[str, dict[str, Any]] = {
     "fp8-modelopt": {"num_bits": (4, 3), "axis": None},
     "int8-modelopt-channel": {"num_bits": 8, "axis": 0},
-    "nvfp4-modelopt": {"num_bits": (2, 1), "block_sizes": {-1: 16, "type": "dynamic", "scale_bits": (4, 3)}},  # by Triton
+    "nvfp4-modelopt": {
+        "num_bits": (2, 1),
+        "block_sizes": {-1: 16, "type": "dynamic", "scale_bits": (4, 3)},
+    },  # by Triton
 }
 EXTENSIONS = {"fp8-modelopt": "get_cuda_ext_fp8", "int8-modelopt-channel": "get_cuda_ext"}
 PATIENCE = 120  # seconds for a build that is under way
@@ -24,7 +27,8 @@ NAME = "Model-Optimizer loop"
 
 
 class Loop:
-    """Model-Optimizer's loop. Its CUDA extensions, which take up to 45 s, are built in processes of their own from now on.
+    """Model-Optimizer's loop. Its CUDA extensions, which take up to 45 s, are built in processes of their own from now
+    on.
 
     Where an extension cannot be built, FP8 runs as operations of eager PyTorch, and INT8 fails, which is recorded.
     """
@@ -50,7 +54,9 @@ class Loop:
 
     @staticmethod
     def _load(extension: Any, build: subprocess.Popen[bytes]) -> None:
-        """Call what loads an extension, once it is built; if it was not, tell it that there is none, or it would build it."""
+        """Call what loads an extension, once it is built; if it was not, tell it that there is none, or it would build
+        it.
+        """
         try:
             built = build.wait(PATIENCE) == 0
         except subprocess.TimeoutExpired:

@@ -1,7 +1,8 @@
-"""Other libraries on the same device arrays, in this process: torch, torchao, Model-Optimizer, as far as they are installed.
+"""Other libraries on the same device arrays, in this process: torch, torchao, Model-Optimizer, as far as they are
+installed.
 
-Each function gives {name: call} for `Bench.row(peers=...)`, empty where the library is missing. With --quick nothing is compiled
-by torch.compile, which takes seconds for each. Versions tried: torch 2.11, torchao 0.18, nvidia-modelopt 0.47.
+Each function gives {name: call} for `Bench.row(peers=...)`, empty where the library is missing. With --quick nothing is
+compiled by torch.compile, which takes seconds for each. Versions tried: torch 2.11, torchao 0.18, nvidia-modelopt 0.47.
 """
 
 from __future__ import annotations
@@ -51,7 +52,9 @@ def tensor(x: Any) -> Any:
 
 @cache
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """torch.compile for the one shape and dtype that it is called with; what it calls must not call this file's functions."""
+    """torch.compile for the one shape and dtype that it is called with; what it calls must not call this file's
+    functions.
+    """
     return torch().compile(function, dynamic=False, fullgraph=True)
 
 

@@ -1,4 +1,6 @@
-"""What the benchmarks share, on GPUs and CPUs: the head of a record, the files that are written from it, how plots are drawn."""
+"""What the benchmarks share, on GPUs and CPUs: the head of a record, the files that are written from it, how plots are
+drawn.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ def head_text(record: Record) -> str:
 
 
 def pyplot(path: Path) -> Any:
-    """Return matplotlib's pyplot, set so that a plot drawn twice has the same bytes. Raises ImportError without matplotlib."""
+    """Return matplotlib's pyplot, set so that a plot drawn twice has the same bytes. Raises ImportError without
+    matplotlib.
+    """
     import matplotlib
 
     matplotlib.use("svg" if path.suffix == ".svg" else "agg")
@@ -52,8 +56,12 @@ def save(figure: Any, path: Path) -> None:
     pyplot(path).close(figure)
 
 
-def write(record: Record, folder: Path, name: str, page: str, plot: Callable[[Record, Path], None] | None = None) -> list[Path]:
-    """Write NAME.json, the page NAME.md and, with a function that plots and matplotlib, NAME.svg. Return their paths."""
+def write(
+    record: Record, folder: Path, name: str, page: str, plot: Callable[[Record, Path], None] | None = None
+) -> list[Path]:
+    """Write NAME.json, the page NAME.md and, with a function that plots and matplotlib, NAME.svg. Return their
+    paths.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     paths = [folder / f"{name}{suffix}" for suffix in (".json", ".md", ".svg")]
     paths[0].write_text(json.dumps(record, indent=1) + "\n")

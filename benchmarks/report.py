@@ -1,4 +1,6 @@
-"""Markdown table and plot of a run that benchmarks/run.py recorded: python benchmarks/report.py benchmarks/results/h200.json"""
+"""Markdown table and plot of a run that benchmarks/run.py recorded: python benchmarks/report.py
+benchmarks/results/h200.json
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,17 @@ from rows import Row
 
 from fp4kit.cli.tables import markdown as table
 
-COLUMNS = ("operation", "recipe", "from", "time, us", "spread", "bytes", "efficiency", "target", "peers: their time / this one")
+COLUMNS = (
+    "operation",
+    "recipe",
+    "from",
+    "time, us",
+    "spread",
+    "bytes",
+    "efficiency",
+    "target",
+    "peers: their time / this one",
+)
 SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 COLOURS = {"bfloat16": "#1b6ca8", "float16": "#e08e0b", "float32": "#5a9e4b", "uint8": "#777777"}
 PEER_COLOURS = ("#b5443c", "#7a55a3", "#2f8f8b", "#c77f2a", "#555555", "#d06fa8", "#4a7a1f")
@@ -27,8 +39,8 @@ def rows_of(record: Record) -> list[Row]:
 def heading(record: Record) -> str:
     """One line: device, driver, versions, commit, date, and the copy that is the ceiling."""
     return (
-        f"{record['device']}, driver {record['driver']}, {head_text(record)}; "
-        f"a copy of {record['size']} x {record['size']} bfloat16 takes {record['copy_us']:.1f} us, {record['copy_TB/s']:.2f} TB/s"
+        f"{record['device']}, driver {record['driver']}, {head_text(record)}; a copy of {record['size']} x"
+        f" {record['size']} bfloat16 takes {record['copy_us']:.1f} us, {record['copy_TB/s']:.2f} TB/s"
     )
 
 
@@ -49,7 +61,16 @@ def cells(row: Row) -> tuple[str, ...]:
     efficiency = "" if row.efficiency is None else f"{row.efficiency:.3f}"
     times = (f"{row.us:.1f}", f"{row.spread:.1f}")
     moved = f"{row.bytes / 1e6:,.1f} MB = {row.formula}"
-    return operation, row.recipe, SHORT.get(row.dtype, row.dtype), *times, moved, efficiency, target_text(row), ", ".join(peers)
+    return (
+        operation,
+        row.recipe,
+        SHORT.get(row.dtype, row.dtype),
+        *times,
+        moved,
+        efficiency,
+        target_text(row),
+        ", ".join(peers),
+    )
 
 
 def markdown(record: Record) -> str:
@@ -65,8 +86,10 @@ def markdown(record: Record) -> str:
         "",
         f"Medians of {record['repeat']} timings, n elements; spread is the largest minus the smallest.",
         "Efficiency is the time of a copy that moves as many bytes, in the same run, over the time.",
-        f"{sum(row.met is True for row in rows)} of {sum(row.met is not None for row in rows)} targets met, {missed} missed. "
-        f"A peer is faster, by more than the spread, in: {'; '.join(slower) or 'no row'}.",
+        (
+            f"{sum(row.met is True for row in rows)} of {sum(row.met is not None for row in rows)} targets met,"
+            f" {missed} missed. A peer is faster, by more than the spread, in: {'; '.join(slower) or 'no row'}."
+        ),
         *(f"Not measured: {name}: {why}." for name, why in record.get("errors", {}).items()),
         "",
         f"![efficiency and speed-up]({slug(record)}.svg)",
@@ -85,7 +108,9 @@ def below_target(rows: Iterable[Row], reasons: Sequence[Reason] = REASONS) -> li
             found.setdefault(reason_of(row, reasons), []).append(row)
     lines = ["", "## Below target"] if found else []
     for reason, missed in found.items():
-        names = "; ".join(f"{row.operation}, {row.recipe} {SHORT.get(row.dtype, row.dtype)}: {_shortfall(row)}" for row in missed)
+        names = "; ".join(
+            f"{row.operation}, {row.recipe} {SHORT.get(row.dtype, row.dtype)}: {_shortfall(row)}" for row in missed
+        )
         why = "No reason is known." if reason is None else reason.why
         tried = () if reason is None else reason.tried
         lines += ["", f"**{names}.** {why}", *(["", *(f"- tried: {text}" for text in tried)] if tried else [])]
@@ -95,7 +120,11 @@ def below_target(rows: Iterable[Row], reasons: Sequence[Reason] = REASONS) -> li
 def _shortfall(row: Row) -> str:
     if row.beside is not None:
         return f"{row.us / row.beside.us:.3f} of {row.beside.name}, not {row.beside.at_most:.2f}"
-    return f"{row.us:.1f} us, not {row.target_us:g}" if row.efficiency is None else f"{row.efficiency:.3f}, not {row.target:.2f}"
+    return (
+        f"{row.us:.1f} us, not {row.target_us:g}"
+        if row.efficiency is None
+        else f"{row.efficiency:.3f}, not {row.target:.2f}"
+    )
 
 
 def slug(record: Record) -> str:
@@ -132,7 +161,9 @@ def _plot_efficiencies(axes: Any, lines: list[list[Row]]) -> None:
     axes.set_xlim(left=0, right=max([1.05, *(row.efficiency + 0.03 for rows in lines for row in rows)]))
     axes.set_xlabel("efficiency: 1 is a copy that moves as many bytes; red is the target")
     used = [name for name in COLOURS if any(row.dtype == name for rows in lines for row in rows)]
-    handles = [axes.plot([], [], "o", markersize=5, color=COLOURS[name], label=SHORT.get(name, name))[0] for name in used]
+    handles = [
+        axes.plot([], [], "o", markersize=5, color=COLOURS[name], label=SHORT.get(name, name))[0] for name in used
+    ]
     axes.legend(handles=handles, loc="lower left")
 
 
@@ -149,19 +180,26 @@ def _plot_peers(axes: Any, lines: list[list[Row]]) -> None:
     axes.xaxis.set_major_formatter("{x:g}")
     axes.set_xlabel("time of a peer over that of fp4kit")
     if names:
-        axes.legend(handles=[axes.plot([], [], "D", markersize=4, color=colours[name], label=name)[0] for name in names])
+        axes.legend(
+            handles=[axes.plot([], [], "D", markersize=4, color=colours[name], label=name)[0] for name in names]
+        )
 
 
 SUMMARY_COLUMNS = ("operation", "recipe", "from", "time", "efficiency", "fastest peer")
 
 
 def summary(record: Record, wanted: Iterable[tuple[str, str]]) -> list[tuple[str, ...]]:
-    """Rows for the README: those of the wanted (operation, recipe), from bfloat16 (or the only dtype) and timed on the device.
+    """Rows for the README: those of the wanted (operation, recipe), from bfloat16 (or the only dtype) and timed on the
+    device.
 
     Raises ValueError where the run has no such row.
     """
-    found = {(row.operation, row.recipe): row for row in rows_of(record) if row.kind == "kernel" and row.dtype == "float32"}
-    found |= {(row.operation, row.recipe): row for row in rows_of(record) if row.kind == "kernel" and row.dtype != "float32"}
+    found = {
+        (row.operation, row.recipe): row for row in rows_of(record) if row.kind == "kernel" and row.dtype == "float32"
+    }
+    found |= {
+        (row.operation, row.recipe): row for row in rows_of(record) if row.kind == "kernel" and row.dtype != "float32"
+    }
     missing = [key for key in wanted if key not in found]
     if missing:
         raise ValueError(f"report: the run of {record['date']} has no row for {missing}")

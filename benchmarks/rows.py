@@ -33,8 +33,9 @@ class Beside(NamedTuple):
 class Row:
     """One timed operation. `bytes` is n elements times the bytes of `traffic`; `copy_us` is a copy that moves as many.
 
-    kind: "kernel" (events around calls in a row), "graph" (events around replays of a CUDA graph) or "host" (time until the call
-    returns). target: smallest efficiency wanted; target_us: largest time wanted. peers: {name: us}; failed: {peer: why}.
+    kind: "kernel" (events around calls in a row), "graph" (events around replays of a CUDA graph) or "host" (time until
+    the call returns). target: smallest efficiency wanted; target_us: largest time wanted. peers: {name: us}; failed:
+    {peer: why}.
     """
 
     operation: str

@@ -2,8 +2,8 @@
 
     python benchmarks/run.py [--only NAME ...] [--quick] [--no-peers] [--output DIR] [--commit HASH]
 
-Writes <device>.json, <device>.md and <device>.svg into benchmarks/results, or DIR; part of the benchmarks, and quick runs, are
-written only to a DIR that was named. The exit status is 1 if a benchmark stopped, such as at a wrong result.
+Writes <device>.json, <device>.md and <device>.svg into benchmarks/results, or DIR; part of the benchmarks, and quick
+runs, are written only to a DIR that was named. The exit status is 1 if a benchmark stopped, such as at a wrong result.
 """
 
 from __future__ import annotations
@@ -36,7 +36,9 @@ def parser() -> argparse.ArgumentParser:
     """The command line."""
     result = argparse.ArgumentParser(description="Run the GPU benchmarks.", allow_abbrev=False)
     result.add_argument("--only", nargs="+", choices=names(), metavar="NAME", help=f"some of {', '.join(names())}")
-    result.add_argument("--quick", action="store_true", help="5 repeats instead of 15, nothing compiled by torch.compile")
+    result.add_argument(
+        "--quick", action="store_true", help="5 repeats instead of 15, nothing compiled by torch.compile"
+    )
     result.add_argument("--no-peers", action="store_true", help="without other libraries")
     result.add_argument("--size", type=int, default=SIZE, help="rows and columns of the large tensors")
     result.add_argument("--repeat", type=int, default=REPEAT)

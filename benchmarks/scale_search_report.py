@@ -1,4 +1,6 @@
-"""Table and figure of a record of bench_scale_search.py: python benchmarks/scale_search_report.py results/scale-search.json"""
+"""Table and figure of a record of bench_scale_search.py: python benchmarks/scale_search_report.py
+results/scale-search.json
+"""
 
 from __future__ import annotations
 
@@ -63,11 +65,14 @@ def markdown(record: Record) -> str:
     return "\n".join(("# Search of block scales", "", summary(record), "", figure, "", table(columns, rows))) + "\n"
 
 
-# ---- the figure -------------------------------------------------------------------------------------------------------------
+# ---- the figure
+# -------------------------------------------------------------------------------------------------------------
 
 
 def losses(values: Any, scales: Any) -> np.ndarray:
-    """Sum of squared errors of blocks (..., 16) under scales (...): each value goes to the nearest E2M1 value times the scale."""
+    """Sum of squared errors of blocks (..., 16) under scales (...): each value goes to the nearest E2M1 value times the
+    scale.
+    """
     x = np.abs(np.float64(values))[..., None]
     grid = np.float64(E2M1.magnitudes) * np.float64(scales)[..., None, None]
     found: np.ndarray = np.square(np.abs(x - grid).min(axis=-1)).sum(axis=-1)
@@ -93,11 +98,25 @@ def plot_block(axes: Any, block: Record) -> None:
     codes = np.float64(E4M3.values[1:127]) * block["amax"] / (6 * 448) / usual
     codes = codes[(codes > ends[0]) & (codes < ends[1])]
     axes.plot(
-        codes, 100 * np.sqrt(losses(block["values"], codes * usual) / energy), ".", color="#222222", ms=5, label="E4M3 scales"
+        codes,
+        100 * np.sqrt(losses(block["values"], codes * usual) / energy),
+        ".",
+        color="#222222",
+        ms=5,
+        label="E4M3 scales",
     )
     for way, scale in block["scales"].items():
         error = 100 * np.sqrt(losses(block["values"], scale) / energy)
-        axes.plot(scale / usual, error, MARKS[way], color=COLOURS[way], ms=9, mfc="none", mew=1.8, label=f"{way}: {error:.1f} %")
+        axes.plot(
+            scale / usual,
+            error,
+            MARKS[way],
+            color=COLOURS[way],
+            ms=9,
+            mfc="none",
+            mew=1.8,
+            label=f"{way}: {error:.1f} %",
+        )
     axes.set(xlabel="scale of the block / (amax / 6)", ylabel="RMS error of the block, %", xlim=ends)
     axes.set_title(f"One block of {block['name'].removesuffix('.weight')}", loc="left")
     axes.legend(frameon=False)
@@ -116,7 +135,9 @@ def plot_layers(pair: Any, record: Record) -> None:
 def _plot_ways(axes: Any, record: Record, rows: np.ndarray, of: str) -> None:
     for way in WAYS:
         found = [decibels(layer[of], way) for layer in record["layers"]]
-        axes.plot(found, rows, MARKS[way], color=COLOURS[way], ms=4, mfc="none", label=f"{way}: {np.mean(found):.2f} dB")
+        axes.plot(
+            found, rows, MARKS[way], color=COLOURS[way], ms=4, mfc="none", label=f"{way}: {np.mean(found):.2f} dB"
+        )
     axes.set(xlabel=f"SQNR of the {of}, dB")
     axes.grid(True, color="#EEEEEE")
     axes.legend(frameon=False, loc="lower center", bbox_to_anchor=(0.5, 1), ncols=2, fontsize=7)

@@ -37,7 +37,9 @@ def main() -> None:
         if number % 50 == 0:
             print(f"step {number:3}  loss {value:.4f}")
     a = weights["a.weight"]
-    assert np.array_equal(jax.jit(lambda a: fake_quantize(a, "nvfp4-te"))(a), fp4kit.fake_quantize(np.asarray(a), "nvfp4-te"))
+    assert np.array_equal(
+        jax.jit(lambda a: fake_quantize(a, "nvfp4-te"))(a), fp4kit.fake_quantize(np.asarray(a), "nvfp4-te")
+    )
 
 
 if __name__ == "__main__":

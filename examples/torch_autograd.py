@@ -1,4 +1,5 @@
-"""Quantization-aware training in PyTorch with fp4kit.torch: weights are read fake-quantized, and the optimizer updates them.
+"""Quantization-aware training in PyTorch with fp4kit.torch: weights are read fake-quantized, and the optimizer updates
+them.
 
     python examples/torch_autograd.py
 

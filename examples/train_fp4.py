@@ -4,14 +4,15 @@
     python examples/train_fp4.py --gpu                    # also with CuPy: the quantizer alone, and everything
     mpiexec -n 4 python examples/train_fp4.py --mpi       # flat shards on MPI processes
 
-The network is y = relu(x A^T) B^T. Its float32 master weights are in one flat buffer, cut among the ranks at odd places, as
-optimizers that shard their state do. Every step quantizes the master weights (recipe nvfp4-te-2d), multiplies with what 4-bit
-codes and scales decode to, and updates the masters with the straight-through gradient. Ranks also share the samples of a step.
+The network is y = relu(x A^T) B^T. Its float32 master weights are in one flat buffer, cut among the ranks at odd
+places, as optimizers that shard their state do. Every step quantizes the master weights (recipe nvfp4-te-2d),
+multiplies with what 4-bit codes and scales decode to, and updates the masters with the straight-through gradient. Ranks
+also share the samples of a step.
 
-Why every bit can be compared: fp4kit gives the same codes and scales everywhere, but BLAS may add in any order. So all factors
-are multiples of a power of two (codes times block scales are; the tensor scale comes after the sum; activations and errors are
-rounded to multiples of GRID) and every sum stays below 2^53 of its unit. Then float64 sums are exact in any order, on any
-machine, number of ranks and device. `product` checks that bound.
+Why every bit can be compared: fp4kit gives the same codes and scales everywhere, but BLAS may add in any order. So all
+factors are multiples of a power of two (codes times block scales are; the tensor scale comes after the sum; activations
+and errors are rounded to multiples of GRID) and every sum stays below 2^53 of its unit. Then float64 sums are exact in
+any order, on any machine, number of ranks and device. `product` checks that bound.
 """
 
 from __future__ import annotations
@@ -50,7 +51,8 @@ class Result(NamedTuple):
     digest: str
 
 
-# ---- how weights become codes ---------------------------------------------------------------------------------------------
+# ---- how weights become codes
+# ---------------------------------------------------------------------------------------------
 
 
 def whole(shards: Sequence[Shard], comm: Communicator) -> list[Quantized]:
@@ -70,13 +72,21 @@ def whole_on_gpu(shards: Sequence[Shard], comm: Communicator) -> list[Quantized]
     on_gpu = [Shard(cupy.asarray(shard.values), shard.shape, shard.start) for shard in shards]
     return [
         Quantized(
-            q.packed.get(), q.block_scale.get(), q.tensor_scale.get(), q.tensor_amax.get(), q.shape, q.dtype, q.axis, q.recipe
+            q.packed.get(),
+            q.block_scale.get(),
+            q.tensor_scale.get(),
+            q.tensor_amax.get(),
+            q.shape,
+            q.dtype,
+            q.axis,
+            q.recipe,
         )
         for q in whole(on_gpu, comm)
     ]
 
 
-# ---- exact arithmetic -------------------------------------------------------------------------------------------------------
+# ---- exact arithmetic
+# -------------------------------------------------------------------------------------------------------
 
 
 def product(a: Any, unit_a: float, b: Any, unit_b: float) -> Any:
@@ -99,7 +109,8 @@ def factors(q: Quantized, xp: Any) -> tuple[Any, Any]:
     return codes * xp.repeat(scales, q.recipe.block_size, axis=1), xp.asarray(q.tensor_scale).astype(np.float64)
 
 
-# ---- the network ------------------------------------------------------------------------------------------------------------
+# ---- the network
+# ------------------------------------------------------------------------------------------------------------
 
 
 def step(weights: Sequence[Quantized], x: Any, target: Any, xp: Any) -> Any:
@@ -160,16 +171,23 @@ def train(steps: int, quantizer: Quantizer, comm: Communicator | None = None, xp
         losses.append(float(sums[0]))
         velocity = MOMENTUM * velocity + sums[1:][mine]  # straight through: the gradient of the quantized weights
         master = (master.astype(np.float64) - LEARNING_RATE * velocity).astype(np.float32)
-    parts = [part for q in quantizer(shards_of(master, mine.start), comm) for part in (q.packed, q.block_scale, q.tensor_scale)]
+    parts = [
+        part
+        for q in quantizer(shards_of(master, mine.start), comm)
+        for part in (q.packed, q.block_scale, q.tensor_scale)
+    ]
     as_bytes = b"".join((part if xp is np else part.get()).tobytes() for part in parts)
     return Result(losses, hashlib.sha256(as_bytes).hexdigest()[:16])
 
 
-# ---- ranks ------------------------------------------------------------------------------------------------------------------
+# ---- ranks
+# ------------------------------------------------------------------------------------------------------------------
 
 
 class Thread:
-    """A rank of a group of threads; an fp4kit.training.communicators.Communicator. One that fails ends the wait of the others."""
+    """A rank of a group of threads; an fp4kit.training.communicators.Communicator. One that fails ends the wait of the
+    others.
+    """
 
     def __init__(self, rank: int, barrier: threading.Barrier, slots: list[Any]) -> None:
         self.rank, self.size, self._barrier, self._slots = rank, barrier.parties, barrier, slots
@@ -218,7 +236,8 @@ def on_threads(size: int, work: Callable[[Communicator], Any]) -> list[Any]:
     return results
 
 
-# ---- the command ------------------------------------------------------------------------------------------------------------
+# ---- the command
+# ------------------------------------------------------------------------------------------------------------
 
 
 def ways(ranks: Sequence[int], gpu: bool) -> dict[str, Callable[[int], list[Result]]]:
@@ -270,10 +289,15 @@ def main() -> int:
     if comm.rank == 0:
         for number in sorted({0, *range(quarter, options.steps, quarter), options.steps - 1}):
             print(f"step {number:4}  loss {losses[number]:.6f}  {losses[number].hex()}")
-        print(f"{'whole matrices':32} codes and scales {expected.digest}  ({time.perf_counter() - start:.1f} s)", flush=True)
+        print(
+            f"{'whole matrices':32} codes and scales {expected.digest}  ({time.perf_counter() - start:.1f} s)",
+            flush=True,
+        )
     good = losses[-1] <= losses[0]
     if options.mpi:
-        chosen = {f"flat shards, {comm.size} MPI processes": lambda steps: all_results(train(steps, sharded, comm), comm)}
+        chosen = {
+            f"flat shards, {comm.size} MPI processes": lambda steps: all_results(train(steps, sharded, comm), comm)
+        }
     else:
         chosen = ways(options.ranks, options.gpu)
     for name, way in chosen.items():

@@ -1,6 +1,7 @@
 """fp4kit: the numerics of 4-bit floating point, bit for bit as each producer has them, on NumPy arrays.
 
-quantize, dequantize, fake_quantize and their kin take an array and a recipe id such as "nvfp4-te"; recipes() lists them.
+quantize, dequantize, fake_quantize and their kin take an array and a recipe id such as "nvfp4-te"; recipes() lists
+them.
 """
 
 import fp4kit.startup  # noqa: F401  # first: while the others are imported, the command can be interrupted

@@ -11,7 +11,9 @@ import numpy as np
 
 
 def index_of(value: Any) -> int:
-    """Return the int that a value stands for, as operator.index does. Raises TypeError for anything else, bools included."""
+    """Return the int that a value stands for, as operator.index does. Raises TypeError for anything else, bools
+    included.
+    """
     if isinstance(value, (bool, np.bool_)) or str(getattr(value, "dtype", "")) == "torch.bool":
         raise TypeError("a bool")
     return operator.index(value)

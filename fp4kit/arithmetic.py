@@ -1,9 +1,10 @@
-"""IEEE 754 arithmetic on the host: a thread that takes subnormals for zero, or rounds its own way, is set right for a call.
+"""IEEE 754 arithmetic on the host: a thread that takes subnormals for zero, or rounds its own way, is set right for a
+call.
 
-Every number of fp4kit's host engine is made by float32 and float64 operations that round to nearest even and know subnormals.
-A processor does so unless its thread was told otherwise: torch.set_flush_denormal(True), the threads of JAX's callbacks and
-code linked with -ffast-math set FTZ (tiny results become zero) and DAZ (tiny operands count as zero) for one thread, and
-fesetround sets the rounding. NumPy then computes other bits, without a word.
+Every number of fp4kit's host engine is made by float32 and float64 operations that round to nearest even and know
+subnormals. A processor does so unless its thread was told otherwise: torch.set_flush_denormal(True), the threads of
+JAX's callbacks and code linked with -ffast-math set FTZ (tiny results become zero) and DAZ (tiny operands count as
+zero) for one thread, and fesetround sets the rounding. NumPy then computes other bits, without a word.
 """
 
 from __future__ import annotations
@@ -32,8 +33,9 @@ Environment = tuple[Callable[..., int], Callable[..., int]]  # fegetenv, feseten
 def is_ieee() -> bool:
     """Whether this thread honours subnormal numbers, as operands and as results, and rounds to nearest even.
 
-    1.5 steps are two under nearest even, one under rounding down or toward zero; 1.25 steps are one, two under rounding up. What
-    is compared is no subnormal, because DAZ would take it for zero there too. float32 and float64 share the mode.
+    1.5 steps are two under nearest even, one under rounding down or toward zero; 1.25 steps are one, two under rounding
+    up. What is compared is no subnormal, because DAZ would take it for zero there too. float32 and float64 share the
+    mode.
     """
     return _TINY * 1.5 * _BIG == _TWO_STEPS and _TINY * 1.25 * _BIG == _ONE_STEP
 
@@ -41,10 +43,10 @@ def is_ieee() -> bool:
 def ieee(op: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
     """Decorator: the function runs in IEEE arithmetic, whatever the mode of the thread that calls it.
 
-    The check is four products, 0.1 us; only where it fails is the thread's floating-point environment set to the default, and
-    given back on return and on an exception: mode, rounding and exception flags are then as the caller left them (but inexact and
-    underflow, which the check sets in any mode).
-    op: what the error begins with. Raises RuntimeError where the environment is wrong and cannot be set (see environment).
+    The check is four products, 0.1 us; only where it fails is the thread's floating-point environment set to the
+    default, and given back on return and on an exception: mode, rounding and exception flags are then as the caller
+    left them (but inexact and underflow, which the check sets in any mode). op: what the error begins with. Raises
+    RuntimeError where the environment is wrong and cannot be set (see environment).
     """
 
     def decorate(function: Callable[P, T]) -> Callable[P, T]:
@@ -96,7 +98,7 @@ def environment() -> Environment | None:
 
 def _refusal(op: str) -> str:
     return (
-        f"{op}: this thread takes subnormal numbers for zero, or does not round to nearest; fp4kit needs IEEE arithmetic, which "
-        f"it cannot set on {sys.platform} {platform.machine()}; call torch.set_flush_denormal(False) first, or fp4kit in another "
-        "thread, started before the mode was set"
+        f"{op}: this thread takes subnormal numbers for zero, or does not round to nearest; fp4kit needs IEEE"
+        f" arithmetic, which it cannot set on {sys.platform} {platform.machine()}; call torch.set_flush_denormal(False)"
+        " first, or fp4kit in another thread, started before the mode was set"
     )

@@ -54,10 +54,10 @@ class ElementFormat:
 
     Block scales use the same descriptors: E8M0 is unsigned, has no mantissa and no zero.
     name: an identifier, which names the format in CUDA too. exponent_bits: 0 for an integer. At most 8 bits in all.
-    specials: "none"; "nan": the pattern of all ones is NaN and there is no infinity; "ieee": the top exponent holds inf and NaN.
-    has_zero: False for E8M0 alone. Every value must be a float32.
-    A format is a value: equal fields are equal formats, in any process; arrays derived from them are read-only and not pickled.
-    Raises TypeError for a field of another type, ValueError for fields that make no such format.
+    specials: "none"; "nan": the pattern of all ones is NaN and there is no infinity; "ieee": the top exponent holds inf
+    and NaN. has_zero: False for E8M0 alone. Every value must be a float32. A format is a value: equal fields are equal
+    formats, in any process; arrays derived from them are read-only and not pickled. Raises TypeError for a field of
+    another type, ValueError for fields that make no such format.
     """
 
     name: str
@@ -74,8 +74,8 @@ class ElementFormat:
             raise ValueError(f"ElementFormat: name is {self.name!r}; needs an identifier, such as 'E2M1'")
         if self.exponent_bits < 0 or self.mantissa_bits < 0 or not 1 <= self.bits <= 8:
             raise ValueError(
-                f"ElementFormat {self.name}: exponent_bits is {self.exponent_bits}, mantissa_bits {self.mantissa_bits}; "
-                "needs neither negative, and 1 to 8 bits with the sign"
+                f"ElementFormat {self.name}: exponent_bits is {self.exponent_bits}, mantissa_bits {self.mantissa_bits};"
+                " needs neither negative, and 1 to 8 bits with the sign"
             )
         if self.specials not in ("none", "nan", "ieee"):
             raise ValueError(f"ElementFormat {self.name}: specials is {self.specials!r}; needs 'none', 'nan' or 'ieee'")
@@ -92,7 +92,9 @@ class ElementFormat:
 
     def _check_integer(self) -> None:
         if not self.signed:
-            raise ValueError(f"ElementFormat {self.name}: signed is False; needs True for an integer, which is two's complement")
+            raise ValueError(
+                f"ElementFormat {self.name}: signed is False; needs True for an integer, which is two's complement"
+            )
         if self.mantissa_bits == 0 or self.bias or self.specials != "none" or not self.has_zero:
             raise ValueError(f"ElementFormat {self.name}: an integer has mantissa_bits, and no bias or specials")
 
@@ -101,10 +103,14 @@ class ElementFormat:
         if not self.has_zero and facts != (8, 0, 127, "nan", False):
             raise ValueError(f"ElementFormat {self.name}: has_zero is False, which only E8M0's fields may have")
         if self.specials == "ieee" and (self.mantissa_bits == 0 or self.exponent_bits == 1):
-            raise ValueError(f"ElementFormat {self.name}: specials is 'ieee'; needs mantissa bits, and exponents below the top")
+            raise ValueError(
+                f"ElementFormat {self.name}: specials is 'ieee'; needs mantissa bits, and exponents below the top"
+            )
         top = 2**self.exponent_bits - 1 - self.bias
         if self.has_zero and not (self.emin - self.mantissa_bits >= -149 and top <= 127):
-            raise ValueError(f"ElementFormat {self.name}: bias is {self.bias}; some values are no float32; needs 2^-149 to 2^127")
+            raise ValueError(
+                f"ElementFormat {self.name}: bias is {self.bias}; some values are no float32; needs 2^-149 to 2^127"
+            )
         if len(self.magnitudes) < 2:
             raise ValueError(f"ElementFormat {self.name}: no finite value but zero")
 
@@ -184,7 +190,9 @@ class ElementFormat:
 
     @property
     def nan_code(self) -> int:
-        """Code that a NaN becomes: the format's NaN, or its largest value where it has none (as PTX cvt .satfinite does)."""
+        """Code that a NaN becomes: the format's NaN, or its largest value where it has none (as PTX cvt .satfinite
+        does).
+        """
         return self.max_code if self.specials == "none" else (self.sign_bit or 2**self.bits) - 1
 
     @property
@@ -209,8 +217,8 @@ class ElementFormat:
         midpoints.setflags(write=False)
         return midpoints
 
-
-    # ---- numbers and codes ----------------------------------------------------------------------------------------------
+    # ---- numbers and codes
+    # ----------------------------------------------------------------------------------------------
 
     @ieee("ElementFormat.encode")
     def encode(self, x: Any, rounding: str = "rn", *, saturate: bool = True, random: Any = None) -> Any:
@@ -218,22 +226,29 @@ class ElementFormat:
 
             E2M1.encode(2.4) == 4;   E2M1.encode([0.3, -7.0]) == [1, 15];   E2M1.decode(E2M1.encode(x)) is x, rounded
 
-        x: a number, or an array of floats of at most 64 bits (also those of ml_dtypes) or of integers up to 2^53, on the host.
-        rounding: nearest, ties to the even code "rn", away from zero "rna", toward zero "rnz"; toward zero "rz", up "rp", down
-            "rm"; stochastic "rs": up in magnitude where the part beyond the code below, in steps, is 1 - random / 2^n or more.
-        saturate: whether what is beyond the largest value, infinities too, becomes that. Else it becomes the format's infinity,
+        x: a number, or an array of floats of at most 64 bits (also those of ml_dtypes) or of integers up to 2^53, on
+        the host. rounding: nearest, ties to the even code "rn", away from zero "rna", toward zero "rnz"; toward zero
+        "rz", up "rp", down
+            "rm"; stochastic "rs": up in magnitude where the part beyond the code below, in steps, is 1 - random / 2^n
+            or more.
+        saturate: whether what is beyond the largest value, infinities too, becomes that. Else it becomes the format's
+        infinity,
             or NaN where it has only that; a format with neither (E2M1, INT8, ...) saturates all the same.
         random: with "rs" alone: uint8, uint16 or uint32 of the shape of x (n = 8, 16, 32); 0 rounds toward zero.
 
-        Raises TypeError for an x of another kind and a saturate that is no bool, ValueError for an unknown rounding, random bits
+        Raises TypeError for an x of another kind and a saturate that is no bool, ValueError for an unknown rounding,
+        random bits
             that are missing, left over or of another shape, and integers beyond 2^53.
-        Numerics: float64 is rounded as it is, not by way of float32. Overflow is judged after rounding, so that a finite number
-            that is rounded toward zero stays finite, as in IEEE 754. -0, and negative numbers that round to zero, are the code of
-            -0 (integers have one zero). NaN becomes nan_code: the format's NaN, or its largest value. E8M0 has no sign and no
-            zero: negative numbers are NaN, zero and what is below 2^-127 become 2^-127. Without mantissa bits (E8M0, E3M0) a tie
-            between powers of two goes up under "rn".
-        Exact: PTX cvt .satfinite of the same rounding, where there is one. Recipes have other rules for signs and NaN on this
-            formula; "rs" is exact where reference.stochastic.encode_stochastic adds in float32, as Transformer Engine does.
+        Numerics: float64 is rounded as it is, not by way of float32. Overflow is judged after rounding, so that a
+        finite number
+            that is rounded toward zero stays finite, as in IEEE 754. -0, and negative numbers that round to zero, are
+            the code of -0 (integers have one zero). NaN becomes nan_code: the format's NaN, or its largest value. E8M0
+            has no sign and no zero: negative numbers are NaN, zero and what is below 2^-127 become 2^-127. Without
+            mantissa bits (E8M0, E3M0) a tie between powers of two goes up under "rn".
+        Exact: PTX cvt .satfinite of the same rounding, where there is one. Recipes have other rules for signs and NaN
+        on this
+            formula; "rs" is exact where reference.stochastic.encode_stochastic adds in float32, as Transformer Engine
+            does.
         """
         saturate = as_flag(f"{self.name}.encode", "saturate", saturate)
         return rounding_of.encode(x, self, rounding, saturate, random)
@@ -241,8 +256,8 @@ class ElementFormat:
     def decode(self, codes: Any) -> Any:
         """Values of codes: float32, exactly, of the shape of codes; a NumPy scalar for one code.
 
-        codes: integers of any type from 0 to 2**bits - 1 (fp4kit.unpack makes them of packed 4-bit codes). Raises TypeError for
-        what is no integer, ValueError for one that is out of range. NaN codes are NaN.
+        codes: integers of any type from 0 to 2**bits - 1 (fp4kit.unpack makes them of packed 4-bit codes). Raises
+        TypeError for what is no integer, ValueError for one that is out of range. NaN codes are NaN.
         """
         op, array = f"{self.name}.decode", np.asarray(codes)
         if array.dtype.kind not in "iu":

@@ -11,9 +11,9 @@ T = TypeVar("T")
 class lazy_property(Generic[T]):  # it is written as property is
     """Turn a method without arguments into an attribute that is computed at its first access, and then kept.
 
-    In Python 3.10 and 3.11, functools.cached_property computes under a lock, one for all instances of a class. A process that
-    is forked meanwhile inherits that lock, and no thread there releases it. This decorator takes no lock: threads that meet
-    each compute the value, and all of them get the value that was stored first.
+    In Python 3.10 and 3.11, functools.cached_property computes under a lock, one for all instances of a class. A
+    process that is forked meanwhile inherits that lock, and no thread there releases it. This decorator takes no lock:
+    threads that meet each compute the value, and all of them get the value that was stored first.
     """
 
     def __init__(self, compute: Callable[[Any], T]) -> None:

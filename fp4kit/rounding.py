@@ -4,8 +4,8 @@ With e = max(exponent of a, emin) and step = 2^(e - M),
 
     code = (e - emin) * 2^M + round(a / step)
 
-because codes of a format with M mantissa bits are consecutive integers: a carry out of the mantissa lands in the exponent.
-a / step is exact, so the only rounding is the one that is named.
+because codes of a format with M mantissa bits are consecutive integers: a carry out of the mantissa lands in the
+exponent. a / step is exact, so the only rounding is the one that is named.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ def _round_by_a_sum(a: np.ndarray) -> np.ndarray:
     return np.floor(a + half) - ((a - half) % 2 == 0)
 
 
-# rn: nearest, ties to even; rz: toward zero; rna / rnz: nearest, ties away from / toward zero; rns: rn by way of the rounded
-# sum a + 0.5, for which the number just below 0.5 is 1.
+# rn: nearest, ties to even; rz: toward zero; rna / rnz: nearest, ties away from / toward zero; rns: rn by way of the
+# rounded sum a + 0.5, for which the number just below 0.5 is 1.
 ROUNDINGS: dict[str, Rounding] = {
     "rn": np.rint,
     "rz": np.floor,
@@ -60,9 +60,11 @@ def power_of_two(exponent: np.ndarray, dtype: Any = np.float32) -> np.ndarray:
 
 
 def codes_of(a: np.ndarray, emin: int, mantissa_bits: int, rounding: Rounding) -> np.ndarray:
-    """Codes, as integers, of a >= 0 among the magnitudes of a format that goes on without end: the largest is the caller's.
+    """Codes, as integers, of a >= 0 among the magnitudes of a format that goes on without end: the largest is the
+    caller's.
 
-    a: float32 or float64, no NaN, below 2^(127 + mantissa_bits), in float64 2^(1023 + mantissa_bits); if above zero, not
+    a: float32 or float64, no NaN, below 2^(127 + mantissa_bits), in float64 2^(1023 + mantissa_bits); if above zero,
+    not
         so small that a / step underflows.
     """
     bits, _, bias = _LAYOUTS[a.dtype]
@@ -71,7 +73,8 @@ def codes_of(a: np.ndarray, emin: int, mantissa_bits: int, rounding: Rounding) -
     return (exponent - emin << mantissa_bits) + rounded.astype(bits)
 
 
-# ---- one number, rounded once, to any format ------------------------------------------------------------------------------
+# ---- one number, rounded once, to any format
+# ------------------------------------------------------------------------------
 
 # The last three, down, up and stochastic, read more than the magnitude; rns is a matter of float32.
 NAMES = (*(name for name in ROUNDINGS if name != "rns"), "rm", "rp", "rs")
@@ -121,7 +124,9 @@ def encode(x: Any, fmt: Format, rounding: str, saturate: bool, random: Any) -> A
     direction = _direction(op, rounding, random, numbers)
     nan = np.isnan(numbers) | (numbers < 0 if not fmt.signed else False)
     numbers = np.where(nan, 1.0, numbers)
-    codes = _integer_codes(numbers, fmt, direction) if fmt.is_integer else _float_codes(numbers, fmt, direction, saturate)
+    codes = (
+        _integer_codes(numbers, fmt, direction) if fmt.is_integer else _float_codes(numbers, fmt, direction, saturate)
+    )
     return np.where(nan, fmt.nan_code, codes).astype(np.uint8)[()]
 
 
@@ -133,7 +138,9 @@ def _as_float64(op: str, x: Any) -> np.ndarray:
         array = np.asarray(x)
     except (TypeError, ValueError, RuntimeError) as error:
         kind = f"{type(x).__module__}.{type(x).__qualname__}"
-        raise TypeError(f"{op}: x is a {kind}, which NumPy cannot read; needs a number or a NumPy array on the host") from error
+        raise TypeError(
+            f"{op}: x is a {kind}, which NumPy cannot read; needs a number or a NumPy array on the host"
+        ) from error
     narrow = array.dtype.kind == "V" and "float" in array.dtype.name  # a float of ml_dtypes
     if not narrow and (array.dtype.kind not in "fiu" or array.dtype.itemsize > 8):
         raise TypeError(f"{op}: x is {array.dtype}; needs numbers: floats of at most 64 bits, or integers")
@@ -148,7 +155,9 @@ def _direction(op: str, rounding: str, random: Any, x: np.ndarray) -> _Direction
         raise ValueError(f"{op}: rounding is {rounding!r}; needs one of {', '.join(NAMES)}")
     if (random is None) == (rounding == "rs"):
         given = "was not given" if random is None else "was given"
-        raise ValueError(f"{op}: random {given} with rounding={rounding!r}; 'rs', and no other rounding, needs random bits")
+        raise ValueError(
+            f"{op}: random {given} with rounding={rounding!r}; 'rs', and no other rounding, needs random bits"
+        )
     if rounding == "rs":
         return _Direction(_stochastic(op, random, x))
     if rounding in ROUNDINGS:
@@ -161,7 +170,9 @@ def _stochastic(op: str, random: Any, x: np.ndarray) -> Rounding:
     """floor(a + random / 2^n), n the bits of an unsigned integer: exact, since it compares what is beyond floor(a)."""
     bits = np.asarray(random)
     if bits.dtype.kind != "u" or bits.dtype.itemsize > 4 or bits.shape != x.shape:
-        raise ValueError(f"{op}: random is {bits.dtype} {bits.shape}; needs uint8, uint16 or uint32 of the shape of x, {x.shape}")
+        raise ValueError(
+            f"{op}: random is {bits.dtype} {bits.shape}; needs uint8, uint16 or uint32 of the shape of x, {x.shape}"
+        )
     least = 1 - bits / 2.0 ** (8 * bits.dtype.itemsize)
 
     def rounded(a: np.ndarray) -> np.ndarray:
@@ -172,7 +183,9 @@ def _stochastic(op: str, random: Any, x: np.ndarray) -> Rounding:
 
 
 def _float_codes(x: np.ndarray, fmt: Format, direction: _Direction, saturate: bool) -> np.ndarray:
-    """Codes of x, no NaN. Magnitudes are held where every code is still right: two binades above the largest, and _FAR."""
+    """Codes of x, no NaN. Magnitudes are held where every code is still right: two binades above the largest, and
+    _FAR.
+    """
     a = np.abs(x)
     held = np.clip(a, 2.0 ** (fmt.emin - fmt.mantissa_bits - _FAR), 2.0 ** (fmt.emax + 2))
     codes = codes_of(np.where(a > 0, held, a), fmt.emin, fmt.mantissa_bits, direction.rounding)

@@ -1,6 +1,7 @@
 """What the fp4kit command does before anything else is imported: a Ctrl-C while it starts ends it in one line.
 
-Only where this process is the command: a program that imports fp4kit is left alone. fp4kit/__init__.py imports this module first.
+Only where this process is the command: a program that imports fp4kit is left alone. fp4kit/__init__.py imports this
+module first.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from types import FrameType
 
 
 def is_command(argv: list[str], original: list[str]) -> bool:
-    """Return whether a process with sys.argv ``argv`` and sys.orig_argv ``original`` is `fp4kit ...` or `python -m fp4kit ...`.
+    """Return whether a process with sys.argv ``argv`` and sys.orig_argv ``original`` is `fp4kit ...` or `python -m
+    fp4kit ...`.
 
     Processes that multiprocessing starts inherit argv, but not what the interpreter was started with.
     """
@@ -33,7 +35,9 @@ def _interrupted(number: int, frame: FrameType | None) -> None:
 
 
 def _open_standard_streams() -> None:
-    """Give descriptors 0, 1 and 2 that are closed to the null device, lest files that are opened later become the output."""
+    """Give descriptors 0, 1 and 2 that are closed to the null device, lest files that are opened later become the
+    output.
+    """
     for descriptor in (0, 1, 2):
         try:
             os.fstat(descriptor)

@@ -1,4 +1,6 @@
-"""What the tests of amax states share: names of quantizers, values with an amax of its own for every expert, comparison."""
+"""What the tests of amax states share: names of quantizers, values with an amax of its own for every expert,
+comparison.
+"""
 
 import numpy as np
 

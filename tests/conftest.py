@@ -29,20 +29,28 @@ settings.load_profile("fp4kit")
 # JAX would take most of a GPU's memory, which workers and CuPy share.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
-# Threads of PyTorch sleep when they wait. Beside the other workers they would wait most of their time: 10 s of an example of 3 s.
+# Threads of PyTorch sleep when they wait. Beside the other workers they would wait most of their time: 10 s of an
+# example of 3 s.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 # Open MPI's mpiexec refuses root, which tests in a container often are.
 os.environ |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 
-# Processes that the tests start, some hundreds, would each compile the package anew where the environment forbids bytecode files,
-# and so would the next run with these files.
+# Processes that the tests start, some hundreds, would each compile the package anew where the environment forbids
+# bytecode files, and so would the next run with these files.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
 # Files that take longest, longest first, so that workers which take a file at a time (--dist loadfile) end together.
 LONG = ("test_sanitized_on_host", "test_kernels_on_host", "test_notebooks", "test_gpu_search", "test_gpu_variants")
 LONG += ("test_kernels_compile", "test_gpu_fake", "test_gpu_calls", "test_fuzz_on_host", "test_train_example")
-LONG += ("test_partial_on_host", "test_fake_on_host", "test_quantize_patch_on_host", "test_wrappers", "test_mpi", "test_readme")
+LONG += (
+    "test_partial_on_host",
+    "test_fake_on_host",
+    "test_quantize_patch_on_host",
+    "test_wrappers",
+    "test_mpi",
+    "test_readme",
+)
 
 
 def pytest_configure(config):
@@ -53,7 +61,9 @@ def pytest_configure(config):
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection():
-    """The tens of thousands of items stay to the end: the garbage collector does not look through them, now or later."""
+    """The tens of thousands of items stay to the end: the garbage collector does not look through them, now or
+    later.
+    """
     gc.disable()
     try:
         return (yield)
@@ -63,16 +73,24 @@ def pytest_collection():
 
 
 MANY = 12  # cases of a test
-ALWAYS = ("test_golden", "test_recipes", "test_recipe_fields", "test_cli")  # files that every recipe runs through in every run
+ALWAYS = (
+    "test_golden",
+    "test_recipes",
+    "test_recipe_fields",
+    "test_cli",
+)  # files that every recipe runs through in every run
 
 
 def pytest_addoption(parser):
-    parser.addoption("--every-recipe", action="store_true", help="an exhaustive run takes every test's case of every recipe")
+    parser.addoption(
+        "--every-recipe", action="store_true", help="an exhaustive run takes every test's case of every recipe"
+    )
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest chooses by marker
 def pytest_collection_modifyitems(config, items):
-    """Of a test's many recipes a usual run takes the usual ones and a sixth of the others, an exhaustive run a twelfth more.
+    """Of a test's many recipes a usual run takes the usual ones and a sixth of the others, an exhaustive run a twelfth
+    more.
 
     Recipes that bring nothing of their own are exhaustive, and a twelfth of their cases is drawn.
     """
@@ -90,7 +108,9 @@ PLAYS = re.compile(r"^(from|import) (on_gpu|host|fp4kit\.cuda)\b|played_gpu", re
 
 
 def mark_uncovered(items):
-    """What plays no GPU adds nothing to what --cov measures (pyproject.toml), and would take half as long again with it."""
+    """What plays no GPU adds nothing to what --cov measures (pyproject.toml), and would take half as long again with
+    it.
+    """
     plays = {path: PLAYS.search(path.read_text(encoding="utf-8")) for path in {item.path for item in items}}
     for item in items:
         if not plays[item.path]:
@@ -133,7 +153,9 @@ def sort_long_first(items):
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item):
-    """Kernels are compared with the specification (specified.py); so is what the fixtures of a whole file compute for them."""
+    """Kernels are compared with the specification (specified.py); so is what the fixtures of a whole file compute for
+    them.
+    """
     with specification_everywhere() if needs_specification(item) else nullcontext():
         return (yield)
 
@@ -166,7 +188,9 @@ def host(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("host")
     compiler = require_compiler(folder)
     selected = (
-        item.callspec.params for item in request.session.items if item.module is request.module and hasattr(item, "callspec")
+        item.callspec.params
+        for item in request.session.items
+        if item.module is request.module and hasattr(item, "callspec")
     )
     cases = [params["case"] for params in selected if "case" in params]
     with Host(folder, compiler, checks_all=getattr(request.module, "CHECKS_ALL", False)) as host:
@@ -193,7 +217,9 @@ def played_gpu(request, libraries, golden):
 
 
 def rehearsals(request: pytest.FixtureRequest, fixtures: dict[str, object]) -> Iterator[Callable[[], object]]:
-    """The selected tests of a module, but for those with fixtures of their own; what a test raises is of no interest yet."""
+    """The selected tests of a module, but for those with fixtures of their own; what a test raises is of no interest
+    yet.
+    """
     for item in request.session.items:
         if item.module is not request.module or item.get_closest_marker("gpu"):
             continue

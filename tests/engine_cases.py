@@ -1,4 +1,6 @@
-"""What the tests of the compiled engine share: its results beside the specification's, small units, and views of an array."""
+"""What the tests of the compiled engine share: its results beside the specification's, small units, and views of an
+array.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +54,9 @@ def assert_equal(found: Any, expected: Any, what: str = "array") -> None:
 
 
 def agree(function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-    """Assert that the engine gives what the specification gives, and give it; twice: a second call may be a repeated one."""
+    """Assert that the engine gives what the specification gives, and give it; twice: a second call may be a repeated
+    one.
+    """
     expected = SPECIFICATION.apply(function, *arguments, **options)
     for turn in ("first", "second"):
         found = function(*arguments, **options)
@@ -61,7 +65,9 @@ def agree(function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
 
 
 def as_large_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The engine does with small arrays what it does with large ones: it declines none, and makes tables of all scales."""
+    """The engine does with small arrays what it does with large ones: it declines none, and makes tables of all
+    scales.
+    """
     monkeypatch.setattr(dequantize, "TABLES_FROM", 0)
     monkeypatch.setattr(coverage, "FEW", dict.fromkeys(coverage.FEW, 0))
     monkeypatch.setattr(coverage, "FEW_VALUES", 0)

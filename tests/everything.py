@@ -1,4 +1,6 @@
-"""What all public functions of the host make of one array with one recipe: for tests that call them in unusual surroundings."""
+"""What all public functions of the host make of one array with one recipe: for tests that call them in unusual
+surroundings.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ from fp4kit.training.communicators import SingleProcess
 
 
 def everything(name: str, x: np.ndarray) -> Iterator[object]:
-    """Arrays and Quantized that come of x (32, 128) and of its first 16 rows; NaN where an amax must be a number gives none."""
+    """Arrays and Quantized that come of x (32, 128) and of its first 16 rows; NaN where an amax must be a number gives
+    none.
+    """
     r = RECIPES[name]
     part = np.ascontiguousarray(x[:16])
     for a in (x, part):
@@ -51,7 +55,10 @@ def searches(name: str, x: np.ndarray) -> Iterator[object]:
     if name in ("nvfp4-modelopt-static", "nvfp4-modelopt-static-4over6"):
         yield fp4kit.search_scales(x, name)
         yield fp4kit.search_scales(x[:15], name, tensor_amax=3, weights=np.arange(x.shape[1]) % 5, candidates="near")
-        yield from (fp4kit.search_scales(x[:5], name, tensor_amax=3, objective=objective) for objective in ("p2.4", "mae", "max"))
+        yield from (
+            fp4kit.search_scales(x[:5], name, tensor_amax=3, objective=objective)
+            for objective in ("p2.4", "mae", "max")
+        )
         yield fp4kit.search_scales(x[:5], name, hessian=np.tile(np.eye(16) - 0.1, (x.shape[1] // 16, 1, 1)))
 
 

@@ -17,7 +17,9 @@ _PARAMETER = type(pytest.param())
 
 def exhaustive(cases: Iterable[Any]) -> list[Any]:
     """The cases as parameters that only an exhaustive run takes; a case that is such a parameter stays one."""
-    return [case if isinstance(case, _PARAMETER) else pytest.param(case, marks=pytest.mark.exhaustive) for case in cases]
+    return [
+        case if isinstance(case, _PARAMETER) else pytest.param(case, marks=pytest.mark.exhaustive) for case in cases
+    ]
 
 
 def half(cases: Iterable[Any]) -> list[Any]:
@@ -42,9 +44,13 @@ USUAL = ("nvfp4-te", "nvfp4-te-rowscaled", "nvfp4-modelopt", "mxfp4-ocp", "mxfp8
 
 
 def seldom() -> frozenset[str]:
-    """Recipes whose cases are exhaustive: all but the usual ones, and some that have every other value of a field among them."""
+    """Recipes whose cases are exhaustive: all but the usual ones, and some that have every other value of a field among
+    them.
+    """
     facts = {
-        r.id: {(f.name, repr(getattr(r, f.name))) for f in fields(r) if f.name not in ("id", "source", "exact", "versions")}
+        r.id: {
+            (f.name, repr(getattr(r, f.name))) for f in fields(r) if f.name not in ("id", "source", "exact", "versions")
+        }
         for r in RECIPES.values()
     }
     often = set(USUAL)
@@ -61,7 +67,9 @@ def lot(test: str, recipe: str) -> int:
     return crc32(f"{test} {recipe}".encode()) % 12
 
 
-def sampled(few: int, many: int, *arguments: Any, **strategies: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def sampled(
+    few: int, many: int, *arguments: Any, **strategies: Any
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Decorator in place of hypothesis's given: so few examples in every run, so many in an exhaustive one."""
 
     def decorate(body: Callable[..., None]) -> Callable[..., None]:

@@ -58,9 +58,15 @@ def out(recipe="nvfp4-te", x=X, **changes):
 
 def quantized(recipe="mxfp4-ocp", **changes):
     fields = {
-        "packed": np.zeros((4, 32), np.uint8), "block_scale": np.zeros((4, 2), np.uint8), "tensor_scale": None,
-        "tensor_amax": None, "shape": (4, 64), "dtype": np.float32, "axis": 1, "recipe": RECIPES[recipe],
-    }  # fmt: skip
+        "packed": np.zeros((4, 32), np.uint8),
+        "block_scale": np.zeros((4, 2), np.uint8),
+        "tensor_scale": None,
+        "tensor_amax": None,
+        "shape": (4, 64),
+        "dtype": np.float32,
+        "axis": 1,
+        "recipe": RECIPES[recipe],
+    }
     return lambda: Quantized(**fields | changes)
 
 

@@ -1,4 +1,6 @@
-"""What the tests of the fuzz share: an engine that is NumPy elsewhere, in which faults are planted; scripts that it prints."""
+"""What the tests of the fuzz share: an engine that is NumPy elsewhere, in which faults are planted; scripts that it
+prints.
+"""
 
 from __future__ import annotations
 

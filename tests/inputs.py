@@ -1,4 +1,6 @@
-"""What the tests of the operations share: names of recipes, and arrays (128, 128), so that all blocks fit along both axes."""
+"""What the tests of the operations share: names of recipes, and arrays (128, 128), so that all blocks fit along both
+axes.
+"""
 
 import ml_dtypes
 import numpy as np
@@ -44,7 +46,12 @@ def nonfinite():
 
 
 ORDINARY = ordinary()
-FINITE = {"ordinary": ORDINARY, "extreme": extreme(), "bf16": ordinary(1, dtype=BF16), "f16": ordinary(2, dtype=np.float16)}
+FINITE = {
+    "ordinary": ORDINARY,
+    "extreme": extreme(),
+    "bf16": ordinary(1, dtype=BF16),
+    "f16": ordinary(2, dtype=np.float16),
+}
 INPUTS = FINITE | {"nonfinite": nonfinite()}
 for _x in INPUTS.values():
     _x.setflags(write=False)

@@ -1,4 +1,6 @@
-"""A producer for the tests of fp4kit.evidence.live: mxfp4-ocp with a fault, which an adapter holds beside sound calls."""
+"""A producer for the tests of fp4kit.evidence.live: mxfp4-ocp with a fault, which an adapter holds beside sound
+calls.
+"""
 
 from functools import partial
 

@@ -1,4 +1,6 @@
-"""What test_mpi.py runs in every process of `mpiexec -n N`: communicators, and primary weights from random partitions."""
+"""What test_mpi.py runs in every process of `mpiexec -n N`: communicators, and primary weights from random
+partitions.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,8 @@ def check_partitions(comm: Mpi) -> None:
         rng = np.random.default_rng(seed)
         name, dtype = NAMES[seed % len(NAMES)], DTYPES[seed % len(DTYPES)]
         shapes = [
-            (int(rng.integers(1, 40)), int(rng.integers(1, 4)) * fp4kit.recipe(name).block_size) for _ in range(1 + seed % 3)
+            (int(rng.integers(1, 40)), int(rng.integers(1, 4)) * fp4kit.recipe(name).block_size)
+            for _ in range(1 + seed % 3)
         ]
         xs = [rng.standard_normal(shape).astype(dtype) for shape in shapes]
         shards = []

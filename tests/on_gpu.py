@@ -1,4 +1,5 @@
-"""What the tests on a GPU share. Where there is none, the host plays it (host/README.md): the same tests with another runner.
+"""What the tests on a GPU share. Where there is none, the host plays it (host/README.md): the same tests with another
+runner.
 
 ON_GPU is their pytestmark.
 """
@@ -27,11 +28,26 @@ except (ImportError, RuntimeError):  # CuPy, or its driver, is missing
 if not DEVICES:
     from host import cupy_on_host as cupy
 ON_GPU = [pytest.mark.gpu] if DEVICES else [pytest.mark.usefixtures("played_gpu")]
-# Recipes that stand for all where the host plays the GPU and time is short: one for each kind of kernel and of tensor scale.
+# Recipes that stand for all where the host plays the GPU and time is short: one for each kind of kernel and of tensor
+# scale.
 REPRESENTATIVE = (
     *("nvfp4-te", "nvfp4-te-2d", "nvfp4-te-rowscaled", "nvfp4-te-4over6-mae-256", "nvfp4-te-4over6-mse-448-2d"),
-    *("nvfp4-flashinfer", "nvfp4-modelopt-static", "mxfp4-ocp", "mxfp4-flashinfer", "mxfp6-torchao-floor-e2m3", "mxfp8-te"),
-    *("mxfp8-te-e5m2-2d", "fp8-modelopt", "fp8-modelopt-channel", "int8-modelopt-channel-narrow", "int4-modelopt", "int4-qat"),
+    *(
+        "nvfp4-flashinfer",
+        "nvfp4-modelopt-static",
+        "mxfp4-ocp",
+        "mxfp4-flashinfer",
+        "mxfp6-torchao-floor-e2m3",
+        "mxfp8-te",
+    ),
+    *(
+        "mxfp8-te-e5m2-2d",
+        "fp8-modelopt",
+        "fp8-modelopt-channel",
+        "int8-modelopt-channel-narrow",
+        "int4-modelopt",
+        "int4-qat",
+    ),
     *("nvfp4-modelopt-fake", "nvfp4-modelopt-static-fake", "mxfp4-modelopt-fake", "mxfp4-microxcaling-even"),
 )
 
@@ -42,7 +58,9 @@ def gpu_only(test: T) -> T:
 
 
 def examples(count: int) -> settings:
-    """Hypothesis' settings of a test with so many examples on a GPU; on the host a twentieth, which it has compiled before."""
+    """Hypothesis' settings of a test with so many examples on a GPU; on the host a twentieth, which it has compiled
+    before.
+    """
     return settings(max_examples=count if DEVICES else count // 20)
 
 
@@ -52,7 +70,9 @@ def importable() -> AbstractContextManager[Any]:
 
 
 def all_or_few(values: Iterable[T], few: Sequence[T] = REPRESENTATIVE) -> list[Any]:
-    """Parameters of a test: all of them on a GPU; on the host those among `few`, and the others in the exhaustive rest."""
+    """Parameters of a test: all of them on a GPU; on the host those among `few`, and the others in the exhaustive
+    rest.
+    """
     rest = () if DEVICES else (pytest.mark.exhaustive,)
     return [value if value in few else pytest.param(value, marks=rest) for value in values]
 

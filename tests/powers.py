@@ -14,12 +14,16 @@ POWERS = (1.0, 1.5, 2.0, 2.4, 3.0, 3.999999999, 7.25, 16.0)
 
 
 def errors() -> np.ndarray:
-    """Made of whole numbers: float64 of all exponents, of usual ones, beside powers of two and roots, 0, infinity, NaN."""
+    """Made of whole numbers: float64 of all exponents, of usual ones, beside powers of two and roots, 0, infinity,
+    NaN.
+    """
     i = np.arange(4000, dtype=np.uint64)
     significands = (i * np.uint64(0x9E3779B97F4A7C15)) >> np.uint64(12)
     wide = significands | (np.uint64(1) + i * np.uint64(7) % np.uint64(2046)) << np.uint64(52)
     usual = significands | (np.uint64(1000) + i % np.uint64(30)) << np.uint64(52)
-    beside = [np.float64(x).view(np.uint64) + i[:5] - np.uint64(2) for x in (1, sqrt(2), sqrt(0.5), 2.0**-149, 2.0**127)]
+    beside = [
+        np.float64(x).view(np.uint64) + i[:5] - np.uint64(2) for x in (1, sqrt(2), sqrt(0.5), 2.0**-149, 2.0**127)
+    ]
     ends = np.array([0, np.inf, np.nan]).view(np.uint64)
     return np.concatenate([usual, wide, *beside, ends]).view(np.float64)
 
@@ -27,13 +31,16 @@ def errors() -> np.ndarray:
 def nearly_equal(p: float, blocks: int) -> tuple[np.ndarray, np.ndarray]:
     """A row of blocks for STATIC under a tensor amax of 4, and weights by which rounding chooses one of two scales.
 
-    The largest element, without a weight, makes a code. Of two others, with weights, one loses more by it, one by the next code.
+    The largest element, without a weight, makes a code. Of two others, with weights, one loses more by it, one by the
+    next code.
     """
     rng, r, amax = np.random.default_rng(0), RECIPES[STATIC], np.float32(4)
     candidates, codes = candidate_amaxes(amax, r), rng.integers(40, 110, 4 * blocks)
     scales = scales_of(candidates, amax, r, PLAIN)
     pairs = (rng.random((2, 4 * blocks)) * candidates[codes - 1]).astype(np.float32)
-    (a, b), (a_next, b_next) = (power(np.abs(left_of(pairs, scales[codes - 1 + i])).astype(np.float64), p) for i in (0, 1))
+    (a, b), (a_next, b_next) = (
+        power(np.abs(left_of(pairs, scales[codes - 1 + i])).astype(np.float64), p) for i in (0, 1)
+    )
     with np.errstate(all="ignore"):
         ratio = (a - a_next) / (b_next - b)
     chosen = np.flatnonzero((ratio > 1e-3) & (ratio < 1e3))[:blocks]

@@ -11,7 +11,9 @@ STATIC = "nvfp4-modelopt-static"
 
 
 def searched_blocks(dtype, seed: int = 0) -> np.ndarray:
-    """Blocks that bounds prove, and others: spread, of few values, multiples of a scale, near ties, zero, not finite."""
+    """Blocks that bounds prove, and others: spread, of few values, multiples of a scale, near ties, zero, not
+    finite.
+    """
     rng = np.random.default_rng(seed)
     x = rng.standard_normal((96, 64)) * 2.0 ** rng.integers(-9, 1, (96, 1))
     x[8:16] = rng.standard_t(2, (8, 64))
@@ -25,9 +27,11 @@ def searched_blocks(dtype, seed: int = 0) -> np.ndarray:
 
 
 def blocks_at_bounds(amax: float, each: int, seed: int = 0) -> np.ndarray:
-    """float64 (12 each, 16) under a tensor amax: what bounds of losses are made for, and what they leave to exact losses.
+    """float64 (12 each, 16) under a tensor amax: what bounds of losses are made for, and what they leave to exact
+    losses.
 
-    Multiples of a scale that are values, ties, or next to either; ends of a table's rows; equal elements; one that is far larger.
+    Multiples of a scale that are values, ties, or next to either; ends of a table's rows; equal elements; one that is
+    far larger.
     """
     rng = np.random.default_rng(seed)
     values = decode(np.arange(8, dtype=np.uint8), E2M1).astype(np.float64)
@@ -65,7 +69,9 @@ def blocks_at_bounds(amax: float, each: int, seed: int = 0) -> np.ndarray:
 
 
 def where_twice_a_scale_wins() -> tuple[np.ndarray, np.float32, np.ndarray]:
-    """float32 (12, 16), tensor amax, and the amaxes of scales that lose to twice themselves: by a quotient that misses a tie."""
+    """float32 (12, 16), tensor amax, and the amaxes of scales that lose to twice themselves: by a quotient that misses
+    a tie.
+    """
     amax = np.float32(1.6369617)
     codes = np.arange(13, 109, 8, dtype=np.uint8)
     amaxes = amax * (decode(codes, E4M3) * np.float32(1 / 448))
@@ -76,14 +82,18 @@ def where_twice_a_scale_wins() -> tuple[np.ndarray, np.float32, np.ndarray]:
 
 
 def of_nearly_equal_errors() -> np.ndarray:
-    """Blocks of auto-round's recipes: the order of a sum decides between two scales (of NVFP4 under a tensor amax of 4)."""
+    """Blocks of auto-round's recipes: the order of a sum decides between two scales (of NVFP4 under a tensor amax of
+    4).
+    """
     tenths = np.random.default_rng(0).integers(-9, 10, (4096, 64))[[702, 1047, 1658, 1694]] / np.float32(10)
     ninths = np.random.default_rng(0).integers(-36, 37, (8192, 32))[[2380, 5723, 5687, 5687]] / np.float32(9)
     return np.concatenate([tenths, ninths.reshape(2, 64)]).astype(np.float32)
 
 
 def hessians(K: int, seed: int = 0) -> np.ndarray:
-    """A usual one, one of few directions, a diagonal one with zeros, the identity, one with negative values, and usual ones."""
+    """A usual one, one of few directions, a diagonal one with zeros, the identity, one with negative values, and usual
+    ones.
+    """
     rng = np.random.default_rng(seed)
     samples = rng.standard_normal((K // 16, 40, 16)) * rng.choice([0.3, 1, 4], (K // 16, 1, 16))
     found = (samples.transpose(0, 2, 1) @ samples / 40).astype(np.float32)

@@ -1,7 +1,8 @@
 """Seconds of a processor that a call takes, for tests that its cost does not explode.
 
-The figures that users are told are those of benchmarks/, from quiet machines. A test may run on a slow one, beside others, under
-coverage: its bounds leave an order of magnitude, and see what is quadratic in 100,000 names or exponential in a pattern.
+The figures that users are told are those of benchmarks/, from quiet machines. A test may run on a slow one, beside
+others, under coverage: its bounds leave an order of magnitude, and see what is quadratic in 100,000 names or
+exponential in a pattern.
 """
 
 import gc

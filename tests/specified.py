@@ -1,7 +1,8 @@
-"""What kernels are compared with: the specification, never the compiled engine of the host, which has its rules from the kernels.
+"""What kernels are compared with: the specification, never the compiled engine of the host, which has its rules from
+the kernels.
 
-Tests of the files that `holds_kernels` names, and those with a fixture of FIXTURES, run on the specification, whatever they call
-on NumPy arrays, in every thread (conftest.py).
+Tests of the files that `holds_kernels` names, and those with a fixture of FIXTURES, run on the specification, whatever
+they call on NumPy arrays, in every thread (conftest.py).
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ def needs_specification(item: pytest.Item) -> bool:
 
 @contextmanager
 def specification_everywhere() -> Iterator[None]:
-    """fp4kit.specification() for all threads: those that begin inside do not inherit what the one that made them has set."""
+    """fp4kit.specification() for all threads: those that begin inside do not inherit what the one that made them has
+    set.
+    """
     always = ContextVar("by_specification", default=True)
     with patch.object(engines, "by_specification", always), patch.object(call_cache, "by_specification", always):
         yield

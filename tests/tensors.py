@@ -20,11 +20,15 @@ def to_numpy(tensor):
     import torch
 
     tensor = tensor.detach()
-    return tensor.view(torch.uint16).numpy().view(ml_dtypes.bfloat16) if tensor.dtype == torch.bfloat16 else tensor.numpy()
+    return (
+        tensor.view(torch.uint16).numpy().view(ml_dtypes.bfloat16) if tensor.dtype == torch.bfloat16 else tensor.numpy()
+    )
 
 
 def since_2_13():
-    """Mark of a test of what earlier versions of PyTorch do not trace: objects that are made without their constructor."""
+    """Mark of a test of what earlier versions of PyTorch do not trace: objects that are made without their
+    constructor.
+    """
     try:
         version = metadata.version("torch")
     except metadata.PackageNotFoundError:

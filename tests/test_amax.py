@@ -29,7 +29,9 @@ def test_of_a_large_array():
 
 
 def test_columns_that_need_no_transposed_copy():
-    """The view of x whose middle axis a GPU reduces; None where there is no such view, or its matrices are too small."""
+    """The view of x whose middle axis a GPU reduces; None where there is no such view, or its matrices are too
+    small.
+    """
     for shape in [(300, 70), (2, 3, 4), (3, 90, 64), (2, 3, 70, 40), (2, 0, 3), (4, 1)]:
         x = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
         for axis in [0, 1, -2, (0, 1), (1, 2), (2, 1), (0, 2)]:

@@ -1,4 +1,6 @@
-"""amax states on ranks: experts gathered from any number of them and parted among any other; every fault names its key."""
+"""amax states on ranks: experts gathered from any number of them and parted among any other; every fault names its
+key.
+"""
 
 import re
 from itertools import pairwise
@@ -32,7 +34,9 @@ def edges(draw, n, ranks):
 
 @sampled(100, 400, st.data(), EXPERTS, RANKS, RANKS, st.sampled_from(list(SHAPES.values())), st.booleans())
 def test_any_reshard(data, n, ranks, others, shape, explicit):
-    """From any ranks with any experts, gathered, to any other number of ranks and back: every expert keeps its own bits."""
+    """From any ranks with any experts, gathered, to any other number of ranks and back: every expert keeps its own
+    bits.
+    """
     values = experts_of(n, shape, seed=n)
     if explicit:
         owner = data.draw(st.lists(st.integers(0, ranks - 1), min_size=n, max_size=n))
@@ -57,7 +61,9 @@ def test_any_reshard(data, n, ranks, others, shape, explicit):
 
 @pytest.mark.exhaustive
 @settings(max_examples=400)
-@given(st.data(), st.integers(2, 12), st.integers(1, 4), st.sampled_from(["drop", "duplicate", "nan", "negative", "shape"]))
+@given(
+    st.data(), st.integers(2, 12), st.integers(1, 4), st.sampled_from(["drop", "duplicate", "nan", "negative", "shape"])
+)
 def test_faults_are_named_on_every_rank(data, n, ranks, fault):
     """One expert dropped, held twice, NaN, negative or of another shape: the same error, with its key, on all ranks."""
     values = {key: value.reshape(1) for key, value in experts_of(n).items()}
@@ -98,7 +104,9 @@ def test_parts_are_consecutive_and_balanced(n, ranks):
 
 
 def test_several_layers_and_shared_quantizers():
-    """Experts are renumbered layer by layer; quantizers without a number, and those left out of `experts`, become the maximum."""
+    """Experts are renumbered layer by layer; quantizers without a number, and those left out of `experts`, become the
+    maximum.
+    """
     sequential = "decoder.layers.0.mlp.linear_fc1.weight_quantizer"  # two quantizers in a row, not experts
 
     def gather(comm):
@@ -143,11 +151,15 @@ def test_gather_errors():
     for options, message in errors:
         with pytest.raises(ValueError, match=re.escape(message)):
             state.gather(alone, **options)
-    with pytest.raises(ValueError, match=re.escape(f"gather: rank 0: {FC1}.0._amax is missing; needs experts 0 to 1, and has 1")):
+    with pytest.raises(
+        ValueError, match=re.escape(f"gather: rank 0: {FC1}.0._amax is missing; needs experts 0 to 1, and has 1")
+    ):
         state_of({f"{FC1}.1": 1}).gather(alone)
 
     def shapes(comm):
-        with pytest.raises(ValueError, match=re.escape(f"gather: rank 1: {QKV}._amax is (2,) on the CPU, and was (1,)")):
+        with pytest.raises(
+            ValueError, match=re.escape(f"gather: rank 1: {QKV}._amax is (2,) on the CPU, and was (1,)")
+        ):
             state_of({QKV: [1] * (comm.rank + 1)}).gather(comm)
 
     on_threads(2, shapes)
@@ -155,9 +167,12 @@ def test_gather_errors():
 
 def test_part_errors():
     state = state_of(experts_of(3))
-    for arguments, options, message in (((2, 2), {}, "part: rank 2 of 2; needs 0 to 1"), ((-1, 2), {}, "part: rank -1 of 2"),
-                                        ((0, 1), {"numbers": [0, 3]}, "numbers [0, 3]; needs different ones from 0 to 2"),
-                                        ((0, 1), {"numbers": [1, 1]}, "numbers [1, 1]; needs different ones")):  # fmt: skip
+    for arguments, options, message in (
+        ((2, 2), {}, "part: rank 2 of 2; needs 0 to 1"),
+        ((-1, 2), {}, "part: rank -1 of 2"),
+        ((0, 1), {"numbers": [0, 3]}, "numbers [0, 3]; needs different ones from 0 to 2"),
+        ((0, 1), {"numbers": [1, 1]}, "numbers [1, 1]; needs different ones"),
+    ):
         with pytest.raises(ValueError, match=re.escape(message)):
             state.part(*arguments, **options)
     with pytest.raises(ValueError, match=re.escape(f"part: {FC1}.0._amax and 1 more are missing")):

@@ -1,4 +1,6 @@
-"""amax states in files: both spellings, experts singly or stacked, the flat vector of old, and what is wrong with a file."""
+"""amax states in files: both spellings, experts singly or stacked, the flat vector of old, and what is wrong with a
+file.
+"""
 
 import json
 import re
@@ -19,7 +21,12 @@ from fp4kit.training.amax_state import AmaxState
 @pytest.mark.parametrize("separator", [".", "_"])
 @pytest.mark.parametrize("stacked", [False, True], ids=["single", "stacked"])
 def test_save_and_load(shape, separator, stacked, tmp_path):
-    values = {**experts_of(12, shape), **experts_of(3, (2, 1), FC2), QKV: np.float32(7), f"{FC1}.3._global_amax": np.float32(1)}
+    values = {
+        **experts_of(12, shape),
+        **experts_of(3, (2, 1), FC2),
+        QKV: np.float32(7),
+        f"{FC1}.3._global_amax": np.float32(1),
+    }
     values |= {f"{FC1}.{i}._global_amax": np.float32(i) for i in range(12)}
     state = state_of(values)
     state.save(tmp_path / "a.safetensors", separator=separator, stacked=stacked)
@@ -30,7 +37,9 @@ def test_save_and_load(shape, separator, stacked, tmp_path):
     else:
         assert file[f"{FC1}{separator}11._amax"].shape == shape and len(file) == len(values)
     first = (tmp_path / "a.safetensors").read_bytes()
-    AmaxState(dict(reversed(state.named.items()))).save(tmp_path / "a.safetensors", separator=separator, stacked=stacked)
+    AmaxState(dict(reversed(state.named.items()))).save(
+        tmp_path / "a.safetensors", separator=separator, stacked=stacked
+    )
     assert (tmp_path / "a.safetensors").read_bytes() == first
     assert [path.name for path in tmp_path.iterdir()] == ["a.safetensors"]
 
@@ -40,7 +49,9 @@ def test_experts_that_model_optimizer_saved(kind, golden, tmp_path):
     """Its keys, one for each expert, and the flat vector of all of them."""
     prefix = f"experts_state/{kind}/"
     recorded = {
-        k.removeprefix(prefix): golden.get("modelopt_fake", k) for k in golden.keys("modelopt_fake") if k.startswith(prefix)
+        k.removeprefix(prefix): golden.get("modelopt_fake", k)
+        for k in golden.keys("modelopt_fake")
+        if k.startswith(prefix)
     }
     gathered = recorded.pop("gathered_fp32", None)
     assert len(recorded) == 4
@@ -63,7 +74,9 @@ def test_other_tensors_and_dtypes(tmp_path):
     }
     save_file(tensors, tmp_path / "a")
     assert_same_state(AmaxState.load(tmp_path / "a"), {"m.weight_quantizer": [1.5]})
-    write_raw(tmp_path / "a", {"m.weight_quantizer._amax": ("BF16", [2], np.array([1, 3], ml_dtypes.bfloat16).tobytes())})
+    write_raw(
+        tmp_path / "a", {"m.weight_quantizer._amax": ("BF16", [2], np.array([1, 3], ml_dtypes.bfloat16).tobytes())}
+    )
     assert_same_state(AmaxState.load(tmp_path / "a"), {"m.weight_quantizer": [1, 3]})
     save_file({"m.weight_quantizer._amax": np.array([-0.0, 1], np.float32)}, tmp_path / "a")
     assert_same_state(AmaxState.load(tmp_path / "a"), {"m.weight_quantizer": [0, 1]})
@@ -84,23 +97,42 @@ def write_raw(path, tensors, metadata=None, twice=False):
 ONE = np.float32(1)
 
 
-@pytest.mark.parametrize("tensors, experts, message", [
-    ({f"{BASE}.0._amax": ONE, f"{BASE}.2._amax": ONE}, {}, f"{BASE}.1._amax is missing; needs experts 0 to 2, and has 2"),
-    ({f"{BASE}.0._amax": ONE, f"{BASE}.2._amax": ONE}, {"*": 4}, f"{BASE}.1._amax and 1 more are missing; needs experts 0 to 3"),
-    ({f"{BASE}.{i}._amax": ONE for i in range(4)}, {"*": 3}, f"{BASE}.3._amax is surplus; there are 3 experts"),
-    ({f"{BASE}.{i}._amax": ONE for i in range(4)}, {"*": 5}, f"{BASE}.4._amax is missing"),
-    ({f"{BASE}._amax": np.ones(4, np.float32)}, {"*": 5}, f"{BASE}._amax has shape (4,); needs (5, ...), one amax for each of 5"),
-    ({f"{BASE}._amax": ONE}, {"*": 1}, f"{BASE}._amax has shape (); needs (1, ...)"),
-    ({f"{BASE}._amax": np.ones(2, np.float32), f"{BASE}_0._amax": ONE}, {"*": 2}, "stands there for all experts, and"),
-    ({f"{BASE}.0._amax": ONE, f"{BASE}_0._amax": ONE}, {}, "is there in both spellings; needs one"),
-    ({f"{BASE}.0._amax": ONE, f"{BASE}_1._amax": np.float32(np.nan)}, {}, f"{BASE}.1._amax holds NaN (1 of 1)"),
-    ({f"{BASE}._amax": np.float32([1, np.nan])}, {"*": 2}, f"{BASE}.1._amax holds NaN (1 of 1)"),
-    ({f"{BASE}._amax": np.float32([1, -2])}, {}, f"{BASE}._amax holds negative values (1 of 2)"),
-    ({f"{BASE}._amax": np.ones(1)}, {}, f"'{BASE}._amax' is F64; needs F32, F16 or BF16"),
-    ({f"{BASE}._amax": ONE}, {"x.*": 1}, "'x.*' matches no key"),
-    ({"m.weight": ONE}, {}, "holds no tensor whose name ends in 'amax'"),
-    ({"m.weird_amax": ONE}, {}, "'m.weird_amax' names no quantizer"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "tensors, experts, message",
+    [
+        (
+            {f"{BASE}.0._amax": ONE, f"{BASE}.2._amax": ONE},
+            {},
+            f"{BASE}.1._amax is missing; needs experts 0 to 2, and has 2",
+        ),
+        (
+            {f"{BASE}.0._amax": ONE, f"{BASE}.2._amax": ONE},
+            {"*": 4},
+            f"{BASE}.1._amax and 1 more are missing; needs experts 0 to 3",
+        ),
+        ({f"{BASE}.{i}._amax": ONE for i in range(4)}, {"*": 3}, f"{BASE}.3._amax is surplus; there are 3 experts"),
+        ({f"{BASE}.{i}._amax": ONE for i in range(4)}, {"*": 5}, f"{BASE}.4._amax is missing"),
+        (
+            {f"{BASE}._amax": np.ones(4, np.float32)},
+            {"*": 5},
+            f"{BASE}._amax has shape (4,); needs (5, ...), one amax for each of 5",
+        ),
+        ({f"{BASE}._amax": ONE}, {"*": 1}, f"{BASE}._amax has shape (); needs (1, ...)"),
+        (
+            {f"{BASE}._amax": np.ones(2, np.float32), f"{BASE}_0._amax": ONE},
+            {"*": 2},
+            "stands there for all experts, and",
+        ),
+        ({f"{BASE}.0._amax": ONE, f"{BASE}_0._amax": ONE}, {}, "is there in both spellings; needs one"),
+        ({f"{BASE}.0._amax": ONE, f"{BASE}_1._amax": np.float32(np.nan)}, {}, f"{BASE}.1._amax holds NaN (1 of 1)"),
+        ({f"{BASE}._amax": np.float32([1, np.nan])}, {"*": 2}, f"{BASE}.1._amax holds NaN (1 of 1)"),
+        ({f"{BASE}._amax": np.float32([1, -2])}, {}, f"{BASE}._amax holds negative values (1 of 2)"),
+        ({f"{BASE}._amax": np.ones(1)}, {}, f"'{BASE}._amax' is F64; needs F32, F16 or BF16"),
+        ({f"{BASE}._amax": ONE}, {"x.*": 1}, "'x.*' matches no key"),
+        ({"m.weight": ONE}, {}, "holds no tensor whose name ends in 'amax'"),
+        ({"m.weird_amax": ONE}, {}, "'m.weird_amax' names no quantizer"),
+    ],
+)
 def test_load_errors(tensors, experts, message, tmp_path):
     save_file({key: np.asarray(value) for key, value in tensors.items()}, tmp_path / "a.safetensors")
     with pytest.raises(ValueError, match=re.escape(message)) as error:
@@ -131,9 +163,13 @@ def test_our_files_know_how_many_experts_there_are(stacked, tmp_path):
         AmaxState.load(path)
 
 
-@pytest.mark.parametrize("content, message", [
-    (b"", "not a usable safetensors file"), (b"\xff" * 40, "not a usable safetensors file"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "content, message",
+    [
+        (b"", "not a usable safetensors file"),
+        (b"\xff" * 40, "not a usable safetensors file"),
+    ],
+)
 def test_what_is_no_safetensors_file(content, message, tmp_path):
     (tmp_path / "a.safetensors").write_bytes(content)
     with pytest.raises(ValueError, match=re.escape(f"load: a.safetensors: {message}")):
@@ -149,7 +185,10 @@ def test_damaged_headers(tmp_path):
         write_raw(tmp_path / "a", entry, {"fp4kit_amax": json.dumps({"experts": experts})})
         with pytest.raises(ValueError, match="its metadata says experts"):
             AmaxState.load(tmp_path / "a")
-    for text, message in (("{", "metadata fp4kit_amax: not valid JSON"), ("[1]", "metadata fp4kit_amax: holds a JSON list")):
+    for text, message in (
+        ("{", "metadata fp4kit_amax: not valid JSON"),
+        ("[1]", "metadata fp4kit_amax: holds a JSON list"),
+    ):
         write_raw(tmp_path / "a", entry, {"fp4kit_amax": text})
         with pytest.raises(ValueError, match=message):
             AmaxState.load(tmp_path / "a")
@@ -187,10 +226,14 @@ def test_fit():
     state = state_of({f"{BASE}.0": 1, f"{BASE}.1": [[2]], QKV: [[1], [2]]})
     found = state.fit({f"{BASE}_0._amax": (1,), f"{BASE}.1": (), QKV: (2, 1)})
     assert {key: value.shape for key, value in found.items()} == {f"{BASE}_0._amax": (1,), f"{BASE}.1": (), QKV: (2, 1)}
-    for shapes, message in (({f"{BASE}.0": (), QKV: (2, 1)}, f"{BASE}.1._amax is in the state, but not asked for"),
-                            ({f"{BASE}.{i}": () for i in range(3)} | {QKV: (2, 1)}, f"{BASE}.2._amax is missing in the state"),
-                            ({f"{BASE}.0": (), f"{BASE}.1": (), QKV: (2,)}, f"{QKV}._amax has shape (2, 1); needs (2,)"),
-                            ({f"{BASE}.0": (2,), f"{BASE}.1": (), QKV: (2, 1)}, f"{BASE}.0._amax has shape (); needs (2,)"),
-                            ({f"{BASE}.0": (), f"{BASE}_0": ()}, "is there in both spellings")):  # fmt: skip
-        with pytest.raises(ValueError, match=re.escape(f"fit: {message}") if "spell" not in message else re.escape(message)):
+    for shapes, message in (
+        ({f"{BASE}.0": (), QKV: (2, 1)}, f"{BASE}.1._amax is in the state, but not asked for"),
+        ({f"{BASE}.{i}": () for i in range(3)} | {QKV: (2, 1)}, f"{BASE}.2._amax is missing in the state"),
+        ({f"{BASE}.0": (), f"{BASE}.1": (), QKV: (2,)}, f"{QKV}._amax has shape (2, 1); needs (2,)"),
+        ({f"{BASE}.0": (2,), f"{BASE}.1": (), QKV: (2, 1)}, f"{BASE}.0._amax has shape (); needs (2,)"),
+        ({f"{BASE}.0": (), f"{BASE}_0": ()}, "is there in both spellings"),
+    ):
+        with pytest.raises(
+            ValueError, match=re.escape(f"fit: {message}") if "spell" not in message else re.escape(message)
+        ):
             state.fit(shapes)

@@ -1,4 +1,6 @@
-"""amax states: names in both spellings, maxima over calls, sharing; NaN is never hidden. Files and ranks have their own tests."""
+"""amax states: names in both spellings, maxima over calls, sharing; NaN is never hidden. Files and ranks have their own
+tests.
+"""
 
 import re
 
@@ -13,20 +15,24 @@ from fp4kit.evidence.testing import assert_same_bits
 from fp4kit.training.amax_names import AmaxName
 from fp4kit.training.amax_state import AmaxCollector
 
-# ---- names ------------------------------------------------------------------------------------------------------------------
+# ---- names
+# ------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("key, expected", [
-    ("m.weight_quantizer.3._amax", ("m.weight_quantizer", 3, "_amax")),
-    ("m.weight_quantizer_3._amax", ("m.weight_quantizer", 3, "_amax")),
-    ("m.weight_quantizer_17", ("m.weight_quantizer", 17, "_amax")),
-    ("m.weight_quantizer._global_amax", ("m.weight_quantizer", None, "_global_amax")),
-    ("weight_quantizer.0._global_amax", ("weight_quantizer", 0, "_global_amax")),
-    ("a.3.input_quantizer", ("a.3.input_quantizer", None, "_amax")),
-    ("a.k_bmm_quantizer._amax", ("a.k_bmm_quantizer", None, "_amax")),
-    ("a.weight_quantizers.1._amax", ("a.weight_quantizers", 1, "_amax")),
-    ("my_quantizer_2.weight_quantizer_5._amax", ("my_quantizer_2.weight_quantizer", 5, "_amax")),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "key, expected",
+    [
+        ("m.weight_quantizer.3._amax", ("m.weight_quantizer", 3, "_amax")),
+        ("m.weight_quantizer_3._amax", ("m.weight_quantizer", 3, "_amax")),
+        ("m.weight_quantizer_17", ("m.weight_quantizer", 17, "_amax")),
+        ("m.weight_quantizer._global_amax", ("m.weight_quantizer", None, "_global_amax")),
+        ("weight_quantizer.0._global_amax", ("weight_quantizer", 0, "_global_amax")),
+        ("a.3.input_quantizer", ("a.3.input_quantizer", None, "_amax")),
+        ("a.k_bmm_quantizer._amax", ("a.k_bmm_quantizer", None, "_amax")),
+        ("a.weight_quantizers.1._amax", ("a.weight_quantizers", 1, "_amax")),
+        ("my_quantizer_2.weight_quantizer_5._amax", ("my_quantizer_2.weight_quantizer", 5, "_amax")),
+    ],
+)
 def test_names(key, expected):
     name = AmaxName.parse(key)
     assert (name.base, name.index, name.buffer) == expected
@@ -34,26 +40,40 @@ def test_names(key, expected):
         assert AmaxName.parse(name.key(separator)) == name
 
 
-@pytest.mark.parametrize("key", [
-    "m.weight", "m.weight_quantizer.3._scale", "m.weight_quantizer.3.0._amax", "m.weight_quantizer.x",
-    "m.weight_quantizer.-1._amax", "m.weight_quantizer.٣._amax", "_amax", "",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "key",
+    [
+        "m.weight",
+        "m.weight_quantizer.3._scale",
+        "m.weight_quantizer.3.0._amax",
+        "m.weight_quantizer.x",
+        "m.weight_quantizer.-1._amax",
+        "m.weight_quantizer.٣._amax",
+        "_amax",
+        "",
+    ],
+)
 def test_what_is_no_name(key):
     assert AmaxName.find(key) is None
-    with pytest.raises(ValueError, match=re.escape(f"{key!r} names no quantizer; needs <module>.weight_quantizer.<i>._amax or")):
+    with pytest.raises(
+        ValueError, match=re.escape(f"{key!r} names no quantizer; needs <module>.weight_quantizer.<i>._amax or")
+    ):
         AmaxCollector().collect(key, np.float32(1))
     with pytest.raises(KeyError):
         state_of({})[key]
 
 
-@pytest.mark.parametrize("pattern, hits", [
-    ("*weight_quantizer", ["a.weight_quantizer.0", "a.weight_quantizer.11", "b.weight_quantizer"]),
-    ("*weight_quantizer._amax", ["a.weight_quantizer.0", "a.weight_quantizer.11", "b.weight_quantizer"]),
-    ("*weight_quantizer.11", ["a.weight_quantizer.11"]),
-    ("*weight_quantizer_1?", ["a.weight_quantizer.11"]),
-    ("a.*", ["a.weight_quantizer.0", "a.weight_quantizer.11", "a.input_quantizer"]),
-    ("*input_quantizer*", ["a.input_quantizer"]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "pattern, hits",
+    [
+        ("*weight_quantizer", ["a.weight_quantizer.0", "a.weight_quantizer.11", "b.weight_quantizer"]),
+        ("*weight_quantizer._amax", ["a.weight_quantizer.0", "a.weight_quantizer.11", "b.weight_quantizer"]),
+        ("*weight_quantizer.11", ["a.weight_quantizer.11"]),
+        ("*weight_quantizer_1?", ["a.weight_quantizer.11"]),
+        ("a.*", ["a.weight_quantizer.0", "a.weight_quantizer.11", "a.input_quantizer"]),
+        ("*input_quantizer*", ["a.input_quantizer"]),
+    ],
+)
 @pytest.mark.parametrize("separator", [".", "_"])
 def test_wildcards_match_both_spellings(pattern, hits, separator):
     keys = ["a.weight_quantizer.0", "a.weight_quantizer.11", "b.weight_quantizer", "a.input_quantizer"]
@@ -64,7 +84,8 @@ def test_wildcards_match_both_spellings(pattern, hits, separator):
         state.select(pattern, "*output*")
 
 
-# ---- collecting -------------------------------------------------------------------------------------------------------------
+# ---- collecting
+# -------------------------------------------------------------------------------------------------------------
 
 
 @settings(max_examples=300)
@@ -149,7 +170,11 @@ def test_collect_errors():
     collector.collect(f"{FC1}.0", np.float32(1))
     collector.collect_grouped(FC2, np.ones((2, 3), np.float32))
     errors = [
-        (f"{FC1}_0", np.ones(2, np.float32), f"collect: {FC1}.0._amax is (2,) on the CPU, and was () on the CPU before"),
+        (
+            f"{FC1}_0",
+            np.ones(2, np.float32),
+            f"collect: {FC1}.0._amax is (2,) on the CPU, and was () on the CPU before",
+        ),
         (f"{FC2}.1", np.ones(3, np.float32), "belongs to experts that collect_grouped collects"),
     ]
     for key, value, message in errors:
@@ -176,24 +201,41 @@ SHARE = [("gate_proj", "up_proj"), ("q_proj", "k_proj", "v_proj")]
 def test_sharing():
     """Members of one parent, one expert and one kind of quantizer; only single numbers."""
     values = {
-        "l.0.mlp.gate_proj.weight_quantizer": 1, "l.0.mlp.up_proj.weight_quantizer": 2, "l.1.mlp.up_proj.weight_quantizer": 9,
-        "l.0.attn.q_proj.weight_quantizer": 3, "l.0.attn.k_proj.weight_quantizer": 5, "l.0.attn.v_proj.weight_quantizer": [4],
-        "l.0.attn.q_proj.input_quantizer": 7, "l.0.attn.k_proj.input_quantizer": 6, "l.0.attn.o_proj.weight_quantizer": 8,
-        "e.gate_proj.weight_quantizer.0": 1, "e.up_proj.weight_quantizer.0": 2, "e.gate_proj.weight_quantizer.1": 4,
-        "e.up_proj.weight_quantizer.1": 3, "e.3.gate_proj.weight_quantizer": 6, "e.3.up_proj.weight_quantizer": 5,
-        "r.gate_proj.weight_quantizer": [[1], [2]], "r.up_proj.weight_quantizer": [[2], [1]],
-        "gate_proj.weight_quantizer": 1, "up_proj.weight_quantizer": 3,
-    }  # fmt: skip
+        "l.0.mlp.gate_proj.weight_quantizer": 1,
+        "l.0.mlp.up_proj.weight_quantizer": 2,
+        "l.1.mlp.up_proj.weight_quantizer": 9,
+        "l.0.attn.q_proj.weight_quantizer": 3,
+        "l.0.attn.k_proj.weight_quantizer": 5,
+        "l.0.attn.v_proj.weight_quantizer": [4],
+        "l.0.attn.q_proj.input_quantizer": 7,
+        "l.0.attn.k_proj.input_quantizer": 6,
+        "l.0.attn.o_proj.weight_quantizer": 8,
+        "e.gate_proj.weight_quantizer.0": 1,
+        "e.up_proj.weight_quantizer.0": 2,
+        "e.gate_proj.weight_quantizer.1": 4,
+        "e.up_proj.weight_quantizer.1": 3,
+        "e.3.gate_proj.weight_quantizer": 6,
+        "e.3.up_proj.weight_quantizer": 5,
+        "r.gate_proj.weight_quantizer": [[1], [2]],
+        "r.up_proj.weight_quantizer": [[2], [1]],
+        "gate_proj.weight_quantizer": 1,
+        "up_proj.weight_quantizer": 3,
+    }
     collector = AmaxCollector()
     for key, value in values.items():
         collector.collect(key, np.asarray(value, np.float32))
     assert_same_state(collector.freeze(), values)
     shared = dict(values)
     for key, value in {
-        "l.0.mlp.gate_proj.weight_quantizer": 2, "l.0.attn.q_proj.weight_quantizer": 5, "l.0.attn.v_proj.weight_quantizer": [5],
-        "l.0.attn.k_proj.input_quantizer": 7, "e.gate_proj.weight_quantizer.0": 2, "e.up_proj.weight_quantizer.1": 4,
-        "e.3.up_proj.weight_quantizer": 6, "gate_proj.weight_quantizer": 3,
-    }.items():  # fmt: skip
+        "l.0.mlp.gate_proj.weight_quantizer": 2,
+        "l.0.attn.q_proj.weight_quantizer": 5,
+        "l.0.attn.v_proj.weight_quantizer": [5],
+        "l.0.attn.k_proj.input_quantizer": 7,
+        "e.gate_proj.weight_quantizer.0": 2,
+        "e.up_proj.weight_quantizer.1": 4,
+        "e.3.up_proj.weight_quantizer": 6,
+        "gate_proj.weight_quantizer": 3,
+    }.items():
         shared[key] = value
     assert_same_state(collector.freeze(SHARE), shared)
     with pytest.raises(ValueError, match="a name may stand in one group only"):

@@ -1,4 +1,6 @@
-"""The shape of the package: imports point one way, importing it is quick and light, files are short, public names explained."""
+"""The shape of the package: imports point one way, importing it is quick and light, files are short, public names
+explained.
+"""
 
 import ast
 import re
@@ -15,7 +17,8 @@ ROOT = Path(fp4kit.__file__).resolve().parent.parent
 PACKAGE = ROOT / "fp4kit"
 FILES = sorted(PACKAGE.rglob("*.py"))
 
-# A module or package may import from the layers above its own, and within its own package. "fp4kit" is fp4kit/__init__.py.
+# A module or package may import from the layers above its own, and within its own package. "fp4kit" is
+# fp4kit/__init__.py.
 LAYERS = (
     {"startup", "registered"},
     {"arguments", "arithmetic", "lazy", "rounding", "types"},
@@ -84,7 +87,9 @@ def test_imports_point_one_way(module):
 
 def test_imports_have_no_cycles():
     graph = {module: set(imported_modules(MODULES[module])) - {module} for module in MODULES}
-    graph = {module: {other for other in others if other != module.rpartition(".")[0]} for module, others in graph.items()}
+    graph = {
+        module: {other for other in others if other != module.rpartition(".")[0]} for module, others in graph.items()
+    }
     while graph:
         leaves = {module for module, others in graph.items() if not others & graph.keys()}
         assert leaves, f"a cycle among {sorted(graph)}"
@@ -102,7 +107,9 @@ def top_level_imports(path):
 
 @together("path", FILES, ids=module_name)
 def test_optional_packages_are_imported_when_they_are_needed(path):
-    allowed = {"cuda": {"cupy", "cupy_backends"}, "torch": {"torch"}, "jax": {"jax"}}.get(part(module_name(path)), set())
+    allowed = {"cuda": {"cupy", "cupy_backends"}, "torch": {"torch"}, "jax": {"jax"}}.get(
+        part(module_name(path)), set()
+    )
     optional = {"cupy", "cupy_backends", "gguf", "jax", "matplotlib", "mpi4py", "torch", "pytest", "hypothesis"}
     assert set(top_level_imports(path)) & optional <= allowed
 
@@ -127,7 +134,9 @@ def test_importing_fp4kit_takes_less_than_300_ms():
 
 @together("path", FILES, ids=module_name)
 def test_no_attribute_is_computed_under_a_lock(path):
-    """functools.cached_property has one in Python 3.10 and 3.11, which a forked process inherits; fp4kit.lazy has none."""
+    """functools.cached_property has one in Python 3.10 and 3.11, which a forked process inherits; fp4kit.lazy has
+    none.
+    """
     names = {alias.name for node in ast.walk(tree(path)) if isinstance(node, ast.ImportFrom) for alias in node.names}
     assert "cached_property" not in names
 
@@ -146,7 +155,13 @@ def test_nothing_but_the_public_api_takes_more_than_eight_arguments():
     many = {f"{path.stem}.{node.name}" for path, node in functions if arguments(node) > 8}
     grouped = {"grouped.quantize_grouped", "grouped_plan.__init__"}
     of_checkpoints = {"convert.convert", "plan.make_plan"}
-    assert many == {"quantize.quantize", "search_scales.search_scales", *grouped, "container.from_parts", *of_checkpoints}
+    assert many == {
+        "quantize.quantize",
+        "search_scales.search_scales",
+        *grouped,
+        "container.from_parts",
+        *of_checkpoints,
+    }
 
 
 def undocumented(path):
@@ -184,9 +199,13 @@ def test_the_public_api():
 
 @together("path", FILES, ids=module_name)
 def test_no_environment_variable_changes_a_result(path):
-    """Exceptions: the documented flags of fake-quantized training, read when the caller asks for them by name; and the number of
-    threads, set for worker processes, and read by the compiled engine, whose results do not depend on it."""
-    if path.relative_to(PACKAGE).as_posix() not in ("training/settings.py", "checkpoint/run/executors.py", "cpu/library.py"):
+    """Exceptions: the documented flags of fake-quantized training, read when the caller asks for them by name; and the
+    number of threads, set for worker processes, and read by the compiled engine, whose results do not depend on it."""
+    if path.relative_to(PACKAGE).as_posix() not in (
+        "training/settings.py",
+        "checkpoint/run/executors.py",
+        "cpu/library.py",
+    ):
         assert not re.search(r"os\.environ|\bgetenv|from os import .*environ", path.read_text(encoding="utf-8"))
 
 

@@ -1,4 +1,6 @@
-"""float32 arithmetic as GPUs do it: flushed subnormals, and the approximate reciprocal of sm_90 over all significands."""
+"""float32 arithmetic as GPUs do it: flushed subnormals, and the approximate reciprocal of sm_90 over all
+significands.
+"""
 
 import ml_dtypes
 import numpy as np
@@ -11,7 +13,21 @@ from fp4kit.reference.arith import INV6, divide_ftz, flush, multiply_ftz, narrow
 
 TINY = np.float32(2.0**-126)  # the smallest normal
 SPECIAL = np.array(
-    [0, 2.0**-149, 2.0**-127, 2.0**-126 - 2.0**-149, 2.0**-126, 2.0**-63, 0.1, 1, 6, 1e19, 2.0**126, 3.4028235e38, np.inf],
+    [
+        0,
+        2.0**-149,
+        2.0**-127,
+        2.0**-126 - 2.0**-149,
+        2.0**-126,
+        2.0**-63,
+        0.1,
+        1,
+        6,
+        1e19,
+        2.0**126,
+        3.4028235e38,
+        np.inf,
+    ],
     np.float32,
 )
 SPECIAL = np.concatenate([SPECIAL, -SPECIAL, np.float32([np.nan])])
@@ -40,7 +56,9 @@ def test_flush_of_every_exponent_and_sign():
 
 
 def exact_ftz(operation, a, b):
-    """The operation in float64 on flushed operands, rounded to float32 and flushed; one operation rounded so is rounded once."""
+    """The operation in float64 on flushed operands, rounded to float32 and flushed; one operation rounded so is rounded
+    once.
+    """
     a, b = (np.where(np.abs(v) < TINY, np.copysign(0.0, v), v.astype(np.float64)) for v in (a, b))
     with np.errstate(all="ignore"):
         y = operation(a, b).astype(np.float32)
@@ -80,7 +98,8 @@ def test_ftz_operations_on_any_floats(pair):
             assert_same_bits(divide_ftz(a, b), exact_ftz(np.divide, a, b))
 
 
-# ---- rcp.approx.ftz.f32 ---------------------------------------------------------------------------------------------------
+# ---- rcp.approx.ftz.f32
+# ---------------------------------------------------------------------------------------------------
 
 
 def test_reciprocal_of_every_significand():

@@ -1,4 +1,6 @@
-"""Threads whose processor takes subnormals for zero, or rounds its own way: every function gives the bits of an ordinary one."""
+"""Threads whose processor takes subnormals for zero, or rounds its own way: every function gives the bits of an
+ordinary one.
+"""
 
 from __future__ import annotations
 
@@ -25,9 +27,13 @@ from fp4kit.recipes import RECIPES
 
 F32 = np.dtype(np.float32)
 DTYPES = {"f32": F32, "bf16": BF16, "f16": np.dtype(np.float16)}
-# x86-64: MXCSR is word 7 of a fenv_t: FTZ is bit 15, DAZ 6, rounding 13 and 14. aarch64: FPCR is word 0: FZ 24, rounding 22, 23.
+# x86-64: MXCSR is word 7 of a fenv_t: FTZ is bit 15, DAZ 6, rounding 13 and 14. aarch64: FPCR is word 0: FZ 24,
+# rounding 22, 23.
 WORD, BITS = {
-    "x86_64": (7, {"ftz": 1 << 15, "daz": 1 << 6, "both": 1 << 15 | 1 << 6, "down": 1 << 13, "up": 1 << 14, "zero": 3 << 13}),
+    "x86_64": (
+        7,
+        {"ftz": 1 << 15, "daz": 1 << 6, "both": 1 << 15 | 1 << 6, "down": 1 << 13, "up": 1 << 14, "zero": 3 << 13},
+    ),
     "aarch64": (0, {"both": 1 << 24, "up": 1 << 22, "down": 1 << 23, "zero": 3 << 22}),
 }.get(platform.machine(), (0, {}))
 # Exception flags that the check sets, in any mode: inexact, underflow, subnormal operand. Words 7 and 1 hold the flags.
@@ -62,7 +68,9 @@ def mode(name: str) -> Iterator[None]:
 
 
 def tiny(dtype: np.dtype, seed: int = 0) -> np.ndarray:
-    """(32, 128): every row of another size, from subnormals up to where scales and products are still tiny; and ordinary rows."""
+    """(32, 128): every row of another size, from subnormals up to where scales and products are still tiny; and
+    ordinary rows.
+    """
     rng = np.random.default_rng(seed)
     lowest = -24 if dtype == np.float16 else -149
     exponents = np.concatenate([np.linspace(lowest, lowest + 30, 28), [-10, 0, 10, 14]])
@@ -167,7 +175,8 @@ def test_the_environment_is_left_alone_where_it_is_right(monkeypatch):
 @NEEDS_ENVIRONMENT
 def test_where_it_cannot_be_set_it_is_refused(monkeypatch):
     text = (
-        rf"^quantize: this thread takes subnormal numbers for zero, or does not round to nearest; .* set on {sys.platform} "
+        r"^quantize: this thread takes subnormal numbers for zero, or does not round to nearest; .* set on"
+        rf" {sys.platform} "
         rf"{platform.machine()}; call torch\.set_flush_denormal\(False\) first, or fp4kit in another thread"
     )
     with mode("both"):
@@ -214,7 +223,9 @@ for name in ("mxfp4-ocp", "nvfp4-te", "mxfp8-te", "nvfp4-flashinfer"):
 def test_imported_in_a_wrong_mode():
     def run(bits):
         code = IMPORTED_FIRST.format(word=WORD, bits=bits)
-        return subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=True).stdout
+        return subprocess.run(
+            [sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=True
+        ).stdout
 
     assert run(BITS["both"]) == run(0)
 
@@ -222,7 +233,9 @@ def test_imported_in_a_wrong_mode():
 @NEEDS_ENVIRONMENT
 def test_torch_flush_denormal():
     torch = pytest.importorskip("torch")
-    expected = {name: list(everything(name, X["f32"])) for name in ("nvfp4-te", "mxfp4-ocp", "int4-qat", "nvfp4-modelopt-fake")}
+    expected = {
+        name: list(everything(name, X["f32"])) for name in ("nvfp4-te", "mxfp4-ocp", "int4-qat", "nvfp4-modelopt-fake")
+    }
     if not torch.set_flush_denormal(True):
         pytest.skip("this processor's mode cannot be set")
     try:

@@ -1,4 +1,6 @@
-"""The benchmarks without a GPU: bytes by formula, records, what targets mean, timing and checking, the table and the plot."""
+"""The benchmarks without a GPU: bytes by formula, records, what targets mean, timing and checking, the table and the
+plot.
+"""
 
 from __future__ import annotations
 
@@ -28,12 +30,24 @@ RESULTS = BENCHMARKS / "results"
 
 
 def a_row(**changes):
-    given = {"operation": "quantize", "recipe": "mxfp4-ocp", "dtype": "bfloat16", "shape": (4, 64), "formula": "n (2 x)"}
+    given = {
+        "operation": "quantize",
+        "recipe": "mxfp4-ocp",
+        "dtype": "bfloat16",
+        "shape": (4, 64),
+        "formula": "n (2 x)",
+    }
     return rows.Row(**given | {"bytes": 512, "us": 10.0, "spread": 1.0, "copy_us": 9.0} | changes)
 
 
 def a_record(found):
-    about = {"device": "NVIDIA H200", "driver": "580.1", "versions": {"fp4kit": "0.1.0"}, "commit": "abc", "date": "2026-01-02"}
+    about = {
+        "device": "NVIDIA H200",
+        "driver": "580.1",
+        "versions": {"fp4kit": "0.1.0"},
+        "commit": "abc",
+        "date": "2026-01-02",
+    }
     timed = {"size": 16384, "repeat": 15, "copy_us": 260.0, "copy_TB/s": 4.13}
     return about | timed | {"rows": [row.record() for row in found]}
 
@@ -176,17 +190,25 @@ def test_a_row_has_its_ceiling_its_peers_and_those_that_fail(clock, capsys):
     bench = measure.Bench(repeat=3)
     x = np.zeros((8, 64), np.float32)
     others = {"slow": clock.call("slow", 200.0), "broken": fails}
-    row = bench.row("quantize", "mxfp4-ocp", x, rows.element_bytes(x=x.dtype), clock.call("it", 125.0), target=0.8, peers=others)
+    row = bench.row(
+        "quantize", "mxfp4-ocp", x, rows.element_bytes(x=x.dtype), clock.call("it", 125.0), target=0.8, peers=others
+    )
     assert row.efficiency == pytest.approx(0.8) and row.bytes == x.nbytes and row.shape == (8, 64)
     assert row.peers == {"slow": pytest.approx(200)} and row.failed == {"broken": "RuntimeError: no kernel"}
     assert bench.rows == [row] and "slow: 1.60x" in capsys.readouterr().out
 
 
 def test_table_counts_misses_and_names_faster_peers():
-    found = [a_row(target=0.95), a_row(recipe="mxfp8-te", target=0.9, peers={"torchao": 5.0}), a_row(kind="host", copy_us=None)]
+    found = [
+        a_row(target=0.95),
+        a_row(recipe="mxfp8-te", target=0.9, peers={"torchao": 5.0}),
+        a_row(kind="host", copy_us=None),
+    ]
     text = report.markdown(a_record(found) | {"errors": {"amax": "AssertionError: wrong"}})
     assert "1 of 2 targets met, 1 missed" in text and "0.95 (missed)" in text
-    assert "A peer is faster, by more than the spread, in: quantize mxfp8-te bfloat16." in text and "torchao 0.50" in text
+    assert (
+        "A peer is faster, by more than the spread, in: quantize mxfp8-te bfloat16." in text and "torchao 0.50" in text
+    )
     assert "Not measured: amax: AssertionError: wrong." in text and "quantize (host time)" in text
 
 
@@ -214,12 +236,16 @@ def test_each_miss_of_the_committed_records_has_a_reason_and_two_other_designs()
     for row in missed:
         reason = below_target.reason_of(row)
         assert reason is not None and reason.why and len(reason.tried) >= 2, row
-    assert [reason for reason in below_target.REASONS if not any(below_target.reason_of(row) is reason for row in missed)] == []
+    assert [
+        reason for reason in below_target.REASONS if not any(below_target.reason_of(row) is reason for row in missed)
+    ] == []
 
 
 def test_plot_is_the_same_each_time(tmp_path):
     pytest.importorskip("matplotlib")
-    record = a_record([a_row(target=0.95, peers={"torchao": 40.0}), a_row(dtype="float32", us=12.0), a_row(recipe="nvfp4-te")])
+    record = a_record(
+        [a_row(target=0.95, peers={"torchao": 40.0}), a_row(dtype="float32", us=12.0), a_row(recipe="nvfp4-te")]
+    )
     for name in ("a.svg", "b.svg"):
         report.plot(record, tmp_path / name)
     assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()
@@ -233,7 +259,9 @@ def test_written_files(tmp_path):
 
 
 def test_summary_takes_the_wanted_rows():
-    record = a_record([a_row(dtype="float32", us=20.0), a_row(peers={"torchao": 40.0, "other": 60.0}), a_row(kind="host")])
+    record = a_record(
+        [a_row(dtype="float32", us=20.0), a_row(peers={"torchao": 40.0, "other": 60.0}), a_row(kind="host")]
+    )
     assert report.summary(record, [("quantize", "mxfp4-ocp")]) == [
         ("quantize", "mxfp4-ocp", "bf16", "10 us", "0.90", "torchao: 4.0 times as long")
     ]

@@ -1,4 +1,6 @@
-"""The CPU benchmark on tiny sizes: its rows, bars, table and plot, what it checks, and how other libraries' calls are timed."""
+"""The CPU benchmark on tiny sizes: its rows, bars, table and plot, what it checks, and how other libraries' calls are
+timed.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ import cpu_sweep  # noqa: E402
 COMMITTED = BENCHMARKS / "results" / "cpu.json"
 
 
-def a_row(group="recipes", operation="quantize", recipe="nvfp4-te", dtype="bfloat16", peers=None, nbytes=1 << 25, **times):
+def a_row(
+    group="recipes", operation="quantize", recipe="nvfp4-te", dtype="bfloat16", peers=None, nbytes=1 << 25, **times
+):
     """us of each time."""
     timed, others = ({name: cpu_rows.Time(us, us) for name, us in found.items()} for found in (times, peers or {}))
     return cpu_rows.CpuRow(group, operation, recipe, dtype, (4096, 4096), nbytes, timed, others)
@@ -43,14 +47,30 @@ def found_bars(*rows, loops=None, sweep=None):
 @pytest.mark.exhaustive
 def test_a_quick_run_writes_record_and_table(tmp_path, capsys):
     pytest.importorskip("matplotlib")
-    quick = ["--quick", "--no-peers", "--size", "64", "--output", str(tmp_path), "--only", "first", "loops", "sweep", "small"]
+    quick = [
+        "--quick",
+        "--no-peers",
+        "--size",
+        "64",
+        "--output",
+        str(tmp_path),
+        "--only",
+        "first",
+        "loops",
+        "sweep",
+        "small",
+    ]
     bench_cpu.main([*quick, "recipes", "operations", "sizes", "--", "nvfp4-te-2d", "mxfp4-microxcaling-even"])
     assert "not measured times faster than ggml's encoders" in capsys.readouterr().out
     record = json.loads((tmp_path / "cpu.json").read_text())
     assert (tmp_path / "cpu.md").read_text() == cpu_report.markdown(record) and (tmp_path / "cpu.svg").exists()
     rows = cpu_report.rows_of(record)
-    assert [row.record() for row in rows] == [cpu_rows.CpuRow.of(json.loads(json.dumps(row.record()))).record() for row in rows]
-    assert {(row.group, row.operation) for row in rows if row.recipe.startswith("mxfp4-micro")} == {("recipes", "fake_quantize")}
+    assert [row.record() for row in rows] == [
+        cpu_rows.CpuRow.of(json.loads(json.dumps(row.record()))).record() for row in rows
+    ]
+    assert {(row.group, row.operation) for row in rows if row.recipe.startswith("mxfp4-micro")} == {
+        ("recipes", "fake_quantize")
+    }
     operations = {row.operation for row in rows if row.group == "operations"}
     assert {"quantize_both", "quantize hadamard", "partial_cast", "transpose", "amax"} <= operations
     assert record["sweep"]["cases"] > 20 and set(record["loops"]) == {"one", "all"}
@@ -104,7 +124,9 @@ def test_short_calls_come_after_one_that_is_not_timed(monkeypatch):
 def test_bars():
     fast = a_row(one=8000, all=5000, specification=200_000, peers={"torchao": 24_000})
     bars = found_bars(fast, a_row(group="small", all=70, **{"all into": 50}))
-    assert bars["quantize bf16"].holds and bars["quantize bf16, the aim"].holds and bars["quantize bf16"].figure == "6.71"
+    assert (
+        bars["quantize bf16"].holds and bars["quantize bf16, the aim"].holds and bars["quantize bf16"].figure == "6.71"
+    )
     assert bars["dequantize to bf16"].holds is None
     assert bars["times faster than the fastest other library"] == cpu_rows.Bar(
         "times faster than the fastest other library: at least 5", "4.80", "quantize nvfp4-te bfloat16", False
@@ -135,9 +157,13 @@ def test_bars_of_ggml_sizes_and_sweep():
     into = [a_row(group="sizes", nbytes=n << 25, **{"all into": 5000 * n}) for n in (32, 1)]
     assert found_bars(*into)[there].figure == "1.00"
     slower = [
-        a_row(group="sizes", nbytes=n << 25, peers={"loop into": 100 * t}, **{"all into": 150 * t}) for n, t in ((1, 1), (2, 3))
+        a_row(group="sizes", nbytes=n << 25, peers={"loop into": 100 * t}, **{"all into": 150 * t})
+        for n, t in ((1, 1), (2, 3))
     ]
-    assert found_bars(*slower)[there].figure == "1.00" and found_bars(*slower)[there].where == "nvfp4-te: 1.50, the loop 1.50"
+    assert (
+        found_bars(*slower)[there].figure == "1.00"
+        and found_bars(*slower)[there].where == "nvfp4-te: 1.50, the loop 1.50"
+    )
     assert bars["times faster than the specification, every recipe, dtype and shape from 1 KB"].holds
 
 
@@ -183,7 +209,9 @@ def test_a_process_of_other_libraries(tmp_path, monkeypatch):
         (tmp_path / f"{name}.py").write_text("raise ImportError('left out')")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     peers = bench_cpu.Peers(sys.executable, 16, 1, True)
-    assert peers.about["calls"] == [] and set(peers.about["missing"]) == {library.__name__ for library in cpu_peers.LIBRARIES}
+    assert peers.about["calls"] == [] and set(peers.about["missing"]) == {
+        library.__name__ for library in cpu_peers.LIBRARIES
+    }
     assert peers.watches("quantize", "nvfp4") == ({}, {})
     with pytest.raises(RuntimeError, match="KeyError: 'quantize/nvfp4/none'"):
         peers.seconds("quantize/nvfp4/none")
@@ -203,7 +231,9 @@ void dequantize_row_mxfp4(const void * x, float * y, long k) { for (long i = 0; 
 def test_ggml_is_built_and_checked(tmp_path, factor, right):
     (tmp_path / "src").mkdir()
     (tmp_path / "src" / "ggml-quants.c").write_text(GGML.replace("FACTOR", factor))
-    (tmp_path / "CMakeLists.txt").write_text("set(GGML_VERSION_MAJOR 1)\nset(GGML_VERSION_MINOR 2)\nset(GGML_VERSION_PATCH 3)\n")
+    (tmp_path / "CMakeLists.txt").write_text(
+        "set(GGML_VERSION_MAJOR 1)\nset(GGML_VERSION_MINOR 2)\nset(GGML_VERSION_PATCH 3)\n"
+    )
     assert cpu_ggml.version(tmp_path) == "1.2.3" and cpu_ggml.version(tmp_path / "src") == "unknown"
     library = cpu_ggml.build(tmp_path, tmp_path)
     if right:
@@ -215,14 +245,25 @@ def test_ggml_is_built_and_checked(tmp_path, factor, right):
 
 def test_the_committed_table_is_that_of_the_record():
     record = json.loads(COMMITTED.read_text())
-    assert COMMITTED.with_suffix(".md").read_text() == cpu_report.markdown(record), "run python benchmarks/cpu_report.py on it"
+    assert COMMITTED.with_suffix(".md").read_text() == cpu_report.markdown(record), (
+        "run python benchmarks/cpu_report.py on it"
+    )
     assert {row.recipe for row in cpu_report.rows_of(record) if row.group == "recipes"} >= set(cpu_rows.SEVEN)
 
 
 def test_the_plot_is_the_same_each_time(tmp_path):
     pytest.importorskip("matplotlib")
-    rows = [a_row(one=8000, all=5000, specification=200_000, peers={"torchao": 24_000}), a_row(recipe="mxfp8-te", all=4000)]
-    record = {"processor": "x86", "threads": 2, "date": "2026-01-02", "commit": "abc", "rows": [row.record() for row in rows]}
+    rows = [
+        a_row(one=8000, all=5000, specification=200_000, peers={"torchao": 24_000}),
+        a_row(recipe="mxfp8-te", all=4000),
+    ]
+    record = {
+        "processor": "x86",
+        "threads": 2,
+        "date": "2026-01-02",
+        "commit": "abc",
+        "rows": [row.record() for row in rows],
+    }
     for name in ("a.svg", "b.svg"):
         cpu_report.plot(record, tmp_path / name)
     assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()
@@ -232,7 +273,10 @@ def test_the_peers_script_needs_no_fp4kit():
     text = (BENCHMARKS / "cpu_peers.py").read_text()
     assert "import fp4kit" not in text and "from cpu_" not in text.replace("from cpu_rows import", "")
     assert "fp4kit" not in (BENCHMARKS / "cpu_rows.py").read_text()
-    assert "usage" in subprocess.run([sys.executable, BENCHMARKS / "cpu_peers.py", "-h"], capture_output=True, text=True).stdout
+    assert (
+        "usage"
+        in subprocess.run([sys.executable, BENCHMARKS / "cpu_peers.py", "-h"], capture_output=True, text=True).stdout
+    )
 
 
 @NEEDS_ENGINE

@@ -1,4 +1,6 @@
-"""Block rules by themselves: names, the order of te's products, zeros, NaN that saturates. Golden files test the rest."""
+"""Block rules by themselves: names, the order of te's products, zeros, NaN that saturates. Golden files test the
+rest.
+"""
 
 import re
 
@@ -18,7 +20,10 @@ from fp4kit.reference.block_rules import BLOCK_RULES
 from fp4kit.reference.codec import encode
 from fp4kit.reference.tensor_rules import TENSOR_RULES, tensor_scale
 
-WRAPPING = ("e8m0_mlx", "e8m0_mlx_0321")  # rules whose factor asks for the amax: a scale's byte has wrapped, or it is not finite
+WRAPPING = (
+    "e8m0_mlx",
+    "e8m0_mlx_0321",
+)  # rules whose factor asks for the amax: a scale's byte has wrapped, or it is not finite
 F32 = np.dtype(np.float32)
 
 
@@ -63,14 +68,17 @@ def test_nan_saturates_before_any_rounding(rounding):
 
 
 def test_qwix_multiplies_by_rounded_reciprocals():
-    """Elements at midpoints of E2M1 times a scale of 1.875, whose float32 reciprocal is too large: ties go up, as in XLA."""
+    """Elements at midpoints of E2M1 times a scale of 1.875, whose float32 reciprocal is too large: ties go up, as in
+    XLA.
+    """
     x = np.float32(1.875) * np.array([[6, 0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5] * 2], np.float32)
     q = agree(fp4kit.quantize, x, "nvfp4-qwix")
     assert fp4kit.unpack(q.packed)[0, :8].tolist() == [7, 0, 2, 3, 4, 5, 6, 7]
     assert fp4kit.recipe("nvfp4-qwix-float16") is fp4kit.recipe("nvfp4-qwix")
 
 
-# Bytes that qwix 0.1.8 (JAX 0.10.2, on a CPU) and TE's reference quantizer (PyTorch 2.13) gave for amaxes beside max * 2^k.
+# Bytes that qwix 0.1.8 (JAX 0.10.2, on a CPU) and TE's reference quantizer (PyTorch 2.13) gave for amaxes beside max *
+# 2^k.
 BESIDE_POWERS = [
     ("mxfp4-te", np.float32, 6 * 2.0**-60, {-1: 67, 0: 67, 3: 67, 14: 67, 30: 68}),
     ("mxfp4-qwix", np.float32, 6 * 2.0**-8, {-1: 119, 0: 119, 1: 119, 2: 120}),

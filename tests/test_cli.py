@@ -44,7 +44,9 @@ def test_check_of_everything(capsys) -> None:
     out = capsys.readouterr().out
     assert "0 unequal" in out.splitlines()[-1] and "no vectors" in out
     equal = r"(\d+) of (\d+)\s+arrays are equal"
-    assert re.findall(equal, README.read_text()) == re.findall(equal, out.splitlines()[-1]), "what the README says of it"
+    assert re.findall(equal, README.read_text()) == re.findall(equal, out.splitlines()[-1]), (
+        "what the README says of it"
+    )
 
 
 def test_check_reports_a_difference(tmp_path, capsys) -> None:
@@ -83,22 +85,37 @@ def test_formats_and_agreement(capsys) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["convert", "--recipie", "nvfp4", "a", "b"], "fp4kit convert: unrecognized argument --recipie; did you mean --recipe?"),
+        (
+            ["convert", "--recipie", "nvfp4", "a", "b"],
+            "fp4kit convert: unrecognized argument --recipie; did you mean --recipe?",
+        ),
         (["convert", "--recipie=nvfp4"], "fp4kit convert: unrecognized argument --recipie; did you mean --recipe?"),
         (["convert", "a", "b", "--dryrun"], "fp4kit convert: unrecognized argument --dryrun; did you mean --dry-run?"),
-        (["convert", "--rec", "nvfp4", "a", "b"], "fp4kit convert: unrecognized argument --rec; did you mean --recipe?"),
+        (
+            ["convert", "--rec", "nvfp4", "a", "b"],
+            "fp4kit convert: unrecognized argument --rec; did you mean --recipe?",
+        ),
         (["convert", "--xyzzy"], "fp4kit convert: unrecognized argument --xyzzy; see fp4kit convert --help"),
         (["convert", "-x"], "fp4kit convert: unrecognized argument -x; see fp4kit convert --help"),
         (["inspect", "a", "b"], "fp4kit inspect: unrecognized argument b; see fp4kit inspect --help"),
         (["inspect"], "fp4kit inspect: the following arguments are required: PATH; see fp4kit inspect --help"),
-        (["convert", "--recipe"], "fp4kit convert: argument --recipe: expected one argument; see fp4kit convert --help"),
+        (
+            ["convert", "--recipe"],
+            "fp4kit convert: argument --recipe: expected one argument; see fp4kit convert --help",
+        ),
         (["convert", "--input-scale", "x"], "fp4kit convert: argument --input-scale: invalid float value: 'x'; see "),
-        (["recipes", "--check", "--agreement"], "fp4kit recipes: argument --agreement: not allowed with argument --check; see "),
+        (
+            ["recipes", "--check", "--agreement"],
+            "fp4kit recipes: argument --agreement: not allowed with argument --check; see ",
+        ),
         (["--versoin"], "fp4kit: unrecognized argument --versoin; did you mean --version?"),
         (["--quiet", "formats"], "fp4kit: unrecognized argument --quiet; see fp4kit --help"),
         (["convrt", "a", "b"], "fp4kit: argument COMMAND: there is no 'convrt'; did you mean convert?"),
         (["xyzzy"], "fp4kit: argument COMMAND: there is no 'xyzzy'; needs one of recipes, formats, convert, "),
-        (["--print-completion", "fish"], "fp4kit: argument --print-completion: there is no 'fish'; needs one of bash, zsh"),
+        (
+            ["--print-completion", "fish"],
+            "fp4kit: argument --print-completion: there is no 'fish'; needs one of bash, zsh",
+        ),
         ([], "fp4kit: a command is needed, such as convert; see fp4kit --help"),
         (["recipes", "nvfp4-tee"], "did you mean 'nvfp4-te' or "),
     ],

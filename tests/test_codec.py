@@ -1,7 +1,7 @@
 """encode and decode: every code, every midpoint with its neighbours, every 16-bit float and a sweep of float32.
 
-The oracle knows a format only as its ascending list of magnitudes, and compares an input with the exact midpoints between
-them; ml_dtypes and the recorded casts of golden file `casts` are a second and a third witness.
+The oracle knows a format only as its ascending list of magnitudes, and compares an input with the exact midpoints
+between them; ml_dtypes and the recorded casts of golden file `casts` are a second and a third witness.
 """
 
 from fractions import Fraction
@@ -27,7 +27,8 @@ floats = pytest.mark.parametrize("fmt", FLOATS, ids=str)
 roundings = pytest.mark.parametrize("rounding", ROUNDINGS)
 
 
-# ---- the oracle -----------------------------------------------------------------------------------------------------------
+# ---- the oracle
+# -----------------------------------------------------------------------------------------------------------
 
 
 def finite_magnitudes(fmt):
@@ -69,14 +70,19 @@ def nearest_by_fractions(x, fmt):
     return {code for code, distance in distances.items() if distance == least}
 
 
-# ---- inputs ---------------------------------------------------------------------------------------------------------------
+# ---- inputs
+# ---------------------------------------------------------------------------------------------------------------
 
 
 def edges(fmt):
-    """Every value and midpoint with both float32 neighbours, beyond the largest, the ends of float32, and all negatives."""
+    """Every value and midpoint with both float32 neighbours, beyond the largest, the ends of float32, and all
+    negatives.
+    """
     magnitudes = finite_magnitudes(fmt)
     step = magnitudes[-1] - magnitudes[-2]
-    points = np.concatenate([magnitudes, (magnitudes[1:] + magnitudes[:-1]) / 2, magnitudes[-1] + step * np.array([0.5, 1, 2])])
+    points = np.concatenate(
+        [magnitudes, (magnitudes[1:] + magnitudes[:-1]) / 2, magnitudes[-1] + step * np.array([0.5, 1, 2])]
+    )
     points = points.astype(np.float32)
     assert np.array_equal(points.astype(np.float64)[: len(magnitudes)], magnitudes)
     ends = np.array([0, 2.0**-149, 2.0**-127, 2.0**-126, 1e-10, 1, 1e10, 3.4028235e38, np.inf], np.float32)
@@ -85,7 +91,8 @@ def edges(fmt):
     return np.concatenate([x, -x])
 
 
-# ---- decode ---------------------------------------------------------------------------------------------------------------
+# ---- decode
+# ---------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("fmt", ELEMENT_FORMATS, ids=str)
@@ -101,7 +108,8 @@ def test_decode_ignores_higher_bits(fmt):
     assert_same_bits(decode(codes, fmt), fmt.values[codes % 2**fmt.bits])
 
 
-# ---- encode ---------------------------------------------------------------------------------------------------------------
+# ---- encode
+# ---------------------------------------------------------------------------------------------------------------
 
 
 @formats
@@ -203,12 +211,15 @@ def test_integers_saturate():
 
 
 @floats
-@pytest.mark.parametrize("sign, negative", [
-    ("signbit", [False, True, True, True, False, True]),
-    ("negative", [False, False, True, True, False, True]),
-    ("not_positive", [True, True, True, True, False, True]),
-    ("unsigned_zero", [False, False, False, True, False, True]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "sign, negative",
+    [
+        ("signbit", [False, True, True, True, False, True]),
+        ("negative", [False, False, True, True, False, True]),
+        ("not_positive", [True, True, True, True, False, True]),
+        ("unsigned_zero", [False, False, False, True, False, True]),
+    ],
+)
 def test_signs(fmt, sign, negative):
     x = np.array([0.0, -0.0, -(2.0**-149), -1, 1, -np.inf], np.float32)
     codes = encode(x, fmt, sign=sign)
@@ -289,7 +300,8 @@ def test_any_float32(fmt, rounding, x):
     assert_same_bits(encode(x, fmt, rounding), oracle(x, fmt, rounding))
 
 
-# ---- helpers --------------------------------------------------------------------------------------------------------------
+# ---- helpers
+# --------------------------------------------------------------------------------------------------------------
 
 
 def test_power_of_two():

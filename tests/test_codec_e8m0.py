@@ -46,8 +46,8 @@ def test_e8m0_equals_the_definition(rounding):
 
 
 def same_rule(x):
-    """Where ml_dtypes and PyTorch round as "rn" does: not at 0 and above the range, nor where they round all between 2^-127
-    and 2^-126 up."""
+    """Where ml_dtypes and PyTorch round as "rn" does: not at 0 and above the range, nor where they round all between
+    2^-127 and 2^-126 up."""
     return (x > 0) & (x < 1.5 * 2.0**127) & ~((x > 2.0**-127) & (x < 1.5 * 2.0**-127))
 
 

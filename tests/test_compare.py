@@ -42,7 +42,9 @@ def test_one_code_and_one_scale() -> None:
     a, b = fp4kit.dequantize(q, np.float32), fp4kit.dequantize(other, np.float32)
     assert result.values[0] == np.count_nonzero(a != b)
     assert result.first is not None and result.first[0] == (3, 11) and result.first[1:] == (a[3, 11], b[3, 11])
-    assert result.sqnr == pytest.approx(10 * np.log10(np.sum(a.astype(float) ** 2) / np.sum((a.astype(float) - b) ** 2)))
+    assert result.sqnr == pytest.approx(
+        10 * np.log10(np.sum(a.astype(float) ** 2) / np.sum((a.astype(float) - b) ** 2))
+    )
     assert "different" in str(result) and "first          at (3, 11)" in str(result)
 
 
@@ -66,7 +68,17 @@ def test_shapes_must_agree() -> None:
         fp4kit.compare(np.ones(2, np.float32), np.ones(3, np.float32))
 
 
-FLOATS = ["float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu", "float6_e2m3fn", "float4_e2m1fn", ">f4", ">f8"]
+FLOATS = [
+    "float16",
+    "bfloat16",
+    "float8_e4m3fn",
+    "float8_e5m2",
+    "float8_e8m0fnu",
+    "float6_e2m3fn",
+    "float4_e2m1fn",
+    ">f4",
+    ">f8",
+]
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
@@ -84,7 +96,9 @@ def test_narrow_floats_compare_as_numbers(dtype) -> None:
         assert fp4kit.compare(x, y).equal and fp4kit.compare(y, x).equal
     shifted = np.roll(x, 1)
     a, b = x.astype(np.float32), shifted.astype(np.float32)
-    assert fp4kit.compare(x, shifted).values[0] == np.count_nonzero((a.view("i4") != b.view("i4")) & ~(np.isnan(a) & np.isnan(b)))
+    assert fp4kit.compare(x, shifted).values[0] == np.count_nonzero(
+        (a.view("i4") != b.view("i4")) & ~(np.isnan(a) & np.isnan(b))
+    )
 
 
 def test_float64_is_compared_in_its_own_precision() -> None:
@@ -114,15 +128,25 @@ def test_sqnr_of_float64_of_any_size(size) -> None:
 
 @pytest.mark.parametrize(
     "x",
-    [np.zeros(3, np.int64), np.zeros(3, np.uint8), np.zeros(3, bool), np.zeros(3, complex), np.array(["a"] * 3),
-     np.array([None] * 3), np.zeros(3, [("a", "f4")]), np.zeros(3, ml_dtypes.int4), np.zeros(3, "M8[s]"), np.zeros(3, "g")],
+    [
+        np.zeros(3, np.int64),
+        np.zeros(3, np.uint8),
+        np.zeros(3, bool),
+        np.zeros(3, complex),
+        np.array(["a"] * 3),
+        np.array([None] * 3),
+        np.zeros(3, [("a", "f4")]),
+        np.zeros(3, ml_dtypes.int4),
+        np.zeros(3, "M8[s]"),
+        np.zeros(3, "g"),
+    ],
     ids=lambda x: str(x.dtype),
-)  # fmt: skip
+)
 def test_what_is_no_float_is_refused(x) -> None:
     q = fp4kit.quantize(np.zeros((1, 16), np.float32), "nvfp4-te")
     text = (
-        "needs a Quantized, or float64, float32, float16, bfloat16 or a narrower float; count codes and other integers that "
-        "differ with np.count_nonzero(a != b), or convert it with"
+        "needs a Quantized, or float64, float32, float16, bfloat16 or a narrower float; count codes and other integers"
+        " that differ with np.count_nonzero(a != b), or convert it with"
     )
     for a, b, name in ((x, np.zeros(3, np.float32), "a"), (np.zeros(3), x, "b"), (x, x, "a"), (q, x, "b")):
         with pytest.raises(TypeError, match=f"^{re.escape(f'compare: {name} is {x.dtype}; {text} {name}.astype')}"):
@@ -138,7 +162,13 @@ def whole(x, y):
         error = np.abs(x.astype(np.float64) - y)
         sqnr = 10 * np.log10(np.sum(x.astype(np.float64) ** 2) / np.sum(error**2))
     numbers = differ & ~np.isnan(x) & ~np.isnan(y)
-    return int(differ.sum()), first, int(np.abs(key[0] - key[1])[numbers].max(initial=0)), float(np.max(error)), float(sqnr)
+    return (
+        int(differ.sum()),
+        first,
+        int(np.abs(key[0] - key[1])[numbers].max(initial=0)),
+        float(np.max(error)),
+        float(sqnr),
+    )
 
 
 def assert_as_whole(result, x, y) -> None:
@@ -173,7 +203,13 @@ def test_arrays_in_boxes(small_boxes, data) -> None:
     y = x.copy()
     y[3, 5:9] += 1
     y[30:, ::7] *= -1.25
-    for a, b in ((x, y), (x.T, y.T), (x[::-1, ::3], y[::-1, ::3]), (x.reshape(4, 10, 48), y.reshape(4, 10, 48)), (x[0], y[0])):
+    for a, b in (
+        (x, y),
+        (x.T, y.T),
+        (x[::-1, ::3], y[::-1, ::3]),
+        (x.reshape(4, 10, 48), y.reshape(4, 10, 48)),
+        (x[0], y[0]),
+    ):
         assert_as_whole(fp4kit.compare(a, b), a, b)
     assert_as_whole(fp4kit.compare(x[3, 5], y[3, 5]), np.asarray(x[3, 5]), np.asarray(y[3, 5]))
     same = fp4kit.compare(x, x)
@@ -209,22 +245,30 @@ def test_quantized_in_boxes(small_boxes, name) -> None:
 
 
 def test_memory_is_bounded() -> None:
-    """On 2^22 values: arrays, a Quantized of one long row, one along another axis, and swizzled scales, copied linear."""
+    """On 2^22 values: arrays, a Quantized of one long row, one along another axis, and swizzled scales, copied
+    linear.
+    """
     x = np.resize(X.astype(np.float32), (1024, 4096))
     y = x * np.float32(1.001)
     half = x.astype(ml_dtypes.bfloat16)
     long = fp4kit.quantize(half.reshape(-1), "nvfp4-te")
     q, columns = fp4kit.quantize(half, "nvfp4-te"), fp4kit.quantize(half, "nvfp4-te", axis=0)
     pairs = {
-        "arrays": (x, y), "transposed": (x.T, y.T), "float64": (x, half), "long": (long, half.reshape(-1)),
-        "axes": (q, columns), "swizzled": (fp4kit.swizzle(q, "swizzled_128x4"), q),
-    }  # fmt: skip
+        "arrays": (x, y),
+        "transposed": (x.T, y.T),
+        "float64": (x, half),
+        "long": (long, half.reshape(-1)),
+        "axes": (q, columns),
+        "swizzled": (fp4kit.swizzle(q, "swizzled_128x4"), q),
+    }
     for name, (a, b) in pairs.items():
         assert min(peak_of(lambda a=a, b=b: fp4kit.compare(a, b)) for _ in range(2)) < 8 << 20, name
 
 
 def peak_of(call: Callable[[], object]) -> int:
-    """Bytes that Python and NumPy hold at most meanwhile: this process's, so what other threads of a test do may come in."""
+    """Bytes that Python and NumPy hold at most meanwhile: this process's, so what other threads of a test do may come
+    in.
+    """
     tracemalloc.start()
     try:
         call()
@@ -252,12 +296,14 @@ def test_identify_tells_apart_and_survives_a_missing_amax() -> None:
 def test_identify_needs_the_array() -> None:
     q = fp4kit.quantize(X, "nvfp4-te")
     with pytest.raises(
-        ValueError, match=re.escape("identify: x has shape (64, 64) and q (64, 128); needs the array that q was made from")
+        ValueError,
+        match=re.escape("identify: x has shape (64, 64) and q (64, 128); needs the array that q was made from"),
     ):
         fp4kit.identify(q, X[:, :64])
 
 
-# ---- steps of the element format --------------------------------------------------------------------------------------------
+# ---- steps of the element format
+# --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

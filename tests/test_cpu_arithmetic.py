@@ -1,4 +1,6 @@
-"""The arithmetic of the compiled engine for codes of E2M1, on every float32 value, and for quotients, under every divisor."""
+"""The arithmetic of the compiled engine for codes of E2M1, on every float32 value, and for quotients, under every
+divisor.
+"""
 
 from __future__ import annotations
 
@@ -136,15 +138,15 @@ int main() {
   std::printf("quotients %llu %llu %llu\\n", quotients(8), quotients(11), midpoints());
 #endif
 }
-"""
+"""  # noqa: E501
 
 
 @pytest.mark.exhaustive
 def test_codes_and_quotients(tmp_path: Path) -> None:
     """Of all magnitudes; of elements of bfloat16 and float16 beside the midpoints, by the multipliers of all divisors.
 
-    Of all significands of bfloat16 by every fifth multiplier, and of float16 by every 61st; quotients of all of them by all
-    divisors, and of float32 near the midpoints.
+    Of all significands of bfloat16 by every fifth multiplier, and of float16 by every 61st; quotients of all of them by
+    all divisors, and of float32 near the midpoints.
     """
     native = () if platform.system() == "Darwin" else ("-march=native",)
     compiler = Compiler((require_compiler(tmp_path).command[0], *FLAGS, *native))

@@ -37,7 +37,8 @@ def tables(monkeypatch):
     as_large_ones(monkeypatch)
 
 
-# ---- what it covers -----------------------------------------------------------------------------------------------------
+# ---- what it covers
+# -----------------------------------------------------------------------------------------------------
 
 
 def test_what_is_left_to_the_specification():
@@ -46,7 +47,9 @@ def test_what_is_left_to_the_specification():
     assert fp4kit.engine().startswith("cpu-")
 
 
-@pytest.mark.parametrize("name", [name for name in COVERED if "mxfp4-fouroversix" not in name])  # whose blocks of zeros are NaN
+@pytest.mark.parametrize(
+    "name", [name for name in COVERED if "mxfp4-fouroversix" not in name]
+)  # whose blocks of zeros are NaN
 def test_finite_elements_are_done_by_the_engine(name, monkeypatch):
     """The specification does none of them: a test of equality that it does alone would say nothing."""
     for dtype, x in X.items():
@@ -60,7 +63,8 @@ def test_finite_elements_are_done_by_the_engine(name, monkeypatch):
         assert shapes == [], dtype
 
 
-# ---- views --------------------------------------------------------------------------------------------------------------
+# ---- views
+# --------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("pair", half(PAIRS), ids=str)
@@ -89,13 +93,20 @@ def test_amax_of_views(view, dtype):
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 5, 7, 15, 17, 31, 33, 63, 65, 67])
 def test_rows_of_every_number(rows):
-    for name, columns in (("nvfp4-te", 16), ("nvfp4-te-2d", 80), ("mxfp4-ocp", 96), ("int8-modelopt", 37), ("fp8-modelopt", 1)):
+    for name, columns in (
+        ("nvfp4-te", 16),
+        ("nvfp4-te-2d", 80),
+        ("mxfp4-ocp", 96),
+        ("int8-modelopt", 37),
+        ("fp8-modelopt", 1),
+    ):
         x = ordinary(rows, (rows, columns))
         q = agree(fp4kit.quantize, x, name)
         agree(fp4kit.dequantize, q, np.float16)
 
 
-# ---- operations -----------------------------------------------------------------------------------------------------------
+# ---- operations
+# -----------------------------------------------------------------------------------------------------------
 
 
 def arrays(dtype):
@@ -170,11 +181,14 @@ def test_given_amaxes(name):
         rows = np.resize(amaxes, (4, 32))
         agree(fp4kit.quantize, x, name, tensor_amax=rows)
     if r.static or r.block_rule == "nvfp4_modelopt":
-        given = np.resize(np.array([1.5, 0, 1e-40, 7, 1e30], np.float32), (4, -(-32 // r.block_rows), 128 // r.block_size))
+        given = np.resize(
+            np.array([1.5, 0, 1e-40, 7, 1e30], np.float32), (4, -(-32 // r.block_rows), 128 // r.block_size)
+        )
         agree(fp4kit.quantize, x, name, block_amax=given)
 
 
-# ---- outputs --------------------------------------------------------------------------------------------------------------
+# ---- outputs
+# --------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", half(NAMES))
@@ -204,12 +218,25 @@ def test_swizzled_scales(name, layout):
             agree(fp4kit.quantize, x, name, scale_layout=layout, out=fp4kit.quantize(x, name, scale_layout=layout))
 
 
-# ---- shards and transposes --------------------------------------------------------------------------------------------------
+# ---- shards and transposes
+# --------------------------------------------------------------------------------------------------
 
 SHARDED = [name for name in COVERED if RECIPES[name].block and RECIPES[name].tensor_scaling in ("none", "tensor")]
 SHARDED = [name for name in SHARDED if not (RECIPES[name].search or RECIPES[name].four_over_six)]
 # First elements and lengths of shards of a matrix (70, 128): inside of a row, whole rows, across many, the last ones.
-SHARDS = [(0, 8960), (0, 5), (3, 1), (127, 2), (128, 128), (128, 4096), (4095, 300), (1, 8959), (8192, 768), (8958, 2), (700, 0)]
+SHARDS = [
+    (0, 8960),
+    (0, 5),
+    (3, 1),
+    (127, 2),
+    (128, 128),
+    (128, 4096),
+    (4095, 300),
+    (1, 8959),
+    (8192, 768),
+    (8958, 2),
+    (700, 0),
+]
 
 
 @pytest.mark.parametrize("name", half(SHARDED))
@@ -241,7 +268,9 @@ def test_transposes(name, layout):
 
 
 @pytest.mark.parametrize("name", ["nvfp4-te", "mxfp4-ocp", "mxfp8-te-2d", "fp8-modelopt", "int8-modelopt"])
-@pytest.mark.parametrize("target", ["nvfp4-te-2d", "mxfp4-flashinfer", "mxfp8-te", "fp8-modelopt", "int8-modelopt-channel"])
+@pytest.mark.parametrize(
+    "target", ["nvfp4-te-2d", "mxfp4-flashinfer", "mxfp8-te", "fp8-modelopt", "int8-modelopt-channel"]
+)
 def test_requantized(name, target):
     q = SPECIFICATION.apply(fp4kit.quantize, np.resize(adversarial_blocks(np.float32), (64, 128)), name)
     expected = SPECIFICATION.apply(fp4kit.requantize, q, target)

@@ -30,7 +30,8 @@ def small_arrays(monkeypatch):
     as_large_ones(monkeypatch)
 
 
-# ---- blocks ---------------------------------------------------------------------------------------------------------------
+# ---- blocks
+# ---------------------------------------------------------------------------------------------------------------
 
 
 def few_values():
@@ -39,10 +40,18 @@ def few_values():
 
 
 def amaxes_at_limits(scale_max):
-    """Under a tensor scale of 1: a sixth or a fourth of them at and beside E4M3 numbers and midpoints, and beyond those."""
+    """Under a tensor scale of 1: a sixth or a fourth of them at and beside E4M3 numbers and midpoints, and beyond
+    those.
+    """
     rng, blocks = np.random.default_rng(1), (24, 32)
-    sixths = np.concatenate([E4M3.magnitudes, E4M3.midpoints, [scale_max, 480.0, 2.0**-10, 2.0**-11]]).astype(np.float64)
-    amax = rng.choice(sixths, blocks) * rng.choice([4.0, 6.0], blocks) * rng.choice([1, 1 + 2.0**-23, 1 - 2.0**-24], blocks)
+    sixths = np.concatenate([E4M3.magnitudes, E4M3.midpoints, [scale_max, 480.0, 2.0**-10, 2.0**-11]]).astype(
+        np.float64
+    )
+    amax = (
+        rng.choice(sixths, blocks)
+        * rng.choice([4.0, 6.0], blocks)
+        * rng.choice([1, 1 + 2.0**-23, 1 - 2.0**-24], blocks)
+    )
     x = rng.uniform(-1, 1, (*blocks, 16)) * amax[..., None]
     x[..., 5] = amax
     return x.reshape(24, 512)
@@ -56,7 +65,13 @@ def signed_zeros():
 
 
 def blocks_of(name):
-    yield from (few_values(), amaxes_at_limits(RECIPES[name].scale_max), signed_zeros(), extreme(), ordinary(3, (48, 400)))
+    yield from (
+        few_values(),
+        amaxes_at_limits(RECIPES[name].scale_max),
+        signed_zeros(),
+        extreme(),
+        ordinary(3, (48, 400)),
+    )
 
 
 def test_errors_and_products_that_are_subnormal():
@@ -123,7 +138,11 @@ def turning_points(r):
         took = fours(first + (last - first) * middle[:, None])
         below, above = np.where(took, below, middle), np.where(took, middle, above)
     steps = (below + step * 2.0**-24 for step in range(-4, 5))
-    return np.concatenate([first + (last - first) * t[:, None] for t in steps], axis=1).astype(np.float32).reshape(high, -1)
+    return (
+        np.concatenate([first + (last - first) * t[:, None] for t in steps], axis=1)
+        .astype(np.float32)
+        .reshape(high, -1)
+    )
 
 
 # All orders in every run: one row and 16 rows, in order and in lanes; a tree of few rows.
@@ -148,7 +167,8 @@ def test_the_order_of_other_sums(name):
     check_turns(name, RECIPES[name].block_rows)
 
 
-# ---- shapes ---------------------------------------------------------------------------------------------------------------
+# ---- shapes
+# ---------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", half(ONE_ROW))
@@ -166,7 +186,12 @@ def test_blocks_of_several_rows(name, rows):
 
 @pytest.mark.parametrize("blocks", [1, 2, 7, 15, 16, 17, 33, 127, 128, 129, 200])
 def test_any_number_of_blocks(blocks):
-    for name in ("nvfp4-te-4over6-mse-256", "nvfp4-te-4over6-mae-448-2d", "nvfp4-flashinfer-4over6-mae-448", "nvfp4-fouroversix"):
+    for name in (
+        "nvfp4-te-4over6-mse-256",
+        "nvfp4-te-4over6-mae-448-2d",
+        "nvfp4-flashinfer-4over6-mae-448",
+        "nvfp4-fouroversix",
+    ):
         agree(fp4kit.quantize, ordinary(blocks, (3, 16 * blocks), FLOATS[blocks % 3]), name)
 
 
@@ -194,7 +219,8 @@ def test_fields_that_no_recipe_of_the_table_has_together_fall_to_the_specificati
     agree(fp4kit.quantize, ordinary(5, (64, 128)), r)
 
 
-# ---- drawn calls ------------------------------------------------------------------------------------------------------------
+# ---- drawn calls
+# ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("cases", [60, *exhaustive([400])])
@@ -202,5 +228,7 @@ def test_drawn_calls(cases):
     engine, name = fuzz.host_engine()
     assert engine is not None, name
     found = fuzz.run(engine, 3600, 46, cases=cases, pool=Pool(recipes=tuple(NAMES), largest=1 << 13))
-    assert not found.failures, "\n\n".join(f"case {f.case}: {f.drawn}\n{f.kind}: {f.text}\n{f.script}" for f in found.failures)
+    assert not found.failures, "\n\n".join(
+        f"case {f.case}: {f.drawn}\n{f.kind}: {f.text}\n{f.script}" for f in found.failures
+    )
     assert found.total("failed") == 0 and found.total("cases") == cases

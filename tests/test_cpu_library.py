@@ -1,4 +1,6 @@
-"""The compiled library: every level of processor gives the same bytes; without a library, or with a stale one, all works."""
+"""The compiled library: every level of processor gives the same bytes; without a library, or with a stale one, all
+works.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,15 @@ from fp4kit.reference.arith import reciprocal_table
 
 ROOT = Path(__file__).resolve().parent.parent
 LEVELS = ("base", "avx2", "avx512")
-HOLDERS = (native, encode, dequantize, engine, engines, partial, cached_calls)  # modules that may have `library` under their name
+HOLDERS = (
+    native,
+    encode,
+    dequantize,
+    engine,
+    engines,
+    partial,
+    cached_calls,
+)  # modules that may have `library` under their name
 FEW = ("nvfp4-te", "nvfp4-te-2d", "nvfp4-flashinfer", "mxfp4-ocp", "mxfp8-te", "int8-modelopt-channel")
 FEW += ("nvfp4-flashinfer-4over6-mae-448", "nvfp4-te-4over6-mse-448-2d", "nvfp4-fouroversix")
 
@@ -106,7 +116,8 @@ def test_a_call_is_done_by_the_level_that_is_chosen(monkeypatch):
     assert any("decode" in name or "dequantize" in name for name in seen)
 
 
-# ---- no library -----------------------------------------------------------------------------------------------------------
+# ---- no library
+# -----------------------------------------------------------------------------------------------------------
 
 
 def works_without(monkeypatch, reason, warns=False):
@@ -145,7 +156,8 @@ def test_a_file_that_is_no_library_is_not_used(monkeypatch, tmp_path):
     works_without(monkeypatch, "_base.cpython.so")
 
 
-# ---- a level that is missing ------------------------------------------------------------------------------------------------
+# ---- a level that is missing
+# ------------------------------------------------------------------------------------------------
 
 
 @contextmanager
@@ -189,7 +201,9 @@ def best_levels():
 def test_the_next_lower_level_is_used_with_one_warning(monkeypatch, tmp_path):
     *_, best = best_levels()
     with installed_levels(monkeypatch, tmp_path, ["base"]):
-        with pytest.warns(RuntimeWarning, match=f"engine for base processors.*cpu-{best}: it is not compiled here") as seen:
+        with pytest.warns(
+            RuntimeWarning, match=f"engine for base processors.*cpu-{best}: it is not compiled here"
+        ) as seen:
             found = native.library()
         assert found.level == "base" and len(seen) == 1
         native.library.cache_clear()
@@ -235,7 +249,8 @@ def test_the_digest_is_of_the_sources():
     assert native.library().functions.fp4kit_digest().decode() == native.digest()
 
 
-# ---- what is generated ------------------------------------------------------------------------------------------------------
+# ---- what is generated
+# ------------------------------------------------------------------------------------------------------
 
 
 def test_the_generated_file_is_what_the_recipes_make():

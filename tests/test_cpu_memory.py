@@ -103,7 +103,16 @@ def test_calls_of_many_threads(monkeypatch):
 
 def test_addresses_are_those_of_numpy():
     x = np.zeros((4, 6), BF16)
-    views = x, x[1:, 2:], x.T, x[::-1], x[:, ::-2], x[0, 0:1].reshape(()), x.view(np.uint8), np.broadcast_to(x[:1], (9, 6))
+    views = (
+        x,
+        x[1:, 2:],
+        x.T,
+        x[::-1],
+        x[:, ::-2],
+        x[0, 0:1].reshape(()),
+        x.view(np.uint8),
+        np.broadcast_to(x[:1], (9, 6)),
+    )
     for a in (*views, np.empty((0, 3), np.float32)):
         assert buffers.address(a) == a.ctypes.data
     assert buffers.address(None) is None

@@ -1,4 +1,6 @@
-"""The compiled engine's search of multiples of a block's amax, against the specification, which tries every candidate."""
+"""The compiled engine's search of multiples of a block's amax, against the specification, which tries every
+candidate.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +63,9 @@ def test_variants(name) -> None:
     """Tensor scales by row; other elements and scale rules; blocks that the library does not search."""
     r = RECIPES[name]
     variants = [{"block": (1, 64)}, {"sign": "signbit"}, {"amax_nan": "ignore"}, {"rounding": "rnz"}]
-    variants += [{"tensor_scaling": "row"}, {"scale_max": 256}] if name == NVFP4 else [{"element": E4M3, "nan_code": None}]
+    variants += (
+        [{"tensor_scaling": "row"}, {"scale_max": 256}] if name == NVFP4 else [{"element": E4M3, "nan_code": None}]
+    )
     variants += [{"element": E2M3, "nan_code": None}] if name == MXFP4 else []
     for fields in variants:
         agree(ordinary(5, (40, 192)), replace(r, id="variant", **fields))
@@ -71,7 +75,9 @@ def test_variants(name) -> None:
 def test_what_the_library_leaves(name, monkeypatch) -> None:
     """Units with what is not finite, and no others."""
     left, own = [], specification.search_matrix
-    monkeypatch.setattr(specification, "search_matrix", lambda x, *rest, **given: (left.append(len(x)), own(x, *rest, **given)))
+    monkeypatch.setattr(
+        specification, "search_matrix", lambda x, *rest, **given: (left.append(len(x)), own(x, *rest, **given))
+    )
     x, above = ordinary(6, (64, 4096)), {"tensor_amax": 4.0} if name == NVFP4 else {}
     fp4kit.quantize(x, name)
     assert left == []

@@ -1,4 +1,6 @@
-"""Processes, interrupts and memory: forks have threads of their own, Ctrl-C is heard between two calls, temporaries are small."""
+"""Processes, interrupts and memory: forks have threads of their own, Ctrl-C is heard between two calls, temporaries are
+small.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,8 @@ def large(seed=0):
     return ordinary(seed, (256, 4096))
 
 
-# ---- processes --------------------------------------------------------------------------------------------------------------
+# ---- processes
+# --------------------------------------------------------------------------------------------------------------
 
 
 def in_child(seed):
@@ -129,7 +132,7 @@ running = False
 for thread in threads:
     thread.join()
 print(*(one.exitcode for one in children))
-"""
+"""  # noqa: E501
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
@@ -157,7 +160,9 @@ print(*set(sys.modules) - before)
 
 
 def test_calls_import_nothing():
-    """A process that is forked while another thread imports a module waits without end if it imports that module, too."""
+    """A process that is forked while another thread imports a module waits without end if it imports that module,
+    too.
+    """
     found = subprocess.run([sys.executable, "-c", IMPORTS], capture_output=True, text=True, timeout=120)
     assert (found.stdout.split(), found.stderr) == ([], "")
 
@@ -170,7 +175,8 @@ def test_processes_of_multiprocessing(method):
         assert pool.apply_async(in_child, (4,)).get(120) == expected
 
 
-# ---- Ctrl-C ------------------------------------------------------------------------------------------------------------------
+# ---- Ctrl-C
+# ------------------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -241,7 +247,9 @@ while True:
 
 def test_an_interrupt_from_outside():
     """A process that computes without end, and hears of Ctrl-C."""
-    process = subprocess.Popen([sys.executable, "-c", ENDLESS], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, "-c", ENDLESS], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
     assert process.stdout.readline() == "ready\n"
     time.sleep(0.3)
     process.send_signal(signal.SIGINT)
@@ -249,12 +257,15 @@ def test_an_interrupt_from_outside():
     assert process.returncode == -signal.SIGINT and "KeyboardInterrupt" in errors
 
 
-# ---- memory ------------------------------------------------------------------------------------------------------------------
+# ---- memory
+# ------------------------------------------------------------------------------------------------------------------
 
 SIZE = 256 << 20  # bytes of the input
 
 
-@pytest.mark.parametrize("name", ["nvfp4-te", *exhaustive(["nvfp4-te-2d", "mxfp4-flashinfer", "int8-modelopt-channel"])])
+@pytest.mark.parametrize(
+    "name", ["nvfp4-te", *exhaustive(["nvfp4-te-2d", "mxfp4-flashinfer", "int8-modelopt-channel"])]
+)
 @pytest.mark.parametrize("kind", ["whole", *exhaustive(["transposed"])])
 def test_temporaries_are_small(name, kind):
     """64 MiB at most, beside a result, whatever the size of x."""

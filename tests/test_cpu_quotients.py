@@ -1,4 +1,6 @@
-"""Elements at and beside what a block's divisor makes a midpoint of E2M1: by multipliers, by reciprocals and what these leave."""
+"""Elements at and beside what a block's divisor makes a midpoint of E2M1: by multipliers, by reciprocals and what these
+leave.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +17,9 @@ DIVIDING = ("nvfp4-modelopt", "nvfp4-compressed-tensors", "nvfp4-quark")
 FULL = float(E2M1.max * E4M3.max)
 AWAY = (-2, -1, 0, 1, 2)  # in steps of the dtype
 MOST_ELEMENTS = 1 << 14  # from which on the engine has multipliers
-# The amax whose divisor is 0x1.996664p-12. For the float16 numbers next to 5/4, 5/2 and 5 times it, the product with its rounded
-# reciprocal has another code than the quotient, though they are more than 1 ulp of float32 from those midpoints. No other
-# significand does that.
+# The amax whose divisor is 0x1.996664p-12. For the float16 numbers next to 5/4, 5/2 and 5 times it, the product with
+# its rounded reciprocal has another code than the quotient, though they are more than 1 ulp of float32 from those
+# midpoints. No other significand does that.
 NARROW = 1.0494872331619263
 
 
@@ -29,14 +31,22 @@ def last_significands(amaxes: np.ndarray) -> np.ndarray:
 
 
 def amaxes() -> list[float]:
-    """Of 8 bits and more; such that scales are powers of two, one 3, 5 or 7 times it, or of the largest significand; NARROW."""
+    """Of 8 bits and more; such that scales are powers of two, one 3, 5 or 7 times it, or of the largest significand;
+    NARROW.
+    """
     drawn = np.random.default_rng(5)
     many = np.arange(1 << 21, dtype=np.uint32) + np.float32(1.5).view(np.uint32)
     few = [float(n) for n in (1.03125, 2.1875, 2.578125, 3.1875, 4.4375)]
-    return few + [NARROW] + [FULL / 2**k for k in (0, 9)] + [FULL * n / 4096 for n in (3, 5, 7, 15, 35)] + [
-        *many.view(np.float32)[last_significands(many.view(np.float32))][:2].tolist(),
-        *np.exp(drawn.normal(0, 3, 6)).astype(np.float32).tolist(),
-    ]  # fmt: skip
+    return (
+        few
+        + [NARROW]
+        + [FULL / 2**k for k in (0, 9)]
+        + [FULL * n / 4096 for n in (3, 5, 7, 15, 35)]
+        + [
+            *many.view(np.float32)[last_significands(many.view(np.float32))][:2].tolist(),
+            *np.exp(drawn.normal(0, 3, 6)).astype(np.float32).tolist(),
+        ]
+    )
 
 
 def stepped(values: np.ndarray, steps: int) -> np.ndarray:
@@ -55,7 +65,9 @@ def blocks_beside_midpoints(tensor_scale: float, dtype: np.dtype) -> np.ndarray:
         beside = [stepped((midpoints * factor).astype(dtype), steps) for steps in AWAY]
         signed = np.concatenate([*beside, *(-x for x in beside), np.array([0, -0.0], dtype)])
         padded = np.resize(signed, -(-len(signed) // 15) * 15).reshape(-1, 15)
-        rows.append(np.concatenate([np.full((len(padded), 1), np.float32(6) * factor, np.float32).astype(dtype), padded], 1))
+        rows.append(
+            np.concatenate([np.full((len(padded), 1), np.float32(6) * factor, np.float32).astype(dtype), padded], 1)
+        )
     return np.concatenate(rows)
 
 
@@ -73,7 +85,9 @@ def test_elements_beside_midpoints(dtype):
 
 
 def test_the_narrow_divisor_is_narrow():
-    """Three float16 numbers have another code by the reciprocal of the divisor, so that its multiplier must be another one."""
+    """Three float16 numbers have another code by the reciprocal of the divisor, so that its multiplier must be another
+    one.
+    """
     divisor = np.float32(NARROW) / np.float32(FULL)
     assert divisor == np.float32(float.fromhex("0x1.996664p-12"))
     x = np.arange(0x4900, dtype=np.uint16).view(np.float16).astype(np.float32) / 2**12
@@ -82,5 +96,7 @@ def test_the_narrow_divisor_is_narrow():
 
 
 def test_the_largest_significand_is_tried():
-    """Under which a product with the reciprocal, and with what that leaves, is on a midpoint where the quotient is not."""
+    """Under which a product with the reciprocal, and with what that leaves, is on a midpoint where the quotient is
+    not.
+    """
     assert last_significands(np.array(amaxes())).sum() == 2

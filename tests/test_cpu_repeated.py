@@ -1,4 +1,6 @@
-"""Repeated calls on NumPy arrays, one call of the library each: right for other values, outputs, modes, and after errors."""
+"""Repeated calls on NumPy arrays, one call of the library each: right for other values, outputs, modes, and after
+errors.
+"""
 
 from __future__ import annotations
 
@@ -72,7 +74,9 @@ def test_other_values(name, dtype):
 
 
 def check_repeated(x, name, **options):
-    """Results of the specification, of calls that go the full way, that are repeated, and that write to what is there."""
+    """Results of the specification, of calls that go the full way, that are repeated, and that write to what is
+    there.
+    """
     q = SPECIFICATION.apply(fp4kit.quantize, x, name, **options)
     values = SPECIFICATION.apply(fp4kit.fake_quantize, x, name, **options)
     out = fp4kit.quantize(x, name, **options)
@@ -91,7 +95,15 @@ def are_by_library(name):
 
 
 KINDS = ("nvfp4-te", "nvfp4-te-2d", "nvfp4-te-rowscaled", "nvfp4-modelopt", "mxfp4-ocp", "mxfp8-te", "int8-modelopt")
-MATRICES = ("whole", "rows backwards", "columns backwards", "transposed", "gaps", "every other row", "one column for all")
+MATRICES = (
+    "whole",
+    "rows backwards",
+    "columns backwards",
+    "transposed",
+    "gaps",
+    "every other row",
+    "one column for all",
+)
 
 
 @pytest.mark.parametrize("axis", [0, 1])
@@ -118,17 +130,33 @@ def test_axes_of_three_dimensions(axis):
 
 
 def amaxes(own):
-    """Amaxes that a caller may have: of other values, kinds, dtypes, strides; those that the rules have no scale for."""
+    """Amaxes that a caller may have: of other values, kinds, dtypes, strides; those that the rules have no scale
+    for.
+    """
     for value in (1.0, 6.0, 448 * 6.0, 0.0, 1e-45, 1e-38, 3e38):
         yield np.full_like(own, value)
     spread = np.zeros((2 * own.size,), np.float32)
     spread[::2] = own.reshape(-1)
-    yield from (own, own / 2, own.astype(np.float64), own.astype(BF16), np.full_like(own, np.inf), spread[::2].reshape(own.shape))
+    yield from (
+        own,
+        own / 2,
+        own.astype(np.float64),
+        own.astype(BF16),
+        np.full_like(own, np.inf),
+        spread[::2].reshape(own.shape),
+    )
     if own.size == 1:
         yield from (1.0, float(own), np.float32(own), -0.0, 1e-60, 1e60, 7, np.float64(2.5))
 
 
-WITH_AMAX = ("nvfp4-te", "nvfp4-te-2d", "nvfp4-te-rowscaled", "nvfp4-modelopt", "nvfp4-flashinfer", "int8-modelopt-channel")
+WITH_AMAX = (
+    "nvfp4-te",
+    "nvfp4-te-2d",
+    "nvfp4-te-rowscaled",
+    "nvfp4-modelopt",
+    "nvfp4-flashinfer",
+    "int8-modelopt-channel",
+)
 
 
 @pytest.mark.parametrize("name", WITH_AMAX)
@@ -140,7 +168,9 @@ def test_amaxes_that_are_given(name, axis):
     assert are_by_library(name)
 
 
-@pytest.mark.parametrize("kind", [float, np.float32, lambda amax: np.array(amax, np.float32)], ids=["float", "float32", "array"])
+@pytest.mark.parametrize(
+    "kind", [float, np.float32, lambda amax: np.array(amax, np.float32)], ids=["float", "float32", "array"]
+)
 @pytest.mark.parametrize("function", [fp4kit.quantize, fp4kit.fake_quantize])
 def test_a_wrong_amax_after_a_right_one(function, kind):
     x = ordinary(5, SHAPE)

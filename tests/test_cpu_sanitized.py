@@ -15,7 +15,16 @@ from fp4kit.cpu import source_digest
 
 TESTS = Path(__file__).parent
 # Those of setup.py that change results; little optimized, so that what is seen is what is written.
-FLAGS = ("-std=c++17", "-O1", "-g1", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-fvisibility=hidden", "-w")
+FLAGS = (
+    "-std=c++17",
+    "-O1",
+    "-g1",
+    "-ffp-contract=off",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-fvisibility=hidden",
+    "-w",
+)
 FLAGS += ("-shared", "-fPIC", "-pthread", "-D_GLIBCXX_ASSERTIONS", "-fno-sanitize-recover=all")
 KINDS = {"address": ("address,undefined", "libasan.so"), "thread": ("thread", "libtsan.so")}
 OPTIONS = {
@@ -59,7 +68,7 @@ from ctypes import c_int32, c_int64, c_void_p
 library = ctypes.CDLL({library!r})
 codes, out = np.zeros(2048, np.uint8), np.zeros(2000, np.uint8)
 library.fp4kit_transpose(c_void_p(codes.ctypes.data), c_void_p(out.ctypes.data), c_int64(32), c_int64(64), c_int32(0), c_int32(1))
-"""
+"""  # noqa: E501
 
 
 def sanitized(folder: Path, kind: str) -> tuple[Path, str]:
@@ -85,7 +94,9 @@ def output(*command: str) -> str:
 
 def run(code: str, runtime: str) -> subprocess.CompletedProcess[str]:
     environment = os.environ | OPTIONS | {"LD_PRELOAD": runtime, "OPENBLAS_NUM_THREADS": "1"}
-    return subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, cwd=TESTS.parent)
+    return subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, cwd=TESTS.parent
+    )
 
 
 @pytest.mark.exhaustive

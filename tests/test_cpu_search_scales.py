@@ -1,4 +1,6 @@
-"""The search of block scales by the compiled engine: against the specification, and by bounds against all candidates."""
+"""The search of block scales by the compiled engine: against the specification, and by bounds against all
+candidates.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,12 @@ RNG = np.random.default_rng(1)
 WEIGHTS = (RNG.random(64) ** 4 * 10).astype(np.float32)
 GAPS = np.where(np.arange(64) % 3, WEIGHTS, 0)
 TALL = replace(RECIPES[STATIC], id="tall", block=(16, 16))
-SIDES = {"": {}, "weights": {"weights": WEIGHTS}, "weights with zeros": {"weights": GAPS}, "hessian": {"hessian": hessians(64)}}
+SIDES = {
+    "": {},
+    "weights": {"weights": WEIGHTS},
+    "weights with zeros": {"weights": GAPS},
+    "hessian": {"hessian": hessians(64)},
+}
 
 
 def finite(dtype, seed: int = 0) -> np.ndarray:
@@ -46,7 +53,8 @@ def small_units(monkeypatch):
     encode.kernels_of.cache_clear()
 
 
-# ---- against the specification ------------------------------------------------------------------------------------------------
+# ---- against the specification
+# ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
@@ -79,7 +87,11 @@ def test_weights_far_from_1(weight):
     x = finite(np.float32, 4)
     for amax in (1e-6, 4.0, 1e9):
         scaled = (x * np.float32(amax)).astype(np.float32)
-        for weights in (np.full(64, weight), np.minimum(GAPS * np.float64(weight), 3e38), np.where(np.arange(64) % 7, 1, weight)):
+        for weights in (
+            np.full(64, weight),
+            np.minimum(GAPS * np.float64(weight), 3e38),
+            np.where(np.arange(64) % 7, 1, weight),
+        ):
             agree(fp4kit.search_scales, scaled, STATIC, tensor_amax=4 * amax, weights=weights.astype(np.float32))
 
 
@@ -112,7 +124,9 @@ def test_objectives(objective, side, monkeypatch):
 def test_losses_that_are_nearly_equal(p):
     x, weights = nearly_equal(p, 1000)
     for objective in (f"p{p}", "mae"):
-        found = agree(fp4kit.search_scales, x, STATIC, tensor_amax=4.0, weights=weights, candidates=(0, 1), objective=objective)
+        found = agree(
+            fp4kit.search_scales, x, STATIC, tensor_amax=4.0, weights=weights, candidates=(0, 1), objective=objective
+        )
         assert len(np.unique(found)) > 50
 
 
@@ -142,7 +156,8 @@ def test_rows_and_columns_of_every_number(rows):
         agree(fp4kit.search_scales, ordinary(rows, (rows, columns)), STATIC, candidates="near")
 
 
-# ---- what is left, what is cut ------------------------------------------------------------------------------------------
+# ---- what is left, what is cut
+# ------------------------------------------------------------------------------------------
 
 
 def test_the_engine_does_it(monkeypatch):
@@ -183,7 +198,8 @@ def test_any_number_of_threads():
         assert_equal(fp4kit.search_scales(x, STATIC, tensor_amax=4.0, threads=threads), expected)
 
 
-# ---- bounds ---------------------------------------------------------------------------------------------------------------
+# ---- bounds
+# ---------------------------------------------------------------------------------------------------------------
 
 
 def by_bounds_and_all(x, amax, **options) -> float:
@@ -209,7 +225,9 @@ def test_bounds_against_all_candidates(blocks):
 
 
 def test_blocks_near_ties_are_not_proven():
-    """Of 1/4 of a scale and of values that twice that scale has too: both lose the same, if quotients near ties are right."""
+    """Of 1/4 of a scale and of values that twice that scale has too: both lose the same, if quotients near ties are
+    right.
+    """
     rng = np.random.default_rng(3)
     scales = decode(rng.integers(16, 100, (2000, 1, 1), np.uint8), E4M3)
     x = rng.choice(np.float32([0.25, 1, 2, 6]), (2000, 4, 16)) * scales * rng.choice(np.float32([-1, 1]), (2000, 4, 16))
@@ -225,12 +243,20 @@ FORMS = {
 
 
 @sampled(
-    24, 400, seed=st.integers(0, 2**32), dtype=st.sampled_from(FLOATS), form=st.sampled_from(sorted(FORMS)),
-    rows=st.integers(1, 40), blocks=st.integers(1, 9), log_amax=st.floats(-60, 60), log_size=st.floats(-12, 3),
+    24,
+    400,
+    seed=st.integers(0, 2**32),
+    dtype=st.sampled_from(FLOATS),
+    form=st.sampled_from(sorted(FORMS)),
+    rows=st.integers(1, 40),
+    blocks=st.integers(1, 9),
+    log_amax=st.floats(-60, 60),
+    log_size=st.floats(-12, 3),
     recipe=st.sampled_from([STATIC, FOUR_OVER_SIX]),
     candidates=st.one_of(st.sampled_from(["all", "near"]), st.tuples(st.integers(-130, 0), st.integers(0, 130))),
-    side=st.sampled_from(["", "", "weights", "hessian"]), objective=st.sampled_from(["mse", "mse", *OBJECTIVES]),
-)  # fmt: skip
+    side=st.sampled_from(["", "", "weights", "hessian"]),
+    objective=st.sampled_from(["mse", "mse", *OBJECTIVES]),
+)
 def test_drawn_calls(seed, dtype, form, rows, blocks, log_amax, log_size, recipe, candidates, side, objective):
     rng = np.random.default_rng(seed)
     top = float(np.clip(2.0**log_amax, 1e-7, 6e4)) if dtype == np.float16 else 2.0**log_amax
@@ -242,7 +268,8 @@ def test_drawn_calls(seed, dtype, form, rows, blocks, log_amax, log_size, recipe
     agree(fp4kit.search_scales, x, recipe, tensor_amax=top, candidates=candidates, **options)
 
 
-# ---- a recipe with a search ----------------------------------------------------------------------------------------------------
+# ---- a recipe with a search
+# ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)

@@ -28,7 +28,11 @@ def jax_of(array):
 
 def numpy_of(array):
     torch_bf16 = hasattr(array, "data_ptr") and str(array.dtype) == "torch.bfloat16"
-    return array.view(pytest.importorskip("torch").int16).numpy().view(ml_dtypes.bfloat16) if torch_bf16 else np.asarray(array)
+    return (
+        array.view(pytest.importorskip("torch").int16).numpy().view(ml_dtypes.bfloat16)
+        if torch_bf16
+        else np.asarray(array)
+    )
 
 
 def bits(result):

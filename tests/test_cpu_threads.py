@@ -1,4 +1,6 @@
-"""Threads of the compiled engine: any number gives the same bytes, from many Python threads at once, in any mode of a thread."""
+"""Threads of the compiled engine: any number gives the same bytes, from many Python threads at once, in any mode of a
+thread.
+"""
 
 from __future__ import annotations
 
@@ -35,10 +37,13 @@ def large(dtype=np.float32, seed=0):
     return ordinary(seed, (MANY // 4096, 4096), dtype)
 
 
-# ---- numbers --------------------------------------------------------------------------------------------------------------
+# ---- numbers
+# --------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", [*FEW, *exhaustive(name for name, r in RECIPES.items() if not r.fake_only and name not in FEW)])
+@pytest.mark.parametrize(
+    "name", [*FEW, *exhaustive(name for name, r in RECIPES.items() if not r.fake_only and name not in FEW)]
+)
 def test_any_number_of_threads_gives_the_same_bytes(name):
     x = large(BF16)
     expected = agree(fp4kit.quantize, x, name)
@@ -71,7 +76,9 @@ def seen_threads(monkeypatch):
     """Numbers of threads of the calls of the library from here on."""
     seen, right = [], library.threads_for
     for module in (encode, dequantize, cached_calls):
-        monkeypatch.setattr(module, "threads_for", lambda *facts, **more: (seen.append(right(*facts, **more)), seen[-1])[1])
+        monkeypatch.setattr(
+            module, "threads_for", lambda *facts, **more: (seen.append(right(*facts, **more)), seen[-1])[1]
+        )
     return seen
 
 
@@ -140,7 +147,8 @@ def test_the_default_number(asked, expected):
     assert threads == (processors if expected is None else expected)
 
 
-# ---- many at once -----------------------------------------------------------------------------------------------------------
+# ---- many at once
+# -----------------------------------------------------------------------------------------------------------
 
 
 def test_many_python_threads_at_once():
@@ -153,13 +161,16 @@ def test_many_python_threads_at_once():
             return q, fp4kit.dequantize(q), fp4kit.amax(xs[i])
 
     with fp4kit.specification():
-        expected = [(q := fp4kit.quantize(x, n), fp4kit.dequantize(q), fp4kit.amax(x)) for x, n in zip(xs, names, strict=True)]
+        expected = [
+            (q := fp4kit.quantize(x, n), fp4kit.dequantize(q), fp4kit.amax(x)) for x, n in zip(xs, names, strict=True)
+        ]
     with ThreadPoolExecutor(8) as pool:
         for i, found in enumerate(pool.map(work, list(range(6)) * 4)):
             assert_equal(found, expected[i % 6], names[i % 6])
 
 
-# ---- subnormals that are flushed --------------------------------------------------------------------------------------------
+# ---- subnormals that are flushed
+# --------------------------------------------------------------------------------------------
 
 
 @NEEDS_ENVIRONMENT

@@ -1,4 +1,6 @@
-"""Where the compiled engine cuts: units, calls of the library, pieces, strips and threads; and units that it leaves undone."""
+"""Where the compiled engine cuts: units, calls of the library, pieces, strips and threads; and units that it leaves
+undone.
+"""
 
 from __future__ import annotations
 
@@ -32,11 +34,14 @@ def small_units(monkeypatch):
     encode.kernels_of.cache_clear()
 
 
-# ---- shapes of units ------------------------------------------------------------------------------------------------------
+# ---- shapes of units
+# ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("gathered", [False, True])
-@pytest.mark.parametrize("block, block_rows", [(16, 1), (16, 16), (32, 1), (32, 32), (32, 2), (96, 1), (1024, 1), (2048, 3)])
+@pytest.mark.parametrize(
+    "block, block_rows", [(16, 1), (16, 16), (32, 1), (32, 32), (32, 2), (96, 1), (1024, 1), (2048, 3)]
+)
 @pytest.mark.parametrize("blocks", [(1, 1), (3, 5), (70, 1), (5, 300)])
 def test_units_cover_a_matrix_once(block, block_rows, blocks, gathered, monkeypatch):
     """And are whole blocks, but for the last rows; of no more elements than a unit, or one row of panels, has."""
@@ -73,7 +78,9 @@ def test_rows_of_several_panels(name, dtype):
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("name", by_default(PANELS, dict.fromkeys((*PANELS, *COVERED[1::3]))))
 def test_rows_that_follow_each_other_are_one(name, dtype):
-    """Units of short rows are panels across them where those follow each other; an infinity in one unit; and rows that do not."""
+    """Units of short rows are panels across them where those follow each other; an infinity in one unit; and rows that
+    do not.
+    """
     x = ordinary(9, (1000, 2 * 128), dtype)
     x[901, 3] = np.inf
     for a in (x[:900], x, np.ascontiguousarray(x[:900, :128]), x[:900, :128], x[:900:2], x[:640].reshape(5, 128, 256)):
@@ -88,7 +95,8 @@ def test_rows_that_follow_each_other_are_one(name, dtype):
     agree(fp4kit.dequantize, out, out=np.empty((900, 300), dtype)[:, :256])
 
 
-# ---- small units ----------------------------------------------------------------------------------------------------------
+# ---- small units
+# ----------------------------------------------------------------------------------------------------------
 
 
 VIEWED = ("nvfp4-te-2d", "fp8-modelopt-channel")
@@ -117,9 +125,13 @@ def test_every_operation_in_small_units(name, small_units):
         assert_equal(list(everything(name, a)), expected, name)
 
 
-@pytest.mark.parametrize("name", by_default(("nvfp4-te", "mxfp8-te-2d"), [name for name in STOCHASTIC if name in COVERED]))
+@pytest.mark.parametrize(
+    "name", by_default(("nvfp4-te", "mxfp8-te-2d"), [name for name in STOCHASTIC if name in COVERED])
+)
 def test_random_bytes_follow_their_elements(name, small_units):
-    """Each unit takes those of its own place, of a stream and of an array, in a stack of wide matrices and along both axes."""
+    """Each unit takes those of its own place, of a stream and of an array, in a stack of wide matrices and along both
+    axes.
+    """
     x = ordinary(7, (2, 64, 256))
     random = np.random.default_rng(3).integers(0, 256, x.shape, np.uint8)
     for axis, seed in ((-1, 2**63 + 5), (-1, random), (-2, 0), (-2, random)):
@@ -140,15 +152,24 @@ def check_drawn(cases: int, pool: Pool) -> None:
     engine, name = fuzz.host_engine()
     assert engine is not None, name
     found = fuzz.run(engine, 3600, cases, cases=cases, pool=pool)
-    assert not found.failures, "\n\n".join(f"case {f.case}: {f.drawn}\n{f.kind}: {f.text}\n{f.script}" for f in found.failures)
+    assert not found.failures, "\n\n".join(
+        f"case {f.case}: {f.drawn}\n{f.kind}: {f.text}\n{f.script}" for f in found.failures
+    )
     assert found.total("failed") == 0 and found.total("cases") == cases
 
 
-# ---- units that are left undone ---------------------------------------------------------------------------------------------
+# ---- units that are left undone
+# ---------------------------------------------------------------------------------------------
 
 SPECIAL = {
-    "nan": np.nan, "inf": np.inf, "minus inf": -np.inf, "subnormal": 1e-40, "zero": 0.0, "minus zero": -0.0, "largest": 3.3e38,
-}  # fmt: skip
+    "nan": np.nan,
+    "inf": np.inf,
+    "minus inf": -np.inf,
+    "subnormal": 1e-40,
+    "zero": 0.0,
+    "minus zero": -0.0,
+    "largest": 3.3e38,
+}
 
 
 @pytest.mark.parametrize("name", EIGHTH)
@@ -172,7 +193,9 @@ def test_a_special_element_in_one_unit(name, small_units, monkeypatch):
 @pytest.mark.parametrize("name", EIGHTH)
 @pytest.mark.parametrize("dtype", [FLOATS[0], FLOATS[2]], ids=str)
 def test_factors_of_no_use_in_some_units(name, dtype, small_units):
-    """Blocks of zeros, of subnormals, of the largest values, alone and beside ordinary ones; under many tensor amaxes."""
+    """Blocks of zeros, of subnormals, of the largest values, alone and beside ordinary ones; under many tensor
+    amaxes.
+    """
     r = RECIPES[name]
     top = float(np.finfo(np.float32).max) if dtype == np.float32 else 3.38e38
     rng = np.random.default_rng(0)

@@ -1,4 +1,6 @@
-"""What is finite, all of it: every element of 16 bits beside every scale byte, and every code under every scale byte."""
+"""What is finite, all of it: every element of 16 bits beside every scale byte, and every code under every scale
+byte.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,15 @@ from fp4kit.reference.codec import decode as value_of
 from fp4kit.reference.tensor_rules import TensorScale
 
 pytestmark = NEEDS_ENGINE
-NAMES = ("nvfp4-te", "nvfp4-te-2d", "nvfp4-modelopt", "nvfp4-compressed-tensors", "mxfp4-ocp", "mxfp4-flashinfer", "mxfp8-te")
+NAMES = (
+    "nvfp4-te",
+    "nvfp4-te-2d",
+    "nvfp4-modelopt",
+    "nvfp4-compressed-tensors",
+    "mxfp4-ocp",
+    "mxfp4-flashinfer",
+    "mxfp8-te",
+)
 NAMES += ("nvfp4-flashinfer", "nvfp4-torchao", "mxfp4-torchao-rceil", "mxfp4-torchao-even")
 NAMES += ("mxfp6-torchao-floor-e2m3", "mxfp8-te-e5m2")
 SIXTEEN = FLOATS[1:]
@@ -78,7 +88,9 @@ def test_every_value_of_16_bits_without_blocks(name, dtype):
 
 
 @pytest.mark.parametrize("tables_from", [0, 1 << 20], ids=["tables of all scales", "a table a block"])
-@pytest.mark.parametrize("name", by_default(("nvfp4-te", "mxfp8-te-e5m2", "int4-qat", "fp8-modelopt-channel"), WITH_CODES))
+@pytest.mark.parametrize(
+    "name", by_default(("nvfp4-te", "mxfp8-te-e5m2", "int4-qat", "fp8-modelopt-channel"), WITH_CODES)
+)
 def test_every_code_under_every_scale_and_attacking_tensor_scales(name, tables_from, monkeypatch):
     """NaN patterns included. amax -1 stands for a tensor scale that no amax gives."""
     monkeypatch.setattr(dequantize, "TABLES_FROM", tables_from)
@@ -117,7 +129,9 @@ ATTACKS = (1, 0, -0.0, np.inf, -np.inf, np.nan, 1e-38, 1e-45, 3e38, 0.3, -1, 7e-
 
 
 def every_code(r):
-    """Packed codes and scale codes of a matrix, each row of which has all codes under one scale code; and its columns."""
+    """Packed codes and scale codes of a matrix, each row of which has all codes under one scale code; and its
+    columns.
+    """
     count = 1 << r.element.packing.stored_bits
     length = -(-count // r.block_size) * r.block_size if r.block else count
     rows = 1 if r.scale is None else 256

@@ -1,4 +1,6 @@
-"""The GPU that the host plays: its arrays keep CuPy's manners, its kernels stop at what a GPU refuses, its devices are two."""
+"""The GPU that the host plays: its arrays keep CuPy's manners, its kernels stop at what a GPU refuses, its devices are
+two.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,8 @@ from fp4kit.evidence.testing import assert_same_bits
 pytestmark = pytest.mark.usefixtures("played_gpu")
 
 
-# ---- arrays ---------------------------------------------------------------------------------------------------------------
+# ---- arrays
+# ---------------------------------------------------------------------------------------------------------------
 
 
 def test_small_new_arrays_share_memory_and_large_ones_do_not():
@@ -80,7 +83,8 @@ def test_a_graph_does_its_work_when_it_is_launched():
     assert float(y) == 3 and doubled.get().tolist() == [2, -6] and x.get().tolist() == [5, 5]
 
 
-# ---- kernels --------------------------------------------------------------------------------------------------------------
+# ---- kernels
+# --------------------------------------------------------------------------------------------------------------
 
 
 def amax_of(ptr: int, count: int, whole: bool = True) -> float:
@@ -142,7 +146,8 @@ def test_the_grid_must_not_matter_and_a_launch_leaves_what_its_grid_makes(monkey
     assert launch_sum("__syncthreads() ", 0) == sum(range(256))
 
 
-# ---- devices --------------------------------------------------------------------------------------------------------------
+# ---- devices
+# --------------------------------------------------------------------------------------------------------------
 
 
 def test_results_are_where_x_is_whatever_device_is_current():
@@ -150,8 +155,16 @@ def test_results_are_where_x_is_whatever_device_is_current():
     with cupy.cuda.Device(1):
         there = cupy.asarray(x)
     q = fp4kit.quantize(there, "nvfp4-te")
-    values = [fp4kit.dequantize(q), fp4kit.fake_quantize(there, "nvfp4-te"), fp4kit.fake_quantize(there, "mxfp4-modelopt-fake")]
-    values += [fp4kit.amax(there), fp4kit.amax(there, axis=0), fp4kit.transpose(fp4kit.quantize(there, "nvfp4-te-2d")).packed]
+    values = [
+        fp4kit.dequantize(q),
+        fp4kit.fake_quantize(there, "nvfp4-te"),
+        fp4kit.fake_quantize(there, "mxfp4-modelopt-fake"),
+    ]
+    values += [
+        fp4kit.amax(there),
+        fp4kit.amax(there, axis=0),
+        fp4kit.transpose(fp4kit.quantize(there, "nvfp4-te-2d")).packed,
+    ]
     values += [fp4kit.swizzle(q, "swizzled_128x4").block_scale, fp4kit.unpack(q.packed)]
     values += fp4kit.fake_quantize_grouped([there, there[:32]], "nvfp4-te")
     assert {a.device.id for a in (*values, q.packed, q.block_scale, q.tensor_scale, q.tensor_amax)} == {1}
@@ -163,7 +176,9 @@ def test_arrays_of_two_devices_are_refused():
     x = cupy.ones((2, 32), np.float32)
     with cupy.cuda.Device(1):
         amax = cupy.ones((), np.float32)
-    with pytest.raises(ValueError, match="quantize: x is on cuda:0, tensor_amax on cuda:1; all arrays of one call must"):
+    with pytest.raises(
+        ValueError, match="quantize: x is on cuda:0, tensor_amax on cuda:1; all arrays of one call must"
+    ):
         fp4kit.quantize(x, "nvfp4-te", tensor_amax=amax)
 
 

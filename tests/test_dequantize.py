@@ -1,4 +1,6 @@
-"""dequantize: values are codes times scales, in the producer's order; what quantizing again and powers of two leave alone."""
+"""dequantize: values are codes times scales, in the producer's order; what quantizing again and powers of two leave
+alone.
+"""
 
 import re
 from dataclasses import replace
@@ -29,10 +31,11 @@ def same_values(a, b):
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in HALF])
 @pytest.mark.parametrize("x", FINITE.values(), ids=FINITE)
 def test_values_are_code_times_scales(name, x):
-    """value = decode(code) * block_scale * tensor_scale, all in decode direction: within the few roundings of the rules.
+    """value = decode(code) * block_scale * tensor_scale, all in decode direction: within the few roundings of the
+    rules.
 
-    Divided by 4096, because fouroversix multiplies code * block_scale by tensor_amax first, which overflows for an amax above
-    FLT_MAX / 2688, as TE does block_scale, for one above FLT_MAX / 448.
+    Divided by 4096, because fouroversix multiplies code * block_scale by tensor_amax first, which overflows for an amax
+    above FLT_MAX / 2688, as TE does block_scale, for one above FLT_MAX / 448.
     """
     r = RECIPES[name]
     q = fp4kit.quantize(x.astype(np.float32) / 4096, name)
@@ -57,7 +60,11 @@ def test_the_order_of_decoding():
     def parts(name):
         q = fp4kit.quantize(ORDINARY, name)
         values = decode(codes_of(q), q.recipe.element)
-        scales = None if q.block_scale is None else np.repeat(decode(q.block_scale, q.recipe.scale), q.recipe.block_size, axis=1)
+        scales = (
+            None
+            if q.block_scale is None
+            else np.repeat(decode(q.block_scale, q.recipe.scale), q.recipe.block_size, axis=1)
+        )
         return fp4kit.dequantize(q), values, scales, q.tensor_amax, q.tensor_scale
 
     y, values, scales, amax, _ = parts("nvfp4-te")
@@ -75,10 +82,14 @@ def test_the_order_of_decoding():
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, BF16])
 @pytest.mark.parametrize("variant", ["", "-static", "-static-4over6", "-mse"])
 def test_code_8_is_a_plain_zero_in_nvfp4_of_modelopt(variant, dtype, either_engine):
-    """NVFP4QTensor.dequantize looks codes up in a table whose ninth number is 0; under a negative scale that gives -0."""
+    """NVFP4QTensor.dequantize looks codes up in a table whose ninth number is 0; under a negative scale that gives
+    -0.
+    """
     r = RECIPES[f"nvfp4-modelopt{variant}"]
     q = all_bytes(r, np.dtype(dtype))
-    found, product = (fp4kit.dequantize(replace(q, recipe=replace(r, decode_rule=rule))) for rule in ("modelopt", "product"))
+    found, product = (
+        fp4kit.dequantize(replace(q, recipe=replace(r, decode_rule=rule))) for rule in ("modelopt", "product")
+    )
     assert r.decode_rule == "modelopt"
     is_eight = fp4kit.unpack(q.packed) == 8
     assert_same_bits(found[~is_eight], product[~is_eight])
@@ -91,7 +102,9 @@ def test_code_8_is_a_plain_zero_in_nvfp4_of_modelopt(variant, dtype, either_engi
 def test_byte_255_is_infinite_in_mx_of_modelopt(bits, dtype, either_engine):
     """Its exp2(255 - 127) is inf, and 0 * inf is NaN. Code 8 of MXFP4QTensor stays -0."""
     q = all_bytes(RECIPES[f"mxfp{bits}-modelopt"], np.dtype(dtype))
-    found, ocp = (fp4kit.dequantize(replace(q, recipe=replace(q.recipe, decode_rule=rule))) for rule in ("e8m0_infinite", "e8m0"))
+    found, ocp = (
+        fp4kit.dequantize(replace(q, recipe=replace(q.recipe, decode_rule=rule))) for rule in ("e8m0_infinite", "e8m0")
+    )
     assert q.recipe.decode_rule == "e8m0_infinite"
     assert same_values(found[:255], ocp[:255]) and (bits == 8 or np.signbit(found[127, 8]))
     values = decode(codes_of(q), q.recipe.element)[255]
@@ -109,17 +122,21 @@ def test_dequantize_to_other_dtypes_rounds_the_float32_value(name):
             assert_same_bits(fp4kit.dequantize(q, dtype), exact.astype(dtype))
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if not re.fullmatch("mxfp4-mlx-.*-0321|mxfp4-fouroversix.*", name)])
+@pytest.mark.parametrize(
+    "name", [name for name in NAMES if not re.fullmatch("mxfp4-mlx-.*-0321|mxfp4-fouroversix.*", name)]
+)
 def test_quantizing_again_changes_no_value(name):
-    """Under the same tensor_amax; a power-of-two scale may halve while its codes double. MXFP4 of the old MLX loses there: a
-    block whose largest value is 4 gets the nearest scale, which is half, and an 8 there is not."""
+    """Under the same tensor_amax; a power-of-two scale may halve while its codes double. MXFP4 of the old MLX loses
+    there: a block whose largest value is 4 gets the nearest scale, which is half, and an 8 there is not."""
     q = fp4kit.quantize(ORDINARY, name)
     values = fp4kit.dequantize(q)
     again = fp4kit.quantize(values, name, tensor_amax=q.tensor_amax)
     assert same_values(fp4kit.dequantize(again), values)
 
 
-@pytest.mark.parametrize("name", ["nvfp4-te", "nvfp4-te-2d", "nvfp4-te-reference", "nvfp4-te-reference-2d", "nvfp4-te-rowscaled"])
+@pytest.mark.parametrize(
+    "name", ["nvfp4-te", "nvfp4-te-2d", "nvfp4-te-reference", "nvfp4-te-reference-2d", "nvfp4-te-rowscaled"]
+)
 def test_quantizing_again_changes_no_code_of_te(name):
     """With tensor_amax computed anew too. The reference quantizer writes -0 as 0."""
     q = fp4kit.quantize(ORDINARY, name)

@@ -1,4 +1,6 @@
-"""What print and notebooks show: counts that are right, HTML that is well formed, escaped and without colours of its own."""
+"""What print and notebooks show: counts that are right, HTML that is well formed, escaped and without colours of its
+own.
+"""
 
 import re
 from dataclasses import replace
@@ -65,7 +67,8 @@ def shown():
     }
 
 
-# --- counts -------------------------------------------------------------------------------------------------------------
+# --- counts
+# -------------------------------------------------------------------------------------------------------------
 
 
 def by_definition(q):
@@ -77,7 +80,9 @@ def by_definition(q):
         return int((values >= fmt.max).sum()), int(np.isnan(values).sum()), 0, 0
     rows, columns = q.recipe.block
     blocks = [
-        used[r : r + rows, c : c + columns].any() for r in range(0, len(codes), rows) for c in range(0, codes.shape[1], columns)
+        used[r : r + rows, c : c + columns].any()
+        for r in range(0, len(codes), rows)
+        for c in range(0, codes.shape[1], columns)
     ]
     return int((values >= fmt.max).sum()), int(np.isnan(values).sum()), len(blocks), blocks.count(False)
 
@@ -138,12 +143,21 @@ def test_strided_parts():
     assert (statistics(part).saturated, 0, *by_definition(part)[2:]) == by_definition(part)
 
 
-# --- histograms ---------------------------------------------------------------------------------------------------------
+# --- histograms
+# ---------------------------------------------------------------------------------------------------------
 
 
 def test_bars_by_exponent():
     scales, counts = F32([0, 0.75, -0.5, 1, 1.99, 4, np.inf, np.nan]), np.array([5, 1, 2, 3, 4, 6, 7, 8])
-    assert by_exponent(scales, counts) == (("0", 5), ("2^-1", 3), ("2^0", 7), ("2^1", 0), ("2^2", 6), ("inf", 7), ("NaN", 8))
+    assert by_exponent(scales, counts) == (
+        ("0", 5),
+        ("2^-1", 3),
+        ("2^0", 7),
+        ("2^1", 0),
+        ("2^2", 6),
+        ("inf", 7),
+        ("NaN", 8),
+    )
     assert by_exponent(F32([]), np.array([], int)) == ()
 
 
@@ -162,14 +176,23 @@ def test_subnormal_scales_have_their_exponent():
     assert by_exponent(F32([2.0**-149, 3 * 2.0**-149]), np.array([1, 1])) == (("2^-149", 1), ("2^-148", 1))
 
 
-@pytest.mark.parametrize(("count", "total", "text"), [
-    (0, 0, "0%"), (0, 5, "0%"), (5, 5, "100%"), (1, 3, "33.3%"), (1, 10**9, "< 0.001%"), (10**9 - 1, 10**9, "> 99.9%"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("count", "total", "text"),
+    [
+        (0, 0, "0%"),
+        (0, 5, "0%"),
+        (5, 5, "100%"),
+        (1, 3, "33.3%"),
+        (1, 10**9, "< 0.001%"),
+        (10**9 - 1, 10**9, "> 99.9%"),
+    ],
+)
 def test_shares(count, total, text):
     assert share(count, total) == text
 
 
-# --- text ---------------------------------------------------------------------------------------------------------------
+# --- text
+# ---------------------------------------------------------------------------------------------------------------
 
 
 def test_what_print_shows_of_a_quantized():
@@ -208,7 +231,9 @@ def test_print_of_a_recipe():
     ]
     variant = str(replace(fp4kit.recipe("nvfp4-te"), sign="negative"))
     assert "a variant, not in the table" in variant and re.search(r"\n  sign +negative\n", variant)
-    assert all(str(r).startswith(f"Recipe {r.id}\n") and r.exact in str(r) and r.source in str(r) for r in RECIPES.values())
+    assert all(
+        str(r).startswith(f"Recipe {r.id}\n") and r.exact in str(r) and r.source in str(r) for r in RECIPES.values()
+    )
 
 
 def test_reprs_stay_one_line():
@@ -218,7 +243,8 @@ def test_reprs_stay_one_line():
     assert repr(fp4kit.recipe("nvfp4")) == "Recipe('nvfp4-te')"
 
 
-# --- HTML ---------------------------------------------------------------------------------------------------------------
+# --- HTML
+# ---------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", shown())
@@ -228,7 +254,9 @@ def test_html_is_well_formed_and_says_what_print_says(kind):
     assert page.tags[:2] == ["div", "style"] and {"script", "link", "img", "iframe"}.isdisjoint(page.tags)
     assert not [name for name, _ in page.attributes if name.startswith("on") or name in ("src", "href")]
     words = set(re.findall(r"[\w.,%^-]+", " ".join(page.text)))
-    assert set(re.findall(r"[\w.,%^-]+", re.sub("[█▏▎▍▌▋▊▉]", "", str(value)))) - {"recipe", "Quantized"} <= words | {"all"}
+    assert set(re.findall(r"[\w.,%^-]+", re.sub("[█▏▎▍▌▋▊▉]", "", str(value)))) - {"recipe", "Quantized"} <= words | {
+        "all"
+    }
 
 
 @pytest.mark.parametrize("kind", shown())
@@ -238,7 +266,11 @@ def test_html_has_no_colours_of_its_own(kind):
     assert "color-scheme:light dark" in page.style and "background:currentColor" in page.style
     styles = page.style + "".join(value for name, value in page.attributes if name == "style")
     assert not re.search(r"#[0-9a-f]{3}|rgb|hsl|:\s*(white|black|gr[ae]y)\b", styles)
-    assert set(re.findall(r"(?<![-\w])(?:background|color):([^;}]+)", styles)) <= {"currentColor", "transparent", "inherit"}
+    assert set(re.findall(r"(?<![-\w])(?:background|color):([^;}]+)", styles)) <= {
+        "currentColor",
+        "transparent",
+        "inherit",
+    }
 
 
 def test_all_text_is_escaped():

@@ -72,7 +72,8 @@ def test_nccl_calls_are_on_the_current_stream_and_in_place(nccl) -> None:
     assert comm.all_gather(x, None, out) is out
     comm.all_gather(x, [1, 2, 4, 0], out)
     broadcasts = [
-        ("broadcast", 1000, at, n, 1, root, 77) for root, (at, n) in enumerate(((5000, 4), (5004, 8), (5012, 16), (5028, 0)))
+        ("broadcast", 1000, at, n, 1, root, 77)
+        for root, (at, n) in enumerate(((5000, 4), (5004, 8), (5012, 16), (5028, 0)))
     ]
     assert nccl.calls == [
         ("init", 4, ID, 2),
@@ -116,7 +117,11 @@ def test_a_file_of_another_group_is_an_error(nccl, tmp_path) -> None:
             ValueError,
             "array is on cuda:0; needs a contiguous array on cuda:1",
         ),
-        (lambda: Nccl(0, 1, ID).all_reduce_max(device_array(contiguous=False)), ValueError, "array is on cuda:1, strided; needs"),
+        (
+            lambda: Nccl(0, 1, ID).all_reduce_max(device_array(contiguous=False)),
+            ValueError,
+            "array is on cuda:1, strided; needs",
+        ),
         (lambda: Nccl(0, 1, ID).all_gather(device_array(device=3), [4]), ValueError, "array is on cuda:3; needs"),
         (
             lambda: Nccl(0, 2, ID).all_gather(device_array(), [3, 4]),
@@ -171,7 +176,9 @@ def test_mpi_says_that_device_arrays_go_through_the_host(monkeypatch) -> None:
         def set(self, values: np.ndarray) -> None:
             self.values = values
 
-    monkeypatch.setattr(communicators, "_import_mpi", lambda: SimpleNamespace(COMM_WORLD=FakeMpi(), MAX="max", BYTE="byte"))
+    monkeypatch.setattr(
+        communicators, "_import_mpi", lambda: SimpleNamespace(COMM_WORLD=FakeMpi(), MAX="max", BYTE="byte")
+    )
     monkeypatch.setattr(imports, "cupy", lambda: SimpleNamespace(empty=lambda shape, dtype: OnDevice()))
     comm = Mpi()
     with pytest.warns(UserWarning, match="CuPy arrays travel through the host"):

@@ -18,7 +18,9 @@ def examples(module):
     return [test for test in finder.find(importlib.import_module(module)) if test.examples]
 
 
-@pytest.mark.parametrize("module", [name for name, path in MODULES.items() if name not in NOT_RUN and ">>>" in path.read_text()])
+@pytest.mark.parametrize(
+    "module", [name for name, path in MODULES.items() if name not in NOT_RUN and ">>>" in path.read_text()]
+)
 def test_examples(module):
     if module.startswith(("fp4kit.torch", "fp4kit.jax")):
         pytest.importorskip(module.split(".")[1])

@@ -1,4 +1,6 @@
-"""ElementFormat.encode and decode: every code and midpoint with its float64 neighbours, every rounding, by exact fractions."""
+"""ElementFormat.encode and decode: every code and midpoint with its float64 neighbours, every rounding, by exact
+fractions.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,8 @@ every_format = pytest.mark.parametrize("fmt", ELEMENT_FORMATS + MORE, ids=str)
 every_rounding = pytest.mark.parametrize("rounding", [name for name in NAMES if name != "rs"])
 
 
-# ---- the oracle: lists of fractions ---------------------------------------------------------------------------------------
+# ---- the oracle: lists of fractions
+# ---------------------------------------------------------------------------------------
 
 
 @cache
@@ -50,7 +53,9 @@ def index_of(a, magnitudes, rounding, negative):
     if rounding in ("rz", "rp", "rm"):
         return low + (rounding != "rz" and (rounding == "rm") == negative)
     above = a - magnitudes[low] - (magnitudes[low + 1] - a)
-    powers = magnitudes[-1] == 2 * magnitudes[-2] == 4 * magnitudes[-3]  # no mantissa: the digit is the hidden 1, and odd
+    powers = (
+        magnitudes[-1] == 2 * magnitudes[-2] == 4 * magnitudes[-3]
+    )  # no mantissa: the digit is the hidden 1, and odd
     up_at_tie = {"rn": low % 2 == 1 or (powers and magnitudes[low] > 0), "rna": True, "rnz": False}[rounding]
     return low + (above > 0 or (above == 0 and up_at_tie))
 
@@ -74,7 +79,9 @@ def oracle(x, fmt, rounding, saturate):
 
 
 def points(fmt):
-    """Every value and midpoint with both float64 neighbours, beyond the largest, tiny and huge numbers; both signs; NaN."""
+    """Every value and midpoint with both float64 neighbours, beyond the largest, tiny and huge numbers; both signs;
+    NaN.
+    """
     magnitudes = magnitudes_of(fmt)
     middles = [(a + b) / 2 for a, b in pairwise(magnitudes)]
     beyond = [2 * magnitudes[-1], 5 * magnitudes[-1]]
@@ -84,7 +91,8 @@ def points(fmt):
     return np.concatenate([x, -x, [np.nan]])
 
 
-# ---- encode ---------------------------------------------------------------------------------------------------------------
+# ---- encode
+# ---------------------------------------------------------------------------------------------------------------
 
 
 @every_format
@@ -163,7 +171,8 @@ def test_new_formats_by_hand():
     assert E3M0.values[:8].tolist() == [0, 0.25, 0.5, 1, 2, 4, 8, 16]
 
 
-# ---- stochastic -----------------------------------------------------------------------------------------------------------
+# ---- stochastic
+# -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("fmt", [f for f in ELEMENT_FORMATS if f.has_zero], ids=str)
@@ -205,7 +214,8 @@ def test_stochastic_beyond_the_largest():
     assert E2M1.encode(0.3, "rs", random=np.uint8(200)) == 1
 
 
-# ---- arguments ------------------------------------------------------------------------------------------------------------
+# ---- arguments
+# ------------------------------------------------------------------------------------------------------------
 
 
 def test_shapes_and_kinds():
@@ -238,7 +248,11 @@ def test_nothing_is_written_to():
 @pytest.mark.parametrize(
     ("call", "kind", "message"),
     [
-        (lambda: E2M1.encode(1.0, "up"), ValueError, "E2M1.encode: rounding is 'up'; needs one of rn, rz, rna, rnz, rm, rp, rs"),
+        (
+            lambda: E2M1.encode(1.0, "up"),
+            ValueError,
+            "E2M1.encode: rounding is 'up'; needs one of rn, rz, rna, rnz, rm, rp, rs",
+        ),
         (lambda: E2M1.encode(1.0, 3), ValueError, "E2M1.encode: rounding is 3; needs one of"),
         (lambda: E2M1.encode("a"), TypeError, "E2M1.encode: x is <U1; needs numbers"),
         (lambda: E2M1.encode(True), TypeError, "E2M1.encode: x is bool; needs numbers"),
@@ -249,7 +263,11 @@ def test_nothing_is_written_to():
         (lambda: E2M1.encode(2**70), TypeError, "E2M1.encode: x is object; needs numbers"),
         (lambda: E2M1.encode(1.0, "rs"), ValueError, "random was not given with rounding='rs'"),
         (lambda: E2M1.encode(1.0, random=np.uint8(1)), ValueError, "random was given with rounding='rn'"),
-        (lambda: E2M1.encode([1.0], "rs", random=np.uint8(1)), ValueError, "random is uint8 (); needs uint8, uint16 or uint32"),
+        (
+            lambda: E2M1.encode([1.0], "rs", random=np.uint8(1)),
+            ValueError,
+            "random is uint8 (); needs uint8, uint16 or uint32",
+        ),
         (lambda: E2M1.encode(1.0, "rs", random=5), ValueError, "random is int64 (); needs uint8, uint16 or uint32"),
         (lambda: E2M1.decode(16), ValueError, "E2M1.decode: codes hold 16; needs 0 to 15"),
         (lambda: INT4.decode([-1]), ValueError, "INT4.decode: codes hold -1; needs 0 to 15"),

@@ -1,7 +1,7 @@
 """Every error of quantize, dequantize, fake_quantize, their checks, Quantized, layouts and recipes, by its whole text.
 
-Each says what came, what is needed and the way out. The errors of other operations are in their own tests, those of arrays that
-are no arrays in test_interop.py.
+Each says what came, what is needed and the way out. The errors of other operations are in their own tests, those of
+arrays that are no arrays in test_interop.py.
 """
 
 import re
@@ -277,7 +277,8 @@ ERRORS = {
     ),
     "both, amaxes of rows": (
         both("int8-modelopt-channel", tensor_amax=np.ones(len(X), np.float32)), ValueError,
-        "quantize_both: tensor_amax was given, but int8-modelopt-channel has one for each row, and other ones for columns; "
+        "quantize_both: tensor_amax was given, but int8-modelopt-channel has one for each row, and other ones for "
+        "columns; "
         "leave it out, or call quantize with axis=-1 and with axis=-2",
     ),
     "both, float64": (
@@ -341,5 +342,7 @@ def test_cuda_arrays_need_cupy(x, operation):
 
 
 def test_other_devices_have_their_own_way_out():
-    with pytest.raises(NotImplementedError, match=r"^quantize: x is on metal:0; .* x\.cpu\(\) or jax\.device_get\(x\)$"):
+    with pytest.raises(
+        NotImplementedError, match=r"^quantize: x is on metal:0; .* x\.cpu\(\) or jax\.device_get\(x\)$"
+    ):
         fp4kit.quantize(OnDevice(8), "nvfp4-te")

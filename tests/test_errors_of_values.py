@@ -225,14 +225,21 @@ def test_error(call, error, text):
 
 
 TYPOS = {
-    "nvfp4_te": "nvfp4-te", "NVFP4-TE": "nvfp4-te", "mxfp4-ocpp": "mxfp4-ocp", "mxfp8te": "mxfp8-te", "int4qat": "int4-qat",
-    "nvfp4-flashinfer-precice": "nvfp4-flashinfer-precise", "mxfp4-torchao-flor": "mxfp4-torchao-floor",
-}  # fmt: skip
+    "nvfp4_te": "nvfp4-te",
+    "NVFP4-TE": "nvfp4-te",
+    "mxfp4-ocpp": "mxfp4-ocp",
+    "mxfp8te": "mxfp8-te",
+    "int4qat": "int4-qat",
+    "nvfp4-flashinfer-precice": "nvfp4-flashinfer-precise",
+    "mxfp4-torchao-flor": "mxfp4-torchao-floor",
+}
 
 
 @pytest.mark.parametrize("typo, name", TYPOS.items())
 def test_an_unknown_recipe_suggests_the_nearest(typo, name):
-    with pytest.raises(ValueError, match=f"^{re.escape(f'quantize: no recipe is called {typo!r}; did you mean {name!r}')}"):
+    with pytest.raises(
+        ValueError, match=f"^{re.escape(f'quantize: no recipe is called {typo!r}; did you mean {name!r}')}"
+    ):
         fp4kit.quantize(X, typo)
 
 

@@ -1,4 +1,6 @@
-"""The kernels of fake quantization, of its gradient and of requantize give the bytes of the specification. See host/README.md."""
+"""The kernels of fake quantization, of its gradient and of requantize give the bytes of the specification. See
+host/README.md.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""fake_quantize and its straight-through gradient: against dequantize(quantize(x)), and against plain statements of the formulas.
+"""fake_quantize and its straight-through gradient: against dequantize(quantize(x)), and against plain statements of the
+formulas.
 
 The recorded outputs of the producers' fake quantizers are in test_golden.py.
 """
@@ -23,7 +24,8 @@ X = ORDINARY
 inputs = pytest.mark.parametrize("x", INPUTS.values(), ids=INPUTS)
 
 
-# ---- forward ----------------------------------------------------------------------------------------------------------
+# ---- forward
+# ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", WITHOUT_RULE)
@@ -81,13 +83,17 @@ def test_int8_by_its_formula(name, low, high):
 
 
 def test_nvfp4_modelopt_fake_loses_tiny_tensors():
-    """Its block scales below 1e-5 count as 1, so a tensor with an amax below 6e-5 becomes zero; real quantization keeps it."""
+    """Its block scales below 1e-5 count as 1, so a tensor with an amax below 6e-5 becomes zero; real quantization keeps
+    it.
+    """
     x = X * np.float32(1e-6)
     assert not fp4kit.fake_quantize(x, "nvfp4-modelopt-fake").any()
     assert fp4kit.dequantize(fp4kit.quantize(x, "nvfp4-modelopt")).any()
 
 
-@pytest.mark.parametrize("name", [name for name in WITH_RULE if RECIPES[name].block == (1, 16) and RECIPES[name].fake_only])
+@pytest.mark.parametrize(
+    "name", [name for name in WITH_RULE if RECIPES[name].block == (1, 16) and RECIPES[name].fake_only]
+)
 def test_fake_nvfp4_is_the_real_one_on_ordinary_data(name):
     """Within the last bits of the scales: the rules differ in the order of their operations."""
     x = np.random.default_rng(1).standard_normal((64, 64)).astype(np.float32)
@@ -154,7 +160,9 @@ def test_calibrated_block_amaxes():
     amax = np.abs(X).reshape(128, 8, 16).max(axis=-1)
     y = fp4kit.fake_quantize(X, name)
     assert_same_bits(fp4kit.fake_quantize(X, name, block_amax=amax), y)
-    assert_same_bits(fp4kit.fake_quantize(X.reshape(2, 64, 128), name, block_amax=amax.reshape(2, 64, 8)).reshape(X.shape), y)
+    assert_same_bits(
+        fp4kit.fake_quantize(X.reshape(2, 64, 128), name, block_amax=amax.reshape(2, 64, 8)).reshape(X.shape), y
+    )
     assert not np.array_equal(fp4kit.fake_quantize(X, name, block_amax=amax / 2), y)
 
 
@@ -180,7 +188,8 @@ def test_zero_size(name, shape):
         assert fp4kit.fake_quantize_backward(x, x, name, pass_through=pass_through).shape == shape
 
 
-# ---- backward -----------------------------------------------------------------------------------------------------------
+# ---- backward
+# -----------------------------------------------------------------------------------------------------------
 
 GRAD = np.random.default_rng(9).standard_normal((128, 128)).astype(np.float32)
 GRAD.setflags(write=False)
@@ -237,7 +246,9 @@ def test_clip_in_more_dimensions():
     out = fp4kit.fake_quantize_backward(grad, x, "fp8-modelopt-channel", amax=amax, pass_through=False)
     assert_same_bits(out, np.where(np.abs(x) <= amax[..., None], grad, np.float32(0)))
     seen = np.repeat(x, 2, axis=1)[:, ::2]
-    assert_same_bits(fp4kit.fake_quantize_backward(grad, seen, "fp8-modelopt-channel", amax=amax, pass_through=False), out)
+    assert_same_bits(
+        fp4kit.fake_quantize_backward(grad, seen, "fp8-modelopt-channel", amax=amax, pass_through=False), out
+    )
 
 
 @pytest.mark.parametrize("name", ["mxfp4-ocp", "mxfp8-te-2d", "nvfp4-te", "int8-modelopt-channel", "int4-qat"])

@@ -36,7 +36,9 @@ def test_gguf_blocks(shape, format):
     raw = layouts.pack_gguf(packed, scales, format)
     rows = zip(codes.reshape(-1, K), scales.reshape(-1, scales.shape[-1]), strict=True) if codes.size else ()
     expected = np.array([list(stated_bytes(*row, format)) for row in rows], np.uint8)
-    assert_same_bits(raw, expected.reshape(*lead, K // layouts.GGUF_BLOCKS[format].elements * layouts.GGUF_BLOCKS[format].bytes))
+    assert_same_bits(
+        raw, expected.reshape(*lead, K // layouts.GGUF_BLOCKS[format].elements * layouts.GGUF_BLOCKS[format].bytes)
+    )
     for ours, given in zip(layouts.unpack_gguf(raw, format), (packed, scales), strict=True):
         assert_same_bits(ours, given)
 
@@ -69,46 +71,56 @@ def test_mlx_words(shape):
 B = random_bytes
 ERRORS = {
     "another format": (
-        partial(layouts.pack_gguf, B(2, 32), B(2, 2), "mxfp8"), ValueError,
+        partial(layouts.pack_gguf, B(2, 32), B(2, 2), "mxfp8"),
+        ValueError,
         "pack_gguf: format is 'mxfp8'; needs one of mxfp4, nvfp4, which llama.cpp has",
     ),
     "wrong codes": (
-        partial(layouts.pack_gguf, B(2, 32).astype(int), B(2, 2), "mxfp4"), TypeError,
+        partial(layouts.pack_gguf, B(2, 32).astype(int), B(2, 2), "mxfp4"),
+        TypeError,
         "pack_gguf: codes are int64; needs uint8",
     ),
     "wrong scales": (
-        partial(layouts.pack_gguf, B(2, 32), np.ones((2, 2), np.float32), "mxfp4"), TypeError,
+        partial(layouts.pack_gguf, B(2, 32), np.ones((2, 2), np.float32), "mxfp4"),
+        TypeError,
         "pack_gguf: scales are float32; needs uint8",
     ),
     "32 elements of NVFP4": (
-        partial(layouts.pack_gguf, B(2, 16), B(2, 2), "nvfp4"), ValueError,
+        partial(layouts.pack_gguf, B(2, 16), B(2, 2), "nvfp4"),
+        ValueError,
         "pack_gguf: the last axis of packed has length 16; nvfp4 has blocks of 64 elements; needs a multiple of 32",
     ),
     "scales that do not fit": (
-        partial(layouts.pack_gguf, B(2, 32), B(2, 4), "mxfp4"), ValueError,
+        partial(layouts.pack_gguf, B(2, 32), B(2, 4), "mxfp4"),
+        ValueError,
         "pack_gguf: scales are (2, 4); packed (2, 32) of mxfp4 needs (2, 2), linear",
     ),
     "half a block": (
-        partial(layouts.unpack_gguf, B(2, 16), "mxfp4"), ValueError,
+        partial(layouts.unpack_gguf, B(2, 16), "mxfp4"),
+        ValueError,
         "unpack_gguf: the last axis of raw has length 16; a block of mxfp4 has 17 bytes; needs a multiple of 17",
     ),
     "one byte": (
-        partial(layouts.unpack_gguf, np.array(1, np.uint8), "mxfp4"), ValueError,
+        partial(layouts.unpack_gguf, np.array(1, np.uint8), "mxfp4"),
+        ValueError,
         "unpack_gguf: bytes are 0-d; needs at least one axis",
     ),
     "half a word": (
-        partial(layouts.pack_mlx, B(2, 6)), ValueError,
+        partial(layouts.pack_mlx, B(2, 6)),
+        ValueError,
         "pack_mlx: the last axis of packed has length 6; a word has 4 bytes; needs a multiple of 4",
     ),
     "bytes for words": (
-        partial(layouts.unpack_mlx, B(2, 4)), TypeError,
+        partial(layouts.unpack_mlx, B(2, 4)),
+        TypeError,
         "unpack_mlx: words are uint8; needs uint32",
     ),
     "one word": (
-        partial(layouts.unpack_mlx, np.array(1, np.uint32)), ValueError,
+        partial(layouts.unpack_mlx, np.array(1, np.uint32)),
+        ValueError,
         "unpack_mlx: words are 0-d; needs at least one axis",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", ERRORS)

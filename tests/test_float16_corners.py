@@ -34,11 +34,14 @@ def blocks_of(amaxes: np.ndarray) -> np.ndarray:
     return x
 
 
-# ---- compressed-tensors ---------------------------------------------------------------------------------------------------
+# ---- compressed-tensors
+# ---------------------------------------------------------------------------------------------------
 
 
 def masked_scales(amaxes: np.ndarray, element) -> np.ndarray:
-    """round_to_power_2 and generate_mx_scales, by the bits of the dtype: exponents of scales, and 0 where the scale is 0."""
+    """round_to_power_2 and generate_mx_scales, by the bits of the dtype: exponents of scales, and 0 where the scale is
+    0.
+    """
     dtype = amaxes.dtype
     mantissa = {F16: 10, BF16: 7}[dtype]
     add = 1 << mantissa - (3 if element.bits == 6 else 1) - 1
@@ -65,7 +68,8 @@ def test_scales_of_compressed_tensors(bits, dtype, either_engine):
         assert bits == 8 or not (codes[is_lost] & (r.element.sign_bit - 1)).any()
 
 
-# ---- auto-round -----------------------------------------------------------------------------------------------------------
+# ---- auto-round
+# -----------------------------------------------------------------------------------------------------------
 
 FP4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
 BY_MX = [(4, ""), (4, "-rceil"), (4, "-rceil-v2"), (8, ""), (8, "-rceil")]
@@ -77,7 +81,9 @@ def without_packing(x: np.ndarray, name: str):
 
 
 def pack_fp4(y: np.ndarray) -> np.ndarray:
-    """_pack_fp4_to_uint8: the first of the least distances, which is 0 for NaN, and the sign bit, which x86 sets in a NaN."""
+    """_pack_fp4_to_uint8: the first of the least distances, which is 0 for NaN, and the sign bit, which x86 sets in a
+    NaN.
+    """
     distance = np.abs(np.abs(y.astype(np.float64))[..., None] - FP4)
     codes = np.argmin(np.where(np.isnan(distance), 0, distance), axis=-1)
     return codes | (np.signbit(y) | np.isnan(y)) << 3
@@ -92,7 +98,9 @@ def pack_fp8(y: np.ndarray) -> np.ndarray:
 @pytest.mark.parametrize("dtype", [F16, BF16, np.dtype(np.float32)], ids=str)
 @pytest.mark.parametrize(("bits", "rule"), BY_MX)
 def test_auto_round_packs_values_of_the_dtype(bits, rule, dtype, either_engine):
-    """QuantLinear.pack divides T(value) by T(2^e): both may be 0 or infinite in float16, values may be infinite in any dtype."""
+    """QuantLinear.pack divides T(value) by T(2^e): both may be 0 or infinite in float16, values may be infinite in any
+    dtype.
+    """
     name = f"mxfp{bits}-auto-round{rule}"
     amaxes = every_amax(BF16 if dtype == np.float32 else dtype)
     amaxes = np.concatenate([amaxes[:700], amaxes[5000:5300], amaxes[-1100:]]).astype(dtype)
@@ -103,7 +111,9 @@ def test_auto_round_packs_values_of_the_dtype(bits, rule, dtype, either_engine):
         quotients = (fp4kit.dequantize(first, dtype) / scale).astype(dtype)
     np.testing.assert_array_equal(codes_of(q), (pack_fp4 if bits == 4 else pack_fp8)(quotients))
     tiny = np.flatnonzero(scale[:, 0] == 0)
-    assert len(tiny) == ({"": 3, "-rceil": 3, "-rceil-v2": 3} if bits == 4 else {"": 255, "-rceil": 224})[rule] * (dtype == F16)
+    assert len(tiny) == ({"": 3, "-rceil": 3, "-rceil-v2": 3} if bits == 4 else {"": 255, "-rceil": 224})[rule] * (
+        dtype == F16
+    )
     overflows = np.isinf(fp4kit.dequantize(first, dtype).astype(np.float32)).any(axis=1)
     assert overflows.any() == (rule != "")
 
@@ -118,7 +128,10 @@ def test_a_ratio_that_underflows_makes_nan(bits, rule, top, either_engine):
     assert (q.block_scale == 0).all() and is_lost[:top].all() and not is_lost[top:].any()
 
 
-SUBNORMAL = [(F16, 2.0**-24, (23, 29, 101)), (BF16, 2.0**-133, (6.8e6, 2.0**30))]  # dtype, its least number, amaxes of tensors
+SUBNORMAL = [
+    (F16, 2.0**-24, (23, 29, 101)),
+    (BF16, 2.0**-133, (6.8e6, 2.0**30)),
+]  # dtype, its least number, amaxes of tensors
 
 
 @pytest.mark.parametrize(("dtype", "least", "tops"), SUBNORMAL, ids=str)

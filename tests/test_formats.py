@@ -37,7 +37,17 @@ def by_name(fmt):
 
 @pytest.mark.parametrize("fmt", FLOATS, ids=by_name)
 def test_facts(fmt):
-    facts = (fmt.bits, fmt.sign_bit, fmt.emin, fmt.emax, fmt.max, fmt.min_normal, fmt.min_subnormal, fmt.max_code, fmt.nan_code)
+    facts = (
+        fmt.bits,
+        fmt.sign_bit,
+        fmt.emin,
+        fmt.emax,
+        fmt.max,
+        fmt.min_normal,
+        fmt.min_subnormal,
+        fmt.max_code,
+        fmt.nan_code,
+    )
     assert facts == FLOAT_FACTS[fmt]
 
 

@@ -12,7 +12,8 @@ from fp4kit.reference.codec import decode
 
 
 def four_over_six(x, amax, error, scale_max):
-    """Scale and values of one block (rows, 16), in scalar float32: its maximum at 6, or at 4 where that has the smaller error.
+    """Scale and values of one block (rows, 16), in scalar float32: its maximum at 6, or at 4 where that has the smaller
+    error.
 
     Errors are summed along each row in order, and those of the 16 rows as a tree: i with i + 8, then + 4, + 2, + 1.
     """

@@ -1,4 +1,6 @@
-"""Quantized.from_parts: the dtypes, orders, directions and shapes that checkpoints and loaders have, and what is refused."""
+"""Quantized.from_parts: the dtypes, orders, directions and shapes that checkpoints and loaders have, and what is
+refused.
+"""
 
 import re
 from dataclasses import replace
@@ -135,8 +137,12 @@ def test_a_divisor_is_inverted_as_float32():
     divisors = np.exp2(rng.uniform(-120, 120, 4000)).astype(F32)
     packed, scales = np.zeros((4000, 1, 8), np.uint8), np.zeros((4000, 1, 1), np.uint8)
     found = Quantized.from_parts(packed, scales, divisors, recipe="nvfp4-compressed-tensors", tensor_scale_divides=True)
-    assert_same_bits(found.tensor_scale, (1 / divisors.astype(np.float64)).astype(F32))  # 53 bits: rounded twice as once
-    found = Quantized.from_parts(packed[0], scales[0], np.float64(2.0**127), recipe="nvfp4-te", tensor_scale_divides=True)
+    assert_same_bits(
+        found.tensor_scale, (1 / divisors.astype(np.float64)).astype(F32)
+    )  # 53 bits: rounded twice as once
+    found = Quantized.from_parts(
+        packed[0], scales[0], np.float64(2.0**127), recipe="nvfp4-te", tensor_scale_divides=True
+    )
     assert found.tensor_scale == 2.0**-127
 
 
@@ -146,7 +152,9 @@ def test_swizzled_scales_of_any_shape(layout):
     assert_same(built(q, scale_layout=layout), q)
     if layout != "linear":
         assert_same(built(q, block_scale=q.block_scale.reshape(-1), scale_layout=layout), q)
-        with pytest.raises(ValueError, match=r"^Quantized: block_scale is uint8 \(99,\); nvfp4-te of \(100, 48\) needs uint8 "):
+        with pytest.raises(
+            ValueError, match=r"^Quantized: block_scale is uint8 \(99,\); nvfp4-te of \(100, 48\) needs uint8 "
+        ):
             built(q, block_scale=q.block_scale.reshape(-1)[:99], scale_layout=layout)
 
 
@@ -171,7 +179,13 @@ def test_torch_tensors(name):
     """With the dtypes of its loaders, without copies; a Parameter too. Values are those of NumPy's parts."""
     torch = pytest.importorskip("torch")
     q = fp4kit.quantize(X, name)
-    names = {"E2M1": "float4_e2m1fn_x2", "E4M3": "float8_e4m3fn", "E5M2": "float8_e5m2", "INT8": "int8", "E8M0": "float8_e8m0fnu"}
+    names = {
+        "E2M1": "float4_e2m1fn_x2",
+        "E4M3": "float8_e4m3fn",
+        "E5M2": "float8_e5m2",
+        "INT8": "int8",
+        "E8M0": "float8_e8m0fnu",
+    }
     codes, scales = torch.from_numpy(q.packed), None if q.block_scale is None else torch.from_numpy(q.block_scale)
     numbers = None if q.tensor_scale is None else torch.from_numpy(q.tensor_scale)
     for typed in (False, True):
@@ -208,92 +222,153 @@ NVFP4, MXFP8, FP6, INT = (
 )
 WRONG = {  # arguments, the error, what it says
     "codes of another format": (
-        MXFP8, {"packed": MXFP8.packed.view(ml_dtypes.float8_e5m2)}, TypeError,
+        MXFP8,
+        {"packed": MXFP8.packed.view(ml_dtypes.float8_e5m2)},
+        TypeError,
         "from_parts: packed is float8_e5m2; mxfp8-te has elements of E4M3; needs float8_e4m3fn or uint8 or int8",
     ),
     "codes as words": (
-        NVFP4, {"packed": NVFP4.packed.view(np.uint32)}, TypeError,
-        "from_parts: packed is uint32; nvfp4-te has elements of E2M1; needs float4_e2m1fn or float4_e2m1fn_x2 or uint8 or int8",
+        NVFP4,
+        {"packed": NVFP4.packed.view(np.uint32)},
+        TypeError,
+        "from_parts: packed is uint32; nvfp4-te has elements of E2M1; needs float4_e2m1fn or float4_e2m1fn_x2 or "
+        "uint8 or int8",
     ),
-    "no codes": (NVFP4, {"packed": [1, 2]}, TypeError, "from_parts: packed is a builtins.list; needed is a NumPy array"),
+    "no codes": (
+        NVFP4,
+        {"packed": [1, 2]},
+        TypeError,
+        "from_parts: packed is a builtins.list; needed is a NumPy array",
+    ),
     "one code": (NVFP4, {"packed": np.uint8(1)}, ValueError, "from_parts: packed is 0-d; needs at least one axis"),
     "odd codes": (
-        NVFP4, {"packed": np.zeros((4, 63), ml_dtypes.float4_e2m1fn)}, ValueError,
+        NVFP4,
+        {"packed": np.zeros((4, 63), ml_dtypes.float4_e2m1fn)},
+        ValueError,
         "from_parts: packed holds 63 codes along its last axis; two share a byte, so it must be even",
     ),
     "codes of more than 6 bits": (
-        FP6, {"packed": FP6.packed | 0x40}, ValueError,
+        FP6,
+        {"packed": FP6.packed | 0x40},
+        ValueError,
         "from_parts: packed holds bytes above 63; needs one code of 6 bits a byte; unpack it first",
     ),
     "nibbles of bytes": (
-        MXFP8, {"high_nibble_first": True}, ValueError,
+        MXFP8,
+        {"high_nibble_first": True},
+        ValueError,
         "from_parts: high_nibble_first is True, and packed holds one code a byte; leave it out",
     ),
     "nibbles of codes one a byte": (
-        NVFP4, {"packed": np.zeros((4, 64), ml_dtypes.float4_e2m1fn), "high_nibble_first": True}, ValueError,
+        NVFP4,
+        {"packed": np.zeros((4, 64), ml_dtypes.float4_e2m1fn), "high_nibble_first": True},
+        ValueError,
         "from_parts: high_nibble_first is True, and packed holds one code a byte; leave it out",
     ),
     "scales of another format": (
-        NVFP4, {"block_scale": NVFP4.block_scale.view(ml_dtypes.float8_e8m0fnu)}, TypeError,
-        "from_parts: block_scale is float8_e8m0fnu; nvfp4-te has block scales of E4M3; needs float8_e4m3fn, or uint8 or int8",
+        NVFP4,
+        {"block_scale": NVFP4.block_scale.view(ml_dtypes.float8_e8m0fnu)},
+        TypeError,
+        "from_parts: block_scale is float8_e8m0fnu; nvfp4-te has block scales of E4M3; needs float8_e4m3fn, or "
+        "uint8 or int8",
     ),
     "E4M3 scales of MXFP8": (
-        MXFP8, {"block_scale": MXFP8.block_scale.view(ml_dtypes.float8_e4m3fn)}, TypeError,
-        "from_parts: block_scale is float8_e4m3fn; mxfp8-te has block scales of E8M0; needs float8_e8m0fnu, or uint8 or int8",
+        MXFP8,
+        {"block_scale": MXFP8.block_scale.view(ml_dtypes.float8_e4m3fn)},
+        TypeError,
+        "from_parts: block_scale is float8_e4m3fn; mxfp8-te has block scales of E8M0; needs float8_e8m0fnu, or "
+        "uint8 or int8",
     ),
     "scales as numbers": (
-        NVFP4, {"block_scale": np.ones((4, 4), F32)}, TypeError,
+        NVFP4,
+        {"block_scale": np.ones((4, 4), F32)},
+        TypeError,
         "from_parts: block_scale is float32; nvfp4-te has block scales of E4M3; needs float8_e4m3fn",
     ),
     "scales that are none": (
-        INT, {"block_scale": np.ones((4, 4), F32)}, ValueError,
+        INT,
+        {"block_scale": np.ones((4, 4), F32)},
+        ValueError,
         "Quantized: block_scale is float32 (4, 4); int8-modelopt of (4, 64) needs None",
     ),
     "scales of another shape": (
-        NVFP4, {"block_scale": NVFP4.block_scale[:, :3]}, ValueError,
+        NVFP4,
+        {"block_scale": NVFP4.block_scale[:, :3]},
+        ValueError,
         "Quantized: block_scale is uint8 (4, 3); nvfp4-te of (4, 64) needs uint8 (4, 4)",
     ),
     "integers as a tensor scale": (
-        NVFP4, {"tensor_scale": np.array([1])}, TypeError, "from_parts: tensor_scale is int64; needs float32, or another float",
+        NVFP4,
+        {"tensor_scale": np.array([1])},
+        TypeError,
+        "from_parts: tensor_scale is int64; needs float32, or another float",
     ),
     "a Python int": (NVFP4, {"tensor_scale": 1}, TypeError, "from_parts: tensor_scale is a builtins.int; needed is"),
     "a number that is no float32": (
-        NVFP4, {"tensor_scale": 0.1}, ValueError,
+        NVFP4,
+        {"tensor_scale": 0.1},
+        ValueError,
         "from_parts: tensor_scale holds 0.1, which is no float32; needs the number of the file, or",
     ),
-    "too large a number": (NVFP4, {"tensor_scale": 1e39}, ValueError, "from_parts: tensor_scale holds 1e+39, which is no"),
+    "too large a number": (
+        NVFP4,
+        {"tensor_scale": 1e39},
+        ValueError,
+        "from_parts: tensor_scale holds 1e+39, which is no",
+    ),
     "zero that divides": (
-        NVFP4, {"tensor_scale": F32([-0.0]), "tensor_scale_divides": True}, ValueError,
+        NVFP4,
+        {"tensor_scale": F32([-0.0]), "tensor_scale_divides": True},
+        ValueError,
         "from_parts: tensor_scale holds 0, and tensor_scale_divides; needs positive numbers",
     ),
     "nothing that divides": (
-        MXFP8, {"tensor_scale_divides": True}, ValueError,
+        MXFP8,
+        {"tensor_scale_divides": True},
+        ValueError,
         "from_parts: tensor_scale_divides is True, and tensor_scale None; leave it out",
     ),
     "a negative divisor": (
-        NVFP4, {"tensor_scale": -1.0, "tensor_scale_divides": True}, ValueError, "Quantized: tensor_scale is negative;",
+        NVFP4,
+        {"tensor_scale": -1.0, "tensor_scale_divides": True},
+        ValueError,
+        "Quantized: tensor_scale is negative;",
     ),
     "a NaN that the rule does not give": (
-        NVFP4, {"tensor_scale": F32(np.nan), "recipe": "nvfp4-compressed-tensors"}, ValueError, "Quantized: tensor_scale is NaN;",
+        NVFP4,
+        {"tensor_scale": F32(np.nan), "recipe": "nvfp4-compressed-tensors"},
+        ValueError,
+        "Quantized: tensor_scale is NaN;",
     ),
     "tensor scales of seven": (
-        NVFP4, {"tensor_scale": np.ones(7, F32)}, ValueError,
+        NVFP4,
+        {"tensor_scale": np.ones(7, F32)},
+        ValueError,
         "Quantized: tensor_scale is float32 (7,); nvfp4-te of (4, 64) needs float32 ()",
     ),
     "tensor scale of mx": (
-        MXFP8, {"tensor_scale": 1.0}, ValueError,
+        MXFP8,
+        {"tensor_scale": 1.0},
+        ValueError,
         "Quantized: tensor_scale is float32 (); mxfp8-te of (4, 64) needs None, as it has no tensor scale",
     ),
     "a fake quantizer": (
-        NVFP4, {"recipe": "nvfp4-modelopt-fake"}, ValueError,
+        NVFP4,
+        {"recipe": "nvfp4-modelopt-fake"},
+        ValueError,
         "from_parts: nvfp4-modelopt-fake is a fake quantizer and has values only; needs a recipe with codes",
     ),
     "an axis": (NVFP4, {"axis": 2}, ValueError, "from_parts: axis 2 of a 2-d array; needs -2 to 1"),
     "a shape": (NVFP4, {"shape": (4, 48)}, ValueError, "Quantized: packed is uint8 (4, 32); nvfp4-te of (4, 48) needs"),
-    "a layout": (NVFP4, {"scale_layout": "tiled"}, ValueError, "from_parts: scale_layout is 'tiled'; needs one of linear, "),
+    "a layout": (
+        NVFP4,
+        {"scale_layout": "tiled"},
+        ValueError,
+        "from_parts: scale_layout is 'tiled'; needs one of linear, ",
+    ),
     "a dtype": (NVFP4, {"dtype": np.int32}, TypeError, "Quantized: dtype is int32; needs float32, float16 or bfloat16"),
     "an id": (NVFP4, {"recipe": "nvfp4-tee"}, ValueError, "from_parts: no recipe is called 'nvfp4-tee'"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", WRONG)
@@ -306,9 +381,13 @@ def test_what_is_refused(case):
 def test_missing_parts():
     with pytest.raises(TypeError, match=r"^from_parts: packed is None; needs the codes$"):
         Quantized.from_parts(None, NVFP4.block_scale, NVFP4.tensor_scale, recipe="nvfp4-te")
-    with pytest.raises(ValueError, match=r"^Quantized: block_scale is None; nvfp4-te of \(4, 64\) needs uint8 \(4, 4\)$"):
+    with pytest.raises(
+        ValueError, match=r"^Quantized: block_scale is None; nvfp4-te of \(4, 64\) needs uint8 \(4, 4\)$"
+    ):
         Quantized.from_parts(NVFP4.packed, None, NVFP4.tensor_scale, recipe="nvfp4-te")
-    with pytest.raises(ValueError, match=r"^Quantized: tensor_scale is None; nvfp4-te of \(4, 64\) needs float32 \(\)$"):
+    with pytest.raises(
+        ValueError, match=r"^Quantized: tensor_scale is None; nvfp4-te of \(4, 64\) needs float32 \(\)$"
+    ):
         Quantized.from_parts(NVFP4.packed, NVFP4.block_scale, recipe="nvfp4-te")
 
 

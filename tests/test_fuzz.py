@@ -15,7 +15,8 @@ from fp4kit.evidence.fuzz.draw import OPERATIONS, Pool, draw
 from fp4kit.evidence.fuzz.recipes import CHANGES, Variant, draw_variant
 from fp4kit.recipes import RECIPES, Recipe
 
-# ---- the specification --------------------------------------------------------------------------------------------------
+# ---- the specification
+# --------------------------------------------------------------------------------------------------
 
 
 def test_nothing_is_wrong_with_the_specification():
@@ -63,9 +64,16 @@ def test_every_field_is_changed():
 
 def test_a_pool_restricts_what_is_drawn():
     pool = Pool(
-        recipes=("mxfp4-ocp", "nvfp4-te"), dtypes=("float16",), layouts=("linear",), operations=("quantize", "plan"),
-        roundings=("nearest",), hadamard=(False,), changes=0, faults=False, largest=1 << 10,
-    )  # fmt: skip
+        recipes=("mxfp4-ocp", "nvfp4-te"),
+        dtypes=("float16",),
+        layouts=("linear",),
+        operations=("quantize", "plan"),
+        roundings=("nearest",),
+        hadamard=(False,),
+        changes=0,
+        faults=False,
+        largest=1 << 10,
+    )
     for number in range(100):
         case, _ = draw(number, pool)
         assert case.operation in pool.operations and case.recipe in (Variant("mxfp4-ocp"), Variant("nvfp4-te"))
@@ -78,7 +86,9 @@ def test_a_pool_of_unknown_names_is_an_error():
         Pool(operations=("quantise",))
     with pytest.raises(ValueError, match="fuzz: layouts holds nothing; needs some of linear, "):
         Pool(layouts=())
-    with pytest.raises(ValueError, match="fuzz: operations transpose are not defined for any of the recipes; take others"):
+    with pytest.raises(
+        ValueError, match="fuzz: operations transpose are not defined for any of the recipes; take others"
+    ):
         draw(0, Pool(recipes=("mxfp4-ocp",), operations=("transpose",)))
 
 
@@ -90,7 +100,8 @@ def test_a_pool_of_variants():
     assert {case.recipe for case in drawn if case.operation == "transpose"} == {variant}
 
 
-# ---- planted faults -----------------------------------------------------------------------------------------------------
+# ---- planted faults
+# -----------------------------------------------------------------------------------------------------
 
 
 def another_recipe(right, x, recipe, **options):
@@ -101,7 +112,9 @@ def another_recipe(right, x, recipe, **options):
 
 def ignored_option(right, x, *arguments, scale_layout="linear", **options):
     """Scales of 8x4 tiles are those of 128x4 tiles."""
-    return right(x, *arguments, scale_layout="swizzled_128x4" if scale_layout == "swizzled_8x4" else scale_layout, **options)
+    return right(
+        x, *arguments, scale_layout="swizzled_128x4" if scale_layout == "swizzled_8x4" else scale_layout, **options
+    )
 
 
 def ignored_amax(right, x, *arguments, tensor_amax=None, **options):
@@ -191,7 +204,9 @@ def test_a_fault_of_the_specification_alone_is_found(monkeypatch):
     assert executed(failure.script) == ""
 
 
-@pytest.mark.parametrize("operation", ["quantize_both", "quantize_grouped", "plan", "transpose", "partial", "master_weights"])
+@pytest.mark.parametrize(
+    "operation", ["quantize_both", "quantize_grouped", "plan", "transpose", "partial", "master_weights"]
+)
 def test_invariants_find_a_wrong_quantize(operation, monkeypatch):
     """The single call is wrong, and what it must agree with is right."""
     right = fp4kit.quantize
@@ -203,7 +218,9 @@ def test_invariants_find_a_wrong_quantize(operation, monkeypatch):
         return q
 
     monkeypatch.setattr(fp4kit, "quantize", wrong)
-    report = fuzz.run(None, 600, 6, cases=40, pool=replace(SMALL, operations=(operation,), faults=False), shrink_seconds=0)
+    report = fuzz.run(
+        None, 600, 6, cases=40, pool=replace(SMALL, operations=(operation,), faults=False), shrink_seconds=0
+    )
     assert "broken" in {failure.kind for failure in report.failures}
 
 

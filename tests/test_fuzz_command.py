@@ -22,7 +22,8 @@ from fp4kit.evidence.fuzz.print_repro import script
 from fp4kit.evidence.fuzz.recipes import Variant
 from fp4kit.evidence.fuzz.shrink import shrink
 
-# ---- shrinking and printing ---------------------------------------------------------------------------------------------
+# ---- shrinking and printing
+# ---------------------------------------------------------------------------------------------
 
 
 def test_shrinking_is_greedy():
@@ -83,7 +84,8 @@ def test_agreement_compares_what_is_yielded(away):
     replay.agree(program, np)
 
 
-# ---- the command --------------------------------------------------------------------------------------------------------
+# ---- the command
+# --------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -104,7 +106,11 @@ def test_the_command(without_engines, capsys):
     assert "12 cases, " in out and " 0 failures" in out
     assert main([*arguments, "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
-    assert report["schema"] == "fp4kit.fuzz/1" and set(report["operations"]) == {"pack", "amax"} and report["failures"] == []
+    assert (
+        report["schema"] == "fp4kit.fuzz/1"
+        and set(report["operations"]) == {"pack", "amax"}
+        and report["failures"] == []
+    )
 
 
 @pytest.mark.parametrize("processes", ["1", *exhaustive(["2"])])

@@ -1,6 +1,8 @@
-"""The fuzz on kernels that the host runs: drawn calls of the public functions on played CuPy arrays, against the specification.
+"""The fuzz on kernels that the host runs: drawn calls of the public functions on played CuPy arrays, against the
+specification.
 
-Cases of a pool share few recipes, dtypes and layouts, so that few kernels are compiled for many cases. See host/README.md.
+Cases of a pool share few recipes, dtypes and layouts, so that few kernels are compiled for many cases. See
+host/README.md.
 """
 
 from __future__ import annotations
@@ -26,17 +28,35 @@ FLOATS = ("float32", "bfloat16")
 # name: recipes, variants, dtypes, and how many fields of a recipe are changed at most
 POOLS: dict[str, Pool] = {
     "te": Pool(
-        recipes=("nvfp4-te", "nvfp4-te-2d", "nvfp4-te-4over6-mse-256", "nvfp4-te-4over6-mae-448-2d"), dtypes=FLOATS, changes=0
+        recipes=("nvfp4-te", "nvfp4-te-2d", "nvfp4-te-4over6-mse-256", "nvfp4-te-4over6-mae-448-2d"),
+        dtypes=FLOATS,
+        changes=0,
     ),
-    "flashinfer": Pool(recipes=("nvfp4-flashinfer", "mxfp4-flashinfer", "mxfp8-flashinfer"), dtypes=("bfloat16",), changes=0),
+    "flashinfer": Pool(
+        recipes=("nvfp4-flashinfer", "mxfp4-flashinfer", "mxfp8-flashinfer"), dtypes=("bfloat16",), changes=0
+    ),
     "without blocks": Pool(
-        recipes=("fp8-modelopt", "fp8-modelopt-channel", "int8-modelopt-channel", "int4-modelopt", "nvfp4-te-rowscaled"),
+        recipes=(
+            "fp8-modelopt",
+            "fp8-modelopt-channel",
+            "int8-modelopt-channel",
+            "int4-modelopt",
+            "nvfp4-te-rowscaled",
+        ),
         dtypes=("float32", "float16"),
         changes=0,
     ),
     "fake": Pool(
         recipes=("nvfp4-modelopt-fake", "mxfp4-modelopt-fake", "nvfp4-modelopt-static-fake", "mxfp4-microxcaling-even"),
-        operations=("fake_quantize", "fake_quantize_grouped", "backward", "backward_grouped", "amax", "amax_grouped", "plan"),
+        operations=(
+            "fake_quantize",
+            "fake_quantize_grouped",
+            "backward",
+            "backward_grouped",
+            "amax",
+            "amax_grouped",
+            "plan",
+        ),
         dtypes=FLOATS,
         changes=0,
     ),
@@ -79,5 +99,7 @@ def test_drawn_calls(name, cases):
     """Nothing differs, nothing is refused on one side, and no input is written to; warnings are failures, too."""
     with all_is_equal() if cupy_on_host.rehearsing else nullcontext():
         found = fuzz.run(Engine(cupy_on_host), 3600, cases, cases=cases, pool=POOLS[name])
-    assert not found.failures, "\n\n".join(f"case {f.case}: {f.drawn}\n{f.kind}: {f.text}\n{f.script}" for f in found.failures)
+    assert not found.failures, "\n\n".join(
+        f"case {f.case}: {f.drawn}\n{f.kind}: {f.text}\n{f.script}" for f in found.failures
+    )
     assert found.total("failed") == 0 and found.total("cases") == cases

@@ -1,4 +1,5 @@
-"""llama.cpp and MLX, what recorded arrays of blocks do not show: decoders of all bytes, bytes that wrap, edges of the rules.
+"""llama.cpp and MLX, what recorded arrays of blocks do not show: decoders of all bytes, bytes that wrap, edges of the
+rules.
 
 The producers' steps are stated here anew, one number at a time, from reference texts.
 """
@@ -48,7 +49,8 @@ def same_values(a, b):
     return (a.view(np.uint32) == b.view(np.uint32)) | (np.isnan(a) & np.isnan(b))
 
 
-# ---- decoders, and bytes of files -----------------------------------------------------------------------------------------
+# ---- decoders, and bytes of files
+# -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["mxfp4-mlx-cpu", "mxfp8-mlx-cpu", "mxfp4-fouroversix-6"])
@@ -61,15 +63,21 @@ def test_float16_is_decoded_by_a_rule_of_its_own(name, golden, either_engine):
         assert same_values(found, golden.get("mlx", "all_bytes/mxfp4/dequant_f16")).all()
     codes = fp4kit.unpack(q.packed) if r.is_packed else q.packed
     with np.errstate(all="ignore"):
-        once = dequantize_tile(codes, q.block_scale, replace(r, decode_rule="e8m0_mlx"), NONE)[:, :count].astype(np.float16)
+        once = dequantize_tile(codes, q.block_scale, replace(r, decode_rule="e8m0_mlx"), NONE)[:, :count].astype(
+            np.float16
+        )
     beyond = np.flatnonzero(~same_values(found, once).all(axis=1))
     assert {100, 101, 102, 143, 254} <= set(beyond.tolist()) and not set(range(103, 143)) & set(beyond.tolist())
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, BF16])
-@pytest.mark.parametrize("older", ["nvfp4-mlx-cpu-0322", "nvfp4-mlx-cpu-0322-global", "mxfp8-mlx-cpu-0322", "mxfp8-mlx-cpu-0321"])
+@pytest.mark.parametrize(
+    "older", ["nvfp4-mlx-cpu-0322", "nvfp4-mlx-cpu-0322-global", "mxfp8-mlx-cpu-0322", "mxfp8-mlx-cpu-0321"]
+)
 def test_what_is_nan_was_480_up_to_0_32_2(older, dtype, either_engine):
-    """mx.dequantize of 0.32.1, .2 and .4 on all bytes: E4M3 codes 7F and FF, of scales or of elements, are all that differs."""
+    """mx.dequantize of 0.32.1, .2 and .4 on all bytes: E4M3 codes 7F and FF, of scales or of elements, are all that
+    differs.
+    """
     r, newer = RECIPES[older], RECIPES[re.sub("-032.", "", older)]
     q = all_bytes(r, np.dtype(dtype))
     found, now = (fp4kit.dequantize(replace(q, recipe=recipe)) for recipe in (r, newer))
@@ -97,7 +105,9 @@ def test_bytes_of_files(golden):
     count = 0
     for file in ("gguf", "mlx"):
         for key in (key for key in golden.keys(file) if key.endswith("/raw")):
-            raw, codes, scales = (golden.get(file, key.removesuffix("raw") + part) for part in ("raw", "codes", "scales"))
+            raw, codes, scales = (
+                golden.get(file, key.removesuffix("raw") + part) for part in ("raw", "codes", "scales")
+            )
             format = "mxfp4" if "mxfp4" in key else "nvfp4"
             assert_same_bits(pack_gguf(codes, scales, format) if file == "gguf" else pack_mlx(codes), raw)
             found = unpack_gguf(raw, format) if file == "gguf" else (unpack_mlx(raw), scales)
@@ -107,7 +117,8 @@ def test_bytes_of_files(golden):
     assert count == 76
 
 
-# ---- the first of the nearest ---------------------------------------------------------------------------------------------
+# ---- the first of the nearest
+# ---------------------------------------------------------------------------------------------
 
 
 def nearest_first(x, step, dtype=np.float32):
@@ -134,7 +145,12 @@ def test_the_first_of_the_nearest(step):
 
 
 def test_it_is_ties_toward_zero_where_errors_differ():
-    a = np.random.default_rng(0).integers(0, np.float32(2.0**20).view(np.int32), 50_000).astype(np.int32).view(np.float32)
+    a = (
+        np.random.default_rng(0)
+        .integers(0, np.float32(2.0**20).view(np.int32), 50_000)
+        .astype(np.int32)
+        .view(np.float32)
+    )
     assert_same_bits(first_of_least(a, E2M1, ONE), encode(a, E2M1, "rnz"))
 
 
@@ -148,7 +164,8 @@ def test_errors_in_16_bits_give_the_same_codes(dtype):
     assert_same_bits(encode(y, E2M1, "first"), table.argmin(axis=1).astype(np.uint8))
 
 
-# ---- llama.cpp ------------------------------------------------------------------------------------------------------------
+# ---- llama.cpp
+# ------------------------------------------------------------------------------------------------------------
 
 
 def ue4m3(d):
@@ -179,8 +196,33 @@ def test_huge_elements_of_nvfp4_in_gguf(either_engine):
     assert first_codes(q).tolist() == [7, 5, 7, 0, 0] and set(q.block_scale[:, 0].tolist()) == {0x7E}
 
 
-ROUNDED_UP = {-1: 0, 0: 0, 1: 0, 2: 0, -2: 1, -3: 1, 3: 1, 4: 1, -5: 2, -4: 2, 5: 2, 8: 2, -8: 5, 9: 5, 16: 5, -16: 11, 17: 11,
-              32: 11, -32: 22, 33: 22, 64: 22, 65: 44, -64: 44, 127: 44, -120: 44}  # fmt: skip
+ROUNDED_UP = {
+    -1: 0,
+    0: 0,
+    1: 0,
+    2: 0,
+    -2: 1,
+    -3: 1,
+    3: 1,
+    4: 1,
+    -5: 2,
+    -4: 2,
+    5: 2,
+    8: 2,
+    -8: 5,
+    9: 5,
+    16: 5,
+    -16: 11,
+    17: 11,
+    32: 11,
+    -32: 22,
+    33: 22,
+    64: 22,
+    65: 44,
+    -64: 44,
+    127: 44,
+    -120: 44,
+}
 
 
 def test_log2_rounds_up_a_few_ulp_below_powers_of_two(either_engine):
@@ -191,7 +233,9 @@ def test_log2_rounds_up_a_few_ulp_below_powers_of_two(either_engine):
 
 
 def test_log2_of_the_kernels_is_that_of_the_specification():
-    """The compiled engine has the kernels' closed form: all powers of two, subnormals too, and 60 floats on either side."""
+    """The compiled engine has the kernels' closed form: all powers of two, subnormals too, and 60 floats on either
+    side.
+    """
     bits = np.float32(2.0 ** np.arange(-149, 128)).view(np.int32)[:, None] + np.arange(-60, 61)
     amaxes = bits[(bits > 0) & (bits < 0x7F800000)].astype(np.int32).view(np.float32)
     rule, r = BLOCK_RULES["e8m0_gguf"], RECIPES["mxfp4-gguf"]
@@ -212,11 +256,14 @@ def test_products_that_overflow_are_not_near(either_engine):
     assert (q.block_scale[0, 0], first_codes(q)[0]) == (253, 5)
 
 
-# ---- MLX ------------------------------------------------------------------------------------------------------------------
+# ---- MLX
+# ------------------------------------------------------------------------------------------------------------------
 
 
 def exponent_of_mlx(amax, largest, dtype, old):
-    """The exponent, in the input dtype throughout: the nearest integer to log2(s), and from 0.32.2 on one more if 2^n < s."""
+    """The exponent, in the input dtype throughout: the nearest integer to log2(s), and from 0.32.2 on one more if 2^n <
+    s.
+    """
     s = dtype(dtype(amax) / dtype(largest))
     if s == 0:
         return 0
@@ -277,7 +324,10 @@ def test_global_scale_is_the_tensors_amax():
 
 
 def test_names_of_metal():
-    assert fp4kit.recipe("mxfp4-mlx-metal").id == "mxfp4-torchao-rceil" and fp4kit.recipe("mxfp8-mlx-metal").id == "mxfp8-te"
+    assert (
+        fp4kit.recipe("mxfp4-mlx-metal").id == "mxfp4-torchao-rceil"
+        and fp4kit.recipe("mxfp8-mlx-metal").id == "mxfp8-te"
+    )
 
 
 def test_a_transform_decides_whether_a_byte_has_wrapped(either_engine):

@@ -1,4 +1,6 @@
-"""Every recipe, layout and decoder against the recorded outputs of its producer, bit for bit (evidence/recorded/README.md)."""
+"""Every recipe, layout and decoder against the recorded outputs of its producer, bit for bit
+(evidence/recorded/README.md).
+"""
 
 from dataclasses import replace
 from pathlib import Path
@@ -37,10 +39,13 @@ def typed(array):
     return array.view(ml_dtypes.bfloat16) if array.dtype == np.uint16 else array
 
 
-# ---- recipes --------------------------------------------------------------------------------------------------------------
+# ---- recipes
+# --------------------------------------------------------------------------------------------------------------
 
 
-SLOW = ("nvfp4-modelopt-mse",)  # whose search the specification takes half a minute for; the compiled engine does it in every run
+SLOW = (
+    "nvfp4-modelopt-mse",
+)  # whose search the specification takes half a minute for; the compiled engine does it in every run
 
 
 @pytest.mark.parametrize("name", by_default([name for name in RECIPES if name not in SLOW], RECIPES))
@@ -75,13 +80,15 @@ def test_skips_leave_ordinary_data(golden):
             if case.name.startswith(ordinary):
                 case.q = None if row.fake else fp4kit.quantize(case.x, case.recipe)
                 skipped = golden_check.SKIPS[row.skip](case).mean()
-                # Channels whose scale a CPU, which recorded them, rounds otherwise are left out whole: up to half of them.
+                # Channels whose scale a CPU, which recorded them, rounds otherwise are left out whole: up to half of
+                # them.
                 assert skipped <= (0.5 if row.skip == "cpu_only_rows" else 0.01), (row, case.name)
                 seen.add(row.skip)
     assert seen == set(golden_check.SKIPS)
 
 
-# ---- the checker can fail -------------------------------------------------------------------------------------------------
+# ---- the checker can fail
+# -------------------------------------------------------------------------------------------------
 
 
 def altered(golden, file, key, change):
@@ -127,16 +134,19 @@ def test_one_flipped_byte_is_one_difference(name, golden):
     assert result.equal == result.compared - 1
 
 
-@pytest.mark.parametrize("recipe, file, key", [
-    ("nvfp4-te-reference", "te", "weights__bf16/nvfp4_1d/scales"),
-    ("nvfp4-te-reference", "te", "weights__bf16/nvfp4_1d/global_amax"),
-    ("nvfp4-torchao", "ao", "weights__bf16/nvfp4_two_level/global_scale"),
-    ("mxfp8-te", "te", "weights__bf16/cpp_mxfp8_e4m3_1d_C/scales"),
-    ("nvfp4-flashinfer", "flashinfer", "weights__bf16/nvfp4_swizzled_8x4/scales"),
-    ("int8-modelopt", "modelopt_fake", "wide_blocks__f16/fake_int8_per_tensor_clip/grad_clip"),
-    ("nvfp4-mlx-cpu", "mlx", "all_bytes/nvfp4/dequant_bf16"),
-    ("mxfp4-gguf", "gguf", "nonfinite__f32/mxfp4_python/raw"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "recipe, file, key",
+    [
+        ("nvfp4-te-reference", "te", "weights__bf16/nvfp4_1d/scales"),
+        ("nvfp4-te-reference", "te", "weights__bf16/nvfp4_1d/global_amax"),
+        ("nvfp4-torchao", "ao", "weights__bf16/nvfp4_two_level/global_scale"),
+        ("mxfp8-te", "te", "weights__bf16/cpp_mxfp8_e4m3_1d_C/scales"),
+        ("nvfp4-flashinfer", "flashinfer", "weights__bf16/nvfp4_swizzled_8x4/scales"),
+        ("int8-modelopt", "modelopt_fake", "wide_blocks__f16/fake_int8_per_tensor_clip/grad_clip"),
+        ("nvfp4-mlx-cpu", "mlx", "all_bytes/nvfp4/dequant_bf16"),
+        ("mxfp4-gguf", "gguf", "nonfinite__f32/mxfp4_python/raw"),
+    ],
+)
 def test_one_flipped_byte_of_other_parts(recipe, file, key, golden):
     result = check_recipe(recipe, altered(golden, file, key, flip_a_byte))
     assert [(d.key, d.differing) for d in result.differences] == [(f"{file}: {key}", 1)]
@@ -168,14 +178,18 @@ def test_the_sign_of_zero_counts_and_that_of_nan_does_not(golden):
     assert [difference.differing for difference in result.differences] == [zeros]
 
 
-# ---- decoders -------------------------------------------------------------------------------------------------------------
+# ---- decoders
+# -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("recorded, recipe, rule", [
-    ("mxfp4_host", "mxfp4-ocp", "e8m0_flashinfer_host"),
-    ("e2m1api_ue8m0", "mxfp4-ocp", "e8m0_flashinfer_api"),
-    ("e2m1api_e4m3", "nvfp4-te", "product"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "recorded, recipe, rule",
+    [
+        ("mxfp4_host", "mxfp4-ocp", "e8m0_flashinfer_host"),
+        ("e2m1api_ue8m0", "mxfp4-ocp", "e8m0_flashinfer_api"),
+        ("e2m1api_e4m3", "nvfp4-te", "product"),
+    ],
+)
 def test_every_scale_times_every_code(recorded, recipe, rule, golden):
     """256 scale bytes (rows) times 256 code bytes (two columns each), as FlashInfer's dequantizers give them."""
     expected = golden.get("layouts", f"dequant_all/{recorded}")
@@ -225,7 +239,8 @@ def test_transformers_blocks_are_those_of_torchao(mode, recipe, golden, either_e
         assert_same_bits(ours.packed[meaningful], q.packed[meaningful], prefix)
 
 
-# ---- stochastic rounding --------------------------------------------------------------------------------------------------
+# ---- stochastic rounding
+# --------------------------------------------------------------------------------------------------
 
 
 def test_stochastic_rounding_of_transformer_engine(golden):
@@ -244,18 +259,25 @@ def words_of(number):
 def test_philox_words(golden):
     """Four counters from each (seed, subsequence, offset)."""
     parameters = golden.get("te_sr", "philox_seed_subseq_offset").astype(np.uint64)
-    for (seed, subsequence, offset), words in zip(parameters.tolist(), golden.get("te_sr", "philox10_words"), strict=True):
+    for (seed, subsequence, offset), words in zip(
+        parameters.tolist(), golden.get("te_sr", "philox10_words"), strict=True
+    ):
         counters = [words_of(offset + i) + words_of(subsequence) for i in range(4)]
         ours = philox4x32(np.array(counters, np.uint32), words_of(seed))
         assert_same_bits(ours.reshape(-1), words)
 
 
-# ---- fake quantizers ------------------------------------------------------------------------------------------------------
+# ---- fake quantizers
+# ------------------------------------------------------------------------------------------------------
 
 GROUPED = {
-    "fp8": "fp8-modelopt", "fp8_axis0": "fp8-modelopt-channel", "int8": "int8-modelopt", "int8_narrow": "int8-modelopt-narrow",
-    "int8_axis0": "int8-modelopt-channel", "int8_axis0_narrow": "int8-modelopt-channel-narrow",
-}  # fmt: skip
+    "fp8": "fp8-modelopt",
+    "fp8_axis0": "fp8-modelopt-channel",
+    "int8": "int8-modelopt",
+    "int8_narrow": "int8-modelopt-narrow",
+    "int8_axis0": "int8-modelopt-channel",
+    "int8_axis0_narrow": "int8-modelopt-channel-narrow",
+}
 
 
 def fp8_of_a_cpu(x, amax):
@@ -272,7 +294,11 @@ def test_experts_of_modelopt(kind, dtype, clip, golden, either_engine):
     for i in range(4):
         x, grad, amax, output, grad_clip = (
             typed(golden.get("modelopt_fake", f"grouped_{dtype}/{part}{i}"))
-            for part in ("weights/", "grad_out/", *(f"{kind}{clip}/{name}_" for name in ("amax", "output", "grad_clip")))
+            for part in (
+                "weights/",
+                "grad_out/",
+                *(f"{kind}{clip}/{name}_" for name in ("amax", "output", "grad_clip")),
+            )
         )
         ours = fp4kit.fake_quantize(x, GROUPED[kind], tensor_amax=amax)
         if kind.startswith("fp8"):
@@ -283,17 +309,21 @@ def test_experts_of_modelopt(kind, dtype, clip, golden, either_engine):
         assert_same_bits(ours, grad_clip)
 
 
-@pytest.mark.parametrize("name, recipe", [("mxfp4_rceil", "mxfp4-torchao-rceil"), ("mxfp8_e4m3_rceil", "mxfp8-torchao-rceil")])
+@pytest.mark.parametrize(
+    "name, recipe", [("mxfp4_rceil", "mxfp4-torchao-rceil"), ("mxfp8_e4m3_rceil", "mxfp8-torchao-rceil")]
+)
 @pytest.mark.parametrize("dtype", ["f32", "bf16"])
 def test_fake_quantized_linear_of_torchao(name, recipe, dtype, golden, either_engine):
     """y = fake(x) @ fake(w)^T + b and its straight-through gradients grad @ fake(w) and grad^T @ fake(x).
 
-    The order of the producer's sums is unknown, so products are compared with a bound. A float32 sum of n products, in any
-    order, is within n * 2^-24 / (1 - n * 2^-24) of the exact one, relative to the sum of magnitudes (Higham, Accuracy and
-    Stability, 3.5); adding the bias makes n + 1. bfloat16 results are rounded at most twice more, each by 2^-8 relative.
+    The order of the producer's sums is unknown, so products are compared with a bound. A float32 sum of n products, in
+    any order, is within n * 2^-24 / (1 - n * 2^-24) of the exact one, relative to the sum of magnitudes (Higham,
+    Accuracy and Stability, 3.5); adding the bias makes n + 1. bfloat16 results are rounded at most twice more, each by
+    2^-8 relative.
     """
     x, w, b, y, grad, grad_x, grad_w = (
-        golden.get("ao_qat", f"qat_{dtype}/{name}/{part}") for part in ("x", "w", "b", "y", "grad_out", "grad_x", "grad_w")
+        golden.get("ao_qat", f"qat_{dtype}/{name}/{part}")
+        for part in ("x", "w", "b", "y", "grad_out", "grad_x", "grad_w")
     )
     working = ml_dtypes.bfloat16 if dtype == "bf16" else np.float32
     fake_x, fake_w = (fp4kit.fake_quantize(a.astype(working), recipe).astype(np.float64) for a in (x, w))
@@ -305,7 +335,9 @@ def test_fake_quantized_linear_of_torchao(name, recipe, dtype, golden, either_en
         if dtype == "bf16":
             bound = bound + 2 * 2.0**-8 * (np.abs(exact) + bound) * (1 + 2.0**-8)
         assert np.all(np.abs(recorded - exact) <= bound)
-        assert np.median(bound) < (0.06 if dtype == "bf16" else 1e-3)  # the bound says something: values are about 1 to 10
+        assert np.median(bound) < (
+            0.06 if dtype == "bf16" else 1e-3
+        )  # the bound says something: values are about 1 to 10
 
     close(y, fake_x, fake_w.T, b.astype(np.float64))
     close(grad_x, grad.astype(np.float64), fake_w, 0.0)

@@ -39,7 +39,9 @@ def test_shuffled_rows(M, tile, golden):
 
 @pytest.mark.parametrize("tile", [1, 16, 64, 127, 192, 320, 128, 256, 384])
 def test_tiles_of_shuffled_rows(tile):
-    """Blocks have 32 rows for multiples of 128 alone, as in FlashInfer's get_shuffle_block_size; 16 for any other tile."""
+    """Blocks have 32 rows for multiples of 128 alone, as in FlashInfer's get_shuffle_block_size; 16 for any other
+    tile.
+    """
     block = 16 if tile % 128 else 32
     rows = [start + block // 8 * j + i for start in range(0, 64, block) for i in range(block // 8) for j in range(8)]
     assert shuffle_rows(64, tile).tolist() == rows

@@ -141,7 +141,9 @@ def test_the_tool_packs_files_into_a_directory(tmp_path, original, monkeypatch, 
     assert sorted(bytes_of(tmp_path / "packed")) == ["inputs.npz", "te.npz"]
     assert capsys.readouterr().out.count("read back and equal") == 2
     for name in ("inputs", "te"):
-        pack_golden.verify(pack_golden.arrays_of(GoldenSet.open(original), name), GoldenSet.open(tmp_path / "packed"), name)
+        pack_golden.verify(
+            pack_golden.arrays_of(GoldenSet.open(original), name), GoldenSet.open(tmp_path / "packed"), name
+        )
 
 
 def test_names(small):
@@ -185,7 +187,9 @@ def test_a_set_without_inputs(tmp_path):
 def test_no_set(tmp_path):
     (tmp_path / "README.md").write_text("no set")
     for path in (tmp_path, tmp_path / "README.md", tmp_path / "te.npz"):
-        with pytest.raises(FileNotFoundError, match=r"GoldenSet\.open: .* is neither a \.npz file of recorded outputs nor"):
+        with pytest.raises(
+            FileNotFoundError, match=r"GoldenSet\.open: .* is neither a \.npz file of recorded outputs nor"
+        ):
             GoldenSet.open(path)
 
 

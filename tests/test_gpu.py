@@ -1,4 +1,6 @@
-"""The operations on CuPy arrays give the bytes of the CPU specification. These tests need a GPU and skip without one."""
+"""The operations on CuPy arrays give the bytes of the CPU specification. These tests need a GPU and skip without
+one.
+"""
 
 from __future__ import annotations
 
@@ -146,7 +148,12 @@ def test_the_order_of_te_s_products(name) -> None:
 def test_stochastic(name) -> None:
     x = blocks(np.float32)
     check(x, name, rounding="stochastic", seed=2**40 + 7)
-    check(x, name, rounding="stochastic", seed=cupy.asarray(np.random.default_rng(3).integers(0, 256, x.shape).astype(np.uint8)))
+    check(
+        x,
+        name,
+        rounding="stochastic",
+        seed=cupy.asarray(np.random.default_rng(3).integers(0, 256, x.shape).astype(np.uint8)),
+    )
 
 
 @pytest.mark.parametrize("name", ["nvfp4-te", "mxfp8-te", "nvfp4-te-2d", "mxfp8-te-2d"])
@@ -162,7 +169,9 @@ def test_stochastic_of_stacked_matrices(name, layout) -> None:
 
 def test_stochastic_of_stacked_matrices_of_no_whole_groups() -> None:
     x = cupy.ones((2, 3, 5), np.float32)
-    with pytest.raises(NotImplementedError, match="matrices of 15 elements each has no CUDA kernel; needs a multiple of 16"):
+    with pytest.raises(
+        NotImplementedError, match="matrices of 15 elements each has no CUDA kernel; needs a multiple of 16"
+    ):
         fp4kit.quantize(x, "fp8-modelopt", tensor_amax=cupy.ones(2, np.float32), rounding="stochastic", seed=1)
 
 
@@ -188,7 +197,9 @@ def test_amax() -> None:
     assert differing(fp4kit.amax(d, "mxfp4-ocp"), fp4kit.amax(x, "mxfp4-ocp")) == 0
 
 
-@pytest.mark.parametrize("name", ["nvfp4-flashinfer", "mxfp4-flashinfer", "nvfp4-te-2d", "nvfp4-te", "mxfp8-flashinfer"])
+@pytest.mark.parametrize(
+    "name", ["nvfp4-flashinfer", "mxfp4-flashinfer", "nvfp4-te-2d", "nvfp4-te", "mxfp8-flashinfer"]
+)
 def test_amax_of_blocks_with_nan(name) -> None:
     """Of FlashInfer's lanes: a NaN counts where all even, or all odd, elements of a block are NaN."""
     x = np.random.default_rng(7).standard_normal((33, 96)).astype(np.float32)
@@ -243,7 +254,9 @@ def test_graph_capture_and_streams() -> None:
 @gpu_only
 @pytest.mark.parametrize("name", ["mxfp4-ocp", "mxfp8-te"])
 def test_every_float32(name) -> None:
-    """All 2^32 bit patterns, each beside an anchor that fixes its block's scale at 1, against thresholds of the specification."""
+    """All 2^32 bit patterns, each beside an anchor that fixes its block's scale at 1, against thresholds of the
+    specification.
+    """
     r = replace(RECIPES[name], block=(1, 16), block_rule="e8m0_floor", amax_nan="ignore", tensor_rule=None)
     anchor = np.float32(4.0 if r.element.bits == 4 else 256.0)
     step = 1 << 26
@@ -265,7 +278,9 @@ def _expected_codes(x, fmt):
     """Codes by comparing with the midpoints: the upper neighbour wins a tie if its code is even."""
     magnitude = cupy.abs(x).astype(np.float64)
     midpoints = fmt.midpoints
-    below = np.where(np.arange(len(midpoints)) % 2 == 0, np.nextafter(midpoints, np.inf), midpoints)  # even lower code keeps ties
+    below = np.where(
+        np.arange(len(midpoints)) % 2 == 0, np.nextafter(midpoints, np.inf), midpoints
+    )  # even lower code keeps ties
     codes = cupy.searchsorted(cupy.asarray(below), magnitude, side="right").astype(np.uint8)
     return codes | cupy.where(cupy.signbit(x), np.uint8(fmt.sign_bit), np.uint8(0))
 
@@ -303,7 +318,9 @@ def test_block_amaxes_are_checked() -> None:
             fp4kit.quantize(cupy.asarray(x), "nvfp4-modelopt-static", block_amax=given)
     with pytest.raises(ValueError, match="takes it from x"):
         fp4kit.quantize(cupy.asarray(x), "nvfp4-te", block_amax=cupy.asarray(amax))
-    with pytest.raises(NotImplementedError, match="block_amax of blocks of several rows, or of 4over6, has no CUDA kernel"):
+    with pytest.raises(
+        NotImplementedError, match="block_amax of blocks of several rows, or of 4over6, has no CUDA kernel"
+    ):
         static = replace(RECIPES["nvfp4-modelopt-static"], block=(16, 16))
         fp4kit.quantize(cupy.asarray(x), static, block_amax=cupy.asarray(amax))
 
@@ -330,4 +347,7 @@ def test_more_than_2_31_elements(name) -> None:
         assert differing(q.packed[cut], cpu.packed) == 0
         assert cpu.block_scale is None or differing(q.block_scale[cut], cpu.block_scale) == 0
         assert differing(values[cut], fp4kit.dequantize(cpu)) == 0
-        assert differing(fp4kit.fake_quantize(x[cut], name, tensor_amax=q.tensor_amax), fp4kit.fake_quantize(part, name)) == 0
+        assert (
+            differing(fp4kit.fake_quantize(x[cut], name, tensor_amax=q.tensor_amax), fp4kit.fake_quantize(part, name))
+            == 0
+        )

@@ -20,7 +20,14 @@ X[0] = 0
 X[1, 3] = np.inf  # of a run that goes the exact way
 SCALED = [name for name, r in RECIPES.items() if r.tensor_scaling != "none"]
 STATIC = [name for name, r in RECIPES.items() if r.static or has_given_powers(r)]
-FEW = ("nvfp4-modelopt", "nvfp4-te-rowscaled", "nvfp4-modelopt-fake", "int8-modelopt-channel", "nvfp4-qwix", "fp8-modelopt")
+FEW = (
+    "nvfp4-modelopt",
+    "nvfp4-te-rowscaled",
+    "nvfp4-modelopt-fake",
+    "int8-modelopt-channel",
+    "nvfp4-qwix",
+    "fp8-modelopt",
+)
 
 
 @pytest.fixture(autouse=True)
@@ -61,7 +68,9 @@ def test_of_no_elements():
     assert_same(found, fp4kit.quantize(empty, "nvfp4-modelopt", tensor_amax=zero))
 
 
-@pytest.mark.parametrize("name", all_or_few(STATIC, ("nvfp4-modelopt-static", "nvfp4-modelopt-static-fake", "mxfp4-ocp")))
+@pytest.mark.parametrize(
+    "name", all_or_few(STATIC, ("nvfp4-modelopt-static", "nvfp4-modelopt-static-fake", "mxfp4-ocp"))
+)
 def test_of_blocks(name):
     r, x = RECIPES[name], cupy.asarray(X)
     given = np.abs(ordinary(1, scale_shape(X.shape, r)))

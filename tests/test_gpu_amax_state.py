@@ -1,4 +1,6 @@
-"""On a GPU: amaxes are collected and frozen there without waiting, and reach the host whole when they are saved or gathered."""
+"""On a GPU: amaxes are collected and frozen there without waiting, and reach the host whole when they are saved or
+gathered.
+"""
 
 import ml_dtypes
 import numpy as np
@@ -67,7 +69,12 @@ def test_nan_is_an_error_when_it_reaches_the_host(tmp_path):
     collector.collect_grouped(BASE, cupy.asarray(np.float32([1, np.nan, 3])))
     collector.collect_grouped(BASE, cupy.asarray(np.float32([np.inf, 7, 3])))
     state = collector.freeze()
-    for act in (state.checked, state.stacked, lambda: state.save(tmp_path / "a"), lambda: state.gather(SingleProcess())):
+    for act in (
+        state.checked,
+        state.stacked,
+        lambda: state.save(tmp_path / "a"),
+        lambda: state.gather(SingleProcess()),
+    ):
         with pytest.raises(ValueError, match=r"weight_quantizer\.1\._amax holds NaN \(1 of 1\)"):
             act()
 
@@ -84,7 +91,8 @@ def test_saved_loaded_and_used(tmp_path):
         for i, w in enumerate(weights[2 * rank :][:2]):
             amax = cupy.asarray(mine[f"{BASE}.{i}"])
             assert_same_bits(
-                fp4kit.fake_quantize(cupy.asarray(w), "nvfp4-te", tensor_amax=amax).get(), fp4kit.fake_quantize(w, "nvfp4-te")
+                fp4kit.fake_quantize(cupy.asarray(w), "nvfp4-te", tensor_amax=amax).get(),
+                fp4kit.fake_quantize(w, "nvfp4-te"),
             )
 
 

@@ -1,4 +1,6 @@
-"""Calls on a GPU after one like them: errors as in a first call, threads and graphs get right results, no memory is held."""
+"""Calls on a GPU after one like them: errors as in a first call, threads and graphs get right results, no memory is
+held.
+"""
 
 import threading
 from dataclasses import replace
@@ -80,8 +82,16 @@ def test_prepared_fake_quantizers_give_the_same_bits(monkeypatch, recipe):
 
 
 WRONG_QUANTIZE = {
-    "float64": (lambda: {"x": cupy.zeros(SHAPE, np.float64)}, TypeError, "x is float64; needs float32, float16 or bfloat16"),
-    "length": (lambda: {"x": cupy.zeros((64, 500), BF16)}, ValueError, "axis 1 has length 500; nvfp4-te needs a multiple of 16"),
+    "float64": (
+        lambda: {"x": cupy.zeros(SHAPE, np.float64)},
+        TypeError,
+        "x is float64; needs float32, float16 or bfloat16",
+    ),
+    "length": (
+        lambda: {"x": cupy.zeros((64, 500), BF16)},
+        ValueError,
+        "axis 1 has length 500; nvfp4-te needs a multiple of 16",
+    ),
     "0-d": (lambda: {"x": cupy.zeros((), BF16)}, ValueError, "x is 0-d"),
     "shape": (lambda: {"x": cupy.zeros((32, 512), BF16)}, ValueError, "out has shape (64, 512); needs (32, 512)"),
     "dtype": (lambda: {"x": cupy.zeros(SHAPE, np.float16)}, ValueError, "out has dtype bfloat16; needs float16"),
@@ -94,27 +104,56 @@ WRONG_QUANTIZE = {
     "axis": (lambda: {"axis": 0}, ValueError, "out has axis 1; needs 0"),
     "axis out of range": (lambda: {"axis": 2}, ValueError, "axis 2 of a 2-d array; needs -2 to 1"),
     "axis as float": (lambda: {"axis": -1.0}, TypeError, "quantize: axis is -1.0; needs an int"),
-    "layout": (lambda: {"scale_layout": "swizzled_128x4"}, ValueError, "out has scale_layout linear; needs swizzled_128x4"),
+    "layout": (
+        lambda: {"scale_layout": "swizzled_128x4"},
+        ValueError,
+        "out has scale_layout linear; needs swizzled_128x4",
+    ),
     "no layout": (lambda: {"scale_layout": "swizzled"}, ValueError, "scale_layout is 'swizzled'"),
     "rounding": (lambda: {"rounding": "up"}, ValueError, "rounding is 'up'"),
     "no seed": (lambda: {"rounding": "stochastic"}, ValueError, "stochastic rounding needs seed"),
     "seed": (lambda: {"seed": 1}, ValueError, "seed was given with rounding='nearest'"),
     "hadamard": (lambda: {"hadamard": 0}, ValueError, "hadamard is 0; needs False, True or 'no_signs'"),
-    "block_amax": (lambda: {"block_amax": cupy.zeros((64, 32), np.float32)}, ValueError, "block_amax was given, but nvfp4-te"),
+    "block_amax": (
+        lambda: {"block_amax": cupy.zeros((64, 32), np.float32)},
+        ValueError,
+        "block_amax was given, but nvfp4-te",
+    ),
     "NaN": (lambda: {"tensor_amax": np.nan}, ValueError, "tensor_amax holds 1 NaN value(s) of 1"),
     "negative": (lambda: {"tensor_amax": -1.0}, ValueError, "tensor_amax holds 1 negative value(s) of 1"),
-    "amax's dtype": (lambda: {"tensor_amax": cupy.ones((), np.float64)}, TypeError, "tensor_amax is float64; needs float32"),
-    "amax's shape": (lambda: {"tensor_amax": cupy.ones(2, np.float32)}, ValueError, "tensor_amax has shape (2,); nvfp4-te needs"),
-    "host amax": (lambda: {"tensor_amax": np.ones(1, np.float32)}, ValueError, "all arrays of one call must be on one device"),
+    "amax's dtype": (
+        lambda: {"tensor_amax": cupy.ones((), np.float64)},
+        TypeError,
+        "tensor_amax is float64; needs float32",
+    ),
+    "amax's shape": (
+        lambda: {"tensor_amax": cupy.ones(2, np.float32)},
+        ValueError,
+        "tensor_amax has shape (2,); nvfp4-te needs",
+    ),
+    "host amax": (
+        lambda: {"tensor_amax": np.ones(1, np.float32)},
+        ValueError,
+        "all arrays of one call must be on one device",
+    ),
 }
 OUT_PARTS = {
     "codes misaligned": ({"packed": lambda: misaligned((64, 256), np.uint8)}, "out.packed is at address"),
     "scales misaligned": ({"block_scale": lambda: misaligned((64, 32), np.uint8)}, "out.block_scale is at address"),
-    "codes strided": ({"packed": lambda: cupy.zeros((64, 512), np.uint8)[:, ::2]}, "out.packed needs a contiguous CuPy array"),
+    "codes strided": (
+        {"packed": lambda: cupy.zeros((64, 512), np.uint8)[:, ::2]},
+        "out.packed needs a contiguous CuPy array",
+    ),
     "codes on the host": ({"packed": lambda: np.zeros((64, 256), np.uint8)}, "needs a NumPy array, as packed is"),
     "scales on the host": ({"block_scale": lambda: np.zeros((64, 32), np.uint8)}, "needs a CuPy array, as packed is"),
-    "tensor scale's shape": ({"tensor_scale": lambda: cupy.zeros(1, np.float32)}, "tensor_scale is float32 (1,); nvfp4-te of"),
-    "tensor scale's dtype": ({"tensor_scale": lambda: cupy.zeros((), np.float64)}, "tensor_scale is float64; needs float32"),
+    "tensor scale's shape": (
+        {"tensor_scale": lambda: cupy.zeros(1, np.float32)},
+        "tensor_scale is float32 (1,); nvfp4-te of",
+    ),
+    "tensor scale's dtype": (
+        {"tensor_scale": lambda: cupy.zeros((), np.float64)},
+        "tensor_scale is float64; needs float32",
+    ),
     "amax's dtype": ({"tensor_amax": lambda: cupy.zeros((), np.float16)}, "tensor_amax is float16; needs float32"),
     "no amax": ({"tensor_amax": lambda: None}, "out.tensor_amax needs a contiguous"),
 }
@@ -165,7 +204,11 @@ def test_a_wrong_out_after_a_right_one(wrong):
 WRONG_DEQUANTIZE = {
     "dtype": (lambda q: {"dtype": np.float64}, TypeError, "dtype is float64; needs float32"),
     "other dtype": (lambda q: {"dtype": np.float32}, ValueError, "out needs a CuPy array of float32 (64, 512)"),
-    "out's shape": (lambda q: {"out": cupy.zeros((32, 512), BF16)}, ValueError, "out needs a CuPy array of bfloat16 (64, 512)"),
+    "out's shape": (
+        lambda q: {"out": cupy.zeros((32, 512), BF16)},
+        ValueError,
+        "out needs a CuPy array of bfloat16 (64, 512)",
+    ),
     "host out": (lambda q: {"out": np.zeros(SHAPE, BF16)}, ValueError, "out needs a CuPy array of bfloat16 (64, 512)"),
     "no Quantized": (lambda q: {"q": q.packed}, TypeError, "needs a Quantized, as fp4kit.quantize returns"),
 }
@@ -227,7 +270,9 @@ def test_strided_amaxes_of_rows():
         assert differing(fp4kit.dequantize(strided), fp4kit.dequantize(replace(expected, tensor_amax=on_host))) == 0
 
 
-@pytest.mark.parametrize("recipe", ["nvfp4-te", "nvfp4-compressed-tensors", "nvfp4-modelopt", "int8-modelopt", "int4-modelopt"])
+@pytest.mark.parametrize(
+    "recipe", ["nvfp4-te", "nvfp4-compressed-tensors", "nvfp4-modelopt", "int8-modelopt", "int4-modelopt"]
+)
 def test_unknown_and_wrong_amaxes(recipe):
     """What decoding needs of an amax is found on the device, in the full way and in a prepared call."""
     x = blocks(BF16)

@@ -22,7 +22,9 @@ def moved(a, put):
 
 
 def grouped(function, recipe="nvfp4-te", second=A, **options):
-    """A call of a grouped function, or of a plan, whose second tensor or options are wrong; put: to where the arrays are."""
+    """A call of a grouped function, or of a plan, whose second tensor or options are wrong; put: to where the arrays
+    are.
+    """
     given = options.pop("grads", None)
 
     def call(put):
@@ -36,36 +38,69 @@ def grouped(function, recipe="nvfp4-te", second=A, **options):
     return call
 
 
-FUNCTIONS = ("quantize_grouped", "fake_quantize_grouped", "amax_grouped", "fake_quantize_grouped_backward", "GroupedPlan")
+FUNCTIONS = (
+    "quantize_grouped",
+    "fake_quantize_grouped",
+    "amax_grouped",
+    "fake_quantize_grouped_backward",
+    "GroupedPlan",
+)
 QUANTIZERS = ("quantize_grouped", "fake_quantize_grouped", "GroupedPlan")
-CASES = [(f, grouped(f, second=SHORT), "xs[1]: axis 1 has length 40; nvfp4-te needs a multiple of 16") for f in FUNCTIONS]
+CASES = [
+    (f, grouped(f, second=SHORT), "xs[1]: axis 1 has length 40; nvfp4-te needs a multiple of 16") for f in FUNCTIONS
+]
 CASES += [(f, grouped(f, second=DOUBLE), "xs[1] is float64; needs float32, float16 or bfloat16") for f in FUNCTIONS]
 CASES += [(f, grouped(f, axis=2), "xs[0]: axis 2 of a 2-d array; needs -2 to 1") for f in FUNCTIONS]
 CASES += [(f, grouped(f, tensor_amax=[1.0, -1.0]), "tensor_amax[1] holds 1 negative value(s) of 1") for f in QUANTIZERS]
-CASES += [(f, grouped(f, tensor_amax=[1.0, A]), "tensor_amax[1] has shape (16, 64); nvfp4-te needs ()") for f in QUANTIZERS]
+CASES += [
+    (f, grouped(f, tensor_amax=[1.0, A]), "tensor_amax[1] has shape (16, 64); nvfp4-te needs ()") for f in QUANTIZERS
+]
 CASES += [(f, grouped(f, tensor_amax=[1.0]), "tensor_amax has 1 entries and xs 2 arrays") for f in QUANTIZERS]
-CASES += [(f, grouped(f, "mxfp4-ocp", tensor_amax=[1.0, 1.0]), "tensor_amax[0] was given, but mxfp4-ocp") for f in QUANTIZERS]
-CASES += [(f, grouped(f, block_amax=[A, A]), "block_amax[0] was given, but nvfp4-te takes it from x") for f in QUANTIZERS]
-CASES += [(f, grouped(f, rounding="up"), "xs[0]: rounding is 'up'; needs 'nearest' or 'stochastic'") for f in QUANTIZERS]
+CASES += [
+    (f, grouped(f, "mxfp4-ocp", tensor_amax=[1.0, 1.0]), "tensor_amax[0] was given, but mxfp4-ocp") for f in QUANTIZERS
+]
+CASES += [
+    (f, grouped(f, block_amax=[A, A]), "block_amax[0] was given, but nvfp4-te takes it from x") for f in QUANTIZERS
+]
+CASES += [
+    (f, grouped(f, rounding="up"), "xs[0]: rounding is 'up'; needs 'nearest' or 'stochastic'") for f in QUANTIZERS
+]
 CASES += [(f, grouped(f, rounding="stochastic"), "xs[0]: stochastic rounding needs seed") for f in QUANTIZERS]
 CASES += [(f, grouped(f, seed=1), "xs[0]: seed was given with rounding='nearest'") for f in QUANTIZERS]
 CASES += [
-    ("quantize_grouped", grouped("quantize_grouped", hadamard="no"), "xs[0]: hadamard is 'no'; needs False, True or 'no_signs'"),
+    (
+        "quantize_grouped",
+        grouped("quantize_grouped", hadamard="no"),
+        "xs[0]: hadamard is 'no'; needs False, True or 'no_signs'",
+    ),
     ("quantize_grouped", grouped("quantize_grouped", scale_layout="tiled"), "xs[0]: scale_layout is 'tiled'"),
-    ("quantize_grouped", grouped("quantize_grouped", "mxfp4-modelopt-fake"), "xs[0]: mxfp4-modelopt-fake is a fake quantizer"),
-    ("amax_grouped", lambda put: fp4kit.amax_grouped([put(A), put(A[0])], axis=1), "xs[1]: axis 1 of a 1-d array; needs -1 to 0"),
-]  # fmt: skip
+    (
+        "quantize_grouped",
+        grouped("quantize_grouped", "mxfp4-modelopt-fake"),
+        "xs[0]: mxfp4-modelopt-fake is a fake quantizer",
+    ),
+    (
+        "amax_grouped",
+        lambda put: fp4kit.amax_grouped([put(A), put(A[0])], axis=1),
+        "xs[1]: axis 1 of a 1-d array; needs -1 to 0",
+    ),
+]
 _BACKWARD = (
     ({"grads": [A, LONG]}, "grads[1] has shape (16, 32); needs that of x, (16, 64)"),
     ({"grads": [A, DOUBLE]}, "grads[1] is float64; needs float32, float16 or bfloat16"),
     ({"grads": [A]}, "grads has 1 arrays and xs 2; needs as many of each"),
     ({"amax": [1.0, -1.0]}, "amax[1] holds 1 negative value(s) of 1"),
-    ({"amax": [np.ones(16, np.float32), np.ones(3, np.float32)]}, "amax[1] has shape (3,); x (16, 64) needs (), (16,) (rows)"),
+    (
+        {"amax": [np.ones(16, np.float32), np.ones(3, np.float32)]},
+        "amax[1] has shape (3,); x (16, 64) needs (), (16,) (rows)",
+    ),
 )
 CASES += [
     (f, grouped(f, pass_through=passed, **given), text)
-    for f in ("fake_quantize_grouped_backward",) for given, text in _BACKWARD for passed in (False, True)
-]  # fmt: skip
+    for f in ("fake_quantize_grouped_backward",)
+    for given, text in _BACKWARD
+    for passed in (False, True)
+]
 
 
 @pytest.mark.parametrize(("function", "call", "text"), CASES, ids=[f"{f}-{i}" for i, (f, *_) in enumerate(CASES)])

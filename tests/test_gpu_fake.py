@@ -1,4 +1,6 @@
-"""fake_quantize by a rule of its own, its gradient, and requantize, on CuPy arrays: the bytes of the CPU specification."""
+"""fake_quantize by a rule of its own, its gradient, and requantize, on CuPy arrays: the bytes of the CPU
+specification.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,8 @@ def same(x: np.ndarray, name, **options) -> None:
     assert differing(y, fp4kit.fake_quantize(x, name, **options)) == 0
 
 
-# ---- fake_quantize ----------------------------------------------------------------------------------------------------------
+# ---- fake_quantize
+# ----------------------------------------------------------------------------------------------------------
 
 
 @recipes
@@ -119,13 +122,20 @@ def test_every_value_of_sixteen_bits_beside_every_power_of_two(name) -> None:
         for exponent in (-126, -24, -14, -1, 0, 1, 7, 15):
             anchor = np.full((4096, 16), 2.0**exponent).astype(dtype)
             same(np.concatenate([finite, anchor], axis=1), name)
-        same(np.concatenate([np.minimum(np.abs(finite), dtype.type(1e30 if dtype != np.float16 else 6e4)), finite], axis=1), name)
+        same(
+            np.concatenate(
+                [np.minimum(np.abs(finite), dtype.type(1e30 if dtype != np.float16 else 6e4)), finite], axis=1
+            ),
+            name,
+        )
 
 
 @pytest.mark.parametrize("name", all_or_few(MICROXCALING))
 def test_float32_near_powers_of_two(name) -> None:
     powers = np.arange(0, 255, dtype=np.uint32) << 23
-    near = (powers[:, None] + np.arange(-160, 32, dtype=np.int64)).clip(1, 0x7F7FFFFF).astype(np.uint32).view(np.float32)
+    near = (
+        (powers[:, None] + np.arange(-160, 32, dtype=np.int64)).clip(1, 0x7F7FFFFF).astype(np.uint32).view(np.float32)
+    )
     blocks_of = np.zeros((near.size, 32), np.float32)
     blocks_of[:, 0], blocks_of[:, 1] = near.reshape(-1), -near.reshape(-1) / 3
     same(blocks_of, name)
@@ -149,12 +159,15 @@ def test_graph_capture() -> None:
         assert differing(a, b.get()) == 0
 
 
-# ---- fake_quantize_backward -------------------------------------------------------------------------------------------------
+# ---- fake_quantize_backward
+# -------------------------------------------------------------------------------------------------
 
 
 def same_gradient(grad: np.ndarray, x: np.ndarray, name: str, amax=None, **options) -> None:
     given = cupy.asarray(amax) if isinstance(amax, np.ndarray) else amax
-    gpu = fp4kit.fake_quantize_backward(cupy.asarray(grad), cupy.asarray(x), name, amax=given, pass_through=False, **options)
+    gpu = fp4kit.fake_quantize_backward(
+        cupy.asarray(grad), cupy.asarray(x), name, amax=given, pass_through=False, **options
+    )
     cpu = fp4kit.fake_quantize_backward(grad, x, name, amax=amax, pass_through=False, **options)
     assert differing(gpu, cpu) == 0
 
@@ -172,7 +185,16 @@ def test_clip_at_the_computed_amax(name) -> None:
 def test_clip_at_given_amaxes(dtype, grad) -> None:
     x, g = INPUTS["nonfinite"].astype(dtype), ordinary(9, dtype=grad)
     rows = np.abs(ordinary(3, (128, 1)))
-    for amax in (2, 1.0, np.float32(1 + 2.0**-20), np.float32(0.5), np.inf, rows, rows[:, 0], np.abs(ordinary(4, (128, 8)))):
+    for amax in (
+        2,
+        1.0,
+        np.float32(1 + 2.0**-20),
+        np.float32(0.5),
+        np.inf,
+        rows,
+        rows[:, 0],
+        np.abs(ordinary(4, (128, 8))),
+    ):
         same_gradient(g, x, "nvfp4-te", amax)
     same_gradient(g[:, :77], x[:, :77], "fp8-modelopt-channel", rows)
     same_gradient(g[::-1, 3:80], x[:, 40:117], "fp8-modelopt", 1.5)
@@ -201,12 +223,17 @@ def test_torch_tensors() -> None:
         pytest.skip("this torch has no CUDA")
     x = torch.randn(64, 128, device="cuda", dtype=torch.bfloat16)
     y = fp4kit.fake_quantize(x, "nvfp4-modelopt-fake")
-    assert torch.equal(y.cpu().view(torch.int16), fp4kit.fake_quantize(x.cpu(), "nvfp4-modelopt-fake").view(torch.int16))
-    grad = fp4kit.fake_quantize_backward(x, x, "nvfp4-modelopt-fake", amax=torch.tensor(0.5, device="cuda"), pass_through=False)
+    assert torch.equal(
+        y.cpu().view(torch.int16), fp4kit.fake_quantize(x.cpu(), "nvfp4-modelopt-fake").view(torch.int16)
+    )
+    grad = fp4kit.fake_quantize_backward(
+        x, x, "nvfp4-modelopt-fake", amax=torch.tensor(0.5, device="cuda"), pass_through=False
+    )
     assert torch.equal(grad, torch.where(x.abs() <= 0.5, x, 0))
 
 
-# ---- requantize, compare, identify -------------------------------------------------------------------------------------------
+# ---- requantize, compare, identify
+# -------------------------------------------------------------------------------------------
 
 
 def same_requantized(q: fp4kit.Quantized, target: str, exact: bool | None = None) -> None:
@@ -226,9 +253,13 @@ def on_gpu(q: fp4kit.Quantized) -> fp4kit.Quantized:
 @pytest.mark.parametrize("source", ["mxfp4-ocp", "mxfp4-flashinfer"])
 def test_mxfp4_to_nvfp4(source, target) -> None:
     x = ordinary(3, (64, 256))
-    exact = target != "nvfp4-modelopt" or source == "mxfp4-flashinfer"  # both decode -0, the code of small negatives, to +0
+    exact = (
+        target != "nvfp4-modelopt" or source == "mxfp4-flashinfer"
+    )  # both decode -0, the code of small negatives, to +0
     same_requantized(fp4kit.quantize(x, source), target, exact=exact)
-    same_requantized(fp4kit.quantize(x.astype(np.float16), source, axis=0, scale_layout="swizzled_128x4"), target, exact=exact)
+    same_requantized(
+        fp4kit.quantize(x.astype(np.float16), source, axis=0, scale_layout="swizzled_128x4"), target, exact=exact
+    )
     same_requantized(fp4kit.quantize(np.maximum(x, 0), source), target, exact=True)
     wide = x * np.exp2(np.arange(64, dtype=np.float32))[:, None]
     same_requantized(fp4kit.quantize(wide, source), target, exact=False)
@@ -260,7 +291,8 @@ def where_it_is(seen, *arguments):
 
 
 @pytest.mark.parametrize(
-    ("name", "layout"), [("nvfp4-te-4over6-mse-256", "linear"), ("nvfp4-flashinfer", "swizzled_128x4"), ("mxfp4-ocp", "linear")]
+    ("name", "layout"),
+    [("nvfp4-te-4over6-mse-256", "linear"), ("nvfp4-flashinfer", "swizzled_128x4"), ("mxfp4-ocp", "linear")],
 )
 @pytest.mark.parametrize("known", [True, False])
 def test_identify_proves_a_large_array_where_it_is(name, layout, known, monkeypatch) -> None:

@@ -51,7 +51,10 @@ def nearly_equal_errors(name: str, tensor_amax: float) -> np.ndarray:
     rng = np.random.default_rng(5)
     x = np.repeat(rng.uniform(0.01, 1, (8192, 1)).astype(np.float32), 16, axis=1)
     x[:, 0] = 1.0
-    low, high = np.full(len(x), 0x3C000000, np.uint32), np.full(len(x), 0x3F7FFFFF, np.uint32)  # 2^-7 and the last below 1
+    low, high = (
+        np.full(len(x), 0x3C000000, np.uint32),
+        np.full(len(x), 0x3F7FFFFF, np.uint32),
+    )  # 2^-7 and the last below 1
 
     def choices(bits: np.ndarray) -> np.ndarray:
         x[:, 15] = bits.view(np.float32)

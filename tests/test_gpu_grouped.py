@@ -33,7 +33,9 @@ def check(xs, name, **options) -> None:
     """Codes, values and amaxes of a group on both sides."""
     d, r = on_gpu(xs), fp4kit.recipe(name)
     given = options.get("tensor_amax")
-    on_device = options | ({} if given is None else {"tensor_amax": on_gpu(given) if isinstance(given[0], np.ndarray) else given})
+    on_device = options | (
+        {} if given is None else {"tensor_amax": on_gpu(given) if isinstance(given[0], np.ndarray) else given}
+    )
     if not r.fake_only:
         for gpu, cpu in zip(
             fp4kit.quantize_grouped(d, name, **on_device), fp4kit.quantize_grouped(xs, name, **options), strict=True
@@ -115,7 +117,9 @@ def test_options() -> None:
 
 def test_values_of_a_rule_of_its_own_are_rounded_to_nearest() -> None:
     plan = fp4kit.GroupedPlan([cupy.ones((2, 32), np.float32)], "mxfp4-modelopt-fake", rounding="stochastic", seed=1)
-    with pytest.raises(ValueError, match="GroupedPlan: mxfp4-modelopt-fake rounds to nearest only; got rounding='stochastic'"):
+    with pytest.raises(
+        ValueError, match="GroupedPlan: mxfp4-modelopt-fake rounds to nearest only; got rounding='stochastic'"
+    ):
         plan.fake_quantize()
 
 
@@ -124,7 +128,9 @@ def test_misaligned_and_strided_tensors() -> None:
     d = cupy.asarray(flat)
     for name in FEW:
         places = [(o, o + 32 * 32) for o in (0, 1, 64, 1030)]
-        gpu = fp4kit.quantize_grouped([d[i:j].reshape(32, 32) for i, j in places] + [d[:4096].reshape(64, 64)[::2, ::2]], name)
+        gpu = fp4kit.quantize_grouped(
+            [d[i:j].reshape(32, 32) for i, j in places] + [d[:4096].reshape(64, 64)[::2, ::2]], name
+        )
         cpu = fp4kit.quantize_grouped(
             [flat[i:j].reshape(32, 32) for i, j in places] + [flat[:4096].reshape(64, 64)[::2, ::2]], name
         )
@@ -157,7 +163,9 @@ def test_amaxes_of_a_plan() -> None:
     assert [float(a) for a in plan.amax_vector] == [float(fp4kit.amax(a)) for a in (x[:32], x)]
     plan.amax_vector[...] *= 0.5  # twice the largest bfloat16 is no float32: NumPy would warn, which is an error here
     for gpu, array in zip(plan.quantize(keep_amax=True), d, strict=True):
-        assert_same(gpu, fp4kit.quantize(array.get(), "nvfp4-te", tensor_amax=fp4kit.amax(array.get()) * np.float32(0.5)))
+        assert_same(
+            gpu, fp4kit.quantize(array.get(), "nvfp4-te", tensor_amax=fp4kit.amax(array.get()) * np.float32(0.5))
+        )
     amaxes = cupy.asarray(np.array([1.0, 2.0], np.float32))
     plan = fp4kit.GroupedPlan(d, "nvfp4-te", tensor_amax=amaxes)
     amaxes[1] = 5
@@ -171,7 +179,9 @@ def test_replaced_tensors_are_noticed() -> None:
     plan = fp4kit.GroupedPlan(d, "fp8-modelopt")
     plan.fake_quantize()
     d[1] = cupy.asarray(-x)
-    with pytest.raises(ValueError, match=r"GroupedPlan\.fake_quantize: xs\[1\] is not the one of the plan; call refresh\(\)"):
+    with pytest.raises(
+        ValueError, match=r"GroupedPlan\.fake_quantize: xs\[1\] is not the one of the plan; call refresh\(\)"
+    ):
         plan.fake_quantize()
     plan.refresh()
     assert differing(plan.fake_quantize()[1], fp4kit.fake_quantize(-x, "fp8-modelopt")) == 0

@@ -38,7 +38,9 @@ def test_amax_of_a_transform():
     assert float(q.tensor_amax) == np.abs(hadamard_blocks(x).astype(np.float32)).max()
 
 
-@pytest.mark.parametrize("name", ["nvfp4-te", "nvfp4-te-4over6-mae-256", "mxfp8-te", "fp8-modelopt-channel", "int4-modelopt"])
+@pytest.mark.parametrize(
+    "name", ["nvfp4-te", "nvfp4-te-4over6-mae-256", "mxfp8-te", "fp8-modelopt-channel", "int4-modelopt"]
+)
 def test_rows_of_a_stack(name):
     """Runs of 16 lie inside the rows, so the rows of a stack are joined: one launch, and no matrix of its own."""
     x = np.random.default_rng(1).standard_normal((2, 3, 5, 128)).astype(BF16)

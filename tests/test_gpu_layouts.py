@@ -144,10 +144,14 @@ def test_blocks_and_words_of_files(format) -> None:
 def test_errors_come_before_work() -> None:
     with pytest.raises(ValueError, match="pack: the last axis has length 3"):
         fp4kit.pack(cupy.zeros(3, np.uint8))
-    with pytest.raises(ValueError, match=re.escape("unswizzle: (9,) holds 9 scales; swizzled_128x4 of (3, 3) needs (128, 4)")):
+    with pytest.raises(
+        ValueError, match=re.escape("unswizzle: (9,) holds 9 scales; swizzled_128x4 of (3, 3) needs (128, 4)")
+    ):
         fp4kit.unswizzle(cupy.zeros(9, np.uint8), "swizzled_128x4", (3, 3))
     q = square_blocks(RECIPES["nvfp4-te-2d"], "linear", (32, 32))
-    with pytest.raises(TypeError, match=r"Quantized: block_scale is a numpy\.ndarray; needs a CuPy array, as packed is"):
+    with pytest.raises(
+        TypeError, match=r"Quantized: block_scale is a numpy\.ndarray; needs a CuPy array, as packed is"
+    ):
         replace(q, packed=cupy.asarray(q.packed))
     small = square_blocks(replace(RECIPES["nvfp4-te-2d"], block=(8, 8)), "linear", (32, 32))
     with pytest.raises(NotImplementedError, match="transpose: blocks of 8x8 have no CUDA kernel; needs 16, 32 or 64"):

@@ -1,4 +1,6 @@
-"""What a call writes lies apart from what it reads, or the call is refused before any work: the first one, and repeated ones."""
+"""What a call writes lies apart from what it reads, or the call is refused before any work: the first one, and repeated
+ones.
+"""
 
 from __future__ import annotations
 
@@ -67,7 +69,10 @@ def test_quantize_into_parts_that_overlap(xp):
     good = moved(fp4kit.quantize(ordinary(3, SHAPE), "nvfp4-te"), xp)
     views = {name: at(memory(xp), 0, getattr(good, name).shape, np.uint8) for name in ("packed", "block_scale")}
     good = replace(good, **views)
-    parts = {name: at(buffer, start, getattr(good, name).shape, np.uint8) for start, name in ((0, "packed"), (16, "block_scale"))}
+    parts = {
+        name: at(buffer, start, getattr(good, name).shape, np.uint8)
+        for start, name in ((0, "packed"), (16, "block_scale"))
+    }
     for _ in range(2):
         fp4kit.quantize(x, "nvfp4-te", out=good)
         with pytest.raises(ValueError, match=r"^quantize: out\.block_scale shares memory with out\.packed"):
@@ -89,8 +94,8 @@ def test_dequantize_into_q(name, xp):
     assert_same_bits(host(shared.packed), host(q.packed))
 
 
-# Strides in bytes of x (4, 3, 16) and of out.packed (4, 3, 8), and the byte that out begins at. They have bytes in common, which
-# takes NumPy's search more work than it may do.
+# Strides in bytes of x (4, 3, 16) and of out.packed (4, 3, 8), and the byte that out begins at. They have bytes in
+# common, which takes NumPy's search more work than it may do.
 HARD = [((96, 1024, 28), (84, 1527, 16), 1213), ((552, 956, 152), (803, 348, 57), 1135)]
 
 
@@ -150,7 +155,8 @@ def test_tensors_of_pytorch():
         fp4kit.quantize(x, "mxfp8-te", out=replace(q, packed=buffer[100 : 100 + 64 * 256].view(SHAPE)))
 
 
-# ---- elements of one output that overlap ------------------------------------------------------------------------------------
+# ---- elements of one output that overlap
+# ------------------------------------------------------------------------------------
 
 
 def bytes_of(shape, strides, itemsize):
@@ -169,25 +175,34 @@ def test_overlaps_are_found_exactly(seed):
     for _ in range(1500):
         shape = tuple(int(n) for n in rng.integers(0, 7, rng.integers(0, 5)))
         itemsize = int(rng.choice([1, 2, 4]))
-        strides = tuple(int(step) for step in rng.integers(-40, 41, len(shape)) * rng.choice([1, itemsize, 3 * itemsize]))
+        strides = tuple(
+            int(step) for step in rng.integers(-40, 41, len(shape)) * rng.choice([1, itemsize, 3 * itemsize])
+        )
         found.append(overlaps_itself(shape, strides, itemsize))
         wrong = bytes_of(shape, strides, itemsize) < np.prod(shape, dtype=int) * itemsize if 0 not in shape else False
         assert found[-1] == wrong, (shape, strides, itemsize)
     assert 200 < sum(found) < 1300
 
 
-@pytest.mark.parametrize(("shape", "strides", "itemsize", "overlaps"), [
-    ((4096, 4096), (16384, 4), 4, False),
-    ((4096, 4096), (4, 16384), 4, False),  # transposed
-    ((8, 4096), (4097, 2), 1, False),  # rows in the gaps of others
-    ((8, 4096), (4096, 2), 1, True),
-    ((1 << 17, 1 << 17), ((1 << 17) + 2, 2), 1, True),
-    ((1 << 17, 1 << 16), ((1 << 17) - 1, 2), 1, False),
-    ((3, 1000, 1000), (1, 3000, 3), 1, False),
-    ((3, 1000, 1000), (2, 3001, 3), 1, True),
-    ((), (), 4, False), ((0, 5), (0, 0), 4, False), ((1, 5), (0, 4), 4, False), ((2, 5), (0, 4), 4, True), ((5,), (2,), 4, True),
-    ((2000, 2000, 2000), (5, 7, 11), 1, True),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("shape", "strides", "itemsize", "overlaps"),
+    [
+        ((4096, 4096), (16384, 4), 4, False),
+        ((4096, 4096), (4, 16384), 4, False),  # transposed
+        ((8, 4096), (4097, 2), 1, False),  # rows in the gaps of others
+        ((8, 4096), (4096, 2), 1, True),
+        ((1 << 17, 1 << 17), ((1 << 17) + 2, 2), 1, True),
+        ((1 << 17, 1 << 16), ((1 << 17) - 1, 2), 1, False),
+        ((3, 1000, 1000), (1, 3000, 3), 1, False),
+        ((3, 1000, 1000), (2, 3001, 3), 1, True),
+        ((), (), 4, False),
+        ((0, 5), (0, 0), 4, False),
+        ((1, 5), (0, 4), 4, False),
+        ((2, 5), (0, 4), 4, True),
+        ((5,), (2,), 4, True),
+        ((2000, 2000, 2000), (5, 7, 11), 1, True),
+    ],
+)
 def test_overlaps_of_known_strides(shape, strides, itemsize, overlaps):
     assert overlaps_itself(shape, strides, itemsize) == overlaps
 

@@ -38,7 +38,9 @@ def cast_both(x: np.ndarray, name: str, edges: list[int]) -> None:
         assert differing(fp4kit.partial_amax(on_gpu[a:b], x.shape, a, name), cpu) == 0
         amax = np.fmax(amax, np.where(np.isnan(cpu), np.float32(np.inf), cpu))
     whole = fp4kit.quantize(x, name)
-    limit = whole.tensor_amax if np.isinf(amax).any() and RECIPES[name].amax_nan == "lanes" else None  # of finite elements
+    limit = (
+        whole.tensor_amax if np.isinf(amax).any() and RECIPES[name].amax_nan == "lanes" else None
+    )  # of finite elements
     cpu = np.full(whole.packed.shape, 0xA5, np.uint8)
     gpu = cupy.asarray(cpu)
     for a, b in list(pairwise(edges))[::2]:  # every other one, so that neighbours of each stay as they are
@@ -111,7 +113,10 @@ def test_amax_of_tall_blocks(name) -> None:
 def test_any_partition(name, dtypes, size, shapes, cuts, seed) -> None:
     """Ranks are threads that share the GPU."""
     rng, block = np.random.default_rng(seed), RECIPES[name].block_size
-    xs = [rng.standard_normal((rows, wide * block)).astype(dtype) for (rows, wide), dtype in zip(shapes, dtypes, strict=False)]
+    xs = [
+        rng.standard_normal((rows, wide * block)).astype(dtype)
+        for (rows, wide), dtype in zip(shapes, dtypes, strict=False)
+    ]
 
     def work(comm) -> None:
         shards = []
@@ -132,7 +137,9 @@ def test_plan_columnwise_refresh_and_graph() -> None:
         for shape, dtype in (((64, 80), np.float32), ((16, 16), np.float32), ((48, 64), np.float16))
     ]
     mine = [cupy.asarray(x.reshape(-1)) for x in xs]
-    plan = MasterWeightsPlan([Shard(v, x.shape) for v, x in zip(mine, xs, strict=True)], SingleProcess(), columnwise=True)
+    plan = MasterWeightsPlan(
+        [Shard(v, x.shape) for v, x in zip(mine, xs, strict=True)], SingleProcess(), columnwise=True
+    )
 
     def check(pairs) -> None:
         for (row, column), v, x in zip(pairs, mine, xs, strict=True):
@@ -195,13 +202,19 @@ def cast(out, amax) -> None:
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: cast(cupy.zeros((4, 4), np.uint8), cupy.ones((1, 1), "f4")), "out is uint8 (4, 4); needs uint8 (4, 8)"),
+        (
+            lambda: cast(cupy.zeros((4, 4), np.uint8), cupy.ones((1, 1), "f4")),
+            "out is uint8 (4, 4); needs uint8 (4, 8)",
+        ),
         (
             lambda: cast(cupy.zeros((4, 8), np.uint8), cupy.ones((4, 1), "f4")),
             "block_amax is float32 (4, 1); nvfp4-te-2d needs float32 (1, 1)",
         ),
         (lambda: cast(np.zeros((4, 8), np.uint8), cupy.ones((1, 1), "f4")), "must be on one device"),
-        (lambda: fp4kit.partial_amax(cupy.ones(64, "f4"), (4, 16), 1, "nvfp4-te-2d"), "elements [1, 65) of a matrix of 64"),
+        (
+            lambda: fp4kit.partial_amax(cupy.ones(64, "f4"), (4, 16), 1, "nvfp4-te-2d"),
+            "elements [1, 65) of a matrix of 64",
+        ),
         (
             lambda: fp4kit.cast_master_weights([Shard(cupy.ones(64, "f4")[::2], (2, 16))], SingleProcess()),
             "values of shard 0 are strided; needs a contiguous array",

@@ -1,4 +1,6 @@
-"""Prepared calls along columns, both ways, of square blocks, and those that move codes and scales: the bits of the full way."""
+"""Prepared calls along columns, both ways, of square blocks, and those that move codes and scales: the bits of the full
+way.
+"""
 
 from operator import attrgetter
 from types import SimpleNamespace
@@ -35,10 +37,18 @@ def two(dtype):
 
 
 @pytest.mark.parametrize("given", [False, True], ids=["amax of x", "amax given"])
-@pytest.mark.parametrize(("recipe", "axis", "layout"), [
-    ("mxfp4-ocp", 0, "linear"), ("nvfp4-te", 0, "linear"), ("nvfp4-te", 0, "swizzled_128x4"), ("mxfp8-te", 0, "swizzled_8x4"),
-    ("nvfp4-te-2d", 1, "linear"), ("nvfp4-te-2d", 0, "swizzled_128x4"), ("mxfp8-te-2d", 1, "linear"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("recipe", "axis", "layout"),
+    [
+        ("mxfp4-ocp", 0, "linear"),
+        ("nvfp4-te", 0, "linear"),
+        ("nvfp4-te", 0, "swizzled_128x4"),
+        ("mxfp8-te", 0, "swizzled_8x4"),
+        ("nvfp4-te-2d", 1, "linear"),
+        ("nvfp4-te-2d", 0, "swizzled_128x4"),
+        ("mxfp8-te-2d", 1, "linear"),
+    ],
+)
 def test_columns_and_square_blocks(monkeypatch, recipe, axis, layout, given):
     first, second = two(BF16)
     expected = fp4kit.quantize(second, recipe, axis=axis, scale_layout=layout)
@@ -75,7 +85,9 @@ def test_columns_into_out_with_an_amax(monkeypatch):
 
 @pytest.mark.parametrize("axis", [-1, 0])
 def test_results_keep_no_memory_of_the_caller_s(axis):
-    """The full way and a prepared call: an amax that was given does not change with a result that is written to again."""
+    """The full way and a prepared call: an amax that was given does not change with a result that is written to
+    again.
+    """
     first, second = two(BF16)
     amax = cupy.asarray(np.float32(3))
     for _ in range(3):
@@ -99,7 +111,11 @@ def test_both_ways(monkeypatch, recipe, layout, given):
     forbid(monkeypatch, "quantize_both", "quantize")
     prepared = fp4kit.quantize_both(cupy.asarray(second), recipe, **options)
     for row, column in (full, prepared):
-        shared = [a.data.ptr for a in (*row.parts().values(), *column.parts().values(), *options.values()) if hasattr(a, "data")]
+        shared = [
+            a.data.ptr
+            for a in (*row.parts().values(), *column.parts().values(), *options.values())
+            if hasattr(a, "data")
+        ]
         assert len(set(shared)) == len(shared)
     for a, b in zip(prepared, expected, strict=True):
         assert_same(a, b)
@@ -110,7 +126,9 @@ def test_no_two_ways_share_a_call():
     x, _ = two(BF16)
     for options in ({}, {"axis": 0}, {"axis": 0, "scale_layout": "swizzled_8x4"}, {"scale_layout": "swizzled_8x4"}):
         for _ in range(2):
-            assert_same(fp4kit.quantize(cupy.asarray(x), "nvfp4-te", **options), fp4kit.quantize(x, "nvfp4-te", **options))
+            assert_same(
+                fp4kit.quantize(cupy.asarray(x), "nvfp4-te", **options), fp4kit.quantize(x, "nvfp4-te", **options)
+            )
     for hadamard in (False, True, "no_signs", False):
         both = fp4kit.quantize_both(cupy.asarray(x), "nvfp4-te", hadamard=hadamard)
         for a, b in zip(both, fp4kit.quantize_both(x, "nvfp4-te", hadamard=hadamard), strict=True):
@@ -148,7 +166,12 @@ def test_a_quantized_moves_to_the_gpu_and_back():
     q = fp4kit.quantize(blocks(BF16), "nvfp4-te")
     there = q.to("cuda")
     assert_same(there, q)
-    assert there.to("cupy") is there and there.to("cuda:0") is there and there.to("cpu").equals(q) and q.to("cupy").equals(there)
+    assert (
+        there.to("cupy") is there
+        and there.to("cuda:0") is there
+        and there.to("cpu").equals(q)
+        and q.to("cupy").equals(there)
+    )
 
 
 @pytest.mark.parametrize(("shape", "dtype"), [((64, 32), np.uint8), ((), np.float32), ((3, 1, 5), np.float32)])

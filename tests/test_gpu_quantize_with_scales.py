@@ -96,7 +96,12 @@ def test_out_scalars_and_nothing() -> None:
             TypeError,
             "quantize: tensor_scale is float16; needs float32 on a device",
         ),
-        ("mxfp4-ocp", {"block_scale": np.zeros((4, 3), np.uint8)}, ValueError, "quantize: block_scale has shape (4, 3)"),
+        (
+            "mxfp4-ocp",
+            {"block_scale": np.zeros((4, 3), np.uint8)},
+            ValueError,
+            "quantize: block_scale has shape (4, 3)",
+        ),
     ],
 )
 def test_errors(recipe, given, kind, message) -> None:

@@ -1,4 +1,6 @@
-"""The search of block scales on the GPU, or its stand-in, against the specification, which takes every candidate in turn."""
+"""The search of block scales on the GPU, or its stand-in, against the specification, which takes every candidate in
+turn.
+"""
 
 from __future__ import annotations
 
@@ -149,7 +151,9 @@ def test_recipe_that_searches(dtype) -> None:
 def test_recipe_that_searches_what_is_transformed(hadamard, dtype) -> None:
     for axis in (0, 1):
         gpu_check(finite(dtype), MSE, hadamard=hadamard, axis=axis)
-    gpu_check(finite(dtype).reshape(4, 24, 64), MSE, hadamard=hadamard, tensor_amax=cupy.asarray(np.float32([1, 2, 3, 4])))
+    gpu_check(
+        finite(dtype).reshape(4, 24, 64), MSE, hadamard=hadamard, tensor_amax=cupy.asarray(np.float32([1, 2, 3, 4]))
+    )
 
 
 def same(ours: list[Any], theirs: list[Any]) -> None:
@@ -177,7 +181,9 @@ def test_groups_that_search() -> None:
     same(fp4kit.quantize_grouped(there, MSE, tensor_amax=amaxes), fp4kit.quantize_grouped(xs, MSE, tensor_amax=amaxes))
     stack = finite(np.float32)[:64].reshape(4, 16, 64)
     for options in ({}, {"axis": 0}, {"scale_layout": "swizzled_128x4"}, {"hadamard": True}):
-        same(fp4kit.quantize_grouped(cupy.asarray(stack), MSE, **options), fp4kit.quantize_grouped(stack, MSE, **options))
+        same(
+            fp4kit.quantize_grouped(cupy.asarray(stack), MSE, **options), fp4kit.quantize_grouped(stack, MSE, **options)
+        )
 
 
 def test_groups_that_are_no_arguments_of_a_kernel() -> None:
@@ -205,7 +211,8 @@ def test_recipe_equals_its_two_steps() -> None:
     assert (one.packed == two.packed).all() and (one.block_scale == two.block_scale).all()
 
 
-# ---- every candidate in turn --------------------------------------------------------------------------------------------------
+# ---- every candidate in turn
+# --------------------------------------------------------------------------------------------------
 
 TALL = {rows: replace(RECIPES[STATIC], id=f"static-{rows}x16", block=(rows, 16)) for rows in (2, 16)}
 WEIGHTS = (np.random.default_rng(5).random(64) ** 3 * (np.arange(64) % 5 > 0)).astype(np.float32)
@@ -226,9 +233,13 @@ def test_blocks_of_several_rows(rows, side, dtype) -> None:
 
 
 OBJECTIVES = [
-    ("mae", np.float32, "weights"), ("mae", BF16, "plain"), ("max", BF16, "weights"), ("max", np.float16, "plain"),
-    ("p2.4", np.float32, "weights"), ("p3", BF16, "plain"),
-]  # fmt: skip
+    ("mae", np.float32, "weights"),
+    ("mae", BF16, "plain"),
+    ("max", BF16, "weights"),
+    ("max", np.float16, "plain"),
+    ("p2.4", np.float32, "weights"),
+    ("p3", BF16, "plain"),
+]
 
 
 @pytest.mark.parametrize(("objective", "dtype", "side"), OBJECTIVES)
@@ -279,7 +290,6 @@ def test_amaxes_of_blocks_with_nan(amax_nan) -> None:
 def test_arrays_at_any_address() -> None:
     """Of x, weights and Hessians."""
 
-
     def moved(a: np.ndarray) -> Any:
         return cupy.asarray(np.concatenate([np.zeros(1, a.dtype), a.reshape(-1)]))[1:].reshape(a.shape)
 
@@ -290,7 +300,8 @@ def test_arrays_at_any_address() -> None:
             assert differing(found, fp4kit.search_scales(x, r, **side)) == 0
 
 
-# ---- powers of two ------------------------------------------------------------------------------------------------------------
+# ---- powers of two
+# ------------------------------------------------------------------------------------------------------------
 
 MX = ("mxfp4-ocp", "mxfp8-te", "mxfp4-torchao-even", "mxfp4-gguf", "mxfp6-torchao-floor-e2m3", "mxfp4-flashinfer")
 POWERS = [name for name, r in RECIPES.items() if has_given_powers(r)]
@@ -325,9 +336,11 @@ def test_powers_of_other_blocks(columns) -> None:
 
 
 def balanced(blocks: int, columns: int, pair: list[float], ratio: float, spread: int) -> tuple[np.ndarray, np.ndarray]:
-    """A row of blocks of two values in any order, and weights: those of the second value are those of the first, times a ratio.
+    """A row of blocks of two values in any order, and weights: those of the second value are those of the first, times
+    a ratio.
 
-    Losses that one scale makes of the first and another of the second are the same numbers: rounding says which sum is larger.
+    Losses that one scale makes of the first and another of the second are the same numbers: rounding says which sum is
+    larger.
     """
     rng = np.random.default_rng(columns)
     first = rng.random((blocks, columns // 2)) * 2.0 ** rng.integers(-spread, spread + 1, (blocks, columns // 2))
@@ -348,16 +361,25 @@ def test_order_of_sums(objective, ratio, columns) -> None:
 
 
 def test_exponents_of_small_amaxes() -> None:
-    """Where the largest element is below 1, candidates of subnormal amaxes are scales, too. Squares of these are zero."""
+    """Where the largest element is below 1, candidates of subnormal amaxes are scales, too. Squares of these are
+    zero.
+    """
     r = replace(RECIPES["mxfp4-ocp"], id="small", element=replace(E2M1, name="small", bias=6))
     rng = np.random.default_rng(0)
-    check((rng.standard_normal((400, 32)) * 2.0 ** rng.uniform(-130, -124, (400, 1))).astype(np.float32), r, objective="mae")
+    check(
+        (rng.standard_normal((400, 32)) * 2.0 ** rng.uniform(-130, -124, (400, 1))).astype(np.float32),
+        r,
+        objective="mae",
+    )
 
 
 @pytest.mark.parametrize("columns", [24, 2048])
 def test_powers_of_blocks_that_no_kernel_has(columns) -> None:
     r = replace(RECIPES["mxfp4-ocp"], id="other", block=(1, columns))
-    text = f"^search_scales: no CUDA kernel searches blocks of {columns} columns; needs a multiple of 16, 1024 at most; compute"
+    text = (
+        f"^search_scales: no CUDA kernel searches blocks of {columns} columns; needs a multiple of 16, 1024 at most;"
+        " compute"
+    )
     with pytest.raises(NotImplementedError, match=text):
         fp4kit.search_scales(cupy.zeros((2, columns), np.float32), r)
 
@@ -386,7 +408,10 @@ def same_results(x: np.ndarray, recipe, **options) -> None:
         if getattr(expected, part) is not None:
             assert differing(getattr(found, part), getattr(expected, part)) == 0, (recipe, part)
     options.pop("scale_layout", None), there.pop("scale_layout", None)
-    assert differing(fp4kit.fake_quantize(cupy.asarray(x), recipe, **there), fp4kit.fake_quantize(x, recipe, **options)) == 0
+    assert (
+        differing(fp4kit.fake_quantize(cupy.asarray(x), recipe, **there), fp4kit.fake_quantize(x, recipe, **options))
+        == 0
+    )
 
 
 BY_DTYPE = [(name, dtype) for name in FACTORED for dtype in (np.float32, np.float16, BF16)]
@@ -394,7 +419,9 @@ BY_DTYPE = [(name, dtype) for name in FACTORED for dtype in (np.float32, np.floa
 
 @pytest.mark.parametrize("case", all_or_few(BY_DTYPE, list(zip(FACTORED, (BF16, np.float32), strict=True))), ids=str)
 def test_multiples_of_the_amax(case) -> None:
-    """Of blocks of every kind, of any magnitude, not finite, misaligned, along columns, in stacks with amaxes of their own."""
+    """Of blocks of every kind, of any magnitude, not finite, misaligned, along columns, in stacks with amaxes of their
+    own.
+    """
     recipe, dtype = case
     with np.errstate(all="ignore"):
         arrays = [searched_blocks(dtype), ordinary(1, (32, 64), dtype), extreme()[:96, :64].astype(dtype)]
@@ -402,7 +429,9 @@ def test_multiples_of_the_amax(case) -> None:
         same_results(x, recipe)
     x = arrays[1]
     same_results(x, recipe, axis=0)
-    same_results(x.reshape(4, 8, 64), recipe, **({"tensor_amax": np.float32([1, 2, 0, 9])} if recipe.startswith("nvfp4") else {}))
+    same_results(
+        x.reshape(4, 8, 64), recipe, **({"tensor_amax": np.float32([1, 2, 0, 9])} if recipe.startswith("nvfp4") else {})
+    )
     same_results(x, recipe, scale_layout="swizzled_128x4")
     same_results(x[:0], recipe)
     whole = cupy.asarray(np.concatenate([np.zeros(3, dtype), x.reshape(-1)]))[3:].reshape(x.shape)
@@ -410,10 +439,16 @@ def test_multiples_of_the_amax(case) -> None:
 
 
 VARIANTS = {
-    "64": {"block": (1, 64)}, "128": {"block": (1, 128)}, "lanes": {"amax_nan": "lanes"}, "signs": {"sign": "signbit"},
-    "rows": {"tensor_scaling": "row"}, "E2M3": {"element": E2M3, "nan_code": None},
-}  # fmt: skip
-DRAWN = [(name, variant) for name in FACTORED for variant in VARIANTS if variant != ("E2M3", "rows")[FACTORED.index(name)]]
+    "64": {"block": (1, 64)},
+    "128": {"block": (1, 128)},
+    "lanes": {"amax_nan": "lanes"},
+    "signs": {"sign": "signbit"},
+    "rows": {"tensor_scaling": "row"},
+    "E2M3": {"element": E2M3, "nan_code": None},
+}
+DRAWN = [
+    (name, variant) for name in FACTORED for variant in VARIANTS if variant != ("E2M3", "rows")[FACTORED.index(name)]
+]
 
 
 @pytest.mark.parametrize("case", all_or_few(DRAWN, [(FACTORED[0], "64"), (FACTORED[1], "E2M3")]), ids="-".join)
@@ -437,9 +472,13 @@ def test_multiples_of_the_amax_with_options(recipe) -> None:
     for found, expected in zip(fp4kit.quantize_both(there, recipe), fp4kit.quantize_both(x, recipe), strict=True):
         assert differing(found.packed, expected.packed) == 0 and differing(found.block_scale, expected.block_scale) == 0
     options = {"rounding": "stochastic", "seed": 5}
-    assert differing(fp4kit.quantize(there, recipe, **options).packed, fp4kit.quantize(x, recipe, **options).packed) == 0
+    assert (
+        differing(fp4kit.quantize(there, recipe, **options).packed, fp4kit.quantize(x, recipe, **options).packed) == 0
+    )
     out = fp4kit.quantize(cupy.asarray(x * 2), recipe)
-    assert fp4kit.quantize(there, recipe, out=out) is out and differing(out.packed, fp4kit.quantize(x, recipe).packed) == 0
+    assert (
+        fp4kit.quantize(there, recipe, out=out) is out and differing(out.packed, fp4kit.quantize(x, recipe).packed) == 0
+    )
     for mask in (True, "no_signs"):
         found, expected = (fp4kit.quantize(a, recipe, hadamard=mask) for a in (there, x))
         assert differing(found.packed, expected.packed) == 0 and differing(found.block_scale, expected.block_scale) == 0
@@ -460,7 +499,8 @@ def test_block_amaxes_of_rules_that_ask_for_them(recipe) -> None:
     same_results(x, recipe, block_amax=amax)
 
 
-# ---- amaxes without block scales ----------------------------------------------------------------------------------------------
+# ---- amaxes without block scales
+# ----------------------------------------------------------------------------------------------
 
 GRIDS = [name for name, r in RECIPES.items() if has_grid(r)]
 USUAL_GRIDS = ("fp8-modelopt", "fp8-modelopt-channel", "int8-modelopt-channel-narrow", "int4-modelopt-channel")
@@ -501,7 +541,9 @@ def test_order_of_sums_of_amaxes() -> None:
 
 @pytest.mark.parametrize("p", [2.4, *exhaustive([1.5, 3])])
 def test_powers_of_amaxes_that_are_nearly_equal(p) -> None:
-    """0.75 loses 0.25 under a step of 1 and 0.75 under 2; 127 + u loses u under 1, being beyond 127, and 1 - u under 2."""
+    """0.75 loses 0.25 under a step of 1 and 0.75 under 2; 127 + u loses u under 1, being beyond 127, and 1 - u under
+    2.
+    """
     found = []
     for u in np.linspace(0.625, 1.875, 6):
         ratio = np.float32((0.75**p - 0.25**p) / (u**p - abs(1 - u) ** p))
@@ -514,7 +556,9 @@ def test_powers_of_amaxes_that_are_nearly_equal(p) -> None:
 
 
 def test_many_multiples_in_parts(monkeypatch) -> None:
-    """Losses of few multiples fit into memory at a time; the first of equals stays, and of rows without any below infinity."""
+    """Losses of few multiples fit into memory at a time; the first of equals stays, and of rows without any below
+    infinity.
+    """
     monkeypatch.setattr(search_amaxes, "MOST_LOSSES", 200)
     for recipe in ("fp8-modelopt", "fp8-modelopt-channel"):
         check(searched_blocks(np.float32)[20:60], recipe, candidates=(0.25, 2.0, 0.03))

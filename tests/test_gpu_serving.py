@@ -1,4 +1,6 @@
-"""Recipes of vLLM, triton_kernels, Quark, auto-round, fouroversix, SGLang, DeepGEMM, qwix, torchao 0.18 on a GPU or its twin."""
+"""Recipes of vLLM, triton_kernels, Quark, auto-round, fouroversix, SGLang, DeepGEMM, qwix, torchao 0.18 on a GPU or its
+twin.
+"""
 
 from __future__ import annotations
 
@@ -66,7 +68,9 @@ def test_columns_and_both(name) -> None:
 @pytest.mark.parametrize("dtype", (np.float32, ml_dtypes.bfloat16))
 @pytest.mark.parametrize("name", [name for name in NAMES if "nvfp4-fouroversix" in name and not name.endswith("2d")])
 def test_factors_beyond_float32(name, dtype) -> None:
-    """An encode scale that is infinite, and one that is not over block scales that are tiny: saturated codes, or NaN's."""
+    """An encode scale that is infinite, and one that is not over block scales that are tiny: saturated codes, or
+    NaN's.
+    """
     x = np.random.default_rng(3).standard_normal((16, 64)).clip(-3, 3)
     x[3, :20], x[5, 32:48] = 0, -0.0
     for small in (x * 2.0**-128, x * np.exp2(-113 - np.arange(16))[:, None]):
@@ -101,7 +105,9 @@ def test_what_searches_in_groups_and_what_needs_no_search(name) -> None:
 @pytest.mark.parametrize("dtype", (np.float32, ml_dtypes.bfloat16))
 @pytest.mark.parametrize("name", [name for name in NAMES if "nvfp4-fouroversix" in name])
 def test_codes_that_wrap_around(name, dtype) -> None:
-    """Blocks under subnormal scales, whose elements reach 9 scales, and a tensor amax that is too small for all of them."""
+    """Blocks under subnormal scales, whose elements reach 9 scales, and a tensor amax that is too small for all of
+    them.
+    """
     x = tiny_scales(dtype, RECIPES[name].scale_max)
     for tensor_amax in (None, np.float32(x.max() / 3), np.float32(x.max() / 100), np.float32(1e-30)):
         check(x, name, tensor_amax=tensor_amax)

@@ -1,4 +1,6 @@
-"""Tensors of PyTorch on CUDA: tensors come back, on PyTorch's memory and its current stream, with the bits that NumPy's get."""
+"""Tensors of PyTorch on CUDA: tensors come back, on PyTorch's memory and its current stream, with the bits that NumPy's
+get.
+"""
 
 import gc
 
@@ -91,7 +93,10 @@ def test_random_calls_on_side_streams(recipe):
 @gpu_only
 def test_memory_is_pytorch_s_and_comes_back():
     x = tensor(X[BF16]).cuda()
-    calls = [CALLS[name] for name in ("quantize", "columns", "quantize_both", "fake_quantize", "dequantize", "swizzle", "amax")]
+    calls = [
+        CALLS[name]
+        for name in ("quantize", "columns", "quantize_both", "fake_quantize", "dequantize", "swizzle", "amax")
+    ]
     for call in calls * 2:
         call(x)
     gc.collect()
@@ -106,12 +111,16 @@ def test_memory_is_pytorch_s_and_comes_back():
     for i in range(10_000):
         calls[i % len(calls)](x)
     torch.cuda.synchronize()
-    assert torch.cuda.memory_allocated() == before and pool.total_bytes() == held and torch.cuda.memory_reserved() == used
+    assert (
+        torch.cuda.memory_allocated() == before and pool.total_bytes() == held and torch.cuda.memory_reserved() == used
+    )
 
 
 @gpu_only
 def test_results_know_other_streams():
-    """record_stream of a result: the allocator does not give its memory to others before that stream is done with it."""
+    """record_stream of a result: the allocator does not give its memory to others before that stream is done with
+    it.
+    """
     side, x = torch.cuda.Stream(), torch.ones(1024, 1024, device="cuda")
     for call in (lambda: fp4kit.fake_quantize(x, "nvfp4-te"), lambda: fp4kit.fake_quantize(x, "nvfp4-te", axis=0)):
         for _ in range(3):
@@ -131,7 +140,10 @@ def test_results_know_other_streams():
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_calls_in_a_graph_of_pytorch(recipe):
     x = tensor(X[BF16]).cuda()
-    run = lambda: (fp4kit.quantize(x, recipe), fp4kit.fake_quantize(x, recipe), fp4kit.quantize(x, recipe, axis=-1))  # noqa: E731
+
+    def run():
+        return fp4kit.quantize(x, recipe), fp4kit.fake_quantize(x, recipe), fp4kit.quantize(x, recipe, axis=-1)
+
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):
         run(), run()
@@ -152,11 +164,17 @@ def test_views_and_strides_have_calls_of_their_own():
     x = tensor(np.ascontiguousarray(np.tile(X[BF16], (2, 2)))).cuda()
     whole = array(x.cpu())
     rows, columns = X[BF16].shape
-    parts = (slice(0, rows), slice(0, columns)), (slice(1, rows + 1), slice(columns)), (slice(None, None, 2), slice(columns))
+    parts = (
+        (slice(0, rows), slice(0, columns)),
+        (slice(1, rows + 1), slice(columns)),
+        (slice(None, None, 2), slice(columns)),
+    )
     for _ in range(2):
         for part in parts:
             assert_equal(host(fp4kit.quantize(x[part], "nvfp4-te")), plain(fp4kit.quantize(whole[part], "nvfp4-te")))
-        assert_equal(host(fp4kit.quantize(x.T, "nvfp4-te", axis=0)), plain(fp4kit.quantize(whole.T, "nvfp4-te", axis=0)))
+        assert_equal(
+            host(fp4kit.quantize(x.T, "nvfp4-te", axis=0)), plain(fp4kit.quantize(whole.T, "nvfp4-te", axis=0))
+        )
     parameter = torch.nn.Parameter(x)
     for _ in range(2):
         assert_equal(host(fp4kit.quantize(parameter, "nvfp4-te")), plain(fp4kit.quantize(whole, "nvfp4-te")))
@@ -176,7 +194,8 @@ def test_one_call_has_arrays_of_one_device():
     assert type(q.tensor_amax) is torch.Tensor
     for _ in range(2):
         assert_equal(
-            host(fp4kit.quantize(x, "nvfp4-te", tensor_amax=cupy.asarray(amax))), plain(fp4kit.quantize(X[BF16], "nvfp4-te"))
+            host(fp4kit.quantize(x, "nvfp4-te", tensor_amax=cupy.asarray(amax))),
+            plain(fp4kit.quantize(X[BF16], "nvfp4-te")),
         )
         assert_equal(
             host(fp4kit.quantize(x, "nvfp4-te", tensor_amax=torch.tensor(amax).cuda())),

@@ -1,4 +1,5 @@
-"""Variants of recipes that no recipe of the table is, through the public functions: CuPy arrays give the bytes of the CPU.
+"""Variants of recipes that no recipe of the table is, through the public functions: CuPy arrays give the bytes of the
+CPU.
 
 What was once wrong in one kernel stands here for all of them: zeros, NaN, ties, elements that are not E2M1.
 """
@@ -23,7 +24,9 @@ DTYPES = (np.float32, np.float16, ml_dtypes.bfloat16)
 E1M2, E3M0 = ElementFormat("E1M2", 1, 2, 1), ElementFormat("E3M0", 3, 0, 3)
 ZEROS = replace(RECIPES["nvfp4-flashinfer"], block=(16, 16))
 RNZ = ("mxfp4-compressed-tensors", "mxfp6-compressed-tensors", "mxfp8-compressed-tensors", "mxfp4-ocp", "mxfp8-te-e5m2")
-OTHERS = [replace(RECIPES[id], element=e) for id in ("mxfp4-ocp", "nvfp4-torchao", "nvfp4-modelopt") for e in (E1M2, E3M0)]
+OTHERS = [
+    replace(RECIPES[id], element=e) for id in ("mxfp4-ocp", "nvfp4-torchao", "nvfp4-modelopt") for e in (E1M2, E3M0)
+]
 OTHERS += [replace(RECIPES["nvfp4-torchao"], element=e, block=(16, 16)) for e in (E1M2, E3M0)]
 OTHERS += [replace(RECIPES["fp8-modelopt-channel"], element=e) for e in (E1M2, E3M0)]
 
@@ -36,13 +39,17 @@ def everything(x: np.ndarray, r: Recipe, **options) -> None:
     for gpu, a in group:
         assert_same(gpu, fp4kit.quantize(a, r, **options))
     if r.block is not None and r.tensor_scaling != "row" and len(x) % r.block_size == 0:
-        pairs = zip(fp4kit.quantize_both(cupy.asarray(x), r, **options), fp4kit.quantize_both(x, r, **options), strict=True)
+        pairs = zip(
+            fp4kit.quantize_both(cupy.asarray(x), r, **options), fp4kit.quantize_both(x, r, **options), strict=True
+        )
         for gpu, cpu in pairs:
             assert_same(gpu, cpu)
 
 
 @pytest.mark.parametrize("dtype", [DTYPES[0], *exhaustive(DTYPES[1:])])
-@pytest.mark.parametrize("options", [{}, *exhaustive([{"rounding": "stochastic", "seed": 3}, {"hadamard": True}])], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, *exhaustive([{"rounding": "stochastic", "seed": 3}, {"hadamard": True}])], ids=str
+)
 def test_blocks_of_zeros_under_flashinfers_scale(dtype, options) -> None:
     """A factor of zero for a block of zeros is the rule's, whichever kernel asks it."""
     x = np.random.default_rng(0).standard_normal((48, 64)).astype(dtype)
@@ -74,7 +81,9 @@ def test_nan_is_the_largest_before_any_rounding(dtype, layout) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", ["int4-modelopt-channel", "int8-modelopt-channel", "fp8-modelopt-channel", "int8-modelopt"])
+@pytest.mark.parametrize(
+    "name", ["int4-modelopt-channel", "int8-modelopt-channel", "fp8-modelopt-channel", "int8-modelopt"]
+)
 @pytest.mark.parametrize("columns", [16, 48])
 def test_short_rows_without_blocks_are_transformed(name, dtype, columns) -> None:
     x = np.random.default_rng(2).standard_normal((33, columns)).astype(dtype)
@@ -90,7 +99,9 @@ def test_elements_that_are_not_e2m1(r) -> None:
     assert differing(fp4kit.fake_quantize(cupy.asarray(x), r), fp4kit.fake_quantize(x, r)) == 0
     for dtype in DTYPES:
         q = fp4kit.quantize(x, r)
-        assert differing(fp4kit.dequantize(fp4kit.quantize(cupy.asarray(x), r), dtype), fp4kit.dequantize(q, dtype)) == 0
+        assert (
+            differing(fp4kit.dequantize(fp4kit.quantize(cupy.asarray(x), r), dtype), fp4kit.dequantize(q, dtype)) == 0
+        )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -122,13 +133,22 @@ def test_zeros_keep_their_signs_in_quotients(name, sign, dtype) -> None:
     assert differing(fp4kit.fake_quantize(cupy.asarray(x), r), fp4kit.fake_quantize(x, r)) == 0
 
 
-UNSIGNED = ("mxfp4-ocp", "mxfp4-modelopt", "mxfp6-compressed-tensors", "mxfp8-te", "nvfp4-te-4over6-mse-256", "nvfp4-te-2d")
+UNSIGNED = (
+    "mxfp4-ocp",
+    "mxfp4-modelopt",
+    "mxfp6-compressed-tensors",
+    "mxfp8-te",
+    "nvfp4-te-4over6-mse-256",
+    "nvfp4-te-2d",
+)
 
 
 @pytest.mark.parametrize("name", UNSIGNED)
 @pytest.mark.parametrize("dtype", [DTYPES[2], *exhaustive(DTYPES[:2])])
 def test_zeros_without_signs(name, dtype) -> None:
-    """A negative element that rounds to zero has code 0 on every way of codes; a random byte keeps the product's sign."""
+    """A negative element that rounds to zero has code 0 on every way of codes; a random byte keeps the product's
+    sign.
+    """
     r = replace(RECIPES[name], sign="unsigned_zero")
     x = zeros_of_all_kinds(dtype)
     everything(x, r)
@@ -168,7 +188,9 @@ def test_blocks_of_zeros_of_4over6_that_make_zeros_negative(name) -> None:
 
 @pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16])
 def test_products_that_round_to_seven(dtype) -> None:
-    """Under a given amax products pass 6; one just below 7 that is rounded to the dtype is 7, whose code would be the next."""
+    """Under a given amax products pass 6; one just below 7 that is rounded to the dtype is 7, whose code would be the
+    next.
+    """
     r = replace(RECIPES["nvfp4-modelopt-static"], round_scaled=True)
     x = np.zeros((256, 16), dtype)
     x[:, 3] = np.linspace(0.9, 1.4, 256).astype(dtype)

@@ -1,4 +1,6 @@
-"""Grouped operations equal the loop of single calls, for lists and for one stacked array; plans follow their tensors."""
+"""Grouped operations equal the loop of single calls, for lists and for one stacked array; plans follow their
+tensors.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +19,22 @@ from fp4kit.recipes import RECIPES
 
 RNG = np.random.default_rng(8)
 XS = [RNG.standard_normal(shape).astype(np.float32) for shape in ((8, 64), (0, 64), (3, 128), (1, 32))]
-GROUPS = ("nvfp4-te", "nvfp4-te-2d", "nvfp4-modelopt", "mxfp4-ocp", "mxfp4-flashinfer", "fp8-modelopt", "fp8-modelopt-channel")
-GROUPS += ("int8-modelopt", "int8-modelopt-narrow", "int8-modelopt-channel", "int8-modelopt-channel-narrow", "int4-modelopt")
+GROUPS = (
+    "nvfp4-te",
+    "nvfp4-te-2d",
+    "nvfp4-modelopt",
+    "mxfp4-ocp",
+    "mxfp4-flashinfer",
+    "fp8-modelopt",
+    "fp8-modelopt-channel",
+)
+GROUPS += (
+    "int8-modelopt",
+    "int8-modelopt-narrow",
+    "int8-modelopt-channel",
+    "int8-modelopt-channel-narrow",
+    "int4-modelopt",
+)
 POOL = {dtype: np.resize(adversarial_blocks(dtype), 2**16) for dtype in map(np.dtype, (np.float32, np.float16, BF16))}
 
 
@@ -32,7 +48,9 @@ class Drawn(NamedTuple):
 
 @st.composite
 def groups(draw: st.DrawFn, names: tuple[str, ...] = GROUPS, dtypes: tuple[np.dtype, ...] = tuple(POOL)) -> Drawn:
-    """Lists of unequal tensors (some without rows, some of one or three dimensions, some strided), or a stack; amaxes or none."""
+    """Lists of unequal tensors (some without rows, some of one or three dimensions, some strided), or a stack; amaxes
+    or none.
+    """
     name = draw(st.sampled_from(names))
     r, n = RECIPES[name], draw(st.integers(1, 5))
     wide = st.integers(1, 6).map(lambda k: k * (r.block_size if r.block else 5 * r.length_multiple))
@@ -88,7 +106,9 @@ def test_gradients_equal_the_loop(drawn: Drawn, pass_through: bool) -> None:
     grads = [np.resize(np.arange(1, 98, dtype=np.float32), x.shape).astype(x.dtype) for x in drawn.xs]
     options = {"amax": amaxes, "pass_through": pass_through}
     found = fp4kit.fake_quantize_grouped_backward(grads, drawn.xs, drawn.recipe, **options)
-    again = fp4kit.GroupedPlan(drawn.xs, drawn.recipe, **drawn.options).fake_quantize_backward(grads, pass_through=pass_through)
+    again = fp4kit.GroupedPlan(drawn.xs, drawn.recipe, **drawn.options).fake_quantize_backward(
+        grads, pass_through=pass_through
+    )
     for i, (g, x, a) in enumerate(zip(grads, drawn.xs, amaxes or [None] * len(grads), strict=True)):
         expected = fp4kit.fake_quantize_backward(g, x, drawn.recipe, amax=a, pass_through=pass_through)
         assert_same_bits(found[i], expected)
@@ -98,7 +118,11 @@ def test_gradients_equal_the_loop(drawn: Drawn, pass_through: bool) -> None:
 
 def test_every_recipe() -> None:
     for name, r in RECIPES.items():
-        xs = [POOL[np.dtype(np.float32)][:4096].reshape(32, 128), np.zeros((0, 128), np.float32), np.ones((1, 256), BF16)]
+        xs = [
+            POOL[np.dtype(np.float32)][:4096].reshape(32, 128),
+            np.zeros((0, 128), np.float32),
+            np.ones((1, 256), BF16),
+        ]
         if not r.fake_only:
             for q, x in zip(fp4kit.quantize_grouped(xs, name), xs, strict=True):
                 assert_same_bits(q, fp4kit.quantize(x, name))
@@ -117,7 +141,9 @@ def test_options() -> None:
             for q, x in zip(fp4kit.quantize_grouped(xs, name, **some), xs, strict=True):
                 assert_same_bits(q, fp4kit.quantize(x, name, **some))
     blocks = [np.full((len(x), x.shape[1] // 16), 2.0, np.float32) for x in XS]
-    for q, x, b in zip(fp4kit.quantize_grouped(XS, "nvfp4-modelopt-static", block_amax=blocks), XS, blocks, strict=True):
+    for q, x, b in zip(
+        fp4kit.quantize_grouped(XS, "nvfp4-modelopt-static", block_amax=blocks), XS, blocks, strict=True
+    ):
         assert_same_bits(q, fp4kit.quantize(x, "nvfp4-modelopt-static", block_amax=b))
     for a, x in zip(fp4kit.amax_grouped(XS, axis=1), XS, strict=True):
         assert_same_bits(a, fp4kit.amax(x, axis=1))
@@ -175,7 +201,9 @@ def test_replaced_arrays_are_noticed() -> None:
         plan.fake_quantize_backward(xs)
     plan.refresh()
     assert_same_bits(plan.quantize()[2], fp4kit.quantize(-XS[2], "nvfp4-te", tensor_amax=1.0))
-    with pytest.raises(ValueError, match=re.escape("GroupedPlan.quantize: xs has 3 entries, and the plan 4; call refresh()")):
+    with pytest.raises(
+        ValueError, match=re.escape("GroupedPlan.quantize: xs has 3 entries, and the plan 4; call refresh()")
+    ):
         plan.quantize(xs[:3])
     amaxes[1] = np.float32(2)
     with pytest.raises(ValueError, match=re.escape("tensor_amax[1] is not the one of the plan")):
@@ -208,9 +236,13 @@ def test_errors() -> None:
     for message, options in errors.items():
         with pytest.raises(ValueError, match=re.escape(message)):
             fp4kit.quantize_grouped(XS, "nvfp4-te", **options)
-    with pytest.raises(ValueError, match=re.escape("xs is one 1-d array; needs a sequence, or a stack of at least 2 dimensions")):
+    with pytest.raises(
+        ValueError, match=re.escape("xs is one 1-d array; needs a sequence, or a stack of at least 2 dimensions")
+    ):
         fp4kit.amax_grouped(XS[0][0])
-    with pytest.raises(ValueError, match=re.escape("fake_quantize_grouped_backward: grads has 1 arrays and xs 4; needs as many")):
+    with pytest.raises(
+        ValueError, match=re.escape("fake_quantize_grouped_backward: grads has 1 arrays and xs 4; needs as many")
+    ):
         fp4kit.fake_quantize_grouped_backward(XS[:1], XS, "nvfp4-te")
     with pytest.raises(ValueError, match="hadamard is True, which fake_quantize does not have"):
         fp4kit.GroupedPlan(XS, "nvfp4-te", hadamard=True).fake_quantize()
@@ -228,16 +260,32 @@ def plan(**options):
 
 
 NUMBERED = {
-    "dtype": (lambda: fp4kit.quantize_grouped([ONE, ONE.astype(np.float64)], "nvfp4-te"), "quantize_grouped: xs[1] is float64"),
-    "length": (lambda: fp4kit.quantize_grouped([ONE, HALF], "nvfp4-te"), "quantize_grouped: xs[1]: axis 1 has length 24; "),
-    "fake": (lambda: fp4kit.fake_quantize_grouped([ONE, HALF], "nvfp4-te"), "fake_quantize_grouped: xs[1]: axis 1 has length 24"),
+    "dtype": (
+        lambda: fp4kit.quantize_grouped([ONE, ONE.astype(np.float64)], "nvfp4-te"),
+        "quantize_grouped: xs[1] is float64",
+    ),
+    "length": (
+        lambda: fp4kit.quantize_grouped([ONE, HALF], "nvfp4-te"),
+        "quantize_grouped: xs[1]: axis 1 has length 24; ",
+    ),
+    "fake": (
+        lambda: fp4kit.fake_quantize_grouped([ONE, HALF], "nvfp4-te"),
+        "fake_quantize_grouped: xs[1]: axis 1 has length 24",
+    ),
     "amax": (lambda: fp4kit.amax_grouped([ONE, HALF], "nvfp4-te"), "amax_grouped: xs[1]: axis 1 has length 24"),
     "plain amax": (lambda: fp4kit.amax_grouped([ONE, ONE.astype(int)]), "amax_grouped: xs[1] is int64"),
-    "axis": (lambda: fp4kit.quantize_grouped([ONE, ONE[0]], "mxfp4", axis=1), "quantize_grouped: xs[1]: axis 1 of a 1-d array"),
+    "axis": (
+        lambda: fp4kit.quantize_grouped([ONE, ONE[0]], "mxfp4", axis=1),
+        "quantize_grouped: xs[1]: axis 1 of a 1-d array",
+    ),
     "list": (lambda: fp4kit.quantize_grouped([ONE, [1.0]], "mxfp4"), "quantize_grouped: xs[1] is a builtins.list"),
-    "masked": (lambda: fp4kit.quantize_grouped([ONE, np.ma.array(ONE)], "mxfp4"), "quantize_grouped: xs[1] is a masked array"),
+    "masked": (
+        lambda: fp4kit.quantize_grouped([ONE, np.ma.array(ONE)], "mxfp4"),
+        "quantize_grouped: xs[1] is a masked array",
+    ),
     "layout": (
-        lambda: fp4kit.quantize_grouped([ONE, ONE[0]], "mxfp4", scale_layout="swizzled_8x4"), "quantize_grouped: xs[1] is 1-d; "
+        lambda: fp4kit.quantize_grouped([ONE, ONE[0]], "mxfp4", scale_layout="swizzled_8x4"),
+        "quantize_grouped: xs[1] is 1-d; ",
     ),
     "hadamard": (
         lambda: fp4kit.quantize_grouped([ONE, HALF], "fp8-modelopt", hadamard=True),
@@ -252,7 +300,8 @@ NUMBERED = {
         "quantize_grouped: tensor_amax[1] has shape (2,); nvfp4-te needs ()",
     ),
     "tensor_amax text": (
-        lambda: fp4kit.quantize_grouped([ONE, ONE], "nvfp4-te", tensor_amax=[1, "2"]), "quantize_grouped: tensor_amax[1] is <U1",
+        lambda: fp4kit.quantize_grouped([ONE, ONE], "nvfp4-te", tensor_amax=[1, "2"]),
+        "quantize_grouped: tensor_amax[1] is <U1",
     ),
     "block_amax": (
         lambda: fp4kit.quantize_grouped([ONE, ONE], "nvfp4-modelopt-static", block_amax=[ONE[:, :2], ONE]),
@@ -267,11 +316,20 @@ NUMBERED = {
         "fake_quantize_grouped_backward: amax[1] holds 1 negative value(s) of 1",
     ),
     "plan": (lambda: plan(tensor_amax=[1.0, -1.0]).quantize(), "GroupedPlan: tensor_amax[1] holds 1 negative value(s)"),
-    "plan, amax": (lambda: plan(tensor_amax=[1.0, -1.0]).amax(), "GroupedPlan: tensor_amax[1] holds 1 negative value(s)"),
-    "plan, values": (lambda: plan(tensor_amax=[1.0, -1.0]).fake_quantize(), "GroupedPlan: tensor_amax[1] holds 1 negative"),
+    "plan, amax": (
+        lambda: plan(tensor_amax=[1.0, -1.0]).amax(),
+        "GroupedPlan: tensor_amax[1] holds 1 negative value(s)",
+    ),
+    "plan, values": (
+        lambda: plan(tensor_amax=[1.0, -1.0]).fake_quantize(),
+        "GroupedPlan: tensor_amax[1] holds 1 negative",
+    ),
     "plan, grads": (lambda: plan().fake_quantize_backward([ONE, HALF]), "GroupedPlan: grads[1] has shape (4, 24)"),
-    "stack": (lambda: fp4kit.quantize_grouped(np.ones((2, 4, 24), "f4"), "nvfp4-te"), "quantize_grouped: xs[0]: axis 1 has "),
-}  # fmt: skip
+    "stack": (
+        lambda: fp4kit.quantize_grouped(np.ones((2, 4, 24), "f4"), "nvfp4-te"),
+        "quantize_grouped: xs[0]: axis 1 has ",
+    ),
+}
 
 
 @pytest.mark.parametrize("call, text", NUMBERED.values(), ids=NUMBERED)

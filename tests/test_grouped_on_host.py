@@ -67,7 +67,9 @@ def test_fake_quantize(host, case):
 
 RULES = {r.fake_rule: r for r in RECIPES.values() if r.fake_rule is not None}
 BY_RULE = [GroupedFake(r, dtype) for r, dtype in zip(RULES.values(), cycle((BF16, F32, F16)), strict=False)]
-BY_RULE += [GroupedFake(RECIPES[id]) for id in ("int8-modelopt", "int8-modelopt-channel", "int8-modelopt-channel-narrow")]
+BY_RULE += [
+    GroupedFake(RECIPES[id]) for id in ("int8-modelopt", "int8-modelopt-channel", "int8-modelopt-channel-narrow")
+]
 
 
 @pytest.mark.parametrize("case", BY_RULE, ids=str)
@@ -85,12 +87,25 @@ def test_amax(host, case):
     host.check(case)
 
 
-# ---- these tests can fail -------------------------------------------------------------------------------------------------
+# ---- these tests can fail
+# -------------------------------------------------------------------------------------------------
 
 MUTATIONS = {  # file, text, what replaces it, a case that uses it, what is said
-    "one part too few": ("grouped.cuh", "turn < count; turn", "turn + 1 < count; turn", AMAX[0], r"amax of \d: 1 of 1 differ"),
+    "one part too few": (
+        "grouped.cuh",
+        "turn < count; turn",
+        "turn + 1 < count; turn",
+        AMAX[0],
+        r"amax of \d: 1 of 1 differ",
+    ),
     "the member before": ("grouped.cuh", "% kFew] <= i", "% kFew] < i", AMAX[0], r"amax of \d: 1 of 1 differ|stopped"),
-    "the first member": ("grouped.cuh", "group.members + piece.member", "group.members", LARGE, r"amax of \d+: 1 of 1 differ"),
+    "the first member": (
+        "grouped.cuh",
+        "group.members + piece.member",
+        "group.members",
+        LARGE,
+        r"amax of \d+: 1 of 1 differ",
+    ),
     "the next member too soon": (
         "grouped.cuh",
         "if (turn + gridDim.x < count) __syncthreads();  // before",
@@ -98,7 +113,13 @@ MUTATIONS = {  # file, text, what replaces it, a case that uses it, what is said
         LARGE_QUANTIZE,
         "depends on the grid|a kernel was stopped",
     ),
-    "no scale of an empty tensor": ("grouped_quantize.cuh", "i < a.rows", "i < 0", QUANTIZE_KINDS[0], "nothing: 1 of 1 differ"),
+    "no scale of an empty tensor": (
+        "grouped_quantize.cuh",
+        "i < a.rows",
+        "i < 0",
+        QUANTIZE_KINDS[0],
+        "nothing: 1 of 1 differ",
+    ),
     "misaligned runs": ("grouped_quantize.cu", "kAligned || aligned", "true", QUANTIZE_KINDS[0], "misaligned address"),
 }
 SOON = ("one part too few", "the next member too soon", "misaligned runs")

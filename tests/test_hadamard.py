@@ -35,7 +35,9 @@ def test_hadamard_is_the_matrix_product(hadamard, signs, dtype):
 
 
 def butterflies(block):
-    """The transform of 16 Python floats (float64): signs, then sums and differences over distances 1, 2, 4 and 8, then / 4."""
+    """The transform of 16 Python floats (float64): signs, then sums and differences over distances 1, 2, 4 and 8, then
+    / 4.
+    """
     y = [float(v) * int(s) for v, s in zip(block, TE_SIGNS, strict=True)]
     for distance in (1, 2, 4, 8):
         y = [y[i ^ distance] - y[i] if i & distance else y[i] + y[i ^ distance] for i in range(16)]

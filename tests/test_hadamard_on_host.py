@@ -1,4 +1,6 @@
-"""The Hadamard transform of the kernels, alone: float32 where it is enough, double elsewhere, always the specification's bits."""
+"""The Hadamard transform of the kernels, alone: float32 where it is enough, double elsewhere, always the
+specification's bits.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,8 @@ def test_any_bits(host, bits, shift):
             assert ((y.view(np.uint16) == expected.view(np.uint16)) | (np.isnan(y) & np.isnan(expected))).all()
 
 
-# ---- these tests can fail -------------------------------------------------------------------------------------------------
+# ---- these tests can fail
+# -------------------------------------------------------------------------------------------------
 
 FILE, BFLOAT16, HALF = "hadamard.cuh", CASES[0], CASES[2]
 MUTATIONS = {
@@ -63,6 +66,7 @@ MUTATIONS = {
     "one column of two": ("amax_strips.cu", "j ? 0x7632u : 0x5410u", "0x5410u", STRIPS[0], "amax of"),
     "one sign": (FILE, "kSignMask >> (i + 1)", "kSignMask >> i", BFLOAT16, "signs: "),
 }
+
 
 @pytest.mark.parametrize("name", exhaustive(MUTATIONS))
 def test_a_changed_line_is_seen(host, tmp_path, name):

@@ -12,7 +12,8 @@ from fp4kit.cuda.compile import loader
 from fp4kit.evidence.testing import assert_same_bits
 from fp4kit.reference.arith import divide_ftz, multiply_ftz, reciprocal_approx_ftz
 
-# A sum over a block: by shuffles in a warp, then through shared memory. Threads must wait for each other, and y has one element.
+# A sum over a block: by shuffles in a warp, then through shared memory. Threads must wait for each other, and y has one
+# element.
 SUM = """
 struct Arguments { unsigned* y; };
 extern "C" __global__ void sum_kernel(Arguments a) {
@@ -80,7 +81,8 @@ def test_what_does_not_compile_shows_the_compiler_s_words(host):
         launch_sum(host, "nonsense()")
 
 
-# ---- the software twins of instructions ------------------------------------------------------------------------------------
+# ---- the software twins of instructions
+# ------------------------------------------------------------------------------------
 
 TWINS = {  # an expression of p.a[i] and p.b[i], and the specification
     "mul_ftz(p.a[i], p.b[i])": multiply_ftz,
@@ -95,18 +97,22 @@ struct Arguments { const float *a, *b; float* y; long long count; };
 extern "C" __global__ void twin_kernel(Arguments p) {
   for (long long i = blockIdx.x * blockDim.x + threadIdx.x; i < p.count; i += gridDim.x * blockDim.x) p.y[i] = EXPRESSION;
 }
-"""
+"""  # noqa: E501
 
 
 def pairs() -> tuple[np.ndarray, np.ndarray]:
-    """Floats of all sizes, and partners that put products and quotients at and beside the smallest normal; edges with edges."""
+    """Floats of all sizes, and partners that put products and quotients at and beside the smallest normal; edges with
+    edges.
+    """
     rng = np.random.default_rng(5)
     a = rng.integers(0, 2**32, 20000, np.uint32).view(np.float32)
     with np.errstate(all="ignore"):
         partners = [(np.float64(2.0**-126) / a).astype(np.float32), (a / np.float64(2.0**-126)).astype(np.float32)]
     beside = [(b.view(np.uint32) + rng.integers(-2, 3, b.size)).astype(np.uint32).view(np.float32) for b in partners]
     tiny, least, largest = np.float32(2.0**-149), np.float32(2.0**-126), np.finfo(np.float32).max
-    edges = np.array([0, tiny, least - tiny, least, 1, 65504, 65520, 3.39e38, largest, 2.0**126, np.inf, np.nan], np.float32)
+    edges = np.array(
+        [0, tiny, least - tiny, least, 1, 65504, 65520, 3.39e38, largest, 2.0**126, np.inf, np.nan], np.float32
+    )
     edges = np.concatenate([edges, -edges])
     x, y = (m.reshape(-1) for m in np.meshgrid(edges, edges))
     return np.concatenate([a, a, x]), np.concatenate([*beside, y])
@@ -126,7 +132,8 @@ def test_twins_of_instructions(host, expression):
     assert_same_bits(np.where(both_nan, 0, out.array), np.where(both_nan, 0, expected), expression)
 
 
-# ---- the compiler ---------------------------------------------------------------------------------------------------------
+# ---- the compiler
+# ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("in_ci", ["true", ""])

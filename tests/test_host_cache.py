@@ -87,7 +87,11 @@ def test_a_program_is_compiled_again_when_a_header_changes(host, tmp_path, monke
     compiled, real = [], Compiler._compile
     monkeypatch.setattr(Compiler, "_compile", lambda *args: compiled.append(args[0]) or real(*args))
     text = '#include "answer.h"\nint main() { return ANSWER; }\n'
-    for answer, times, compiler in ((3, 1, host.compiler.plain), (3, 1, host.compiler.plain), (4, 2, host.compiler.plain)):
+    for answer, times, compiler in (
+        (3, 1, host.compiler.plain),
+        (3, 1, host.compiler.plain),
+        (4, 2, host.compiler.plain),
+    ):
         (tmp_path / "answer.h").write_text(f"#define ANSWER {answer}\n")
         compiler.build(text, tmp_path / "program", tmp_path)
         assert (subprocess.run([tmp_path / "program"]).returncode, len(compiled)) == (answer, times)
@@ -95,22 +99,31 @@ def test_a_program_is_compiled_again_when_a_header_changes(host, tmp_path, monke
     assert len(compiled) == 3, "other flags make another program"
 
 
-# ---- what runs under sanitizers -------------------------------------------------------------------------------------------
+# ---- what runs under sanitizers
+# -------------------------------------------------------------------------------------------
 
 
-def instantiation(aligned: bool = True, columns: int = 16, rule: str = "block_te", type: str = "Float32") -> Instantiation:
+def instantiation(
+    aligned: bool = True, columns: int = 16, rule: str = "block_te", type: str = "Float32"
+) -> Instantiation:
     recipe = f"struct R {{ using BlockRule = {rule}; static constexpr int kBlock = {columns}; }};"
-    return Instantiation(f"{recipe}\nusing Input = {type};\nconstexpr bool kAligned = {str(aligned).lower()};\n", "some_kernel")
+    return Instantiation(
+        f"{recipe}\nusing Input = {type};\nconstexpr bool kAligned = {str(aligned).lower()};\n", "some_kernel"
+    )
 
 
 def test_what_is_sanitized():
     """The first of a kind, of a block and of a rule, and all that are misaligned; other types of the same are not."""
     wanted = [instantiation(), instantiation(columns=32), instantiation(rule="block_mx")]
     wanted += [instantiation(aligned=False), instantiation(aligned=False, type="Float16")]
-    assert list(to_sanitize([*wanted, instantiation(type="Bfloat16"), instantiation(columns=32, rule="block_mx")])) == wanted
+    assert (
+        list(to_sanitize([*wanted, instantiation(type="Bfloat16"), instantiation(columns=32, rule="block_mx")]))
+        == wanted
+    )
 
 
-# ---- how the suite starts -------------------------------------------------------------------------------------------------
+# ---- how the suite starts
+# -------------------------------------------------------------------------------------------------
 
 
 def test_long_files_come_first_and_exist():
@@ -152,8 +165,19 @@ def pytest_configure(config):
 def test_it_starts_beside_pytest_benchmark(tmp_path, second, status):
     """And any other warning is still an error."""
     (tmp_path / "benchmark_stand_in.py").write_text(PLUGIN.replace("SECOND", second))
-    command = [sys.executable, "-m", "pytest", "-p", "benchmark_stand_in", "--collect-only", "-qq", "tests/test_swizzle.py"]
-    run = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(tmp_path)})
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-p",
+        "benchmark_stand_in",
+        "--collect-only",
+        "-qq",
+        "tests/test_swizzle.py",
+    ]
+    run = subprocess.run(
+        command, capture_output=True, text=True, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(tmp_path)}
+    )
     assert run.returncode == status, run.stdout + run.stderr
 
 

@@ -165,12 +165,16 @@ def test_a_sample_alone_proves_nothing(axis, monkeypatch):
     bytes_ = q.packed.copy()
     bytes_[-1, -1] ^= 1
     found = fp4kit.identify(replace(q, packed=bytes_), x)
-    assert not found.exact and found.verdict.startswith("no recipe reproduces all bytes; nearest is mxfp4-ocp with 99.99%")
+    assert not found.exact and found.verdict.startswith(
+        "no recipe reproduces all bytes; nearest is mxfp4-ocp with 99.99%"
+    )
     assert "of 8,704 bytes" not in str(found).splitlines()[2] and "of 4,352 bytes" in str(found)
 
 
 @pytest.mark.parametrize("recipe", ["nvfp4-te", "nvfp4-te-4over6-mse-256", "nvfp4-modelopt", "fp8-modelopt-channel"])
-@pytest.mark.parametrize("options", [{"hadamard": True}, {"rounding": "stochastic", "seed": 3}], ids=["hadamard", "stochastic"])
+@pytest.mark.parametrize(
+    "options", [{"hadamard": True}, {"rounding": "stochastic", "seed": 3}], ids=["hadamard", "stochastic"]
+)
 def test_tensor_scales_that_are_nan(recipe, options):
     """No rule that gives numbers alone is tried under them."""
     if "4over6" in recipe:

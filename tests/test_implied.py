@@ -36,13 +36,19 @@ def decode_scale(amax, r, dtype=F32):
 def significant(amax):
     """Significant bits of positive float32."""
     bits = amax.view(np.int32) & 0x7FFFFF | np.where(amax < 2.0**-126, 0, 1 << 23)
-    return 24 - np.log2(bits & -bits).astype(int) - np.where(amax < 2.0**-126, 23 - np.log2(np.maximum(bits, 1)).astype(int), 0)
+    return (
+        24
+        - np.log2(bits & -bits).astype(int)
+        - np.where(amax < 2.0**-126, 23 - np.log2(np.maximum(bits, 1)).astype(int), 0)
+    )
 
 
 @cases
 @pytest.mark.parametrize("amaxes", AMAXES.values(), ids=AMAXES)
 def test_one_is_found_wherever_one_is(r, dtype, amaxes):
-    """Every bfloat16, every float16, and random float32 from subnormal to inf: what is found gives the scale, in every bit."""
+    """Every bfloat16, every float16, and random float32 from subnormal to inf: what is found gives the scale, in every
+    bit.
+    """
     scale = decode_scale(amaxes, r, dtype)
     found = implied_amax(scale, r, dtype)
     assert found.dtype == np.float32 and found.shape == scale.shape
@@ -67,7 +73,9 @@ def test_it_is_the_roundest(r, dtype):
 
 @cases
 def test_the_interval_is_all_of_them(r, dtype):
-    """Its ends give the scale and their neighbours do not, within FAR steps; the short search finds no other interval."""
+    """Its ends give the scale and their neighbours do not, within FAR steps; the short search finds no other
+    interval.
+    """
     scale = decode_scale(np.exp2(np.random.default_rng(3).uniform(-12, 12, 2000)), r, dtype)
     scale = scale[(scale > 0) & np.isfinite(scale)]
     first, last = amax_interval(scale, r, dtype)
@@ -127,7 +135,9 @@ def test_the_tensor_scale_is_the_truth(name):
 
 @pytest.mark.parametrize("name", [name for name in WITH_TENSOR if DECODE_RULES[RECIPES[name].decode_rule].needs_amax])
 def test_scales_of_anywhere_decode_as_a_product(name):
-    """decode(code) * (block_scale * tensor_scale) where no amax gives the scale, beside rows and blocks where one does."""
+    """decode(code) * (block_scale * tensor_scale) where no amax gives the scale, beside rows and blocks where one
+    does.
+    """
     r = RECIPES[name]
     q = without(fp4kit.quantize(ORDINARY, name))
     rng = np.random.default_rng(5)
@@ -135,10 +145,14 @@ def test_scales_of_anywhere_decode_as_a_product(name):
         found = implied_amax(scale, r, F32)
         values = decode(codes_of(q), r.element).reshape(128, -1, r.block_size if r.block else 128)
         by_element = {"tensor": scale, "row": scale.reshape(-1, 1)}.get(r.tensor_scaling, scale)
-        factors = by_element[..., None] if q.block_scale is None else (decode(q.block_scale, E4M3) * by_element)[..., None]
+        factors = (
+            by_element[..., None] if q.block_scale is None else (decode(q.block_scale, E4M3) * by_element)[..., None]
+        )
         product = (values * factors).reshape(128, 128)
         ours = fp4kit.dequantize(replace(q, tensor_scale=scale))
-        unknown = np.broadcast_to(np.reshape(found == UNKNOWN, by_element.shape)[..., None], values.shape).reshape(128, 128)
+        unknown = np.broadcast_to(np.reshape(found == UNKNOWN, by_element.shape)[..., None], values.shape).reshape(
+            128, 128
+        )
         assert_same_bits(ours[unknown], product[unknown])
         # Six roundings of TE (encode and decode scale, 1 / range, three products), two of the product.
         assert np.all(np.abs(ours - product) <= 8 * 2.0**-24 * np.abs(product))
@@ -192,6 +206,8 @@ def test_identify_takes_each_recipe_s_own_amax():
     """An amax that is not the one of the scale is as good as none."""
     x = ORDINARY.astype(BF16)
     q = fp4kit.quantize(x, "nvfp4-torchao")
-    assert fp4kit.identify(replace(q, tensor_amax=np.float32(1e-3)), x).matches == fp4kit.identify(without(q), x).matches
+    assert (
+        fp4kit.identify(replace(q, tensor_amax=np.float32(1e-3)), x).matches == fp4kit.identify(without(q), x).matches
+    )
     experts = fp4kit.quantize(np.stack([x, x]), "nvfp4-te", tensor_amax=[100.0, 1.5])
     assert "nvfp4-te" in fp4kit.identify(without(experts), np.stack([x, x])).exact

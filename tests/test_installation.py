@@ -88,7 +88,9 @@ def test_an_editable_installation_is_a_path(tmp_path):
 
 @pytest.mark.exhaustive
 def test_mypy_checks_a_users_file(tmp_path):
-    """mypy --strict finds fp4kit by a .pth file, accepts a user's file, and refuses wrong arguments in it line by line."""
+    """mypy --strict finds fp4kit by a .pth file, accepts a user's file, and refuses wrong arguments in it line by
+    line.
+    """
     pytest.importorskip("mypy")
     venv.create(tmp_path / "venv", symlinks=True)
     python = tmp_path / "venv" / "bin" / "python"

@@ -22,7 +22,9 @@ _capsule_new = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_cha
 )
 # A destructor sees a capsule whose reference count is 0, so it must be handled as an address, never as an object.
 _is_valid = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_char_p)(("PyCapsule_IsValid", ctypes.pythonapi))
-_get_pointer = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_char_p)(("PyCapsule_GetPointer", ctypes.pythonapi))
+_get_pointer = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_char_p)(
+    ("PyCapsule_GetPointer", ctypes.pythonapi)
+)
 
 _exports = {}  # address of a managed tensor -> everything that it points to; its deleter removes the entry
 
@@ -137,7 +139,9 @@ def test_zero_size(memory, data, shape):
     assert (array.dtype, array.shape, _exports) == (BF16, shape, {})
 
 
-@pytest.mark.parametrize(("code", "bits", "lanes", "dtype"), [(*key, dtype) for key, dtype in dlpack.DTYPES.items()], ids=str)
+@pytest.mark.parametrize(
+    ("code", "bits", "lanes", "dtype"), [(*key, dtype) for key, dtype in dlpack.DTYPES.items()], ids=str
+)
 def test_every_dtype(code, bits, lanes, dtype):
     memory = np.arange(48, dtype=np.uint8) % 2
     array = as_array(Exporter(memory, (48 // dtype.itemsize,), None, code, bits, lanes))
@@ -333,7 +337,9 @@ def test_torch_with_gradient():
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "uint8"])
 def test_jax_shares_memory(dtype):
     jax = pytest.importorskip("jax")
-    x = jax.device_put(jax.numpy.arange(24, dtype=dtype).reshape(4, 6), jax.devices("cpu")[0])  # where there is a GPU, too
+    x = jax.device_put(
+        jax.numpy.arange(24, dtype=dtype).reshape(4, 6), jax.devices("cpu")[0]
+    )  # where there is a GPU, too
     array = as_array(x)
     assert (array.dtype.name, array.shape, array.flags.writeable) == (dtype, (4, 6), False)
     assert array.ctypes.data == x.unsafe_buffer_pointer()

@@ -32,7 +32,10 @@ CALLS = {
 
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
 def test_masked_arrays_are_refused(call):
-    text = r"is a masked array, whose mask no function here heeds; .* a plain array; pass \S+\.filled\(0\), or \S+\.data where"
+    text = (
+        r"is a masked array, whose mask no function here heeds; .* a plain array; pass \S+\.filled\(0\), or \S+\.data"
+        r" where"
+    )
     with pytest.raises(TypeError, match=text):
         call(MASKED)
 
@@ -72,21 +75,38 @@ def test_arrays_of_no_numbers_are_refused(dtype):
 
 
 TENSORS = {
-    "negative": (lambda torch: torch._neg_view(torch.ones(4, 32)), ValueError, "negative bit set, .*; pass x.resolve_neg()"),
-    "imaginary": (
-        lambda torch: torch.full((4, 32), 1 + 1j).conj().imag, ValueError, "negative bit set, .*; pass x.resolve_neg()"
+    "negative": (
+        lambda torch: torch._neg_view(torch.ones(4, 32)),
+        ValueError,
+        "negative bit set, .*; pass x.resolve_neg()",
     ),
-    "conjugate": (lambda torch: torch.full((4, 32), 1j).conj(), ValueError, "conjugate bit set, .*; pass x.resolve_conj()"),
-    "sparse": (lambda torch: torch.ones(4, 32).to_sparse(), TypeError, "layout torch.sparse_coo; .*; pass x.to_dense()"),
+    "imaginary": (
+        lambda torch: torch.full((4, 32), 1 + 1j).conj().imag,
+        ValueError,
+        "negative bit set, .*; pass x.resolve_neg()",
+    ),
+    "conjugate": (
+        lambda torch: torch.full((4, 32), 1j).conj(),
+        ValueError,
+        "conjugate bit set, .*; pass x.resolve_conj()",
+    ),
+    "sparse": (
+        lambda torch: torch.ones(4, 32).to_sparse(),
+        TypeError,
+        "layout torch.sparse_coo; .*; pass x.to_dense()",
+    ),
     "quantized": (
-        lambda torch: torch.quantize_per_tensor(torch.ones(4, 32), 0.1, 0, torch.quint8), TypeError,
+        lambda torch: torch.quantize_per_tensor(torch.ones(4, 32), 0.1, 0, torch.quint8),
+        TypeError,
         "is a tensor of torch.quint8; .*; pass x.dequantize()",
     ),
     "meta": (lambda torch: torch.ones(4, 32, device="meta"), ValueError, "is on the meta device, which has no memory"),
     "nested": (
-        lambda torch: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]), TypeError, "is a nested tensor; .* x.unbind()"
+        lambda torch: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+        TypeError,
+        "is a nested tensor; .* x.unbind()",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.filterwarnings("ignore")  # PyTorch's own, of sparse, quantized and nested tensors

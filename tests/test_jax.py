@@ -1,4 +1,6 @@
-"""fp4kit.jax: values and gradients are fp4kit's in every bit, at once and under jit, grad, vmap, scan; Quantized is a pytree."""
+"""fp4kit.jax: values and gradients are fp4kit's in every bit, at once and under jit, grad, vmap, scan; Quantized is a
+pytree.
+"""
 
 import doctest
 import gc
@@ -214,7 +216,8 @@ def test_gradients_stop_at_codes():
     assert_same_bits(host(g), fp4kit.fake_quantize(SMALL, "nvfp4-te"))
 
 
-# ---- a Quantized is a pytree ----------------------------------------------------------------------------------------------
+# ---- a Quantized is a pytree
+# ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("recipe", ["nvfp4-te", "mxfp4", VARIANT], ids=str)
@@ -222,9 +225,16 @@ def test_a_quantized_is_a_pytree(recipe):
     q = fj.quantize(jnp.asarray(SMALL), recipe)
     leaves, tree = jax.tree.flatten(q)
     assert len(leaves) == (4 if q.tensor_scale is not None else 2)
-    assert tree == jax.tree.structure(fj.quantize(jnp.asarray(OTHER), recipe)) and hash(tree) == hash(jax.tree.structure(q))
+    assert tree == jax.tree.structure(fj.quantize(jnp.asarray(OTHER), recipe)) and hash(tree) == hash(
+        jax.tree.structure(q)
+    )
     assert tree != jax.tree.structure(fj.quantize(jnp.asarray(SMALL), "mxfp8"))
-    for other in (jax.tree.unflatten(tree, leaves), jax.tree.map(lambda a: a, q), jax.device_put(q), jax.jit(lambda q: q)(q)):
+    for other in (
+        jax.tree.unflatten(tree, leaves),
+        jax.tree.map(lambda a: a, q),
+        jax.device_put(q),
+        jax.jit(lambda q: q)(q),
+    ):
         same_quantized(other, q)
     placeholders = jax.tree.unflatten(tree, [object()] * len(leaves))
     assert type(placeholders.packed) is object and placeholders.shape == q.shape
@@ -255,40 +265,97 @@ def test_in_a_scan_and_checkpointed():
     assert_same_bits(host(jax.jit(jax.grad(jax.checkpoint(plain)))(SMALL)), host(jax.jit(jax.grad(plain))(SMALL)))
 
 
-# ---- errors ---------------------------------------------------------------------------------------------------------------
+# ---- errors
+# ---------------------------------------------------------------------------------------------------------------
 
 BAD = {
-    "length": (lambda x: fj.fake_quantize(x[:, :33], "nvfp4-te"), ValueError, "fake_quantize: axis 1 has length 33; nvfp4-te"),
-    "dtype": (lambda x: fj.fake_quantize(x.astype(int), "nvfp4-te"), TypeError, "fake_quantize: x is int32; needs float32"),
-    "float64": (lambda x: fj.fake_quantize(np.ones((2, 16)), "nvfp4-te"), TypeError, "fake_quantize: x is float64; needs"),
-    "recipe": (lambda x: fj.fake_quantize(x, "nvfp5"), ValueError, "fake_quantize: no recipe is called 'nvfp5'; did you mean"),
-    "axis": (lambda x: fj.fake_quantize(x, "nvfp4", axis=2), ValueError, "fake_quantize: axis 2 of a 2-d array; needs -2 to 1"),
-    "rounding": (lambda x: fj.fake_quantize(x, "nvfp4", rounding="up"), ValueError, "fake_quantize: rounding is 'up'; needs"),
-    "no seed": (lambda x: fj.fake_quantize(x, "nvfp4", rounding="stochastic"), ValueError, "fake_quantize: stochastic rounding"),
-    "seed": (lambda x: fj.fake_quantize(x, "nvfp4", seed=3), ValueError, "fake_quantize: seed was given with rounding='nearest'"),
-    "no amax": (lambda x: fj.fake_quantize(x, "mxfp4", tensor_amax=1.0), ValueError, "fake_quantize: tensor_amax was given"),
-    "NaN": (lambda x: fj.fake_quantize(x, "nvfp4", tensor_amax=np.nan), ValueError, "fake_quantize: tensor_amax holds 1 NaN"),
+    "length": (
+        lambda x: fj.fake_quantize(x[:, :33], "nvfp4-te"),
+        ValueError,
+        "fake_quantize: axis 1 has length 33; nvfp4-te",
+    ),
+    "dtype": (
+        lambda x: fj.fake_quantize(x.astype(int), "nvfp4-te"),
+        TypeError,
+        "fake_quantize: x is int32; needs float32",
+    ),
+    "float64": (
+        lambda x: fj.fake_quantize(np.ones((2, 16)), "nvfp4-te"),
+        TypeError,
+        "fake_quantize: x is float64; needs",
+    ),
+    "recipe": (
+        lambda x: fj.fake_quantize(x, "nvfp5"),
+        ValueError,
+        "fake_quantize: no recipe is called 'nvfp5'; did you mean",
+    ),
+    "axis": (
+        lambda x: fj.fake_quantize(x, "nvfp4", axis=2),
+        ValueError,
+        "fake_quantize: axis 2 of a 2-d array; needs -2 to 1",
+    ),
+    "rounding": (
+        lambda x: fj.fake_quantize(x, "nvfp4", rounding="up"),
+        ValueError,
+        "fake_quantize: rounding is 'up'; needs",
+    ),
+    "no seed": (
+        lambda x: fj.fake_quantize(x, "nvfp4", rounding="stochastic"),
+        ValueError,
+        "fake_quantize: stochastic rounding",
+    ),
+    "seed": (
+        lambda x: fj.fake_quantize(x, "nvfp4", seed=3),
+        ValueError,
+        "fake_quantize: seed was given with rounding='nearest'",
+    ),
+    "no amax": (
+        lambda x: fj.fake_quantize(x, "mxfp4", tensor_amax=1.0),
+        ValueError,
+        "fake_quantize: tensor_amax was given",
+    ),
+    "NaN": (
+        lambda x: fj.fake_quantize(x, "nvfp4", tensor_amax=np.nan),
+        ValueError,
+        "fake_quantize: tensor_amax holds 1 NaN",
+    ),
     "clip": (
-        lambda x: fj.fake_quantize(x, "nvfp4", amax=jnp.ones(3), pass_through=False), ValueError,
+        lambda x: fj.fake_quantize(x, "nvfp4", amax=jnp.ones(3), pass_through=False),
+        ValueError,
         "fake_quantize: amax has shape (3,); x (32, 64) needs (), (32,) (rows) or (32, 4) (blocks)",
     ),
-    "layout": (lambda x: fj.quantize(x, "nvfp4", scale_layout="rows"), ValueError, "quantize: scale_layout is 'rows'; needs"),
-    "codes": (lambda x: fj.quantize(x, "nvfp4-modelopt-fake"), ValueError, "quantize: nvfp4-modelopt-fake is a fake quantizer"),
+    "layout": (
+        lambda x: fj.quantize(x, "nvfp4", scale_layout="rows"),
+        ValueError,
+        "quantize: scale_layout is 'rows'; needs",
+    ),
+    "codes": (
+        lambda x: fj.quantize(x, "nvfp4-modelopt-fake"),
+        ValueError,
+        "quantize: nvfp4-modelopt-fake is a fake quantizer",
+    ),
     "group": (
-        lambda x: fj.fake_quantize_grouped([x, x[:, :33]], "nvfp4"), ValueError,
+        lambda x: fj.fake_quantize_grouped([x, x[:, :33]], "nvfp4"),
+        ValueError,
         "fake_quantize_grouped: xs[1]: axis 1 has length 33; nvfp4-te needs a multiple of 16",
     ),
     "amaxes": (
-        lambda x: fj.fake_quantize_grouped([x, x], "nvfp4", tensor_amax=[1.0]), ValueError,
+        lambda x: fj.fake_quantize_grouped([x, x], "nvfp4", tensor_amax=[1.0]),
+        ValueError,
         "fake_quantize_grouped: tensor_amax has 1 entries and xs 2 arrays; needs one for each",
     ),
     "values": (
-        lambda x: fj.dequantize(fj.quantize(x, "nvfp4"), "float64"), TypeError,
+        lambda x: fj.dequantize(fj.quantize(x, "nvfp4"), "float64"),
+        TypeError,
         "dequantize: dtype is float64; needs float32, float16 or bfloat16",
     ),
-    "list": (lambda x: fj.fake_quantize([1.0], "nvfp4"), TypeError, "fake_quantize: x is list; needs a jax.Array; fp4kit.fake_"),
+    "list": (
+        lambda x: fj.fake_quantize([1.0], "nvfp4"),
+        TypeError,
+        "fake_quantize: x is list; needs a jax.Array; fp4kit.fake_",
+    ),
     "no Quantized": (lambda x: fj.dequantize(x), TypeError, "dequantize: q is "),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", BAD)

@@ -1,4 +1,6 @@
-"""Arguments of fp4kit.jax that are wrong are refused in the function's name; where results are; print without values."""
+"""Arguments of fp4kit.jax that are wrong are refused in the function's name; where results are; print without
+values.
+"""
 
 import importlib
 import os
@@ -46,46 +48,76 @@ def test_seeds_that_are_no_integers(op, seed):
     """3.7 was 3, True 1, and a key an error of int()."""
     x, given = jnp.asarray(SMALL), SEEDS[seed]()
     for call in (CALLS[op], jax.jit(CALLS[op], static_argnums=1, static_argnames="rounding")):
-        with pytest.raises(TypeError, match=rf"^{op}: seed is one {re.escape(str(given.dtype))}; needs an int, a 0-d integer"):
+        with pytest.raises(
+            TypeError, match=rf"^{op}: seed is one {re.escape(str(given.dtype))}; needs an int, a 0-d integer"
+        ):
             call(x, "mxfp4", seed=given, **STOCHASTIC)
 
 
 BAD = {
-    "flag": (lambda x: fj.fake_quantize(x, "mxfp4", pass_through="no"), TypeError, "fake_quantize: pass_through is 'no'; needs"),
+    "flag": (
+        lambda x: fj.fake_quantize(x, "mxfp4", pass_through="no"),
+        TypeError,
+        "fake_quantize: pass_through is 'no'; needs",
+    ),
     "flag of a group": (
-        lambda x: fj.fake_quantize_grouped([x], "mxfp4", pass_through=2), TypeError, "fake_quantize_grouped: pass_through is 2;",
+        lambda x: fj.fake_quantize_grouped([x], "mxfp4", pass_through=2),
+        TypeError,
+        "fake_quantize_grouped: pass_through is 2;",
     ),
     "bool axis": (lambda x: fj.quantize(x, "mxfp4", axis=True), TypeError, "quantize: axis is True; needs an int"),
     "bool seed": (
-        lambda x: fj.fake_quantize(x, "mxfp4", seed=True, **STOCHASTIC), TypeError, "fake_quantize: seed is True; needs an int",
+        lambda x: fj.fake_quantize(x, "mxfp4", seed=True, **STOCHASTIC),
+        TypeError,
+        "fake_quantize: seed is True; needs an int",
     ),
     "negative seed": (
-        lambda x: fj.fake_quantize(x, "mxfp4", seed=-1, **STOCHASTIC), ValueError, "fake_quantize: seed is -1; needs 0 to",
+        lambda x: fj.fake_quantize(x, "mxfp4", seed=-1, **STOCHASTIC),
+        ValueError,
+        "fake_quantize: seed is -1; needs 0 to",
     ),
     "negative seed of an array": (
-        lambda x: fj.quantize(x, "mxfp4", seed=np.int32(-1), **STOCHASTIC), ValueError, "quantize: seed is -1; needs 0 to",
+        lambda x: fj.quantize(x, "mxfp4", seed=np.int32(-1), **STOCHASTIC),
+        ValueError,
+        "quantize: seed is -1; needs 0 to",
     ),
     "large seed": (
-        lambda x: fj.quantize(x, "mxfp4", seed=2**64, **STOCHASTIC), ValueError,
+        lambda x: fj.quantize(x, "mxfp4", seed=2**64, **STOCHASTIC),
+        ValueError,
         "quantize: seed is 18446744073709551616; needs 0 to 2^64 - 1",
     ),
-    "axis": (lambda x: fj.fake_quantize_grouped([x], "mxfp4", axis=1.5), TypeError, "fake_quantize_grouped: axis is 1.5; needs"),
-    "none": (lambda x: fj.fake_quantize_grouped(None, "mxfp4"), TypeError, "fake_quantize_grouped: xs is a NoneType; needs a"),
+    "axis": (
+        lambda x: fj.fake_quantize_grouped([x], "mxfp4", axis=1.5),
+        TypeError,
+        "fake_quantize_grouped: axis is 1.5; needs",
+    ),
+    "none": (
+        lambda x: fj.fake_quantize_grouped(None, "mxfp4"),
+        TypeError,
+        "fake_quantize_grouped: xs is a NoneType; needs a",
+    ),
     "number": (
-        lambda x: fj.fake_quantize_grouped(x[0, 0], "mxfp4"), ValueError, "fake_quantize_grouped: xs is one 0-d array; needs a",
+        lambda x: fj.fake_quantize_grouped(x[0, 0], "mxfp4"),
+        ValueError,
+        "fake_quantize_grouped: xs is one 0-d array; needs a",
     ),
     "traced": (
-        lambda x: jax.jit(lambda x: fp4kit.fake_quantize(x, "mxfp4"))(x), TypeError,
+        lambda x: jax.jit(lambda x: fp4kit.fake_quantize(x, "mxfp4"))(x),
+        TypeError,
         "fake_quantize: x is traced by JAX and has no values yet; needed are values; call what fp4kit.jax has",
     ),
     "codes that are traced": (
-        lambda x: jax.jit(lambda q: q.dequantize())(fj.quantize(x, "mxfp4")), TypeError, "dequantize: packed is traced by JAX",
+        lambda x: jax.jit(lambda q: q.dequantize())(fj.quantize(x, "mxfp4")),
+        TypeError,
+        "dequantize: packed is traced by JAX",
     ),
     "deleted": (
-        lambda x: fp4kit.quantize(gone(x), "mxfp4"), BufferError,
-        "quantize: x is a ArrayImpl without memory of its own on one device (it was deleted, or donated to a call); needed",
+        lambda x: fp4kit.quantize(gone(x), "mxfp4"),
+        BufferError,
+        "quantize: x is a ArrayImpl without memory of its own on one device (it was deleted, or donated to a call); "
+        "needed",
     ),
-}  # fmt: skip
+}
 
 
 def gone(x):
@@ -106,18 +138,27 @@ def test_a_quantized_without_values_can_be_shown():
     q, shown = fj.quantize(jnp.asarray(SMALL), "nvfp4-te"), []
     trees = [
         jax.eval_shape(lambda x: fj.quantize(x, "nvfp4-te"), SMALL),
-        *(jax.tree.map(lambda a, leaf=leaf: leaf, q) for leaf in (None, 1, "leaf", object(), jax.sharding.PartitionSpec("d"))),
+        *(
+            jax.tree.map(lambda a, leaf=leaf: leaf, q)
+            for leaf in (None, 1, "leaf", object(), jax.sharding.PartitionSpec("d"))
+        ),
         jax.vmap(lambda x: fj.quantize(x, "nvfp4-te"))(np.stack([SMALL, SMALL])),
         jax.tree.map(gone, q),
     ]
     jax.jit(lambda q: shown.append((str(q), repr(q), q._repr_html_())))(q)
     for text, line, html in [*shown, *((str(t), repr(t), t._repr_html_()) for t in trees)]:
-        assert text == line and line.startswith("Quantized(nvfp4-te, shape=(32, 64), dtype=float32, axis=1,") and html is None
+        assert (
+            text == line
+            and line.startswith("Quantized(nvfp4-te, shape=(32, 64), dtype=float32, axis=1,")
+            and html is None
+        )
     assert "zero blocks" in str(q) and "zero blocks" in q._repr_html_()
 
 
 def test_results_are_where_the_argument_is_and_move_as_it_does():
-    """On two devices of the CPU. A result of an array that JAX may move was bound to its device; a sharded one is refused."""
+    """On two devices of the CPU. A result of an array that JAX may move was bound to its device; a sharded one is
+    refused.
+    """
     program = """
         import jax, numpy as np, fp4kit, fp4kit.jax as fj
         from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
@@ -138,7 +179,7 @@ def test_results_are_where_the_argument_is_and_move_as_it_does():
             else:
                 raise AssertionError
             assert np.array_equal(jax.jit(lambda x: fj.fake_quantize(x, "nvfp4"))(sharded), fp4kit.fake_quantize(x, "nvfp4"))
-    """
+    """  # noqa: E501
     environment = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2", "JAX_PLATFORMS": "cpu"}
     command = [sys.executable, "-c", textwrap.dedent(program)]
     found = subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True, timeout=300)

@@ -1,4 +1,6 @@
-"""The handler of XLA's foreign function interface, which fp4kit.jax has on CUDA, on the CPU: the same code but for the arrays."""
+"""The handler of XLA's foreign function interface, which fp4kit.jax has on CUDA, on the CPU: the same code but for the
+arrays.
+"""
 
 import importlib
 import threading
@@ -81,7 +83,10 @@ def test_amaxes_seeds_and_groups():
 
     @jax.jit
     def several(x, other, amax, seed, random):
-        ys = [fj.fake_quantize(x, "nvfp4-te", rounding="stochastic", seed=s, tensor_amax=amax) for s in (2**63 + 1, seed, random)]
+        ys = [
+            fj.fake_quantize(x, "nvfp4-te", rounding="stochastic", seed=s, tensor_amax=amax)
+            for s in (2**63 + 1, seed, random)
+        ]
         return ys, fj.fake_quantize_grouped([x, other], "nvfp4-te", tensor_amax=[amax, 2 * amax])
 
     ys, group = several(x, other, np.float32(3), 7, random)
@@ -104,7 +109,9 @@ def test_vmap_scan_and_subnormal_numbers():
 def test_errors_of_values_keep_their_text():
     """Those that only a program that runs can find."""
     function = jax.jit(lambda x, amax: fj.fake_quantize(x, "nvfp4-te", tensor_amax=amax))
-    with pytest.raises(jax.errors.JaxRuntimeError, match=r"ValueError: fake_quantize: tensor_amax holds 1 negative value\(s\)"):
+    with pytest.raises(
+        jax.errors.JaxRuntimeError, match=r"ValueError: fake_quantize: tensor_amax holds 1 negative value\(s\)"
+    ):
         jax.block_until_ready(function(ordinary(1, (2, 32)), np.float32(-1)))
     x = ordinary(1, (2, 32))
     assert_same_bits(host(function(x, np.float32(1))), fp4kit.fake_quantize(x, "nvfp4-te", tensor_amax=1))

@@ -29,8 +29,16 @@ from fp4kit.cuda.compile.traits import TYPES, recipe_struct
 from fp4kit.recipes import RECIPES
 from fp4kit.reference.hadamard import TE_SIGN_MASK
 
-OTHERS = ("sm_80", "sm_86", "sm_89", "sm_103a", "sm_120a")  # than sm_90, sm_100a and sm_75, the oldest, for which all is compiled
-WITH_CODES = [r for r in RECIPES.values() if not r.fake_only and not r.search]  # a search is a kernel before one of these
+OTHERS = (
+    "sm_80",
+    "sm_86",
+    "sm_89",
+    "sm_103a",
+    "sm_120a",
+)  # than sm_90, sm_100a and sm_75, the oldest, for which all is compiled
+WITH_CODES = [
+    r for r in RECIPES.values() if not r.fake_only and not r.search
+]  # a search is a kernel before one of these
 DTYPES = dict(zip(WITH_CODES, cycle((BF16, F32, F16)), strict=False))
 ALL = [Quantize(r, dtype) for r, dtype in DTYPES.items()] + [Dequantize(r, outputs=(F16,)) for r in WITH_CODES[::3]]
 ALL += [Quantize(r, dtype, fake=True) for r, dtype in DTYPES.items() if r.fake_rule is None][1::3]
@@ -138,8 +146,13 @@ def test_another_architecture(case, arch):
     check_compiles(case, arch)
 
 
-FINDING = {"quantize": "nvfp4-te", "quantize_plain": "fp8-modelopt", "quantize_tile": "nvfp4-te-2d", "quantize_patch": "nvfp4-te",
-           "fake": "int8-modelopt"}  # fmt: skip
+FINDING = {
+    "quantize": "nvfp4-te",
+    "quantize_plain": "fp8-modelopt",
+    "quantize_tile": "nvfp4-te-2d",
+    "quantize_patch": "nvfp4-te",
+    "fake": "int8-modelopt",
+}
 
 
 @pytest.mark.parametrize("kernel", FINDING)

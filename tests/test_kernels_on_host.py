@@ -10,7 +10,19 @@ from itertools import cycle
 
 import pytest
 from exhaustive import by_default, every, exhaustive, half
-from host.cases import F16, F32, Amax, AmaxColumns, ByTable, Dequantize, Guards, Quantize, SecondOfStack, Thresholds, WithAmaxOut
+from host.cases import (
+    F16,
+    F32,
+    Amax,
+    AmaxColumns,
+    ByTable,
+    Dequantize,
+    Guards,
+    Quantize,
+    SecondOfStack,
+    Thresholds,
+    WithAmaxOut,
+)
 from host.cases_search import Multiples
 from inputs import BF16
 
@@ -30,7 +42,11 @@ def variant(id: str, columns: int) -> Recipe:
 
 QUANTIZE = [Quantize(r, misaligned=r in THIRDS[2]) for r in WITH_CODES]
 QUANTIZE += [Quantize(r, F32) for r in THIRDS[0]] + [Quantize(r, F16) for r in THIRDS[1]]
-QUANTIZE += [Quantize(variant("nvfp4-te", 64)), Quantize(variant("mxfp4-ocp", 64)), Quantize(variant("mxfp8-te", 128), F32)]
+QUANTIZE += [
+    Quantize(variant("nvfp4-te", 64)),
+    Quantize(variant("mxfp4-ocp", 64)),
+    Quantize(variant("mxfp8-te", 128), F32),
+]
 SWIZZLED = ("nvfp4-te", "nvfp4-te-2d", "nvfp4-te-rowscaled", "mxfp8-te-2d")
 LAYOUTS = [Quantize(RECIPES[id], layout="swizzled_128x4") for id in SWIZZLED]
 LAYOUTS += [Quantize(variant("mxfp8-te", columns), layout="swizzled_128x4") for columns in (128, 256)]
@@ -49,17 +65,31 @@ STOCHASTIC = (
     "mxfp8-te-2d",
 )
 RANDOM = [Quantize(RECIPES[id], rounding=source) for id in STOCHASTIC for source in ("seed", "bytes")]
-RANDOM += [Quantize(RECIPES["nvfp4-te"], F32, rounding="seed", fake=True), Quantize(RECIPES["fp8-modelopt"], rounding="seed")]
+RANDOM += [
+    Quantize(RECIPES["nvfp4-te"], F32, rounding="seed", fake=True),
+    Quantize(RECIPES["fp8-modelopt"], rounding="seed"),
+]
 RANDOM += [SecondOfStack(RECIPES[id]) for id in ("nvfp4-te", "nvfp4-te-2d", "fp8-modelopt")]
 RANDOM += [Thresholds(RECIPES["mxfp4-ocp"], dtype) for dtype in (BF16, F16)]
 TRANSFORMED = [Quantize(RECIPES["nvfp4-te-reference"], dtype, hadamard=True) for dtype in (F32, F16, BF16)]
-TRANSFORMED += [Quantize(RECIPES[id], hadamard="no_signs") for id in ("nvfp4-te-2d", "mxfp8-te", "nvfp4-te-4over6-mae-256")]
+TRANSFORMED += [
+    Quantize(RECIPES[id], hadamard="no_signs") for id in ("nvfp4-te-2d", "mxfp8-te", "nvfp4-te-4over6-mae-256")
+]
 CALIBRATED = [Quantize(r, block_amax=True) for r in WITH_CODES if r.static]
-AMAX_OUT = [WithAmaxOut(RECIPES[id]) for id in ("nvfp4-te", "nvfp4-te-rowscaled", "nvfp4-te-4over6-mse-448", "fp8-modelopt")]
+AMAX_OUT = [
+    WithAmaxOut(RECIPES[id]) for id in ("nvfp4-te", "nvfp4-te-rowscaled", "nvfp4-te-4over6-mse-448", "fp8-modelopt")
+]
 FOUR_OVER_SIX = ("te-4over6-mse-448", "te-4over6-mae-256-2d", "te-4over6-mse-256-fasterr", "flashinfer-4over6-mae-448")
-GUARDS = [Guards(RECIPES[f"nvfp4-{id}"], dtype) for id, dtype in zip(FOUR_OVER_SIX, (BF16, F32, F16, BF16), strict=True)]
-GUARDS += [Guards(replace(GUARDS[0].recipe, id="4over6-rows", tensor_scaling="row")), Guards(GUARDS[3].recipe, F32, fake=True)]
-GUARDS += [Guards(RECIPES[id], dtype, rounding="seed") for id in ("nvfp4-te", "nvfp4-flashinfer") for dtype in (BF16, F32)]
+GUARDS = [
+    Guards(RECIPES[f"nvfp4-{id}"], dtype) for id, dtype in zip(FOUR_OVER_SIX, (BF16, F32, F16, BF16), strict=True)
+]
+GUARDS += [
+    Guards(replace(GUARDS[0].recipe, id="4over6-rows", tensor_scaling="row")),
+    Guards(GUARDS[3].recipe, F32, fake=True),
+]
+GUARDS += [
+    Guards(RECIPES[id], dtype, rounding="seed") for id in ("nvfp4-te", "nvfp4-flashinfer") for dtype in (BF16, F32)
+]
 GUARDS += [Guards(RECIPES[id], rounding="bytes") for id in ("mxfp4-te", "mxfp8-te", "nvfp4-modelopt")]
 TABLED = ("te-4over6-mse-448", "te-4over6-mae-256", "te-4over6-mse-256-fasterr")
 TABLED += ("flashinfer-4over6-mse-256", "flashinfer-4over6-mae-448", "te-4over6-mse-448-2d", "te-4over6-mae-256-2d")
@@ -69,7 +99,10 @@ BY_TABLE = [ByTable(RECIPES[f"nvfp4-{id}"], misaligned=id == TABLED[0]) for id i
 BY_OTHER_TABLES = exhaustive(ByTable(RECIPES[f"nvfp4-{id}"]) for id in REST)
 DEQUANTIZE = [Dequantize(r) for r in WITH_CODES] + [Dequantize(r, outputs=(F16, BF16)) for r in THIRDS[2]]
 DEQUANTIZE += [Dequantize(RECIPES["nvfp4-compressed-tensors"], dtype) for dtype in (F32, F16)]
-DEQUANTIZE += [Dequantize(RECIPES["nvfp4-te-2d"], F32, "swizzled_128x4"), Dequantize(RECIPES["mxfp8-te"], F32, "swizzled_8x4")]
+DEQUANTIZE += [
+    Dequantize(RECIPES["nvfp4-te-2d"], F32, "swizzled_128x4"),
+    Dequantize(RECIPES["mxfp8-te"], F32, "swizzled_8x4"),
+]
 DEQUANTIZE += [Dequantize(RECIPES[id], rows=512) for id in ("mxfp8-te", "nvfp4-te-rowscaled", "fp8-modelopt")]
 UNEVEN, FETCHED = Dequantize(RECIPES["fp8-modelopt"]), Dequantize(RECIPES["mxfp8-te"], rows=512)
 AMAX = [Amax(dtype, counted) for dtype in (F32, F16, BF16) for counted in ("all", "no_nan", "finite")]
@@ -114,20 +147,51 @@ def test_search(host, case):
     host.check(case)
 
 
-# ---- these tests can fail -------------------------------------------------------------------------------------------------
+# ---- these tests can fail
+# -------------------------------------------------------------------------------------------------
 
 MUTATIONS = {  # file, text, what replaces it, a case that uses it, what is said
-    "scales in wrong places": ("layout.cuh", "r % 128 / 32 * 4", "(r % 128 / 32 ^ 1) * 4", LAYOUTS[1], "scales: .* differ"),
+    "scales in wrong places": (
+        "layout.cuh",
+        "r % 128 / 32 * 4",
+        "(r % 128 / 32 ^ 1) * 4",
+        LAYOUTS[1],
+        "scales: .* differ",
+    ),
     "rows in wrong places": ("layout.cuh", "* 2 + byte / 16", "* 2 + byte / 8", LAYOUTS[0], r"\d+ of \d+ differ"),
-    "a byte too many": ("pack.cuh", "8388608.0f + 512.0f", "8388608.0f + 513.0f", RANDOM[-1], r"packed: \d+ of \d+ differ"),
+    "a byte too many": (
+        "pack.cuh",
+        "8388608.0f + 512.0f",
+        "8388608.0f + 513.0f",
+        RANDOM[-1],
+        r"packed: \d+ of \d+ differ",
+    ),
     "a constant one ulp off": ("scale.cuh", "1.0f / 6.0f", "0.16666666f", QUANTIZE[0], r"\d+ of \d+ differ"),
-    "no barriers": ("tile_memory.cuh", "__syncthreads();", "", QUANTIZE[1], "depends on the grid or on the order of threads"),
+    "no barriers": (
+        "tile_memory.cuh",
+        "__syncthreads();",
+        "",
+        QUANTIZE[1],
+        "depends on the grid or on the order of threads",
+    ),
     "no margin around equal errors": ("four_over_six_table.cuh", "28u << 8", "1u", BY_TABLE[0], "differ"),
-    "a sum of the wrong rows": ("quantize_table.cu", "sums[warp() * 32 + lane()]", "sums[lane()]", BY_TABLE[-1], "differ"),
+    "a sum of the wrong rows": (
+        "quantize_table.cu",
+        "sums[warp() * 32 + lane()]",
+        "sums[lane()]",
+        BY_TABLE[-1],
+        "differ",
+    ),
     "codes fetched too far": ("dequantize.cu", "if (next + kStep >= runs) return;", "", FETCHED, "buffer-overflow"),
     "another amax of the same scale": ("implied.cuh", "last & ~below", "first", DEQUANTIZE[0], "differ"),
     "a known amax that is wrong": ("implied.cuh", "tensor_amax != nullptr && ", "true || ", DEQUANTIZE[0], "differ"),
-    "another order of a sum": ("sums.cuh", "j = 0; j < 8; ++j) sum =", "j = 7; j >= 0; --j) sum =", MULTIPLES[0], "differ"),
+    "another order of a sum": (
+        "sums.cuh",
+        "j = 0; j < 8; ++j) sum =",
+        "j = 7; j >= 0; --j) sum =",
+        MULTIPLES[0],
+        "differ",
+    ),
     "the last of equal errors": ("search_factors.cu", "error < least", "error <= least", MULTIPLES[1], "differ"),
     "a scale that is not tried": ("search_factors.cu", "code == last)", "code <= last)", MULTIPLES[0], "differ"),
     "a run too far": ("dequantize.cu", "minimum<i64>(kRun, columns - column)", "kRun", UNEVEN, "buffer-overflow"),

@@ -1,4 +1,6 @@
-"""Arrays come back in the library they came in: PyTorch's on the host, with the bits that NumPy's get. JAX: tests/test_jax.py."""
+"""Arrays come back in the library they came in: PyTorch's on the host, with the bits that NumPy's get. JAX:
+tests/test_jax.py.
+"""
 
 import copy
 import gc
@@ -74,7 +76,9 @@ CALLS = {
     "quantize_grouped": lambda x: fp4kit.quantize_grouped([x, x[:16]], "nvfp4-te"),
     "of an iterator": lambda x: fp4kit.quantize_grouped(iter([x, x[:16]]), "nvfp4-te"),
     "fake_quantize_grouped": lambda x: fp4kit.fake_quantize_grouped([x, x[:16]], "fp8-modelopt"),
-    "grouped clip": lambda x: fp4kit.fake_quantize_grouped_backward([x, x], [x, x], "nvfp4-te", amax=[1, 2], pass_through=False),
+    "grouped clip": lambda x: fp4kit.fake_quantize_grouped_backward(
+        [x, x], [x, x], "nvfp4-te", amax=[1, 2], pass_through=False
+    ),
     "amax_grouped": lambda x: fp4kit.amax_grouped(iter([x, x[:16]])),
     "a stack": lambda x: fp4kit.quantize_grouped(x.reshape(2, 16, -1), "nvfp4-te"),
     "plan": lambda x: fp4kit.GroupedPlan([x, x[:16]], "nvfp4-te").quantize(),
@@ -105,7 +109,9 @@ def test_dtypes_of_pytorch_are_taken():
         assert fp4kit.dequantize(q, dtype).dtype == dtype
     made = fp4kit.Quantized(q.packed, q.block_scale, q.tensor_scale, None, x.shape, torch.bfloat16, -1, "nvfp4-te")
     assert made.dtype == BF16 and torch.equal(fp4kit.dequantize(made), fp4kit.dequantize(q))
-    with pytest.raises(TypeError, match=r"^dequantize: dtype is torch.complex32, which NumPy and ml_dtypes do not have"):
+    with pytest.raises(
+        TypeError, match=r"^dequantize: dtype is torch.complex32, which NumPy and ml_dtypes do not have"
+    ):
         fp4kit.dequantize(q, torch.complex32)
     with pytest.raises(TypeError, match=r"^dequantize: dtype is float64; needs float32, float16 or bfloat16"):
         fp4kit.dequantize(q, torch.float64)
@@ -151,11 +157,16 @@ def test_gradients_are_not_lost_silently():
     with torch.no_grad():
         for x in (p, p * 2):
             assert torch.equal(fp4kit.fake_quantize(x, "mxfp4-ocp"), x)
-    text = r"requires grad, which would end here; needed is fp4kit.torch.fake_quantize, which carries it, or pass x.detach\(\)"
+    text = (
+        r"requires grad, which would end here; needed is fp4kit.torch.fake_quantize, which carries it, or pass"
+        r" x.detach\(\)"
+    )
     for x in (p, p * 2):
         with pytest.raises(ValueError, match=f"^fake_quantize: x {text}"):
             fp4kit.fake_quantize(x, "mxfp4-ocp")
-    with pytest.raises(ValueError, match=r"^quantize: x requires grad, .* what fp4kit.torch has carries it; pass x.detach\(\)"):
+    with pytest.raises(
+        ValueError, match=r"^quantize: x requires grad, .* what fp4kit.torch has carries it; pass x.detach\(\)"
+    ):
         quantized(p * 2)
     with pytest.raises(ValueError, match=r"^fake_quantize_grouped: xs\[0\] requires grad"):
         fp4kit.fake_quantize_grouped([p, p], "mxfp4-ocp")
@@ -166,7 +177,9 @@ def test_a_quantized_of_tensors():
     expected = quantized(X[BF16])
     for same in (pickle.loads(pickle.dumps(q)), copy.deepcopy(q), copy.copy(q), replace(q, scale_layout="linear")):
         assert_equal(same, expected)
-    assert fp4kit.compare(q, expected) and fp4kit.compare(expected, q) and "nvfp4-te" in fp4kit.identify(q, X[BF16]).exact
+    assert (
+        fp4kit.compare(q, expected) and fp4kit.compare(expected, q) and "nvfp4-te" in fp4kit.identify(q, X[BF16]).exact
+    )
     fields = {**q.parts(), "shape": q.shape, "dtype": q.dtype, "axis": 1, "recipe": "nvfp4-te"}
     wrong = {
         "packed is uint8 (31, 64)": {"packed": q.packed[1:]},
@@ -231,7 +244,9 @@ def test_to_another_library():
     assert isinstance(back.packed, np.ndarray) and back.equals(q) and there.equals(back)
     assert back.packed.ctypes.data == q.packed.ctypes.data and q.to("numpy") is q and q.to("cpu") is q
     for target in ("tpu", "cuda:x", "cpu:0", "torch:1", 3, None):
-        with pytest.raises(ValueError, match=r"^Quantized: to\(.*\); needs 'numpy', 'cupy', 'torch', 'jax', or a device such as"):
+        with pytest.raises(
+            ValueError, match=r"^Quantized: to\(.*\); needs 'numpy', 'cupy', 'torch', 'jax', or a device such as"
+        ):
             q.to(target)
 
 
@@ -247,7 +262,11 @@ def test_scales_of_tensors_are_taken():
     q = quantized(tensor(X[BF16]))
     for scales in (q.block_scale, q.block_scale.view(torch.float8_e4m3fn)):
         found = quantized(tensor(X[BF16]), block_scale=scales, tensor_scale=q.tensor_scale)
-        assert torch.equal(found.packed, q.packed) and type(found.block_scale) is torch.Tensor and found.tensor_amax is None
+        assert (
+            torch.equal(found.packed, q.packed)
+            and type(found.block_scale) is torch.Tensor
+            and found.tensor_amax is None
+        )
 
 
 def test_autograd_knows_of_what_is_written_to():
@@ -259,12 +278,17 @@ def test_autograd_knows_of_what_is_written_to():
         "values": (torch.ones(x.shape), lambda out: fp4kit.dequantize(q, torch.float32, out=out)),
         "codes": (packed, lambda out: quantized(x, out=replace(q, packed=out))),
         "scales": (torch.ones(()), lambda out: quantized(x, out=replace(q, tensor_scale=out))),
-        "given": (packed, lambda out: quantized(
-            x, block_scale=q.block_scale, tensor_scale=q.tensor_scale, out=replace(q, packed=out, tensor_amax=None))),
+        "given": (
+            packed,
+            lambda out: quantized(
+                x, block_scale=q.block_scale, tensor_scale=q.tensor_scale, out=replace(q, packed=out, tensor_amax=None)
+            ),
+        ),
         "shard": (
             torch.zeros_like(packed),
-            lambda out: fp4kit.partial_cast(x.reshape(-1), out, amax, tuple(x.shape), 0, "mxfp4-ocp")),
-    }  # fmt: skip
+            lambda out: fp4kit.partial_cast(x.reshape(-1), out, amax, tuple(x.shape), 0, "mxfp4-ocp"),
+        ),
+    }
     for name, (out, write) in writes.items():
         for _ in range(3):  # the way of a call that was made before, too
             w = torch.ones(out.shape, requires_grad=True)
@@ -287,14 +311,20 @@ def test_an_out_with_one_place_for_several_elements_is_refused():
         fp4kit.dequantize(q.to("numpy"), np.float32, out=same_rows)
     with pytest.raises(ValueError, match=rf"^quantize: out.packed {text}"):
         quantized(x, out=replace(q, packed=q.packed[:1].expand(q.packed.shape)))
-    assert fp4kit.dequantize(q, out=torch.empty(len(x), x.shape[1], 2, dtype=x.dtype)[..., 0]).equal(fp4kit.dequantize(q))
-    nothing = np.lib.stride_tricks.as_strided(np.zeros(0, np.float32), (0, x.shape[1]), (0, 0))  # no element shares a place
+    assert fp4kit.dequantize(q, out=torch.empty(len(x), x.shape[1], 2, dtype=x.dtype)[..., 0]).equal(
+        fp4kit.dequantize(q)
+    )
+    nothing = np.lib.stride_tricks.as_strided(
+        np.zeros(0, np.float32), (0, x.shape[1]), (0, 0)
+    )  # no element shares a place
     assert fp4kit.dequantize(quantized(x[:0]).to("numpy"), np.float32, out=nothing).size == 0
 
 
 @pytest.mark.parametrize("name", [name for name in CALLS if "plan" not in name and "cast" not in name])
 def test_calls_leave_no_cycles(name):
-    """What an engine declined held its frames, and their arrays, until a collection: memory grew by each call meanwhile."""
+    """What an engine declined held its frames, and their arrays, until a collection: memory grew by each call
+    meanwhile.
+    """
     x = X[BF16]
     CALLS[name](x)
     gc.disable()

@@ -19,8 +19,16 @@ FAR = ElementFormat("E2M1", 2, 1, -1)
 FOUR_OVER_SIX = "nvfp4-te-4over6-mse-448"
 REFUSED = [  # recipe, what is replaced, the message
     ("mxfp4-ocp", {"element": FAR}, "elements E2M1 with bias -1, which no CUDA kernel has; needs numbers within"),
-    ("int4-modelopt", {"rounding": "rz", "fake_rule": None}, "rounding='rz' of INT4, which no CUDA kernel has; needs 'rn'"),
-    ("int4-modelopt", {"amax_nan": "lanes"}, "amax_nan='lanes' with tensor_scaling='block', .*; needs 'ignore' or 'propagate'"),
+    (
+        "int4-modelopt",
+        {"rounding": "rz", "fake_rule": None},
+        "rounding='rz' of INT4, which no CUDA kernel has; needs 'rn'",
+    ),
+    (
+        "int4-modelopt",
+        {"amax_nan": "lanes"},
+        "amax_nan='lanes' with tensor_scaling='block', .*; needs 'ignore' or 'propagate'",
+    ),
     ("nvfp4-fouroversix", {"block": (16, 16)}, "4over6 of blocks of 16 rows by lane_sums, which no .*; needs one row"),
     (FOUR_OVER_SIX, {"block": (1, 32)}, "4over6 of blocks of 32 columns, which no CUDA kernel has; needs 16"),
 ]

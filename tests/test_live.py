@@ -29,10 +29,13 @@ def found(call, id="mxfp4-ocp", seconds=SECONDS, seed=0):
     return run.run(live_fault.adapter(call, id), fp4kit.recipes(), seconds, seed)
 
 
-# ---- what is drawn ---------------------------------------------------------------------------------------------------------
+# ---- what is drawn
+# ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("id", ["mxfp4-ocp", "nvfp4-te-2d", "nvfp4-modelopt", "fp8-modelopt-channel", "mxfp4-microxcaling-even"])
+@pytest.mark.parametrize(
+    "id", ["mxfp4-ocp", "nvfp4-te-2d", "nvfp4-modelopt", "fp8-modelopt-channel", "mxfp4-microxcaling-even"]
+)
 def test_arrays_are_reproducible_finite_and_whole_blocks(id):
     r = fp4kit.recipe(id)
     for number in range(3 * len(draw.KINDS)):
@@ -55,7 +58,9 @@ def of_kind(kind, id, dtype, seed=0):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("id", ["mxfp4-ocp", "mxfp4-torchao-rceil", "mxfp8-deepgemm", "nvfp4-gguf", "nvfp4-te", "nvfp4-te-2d"])
+@pytest.mark.parametrize(
+    "id", ["mxfp4-ocp", "mxfp4-torchao-rceil", "mxfp8-deepgemm", "nvfp4-gguf", "nvfp4-te", "nvfp4-te-2d"]
+)
 def test_thresholds_are_where_the_scale_changes(id, dtype):
     r = fp4kit.recipe(id)
     kind = np.dtype(draw.arrays.DTYPES[dtype])
@@ -80,11 +85,14 @@ def test_kinds_are_what_their_names_say():
         near = of_kind("near powers", "mxfp4-ocp", dtype)
         amax = block_amax(near, 32)[:, ::32].astype(near.dtype)
         fraction = 1 << info.nmant
-        ulps = (bit_patterns(amax).astype(np.int64) + fraction // 2) % fraction - fraction // 2  # from the nearest power
+        ulps = (
+            bit_patterns(amax).astype(np.int64) + fraction // 2
+        ) % fraction - fraction // 2  # from the nearest power
         assert (np.abs(ulps) <= draw.ULPS).any() and (ulps != 0).any()
 
 
-# ---- what is found ----------------------------------------------------------------------------------------------------------
+# ---- what is found
+# ----------------------------------------------------------------------------------------------------------
 
 
 def test_a_sound_producer_does_not_differ():
@@ -118,7 +126,10 @@ def test_every_part_of_a_producer_is_compared():
         differences = compare("mxfp4-ocp", x, Call(live_fault.sound), {**parts, part: bits}).differences
         assert [d.part for d in differences] == [part] and differences[0].differing == 1
     q = fp4kit.quantize(x, "nvfp4-te")
-    up = {"tensor_scale": np.nextafter(q.tensor_scale, np.float32(1)), "values_bfloat16": q.dequantize(ml_dtypes.bfloat16)}
+    up = {
+        "tensor_scale": np.nextafter(q.tensor_scale, np.float32(1)),
+        "values_bfloat16": q.dequantize(ml_dtypes.bfloat16),
+    }
     assert [d.part for d in compare("nvfp4-te", x, Call(live_fault.sound), up).differences] == ["tensor_scale"]
     fake = {"fake": fp4kit.fake_quantize(x, "nvfp4-te").astype(np.float32)}
     assert not compare("nvfp4-te", x, Call(live_fault.sound), fake).differences
@@ -161,7 +172,9 @@ def test_an_exception_is_counted_where_it_excuses_a_difference():
     result = found(live_fault.EXEMPT)
     assert result.total.differing == 0 and not result.found
     assert 0 < result.total.exceptions["large blocks"] < result.total.arrays
-    assert not found(Call(live_fault.sound, exempt=live_fault.EXEMPT.exempt)).total.exceptions  # it excuses nothing there
+    assert not found(
+        Call(live_fault.sound, exempt=live_fault.EXEMPT.exempt)
+    ).total.exceptions  # it excuses nothing there
 
 
 def test_an_exception_of_codes_does_not_excuse_scales():
@@ -193,7 +206,8 @@ def test_programs_hold_every_bit(tmp_path):
     assert np.array_equal(bit_patterns(scope["x"]), bit_patterns(x)) and scope["x"].dtype == x.dtype
 
 
-# ---- which producers and recipes run ------------------------------------------------------------------------------------------
+# ---- which producers and recipes run
+# ------------------------------------------------------------------------------------------
 
 
 def test_every_recipe_is_run_or_left_out_with_a_reason():

@@ -1,4 +1,6 @@
-"""The record of releases that were found equal: what tools/live_record.py keeps, and that docs/live-producers.json is current."""
+"""The record of releases that were found equal: what tools/live_record.py keeps, and that docs/live-producers.json is
+current.
+"""
 
 import importlib.util
 import json
@@ -24,11 +26,23 @@ def tool():
 def producer(name, differing=0, version="2.0"):
     recipes = {"mxfp4-ocp": {"arrays": 5, "elements": 99, "differing": differing, "exceptions": {}}}
     counts = {"arrays": 5, "elements": 99, "differing": differing, "exceptions": {"ties": 1}, "seconds": 1.0}
-    return {"producer": name, "version": version, "versions": {name: version}, "recipes": recipes, **counts, "differences": []}
+    return {
+        "producer": name,
+        "version": version,
+        "versions": {name: version},
+        "recipes": recipes,
+        **counts,
+        "differences": [],
+    }
 
 
 def test_a_run_replaces_the_entries_of_producers_that_were_equal():
-    ran = {"date": "2026-11-25", "fp4kit": "0.1.0", "seed": 3, "producers": [producer("a"), producer("b", 1), producer("c")]}
+    ran = {
+        "date": "2026-11-25",
+        "fp4kit": "0.1.0",
+        "seed": 3,
+        "producers": [producer("a"), producer("b", 1), producer("c")],
+    }
     record, differing = tool().merged({"a": {"version": "1.0"}, "b": {"version": "1.0"}}, ran)
     assert differing == ["b"] and record["b"] == {"version": "1.0"}
     assert list(record) == ["a", "b", "c"] and record["a"]["version"] == "2.0"

@@ -15,10 +15,9 @@ def package(tmp_path, monkeypatch):
     (root / "__init__.py").write_text("raise OSError('libcuda.so.1: cannot open shared object file')")
     (root / "plain.py").write_text("LIMIT = 6.0")
     (root / "deep" / "kernels.py").write_text(
-        "import triton\nimport triton.language as tl\nfrom needs_cuda.plain import LIMIT\nfrom needs_cuda.tools import register\n"
-        "@triton.jit\ndef kernel(x: tl.constexpr):\n    return x\n"
-        "def quantize(x):\n    return min(x, LIMIT) * triton.cdiv(5, 2)\n"
-        "register(name='quantize', function=quantize)\n"
+        "import triton\nimport triton.language as tl\nfrom needs_cuda.plain import LIMIT\nfrom needs_cuda.tools import"
+        " register\n@triton.jit\ndef kernel(x: tl.constexpr):\n    return x\ndef quantize(x):\n    return min(x, LIMIT)"
+        " * triton.cdiv(5, 2)\nregister(name='quantize', function=quantize)\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
     return "needs_cuda"

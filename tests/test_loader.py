@@ -1,4 +1,6 @@
-"""The loader of kernels: what a cubin depends on, how the cache is written and repaired, what is said when something lacks."""
+"""The loader of kernels: what a cubin depends on, how the cache is written and repaired, what is said when something
+lacks.
+"""
 
 from __future__ import annotations
 
@@ -17,14 +19,17 @@ SOURCE = '#include "quantize.cu"\n'
 CUBIN = b"a cubin"
 
 
-# ---- the include closure --------------------------------------------------------------------------------------------------
+# ---- the include closure
+# --------------------------------------------------------------------------------------------------
 
 
 def test_include_closure_holds_what_is_included_and_nothing_else():
     closure = loader.include_closure(("layout.cuh",))
     assert list(closure) == ["layout.cuh", "types.cuh"]
     assert closure["types.cuh"] == loader.files(loader.SOURCES)["types.cuh"].read_text()
-    assert {"quantize.cu", "quantize.cuh", "block.cuh", "scale.cuh", "ptx.cuh"} <= set(loader.include_closure(("quantize.cu",)))
+    assert {"quantize.cu", "quantize.cuh", "block.cuh", "scale.cuh", "ptx.cuh"} <= set(
+        loader.include_closure(("quantize.cu",))
+    )
     assert "amax.cu" not in loader.include_closure(("quantize.cu",))
 
 
@@ -42,7 +47,8 @@ def test_headers_are_included_once():
         assert path.read_text().count("#pragma once\n") == 1, path.name
 
 
-# ---- the cache ------------------------------------------------------------------------------------------------------------
+# ---- the cache
+# ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -158,7 +164,8 @@ def test_no_folder_for_the_cache(monkeypatch, tmp_path):
         loader.cache_folder()
 
 
-# ---- loading, with a CuPy that takes CUBIN for a cubin ---------------------------------------------------------------------
+# ---- loading, with a CuPy that takes CUBIN for a cubin
+# ---------------------------------------------------------------------
 
 
 class DriverError(Exception):
@@ -212,12 +219,15 @@ def test_a_cubin_that_the_driver_refuses_twice_is_an_error(cache, cupy, monkeypa
         loader.function(SOURCE, "quantize_kernel", 0)
 
 
-@pytest.mark.parametrize(("capability", "arch"), [("75", "sm_75"), ("90", "sm_90"), ("100", "sm_100a"), ("120", "sm_120a")])
+@pytest.mark.parametrize(
+    ("capability", "arch"), [("75", "sm_75"), ("90", "sm_90"), ("100", "sm_100a"), ("120", "sm_120a")]
+)
 def test_architecture(capability, arch):
     assert loader.architecture(capability) == arch
 
 
-# ---- what is missing, and what to install ---------------------------------------------------------------------------------
+# ---- what is missing, and what to install
+# ---------------------------------------------------------------------------------
 
 
 def with_runtime(monkeypatch, count):

@@ -122,7 +122,9 @@ def test_columnwise_and_plans(size) -> None:
             "array 0 of 0 has another",
         ),
         (
-            lambda: MasterWeightsPlan([Shard(np.ones(16, np.float32), (1, 16))], SingleProcess()).refresh([np.ones(16)]),
+            lambda: MasterWeightsPlan([Shard(np.ones(16, np.float32), (1, 16))], SingleProcess()).refresh(
+                [np.ones(16)]
+            ),
             "array 0 of 1 has another dtype, length or device than the 1 shards",
         ),
     ],
@@ -185,7 +187,10 @@ def test_whatever_one_process_gives_the_others_are_told(shards) -> None:
 
     texts = run_threads(3, work)
     for rank in (0, 2):
-        assert texts[rank] == "cast_master_weights: processes [1] found their shards wrong; needs right ones; see their errors"
+        assert (
+            texts[rank]
+            == "cast_master_weights: processes [1] found their shards wrong; needs right ones; see their errors"
+        )
     assert "cast_master_weights: " in texts[1] and "found" not in texts[1]
 
 

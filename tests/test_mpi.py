@@ -1,4 +1,6 @@
-"""Real MPI processes: 2, 3 and 4 of them run mpi_cases.py. Skips, saying why, without an MPI, but fails under CI=true."""
+"""Real MPI processes: 2, 3 and 4 of them run mpi_cases.py. Skips, saying why, without an MPI, but fails under
+CI=true.
+"""
 
 from __future__ import annotations
 
@@ -22,11 +24,16 @@ def mpiexec() -> list[str]:
     if importlib.util.find_spec("mpi4py") is None:
         missing('mpi4py is not installed; pip install -e ".[test]" brings it and an MPI')
     # The MPI of this environment comes first: it is the one that its mpi4py loads.
-    found = shutil.which("mpiexec", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]))
+    found = shutil.which(
+        "mpiexec", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+    )
     if found is None:
         missing("no mpiexec found; pip install mpich brings one, and so does any MPI")
     version = subprocess.run([found, "--version"], capture_output=True, text=True).stdout
-    return [found, *(("--allow-run-as-root", "--oversubscribe") if "Open MPI" in version or "OpenRTE" in version else ())]
+    return [
+        found,
+        *(("--allow-run-as-root", "--oversubscribe") if "Open MPI" in version or "OpenRTE" in version else ()),
+    ]
 
 
 @pytest.mark.parametrize("size", [2, *exhaustive([3, 4])])

@@ -28,13 +28,17 @@ ABSOLUTE_PATH = re.compile(r"(?<![\w.:/<)])/[A-Za-z_][\w.-]*/|\b[A-Za-z]:\\")
 
 
 def run_notebook(source: Path, target: Path) -> None:
-    """Execute source in a fresh kernel and write it with its outputs to target. Raises CellExecutionError at the first error."""
+    """Execute source in a fresh kernel and write it with its outputs to target. Raises CellExecutionError at the first
+    error.
+    """
     import matplotlib.font_manager  # noqa: F401  # builds the font cache now: a slow first import warns in the notebook
     import nbformat
     from nbclient import NotebookClient
 
     notebook = nbformat.read(source, as_version=4)
-    NotebookClient(notebook, kernel_name="python3", timeout=TIMEOUT, record_timing=False, coalesce_streams=True).execute()
+    NotebookClient(
+        notebook, kernel_name="python3", timeout=TIMEOUT, record_timing=False, coalesce_streams=True
+    ).execute()
     notebook.metadata = METADATA  # the kernel adds its own version
     nbformat.validate(notebook)
     nbformat.write(notebook, target)
@@ -45,7 +49,9 @@ def run_in_subprocess(source: Path, target: Path, work: Path) -> None:
 
     The kernel imports the checkout, starts in the empty folder `work`, and knows no settings of the user.
     """
-    kept = {name: value for name, value in os.environ.items() if name != "MPLBACKEND" and not name.startswith("JUPYTER")}
+    kept = {
+        name: value for name, value in os.environ.items() if name != "MPLBACKEND" and not name.startswith("JUPYTER")
+    }
     path = os.pathsep.join(filter(None, (str(ROOT), kept.get("PYTHONPATH"))))
     own = {name: str(work / name.lower()) for name in ("JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR", "IPYTHONDIR")}
     command = [sys.executable, __file__, str(source), str(target)]
@@ -104,7 +110,9 @@ def test_fresh_run_prints_what_is_stored(name, tmp_path):
     fresh = load(tmp_path / notebook.name)
     for cell, stored in zip(code_cells(fresh), code_cells(load(notebook)), strict=True):
         assert not [o for o in cell["outputs"] if o.get("name") == "stderr"], (cell["id"], texts(cell))
-        assert texts(cell) == texts(stored), f"cell {cell['id']} is stale; `python tests/test_notebooks.py` stores new outputs"
+        assert texts(cell) == texts(stored), (
+            f"cell {cell['id']} is stale; `python tests/test_notebooks.py` stores new outputs"
+        )
 
 
 @pytest.mark.parametrize("text", ["/home/me/x.py", "in '/tmp/a'", "File /usr/lib/x", r"C:\Users\me"])
@@ -112,7 +120,9 @@ def test_absolute_path_is_found(text):
     assert ABSOLUTE_PATH.search(text)
 
 
-@pytest.mark.parametrize("text", ["16/32", "a/b/c", "https://a.org/b/c", "</td></tr>", "1 / (a / b)", "(x)/y/z", "and/or"])
+@pytest.mark.parametrize(
+    "text", ["16/32", "a/b/c", "https://a.org/b/c", "</td></tr>", "1 / (a / b)", "(x)/y/z", "and/or"]
+)
 def test_other_slashes_are_not_paths(text):
     assert not ABSOLUTE_PATH.search(text)
 

@@ -85,7 +85,9 @@ def test_tensor_amax_given_and_strided_out() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_infinities(name) -> None:
-    """An infinite block amax: the tensor's amax is what quantize takes, and is given where that counts finite elements only."""
+    """An infinite block amax: the tensor's amax is what quantize takes, and is given where that counts finite elements
+    only.
+    """
     x = np.random.default_rng(3).standard_normal((32, 64)).astype(np.float32)
     x[3, 5], x[20, 40] = np.inf, -np.inf
     whole, amax = fp4kit.quantize(x, name), fp4kit.amax(x, name)
@@ -125,9 +127,21 @@ OUT = np.zeros((4, 8), np.uint8)
             ValueError,
             "axis 1 has length 8; nvfp4-te-2d needs a multiple of 16",
         ),
-        (lambda: fp4kit.partial_amax(X[None], (4, 16), 0, "nvfp4-te-2d"), ValueError, "shard is 2-d; needs the 1-d slice"),
-        (lambda: fp4kit.partial_amax(X, (64,), 0, "nvfp4-te-2d"), ValueError, "shape is (64,); needs (M, K) of the whole matrix"),
-        (lambda: fp4kit.partial_amax(X.astype(int), (4, 16), 0, "nvfp4-te-2d"), TypeError, "shard is int64; needs float32"),
+        (
+            lambda: fp4kit.partial_amax(X[None], (4, 16), 0, "nvfp4-te-2d"),
+            ValueError,
+            "shard is 2-d; needs the 1-d slice",
+        ),
+        (
+            lambda: fp4kit.partial_amax(X, (64,), 0, "nvfp4-te-2d"),
+            ValueError,
+            "shape is (64,); needs (M, K) of the whole matrix",
+        ),
+        (
+            lambda: fp4kit.partial_amax(X.astype(int), (4, 16), 0, "nvfp4-te-2d"),
+            TypeError,
+            "shard is int64; needs float32",
+        ),
         (
             lambda: fp4kit.partial_amax(X, (4, 16), 0, "fp8-modelopt"),
             ValueError,
@@ -140,13 +154,19 @@ OUT = np.zeros((4, 8), np.uint8)
         ),
         (lambda: _call(OUT[:, :4]), ValueError, "out is uint8 (4, 4); needs uint8 (4, 8)"),
         (lambda: _call(OUT.astype(np.int8)), ValueError, "out is int8 (4, 8); needs uint8 (4, 8)"),
-        (lambda: _call(OUT, AMAX), ValueError, "block_amax is float32 (1, 4); nvfp4-te-2d needs float32 (1, 1) without NaN"),
+        (
+            lambda: _call(OUT, AMAX),
+            ValueError,
+            "block_amax is float32 (1, 4); nvfp4-te-2d needs float32 (1, 1) without NaN",
+        ),
         (lambda: _call(OUT, AMAX[:, :1] * np.nan), ValueError, "block_amax is float32 with NaN"),
         (
             lambda: _call(OUT, np.array([[1], [np.inf], [2], [np.inf]], np.float32), "nvfp4-flashinfer"),
             ValueError,
-            "partial_cast: block_amax holds 2 infinite value(s) of 4, and nvfp4-flashinfer scales by the finite elements; give "
-            "tensor_amax, that of the finite elements of the whole matrix",
+            (
+                "partial_cast: block_amax holds 2 infinite value(s) of 4, and nvfp4-flashinfer scales by the finite"
+                " elements; give tensor_amax, that of the finite elements of the whole matrix"
+            ),
         ),
         (lambda: _call(OUT, name="nvfp4-te-4over6-mae-256-2d"), ValueError, "chooses between scales by whole blocks"),
     ],

@@ -1,4 +1,5 @@
-"""The partial kernels, compiled by the system's C++ compiler under sanitizers, give the bytes of the NumPy specification.
+"""The partial kernels, compiled by the system's C++ compiler under sanitizers, give the bytes of the NumPy
+specification.
 
 See host/README.md.
 """
@@ -25,7 +26,9 @@ ALLOWED = [
 ]
 CASES = [Partial(r, dtype) for r, dtype in zip(ALLOWED, cycle((F32, BF16, F16)), strict=False)]
 CASES += [
-    Partial(RECIPES["nvfp4-te-2d"], dtype) for dtype in (F32, BF16, F16) if Partial(RECIPES["nvfp4-te-2d"], dtype) not in CASES
+    Partial(RECIPES["nvfp4-te-2d"], dtype)
+    for dtype in (F32, BF16, F16)
+    if Partial(RECIPES["nvfp4-te-2d"], dtype) not in CASES
 ]
 CASES += [Partial(replace(RECIPES["nvfp4-te"], id="nvfp4-te-64", block=(1, 64)), F32)]
 CASES += [Partial(replace(RECIPES["nvfp4-te-reference-2d"], id="nvfp4-te-reference-32x32", block=(32, 32)), BF16)]
@@ -47,7 +50,8 @@ def test_partial(host, case):
     host.check(case)
 
 
-# ---- these tests can fail -------------------------------------------------------------------------------------------------
+# ---- these tests can fail
+# -------------------------------------------------------------------------------------------------
 
 SEEN = r"\d+ of \d+ differ|depends on the grid or on the order of threads"
 MUTATIONS = {  # file, text, what replaces it, what is said

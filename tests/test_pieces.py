@@ -93,13 +93,17 @@ def test_slices_along_the_blocks_of_the_first_axis():
     for x in (ORDINARY[0], ORDINARY, STACK.transpose(1, 0, 2)):
         q = fp4kit.quantize(x, "nvfp4-te", axis=0)
         assert_same_bits(values(q[32:80]), values(q)[32:80])
-        with pytest.raises(ValueError, match=r"^Quantized: q\[32:72\] cuts blocks of 16; needs multiples of 16, or the end$"):
+        with pytest.raises(
+            ValueError, match=r"^Quantized: q\[32:72\] cuts blocks of 16; needs multiples of 16, or the end$"
+        ):
             q[32:72]
 
 
 @pytest.mark.parametrize("layout", SCALE_LAYOUTS[1:])
 def test_swizzled_slices(layout):
-    """Whole tiles are views; other cuts go through unswizzle, as the error says. Tensors of a stack may be cut anywhere."""
+    """Whole tiles are views; other cuts go through unswizzle, as the error says. Tensors of a stack may be cut
+    anywhere.
+    """
     x = np.resize(ORDINARY, (300, 128))
     tile = 128 if layout == "swizzled_128x4" else 8
     q = fp4kit.quantize(x, "nvfp4-te", scale_layout=layout)
@@ -113,7 +117,9 @@ def test_swizzled_slices(layout):
         q[16:33]
     assert_same_bits(values(fp4kit.unswizzle(q)[16:33]), values(q)[16:33])
     along = fp4kit.quantize(x[:128], "nvfp4-te", axis=0, scale_layout=layout)
-    with pytest.raises(ValueError, match=r"^Quantized: q\[0:64\] cuts tiles of .*, which take the rows of x; cut linear ones"):
+    with pytest.raises(
+        ValueError, match=r"^Quantized: q\[0:64\] cuts tiles of .*, which take the rows of x; cut linear ones"
+    ):
         along[:64]
     assert along[:] is along
     stack = fp4kit.quantize(STACK, "nvfp4-te", scale_layout=layout)
@@ -123,7 +129,9 @@ def test_swizzled_slices(layout):
 def test_swizzled_blocks_of_several_rows():
     q = fp4kit.quantize(ORDINARY, "nvfp4-te-2d", scale_layout="swizzled_8x4")
     assert_same_bits(values(q[16:48]), values(q)[16:48])
-    with pytest.raises(ValueError, match=r"^Quantized: q\[8:16\] cuts blocks of 16; needs multiples of 16, or the end$"):
+    with pytest.raises(
+        ValueError, match=r"^Quantized: q\[8:16\] cuts blocks of 16; needs multiples of 16, or the end$"
+    ):
         q[8:16]
 
 
@@ -158,11 +166,14 @@ def test_steps_and_iteration():
     with pytest.raises(TypeError, match=r"^Quantized: q\[0\] is no slice"):
         list(q)
     for spread in (np.asarray, np.abs, lambda q: np.zeros(128) + q):
-        with pytest.raises(TypeError, match=r"^Quantized: is no array of numbers; needs q.dequantize\(\) for its values"):
+        with pytest.raises(
+            TypeError, match=r"^Quantized: is no array of numbers; needs q.dequantize\(\) for its values"
+        ):
             spread(q)
 
 
-# --- equality, copies ---------------------------------------------------------------------------------------------------
+# --- equality, copies
+# ---------------------------------------------------------------------------------------------------
 
 
 def everything():
@@ -213,17 +224,23 @@ def test_equality_sees_every_field():
     q = fp4kit.quantize(ORDINARY, "nvfp4-te")
     square = fp4kit.quantize(np.ones((64, 64), F32), "mxfp4-ocp")
     pairs = [
-        (q, replace(q, dtype=BF16)), (q, replace(q, recipe="nvfp4-flashinfer")), (q, replace(q, tensor_amax=None)),
-        (q, replace(q, recipe=replace(q.recipe, exact="other"))), (square, replace(square, axis=0)), (q, q[:64]),
+        (q, replace(q, dtype=BF16)),
+        (q, replace(q, recipe="nvfp4-flashinfer")),
+        (q, replace(q, tensor_amax=None)),
+        (q, replace(q, recipe=replace(q.recipe, exact="other"))),
+        (square, replace(square, axis=0)),
+        (q, q[:64]),
         (fp4kit.swizzle(q, "swizzled_8x4"), q),
-    ]  # fmt: skip
+    ]
     for a, b in pairs:
         assert a.equals(a) and not a.equals(b) and not b.equals(a)
 
 
 @pytest.mark.parametrize("other", [None, 1, ORDINARY, "q"])
 def test_equality_with_something_else(other):
-    with pytest.raises(TypeError, match=r"^equals: other is .*; needs a Quantized; fp4kit.compare takes arrays of values too$"):
+    with pytest.raises(
+        TypeError, match=r"^equals: other is .*; needs a Quantized; fp4kit.compare takes arrays of values too$"
+    ):
         fp4kit.quantize(ORDINARY, "nvfp4-te").equals(other)
 
 

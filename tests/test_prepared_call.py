@@ -1,4 +1,6 @@
-"""Prepared calls on the GPU path, with arrays that only look like CuPy's: what makes a key, and what a prepared call launches."""
+"""Prepared calls on the GPU path, with arrays that only look like CuPy's: what makes a key, and what a prepared call
+launches.
+"""
 
 import ctypes
 import sys
@@ -90,7 +92,9 @@ def gpu(monkeypatch):
     runtime = SimpleNamespace(getDevice=lambda: state.current)
     cupy = SimpleNamespace(
         ndarray=Array,
-        cuda=SimpleNamespace(runtime=runtime, get_current_stream=lambda: None, alloc=lambda size: Array(size, np.uint8).data),
+        cuda=SimpleNamespace(
+            runtime=runtime, get_current_stream=lambda: None, alloc=lambda size: Array(size, np.uint8).data
+        ),
         ascontiguousarray=lambda a: a,
         empty=Array,
         zeros=Array,
@@ -124,7 +128,9 @@ def result(recipe, shape=(64, 256), dtype=BF16, axis=-1, layout="linear", **part
     arrays = {"packed": Array(packed_shape(shape, r), np.uint8), "block_scale": Array(scales, np.uint8)}
     has_scale = r.tensor_scaling != "none"
     arrays |= {name: Array(()) if has_scale else None for name in ("tensor_scale", "tensor_amax")}
-    return fp4kit.Quantized(**(arrays | parts), shape=shape, dtype=dtype, axis=axis % len(shape), recipe=r, scale_layout=layout)
+    return fp4kit.Quantized(
+        **(arrays | parts), shape=shape, dtype=dtype, axis=axis % len(shape), recipe=r, scale_layout=layout
+    )
 
 
 def logged(gpu, call):
@@ -176,7 +182,9 @@ def test_the_amax_of_x_is_found_in_out(gpu, monkeypatch):
     at = out.tensor_amax.data.ptr
     assert [line[0] for line in first] == ["amax_kernel", "quantize_kernel"]
     assert [line[0] for line in second] == ["memset", "amax_kernel", "quantize_kernel"] and second[0][1] == at
-    elsewhere = argument(first[1], "tensor_amax")  # the full way finds the amax there, and its last launch copies it to out
+    elsewhere = argument(
+        first[1], "tensor_amax"
+    )  # the full way finds the amax there, and its last launch copies it to out
     assert argument(first[1], "amax_out") == at and elsewhere != at
     words = np.uint64(elsewhere).tobytes(), np.uint64(at).tobytes()
     assert (*first[0][:4], first[0][4].replace(*words)) == second[1]
@@ -208,7 +216,9 @@ def test_a_prepared_quantize_allocates_as_the_full_way_does(gpu, monkeypatch, re
     pairs = [(getattr(a, name), getattr(b, name)) for name in ("packed", "block_scale", "tensor_scale", "tensor_amax")]
     pairs = [pair for pair in pairs if pair != (None, None)]
     words = {np.uint64(old.data.ptr).tobytes(): np.uint64(new.data.ptr).tobytes() for old, new in pairs}
-    assert [(kernel, source, grid) for kernel, source, grid, *_ in first] == [line[:3] for line in second if line[0] != "memset"]
+    assert [(kernel, source, grid) for kernel, source, grid, *_ in first] == [
+        line[:3] for line in second if line[0] != "memset"
+    ]
     for line, other in zip(first, [line for line in second if line[0] != "memset"], strict=True):
         parts, others = ([each[4][i : i + 8] for i in range(0, len(each[4]), 8)] for each in (line, other))
         if options:
@@ -245,7 +255,9 @@ def test_dequantize_allocates_where_no_out_is_given(gpu, monkeypatch):
     assert y.shape == q.shape and y.dtype == q.dtype and np.uint64(y.data.ptr).tobytes() in lines[0][4]
 
 
-@pytest.mark.parametrize(("recipe", "given"), [("mxfp4-ocp", False), ("nvfp4-te", True), ("mxfp4-modelopt-fake", False)])
+@pytest.mark.parametrize(
+    ("recipe", "given"), [("mxfp4-ocp", False), ("nvfp4-te", True), ("mxfp4-modelopt-fake", False)]
+)
 def test_a_prepared_fake_quantize_launches_what_the_full_way_does(gpu, monkeypatch, recipe, given):
     x, options = Array((64, 256), BF16), {"tensor_amax": Array(())} if given else {}
     first, a = logged(gpu, lambda: fp4kit.fake_quantize(x, recipe, **options))
@@ -256,7 +268,8 @@ def test_a_prepared_fake_quantize_launches_what_the_full_way_does(gpu, monkeypat
     assert (b.shape, b.dtype) == (x.shape, x.dtype)
 
 
-# ---- keys -----------------------------------------------------------------------------------------------------------------
+# ---- keys
+# -----------------------------------------------------------------------------------------------------------------
 
 SHAPE = (64, 256)
 STRIDED = np.zeros((64, 512), BF16)[:, ::2]
@@ -314,7 +327,14 @@ def test_the_current_device_changes_the_key(gpu):
 
 @pytest.mark.parametrize(
     "arrays",
-    [(None,), ([1.0],), (np.zeros(3).view(Odd),), (Array((2, 32)), 3.0), (Array((2, 32)), np.float32(3)), (Array((2, 32)), "")],
+    [
+        (None,),
+        ([1.0],),
+        (np.zeros(3).view(Odd),),
+        (Array((2, 32)), 3.0),
+        (Array((2, 32)), np.float32(3)),
+        (Array((2, 32)), ""),
+    ],
     ids=["None", "list", "subclass of NumPy's", "number", "NumPy number", "text"],
 )
 def test_other_arguments_have_no_key(gpu, arrays):

@@ -1,7 +1,7 @@
 """quantize and quantize_both: what holds for every recipe, whatever the axis, shape, strides, tiles or layout.
 
-That the bytes are the producers' is test_golden.py's part. Here an array's bytes are compared with those of the same array seen
-otherwise.
+That the bytes are the producers' is test_golden.py's part. Here an array's bytes are compared with those of the same
+array seen otherwise.
 """
 
 from dataclasses import replace
@@ -152,7 +152,14 @@ def test_the_input_is_not_modified(name):
 # ---- dtypes -------------------------------------------------------------------------------------------------------
 
 
-IN_THE_DTYPE = ("compressed-tensors", "quark-floor", "quark-ceil", "sglang", "qwix", "mlx-cpu")  # of x: intermediate results
+IN_THE_DTYPE = (
+    "compressed-tensors",
+    "quark-floor",
+    "quark-ceil",
+    "sglang",
+    "qwix",
+    "mlx-cpu",
+)  # of x: intermediate results
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if not any(part in name for part in IN_THE_DTYPE)])
@@ -205,7 +212,10 @@ def test_out(name, layout):
         out = empty_like(q)
         arrays = [out.packed, out.block_scale, out.tensor_scale, out.tensor_amax]
         assert fp4kit.quantize(ORDINARY, name, axis=axis, scale_layout=layout, out=out) is out
-        assert all(a is b for a, b in zip(arrays, [out.packed, out.block_scale, out.tensor_scale, out.tensor_amax], strict=True))
+        assert all(
+            a is b
+            for a, b in zip(arrays, [out.packed, out.block_scale, out.tensor_scale, out.tensor_amax], strict=True)
+        )
         assert_same_bits(out, q)
 
 
@@ -335,9 +345,13 @@ def test_an_alias_is_its_recipe(alias):
     assert fp4kit.quantize(ORDINARY, alias).recipe is RECIPES[ALIASES[alias]]
 
 
-@pytest.mark.parametrize("name", ["nvfp4-te", "nvfp4-te-2d", "nvfp4-te-4over6-mae-256", "fp8-modelopt", "nvfp4-modelopt-fake"])
+@pytest.mark.parametrize(
+    "name", ["nvfp4-te", "nvfp4-te-2d", "nvfp4-te-4over6-mae-256", "fp8-modelopt", "nvfp4-modelopt-fake"]
+)
 def test_each_expert_has_its_amax_alone(name):
-    """Experts come first: of three experts of two matrices each, matrices 0 and 1 are the first one's, in codes and in values."""
+    """Experts come first: of three experts of two matrices each, matrices 0 and 1 are the first one's, in codes and in
+    values.
+    """
     x, amax = ORDINARY[:96, :64].reshape(3, 2, 16, 64), np.array([3, 500, 0.25], np.float32)
     for e in range(3):
         alone = {"recipe": name, "tensor_amax": amax[e]}

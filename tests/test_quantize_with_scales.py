@@ -1,4 +1,6 @@
-"""quantize under given scales: its own scales give its own codes back; any scales give what the recipe's rule makes of them."""
+"""quantize under given scales: its own scales give its own codes back; any scales give what the recipe's rule makes of
+them.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,8 @@ from fp4kit.reference.quantize import encode_tile
 from fp4kit.reference.tensor_rules import ONE, TensorScale, tensor_scale
 
 names = pytest.mark.parametrize("name", NAMES)
-# Rules whose encode scale a stored decode scale does not always tell: decode = 1 / encode, or amax / max beside max / amax.
+# Rules whose encode scale a stored decode scale does not always tell: decode = 1 / encode, or amax / max beside max /
+# amax.
 AMBIGUOUS = ("nvfp4-flashinfer", "nvfp4-compressed-tensors", "fp8-modelopt", "fp8-modelopt-channel", "int8-modelopt")
 AMBIGUOUS += ("nvfp4-mlx-cpu-global", "nvfp4-mlx-metal-global")
 
@@ -49,7 +52,9 @@ def test_its_own_scales_give_it_back(name, dtype, make):
 
 @names
 def test_elements_are_coded_under_the_scales_that_are_given(name, either_engine):
-    """Not under those that the recipe would have: twice the E8M0 scales, or the next eight E4M3 ones, still hold the numbers."""
+    """Not under those that the recipe would have: twice the E8M0 scales, or the next eight E4M3 ones, still hold the
+    numbers.
+    """
     x, r = ordinary(), RECIPES[name]
     if r.scale is not None:
         q = fp4kit.quantize(x, name)
@@ -104,7 +109,9 @@ def test_both_candidates_of_4over6_follow_from_their_scale(name):
 
 @names
 def test_a_code_depends_on_its_element_and_its_scales_alone(name):
-    """As GPTQ needs it: any part of x, under its part of the scales, has its part of the codes, whatever the rest of x holds."""
+    """As GPTQ needs it: any part of x, under its part of the scales, has its part of the codes, whatever the rest of x
+    holds.
+    """
     r, x = RECIPES[name], ordinary(5)
     q = fp4kit.quantize(x, name)
     if r.block is None or r.block_rows > 1:
@@ -125,7 +132,8 @@ def unpacked(q):
     return fp4kit.unpack(q.packed) if q.recipe.is_packed else q.packed
 
 
-# ---- which part of the tensor scale a rule reads --------------------------------------------------------------------------
+# ---- which part of the tensor scale a rule reads
+# --------------------------------------------------------------------------
 
 
 @names
@@ -147,7 +155,9 @@ def test_only_named_rules_read_the_encode_scale(name):
 
 
 def test_the_encode_scale_of_a_stored_scale_that_no_amax_gives():
-    """1 / scale: of 2^-100 the tensor rule of compressed-tensors has none in float16, as its encode scale would be infinite."""
+    """1 / scale: of 2^-100 the tensor rule of compressed-tensors has none in float16, as its encode scale would be
+    infinite.
+    """
     r, scale = RECIPES["nvfp4-compressed-tensors"], np.float32(2.0**-100)
     assert implied_amax(scale, r, np.dtype(np.float16)) == -1
     assert encoding_scale(scale, r, np.dtype(np.float16)).encode == ONE / scale
@@ -187,7 +197,9 @@ def test_no_other_recipe_has_two_encode_scales_that_its_codes_tell_apart(name, d
     if not encodes_by_amax(r) or (r.element.is_integer and f == np.float32):
         return
     bits = np.random.default_rng(1).integers(1, 0x7F7FFFFF, 20_000).astype(np.int32)
-    amaxes = bits.view(np.float32) if f == np.float32 else np.random.default_rng(2).uniform(1e-4, 200, 20_000).astype(dtype)
+    amaxes = (
+        bits.view(np.float32) if f == np.float32 else np.random.default_rng(2).uniform(1e-4, 200, 20_000).astype(dtype)
+    )
     with np.errstate(all="ignore"):
         true = tensor_scale(amaxes.astype(np.float32), r, f)
         implied = encoding_scale(true.decode, r, f)
@@ -207,7 +219,8 @@ def test_elements_of_16_bits_tell_the_encode_scale(name, dtype):
         assert_same_bits(encoding_scale(true.decode, r, np.dtype(dtype)).encode, true.encode)
 
 
-# ---- scales of every kind -------------------------------------------------------------------------------------------------
+# ---- scales of every kind
+# -------------------------------------------------------------------------------------------------
 
 
 def codes_under(name, x, scale, tensor=None, **options):
@@ -281,14 +294,29 @@ TE, FAKE = {"block_scale": SCALES, "tensor_scale": 1.0}, {"block_scale": MX}
 ERRORS = [
     ("nvfp4-te", {"block_scale": SCALES}, ValueError, "block_scale was given without tensor_scale; nvfp4-te has both"),
     ("nvfp4-te", {"tensor_scale": 1.0}, ValueError, "tensor_scale was given without block_scale; nvfp4-te has both"),
-    ("mxfp4-ocp", FAKE | {"tensor_scale": 1.0}, ValueError, "tensor_scale was given, but mxfp4-ocp has none; leave it out"),
+    (
+        "mxfp4-ocp",
+        FAKE | {"tensor_scale": 1.0},
+        ValueError,
+        "tensor_scale was given, but mxfp4-ocp has none; leave it out",
+    ),
     ("fp8-modelopt", FAKE | {"tensor_scale": 1.0}, ValueError, "block_scale was given, but fp8-modelopt has none"),
-    ("nvfp4-te", TE | {"tensor_amax": 2.0}, ValueError, "tensor_amax was given beside scales, which are all that codes need"),
+    (
+        "nvfp4-te",
+        TE | {"tensor_amax": 2.0},
+        ValueError,
+        "tensor_amax was given beside scales, which are all that codes need",
+    ),
     ("nvfp4-te", TE | {"block_amax": SCALES}, ValueError, "block_amax was given beside scales"),
     ("mxfp4-ocp", {"block_scale": MX.astype(np.int8)}, TypeError, "block_scale is int8; mxfp4-ocp needs"),
     ("mxfp4-ocp", {"block_scale": MX.view(F8)}, TypeError, "block_scale is float8_e4m3fn; mxfp4-ocp needs uint8"),
     ("mxfp4-ocp", {"block_scale": 3}, TypeError, "block_scale is int; mxfp4-ocp needs"),
-    ("mxfp4-ocp", {"block_scale": SCALES}, ValueError, "block_scale has shape (4, 4); mxfp4-ocp of (4, 64) needs (4, 2), linear"),
+    (
+        "mxfp4-ocp",
+        {"block_scale": SCALES},
+        ValueError,
+        "block_scale has shape (4, 4); mxfp4-ocp of (4, 64) needs (4, 2), linear",
+    ),
     ("mxfp4-ocp", FAKE | {"scale_layout": "swizzled_8x4"}, ValueError, "block_scale has shape (4, 2); mxfp4-ocp of"),
     ("nvfp4-te", TE | {"tensor_scale": -1.0}, ValueError, "tensor_scale holds 1 negative value(s) of 1; needs"),
     ("nvfp4-te-2d", TE | {"tensor_scale": np.nan}, ValueError, "tensor_scale holds 1 NaN value(s) of 1"),
@@ -296,7 +324,12 @@ ERRORS = [
     ("nvfp4-te", TE | {"tensor_scale": "a"}, TypeError, "tensor_scale is <U1; needs a real number or a float array"),
     ("nvfp4-te", TE | {"seed": 3}, ValueError, "seed was given with rounding='nearest'"),
     ("mxfp4-modelopt-fake", FAKE, ValueError, "mxfp4-modelopt-fake is a fake quantizer"),
-    ("nvfp4-te", TE | {"out": fp4kit.quantize(X, "nvfp4-te")}, ValueError, "out has a tensor_amax, which tensor_scale does not"),
+    (
+        "nvfp4-te",
+        TE | {"out": fp4kit.quantize(X, "nvfp4-te")},
+        ValueError,
+        "out has a tensor_amax, which tensor_scale does not",
+    ),
 ]
 
 

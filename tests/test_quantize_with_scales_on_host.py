@@ -1,4 +1,5 @@
-"""Codes under given scales, compiled by the system's C++ compiler under sanitizers, are those of the NumPy specification.
+"""Codes under given scales, compiled by the system's C++ compiler under sanitizers, are those of the NumPy
+specification.
 
 See host/README.md.
 """
@@ -44,11 +45,21 @@ def test_codes(host, case):
 
 SEEN = r"\d+ of \d+ differ|depends on the grid or on the order of threads"
 MUTATIONS = {  # file, text, what replaces it, what is said
-    "a wrong block": ("quantize_with_scales.cu", "block = column / R::kBlock;", "block = column / (2 * R::kBlock);", SEEN),
+    "a wrong block": (
+        "quantize_with_scales.cu",
+        "block = column / R::kBlock;",
+        "block = column / (2 * R::kBlock);",
+        SEEN,
+    ),
     "no zero blocks": ("quantize_with_scales.cu", "if constexpr (!kReadsBlock<R>) return 1.0f;", "return 1.0f;", SEEN),
     "negative scales the short way": ("quantize_with_scales.cu", "if (sign_of(f.by) == 0u)", "if (true)", SEEN),
     "a decode scale": ("implied.cuh", "scale<R, In>(amax).encode, decode", "scale<R, In>(amax).decode, decode", SEEN),
-    "a row too far": ("quantize_with_scales.cu", "minimum<i64>(kRun, a.columns - column)", "kRun", "buffer-overflow|" + SEEN),
+    "a row too far": (
+        "quantize_with_scales.cu",
+        "minimum<i64>(kRun, a.columns - column)",
+        "kRun",
+        "buffer-overflow|" + SEEN,
+    ),
 }
 RUN_ON = {
     "negative scales the short way": WithScales(RECIPES["nvfp4-te"]),

@@ -50,7 +50,8 @@ def round_trip(path, arrays):
     return found
 
 
-# --- round trips --------------------------------------------------------------------------------------------------------
+# --- round trips
+# --------------------------------------------------------------------------------------------------------
 
 
 def test_every_recipe(tmp_path):
@@ -97,7 +98,9 @@ def test_experts_views_and_amaxes(tmp_path):
     assert found["experts"].tensor_amax.tolist() == [3.0, 5.0] and found["strided"].tensor_amax is None
 
 
-@pytest.mark.parametrize("names", [["a", "a.packed", "a.tensor_scale"], ["layers.0.weight", "\u6f22 \x00\n\"\\", "__metadata__"]])
+@pytest.mark.parametrize(
+    "names", [["a", "a.packed", "a.tensor_scale"], ["layers.0.weight", '\u6f22 \x00\n"\\', "__metadata__"]]
+)
 def test_names(names, tmp_path):
     round_trip(tmp_path / "a", {name: fp4kit.quantize(ORDINARY[i : i + 4], "nvfp4-te") for i, name in enumerate(names)})
 
@@ -137,26 +140,52 @@ def test_a_failure_leaves_what_was_there(tmp_path, monkeypatch):
     assert (tmp_path / "a").read_bytes() == before and os.listdir(tmp_path) == ["a"]
 
 
-# --- other readers ------------------------------------------------------------------------------------------------------
+# --- other readers
+# ------------------------------------------------------------------------------------------------------
 
 
 def test_safetensors_alone_reads_it(tmp_path):
     q = fp4kit.quantize(INPUTS["bf16"], "nvfp4-te")
     fp4kit.save(tmp_path / "a", {"w": q, "v": fp4kit.quantize(ORDINARY, "mxfp4-ocp", axis=0)})
     tensors = load_file(tmp_path / "a")
-    assert sorted(tensors) == ["v.block_scale", "v.packed", "w.block_scale", "w.packed", "w.tensor_amax", "w.tensor_scale"]
+    assert sorted(tensors) == [
+        "v.block_scale",
+        "v.packed",
+        "w.block_scale",
+        "w.packed",
+        "w.tensor_amax",
+        "w.tensor_scale",
+    ]
     for part in ("packed", "block_scale", "tensor_scale", "tensor_amax"):
         assert_same_bits(tensors[f"w.{part}"], getattr(q, part))
     with safe_open(tmp_path / "a", "np") as file:
         facts = json.loads(file.metadata()[ENTRY])
-    assert facts == {"version": 1, "arrays": {
-        "w": {"recipe": "nvfp4-te", "shape": [128, 128], "dtype": "bfloat16", "axis": 1, "scale_layout": "linear",
-              "parts": ["packed", "block_scale", "tensor_scale", "tensor_amax"]},
-        "v": {"recipe": "mxfp4-ocp", "shape": [128, 128], "dtype": "float32", "axis": 0, "scale_layout": "linear",
-              "parts": ["packed", "block_scale"]},
-    }}  # fmt: skip
+    assert facts == {
+        "version": 1,
+        "arrays": {
+            "w": {
+                "recipe": "nvfp4-te",
+                "shape": [128, 128],
+                "dtype": "bfloat16",
+                "axis": 1,
+                "scale_layout": "linear",
+                "parts": ["packed", "block_scale", "tensor_scale", "tensor_amax"],
+            },
+            "v": {
+                "recipe": "mxfp4-ocp",
+                "shape": [128, 128],
+                "dtype": "float32",
+                "axis": 0,
+                "scale_layout": "linear",
+                "parts": ["packed", "block_scale"],
+            },
+        },
+    }
     found = fp4kit.Quantized.from_parts(
-        tensors["w.packed"], tensors["w.block_scale"].view(ml_dtypes.float8_e4m3fn), tensors["w.tensor_scale"], recipe="nvfp4-te"
+        tensors["w.packed"],
+        tensors["w.block_scale"].view(ml_dtypes.float8_e4m3fn),
+        tensors["w.tensor_scale"],
+        recipe="nvfp4-te",
     )
     assert_same_bits(found.dequantize(F32), q.dequantize(F32))
 
@@ -173,7 +202,8 @@ def test_torch_reads_it(tmp_path):
     assert_same_bits(found.packed, q.packed)
 
 
-# --- recipes as data ----------------------------------------------------------------------------------------------------
+# --- recipes as data
+# ----------------------------------------------------------------------------------------------------
 
 
 def test_recipes_as_data():
@@ -187,20 +217,29 @@ def test_recipes_as_data():
 def test_fields_with_a_default_may_be_missing():
     """So that a later version of fp4kit, whose recipes have more of them, reads the files of this one."""
     data = as_data(VARIANTS["id"])
-    assert from_data({name: value for name, value in data.items() if name not in ("narrow", "rounding")}) == VARIANTS["id"]
+    assert (
+        from_data({name: value for name, value in data.items() if name not in ("narrow", "rounding")}) == VARIANTS["id"]
+    )
 
 
-# --- what save refuses --------------------------------------------------------------------------------------------------
+# --- what save refuses
+# --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("arrays", "kind", "text"), [
-    ({"w": ORDINARY}, TypeError, "save: 'w' is ndarray; needs a Quantized, as fp4kit.quantize returns"),
-    ({"w": None}, TypeError, "save: 'w' is NoneType; needs a Quantized"),
-    ({3: fp4kit.quantize(ORDINARY, "nvfp4-te")}, TypeError, "save: the name 3 is a int; needs a str"),
-    ({"": fp4kit.quantize(ORDINARY, "nvfp4-te")}, ValueError, "save: a name is empty; needs one, such as 'weight'"),
-    ({"a\ud800": fp4kit.quantize(ORDINARY, "nvfp4-te")}, ValueError,
-     "save: the name 'a\\ud800' holds half a character, which UTF-8 cannot; needs text"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("arrays", "kind", "text"),
+    [
+        ({"w": ORDINARY}, TypeError, "save: 'w' is ndarray; needs a Quantized, as fp4kit.quantize returns"),
+        ({"w": None}, TypeError, "save: 'w' is NoneType; needs a Quantized"),
+        ({3: fp4kit.quantize(ORDINARY, "nvfp4-te")}, TypeError, "save: the name 3 is a int; needs a str"),
+        ({"": fp4kit.quantize(ORDINARY, "nvfp4-te")}, ValueError, "save: a name is empty; needs one, such as 'weight'"),
+        (
+            {"a\ud800": fp4kit.quantize(ORDINARY, "nvfp4-te")},
+            ValueError,
+            "save: the name 'a\\ud800' holds half a character, which UTF-8 cannot; needs text",
+        ),
+    ],
+)
 def test_what_save_refuses(arrays, kind, text, tmp_path):
     with pytest.raises(kind, match=f"^{re.escape(text)}"):
         fp4kit.save(tmp_path / "a", arrays)
@@ -216,14 +255,19 @@ def test_places_that_are_none(tmp_path):
         fp4kit.load(tmp_path)
 
 
-# --- what load refuses --------------------------------------------------------------------------------------------------
+# --- what load refuses
+# --------------------------------------------------------------------------------------------------
 
 Q = fp4kit.quantize(ORDINARY[:4], "nvfp4-te")
 TENSORS = {f"w.{part}": getattr(Q, part) for part in ("packed", "block_scale", "tensor_scale", "tensor_amax")}
 FACTS = {
-    "recipe": "nvfp4-te", "shape": [4, 128], "dtype": "float32", "axis": 1, "scale_layout": "linear",
+    "recipe": "nvfp4-te",
+    "shape": [4, 128],
+    "dtype": "float32",
+    "axis": 1,
+    "scale_layout": "linear",
     "parts": ["packed", "block_scale", "tensor_scale", "tensor_amax"],
-}  # fmt: skip
+}
 VARIANT = as_data(VARIANTS["id"])
 
 
@@ -245,16 +289,22 @@ METADATA = {  # the entry, and what load says of it
     "no JSON": ("{", "metadata fp4kit_quantized: not valid JSON (Expecting property name"),
     "a list": ("[]", "metadata fp4kit_quantized: holds a JSON list; an object is needed"),
     "a key twice": ('{"version": 1, "version": 1}', "metadata fp4kit_quantized: the key 'version' stands twice"),
-    "an array twice": ('{"arrays": {"w": 1, "w": 2}}', "metadata fp4kit_quantized: the key 'w' stands twice; keep one of them"),
+    "an array twice": (
+        '{"arrays": {"w": 1, "w": 2}}',
+        "metadata fp4kit_quantized: the key 'w' stands twice; keep one of them",
+    ),
     "deep": ("[" * 100_000, "metadata fp4kit_quantized: not valid JSON (maximum recursion"),
-    "a long number": ('{"version": ' + "1" * 5000 + "}", "metadata fp4kit_quantized: not valid JSON (Exceeds the limit"),
+    "a long number": (
+        '{"version": ' + "1" * 5000 + "}",
+        "metadata fp4kit_quantized: not valid JSON (Exceeds the limit",
+    ),
     "no version": ('{"arrays": {}}', "is of version None; needs 1; read it with another fp4kit"),
     "another version": ('{"version": 2, "arrays": {}}', "is of version 2; needs 1; read it with another fp4kit"),
     "true as a version": ('{"version": true, "arrays": {}}', "is of version True; needs 1"),
     "a long version": (json.dumps({"version": "x" * 999}), f"is of version '{'x' * 76}...; needs 1"),
     "no arrays": ('{"version": 1}', "metadata fp4kit_quantized: arrays is None; needs an object, name by name"),
     "arrays as a list": ('{"version": 1, "arrays": [1]}', "metadata fp4kit_quantized: arrays is [1]; needs an object"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", METADATA)
@@ -268,49 +318,94 @@ def test_metadata_that_is_wrong(case, tmp_path):
 ARRAYS = {  # facts of w, and what load says of them
     "no object": (3, "w: its metadata has 3; needs recipe, shape, dtype, axis, scale_layout, parts"),
     "nothing": ({}, "w: its metadata has nothing; needs recipe, shape"),
-    "a fact less": (without("axis"), "w: its metadata has recipe, shape, dtype, scale_layout, parts; needs recipe, shape"),
+    "a fact less": (
+        without("axis"),
+        "w: its metadata has recipe, shape, dtype, scale_layout, parts; needs recipe, shape",
+    ),
     "a fact more": ({**FACTS, "x": 1}, "w: its metadata has recipe, shape, dtype, axis, scale_layout, parts, x; needs"),
     "recipe of no type": ({**FACTS, "recipe": 3}, "w: its recipe is 3; needs an id or an object of fields"),
     "unknown recipe": ({**FACTS, "recipe": "nvfp4-tee"}, "w: recipe: no recipe is called 'nvfp4-tee'; did you mean"),
     "another recipe": ({**FACTS, "recipe": "mxfp4-ocp"}, "w: Quantized: block_scale is uint8 (4, 8); mxfp4-ocp of"),
     "a field more": ({**FACTS, "recipe": {**VARIANT, "x": 1}}, "w: Recipe: there is no field 'x'; a later version"),
     "a field less": ({**FACTS, "recipe": {"id": "x"}}, "w: Recipe: the field 'element' is missing"),
-    "a rule": ({**FACTS, "recipe": {**VARIANT, "block_rule": "x"}}, "w: Recipe nvfp4-mine: block_rule is 'x'; needs one of"),
-    "a format": ({**FACTS, "recipe": {**VARIANT, "element": "E9"}}, "w: Recipe: no format is called 'E9'; needs one of E2M1"),
-    "a format as a list": ({**FACTS, "recipe": {**VARIANT, "scale": []}}, "w: ElementFormat: [] is no object of fields"),
+    "a rule": (
+        {**FACTS, "recipe": {**VARIANT, "block_rule": "x"}},
+        "w: Recipe nvfp4-mine: block_rule is 'x'; needs one of",
+    ),
+    "a format": (
+        {**FACTS, "recipe": {**VARIANT, "element": "E9"}},
+        "w: Recipe: no format is called 'E9'; needs one of E2M1",
+    ),
+    "a format as a list": (
+        {**FACTS, "recipe": {**VARIANT, "scale": []}},
+        "w: ElementFormat: [] is no object of fields",
+    ),
     "a format of 999 bits": (
         {**FACTS, "recipe": {**VARIANT, "element": {"name": "X", "exponent_bits": 999, "mantissa_bits": 1}}},
         "w: ElementFormat X: exponent_bits is 999, mantissa_bits 1; needs neither negative, and 1 to 8 bits",
     ),
     "a bias": (
-        {**FACTS, "recipe": {**VARIANT, "element": {"name": "X", "exponent_bits": 2, "mantissa_bits": 1, "bias": 10**400}}},
+        {
+            **FACTS,
+            "recipe": {**VARIANT, "element": {"name": "X", "exponent_bits": 2, "mantissa_bits": 1, "bias": 10**400}},
+        },
         "w: ElementFormat X: bias is 1000",
     ),
-    "a block": ({**FACTS, "recipe": {**VARIANT, "block": [0, 16]}}, "w: Recipe nvfp4-mine: block is (0, 16); needs (rows"),
+    "a block": (
+        {**FACTS, "recipe": {**VARIANT, "block": [0, 16]}},
+        "w: Recipe nvfp4-mine: block is (0, 16); needs (rows",
+    ),
     "an id that is none": ({**FACTS, "recipe": {**VARIANT, "id": 3}}, "w: Recipe: id is 3; needs a str"),
     "shape of floats": ({**FACTS, "shape": [4.0, 128]}, "w: its shape is [4.0, 128]; needs a list of integers"),
     "shape of truths": ({**FACTS, "shape": [True, 128]}, "w: its shape is [True, 128]; needs a list of integers"),
     "negative shape": ({**FACTS, "shape": [-4, 128]}, "w: Quantized: shape is (-4, 128); needs lengths >= 0"),
-    "another shape": ({**FACTS, "shape": [8, 128]}, "w: Quantized: packed is uint8 (4, 64); nvfp4-te of (8, 128) needs"),
+    "another shape": (
+        {**FACTS, "shape": [8, 128]},
+        "w: Quantized: packed is uint8 (4, 64); nvfp4-te of (8, 128) needs",
+    ),
     "no shape": ({**FACTS, "shape": []}, "w: Quantized: axis 1 of a 0-d array; needs 0 to -1"),
-    "huge shape": ({**FACTS, "shape": [10**30, 128]}, "w: Quantized: packed is uint8 (4, 64); nvfp4-te of (1000000000000"),
-    "odd length": ({**FACTS, "shape": [4, 100]}, "w: Quantized: axis 1 has length 100; nvfp4-te needs a multiple of 16"),
+    "huge shape": (
+        {**FACTS, "shape": [10**30, 128]},
+        "w: Quantized: packed is uint8 (4, 64); nvfp4-te of (1000000000000",
+    ),
+    "odd length": (
+        {**FACTS, "shape": [4, 100]},
+        "w: Quantized: axis 1 has length 100; nvfp4-te needs a multiple of 16",
+    ),
     "dtype": ({**FACTS, "dtype": "int32"}, "w: its dtype is 'int32'; needs one of float32, float16, bfloat16"),
-    "dtype of no type": ({**FACTS, "dtype": ["float32"]}, "w: its dtype is ['float32']; needs one of float32, float16, bfloat16"),
+    "dtype of no type": (
+        {**FACTS, "dtype": ["float32"]},
+        "w: its dtype is ['float32']; needs one of float32, float16, bfloat16",
+    ),
     "axis": ({**FACTS, "axis": 2}, "w: Quantized: axis 2 of a 2-d array; needs -2 to 1"),
     "axis of no type": ({**FACTS, "axis": "1"}, "w: its axis is '1'; needs an integer"),
-    "layout": ({**FACTS, "scale_layout": "x"}, "w: Quantized: scale_layout is 'x'; needs one of linear, swizzled_128x4"),
-    "another layout": ({**FACTS, "scale_layout": "swizzled_8x4"}, "w: Quantized: block_scale is uint8 (4, 8); nvfp4-te of"),
+    "layout": (
+        {**FACTS, "scale_layout": "x"},
+        "w: Quantized: scale_layout is 'x'; needs one of linear, swizzled_128x4",
+    ),
+    "another layout": (
+        {**FACTS, "scale_layout": "swizzled_8x4"},
+        "w: Quantized: block_scale is uint8 (4, 8); nvfp4-te of",
+    ),
     "layout of no type": ({**FACTS, "scale_layout": 1}, "w: its scale_layout is 1; needs the name of a layout"),
-    "unknown part": ({**FACTS, "parts": ["packed", "x"]}, "w: its parts is ['packed', 'x']; needs packed and what else there is"),
-    "part twice": ({**FACTS, "parts": ["packed", "packed"]}, "w: its parts is ['packed', 'packed']; needs packed and what"),
-    "no codes": ({**FACTS, "parts": ["block_scale"]}, "w: its parts is ['block_scale']; needs packed and what else there is"),
+    "unknown part": (
+        {**FACTS, "parts": ["packed", "x"]},
+        "w: its parts is ['packed', 'x']; needs packed and what else there is",
+    ),
+    "part twice": (
+        {**FACTS, "parts": ["packed", "packed"]},
+        "w: its parts is ['packed', 'packed']; needs packed and what",
+    ),
+    "no codes": (
+        {**FACTS, "parts": ["block_scale"]},
+        "w: its parts is ['block_scale']; needs packed and what else there is",
+    ),
     "parts of no type": ({**FACTS, "parts": "packed"}, "w: its parts is 'packed'; needs packed and what else there is"),
     "fewer parts": (
         {**FACTS, "parts": ["packed", "block_scale", "tensor_scale"]},
         "holds w.tensor_amax, which its metadata has not; write it with fp4kit.save",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", ARRAYS)
@@ -326,11 +421,20 @@ CONTENTS = {  # changes of the tensors, and what load says of them
     "a tensor more": ({"bias": F32([1])}, "holds bias, which its metadata has not; write it with fp4kit.save"),
     "codes of another dtype": ({"w.packed": Q.packed.view(np.int8)}, "the tensor w.packed is I8; needs U8"),
     "a scale of another dtype": ({"w.tensor_scale": np.float64(1)}, "the tensor w.tensor_scale is F64; needs F32"),
-    "codes of another shape": ({"w.packed": Q.packed[:3]}, "w: Quantized: packed is uint8 (3, 64); nvfp4-te of (4, 128) needs"),
-    "a negative scale": ({"w.tensor_scale": F32(-1)}, "w: Quantized: tensor_scale is negative; needs tensor_scale >= 0"),
-    "scales of rows": ({"w.tensor_scale": np.ones(4, F32)}, "w: Quantized: tensor_scale is float32 (4,); nvfp4-te of (4, 128)"),
+    "codes of another shape": (
+        {"w.packed": Q.packed[:3]},
+        "w: Quantized: packed is uint8 (3, 64); nvfp4-te of (4, 128) needs",
+    ),
+    "a negative scale": (
+        {"w.tensor_scale": F32(-1)},
+        "w: Quantized: tensor_scale is negative; needs tensor_scale >= 0",
+    ),
+    "scales of rows": (
+        {"w.tensor_scale": np.ones(4, F32)},
+        "w: Quantized: tensor_scale is float32 (4,); nvfp4-te of (4, 128)",
+    ),
     "a name that moves the cursor": ({"\x1b[2J": F32([1])}, r"holds \x1b[2J, which its metadata has not"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", CONTENTS)
@@ -362,7 +466,9 @@ def test_every_truncation(tmp_path):
         with pytest.raises(ValueError, match=r"^load: a: not a usable safetensors file: "):
             fp4kit.load(tmp_path / "a")
     (tmp_path / "a").write_bytes(whole + b"\0")
-    with pytest.raises(ValueError, match=r"^load: a: not a usable safetensors file: its tensors do not fill it exactly"):
+    with pytest.raises(
+        ValueError, match=r"^load: a: not a usable safetensors file: its tensors do not fill it exactly"
+    ):
         fp4kit.load(tmp_path / "a")
 
 
@@ -378,7 +484,8 @@ def test_every_byte_of_the_header_flipped(tmp_path):
             fp4kit.load(tmp_path / "a")
 
 
-# --- checksums ----------------------------------------------------------------------------------------------------------
+# --- checksums
+# ----------------------------------------------------------------------------------------------------------
 
 
 def test_every_bit_of_the_data_flipped(tmp_path):
@@ -451,7 +558,9 @@ CHANGES = {  # of a file of mxfp4-ocp, of which each is an array, too
     "name": renamed,
     "shape of a tensor": lambda tensors, metadata: tensors.update({"w.packed": tensors["w.packed"].reshape(64, 128)}),
     "dtype of a tensor": lambda tensors, metadata: tensors.update({"w.packed": tensors["w.packed"].view(np.int8)}),
-    "checksum": lambda tensors, metadata: metadata.update({SUMS: metadata[SUMS].replace('"header": "', '"header": "0')}),
+    "checksum": lambda tensors, metadata: metadata.update(
+        {SUMS: metadata[SUMS].replace('"header": "', '"header": "0')}
+    ),
 }
 
 
@@ -474,9 +583,15 @@ def test_what_another_program_rewrote(tmp_path):
 
 SUMS_THAT_ARE_NONE = {
     "no JSON": ("{", "metadata fp4kit_crc32: not valid JSON"),
-    "nothing": ("{}", "metadata fp4kit_crc32: is not of the header and of its tensors; the file is damaged; copy it again"),
+    "nothing": (
+        "{}",
+        "metadata fp4kit_crc32: is not of the header and of its tensors; the file is damaged; copy it again",
+    ),
     "no tensors": ('{"header": "0", "tensors": 1}', "metadata fp4kit_crc32: is not of the header and of its tensors"),
-    "a tensor less": ('{"header": "0", "tensors": {}}', "metadata fp4kit_crc32: is not of the header and of its tensors"),
+    "a tensor less": (
+        '{"header": "0", "tensors": {}}',
+        "metadata fp4kit_crc32: is not of the header and of its tensors",
+    ),
 }
 
 
@@ -495,7 +610,9 @@ def test_files_without_checksums(tmp_path):
     rewritten(tmp_path / "a", lambda tensors, metadata: metadata.pop(SUMS))
     assert fp4kit.load(tmp_path / "a")["w"].equals(Q)
     rewritten(tmp_path / "a", lambda tensors, metadata: metadata.update({"fp4kit_crc33": "{}"}))
-    with pytest.raises(ValueError, match=r"^load: a: holds metadata fp4kit_crc33, which fp4kit.save does not write; remove it$"):
+    with pytest.raises(
+        ValueError, match=r"^load: a: holds metadata fp4kit_crc33, which fp4kit.save does not write; remove it$"
+    ):
         fp4kit.load(tmp_path / "a")
 
 
@@ -510,7 +627,6 @@ def test_checksums_are_those_of_zlib(tmp_path):
     listed = sorted([name, dtypes[a.dtype], list(a.shape)] for name, a in tensors.items())
     text = json.dumps([metadata[ENTRY], listed], separators=(",", ":"))
     assert found["header"] == f"{zlib.crc32(text.encode()):08x}"
-
 
 
 def test_formats_of_the_table_are_named_in_the_data_of_variants():

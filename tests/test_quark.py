@@ -1,4 +1,6 @@
-"""AMD Quark where block scales underflow, as its quantizers and its exporter gave them (0.13, PyTorch 2.13 on a CPU)."""
+"""AMD Quark where block scales underflow, as its quantizers and its exporter gave them (0.13, PyTorch 2.13 on a
+CPU).
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ NAMES = ("nvfp4-quark", "nvfp4-quark-file2file")
 
 
 def underflowing() -> np.ndarray:
-    """Return blocks whose scales underflow under the tensor's: as a ratio to it, or as a product with it, which is subnormal."""
+    """Return blocks whose scales underflow under the tensor's: as a ratio to it, or as a product with it, which is
+    subnormal.
+    """
     x = np.random.default_rng(0).standard_normal((16, 256)) * np.exp2(-np.arange(16) * 3)[:, None]
     x[1, :16] = 0
     return x
@@ -47,10 +51,13 @@ def test_the_compiled_engine(name, monkeypatch):
         agree(fp4kit.quantize, x, name, block_scale=q.block_scale, tensor_scale=q.tensor_scale)
 
 
-# ---- MX: scales pass through the dtype of the weight on decode, not in the fake quantizer -----------------------------------
+# ---- MX: scales pass through the dtype of the weight on decode, not in the fake quantizer
+# -----------------------------------
 
 
-@pytest.mark.parametrize("name", ["mxfp4-quark-even", "mxfp4-quark-floor", "mxfp6-quark-e2m3-even", "mxfp6-quark-e3m2-even"])
+@pytest.mark.parametrize(
+    "name", ["mxfp4-quark-even", "mxfp4-quark-floor", "mxfp6-quark-e2m3-even", "mxfp6-quark-e3m2-even"]
+)
 def test_float16_is_decoded_by_scales_of_float16(name, monkeypatch):
     as_large_ones(monkeypatch)
     x = np.float16(np.random.default_rng(1).standard_normal((256, 32)))

@@ -48,7 +48,9 @@ def test_linked_files_exist() -> None:
         assert (ROOT / link).exists(), link
 
 
-PAGES = TEXT + "".join((ROOT / "docs" / name).read_text() for name in ("checkpoints.md", "processors.md", "scale-search.md"))
+PAGES = TEXT + "".join(
+    (ROOT / "docs" / name).read_text() for name in ("checkpoints.md", "processors.md", "scale-search.md")
+)
 EXECUTED = re.findall(r"<!-- executed -->\n```python\n(.*?)```", PAGES, re.DOTALL)
 
 

@@ -1,4 +1,6 @@
-"""A Recipe is refused when it is made, with the field's name, unless the specification defines it: each field, then each pair."""
+"""A Recipe is refused when it is made, with the field's name, unless the specification defines it: each field, then
+each pair.
+"""
 
 import re
 from dataclasses import fields, replace
@@ -44,7 +46,12 @@ WRONG = {  # recipe, what is replaced, the error, what it says after "Recipe <id
     "block of bools": ("mxfp4-ocp", {"block": (True, 32)}, T, "block is (True, 32); needs (rows, columns)"),
     "block as a number": ("mxfp4-ocp", {"block": 32}, T, "block is 32; needs (rows, columns)"),
     "block as text": ("mxfp4-ocp", {"block": "16"}, T, "block is '16'; needs (rows, columns)"),
-    "tensor_scaling": ("nvfp4-te", {"tensor_scaling": "channel"}, V, "tensor_scaling is 'channel'; needs one of none, "),
+    "tensor_scaling": (
+        "nvfp4-te",
+        {"tensor_scaling": "channel"},
+        V,
+        "tensor_scaling is 'channel'; needs one of none, ",
+    ),
     "tensor_rule": ("nvfp4-te", {"tensor_rule": "tee"}, V, "tensor_rule is 'tee'; needs one of te, te_reference"),
     "block_rule": ("nvfp4-te", {"block_rule": "e4m3"}, V, "block_rule is 'e4m3'; needs one of te, flashinfer"),
     "decode_rule": ("nvfp4-te", {"decode_rule": None}, V, "decode_rule is None; needs one of product, te"),
@@ -52,54 +59,131 @@ WRONG = {  # recipe, what is replaced, the error, what it says after "Recipe <id
     "apply": ("nvfp4-te", {"apply": "div"}, V, "apply is 'div'; needs one of multiply, divide, compare"),
     "rounding": ("nvfp4-te", {"rounding": "up"}, V, "rounding is 'up'; needs one of rn, rz, rna, rnz, rns, rnw, first"),
     "rounding without end": (
-        "mxfp6-compressed-tensors", {"rounding": "rnw"}, V, "rounding is 'rnw'; needs E2M1, whose steps it continues"
+        "mxfp6-compressed-tensors",
+        {"rounding": "rnw"},
+        V,
+        "rounding is 'rnw'; needs E2M1, whose steps it continues",
     ),
     "rounding without end in float16": (
-        "nvfp4-te-4over6-mse-256-fasterr", {"rounding": "rnw"}, V, "fast_error is True; is not defined with flush, nor with"
+        "nvfp4-te-4over6-mse-256-fasterr",
+        {"rounding": "rnw"},
+        V,
+        "fast_error is True; is not defined with flush, nor with",
     ),
     "rounding as a list": ("nvfp4-te", {"rounding": ["rn"]}, V, "rounding is ['rn']; needs one of rn"),
-    "sign": ("nvfp4-te", {"sign": "plus"}, V, "sign is 'plus'; needs one of signbit, negative, not_positive, unsigned_zero"),
+    "sign": (
+        "nvfp4-te",
+        {"sign": "plus"},
+        V,
+        "sign is 'plus'; needs one of signbit, negative, not_positive, unsigned_zero",
+    ),
     "amax_nan": ("nvfp4-te", {"amax_nan": "drop"}, V, "amax_nan is 'drop'; needs one of ignore, propagate, lanes"),
     "nan_code": ("nvfp4-te", {"nan_code": 16}, V, "nan_code is 16; needs a code of E2M1, 0 to 15, or None"),
     "negative nan_code": ("nvfp4-te", {"nan_code": -1}, V, "nan_code is -1; needs a code of E2M1"),
     "nan_code as a float": ("nvfp4-te", {"nan_code": 7.0}, T, "nan_code is 7.0; needs an int"),
     "flag": ("nvfp4-te", {"flush": 1}, T, "flush is 1; needs True or False"),
     "source": ("nvfp4-te", {"source": None}, T, "source is None; needs a str"),
-    "versions as text": ("nvfp4-te", {"versions": "0.19"}, T, "versions is '0.19'; needs (first, last checked), two str"),
+    "versions as text": (
+        "nvfp4-te",
+        {"versions": "0.19"},
+        T,
+        "versions is '0.19'; needs (first, last checked), two str",
+    ),
     "one version": ("nvfp4-te", {"versions": ("0.19",)}, T, "versions is ('0.19',); needs (first, last checked)"),
-    "versions as numbers": ("nvfp4-te", {"versions": (0.18, 0.19)}, T, "versions is (0.18, 0.19); needs (first, last checked)"),
-    "version without a name": ("nvfp4-te", {"versions": ("0.19", "")}, V, "versions is ('0.19', ''); needs the name of"),
-    "four_over_six": ("nvfp4-te-4over6-mae-448", {"four_over_six": "maee"}, V, "four_over_six is 'maee'; needs one of mae"),
+    "versions as numbers": (
+        "nvfp4-te",
+        {"versions": (0.18, 0.19)},
+        T,
+        "versions is (0.18, 0.19); needs (first, last checked)",
+    ),
+    "version without a name": (
+        "nvfp4-te",
+        {"versions": ("0.19", "")},
+        V,
+        "versions is ('0.19', ''); needs the name of",
+    ),
+    "four_over_six": (
+        "nvfp4-te-4over6-mae-448",
+        {"four_over_six": "maee"},
+        V,
+        "four_over_six is 'maee'; needs one of mae",
+    ),
     "scale_max as a float": ("nvfp4-te", {"scale_max": 256.0}, T, "scale_max is 256.0; needs an int"),
     "scale_max of zero": ("nvfp4-te", {"scale_max": 0}, V, "scale_max is 0; needs a positive value of E4M3"),
     "scale_max between values": ("nvfp4-te", {"scale_max": 300}, V, "scale_max is 300; needs a positive value of E4M3"),
     "scale_max too large": ("nvfp4-te", {"scale_max": 512}, V, "scale_max is 512; needs a positive value of E4M3"),
     "lanes of one scale": ("nvfp4-te", {"lane_sums": True}, V, "lane_sums is True; needs four_over_six"),
-    "lanes of four": ("nvfp4-fouroversix", {"block": (1, 4)}, V, "lane_sums is True; needs blocks of a multiple of 8 columns"),
-    "largest error, flushed": (
-        "nvfp4-flashinfer-4over6-mse-256", {"four_over_six": "max"}, V, "four_over_six is 'max'; needs neither flush nor",
+    "lanes of four": (
+        "nvfp4-fouroversix",
+        {"block": (1, 4)},
+        V,
+        "lane_sums is True; needs blocks of a multiple of 8 columns",
     ),
-    "infinity without": ("nvfp4-te", {"keep_infinity": True}, V, "keep_infinity is True; needs lane_sums or a block_rule of"),
+    "largest error, flushed": (
+        "nvfp4-flashinfer-4over6-mse-256",
+        {"four_over_six": "max"},
+        V,
+        "four_over_six is 'max'; needs neither flush nor",
+    ),
+    "infinity without": (
+        "nvfp4-te",
+        {"keep_infinity": True},
+        V,
+        "keep_infinity is True; needs lane_sums or a block_rule of",
+    ),
     "infinity of a tensor": ("fp8-modelopt", {"keep_infinity": True}, V, "keep_infinity is True; needs lane_sums"),
-    "static by amax": ("mxfp4-quark-even", {"static": True}, V, "static is True; needs False: block_rule 'e8m0_quark_even' asks"),
-    "one level": ("nvfp4-qwix", {"tensor_scaling": "tensor", "tensor_rule": "te"}, V, "writes scales of one level; needs 'none'"),
+    "static by amax": (
+        "mxfp4-quark-even",
+        {"static": True},
+        V,
+        "static is True; needs False: block_rule 'e8m0_quark_even' asks",
+    ),
+    "one level": (
+        "nvfp4-qwix",
+        {"tensor_scaling": "tensor", "tensor_rule": "te"},
+        V,
+        "writes scales of one level; needs 'none'",
+    ),
     # scale, block and rules
     "E8M0 under an E4M3 rule": ("nvfp4-te", {"scale": E8M0}, V, "scale is E8M0; block_rule 'te' writes E4M3"),
     "E4M3 under an E8M0 rule": ("mxfp4-ocp", {"scale": E4M3}, V, "scale is E4M3; block_rule 'e8m0_floor' writes E8M0"),
     "no block": ("nvfp4-te", {"block": None}, V, "block is None; block_rule 'te' needs (rows, columns)"),
-    "no block rule": ("mxfp4-ocp", {"block_rule": None}, V, "block is (1, 32); needs block_rule or tensor_scaling 'block'"),
-    "no block and no rule": ("mxfp4-ocp", {"block_rule": None, "block": None}, V, "block_rule is None; needs a rule that"),
+    "no block rule": (
+        "mxfp4-ocp",
+        {"block_rule": None},
+        V,
+        "block is (1, 32); needs block_rule or tensor_scaling 'block'",
+    ),
+    "no block and no rule": (
+        "mxfp4-ocp",
+        {"block_rule": None, "block": None},
+        V,
+        "block_rule is None; needs a rule that",
+    ),
     "block of nothing": ("fp8-modelopt", {"block": (1, 16)}, V, "block is (1, 16); needs block_rule or tensor_scaling"),
     "odd block of packed": ("mxfp4-ocp", {"block": (1, 15)}, V, "block is (1, 15); needs a multiple of 2 columns"),
     "elements below float32": (
-        "mxfp4-ocp", {"element": ElementFormat("E2M1_LOW", 2, 1, 127)}, V, "needs values that are no subnormals of float32"
+        "mxfp4-ocp",
+        {"element": ElementFormat("E2M1_LOW", 2, 1, 127)},
+        V,
+        "needs values that are no subnormals of float32",
     ),
     "lanes of odd blocks": ("mxfp8-flashinfer", {"block": (1, 15)}, V, "as amax_nan 'lanes' tells even elements"),
-    "rows of square blocks": ("nvfp4-te-rowscaled", {"block": (16, 16)}, V, "needs blocks of one row with tensor_scaling 'row'"),
+    "rows of square blocks": (
+        "nvfp4-te-rowscaled",
+        {"block": (16, 16)},
+        V,
+        "needs blocks of one row with tensor_scaling 'row'",
+    ),
     "blocks of two rows": ("int4-qat", {"block": (2, 32)}, V, "needs blocks of one row with tensor_scaling 'block'"),
     "integers": ("mxfp4-ocp", {"element": INT8}, V, "element is INT8; block_rule 'e8m0_floor' needs floats"),
     "elements up to 7": ("nvfp4-te", {"element": E1M2}, V, "block_rule 'te' is for elements up to 6"),
-    "divide": ("nvfp4-te", {"apply": "divide"}, V, "apply is 'divide'; block_rule 'te' gives a factor to multiply with"),
+    "divide": (
+        "nvfp4-te",
+        {"apply": "divide"},
+        V,
+        "apply is 'divide'; block_rule 'te' gives a factor to multiply with",
+    ),
     "multiply": ("nvfp4-modelopt", {"apply": "multiply"}, V, "block_rule 'modelopt' gives a factor to divide with"),
     "flush": ("nvfp4-te", {"flush": True}, V, "flush is True; block_rule 'te' needs False"),
     "no flush": ("nvfp4-flashinfer", {"flush": False}, V, "flush is False; block_rule 'flashinfer' needs True"),
@@ -107,48 +191,119 @@ WRONG = {  # recipe, what is replaced, the error, what it says after "Recipe <id
     # tensor scales
     "none beside a rule": ("nvfp4-te", {"tensor_scaling": "none"}, V, "tensor_rule is 'te'; tensor_scaling is 'none'"),
     "tensor without a rule": ("nvfp4-te", {"tensor_rule": None}, V, "tensor_rule is None; tensor_scaling is 'tensor'"),
-    "tensor over E8M0": ("mxfp4-ocp", {"tensor_scaling": "tensor", "tensor_rule": "te"}, V, "needs block scales of E4M3"),
-    "block scaling of nothing": ("fp8-modelopt", {"tensor_scaling": "block"}, V, "tensor_scaling is 'block'; needs block"),
+    "tensor over E8M0": (
+        "mxfp4-ocp",
+        {"tensor_scaling": "tensor", "tensor_rule": "te"},
+        V,
+        "needs block scales of E4M3",
+    ),
+    "block scaling of nothing": (
+        "fp8-modelopt",
+        {"tensor_scaling": "block"},
+        V,
+        "tensor_scaling is 'block'; needs block",
+    ),
     "two scales a block": ("nvfp4-te", {"tensor_scaling": "block"}, V, "block_rule 'te' gives each block its scale"),
-    "te over elements": ("fp8-modelopt", {"tensor_rule": "te"}, V, "tensor_rule is 'te'; scale is None; this rule needs"),
-    "int rule over blocks": ("nvfp4-te", {"tensor_rule": "int_modelopt"}, V, "this rule needs None: it covers elements"),
+    "te over elements": (
+        "fp8-modelopt",
+        {"tensor_rule": "te"},
+        V,
+        "tensor_rule is 'te'; scale is None; this rule needs",
+    ),
+    "int rule over blocks": (
+        "nvfp4-te",
+        {"tensor_rule": "int_modelopt"},
+        V,
+        "this rule needs None: it covers elements",
+    ),
     "int rule of floats": ("fp8-modelopt", {"tensor_rule": "int_modelopt"}, V, "needs integer elements"),
     "float rule of ints": ("int8-modelopt", {"tensor_rule": "fp8_modelopt"}, V, "needs float elements"),
     "scale_max without blocks": ("fp8-modelopt", {"scale_max": 256}, V, "needs 448 without block scales"),
     "scale_max without a rule": ("nvfp4-torchao-single", {"scale_max": 256}, V, "needs 448 without a tensor_rule"),
     "no scale at all": ("fp8-modelopt", {"tensor_scaling": "none", "tensor_rule": None}, V, "scale is None too"),
     # decoding
-    "e8m0 of E4M3": ("nvfp4-te", {"decode_rule": "e8m0"}, V, "decode_rule is 'e8m0'; scale is E4M3; this rule reads E8M0"),
+    "e8m0 of E4M3": (
+        "nvfp4-te",
+        {"decode_rule": "e8m0"},
+        V,
+        "decode_rule is 'e8m0'; scale is E4M3; this rule reads E8M0",
+    ),
     "product of E8M0": ("mxfp4-ocp", {"decode_rule": "product"}, V, "scale is E8M0; this rule reads E4M3 or None"),
     "te of no amax": ("nvfp4-torchao-single", {"decode_rule": "te"}, V, "decode_rule is 'te'; needs a tensor_rule"),
     "int of blocks": ("nvfp4-te", {"decode_rule": "int_modelopt"}, V, "scale is E4M3; this rule reads None"),
     # 4over6
-    "4over6 without its rule": ("nvfp4-te", {"four_over_six": "mae"}, V, "block_rule is 'te'; needs 'mae', 'mse' or 'max' with"),
-    "4over6 without an error": ("nvfp4-te-4over6-mae-448", {"four_over_six": None}, V, "needs 'mae', 'mse' or 'max' with"),
+    "4over6 without its rule": (
+        "nvfp4-te",
+        {"four_over_six": "mae"},
+        V,
+        "block_rule is 'te'; needs 'mae', 'mse' or 'max' with",
+    ),
+    "4over6 without an error": (
+        "nvfp4-te-4over6-mae-448",
+        {"four_over_six": None},
+        V,
+        "needs 'mae', 'mse' or 'max' with",
+    ),
     "fast error": ("nvfp4-te", {"fast_error": True}, V, "fast_error is True; needs four_over_six"),
     "fast flushed error": ("nvfp4-flashinfer-4over6-mae-448", {"fast_error": True}, V, "is not defined with flush"),
-    "4over6 of E3M0": ("nvfp4-te-4over6-mae-448", {"element": E3M0}, V, "block_rule 'four_over_six' is for elements up to 6"),
+    "4over6 of E3M0": (
+        "nvfp4-te-4over6-mae-448",
+        {"element": E3M0},
+        V,
+        "block_rule 'four_over_six' is for elements up to 6",
+    ),
     "4over6 by block": ("nvfp4-te-4over6-mae-448", {"tensor_scaling": "block"}, V, "needs 'tensor' or 'row'"),
     "4over6 of three rows": ("nvfp4-te-4over6-mae-448", {"block": (3, 16)}, V, "needs a power of two of rows"),
     "4over6 rounding": ("nvfp4-te-4over6-mae-448", {"rounding": "rz"}, V, "four_over_six rounds to nearest"),
     "4over6 calibrated": ("nvfp4-te-4over6-mae-448", {"static": True}, V, "has no meaning with four_over_six"),
     "static rule by no tensor": (
-        "nvfp4-modelopt-static", {"tensor_scaling": "none", "tensor_rule": None}, V, "it reads the tensor's amax",
+        "nvfp4-modelopt-static",
+        {"tensor_scaling": "none", "tensor_rule": None},
+        V,
+        "it reads the tensor's amax",
     ),
     # fake rules and options
     "fake_only": ("nvfp4-te", {"fake_only": True}, V, "fake_only is True; needs a fake_rule"),
     "fake rule of mx": ("nvfp4-modelopt", {"fake_rule": "mx_modelopt"}, V, "scale is E4M3; this rule needs E8M0"),
-    "fake rule of ints": ("fp8-modelopt", {"fake_rule": "int_modelopt"}, V, "element is E4M3; this rule needs integers"),
-    "fake rule of a tensor": (
-        "nvfp4-torchao-single", {"fake_rule": "nvfp4_modelopt_cuda"}, V, "tensor_rule is None; this rule needs",
+    "fake rule of ints": (
+        "fp8-modelopt",
+        {"fake_rule": "int_modelopt"},
+        V,
+        "element is E4M3; this rule needs integers",
     ),
-    "fake rule of squares": ("mxfp4-modelopt-fake", {"block": (32, 32)}, V, "needs blocks of one row, with one scale each"),
+    "fake rule of a tensor": (
+        "nvfp4-torchao-single",
+        {"fake_rule": "nvfp4_modelopt_cuda"},
+        V,
+        "tensor_rule is None; this rule needs",
+    ),
+    "fake rule of squares": (
+        "mxfp4-modelopt-fake",
+        {"block": (32, 32)},
+        V,
+        "needs blocks of one row, with one scale each",
+    ),
     "fake scale_max": ("nvfp4-modelopt-fake", {"scale_max": 256}, V, "has 448 in its formula"),
     "fake rounding": ("mxfp4-modelopt-fake", {"rounding": "rz"}, V, "rounding is 'rz'; fake_rule 'mx_modelopt' rounds"),
     "fake repacked": ("mxfp4-modelopt-fake", {"repacked": True}, V, "repacked is True; has no meaning with fake_rule"),
-    "repacked divisors": ("nvfp4-modelopt", {"repacked": True}, V, "repacked is True; needs floats that a block_rule scales by"),
-    "repacked with negatives": ("nvfp4-vllm-emulation", {"repacked": True}, V, "E4M3 scales another sign than 'negative'"),
-    "repacked without blocks": ("fp8-modelopt", {"repacked": True}, V, "repacked is True; needs floats that a block_rule"),
+    "repacked divisors": (
+        "nvfp4-modelopt",
+        {"repacked": True},
+        V,
+        "repacked is True; needs floats that a block_rule scales by",
+    ),
+    "repacked with negatives": (
+        "nvfp4-vllm-emulation",
+        {"repacked": True},
+        V,
+        "E4M3 scales another sign than 'negative'",
+    ),
+    "repacked without blocks": (
+        "fp8-modelopt",
+        {"repacked": True},
+        V,
+        "repacked is True; needs floats that a block_rule",
+    ),
     "fake round_scaled": ("mxfp4-modelopt-fake", {"round_scaled": True}, V, "has no meaning with fake_rule"),
     "narrow floats": ("nvfp4-te", {"narrow": True}, V, "narrow is True; element is E2M1; needs an integer"),
     "sign of integers": ("int8-modelopt", {"sign": "negative"}, V, "needs 'signbit' for INT8"),
@@ -156,43 +311,92 @@ WRONG = {  # recipe, what is replaced, the error, what it says after "Recipe <id
     "NaN that is none": ("mxfp4-flashinfer", {"nan_is_max": True}, V, "needs an element with a NaN and no nan_code"),
     "NaN of two codes": ("mxfp8-flashinfer", {"nan_code": 3}, V, "needs an element with a NaN and no nan_code"),
     "first of integers": (
-        "int8-modelopt", {"rounding": "first", "fake_rule": None}, V, "rounding is 'first'; needs floats, whose values are"
+        "int8-modelopt",
+        {"rounding": "first", "fake_rule": None},
+        V,
+        "rounding is 'first'; needs floats, whose values are",
     ),
-    "search": ("nvfp4-te", {"search": "mse"}, V, "search is 'mse'; needs one of auto_round_powers, auto_round_percents"),
+    "search": (
+        "nvfp4-te",
+        {"search": "mse"},
+        V,
+        "search is 'mse'; needs one of auto_round_powers, auto_round_percents",
+    ),
     "search of another type": ("nvfp4-te", {"search": None}, V, "search is None; needs one of auto_round_powers"),
     "search as a list": ("nvfp4-te", {"search": []}, V, "search is []; needs one of auto_round_powers"),
     "search of powers": (
-        "nvfp4-te", {"search": "auto_round_powers"}, V, "scale is E4M3; this search chooses amaxes of blocks with scales of E8M0"
+        "nvfp4-te",
+        {"search": "auto_round_powers"},
+        V,
+        "scale is E4M3; this search chooses amaxes of blocks with scales of E8M0",
     ),
-    "search without blocks": ("fp8-modelopt", {"search": "auto_round_powers"}, V, "scale is None; this search chooses amaxes"),
-    "searched rows": ("nvfp4-te-2d", {"search": "auto_round_percents"}, V, "block is (16, 16); search 'auto_round_percents'"),
+    "search without blocks": (
+        "fp8-modelopt",
+        {"search": "auto_round_powers"},
+        V,
+        "scale is None; this search chooses amaxes",
+    ),
+    "searched rows": (
+        "nvfp4-te-2d",
+        {"search": "auto_round_percents"},
+        V,
+        "block is (16, 16); search 'auto_round_percents'",
+    ),
     "searched lanes": ("nvfp4-auto-round-opt", {"block": (1, 12)}, V, "needs one row and a multiple of 8 columns"),
     "searched 4over6": (
-        "nvfp4-te-4over6-mae-448", {"search": "auto_round_percents"}, V, "four_over_six is 'mae'; has no meaning with search"
+        "nvfp4-te-4over6-mae-448",
+        {"search": "auto_round_percents"},
+        V,
+        "four_over_six is 'mae'; has no meaning with search",
     ),
     "searched and static": ("nvfp4-auto-round-opt", {"static": True}, V, "static is True; has no meaning with search"),
     "searched 32": ("nvfp4-modelopt-mse", {"block": (1, 32)}, V, "needs E2M1 elements in blocks of 16 columns and"),
     "a sweep of scales of amax / 4": (
-        "nvfp4-modelopt-mse", {"block_rule": "fouroversix_4", "apply": "multiply"}, V, "block_rule is 'fouroversix_4'"
+        "nvfp4-modelopt-mse",
+        {"block_rule": "fouroversix_4", "apply": "multiply"},
+        V,
+        "block_rule is 'fouroversix_4'",
     ),
     "a sweep under scales of amax / 4": (
-        "nvfp4-modelopt-mse", {"tensor_rule": "fouroversix_4"}, V, "tensor_rule is 'fouroversix_4'"
+        "nvfp4-modelopt-mse",
+        {"tensor_rule": "fouroversix_4"},
+        V,
+        "tensor_rule is 'fouroversix_4'",
     ),
     "a sweep of codes toward zero": ("nvfp4-modelopt-mse", {"rounding": "rz"}, V, "rounding is 'rz'"),
     "searched fake rule": (
-        "nvfp4-modelopt-fake", {"search": "auto_round_percents"}, V, "fake_rule is 'nvfp4_modelopt_triton'; has no meaning with"
+        "nvfp4-modelopt-fake",
+        {"search": "auto_round_percents"},
+        V,
+        "fake_rule is 'nvfp4_modelopt_triton'; has no meaning with",
     ),
-    "first of NaN": ("mxfp4-mlx-cpu", {"nan_code": 7}, V, "nan_code is 7; rounding 'first' takes the first of equal errors"),
+    "first of NaN": (
+        "mxfp4-mlx-cpu",
+        {"nan_code": 7},
+        V,
+        "nan_code is 7; rounding 'first' takes the first of equal errors",
+    ),
     "compared without a rule": (
-        "fp8-modelopt", {"apply": "compare", "rounding": "first", "nan_code": 0}, V, "needs a block_rule, which gives"
+        "fp8-modelopt",
+        {"apply": "compare", "rounding": "first", "nan_code": 0},
+        V,
+        "needs a block_rule, which gives",
     ),
-    "compared and rounded": ("mxfp4-gguf", {"rounding": "rn"}, V, "rounding is 'rn'; apply 'compare' takes the nearest value"),
+    "compared and rounded": (
+        "mxfp4-gguf",
+        {"rounding": "rn"},
+        V,
+        "rounding is 'rn'; apply 'compare' takes the nearest value",
+    ),
     "compared and scaled": ("mxfp4-gguf", {"round_scaled": True}, V, "has no meaning with apply 'compare'"),
     "under a tensor scale": (
-        "nvfp4-gguf", {"tensor_rule": "te", "tensor_scaling": "tensor"}, V, "block_rule 'gguf' writes scales of one level;"
+        "nvfp4-gguf",
+        {"tensor_rule": "te", "tensor_scaling": "tensor"},
+        V,
+        "block_rule 'gguf' writes scales of one level;",
     ),
     "another E4M3": ("nvfp4-modelopt", {"element": ElementFormat("E4M3", 2, 1, 1)}, V, "needs another name: E4M3 is"),
-}  # fmt: skip
+}
 
 
 @together("case", WRONG)
@@ -216,12 +420,21 @@ def test_blocks_become_tuples_and_numbers_ints():
 
 
 VARIANTS = [
-    ("mxfp4-ocp", {"element": E1M2}), ("mxfp4-ocp", {"element": E3M0}), ("mxfp4-ocp", {"rounding": "rna"}),
-    ("mxfp4-ocp", {"flush": True}), ("mxfp8-te", {"element": E3M2}), ("nvfp4-modelopt", {"element": E1M2}),
-    ("nvfp4-te", {"scale_max": 256}), ("nvfp4-te", {"round_scaled": True}), ("nvfp4-te", {"decode_rule": "product"}),
-    ("nvfp4-modelopt", {"tensor_scaling": "row"}), ("int8-modelopt", {"element": INT4}), ("fp8-modelopt", {"rounding": "rz"}),
-    ("nvfp4-flashinfer", {"decode_rule": "compressed_tensors"}), ("int4-qat", {"apply": "multiply"}),
-]  # fmt: skip
+    ("mxfp4-ocp", {"element": E1M2}),
+    ("mxfp4-ocp", {"element": E3M0}),
+    ("mxfp4-ocp", {"rounding": "rna"}),
+    ("mxfp4-ocp", {"flush": True}),
+    ("mxfp8-te", {"element": E3M2}),
+    ("nvfp4-modelopt", {"element": E1M2}),
+    ("nvfp4-te", {"scale_max": 256}),
+    ("nvfp4-te", {"round_scaled": True}),
+    ("nvfp4-te", {"decode_rule": "product"}),
+    ("nvfp4-modelopt", {"tensor_scaling": "row"}),
+    ("int8-modelopt", {"element": INT4}),
+    ("fp8-modelopt", {"rounding": "rz"}),
+    ("nvfp4-flashinfer", {"decode_rule": "compressed_tensors"}),
+    ("int4-qat", {"apply": "multiply"}),
+]
 
 
 @pytest.mark.parametrize(("name", "changes"), VARIANTS, ids=str)
@@ -238,11 +451,15 @@ PAIRED = [("nvfp4-te", 0), *exhaustive([("nvfp4-te", 1), ("nvfp4-te", 2), ("nvfp
 
 @pytest.mark.parametrize("paired", PAIRED, ids=str)
 def test_every_pair_of_rules_works_or_is_refused(paired):
-    """No pair of a scale, a block rule, a tensor rule and a decode rule is made and then fails, or gives values far from x."""
+    """No pair of a scale, a block rule, a tensor rule and a decode rule is made and then fails, or gives values far
+    from x.
+    """
     name, part = paired  # every fourth of all pairs
     x = np.random.default_rng(1).standard_normal((32, 128)).astype(np.float32)
     made = 0
-    for block, tensor, decode in [*product(rules.BLOCK_RULES, (None, *rules.TENSOR_RULES), rules.DECODE_RULES)][part::4]:
+    for block, tensor, decode in [*product(rules.BLOCK_RULES, (None, *rules.TENSOR_RULES), rules.DECODE_RULES)][
+        part::4
+    ]:
         fields = {"block_rule": block, "tensor_rule": tensor, "decode_rule": decode}
         fields["tensor_scaling"] = "tensor" if tensor else "none"
         for apply, flush, mode in product(rules.APPLIES, (False, True), (None, "mae")):
@@ -265,7 +482,13 @@ def named(module, prefix):
 
 def test_names_of_rules_are_those_of_the_specification():
     """A function of a misspelled rule would be no error: the rule would have another one's."""
-    modules = (block_rules, block_rules_gguf_mlx, block_rules_e8m0_serving, block_rules_e4m3_serving, block_rules_torchao)
+    modules = (
+        block_rules,
+        block_rules_gguf_mlx,
+        block_rules_e8m0_serving,
+        block_rules_e4m3_serving,
+        block_rules_torchao,
+    )
     codes, factors = (set.union(*(named(module, prefix) for module in modules)) for prefix in ("code_", "factor_"))
     assert codes == {*rules.BLOCK_RULES} - {"four_over_six"}
     assert factors < codes
@@ -302,7 +525,11 @@ FORMATS = {  # fields, the error, what it says
     "integer with a bias": (("X", 0, 3, 1), V, "an integer has mantissa_bits, and no bias or specials"),
     "integer of a sign": (("X", 0, 0), V, "an integer has mantissa_bits"),
     "integer with NaN": (("X", 0, 3, 0, "nan"), V, "an integer has mantissa_bits, and no bias or specials"),
-    "unsigned integer": (("X", 0, 4, 0, "none", False), V, "signed is False; needs True for an integer, which is two's"),
+    "unsigned integer": (
+        ("X", 0, 4, 0, "none", False),
+        V,
+        "signed is False; needs True for an integer, which is two's",
+    ),
     "no zero": (("X", 4, 0, 7, "nan", False, False), V, "has_zero is False, which only E8M0's fields may have"),
     "inf without NaN": (("X", 3, 0, 3, "ieee"), V, "specials is 'ieee'; needs mantissa bits"),
     "only NaN": (("X", 1, 0, 0, "nan"), V, "no finite value but zero"),
@@ -319,7 +546,9 @@ def test_what_is_no_format(case):
 def test_every_small_format_has_values_in_order():
     for exponent, mantissa, specials, signed in product(range(6), range(6), ("none", "nan", "ieee"), (False, True)):
         try:
-            fmt = ElementFormat("X", exponent, mantissa, min(exponent, 1) * (2 ** max(exponent - 1, 0) - 1), specials, signed)
+            fmt = ElementFormat(
+                "X", exponent, mantissa, min(exponent, 1) * (2 ** max(exponent - 1, 0) - 1), specials, signed
+            )
         except ValueError:
             continue
         assert 1 <= fmt.bits <= 8 and np.all(np.diff(fmt.magnitudes) > 0) and len(fmt.values) == 2**fmt.bits

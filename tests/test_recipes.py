@@ -22,8 +22,15 @@ from fp4kit.reference.fake import FAKE_RULES
 from fp4kit.reference.tensor_rules import TENSOR_RULES
 
 recipes = together("r", RECIPES.values(), ids=lambda r: r.id)
-FORMATS = {"nvfp4": ("E2M1", "E4M3"), "mxfp4": ("E2M1", "E8M0"), "mxfp6": ("E2M3 E3M2", "E8M0"), "mxfp8": ("E4M3 E5M2", "E8M0"),
-           "fp8": ("E4M3", None), "int8": ("INT8", None), "int4": ("INT4", None)}  # fmt: skip
+FORMATS = {
+    "nvfp4": ("E2M1", "E4M3"),
+    "mxfp4": ("E2M1", "E8M0"),
+    "mxfp6": ("E2M3 E3M2", "E8M0"),
+    "mxfp8": ("E4M3 E5M2", "E8M0"),
+    "fp8": ("E4M3", None),
+    "int8": ("INT8", None),
+    "int4": ("INT4", None),
+}
 
 
 def test_ids():
@@ -78,7 +85,9 @@ def test_block_sizes(r):
 @recipes
 def test_words_for_the_tables(r):
     assert r.source and r.exact
-    assert r.format_name == r.id.split("-")[0].upper() and f"{r.id}-".startswith(f"{r.format_name.lower()}-{r.producer}-")
+    assert r.format_name == r.id.split("-")[0].upper() and f"{r.id}-".startswith(
+        f"{r.format_name.lower()}-{r.producer}-"
+    )
     assert repr(r) == f"Recipe({r.id!r})"
 
 
@@ -124,8 +133,10 @@ def test_aliases():
     for alias, name in ALIASES.items():
         assert fp4kit.recipe(alias) is RECIPES[name]
     assert {name: ALIASES[name] for name in ("nvfp4", "mxfp4", "mxfp8")} == {
-        "nvfp4": "nvfp4-te", "mxfp4": "mxfp4-ocp", "mxfp8": "mxfp8-te",
-    }  # fmt: skip
+        "nvfp4": "nvfp4-te",
+        "mxfp4": "mxfp4-ocp",
+        "mxfp8": "mxfp8-te",
+    }
 
 
 def test_recipes_are_frozen():

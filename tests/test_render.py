@@ -39,11 +39,15 @@ def test_names_that_would_be_alike_stand_on_lines_of_their_own() -> None:
     """At 40 columns the name has 26, too few to tell the experts apart."""
     rows = [("a" * 20 + str(i) + "b" * 20, "BF16", "1") for i in range(3)]
     assert render.table(COLUMNS, rows, 44) == [
-        "tensor", "  dtype  bytes",
-        "aaaaaaaaaaaaaaaaaaaa0bbbbbbbbbbbbbbbbbbbb", "  BF16       1",
-        "aaaaaaaaaaaaaaaaaaaa1bbbbbbbbbbbbbbbbbbbb", "  BF16       1",
-        "aaaaaaaaaaaaaaaaaaaa2bbbbbbbbbbbbbbbbbbbb", "  BF16       1",
-    ]  # fmt: skip
+        "tensor",
+        "  dtype  bytes",
+        "aaaaaaaaaaaaaaaaaaaa0bbbbbbbbbbbbbbbbbbbb",
+        "  BF16       1",
+        "aaaaaaaaaaaaaaaaaaaa1bbbbbbbbbbbbbbbbbbbb",
+        "  BF16       1",
+        "aaaaaaaaaaaaaaaaaaaa2bbbbbbbbbbbbbbbbbbbb",
+        "  BF16       1",
+    ]
 
 
 def test_cells_that_do_not_fit_are_wrapped_with_their_titles() -> None:
@@ -69,7 +73,9 @@ def drawn_rows(generator: random.Random) -> list[tuple[str, ...]]:
 
 @together("seed", range(300))
 def test_drawn_tables_fit(seed: int) -> None:
-    """Whatever the cells, wide characters among them: no line is wider than asked for, none ends in a space, none is empty."""
+    """Whatever the cells, wide characters among them: no line is wider than asked for, none ends in a space, none is
+    empty.
+    """
     generator = random.Random(seed)
     rows = drawn_rows(generator)
     columns = tuple(generator.choice(("", "#")) + f"title {i}" for i in range(len(rows[0])))
@@ -88,7 +94,11 @@ def test_shortened(width: int) -> None:
     text = render.shortened(name, width)
     assert len(text) == min(width, len(name))
     head, _, tail = text.partition("…")
-    assert text == name if width >= len(name) else (name.startswith(head) and name.endswith(tail) and len(tail) >= len(head))
+    assert (
+        text == name
+        if width >= len(name)
+        else (name.startswith(head) and name.endswith(tail) and len(tail) >= len(head))
+    )
     assert cell_len(render.shortened("層" * 40, width)) <= width
     assert cell_len(render.shortened(name, width, "...")) <= width
 
@@ -100,11 +110,19 @@ def test_wrapped() -> None:
 
 
 def test_the_document() -> None:
-    body = {"path": Path("a/b"), "sqnr": [np.inf, -np.inf, np.nan, np.float32(1.5)], "shape": (np.int64(2), 3), "no": None}
+    body = {
+        "path": Path("a/b"),
+        "sqnr": [np.inf, -np.inf, np.nan, np.float32(1.5)],
+        "shape": (np.int64(2), 3),
+        "no": None,
+    }
     text = render.document("compare/1", {**body, "name": "\x1b[2J层\udcff"})
     found = json.loads(text)
     assert next(iter(found)) == "schema" and found["schema"] == "fp4kit.compare/1"
-    assert found["sqnr"] == ["Infinity", "-Infinity", "NaN", 1.5] and [float(x) for x in found["sqnr"][:2]] == [np.inf, -np.inf]
+    assert found["sqnr"] == ["Infinity", "-Infinity", "NaN", 1.5] and [float(x) for x in found["sqnr"][:2]] == [
+        np.inf,
+        -np.inf,
+    ]
     assert (found["path"], found["shape"], found["no"], found["name"]) == ("a/b", [2, 3], None, "\x1b[2J层\udcff")
     assert text.isascii() and "\x1b" not in text and text.endswith("}\n")
 
@@ -112,10 +130,15 @@ def test_the_document() -> None:
 @pytest.mark.parametrize(
     ("seconds", "text"),
     [
-        (0.4, "0 s"), (59.4, "59 s"), (59.6, "1:00 min"), (3599, "59:59 min"), (3600, "1:00 h"), (90000, "25:00 h"),
+        (0.4, "0 s"),
+        (59.4, "59 s"),
+        (59.6, "1:00 min"),
+        (3599, "59:59 min"),
+        (3600, "1:00 h"),
+        (90000, "25:00 h"),
         (3e6, "34 days"),
     ],
-)  # fmt: skip
+)
 def test_duration(seconds: float, text: str) -> None:
     assert render.duration(seconds) == text
 

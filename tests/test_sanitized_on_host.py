@@ -1,4 +1,6 @@
-"""Every other case of the kernels on the host again, all under sanitizers: a usual run builds some without (host/README.md)."""
+"""Every other case of the kernels on the host again, all under sanitizers: a usual run builds some without
+(host/README.md).
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,11 @@ def cases_of(module: object) -> list[object]:
     return [case for case in cases if not hasattr(case, "marks")]
 
 
-CASES = [case for module in (kernels, patch, partial, fake, grouped, hadamard, layouts, search) for case in cases_of(module)[::2]]
+CASES = [
+    case
+    for module in (kernels, patch, partial, fake, grouped, hadamard, layouts, search)
+    for case in cases_of(module)[::2]
+]
 
 
 @pytest.mark.parametrize("case", exhaustive(CASES), ids=str)

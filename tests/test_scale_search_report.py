@@ -1,4 +1,6 @@
-"""The record of what a search of scales gains: its table is current, and a search of its block finds what the figure shows."""
+"""The record of what a search of scales gains: its table is current, and a search of its block finds what the figure
+shows.
+"""
 
 from __future__ import annotations
 
@@ -55,18 +57,28 @@ def test_word_pieces(tmp_path) -> None:
 
 def test_the_model_in_numpy_gives_its_layers_what_they_multiply() -> None:
     rng, shapes = np.random.default_rng(0), {"word": (9, 24), "position": (128, 24), "token_type": (2, 24)}
-    tensors = {f"embeddings.{name}_embeddings.weight": rng.standard_normal(shape, np.float32) for name, shape in shapes.items()}
+    tensors = {
+        f"embeddings.{name}_embeddings.weight": rng.standard_normal(shape, np.float32) for name, shape in shapes.items()
+    }
     layer = "encoder.layer.0"
     linear = dict.fromkeys([f"{layer}.attention.self.{name}" for name in ("query", "key", "value")], (24, 24))
     linear |= {f"{layer}.attention.output.dense": (24, 24), f"{layer}.intermediate.dense": (96, 24)}
     linear |= {f"{layer}.output.dense": (24, 96)}
     for name, shape in linear.items():
-        tensors |= {f"{name}.weight": rng.standard_normal(shape, np.float32), f"{name}.bias": np.zeros(shape[0], np.float32)}
+        tensors |= {
+            f"{name}.weight": rng.standard_normal(shape, np.float32),
+            f"{name}.bias": np.zeros(shape[0], np.float32),
+        }
     for name in ("embeddings", f"{layer}.attention.output", f"{layer}.output"):
-        tensors |= {f"{name}.LayerNorm.weight": np.ones(24, np.float32), f"{name}.LayerNorm.bias": np.zeros(24, np.float32)}
+        tensors |= {
+            f"{name}.LayerNorm.weight": np.ones(24, np.float32),
+            f"{name}.LayerNorm.bias": np.zeros(24, np.float32),
+        }
     seen: dict[str, np.ndarray] = {}
     minilm.run(tensors, list(rng.integers(0, 9, 200)), seen.__setitem__)
-    assert {name: x.shape for name, x in seen.items()} == {f"{name}.weight": (128, shape[1]) for name, shape in linear.items()}
+    assert {name: x.shape for name, x in seen.items()} == {
+        f"{name}.weight": (128, shape[1]) for name, shape in linear.items()
+    }
     assert minilm.linear_names(tensors) == list(seen)
     first = seen[f"{layer}.attention.self.query.weight"]
     np.testing.assert_allclose(first.mean(axis=1), 0, atol=1e-6)

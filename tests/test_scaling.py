@@ -122,9 +122,9 @@ def test_tensor_scales_by_hand(name):
         assert_same_bits(q.tensor_amax, np.full(shape, amax, np.float32))
 
 
-# amax * (encode * 1/6) in float32. Of a tensor amax of 3, encode is 896, and 896 * 1/6 is 149.33333 and a bit more: 0.140625
-# times that is just above 21, a midpoint of E4M3. But 0.140625 * 896 is 126 exactly, a sixth of which is 21 and goes to the
-# even code below.
+# amax * (encode * 1/6) in float32. Of a tensor amax of 3, encode is 896, and 896 * 1/6 is 149.33333 and a bit more:
+# 0.140625 times that is just above 21, a midpoint of E4M3. But 0.140625 * 896 is 126 exactly, a sixth of which is 21
+# and goes to the even code below.
 PRODUCTS = {0.140625: 91, 0.28125: 99, 0.5625: 107, 1.125: 115, 2.25: 123}
 
 

@@ -1,4 +1,6 @@
-"""Searched scales: a block takes the candidate amax of least error, in the producer's order of candidates and of sums."""
+"""Searched scales: a block takes the candidate amax of least error, in the producer's order of candidates and of
+sums.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +17,19 @@ from fp4kit.evidence.testing import assert_same_bits
 from fp4kit.formats import E2M1
 from fp4kit.host.engine import compute_tensor_amax
 from fp4kit.recipes import RECIPES
-from fp4kit.reference.search_factors import AUTO_ROUND_PERCENTS, AUTO_ROUND_POWERS, SEARCHES, least_by_block, search_matrix
+from fp4kit.reference.search_factors import (
+    AUTO_ROUND_PERCENTS,
+    AUTO_ROUND_POWERS,
+    SEARCHES,
+    least_by_block,
+    search_matrix,
+)
 from fp4kit.reference.summation_order import sum_lanes
 
 NAMES = [name for name, r in RECIPES.items() if r.search]
-FACTORED = [name for name in NAMES if RECIPES[name].search.startswith("auto_round")]  # whose candidates are multiples of the amax
+FACTORED = [
+    name for name in NAMES if RECIPES[name].search.startswith("auto_round")
+]  # whose candidates are multiples of the amax
 NVFP4, MXFP4 = "nvfp4-auto-round-opt", "mxfp4-auto-round-opt"
 F32 = np.dtype(np.float32)
 
@@ -78,7 +88,11 @@ def test_it_is_the_first_of_the_least_errors(name, x):
     """One block at a time, one candidate after the other."""
     q = fp4kit.quantize(x, name)
     found = chosen(x, name)
-    scale = np.float32(0) if q.tensor_amax is None or not q.tensor_amax else np.float32(1) / q.tensor_amax * np.float32(2688)
+    scale = (
+        np.float32(0)
+        if q.tensor_amax is None or not q.tensor_amax
+        else np.float32(1) / q.tensor_amax * np.float32(2688)
+    )
     size = RECIPES[name].block_size
     other = 0
     with np.errstate(all="ignore"):
@@ -144,7 +158,7 @@ def test_errors_are_at_most_those_without_it(name):
     error = [
         np.sum((fp4kit.fake_quantize(x, r) - x).astype(np.float64) ** 2)
         for r in (name, replace(RECIPES[name], search=""))
-    ]  # fmt: skip
+    ]
     assert error[0] < 0.95 * error[1]
 
 
@@ -245,7 +259,9 @@ def test_what_is_refused(name):
 @pytest.mark.parametrize("name", FACTORED)
 def test_a_kernel_of_codes_searches_nothing(name):
     """A kernel before it does, and gives it the amaxes."""
-    message = f"{name} has search='auto_round_.*', which a kernel before those that make codes does; quantize launches both"
+    message = (
+        f"{name} has search='auto_round_.*', which a kernel before those that make codes does; quantize launches both"
+    )
     for work in (Work(RECIPES[name], F32, (32, 64)), Work(RECIPES[name], F32, (32, 64), columns=True)):
         assert find(work) is None
         with pytest.raises(Declined, match=message):

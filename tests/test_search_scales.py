@@ -15,8 +15,13 @@ from fp4kit.reference.search_amaxes import multiples
 
 STATIC, WIDE, FP8 = "nvfp4-modelopt-static", "nvfp4-modelopt-static-4over6", "fp8-modelopt"
 POWERS_OF_TWO = (
-    "mxfp4-ocp", "mxfp4-torchao-rceil", "mxfp4-torchao-even", "mxfp4-gguf", "mxfp8-te", "mxfp6-torchao-floor-e2m3",
-)  # fmt: skip
+    "mxfp4-ocp",
+    "mxfp4-torchao-rceil",
+    "mxfp4-torchao-even",
+    "mxfp4-gguf",
+    "mxfp8-te",
+    "mxfp6-torchao-floor-e2m3",
+)
 WITHOUT_BLOCKS = (FP8, "int8-modelopt", "fp8-modelopt-channel", "int8-modelopt-channel-narrow", "int4-modelopt-channel")
 SQUARE = replace(fp4kit.recipe(STATIC), id="static-16x16", block=(16, 16))
 SCALES = np.float64(E4M3.values[1:127])
@@ -55,7 +60,8 @@ def assert_least(every: np.ndarray, chosen: np.ndarray, tolerance: float = ROUND
     assert (loss <= every.min(axis=0) * (1 + tolerance)).all()
 
 
-# ---- what it promises -------------------------------------------------------------------------------------------------------
+# ---- what it promises
+# -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("recipe", [STATIC, WIDE])
@@ -76,7 +82,9 @@ def test_weights_are_in_the_loss() -> None:
     assert (found != fp4kit.search_scales(x, STATIC)).any()
 
 
-@pytest.mark.parametrize(("objective", "power"), [("mae", 1), ("max", np.inf), ("p2.4", 2.4), ("p1.5", 1.5), ("p16", 16)])
+@pytest.mark.parametrize(
+    ("objective", "power"), [("mae", 1), ("max", np.inf), ("p2.4", 2.4), ("p1.5", 1.5), ("p16", 16)]
+)
 @pytest.mark.parametrize("weighted", [False, True])
 def test_objectives(objective, power, weighted) -> None:
     x, weights = some(16), np.random.default_rng(1).random(64, np.float32) if weighted else None
@@ -148,7 +156,9 @@ def test_a_diagonal_hessian_is_weights() -> None:
     assert_least(losses(x, amax, 448, np.float64(weights)), code_of(found, amax, 448), 1e-5)
 
 
-@pytest.mark.parametrize(("candidates", "low", "high"), [("near", -8, 8), ((-2, 6), -2, 6), ([0, 0], 0, 0), ((3, 200), 3, 200)])
+@pytest.mark.parametrize(
+    ("candidates", "low", "high"), [("near", -8, 8), ((-2, 6), -2, 6), ([0, 0], 0, 0), ((3, 200), 3, 200)]
+)
 def test_candidates_are_codes_beside_that_of_the_amax(candidates, low, high) -> None:
     x, amax = some(), 30.0
     own = fp4kit.quantize(x, STATIC, tensor_amax=amax).block_scale.astype(int) - 1
@@ -210,7 +220,8 @@ def test_nothing_is_written_to() -> None:
     fp4kit.search_scales(x, STATIC, weights=weights, tensor_amax=9)
 
 
-# ---- powers of two ----------------------------------------------------------------------------------------------------------
+# ---- powers of two
+# ----------------------------------------------------------------------------------------------------------
 
 
 def power_losses(x: np.ndarray, recipe: str, steps: range, weights=1.0) -> np.ndarray:
@@ -238,12 +249,17 @@ def test_the_best_of_three_powers_of_two(recipe, weighted) -> None:
     away = q.block_scale.astype(int) - floor_codes(x, fp4kit.recipe(recipe).element.max)
     assert set(np.unique(away)) <= {-1, 0, 1}
     every = power_losses(x, recipe, range(-3, 4), 1.0 if weights is None else np.float64(weights))
-    codes = [fp4kit.quantize(x, recipe, block_amax=np.ldexp(fp4kit.amax(x, recipe), step)).block_scale for step in range(-3, 4)]
+    codes = [
+        fp4kit.quantize(x, recipe, block_amax=np.ldexp(fp4kit.amax(x, recipe), step)).block_scale
+        for step in range(-3, 4)
+    ]
     near = np.abs(np.stack(codes).astype(int) - floor_codes(x, fp4kit.recipe(recipe).element.max)) <= 1
     assert_least(np.where(near, every, np.inf), steps + 3)
 
 
-@pytest.mark.parametrize("block", [("mxfp8-te", 1), ("mxfp8-te", 2), ("mxfp4-ocp", 12), ("mxfp4-ocp", 24), ("mxfp8-te", 80)])
+@pytest.mark.parametrize(
+    "block", [("mxfp8-te", 1), ("mxfp8-te", 2), ("mxfp4-ocp", 12), ("mxfp4-ocp", 24), ("mxfp8-te", 80)]
+)
 @pytest.mark.parametrize("objective", ["mse", "max"])
 def test_powers_of_blocks_of_any_length(block, objective) -> None:
     """Elements are added in pairs, of which there need not be a power of two."""
@@ -301,15 +317,22 @@ def test_powers_at_the_ends_and_of_what_is_not_finite() -> None:
 def test_groups_take_no_amaxes_for_powers() -> None:
     """Their kernels read those of static recipes alone."""
     x = some(4, 32)
-    with pytest.raises(ValueError, match=r"^quantize_grouped: block_amax\[0\] was given, but mxfp4-ocp takes it from x"):
+    with pytest.raises(
+        ValueError, match=r"^quantize_grouped: block_amax\[0\] was given, but mxfp4-ocp takes it from x"
+    ):
         fp4kit.quantize_grouped([x], "mxfp4-ocp", block_amax=[fp4kit.amax(x, "mxfp4-ocp")])
 
 
-# ---- tensor amaxes ----------------------------------------------------------------------------------------------------------
+# ---- tensor amaxes
+# ----------------------------------------------------------------------------------------------------------
 
 
-def best_multiples(x: np.ndarray, recipe: str, amax: np.ndarray, grid: np.ndarray, weights=1.0, axis=None) -> np.ndarray:
-    """Multiples of least squared error, by the public fake_quantize, in float64; axis: of what has an amax of its own."""
+def best_multiples(
+    x: np.ndarray, recipe: str, amax: np.ndarray, grid: np.ndarray, weights=1.0, axis=None
+) -> np.ndarray:
+    """Multiples of least squared error, by the public fake_quantize, in float64; axis: of what has an amax of its
+    own.
+    """
     every = []
     for factor in grid:
         values = fp4kit.fake_quantize(x, recipe, tensor_amax=amax * np.float32(factor))
@@ -363,8 +386,10 @@ def test_a_grid_of_what_is_not_finite(recipe, recwarn) -> None:
 def test_a_grid_by_another_objective() -> None:
     x = some(8)
     found = fp4kit.search_scales(x, "int8-modelopt", objective="max")
-    largest = [np.abs(fp4kit.fake_quantize(x, "int8-modelopt", tensor_amax=np.abs(x).max() * np.float32(f)) - x).max()
-               for f in np.linspace(0.25, 4, 39)]  # fmt: skip
+    largest = [
+        np.abs(fp4kit.fake_quantize(x, "int8-modelopt", tensor_amax=np.abs(x).max() * np.float32(f)) - x).max()
+        for f in np.linspace(0.25, 4, 39)
+    ]
     np.testing.assert_allclose(found, np.abs(x).max() * np.linspace(0.25, 4, 39)[np.argmin(largest)], rtol=1e-6)
 
 
@@ -375,7 +400,8 @@ def test_multiples_are_those_of_torch() -> None:
         assert found.tobytes() == torch.linspace(*grid[:2], steps=found.size).numpy().tobytes()
 
 
-# ---- errors -----------------------------------------------------------------------------------------------------------------
+# ---- errors
+# -----------------------------------------------------------------------------------------------------------------
 
 NAN, INF = np.float32(np.nan), np.float32(np.inf)
 EYES = np.broadcast_to(np.eye(16, dtype=np.float32), (4, 16, 16))
@@ -398,8 +424,8 @@ def variant(**fields) -> fp4kit.Recipe:
 
 BAD_WEIGHTS = "that are negative, NaN or infinite; needs finite weights >= 0"
 SEARCHED = (
-    "needs a static recipe of nearest E2M1 elements in blocks of 16 under E4M3 scales of amax / 6 and one tensor scale, such as "
-    "nvfp4-modelopt-static, one of E8M0 scales, or FP8 or integers without block scales"
+    "needs a static recipe of nearest E2M1 elements in blocks of 16 under E4M3 scales of amax / 6 and one tensor scale,"
+    " such as nvfp4-modelopt-static, one of E8M0 scales, or FP8 or integers without block scales"
 )
 GRID = (
     "needs 'all', which is (0.25, 4.0, 0.1), or three numbers (start, stop, step) with 0 < start <= stop, "
@@ -413,93 +439,132 @@ ERRORS = {
     "a power that is no number": ({"objective": "p2.x"}, ValueError, f"objective is 'p2.x'; {OBJECTIVES}"),
     "a number as objective": ({"objective": 2}, ValueError, f"objective is 2; {OBJECTIVES}"),
     "an objective beside a Hessian": (
-        {"objective": "mae", "hessian": EYES}, ValueError,
+        {"objective": "mae", "hessian": EYES},
+        ValueError,
         "objective is 'mae' beside a hessian, whose loss is of squares; needs 'mse', or weights",
     ),
     "negative weights": ({"weights": weighted(-1, 2, -3)}, ValueError, f"weights holds 2 value(s) of 64 {BAD_WEIGHTS}"),
     "NaN weights": ({"weights": weighted(NAN)}, ValueError, f"weights holds 1 value(s) of 64 {BAD_WEIGHTS}"),
-    "infinite weights": ({"weights": weighted(INF, 0, INF, -INF)}, ValueError, f"weights holds 3 value(s) of 64 {BAD_WEIGHTS}"),
-    "few weights": ({"weights": np.ones(63, np.float32)}, ValueError, "weights has shape (63,); needs (64,) for 64 columns"),
+    "infinite weights": (
+        {"weights": weighted(INF, 0, INF, -INF)},
+        ValueError,
+        f"weights holds 3 value(s) of 64 {BAD_WEIGHTS}",
+    ),
+    "few weights": (
+        {"weights": np.ones(63, np.float32)},
+        ValueError,
+        "weights has shape (63,); needs (64,) for 64 columns",
+    ),
     "weights a row": (
-        {"weights": np.ones((32, 64), np.float32)}, ValueError, "weights has shape (32, 64); needs (64,) for 64 columns",
+        {"weights": np.ones((32, 64), np.float32)},
+        ValueError,
+        "weights has shape (32, 64); needs (64,) for 64 columns",
     ),
     "weights that are text": (
-        {"weights": np.array(["1"] * 64)}, TypeError, "weights is <U1; needs a real number or a float array",
+        {"weights": np.array(["1"] * 64)},
+        TypeError,
+        "weights is <U1; needs a real number or a float array",
     ),
     "a Hessian that is not symmetric": (
-        {"hessian": hessian(_3_4=0.5)}, ValueError,
+        {"hessian": hessian(_3_4=0.5)},
+        ValueError,
         "hessian[2] is not symmetric (by up to 0.5); pass (H + H.transpose(0, 2, 1)) / 2",
     ),
     "a Hessian with NaN": (
-        {"hessian": hessian(_3_4=NAN, _4_3=INF)}, ValueError,
+        {"hessian": hessian(_3_4=NAN, _4_3=INF)},
+        ValueError,
         "hessian holds 2 value(s) that are NaN or infinite; needs finite ones",
     ),
     "a Hessian of all columns": (
-        {"hessian": np.eye(64, dtype=np.float32)}, ValueError,
+        {"hessian": np.eye(64, dtype=np.float32)},
+        ValueError,
         "hessian has shape (64, 64); needs (4, 16, 16) for 4 blocks of 16 columns",
     ),
     "weights and a Hessian": (
-        {"weights": weighted(), "hessian": hessian()}, ValueError,
+        {"weights": weighted(), "hessian": hessian()},
+        ValueError,
         "weights and a hessian were given; needs one of them, since a Hessian holds the weights on its diagonal",
     ),
     "unknown candidates": ({"candidates": "some"}, ValueError, f"candidates is 'some'; {CANDIDATES}"),
     "candidates from high to low": ({"candidates": (3, -3)}, ValueError, f"candidates is (3, -3); {CANDIDATES}"),
     "three candidates": ({"candidates": (1, 2, 3)}, ValueError, f"candidates is (1, 2, 3); {CANDIDATES}"),
     "candidates that are floats": (
-        {"candidates": (-0.5, 2)}, TypeError, "candidates is -0.5; needs an int",
+        {"candidates": (-0.5, 2)},
+        TypeError,
+        "candidates is -0.5; needs an int",
     ),
     "a grid of two": ({"recipe": FP8, "candidates": (0.5, 2)}, ValueError, f"candidates is (0.5, 2); {GRID}"),
     "near on a grid": ({"recipe": FP8, "candidates": "near"}, ValueError, f"candidates is 'near'; {GRID}"),
     "a grid from 0": ({"recipe": FP8, "candidates": (0, 2, 0.1)}, ValueError, f"candidates is (0, 2, 0.1); {GRID}"),
-    "a grid without end": ({"recipe": FP8, "candidates": (1, 2, 1e-9)}, ValueError, f"candidates is (1, 2, 1e-09); {GRID}"),
+    "a grid without end": (
+        {"recipe": FP8, "candidates": (1, 2, 1e-9)},
+        ValueError,
+        f"candidates is (1, 2, 1e-09); {GRID}",
+    ),
     "a grid of text": ({"recipe": FP8, "candidates": ("1", 2, 1)}, TypeError, "candidates has '1'; needs numbers"),
     "a Hessian on a grid": (
-        {"recipe": FP8, "hessian": EYES}, ValueError,
+        {"recipe": FP8, "hessian": EYES},
+        ValueError,
         "a hessian was given, and fp8-modelopt has no blocks of 16 columns; leave it out, or give weights",
     ),
-    "no static recipe": ({"recipe": "nvfp4-te"}, ValueError, f"nvfp4-te cannot be searched, with static False; {SEARCHED}"),
+    "no static recipe": (
+        {"recipe": "nvfp4-te"},
+        ValueError,
+        f"nvfp4-te cannot be searched, with static False; {SEARCHED}",
+    ),
     "4over6": (
-        {"recipe": "nvfp4-te-4over6-mse-256"}, ValueError,
+        {"recipe": "nvfp4-te-4over6-mse-256"},
+        ValueError,
         f"nvfp4-te-4over6-mse-256 cannot be searched, with static False; {SEARCHED}",
     ),
     "no tensor scale": (
-        {"recipe": replace(fp4kit.recipe("nvfp4-qwix"), static=True)}, ValueError,
+        {"recipe": replace(fp4kit.recipe("nvfp4-qwix"), static=True)},
+        ValueError,
         f"nvfp4-qwix cannot be searched, with tensor_scaling 'none'; {SEARCHED}",
     ),
     "a tensor scale a row": (
-        {"recipe": variant(tensor_scaling="row")}, ValueError,
+        {"recipe": variant(tensor_scaling="row")},
+        ValueError,
         f"{STATIC} cannot be searched, with tensor_scaling 'row'; {SEARCHED}",
     ),
     "scales of amax / 4": (
-        {"recipe": replace(fp4kit.recipe("nvfp4-fouroversix-4"), static=True, tensor_rule="fouroversix")}, ValueError,
+        {"recipe": replace(fp4kit.recipe("nvfp4-fouroversix-4"), static=True, tensor_rule="fouroversix")},
+        ValueError,
         f"nvfp4-fouroversix-4 cannot be searched, with block_rule 'fouroversix_4'; {SEARCHED}",
     ),
     "a tensor scale of amax / 4": (
-        {"recipe": variant(tensor_rule="fouroversix_4")}, ValueError,
+        {"recipe": variant(tensor_rule="fouroversix_4")},
+        ValueError,
         f"{STATIC} cannot be searched, with tensor_rule 'fouroversix_4'; {SEARCHED}",
     ),
     "codes toward zero": (
-        {"recipe": variant(rounding="rz")}, ValueError, f"{STATIC} cannot be searched, with rounding 'rz'; {SEARCHED}",
+        {"recipe": variant(rounding="rz")},
+        ValueError,
+        f"{STATIC} cannot be searched, with rounding 'rz'; {SEARCHED}",
     ),
     "a Hessian of other blocks": (
-        {"recipe": "mxfp4", "hessian": EYES}, ValueError,
+        {"recipe": "mxfp4", "hessian": EYES},
+        ValueError,
         "a hessian was given, and mxfp4-ocp has no blocks of 16 columns; leave it out, or give weights",
     ),
     "no codes": (
-        {"recipe": "nvfp4-modelopt-static-fake"}, ValueError,
+        {"recipe": "nvfp4-modelopt-static-fake"},
+        ValueError,
         "nvfp4-modelopt-static-fake is a fake quantizer and has values only; use fp4kit.fake_quantize",
     ),
     "a length that is no blocks": (
-        {"x": some(2, 24)}, ValueError,
+        {"x": some(2, 24)},
+        ValueError,
         "axis 1 has length 24; nvfp4-modelopt-static needs a multiple of 16; pad with fp4kit.layouts.pad",
     ),
     "float64": (
-        {"x": np.ones((2, 16))}, TypeError,
+        {"x": np.ones((2, 16))},
+        TypeError,
         "x is float64; needs float32, float16 or bfloat16; convert it first, e.g. x.astype(np.float32), "
         "so that the rounding is yours",
     ),
     "negative amax": ({"tensor_amax": -1}, ValueError, "tensor_amax holds 1 negative value(s) of 1; needs amax >= 0"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", ERRORS)

@@ -1,4 +1,6 @@
-"""The self-test of the GPU, without one: on NumPy arrays it finds nothing, and it finds what is made wrong on purpose."""
+"""The self-test of the GPU, without one: on NumPy arrays it finds nothing, and it finds what is made wrong on
+purpose.
+"""
 
 from __future__ import annotations
 
@@ -90,7 +92,10 @@ def test_compare_counts_and_says_where():
     outcome = compare(found, expected, "x")
     assert outcome[:2] == (expected.size, 2) and outcome.first.startswith("x: at (5, 7) 0x")
     assert compare(expected[:4], expected, "x").differing == expected.size
-    assert compare(expected.astype(np.float16), expected, "x").first == "x: float16 (128, 128) instead of float32 (128, 128)"
+    assert (
+        compare(expected.astype(np.float16), expected, "x").first
+        == "x: float16 (128, 128) instead of float32 (128, 128)"
+    )
 
 
 def test_compare_takes_one_nan_for_another_but_not_for_a_number():
@@ -110,12 +115,15 @@ def test_every_bfloat16_reaches_every_scale_byte():
         assert len(np.unique(selftest.quantize(x, id, **options).block_scale)) >= fewest
 
 
-# ---- sweeps of float32 --------------------------------------------------------------------------------------------------
+# ---- sweeps of float32
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("sweep", SWEEPS, ids=lambda sweep: sweep.recipe)
 def test_runs_begin_at_the_midpoints(sweep):
-    """An even code below a midpoint keeps the tie, so that the next code begins one bit above; an odd one gives it away."""
+    """An even code below a midpoint keeps the tie, so that the next code begins one bit above; an odd one gives it
+    away.
+    """
     element = sweep.target.element
     midpoints = element.midpoints.astype(np.float32)
     begins = midpoints.view(np.uint32) + (np.arange(len(midpoints)) % 2 == 0)
@@ -129,7 +137,9 @@ def test_runs_begin_at_the_midpoints(sweep):
 @pytest.mark.parametrize("sweep", SWEEPS, ids=lambda sweep: sweep.recipe)
 def test_pieces_of_a_sweep_agree(sweep):
     """Around zero, one, the largest value, infinity and the last NaN."""
-    found = [bits // CHUNK for bits in (0, 0x3F800000, 0x40A00000, 0x43E00000, 0x7F800000, ALL - 1) if bits < sweep.limit]
+    found = [
+        bits // CHUNK for bits in (0, 0x3F800000, 0x40A00000, 0x43E00000, 0x7F800000, ALL - 1) if bits < sweep.limit
+    ]
     for piece in found:
         compared, differing, first = differences(np, sweep, CHUNK, slice(piece, piece + 1))
         assert compared > 0 and differing == 0 and first == ""
@@ -171,7 +181,9 @@ def test_a_wrong_code_beside_a_change_is_found_quickly(monkeypatch):
     compared, *rest = differences(np, sweep, CHUNK, around, quick=True)
     assert compared > 2 * NEAR * len(begins) and rest == [0, ""]
     at = int(begins[3]) - 1
-    monkeypatch.setattr(selftest_sweep, "runs", lambda sweep, sign: (begins, right(np, sweep, begins | np.uint32(sign))))
+    monkeypatch.setattr(
+        selftest_sweep, "runs", lambda sweep, sign: (begins, right(np, sweep, begins | np.uint32(sign)))
+    )
     monkeypatch.setattr(selftest_sweep, "codes", lambda module, sweep, bits: right(module, sweep, bits) ^ (bits == at))
     _, differing, first = differences(np, sweep, CHUNK, around, quick=True)
     assert differing == 1 and first.startswith(f"{sweep.recipe}: bits {at:#010x} give ")
@@ -188,7 +200,8 @@ def test_a_specification_that_falls_is_an_error(monkeypatch):
         runs(SWEEPS[1], 0)
 
 
-# ---- the command --------------------------------------------------------------------------------------------------------
+# ---- the command
+# --------------------------------------------------------------------------------------------------------
 
 
 def test_the_full_plan_covers_every_recipe(golden):
@@ -205,7 +218,9 @@ def test_the_full_plan_covers_every_recipe(golden):
 def test_the_quick_plan_sweeps_no_part_whole(golden, monkeypatch):
     """All 2^32 took most of it: minutes on two cores."""
     calls = []
-    monkeypatch.setattr(selftest, "differences", lambda module, sweep, quick: calls.append((sweep, quick)) or (1, 0, ""))
+    monkeypatch.setattr(
+        selftest, "differences", lambda module, sweep, quick: calls.append((sweep, quick)) or (1, 0, "")
+    )
     tasks = [task for task in selftest.plan(NUMPY, golden, quick=True) if "float32" in task.part]
     assert [task.run().values for task in tasks] == [1] * len(SWEEPS) and calls == [(sweep, True) for sweep in SWEEPS]
 
@@ -259,7 +274,8 @@ def test_without_cupy_the_error_says_what_to_install(capsys):
     assert main(["selftest", "--quick"]) == 2
     err = capsys.readouterr().err
     assert (
-        err.startswith('fp4kit selftest: fp4kit.cuda: CuPy is missing; run pip install "fp4kit[cuda12]"') and err.count("\n") == 1
+        err.startswith('fp4kit selftest: fp4kit.cuda: CuPy is missing; run pip install "fp4kit[cuda12]"')
+        and err.count("\n") == 1
     )
 
 
@@ -271,7 +287,10 @@ def test_the_processor_instead_of_a_gpu(monkeypatch, capsys):
     monkeypatch.setattr(selftest, "plan", plan)
     assert main(["selftest", "--host"]) == 0
     out = capsys.readouterr().out
-    assert out.startswith(f"This processor, {fp4kit.engine()}, fp4kit {fp4kit.__version__}\n") and " 0 differ, 0 errors" in out
+    assert (
+        out.startswith(f"This processor, {fp4kit.engine()}, fp4kit {fp4kit.__version__}\n")
+        and " 0 differ, 0 errors" in out
+    )
 
 
 def test_without_the_compiled_engine_there_is_nothing_to_test(monkeypatch, capsys):
@@ -293,7 +312,9 @@ def test_the_recorded_outputs_are_those_of_the_package(monkeypatch, capsys):
     cupy.__version__, cupy.cuda = "14", type("cuda", (), {"runtime": runtime, "Device": device})
     monkeypatch.setattr(cli_selftest.imports, "cupy", lambda: cupy)
     monkeypatch.setattr(cli_selftest.loader, "compiler_version", lambda: (13, 0))
-    monkeypatch.setattr(cli_selftest, "report", lambda engine, golden, quick, out: 0 if golden.keys("te") and quick else 3)
+    monkeypatch.setattr(
+        cli_selftest, "report", lambda engine, golden, quick, out: 0 if golden.keys("te") and quick else 3
+    )
     assert main(["selftest", "--quick"]) == 0
     out = capsys.readouterr().out
     assert "NVIDIA X, CuPy 14, NVRTC 13.0" in out

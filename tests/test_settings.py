@@ -21,7 +21,9 @@ def from_environment(**options):
     return FakeQuantSettings.from_environment(options)
 
 
-@pytest.mark.parametrize("environ", [{}, {MXFP4: "0"}, {MXFP4: "", INT4: " 0 "}, {MXFP4_SIZE: "16", INT4_SIZE: "64"}], ids=str)
+@pytest.mark.parametrize(
+    "environ", [{}, {MXFP4: "0"}, {MXFP4: "", INT4: " 0 "}, {MXFP4_SIZE: "16", INT4_SIZE: "64"}], ids=str
+)
 def test_off_by_default(environ):
     settings = from_environment(**environ)
     assert settings.recipe is None and settings.resolved is None
@@ -31,12 +33,16 @@ def test_off_by_default(environ):
     assert settings.backward(EXPERT, grad, x) is grad
 
 
-@pytest.mark.parametrize("environ, recipe, size", [
-    ({MXFP4: "1"}, "mxfp4-flashinfer", 32),
-    ({MXFP4: "1", MXFP4_SIZE: "16", INT4: "0"}, "mxfp4-flashinfer", 16),
-    ({INT4: "1"}, "int4-qat", 128),
-    ({INT4: "1", INT4_SIZE: "32", MXFP4_SIZE: "64"}, "int4-qat", 32),
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "environ, recipe, size",
+    [
+        ({MXFP4: "1"}, "mxfp4-flashinfer", 32),
+        ({MXFP4: "1", MXFP4_SIZE: "16", INT4: "0"}, "mxfp4-flashinfer", 16),
+        ({INT4: "1"}, "int4-qat", 128),
+        ({INT4: "1", INT4_SIZE: "32", MXFP4_SIZE: "64"}, "int4-qat", 32),
+    ],
+    ids=str,
+)
 def test_flags(environ, recipe, size):
     settings = from_environment(**environ)
     assert settings.resolved == dataclasses.replace(fp4kit.recipe(recipe), block=(1, size))
@@ -76,14 +82,17 @@ def test_nonsense_sizes_also_where_the_flag_is_off(name, default, value, flags):
         from_environment(**flags, **{name: value})
 
 
-@pytest.mark.parametrize("name, quantized", [
-    (EXPERT, True),
-    ("model.layers.3.mlp.experts.17.gate_proj.weight", True),
-    ("decoder.layers.0.mlp.experts.linear_fc1.bias3", False),
-    ("model.layers.0.mlp.shared_experts.gate_proj.weight", False),
-    ("model.layers.0.self_attn.q_proj.weight", False),
-    ("model.layers.0.mlp.experts.gate_up_proj", False),  # stacks have either orientation
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "name, quantized",
+    [
+        (EXPERT, True),
+        ("model.layers.3.mlp.experts.17.gate_proj.weight", True),
+        ("decoder.layers.0.mlp.experts.linear_fc1.bias3", False),
+        ("model.layers.0.mlp.shared_experts.gate_proj.weight", False),
+        ("model.layers.0.self_attn.q_proj.weight", False),
+        ("model.layers.0.mlp.experts.gate_up_proj", False),  # stacks have either orientation
+    ],
+)
 def test_experts_are_what_the_flags_mean(name, quantized):
     assert from_environment(**{INT4: "1"}).is_quantized(name) is quantized
 
@@ -105,18 +114,27 @@ def test_it_is_frozen_and_a_key():
     assert FakeQuantSettings(fp4kit.recipe("mxfp4")).resolved is fp4kit.recipe("mxfp4")
 
 
-@pytest.mark.parametrize("arguments, message", [
-    ({"recipe": "nvfp4-tee"}, "no recipe is called 'nvfp4-tee'"),
-    ({"recipe": "mxfp4", "block_size": 0}, "block_size is 0; needs a positive even number"),
-    ({"recipe": "mxfp4", "block_size": 31}, "block_size is 31; needs a positive even number"),
-    ({"recipe": "mxfp4", "block_size": "32"}, "block_size is '32'; needs a positive even number"),
-    ({"recipe": "mxfp4", "block_size": 32.0}, "block_size is 32.0; needs a positive even number"),
-    ({"block_size": 32}, "block_size is 32, but recipe None has no blocks"),
-    ({"recipe": "nvfp4-te-2d", "block_size": 32}, "block_size is 32, but recipe 'nvfp4-te-2d' has no blocks of one row"),
-    ({"recipe": "int8-modelopt", "block_size": 32}, "block_size is 32, but recipe 'int8-modelopt' has no blocks of one row"),
-    ({"recipe": "mxfp4", "parameters": "*.weight"}, "parameters is '*.weight'; needs a tuple of wildcards"),
-    ({"recipe": "mxfp4", "exclude": (1,)}, "exclude is (1,); needs a tuple of wildcards"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ({"recipe": "nvfp4-tee"}, "no recipe is called 'nvfp4-tee'"),
+        ({"recipe": "mxfp4", "block_size": 0}, "block_size is 0; needs a positive even number"),
+        ({"recipe": "mxfp4", "block_size": 31}, "block_size is 31; needs a positive even number"),
+        ({"recipe": "mxfp4", "block_size": "32"}, "block_size is '32'; needs a positive even number"),
+        ({"recipe": "mxfp4", "block_size": 32.0}, "block_size is 32.0; needs a positive even number"),
+        ({"block_size": 32}, "block_size is 32, but recipe None has no blocks"),
+        (
+            {"recipe": "nvfp4-te-2d", "block_size": 32},
+            "block_size is 32, but recipe 'nvfp4-te-2d' has no blocks of one row",
+        ),
+        (
+            {"recipe": "int8-modelopt", "block_size": 32},
+            "block_size is 32, but recipe 'int8-modelopt' has no blocks of one row",
+        ),
+        ({"recipe": "mxfp4", "parameters": "*.weight"}, "parameters is '*.weight'; needs a tuple of wildcards"),
+        ({"recipe": "mxfp4", "exclude": (1,)}, "exclude is (1,); needs a tuple of wildcards"),
+    ],
+)
 def test_errors(arguments, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         FakeQuantSettings(**arguments)
@@ -145,16 +163,23 @@ def test_tensor_amax_and_clipping():
     assert dataclasses.replace(settings, pass_through=True).backward("w", grad, w, amax=amax) is grad
 
 
-# ---- the formulas -----------------------------------------------------------------------------------------------------------
+# ---- the formulas
+# -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("size", [32, 128])
 @pytest.mark.parametrize("kind", INPUTS)
 def test_int4_by_its_formula_in_torch(size, kind):
-    """clamp(round(w / s), -7, 7) * s, s = max(amax / 7, 1e-5), in float32 and rounded to w's dtype at the end, as in PyTorch."""
+    """clamp(round(w / s), -7, 7) * s, s = max(amax / 7, 1e-5), in float32 and rounded to w's dtype at the end, as in
+    PyTorch.
+    """
     torch = pytest.importorskip("torch")
     x = INPUTS[kind]
-    w = torch.from_numpy(x.view(np.uint16).copy()).view(torch.bfloat16) if x.dtype == BF16 else torch.from_numpy(x.copy())
+    w = (
+        torch.from_numpy(x.view(np.uint16).copy()).view(torch.bfloat16)
+        if x.dtype == BF16
+        else torch.from_numpy(x.copy())
+    )
     groups = w.reshape(len(x), -1, size)
     s = torch.clamp(groups.abs().float().amax(-1, keepdim=True) / 7, min=1e-5)
     y = (torch.clamp(torch.round(groups / s), -7, 7) * s).reshape(x.shape).to(w.dtype)

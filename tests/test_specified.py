@@ -13,7 +13,9 @@ import fp4kit
 
 TESTS = Path(__file__).parent
 # What a file of tests that compares kernels takes: a device, or what stands for one.
-TAKES = re.compile(r"\bON_GPU\b|\bimportable\(\)|\bplayed_gpu\b|\bcupy_on_host\b|def test_\w+\([^)]*\bhost\b|import .*\bHost\b")
+TAKES = re.compile(
+    r"\bON_GPU\b|\bimportable\(\)|\bplayed_gpu\b|\bcupy_on_host\b|def test_\w+\([^)]*\bhost\b|import .*\bHost\b"
+)
 OTHERS = {"test_specified"}
 
 
@@ -49,7 +51,11 @@ def test_a_test_with_a_fixture_of_another_engine_runs_on_it(away):
 
 
 def test_helpers_of_tests_have_names_of_their_own():
-    """Folders of tests, and benchmarks, are searched for imports in turn: of two files of one name, one hides the other."""
-    files = [path for path in TESTS.rglob("*.py") if path.parent.name != "host"] + [*(TESTS.parent / "benchmarks").glob("*.py")]
+    """Folders of tests, and benchmarks, are searched for imports in turn: of two files of one name, one hides the
+    other.
+    """
+    files = [path for path in TESTS.rglob("*.py") if path.parent.name != "host"] + [
+        *(TESTS.parent / "benchmarks").glob("*.py")
+    ]
     names = [path.stem for path in files if path.stem != "conftest"]
     assert sorted(name for name in set(names) if names.count(name) > 1) == []

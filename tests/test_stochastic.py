@@ -83,7 +83,9 @@ def test_seeds(name):
         assert_same_bits(one.block_scale, fp4kit.quantize(ORDINARY, name).block_scale)
 
 
-@pytest.mark.parametrize("name", [n for n in STOCHASTIC if RECIPES[n].sign != "unsigned_zero" and not RECIPES[n].search])
+@pytest.mark.parametrize(
+    "name", [n for n in STOCHASTIC if RECIPES[n].sign != "unsigned_zero" and not RECIPES[n].search]
+)
 def test_byte_0_rounds_toward_zero(name):
     """But for recipes whose zeros have no sign: random bytes keep that of the product. Searches round to nearest."""
     x = np.where(ORDINARY == 0, np.float32(1), ORDINARY)

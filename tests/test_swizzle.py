@@ -73,8 +73,16 @@ def test_pad() -> None:
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
-        (lambda: fp4kit.pack(np.zeros(3, np.uint8)), ValueError, "pack: the last axis has length 3; two codes share a byte"),
-        (lambda: fp4kit.pack(np.full(2, 16, np.uint8)), ValueError, "pack: the largest code is 16; 4-bit codes are 0 to 15"),
+        (
+            lambda: fp4kit.pack(np.zeros(3, np.uint8)),
+            ValueError,
+            "pack: the last axis has length 3; two codes share a byte",
+        ),
+        (
+            lambda: fp4kit.pack(np.full(2, 16, np.uint8)),
+            ValueError,
+            "pack: the largest code is 16; 4-bit codes are 0 to 15",
+        ),
         (lambda: fp4kit.pack(np.zeros(2, int)), TypeError, "pack: codes are int64; needs uint8"),
         (lambda: fp4kit.unpack(np.uint8(3)), ValueError, "unpack: codes are 0-d; needs at least one axis"),
         (
@@ -82,9 +90,21 @@ def test_pad() -> None:
             ValueError,
             "scale_layout is '128x4'; needs one of linear",
         ),
-        (lambda: fp4kit.swizzle(np.zeros((2, 2)), TILED[0]), TypeError, "swizzle: scales are float64; needs uint8 bit patterns"),
-        (lambda: fp4kit.swizzle(np.zeros(2, np.uint8), TILED[0]), ValueError, "swizzle: scales are 1-d; needs (..., R, C)"),
-        (lambda: fp4kit.unswizzle(np.zeros(9, np.uint8)), ValueError, "unswizzle: an array of scales needs layout and shape"),
+        (
+            lambda: fp4kit.swizzle(np.zeros((2, 2)), TILED[0]),
+            TypeError,
+            "swizzle: scales are float64; needs uint8 bit patterns",
+        ),
+        (
+            lambda: fp4kit.swizzle(np.zeros(2, np.uint8), TILED[0]),
+            ValueError,
+            "swizzle: scales are 1-d; needs (..., R, C)",
+        ),
+        (
+            lambda: fp4kit.unswizzle(np.zeros(9, np.uint8)),
+            ValueError,
+            "unswizzle: an array of scales needs layout and shape",
+        ),
         (
             lambda: fp4kit.unswizzle(np.zeros(9, np.uint8), TILED[0], (3, 3)),
             ValueError,

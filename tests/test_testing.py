@@ -78,4 +78,8 @@ def test_adversarial_blocks(dtype):
     assert np.isfinite(x.astype(np.float32)).all()
     assert_same_bits(adversarial_blocks(dtype), x)
     assert not np.array_equal(adversarial_blocks(dtype, seed=1), x)
-    assert (x == 0).any() and np.signbit(x.astype(np.float32)[x == 0]).any() and np.abs(x).max() == ml_dtypes.finfo(dtype).max
+    assert (
+        (x == 0).any()
+        and np.signbit(x.astype(np.float32)[x == 0]).any()
+        and np.abs(x).max() == ml_dtypes.finfo(dtype).max
+    )

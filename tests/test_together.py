@@ -40,7 +40,11 @@ def does_not_raise(number):
 def test_an_error_that_does_not_come_and_a_skip_are_failures():
     with pytest.raises(pytest.fail.Exception) as failure:
         does_not_raise()
-    assert [line.split("]")[0] for line in str(failure.value).splitlines() if line.startswith("[")] == ["[0", "[1", "[2"]
+    assert [line.split("]")[0] for line in str(failure.value).splitlines() if line.startswith("[")] == [
+        "[0",
+        "[1",
+        "[2",
+    ]
 
 
 def test_no_cases_are_refused():

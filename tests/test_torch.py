@@ -70,7 +70,9 @@ def test_every_recipe(name, axis, dtype):
 def test_the_same_seed_gives_the_same_bits(name):
     random = rng.integers(0, 256, X.shape, np.uint8)
     for seed in (0, 7, 2**63 - 1, 2**63, 2**64 - 1):
-        expected = fp4kit.fake_quantize(X, name, rounding="stochastic", seed=seed) if RECIPES[name].fake_rule is None else None
+        expected = (
+            fp4kit.fake_quantize(X, name, rounding="stochastic", seed=seed) if RECIPES[name].fake_rule is None else None
+        )
         if expected is None:
             with pytest.raises(ValueError, match=r"fake_quantize: .* rounds to nearest only"):
                 ft.fake_quantize(to_torch(X), name, rounding="stochastic", seed=seed)
@@ -86,7 +88,9 @@ def test_the_same_seed_gives_the_same_bits(name):
         )
 
 
-@pytest.mark.parametrize("recipe", ["nvfp4-te", "nvfp4-te-2d", "nvfp4-te-4over6-mae-256", "int8-modelopt", VARIANT], ids=str)
+@pytest.mark.parametrize(
+    "recipe", ["nvfp4-te", "nvfp4-te-2d", "nvfp4-te-4over6-mae-256", "int8-modelopt", VARIANT], ids=str
+)
 def test_clipped_at_the_amax_that_is_used(recipe):
     """amax, else tensor_amax, else what the recipe computes; given as a number, an array or a tensor."""
     takes = fp4kit.recipe(recipe).tensor_scaling == "tensor"
@@ -138,7 +142,9 @@ def test_special_values():
         assert_same_bits(g, np.where(np.isnan(specials), np.float32(0), specials))
     try:
         torch.set_flush_denormal(True)
-        assert_same_bits(to_numpy(ft.fake_quantize(to_torch(specials), "mxfp4-ocp")), fp4kit.fake_quantize(specials, "mxfp4-ocp"))
+        assert_same_bits(
+            to_numpy(ft.fake_quantize(to_torch(specials), "mxfp4-ocp")), fp4kit.fake_quantize(specials, "mxfp4-ocp")
+        )
     finally:
         torch.set_flush_denormal(False)
 
@@ -198,62 +204,125 @@ def test_a_group_of_which_one_result_is_used():
     assert torch.equal(xs[0].grad, torch.ones(2, 32)) and not xs[1].grad.any()
 
 
-# ---- errors ---------------------------------------------------------------------------------------------------------------
+# ---- errors
+# ---------------------------------------------------------------------------------------------------------------
 
 T = to_torch(X)
 BAD = {
-    "length": (lambda x: ft.fake_quantize(x[:, :33], "nvfp4-te"), ValueError, "fake_quantize: axis 1 has length 33; nvfp4-te"),
-    "dtype": (lambda x: ft.fake_quantize(x.double(), "nvfp4-te"), TypeError, "fake_quantize: x is float64; needs float32"),
+    "length": (
+        lambda x: ft.fake_quantize(x[:, :33], "nvfp4-te"),
+        ValueError,
+        "fake_quantize: axis 1 has length 33; nvfp4-te",
+    ),
+    "dtype": (
+        lambda x: ft.fake_quantize(x.double(), "nvfp4-te"),
+        TypeError,
+        "fake_quantize: x is float64; needs float32",
+    ),
     "recipe": (lambda x: ft.fake_quantize(x, "nvfp5"), ValueError, "recipe: no recipe is called 'nvfp5'; did you mean"),
-    "axis": (lambda x: ft.fake_quantize(x, "nvfp4", axis=2), ValueError, "fake_quantize: axis 2 of a 2-d array; needs -2 to 1"),
-    "0-d": (lambda x: ft.fake_quantize(x[0, 0], "nvfp4"), ValueError, "fake_quantize: x is 0-d; blocks run along an axis"),
-    "rounding": (lambda x: ft.fake_quantize(x, "nvfp4", rounding="up"), ValueError, "fake_quantize: rounding is 'up'; needs"),
-    "no seed": (lambda x: ft.fake_quantize(x, "nvfp4", rounding="stochastic"), ValueError, "fake_quantize: stochastic rounding"),
-    "seed": (lambda x: ft.fake_quantize(x, "nvfp4", seed=3), ValueError, "fake_quantize: seed was given with rounding='nearest'"),
+    "axis": (
+        lambda x: ft.fake_quantize(x, "nvfp4", axis=2),
+        ValueError,
+        "fake_quantize: axis 2 of a 2-d array; needs -2 to 1",
+    ),
+    "0-d": (
+        lambda x: ft.fake_quantize(x[0, 0], "nvfp4"),
+        ValueError,
+        "fake_quantize: x is 0-d; blocks run along an axis",
+    ),
+    "rounding": (
+        lambda x: ft.fake_quantize(x, "nvfp4", rounding="up"),
+        ValueError,
+        "fake_quantize: rounding is 'up'; needs",
+    ),
+    "no seed": (
+        lambda x: ft.fake_quantize(x, "nvfp4", rounding="stochastic"),
+        ValueError,
+        "fake_quantize: stochastic rounding",
+    ),
+    "seed": (
+        lambda x: ft.fake_quantize(x, "nvfp4", seed=3),
+        ValueError,
+        "fake_quantize: seed was given with rounding='nearest'",
+    ),
     "fake rule": (
-        lambda x: ft.fake_quantize(x, "nvfp4-modelopt-fake", rounding="stochastic", seed=3), ValueError,
+        lambda x: ft.fake_quantize(x, "nvfp4-modelopt-fake", rounding="stochastic", seed=3),
+        ValueError,
         "fake_quantize: nvfp4-modelopt-fake rounds to nearest only; got rounding='stochastic'",
     ),
     "bytes": (
-        lambda x: ft.fake_quantize(x, "nvfp4", rounding="stochastic", seed=torch.zeros(3, dtype=torch.uint8)), ValueError,
+        lambda x: ft.fake_quantize(x, "nvfp4", rounding="stochastic", seed=torch.zeros(3, dtype=torch.uint8)),
+        ValueError,
         "fake_quantize: seed is uint8 (3,); random bytes need uint8 (64, 128), or pass an int",
     ),
-    "no amax": (lambda x: ft.fake_quantize(x, "mxfp4", tensor_amax=1.0), ValueError, "fake_quantize: tensor_amax was given"),
+    "no amax": (
+        lambda x: ft.fake_quantize(x, "mxfp4", tensor_amax=1.0),
+        ValueError,
+        "fake_quantize: tensor_amax was given",
+    ),
     "amax": (
-        lambda x: ft.fake_quantize(x, "nvfp4", tensor_amax=torch.ones(3)), ValueError,
+        lambda x: ft.fake_quantize(x, "nvfp4", tensor_amax=torch.ones(3)),
+        ValueError,
         "fake_quantize: tensor_amax has shape (3,); nvfp4-te needs ()",
     ),
     "clip": (
-        lambda x: ft.fake_quantize(x, "nvfp4", amax=torch.ones(3), pass_through=False), ValueError,
+        lambda x: ft.fake_quantize(x, "nvfp4", amax=torch.ones(3), pass_through=False),
+        ValueError,
         "fake_quantize: amax has shape (3,); x (64, 128) needs (), (64,) (rows) or (64, 8) (blocks)",
     ),
     "block_amax": (
-        lambda x: ft.fake_quantize(x, "nvfp4", block_amax=torch.ones(64, 8)), ValueError,
+        lambda x: ft.fake_quantize(x, "nvfp4", block_amax=torch.ones(64, 8)),
+        ValueError,
         "fake_quantize: block_amax was given, but nvfp4-te takes it from x",
     ),
-    "codes": (lambda x: ft.quantize(x, "nvfp4-modelopt-fake"), ValueError, "quantize: nvfp4-modelopt-fake is a fake quantizer"),
-    "layout": (lambda x: ft.quantize(x, "nvfp4", scale_layout="rows"), ValueError, "quantize: scale_layout is 'rows'; needs"),
-    "hadamard": (lambda x: ft.quantize(x, "nvfp4", hadamard="maybe"), ValueError, "quantize: hadamard is 'maybe'; needs"),
-    "hadamard text": (lambda x: ft.quantize(x, "nvfp4", hadamard="True"), ValueError, "quantize: hadamard is 'True'; needs"),
+    "codes": (
+        lambda x: ft.quantize(x, "nvfp4-modelopt-fake"),
+        ValueError,
+        "quantize: nvfp4-modelopt-fake is a fake quantizer",
+    ),
+    "layout": (
+        lambda x: ft.quantize(x, "nvfp4", scale_layout="rows"),
+        ValueError,
+        "quantize: scale_layout is 'rows'; needs",
+    ),
+    "hadamard": (
+        lambda x: ft.quantize(x, "nvfp4", hadamard="maybe"),
+        ValueError,
+        "quantize: hadamard is 'maybe'; needs",
+    ),
+    "hadamard text": (
+        lambda x: ft.quantize(x, "nvfp4", hadamard="True"),
+        ValueError,
+        "quantize: hadamard is 'True'; needs",
+    ),
     "group": (
-        lambda x: ft.fake_quantize_grouped([x, x[:, :33]], "nvfp4"), ValueError,
+        lambda x: ft.fake_quantize_grouped([x, x[:, :33]], "nvfp4"),
+        ValueError,
         "fake_quantize_grouped: xs[1]: axis 1 has length 33; nvfp4-te needs a multiple of 16",
     ),
     "amaxes": (
-        lambda x: ft.fake_quantize_grouped([x, x], "nvfp4", tensor_amax=[1.0]), ValueError,
+        lambda x: ft.fake_quantize_grouped([x, x], "nvfp4", tensor_amax=[1.0]),
+        ValueError,
         "fake_quantize_grouped: tensor_amax has 1 entries and xs 2 arrays; needs one for each",
     ),
     "values": (
-        lambda x: ft.dequantize(ft.quantize(x, "nvfp4"), torch.float64), TypeError,
+        lambda x: ft.dequantize(ft.quantize(x, "nvfp4"), torch.float64),
+        TypeError,
         "dequantize: dtype is float64; needs float32, float16 or bfloat16",
     ),
     "array": (lambda x: ft.fake_quantize(X, "nvfp4"), TypeError, "fake_quantize: x is ndarray; needs a torch.Tensor; "),
-    "list": (lambda x: ft.fake_quantize_grouped([x, X], "nvfp4"), TypeError, "fake_quantize_grouped: xs[1] is ndarray; "),
+    "list": (
+        lambda x: ft.fake_quantize_grouped([x, X], "nvfp4"),
+        TypeError,
+        "fake_quantize_grouped: xs[1] is ndarray; ",
+    ),
     "codes of arrays": (
-        lambda x: ft.dequantize(fp4kit.quantize(X, "nvfp4")), TypeError, "dequantize: q.packed is ndarray; needs a torch.Tensor",
+        lambda x: ft.dequantize(fp4kit.quantize(X, "nvfp4")),
+        TypeError,
+        "dequantize: q.packed is ndarray; needs a torch.Tensor",
     ),
     "no Quantized": (lambda x: ft.dequantize(x), TypeError, "dequantize: q is "),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", BAD)
@@ -278,7 +347,9 @@ def test_values_of_amaxes_are_checked_when_they_are_there():
         ft.fake_quantize(T, "nvfp4", tensor_amax=float("nan"))
     w = to_torch(X).requires_grad_()
     y = ft.fake_quantize(w, "nvfp4", amax=-1, pass_through=False)
-    with pytest.raises(ValueError, match=r"fake_quantize_backward: amax holds 1 negative value\(s\) of 1; needs amax >= 0"):
+    with pytest.raises(
+        ValueError, match=r"fake_quantize_backward: amax holds 1 negative value\(s\) of 1; needs amax >= 0"
+    ):
         y.sum().backward()
 
 
@@ -287,11 +358,14 @@ def test_tensors_of_two_devices():
 
     with FakeTensorMode():
         x = torch.empty(4, 32)
-        with pytest.raises(ValueError, match="fake_quantize: x is on cpu, tensor_amax on cuda:0; all arrays of one call"):
+        with pytest.raises(
+            ValueError, match="fake_quantize: x is on cpu, tensor_amax on cuda:0; all arrays of one call"
+        ):
             ft.fake_quantize(x, "nvfp4", tensor_amax=torch.empty((), device="cuda"))
 
 
-# ---- threads, lifetimes ---------------------------------------------------------------------------------------------------
+# ---- threads, lifetimes
+# ---------------------------------------------------------------------------------------------------
 
 
 def test_threads():

@@ -1,4 +1,6 @@
-"""Arguments of fp4kit.torch: numbers, sequences and flags mean what they mean in fp4kit, whatever PyTorch's defaults are."""
+"""Arguments of fp4kit.torch: numbers, sequences and flags mean what they mean in fp4kit, whatever PyTorch's defaults
+are.
+"""
 
 import importlib
 import re
@@ -46,57 +48,102 @@ def test_amaxes_of_groups_are_not_rounded_either(default_dtype):
 
 
 BAD = {
-    "pass_through": (lambda x: ft.fake_quantize(x, "mxfp4", pass_through="no"), TypeError, "fake_quantize: pass_through is 'no'"),
-    "flag of a group": (
-        lambda x: ft.fake_quantize_grouped([x], "mxfp4", pass_through="no"), TypeError, "fake_quantize_grouped: pass_through is",
+    "pass_through": (
+        lambda x: ft.fake_quantize(x, "mxfp4", pass_through="no"),
+        TypeError,
+        "fake_quantize: pass_through is 'no'",
     ),
-    "fraction": (lambda x: ft.fake_quantize(x, "mxfp4", seed=3.7, **STOCHASTIC), TypeError, "fake_quantize: seed is 3.7; needs"),
+    "flag of a group": (
+        lambda x: ft.fake_quantize_grouped([x], "mxfp4", pass_through="no"),
+        TypeError,
+        "fake_quantize_grouped: pass_through is",
+    ),
+    "fraction": (
+        lambda x: ft.fake_quantize(x, "mxfp4", seed=3.7, **STOCHASTIC),
+        TypeError,
+        "fake_quantize: seed is 3.7; needs",
+    ),
     "tensor": (
-        lambda x: ft.fake_quantize(x, "mxfp4", seed=torch.tensor(3.7), **STOCHASTIC), TypeError,
+        lambda x: ft.fake_quantize(x, "mxfp4", seed=torch.tensor(3.7), **STOCHASTIC),
+        TypeError,
         "fake_quantize: seed is a tensor of torch.float32; needs an int",
     ),
     "codes": (
-        lambda x: ft.quantize(x, "mxfp4", seed=torch.tensor(True), **STOCHASTIC), TypeError,
+        lambda x: ft.quantize(x, "mxfp4", seed=torch.tensor(True), **STOCHASTIC),
+        TypeError,
         "quantize: seed is a tensor of torch.bool; needs an int",
     ),
-    "bool": (lambda x: ft.quantize(x, "mxfp4", seed=True, **STOCHASTIC), TypeError, "quantize: seed is True; needs an int"),
+    "bool": (
+        lambda x: ft.quantize(x, "mxfp4", seed=True, **STOCHASTIC),
+        TypeError,
+        "quantize: seed is True; needs an int",
+    ),
     "negative": (
-        lambda x: ft.fake_quantize(x, "mxfp4", seed=-1, **STOCHASTIC), ValueError, "fake_quantize: seed is -1; needs 0 to",
+        lambda x: ft.fake_quantize(x, "mxfp4", seed=-1, **STOCHASTIC),
+        ValueError,
+        "fake_quantize: seed is -1; needs 0 to",
     ),
     "too large": (
-        lambda x: ft.fake_quantize_grouped([x], "mxfp4", seed=2**64, **STOCHASTIC), ValueError,
+        lambda x: ft.fake_quantize_grouped([x], "mxfp4", seed=2**64, **STOCHASTIC),
+        ValueError,
         "fake_quantize_grouped: seed is 18446744073709551616; needs 0 to 2^64 - 1",
     ),
-    "bool axis": (lambda x: ft.fake_quantize(x, "mxfp4", axis=True), TypeError, "fake_quantize: axis is True; needs an int"),
+    "bool axis": (
+        lambda x: ft.fake_quantize(x, "mxfp4", axis=True),
+        TypeError,
+        "fake_quantize: axis is True; needs an int",
+    ),
     "bool tensor as axis": (
-        lambda x: ft.quantize(x, "mxfp4", axis=torch.tensor(True)), TypeError, "quantize: axis is tensor(True); needs an int",
+        lambda x: ft.quantize(x, "mxfp4", axis=torch.tensor(True)),
+        TypeError,
+        "quantize: axis is tensor(True); needs an int",
     ),
     "group's axis": (
-        lambda x: ft.fake_quantize_grouped([x], "mxfp4", axis=True), TypeError, "fake_quantize_grouped: axis is True; needs",
+        lambda x: ft.fake_quantize_grouped([x], "mxfp4", axis=True),
+        TypeError,
+        "fake_quantize_grouped: axis is True; needs",
     ),
     "group's seed": (
-        lambda x: ft.fake_quantize_grouped([x], "mxfp4", seed="3", **STOCHASTIC), TypeError,
+        lambda x: ft.fake_quantize_grouped([x], "mxfp4", seed="3", **STOCHASTIC),
+        TypeError,
         "fake_quantize_grouped: seed is '3'; needs an int",
     ),
     "true": (
-        lambda x: ft.fake_quantize(x, "nvfp4", tensor_amax=True), TypeError, "fake_quantize: tensor_amax is True; needs a real",
+        lambda x: ft.fake_quantize(x, "nvfp4", tensor_amax=True),
+        TypeError,
+        "fake_quantize: tensor_amax is True; needs a real",
     ),
-    "text": (lambda x: ft.quantize(x, "nvfp4", tensor_amax="3"), TypeError, "quantize: tensor_amax is '3'; needs a real number"),
+    "text": (
+        lambda x: ft.quantize(x, "nvfp4", tensor_amax="3"),
+        TypeError,
+        "quantize: tensor_amax is '3'; needs a real number",
+    ),
     "clip": (
-        lambda x: ft.fake_quantize(x, "nvfp4", amax=1j, pass_through=False), TypeError, "fake_quantize: amax is 1j; needs a real",
+        lambda x: ft.fake_quantize(x, "nvfp4", amax=1j, pass_through=False),
+        TypeError,
+        "fake_quantize: amax is 1j; needs a real",
     ),
-    "none": (lambda x: ft.fake_quantize_grouped(None, "mxfp4"), TypeError, "fake_quantize_grouped: xs is a NoneType; needs"),
+    "none": (
+        lambda x: ft.fake_quantize_grouped(None, "mxfp4"),
+        TypeError,
+        "fake_quantize_grouped: xs is a NoneType; needs",
+    ),
     "vector": (
-        lambda x: ft.fake_quantize_grouped(x[0], "mxfp4"), ValueError, "fake_quantize_grouped: xs is one 1-d tensor; needs a",
+        lambda x: ft.fake_quantize_grouped(x[0], "mxfp4"),
+        ValueError,
+        "fake_quantize_grouped: xs is one 1-d tensor; needs a",
     ),
     "number": (
-        lambda x: ft.fake_quantize_grouped(x[0, 0], "mxfp4"), ValueError, "fake_quantize_grouped: xs is one 0-d tensor; needs a",
+        lambda x: ft.fake_quantize_grouped(x[0, 0], "mxfp4"),
+        ValueError,
+        "fake_quantize_grouped: xs is one 0-d tensor; needs a",
     ),
     "dtype": (
-        lambda x: ft.dequantize(ft.quantize(x, "mxfp4"), "bfloat16"), TypeError,
+        lambda x: ft.dequantize(ft.quantize(x, "mxfp4"), "bfloat16"),
+        TypeError,
         "dequantize: dtype is 'bfloat16'; needs torch.float32, torch.float16 or torch.bfloat16",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", BAD)
@@ -122,8 +169,13 @@ def test_vmap_over_nothing(in_dims):
 
 @pytest.mark.parametrize("name", ["fake_quantize", "quantize", "amax"])
 def test_plain_functions_under_vmap(name):
-    call = {"fake_quantize": fp4kit.fake_quantize, "quantize": fp4kit.quantize, "amax": lambda x, r: fp4kit.amax(x)}[name]
-    text = rf"^{name}: x is a Tensor without memory of its own on one device \(.*inside of torch.func, call what fp4kit.torch has"
+    call = {"fake_quantize": fp4kit.fake_quantize, "quantize": fp4kit.quantize, "amax": lambda x, r: fp4kit.amax(x)}[
+        name
+    ]
+    text = (
+        rf"^{name}: x is a Tensor without memory of its own on one device \(.*inside of torch.func, call what"
+        r" fp4kit.torch has"
+    )
     with pytest.raises(BufferError, match=text):
         torch.vmap(lambda x: call(x, "mxfp4"))(to_torch(STACK))
 

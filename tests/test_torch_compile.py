@@ -69,7 +69,8 @@ def assert_equal(found, expected):
     assert_same_bits(to_numpy(found), to_numpy(expected))
 
 
-# ---- fp4kit's functions of arrays, which are not traced ---------------------------------------------------------------------
+# ---- fp4kit's functions of arrays, which are not traced
+# ---------------------------------------------------------------------
 
 STORED = fp4kit.quantize(tensor(5, (32, 64)), "nvfp4-te")
 UNTRACED = {
@@ -106,8 +107,12 @@ def test_where_no_break_is_allowed_the_error_names_what_can_be_traced(name):
 
 
 def test_what_they_call_is_not_traced_either():
-    """Once torch.compile leaves a function alone, because there is nothing in it to compile, it traces what that calls."""
-    function = torch.compile(lambda x, recipe: fp4kit.dequantize(fp4kit.quantize(x * 2, recipe)) * x, backend="aot_eager")
+    """Once torch.compile leaves a function alone, because there is nothing in it to compile, it traces what that
+    calls.
+    """
+    function = torch.compile(
+        lambda x, recipe: fp4kit.dequantize(fp4kit.quantize(x * 2, recipe)) * x, backend="aot_eager"
+    )
     torch._dynamo.utils.counters.clear()
     x = tensor(2, (16, 256))
     for recipe in fp4kit.recipes()[:3]:
@@ -115,12 +120,17 @@ def test_what_they_call_is_not_traced_either():
     assert all("fp4kit.torch" in why for why in torch._dynamo.utils.counters["graph_break"])
 
 
-# ---- torch.compile --------------------------------------------------------------------------------------------------------
+# ---- torch.compile
+# --------------------------------------------------------------------------------------------------------
 
 OPTIONS = [
-    {}, {"pass_through": False}, {"pass_through": False, "amax": 1.5}, {"rounding": "stochastic", "seed": 2**64 - 3},
-    {"axis": 0}, {"rounding": "stochastic", "seed": SEED, "pass_through": False},
-]  # fmt: skip
+    {},
+    {"pass_through": False},
+    {"pass_through": False, "amax": 1.5},
+    {"rounding": "stochastic", "seed": 2**64 - 3},
+    {"axis": 0},
+    {"rounding": "stochastic", "seed": SEED, "pass_through": False},
+]
 
 
 @pytest.mark.parametrize("recipe", VARIED, ids=str)
@@ -162,7 +172,9 @@ def a_linear_layer(settings):
 @pytest.mark.parametrize("recipe", ["nvfp4-te", VARIANT], ids=str)
 @pytest.mark.parametrize("pass_through", [True, False])
 def test_training_of_a_linear_layer(backend, recipe, pass_through):
-    """Weights as the compiled graph reads them, after training, are eager's and NumPy's; with one backend the losses too."""
+    """Weights as the compiled graph reads them, after training, are eager's and NumPy's; with one backend the losses
+    too.
+    """
     settings = FakeQuantSettings(recipe, parameters=("*.weight",), pass_through=pass_through)
     eager, model = a_linear_layer(settings), a_linear_layer(settings)
     expected, found = train(eager), train(compiled(model, backend))
@@ -218,7 +230,9 @@ def test_a_quantized_in_a_graph(recipe):
     assert_equal(decode(other), ft.dequantize(other, torch.bfloat16))
 
 
-@pytest.mark.parametrize("options", [{}, {"pass_through": False, "tensor_amax": [1.0, 2.0]}, {"pass_through": False}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"pass_through": False, "tensor_amax": [1.0, 2.0]}, {"pass_through": False}], ids=str
+)
 def test_compiled_groups(options):
     def function(*xs):
         return ft.fake_quantize_grouped(xs, "nvfp4-te", **options)
@@ -231,7 +245,8 @@ def test_compiled_groups(options):
     assert_equal(results[1], results[0])
 
 
-# ---- torch.export ---------------------------------------------------------------------------------------------------------
+# ---- torch.export
+# ---------------------------------------------------------------------------------------------------------
 
 
 class Fake(torch.nn.Module):
@@ -286,7 +301,8 @@ def test_a_quantized_of_an_exported_program_is_saved_and_has_its_own_lengths(mod
         assert torch.equal(q.dequantize(), fp4kit.fake_quantize(other, q.recipe, axis=q.axis))
 
 
-# ---- torch.func, checkpointing, autocast ----------------------------------------------------------------------------------
+# ---- torch.func, checkpointing, autocast
+# ----------------------------------------------------------------------------------
 
 STACK = tensor(9, (5, 32, 32))
 
@@ -313,7 +329,9 @@ def test_vmap_is_a_loop(recipe):
 def test_vmap_over_amaxes_and_random_bytes():
     amaxes = torch.tensor([0.5, 1, 2, 3, 40])
     found = torch.vmap(lambda x, a: ft.fake_quantize(x, "nvfp4-te", tensor_amax=a))(STACK, amaxes)
-    assert_equal(found, torch.stack([ft.fake_quantize(x, "nvfp4-te", tensor_amax=a) for x, a in zip(STACK, amaxes, strict=True)]))
+    assert_equal(
+        found, torch.stack([ft.fake_quantize(x, "nvfp4-te", tensor_amax=a) for x, a in zip(STACK, amaxes, strict=True)])
+    )
     random = torch.from_numpy(np.random.default_rng(0).integers(0, 256, STACK.shape, np.uint8))
 
     def rounded(seed, x=STACK[0]):

@@ -14,7 +14,6 @@ torch = pytest.importorskip("torch")
 ft = importlib.import_module("fp4kit.torch")
 
 
-
 def a_model():
     torch.manual_seed(0)
     return torch.nn.Sequential(torch.nn.Linear(32, 48), torch.nn.ReLU(), torch.nn.Linear(48, 16))
@@ -33,7 +32,9 @@ def test_a_parametrized_model():
     again.load_state_dict(model.state_dict())
     assert "0.parametrizations.weight.original" in model.state_dict() and torch.equal(again(x), model(x))
     again(x).sum().backward()
-    assert again[0].parametrizations.weight.original.grad.any() and model[0].parametrizations.weight.original.grad is None
+    assert (
+        again[0].parametrizations.weight.original.grad.any() and model[0].parametrizations.weight.original.grad is None
+    )
     assert "'0.weight', nvfp4-te, pass_through=False" in str(model)
     torch.nn.utils.parametrize.remove_parametrizations(model[0], "weight", leave_parametrized=False)
     assert torch.equal(model[0].weight, plain[0].weight)
@@ -52,7 +53,9 @@ def test_tied_and_already_parametrized_parameters():
 
 def test_a_model_that_does_not_fit_stays_as_it_was():
     model = torch.nn.Sequential(torch.nn.Linear(32, 8), torch.nn.Linear(8, 4))
-    with pytest.raises(ValueError, match=r"1.weight: fake_quantize: axis 1 has length 8; nvfp4-te needs a multiple of 16"):
+    with pytest.raises(
+        ValueError, match=r"1.weight: fake_quantize: axis 1 has length 8; nvfp4-te needs a multiple of 16"
+    ):
         ft.fake_quantize_model(model, FakeQuantSettings("nvfp4-te", parameters=("*.weight",)))
     assert not any(torch.nn.utils.parametrize.is_parametrized(module) for module in model.modules())
     assert ft.fake_quantize_model(model, FakeQuantSettings()) == []
@@ -65,7 +68,9 @@ def test_a_module_with_several_names(options):
     model = torch.nn.ModuleDict({"a": layer, "b": layer, "c": torch.nn.Linear(32, 32, bias=False)})
     settings = FakeQuantSettings("mxfp4-ocp", **options)
     assert ft.fake_quantize_model(model, settings) == ["b.weight", "c.weight"][: 2 - ("parameters" in options)]
-    assert_same_bits(to_numpy(model["a"].weight), fp4kit.fake_quantize(to_numpy(layer.parametrizations.weight.original), "mxfp4"))
+    assert_same_bits(
+        to_numpy(model["a"].weight), fp4kit.fake_quantize(to_numpy(layer.parametrizations.weight.original), "mxfp4")
+    )
     twice = torch.nn.Sequential(*[torch.nn.Linear(32, 32, bias=False)] * 2)
     assert ft.fake_quantize_model(twice, FakeQuantSettings("mxfp4")) == ["0.weight"]
 

@@ -54,16 +54,28 @@ CALLS = {
     "backward at": ("fake_quantize_backward", lambda: (grad_of(), X, "nvfp4-te", 1, ONE)),
     "backward of none": ("fake_quantize_backward", lambda: (grad_of((4, 0)), X[:, :0], "nvfp4-te", 1, ONE)),
     "group": ("fake_quantize_grouped", lambda: (two(), "nvfp4-te", -1, [], [], "nearest", None, [], True)),
-    "group clipped": ("fake_quantize_grouped", lambda: (two(), "nvfp4-te", -1, [ONE, TWO], [], "nearest", None, [], False)),
-    "group backward": ("fake_quantize_grouped_backward", lambda: (two(), [X, X.reshape(2, 64)], "nvfp4-te", -1, [ONE, TWO])),
+    "group clipped": (
+        "fake_quantize_grouped",
+        lambda: (two(), "nvfp4-te", -1, [ONE, TWO], [], "nearest", None, [], False),
+    ),
+    "group backward": (
+        "fake_quantize_grouped_backward",
+        lambda: (two(), [X, X.reshape(2, 64)], "nvfp4-te", -1, [ONE, TWO]),
+    ),
     "quantize": ("quantize", lambda: (X, "nvfp4-te", -1, None, "linear", "nearest", None, "False", None)),
-    "quantize at": ("quantize", lambda: (X.repeat(8, 1), "nvfp4-te", 0, ONE, "swizzled_128x4", "stochastic", SEED, "True", None)),
+    "quantize at": (
+        "quantize",
+        lambda: (X.repeat(8, 1), "nvfp4-te", 0, ONE, "swizzled_128x4", "stochastic", SEED, "True", None),
+    ),
     "quantize experts": (
         "quantize",
         lambda: (tensor(1, (3, 4, 32)), "nvfp4-te", -1, torch.ones(3, 1, 1), "linear", "nearest", None, "False", None),
     ),
     "quantize MX": ("quantize", lambda: (X, to_spec(VARIANT), -1, None, "linear", "nearest", None, "False", None)),
-    "quantize rows": ("quantize", lambda: (X, "int8-modelopt-channel", -1, None, "linear", "nearest", None, "False", None)),
+    "quantize rows": (
+        "quantize",
+        lambda: (X, "int8-modelopt-channel", -1, None, "linear", "nearest", None, "False", None),
+    ),
     "dequantize": ("dequantize", lambda: parts_of(ft.quantize(X, "nvfp4-te"))),
     "dequantize columns": ("dequantize", lambda: parts_of(ft.quantize(X.T, VARIANT, axis=0))),
 }
@@ -91,7 +103,9 @@ def test_meta_of_every_recipe(name, axis):
     if not RECIPES[name].fake_only:
         for layout in ("linear", "swizzled_128x4", "swizzled_8x4"):
             assert_meta(lambda x, s=layout: list(parts_of(ft.quantize(x, name, axis=axis, scale_layout=s))[:4]), x)
-            assert_meta(lambda x, s=layout: ft.dequantize(ft.quantize(x, name, axis=axis, scale_layout=s), torch.float16), x)
+            assert_meta(
+                lambda x, s=layout: ft.dequantize(ft.quantize(x, name, axis=axis, scale_layout=s), torch.float16), x
+            )
 
 
 def assert_meta(function, x):

@@ -1,4 +1,5 @@
-"""Prepared calls on tensors of PyTorch, whose memory is the host's here: addresses, new tensors and streams that launches get.
+"""Prepared calls on tensors of PyTorch, whose memory is the host's here: addresses, new tensors and streams that
+launches get.
 
 On a GPU tests/test_gpu_torch.py compares what the kernels make of them.
 """
@@ -85,7 +86,11 @@ def test_rows(recipe, amax):
         call.launch.seen.clear()
         q = call(x, None, out)
         assert out is None or q is out
-        wanted = {"x": x.data_ptr()} | addresses(q) | ({} if q.tensor_amax is None else {"tensor_amax": q.tensor_amax.data_ptr()})
+        wanted = (
+            {"x": x.data_ptr()}
+            | addresses(q)
+            | ({} if q.tensor_amax is None else {"tensor_amax": q.tensor_amax.data_ptr()})
+        )
         assert call.launch.only() == wanted
         for name, part in expected.parts().items():
             found = getattr(q, name)
@@ -122,7 +127,11 @@ def test_columns_and_both(row):
         wanted |= addresses(first) | {"column_amax_out": column.tensor_amax.data_ptr()}
     wanted["tensor_amax"] = (first or column).tensor_amax.data_ptr()
     assert call.launch.only() == wanted
-    assert column.axis == 0 and column.packed.shape == (256, 32) and (not row or first.tensor_amax is not column.tensor_amax)
+    assert (
+        column.axis == 0
+        and column.packed.shape == (256, 32)
+        and (not row or first.tensor_amax is not column.tensor_amax)
+    )
 
 
 def test_an_amax_with_a_launch_of_its_own(gpu):
@@ -156,7 +165,9 @@ def test_moves():
     q = quantize_call("nvfp4-te", ROWS, True, False, FOUND_BY_THE_KERNEL)(tensor(), None, None)
     scales, codes = New((128, 16), UINT8), New((256, 32), UINT8)
     move = Launched(("in", "out"))
-    swizzled = cached_calls.MoveCall(on, move, ("block_scale",), on.maker([scales]), {"scale_layout": "swizzled_128x4"})(q)
+    swizzled = cached_calls.MoveCall(
+        on, move, ("block_scale",), on.maker([scales]), {"scale_layout": "swizzled_128x4"}
+    )(q)
     assert move.only() == {"in": q.block_scale.data_ptr(), "out": swizzled.block_scale.data_ptr()}
     assert swizzled.packed is q.packed and swizzled.scale_layout == "swizzled_128x4" and q.scale_layout == "linear"
     move = Launched(("codes", "scales", "codes_out", "scales_out"))
@@ -166,7 +177,8 @@ def test_moves():
     assert turned.axis == 0 and turned.tensor_scale is q.tensor_scale
 
 
-# ---- keys -----------------------------------------------------------------------------------------------------------------
+# ---- keys
+# -----------------------------------------------------------------------------------------------------------------
 
 
 def key(x, amax=None, out=None):
@@ -178,7 +190,11 @@ def key(x, amax=None, out=None):
 def test_what_a_check_depends_on_changes_the_key():
     x, q = tensor(), quantize_call("nvfp4-te", ROWS, True, False, FOUND_BY_THE_KERNEL)(tensor(), None, None)
     same, whole = key(x, torch.tensor(1.0), q), torch.zeros(64 * 256 + 1, dtype=torch.bfloat16)
-    assert same is not None and same == key(tensor(), torch.tensor(2.0), q) and hash(same) == hash(key(x, torch.tensor(1.0), q))
+    assert (
+        same is not None
+        and same == key(tensor(), torch.tensor(2.0), q)
+        and hash(same) == hash(key(x, torch.tensor(1.0), q))
+    )
     others = [
         tensor((32, 512)),
         tensor(dtype=torch.float32),

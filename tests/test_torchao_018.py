@@ -1,4 +1,6 @@
-"""torchao's release 0.18.0: its steps stated anew, one number at a time, and where it differs from the development version."""
+"""torchao's release 0.18.0: its steps stated anew, one number at a time, and where it differs from the development
+version.
+"""
 
 from __future__ import annotations
 
@@ -28,9 +30,13 @@ def amaxes():
     codes = np.append(np.arange(0x7F81, dtype=np.uint16), np.uint16(0x7FC0))
     numbers = codes.view(ml_dtypes.bfloat16).astype(np.float32)
     field = exponent_field(numbers)
-    largest = np.float32([6, 7.5, 28, 448, 57344])[:, None] * np.float32(2) ** np.float32([-140, -127, -64, -3, 0, 5, 100])
+    largest = np.float32([6, 7.5, 28, 448, 57344])[:, None] * np.float32(2) ** np.float32(
+        [-140, -127, -64, -3, 0, 5, 100]
+    )
     near = largest.reshape(-1, 1).view(np.int32) + np.int32([-1, 0, 1, 2, 9])
-    return np.concatenate([numbers[(field < 18) | (abs(field - 127) < 4) | (field > 238)], near.view(np.float32).ravel()])
+    return np.concatenate(
+        [numbers[(field < 18) | (abs(field - 127) < 4) | (field > 238)], near.view(np.float32).ravel()]
+    )
 
 
 def stated(amax, mode, element):
@@ -49,7 +55,9 @@ def stated(amax, mode, element):
 
 
 def test_every_mode_of_the_release_has_recipes():
-    assert len(RELEASE) == 16 and {RECIPES[name].block_rule for name in RELEASE} == {f"e8m0_{mode}_018" for mode in MODES}
+    assert len(RELEASE) == 16 and {RECIPES[name].block_rule for name in RELEASE} == {
+        f"e8m0_{mode}_018" for mode in MODES
+    }
     assert all(RECIPES[name].versions == ("0.18.0", "0.18.0") for name in RELEASE)
     assert RECIPES["nvfp4-torchao"].versions.first == RECIPES["nvfp4-torchao-single"].versions.first == "0.18.0"
 
@@ -59,7 +67,9 @@ def test_scales_and_codes_are_those_of_its_steps(name, either_engine):
     r, found = RECIPES[name], amaxes()
     mode = r.block_rule.split("_")[1]
     x = found[:, None] * np.resize(np.float32([1, -0.75, 0.3, 0.125, -0.01, 0.5]), r.block_size)
-    bytes_, factors = (np.array(part) for part in zip(*(stated(amax, mode, r.element) for amax in found.tolist()), strict=True))
+    bytes_, factors = (
+        np.array(part) for part in zip(*(stated(amax, mode, r.element) for amax in found.tolist()), strict=True)
+    )
     q = fp4kit.quantize(x, r)
     assert q.block_scale[:, 0].tolist() == bytes_.tolist()
     with np.errstate(all="ignore"):
@@ -76,7 +86,9 @@ def test_it_differs_where_it_is_said_to_and_nowhere_else(name, either_engine):
     ours, theirs = (fp4kit.quantize(x, recipe) for recipe in (r, other))
     differ = (ours.packed != theirs.packed).any(axis=1) | (ours.block_scale != theirs.block_scale)[:, 0]
     tiny = theirs.block_scale[:, 0] == 0
-    rounds_to_inf = x[:, 0] >= (2 - 2.0 ** -(r.element.mantissa_bits + 1)) * 2.0**127 if "even" in name else np.isinf(x[:, 0])
+    rounds_to_inf = (
+        x[:, 0] >= (2 - 2.0 ** -(r.element.mantissa_bits + 1)) * 2.0**127 if "even" in name else np.isinf(x[:, 0])
+    )
     ratio = x[:, 0].astype(np.float64) / float(r.element.max)
     above = ratio / 2.0 ** np.floor(np.log2(np.where(np.isfinite(ratio) & (ratio > 0), ratio, 1)))
     near = (1 < above) & (above < 1 + 1e-5) if "rceil" in name else np.zeros(len(x), bool)

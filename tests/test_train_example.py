@@ -20,8 +20,13 @@ from fp4kit.evidence.testing import assert_same_bits
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLE = ROOT / "examples" / "train_fp4.py"
-LOSSES = {0: "0x1.8e3b8cb63d000p-2", 125: "0x1.1acf6c97c4000p-5", 250: "0x1.9b9b96e218000p-6", 375: "0x1.647ddbd190000p-6",
-          499: "0x1.36a9681e88000p-6"}  # fmt: skip
+LOSSES = {
+    0: "0x1.8e3b8cb63d000p-2",
+    125: "0x1.1acf6c97c4000p-5",
+    250: "0x1.9b9b96e218000p-6",
+    375: "0x1.647ddbd190000p-6",
+    499: "0x1.36a9681e88000p-6",
+}
 DIGEST = "cdc4db813b25ecc1"
 
 
@@ -51,7 +56,9 @@ def test_500_steps_on_mpi_processes(mpiexec, size):  # noqa: F811
     result = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
     assert result.returncode == 0, result.stdout + result.stderr
     assert LOSSES[499] in result.stdout
-    assert re.search(rf"flat shards, {size} MPI processes +every loss and the last codes are equal in every bit", result.stdout)
+    assert re.search(
+        rf"flat shards, {size} MPI processes +every loss and the last codes are equal in every bit", result.stdout
+    )
 
 
 def test_the_number_of_blas_threads_does_not_matter():

@@ -1,4 +1,6 @@
-"""Wrong kinds of arguments for amax states, settings and layouts: an error of the function that was called, and no silence."""
+"""Wrong kinds of arguments for amax states, settings and layouts: an error of the function that was called, and no
+silence.
+"""
 
 import re
 
@@ -81,7 +83,9 @@ def folder(tmp_path, monkeypatch):
 
 
 @together("name", CALLS)
-@pytest.mark.parametrize("wrong", [None, 1.5, [0.5], object(), [object()], [[1]]], ids=lambda wrong: type(wrong).__name__)
+@pytest.mark.parametrize(
+    "wrong", [None, 1.5, [0.5], object(), [object()], [[1]]], ids=lambda wrong: type(wrong).__name__
+)
 def test_wrong_kinds(name, wrong):
     if wrong is None and name in DEFAULTS:
         return

@@ -53,7 +53,12 @@ def test_tall_matrix_is_cut_into_columns(monkeypatch) -> None:
 @pytest.mark.parametrize(
     ("name", "shape", "axis", "message"),
     [
-        ("nvfp4-te", (32, 32), -1, "transpose: nvfp4-te has 1x16 blocks; needs square ones, such as nvfp4-te-2d's 16x16"),
+        (
+            "nvfp4-te",
+            (32, 32),
+            -1,
+            "transpose: nvfp4-te has 1x16 blocks; needs square ones, such as nvfp4-te-2d's 16x16",
+        ),
         ("fp8-modelopt", (32, 32), -1, "transpose: fp8-modelopt has 1x1 blocks; needs square ones"),
         ("nvfp4-te-2d", (16, 32, 32), 0, "transpose: q has axis 0 of a 3-d array; needs one of the last two axes"),
         ("nvfp4-te-2d", (32,), 0, "transpose: q has axis 0 of a 1-d array; needs one of the last two axes"),
@@ -74,5 +79,7 @@ def test_of_nothing(shape) -> None:
 
 
 def test_needs_a_quantized() -> None:
-    with pytest.raises(TypeError, match=re.escape("transpose: q is ndarray; needs a Quantized, as fp4kit.quantize returns")):
+    with pytest.raises(
+        TypeError, match=re.escape("transpose: q is ndarray; needs a Quantized, as fp4kit.quantize returns")
+    ):
         fp4kit.transpose(np.ones(3))

@@ -1,4 +1,6 @@
-"""Formats, recipes and Quantized are values: what was pickled, copied or came back from a worker process is as good as new."""
+"""Formats, recipes and Quantized are values: what was pickled, copied or came back from a worker process is as good as
+new.
+"""
 
 import copy
 import multiprocessing
@@ -106,7 +108,9 @@ def in_a_worker(q, x):
     return works(copy.deepcopy(q), x), fp4kit.quantize(x, q.recipe), q.recipe, q.recipe.element
 
 
-@pytest.mark.filterwarnings(r"ignore:os\.fork\(\) was called:RuntimeWarning")  # by JAX, where a test before this one used it
+@pytest.mark.filterwarnings(
+    r"ignore:os\.fork\(\) was called:RuntimeWarning"
+)  # by JAX, where a test before this one used it
 @pytest.mark.parametrize("method", METHODS)
 def test_worker_processes(method):
     """There and back: the worker's own calls, and what it sends."""
@@ -122,11 +126,16 @@ def test_worker_processes(method):
         assert sent == VARIANT and sent.element == VARIANT.element
 
 
-# ---- what was pickled, and changed ------------------------------------------------------------------------------------------
+# ---- what was pickled, and changed
+# ------------------------------------------------------------------------------------------
 
 STATES = {  # fields of a Quantized of (4, 32) by mxfp4-ocp that are changed, and what is said
     "too few codes": ({"packed": np.zeros((4, 8), np.uint8)}, ValueError, r"packed is uint8 \(4, 8\)"),
-    "flat": ({"shape": (128,), "axis": 0}, ValueError, r"packed is uint8 \(4, 16\); mxfp4-ocp of \(128,\) needs uint8 \(64,\)"),
+    "flat": (
+        {"shape": (128,), "axis": 0},
+        ValueError,
+        r"packed is uint8 \(4, 16\); mxfp4-ocp of \(128,\) needs uint8 \(64,\)",
+    ),
     "wider": ({"shape": (4, 64)}, ValueError, r"mxfp4-ocp of \(4, 64\) needs uint8 \(4, 32\)"),
     "no scales": ({"block_scale": None}, ValueError, "block_scale is None"),
     "dtype": ({"dtype": np.dtype(np.float64)}, TypeError, "dtype is float64"),
@@ -178,11 +187,14 @@ def test_codes_of_six_bits(name):
     packed = packed.copy()
     packed[-1, -1] = 64
     makes = [
-        lambda: replace(q, packed=packed), lambda: pickle.loads(pickle.dumps(with_state(q, {"packed": packed}))),
+        lambda: replace(q, packed=packed),
+        lambda: pickle.loads(pickle.dumps(with_state(q, {"packed": packed}))),
         lambda: fp4kit.Quantized(packed, *(getattr(q, f.name) for f in fields(q)[1:])),
-    ]  # fmt: skip
+    ]
     for make in makes:
-        with pytest.raises(ValueError, match=r"^Quantized: packed holds bytes above 63; needs one code of 6 bits a byte"):
+        with pytest.raises(
+            ValueError, match=r"^Quantized: packed holds bytes above 63; needs one code of 6 bits a byte"
+        ):
             make()
     assert np.isfinite(right.dequantize()[-1, -1])
     assert replace(q, packed=packed[:0], block_scale=q.block_scale[:0], shape=(0, q.shape[1])).shape[0] == 0

@@ -1,4 +1,6 @@
-"""Variants of recipes on the kernels: element formats that no recipe of the table has, zeros, transforms. See host/README.md."""
+"""Variants of recipes on the kernels: element formats that no recipe of the table has, zeros, transforms. See
+host/README.md.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,11 @@ from fp4kit.recipes import RECIPES
 pytestmark = pytest.mark.exhaustive  # a usual run launches these kernels in test_gpu*.py: host/README.md
 
 FLASHINFER, PRECISE = square("nvfp4-flashinfer"), square("nvfp4-flashinfer-precise")
-ZEROS = [ZeroBlocks(FLASHINFER, BF16), ZeroBlocks(FLASHINFER, BF16, rounding="seed"), ZeroBlocks(FLASHINFER, F32, hadamard=True)]
+ZEROS = [
+    ZeroBlocks(FLASHINFER, BF16),
+    ZeroBlocks(FLASHINFER, BF16, rounding="seed"),
+    ZeroBlocks(FLASHINFER, F32, hadamard=True),
+]
 ZEROS += [
     ZeroBlocks(FLASHINFER, F32, fake=True),
     ZeroBlocks(PRECISE, F32, rounding="bytes"),
@@ -46,14 +52,16 @@ TALL += [Guards(square("nvfp4-flashinfer-4over6-mae-448"))]  # lanes: no table o
 
 PLAIN = ("int4-modelopt-channel", "int8-modelopt", "fp8-modelopt", "fp8-modelopt-channel")
 TRANSFORMED = [
-    Quantize(RECIPES[id], d, hadamard=True, misaligned=d != F16) for id, d in zip(PLAIN, (BF16, F32, F16, BF16), strict=True)
+    Quantize(RECIPES[id], d, hadamard=True, misaligned=d != F16)
+    for id, d in zip(PLAIN, (BF16, F32, F16, BF16), strict=True)
 ]
 TRANSFORMED += [Quantize(RECIPES["fp8-modelopt"], BF16, rounding="seed", hadamard="no_signs")]
 TRANSFORMED += [GroupedQuantize(Quantize(RECIPES["int4-modelopt-channel"], BF16, hadamard=True, misaligned=True))]
 
 OF_TIES = ("mxfp8-compressed-tensors", "mxfp4-compressed-tensors", "mxfp4-flashinfer", "mxfp8-te")
 TIES_TOWARD_ZERO = [  # of elements that were rounded to the type of the input, or flushed, before; and of others
-    Quantize(replace(RECIPES[id], id=f"{id}-rnz", rounding="rnz"), d) for id, d in zip(OF_TIES, (BF16, F16) * 2, strict=True)
+    Quantize(replace(RECIPES[id], id=f"{id}-rnz", rounding="rnz"), d)
+    for id, d in zip(OF_TIES, (BF16, F16) * 2, strict=True)
 ]
 MINUS_ZERO = [  # a quotient by way of a reciprocal
     Quantize(replace(RECIPES["nvfp4-modelopt"], id="nvfp4-modelopt-signbit", sign="signbit"), d, fake=fake)
@@ -64,7 +72,9 @@ FLUSHED = [  # subnormal elements, whose sign their product has lost
     Subnormal(replace(RECIPES[id], id=f"{id}-{sign}", sign=sign), d)
     for (id, d), sign in zip(SIGNS, ("negative", "negative", "negative", "not_positive"), strict=True)
 ]
-SATURATED = [Quantize(RECIPES["mxfp8-flashinfer"], d, rounding=source) for d, source in ((BF16, "seed"), (F32, "bytes"))]
+SATURATED = [
+    Quantize(RECIPES["mxfp8-flashinfer"], d, rounding=source) for d, source in ((BF16, "seed"), (F32, "bytes"))
+]
 
 ROWS = [
     Quantize(of_elements("nvfp4-torchao", E1M2), misaligned=True),
@@ -164,4 +174,6 @@ def test_other_element_formats(host, case):
 
 def test_another_order_of_te_is_seen(host, tmp_path):
     case, text = TeProduct(RECIPES["nvfp4-te"], F32), "amax * (t.encode * kInv6)"
-    host.check_mutation(tmp_path, "block_rules_e4m3.cuh", text, "(amax * t.encode) * kInv6", case, "scales: 12 of 12 differ")
+    host.check_mutation(
+        tmp_path, "block_rules_e4m3.cuh", text, "(amax * t.encode) * kInv6", case, "scales: 12 of 12 differ"
+    )

@@ -1,6 +1,8 @@
-"""Which kernel takes which work, and how many thread blocks: every row of the table, and what the row before it must not take.
+"""Which kernel takes which work, and how many thread blocks: every row of the table, and what the row before it must
+not take.
 
-A kernel is right under any grid, and several are right for one work, so no comparison of bytes sees a wrong row or grid.
+A kernel is right under any grid, and several are right for one work, so no comparison of bytes sees a wrong row or
+grid.
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ def work(name, shape=LARGE, dtype=BF16, **options):
 
 # A work, its kernel, and its grid on 132 multiprocessors.
 CHOSEN = [
-    # fake: the producer's own arithmetic, only for values; 8 elements in 16 bytes, 2 runs a thread, 4 where each makes a table
+    # fake: the producer's own arithmetic, only for values; 8 elements in 16 bytes, 2 runs a thread, 4 where each makes
+    # a table
     (work("mxfp4-modelopt-fake", values=True), "fake", 4096 * 8192 // 8 // 2 // 256),
     (work("nvfp4-modelopt-fake", values=True), "fake", 4096 * 8192 // 8 // 4 // 256),
     (work("mxfp4-microxcaling-even", values=True, grouped=True), "fake", 4096 * 8192 // 8 // 2 // 256),
@@ -62,7 +65,11 @@ CHOSEN = [
     (work(SQUARE, stochastic=True), "quantize_tile", 132 * 16),
     (work(SQUARE, mask=0), "quantize_tile", 132 * 16),
     (work(SQUARE, grouped=True), "quantize_tile", 132 * 16),
-    (work(SQUARE, (33, 528), stochastic=True), "quantize_tile", 3 * 3),  # 33 blocks beside each other, 16 a thread block
+    (
+        work(SQUARE, (33, 528), stochastic=True),
+        "quantize_tile",
+        3 * 3,
+    ),  # 33 blocks beside each other, 16 a thread block
     (work(replace(RECIPES[TE], block=(2, 16))), "quantize_tile", 132 * 16),
     # quantize_plain: no blocks, one long row
     (work("fp8-modelopt"), "quantize_plain", 4096 * 8192 * 2 // (64 * 256)),
@@ -92,12 +99,18 @@ def test_the_way_of_a_work(monkeypatch, work, kernel, blocks):
 
 
 NONE = [
-    (work(replace(RECIPES[TE], block=(2, 64))), "blocks of 2x64 have no CUDA kernel; needs 16 columns or a multiple of 32"),
+    (
+        work(replace(RECIPES[TE], block=(2, 64))),
+        "blocks of 2x64 have no CUDA kernel; needs 16 columns or a multiple of 32",
+    ),
     (work(replace(RECIPES[TE], block=(3, 16)), (48, 64)), "blocks of 3x16 have no CUDA kernel"),
     (work(replace(RECIPES["mxfp4-ocp"], block=(1, 48)), (48, 96)), "blocks of 1x48 have no CUDA kernel"),
     (work(replace(RECIPES["mxfp4-ocp"], block=(1, 8))), "blocks of 1x8 have no CUDA kernel"),
     (work(TE, columns=True, stochastic=True), "have no CUDA kernel"),
-    (work(SQUARE, calibrated=True, stochastic=True), "block_amax of blocks of several rows, or of 4over6, has no CUDA kernel"),
+    (
+        work(SQUARE, calibrated=True, stochastic=True),
+        "block_amax of blocks of several rows, or of 4over6, has no CUDA kernel",
+    ),
     (work(SIX, dtype=F32, calibrated=True), "block_amax of blocks of several rows, or of 4over6, has no CUDA kernel"),
     (work(replace(RECIPES["mxfp4-modelopt-fake"], block=(1, 8)), values=True), "blocks of 1x8 with fake_rule="),
     (work(replace(RECIPES["mxfp4-modelopt-fake"], amax_nan="lanes"), values=True), "amax_nan='lanes' with fake_rule="),

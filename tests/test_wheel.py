@@ -1,6 +1,7 @@
 """The wheel has what the package needs: its commands run from it, with nothing of the checkout in sight.
 
-The wheel of most tests is built without setup.py: what fp4kit is where there is no C++ compiler, Python alone, and works.
+The wheel of most tests is built without setup.py: what fp4kit is where there is no C++ compiler, Python alone, and
+works.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from host.compiler import find_compiler
 
 ROOT = Path(__file__).resolve().parent.parent
 PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet"]
-# A process of its own, without site-packages' .pth files (-S), by which an editable installation is found, or this folder (-I).
+# A process of its own, without site-packages' .pth files (-S), by which an editable installation is found, or this
+# folder (-I).
 COMMAND = """
 import sys
 sys.path[:0] = {folders!r}

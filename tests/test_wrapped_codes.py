@@ -26,7 +26,8 @@ ONE_AND_TINY = {
     "nvfp4-fouroversix-absmax": (6, [120, 1]),
     "nvfp4-fouroversix-triton-6": (7, [126, 1]),
 }
-# A block of these tenths of 2^-9 / 256 has the scale 2 and the value 8 first; if that were 6, 4 would be the better scale.
+# A block of these tenths of 2^-9 / 256 has the scale 2 and the value 8 first; if that were 6, 4 would be the better
+# scale.
 TENTHS = (24, -12, 15, 12, 0, 18, 0, 0, 0, 21, -15, 3, -18, 0, -18, -18)
 PACKED = "e8667000702e0fff"
 
@@ -65,7 +66,9 @@ def test_values_go_on_in_steps_of_two():
 
 
 def test_scales_that_are_nan():
-    """Those of zeros under an infinite encode scale, and of a block with inf; not of a tensor of zeros, nor of finite blocks."""
+    """Those of zeros under an infinite encode scale, and of a block with inf; not of a tensor of zeros, nor of finite
+    blocks.
+    """
     for name in NAMES:
         assert not fp4kit.quantize(np.zeros((1, 32), np.float32), name).block_scale.any()
         x = np.zeros((1, 32), np.float32)
@@ -77,7 +80,8 @@ def test_scales_that_are_nan():
         assert q.block_scale.tolist() == [[127, 0]] and not codes_of(q)[0, 16:].any()
 
 
-# ---- the compiled engine --------------------------------------------------------------------------------------------------
+# ---- the compiled engine
+# --------------------------------------------------------------------------------------------------
 
 
 @NEEDS_ENGINE

@@ -1,4 +1,6 @@
-"""fp4kit.torch and fp4kit.jax alike: values and gradients are fp4kit's, and so the recorded ones, in every bit; examples."""
+"""fp4kit.torch and fp4kit.jax alike: values and gradients are fp4kit's, and so the recorded ones, in every bit;
+examples.
+"""
 
 import importlib
 import os
@@ -98,7 +100,9 @@ def test_values_and_gradients(wrapped, recipe, dtype, pass_through):
 
 @pytest.mark.parametrize("recipe", CLIPPED)
 def test_recorded_gradients(wrapped, recipe, golden):
-    """What Model-Optimizer's clipped straight-through estimator returned; passing through, it returned the upstream gradient."""
+    """What Model-Optimizer's clipped straight-through estimator returned; passing through, it returned the upstream
+    gradient.
+    """
     compared = 0
     for case in cases(CLIPPED[recipe], golden):
         expected, amax = case.part("grad_clip"), case.part("amax")

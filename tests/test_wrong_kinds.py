@@ -1,4 +1,6 @@
-"""Ints, strings and other things in the place of an argument: an error of the function that was called, before any work."""
+"""Ints, strings and other things in the place of an argument: an error of the function that was called, before any
+work.
+"""
 
 import inspect
 import re
@@ -30,7 +32,11 @@ RIGHT = {
     "pack": {"codes": Q.packed & 7},
     "partial_amax": {"shard": FLAT, "shape": (32, 64), "start": 0, "recipe": "nvfp4-te-2d"},
     "partial_cast": {
-        "shard": FLAT, "out": Q.packed.copy(), "block_amax": np.ones((2, 4), np.float32), "shape": (32, 64), "start": 0,
+        "shard": FLAT,
+        "out": Q.packed.copy(),
+        "block_amax": np.ones((2, 4), np.float32),
+        "shape": (32, 64),
+        "start": 0,
         "recipe": "nvfp4-te-2d",
     },
     "quantize": {"x": X, "recipe": "nvfp4"},
@@ -44,9 +50,21 @@ RIGHT = {
     "transpose": {"q": Q},
     "unpack": {"packed": Q.packed},
     "unswizzle": {"q_or_scales": Q.block_scale, "layout": "linear", "shape": Q.block_scale.shape},
-}  # fmt: skip
+}
 FILES = {"save": {"path": "w.safetensors", "arrays": {"w": Q}}, "load": {"path": "w.safetensors"}}
-WRONG = [3, -1, 2.5, "three", None, [1, 2], {}, object(), np.zeros(3), np.zeros((2, 2), np.uint8), np.zeros((0, 16), np.float32)]
+WRONG = [
+    3,
+    -1,
+    2.5,
+    "three",
+    None,
+    [1, 2],
+    {},
+    object(),
+    np.zeros(3),
+    np.zeros((2, 2), np.uint8),
+    np.zeros((0, 16), np.float32),
+]
 NOT_CALLED = {"recipes", "engine", "num_threads", "specification"}  # without arguments
 NOT_CALLED |= {"MasterWeightsPlan", "threads"}  # what cast_master_weights makes; what refuses when it is entered
 
@@ -85,7 +103,9 @@ def test_errors_carry_the_name(name):
 
 def test_fake_quantizers_round_to_nearest_alone():
     for rounding in (np.zeros(3), "stochastic", 3):
-        with pytest.raises(ValueError, match=r"^fake_quantize: mxfp4-microxcaling-nearest rounds to nearest only; got rounding="):
+        with pytest.raises(
+            ValueError, match=r"^fake_quantize: mxfp4-microxcaling-nearest rounds to nearest only; got rounding="
+        ):
             fp4kit.fake_quantize(X, "mxfp4-microxcaling-nearest", rounding=rounding)
 
 
@@ -128,40 +148,68 @@ def test_seeds_that_are_memory():
 STOCHASTIC = {"x": X, "recipe": "nvfp4", "rounding": "stochastic"}
 INTS = {  # arguments that are ints: what takes one, its name, and a value that is right
     "axis": (lambda n: fp4kit.quantize(X, "nvfp4", axis=n), "quantize: axis is {}; needs an int", 1),
-    "axis of values": (lambda n: fp4kit.fake_quantize(X, "nvfp4", axis=n), "fake_quantize: axis is {}; needs an int", 1),
+    "axis of values": (
+        lambda n: fp4kit.fake_quantize(X, "nvfp4", axis=n),
+        "fake_quantize: axis is {}; needs an int",
+        1,
+    ),
     "axis of an amax": (lambda n: fp4kit.amax(X, axis=n), "amax: axis is {}; needs an int", 1),
     "axes": (lambda n: fp4kit.amax(X, axis=(0, n)), "amax: axis is {}; needs an int", 1),
     "axis of a gradient": (
-        lambda n: fp4kit.fake_quantize_backward(X, X, "nvfp4", axis=n), "fake_quantize_backward: axis is {}; needs an int", 1,
+        lambda n: fp4kit.fake_quantize_backward(X, X, "nvfp4", axis=n),
+        "fake_quantize_backward: axis is {}; needs an int",
+        1,
     ),
     "axis of a group": (
-        lambda n: fp4kit.quantize_grouped([X], "nvfp4", axis=n), "quantize_grouped: xs\\[0\\]: axis is {}; needs an int", 1,
+        lambda n: fp4kit.quantize_grouped([X], "nvfp4", axis=n),
+        "quantize_grouped: xs\\[0\\]: axis is {}; needs an int",
+        1,
     ),
-    "axis of a plan": (lambda n: fp4kit.GroupedPlan([X], "nvfp4", axis=n), "GroupedPlan: xs\\[0\\]: axis is {}; needs an int", 1),
+    "axis of a plan": (
+        lambda n: fp4kit.GroupedPlan([X], "nvfp4", axis=n),
+        "GroupedPlan: xs\\[0\\]: axis is {}; needs an int",
+        1,
+    ),
     "axis of a search": (
-        lambda n: fp4kit.search_scales(X, "nvfp4-modelopt-static", axis=n), "search_scales: axis is {}; needs an int", 1,
+        lambda n: fp4kit.search_scales(X, "nvfp4-modelopt-static", axis=n),
+        "search_scales: axis is {}; needs an int",
+        1,
     ),
     "axis of a Quantized": (lambda n: replace(Q, axis=n), "Quantized: axis is {}; needs an int", 1),
     "axis of parts": (
         lambda n: fp4kit.Quantized.from_parts(Q.packed, Q.block_scale, Q.tensor_scale, recipe=Q.recipe, axis=n),
-        "from_parts: axis is {}; needs an int", 1,
+        "from_parts: axis is {}; needs an int",
+        1,
     ),
     "seed": (lambda n: fp4kit.quantize(**STOCHASTIC, seed=n), "quantize: seed is {}; needs an int", 1),
-    "seed of values": (lambda n: fp4kit.fake_quantize(**STOCHASTIC, seed=n), "fake_quantize: seed is {}; needs an int", 1),
-    "seed of both": (lambda n: fp4kit.quantize_both(**STOCHASTIC, seed=n), "quantize_both: seed is {}; needs an int", 1),
+    "seed of values": (
+        lambda n: fp4kit.fake_quantize(**STOCHASTIC, seed=n),
+        "fake_quantize: seed is {}; needs an int",
+        1,
+    ),
+    "seed of both": (
+        lambda n: fp4kit.quantize_both(**STOCHASTIC, seed=n),
+        "quantize_both: seed is {}; needs an int",
+        1,
+    ),
     "threads": (lambda n: fp4kit.quantize(X, "nvfp4", threads=n), "quantize: threads is {}; needs an int", 1),
     "threads of all": (fp4kit.set_num_threads, "set_num_threads: threads is {}; needs an int", 1),
     "threads of calls": (lambda n: fp4kit.threads(n).__enter__(), "threads: threads is {}; needs an int", 1),
     "shape": (lambda n: replace(Q, shape=(32, n)), "Quantized: shape is \\(32, {}\\); needs a tuple of ints", 64),
     "shape of scales": (
-        lambda n: fp4kit.unswizzle(Q.block_scale, "linear", (32, n)), "unswizzle: shape is \\(32, {}\\); needs a tuple", 4,
+        lambda n: fp4kit.unswizzle(Q.block_scale, "linear", (32, n)),
+        "unswizzle: shape is \\(32, {}\\); needs a tuple",
+        4,
     ),
     "start": (
-        lambda n: fp4kit.partial_amax(FLAT[1:], (32, 64), n, "nvfp4-te-2d"), "partial_amax: start is {}; needs an int", 1,
+        lambda n: fp4kit.partial_amax(FLAT[1:], (32, 64), n, "nvfp4-te-2d"),
+        "partial_amax: start is {}; needs an int",
+        1,
     ),
     "candidates": (
         lambda n: fp4kit.search_scales(X, "nvfp4-modelopt-static", candidates=(n, 1)),
-        "search_scales: candidates is {}; needs an int", 1,
+        "search_scales: candidates is {}; needs an int",
+        1,
     ),
     "multiple": (lambda n: fp4kit.layouts.pad(X, n), "pad: multiple is {}; needs an integer of 1 or more", 1),
     "axis that is padded": (lambda n: fp4kit.layouts.pad(X, 3, n), "pad: axis is {}; needs an int", 1),
@@ -169,8 +217,12 @@ INTS = {  # arguments that are ints: what takes one, its name, and a value that 
     "slice": (lambda n: Q[n:], "Quantized: an end of the slice is {}; needs an int", 16),
     "block": (lambda n: replace(Q.recipe, block=(n, n)), "Recipe nvfp4-te-2d: block is \\({}, {}\\); needs", 16),
     "scale_max": (lambda n: replace(Q.recipe, scale_max=n), "Recipe nvfp4-te-2d: scale_max is {}; needs an int", 448),
-    "counts": (lambda n: _check_gather(np.zeros(1), [n], SingleProcess()), "all_gather: counts is \\[{}\\]; needs a sequence", 1),
-}  # fmt: skip
+    "counts": (
+        lambda n: _check_gather(np.zeros(1), [n], SingleProcess()),
+        "all_gather: counts is \\[{}\\]; needs a sequence",
+        1,
+    ),
+}
 
 
 @pytest.mark.parametrize("value", [True, False, np.True_, np.False_, 1.0, np.float32(1), "1", object], ids=repr)
@@ -209,5 +261,7 @@ def test_the_seed_of_both_leaves_one_for_columns():
 @pytest.mark.parametrize("path", ["", ".", "/"])
 def test_paths_without_a_name(path):
     for call in (lambda: fp4kit.save(path, {"w": Q}), lambda: fp4kit.load(path)):
-        with pytest.raises(ValueError, match=r"^(save|load): path is '.?'; needs one that ends with the name of a file"):
+        with pytest.raises(
+            ValueError, match=r"^(save|load): path is '.?'; needs one that ends with the name of a file"
+        ):
             call()

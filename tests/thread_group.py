@@ -1,4 +1,6 @@
-"""A group whose processes are threads, for tests of what communicates: on NumPy arrays, and on CuPy arrays of one GPU."""
+"""A group whose processes are threads, for tests of what communicates: on NumPy arrays, and on CuPy arrays of one
+GPU.
+"""
 
 from __future__ import annotations
 

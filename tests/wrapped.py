@@ -1,4 +1,6 @@
-"""Inputs whose scaled elements reach 7 and more, where fouroversix's rounding goes on in steps of 2 and its codes wrap around."""
+"""Inputs whose scaled elements reach 7 and more, where fouroversix's rounding goes on in steps of 2 and its codes wrap
+around.
+"""
 
 from __future__ import annotations
 
@@ -6,15 +8,40 @@ import numpy as np
 
 # Elements over their scale, and the code that fouroversix 1.0.5 packs (its PyTorch back end on a CPU, torch 2.13).
 CODES = {
-    6.9: 7, 7.0: 8, -7.0: 8, 8.0: 8, 9.0: 8, 9.5: 8, 10.0: 8, -10.0: 8, 11.0: 9, 12.0: 9, -12.0: 9, 14.0: 9, -14.0: 9,
-    15.0: 10, 16.0: 10, -16.0: 10, 20.0: 10, 24.0: 11, -24.0: 11, 31.0: 12, 48.0: 13, 64.0: 14, 96.0: 15, 126.0: 15,
-}  # fmt: skip
-# Sixths of block amaxes over 2^-9, the smallest scale: E4M3 rounds them to 0, 1, 2, 3, ... An element of 1.4999999 is 9 scales.
+    6.9: 7,
+    7.0: 8,
+    -7.0: 8,
+    8.0: 8,
+    9.0: 8,
+    9.5: 8,
+    10.0: 8,
+    -10.0: 8,
+    11.0: 9,
+    12.0: 9,
+    -12.0: 9,
+    14.0: 9,
+    -14.0: 9,
+    15.0: 10,
+    16.0: 10,
+    -16.0: 10,
+    20.0: 10,
+    24.0: 11,
+    -24.0: 11,
+    31.0: 12,
+    48.0: 13,
+    64.0: 14,
+    96.0: 15,
+    126.0: 15,
+}
+# Sixths of block amaxes over 2^-9, the smallest scale: E4M3 rounds them to 0, 1, 2, 3, ... An element of 1.4999999 is 9
+# scales.
 AMAXES = (0.4, 0.5, 0.6, 1.0, 1.3, 1.4, 1.4999999, 1.5, 2.3, 2.4, 2.5, 2.51, 3.4, 3.5, 4.4, 7.6)
 
 
 def over_scales() -> np.ndarray:
-    """Return float32 (1, 16 * n), each element of CODES times 448, alone in a block: with tensor_amax=2688 scales are 448."""
+    """Return float32 (1, 16 * n), each element of CODES times 448, alone in a block: with tensor_amax=2688 scales are
+    448.
+    """
     x = np.zeros((len(CODES), 16), np.float32)
     x[:, 3] = np.float32([*CODES]) * np.float32(448)
     return x.reshape(1, -1)

@@ -23,8 +23,16 @@ def merged(record: dict[str, Any], run: dict[str, Any]) -> tuple[dict[str, Any],
         if producer["differing"]:
             differing.append(producer["producer"])
         elif producer["arrays"]:
-            entry = {"date": run["date"], "fp4kit": run["fp4kit"], "seed": run["seed"], **{key: producer[key] for key in KEPT}}
-            found[producer["producer"]] = {**entry, "recipes": {id: r["arrays"] for id, r in producer["recipes"].items()}}
+            entry = {
+                "date": run["date"],
+                "fp4kit": run["fp4kit"],
+                "seed": run["seed"],
+                **{key: producer[key] for key in KEPT},
+            }
+            found[producer["producer"]] = {
+                **entry,
+                "recipes": {id: r["arrays"] for id, r in producer["recipes"].items()},
+            }
     return dict(sorted(found.items())), differing
 
 

@@ -3,10 +3,10 @@
     python tools/pack_golden.py FILE... [--into DIRECTORY] [--replace]
 
 Each FILE is a producer's outputs, original (`te.npz`; `inputs.npz`: what they were computed from) or packed. It becomes
-DIRECTORY/<name of FILE>; if that exists, the arrays of FILE are added to it. --replace lets arrays of FILE replace others of
-the same key; without it, an array that differs is an error. fp4kit/evidence/golden/packed.py describes the packed form. Files
-that are stored as differences to a replaced array are packed again. The result is read back and compared before the program ends.
-The same arrays give the same bytes, with the same version of liblzma.
+DIRECTORY/<name of FILE>; if that exists, the arrays of FILE are added to it. --replace lets arrays of FILE replace
+others of the same key; without it, an array that differs is an error. fp4kit/evidence/golden/packed.py describes the
+packed form. Files that are stored as differences to a replaced array are packed again. The result is read back and
+compared before the program ends. The same arrays give the same bytes, with the same version of liblzma.
 """
 
 from __future__ import annotations
@@ -42,7 +42,9 @@ def arrays_of(golden: GoldenSet, name: str) -> dict[str, np.ndarray]:
 
 
 def merged(old: Arrays, new: Arrays, name: str, replace: bool = False) -> dict[str, np.ndarray]:
-    """Return the arrays of both. If two of one key differ, the new one counts with `replace`; without, raises ValueError."""
+    """Return the arrays of both. If two of one key differ, the new one counts with `replace`; without, raises
+    ValueError.
+    """
     for key in old.keys() & new.keys():
         if not replace and content(old[key]) != content(new[key]):
             raise ValueError(f"pack_golden: {name}/{key} differs from the recorded one; use another key or --replace")
@@ -55,7 +57,9 @@ def content(array: np.ndarray) -> tuple[str, tuple[int, ...], bytes]:
 
 
 def similarity(key: str) -> tuple[str, str, str]:
-    """Return a sort key that puts the outputs for one input side by side, where the compressor finds what they share."""
+    """Return a sort key that puts the outputs for one input side by side, where the compressor finds what they
+    share.
+    """
     return key.split("/")[0], key.split("/")[-1], key
 
 
@@ -154,14 +158,18 @@ def verify(source: Arrays, packed: GoldenSet, name: str) -> None:
     """Raise ValueError unless the file of the set has exactly the keys and arrays of the source."""
     arrays = arrays_of(packed, name)
     if arrays.keys() != source.keys():
-        raise ValueError(f"pack_golden: the keys of {name} in {packed.path} differ: {sorted(arrays.keys() ^ source.keys())[:4]}")
+        raise ValueError(
+            f"pack_golden: the keys of {name} in {packed.path} differ: {sorted(arrays.keys() ^ source.keys())[:4]}"
+        )
     for key, array in source.items():
         if content(arrays[key]) != content(array):
             raise ValueError(f"pack_golden: {name}/{key} reads back differently from {packed.path}")
 
 
 def dependents(directory: Path, name: str, changed: Iterable[str]) -> list[str]:
-    """Return the packed files with an array that is stored as a difference to one of the changed keys of file `name`."""
+    """Return the packed files with an array that is stored as a difference to one of the changed keys of file
+    `name`.
+    """
     gone = {(name, key) for key in changed}
     return [path.stem for path in sorted(directory.glob("*.npz")) if gone & set(references(path).values())]
 

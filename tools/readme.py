@@ -1,4 +1,6 @@
-"""Rewrite the generated parts of README.md and docs/: python tools/readme.py (tests/test_readme.py checks that it was done)."""
+"""Rewrite the generated parts of README.md and docs/: python tools/readme.py (tests/test_readme.py checks that it was
+done).
+"""
 
 from __future__ import annotations
 
@@ -81,7 +83,16 @@ def scale_search() -> str:
     return scale_search_report.summary(json.loads((RESULTS / "scale-search.json").read_text()))
 
 
-LIVE_COLUMNS = ("producer", "equal at", "beside", "found on", "recipes", "arrays", "elements", "exceptions used (arrays)")
+LIVE_COLUMNS = (
+    "producer",
+    "equal at",
+    "beside",
+    "found on",
+    "recipes",
+    "arrays",
+    "elements",
+    "exceptions used (arrays)",
+)
 
 
 def live() -> str:
@@ -94,7 +105,9 @@ def live() -> str:
 def _live_row(name: str, entry: dict[str, Any] | None) -> tuple[str, ...]:
     if entry is None:
         return (name, "none recorded", *[""] * 6)
-    beside = ", ".join(f"{other} {version}" for other, version in entry["versions"].items() if version != entry["version"])
+    beside = ", ".join(
+        f"{other} {version}" for other, version in entry["versions"].items() if version != entry["version"]
+    )
     counts = (f"{len(entry['recipes'])}", f"{entry['arrays']:,}", f"{entry['elements']:,}")
     return (name, entry["version"], beside, entry["date"], *counts, exceptions(entry["exceptions"]))
 
@@ -119,11 +132,14 @@ def with_output(text: str) -> str:
     if example is None:
         return text
     run = subprocess.run([sys.executable, "-c", example[1]], capture_output=True, text=True, check=True, cwd=ROOT)
-    return re.sub(r"(<!-- output -->\n```text\n).*?(```)", lambda match: match[1] + run.stdout + match[2], text, flags=re.DOTALL)
+    return re.sub(
+        r"(<!-- output -->\n```text\n).*?(```)", lambda match: match[1] + run.stdout + match[2], text, flags=re.DOTALL
+    )
 
 
 def rewritten(text: str) -> str:
-    """Text with the example's output, and each part between `<!-- generated: NAME -->` and `<!-- end -->`, as the code gives it.
+    """Text with the example's output, and each part between `<!-- generated: NAME -->` and `<!-- end -->`, as the code
+    gives it.
 
     Raises ValueError for a name that is not one of PARTS, and for a part that is there twice.
     """

@@ -68,7 +68,9 @@ class _DLManagedTensorVersioned(ctypes.Structure):
     )
 
 
-_capsule_is_valid = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.py_object, ctypes.c_char_p)(("PyCapsule_IsValid", ctypes.pythonapi))
+_capsule_is_valid = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.py_object, ctypes.c_char_p)(
+    ("PyCapsule_IsValid", ctypes.pythonapi)
+)
 _capsule_pointer = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)(
     ("PyCapsule_GetPointer", ctypes.pythonapi)
 )
@@ -89,7 +91,9 @@ class _Memory:
 
 
 def read(x: Any, name: str) -> np.ndarray[Any, np.dtype[Any]]:
-    """The array that x exports; errors name it. Raises TypeError for other dtypes, BufferError for what cannot be read."""
+    """The array that x exports; errors name it. Raises TypeError for other dtypes, BufferError for what cannot be
+    read.
+    """
     return _from_capsule(_export(x), name)
 
 
@@ -107,7 +111,9 @@ def _from_capsule(capsule: object, name: str) -> np.ndarray[Any, np.dtype[Any]]:
     if 0 in _shape(tensor):  # the exporter's data pointer may be NULL
         return np.empty(_shape(tensor), dtype)
     if not tensor.data:
-        raise BufferError(f"{name} exports no memory, only a shape, as a tensor does while it is traced; needed are values")
+        raise BufferError(
+            f"{name} exports no memory, only a shape, as a tensor does while it is traced; needed are values"
+        )
     return np.asarray(_Memory(capsule, tensor, dtype, read_only)).view(dtype)
 
 

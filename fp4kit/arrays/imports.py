@@ -17,9 +17,23 @@ __all__ = ["as_array", "as_arrays", "cupy", "device_name", "import_arrays", "is_
 T = TypeVar("T")
 _HOST_DEVICES = (1, 3, 11)  # kDLCPU, and page-locked host memory: kDLCUDAHost, kDLROCMHost
 _DEVICE_NAMES = {
-    1: "cpu", 2: "cuda", 3: "cpu", 4: "opencl", 7: "vulkan", 8: "metal", 9: "vpi", 10: "rocm", 11: "cpu",
-    12: "ext_dev", 13: "cuda", 14: "oneapi", 15: "webgpu", 16: "hexagon", 17: "maia", 18: "trainium",
-}  # fmt: skip
+    1: "cpu",
+    2: "cuda",
+    3: "cpu",
+    4: "opencl",
+    7: "vulkan",
+    8: "metal",
+    9: "vpi",
+    10: "rocm",
+    11: "cpu",
+    12: "ext_dev",
+    13: "cuda",
+    14: "oneapi",
+    15: "webgpu",
+    16: "hexagon",
+    17: "maia",
+    18: "trainium",
+}
 
 DIFFERENTIABLE = ("fake_quantize", "fake_quantize_grouped")  # of fp4kit.torch too, where gradients pass
 
@@ -28,10 +42,12 @@ def as_array(x: Any, name: str = "x") -> np.ndarray[Any, np.dtype[Any]]:
     """Return `x` as a NumPy array that shares its memory.
 
     Args:
-        x: a NumPy array of any dtype and any strides, which is returned as it is; an np.matrix, np.memmap or other subclass,
-            which becomes a plain array; a NumPy scalar, which becomes a 0-d array; or an object in host memory that exports
-            DLPack (PyTorch, JAX, ...), of a real, complex or bool type, bfloat16, float8_e4m3fn, float8_e5m2, float8_e8m0fnu,
-            or float4_e2m1fn_x2, which arrives as uint8 (two codes a byte, the even element in the low nibble).
+        x: a NumPy array of any dtype and any strides, which is returned as it is; an np.matrix, np.memmap or other
+        subclass,
+            which becomes a plain array; a NumPy scalar, which becomes a 0-d array; or an object in host memory that
+            exports DLPack (PyTorch, JAX, ...), of a real, complex or bool type, bfloat16, float8_e4m3fn, float8_e5m2,
+            float8_e8m0fnu, or float4_e2m1fn_x2, which arrives as uint8 (two codes a byte, the even element in the low
+            nibble).
         name: what error messages call `x`, such as "quantize: x".
 
     Returns:
@@ -40,9 +56,11 @@ def as_array(x: Any, name: str = "x") -> np.ndarray[Any, np.dtype[Any]]:
         (DLPack before 1.0).
 
     Raises:
-        TypeError: `x` is no array (a list, a Python number, ...), a masked array, a tensor that is not dense memory (sparse,
+        TypeError: `x` is no array (a list, a Python number, ...), a masked array, a tensor that is not dense memory
+        (sparse,
             nested, quantized), or its DLPack dtype is none of the above.
-        ValueError: `x` is a PyTorch tensor that requires grad, has the negative or the conjugate bit set, or is on the meta
+        ValueError: `x` is a PyTorch tensor that requires grad, has the negative or the conjugate bit set, or is on the
+        meta
             device.
         NotImplementedError: `x` is on a CUDA or another device.
         BufferError: the exporter refuses, gives no memory, or speaks a DLPack version other than 0.x and 1.x.
@@ -63,8 +81,8 @@ def check_unmasked(x: Any, name: str) -> None:
     if hasattr(x, "filled"):
         variable = _variable(name)
         raise TypeError(
-            f"{name} is a masked array, whose mask no function here heeds; needed is a plain array; pass {variable}.filled(0), "
-            f"or {variable}.data where what is masked counts too"
+            f"{name} is a masked array, whose mask no function here heeds; needed is a plain array; pass"
+            f" {variable}.filled(0), or {variable}.data where what is masked counts too"
         )
 
 
@@ -102,9 +120,10 @@ def device_name(x: Any, name: str = "x") -> str:
     An object with only `__cuda_array_interface__`, which tells no device number, gives "cuda".
 
     Raises:
-        TypeError: `x` is neither a NumPy array nor an exporter of DLPack or of the CUDA array interface, or traced by JAX.
-        BufferError: `x` has no memory on one device: it is sharded, was deleted, or belongs to a transform such as torch.vmap.
-        TypeError, ValueError: `x` is a PyTorch tensor whose memory does not hold its values; see check_tensor.
+        TypeError: `x` is neither a NumPy array nor an exporter of DLPack or of the CUDA array interface, or traced by
+        JAX. BufferError: `x` has no memory on one device: it is sharded, was deleted, or belongs to a transform such as
+        torch.vmap. TypeError, ValueError: `x` is a PyTorch tensor whose memory does not hold its values; see
+        check_tensor.
     """
     if isinstance(x, (np.ndarray, np.generic)):
         return "cpu"
@@ -118,7 +137,9 @@ def device_name(x: Any, name: str = "x") -> str:
     if hasattr(x, "__cuda_array_interface__"):
         return "cuda"
     if isinstance(x, getattr(getattr(sys.modules.get("jax"), "core", None), "Tracer", ())):
-        raise TypeError(f"{name} is traced by JAX and has no values yet; needed are values; call what fp4kit.jax has, or outside")
+        raise TypeError(
+            f"{name} is traced by JAX and has no values yet; needed are values; call what fp4kit.jax has, or outside"
+        )
     raise TypeError(
         f"{name} is a {type(x).__module__}.{type(x).__qualname__}; needed is a NumPy array or an array that exports "
         f"DLPack (PyTorch, JAX, ...); pass np.asarray({_variable(name)}, np.float32)"
@@ -126,15 +147,17 @@ def device_name(x: Any, name: str = "x") -> str:
 
 
 def _dlpack_device(x: Any, name: str) -> tuple[int, int]:
-    """Type and number of the device that an exporter's memory is on. Raises BufferError where it has none, or is on several."""
+    """Type and number of the device that an exporter's memory is on. Raises BufferError where it has none, or is on
+    several.
+    """
     try:
         kind, index = x.__dlpack_device__()
         return int(kind), int(index)
     except Exception as error:
         why = "it was deleted, or donated to a call" if getattr(x, "is_deleted", bool)() else str(error).rstrip(".")
         raise BufferError(
-            f"{name} is a {type(x).__name__} without memory of its own on one device ({why:.120}); needed are values in one "
-            "place: gather what is sharded; inside of torch.func, call what fp4kit.torch has"
+            f"{name} is a {type(x).__name__} without memory of its own on one device ({why:.120}); needed are values in"
+            " one place: gather what is sharded; inside of torch.func, call what fp4kit.torch has"
         ) from error
 
 
@@ -147,11 +170,15 @@ def check_tensor(x: Any, name: str = "x") -> None:
     if str(getattr(x, "layout", "torch.strided")) != "torch.strided":
         raise TypeError(f"{name} is a tensor of layout {x.layout}; needed is a dense one; pass {variable}.to_dense()")
     if getattr(x, "is_nested", False):
-        raise TypeError(f"{name} is a nested tensor; needed is one dense tensor; pass {variable}.unbind() to a grouped function")
+        raise TypeError(
+            f"{name} is a nested tensor; needed is one dense tensor; pass {variable}.unbind() to a grouped function"
+        )
     if getattr(x, "is_quantized", False):
         raise TypeError(f"{name} is a tensor of {x.dtype}; needed are plain numbers; pass {variable}.dequantize()")
     if getattr(x, "is_meta", False):
-        raise ValueError(f"{name} is on the meta device, which has no memory; needed are values; materialize the tensor first")
+        raise ValueError(
+            f"{name} is on the meta device, which has no memory; needed are values; materialize the tensor first"
+        )
     for bit, is_set in (("negative", "is_neg"), ("conjugate", "is_conj")):
         if getattr(x, is_set, bool)():
             way_out = f"{variable}.resolve_{is_set[3:]}()"
@@ -161,11 +188,17 @@ def check_tensor(x: Any, name: str = "x") -> None:
 
 
 def _check_grad(x: Any, name: str) -> None:
-    """Raise ValueError for a tensor whose gradient would be lost: not without grad mode, and not for codes of a parameter."""
+    """Raise ValueError for a tensor whose gradient would be lost: not without grad mode, and not for codes of a
+    parameter.
+    """
     torch, op = sys.modules["torch"], name.partition(":")[0]
     if not torch.is_grad_enabled() or (isinstance(x, torch.nn.Parameter) and op not in DIFFERENTIABLE):
         return
-    needed = f"needed is fp4kit.torch.{op}, which carries it, or" if op in DIFFERENTIABLE else "what fp4kit.torch has carries it;"
+    needed = (
+        f"needed is fp4kit.torch.{op}, which carries it, or"
+        if op in DIFFERENTIABLE
+        else "what fp4kit.torch has carries it;"
+    )
     raise ValueError(f"{name} requires grad, which would end here; {needed} pass {_variable(name)}.detach()")
 
 
@@ -190,7 +223,8 @@ def _detached(x: Any) -> Any:
     return x.detach() if getattr(x, "requires_grad", False) else x
 
 
-# ---- torch.compile ---------------------------------------------------------------------------------------------------------
+# ---- torch.compile
+# ---------------------------------------------------------------------------------------------------------
 
 
 def is_traced() -> bool:
@@ -205,7 +239,9 @@ def is_traced() -> bool:
 
 
 def untraced(function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-    """Call the function. In traced code this is a graph break, and with fullgraph=True an error, once is_traced was called."""
+    """Call the function. In traced code this is a graph break, and with fullgraph=True an error, once is_traced was
+    called.
+    """
     return function(*args, **kwargs)
 
 
@@ -220,7 +256,8 @@ def _leave_untraced() -> bool:
 _leave_untraced._dynamo_marked_constant = True  # type: ignore[attr-defined]  # what torch._dynamo.assume_constant_result sets
 
 
-# ---- CuPy -----------------------------------------------------------------------------------------------------------------
+# ---- CuPy
+# -----------------------------------------------------------------------------------------------------------------
 
 _NOTHING = nullcontext()
 
@@ -237,7 +274,9 @@ def cupy() -> Any:
     try:
         count = module.cuda.runtime.getDeviceCount()
     except module.cuda.runtime.CUDARuntimeError as error:
-        raise RuntimeError(f"fp4kit.cuda: no usable CUDA driver ({error}); install or update NVIDIA's driver") from error
+        raise RuntimeError(
+            f"fp4kit.cuda: no usable CUDA driver ({error}); install or update NVIDIA's driver"
+        ) from error
     if not count:
         raise RuntimeError("fp4kit.cuda: the CUDA driver sees no device; check nvidia-smi and CUDA_VISIBLE_DEVICES")
     return module
@@ -266,7 +305,9 @@ def import_arrays(op: str, **named: Any) -> tuple[Any, ...]:
 
 
 def _one_cupy_device(arrays: Iterable[Any]) -> bool:
-    """Whether all are CuPy arrays of one device: CuPy need not be asked for an export, which takes the driver's time."""
+    """Whether all are CuPy arrays of one device: CuPy need not be asked for an export, which takes the driver's
+    time.
+    """
     kind = getattr(sys.modules.get("cupy"), "ndarray", None)
     return kind is not None and all(isinstance(a, kind) for a in arrays) and len({a.device.id for a in arrays}) == 1
 

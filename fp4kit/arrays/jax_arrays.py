@@ -14,7 +14,9 @@ from fp4kit.arrays import imports
 
 @contextmanager
 def at_home(x: Any) -> Iterator[Callable[[Any], Any]]:
-    """Calls on x run as they do; gives what makes arrays on the device of x, which JAX may move elsewhere if it may move x."""
+    """Calls on x run as they do; gives what makes arrays on the device of x, which JAX may move elsewhere if it may
+    move x.
+    """
 
     yield lambda array: giver(x)(array)
 
@@ -33,7 +35,9 @@ def giver(x: Any) -> Callable[[Any], Any]:
 
 
 def facts(a: Any) -> Hashable:
-    """Return all that the checks of a call depend on, for an array of JAX on one device of the host; TypeError for others."""
+    """Return all that the checks of a call depend on, for an array of JAX on one device of the host; TypeError for
+    others.
+    """
     kind = type(a)
     if kind.__name__ != "ArrayImpl" or a.is_deleted() or len(a.devices()) != 1 or a.device.platform != "cpu":
         raise TypeError(kind)
@@ -42,7 +46,9 @@ def facts(a: Any) -> Hashable:
 
 
 def array_of(array: Any, device: Any = None) -> Any:
-    """An array with the values of a NumPy array, on a device, or on the memory of a CuPy array; anything else as it is."""
+    """An array with the values of a NumPy array, on a device, or on the memory of a CuPy array; anything else as it
+    is.
+    """
     if isinstance(array, np.ndarray):
         copy = np.array(array)  # JAX may keep the memory, which no other array shall have
         return sys.modules["jax"].device_put(copy, device)

@@ -1,8 +1,10 @@
-"""Results come back in the library that the arguments came in: PyTorch's tensors and JAX's arrays, on the host and on CUDA.
+"""Results come back in the library that the arguments came in: PyTorch's tensors and JAX's arrays, on the host and on
+CUDA.
 
-Neither library is imported here: the module of an array is loaded already. fp4kit computes on NumPy and CuPy arrays, which share
-the memory of what was given (fp4kit.arrays.imports); what a public function makes is turned into arrays of the first argument's
-library, again without a copy where that library allows it. Arrays of any other library give NumPy or CuPy arrays.
+Neither library is imported here: the module of an array is loaded already. fp4kit computes on NumPy and CuPy arrays,
+which share the memory of what was given (fp4kit.arrays.imports); what a public function makes is turned into arrays of
+the first argument's library, again without a copy where that library allows it. Arrays of any other library give NumPy
+or CuPy arrays.
 """
 
 from __future__ import annotations
@@ -24,7 +26,9 @@ Give = Callable[[Any], Any]  # from a NumPy or CuPy array to one of the library;
 
 
 class Library(NamedTuple):
-    """What is known of a library. at_home(a): where calls on `a` run, and its Give. is_mutable: arrays can be written to."""
+    """What is known of a library. at_home(a): where calls on `a` run, and its Give. is_mutable: arrays can be written
+    to.
+    """
 
     name: str
     at_home: Callable[[Any], AbstractContextManager[Give]]
@@ -36,7 +40,9 @@ JAX = Library("jax", jax_arrays.at_home, False)
 
 
 def library_of(a: Any) -> Library | None:
-    """The library of an array, of the first of a sequence, of the parts of a Quantized; None for NumPy, CuPy and any other."""
+    """The library of an array, of the first of a sequence, of the parts of a Quantized; None for NumPy, CuPy and any
+    other.
+    """
     if isinstance(a, np.ndarray) or type(a).__module__ == "cupy":
         return None
     a = first_array(a)
@@ -55,7 +61,9 @@ def first_array(a: Any) -> Any:
 
 
 def numpy_dtype(op: str, dtype: Any) -> np.dtype:
-    """A dtype of NumPy, ml_dtypes, PyTorch or JAX, as NumPy and ml_dtypes name it. Raises TypeError for what is none."""
+    """A dtype of NumPy, ml_dtypes, PyTorch or JAX, as NumPy and ml_dtypes name it. Raises TypeError for what is
+    none.
+    """
     if type(dtype).__module__ == "torch":
         return torch_arrays.numpy_dtype(op, dtype)
     try:
@@ -79,7 +87,9 @@ def given_back(result: Any, give: Give) -> Any:
 
 
 def comes_home(function: Callable[P, T]) -> Callable[P, T]:
-    """Decorator: arrays that a public function returns come in the library of its first argument; `out` comes back as it is."""
+    """Decorator: arrays that a public function returns come in the library of its first argument; `out` comes back as
+    it is.
+    """
     first = next(iter(signature(function).parameters))
 
     @wraps(function)
@@ -102,8 +112,8 @@ def comes_home(function: Callable[P, T]) -> Callable[P, T]:
 
 
 def written(out: Any) -> Any:
-    """An `out` that was written to. PyTorch's autograd is told, as its own functions tell it: else what an earlier function
-    saved for its gradient would be other values, without an error.
+    """An `out` that was written to. PyTorch's autograd is told, as its own functions tell it: else what an earlier
+    function saved for its gradient would be other values, without an error.
     """
     tensor: Any = getattr(sys.modules.get(TORCH.name), "Tensor", None)
     if tensor is not None and isinstance(getattr(out, "packed", out), tensor):
@@ -139,7 +149,11 @@ class Home:
     def _tensors(self, name: str, result: Any, give: Give) -> Any:
         arrays = result if isinstance(result, list) else [result]
         known = self._known.get(name)
-        if known is None or len(known[0]) != len(arrays) or any(a is not b for a, b in zip(known[0], arrays, strict=True)):
+        if (
+            known is None
+            or len(known[0]) != len(arrays)
+            or any(a is not b for a, b in zip(known[0], arrays, strict=True))
+        ):
             known = self._known[name] = list(arrays), given_back(list(arrays), give)
         return list(known[1]) if isinstance(result, list) else known[1][0]
 
@@ -149,7 +163,9 @@ def _as_it_is(array: Any) -> Any:
 
 
 def of_plan(method: Callable[P, T]) -> Callable[P, T]:
-    """Decorator of a plan's method: what it returns comes in the library of its tensors. The plan has a Home, as `_home`."""
+    """Decorator of a plan's method: what it returns comes in the library of its tensors. The plan has a Home, as
+    `_home`.
+    """
 
     @wraps(method)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:

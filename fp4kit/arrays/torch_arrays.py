@@ -16,8 +16,26 @@ from fp4kit.arrays import imports
 
 ALIGNMENT = 16  # bytes: what memory is rounded up to, so that none is empty
 _MOST_STREAMS, _MOST_OUTLINES = 64, 1024  # that are kept
-_NAMES = ("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu", "bool",
-          "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "complex64", "complex128")  # fmt: skip
+_NAMES = (
+    "float64",
+    "float32",
+    "float16",
+    "bfloat16",
+    "float8_e4m3fn",
+    "float8_e5m2",
+    "float8_e8m0fnu",
+    "bool",
+    "int8",
+    "int16",
+    "int32",
+    "int64",
+    "uint8",
+    "uint16",
+    "uint32",
+    "uint64",
+    "complex64",
+    "complex128",
+)
 _BLOCKS: WeakValueDictionary[int, Any] = WeakValueDictionary()  # of address: the tensor that CuPy's memory there is
 
 
@@ -28,7 +46,11 @@ def _module() -> Any:
 @cache
 def _dtypes() -> dict[Any, np.dtype]:
     """PyTorch's dtypes and NumPy's; an older PyTorch has not all of them."""
-    known = {getattr(_module(), name): np.dtype(getattr(ml_dtypes, name, name)) for name in _NAMES if hasattr(_module(), name)}
+    known = {
+        getattr(_module(), name): np.dtype(getattr(ml_dtypes, name, name))
+        for name in _NAMES
+        if hasattr(_module(), name)
+    }
     packed = getattr(_module(), "float4_e2m1fn_x2", None)  # two codes a byte
     return known | ({} if packed is None else {packed: np.dtype(np.uint8)})
 
@@ -52,7 +74,9 @@ def dtype_named(name: str) -> Any:
 
 
 def count_writes(tensors: list[Any]) -> None:
-    """Tell autograd that the values of tensors are others now; an older PyTorch is told of one at a time, or cannot be."""
+    """Tell autograd that the values of tensors are others now; an older PyTorch is told of one at a time, or cannot
+    be.
+    """
     count = getattr(_module().autograd.graph, "increment_version", None)
     if count is None:
         return
@@ -65,11 +89,17 @@ def count_writes(tensors: list[Any]) -> None:
 
 @contextmanager
 def at_home(x: Any) -> Iterator[Callable[[Any], Any]]:
-    """Calls on x run on the current stream of its device, and take memory from PyTorch's allocator; gives what makes tensors."""
+    """Calls on x run on the current stream of its device, and take memory from PyTorch's allocator; gives what makes
+    tensors.
+    """
     if not x.is_cuda:
         yield tensor_of
         return
-    with imports.making_current(x.device.index), cupy_stream(stream_of(x.device)), imports.cupy().cuda.using_allocator(allocate):
+    with (
+        imports.making_current(x.device.index),
+        cupy_stream(stream_of(x.device)),
+        imports.cupy().cuda.using_allocator(allocate),
+    ):
         yield tensor_of
 
 
@@ -126,14 +156,16 @@ def address() -> Callable[[Any], int]:
 def maker(device: Any, shape: tuple[int, ...], dtype: np.dtype, zeros: bool) -> Callable[[], Any]:
     """What makes tensors of a shape and a dtype, as NumPy names it, on the current device: uninitialised, or of zeros.
 
-    By what PyTorch's compiled code allocates with, where PyTorch has that: it goes straight to the allocator. Else from a tensor
-    like it, without memory, which takes half the time that shape, dtype and device take (of eight tensors 8.7 and 14.1 us on the
-    host of an H200, November 2026).
+    By what PyTorch's compiled code allocates with, where PyTorch has that: it goes straight to the allocator. Else from
+    a tensor like it, without memory, which takes half the time that shape, dtype and device take (of eight tensors 8.7
+    and 14.1 us on the host of an H200, November 2026).
     """
     like, straight = _outline(shape, dtype, device), _straight_maker(device.type)
     if zeros:
         return partial(_module().zeros_like, like)
-    return partial(_module().empty_like, like) if straight is None else partial(straight, shape, like.stride(), like.dtype)
+    return (
+        partial(_module().empty_like, like) if straight is None else partial(straight, shape, like.stride(), like.dtype)
+    )
 
 
 @cache
@@ -183,7 +215,9 @@ def facts(on_host: bool = False) -> Callable[[Any], Hashable]:
 
 
 def allocate(size: int) -> Any:
-    """CuPy's allocator in a call. A block is a tensor of its own: so record_stream, graphs and PyTorch's pools know it."""
+    """CuPy's allocator in a call. A block is a tensor of its own: so record_stream, graphs and PyTorch's pools know
+    it.
+    """
     cuda = imports.cupy().cuda
     device, torch = cuda.runtime.getDevice(), _module()
     size = max(-(-size // ALIGNMENT), 1) * ALIGNMENT
@@ -211,7 +245,9 @@ def _device_tensor(array: Any) -> Any:
     block = _BLOCKS.get(array.data.mem.ptr)
     if block is None:
         bits = array.reshape(1) if array.ndim == 0 else array
-        return _module().from_dlpack(bits.view(f"i{array.itemsize}")).view(dtype).reshape(array.shape)  # CuPy exports integers
+        return (
+            _module().from_dlpack(bits.view(f"i{array.itemsize}")).view(dtype).reshape(array.shape)
+        )  # CuPy exports integers
     strides = [step // array.itemsize for step in array.strides]
     offset = (array.data.ptr - array.data.mem.ptr) // array.itemsize
     return block.view(dtype).as_strided(array.shape, strides, offset)

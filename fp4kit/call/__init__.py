@@ -1,1 +1,3 @@
-"""Calls of the public functions, parsed once: arrays as the engines take them, options, amaxes and outputs, all checked."""
+"""Calls of the public functions, parsed once: arrays as the engines take them, options, amaxes and outputs, all
+checked.
+"""

@@ -1,4 +1,6 @@
-"""Amaxes of a call: their shapes, the part of them that a matrix needs, and the checks of those that the caller gives."""
+"""Amaxes of a call: their shapes, the part of them that a matrix needs, and the checks of those that the caller
+gives.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,8 @@ def is_per_expert(amax: Any, recipe: Recipe) -> bool:
 def part_of(amax: Any, recipe: Recipe, i: int, shape: tuple[int, int]) -> Any:
     """The part of a canonical tensor_amax, or tensor_scale, for matrix i of `shape` = (matrices, rows of each).
 
-    () or (1,): that of the tensor, or of the matrix's expert, whose matrices lie together; (rows, 1), (rows, blocks): its rows'.
+    () or (1,): that of the tensor, or of the matrix's expert, whose matrices lie together; (rows, 1), (rows, blocks):
+    its rows'.
     """
     if amax is None or amax.ndim == 0:
         return amax
@@ -39,7 +42,8 @@ def part_of(amax: Any, recipe: Recipe, i: int, shape: tuple[int, int]) -> Any:
 
 
 def given_tensor_amax(op: str, given: Any, moved_shape: tuple[int, ...], recipe: Recipe, on_device: bool) -> Any:
-    """The tensor_amax of a call in its canonical shape, float32, where the call's arrays are; None where it is not given.
+    """The tensor_amax of a call in its canonical shape, float32, where the call's arrays are; None where it is not
+    given.
 
     Values on the host are checked; those on a device are not looked at, since that would wait.
     """
@@ -96,7 +100,9 @@ def check_clip_amax(op: str, amax: Any) -> Any:
     with np.errstate(invalid="ignore"):
         negative = int(np.count_nonzero(amax < 0))
     if negative:
-        raise ValueError(f"{op}: amax holds {negative} negative value(s) of {amax.size}; needs amax >= 0, such as fp4kit.amax(x)")
+        raise ValueError(
+            f"{op}: amax holds {negative} negative value(s) of {amax.size}; needs amax >= 0, such as fp4kit.amax(x)"
+        )
     return amax
 
 
@@ -116,7 +122,10 @@ def reshape_amax(op: str, amax: Any, moved_shape: tuple[int, ...], recipe: Recip
     raise ValueError(f"{op}: {name} has shape {amax.shape}; {recipe.id} needs {' or '.join(map(str, allowed))}")
 
 
-SINGLE = ("quantize", "fake_quantize")  # what takes block amaxes for E8M0 scales; grouped kernels read those of static recipes
+SINGLE = (
+    "quantize",
+    "fake_quantize",
+)  # what takes block amaxes for E8M0 scales; grouped kernels read those of static recipes
 
 
 def has_given_powers(r: Recipe) -> bool:
@@ -126,17 +135,24 @@ def has_given_powers(r: Recipe) -> bool:
 
 
 def given_block_amax(op: str, given: Any, moved_shape: tuple[int, ...], recipe: Recipe, on_device: bool) -> Any:
-    """The calibrated block amaxes of a call, float32 (..., K/block), where its arrays are; None where they are not given.
+    """The calibrated block amaxes of a call, float32 (..., K/block), where its arrays are; None where they are not
+    given.
 
     Those on a device must be there as the kernels read them; their values are not looked at.
     """
     if given is None:
         return None
     if not recipe.static and not (has_given_powers(recipe) and op in SINGLE):
-        raise ValueError(f"{op}: block_amax was given, but {recipe.id} takes it from x; leave it out or use a static recipe")
+        raise ValueError(
+            f"{op}: block_amax was given, but {recipe.id} takes it from x; leave it out or use a static recipe"
+        )
     wanted = scale_shape(moved_shape, recipe)
     if on_device:
-        if not isinstance(given, imports.cupy().ndarray) or given.dtype != np.float32 or not in_order(given.shape, wanted):
+        if (
+            not isinstance(given, imports.cupy().ndarray)
+            or given.dtype != np.float32
+            or not in_order(given.shape, wanted)
+        ):
             raise ValueError(f"{op}: block_amax needs a float32 CuPy array of shape {wanted}, as x is on a GPU")
         return given.reshape(wanted)
     amax = as_real(op, "block_amax", given)

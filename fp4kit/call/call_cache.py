@@ -1,9 +1,9 @@
 """Calls that were checked before are done at once: on small arrays, the checks cost more than the work.
 
-The key of a call holds all that its checks and its work depend on: of each array its type, shape, dtype, strides, device and
-alignment, and every other argument. So a call with the key of one that went the full way, and was right, is right too. What is
-kept under a key is made by an engine (cuda/engine/cached_calls.py, cpu/cached_calls.py), and may return None: then the call is
-parsed in full.
+The key of a call holds all that its checks and its work depend on: of each array its type, shape, dtype, strides,
+device and alignment, and every other argument. So a call with the key of one that went the full way, and was right, is
+right too. What is kept under a key is made by an engine (cuda/engine/cached_calls.py, cpu/cached_calls.py), and may
+return None: then the call is parsed in full.
 """
 
 from __future__ import annotations
@@ -20,15 +20,21 @@ from fp4kit.quantized.container import Quantized
 MOST = 256  # calls that are kept; a program that uses more in turn finds them forgotten now and then
 Key = tuple[Hashable, ...]
 _UNKNOWN: Any = object()
-_CALLS: dict[Key, Callable[..., Any] | None] = {}  # None: such calls go the full way, and no engine is to be asked again
-by_specification: ContextVar[bool] = ContextVar("by_specification", default=False)  # whether that alone computes on NumPy arrays
+_CALLS: dict[
+    Key, Callable[..., Any] | None
+] = {}  # None: such calls go the full way, and no engine is to be asked again
+by_specification: ContextVar[bool] = ContextVar(
+    "by_specification", default=False
+)  # whether that alone computes on NumPy arrays
 
 
 def find(op: str, arrays: tuple[Any, ...], *others: Hashable) -> tuple[Key | None, Callable[..., Any] | None]:
-    """Key of a call of op, None if nothing is to be kept; and the prepared call, None where the call has to go the full way.
+    """Key of a call of op, None if nothing is to be kept; and the prepared call, None where the call has to go the full
+    way.
 
-    arrays: of NumPy, CuPy, PyTorch or JAX, all of one library, and Quantized of them; None for an array that is not given; on the
-    host a float as a tensor_amax. A call with any others has no key. others: all other arguments that a check depends on.
+    arrays: of NumPy, CuPy, PyTorch or JAX, all of one library, and Quantized of them; None for an array that is not
+    given; on the host a float as a tensor_amax. A call with any others has no key. others: all other arguments that a
+    check depends on.
     """
     x = arrays[0]
     own = type(x)
@@ -42,7 +48,11 @@ def find(op: str, arrays: tuple[Any, ...], *others: Hashable) -> tuple[Key | Non
         key = (op, where, known, rest, others, tuple(map(type, others)))
         found = _CALLS.get(key, _UNKNOWN)
         return (key, None) if found is _UNKNOWN else (key if found else None, found)
-    except (AttributeError, TypeError, RuntimeError):  # no such array, one without memory, or an argument without a hash
+    except (
+        AttributeError,
+        TypeError,
+        RuntimeError,
+    ):  # no such array, one without memory, or an argument without a hash
         return None, None
 
 

@@ -46,7 +46,8 @@ def check_length(op: str, axis: int, length: int, recipe: Recipe) -> None:
     multiple = recipe.length_multiple
     if length % multiple:
         raise ValueError(
-            f"{op}: axis {axis} has length {length}; {recipe.id} needs a multiple of {multiple}; pad with fp4kit.layouts.pad"
+            f"{op}: axis {axis} has length {length}; {recipe.id} needs a multiple of {multiple}; pad with"
+            " fp4kit.layouts.pad"
         )
 
 
@@ -59,7 +60,9 @@ def check_has_codes(op: str, recipe: Recipe) -> None:
 def check_values_dtype(op: str, dtype: Any) -> None:
     """Values are float32, float16 or bfloat16."""
     if dtype not in FLOATS:
-        raise TypeError(f"{op}: dtype is {dtype}; needs float32, float16 or bfloat16; convert the float32 result further")
+        raise TypeError(
+            f"{op}: dtype is {dtype}; needs float32, float16 or bfloat16; convert the float32 result further"
+        )
 
 
 def check_quantized(op: str, q: Any, name: str = "q") -> Quantized:

@@ -36,14 +36,18 @@ def given_block_scale(op: str, given: Any, moved_shape: tuple[int, ...], r: Reci
     shape = padded_shape(scale_shape(moved_shape, r), layout)
     if not hasattr(given, "dtype") or given.dtype not in (np.uint8, _FLOAT8[r.scale]):
         got = getattr(given, "dtype", None) or type(given).__name__
-        raise TypeError(f"{op}: block_scale is {got}; {r.id} needs uint8 bit patterns of {r.scale}, or {_FLOAT8[r.scale]}")
+        raise TypeError(
+            f"{op}: block_scale is {got}; {r.id} needs uint8 bit patterns of {r.scale}, or {_FLOAT8[r.scale]}"
+        )
     if given.shape != shape:
         raise ValueError(f"{op}: block_scale has shape {given.shape}; {r.id} of {moved_shape} needs {shape}, {layout}")
     return given.view(np.uint8)
 
 
 def given_tensor_scale(op: str, given: Any, moved_shape: tuple[int, ...], r: Recipe, on_device: bool) -> Any:
-    """tensor_scale as float32 in its canonical shape, where x is; None for a recipe without. Values on a device are not read."""
+    """tensor_scale as float32 in its canonical shape, where x is; None for a recipe without. Values on a device are not
+    read.
+    """
     if r.tensor_scaling == "none":
         return None
     if on_device and isinstance(given, imports.cupy().ndarray):
@@ -54,5 +58,7 @@ def given_tensor_scale(op: str, given: Any, moved_shape: tuple[int, ...], r: Rec
     bad = ~(scale >= 0) if r.tensor_rule in NEVER_NAN else scale < 0
     if bad.any():
         what = "NaN" if np.isnan(scale[bad]).any() else "negative"
-        raise ValueError(f"{op}: tensor_scale holds {int(bad.sum())} {what} value(s) of {scale.size}; needs tensor_scale >= 0")
+        raise ValueError(
+            f"{op}: tensor_scale holds {int(bad.sum())} {what} value(s) of {scale.size}; needs tensor_scale >= 0"
+        )
     return imports.to_device(scale) if on_device else scale

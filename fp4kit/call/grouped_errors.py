@@ -12,7 +12,8 @@ _ARGUMENT = re.compile(r"(x|grad|tensor_amax|block_amax|amax)\b")
 
 
 def each(op: str, function: Callable[..., Any], *columns: Iterable[Any]) -> list[Any]:
-    """[function(*entries) for each], for columns of one length; an error begins with op, and names the argument by its number.
+    """[function(*entries) for each], for columns of one length; an error begins with op, and names the argument by its
+    number.
 
     "quantize: tensor_amax holds ..." of the second tensor becomes "quantize_grouped: tensor_amax[1] holds ...".
     """

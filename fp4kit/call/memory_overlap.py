@@ -1,4 +1,6 @@
-"""Whether what a call writes lies apart from what it reads: an engine may write a part of a result before it read all inputs."""
+"""Whether what a call writes lies apart from what it reads: an engine may write a part of a result before it read all
+inputs.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +19,11 @@ _MOST_WORK = 1000  # of NumPy's search for a byte of both, of two arrays with ga
 
 
 def check_apart(op: str, inputs: Mapping[str, Any], outputs: Mapping[str, Any]) -> None:
-    """Raise ValueError where the memory of an output is that of an input, or of another output. What is no array has none.
+    """Raise ValueError where the memory of an output is that of an input, or of another output. What is no array has
+    none.
 
-    The input of an output's own name (tensor_scale and out.tensor_scale) may be it: it is written with what was read from it.
+    The input of an output's own name (tensor_scale and out.tensor_scale) may be it: it is written with what was read
+    from it.
     """
     for name, out in outputs.items():
         for other, array in inputs.items():
@@ -35,7 +39,9 @@ def _refuse(op: str, out: str, other: str) -> None:
 
 
 class _Memory(NamedTuple):
-    """Of a Quantized: its arrays, on a device the spans that each and all lie in, and whether all are apart from each other."""
+    """Of a Quantized: its arrays, on a device the spans that each and all lie in, and whether all are apart from each
+    other.
+    """
 
     arrays: tuple[Any, ...]
     spans: tuple[tuple[int, int], ...]
@@ -43,7 +49,9 @@ class _Memory(NamedTuple):
     is_apart: bool
 
 
-_KNOWN: WeakKeyDictionary[Quantized, _Memory] = WeakKeyDictionary()  # of the outs, and what is decoded, of repeated calls
+_KNOWN: WeakKeyDictionary[Quantized, _Memory] = (
+    WeakKeyDictionary()
+)  # of the outs, and what is decoded, of repeated calls
 
 
 def _memory_of(q: Quantized) -> _Memory:
@@ -60,7 +68,8 @@ def _memory_of(q: Quantized) -> _Memory:
 def is_apart(read: Any, out: Any) -> bool:
     """Whether the out of a call that was checked before, or one like it, is apart from what is read this time.
 
-    One of the two is an array, of NumPy, CuPy or PyTorch, and the other one a Quantized; None as out is apart from anything.
+    One of the two is an array, of NumPy, CuPy or PyTorch, and the other one a Quantized; None as out is apart from
+    anything.
     """
     if out is None:
         return True
@@ -93,9 +102,9 @@ def _have_a_byte_in_common(a: np.ndarray, b: np.ndarray) -> bool:
 def overlaps_itself(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> bool:
     """Return whether two elements of an array have a byte in common, by an exact test. strides: in bytes.
 
-    Two elements overlap if |sum(d[k] * strides[k])| < itemsize for integers |d[k]| < shape[k] that are not all 0. Axes are taken
-    one by one: `sums` holds the sums of those before, and an axis overlaps if a multiple of its stride is close to one of them.
-    More than _MOST_SUMS of them, which take several axes that interleave, count as an overlap.
+    Two elements overlap if |sum(d[k] * strides[k])| < itemsize for integers |d[k]| < shape[k] that are not all 0. Axes
+    are taken one by one: `sums` holds the sums of those before, and an axis overlaps if a multiple of its stride is
+    close to one of them. More than _MOST_SUMS of them, which take several axes that interleave, count as an overlap.
     """
     axes = _interleaved_axes(shape, strides, itemsize)
     sums = np.zeros(1, np.int64)
@@ -117,7 +126,8 @@ def overlaps_itself(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: 
 def _interleaved_axes(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> list[tuple[int, int]]:
     """Return (stride, length) of the axes that may overlap, short ones first; none for the strides of any usual view.
 
-    Axes that continue one another are joined. The axis of the largest stride is left out if all others lie within that stride.
+    Axes that continue one another are joined. The axis of the largest stride is left out if all others lie within that
+    stride.
     """
     if 0 in shape:
         return []
@@ -133,7 +143,9 @@ def _interleaved_axes(shape: tuple[int, ...], strides: tuple[int, ...], itemsize
 
 
 def _span(a: Any) -> tuple[int, int]:
-    """Where an array of CuPy or PyTorch begins, and the address behind it; (0, 0) of anything else, and of no elements."""
+    """Where an array of CuPy or PyTorch begins, and the address behind it; (0, 0) of anything else, and of no
+    elements.
+    """
     if hasattr(a, "data_ptr"):
         start, is_dense, nbytes = a.data_ptr(), a.is_contiguous(), a.nbytes
     elif type(a).__module__ == "cupy":

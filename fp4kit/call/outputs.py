@@ -29,7 +29,8 @@ def check_out(op: str, name: str, out: Any, shape: tuple[int, ...], dtype: Any) 
 
 
 def import_out(op: str, out: Any) -> Any:
-    """An array, or a Quantized, to write to, as NumPy's or CuPy's. Raises TypeError where a library's cannot be written to.
+    """An array, or a Quantized, to write to, as NumPy's or CuPy's. Raises TypeError where a library's cannot be written
+    to.
 
     ValueError where elements overlap, as in an expanded tensor, because the last one written would stay.
     """
@@ -47,7 +48,9 @@ def import_out(op: str, out: Any) -> Any:
 
 
 def _check_places(op: str, name: str, array: Any) -> None:
-    """Raise ValueError if elements of an array overlap. What is no array, or cannot be written to, has an error of its own."""
+    """Raise ValueError if elements of an array overlap. What is no array, or cannot be written to, has an error of its
+    own.
+    """
     if not hasattr(array, "flags") or array.flags.c_contiguous or not _is_writeable(array):
         return
     if overlaps_itself(array.shape, array.strides, array.dtype.itemsize):
@@ -82,7 +85,9 @@ def check_quantized_out(call: Any) -> None:
             found, value = (repr(part) if name == "recipe" else part for part in (found, value))  # one line
             raise ValueError(f"{op}: out has {name} {found}; needs {value}")
     if call.tensor_scale is not None and out.tensor_amax is not None:
-        raise ValueError(f"{op}: out has a tensor_amax, which tensor_scale does not tell; needs replace(out, tensor_amax=None)")
+        raise ValueError(
+            f"{op}: out has a tensor_amax, which tensor_scale does not tell; needs replace(out, tensor_amax=None)"
+        )
     for name, (shape, dtype) in parts(call).items():
         if call.on_device:
             _check_device_out(op, f"out.{name}", getattr(out, name), shape, dtype, call.x)
@@ -117,7 +122,9 @@ def _check_device_out(op: str, name: str, array: Any, shape: tuple[int, ...], dt
 
 
 def empty_quantized(call: Any, amax: Any, empty: Any, empty_scales: Any) -> Quantized:
-    """A new Quantized for a call. amax: None without a tensor scale. empty(shape, dtype), empty_scales(shape, layout)."""
+    """A new Quantized for a call. amax: None without a tensor scale. empty(shape, dtype), empty_scales(shape,
+    layout).
+    """
     r, shape = call.recipe, call.moved.shape
     packed = empty(packed_shape(shape, r), np.uint8)
     scales = None if r.scale is None else empty_scales(scale_shape(shape, r), call.layout)

@@ -1,4 +1,6 @@
-"""The one parse of a call: import its arrays, find its recipe, check everything, and see x with the quantized axis last."""
+"""The one parse of a call: import its arrays, find its recipe, check everything, and see x with the quantized axis
+last.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ SEED_WITHOUT_USE = "seed was given with rounding='nearest', which is determinist
 
 
 class Declined(NotImplementedError):
-    """An engine has no way to do a call; the text says why. Raised before any work, so that the next engine can be asked."""
+    """An engine has no way to do a call; the text says why. Raised before any work, so that the next engine can be
+    asked.
+    """
 
 
 class Options(NamedTuple):
@@ -41,12 +45,12 @@ class Options(NamedTuple):
 class Call(NamedTuple):
     """A call that was parsed: what an engine needs, and nothing that it has to check.
 
-    x: the array as the engine takes it, NumPy or CuPy; or an Outline, for checks alone. axis: not negative. moved: x with that
-    axis last. tensor_amax, block_amax: float32 in their canonical shapes, where x is; None where they are to be computed. grad:
-    of the shape of x, for fake_quantize_backward. random: None for nearest rounding, a seed, or uint8 random bytes of the shape
-    of moved. mask: sign mask of the Hadamard transform, None for none. out: a Quantized to write to, or None. block_scale,
-    tensor_scale: given, uint8 in `layout` and float32 in their canonical shapes; None where the recipe has none, or the call is
-    to find them.
+    x: the array as the engine takes it, NumPy or CuPy; or an Outline, for checks alone. axis: not negative. moved: x
+    with that axis last. tensor_amax, block_amax: float32 in their canonical shapes, where x is; None where they are to
+    be computed. grad: of the shape of x, for fake_quantize_backward. random: None for nearest rounding, a seed, or
+    uint8 random bytes of the shape of moved. mask: sign mask of the Hadamard transform, None for none. out: a Quantized
+    to write to, or None. block_scale, tensor_scale: given, uint8 in `layout` and float32 in their canonical shapes;
+    None where the recipe has none, or the call is to find them.
     """
 
     op: str
@@ -80,7 +84,9 @@ class Call(NamedTuple):
 
 
 def array_call(op: str, x: Any, recipe: str | Recipe, axis: int, **given: Any) -> tuple[Call, dict[str, Any]]:
-    """The call with x imported, its dtype, axis and length checked; and the other arrays, imported (None and numbers stay)."""
+    """The call with x imported, its dtype, axis and length checked; and the other arrays, imported (None and numbers
+    stay).
+    """
     r = recipe_of(op, recipe)
     arrays = {name: a for name, a in given.items() if is_array(a)}
     x, *imported = (x,) if isinstance(x, Outline) else import_arrays(op, x=x, **arrays)
@@ -118,7 +124,14 @@ def quantize_call(
 
 
 def call_with_scales(
-    op: str, x: Any, recipe: str | Recipe, axis: int, options: Options, block_scale: Any, tensor_scale: Any, out: Quantized | None
+    op: str,
+    x: Any,
+    recipe: str | Recipe,
+    axis: int,
+    options: Options,
+    block_scale: Any,
+    tensor_scale: Any,
+    out: Quantized | None,
 ) -> Call:
     """A call that gives codes for scales that there are, one of which is given at least."""
     arrays = {"block_scale": block_scale, "tensor_scale": tensor_scale, "seed": options.seed}
@@ -138,7 +151,14 @@ def call_with_scales(
 
 
 def fake_call(
-    op: str, x: Any, recipe: str | Recipe, axis: int, options: Options, *, tensor_amax: Any = None, block_amax: Any = None
+    op: str,
+    x: Any,
+    recipe: str | Recipe,
+    axis: int,
+    options: Options,
+    *,
+    tensor_amax: Any = None,
+    block_amax: Any = None,
 ) -> Call:
     """A call that gives fake-quantized values."""
     arrays = {"tensor_amax": tensor_amax, "block_amax": block_amax, "seed": options.seed}
@@ -158,7 +178,9 @@ def backward_call(op: str, grad: Any, x: Any, recipe: str | Recipe, axis: int, a
 
 
 def columnwise(call: Call, options: Options) -> Call:
-    """The call of quantize_both for its columns: axis -2, with options of its own. What covers the tensor serves both."""
+    """The call of quantize_both for its columns: axis -2, with options of its own. What covers the tensor serves
+    both.
+    """
     axis = checks.check_axis(call.op, -2, call.x.ndim)
     checks.check_length(call.op, axis, call.x.shape[axis], call.recipe)
     return with_options(call._replace(axis=axis, moved=_last(call.x, axis)), options)
@@ -199,7 +221,8 @@ def _sign_mask(call: Call, hadamard: Hadamard) -> int | None:
     length = call.moved.shape[-1]
     if length % HADAMARD_BLOCK:
         raise ValueError(
-            f"{call.op}: axis {call.axis} has length {length}; the Hadamard transform needs a multiple of {HADAMARD_BLOCK}"
+            f"{call.op}: axis {call.axis} has length {length}; the Hadamard transform needs a multiple of"
+            f" {HADAMARD_BLOCK}"
         )
     return TE_SIGN_MASK if hadamard is True else 0
 
@@ -217,7 +240,9 @@ def _random_source(call: Call, rounding: str, seed: Any) -> Any:
         raise ValueError(f"{op}: {r.id} has no stochastic rounding; it needs float elements and one scale per block")
     if getattr(seed, "ndim", 0) and hasattr(seed, "dtype"):
         if seed.dtype != np.uint8 or seed.shape != call.x.shape:
-            raise ValueError(f"{op}: seed is {seed.dtype} {seed.shape}; random bytes need uint8 {call.x.shape}, or pass an int")
+            raise ValueError(
+                f"{op}: seed is {seed.dtype} {seed.shape}; random bytes need uint8 {call.x.shape}, or pass an int"
+            )
         return np.moveaxis(seed, call.axis, -1)
     if seed is None:
         raise ValueError(f"{op}: stochastic rounding needs seed: an int, or random bytes (uint8, shape of x)")

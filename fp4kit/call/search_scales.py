@@ -27,9 +27,10 @@ _POWER = re.compile(r"p\d+(\.\d+)?")
 
 
 class Terms(NamedTuple):
-    """What is searched: float32 weights (K,) or a Hessian (K/16, 16, 16), where x is; offsets: codes beside that of the amax,
-    both ends included, None for all. power: of the differences in the loss, 2 for squares, infinity for the largest. grid: start,
-    stop and step of the multiples of the amax that are tried where there are no block scales; None where there are.
+    """What is searched: float32 weights (K,) or a Hessian (K/16, 16, 16), where x is; offsets: codes beside that of the
+    amax, both ends included, None for all. power: of the differences in the loss, 2 for squares, infinity for the
+    largest. grid: start, stop and step of the multiples of the amax that are tried where there are no block scales;
+    None where there are.
     """
 
     weights: Any = None
@@ -83,14 +84,19 @@ def search_call(op: str, x: Any, recipe: str | Recipe, axis: int, tensor_amax: A
         offsets = _offsets(op, candidates)
     power = power_of(op, objective)
     if hessian is not None and power != 2:
-        raise ValueError(f"{op}: objective is {objective!r} beside a hessian, whose loss is of squares; needs 'mse', or weights")
+        raise ValueError(
+            f"{op}: objective is {objective!r} beside a hessian, whose loss is of squares; needs 'mse', or weights"
+        )
     call, given = array_call(op, x, recipe, axis, tensor_amax=tensor_amax, weights=weights, hessian=hessian)
     call = with_amaxes(call, given["tensor_amax"], None)
     if weights is not None and hessian is not None:
         why = "needs one of them, since a Hessian holds the weights on its diagonal"
         raise ValueError(f"{op}: weights and a hessian were given; {why}")
     K = call.moved.shape[-1]
-    found = _float32(call, "weights", given["weights"], (K,)), _float32(call, "hessian", given["hessian"], (K // RUN, RUN, RUN))
+    found = (
+        _float32(call, "weights", given["weights"], (K,)),
+        _float32(call, "hessian", given["hessian"], (K // RUN, RUN, RUN)),
+    )
     for name, array in zip(("weights", "hessian"), found, strict=True):
         if isinstance(array, np.ndarray):
             _CHECKS[name](op, array)
@@ -127,7 +133,9 @@ def _number(op: str, value: Any) -> float:
 
 def _check_no_hessian(op: str, hessian: Any, r: Recipe) -> None:
     if hessian is not None:
-        raise ValueError(f"{op}: a hessian was given, and {r.id} has no blocks of 16 columns; leave it out, or give weights")
+        raise ValueError(
+            f"{op}: a hessian was given, and {r.id} has no blocks of 16 columns; leave it out, or give weights"
+        )
 
 
 def power_of(op: str, objective: Any) -> float:
@@ -147,9 +155,9 @@ def check_searched(op: str, r: Recipe) -> None:
     unfit = unfit_for_search(r)
     if unfit is not None:
         raise ValueError(
-            f"{op}: {r.id} cannot be searched, with {unfit} {getattr(r, unfit)!r}; needs a static recipe of nearest E2M1 "
-            "elements in blocks of 16 under E4M3 scales of amax / 6 and one tensor scale, such as nvfp4-modelopt-static, "
-            "one of E8M0 scales, or FP8 or integers without block scales"
+            f"{op}: {r.id} cannot be searched, with {unfit} {getattr(r, unfit)!r}; needs a static recipe of nearest"
+            " E2M1 elements in blocks of 16 under E4M3 scales of amax / 6 and one tensor scale, such as"
+            " nvfp4-modelopt-static, one of E8M0 scales, or FP8 or integers without block scales"
         )
 
 
@@ -201,7 +209,9 @@ def _check_hessian(op: str, hessian: np.ndarray) -> None:
     bad = apart > 1e-5 * np.abs(hessian).max(axis=(1, 2), initial=0)
     if bad.any():
         where, most = int(bad.argmax()), apart.max()
-        raise ValueError(f"{op}: hessian[{where}] is not symmetric (by up to {most:.3g}); pass (H + H.transpose(0, 2, 1)) / 2")
+        raise ValueError(
+            f"{op}: hessian[{where}] is not symmetric (by up to {most:.3g}); pass (H + H.transpose(0, 2, 1)) / 2"
+        )
 
 
 _CHECKS = {"weights": _check_weights, "hessian": _check_hessian}

@@ -20,7 +20,9 @@ def check_shard(op: str, shard: Any, shape: Any, start: Any, r: Recipe) -> tuple
     checks.check_float(op, shard, "shard")
     checks.check_has_codes(op, r)
     if shard.ndim != 1:
-        raise ValueError(f"{op}: shard is {shard.ndim}-d; needs the 1-d slice of the flattened matrix; use shard.reshape(-1)")
+        raise ValueError(
+            f"{op}: shard is {shard.ndim}-d; needs the 1-d slice of the flattened matrix; use shard.reshape(-1)"
+        )
     shape = as_shape(op, shape)
     if len(shape) != 2:
         raise ValueError(f"{op}: shape is {shape}; needs (M, K) of the whole matrix")
@@ -30,7 +32,9 @@ def check_shard(op: str, shard: Any, shape: Any, start: Any, r: Recipe) -> tuple
     checks.check_length(op, 1, K, r)
     start = as_index(op, "start", start)
     if start < 0 or start + len(shard) > M * K:
-        raise ValueError(f"{op}: elements [{start}, {start + len(shard)}) of a matrix of {M * K}; needs a slice inside it")
+        raise ValueError(
+            f"{op}: elements [{start}, {start + len(shard)}) of a matrix of {M * K}; needs a slice inside it"
+        )
     return M, K
 
 

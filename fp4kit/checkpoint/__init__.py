@@ -1,4 +1,6 @@
-"""Checkpoints: plan and convert Hugging Face directories, look into them, compare them; the same rules for tensors in memory."""
+"""Checkpoints: plan and convert Hugging Face directories, look into them, compare them; the same rules for tensors in
+memory.
+"""
 
 from fp4kit.checkpoint.convert.convert import ConversionReport, Options, convert, execute
 from fp4kit.checkpoint.convert.in_memory import Rules, convert_tensors

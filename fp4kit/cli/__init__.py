@@ -1,4 +1,6 @@
-"""The command line: fp4kit recipes | formats | convert | inspect | compare | verify | identify | reconcile | selftest | fuzz."""
+"""The command line: fp4kit recipes | formats | convert | inspect | compare | verify | identify | reconcile | selftest |
+fuzz.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +13,8 @@ from fp4kit.cli.output import Output
 from fp4kit.cli.parser import SHELLS, Parser, PrintCompletion, UsageError
 
 _CODES = (
-    "Exit codes: 0 done, 1 a difference was found, 2 an error; 129, 130, 143, 141 stopped by SIGHUP, SIGINT (Ctrl-C), SIGTERM, "
-    "SIGPIPE (nobody reads the output)."
+    "Exit codes: 0 done, 1 a difference was found, 2 an error; 129, 130, 143, 141 stopped by SIGHUP, SIGINT (Ctrl-C),"
+    " SIGTERM, SIGPIPE (nobody reads the output)."
 )
 
 
@@ -36,7 +38,9 @@ def _run(task: guard.Task, argv: Sequence[str] | None) -> int:
         raise ValueError("a command is needed, such as convert; see fp4kit --help")
     task.name = args.command
     task.destination = args.writes(args) if args.writes else None
-    return int(args.func(args, Output(args.command, getattr(args, "json", False) is True, getattr(args, "quiet", False))))
+    return int(
+        args.func(args, Output(args.command, getattr(args, "json", False) is True, getattr(args, "quiet", False)))
+    )
 
 
 def parser() -> Parser:

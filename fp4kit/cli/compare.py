@@ -16,7 +16,9 @@ from fp4kit.storage.errors import shown
 
 def register(subparsers: Any) -> None:
     """Add the command."""
-    parser = add_command(subparsers, "compare", _compare, "compare two checkpoints; exit code 0 equal, 1 different, 2 error")
+    parser = add_command(
+        subparsers, "compare", _compare, "compare two checkpoints; exit code 0 equal, 1 different, 2 error"
+    )
     add_path(parser, "a", metavar="A", help="model directory, .safetensors or .gguf file, such as the original of B")
     add_path(parser, "b", metavar="B", help="model directory, .safetensors or .gguf file")
 
@@ -49,7 +51,9 @@ def _print(out: Output, comparison: CheckpointComparison) -> None:
     one = [(shown(x.name), str(x.elements), f"{x.sqnr_db:.2f}") for x in comparison.layers if x.codes is None]
     out.table(("layer quantized in one", "#values", "#SQNR dB"), one)
     if len(listed) < len(comparison.tensors):
-        out.line(f"{len(comparison.tensors) - len(listed)} tensors of {len(quantized)} layers that one of them has quantized")
+        out.line(
+            f"{len(comparison.tensors) - len(listed)} tensors of {len(quantized)} layers that one of them has quantized"
+        )
     out.line(_verdict(comparison))
 
 

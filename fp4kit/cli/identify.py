@@ -20,7 +20,9 @@ def register(subparsers: Any) -> None:
     parser = add_command(subparsers, "identify", _identify, text)
     add_path(parser, "path", metavar="DST", help="directory or GGUF file of the quantized model")
     parser.add_argument("--source", required=True, metavar="SRC", help="directory or GGUF file that it was made from")
-    parser.add_argument("--all", action="store_true", help="print every layer, not only those that differ from the verdict")
+    parser.add_argument(
+        "--all", action="store_true", help="print every layer, not only those that differ from the verdict"
+    )
 
 
 def _identify(args: argparse.Namespace, out: Output) -> int:

@@ -14,7 +14,9 @@ from fp4kit.evidence.live import report, run
 
 
 def live(out: Output, ids: tuple[str, ...], seconds: float, seed: int) -> int:
-    """Run every installed producer for some seconds, print what was found; return 1 if anything differs or nothing ran."""
+    """Run every installed producer for some seconds, print what was found; return 1 if anything differs or nothing
+    ran.
+    """
     if not 0 < seconds < math.inf:
         raise ValueError(f"--seconds is {seconds:g}; needs a positive number")
     if seed < 0:
@@ -35,7 +37,9 @@ def live(out: Output, ids: tuple[str, ...], seconds: float, seed: int) -> int:
             out.verbatim(found.script)
     arrays, differing = (sum(getattr(result.total, name) for result in results) for name in ("arrays", "differing"))
     out.line()
-    out.line(f"{arrays:,} arrays of {len(report.rows(results))} producers were compared in every bit; {differing:,} differ")
+    out.line(
+        f"{arrays:,} arrays of {len(report.rows(results))} producers were compared in every bit; {differing:,} differ"
+    )
     out.document("recipes.live/1", run.document(results, ids, seconds, seed))
     return DONE if arrays and not differing else DIFFERENT
 

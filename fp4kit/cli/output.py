@@ -15,7 +15,9 @@ from fp4kit.cli.progress import Tick, progress
 
 
 class Stopped(BaseException):
-    """A signal, or a reader of stdout that went away (SIGPIPE), ends the command. No Exception: nothing is to swallow it."""
+    """A signal, or a reader of stdout that went away (SIGPIPE), ends the command. No Exception: nothing is to swallow
+    it.
+    """
 
     def __init__(self, number: int) -> None:
         super().__init__(number)
@@ -30,7 +32,8 @@ class OutputError(OSError):
 class Output:
     """What the options --json and --quiet leave of a command's output.
 
-    command: its name, with which notes begin. Text goes out without either option, a JSON document with --json; progress and
+    command: its name, with which notes begin. Text goes out without either option, a JSON document with --json;
+    progress and
         notes go to stderr unless --quiet, progress only where that is a terminal.
     """
 
@@ -78,7 +81,9 @@ class Output:
 
 
 def write(text: str = "") -> None:
-    """Write to stdout, and flush it. Raises Stopped if nobody reads it any more, OutputError if it cannot be written."""
+    """Write to stdout, and flush it. Raises Stopped if nobody reads it any more, OutputError if it cannot be
+    written.
+    """
     try:
         sys.stdout.flush()
         if hasattr(sys.stdout, "buffer"):

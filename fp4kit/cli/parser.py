@@ -75,7 +75,9 @@ class Parser(argparse.ArgumentParser):
                 return
             name = text.partition("=")[0]
             if is_flag and name not in self._option_string_actions:
-                raise UsageError(self.prog, f"unrecognized argument {shown(name)}{suggestion(name, self._option_string_actions)}")
+                raise UsageError(
+                    self.prog, f"unrecognized argument {shown(name)}{suggestion(name, self._option_string_actions)}"
+                )
 
 
 def suggestion(name: str, known: Iterable[str]) -> str:
@@ -87,7 +89,9 @@ def suggestion(name: str, known: Iterable[str]) -> str:
 class PrintCompletion(argparse.Action):
     """Print what makes a shell complete the command, which the optional package shtab writes, and exit."""
 
-    def __call__(self, parser: argparse.ArgumentParser, namespace: Any, values: Any, option_string: str | None = None) -> None:
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: Any, values: Any, option_string: str | None = None
+    ) -> None:
         """Print and exit."""
         try:
             shtab = importlib.import_module("shtab")
@@ -104,11 +108,14 @@ def add_command(
 
     command: called with the arguments and an Output; returns the exit code. It prints through the Output only.
     help: one line. options: of ArgumentParser: description, usage, epilog.
-    writes: from the arguments, the directory that the command makes through staging.staged_directory: the last word is about it.
+    writes: from the arguments, the directory that the command makes through staging.staged_directory: the last word is
+    about it.
     """
     parser: argparse.ArgumentParser = subparsers.add_parser(name, help=help, **{"description": help, **options})
     parser.add_argument("--json", action="store_true", help="print one JSON document instead of text")
-    parser.add_argument("--quiet", action="store_true", help="print no text, no notes and no progress; the exit code tells")
+    parser.add_argument(
+        "--quiet", action="store_true", help="print no text, no notes and no progress; the exit code tells"
+    )
     parser.set_defaults(func=command, writes=writes)
     return parser
 

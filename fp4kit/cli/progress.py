@@ -45,7 +45,8 @@ class Meter:
 
 @contextmanager
 def progress(what: str, total: int, shown: bool) -> Iterator[Tick]:
-    """Yield the function that counts bytes of ``total``; draw them on stderr if ``shown``, and wipe the line at the end.
+    """Yield the function that counts bytes of ``total``; draw them on stderr if ``shown``, and wipe the line at the
+    end.
 
     The function is to be called in one thread. A terminal that has gone away stops nothing.
     """

@@ -23,10 +23,18 @@ def register(commands: Any) -> None:
     listing = add_command(commands, "recipes", _recipes, "list the recipes, or check them against recorded outputs")
     listing.add_argument("ids", nargs="*", metavar="ID", help="recipes to show (default: all)")
     what = listing.add_mutually_exclusive_group()
-    what.add_argument("--check", action="store_true", help="compare with the recorded outputs of the producers, array by array")
-    what.add_argument("--agreement", action="store_true", help="print which recipes give the same bytes on ordinary data")
-    what.add_argument("--live", action="store_true", help="compare with installed producers on drawn inputs, in every bit")
-    listing.add_argument("--seconds", type=float, metavar="S", help="with --live: how long each producer runs (default: 10)")
+    what.add_argument(
+        "--check", action="store_true", help="compare with the recorded outputs of the producers, array by array"
+    )
+    what.add_argument(
+        "--agreement", action="store_true", help="print which recipes give the same bytes on ordinary data"
+    )
+    what.add_argument(
+        "--live", action="store_true", help="compare with installed producers on drawn inputs, in every bit"
+    )
+    listing.add_argument(
+        "--seconds", type=float, metavar="S", help="with --live: how long each producer runs (default: 10)"
+    )
     listing.add_argument("--seed", type=int, metavar="N", help="with --live: of what is drawn (default: 0)")
     listing.add_argument("--golden", metavar="DIR", help="recorded outputs to check (default: those of the package)")
     add_command(commands, "formats", _formats, "list the number formats")
@@ -83,7 +91,9 @@ def _check(out: Output, ids: tuple[str, ...], golden: GoldenSet) -> int:
             out.line(f"{result.recipe}: {difference.key}: {difference.differing} of {difference.size} differ")
     equal, compared = sum(r.equal for r in results), sum(r.compared for r in results)
     out.line(f"{equal} of {compared} arrays are equal in every bit; {compared - equal} unequal")
-    checked = [{"id": r.recipe, "equal": r.equal, "compared": r.compared, "differences": _differences(r)} for r in results]
+    checked = [
+        {"id": r.recipe, "equal": r.equal, "compared": r.compared, "differences": _differences(r)} for r in results
+    ]
     out.document("recipes.check/1", {"equal": equal, "compared": compared, "recipes": checked})
     return DONE if compared and equal == compared else DIFFERENT
 
@@ -98,6 +108,9 @@ def _formats(args: argparse.Namespace, out: Output) -> int:
     out.table(tables.FORMAT_COLUMNS, formats)
     out.line()
     out.table(tables.BLOCK_COLUMNS, blocks)
-    body = {"formats": _objects(tables.FORMAT_COLUMNS, formats), "block_formats": _objects(tables.BLOCK_COLUMNS, blocks)}
+    body = {
+        "formats": _objects(tables.FORMAT_COLUMNS, formats),
+        "block_formats": _objects(tables.BLOCK_COLUMNS, blocks),
+    }
     out.document("formats/1", body)
     return DONE

@@ -17,10 +17,13 @@ def register(subparsers: Any) -> None:
     """Add the command."""
     text = "repair an NVFP4 checkpoint whose fused layers (q/k/v, gate/up) disagree in their tensor scales"
     parser = add_command(
-        subparsers, "reconcile", _reconcile, text,
+        subparsers,
+        "reconcile",
+        _reconcile,
+        text,
         writes=lambda args: Path(args.destination) if args.destination else None,
         usage="fp4kit reconcile SRC DST\n       fp4kit reconcile --dry-run SRC",
-    )  # fmt: skip
+    )
     add_path(parser, "source", metavar="SRC", help="directory of the quantized model")
     add_path(parser, "destination", nargs="?", metavar="DST", help="new directory to write, if something has to change")
     parser.add_argument("--dry-run", action="store_true", help="print what would change, and write nothing")

@@ -1,4 +1,6 @@
-"""Text and JSON of results: tables that fit a terminal or a pipe, names shortened in the middle, one JSON document a command."""
+"""Text and JSON of results: tables that fit a terminal or a pipe, names shortened in the middle, one JSON document a
+command.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +21,11 @@ Row = Sequence[str]
 def table(columns: Row, rows: Sequence[Row], width: int | None = None, ellipsis: str = "…") -> list[str]:
     """Return the lines of a table of at most ``width`` columns; None: as wide as its cells need.
 
-    columns: titles; a leading ``#`` marks numbers, which are aligned at the right. The first column holds names: where the
-        table is too wide, they are shortened in the middle, and where that leaves too little of them or makes two of them
-        alike, they stand on lines of their own above the other cells. A cell is one line of text, a line never ends in a space.
+    columns: titles; a leading ``#`` marks numbers, which are aligned at the right. The first column holds names: where
+    the
+        table is too wide, they are shortened in the middle, and where that leaves too little of them or makes two of
+        them alike, they stand on lines of their own above the other cells. A cell is one line of text, a line never
+        ends in a space.
     """
     titles = tuple(title.removeprefix("#") for title in columns)
     right = tuple(title.startswith("#") for title in columns)
@@ -46,7 +50,9 @@ def shortened(text: str, width: int, ellipsis: str = "…") -> str:
 
 
 def wrapped(text: str, width: int | None, indent: str = "") -> list[str]:
-    """Return ``text`` in lines of at most ``width`` columns, broken at spaces only, all but the first behind ``indent``."""
+    """Return ``text`` in lines of at most ``width`` columns, broken at spaces only, all but the first behind
+    ``indent``.
+    """
     if width is None:
         return [text]
     lines: list[str] = []
@@ -59,10 +65,11 @@ def wrapped(text: str, width: int | None, indent: str = "") -> list[str]:
 
 
 def document(schema: str, body: Mapping[str, Any]) -> str:
-    """Return ``body`` as JSON whose first entry is ``"schema": "fp4kit.<schema>"``; a schema ends in its version: ``compare/1``.
+    """Return ``body`` as JSON whose first entry is ``"schema": "fp4kit.<schema>"``; a schema ends in its version:
+    ``compare/1``.
 
-    Tuples become lists, paths strings, NumPy scalars numbers. JSON has no NaN or infinity: they become the strings "NaN",
-    "Infinity" and "-Infinity", which Python's float and JavaScript's Number read.
+    Tuples become lists, paths strings, NumPy scalars numbers. JSON has no NaN or infinity: they become the strings
+    "NaN", "Infinity" and "-Infinity", which Python's float and JavaScript's Number read.
     """
     return dump_object({"schema": f"fp4kit.{schema}", **_plain(body)}).decode("ascii")
 
@@ -122,7 +129,9 @@ def _narrowed(grid: list[tuple[str, ...]], room: int, ellipsis: str) -> list[tup
     return [(name, *row[1:]) for name, row in zip(names, grid, strict=True)]
 
 
-def _stacked(grid: list[tuple[str, ...]], widths: list[int], right: Sequence[bool], width: int, ellipsis: str) -> list[str]:
+def _stacked(
+    grid: list[tuple[str, ...]], widths: list[int], right: Sequence[bool], width: int, ellipsis: str
+) -> list[str]:
     """Names on lines of their own, shortened only if a line is too short for one; below each its other cells."""
     fits = _total(widths[1:]) + 2 <= width
     lines = []

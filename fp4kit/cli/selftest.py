@@ -30,13 +30,19 @@ def register(commands: Any) -> None:
         "selftest",
         _selftest,
         "compare the GPU or the processor with the specification, in every bit",
-        description="Compare the operations on this machine's GPU, or with --host those of the compiled engine of its processor, "
-        "with the specification, in every bit. A GPU's kernels are compiled first, where they are not cached. "
-        "Exit status: 0 all equal, 1 something differs, 2 an error such as no GPU.",
+        description=(
+            "Compare the operations on this machine's GPU, or with --host those of the compiled engine of its"
+            " processor, with the specification, in every bit. A GPU's kernels are compiled first, where they are not"
+            " cached. Exit status: 0 all equal, 1 something differs, 2 an error such as no GPU."
+        ),
     )
     parser.add_argument("--host", action="store_true", help="the compiled engine of the processor instead of the GPU")
-    parser.add_argument("--quick", action="store_true", help="eight recipes, smaller tensors, one of 61 floats: a minute at most")
-    parser.add_argument("--golden", metavar="DIR", help="recorded outputs to compare with (default: those of the package)")
+    parser.add_argument(
+        "--quick", action="store_true", help="eight recipes, smaller tensors, one of 61 floats: a minute at most"
+    )
+    parser.add_argument(
+        "--golden", metavar="DIR", help="recorded outputs to compare with (default: those of the package)"
+    )
 
 
 def _selftest(args: argparse.Namespace, out: Output) -> int:

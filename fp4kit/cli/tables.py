@@ -29,9 +29,7 @@ def rule_text(r: Recipe) -> str:
 
 def recipe_rows(ids: Iterable[str] = tuple(RECIPES)) -> list[tuple[str, ...]]:
     """One row per recipe: id (with its aliases), block, rule, what it equals, versions, source."""
-    return [
-        (_names(r), block_text(r), rule_text(r), _exact(r), str(r.versions), r.source) for r in map(recipe, ids)
-    ]
+    return [(_names(r), block_text(r), rule_text(r), _exact(r), str(r.versions), r.source) for r in map(recipe, ids)]
 
 
 def _exact(r: Recipe) -> str:
@@ -53,13 +51,17 @@ def grouped_recipe_rows() -> list[tuple[str, ...]]:
 
 
 def family_rows() -> list[tuple[str, ...]]:
-    """A row for each producer, in the order of the table: its formats, and how many recipes and aliases it has of each."""
+    """A row for each producer, in the order of the table: its formats, and how many recipes and aliases it has of
+    each.
+    """
     found: dict[str, dict[str, int]] = {}
     for id in (*RECIPES, *(alias for alias in ALIASES if producer_of(alias))):
         formats = found.setdefault(producer_of(id), {})
         name = id.partition("-")[0]
         formats[name] = formats.get(name, 0) + 1
-    return [(producer, ", ".join(_family(producer, *one) for one in formats.items())) for producer, formats in found.items()]
+    return [
+        (producer, ", ".join(_family(producer, *one) for one in formats.items())) for producer, formats in found.items()
+    ]
 
 
 def _family(producer: str, name: str, count: int) -> str:

@@ -24,14 +24,22 @@ from fp4kit.storage.errors import CheckpointError, listed, shown
 def register(subparsers: Any) -> None:
     """Add the command."""
     parser = add_command(
-        subparsers, "verify", _verify, "check a checkpoint: its files, its numbers, what engines make of it, and its source",
-        epilog="Exit codes: 0 no errors, though there may be warnings; 1 errors, such as bytes that differ; 2 it cannot be read.",
-    )  # fmt: skip
+        subparsers,
+        "verify",
+        _verify,
+        "check a checkpoint: its files, its numbers, what engines make of it, and its source",
+        epilog="Exit codes: 0 no errors, though there may be warnings; 1 errors, such as bytes that differ; 2 it "
+        "cannot be read.",
+    )
     add_path(parser, "path", metavar="DST", help="directory or GGUF file of the quantized model")
-    parser.add_argument("--source", metavar="SRC", help="directory or GGUF file that it was made of, with which it is compared")
+    parser.add_argument(
+        "--source", metavar="SRC", help="directory or GGUF file that it was made of, with which it is compared"
+    )
     parser.add_argument("--recipe", help="of the quantized layers (default: the one that the checkpoint records)")
     add_scale_search(parser)
-    parser.add_argument("--html", type=Path, metavar="FILE", help="write a page with charts, one file that needs no network")
+    parser.add_argument(
+        "--html", type=Path, metavar="FILE", help="write a page with charts, one file that needs no network"
+    )
     add_workers(parser)
 
 
@@ -65,7 +73,9 @@ def _check_page(page: Path, model: Path) -> None:
     if page.is_dir() or not page.parent.is_dir():
         raise CheckpointError(f"--html {shown(str(page))}: a file in a directory that exists is needed")
     if page.resolve().is_relative_to(model.resolve()):
-        raise CheckpointError(f"--html {shown(str(page))}: is inside of the checkpoint, which it would change; put it elsewhere")
+        raise CheckpointError(
+            f"--html {shown(str(page))}: is inside of the checkpoint, which it would change; put it elsewhere"
+        )
 
 
 def _print(out: Output, report: VerifyReport) -> None:
@@ -90,10 +100,17 @@ def _cells(layer: LayerReport) -> tuple[str, ...]:
 def _verdict(report: VerifyReport) -> str:
     """The last line."""
     warnings = len(report.issues) - report.errors
-    manifest = {"equal": "files as the manifest says", "differs": "files differ from the manifest", "none": "no manifest"}
+    manifest = {
+        "equal": "files as the manifest says",
+        "differs": "files differ from the manifest",
+        "none": "no manifest",
+    }
     text = f"{len(report.layers)} layers, {manifest[report.manifest]}"
     if report.source is not None:
-        differing, made = sum(layer.differing for layer in report.layers), sum(layer.compared for layer in report.layers)
+        differing, made = (
+            sum(layer.differing for layer in report.layers),
+            sum(layer.compared for layer in report.layers),
+        )
         maker = (report.recipe or "its form") + (f" with scales {report.scales}" if report.scales else "")
         text += f"; {differing} of {made} bytes differ from what {maker} makes of the source"
         text += f"; {len(report.changed)} of {report.copied} copied tensors differ"

@@ -1,4 +1,6 @@
-"""How a cached call handles the arrays of a library in host memory: addresses, new arrays, results. NumPy, PyTorch, JAX."""
+"""How a cached call handles the arrays of a library in host memory: addresses, new arrays, results. NumPy, PyTorch,
+JAX.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,8 @@ class ArrayAccess(NamedTuple):
     """Access to the arrays of one library.
 
     address(array): the address of its first element; None for None.
-    maker(shape, dtype, reused): a function without arguments that returns a new uninitialized array; dtype is NumPy's. reused:
+    maker(shape, dtype, reused): a function without arguments that returns a new uninitialized array; dtype is NumPy's.
+    reused:
         the memory of a large array, once freed, serves the next one (see cpu/buffers.py).
     is_float32(array): whether it is a contiguous, aligned float32 array, which the C library can read in place.
     to_bytes(array): its elements in row-major order.

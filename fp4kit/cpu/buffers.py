@@ -1,8 +1,10 @@
-"""Where arrays lie; and memory of large results: whole huge pages, and that of a result that is gone serves the next one.
+"""Where arrays lie; and memory of large results: whole huge pages, and that of a result that is gone serves the next
+one.
 
-A page that is new costs a fault and is filled with zeros: 4096 x 4096 bfloat16 are decoded in 1.4 ms into pages that are there,
-and in 3.1 into new ones (two cores of an x86-64 machine, November 2026). malloc keeps what was freed below 32 MiB; here one piece
-of at most MOST bytes is kept in a process, so that a loop over layers, or over steps, does not ask for new pages each time.
+A page that is new costs a fault and is filled with zeros: 4096 x 4096 bfloat16 are decoded in 1.4 ms into pages that
+are there, and in 3.1 into new ones (two cores of an x86-64 machine, November 2026). malloc keeps what was freed below
+32 MiB; here one piece of at most MOST bytes is kept in a process, so that a loop over layers, or over steps, does not
+ask for new pages each time.
 """
 
 from __future__ import annotations
@@ -20,7 +22,9 @@ _kept: list[np.ndarray] = []  # bytes that nothing else holds: one piece, or non
 
 
 class _Owner:
-    """What an array has as its base: as long as it, or a view of it, is there. Then its memory is kept, in the place of other."""
+    """What an array has as its base: as long as it, or a view of it, is there. Then its memory is kept, in the place of
+    other.
+    """
 
     __slots__ = ("__array_interface__", "memory")
 
@@ -34,8 +38,8 @@ class _Owner:
 def _reader() -> Callable[[np.ndarray], int]:
     """What gives the address of an array's first element.
 
-    ndarray.ctypes makes an object for that, in 0.8 us, of which a call has five. NumPy's ABI has the address behind the head of
-    every Python object, where compiled extensions read it (PyArray_DATA); in CPython it takes 0.13 us.
+    ndarray.ctypes makes an object for that, in 0.8 us, of which a call has five. NumPy's ABI has the address behind the
+    head of every Python object, where compiled extensions read it (PyArray_DATA); in CPython it takes 0.13 us.
     """
     head, read = object.__basicsize__, ctypes.c_size_t.from_address
 

@@ -1,7 +1,8 @@
 """Calls on arrays in host memory as call/call_cache.py keeps them: one call of the library, which gets only addresses.
 
-Those of quantize, dequantize and fake_quantize on whole matrices are kept, whatever their strides and axis, and on contiguous
-arrays. What holds NaN or infinities goes the full way, and so does a call in a thread whose arithmetic is not IEEE's.
+Those of quantize, dequantize and fake_quantize on whole matrices are kept, whatever their strides and axis, and on
+contiguous arrays. What holds NaN or infinities goes the full way, and so does a call in a thread whose arithmetic is
+not IEEE's.
 """
 
 from __future__ import annotations
@@ -69,7 +70,9 @@ class _Like(NamedTuple):
 def _matrix(call: Call) -> np.ndarray | None:
     """x as one matrix, whose rows are quantized; None where it is none, or too large for one call of the library."""
     moved, r = call.moved, call.recipe
-    if not 0 < moved.size <= ELEMENTS_PER_CALL or (moved.ndim > 2 and not (moved.flags.c_contiguous and r.block_rows == 1)):
+    if not 0 < moved.size <= ELEMENTS_PER_CALL or (
+        moved.ndim > 2 and not (moved.flags.c_contiguous and r.block_rows == 1)
+    ):
         return None
     matrix: np.ndarray = moved.reshape(-1, moved.shape[-1])
     covered = 1 if call.tensor_amax is None or r.tensor_scaling != "tensor" else call.tensor_amax.size
@@ -160,7 +163,9 @@ def fake_quantize(call: Call, x: Any, values: Any) -> FakeQuantizeCall | None:
     except Declined:
         return None
     access = access_to(x)
-    return FakeQuantizeCall(*like, decode, access, access.maker(shape, call.x.dtype, True), call.axis, call.x.size, found)
+    return FakeQuantizeCall(
+        *like, decode, access, access.maker(shape, call.x.dtype, True), call.axis, call.x.size, found
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,5 @@
-"""Names of what the compiled engine has: rules of scales, and the arithmetic of elements, by the fields that they depend on.
+"""Names of what the compiled engine has: rules of scales, and the arithmetic of elements, by the fields that they
+depend on.
 
 A variant of a recipe whose fields have a name there is computed by it, whatever its other fields are.
 """
@@ -21,15 +22,21 @@ from fp4kit.reference.search_factors import FACTORS
 
 
 def rule_key(r: Recipe) -> str | None:
-    """Of the rule that makes block scales of amaxes, or by the errors that they leave; None for a recipe without one."""
+    """Of the rule that makes block scales of amaxes, or by the errors that they leave; None for a recipe without
+    one.
+    """
     if r.block_rule is None or r.scale is None:
         return None
     if r.four_over_six:
         flags = [name for name in ("fast_error", "lane_sums", "keep_infinity", "flush") if getattr(r, name)]
         flags += [r.rounding] * (r.rounding != "rn")
-        return " ".join([r.block_rule, r.four_over_six, _name(r.element), _name(r.scale), str(r.scale_max), top_rule(r), *flags])
+        return " ".join(
+            [r.block_rule, r.four_over_six, _name(r.element), _name(r.scale), str(r.scale_max), top_rule(r), *flags]
+        )
     propagate = "propagate" if r.amax_nan == "propagate" else "ignore"
-    return f"{r.block_rule} {_name(r.element)} {_name(r.scale)} {r.scale_max} {propagate}" + " infinity" * r.keep_infinity
+    return (
+        f"{r.block_rule} {_name(r.element)} {_name(r.scale)} {r.scale_max} {propagate}" + " infinity" * r.keep_infinity
+    )
 
 
 def tensor_key(r: Recipe) -> str | None:
@@ -39,7 +46,9 @@ def tensor_key(r: Recipe) -> str | None:
 
 def element_key(r: Recipe) -> str:
     """Of what makes a code of an element and a factor, where both are finite."""
-    flags = [name for name in ("flush", "round_scaled", "narrow") if getattr(r, name)] + ["then_encode"] * then_encodes(r)
+    flags = [name for name in ("flush", "round_scaled", "narrow") if getattr(r, name)] + ["then_encode"] * then_encodes(
+        r
+    )
     return " ".join([_name(r.element), r.apply, r.rounding, r.sign, *flags])
 
 
@@ -55,7 +64,8 @@ def top_rule(r: Recipe) -> str:
 
 
 def kept_factors(r: Recipe, dtype: np.dtype) -> tuple[float, float]:
-    """The least and the largest factor of a block under which codes that are found again (repacked) are those that they were.
+    """The least and the largest factor of a block under which codes that are found again (repacked) are those that they
+    were.
 
     The least one is negative if a factor of 0 keeps codes, too. See keeps_codes of cuda/kernels/rules/finite.cuh.
     """
@@ -77,14 +87,21 @@ MOST_ROWS = 16  # of a block whose scale is chosen by errors: kMostRows of sourc
 # specification, because of the work around it; by what a tensor scale covers. Two cores of an x86-64 machine with
 # AVX-512, November 2026.
 FEW = {"none": 1 << 12, "tensor": 1 << 12, "row": 1 << 15, "block": 1 << 11}
-FEW_VALUES, FEW_AMAX, FEW_COLUMNS = 1 << 11, 1 << 11, 16  # bytes of codes to be decoded; elements of an amax, and of a row
+FEW_VALUES, FEW_AMAX, FEW_COLUMNS = (
+    1 << 11,
+    1 << 11,
+    16,
+)  # bytes of codes to be decoded; elements of an amax, and of a row
 
 
 @lru_cache(256)
 def not_encoded(r: Recipe) -> str | None:
     """Why the compiled engine makes no codes of a recipe; None where its arithmetic is all that it has to have."""
     if r.four_over_six and (r.block_size != 16 or r.block_rows > MOST_ROWS):
-        return f"4over6 of blocks of {r.block_rows} x {r.block_size}, which are not of 16 columns and of {MOST_ROWS} rows at most"
+        return (
+            f"4over6 of blocks of {r.block_rows} x {r.block_size}, which are not of 16 columns and of {MOST_ROWS} rows"
+            " at most"
+        )
     if r.block and ((r.block_size != 16 and r.block_size % GRAIN) or r.block_size > WIDTH):
         return f"blocks of {r.block_size}, neither 16 nor a multiple of {GRAIN} up to {WIDTH}"
     return None

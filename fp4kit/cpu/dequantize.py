@@ -21,7 +21,9 @@ from fp4kit.reference import dequantize as specification
 from fp4kit.reference.implied_amax import stored_tensor_scale
 from fp4kit.reference.tensor_rules import TensorScale
 
-TABLES_FROM = 256  # blocks of a matrix, as many as scales have codes: then tables of all scales cost less than one a block
+TABLES_FROM = (
+    256  # blocks of a matrix, as many as scales have codes: then tables of all scales cost less than one a block
+)
 
 
 @lru_cache(256)
@@ -47,9 +49,12 @@ def dequantize_matrix(
     for rows, columns in _units_left(packed, scales, recipe, tensor, out):
         blocks = blocks_of(columns, recipe)
         specification.dequantize_matrix(
-            packed[rows, bytes_of(columns, recipe)], None if scales is None else scales[rows, blocks], recipe,
-            tensor.cut(rows, blocks), out[rows, columns],
-        )  # fmt: skip
+            packed[rows, bytes_of(columns, recipe)],
+            None if scales is None else scales[rows, blocks],
+            recipe,
+            tensor.cut(rows, blocks),
+            out[rows, columns],
+        )
 
 
 def _in_rows(bytes_: np.ndarray) -> np.ndarray:
@@ -111,12 +116,22 @@ def tensors_of(q: Quantized, to_bytes: Callable[[Any], bytes] = np.ndarray.tobyt
 
 
 def decode_call(values: np.ndarray, r: Recipe, packed_step: int, scales_step: int | None) -> DecodeCall:
-    """A call for a matrix of values under one tensor scale, without addresses. scales_step: None without block scales."""
+    """A call for a matrix of values under one tensor scale, without addresses. scales_step: None without block
+    scales.
+    """
     M, K = values.shape
     block = r.block_size if r.block else max(K, 1)
     width = max(min(max(UNIT // block, 1) * block, K), 1)
     return DecodeCall(
-        rows=M, columns=K, packed_step=packed_step, scales_step=scales_step or 0, out_step=values.strides[0] // values.itemsize,
-        height=max(UNIT // width, 1), width=width, tables_from=TABLES_FROM, decoder=decoder_of(r, values.dtype),
-        kind=INPUTS[values.dtype], block=block,
-    )  # fmt: skip
+        rows=M,
+        columns=K,
+        packed_step=packed_step,
+        scales_step=scales_step or 0,
+        out_step=values.strides[0] // values.itemsize,
+        height=max(UNIT // width, 1),
+        width=width,
+        tables_from=TABLES_FROM,
+        decoder=decoder_of(r, values.dtype),
+        kind=INPUTS[values.dtype],
+        block=block,
+    )

@@ -30,7 +30,11 @@ from fp4kit.reference.tensor_rules import TensorScale, tensor_scale
 UNIT = 1 << 15  # elements of a unit, about
 TILE_COLUMNS, TILE_ROWS = 512, 64  # of a unit that is read across the rows of memory
 INPUTS = {np.dtype(np.float32): 0, np.dtype(np.float16): 1, np.dtype(ml_dtypes.bfloat16): 2}
-_BITS = {0: (np.uint32, 0x7F800000), 1: (np.uint16, 0x7C00), 2: (np.uint16, 0x7F80)}  # dtype of a magnitude's bits, infinity's
+_BITS = {
+    0: (np.uint32, 0x7F800000),
+    1: (np.uint16, 0x7C00),
+    2: (np.uint16, 0x7F80),
+}  # dtype of a magnitude's bits, infinity's
 
 
 class Kernels(NamedTuple):
@@ -78,7 +82,8 @@ class Shape(NamedTuple):
     def of(cls, x: np.ndarray, block: int, block_rows: int, gathered: bool) -> Shape:
         """For whole blocks; gathered: elements are brought together first, in tiles that fill lines of the cache.
 
-        Others are read row by row: of rows in pieces of half a page, a processor reads nothing ahead, and takes twice the time.
+        Others are read row by row: of rows in pieces of half a page, a processor reads nothing ahead, and takes twice
+        the time.
         """
         M, K = x.shape
         step = lcm(block, GRAIN)
@@ -88,7 +93,9 @@ class Shape(NamedTuple):
         return cls(M, K, high * block_rows, width)
 
     def parts(self, cost: int = 1) -> Iterator[tuple[slice, slice]]:
-        """Rows and columns of one call of the library at a time: whole units. cost: of the time that codes of an element take."""
+        """Rows and columns of one call of the library at a time: whole units. cost: of the time that codes of an
+        element take.
+        """
         most = ELEMENTS_PER_CALL // cost
         across = max(most // self.height // self.width, 1) * self.width
         down = max(most // min(across, self.columns) // self.height, 1) * self.height
@@ -100,7 +107,10 @@ class Shape(NamedTuple):
         """Those of a part, in the order of the library."""
         for row in range(rows.start, rows.stop, self.height):
             for column in range(columns.start, columns.stop, self.width):
-                yield slice(row, min(row + self.height, rows.stop)), slice(column, min(column + self.width, columns.stop))
+                yield (
+                    slice(row, min(row + self.height, rows.stop)),
+                    slice(column, min(column + self.width, columns.stop)),
+                )
 
     def number(self, rows: slice, columns: slice) -> int:
         """How many they are."""
@@ -114,7 +124,9 @@ def source(x: np.ndarray, hadamard: int | None = None) -> Source:
 
 
 class _Scales(NamedTuple):
-    """What stands over the elements of a matrix: the tensor's scale, block amaxes or factors that are given instead of found."""
+    """What stands over the elements of a matrix: the tensor's scale, block amaxes or factors that are given instead of
+    found.
+    """
 
     tensor: TensorScale
     block_amax: np.ndarray | None = None
@@ -128,14 +140,29 @@ def encode_call(x: np.ndarray, kernels: Kernels, packed_step: int, scales_step: 
     like.data = None
     least, most = kernels.kept[INPUTS[x.dtype]]
     return EncodeCall(
-        x=like, least=least, most=most, packed_step=packed_step, scales_step=scales_step, height=shape.height, width=shape.width,
-        input=INPUTS[x.dtype], rule=kernels.rule, element=kernels.element, block=kernels.block, block_rows=kernels.block_rows,
-    )  # fmt: skip
+        x=like,
+        least=least,
+        most=most,
+        packed_step=packed_step,
+        scales_step=scales_step,
+        height=shape.height,
+        width=shape.width,
+        input=INPUTS[x.dtype],
+        rule=kernels.rule,
+        element=kernels.element,
+        block=kernels.block,
+        block_rows=kernels.block_rows,
+    )
 
 
 @np.errstate(all="ignore")
 def quantize_matrix(
-    x: np.ndarray, recipe: Recipe, amax: np.ndarray | None, packed: np.ndarray, scales: np.ndarray | None, options: Options
+    x: np.ndarray,
+    recipe: Recipe,
+    amax: np.ndarray | None,
+    packed: np.ndarray,
+    scales: np.ndarray | None,
+    options: Options,
 ) -> None:
     """reference.quantize.quantize_matrix."""
     tensor = tensor_scale(amax, recipe, x.dtype).columns(recipe)
@@ -146,9 +173,13 @@ def quantize_matrix(
     for rows, columns in _encode(x, recipe, kernels_of(recipe), above, packed, scales, options):
         blocks = blocks_of(columns, recipe)
         specification.quantize_matrix(
-            x[rows, columns], recipe, _cut(amax, rows, blocks), packed[rows, bytes_of(columns, recipe)],
-            None if scales is None else scales[rows, blocks], cut_options(options, rows, columns, recipe),
-        )  # fmt: skip
+            x[rows, columns],
+            recipe,
+            _cut(amax, rows, blocks),
+            packed[rows, bytes_of(columns, recipe)],
+            None if scales is None else scales[rows, blocks],
+            cut_options(options, rows, columns, recipe),
+        )
 
 
 @np.errstate(all="ignore")
@@ -177,16 +208,21 @@ def _encode_rows(
         blocks = blocks_of(columns, r)
         part = tensor.columns(r).cut(rows, blocks)
         specification.encode_matrix(
-            x[rows, columns], r, part if r.tensor_scaling == "block" else TensorScale(*(p[:, 0] for p in part)),
-            None if scales is None else scales[rows, blocks], packed[rows, bytes_of(columns, r)],
+            x[rows, columns],
+            r,
+            part if r.tensor_scaling == "block" else TensorScale(*(p[:, 0] for p in part)),
+            None if scales is None else scales[rows, blocks],
+            packed[rows, bytes_of(columns, r)],
             cut_options(options, rows, columns, r),
-        )  # fmt: skip
+        )
     if four_over_six.leaves_zero_blocks(r):
         zero = four_over_six.is_zero_block(_amax_by_row(x, r, options.hadamard))
         packed[np.repeat(zero, r.element.packing.length(r.block_size), axis=1)] = 0
 
 
-def _given_scales(x: np.ndarray, r: Recipe, tensor: TensorScale, scales: np.ndarray | None, hadamard: int | None) -> _Scales:
+def _given_scales(
+    x: np.ndarray, r: Recipe, tensor: TensorScale, scales: np.ndarray | None, hadamard: int | None
+) -> _Scales:
     """The factors under scales that there are."""
     tensor = tensor.columns(r)
     if r.block_rule is None or scales is None:
@@ -206,7 +242,13 @@ def _amax_by_row(x: np.ndarray, r: Recipe, hadamard: int | None) -> np.ndarray:
 
 
 def _encode(
-    x: np.ndarray, r: Recipe, kernels: Kernels, above: _Scales, packed: np.ndarray, scales: np.ndarray | None, options: Options
+    x: np.ndarray,
+    r: Recipe,
+    kernels: Kernels,
+    above: _Scales,
+    packed: np.ndarray,
+    scales: np.ndarray | None,
+    options: Options,
 ) -> Iterator[tuple[slice, slice]]:
     """Codes and scales of a matrix; gives the rows and columns of the units that are not done."""
     shape = Shape.of(x, kernels.block, kernels.block_rows, x.strides[1] != x.itemsize or options.hadamard is not None)
@@ -214,7 +256,9 @@ def _encode(
     step = max(part.size for part in tensor) > 1
     if step:
         tensor = [np.ascontiguousarray(np.broadcast_to(part, x.shape[0])) for part in tensor]
-    factors, amax = (None if a is None else np.ascontiguousarray(a, np.float32) for a in (above.factors, above.block_amax))
+    factors, amax = (
+        None if a is None else np.ascontiguousarray(a, np.float32) for a in (above.factors, above.block_amax)
+    )
     for rows, columns in shape.parts():
         unusual = np.zeros(shape.number(rows, columns), np.uint8)
         given = slice(rows.start // kernels.block_rows, -(-rows.stop // kernels.block_rows)), blocks_of(columns, r)
@@ -224,20 +268,39 @@ def _encode(
         scale_rows = None if scales is None else scales[rows, blocks_of(columns, r)]
         random = _Bytes.of(options.random, rows, columns)
         call = EncodeCall(
-            source(cut, options.hadamard), *map(address, cut_tensor), int(step), address(cut_amax), address(cut_factors),
-            next((a.strides[0] // 4 for a in (cut_amax, cut_factors) if a is not None), 0), *kernels.kept[INPUTS[x.dtype]],
-            address(random.array), 0 if random.array is None else random.array.strides[0], *random[1:],
-            address(codes), address(scale_rows), codes.strides[0], 0 if scale_rows is None else scale_rows.strides[0],
-            address(unusual), shape.height, shape.width, INPUTS[x.dtype], kernels.rule, kernels.element, kernels.block,
-            kernels.block_rows, threads_for(cut.size),
-        )  # fmt: skip
+            source(cut, options.hadamard),
+            *map(address, cut_tensor),
+            int(step),
+            address(cut_amax),
+            address(cut_factors),
+            next((a.strides[0] // 4 for a in (cut_amax, cut_factors) if a is not None), 0),
+            *kernels.kept[INPUTS[x.dtype]],
+            address(random.array),
+            0 if random.array is None else random.array.strides[0],
+            *random[1:],
+            address(codes),
+            address(scale_rows),
+            codes.strides[0],
+            0 if scale_rows is None else scale_rows.strides[0],
+            address(unusual),
+            shape.height,
+            shape.width,
+            INPUTS[x.dtype],
+            kernels.rule,
+            kernels.element,
+            kernels.block,
+            kernels.block_rows,
+            threads_for(cut.size),
+        )
         functions().fp4kit_encode(ctypes.byref(call))
         if unusual.any():
             yield from (unit for unit, flag in zip(shape.units(rows, columns), unusual, strict=True) if flag)
 
 
 class _Bytes(NamedTuple):
-    """Where random bytes come from: an array, or a seed, with the place of a part's first element in its stream and of a row."""
+    """Where random bytes come from: an array, or a seed, with the place of a part's first element in its stream and of
+    a row.
+    """
 
     array: np.ndarray | None = None
     seed: Any = None
@@ -253,12 +316,15 @@ class _Bytes(NamedTuple):
         return cls() if part is None else cls(np.ascontiguousarray(part.bytes))
 
 
-# ---- amaxes ---------------------------------------------------------------------------------------------------------------
+# ---- amaxes
+# ---------------------------------------------------------------------------------------------------------------
 
 
 @np.errstate(all="ignore")
 def block_amax(x: np.ndarray, r: Recipe) -> np.ndarray:
-    """Largest magnitudes of the blocks of a matrix: float32 (ceil(M / block rows), K / block columns); as the recipe has NaN."""
+    """Largest magnitudes of the blocks of a matrix: float32 (ceil(M / block rows), K / block columns); as the recipe
+    has NaN.
+    """
     out = np.empty((-(-x.shape[0] // r.block_rows), x.shape[1] // r.block_size), np.float32)
     if largest(x, out, r.block_size, r.block_rows) is None:
         for rows in _strips(x.shape, r.block_rows):
@@ -268,7 +334,9 @@ def block_amax(x: np.ndarray, r: Recipe) -> np.ndarray:
 
 
 def tensor_amax(x: np.ndarray, r: Recipe, mask: int | None) -> np.ndarray | None:
-    """reference.quantize.tensor_amax; None where it is to be found otherwise: of NaN, infinities, rows of no whole grains."""
+    """reference.quantize.tensor_amax; None where it is to be found otherwise: of NaN, infinities, rows of no whole
+    grains.
+    """
     if r.tensor_scaling in ("none", "tensor"):
         return None if (found := largest(x, hadamard=mask)) is None else np.asarray(found)
     size = r.block_size if r.tensor_scaling == "block" else GRAIN
@@ -286,22 +354,32 @@ def tensor_amax(x: np.ndarray, r: Recipe, mask: int | None) -> np.ndarray | None
 def largest(
     x: np.ndarray, out: np.ndarray | None = None, block: int = GRAIN, block_rows: int = 1, hadamard: int | None = None
 ) -> np.float32 | None:
-    """The largest magnitude of a matrix; None where one is NaN or infinite. out: those of its blocks, if all are finite."""
+    """The largest magnitude of a matrix; None where one is NaN or infinite. out: those of its blocks, if all are
+    finite.
+    """
     shape = Shape.of(x, block, block_rows, x.strides[1] != x.itemsize or hadamard is not None)
     kind, most = INPUTS[x.dtype], 0
     for rows, columns in shape.parts():
         cut = x[rows, columns]
         target = None if out is None else out[rows.start // block_rows :, columns.start // block :]
         call = AmaxCall(
-            source(cut, hadamard), address(target), 0 if out is None else out.strides[0] // 4, shape.height, shape.width,
-            kind, block, block_rows, threads_for(cut.size, is_quick=True),
-        )  # fmt: skip
+            source(cut, hadamard),
+            address(target),
+            0 if out is None else out.strides[0] // 4,
+            shape.height,
+            shape.width,
+            kind,
+            block,
+            block_rows,
+            threads_for(cut.size, is_quick=True),
+        )
         most = max(most, functions().fp4kit_amax(ctypes.byref(call)))
     bits, infinity = _BITS[kind]
     return np.float32(np.array(most, bits).view(x.dtype)) if most < infinity else None
 
 
-# ---- codes ----------------------------------------------------------------------------------------------------------------
+# ---- codes
+# ----------------------------------------------------------------------------------------------------------------
 
 
 def transpose_codes(stored: np.ndarray, packing: Packing) -> np.ndarray:
@@ -313,7 +391,8 @@ def transpose_codes(stored: np.ndarray, packing: Packing) -> np.ndarray:
     return out
 
 
-# ---- parts ----------------------------------------------------------------------------------------------------------------
+# ---- parts
+# ----------------------------------------------------------------------------------------------------------------
 
 
 def _strips(shape: tuple[int, int], block_rows: int = 1) -> Iterator[slice]:

@@ -1,4 +1,5 @@
-"""The fast engine of the host: functions of reference.engine by compiled loops, for what those cover; it declines all else.
+"""The fast engine of the host: functions of reference.engine by compiled loops, for what those cover; it declines all
+else.
 
 Its results are the specification's in every bit: codes, scales and values are computed by the kernels' own rules
 (cuda/kernels/rules), and what holds NaN or infinities goes to the specification.
@@ -38,9 +39,13 @@ def tensor_amax(moved: np.ndarray, r: Recipe, mask: int | None = None) -> np.nda
 
 PIECE = 1 << 22  # elements of x that have codes at a time where only their values are wanted
 _MATRICES = reference.Matrices(
-    tensor_amax, encode.quantize_matrix, encode.encode_matrix, decoding.dequantize_matrix, searching.search_matrix,
+    tensor_amax,
+    encode.quantize_matrix,
+    encode.encode_matrix,
+    decoding.dequantize_matrix,
+    searching.search_matrix,
     searching.searched,
-)  # fmt: skip
+)
 
 
 def quantize(call: Call) -> Quantized:
@@ -61,7 +66,9 @@ def quantize_with_scales(call: Call) -> Quantized:
 
 
 def _check(call: Call, few: int | None = None) -> None:
-    """few: elements below which it declines; those of keys.FEW by default. That comes first: what is done in vain takes time."""
+    """few: elements below which it declines; those of keys.FEW by default. That comes first: what is done in vain takes
+    time.
+    """
     least = coverage.FEW[call.recipe.tensor_scaling] if few is None else few
     if call.x.size < least or call.moved.shape[-1] < coverage.FEW_COLUMNS:
         raise Declined("the specification is as quick with so few elements")

@@ -1,4 +1,5 @@
-"""Writes source/recipes.inc: the rules and the arithmetic of elements that the recipes of the table need, as C++ from their data.
+"""Writes source/recipes.inc: the rules and the arithmetic of elements that the recipes of the table need, as C++ from
+their data.
 
     python -m fp4kit.cpu.generate
 

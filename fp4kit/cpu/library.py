@@ -20,7 +20,9 @@ from fp4kit.reference.arith import reciprocal_table
 
 ELEMENTS_PER_THREAD = 1 << 16  # another thread is worth its waking from here on
 QUICK = 4  # times as many of those that take so much less time: of amaxes, and of codes that are looked up
-ELEMENTS_PER_CALL = 1 << 26  # of one call of the library, some tens of milliseconds: between two, Python hears of Ctrl-C
+ELEMENTS_PER_CALL = (
+    1 << 26
+)  # of one call of the library, some tens of milliseconds: between two, Python hears of Ctrl-C
 _threads: ContextVar[int | None] = ContextVar("threads", default=None)
 _default: list[int] = []
 _warned: list[str] = []
@@ -143,17 +145,21 @@ def _load(level: str) -> Any:
     if functions.fp4kit_digest().decode() != digest():
         raise OSError("it was compiled from other sources; install fp4kit again")
     for name, result, arguments in (
-        ("rule", c_int, [c_char_p]), ("element", c_int, [c_char_p]),
+        ("rule", c_int, [c_char_p]),
+        ("element", c_int, [c_char_p]),
         ("tensor", c_int, [c_char_p]),
-        ("set_reciprocals", None, [c_void_p]), ("encode", None, [POINTER(EncodeCall)]),
-        ("amax", c_uint32, [POINTER(AmaxCall)]), ("decoder", c_int, [c_char_p]),
+        ("set_reciprocals", None, [c_void_p]),
+        ("encode", None, [POINTER(EncodeCall)]),
+        ("amax", c_uint32, [POINTER(AmaxCall)]),
+        ("decoder", c_int, [c_char_p]),
         ("quantize", c_int32, [POINTER(EncodeCall), *[c_void_p] * 6, c_int32, c_int32]),
         ("fake_quantize", c_int32, [POINTER(EncodeCall), POINTER(DecodeCall), *[c_void_p] * 3, c_int32, c_int32]),
         ("decode", None, [POINTER(DecodeCall)]),
         ("dequantize", c_int32, [POINTER(DecodeCall), *[c_void_p] * 4, c_int32]),
-        ("search", None, [POINTER(SearchCall)]), ("search_multiples", None, [POINTER(MultiplesCall)]),
+        ("search", None, [POINTER(SearchCall)]),
+        ("search_multiples", None, [POINTER(MultiplesCall)]),
         ("transpose", None, [c_void_p, c_void_p, c_int64, c_int64, c_int32, c_int32]),
-    ):  # fmt: skip
+    ):
         function = getattr(functions, f"fp4kit_{name}")
         function.restype, function.argtypes = result, arguments
     return functions
@@ -183,7 +189,9 @@ def library() -> Library:
     functions.fp4kit_set_reciprocals(reciprocal_table().ctypes.data)
     found = Library(functions, level, "; ".join(f"cpu-{name}: {error}" for name, error in missing))
     if found.why:
-        _warn_once(f"fp4kit computes by its engine for {level} processors, which is slower than this one's: {found.why}")
+        _warn_once(
+            f"fp4kit computes by its engine for {level} processors, which is slower than this one's: {found.why}"
+        )
     return found
 
 
@@ -202,10 +210,11 @@ def functions() -> Any:
 
 
 def set_num_threads(count: int) -> None:
-    """The threads that a call of the host's engine takes at most, in this process from now on; 1 for the calling one alone.
+    """The threads that a call of the host's engine takes at most, in this process from now on; 1 for the calling one
+    alone.
 
-    By default as many as the process may run on, or OMP_NUM_THREADS where that is set, as joblib and dask do in their workers.
-    Two calls at a time do not share them: the second one does its work alone.
+    By default as many as the process may run on, or OMP_NUM_THREADS where that is set, as joblib and dask do in their
+    workers. Two calls at a time do not share them: the second one does its work alone.
 
     >>> import fp4kit
     >>> before = fp4kit.num_threads()

@@ -1,4 +1,6 @@
-"""Shards by the compiled library: the whole rows of blocks in them. What is cut off before and after is the specification's."""
+"""Shards by the compiled library: the whole rows of blocks in them. What is cut off before and after is the
+specification's.
+"""
 
 from __future__ import annotations
 

@@ -18,7 +18,9 @@ _TRIED = 4  # of the time that codes of an element take, about, for this many ca
 
 
 @np.errstate(all="ignore")
-def search_matrix(x: np.ndarray, out: np.ndarray, amax: np.ndarray | None, recipe: Recipe, hadamard: int | None) -> None:
+def search_matrix(
+    x: np.ndarray, out: np.ndarray, amax: np.ndarray | None, recipe: Recipe, hadamard: int | None
+) -> None:
     """reference.search.search_matrix."""
     factors = np.asarray(specification.FACTORS[recipe.search], np.float32)
     kernels, decoder = kernels_of(recipe), decoder_of(recipe, np.dtype(np.float32))
@@ -32,10 +34,23 @@ def search_matrix(x: np.ndarray, out: np.ndarray, amax: np.ndarray | None, recip
         unusual = np.zeros(shape.number(rows, columns), np.uint8)
         above = [part[rows] if step else part for part in tensor]
         call = MultiplesCall(
-            source(cut, hadamard), *map(address, (*above, factors)), step, len(factors), address(found),
-            out.strides[0] // out.itemsize, address(unusual), shape.height, shape.width, INPUTS[x.dtype], kernels.rule,
-            kernels.element, decoder, recipe.block_size, by_code, threads_for(cut.size * cost),
-        )  # fmt: skip
+            source(cut, hadamard),
+            *map(address, (*above, factors)),
+            step,
+            len(factors),
+            address(found),
+            out.strides[0] // out.itemsize,
+            address(unusual),
+            shape.height,
+            shape.width,
+            INPUTS[x.dtype],
+            kernels.rule,
+            kernels.element,
+            decoder,
+            recipe.block_size,
+            by_code,
+            threads_for(cut.size * cost),
+        )
         functions().fp4kit_search_multiples(ctypes.byref(call))
         for some, others in (unit for unit, flag in zip(shape.units(rows, columns), unusual, strict=True) if flag):
             part = amax if amax is None or not step else amax.reshape(-1)[some]

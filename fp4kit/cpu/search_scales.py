@@ -25,7 +25,12 @@ COST, SWEEP_COST, POWER_COST = 16, 256, 1024  # of the time that codes of an ele
 
 @np.errstate(all="ignore")
 def search_matrix(
-    x: np.ndarray, out: np.ndarray, amax: np.ndarray, search: Search, unproven: np.ndarray | None = None, bounded: bool = True
+    x: np.ndarray,
+    out: np.ndarray,
+    amax: np.ndarray,
+    search: Search,
+    unproven: np.ndarray | None = None,
+    bounded: bool = True,
 ) -> None:
     """reference.search_scales.search_matrix; unproven: a uint64 to add the blocks to that had all candidates tried.
 
@@ -43,10 +48,25 @@ def search_matrix(
         weights = None if terms.weights is None else terms.weights[columns]
         hessian = None if terms.hessian is None else terms.hessian[blocks]
         call = SearchCall(
-            source(cut), *map(address, by_code), address(weights), address(hessian), address(out[rows, blocks]),
-            out.strides[0] // out.itemsize, address(counted), shape.height, shape.width, lower, upper, terms.power,
-            float(amax.reshape(())), INPUTS[x.dtype], rule, r.block_rows, bounded, threads_for(cut.size * cost),
-        )  # fmt: skip
+            source(cut),
+            *map(address, by_code),
+            address(weights),
+            address(hessian),
+            address(out[rows, blocks]),
+            out.strides[0] // out.itemsize,
+            address(counted),
+            shape.height,
+            shape.width,
+            lower,
+            upper,
+            terms.power,
+            float(amax.reshape(())),
+            INPUTS[x.dtype],
+            rule,
+            r.block_rows,
+            bounded,
+            threads_for(cut.size * cost),
+        )
         functions().fp4kit_search(ctypes.byref(call))
 
 
@@ -62,7 +82,9 @@ def searched(call: Call, amax: np.ndarray | None) -> Call:
 
 
 def rule_of(r: Recipe, offsets: tuple[int, int] | None) -> int:
-    """The library's index of the rule of the code that a block's own amax has; -1 where none is asked for. Raises Declined."""
+    """The library's index of the rule of the code that a block's own amax has; -1 where none is asked for. Raises
+    Declined.
+    """
     if offsets is None:
         return -1
     key = rule_key(r) if r.block_rule == specification.OWN_RULE else None
@@ -73,7 +95,9 @@ def rule_of(r: Recipe, offsets: tuple[int, int] | None) -> int:
 
 
 def _candidates(amax: np.float32, r: Recipe, terms: Terms) -> np.ndarray:
-    """float32 (3, 128), by code: block amaxes, scales, what elements are multiplied with in place of a division by those."""
+    """float32 (3, 128), by code: block amaxes, scales, what elements are multiplied with in place of a division by
+    those.
+    """
     found = np.ones((3, 128), np.float32)
     codes = specification.CODES
     found[0, codes] = specification.candidate_amaxes(amax, r)

@@ -1,7 +1,7 @@
 """A panel: a title, facts, a table and bars, as text for a terminal and as HTML for a notebook.
 
-The HTML takes its colours from the text around it (currentColor), so that it is right on light and dark pages, whatever the
-operating system prefers; it has no script, and all text is escaped.
+The HTML takes its colours from the text around it (currentColor), so that it is right on light and dark pages, whatever
+the operating system prefers; it has no script, and all text is escaped.
 """
 
 from __future__ import annotations
@@ -44,7 +44,10 @@ class Panel:
         if self.rows:
             lines += _aligned((self.columns, *self.rows))
         if self.bars:
-            lines += [f"  {self.heading}", *_aligned([_bar(*bar, *self._totals()) for bar in self.bars], right=(0, 1, 2))]
+            lines += [
+                f"  {self.heading}",
+                *_aligned([_bar(*bar, *self._totals()) for bar in self.bars], right=(0, 1, 2)),
+            ]
         return "\n".join(line.rstrip() for line in lines)
 
     def html(self) -> str:

@@ -12,17 +12,24 @@ from fp4kit.quantized.container import PARTS, Quantized
 
 
 def panel(q: Quantized) -> Panel:
-    """Shapes, bits, ranges of scales, saturated values and zero blocks, and a histogram of the scales; reads all of q."""
+    """Shapes, bits, ranges of scales, saturated values and zero blocks, and a histogram of the scales; reads all of
+    q.
+    """
     found = statistics(q)
     facts = [
         ("array", f"{q.shape} {q.dtype}, blocks along axis {q.axis}"),
         *((name, _held(getattr(q, name))) for name in PARTS if getattr(q, name) is not None),
         ("size", f"{q.nbytes:,} bytes, {q.bits_per_value:.3g} bits a value"),
         *_scale_facts(q, found),
-        ("saturated", f"{share(found.saturated, found.values)} of values: {found.saturated:,} of magnitude {_largest(q)}"),
+        (
+            "saturated",
+            f"{share(found.saturated, found.values)} of values: {found.saturated:,} of magnitude {_largest(q)}",
+        ),
     ]
     if found.blocks:
-        facts.append(("zero blocks", f"{share(found.zero_blocks, found.blocks)}: {found.zero_blocks:,} of {found.blocks:,}"))
+        facts.append(
+            ("zero blocks", f"{share(found.zero_blocks, found.blocks)}: {found.zero_blocks:,} of {found.blocks:,}")
+        )
     if found.nan:
         facts.append(("NaN", f"{found.nan:,} codes"))
     bars = by_exponent(found.scales, found.counts) if found.counts.sum() > 1 else ()
@@ -42,7 +49,9 @@ def html_of(q: Quantized) -> str | None:
 
 
 def _panel_if_there(q: Quantized) -> Panel | None:
-    """The panel; None of parts that hold no values of q: traced, deleted, on the meta device, what a tree library put there."""
+    """The panel; None of parts that hold no values of q: traced, deleted, on the meta device, what a tree library put
+    there.
+    """
     try:
         q.imported()  # checks the parts of a library that traces
         return panel(q)
@@ -59,7 +68,9 @@ def _held(array: Any) -> str:
 
 def _scale_facts(q: Quantized, found: Statistics) -> list[tuple[str, str]]:
     """The format and layout of block scales, and from where to where the scales go."""
-    facts = [] if q.block_scale is None else [("block scales", f"{q.recipe.scale}, one for {_block(q)}, {q.scale_layout}")]
+    facts = (
+        [] if q.block_scale is None else [("block scales", f"{q.recipe.scale}, one for {_block(q)}, {q.scale_layout}")]
+    )
     finite = found.scales[np.isfinite(found.scales)]
     if finite.size and found.counts.sum() > 1:
         facts.append(("scales", f"{finite.min():.6g} to {finite.max():.6g}"))

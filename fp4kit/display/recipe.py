@@ -8,7 +8,16 @@ from fp4kit.display.panel import Panel
 from fp4kit.recipes import ALIASES, PRODUCER_ALIASES, Recipe
 from fp4kit.recipes.table import is_listed
 
-_SHOWN = ("id", "element", "scale", "block", "source", "exact", "versions", "tensor_scaling")  # in words, or in the title
+_SHOWN = (
+    "id",
+    "element",
+    "scale",
+    "block",
+    "source",
+    "exact",
+    "versions",
+    "tensor_scaling",
+)  # in words, or in the title
 
 
 def panel(r: Recipe) -> Panel:
@@ -32,7 +41,12 @@ def _scales(r: Recipe) -> str:
     """What shares a scale, from the smallest to the largest."""
     block = f"{r.block[0]} x {r.block[1]} block" if r.block else "block"
     found = [f"{r.scale} for a {block}"] if r.scale else []
-    covered = {"none": "", "tensor": "float32 for the tensor", "row": "float32 for a row", "block": f"float32 for a {block}"}
+    covered = {
+        "none": "",
+        "tensor": "float32 for the tensor",
+        "row": "float32 for a row",
+        "block": f"float32 for a {block}",
+    }
     return ", ".join(filter(None, [*found, covered[r.tensor_scaling]]))
 
 

@@ -20,10 +20,11 @@ CHUNK_BYTES = 1 << 20  # of codes at a time: with bincount's copy as int64, 9 Mi
 
 @dataclass(frozen=True)
 class Statistics:
-    """saturated, nan: values whose code is of the largest magnitude or beyond, or NaN. zero_blocks: of codes that are all zero.
+    """saturated, nan: values whose code is of the largest magnitude or beyond, or NaN. zero_blocks: of codes that are
+    all zero.
 
-    blocks: how many there are, 0 for a recipe without blocks. scales: distinct block scales, or tensor scales of rows or
-    blocks where a recipe has no others, as float32; counts: of each.
+    blocks: how many there are, 0 for a recipe without blocks. scales: distinct block scales, or tensor scales of rows
+    or blocks where a recipe has no others, as float32; counts: of each.
     """
 
     values: int
@@ -99,7 +100,9 @@ def _scales(q: Quantized) -> tuple[np.ndarray, np.ndarray]:
 
 
 def by_exponent(scales: np.ndarray, counts: np.ndarray, most: int = 16) -> tuple[tuple[str, int], ...]:
-    """Counts by floor(log2(scale)), smallest first, zeros before, inf and NaN after; neighbours share a bar above `most` bars."""
+    """Counts by floor(log2(scale)), smallest first, zeros before, inf and NaN after; neighbours share a bar above
+    `most` bars.
+    """
     sizes = np.abs(scales)
     usual = (sizes > 0) & np.isfinite(sizes)
     exponents, place = np.unique(np.frexp(sizes[usual])[1] - 1, return_inverse=True)
@@ -111,7 +114,9 @@ def by_exponent(scales: np.ndarray, counts: np.ndarray, most: int = 16) -> tuple
 
 
 def _binned(found: dict[int, int], most: int) -> Iterator[tuple[str, int]]:
-    """A bar for every exponent that there is, or for 2, 4, 8, ... neighbours; those between two are shown too where all fit."""
+    """A bar for every exponent that there is, or for 2, 4, 8, ... neighbours; those between two are shown too where all
+    fit.
+    """
     width = 1
     while len({e // width for e in found}) > most:
         width *= 2

@@ -1,4 +1,6 @@
-"""Engines that operations run on, and the comparison of what two of them give: in every bit, but that a NaN equals a NaN."""
+"""Engines that operations run on, and the comparison of what two of them give: in every bit, but that a NaN equals a
+NaN.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ class Outcome(NamedTuple):
 
 
 class Engine:
-    """Calls of the public functions with NumPy arrays in and out, whose arrays lie where an array module has them meanwhile."""
+    """Calls of the public functions with NumPy arrays in and out, whose arrays lie where an array module has them
+    meanwhile.
+    """
 
     def __init__(self, module: Any) -> None:
         self.module = module

@@ -13,7 +13,8 @@ from fp4kit.quantized.container import PARTS, Quantized
 
 
 def assert_same_bits(actual: Any, expected: Any, name: str = "array") -> None:
-    """Raise AssertionError unless two arrays, or two Quantized, agree in shape, dtype and every bit (NaN patterns included).
+    """Raise AssertionError unless two arrays, or two Quantized, agree in shape, dtype and every bit (NaN patterns
+    included).
 
     The message gives the count, the first coordinate and both bit patterns there.
     """
@@ -33,15 +34,16 @@ def assert_same_bits(actual: Any, expected: Any, name: str = "array") -> None:
         at = tuple(int(i) for i in np.unravel_index(int(np.argmax(differ)), x.shape))
         count = int(np.count_nonzero(differ))
         raise AssertionError(
-            f"{name}: {count} of {x.size} differ, first at {at}: {int(x[at]):#x} ({a[at]}) and {int(y[at]):#x} ({b[at]})"
+            f"{name}: {count} of {x.size} differ, first at {at}: {int(x[at]):#x} ({a[at]}) and {int(y[at]):#x}"
+            f" ({b[at]})"
         )
 
 
 def adversarial_blocks(dtype: Any = np.float32, block: int = 32, seed: int = 0) -> np.ndarray:
     """Rows of blocks that reach the edges of every rule: (rows, 4 * block) of dtype, finite.
 
-    Ties of E2M1 and their neighbours at many scales, blocks whose amax sits at and beside 6 * 2^k, 448-steps and powers of two,
-    signed zeros, subnormals, single outliers, and the largest finite values.
+    Ties of E2M1 and their neighbours at many scales, blocks whose amax sits at and beside 6 * 2^k, 448-steps and powers
+    of two, signed zeros, subnormals, single outliers, and the largest finite values.
     """
     rows = [row for part in _adversarial(np.random.default_rng(seed), 4 * block) for row in part]
     finite = float(ml_dtypes.finfo(dtype).max)

@@ -39,12 +39,28 @@ from fp4kit.reference.tensor_rules import TensorScale, tensor_scale
 from fp4kit.reference.transpose import transpose_codes, transpose_scales
 
 __all__ = [
-    "amax", "clip", "clip_amax", "dequantize", "fake_quantize", "pack", "partial_amax", "partial_cast", "plain_amax", "quantize",
-    "quantize_both", "quantize_with_scales", "requantize", "search_scales", "swizzle", "transpose", "unpack",
-]  # fmt: skip
+    "amax",
+    "clip",
+    "clip_amax",
+    "dequantize",
+    "fake_quantize",
+    "pack",
+    "partial_amax",
+    "partial_cast",
+    "plain_amax",
+    "quantize",
+    "quantize_both",
+    "quantize_with_scales",
+    "requantize",
+    "search_scales",
+    "swizzle",
+    "transpose",
+    "unpack",
+]
 
 
-# ---- amaxes ---------------------------------------------------------------------------------------------------------------
+# ---- amaxes
+# ---------------------------------------------------------------------------------------------------------------
 
 
 @np.errstate(all="ignore")
@@ -62,7 +78,9 @@ def amax(call: Call) -> np.ndarray:
     flat = out.reshape(len(matrices), -1, K // width)
     for i, matrix in enumerate(matrices):
         for rows, columns in tiles(matrix.shape, call.recipe.block):
-            target = flat[i][rows.start // height : -(-rows.stop // height), columns.start // width : columns.stop // width]
+            target = flat[i][
+                rows.start // height : -(-rows.stop // height), columns.start // width : columns.stop // width
+            ]
             target[...] = block_amax(np.ascontiguousarray(matrix[rows, columns], np.float32), call.recipe)
     return out
 
@@ -78,7 +96,9 @@ def plain_amax(x: np.ndarray, axis: Any) -> np.ndarray:
 
 @ieee("amax")
 def compute_tensor_amax(moved: np.ndarray, r: Recipe, mask: int | None = None) -> np.ndarray:
-    """amax that the tensor scale needs, in its canonical shape: float32 (), one per row, or one per block. "none" as "tensor"."""
+    """amax that the tensor scale needs, in its canonical shape: float32 (), one per row, or one per block. "none" as
+    "tensor".
+    """
     shape = tensor_amax_shape(moved.shape, r)
     if moved.size == 0:
         return np.zeros(shape, np.float32)
@@ -111,7 +131,8 @@ def search_scales(search: Search, by: Matrices = Matrices()) -> np.ndarray:  # n
     return search_call(search, _tensor_amax(search.call, by), by.search, fake_quantize)
 
 
-# ---- codes ----------------------------------------------------------------------------------------------------------------
+# ---- codes
+# ----------------------------------------------------------------------------------------------------------------
 
 
 def quantize(call: Call, by: Matrices = Matrices()) -> Quantized:  # noqa: B008  (a tuple)
@@ -141,7 +162,9 @@ def quantize_both(row: Call, column: Call) -> tuple[Quantized, Quantized]:
 
 
 def quantize_with_scales(call: Call, by: Matrices = Matrices()) -> Quantized:  # noqa: B008  (a tuple)
-    """Codes of call.moved under the scales that are given, which the result has, too; into call.out or a new Quantized."""
+    """Codes of call.moved under the scales that are given, which the result has, too; into call.out or a new
+    Quantized.
+    """
     out, r = call.out, call.recipe
     direct = out is not None and out.packed.flags.c_contiguous
     packed = out.packed if out is not None and direct else np.empty(packed_shape(call.moved.shape, r), np.uint8)
@@ -204,11 +227,15 @@ def _random_bytes(random: Any, r: Recipe, i: int, shape: tuple[int, int]) -> Ran
     return Stream(random, i * prod(shape), shape[1])
 
 
-# ---- values ---------------------------------------------------------------------------------------------------------------
+# ---- values
+# ---------------------------------------------------------------------------------------------------------------
 
 
 def dequantize(
-    q: Quantized, dtype: np.dtype, out: np.ndarray | None = None, by: Matrices = Matrices()  # noqa: B008  (a tuple)
+    q: Quantized,
+    dtype: np.dtype,
+    out: np.ndarray | None = None,
+    by: Matrices = Matrices(),  # noqa: B008  (a tuple)
 ) -> np.ndarray:
     """Values of q, rounded to dtype; in out, or a new array."""
     direct = out is not None and q.axis == len(q.shape) - 1 and out.flags.c_contiguous
@@ -226,7 +253,11 @@ def _dequantize_matrices(q: Quantized, moved: np.ndarray, by: Matrices) -> None:
     M, K = (1, *q.moved_shape)[-2:]
     B = moved.size // (M * K)
     packed, values = q.packed.reshape(B, M, -1), moved.reshape(B, M, K)
-    scales = None if q.block_scale is None else unswizzle_scales(q.block_scale, q.scale_layout, q.scale_shape).reshape(B, M, -1)
+    scales = (
+        None
+        if q.block_scale is None
+        else unswizzle_scales(q.block_scale, q.scale_layout, q.scale_shape).reshape(B, M, -1)
+    )
     tensor = stored_tensor_scale(q.tensor_scale, q.tensor_amax, q.recipe, q.dtype)
     for i in range(B):
         part = TensorScale(*(part_of(np.asarray(p), q.recipe, i, (B, M)) for p in tensor))
@@ -260,7 +291,9 @@ def fake_quantize(call: Call) -> np.ndarray:
     return np.moveaxis(moved, -1, call.axis)
 
 
-def _fake_matrix(x: np.ndarray, r: Recipe, amax: np.ndarray | None, blocks: np.ndarray | None, values: np.ndarray) -> None:
+def _fake_matrix(
+    x: np.ndarray, r: Recipe, amax: np.ndarray | None, blocks: np.ndarray | None, values: np.ndarray
+) -> None:
     """Values of a matrix by r.fake_rule, into values."""
     tensor, size = tensor_scale(amax, r, x.dtype).columns(r), r.block_size
     for rows, columns in tiles(x.shape, r.block):
@@ -273,12 +306,16 @@ def _fake_matrix(x: np.ndarray, r: Recipe, amax: np.ndarray | None, blocks: np.n
 
 
 def clip_amax(call: Call) -> np.ndarray:
-    """What fake_quantize_backward clips at without an amax: what the recipe's tensor scale covers, or the whole array."""
+    """What fake_quantize_backward clips at without an amax: what the recipe's tensor scale covers, or the whole
+    array.
+    """
     return compute_tensor_amax(call.moved, call.recipe)
 
 
 def clip(call: Call, amax: np.ndarray) -> np.ndarray:
-    """call.grad where |call.x| <= amax, else 0. amax: (1, 1), (rows, 1) or (rows, blocks), rows = all leading axes joined."""
+    """call.grad where |call.x| <= amax, else 0. amax: (1, 1), (rows, 1) or (rows, blocks), rows = all leading axes
+    joined.
+    """
     grad, (M, K) = np.moveaxis(call.grad, call.axis, -1), (1, *call.moved.shape)[-2:]
     x, g = stack(call.moved, call.recipe, True), stack(grad, call.recipe, True)
     out = np.empty(call.moved.shape, grad.dtype)
@@ -294,7 +331,8 @@ def clip(call: Call, amax: np.ndarray) -> np.ndarray:
     return np.moveaxis(out, -1, call.axis)
 
 
-# ---- layouts --------------------------------------------------------------------------------------------------------------
+# ---- layouts
+# --------------------------------------------------------------------------------------------------------------
 
 
 def transpose(
@@ -329,7 +367,8 @@ def pack(codes: np.ndarray) -> np.ndarray:
 unpack = layouts.unpack
 
 
-# ---- shards ---------------------------------------------------------------------------------------------------------------
+# ---- shards
+# ---------------------------------------------------------------------------------------------------------------
 
 partial_amax = partial.partial_amax
 

@@ -16,7 +16,9 @@ from fp4kit.reference.search_powers import search_powers
 def search_call(
     search: Search, amax: np.ndarray | None, sweep: Callable[..., None], fake_quantize: Callable[[Call], np.ndarray]
 ) -> np.ndarray:
-    """Block amaxes, or tensor amaxes where there are no block scales. amax: of the tensor; sweep: of E4M3 scales, of a matrix."""
+    """Block amaxes, or tensor amaxes where there are no block scales. amax: of the tensor; sweep: of E4M3 scales, of a
+    matrix.
+    """
     if search.terms.grid is not None:
         return search_amaxes(search, amax, fake_quantize)
     of_matrix: Callable[..., None] = search_powers if search.has_powers else sweep

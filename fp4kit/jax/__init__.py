@@ -2,7 +2,8 @@
 
     import fp4kit.jax
 
-fake_quantize and fake_quantize_grouped have gradients; quantize and dequantize give and take a Quantized, which is a pytree.
+fake_quantize and fake_quantize_grouped have gradients; quantize and dequantize give and take a Quantized, which is a
+pytree.
 """
 
 from typing import Any

@@ -1,8 +1,9 @@
-"""How fp4kit's functions are called in JAX: at once on arrays that are there, by a callback or a handler while JAX traces.
+"""How fp4kit's functions are called in JAX: at once on arrays that are there, by a callback or a handler while JAX
+traces.
 
-A call that is traced is described by a text, which the compiled program carries: the function's name and its arguments, arrays by
-their places. On CUDA a handler of XLA's foreign function interface runs it where the arrays are (ffi.py), if CuPy is installed;
-elsewhere, jax.pure_callback runs it on the host.
+A call that is traced is described by a text, which the compiled program carries: the function's name and its arguments,
+arrays by their places. On CUDA a handler of XLA's foreign function interface runs it where the arrays are (ffi.py), if
+CuPy is installed; elsewhere, jax.pure_callback runs it on the host.
 """
 
 from __future__ import annotations
@@ -43,7 +44,9 @@ def like(a: Any) -> jax.ShapeDtypeStruct:
 
 
 def traced(function: str, results: Shapes, **arguments: Any) -> list[Array]:
-    """The arrays that a function of fp4kit gives, in a program that JAX traces. Under vmap a loop; gradients stop here."""
+    """The arrays that a function of fp4kit gives, in a program that JAX traces. Under vmap a loop; gradients stop
+    here.
+    """
     arrays: list[Array] = []
     text = json.dumps([function, {name: _encoded(value, arrays) for name, value in arguments.items()}])
     arrays = [jax.lax.stop_gradient(array) for array in arrays]
@@ -81,7 +84,12 @@ def run(text: str, *arrays: Array) -> list[Array]:
 def _encoded(value: Any, arrays: list[Array]) -> Any:
     """A value as JSON has it; arrays join the list, and stand there by their place."""
     if isinstance(value, Quantized):
-        facts = {"shape": value.shape, "dtype": value.dtype.name, "axis": value.axis, "scale_layout": value.scale_layout}
+        facts = {
+            "shape": value.shape,
+            "dtype": value.dtype.name,
+            "axis": value.axis,
+            "scale_layout": value.scale_layout,
+        }
         parts = {name: _encoded(array, arrays) for name, array in value.parts().items()}
         return {"quantized": {**facts, **parts, "recipe": _encoded(value.recipe, arrays)}}
     if isinstance(value, fp4kit.Recipe):

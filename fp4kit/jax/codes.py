@@ -34,10 +34,11 @@ def quantize(
 ) -> Quantized:
     """fp4kit.quantize of an array of JAX, under jax.jit too: codes and scales in a Quantized, which is a pytree.
 
-    x: float32, float16 or bfloat16 array. The other arguments are those of fp4kit.quantize; seed as in fake_quantize here.
-    Returns Quantized of arrays on the device of x. It may be argument and result of jitted functions, and goes through jax.tree
-        and jax.device_put; its arrays are the leaves, all else is static. Under jax.vmap its arrays have one more axis than its
-        shape says, until dequantize under jax.vmap takes it away.
+    x: float32, float16 or bfloat16 array. The other arguments are those of fp4kit.quantize; seed as in fake_quantize
+    here. Returns Quantized of arrays on the device of x. It may be argument and result of jitted functions, and goes
+    through jax.tree
+        and jax.device_put; its arrays are the leaves, all else is static. Under jax.vmap its arrays have one more axis
+        than its shape says, until dequantize under jax.vmap takes it away.
     In a program that JAX traces it runs as fake_quantize does. Gradients stop here.
     Raises what fp4kit.quantize raises; what depends on shapes and dtypes also while it is traced.
 

@@ -1,7 +1,8 @@
-"""A handler of XLA's foreign function interface, in Python: calls of fp4kit inside a compiled program, on the memory of XLA.
+"""A handler of XLA's foreign function interface, in Python: calls of fp4kit inside a compiled program, on the memory of
+XLA.
 
-The structures are those of xla/ffi/api/c_api.h, version 0.3. Within one major version XLA keeps every field where it is. On CUDA
-a call runs on the program's stream, in CuPy arrays on its buffers, and nothing waits for the device.
+The structures are those of xla/ffi/api/c_api.h, version 0.3. Within one major version XLA keeps every field where it
+is. On CUDA a call runs on the program's stream, in CuPy arrays on its buffers, and nothing waits for the device.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ MAJOR = 0  # XLA_FFI_API_MAJOR
 _METADATA = 1  # XLA_FFI_Extension_Metadata
 _INTERNAL = 13  # XLA_FFI_Error_Code_INTERNAL
 _DTYPES = {
-    1: np.bool_, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 6: np.uint8, 7: np.uint16, 8: np.uint32, 9: np.uint64,
+    1: np.bool_, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 6: np.uint8, 7: np.uint16, 8: np.uint32, 9: np.uint64,  # noqa: E501
     10: np.float16, 11: np.float32, 12: np.float64, 16: ml_dtypes.bfloat16,
 }  # fmt: skip  # XLA_FFI_DataType
 _SIZE, _POINTER = ctypes.c_size_t, ctypes.c_void_p
@@ -38,7 +39,9 @@ def _struct(name: str, *fields: tuple[str, Any]) -> Any:
     return _plain(name, ("struct_size", _SIZE), ("extension_start", _POINTER), *fields)
 
 
-_Extension = _plain("_Extension", ("struct_size", _SIZE), ("type", ctypes.c_int), ("next", _POINTER), ("metadata", _POINTER))
+_Extension = _plain(
+    "_Extension", ("struct_size", _SIZE), ("type", ctypes.c_int), ("next", _POINTER), ("metadata", _POINTER)
+)
 _Version = _struct("_Version", ("major", ctypes.c_int), ("minor", ctypes.c_int))
 _Metadata = _plain("_Metadata", ("struct_size", _SIZE), ("version", _Version), ("traits", ctypes.c_uint32))
 _Span = _plain("_Span", ("pointer", _POINTER), ("length", _SIZE))

@@ -49,22 +49,25 @@ def fake_quantize(
     pass_through: bool = True,
     amax: Any = None,
 ) -> jax.Array:
-    """x with the error of quantization, differentiable: fp4kit.fake_quantize, and fp4kit.fake_quantize_backward as its gradient.
+    """x with the error of quantization, differentiable: fp4kit.fake_quantize, and fp4kit.fake_quantize_backward as its
+    gradient.
 
         forward: dequantize(quantize(x))        backward: grad if pass_through, else grad where |x| <= amax, else 0
 
     x: float32, float16 or bfloat16 array of JAX, of any shape.
     recipe, axis, tensor_amax, block_amax, rounding: as in fp4kit.fake_quantize. None of the amaxes gets a gradient.
-    seed: for "stochastic": an int, a 0-d integer array, which may be traced, or the random bytes, uint8 of the shape of x.
-    pass_through, amax: as in fp4kit.fake_quantize_backward; amax None is tensor_amax where that is given.
+    seed: for "stochastic": an int, a 0-d integer array, which may be traced, or the random bytes, uint8 of the shape of
+    x. pass_through, amax: as in fp4kit.fake_quantize_backward; amax None is tensor_amax where that is given.
 
     Returns a new array of x's shape and dtype, on its device.
-    Works under jax.jit, grad, vmap, scan and checkpoint. On arrays that are there it runs where they are, on the CPU or on CUDA
-        (through DLPack). In a program that JAX traces it is a jax.pure_callback on the CPU, and on CUDA a handler of XLA's
-        foreign function interface, which works on the program's buffers and stream, if CuPy is installed; without, a callback
-        too, through the host. Under jax.vmap it is the loop over the mapped axis: each entry has its own amax, and the same
-        seed. recipe, axis, rounding and pass_through are static.
-    Raises what fp4kit.fake_quantize and fake_quantize_backward raise, before any work; what depends on shapes and dtypes also
+    Works under jax.jit, grad, vmap, scan and checkpoint. On arrays that are there it runs where they are, on the CPU or
+    on CUDA
+        (through DLPack). In a program that JAX traces it is a jax.pure_callback on the CPU, and on CUDA a handler of
+        XLA's foreign function interface, which works on the program's buffers and stream, if CuPy is installed;
+        without, a callback too, through the host. Under jax.vmap it is the loop over the mapped axis: each entry has
+        its own amax, and the same seed. recipe, axis, rounding and pass_through are static.
+    Raises what fp4kit.fake_quantize and fake_quantize_backward raise, before any work; what depends on shapes and
+    dtypes also
         while it is traced. TypeError unless x is an array of JAX or NumPy.
     Exact: the bits of fp4kit.fake_quantize, which states the numerics; subnormal numbers included, which XLA flushes.
 
@@ -87,11 +90,15 @@ def as_jax(op: str, x: Any, name: str = "x") -> jax.Array:
         checks.check_float(op, x, name)
         return jax.numpy.asarray(x)
     if not isinstance(x, jax.Array):
-        raise TypeError(f"{op}: {name} is {type(x).__name__}; needs a jax.Array; fp4kit.{op} takes arrays of other libraries")
+        raise TypeError(
+            f"{op}: {name} is {type(x).__name__}; needs a jax.Array; fp4kit.{op} takes arrays of other libraries"
+        )
     return x
 
 
-def how_of(op: str, recipe: str | Recipe, axis: int, rounding: RoundingMode, seed: Any, pass_through: bool) -> tuple[How, Any]:
+def how_of(
+    op: str, recipe: str | Recipe, axis: int, rounding: RoundingMode, seed: Any, pass_through: bool
+) -> tuple[How, Any]:
     """What is static, and the seed where it is an array."""
     check_seed(op, seed)
     number = None if seed is None or hasattr(seed, "dtype") else as_index(op, "seed", seed)
@@ -132,7 +139,9 @@ def _fake_quantize(how: How, x: Any, given: Amaxes) -> Any:
     amaxes = {"tensor_amax": given.tensor_amax, "block_amax": given.block_amax}
     options = {"recipe": how.recipe, "axis": how.axis, "rounding": how.rounding, **amaxes}
     if is_traced(x, given):
-        return traced("fake_quantize", [like(x)], x=x, seed=how.seed if given.seed is None else given.seed, **options)[0]
+        return traced("fake_quantize", [like(x)], x=x, seed=how.seed if given.seed is None else given.seed, **options)[
+            0
+        ]
     return fp4kit.fake_quantize(x, seed=seed_of(how, given.seed), **options)
 
 

@@ -29,12 +29,13 @@ def fake_quantize_grouped(
     pass_through: bool = True,
     amax: Any = None,
 ) -> list[jax.Array]:
-    """[fake_quantize(x, recipe, tensor_amax=a, ...) for each x and its a], bit for bit, differentiable; one launch on a GPU.
+    """[fake_quantize(x, recipe, tensor_amax=a, ...) for each x and its a], bit for bit, differentiable; one launch on a
+    GPU.
 
-    xs: a sequence of arrays of any shapes and dtypes, such as the weights of experts, or one stacked array (experts first).
-    tensor_amax, block_amax, amax: None, or one for each x: a sequence, or an array whose first axis is as long.
-    The other arguments, what it works under, and where it runs, are those of fake_quantize.
-    Returns a list of new arrays. Raises what fp4kit.fake_quantize_grouped raises.
+    xs: a sequence of arrays of any shapes and dtypes, such as the weights of experts, or one stacked array (experts
+    first). tensor_amax, block_amax, amax: None, or one for each x: a sequence, or an array whose first axis is as long.
+    The other arguments, what it works under, and where it runs, are those of fake_quantize. Returns a list of new
+    arrays. Raises what fp4kit.fake_quantize_grouped raises.
 
     >>> experts = [jax.numpy.full((2, 16), 0.3), jax.numpy.full((4, 16), 3.0)]
     >>> [y[0, 0].item() for y in fake_quantize_grouped(experts, "nvfp4")]
@@ -84,7 +85,14 @@ _fake_quantize_grouped.defvjp(_forward, _backward)
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _clip(how: How, grads: Any, xs: Any, amaxes: Any) -> Any:
     """The clipped gradients, which are linear in grads, and constant in xs almost everywhere."""
-    arguments = {"grads": grads, "xs": xs, "recipe": how.recipe, "axis": how.axis, "amax": amaxes, "pass_through": False}
+    arguments = {
+        "grads": grads,
+        "xs": xs,
+        "recipe": how.recipe,
+        "axis": how.axis,
+        "amax": amaxes,
+        "pass_through": False,
+    }
     if is_traced(grads, xs, amaxes):
         return traced("fake_quantize_grouped_backward", list(map(like, grads)), **arguments)
     return fp4kit.fake_quantize_grouped_backward(**arguments)

@@ -12,7 +12,9 @@ from fp4kit.layouts.nibbles import check_array, check_bytes
 
 
 class GgufBlock(NamedTuple):
-    """A block of a GGUF tensor: `scales` scale bytes, then the codes of as many groups of `group` elements, two a byte."""
+    """A block of a GGUF tensor: `scales` scale bytes, then the codes of as many groups of `group` elements, two a
+    byte.
+    """
 
     scales: int
     group: int
@@ -35,15 +37,17 @@ def pack_gguf(packed: Any, scales: Any, format: str) -> Any:
     """Packed codes and their block scales -> the bytes of a GGUF tensor, block by block.
 
         mxfp4, 17 bytes of 32 elements:   s   | c0 c16 | c1 c17 | ... | c15 c31 |
-        nvfp4, 36 bytes of 64 elements:   s s s s   then for each of the 4 groups of 16   | c0 c8 | c1 c9 | ... | c7 c15 |
+        nvfp4, 36 bytes of 64 elements:   s s s s   then for each of the 4 groups of 16   | c0 c8 | c1 c9 | ... | c7 c15
+        |
 
     (s: a scale's byte; of two codes in a byte the first has the low nibble.)
 
-    packed: uint8 (..., K/2), two codes a byte as in Quantized.packed, K a multiple of 32 or 64. scales: uint8 (..., K/32) or
-    (..., K/16), linear. format: "mxfp4" or "nvfp4". Returns a new uint8 array (..., K/32*17) or (..., K/64*36) of their library.
-    Raises TypeError unless both are uint8; ValueError for another format, K that is no multiple, or shapes that do not fit.
-    No byte is interpreted: a scale byte stays what it is, also where llama.cpp reads it in another way (which the recipes
-    mxfp4-gguf and nvfp4-gguf know). Inverse: unpack_gguf. Source: llama.cpp 0c1e57098, ggml-common.h block_mxfp4 and block_nvfp4.
+    packed: uint8 (..., K/2), two codes a byte as in Quantized.packed, K a multiple of 32 or 64. scales: uint8 (...,
+    K/32) or (..., K/16), linear. format: "mxfp4" or "nvfp4". Returns a new uint8 array (..., K/32*17) or (..., K/64*36)
+    of their library. Raises TypeError unless both are uint8; ValueError for another format, K that is no multiple, or
+    shapes that do not fit. No byte is interpreted: a scale byte stays what it is, also where llama.cpp reads it in
+    another way (which the recipes mxfp4-gguf and nvfp4-gguf know). Inverse: unpack_gguf. Source: llama.cpp 0c1e57098,
+    ggml-common.h block_mxfp4 and block_nvfp4.
 
     >>> import numpy as np
     >>> from fp4kit import layouts
@@ -54,10 +58,14 @@ def pack_gguf(packed: Any, scales: Any, format: str) -> Any:
     block = _gguf_block("pack_gguf", format)
     check_bytes("pack_gguf", packed)
     check_bytes("pack_gguf", scales, "scales")
-    _check_multiple("pack_gguf", "packed", packed, block.elements // 2, f"{format} has blocks of {block.elements} elements")
+    _check_multiple(
+        "pack_gguf", "packed", packed, block.elements // 2, f"{format} has blocks of {block.elements} elements"
+    )
     expected = (*packed.shape[:-1], packed.shape[-1] * 2 // block.group)
     if scales.shape != expected:
-        raise ValueError(f"pack_gguf: scales are {scales.shape}; packed {packed.shape} of {format} needs {expected}, linear")
+        raise ValueError(
+            f"pack_gguf: scales are {scales.shape}; packed {packed.shape} of {format} needs {expected}, linear"
+        )
     lead, blocks = packed.shape[:-1], packed.shape[-1] * 2 // block.elements
     raw = np.empty_like(packed, shape=(*lead, blocks, block.bytes))
     raw[..., : block.scales] = scales.reshape(*lead, blocks, block.scales)
@@ -70,7 +78,8 @@ def pack_gguf(packed: Any, scales: Any, format: str) -> Any:
 
 
 def unpack_gguf(raw: Any, format: str) -> tuple[Any, Any]:
-    """Bytes of a GGUF tensor -> packed codes (..., K/2), two a byte as in Quantized.packed, and scales; inverse of pack_gguf.
+    """Bytes of a GGUF tensor -> packed codes (..., K/2), two a byte as in Quantized.packed, and scales; inverse of
+    pack_gguf.
 
     raw: uint8 (..., K/32*17) for "mxfp4", (..., K/64*36) for "nvfp4", as gguf.GGUFReader gives a tensor's data.
     Raises as pack_gguf.
@@ -103,7 +112,9 @@ def _gguf_block(op: str, format: str) -> GgufBlock:
 
 def _check_multiple(op: str, name: str, array: Any, multiple: int, why: str) -> None:
     if array.shape[-1] % multiple:
-        raise ValueError(f"{op}: the last axis of {name} has length {array.shape[-1]}; {why}; needs a multiple of {multiple}")
+        raise ValueError(
+            f"{op}: the last axis of {name} has length {array.shape[-1]}; {why}; needs a multiple of {multiple}"
+        )
 
 
 def _contiguous(a: Any) -> Any:
@@ -115,12 +126,15 @@ MLX_WORD = np.dtype("<u4")
 
 
 def pack_mlx(packed: Any) -> Any:
-    """Packed codes -> MLX's words: uint8 (..., n), of 4-bit or 8-bit codes -> uint32 (..., n / 4), a view where it can be.
+    """Packed codes -> MLX's words: uint8 (..., n), of 4-bit or 8-bit codes -> uint32 (..., n / 4), a view where it can
+    be.
 
-        word:  bits 0..3 c0 | 4..7 c1 | ... | 28..31 c7        of 8-bit codes:  0..7 c0 | 8..15 c1 | 16..23 c2 | 24..31 c3
+        word:  bits 0..3 c0 | 4..7 c1 | ... | 28..31 c7        of 8-bit codes:  0..7 c0 | 8..15 c1 | 16..23 c2 | 24..31
+        c3
 
-    Raises TypeError unless packed is uint8; ValueError unless the last axis is a multiple of 4. Scales need no change: MLX's are
-    uint8 (..., blocks), linear. Inverse: unpack_mlx. Source: MLX 0.32.4, mx.quantize, whose words are little-endian.
+    Raises TypeError unless packed is uint8; ValueError unless the last axis is a multiple of 4. Scales need no change:
+    MLX's are uint8 (..., blocks), linear. Inverse: unpack_mlx. Source: MLX 0.32.4, mx.quantize, whose words are
+    little-endian.
 
     >>> import numpy as np
     >>> from fp4kit import layouts

@@ -10,7 +10,9 @@ from fp4kit.formats import Packing
 
 
 def pack(codes: Any) -> Any:
-    """uint8 codes (..., K), K even, values below 16 -> (..., K/2) bytes: element 2j in the low nibble, 2j + 1 in the high one."""
+    """uint8 codes (..., K), K even, values below 16 -> (..., K/2) bytes: element 2j in the low nibble, 2j + 1 in the
+    high one.
+    """
     check_bytes("pack", codes)
     check_pairs(codes.shape)
     return codes[..., 0::2] | codes[..., 1::2] << 4
@@ -23,7 +25,9 @@ def check_pairs(shape: tuple[int, ...]) -> None:
 
 
 def check_array(op: str, name: str, array: Any) -> None:
-    """Raise TypeError, which begins with op, unless it is an array of NumPy or CuPy, whose functions the layouts use."""
+    """Raise TypeError, which begins with op, unless it is an array of NumPy or CuPy, whose functions the layouts
+    use.
+    """
     if not isinstance(array, (np.ndarray, np.generic)) and type(array).__module__ != "cupy":
         kind = f"{type(array).__module__}.{type(array).__qualname__}"
         raise TypeError(f"{op}: {name} are a {kind}; needs an array of NumPy or CuPy")

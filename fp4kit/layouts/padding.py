@@ -28,15 +28,17 @@ def _natural(op: str, name: str, n: Any, least: int) -> int:
 def pad(x: Any, multiple: int, axis: int = -1) -> Any:
     """x with zeros appended along axis up to a multiple of `multiple`; x itself where nothing is missing.
 
-    x: array of any library, of one dimension or more; the result is in its library. Raises ValueError for a multiple that is no
-    positive integer, an axis that x does not have; TypeError for a masked array, or what is none.
+    x: array of any library, of one dimension or more; the result is in its library. Raises ValueError for a multiple
+    that is no positive integer, an axis that x does not have; TypeError for a masked array, or what is none.
     """
     if hasattr(x, "filled"):
         raise TypeError("pad: x is a masked array, whose mask would be lost; pass x.filled(0)")
     multiple, axis = _natural("pad", "multiple", multiple, 1), as_index("pad", "axis", axis)
     given, (x,) = x, import_arrays("pad", x=x)
     if not -x.ndim <= axis < x.ndim:
-        raise ValueError(f"pad: axis {axis} of a {x.ndim}-d array; needs {-x.ndim} to {x.ndim - 1}" if x.ndim else _NO_AXIS)
+        raise ValueError(
+            f"pad: axis {axis} of a {x.ndim}-d array; needs {-x.ndim} to {x.ndim - 1}" if x.ndim else _NO_AXIS
+        )
     missing = -x.shape[axis] % multiple
     if not missing:
         return given

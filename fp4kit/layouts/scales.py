@@ -6,7 +6,8 @@ Scale (r, c) of an (R, C) array of block scales, tiled_columns = ceil(C / 4), li
     swizzled_128x4  ((r // 128) * tiled_columns + c // 4) * 512 + (r % 32) * 16 + (r % 128) // 32 * 4 + c % 4
     swizzled_8x4    ((r // 8) * tiled_columns + c // 4) * 32 + (r % 8) * 4 + c % 4
 
-Rows are padded to 128 or 8, columns to 4, with zeros. Sources: cuBLAS block scaling factor layout (128x4); FlashInfer SfLayout.
+Rows are padded to 128 or 8, columns to 4, with zeros. Sources: cuBLAS block scaling factor layout (128x4); FlashInfer
+SfLayout.
 """
 
 from __future__ import annotations
@@ -46,13 +47,17 @@ def padded_shape(shape: tuple[int, ...], layout: str) -> tuple[int, ...]:
     if layout == "linear":
         return shape
     if len(shape) < 2:
-        raise ValueError(f"padded_shape: shape is {tuple(shape)}; {layout} needs (..., R, C), the rows and columns of a matrix")
+        raise ValueError(
+            f"padded_shape: shape is {tuple(shape)}; {layout} needs (..., R, C), the rows and columns of a matrix"
+        )
     *lead, R, C = shape
     return (*lead, _ceil_to(R, _TILE_ROWS[layout]), _ceil_to(C, _TILE_COLUMNS))
 
 
 def swizzle_scales(scales: Any, layout: str) -> Any:
-    """(..., R, C) linear scales -> the same bytes in `layout`, shape padded_shape; each (R, C) matrix by itself, padding zero."""
+    """(..., R, C) linear scales -> the same bytes in `layout`, shape padded_shape; each (R, C) matrix by itself,
+    padding zero.
+    """
     check_array("swizzle_scales", "scales", scales)
     padded = padded_shape(scales.shape, layout)
     if layout == "linear":
@@ -69,7 +74,9 @@ def swizzle_scales(scales: Any, layout: str) -> Any:
 
 
 def unswizzle_scales(scales: Any, layout: str, shape: tuple[int, ...]) -> Any:
-    """Inverse of swizzle_scales: bytes in `layout` (any shape of the padded size) -> (..., R, C) = shape, padding dropped."""
+    """Inverse of swizzle_scales: bytes in `layout` (any shape of the padded size) -> (..., R, C) = shape, padding
+    dropped.
+    """
     check_array("unswizzle_scales", "scales", scales)
     shape = as_shape("unswizzle_scales", shape)
     check_size(scales, layout, shape)
@@ -86,7 +93,9 @@ def unswizzle_scales(scales: Any, layout: str, shape: tuple[int, ...]) -> Any:
 
 
 def check_size(scales: Any, layout: str, shape: tuple[int, ...]) -> None:
-    """Raise ValueError unless scales, of any shape, are as many as those of linear `shape` in a layout, padding included."""
+    """Raise ValueError unless scales, of any shape, are as many as those of linear `shape` in a layout, padding
+    included.
+    """
     if min(shape, default=0) < 0:
         raise ValueError(f"unswizzle: shape is {tuple(shape)}; needs lengths >= 0, (..., R, C) of the linear scales")
     padded = padded_shape(shape, layout)

@@ -25,8 +25,20 @@ from fp4kit.quantized.slicing import on_host as quantized_on_host
 Count = tuple[int, int]  # differing, compared
 _NOWHERE = 1 << 12  # in steps from zero: beyond every format
 # Floats whose every value is a float32.
-NARROW = ("bfloat16", "float8_e4m3", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e4m3b11fnuz", "float8_e5m2", "float8_e5m2fnuz",
-          "float8_e3m4", "float8_e8m0fnu", "float6_e2m3fn", "float6_e3m2fn", "float4_e2m1fn")  # fmt: skip
+NARROW = (
+    "bfloat16",
+    "float8_e4m3",
+    "float8_e4m3fn",
+    "float8_e4m3fnuz",
+    "float8_e4m3b11fnuz",
+    "float8_e5m2",
+    "float8_e5m2fnuz",
+    "float8_e3m4",
+    "float8_e8m0fnu",
+    "float6_e2m3fn",
+    "float6_e3m2fn",
+    "float4_e2m1fn",
+)
 WIDENED = tuple(np.dtype(t) for t in (np.float32, np.float16, *(getattr(ml_dtypes, name) for name in NARROW)))
 
 
@@ -34,12 +46,14 @@ WIDENED = tuple(np.dtype(t) for t in (np.float32, np.float16, *(getattr(ml_dtype
 class Comparison:
     """Differences of b from a; print it for a table, or test it: it is true where everything is equal.
 
-    codes, scales, tensor_scales: (differing, compared); (0, 0) where there are none to compare (arrays, other formats or axes).
-    values: (differing, compared), in every bit, NaN equal to NaN. max_ulp: largest distance in steps of float32, or of
+    codes, scales, tensor_scales: (differing, compared); (0, 0) where there are none to compare (arrays, other formats
+    or axes). values: (differing, compared), in every bit, NaN equal to NaN. max_ulp: largest distance in steps of
+    float32, or of
         float64 if one of two arrays is float64.
     sqnr: 10 log10(sum a^2 / sum (a - b)^2) in dB, inf where equal. max_error: largest |a - b|.
     first: coordinate in x of the first differing value, and the two values; None where equal.
-    max_steps: largest distance of two codes in steps from a value of the element format to the next: -0 is 0, NaN does not
+    max_steps: largest distance of two codes in steps from a value of the element format to the next: -0 is 0, NaN does
+    not
         count; None where codes are not compared.
     """
 
@@ -73,8 +87,12 @@ class Comparison:
         return f"{self.names[0]} and {self.names[1]}: {'equal in every bit' if self.equal else 'different'}"
 
     def _facts(self) -> Iterator[tuple[str, str]]:
-        for name, part in (("codes", self.codes), ("block scales", self.scales), ("tensor scales", self.tensor_scales),
-                           ("values", self.values)):  # fmt: skip
+        for name, part in (
+            ("codes", self.codes),
+            ("block scales", self.scales),
+            ("tensor scales", self.tensor_scales),
+            ("values", self.values),
+        ):
             if part[1]:
                 yield name, f"{part[0]:>11,} of {part[1]:>14,} differ  ({100 * part[0] / part[1]:.3g}%)"
         if self.first is not None:
@@ -84,7 +102,9 @@ class Comparison:
             yield "first", f"at {at}: {x:.{digits}g} and {y:.{digits}g}"
 
     def _distance(self) -> str:
-        """In steps of the elements where codes differ, as 0 and a number near it are a billion ulp apart; else in ulp."""
+        """In steps of the elements where codes differ, as 0 and a number near it are a billion ulp apart; else in
+        ulp.
+        """
         if not self.max_steps:
             return f"{self.max_ulp:,} ulp"
         return f"{self.max_steps} step{'s' * (self.max_steps > 1)} of {self.element}"
@@ -96,14 +116,15 @@ def compare(a: Any, b: Any) -> Comparison:
 
     Codes and scales are compared where both have the same formats, block and axis, in linear layout; values always.
 
-    a, b: Quantized, or arrays of float64, float32, float16, bfloat16 or an 8-bit or narrower float, of different dtypes too: they
+    a, b: Quantized, or arrays of float64, float32, float16, bfloat16 or an 8-bit or narrower float, of different dtypes
+    too: they
         compare as numbers, exactly, in float32, or in float64 if one of them is float64.
     What is on a GPU is copied to the host first, which waits for the device; a and b may be on different ones.
-    Returns Comparison. Raises ValueError for different shapes; TypeError for what is neither, integers, bool, complex and text.
-    Memory: 64 MiB at most beyond a and b, and for swizzled scales a linear copy.
-    Numerics: max_ulp counts steps of float32, or of float64; max_steps those of the element format, between codes.
-        sqnr and max_error are computed in float64: squares are summed pairwise in boxes of 2^16 values, and the boxes' sums
-        pairwise. NaN, or infinities of one sign at one place, make both NaN as soon as anything differs.
+    Returns Comparison. Raises ValueError for different shapes; TypeError for what is neither, integers, bool, complex
+    and text. Memory: 64 MiB at most beyond a and b, and for swizzled scales a linear copy. Numerics: max_ulp counts
+    steps of float32, or of float64; max_steps those of the element format, between codes.
+        sqnr and max_error are computed in float64: squares are summed pairwise in boxes of 2^16 values, and the boxes'
+        sums pairwise. NaN, or infinities of one sign at one place, make both NaN as soon as anything differs.
 
     >>> import fp4kit, numpy as np
     >>> x = np.linspace(-1, 1, 64, dtype=np.float32).reshape(2, 32)
@@ -129,7 +150,9 @@ def compare(a: Any, b: Any) -> Comparison:
         return Comparison(codes, scales, tensor_scales, values, 0, 0.0, float("inf"), None, names, *steps)
     with np.errstate(all="ignore"):
         sqnr = found.sqnr
-    return Comparison(codes, scales, tensor_scales, values, found.max_ulp, found.max_error, sqnr, found.first, names, *steps)
+    return Comparison(
+        codes, scales, tensor_scales, values, found.max_ulp, found.max_error, sqnr, found.first, names, *steps
+    )
 
 
 def _precision(name: str, a: Any) -> np.dtype:
@@ -138,8 +161,9 @@ def _precision(name: str, a: Any) -> np.dtype:
         return np.dtype(np.float32)
     if a.dtype.newbyteorder("=") != np.float64:
         raise TypeError(
-            f"compare: {name} is {a.dtype}; needs a Quantized, or float64, float32, float16, bfloat16 or a narrower float; "
-            f"count codes and other integers that differ with np.count_nonzero(a != b), or convert it with {name}.astype"
+            f"compare: {name} is {a.dtype}; needs a Quantized, or float64, float32, float16, bfloat16 or a narrower"
+            " float; count codes and other integers that differ with np.count_nonzero(a != b), or convert it with"
+            f" {name}.astype"
         )
     return np.dtype(np.float64)
 
@@ -171,7 +195,9 @@ def _name(name: str, a: Any) -> str:
 
 
 def on_host(name: str, a: Any) -> Any:
-    """A Quantized, or an array, with NumPy arrays: those of a GPU copied. name: what errors call it, "operation: argument"."""
+    """A Quantized, or an array, with NumPy arrays: those of a GPU copied. name: what errors call it, "operation:
+    argument".
+    """
     if isinstance(a, Quantized):
         return quantized_on_host(a, name)
     operation, _, argument = name.partition(": ")

@@ -20,7 +20,8 @@ First = tuple[tuple[int, ...], float, float]  # coordinate and both values
 def boxes(shape: Sequence[int], multiples: Sequence[int] | None = None) -> Iterator[Box]:
     """Cover an array with boxes of at most BOX_ELEMENTS, in a fixed order; edges at multiples of `multiples`, by axis.
 
-    Boxes are as long as can be along the last axes. A box of one multiple along every axis is made even where that is more.
+    Boxes are as long as can be along the last axes. A box of one multiple along every axis is made even where that is
+    more.
     """
     smallest = [1] * len(shape) if multiples is None else multiples
     steps = list(smallest)
@@ -55,7 +56,9 @@ class Energy:
 
 @dataclass
 class Differences:
-    """What compare says of values, gathered from boxes. scaled: the values are float64, whose squares may leave its range."""
+    """What compare says of values, gathered from boxes. scaled: the values are float64, whose squares may leave its
+    range.
+    """
 
     scaled: bool
     differing: int = 0
@@ -110,7 +113,9 @@ def ordered(x: np.ndarray) -> np.ndarray:
 
 
 def distance(x: np.ndarray, y: np.ndarray) -> np.ndarray:
-    """How many steps lie between two floats: unsigned integers, since more lie between the ends than the signed ones count."""
+    """How many steps lie between two floats: unsigned integers, since more lie between the ends than the signed ones
+    count.
+    """
     a, b = ordered(x), ordered(y)
     return bit_patterns(np.maximum(a, b)) - bit_patterns(np.minimum(a, b))
 
@@ -118,7 +123,9 @@ def distance(x: np.ndarray, y: np.ndarray) -> np.ndarray:
 Reader = Callable[[Box], Any]  # the values of a box
 
 
-def compare_values(read_x: Reader, read_y: Reader, shape: Sequence[int], multiples: Sequence[int], dtype: Any) -> Differences:
+def compare_values(
+    read_x: Reader, read_y: Reader, shape: Sequence[int], multiples: Sequence[int], dtype: Any
+) -> Differences:
     """Differences of two arrays of a shape, both of whose boxes are read as dtype, float32 or float64.
 
     Boxes that are the same are read a second time for the sum of their squares, where others are not.

@@ -22,17 +22,20 @@ def dequantize(q: Quantized, dtype: Any = None, *, out: None = None, threads: in
 def dequantize(q: Quantized, dtype: Any = None, *, out: Any = None, threads: int | None = None) -> Any:
     """Values of a quantized array, in the shape of the array that was quantized.
 
-        value = decode(code) * block_scale * tensor_scale      in the producer's order (recipe.decode_rule), then rounded to dtype
+        value = decode(code) * block_scale * tensor_scale      in the producer's order (recipe.decode_rule), then
+        rounded to dtype
 
-    q: Quantized, any scale layout; on a GPU the result is a CuPy array. The values follow q.tensor_scale. A rule that reads the
-        amax (TE's, compressed-tensors', Model-Optimizer's for integers) takes q.tensor_amax where the recipe makes exactly
-        q.tensor_scale of it, else the amax that q.tensor_scale implies (reference/implied_amax.py). Where no amax gives it, an
-        arbitrary number of a checkpoint, value = decode(code) * (block_scale * tensor_scale).
+    q: Quantized, any scale layout; on a GPU the result is a CuPy array. The values follow q.tensor_scale. A rule that
+    reads the
+        amax (TE's, compressed-tensors', Model-Optimizer's for integers) takes q.tensor_amax where the recipe makes
+        exactly q.tensor_scale of it, else the amax that q.tensor_scale implies (reference/implied_amax.py). Where no
+        amax gives it, an arbitrary number of a checkpoint, value = decode(code) * (block_scale * tensor_scale).
     dtype: float32, float16 or bfloat16; None for that of the original array.
     out: array of q.shape and dtype to write to, which shares no memory with q.
     threads: of the processor, at most, for NumPy arrays; None: fp4kit.num_threads(). Nothing on a GPU.
     Returns a new array (a transposed view where the quantized axis was not the last).
-    Raises TypeError for another dtype or anything but a Quantized; ValueError for an out of the wrong shape or dtype, or in
+    Raises TypeError for another dtype or anything but a Quantized; ValueError for an out of the wrong shape or dtype,
+    or in
         the memory of q.
     Numerics: float32 throughout, one rn rounding to dtype at the end (float16 overflows to inf); a NaN scale gives NaN.
     Exact: what the recipe's producer decodes.

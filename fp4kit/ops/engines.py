@@ -70,9 +70,10 @@ class Engine(str):
 def engine() -> Engine:
     """Return the name of the engine that computes on NumPy arrays, here and now.
 
-    The name is "cpu-avx512", "cpu-avx2" or "cpu-base" for the compiled engine, by the level of processors that it was compiled
-    for, or "reference" for the specification in NumPy. If a faster engine could run here, the name's attribute `why` says what
-    is missing. The bytes are the same. Calls that the compiled engine does not cover are computed by the specification.
+    The name is "cpu-avx512", "cpu-avx2" or "cpu-base" for the compiled engine, by the level of processors that it was
+    compiled for, or "reference" for the specification in NumPy. If a faster engine could run here, the name's attribute
+    `why` says what is missing. The bytes are the same. Calls that the compiled engine does not cover are computed by
+    the specification.
 
     >>> import fp4kit
     >>> fp4kit.engine().partition("-")[0] in ("cpu", "reference")
@@ -108,7 +109,8 @@ def specification() -> Iterator[None]:
 def run(op: str, operation: str, array: Any, *arguments: Any) -> Any:
     """What the first engine that does not decline gives; op: the public function that errors name.
 
-    What runs on the host runs in IEEE arithmetic. Raises NotImplementedError with the reason of the last one where all decline.
+    What runs on the host runs in IEEE arithmetic. Raises NotImplementedError with the reason of the last one where all
+    decline.
     """
     if isinstance(array, np.ndarray) and not is_ieee():
         with default_environment(op):
@@ -122,7 +124,9 @@ def _first(op: str, operation: str, array: Any, arguments: tuple[Any, ...]) -> A
         try:
             return getattr(engine, operation)(*arguments)
         except Declined as declined:
-            reason = str(declined)  # the error itself would hold this frame, which holds it, and the arrays until a collection
+            reason = str(
+                declined
+            )  # the error itself would hold this frame, which holds it, and the arrays until a collection
     raise NotImplementedError(f"{op}: {reason}")
 
 

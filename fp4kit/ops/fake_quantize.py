@@ -35,10 +35,10 @@ def fake_quantize(
 
     It differs where the producer's fake quantizer does: see Recipe.fake_rule, and MX of AMD Quark in float16.
 
-    Arguments, errors and numerics are those of quantize. Recipes with a fake_rule follow their producer's own fake quantizer
-    instead, which has no codes and often another arithmetic than its real one (reference.fake states each); on a GPU they need
-    blocks of one row and 16, 32, ... 512 columns.
-    Returns a new array of x's shape and dtype, in its library. A tensor that requires grad is refused: fp4kit.torch has the
+    Arguments, errors and numerics are those of quantize. Recipes with a fake_rule follow their producer's own fake
+    quantizer instead, which has no codes and often another arithmetic than its real one (reference.fake states each);
+    on a GPU they need blocks of one row and 16, 32, ... 512 columns. Returns a new array of x's shape and dtype, in its
+    library. A tensor that requires grad is refused: fp4kit.torch has the
         function that carries gradients.
 
     >>> import fp4kit, numpy as np
@@ -82,11 +82,12 @@ def fake_quantize_backward(
 
         pass_through: grad        otherwise: grad where |x| <= amax, else 0
 
-    grad: float32, float16 or bfloat16, shape of x. amax: float32 (), one per row of x (axis last), one per block, or (E,), one
-    per expert, as tensor_amax of quantize; None for what the recipe's tensor scale uses (MX recipes: the tensor's amax). It is
-    compared in float32, never rounded to x's dtype. On a GPU all arrays are there, and amax is a number or a float32 array.
-    Returns grad itself with pass_through, else a new array of grad's shape and dtype.
-    Raises ValueError if the shapes differ, amax fits neither, or is negative (on a GPU a device array is not read); TypeError for
+    grad: float32, float16 or bfloat16, shape of x. amax: float32 (), one per row of x (axis last), one per block, or
+    (E,), one per expert, as tensor_amax of quantize; None for what the recipe's tensor scale uses (MX recipes: the
+    tensor's amax). It is compared in float32, never rounded to x's dtype. On a GPU all arrays are there, and amax is a
+    number or a float32 array. Returns grad itself with pass_through, else a new array of grad's shape and dtype. Raises
+    ValueError if the shapes differ, amax fits neither, or is negative (on a GPU a device array is not read); TypeError
+    for
         other dtypes.
     Numerics: |x| = amax passes; NaN x gives 0, and so does a NaN amax, which no |x| is within.
     Source: Model-Optimizer tensor_quant.py, FakeTensorQuantFunction.backward.
@@ -107,7 +108,9 @@ def fake_quantize_backward(
 
 
 def clip_amax(call: Call, given: Any) -> Any:
-    """The given amax as (1, 1), (rows, 1) or (rows, blocks), rows = all leading axes joined, where x is; None if not given."""
+    """The given amax as (1, 1), (rows, 1) or (rows, blocks), rows = all leading axes joined, where x is; None if not
+    given.
+    """
     if given is None:
         return None
     if call.on_device and isinstance(given, type(call.x)):
@@ -131,5 +134,6 @@ def _reshape_clip_amax(amax: Any, call: Call) -> Any:
     if call.recipe.block and amax.size == rows * blocks:
         return amax.reshape(rows, blocks)
     raise ValueError(
-        f"{call.op}: amax has shape {amax.shape}; x {call.x.shape} needs (), {lead} (rows) or {(*lead, blocks)} (blocks)"
+        f"{call.op}: amax has shape {amax.shape}; x {call.x.shape} needs (), {lead} (rows) or {(*lead, blocks)}"
+        " (blocks)"
     )

@@ -75,11 +75,13 @@ def quantize_grouped(
     """[quantize(x, recipe, tensor_amax=a, ...) for each x and its a], bit for bit.
 
     xs: a sequence of arrays of any shapes (zero rows included) and dtypes, or one stacked array (experts first).
-    tensor_amax: None (computed from each x), or one for each x: a sequence of N, or an array whose first axis is N; each as in
+    tensor_amax: None (computed from each x), or one for each x: a sequence of N, or an array whose first axis is N;
+    each as in
         quantize: a scalar, or one per row ([rows, 1] or [rows]) or block, as the recipe's tensor scale goes.
     threads: of the processor, at most, for NumPy arrays; None: fp4kit.num_threads(). Nothing on a GPU.
     block_amax: None, or one for each x. The other options are those of quantize, the same for all.
-    On a GPU: one launch for each dtype, after one for the amaxes where they are computed. A stacked array is not copied, and its
+    On a GPU: one launch for each dtype, after one for the amaxes where they are computed. A stacked array is not
+    copied, and its
         results are views of stacked arrays. GroupedPlan does the same again and again without work for each tensor.
     Raises what quantize raises; ValueError unless tensor_amax and block_amax have one entry per array.
 
@@ -88,7 +90,13 @@ def quantize_grouped(
     >>> [q.shape for q in fp4kit.quantize_grouped(experts, "nvfp4")]
     [(16, 32), (0, 32)]
     """
-    options = {"scale_layout": scale_layout, "rounding": rounding, "seed": seed, "hadamard": hadamard, "block_amax": block_amax}
+    options = {
+        "scale_layout": scale_layout,
+        "rounding": rounding,
+        "seed": seed,
+        "hadamard": hadamard,
+        "block_amax": block_amax,
+    }
     return GroupedPlan(xs, recipe, axis=axis, tensor_amax=tensor_amax, op="quantize_grouped", **options).quantize()
 
 
@@ -109,7 +117,7 @@ def fake_quantize_grouped(
     >>> import fp4kit, numpy as np
     >>> [y[0, 0] for y in fp4kit.fake_quantize_grouped([np.full((1, 32), 5, np.float32), np.ones((2, 32), np.float32)], "mxfp4")]
     [np.float32(4.0), np.float32(1.0)]
-    """
+    """  # noqa: E501
     options = {"axis": axis, "tensor_amax": tensor_amax, "block_amax": block_amax, "rounding": rounding, "seed": seed}
     return GroupedPlan(xs, recipe, op="fake_quantize_grouped", **options).fake_quantize()
 

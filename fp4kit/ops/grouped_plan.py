@@ -63,7 +63,9 @@ def per_tensor(op: str, name: str, value: Any, count: int) -> list[Any]:
     if value is None:
         return [None] * count
     if not isinstance(value, Sequence) and getattr(value, "ndim", 0) == 0:
-        raise ValueError(f"{op}: {name} is {type(value).__name__}; needs a sequence with one for each of {count} arrays")
+        raise ValueError(
+            f"{op}: {name} is {type(value).__name__}; needs a sequence with one for each of {count} arrays"
+        )
     if len(value) != count:
         raise ValueError(f"{op}: {name} has {len(value)} entries and xs {count} arrays; needs one for each")
     entries = [value[i, ...] for i in range(count)] if is_array(value) else list(value)
@@ -83,9 +85,13 @@ def arrays_of(op: str, xs: Any) -> tuple[list[Any], Any]:
 
 
 def check_stack(op: str, stack: Any, kind: str = "array") -> None:
-    """Raise ValueError, which begins with op, for one array, or what kind says, that has no arrays along its first axis."""
+    """Raise ValueError, which begins with op, for one array, or what kind says, that has no arrays along its first
+    axis.
+    """
     if stack.ndim < 2:
-        raise ValueError(f"{op}: xs is one {stack.ndim}-d {kind}; needs a sequence, or a stack of at least 2 dimensions")
+        raise ValueError(
+            f"{op}: xs is one {stack.ndim}-d {kind}; needs a sequence, or a stack of at least 2 dimensions"
+        )
 
 
 class GroupedPlan:
@@ -93,24 +99,26 @@ class GroupedPlan:
 
         plan = GroupedPlan(weights, "nvfp4-te")
         for step in range(steps):
-            values = plan.fake_quantize()        # of what weights hold now: one launch for the amaxes, one for the values
+            values = plan.fake_quantize()        # of what weights hold now: one launch for the amaxes, one for the
+            values
             ...                                  # changes weights in place
 
-    xs: a sequence of arrays of any shapes (zero rows included), or one stacked array (experts first), as quantize_grouped takes.
-    recipe, axis, scale_layout, rounding, seed, hadamard: as in fp4kit.quantize, the same for all tensors.
-    tensor_amax: None: computed from xs in every call. Or a sequence of N, or an array of them: numbers are read when the plan is
+    xs: a sequence of arrays of any shapes (zero rows included), or one stacked array (experts first), as
+    quantize_grouped takes. recipe, axis, scale_layout, rounding, seed, hadamard: as in fp4kit.quantize, the same for
+    all tensors. tensor_amax: None: computed from xs in every call. Or a sequence of N, or an array of them: numbers are
+    read when the plan is
         made; arrays are used where they are, so what is written into them later counts.
     block_amax: for static recipes, None or a sequence of N. op: what errors begin with.
 
-    What the methods return equals single calls (fp4kit.quantize, fake_quantize) bit for bit, and is the plan's own: the same
-    arrays in every call, which overwrites them. On a GPU those of a stacked array are views of stacked arrays.
-    A plan keeps its tensors alive and sees what is written into them. It does not follow an array that takes the place of
-    another: if an entry of the sequence, or the memory of a PyTorch tensor, is another than when the plan was made, methods raise
-    ValueError before any work, and refresh() makes the plan anew. xs of a method: the sequence as it is now, where it is another
-    object.
-    On a GPU: one launch, or two where amaxes are computed, for each dtype among xs; no synchronization; the current stream. Once
-        a method has been called, later calls do no work for each tensor and can be captured in a CUDA graph. Tensors that are
-        not contiguous with `axis` last are copied first, each by itself.
+    What the methods return equals single calls (fp4kit.quantize, fake_quantize) bit for bit, and is the plan's own: the
+    same arrays in every call, which overwrites them. On a GPU those of a stacked array are views of stacked arrays. A
+    plan keeps its tensors alive and sees what is written into them. It does not follow an array that takes the place of
+    another: if an entry of the sequence, or the memory of a PyTorch tensor, is another than when the plan was made,
+    methods raise ValueError before any work, and refresh() makes the plan anew. xs of a method: the sequence as it is
+    now, where it is another object. On a GPU: one launch, or two where amaxes are computed, for each dtype among xs; no
+    synchronization; the current stream. Once
+        a method has been called, later calls do no work for each tensor and can be captured in a CUDA graph. Tensors
+        that are not contiguous with `axis` last are copied first, each by itself.
     Raises what quantize raises, when the plan is made or a method is called for the first time.
 
     >>> import fp4kit, numpy as np
@@ -141,7 +149,9 @@ class GroupedPlan:
         self.refresh(xs, tensor_amax=tensor_amax, block_amax=block_amax)
 
     def refresh(self, xs: Any = None, *, tensor_amax: Any = None, block_amax: Any = None) -> None:
-        """Make the plan anew: of what the sequences hold now, or of others where given. Earlier results are left alone."""
+        """Make the plan anew: of what the sequences hold now, or of others where given. Earlier results are left
+        alone.
+        """
         new = {"xs": xs, "tensor_amax": tensor_amax, "block_amax": block_amax}
         values = {name: given.value for name, given in self._given.items()}
         values.setdefault("xs", None)
@@ -166,7 +176,9 @@ class GroupedPlan:
 
     def _parse(self, xs: list[Any], values: dict[str, Any]) -> list[Call]:
         """A call for each array, with the amaxes as they were given: what is written into them later counts."""
-        amaxes, blocks = (per_tensor(self._op, name, values.get(name), len(xs)) for name in ("tensor_amax", "block_amax"))
+        amaxes, blocks = (
+            per_tensor(self._op, name, values.get(name), len(xs)) for name in ("tensor_amax", "block_amax")
+        )
 
         def parse_one(x: Any, a: Any, b: Any) -> Call:
             arrays = {"tensor_amax": a, "block_amax": b, "seed": self._options.seed}
@@ -248,7 +260,8 @@ class GroupedPlan:
 
     @of_plan
     def fake_quantize_backward(self, grads: Sequence[Any], xs: Any = None, *, pass_through: bool = True) -> list[Any]:
-        """[fake_quantize_backward(g, x, amax=a) for each]: grads themselves, or clipped where |x| is above the plan's amaxes.
+        """[fake_quantize_backward(g, x, amax=a) for each]: grads themselves, or clipped where |x| is above the plan's
+        amaxes.
 
         grads: N arrays of the shapes of xs. On a GPU, the same ones as in the call before need no work for each.
         """
@@ -256,7 +269,9 @@ class GroupedPlan:
         pass_through = as_flag(self._op, "pass_through", pass_through)
         grads = as_entries(self._op, "grads", grads)
         if len(grads) != len(self._calls):
-            raise ValueError(f"{self._op}: grads has {len(grads)} arrays and xs {len(self._calls)}; needs as many of each")
+            raise ValueError(
+                f"{self._op}: grads has {len(grads)} arrays and xs {len(self._calls)}; needs as many of each"
+            )
         if self._group is None or pass_through:
 
             def backward_one(g: Any, c: Call) -> Any:
@@ -285,4 +300,6 @@ class GroupedPlan:
         for name, given in self._given.items():
             changed = given.changed(xs if name == "xs" else None)
             if changed is not None:
-                raise ValueError(f"{self._op}.{method}: {name}{changed}; call refresh() before, for a plan of what is there now")
+                raise ValueError(
+                    f"{self._op}.{method}: {name}{changed}; call refresh() before, for a plan of what is there now"
+                )

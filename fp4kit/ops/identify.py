@@ -34,7 +34,9 @@ ELSEWHERE = 1 / 8  # least share of codes between two values that stochastic rou
 
 
 class Variation(NamedTuple):
-    """What reproduces a quantized array although no recipe alone does: a recipe, a transform of x, stochastic rounding."""
+    """What reproduces a quantized array although no recipe alone does: a recipe, a transform of x, stochastic
+    rounding.
+    """
 
     recipe: str
     hadamard: Hadamard
@@ -43,9 +45,11 @@ class Variation(NamedTuple):
 
 @dataclass(frozen=True)
 class Identification:
-    """Recipes by how many bytes they reproduce, best first. Those that reproduce all cannot be told apart on this tensor.
+    """Recipes by how many bytes they reproduce, best first. Those that reproduce all cannot be told apart on this
+    tensor.
 
-    matches: one a recipe. variations: where no recipe reproduces all, what does under a Hadamard transform, and what may have
+    matches: one a recipe. variations: where no recipe reproduces all, what does under a Hadamard transform, and what
+    may have
         made every code by stochastic rounding.
     """
 
@@ -110,22 +114,29 @@ def _sentence(variations: Sequence[Variation]) -> str:
 def identify(q: Quantized, x: Any) -> Identification:
     """Rank the recipes by how many bytes of q they reproduce from x, and say what made it.
 
-    q: codes and scales of unknown origin, under any recipe of the same format; x: the array they were made from, q's shape and
+    q: codes and scales of unknown origin, under any recipe of the same format; x: the array they were made from, q's
+    shape and
         the producer's dtype (float32, float16 or bfloat16: some recipes round to it).
-    The recipes are those of the table in q's format, and where q's own is a variant of one (dataclasses.replace), that, and those
-    of the table in blocks of its shape.
-    The tensor's amax is q.tensor_amax where q's recipe makes q.tensor_scale of it. Else, for each recipe, one that it makes
+    The recipes are those of the table in q's format, and where q's own is a variant of one (dataclasses.replace), that,
+    and those of the table in blocks of its shape. The tensor's amax is q.tensor_amax where q's recipe makes
+    q.tensor_scale of it. Else, for each recipe, one that it makes
         q.tensor_scale of: that of x, or one that the scale implies (reference/implied_amax.py).
-    Where no recipe reproduces all bytes, each is tried with hadamard=True and "no_signs", and with stochastic rounding, with and
-        without them: q's scales must be the recipe's, in every byte, and each code one of the two that random bytes can choose.
-        An eighth of the codes between two values, at least, must not be the nearest. The random numbers remain unknown.
-    Of 2 * SAMPLE elements and more, each recipe is tried on the first SAMPLE, or whole blocks of about as many; those that make
-        all bytes there are proved on all bytes, and where none does, the MOST_PROVED best. The others keep the sample's counts.
-    Time: a quantize of the sample, or of a small x, for each recipe and for each amax that its tensor scale leaves open, and one
-        of the whole for those that are proved; the variations take three more for each recipe on PROBE elements, and on the whole
-        for those that fit there.
-    What is on a GPU is copied to the host, which waits for it; of 2 * SAMPLE elements and more, all bytes are proved on the GPU.
-    Returns Identification; print it for the verdict and a table. Raises ValueError if the shapes differ; TypeError as quantize.
+    Where no recipe reproduces all bytes, each is tried with hadamard=True and "no_signs", and with stochastic rounding,
+    with and
+        without them: q's scales must be the recipe's, in every byte, and each code one of the two that random bytes can
+        choose. An eighth of the codes between two values, at least, must not be the nearest. The random numbers remain
+        unknown.
+    Of 2 * SAMPLE elements and more, each recipe is tried on the first SAMPLE, or whole blocks of about as many; those
+    that make
+        all bytes there are proved on all bytes, and where none does, the MOST_PROVED best. The others keep the sample's
+        counts.
+    Time: a quantize of the sample, or of a small x, for each recipe and for each amax that its tensor scale leaves
+    open, and one
+        of the whole for those that are proved; the variations take three more for each recipe on PROBE elements, and on
+        the whole for those that fit there.
+    What is on a GPU is copied to the host, which waits for it; of 2 * SAMPLE elements and more, all bytes are proved on
+    the GPU. Returns Identification; print it for the verdict and a table. Raises ValueError if the shapes differ;
+    TypeError as quantize.
 
     >>> import fp4kit, numpy as np
     >>> x = np.random.default_rng(0).standard_normal((64, 64), dtype=np.float32)
@@ -169,7 +180,9 @@ def _comparable(a: Recipe, b: Recipe) -> bool:
 
 
 class Trial(NamedTuple):
-    """What a recipe reproduces of a part under the best of the amaxes that may have been the tensor's; and all as good ones."""
+    """What a recipe reproduces of a part under the best of the amaxes that may have been the tensor's; and all as good
+    ones.
+    """
 
     recipe: Recipe
     match: Match
@@ -218,7 +231,8 @@ def _of_tensor(whole: Amaxes, r: Recipe) -> np.ndarray | None:
     return None if own is None or np.isnan(own).any() else own.max()
 
 
-# ---- what no recipe alone reproduces ----------------------------------------------------------------------------------------
+# ---- what no recipe alone reproduces
+# ----------------------------------------------------------------------------------------
 
 
 def _variations(q: Quantized, x: np.ndarray, candidates: Sequence[Recipe]) -> Iterator[Variation]:
@@ -240,7 +254,9 @@ def _variations(q: Quantized, x: np.ndarray, candidates: Sequence[Recipe]) -> It
 
 
 def _has_signs_of(q: Quantized, x: np.ndarray, hadamard: Hadamard) -> bool:
-    """Return whether codes have the signs of x, or of its transform. Every recipe keeps them; True if x is not finite."""
+    """Return whether codes have the signs of x, or of its transform. Every recipe keeps them; True if x is not
+    finite.
+    """
     if not np.isfinite(x).all():
         return True
     values = np.ascontiguousarray(np.moveaxis(x, q.axis, -1))
@@ -258,7 +274,9 @@ def _can_have(r: Recipe, tensor_scale: np.ndarray | None) -> bool:
 
 
 def _part(q: Quantized, elements: int) -> Box:
-    """A part of about so many elements: whole along the quantized axis, some of the first rows of the others, in whole blocks."""
+    """A part of about so many elements: whole along the quantized axis, some of the first rows of the others, in whole
+    blocks.
+    """
     steps, left, rows = list(q.shape), max(elements // max(q.shape[q.axis], 1), 1), q.recipe.block_rows
     for axis in reversed(range(len(steps))):
         if axis != q.axis:
@@ -284,7 +302,9 @@ def _may_be(q: Quantized, x: np.ndarray, r: Recipe, hadamard: Hadamard, stochast
         low, high = (_codes_under(q, x, r, hadamard, byte) for byte in (0, 255))
         wrong = (codes != low) & (codes != high)
         nearest = _codes_under(q, x, r, hadamard, None)
-        zeros = (codes | nearest) & (r.element.sign_bit - 1) == 0  # of any sign: a sign rule of its own is no random rounding
+        zeros = (codes | nearest) & (
+            r.element.sign_bit - 1
+        ) == 0  # of any sign: a sign rule of its own is no random rounding
         elsewhere = np.count_nonzero((codes != nearest) & ~zeros)
         if elsewhere < ELSEWHERE * np.count_nonzero(low != high):
             return False

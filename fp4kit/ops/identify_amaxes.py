@@ -36,8 +36,8 @@ class Amaxes:
     def of(self, r: Recipe, hadamard: Hadamard = False) -> Iterator[np.ndarray | None]:
         """The amaxes to quantize with, the likeliest first; None takes it from x.
 
-        The known one where it gives q's tensor scale; else, by r's own rule, that of x where it does, or the implied one, and
-        then others that give the same scale by another encode scale.
+        The known one where it gives q's tensor scale; else, by r's own rule, that of x where it does, or the implied
+        one, and then others that give the same scale by another encode scale.
         """
         q = self.q
         nan = any(a is not None and np.isnan(a).any() for a in (q.tensor_scale, q.tensor_amax))  # of x: cannot be given
@@ -58,7 +58,9 @@ class Amaxes:
 
 
 def amaxes_of(scale: np.ndarray, r: Recipe, dtype: np.dtype, likely: np.ndarray | None = None) -> Iterator[np.ndarray]:
-    """Amaxes that r makes a stored tensor scale of: a likely one (None: the implied one), then those of other encode scales."""
+    """Amaxes that r makes a stored tensor scale of: a likely one (None: the implied one), then those of other encode
+    scales.
+    """
     amax = _implied(scale, r, dtype) if likely is None else likely
     yield amax
     seen = [tensor_scale(amax, r, dtype).encode]
@@ -77,7 +79,9 @@ def _implied(scale: np.ndarray, r: Recipe, dtype: np.dtype) -> np.ndarray:
 
 
 def _others(amax: np.ndarray, scale: np.ndarray, r: Recipe, dtype: np.dtype) -> Iterator[np.ndarray]:
-    """Amaxes of the same scales, one after the other: a few neighbours. A rule that rounds to 16 bits gives one encode scale."""
+    """Amaxes of the same scales, one after the other: a few neighbours. A rule that rounds to 16 bits gives one encode
+    scale.
+    """
     first, last = amax_interval(scale, r, dtype, NEAR)
     usual = (scale > 0) & np.isfinite(scale) & (first <= last)
     for step in range(MOST_NEIGHBOURS):

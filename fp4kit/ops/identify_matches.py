@@ -45,7 +45,9 @@ def name_of(r: Recipe) -> str:
     return r.id + "".join(f"{', ' if i else ' with '}{name}={getattr(r, name)!r}" for i, name in enumerate(changed))
 
 
-def best_match(q: Quantized, x: Any, r: Recipe, amaxes: Iterable[np.ndarray | None], hadamard: Hadamard = False) -> Match:
+def best_match(
+    q: Quantized, x: Any, r: Recipe, amaxes: Iterable[np.ndarray | None], hadamard: Hadamard = False
+) -> Match:
     """Of what r gives under each amax, until one makes all bytes."""
     best = None
     for amax in amaxes:
@@ -58,7 +60,9 @@ def best_match(q: Quantized, x: Any, r: Recipe, amaxes: Iterable[np.ndarray | No
 
 
 def match_under(q: Quantized, x: Any, r: Recipe, amax: np.ndarray | None, hadamard: Hadamard) -> Match:
-    """What r makes of q's bytes under an amax; None takes it from x. On a GPU, what has no kernel is refused, as by quantize."""
+    """What r makes of q's bytes under an amax; None takes it from x. On a GPU, what has no kernel is refused, as by
+    quantize.
+    """
     with np.errstate(all="ignore"):
         ours = quantize(x, r, axis=q.axis, tensor_amax=amax, hadamard=hadamard)
     codes = ours.packed != q.packed

@@ -1,4 +1,6 @@
-"""partial_amax and partial_cast: quantize a flat slice of a matrix so that all slices together give the whole's bytes."""
+"""partial_amax and partial_cast: quantize a flat slice of a matrix so that all slices together give the whole's
+bytes.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,8 @@ def partial_amax(shard: Any, shape: tuple[int, int], start: int, recipe: str | R
     shard: float32, float16 or bfloat16 (n,), elements [start, start + n) of the flattened (M, K) matrix; n = 0 is fine.
     shape: (M, K), K a multiple of the block. start: any offset, also inside a byte, a block or a row.
     Returns float32 (ceil(M / block rows), K / block), on the shard's device: 0 where the shard owns nothing of a block.
-    Raises ValueError for a shard outside the matrix, a K that is not whole blocks, or a recipe without blocks; TypeError for
+    Raises ValueError for a shard outside the matrix, a K that is not whole blocks, or a recipe without blocks;
+    TypeError for
         another dtype.
     Numerics: exact; NaN as the recipe's amax does. Source: TE nvfp4_2d_compute_partial_amax, right at every K.
 
@@ -57,17 +60,20 @@ def partial_cast(
         out nibbles [start, start + n) = those of quantize(whole matrix, recipe).packed
 
     shard, shape, start: as partial_amax. out: uint8 (M, K/2), writable, any strides; for 8-bit elements (M, K).
-    block_amax: float32 (ceil(M / block rows), K / block) of the whole matrix: the maximum of every shard's partial_amax.
-    tensor_amax: float32 (); None takes the maximum of block_amax. Recipes without a tensor scale have none. Recipes whose tensor
+    block_amax: float32 (ceil(M / block rows), K / block) of the whole matrix: the maximum of every shard's
+    partial_amax. tensor_amax: float32 (); None takes the maximum of block_amax. Recipes without a tensor scale have
+    none. Recipes whose tensor
         scale counts finite elements only (nvfp4-flashinfer, ...) need it where block_amax holds an infinity.
-    Raises ValueError as partial_amax does, for an out or block_amax of another shape or dtype, an out in the memory of the
-        others, a NaN amax, an infinite one that tensor_amax must stand beside, or a 4over6 recipe (whose choice needs whole
-        blocks).
-    Exact: the bytes of quantize on the whole matrix, for any partition. TE's kernel is wrong at odd offsets; this is not.
-    Two shards that share a byte each write their own nibble of it: exchange nibbles, not bytes, or cut at even offsets.
-    On a GPU: shard, out and block_amax on one device; NaN and infinities in block_amax are not looked for, since that would wait:
-        an infinity is then taken for the tensor's amax. Other nibbles are not touched even while other launches write theirs, if
-        out is contiguous and at a multiple of 8 bytes; else the call works on a copy, and writes all of out.
+    Raises ValueError as partial_amax does, for an out or block_amax of another shape or dtype, an out in the memory of
+    the
+        others, a NaN amax, an infinite one that tensor_amax must stand beside, or a 4over6 recipe (whose choice needs
+        whole blocks).
+    Exact: the bytes of quantize on the whole matrix, for any partition. TE's kernel is wrong at odd offsets; this is
+    not. Two shards that share a byte each write their own nibble of it: exchange nibbles, not bytes, or cut at even
+    offsets. On a GPU: shard, out and block_amax on one device; NaN and infinities in block_amax are not looked for,
+    since that would wait:
+        an infinity is then taken for the tensor's amax. Other nibbles are not touched even while other launches write
+        theirs, if out is contiguous and at a multiple of 8 bytes; else the call works on a copy, and writes all of out.
 
     >>> import fp4kit, numpy as np
     >>> w, out = np.arange(512, dtype=np.float32), np.zeros((16, 16), np.uint8)
@@ -78,7 +84,9 @@ def partial_cast(
     True
     """
     r, given = recipe_of("partial_cast", recipe), out
-    array, out, amax = import_arrays("partial_cast", shard=shard, out=import_out("partial_cast", given), block_amax=block_amax)
+    array, out, amax = import_arrays(
+        "partial_cast", shard=shard, out=import_out("partial_cast", given), block_amax=block_amax
+    )
     start = as_index("partial_cast", "start", start)
     M, K = check_shard("partial_cast", array, shape, start, r)
     check_castable("partial_cast", r)
@@ -112,6 +120,7 @@ def _check_finite(block_amax: Any, r: Recipe) -> None:
     needs_finite = r.amax_nan == "lanes" and r.tensor_scaling != "none" and isinstance(block_amax, np.ndarray)
     if needs_finite and np.isinf(block_amax).any():
         raise ValueError(
-            f"partial_cast: block_amax holds {int(np.isinf(block_amax).sum())} infinite value(s) of {block_amax.size}, and "
-            f"{r.id} scales by the finite elements; give tensor_amax, that of the finite elements of the whole matrix"
+            f"partial_cast: block_amax holds {int(np.isinf(block_amax).sum())} infinite value(s) of {block_amax.size},"
+            f" and {r.id} scales by the finite elements; give tensor_amax, that of the finite elements of the whole"
+            " matrix"
         )

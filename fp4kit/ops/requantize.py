@@ -31,15 +31,15 @@ def requantize(q: Quantized, recipe: RecipeId | Recipe) -> Requantized:
 
         tensor_scale = 2^m,   block_scale = 2^(k - m) for both halves of a block of 32
 
-    which is exact iff max(k) - min(k) <= 17, because E4M3 holds 2^-9 ... 2^8 (and 2^m and 2688 * 2^m are float32). Blocks of
-    zeros get scale 0 and keep their codes. Everything else is quantize(dequantize(q, np.float32), recipe): no value is rounded to
-    q's dtype between.
+    which is exact iff max(k) - min(k) <= 17, because E4M3 holds 2^-9 ... 2^8 (and 2^m and 2688 * 2^m are float32).
+    Blocks of zeros get scale 0 and keep their codes. Everything else is quantize(dequantize(q, np.float32), recipe): no
+    value is rounded to q's dtype between.
 
     q: Quantized, of arrays of any library; its axis, dtype and scale layout are kept. recipe: the target.
-    Returns Requantized(quantized, exact, changed); exact is verified by decoding both to float32, NaN equal to NaN. On a GPU
-    nothing waits: exact and changed stay there, and both ways are gone, since which one applies is known on the device only.
-    Raises what quantize raises (a length that is not whole blocks of the target, ...).
-    Source: Model-Optimizer utils/numeric_utils.py, the closed-form cast.
+    Returns Requantized(quantized, exact, changed); exact is verified by decoding both to float32, NaN equal to NaN. On
+    a GPU nothing waits: exact and changed stay there, and both ways are gone, since which one applies is known on the
+    device only. Raises what quantize raises (a length that is not whole blocks of the target, ...). Source:
+    Model-Optimizer utils/numeric_utils.py, the closed-form cast.
 
     >>> import fp4kit, numpy as np
     >>> q = fp4kit.quantize(np.linspace(-9, 9, 64, dtype=np.float32).reshape(2, 32), "mxfp4")

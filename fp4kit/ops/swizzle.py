@@ -26,7 +26,8 @@ def swizzle(q_or_scales: Any, layout: ScaleLayout) -> Any:
 
     layout: "linear", "swizzled_128x4" or "swizzled_8x4"; fp4kit.layouts gives the offsets. Padding is zero.
     Returns a Quantized, or uint8 (..., R padded, C padded), each (R, C) matrix by itself; in the library of the scales.
-    Raises ValueError for an unknown layout or an array of less than two dimensions; TypeError unless the scales are uint8.
+    Raises ValueError for an unknown layout or an array of less than two dimensions; TypeError unless the scales are
+    uint8.
 
     >>> import fp4kit, numpy as np
     >>> q = fp4kit.quantize(np.ones((32, 64), np.float32), "nvfp4")
@@ -68,15 +69,19 @@ def _change_fully(given: Quantized, op: str, layout: ScaleLayout, key: Any) -> Q
 
 
 @overload
-def unswizzle(q_or_scales: Quantized, layout: ScaleLayout | None = None, shape: tuple[int, ...] | None = None) -> Quantized: ...
+def unswizzle(
+    q_or_scales: Quantized, layout: ScaleLayout | None = None, shape: tuple[int, ...] | None = None
+) -> Quantized: ...
 @overload
-def unswizzle(q_or_scales: ArrayT, layout: ScaleLayout | None = None, shape: tuple[int, ...] | None = None) -> ArrayT: ...
+def unswizzle(
+    q_or_scales: ArrayT, layout: ScaleLayout | None = None, shape: tuple[int, ...] | None = None
+) -> ArrayT: ...
 def unswizzle(q_or_scales: Any, layout: ScaleLayout | None = None, shape: tuple[int, ...] | None = None) -> Any:
     """Linear block scales: of a Quantized, or of an array in `layout` whose linear shape (..., R, C) is `shape`.
 
     Returns a Quantized with scale_layout "linear", or uint8 of `shape`; padding is dropped. Inverse of swizzle.
-    Raises ValueError if the array has another size than shape with its padding, or layout or shape is missing for an array, or
-    given for a Quantized, which knows both.
+    Raises ValueError if the array has another size than shape with its padding, or layout or shape is missing for an
+    array, or given for a Quantized, which knows both.
 
     >>> import fp4kit, numpy as np
     >>> q = fp4kit.quantize(np.ones((32, 64), np.float32), "nvfp4", scale_layout="swizzled_8x4")
@@ -85,7 +90,9 @@ def unswizzle(q_or_scales: Any, layout: ScaleLayout | None = None, shape: tuple[
     """
     if isinstance(q_or_scales, Quantized):
         if layout is not None or shape is not None:
-            raise ValueError("unswizzle: a Quantized knows its layout and shape; leave them out, or give its block_scale")
+            raise ValueError(
+                "unswizzle: a Quantized knows its layout and shape; leave them out, or give its block_scale"
+            )
         return _change("unswizzle", q_or_scales, "linear")
     return _unswizzle_scales(q_or_scales, layout, shape)
 
@@ -93,7 +100,9 @@ def unswizzle(q_or_scales: Any, layout: ScaleLayout | None = None, shape: tuple[
 @comes_home
 def _unswizzle_scales(scales: Any, layout: str | None, shape: tuple[int, ...] | None) -> Any:
     if layout is None or shape is None:
-        raise ValueError("unswizzle: an array of scales needs layout and shape (its linear one); a Quantized knows both")
+        raise ValueError(
+            "unswizzle: an array of scales needs layout and shape (its linear one); a Quantized knows both"
+        )
     layouts.check_layout("unswizzle", layout)
     scales, shape = _scales("unswizzle", scales, 0), as_shape("unswizzle", shape)
     layouts.check_size(scales, layout, shape)
@@ -101,7 +110,9 @@ def _unswizzle_scales(scales: Any, layout: str | None, shape: tuple[int, ...] | 
 
 
 def change_layout(scales: Any, source: str, target: str, shape: tuple[int, ...]) -> Any:
-    """Scales whose linear shape (..., R, C) is `shape`, from one layout to another; themselves where it is the same one."""
+    """Scales whose linear shape (..., R, C) is `shape`, from one layout to another; themselves where it is the same
+    one.
+    """
     if source == target:
         return scales
     return run("swizzle", "swizzle", scales, scales, source, target, shape)

@@ -16,15 +16,19 @@ from fp4kit.quantized.container import Quantized
 def transpose(q: Quantized) -> Quantized:
     """The same values with blocks along the other one of the last two axes: codes and scales moved, nothing decoded.
 
-    q: Quantized of a recipe with square blocks (16x16: nvfp4-te-2d, ...), axis -1 or -2 of x; x (..., M, K), M and K multiples of
+    q: Quantized of a recipe with square blocks (16x16: nvfp4-te-2d, ...), axis -1 or -2 of x; x (..., M, K), M and K
+    multiples of
         the block. Any scale layout; the result has the same.
-    Returns Quantized with the other axis: packed (..., K, M/2) from (..., M, K/2), block_scale (..., K, M/block), both where
+    Returns Quantized with the other axis: packed (..., K, M/2) from (..., M, K/2), block_scale (..., K, M/block), both
+    where
         those of q are; tensor_scale and tensor_amax are q's own.
-    Raises ValueError for other recipes, axes or lengths, or arrays of several devices; on a GPU NotImplementedError for blocks of
+    Raises ValueError for other recipes, axes or lengths, or arrays of several devices; on a GPU NotImplementedError for
+    blocks of
         other sizes than 16, 32 and 64.
-    Exact: transpose(transpose(q)) is q. The bytes are those of quantize(x, recipe, axis=-2), except where the choice of a scale
-        follows the direction: 4over6 sums errors along the rows (nvfp4-te-4over6-...-2d), and amax_nan "lanes" looks for NaN in
-        every other element of a row.
+    Exact: transpose(transpose(q)) is q. The bytes are those of quantize(x, recipe, axis=-2), except where the choice of
+    a scale
+        follows the direction: 4over6 sums errors along the rows (nvfp4-te-4over6-...-2d), and amax_nan "lanes" looks
+        for NaN in every other element of a row.
 
     >>> import fp4kit, numpy as np
     >>> q = fp4kit.quantize(np.ones((32, 64), np.float32), "nvfp4-te-2d")

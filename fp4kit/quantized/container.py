@@ -27,23 +27,28 @@ _UINT8, _FLOAT32 = np.dtype(np.uint8), np.dtype(np.float32)
 
 @dataclass(frozen=True, eq=False)
 class Quantized:
-    """A quantized array: value = decode(code) * block_scale * tensor_scale, in the order that recipe.decode_rule states.
+    """A quantized array: value = decode(code) * block_scale * tensor_scale, in the order that recipe.decode_rule
+    states.
 
     With x' = x with the quantized axis moved last, of shape (..., K):
     packed: uint8 (..., K/2), element 2j in the low nibble; (..., K) for elements of more than 4 bits, one code a byte.
-    block_scale: uint8 bit patterns (..., K/block), once per row also for 16x16 blocks; padded and permuted by scale_layout; None
+    block_scale: uint8 bit patterns (..., K/block), once per row also for 16x16 blocks; padded and permuted by
+    scale_layout; None
         where the recipe has only float32 scales.
     tensor_scale: float32, multiplies on decode: () for the tensor, (E,) per expert of x with three or more dimensions,
-        x'.shape[:-1] per row, (..., K/block) per block; None for recipes without one. It is what the array's values follow.
-    tensor_amax: float32, same shape: the amax that tensor_scale was made from; None where it is not known, as in a checkpoint.
+        x'.shape[:-1] per row, (..., K/block) per block; None for recipes without one. It is what the array's values
+        follow.
+    tensor_amax: float32, same shape: the amax that tensor_scale was made from; None where it is not known, as in a
+    checkpoint.
         Decoding needs none: a rule that reads an amax takes the one that the scale implies (reference/implied_amax.py).
-    shape, dtype: of x; float32, float16 or bfloat16. axis: the axis of x along which blocks run, stored as a non-negative number.
-    recipe: a Recipe or an id. scale_layout: "linear", "swizzled_128x4" or "swizzled_8x4".
+    shape, dtype: of x; float32, float16 or bfloat16. axis: the axis of x along which blocks run, stored as a
+    non-negative number. recipe: a Recipe or an id. scale_layout: "linear", "swizzled_128x4" or "swizzled_8x4".
 
-    All arrays are of one library and one device: NumPy's, CuPy's, PyTorch's or JAX's; dtype may be a dtype of theirs, and is kept
-    as NumPy's (or ml_dtypes'). Raises TypeError for an array, dtype or recipe of another kind; ValueError for another shape, for
-    a part that the recipe has not or that is missing, for arrays of several devices and, on the host, for negative tensor scales
-    or amaxes and for NaN where the recipe's rule gives none. On a device values are not read.
+    All arrays are of one library and one device: NumPy's, CuPy's, PyTorch's or JAX's; dtype may be a dtype of theirs,
+    and is kept as NumPy's (or ml_dtypes'). Raises TypeError for an array, dtype or recipe of another kind; ValueError
+    for another shape, for a part that the recipe has not or that is missing, for arrays of several devices and, on the
+    host, for negative tensor scales or amaxes and for NaN where the recipe's rule gives none. On a device values are
+    not read.
     """
 
     packed: Any
@@ -118,7 +123,9 @@ class Quantized:
             object.__setattr__(self, name, array)
         self._check_kind(name, array, host)
         if array.dtype != _FLOAT32:
-            raise TypeError(f"Quantized: {name} is {array.dtype}; needs float32; convert it with {name}.astype(np.float32)")
+            raise TypeError(
+                f"Quantized: {name} is {array.dtype}; needs float32; convert it with {name}.astype(np.float32)"
+            )
         if array.shape not in shapes:
             self._refuse_floats(name, shapes)
         if host:
@@ -136,14 +143,18 @@ class Quantized:
             if host or array is packed or array.data.device_id == packed.data.device_id:
                 return
             found = (array.data.device_id, packed.data.device_id)
-            raise ValueError(f"Quantized: {name} is on device {found[0]} and packed on {found[1]}; move all parts to one")
+            raise ValueError(
+                f"Quantized: {name} is on device {found[0]} and packed on {found[1]}; move all parts to one"
+            )
         if array is packed or not hasattr(array, "dtype"):
             raise TypeError(f"Quantized: {name} is a {kind.__module__}.{kind.__name__}; needs a NumPy or CuPy array")
         needed = "NumPy array" if host else "CuPy array"
         raise TypeError(f"Quantized: {name} is a {kind.__module__}.{kind.__name__}; needs a {needed}, as packed is")
 
     def with_parts(self, convert: Callable[[Any], Any]) -> Quantized:
-        """The same, with every array as convert(array) gives it: the same bytes elsewhere, which are not checked again."""
+        """The same, with every array as convert(array) gives it: the same bytes elsewhere, which are not checked
+        again.
+        """
         parts = {name: array if array is None else convert(array) for name, array in self.parts().items()}
         return assembled({**vars(self), **parts})
 
@@ -152,7 +163,9 @@ class Quantized:
         return {name: getattr(self, name) for name in PARTS}
 
     def imported(self, op: str = "Quantized") -> Quantized:
-        """Itself, or the same with NumPy or CuPy arrays on the memory of another library's; op: what errors begin with."""
+        """Itself, or the same with NumPy or CuPy arrays on the memory of another library's; op: what errors begin
+        with.
+        """
         if isinstance(self.packed, np.ndarray) or type(self.packed).__module__ == "cupy":
             return self
         there = {name: array for name, array in self.parts().items() if array is not None}
@@ -191,23 +204,28 @@ class Quantized:
     ) -> Quantized:
         """A Quantized of the tensors of a checkpoint, without copies but of what must change.
 
-        packed: codes, shaped as in a Quantized: bytes as uint8, int8 or float4_e2m1fn_x2; or numbers of the recipe's own element
+        packed: codes, shaped as in a Quantized: bytes as uint8, int8 or float4_e2m1fn_x2; or numbers of the recipe's
+        own element
             dtype, one a byte: float8_e4m3fn, float8_e5m2, int8, float6_*, and float4_e2m1fn and int4, which are packed.
-        block_scale: uint8 or int8 bit patterns, float8_e4m3fn or float8_e8m0fnu, as the recipe has; None where it has none. Under
+        block_scale: uint8 or int8 bit patterns, float8_e4m3fn or float8_e8m0fnu, as the recipe has; None where it has
+        none. Under
             a swizzled scale_layout, of any shape of the padded size.
-        tensor_scale: shaped as in a Quantized, but for axes of length 1 at the end: float32, or the same numbers as float16,
+        tensor_scale: shaped as in a Quantized, but for axes of length 1 at the end: float32, or the same numbers as
+        float16,
             bfloat16, float64 or a Python float.
-        recipe: its producer's. shape: of x; None takes that of packed. dtype: of x; most checkpoints are made from bfloat16.
-        tensor_scale_divides: what is stored divides on decode, as the weight_global_scale of compressed-tensors does.
-        high_nibble_first: the even element of a pair of codes is in the high nibble.
-        Arrays are of any library, all on one device. tensor_amax is None: no checkpoint has one.
+        recipe: its producer's. shape: of x; None takes that of packed. dtype: of x; most checkpoints are made from
+        bfloat16. tensor_scale_divides: what is stored divides on decode, as the weight_global_scale of
+        compressed-tensors does. high_nibble_first: the even element of a pair of codes is in the high nibble. Arrays
+        are of any library, all on one device. tensor_amax is None: no checkpoint has one.
 
-        Raises TypeError for a dtype that is not the recipe's, and for a flag that is no bool; ValueError for a tensor scale that
-            is no float32, or 0 and divides, codes of more bits than the element has, high_nibble_first where no codes share a
-            byte, a recipe without codes; and what Quantized raises. On a device, only tensor scales that divide or are no float32
-            are read, which waits for it.
+        Raises TypeError for a dtype that is not the recipe's, and for a flag that is no bool; ValueError for a tensor
+        scale that
+            is no float32, or 0 and divides, codes of more bits than the element has, high_nibble_first where no codes
+            share a byte, a recipe without codes; and what Quantized raises. On a device, only tensor scales that divide
+            or are no float32 are read, which waits for it.
         Numerics: 1 / tensor_scale, rn, where it divides. Nothing else is computed.
-        Exact: a divisor is known by its reciprocal; values are the producer's where no other divisor that it writes has the same.
+        Exact: a divisor is known by its reciprocal; values are the producer's where no other divisor that it writes has
+        the same.
 
         >>> import ml_dtypes, numpy as np
         >>> codes = np.array([[0x21, 0x43, 0x65, 0x87, 0, 0, 0, 0]], np.uint8)
@@ -217,7 +235,7 @@ class Quantized:
         Quantized(nvfp4-compressed-tensors, shape=(1, 16), dtype=bfloat16, axis=1, scale_layout='linear', 6.5 bits a value)
         >>> q.dequantize(np.float32)[0, :8].tolist()
         [0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, -0.0]
-        """
+        """  # noqa: E501
         op, r = "from_parts", recipe_of("from_parts", recipe)
         if r.fake_only:
             raise ValueError(f"{op}: {r.id} is a fake quantizer and has values only; needs a recipe with codes")
@@ -226,11 +244,15 @@ class Quantized:
         tensor_scale_divides = as_flag(op, "tensor_scale_divides", tensor_scale_divides)
         found = from_checkpoint.import_parts(op, packed=packed, block_scale=block_scale, tensor_scale=tensor_scale)
         codes = from_checkpoint.codes(op, found["packed"], r, high_nibble_first)
-        shape = from_checkpoint.shape_of(op, codes, r, as_index(op, "axis", axis)) if shape is None else as_shape(op, shape)
+        shape = (
+            from_checkpoint.shape_of(op, codes, r, as_index(op, "axis", axis)) if shape is None else as_shape(op, shape)
+        )
         wanted = wanted_parts(shape, as_index(op, "axis", axis), r, scale_layout)
         padded = None if scale_layout == "linear" else wanted.block_scale
         scales = from_checkpoint.block_scales(op, found["block_scale"], r, padded)
-        scale = from_checkpoint.tensor_scale(op, found["tensor_scale"], codes, wanted.tensor_scale, tensor_scale_divides)
+        scale = from_checkpoint.tensor_scale(
+            op, found["tensor_scale"], codes, wanted.tensor_scale, tensor_scale_divides
+        )
         q = cls(codes, scales, scale, None, shape, dtype, axis, r, scale_layout)
         library = library_of(packed)
         if library is None:
@@ -250,8 +272,10 @@ class Quantized:
     def to(self, target: Any) -> Quantized:
         """The same elsewhere: its arrays in another library, or on another device. The bytes are not looked at.
 
-        target: "numpy", "cupy", "torch" or "jax", without a copy where the library takes the memory as it is; or a device,
-            "cpu", "cuda" or "cuda:1", or a torch.device: tensors of PyTorch stay tensors, other arrays become NumPy's or CuPy's.
+        target: "numpy", "cupy", "torch" or "jax", without a copy where the library takes the memory as it is; or a
+        device,
+            "cpu", "cuda" or "cuda:1", or a torch.device: tensors of PyTorch stay tensors, other arrays become NumPy's
+            or CuPy's.
         Raises ValueError for anything else; RuntimeError where the library is not imported, or there is no GPU.
 
         >>> import fp4kit, numpy as np
@@ -265,11 +289,12 @@ class Quantized:
         return self.shape[0]
 
     def __getitem__(self, rows: slice) -> Quantized:
-        """q[a:b], what x[a:b] is: whole blocks of x's first axis, whose values are q.dequantize()[a:b]. Views, no copies.
+        """q[a:b], what x[a:b] is: whole blocks of x's first axis, whose values are q.dequantize()[a:b]. Views, no
+        copies.
 
-        a and b are multiples of the rows of a block (of its length where the first axis is the quantized one), or the end; any
-        tensors of a stack. Swizzled scales are cut between whole tiles of 128 or 8 rows; cut fp4kit.unswizzle(q) elsewhere.
-        tensor_amax stays that of the whole tensor, which tensor_scale was made from.
+        a and b are multiples of the rows of a block (of its length where the first axis is the quantized one), or the
+        end; any tensors of a stack. Swizzled scales are cut between whole tiles of 128 or 8 rows; cut
+        fp4kit.unswizzle(q) elsewhere. tensor_amax stays that of the whole tensor, which tensor_scale was made from.
         Raises TypeError for anything but a slice; ValueError for a step, and for a cut inside a block or a tile.
 
         >>> import fp4kit, numpy as np
@@ -283,7 +308,9 @@ class Quantized:
         return FUNCTIONS["Quantized.__getitem__"](self, rows)
 
     def __array__(self, *args: Any, **kwargs: Any) -> NoReturn:
-        raise TypeError("Quantized: is no array of numbers; needs q.dequantize() for its values, or q.packed for its codes")
+        raise TypeError(
+            "Quantized: is no array of numbers; needs q.dequantize() for its values, or q.packed for its codes"
+        )
 
     def equals(self, other: Quantized) -> bool:
         """Whether all fields are equal, and all parts in every bit: NaN patterns, tensor_amax and padding too.

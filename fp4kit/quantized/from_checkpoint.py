@@ -1,6 +1,7 @@
 """Tensors of checkpoints as the parts of a Quantized: the dtypes, orders and directions that files and loaders have.
 
-Nothing is copied but what must change: codes one a byte of 4 bits, swapped nibbles, tensor scales that divide or are no float32.
+Nothing is copied but what must change: codes one a byte of 4 bits, swapped nibbles, tensor scales that divide or are no
+float32.
 """
 
 from __future__ import annotations
@@ -19,9 +20,15 @@ from fp4kit.recipes import Recipe
 
 # dtypes of one number a byte that say a format; uint8 and int8 hold the bits of any.
 DTYPES = {
-    E2M1: "float4_e2m1fn", E2M3: "float6_e2m3fn", E3M2: "float6_e3m2fn", E4M3: "float8_e4m3fn", E5M2: "float8_e5m2",
-    E8M0: "float8_e8m0fnu", INT4: "int4", INT8: "int8",
-}  # fmt: skip
+    E2M1: "float4_e2m1fn",
+    E2M3: "float6_e2m3fn",
+    E3M2: "float6_e3m2fn",
+    E4M3: "float8_e4m3fn",
+    E5M2: "float8_e5m2",
+    E8M0: "float8_e8m0fnu",
+    INT4: "int4",
+    INT8: "int8",
+}
 _PAIRS = {E2M1: "float4_e2m1fn_x2"}  # and of two numbers a byte
 _BYTES = ("uint8", "int8")
 
@@ -34,14 +41,21 @@ class Stored(NamedTuple):
 
 
 def import_parts(op: str, **named: Any) -> dict[str, Stored | None]:
-    """The arrays without a copy, NumPy's or CuPy's, all of one device; None stays, a Python float becomes NumPy's float64.
+    """The arrays without a copy, NumPy's or CuPy's, all of one device; None stays, a Python float becomes NumPy's
+    float64.
 
-    A PyTorch tensor of one byte an element is taken as its bytes: not every PyTorch, and no CuPy, exports the narrow floats.
+    A PyTorch tensor of one byte an element is taken as its bytes: not every PyTorch, and no CuPy, exports the narrow
+    floats.
     """
     names = [name for name, a in named.items() if a is not None and type(a) is not float]
     found = import_arrays(op, **{name: _bytes_of_tensor(named[name], f"{op}: {name}") for name in names})
-    arrays = {name: np.asarray(a) for name, a in named.items() if type(a) is float} | dict(zip(names, found, strict=True))
-    return {name: Stored(arrays[name], _dtype_name(a, arrays[name])) if name in arrays else None for name, a in named.items()}
+    arrays = {name: np.asarray(a) for name, a in named.items() if type(a) is float} | dict(
+        zip(names, found, strict=True)
+    )
+    return {
+        name: Stored(arrays[name], _dtype_name(a, arrays[name])) if name in arrays else None
+        for name, a in named.items()
+    }
 
 
 def _is_tensor(a: Any) -> bool:
@@ -62,8 +76,8 @@ def _bytes_of_tensor(a: Any, name: str) -> Any:
 def codes(op: str, stored: Stored | None, recipe: Recipe, high_nibble_first: bool) -> Any:
     """The codes as a Quantized holds them: uint8, two of 4 bits a byte, the even element in the low nibble.
 
-    Raises TypeError for a dtype of another format; ValueError for an odd number of codes one a byte, for high_nibble_first where
-    no codes share a byte and, on the host, for codes of more bits than the format has.
+    Raises TypeError for a dtype of another format; ValueError for an odd number of codes one a byte, for
+    high_nibble_first where no codes share a byte and, on the host, for codes of more bits than the format has.
     """
     if stored is None:
         raise TypeError(f"{op}: packed is None; needs the codes")
@@ -88,7 +102,9 @@ def codes(op: str, stored: Stored | None, recipe: Recipe, high_nibble_first: boo
 
 def _packed(op: str, codes: Any) -> Any:
     if codes.shape[-1] % 2:
-        raise ValueError(f"{op}: packed holds {codes.shape[-1]} codes along its last axis; two share a byte, so it must be even")
+        raise ValueError(
+            f"{op}: packed holds {codes.shape[-1]} codes along its last axis; two share a byte, so it must be even"
+        )
     return pack(codes)
 
 
@@ -120,10 +136,12 @@ def _size(shape: tuple[int, ...]) -> int:
 
 
 def tensor_scale(op: str, given: Stored | None, packed: Any, shapes: tuple[tuple[int, ...], ...], divides: bool) -> Any:
-    """A tensor scale that multiplies on decode: float32, where packed is, in the one of `shapes` that it fits (fitting_shape).
+    """A tensor scale that multiplies on decode: float32, where packed is, in the one of `shapes` that it fits
+    (fitting_shape).
 
-    given: float32, or another float whose numbers are float32s. divides: 1 / given, one rn division; both by way of the host.
-    Raises TypeError for a dtype that is no float; ValueError for a number that is no float32 and, where it divides, 0 or None.
+    given: float32, or another float whose numbers are float32s. divides: 1 / given, one rn division; both by way of the
+    host. Raises TypeError for a dtype that is no float; ValueError for a number that is no float32 and, where it
+    divides, 0 or None.
     """
     if given is None:
         if divides:

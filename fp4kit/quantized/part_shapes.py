@@ -1,4 +1,6 @@
-"""What the parts of a Quantized must be: their shapes, given the shape of the array, and the values of codes and amaxes."""
+"""What the parts of a Quantized must be: their shapes, given the shape of the array, and the values of codes and
+amaxes.
+"""
 
 from __future__ import annotations
 
@@ -29,13 +31,16 @@ def scale_shape(moved_shape: tuple[int, ...], recipe: Recipe) -> tuple[int, ...]
 
 
 def fitting_shape(shape: tuple[int, ...], allowed: Iterable[tuple[int, ...]]) -> tuple[int, ...] | None:
-    """The first allowed shape that differs in axes of length 1 at the end alone: shape itself if it is one; None without."""
+    """The first allowed shape that differs in axes of length 1 at the end alone: shape itself if it is one; None
+    without.
+    """
     found = [other for other in allowed if _trimmed(other) == _trimmed(shape)]
     return shape if shape in found else next(iter(found), None)
 
 
 def in_order(shape: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
-    """Whether numbers of one a block in some shape are surely in the order of `wanted`: flat, or with its last axis last.
+    """Whether numbers of one a block in some shape are surely in the order of `wanted`: flat, or with its last axis
+    last.
 
     Axes of length 1 do not count. Numbers of the other axis, whose blocks are as many, are in another order.
     """
@@ -50,7 +55,9 @@ def _trimmed(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 class Wanted(NamedTuple):
-    """The axis as a non-negative number, and shapes: of packed, of block_scale (None without), allowed ones of tensor_scale."""
+    """The axis as a non-negative number, and shapes: of packed, of block_scale (None without), allowed ones of
+    tensor_scale.
+    """
 
     axis: int
     packed: tuple[int, ...]
@@ -60,15 +67,21 @@ class Wanted(NamedTuple):
 
 @lru_cache(1024)  # a small array on a GPU is quantized in the time that these shapes take
 def wanted_parts(shape: tuple[int, ...], axis: int, r: Recipe, layout: str) -> Wanted:
-    """What the parts must be. layout: a known one. Raises ValueError for an axis, a length or a layout that the shape has not."""
+    """What the parts must be. layout: a known one. Raises ValueError for an axis, a length or a layout that the shape
+    has not.
+    """
     if not -len(shape) <= axis < len(shape):
         raise ValueError(f"Quantized: axis {axis} of a {len(shape)}-d array; needs {-len(shape)} to {len(shape) - 1}")
     axis %= len(shape)
     if shape[axis] % r.length_multiple:
-        raise ValueError(f"Quantized: axis {axis} has length {shape[axis]}; {r.id} needs a multiple of {r.length_multiple}")
+        raise ValueError(
+            f"Quantized: axis {axis} has length {shape[axis]}; {r.id} needs a multiple of {r.length_multiple}"
+        )
     moved = (*shape[:axis], *shape[axis + 1 :], shape[axis])
     if layout != "linear" and len(shape) < 2 and r.scale is not None:
-        raise ValueError(f"Quantized: scale_layout is {layout!r} of a 1-d array; needs the rows of a matrix, or 'linear'")
+        raise ValueError(
+            f"Quantized: scale_layout is {layout!r} of a 1-d array; needs the rows of a matrix, or 'linear'"
+        )
     scales = None if r.scale is None else padded_shape(scale_shape(moved, r), layout)
     return Wanted(axis, packed_shape(moved, r), scales, tuple(_tensor_shapes(moved, r)))
 

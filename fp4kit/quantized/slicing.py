@@ -48,9 +48,13 @@ def _in_layout(q: Quantized, index: tuple[slice, ...]) -> tuple[slice, ...]:
 def rows_of(q: Quantized, rows: Any) -> Quantized:
     """q[start:stop]: see Quantized.__getitem__."""
     if not isinstance(rows, slice):
-        raise TypeError(f"Quantized: q[{rows!r}] is no slice; needs whole blocks of the first axis, such as q[0:{_multiple(q)}]")
+        raise TypeError(
+            f"Quantized: q[{rows!r}] is no slice; needs whole blocks of the first axis, such as q[0:{_multiple(q)}]"
+        )
     if rows.step not in (None, 1):
-        raise ValueError(f"Quantized: the slice has a step of {rows.step}; needs neighbouring rows; quantize x[::{rows.step}]")
+        raise ValueError(
+            f"Quantized: the slice has a step of {rows.step}; needs neighbouring rows; quantize x[::{rows.step}]"
+        )
     for edge in (rows.start, rows.stop):
         if edge is not None:
             as_index("Quantized", "an end of the slice", edge)
@@ -74,7 +78,9 @@ def _check_edges(q: Quantized, start: int, stop: int) -> None:
     blocks = _multiple(q)
     inside = [edge for edge in (start, stop) if edge != len(q)]
     if any(edge % blocks for edge in inside):
-        raise ValueError(f"Quantized: q[{start}:{stop}] cuts blocks of {blocks}; needs multiples of {blocks}, or the end")
+        raise ValueError(
+            f"Quantized: q[{start}:{stop}] cuts blocks of {blocks}; needs multiples of {blocks}, or the end"
+        )
     if q.block_scale is None or q.scale_layout == "linear" or (len(q.shape) > 2 and q.axis):
         return
     tile = lcm(tile_rows(q.scale_layout), blocks)
@@ -87,7 +93,9 @@ def _check_edges(q: Quantized, start: int, stop: int) -> None:
 
 
 def on_host(q: Quantized, op: str = "Quantized") -> Quantized:
-    """The same with NumPy arrays: what is on a GPU is copied, which waits for the device. q itself where they are NumPy's."""
+    """The same with NumPy arrays: what is on a GPU is copied, which waits for the device. q itself where they are
+    NumPy's.
+    """
     q = q.imported(op)
     return q if isinstance(q.packed, np.ndarray) else q.with_parts(lambda array: array.get())
 
@@ -95,7 +103,9 @@ def on_host(q: Quantized, op: str = "Quantized") -> Quantized:
 def same_bits(a: Quantized, b: Any) -> bool:
     """a.equals(b): see Quantized.equals."""
     if not isinstance(b, Quantized):
-        raise TypeError(f"equals: other is {type(b).__name__}; needs a Quantized; fp4kit.compare takes arrays of values too")
+        raise TypeError(
+            f"equals: other is {type(b).__name__}; needs a Quantized; fp4kit.compare takes arrays of values too"
+        )
     if any(getattr(a, name) != getattr(b, name) for name in FACTS):
         return False
     a, b = on_host(a, "equals"), on_host(b, "equals")
@@ -111,7 +121,9 @@ def _same(a: np.ndarray | None, b: np.ndarray | None) -> bool:
 def moved_to(q: Quantized, target: Any) -> Quantized:
     """q.to(target): see Quantized.to."""
     name, _, number = str(target).partition(":")
-    if name not in ("numpy", "cupy", "torch", "jax", "cpu", "cuda") or (number and (name != "cuda" or not number.isdigit())):
+    if name not in ("numpy", "cupy", "torch", "jax", "cpu", "cuda") or (
+        number and (name != "cuda" or not number.isdigit())
+    ):
         needed = "'numpy', 'cupy', 'torch', 'jax', or a device such as 'cpu' or 'cuda:0'"
         raise ValueError(f"Quantized: to({target!r}); needs {needed}")
     if name in ("cpu", "cuda") and library_of(q.packed) is TORCH:
@@ -139,12 +151,16 @@ def _on_gpu(q: Quantized, device: int | None) -> Quantized:
 
 
 def flatten(q: Quantized) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """The arrays of q that are there; and their names with all that is no array: hashable, and equal where it means the same."""
+    """The arrays of q that are there; and their names with all that is no array: hashable, and equal where it means the
+    same.
+    """
     names = tuple(name for name in PARTS if getattr(q, name) is not None)
     return tuple(getattr(q, name) for name in names), (names, *(getattr(q, name) for name in FACTS))
 
 
 def unflatten(arrays: Any, facts: Any) -> Quantized:
-    """Inverse of flatten. Nothing is checked: a tracer's arrays, and what a tree library has in their places, hold no values."""
+    """Inverse of flatten. Nothing is checked: a tracer's arrays, and what a tree library has in their places, hold no
+    values.
+    """
     names, *values = facts
     return assembled({**dict.fromkeys(PARTS), **dict(zip((*names, *FACTS), (*arrays, *values), strict=True))})

@@ -15,11 +15,18 @@ VERSIONS = Versions("0.20", "0.20")
 def recipes() -> Iterator[Recipe]:
     """In the order of the table."""
     yield of_format(
-        NVFP4, "nvfp4-compressed-tensors", tensor_rule="compressed_tensors", block_rule="compressed_tensors",
-        decode_rule="compressed_tensors", apply="divide", sign="negative", nan_code=0, amax_nan="propagate",
+        NVFP4,
+        "nvfp4-compressed-tensors",
+        tensor_rule="compressed_tensors",
+        block_rule="compressed_tensors",
+        decode_rule="compressed_tensors",
+        apply="divide",
+        sign="negative",
+        nan_code=0,
+        amax_nan="propagate",
         source="compressed-tensors 0.20 quantization/utils calculate_qparams, pack_fp4_to_uint8",
         exact="its codes and block scales; its global scale divides, tensor_scale is the reciprocal",
-    )  # fmt: skip
+    )
     yield _mx(MXFP4, "mxfp4-compressed-tensors", sign="negative", nan_code=0)
     yield _mx(MXFP6_E2M3, "mxfp6-compressed-tensors")
     yield _mx(MXFP8_E4M3, "mxfp8-compressed-tensors", sign="negative")
@@ -29,9 +36,14 @@ def _mx(fmt: BlockFormat, id: str, **fields: Any) -> Recipe:
     top = "1.9375" if fmt is MXFP6_E2M3 else "1.75"
     zero_points = ", with its zero points, which make 0 of -0" if fmt is MXFP8_E4M3 else ""
     return of_format(
-        fmt, id, block_rule="e8m0_compressed_tensors", round_scaled=True, amax_nan="propagate",
+        fmt,
+        id,
+        block_rule="e8m0_compressed_tensors",
+        round_scaled=True,
+        amax_nan="propagate",
         source="compressed-tensors 0.20 quantization/utils calculate_qparams",
-        exact=f"its codes and scales{zero_points}; as OCP for an amax of {top} * 2^127 (float16: {top} * 2^15) or more, inf or "
+        exact=f"its codes and scales{zero_points}; as OCP for an amax of {top} * 2^127 (float16: {top} * 2^15) or "
+        f"more, inf or "
         "NaN, whose byte is an undefined cast there (127 on x86, over codes of 0)",
         **fields,
-    )  # fmt: skip
+    )

@@ -1,4 +1,6 @@
-"""DeepGEMM 54e2261: its casts to FP4 and FP8 with UE8M0 scales. Its own blocks have 128 elements: dataclasses.replace."""
+"""DeepGEMM 54e2261: its casts to FP4 and FP8 with UE8M0 scales. Its own blocks have 128 elements:
+dataclasses.replace.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +17,21 @@ _SOURCE = "DeepGEMM 54e2261 deep_gemm/utils/math.py"
 def recipes() -> Iterator[Recipe]:
     """In the order of the table."""
     yield of_format(
-        MXFP4, "mxfp4-deepgemm", block_rule="e8m0_deepgemm", rounding="rnz", sign="unsigned_zero", nan_code=0,
-        amax_nan="propagate", source=_SOURCE, exact="its codes with groups of 32: amaxes of at least 1e-4, ties toward zero",
-    )  # fmt: skip
+        MXFP4,
+        "mxfp4-deepgemm",
+        block_rule="e8m0_deepgemm",
+        rounding="rnz",
+        sign="unsigned_zero",
+        nan_code=0,
+        amax_nan="propagate",
+        source=_SOURCE,
+        exact="its codes with groups of 32: amaxes of at least 1e-4, ties toward zero",
+    )
     yield of_format(
-        MXFP8_E4M3, "mxfp8-deepgemm", block_rule="e8m0_deepgemm", amax_nan="propagate", source=_SOURCE,
+        MXFP8_E4M3,
+        "mxfp8-deepgemm",
+        block_rule="e8m0_deepgemm",
+        amax_nan="propagate",
+        source=_SOURCE,
         exact="its codes with groups of 32: amaxes of at least 1e-4",
-    )  # fmt: skip
+    )

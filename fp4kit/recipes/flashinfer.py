@@ -15,25 +15,43 @@ VERSIONS = Versions("fb28d72", "fb28d72")
 def recipes() -> Iterator[Recipe]:
     """In the order of the table."""
     fast = of_format(
-        NVFP4, "nvfp4-flashinfer", tensor_rule="flashinfer", block_rule="flashinfer", amax_nan="lanes", flush=True,
+        NVFP4,
+        "nvfp4-flashinfer",
+        tensor_rule="flashinfer",
+        block_rule="flashinfer",
+        amax_nan="lanes",
+        flush=True,
         source="FlashInfer fb28d72 quantization_utils.cuh cvt_warp_fp16_to_fp4",
         exact="FlashInfer's default with sm_90 reciprocals (those of sm_100 are unmeasured)",
-    )  # fmt: skip
+    )
     yield fast
     precise = replace(
-        fast, id="nvfp4-flashinfer-precise", block_rule="flashinfer_precise",
+        fast,
+        id="nvfp4-flashinfer-precise",
+        block_rule="flashinfer_precise",
         exact="FlashInfer with FLASHINFER_DISABLE_FP4_QUANT_FAST_MATH=1; nvfp4-te but for subnormals and NaN",
-    )  # fmt: skip
+    )
     yield precise
     yield from four_over_six(
         replace(precise, exact="FlashInfer with FLASHINFER_NVFP4_4OVER6=1 and fast math disabled"), "nvfp4-flashinfer"
     )
     yield of_format(
-        MXFP4, "mxfp4-flashinfer", block_rule="e8m0_flashinfer_fp4", decode_rule="e8m0_flashinfer_host", amax_nan="lanes",
-        flush=True, source="FlashInfer fb28d72 quantization_utils.cuh, UE8M0_SF",
+        MXFP4,
+        "mxfp4-flashinfer",
+        block_rule="e8m0_flashinfer_fp4",
+        decode_rule="e8m0_flashinfer_host",
+        amax_nan="lanes",
+        flush=True,
+        source="FlashInfer fb28d72 quantization_utils.cuh, UE8M0_SF",
         exact="mxfp4_quantize and mxfp4_dequantize_host: the MXFP4 serving path",
-    )  # fmt: skip
+    )
     yield of_format(
-        MXFP8_E4M3, "mxfp8-flashinfer", block_rule="e8m0_flashinfer_fp8", nan_is_max=True, amax_nan="lanes", flush=True,
-        source="FlashInfer fb28d72 quantization_utils.cuh cvt_warp_fp16_to_mxfp8", exact="mxfp8_quantize, CUDA backend",
-    )  # fmt: skip
+        MXFP8_E4M3,
+        "mxfp8-flashinfer",
+        block_rule="e8m0_flashinfer_fp8",
+        nan_is_max=True,
+        amax_nan="lanes",
+        flush=True,
+        source="FlashInfer fb28d72 quantization_utils.cuh cvt_warp_fp16_to_mxfp8",
+        exact="mxfp8_quantize, CUDA backend",
+    )

@@ -21,38 +21,75 @@ _BEYOND = (
 def recipes() -> Iterator[Recipe]:
     """In the order of the table."""
     mse = of_format(
-        NVFP4, "nvfp4-fouroversix", tensor_rule="fouroversix", block_rule="four_over_six", decode_rule="fouroversix",
-        four_over_six="mse", lane_sums=True, scale_max=256, rounding="rnw", sign="negative", nan_code=0xB,
+        NVFP4,
+        "nvfp4-fouroversix",
+        tensor_rule="fouroversix",
+        block_rule="four_over_six",
+        decode_rule="fouroversix",
+        four_over_six="mse",
+        lane_sums=True,
+        scale_max=256,
+        rounding="rnw",
+        sign="negative",
+        nan_code=0xB,
         amax_nan="propagate",
         source=f"{_SOURCE} quantize_to_nvfp4",
-        exact="its codes of mse, the default, in blocks of 16x16, too, and its values, which overflow from 2^128 / 1536 on; "
+        exact="its codes of mse, the default, in blocks of 16x16, too, and its values, which overflow from 2^128 / "
+        "1536 on; "
         f"codes of nvfp4-te-4over6-mse-256 but for scales of 0 and elements from 7 scales on; {_BEYOND}",
-    )  # fmt: skip
+    )
     yield mse
     mae = replace(mse, id="nvfp4-fouroversix-mae", four_over_six="mae", exact=f"its codes of mae; {_BEYOND}")
     yield mae
     yield replace(mse, id="nvfp4-fouroversix-absmax", four_over_six="max", exact=f"its codes of abs_max; {_BEYOND}")
     six = of_format(
-        NVFP4, "nvfp4-fouroversix-6", tensor_rule="fouroversix", block_rule="fouroversix", decode_rule="fouroversix",
-        rounding="rnw", sign="negative", nan_code=0xB, amax_nan="propagate", source=f"{_SOURCE} quantize_to_nvfp4",
+        NVFP4,
+        "nvfp4-fouroversix-6",
+        tensor_rule="fouroversix",
+        block_rule="fouroversix",
+        decode_rule="fouroversix",
+        rounding="rnw",
+        sign="negative",
+        nan_code=0xB,
+        amax_nan="propagate",
+        source=f"{_SOURCE} quantize_to_nvfp4",
         exact=f"its codes of static_6; {_BEYOND}",
-    )  # fmt: skip
+    )
     yield six
     yield replace(six, id="nvfp4-fouroversix-6-2d", block=(16, 16))
-    for cpu, name, blocks in ((mse, "", ", of finite tensors in blocks of 16x16, too"), (mae, "-mae", ""), (six, "-6", "")):
+    for cpu, name, blocks in (
+        (mse, "", ", of finite tensors in blocks of 16x16, too"),
+        (mae, "-mae", ""),
+        (six, "-6", ""),
+    ):
         yield replace(
-            cpu, id=f"nvfp4-fouroversix-triton{name}", rounding="rn", keep_infinity=True, nan_code=0xF, source=_TRITON,
+            cpu,
+            id=f"nvfp4-fouroversix-triton{name}",
+            rounding="rn",
+            keep_infinity=True,
+            nan_code=0xF,
+            source=_TRITON,
             exact=f"its codes on an H200{blocks}; {cpu.id} but for tensors whose amax is near 2^-126 and below, "
             "and for elements from 7 scales on, which are 6 here",
-        )  # fmt: skip
+        )
     yield replace(
-        six, id="nvfp4-fouroversix-4", tensor_rule="fouroversix_4", block_rule="fouroversix_4",
+        six,
+        id="nvfp4-fouroversix-4",
+        tensor_rule="fouroversix_4",
+        block_rule="fouroversix_4",
         exact=f"its codes of static_4; {_BEYOND}",
-    )  # fmt: skip
+    )
     for top, rule in (("6", "e8m0_fouroversix"), ("4", "e8m0_fouroversix_4")):
         yield of_format(
-            MXFP4, f"mxfp4-fouroversix-{top}", block_rule=rule, decode_rule="e8m0_float16", sign="negative", nan_code=0xB,
-            amax_nan="propagate", source=f"{_SOURCE} quantize_to_mxfp4",
-            exact=f"its codes of static_{top}; those of a block of zeros mean -1.5 there, too; its values, which it rounds to "
+            MXFP4,
+            f"mxfp4-fouroversix-{top}",
+            block_rule=rule,
+            decode_rule="e8m0_float16",
+            sign="negative",
+            nan_code=0xB,
+            amax_nan="propagate",
+            source=f"{_SOURCE} quantize_to_mxfp4",
+            exact=f"its codes of static_{top}; those of a block of zeros mean -1.5 there, too; its values, which it "
+            f"rounds to "
             "float16, so that scales from 2^16 on and below 2^-24 are lost",
-        )  # fmt: skip
+        )

@@ -1,4 +1,6 @@
-"""llama.cpp 0c1e57098 (ggml 0.25.3): quantize_mxfp4 and quantize_nvfp4, the FP4 types of GGUF files. Elements are float32."""
+"""llama.cpp 0c1e57098 (ggml 0.25.3): quantize_mxfp4 and quantize_nvfp4, the FP4 types of GGUF files. Elements are
+float32.
+"""
 
 from __future__ import annotations
 
@@ -9,19 +11,37 @@ from fp4kit.recipes.schema import Recipe, of_format
 from fp4kit.recipes.versions import Versions
 
 VERSIONS = Versions("ggml 0.25.3", "ggml 0.25.3")
-FIRST = {"rounding": "first", "sign": "unsigned_zero", "nan_code": 0}  # the nearest of 16 values, of equals the first; MLX too
+FIRST = {
+    "rounding": "first",
+    "sign": "unsigned_zero",
+    "nan_code": 0,
+}  # the nearest of 16 values, of equals the first; MLX too
 
 
 def recipes() -> Iterator[Recipe]:
     """In the order of the table."""
     yield of_format(
-        NVFP4, "nvfp4-gguf", tensor_scaling="none", block_rule="gguf", decode_rule="gguf", apply="compare", **FIRST,
+        NVFP4,
+        "nvfp4-gguf",
+        tensor_scaling="none",
+        block_rule="gguf",
+        decode_rule="gguf",
+        apply="compare",
+        **FIRST,
         source="llama.cpp 0c1e57098 (ggml 0.25.3) ggml-quants.c quantize_row_nvfp4_ref",
-        exact="its C function; no tensor scale; scales from 248 on become 448, half-way ones go up; elements beyond 2^36 are 0",
-    )  # fmt: skip
+        exact="its C function; no tensor scale; scales from 248 on become 448, half-way ones go up; elements beyond "
+        "2^36 are 0",
+    )
     yield of_format(
-        MXFP4, "mxfp4-gguf", block_rule="e8m0_gguf", decode_rule="e8m0_gguf", apply="compare", **FIRST,
+        MXFP4,
+        "mxfp4-gguf",
+        block_rule="e8m0_gguf",
+        decode_rule="e8m0_gguf",
+        apply="compare",
+        **FIRST,
         source="llama.cpp 0c1e57098 (ggml 0.25.3) ggml-quants.c quantize_row_mxfp4_ref",
-        exact="its C function, and gguf.quants.quantize but for blocks with NaN; its log2f makes the scale twice as large for an "
-        "amax a few ulp below a power of two; scale bytes wrap for an amax below 2^-125, as x86-64 casts them, and codes are 0",
-    )  # fmt: skip
+        exact="its C function, and gguf.quants.quantize but for blocks with NaN; its log2f makes the scale twice as "
+        "large for an "
+        "amax a few ulp below a power of two; scale bytes wrap for an amax below 2^-125, as x86-64 casts them, and "
+        "codes are 0",
+    )

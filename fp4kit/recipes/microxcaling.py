@@ -20,7 +20,12 @@ def recipes() -> Iterator[Recipe]:
 def _fakes(fmt: BlockFormat, modes: tuple[str, ...]) -> Iterator[Recipe]:
     for mode in modes:
         yield of_format(
-            fmt, f"mx{fmt.name[2:5].lower()}-microxcaling-{mode.replace('_', '-')}", block_rule="e8m0_floor", fake_only=True,
-            fake_rule=f"microxcaling_{mode}", amax_nan="propagate", source="microxcaling 7bc4195 mx/mx_ops.py _quantize_mx",
+            fmt,
+            f"mx{fmt.name[2:5].lower()}-microxcaling-{mode.replace('_', '-')}",
+            block_rule="e8m0_floor",
+            fake_only=True,
+            fake_rule=f"microxcaling_{mode}",
+            amax_nan="propagate",
+            source="microxcaling 7bc4195 mx/mx_ops.py _quantize_mx",
             exact=f"quantize_mx_op with round={mode.split('_')[0]!r}" + " and flush_fp32_subnorms" * ("flush" in mode),
-        )  # fmt: skip
+        )

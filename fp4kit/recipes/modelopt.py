@@ -21,72 +21,124 @@ def recipes() -> Iterator[Recipe]:
 
 def _nvfp4() -> Iterator[Recipe]:
     dynamic = of_format(
-        NVFP4, "nvfp4-modelopt", tensor_rule="divided", block_rule="modelopt", decode_rule="modelopt", apply="divide",
-        sign="negative", amax_nan="propagate", source="Model-Optimizer 0.47 qtensor/nvfp4_tensor.py NVFP4QTensor",
+        NVFP4,
+        "nvfp4-modelopt",
+        tensor_rule="divided",
+        block_rule="modelopt",
+        decode_rule="modelopt",
+        apply="divide",
+        sign="negative",
+        amax_nan="propagate",
+        source="Model-Optimizer 0.47 qtensor/nvfp4_tensor.py NVFP4QTensor",
         exact="NVFP4QTensor, which decodes code 8 to +0",
-    )  # fmt: skip
+    )
     yield dynamic
     static = replace(
-        dynamic, id="nvfp4-modelopt-static", block_rule="modelopt_static", static=True,
+        dynamic,
+        id="nvfp4-modelopt-static",
+        block_rule="modelopt_static",
+        static=True,
         exact="NVFP4QTensor with calibrated block amaxes",
-    )  # fmt: skip
+    )
     yield static
     yield replace(static, id="nvfp4-modelopt-static-4over6", scale_max=256)
     yield replace(
-        static, id="nvfp4-modelopt-mse", static=False, search="modelopt_sweep",
+        static,
+        id="nvfp4-modelopt-mse",
+        static=False,
+        search="modelopt_sweep",
         exact="NVFP4QTensor with the block amaxes of its sweep of E4M3 scales, as it runs on an H200",
         source="Model-Optimizer 0.47 nvfp4_fp8_scale_sweep (Triton), qtensor/nvfp4_tensor.py NVFP4QTensor",
-    )  # fmt: skip
+    )
     fake = replace(
-        dynamic, id="nvfp4-modelopt-fake", decode_rule="product", fake_only=True, fake_rule="nvfp4_modelopt_triton",
+        dynamic,
+        id="nvfp4-modelopt-fake",
+        decode_rule="product",
+        fake_only=True,
+        fake_rule="nvfp4_modelopt_triton",
         exact="its values on a GPU",
         source="Model-Optimizer 0.47 kernels/quantization fp4_fake_quant_block (Triton)",
-    )  # fmt: skip
+    )
     yield fake
     yield replace(
-        fake, id="nvfp4-modelopt-fake-cuda", fake_rule="nvfp4_modelopt_cuda", exact="its values",
+        fake,
+        id="nvfp4-modelopt-fake-cuda",
+        fake_rule="nvfp4_modelopt_cuda",
+        exact="its values",
         source="Model-Optimizer 0.47 tensor_quant_mx.cu fused_amax_convert",
-    )  # fmt: skip
+    )
     yield replace(
-        fake, id="nvfp4-modelopt-static-fake", fake_rule="nvfp4_modelopt_static", static=True, exact="its values",
+        fake,
+        id="nvfp4-modelopt-static-fake",
+        fake_rule="nvfp4_modelopt_static",
+        static=True,
+        exact="its values",
         source="Model-Optimizer 0.47 static_blockwise_fp4_fake_quant (Triton)",
-    )  # fmt: skip
+    )
 
 
 def _mx() -> Iterator[Recipe]:
     yield of_format(
-        MXFP4, "mxfp4-modelopt", block_rule="e8m0_modelopt", decode_rule="e8m0_infinite", rounding="rnz", sign="not_positive",
+        MXFP4,
+        "mxfp4-modelopt",
+        block_rule="e8m0_modelopt",
+        decode_rule="e8m0_infinite",
+        rounding="rnz",
+        sign="not_positive",
         amax_nan="propagate",
         source="Model-Optimizer 0.47 qtensor/mxfp4_tensor.py MXFP4QTensor",
-        exact="MXFP4QTensor: ties toward zero, every zero is code 8, byte 255 is inf; blocks with inf or NaN are undefined there",
-    )  # fmt: skip
+        exact="MXFP4QTensor: ties toward zero, every zero is code 8, byte 255 is inf; blocks with inf or NaN are "
+        "undefined there",
+    )
     yield _fake(MXFP4, "mxfp4-modelopt-fake")
     yield of_format(
-        MXFP8_E4M3, "mxfp8-modelopt", block_rule="e8m0_modelopt", decode_rule="e8m0_infinite", amax_nan="propagate",
-        source="Model-Optimizer 0.47 qtensor/mxfp8_tensor.py MXFP8QTensor", exact="MXFP8QTensor, which decodes byte 255 to inf",
-    )  # fmt: skip
+        MXFP8_E4M3,
+        "mxfp8-modelopt",
+        block_rule="e8m0_modelopt",
+        decode_rule="e8m0_infinite",
+        amax_nan="propagate",
+        source="Model-Optimizer 0.47 qtensor/mxfp8_tensor.py MXFP8QTensor",
+        exact="MXFP8QTensor, which decodes byte 255 to inf",
+    )
     yield _fake(MXFP8_E4M3, "mxfp8-modelopt-fake")
 
 
 def _fake(fmt: BlockFormat, id: str) -> Recipe:
     return of_format(
-        fmt, id, block_rule="e8m0_modelopt", fake_only=True, fake_rule="mx_modelopt",
-        source="Model-Optimizer 0.47 tensor_quant_mx.cu fused_amax_convert", exact="its values; NaN elements are undefined there",
-    )  # fmt: skip
+        fmt,
+        id,
+        block_rule="e8m0_modelopt",
+        fake_only=True,
+        fake_rule="mx_modelopt",
+        source="Model-Optimizer 0.47 tensor_quant_mx.cu fused_amax_convert",
+        exact="its values; NaN elements are undefined there",
+    )
 
 
 def _per_tensor() -> Iterator[Recipe]:
     fp8 = Recipe(
-        id="fp8-modelopt", element=E4M3, scale=None, block=None, block_rule=None, tensor_scaling="tensor",
-        tensor_rule="fp8_modelopt", amax_nan="propagate", source="Model-Optimizer 0.47 tensor_quant.py scaled_e4m3",
+        id="fp8-modelopt",
+        element=E4M3,
+        scale=None,
+        block=None,
+        block_rule=None,
+        tensor_scaling="tensor",
+        tensor_rule="fp8_modelopt",
+        amax_nan="propagate",
+        source="Model-Optimizer 0.47 tensor_quant.py scaled_e4m3",
         exact="its fake quantizer on a GPU",
-    )  # fmt: skip
+    )
     yield fp8
     yield replace(fp8, id="fp8-modelopt-channel", tensor_scaling="row")
     int8 = replace(
-        fp8, id="int8-modelopt", element=INT8, tensor_rule="int_modelopt", decode_rule="int_modelopt", fake_rule="int_modelopt",
+        fp8,
+        id="int8-modelopt",
+        element=INT8,
+        tensor_rule="int_modelopt",
+        decode_rule="int_modelopt",
+        fake_rule="int_modelopt",
         source="Model-Optimizer 0.47 tensor_quant.py _tensor_quant",
-    )  # fmt: skip
+    )
     yield int8
     channel = replace(int8, id="int8-modelopt-channel", tensor_scaling="row")
     yield channel

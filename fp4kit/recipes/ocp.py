@@ -14,7 +14,10 @@ VERSIONS = Versions("v1.0", "v1.0")
 def recipes() -> Iterator[Recipe]:
     """In the order of the table."""
     yield of_format(
-        MXFP4, "mxfp4-ocp", block_rule="e8m0_floor", amax_nan="propagate",
+        MXFP4,
+        "mxfp4-ocp",
+        block_rule="e8m0_floor",
+        amax_nan="propagate",
         exact="to_mx FLOOR of torchao 0.19 dev; that of 0.18.0 is mxfp4-torchao-floor-018",
         source="OCP MX v1.0, 6.3; torchao 0.19 dev mx_formats/mx_tensor.py to_mx FLOOR",
-    )  # fmt: skip
+    )

@@ -14,7 +14,17 @@ VERSIONS = Versions("unversioned", "unversioned")
 def recipes() -> Iterator[Recipe]:
     """In the order of the table."""
     yield Recipe(
-        id="int4-qat", element=INT4, scale=None, block=(1, 128), block_rule=None, tensor_scaling="block", tensor_rule="int4_qat",
-        fake_rule="int4_qat", apply="divide", narrow=True, amax_nan="propagate",
-        source="INT4 fake quantization of open training stacks", exact="clamp(round(w / s), -7, 7) * s, s = max(amax / 7, 1e-5)",
-    )  # fmt: skip
+        id="int4-qat",
+        element=INT4,
+        scale=None,
+        block=(1, 128),
+        block_rule=None,
+        tensor_scaling="block",
+        tensor_rule="int4_qat",
+        fake_rule="int4_qat",
+        apply="divide",
+        narrow=True,
+        amax_nan="propagate",
+        source="INT4 fake quantization of open training stacks",
+        exact="clamp(round(w / s), -7, 7) * s, s = max(amax / 7, 1e-5)",
+    )

@@ -1,4 +1,5 @@
-"""Names of the rules that recipes are made of, and what each rule takes. The functions of these names are in reference/.
+"""Names of the rules that recipes are made of, and what each rule takes. The functions of these names are in
+reference/.
 
 A recipe is checked against this module when it is made, before any function or kernel of a rule can be reached.
 """
@@ -18,11 +19,11 @@ ERRORS = ("mae", "mse", "max")
 class BlockRule(NamedTuple):
     """What a block rule takes and gives.
 
-    scale: name of the scale format that it writes. apply: what its factor does to elements. six: written for elements up to 6.
-    needs_tensor: it reads tensor_amax itself. flush: whether its arithmetic flushes subnormals, which its elements then do
-    too; None for either. encode: its factor reads the tensor's encode scale, and not the decode scale. then_encode: that is no
-    part of its factor: elements meet it afterwards. reads_amax: its factor is not that of the code alone. one_level: it knows no
-    tensor scale. may_overflow: its factor goes by Recipe.keep_infinity.
+    scale: name of the scale format that it writes. apply: what its factor does to elements. six: written for elements
+    up to 6. needs_tensor: it reads tensor_amax itself. flush: whether its arithmetic flushes subnormals, which its
+    elements then do too; None for either. encode: its factor reads the tensor's encode scale, and not the decode scale.
+    then_encode: that is no part of its factor: elements meet it afterwards. reads_amax: its factor is not that of the
+    code alone. one_level: it knows no tensor scale. may_overflow: its factor goes by Recipe.keep_infinity.
     """
 
     scale: str
@@ -121,7 +122,8 @@ TOPS = {"fouroversix_4": 4}
 
 
 class DecodeRule(NamedTuple):
-    """What a decode rule reads: formats of block scales by name (None: no block scales), and a tensor scale's amax or encode.
+    """What a decode rule reads: formats of block scales by name (None: no block scales), and a tensor scale's amax or
+    encode.
 
     unsigned_zero: the code of -0 is +0. float16: the rule that float16 values are decoded by, where it is another.
     numbers: codes of NaN elements stand for the numbers that their bits spell, 480 in E4M3.
@@ -163,9 +165,11 @@ DECODE_RULES: dict[str, DecodeRule] = {
 
 
 class SearchRule(NamedTuple):
-    """What a search is for. scale: name of the block scales that the chosen amaxes give. lanes: columns are multiples of it.
+    """What a search is for. scale: name of the block scales that the chosen amaxes give. lanes: columns are multiples
+    of it.
 
-    nvfp4: of E2M1 elements in blocks of 16 columns under one tensor scale alone, whose amax is the largest that is searched.
+    nvfp4: of E2M1 elements in blocks of 16 columns under one tensor scale alone, whose amax is the largest that is
+    searched.
     """
 
     scale: str
@@ -181,7 +185,9 @@ SEARCHES: dict[str, SearchRule] = {  # of Recipe.search, where a block's amax is
 
 
 class FakeRule(NamedTuple):
-    """What a fake rule takes: the format of block scales by name (None: no block scales), six: elements of at most 6."""
+    """What a fake rule takes: the format of block scales by name (None: no block scales), six: elements of at most
+    6.
+    """
 
     scale: str | None
     six: bool = False

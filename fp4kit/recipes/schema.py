@@ -27,31 +27,36 @@ class Recipe:
     element, scale: formats of a value and of a block scale (None: float32 scales only, in tensor_scale).
     block: (rows, columns) that share a block scale; columns run along the quantized axis. None: no blocks.
     tensor_scaling: what one tensor_scale covers: "none", "tensor", "row" (channel) or "block".
-    tensor_rule, block_rule, decode_rule, fake_rule: names of functions in reference/ (no fake_rule: dequantize(quantize(x))).
-    apply: whether elements are multiplied with or divided by the factor that the rules give, or compared with codes times it.
-    rounding, sign, nan_code: see reference.codec.encode (nan_code None: the format's own).
-    amax_nan: "ignore" (a NaN loses every comparison), "propagate", or "lanes" (ignored unless all even or all odd elements are).
-    flush: subnormal elements and products are zero (ftz). round_scaled: they are rounded to the input dtype.
-    repacked: codes are found again, from their values and scales in the dtype of the elements, as auto-round packs them. Values
-        that this dtype makes infinite then lose their codes, and so do blocks whose scale it makes 0. Not with random rounding.
+    tensor_rule, block_rule, decode_rule, fake_rule: names of functions in reference/ (no fake_rule:
+    dequantize(quantize(x))). apply: whether elements are multiplied with or divided by the factor that the rules give,
+    or compared with codes times it. rounding, sign, nan_code: see reference.codec.encode (nan_code None: the format's
+    own). amax_nan: "ignore" (a NaN loses every comparison), "propagate", or "lanes" (ignored unless all even or all odd
+    elements are). flush: subnormal elements and products are zero (ftz). round_scaled: they are rounded to the input
+    dtype. repacked: codes are found again, from their values and scales in the dtype of the elements, as auto-round
+    packs them. Values
+        that this dtype makes infinite then lose their codes, and so do blocks whose scale it makes 0. Not with random
+        rounding.
     nan_is_max: a NaN element saturates (FlashInfer's clamp) although the format has a NaN.
-    four_over_six: None, "mae", "mse" or "max": each block takes the better of two scales, block maximum at 6 or at 4, by the mean
+    four_over_six: None, "mae", "mse" or "max": each block takes the better of two scales, block maximum at 6 or at 4,
+    by the mean
         absolute, mean squared or largest error.
-    lane_sums: 4over6 adds errors in eight lanes, as PyTorch does on a CPU; elements under a scale of 0 are zeros (fouroversix).
-    keep_infinity: an infinite factor stays one, under which elements saturate (fouroversix's Triton kernels); else it is NaN
+    lane_sums: 4over6 adds errors in eight lanes, as PyTorch does on a CPU; elements under a scale of 0 are zeros
+    (fouroversix). keep_infinity: an infinite factor stays one, under which elements saturate (fouroversix's Triton
+    kernels); else it is NaN
         (its masks on a CPU, which multiply infinities with 0). Only its rules have one.
     fast_error: 4over6 compares float16(code * scale) with x times the tensor's encode scale.
     scale_max: the largest block scale that the tensor scale leaves room for (448, or 256 for some 4over6 recipes).
-    search: the rule that chooses the amax of each block among candidates, by the error that they make; "": the largest magnitude.
-    static: block amaxes are calibrated state: given as block_amax, or the plain block amax.
-    narrow: integers use [-max, max] instead of [-max - 1, max]. fake_only: values only; there are no codes.
-    source: producer, version, file or function. exact: what it equals bit for bit, and where not.
-    versions: the oldest version of the producer known to give these bits, and the newest that was checked; None: not recorded.
+    search: the rule that chooses the amax of each block among candidates, by the error that they make; "": the largest
+    magnitude. static: block amaxes are calibrated state: given as block_amax, or the plain block amax. narrow: integers
+    use [-max, max] instead of [-max - 1, max]. fake_only: values only; there are no codes. source: producer, version,
+    file or function. exact: what it equals bit for bit, and where not. versions: the oldest version of the producer
+    known to give these bits, and the newest that was checked; None: not recorded.
         No bit depends on it.
 
     A recipe is a value: equal fields are equal recipes, in any process.
-    Raises TypeError for a field of another type; ValueError for an unknown name, or for fields that no rule takes together
-    (an E8M0 scale under a rule that writes E4M3, narrow floats, ...), naming the field. Names and pairs: recipes/rules.py.
+    Raises TypeError for a field of another type; ValueError for an unknown name, or for fields that no rule takes
+    together (an E8M0 scale under a rule that writes E4M3, narrow floats, ...), naming the field. Names and pairs:
+    recipes/rules.py.
     """
 
     id: str
@@ -151,13 +156,17 @@ def decoding(r: Recipe, dtype: Any) -> Recipe:
 
 @lru_cache(256)
 def faking(r: Recipe) -> Recipe:
-    """Return the recipe that fake_quantize decodes by: r unless its producer's fake quantizer has another decode rule."""
+    """Return the recipe that fake_quantize decodes by: r unless its producer's fake quantizer has another decode
+    rule.
+    """
     rule = rules.DECODE_RULES[r.decode_rule].fake
     return replace(r, decode_rule=rule) if rule else r
 
 
 class Alias(NamedTuple):
-    """A producer's name of another's recipe, which gives its codes and scales of every finite input; exact: and what not."""
+    """A producer's name of another's recipe, which gives its codes and scales of every finite input; exact: and what
+    not.
+    """
 
     id: str
     of: str

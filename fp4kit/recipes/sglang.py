@@ -15,12 +15,26 @@ VERSIONS = Versions("0.5.23", "0.5.23")
 def recipes() -> Iterator[Recipe]:
     """In the order of the table."""
     util = of_format(
-        MXFP4, "mxfp4-sglang-util", block_rule="e8m0_sglang", rounding="rnz", sign="not_positive", nan_code=8,
-        round_scaled=True, amax_nan="propagate", source="SGLang 0.5.23 mxfp4_tensor.py MXFP4QuantizeUtil",
+        MXFP4,
+        "mxfp4-sglang-util",
+        block_rule="e8m0_sglang",
+        rounding="rnz",
+        sign="not_positive",
+        nan_code=8,
+        round_scaled=True,
+        amax_nan="propagate",
+        source="SGLang 0.5.23 mxfp4_tensor.py MXFP4QuantizeUtil",
         exact="its codes: logarithms and quotients in the dtype of the elements, every zero is code 8",
-    )  # fmt: skip
+    )
     yield util
     yield replace(
-        util, id="mxfp4-sglang-kv", block=(1, 16), block_rule="e8m0_sglang_kv", rounding="rna", sign="negative", nan_code=0,
-        source="SGLang 0.5.23 kvfp4_tensor.py FP4MXBlock16KVQuantizeUtil", exact="its codes, run eagerly",
-    )  # fmt: skip
+        util,
+        id="mxfp4-sglang-kv",
+        block=(1, 16),
+        block_rule="e8m0_sglang_kv",
+        rounding="rna",
+        sign="negative",
+        nan_code=0,
+        source="SGLang 0.5.23 kvfp4_tensor.py FP4MXBlock16KVQuantizeUtil",
+        exact="its codes, run eagerly",
+    )

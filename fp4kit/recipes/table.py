@@ -43,7 +43,9 @@ def _table() -> dict[str, Recipe]:
 
 
 def _with_versions(r: Recipe, usual: Versions) -> Recipe:
-    """Return r with the usual versions of its producer, unless it has its own; its `exact` names them, unless it names one."""
+    """Return r with the usual versions of its producer, unless it has its own; its `exact` names them, unless it names
+    one.
+    """
     versions = r.versions or usual
     named = any(version in r.exact for version in versions)
     return replace(r, versions=versions, exact=r.exact if named else f"{r.exact} ({versions})")

@@ -22,19 +22,33 @@ def recipes() -> Iterator[Recipe]:
 
 def _nvfp4() -> Iterator[Recipe]:
     te = of_format(
-        NVFP4, "nvfp4-te", tensor_rule="te", block_rule="te", decode_rule="te",
+        NVFP4,
+        "nvfp4-te",
+        tensor_rule="te",
+        block_rule="te",
+        decode_rule="te",
         source="TE d0067d0 common/transpose/quantize_transpose_vector_blockwise_fp4.cu",
         exact="TE's kernels; nvfp4-te-reference but for -0 and NaN",
-    )  # fmt: skip
+    )
     yield te
     yield replace(
-        te, id="nvfp4-te-2d", block=(16, 16), tensor_rule="te_primary_weight", source="TE d0067d0 common/recipe/nvfp4.cu",
+        te,
+        id="nvfp4-te-2d",
+        block=(16, 16),
+        tensor_rule="te_primary_weight",
+        source="TE d0067d0 common/recipe/nvfp4.cu",
         exact="TE's primary-weight kernels (theirs fail at odd offsets and at K % 64 != 0; this does not)",
-    )  # fmt: skip
+    )
     reference = replace(
-        te, id="nvfp4-te-reference", tensor_rule="te_reference", sign="negative", nan_code=0, amax_nan="propagate",
-        source="TE d0067d0 pytorch/custom_recipes/reference_nvfp4.py", exact="TE's Python quantizer",
-    )  # fmt: skip
+        te,
+        id="nvfp4-te-reference",
+        tensor_rule="te_reference",
+        sign="negative",
+        nan_code=0,
+        amax_nan="propagate",
+        source="TE d0067d0 pytorch/custom_recipes/reference_nvfp4.py",
+        exact="TE's Python quantizer",
+    )
     yield reference
     yield replace(reference, id="nvfp4-te-reference-2d", block=(16, 16))
     yield replace(reference, id="nvfp4-te-rowscaled", tensor_scaling="row")
@@ -43,23 +57,34 @@ def _nvfp4() -> Iterator[Recipe]:
         yield r
         yield replace(r, id=f"{r.id}-2d", block=(16, 16))
     yield replace(
-        r, id=f"{r.id}-fasterr", fast_error=True,
+        r,
+        id=f"{r.id}-fasterr",
+        fast_error=True,
         exact="TE's Python quantizer with NVTE_NVFP4_4OVER6_ERR_USE_FAST_MATH=1",
-    )  # fmt: skip
+    )
 
 
 def _mxfp4() -> Recipe:
     return of_format(
-        MXFP4, "mxfp4-te", block_rule="e8m0_te_reference", sign="negative", nan_code=0, amax_nan="propagate",
-        source="TE d0067d0 reference_nvfp4.py, pow_2_scales (TE has no MXFP4 kernel)", exact="TE's Python quantizer",
-    )  # fmt: skip
+        MXFP4,
+        "mxfp4-te",
+        block_rule="e8m0_te_reference",
+        sign="negative",
+        nan_code=0,
+        amax_nan="propagate",
+        source="TE d0067d0 reference_nvfp4.py, pow_2_scales (TE has no MXFP4 kernel)",
+        exact="TE's Python quantizer",
+    )
 
 
 def _mxfp8() -> Iterator[Recipe]:
     for fmt, suffix in ((formats.MXFP8_E4M3, ""), (formats.MXFP8_E5M2, "-e5m2")):
         te = of_format(
-            fmt, f"mxfp8-te{suffix}", block_rule="e8m0_te", exact="TE's kernels",
+            fmt,
+            f"mxfp8-te{suffix}",
+            block_rule="e8m0_te",
+            exact="TE's kernels",
             source="TE d0067d0 common/cast/mxfp8/quantize_mxfp8.cuh",
-        )  # fmt: skip
+        )
         yield te
         yield replace(te, id=f"{te.id}-2d", block=(32, 32))

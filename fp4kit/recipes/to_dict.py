@@ -22,8 +22,8 @@ def as_data(r: Recipe) -> str | dict[str, Any]:
 def from_data(data: Any) -> Recipe:
     """The recipe that as_data was given, equal in every field.
 
-    Raises ValueError for an id that is not in the table; TypeError or ValueError, as Recipe does, for fields that make none, that
-    are missing or that it has not.
+    Raises ValueError for an id that is not in the table; TypeError or ValueError, as Recipe does, for fields that make
+    none, that are missing or that it has not.
     """
     if isinstance(data, str):
         return recipe(data)

@@ -12,7 +12,8 @@ from fp4kit.recipes.to_dict import as_data, from_data
 
 @lru_cache(256)
 def to_spec(recipe: str | Recipe) -> str:
-    """A string that from_spec makes the recipe of: its id, or one line of JSON with every field of a recipe not in the table.
+    """A string that from_spec makes the recipe of: its id, or one line of JSON with every field of a recipe not in the
+    table.
 
     Equal recipes have equal strings, in any process. Raises what fp4kit.recipe raises.
 

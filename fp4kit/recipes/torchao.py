@@ -1,4 +1,6 @@
-"""torchao 0.19 dev: nvfp4_quantize, and to_mx, whose mode FLOOR is the OCP MX standard's v1.0; and to_mx of 0.18.0, a release."""
+"""torchao 0.19 dev: nvfp4_quantize, and to_mx, whose mode FLOOR is the OCP MX standard's v1.0; and to_mx of 0.18.0, a
+release.
+"""
 
 from __future__ import annotations
 
@@ -21,16 +23,24 @@ def recipes() -> Iterator[Recipe]:
 
 def _nvfp4() -> Iterator[Recipe]:
     torchao = of_format(
-        NVFP4, "nvfp4-torchao", tensor_rule="divided", block_rule="torchao", amax_nan="propagate",
+        NVFP4,
+        "nvfp4-torchao",
+        tensor_rule="divided",
+        block_rule="torchao",
+        amax_nan="propagate",
         nan_code=0xB,  # of 0 * inf: x86's NaN is negative, and its bits round to -1.5
         source="torchao 0.19 dev mx_formats/nvfp4_tensor.py nvfp4_quantize",
-        exact="nvfp4_quantize with a per-tensor scale, on a CPU, from 0.18.0 on", versions=Versions("0.18.0", "0.19 dev"),
-    )  # fmt: skip
+        exact="nvfp4_quantize with a per-tensor scale, on a CPU, from 0.18.0 on",
+        versions=Versions("0.18.0", "0.19 dev"),
+    )
     yield torchao
     yield replace(
-        torchao, id="nvfp4-torchao-single", tensor_scaling="none", tensor_rule=None,
+        torchao,
+        id="nvfp4-torchao-single",
+        tensor_scaling="none",
+        tensor_rule=None,
         exact="nvfp4_quantize without a per-tensor scale, from 0.18.0 on",
-    )  # fmt: skip
+    )
 
 
 def _mxfp4() -> Iterator[Recipe]:
@@ -56,18 +66,28 @@ def _mxfp8() -> Iterator[Recipe]:
 
 def _to_mx(fmt: BlockFormat, mode: str, id: str) -> Recipe:
     return of_format(
-        fmt, id, block_rule=f"e8m0_{mode}", amax_nan="propagate",
+        fmt,
+        id,
+        block_rule=f"e8m0_{mode}",
+        amax_nan="propagate",
         source=f"torchao 0.19 dev mx_formats/mx_tensor.py to_mx {mode.upper()}",
         exact=f"to_mx {mode.upper()} of 0.19 dev; that of 0.18.0 is {id}-018",
-    )  # fmt: skip
+    )
 
 
 def _to_mx_018(fmt: BlockFormat, mode: str, id: str) -> Recipe:
     least = "whose elements are zeros" if mode == "rceil" else "which is applied as 2^-126 and decodes to 2^-127"
-    more = {"even": " or an amax that rounds to it", "rceil": ", and a few ulp above max * 2^k, where its log2 rounds down"}
+    more = {
+        "even": " or an amax that rounds to it",
+        "rceil": ", and a few ulp above max * 2^k, where its log2 rounds down",
+    }
     return of_format(
-        fmt, f"{id}-018", block_rule=f"e8m0_{mode}_018", amax_nan="propagate", versions=Versions("0.18.0", "0.18.0"),
+        fmt,
+        f"{id}-018",
+        block_rule=f"e8m0_{mode}_018",
+        amax_nan="propagate",
+        versions=Versions("0.18.0", "0.18.0"),
         source=f"torchao 0.18.0 mx_formats/mx_tensor.py to_mx {mode.upper()}",
         exact=f"to_mx {mode.upper()} of 0.18.0, the release; {id} but for scale byte 0, {least}, for blocks with inf"
         f"{more.get(mode, '')}",
-    )  # fmt: skip
+    )

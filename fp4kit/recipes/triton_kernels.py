@@ -18,22 +18,38 @@ _DOWN = "its PyTorch reference with ROUND_DOWN, and its kernel but for blocks wi
 def recipes() -> Iterator[Recipe]:
     """In the order of the table."""
     up = of_format(
-        MXFP4, "mxfp4-triton-kernels", block_rule="e8m0_triton_up", rounding="rna", decode_rule="e8m0_flashinfer_api",
-        amax_nan="propagate", source=_SOURCE, exact=f"{_UP}; ties away from zero",
-    )  # fmt: skip
+        MXFP4,
+        "mxfp4-triton-kernels",
+        block_rule="e8m0_triton_up",
+        rounding="rna",
+        decode_rule="e8m0_flashinfer_api",
+        amax_nan="propagate",
+        source=_SOURCE,
+        exact=f"{_UP}; ties away from zero",
+    )
     yield up
     yield replace(
-        up, id="mxfp4-triton-kernels-down", block_rule="e8m0_triton_down", exact=f"{_DOWN}; ties away from zero",
-    )  # fmt: skip
+        up,
+        id="mxfp4-triton-kernels-down",
+        block_rule="e8m0_triton_down",
+        exact=f"{_DOWN}; ties away from zero",
+    )
     yield replace(
-        up, id="mxfp4-triton-kernels-main", rounding="rn", source="triton_kernels main 018a674 (3.8) mxfp.py downcast_to_mxfp",
+        up,
+        id="mxfp4-triton-kernels-main",
+        rounding="rn",
+        source="triton_kernels main 018a674 (3.8) mxfp.py downcast_to_mxfp",
         versions=Versions("018a674", "018a674"),
         exact="nothing that is recorded: read from the source, which rounds ties to even since then",
-    )  # fmt: skip
+    )
     for fmt, suffix in ((MXFP8_E4M3, ""), (MXFP8_E5M2, "-e5m2")):
         up = replace(
-            up, id=f"mxfp8-triton-kernels{suffix}", element=fmt.element, rounding="rn", exact=_UP,
-        )  # fmt: skip
+            up,
+            id=f"mxfp8-triton-kernels{suffix}",
+            element=fmt.element,
+            rounding="rn",
+            exact=_UP,
+        )
         yield up
         if not suffix:
             yield replace(up, id="mxfp8-triton-kernels-down", block_rule="e8m0_triton_down", exact=_DOWN)

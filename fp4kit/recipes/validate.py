@@ -14,7 +14,17 @@ from fp4kit.recipes import rules
 
 _TEXTS = ("source", "exact")
 _FLAGS = (
-    *("nan_is_max", "flush", "round_scaled", "repacked", "fast_error", "lane_sums", "keep_infinity", "static", "narrow"),
+    *(
+        "nan_is_max",
+        "flush",
+        "round_scaled",
+        "repacked",
+        "fast_error",
+        "lane_sums",
+        "keep_infinity",
+        "static",
+        "narrow",
+    ),
     "fake_only",
 )
 _CHOICES: dict[str, tuple[Collection[str], bool]] = {  # names, and whether None is one
@@ -32,7 +42,9 @@ _CHOICES: dict[str, tuple[Collection[str], bool]] = {  # names, and whether None
 
 
 def check_recipe(r: Any) -> None:
-    """Raise TypeError for a field of r, a Recipe, of the wrong type, ValueError for a value or a pair that makes no recipe."""
+    """Raise TypeError for a field of r, a Recipe, of the wrong type, ValueError for a value or a pair that makes no
+    recipe.
+    """
     _check_types(r)
     _check_element(r)
     _check_block(r)
@@ -48,7 +60,8 @@ def check_recipe(r: Any) -> None:
 def can_be_repacked(r: Any) -> bool:
     """Return whether all engines find codes again as auto-round packs them.
 
-    Under E4M3 scales, sign "negative" would change the code of small negatives from -0 to 0, which the fast paths do not do.
+    Under E4M3 scales, sign "negative" would change the code of small negatives from -0 to 0, which the fast paths do
+    not do.
     """
     floats_in_blocks = r.block_rule is not None and r.apply == "multiply" and not r.element.is_integer
     return floats_in_blocks and not (r.four_over_six or r.nan_is_max or (r.scale != E8M0 and r.sign == "negative"))
@@ -108,7 +121,11 @@ def _check_element(r: Any) -> None:
     if not r.element.signed or not r.element.has_zero:
         _refuse(r, "element", "needs a format with a sign and a zero")
     if not r.element.is_integer and r.element.emin - r.element.mantissa_bits < -126:
-        _refuse(r, "element", "needs values that are no subnormals of float32, which recipes compute in; its least is too small")
+        _refuse(
+            r,
+            "element",
+            "needs values that are no subnormals of float32, which recipes compute in; its least is too small",
+        )
     if r.scale not in (None, E4M3, E8M0):
         _refuse(r, "scale", "needs E4M3 or E8M0, which the rules write, or None")
     if r.scale is not None and r.element.name == r.scale.name and r.element != r.scale:
@@ -130,7 +147,11 @@ def _check_block(r: Any) -> None:
     if r.amax_nan == "lanes" and columns % 2:
         _refuse(r, "block", "needs an even number of columns, as amax_nan 'lanes' tells even elements from odd ones")
     if rows > 1 and r.tensor_scaling in ("row", "block"):
-        _refuse(r, "block", f"needs blocks of one row with tensor_scaling {r.tensor_scaling!r}, of which each row has its own")
+        _refuse(
+            r,
+            "block",
+            f"needs blocks of one row with tensor_scaling {r.tensor_scaling!r}, of which each row has its own",
+        )
 
 
 def _check_block_rule(r: Any) -> None:
@@ -158,12 +179,20 @@ def _check_block_rule(r: Any) -> None:
     if rule.one_level and r.tensor_scaling != "none":
         _refuse(r, "tensor_scaling", f"block_rule {r.block_rule!r} writes scales of one level; needs 'none'")
     if r.tensor_scaling == "block":
-        _refuse(r, "tensor_scaling", f"block_rule {r.block_rule!r} gives each block its scale; needs 'none', 'tensor' or 'row'")
+        _refuse(
+            r,
+            "tensor_scaling",
+            f"block_rule {r.block_rule!r} gives each block its scale; needs 'none', 'tensor' or 'row'",
+        )
 
 
 def _check_tensor_rule(r: Any) -> None:
     if (r.tensor_rule is None) != (r.tensor_scaling == "none"):
-        _refuse(r, "tensor_rule", f"tensor_scaling is {r.tensor_scaling!r}; needs a rule and what it covers, or None and 'none'")
+        _refuse(
+            r,
+            "tensor_rule",
+            f"tensor_scaling is {r.tensor_scaling!r}; needs a rule and what it covers, or None and 'none'",
+        )
     if r.tensor_rule is None:
         if r.scale is None:
             _refuse(r, "tensor_rule", "scale is None too; needs a tensor scale, block scales, or both")
@@ -208,7 +237,9 @@ def _check_four_over_six(r: Any) -> None:
     if r.block_rows & (r.block_rows - 1):
         _refuse(r, "block", "four_over_six adds errors of rows in pairs; needs a power of two of rows")
     if r.fast_error and (r.flush or r.rounding == "rnw"):
-        _refuse(r, "fast_error", "is not defined with flush, nor with rounding 'rnw', whose values float16 may not hold")
+        _refuse(
+            r, "fast_error", "is not defined with flush, nor with rounding 'rnw', whose values float16 may not hold"
+        )
     if r.lane_sums and (r.flush or r.fast_error or r.block_size % 8):
         _refuse(r, "lane_sums", "needs blocks of a multiple of 8 columns, and neither flush nor fast_error")
     if r.four_over_six == "max" and (r.flush or r.fast_error):
@@ -225,7 +256,9 @@ def _check_fake_rule(r: Any) -> None:
     if (r.scale and r.scale.name) != rule.scale:
         _refuse(r, "fake_rule", f"scale is {r.scale}; this rule needs {rule.scale}")
     if r.element.is_integer != (rule.scale is None):
-        _refuse(r, "fake_rule", f"element is {r.element}; this rule needs {'integers' if rule.scale is None else 'floats'}")
+        _refuse(
+            r, "fake_rule", f"element is {r.element}; this rule needs {'integers' if rule.scale is None else 'floats'}"
+        )
     if rule.six and r.element != E2M1:
         _refuse(r, "fake_rule", f"element is {r.element}; this rule needs E2M1")
     if rule.scale == "E4M3" and r.tensor_rule is None:
@@ -249,17 +282,24 @@ def _check_search(r: Any) -> None:
     if r.block_rows > 1 or r.block_size % rule.lanes:
         _refuse(r, "block", f"search {r.search!r} needs one row and a multiple of {rule.lanes} columns")
     if rule.nvfp4 and (unfit := unfit_for_sweep(r)):
-        needed = "needs E2M1 elements in blocks of 16 columns and tensor_scaling 'tensor', scales of amax / 6, and nearest codes"
+        needed = (
+            "needs E2M1 elements in blocks of 16 columns and tensor_scaling 'tensor', scales of amax / 6, and nearest"
+            " codes"
+        )
         _refuse(r, "search", f"{needed}; {unfit} is {getattr(r, unfit)!r}")
     for name, plain in (("four_over_six", None), ("static", False), ("fake_rule", None)):
         if getattr(r, name) != plain:
-            _refuse(r, name, f"has no meaning with search {r.search!r}, which chooses each amax by the codes; needs {plain}")
+            _refuse(
+                r, name, f"has no meaning with search {r.search!r}, which chooses each amax by the codes; needs {plain}"
+            )
 
 
 def unfit_for_sweep(r: Any) -> str | None:
-    """The field of a recipe by which a sweep of E4M3 scales is not of its own arithmetic, which the sweep is written for.
+    """The field of a recipe by which a sweep of E4M3 scales is not of its own arithmetic, which the sweep is written
+    for.
 
-    That tries nearest E2M1 numbers under scales of amax / 6, of blocks of 16 columns, in the range of one tensor's amax.
+    That tries nearest E2M1 numbers under scales of amax / 6, of blocks of 16 columns, in the range of one tensor's
+    amax.
     """
     fits = {
         "element": r.element == E2M1,
@@ -303,7 +343,11 @@ def _check_options(r: Any) -> None:
         needed = "needs floats that a block_rule scales by apply 'multiply', without four_over_six and nan_is_max"
         _refuse(r, "repacked", f"{needed}, and under E4M3 scales another sign than 'negative'")
     if r.nan_is_max and (r.element.specials == "none" or r.nan_code is not None):
-        _refuse(r, "nan_is_max", f"needs an element with a NaN and no nan_code; element is {r.element}, nan_code {r.nan_code}")
+        _refuse(
+            r,
+            "nan_is_max",
+            f"needs an element with a NaN and no nan_code; element is {r.element}, nan_code {r.nan_code}",
+        )
 
 
 def _check_first(r: Any) -> None:

@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 class Versions(NamedTuple):
     """The oldest version of a producer known to give a recipe's bits, and the newest with which the recipe was checked.
 
-    A version is what its producer calls it: a release ("0.32.4"), a development version ("0.19 dev") or a commit ("d0067d0").
+    A version is what its producer calls it: a release ("0.32.4"), a development version ("0.19 dev") or a commit
+    ("d0067d0").
 
     >>> str(Versions("0.32.2", "0.32.4")), str(Versions("d0067d0", "d0067d0"))
     ('0.32.2 to 0.32.4', 'd0067d0')
@@ -22,7 +23,9 @@ class Versions(NamedTuple):
 
 
 def as_versions(id: object, versions: Any) -> Versions | None:
-    """Return versions as Versions; None for None. Raises TypeError unless they are two strings, ValueError for an empty one."""
+    """Return versions as Versions; None for None. Raises TypeError unless they are two strings, ValueError for an empty
+    one.
+    """
     if versions is None:
         return None
     is_pair = isinstance(versions, (tuple, list)) and len(versions) == 2

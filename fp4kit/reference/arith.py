@@ -21,8 +21,8 @@ def flush(x: np.ndarray) -> np.ndarray:
     return np.where(np.abs(x) < FLT_MIN, np.copysign(np.float32(0), x), x)
 
 
-# A result is tiny, and flushed, if it is below 2^-126 after rounding to 24 bits with an unbounded exponent: measured on an H200,
-# 2026-11-21, where (1 - 2^-24) * 2^-126 gives 0 and (1 - 2^-26) * 2^-126 gives 2^-126.
+# A result is tiny, and flushed, if it is below 2^-126 after rounding to 24 bits with an unbounded exponent: measured on
+# an H200, 2026-11-21, where (1 - 2^-24) * 2^-126 gives 0 and (1 - 2^-26) * 2^-126 gives 2^-126.
 TINY = np.float64(FLT_MIN) * (1 - 2.0**-25)
 
 
@@ -55,7 +55,8 @@ def reciprocal_or_zero(x: np.ndarray) -> np.ndarray:
 @cache
 def reciprocal_table() -> np.ndarray:
     """The measured differences of rcp.approx.ftz.f32, by significand."""
-    # int8 [2^23]: rcp.approx.ftz.f32 of 1.m minus the correctly rounded reciprocal, in ulp; measured on an H200 (sm_90).
+    # int8 [2^23]: rcp.approx.ftz.f32 of 1.m minus the correctly rounded reciprocal, in ulp; measured on an H200
+    # (sm_90).
     with np.load(Path(__file__).with_name("rcp_approx_sm90.npz")) as file:
         return np.asarray(file["delta"])
 
@@ -65,7 +66,7 @@ def reciprocal_approx_ftz(x: np.ndarray) -> np.ndarray:
 
     Within 1 ulp of 1/x; which side follows a measured table over all 2^23 significands, the exponent only scales it.
     +-0 and subnormals -> +-inf; results below 2^-126 -> +-0; +-inf -> +-0; NaN -> NaN. Other architectures are unmeasured.
-    """
+    """  # noqa: E501
     x = np.asarray(x, np.float32)
     with np.errstate(divide="ignore"):
         exact = np.float32(1) / flush(x)
@@ -82,8 +83,8 @@ def reciprocal_approx_ftz(x: np.ndarray) -> np.ndarray:
 def narrow_float64(x: np.ndarray, dtype: np.dtype) -> np.ndarray:
     """float64 rounded once (rn) to float32, float16 or bfloat16: same shape.
 
-    ml_dtypes rounds to float32 on the way to bfloat16. A float32 rounded to odd, whose last bit says that something was cut off,
-    carries enough for the second rounding to be the only one that counts.
+    ml_dtypes rounds to float32 on the way to bfloat16. A float32 rounded to odd, whose last bit says that something was
+    cut off, carries enough for the second rounding to be the only one that counts.
     """
     if dtype != ml_dtypes.bfloat16:
         return x.astype(dtype)
@@ -101,7 +102,9 @@ def log2(x: np.ndarray) -> np.ndarray:
 
 
 def moved_by(b: np.ndarray) -> np.ndarray:
-    """The power of two that div.full.f32 moves both operands by: 2^24 for |b| < 2^-126, 2^-2 for |b| > 2^126, else 1."""
+    """The power of two that div.full.f32 moves both operands by: 2^24 for |b| < 2^-126, 2^-2 for |b| > 2^126, else
+    1.
+    """
     size = np.abs(b)
     return np.where(size > 2.0**126, np.float32(0.25), np.where(size < FLT_MIN, np.float32(2**24), ONE))
 
@@ -115,8 +118,8 @@ def divide_full(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 def fma(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
     """float32 a * b + c, rounded once.
 
-    The product is exact in float64. A sum rounded to odd there, whose last bit says that something was cut off, has enough bits
-    for the second rounding to be the only one that counts.
+    The product is exact in float64. A sum rounded to odd there, whose last bit says that something was cut off, has
+    enough bits for the second rounding to be the only one that counts.
     """
     product = np.asarray(a, np.float64) * b
     total = product + c

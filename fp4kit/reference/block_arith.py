@@ -41,7 +41,8 @@ def qwix_reciprocal(x: np.ndarray | np.float32, dtype: np.dtype) -> np.ndarray:
 def qwix_scale(amax: np.ndarray, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
     """Return T(amax * reciprocal(max)), T the input dtype, or 1 where that is below the root of T's smallest normal.
 
-    That root is 2^-63. For float16, whose smallest normal is 2^-14, it is 2^-7: an amax of E2M1 below 0.047 has scale 1.
+    That root is 2^-63. For float16, whose smallest normal is 2^-14, it is 2^-7: an amax of E2M1 below 0.047 has scale
+    1.
     """
     scale = round_to(amax * qwix_reciprocal(recipe.element.max, dtype), dtype)
     return np.where(scale < np.float32(2.0**-7 if dtype == np.float16 else 2.0**-63), ONE, scale)

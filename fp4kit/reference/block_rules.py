@@ -1,15 +1,16 @@
 """Block rules: from the amax of a block to its stored scale and the factor that its elements meet.
 
-A rule of recipes/rules.py is two functions of its name, here and in CUDA (cuda/kernels/rules/block_rules_*.cuh), zero blocks and
-NaN included:
+A rule of recipes/rules.py is two functions of its name, here and in CUDA (cuda/kernels/rules/block_rules_*.cuh), zero
+blocks and NaN included:
 
     code_<rule>(amax, tensor, recipe, dtype)            uint8 bit patterns of the scale format
-    factor_<rule>(codes, amax, tensor, recipe, dtype)   float32, what elements are multiplied with, or divided by (apply="divide")
+    factor_<rule>(codes, amax, tensor, recipe, dtype)   float32, what elements are multiplied with, or divided by
+    (apply="divide")
 
 A rule without a factor_<rule> of its own has that of its scales: E4M3's is scale * S_dec, E8M0's the inverse.
 
-tensor is the TensorScale above the blocks, dtype that of the elements. All arithmetic is float32 with one rn rounding per
-written operation, unless a rule says that it flushes subnormals (ftz) or rounds to the input dtype.
+tensor is the TensorScale above the blocks, dtype that of the elements. All arithmetic is float32 with one rn rounding
+per written operation, unless a rule says that it flushes subnormals (ftz) or rounds to the input dtype.
 """
 
 from __future__ import annotations
@@ -21,7 +22,12 @@ import numpy as np
 
 from fp4kit.formats import E4M3, E8M0, FLT_MAX, FLT_MIN, ElementFormat
 from fp4kit.recipes import Recipe, rules
-from fp4kit.reference import block_rules_e4m3_serving, block_rules_e8m0_serving, block_rules_gguf_mlx, block_rules_torchao
+from fp4kit.reference import (
+    block_rules_e4m3_serving,
+    block_rules_e8m0_serving,
+    block_rules_gguf_mlx,
+    block_rules_torchao,
+)
 from fp4kit.reference.arith import INV6, ONE, ZERO, divide_ftz, log2, multiply_ftz, reciprocal_approx_ftz
 from fp4kit.reference.block_arith import decode_scale, inverse_e8m0
 from fp4kit.reference.codec import decode, encode, encode_e8m0
@@ -41,7 +47,8 @@ def _is_zero(amax: np.ndarray) -> np.ndarray:
     return np.abs(amax) < FLT_MIN
 
 
-# ---- E4M3 scales ----------------------------------------------------------------------------------------------------------
+# ---- E4M3 scales
+# ----------------------------------------------------------------------------------------------------------
 
 
 def _product(codes: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
@@ -59,7 +66,9 @@ def code_te(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dty
 
 
 def factor_te(codes: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
-    """min(1 / (scale * S_dec), FLT_MAX): FLT_MAX under a scale that is 0, where codes saturate although they decode to 0."""
+    """min(1 / (scale * S_dec), FLT_MAX): FLT_MAX under a scale that is 0, where codes saturate although they decode to
+    0.
+    """
     return _minimum(recipe)(ONE / (decode_scale(codes) * tensor.decode), FLT_MAX)
 
 
@@ -68,7 +77,9 @@ def code_flashinfer(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype
     return encode(multiply_ftz(tensor.encode, multiply_ftz(amax, reciprocal_approx_ftz(np.float32(6)))), E4M3)
 
 
-def factor_flashinfer(codes: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
+def factor_flashinfer(
+    codes: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype
+) -> np.ndarray:
     """rcp(scale * rcp(gs)), 0 for amax = 0. ftz."""
     factor = reciprocal_approx_ftz(multiply_ftz(decode_scale(codes), reciprocal_approx_ftz(tensor.encode)))
     return np.where(_is_zero(amax), ZERO, factor)
@@ -94,7 +105,9 @@ def code_modelopt(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: 
 
 
 def code_modelopt_static(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
-    """r = amax / 6 (0 -> 1); E4M3(clamp(r * N / (tensor_amax / 6), 2^-9, 448)), N = scale_max. Divided as by modelopt's."""
+    """r = amax / 6 (0 -> 1); E4M3(clamp(r * N / (tensor_amax / 6), 2^-9, 448)), N = scale_max. Divided as by
+    modelopt's.
+    """
     ratio = amax / recipe.element.max
     ratio = np.where(ratio == 0, ONE, ratio) * np.float32(recipe.scale_max)
     return encode(np.clip(ratio / (tensor.amax / recipe.element.max), E4M3.min_subnormal, E4M3.max), E4M3)
@@ -106,7 +119,9 @@ def code_torchao(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: n
     return encode(np.clip(ratio, E4M3.min_normal, E4M3.max), E4M3)
 
 
-def factor_torchao(codes: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
+def factor_torchao(
+    codes: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype
+) -> np.ndarray:
     """(1 / S_dec) / scale."""
     return tensor.encode / decode_scale(codes)
 
@@ -124,7 +139,8 @@ def factor_compressed_tensors(
     return decode_scale(codes) / tensor.encode
 
 
-# ---- E8M0 scales ----------------------------------------------------------------------------------------------------------
+# ---- E8M0 scales
+# ----------------------------------------------------------------------------------------------------------
 
 
 def _inverse(codes: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
@@ -185,7 +201,8 @@ def code_e8m0_flashinfer_fp4(amax: np.ndarray, tensor: TensorScale, recipe: Reci
 def factor_e8m0_flashinfer_fp4(
     codes: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype
 ) -> np.ndarray:
-    """2^(127 - code); 0 for code 0, which only products of 0 have under ftz, and from code 254 on, whose 2^-127 is flushed.
+    """2^(127 - code); 0 for code 0, which only products of 0 have under ftz, and from code 254 on, whose 2^-127 is
+    flushed.
 
     FP4 has ex2(127 - code) and asks for a product of 0, FP8 has rcp of the scale: both are this.
     """
@@ -198,7 +215,8 @@ code_e8m0_flashinfer_fp8, factor_e8m0_flashinfer_fp8 = code_e8m0_flashinfer_fp4,
 def code_e8m0_modelopt(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
     """ceil(log2(amax / max)) with a float32 log2, clamped to [-127, 127]; amax = 0 and NaN -> -127.
 
-    The float32 log2 makes the exponent one too small for an amax a few ulp above max * 2^k (then the largest value saturates).
+    The float32 log2 makes the exponent one too small for an amax a few ulp above max * 2^k (then the largest value
+    saturates).
     """
     ratio = amax / recipe.element.max
     exponent = np.ceil(log2(np.where(ratio > 0, ratio, np.float32(2.0**-127))))
@@ -206,10 +224,11 @@ def code_e8m0_modelopt(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dt
 
 
 def code_e8m0_compressed_tensors(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
-    """floor after rounding amax to one mantissa bit (up from 1.75; E2M3: three bits), minus emax (E2M1 and E6: 2, E4M3: 8).
+    """floor after rounding amax to one mantissa bit (up from 1.75; E2M3: three bits), minus emax (E2M1 and E6: 2, E4M3:
+    8).
 
-    float16: the producer masks the bits of float16, so a subnormal amax rounds to 2^-14 or to 0, and a scale of 0 counts as 1.
-    Not finite: as OCP, a NaN scale (the producer stores 127 with zero codes).
+    float16: the producer masks the bits of float16, so a subnormal amax rounds to 2^-14 or to 0, and a scale of 0
+    counts as 1. Not finite: as OCP, a NaN scale (the producer stores 127 with zero codes).
     """
     mantissa_bits = 3 if recipe.element.bits == 6 else 1
     if dtype == np.float16:
@@ -221,7 +240,9 @@ def code_e8m0_compressed_tensors(amax: np.ndarray, tensor: TensorScale, recipe: 
 
 
 def _rounded_subnormals(amax: np.ndarray, mantissa_bits: int) -> np.ndarray:
-    """An amax below 2^-14, the smallest normal of float16, as 2^-14 or 0: whichever adding to its bits and masking them gives."""
+    """An amax below 2^-14, the smallest normal of float16, as 2^-14 or 0: whichever adding to its bits and masking them
+    gives.
+    """
     normal = np.float32(2.0**-14)
     rounds_up = amax + np.ldexp(normal, -1 - mantissa_bits) >= normal
     return np.where(amax < normal, np.where(rounds_up, normal, ZERO), amax)

@@ -20,7 +20,9 @@ def code_vllm(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.d
     return encode(tensor.encode * (amax * INV6), E4M3)
 
 
-def factor_vllm(codes: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
+def factor_vllm(
+    codes: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype
+) -> np.ndarray:
     """1 / (scale * S_dec), 1 / 1e8 under a scale of 0."""
     scale = decode_scale(codes) * tensor.decode
     return ONE / np.where(scale == 0, np.float32(1e8), scale)
@@ -29,8 +31,12 @@ def factor_vllm(codes: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe
 code_vllm_cuda = code_vllm
 
 
-def factor_vllm_cuda(codes: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
-    """gs * rcp(scale), 0 under a scale of 0; rcp = rcp.approx.ftz.f32. Source: vLLM _nvfp4_quant_dequant_kernel (Triton)."""
+def factor_vllm_cuda(
+    codes: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype
+) -> np.ndarray:
+    """gs * rcp(scale), 0 under a scale of 0; rcp = rcp.approx.ftz.f32. Source: vLLM _nvfp4_quant_dequant_kernel
+    (Triton).
+    """
     scale = decode_scale(codes)
     return np.where(scale == 0, ZERO, tensor.encode * reciprocal_approx_ftz(scale))
 
@@ -38,7 +44,9 @@ def factor_vllm_cuda(codes: np.ndarray, amax: np.ndarray, tensor: TensorScale, r
 code_auto_round = code_vllm
 
 
-def factor_auto_round(codes: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
+def factor_auto_round(
+    codes: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype
+) -> np.ndarray:
     """1 / (scale * S_dec), 0 under a scale of 0. Source: auto-round data_type/nvfp.py."""
     return reciprocal_or_zero(decode_scale(codes) * tensor.decode)
 
@@ -49,14 +57,20 @@ def code_quark(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.
     return np.where(codes == 0, encode(ONE, E4M3), codes)
 
 
-def factor_quark(codes: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
-    """scale * S_dec, 2^-23 for a product of 0: what elements are divided by. Source: Quark real_quantize_fp4_fp6_per_group."""
+def factor_quark(
+    codes: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype
+) -> np.ndarray:
+    """scale * S_dec, 2^-23 for a product of 0: what elements are divided by. Source: Quark
+    real_quantize_fp4_fp6_per_group.
+    """
     scale = decode_scale(codes) * tensor.decode
     return np.where(scale == 0, QUARK_ZERO, scale)
 
 
 def code_quark_file(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
-    """E4M3(t / S_dec), t = E4M3(s / S_dec) * S_dec, s = amax / 6, 2^-23 for 0. t may be 0. Source: Quark, file-to-file flow."""
+    """E4M3(t / S_dec), t = E4M3(s / S_dec) * S_dec, s = amax / 6, 2^-23 for 0. t may be 0. Source: Quark, file-to-file
+    flow.
+    """
     scale = amax / recipe.element.max
     scale = decode_scale(encode(np.where(scale == 0, QUARK_ZERO, scale) / tensor.decode, E4M3)) * tensor.decode
     return encode(scale / tensor.decode, E4M3)
@@ -80,11 +94,15 @@ def _ratio_code(ratio: np.ndarray, tensor: TensorScale) -> np.ndarray:
 
 
 def zero_of_zeros(ratio: np.ndarray, tensor: TensorScale) -> np.ndarray:
-    """Return ratios of block scales, which are 0 in a tensor of zeros; 0 * inf is NaN where another S_enc is infinite."""
+    """Return ratios of block scales, which are 0 in a tensor of zeros; 0 * inf is NaN where another S_enc is
+    infinite.
+    """
     return np.where(tensor.amax == 0, ZERO, ratio)
 
 
-def factor_fouroversix(codes: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
+def factor_fouroversix(
+    codes: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype
+) -> np.ndarray:
     """1 / (S_dec * scale), 0 under a scale of 0; NaN for an infinite factor that is not kept."""
     scale = decode_scale(codes)
     inverse = ONE / (tensor.decode * scale)
@@ -100,6 +118,8 @@ def code_qwix(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.d
     return encode(qwix_scale(amax, recipe, dtype), E4M3)
 
 
-def factor_qwix(codes: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
+def factor_qwix(
+    codes: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype
+) -> np.ndarray:
     """Return the reciprocal of the scale, rounded as qwix_reciprocal says."""
     return qwix_reciprocal(decode_scale(codes), dtype)

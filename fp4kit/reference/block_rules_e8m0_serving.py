@@ -24,11 +24,14 @@ def _clipped(exponent: np.ndarray) -> np.ndarray:
     return (np.clip(np.where(np.isnan(exponent), -127, exponent), -127, 127) + 127).astype(np.uint8)
 
 
-# ---- from the bits of the amax ------------------------------------------------------------------------------------------
+# ---- from the bits of the amax
+# ------------------------------------------------------------------------------------------
 
 
 def _even_exponent(amax: np.ndarray, recipe: Recipe) -> np.ndarray:
-    """Exponent field of amax rounded to the mantissa of the element, minus emax: int32; 255 where that is full, or of any NaN."""
+    """Exponent field of amax rounded to the mantissa of the element, minus emax: int32; 255 where that is full, or of
+    any NaN.
+    """
     bits = np.asarray(amax, np.float32).view(np.int32)
     field = (bits + (1 << 22 - recipe.element.mantissa_bits) >> 23) & 255
     return np.where((field == 255) | np.isnan(amax), 255, field - recipe.element.emax)
@@ -40,7 +43,9 @@ def code_e8m0_even_finite(amax: np.ndarray, tensor: TensorScale, recipe: Recipe,
 
 
 def code_e8m0_quark_even(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
-    """e8m0_even_finite, at least 1: 2^-127 is stored as 2^-126. NaN -> 127. Source: Quark even_round, real quantization."""
+    """e8m0_even_finite, at least 1: 2^-127 is stored as 2^-126. NaN -> 127. Source: Quark even_round, real
+    quantization.
+    """
     return np.where(np.isnan(amax), 127, np.clip(_even_exponent(amax, recipe), 1, 254)).astype(np.uint8)
 
 
@@ -53,7 +58,9 @@ def factor_e8m0_quark_even(
 
 
 def code_e8m0_triton_up(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
-    """amax / max up to a power of two, at least 2^-126: 0 for 0 alone. inf -> 255, NaN -> 0. Source: triton_kernels mxfp.py."""
+    """amax / max up to a power of two, at least 2^-126: 0 for 0 alone. inf -> 255, NaN -> 0. Source: triton_kernels
+    mxfp.py.
+    """
     return (exponent_up(amax / recipe.element.max) & 255).astype(np.uint8)
 
 
@@ -65,7 +72,9 @@ def factor_e8m0_triton_up(
 
 
 def code_e8m0_triton_down(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
-    """amax / max down to a power of two, below 2^-126 to 0. inf and NaN -> 255. Source: triton_kernels mxfp.py, ROUND_DOWN."""
+    """amax / max down to a power of two, below 2^-126 to 0. inf and NaN -> 255. Source: triton_kernels mxfp.py,
+    ROUND_DOWN.
+    """
     return exponent_field(amax / recipe.element.max).astype(np.uint8)
 
 
@@ -93,7 +102,9 @@ factor_e8m0_fouroversix_4 = factor_e8m0_fouroversix
 
 
 def code_e8m0_even_normal(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
-    """e8m0_even_finite, whose elements under 2^-127 are zeros: a GPU flushes that. Source: vLLM downcast_to_mxfp (Triton)."""
+    """e8m0_even_finite, whose elements under 2^-127 are zeros: a GPU flushes that. Source: vLLM downcast_to_mxfp
+    (Triton).
+    """
     return code_e8m0_even_finite(amax, tensor, recipe, dtype)
 
 
@@ -105,7 +116,8 @@ def code_e8m0_deepgemm(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dt
     return np.clip(exponent_up(np.maximum(amax, np.float32(1e-4)) / recipe.element.max), 1, 254).astype(np.uint8)
 
 
-# ---- by a logarithm, in float32 or in the dtype of the elements -----------------------------------------------------------
+# ---- by a logarithm, in float32 or in the dtype of the elements
+# -----------------------------------------------------------
 
 
 def _auto_round(exponent: np.ndarray, amax: np.ndarray, at_zero: float) -> np.ndarray:
@@ -114,13 +126,17 @@ def _auto_round(exponent: np.ndarray, amax: np.ndarray, at_zero: float) -> np.nd
     return np.where(np.isfinite(amax), codes, np.uint8(0))
 
 
-def _auto_round_factor(codes: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
+def _auto_round_factor(
+    codes: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype
+) -> np.ndarray:
     """2^(127 - code), NaN where amax is not finite."""
     return np.where(np.isfinite(amax), inverse_e8m0(codes), NAN)
 
 
 def code_e8m0_auto_round(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
-    """2^(floor(log2(amax)) - emax) with a float32 log2, 0 -> 2^(1 - emax). Source: auto-round data_type/mxfp.py quant_mx."""
+    """2^(floor(log2(amax)) - emax) with a float32 log2, 0 -> 2^(1 - emax). Source: auto-round data_type/mxfp.py
+    quant_mx.
+    """
     return _auto_round(np.floor(log2(amax)) - recipe.element.emax, amax, 1 - recipe.element.emax)
 
 
@@ -138,7 +154,9 @@ factor_e8m0_auto_round = _auto_round_factor
 
 
 def _auto_round_up_factor(codes: np.ndarray, amax: np.ndarray, ratio: np.ndarray) -> np.ndarray:
-    """2^(127 - code); NaN where amax is not finite, and where the ratio of an amax above 0 underflows: its log2 is -inf."""
+    """2^(127 - code); NaN where amax is not finite, and where the ratio of an amax above 0 underflows: its log2 is
+    -inf.
+    """
     return np.where(np.isfinite(amax) & ((ratio != 0) | (amax == 0)), inverse_e8m0(codes), NAN)
 
 
@@ -176,7 +194,9 @@ def _quark_factor(codes: np.ndarray, scale: np.ndarray, amax: np.ndarray) -> np.
 
 
 def code_e8m0_quark_floor(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
-    """s = T(2^(floor(T(log2(amax))) - emax)), 2^-23 for 0; scales below 2^-126 are stored as 2^-126. Source: Quark get_scale."""
+    """s = T(2^(floor(T(log2(amax))) - emax)), 2^-23 for 0; scales below 2^-126 are stored as 2^-126. Source: Quark
+    get_scale.
+    """
     return _quark_code(_quark_scale(amax, recipe, dtype, np.floor), amax)
 
 
@@ -217,9 +237,8 @@ factor_e8m0_sglang = factor_e8m0_sglang_kv = _auto_round_factor
 def code_e8m0_qwix(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
     """Return the code of 2^ceil(T(T(log s) * reciprocal(T(log 2)))), s = qwix_scale; 255 where s is inf or NaN.
 
-    Exact: XLA's vectors compute log by a polynomial, single elements by libm. Neither is correctly rounded, as this log is, but
-    every s gives the same exponent with all three.
-    Source: qwix 0.1.8, as XLA on a CPU computes it.
+    Exact: XLA's vectors compute log by a polynomial, single elements by libm. Neither is correctly rounded, as this log
+    is, but every s gives the same exponent with all three. Source: qwix 0.1.8, as XLA on a CPU computes it.
     """
     scale = qwix_scale(amax, recipe, dtype)
     log_of_2 = round_to(np.float32(np.log(2)), dtype)
@@ -229,6 +248,8 @@ def code_e8m0_qwix(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype:
     return np.where(np.isfinite(scale), _clipped(exponent), np.uint8(255))
 
 
-def factor_e8m0_qwix(codes: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
+def factor_e8m0_qwix(
+    codes: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype
+) -> np.ndarray:
     """2^(127 - code), 0 for an amax of inf."""
     return np.where(np.isinf(amax), ZERO, inverse_e8m0(codes))

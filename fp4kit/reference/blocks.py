@@ -38,7 +38,9 @@ def reduce_amax(a: np.ndarray, recipe: Recipe, axis: int | tuple[int, ...] | Non
 
 
 def block_amax(x: np.ndarray, recipe: Recipe) -> np.ndarray:
-    """amax of each block of float32 x (m, k): (ceil(m / block rows), k / block columns); a last row of blocks may be short."""
+    """amax of each block of float32 x (m, k): (ceil(m / block rows), k / block columns); a last row of blocks may be
+    short.
+    """
     rows, columns = recipe.block or (1, x.shape[1])
     m, k = x.shape
     amax = reduce_amax(np.abs(x).reshape(m, k // columns, columns), recipe)

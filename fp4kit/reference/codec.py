@@ -17,8 +17,8 @@ from fp4kit.rounding import ROUNDINGS, Rounding, codes_of
 
 Sign = Literal["signbit", "negative", "not_positive", "unsigned_zero"]
 
-# Which values, of these magnitudes' codes, get the sign bit: those whose sign bit is set (-0 keeps it), those below zero, those
-# not above zero (+0 gets it), those whose code is not that of zero.
+# Which values, of these magnitudes' codes, get the sign bit: those whose sign bit is set (-0 keeps it), those below
+# zero, those not above zero (+0 gets it), those whose code is not that of zero.
 SIGNS: dict[str, Callable[[np.ndarray, np.ndarray], np.ndarray]] = {
     "signbit": lambda x, codes: np.signbit(x),
     "negative": lambda x, codes: x < 0,
@@ -42,10 +42,11 @@ def encode_magnitude(a: np.ndarray, fmt: ElementFormat, rounding: str = "rn") ->
 
 
 def first_of_least(a: np.ndarray, fmt: ElementFormat, step: np.ndarray | np.float32) -> np.ndarray:
-    """Codes (uint8) of the magnitudes, in code order the first, for which float32 |value * step - a| is least; a >= 0, no NaN.
+    """Codes (uint8) of the magnitudes, in code order the first, for which float32 |value * step - a| is least; a >= 0,
+    no NaN.
 
-    So ties go toward zero. Where a is so large that float32 errors are equal, and for inf, the first of them is the code of a
-    smaller value, or 0.
+    So ties go toward zero. Where a is so large that float32 errors are equal, and for inf, the first of them is the
+    code of a smaller value, or 0.
     """
     codes, least = np.zeros(a.shape, np.uint8), a
     for code, value in enumerate(fmt.magnitudes[1:], 1):
@@ -55,7 +56,8 @@ def first_of_least(a: np.ndarray, fmt: ElementFormat, step: np.ndarray | np.floa
 
 
 def nearest_unbounded(a: np.ndarray) -> np.ndarray:
-    """Return the E2M1 value nearest to float32 a >= 0, ties to even, from 4 on in steps of 2 without end; NaN for inf and NaN.
+    """Return the E2M1 value nearest to float32 a >= 0, ties to even, from 4 on in steps of 2 without end; NaN for inf
+    and NaN.
 
     Source: fouroversix quantize/pytorch/reference.py fake_quantize_to_e2m1, which has no clamp.
     """
@@ -86,13 +88,13 @@ def encode(
 
     x: float32 (float16 and bfloat16 are widened, exactly).
     rounding: "rn" nearest ties to even, "rz" toward zero, "rna" nearest ties away, "rnz" nearest ties toward zero,
-        "rnw" nearest_unbounded, for E2M1: the code of 8 and more keeps its last four bits (_wrapped_magnitude), and that of a
-        negative value has its bit 3 set, so that 8 and -8 are both code 8; inf is NaN,
-        "first" the first code in order of the nearest value: first_of_least, with steps of which values are multiples.
+        "rnw" nearest_unbounded, for E2M1: the code of 8 and more keeps its last four bits (_wrapped_magnitude), and
+        that of a negative value has its bit 3 set, so that 8 and -8 are both code 8; inf is NaN, "first" the first code
+        in order of the nearest value: first_of_least, with steps of which values are multiples.
     sign: "signbit" (-0 -> code of -0), "negative" (only x < 0), "not_positive" (+0 too),
         "unsigned_zero" (only x < 0 that does not round to zero).
-    Numerics: finite values beyond the largest, and +-inf, become +-max (for formats with an infinity too) unless rounding is
-    "rnw"; NaN becomes nan_code, by default fmt.nan_code; subnormal values and subnormal codes are honoured.
+    Numerics: finite values beyond the largest, and +-inf, become +-max (for formats with an infinity too) unless
+    rounding is "rnw"; NaN becomes nan_code, by default fmt.nan_code; subnormal values and subnormal codes are honoured.
     Integers: round, then clamp to [-2^(bits-1), 2^(bits-1) - 1]. E8M0: encode_e8m0, which has its own roundings.
     """
     if not fmt.has_zero:
@@ -111,7 +113,9 @@ def encode(
     return codes
 
 
-def _encode_float(x: np.ndarray, fmt: ElementFormat, rounding: str, sign: Sign, step: np.ndarray | np.float32) -> np.ndarray:
+def _encode_float(
+    x: np.ndarray, fmt: ElementFormat, rounding: str, sign: Sign, step: np.ndarray | np.float32
+) -> np.ndarray:
     a = np.abs(x)
     if rounding == "first":
         codes = first_of_least(a, fmt, step)

@@ -20,8 +20,9 @@ from fp4kit.reference.tensor_rules import TINY_AMAX, TensorScale, full_range, ro
 HALF = np.dtype(np.float16)
 ALL_ONES = np.float32(480)  # 15 * 2^5, the pattern of all ones of E4M3 as a number
 
-# Each rule: values (m, blocks, block), block scale codes (m, blocks) or None, tensor scales with an axis for elements -> values.
-# Which of them read the amax or the encode scale is told in recipes/rules.py: for the others these need not be known.
+# Each rule: values (m, blocks, block), block scale codes (m, blocks) or None, tensor scales with an axis for elements
+# -> values. Which of them read the amax or the encode scale is told in recipes/rules.py: for the others these need not
+# be known.
 
 
 def decode_product(values: np.ndarray, scales: np.ndarray | None, tensor: TensorScale, recipe: Recipe) -> np.ndarray:
@@ -36,18 +37,24 @@ def decode_te(values: np.ndarray, scales: np.ndarray, tensor: TensorScale, recip
     return values * (decode(scales, E4M3)[..., None] * tensor.amax * (np.float32(1) / full_range(recipe)))
 
 
-def decode_compressed_tensors(values: np.ndarray, scales: np.ndarray, tensor: TensorScale, recipe: Recipe) -> np.ndarray:
+def decode_compressed_tensors(
+    values: np.ndarray, scales: np.ndarray, tensor: TensorScale, recipe: Recipe
+) -> np.ndarray:
     """value * (block_scale / global_scale), global_scale in the encode direction."""
     return values * (decode(scales, E4M3)[..., None] / tensor.encode)
 
 
 def decode_vllm_cuda(values: np.ndarray, scales: np.ndarray, tensor: TensorScale, recipe: Recipe) -> np.ndarray:
-    """value * (block_scale * rcp(global_scale)), rcp = rcp.approx.ftz.f32. Source: vLLM _nvfp4_quant_dequant_kernel (Triton)."""
+    """value * (block_scale * rcp(global_scale)), rcp = rcp.approx.ftz.f32. Source: vLLM _nvfp4_quant_dequant_kernel
+    (Triton).
+    """
     return values * (decode(scales, E4M3)[..., None] * reciprocal_approx_ftz(tensor.encode))
 
 
 def decode_auto_round(values: np.ndarray, scales: np.ndarray, tensor: TensorScale, recipe: Recipe) -> np.ndarray:
-    """value * R(R(block_scale * tensor_scale)), R(t) = 1 / t, 0 for 0. Source: auto-round data_type/nvfp.py ref_nvfp4_quant."""
+    """value * R(R(block_scale * tensor_scale)), R(t) = 1 / t, 0 for 0. Source: auto-round data_type/nvfp.py
+    ref_nvfp4_quant.
+    """
     return values * reciprocal_or_zero(reciprocal_or_zero(decode(scales, E4M3)[..., None] * tensor.decode))
 
 
@@ -67,7 +74,9 @@ def decode_e8m0(values: np.ndarray, scales: np.ndarray, tensor: TensorScale, rec
     return values * decode(scales, E8M0)[..., None]
 
 
-def decode_e8m0_flashinfer_host(values: np.ndarray, scales: np.ndarray, tensor: TensorScale, recipe: Recipe) -> np.ndarray:
+def decode_e8m0_flashinfer_host(
+    values: np.ndarray, scales: np.ndarray, tensor: TensorScale, recipe: Recipe
+) -> np.ndarray:
     """decode_e8m0, but code 8 is +0. Source: FlashInfer mxfp4_dequantize_host."""
     return decode_e8m0(_unsigned_zero(values, recipe), scales, tensor, recipe)
 
@@ -76,18 +85,24 @@ def _unsigned_zero(values: np.ndarray, recipe: Recipe) -> np.ndarray:
     return values + np.float32(0)  # -0 + 0 = +0 under rn; every other value is unchanged
 
 
-def decode_e8m0_flashinfer_api(values: np.ndarray, scales: np.ndarray, tensor: TensorScale, recipe: Recipe) -> np.ndarray:
+def decode_e8m0_flashinfer_api(
+    values: np.ndarray, scales: np.ndarray, tensor: TensorScale, recipe: Recipe
+) -> np.ndarray:
     """value * float(scale << 23): 0 is 0, 255 is inf. Source: FlashInfer e2m1_and_ufp8sf_scale_to_float, type 0."""
     return values * (scales.astype(np.int32) << 23).view(np.float32)[..., None]
 
 
 def decode_e8m0_unbounded(values: np.ndarray, scales: np.ndarray, tensor: TensorScale, recipe: Recipe) -> np.ndarray:
-    """ldexp(value, scale - 127): 255 is 2^128, so that 0.5 stays finite. Source: transformers convert_moe_packed_tensors."""
+    """ldexp(value, scale - 127): 255 is 2^128, so that 0.5 stays finite. Source: transformers
+    convert_moe_packed_tensors.
+    """
     return np.ldexp(values, scales.astype(np.int32)[..., None] - 127)
 
 
 def decode_gguf(values: np.ndarray, scales: np.ndarray, tensor: TensorScale, recipe: Recipe) -> np.ndarray:
-    """decode_product with scales of 7 bits: bit 7 is ignored and 0x7F is 0, but 0xFF is 480; code 8 is +0. Source: llama.cpp."""
+    """decode_product with scales of 7 bits: bit 7 is ignored and 0x7F is 0, but 0xFF is 480; code 8 is +0. Source:
+    llama.cpp.
+    """
     known = decode(scales & np.uint8(0x7F), E4M3)
     scale = np.where(scales == 0xFF, ALL_ONES, np.where(scales == 0x7F, np.float32(0), known))
     return _unsigned_zero(values, recipe) * (scale[..., None] * tensor.decode)
@@ -109,7 +124,9 @@ def decode_e8m0_mlx(values: np.ndarray, scales: np.ndarray, tensor: TensorScale,
 
 
 def decode_e8m0_mlx_0322(values: np.ndarray, scales: np.ndarray, tensor: TensorScale, recipe: Recipe) -> np.ndarray:
-    """decode_e8m0_mlx of elements of which 7F and FF are 480 and -480. Source: MLX mx.dequantize on a CPU, up to 0.32.2."""
+    """decode_e8m0_mlx of elements of which 7F and FF are 480 and -480. Source: MLX mx.dequantize on a CPU, up to
+    0.32.2.
+    """
     return decode_e8m0_infinite(values, scales, tensor, recipe)
 
 
@@ -136,7 +153,9 @@ def decode_e8m0_float16(values: np.ndarray, scales: np.ndarray, tensor: TensorSc
 
 
 def decode_e8m0_float16_0322(values: np.ndarray, scales: np.ndarray, tensor: TensorScale, recipe: Recipe) -> np.ndarray:
-    """decode_e8m0_float16 of elements of which 7F and FF are 480 and -480. Source: MLX of float16 on a CPU, up to 0.32.2."""
+    """decode_e8m0_float16 of elements of which 7F and FF are 480 and -480. Source: MLX of float16 on a CPU, up to
+    0.32.2.
+    """
     return decode_e8m0_float16(values, scales, tensor, recipe)
 
 
@@ -161,7 +180,9 @@ def dequantize_tile(codes: np.ndarray, scales: np.ndarray | None, recipe: Recipe
     Under a tensor scale that no amax gives (implied.UNKNOWN, below zero), by decode_product.
     """
     m, k = codes.shape
-    values = decode(codes, _read_as(recipe.element, recipe.decode_rule)).reshape(m, -1, recipe.block_size if recipe.block else k)
+    values = decode(codes, _read_as(recipe.element, recipe.decode_rule)).reshape(
+        m, -1, recipe.block_size if recipe.block else k
+    )
     expanded = TensorScale(*(np.asarray(part)[..., None] for part in tensor))
     with np.errstate(all="ignore"):
         decoded = DECODE_RULES[recipe.decode_rule](values, scales, expanded, recipe)
@@ -174,7 +195,9 @@ def dequantize_tile(codes: np.ndarray, scales: np.ndarray | None, recipe: Recipe
 def dequantize_matrix(
     packed: np.ndarray, scales: np.ndarray | None, recipe: Recipe, tensor: TensorScale, out: np.ndarray
 ) -> None:
-    """Values of one matrix into out (M, K), tile by tile, rounded (rn) to out's dtype. tensor: of implied.stored_tensor_scale."""
+    """Values of one matrix into out (M, K), tile by tile, rounded (rn) to out's dtype. tensor: of
+    implied.stored_tensor_scale.
+    """
     recipe, tensor, packing = decoding(recipe, out.dtype), tensor.columns(recipe), recipe.element.packing
     for rows, columns in tiles(out.shape, recipe.block):
         codes = unpacked(packed[rows, packing.length(columns.start) : packing.length(columns.stop)], packing)

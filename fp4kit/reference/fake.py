@@ -1,4 +1,6 @@
-"""Fake quantizers that are not dequantize(quantize(x)): producers' value-only kernels, and straight-through gradients."""
+"""Fake quantizers that are not dequantize(quantize(x)): producers' value-only kernels, and straight-through
+gradients.
+"""
 
 from __future__ import annotations
 
@@ -30,8 +32,8 @@ def nvfp4_modelopt_triton(
 ) -> np.ndarray:
     """y = round(|x| / s) * s, s = E4M3(min(amax / (6 gs), 448)) * gs, gs = tensor_amax * fp32(1/2688).
 
-    gs <= 0 -> 1e-12; s < 1e-5 and NaN -> 1, so that a tensor whose scales are all below 1e-5 becomes zero. The sign is + for
-    x >= 0 and - for all else, NaN included (which gives -6 s).
+    gs <= 0 -> 1e-12; s < 1e-5 and NaN -> 1, so that a tensor whose scales are all below 1e-5 becomes zero. The sign is
+    + for x >= 0 and - for all else, NaN included (which gives -6 s).
     """
     gs = tensor_amax * (ONE / np.float32(E2M1.max * E4M3.max))
     gs = np.where(gs <= 0, np.float32(1e-12), gs)
@@ -83,7 +85,8 @@ def mx_modelopt(
 ) -> np.ndarray:
     """y = round(|x| / s) * s, s = amax / max rounded up to a power of two within [2^-127, 2^127]; amax = 0 -> s = 1.
 
-    amax ignores NaN and takes inf as FLT_MAX. NaN elements are undefined there; here they give NaN, or the largest value.
+    amax ignores NaN and takes inf as FLT_MAX. NaN elements are undefined there; here they give NaN, or the largest
+    value.
     """
     blocks = x.reshape(len(x), -1, recipe.block_size)
     block = np.fmin(block_amax(x, recipe) if amax is None else amax, FLT_MAX)
@@ -92,10 +95,13 @@ def mx_modelopt(
     return np.where(blocks < 0, -y, y).reshape(x.shape)
 
 
-def int_modelopt(x: np.ndarray, recipe: Recipe, tensor_amax: np.ndarray, amax: np.ndarray | None, dtype: np.dtype) -> np.ndarray:
+def int_modelopt(
+    x: np.ndarray, recipe: Recipe, tensor_amax: np.ndarray, amax: np.ndarray | None, dtype: np.dtype
+) -> np.ndarray:
     """y = clip(rint(x * s), min, max) / s, s = max / tensor_amax; -0 and NaN come through.
 
-    Where tensor_amax <= 2^-24 the result is +0 (the CUDA path), but per block a zero of the sign of x (the PyTorch path).
+    Where tensor_amax <= 2^-24 the result is +0 (the CUDA path), but per block a zero of the sign of x (the PyTorch
+    path).
     """
     zero = (tensor_amax <= TINY_AMAX)[..., None]
     scale = np.where(zero, ONE, recipe.element.max / tensor_amax[..., None])
@@ -106,7 +112,9 @@ def int_modelopt(x: np.ndarray, recipe: Recipe, tensor_amax: np.ndarray, amax: n
     return np.where(zero, nothing, y).reshape(x.shape)
 
 
-def int4_qat(x: np.ndarray, recipe: Recipe, tensor_amax: np.ndarray, amax: np.ndarray | None, dtype: np.dtype) -> np.ndarray:
+def int4_qat(
+    x: np.ndarray, recipe: Recipe, tensor_amax: np.ndarray, amax: np.ndarray | None, dtype: np.dtype
+) -> np.ndarray:
     """y = clip(rint(x / s), -7, 7) * s, s = max(tensor_amax / 7, 1e-5). -0 comes through."""
     scale = np.maximum(tensor_amax / recipe.element.max, np.float32(1e-5))[..., None]
     y = np.clip(np.rint(_tensor_blocks(x, recipe) / scale), -recipe.element.max, recipe.element.max) * scale
@@ -136,9 +144,9 @@ def _microxcaling(
     ) -> np.ndarray:
         """s = 2^(floor(log2(amax)) - emax); y = round(x / s) * s; every operation rounded to the input dtype.
 
-        log2 is rounded to the dtype, so its floor is one too large just below powers of two; an exponent above 127 makes the
-        block NaN; below -127 it is -127. Elements saturate; -0 becomes +0. float16: all-zero blocks give NaN (0 / 0).
-        flush: blocks with log2(amax) <= -127 are zero.
+        log2 is rounded to the dtype, so its floor is one too large just below powers of two; an exponent above 127
+        makes the block NaN; below -127 it is -127. Elements saturate; -0 becomes +0. float16: all-zero blocks give NaN
+        (0 / 0). flush: blocks with log2(amax) <= -127 are zero.
         """
         element = recipe.element
         blocks = x.reshape(len(x), -1, recipe.block_size)
@@ -148,7 +156,9 @@ def _microxcaling(
         blocks = np.where((shared <= -127)[..., None], ZERO, blocks) if flush else blocks
         exponent = shared - np.float32(element.emax)
         exponent = np.where(exponent > 127, np.nan, np.maximum(exponent, -127))
-        scale = np.where(np.isnan(exponent), np.nan, _exp2(np.nan_to_num(exponent), dtype)).astype(np.float32)[..., None]
+        scale = np.where(np.isnan(exponent), np.nan, _exp2(np.nan_to_num(exponent), dtype)).astype(np.float32)[
+            ..., None
+        ]
         scaled = round_to(blocks / scale, dtype)
         a = np.abs(scaled)
         private = _log2_floor(np.where(a == 0, ONE, a), dtype)
@@ -179,6 +189,8 @@ FAKE_RULES: dict[str, Callable[..., np.ndarray]] = {name: globals()[name] for na
 
 
 def clip_gradient(grad: np.ndarray, x: np.ndarray, amax: np.ndarray) -> np.ndarray:
-    """Straight-through gradient with a clip mask: grad where |x| <= amax, else 0 (NaN x gives 0). amax is not rounded."""
+    """Straight-through gradient with a clip mask: grad where |x| <= amax, else 0 (NaN x gives 0). amax is not
+    rounded.
+    """
     with np.errstate(all="ignore"):
         return np.where(np.abs(x).astype(np.float32) <= amax, grad, np.zeros((), grad.dtype))

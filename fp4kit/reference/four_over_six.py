@@ -1,4 +1,6 @@
-"""4over6: each block takes the better of two scales, with its amax at code 6 or at code 4. Source: TE, a.8; FlashInfer a4."""
+"""4over6: each block takes the better of two scales, with its amax at code 6 or at code 4. Source: TE, a.8; FlashInfer
+a4.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +20,16 @@ from fp4kit.reference.tensor_rules import TensorScale, full_range
 
 Operation = Callable[..., np.ndarray]
 # multiply and divide, by whether subnormals are flushed
-ARITHMETIC: dict[bool, tuple[Operation, Operation]] = {False: (np.multiply, np.divide), True: (multiply_ftz, divide_ftz)}
+ARITHMETIC: dict[bool, tuple[Operation, Operation]] = {
+    False: (np.multiply, np.divide),
+    True: (multiply_ftz, divide_ftz),
+}
 
 
 class _Candidate(NamedTuple):
-    """A scale that blocks may have: scale codes (rows of blocks, blocks), element codes (m, blocks, 16) and their E2M1 values."""
+    """A scale that blocks may have: scale codes (rows of blocks, blocks), element codes (m, blocks, 16) and their E2M1
+    values.
+    """
 
     scales: np.ndarray
     codes: np.ndarray
@@ -35,7 +42,9 @@ def _candidate(base: np.ndarray, blocks: np.ndarray, tensor: TensorScale, recipe
     scaled = _scaled(spread_rows(factor_of(scales, tensor, recipe), recipe, len(blocks)), blocks, recipe)
     codes = _codes_of(scaled, recipe)
     unbounded = recipe.rounding == "rnw"
-    return _Candidate(scales, codes, nearest_unbounded(np.abs(scaled)) * np.sign(scaled) if unbounded else decode(codes, E2M1))
+    return _Candidate(
+        scales, codes, nearest_unbounded(np.abs(scaled)) * np.sign(scaled) if unbounded else decode(codes, E2M1)
+    )
 
 
 def factor_of(scales: np.ndarray, tensor: TensorScale, recipe: Recipe) -> np.ndarray:
@@ -57,9 +66,15 @@ def _codes_of(scaled: np.ndarray, recipe: Recipe) -> np.ndarray:
     return encode(scaled, E2M1, recipe.rounding, recipe.sign, recipe.nan_code)
 
 
-def encode_under(scales: np.ndarray, blocks: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe) -> np.ndarray:
-    """Element codes under scales that were chosen: those of either candidate, under its scale. scales, amax: (m, blocks)."""
-    return _without_zero_blocks(_codes_of(_scaled(factor_of(scales, tensor, recipe), blocks, recipe), recipe), amax, recipe)
+def encode_under(
+    scales: np.ndarray, blocks: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe
+) -> np.ndarray:
+    """Element codes under scales that were chosen: those of either candidate, under its scale. scales, amax: (m,
+    blocks).
+    """
+    return _without_zero_blocks(
+        _codes_of(_scaled(factor_of(scales, tensor, recipe), blocks, recipe), recipe), amax, recipe
+    )
 
 
 def leaves_zero_blocks(recipe: Recipe) -> bool:
@@ -78,7 +93,9 @@ def _without_zero_blocks(codes: np.ndarray, amax: np.ndarray, recipe: Recipe) ->
 
 
 def _decoded(scaled: np.ndarray, tensor: TensorScale, recipe: Recipe) -> np.ndarray:
-    """(q * scale) back in the units of x: TE ((q * scale) * tensor_amax) / (6 * scale_max), FlashInfer (q * scale) * (1 / gs)."""
+    """(q * scale) back in the units of x: TE ((q * scale) * tensor_amax) / (6 * scale_max), FlashInfer (q * scale) * (1
+    / gs).
+    """
     multiply, divide = ARITHMETIC[recipe.flush]
     if recipe.flush:
         return multiply(scaled, tensor.decode[..., None])
@@ -86,7 +103,8 @@ def _decoded(scaled: np.ndarray, tensor: TensorScale, recipe: Recipe) -> np.ndar
 
 
 def _error(blocks: np.ndarray, candidate: _Candidate, tensor: TensorScale, recipe: Recipe) -> np.ndarray:
-    """Sum over the elements of a block, in their order, of |d| or d * d, or the largest |d|; float32, no fused multiply-add.
+    """Sum over the elements of a block, in their order, of |d| or d * d, or the largest |d|; float32, no fused
+    multiply-add.
 
     d = decoded - x;   fast_error: d = float16(q * scale) - x * S_enc
     """

@@ -14,8 +14,9 @@ def hadamard_blocks(x: np.ndarray, sign_mask: int = TE_SIGN_MASK) -> np.ndarray:
 
     H is Sylvester's matrix of order 16, s_i = -1 where bit i of sign_mask is set, else 1.
 
-    Numerics: float64 butterflies over distances 1, 2, 4, 8 in this order, then one rounding to the dtype of x, so that every
-    device gives the same bits. Exact: TE's bfloat16 transform. Non-finite elements follow IEEE arithmetic (inf - inf is NaN).
+    Numerics: float64 butterflies over distances 1, 2, 4, 8 in this order, then one rounding to the dtype of x, so that
+    every device gives the same bits. Exact: TE's bfloat16 transform. Non-finite elements follow IEEE arithmetic (inf -
+    inf is NaN).
     """
     signs = 1.0 - 2.0 * ((sign_mask >> np.arange(HADAMARD_BLOCK)) & 1)
     y = x.reshape(*x.shape[:-1], -1, HADAMARD_BLOCK).astype(np.float64) * signs

@@ -31,14 +31,16 @@ def same_scale(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 def _order(bits: np.ndarray, scale: np.ndarray, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
     """-1, 0, 1 where the amax of these bits gives a smaller, the same, a larger scale.
 
-    Scales grow with the amax, but for the small amaxes that a rule takes for a much larger one, which give JUMP times the scale
-    and more. Within FAR steps of the right one, no larger amax does.
+    Scales grow with the amax, but for the small amaxes that a rule takes for a much larger one, which give JUMP times
+    the scale and more. Within FAR steps of the right one, no larger amax does.
     """
     found = tensor_scale(bits.astype(np.int32).view(np.float32), recipe, dtype).decode
     return np.where((found < scale) | (found >= scale * JUMP), -1, np.where(found == scale, 0, 1))
 
 
-def _first(low: np.ndarray, high: np.ndarray, least: int, scale: np.ndarray, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
+def _first(
+    low: np.ndarray, high: np.ndarray, least: int, scale: np.ndarray, recipe: Recipe, dtype: np.dtype
+) -> np.ndarray:
     """Bits of the first amax of [low, high] that orders at `least` or above; high + 1 if none does."""
     high = high + 1
     while (low < high).any():
@@ -48,8 +50,11 @@ def _first(low: np.ndarray, high: np.ndarray, least: int, scale: np.ndarray, rec
     return low
 
 
-def amax_interval(scale: np.ndarray, recipe: Recipe, dtype: np.dtype, steps: int = FAR) -> tuple[np.ndarray, np.ndarray]:
-    """Bits of the first and last positive float32 amax, `steps` or less from scale * covered_range, whose rule gives the scale.
+def amax_interval(
+    scale: np.ndarray, recipe: Recipe, dtype: np.dtype, steps: int = FAR
+) -> tuple[np.ndarray, np.ndarray]:
+    """Bits of the first and last positive float32 amax, `steps` or less from scale * covered_range, whose rule gives
+    the scale.
 
     scale: float32, positive and finite. Returns int64 of its shape; the first is above the last where there is none.
     """
@@ -62,7 +67,9 @@ def amax_interval(scale: np.ndarray, recipe: Recipe, dtype: np.dtype, steps: int
 
 
 def _roundest(first: np.ndarray, last: np.ndarray) -> np.ndarray:
-    """The number of [first, last] that ends in the most zeros: last without the bits below its highest that first - 1 lacks."""
+    """The number of [first, last] that ends in the most zeros: last without the bits below its highest that first - 1
+    lacks.
+    """
     differ = (first - 1) ^ last
     for shift in (1, 2, 4, 8, 16):
         differ |= differ >> shift
@@ -70,12 +77,14 @@ def _roundest(first: np.ndarray, last: np.ndarray) -> np.ndarray:
 
 
 def implied_amax(scale: np.ndarray, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
-    """The amax that a stored tensor scale was made from, as far as the scale tells: float32, same shape; -1 where none gives it.
+    """The amax that a stored tensor scale was made from, as far as the scale tells: float32, same shape; -1 where none
+    gives it.
 
-    Of the positive amaxes within FAR float32 steps of scale * covered_range whose tensor rule gives exactly the scale, the one
-    of the fewest significant bits (the bits of a float32 that ends in the most zeros): the amax of bfloat16 and float16 data, of
-    which rarely two give one scale. Where there is none, the first of 0, inf and NaN that gives the scale.
-    scale: float32, any shape. recipe: one with a tensor rule. dtype: of the array that was quantized, to which some rules round.
+    Of the positive amaxes within FAR float32 steps of scale * covered_range whose tensor rule gives exactly the scale,
+    the one of the fewest significant bits (the bits of a float32 that ends in the most zeros): the amax of bfloat16 and
+    float16 data, of which rarely two give one scale. Where there is none, the first of 0, inf and NaN that gives the
+    scale. scale: float32, any shape. recipe: one with a tensor rule. dtype: of the array that was quantized, to which
+    some rules round.
     """
     scale = np.asarray(scale, np.float32)
     found = np.full(scale.shape, UNKNOWN)
@@ -104,11 +113,15 @@ def _inside(first: np.ndarray, last: np.ndarray, scale: np.ndarray, recipe: Reci
     return (first <= last) & (first > center - NEAR) & (last < center + NEAR)
 
 
-def stored_tensor_scale(scale: np.ndarray | None, amax: np.ndarray | None, recipe: Recipe, dtype: np.dtype) -> TensorScale:
-    """The TensorScale that a Quantized decodes with: its tensor_scale, which is the truth, and the amax where the rule reads one.
+def stored_tensor_scale(
+    scale: np.ndarray | None, amax: np.ndarray | None, recipe: Recipe, dtype: np.dtype
+) -> TensorScale:
+    """The TensorScale that a Quantized decodes with: its tensor_scale, which is the truth, and the amax where the rule
+    reads one.
 
-    amax: the known one, used where the recipe's rule gives scale for it; elsewhere the implied one; UNKNOWN where there is none,
-    and then the values are decode(code) * (block_scale * tensor_scale). Ones where the recipe has no tensor scale.
+    amax: the known one, used where the recipe's rule gives scale for it; elsewhere the implied one; UNKNOWN where there
+    is none, and then the values are decode(code) * (block_scale * tensor_scale). Ones where the recipe has no tensor
+    scale.
     """
     if recipe.tensor_rule is None or scale is None:
         return TensorScale(ONE, ONE, ONE)
@@ -116,7 +129,11 @@ def stored_tensor_scale(scale: np.ndarray | None, amax: np.ndarray | None, recip
     if not DECODE_RULES[recipe.decode_rule].needs_amax:
         return TensorScale(ONE, scale, ONE)
     known = np.full(scale.shape, UNKNOWN) if amax is None else np.array(amax, np.float32)
-    wrong = ~same_scale(tensor_scale(known, recipe, dtype).decode, scale) if amax is not None else np.ones(scale.shape, bool)
+    wrong = (
+        ~same_scale(tensor_scale(known, recipe, dtype).decode, scale)
+        if amax is not None
+        else np.ones(scale.shape, bool)
+    )
     if wrong.any():
         known[wrong] = implied_amax(scale[wrong], recipe, dtype)
     with np.errstate(all="ignore"):
@@ -124,7 +141,9 @@ def stored_tensor_scale(scale: np.ndarray | None, amax: np.ndarray | None, recip
 
 
 def encodes_by_amax(recipe: Recipe) -> bool:
-    """Whether elements meet the tensor's encode scale, which an amax gives: where they meet the decode scale, none is needed."""
+    """Whether elements meet the tensor's encode scale, which an amax gives: where they meet the decode scale, none is
+    needed.
+    """
     if recipe.tensor_rule is None:
         return False
     return recipe.apply == "multiply" if recipe.block_rule is None else BLOCK_RULES[recipe.block_rule].encode
@@ -133,7 +152,8 @@ def encodes_by_amax(recipe: Recipe) -> bool:
 def encoding_scale(scale: np.ndarray | None, recipe: Recipe, dtype: np.dtype) -> TensorScale:
     """The TensorScale that codes are made with under a given tensor scale: decode is that, encode the implied amax's.
 
-    Where no amax gives the scale, encode = 1 / scale. Ones where the recipe has no tensor scale, or does not read a part.
+    Where no amax gives the scale, encode = 1 / scale. Ones where the recipe has no tensor scale, or does not read a
+    part.
     """
     if scale is None:
         return TensorScale(ONE, ONE, ONE)
@@ -141,4 +161,6 @@ def encoding_scale(scale: np.ndarray | None, recipe: Recipe, dtype: np.dtype) ->
         return TensorScale(ONE, scale, ONE)
     amax = implied_amax(scale, recipe, dtype)
     with np.errstate(all="ignore"):
-        return TensorScale(np.where(amax == UNKNOWN, ONE / scale, tensor_scale(amax, recipe, dtype).encode), scale, amax)
+        return TensorScale(
+            np.where(amax == UNKNOWN, ONE / scale, tensor_scale(amax, recipe, dtype).encode), scale, amax
+        )

@@ -11,7 +11,9 @@ from fp4kit.recipes import Recipe
 
 
 def stack(a: np.ndarray, recipe: Recipe, per_matrix: bool = False) -> Any:
-    """View of a (..., M, K) as matrices (B, M, K): one where rows may be joined without a copy, else one per leading index."""
+    """View of a (..., M, K) as matrices (B, M, K): one where rows may be joined without a copy, else one per leading
+    index.
+    """
     if a.ndim == 1:
         return a[None, None]
     tall = recipe.block_rows > 1

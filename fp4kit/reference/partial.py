@@ -24,7 +24,9 @@ class Segment(NamedTuple):
 
 
 def segments(start: int, length: int, K: int) -> Iterator[Segment]:
-    """Cut elements [start, start + length) of a flattened (M, K) matrix into a piece of a row, whole rows, a piece of a row."""
+    """Cut elements [start, start + length) of a flattened (M, K) matrix into a piece of a row, whole rows, a piece of a
+    row.
+    """
     done = 0
     while done < length:
         row, column = divmod(start + done, K)

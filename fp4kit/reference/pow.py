@@ -1,4 +1,5 @@
-"""d^p of errors, in float64: the same bits on every machine, for it is made of +, -, *, / (each rounded once) and of bits alone.
+"""d^p of errors, in float64: the same bits on every machine, for it is made of +, -, *, / (each rounded once) and of
+bits alone.
 
 No producer has it. A C library's pow differs from another one's in its last bit, and so does CUDA's. In C++: power.cuh.
 """
@@ -21,8 +22,8 @@ def power(d: np.ndarray, p: float) -> np.ndarray:
     """d^n * 2^((p - n) log2 d), n = floor(p): float64, of d's shape.
 
     d: float64, 0 or normal numbers above; what a float32 is, and the difference of two. p: from 1 on.
-    Numerics: d^n is made of products, from the left in the binary digits of n. 0 -> 0, inf -> inf, NaN -> NaN; overflow -> inf;
-    what underflows is rounded as products are. Squares and d^1 are those of IEEE. The relative error is at most
+    Numerics: d^n is made of products, from the left in the binary digits of n. 0 -> 0, inf -> inf, NaN -> NaN; overflow
+    -> inf; what underflows is rounded as products are. Squares and d^1 are those of IEEE. The relative error is at most
     (n + 4 + 2 |(p - n) log2 d|) 2^-53, beside that of underflow.
     """
     found = np.array(d, np.float64, order="C")

@@ -20,7 +20,9 @@ from fp4kit.reference.tensor_rules import TensorScale, round_to, tensor_scale
 
 
 class Options(NamedTuple):
-    """What a call adds to a recipe: calibrated block amaxes, random bytes for stochastic rounding, a Hadamard sign mask."""
+    """What a call adds to a recipe: calibrated block amaxes, random bytes for stochastic rounding, a Hadamard sign
+    mask.
+    """
 
     block_amax: np.ndarray | None = None
     random: RandomBytes | None = None
@@ -57,7 +59,12 @@ def tensor_amax(x: np.ndarray, recipe: Recipe, hadamard: int | None = None) -> n
 
 
 def quantize_tile(
-    x: np.ndarray, recipe: Recipe, tensor: TensorScale, dtype: np.dtype, amax: np.ndarray | None, random: np.ndarray | None
+    x: np.ndarray,
+    recipe: Recipe,
+    tensor: TensorScale,
+    dtype: np.dtype,
+    amax: np.ndarray | None,
+    random: np.ndarray | None,
 ) -> tuple[np.ndarray, np.ndarray | None]:
     """Codes (m, k) and block scales (m, k / block) of float32 x (m, k).
 
@@ -83,11 +90,18 @@ def quantize_tile(
 
 
 def encode_tile(
-    x: np.ndarray, recipe: Recipe, tensor: TensorScale, dtype: np.dtype, scales: np.ndarray | None, random: np.ndarray | None
+    x: np.ndarray,
+    recipe: Recipe,
+    tensor: TensorScale,
+    dtype: np.dtype,
+    scales: np.ndarray | None,
+    random: np.ndarray | None,
 ) -> np.ndarray:
-    """Codes (m, k) of float32 x (m, k) under block scales (m, k / block) that there are; None where the recipe has none.
+    """Codes (m, k) of float32 x (m, k) under block scales (m, k / block) that there are; None where the recipe has
+    none.
 
-    The factor is the one that the rule makes of its own codes; amax, of which some rules ask whether it is zero, is that of x.
+    The factor is the one that the rule makes of its own codes; amax, of which some rules ask whether it is zero, is
+    that of x.
     """
     m, k = x.shape
     blocks = x.reshape(m, -1, recipe.block_size if recipe.block else k)
@@ -102,7 +116,12 @@ def encode_tile(
 
 
 def encode_elements(
-    blocks: np.ndarray, factor: np.ndarray, recipe: Recipe, dtype: np.dtype, random: np.ndarray | None, tensor: TensorScale
+    blocks: np.ndarray,
+    factor: np.ndarray,
+    recipe: Recipe,
+    dtype: np.dtype,
+    random: np.ndarray | None,
+    tensor: TensorScale,
 ) -> np.ndarray:
     """Codes of the scaled elements: the recipe's rounding, or stochastic with the given random bytes."""
     if recipe.apply == "compare" and random is None:
@@ -123,10 +142,12 @@ def encode_elements(
 
 
 def _repacked(codes: np.ndarray, scaled: np.ndarray, factor: np.ndarray, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
-    """Codes of T(value), T(.) rounding to the dtype of the elements, value = decode(code) / factor; NaN for a NaN before.
+    """Codes of T(value), T(.) rounding to the dtype of the elements, value = decode(code) / factor; NaN for a NaN
+    before.
 
-    E8M0: T(T(value) / T(1 / factor)) is encoded, and inf has the code of zero in a format without NaN, as all its distances are
-    infinite. E4M3: T(value) * factor. 1 / 0 counts as 0. Source: auto-round export_to_autoround/qlinear_fp.py QuantLinear.pack.
+    E8M0: T(T(value) / T(1 / factor)) is encoded, and inf has the code of zero in a format without NaN, as all its
+    distances are infinite. E4M3: T(value) * factor. 1 / 0 counts as 0. Source: auto-round
+    export_to_autoround/qlinear_fp.py QuantLinear.pack.
     """
     inverse = reciprocal_or_zero(factor)
     values = round_to(np.where(np.isnan(scaled), np.float32(np.nan), decode(codes, recipe.element) * inverse), dtype)
@@ -148,7 +169,12 @@ def _scale_elements(blocks: np.ndarray, factor: np.ndarray, recipe: Recipe) -> n
 
 @np.errstate(all="ignore")
 def quantize_matrix(
-    x: np.ndarray, recipe: Recipe, amax: np.ndarray | None, packed: np.ndarray, scales: np.ndarray | None, options: Options
+    x: np.ndarray,
+    recipe: Recipe,
+    amax: np.ndarray | None,
+    packed: np.ndarray,
+    scales: np.ndarray | None,
+    options: Options,
 ) -> None:
     """Quantize x (M, K) into packed (M, K/2 or K) and scales (M, K/block), tile by tile.
 

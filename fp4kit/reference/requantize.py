@@ -42,7 +42,9 @@ def keep_codes(q: Quantized, target: Recipe) -> Quantized | None:
     if not np.isfinite(amax) or decode_scale != np.ldexp(np.float32(1), m):
         return None
     layout = swizzle_scales(block_scale, q.scale_layout)
-    return Quantized(_kept_codes(q), layout, decode_scale, np.asarray(amax), q.shape, q.dtype, q.axis, target, q.scale_layout)
+    return Quantized(
+        _kept_codes(q), layout, decode_scale, np.asarray(amax), q.shape, q.dtype, q.axis, target, q.scale_layout
+    )
 
 
 def _kept_codes(q: Quantized) -> np.ndarray:
@@ -54,7 +56,9 @@ def _kept_codes(q: Quantized) -> np.ndarray:
 
 
 def _exponents(q: Quantized, scales: np.ndarray) -> tuple[np.ndarray, int] | None:
-    """Which blocks hold a nonzero code, and the exponent m of the tensor scale; None if they span more than E4M3 does."""
+    """Which blocks hold a nonzero code, and the exponent m of the tensor scale; None if they span more than E4M3
+    does.
+    """
     if (scales == 255).any():
         return None
     codes = unpack(q.packed).reshape(*scales.shape, -1)

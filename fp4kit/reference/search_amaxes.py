@@ -1,7 +1,8 @@
-"""Search of tensor amaxes by their error: the best of a grid of multiples, of tensors, experts or rows without block scales.
+"""Search of tensor amaxes by their error: the best of a grid of multiples, of tensors, experts or rows without block
+scales.
 
-Source: Model-Optimizer 0.47 torch/quantization/calib/mse.py MseCalibrator, whose grid and choice these are. It sums float32
-errors in PyTorch's order; here they are exact differences, added in float64.
+Source: Model-Optimizer 0.47 torch/quantization/calib/mse.py MseCalibrator, whose grid and choice these are. It sums
+float32 errors in PyTorch's order; here they are exact differences, added in float64.
 """
 
 from __future__ import annotations
@@ -20,9 +21,11 @@ CHUNK = 1 << 18  # elements at a time
 
 
 def multiples(grid: tuple[float, float, float]) -> np.ndarray:
-    """float32 multiples from start to stop, both included: ceil((stop - start) / step) + 1, as torch.linspace makes them.
+    """float32 multiples from start to stop, both included: ceil((stop - start) / step) + 1, as torch.linspace makes
+    them.
 
-    start + i * step in the first half, stop - i * step from the end in the second, each rounded once, of a float32 step.
+    start + i * step in the first half, stop - i * step from the end in the second, each rounded once, of a float32
+    step.
     """
     start, stop, step = grid
     first, last, count = np.float32(start), np.float32(stop), math.ceil((stop - start) / step) + 1
@@ -35,7 +38,9 @@ def multiples(grid: tuple[float, float, float]) -> np.ndarray:
 
 @np.errstate(all="ignore")
 def search_amaxes(search: Search, amax: Any, fake_quantize: Callable[[Call], np.ndarray]) -> np.ndarray:
-    """amax * multiple of least loss, float32 in the shape of amax; the first of equals. Losses that are NaN count as infinite."""
+    """amax * multiple of least loss, float32 in the shape of amax; the first of equals. Losses that are NaN count as
+    infinite.
+    """
     call, terms = search.call, search.terms
     assert terms.grid is not None
     x = call.x.astype(np.float32)
@@ -45,7 +50,9 @@ def search_amaxes(search: Search, amax: Any, fake_quantize: Callable[[Call], np.
         return np.array(amax, np.float32)
     losses = []
     for factor in factors:
-        values = np.moveaxis(fake_quantize(call._replace(tensor_amax=np.asarray(amax * factor, np.float32))), call.axis, -1)
+        values = np.moveaxis(
+            fake_quantize(call._replace(tensor_amax=np.asarray(amax * factor, np.float32))), call.axis, -1
+        )
         losses.append(_loss(call.moved, values, terms).reshape(*np.shape(amax), -1))
     joined = _joined(np.stack(losses), terms.power)
     best = np.where(np.isnan(joined), np.inf, joined).argmin(axis=0)

@@ -1,11 +1,12 @@
-"""Searches: a block's amax is chosen among candidates by the error that quantizing under it makes, not the largest magnitude.
+"""Searches: a block's amax is chosen among candidates by the error that quantizing under it makes, not the largest
+magnitude.
 
 A search of recipes/rules.py is a function of its name here,
 
     search_<name>(x, amax, tensor, recipe, dtype)   the chosen amaxes (rows, blocks), float32
 
-of float32 elements x (rows, columns) and the largest magnitudes of their blocks (rows, blocks), under the tensor scale that the
-call has. What follows is the recipe without its search, of blocks that have these amaxes.
+of float32 elements x (rows, columns) and the largest magnitudes of their blocks (rows, blocks), under the tensor scale
+that the call has. What follows is the recipe without its search, of blocks that have these amaxes.
 """
 
 from __future__ import annotations
@@ -41,8 +42,8 @@ def least_by_block(
 ) -> np.ndarray:
     """Of candidates in their order, by block, the first of least error; the first of all where that is NaN.
 
-    error(candidate, which): of the blocks where `which` is set, a row of them. code(candidate): scale codes, where blocks of one
-    scale have one error, so that each scale is tried once; None: each candidate is.
+    error(candidate, which): of the blocks where `which` is set, a row of them. code(candidate): scale codes, where
+    blocks of one scale have one error, so that each scale is tried once; None: each candidate is.
     """
     chosen: np.ndarray | None = None
     least: np.ndarray = np.zeros(0, np.float32)
@@ -63,8 +64,8 @@ def least_by_block(
 class Tried:
     """The scales of blocks that were tried.
 
-    2^24 bfloat16 elements by nvfp4-auto-round-opt: 10.5 s, and 43.3 with every candidate tried (x86-64, two cores, nothing else
-    running, 2026-11-22, one run each).
+    2^24 bfloat16 elements by nvfp4-auto-round-opt: 10.5 s, and 43.3 with every candidate tried (x86-64, two cores,
+    nothing else running, 2026-11-22, one run each).
     """
 
     def __init__(self, code: Callable[[np.ndarray], np.ndarray]) -> None:
@@ -122,8 +123,12 @@ search_auto_round_powers = _search_auto_round(FACTORS["auto_round_powers"])
 search_auto_round_percents = _search_auto_round(FACTORS["auto_round_percents"])
 
 
-def search_modelopt_sweep(x: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
-    """The amax, of those that give an E4M3 scale, of least squared error. Source: Model-Optimizer nvfp4_fp8_scale_sweep."""
+def search_modelopt_sweep(
+    x: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype
+) -> np.ndarray:
+    """The amax, of those that give an E4M3 scale, of least squared error. Source: Model-Optimizer
+    nvfp4_fp8_scale_sweep.
+    """
     return least_amaxes(x, np.float32(tensor.amax.reshape(())), recipe)
 
 
@@ -131,8 +136,12 @@ SEARCHES: dict[str, Callable[..., np.ndarray]] = {name: globals()[f"search_{name
 
 
 @np.errstate(all="ignore")
-def search_matrix(x: np.ndarray, out: np.ndarray, amax: np.ndarray | None, recipe: Recipe, hadamard: int | None) -> None:
-    """The chosen block amaxes of x (M, K) into out (M, K / block), tile by tile. amax: of the tensor, as for quantize_matrix."""
+def search_matrix(
+    x: np.ndarray, out: np.ndarray, amax: np.ndarray | None, recipe: Recipe, hadamard: int | None
+) -> None:
+    """The chosen block amaxes of x (M, K) into out (M, K / block), tile by tile. amax: of the tensor, as for
+    quantize_matrix.
+    """
     tensor, search = tensor_scale(amax, recipe, x.dtype).columns(recipe), SEARCHES[recipe.search]
     for rows, columns in tiles(x.shape, recipe.block):
         tile = widen(x[rows, columns], recipe, hadamard)
@@ -141,7 +150,9 @@ def search_matrix(x: np.ndarray, out: np.ndarray, amax: np.ndarray | None, recip
 
 
 def searched(call: Call, amax: np.ndarray | None) -> Call:
-    """The call with the block amaxes that its recipe's search chooses; as it is where there is none. amax: of the tensor."""
+    """The call with the block amaxes that its recipe's search chooses; as it is where there is none. amax: of the
+    tensor.
+    """
     if not call.recipe.search or not call.x.size:
         return call
     search = partial(search_matrix, recipe=call.recipe, hadamard=call.mask)

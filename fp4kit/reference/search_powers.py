@@ -1,4 +1,6 @@
-"""Search of E8M0 scales by their error: the exponents around the floor of the block's amax, in the recipe's own arithmetic."""
+"""Search of E8M0 scales by their error: the exponents around the floor of the block's amax, in the recipe's own
+arithmetic.
+"""
 
 from __future__ import annotations
 
@@ -22,13 +24,18 @@ def search_powers(x: np.ndarray, out: np.ndarray, amax: np.ndarray | None, searc
     r, terms = search.call.recipe, search.terms
     tensor = tensor_scale(amax, r, x.dtype).columns(r)
     for rows, columns in tiles(x.shape, r.block):
-        tile, blocks = widen(x[rows, columns], r, None), slice(columns.start // r.block_size, columns.stop // r.block_size)
+        tile, blocks = (
+            widen(x[rows, columns], r, None),
+            slice(columns.start // r.block_size, columns.stop // r.block_size),
+        )
         weights = None if terms.weights is None else _of_full_length(terms.weights[columns].reshape(-1, r.block_size))
         out[rows, blocks] = _chosen(tile, r, tensor, x.dtype, terms._replace(weights=weights))
 
 
 def _chosen(x: np.ndarray, r: Recipe, tensor: TensorScale, dtype: np.dtype, terms: Terms) -> np.ndarray:
-    """The first of least loss, from the least exponent up, whose amax the rule makes a scale of that exponent; else the own."""
+    """The first of least loss, from the least exponent up, whose amax the rule makes a scale of that exponent; else the
+    own.
+    """
     own = block_amax(x, r)
     code = _codes(quantize_tile(x, r, tensor, dtype, own, None)[1])
     best, chosen = np.full(own.shape, np.inf, np.float32), own

@@ -1,4 +1,5 @@
-"""Search of block scales by their error: every candidate in turn, in the float32 operations of Model-Optimizer's Triton kernels.
+"""Search of block scales by their error: every candidate in turn, in the float32 operations of Model-Optimizer's Triton
+kernels.
 
 Source: Model-Optimizer 0.47 torch/kernels/quantization/gemm/nvfp4_fp8_sweep.py, as Triton 3.6 compiles it for sm_90.
 """
@@ -25,7 +26,8 @@ CHUNK = 1 << 18  # elements at a time
 
 @np.errstate(all="ignore")
 def search_matrix(x: np.ndarray, out: np.ndarray, amax: np.ndarray, search: Search) -> None:
-    """For each block of x (M, K) the amax, of the 126 that give an E4M3 scale, whose loss is least, the first of equals.
+    """For each block of x (M, K) the amax, of the 126 that give an E4M3 scale, whose loss is least, the first of
+    equals.
 
     out: float32 (M, K / 16), that of a block in each of its rows.
     """
@@ -59,7 +61,8 @@ def _span(amaxes: np.ndarray, amax: np.float32, r: Recipe, terms: Terms) -> tupl
     return low, high
 
 
-# ---- scales -----------------------------------------------------------------------------------------------------------------
+# ---- scales
+# -----------------------------------------------------------------------------------------------------------------
 
 
 def candidate_amaxes(amax: np.float32, r: Recipe) -> np.ndarray:
@@ -68,7 +71,9 @@ def candidate_amaxes(amax: np.float32, r: Recipe) -> np.ndarray:
 
 
 def scales_of(candidates: np.ndarray, amax: np.float32, r: Recipe, terms: Terms) -> np.ndarray:
-    """What elements are divided by: candidate * fp32(1 / 6), with a Hessian through E4M3 under the tensor's scale; 1 for 0."""
+    """What elements are divided by: candidate * fp32(1 / 6), with a Hessian through E4M3 under the tensor's scale; 1
+    for 0.
+    """
     scales = candidates * SIXTH
     if terms.hessian is not None:
         scales = _through_e4m3(scales, amax * np.float32(448 / r.scale_max) * SIXTH)
@@ -76,13 +81,16 @@ def scales_of(candidates: np.ndarray, amax: np.float32, r: Recipe, terms: Terms)
 
 
 def _through_e4m3(scales: np.ndarray, top: np.ndarray) -> np.ndarray:
-    """E4M3 values of scales under 448 / top, 448 where top is at most 2^-24. Source: Model-Optimizer fake_e4m3fy (CUDA)."""
+    """E4M3 values of scales under 448 / top, 448 where top is at most 2^-24. Source: Model-Optimizer fake_e4m3fy
+    (CUDA).
+    """
     factor = np.float32(448) / np.where(top <= np.float32(2.0**-24), ONE, top)
     codes = encode(np.clip(scales * factor, np.float32(-448), np.float32(448)), E4M3)
     return decode(codes, E4M3) * (ONE / factor)
 
 
-# ---- losses -----------------------------------------------------------------------------------------------------------------
+# ---- losses
+# -----------------------------------------------------------------------------------------------------------------
 
 
 def losses(x: np.ndarray, scale: np.float32, r: Recipe, terms: Terms) -> np.ndarray:
@@ -102,7 +110,9 @@ def losses(x: np.ndarray, scale: np.float32, r: Recipe, terms: Terms) -> np.ndar
 
 
 def left_of(a: np.ndarray, scale: np.float32) -> np.ndarray:
-    """a - q * scale, rounded once, of a >= 0: q the E2M1 value nearest to div.full.f32(a, scale), ties to even codes."""
+    """a - q * scale, rounded once, of a >= 0: q the E2M1 value nearest to div.full.f32(a, scale), ties to even
+    codes.
+    """
     q = decode(encode(np.fmin(divide_full(a, np.full_like(a, scale)), np.float32(6)), E2M1), E2M1)
     return fma(-scale, q, a)
 
@@ -145,7 +155,9 @@ def quadratic(d: np.ndarray, hessian: np.ndarray) -> np.ndarray:
 
 
 def folded(parts: np.ndarray, power: float = 2.0) -> np.ndarray:
-    """Sums over the last axis, as threads exchange them: halves are joined until one is left; an odd one in the middle waits."""
+    """Sums over the last axis, as threads exchange them: halves are joined until one is left; an odd one in the middle
+    waits.
+    """
     while (count := parts.shape[-1]) > 1:
         half = (count + 1) // 2
         pairs = joined(parts[..., : count - half], parts[..., half:], power)

@@ -33,7 +33,8 @@ def philox4x32(counter: np.ndarray, key: tuple[int, int]) -> np.ndarray:
 def stream_bytes(seed: int, start: int, count: int) -> np.ndarray:
     """Random bytes of elements [start, start + count) in row-major order of the quantized array: uint8 (count,).
 
-    Element i takes byte i % 16, little-endian, of philox4x32(counter = i // 16 as 64 bits in words 0 and 1, key = seed).
+    Element i takes byte i % 16, little-endian, of philox4x32(counter = i // 16 as 64 bits in words 0 and 1, key =
+    seed).
     """
     first, last = start // BYTES_PER_COUNTER, -(-(start + count) // BYTES_PER_COUNTER)
     index = np.arange(first, max(last, first), dtype=np.uint64)

@@ -6,10 +6,11 @@ import numpy as np
 
 
 def sum_lanes(terms: np.ndarray) -> np.ndarray:
-    """Sums of up to 256 float32 as PyTorch adds them on a CPU: by vectors of eight, in four partial sums while four are left.
+    """Sums of up to 256 float32 as PyTorch adds them on a CPU: by vectors of eight, in four partial sums while four are
+    left.
 
-    Vector i of whole groups of four goes to sum i % 4, those that are left to sum 0; then the four sums are added in their order,
-    and then the eight lanes.
+    Vector i of whole groups of four goes to sum i % 4, those that are left to sum 0; then the four sums are added in
+    their order, and then the eight lanes.
     """
     vectors = terms.reshape(*terms.shape[:-1], -1, 8)
     count = vectors.shape[-2]

@@ -1,6 +1,7 @@
 """Tensor rules: from the amax of a tensor to its scale, encode and decode. What blocks make of it: block_rules.py.
 
-All arithmetic is float32 with one rn rounding per written operation, unless a rule says that it rounds to the input dtype.
+All arithmetic is float32 with one rn rounding per written operation, unless a rule says that it rounds to the input
+dtype.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ TINY_AMAX = np.float32(2.0**-24)  # Model-Optimizer's FP8 and INT fake quantizer
 
 
 class TensorScale(NamedTuple):
-    """encode: multiplies on the way in; decode: multiplies on the way out (the one that is stored); amax: what they cover."""
+    """encode: multiplies on the way in; decode: multiplies on the way out (the one that is stored); amax: what they
+    cover.
+    """
 
     encode: np.ndarray
     decode: np.ndarray
@@ -38,15 +41,20 @@ class TensorScale(NamedTuple):
 
 
 def round_to(x: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """x rounded to dtype (rn), as float32. After a float32 operation the second rounding is innocuous for 8 and 11 bits."""
+    """x rounded to dtype (rn), as float32. After a float32 operation the second rounding is innocuous for 8 and 11
+    bits.
+    """
     return x if dtype == np.float32 else x.astype(dtype).astype(np.float32)
 
 
-# ---- tensor rules: tensor_amax -> TensorScale ---------------------------------------------------------------------------
+# ---- tensor rules: tensor_amax -> TensorScale
+# ---------------------------------------------------------------------------
 
 
 def full_range(recipe: Recipe) -> np.float32:
-    """The amax that a tensor scale of 1 covers: the largest element times the largest block scale in use (2688 = 6 * 448)."""
+    """The amax that a tensor scale of 1 covers: the largest element times the largest block scale in use (2688 = 6 *
+    448).
+    """
     return np.float32(rules.TOPS.get(recipe.tensor_rule or "", recipe.element.max) * np.float32(recipe.scale_max))
 
 
@@ -83,7 +91,9 @@ def tensor_divided(amax: np.ndarray, recipe: Recipe, dtype: np.dtype) -> Pair:
 
 
 def tensor_compressed_tensors(amax: np.ndarray, recipe: Recipe, dtype: np.dtype) -> Pair:
-    """encode = rnd(rnd(1 / max(amax, tiny)) * 2688), both roundings to the input dtype; inf and NaN -> 1; decode = 1 / encode."""
+    """encode = rnd(rnd(1 / max(amax, tiny)) * 2688), both roundings to the input dtype; inf and NaN -> 1; decode = 1 /
+    encode.
+    """
     tiny = np.float32(ml_dtypes.finfo(dtype).tiny)
     reciprocal = round_to(ONE / np.maximum(amax, tiny), dtype)
     encode_scale = round_to(reciprocal * full_range(recipe), dtype)
@@ -150,7 +160,9 @@ TENSOR_RULES: dict[str, Callable[[np.ndarray, Recipe, np.dtype], Pair]] = {
 
 
 def tensor_scale(amax: np.ndarray | None, recipe: Recipe, dtype: np.dtype) -> TensorScale:
-    """The recipe's tensor rule applied to tensor_amax (float32, any shape); ones where the recipe has no tensor scale."""
+    """The recipe's tensor rule applied to tensor_amax (float32, any shape); ones where the recipe has no tensor
+    scale.
+    """
     if recipe.tensor_rule is None or amax is None:
         return TensorScale(ONE, ONE, ONE)
     amax = np.asarray(amax, np.float32)

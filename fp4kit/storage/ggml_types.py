@@ -21,22 +21,46 @@ class GgmlType(NamedTuple):
 
 _QK = 256
 GGML_TYPES: dict[int, GgmlType] = {
-    0: GgmlType("F32", 1, 4), 1: GgmlType("F16", 1, 2), 24: GgmlType("I8", 1, 1), 25: GgmlType("I16", 1, 2),
-    26: GgmlType("I32", 1, 4), 27: GgmlType("I64", 1, 8), 28: GgmlType("F64", 1, 8), 30: GgmlType("BF16", 1, 2),
-    2: GgmlType("Q4_0", 32, 18), 3: GgmlType("Q4_1", 32, 20), 6: GgmlType("Q5_0", 32, 22), 7: GgmlType("Q5_1", 32, 24),
-    8: GgmlType("Q8_0", 32, 34), 9: GgmlType("Q8_1", 32, 40), 20: GgmlType("IQ4_NL", 32, 18), 41: GgmlType("Q1_0", 128, 18),
+    0: GgmlType("F32", 1, 4),
+    1: GgmlType("F16", 1, 2),
+    24: GgmlType("I8", 1, 1),
+    25: GgmlType("I16", 1, 2),
+    26: GgmlType("I32", 1, 4),
+    27: GgmlType("I64", 1, 8),
+    28: GgmlType("F64", 1, 8),
+    30: GgmlType("BF16", 1, 2),
+    2: GgmlType("Q4_0", 32, 18),
+    3: GgmlType("Q4_1", 32, 20),
+    6: GgmlType("Q5_0", 32, 22),
+    7: GgmlType("Q5_1", 32, 24),
+    8: GgmlType("Q8_0", 32, 34),
+    9: GgmlType("Q8_1", 32, 40),
+    20: GgmlType("IQ4_NL", 32, 18),
+    41: GgmlType("Q1_0", 128, 18),
     42: GgmlType("Q2_0", 64, 18),
-    10: GgmlType("Q2_K", _QK, 84), 11: GgmlType("Q3_K", _QK, 110), 12: GgmlType("Q4_K", _QK, 144),
-    13: GgmlType("Q5_K", _QK, 176), 14: GgmlType("Q6_K", _QK, 210), 15: GgmlType("Q8_K", _QK, 292),
-    16: GgmlType("IQ2_XXS", _QK, 66), 17: GgmlType("IQ2_XS", _QK, 74), 18: GgmlType("IQ3_XXS", _QK, 98),
-    19: GgmlType("IQ1_S", _QK, 50), 21: GgmlType("IQ3_S", _QK, 110), 22: GgmlType("IQ2_S", _QK, 82),
-    23: GgmlType("IQ4_XS", _QK, 136), 29: GgmlType("IQ1_M", _QK, 56), 34: GgmlType("TQ1_0", _QK, 54),
+    10: GgmlType("Q2_K", _QK, 84),
+    11: GgmlType("Q3_K", _QK, 110),
+    12: GgmlType("Q4_K", _QK, 144),
+    13: GgmlType("Q5_K", _QK, 176),
+    14: GgmlType("Q6_K", _QK, 210),
+    15: GgmlType("Q8_K", _QK, 292),
+    16: GgmlType("IQ2_XXS", _QK, 66),
+    17: GgmlType("IQ2_XS", _QK, 74),
+    18: GgmlType("IQ3_XXS", _QK, 98),
+    19: GgmlType("IQ1_S", _QK, 50),
+    21: GgmlType("IQ3_S", _QK, 110),
+    22: GgmlType("IQ2_S", _QK, 82),
+    23: GgmlType("IQ4_XS", _QK, 136),
+    29: GgmlType("IQ1_M", _QK, 56),
+    34: GgmlType("TQ1_0", _QK, 54),
     35: GgmlType("TQ2_0", _QK, 66),
     39: GgmlType("MXFP4", GGUF_BLOCKS["mxfp4"].elements, GGUF_BLOCKS["mxfp4"].bytes),
     40: GgmlType("NVFP4", GGUF_BLOCKS["nvfp4"].elements, GGUF_BLOCKS["nvfp4"].bytes),
-}  # fmt: skip
+}
 NUMBER_OF = {known.name: number for number, known in GGML_TYPES.items()}
-BLOCKED = {known.name: known for known in GGML_TYPES.values() if known.elements > 1}  # those that safetensors files do not have
+BLOCKED = {
+    known.name: known for known in GGML_TYPES.values() if known.elements > 1
+}  # those that safetensors files do not have
 
 
 def ggml_nbytes(kind: GgmlType, shape: tuple[int, ...]) -> int:

@@ -4,8 +4,9 @@
     a key:     name str | type u32 | value; an array is: type u32 | count u64 | values; a str: bytes u64 | UTF-8
     a tensor:  name str | axes u32 | lengths u64 each, the contiguous axis first | type u32 | offset in data u64
 
-All numbers are little-endian. No count is believed beyond the bytes that the file has, so that a hostile one costs nothing; the
-gguf package's reader goes on for hours over a count of 2^60 (0.19.0). Source: llama.cpp 0c1e57098, ggml/src/gguf.cpp.
+All numbers are little-endian. No count is believed beyond the bytes that the file has, so that a hostile one costs
+nothing; the gguf package's reader goes on for hours over a count of 2^60 (0.19.0). Source: llama.cpp 0c1e57098,
+ggml/src/gguf.cpp.
 """
 
 from __future__ import annotations
@@ -28,9 +29,19 @@ _ALIGNMENT = ("general.alignment", 32)
 STRING, ARRAY = 8, 9  # numbers of types of values
 _SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
 _NAMES = {
-    0: "uint8", 1: "int8", 2: "uint16", 3: "int16", 4: "uint32", 5: "int32", 6: "float32", 7: "bool", 8: "string",
-    10: "uint64", 11: "int64", 12: "float64",
-}  # fmt: skip
+    0: "uint8",
+    1: "int8",
+    2: "uint16",
+    3: "int16",
+    4: "uint32",
+    5: "int32",
+    6: "float32",
+    7: "bool",
+    8: "string",
+    10: "uint64",
+    11: "int64",
+    12: "float64",
+}
 _MOST_AXES, _LONG = 4, 4096  # bytes of a string that is shown as it is
 _CHUNK = 1 << 20
 
@@ -77,7 +88,9 @@ def read_any_header(path: Path, name: str | None = None) -> SafetensorsFile:
 
 
 def read_gguf(path: Path, name: str | None = None) -> GgufFile:
-    """Return the checked header of the GGUF file at ``path``. Raises CheckpointError for what llama.cpp would refuse, too."""
+    """Return the checked header of the GGUF file at ``path``. Raises CheckpointError for what llama.cpp would refuse,
+    too.
+    """
     name = name or path.name
     if not path.exists():
         raise CheckpointError(f"{shown(str(path))}: does not exist; a GGUF file is needed")
@@ -115,7 +128,9 @@ class _Reader:
         infos = [self._info() for _ in range(tensors)]
         data_start = -(-self._at // alignment) * alignment
         entries = self._entries(infos, data_start, alignment)
-        return GgufFile(self._path, self._name, self._size, entries, values, version, alignment, data_start, tuple(fields))
+        return GgufFile(
+            self._path, self._name, self._size, entries, values, version, alignment, data_start, tuple(fields)
+        )
 
     def _preamble(self) -> tuple[int, int, int]:
         if self._take(len(MAGIC)) != MAGIC:
@@ -216,7 +231,9 @@ class _Reader:
         shape = tuple(self._number("<Q") for _ in range(axes))[::-1]
         return name, shape, self._number("<I"), self._number("<Q")
 
-    def _entries(self, infos: list[tuple[str, tuple[int, ...], int, int]], start: int, alignment: int) -> tuple[TensorEntry, ...]:
+    def _entries(
+        self, infos: list[tuple[str, tuple[int, ...], int, int]], start: int, alignment: int
+    ) -> tuple[TensorEntry, ...]:
         """The tensors, in the order of their bytes, which follow each other without a hole."""
         found: dict[str, TensorEntry] = {}
         end = 0
@@ -226,7 +243,9 @@ class _Reader:
             kind = GGML_TYPES[number]
             if (1, *shape)[-1] % kind.elements:
                 row = (1, *shape)[-1]
-                raise self._unusable(f"{shown(name)} has rows of {row}; blocks of {kind.name} have {kind.elements} elements")
+                raise self._unusable(
+                    f"{shown(name)} has rows of {row}; blocks of {kind.name} have {kind.elements} elements"
+                )
             if name in found:
                 raise self._unusable(f"it has two tensors {shown(name)!r}")
             if offset != -(-end // alignment) * alignment:

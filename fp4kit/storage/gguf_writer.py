@@ -15,10 +15,11 @@ from fp4kit.storage.writer import TensorSpec
 def gguf_header(
     file: GgufFile, specs: Sequence[TensorSpec], keys: Mapping[str, str]
 ) -> tuple[bytes, dict[str, int], int]:
-    """Return the header with the padding behind it, where each tensor begins in the file, and the size of the whole file.
+    """Return the header with the padding behind it, where each tensor begins in the file, and the size of the whole
+    file.
 
-    file: whose version, alignment and keys are taken over, in their order; specs: the tensors in the order of their bytes, each
-    of a type of GGUF; keys: strings that follow, instead of those of the same names.
+    file: whose version, alignment and keys are taken over, in their order; specs: the tensors in the order of their
+    bytes, each of a type of GGUF; keys: strings that follow, instead of those of the same names.
     """
     kept = [field for field in file.fields if field.key not in keys]
     with file.path.open("rb") as stream:

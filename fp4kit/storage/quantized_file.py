@@ -5,21 +5,24 @@
     <name>.tensor_scale   F32   multiplies on decode
     <name>.tensor_amax    F32   where it is known
 
-Scales are U8, as they are in memory: a file with a tensor of F8_E4M3 or F8_E8M0 cannot be read by safetensors.numpy (0.8), which
-knows no such dtype, not even for its other tensors. The metadata entry `fp4kit_quantized` is a JSON object:
+Scales are U8, as they are in memory: a file with a tensor of F8_E4M3 or F8_E8M0 cannot be read by safetensors.numpy
+(0.8), which knows no such dtype, not even for its other tensors. The metadata entry `fp4kit_quantized` is a JSON
+object:
 
-    {"version": 1, "arrays": {<name>: {"recipe": an id, or all fields of a variant, "shape": [4, 64], "dtype": "bfloat16",
+    {"version": 1, "arrays": {<name>: {"recipe": an id, or all fields of a variant, "shape": [4, 64], "dtype":
+    "bfloat16",
                                        "axis": 1, "scale_layout": "linear", "parts": ["packed", "block_scale", ...]}}}
 
 The metadata entry `fp4kit_crc32` is a JSON object of CRC-32 (zlib's), each as 8 hexadecimal digits:
 
-    {"header": that of the compact ASCII JSON [the text of fp4kit_quantized, sorted [name, dtype, shape] of all tensors],
+    {"header": that of the compact ASCII JSON [the text of fp4kit_quantized, sorted [name, dtype, shape] of all
+    tensors],
      "tensors": {<name of a tensor>: that of its bytes}}
 
-A CRC-32 finds every changed bit, every burst of up to 32 bits, and all but 1 in 2^32 of other damage; it does not protect from
-intent. Each tensor has its own, so that an error can name the tensor. A second thread computes it while the next 2 MiB are read
-or written, so that load and save are about as fast as without. On one core of an AMD EPYC (November 2026), CRC-32 takes 7 GB/s,
-SHA-256 2, BLAKE2b 1.4, and a copy in memory 11.
+A CRC-32 finds every changed bit, every burst of up to 32 bits, and all but 1 in 2^32 of other damage; it does not
+protect from intent. Each tensor has its own, so that an error can name the tensor. A second thread computes it while
+the next 2 MiB are read or written, so that load and save are about as fast as without. On one core of an AMD EPYC
+(November 2026), CRC-32 takes 7 GB/s, SHA-256 2, BLAKE2b 1.4, and a copy in memory 11.
 """
 
 from __future__ import annotations
@@ -63,11 +66,11 @@ def save(path: str | os.PathLike[str], arrays: Mapping[str, Quantized]) -> None:
     """Write quantized arrays to a safetensors file, whole or not at all; load gives them back equal in every bit.
 
     path: the file; one that is there is replaced. arrays: {name: Quantized}, of any recipe, layout and shape.
-    Parts are U8 and F32 tensors `<name>.packed`, `.block_scale`, `.tensor_scale` and `.tensor_amax`, as they are in memory; all
-    other fields are in the metadata, with the CRC-32 of each tensor and of the header. Equal arrays in one order give equal
-    bytes. What is on a GPU is copied to the host, part by part, which waits for the device.
-    Raises TypeError for what is no Quantized and for a name that is no str; ValueError for an empty name, or one that is no text;
-    OSError as open does.
+    Parts are U8 and F32 tensors `<name>.packed`, `.block_scale`, `.tensor_scale` and `.tensor_amax`, as they are in
+    memory; all other fields are in the metadata, with the CRC-32 of each tensor and of the header. Equal arrays in one
+    order give equal bytes. What is on a GPU is copied to the host, part by part, which waits for the device. Raises
+    TypeError for what is no Quantized and for a name that is no str; ValueError for an empty name, or one that is no
+    text; OSError as open does.
 
     >>> import tempfile, fp4kit, numpy as np
     >>> q = fp4kit.quantize(np.ones((4, 32), np.float32), "nvfp4-te")
@@ -94,7 +97,9 @@ def save(path: str | os.PathLike[str], arrays: Mapping[str, Quantized]) -> None:
     ):
         for name, q, part in _parts(arrays):
             (array,) = import_arrays("save", **{part: getattr(q, part)})
-            raw = np.ascontiguousarray(array if isinstance(array, np.ndarray) else array.get()).reshape(-1).view(np.uint8)
+            raw = (
+                np.ascontiguousarray(array if isinstance(array, np.ndarray) else array.get()).reshape(-1).view(np.uint8)
+            )
             later = second.submit(zlib.crc32, raw.data) if raw.size > _CHUNK else None
             writer.write(f"{name}.{part}", raw)
             sums[f"{name}.{part}"] = _digits(later.result() if later else zlib.crc32(raw.data))
@@ -141,11 +146,11 @@ def _facts(q: Quantized) -> dict[str, Any]:
 def load(path: str | os.PathLike[str]) -> dict[str, Quantized]:
     """Read the quantized arrays of a file that save wrote: {name: Quantized} of NumPy arrays, in the order of save.
 
-    The header and every tensor must have the CRC-32 that save wrote, so that a changed bit anywhere is an error. Files without
-    checksums, which save wrote up to November 2026, are read unchecked.
-    Raises ValueError that names the file, and what in it is wrong: no safetensors file, or a damaged one; a CRC-32 that differs;
-    one that save did not write (build a Quantized of its tensors with Quantized.from_parts); a version, recipe, field, tensor,
-    dtype or shape that does not fit, and a tensor that no array has, or metadata that save does not write. OSError as open does.
+    The header and every tensor must have the CRC-32 that save wrote, so that a changed bit anywhere is an error. Files
+    without checksums, which save wrote up to November 2026, are read unchecked. Raises ValueError that names the file,
+    and what in it is wrong: no safetensors file, or a damaged one; a CRC-32 that differs; one that save did not write
+    (build a Quantized of its tensors with Quantized.from_parts); a version, recipe, field, tensor, dtype or shape that
+    does not fit, and a tensor that no array has, or metadata that save does not write. OSError as open does.
 
     >>> import tempfile, fp4kit, numpy as np
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -161,17 +166,23 @@ def load(path: str | os.PathLike[str]) -> dict[str, Quantized]:
     wanted = {f"{name}.{part}" for name, facts in described.items() for part in facts["parts"]}
     strange = [name for name in entries if name not in wanted]
     if strange:
-        raise CheckpointError(f"{file.label}: holds {listed(strange)}, which its metadata has not; write it with fp4kit.save")
+        raise CheckpointError(
+            f"{file.label}: holds {listed(strange)}, which its metadata has not; write it with fp4kit.save"
+        )
     with TensorReader(file) as reader, ThreadPoolExecutor(1) as second:
         found = _Contents(file, entries, reader, second, sums)
         return {name: _array(name, facts, found) for name, facts in described.items()}
 
 
 def _sums(file: SafetensorsFile) -> Mapping[str, str] | None:
-    """Return the CRC-32 of each tensor, None if the file has none. Raises CheckpointError if that of the header differs."""
+    """Return the CRC-32 of each tensor, None if the file has none. Raises CheckpointError if that of the header
+    differs.
+    """
     strange = [name for name in file.metadata if name not in _KNOWN]
     if strange and ENTRY in file.metadata:  # perhaps what was SUMS before a bit of it changed
-        raise CheckpointError(f"{file.label}: holds metadata {listed(strange)}, which fp4kit.save does not write; remove it")
+        raise CheckpointError(
+            f"{file.label}: holds metadata {listed(strange)}, which fp4kit.save does not write; remove it"
+        )
     if SUMS not in file.metadata or ENTRY not in file.metadata:
         return None
     facts = parse_object(file.metadata[SUMS].encode(), f"{file.label}: metadata {SUMS}")
@@ -200,10 +211,14 @@ def _described(file: SafetensorsFile) -> dict[str, dict[str, Any]]:
     facts = parse_object(file.metadata[ENTRY].encode(), f"{file.label}: metadata {ENTRY}")
     version = facts.get("version")
     if type(version) is not int or version != VERSION:
-        raise CheckpointError(f"{file.label}: is of version {_brief(version)}; needs {VERSION}; read it with another fp4kit")
+        raise CheckpointError(
+            f"{file.label}: is of version {_brief(version)}; needs {VERSION}; read it with another fp4kit"
+        )
     arrays = facts.get("arrays")
     if not isinstance(arrays, dict):
-        raise CheckpointError(f"{file.label}: metadata {ENTRY}: arrays is {_brief(arrays)}; needs an object, name by name")
+        raise CheckpointError(
+            f"{file.label}: metadata {ENTRY}: arrays is {_brief(arrays)}; needs an object, name by name"
+        )
     for name, found in arrays.items():
         _check_facts(f"{file.label}: {shown(name)}", found)
     return arrays
@@ -215,7 +230,9 @@ def _brief(value: Any) -> str:
 
 
 def _check_facts(label: str, facts: Any) -> None:
-    """Every field is there, and of its type. What is inside a recipe, and whether all fit, is seen when they are made."""
+    """Every field is there, and of its type. What is inside a recipe, and whether all fit, is seen when they are
+    made.
+    """
     if not isinstance(facts, dict) or sorted(facts) != sorted(_FIELDS):
         found = ", ".join(map(shown, facts)) if isinstance(facts, dict) else _brief(facts)
         raise CheckpointError(f"{label}: its metadata has {found or 'nothing'}; needs {', '.join(_FIELDS)}")
@@ -287,7 +304,9 @@ def _array(name: str, facts: dict[str, Any], contents: _Contents) -> Quantized:
     given: dict[str, Any] = {part: parts.get(part) for part in PARTS}
     given |= {"shape": tuple(facts["shape"]), "dtype": _DTYPES[facts["dtype"]]}
     try:
-        return Quantized(**given, axis=facts["axis"], recipe=from_data(facts["recipe"]), scale_layout=facts["scale_layout"])
+        return Quantized(
+            **given, axis=facts["axis"], recipe=from_data(facts["recipe"]), scale_layout=facts["scale_layout"]
+        )
     except (TypeError, ValueError, OverflowError) as error:
         raise CheckpointError(f"{label}: {shown(name)}: {shown(str(error))}") from None
 

@@ -27,10 +27,29 @@ from fp4kit.storage.json_object import parse_object
 
 # Bits of one element, in the order of the format's own table, by which its writer sorts.
 DTYPE_BITS: dict[str, int] = {
-    "BOOL": 8, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "U8": 8, "I8": 8, "F8_E5M2": 8, "F8_E4M3": 8, "F8_E8M0": 8,
-    "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8, "I16": 16, "U16": 16, "F16": 16, "BF16": 16, "I32": 32, "U32": 32, "F32": 32,
-    "C64": 64, "F64": 64, "I64": 64, "U64": 64,
-}  # fmt: skip
+    "BOOL": 8,
+    "F4": 4,
+    "F6_E2M3": 6,
+    "F6_E3M2": 6,
+    "U8": 8,
+    "I8": 8,
+    "F8_E5M2": 8,
+    "F8_E4M3": 8,
+    "F8_E8M0": 8,
+    "F8_E4M3FNUZ": 8,
+    "F8_E5M2FNUZ": 8,
+    "I16": 16,
+    "U16": 16,
+    "F16": 16,
+    "BF16": 16,
+    "I32": 32,
+    "U32": 32,
+    "F32": 32,
+    "C64": 64,
+    "F64": 64,
+    "I64": 64,
+    "U64": 64,
+}
 
 NUMPY_DTYPES: dict[str, np.dtype] = {
     "F32": np.dtype(np.float32),
@@ -42,7 +61,9 @@ NUMPY_DTYPES: dict[str, np.dtype] = {
     "F8_E4M3": np.dtype(np.uint8),
     "F8_E8M0": np.dtype(np.uint8),
 }
-FLOAT_DTYPES = tuple(name for name, dtype in NUMPY_DTYPES.items() if dtype in FLOATS)  # of what is quantized, and of amaxes
+FLOAT_DTYPES = tuple(
+    name for name, dtype in NUMPY_DTYPES.items() if dtype in FLOATS
+)  # of what is quantized, and of amaxes
 
 # What the library says and what it means.
 _PLAIN_WORDS = {
@@ -60,7 +81,9 @@ _PLAIN_WORDS = {
 
 
 def nbytes_of(dtype: str, shape: tuple[int, ...]) -> int:
-    """Return the bytes of a tensor; formats below 8 bits are packed without padding in the tensor, those of GGUF in blocks."""
+    """Return the bytes of a tensor; formats below 8 bits are packed without padding in the tensor, those of GGUF in
+    blocks.
+    """
     if dtype in BLOCKED:
         return ggml_nbytes(BLOCKED[dtype], shape)
     return -(-math.prod(shape) * DTYPE_BITS[dtype] // 8)
@@ -102,7 +125,9 @@ def _plain_words(message: str) -> str:
 def unusable(label: str, error: SafetensorError) -> CheckpointError:
     """Return the error for a file that the safetensors library refuses."""
     said = shown(str(error)).removeprefix("Error while deserializing header: ")
-    return CheckpointError(f"{label}: not a usable safetensors file: {_plain_words(said)} ({said}); download or copy it again")
+    return CheckpointError(
+        f"{label}: not a usable safetensors file: {_plain_words(said)} ({said}); download or copy it again"
+    )
 
 
 def _check_with_library(path: Path, label: str) -> None:
@@ -158,7 +183,9 @@ class TensorReader:
     def __enter__(self) -> TensorReader:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._stream.close()
 
     def read_bytes(self, entry: TensorEntry, start: int = 0, count: int | None = None) -> npt.NDArray[np.uint8]:
@@ -175,7 +202,9 @@ class TensorReader:
         while done < data.size:
             got = self._stream.readinto(data.data[done:])
             if not got:
-                raise CheckpointError(f"{self._file.label}: ended inside {shown(entry.name)}; it was truncated while it was read")
+                raise CheckpointError(
+                    f"{self._file.label}: ended inside {shown(entry.name)}; it was truncated while it was read"
+                )
             done += got
 
     def read(self, entry: TensorEntry) -> np.ndarray:

@@ -11,7 +11,9 @@ from pathlib import Path
 
 @contextmanager
 def whole_file(path: Path) -> Iterator[Path]:
-    """Yield a name beside path to write a new file to; at the end it takes path's place, or it is removed after an error."""
+    """Yield a name beside path to write a new file to; at the end it takes path's place, or it is removed after an
+    error.
+    """
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
         yield temporary

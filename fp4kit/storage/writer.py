@@ -78,7 +78,9 @@ class SafetensorsWriter:
     def __enter__(self) -> SafetensorsWriter:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._stream.close()
 
     def _put(self, position: int, data: memoryview) -> None:
@@ -88,10 +90,14 @@ class SafetensorsWriter:
             data = data[self._stream.write(data) :]
 
     def replace_metadata(self, metadata: Mapping[str, str]) -> None:
-        """Write other metadata in place of the first, such as checksums of what has been written since; of the same length."""
+        """Write other metadata in place of the first, such as checksums of what has been written since; of the same
+        length.
+        """
         header = header_bytes(self._ordered, metadata)
         if len(header) != self._header_size:
-            raise ValueError(f"{self._label}: the header has {len(header)} bytes; needs {self._header_size}, as planned")
+            raise ValueError(
+                f"{self._label}: the header has {len(header)} bytes; needs {self._header_size}, as planned"
+            )
         self._put(0, memoryview(header))
 
     def write(self, name: str, data: npt.NDArray[np.generic]) -> None:

@@ -74,9 +74,13 @@ def dequantize(
     dtype: torch.dtype,
     values_dtype: torch.dtype,
 ) -> Tensor:
-    """fp4kit.dequantize of the Quantized of these parts; shape, axis and dtype are those of the array that was quantized."""
+    """fp4kit.dequantize of the Quantized of these parts; shape, axis and dtype are those of the array that was
+    quantized.
+    """
     arrays = [detached(a) for a in (packed, block_scale, tensor_scale, tensor_amax)]
-    q = unflatten(arrays, (PARTS, tuple(shape), numpy_dtype("dequantize", dtype), axis, from_spec(recipe), scale_layout))
+    q = unflatten(
+        arrays, (PARTS, tuple(shape), numpy_dtype("dequantize", dtype), axis, from_spec(recipe), scale_layout)
+    )
     values: Any = fp4kit.dequantize(q, values_dtype)
     return values
 

@@ -40,7 +40,8 @@ def _named(recipe: str | Recipe) -> str:
 
 
 def _amax(op: str, name: str, x: Tensor, given: Any) -> Tensor | None:
-    """An amax as a tensor: numbers and arrays become one on the device of x, without waiting for it where one number is given.
+    """An amax as a tensor: numbers and arrays become one on the device of x, without waiting for it where one number is
+    given.
 
     Sequences become float64 first, which no default dtype of PyTorch rounds.
     """
@@ -59,7 +60,9 @@ def _seed(op: str, seed: Any) -> Tensor | None:
         return None
     if isinstance(seed, Tensor):
         if seed.ndim == 0 and (seed.dtype.is_floating_point or seed.dtype.is_complex or seed.dtype == torch.bool):
-            raise TypeError(f"{op}: seed is a tensor of {seed.dtype}; needs an int, a 0-d integer tensor, or random bytes")
+            raise TypeError(
+                f"{op}: seed is a tensor of {seed.dtype}; needs an int, a 0-d integer tensor, or random bytes"
+            )
         return seed
     number = check_seed(op, as_index(op, "seed", seed))
     return torch.scalar_tensor(number - 2 * _INT64 if number >= _INT64 else number, dtype=torch.int64)
@@ -77,21 +80,25 @@ def fake_quantize(
     pass_through: bool = True,
     amax: Any = None,
 ) -> Tensor:
-    """x with the error of quantization, differentiable: fp4kit.fake_quantize, and fp4kit.fake_quantize_backward as its gradient.
+    """x with the error of quantization, differentiable: fp4kit.fake_quantize, and fp4kit.fake_quantize_backward as its
+    gradient.
 
         forward: dequantize(quantize(x))        backward: grad if pass_through, else grad where |x| <= amax, else 0
 
     x: float32, float16 or bfloat16 tensor of any shape, on the CPU or a CUDA device.
     recipe, axis, tensor_amax, block_amax, rounding: as in fp4kit.fake_quantize. None of the amaxes gets a gradient.
-    seed: for "stochastic": an int, a 0-d integer tensor on the CPU, or the random bytes, a uint8 tensor of the shape of x.
-    pass_through, amax: as in fp4kit.fake_quantize_backward; amax None is tensor_amax where that is given.
+    seed: for "stochastic": an int, a 0-d integer tensor on the CPU, or the random bytes, a uint8 tensor of the shape of
+    x. pass_through, amax: as in fp4kit.fake_quantize_backward; amax None is tensor_amax where that is given.
 
     Returns a new tensor of x's shape, dtype and device.
-    Works under torch.compile(fullgraph=True), torch.export, torch.func, checkpointing and CUDA graphs: it is one operator,
-        torch.ops.fp4kit.fake_quantize. Under torch.vmap it is the loop over the mapped axis: each entry has its own amax, and the
-        same seed. Under torch.autocast it keeps the dtype of x. Gradients are reverse-mode; PyTorch raises for tangents, and for
-        torch.func.grad inside of torch.compile, which has no gradients of custom operators.
-    Raises what fp4kit.fake_quantize and fake_quantize_backward raise, before any work; what depends on shapes and dtypes also
+    Works under torch.compile(fullgraph=True), torch.export, torch.func, checkpointing and CUDA graphs: it is one
+    operator,
+        torch.ops.fp4kit.fake_quantize. Under torch.vmap it is the loop over the mapped axis: each entry has its own
+        amax, and the same seed. Under torch.autocast it keeps the dtype of x. Gradients are reverse-mode; PyTorch
+        raises for tangents, and for torch.func.grad inside of torch.compile, which has no gradients of custom
+        operators.
+    Raises what fp4kit.fake_quantize and fake_quantize_backward raise, before any work; what depends on shapes and
+    dtypes also
         while it is traced. TypeError unless x is a tensor.
     Exact: the bits of fp4kit.fake_quantize, which states the numerics.
 
@@ -122,13 +129,14 @@ def fake_quantize_grouped(
     pass_through: bool = True,
     amax: Any = None,
 ) -> list[Tensor]:
-    """[fake_quantize(x, recipe, tensor_amax=a, ...) for each x and its a], bit for bit, differentiable; on a GPU in one launch.
+    """[fake_quantize(x, recipe, tensor_amax=a, ...) for each x and its a], bit for bit, differentiable; on a GPU in one
+    launch.
 
-    xs: a sequence of tensors of any shapes and dtypes, such as the weights of experts, or one stacked tensor (experts first).
-    tensor_amax, block_amax, amax: None, or one for each x: a sequence, or a tensor whose first axis is as long.
-    The other arguments are those of fake_quantize, the same for all.
-    Returns a list of new tensors. Traceable as fake_quantize: it is the operator torch.ops.fp4kit.fake_quantize_grouped.
-    Raises what fp4kit.fake_quantize_grouped raises; TypeError unless all xs are tensors.
+    xs: a sequence of tensors of any shapes and dtypes, such as the weights of experts, or one stacked tensor (experts
+    first). tensor_amax, block_amax, amax: None, or one for each x: a sequence, or a tensor whose first axis is as long.
+    The other arguments are those of fake_quantize, the same for all. Returns a list of new tensors. Traceable as
+    fake_quantize: it is the operator torch.ops.fp4kit.fake_quantize_grouped. Raises what fp4kit.fake_quantize_grouped
+    raises; TypeError unless all xs are tensors.
 
     >>> experts = [torch.full((2, 16), 0.3), torch.full((4, 16), 3.0)]
     >>> [y[0, 0].item() for y in fake_quantize_grouped(experts, "nvfp4")]
@@ -180,7 +188,8 @@ def quantize(
     """fp4kit.quantize of a tensor, traceable: codes and scales as tensors in a Quantized. Not differentiable.
 
     x: a tensor, which may require grad. The other arguments are those of fp4kit.quantize, and of fake_quantize here.
-    Returns Quantized, whose arrays are new tensors on the device of x; under torch.compile and torch.export, too, where a
+    Returns Quantized, whose arrays are new tensors on the device of x; under torch.compile and torch.export, too, where
+    a
         Quantized may be argument and result.
     Raises what fp4kit.quantize raises; TypeError unless x is a tensor.
 
@@ -194,15 +203,20 @@ def quantize(
     check_hadamard(op, hadamard)
     options = str(scale_layout), str(rounding), _seed(op, seed), str(hadamard), _amax(op, "block_amax", x, block_amax)
     arrays = codes.quantize(x.detach(), _named(recipe), axis, _amax(op, "tensor_amax", x, tensor_amax), *options)
-    names = ("packed", *["block_scale"] * (r.scale is not None), *["tensor_scale", "tensor_amax"] * (r.tensor_scaling != "none"))
+    names = (
+        "packed",
+        *["block_scale"] * (r.scale is not None),
+        *["tensor_scale", "tensor_amax"] * (r.tensor_scaling != "none"),
+    )
     return unflatten(arrays, (names, tuple(x.shape), NUMPY[x.dtype], axis % x.ndim, r, scale_layout))
 
 
 def dequantize(q: Quantized, dtype: torch.dtype | None = None) -> Tensor:
     """fp4kit.dequantize to a tensor, traceable. Not differentiable.
 
-    q: a Quantized of tensors. dtype: torch.float32, float16 or bfloat16; None for that of the tensor that was quantized.
-    Returns a new tensor of q.shape. Raises TypeError for anything but a Quantized of tensors, and for another dtype.
+    q: a Quantized of tensors. dtype: torch.float32, float16 or bfloat16; None for that of the tensor that was
+    quantized. Returns a new tensor of q.shape. Raises TypeError for anything but a Quantized of tensors, and for
+    another dtype.
 
     >>> q = quantize(torch.tensor([[0.3, -5.0] * 16]), "mxfp4")
     >>> dequantize(q, torch.bfloat16)[0, :2]

@@ -1,4 +1,6 @@
-"""Grouped operations as operators of PyTorch: lists of tensors, in one launch on a GPU; an empty list stands for None."""
+"""Grouped operations as operators of PyTorch: lists of tensors, in one launch on a GPU; an empty list stands for
+None.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,9 @@ def fake_quantize_grouped(
         each(op, lambda x, a: check_backward(op, x, x, recipe, axis, a), arrays, or_none(amax, len(xs)))
     amaxes: dict[str, Any] = {"tensor_amax": all_detached(tensor_amax), "block_amax": all_detached(block_amax)}
     mode = cast(RoundingMode, rounding)  # PyTorch's schemas know str alone
-    values = fp4kit.fake_quantize_grouped(arrays, from_spec(recipe), axis=axis, rounding=mode, seed=seed_of(seed), **amaxes)
+    values = fp4kit.fake_quantize_grouped(
+        arrays, from_spec(recipe), axis=axis, rounding=mode, seed=seed_of(seed), **amaxes
+    )
     return [own(value) for value in values]
 
 

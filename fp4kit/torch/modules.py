@@ -17,9 +17,9 @@ from fp4kit.training.settings import FakeQuantSettings, naming
 class FakeQuantized(torch.nn.Module):
     """A parametrization: the parameter is read fake-quantized, and the optimizer updates the original.
 
-    settings: which recipe, block size and gradient. name: of the parameter; one that the settings leave out is read as it is.
-    torch.nn.utils.parametrize.register_parametrization(layer, "weight", FakeQuantized(settings, "layer.weight")) puts it there,
-    and remove_parametrizations(layer, "weight", leave_parametrized=...) takes it away.
+    settings: which recipe, block size and gradient. name: of the parameter; one that the settings leave out is read as
+    it is. torch.nn.utils.parametrize.register_parametrization(layer, "weight", FakeQuantized(settings, "layer.weight"))
+    puts it there, and remove_parametrizations(layer, "weight", leave_parametrized=...) takes it away.
 
     >>> FakeQuantized(FakeQuantSettings("mxfp4"), "weight")(torch.full((1, 32), 0.3))[0, 0].item()
     0.25
@@ -44,10 +44,12 @@ class FakeQuantized(torch.nn.Module):
 def fake_quantize_model(model: torch.nn.Module, settings: FakeQuantSettings) -> list[str]:
     """Fake-quantize every parameter of a model that the settings name, by a parametrization; returns their names.
 
-    model: is changed in place; layer.weight is then fake-quantized, layer.parametrizations.weight.original what is trained. Tied
-        parameters are quantized under each of their names that the settings match, and stay tied. A module that has several
-        names is quantized if the settings match one of them.
-    Raises what fake_quantize raises, with the parameter's name before it, and ValueError for a parameter that is fake-quantized
+    model: is changed in place; layer.weight is then fake-quantized, layer.parametrizations.weight.original what is
+    trained. Tied
+        parameters are quantized under each of their names that the settings match, and stay tied. A module that has
+        several names is quantized if the settings match one of them.
+    Raises what fake_quantize raises, with the parameter's name before it, and ValueError for a parameter that is
+    fake-quantized
         already; the model is then as it was. TypeError for anything but a module and settings.
 
     >>> model = torch.nn.Sequential(torch.nn.Linear(32, 8), torch.nn.Linear(8, 2))
@@ -62,7 +64,15 @@ def fake_quantize_model(model: torch.nn.Module, settings: FakeQuantSettings) -> 
     for name, module, leaf in found:
         _check(name, module, leaf)
         with naming(name):
-            check_fake("fake_quantize", getattr(module, leaf), to_spec(recipe), -1, (None, None), ("nearest", None), (None, True))
+            check_fake(
+                "fake_quantize",
+                getattr(module, leaf),
+                to_spec(recipe),
+                -1,
+                (None, None),
+                ("nearest", None),
+                (None, True),
+            )
     for name, module, leaf in found:
         parametrize.register_parametrization(module, leaf, FakeQuantized(settings, name))
     return [name for name, _, _ in found]
@@ -98,6 +108,6 @@ def _check(name: str, module: torch.nn.Module, leaf: str) -> None:
     parametrizations: Any = module.parametrizations
     if any(isinstance(part, FakeQuantized) for part in parametrizations[leaf]):
         raise ValueError(
-            f"fake_quantize_model: {name} is fake-quantized already; leave it out of the settings, or take the parametrization "
-            "away first, with torch.nn.utils.parametrize.remove_parametrizations"
+            f"fake_quantize_model: {name} is fake-quantized already; leave it out of the settings, or take the"
+            " parametrization away first, with torch.nn.utils.parametrize.remove_parametrizations"
         )

@@ -1,10 +1,10 @@
 """fp4kit's operations on single tensors as operators of PyTorch: torch.ops.fp4kit.fake_quantize, ...
 
-Each has its implementation, which is fp4kit's own function; a meta implementation, which makes the same checks on shapes and
-dtypes and gives empty tensors; its gradient; and its meaning under vmap, that of a loop.
+Each has its implementation, which is fp4kit's own function; a meta implementation, which makes the same checks on
+shapes and dtypes and gives empty tensors; its gradient; and its meaning under vmap, that of a loop.
 
-An operator takes strings, numbers and tensors: a recipe is recipes.spec.to_spec's string, and seed a tensor, uint8 bytes of
-the shape of x or a 0-d integer on the CPU.
+An operator takes strings, numbers and tensors: a recipe is recipes.spec.to_spec's string, and seed a tensor, uint8
+bytes of the shape of x or a 0-d integer on the CPU.
 """
 
 from __future__ import annotations
@@ -39,7 +39,9 @@ def empty(like: Tensor, call: Call) -> Tensor:
 
 
 def _entries(argument: Any, dim: Any, count: int) -> Sequence[Any]:
-    """What an argument is at each place of the axis that vmap maps. The gradient of unbind is a stack, which keeps -0."""
+    """What an argument is at each place of the axis that vmap maps. The gradient of unbind is a stack, which keeps
+    -0.
+    """
     if isinstance(argument, (list, tuple)):
         parts = [_entries(a, d, count) for a, d in zip(argument, dim, strict=True)]
         return [[part[i] for part in parts] for i in range(count)]
@@ -49,7 +51,9 @@ def _entries(argument: Any, dim: Any, count: int) -> Sequence[Any]:
 
 
 def loop_over(operator: Callable[..., Any]) -> Callable[..., Any]:
-    """vmap of an operator: a loop over the mapped axis. Of length 0, one call of zeros tells the shapes of the results."""
+    """vmap of an operator: a loop over the mapped axis. Of length 0, one call of zeros tells the shapes of the
+    results.
+    """
 
     def mapped(info: Any, dims: Sequence[Any], *arguments: Any) -> Any:
         columns = [_entries(a, d, info.batch_size or 1) for a, d in zip(arguments, dims, strict=True)]
@@ -62,7 +66,8 @@ def loop_over(operator: Callable[..., Any]) -> Callable[..., Any]:
     return mapped
 
 
-# ---- fake_quantize --------------------------------------------------------------------------------------------------------
+# ---- fake_quantize
+# --------------------------------------------------------------------------------------------------------
 
 
 @torch.library.custom_op("fp4kit::fake_quantize", mutates_args=())
@@ -109,7 +114,9 @@ def check_fake(
     """
     r, (rounding, seed), (amax, pass_through) = from_spec(recipe), random, clip
     check_rounding(op, r, rounding, seed_outline(seed))
-    check_devices(op, x=x, tensor_amax=amaxes[0], block_amax=amaxes[1], seed=seed if seed is not None and seed.ndim else None)
+    check_devices(
+        op, x=x, tensor_amax=amaxes[0], block_amax=amaxes[1], seed=seed if seed is not None and seed.ndim else None
+    )
     tensor_amax, block_amax = map(outline, amaxes)
     options = Options(rounding=cast(RoundingMode, rounding), seed=seed_outline(seed))
     call = fake_call(op, outline(x), r, axis, options, tensor_amax=tensor_amax, block_amax=block_amax)

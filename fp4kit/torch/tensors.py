@@ -30,7 +30,9 @@ def check_devices(op: str, **tensors: torch.Tensor | None) -> None:
 def check_tensor(op: str, x: Any, name: str = "x") -> None:
     """Raise TypeError for anything but a tensor."""
     if not isinstance(x, torch.Tensor):
-        raise TypeError(f"{op}: {name} is {type(x).__name__}; needs a torch.Tensor; fp4kit.{op} takes arrays of other libraries")
+        raise TypeError(
+            f"{op}: {name} is {type(x).__name__}; needs a torch.Tensor; fp4kit.{op} takes arrays of other libraries"
+        )
 
 
 def detached(tensor: torch.Tensor | None) -> torch.Tensor | None:

@@ -1,7 +1,7 @@
 """The differentiable operators under torch.func: grad, vjp, vmap and what is made of them.
 
-PyTorch runs the gradients of custom operators outside of these transforms only; inside, an autograd.Function around an operator
-carries the same gradient.
+PyTorch runs the gradients of custom operators outside of these transforms only; inside, an autograd.Function around an
+operator carries the same gradient.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ from fp4kit.torch import operators
 
 
 def active() -> bool:
-    """Whether a transform runs, or forward-mode differentiation, whose tangents a custom operator would drop without a word."""
+    """Whether a transform runs, or forward-mode differentiation, whose tangents a custom operator would drop without a
+    word.
+    """
     return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 

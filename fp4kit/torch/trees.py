@@ -1,4 +1,6 @@
-"""Quantized as a pytree of PyTorch: its arrays are the leaves, all else is static, and is text in what torch.export saves."""
+"""Quantized as a pytree of PyTorch: its arrays are the leaves, all else is static, and is text in what torch.export
+saves.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Experts in amax states: how many there are, their global numbers, one array for all of them, and the exchange among ranks."""
+"""Experts in amax states: how many there are, their global numbers, one array for all of them, and the exchange among
+ranks.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +15,14 @@ from fp4kit.training.amax_values import merge
 from fp4kit.training.communicators import Communicator, check_communicator
 
 
-def counts(named: Mapping[AmaxName, Any], op: str, count: int | None = None, same_shape: bool = False) -> dict[AmaxName, int]:
-    """{name without number: N} of the numbered names: 0 ... N - 1 must be there, N = count or what the largest number says.
+def counts(
+    named: Mapping[AmaxName, Any], op: str, count: int | None = None, same_shape: bool = False
+) -> dict[AmaxName, int]:
+    """{name without number: N} of the numbered names: 0 ... N - 1 must be there, N = count or what the largest number
+    says.
 
-    Raises ValueError, naming the key, for a missing or surplus expert, and with same_shape for one that has not expert 0's shape.
+    Raises ValueError, naming the key, for a missing or surplus expert, and with same_shape for one that has not expert
+    0's shape.
     """
     numbers: dict[AmaxName, set[int]] = {}
     for name in named:
@@ -29,7 +35,8 @@ def counts(named: Mapping[AmaxName, Any], op: str, count: int | None = None, sam
         odd = next((i for i in range(n) if np.shape(named[base.at(i)]) != first), None) if same_shape else None
         if odd is not None:
             raise ValueError(
-                f"{op}: {base.at(odd).key()} has shape {np.shape(named[base.at(odd)])}, and expert 0 has {first}; needs one shape"
+                f"{op}: {base.at(odd).key()} has shape {np.shape(named[base.at(odd)])}, and expert 0 has {first}; needs"
+                " one shape"
             )
     return found
 
@@ -40,13 +47,20 @@ def check_numbers(base: AmaxName, present: set[int], n: int, op: str) -> None:
     if missing is not None:
         more = n - sum(i < n for i in present) - 1  # n may be any number that a file names
         rest = f" and {more} more are" if more else " is"
-        raise ValueError(f"{op}: {base.at(missing).key()}{rest} missing; needs experts 0 to {n - 1}, and has {len(present)}")
+        raise ValueError(
+            f"{op}: {base.at(missing).key()}{rest} missing; needs experts 0 to {n - 1}, and has {len(present)}"
+        )
     if len(present) > n:
         raise ValueError(f"{op}: {base.at(max(present)).key()} is surplus; there are {n} experts, 0 to {n - 1}")
 
 
 def join(
-    named: dict[AmaxName, Any], values: dict[AmaxName, Any], experts: str, numbers: Any, offsets: dict[AmaxName, int], rank: int
+    named: dict[AmaxName, Any],
+    values: dict[AmaxName, Any],
+    experts: str,
+    numbers: Any,
+    offsets: dict[AmaxName, int],
+    rank: int,
 ) -> None:
     """Put the values of a rank into named: its experts under their global numbers, maxima of all else."""
     own = {name: value for name, value in values.items() if name.index is not None and name.matches(experts)}
@@ -69,11 +83,15 @@ def _global_names(
         return {name: name.at(first[name.at(None)] + (name.index or 0)) for name in own}
     for name in own:
         if (name.index or 0) >= len(numbers) or min(numbers) < 0:
-            raise ValueError(f"{op}: {name.key()} has no global number: numbers is {list(numbers)}; needs one >= 0 for each")
+            raise ValueError(
+                f"{op}: {name.key()} has no global number: numbers is {list(numbers)}; needs one >= 0 for each"
+            )
     return {name: name.at(numbers[name.index or 0]) for name in own}
 
 
-def unstack(named: dict[AmaxName, np.ndarray], said: Any, given: Mapping[str, int], op: str) -> dict[AmaxName, np.ndarray]:
+def unstack(
+    named: dict[AmaxName, np.ndarray], said: Any, given: Mapping[str, int], op: str
+) -> dict[AmaxName, np.ndarray]:
     """named with the arrays that stand for all experts cut into one for each; every expert must be there.
 
     said: {key without number: N}, from the file. given: {wildcard: N}, from the caller.
@@ -85,10 +103,13 @@ def unstack(named: dict[AmaxName, np.ndarray], said: Any, given: Mapping[str, in
         if stack is None:
             check_numbers(base, present, n, op)
         elif stack.shape[:1] != (n,):
-            raise ValueError(f"{op}: {base.key()} has shape {stack.shape}; needs ({n}, ...), one amax for each of {n} experts")
+            raise ValueError(
+                f"{op}: {base.key()} has shape {stack.shape}; needs ({n}, ...), one amax for each of {n} experts"
+            )
         elif present:
             raise ValueError(
-                f"{op}: {base.key()} stands there for all experts, and {base.at(min(present)).key()} for one; needs one form"
+                f"{op}: {base.key()} stands there for all experts, and {base.at(min(present)).key()} for one; needs one"
+                " form"
             )
         else:
             named |= {base.at(i): stack[i, ...] for i in range(n)}
@@ -97,7 +118,9 @@ def unstack(named: dict[AmaxName, np.ndarray], said: Any, given: Mapping[str, in
 
 
 def _wanted(named: Mapping[AmaxName, Any], said: Any, given: Mapping[str, int], op: str) -> dict[AmaxName, int]:
-    if not isinstance(said, dict) or not all(type(n) is int and n > 0 and AmaxName.find(key) for key, n in said.items()):
+    if not isinstance(said, dict) or not all(
+        type(n) is int and n > 0 and AmaxName.find(key) for key, n in said.items()
+    ):
         raise ValueError(f"{op}: its metadata says experts {said!r}; needs a positive number for each quantizer")
     wanted = {AmaxName.parse(key): n for key, n in said.items()}
     for pattern, number in as_mapping(op, "experts", given).items():

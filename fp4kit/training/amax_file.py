@@ -33,7 +33,9 @@ def decode(data: bytes, label: str) -> tuple[dict[str, np.ndarray], dict[str, An
         raise unusable(label, error) from None
     header = parse_object(data[8 : 8 + int.from_bytes(data[:8], "little")], label)
     facts = (header.get("__metadata__") or {}).get(FACTS, "{}")  # a producer's metadata may be anything
-    return {key: _array(key, info, label) for key, info in tensors}, parse_object(facts.encode(), f"{label}: metadata {FACTS}")
+    return {key: _array(key, info, label) for key, info in tensors}, parse_object(
+        facts.encode(), f"{label}: metadata {FACTS}"
+    )
 
 
 def _array(key: str, info: Mapping[str, Any], label: str) -> np.ndarray:

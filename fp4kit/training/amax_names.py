@@ -14,7 +14,8 @@ _NAME = re.compile(r"(?P<base>(?:.+\.)?\w*?quantizers?)(?:[._](?P<index>[0-9]{1,
 
 @dataclass(frozen=True)
 class AmaxName:
-    """One amax buffer: "<base>.<index>.<buffer>" or "<base>_<index>.<buffer>", or without the index where there is one quantizer.
+    """One amax buffer: "<base>.<index>.<buffer>" or "<base>_<index>.<buffer>", or without the index where there is one
+    quantizer.
 
     base: "<module>.weight_quantizer", or input_quantizer and the like. index: number of the expert, or None.
     buffer: "_amax" or "_global_amax".
@@ -51,7 +52,9 @@ class AmaxName:
         return replace(self, index=index)
 
     def matches(self, pattern: str) -> bool:
-        """Whether a wildcard (fnmatch, case counts) matches a spelling of the name, with or without number and buffer."""
+        """Whether a wildcard (fnmatch, case counts) matches a spelling of the name, with or without number and
+        buffer.
+        """
         spellings = {self.base, *(self._quantizer(separator) for separator in SEPARATORS)}
         return any(fnmatchcase(s, pattern) or fnmatchcase(f"{s}.{self.buffer}", pattern) for s in spellings)
 

@@ -1,8 +1,8 @@
 """Values of amax states: float32 arrays on the host or a GPU, compared by their bits.
 
-Maxima are those of bit patterns: for numbers >= 0 the order is that of the values, and above them come infinity, NaN, and
-whatever has a sign. So a NaN or a negative value, once met, stays until a check on the host finds it. CuPy's float arithmetic
-takes subnormals for zero; bits are only moved and compared.
+Maxima are those of bit patterns: for numbers >= 0 the order is that of the values, and above them come infinity, NaN,
+and whatever has a sign. So a NaN or a negative value, once met, stays until a check on the host finds it. CuPy's float
+arithmetic takes subnormals for zero; bits are only moved and compared.
 """
 
 from __future__ import annotations
@@ -44,9 +44,14 @@ def merge(named: dict[AmaxName, Any], name: AmaxName, value: Any, op: str) -> No
     if old is None:
         named[name] = value
         return
-    if old.shape != value.shape or type(old) is not type(value) or getattr(old, "device", 0) != getattr(value, "device", 0):
+    if (
+        old.shape != value.shape
+        or type(old) is not type(value)
+        or getattr(old, "device", 0) != getattr(value, "device", 0)
+    ):
         raise ValueError(
-            f"{op}: {name.key()} is {_where(value)}, and was {_where(old)} before; needs one shape and one device in all calls"
+            f"{op}: {name.key()} is {_where(value)}, and was {_where(old)} before; needs one shape and one device in"
+            " all calls"
         )
     xp = _xp(value)
     named[name] = xp.asarray(xp.maximum(old.view(xp.uint32), value.view(xp.uint32))).view(xp.float32)

@@ -1,4 +1,5 @@
-"""Communicators: what processes need to share amaxes and codes. NCCL through CuPy, MPI through mpi4py, and the group of one.
+"""Communicators: what processes need to share amaxes and codes. NCCL through CuPy, MPI through mpi4py, and the group of
+one.
 
     comm = SingleProcess()
     comm = Mpi()                                          # mpiexec -n 4 python train.py; CPU arrays, and CuPy arrays
@@ -47,17 +48,17 @@ class Communicator(Protocol):
     def all_reduce_max(self, array: Any) -> Any:
         """Elementwise maximum over the group, on every process.
 
-        array: contiguous; uint8, int32, uint32, int64, uint64, float32 or float64, of the same shape and dtype on every process.
-        Returns the maximum, in array itself or in a new one. What NaN gives is not defined: magnitudes in which NaN counts travel
-        as their bit patterns, uint32, whose order is that of the values.
+        array: contiguous; uint8, int32, uint32, int64, uint64, float32 or float64, of the same shape and dtype on every
+        process. Returns the maximum, in array itself or in a new one. What NaN gives is not defined: magnitudes in
+        which NaN counts travel as their bit patterns, uint32, whose order is that of the values.
         """
         ...
 
     def all_gather(self, array: Any, counts: Sequence[int] | None = None, out: Any = None) -> Any:
         """The 1-d arrays of all processes, one after the other in the order of ranks, on every process.
 
-        array: 1-d, contiguous, of any dtype, the same on every process. counts: length of each process's array; None: as long as
-        this one's. out: 1-d, of the lengths' sum, where the result goes; None: a new array.
+        array: 1-d, contiguous, of any dtype, the same on every process. counts: length of each process's array; None:
+        as long as this one's. out: 1-d, of the lengths' sum, where the result goes; None: a new array.
         """
         ...
 
@@ -89,8 +90,8 @@ def _check_gather(array: Any, counts: Sequence[int] | None, comm: Communicator) 
     found = [array.size] * comm.size if counts is None else as_indices("all_gather", "counts", counts)
     if array.ndim != 1 or len(found) != comm.size or found[comm.rank] != array.size:
         raise ValueError(
-            f"all_gather: array has shape {array.shape}, counts are {found}; rank {comm.rank} of {comm.size} needs a 1-d array "
-            "of its own count, and one count for each rank"
+            f"all_gather: array has shape {array.shape}, counts are {found}; rank {comm.rank} of {comm.size} needs a"
+            " 1-d array of its own count, and one count for each rank"
         )
     return found
 
@@ -99,9 +100,10 @@ class Mpi:
     """A group of MPI processes.
 
     comm: an mpi4py communicator; None takes MPI.COMM_WORLD.
-    cuda_aware: whether this MPI reads device memory (MPI has no portable way to ask; Open MPI: `ompi_info | grep cuda`). If not,
-        CuPy arrays travel through the host, with a warning the first time. Either way the call waits for the current stream,
-        because MPI knows no streams; Nccl does not.
+    cuda_aware: whether this MPI reads device memory (MPI has no portable way to ask; Open MPI: `ompi_info | grep
+    cuda`). If not,
+        CuPy arrays travel through the host, with a warning the first time. Either way the call waits for the current
+        stream, because MPI knows no streams; Nccl does not.
     Raises RuntimeError, saying what to install, without mpi4py or without an MPI library.
     """
 
@@ -113,7 +115,9 @@ class Mpi:
 
     def all_reduce_max(self, array: Any) -> Any:
         """See Communicator."""
-        return self._send(lambda mine, out: self._comm.Allreduce(mine, out, op=self._mpi.MAX), array, _empty(array, array.shape))
+        return self._send(
+            lambda mine, out: self._comm.Allreduce(mine, out, op=self._mpi.MAX), array, _empty(array, array.shape)
+        )
 
     def all_gather(self, array: Any, counts: Sequence[int] | None = None, out: Any = None) -> Any:
         """See Communicator."""
@@ -122,7 +126,9 @@ class Mpi:
         out = _empty(array, sum(counts)) if out is None else out
         byte = self._mpi.BYTE
         self._send(
-            lambda mine, all: self._comm.Allgatherv([mine, byte], [all, sizes, byte]), array.view(np.uint8), out.view(np.uint8)
+            lambda mine, all: self._comm.Allgatherv([mine, byte], [all, sizes, byte]),
+            array.view(np.uint8),
+            out.view(np.uint8),
         )
         return out
 
@@ -138,7 +144,9 @@ class Mpi:
             return out
         if not self._has_warned:
             self._has_warned = True
-            warnings.warn("Mpi: CuPy arrays travel through the host; use Nccl, or cuda_aware=True if this MPI is", stacklevel=4)
+            warnings.warn(
+                "Mpi: CuPy arrays travel through the host; use Nccl, or cuda_aware=True if this MPI is", stacklevel=4
+            )
         received = np.empty(out.shape, out.dtype)
         message(array.get(), received)
         out.set(received)
@@ -155,18 +163,23 @@ def _import_mpi() -> Any:
     except ImportError as error:
         raise RuntimeError('Mpi: mpi4py is missing; run pip install "fp4kit[mpi]"') from error
     except RuntimeError as error:
-        raise RuntimeError(f"Mpi: mpi4py finds no MPI library ({error}); install one, e.g. with pip install mpich") from error
+        raise RuntimeError(
+            f"Mpi: mpi4py finds no MPI library ({error}); install one, e.g. with pip install mpich"
+        ) from error
     return MPI
 
 
-# ---- NCCL -----------------------------------------------------------------------------------------------------------------
+# ---- NCCL
+# -----------------------------------------------------------------------------------------------------------------
 
 
 class Nccl:
-    """A group of processes with a GPU each, over NCCL: on the current stream, not waiting for it, capturable in a CUDA graph.
+    """A group of processes with a GPU each, over NCCL: on the current stream, not waiting for it, capturable in a CUDA
+    graph.
 
-    rank, size: number of this process, and of all. The device that is current now is this process's; arrays must be there.
-    unique_id: the bytes that Nccl.unique_id() gave one process, the same for all. Nccl.from_file hands them around. So does any
+    rank, size: number of this process, and of all. The device that is current now is this process's; arrays must be
+    there. unique_id: the bytes that Nccl.unique_id() gave one process, the same for all. Nccl.from_file hands them
+    around. So does any
         other way: a socket, a key-value store, mpi4py's comm.bcast, the arguments of a spawned process.
     NumPy arrays may be sent too, by way of the device, and that waits.
     Raises RuntimeError, saying what to install, without CuPy or NCCL; ValueError for a rank or id that cannot be.
@@ -177,8 +190,8 @@ class Nccl:
         rank, size = as_index("Nccl", "rank", rank), as_index("Nccl", "size", size)
         if not 0 <= rank < size or len(unique_id) != ID_BYTES:
             raise ValueError(
-                f"Nccl: rank {rank} of {size}, {len(unique_id)} bytes of id; needs 0 <= rank < size and the {ID_BYTES} bytes "
-                "that Nccl.unique_id() gave one process"
+                f"Nccl: rank {rank} of {size}, {len(unique_id)} bytes of id; needs 0 <= rank < size and the {ID_BYTES}"
+                " bytes that Nccl.unique_id() gave one process"
             )
         self.rank, self.size = rank, size
         self.device = imports.cupy().cuda.Device().id
@@ -191,7 +204,8 @@ class Nccl:
 
     @classmethod
     def from_file(cls, path: str | os.PathLike[str], rank: int, size: int, timeout: float = 300.0) -> Nccl:
-        """The group of processes that name the same path, on one machine or a shared file system; rank 0 writes the id there.
+        """The group of processes that name the same path, on one machine or a shared file system; rank 0 writes the id
+        there.
 
         path: must not exist before the group is made, and does not afterwards. timeout: seconds to wait for rank 0.
         Raises FileExistsError in rank 0 if path is there, TimeoutError in the others if it does not appear.
@@ -247,8 +261,8 @@ class Nccl:
         if array.device.id != self.device or not array.flags.c_contiguous:
             strided = "" if array.flags.c_contiguous else ", strided"
             raise ValueError(
-                f"Nccl: array is on cuda:{array.device.id}{strided}; needs a contiguous array on cuda:{self.device}, the device "
-                "that was current when this communicator was made"
+                f"Nccl: array is on cuda:{array.device.id}{strided}; needs a contiguous array on cuda:{self.device},"
+                " the device that was current when this communicator was made"
             )
 
 

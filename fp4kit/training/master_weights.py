@@ -1,4 +1,5 @@
-"""Primary weights: quantize matrices whose master weights lie in flat shards, cut anywhere, on the processes of a group.
+"""Primary weights: quantize matrices whose master weights lie in flat shards, cut anywhere, on the processes of a
+group.
 
 Six stages, each for all matrices at once:
 
@@ -9,9 +10,10 @@ Six stages, each for all matrices at once:
 5. gather   the messages of all processes, one after the other: half a byte travels for an element, once
 6. place    codes from the messages into the matrices
 
-A message holds, for each matrix, the bytes or runs in which the process owns a code. Two processes whose cut lies inside a byte
-both send that byte, each with its own nibble right; placing takes from each message the nibbles that its sender owns and no
-other, so both are right. Who owns what is exchanged once, when a plan is made, and checked: each element must have one owner.
+A message holds, for each matrix, the bytes or runs in which the process owns a code. Two processes whose cut lies
+inside a byte both send that byte, each with its own nibble right; placing takes from each message the nibbles that its
+sender owns and no other, so both are right. Who owns what is exchanged once, when a plan is made, and checked: each
+element must have one owner.
 """
 
 from __future__ import annotations
@@ -52,15 +54,18 @@ def cast_master_weights(
 ) -> list[Any]:
     """Quantize matrices from the shards of all processes; every process gets the bytes that the whole matrices give.
 
-    shards: one per matrix, in the same order on every process; for each matrix the shards of the group must cover every element
+    shards: one per matrix, in the same order on every process; for each matrix the shards of the group must cover every
+    element
         once. Any cut will do: odd offsets, inside a byte, a block or a row; empty shards; all of it on one process.
-    comm: the group. Its processes all hold arrays of the host, or all of GPUs, of any library; results are in that of the shards.
-    recipe: blocks under one tensor scale, or none; not 4over6.
-    columnwise: also the transposed copies, for square blocks and M a multiple of them.
-    Returns a Quantized per matrix (rowwise, linear scales), equal to quantize(whole matrix, recipe) in every byte; with
+    comm: the group. Its processes all hold arrays of the host, or all of GPUs, of any library; results are in that of
+    the shards. recipe: blocks under one tensor scale, or none; not 4over6. columnwise: also the transposed copies, for
+    square blocks and M a multiple of them. Returns a Quantized per matrix (rowwise, linear scales), equal to
+    quantize(whole matrix, recipe) in every byte; with
         columnwise a pair (rowwise, columnwise), the second as fp4kit.transpose gives it.
-    Raises ValueError or TypeError as partial_amax does, before anything is sent; ValueError on every process where shards leave
-        out or repeat an element, or processes name different matrices. NaN is a ValueError on a CPU; a GPU does not look for it.
+    Raises ValueError or TypeError as partial_amax does, before anything is sent; ValueError on every process where
+    shards leave
+        out or repeat an element, or processes name different matrices. NaN is a ValueError on a CPU; a GPU does not
+        look for it.
     For training steps make a MasterWeightsPlan once: this function makes one for the call.
     Source: the algorithm of TE's quantize_master_weights, right at odd offsets and for K % 64 != 0 too.
 
@@ -76,15 +81,20 @@ def cast_master_weights(
 class MasterWeightsPlan:
     """cast_master_weights of the same shards at every step: tables and buffers are made once.
 
-    Arguments and errors are those of cast_master_weights. The plan holds the arrays of the shards: change their values in place,
-    or pass new arrays to refresh. Making a plan exchanges the cuts and waits for that. On a GPU arrays must be contiguous, and a
-    step is one launch or message a stage (one launch a dtype), without work for each matrix on the host, without copies to the
-    host and without waiting; with Nccl a CUDA graph can capture it.
-    stages: names and calls of what cast does, in order.
+    Arguments and errors are those of cast_master_weights. The plan holds the arrays of the shards: change their values
+    in place, or pass new arrays to refresh. Making a plan exchanges the cuts and waits for that. On a GPU arrays must
+    be contiguous, and a step is one launch or message a stage (one launch a dtype), without work for each matrix on the
+    host, without copies to the host and without waiting; with Nccl a CUDA graph can capture it. stages: names and calls
+    of what cast does, in order.
     """
 
     def __init__(
-        self, shards: Sequence[Shard], comm: Communicator, recipe: str | Recipe = "nvfp4-te-2d", *, columnwise: bool = False
+        self,
+        shards: Sequence[Shard],
+        comm: Communicator,
+        recipe: str | Recipe = "nvfp4-te-2d",
+        *,
+        columnwise: bool = False,
     ) -> None:
         check_communicator("cast_master_weights", comm)
         with refusing(comm):
@@ -102,7 +112,11 @@ class MasterWeightsPlan:
             on_host = all(isinstance(v, np.ndarray) for v in values)
             if not on_host:
                 DeviceStages.check(values, shapes, r)
-        dtypes, lengths, starts = [v.dtype for v in values], [v.size for v in values], [operator.index(s.start) for s in shards]
+        dtypes, lengths, starts = (
+            [v.dtype for v in values],
+            [v.size for v in values],
+            [operator.index(s.start) for s in shards],
+        )
         partition = exchange_cuts(shapes, dtypes, starts, lengths, r, comm, on_host=on_host)
         self._kinds = [_kind(v) for v in values]
         make = HostStages if on_host else DeviceStages
@@ -120,10 +134,12 @@ class MasterWeightsPlan:
         kinds = [_kind(v) for v in arrays]
         if kinds != self._kinds:
             at = next(
-                (i for i, (a, b) in enumerate(zip(kinds, self._kinds, strict=False)) if a != b), min(len(kinds), len(self._kinds))
+                (i for i, (a, b) in enumerate(zip(kinds, self._kinds, strict=False)) if a != b),
+                min(len(kinds), len(self._kinds)),
             )
             raise ValueError(
-                f"refresh: array {at} of {len(kinds)} has another dtype, length or device than the {len(self._kinds)} shards"
+                f"refresh: array {at} of {len(kinds)} has another dtype, length or device than the {len(self._kinds)}"
+                " shards"
             )
         if self._work is not None:
             self._work.replace(arrays)

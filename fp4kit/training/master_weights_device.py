@@ -1,4 +1,6 @@
-"""The stages of cast_master_weights on CuPy arrays: one launch each, from tables in device memory. See master_weights.py."""
+"""The stages of cast_master_weights on CuPy arrays: one launch each, from tables in device memory. See
+master_weights.py.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ ALIGNMENT = 256  # bytes: where each matrix's part of a buffer begins
 
 
 class DeviceStages:
-    """Buffers and stages. bits: what travels first, tensor amaxes and then block amaxes; message and gathered: codes."""
+    """Buffers and stages. bits: what travels first, tensor amaxes and then block amaxes; message and gathered:
+    codes.
+    """
 
     def __init__(
         self,
@@ -46,14 +50,19 @@ class DeviceStages:
 
     @staticmethod
     def check(values: Sequence[Any], shapes: Sequence[tuple[int, int]], r: Recipe) -> None:
-        """Raise ValueError unless all shards are contiguous; NotImplementedError for blocks or sizes without kernels."""
+        """Raise ValueError unless all shards are contiguous; NotImplementedError for blocks or sizes without
+        kernels.
+        """
         with naming("cast_master_weights"):
             partial.check_matrices(shapes, r)
         for i, v in enumerate(values):
             if not v.flags.c_contiguous:
-                raise ValueError(f"cast_master_weights: values of shard {i} are strided; needs a contiguous array on a GPU")
+                raise ValueError(
+                    f"cast_master_weights: values of shard {i} are strided; needs a contiguous array on a GPU"
+                )
 
-    # ---- what is made once ------------------------------------------------------------------------------------------------
+    # ---- what is made once
+    # ------------------------------------------------------------------------------------------------
 
     def _allocate(self, shapes: Sequence[tuple[int, int]]) -> None:
         cupy, r, count = imports.cupy(), self._recipe, len(shapes)
@@ -94,7 +103,9 @@ class DeviceStages:
         for dtype in sorted(set(self._dtypes), key=str):
             chosen = np.array([d == dtype for d in self._dtypes]) & (work > 0)
             if chosen.any():
-                launches.append(partial.prepare(kernel, self._recipe, dtype, table[chosen], work[chosen], self._device, *held))
+                launches.append(
+                    partial.prepare(kernel, self._recipe, dtype, table[chosen], work[chosen], self._device, *held)
+                )
         return launches
 
     def _prepare_scales(self) -> None:
@@ -115,7 +126,9 @@ class DeviceStages:
         if self._recipe.tensor_scaling != "none":
             common |= {"tensor_amax": self._whole, "tensor_at": np.arange(len(starts))}
         first, last = partial.block_span(starts, ends, np.maximum(self._columns, 1), self._recipe)
-        self._run_amax = self._by_dtype("partial_amax", np.where(starts < ends, last - first, 0), common | fields, self._values)
+        self._run_amax = self._by_dtype(
+            "partial_amax", np.where(starts < ends, last - first, 0), common | fields, self._values
+        )
         target, run_at = self._packed, self._packed_at // run_bytes
         if len(self._partition.starts) > 1:
             offsets = self._partition.offsets(partial.RUN)[self._rank]
@@ -132,7 +145,14 @@ class DeviceStages:
             return
         from_at = self._partition.offsets(partial.RUN).reshape(-1) - starts // partial.RUN
         to_at = np.tile(self._packed_at // partial.run_bytes(self._recipe), len(self._partition.starts))
-        fields = {"from": self.gathered, "to": self._packed, "start": starts, "end": ends, "from_at": from_at, "to_at": to_at}
+        fields = {
+            "from": self.gathered,
+            "to": self._packed,
+            "start": starts,
+            "end": ends,
+            "from_at": from_at,
+            "to_at": to_at,
+        }
         table = partial.arguments("partial_place", len(starts), **fields)[chosen]
         work = partial.run_count(starts, ends)[chosen]
         self._run_place = partial.prepare("partial_place", self._recipe, self._dtypes[0], table, work, self._device)
@@ -164,7 +184,8 @@ class DeviceStages:
         with self.device():
             self._prepare_shards()
 
-    # ---- stages -----------------------------------------------------------------------------------------------------------
+    # ---- stages
+    # -----------------------------------------------------------------------------------------------------------
 
     def amax(self) -> None:
         """Fill bits from the owned elements."""

@@ -22,7 +22,9 @@ from fp4kit.training.partition import Partition
 
 
 class HostStages:
-    """Buffers and stages. bits: what travels first, tensor amaxes and then block amaxes; message and gathered: codes."""
+    """Buffers and stages. bits: what travels first, tensor amaxes and then block amaxes; message and gathered:
+    codes.
+    """
 
     def __init__(
         self,
@@ -52,7 +54,9 @@ class HostStages:
         r = self._recipe
         packed = np.zeros(packed_shape(shape, r), np.uint8)
         scales = np.zeros(scale_shape(shape, r), np.uint8)
-        scale, amax = (None, None) if r.tensor_scaling == "none" else (np.zeros((), np.float32), np.zeros((), np.float32))
+        scale, amax = (
+            (None, None) if r.tensor_scaling == "none" else (np.zeros((), np.float32), np.zeros((), np.float32))
+        )
         return Quantized(packed, scales, scale, amax, shape, values.dtype, -1, r)
 
     def device(self) -> AbstractContextManager[None]:
@@ -80,7 +84,9 @@ class HostStages:
         """Tensor scales and block scales from the reduced bits. Raises ValueError for NaN, on every process alike."""
         for t, (amax, q) in enumerate(zip(self._amaxes, self.quantized, strict=True)):
             if np.isnan(amax).any() or np.isnan(self._whole[t]):
-                raise ValueError(f"cast_master_weights: matrix {t} has NaN; {q.recipe.id} has no scale for it; needs numbers")
+                raise ValueError(
+                    f"cast_master_weights: matrix {t} has NaN; {q.recipe.id} has no scale for it; needs numbers"
+                )
             tensor = tensor_scale(self._whole[t], q.recipe, q.dtype)
             with np.errstate(all="ignore"):
                 codes = BLOCK_RULES[q.recipe.block_rule or ""].code(amax, tensor, q.recipe, q.dtype)
@@ -118,7 +124,9 @@ class HostStages:
 
 
 def place_codes(flat: np.ndarray, piece: np.ndarray, start: int, end: int, unit: int) -> None:
-    """Codes [start, end) of a flattened matrix from a piece that begins with the byte of the first; no other nibble changes."""
+    """Codes [start, end) of a flattened matrix from a piece that begins with the byte of the first; no other nibble
+    changes.
+    """
     if start == end:
         return
     first, last = start // unit, -(-end // unit)

@@ -21,7 +21,9 @@ class Partition(NamedTuple):
     ends: np.ndarray
 
     def pieces(self, unit: int) -> np.ndarray:
-        """Length of each process's piece of each matrix in its message, which is cut at multiples of `unit` elements."""
+        """Length of each process's piece of each matrix in its message, which is cut at multiples of `unit`
+        elements.
+        """
         return -(-self.ends // unit) - self.starts // unit
 
     def offsets(self, unit: int) -> np.ndarray:
@@ -35,7 +37,9 @@ _REFUSED = -1  # in the place of a number of matrices
 
 @contextmanager
 def refusing(comm: Communicator) -> Iterator[None]:
-    """Whatever is wrong with this process's arguments, the others, which wait in exchange_cuts, are told, and raise too."""
+    """Whatever is wrong with this process's arguments, the others, which wait in exchange_cuts, are told, and raise
+    too.
+    """
     try:
         yield
     except Exception:
@@ -45,9 +49,15 @@ def refusing(comm: Communicator) -> Iterator[None]:
 
 
 def exchange_cuts(
-    shapes: Sequence[tuple[int, int]], dtypes: Sequence[np.dtype], starts: Sequence[int], lengths: Sequence[int], r: Recipe,
-    comm: Communicator, *, on_host: bool,
-) -> Partition:  # fmt: skip
+    shapes: Sequence[tuple[int, int]],
+    dtypes: Sequence[np.dtype],
+    starts: Sequence[int],
+    lengths: Sequence[int],
+    r: Recipe,
+    comm: Communicator,
+    *,
+    on_host: bool,
+) -> Partition:
     """The cuts of all processes. Every process raises the same ValueError where they do not fit each other.
 
     Waits for the others. They must name the same recipe and matrices, of the same dtypes, all on hosts or all on
@@ -58,7 +68,9 @@ def exchange_cuts(
     heads = _rows(comm, np.array([len(shapes), digest], np.int64))
     refused = np.flatnonzero(heads[:, 0] == _REFUSED).tolist()
     if refused:
-        raise ValueError(f"cast_master_weights: processes {refused} found their shards wrong; needs right ones; see their errors")
+        raise ValueError(
+            f"cast_master_weights: processes {refused} found their shards wrong; needs right ones; see their errors"
+        )
     if (heads != heads[0]).any():
         raise ValueError(
             f"cast_master_weights: processes have {heads[:, 0].tolist()} matrices, or other shapes, dtypes or recipes; "
@@ -90,4 +102,6 @@ def _check_covers(partition: Partition, sizes: np.ndarray) -> None:
         cut = int(np.flatnonzero(before[:, tensor] != after[:, tensor])[0])
         a, b = int(before[cut, tensor]), int(after[cut, tensor])
         what = f"no process owns elements [{a}, {b})" if a < b else f"more than one owns elements [{b}, {a})"
-        raise ValueError(f"cast_master_weights: matrix {tensor}: {what} of {int(sizes[tensor])}; needs each element in one shard")
+        raise ValueError(
+            f"cast_master_weights: matrix {tensor}: {what} of {int(sizes[tensor])}; needs each element in one shard"
+        )

@@ -24,11 +24,12 @@ class FakeQuantSettings:
 
     recipe: id or Recipe, or None for no quantization at all.
     block_size: elements that share a scale, where it is not the recipe's own.
-    parameters, exclude: wildcards (fnmatch, case counts) of names; a parameter is quantized if one of the first matches and none
+    parameters, exclude: wildcards (fnmatch, case counts) of names; a parameter is quantized if one of the first matches
+    and none
         of the second does.
     pass_through: whether the straight-through gradient comes through whole, or only where |w| <= amax.
-    Raises ValueError for an unknown recipe, for wildcards that are one string, and for a block size that does not fit the recipe;
-    TypeError for a pass_through that is no flag.
+    Raises ValueError for an unknown recipe, for wildcards that are one string, and for a block size that does not fit
+    the recipe; TypeError for a pass_through that is no flag.
     """
 
     recipe: str | Recipe | None = None
@@ -40,9 +41,14 @@ class FakeQuantSettings:
     def __post_init__(self) -> None:
         for field in ("parameters", "exclude"):
             patterns = getattr(self, field)
-            if isinstance(patterns, str) or not isinstance(patterns, Collection) or not all(isinstance(p, str) for p in patterns):
+            if (
+                isinstance(patterns, str)
+                or not isinstance(patterns, Collection)
+                or not all(isinstance(p, str) for p in patterns)
+            ):
                 raise ValueError(
-                    f"FakeQuantSettings: {field} is {patterns!r:.60}; needs a tuple of wildcards, such as ({patterns!r:.60},)"
+                    f"FakeQuantSettings: {field} is {patterns!r:.60}; needs a tuple of wildcards, such as"
+                    f" ({patterns!r:.60},)"
                 )
             object.__setattr__(self, field, tuple(patterns))
         object.__setattr__(self, "pass_through", as_flag("FakeQuantSettings", "pass_through", self.pass_through))
@@ -55,8 +61,8 @@ class FakeQuantSettings:
         block = None if self.recipe is None else recipe_of("FakeQuantSettings", self.recipe).block
         if block is None or block[0] != 1:
             raise ValueError(
-                f"FakeQuantSettings: block_size is {self.block_size!r}, but recipe {self.recipe!r} has no blocks of one row; "
-                "leave it out"
+                f"FakeQuantSettings: block_size is {self.block_size!r}, but recipe {self.recipe!r} has no blocks of one"
+                " row; leave it out"
             )
         try:
             size = operator.index(self.block_size)  # type: ignore[arg-type]
@@ -83,17 +89,17 @@ class FakeQuantSettings:
 
         environ: where the flags stand; None for those of the process, which nothing else in fp4kit reads.
         parameters, exclude, pass_through: as in FakeQuantSettings; by default the weights of routed experts.
-        Raises ValueError if both flags are on, for a flag other than 0, 1 and empty, and for a size that is no positive even
-        number, also where its flag is off.
-        Source: slime's and miles' patch of Megatron (TEGroupedLinear) for INT4, a fork of Megatron for MXFP4.
+        Raises ValueError if both flags are on, for a flag other than 0, 1 and empty, and for a size that is no positive
+        even number, also where its flag is off. Source: slime's and miles' patch of Megatron (TEGroupedLinear) for
+        INT4, a fork of Megatron for MXFP4.
         """
         env = os.environ if environ is None else as_mapping("from_environment", "environ", environ)
         mxfp4, int4 = (_flag(env, f"OPEN_TRAINING_{kind}_FAKE_QAT_FLAG") for kind in ("MXFP4", "INT4"))
         sizes = (_size(env, "OPEN_TRAINING_MXFP4_BLOCK_SIZE", 32), _size(env, "OPEN_TRAINING_INT4_GROUP_SIZE", 128))
         if mxfp4 and int4:
             raise ValueError(
-                "from_environment: OPEN_TRAINING_MXFP4_FAKE_QAT_FLAG and OPEN_TRAINING_INT4_FAKE_QAT_FLAG are both '1'; "
-                "weights have one format: set one of them to 0"
+                "from_environment: OPEN_TRAINING_MXFP4_FAKE_QAT_FLAG and OPEN_TRAINING_INT4_FAKE_QAT_FLAG are both '1';"
+                " weights have one format: set one of them to 0"
             )
         if not mxfp4 and not int4:
             return cls(None, None, parameters, exclude, pass_through)

@@ -14,8 +14,15 @@ from pathlib import Path
 from typing import Any
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
-_FLAGS = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-dev-shm-usage",
-          "--no-first-run", "--remote-debugging-pipe")  # fmt: skip
+_FLAGS = (
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-background-networking",
+    "--disable-dev-shm-usage",
+    "--no-first-run",
+    "--remote-debugging-pipe",
+)
 _SECONDS = 30
 
 
@@ -33,7 +40,11 @@ def browser(folder: Path) -> Iterator[Page]:
     script = f'exec "$0" "$@" 3<&{ours[0]} 4>&{theirs[1]}'
     arguments = ["bash", "-c", script, found, *_FLAGS, f"--user-data-dir={folder}", "about:blank"]
     process = subprocess.Popen(
-        arguments, pass_fds=(ours[0], theirs[1]), stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        arguments,
+        pass_fds=(ours[0], theirs[1]),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
     )
     os.close(ours[0])
     os.close(theirs[1])
@@ -47,7 +58,9 @@ def browser(folder: Path) -> Iterator[Page]:
 
 
 class Page:
-    """The first tab. events: everything that the browser told, such as requests, messages of the console, exceptions."""
+    """The first tab. events: everything that the browser told, such as requests, messages of the console,
+    exceptions.
+    """
 
     def __init__(self, to: int, back: int) -> None:
         self._to, self._back, self._left, self._number = to, back, b"", 0

@@ -1,4 +1,5 @@
-"""A conversion as a process of its own: convert_once.py SOURCE DESTINATION WORKERS. SIGTERM unwinds it, as in the command.
+"""A conversion as a process of its own: convert_once.py SOURCE DESTINATION WORKERS. SIGTERM unwinds it, as in the
+command.
 
 WORKERS: so many processes; or "threads", those of the compiled engine.
 """

@@ -1,4 +1,6 @@
-"""Small GGUF files, written here from the format's description alone; and what their blocks hold, element by element."""
+"""Small GGUF files, written here from the format's description alone; and what their blocks hold, element by
+element.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,11 @@ def write(path: Path, tensors: Mapping[str, Info], keys: Mapping[str, Any] | Non
     head = b"GGUF" + struct.pack("<IQQ", 3, len(tensors), len(keys)) + b"".join(key(*pair) for pair in keys.items())
     data = b""
     for name, (number, raw, shape) in tensors.items():
-        head += text(name) + struct.pack(f"<I{len(shape)}Q", len(shape), *shape[::-1]) + struct.pack("<IQ", number, len(data))
+        head += (
+            text(name)
+            + struct.pack(f"<I{len(shape)}Q", len(shape), *shape[::-1])
+            + struct.pack("<IQ", number, len(data))
+        )
         data += raw.tobytes() + bytes(-raw.size % alignment)
     path.write_bytes(head + bytes(-len(head) % alignment) + data)
 
@@ -64,7 +70,9 @@ def q8_0_values(info: Info) -> np.ndarray:
 
 
 def model(dtype: np.dtype = synthetic.BF16, experts: bool = True) -> dict[str, np.ndarray]:
-    """Names of llama.cpp -> numbers: layer 0 is dense, layer 1 has experts, whose down has K = 96, no multiple of 64."""
+    """Names of llama.cpp -> numbers: layer 0 is dense, layer 1 has experts, whose down has K = 96, no multiple of
+    64.
+    """
     shapes: dict[str, tuple[int, ...]] = {"token_embd.weight": (96, HIDDEN), "output.weight": (96, HIDDEN)}
     for i in range(LAYERS):
         rows = {"attn_q": 128, "attn_k": 64, "attn_v": 64, "attn_output": 128}

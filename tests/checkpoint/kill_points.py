@@ -1,8 +1,8 @@
 """SIGKILL at points of a conversion: kill_points.py SOURCE FOLDER POINTS SEED. Prints how the runs ended.
 
-A child kills itself at the n-th call of a C function since it began to convert: half of the points are any call, half are of the
-system. After each: the source is as it was; what has the destination's name is the whole result, and what is left
-in it is tidied up by going on; going on gives the same bytes.
+A child kills itself at the n-th call of a C function since it began to convert: half of the points are any call, half
+are of the system. After each: the source is as it was; what has the destination's name is the whole result, and what is
+left in it is tidied up by going on; going on gives the same bytes.
 """
 
 from __future__ import annotations
@@ -26,7 +26,11 @@ from fp4kit.checkpoint.run.leftovers import leftovers_of, remove_leftovers
 
 def files_of(folder: Path) -> dict[str, str]:
     """SHA-256 by name, manifest included."""
-    return {name: file_digest(folder / name) for name in [*names_in(folder), "fp4kit_manifest.json"] if (folder / name).exists()}
+    return {
+        name: file_digest(folder / name)
+        for name in [*names_in(folder), "fp4kit_manifest.json"]
+        if (folder / name).exists()
+    }
 
 
 def counted(wanted: int | None, of_system: bool, call: Callable[[], object]) -> int:

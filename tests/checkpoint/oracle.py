@@ -1,4 +1,5 @@
-"""What a conversion has to write, from the source's arrays and fp4kit's public functions alone: nothing of fp4kit.checkpoint.
+"""What a conversion has to write, from the source's arrays and fp4kit's public functions alone: nothing of
+fp4kit.checkpoint.
 
 A layer is a matrix (N, K), or in gpt-oss a stack (E, N, K), that is written under one name.
 """
@@ -24,7 +25,11 @@ LAYOUTS = {
     ("modelopt", "nvfp4"): ((".weight", "U8"), (".weight_scale", "F8_E4M3"), (".weight_scale_2", "F32")),
     ("modelopt", "mxfp4"): ((".weight", "U8"), (".weight_scale", "U8")),
     ("modelopt", "mxfp8"): ((".weight", "F8_E4M3"), (".weight_scale", "U8")),
-    ("compressed-tensors", "nvfp4"): ((".weight_packed", "U8"), (".weight_scale", "F8_E4M3"), (".weight_global_scale", "F32")),
+    ("compressed-tensors", "nvfp4"): (
+        (".weight_packed", "U8"),
+        (".weight_scale", "F8_E4M3"),
+        (".weight_global_scale", "F32"),
+    ),
     ("compressed-tensors", "mxfp4"): ((".weight_packed", "U8"), (".weight_scale", "U8")),
     ("compressed-tensors", "mxfp8"): ((".weight", "F8_E4M3"), (".weight_scale", "U8")),
     ("sglang-mxfp8", "mxfp8"): ((".weight", "F8_E4M3"), (".weight_scale_inv", "U8")),
@@ -33,12 +38,20 @@ LAYOUTS = {
     ("deepseek-v4", "nvfp4"): ((".weight", "U8"), (".weight_scale", "F8_E4M3"), (".weight_scale_2", "F32")),
 }
 WIDTH = {"nvfp4": 16, "mxfp4": 32, "mxfp8": 32, "fp8": 128}
-_FUSED = (("q_proj", "k_proj", "v_proj"), ("query", "key", "value"), ("gate_proj", "up_proj"), ("w1", "w3"),
-          ("q_a_proj", "kv_a_proj_with_mqa"), ("wq_a", "wkv"))  # fmt: skip
+_FUSED = (
+    ("q_proj", "k_proj", "v_proj"),
+    ("query", "key", "value"),
+    ("gate_proj", "up_proj"),
+    ("w1", "w3"),
+    ("q_a_proj", "kv_a_proj_with_mqa"),
+    ("wq_a", "wkv"),
+)
 
 
 class Parts(NamedTuple):
-    """Codes (..., N, bytes) and scales of a layer; divisor: what divides on decode, where it is not 1 / tensor_scale."""
+    """Codes (..., N, bytes) and scales of a layer; divisor: what divides on decode, where it is not 1 /
+    tensor_scale.
+    """
 
     codes: np.ndarray
     scales: np.ndarray
@@ -47,7 +60,9 @@ class Parts(NamedTuple):
 
 
 class Layer(NamedTuple):
-    """x: numbers as they are, or decoded to float32. The rest: as stored, of layers that are quantized; kind: "" of numbers."""
+    """x: numbers as they are, or decoded to float32. The rest: as stored, of layers that are quantized; kind: "" of
+    numbers.
+    """
 
     x: np.ndarray
     kind: str = ""
@@ -73,7 +88,9 @@ def arrays(loaded: Loaded) -> Tensors:
 
 
 def decoded(kind: str, codes: np.ndarray, scales: np.ndarray, tensor_scale: np.float32 | None = None) -> np.ndarray:
-    """value(code) * (block_scale * tensor_scale) in float32. codes: (..., N, bytes); scales: numbers, or their codes."""
+    """value(code) * (block_scale * tensor_scale) in float32. codes: (..., N, bytes); scales: numbers, or their
+    codes.
+    """
     if kind in ("nvfp4", "mxfp4"):
         elements = formats.E2M1.values[np.stack([codes & 15, codes >> 4], axis=-1).reshape(*codes.shape[:-1], -1)]
     else:
@@ -91,8 +108,13 @@ def _stored(tensors: Tensors) -> dict[str, tuple[str, Layer]]:
     found = {}
     bits = {name: x.view(np.uint8) if x.dtype.itemsize == 1 else x for name, x in tensors.items()}
     for name in tensors:
-        for end, scales_end in (("_blocks", "_scales"), (".weight_packed", ".weight_scale"), (".weight", ".weight_scale"),
-                                (".weight", ".weight_scale_inv"), (".weight", ".scale")):  # fmt: skip
+        for end, scales_end in (
+            ("_blocks", "_scales"),
+            (".weight_packed", ".weight_scale"),
+            (".weight", ".weight_scale"),
+            (".weight", ".weight_scale_inv"),
+            (".weight", ".scale"),
+        ):
             module = name.removesuffix(end)
             if module == name or module + scales_end not in tensors:
                 continue
@@ -163,7 +185,9 @@ def quantized(x: np.ndarray, recipe: str, shared: np.float32) -> Parts:
 def cast(group: list[Layer]) -> list[Parts] | None:
     """MXFP4 layers of a group -> NVFP4 by fp4kit.requantize of all their rows; None where that is not exact."""
     rows = np.cumsum([len(layer.x) for layer in group])[:-1]
-    codes, scales = (np.concatenate([np.asarray(getattr(layer, part)) for layer in group]) for part in ("codes", "scales"))
+    codes, scales = (
+        np.concatenate([np.asarray(getattr(layer, part)) for layer in group]) for part in ("codes", "scales")
+    )
     q = fp4kit.Quantized.from_parts(codes, scales, None, recipe="mxfp4-ocp")
     new = fp4kit.requantize(q, "nvfp4-te")
     if not new.exact:
@@ -201,7 +225,9 @@ def plain(tensors: Mapping[str, np.ndarray], names: Iterable[str]) -> Loaded:
 
 
 def divisor(recipe: str, shared: np.float32, dtype: np.dtype) -> np.float32 | None:
-    """What compressed-tensors divides by: rnd(rnd(1 / amax) * 2688), both roundings to the dtype; None of other recipes."""
+    """What compressed-tensors divides by: rnd(rnd(1 / amax) * 2688), both roundings to the dtype; None of other
+    recipes.
+    """
     if recipe != "nvfp4-compressed-tensors" or shared == 0:
         return None
     reciprocal = (np.float32(1) / np.maximum(shared, np.float32(ml_dtypes.finfo(dtype).tiny))).astype(dtype)
@@ -235,14 +261,22 @@ def numbers(name: str, layers_of: Mapping[str, Layer], columns: bool) -> Loaded:
     ((module, layer),) = layers_of.items()
     stack = layer.x.ndim == 3
     x = (np.swapaxes(layer.x, 1, 2) if stack and columns else layer.x).astype(BF16)
-    return plain({module if stack else f"{module}.weight": np.ascontiguousarray(x)}, [module if stack else f"{module}.weight"])
+    return plain(
+        {module if stack else f"{module}.weight": np.ascontiguousarray(x)}, [module if stack else f"{module}.weight"]
+    )
 
 
 def expected(
-    tensors: Tensors, recipe: str, format: str, converted: Iterable[str], decoded: Iterable[str] = (), columns: bool = False,
+    tensors: Tensors,
+    recipe: str,
+    format: str,
+    converted: Iterable[str],
+    decoded: Iterable[str] = (),
+    columns: bool = False,
     input_scale: float | None = None,
-) -> Loaded:  # fmt: skip
-    """All tensors of the result. converted, decoded: source tensors, codes of those that are quantized; the rest is copied.
+) -> Loaded:
+    """All tensors of the result. converted, decoded: source tensors, codes of those that are quantized; the rest is
+    copied.
 
     input_scale: a multiplier, of formats that have it so.
     """
@@ -263,6 +297,14 @@ def expected(
 def parts_of(tensor: str, tensors: Mapping[str, object]) -> list[str]:
     """The tensors of a layer whose values or codes are ``tensor``."""
     module = re.sub(r"(\.weight|\.weight_packed|_blocks)$", "", tensor)
-    ends = ("_scales", ".scale", ".weight_scale", ".weight_scale_inv", ".weight_scale_2", ".weight_global_scale", ".input_scale",
-            ".input_global_scale")  # fmt: skip
+    ends = (
+        "_scales",
+        ".scale",
+        ".weight_scale",
+        ".weight_scale_inv",
+        ".weight_scale_2",
+        ".weight_global_scale",
+        ".input_scale",
+        ".input_global_scale",
+    )
     return [tensor, *(module + end for end in ends if module + end in tensors)]

@@ -1,7 +1,7 @@
 """The command in processes of its own: signals at given moments, pipes, terminals.
 
-A hook for audit events (files opened, modules imported, directories made and renamed) sends the signal to its own process at an
-event of a given number, so that moments are the same in every run.
+A hook for audit events (files opened, modules imported, directories made and renamed) sends the signal to its own
+process at an event of a given number, so that moments are the same in every run.
 """
 
 from __future__ import annotations
@@ -47,7 +47,9 @@ WORDS = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated", signal.SIGH
 
 
 for _number in CODES:
-    if signal.getsignal(_number) is signal.SIG_IGN:  # as a shell has it in the background; the command would ignore it, too
+    if (
+        signal.getsignal(_number) is signal.SIG_IGN
+    ):  # as a shell has it in the background; the command would ignore it, too
         signal.signal(_number, signal.SIG_DFL if _number != signal.SIGINT else signal.default_int_handler)
 
 
@@ -85,8 +87,12 @@ def ended(process: subprocess.Popen[str]) -> Run:
 MKDIR, RENAME = ("os.mkdir", ".out.partial"), ("os.rename", ".out.partial")
 
 
-def signalled(folder: Path, last: int, number: int, *arguments: object, after: tuple[str, str] = START, log: str = "") -> Run:
-    """Run fp4kit with a signal at its event of number ``last``; 1 is the first of ``after``, an event and what it is about."""
+def signalled(
+    folder: Path, last: int, number: int, *arguments: object, after: tuple[str, str] = START, log: str = ""
+) -> Run:
+    """Run fp4kit with a signal at its event of number ``last``; 1 is the first of ``after``, an event and what it is
+    about.
+    """
     (folder / "hook").mkdir(exist_ok=True)
     (folder / "hook" / "sitecustomize.py").write_text(HOOK)
     moment = {"FP4KIT_TEST_MOMENT": json.dumps([*after, last, number, log]), "PYTHONPATH": f"{folder / 'hook'}:{ROOT}"}
@@ -101,7 +107,9 @@ def events(folder: Path, *arguments: object) -> list[str]:
 
 
 def content(folder: Path) -> dict[str, bytes]:
-    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+    return {
+        path.relative_to(folder).as_posix(): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()
+    }
 
 
 OF_ITS_OWN = """
@@ -113,7 +121,9 @@ os.execv(sys.executable, [sys.executable, "-m", "fp4kit", *sys.argv[1:]])
 
 
 def with_terminal(columns: int, *arguments: object) -> tuple[subprocess.Popen[bytes], int]:
-    """Start fp4kit with a terminal of so many columns, and return its other end. Without fork, which JAX does not allow."""
+    """Start fp4kit with a terminal of so many columns, and return its other end. Without fork, which JAX does not
+    allow.
+    """
     other_end, terminal = pty.openpty()
     fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
     inherited = {name: value for name, value in environment().items() if name not in ("COLUMNS", "LINES")}
@@ -145,5 +155,3 @@ def on_terminal(columns: int, *arguments: str) -> tuple[int, str]:
     process, other_end = with_terminal(columns, *arguments)
     written = read_to_the_end(other_end)
     return process.wait(60), written.decode()
-
-

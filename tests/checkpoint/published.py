@@ -1,4 +1,6 @@
-"""Names, dtypes and shapes of small models as published ones have them, as rules see them: E experts, M their width, H, V."""
+"""Names, dtypes and shapes of small models as published ones have them, as rules see them: E experts, M their width, H,
+V.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ def _of(config: dict[str, object], specs: Iterator[Spec], stored: str | None = N
 
 def _candidate(name: str, shape: tuple[int, ...], model: Model, stored: str | None) -> Candidate:
     if len(shape) == 3:
-        return Candidate(f"{name}_blocks", name, stored, shape, model) if stored else candidate(name, "BF16", shape, model)
+        return (
+            Candidate(f"{name}_blocks", name, stored, shape, model) if stored else candidate(name, "BF16", shape, model)
+        )
     if name.endswith("bias"):
         return candidate(name, "BF16", shape, model)
     return Candidate(f"{name}.weight", name, stored or "BF16", shape, model)
@@ -104,11 +108,16 @@ def deepseek_v3(stored: str | None = None) -> list[Candidate]:
     def specs() -> Iterator[Spec]:
         yield from base()
         for i in range(4):
-            yield from mla(f"model.layers.{i}.self_attn", ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"))
+            yield from mla(
+                f"model.layers.{i}.self_attn", ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
+            )
             if i == 0:
                 yield from mlp("model.layers.0.mlp", 80)
                 continue
-            yield from ((f"model.layers.{i}.mlp.gate", (E, H)), (f"model.layers.{i}.mlp.gate.e_score_correction_bias", (E,)))
+            yield from (
+                (f"model.layers.{i}.mlp.gate", (E, H)),
+                (f"model.layers.{i}.mlp.gate.e_score_correction_bias", (E,)),
+            )
             yield from experts(f"model.layers.{i}.mlp.experts")
             yield from mlp(f"model.layers.{i}.mlp.shared_experts")
         yield from ((f"model.layers.3.{leaf}", (V, 2 * H)) for leaf in ("eh_proj", "embed_tokens", "shared_head.head"))

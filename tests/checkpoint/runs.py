@@ -66,7 +66,9 @@ def larger(root: Path) -> None:
 
 @contextmanager
 def running(model: Model, workers: int | str) -> Iterator[subprocess.Popen[str]]:
-    """A converting process that has begun to fill its directory, in a session of its own; all of it is gone at the end."""
+    """A converting process that has begun to fill its directory, in a session of its own; all of it is gone at the
+    end.
+    """
     command = [sys.executable, str(HERE / "convert_once.py"), str(model.source), str(model.out), str(workers)]
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment(), start_new_session=True

@@ -1,6 +1,7 @@
 """Small deterministic checkpoints in the shape of published models; each function writes one, returns its tensors.
 
-MODELS hold numbers in Hugging Face layers; GPT_OSS and QUANTIZED are those that few formats take, or that are quantized already.
+MODELS hold numbers in Hugging Face layers; GPT_OSS and QUANTIZED are those that few formats take, or that are quantized
+already.
 """
 
 from __future__ import annotations
@@ -21,9 +22,15 @@ from fp4kit.storage.errors import CheckpointError
 BF16 = np.dtype(ml_dtypes.bfloat16)
 E4M3, E8M0 = np.dtype(ml_dtypes.float8_e4m3fn), np.dtype(ml_dtypes.float8_e8m0fnu)
 DTYPE_NAMES = {
-    BF16: "BF16", np.dtype("f4"): "F32", np.dtype("f2"): "F16", np.dtype("i8"): "I64", np.dtype("u1"): "U8", np.dtype("i1"): "I8",
-    E4M3: "F8_E4M3", E8M0: "F8_E8M0",
-}  # fmt: skip
+    BF16: "BF16",
+    np.dtype("f4"): "F32",
+    np.dtype("f2"): "F16",
+    np.dtype("i8"): "I64",
+    np.dtype("u1"): "U8",
+    np.dtype("i1"): "I8",
+    E4M3: "F8_E4M3",
+    E8M0: "F8_E8M0",
+}
 HIDDEN, VOCABULARY, EXPERTS = 64, 128, 4
 Tensors = dict[str, np.ndarray]
 
@@ -286,7 +293,9 @@ def gpt_oss_mxfp4(root: Path) -> Tensors:
     return write_model(root, config, tensors, lambda name: int(name.endswith("_scales")))
 
 
-def _fp8(tensors: Tensors, module: str, shape: tuple[int, int], powers: bool, suffix: str = ".weight_scale_inv") -> None:
+def _fp8(
+    tensors: Tensors, module: str, shape: tuple[int, int], powers: bool, suffix: str = ".weight_scale_inv"
+) -> None:
     """E4M3 codes without NaN, and scales of 128x128: powers of two, as numbers or as E8M0, or any numbers."""
     blocks = (-(-shape[0] // 128), -(-shape[1] // 128))
     tensors[f"{module}.weight"] = (any_bytes(module, shape, 0, 0x7F) | (any_bytes(module, shape) & 0x80)).view(E4M3)
@@ -315,8 +324,13 @@ def deepseek_fp8(root: Path, powers: bool = False) -> Tensors:
 
 
 def deepseek_v4(root: Path) -> Tensors:
-    """Names of its own; experts MXFP4 in I8 with E8M0, FP8 beside them, MTP experts too; two experts' scales are elsewhere."""
-    tensors: Tensors = {"embed.weight": random("emb", (VOCABULARY, HIDDEN)), "head.weight": random("h", (VOCABULARY, HIDDEN))}
+    """Names of its own; experts MXFP4 in I8 with E8M0, FP8 beside them, MTP experts too; two experts' scales are
+    elsewhere.
+    """
+    tensors: Tensors = {
+        "embed.weight": random("emb", (VOCABULARY, HIDDEN)),
+        "head.weight": random("h", (VOCABULARY, HIDDEN)),
+    }
     for layer in ("layers.0", "layers.1", "mtp.0"):
         for name, shape in (("wq_a", (32, HIDDEN)), ("wq_b", (64, 32)), ("wkv", (32, HIDDEN)), ("wo_b", (HIDDEN, 64))):
             _fp8(tensors, f"{layer}.attn.{name}", shape, True, ".scale")
@@ -332,7 +346,9 @@ def deepseek_v4(root: Path) -> Tensors:
                 tensors[f"{module}.scale"] = any_bytes(f"{module}s", (rows, columns // 32), 114, 124).view(E8M0)
     config = {"model_type": "deepseek_v4", "num_hidden_layers": 2, "expert_dtype": "fp4"}
     declared = {**_FP8, "scale_fmt": "ue8m0"}
-    return write_model(root, {**config, "quantization_config": declared}, tensors, lambda name: int("experts.1.w" in name))
+    return write_model(
+        root, {**config, "quantization_config": declared}, tensors, lambda name: int("experts.1.w" in name)
+    )
 
 
 MODELS = {function.__name__: function for function in (dense, moe, fused, deepseek, bert, vlm, mixtral, vlm_moe)}

@@ -35,6 +35,7 @@ def run(capsys: pytest.CaptureFixture[str]) -> Run:
 
 NEEDED = "a model directory, a .safetensors or a GGUF file is needed"
 
+
 def rows(text: str) -> list[list[str]]:
     return [line.split() for line in text.splitlines()]
 
@@ -64,8 +65,13 @@ def test_devices_are_looked_for_before_any_work(count: int, tmp_path: Path, run:
         return SimpleNamespace(cuda=SimpleNamespace(runtime=runtime))
 
     monkeypatch.setattr(imports, "cupy", cupy)
-    text = "there is no cuda:7; there are cuda:0 to cuda:1" if count else "fp4kit.cuda: CuPy is missing; run pip install"
-    for command in (("convert", tmp_path / "m", tmp_path / "d"), ("verify", tmp_path / "q", "--source", tmp_path / "m")):
+    text = (
+        "there is no cuda:7; there are cuda:0 to cuda:1" if count else "fp4kit.cuda: CuPy is missing; run pip install"
+    )
+    for command in (
+        ("convert", tmp_path / "m", tmp_path / "d"),
+        ("verify", tmp_path / "q", "--source", tmp_path / "m"),
+    ):
         result = run(*command, "--device", "cpu", "--device", "cuda:7")
         assert (result.code, result.out, result.err) == (2, "", f"fp4kit {command[0]}: --device: {text}\n")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["m", "q"]
@@ -86,9 +92,19 @@ def test_convert_dry_run(tmp_path: Path, run: Run) -> None:
     synthetic.moe(tmp_path / "m")
     result = run("convert", tmp_path / "m", tmp_path / "out", "--dry-run", "--keep", "*.k_proj")
     assert result.code == 0 and not (tmp_path / "out").exists()
-    assert ["lm_head.weight", "[128,64]", "BF16", "copy", "16.4", "kB", "16.4", "kB", "output", "head", "(lm_head)"] in rows(
-        result.out
-    )
+    assert [
+        "lm_head.weight",
+        "[128,64]",
+        "BF16",
+        "copy",
+        "16.4",
+        "kB",
+        "16.4",
+        "kB",
+        "output",
+        "head",
+        "(lm_head)",
+    ] in rows(result.out)
     assert "shares its tensor scale: model.layers.1.mlp.experts.0.(gate_proj|up_proj)" in result.out
     assert "would write (modelopt W4A16_NVFP4): 21 tensors converted" in result.out
     assert re.search(r"^disk: \d+\.\d kB needed, [\d.,]+ .B free$", result.out, re.M)
@@ -107,11 +123,14 @@ def test_convert_input_scale(tmp_path: Path, run: Run) -> None:
     [
         (["convert", "only"], "fp4kit convert: got 1 path(s); two are needed: SRC DST\n"),
         (["convert", "--demo", "a", "b"], "fp4kit convert: got 2 path(s); --demo needs one: DST\n"),
-        (["convert", "none", "out"], "fp4kit convert: none: does not exist; a Hugging Face model directory is needed\n"),
+        (
+            ["convert", "none", "out"],
+            "fp4kit convert: none: does not exist; a Hugging Face model directory is needed\n",
+        ),
         (["inspect", "none"], f"fp4kit inspect: none: does not exist; {NEEDED}\n"),
         (["compare", "none", "x"], f"fp4kit compare: none: does not exist; {NEEDED}\n"),
     ],
-)  # fmt: skip
+)
 def test_errors_are_one_line(
     tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch, arguments: list[str], message: str
 ) -> None:
@@ -137,7 +156,9 @@ def test_system_error(tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch)
     assert result.code == 2 and result.err.startswith("fp4kit convert: out/model.safetensors: No space left on device")
 
 
-@pytest.mark.parametrize("arguments", [["--rec", "nvfp4", "a", "b"], ["--unknown", "a", "b"], ["--input-scale", "x", "a", "b"]])
+@pytest.mark.parametrize(
+    "arguments", [["--rec", "nvfp4", "a", "b"], ["--unknown", "a", "b"], ["--input-scale", "x", "a", "b"]]
+)
 def test_options_are_strict(run: Run, arguments: list[str]) -> None:
     assert run("convert", *arguments).code == 2
 
@@ -186,7 +207,9 @@ def test_inspect_escapes_names_and_markup(tmp_path: Path, run: Run) -> None:
 @pytest.mark.parametrize("name", ["hole", "not_json"])
 def test_inspect_malformed(run: Run, name: str) -> None:
     result = run("inspect", Path(__file__).parent / "malformed" / f"{name}.safetensors")
-    assert result.code == 2 and result.err.startswith(f"fp4kit inspect: {name}.safetensors: not a usable safetensors file")
+    assert result.code == 2 and result.err.startswith(
+        f"fp4kit inspect: {name}.safetensors: not a usable safetensors file"
+    )
     assert result.err.count("\n") == 1
 
 
@@ -240,13 +263,24 @@ def test_json_of_convert(tmp_path: Path, run: Run) -> None:
     (tmp_path / "m" / "modeling.py").write_text("")
     arguments = ("convert", tmp_path / "m", tmp_path / "out", "--json", "--only", "*.experts.3.*")
     plan = json.loads(run(*arguments, "--dry-run").out)
-    assert plan["schema"] == "fp4kit.convert.plan/1" and plan["memory_per_process"] > 1e8 and not (tmp_path / "out").exists()
+    assert (
+        plan["schema"] == "fp4kit.convert.plan/1"
+        and plan["memory_per_process"] > 1e8
+        and not (tmp_path / "out").exists()
+    )
     assert {key: plan[key] for key in ("recipe", "format", "converted")} == {
-        "recipe": "nvfp4-te", "format": "modelopt W4A16_NVFP4", "converted": 3,
-    }  # fmt: skip
+        "recipe": "nvfp4-te",
+        "format": "modelopt W4A16_NVFP4",
+        "converted": 3,
+    }
     by_name = {tensor["name"]: tensor for tensor in plan["tensors"]}
     weight = by_name["model.layers.1.mlp.experts.3.down_proj.weight"]
-    assert (weight["action"], weight["shape"], weight["bytes_in"], weight["bytes_out"]) == ("quantize", [64, 96], 12288, 3460)
+    assert (weight["action"], weight["shape"], weight["bytes_in"], weight["bytes_out"]) == (
+        "quantize",
+        [64, 96],
+        12288,
+        3460,
+    )
     assert sum(tensor["bytes_out"] for tensor in plan["tensors"]) == plan["bytes_out"] < plan["bytes_to_write"]
     assert plan["bytes_free"] == pytest.approx(shutil.disk_usage(tmp_path).free, rel=0.1)
     report = json.loads(run(*arguments).out)
@@ -268,8 +302,12 @@ def test_json_of_inspect_and_compare(tmp_path: Path, run: Run) -> None:
     found = json.loads(result.out)
     assert result.code == 1 and found["schema"] == "fp4kit.compare/1" and found["equal"] is False and found["same"] == 7
     assert found["configs"][0] | {"b": None} == {
-        "place": "config.json", "key": "quantization_config", "kind": "extra", "a": None, "b": None,
-    }  # fmt: skip
+        "place": "config.json",
+        "key": "quantization_config",
+        "kind": "extra",
+        "a": None,
+        "b": None,
+    }
     assert len(found["layers"]) == 5 and found["layers"][0]["codes"] is None
     assert run("inspect", tmp_path / "none", "--json").out == ""
 

@@ -87,7 +87,9 @@ def test_inspect_follows_no_link_out_of_the_directory(tmp_path: Path, name: str)
 LOOP = "its symbolic links lead in a circle; put what is meant there"
 
 
-@pytest.mark.parametrize("name", ["config.json", "hf_quant_config.json", "model.safetensors", "model.safetensors.index.json"])
+@pytest.mark.parametrize(
+    "name", ["config.json", "hf_quant_config.json", "model.safetensors", "model.safetensors.index.json"]
+)
 def test_loops_of_links(tmp_path: Path, name: str) -> None:
     synthetic.bert(tmp_path / "m")
     path = tmp_path / "m" / name
@@ -205,7 +207,9 @@ def test_compare_metadata(tmp_path: Path) -> None:
     for folder, metadata in (("a", ("1", "2")), ("b", ("2", "1")), ("c", ("1", "1"))):
         (tmp_path / folder).mkdir()
         for name, value in zip("pq", metadata, strict=True):
-            synthetic.write_file(tmp_path / folder / f"{name}.safetensors", {name: x[name]}, {"format": "pt", "key": value})
+            synthetic.write_file(
+                tmp_path / folder / f"{name}.safetensors", {name: x[name]}, {"format": "pt", "key": value}
+            )
     place = "__metadata__ of {}.safetensors".format
     assert config_differences(tmp_path / "a", tmp_path / "b") == [
         (place("p"), "key", "value", '"1" and "2"'),
@@ -216,7 +220,9 @@ def test_compare_metadata(tmp_path: Path) -> None:
     expected = [("__metadata__", "key", "value", '"1" and ["1", "2"]')]
     assert config_differences(tmp_path / "whole.safetensors", tmp_path / "a") == expected
     for name in "pq":
-        synthetic.write_file(tmp_path / "c" / f"{name}.safetensors", {name: x[name]}, {"format": "pt", "key": "3", "new": "x"})
+        synthetic.write_file(
+            tmp_path / "c" / f"{name}.safetensors", {name: x[name]}, {"format": "pt", "key": "3", "new": "x"}
+        )
         synthetic.write_file(tmp_path / "a" / f"{name}.safetensors", {name: x[name]}, {"format": "pt", "key": "1"})
     both = "__metadata__ of p.safetensors and 1 more"
     expected = [(both, "key", "value", '"1" and "3"'), (both, "new", "extra", '"x"')]
@@ -231,7 +237,17 @@ def test_compare_in_the_order_of_numbers(tmp_path: Path) -> None:
     comparison = compare_checkpoints(tmp_path / "a.safetensors", tmp_path / "b.safetensors")
     assert [d.name for d in comparison.tensors] == [f"layers.{i}.w" for i in (0, 2, 9, 10, 100)]
     strange = ["a01", "a1", "a001", "1a", "a", "", "a1.b2", "a1.b10", "a" + "9" * 5000]
-    assert sorted(strange, key=natural_order) == ["", "1a", "a", "a001", "a01", "a1", "a1.b2", "a1.b10", "a" + "9" * 5000]
+    assert sorted(strange, key=natural_order) == [
+        "",
+        "1a",
+        "a",
+        "a001",
+        "a01",
+        "a1",
+        "a1.b2",
+        "a1.b10",
+        "a" + "9" * 5000,
+    ]
 
 
 def test_compare_does_not_read_what_is_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -262,18 +278,24 @@ def test_compare_original_and_quantized(tmp_path: Path, recipe: str) -> None:
         group = (report.plan.converted[0].group or {}) and next(
             t.group for t in report.plan.converted if t.name == f"{layer.name}.weight"
         )
-        members = [n for t in report.plan.converted for n, g in (t.group or {}).items() if g == (group or {}).get(layer.name)]
+        members = [
+            n for t in report.plan.converted for n, g in (t.group or {}).items() if g == (group or {}).get(layer.name)
+        ]
         x = tensors[f"{layer.name}.weight"]
         amax = max(np.abs(tensors[f"{n}.weight"].astype(np.float32)).max() for n in members or [layer.name])
         r = fp4kit.recipe(recipe)
-        y = fp4kit.dequantize(fp4kit.quantize(x, r, tensor_amax=None if r.tensor_scaling == "none" else amax), np.float32)
+        y = fp4kit.dequantize(
+            fp4kit.quantize(x, r, tensor_amax=None if r.tensor_scaling == "none" else amax), np.float32
+        )
         wide = x.astype(np.float64)
         noise = np.sum((wide - y) ** 2)
         wanted = np.inf if noise == 0 else 10 * np.log10(np.sum(wide**2) / noise)
         assert layer.sqnr_db == pytest.approx(wanted, abs=1e-4)  # decoding in another order is an ulp
         assert (layer.codes, layer.scales, layer.elements) == (None, None, tensors[f"{layer.name}.weight"].size)
     back = compare_checkpoints(tmp_path / "out", tmp_path / "m")
-    assert {layer.name: layer.values for layer in back.layers} == {layer.name: layer.values for layer in comparison.layers}
+    assert {layer.name: layer.values for layer in back.layers} == {
+        layer.name: layer.values for layer in comparison.layers
+    }
 
 
 def test_compare_plain_tensors(tmp_path: Path) -> None:
@@ -281,7 +303,13 @@ def test_compare_plain_tensors(tmp_path: Path) -> None:
     y = x.copy()
     y[[1, 4]] = -y[[1, 4]]
     one = {"bytes": x, "dtype": x, "gone": x, "shape": x, "same": x}
-    other: synthetic.Tensors = {"bytes": y, "dtype": x.astype(np.float16), "new": x, "shape": x.reshape(2, 3), "same": x}
+    other: synthetic.Tensors = {
+        "bytes": y,
+        "dtype": x.astype(np.float16),
+        "new": x,
+        "shape": x.reshape(2, 3),
+        "same": x,
+    }
     synthetic.write_file(tmp_path / "a.safetensors", one)
     synthetic.write_file(tmp_path / "b.safetensors", other)
     comparison = compare_checkpoints(tmp_path / "a.safetensors", tmp_path / "b.safetensors")

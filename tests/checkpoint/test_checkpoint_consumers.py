@@ -1,6 +1,7 @@
 """Converted checkpoints in the hands of those that load them: safetensors, compressed-tensors, transformers.
 
-The models are made by transformers itself, from config objects, with random weights. The optional extra `interop` has all of it.
+The models are made by transformers itself, from config objects, with random weights. The optional extra `interop` has
+all of it.
 """
 
 from __future__ import annotations
@@ -25,7 +26,13 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 pytestmark = pytest.mark.filterwarnings("default")  # theirs
-SIZES = {"vocab_size": 128, "hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2, "max_position_embeddings": 64}
+SIZES = {
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 2,
+    "max_position_embeddings": 64,
+}
 HEADS = {"num_key_value_heads": 2, "head_dim": 16}
 MLA = {"q_lora_rank": 32, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 16}
 EXPERTS = {"num_experts_per_tok": 2, "tie_word_embeddings": False}
@@ -61,7 +68,9 @@ def _gpt_oss() -> Any:
 
 def _deepseek() -> Any:
     sizes = {**SIZES, **MLA, **EXPERTS, "num_key_value_heads": 4, "intermediate_size": 96, "moe_intermediate_size": 32}
-    config = transformers.DeepseekV3Config(n_routed_experts=4, n_group=1, topk_group=1, first_k_dense_replace=1, **sizes)
+    config = transformers.DeepseekV3Config(
+        n_routed_experts=4, n_group=1, topk_group=1, first_k_dense_replace=1, **sizes
+    )
     return transformers.DeepseekV3ForCausalLM(config)
 
 
@@ -124,7 +133,9 @@ TARGETS: dict[str, list[Target]] = {
 }
 
 
-@pytest.mark.parametrize(("name", "target"), [(name, target) for name, targets in TARGETS.items() for target in targets])
+@pytest.mark.parametrize(
+    ("name", "target"), [(name, target) for name, targets in TARGETS.items() for target in targets]
+)
 def test_safetensors_reads_every_tensor(converted: Any, name: str, target: Target) -> None:
     """With the counts of COUNTS; torch gets every tensor with its bytes."""
     root = converted(name, target)
@@ -153,7 +164,9 @@ def _ulp(a: np.ndarray, b: np.ndarray) -> int:
 
 
 def _unpacked(stored: dict[str, Any], args: Any) -> Any:
-    """compressed-tensors' own decoding, carried out in float32; what it does in bfloat16 begins with the same numbers."""
+    """compressed-tensors' own decoding, carried out in float32; what it does in bfloat16 begins with the same
+    numbers.
+    """
     from compressed_tensors.compressors.mx_utils import decompress_mx_scale
     from compressed_tensors.compressors.nvfp4.helpers import unpack_fp4_from_uint8
     from compressed_tensors.quantization.lifecycle.forward import dequantize
@@ -164,12 +177,16 @@ def _unpacked(stored: dict[str, Any], args: Any) -> Any:
     else:
         codes = unpack_fp4_from_uint8(packed, len(packed), 2 * packed.shape[1], torch.float32)
     scale = stored["weight_scale"] if args.group_size == 16 else decompress_mx_scale(stored["weight_scale"])
-    return dequantize(codes, scale.float(), args=args, dtype=torch.float32, global_scale=stored.get("weight_global_scale"))
+    return dequantize(
+        codes, scale.float(), args=args, dtype=torch.float32, global_scale=stored.get("weight_global_scale")
+    )
 
 
 @pytest.mark.parametrize(("target", "ulp"), [(NVFP4, 2), (NVFP4_OWN, 2), (MXFP4, 0), (MXFP8, 0)])
 def test_compressed_tensors_decodes_our_values(converted: Any, target: Target, ulp: int) -> None:
-    """In float32: exactly, or 2 ulp apart where the stored divisor is a second rounding; in bfloat16, where it ends, exactly."""
+    """In float32: exactly, or 2 ulp apart where the stored divisor is a second rounding; in bfloat16, where it ends,
+    exactly.
+    """
     from compressed_tensors.compressors import BaseCompressor
     from compressed_tensors.quantization import QuantizationConfig
 
@@ -200,7 +217,13 @@ def _back(root: Path, source: Path) -> Path:
 
 LOADED = [("llama", target) for target in (NVFP4, NVFP4_OWN, MXFP4, MXFP8)]
 LOADED += [(name, ("mxfp8-te", "sglang-mxfp8")) for name in ("qwen3_moe", "deepseek")]
-LOADED += [("tied", NVFP4), ("tied", MXFP4), ("qwen3_moe", MXFP4), ("deepseek", MXFP4), ("gpt_oss", ("mxfp4-ocp", "gpt-oss"))]
+LOADED += [
+    ("tied", NVFP4),
+    ("tied", MXFP4),
+    ("qwen3_moe", MXFP4),
+    ("deepseek", MXFP4),
+    ("gpt_oss", ("mxfp4-ocp", "gpt-oss")),
+]
 
 
 def _different(model: Any, numbers: Any) -> list[str]:
@@ -220,7 +243,8 @@ def _of_weights_alone(root: Path, tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize(("name", "target"), LOADED)
 def test_transformers_loads_our_values(made: Path, converted: Any, tmp_path: Path, name: str, target: Target) -> None:
-    """Every weight, and the logits, equal those of the model of our dequantized weights, bit for bit; and not the original's.
+    """Every weight, and the logits, equal those of the model of our dequantized weights, bit for bit; and not the
+    original's.
 
     The config of MXFP8 says that activations are quantized as they come, which vLLM asks for; here they are not.
     """

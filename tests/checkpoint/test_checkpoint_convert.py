@@ -65,15 +65,23 @@ def test_sharing_across_shards(tmp_path: Path) -> None:
 
 
 SHAPES = st.tuples(st.integers(1, 40), st.integers(1, 6))
-TARGETS = st.sampled_from([
-    ("nvfp4-te", "modelopt"), ("nvfp4-te-2d", "modelopt"), ("nvfp4-compressed-tensors", "compressed-tensors"),
-    ("mxfp4-te", "compressed-tensors"), ("mxfp8-te-2d", "compressed-tensors"), ("nvfp4-te-4over6-mae-448", "compressed-tensors"),
-])  # fmt: skip
+TARGETS = st.sampled_from(
+    [
+        ("nvfp4-te", "modelopt"),
+        ("nvfp4-te-2d", "modelopt"),
+        ("nvfp4-compressed-tensors", "compressed-tensors"),
+        ("mxfp4-te", "compressed-tensors"),
+        ("mxfp8-te-2d", "compressed-tensors"),
+        ("nvfp4-te-4over6-mae-448", "compressed-tensors"),
+    ]
+)
 
 
 @given(st.data(), SHAPES, TARGETS, st.sampled_from([ml_dtypes.bfloat16, np.float16, np.float32]), st.integers(-14, 14))
 @hypothesis_settings(max_examples=60)
-def test_any_shape(data: st.DataObject, shape: tuple[int, int], target: tuple[str, str], dtype: Any, exponent: int) -> None:
+def test_any_shape(
+    data: st.DataObject, shape: tuple[int, int], target: tuple[str, str], dtype: Any, exponent: int
+) -> None:
     """Any rows, one too, and whole blocks of K, of any magnitude, in slabs of any height; w1 and w3 share a scale."""
     recipe, format = target
     rows, columns = shape[0], shape[1] * fp4kit.recipe(recipe).block_size
@@ -90,7 +98,9 @@ def test_any_shape(data: st.DataObject, shape: tuple[int, int], target: tuple[st
 
 
 def test_k_that_is_not_whole_blocks_is_kept_and_listed(tmp_path: Path) -> None:
-    tensors = {f"{n}.weight": synthetic.random(n, (4, columns)) for n, columns in (("a", 64), ("b", 24), ("c", 8), ("d", 33))}
+    tensors = {
+        f"{n}.weight": synthetic.random(n, (4, columns)) for n, columns in (("a", 64), ("b", 24), ("c", 8), ("d", 33))
+    }
     synthetic.write_model(tmp_path / "m", {}, tensors)
     report = convert(tmp_path / "m", tmp_path / "out", format="compressed-tensors")
     assert load(tmp_path / "out") == expected(tensors, ["a"], "nvfp4-te", "compressed-tensors")
@@ -183,7 +193,13 @@ def test_index_and_metadata(tmp_path: Path) -> None:
 def test_single_file_gets_no_index(tmp_path: Path) -> None:
     synthetic.bert(tmp_path / "m")
     convert(tmp_path / "m", tmp_path / "out", format="modelopt")
-    names = ["config.json", "fp4kit_manifest.json", "hf_quant_config.json", "model.safetensors", "tokenizer_config.json"]
+    names = [
+        "config.json",
+        "fp4kit_manifest.json",
+        "hf_quant_config.json",
+        "model.safetensors",
+        "tokenizer_config.json",
+    ]
     found = sorted(path.relative_to(tmp_path / "out").as_posix() for path in (tmp_path / "out").rglob("*"))
     assert found == ["1_Pooling", "1_Pooling/config.json", *names]
 
@@ -200,7 +216,9 @@ def test_source_order_does_not_change_bytes(tmp_path: Path) -> None:
     synthetic.write_file(tmp_path / "reversed" / "model.safetensors", dict(reversed(tensors.items())))
     convert(tmp_path / "m", tmp_path / "out")
     convert(tmp_path / "reversed", tmp_path / "again")
-    assert (tmp_path / "out" / "model.safetensors").read_bytes() == (tmp_path / "again" / "model.safetensors").read_bytes()
+    assert (tmp_path / "out" / "model.safetensors").read_bytes() == (
+        tmp_path / "again" / "model.safetensors"
+    ).read_bytes()
 
 
 def test_source_is_only_read(tmp_path: Path) -> None:
@@ -215,15 +233,20 @@ def files(root: Path) -> dict[str, bytes]:
 
 
 CASES = [
-    ("dense", "nvfp4-te", "modelopt"), ("fused", "nvfp4-te-2d", "modelopt"), ("moe", "mxfp8-te-2d", "modelopt"),
-    ("gpt_oss", "mxfp4-ocp", "gpt-oss"), ("gpt_oss_mxfp4", "mxfp4-ocp", "bf16"),
+    ("dense", "nvfp4-te", "modelopt"),
+    ("fused", "nvfp4-te-2d", "modelopt"),
+    ("moe", "mxfp8-te-2d", "modelopt"),
+    ("gpt_oss", "mxfp4-ocp", "gpt-oss"),
+    ("gpt_oss_mxfp4", "mxfp4-ocp", "bf16"),
     ("deepseek_fp8", "nvfp4-te", "compressed-tensors"),
     ("deepseek_v4", "mxfp4-ocp", "deepseek-v4"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("name", "recipe", "format"), CASES)
-def test_slabs_do_not_show(tmp_path: Path, name: str, recipe: str, format: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slabs_do_not_show(
+    tmp_path: Path, name: str, recipe: str, format: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Cut into slabs of a few rows, stacks of columns read column by column: not a byte of any file is another."""
     (synthetic.MODELS | synthetic.GPT_OSS | synthetic.QUANTIZED)[name](tmp_path / "m")
     ticks: list[int] = []

@@ -19,7 +19,7 @@ test_checkpoint_memory |
 test_checkpoint_resume: test_other_* |
 | 12 strict flags; the environment changes no byte | test_checkpoint_cli; test_checkpoint_execution: test_environment_* |
 | 13 manifest | test_checkpoint_manifest |
-"""
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -55,7 +55,9 @@ FORBIDDEN = {"subprocess", "pickle", "marshal", "shelve", "torch", "transformers
 
 @pytest.mark.parametrize("folder", ["checkpoint", "storage"])
 def test_no_way_to_run_code(folder: str) -> None:
-    """No module that reads checkpoints imports what starts programs or unpickles, or calls eval, exec, os.system and the like."""
+    """No module that reads checkpoints imports what starts programs or unpickles, or calls eval, exec, os.system and
+    the like.
+    """
     for path in (PACKAGE / folder).rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             names: list[str] = []
@@ -87,12 +89,21 @@ def test_code_of_the_model_is_not_run(tmp_path: Path) -> None:
         (tmp_path / "m" / name).write_text(f"import os; os.mkdir({str(trap)!r})")
     for name in ("pytorch_model.bin", "training_args.bin", "x.pt", "vocab.pkl"):
         (tmp_path / "m" / name).write_bytes(pickle.dumps(Evil(trap)))
-    config = {"model_type": "llama", "auto_map": {"AutoModel": "modeling_evil.X"}, "$(touch trap)": "`touch trap`; touch trap"}
+    config = {
+        "model_type": "llama",
+        "auto_map": {"AutoModel": "modeling_evil.X"},
+        "$(touch trap)": "`touch trap`; touch trap",
+    }
     (tmp_path / "m" / "config.json").write_text(json.dumps(config))
     plan = make_plan(tmp_path / "m")
     execute(plan, tmp_path / "out; touch trap $(touch trap)", Options(2))
     assert not trap.exists() and not list(tmp_path.rglob("trap"))
-    assert {name for name, _ in plan.auxiliary.skipped} >= {"modeling_evil.py", "pytorch_model.bin", "x.pt", "vocab.pkl"}
+    assert {name for name, _ in plan.auxiliary.skipped} >= {
+        "modeling_evil.py",
+        "pytorch_model.bin",
+        "x.pt",
+        "vocab.pkl",
+    }
     assert not list(tmp_path.glob("out*/*.py")) + list(tmp_path.glob("out*/*.bin"))
 
 
@@ -117,7 +128,9 @@ def test_shard_that_is_replaced(tmp_path: Path) -> None:
     path = tmp_path / "m" / "model-00001-of-00002.safetensors"
     held = [name for name in names if name in {entry.name for entry in read_header(path).entries}]
     synthetic.write_file(path, {name: tensors[name] for name in held})
-    with refused("model-00001-of-00002.safetensors: changed since the conversion was planned; run again when nothing writes"):
+    with refused(
+        "model-00001-of-00002.safetensors: changed since the conversion was planned; run again when nothing writes"
+    ):
         execute(plan, tmp_path / "out")
     assert [p.name for p in tmp_path.iterdir()] == ["m"]
 
@@ -128,6 +141,7 @@ def test_output_is_private(tmp_path: Path) -> None:
     seen = []
     before = os.umask(0o022)
     try:
+
         def tick(count: int) -> None:
             seen.append(stat.S_IMODE((tmp_path / ".out.partial").stat().st_mode))
 
@@ -182,7 +196,19 @@ def test_hostile_header(tmp_path: Path, name: str) -> None:
     assert [p.name for p in tmp_path.iterdir()] == ["m"]
 
 
-NAMES = ("../../evil", "/etc/passwd", "a\x1b[31mred\x07", "a\u202eb", "a\nb", "C:\\x", "%s%n{0}", "$(touch x)", "con", "é", "*[!")
+NAMES = (
+    "../../evil",
+    "/etc/passwd",
+    "a\x1b[31mred\x07",
+    "a\u202eb",
+    "a\nb",
+    "C:\\x",
+    "%s%n{0}",
+    "$(touch x)",
+    "con",
+    "é",
+    "*[!",
+)
 NAMES += ("a" * 3000,)
 
 
@@ -198,9 +224,14 @@ def test_names_are_data(tmp_path: Path, name: str) -> None:
     assert f"{name}.norm" in found and all(tensor.startswith(f"{name}.") for tensor in found) and len(found) == 4
     assert sorted(p.name for p in tmp_path.iterdir()) == ["m", "out"]
     assert sorted(p.name for p in (tmp_path / "out").iterdir()) == sorted(
-        ["config.json", MANIFEST, "model.safetensors", "tokenizer_config.json", *(["hf_quant_config.json"] if
-         (tmp_path / "out" / "hf_quant_config.json").exists() else [])]
-    )  # fmt: skip
+        [
+            "config.json",
+            MANIFEST,
+            "model.safetensors",
+            "tokenizer_config.json",
+            *(["hf_quant_config.json"] if (tmp_path / "out" / "hf_quant_config.json").exists() else []),
+        ]
+    )
     tensors[f"{name}.weight"][0, 0] = np.nan
     shutil.rmtree(tmp_path / "m")
     synthetic.write_model(tmp_path / "m", {}, tensors)
@@ -221,12 +252,24 @@ def test_patterns_take_no_time(tmp_path: Path) -> None:
 
 
 CONFIGS: list[dict[str, Any]] = [
-    {"num_hidden_layers": 10**400}, {"num_hidden_layers": -3}, {"num_hidden_layers": 1e300}, {"num_hidden_layers": float("inf")},
-    {"num_hidden_layers": float("nan")}, {"num_hidden_layers": "two"}, {"num_hidden_layers": None}, {"num_hidden_layers": [2]},
-    {"num_hidden_layers": True}, {"text_config": 3}, {"text_config": {"num_hidden_layers": "x"}}, {"model_type": 7},
-    {"architectures": "x"}, {"model_type": ["llama"]}, {"tie_word_embeddings": "maybe"}, {"num_nextn_predict_layers": 10**30},
+    {"num_hidden_layers": 10**400},
+    {"num_hidden_layers": -3},
+    {"num_hidden_layers": 1e300},
+    {"num_hidden_layers": float("inf")},
+    {"num_hidden_layers": float("nan")},
+    {"num_hidden_layers": "two"},
+    {"num_hidden_layers": None},
+    {"num_hidden_layers": [2]},
+    {"num_hidden_layers": True},
+    {"text_config": 3},
+    {"text_config": {"num_hidden_layers": "x"}},
+    {"model_type": 7},
+    {"architectures": "x"},
+    {"model_type": ["llama"]},
+    {"tie_word_embeddings": "maybe"},
+    {"num_nextn_predict_layers": 10**30},
     {"architectures": [None, 3]},
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: str(config)[:40])
@@ -266,11 +309,16 @@ def test_files_beside(tmp_path: Path) -> None:
     plan = make_plan(model)
     assert [file.name for file in plan.auxiliary.copied] == ["notes.txt", "tokenizer_config.json"]
     assert dict(plan.auxiliary.skipped) == {
-        "LICENSE": "a link that leaves the directory", "README.md": "a link that leaves the directory",
-        "folder": "a link to a directory", "pipe.txt": "not a regular file",
-        ".lock": "hidden file", ".journal.jsonl": "hidden file", ".hidden.json": "hidden file",
-        "x.sh": "not a kind of file that is copied", "y.gguf": "weights that are not part of the model",
-    }  # fmt: skip
+        "LICENSE": "a link that leaves the directory",
+        "README.md": "a link that leaves the directory",
+        "folder": "a link to a directory",
+        "pipe.txt": "not a regular file",
+        ".lock": "hidden file",
+        ".journal.jsonl": "hidden file",
+        ".hidden.json": "hidden file",
+        "x.sh": "not a kind of file that is copied",
+        "y.gguf": "weights that are not part of the model",
+    }
     execute(plan, tmp_path / "out")
     assert not {".lock", ".journal.jsonl", "LICENSE", "folder"} & {p.name for p in (tmp_path / "out").iterdir()}
     assert differences(tmp_path / "out") == []

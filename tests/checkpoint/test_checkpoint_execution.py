@@ -1,4 +1,6 @@
-"""Where a conversion runs makes no difference to its bytes: processes, threads, dask, MPI, GPUs; and workers end with it."""
+"""Where a conversion runs makes no difference to its bytes: processes, threads, dask, MPI, GPUs; and workers end with
+it.
+"""
 
 from __future__ import annotations
 
@@ -85,10 +87,16 @@ def test_worker_processes(model: tuple[Path, dict[str, str]], tmp_path: Path, wo
 @pytest.mark.parametrize(
     ("workers", "cores", "processes", "expected"),
     [
-        (None, 16, True, (8, False)), (None, 5, True, (5, False)), (None, 3, True, (3, True)), (15, 2, True, (15, False)),
-        (3, 16, True, (3, True)), (None, 16, False, (16, True)), (9, 16, False, (9, True)), (None, 1, True, (2, True)),
+        (None, 16, True, (8, False)),
+        (None, 5, True, (5, False)),
+        (None, 3, True, (3, True)),
+        (15, 2, True, (15, False)),
+        (3, 16, True, (3, True)),
+        (None, 16, False, (16, True)),
+        (9, 16, False, (9, True)),
+        (None, 1, True, (2, True)),
     ],
-)  # fmt: skip
+)
 def test_processes_where_they_are_faster(
     model: tuple[Path, dict[str, str]],
     tmp_path: Path,
@@ -118,7 +126,10 @@ def test_processes_where_they_are_faster(
 
 
 def test_the_command_takes_processes_for_large_models(
-    model: tuple[Path, dict[str, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    model: tuple[Path, dict[str, str]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """With the compiled engine, which has one thread in each."""
     module, started = import_module("fp4kit.checkpoint.convert.convert"), list[Any]()
@@ -219,7 +230,9 @@ def test_workers_that_die(model: tuple[Path, dict[str, str]], tmp_path: Path, mo
     """As the system ends them where memory is short: what is done is kept."""
     with monkeypatch.context() as patch:
         patch.setattr(run_job, "write", die)
-        with pytest.raises(ChildProcessError, match="a worker process died, perhaps for want of memory; take fewer workers"):
+        with pytest.raises(
+            ChildProcessError, match="a worker process died, perhaps for want of memory; take fewer workers"
+        ):
             convert(model[0], tmp_path / "out", options=Options(2))
     assert not multiprocessing.active_children() and not (tmp_path / "out").exists()
     convert(model[0], tmp_path / "out", options=Options(resume=True))
@@ -278,7 +291,9 @@ def test_without_dask(monkeypatch: pytest.MonkeyPatch) -> None:
 def missing(module: str) -> None:
     """Skip a test without a library; fail it where CI has said that it installs them."""
     if importlib.util.find_spec(module) is None:
-        (pytest.fail if os.environ.get("CI") == "true" else pytest.skip)(f'{module} is not installed; pip install -e ".[test]"')
+        (pytest.fail if os.environ.get("CI") == "true" else pytest.skip)(
+            f'{module} is not installed; pip install -e ".[test]"'
+        )
 
 
 @pytest.mark.filterwarnings("ignore")  # of distributed
@@ -292,19 +307,27 @@ def test_no_scheduler(monkeypatch: pytest.MonkeyPatch, address: str) -> None:
 
 @pytest.mark.exhaustive
 def test_dask(model: tuple[Path, dict[str, str]], tmp_path: Path) -> None:
-    """Workers of their own processes, with another directory than that of the process that plans: see cluster_cases.py."""
+    """Workers of their own processes, with another directory than that of the process that plans: see
+    cluster_cases.py.
+    """
     missing("distributed")
     command = [sys.executable, HERE / "cluster_cases.py", model[0], tmp_path / "out", model[0].parent / "whole"]
     result = subprocess.run(command, capture_output=True, text=True, env=environment(), cwd=tmp_path, timeout=300)
     assert result.returncode == 0, result.stderr[-4000:]
-    assert "errors come back" in result.stdout and "a worker process died" in result.stdout and "workers: 2" in result.stdout
+    assert (
+        "errors come back" in result.stdout
+        and "a worker process died" in result.stdout
+        and "workers: 2" in result.stdout
+    )
     assert "no scheduler answers" in result.stdout
 
 
 def under_mpi(size: int, *arguments: str | Path) -> list[str | Path]:
     """The command line of so many processes of MPI, one of which runs Python with the arguments."""
     missing("mpi4py")
-    found = shutil.which("mpiexec", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]))
+    found = shutil.which(
+        "mpiexec", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+    )
     if found is None:
         pytest.skip("no mpiexec found")
     return [found, "-n", str(size), sys.executable, "-m", "mpi4py.futures", *arguments]
@@ -333,7 +356,13 @@ def test_environment_changes_nothing(tmp_path: Path) -> None:
     synthetic.moe(tmp_path / "m")
     changes = (
         {"PYTHONHASHSEED": "1", "TZ": "Asia/Tokyo", "LC_ALL": "C", "OMP_NUM_THREADS": "1"},
-        {"PYTHONHASHSEED": "77", "LC_ALL": "tr_TR.UTF-8", "OMP_NUM_THREADS": "2", "NVTE_USE_FAST_MATH": "1", "HOME": "/nowhere"},
+        {
+            "PYTHONHASHSEED": "77",
+            "LC_ALL": "tr_TR.UTF-8",
+            "OMP_NUM_THREADS": "2",
+            "NVTE_USE_FAST_MATH": "1",
+            "HOME": "/nowhere",
+        },
     )
     found = []
     for i, change in enumerate(changes):

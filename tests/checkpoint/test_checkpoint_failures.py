@@ -32,7 +32,9 @@ def test_nonfinite_values(tmp_path: Path, value: float, name: str) -> None:
     shutil.rmtree(tmp_path / "m")
     tensors[name][1, 2:5] = value
     synthetic.write_model(tmp_path / "m", {"model_type": "qwen3", "num_hidden_layers": 2}, tensors)
-    with refused(f"{name}: 3 of {tensors[name].size} values are NaN or infinite; repair the source, leave it out with --keep"):
+    with refused(
+        f"{name}: 3 of {tensors[name].size} values are NaN or infinite; repair the source, leave it out with --keep"
+    ):
         convert(tmp_path / "m", tmp_path / "out")
     _nothing_left(tmp_path)
     layer = name.rsplit(".", 2)[0]
@@ -127,7 +129,11 @@ def _break(patch: pytest.MonkeyPatch, place: str, error: BaseException) -> None:
 def test_destination_that_exists(tmp_path: Path, kind: str) -> None:
     synthetic.bert(tmp_path / "m")
     out = tmp_path / "out"
-    make: dict[str, Callable[[], None]] = {"directory": out.mkdir, "file": out.touch, "link": lambda: out.symlink_to("nowhere")}
+    make: dict[str, Callable[[], None]] = {
+        "directory": out.mkdir,
+        "file": out.touch,
+        "link": lambda: out.symlink_to("nowhere"),
+    }
     make[kind]()
     for call in (convert, lambda source, out: check(make_plan(source), out)):
         with refused("out: exists; name a new directory, or remove it first"):
@@ -188,7 +194,11 @@ def test_space_of_an_interrupted_run_counts_as_free(tmp_path: Path, monkeypatch:
 def test_destination_that_appears_meanwhile(tmp_path: Path) -> None:
     synthetic.bert(tmp_path / "m")
     with refused("out: appeared while the conversion ran"):
-        convert(tmp_path / "m", tmp_path / "out", options=Options(progress=lambda count: (tmp_path / "out").mkdir(exist_ok=True)))
+        convert(
+            tmp_path / "m",
+            tmp_path / "out",
+            options=Options(progress=lambda count: (tmp_path / "out").mkdir(exist_ok=True)),
+        )
     assert [path.name for path in tmp_path.iterdir() if "out" in path.name] == ["out"]
     assert not list((tmp_path / "out").iterdir())
 

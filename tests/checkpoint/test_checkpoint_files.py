@@ -165,9 +165,22 @@ def test_shard_name_never_leaves_its_directory(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["../evil.safetensors", "/etc/x.safetensors", "a\\b.safetensors", "C:x.safetensors", ".safetensors",
-             "-o.safetensors", "model.bin", "x\n.safetensors", "", 7, None, "a" * 250 + ".safetensors"],
-)  # fmt: skip
+    "name",
+    [
+        "../evil.safetensors",
+        "/etc/x.safetensors",
+        "a\\b.safetensors",
+        "C:x.safetensors",
+        ".safetensors",
+        "-o.safetensors",
+        "model.bin",
+        "x\n.safetensors",
+        "",
+        7,
+        None,
+        "a" * 250 + ".safetensors",
+    ],
+)
 def test_shard_name_is_refused(name: object) -> None:
     with refused("a plain file name that ends in .safetensors is needed"):
         check_shard_name(name)
@@ -245,8 +258,12 @@ def test_index_disagrees_both_ways(tmp_path: Path) -> None:
 
 def test_index_puts_tensor_into_the_wrong_shard(tmp_path: Path) -> None:
     synthetic.dense(tmp_path / "m")
-    _edit_index(tmp_path / "m", lambda weights: weights.update({"model.norm.weight": "model-00002-of-00002.safetensors"}))
-    _refused(tmp_path / "m", "names model.norm.weight in model-00002-of-00002.safetensors, which the shard does not hold")
+    _edit_index(
+        tmp_path / "m", lambda weights: weights.update({"model.norm.weight": "model-00002-of-00002.safetensors"})
+    )
+    _refused(
+        tmp_path / "m", "names model.norm.weight in model-00002-of-00002.safetensors, which the shard does not hold"
+    )
 
 
 def test_index_leads_out(tmp_path: Path) -> None:

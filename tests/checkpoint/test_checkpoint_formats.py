@@ -1,4 +1,6 @@
-"""Every source form into every container: each byte is that of fp4kit.quantize of the whole layer, or of the old codes."""
+"""Every source form into every container: each byte is that of fp4kit.quantize of the whole layer, or of the old
+codes.
+"""
 
 from __future__ import annotations
 

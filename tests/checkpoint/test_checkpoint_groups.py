@@ -39,7 +39,9 @@ def numbers(module: str, dtype: Any = ml_dtypes.bfloat16) -> synthetic.Tensors:
     return {f"{module}.weight": synthetic.random(module, (8, 64), 0.3, np.dtype(dtype))}
 
 
-def written(tmp_path: Path, tensors: synthetic.Tensors, recipe: str = "nvfp4-te", **options: Any) -> tuple[oracle.Loaded, Any]:
+def written(
+    tmp_path: Path, tensors: synthetic.Tensors, recipe: str = "nvfp4-te", **options: Any
+) -> tuple[oracle.Loaded, Any]:
     synthetic.write_model(tmp_path / "m", {"quantization_config": CT}, tensors, lambda name: int("up_proj" in name))
     report = convert(tmp_path / "m", tmp_path / "out", recipe, **{"format": "modelopt", **options})
     return load(tmp_path / "out"), report
@@ -57,25 +59,33 @@ def test_layers_that_are_not_stored_alike(tmp_path: Path, name: str) -> None:
     """Where one of a group is quantized, all are: under the amax of all. That is a loss, which has to be asked for."""
     tensors = MIXED[name]
     synthetic.write_model(tmp_path / "refused", {"quantization_config": CT}, tensors)
-    with refused("already, and shares a tensor scale with layers that are stored otherwise: mlp.(gate_proj|up_proj); say"):
+    with refused(
+        "already, and shares a tensor scale with layers that are stored otherwise: mlp.(gate_proj|up_proj); say"
+    ):
         convert(tmp_path / "refused", tmp_path / "out", format="modelopt")
     loaded, report = written(tmp_path, tensors, requantize=True)
     found = oracle.layers(tensors)
     xs = {module: layer.x for layers in found.values() for module, layer in layers.items()}
     shared = oracle.amax(xs.values())
     for module, x in xs.items():
-        for tensor, value in oracle.outputs(module, "modelopt", "nvfp4", oracle.quantized(x, "nvfp4-te", shared)).items():
+        for tensor, value in oracle.outputs(
+            module, "modelopt", "nvfp4", oracle.quantized(x, "nvfp4-te", shared)
+        ).items():
             assert loaded.pop(tensor) == value
     assert not loaded and report.actions["requantize"] >= 1
 
 
 @pytest.mark.parametrize(("low", "high", "exact"), [(110, 119, True), (105, 122, False), (120, 124, True)])
 def test_a_cast_is_exact_for_all_of_a_group_or_for_none(tmp_path: Path, low: int, high: int, exact: bool) -> None:
-    """gate alone is, and up alone; with 17 binades from the lowest of one to the highest of the other they still are."""
+    """gate alone is, and up alone; with 17 binades from the lowest of one to the highest of the other they still
+    are.
+    """
     tensors = {**mxfp4("mlp.gate_proj", low, low + 3), **mxfp4("mlp.up_proj", high, high + 3)}
     loaded, report = written(tmp_path, tensors)
     assert report.actions == ({"cast": 2} if exact else {"requantize": 2})
-    expected = oracle.expected(tensors, "nvfp4-te", "modelopt", ["mlp.gate_proj.weight_packed", "mlp.up_proj.weight_packed"])
+    expected = oracle.expected(
+        tensors, "nvfp4-te", "modelopt", ["mlp.gate_proj.weight_packed", "mlp.up_proj.weight_packed"]
+    )
     assert loaded == expected
     if exact:
         for module in ("mlp.gate_proj", "mlp.up_proj"):
@@ -92,15 +102,21 @@ def test_17_binades_and_no_more(tmp_path: Path) -> None:
         assert report.actions == ({"cast": 1} if exact else {"requantize": 1})
 
 
-@pytest.mark.parametrize(("low", "high", "exact"), [(-118, -115, True), (-119, -116, True), (121, 124, True), (122, 125, False)])
-def test_a_cast_needs_a_tensor_scale_that_every_loader_can_use(tmp_path: Path, low: int, high: int, exact: bool) -> None:
+@pytest.mark.parametrize(
+    ("low", "high", "exact"), [(-118, -115, True), (-119, -116, True), (121, 124, True), (122, 125, False)]
+)
+def test_a_cast_needs_a_tensor_scale_that_every_loader_can_use(
+    tmp_path: Path, low: int, high: int, exact: bool
+) -> None:
     """2^(high - 8) must be normal, and, as MLX stores it, times 2688 finite: from an exponent of 125 on it is not."""
     _, report = written(tmp_path, mxfp4("a", low + 127, high + 128))
     assert report.actions == ({"cast": 1} if exact else {"requantize": 1})
 
 
 def test_exponents_of_exact_casts() -> None:
-    """For every largest exponent that E8M0 has: scales are exact 17 binades below it, if both stored forms are normal numbers."""
+    """For every largest exponent that E8M0 has: scales are exact 17 binades below it, if both stored forms are normal
+    numbers.
+    """
     for high in range(-127, 128):
         scale = 2.0 ** (high - 8)
         usable = float(FLT_MIN) <= scale and scale * 2688 <= float(FLT_MAX)
@@ -130,9 +146,16 @@ def _chain(tmp_path: Path, *steps: tuple[str, str]) -> list[oracle.Loaded]:
 
 
 def test_round_trip_of_nvfp4_names(tmp_path: Path) -> None:
-    """Codes and scales stay; a divisor is the reciprocal of a scale, and twice that is within 1 ulp; its own stays what it is."""
+    """Codes and scales stay; a divisor is the reciprocal of a scale, and twice that is within 1 ulp; its own stays what
+    it is.
+    """
     nvfp4_te = "nvfp4-te"
-    names = [(nvfp4_te, "modelopt"), (nvfp4_te, "compressed-tensors"), (nvfp4_te, "compressed-tensors"), (nvfp4_te, "modelopt")]
+    names = [
+        (nvfp4_te, "modelopt"),
+        (nvfp4_te, "compressed-tensors"),
+        (nvfp4_te, "compressed-tensors"),
+        (nvfp4_te, "modelopt"),
+    ]
     first, divided, again, last = _chain(tmp_path, *names)
     assert divided == again
     assert set(first) == set(last)
@@ -145,7 +168,9 @@ def test_round_trip_of_nvfp4_names(tmp_path: Path) -> None:
 
 
 def test_round_trip_of_mxfp8_names(tmp_path: Path) -> None:
-    first, other, last = _chain(tmp_path, ("mxfp8-te", "modelopt"), ("mxfp8-te", "sglang-mxfp8"), ("mxfp8-te", "modelopt"))
+    first, other, last = _chain(
+        tmp_path, ("mxfp8-te", "modelopt"), ("mxfp8-te", "sglang-mxfp8"), ("mxfp8-te", "modelopt")
+    )
     assert first == last != other
 
 

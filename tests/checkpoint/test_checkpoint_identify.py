@@ -108,7 +108,9 @@ def test_exceptions_are_listed() -> None:
 
 def test_zeros_contradict_no_mishap() -> None:
     pairs = model(layers=3)
-    zeros = StoredLayer(np.zeros((64, 64), np.uint8), np.zeros((64, 8), np.uint8), np.float32(1), RECIPES["nvfp4-modelopt"])
+    zeros = StoredLayer(
+        np.zeros((64, 64), np.uint8), np.zeros((64, 8), np.uint8), np.float32(1), RECIPES["nvfp4-modelopt"]
+    )
     blank = [LayerPair(f"expert.{i}", zeros, np.zeros((64, 128), BF16)) for i in range(5)]
     verdict = identify_layers([*blank, *(faulty(pair, swapped) for pair in pairs)])
     assert verdict.mishap == "nibbles are swapped" and not verdict.exceptions
@@ -153,7 +155,9 @@ def test_quantizations_where_nothing_matches(monkeypatch: pytest.MonkeyPatch) ->
     """After the first layers, each recipe quantizes a sample twice: under its own scales and under the stored ones."""
     calls, right = [], fp4kit.quantize
     for module in ("hypotheses", "searched_scales"):
-        monkeypatch.setattr(f"fp4kit.checkpoint.identify.{module}.quantize", lambda *a, **k: (calls.append(a), right(*a, **k))[1])
+        monkeypatch.setattr(
+            f"fp4kit.checkpoint.identify.{module}.quantize", lambda *a, **k: (calls.append(a), right(*a, **k))[1]
+        )
     strange = [replace(pair, source=weights(50 + i)) for i, pair in enumerate(model("mxfp4-ocp", MOST_FAILED + 3))]
     identify_layers(strange[:MOST_FAILED])
     first = len(calls)
@@ -260,12 +264,20 @@ def test_layers_are_taken_one_at_a_time() -> None:
 @pytest.mark.parametrize("nonfinite", ["keep", "saturate"])
 @pytest.mark.parametrize("recipe", ["nvfp4-te", "mxfp4-ocp", *exhaustive(["mxfp8-te"])])
 def test_nan_and_infinities_of_the_source(recipe: str, nonfinite: str, tmp_path: Path, recwarn: Any) -> None:
-    """As they are, or replaced, infinities by the amax of the group: gate has the larger one, its partner the infinity."""
+    """As they are, or replaced, infinities by the amax of the group: gate has the larger one, its partner the
+    infinity.
+    """
     tensors = {f"a.mlp.{part}_proj.weight": synthetic.random(part, (64, 128)) for part in ("gate", "up", "down")}
     gate, up, down = tensors.values()
     gate[0, 0], up[3, 5], down[:2, 7] = 1, np.inf, np.nan
     synthetic.write_model(tmp_path / "m", {}, tensors)
-    convert(tmp_path / "m", tmp_path / "q", recipe, format="modelopt" if recipe != "mxfp4-ocp" else None, nonfinite=nonfinite)
+    convert(
+        tmp_path / "m",
+        tmp_path / "q",
+        recipe,
+        format="modelopt" if recipe != "mxfp4-ocp" else None,
+        nonfinite=nonfinite,
+    )
     verdict = identify_checkpoint(tmp_path / "q", tmp_path / "m")
     assert recipe in verdict.recipes and verdict.mishap is None and not verdict.exceptions
     told = {layer.name: "NaN and infinities replaced" in layer.explanation.sentence for layer in verdict.layers}
@@ -275,7 +287,9 @@ def test_nan_and_infinities_of_the_source(recipe: str, nonfinite: str, tmp_path:
 
 
 def test_searched_scales_under_a_divisor(tmp_path: Path) -> None:
-    """compressed-tensors' divisor, inverted, is off by an ulp, which decides ties; the codes are those under the scale before."""
+    """compressed-tensors' divisor, inverted, is off by an ulp, which decides ties; the codes are those under the scale
+    before.
+    """
     tensors = synthetic.dense(tmp_path / "m")
     lengths = {name: x.shape[-1] for name, x in tensors.items() if x.ndim == 2}
     columns = {name: np.abs(synthetic.random(name, (k,), 1, np.dtype("f4"))) for name, k in lengths.items()}
@@ -283,4 +297,7 @@ def test_searched_scales_under_a_divisor(tmp_path: Path) -> None:
     options = {"format": "compressed-tensors", "search": ScaleSearch.of("mse", str(tmp_path / "w"))}
     convert(tmp_path / "m", tmp_path / "q", "nvfp4-modelopt-static", **options)
     verdict = identify_checkpoint(tmp_path / "q", tmp_path / "m")
-    assert all(layer.explanation.searched for layer in verdict.layers) and "searched scales in 14 layers" in verdict.sentence
+    assert (
+        all(layer.explanation.searched for layer in verdict.layers)
+        and "searched scales in 14 layers" in verdict.sentence
+    )

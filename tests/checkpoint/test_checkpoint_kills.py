@@ -1,4 +1,6 @@
-"""Processes that are killed or interrupted: nothing is lost, nothing looks finished, no worker remains, and going on works."""
+"""Processes that are killed or interrupted: nothing is lost, nothing looks finished, no worker remains, and going on
+works.
+"""
 
 from __future__ import annotations
 

@@ -39,7 +39,9 @@ def killed(model: Path, folder: Path) -> Path:
     return left
 
 
-def test_what_a_killed_run_left_is_reported_and_removable(model: Path, tmp_path: Path, called: Callable[..., Run]) -> None:
+def test_what_a_killed_run_left_is_reported_and_removable(
+    model: Path, tmp_path: Path, called: Callable[..., Run]
+) -> None:
     left, out = killed(model, tmp_path), tmp_path / "out"
     for extra in ((), ("--dry-run",), ("--quiet",)):
         run = called("convert", model / "m", out, *extra)
@@ -53,7 +55,10 @@ def test_what_a_killed_run_left_is_reported_and_removable(model: Path, tmp_path:
 def test_a_resume_that_is_refused_is_not_advised(model: Path, tmp_path: Path, called: Callable[..., Run]) -> None:
     left, out = killed(model, tmp_path), tmp_path / "out"
     run = called("convert", "--resume", "--recipe", "mxfp4", model / "m", out)
-    assert run.code == 2 and "was begun from another source, with other options or by another version; remove it" in run.err
+    assert (
+        run.code == 2
+        and "was begun from another source, with other options or by another version; remove it" in run.err
+    )
     assert "go on with" not in run.err and run.err.count("--remove-stale") == 1 and left.exists()
 
 
@@ -91,7 +96,9 @@ def test_a_killed_reconciliation_is_not_said_to_go_on(tmp_path: Path, called: Ca
     synthetic.moe(tmp_path / "m")
     assert called("convert", tmp_path / "m", tmp_path / "q", "--quiet").code == 0
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fused_layers, "shared_amax_groups", lambda names: dict.fromkeys(names, "all"))  # which then disagree
+        patch.setattr(
+            fused_layers, "shared_amax_groups", lambda names: dict.fromkeys(names, "all")
+        )  # which then disagree
         run = called("reconcile", tmp_path / "q", tmp_path / "out")
     assert run.code == 2 and "left by an interrupted run; remove it with fp4kit convert --remove-stale" in run.err
     assert "--resume" not in run.err
@@ -110,7 +117,11 @@ def test_a_name_too_long_for_what_is_beside_it(
 def test_directories_of_live_processes_are_let_alone(model: Path, tmp_path: Path, called: Callable[..., Run]) -> None:
     out = tmp_path / "out"
     with staging.staged_directory(out) as stage:
-        for arguments in (("--remove-stale", out), ("--remove-stale", model / "m", out), ("--resume", model / "m", out)):
+        for arguments in (
+            ("--remove-stale", out),
+            ("--remove-stale", model / "m", out),
+            ("--resume", model / "m", out),
+        ):
             run = called("convert", *arguments)
             assert run.code == 2 and "another run is writing to it" in run.err and stage.folder.is_dir()
             assert "is left" not in run.err  # nor that it may be removed
@@ -119,7 +130,11 @@ def test_directories_of_live_processes_are_let_alone(model: Path, tmp_path: Path
 AFTER = ("os.rename", ".partial")  # of the result, to its name
 KINDS = ("directory", "file")
 RECIPE = {"directory": (), "file": ("--recipe", "mxfp4-gguf")}
-MOMENTS = [("directory", 2, {".journal.jsonl", ".lock"}), ("directory", 3, {".lock"}), ("file", 2, {".out.gguf.partial"})]
+MOMENTS = [
+    ("directory", 2, {".journal.jsonl", ".lock"}),
+    ("directory", 3, {".lock"}),
+    ("file", 2, {".out.gguf.partial"}),
+]
 
 
 def finished(folder: Path, kind: str, event: int = 2) -> tuple[Path, Path]:
@@ -141,7 +156,9 @@ def left(out: Path) -> set[str]:
 
 
 @pytest.mark.parametrize(("kind", "event", "names"), MOMENTS)
-def test_killed_when_finished(tmp_path: Path, called: Callable[..., Run], kind: str, event: int, names: set[str]) -> None:
+def test_killed_when_finished(
+    tmp_path: Path, called: Callable[..., Run], kind: str, event: int, names: set[str]
+) -> None:
     """verify names what is left, and --remove-stale removes it, which --dry-run only says."""
     _, out = finished(tmp_path, kind, event)
     assert left(out) == names
@@ -149,7 +166,11 @@ def test_killed_when_finished(tmp_path: Path, called: Callable[..., Run], kind: 
     said = "was left by a run that was killed when it had finished; fp4kit convert --remove-stale removes it"
     assert run.code == 1 and said in run.out and all(name in run.out for name in names)
     run = called("convert", "--remove-stale", "--dry-run", out)
-    assert run.code == 0 and all(f"would remove {place(out, name)}, which" in run.err for name in names) and left(out) == names
+    assert (
+        run.code == 0
+        and all(f"would remove {place(out, name)}, which" in run.err for name in names)
+        and left(out) == names
+    )
     run = called("convert", "--remove-stale", out, "--json")
     assert run.code == 0 and {*json.loads(run.out)["removed"]} == {str(place(out, name)) for name in names}
     assert not left(out) and called("verify", out).code == 0
@@ -209,7 +230,9 @@ def test_a_live_run_that_has_finished_is_let_alone(tmp_path: Path, called: Calla
 
 
 def test_hidden_files_of_others_stay(model: Path, tmp_path: Path, called: Callable[..., Run]) -> None:
-    """No lock that holds something, no journal of another kind, no link, and nothing in a directory without a manifest."""
+    """No lock that holds something, no journal of another kind, no link, and nothing in a directory without a
+    manifest.
+    """
     out = tmp_path / "out"
     assert called("convert", model / "m", out).code == 0
     (out / staging.LOCK).write_text("mine")

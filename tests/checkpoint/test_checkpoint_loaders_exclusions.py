@@ -61,14 +61,22 @@ def test_fused_names_are_added() -> None:
 
 
 def test_a_subtree_is_named_alone() -> None:
-    copied = [*mla("model.layers.3"), *experts("model.layers.3"), "model.layers.3.eh_proj", "model.visual.blocks.0.attn.qkv"]
+    copied = [
+        *mla("model.layers.3"),
+        *experts("model.layers.3"),
+        "model.layers.3.eh_proj",
+        "model.visual.blocks.0.attn.qkv",
+    ]
     subtrees, converted = ["model.layers.3", "model.visual"], [*mla("model.layers.0")]
     assert exclusion_list("modelopt", copied, subtrees, converted) == ("lm_head", "model.layers.3.*", "model.visual.*")
     assert exclusion_list("dotted", copied, subtrees, converted) == ("lm_head", "model.layers.3", "model.visual")
     assert exclusion_list("mxfp4", copied, subtrees, converted) == ("lm_head", "model.layers.3", "model.visual")
     assert exclusion_list("compressed-tensors", copied, subtrees, converted) == (
-        "lm_head", r"re:model\.layers\.3\..*", r"re:model\.visual\..*", r"re:visual\..*",
-    )  # fmt: skip
+        "lm_head",
+        r"re:model\.layers\.3\..*",
+        r"re:model\.visual\..*",
+        r"re:visual\..*",
+    )
 
 
 def test_a_subtree_below_another_is_not_named() -> None:
@@ -77,8 +85,10 @@ def test_a_subtree_below_another_is_not_named() -> None:
 
 def test_a_linear_layer_that_is_the_root_of_a_subtree_is_named_itself() -> None:
     assert exclusion_list("modelopt", ["mm_projector", "mm_projector.0"], ["mm_projector"], ["a"]) == (
-        "lm_head", "mm_projector", "mm_projector.*",
-    )  # fmt: skip
+        "lm_head",
+        "mm_projector",
+        "mm_projector.*",
+    )
 
 
 @pytest.mark.parametrize(
@@ -91,7 +101,9 @@ def test_a_linear_layer_that_is_the_root_of_a_subtree_is_named_itself() -> None:
     ],
 )
 @pytest.mark.parametrize("stacked", [False, True])
-def test_experts_that_are_copied_are_named_by_their_container(syntax: str, written: tuple[str, ...], stacked: bool) -> None:
+def test_experts_that_are_copied_are_named_by_their_container(
+    syntax: str, written: tuple[str, ...], stacked: bool
+) -> None:
     container = "model.layers.1.mlp.experts"
     copied = [f"{container}.gate_up_proj", f"{container}.down_proj"] if stacked else experts("model.layers.1")
     expected = tuple(sorted(["lm_head", *(text.replace("E", container) for text in written)]))
@@ -102,11 +114,12 @@ def test_experts_that_are_partly_copied_are_named_one_by_one_and_reported() -> N
     all_experts = experts("model.layers.0")
     found = exclusion_list("modelopt", all_experts[:3], [], all_experts[3:])
     assert found == tuple(sorted([*all_experts[:3], "lm_head", "model.layers.0.mlp.experts.0.gate_up_proj"]))
-    (vllm, sglang) = check("modelopt NVFP4", found, all_experts[:3], all_experts[3:])
+    vllm, sglang = check("modelopt NVFP4", found, all_experts[:3], all_experts[3:])
     assert (vllm.engine, sglang.engine) == ("vLLM", "SGLang")
     assert vllm.subject == "model.layers.0.mlp.experts"
-    assert vllm.text == (
-        "model.layers.0.mlp.experts.1.gate_proj is quantized, model.layers.0.mlp.experts.0.gate_proj is not; "
+    assert (
+        vllm.text
+        == "model.layers.0.mlp.experts.1.gate_proj is quantized, model.layers.0.mlp.experts.0.gate_proj is not; "
         "vLLM loads them as one and needs all or none"
     )
 
@@ -133,7 +146,9 @@ def test_unknown_syntax() -> None:
 
 
 def test_converted_below_a_subtree() -> None:
-    message = "exclusion_list: model.visual.fc is converted, but lies below model.visual, a subtree that is copied as a whole"
+    message = (
+        "exclusion_list: model.visual.fc is converted, but lies below model.visual, a subtree that is copied as a whole"
+    )
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         exclusion_list("dotted", [], ["model.visual"], ["model.visual.fc"])
 
@@ -147,10 +162,11 @@ def test_an_mla_leaf_excludes_every_layer_in_sglang() -> None:
     assert {each.engine for each in found} == {"SGLang"}
     assert len(found) == 3 * 3  # fused a, q_b and kv_b, of three layers
     by_subject = {each.subject: each.text for each in found}
-    assert by_subject["model.layers.0.self_attn.q_b_proj"] == (
-        "is quantized, but excluded by model.layers.3.self_attn.q_b_proj: its packed weights do not fit; it takes an exclusion "
-        "that ends in q_b_proj for every layer's: exclude model.layers.3.self_attn.*, or q_b_proj*, or the whole subtree of that "
-        "layer"
+    assert (
+        by_subject["model.layers.0.self_attn.q_b_proj"]
+        == "is quantized, but excluded by model.layers.3.self_attn.q_b_proj: its packed weights do not fit; it takes an"
+        " exclusion that ends in q_b_proj for every layer's: exclude model.layers.3.self_attn.*, or q_b_proj*, or"
+        " the whole subtree of that layer"
     )
     assert not check("modelopt NVFP4", ["model.layers.3.*", "lm_head"], copied, converted)
 
@@ -222,7 +238,9 @@ def router_hides_gate(copied: Iterable[str], converted: Iterable[str]) -> bool:
 
 
 @given(drawn=selections(), container=st.sampled_from(LINEARS))
-def test_every_engine_understands_every_list(drawn: tuple[list[str], list[str], list[str]], container: Container) -> None:
+def test_every_engine_understands_every_list(
+    drawn: tuple[list[str], list[str], list[str]], container: Container
+) -> None:
     copied, subtrees, converted = drawn
     if router_hides_gate(copied, converted):
         copied = [name for name in copied if not name.endswith("mlp.gate")]
@@ -265,22 +283,29 @@ def test_a_tied_head_is_missed() -> None:
 
 def test_a_substring_is_found() -> None:
     (found,) = check("modelopt NVFP4", ["lm_head", "a.mlp.gate"], ["a.mlp.gate"], ["a.mlp.gate_proj", "a.mlp.up_proj"])
-    assert str(found) == (
-        "vLLM 0.33.0: a.mlp.gate_up_proj: is quantized, but excluded by a.mlp.gate: its packed weights do not fit"
+    assert (
+        str(found)
+        == "vLLM 0.33.0: a.mlp.gate_up_proj: is quantized, but excluded by a.mlp.gate: its packed weights do not fit"
     )
 
 
 def test_globs_mean_nothing_in_other_syntaxes() -> None:
     copied, converted = ["model.visual.fc"], ["model.layers.0.mlp.down_proj"]
-    assert {each.engine for each in check("sglang-mxfp8", ["lm_head", "model.visual.*"], copied, converted)} == {"SGLang"}
+    assert {each.engine for each in check("sglang-mxfp8", ["lm_head", "model.visual.*"], copied, converted)} == {
+        "SGLang"
+    }
     found = check("compressed-tensors mxfp4-pack-quantized", ["lm_head", "model.visual.*"], copied, converted)
     assert {each.engine for each in found} == {"vLLM", "SGLang", "compressed-tensors", "transformers"}
 
 
 def test_parts_that_disagree_are_found() -> None:
     names = attention("model.layers.0")
-    (vllm, sglang) = check("modelopt NVFP4", ["lm_head", names[0]], [], names)
-    assert vllm.subject == "model.layers.0.self_attn.qkv_proj" and "loading fails: " in vllm.text and sglang.engine == "SGLang"
+    vllm, sglang = check("modelopt NVFP4", ["lm_head", names[0]], [], names)
+    assert (
+        vllm.subject == "model.layers.0.self_attn.qkv_proj"
+        and "loading fails: " in vllm.text
+        and sglang.engine == "SGLang"
+    )
 
 
 def test_a_broken_pattern_is_found() -> None:

@@ -15,9 +15,15 @@ torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.filterwarnings("ignore")  # theirs
 E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
 SIZES: dict[str, Any] = {
-    "vocab_size": 32, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 16, "tie_word_embeddings": False,
-}  # fmt: skip
+    "vocab_size": 32,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "tie_word_embeddings": False,
+}
 EXPERTS = {"num_experts": 2, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 
 
@@ -31,10 +37,14 @@ def weights(kind: str) -> dict[str, Any]:
     """``weights`` of config_groups."""
     nv = kind == "nvfp4"
     return {
-        "num_bits": 8 if kind == "mxfp8" else 4, "type": "float", "symmetric": True, "group_size": 16 if nv else 32,
-        "strategy": "tensor_group" if nv else "group", "dynamic": False,
+        "num_bits": 8 if kind == "mxfp8" else 4,
+        "type": "float",
+        "symmetric": True,
+        "group_size": 16 if nv else 32,
+        "strategy": "tensor_group" if nv else "group",
+        "dynamic": False,
         "scale_dtype": "torch.float8_e4m3fn" if nv else "torch.uint8",
-    }  # fmt: skip
+    }
 
 
 def mx(rows: int, columns: int) -> tuple[Any, Any, Any]:
@@ -89,13 +99,23 @@ def saved(root: Path, model_type: str, container: str) -> dict[str, Any]:
     ignore = ["lm_head", *(name.removesuffix(".weight") for name in tensors if name.endswith("mlp.gate.weight"))]
     written = json.loads((root / "config.json").read_text())
     written["quantization_config"] = {
-        "sglang-mxfp8": {"quant_method": "mxfp8", "activation_scheme": "dynamic", "fmt": "e4m3", "scale_fmt": "ue8m0",
-                         "weight_block_size": [1, 32], "modules_to_not_convert": ignore},
+        "sglang-mxfp8": {
+            "quant_method": "mxfp8",
+            "activation_scheme": "dynamic",
+            "fmt": "e4m3",
+            "scale_fmt": "ue8m0",
+            "weight_block_size": [1, 32],
+            "modules_to_not_convert": ignore,
+        },
         "modelopt MXFP8": {"quant_method": "modelopt", "quant_algo": "MXFP8", "ignore": ignore},
         "compressed-tensors mxfp8-quantized": {
-            "quant_method": "compressed-tensors", "format": "mxfp8-quantized", "quantization_status": "compressed",
-            "ignore": ignore, "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights("mxfp8")}}},
-    }[container]  # fmt: skip
+            "quant_method": "compressed-tensors",
+            "format": "mxfp8-quantized",
+            "quantization_status": "compressed",
+            "ignore": ignore,
+            "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights("mxfp8")}},
+        },
+    }[container]
     (root / "config.json").write_text(json.dumps(written))
     return values
 

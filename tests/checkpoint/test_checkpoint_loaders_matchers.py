@@ -144,7 +144,8 @@ def test_stated_cases(excluded: Callable[[str, Sequence[str]], bool], case: Case
 
 
 @pytest.mark.parametrize(
-    "excluded", [m.vllm_modelopt, m.sglang_modelopt, m.sglang_mxfp8, m.vllm_compressed_tensors, m.sglang_compressed_tensors]
+    "excluded",
+    [m.vllm_modelopt, m.sglang_modelopt, m.sglang_mxfp8, m.vllm_compressed_tensors, m.sglang_compressed_tensors],
 )
 def test_parts_of_a_fused_layer_have_to_agree(excluded: Callable[[str, Sequence[str]], bool]) -> None:
     message = f"{ATTENTION}.qkv_proj: {QKV[0]} is excluded, {QKV[1]}, {QKV[2]} is not; exclude all or none"
@@ -179,7 +180,9 @@ def test_deepseek_v4() -> None:
     assert m.vllm_deepseek_v4(experts, [f"{experts}.0.w1"])
 
 
-@pytest.mark.parametrize("excluded", [m.sglang_modelopt, m.compressed_tensors, m.vllm_compressed_tensors, m.transformers_listed])
+@pytest.mark.parametrize(
+    "excluded", [m.sglang_modelopt, m.compressed_tensors, m.vllm_compressed_tensors, m.transformers_listed]
+)
 def test_patterns_that_do_not_compile(excluded: Callable[[str, Sequence[str]], bool]) -> None:
     with pytest.raises(ValueError, match=r"^pattern 're:\(': not a regular expression \(.*\); the engine fails on it$"):
         excluded("a", ["re:("])
@@ -211,9 +214,25 @@ def test_every_container_has_its_readers() -> None:
     assert set(m.READERS) == set(CONTAINERS)
 
 
-PARTS = ["model", "layers", "0", "1", "10", "mlp", "mlp2", "gate", "gate_proj", "experts", "lm_head", "Linear", "Module"]
+PARTS = [
+    "model",
+    "layers",
+    "0",
+    "1",
+    "10",
+    "mlp",
+    "mlp2",
+    "gate",
+    "gate_proj",
+    "experts",
+    "lm_head",
+    "Linear",
+    "Module",
+]
 names = st.lists(st.sampled_from(PARTS), min_size=1, max_size=5).map(".".join)
-pieces = st.one_of(names, st.sampled_from([".*", r"\.", "[01]", "(a|mlp)", "$", "?", "+", "(", "*", "", "(?i)", "re:", "."]))
+pieces = st.one_of(
+    names, st.sampled_from([".*", r"\.", "[01]", "(a|mlp)", "$", "?", "+", "(", "*", "", "(?i)", "re:", "."])
+)
 
 
 @st.composite
@@ -221,7 +240,9 @@ def questions(draw: st.DrawFn, prefixes: tuple[str, ...]) -> tuple[str, list[str
     """A module, and patterns that may well concern it: pieces of its name, with pieces of expressions."""
     module = draw(names)
     cut = st.integers(0, len(module))
-    near = st.one_of(pieces, st.builds(lambda a, b: module[min(a, b) : max(a, b)], cut, cut), cut.map(lambda a: module[a:]))
+    near = st.one_of(
+        pieces, st.builds(lambda a, b: module[min(a, b) : max(a, b)], cut, cut), cut.map(lambda a: module[a:])
+    )
     pattern = st.builds("".join, st.tuples(st.sampled_from(prefixes), near, st.one_of(st.just(""), pieces)))
     return module, draw(st.lists(pattern, min_size=1, max_size=3))
 
@@ -240,7 +261,10 @@ def test_as_compressed_tensors_does(drawn: tuple[str, list[str]]) -> None:
     linear = pytest.importorskip("torch").nn.Linear(1, 1)
     theirs = outcome(lambda: match.is_match(drawn[0], linear, drawn[1]))
     mine = outcome(lambda: m.compressed_tensors(*drawn))
-    assert mine == theirs or {mine, theirs} == {True, "fails"}  # it depends on what comes first, a hit or a broken pattern
+    assert mine == theirs or {mine, theirs} == {
+        True,
+        "fails",
+    }  # it depends on what comes first, a hit or a broken pattern
 
 
 @given(drawn=questions(("",)))

@@ -18,8 +18,9 @@ ROWS, COLUMNS = 96, 64
 Q, EXPERT = "model.layers.0.self_attn.o_proj", "model.layers.0.mlp.experts.0.down_proj"
 
 W4A16, NVFP4, MXFP8, MXFP4 = "modelopt W4A16_NVFP4", "modelopt NVFP4", "modelopt MXFP8", "modelopt mxfp4"
-CT_NVFP4, CT_MXFP4, CT_MXFP8 = (f"compressed-tensors {name}" for name in (
-    "nvfp4-pack-quantized", "mxfp4-pack-quantized", "mxfp8-quantized"))  # fmt: skip
+CT_NVFP4, CT_MXFP4, CT_MXFP8 = (
+    f"compressed-tensors {name}" for name in ("nvfp4-pack-quantized", "mxfp4-pack-quantized", "mxfp8-quantized")
+)
 
 
 def layer(container: str, name: str, lead: tuple[int, ...] = ()) -> Tensors:
@@ -28,31 +29,52 @@ def layer(container: str, name: str, lead: tuple[int, ...] = ()) -> Tensors:
     by_16, by_32, scalar = (*lead, 96, 4), (*lead, 96, 2), lead
     parts: dict[str, tuple[str, tuple[int, ...]]] = {
         W4A16: {".weight": ("U8", packed), ".weight_scale": ("F8_E4M3", by_16), ".weight_scale_2": ("F32", scalar)},
-        NVFP4: {".weight": ("U8", packed), ".weight_scale": ("F8_E4M3", by_16), ".weight_scale_2": ("F32", scalar),
-                ".input_scale": ("F32", scalar)},
+        NVFP4: {
+            ".weight": ("U8", packed),
+            ".weight_scale": ("F8_E4M3", by_16),
+            ".weight_scale_2": ("F32", scalar),
+            ".input_scale": ("F32", scalar),
+        },
         MXFP8: {".weight": ("F8_E4M3", codes), ".weight_scale": ("U8", by_32)},
         MXFP4: {".weight": ("U8", packed), ".weight_scale": ("U8", by_32)},
-        CT_NVFP4: {".weight_packed": ("U8", packed), ".weight_scale": ("F8_E4M3", by_16),
-                   ".weight_global_scale": ("F32", lead or (1,))},
+        CT_NVFP4: {
+            ".weight_packed": ("U8", packed),
+            ".weight_scale": ("F8_E4M3", by_16),
+            ".weight_global_scale": ("F32", lead or (1,)),
+        },
         CT_MXFP4: {".weight_packed": ("U8", packed), ".weight_scale": ("U8", by_32)},
         CT_MXFP8: {".weight": ("F8_E4M3", codes), ".weight_scale": ("U8", by_32)},
         "sglang-mxfp8": {".weight": ("F8_E4M3", codes), ".weight_scale_inv": ("U8", by_32)},
         "gpt-oss": {"_blocks": ("U8", (4, 96, 2, 16)), "_scales": ("U8", (4, 96, 2))},
         "deepseek-v4": {".weight": ("I8", packed), ".scale": ("F8_E8M0", by_32)},
-        "deepseek-v4 nvfp4": {".weight": ("U8", packed), ".weight_scale": ("F8_E4M3", by_16),
-                              ".weight_scale_2": ("F32", scalar), ".input_scale": ("F32", scalar)},
+        "deepseek-v4 nvfp4": {
+            ".weight": ("U8", packed),
+            ".weight_scale": ("F8_E4M3", by_16),
+            ".weight_scale_2": ("F32", scalar),
+            ".input_scale": ("F32", scalar),
+        },
         "bf16": {".weight": ("BF16", codes)},
-    }[container]  # fmt: skip
+    }[container]
     return {name + suffix: tensor for suffix, tensor in parts.items()}
 
 
 def ct_config(container: str, inputs: object = None) -> dict[str, Any]:
     name = container.removeprefix("compressed-tensors ")
     four, nv = "4" in name, name.startswith("nv")
-    weights = {"num_bits": 4 if four else 8, "type": "float", "symmetric": True, "group_size": 16 if nv else 32,
-               "strategy": "tensor_group" if nv else "group"}  # fmt: skip
+    weights = {
+        "num_bits": 4 if four else 8,
+        "type": "float",
+        "symmetric": True,
+        "group_size": 16 if nv else 32,
+        "strategy": "tensor_group" if nv else "group",
+    }
     group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs}
-    return {"quant_method": "compressed-tensors", "format": name, "config_groups": {"group_0": group}, "ignore": ["lm_head"]}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": name,
+        "config_groups": {"group_0": group},
+        "ignore": ["lm_head"],
+    }
 
 
 def config(container: str) -> dict[str, Any]:
@@ -65,8 +87,11 @@ def config(container: str) -> dict[str, Any]:
     own: dict[str, dict[str, Any]] = {
         "sglang-mxfp8": {"quantization_config": {"quant_method": "mxfp8"}},
         "gpt-oss": {"model_type": "gpt_oss", "quantization_config": {"quant_method": "mxfp4"}},
-        "deepseek-v4": {"model_type": "deepseek_v4", "expert_dtype": "fp4",
-                        "quantization_config": {"quant_method": "fp8", "moe_quant_algo": "NVFP4"}},
+        "deepseek-v4": {
+            "model_type": "deepseek_v4",
+            "expert_dtype": "fp4",
+            "quantization_config": {"quant_method": "fp8", "moe_quant_algo": "NVFP4"},
+        },
         "bf16": {},
     }
     return own[used]
@@ -121,7 +146,7 @@ def test_every_tensor_counts(container: str) -> None:
 def test_weights_of_other_ranks(container: str, shape: tuple[int, ...]) -> None:
     tensors = layer(container, name_of(container))
     weight = next(iter(tensors))
-    (first, *_) = checked(container, {**tensors, weight: (tensors[weight][0], shape)})
+    first, *_ = checked(container, {**tensors, weight: (tensors[weight][0], shape)})
     assert first.text.endswith(f"has rank {len(shape)}; no engine holds such a layer")
 
 
@@ -158,23 +183,30 @@ def test_what_vllm_does_about_a_missing_tensor(name: str, suffix: str, text: str
 
 @pytest.mark.parametrize(
     ("container", "suffix"),
-    [(MXFP8, "weight_scale_inv"), ("sglang-mxfp8", "weight_scale"), (W4A16, "weight_global_scale"), (CT_MXFP4, "weight"),
-     ("bf16", "weight_scale")],
-)  # fmt: skip
+    [
+        (MXFP8, "weight_scale_inv"),
+        ("sglang-mxfp8", "weight_scale"),
+        (W4A16, "weight_global_scale"),
+        (CT_MXFP4, "weight"),
+        ("bf16", "weight_scale"),
+    ],
+)
 def test_names_of_other_containers(container: str, suffix: str) -> None:
     tensors = {**layer(container, Q), f"{Q}.{suffix}": ("U8", (96, 2))}
     assert any(f"{suffix}: has no place in {container}" in each.text for each in checked(container, tensors))
 
 
 def test_packed_weights_in_an_unquantized_checkpoint() -> None:
-    assert [each.text for each in checked("bf16", {f"{Q}.weight": ("F8_E4M3", (96, 64))})] == ["weight: has no place in bf16"] * 3
+    assert [each.text for each in checked("bf16", {f"{Q}.weight": ("F8_E4M3", (96, 64))})] == [
+        "weight: has no place in bf16"
+    ] * 3
 
 
 def test_fp8_layers_beside_packed_experts() -> None:
     wq = "layers.0.attn.wq_a"
     tensors: Tensors = {f"{wq}.weight": ("F8_E4M3", (200, 256)), f"{wq}.scale": ("F8_E8M0", (2, 2))}
     assert not checked("deepseek-v4", tensors)
-    (first, *_) = checked("deepseek-v4", {**tensors, f"{wq}.scale": ("F8_E8M0", (1, 2))})
+    first, *_ = checked("deepseek-v4", {**tensors, f"{wq}.scale": ("F8_E8M0", (1, 2))})
     assert first.text == "scale has shape [1, 2]; [2, 2] is needed"
 
 
@@ -201,26 +233,58 @@ def pair(container: str, parent: str, leaves: tuple[str, ...]) -> Tensors:
 @pytest.mark.parametrize(
     ("container", "parent", "stored", "text"),
     [
-        (W4A16, "a.mlp", {"gate_proj": 1.0, "up_proj": 2.0},
-         "weight_scale_2 differs; the largest is used for all, so values are off: gate_proj by 2; fp4kit reconcile repairs it"),
-        (W4A16, "a.mlp.experts.0", {"gate_proj": 1.0, "up_proj": 2.0},
-         "weight_scale_2 differs; that of gate_proj is used for all, so values are off: up_proj by 0.5; "
-         "fp4kit reconcile repairs it"),
-        (W4A16, "a.experts.0", {"w1": 4.0, "w3": 1.0},
-         "weight_scale_2 differs; that of w1 is used for all, so values are off: w3 by 4; fp4kit reconcile repairs it"),
-        (W4A16, "a.self_attn", {"q_proj": 1.0, "k_proj": 1.0, "v_proj": 4.0},
-         "weight_scale_2 differs; the largest is used for all, so values are off: q_proj by 4, k_proj by 4; "
-         "fp4kit reconcile repairs it"),
-        (W4A16, "a.self_attn", {"q_a_proj": 1.0, "kv_a_proj_with_mqa": 2.0},
-         "weight_scale_2 differs; the largest is used for all, so values are off: q_a_proj by 2; fp4kit reconcile repairs it"),
-        (CT_NVFP4, "a.mlp", {"gate_proj": 1.0, "up_proj": 2.0},  # divisors: scales 1 and 0.5; 0.5 is used for both
-         "weight_global_scale differs; the largest divisor, which is the smallest scale, is used for all, so values are off: "
-         "gate_proj by 0.5; fp4kit reconcile repairs it"),
-        (CT_NVFP4, "a.mlp.experts.0", {"gate_proj": 1.0, "up_proj": 2.0},
-         "weight_global_scale differs; that of gate_proj is used for all, so values are off: up_proj by 2; "
-         "fp4kit reconcile repairs it"),
+        (
+            W4A16,
+            "a.mlp",
+            {"gate_proj": 1.0, "up_proj": 2.0},
+            "weight_scale_2 differs; the largest is used for all, so values are off: gate_proj by 2; fp4kit "
+            "reconcile repairs it",
+        ),
+        (
+            W4A16,
+            "a.mlp.experts.0",
+            {"gate_proj": 1.0, "up_proj": 2.0},
+            "weight_scale_2 differs; that of gate_proj is used for all, so values are off: up_proj by 0.5; "
+            "fp4kit reconcile repairs it",
+        ),
+        (
+            W4A16,
+            "a.experts.0",
+            {"w1": 4.0, "w3": 1.0},
+            "weight_scale_2 differs; that of w1 is used for all, so values are off: w3 by 4; fp4kit reconcile "
+            "repairs it",
+        ),
+        (
+            W4A16,
+            "a.self_attn",
+            {"q_proj": 1.0, "k_proj": 1.0, "v_proj": 4.0},
+            "weight_scale_2 differs; the largest is used for all, so values are off: q_proj by 4, k_proj by 4; "
+            "fp4kit reconcile repairs it",
+        ),
+        (
+            W4A16,
+            "a.self_attn",
+            {"q_a_proj": 1.0, "kv_a_proj_with_mqa": 2.0},
+            "weight_scale_2 differs; the largest is used for all, so values are off: q_a_proj by 2; fp4kit "
+            "reconcile repairs it",
+        ),
+        (
+            CT_NVFP4,
+            "a.mlp",
+            {"gate_proj": 1.0, "up_proj": 2.0},  # divisors: scales 1 and 0.5; 0.5 is used for both
+            "weight_global_scale differs; the largest divisor, which is the smallest scale, is used for all, so "
+            "values are off: "
+            "gate_proj by 0.5; fp4kit reconcile repairs it",
+        ),
+        (
+            CT_NVFP4,
+            "a.mlp.experts.0",
+            {"gate_proj": 1.0, "up_proj": 2.0},
+            "weight_global_scale differs; that of gate_proj is used for all, so values are off: up_proj by 2; "
+            "fp4kit reconcile repairs it",
+        ),
     ],
-)  # fmt: skip
+)
 def test_tensor_scales_of_a_fused_layer(container: str, parent: str, stored: dict[str, float], text: str) -> None:
     suffix = "weight_scale_2" if container == W4A16 else "weight_global_scale"
     scales = {f"{parent}.{leaf}.{suffix}": value for leaf, value in stored.items()}
@@ -238,7 +302,9 @@ def test_tensor_scales_that_are_no_scales(value: float) -> None:
     assert len(checked(W4A16, pair(W4A16, "a.mlp", ("gate_proj", "up_proj")), scales=both)) == 2  # no ratio of it
 
 
-@pytest.mark.parametrize(("value", "subnormal"), [(2.0**-126, False), (2.0**-126 * (1 - 2.0**-23), True), (2.0**-149, True)])
+@pytest.mark.parametrize(
+    ("value", "subnormal"), [(2.0**-126, False), (2.0**-126 * (1 - 2.0**-23), True), (2.0**-149, True)]
+)
 def test_a_subnormal_tensor_scale_is_at_risk(value: float, subnormal: bool) -> None:
     found = findings(W4A16, layer(W4A16, Q), {f"{Q}.weight_scale_2": value}, config(W4A16))
     assert not errors(found)
@@ -256,27 +322,63 @@ def changed(container: str, **entries: object) -> dict[str, Any]:
 CONFIGS: tuple[tuple[str, dict[str, Any], str], ...] = (
     (W4A16, {}, "quantization_config.quant_method is ''; 'modelopt' is needed"),
     (W4A16, changed(W4A16, quant_method="fp8"), "quantization_config.quant_method is 'fp8'; 'modelopt' is needed"),
-    (W4A16, changed(W4A16, quant_algo="NVFP4"), "quantization_config.quant_algo is 'NVFP4'; the tensors are 'W4A16_NVFP4'"),
+    (
+        W4A16,
+        changed(W4A16, quant_algo="NVFP4"),
+        "quantization_config.quant_algo is 'NVFP4'; the tensors are 'W4A16_NVFP4'",
+    ),
     (W4A16, changed(W4A16, group_size=32), "quantization_config.group_size is 32; the tensors have 16"),
     (MXFP8, changed(MXFP8, quant_algo=None), "quantization_config.quant_algo is None; the tensors are 'MXFP8'"),
-    (CT_NVFP4, changed(CT_NVFP4, format="pack-quantized"),
-     "quantization_config.format is 'pack-quantized'; the tensors are 'nvfp4-pack-quantized'"),
-    (CT_NVFP4, changed(CT_NVFP4, config_groups={}), "quantization_config has no config_groups; no layer would be quantized"),
-    (CT_NVFP4, changed(CT_NVFP4, config_groups=[1]), "quantization_config has no config_groups; no layer would be quantized"),
-    (CT_NVFP4, changed(CT_NVFP4, config_groups=ct_config(CT_MXFP4)["config_groups"]),
-     "weights of config_groups: strategy is 'group' ('tensor_group'), group_size is 32 (16): no scheme for what the tensors are "
-     "(in brackets)"),
-    (CT_MXFP8, changed(CT_MXFP8, config_groups={"a": {"weights": None}}),
-     "weights of config_groups: strategy is None ('group'), num_bits is None (8), group_size is None (32), "
-     "type is None ('float'), symmetric is None (True): no scheme for what the tensors are (in brackets)"),
-    ("sglang-mxfp8", changed("sglang-mxfp8", quant_method="fp8"), "quantization_config.quant_method is 'fp8'; 'mxfp8' is needed"),
-    ("gpt-oss", {**config("gpt-oss"), "model_type": "qwen3_moe"},
-     "model_type is 'qwen3_moe'; blocks and scales are read for 'gpt_oss' alone"),
+    (
+        CT_NVFP4,
+        changed(CT_NVFP4, format="pack-quantized"),
+        "quantization_config.format is 'pack-quantized'; the tensors are 'nvfp4-pack-quantized'",
+    ),
+    (
+        CT_NVFP4,
+        changed(CT_NVFP4, config_groups={}),
+        "quantization_config has no config_groups; no layer would be quantized",
+    ),
+    (
+        CT_NVFP4,
+        changed(CT_NVFP4, config_groups=[1]),
+        "quantization_config has no config_groups; no layer would be quantized",
+    ),
+    (
+        CT_NVFP4,
+        changed(CT_NVFP4, config_groups=ct_config(CT_MXFP4)["config_groups"]),
+        "weights of config_groups: strategy is 'group' ('tensor_group'), group_size is 32 (16): no scheme for what "
+        "the tensors are "
+        "(in brackets)",
+    ),
+    (
+        CT_MXFP8,
+        changed(CT_MXFP8, config_groups={"a": {"weights": None}}),
+        "weights of config_groups: strategy is None ('group'), num_bits is None (8), group_size is None (32), "
+        "type is None ('float'), symmetric is None (True): no scheme for what the tensors are (in brackets)",
+    ),
+    (
+        "sglang-mxfp8",
+        changed("sglang-mxfp8", quant_method="fp8"),
+        "quantization_config.quant_method is 'fp8'; 'mxfp8' is needed",
+    ),
+    (
+        "gpt-oss",
+        {**config("gpt-oss"), "model_type": "qwen3_moe"},
+        "model_type is 'qwen3_moe'; blocks and scales are read for 'gpt_oss' alone",
+    ),
     ("deepseek-v4", {**config("deepseek-v4"), "expert_dtype": "fp8"}, "expert_dtype is 'fp8'; 'fp4' is needed"),
-    ("deepseek-v4 nvfp4", changed("deepseek-v4", moe_quant_algo=None),
-     "quantization_config.moe_quant_algo is None; 'NVFP4' is needed"),
-    ("deepseek-v4", changed("deepseek-v4", quant_method="mxfp4"), "quantization_config.quant_method is 'mxfp4'; 'fp8' is needed"),
-)  # fmt: skip
+    (
+        "deepseek-v4 nvfp4",
+        changed("deepseek-v4", moe_quant_algo=None),
+        "quantization_config.moe_quant_algo is None; 'NVFP4' is needed",
+    ),
+    (
+        "deepseek-v4",
+        changed("deepseek-v4", quant_method="mxfp4"),
+        "quantization_config.quant_method is 'mxfp4'; 'fp8' is needed",
+    ),
+)
 
 
 @pytest.mark.parametrize(("container", "given", "text"), CONFIGS)
@@ -297,7 +399,13 @@ def test_an_absent_expert_dtype_is_fp4() -> None:
 
 
 def nested(**entries: object) -> dict[str, Any]:
-    quantization = {"quant_algo": "NVFP4", "kv_cache_quant_algo": None, "group_size": 16, "exclude_modules": [], **entries}
+    quantization = {
+        "quant_algo": "NVFP4",
+        "kv_cache_quant_algo": None,
+        "group_size": 16,
+        "exclude_modules": [],
+        **entries,
+    }
     return {"quantization": {key: value for key, value in quantization.items() if value != "absent"}}
 
 
@@ -313,10 +421,15 @@ def nested(**entries: object) -> dict[str, Any]:
 )
 def test_keys_of_hf_quant_config(container: str, hf: dict[str, Any], missing: str) -> None:
     (found,) = checked(container, layer(container, Q), hf_quant_config=hf)
-    assert (found.subject, found.text) == ("hf_quant_config.json", f"quantization lacks {missing}; loading fails without")
+    assert (found.subject, found.text) == (
+        "hf_quant_config.json",
+        f"quantization lacks {missing}; loading fails without",
+    )
 
 
-def warnings(container: str, given: dict[str, Any], hf: dict[str, Any] | None, tensors: Tensors | None = None) -> list[str]:
+def warnings(
+    container: str, given: dict[str, Any], hf: dict[str, Any] | None, tensors: Tensors | None = None
+) -> list[str]:
     found = findings(container, tensors or layer(container, Q), {}, given, hf)
     return [each.text for each in found if each.severity == "warning" and each.subject != "model"]
 
@@ -326,7 +439,10 @@ def test_two_files_that_disagree() -> None:
     assert not warnings(NVFP4, config(NVFP4), nested(quant_algo="absent"))  # one of them suffices
     assert warnings(NVFP4, config(NVFP4), nested(exclude_modules=["a"], quant_algo="FP8")) == [
         "quantization.quant_algo differs from quant_algo of config.json; which of the two counts depends on the engine",
-        "quantization.exclude_modules differs from ignore of config.json; which of the two counts depends on the engine",
+        (
+            "quantization.exclude_modules differs from ignore of config.json; which of the two counts depends on the"
+            " engine"
+        ),
     ]
 
 
@@ -369,7 +485,9 @@ def test_traps_are_warnings_of_the_engine_that_meets_them() -> None:
     assert traps(CT_MXFP4, [Q, EXPERT], moe)["SGLang"].startswith("fails: it has MXFP4 for experts only")
     assert "SGLang" not in traps(CT_MXFP4, [EXPERT], moe)
     assert "SGLang" in traps(CT_MXFP4, [Q], {})
-    assert traps("sglang-mxfp8", [Q], {"model_type": "llama"})["SGLang"].startswith("wrong values: the loader of Llama renames")
+    assert traps("sglang-mxfp8", [Q], {"model_type": "llama"})["SGLang"].startswith(
+        "wrong values: the loader of Llama renames"
+    )
     assert set(traps(MXFP8, [Q], {})) == {"SGLang", "transformers"}
     assert set(traps(MXFP4, [Q], {})) == {"vLLM", "SGLang", "transformers"}
 
@@ -381,10 +499,15 @@ def test_unknown_container() -> None:
 
 def test_quantized_layers() -> None:
     tensors: Tensors = {
-        "a.weight": ("BF16", (2, 2)), "b.weight": ("U8", (2, 2)), "c.weight": ("F8_E4M3", (2,)), "d.weight_scale": ("U8", (1,)),
-        "e.experts.down_proj_blocks": ("U8", (1, 1, 1, 16)), "f.k_scale": ("F32", ()), "weight": ("U8", (2, 2)),
+        "a.weight": ("BF16", (2, 2)),
+        "b.weight": ("U8", (2, 2)),
+        "c.weight": ("F8_E4M3", (2,)),
+        "d.weight_scale": ("U8", (1,)),
+        "e.experts.down_proj_blocks": ("U8", (1, 1, 1, 16)),
+        "f.k_scale": ("F32", ()),
+        "weight": ("U8", (2, 2)),
         "g.weight.weight": ("I8", (2, 2)),
-    }  # fmt: skip
+    }
     assert quantized_layers(tensors) == {
         "b": {".weight": ("U8", (2, 2))},
         "d": {".weight_scale": ("U8", (1,))},

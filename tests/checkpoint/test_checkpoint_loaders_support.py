@@ -64,14 +64,34 @@ def test_gpt_oss_and_deepseek_v4_load_from_their_own_containers_alone() -> None:
 
 
 BEST = {
-    "nvfp4": {"dense": "compressed-tensors", "llama": "compressed-tensors", "moe": "modelopt", "deepseek_v3": "modelopt",
-              "vlm": "modelopt", "gpt_oss": None, "deepseek_v4": "deepseek-v4"},
-    "mxfp4": {"dense": "compressed-tensors", "llama": "compressed-tensors", "moe": "compressed-tensors",
-              "deepseek_v3": "compressed-tensors", "vlm": "compressed-tensors", "gpt_oss": "gpt-oss",
-              "deepseek_v4": "deepseek-v4"},
-    "mxfp8": {"dense": "sglang-mxfp8", "llama": "compressed-tensors", "moe": "sglang-mxfp8", "deepseek_v3": "sglang-mxfp8",
-              "vlm": "sglang-mxfp8", "gpt_oss": None, "deepseek_v4": None},
-}  # fmt: skip
+    "nvfp4": {
+        "dense": "compressed-tensors",
+        "llama": "compressed-tensors",
+        "moe": "modelopt",
+        "deepseek_v3": "modelopt",
+        "vlm": "modelopt",
+        "gpt_oss": None,
+        "deepseek_v4": "deepseek-v4",
+    },
+    "mxfp4": {
+        "dense": "compressed-tensors",
+        "llama": "compressed-tensors",
+        "moe": "compressed-tensors",
+        "deepseek_v3": "compressed-tensors",
+        "vlm": "compressed-tensors",
+        "gpt_oss": "gpt-oss",
+        "deepseek_v4": "deepseek-v4",
+    },
+    "mxfp8": {
+        "dense": "sglang-mxfp8",
+        "llama": "compressed-tensors",
+        "moe": "sglang-mxfp8",
+        "deepseek_v3": "sglang-mxfp8",
+        "vlm": "sglang-mxfp8",
+        "gpt_oss": None,
+        "deepseek_v4": None,
+    },
+}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -104,13 +124,16 @@ def test_refused_is_what_nothing_loads_and_the_way_out_works(used: str, kind: st
 
 
 def test_texts_of_refusals() -> None:
-    assert support.refusal("modelopt", "mxfp4", "dense") == (
-        "--format modelopt with mxfp4: no engine is known to load it for dense models (vLLM 0.33.0: its modelopt method knows no "
-        "MXFP4; SGLang 0.5.23: its modelopt method knows no MXFP4; transformers 5.23.0: it has no modelopt quantizer: packed "
-        "weights do not fit); use --format compressed-tensors (vLLM 0.33.0, transformers 5.23.0)"
+    assert (
+        support.refusal("modelopt", "mxfp4", "dense")
+        == "--format modelopt with mxfp4: no engine is known to load it for dense models (vLLM 0.33.0: its modelopt"
+        " method knows no MXFP4; SGLang 0.5.23: its modelopt method knows no MXFP4; transformers 5.23.0: it has no"
+        " modelopt quantizer: packed weights do not fit); use --format compressed-tensors (vLLM 0.33.0, transformers"
+        " 5.23.0)"
     )
-    assert support.refusal("gpt-oss", "nvfp4", "moe") == (
-        "--format gpt-oss holds mxfp4 only, no nvfp4; use --format modelopt (vLLM 0.33.0, SGLang 0.5.23)"
+    assert (
+        support.refusal("gpt-oss", "nvfp4", "moe")
+        == "--format gpt-oss holds mxfp4 only, no nvfp4; use --format modelopt (vLLM 0.33.0, SGLang 0.5.23)"
     )
     assert (support.refusal("modelopt", "mxfp8", "gpt_oss") or "").endswith(
         "use an mxfp4 recipe and --format gpt-oss (vLLM 0.33.0, SGLang 0.5.23, transformers 5.23.0)"
@@ -157,8 +180,9 @@ def test_the_table_of_the_documentation() -> None:
     text = support.markdown()
     head, rule, *rest = text.splitlines()
     rows, notes = rest[: rest.index("")], rest[rest.index("") + 1 :]
-    assert head == (
-        "| container | models | vLLM 0.33.0 | SGLang 0.5.23 | transformers 5.23.0 | compressed-tensors 0.20.0 | "
+    assert (
+        head
+        == "| container | models | vLLM 0.33.0 | SGLang 0.5.23 | transformers 5.23.0 | compressed-tensors 0.20.0 | "
         "Model-Optimizer 0.47.0 |"
     )
     assert {line.count("|") for line in [head, rule, *rows]} == {8}
@@ -186,7 +210,9 @@ def test_container() -> None:
     assert container("compressed-tensors", "mxfp8") is CONTAINERS["compressed-tensors mxfp8-quantized"]
     assert {container("bf16", kind) for kind in KINDS} == {CONTAINERS["bf16"]}
     assert container("gpt-oss", "nvfp4") is None and container("sglang-mxfp8", "mxfp4") is None
-    with pytest.raises(ValueError, match=r"^container: format 'mlx'; one of modelopt, compressed-tensors, .* is needed$"):
+    with pytest.raises(
+        ValueError, match=r"^container: format 'mlx'; one of modelopt, compressed-tensors, .* is needed$"
+    ):
         container("mlx", "nvfp4")
     with pytest.raises(ValueError, match=r"^container: recipe kind 'int4'; one of nvfp4, mxfp4, mxfp8 is needed$"):
         container("modelopt", "int4")

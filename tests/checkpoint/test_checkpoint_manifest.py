@@ -43,13 +43,18 @@ def test_manifest_shows_every_change(converted: Path) -> None:
         (converted / name).write_bytes(kept)
     (converted / "more.txt").touch()
     (converted / "1_Pooling" / "config.json").unlink()
-    assert differences(converted) == ["1_Pooling/config.json: is missing", "more.txt: was not written by the conversion"]
+    assert differences(converted) == [
+        "1_Pooling/config.json: is missing",
+        "more.txt: was not written by the conversion",
+    ]
 
 
 def test_files_of_another_size_are_not_hashed(converted: Path) -> None:
     """A listed file that was extended to a sparse terabyte, or cut, is named without reading it."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("fp4kit.checkpoint.model.manifest.file_digest", lambda path: pytest.fail(f"{path.name} is hashed"))
+        patch.setattr(
+            "fp4kit.checkpoint.model.manifest.file_digest", lambda path: pytest.fail(f"{path.name} is hashed")
+        )
         for name in names_in(converted):
             size = (converted / name).stat().st_size
             for changed in (1 << 40, size - 1):
@@ -74,7 +79,9 @@ def test_manifest_reads_nothing_outside(converted: Path) -> None:
     text = json.loads((converted / MANIFEST).read_text())
     secret = converted.parent / "secret"
     secret.write_text("secret")
-    text["files"] = {name: {"sha256": file_digest(secret)} for name in ("../secret", str(secret), "link", "pipe", "\x1b[31m")}
+    text["files"] = {
+        name: {"sha256": file_digest(secret)} for name in ("../secret", str(secret), "link", "pipe", "\x1b[31m")
+    }
     (converted / MANIFEST).write_text(json.dumps(text))
     (converted / "link").symlink_to(secret)
     os.mkfifo(converted / "pipe")
@@ -99,9 +106,15 @@ def test_manifest_of_a_hugging_face_cache(converted: Path, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    "text", ["{}", '{"fp4kit_manifest": 2, "files": {}}', '{"fp4kit_manifest": 1, "files": []}',
-             '{"fp4kit_manifest": 1, "files": {"a": 1}}', '{"fp4kit_manifest": 1, "files": {"a": {"sha256": 1}}}'],
-)  # fmt: skip
+    "text",
+    [
+        "{}",
+        '{"fp4kit_manifest": 2, "files": {}}',
+        '{"fp4kit_manifest": 1, "files": []}',
+        '{"fp4kit_manifest": 1, "files": {"a": 1}}',
+        '{"fp4kit_manifest": 1, "files": {"a": {"sha256": 1}}}',
+    ],
+)
 def test_manifest_that_is_none(converted: Path, text: str) -> None:
     (converted / MANIFEST).write_text(text)
     with refused(f"{MANIFEST}: is not of version 1; convert the model again"):

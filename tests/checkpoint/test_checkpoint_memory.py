@@ -1,4 +1,6 @@
-"""Memory of converting processes, whatever the sizes of tensors: peaks of real ones on matrices that are larger than that."""
+"""Memory of converting processes, whatever the sizes of tensors: peaks of real ones on matrices that are larger than
+that.
+"""
 
 from __future__ import annotations
 
@@ -52,14 +54,19 @@ def codes(root: Path) -> None:
 def copied(root: Path) -> None:
     """An embedding of 512 MiB beside a small layer."""
     small = ("BF16", (64, 64), 2)
-    tensors = {"model.embed_tokens.weight": ("BF16", (HIDDEN, HIDDEN), 2), "model.layers.0.self_attn.o_proj.weight": small}
+    tensors = {
+        "model.embed_tokens.weight": ("BF16", (HIDDEN, HIDDEN), 2),
+        "model.layers.0.self_attn.o_proj.weight": small,
+    }
     write_sparse(root, {"model_type": "llama"}, tensors)
 
 
 CASES = {
-    "plain": (plain, "nvfp4-te", None), "turned": (turned, "mxfp4-ocp", "gpt-oss"), "codes": (codes, "mxfp4-ocp", "bf16"),
+    "plain": (plain, "nvfp4-te", None),
+    "turned": (turned, "mxfp4-ocp", "gpt-oss"),
+    "codes": (codes, "mxfp4-ocp", "bf16"),
     "copied": (copied, "nvfp4-te", None),
-}  # fmt: skip
+}
 SCRIPT = """
 import re, sys
 from fp4kit.checkpoint import convert

@@ -14,14 +14,29 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fp4kit
-from fp4kit.checkpoint.identify.corruptions import StoredLayer, code_orders, name_of_rows, near, row_orders, tensor_mishap
+from fp4kit.checkpoint.identify.corruptions import (
+    StoredLayer,
+    code_orders,
+    name_of_rows,
+    near,
+    row_orders,
+    tensor_mishap,
+)
 from fp4kit.checkpoint.identify.diagnose import Explanation, explain
 from fp4kit.layouts import shuffle_rows, swizzle_scales, unpack, unswizzle_scales
 from fp4kit.recipes import RECIPES
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 NAMES = [r.id for r in RECIPES.values() if not r.fake_only and r.scale is not None]
-TESTED = ("nvfp4-te", "nvfp4-modelopt", "nvfp4-te-2d", "nvfp4-compressed-tensors", "nvfp4-te-rowscaled", "mxfp4-ocp", "mxfp8-te")
+TESTED = (
+    "nvfp4-te",
+    "nvfp4-modelopt",
+    "nvfp4-te-2d",
+    "nvfp4-compressed-tensors",
+    "nvfp4-te-rowscaled",
+    "mxfp4-ocp",
+    "mxfp8-te",
+)
 FEW = by_default(("nvfp4-modelopt", "nvfp4-te-2d", "mxfp4-ocp"), TESTED)
 HEADS = 4
 
@@ -37,7 +52,8 @@ def stored(x, name, **fields) -> StoredLayer:
     return replace(StoredLayer(q.packed, q.block_scale, q.tensor_scale, RECIPES[name]), **fields)
 
 
-# ---- the faults, each written without the code under test ------------------------------------------------------------------
+# ---- the faults, each written without the code under test
+# ------------------------------------------------------------------
 
 
 def nibbles(layer):
@@ -60,7 +76,9 @@ def scales(layer, layout, declared="linear"):
 
 def cut_scales(layer):
     rows, columns = layer.block_scale.shape
-    return replace(layer, block_scale=np.ascontiguousarray(swizzle_scales(layer.block_scale, "swizzled_128x4")[:rows, :columns]))
+    return replace(
+        layer, block_scale=np.ascontiguousarray(swizzle_scales(layer.block_scale, "swizzled_128x4")[:rows, :columns])
+    )
 
 
 def moved(layer, rows):
@@ -94,7 +112,9 @@ def order(layer, kind):
 
 
 def transposed_bytes(layer):
-    return replace(layer, codes=np.ascontiguousarray(layer.codes.T), block_scale=np.ascontiguousarray(layer.block_scale.T))
+    return replace(
+        layer, codes=np.ascontiguousarray(layer.codes.T), block_scale=np.ascontiguousarray(layer.block_scale.T)
+    )
 
 
 def transposed_codes(layer):
@@ -106,7 +126,11 @@ def transposed_codes(layer):
 
 def tensor(layer, kind):
     with np.errstate(over="ignore"):
-        scale = {"inverted": np.float32(1) / layer.tensor_scale, "dropped": np.ones_like(layer.tensor_scale), "missing": None}
+        scale = {
+            "inverted": np.float32(1) / layer.tensor_scale,
+            "dropped": np.ones_like(layer.tensor_scale),
+            "missing": None,
+        }
     return replace(layer, tensor_scale=scale[kind])
 
 
@@ -127,8 +151,14 @@ def turned_blocks(layer):
 
 PACKED = {
     "nibbles": (nibbles, "nibbles are swapped"),
-    "ggml mxfp4": (lambda layer: halves(layer, 16), "elements j and j + 16 of each 32 share a byte (GGML's order of MXFP4)"),
-    "ggml nvfp4": (lambda layer: halves(layer, 8), "elements j and j + 8 of each 16 share a byte (GGML's order of NVFP4)"),
+    "ggml mxfp4": (
+        lambda layer: halves(layer, 16),
+        "elements j and j + 16 of each 32 share a byte (GGML's order of MXFP4)",
+    ),
+    "ggml nvfp4": (
+        lambda layer: halves(layer, 8),
+        "elements j and j + 8 of each 16 share a byte (GGML's order of NVFP4)",
+    ),
     "halves of 64": (lambda layer: halves(layer, 32), "elements j and j + 32 of each 64 share a byte"),
     "ggml, high first": (
         lambda layer: nibbles(halves(layer, 16)),
@@ -139,7 +169,10 @@ PACKED = {
 ANY = {
     "swizzled": (lambda layer: scales(layer, "swizzled_128x4"), "block scales are swizzled_128x4, declared linear"),
     "swizzled 8x4": (lambda layer: scales(layer, "swizzled_8x4"), "block scales are swizzled_8x4, declared linear"),
-    "linear": (lambda layer: replace(layer, scale_layout="swizzled_128x4"), "block scales are linear, declared swizzled_128x4"),
+    "linear": (
+        lambda layer: replace(layer, scale_layout="swizzled_128x4"),
+        "block scales are linear, declared swizzled_128x4",
+    ),
     "other kernel": (
         lambda layer: scales(layer, "swizzled_8x4", "swizzled_128x4"),
         "block scales are swizzled_8x4, declared swizzled_128x4",
@@ -152,7 +185,10 @@ ANY = {
     "exchanged": (lambda layer: order(layer, "exchanged"), "halves of the rows (gate and up) are exchanged"),
     "interleaved": (lambda layer: order(layer, "interleaved"), "halves of the rows (gate and up) are interleaved"),
     "stacked": (lambda layer: order(layer, "stacked"), "interleaved rows (gate and up) are stacked"),
-    "up first": (lambda layer: order(layer, "up first"), "halves of the rows (gate and up) are interleaved and exchanged"),
+    "up first": (
+        lambda layer: order(layer, "up first"),
+        "halves of the rows (gate and up) are interleaved and exchanged",
+    ),
     "up above": (lambda layer: order(layer, "up above"), "interleaved rows (gate and up) are stacked and exchanged"),
     "rotary": (lambda layer: order(layer, "rotary"), "rows are in GGUF's and Meta's rotary order of q and k (4 heads)"),
     "unrotary": (
@@ -197,9 +233,13 @@ def test_faults_are_found(name, fault) -> None:
     assert_found(e, name, mishap)
 
 
-@pytest.mark.parametrize("name", by_default(("nvfp4-modelopt",), [name for name in TESTED if RECIPES[name].tensor_rule]))
+@pytest.mark.parametrize(
+    "name", by_default(("nvfp4-modelopt",), [name for name in TESTED if RECIPES[name].tensor_rule])
+)
 @pytest.mark.parametrize("wrong", TENSOR)
-@pytest.mark.parametrize("fault", [None, "nibbles", "ggml mxfp4", "swizzled", "cut", "interleaved", "rotary", "bytes transposed"])
+@pytest.mark.parametrize(
+    "fault", [None, "nibbles", "ggml mxfp4", "swizzled", "cut", "interleaved", "rotary", "bytes transposed"]
+)
 def test_tensor_scales_alone_and_with_another_fault(name, wrong, fault) -> None:
     x = weights(1)
     layer = tensor(stored(x, name), wrong)
@@ -299,7 +339,9 @@ def test_several_kinds_of_permuted_blocks() -> None:
     x = weights(13)
     layer = stored(x, "nvfp4-te")
     assert_found(found(other_rows_scales(layer), x), "nvfp4-te", "block scales are those of other blocks")
-    assert_found(found(turned_blocks(layer), x), "nvfp4-te", "blocks, codes and scales, are in other places of their rows")
+    assert_found(
+        found(turned_blocks(layer), x), "nvfp4-te", "blocks, codes and scales, are in other places of their rows"
+    )
     both = found(tensor(turned_blocks(layer), "inverted"), x).mishap
     assert both == f"blocks, codes and scales, are in other places of their rows; {TENSOR['inverted']}"
     both = found(tensor(other_blocks(layer), "inverted"), x).mishap
@@ -358,7 +400,9 @@ def test_a_half_of_zeros_does_not_hide_a_dropped_tensor_scale() -> None:
     x = weights(23)
     q = fp4kit.quantize(x, "nvfp4-te")
     layer = StoredLayer(q.packed, q.block_scale, np.float32(1), RECIPES["nvfp4-te"])
-    assert_found(found(layer, x, other=np.zeros_like(x), second=True), "nvfp4-te", "tensor scale is dropped (1), needs ")
+    assert_found(
+        found(layer, x, other=np.zeros_like(x), second=True), "nvfp4-te", "tensor scale is dropped (1), needs "
+    )
 
 
 def test_a_reciprocal_of_a_reciprocal_is_no_mishap() -> None:
@@ -402,7 +446,12 @@ FAULTS = [None, *PACKED, *ANY]
 
 @pytest.mark.exhaustive
 @given(
-    st.sampled_from(TESTED), st.integers(1, 70), st.integers(1, 7), st.sampled_from(FAULTS), st.integers(0, 2**32), st.booleans()
+    st.sampled_from(TESTED),
+    st.integers(1, 70),
+    st.integers(1, 7),
+    st.sampled_from(FAULTS),
+    st.integers(0, 2**32),
+    st.booleans(),
 )
 def test_random_sizes(name, rows, blocks, fault, seed, rounded) -> None:
     """What is injected is explained by the recipe; a mishap is named where bytes changed, and none where none did."""
@@ -423,7 +472,9 @@ def test_random_sizes(name, rows, blocks, fault, seed, rounded) -> None:
         changed = layer
     e = found(changed, x, heads=(HEADS,))
     assert name in e.recipes, e
-    same = np.array_equal(changed.codes, layer.codes) and np.array_equal(changed.block_scale.ravel(), layer.block_scale.ravel())
+    same = np.array_equal(changed.codes, layer.codes) and np.array_equal(
+        changed.block_scale.ravel(), layer.block_scale.ravel()
+    )
     if same and changed.scale_layout == "linear":
         assert e.mishap is None
     elif changed.scale_layout == "linear" and fault != "cut":
@@ -434,7 +485,11 @@ def test_scales_read_as_another_layout() -> None:
     x = weights(20, (384, 1024))
     layer = stored(x, "mxfp4-ocp")
     shape = layer.block_scale.shape
-    for was, read in (("linear", "swizzled_128x4"), ("swizzled_8x4", "swizzled_128x4"), ("swizzled_128x4", "swizzled_8x4")):
+    for was, read in (
+        ("linear", "swizzled_128x4"),
+        ("swizzled_8x4", "swizzled_128x4"),
+        ("swizzled_128x4", "swizzled_8x4"),
+    ):
         bytes_ = unswizzle_scales(swizzle_scales(layer.block_scale, was), read, shape)
         e = found(replace(layer, block_scale=bytes_), x)
         assert_found(e, "mxfp4-ocp", f"block scales were {was} and read as {read}")
@@ -459,8 +514,16 @@ def test_shapes_that_no_reading_fits() -> None:
 
 FP8 = RECIPES["fp8-modelopt"]
 NO_LAYERS = (
-    ({"codes": np.zeros((2, 8), np.int8)}, TypeError, "codes are int8; needs uint8 of their bits; use codes.view(np.uint8)"),
-    ({"codes": np.zeros(8, np.uint8)}, ValueError, "codes have shape (8,); needs (rows, bytes); pass one layer of a stack"),
+    (
+        {"codes": np.zeros((2, 8), np.int8)},
+        TypeError,
+        "codes are int8; needs uint8 of their bits; use codes.view(np.uint8)",
+    ),
+    (
+        {"codes": np.zeros(8, np.uint8)},
+        ValueError,
+        "codes have shape (8,); needs (rows, bytes); pass one layer of a stack",
+    ),
     ({"recipe": FP8}, ValueError, "fp8-modelopt has no block scales; needs a block format; use fp4kit.identify"),
 )
 

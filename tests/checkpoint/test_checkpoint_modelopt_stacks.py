@@ -1,4 +1,6 @@
-"""Stacks of experts as Model-Optimizer exports them, codes [E, K/2, N]: read by every command, renamed and decoded by convert."""
+"""Stacks of experts as Model-Optimizer exports them, codes [E, K/2, N]: read by every command, renamed and decoded by
+convert.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ Quantized = dict[str, list[fp4kit.Quantized]]
 
 
 def made(root: Path, experts: int = 3, each: bool = False, inputs: bool = True) -> Quantized:
-    """A model of such stacks in root / "q", and of the numbers, [E, K, N], in root / "x". each: scales of single experts."""
+    """A model of such stacks in root / "q", and of the numbers, [E, K, N], in root / "x". each: scales of single
+    experts.
+    """
     config = {"model_type": "llama4_text", "num_hidden_layers": 1, "num_local_experts": experts}
     plain, stored, found = {}, {}, {}
     for leaf, (rows, columns) in SHAPES.items():
@@ -53,14 +57,21 @@ def layers(q: Quantized) -> dict[str, tuple[fp4kit.Quantized, slice]]:
     found = {}
     for e, (both, down) in enumerate(zip(q["gate_up_proj"], q["down_proj"], strict=True)):
         half = both.packed.shape[0] // 2
-        found |= {f"{EXPERTS}.{e}.gate_proj": (both, slice(0, half)), f"{EXPERTS}.{e}.up_proj": (both, slice(half, None))}
+        found |= {
+            f"{EXPERTS}.{e}.gate_proj": (both, slice(0, half)),
+            f"{EXPERTS}.{e}.up_proj": (both, slice(half, None)),
+        }
         found[f"{EXPERTS}.{e}.down_proj"] = down, slice(None)
     return found
 
 
 @pytest.mark.parametrize("large", [False, True])
-@pytest.mark.parametrize(("experts", "each", "inputs"), [(3, False, True), (3, True, False), (1, False, False), (1, True, True)])
-def test_renamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, experts: int, each: bool, inputs: bool, large: bool) -> None:
+@pytest.mark.parametrize(
+    ("experts", "each", "inputs"), [(3, False, True), (3, True, False), (1, False, False), (1, True, True)]
+)
+def test_renamed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, experts: int, each: bool, inputs: bool, large: bool
+) -> None:
     """The same bytes, one layer an expert; also where a matrix is too large to be turned in memory."""
     if large:
         monkeypatch.setattr(slabs, "WHOLE_EXPERT", 100 * 4 * 64)
@@ -108,8 +119,14 @@ def test_read(tmp_path: Path, experts: int) -> None:
     }
     report = verify(tmp_path / "q", tmp_path / "x", RECIPE)
     assert report.clean and not any(layer.compared for layer in report.layers)
-    assert f"{2 * experts} layers are not made anew: modelopt NVFP4 stacks is only read" in [i.text for i in report.issues]
-    values = [(one.dequantize(np.float32), x) for leaf in SHAPES for one, x in zip(q[leaf], _values(tmp_path, leaf), strict=True)]
+    assert f"{2 * experts} layers are not made anew: modelopt NVFP4 stacks is only read" in [
+        i.text for i in report.issues
+    ]
+    values = [
+        (one.dequantize(np.float32), x)
+        for leaf in SHAPES
+        for one, x in zip(q[leaf], _values(tmp_path, leaf), strict=True)
+    ]
     noise = sum(float(np.sum((a.astype(np.float64) - b.astype(np.float64)) ** 2)) for a, b in values)
     signal = sum(float(np.sum(b.astype(np.float64) ** 2)) for _, b in values)
     assert report.total.sqnr_db == pytest.approx(10 * np.log10(signal / noise))

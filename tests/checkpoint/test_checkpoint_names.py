@@ -36,7 +36,10 @@ def test_outside_of_layers(name: str, expected: list[str]) -> None:
         ("input_layernorm.weight", ["input_layernorm.weight"]),
         ("self_attention.linear_qkv.layer_norm_weight", ["input_layernorm.weight"]),
         ("self_attention.linear_qkv.layer_norm_bias", ["input_layernorm.bias"]),
-        ("self_attention.linear_qkv.weight", ["self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"]),
+        (
+            "self_attention.linear_qkv.weight",
+            ["self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"],
+        ),
         ("self_attention.linear_qkv.bias", ["self_attn.q_proj.bias", "self_attn.k_proj.bias", "self_attn.v_proj.bias"]),
         ("self_attention.linear_qkv._extra_state", []),
         ("self_attention.linear_proj.weight", ["self_attn.o_proj.weight"]),
@@ -63,7 +66,10 @@ def test_outside_of_layers(name: str, expected: list[str]) -> None:
         ("mlp.experts.linear_fc1.bias3", ["mlp.experts.3.gate_proj.bias", "mlp.experts.3.up_proj.bias"]),
         ("mlp.experts.linear_fc1._extra_state", []),
         ("mlp.experts.linear_fc1._extra_state7", []),
-        ("mlp.experts.local_experts.9.linear_fc1.weight", ["mlp.experts.9.gate_proj.weight", "mlp.experts.9.up_proj.weight"]),
+        (
+            "mlp.experts.local_experts.9.linear_fc1.weight",
+            ["mlp.experts.9.gate_proj.weight", "mlp.experts.9.up_proj.weight"],
+        ),
         ("mlp.experts.local_experts.9.linear_fc2.weight", ["mlp.experts.9.down_proj.weight"]),
         ("mlp.experts.local_experts.9.linear_fc2._extra_state", []),
         (
@@ -95,10 +101,16 @@ def test_of_multi_token_prediction(name: str, expected: str) -> None:
 
 
 def test_mlps_without_gates() -> None:
-    for stem in ("mlp.linear_fc1.weight", "mlp.experts.linear_fc1.weight3", "mlp.experts.local_experts.3.linear_fc1.weight"):
+    for stem in (
+        "mlp.linear_fc1.weight",
+        "mlp.experts.linear_fc1.weight3",
+        "mlp.experts.local_experts.3.linear_fc1.weight",
+    ):
         (name,) = hugging_face_names(f"{LAYER}.{stem}", gated=False)
         assert name.endswith("up_proj.weight") and name in hugging_face_names(f"{LAYER}.{stem}")
-    assert hugging_face_names(f"{LAYER}.mlp.linear_fc2.weight", gated=False) == ("model.layers.12.mlp.down_proj.weight",)
+    assert hugging_face_names(f"{LAYER}.mlp.linear_fc2.weight", gated=False) == (
+        "model.layers.12.mlp.down_proj.weight",
+    )
 
 
 @pytest.mark.parametrize("name", published.MODELS)
@@ -147,19 +159,35 @@ def test_unknown_names_of_megatron_are_refused(rest: str) -> None:
 
 
 MEGATRON = [
-    "embedding.word_embeddings.weight", "decoder.final_layernorm.weight", "output_layer.weight",
-    "decoder.layers.0.mlp.linear_fc1.weight", "decoder.layers.0.mlp.linear_fc2.weight",
-    *(f"{layer}.{rest}"
-      for layer in ("decoder.layers.0", "decoder.layers.1", "decoder.layers.2", "mtp.layers.0.transformer_layer")
-      for rest in ("self_attention.linear_q_down_proj.weight", "self_attention.linear_q_up_proj.weight",
-                   "self_attention.linear_kv_down_proj.weight", "self_attention.linear_kv_up_proj.weight",
-                   "self_attention.linear_proj.weight")),
-    *(f"{layer}.mlp.{rest}"
-      for layer in ("decoder.layers.1", "decoder.layers.2", "mtp.layers.0.transformer_layer")
-      for rest in ("router.weight", "router.expert_bias", "shared_experts.linear_fc1.weight", "shared_experts.linear_fc2.weight",
-                   *(f"experts.linear_fc{n}.weight{e}" for n in (1, 2) for e in range(published.E)))),
+    "embedding.word_embeddings.weight",
+    "decoder.final_layernorm.weight",
+    "output_layer.weight",
+    "decoder.layers.0.mlp.linear_fc1.weight",
+    "decoder.layers.0.mlp.linear_fc2.weight",
+    *(
+        f"{layer}.{rest}"
+        for layer in ("decoder.layers.0", "decoder.layers.1", "decoder.layers.2", "mtp.layers.0.transformer_layer")
+        for rest in (
+            "self_attention.linear_q_down_proj.weight",
+            "self_attention.linear_q_up_proj.weight",
+            "self_attention.linear_kv_down_proj.weight",
+            "self_attention.linear_kv_up_proj.weight",
+            "self_attention.linear_proj.weight",
+        )
+    ),
+    *(
+        f"{layer}.mlp.{rest}"
+        for layer in ("decoder.layers.1", "decoder.layers.2", "mtp.layers.0.transformer_layer")
+        for rest in (
+            "router.weight",
+            "router.expert_bias",
+            "shared_experts.linear_fc1.weight",
+            "shared_experts.linear_fc2.weight",
+            *(f"experts.linear_fc{n}.weight{e}" for n in (1, 2) for e in range(published.E)),
+        )
+    ),
     "mtp.layers.0.eh_proj.weight",
-]  # fmt: skip
+]
 
 
 def test_a_model_in_either_names_has_the_same_tensors() -> None:
@@ -171,7 +199,12 @@ def test_a_model_in_either_names_has_the_same_tensors() -> None:
 
 @pytest.mark.parametrize(
     "wishes",
-    [Wishes(), Wishes("experts", 1, 1), Wishes("mlp", keep=("*.1.*",)), Wishes("experts", only=("*", "model.layers.3.*"))],
+    [
+        Wishes(),
+        Wishes("experts", 1, 1),
+        Wishes("mlp", keep=("*.1.*",)),
+        Wishes("experts", only=("*", "model.layers.3.*")),
+    ],
 )
 def test_a_live_export_decides_as_the_converter(wishes: Wishes) -> None:
     """Name by name, and the parts of one parameter of Megatron alike."""

@@ -12,8 +12,13 @@ from fp4kit.checkpoint.identify.match_layers import identify_checkpoint
 from fp4kit.layouts import swizzle_scales
 
 MODELS = synthetic.MODELS
-RECIPES = [("nvfp4-te", "modelopt"), ("nvfp4-modelopt", "compressed-tensors"), ("nvfp4-compressed-tensors", "compressed-tensors"),
-           ("mxfp4-ocp", "compressed-tensors"), ("mxfp8-te", "modelopt")]  # fmt: skip
+RECIPES = [
+    ("nvfp4-te", "modelopt"),
+    ("nvfp4-modelopt", "compressed-tensors"),
+    ("nvfp4-compressed-tensors", "compressed-tensors"),
+    ("mxfp4-ocp", "compressed-tensors"),
+    ("mxfp8-te", "modelopt"),
+]
 
 
 def rewrite(root, change):
@@ -77,7 +82,12 @@ def swizzled(name, dtype, shape, raw):
     return dtype, list(found.shape), found.tobytes()
 
 
-MISHAPS = {"nibble": swapped, "tensor scale": inverted, "tensor scale is missing": without_tensor_scale, "swizzled": swizzled}
+MISHAPS = {
+    "nibble": swapped,
+    "tensor scale": inverted,
+    "tensor scale is missing": without_tensor_scale,
+    "swizzled": swizzled,
+}
 
 
 FORMS = ("modelopt", "compressed-tensors")

@@ -1,4 +1,5 @@
-"""Plans: what becomes of each tensor of each model in each format, what shares a scale, what loaders are told, what it takes.
+"""Plans: what becomes of each tensor of each model in each format, what shares a scale, what loaders are told, what it
+takes.
 
 The rules, the selection, the groups and the exclusion lists have tests of their own; here is what a plan makes of them.
 """
@@ -29,7 +30,12 @@ def plan_of(tmp_path: Path, name: str, recipe: str = "nvfp4-te", **options: Any)
 
 def converted(plan: Plan) -> set[str]:
     """Modules that are quantized in what is written."""
-    named = (layer_names(piece.weight, plan.form, plan.source.config) for t in plan.converted for piece in t.pieces if piece.form)
+    named = (
+        layer_names(piece.weight, plan.form, plan.source.config)
+        for t in plan.converted
+        for piece in t.pieces
+        if piece.form
+    )
     return {name for names in named for name in names}
 
 
@@ -37,11 +43,18 @@ def reasons(plan: Plan) -> dict[str, str]:
     return {tensor.name: tensor.reason for tensor in plan.tensors if tensor.action == "copy"}
 
 
-# Layers that are written quantized, of two decoder layers unless synthetic.py says otherwise: NVFP4, and formats of blocks of 32.
+# Layers that are written quantized, of two decoder layers unless synthetic.py says otherwise: NVFP4, and formats of
+# blocks of 32.
 COUNTS = {
-    "dense": (2 * 7, 2 * 6), "moe": (8 + 3 + 12, 8 + 3 + 12), "fused": (4 + 12, 4 + 12), "deepseek": (2 * 11, 2 * 11),
-    "bert": (5, 5), "vlm": (7, 7), "mixtral": (2 * 16, 2 * 16), "vlm_moe": (2 * 16, 2 * 16),
-}  # fmt: skip
+    "dense": (2 * 7, 2 * 6),
+    "moe": (8 + 3 + 12, 8 + 3 + 12),
+    "fused": (4 + 12, 4 + 12),
+    "deepseek": (2 * 11, 2 * 11),
+    "bert": (5, 5),
+    "vlm": (7, 7),
+    "mixtral": (2 * 16, 2 * 16),
+    "vlm_moe": (2 * 16, 2 * 16),
+}
 
 
 @pytest.mark.parametrize("name", COUNTS)
@@ -60,7 +73,13 @@ def test_counts_of_models(tmp_path: Path, name: str, recipe: str) -> None:
         ("gpt_oss", "mxfp4-ocp", {}, "gpt-oss", {"quantize": 4}),
         ("gpt_oss_mxfp4", "mxfp4-ocp", {}, "gpt-oss", {"rename": 4}),
         ("gpt_oss_mxfp4", "nvfp4-te", {"format": "bf16"}, "bf16", {"dequantize": 4}),
-        ("deepseek_fp8", "nvfp4-te", {"requantize": True}, "modelopt W4A16_NVFP4", {"requantize": 22, "dequantize": 11}),
+        (
+            "deepseek_fp8",
+            "nvfp4-te",
+            {"requantize": True},
+            "modelopt W4A16_NVFP4",
+            {"requantize": 22, "dequantize": 11},
+        ),
         ("deepseek_fp8", "mxfp8-te", {"requantize": True}, "sglang-mxfp8", {"carry": 22, "dequantize": 11}),
         ("deepseek_fp8", "nvfp4-te", {"format": "bf16"}, "bf16", {"dequantize": 33}),
         ("deepseek_v4", "mxfp4-ocp", {}, "deepseek-v4", {"rename": 24 + 12 + 3 * 7}),
@@ -92,7 +111,9 @@ def test_reason_of_a_group(tmp_path: Path) -> None:
 
 
 def test_stacks_become_experts(tmp_path: Path) -> None:
-    """Each expert with its halves is a layer of its own; gate and up of one expert share a scale, those of two do not."""
+    """Each expert with its halves is a layer of its own; gate and up of one expert share a scale, those of two do
+    not.
+    """
     plan = plan_of(tmp_path, "fused")
     (stack,) = [tensor for tensor in plan.converted if tensor.name.endswith("gate_up_proj")]
     names = [piece.module.removeprefix("model.layers.0.mlp.experts.") for piece in stack.pieces[:3]]
@@ -112,7 +133,9 @@ def test_what_is_not_selected_is_numbers(tmp_path: Path) -> None:
 
 
 def test_formats_of_routed_experts_leave_the_others(tmp_path: Path) -> None:
-    """DeepSeek-V4 keeps the FP8 beside its experts, whatever the preset; so are those of multi-token prediction as they are."""
+    """DeepSeek-V4 keeps the FP8 beside its experts, whatever the preset; so are those of multi-token prediction as they
+    are.
+    """
     plan = plan_of(tmp_path, "deepseek_v4", "mxfp4-ocp", wishes=Wishes(preset="linear"))
     for tensor in plan.converted:
         routed = ".experts." in tensor.name and not tensor.name.startswith("mtp.")
@@ -123,8 +146,10 @@ def test_formats_of_routed_experts_leave_the_others(tmp_path: Path) -> None:
 
 def test_partly_converted_fusion_warns(tmp_path: Path) -> None:
     plan = plan_of(tmp_path, "dense", wishes=Wishes(keep=("model.layers.0.self_attn.k_proj",)))
-    assert plan.warnings[0] == (
-        "model.layers.0.self_attn.(q_proj|k_proj|v_proj): k_proj stays unquantized; loaders that fuse these need all or none"
+    assert (
+        plan.warnings[0]
+        == "model.layers.0.self_attn.(q_proj|k_proj|v_proj): k_proj stays unquantized; loaders that fuse these need all"
+        " or none"
     )
     assert "model.layers.0.self_attn.qkv_proj" not in plan.ignore
 
@@ -137,14 +162,18 @@ def test_unpaired_gate(tmp_path: Path) -> None:
 
 def test_interleaved_stacks_have_one_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fp4kit.checkpoint.loaders.support.refusal", lambda *pair: None)
-    with refused("model.layers.0.mlp.experts.gate_up_proj: gate and up are interleaved, which only --format gpt-oss stores"):
+    with refused(
+        "model.layers.0.mlp.experts.gate_up_proj: gate and up are interleaved, which only --format gpt-oss stores"
+    ):
         plan_of(tmp_path, "gpt_oss", "mxfp4-ocp", format="compressed-tensors")
 
 
 def test_names_that_meet(tmp_path: Path) -> None:
     """An expert of a stack and one of its own under the same name."""
     stack, single = synthetic.random("s", (2, 64, 96)), synthetic.random("d", (64, 96))
-    synthetic.write_model(tmp_path / "m", {}, {"mlp.experts.down_proj": stack, "mlp.experts.0.down_proj.weight": single})
+    synthetic.write_model(
+        tmp_path / "m", {}, {"mlp.experts.down_proj": stack, "mlp.experts.0.down_proj.weight": single}
+    )
     with refused("mlp.experts.0.down_proj.weight: would be written twice; rename it in the source"):
         make_plan(tmp_path / "m", format="modelopt")
 
@@ -208,8 +237,13 @@ def test_auxiliary_files(tmp_path: Path) -> None:
     os.mkfifo(root / "pipe.txt")
     files = make_plan(root).auxiliary
     assert [file.name for file in files.copied] == [
-        "LICENSE", "chat.jinja", "inside.txt", "notes.md", "tokenizer_config.json", "sub/deep/vocab.txt",
-    ]  # fmt: skip
+        "LICENSE",
+        "chat.jinja",
+        "inside.txt",
+        "notes.md",
+        "tokenizer_config.json",
+        "sub/deep/vocab.txt",
+    ]
     assert dict(files.skipped) == {
         ".git": "hidden directory",
         ".hidden": "hidden file",

@@ -1,4 +1,6 @@
-"""Files that are read into the page cache before a run needs them: which pieces, how far, and that no thread outlives it."""
+"""Files that are read into the page cache before a run needs them: which pieces, how far, and that no thread outlives
+it.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,9 @@ def watch(monkeypatch: pytest.MonkeyPatch, noted: Callable[[Path, int], None]) -
 def test_files_are_read_ahead(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stop_at: str | None, read: str, piece: int
 ) -> None:
-    """Piece by piece in their order until it is stopped; what is not there, or is no file, is passed over in silence."""
+    """Piece by piece in their order until it is stopped; what is not there, or is no file, is passed over in
+    silence.
+    """
     monkeypatch.setattr(prefetch, "PIECE", piece)
     monkeypatch.setattr(prefetch, "STEP", 64)
     monkeypatch.setattr(prefetch, "READERS", 1)
@@ -63,7 +67,10 @@ def test_files_are_read_ahead(
     (tmp_path / "folder").mkdir()
     monkeypatch.setattr(prefetch, "Event", lambda: stopped)
     threads = threads_of(prefetch, monkeypatch)
-    files = [SafetensorsFile(tmp_path / name, name, bytes_of.get(name, 70), (), {}) for name in ("a", "none", "folder", "b", "c")]
+    files = [
+        SafetensorsFile(tmp_path / name, name, bytes_of.get(name, 70), (), {})
+        for name in ("a", "none", "folder", "b", "c")
+    ]
     with prefetch.ReadingAhead(files, 1, print):
         until(lambda: not any(thread.is_alive() for thread in threads))
     assert "".join(name for name, _ in found) == read
@@ -91,7 +98,9 @@ def test_no_further_than_a_window(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(prefetch, "PIECE", 64)
     monkeypatch.setattr(prefetch, "STEP", 64)
     monkeypatch.setattr(prefetch, "READERS", 1)
-    monkeypatch.setattr(prefetch.os, "sysconf", lambda name: {"SC_PAGE_SIZE": 64, "SC_PHYS_PAGES": 10 * prefetch.PART}[name])
+    monkeypatch.setattr(
+        prefetch.os, "sysconf", lambda name: {"SC_PAGE_SIZE": 64, "SC_PHYS_PAGES": 10 * prefetch.PART}[name]
+    )
     monkeypatch.setattr(prefetch, "_LIMIT", tmp_path / "none")
     begun: list[int] = []
     watch(monkeypatch, lambda path, start: begun.append(start))

@@ -1,4 +1,6 @@
-"""reconcile: parts of a fused layer get one tensor scale; what it costs is what decoding says; all else keeps its bytes."""
+"""reconcile: parts of a fused layer get one tensor scale; what it costs is what decoding says; all else keeps its
+bytes.
+"""
 
 import json
 
@@ -48,8 +50,11 @@ def scaled(form, factors):
 def decoded(root):
     model = open_source(root)
     with Readers() as readers:
-        return {w.name: np.concatenate([values_of(w, slab) for slab in slabs(readers, w)])
-                for w in weights_of(model.tensors, model.config).values() if w.container is not None}  # fmt: skip
+        return {
+            w.name: np.concatenate([values_of(w, slab) for slab in slabs(readers, w)])
+            for w in weights_of(model.tensors, model.config).values()
+            if w.container is not None
+        }
 
 
 def raw(root):
@@ -102,10 +107,15 @@ def test_what_it_costs_is_reported(quantized, tmp_path):
         assert scales.tobytes() == new[f"{repair.name}.weight_scale"]
         assert repair.changed == np.count_nonzero(scales != codes)
         assert repair.underflow == np.count_nonzero((scales == 0) & (codes != 0))
-    touched = {f"{r.name}.{SCALE[form]}" for r in found.repairs} | {f"{r.name}.weight_scale" for r in found.repairs if r.changed}
+    touched = {f"{r.name}.{SCALE[form]}" for r in found.repairs} | {
+        f"{r.name}.weight_scale" for r in found.repairs if r.changed
+    }
     assert {name for name in old if old[name] != new[name]} == touched
-    assert [name for name in ("config.json", "hf_quant_config.json") if (root / name).exists()
-            and (root / name).read_bytes() != (tmp_path / "out" / name).read_bytes()] == []  # fmt: skip
+    assert [
+        name
+        for name in ("config.json", "hf_quant_config.json")
+        if (root / name).exists() and (root / name).read_bytes() != (tmp_path / "out" / name).read_bytes()
+    ] == []
 
 
 def test_only_a_report(quantized):
@@ -145,7 +155,9 @@ def fused(root):
 
 @pytest.mark.parametrize("factor", [0.73, 0.9, 1.37])
 def test_parts_store_the_same_bits(tmp_path, factor):
-    """A reciprocal of a reciprocal is another number one time in six: the number that is there is stored, and verify agrees."""
+    """A reciprocal of a reciprocal is another number one time in six: the number that is there is stored, and verify
+    agrees.
+    """
     synthetic.dense(tmp_path / "in")
     convert(tmp_path / "in", tmp_path / "q", "nvfp4-compressed-tensors", format="compressed-tensors")
     rewrite(tmp_path / "q", scaled("compressed-tensors", {"up_proj": factor, "k_proj": factor, "v_proj": factor}))
@@ -159,16 +171,22 @@ def test_divisors_of_one_reciprocal_are_repaired(tmp_path):
     synthetic.dense(tmp_path / "in")
     convert(tmp_path / "in", tmp_path / "q", "nvfp4-compressed-tensors", format="compressed-tensors")
     one = np.float32(1)
-    twins = [x for x in np.linspace(1.9, 1.99, 1000, dtype=np.float32) if one / x == one / np.nextafter(x, np.float32(2))]
+    twins = [
+        x for x in np.linspace(1.9, 1.99, 1000, dtype=np.float32) if one / x == one / np.nextafter(x, np.float32(2))
+    ]
 
     def apart(name, data):
         ends = name.endswith(("q_proj.weight_global_scale", "k_proj.weight_global_scale", "v_proj.weight_global_scale"))
         return (np.nextafter(twins[0], np.float32(2)) if "k_proj" in name else twins[0]).tobytes() if ends else data
 
     rewrite(tmp_path / "q", apart)
-    assert any(issue.severity == "error" and "reconcile repairs it" in issue.text for issue in verify(tmp_path / "q").issues)
+    assert any(
+        issue.severity == "error" and "reconcile repairs it" in issue.text for issue in verify(tmp_path / "q").issues
+    )
     found = reconcile(tmp_path / "q", tmp_path / "out")
-    assert [r.changed for r in found.repairs] == [0, 0] and {r.name.rpartition(".")[2] for r in found.repairs} == {"k_proj"}
+    assert [r.changed for r in found.repairs] == [0, 0] and {r.name.rpartition(".")[2] for r in found.repairs} == {
+        "k_proj"
+    }
     assert all(len(bits) == 1 for bits in fused(tmp_path / "out")) and reconcile(tmp_path / "out", None).repairs == ()
 
 
@@ -178,7 +196,9 @@ def test_the_index_goes_along(quantized, tmp_path):
     reconcile(root, tmp_path / "out")
     names = [{path.name for path in folder.iterdir()} for folder in (root, tmp_path / "out")]
     assert INDEX in names[0] and names[0] == names[1]
-    assert (root / INDEX).read_bytes() == (tmp_path / "out" / INDEX).read_bytes() and differences(tmp_path / "out") == []
+    assert (root / INDEX).read_bytes() == (tmp_path / "out" / INDEX).read_bytes() and differences(
+        tmp_path / "out"
+    ) == []
 
 
 def test_a_hugging_face_cache(quantized, tmp_path):

@@ -1,4 +1,6 @@
-"""Requests that a plan refuses: sources of no known form, values that would change, recipes without a place, wrong options."""
+"""Requests that a plan refuses: sources of no known form, values that would change, recipes without a place, wrong
+options.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,9 @@ def test_source_with_hf_quant_config(tmp_path: Path) -> None:
 )
 def test_source_of_no_known_form(tmp_path: Path, name: str) -> None:
     synthetic.write_model(tmp_path / "m", {}, {name: np.zeros((4, 4), np.uint8)})
-    with refused(f"{name}: packed weights or their scales, of no form that is known here; start from the unquantized release"):
+    with refused(
+        f"{name}: packed weights or their scales, of no form that is known here; start from the unquantized release"
+    ):
         make_plan(tmp_path / "m")
 
 
@@ -81,9 +85,13 @@ def test_parts_that_do_not_fit(tmp_path: Path, tensors: synthetic.Tensors) -> No
 def test_values_that_would_change(tmp_path: Path) -> None:
     """Without --requantize, codes become no others."""
     synthetic.deepseek_fp8(tmp_path / "fp8")
-    with refused("model.layers.0.self_attn.q_a_proj: is fp8 128x128 already, and modelopt NVFP4 would have other values"):
+    with refused(
+        "model.layers.0.self_attn.q_a_proj: is fp8 128x128 already, and modelopt NVFP4 would have other values"
+    ):
         make_plan(tmp_path / "fp8")
-    with refused("model.layers.0.self_attn.q_a_proj.weight: its scales are not powers of two, so that MXFP8 would have"):
+    with refused(
+        "model.layers.0.self_attn.q_a_proj.weight: its scales are not powers of two, so that MXFP8 would have"
+    ):
         make_plan(tmp_path / "fp8", "mxfp8-te", format="sglang-mxfp8")
     assert make_plan(tmp_path / "fp8", "mxfp8-te", format="sglang-mxfp8", requantize=True).converted
     with refused("its scales are not powers of two"):

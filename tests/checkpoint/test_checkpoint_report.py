@@ -1,4 +1,6 @@
-"""The page of a verification, in a real browser: it asks for nothing, runs nothing but its own script, and its table works."""
+"""The page of a verification, in a real browser: it asks for nothing, runs nothing but its own script, and its table
+works.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,9 @@ def shown(tab: Page, folder: Path, report: VerifyReport) -> None:
     tab.open((folder / "page.html").as_uri())
     asked = [event["request"]["url"] for event in tab.told("Network.requestWillBeSent")]
     assert asked == [(folder / "page.html").as_uri()]
-    assert not tab.told("Runtime.exceptionThrown", "Runtime.consoleAPICalled", "Log.entryAdded", "Page.javascriptDialogOpening")
+    assert not tab.told(
+        "Runtime.exceptionThrown", "Runtime.consoleAPICalled", "Log.entryAdded", "Page.javascriptDialogOpening"
+    )
 
 
 def cells(tab: Page, column: int) -> list[str]:
@@ -76,9 +80,13 @@ def test_the_table_has_every_layer_and_sorts(tab: Page, tmp_path: Path, report: 
 
 
 @needs_browser
-def test_numbers_in_names_sort_as_numbers_and_unknown_values_come_last(tab: Page, tmp_path: Path, report: VerifyReport) -> None:
+def test_numbers_in_names_sort_as_numbers_and_unknown_values_come_last(
+    tab: Page, tmp_path: Path, report: VerifyReport
+) -> None:
     first = report.layers[0]
-    layers = tuple(replace(first, name=f"layers.{i}.x", tensor_scale=scale) for i, scale in ((10, None), (2, 3e-5), (1, 2e-5)))
+    layers = tuple(
+        replace(first, name=f"layers.{i}.x", tensor_scale=scale) for i, scale in ((10, None), (2, 3e-5), (1, 2e-5))
+    )
     shown(tab, tmp_path, replace(report, layers=layers))
     click(tab, 0)
     assert cells(tab, 0) == ["layers.1.x", "layers.2.x", "layers.10.x"]
@@ -89,7 +97,9 @@ def test_numbers_in_names_sort_as_numbers_and_unknown_values_come_last(tab: Page
 @needs_browser
 def test_filter(tab: Page, tmp_path: Path, report: VerifyReport) -> None:
     shown(tab, tmp_path, report)
-    tab.run("const box = document.getElementById('filter'); box.value = 'EXPERTS.1'; box.dispatchEvent(new Event('input'))")
+    tab.run(
+        "const box = document.getElementById('filter'); box.value = 'EXPERTS.1'; box.dispatchEvent(new Event('input'))"
+    )
     assert cells(tab, 0) == [layer.name for layer in report.layers if "experts.1." in layer.name]
     assert tab.run("document.getElementById('shown').textContent") == "3 of 23 layers"
 
@@ -110,7 +120,9 @@ def test_charts_are_drawn(tab: Page, tmp_path: Path, report: VerifyReport) -> No
         values = [(y, float(text.rpartition(" ")[2])) for y, text in points]
         assert [v for _, v in sorted(values, key=lambda pair: (-pair[0], pair[1]))] == sorted(v for _, v in values)
     assert tab.run("document.querySelectorAll('.legend li').length") == len({kind for _, kind in kinds})
-    colours = [tab.run(f"getComputedStyle({place}).color") for place in ("document.getElementById('verdict')", "document.body")]
+    colours = [
+        tab.run(f"getComputedStyle({place}).color") for place in ("document.getElementById('verdict')", "document.body")
+    ]
     assert colours[0] != colours[1]  # the style is applied
 
 
@@ -119,7 +131,11 @@ def test_names_are_text(tab: Page, tmp_path: Path, report: VerifyReport) -> None
     """Names, formats and findings that look like HTML are shown, and nothing of them runs."""
     layer = replace(report.layers[0], name=f"model.layers.0.{EVIL}", format=EVIL)
     issues = (Issue("error", EVIL, EVIL, EVIL),)
-    shown(tab, tmp_path, replace(report, layers=(layer,), issues=issues, path=Path(EVIL.replace("/", "")), formats=(EVIL,)))
+    shown(
+        tab,
+        tmp_path,
+        replace(report, layers=(layer,), issues=issues, path=Path(EVIL.replace("/", "")), formats=(EVIL,)),
+    )
     assert (tab.run("document.images.length"), tab.run("document.scripts.length")) == (0, 1)
     text = EVIL.replace("\u202e", "\\u202e").replace("\x1b", "\\x1b")
     assert cells(tab, 0) == [f"model.layers.0.{text}"] and cells(tab, 1) == [text]
@@ -131,7 +147,9 @@ def test_names_are_text(tab: Page, tmp_path: Path, report: VerifyReport) -> None
 @needs_browser
 def test_the_policy_stops_other_scripts(tab: Page, tmp_path: Path, report: VerifyReport) -> None:
     """If something of a name got into the page after all, the browser would not run it."""
-    text = page(report).replace("</body>", "<script>document.title = 'taken'</script><img src='https://example.com/x.png'></body>")
+    text = page(report).replace(
+        "</body>", "<script>document.title = 'taken'</script><img src='https://example.com/x.png'></body>"
+    )
     (tmp_path / "page.html").write_text(text)
     tab.open((tmp_path / "page.html").as_uri())
     assert tab.run("document.title") != "taken"
@@ -144,9 +162,17 @@ def test_the_policy_stops_other_scripts(tab: Page, tmp_path: Path, report: Verif
 def test_a_large_model_is_quick(tab: Page, tmp_path: Path, report: VerifyReport) -> None:
     """18,432 layers of experts: the table sorts in less than 5 s, and charts have few points."""
     first = report.layers[0]
-    names = [f"model.layers.{i}.mlp.experts.{e}.{x}_proj" for i in range(48) for e in range(128) for x in ("gate", "up", "down")]
+    names = [
+        f"model.layers.{i}.mlp.experts.{e}.{x}_proj"
+        for i in range(48)
+        for e in range(128)
+        for x in ("gate", "up", "down")
+    ]
     shown(tab, tmp_path, replace(report, layers=tuple(replace(first, name=name) for name in names)))
-    assert tab.run("document.getElementById('shown').textContent") == "18432 of 18432 layers, of which the first 1000 are shown"
+    assert (
+        tab.run("document.getElementById('shown').textContent")
+        == "18432 of 18432 layers, of which the first 1000 are shown"
+    )
     in_order = sorted(names, key=lambda name: [int(part) if part.isdigit() else part for part in name.split(".")])
     start = tab.run("performance.now()")
     click(tab, 0)
@@ -171,7 +197,9 @@ def test_the_page_refers_to_nothing(report: VerifyReport) -> None:
     text, links = page(report), _Links()
     links.feed(text)
     assert not links.found
-    assert [word for word in ("url(", "@import", "http:", "https:", "import(", "fetch(", "innerHTML") if word in text] == []
+    assert [
+        word for word in ("url(", "@import", "http:", "https:", "import(", "fetch(", "innerHTML") if word in text
+    ] == []
     assert (page(report) == text) is True and text.startswith("<!DOCTYPE html>")
 
 

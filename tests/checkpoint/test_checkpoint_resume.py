@@ -110,9 +110,18 @@ def test_a_journal_that_grew_is_not_read(model: Model) -> None:
 
 
 LINES = (
-    b"", b"null", b"[1]", b"\xff\x00", b'{"done": 5}', b'{"done": [[]]}', b'{"done": ["x"]}', b'{"measured": {}}',
-    b'{"measured": []}', b'{"measured": ["x"', b"[" * 100_000,
-)  # fmt: skip
+    b"",
+    b"null",
+    b"[1]",
+    b"\xff\x00",
+    b'{"done": 5}',
+    b'{"done": [[]]}',
+    b'{"done": ["x"]}',
+    b'{"measured": {}}',
+    b'{"measured": []}',
+    b'{"measured": ["x"',
+    b"[" * 100_000,
+)
 
 
 @pytest.mark.parametrize("line", LINES, ids=range(len(LINES)))
@@ -167,15 +176,21 @@ def test_another_source_is_not_gone_on_with(model: Model, change: Callable[[Mode
     model.interrupt(5)
     text = model.journal.read_bytes()
     change(model)
-    with refused(".out.partial: was begun from another source, with other options or by another version; remove it with"):
+    with refused(
+        ".out.partial: was begun from another source, with other options or by another version; remove it with"
+    ):
         model.convert(resume=True)
     assert model.journal.read_bytes() == text and shard(model).exists()
 
 
 OTHERS: list[dict[str, Any]] = [
-    {"recipe": "nvfp4-modelopt"}, {"format": "compressed-tensors"}, {"nonfinite": "keep"}, {"input_scale": 1.0},
-    {"wishes": Wishes(preset="mlp")}, {"requantize": True},
-]  # fmt: skip
+    {"recipe": "nvfp4-modelopt"},
+    {"format": "compressed-tensors"},
+    {"nonfinite": "keep"},
+    {"input_scale": 1.0},
+    {"wishes": Wishes(preset="mlp")},
+    {"requantize": True},
+]
 
 
 @pytest.mark.parametrize("changes", OTHERS, ids=str)
@@ -211,7 +226,9 @@ def test_measured_weights_are_not_read_again(model: Model, monkeypatch: pytest.M
 
     monkeypatch.setattr(run_job, "measure", noted)
     model.resume()
-    assert len(again) == 14 - known.count('"measured"') and not [key for key in again if f'"measured": ["{key}"' in known]
+    assert len(again) == 14 - known.count('"measured"') and not [
+        key for key in again if f'"measured": ["{key}"' in known
+    ]
     assert 0 < len(again) < 14
 
 

@@ -22,7 +22,8 @@ def decision(
     return found
 
 
-# experts, mlp, linear of each preset. A multi-token prediction is kept whole: with it, deepseek_v3 has 45 experts, not 30.
+# experts, mlp, linear of each preset. A multi-token prediction is kept whole: with it, deepseek_v3 has 45 experts, not
+# 30.
 COUNTS = {
     "qwen3_dense": (0, 3 * 3, 3 * 7),
     "qwen3_moe": (3 * 12, 3 * 12 + 3, 3 * 12 + 3 + 4 * 4),
@@ -45,22 +46,29 @@ def test_counts_of_presets(name: str) -> None:
     assert [list(found) for found in converted.values()] == [[tensor.name for tensor in candidates]] * 3
 
 
-@pytest.mark.parametrize(("wishes", "count"), [
-    (Wishes("experts", keep_first=1, keep_last=1), 15),
-    (Wishes("experts", only=("*", "model.layers.3.*")), 45),
-    (Wishes("experts", keep_first=1, keep_last=1, only=("*", "model.layers.3.*")), 30),
-    (Wishes("linear", only=("model.layers.3.*",)), 5 + 15),
-    (Wishes("linear", keep=("model.layers.3.*",)), 48),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("wishes", "count"),
+    [
+        (Wishes("experts", keep_first=1, keep_last=1), 15),
+        (Wishes("experts", only=("*", "model.layers.3.*")), 45),
+        (Wishes("experts", keep_first=1, keep_last=1, only=("*", "model.layers.3.*")), 30),
+        (Wishes("linear", only=("model.layers.3.*",)), 5 + 15),
+        (Wishes("linear", keep=("model.layers.3.*",)), 48),
+    ],
+)
 def test_multi_token_prediction_has_its_own_rule(wishes: Wishes, count: int) -> None:
     decisions = decide(published.deepseek_v3(), wishes, 16)
     assert sum(found.converted for found in decisions.values()) == count
 
 
 def test_multi_token_prediction_is_a_subtree_unless_it_is_asked_for() -> None:
-    layer = {name: found for name, found in decide(published.deepseek_v3(), Wishes(), 16).items() if ".layers.3." in name}
+    layer = {
+        name: found for name, found in decide(published.deepseek_v3(), Wishes(), 16).items() if ".layers.3." in name
+    }
     weights = {name: found for name, found in layer.items() if name.endswith(".weight")}
-    assert {found.subtree for found in weights.values()} == {"model.layers.3"} and all(f.listed for f in weights.values())
+    assert {found.subtree for found in weights.values()} == {"model.layers.3"} and all(
+        f.listed for f in weights.values()
+    )
     assert set(weights.values()) == {Decision(False, "multi-token prediction (model.layers.3)", True, "model.layers.3")}
     asked = decide(published.deepseek_v3(), Wishes(only=("model.layers.3.*",)), 16)
     assert not any(found.subtree for found in asked.values())

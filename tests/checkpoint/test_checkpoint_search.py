@@ -1,4 +1,6 @@
-"""Searched block scales in the converter: the bytes, the plan, column weights, what verify, identify and compare say of them."""
+"""Searched block scales in the converter: the bytes, the plan, column weights, what verify, identify and compare say of
+them.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ def searched(source: Path, target: Path, weights: Path | None = None, **options)
     return convert(source, target, RECIPE, search=ScaleSearch.of("mse", weights), **options)
 
 
-def column_weights(path: Path, tensors: synthetic.Tensors, by_module: bool = False, **changed: np.ndarray | None) -> Path:
+def column_weights(
+    path: Path, tensors: synthetic.Tensors, by_module: bool = False, **changed: np.ndarray | None
+) -> Path:
     """A file with random weights for every layer; changed: leaf of a module -> another vector, None for none."""
     rng, found = np.random.default_rng(5), {}
     for name in CONVERTED:
@@ -59,7 +63,8 @@ def run(capsys: pytest.CaptureFixture[str]) -> Run:
     return processes.in_this_process(capsys)
 
 
-# ---- bytes ------------------------------------------------------------------------------------------------------------------
+# ---- bytes
+# ------------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("format", ["modelopt", "compressed-tensors"])
@@ -79,7 +84,10 @@ def test_bytes_are_those_of_search_and_quantize(model, tmp_path: Path, format: s
         q = fp4kit.quantize(x, RECIPE, tensor_amax=amax, block_amax=best)
         module = name.removesuffix(".weight")
         codes = found[f"{module}.{'weight' if format == 'modelopt' else 'weight_packed'}"]
-        assert codes.tobytes() == q.packed.tobytes() and found[f"{module}.weight_scale"].tobytes() == q.block_scale.tobytes()
+        assert (
+            codes.tobytes() == q.packed.tobytes()
+            and found[f"{module}.weight_scale"].tobytes() == q.block_scale.tobytes()
+        )
 
 
 def test_slabs_threads_and_resuming_do_not_matter(model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,14 +104,19 @@ def test_slabs_threads_and_resuming_do_not_matter(model, tmp_path: Path, monkeyp
 def test_a_mixture_of_experts(tmp_path: Path) -> None:
     tensors = synthetic.moe(tmp_path / "m")
     report = searched(tmp_path / "m", tmp_path / "d", format="modelopt")
-    assert [f"{name}.weight" for name in report.gains] == [t.name for t in report.plan.converted if tensors[t.name].any()]
+    assert [f"{name}.weight" for name in report.gains] == [
+        t.name for t in report.plan.converted if tensors[t.name].any()
+    ]
     assert all(0 < gain.after < gain.before < gain.signal for gain in report.gains.values())
     assert verify(tmp_path / "d", tmp_path / "m").clean
 
 
 def test_a_layer_of_zeros_has_nothing_to_search(tmp_path: Path) -> None:
     source = tmp_path / "m"
-    tensors = {"layers.0.a_proj.weight": np.zeros((16, 64), np.float32), "layers.0.b_proj.weight": np.ones((16, 64), np.float32)}
+    tensors = {
+        "layers.0.a_proj.weight": np.zeros((16, 64), np.float32),
+        "layers.0.b_proj.weight": np.ones((16, 64), np.float32),
+    }
     synthetic.write_model(source, {"model_type": "llama"}, tensors)
     assert set(searched(source, tmp_path / "d").gains) == {"layers.0.b_proj"}
     assert verify(tmp_path / "d", source).clean
@@ -120,7 +133,8 @@ def test_another_objective(model, tmp_path: Path, run: Run) -> None:
     assert report.clean and report.scales == "searched by mae"
 
 
-# ---- what is said of it -----------------------------------------------------------------------------------------------------
+# ---- what is said of it
+# -----------------------------------------------------------------------------------------------------
 
 
 def test_the_report_tells_errors_before_and_after(model, tmp_path: Path) -> None:
@@ -141,16 +155,25 @@ def test_weighted_errors(model, tmp_path: Path) -> None:
     vector[7] = 3
     weights = column_weights(tmp_path / "w.safetensors", tensors, query=vector)
     losses = searched(source, tmp_path / "d", weights).gains[QUERY]
-    np.testing.assert_allclose(losses.signal, 3 * np.sum(tensors[f"{QUERY}.weight"][:, 7].astype(np.float64) ** 2), rtol=1e-12)
+    np.testing.assert_allclose(
+        losses.signal, 3 * np.sum(tensors[f"{QUERY}.weight"][:, 7].astype(np.float64) ** 2), rtol=1e-12
+    )
     assert losses.after < losses.before / 4  # of one column, which takes a scale of its own
 
 
 def test_the_command(model, tmp_path: Path, run: Run) -> None:
     source, _ = model
     code, text, _ = run("convert", source, tmp_path / "d", "--scale-search", "mse")
-    assert code == 0 and "SQNR dB by amax" in text and "scales searched by mse: SQNR 20.36 dB by amax, 21.69 dB searched" in text
+    assert (
+        code == 0
+        and "SQNR dB by amax" in text
+        and "scales searched by mse: SQNR 20.36 dB by amax, 21.69 dB searched" in text
+    )
     code, text, _ = run("verify", tmp_path / "d", "--source", source)
-    assert code == 0 and f"0 of 13844 bytes differ from what {RECIPE} with scales searched by mse makes of the source" in text
+    assert (
+        code == 0
+        and f"0 of 13844 bytes differ from what {RECIPE} with scales searched by mse makes of the source" in text
+    )
     code, text, _ = run("identify", tmp_path / "d", "--source", source)
     assert (code, text) == (0, "nvfp4-modelopt-mse made 5 layers\n")
 
@@ -158,7 +181,9 @@ def test_the_command(model, tmp_path: Path, run: Run) -> None:
 def test_dry_run_and_json(model, tmp_path: Path, run: Run) -> None:
     source, tensors = model
     weights = column_weights(tmp_path / "w.safetensors", tensors, by_module=True)
-    code, text, _ = run("convert", source, tmp_path / "d", "--scale-search", "mse", "--column-weights", weights, "--dry-run")
+    code, text, _ = run(
+        "convert", source, tmp_path / "d", "--scale-search", "mse", "--column-weights", weights, "--dry-run"
+    )
     assert code == 0 and "quantized, scales searched by weighted mse" in text
     command = ("convert", source, tmp_path / "d", "--scale-search", "mse", "--column-weights", weights, "--json")
     planned, made = (json.loads(run(*command, *more)[1]) for more in (("--dry-run",), ()))
@@ -188,7 +213,8 @@ def test_compare_says_what_scales_are(model, tmp_path: Path) -> None:
     assert len(found.layers) == 5 and all(layer.scales for layer in found.layers)
 
 
-# ---- verify and identify ----------------------------------------------------------------------------------------------------
+# ---- verify and identify
+# ----------------------------------------------------------------------------------------------------
 
 
 def test_verify_needs_the_column_weights(model, tmp_path: Path, run: Run) -> None:
@@ -196,13 +222,19 @@ def test_verify_needs_the_column_weights(model, tmp_path: Path, run: Run) -> Non
     weights = column_weights(tmp_path / "w.safetensors", tensors)
     searched(source, tmp_path / "d", weights)
     without = verify(tmp_path / "d", source)
-    needed = "5 layers are not made anew: their scales were searched under column weights; give these with --column-weights"
+    needed = (
+        "5 layers are not made anew: their scales were searched under column weights; give these with --column-weights"
+    )
     assert without.clean and [issue.text for issue in without.issues] == [needed]
     code, text, _ = run("verify", tmp_path / "d", "--source", source, "--column-weights", weights)
-    assert code == 0 and f"0 of 13844 bytes differ from what {RECIPE} with scales searched by weighted mse makes" in text
+    assert (
+        code == 0 and f"0 of 13844 bytes differ from what {RECIPE} with scales searched by weighted mse makes" in text
+    )
     others = column_weights(tmp_path / "v.safetensors", tensors, dense=np.ones(64, np.float32))
     found = verify(tmp_path / "d", source, search=ScaleSearch.of("mse", others))
-    assert not found.clean and "the column weights are not those that it was made with" in [issue.text for issue in found.issues]
+    assert not found.clean and "the column weights are not those that it was made with" in [
+        issue.text for issue in found.issues
+    ]
 
 
 @pytest.mark.parametrize("manifest", [True, False])
@@ -213,8 +245,12 @@ def test_verify_takes_the_recorded_error_under_column_weights(model, tmp_path: P
     if not manifest:
         (tmp_path / "d" / "fp4kit_manifest.json").unlink()
     code, text, _ = run("verify", tmp_path / "d", "--source", source, "--column-weights", weights)
-    assert code == 0 and f"0 of 13844 bytes differ from what {RECIPE} with scales searched by weighted mae makes" in text
-    code, text, _ = run("verify", tmp_path / "d", "--source", source, "--column-weights", weights, "--scale-search", "mse")
+    assert (
+        code == 0 and f"0 of 13844 bytes differ from what {RECIPE} with scales searched by weighted mae makes" in text
+    )
+    code, text, _ = run(
+        "verify", tmp_path / "d", "--source", source, "--column-weights", weights, "--scale-search", "mse"
+    )
     assert code == 1 and "with scales searched by weighted mse makes" in text
 
 
@@ -226,7 +262,9 @@ def test_verify_takes_the_recorded_error_under_column_weights(model, tmp_path: P
         ("nvfp4-modelopt-mse", "nvfp4-modelopt-mse searches by itself"),
     ],
 )
-def test_verify_refuses_a_search_that_the_recipe_has_not(model, tmp_path: Path, run: Run, recipe: str, text: str) -> None:
+def test_verify_refuses_a_search_that_the_recipe_has_not(
+    model, tmp_path: Path, run: Run, recipe: str, text: str
+) -> None:
     """Of bytes under powers of two it said that a search had made them."""
     convert(model[0], tmp_path / "d", recipe)
     code, out, error = run("verify", tmp_path / "d", "--source", model[0], "--scale-search", "mse")
@@ -277,22 +315,34 @@ def test_identify_tries_no_other_orders_of_searched_layers(model, tmp_path: Path
     source, tensors = model
     searched(source, tmp_path / "d", column_weights(tmp_path / "w.safetensors", tensors))
     tried, right = [], diagnose.try_layout
-    monkeypatch.setattr(diagnose, "try_layout", lambda case, layout, *rest: tried.append(layout) or right(case, layout, *rest))
+    monkeypatch.setattr(
+        diagnose, "try_layout", lambda case, layout, *rest: tried.append(layout) or right(case, layout, *rest)
+    )
     assert all(layer.explanation.searched for layer in identify_checkpoint(tmp_path / "d", source).layers)
     assert len(tried) == 5 and not any(layout.mishaps for layout in tried)
 
 
-# ---- refusals ---------------------------------------------------------------------------------------------------------------
+# ---- refusals
+# ---------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"recipe_id": "nvfp4-te"}, "scale search: nvfp4-te cannot be searched, with static False; needs a static recipe"),
-        ({"recipe_id": "mxfp4-ocp"}, "scale search: mxfp4-ocp cannot be searched, with scale E8M0; needs a static recipe"),
+        (
+            {"recipe_id": "nvfp4-te"},
+            "scale search: nvfp4-te cannot be searched, with static False; needs a static recipe",
+        ),
+        (
+            {"recipe_id": "mxfp4-ocp"},
+            "scale search: mxfp4-ocp cannot be searched, with scale E8M0; needs a static recipe",
+        ),
         ({"recipe_id": "nvfp4-modelopt-mse"}, f"nvfp4-modelopt-mse searches by itself; leave it out, or use {RECIPE}"),
         ({"format": "bf16"}, "scale search: bf16 is not written with it; use --format modelopt or compressed-tensors"),
-        ({"nonfinite": "keep"}, "scale search: a block with NaN or infinity has no least error; say --nonfinite saturate"),
+        (
+            {"nonfinite": "keep"},
+            "scale search: a block with NaN or infinity has no least error; say --nonfinite saturate",
+        ),
     ],
 )
 def test_refused_requests(model, options: dict[str, str], message: str) -> None:
@@ -333,7 +383,9 @@ NAMED, ONES = f"w.safetensors: {QUERY}.weight", np.ones(64, np.float32)
         ({"query": np.where(np.arange(64) < 2, np.nan, ONES).astype(np.float32)}, f"{NAMED}: 2 of 64 {BAD}"),
     ],
 )
-def test_column_weights_that_do_not_fit(model, tmp_path: Path, changed: dict[str, np.ndarray | None], message: str) -> None:
+def test_column_weights_that_do_not_fit(
+    model, tmp_path: Path, changed: dict[str, np.ndarray | None], message: str
+) -> None:
     weights = column_weights(tmp_path / "w.safetensors", model[1], **changed)
     with refused(message):
         make_plan(model[0], RECIPE, search=ScaleSearch.of("mse", weights))

@@ -1,4 +1,6 @@
-"""Selection: presets, layers that are kept, patterns, what is refused; what shares an amax; 100,000 names in seconds."""
+"""Selection: presets, layers that are kept, patterns, what is refused; what shares an amax; 100,000 names in
+seconds.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ def refused_wishes(candidates: list[Candidate], wishes: Wishes, text: str) -> No
         check(candidates, wishes, decide(candidates, wishes, 16))
 
 
-@pytest.mark.parametrize(("first", "last", "layers"), [(0, 0, "0123"), (1, 0, "123"), (0, 1, "012"), (1, 2, "1"), (3, 0, "3")])
+@pytest.mark.parametrize(
+    ("first", "last", "layers"), [(0, 0, "0123"), (1, 0, "123"), (0, 1, "012"), (1, 2, "1"), (3, 0, "3")]
+)
 def test_layers_that_are_kept(first: int, last: int, layers: str) -> None:
     modules = converted(published.qwen3_moe(), Wishes(keep_first=first, keep_last=last))
     assert {module.split(".")[2] for module in modules} == set(layers)
@@ -138,7 +142,9 @@ def test_a_subtree_is_not_asked_for_by_a_name_that_only_begins_alike() -> None:
 
 def test_patterns_match_stacks() -> None:
     fused = published.MODELS["qwen3_moe_fused"]()
-    assert converted(fused, Wishes(only=("*.experts.down_proj",))) == {f"model.layers.{i}.mlp.experts.down_proj" for i in (0, 1)}
+    assert converted(fused, Wishes(only=("*.experts.down_proj",))) == {
+        f"model.layers.{i}.mlp.experts.down_proj" for i in (0, 1)
+    }
 
 
 @pytest.mark.parametrize("option", ["keep", "only"])
@@ -157,9 +163,21 @@ def test_patterns_that_match_nothing(option: str, pattern: str) -> None:
     ("make", "wishes", "text"),
     [
         (published.qwen3_moe, Wishes(only=("lm_head", "*")), "lm_head (output head (lm_head))"),
-        (published.qwen3_moe, Wishes("experts", only=("*.o_proj", "*")), "o_proj (attention: not of the preset experts)"),
-        (published.qwen3_moe, Wishes(only=("*.o_proj", "*"), keep=("*.o_proj",)), "layers.0.self_attn.o_proj (--keep *.o_proj)"),
-        (published.qwen3_moe, Wishes(only=("*.layers.0.*", "*"), keep_first=1), "gate_proj (--keep-first 1 (model.layers.0))"),
+        (
+            published.qwen3_moe,
+            Wishes("experts", only=("*.o_proj", "*")),
+            "o_proj (attention: not of the preset experts)",
+        ),
+        (
+            published.qwen3_moe,
+            Wishes(only=("*.o_proj", "*"), keep=("*.o_proj",)),
+            "layers.0.self_attn.o_proj (--keep *.o_proj)",
+        ),
+        (
+            published.qwen3_moe,
+            Wishes(only=("*.layers.0.*", "*"), keep_first=1),
+            "gate_proj (--keep-first 1 (model.layers.0))",
+        ),
         (
             published.vlm_moe,
             Wishes(only=("*.visual.*", "*")),
@@ -183,13 +201,20 @@ def test_only_what_is_left_out(make: Callable[[], list[Candidate]], wishes: Wish
 def test_a_selection_of_nothing() -> None:
     text = "0 tensors to convert: model.layers.0.self_attn.q_proj.weight (attention: not of the preset experts); "
     refused_wishes(published.qwen3_dense(), Wishes("experts"), text)
-    refused_wishes([], Wishes(), "0 tensors to convert: no 2-D .weight tensors; change the preset, the patterns or the recipe")
+    refused_wishes(
+        [], Wishes(), "0 tensors to convert: no 2-D .weight tensors; change the preset, the patterns or the recipe"
+    )
 
 
 @pytest.mark.parametrize("name", published.MODELS)
 @pytest.mark.parametrize(
     "wishes",
-    [Wishes(), Wishes("experts", 1, 1), Wishes("mlp", keep=("*.1.*", "*.o_proj")), Wishes(only=("*.mlp.*", "mtp.*", "*.1.*"))],
+    [
+        Wishes(),
+        Wishes("experts", 1, 1),
+        Wishes("mlp", keep=("*.1.*", "*.o_proj")),
+        Wishes(only=("*.mlp.*", "mtp.*", "*.1.*")),
+    ],
 )
 def test_tensors_may_come_one_at_a_time_and_in_any_order(name: str, wishes: Wishes) -> None:
     """As a live export sends them: the converter, which sees all, decides alike."""
@@ -202,24 +227,42 @@ def test_tensors_may_come_one_at_a_time_and_in_any_order(name: str, wishes: Wish
 
 
 def test_a_judge_of_two_models_does_not_mix_them_up() -> None:
-    """Layer 3 is of the decoder in one and multi-token prediction in the other; block, dtype and shape are told apart too."""
+    """Layer 3 is of the decoder in one and multi-token prediction in the other; block, dtype and shape are told apart
+    too.
+    """
     judge = Judge(Wishes(), 16)
     name = "model.layers.3.mlp.experts.0.up_proj.weight"
     models = (Model(3), Model(4), Model(3))
-    assert [judge.decide(candidate(name, "BF16", (16, 64), model)).converted for model in models] == [False, True, False]
+    assert [judge.decide(candidate(name, "BF16", (16, 64), model)).converted for model in models] == [
+        False,
+        True,
+        False,
+    ]
     others = [("BF16", (16, 72)), ("I64", (16, 64)), ("BF16", (64,)), ("BF16", (16, 64))]
-    assert [judge.decide(candidate(name, *other, models[1])).converted for other in others] == [False, False, False, True]
+    assert [judge.decide(candidate(name, *other, models[1])).converted for other in others] == [
+        False,
+        False,
+        False,
+        True,
+    ]
     assert not judge.decide(candidate(name.removesuffix(".weight"), "BF16", (16, 64), models[1])).converted
 
 
 @pytest.mark.parametrize(
     ("module", "alike"),
     [
-        ("a.experts.12.up_proj", "a.experts.#.up_proj"), ("a.experts.12.b.experts.3.c", "a.experts.#.b.experts.3.c"),
-        ("a.experts.12", None), ("a.experts.12.", "a.experts.#."), ("a.experts.x1.up_proj", None), ("a.experts..up_proj", None),
-        ("experts.1.up_proj", None), ("a.experts.-1.up_proj", None), ("a.experts.1a.experts.2.c", None), ("", None),
+        ("a.experts.12.up_proj", "a.experts.#.up_proj"),
+        ("a.experts.12.b.experts.3.c", "a.experts.#.b.experts.3.c"),
+        ("a.experts.12", None),
+        ("a.experts.12.", "a.experts.#."),
+        ("a.experts.x1.up_proj", None),
+        ("a.experts..up_proj", None),
+        ("experts.1.up_proj", None),
+        ("a.experts.-1.up_proj", None),
+        ("a.experts.1a.experts.2.c", None),
+        ("", None),
     ],
-)  # fmt: skip
+)
 def test_experts_are_alike_but_for_a_number(module: str, alike: str | None) -> None:
     assert selection._alike(module) == (module if alike is None else alike)
 
@@ -235,7 +278,9 @@ def test_plan_decides_as_the_rules_do(tmp_path: Path) -> None:
 
 def _big_model(layers: int = 61, experts: int = 550) -> list[str]:
     leaves = ("gate_proj", "up_proj", "down_proj")
-    return [f"model.layers.{i}.mlp.experts.{e}.{leaf}" for i in range(layers) for e in range(experts) for leaf in leaves]
+    return [
+        f"model.layers.{i}.mlp.experts.{e}.{leaf}" for i in range(layers) for e in range(experts) for leaf in leaves
+    ]
 
 
 def _decide_all(modules: list[str], wishes: Wishes) -> int:
@@ -263,7 +308,9 @@ def test_100_000_names_are_decided_in_seconds() -> None:
 
 @pytest.mark.exhaustive
 def test_100_000_names_of_megatron_are_decided_in_seconds() -> None:
-    names = [f"decoder.layers.{i}.mlp.experts.linear_fc{n}.weight{e}" for i in range(61) for e in range(550) for n in (1, 2)]
+    names = [
+        f"decoder.layers.{i}.mlp.experts.linear_fc{n}.weight{e}" for i in range(61) for e in range(550) for n in (1, 2)
+    ]
     modules = []
 
     def decide_all() -> None:

@@ -14,7 +14,9 @@ def groups_of(name: str) -> dict[str, set[str]]:
     candidates = published.MODELS[name]()
     decisions = decide(candidates, Wishes(), 16)
     found: dict[str, set[str]] = {}
-    for module, group in fused_layers.shared_amax_groups(t.module for t in candidates if decisions[t.name].converted).items():
+    for module, group in fused_layers.shared_amax_groups(
+        t.module for t in candidates if decisions[t.name].converted
+    ).items():
         found.setdefault(group, set()).add(module)
     return found
 
@@ -55,7 +57,10 @@ def test_groups_of_published_models(name: str, count: int) -> None:
 )
 def test_what_shares_an_amax(parent: str, leaves: tuple[str, ...]) -> None:
     modules = [f"{parent}.{leaf}" for leaf in leaves]
-    others = [f"{parent}.{leaf}" for leaf in ("o_proj", "down_proj", "w2", "q_b_proj", "wq_b", "kv_b_proj", "wo_a", "out_proj")]
+    others = [
+        f"{parent}.{leaf}"
+        for leaf in ("o_proj", "down_proj", "w2", "q_b_proj", "wq_b", "kv_b_proj", "wo_a", "out_proj")
+    ]
     groups = fused_layers.shared_amax_groups([*modules, *others, f"other.{leaves[0]}"])
     assert set(groups) == set(modules) and len(set(groups.values())) == 1
     assert all(leaf in groups[modules[0]] for leaf in leaves)

@@ -71,10 +71,18 @@ PHASES = (  # the signal comes before the event of the audit takes place
 )
 
 
-@pytest.mark.parametrize(("after", "last", "state"), [phase[1:] for phase in PHASES], ids=[phase[0] for phase in PHASES])
+@pytest.mark.parametrize(
+    ("after", "last", "state"), [phase[1:] for phase in PHASES], ids=[phase[0] for phase in PHASES]
+)
 @pytest.mark.parametrize("number", ONE, ids=lambda n: n.name)
 def test_signal_in_each_phase(
-    model: Path, moments: list[str], tmp_path: Path, number: signal.Signals, after: tuple[str, str], last: int, state: str
+    model: Path,
+    moments: list[str],
+    tmp_path: Path,
+    number: signal.Signals,
+    after: tuple[str, str],
+    last: int,
+    state: str,
 ) -> None:
     assert check_moment(model, tmp_path, last, number, after) == state
 
@@ -152,14 +160,16 @@ def slow(*arguments, **options):
     time.sleep(5)
 staging.Stage.is_kept_after = slow
 staging.sync_directory = lambda path: (os.kill(os.getpid(), signal.SIGINT), os.kill(os.getpid(), signal.SIGINT), time.sleep(5))
-"""
+"""  # noqa: E501
     run = driven(code, "convert", model / "m", tmp_path / "out")
     (left,) = tmp_path.iterdir()
     assert left.name == ".out.partial"
     assert (run.code, run.err) == (
         130,
-        f"fp4kit convert: interrupted; nothing was written as {tmp_path / 'out'}; {left} is left, "
-        f"{staging.ways_on(tmp_path / 'out')}\n",
+        (
+            f"fp4kit convert: interrupted; nothing was written as {tmp_path / 'out'}; {left} is left, "
+            f"{staging.ways_on(tmp_path / 'out')}\n"
+        ),
     )
     run = ended(command("convert", "--remove-stale", tmp_path / "out"))
     assert run.code == 0 and not list(tmp_path.iterdir())
@@ -186,7 +196,11 @@ def forked(*arguments):
     raise ValueError(f"the worker ended by {os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])}")
 convert.execute = forked
 """
-    assert driven(code, "convert", model / "m", tmp_path / "out") == (2, "", "fp4kit convert: the worker ended by -15\n")
+    assert driven(code, "convert", model / "m", tmp_path / "out") == (
+        2,
+        "",
+        "fp4kit convert: the worker ended by -15\n",
+    )
 
 
 def test_a_broken_pipe_elsewhere_is_an_error(model: Path, tmp_path: Path) -> None:
@@ -207,7 +221,9 @@ inspect._print = lambda *arguments: 1 / 0
 """
     run = driven(code, "inspect", model / "m")
     assert run.code == 2 and "Traceback" in run.err
-    assert run.err.endswith("fp4kit inspect: a defect of fp4kit, please report it: ZeroDivisionError: division by zero\n")
+    assert run.err.endswith(
+        "fp4kit inspect: a defect of fp4kit, please report it: ZeroDivisionError: division by zero\n"
+    )
 
 
 @pytest.mark.parametrize(
@@ -221,6 +237,6 @@ inspect._print = lambda *arguments: 1 / 0
         (["train.py", "fp4kit"], ["python", "train.py", "fp4kit"], False),
         ([], [], False),
     ],
-)  # fmt: skip
+)
 def test_what_is_the_command(argv: list[str], original: list[str], expected: bool) -> None:
     assert startup.is_command(argv, original) is expected

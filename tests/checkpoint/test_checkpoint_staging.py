@@ -27,12 +27,17 @@ def model(tmp_path: Path) -> Model:
 def test_job_follows_no_link(tmp_path: Path) -> None:
     (tmp_path / "victim").write_bytes(bytes(8))
     (tmp_path / "x").symlink_to(tmp_path / "victim")
-    with pytest.raises(OSError, match="symbolic links"), run_job._Output((run_job.Target("values", tmp_path / "x", 0, 8, "U8"),)):
+    with (
+        pytest.raises(OSError, match="symbolic links"),
+        run_job._Output((run_job.Target("values", tmp_path / "x", 0, 8, "U8"),)),
+    ):
         pass
     assert (tmp_path / "victim").read_bytes() == bytes(8)
 
 
-@pytest.mark.parametrize("name", ["model-00001-of-00002.safetensors", "config.json", staging.JOURNAL, "tokenizer_config.json"])
+@pytest.mark.parametrize(
+    "name", ["model-00001-of-00002.safetensors", "config.json", staging.JOURNAL, "tokenizer_config.json"]
+)
 def test_link_in_the_partial_directory_is_not_followed(model: Model, name: str) -> None:
     model.interrupt(4)
     victim = model.folder / "victim"
@@ -80,7 +85,9 @@ def test_two_runs_at_once(model: Model, resume: bool) -> None:
 
 @pytest.mark.parametrize("moment", ["_locked", "_publish"])
 def test_second_run_at_the_first_one_s_edges(model: Model, monkeypatch: pytest.MonkeyPatch, moment: str) -> None:
-    """Before the first run has its lock, and while it gives the directory its name, a second one does not take it over."""
+    """Before the first run has its lock, and while it gives the directory its name, a second one does not take it
+    over.
+    """
     right = getattr(staging, moment)
 
     def between(*arguments: Any) -> Any:
@@ -144,7 +151,9 @@ class Full:
 
 @pytest.mark.parametrize(
     ("name", "calls"),
-    [("pwrite", at) for at in (0, 1, 2, 3, 11, 30, 49)] + [("write", at) for at in (0, 1, 5, 16, 30)] + [("ftruncate", 1)],
+    [("pwrite", at) for at in (0, 1, 2, 3, 11, 30, 49)]
+    + [("write", at) for at in (0, 1, 5, 16, 30)]
+    + [("ftruncate", 1)],
 )
 def test_full_disk(model: Model, monkeypatch: pytest.MonkeyPatch, name: str, calls: int) -> None:
     with monkeypatch.context() as patch:
@@ -196,9 +205,10 @@ def test_clean_removes_what_a_run_made_alone(model: Model, kind: str) -> None:
     (model.folder / "mine").mkdir()
     (model.folder / "mine" / "x").touch()
     make: dict[str, Callable[[], object]] = {
-        "file": model.partial.touch, "link": lambda: model.partial.symlink_to(model.folder / "mine"),
+        "file": model.partial.touch,
+        "link": lambda: model.partial.symlink_to(model.folder / "mine"),
         "directory": lambda: (model.folder / "mine").rename(model.partial),
-    }  # fmt: skip
+    }
     make[kind]()
     with refused(".out.partial: was not made by a conversion; remove it yourself"):
         staging.remove_partial(model.out)

@@ -28,7 +28,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def large(folder: Path) -> Path:
     """A file whose listing is longer than a pipe holds."""
-    synthetic.write_file(folder / "large.safetensors", {f"layer.{i:04}.weight": np.zeros(1, np.float32) for i in range(4000)})
+    synthetic.write_file(
+        folder / "large.safetensors", {f"layer.{i:04}.weight": np.zeros(1, np.float32) for i in range(4000)}
+    )
     return folder / "large.safetensors"
 
 

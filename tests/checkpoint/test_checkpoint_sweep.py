@@ -57,9 +57,11 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any]]:
         monkeypatch.setattr(owner, name, noted)
 
     for owner, name, word in (
-        (run_job, "measure", "measure"), (run_job, "write", "write"),
-        (staging, "sync_file", "sync"), (scheduler, "digest_of", "hash"),
-    ):  # fmt: skip
+        (run_job, "measure", "measure"),
+        (run_job, "write", "write"),
+        (staging, "sync_file", "sync"),
+        (scheduler, "digest_of", "hash"),
+    ):
         note(owner, name, word)
     return found
 
@@ -77,7 +79,9 @@ def places(seen: list[tuple[str, Any]], word: str, wanted: Callable[[Any], bool]
 def test_a_group_is_written_as_soon_as_it_is_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seen: list[tuple[str, Any]], ahead: int
 ) -> None:
-    """Before anything else is read, but for what two workers have been given already: 2 x 2 - 1 calls, and their groups."""
+    """Before anything else is read, but for what two workers have been given already: 2 x 2 - 1 calls, and their
+    groups.
+    """
     synthetic.dense(tmp_path / "m")
     if ahead:
         monkeypatch.setattr(import_module("fp4kit.checkpoint.convert.convert"), "executor_of", inline)
@@ -115,7 +119,9 @@ def test_a_file_that_nothing_is_written_into_is_closed(tmp_path: Path, seen: lis
     declared = {"quant_method": "compressed-tensors", "format": "mxfp4-pack-quantized"}
     synthetic.write_model(tmp_path / "m", {"quantization_config": declared}, tensors, lambda name: int("scale" in name))
     out = convert(tmp_path / "m", tmp_path / "out", format="modelopt").destination
-    assert sorted(about for word, about in seen if word == "sync") == [path.name for path in sorted(out.glob("*.safetensors"))]
+    assert sorted(about for word, about in seen if word == "sync") == [
+        path.name for path in sorted(out.glob("*.safetensors"))
+    ]
     assert len(list(out.glob("*.safetensors"))) == 2 and differences(out) == []
 
 
@@ -159,7 +165,11 @@ def test_a_verdict_waits_for_what_runs(tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_names_that_look_like_those_of_jobs(tmp_path: Path) -> None:
     """The bytes of each are its own."""
-    tensors = {"a.weight": synthetic.random("a", (64, 64)), "a#0": np.arange(5.0, dtype=np.float32), "a#": np.ones(3, np.float32)}
+    tensors = {
+        "a.weight": synthetic.random("a", (64, 64)),
+        "a#0": np.arange(5.0, dtype=np.float32),
+        "a#": np.ones(3, np.float32),
+    }
     synthetic.write_model(tmp_path / "m", {}, tensors)
     plan, ticks = make_plan(tmp_path / "m"), []
     report = execute(plan, tmp_path / "out", Options(progress=ticks.append))
@@ -196,7 +206,9 @@ def test_nothing_is_left_where_a_disk_fails(tmp_path: Path, monkeypatch: pytest.
 
 @pytest.mark.parametrize("width", [0, 1, 2, 4])
 def test_what_is_added_at_the_left_is_next(width: int) -> None:
-    """But for width - 1 calls that the executor has already; 0: without one. Calls may be added with the last result, too."""
+    """But for width - 1 calls that the executor has already; 0: without one. Calls may be added with the last result,
+    too.
+    """
     executor, width = Inline() if width else None, max(width, 1)
     queue = deque((int, (i,)) for i in range(10))
     found = []

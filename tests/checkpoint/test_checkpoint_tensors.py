@@ -1,4 +1,6 @@
-"""convert_tensors: the bytes of the converter, for tensors of NumPy and PyTorch, in any order, under names of either house."""
+"""convert_tensors: the bytes of the converter, for tensors of NumPy and PyTorch, in any order, under names of either
+house.
+"""
 
 import numpy as np
 import pytest
@@ -12,8 +14,12 @@ from fp4kit.checkpoint.model.weights import located
 from fp4kit.storage.safetensors_file import NUMPY_DTYPES
 
 MODELS = {f.__name__: f for f in (synthetic.dense, synthetic.moe, synthetic.fused, synthetic.deepseek, synthetic.vlm)}
-PAIRS = [("nvfp4-te", "modelopt"), ("nvfp4-compressed-tensors", "compressed-tensors"), ("mxfp4-ocp", "compressed-tensors"),
-         ("mxfp8-te", "modelopt")]  # fmt: skip
+PAIRS = [
+    ("nvfp4-te", "modelopt"),
+    ("nvfp4-compressed-tensors", "compressed-tensors"),
+    ("mxfp4-ocp", "compressed-tensors"),
+    ("mxfp8-te", "modelopt"),
+]
 
 
 def stored(root):
@@ -59,7 +65,9 @@ def test_the_bytes_of_the_converter(tmp_path, name, recipe, form, library):
     give = in_torch if library == "torch" else lambda a: a
     order = list(arrays)
     np.random.default_rng(7).shuffle(order)  # a trainer's order is its own
-    found = convert_tensors(((key, give(arrays[key])) for key in order), Rules.of(recipe, config=model.config, format=form))
+    found = convert_tensors(
+        ((key, give(arrays[key])) for key in order), Rules.of(recipe, config=model.config, format=form)
+    )
     got = {}
     for key, array in found:
         assert key not in got
@@ -102,8 +110,14 @@ def test_names_of_megatron():
     size, groups, each = 8, 2, 2
     q, k, v = (rng.standard_normal((heads * size, 32), dtype=np.float32) for heads in (groups * each, groups, groups))
     gate, up, down = (rng.standard_normal(shape, dtype=np.float32) for shape in ((48, 32), (48, 32), (32, 48)))
-    fused = np.concatenate([np.concatenate([q[i * each * size : (i + 1) * each * size], k[i * size : (i + 1) * size],
-                                            v[i * size : (i + 1) * size]]) for i in range(groups)])  # fmt: skip
+    fused = np.concatenate(
+        [
+            np.concatenate(
+                [q[i * each * size : (i + 1) * each * size], k[i * size : (i + 1) * size], v[i * size : (i + 1) * size]]
+            )
+            for i in range(groups)
+        ]
+    )
     prefix = "module.module.decoder.layers.1."
     parameters = {
         "self_attention.linear_qkv.weight": fused,
@@ -128,14 +142,22 @@ def test_names_of_megatron():
     ("tensors", "config", "text"),
     [
         ({"decoder.layers.0.self_attention.linear_qkv.weight": (64, 32)}, {}, "rules.config needs num_attention_heads"),
-        ({"decoder.layers.0.self_attention.linear_qkv.weight": (66, 32)}, CONFIG, "66 rows are not 2 groups of 4 heads"),
+        (
+            {"decoder.layers.0.self_attention.linear_qkv.weight": (66, 32)},
+            CONFIG,
+            "66 rows are not 2 groups of 4 heads",
+        ),
         ({"decoder.layers.0.self_attention.linear_strange.weight": (64, 32)}, CONFIG, "linear_strange"),
         ({"model.layers.0.mlp.gate_proj.weight": (64, 32)}, CONFIG, "there is no up_proj beside it"),
     ],
 )
 def test_errors(tensors, config, text):
     with synthetic.refused(text):
-        list(convert_tensors([(n, np.ones(s, np.float32)) for n, s in tensors.items()], Rules.of("nvfp4-te", config=config)))
+        list(
+            convert_tensors(
+                [(n, np.ones(s, np.float32)) for n, s in tensors.items()], Rules.of("nvfp4-te", config=config)
+            )
+        )
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
@@ -159,7 +181,10 @@ def test_what_the_converter_refuses_of_mlx_and_deepseek_v4():
     """mlx-lm would lose the scales of these experts; vLLM needs scales of activations."""
     expert = "model.layers.0.mlp.experts.0.down_proj.weight"
     rules = Rules.of("mxfp4-ocp", format="mlx", config={"model_type": "qwen3_moe"})
-    tensors = [("model.layers.0.self_attn.o_proj.weight", np.ones((32, 64), np.float32)), (expert, np.ones((32, 64), np.float32))]
+    tensors = [
+        ("model.layers.0.self_attn.o_proj.weight", np.ones((32, 64), np.float32)),
+        (expert, np.ones((32, 64), np.float32)),
+    ]
     assert len(dict(convert_tensors(tensors[:1], rules))) == 2
     with synthetic.refused("stacks the weights of experts of qwen3_moe, and not their scales"):
         list(convert_tensors(tensors, rules))

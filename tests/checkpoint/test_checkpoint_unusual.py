@@ -1,4 +1,6 @@
-"""Zeros, NaN, infinities and numbers too small, in what is converted: a policy for each, and no scale that no loader can use."""
+"""Zeros, NaN, infinities and numbers too small, in what is converted: a policy for each, and no scale that no loader
+can use.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +60,9 @@ def test_zeros_of_mxfp4_become_zeros_of_nvfp4(tmp_path: Path) -> None:
 
 def with_unusual(tmp_path: Path, dtype: Any) -> synthetic.Tensors:
     """A gate with NaN and infinities beside its up, written to ``tmp_path / "m"``."""
-    tensors = {f"mlp.{n}_proj.weight": synthetic.random(n, (8, 64), dtype=np.dtype(dtype)) for n in ("gate", "up", "down")}
+    tensors = {
+        f"mlp.{n}_proj.weight": synthetic.random(n, (8, 64), dtype=np.dtype(dtype)) for n in ("gate", "up", "down")
+    }
     tensors["mlp.gate_proj.weight"][1, 2:5] = np.nan, np.inf, -np.inf
     synthetic.write_model(tmp_path / "m", {}, tensors)
     return tensors
@@ -66,7 +70,8 @@ def with_unusual(tmp_path: Path, dtype: Any) -> synthetic.Tensors:
 
 @pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, *exhaustive([np.float16, np.float32])])
 @pytest.mark.parametrize(
-    ("recipe", "format"), [("nvfp4-te", "modelopt"), ("mxfp4-ocp", "compressed-tensors"), ("mxfp8-te", "compressed-tensors")]
+    ("recipe", "format"),
+    [("nvfp4-te", "modelopt"), ("mxfp4-ocp", "compressed-tensors"), ("mxfp8-te", "compressed-tensors")],
 )
 def test_nonfinite_policies(tmp_path: Path, recipe: str, format: str, dtype: Any) -> None:
     tensors = with_unusual(tmp_path, dtype)
@@ -78,7 +83,9 @@ def test_nonfinite_policies(tmp_path: Path, recipe: str, format: str, dtype: Any
     assert load(tmp_path / "keep") == expected(tensors, names, recipe, format) and kept.replaced == 0
     report = convert(tmp_path / "m", tmp_path / "saturate", recipe, format=format, nonfinite="saturate")
     assert report.replaced == 3
-    largest = oracle.amax(tensors[f"mlp.{name}_proj.weight"] for name in (["gate", "up"] if "nvfp4" in recipe else ["gate"]))
+    largest = oracle.amax(
+        tensors[f"mlp.{name}_proj.weight"] for name in (["gate", "up"] if "nvfp4" in recipe else ["gate"])
+    )
     tensors["mlp.gate_proj.weight"][1, 2:5] = 0, largest, -largest
     assert load(tmp_path / "saturate") == expected(tensors, names, recipe, format)
 
@@ -86,7 +93,9 @@ def test_nonfinite_policies(tmp_path: Path, recipe: str, format: str, dtype: Any
 @pytest.mark.parametrize("fp8", [True, False])
 @pytest.mark.parametrize("recipe", ["mxfp8-te", "nvfp4-te"])
 def test_nonfinite_codes(tmp_path: Path, recipe: str, fp8: bool) -> None:
-    """A NaN among stored codes, or a scale of NaN, counts as the numbers that it stands for; saturated, nothing is left."""
+    """A NaN among stored codes, or a scale of NaN, counts as the numbers that it stands for; saturated, nothing is
+    left.
+    """
     if fp8:
         codes = synthetic.any_bytes("a", (8, 64), 0, 0x7F)
         codes[0, 5] = 0x7F
@@ -101,7 +110,9 @@ def test_nonfinite_codes(tmp_path: Path, recipe: str, fp8: bool) -> None:
     for format in ("compressed-tensors", "bf16"):
         with refused(f"{1 if fp8 else 32} of 512 values are NaN or infinite"):
             convert(tmp_path / "m", tmp_path / "out", recipe, format=format, requantize=True)
-        report = convert(tmp_path / "m", tmp_path / format, recipe, format=format, requantize=True, nonfinite="saturate")
+        report = convert(
+            tmp_path / "m", tmp_path / format, recipe, format=format, requantize=True, nonfinite="saturate"
+        )
         assert report.replaced == (1 if fp8 else 32)
         ((module, layer),) = next(iter(oracle.layers(oracle.arrays(load(tmp_path / format))).values())).items()
         assert module == "a" and np.isfinite(layer.x.astype(np.float32)).all()

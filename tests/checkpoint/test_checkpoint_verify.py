@@ -40,12 +40,22 @@ from fp4kit.cli import main
 from fp4kit.formats import FLT_MAX
 from fp4kit.storage.errors import CheckpointError
 
-PAIRS = [("nvfp4-te", "modelopt"), ("nvfp4-compressed-tensors", "compressed-tensors"), ("mxfp4-ocp", "compressed-tensors"),
-         ("mxfp8-te-2d", "modelopt"), ("mxfp8-te", "sglang-mxfp8")]  # fmt: skip
+PAIRS = [
+    ("nvfp4-te", "modelopt"),
+    ("nvfp4-compressed-tensors", "compressed-tensors"),
+    ("mxfp4-ocp", "compressed-tensors"),
+    ("mxfp8-te-2d", "modelopt"),
+    ("mxfp8-te", "sglang-mxfp8"),
+]
 SOURCES = {**synthetic.MODELS, **synthetic.QUANTIZED, "gpt_oss": synthetic.gpt_oss}
-ONES = [("gpt_oss", "mxfp4-ocp", "gpt-oss"), ("gpt_oss_mxfp4", "mxfp4-ocp", "bf16"), ("deepseek_v4", "nvfp4-te", "deepseek-v4"),
-        ("deepseek_fp8", "nvfp4-te", "bf16"), ("deepseek_fp8", "mxfp8-te", "modelopt"),
-        ("deepseek_v4", "mxfp4-ocp", "bf16")]  # fmt: skip
+ONES = [
+    ("gpt_oss", "mxfp4-ocp", "gpt-oss"),
+    ("gpt_oss_mxfp4", "mxfp4-ocp", "bf16"),
+    ("deepseek_v4", "nvfp4-te", "deepseek-v4"),
+    ("deepseek_fp8", "nvfp4-te", "bf16"),
+    ("deepseek_fp8", "mxfp8-te", "modelopt"),
+    ("deepseek_v4", "mxfp4-ocp", "bf16"),
+]
 
 
 def made(
@@ -102,7 +112,9 @@ def check_clean(model: Path, source: Path) -> None:
     assert all(layer.differing == 0 and layer.action for layer in report.layers)
 
 
-def naive(form: Container, codes: np.ndarray, scales: np.ndarray, tensor_scale: np.float32 | None, x: np.ndarray) -> Tally:
+def naive(
+    form: Container, codes: np.ndarray, scales: np.ndarray, tensor_scale: np.float32 | None, x: np.ndarray
+) -> Tally:
     """Element by element, as the docstring of Tally says."""
     bits, (height, width) = form.element.bits, form.block
     low, high = codes & 15, codes >> 4
@@ -114,7 +126,9 @@ def naive(form: Container, codes: np.ndarray, scales: np.ndarray, tensor_scale: 
         block = np.s_[i * height : (i + 1) * height, j * width : (j + 1) * width]
         part, source = all_codes[block], x[block].astype(np.float64)
         values = form.element.values[part].astype(np.float64)
-        limit = abs(float(scale)) * float(form.element.max) * (1.0 if tensor_scale is None else abs(float(tensor_scale)))
+        limit = (
+            abs(float(scale)) * float(form.element.max) * (1.0 if tensor_scale is None else abs(float(tensor_scale)))
+        )
         with np.errstate(all="ignore"):
             factor = np.float32(scale) if tensor_scale is None else np.float32(scale) * tensor_scale
             decoded = (form.element.values[part] * factor).astype(np.float64)
@@ -139,7 +153,14 @@ def naive(form: Container, codes: np.ndarray, scales: np.ndarray, tensor_scale: 
 
 
 SPECIAL = [0.0, -0.0, 1e-45, -1e-40, 2.0**-126, float(FLT_MAX), -float(FLT_MAX), np.inf, -np.inf, np.nan, 6.0, 448.0]
-DRAWN = (MODELOPT_NVFP4, CT_NVFP4, MODELOPT_MXFP8, FP8_BLOCKS, FP8_POWERS, *(f for f in CONTAINERS if f.kind == "mxfp4"))
+DRAWN = (
+    MODELOPT_NVFP4,
+    CT_NVFP4,
+    MODELOPT_MXFP8,
+    FP8_BLOCKS,
+    FP8_POWERS,
+    *(f for f in CONTAINERS if f.kind == "mxfp4"),
+)
 
 
 @pytest.mark.parametrize("form", DRAWN, ids=str)
@@ -154,7 +175,10 @@ def test_tally_is_that_of_single_elements(form: Container, dtype: type, monkeypa
             columns -= int(rng.integers(0, 31))
         codes, scales, scale, x = draw(rng, form, rows, columns, case)
         with np.errstate(all="ignore"):
-            found, wanted = tally(form, codes, scales, scale, x.astype(dtype)), naive(form, codes, scales, scale, x.astype(dtype))
+            found, wanted = (
+                tally(form, codes, scales, scale, x.astype(dtype)),
+                naive(form, codes, scales, scale, x.astype(dtype)),
+            )
         sums = {name: (getattr(found, name), getattr(wanted, name)) for name in ("signal", "noise")}
         for a, b in sums.values():
             assert a == b or abs(a - b) <= 1e-9 * b
@@ -229,11 +253,27 @@ def exclude(model: Path, *names: str) -> None:
 
 
 FAULTS: dict[str, tuple[Callable[[Path], object], str, str]] = {
-    "code": (lambda m: poke(m, f"{Q}.weight", 5, lambda b: b ^ 1), Q, "codes that differ from what nvfp4-te makes of the source"),
+    "code": (
+        lambda m: poke(m, f"{Q}.weight", 5, lambda b: b ^ 1),
+        Q,
+        "codes that differ from what nvfp4-te makes of the source",
+    ),
     "scale": (lambda m: poke(m, f"{Q}.weight_scale", 0, lambda b: b ^ 1), Q, "bytes of block scales that differ"),
-    "NaN scale": (lambda m: poke(m, f"{Q}.weight_scale", 3, lambda b: 0x7F), Q, "block scales that are NaN or infinite: 1"),
-    "negative scale": (lambda m: poke(m, f"{Q}.weight_scale", 3, lambda b: b | 0x80), Q, "block scales that are negative"),
-    "tensor scale": (lambda m: poke(m, f"{Q}.weight_scale_2", 2, lambda b: b ^ 1), Q, "bytes of tensor scales, input scales or"),
+    "NaN scale": (
+        lambda m: poke(m, f"{Q}.weight_scale", 3, lambda b: 0x7F),
+        Q,
+        "block scales that are NaN or infinite: 1",
+    ),
+    "negative scale": (
+        lambda m: poke(m, f"{Q}.weight_scale", 3, lambda b: b | 0x80),
+        Q,
+        "block scales that are negative",
+    ),
+    "tensor scale": (
+        lambda m: poke(m, f"{Q}.weight_scale_2", 2, lambda b: b ^ 1),
+        Q,
+        "bytes of tensor scales, input scales or",
+    ),
     "copied": (lambda m: poke(m, NORM, 0, lambda b: b ^ 1), NORM, "a copied tensor that differ from the source: 1"),
     "file": (lambda m: (m / "extra.txt").write_text("x"), "extra.txt", "was not written by the conversion"),
     "lost file": (lambda m: (m / "tokenizer_config.json").unlink(), "tokenizer_config.json", "is missing"),
@@ -241,7 +281,11 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str, str]] = {
     "list of junk": (lambda m: declare(m, ignore=[7]), "config.json", "a list of names is needed"),
     "method": (lambda m: declare(m, quant_method="fp8"), "config.json", "quant_method"),
     "algorithm": (lambda m: declare(m, quant_algo="NVFP4"), Q, "input_scale is missing"),
-    "undeclared": (lambda m: edit(m / "config.json", lambda config: config.pop(DECLARED)), "config.json", "quant_method is ''"),
+    "undeclared": (
+        lambda m: edit(m / "config.json", lambda config: config.pop(DECLARED)),
+        "config.json",
+        "quant_method is ''",
+    ),
 }
 
 
@@ -273,7 +317,9 @@ def test_input_scales_that_no_engine_can_use(tmp_path: Path, change: Callable[[i
     poke(model, f"{Q}.input_scale", 2, lambda b: 0xC0)
     poke(model, f"{Q}.input_scale", 3, change)
     found = [issue for issue in errors(verify(model)) if issue.subject == Q]
-    assert found and all("input_scale is" in issue.text and "a positive finite number is needed" in issue.text for issue in found)
+    assert found and all(
+        "input_scale is" in issue.text and "a positive finite number is needed" in issue.text for issue in found
+    )
 
 
 def test_both_configs_of_deepseek_v4_with_nvfp4_belong_there(tmp_path: Path) -> None:
@@ -330,8 +376,12 @@ def test_recipe(tmp_path: Path) -> None:
     edit(model / "config.json", lambda c: c["quantization_config"].pop("fp4kit"))
     report = verify(model, source)
     assert (report.recipe, report.manifest, report.clean) == (None, "none", True)
-    assert any("14 layers are not made anew: no recipe is recorded; say --recipe" == issue.text for issue in report.issues)
-    assert all(layer.compared == 0 and layer.tally.sqnr_db is not None and layer.tally.sqnr_db > 18 for layer in report.layers)
+    assert any(
+        "14 layers are not made anew: no recipe is recorded; say --recipe" == issue.text for issue in report.issues
+    )
+    assert all(
+        layer.compared == 0 and layer.tally.sqnr_db is not None and layer.tally.sqnr_db > 18 for layer in report.layers
+    )
     assert verify(model, source, "nvfp4-te").layers[0].compared
 
 
@@ -355,7 +405,9 @@ def test_input_scale_and_nonfinite_values_as_they_were_asked_for(tmp_path: Path)
     report = verify(tmp_path / "out", tmp_path / "m")
     assert report.clean and any(issue.text.startswith("values of the source that are NaN") for issue in report.issues)
     assert next(layer for layer in report.layers if layer.name == Q).tally.nonfinite == 2
-    convert(tmp_path / "m", tmp_path / "inputs", wishes=Wishes(keep=("*.self_attn.*",)), format="modelopt", input_scale=0.5)
+    convert(
+        tmp_path / "m", tmp_path / "inputs", wishes=Wishes(keep=("*.self_attn.*",)), format="modelopt", input_scale=0.5
+    )
     report = verify(tmp_path / "inputs", tmp_path / "m")
     assert report.clean and all(layer.others == (0, 8) for layer in report.layers)
     poke(tmp_path / "inputs", "model.layers.0.mlp.up_proj.input_scale", 3, lambda b: b ^ 1)
@@ -374,7 +426,9 @@ def test_workers_executors_and_slabs_do_not_show(tmp_path: Path, monkeypatch: py
     assert done[0] == prepare(model, source).nbytes
     assert [without_sums(layer) for layer in counted.layers] == [without_sums(layer) for layer in whole.layers]
     assert counted.issues == whole.issues
-    assert [layer.tally.sqnr_db for layer in counted.layers] == pytest.approx([layer.tally.sqnr_db for layer in whole.layers])
+    assert [layer.tally.sqnr_db for layer in counted.layers] == pytest.approx(
+        [layer.tally.sqnr_db for layer in whole.layers]
+    )
     assert [layer.name for layer in whole.layers if layer.differing] == ["model.layers.0.mlp.experts.1.up_proj"]
 
 
@@ -418,7 +472,10 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = capsys.readouterr().out
     held = sum(entry.nbytes for name, (_, entry) in open_source(model).tensors.items() if "proj" in name)
     assert f"{Q} [64,64]" in text
-    assert f"files as the manifest says; 0 of {held} bytes differ from what nvfp4-te makes of the source; 0 of 6 copied" in text
+    assert (
+        f"files as the manifest says; 0 of {held} bytes differ from what nvfp4-te makes of the source; 0 of 6 copied"
+        in text
+    )
     poke(model, f"{Q}.weight", 5, lambda b: b ^ 1)
     assert main(["verify", str(model), "--source", str(source), "--json"]) == 1
     found = json.loads(capsys.readouterr().out)

@@ -54,7 +54,9 @@ def test_documents_have_their_entries(
     if " q" in COMMANDS[schema]:
         convert(tmp_path / "m", tmp_path / "q")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(agreement, "agreeing", lambda dtype: (("nvfp4-te", "nvfp4-torchao"),))  # test_cli.py has the real ones
+    monkeypatch.setattr(
+        agreement, "agreeing", lambda dtype: (("nvfp4-te", "nvfp4-torchao"),)
+    )  # test_cli.py has the real ones
     assert main([*COMMANDS[schema].split(), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["schema"] == f"fp4kit.{schema}" and list(found) == documented(schema)

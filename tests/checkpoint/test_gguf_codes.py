@@ -1,4 +1,6 @@
-"""convert --codes: codes of a quantized directory in a GGUF file, and the other way round, byte for byte; or a refusal."""
+"""convert --codes: codes of a quantized directory in a GGUF file, and the other way round, byte for byte; or a
+refusal.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +63,8 @@ CODES = {"modelopt": (".weight", ".weight_scale_2"), "compressed-tensors": (".we
 
 
 @pytest.mark.parametrize(
-    ("recipe", "format"), [("nvfp4-te", "modelopt"), ("nvfp4-te", "compressed-tensors"), ("mxfp4-ocp", "compressed-tensors")]
+    ("recipe", "format"),
+    [("nvfp4-te", "modelopt"), ("nvfp4-te", "compressed-tensors"), ("mxfp4-ocp", "compressed-tensors")],
 )
 def test_codes_and_scales_are_those_of_the_directory(recipe: str, format: str, tmp_path: Path) -> None:
     """Of every layer that it has and the file can hold; tensor scales that divide are inverted; all else stays."""
@@ -117,7 +120,10 @@ def test_input_scales_go_along(format: str, tmp_path: Path) -> None:
     directory(tmp_path / "q", tensors, format=format, input_scale=0.5)
     taken(tmp_path / "m.gguf", tmp_path / "q")
     out = stored_scalars(tmp_path / "out.gguf")
-    assert out["blk.0.attn_q.input_scale"].tolist() == [0.5] and out["blk.1.ffn_up_exps.input_scale"].tolist() == [0.5] * EXPERTS
+    assert (
+        out["blk.0.attn_q.input_scale"].tolist() == [0.5]
+        and out["blk.1.ffn_up_exps.input_scale"].tolist() == [0.5] * EXPERTS
+    )
 
 
 def stored_scalars(path: Path) -> dict[str, np.ndarray]:
@@ -157,7 +163,9 @@ def test_a_directory_takes_the_codes_of_a_file(recipe: str, format: str, tmp_pat
     directory(tmp_path / "unused", tensors)
     convert(tmp_path / "m.gguf", tmp_path / "q.gguf", recipe)
     wishes = Wishes(keep=("*.experts.*",)) if format == "mlx" else Wishes()
-    report = convert(tmp_path / "plain", tmp_path / "d", recipe, format=format, codes=tmp_path / "q.gguf", wishes=wishes)
+    report = convert(
+        tmp_path / "plain", tmp_path / "d", recipe, format=format, codes=tmp_path / "q.gguf", wishes=wishes
+    )
     verified = verify(tmp_path / "d", tmp_path / "plain")
     assert verified.recipe == recipe and all(layer.codes[0] == 0 for layer in verified.layers if format != "modelopt")
     experts = 0 if format == "mlx" else EXPERTS * (3 if recipe == "mxfp4-ocp" else 2)
@@ -182,7 +190,9 @@ def test_what_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     directory(tmp_path / "q", tensors)
     with refused("none of its quantized layers (none in MXFP4 or NVFP4) is in"):
         taken(tmp_path / "m.gguf", tmp_path / "plain")
-    with refused("--codes: a GGUF file takes those of a model directory, or the other way round; these are of one kind"):
+    with refused(
+        "--codes: a GGUF file takes those of a model directory, or the other way round; these are of one kind"
+    ):
         convert(tmp_path / "plain", tmp_path / "out", codes=tmp_path / "q")
     gguf_files.write_model(tmp_path / "x.gguf", **{"general.architecture": "none"})
     with refused("--codes: the gguf package does not know the architecture 'none'; update it"):

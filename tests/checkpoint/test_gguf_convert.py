@@ -1,4 +1,6 @@
-"""GGUF files converted to GGUF files: bytes of codes, keys and tensors that stay, what is refused, how the file appears."""
+"""GGUF files converted to GGUF files: bytes of codes, keys and tensors that stay, what is refused, how the file
+appears.
+"""
 
 from __future__ import annotations
 
@@ -67,7 +69,11 @@ def test_bytes_are_those_of_quantize(recipe: str, tmp_path: Path) -> None:
     """Of every matrix, stacks expert by expert; all else stays, in its order; keys byte for byte, and two more."""
     tensors = gguf_files.write_model(tmp_path / "m.gguf")
     report = run(tmp_path / "m.gguf", recipe=recipe)
-    found, file, source = content(tmp_path / "out.gguf"), read_gguf(tmp_path / "out.gguf"), read_gguf(tmp_path / "m.gguf")
+    found, file, source = (
+        content(tmp_path / "out.gguf"),
+        read_gguf(tmp_path / "out.gguf"),
+        read_gguf(tmp_path / "m.gguf"),
+    )
     assert found == expected(tensors, recipe)
     assert [name for name in found if name in tensors] == list(tensors)
     assert keys(file)[:-2] == keys(source) and list(file.metadata)[-2:] == ["fp4kit.recipe", "fp4kit.version"]
@@ -98,7 +104,9 @@ def test_it_is_verified_and_identified(recipe: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("recipe", ["mxfp4-ocp", "nvfp4-te", "nvfp4-torchao-single"])
 def test_gguf_decodes_it_to_the_values_of_fp4kit(recipe: str, tmp_path: Path) -> None:
-    """gguf's own reader and decoder, in every bit but the sign of zeros, which gguf drops. It leaves the tensor scale out."""
+    """gguf's own reader and decoder, in every bit but the sign of zeros, which gguf drops. It leaves the tensor scale
+    out.
+    """
     gguf = pytest.importorskip("gguf")
     tensors = gguf_files.write_model(tmp_path / "m.gguf")
     run(tmp_path / "m.gguf", recipe=recipe)
@@ -130,7 +138,9 @@ def test_other_numbers(dtype: str, tmp_path: Path) -> None:
 def test_q8_0_on_request(tmp_path: Path) -> None:
     """It stays what it is without --requantize; with it, its numbers are quantized."""
     tensors = gguf_files.model(np.dtype("f4"))
-    odd = {name: gguf_files.q8_0(x) if is_converted(name, x, 32) else gguf_files.plain(x) for name, x in tensors.items()}
+    odd = {
+        name: gguf_files.q8_0(x) if is_converted(name, x, 32) else gguf_files.plain(x) for name, x in tensors.items()
+    }
     gguf_files.write(tmp_path / "m.gguf", odd)
     with refused("(is Q8_0, quantized already; --requantize gives it other codes)"):
         make_plan(tmp_path / "m.gguf", "mxfp4-ocp")
@@ -176,8 +186,13 @@ def test_which_matrices(tmp_path: Path) -> None:
     assert named(keep=("blk.*.attn_*",)) == experts | dense and named(only=("*_exps",)) == experts
     assert named(keep_first=1) == experts | {name for name in attention if name[0] == "1"}
     reasons = {tensor.name: tensor.reason for tensor in make_plan(tmp_path / "m.gguf", "mxfp4-ocp").tensors}
-    assert reasons["token_embd.weight"] == "embedding (token_embd)" and reasons["output.weight"] == "output head (output)"
-    assert reasons["blk.1.ffn_gate_inp.weight"] == "MoE router" and reasons["output_norm.weight"] == "1-D: a norm or a bias"
+    assert (
+        reasons["token_embd.weight"] == "embedding (token_embd)" and reasons["output.weight"] == "output head (output)"
+    )
+    assert (
+        reasons["blk.1.ffn_gate_inp.weight"] == "MoE router"
+        and reasons["output_norm.weight"] == "1-D: a norm or a bias"
+    )
     with refused("--only 'output': all that it names is left out: output (output head (output))"):
         make_plan(tmp_path / "m.gguf", "mxfp4-ocp", wishes=Wishes(only=("output",)))
     with refused("all that it names is left out: blk.1.ffn_down_exps (K = 96 is not a multiple of 64)"):
@@ -186,7 +201,16 @@ def test_which_matrices(tmp_path: Path) -> None:
 
 def test_what_llama_cpp_reads_unquantized_stays(tmp_path: Path) -> None:
     x = gguf_files.plain(synthetic.random("x", (64, 128)))
-    names = ("attn_q", "ssm_conv1d", "time_mix_w1", "attn_q_norm", "indexer.k_proj", "altup_proj", "attn_rel_b", "ffn_up_shexp")
+    names = (
+        "attn_q",
+        "ssm_conv1d",
+        "time_mix_w1",
+        "attn_q_norm",
+        "indexer.k_proj",
+        "altup_proj",
+        "attn_rel_b",
+        "ffn_up_shexp",
+    )
     wide = gguf_files.plain(synthetic.random("x", (2, 64, 128)))  # of MLA, no stack of experts
     tensors = {**{f"blk.0.{name}.weight": x for name in names}, "blk.0.attn_k_b.weight": wide}
     tensors["blk.0.attn_v.weight"] = 12, np.zeros(288, np.uint8), (2, 256)  # Q4_K
@@ -197,7 +221,11 @@ def test_what_llama_cpp_reads_unquantized_stays(tmp_path: Path) -> None:
 
 SCALED = {
     "blk.0.attn_kv_b": ({}, (), "it does not know the .scale beside it, and refuses the file"),
-    "blk.0.attn_q": ({"general.architecture": "qwen2"}, (), "in models of qwen2 it passes over .scale, so that values are wrong"),
+    "blk.0.attn_q": (
+        {"general.architecture": "qwen2"},
+        (),
+        "in models of qwen2 it passes over .scale, so that values are wrong",
+    ),
     "blk.0.ffn_up": ({}, ("blk.0.ffn_up.bias",), "it stops where a feed-forward layer has a .bias beside its .scale"),
 }
 
@@ -209,7 +237,9 @@ def test_tensor_scales_that_llama_cpp_cannot_use_are_refused(module: str, tmp_pa
     x = synthetic.random("x", (64, 128))
     tensors = {f"{module}.weight": gguf_files.plain(x), **{name: gguf_files.plain(x[0]) for name in more}}
     gguf_files.write(tmp_path / "m.gguf", tensors, keys)
-    with refused(f"{module}: llama.cpp 0c1e57098: {text}; leave it out with --keep, or use a recipe without tensor scale: nv"):
+    with refused(
+        f"{module}: llama.cpp 0c1e57098: {text}; leave it out with --keep, or use a recipe without tensor scale: nv"
+    ):
         run(tmp_path / "m.gguf", recipe="nvfp4-te")
     for recipe in ("nvfp4-torchao-single", "mxfp4-ocp"):
         convert(tmp_path / "m.gguf", tmp_path / f"{recipe}.gguf", recipe)
@@ -218,7 +248,10 @@ def test_tensor_scales_that_llama_cpp_cannot_use_are_refused(module: str, tmp_pa
 
 
 REFUSED = {
-    "format": ({"format": "modelopt"}, "format modelopt: a GGUF file becomes a GGUF file; leave --format out, or say bf16"),
+    "format": (
+        {"format": "modelopt"},
+        "format modelopt: a GGUF file becomes a GGUF file; leave --format out, or say bf16",
+    ),
     "recipe": ({"recipe": "mxfp8-te"}, "recipe mxfp8-te: has no place in a GGUF file; use one of "),
     "input scale": ({"input_scale": 1.0}, "input scale: llama.cpp reads none that is not calibrated; leave it out"),
 }
@@ -291,7 +324,9 @@ def test_an_interrupted_run_is_gone_on_with(tmp_path: Path, monkeypatch: pytest.
 def test_memory_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A matrix of 32 MiB is converted within a few slabs of memory."""
     x = np.random.default_rng(0).standard_normal((4096, 4096), dtype=np.float32).astype(ml_dtypes.bfloat16)
-    gguf_files.write(tmp_path / "m.gguf", {"blk.0.attn_q.weight": gguf_files.plain(x), "output.weight": gguf_files.plain(x)})
+    gguf_files.write(
+        tmp_path / "m.gguf", {"blk.0.attn_q.weight": gguf_files.plain(x), "output.weight": gguf_files.plain(x)}
+    )
     del x
     monkeypatch.setattr(import_module("fp4kit.checkpoint.model.slabs"), "SLAB_BYTES", 1 << 20)
     tracemalloc.start()
@@ -310,7 +345,11 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = capsys.readouterr().out
     assert f"wrote {target} (gguf NVFP4 scaled): 13 tensors converted, 9 copied" in out
     assert "warning: blk.1.ffn_down_exps: K = 96 is not a multiple of 64; it stays BF16" in out
-    for command in (["inspect", target], ["verify", target, "--source", source], ["identify", target, "--source", source]):
+    for command in (
+        ["inspect", target],
+        ["verify", target, "--source", source],
+        ["identify", target, "--source", source],
+    ):
         assert main(command) == 0
     assert main(["compare", source, target]) == 1
 

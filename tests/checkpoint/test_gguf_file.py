@@ -1,4 +1,6 @@
-"""GGUF files read: every malformed one is refused in words, good ones are inspected, compared, identified and verified."""
+"""GGUF files read: every malformed one is refused in words, good ones are inspected, compared, identified and
+verified.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ def header(version: int = 3, tensors: int = 0, keys: int = 0, rest: bytes = b"")
 
 
 def tensor(name: str = "x", shape: tuple[int, ...] = (32,), kind: int = 0, offset: int = 0, data: int = 128) -> bytes:
-    info = gguf_files.text(name) + struct.pack(f"<I{len(shape)}Q", len(shape), *shape) + struct.pack("<IQ", kind, offset)
+    info = (
+        gguf_files.text(name) + struct.pack(f"<I{len(shape)}Q", len(shape), *shape) + struct.pack("<IQ", kind, offset)
+    )
     whole = header(tensors=1, rest=info)
     return whole + bytes(-len(whole) % 32) + bytes(data)
 
@@ -58,12 +62,27 @@ MALFORMED = {
     "array of type 99": (array(99, 1, bytes(20)), "a is an array of type 99, which there is not"),
     "string beyond the end": (array(8, 1, struct.pack("<Q", 1 << 40)), "it ends inside its header"),
     "long name": (header(keys=1, rest=struct.pack("<Q", 1 << 40) + bytes(20)), f"a key has a name of {1 << 40} bytes"),
-    "no text": (header(keys=1, rest=struct.pack("<Q", 2) + b"\xff\xfe" + bytes(9)), "a key has a name that is not UTF-8"),
-    "type 13": (header(keys=1, rest=gguf_files.text("a") + struct.pack("<IQ", 13, 0)), "a is of type 13, which there is not"),
+    "no text": (
+        header(keys=1, rest=struct.pack("<Q", 2) + b"\xff\xfe" + bytes(9)),
+        "a key has a name that is not UTF-8",
+    ),
+    "type 13": (
+        header(keys=1, rest=gguf_files.text("a") + struct.pack("<IQ", 13, 0)),
+        "a is of type 13, which there is not",
+    ),
     "key twice": (header(keys=2, rest=gguf_files.key("a", 1) * 2), "the key 'a' stands twice"),
-    "alignment 0": (header(keys=1, rest=gguf_files.key("general.alignment", 0)), "general.alignment is 0; a power of two"),
-    "alignment 24": (header(keys=1, rest=gguf_files.key("general.alignment", 24)), "general.alignment is 24; a power of two"),
-    "alignment of text": (header(keys=1, rest=gguf_files.key("general.alignment", "32")), "general.alignment is None; a power"),
+    "alignment 0": (
+        header(keys=1, rest=gguf_files.key("general.alignment", 0)),
+        "general.alignment is 0; a power of two",
+    ),
+    "alignment 24": (
+        header(keys=1, rest=gguf_files.key("general.alignment", 24)),
+        "general.alignment is 24; a power of two",
+    ),
+    "alignment of text": (
+        header(keys=1, rest=gguf_files.key("general.alignment", "32")),
+        "general.alignment is None; a power",
+    ),
     "5 axes": (tensor(shape=(1,) * 5), "x has 5 axes; at most 4 can be"),
     "unknown type": (tensor(kind=77), "x is of type 77, which is not known"),
     "half a block": (tensor(shape=(40, 2), kind=39), "x has rows of 40; blocks of MXFP4 have 32 elements"),
@@ -73,7 +92,7 @@ MALFORMED = {
     "huge": (tensor(shape=(1 << 40, 1 << 40)), "it ends inside x: truncated"),
     "name twice": (header(tensors=2, rest=TWO * 2) + bytes(128), "it has two tensors 'x'"),
     "terminal codes": (tensor(name="\x1b[2Jx", kind=77), "\\x1b[2Jx is of type 77"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", MALFORMED)
@@ -83,7 +102,12 @@ def test_malformed_file_is_refused(case: str, tmp_path: Path, capsys: pytest.Cap
     path.write_bytes(content)
     with refused(f"m.gguf: not a usable GGUF file: {why}"):
         read_gguf(path)
-    for arguments in (["inspect", path], ["verify", path], ["compare", path, path], ["convert", path, tmp_path / "o.gguf"]):
+    for arguments in (
+        ["inspect", path],
+        ["verify", path],
+        ["compare", path, path],
+        ["convert", path, tmp_path / "o.gguf"],
+    ):
         assert main([str(argument) for argument in arguments]) == 2
         assert capsys.readouterr().err.count("\n") == 1  # one line, and no traceback
     assert not (tmp_path / "o.gguf").exists()
@@ -119,9 +143,15 @@ def test_a_header_is_read_as_it_was_written(tmp_path: Path) -> None:
     gguf_files.write(tmp_path / "m.gguf", found, {"general.alignment": 64, "n": 7, "long": "x" * 5000, "t": ["a"]}, 64)
     (tmp_path / "m.gguf").rename(tmp_path / "renamed")  # the name does not matter
     model = open_checkpoint(tmp_path / "renamed")
-    assert {name: entry.shape for name, (_, entry) in model.tensors.items()} == {name: x.shape for name, x in tensors.items()}
+    assert {name: entry.shape for name, (_, entry) in model.tensors.items()} == {
+        name: x.shape for name, x in tensors.items()
+    }
     metadata = model.files[0].metadata
-    assert metadata["n"] == "7" and metadata["general.architecture"] == "llama" and metadata["t"].startswith("string[1] sha256 ")
+    assert (
+        metadata["n"] == "7"
+        and metadata["general.architecture"] == "llama"
+        and metadata["t"].startswith("string[1] sha256 ")
+    )
     assert metadata["long"].startswith("string of 5000 bytes sha256 ")
     with Readers() as readers:
         for name, weight in model.weights.items():
@@ -141,13 +171,22 @@ def blocks(kind: str, shape: tuple[int, ...], seed: int = 0) -> gguf_files.Info:
     return NUMBERS[kind], raw.reshape(-1), shape
 
 
-@pytest.mark.parametrize(("kind", "form"), [("mxfp4", GGUF_MXFP4), ("nvfp4", GGUF_NVFP4), ("nvfp4", GGUF_SCALED)], ids=str)
+@pytest.mark.parametrize(
+    ("kind", "form"), [("mxfp4", GGUF_MXFP4), ("nvfp4", GGUF_NVFP4), ("nvfp4", GGUF_SCALED)], ids=str
+)
 def test_values_are_those_that_llama_cpp_reads(kind: str, form: Container, tmp_path: Path) -> None:
-    """Of any bytes, in every bit: 255 of MXFP4 is 2^128, 0x7F of NVFP4 is 0, no code is a negative zero but of a zero scale."""
+    """Of any bytes, in every bit: 255 of MXFP4 is 2^128, 0x7F of NVFP4 is 0, no code is a negative zero but of a zero
+    scale.
+    """
     infos = {"blk.0.ffn_up_exps.weight": blocks(kind, (2, 64, 128)), "output.weight": blocks(kind, (70, 192), 1)}
-    scales = {} if form is not GGUF_SCALED else {
-        "blk.0.ffn_up_exps.scale": gguf_files.plain(np.float32([1, 0.5])), "output.scale": gguf_files.plain(np.float32([4])),
-    }  # fmt: skip
+    scales = (
+        {}
+        if form is not GGUF_SCALED
+        else {
+            "blk.0.ffn_up_exps.scale": gguf_files.plain(np.float32([1, 0.5])),
+            "output.scale": gguf_files.plain(np.float32([4])),
+        }
+    )
     gguf_files.write(tmp_path / "m.gguf", {**infos, **scales})
     model = open_checkpoint(tmp_path / "m.gguf")
     assert [weight.container for weight in model.layers.values()] == [form, form] and not model.unrecognised
@@ -203,14 +242,16 @@ def test_verify_and_identify(recipe: str, tmp_path: Path) -> None:
 def test_verify_sees_one_flipped_bit(tmp_path: Path) -> None:
     quantized(tmp_path / "q.gguf", "nvfp4-te")
     file = read_gguf(tmp_path / "q.gguf")
-    for entry in [one for one in file.entries if one.name in ("blk.1.ffn_up_exps.weight", "blk.0.attn_q.scale", "output.weight")]:
+    for entry in [
+        one for one in file.entries if one.name in ("blk.1.ffn_up_exps.weight", "blk.0.attn_q.scale", "output.weight")
+    ]:
         content = bytearray((tmp_path / "q.gguf").read_bytes())
         content[entry.start + entry.nbytes - 1] ^= 1
         (tmp_path / "bad.gguf").write_bytes(content)
         report = verify(tmp_path / "bad.gguf", tmp_path / "source.gguf", "nvfp4-te")
         assert not report.clean and {issue.subject for issue in report.issues} == {
             entry.name if entry.name == "output.weight" else entry.name.rpartition(".")[0]
-        }  # fmt: skip
+        }
 
 
 def test_nothing_is_reconciled(tmp_path: Path) -> None:
@@ -242,12 +283,18 @@ def test_verify_says_what_llama_cpp_does_with_scales(tmp_path: Path) -> None:
     good["blk.10.attn_q.bias"] = gguf_files.plain(x[0])
     assert troubles(tmp_path / "a.gguf", good) == {}
     odd = troubles(tmp_path / "a.gguf", encoded(x, "nvfp4-te", "blk.0.attn_kv_b"))
-    assert odd == {"blk.0.attn_kv_b": "llama.cpp 0c1e57098: it does not know the .scale beside it, and refuses the file"}
+    assert odd == {
+        "blk.0.attn_kv_b": "llama.cpp 0c1e57098: it does not know the .scale beside it, and refuses the file"
+    }
     bias = {**encoded(x, "nvfp4-te", "blk.0.ffn_up"), "blk.0.ffn_up.bias": gguf_files.plain(x[0])}
     assert "stops where a feed-forward layer has a .bias" in troubles(tmp_path / "a.gguf", bias)["blk.0.ffn_up"]
     keys = {"general.architecture": "qwen2"}
     assert "of qwen2 it passes over .scale" in troubles(tmp_path / "a.gguf", good, **keys)["output"]
-    without = {**encoded(x, "mxfp4-ocp", "blk.0.attn_kv_b"), **encoded(x, "nvfp4-torchao-single", "blk.0.ffn_up"), **bias}
+    without = {
+        **encoded(x, "mxfp4-ocp", "blk.0.attn_kv_b"),
+        **encoded(x, "nvfp4-torchao-single", "blk.0.ffn_up"),
+        **bias,
+    }
     del without["blk.0.ffn_up.scale"]
     assert troubles(tmp_path / "a.gguf", without, **keys) == {}
 
@@ -256,7 +303,9 @@ def test_the_table_of_types_is_that_of_the_gguf_package() -> None:
     gguf = pytest.importorskip("gguf")
     theirs = {kind.value: (kind.name, *sizes) for kind, sizes in gguf.GGML_QUANT_SIZES.items()}
     ours = {number: tuple(kind) for number, kind in GGML_TYPES.items()}
-    assert theirs.items() <= ours.items() and set(ours) - set(theirs) <= {42}  # which llama.cpp has, and gguf 0.19.0 has not
+    assert theirs.items() <= ours.items() and set(ours) - set(theirs) <= {
+        42
+    }  # which llama.cpp has, and gguf 0.19.0 has not
 
 
 def test_the_documentation_names_the_architectures() -> None:
@@ -266,4 +315,6 @@ def test_the_documentation_names_the_architectures() -> None:
 
 
 def test_part_of_blocks_is_no_tensor() -> None:
-    assert SCALES not in GGUF_MXFP4.specs((64, 128)) and GGUF_MXFP4.row_multiple == 32 and GGUF_SCALED.row_multiple == 64
+    assert (
+        SCALES not in GGUF_MXFP4.specs((64, 128)) and GGUF_MXFP4.row_multiple == 32 and GGUF_SCALED.row_multiple == 64
+    )

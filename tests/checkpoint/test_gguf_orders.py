@@ -1,4 +1,6 @@
-"""convert --codes where rows lie otherwise: q and k of Llama, whose heads llama.cpp's converter weaves; stacks of experts."""
+"""convert --codes where rows lie otherwise: q and k of Llama, whose heads llama.cpp's converter weaves; stacks of
+experts.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,12 @@ from fp4kit.layouts import pack_gguf
 gguf = pytest.importorskip("gguf")
 HEADS = {"attn_q": 4, "attn_k": 2}
 COUNTS = {"llama.attention.head_count": 4, "llama.attention.head_count_kv": 2}
-FORMS = [("nvfp4-te", "modelopt"), ("nvfp4-te", "compressed-tensors"), ("mxfp4-ocp", "compressed-tensors"), ("mxfp4-ocp", "mlx")]
+FORMS = [
+    ("nvfp4-te", "modelopt"),
+    ("nvfp4-te", "compressed-tensors"),
+    ("mxfp4-ocp", "compressed-tensors"),
+    ("mxfp4-ocp", "mlx"),
+]
 
 
 def permuted(x: np.ndarray, heads: int) -> np.ndarray:
@@ -70,7 +77,9 @@ def test_heads_are_unwoven_for_a_directory(recipe: str, format: str, tmp_path: P
     directory(tmp_path / "unused", llama(tmp_path / "m.gguf"))
     convert(tmp_path / "m.gguf", tmp_path / "q.gguf", recipe)
     wishes = Wishes(keep=("*.experts.*",)) if format == "mlx" else Wishes()
-    report = convert(tmp_path / "plain", tmp_path / "d", recipe, format=format, codes=tmp_path / "q.gguf", wishes=wishes)
+    report = convert(
+        tmp_path / "plain", tmp_path / "d", recipe, format=format, codes=tmp_path / "q.gguf", wishes=wishes
+    )
     assert set(report.actions) <= {"rename", "copy"}
     if recipe == "mxfp4-ocp":  # without tensor scales, which q, k and v of a file do not share
         verified = verify(tmp_path / "d", tmp_path / "plain")
@@ -90,7 +99,9 @@ def test_heads_that_tell_nothing(tmp_path: Path) -> None:
     gguf_files.write(tmp_path / "m.gguf", {name: gguf_files.plain(x) for name, x in turned.items()}, COUNTS)
     convert(tmp_path / "m.gguf", tmp_path / "out.gguf", "mxfp4-ocp", codes=tmp_path / "q")
     q = fp4kit.quantize(turned["blk.0.attn_q.weight"], "mxfp4-ocp")
-    assert out_bytes(tmp_path / "out.gguf", "blk.0.attn_q.weight") == pack_gguf(q.packed, q.block_scale, "mxfp4").tobytes()
+    assert (
+        out_bytes(tmp_path / "out.gguf", "blk.0.attn_q.weight") == pack_gguf(q.packed, q.block_scale, "mxfp4").tobytes()
+    )
 
 
 @pytest.mark.parametrize("heads", [None, 8, 48, 0, "4.0", ["4", "4"]])
@@ -140,7 +151,9 @@ def test_stacks_of_a_file_in_a_directory_of_stacks(recipe: str, format: str, tmp
 
 
 def test_stacks_of_gpt_oss(tmp_path: Path) -> None:
-    """Gate and up by turns in one tensor of the directory, and apart in the file; bytes are those of a conversion, both ways."""
+    """Gate and up by turns in one tensor of the directory, and apart in the file; bytes are those of a conversion, both
+    ways.
+    """
     stacks(tmp_path / "m", experts_file(tmp_path / "m.gguf", "gpt-oss"), "gpt_oss")
     convert(tmp_path / "m.gguf", tmp_path / "q.gguf", "mxfp4-ocp")
     convert(tmp_path / "m", tmp_path / "q", "mxfp4-ocp", format="gpt-oss")
@@ -154,7 +167,9 @@ def test_stacks_of_gpt_oss(tmp_path: Path) -> None:
 def test_gate_and_up_by_turns_have_one_tensor_scale(tmp_path: Path) -> None:
     stacks(tmp_path / "m", experts_file(tmp_path / "m.gguf", "qwen3moe"), "gpt_oss")
     convert(tmp_path / "m.gguf", tmp_path / "q.gguf", "nvfp4-te")
-    with refused("blk.1.ffn_gate_exps: gate and up have tensor scales of their own, and are one layer where rows take turns"):
+    with refused(
+        "blk.1.ffn_gate_exps: gate and up have tensor scales of their own, and are one layer where rows take turns"
+    ):
         make_plan(tmp_path / "m", "mxfp4-ocp", format="gpt-oss", codes=tmp_path / "q.gguf")
 
 
@@ -190,8 +205,14 @@ def test_stacks_of_model_optimizer(tmp_path: Path) -> None:
     both = np.concatenate([tensors[f"blk.1.ffn_{part}_exps.weight"] for part in ("gate", "up")], axis=1)
     name, amax = "language_model.model.layers.1.feed_forward.experts.gate_up_proj", np.float32(np.abs(both).max())
     qs = [fp4kit.quantize(x, "nvfp4-te", tensor_amax=amax) for x in both]
-    codes, scales = (np.stack(part).swapaxes(1, 2).copy() for part in ([q.packed for q in qs], [q.block_scale for q in qs]))
-    found = {name: codes, f"{name}_weight_scale": scales.view(synthetic.E4M3), f"{name}_weight_scale_2": qs[0].tensor_scale}
+    codes, scales = (
+        np.stack(part).swapaxes(1, 2).copy() for part in ([q.packed for q in qs], [q.block_scale for q in qs])
+    )
+    found = {
+        name: codes,
+        f"{name}_weight_scale": scales.view(synthetic.E4M3),
+        f"{name}_weight_scale_2": qs[0].tensor_scale,
+    }
     synthetic.write_model(tmp_path / "q", {"model_type": "llama4", "text_config": {"num_hidden_layers": 2}}, found)
     with refused("blk.1.ffn_gate_exps (and 1 more): llama.cpp 0c1e57098: in models of llama4 it passes over .scale"):
         make_plan(tmp_path / "m.gguf", "nvfp4-te", codes=tmp_path / "q")
@@ -201,14 +222,19 @@ def test_stacks_of_model_optimizer(tmp_path: Path) -> None:
         rows = slice(96 * i, 96 * (i + 1))
         blocks = b"".join(pack_gguf(q.packed[rows], q.block_scale[rows], "nvfp4").tobytes() for q in qs)
         assert out_bytes(tmp_path / "out.gguf", f"blk.1.ffn_{part}_exps.weight") == blocks
-        assert out_bytes(tmp_path / "out.gguf", f"blk.1.ffn_{part}_exps.scale") == np.full(EXPERTS, qs[0].tensor_scale).tobytes()
+        assert (
+            out_bytes(tmp_path / "out.gguf", f"blk.1.ffn_{part}_exps.scale")
+            == np.full(EXPERTS, qs[0].tensor_scale).tobytes()
+        )
 
 
 def test_a_stack_of_another_number_of_experts_stays(tmp_path: Path) -> None:
     tensors = experts_file(tmp_path / "m.gguf", "qwen3moe")
     short = {name: x[:-1] if "up" in name else x for name, x in tensors.items()}
     stacks(tmp_path / "m", tensors, "qwen3_moe")
-    gguf_files.write(tmp_path / "s.gguf", {name: gguf_files.plain(x) for name, x in short.items()}, {"llama.block_count": 2})
+    gguf_files.write(
+        tmp_path / "s.gguf", {name: gguf_files.plain(x) for name, x in short.items()}, {"llama.block_count": 2}
+    )
     convert(tmp_path / "s.gguf", tmp_path / "q.gguf", "mxfp4-ocp")
     plan = make_plan(tmp_path / "m", "mxfp4-ocp", format="compressed-tensors", codes=tmp_path / "q.gguf")
     actions = {tensor.name.rpartition(".")[2]: (tensor.action, tensor.reason) for tensor in plan.tensors}

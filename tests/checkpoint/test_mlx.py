@@ -28,10 +28,19 @@ synthetic.DTYPE_NAMES.setdefault(np.dtype("u4"), "U32")
 
 def config(kind: str, **more: Any) -> dict[str, object]:
     found: dict[str, object] = {
-        "model_type": kind, "hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 96, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "head_dim": 16, "rms_norm_eps": 1e-6, "vocab_size": 128, "max_position_embeddings": 64,
-        "rope_theta": 10000.0, "tie_word_embeddings": False,
-    }  # fmt: skip
+        "model_type": kind,
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "intermediate_size": 96,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "rms_norm_eps": 1e-6,
+        "vocab_size": 128,
+        "max_position_embeddings": 64,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": False,
+    }
     return found | more
 
 
@@ -56,12 +65,16 @@ def mixtral(root: Path) -> synthetic.Tensors:
     shapes = {"model.embed_tokens": (128, 64), "lm_head": (128, 64)}
     for i in range(2):
         prefix = f"model.layers.{i}"
-        shapes |= {f"{prefix}.self_attn.{name}_proj": (rows, 64) for name, rows in {"q": 64, "k": 32, "v": 32, "o": 64}.items()}
+        shapes |= {
+            f"{prefix}.self_attn.{name}_proj": (rows, 64) for name, rows in {"q": 64, "k": 32, "v": 32, "o": 64}.items()
+        }
         shapes[f"{prefix}.block_sparse_moe.gate"] = 4, 64
         for expert in range(4):
             for name, shape in {"w1": (96, 64), "w2": (64, 96), "w3": (96, 64)}.items():
                 shapes[f"{prefix}.block_sparse_moe.experts.{expert}.{name}"] = shape
-        tensors |= {f"{prefix}.{name}_layernorm.weight": np.ones(64, synthetic.BF16) for name in ("input", "post_attention")}
+        tensors |= {
+            f"{prefix}.{name}_layernorm.weight": np.ones(64, synthetic.BF16) for name in ("input", "post_attention")
+        }
     tensors |= {f"{name}.weight": synthetic.random(name, shape) for name, shape in shapes.items()}
     return synthetic.write_model(root, config("mixtral", num_local_experts=4, num_experts_per_tok=2), tensors)
 
@@ -113,7 +126,11 @@ def test_it_becomes_another_format_and_numbers(recipe: str, tmp_path: Path) -> N
     convert(tmp_path / "m", tmp_path / "a", recipe, format="mlx")
     convert(tmp_path / "a", tmp_path / "b", format="bf16")
     model, found = arrays_of(tmp_path / "b")
-    assert model.config is not None and not {"quantization", "quantization_config"} & set(model.config) and not model.layers
+    assert (
+        model.config is not None
+        and not {"quantization", "quantization_config"} & set(model.config)
+        and not model.layers
+    )
     for name in open_checkpoint(tmp_path / "a").layers:
         q = fp4kit.quantize(tensors[f"{name}.weight"], recipe)
         values = fp4kit.dequantize(q, np.float32).astype(ml_dtypes.bfloat16)
@@ -123,7 +140,7 @@ def test_it_becomes_another_format_and_numbers(recipe: str, tmp_path: Path) -> N
         convert(tmp_path / "c", tmp_path / "d", recipe, format="mlx")
         assert {n: x.tobytes() for n, x in arrays_of(tmp_path / "d")[1].items()} == {
             n: x.tobytes() for n, x in arrays_of(tmp_path / "a")[1].items()
-        }  # fmt: skip
+        }
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -172,7 +189,9 @@ def test_mlx_lm_loads_it(model: Any, recipe: str, tmp_path: Path) -> None:
 
 
 def with_global_scales(root: Path) -> dict[str, np.ndarray]:
-    """A directory as mlx-lm writes one with global scales: experts [E, N, K], with the amax of each; returns the source's."""
+    """A directory as mlx-lm writes one with global scales: experts [E, N, K], with the amax of each; returns the
+    source's.
+    """
     name = "model.layers.0.mlp.switch_mlp.up_proj"
     x = synthetic.random(name, (4, 96, 64))
     qs = [fp4kit.quantize(part, "nvfp4-te") for part in x]
@@ -200,21 +219,27 @@ def test_global_scales(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("recipe", ["nvfp4-te", "nvfp4-te-4over6-mse-256"])
 def test_a_global_scale_is_made_anew(recipe: str, tmp_path: Path) -> None:
-    """What is stored is the amax where that is 2688 tensor scales up to a rounding, else those; mlx-lm would not read it."""
+    """What is stored is the amax where that is 2688 tensor scales up to a rounding, else those; mlx-lm would not read
+    it.
+    """
     name = "model.layers.0.mlp.up_proj"
     x = synthetic.random(name, (96, 64))
     synthetic.write_model(tmp_path / "m", config("qwen3"), {f"{name}.weight": x})
     q = fp4kit.quantize(x, recipe)
     stored = q.tensor_amax if recipe == "nvfp4-te" else q.tensor_scale * GLOBAL
     parts = {
-        f"{name}.weight": q.packed.view(np.uint32), f"{name}.scales": q.block_scale, f"{name}.global_scale": np.float32(stored),
-    }  # fmt: skip
+        f"{name}.weight": q.packed.view(np.uint32),
+        f"{name}.scales": q.block_scale,
+        f"{name}.global_scale": np.float32(stored),
+    }
     own = {"quantization": {"group_size": 16, "bits": 4, "mode": "nvfp4"}}
     synthetic.write_model(tmp_path / "q", config("qwen3", **own), parts)
     report = verify(tmp_path / "q", tmp_path / "m", recipe)
     assert [(layer.differing, layer.others) for layer in report.layers] == [(0, (0, 4))]
     assert report.layers[0].tensor_scale == float(np.float32(stored) / GLOBAL)
-    assert [issue.text for issue in report.issues] == ["has a global_scale, which it reads of experts alone (switch_mlp)"]
+    assert [issue.text for issue in report.issues] == [
+        "has a global_scale, which it reads of experts alone (switch_mlp)"
+    ]
 
 
 def test_verify_says_what_mlx_lm_trips_over(tmp_path: Path) -> None:
@@ -234,10 +259,22 @@ def test_verify_says_what_mlx_lm_trips_over(tmp_path: Path) -> None:
 
 
 REFUSED = {
-    "tensor scale": ("qwen3", {"recipe_id": "nvfp4-te"}, "nvfp4-te: has a tensor scale, which linear layers of mlx-lm have not"),
+    "tensor scale": (
+        "qwen3",
+        {"recipe_id": "nvfp4-te"},
+        "nvfp4-te: has a tensor scale, which linear layers of mlx-lm have not",
+    ),
     "recipe": ("qwen3", {"recipe_id": "int8-modelopt"}, "recipe int8-modelopt: has no place in mlx; use one of "),
-    "input scale": ("qwen3", {"recipe_id": "mxfp4-ocp", "input_scale": 1.0}, "input scale: mlx-lm reads none; leave it out"),
-    "model": ("nemotron_h", {"recipe_id": "mxfp4-ocp"}, "'nemotron_h': how mlx-lm 0.32.2 loads its layers is not known"),
+    "input scale": (
+        "qwen3",
+        {"recipe_id": "mxfp4-ocp", "input_scale": 1.0},
+        "input scale: mlx-lm reads none; leave it out",
+    ),
+    "model": (
+        "nemotron_h",
+        {"recipe_id": "mxfp4-ocp"},
+        "'nemotron_h': how mlx-lm 0.32.2 loads its layers is not known",
+    ),
 }
 
 
@@ -253,14 +290,20 @@ def test_experts_whose_scales_mlx_lm_loses(tmp_path: Path) -> None:
     synthetic.moe(tmp_path / "m")
     path = tmp_path / "m" / "config.json"
     path.write_text(json.dumps(config("qwen3_moe", num_experts=4)))
-    with refused("mlx-lm 0.32.2 stacks the weights of experts of qwen3_moe, and not their scales; leave them out with --keep"):
+    with refused(
+        "mlx-lm 0.32.2 stacks the weights of experts of qwen3_moe, and not their scales; leave them out with --keep"
+    ):
         make_plan(tmp_path / "m", "mxfp4-ocp", format="mlx")
     plan = make_plan(tmp_path / "m", "mxfp4-ocp", format="mlx", wishes=Wishes(keep=("*.experts.*",)))
     assert plan.converted and not any("experts" in tensor.name for tensor in plan.converted)
 
 
 def test_affine_layers_are_no_form_that_is_known(tmp_path: Path) -> None:
-    parts = {"a.weight": np.zeros((8, 8), "u4"), "a.scales": np.ones((8, 1), np.float16), "a.biases": np.ones((8, 1), np.float16)}
+    parts = {
+        "a.weight": np.zeros((8, 8), "u4"),
+        "a.scales": np.ones((8, 1), np.float16),
+        "a.biases": np.ones((8, 1), np.float16),
+    }
     synthetic.write_model(tmp_path / "m", config("llama"), parts)
     assert open_checkpoint(tmp_path / "m").unrecognised == ("a.scales", "a.weight")
     with refused("packed weights or their scales, of no form that is known here"):

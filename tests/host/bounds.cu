@@ -1,4 +1,5 @@
-// Sums of lower bounds of the losses of first ... first + 7 for each block: for tests of loss_bounds.cuh alone. Of 1 ... 8 codes in turn.
+// Sums of lower bounds of the losses of first ... first + 7 for each block: for tests of loss_bounds.cuh alone. Of 1
+// ... 8 codes in turn.
 struct Arguments {
   const float *x, *reciprocals;
   const u32* first;

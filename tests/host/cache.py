@@ -1,4 +1,6 @@
-"""Files that take long to make, kept between runs of the tests: programs and cubins, by a key of all they are made of."""
+"""Files that take long to make, kept between runs of the tests: programs and cubins, by a key of all they are made
+of.
+"""
 
 from __future__ import annotations
 

@@ -32,7 +32,9 @@ Result = tuple[str, np.ndarray, np.ndarray]  # name, actual, expected
 
 
 def matrix(kind: str, dtype: np.dtype, r: Recipe) -> np.ndarray:
-    """A matrix of whole blocks: adversarial; ordinary, wider or taller than whole tiles; of one row; with inf and NaN."""
+    """A matrix of whole blocks: adversarial; ordinary, wider or taller than whole tiles; of one row; with inf and
+    NaN.
+    """
     if kind == "adversarial":
         return np.resize(adversarial_blocks(dtype), (64, 256))
     size = r.block_size if r.block else 18 if r.is_packed else 19
@@ -74,13 +76,20 @@ class Quantize:
     misaligned: bool = False  # also at an address that is a multiple of an element only: another instantiation
 
     def __str__(self) -> str:
-        flags = {"fake": self.fake, "hadamard": self.hadamard, "block_amax": self.block_amax, "misaligned": self.misaligned}
+        flags = {
+            "fake": self.fake,
+            "hadamard": self.hadamard,
+            "block_amax": self.block_amax,
+            "misaligned": self.misaligned,
+        }
         named = [
             self.layout,
             self.rounding,
             *(name if flag is True else f"{name}_{flag}" for name, flag in flags.items() if flag),
         ]
-        return "-".join([self.recipe.id, str(self.dtype), *(name for name in named if name not in ("linear", "nearest"))])
+        return "-".join(
+            [self.recipe.id, str(self.dtype), *(name for name in named if name not in ("linear", "nearest"))]
+        )
 
     @property
     def kernel(self) -> str:
@@ -124,7 +133,9 @@ class Quantize:
         if self.fake:
             values = DeviceArray.output(x.shape, x.dtype, misalignment)
         else:
-            ragged = 4 if self.recipe.block is None and amax is not None else 0  # a matrix of a stack may begin anywhere
+            ragged = (
+                4 if self.recipe.block is None and amax is not None else 0
+            )  # a matrix of a stack may begin anywhere
             packed, decode_scale = DeviceArray.output(q.packed.shape, np.uint8, ragged), copies(q.tensor_amax)
             if q.block_scale is not None:
                 make = DeviceArray.output if self.layout == "linear" else DeviceArray.zeros
@@ -144,7 +155,10 @@ class Quantize:
             yield "values", values.array, fp4kit.dequantize(replace(q, recipe=faking(q.recipe)))
             return
         yield "packed", packed.array, q.packed
-        for name, actual, expected in (("scales", scales, q.block_scale), ("tensor_scale", decode_scale, q.tensor_scale)):
+        for name, actual, expected in (
+            ("scales", scales, q.block_scale),
+            ("tensor_scale", decode_scale, q.tensor_scale),
+        ):
             if actual is not None:
                 yield name, actual.array, expected
 
@@ -158,7 +172,9 @@ class SecondOfStack(Quantize):
     def run(self) -> Iterator[Result]:
         x = np.resize(matrix("nonfinite", self.dtype, self.recipe), (2, 32, 160))
         q = fp4kit.quantize(x, self.recipe, **self.options(x), tensor_amax=np.full(2, 3.7, np.float32))
-        packed, scales = (None if a is None else DeviceArray.output(a.shape[1:], np.uint8) for a in (q.packed, q.block_scale))
+        packed, scales = (
+            None if a is None else DeviceArray.output(a.shape[1:], np.uint8) for a in (q.packed, q.block_scale)
+        )
         amax, seed = device(np.float32(3.7)), self.options(x)["seed"]
         arrays = Matrix(DeviceArray(x[1]), packed, scales, None, amax, copies(np.float32(0)), group=x[0].size // 16)
         launch.quantize_matrix(arrays, self.work(x[1]), seed, way(self.kernel))
@@ -185,7 +201,9 @@ class WithAmaxOut(Quantize):
 
 @dataclass(frozen=True)
 class Thresholds(Quantize):
-    """Every element below 8 of a type of 16 bits, under the scale 1, with the random bytes about which its E2M1 code changes."""
+    """Every element below 8 of a type of 16 bits, under the scale 1, with the random bytes about which its E2M1 code
+    changes.
+    """
 
     rounding: str = "bytes"
 
@@ -194,7 +212,9 @@ class Thresholds(Quantize):
         step = np.exp2(np.maximum(np.floor(np.log2(np.maximum(a, 0.5))), 0) - 1)
         first = np.ceil((1 - a / step % 1) * 256)  # that rounds up; 256: none does
         turns = np.arange(x.shape[1]) % 4
-        found = np.select([turns == 0, turns == 1, turns == 2], [first - 1, np.minimum(first, 255), np.zeros_like(a)], 255)
+        found = np.select(
+            [turns == 0, turns == 1, turns == 2], [first - 1, np.minimum(first, 255), np.zeros_like(a)], 255
+        )
         return {"rounding": "stochastic", "seed": found.astype(np.uint8)}
 
     def run(self) -> Iterator[Result]:
@@ -207,10 +227,16 @@ class Thresholds(Quantize):
 
 @dataclass(frozen=True)
 class Guards(Quantize):
-    """Blocks on both sides of every guard of the short ways of 4over6 and of stochastic rounding, under many tensor amaxes."""
+    """Blocks on both sides of every guard of the short ways of 4over6 and of stochastic rounding, under many tensor
+    amaxes.
+    """
 
     def run(self) -> Iterator[Result]:
-        amaxes = (0.02, 1e-38, 2.0**-61, 2.0**-59, 2.0**61, 3e38, 0.0, np.inf) if self.recipe.tensor_scaling == "tensor" else ()
+        amaxes = (
+            (0.02, 1e-38, 2.0**-61, 2.0**-59, 2.0**61, 3e38, 0.0, np.inf)
+            if self.recipe.tensor_scaling == "tensor"
+            else ()
+        )
         for x in guarded(self.dtype):
             for amax in (None, *amaxes):
                 yield from self.compare(x, 0, amax if amax is None else np.float32(amax))
@@ -218,7 +244,9 @@ class Guards(Quantize):
 
 @dataclass(frozen=True)
 class ByTable(Guards):
-    """The same, ordinary blocks and nearly equal errors by the tables of 4over6, which are made for large matrices only."""
+    """The same, ordinary blocks and nearly equal errors by the tables of 4over6, which are made for large matrices
+    only.
+    """
 
     kernel = "quantize_table"
 
@@ -233,7 +261,9 @@ class ByTable(Guards):
 
 
 def guarded(dtype: np.dtype) -> Iterator[np.ndarray]:
-    """Matrices (32, 160) of blocks far apart, of one magnitude, few, zeros, large and tiny ones; larger, smaller, with NaN."""
+    """Matrices (32, 160) of blocks far apart, of one magnitude, few, zeros, large and tiny ones; larger, smaller, with
+    NaN.
+    """
     rng = np.random.default_rng(5)
     x = rng.standard_normal((32, 10, 16)) * np.exp2(rng.integers(-24, 1, (1, 10, 1)))
     x[:, 1] = rng.choice([-1.0, 0.0, 1.0], (32, 16))  # one magnitude: the same error under both scales
@@ -267,7 +297,8 @@ class Dequantize:
     rows: int = 64  # with 512 codes are fetched ahead, too
 
     def __str__(self) -> str:
-        return f"{self.recipe.id}-{self.dtype}-{self.layout}-to-{'-'.join(map(str, self.outputs))}{'-large' * (self.rows > 64)}"
+        large = "-large" if self.rows > 64 else ""
+        return f"{self.recipe.id}-{self.dtype}-{self.layout}-to-{'-'.join(map(str, self.outputs))}{large}"
 
     def run(self) -> Iterator[Result]:
         for shape in ((self.rows, 256), (3, 3 * self.recipe.block_size) if self.recipe.block else (5, 38)):
@@ -282,7 +313,9 @@ class Dequantize:
                     yield f"{dtype} values of {name}", values.array, expected_values(self, shape, name, dtype)
 
     def tensors(self, shape: tuple[int, int]) -> Iterator[tuple[str, np.ndarray | None, np.ndarray | None]]:
-        """Tensor scales and amaxes: what an amax can be, NaN where recipes let it through; unknown, wrong and impossible ones."""
+        """Tensor scales and amaxes: what an amax can be, NaN where recipes let it through; unknown, wrong and
+        impossible ones.
+        """
         r = self.recipe
         if r.tensor_scaling == "none":
             yield "no tensor scale", None, None
@@ -301,14 +334,20 @@ class Dequantize:
         shifts, wrong = rng.integers(-1, 2, covered), np.where(rng.random(covered) < 0.5, amax, np.float32(5))
         scale = np.asarray(rng.uniform(1e-4, 1, covered), np.float32)
         yield "scales of anywhere", scale, None
-        yield "scales beside those of wrong amaxes", (scale.view(np.int32) + shifts).astype(np.int32).view(np.float32), wrong
+        yield (
+            "scales beside those of wrong amaxes",
+            (scale.view(np.int32) + shifts).astype(np.int32).view(np.float32),
+            wrong,
+        )
 
     def decode_scale(self, amax: np.ndarray) -> np.ndarray:
         """The scales of amaxes, as quantize gives them."""
         return np.asarray(tensor_scale(amax, self.recipe, self.dtype).decode, np.float32)
 
 
-def random_codes(case: Dequantize, shape: tuple[int, int], scale: np.ndarray | None, amax: np.ndarray | None) -> Quantized:
+def random_codes(
+    case: Dequantize, shape: tuple[int, int], scale: np.ndarray | None, amax: np.ndarray | None
+) -> Quantized:
     """Random bytes for codes, and each scale byte in turn."""
     r, rng = case.recipe, np.random.default_rng(3)
     packed = rng.integers(0, 2 ** (8 if r.is_packed else r.element.bits), packed_shape(shape, r), np.uint8)
@@ -348,14 +387,20 @@ class Amax:
     def run(self) -> Iterator[Result]:
         for shape in self.shapes():
             x = np.resize(adversarial_blocks(self.dtype)[::-1], shape)
-            for place, value, misalignment in ((None, 0, 0), (x.size // 2, np.inf, self.dtype.itemsize), (-1, np.nan, 0)):
+            for place, value, misalignment in (
+                (None, 0, 0),
+                (x.size // 2, np.inf, self.dtype.itemsize),
+                (-1, np.nan, 0),
+            ):
                 if place is not None:
                     x.reshape(-1)[place] = value
                 actual = launch.amax(DeviceArray(x, misalignment), self.counted, self.by_row, self.mask)
                 yield f"amax of {shape} with {value}", actual.array, self.expected(x)
 
     def shapes(self) -> tuple[tuple[int, int], ...]:
-        """Matrices; rows of both kinds: long ones, and short ones of one element up, more of them than a warp takes at once."""
+        """Matrices; rows of both kinds: long ones, and short ones of one element up, more of them than a warp takes at
+        once.
+        """
         if self.mask is not None:
             return (28, 256), (1, 16), (131, 48), (2, 1040)
         short = ((700, 1), (301, 3), (131, 16), (67, 32), (130, 48), (5, 100), (3, 1024), (2, 1040))
@@ -379,10 +424,27 @@ class AmaxColumns:
         return str(self.dtype)
 
     def run(self) -> Iterator[Result]:
-        for shape in ((1, 1, 1), (1, 1, 520), (2, 300, 37), (3, 150, 264), (1, 5000, 8), (1, 700, 1), (2, 0, 3), (0, 3, 3)):
+        for shape in (
+            (1, 1, 1),
+            (1, 1, 520),
+            (2, 300, 37),
+            (3, 150, 264),
+            (1, 5000, 8),
+            (1, 700, 1),
+            (2, 0, 3),
+            (0, 3, 3),
+        ):
             x = np.resize(adversarial_blocks(self.dtype)[::-1], shape)
-            for place, value, misalignment in ((None, 0, 0), (x.size // 2, -np.inf, self.dtype.itemsize), (-1, np.nan, 0)):
+            for place, value, misalignment in (
+                (None, 0, 0),
+                (x.size // 2, -np.inf, self.dtype.itemsize),
+                (-1, np.nan, 0),
+            ):
                 if place is not None and x.size:
                     x.reshape(-1)[place] = value
                 expected = np.max(np.abs(x).astype(np.float32), axis=1, initial=0)
-                yield f"amax of columns of {shape} with {value}", amax_columns(DeviceArray(x, misalignment)).array, expected
+                yield (
+                    f"amax of columns of {shape} with {value}",
+                    amax_columns(DeviceArray(x, misalignment)).array,
+                    expected,
+                )

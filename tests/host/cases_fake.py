@@ -50,7 +50,9 @@ class Fake:
                 for amax in AMAXES:
                     yield from self.compare(x, f"{kind}, amax {amax}", self.amax(amax, x.shape), None)
             if self.recipe.static:
-                block = np.exp2(np.random.default_rng(2).uniform(-30, 20, scale_shape(x.shape, self.recipe))).astype(np.float32)
+                block = np.exp2(np.random.default_rng(2).uniform(-30, 20, scale_shape(x.shape, self.recipe))).astype(
+                    np.float32
+                )
                 block[:, ::5], block[:, 2::7], block[:, 3::4] = 0, np.inf, 1e-40
                 yield from self.compare(x, f"{kind}, block_amax", None, block)
             if self.misaligned:
@@ -64,12 +66,16 @@ class Fake:
         return np.full(tensor_amax_shape(shape, self.recipe), amax, np.float32)
 
     def near(self) -> np.ndarray:
-        """Values at and beside ties of the element format under a scale for 3.7, and a few steps below powers of two."""
+        """Values at and beside ties of the element format under a scale for 3.7, and a few steps below powers of
+        two.
+        """
         r, rng = self.recipe, np.random.default_rng(5)
         scale = 3.7 * 2.0 ** rng.integers(-3, 1, (64, 256 // 16, 1)) / (2688 if r.scale is E4M3 else r.element.max)
         ties = rng.choice(r.element.midpoints if not r.element.is_integer else np.arange(-7.5, 8), (64, 16, 16))
         ties[..., 0] = r.element.max
-        exponents = rng.integers(*((-13, 15) if self.dtype == np.float16 else (-120, 120)), (64, 8, 1)).repeat(2, axis=1)
+        exponents = rng.integers(*((-13, 15) if self.dtype == np.float16 else (-120, 120)), (64, 8, 1)).repeat(
+            2, axis=1
+        )
         powers = np.exp2(exponents) * rng.choice([0.3, 0.1, 3e-5, 1e-5], (64, 16, 16))
         powers[:, ::2, 0] = np.exp2(exponents[:, ::2, 0])
         x = np.where(rng.random((64, 1, 1)) < 0.5, ties * scale, powers).astype(np.float32).reshape(64, 256)
@@ -90,7 +96,9 @@ class Fake:
         values = DeviceArray.output(x.shape, x.dtype, misalignment)
         computed = amax is None and r.tensor_scaling in ("tensor", "row")
         tensor = compute_tensor_amax(x, r) if computed else amax
-        arrays = Matrix(DeviceArray(x, misalignment), values=values, tensor_amax=device(tensor), block_amax=device(block))
+        arrays = Matrix(
+            DeviceArray(x, misalignment), values=values, tensor_amax=device(tensor), block_amax=device(block)
+        )
         launch.quantize_matrix(arrays, Work(r, self.dtype, x.shape, values=True))
         yield name, values.array, expected(self, x.tobytes(), x.shape, _frozen(amax), _frozen(block))
 
@@ -124,7 +132,9 @@ class NanAmax:
         amax = np.full(tensor_amax_shape(x.shape, r), np.nan, np.float32)
         packed = np.empty(packed_shape(x.shape, r), np.uint8)
         scales = None if r.scale is None else np.empty(scale_shape(x.shape, r), np.uint8)
-        quantize_matrix(x, r, amax[..., None] if r.tensor_scaling == "row" else amax, packed, scales, Options(None, None, None))
+        quantize_matrix(
+            x, r, amax[..., None] if r.tensor_scaling == "row" else amax, packed, scales, Options(None, None, None)
+        )
         outputs = [None if a is None else DeviceArray.output(a.shape, a.dtype) for a in (packed, scales, amax)]
         codes, scale_bytes, decode = outputs
         arrays = Matrix(DeviceArray(x), codes, scale_bytes, None, DeviceArray(amax), decode)
@@ -207,7 +217,9 @@ class Keep:
             zeros[0, :2] &= not spread
             by_block[zeros] = np.array([0x80, 0x08, 0x88, 0], np.uint8)[rng.integers(0, 4, by_block.shape[-1])]
             scales[zeros] = 255 if top == 100 else rng.integers(0, 255, int(zeros.sum()))
-            yield from self.compare(Quantized(packed, scales, None, None, shape, self.dtype, 1, self.source), f"{top} - {spread}")
+            yield from self.compare(
+                Quantized(packed, scales, None, None, shape, self.dtype, 1, self.source), f"{top} - {spread}"
+            )
 
     def compare(self, q: Quantized, name: str) -> Iterator[Result]:
         shapes = {

@@ -41,7 +41,9 @@ class GroupedQuantize:
         for misaligned in ((), MISALIGNED) if case.misaligned else ((),):
             places = [case.dtype.itemsize * (i in misaligned) for i in range(count)]
             codes = [expected_codes(case, x.tobytes(), x.shape, amax) for x, amax in zip(tensors, amaxes, strict=True)]
-            of_codes = [8 * (i % 2) if misaligned else 0 for i in range(count)]  # as in a stack of matrices of few elements
+            of_codes = [
+                8 * (i % 2) if misaligned else 0 for i in range(count)
+            ]  # as in a stack of matrices of few elements
             yield from self.compare([*zip(tensors, places, of_codes, codes, strict=True)])
 
     def compare(self, tensors: list[tuple[np.ndarray, int, int, Quantized]]) -> Iterator[Result]:
@@ -53,7 +55,11 @@ class GroupedQuantize:
         grouped.quantize_group(members, [case.work(m.x) for m in members], seed)()
         if nothing.tensor_scale is not None and not case.fake:
             x = np.zeros((0, 2 * case.recipe.length_multiple), case.dtype)
-            yield "nothing", nothing.tensor_scale.array, fp4kit.quantize(x, case.recipe, tensor_amax=0.7).tensor_scale.reshape(1)
+            yield (
+                "nothing",
+                nothing.tensor_scale.array,
+                fp4kit.quantize(x, case.recipe, tensor_amax=0.7).tensor_scale.reshape(1),
+            )
         del members[1]
         for i, (m, (*_, q)) in enumerate(zip(members, tensors, strict=True)):
             parts = {
@@ -82,7 +88,9 @@ class GroupedQuantize:
 def empty(r: Recipe, dtype: np.dtype) -> Matrix:
     """A tensor without elements; with a tensor scale, where there is one for all."""
     scales = int(r.tensor_scaling == "tensor")
-    amax, out = (DeviceArray(np.full(1, 0.7, np.float32)), DeviceArray.output((1,), np.float32)) if scales else (None, None)
+    amax, out = (
+        (DeviceArray(np.full(1, 0.7, np.float32)), DeviceArray.output((1,), np.float32)) if scales else (None, None)
+    )
     x, values = DeviceArray(np.zeros((scales, 0), dtype)), DeviceArray.output((0,), dtype)
     return Matrix(x, tensor_amax=amax, tensor_scale=out, values=values)
 

@@ -31,7 +31,9 @@ def transform(x: DeviceArray, mask: int) -> tuple[np.ndarray, np.ndarray, np.nda
     y, columns = (DeviceArray.output(x.shape, x.dtype) for _ in range(2))
     is_short = DeviceArray.zeros(len(x.array), np.uint8)
     text = f'#include "hadamard.cuh"\nusing Input = {TYPES[x.dtype]};\nconstexpr u32 kSignMask = {mask}u;\n'
-    function = loader.function(text + Path(__file__).with_name("hadamard.cu").read_text(), "hadamard_kernel", x.device.id)
+    function = loader.function(
+        text + Path(__file__).with_name("hadamard.cu").read_text(), "hadamard_kernel", x.device.id
+    )
     arguments = np.array([(*map(address, (x, y, columns, is_short)), len(x.array))], _ARGUMENTS)
     function((grid(-(-x.size // (BLOCK * THREADS)), x.device.id),), (THREADS,), (arguments,))
     return y.array, columns.array, is_short.array
@@ -71,7 +73,9 @@ def signs(case: Hadamard, rng: np.random.Generator) -> np.ndarray:
 
 
 def spread(case: Hadamard, rng: np.random.Generator) -> np.ndarray:
-    """Random elements whose exponents lie up to `s` apart, for every s, at many magnitudes; some with zeros of both signs."""
+    """Random elements whose exponents lie up to `s` apart, for every s, at many magnitudes; some with zeros of both
+    signs.
+    """
     s = np.repeat(np.arange(48), 400)[:, None]
     x = rng.standard_normal((len(s), BLOCK)) * np.exp2(-rng.integers(0, s + 1, (len(s), BLOCK)))
     x[::3] *= rng.random(x[::3].shape) < 0.7
@@ -89,7 +93,9 @@ def bits(case: Hadamard, rng: np.random.Generator) -> np.ndarray:
 
 
 def edges(case: Hadamard, rng: np.random.Generator) -> np.ndarray:
-    """At both ends of the type: subnormal elements and results, results that overflow, few infinities and NaN among others."""
+    """At both ends of the type: subnormal elements and results, results that overflow, few infinities and NaN among
+    others.
+    """
     low = rng.integers(-300, 301, (4096, BLOCK)) * 2.0 ** (LEAST_EXPONENT[case.dtype] + rng.integers(0, 6, (4096, 1)))
     high = rng.standard_normal((4096, BLOCK)) * 2.0 ** (MOST_EXPONENT[case.dtype] + rng.integers(-4, 1, (4096, 1)))
     high = np.clip(high, *(s * float(ml_dtypes.finfo(case.dtype).max) for s in (-1, 1)))
@@ -102,7 +108,8 @@ def edges(case: Hadamard, rng: np.random.Generator) -> np.ndarray:
 
 
 def ties(case: Hadamard, rng: np.random.Generator) -> np.ndarray:
-    """One y a tie but for a little: 2^n + 2^(n - M - 1) +- 1 quarters of the least bit of an element, n on both sides of 24.
+    """One y a tie but for a little: 2^n + 2^(n - M - 1) +- 1 quarters of the least bit of an element, n on both sides
+    of 24.
 
     Exact in float32 for n < 24; one more bit, and the sum rounds to the tie, which goes the other way.
     """
@@ -130,7 +137,9 @@ class AmaxStrips:
 
     def run(self) -> Iterator[Result]:
         for shape in ((16, 1), (32, 530), (112, 37), (48, 1026)):
-            x = np.resize(spread(Hadamard(self.dtype, TE_SIGN_MASK), np.random.default_rng(3))[::-1], shape).astype(self.dtype)
+            x = np.resize(spread(Hadamard(self.dtype, TE_SIGN_MASK), np.random.default_rng(3))[::-1], shape).astype(
+                self.dtype
+            )
             for value, misalignment in ((0, 0), (np.inf, self.dtype.itemsize), (np.nan, 0)):
                 x[len(x) // 2, 0] = value
                 actual = amax_strips(DeviceArray(x, misalignment), self.counted, TE_SIGN_MASK)

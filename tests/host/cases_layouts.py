@@ -31,7 +31,9 @@ def laid_out(linear: np.ndarray, layout: str) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Transpose:
-    """An instantiation or more of the transpose kernel: matrices (B, M, K), both ways, at addresses of any alignment."""
+    """An instantiation or more of the transpose kernel: matrices (B, M, K), both ways, at addresses of any
+    alignment.
+    """
 
     recipe: Recipe
     layout: str = "linear"
@@ -66,7 +68,9 @@ def square_blocks(r: Recipe, layout: str, shape: tuple[int, ...]) -> Quantized:
 
 @dataclass(frozen=True)
 class Swizzle:
-    """Instantiations of the swizzle kernel, from one layout to another: by quads of chunks where it can, else by bytes."""
+    """Instantiations of the swizzle kernel, from one layout to another: by quads of chunks where it can, else by
+    bytes.
+    """
 
     source: str
     target: str

@@ -1,4 +1,6 @@
-"""Cases of what primary weights need: shards cut anywhere, one at a time and many in one launch; transposed copies of many."""
+"""Cases of what primary weights need: shards cut anywhere, one at a time and many in one launch; transposed copies of
+many.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ TENSOR_AMAX = np.float32(3.7)
 
 
 def cuts(shape: tuple[int, int], seed: int) -> list[int]:
-    """Edges of shards of a matrix: inside bytes, runs, blocks and rows, and at the ends of rows; some shards are empty."""
+    """Edges of shards of a matrix: inside bytes, runs, blocks and rows, and at the ends of rows; some shards are
+    empty.
+    """
     M, K = shape
     some = {1, 2, 5, 16, 17, K - 1, K, K + 1, 2 * K, M * K // 2 | 1, M * K - 3, M * K}
     some |= set(np.random.default_rng(seed).integers(0, M * K + 1, 3).tolist())
@@ -38,7 +42,8 @@ def cuts(shape: tuple[int, int], seed: int) -> list[int]:
 def matrices(r: Recipe, dtype: np.dtype) -> list[np.ndarray]:
     """Matrices of whole blocks along rows; the last rows of blocks may be short."""
     wide = [
-        ordinary(5, shape, dtype) for shape in ((37, 5 * r.block_size), (3, r.block_size), (2 * r.block_rows, 8 * r.block_size))
+        ordinary(5, shape, dtype)
+        for shape in ((37, 5 * r.block_size), (3, r.block_size), (2 * r.block_rows, 8 * r.block_size))
     ]
     return [matrix("adversarial", dtype, r), matrix("nonfinite", dtype, r), *wide]
 
@@ -116,7 +121,13 @@ class Partial:
         factors, scales = DeviceArray.output(int(blocks.sum()), np.float32), DeviceArray.output(rows, np.uint8)
         decode_scales = DeviceArray.output(len(xs), np.float32)
         scale_at = np.cumsum(M * (K // r.block_size)) - M * (K // r.block_size)
-        fields = {"block_amax": amax, "tensor_amax": whole, "factors": factors, "scales": scales, "tensor_scale": decode_scales}
+        fields = {
+            "block_amax": amax,
+            "tensor_amax": whole,
+            "factors": factors,
+            "scales": scales,
+            "tensor_scale": decode_scales,
+        }
         fields |= {"rows": M, "columns": K, "block_at": block_at, "factor_at": block_at, "scale_at": scale_at}
         fields |= {"tensor_at": np.arange(len(xs))}
         self.launch("partial_scales", fields, blocks, amax, whole, factors, scales, decode_scales)
@@ -146,7 +157,9 @@ class Partial:
         table = partial.arguments(kernel, len(work), **fields)
         partial.prepare(kernel, self.recipe, self.dtype, table, work, 0, *held)()
 
-    def expected_scales(self, x: np.ndarray, amax: np.ndarray, whole: np.float32) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def expected_scales(
+        self, x: np.ndarray, amax: np.ndarray, whole: np.float32
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         r = self.recipe
         tensor = tensor_scale(whole, r, self.dtype)
         with np.errstate(all="ignore"):

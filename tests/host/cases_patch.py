@@ -32,7 +32,9 @@ class Side(NamedTuple):
 def side(q: Quantized, layout: str) -> Side:
     """Arrays to fill in place of those of q."""
     make = DeviceArray.output if layout == "linear" else DeviceArray.zeros
-    return Side(DeviceArray.output(q.packed.shape, np.uint8), make(q.block_scale.shape, np.uint8), copies(q.tensor_amax))
+    return Side(
+        DeviceArray.output(q.packed.shape, np.uint8), make(q.block_scale.shape, np.uint8), copies(q.tensor_amax)
+    )
 
 
 def results(name: str, made: Side, q: Quantized) -> Iterator[Result]:
@@ -83,7 +85,9 @@ class Patch:
         if self.ragged:
             yield from self.compare_rowwise(x, amax)
             return
-        column = fp4kit.quantize(x, self.recipe, axis=0, tensor_amax=amax, scale_layout=self.layout, hadamard=self.hadamard)
+        column = fp4kit.quantize(
+            x, self.recipe, axis=0, tensor_amax=amax, scale_layout=self.layout, hadamard=self.hadamard
+        )
         mask = TE_SIGN_MASK if self.hadamard else None
         given, source = device(column.tensor_amax), DeviceArray(x, self.dtype.itemsize * self.misaligned)
         whole = x.shape[1] % self.recipe.block_size == 0 and not (self.hadamard and amax is None)  # one amax for both
@@ -125,6 +129,10 @@ def patches(recipes: list[Recipe]) -> list[Patch]:
     found += [Patch(r, (BF16, F32)[i % 2], fake=True, misaligned=i % 2 == 1) for i, r in enumerate(square)]
     found += [Patch(r, BF16, tall=True) for r in recipes if r.id in ("nvfp4-te", "mxfp8-te", "mxfp8-te-2d")]
     found += [Patch(r, BF16, layout, hadamard=True) for r in recipes if r.id == "nvfp4-te" for layout in LAYOUTS]
-    found += [Patch(r, d, misaligned=True, hadamard=True) for r in recipes if r.id == "nvfp4-te-reference" for d in (F32, F16)]
+    found += [
+        Patch(r, d, misaligned=True, hadamard=True) for r in recipes if r.id == "nvfp4-te-reference" for d in (F32, F16)
+    ]
     found += [Patch(r, BF16, ragged=True) for r in square if r.id in ("nvfp4-te-2d", "mxfp8-te-2d")]
-    return found + [Patch(r, BF16, "swizzled_128x4") for r in recipes if r.id in ("nvfp4-te", "mxfp8-te-2d", "nvfp4-te-2d")]
+    return found + [
+        Patch(r, BF16, "swizzled_128x4") for r in recipes if r.id in ("nvfp4-te", "mxfp8-te-2d", "nvfp4-te-2d")
+    ]

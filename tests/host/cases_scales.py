@@ -21,7 +21,9 @@ TENSOR_SCALES = np.array([np.nan, 1.0, 0.3, 0.0, 1e-40, 7e-6, 3e38, np.inf, 2.0*
 
 @dataclass(frozen=True)
 class WithScales(Quantize):
-    """One instantiation of quantize_with_scales, and where codes meet the encode scale of implied, on one matrix at a time."""
+    """One instantiation of quantize_with_scales, and where codes meet the encode scale of implied, on one matrix at a
+    time.
+    """
 
     kernel = "quantize_with_scales"
 

@@ -83,7 +83,9 @@ class Search:
 
 @dataclass(frozen=True)
 class GroupedSearch:
-    """Instantiations of the grouped kernel; so often that they are a table in device memory, or arguments of the kernel."""
+    """Instantiations of the grouped kernel; so often that they are a table in device memory, or arguments of the
+    kernel.
+    """
 
     dtype: np.dtype
     times: int = 1
@@ -137,14 +139,18 @@ class Multiples:
 
 @dataclass(frozen=True)
 class Amaxes:
-    """Instantiations of the kernels that search amaxes of tensors or rows, losses of all multiples in one part or in several."""
+    """Instantiations of the kernels that search amaxes of tensors or rows, losses of all multiples in one part or in
+    several.
+    """
 
     recipe: Recipe
     dtype: np.dtype
     terms: Terms = PLAIN
 
     def __str__(self) -> str:
-        return f"{self.recipe.id}-{self.dtype}-power-{self.terms.power:g}{'-weights' * (self.terms.weights is not None)}"
+        return (
+            f"{self.recipe.id}-{self.dtype}-power-{self.terms.power:g}{'-weights' * (self.terms.weights is not None)}"
+        )
 
     def run(self) -> Iterator[Result]:
         x, r, terms = searched_blocks(self.dtype)[:43], self.recipe, self.terms._replace(grid=(0.5, 1.5, 0.05))
@@ -154,7 +160,9 @@ class Amaxes:
             out = DeviceArray.output(amax.shape, np.float32)
             there = terms._replace(weights=None if terms.weights is None else DeviceArray(terms.weights))
             with patch.object(search_amaxes, "MOST_LOSSES", most):
-                search_amaxes.search_matrix(DeviceArray(x, misalignment), DeviceArray(amax), out, r, there, DeviceArray(factors))
+                search_amaxes.search_matrix(
+                    DeviceArray(x, misalignment), DeviceArray(amax), out, r, there, DeviceArray(factors)
+                )
             call = Call("search_scales", x, r, 1, x, amax)
             yield f"search of {self}", out.array, engine.search_scales(SearchCall(call, terms))
 
@@ -177,7 +185,9 @@ class Power:
 
 @dataclass(frozen=True)
 class Bounds:
-    """Lower bounds of losses alone, of blocks below 7 scales of a normal code: never above a loss, seldom far below it."""
+    """Lower bounds of losses alone, of blocks below 7 scales of a normal code: never above a loss, seldom far below
+    it.
+    """
 
     def __str__(self) -> str:
         return "bounds"
@@ -187,7 +197,9 @@ class Bounds:
         first = rng.integers(8, 119, blocks).astype(np.uint32)
         codes = (first[:, None] + np.arange(8)).astype(np.uint8)
         scales = (np.float32(3.7) * (decode(codes, E4M3) * np.float32(1 / 448)) * SIXTH).astype(np.float32)
-        ends = (rng.integers(0, 447, (blocks, 16)) + 0.5 + rng.choice([-1e-4, 0, 1e-4], (blocks, 16))) / 64  # of a table's rows
+        ends = (
+            rng.integers(0, 447, (blocks, 16)) + 0.5 + rng.choice([-1e-4, 0, 1e-4], (blocks, 16))
+        ) / 64  # of a table's rows
         u = np.where(rng.random((blocks, 16)) < 0.5, rng.random((blocks, 16)) * 6.998, ends)
         u[: blocks // 2, 1:] = 0  # what one element adds
         x = (u * scales[:, :1]).astype(np.float32)

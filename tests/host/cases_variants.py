@@ -68,9 +68,12 @@ class ZeroPatches(Patch):
         yield from map(with_zeros, super().matrices())
 
 
-# Under a tensor amax of 3, whose encode scale is 896: 896 TIE / 6 = 21 / 256 is a tie of E4M3, whose even neighbour is below.
+# Under a tensor amax of 3, whose encode scale is 896: 896 TIE / 6 = 21 / 256 is a tie of E4M3, whose even neighbour is
+# below.
 TIE = 9 * 2.0**-14
-TE_CODES = [27 + 8 * k for k in range(12)]  # te's product is above the tie; (amax * S_enc) * (1 / 6) is not, and has 26 + 8 k
+TE_CODES = [
+    27 + 8 * k for k in range(12)
+]  # te's product is above the tie; (amax * S_enc) * (1 / 6) is not, and has 26 + 8 k
 
 
 def blocks_at_ties(dtype: np.dtype) -> np.ndarray:

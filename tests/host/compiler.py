@@ -20,7 +20,10 @@ HERE = Path(__file__).parent
 FLAGS = ("-std=c++20", "-O0", "-g1", "-ffp-contract=off", "-frounding-math", "-Wno-unknown-pragmas")
 SANITIZERS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all")
 # Fibers are unknown to the leak detector and to fake stacks.
-SANITIZER_OPTIONS = {"ASAN_OPTIONS": "detect_leaks=0:detect_stack_use_after_return=0", "UBSAN_OPTIONS": "print_stacktrace=1"}
+SANITIZER_OPTIONS = {
+    "ASAN_OPTIONS": "detect_leaks=0:detect_stack_use_after_return=0",
+    "UBSAN_OPTIONS": "print_stacktrace=1",
+}
 PROBE = '#include "serve.h"\nint main(int n, char**) { return static_cast<int>(static_cast<_Float16>(n - 1)); }\n'
 _INCLUDE = re.compile(r'^\s*#\s*include "([^"]+)"', re.MULTILINE)
 
@@ -80,7 +83,9 @@ def identity(command: str) -> tuple[str, ...]:
 
 
 def find_compiler(folder: Path) -> Compiler | str:
-    """The first of $CXX, or c++, g++, clang++, that builds a probe in folder, with sanitizers if one can; or why none does."""
+    """The first of $CXX, or c++, g++, clang++, that builds a probe in folder, with sanitizers if one can; or why none
+    does.
+    """
     named = shlex.split(os.environ.get("CXX", ""))
     candidates = [named] if named else [[name] for name in ("c++", "g++", "clang++")]
     found = [command for command in candidates if shutil.which(command[0])]
@@ -99,7 +104,9 @@ def find_compiler(folder: Path) -> Compiler | str:
 
 
 def require_compiler(folder: Path) -> Compiler:
-    """The compiler; skips the test where there is none that fits, but fails under CI=true, which also needs the sanitizers."""
+    """The compiler; skips the test where there is none that fits, but fails under CI=true, which also needs the
+    sanitizers.
+    """
     compiler, in_ci = find_compiler(folder), os.environ.get("CI") == "true"
     if isinstance(compiler, str):
         (pytest.fail if in_ci else pytest.skip)(f"kernels do not run on the host: {compiler}")

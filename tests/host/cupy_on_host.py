@@ -1,6 +1,7 @@
 """A CuPy on the host: what fp4kit and its tests use of the module, over NumPy arrays that play the memory of a device.
 
-Its array is no numpy.ndarray, does not become one unless asked (`get`), and takes none in arithmetic, as CuPy's. See README.md.
+Its array is no numpy.ndarray, does not become one unless asked (`get`), and takes none in arithmetic, as CuPy's. See
+README.md.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ DLPACK_CUDA = 2
 rehearsing = False  # whether launches are only noted: libraries.py
 
 
-# ---- the array ------------------------------------------------------------------------------------------------------------
+# ---- the array
+# ------------------------------------------------------------------------------------------------------------
 
 
 class ndarray(np.lib.mixins.NDArrayOperatorsMixin):
@@ -84,7 +86,9 @@ class ndarray(np.lib.mixins.NDArrayOperatorsMixin):
         return SimpleNamespace(shared=self[...])
 
     def __array__(self, *arguments: Any, **options: Any) -> Any:
-        raise TypeError("Implicit conversion to a NumPy array is not allowed. Please use `.get()` to construct a NumPy array.")
+        raise TypeError(
+            "Implicit conversion to a NumPy array is not allowed. Please use `.get()` to construct a NumPy array."
+        )
 
     def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, out: Any = None, **options: Any) -> Any:
         if method != "__call__":
@@ -211,7 +215,8 @@ def _placed(values: np.ndarray) -> ndarray:
     return new
 
 
-# ---- the module's functions -----------------------------------------------------------------------------------------------
+# ---- the module's functions
+# -----------------------------------------------------------------------------------------------
 
 
 def asarray(a: Any, dtype: Any = None) -> ndarray:

@@ -1,7 +1,7 @@
 """Memory, streams and graphs of the device that the host plays: see cupy_on_host.py.
 
-An allocation starts at a multiple of 512 bytes, as CuPy's do, is filled with 0xEE and lies between pages that nobody may touch.
-What is left between its bytes and those pages, less than 512 bytes behind it, must stay as it is.
+An allocation starts at a multiple of 512 bytes, as CuPy's do, is filled with 0xEE and lies between pages that nobody
+may touch. What is left between its bytes and those pages, less than 512 bytes behind it, must stay as it is.
 """
 
 from __future__ import annotations
@@ -123,7 +123,8 @@ def alloc(size: int, device: int) -> MemoryPointer:
     return MemoryPointer(memory, memory.ptr, device)
 
 
-# ---- streams and graphs ---------------------------------------------------------------------------------------------------
+# ---- streams and graphs
+# ---------------------------------------------------------------------------------------------------
 
 
 class Graph:

@@ -1,6 +1,6 @@
-// A second stack for a function, and switches between stacks. On x86-64 a switch is the eight instructions that save and
-// restore what a call preserves; elsewhere, or with FIBER_UCONTEXT, it is ucontext, whose switch asks the kernel twice about
-// signals and lets the address sanitizer clear the shadow of a whole stack.
+// A second stack for a function, and switches between stacks. On x86-64 a switch is the eight instructions that save
+// and restore what a call preserves; elsewhere, or with FIBER_UCONTEXT, it is ucontext, whose switch asks the kernel
+// twice about signals and lets the address sanitizer clear the shadow of a whole stack.
 #pragma once
 
 #include <cstdlib>
@@ -11,7 +11,10 @@ constexpr unsigned kFiberStack = 64 * 1024;
 
 #include <cstdint>
 
-struct Fiber { std::uintptr_t* top = nullptr; unsigned char* memory = nullptr; };
+struct Fiber {
+  std::uintptr_t* top = nullptr;
+  unsigned char* memory = nullptr;
+};
 
 extern "C" void fiber_swap(std::uintptr_t** from, std::uintptr_t* to);
 asm(R"(
@@ -37,7 +40,9 @@ fiber_swap:
 .popsection
 )");
 
-inline void fiber_switch(Fiber& from, Fiber& to) { fiber_swap(&from.top, to.top); }
+inline void fiber_switch(Fiber& from, Fiber& to) {
+  fiber_swap(&from.top, to.top);
+}
 
 // The first switch to the fiber calls run(), which never returns.
 inline void fiber_begin(Fiber& fiber, void (*run)()) {
@@ -52,9 +57,14 @@ inline void fiber_begin(Fiber& fiber, void (*run)()) {
 
 #include <ucontext.h>
 
-struct Fiber { ucontext_t context; unsigned char* memory = nullptr; };
+struct Fiber {
+  ucontext_t context;
+  unsigned char* memory = nullptr;
+};
 
-inline void fiber_switch(Fiber& from, Fiber& to) { swapcontext(&from.context, &to.context); }
+inline void fiber_switch(Fiber& from, Fiber& to) {
+  swapcontext(&from.context, &to.context);
+}
 
 inline void fiber_begin(Fiber& fiber, void (*run)()) {
   fiber.memory = static_cast<unsigned char*>(std::malloc(kFiberStack));

@@ -1,4 +1,5 @@
-// The Hadamard transform of each run of 16 elements, and whether sums in float32 told it: for tests of hadamard.cuh alone.
+// The Hadamard transform of each run of 16 elements, and whether sums in float32 told it: for tests of hadamard.cuh
+// alone.
 struct Arguments {
   const void* x;  // runs x 16 elements
   void* y;        // their transforms
@@ -16,7 +17,7 @@ extern "C" __global__ void hadamard_kernel(Arguments a) {
     if constexpr (sizeof(Bits) == 2) {
       a.is_short[i] = hadamard_short<kSignMask>(x, y, largest);
       if (i % 2 == 0) {
-        const u16 *pair = static_cast<const u16*>(a.x) + 16 * i;
+        const u16* pair = static_cast<const u16*>(a.x) + 16 * i;
         u16* out = static_cast<u16*>(a.columns) + 16 * i;
         u32 rows[16];
         for (int j = 0; j < 16; ++j) rows[j] = pair[j] | static_cast<u32>(pair[16 + j]) << 16;
@@ -28,7 +29,8 @@ extern "C" __global__ void hadamard_kernel(Arguments a) {
           const bool is_told = hadamard_short<kSignMask>(column, told, largest);
           if (!is_told) hadamard_run<kSignMask>(column);
           for (int k = 0; k < 16; ++k)
-            out[16 * j + k] = is_told ? static_cast<u16>(rows[k] >> (16 * j)) : static_cast<u16>(column.w[k / 2] >> (k % 2 * 16));
+            out[16 * j + k] =
+                is_told ? static_cast<u16>(rows[k] >> (16 * j)) : static_cast<u16>(column.w[k / 2] >> (k % 2 * 16));
           if (is_told == (untold >> j & 1u)) out[16 * j] ^= 1u;
         }
       }

@@ -1,4 +1,6 @@
-"""A stand-in for the GPU behind the launchers of fp4kit.cuda: records launches, builds kernels for the CPU, runs them."""
+"""A stand-in for the GPU behind the launchers of fp4kit.cuda: records launches, builds kernels for the CPU, runs
+them.
+"""
 
 from __future__ import annotations
 
@@ -48,16 +50,21 @@ class Instantiation(NamedTuple):
     kernel: str
 
 
-# ---- what runs under sanitizers ----------------------------------------------------------------------------------------------
+# ---- what runs under sanitizers
+# ----------------------------------------------------------------------------------------------
 
 # What decides which bytes a kernel reads and writes; and the rules, whose arithmetic may be undefined.
-_SHAPING = re.compile(r"\bk(?:Block|BlockRows|StoredBits|Layout|TensorScaling|Fake|Stochastic|Hadamard|FourOverSix) = [\w:]+")
+_SHAPING = re.compile(
+    r"\bk(?:Block|BlockRows|StoredBits|Layout|TensorScaling|Fake|Stochastic|Hadamard|FourOverSix) = [\w:]+"
+)
 _RULES = re.compile(r"\b(?:TensorRule|BlockRule|DecodeRule|Element|Scale|FakeRule) = \w+")
 _OPTIONS = re.compile(r"^constexpr .*", re.MULTILINE)
 
 
 def to_sanitize(instantiations: Iterable[Instantiation]) -> Iterator[Instantiation]:
-    """Those of misaligned arrays, and the first of each kind of a kernel (of any types) and of each rule in a kernel."""
+    """Those of misaligned arrays, and the first of each kind of a kernel (of any types) and of each rule in a
+    kernel.
+    """
     seen: set[tuple[object, ...]] = set()
     for source, kernel in instantiations:
         facts: set[tuple[object, ...]] = {(kernel, *_OPTIONS.findall(source), *_SHAPING.findall(source))}
@@ -67,7 +74,8 @@ def to_sanitize(instantiations: Iterable[Instantiation]) -> Iterator[Instantiati
         seen |= facts
 
 
-# ---- programs -------------------------------------------------------------------------------------------------------------
+# ---- programs
+# -------------------------------------------------------------------------------------------------------------
 
 
 _INCLUDE = re.compile(r'^#include "(\w+\.cuh?)"', re.MULTILINE)
@@ -85,7 +93,9 @@ def included(names: Iterable[str], tree: Mapping[str, str]) -> list[str]:
 
 
 def program_text(instantiations: Iterable[Instantiation], sources: Path) -> str:
-    """One translation unit: headers once, then each instantiation in a namespace, its kernel under a name of its own."""
+    """One translation unit: headers once, then each instantiation in a namespace, its kernel under a name of its
+    own.
+    """
     instantiations = list(instantiations)
     tree = {name: path.read_text() for name, path in loader.files(sources).items()}
     files = cache(lambda names: included(names, tree))  # few sets of names for many instantiations
@@ -97,10 +107,16 @@ def program_text(instantiations: Iterable[Instantiation], sources: Path) -> str:
         text = "".join([source, *(tree[name] for name in names if name.endswith(".cu"))])
         every, (arguments,) = re.findall(r"\b(\w+_kernel)\(", text), re.findall(rf"\b{kernel}\(([\w<>]+) ", text)
         lines += [f"namespace instance_{i} {{", *(f"#define {name} {name}_{i}" for name in every), source]
-        lines += [*(f"#undef {name}" for name in every), f"constexpr Launch entry = launch<{arguments}, {kernel}_{i}>;", "}"]
+        lines += [
+            *(f"#undef {name}" for name in every),
+            f"constexpr Launch entry = launch<{arguments}, {kernel}_{i}>;",
+            "}",
+        ]
         entries.append(f"instance_{i}::entry")
     table = f"static const Launch launches[] = {{{', '.join(entries)}}};"
-    return "\n".join([*lines, f"int main(int argc, char** argv) {{ {table} return host_main(argc, argv, launches); }}", ""])
+    return "\n".join(
+        [*lines, f"int main(int argc, char** argv) {{ {table} return host_main(argc, argv, launches); }}", ""]
+    )
 
 
 class Program:
@@ -110,9 +126,17 @@ class Program:
         self._command, self._log, self._process = [str(path), str(table)], path.with_suffix(".log"), None
 
     def launch(
-        self, number: int, grid: int, threads: int, descending: bool, arguments: bytes, pointers: list[Any], arrays: list[Any]
+        self,
+        number: int,
+        grid: int,
+        threads: int,
+        descending: bool,
+        arguments: bytes,
+        pointers: list[Any],
+        arrays: list[Any],
     ) -> list[bytes]:
-        """Arrays (misalignment, bytes) after a launch; pointers: (array that holds it or IN_ARGUMENTS, array pointed to, offset).
+        """Arrays (misalignment, bytes) after a launch; pointers: (array that holds it or IN_ARGUMENTS, array pointed
+        to, offset).
 
         Raises AssertionError if the program stops, with why.
         """
@@ -121,7 +145,10 @@ class Program:
                 self._process = subprocess.Popen(
                     self._command, stdin=-1, stdout=-1, stderr=log, env=os.environ | SANITIZER_OPTIONS
                 )
-        request = [struct.pack("=7I", number, grid, threads, descending, len(arguments), len(pointers), len(arrays)), arguments]
+        request = [
+            struct.pack("=7I", number, grid, threads, descending, len(arguments), len(pointers), len(arrays)),
+            arguments,
+        ]
         request += [struct.pack("=2IQ", *pointer) for pointer in pointers]
         request += [struct.pack("=2Q", misalignment, len(data)) for misalignment, data in arrays]
         try:
@@ -132,11 +159,15 @@ class Program:
         sizes = [1, *(len(data) for *_, data in arrays)]
         done, *answer = (self._process.stdout.read(size) for size in sizes)
         if [len(data) for data in (done, *answer)] != sizes:
-            raise AssertionError(f"a kernel was stopped: status {self.close()}\n{self._log.read_text(errors='replace')[:6000]}")
+            raise AssertionError(
+                f"a kernel was stopped: status {self.close()}\n{self._log.read_text(errors='replace')[:6000]}"
+            )
         return answer
 
     def close(self) -> int:
-        """End the process; a later launch starts it again. Returns its exit status, or minus the signal that stopped it."""
+        """End the process; a later launch starts it again. Returns its exit status, or minus the signal that stopped
+        it.
+        """
         process, self._process = self._process, None
         if process is None:
             return 0
@@ -144,7 +175,8 @@ class Program:
         return process.returncode
 
 
-# ---- arrays and the device ------------------------------------------------------------------------------------------------
+# ---- arrays and the device
+# ------------------------------------------------------------------------------------------------
 
 
 class DeviceArray:
@@ -229,8 +261,12 @@ def _unify_nan(x: np.ndarray) -> np.ndarray:
 class Host:
     """The device that fp4kit.cuda.launch launches on while one of its methods runs: the CPU."""
 
-    def __init__(self, folder: Path, compiler: Compiler, sources: Path = loader.SOURCES, checks_all: bool = True) -> None:
-        """checks_all: every launch runs under the sanitizers that the compiler has; else, of what is built, to_sanitize."""
+    def __init__(
+        self, folder: Path, compiler: Compiler, sources: Path = loader.SOURCES, checks_all: bool = True
+    ) -> None:
+        """checks_all: every launch runs under the sanitizers that the compiler has; else, of what is built,
+        to_sanitize.
+        """
         self.compiler, self._folder, self._sources, self._checks_all = compiler, folder, sources, checks_all
         self._table = folder / "reciprocals"
         reciprocal_table().tofile(self._table)
@@ -252,7 +288,9 @@ class Host:
             return call()
 
     def check(self, case: Any) -> None:
-        """Each (name, actual, expected) of case.run() has the same bits; NaN equals NaN, whose bits depend on the machine."""
+        """Each (name, actual, expected) of case.run() has the same bits; NaN equals NaN, whose bits depend on the
+        machine.
+        """
         results = self.run(lambda: list(case.run()))
         assert results
         for name, actual, expected in results:
@@ -315,7 +353,9 @@ def launch_one(program: Program, number: int, grid: int, threads: int, arguments
     held: list[tuple[int, DeviceArray, int]] = []
     for i, value in enumerate(np.frombuffer(arguments.tobytes(), np.uint64).tolist()):
         if value in DeviceArray.at:
-            names.setdefault(DeviceArray.at[value], arguments.dtype.names[i] if arguments.dtype.names else f"argument {i}")
+            names.setdefault(
+                DeviceArray.at[value], arguments.dtype.names[i] if arguments.dtype.names else f"argument {i}"
+            )
             held.append((IN_ARGUMENTS, DeviceArray.at[value], 8 * i))
     for holder, table in enumerate(list(names)):
         for offset, array in table.pointers():

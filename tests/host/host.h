@@ -1,7 +1,9 @@
-// CUDA on the host, for tests: the kernels' own sources, compiled by the system's C++ compiler, with their launch geometry.
+// CUDA on the host, for tests: the kernels' own sources, compiled by the system's C++ compiler, with their launch
+// geometry.
 //
-// A thread of a block is a fiber (fiber.h) that runs until it waits at a barrier or returns; blocks run one after the other.
-// So a launch is deterministic, and two launches in opposite orders of threads tell whether a barrier is missing.
+// A thread of a block is a fiber (fiber.h) that runs until it waits at a barrier or returns; blocks run one after the
+// other. So a launch is deterministic, and two launches in opposite orders of threads tell whether a barrier is
+// missing.
 #pragma once
 
 #include <cmath>
@@ -18,7 +20,9 @@
 #define __launch_bounds__(...)
 #define __shared__ static
 
-struct Index { unsigned x = 0, y = 0, z = 0; };
+struct Index {
+  unsigned x = 0, y = 0, z = 0;
+};
 inline Index threadIdx, blockIdx, blockDim, gridDim;
 
 [[noreturn]] void host_stop(const char* message);  // ends the program, or the launch: serve.h, library.h
@@ -29,11 +33,17 @@ inline Index threadIdx, blockIdx, blockDim, gridDim;
   host_stop(text);
 }
 
-// ---- fibers and barriers ----------------------------------------------------------------------------------------------
+// ---- fibers and barriers
+// ----------------------------------------------------------------------------------------------
 
 constexpr unsigned kHostThreads = 1024, kHostWarp = 32;
-struct HostFiber { Fiber stack; bool running; };
-struct HostBarrier { unsigned arrived, generation; };
+struct HostFiber {
+  Fiber stack;
+  bool running;
+};
+struct HostBarrier {
+  unsigned arrived, generation;
+};
 
 inline HostFiber host_fibers[kHostThreads];
 inline Fiber host_scheduler;
@@ -43,7 +53,9 @@ inline bool host_progress;
 inline void (*host_call)(const void*);
 inline const void* host_arguments;
 
-inline void host_yield() { fiber_switch(host_fibers[threadIdx.x].stack, host_scheduler); }
+inline void host_yield() {
+  fiber_switch(host_fibers[threadIdx.x].stack, host_scheduler);
+}
 
 inline void host_fiber() {
   for (;;) {
@@ -68,7 +80,8 @@ inline void host_wait(HostBarrier& barrier, unsigned threads) {
 inline void host_run_block(unsigned threads, bool descending) {
   for (unsigned t = 0; t < threads; ++t) {
     host_fibers[t].running = true;
-    if (!host_fibers[t].stack.memory) fiber_begin(host_fibers[t].stack, host_fiber);  // else it waits at the end of its call
+    if (!host_fibers[t].stack.memory)
+      fiber_begin(host_fibers[t].stack, host_fiber);  // else it waits at the end of its call
   }
   for (bool any = true; any;) {
     any = host_progress = false;
@@ -82,10 +95,15 @@ inline void host_run_block(unsigned threads, bool descending) {
   }
 }
 
-// Run kernel(arguments) with `grid` blocks of `threads` threads; descending: the last block and the last thread go first.
+// Run kernel(arguments) with `grid` blocks of `threads` threads; descending: the last block and the last thread go
+// first.
 template <class Arguments>
-void host_launch(void (*kernel)(Arguments), const Arguments& arguments, unsigned grid, unsigned threads, bool descending = false) {
-  struct Call { void (*kernel)(Arguments); const Arguments& arguments; } call{kernel, arguments};
+void host_launch(void (*kernel)(Arguments), const Arguments& arguments, unsigned grid, unsigned threads,
+                 bool descending = false) {
+  struct Call {
+    void (*kernel)(Arguments);
+    const Arguments& arguments;
+  } call{kernel, arguments};
   if (threads > kHostThreads || threads % kHostWarp) host_fail("blocks need whole warps, 1024 threads at most");
   host_call = [](const void* p) { static_cast<const Call*>(p)->kernel(static_cast<const Call*>(p)->arguments); };
   host_arguments = &call;
@@ -97,14 +115,24 @@ void host_launch(void (*kernel)(Arguments), const Arguments& arguments, unsigned
   }
 }
 
-// ---- what kernels call ------------------------------------------------------------------------------------------------
+// ---- what kernels call
+// ------------------------------------------------------------------------------------------------
 
-inline unsigned __float_as_uint(float x) { return __builtin_bit_cast(unsigned, x); }
-inline long long __double_as_longlong(double x) { return __builtin_bit_cast(long long, x); }
-inline double __longlong_as_double(long long bits) { return __builtin_bit_cast(double, bits); }
-inline float __uint_as_float(unsigned bits) { return __builtin_bit_cast(float, bits); }
+inline unsigned __float_as_uint(float x) {
+  return __builtin_bit_cast(unsigned, x);
+}
+inline long long __double_as_longlong(double x) {
+  return __builtin_bit_cast(long long, x);
+}
+inline double __longlong_as_double(long long bits) {
+  return __builtin_bit_cast(double, bits);
+}
+inline float __uint_as_float(unsigned bits) {
+  return __builtin_bit_cast(float, bits);
+}
 
-// As CUDA's: NaN of any kind gives way to a number, which a signaling one does not in the C library; -0 is less than +0.
+// As CUDA's: NaN of any kind gives way to a number, which a signaling one does not in the C library; -0 is less than
+// +0.
 inline float host_least(float a, float b) {
   if (a != a || b != b) return a != a ? b : a;
   return a < b || (a == b && std::signbit(a)) ? a : b;
@@ -116,7 +144,9 @@ inline float host_most(float a, float b) {
 #define fminf host_least
 #define fmaxf host_most
 
-inline void __syncthreads() { host_wait(host_block, blockDim.x); }
+inline void __syncthreads() {
+  host_wait(host_block, blockDim.x);
+}
 inline int __syncthreads_or(int value) {
   static int any = 0;
   any |= value != 0;
@@ -127,9 +157,15 @@ inline int __syncthreads_or(int value) {
   __syncthreads();
   return result;
 }
-inline void sync_group(unsigned number, unsigned threads) { host_wait(host_groups[number], threads); }
-inline int __clz(unsigned x) { return x ? __builtin_clz(x) : 32; }
-inline int __popc(unsigned x) { return __builtin_popcount(x); }
+inline void sync_group(unsigned number, unsigned threads) {
+  host_wait(host_groups[number], threads);
+}
+inline int __clz(unsigned x) {
+  return x ? __builtin_clz(x) : 32;
+}
+inline int __popc(unsigned x) {
+  return __builtin_popcount(x);
+}
 inline unsigned host_from_lane(unsigned value, unsigned lane) {
   HostBarrier& warp = host_warps[threadIdx.x / kHostWarp];
   host_lanes[threadIdx.x] = value;
@@ -141,7 +177,9 @@ inline unsigned host_from_lane(unsigned value, unsigned lane) {
 inline unsigned __shfl_xor_sync(unsigned, unsigned value, unsigned lane_mask) {
   return host_from_lane(value, threadIdx.x % kHostWarp ^ lane_mask);
 }
-inline unsigned __shfl_sync(unsigned, unsigned value, unsigned lane) { return host_from_lane(value, lane % kHostWarp); }
+inline unsigned __shfl_sync(unsigned, unsigned value, unsigned lane) {
+  return host_from_lane(value, lane % kHostWarp);
+}
 inline unsigned __ballot_sync(unsigned, bool predicate) {
   HostBarrier& warp = host_warps[threadIdx.x / kHostWarp];
   host_lanes[threadIdx.x] = predicate;
@@ -151,8 +189,12 @@ inline unsigned __ballot_sync(unsigned, bool predicate) {
   host_wait(warp, kHostWarp);
   return result;
 }
-inline void __syncwarp() { host_wait(host_warps[threadIdx.x / kHostWarp], kHostWarp); }
-inline int __any_sync(unsigned mask, int value) { return __ballot_sync(mask, value != 0) != 0; }
+inline void __syncwarp() {
+  host_wait(host_warps[threadIdx.x / kHostWarp], kHostWarp);
+}
+inline int __any_sync(unsigned mask, int value) {
+  return __ballot_sync(mask, value != 0) != 0;
+}
 // Atomics: a thread of a block is alone until it waits.
 template <class T, class F>
 inline T host_atomic(T* at, F changed) {
@@ -180,7 +222,9 @@ inline unsigned atomicOr(unsigned* at, unsigned value) {
 }
 
 // Reciprocals of sm_90, measured: int8 delta per significand (reference/arith.py), set before a launch.
-extern "C" { inline const signed char* host_reciprocal_table = nullptr; }
+extern "C" {
+inline const signed char* host_reciprocal_table = nullptr;
+}
 
 inline float rcp_approx_ftz(float x) {
   if (std::fabs(x) < 0x1p-126f) x = std::copysign(0.0f, x);

@@ -1,4 +1,6 @@
-"""Kernels as shared libraries in this process: the runner of the tests of the GPU where there is none. See README.md."""
+"""Kernels as shared libraries in this process: the runner of the tests of the GPU where there is none. See
+README.md.
+"""
 
 from __future__ import annotations
 
@@ -25,20 +27,31 @@ from fp4kit.reference.arith import reciprocal_table
 
 # Each library keeps its symbols to itself: two of them have templates of one name and other types.
 FLAGS = ("-DHOST_LIBRARY", "-shared", "-fPIC", "-fvisibility=hidden", "-fno-gnu-unique", "-g0")
-# The sanitizer of undefined behaviour can trap, and then needs no library that the process must be started with. It also sees an
-# address that is not aligned: a GPU refuses that, the host's CPU takes it. Of address 0 the signal tells more.
+# The sanitizer of undefined behaviour can trap, and then needs no library that the process must be started with. It
+# also sees an address that is not aligned: a GPU refuses that, the host's CPU takes it. Of address 0 the signal tells
+# more.
 TRAPS = ("-fsanitize=undefined", "-fno-sanitize=null", "-fsanitize-undefined-trap-on-error")
 OF_ONE_GRID = ("search_hessian_kernel",)  # kernels that need a grid of so many blocks
-BATCH = 32  # instantiations of a library, of one .cu file: headers of several may not stand together; to read them costs as six
+# instantiations of a library, of one .cu file: headers of several may not stand together; to read them costs as six
+BATCH = 32
 
 
 class Library:
     """A loaded library; it launches kernels by number."""
 
     def __init__(self, path: Path, table: np.ndarray) -> None:
-        handle = ctypes.PyDLL(str(path))  # holds the interpreter's lock: fibers are the library's own, one launch at a time
+        handle = ctypes.PyDLL(
+            str(path)
+        )  # holds the interpreter's lock: fibers are the library's own, one launch at a time
         self._launch = handle.host_launch_here
-        self._launch.argtypes = [ctypes.c_uint, ctypes.c_char_p, ctypes.c_size_t, ctypes.c_uint, ctypes.c_uint, ctypes.c_bool]
+        self._launch.argtypes = [
+            ctypes.c_uint,
+            ctypes.c_char_p,
+            ctypes.c_size_t,
+            ctypes.c_uint,
+            ctypes.c_uint,
+            ctypes.c_bool,
+        ]
         self._launch.restype = ctypes.c_char_p
         handle.main(0, (ctypes.c_void_p * 1)(table.ctypes.data), None)
 
@@ -50,7 +63,8 @@ class Library:
 
 
 def launch_in_every_order(launch: Callable[[int, bool], None], grid: int, others: Sequence[int]) -> None:
-    """launch(blocks, descending) with the launcher's grid; then, from the same memory, each of the others, last thread first.
+    """launch(blocks, descending) with the launcher's grid; then, from the same memory, each of the others, last thread
+    first.
 
     Raises AssertionError unless all leave the same bytes everywhere.
     """
@@ -63,7 +77,9 @@ def launch_in_every_order(launch: Callable[[int, bool], None], grid: int, others
             memory.bytes[...] = values
         launch(blocks, True)
         same = all(np.array_equal(memory.bytes, values) for memory, values in zip(live, after, strict=True))
-        assert same, f"what a kernel wrote depends on the grid or on the order of threads: {grid} blocks, {blocks} from the last"
+        assert same, (
+            f"what a kernel wrote depends on the grid or on the order of threads: {grid} blocks, {blocks} from the last"
+        )
 
 
 class Libraries:
@@ -99,12 +115,16 @@ class Libraries:
         def launch(blocks: int, descending: bool) -> None:
             library.result().launch(number, arguments, blocks, threads, descending)
 
-        is_alone = threading.current_thread() is threading.main_thread()  # others write to memory between the launches of one
+        is_alone = (
+            threading.current_thread() is threading.main_thread()
+        )  # others write to memory between the launches of one
         if (instantiation, grid) in self._launched or not is_alone:
             launch(grid, False)
         else:
             self._launched.add((instantiation, grid))
-            launch_in_every_order(launch, grid, [grid] if instantiation.kernel in OF_ONE_GRID else [1, grid + MORE_BLOCKS])
+            launch_in_every_order(
+                launch, grid, [grid] if instantiation.kernel in OF_ONE_GRID else [1, grid + MORE_BLOCKS]
+            )
 
     def rehearse(self, calls: Iterable[Callable[[], object]]) -> None:
         """Make the calls without running a kernel, and compile what they launch, many instantiations a library."""

@@ -1,7 +1,8 @@
-// A test program as a shared library: it launches kernels in the process that loaded it, on that process's memory. See README.md.
+// A test program as a shared library: it launches kernels in the process that loaded it, on that process's memory. See
+// README.md.
 //
-// An access outside of mapped memory, one that is not aligned (which a GPU refuses), and what the undefined-behaviour sanitizer
-// traps at end the launch with a message.
+// An access outside of mapped memory, one that is not aligned (which a GPU refuses), and what the undefined-behaviour
+// sanitizer traps at end the launch with a message.
 #pragma once
 
 #include <csetjmp>

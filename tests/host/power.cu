@@ -7,5 +7,6 @@ struct Arguments {
 };
 
 extern "C" __global__ void power_kernel(Arguments a) {
-  for (i64 i = first_item(whole_grid()); i < a.count; i += item_stride(whole_grid())) a.out[i] = power_of(a.d[i], a.power);
+  for (i64 i = first_item(whole_grid()); i < a.count; i += item_stride(whole_grid()))
+    a.out[i] = power_of(a.d[i], a.power);
 }

@@ -1,8 +1,8 @@
 // The main loop of a test program: launches kernels as its standard input asks, until that ends. See README.md.
 //
 //   request   uint32 kernel, grid, threads, descending, bytes of the arguments, number of arrays; the arguments;
-//             for each pointer: uint32 array that holds it (none: the arguments), uint32 array that it points to, uint64 offset in
-//             bytes; for each array: uint64 misalignment, uint64 bytes; then the arrays
+//             for each pointer: uint32 array that holds it (none: the arguments), uint32 array that it points to,
+//             uint64 offset in bytes; for each array: uint64 misalignment, uint64 bytes; then the arrays
 //   answer    one byte, and the arrays afterwards
 #pragma once
 
@@ -34,9 +34,16 @@ inline void host_read(void* to, size_t bytes) {
   if (bytes && std::fread(to, 1, bytes, stdin) != bytes) host_fail("the request ends early");
 }
 
-struct HostRequest { unsigned kernel, grid, threads, descending, bytes, pointers, arrays; };
-struct HostPointer { unsigned holder, target; unsigned long long offset; };
-struct HostArray { unsigned long long misalignment, bytes; };
+struct HostRequest {
+  unsigned kernel, grid, threads, descending, bytes, pointers, arrays;
+};
+struct HostPointer {
+  unsigned holder, target;
+  unsigned long long offset;
+};
+struct HostArray {
+  unsigned long long misalignment, bytes;
+};
 constexpr unsigned kInArguments = ~0u;
 
 // One allocation of exactly the array's size an array, so that the address sanitizer sees one byte too many.

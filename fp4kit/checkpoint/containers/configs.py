@@ -1,8 +1,8 @@
 """The configs beside the tensors: what each family of files declares, as its producer writes it.
 
-modelopt: Model-Optimizer 0.47 modelopt/torch/export quant_utils.py, convert_hf_config.py. compressed-tensors: 0.20, as its own
-QuantizationConfig writes it. sglang-mxfp8: SGLang 0.5.23 fp8.py. gpt-oss: transformers 5.23 Mxfp4Config. deepseek-v4: the
-release's own config.
+modelopt: Model-Optimizer 0.47 modelopt/torch/export quant_utils.py, convert_hf_config.py. compressed-tensors: 0.20, as
+its own QuantizationConfig writes it. sglang-mxfp8: SGLang 0.5.23 fp8.py. gpt-oss: transformers 5.23 Mxfp4Config.
+deepseek-v4: the release's own config.
 """
 
 from __future__ import annotations
@@ -26,11 +26,23 @@ from fp4kit.checkpoint.containers.container import (
 
 FORMATS = ("modelopt", "compressed-tensors", "sglang-mxfp8", "gpt-oss", "deepseek-v4", "bf16")
 ALL_FORMATS = (*FORMATS, "mlx")  # mlx is chosen by name alone; loaders/ is about the others
-WRITTEN = (MODELOPT_NVFP4, MODELOPT_MXFP8, CT_NVFP4, CT_MXFP4, CT_MXFP8, SGLANG_MXFP8, GPT_OSS, DEEPSEEK_V4, DEEPSEEK_V4_NVFP4)
+WRITTEN = (
+    MODELOPT_NVFP4,
+    MODELOPT_MXFP8,
+    CT_NVFP4,
+    CT_MXFP4,
+    CT_MXFP8,
+    SGLANG_MXFP8,
+    GPT_OSS,
+    DEEPSEEK_V4,
+    DEEPSEEK_V4_NVFP4,
+)
 
 
 def quant_algo(form: Container, has_input_scale: bool) -> str:
-    """Model-Optimizer's name of a form. Loaders of NVFP4 read input_scale even where there is none: that is W4A16_NVFP4."""
+    """Model-Optimizer's name of a form. Loaders of NVFP4 read input_scale even where there is none: that is
+    W4A16_NVFP4.
+    """
     name = form.name.removeprefix("modelopt ")
     return "W4A16_NVFP4" if name == "NVFP4" and not has_input_scale else name
 
@@ -50,15 +62,19 @@ def declarations(
 ) -> tuple[dict[str, Any], dict[str, Any] | None]:
     """``quantization_config`` of config.json, and the content of hf_quant_config.json, None where the family has none.
 
-    ignore: the exclusion list; own: what fp4kit says of itself, under the key ``fp4kit``; layers: those that are quantized.
-    The KV cache is not quantized: it has no scales.
+    ignore: the exclusion list; own: what fp4kit says of itself, under the key ``fp4kit``; layers: those that are
+    quantized. The KV cache is not quantized: it has no scales.
     """
     declared = {**_MAKERS[form.format](form, list(ignore), has_input_scale), "fp4kit": dict(own)}
     if form is DEEPSEEK_V4_NVFP4:
         return _deepseek_v4_nvfp4(form, declared, layers)
     if form.format != "modelopt":
         return declared, None
-    quantization = {"quant_algo": quant_algo(form, has_input_scale), "kv_cache_quant_algo": None, "group_size": form.group_size}
+    quantization = {
+        "quant_algo": quant_algo(form, has_input_scale),
+        "kv_cache_quant_algo": None,
+        "group_size": form.group_size,
+    }
     return declared, {"producer": _producer(), "quantization": {**quantization, "exclude_modules": list(ignore)}}
 
 
@@ -78,11 +94,21 @@ def _compressed_tensors(form: Container, ignore: list[str], has_input_scale: boo
     common = {"num_bits": form.element.bits, "type": "float", "symmetric": True, "group_size": form.group_size}
     common |= {"strategy": strategy}
     weights = {**common, "dynamic": False, "scale_dtype": scale_dtype}
-    inputs = {**common, "dynamic": "local", "scale_dtype": scale_dtype, "observer": "static_minmax"} if has_input_scale else None
+    inputs = (
+        {**common, "dynamic": "local", "scale_dtype": scale_dtype, "observer": "static_minmax"}
+        if has_input_scale
+        else None
+    )
     if form is CT_MXFP8:  # vLLM knows it with activations that are quantized as they come
         inputs = {**common, "dynamic": True, "scale_dtype": scale_dtype}
     name = form.name.removeprefix("compressed-tensors ")
-    group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs, "output_activations": None, "format": name}
+    group = {
+        "targets": ["Linear"],
+        "weights": weights,
+        "input_activations": inputs,
+        "output_activations": None,
+        "format": name,
+    }
     return {
         "config_groups": {"group_0": group},
         "quant_method": "compressed-tensors",
@@ -114,16 +140,29 @@ def _deepseek_v4(form: Container, ignore: list[str], has_input_scale: bool) -> d
     return {"quant_method": "fp8", **scheme}
 
 
-def _deepseek_v4_nvfp4(form: Container, declared: dict[str, Any], layers: Sequence[str]) -> tuple[dict[str, Any], dict[str, Any]]:
+def _deepseek_v4_nvfp4(
+    form: Container, declared: dict[str, Any], layers: Sequence[str]
+) -> tuple[dict[str, Any], dict[str, Any]]:
     """FP8 beside NVFP4 experts. Source: Model-Optimizer examples/deepseek/deepseek_v4/quantize_to_nvfp4.py."""
     one = {"quant_algo": "NVFP4", "group_size": form.group_size}
     containers = sorted({name.partition(".experts.")[0] + ".experts" for name in layers})
     ignore = ["*.attn.*", "*.ffn.shared_experts.*", "head", "mtp.*"]
     half = {"dynamic": False, "num_bits": form.element.bits, "type": "float", "group_size": form.group_size}
-    mixed: dict[str, Any] = {"quant_algo": "MIXED_PRECISION", "kv_cache_quant_algo": None, "group_size": form.group_size}
+    mixed: dict[str, Any] = {
+        "quant_algo": "MIXED_PRECISION",
+        "kv_cache_quant_algo": None,
+        "group_size": form.group_size,
+    }
     mixed |= {"quantized_layers": {name: one for name in containers}}
     groups = {"group_0": {"input_activations": half, "weights": half, "targets": ["Linear"]}}
-    found = {**declared, "moe_quant_algo": "NVFP4", **mixed, "config_groups": groups, "ignore": ignore, "producer": _producer()}
+    found = {
+        **declared,
+        "moe_quant_algo": "NVFP4",
+        **mixed,
+        "config_groups": groups,
+        "ignore": ignore,
+        "producer": _producer(),
+    }
     return found, {"producer": _producer(), "quantization": {**mixed, "exclude_modules": ignore}}
 
 

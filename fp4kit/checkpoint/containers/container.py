@@ -1,4 +1,5 @@
-"""How a linear layer lies in tensors: names, dtypes, shapes, direction of the tensor scale. One Container per stored form.
+"""How a linear layer lies in tensors: names, dtypes, shapes, direction of the tensor scale. One Container per stored
+form.
 
 Of a layer P of shape [..., N, K], with codes and scales row-major and element 2j of a row in the low nibble:
 
@@ -23,13 +24,12 @@ Of a layer P of shape [..., N, K], with codes and scales row-major and element 2
 | gguf MXFP4                              | P.weight MXFP4 [N, K]       | in its blocks          |                               |
 | gguf NVFP4, gguf NVFP4 scaled           | P.weight NVFP4 [N, K]       | in its blocks          | P.scale F32 [1]               |
 
-*: the stored number divides on decode. **: scales are [E, K/16, N]; the last is one number for all experts, or one for each.
-***: the tensor's amax, which is the tensor scale times the largest number of a block; nvfp4 and NVFP4 alone have none. Those of
-MLX and of GGUF keep stacks of experts, [E, N, K], with a tensor scale for each.
-Sources: Model-Optimizer 0.47 export/quant_utils.py; compressed-tensors 0.20
-compressors; SGLang 0.5.23 fp8.py; transformers 5.23 integrations/mxfp4.py; DeepSeek-V4's own release; MLX 0.32.4, mlx-lm 0.32.2;
-llama.cpp 0c1e57098.
-"""
+*: the stored number divides on decode. **: scales are [E, K/16, N]; the last is one number for all experts, or one for
+each. ***: the tensor's amax, which is the tensor scale times the largest number of a block; nvfp4 and NVFP4 alone have
+none. Those of MLX and of GGUF keep stacks of experts, [E, N, K], with a tensor scale for each. Sources: Model-Optimizer
+0.47 export/quant_utils.py; compressed-tensors 0.20 compressors; SGLang 0.5.23 fp8.py; transformers 5.23
+integrations/mxfp4.py; DeepSeek-V4's own release; MLX 0.32.4, mlx-lm 0.32.2; llama.cpp 0c1e57098.
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -65,11 +65,12 @@ class OutputTensor:
 
 @dataclass(frozen=True)
 class Container:
-    """One stored form. block: rows and columns under one scale; scale None: float32 scales. suffixes: part -> end of its name.
+    """One stored form. block: rows and columns under one scale; scale None: float32 scales. suffixes: part -> end of
+    its name.
 
-    tensor_scale_unit: the stored number is the tensor scale times this. is_exact: with scales of another shape, or without a
-    tensor scale, a layer is of another form. in_blocks: codes and scales are one tensor, of blocks that hold both; its shape is
-    the layer's.
+    tensor_scale_unit: the stored number is the tensor scale times this. is_exact: with scales of another shape, or
+    without a tensor scale, a layer is of another form. in_blocks: codes and scales are one tensor, of blocks that hold
+    both; its shape is the layer's.
     """
 
     name: str
@@ -202,19 +203,25 @@ class Container:
         return sum(nbytes_of(*spec) for spec in self.specs(shape).values())
 
 
-def _modelopt(name: str, kind: str, element: ElementFormat, scale: ElementFormat, size: int, dtypes: _Pair) -> Container:
+def _modelopt(
+    name: str, kind: str, element: ElementFormat, scale: ElementFormat, size: int, dtypes: _Pair
+) -> Container:
     suffixes = {CODES: ".weight", SCALES: ".weight_scale"}
     if kind == "nvfp4":
         suffixes |= {TENSOR_SCALE: ".weight_scale_2", INPUT_SCALE: ".input_scale"}
     return Container(f"modelopt {name}", "modelopt", kind, element, scale, (1, size), suffixes, *dtypes)
 
 
-def _compressed(name: str, kind: str, element: ElementFormat, scale: ElementFormat, size: int, dtypes: _Pair) -> Container:
+def _compressed(
+    name: str, kind: str, element: ElementFormat, scale: ElementFormat, size: int, dtypes: _Pair
+) -> Container:
     suffixes = {CODES: ".weight" if kind == "mxfp8" else ".weight_packed", SCALES: ".weight_scale"}
     if kind == "nvfp4":
         suffixes |= {TENSOR_SCALE: ".weight_global_scale", INPUT_SCALE: ".input_global_scale"}
     full = f"compressed-tensors {name}"
-    return Container(full, "compressed-tensors", kind, element, scale, (1, size), suffixes, *dtypes, (1,), kind == "nvfp4")
+    return Container(
+        full, "compressed-tensors", kind, element, scale, (1, size), suffixes, *dtypes, (1,), kind == "nvfp4"
+    )
 
 
 MODELOPT_NVFP4 = _modelopt("NVFP4", "nvfp4", E2M1, E4M3, 16, ("U8", "F8_E4M3"))
@@ -224,21 +231,44 @@ CT_NVFP4 = _compressed("nvfp4-pack-quantized", "nvfp4", E2M1, E4M3, 16, ("U8", "
 CT_MXFP4 = _compressed("mxfp4-pack-quantized", "mxfp4", E2M1, E8M0, 32, ("U8", "U8"))
 CT_MXFP8 = _compressed("mxfp8-quantized", "mxfp8", E4M3, E8M0, 32, ("F8_E4M3", "U8"))
 SGLANG_MXFP8 = Container(
-    "sglang-mxfp8", "sglang-mxfp8", "mxfp8", E4M3, E8M0, (1, 32),
-    {CODES: ".weight", SCALES: ".weight_scale_inv"}, "F8_E4M3", "U8",
-)  # fmt: skip
+    "sglang-mxfp8",
+    "sglang-mxfp8",
+    "mxfp8",
+    E4M3,
+    E8M0,
+    (1, 32),
+    {CODES: ".weight", SCALES: ".weight_scale_inv"},
+    "F8_E4M3",
+    "U8",
+)
 GPT_OSS = Container(
-    "gpt-oss", "gpt-oss", "mxfp4", E2M1, E8M0, (1, 32), {CODES: "_blocks", SCALES: "_scales"}, "U8", "U8", stack="blocks"
+    "gpt-oss",
+    "gpt-oss",
+    "mxfp4",
+    E2M1,
+    E8M0,
+    (1, 32),
+    {CODES: "_blocks", SCALES: "_scales"},
+    "U8",
+    "U8",
+    stack="blocks",
 )
 DEEPSEEK_V4 = Container(
     "deepseek-v4", "deepseek-v4", "mxfp4", E2M1, E8M0, (1, 32), {CODES: ".weight", SCALES: ".scale"}, "I8", "F8_E8M0"
 )
 DEEPSEEK_V4_NVFP4 = replace(MODELOPT_NVFP4, name="deepseek-v4 nvfp4", format="deepseek-v4")
 MODELOPT_STACKS = Container(
-    "modelopt NVFP4 stacks", "", "nvfp4", E2M1, E4M3, (1, 16),
-    {CODES: "", SCALES: "_weight_scale", TENSOR_SCALE: "_weight_scale_2", INPUT_SCALE: "_input_scale"}, "U8", "F8_E4M3",
+    "modelopt NVFP4 stacks",
+    "",
+    "nvfp4",
+    E2M1,
+    E4M3,
+    (1, 16),
+    {CODES: "", SCALES: "_weight_scale", TENSOR_SCALE: "_weight_scale_2", INPUT_SCALE: "_input_scale"},
+    "U8",
+    "F8_E4M3",
     stack="columns",
-)  # fmt: skip
+)
 FP8_BLOCKS = Container(
     "fp8 128x128", "", "fp8", E4M3, None, (128, 128), {CODES: ".weight", SCALES: ".weight_scale_inv"}, "F8_E4M3", "F32"
 )
@@ -247,35 +277,70 @@ FP8_POWERS = Container(
 )
 
 
-
 def _mlx(name: str, element: ElementFormat, scale: ElementFormat, size: int) -> Container:
     suffixes = {CODES: ".weight", SCALES: ".scales"}
-    return Container(f"mlx {name}", "mlx", name, element, scale, (1, size), suffixes, "U32", "U8", stack="rows", is_exact=True)
+    return Container(
+        f"mlx {name}", "mlx", name, element, scale, (1, size), suffixes, "U32", "U8", stack="rows", is_exact=True
+    )
 
 
 def _gguf(kind: str, scale: ElementFormat) -> Container:
     block, dtype = GGUF_BLOCKS[kind], kind.upper()
     suffixes = {CODES: ".weight", INPUT_SCALE: ".input_scale"}
     return Container(
-        f"gguf {dtype}", "gguf", kind, E2M1, scale, (1, block.group), suffixes, dtype, "U8", (1,), stack="rows", in_blocks=True
+        f"gguf {dtype}",
+        "gguf",
+        kind,
+        E2M1,
+        scale,
+        (1, block.group),
+        suffixes,
+        dtype,
+        "U8",
+        (1,),
+        stack="rows",
+        in_blocks=True,
     )
 
 
-MLX_MXFP4, MLX_NVFP4, MLX_MXFP8 = _mlx("mxfp4", E2M1, E8M0, 32), _mlx("nvfp4", E2M1, E4M3, 16), _mlx("mxfp8", E4M3, E8M0, 32)
+MLX_MXFP4, MLX_NVFP4, MLX_MXFP8 = (
+    _mlx("mxfp4", E2M1, E8M0, 32),
+    _mlx("nvfp4", E2M1, E4M3, 16),
+    _mlx("mxfp8", E4M3, E8M0, 32),
+)
 MLX_GLOBAL = replace(
-    MLX_NVFP4, name="mlx nvfp4 global", suffixes={**MLX_NVFP4.suffixes, TENSOR_SCALE: ".global_scale"},
+    MLX_NVFP4,
+    name="mlx nvfp4 global",
+    suffixes={**MLX_NVFP4.suffixes, TENSOR_SCALE: ".global_scale"},
     tensor_scale_unit=NVFP4.max,
-)  # fmt: skip
+)
 GGUF_MXFP4, GGUF_NVFP4 = _gguf("mxfp4", E8M0), _gguf("nvfp4", E4M3)
 GGUF_SCALED = replace(
     GGUF_NVFP4, name="gguf NVFP4 scaled", suffixes={**GGUF_NVFP4.suffixes, TENSOR_SCALE: ".scale"}, is_exact=True
 )
 
 CONTAINERS = (
-    MODELOPT_NVFP4, MODELOPT_MXFP4, MODELOPT_MXFP8, CT_NVFP4, CT_MXFP4, CT_MXFP8, SGLANG_MXFP8, GPT_OSS, DEEPSEEK_V4,
-    DEEPSEEK_V4_NVFP4, MODELOPT_STACKS, FP8_BLOCKS, FP8_POWERS, MLX_MXFP4, MLX_GLOBAL, MLX_NVFP4, MLX_MXFP8, GGUF_MXFP4,
-    GGUF_SCALED, GGUF_NVFP4,
-)  # fmt: skip
+    MODELOPT_NVFP4,
+    MODELOPT_MXFP4,
+    MODELOPT_MXFP8,
+    CT_NVFP4,
+    CT_MXFP4,
+    CT_MXFP8,
+    SGLANG_MXFP8,
+    GPT_OSS,
+    DEEPSEEK_V4,
+    DEEPSEEK_V4_NVFP4,
+    MODELOPT_STACKS,
+    FP8_BLOCKS,
+    FP8_POWERS,
+    MLX_MXFP4,
+    MLX_GLOBAL,
+    MLX_NVFP4,
+    MLX_MXFP8,
+    GGUF_MXFP4,
+    GGUF_SCALED,
+    GGUF_NVFP4,
+)
 
 
 def container(name: str) -> Container:

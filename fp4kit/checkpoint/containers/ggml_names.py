@@ -1,7 +1,8 @@
 """What llama.cpp makes of the names in GGUF files: roles of parts, what it leaves as it is, where it uses scales.
 
-Source: llama.cpp 0c1e57098: llama-quant.cpp tensor_allows_quantization; llama-model.cpp load_tensors, whose generic pass has the
-names that may have a ``.scale``; llama-graph.cpp build_ffn; src/models/*.cpp, which pass the scales on or do not.
+Source: llama.cpp 0c1e57098: llama-quant.cpp tensor_allows_quantization; llama-model.cpp load_tensors, whose generic
+pass has the names that may have a ``.scale``; llama-graph.cpp build_ffn; src/models/*.cpp, which pass the scales on or
+do not.
 """
 
 from __future__ import annotations
@@ -17,14 +18,22 @@ RECIPE, VERSION = "fp4kit.recipe", "fp4kit.version"  # keys of files that were c
 
 _PARTS = ("gate", "up", "down", "gate_up")
 STACKS = tuple(f"ffn_{part}_exps" for part in _PARTS)  # leaf names of stacks of experts, [E, N, K]
-HEADS = {"attn_q": "num_attention_heads", "attn_k": "num_key_value_heads"}  # leaf name -> what config calls the count of heads
+HEADS = {
+    "attn_q": "num_attention_heads",
+    "attn_k": "num_key_value_heads",
+}  # leaf name -> what config calls the count of heads
 ROLES: dict[str, Role] = {
-    "token_embd": "embedding", "position_embd": "embedding", "per_layer_token_embd": "embedding", "token_types": "embedding",
-    "ffn_gate_inp": "router", "ffn_gate_inp_shexp": "router", "ffn_gate_tid2eid": "router",
+    "token_embd": "embedding",
+    "position_embd": "embedding",
+    "per_layer_token_embd": "embedding",
+    "token_types": "embedding",
+    "ffn_gate_inp": "router",
+    "ffn_gate_inp_shexp": "router",
+    "ffn_gate_tid2eid": "router",
     **dict.fromkeys(STACKS, "experts"),
     **{f"ffn_{part}_shexp": "shared" for part in _PARTS},
     **{f"ffn_{part}": "mlp" for part in _PARTS},
-}  # fmt: skip
+}
 
 _KEPT = re.compile(
     r"_norm\.weight|altup|laurel|per_layer_model_proj|ssm_conv1d|shortconv\.conv\.weight|indexer\.[kq]_proj\.weight"
@@ -39,7 +48,9 @@ def kept(name: str) -> str | None:
 
 
 def config_of(metadata: Mapping[str, str]) -> dict[str, Any]:
-    """What of a header stands where config.json does: architecture, numbers of layers and heads, the recipe that made it."""
+    """What of a header stands where config.json does: architecture, numbers of layers and heads, the recipe that made
+    it.
+    """
     architecture = metadata.get(ARCHITECTURE, "")
     config: dict[str, Any] = {ARCHITECTURE: architecture}
     layers = metadata.get(f"{architecture}.block_count", "")
@@ -55,9 +66,24 @@ def config_of(metadata: Mapping[str, str]) -> dict[str, Any]:
 
 # Architectures whose graphs multiply by every .scale that is loaded; all others pass some over, without a word.
 SCALING = {
-    "llama", "mistral3", "cohere2", "cohere2moe", "qwen3", "qwen3moe", "qwen35", "qwen35moe", "qwen4exp", "gemma4", "nemotron_h",
-    "nemotron_h_moe", "nanbeige", "mellum", "hy_v3", "deepseek32", "glm-dsa",
-}  # fmt: skip
+    "llama",
+    "mistral3",
+    "cohere2",
+    "cohere2moe",
+    "qwen3",
+    "qwen3moe",
+    "qwen35",
+    "qwen35moe",
+    "qwen4exp",
+    "gemma4",
+    "nemotron_h",
+    "nemotron_h_moe",
+    "nanbeige",
+    "mellum",
+    "hy_v3",
+    "deepseek32",
+    "glm-dsa",
+}
 _SCALED = re.compile(  # modules whose .scale is loaded; a tensor of any other name makes it refuse the file
     r"output|blk\.\d+\.(attn_(q|k|v|output|qkv|gate)|ffn_(gate|down|up)(_shexp|_exps)?|ssm_(in|out|alpha|beta)"
     r"|nextn\.(eh_proj|shared_head_head))"

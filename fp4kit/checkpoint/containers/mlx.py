@@ -1,8 +1,9 @@
 """MLX directories: the form of a recipe, what mlx-lm declares, and the models that it loads as they are written here.
 
-Names stay those of Hugging Face: mlx-lm brings them into its own when it loads (sanitize of each model), and takes a layer for
-quantized where it finds ``.scales``. That works where it moves nothing, or stacks scales of experts as it stacks their weights.
-Source: mlx-lm 0.32.2 utils.py load_model, infer_quant_config, models/*.py; run with qwen3 and mixtral, else read.
+Names stay those of Hugging Face: mlx-lm brings them into its own when it loads (sanitize of each model), and takes a
+layer for quantized where it finds ``.scales``. That works where it moves nothing, or stacks scales of experts as it
+stacks their weights. Source: mlx-lm 0.32.2 utils.py load_model, infer_quant_config, models/*.py; run with qwen3 and
+mixtral, else read.
 """
 
 from __future__ import annotations
@@ -18,20 +19,52 @@ FORMAT, ENGINE = MLX_MXFP4.format, "mlx-lm 0.32.2"
 FORMS = (MLX_MXFP4, MLX_NVFP4, MLX_MXFP8)
 _EXPERTS, _TAKES_GLOBAL = "experts", "switch_mlp"
 _DENSE = {  # moves no tensor of a linear layer
-    "apertus", "cohere", "cohere2", "exaone4", "gemma", "gemma2", "gemma3_text", "glm", "glm4", "granite", "helium",
-    "hunyuan_v1_dense", "internlm3", "llama", "mimo", "minicpm", "ministral3", "mistral", "nanbeige", "nemotron", "olmo", "olmo2",
-    "olmo3", "phi", "phi3", "qwen2", "qwen3", "seed_oss", "smollm3", "stablelm", "starcoder2",
-}  # fmt: skip
+    "apertus",
+    "cohere",
+    "cohere2",
+    "exaone4",
+    "gemma",
+    "gemma2",
+    "gemma3_text",
+    "glm",
+    "glm4",
+    "granite",
+    "helium",
+    "hunyuan_v1_dense",
+    "internlm3",
+    "llama",
+    "mimo",
+    "minicpm",
+    "ministral3",
+    "mistral",
+    "nanbeige",
+    "nemotron",
+    "olmo",
+    "olmo2",
+    "olmo3",
+    "phi",
+    "phi3",
+    "qwen2",
+    "qwen3",
+    "seed_oss",
+    "smollm3",
+    "stablelm",
+    "starcoder2",
+}
 _STACKING = {"deepseek", "deepseek_v2", "dots1", "exaone_moe", "glm4_moe", "mixtral", "olmoe", "phimoe", "qwen2_moe"}
 _LOSING = {"ernie4_5_moe", "mellum", "qwen3_moe"}  # stacks the weights of experts, not their scales
 
 
 def form_for(recipe: Recipe) -> Container:
-    """The form of the codes and scales of a recipe. Raises CheckpointError for one that has no place in layers of mlx-lm."""
+    """The form of the codes and scales of a recipe. Raises CheckpointError for one that has no place in layers of
+    mlx-lm.
+    """
     form = next((known for known in FORMS if known.stores(recipe)), None)
     if form is None:
         usable = ", ".join(id for id, known in RECIPES.items() if any(form.stores(known) for form in FORMS))
-        why = "a tensor scale, which linear layers of mlx-lm have not" if MLX_GLOBAL.stores(recipe) else "no place in mlx"
+        why = (
+            "a tensor scale, which linear layers of mlx-lm have not" if MLX_GLOBAL.stores(recipe) else "no place in mlx"
+        )
         raise CheckpointError(f"recipe {recipe.id}: has {why}; use one of {usable}")
     return form
 
@@ -54,7 +87,8 @@ def check(form: Container | None, config: Mapping[str, Any], modules: Collection
     elif kind not in _DENSE | _STACKING:
         usable = ", ".join(sorted(_DENSE | _STACKING | _LOSING))
         raise CheckpointError(
-            f"model_type {shown(repr(kind))}: how {ENGINE} loads its layers is not known here; --format mlx writes {usable}"
+            f"model_type {shown(repr(kind))}: how {ENGINE} loads its layers is not known here; --format mlx writes"
+            f" {usable}"
         )
 
 

@@ -42,8 +42,9 @@ from fp4kit.storage.whole_file import write_file
 from fp4kit.storage.writer import file_order, header_bytes
 
 _BESIDE, _FORMS = 128 << 20, 12  # bytes of the interpreter with its libraries; slabs that are in memory at a time
-# Processes take about a second to start. From so many workers and bytes to read on they are faster: threads of one interpreter
-# wait for each other, and eight are no faster than four (1.2 GB/s on 16 cores; eight processes 2.0, fifteen 2.7: November 2026).
+# Processes take about a second to start. From so many workers and bytes to read on they are faster: threads of one
+# interpreter wait for each other, and eight are no faster than four (1.2 GB/s on 16 cores; eight processes 2.0, fifteen
+# 2.7: November 2026).
 FROM_WORKERS, FROM_BYTES, MOST_PROCESSES = 4, 4 << 30, 8
 Progress = Callable[[int], None]  # called with the bytes of source tensors done since the last call
 
@@ -58,7 +59,9 @@ class ConversionReport:
 
     @lazy_property
     def actions(self) -> dict[str, int]:
-        """Jobs by what became of them: quantize, cast, requantize, ...; a cast or a carry that was not exact is a requantize."""
+        """Jobs by what became of them: quantize, cast, requantize, ...; a cast or a carry that was not exact is a
+        requantize.
+        """
         return dict(Counter(one.action for one in self.done))
 
     @property
@@ -101,14 +104,21 @@ def convert(
     """Convert the model directory ``source`` into the new directory ``destination``, or a GGUF file into a new one.
 
     Arguments are those of make_plan; options: how it is executed.
-    Raises CheckpointError before any work for what a plan can see, and as soon as it is read for NaN or infinity in a tensor
-    that is to be quantized; whatever is raised, ``destination`` does not exist afterwards.
-    Exact: codes and scales equal fp4kit.quantize of the whole tensor with the tensor amax of its sharing group, but for
+    Raises CheckpointError before any work for what a plan can see, and as soon as it is read for NaN or infinity in a
+    tensor that is to be quantized; whatever is raised, ``destination`` does not exist afterwards. Exact: codes and
+    scales equal fp4kit.quantize of the whole tensor with the tensor amax of its sharing group, but for
         sharing groups and tensors of zeros, whose tensor scale is 1.
     """
     plan = make_plan(
-        source, recipe, format=format, wishes=wishes, input_scale=input_scale, requantize=requantize, nonfinite=nonfinite,
-        codes=codes, search=search,
+        source,
+        recipe,
+        format=format,
+        wishes=wishes,
+        input_scale=input_scale,
+        requantize=requantize,
+        nonfinite=nonfinite,
+        codes=codes,
+        search=search,
     )
     return execute(plan, destination, options)
 
@@ -117,11 +127,11 @@ def convert(
 class Options:
     """How a plan is executed; the bytes that are written do not depend on it.
 
-    workers: threads where GPUs or the compiled engine do the work, else processes on this machine; a script that asks for
-    processes needs ``if __name__ == "__main__":``. None: fp4kit.num_threads() threads, at least two; of processes this one.
-    processes: instead of the compiled engine's threads where they are faster, of many workers on large models; None: at most 8.
-    executor: any of concurrent.futures, instead of those; its workers see the files under the same paths. devices: CUDA devices
-    that quantize, in turn; none: the CPU. resume: go on with an interrupted run.
+    workers: threads where GPUs or the compiled engine do the work, else processes on this machine; a script that asks
+    for processes needs ``if __name__ == "__main__":``. None: fp4kit.num_threads() threads, at least two; of processes
+    this one. processes: instead of the compiled engine's threads where they are faster, of many workers on large
+    models; None: at most 8. executor: any of concurrent.futures, instead of those; its workers see the files under the
+    same paths. devices: CUDA devices that quantize, in turn; none: the CPU. resume: go on with an interrupted run.
     progress: called with bytes that add up to bytes_to_read.
     """
 
@@ -140,8 +150,8 @@ class Options:
 def check(plan: Plan, destination: str | Path, resume: bool = False, removes: bool = False) -> None:
     """Raise CheckpointError for all that can be refused before work: the destination, what is left there, the space.
 
-    removes: what is left there is removed before, if that can be done. With ``resume``, a destination is no error if the run
-    that is to be resumed had finished it.
+    removes: what is left there is removed before, if that can be done. With ``resume``, a destination is no error if
+    the run that is to be resumed had finished it.
     """
     target = Path(destination)
     _check_name(plan, target)
@@ -156,8 +166,13 @@ def check(plan: Plan, destination: str | Path, resume: bool = False, removes: bo
 def _check_name(plan: Plan, target: Path) -> None:
     """Raise CheckpointError for a name that says something else than what is written."""
     if (target.suffix.lower() == ".gguf") != plan.is_file:
-        made = "a GGUF file becomes a GGUF file, whose name ends in .gguf" if plan.is_file else (
-            "a model directory becomes a directory; convert_hf_to_gguf.py of llama.cpp makes a GGUF file of it, then convert that"
+        made = (
+            "a GGUF file becomes a GGUF file, whose name ends in .gguf"
+            if plan.is_file
+            else (
+                "a model directory becomes a directory; convert_hf_to_gguf.py of llama.cpp makes a GGUF file of it,"
+                " then convert that"
+            )
         )
         raise CheckpointError(f"{target}: {made}")
 
@@ -178,7 +193,9 @@ def execute(plan: Plan, destination: str | Path, options: Options | None = None)
 
 
 def finished_before(plan: Plan, target: Path) -> tuple[Done, ...] | None:
-    """Return what a run of this plan did that was killed when its result had its name already. None if there was no such run."""
+    """Return what a run of this plan did that was killed when its result had its name already. None if there was no
+    such run.
+    """
     found = done_before(target, key_of(plan.source, plan.request))
     keys = [job.key for job in jobs_of(plan, _nowhere(plan))]
     return None if found is None or not found.keys() >= {*keys} else tuple(found[key] for key in keys)
@@ -189,11 +206,16 @@ def _execute(plan: Plan, target: Path, options: Options) -> tuple[Done, ...]:
     _check_planned(plan)
     key = key_of(plan.source, plan.request)
     file = plan.shards[0].name if plan.is_file else None
-    with staging.staged_directory(target, options.resume, file) as stage, Journal(stage.folder / staging.JOURNAL, key) as journal:
+    with (
+        staging.staged_directory(target, options.resume, file) as stage,
+        Journal(stage.folder / staging.JOURNAL, key) as journal,
+    ):
         stage.is_ours = True
         done = _Run(plan, stage.folder.absolute(), options, journal).run()
         if key_of(plan.source, plan.request) != key:
-            raise CheckpointError(f"{plan.source.root}: changed while it was converted; run again when nothing writes to it")
+            raise CheckpointError(
+                f"{plan.source.root}: changed while it was converted; run again when nothing writes to it"
+            )
     return done
 
 
@@ -201,7 +223,9 @@ def _check_planned(plan: Plan) -> None:
     """Raise CheckpointError for a source that is not as it was when it was planned."""
     for file in plan.source.files:
         if read_any_header(file.path, file.name) != file:
-            raise CheckpointError(f"{file.label}: changed since the conversion was planned; run again when nothing writes to it")
+            raise CheckpointError(
+                f"{file.label}: changed since the conversion was planned; run again when nothing writes to it"
+            )
 
 
 def bytes_to_read(plan: Plan) -> int:
@@ -285,7 +309,9 @@ class _Run:
 
 
 def _lay_out(plan: Plan, shard: ShardPlan, folder: Path) -> dict[str, tuple[Path, int]]:
-    """Make a file of its final size with its header, over what an interrupted run left; returns tensor -> file and position."""
+    """Make a file of its final size with its header, over what an interrupted run left; returns tensor -> file and
+    position.
+    """
     path = folder / shard.name
     header, places, position = _header(plan, shard)
     found = {name: (path, at) for name, at in places.items()}
@@ -327,7 +353,10 @@ def configs(plan: Plan) -> dict[str, dict[str, Any]]:
     config = _without_declarations(plan.source.config)
     if plan.form is None:
         return found | {CONFIG: config}
-    own: dict[str, Any] = {"version": __version__, **({"recipe": plan.request.recorded} if plan.request.recorded else {})}
+    own: dict[str, Any] = {
+        "version": __version__,
+        **({"recipe": plan.request.recorded} if plan.request.recorded else {}),
+    }
     if plan.request.search is not None:
         own["scale_search"] = plan.request.search.words.removeprefix("searched by ")
     if plan.form.format == mlx.FORMAT:

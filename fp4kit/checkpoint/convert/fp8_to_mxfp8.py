@@ -1,4 +1,6 @@
-"""FP8 of 128x128 blocks -> MXFP8 without a loss, where the scales are powers of two: the codes stay, the scales are repeated."""
+"""FP8 of 128x128 blocks -> MXFP8 without a loss, where the scales are powers of two: the codes stay, the scales are
+repeated.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""convert_tensors: named tensors of a trainer in, named tensors of a quantized checkpoint out, by the rules of the converter."""
+"""convert_tensors: named tensors of a trainer in, named tensors of a quantized checkpoint out, by the rules of the
+converter.
+"""
 
 from __future__ import annotations
 
@@ -90,14 +92,16 @@ class Rules:
 def convert_tensors(tensors: Iterable[Named], rules: Rules) -> Iterator[Named]:
     """Yield the tensors of a quantized checkpoint for those of a model, by the rules that the converter goes by.
 
-    tensors: (name, array), arrays of any library, on the host or a GPU; names of Hugging Face or of Megatron-Core, whose fused
-        parameters are taken apart (linear_fc1 into gate and up, linear_qkv into q, k and v by the heads of rules.config).
-    Each layer comes as its parts, under the names and dtypes of rules.form; what is not converted comes as it is. Layers that
-    share a tensor scale (gate and up; q, k and v) wait for each other; what stays alone comes last.
-    Parts are in the library of the array: 8-bit floats as PyTorch's or ml_dtypes', bit patterns (uint8) in CuPy.
-    Raises CheckpointError for a name of Megatron that is not known, a layer that mlx-lm would not find again, a gate without its
-    up projection, NaN or infinity in what is quantized (their amax is read from the device), and a scale that no loader can use.
-    Exact: the bytes that convert writes for the same tensors.
+    tensors: (name, array), arrays of any library, on the host or a GPU; names of Hugging Face or of Megatron-Core,
+    whose fused
+        parameters are taken apart (linear_fc1 into gate and up, linear_qkv into q, k and v by the heads of
+        rules.config).
+    Each layer comes as its parts, under the names and dtypes of rules.form; what is not converted comes as it is.
+    Layers that share a tensor scale (gate and up; q, k and v) wait for each other; what stays alone comes last. Parts
+    are in the library of the array: 8-bit floats as PyTorch's or ml_dtypes', bit patterns (uint8) in CuPy. Raises
+    CheckpointError for a name of Megatron that is not known, a layer that mlx-lm would not find again, a gate without
+    its up projection, NaN or infinity in what is quantized (their amax is read from the device), and a scale that no
+    loader can use. Exact: the bytes that convert writes for the same tensors.
 
     >>> import numpy as np
     >>> from fp4kit.checkpoint import Rules, convert_tensors
@@ -204,7 +208,9 @@ def _quantized(members: list[Named], rules: Rules) -> Iterator[Named]:
 def _finite_amax(module: str, matrix: Any) -> np.float32:
     found = np.float32(float(amax_of(matrix)))
     if not np.isfinite(found):
-        raise CheckpointError(f"{shown(module)}: holds NaN or infinity; repair it, or leave it out with Wishes(keep=...)")
+        raise CheckpointError(
+            f"{shown(module)}: holds NaN or infinity; repair it, or leave it out with Wishes(keep=...)"
+        )
     return found
 
 
@@ -232,7 +238,9 @@ def _stored_scale(module: str, q: Any, amax: np.float32, rules: Rules) -> np.flo
     divisor = divisor_of(rules.recipe, rules.form, amax, q.dtype)
     stored = scale if not rules.form.divides else np.float32(1) / scale if divisor is None else divisor
     if not usable_tensor_scale(scale) or not usable_tensor_scale(stored):
-        raise CheckpointError(f"{shown(module)}: tensor scale {scale}, not a positive normal float32; use another recipe")
+        raise CheckpointError(
+            f"{shown(module)}: tensor scale {scale}, not a positive normal float32; use another recipe"
+        )
     return stored
 
 

@@ -1,7 +1,9 @@
-"""What an interrupted run has done: lines of JSON beside the files that it fills, and the key that says which run it was.
+"""What an interrupted run has done: lines of JSON beside the files that it fills, and the key that says which run it
+was.
 
-The key covers the source (name, size, time of change and header of every file, and its config), the request and the version.
-A job that is written down as done is believed only if its bytes are still those that it wrote: a line may reach the disk first.
+The key covers the source (name, size, time of change and header of every file, and its config), the request and the
+version. A job that is written down as done is believed only if its bytes are still those that it wrote: a line may
+reach the disk first.
 """
 
 from __future__ import annotations
@@ -52,9 +54,15 @@ def request_facts(request: Request) -> dict[str, Any]:
     codes = {"codes": request.codes, "recipe": request.made_by, "recipe_of_form": recipe} if request.codes else {}
     search = {} if request.search is None else {"scale_search": request.search.facts()}
     return {
-        "recipe": recipe, "format": request.format, "wishes": asdict(request.wishes), "input_scale": request.input_scale,
-        "requantize": request.requantize, "nonfinite": request.nonfinite, **codes, **search,
-    }  # fmt: skip
+        "recipe": recipe,
+        "format": request.format,
+        "wishes": asdict(request.wishes),
+        "input_scale": request.input_scale,
+        "requantize": request.requantize,
+        "nonfinite": request.nonfinite,
+        **codes,
+        **search,
+    }
 
 
 def key_of(source: Source, request: Request) -> str:
@@ -63,11 +71,13 @@ def key_of(source: Source, request: Request) -> str:
     facts = [__version__, source_facts(source), times, dict(source.config), request_facts(request)]
     return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()
 
+
 _LONGEST_KEY = 1 << 10  # bytes of the first line, which holds a SHA-256
 
 
 class Journal:
-    """Lines that a run appends, each at once. measured, done: what the lines of an earlier run say, by the keys of jobs.
+    """Lines that a run appends, each at once. measured, done: what the lines of an earlier run say, by the keys of
+    jobs.
 
     Raises CheckpointError for the journal of another run, and for one larger than any journal. Both stay as they are.
     A line that was cut counts as not written.
@@ -94,7 +104,9 @@ class Journal:
         os.close(self._file)
 
     def _begin(self, path: Path, key: str) -> None:
-        """Read the whole lines that are there, cut off what follows the last of them, and write the key of a new journal."""
+        """Read the whole lines that are there, cut off what follows the last of them, and write the key of a new
+        journal.
+        """
         size = os.fstat(self._file).st_size
         if size > MAX_BYTES:
             raise CheckpointError(

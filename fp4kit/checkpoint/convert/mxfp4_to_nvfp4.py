@@ -1,8 +1,10 @@
-"""MXFP4 -> NVFP4 without a loss: the codes stay, and powers of two become E4M3 block scales over a tensor scale that is one.
+"""MXFP4 -> NVFP4 without a loss: the codes stay, and powers of two become E4M3 block scales over a tensor scale that is
+one.
 
 With k the exponents of the blocks that hold anything but zeros and m = max(k) - 8 over all members of a group:
-tensor_scale = 2^m, block_scale = 2^(k - m) for both halves of a block of 32; exact iff max(k) - min(k) <= 17. As requantize does
-for one array; here for groups that share a tensor scale, slab by slab. Source: Model-Optimizer utils/numeric_utils.py.
+tensor_scale = 2^m, block_scale = 2^(k - m) for both halves of a block of 32; exact iff max(k) - min(k) <= 17. As
+requantize does for one array; here for groups that share a tensor scale, slab by slab. Source: Model-Optimizer
+utils/numeric_utils.py.
 """
 
 from __future__ import annotations
@@ -21,7 +23,9 @@ _HIGHEST = 8  # exponent of 256, the largest power of two of E4M3
 _RANGE = 17  # 2^-9 ... 2^8
 _NIBBLES = (1 << (E2M1.bits - 1)) - 1
 _ANY_MAGNITUDE = np.uint8(_NIBBLES | _NIBBLES << 4)
-_POWERS = {int(np.log2(value)): code for code, value in enumerate(E4M3.values[:128]) if value > 0 and np.log2(value) % 1 == 0}
+_POWERS = {
+    int(np.log2(value)): code for code, value in enumerate(E4M3.values[:128]) if value > 0 and np.log2(value) % 1 == 0
+}
 
 
 def _holds_something(weight: Weight, slab: Slab) -> npt.NDArray[np.bool_]:
@@ -40,11 +44,15 @@ def exponents(weight: Weight, slab: Slab) -> tuple[int, int]:
 
 
 def is_exact(low: int, high: int) -> bool:
-    """Whether blocks of these exponents have exact block scales under one usable tensor scale; all-zero weights have."""
+    """Whether blocks of these exponents have exact block scales under one usable tensor scale; all-zero weights
+    have.
+    """
     if high < low:
         return True
     scale = np.ldexp(np.float64(1), high - _HIGHEST)
-    return high - low <= _RANGE and usable_tensor_scale(scale) and usable_tensor_scale(scale * float(E2M1.max * E4M3.max))
+    return (
+        high - low <= _RANGE and usable_tensor_scale(scale) and usable_tensor_scale(scale * float(E2M1.max * E4M3.max))
+    )
 
 
 def block_scales(weight: Weight, slab: Slab, high: int) -> npt.NDArray[np.uint8]:

@@ -1,4 +1,6 @@
-"""The numbers that a layer has once: its tensor scale and its input scale, multipliers or divisors as the container has them."""
+"""The numbers that a layer has once: its tensor scale and its input scale, multipliers or divisors as the container has
+them.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ def put_scalars(job: Job, output: Sink, tensor_scale: np.float32 | None, known: 
 
 
 def put_tensor_scale(job: Job, output: Sink, scale: np.float32, known: np.float32 | None = None) -> None:
-    """Write a tensor scale; known: what is stored, as the producer has it, where that is not what follows from the scale."""
+    """Write a tensor scale; known: what is stored, as the producer has it, where that is not what follows from the
+    scale.
+    """
     form = job.container
     with np.errstate(over="ignore", divide="ignore"):  # refused below
         made = np.float32(1) / scale if form.divides else scale * np.float32(form.tensor_scale_unit)
@@ -45,7 +49,9 @@ def put_input_scale(job: Job, output: Sink, scale: np.float32) -> None:
 
 
 def put_given_input_scale(job: Job, output: Sink) -> None:
-    """Write the input scale that the user gave. Raises CheckpointError without one: that of old codes is not that of new ones."""
+    """Write the input scale that the user gave. Raises CheckpointError without one: that of old codes is not that of
+    new ones.
+    """
     if job.input_scale is None:
         why = "gets new codes, and other layers have scales of activations"
         raise CheckpointError(f"{shown(job.name)}: {why}; give --input-scale")

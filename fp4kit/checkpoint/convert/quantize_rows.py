@@ -23,7 +23,9 @@ from fp4kit.storage.errors import CheckpointError, shown
 
 
 def write(job: Job, readers: Readers, output: Sink, amax: np.float32) -> tuple[int, Losses]:
-    """Quantize and write a weight; returns how many NaN and infinities were replaced, and what a search of scales gained."""
+    """Quantize and write a weight; returns how many NaN and infinities were replaced, and what a search of scales
+    gained.
+    """
     tensor_amax = None if job.new_recipe.tensor_scaling == "none" else amax
     replaced, q, losses = 0, None, Losses()
     weights = None if job.columns is None else readers.array(job.columns)
@@ -63,7 +65,8 @@ def of_zeros(q: Quantized) -> Quantized:
 
 
 def divisor_of(recipe: Recipe, form: Container, amax: np.float32, dtype: np.dtype) -> np.float32 | None:
-    """What the producer divides by, where the container stores that and the recipe is one that makes it; None elsewhere.
+    """What the producer divides by, where the container stores that and the recipe is one that makes it; None
+    elsewhere.
 
     The amax itself, as MLX stores it, where that is the recipe's tensor scale up to a rounding.
     """
@@ -76,7 +79,9 @@ def divisor_of(recipe: Recipe, form: Container, amax: np.float32, dtype: np.dtyp
 
 
 def saturated(x: np.ndarray, amax: np.float32) -> tuple[np.ndarray, int]:
-    """Infinities become ``amax``, the largest finite magnitude of the group, as far as the dtype has it; NaN becomes 0."""
+    """Infinities become ``amax``, the largest finite magnitude of the group, as far as the dtype has it; NaN becomes
+    0.
+    """
     wide = x.astype(np.float32)
     count = int(np.count_nonzero(~np.isfinite(wide)))
     if not count:
@@ -91,5 +96,6 @@ def _check_scales(job: Job, q: Quantized) -> None:
     bad = int(np.count_nonzero((q.block_scale & ~np.uint8(q.recipe.scale.sign_bit)) == q.recipe.scale.nan_code))
     if bad and (job.nonfinite != "keep" or job.container.in_blocks):  # llama.cpp reads them as numbers
         raise CheckpointError(
-            f"{shown(job.name)}: {bad} block scales are NaN; leave it out with --keep, or use another recipe than {q.recipe.id}"
+            f"{shown(job.name)}: {bad} block scales are NaN; leave it out with --keep, or use another recipe than"
+            f" {q.recipe.id}"
         )

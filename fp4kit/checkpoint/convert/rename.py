@@ -1,4 +1,6 @@
-"""The same codes and scales under other names; the tensor scale inverted where one form multiplies and the other divides."""
+"""The same codes and scales under other names; the tensor scale inverted where one form multiplies and the other
+divides.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""The work of a conversion, as jobs that know nothing of each other: they run in any order, in any process, on any machine that
-sees the files. A job writes its own bytes of the output files; before, all weights of its group that need it are measured.
+"""The work of a conversion, as jobs that know nothing of each other: they run in any order, in any process, on any
+machine that sees the files. A job writes its own bytes of the output files; before, all weights of its group that need
+it are measured.
 """
 
 from __future__ import annotations
@@ -118,7 +119,8 @@ def _copy(source: Located, readers: Readers, output: Sink) -> None:
 
 
 def _dequantize(job: Job, readers: Readers, output: Sink, shared: Measured | None) -> int:
-    """Decoded numbers, rounded to the dtype that is written; of a stack that models keep as columns, some columns at a time.
+    """Decoded numbers, rounded to the dtype that is written; of a stack that models keep as columns, some columns at a
+    time.
 
     shared: what they hold, where NaN and infinities are replaced; returns how many were.
     """
@@ -193,7 +195,9 @@ class _Output:
         for part, target in self._targets.items():
             missing = target.position + target.nbytes - self._next[part]
             if missing:
-                raise CheckpointError(f"{shown(target.path.name)}: {missing} of {target.nbytes} planned bytes are missing")
+                raise CheckpointError(
+                    f"{shown(target.path.name)}: {missing} of {target.nbytes} planned bytes are missing"
+                )
         return _joined_sums(self._sums.values())
 
 

@@ -1,7 +1,8 @@
-"""The jobs of a conversion in one sweep over its source, so that reading, writing, the disk and hashing go on side by side.
+"""The jobs of a conversion in one sweep over its source, so that reading, writing, the disk and hashing go on side by
+side.
 
-The jobs of a group, which share a tensor scale, write as soon as all of them are measured, while their bytes are in the page
-cache. A file is pushed to the disk, and hashed, as soon as all jobs that write into it are done.
+The jobs of a group, which share a tensor scale, write as soon as all of them are measured, while their bytes are in the
+page cache. A file is pushed to the disk, and hashed, as soon as all jobs that write into it are done.
 """
 
 from __future__ import annotations
@@ -32,7 +33,9 @@ class Sweep:
     After run: done has every job by its key, and digests has every file by its path.
     """
 
-    def __init__(self, all_jobs: Sequence[Job], files: Iterable[Path], journal: Journal, check: Check, tick: Tick) -> None:
+    def __init__(
+        self, all_jobs: Sequence[Job], files: Iterable[Path], journal: Journal, check: Check, tick: Tick
+    ) -> None:
         self._jobs = {job.key: job for job in all_jobs}
         self._journal, self._check, self._tick = journal, check, tick
         self._measured: dict[str, Measured] = {}
@@ -60,7 +63,9 @@ class Sweep:
     def _take_over(self, executor: Executor | None) -> None:
         """Jobs of an interrupted run whose bytes are still those that they wrote."""
         noted = self._journal.done
-        for now in run_all(executor, deque((run_job.read_back, (job,)) for job in self._jobs.values() if job.key in noted)):
+        for now in run_all(
+            executor, deque((run_job.read_back, (job,)) for job in self._jobs.values() if job.key in noted)
+        ):
             if now.crc32 == noted[now.key].crc32:
                 self._take_done(noted[now.key])
                 self._tick(self._jobs[now.key].nbytes_in)

@@ -1,9 +1,11 @@
-"""What goes wrong on the way from a quantizer to a file: orders of codes, of block scales, of rows; wrong tensor scales.
+"""What goes wrong on the way from a quantizer to a file: orders of codes, of block scales, of rows; wrong tensor
+scales.
 
-A mishap is named by what a reader meets, and is undone here: stored bytes come back as the recipe made them. Orders of rows
-are undone on the source instead, as the source row that each stored row was made from. Nothing here knows a recipe's numbers.
-Sources: GGML's block_mxfp4 and block_nvfp4 (halves of 32 and 16); cuBLAS and FlashInfer scale layouts (fp4kit.layouts);
-transformers' convert_llama_weights_to_hf.py, llama.cpp's convert_hf_to_gguf.py (rotary order); gpt-oss (gate, up interleaved).
+A mishap is named by what a reader meets, and is undone here: stored bytes come back as the recipe made them. Orders of
+rows are undone on the source instead, as the source row that each stored row was made from. Nothing here knows a
+recipe's numbers. Sources: GGML's block_mxfp4 and block_nvfp4 (halves of 32 and 16); cuBLAS and FlashInfer scale layouts
+(fp4kit.layouts); transformers' convert_llama_weights_to_hf.py, llama.cpp's convert_hf_to_gguf.py (rotary order);
+gpt-oss (gate, up interleaved).
 """
 
 from __future__ import annotations
@@ -31,9 +33,10 @@ class StoredLayer:
     """The parts of one quantized layer as its file has them.
 
     codes: uint8 (N, bytes), two codes of 4 bits a byte, else one. block_scale: uint8 bit patterns of any shape.
-    tensor_scale: float32, () or one a row, which multiplies on decode as the container declares it; None where the file has none.
-    recipe: any of the format, for its elements, scales and block size. scale_layout: what the container declares.
-    Raises ValueError for codes that are no matrix, and for a recipe without block scales; TypeError for other dtypes.
+    tensor_scale: float32, () or one a row, which multiplies on decode as the container declares it; None where the file
+    has none. recipe: any of the format, for its elements, scales and block size. scale_layout: what the container
+    declares. Raises ValueError for codes that are no matrix, and for a recipe without block scales; TypeError for other
+    dtypes.
     """
 
     codes: np.ndarray
@@ -45,11 +48,17 @@ class StoredLayer:
     def __post_init__(self) -> None:
         for name, part in (("codes", self.codes), ("block_scale", self.block_scale)):
             if part.dtype != np.uint8:
-                raise TypeError(f"identify: {name} are {part.dtype}; needs uint8 of their bits; use {name}.view(np.uint8)")
+                raise TypeError(
+                    f"identify: {name} are {part.dtype}; needs uint8 of their bits; use {name}.view(np.uint8)"
+                )
         if self.codes.ndim != 2:
-            raise ValueError(f"identify: codes have shape {self.codes.shape}; needs (rows, bytes); pass one layer of a stack")
+            raise ValueError(
+                f"identify: codes have shape {self.codes.shape}; needs (rows, bytes); pass one layer of a stack"
+            )
         if self.recipe.scale is None:
-            raise ValueError(f"identify: {self.recipe.id} has no block scales; needs a block format; use fp4kit.identify")
+            raise ValueError(
+                f"identify: {self.recipe.id} has no block scales; needs a block format; use fp4kit.identify"
+            )
         if self.tensor_scale is not None:
             scale = np.asarray(self.tensor_scale, np.float32)
             object.__setattr__(self, "tensor_scale", scale.reshape(()) if scale.size == 1 else scale.reshape(-1))
@@ -70,11 +79,14 @@ def _elements(length: int, packing: Packing) -> int:
     return length // packing.bytes * packing.codes
 
 
-# ---- how a matrix of codes is read ------------------------------------------------------------------------------------------
+# ---- how a matrix of codes is read
+# ------------------------------------------------------------------------------------------
 
 
 class Reading(NamedTuple):
-    """Codes of some stored rows, one a byte: read(layer, rows, columns). of_source: whether its shape is the source's."""
+    """Codes of some stored rows, one a byte: read(layer, rows, columns). of_source: whether its shape is the
+    source's.
+    """
 
     mishap: str | None
     read: Callable[[StoredLayer, np.ndarray, slice], np.ndarray]
@@ -116,7 +128,8 @@ def readings(layer: StoredLayer, shape: tuple[int, int]) -> Iterator[Reading]:
         yield Reading("packed bytes are transposed", _bytes_transposed)
 
 
-# ---- orders of codes in their bytes -----------------------------------------------------------------------------------------
+# ---- orders of codes in their bytes
+# -----------------------------------------------------------------------------------------
 
 
 class CodeOrder(NamedTuple):
@@ -155,7 +168,8 @@ def code_orders(recipe: Recipe, columns: int) -> list[CodeOrder]:
     return [order for order in found if not columns % order.multiple]
 
 
-# ---- orders of block scales -------------------------------------------------------------------------------------------------
+# ---- orders of block scales
+# -------------------------------------------------------------------------------------------------
 
 
 class Scales(NamedTuple):
@@ -169,8 +183,9 @@ class Scales(NamedTuple):
 def scale_orders(stored: np.ndarray, declared: str, shape: tuple[int, int]) -> Iterator[Scales]:
     """Linear scales of `shape` under each order that the stored bytes may be in; first as declared, where that fits.
 
-    One at a time, since all together would take many times the bytes. Orders: linear and the layouts of fp4kit.layouts, each also
-    with its padding cut off; column by column; a layout taken away that was not there, or read as another; rows shuffled.
+    One at a time, since all together would take many times the bytes. Orders: linear and the layouts of fp4kit.layouts,
+    each also with its padding cut off; column by column; a layout taken away that was not there, or read as another;
+    rows shuffled.
     """
     for layout in sorted(SCALE_LAYOUTS, key=lambda layout: layout != declared):
         mishap = None if layout == declared else f"block scales are {layout}, declared {declared}"
@@ -183,8 +198,12 @@ def scale_orders(stored: np.ndarray, declared: str, shape: tuple[int, int]) -> I
             yield from _shuffled(stored.reshape(shape))
 
 
-def _in_layout(stored: np.ndarray, layout: str, declared: str, shape: tuple[int, int], mishap: str | None) -> Iterator[Scales]:
-    """In one layout: whole, or without its padding; linear ones: in an array that has the padding of the declared layout."""
+def _in_layout(
+    stored: np.ndarray, layout: str, declared: str, shape: tuple[int, int], mishap: str | None
+) -> Iterator[Scales]:
+    """In one layout: whole, or without its padding; linear ones: in an array that has the padding of the declared
+    layout.
+    """
     padded = padded_shape(shape, layout)
     if stored.size == prod(padded):
         yield Scales(mishap, unswizzle_scales(stored, layout, shape))
@@ -225,7 +244,8 @@ def _shuffles(rows: int) -> Iterator[tuple[int, np.ndarray]]:
             yield tile, shuffle_rows(rows, tile)
 
 
-# ---- orders of rows ---------------------------------------------------------------------------------------------------------
+# ---- orders of rows
+# ---------------------------------------------------------------------------------------------------------
 
 
 class RowOrder(NamedTuple):
@@ -259,15 +279,17 @@ def _rotary(rows: int, heads: int) -> Iterator[RowOrder]:
 def row_orders(rows: int, heads: Sequence[int] = (), other: bool = False, second: bool = False) -> list[RowOrder]:
     """Orders that the rows of a layer may be in; the right one first, none twice.
 
-    heads: numbers of heads that q or k may have. other: whether the source of the other half of a gated pair is known, of as many
-    rows; second: whether this layer is the second half (up).
+    heads: numbers of heads that q or k may have. other: whether the source of the other half of a gated pair is known,
+    of as many rows; second: whether this layer is the second half (up).
     """
     found = [RowOrder(None, np.arange(rows)), *(order for count in heads for order in _rotary(rows, count))]
     if other:
         found += _halves_of_pair(rows, second)
     if rows and not rows % 2:
         found += _stacks(rows)
-    found += (RowOrder(f"rows are shuffled for FlashInfer (epilogue tile {tile})", index) for tile, index in _shuffles(rows))
+    found += (
+        RowOrder(f"rows are shuffled for FlashInfer (epilogue tile {tile})", index) for tile, index in _shuffles(rows)
+    )
     seen: dict[bytes, RowOrder] = {}
     for order in found:
         seen.setdefault(order.source.tobytes(), order)
@@ -278,7 +300,11 @@ def _halves_of_pair(rows: int, second: bool) -> Iterator[RowOrder]:
     """What one half of a pair holds where the stack of both was in another order, or cut in another place."""
     for mishap, index in _stacks(2 * rows):
         mine = index[rows:] if second else index[:rows]
-        name = "holds the other half of its pair: gate and up are exchanged" if "interleaved" not in (mishap or "") else mishap
+        name = (
+            "holds the other half of its pair: gate and up are exchanged"
+            if "interleaved" not in (mishap or "")
+            else mishap
+        )
         yield RowOrder(name, (mine + rows) % (2 * rows) if second else mine)
 
 
@@ -291,7 +317,8 @@ def name_of_rows(index: np.ndarray) -> str:
     return "rows are permuted"
 
 
-# ---- tensor scales ----------------------------------------------------------------------------------------------------------
+# ---- tensor scales
+# ----------------------------------------------------------------------------------------------------------
 
 
 def near(a: Any, b: Any) -> bool:
@@ -309,7 +336,9 @@ def tensor_mishap(stored: Any, right: Any, amax: Any) -> str | None:
     ones = np.float32(1)
     if right is None or stored is None:
         needless = stored is None or near(stored, ones)
-        missing = f"tensor scale is missing, needs {_shown(right)}" if right is not None and not near(right, ones) else None
+        missing = (
+            f"tensor scale is missing, needs {_shown(right)}" if right is not None and not near(right, ones) else None
+        )
         return missing if needless else f"{WRONG_SCALE}, needs none, not {_shown(stored)}"
     with np.errstate(all="ignore"):
         inverse = np.float32(1) / right

@@ -1,4 +1,6 @@
-"""explain: which recipe and which mishaps give the bytes of one stored layer, or that nothing does, and what is nearest."""
+"""explain: which recipe and which mishaps give the bytes of one stored layer, or that nothing does, and what is
+nearest.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,14 @@ from fp4kit.checkpoint.identify.corruptions import StoredLayer, code_orders
 from fp4kit.checkpoint.identify.hypotheses import Account, Case, Layout, Tally, count, own_amax, stored_scales
 from fp4kit.checkpoint.identify.permutations import permuted_blocks, permuted_rows, permuted_scales
 from fp4kit.checkpoint.identify.searched_scales import under_stored_scales
-from fp4kit.checkpoint.identify.try_hypotheses import Trial, first_whole, layouts_of, orders_by_sign, sample_of, try_layout
+from fp4kit.checkpoint.identify.try_hypotheses import (
+    Trial,
+    first_whole,
+    layouts_of,
+    orders_by_sign,
+    sample_of,
+    try_layout,
+)
 from fp4kit.checkpoint.model.statistics import amax_and_nonfinite
 from fp4kit.formats import FLOATS
 from fp4kit.layouts import packed
@@ -22,7 +31,8 @@ from fp4kit.ops.identify_matches import name_of
 from fp4kit.quantized.container import Quantized
 from fp4kit.recipes import Recipe
 
-A_FEW = 0.95  # share of bytes that a recipe gives, above which the others are damage; of searched scales it gives 0.6 to 0.8
+# share of bytes that a recipe gives, above which the others are damage; of searched scales it gives 0.6 to 0.8
+A_FEW = 0.95
 
 
 @dataclass(frozen=True)
@@ -31,10 +41,10 @@ class Explanation:
 
     recipe: an id, the first of `recipes` that give these bytes alike; None where nothing gives all of them.
     mishap: what went wrong on the way, in words, several joined by "; "; None: nothing.
-    codes_equal, scales_equal, total: bytes of codes and of block scales that this gives, or the nearest one, and of both in all.
-    blank: all codes and scales are zeros, so that nothing tells one order of bytes from another. searched: no recipe gives the
-    scales, and one all codes under them. unlike: the codes do not have the signs of the source in any known order, so that
-    they are probably those of another model. sentence: all this for people.
+    codes_equal, scales_equal, total: bytes of codes and of block scales that this gives, or the nearest one, and of
+    both in all. blank: all codes and scales are zeros, so that nothing tells one order of bytes from another. searched:
+    no recipe gives the scales, and one all codes under them. unlike: the codes do not have the signs of the source in
+    any known order, so that they are probably those of another model. sentence: all this for people.
     """
 
     recipe: str | None
@@ -72,18 +82,19 @@ def explain(
 ) -> Explanation:
     """Find the recipe and the mishaps that give every byte of a stored layer.
 
-    x: the source (N, K), float32, float16 or bfloat16. other: the source of the other half, where the layer is one of a gated
-    pair; second: whether it is the second half (up). heads: numbers of heads that the rows of q or k may be of. amaxes: those
-    of groups that may share the layer's tensor scale, beside its own. unnamed: whether to look for what has no name, too:
-    rows, scales and blocks in any order, and, on a sample, Hadamard transforms and stochastic rounding.
-    Each of the mishaps of fp4kit.checkpoint.identify.corruptions is undone, alone and together with one of another kind:
-    in how codes are read, in the order of rows, of codes in bytes, of block scales, and in the tensor scale. Then rows in
-    any order, scales of other blocks, and blocks in other places. Fewer mishaps come first; the tensor scale may be off by
-    2 ulp. A source with NaN or infinities is tried as it is, and with these replaced as a conversion does that with
-    nonfinite="saturate".
-    Memory: chunks of a million elements, and several times the bytes of block scales.
-    Time: about as many quantizations of the layer as recipes give it, and some hundred of a sample. If nothing explains the
-        layer, most of the time goes into what has no name. Without that, each recipe quantizes the sample once per amax.
+    x: the source (N, K), float32, float16 or bfloat16. other: the source of the other half, where the layer is one of a
+    gated pair; second: whether it is the second half (up). heads: numbers of heads that the rows of q or k may be of.
+    amaxes: those of groups that may share the layer's tensor scale, beside its own. unnamed: whether to look for what
+    has no name, too: rows, scales and blocks in any order, and, on a sample, Hadamard transforms and stochastic
+    rounding. Each of the mishaps of fp4kit.checkpoint.identify.corruptions is undone, alone and together with one of
+    another kind: in how codes are read, in the order of rows, of codes in bytes, of block scales, and in the tensor
+    scale. Then rows in any order, scales of other blocks, and blocks in other places. Fewer mishaps come first; the
+    tensor scale may be off by 2 ulp. A source with NaN or infinities is tried as it is, and with these replaced as a
+    conversion does that with nonfinite="saturate". Memory: chunks of a million elements, and several times the bytes of
+    block scales. Time: about as many quantizations of the layer as recipes give it, and some hundred of a sample. If
+    nothing explains the
+        layer, most of the time goes into what has no name. Without that, each recipe quantizes the sample once per
+        amax.
     Returns an Explanation. It has no recipe if block scales are of a size that fits no layout.
     Raises ValueError for an x that is no matrix, TypeError for another dtype.
     """
@@ -118,7 +129,9 @@ def _either(found: Explanation, again: Explanation) -> Explanation:
     if not found.explained or found.mishap != again.mishap:
         return replace(again, sentence=text)
     recipes = tuple(dict.fromkeys((*found.recipes, *again.recipes)))
-    return found if recipes == found.recipes else replace(found, recipes=recipes, sentence=f"{found.sentence}; or, {text}")
+    return (
+        found if recipes == found.recipes else replace(found, recipes=recipes, sentence=f"{found.sentence}; or, {text}")
+    )
 
 
 def _of_source(
@@ -133,7 +146,9 @@ def _of_source(
     """Do what explain does, with a source as it is."""
     own = own_amax(x)
     pair = () if other is None else (own_amax(other),)
-    case = Case(layer, x, other, second, tuple(heads), (own, *(np.float32(a) for a in amaxes), *pair, max(own, *pair, own)))
+    case = Case(
+        layer, x, other, second, tuple(heads), (own, *(np.float32(a) for a in amaxes), *pair, max(own, *pair, own))
+    )
     if own == 0 and layer.blank:
         return _zeros(layer)
     layouts = list(layouts_of(case, layer.recipe))
@@ -159,7 +174,8 @@ def _scales_that_do_not_fit(layer: StoredLayer, shape: tuple[int, int]) -> str:
 
 
 def _searched(case: Case, layouts: list[Layout], unnamed: bool) -> Explanation:
-    """The plain layout first; the others where that needs more than one mishap; then, if wanted, orders that no table has.
+    """The plain layout first; the others where that needs more than one mishap; then, if wanted, orders that no table
+    has.
 
     Where codes are right in the plain layout under scales of no known rule, they are in no other one.
     """
@@ -184,7 +200,9 @@ def _searched(case: Case, layouts: list[Layout], unnamed: bool) -> Explanation:
 
 
 def _by_scales(case: Case, plain: Layout, trial: Trial) -> Explanation | None:
-    """Scales of no known rule over codes that are right under them: searched or calibrated, and not a few changed bytes."""
+    """Scales of no known rule over codes that are right under them: searched or calibrated, and not a few changed
+    bytes.
+    """
     assert trial.nearest is not None  # there is a recipe of every format
     found = under_stored_scales(case, plain)
     if not found or count(case, trial.nearest, early=False).share > A_FEW:
@@ -220,7 +238,9 @@ def _all_bytes(case: Case) -> Tally:
 
 def _explained(accounts: list[Account], tally: Tally, blank: bool = False) -> Explanation:
     """Of accounts of equally many mishaps: the first, with the recipes of the same mishaps."""
-    mishaps = tuple({kind("; ".join(account.mishaps)): account.mishaps for account in reversed(accounts)}.values())[::-1]
+    mishaps = tuple({kind("; ".join(account.mishaps)): account.mishaps for account in reversed(accounts)}.values())[
+        ::-1
+    ]
     alike = kind("; ".join(mishaps[0]))
     recipes = tuple(dict.fromkeys(name_of(a.recipe) for a in accounts if kind("; ".join(a.mishaps)) == alike))
     sentence = f"{either(recipes)} made these bytes" + " (they agree on this layer)" * (len(recipes) > 1)
@@ -238,7 +258,9 @@ def _zeros(layer: StoredLayer) -> Explanation:
 
 
 def _nearest(case: Case, plain: Layout, trial: Trial, unnamed: bool) -> Explanation:
-    """Nothing gives all: what chance may have made, or else the account that gives most of the sample, counted on the whole."""
+    """Nothing gives all: what chance may have made, or else the account that gives most of the sample, counted on the
+    whole.
+    """
     assert trial.nearest is not None  # there is a recipe of every format
     tally = count(case, trial.nearest, early=False)
     share = min(100 * tally.share, 99.99)
@@ -265,7 +287,9 @@ def _variation(case: Case, plain: Layout) -> str | None:
     return f"on a sample, {found.verdict}" if found.variations else None
 
 
-def _sampled(layer: StoredLayer, r: Recipe, plain: Layout, rows: np.ndarray, columns: slice, dtype: np.dtype) -> Quantized | None:
+def _sampled(
+    layer: StoredLayer, r: Recipe, plain: Layout, rows: np.ndarray, columns: slice, dtype: np.dtype
+) -> Quantized | None:
     """A Quantized of a part of a layer, as it is declared; None where its tensor scale is none."""
     scale = layer.tensor_scale
     usable = scale is None or (np.ndim(scale) == 0 and 0 < scale < np.inf)

@@ -1,7 +1,7 @@
 """Accounts of a stored layer: which recipe made it of its source, and what went wrong on the way.
 
-An account is a way to read the codes, an order of rows, of codes in their bytes, of block scales, a recipe and an amax. What it
-makes is compared with what is stored in chunks of rows.
+An account is a way to read the codes, an order of rows, of codes in their bytes, of block scales, a recipe and an amax.
+What it makes is compared with what is stored in chunks of rows.
 """
 
 from __future__ import annotations
@@ -23,12 +23,17 @@ from fp4kit.reference.tensor_rules import tensor_scale
 
 Given = tuple[Recipe, np.ndarray | None]  # a recipe, and the amax of the tensor that it is given
 CHUNK = 1 << 20  # elements of the whole layer that are looked at at once
-FARTHEST = (2.0**-6, 2.0**10)  # amax of a scale that may be wrong, over the layer's own: layers that share one differ by 10
+FARTHEST = (
+    2.0**-6,
+    2.0**10,
+)  # amax of a scale that may be wrong, over the layer's own: layers that share one differ by 10
 
 
 @dataclass(frozen=True, eq=False)
 class Case:
-    """A stored layer and what is known of it: its source (N, K), that of its other half, heads, amaxes; its own is the first."""
+    """A stored layer and what is known of it: its source (N, K), that of its other half, heads, amaxes; its own is the
+    first.
+    """
 
     layer: StoredLayer
     x: np.ndarray
@@ -51,7 +56,9 @@ class Case:
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """How codes are read, and which source row each row was made from. late: rows were moved after they were quantized."""
+    """How codes are read, and which source row each row was made from. late: rows were moved after they were
+    quantized.
+    """
 
     reading: Reading
     rows: RowOrder
@@ -88,7 +95,9 @@ class Account:
 
 @dataclass
 class Tally:
-    """Bytes that an account gives: of codes, of scales, and all that there are. tensor: whether tensor scales are as it says."""
+    """Bytes that an account gives: of codes, of scales, and all that there are. tensor: whether tensor scales are as it
+    says.
+    """
 
     codes: int = 0
     scales: int = 0
@@ -104,7 +113,8 @@ class Tally:
         return (self.codes + self.scales) / max(self.total, 1)
 
 
-# ---- what a recipe makes ----------------------------------------------------------------------------------------------------
+# ---- what a recipe makes
+# ----------------------------------------------------------------------------------------------------
 
 
 def made(case: Case, layout: Layout, rows: np.ndarray, columns: slice, given: Given) -> tuple:
@@ -153,10 +163,14 @@ def own_amax(x: np.ndarray) -> np.float32:
 
 
 def amaxes(case: Case, r: Recipe) -> Sequence[np.ndarray | None]:
-    """What a recipe may have been given: known amaxes that make the stored tensor scale; else all, and what the scale implies."""
+    """What a recipe may have been given: known amaxes that make the stored tensor scale; else all, and what the scale
+    implies.
+    """
     if r.tensor_rule is None or r.tensor_scaling != "tensor":
         return [None]
-    own = case.amaxes[0]  # a group is not of zeros where its member is not, though the scale of zeros may be the stored one
+    own = case.amaxes[
+        0
+    ]  # a group is not of zeros where its member is not, though the scale of zeros may be the stored one
     known = [np.asarray(a) for a in case.amaxes if a != 0 or own == 0]
     stored, dtype = case.layer.tensor_scale, case.x.dtype
     if stored is not None:
@@ -167,7 +181,9 @@ def amaxes(case: Case, r: Recipe) -> Sequence[np.ndarray | None]:
 
 
 def _implied(stored: np.ndarray, own: np.ndarray, r: Recipe, dtype: np.dtype) -> Iterator[np.ndarray]:
-    """Amaxes of the stored scale, of its reciprocal, and the scale itself, where they can be those of the layer's group."""
+    """Amaxes of the stored scale, of its reciprocal, and the scale itself, where they can be those of the layer's
+    group.
+    """
     scale = np.asarray(stored).reshape(-1)[0]
     if not (np.asarray(stored) == scale).all() or not 0 < scale < np.inf:
         return
@@ -189,7 +205,8 @@ def tensor_mishap(case: Case, scale: np.ndarray | None, given: Given, rows: np.n
     return corruptions.tensor_mishap(part, scale, given[1])
 
 
-# ---- the whole layer --------------------------------------------------------------------------------------------------------
+# ---- the whole layer
+# --------------------------------------------------------------------------------------------------------
 
 
 def tensor_agrees(case: Case, account: Account, scale: np.ndarray | None, rows: np.ndarray) -> bool:
@@ -231,5 +248,3 @@ def count(case: Case, account: Account, early: bool) -> Tally:
         if early and not tally.all_bytes:
             break
     return tally
-
-

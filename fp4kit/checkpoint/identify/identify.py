@@ -22,10 +22,11 @@ MOST_FAILED = 4  # layers in a row that nothing explains, after which only what 
 class LayerPair:
     """One quantized layer, and what it was made from.
 
-    parts: as its file has them. source: (N, K), float32, float16 or bfloat16; a view of a file will do. other: the source of the
-    other half of a gated pair (gate_proj and up_proj, w1 and w3), None for other layers; second: whether this is the second half.
-    heads: numbers of heads, of queries or of keys, for layers whose rows are those of q or k. amaxes: of the groups of layers
-    that may share one tensor scale with it, such as the pair's; its own need not be among them.
+    parts: as its file has them. source: (N, K), float32, float16 or bfloat16; a view of a file will do. other: the
+    source of the other half of a gated pair (gate_proj and up_proj, w1 and w3), None for other layers; second: whether
+    this is the second half. heads: numbers of heads, of queries or of keys, for layers whose rows are those of q or k.
+    amaxes: of the groups of layers that may share one tensor scale with it, such as the pair's; its own need not be
+    among them.
     """
 
     name: str
@@ -45,7 +46,9 @@ class LayerVerdict:
     explanation: Explanation
 
     def fits(self, recipes: tuple[str, ...], mishap: str | None) -> bool:
-        """Whether one of some recipes explains it, with that mishap; where all is zero, no order of bytes can be told."""
+        """Whether one of some recipes explains it, with that mishap; where all is zero, no order of bytes can be
+        told.
+        """
         return bool({*recipes} & {*self.explanation.recipes}) and (self.explanation.blank or _kind(self) == mishap)
 
 
@@ -57,8 +60,9 @@ def _kind(layer: LayerVerdict) -> str | None:
 class CheckpointVerdict:
     """What made the layers of a checkpoint.
 
-    recipes: those that explain most layers alike; empty where none explains any. mishap: of most of these layers, in words; None:
-    nothing went wrong there. layers: all, as they came. exceptions: those that another recipe or mishap explains, or nothing.
+    recipes: those that explain most layers alike; empty where none explains any. mishap: of most of these layers, in
+    words; None: nothing went wrong there. layers: all, as they came. exceptions: those that another recipe or mishap
+    explains, or nothing.
     """
 
     recipes: tuple[str, ...]
@@ -88,7 +92,9 @@ class CheckpointVerdict:
 
     @property
     def hint(self) -> str | None:
-        """What to do if nothing matches: if no layer that is not all zeros has the signs of its source. None otherwise."""
+        """What to do if nothing matches: if no layer that is not all zeros has the signs of its source. None
+        otherwise.
+        """
         telling = [layer.explanation.unlike for layer in self.layers if not layer.explanation.blank]
         if not telling or not all(telling):
             return None
@@ -104,7 +110,9 @@ class CheckpointVerdict:
 
     def __str__(self) -> str:
         hint = [self.hint] if self.hint else []
-        return "\n".join([self.sentence, *hint, *(f"  {layer.name}: {layer.explanation.sentence}" for layer in self.exceptions)])
+        return "\n".join(
+            [self.sentence, *hint, *(f"  {layer.name}: {layer.explanation.sentence}" for layer in self.exceptions)]
+        )
 
 
 def _layers(count: int) -> str:
@@ -114,10 +122,10 @@ def _layers(count: int) -> str:
 def identify_layers(layers: Iterable[LayerPair]) -> CheckpointVerdict:
     """Explain every layer, and say what made most of them.
 
-    Layers are taken one after the other, so that an iterator that reads them holds one at a time. After MOST_FAILED layers in
-    a row that nothing explains, what has no name (see explain) is not looked for until a layer is explained.
-    The file's mishap is that of most explained layers that are not zeros; its recipes, of those with this mishap, the ones that
-    explain most. Raises what explain raises, before the next layer is asked for.
+    Layers are taken one after the other, so that an iterator that reads them holds one at a time. After MOST_FAILED
+    layers in a row that nothing explains, what has no name (see explain) is not looked for until a layer is explained.
+    The file's mishap is that of most explained layers that are not zeros; its recipes, of those with this mishap, the
+    ones that explain most. Raises what explain raises, before the next layer is asked for.
     """
     found = tuple(_verdicts(layers))
     telling = [layer for layer in found if layer.explanation.explained and not layer.explanation.blank]
@@ -142,9 +150,16 @@ def _verdicts(layers: Iterable[LayerPair]) -> Iterator[LayerVerdict]:
 
 def _explained(layer: LayerPair, unnamed: bool) -> Explanation:
     found = explain(
-        layer.parts, layer.source, other=layer.other, second=layer.second, heads=layer.heads, amaxes=layer.amaxes,
+        layer.parts,
+        layer.source,
+        other=layer.other,
+        second=layer.second,
+        heads=layer.heads,
+        amaxes=layer.amaxes,
         unnamed=unnamed,
-    )  # fmt: skip
+    )
     if unnamed or found.explained or found.searched:
         return found
-    return replace(found, sentence=f"{found.sentence} (other orders were not tried: {MOST_FAILED} layers before failed, too)")
+    return replace(
+        found, sentence=f"{found.sentence} (other orders were not tried: {MOST_FAILED} layers before failed, too)"
+    )

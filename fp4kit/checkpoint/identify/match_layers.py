@@ -1,4 +1,6 @@
-"""The layers of a checkpoint beside those of the model that it was made from: by name, whatever the containers of the two."""
+"""The layers of a checkpoint beside those of the model that it was made from: by name, whatever the containers of the
+two.
+"""
 
 from __future__ import annotations
 
@@ -64,7 +66,9 @@ class Origin:
 
 
 def origins(model: Source | Checkpoint, form: Container) -> dict[tuple[str, int], Origin]:
-    """(Layer, expert) -> where it comes from, of all weights of a model, by a container's names; expert 0 of single layers."""
+    """(Layer, expert) -> where it comes from, of all weights of a model, by a container's names; expert 0 of single
+    layers.
+    """
     found: dict[tuple[str, int], Origin] = {}
     config = model.config or {}
     for weight in weights_of(model.tensors, config).values():
@@ -74,11 +78,15 @@ def origins(model: Source | Checkpoint, form: Container) -> dict[tuple[str, int]
     return found
 
 
-def identify_checkpoint(destination: str | Path, source: str | Path, progress: Progress | None = None) -> CheckpointVerdict:
+def identify_checkpoint(
+    destination: str | Path, source: str | Path, progress: Progress | None = None
+) -> CheckpointVerdict:
     """Say which recipe made each quantized layer of a checkpoint, given the model that it was made from.
 
-    destination: a model directory of any container that is known; source: that of the weights before. progress: called with bytes
-        of stored layers. Layers are read one at a time; those without a counterpart of their name in the source are left out.
+    destination: a model directory of any container that is known; source: that of the weights before. progress: called
+    with bytes
+        of stored layers. Layers are read one at a time; those without a counterpart of their name in the source are
+        left out.
     Raises CheckpointError where nothing is quantized, or no layer has a counterpart.
     """
     stored, origin = open_source(Path(destination)), open_source(Path(source))
@@ -89,7 +97,9 @@ def identify_checkpoint(destination: str | Path, source: str | Path, progress: P
     with Readers() as readers:
         found = tuple(_Pairs(stored.config, weights, origin, readers, tick))
         if not found:
-            raise CheckpointError(f"{destination}: no quantized layer has the name of a weight of {source}; give its own source")
+            raise CheckpointError(
+                f"{destination}: no quantized layer has the name of a weight of {source}; give its own source"
+            )
         return identify_layers(pair() for pair in found)
 
 
@@ -127,13 +137,17 @@ class _Pairs:
 
     def _pair(self, weight: Weight, expert: int, origin: Origin) -> LayerPair:
         parent, leaf = fused_layers.split_module(weight.name)
-        partner = self._origin(weight, expert, fused_layers.join_module(parent, _HALVES[leaf])) if leaf in _HALVES else None
+        partner = (
+            self._origin(weight, expert, fused_layers.join_module(parent, _HALVES[leaf])) if leaf in _HALVES else None
+        )
         other = None if partner is None else partner.values(self.readers)
         heads = self._heads(leaf)
         name = weight.name if weight.experts == 1 else f"{weight.name}[{expert}]"
         parts = _stored(weight, expert, self.readers)
         self.tick(weight.nbytes // weight.experts)
-        return LayerPair(name, parts, origin.values(self.readers), other, leaf in _SECOND, heads, self._amaxes(weight.name))
+        return LayerPair(
+            name, parts, origin.values(self.readers), other, leaf in _SECOND, heads, self._amaxes(weight.name)
+        )
 
     def _heads(self, leaf: str) -> tuple[int, ...]:
         text = self.config.get("text_config")
@@ -169,7 +183,8 @@ def _stored(weight: Weight, expert: int, readers: Readers) -> StoredLayer:
 
 
 def _share(readers: Readers, part: Located, weight: Weight, expert: int) -> np.ndarray:
-    """Return what one expert of a stack has of a tensor: its matrix, or, if the first axis is another, its share of the bytes.
+    """Return what one expert of a stack has of a tensor: its matrix, or, if the first axis is another, its share of the
+    bytes.
 
     A tensor without equal shares, or of a single layer, comes whole.
     """

@@ -10,7 +10,17 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 
 from fp4kit.checkpoint.identify.corruptions import CodeOrder, RowOrder, code_orders, name_of_rows, scale_orders
-from fp4kit.checkpoint.identify.hypotheses import CHUNK, Account, Case, Layout, amaxes, chunks, made, tensor_agrees, tensor_mishap
+from fp4kit.checkpoint.identify.hypotheses import (
+    CHUNK,
+    Account,
+    Case,
+    Layout,
+    amaxes,
+    chunks,
+    made,
+    tensor_agrees,
+    tensor_mishap,
+)
 from fp4kit.checkpoint.identify.try_hypotheses import SAMPLE, SIGNS_AGREE
 from fp4kit.formats import FLT_MIN
 from fp4kit.ops.identify import candidates_of
@@ -22,7 +32,8 @@ PROBED = 64  # rows that are looked for at a time
 FIRST = 8  # rows that are looked for first: of another model, hardly one is found
 ZERO = np.float32(2.0**-6)  # what a signed zero counts for among other codes
 
-# ---- rows -------------------------------------------------------------------------------------------------------------------
+# ---- rows
+# -------------------------------------------------------------------------------------------------------------------
 
 
 def permuted_rows(case: Case, plain: Layout) -> Iterator[tuple[Layout, CodeOrder]]:
@@ -46,7 +57,9 @@ def permuted_rows(case: Case, plain: Layout) -> Iterator[tuple[Layout, CodeOrder
 
 
 def _found(case: Case, plain: Layout, order: CodeOrder, rows: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """The likest source row of each stored row, of those with its signs; -1: none has them; -2 - row: its codes are zeros."""
+    """The likest source row of each stored row, of those with its signs; -1: none has them; -2 - row: its codes are
+    zeros.
+    """
     element, columns = case.layer.recipe.element, slice(0, values.shape[1])
     codes = order.undo(plain.reading.read(case.layer, rows, columns))
     mine = np.nan_to_num(element.values[codes], posinf=0, neginf=0)
@@ -61,7 +74,9 @@ def _found(case: Case, plain: Layout, order: CodeOrder, rows: np.ndarray, values
 
 
 def _spread(index: np.ndarray, rows: int) -> np.ndarray | None:
-    """The same with rows of zeros given the likest source that is left; None where a row found no source, or two found one."""
+    """The same with rows of zeros given the likest source that is left; None where a row found no source, or two found
+    one.
+    """
     known = index[index >= 0]
     if (index == -1).any() or len(np.unique(known)) != len(known):
         return None
@@ -75,7 +90,8 @@ def _spread(index: np.ndarray, rows: int) -> np.ndarray | None:
     return index
 
 
-# ---- blocks -----------------------------------------------------------------------------------------------------------------
+# ---- blocks
+# -----------------------------------------------------------------------------------------------------------------
 
 
 def permuted_scales(case: Case, account: Account) -> str | None:

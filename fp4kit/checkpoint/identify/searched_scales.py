@@ -1,4 +1,6 @@
-"""Layers whose block scales no recipe gives, and whose codes are those of a recipe under them: searched or calibrated scales."""
+"""Layers whose block scales no recipe gives, and whose codes are those of a recipe under them: searched or calibrated
+scales.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +18,18 @@ from fp4kit.reference.tensor_rules import tensor_scale
 
 
 def under_stored_scales(case: Case, plain: Layout) -> tuple[Recipe, ...]:
-    """The recipes that make all codes of a layer under its scales, of blocks that lie in order; none that search themselves."""
+    """The recipes that make all codes of a layer under its scales, of blocks that lie in order; none that search
+    themselves.
+    """
     layer, scale = case.layer, case.layer.tensor_scale
     in_order = layer.scale_layout == "linear" and layer.block_scale.size * layer.recipe.block_size == case.x.size
     usable = scale is None or (np.ndim(scale) == 0 and 0 < scale < np.inf)
     if plain.mishaps or not in_order or not usable:
         return ()
     scaling = "none" if scale is None else "tensor"
-    found = [r for r in candidates_of(layer.recipe) if r.tensor_scaling == scaling and r.block_rows == 1 and not r.search]
+    found = [
+        r for r in candidates_of(layer.recipe) if r.tensor_scaling == scaling and r.block_rows == 1 and not r.search
+    ]
     rows = sample_of(plain.shape, layer.recipe).rows
     tried = [(r, s) for r in found for s in _tensor_scales(case, r) if _codes_alike(case, plain, r, s, rows)]
     whole = [r for r, s in tried if all(_codes_alike(case, plain, r, s, part) for part in chunks(plain, r))]

@@ -53,7 +53,8 @@ class Trial:
             self.nearest, self.worth = account, worth
 
 
-# ---- the sample -------------------------------------------------------------------------------------------------------------
+# ---- the sample
+# -------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,7 +84,9 @@ def layouts_of(case: Case, r: Recipe) -> Iterator[Layout]:
         if np.ndim(case.layer.tensor_scale) and len(case.layer.tensor_scale) != shape[0]:
             continue
         pair = case.other is not None and case.other.shape == case.x.shape and not turned
-        for rows in corruptions.row_orders(shape[0], case.heads, pair, case.second) if not turned else [same_rows(shape[0])]:
+        for rows in (
+            corruptions.row_orders(shape[0], case.heads, pair, case.second) if not turned else [same_rows(shape[0])]
+        ):
             yield Layout(reading, rows, shape)
 
 
@@ -136,9 +139,7 @@ def _sampled_scales(layer: StoredLayer, layout: Layout, sample: Sample) -> Itera
         yield mishap, found if known is None else np.where(known[sample.rows, blocks], found, -1)
 
 
-def _compare(
-    case: Case, layout: Layout, sample: Sample, given: Given, codes: list, scales: list, trial: Trial
-) -> None:
+def _compare(case: Case, layout: Layout, sample: Sample, given: Given, codes: list, scales: list, trial: Trial) -> None:
     """What a recipe makes of the sample against all orders of codes and of scales."""
     made_codes, made_scales, scale = made(case, layout, sample.rows, sample.columns, given)
     tensor = tensor_mishap(case, scale, given, sample.rows)
@@ -170,4 +171,3 @@ def first_whole(case: Case, accounts: list[Account]) -> tuple[list[Account], Tal
             found, tally = [*found, told], counted
     least = min((account.weight for account in found), default=0)
     return [account for account in found if account.weight == least], tally
-

@@ -8,7 +8,12 @@ from typing import Any
 from fp4kit.checkpoint.loaders.containers import CONTAINERS
 from fp4kit.checkpoint.loaders.engines import Finding, finding
 
-_METHODS = {"modelopt": "modelopt", "compressed-tensors": "compressed-tensors", "sglang-mxfp8": "mxfp8", "gpt-oss": "mxfp4"}
+_METHODS = {
+    "modelopt": "modelopt",
+    "compressed-tensors": "compressed-tensors",
+    "sglang-mxfp8": "mxfp8",
+    "gpt-oss": "mxfp4",
+}
 _READER = {"sglang-mxfp8": "SGLang"}  # whose demand it is; vLLM's, where it is not named
 _CONFIG, _HF = "config.json", "hf_quant_config.json"
 
@@ -57,7 +62,10 @@ def _modelopt(container: str, config: Mapping[str, Any]) -> Iterator[Finding]:
         yield finding("SGLang", "error", _CONFIG, text)  # it minds the case
     inputs = [_section(group, "input_activations") for group in groups(config)]
     if container == "modelopt NVFP4" and inputs and not any(inputs):
-        text = "no group of config_groups has input_activations: NVFP4 is taken for W4A16_NVFP4, and input_scale is not used"
+        text = (
+            "no group of config_groups has input_activations: NVFP4 is taken for W4A16_NVFP4, and input_scale is not"
+            " used"
+        )
         yield finding("vLLM", "warning", _CONFIG, text)
     yield from _group_size(container, section)
 
@@ -66,7 +74,9 @@ def _group_size(container: str, section: Mapping[str, Any]) -> Iterator[Finding]
     size, needed = section.get("group_size"), CONTAINERS[container].group_size
     if size is not None and size != needed:
         for engine in ("vLLM", "SGLang"):
-            yield finding(engine, "error", _CONFIG, f"quantization_config.group_size is {size!r}; the tensors have {needed}")
+            yield finding(
+                engine, "error", _CONFIG, f"quantization_config.group_size is {size!r}; the tensors have {needed}"
+            )
 
 
 _CT_WEIGHTS: dict[str, dict[str, Any]] = {
@@ -79,13 +89,17 @@ _CT_WEIGHTS: dict[str, dict[str, Any]] = {
 def _compressed_tensors(container: str, config: Mapping[str, Any]) -> Iterator[Finding]:
     needed_format = container.removeprefix("compressed-tensors ")
     if (found := quantization_config(config).get("format")) != needed_format:
-        yield finding("vLLM", "error", _CONFIG, f"quantization_config.format is {found!r}; the tensors are {needed_format!r}")
+        yield finding(
+            "vLLM", "error", _CONFIG, f"quantization_config.format is {found!r}; the tensors are {needed_format!r}"
+        )
     needed = {**_CT_WEIGHTS[container], "type": "float", "symmetric": True}
     if not groups(config):
         yield finding("vLLM", "error", _CONFIG, "quantization_config has no config_groups; no layer would be quantized")
     for group in groups(config):
         weights = _section(group, "weights")
-        wrong = [f"{key} is {weights.get(key)!r} ({value!r})" for key, value in needed.items() if weights.get(key) != value]
+        wrong = [
+            f"{key} is {weights.get(key)!r} ({value!r})" for key, value in needed.items() if weights.get(key) != value
+        ]
         if wrong:
             text = f"weights of config_groups: {', '.join(wrong)}: no scheme for what the tensors are (in brackets)"
             yield finding("vLLM", "error", _CONFIG, text)
@@ -132,7 +146,9 @@ def _nested(container: str, config: Mapping[str, Any], nested: Mapping[str, Any]
     for key, other in pairs:
         mine, theirs = section.get(key), outer.get(other)
         if mine is not None and theirs is not None and mine != theirs:
-            text = f"quantization.{key} differs from {other} of {_CONFIG}; which of the two counts depends on the engine"
+            text = (
+                f"quantization.{key} differs from {other} of {_CONFIG}; which of the two counts depends on the engine"
+            )
             yield finding("vLLM", "warning", _HF, text)
 
 
@@ -155,7 +171,9 @@ def findings(
     found = list(_method(container, config))
     if used in _CHECKS:
         found.extend(_CHECKS[used](container, config))
-    if hf_quant_config is not None and (used == "modelopt" or container == "deepseek-v4 nvfp4"):  # Model-Optimizer writes both
+    if hf_quant_config is not None and (
+        used == "modelopt" or container == "deepseek-v4 nvfp4"
+    ):  # Model-Optimizer writes both
         found.extend(_nested(container, config, hf_quant_config))
     elif hf_quant_config is not None:
         text = f"is left over from another format; {used} checkpoints have none"

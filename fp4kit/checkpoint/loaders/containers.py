@@ -1,4 +1,6 @@
-"""The containers as configs declare them: the ``--format`` and kind of recipe that lead to each, the syntax of its exclusions."""
+"""The containers as configs declare them: the ``--format`` and kind of recipe that lead to each, the syntax of its
+exclusions.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +11,19 @@ from fp4kit.checkpoint.containers.container import CONTAINERS as STORED
 from fp4kit.checkpoint.containers.container import MODELOPT_NVFP4
 
 KINDS = ("nvfp4", "mxfp4", "mxfp8")
-_SYNTAX = {"modelopt": "modelopt", "compressed-tensors": "compressed-tensors", "sglang-mxfp8": "dotted", "gpt-oss": "mxfp4"}
+_SYNTAX = {
+    "modelopt": "modelopt",
+    "compressed-tensors": "compressed-tensors",
+    "sglang-mxfp8": "dotted",
+    "gpt-oss": "mxfp4",
+}
 
 
 @dataclass(frozen=True)
 class Container:
-    """One container. ``kind``: of its recipes, None for unquantized weights; ``syntax``: of its exclusion list, None without."""
+    """One container. ``kind``: of its recipes, None for unquantized weights; ``syntax``: of its exclusion list, None
+    without.
+    """
 
     id: str
     format: str
@@ -24,7 +33,9 @@ class Container:
 
 
 def _declared() -> dict[str, Container]:
-    """Of the forms that --format knows; NVFP4 of Model-Optimizer is declared in two ways, by whether activations have scales."""
+    """Of the forms that --format knows; NVFP4 of Model-Optimizer is declared in two ways, by whether activations have
+    scales.
+    """
     ids = [(container_id(MODELOPT_NVFP4, False), MODELOPT_NVFP4)]
     ids += [(container_id(form, True), form) for form in STORED if form.format in FORMATS]
     found = {id: Container(id, form.format, form.kind, form.group_size, _SYNTAX.get(form.format)) for id, form in ids}

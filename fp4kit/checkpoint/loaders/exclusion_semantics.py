@@ -149,7 +149,9 @@ def _paths(module: str) -> Iterable[str]:
 
 
 def _sglang_skipped(module: str, known: Patterns) -> bool:
-    """SGLang quantization/utils.py is_layer_skipped: dotted paths anywhere in the name; parts of a fused layer agree."""
+    """SGLang quantization/utils.py is_layer_skipped: dotted paths anywhere in the name; parts of a fused layer
+    agree.
+    """
     parts = _parts(module, SGLANG_FUSED)
     if parts:
         return _all_or_none(module, parts, lambda part: not known.names.isdisjoint(_paths(part)))

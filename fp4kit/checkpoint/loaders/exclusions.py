@@ -1,4 +1,5 @@
-"""Exclusion lists: what a checkpoint tells loaders to leave unquantized, in each loader's own syntax, and its self-check.
+"""Exclusion lists: what a checkpoint tells loaders to leave unquantized, in each loader's own syntax, and its
+self-check.
 
 A list names every copied linear layer, the fused name of layers that loaders fuse, and ``lm_head``, which loaders
 quantize even where it is tied and has no tensor. A subtree that is copied as a whole is named alone, without the
@@ -101,7 +102,9 @@ _SYNTAXES: Mapping[str, Callable[[set[str], set[str], set[str], Collection[str]]
 }
 
 
-def exclusion_list(syntax: str, copied: Iterable[str], subtrees: Iterable[str], converted: Collection[str]) -> tuple[str, ...]:
+def exclusion_list(
+    syntax: str, copied: Iterable[str], subtrees: Iterable[str], converted: Collection[str]
+) -> tuple[str, ...]:
     """Return the exclusion list of a checkpoint, sorted.
 
     syntax: "modelopt" (globs: ``model.visual.*``), "compressed-tensors" (names and ``re:model\\.visual\\..*``),
@@ -119,7 +122,9 @@ def exclusion_list(syntax: str, copied: Iterable[str], subtrees: Iterable[str], 
     copied, converted, subtrees = set(copied), set(converted), set(subtrees)
     for module in converted if subtrees else ():
         if root := _below(module, subtrees):
-            raise ValueError(f"exclusion_list: {module} is converted, but lies below {root}, a subtree that is copied as a whole")
+            raise ValueError(
+                f"exclusion_list: {module} is converted, but lies below {root}, a subtree that is copied as a whole"
+            )
     containers = {container for container in _containers(copied, converted) if not _below(container, subtrees)}
     roots = {root for root in subtrees if not _below(root, subtrees)}
     covered = roots | containers
@@ -137,7 +142,8 @@ _KEYS = {
 
 
 def listed(syntax: str, quantization_config: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the exclusion list that a ``quantization_config`` of config.json holds; the first key that is there counts.
+    """Return the exclusion list that a ``quantization_config`` of config.json holds; the first key that is there
+    counts.
 
     Raises ValueError if it is not a list of strings: engines fail on it.
     """
@@ -193,7 +199,9 @@ def _verdict(
     return None
 
 
-def check(container: str, patterns: Iterable[str], copied: Iterable[str], converted: Iterable[str]) -> tuple[Finding, ...]:
+def check(
+    container: str, patterns: Iterable[str], copied: Iterable[str], converted: Iterable[str]
+) -> tuple[Finding, ...]:
     """Return what every engine that reads ``container`` would get wrong by an exclusion list; empty: they all agree.
 
     patterns: the list, as the checkpoint has it. copied: linear layers and stacks of experts that are not quantized;
@@ -205,7 +213,9 @@ def check(container: str, patterns: Iterable[str], copied: Iterable[str], conver
     return tuple(_check(container, Patterns(patterns), modules, frozenset(converted)))
 
 
-def _check(container: str, patterns: Sequence[str], modules: Iterable[str], converted: Collection[str]) -> Iterator[Finding]:
+def _check(
+    container: str, patterns: Sequence[str], modules: Iterable[str], converted: Collection[str]
+) -> Iterator[Finding]:
     for reader in READERS.get(container, ()):
         asked = reader.asked(modules)
         if reader.head:

@@ -167,7 +167,11 @@ def _consequence(engine: str, layer: str, suffix: str) -> str:
     if engine == "vLLM":
         if container_of(layer):
             return "the engine reads uninitialised memory in its place"
-        return 'loading raises "was never loaded"' if suffix == ".weight_scale" else "the engine reads what its memory held"
+        return (
+            'loading raises "was never loaded"'
+            if suffix == ".weight_scale"
+            else "the engine reads what its memory held"
+        )
     return "the layer cannot be decoded"
 
 
@@ -259,8 +263,10 @@ def findings(
     """Return what every engine would trip over in a checkpoint: its tensors, its tensor scales, its configuration.
 
     container: one of ``containers.CONTAINERS``. tensors: name -> (safetensors dtype, shape) of all tensors.
-    tensor_scales: name of a tensor scale, such as ``P.weight_scale_2`` or ``P.weight_global_scale``, or of an input scale -> the
-        value that is stored; those of one value suffice. config: config.json; hf_quant_config: that file, if there is one.
+    tensor_scales: name of a tensor scale, such as ``P.weight_scale_2`` or ``P.weight_global_scale``, or of an input
+    scale -> the
+        value that is stored; those of one value suffice. config: config.json; hf_quant_config: that file, if there is
+        one.
     Severity "error": the named engine refuses the checkpoint or decodes other values than it holds. "warning": the
         checkpoint is sound, and the named engine cannot use it or will misread it, or a value is at risk.
     Raises ValueError for another container. Exclusion lists are ``exclusions.check``'s.

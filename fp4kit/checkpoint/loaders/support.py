@@ -55,7 +55,9 @@ _CELLS = _cells()
 
 
 def cell(container_id: str, family: str, engine: str) -> Cell:
-    """Return what ``engine`` does with a container of a model of ``family``; "llama" is as "dense" unless it differs."""
+    """Return what ``engine`` does with a container of a model of ``family``; "llama" is as "dense" unless it
+    differs.
+    """
     if container_id not in CONTAINERS or family not in FAMILIES or engine not in VERSIONS:
         raise ValueError(f"cell: no container {container_id!r}, family {family!r} or engine {engine!r}")
     found = _CELLS.get((container_id, family, engine))
@@ -70,7 +72,9 @@ def engines_for(container_id: str, family: str) -> tuple[str, ...]:
 
 
 def _rank(container_id: str, family: str) -> tuple[int, int, int]:
-    """Return how well a container does: engines that load it, less those that silently misread it; those that were run."""
+    """Return how well a container does: engines that load it, less those that silently misread it; those that were
+    run.
+    """
     cells = [cell(container_id, family, engine) for engine in SERVING]
     loads = [each for each in cells if each.status == "loads"]
     return len(loads), -sum(each.status == "wrong values" for each in cells), sum(each.how == "run" for each in loads)
@@ -117,18 +121,25 @@ def refusal(format: str, kind: str, family: str) -> str | None:
     """
     target = container(format, kind)
     if target is None:
-        holds = ", ".join(dict.fromkeys(each.kind for each in CONTAINERS.values() if each.format == format and each.kind))
+        holds = ", ".join(
+            dict.fromkeys(each.kind for each in CONTAINERS.values() if each.format == format and each.kind)
+        )
         return f"--format {format} holds {holds} only, no {kind}; {_way_out(kind, family)}"
     if target.kind is None or engines_for(target.id, family):
         return None
     notes = ((engine, cell(target.id, family, engine).note) for engine in SERVING)
     why = [f"{engine} {VERSIONS[engine]}: {note}" for engine, note in notes if note]
     reasons = f" ({'; '.join(why)})" if why else ""
-    return f"--format {format} with {kind}: no engine is known to load it for {family} models{reasons}; {_way_out(kind, family)}"
+    return (
+        f"--format {format} with {kind}: no engine is known to load it for {family} models{reasons};"
+        f" {_way_out(kind, family)}"
+    )
 
 
 def known_traps(container_id: str, family: str) -> tuple[tuple[str, Cell], ...]:
-    """Return (engine, cell) for every engine that fails on the container or misreads it, or loads it with a reservation."""
+    """Return (engine, cell) for every engine that fails on the container or misreads it, or loads it with a
+    reservation.
+    """
     cells = ((engine, cell(container_id, family, engine)) for engine in VERSIONS)
     return tuple((engine, each) for engine, each in cells if each.note and each.status != "unknown")
 
@@ -142,7 +153,9 @@ def family_of(config: Mapping[str, Any]) -> str:
     if known is None:
         listed = config.get("architectures")
         names = [name for name in listed if isinstance(name, str)] if isinstance(listed, list) else []
-        known = next((_FAMILY_OF_CLASS[start] for start in _FAMILY_OF_CLASS for name in names if name.startswith(start)), None)
+        known = next(
+            (_FAMILY_OF_CLASS[start] for start in _FAMILY_OF_CLASS for name in names if name.startswith(start)), None
+        )
     if known is not None:
         return known
     counts = (config.get(key) for key in _EXPERTS)

@@ -10,7 +10,9 @@ from fp4kit.storage.errors import CheckpointError, listed
 
 
 def check_declared(source: Source, weights: Mapping[str, Weight]) -> None:
-    """Raise CheckpointError for a quantized tensor of no known form, and for a config that declares what no tensor is."""
+    """Raise CheckpointError for a quantized tensor of no known form, and for a config that declares what no tensor
+    is.
+    """
     stored = [weight for weight in weights.values() if weight.container is not None]
     known = part_names(stored)
     strange = [name for name, (_, entry) in source.tensors.items() if looks_quantized(entry) and name not in known]

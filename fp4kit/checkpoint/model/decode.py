@@ -33,10 +33,11 @@ def codes_of(form: Container, stored: npt.NDArray[np.uint8]) -> npt.NDArray[np.u
 
 @cache
 def _factors(form: Container) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
-    """The numbers of element codes and of scale bytes whose products, exact in float32, are the values; of block formats.
+    """The numbers of element codes and of scale bytes whose products, exact in float32, are the values; of block
+    formats.
 
-    Of GGUF as llama.cpp reads it, by its recipe's decode rule: elements doubled, without a negative zero, and scales halved: what
-    the least element is worth, so that the E8M0 byte 255, which is 2^128, is a number.
+    Of GGUF as llama.cpp reads it, by its recipe's decode rule: elements doubled, without a negative zero, and scales
+    halved: what the least element is worth, so that the E8M0 byte 255, which is 2^128, is a number.
     """
     assert form.scale is not None
     elements, scales = form.element.values, form.scale.values
@@ -44,7 +45,9 @@ def _factors(form: Container) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.f
         return elements, scales
     r, tensor = RECIPES[f"{form.kind}-gguf"], TensorScale(*np.ones((3, 1, 1), np.float32))
     least = np.full((256, r.block_size), np.flatnonzero(elements == r.element.min_subnormal)[0], np.uint8)
-    return elements * 2 + np.float32(0), dequantize_tile(least, np.arange(256, dtype=np.uint8)[:, None], r, tensor)[:, 0]
+    return elements * 2 + np.float32(0), dequantize_tile(least, np.arange(256, dtype=np.uint8)[:, None], r, tensor)[
+        :, 0
+    ]
 
 
 def scales_of(form: Container, scales: np.ndarray) -> npt.NDArray[np.float32]:
@@ -65,7 +68,8 @@ def decode(
     codes: [N, K]; block_scale: as stored, one for a block of form.block elements; tensor_scale: None stands for 1.
     Numerics: both products rounded rn in float32, the one of the scales first; subnormals kept; a NaN scale gives NaN.
     Of GGUF, what llama.cpp reads: see _factors.
-    Source: Model-Optimizer qtensor/nvfp4_tensor.py dequantize; DeepSeek-V3 inference/kernel.py weight_dequant. Recipes that
+    Source: Model-Optimizer qtensor/nvfp4_tensor.py dequantize; DeepSeek-V3 inference/kernel.py weight_dequant. Recipes
+    that
         decode in another order differ by at most 1 ulp.
     """
     elements, scales = (form.element.values, None) if form.scale is None else _factors(form)

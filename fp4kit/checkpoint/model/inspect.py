@@ -76,7 +76,9 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
 def natural_order(name: str) -> tuple[list[tuple[int, str]], str]:
     """Return a key that sorts numbers in names as numbers: ``layers.2`` before ``layers.10``."""
     parts = re.split("([0-9]+)", name)
-    return [(len(part.lstrip("0")) if i % 2 else 0, part.lstrip("0") if i % 2 else part) for i, part in enumerate(parts)], name
+    return [
+        (len(part.lstrip("0")) if i % 2 else 0, part.lstrip("0") if i % 2 else part) for i, part in enumerate(parts)
+    ], name
 
 
 def _optional(root: Path, name: str) -> dict[str, Any] | None:

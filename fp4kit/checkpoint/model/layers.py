@@ -1,4 +1,6 @@
-"""From weights to the layers that are written: which matrices of a stack become layers of their own, under which names."""
+"""From weights to the layers that are written: which matrices of a stack become layers of their own, under which
+names.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +20,8 @@ _HALVES = {"gate_up_proj": ("gate_proj", "up_proj"), "w13": ("w1", "w3")}
 class Piece:
     """Rows [span) of matrix `expert` of a weight. module: the layer that they are part of; outputs: its tensors.
 
-    form: of the outputs, None for numbers, which are turned where they are written as [K, N]. whole: rows of all those tensors;
-    at: the first row of this piece among them.
+    form: of the outputs, None for numbers, which are turned where they are written as [K, N]. whole: rows of all those
+    tensors; at: the first row of this piece among them.
     """
 
     weight: Weight

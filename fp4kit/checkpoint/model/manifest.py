@@ -1,4 +1,6 @@
-"""fp4kit_manifest.json: what a conversion wrote, so that a copy of it can be checked: SHA-256 of every file, recipe, source."""
+"""fp4kit_manifest.json: what a conversion wrote, so that a copy of it can be checked: SHA-256 of every file, recipe,
+source.
+"""
 
 from __future__ import annotations
 
@@ -79,7 +81,9 @@ def load_manifest(folder: Path) -> dict[str, Any] | None:
         return None
     found = load_object(path, MANIFEST)
     files = found.get("files")
-    right = isinstance(files, dict) and all(isinstance(f, dict) and isinstance(f.get("sha256"), str) for f in files.values())
+    right = isinstance(files, dict) and all(
+        isinstance(f, dict) and isinstance(f.get("sha256"), str) for f in files.values()
+    )
     if found.get("fp4kit_manifest") != VERSION or not right:
         raise CheckpointError(f"{MANIFEST}: is not of version {VERSION}; convert the model again")
     return found
@@ -88,8 +92,8 @@ def load_manifest(folder: Path) -> dict[str, Any] | None:
 def differences(folder: Path, executor: Executor | None = None) -> list[str] | None:
     """Return what is not as the manifest says, one sentence per file; None without a manifest.
 
-    executor: hashes file by file. Only files of the size that the manifest gives are hashed, so that a file that grew (it may be
-    sparse, and claim terabytes) is named at once.
+    executor: hashes file by file. Only files of the size that the manifest gives are hashed, so that a file that grew
+    (it may be sparse, and claim terabytes) is named at once.
     """
     found = load_manifest(folder)
     if found is None:
@@ -99,14 +103,20 @@ def differences(folder: Path, executor: Executor | None = None) -> list[str] | N
     names = {folder / name: name for name in files if name in present and name not in sizes}
     digests = {names[one.path]: one.sha256 for one in run_all(executor, deque((digest_of, (path,)) for path in names))}
     wrong = [f"{shown(name)}: {text}" for name, text in sizes.items()]
-    wrong += [f"{shown(name)}: has other bytes than were written" for name in digests if digests[name] != files[name]["sha256"]]
+    wrong += [
+        f"{shown(name)}: has other bytes than were written"
+        for name in digests
+        if digests[name] != files[name]["sha256"]
+    ]
     missing = [f"{shown(name)}: is missing" for name in files if name not in present]
     strange = [f"{shown(name)}: was not written by the conversion" for name in present - set(files)]
     return [*sorted(missing + wrong), *sorted(strange)]
 
 
 def _other_size(path: Path, facts: Mapping[str, Any]) -> str | None:
-    """Return a sentence if the size of a file is not the one in its manifest entry; None if it is, or the entry has none."""
+    """Return a sentence if the size of a file is not the one in its manifest entry; None if it is, or the entry has
+    none.
+    """
     size, written = path.stat().st_size, facts.get("bytes")
     if written is None:
         return None

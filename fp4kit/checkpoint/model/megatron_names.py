@@ -1,7 +1,9 @@
-"""Megatron-Core parameter names as the Hugging Face names that rules decide on: converter and live export cannot disagree.
+"""Megatron-Core parameter names as the Hugging Face names that rules decide on: converter and live export cannot
+disagree.
 
-A Megatron parameter may be several tensors of Hugging Face: linear_qkv is q, k and v (grouped by key-value head), linear_fc1
-is the gate in its first half and up in its second. Names are those of Qwen and DeepSeek; rules decide alike on others'.
+A Megatron parameter may be several tensors of Hugging Face: linear_qkv is q, k and v (grouped by key-value head),
+linear_fc1 is the gate in its first half and up in its second. Names are those of Qwen and DeepSeek; rules decide alike
+on others'.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ _OUTSIDE = {
     "decoder.final_layernorm": "norm",
     "decoder.final_norm": "norm",
 }
-# Of a layer, module -> modules; what follows (.weight, .bias) is kept. A layer norm that is fused with the next layer is below.
+# Of a layer, module -> modules; what follows (.weight, .bias) is kept. A layer norm that is fused with the next layer
+# is below.
 _MODULES = {
     "input_layernorm": ("input_layernorm",),
     "pre_mlp_layernorm": ("post_attention_layernorm",),
@@ -72,16 +75,20 @@ _MEGATRON_WORDS = re.compile(
 
 
 def hugging_face_names(name: str, *, layers: int | None = None, gated: bool = True) -> tuple[str, ...]:
-    """Return the names of Hugging Face that a parameter of Megatron-Core stands for; a name that is not Megatron's, itself.
+    """Return the names of Hugging Face that a parameter of Megatron-Core stands for; a name that is not Megatron's,
+    itself.
 
-    name: with layers and experts counted over the whole model, not within a pipeline stage or a rank of expert parallelism;
-        any number of ``module.`` in front, then perhaps ``language_model.``. linear_qkv gives q, k, v; linear_fc1 gate, up.
-    layers: num_hidden_layers; multi-token prediction N is then model.layers.{layers + N}, where DeepSeek stores it, else
+    name: with layers and experts counted over the whole model, not within a pipeline stage or a rank of expert
+    parallelism;
+        any number of ``module.`` in front, then perhaps ``language_model.``. linear_qkv gives q, k, v; linear_fc1 gate,
+        up.
+    layers: num_hidden_layers; multi-token prediction N is then model.layers.{layers + N}, where DeepSeek stores it,
+    else
         mtp.layers.N.
     gated: whether MLPs have gates; without, linear_fc1 is up_proj alone.
     Returns no name for ``_extra_state``, which is no tensor.
-    Raises CheckpointError for a name that has words of Megatron and is not known: rules would take it for something else.
-    Source: Megatron-Core transformer/attention, multi_latent_attention, mlp, moe/experts, multi_token_prediction.
+    Raises CheckpointError for a name that has words of Megatron and is not known: rules would take it for something
+    else. Source: Megatron-Core transformer/attention, multi_latent_attention, mlp, moe/experts, multi_token_prediction.
     """
     wrapper = _WRAPPERS.match(name)
     assert wrapper is not None
@@ -115,7 +122,9 @@ def _outside(plain: str, root: str) -> tuple[str, ...] | None:
 
 @lru_cache(1 << 16)
 def _in_layer(rest: str, is_mtp: bool, gated: bool) -> tuple[str, ...] | None:
-    """Return the names, within a layer, of a parameter ``rest`` of a layer; None: not one of Megatron's that is known."""
+    """Return the names, within a layer, of a parameter ``rest`` of a layer; None: not one of Megatron's that is
+    known.
+    """
     inner = next((inner for inner in _INNER if rest.startswith(inner)), "") if is_mtp else ""
     rest = rest.removeprefix(inner)
     if rest in _PARAMETERS:
@@ -152,6 +161,6 @@ def _refuse_unknown(name: str, layer: re.Match[str] | None) -> None:
     """Raise for a name of a layer that has words of Megatron."""
     if layer is not None and _MEGATRON_WORDS.search(layer[3]):
         raise CheckpointError(
-            f"hugging_face_names: {shown(name)}: a name of Megatron-Core that is not known here; rename it as Hugging Face does, "
-            "such as model.layers.0.self_attn.q_proj.weight"
+            f"hugging_face_names: {shown(name)}: a name of Megatron-Core that is not known here; rename it as Hugging"
+            " Face does, such as model.layers.0.self_attn.q_proj.weight"
         )

@@ -30,7 +30,9 @@ _NUMBERED = re.compile(r"(.*)-(\d+)-of-(\d+)\.safetensors")
 
 @dataclass(frozen=True)
 class Source:
-    """A model directory whose headers have been read and agree with its index, or a GGUF file; config then is what that says."""
+    """A model directory whose headers have been read and agree with its index, or a GGUF file; config then is what that
+    says.
+    """
 
     root: Path
     config: Mapping[str, Any]
@@ -45,12 +47,16 @@ class Source:
 
 
 def resolved(path: Path) -> Path:
-    """Return the real path of ``path``, which need not exist. Raises CheckpointError for links that lead in a circle."""
+    """Return the real path of ``path``, which need not exist. Raises CheckpointError for links that lead in a
+    circle.
+    """
     try:
         path.stat()
     except OSError as error:
         if error.errno == errno.ELOOP:
-            raise CheckpointError(f"{shown(str(path))}: its symbolic links lead in a circle; put what is meant there") from None
+            raise CheckpointError(
+                f"{shown(str(path))}: its symbolic links lead in a circle; put what is meant there"
+            ) from None
     return Path(os.path.realpath(path))
 
 
@@ -89,7 +95,9 @@ def check_shard_name(name: object) -> str:
         and len(name.encode("utf-8", "replace")) <= 255
     )
     if not plain:
-        raise CheckpointError(f"{INDEX}: shard name {shown(repr(name))}; a plain file name that ends in .safetensors is needed")
+        raise CheckpointError(
+            f"{INDEX}: shard name {shown(repr(name))}; a plain file name that ends in .safetensors is needed"
+        )
     return str(name)
 
 
@@ -126,12 +134,16 @@ def model_file_names(root: Path, weight_map: Mapping[str, str] | None) -> list[s
     if weight_map is not None:
         names = sorted(set(weight_map.values()))
         if SINGLE in present and SINGLE not in names:
-            raise CheckpointError(f"{root}: holds both {SINGLE} and {INDEX}, which does not name it; remove one of them")
+            raise CheckpointError(
+                f"{root}: holds both {SINGLE} and {INDEX}, which does not name it; remove one of them"
+            )
         return names
     if SINGLE in present:
         return [SINGLE]
     if not present:
-        raise CheckpointError(f"{root}: no .safetensors file; a Hugging Face model directory with safetensors is needed")
+        raise CheckpointError(
+            f"{root}: no .safetensors file; a Hugging Face model directory with safetensors is needed"
+        )
     _check_numbering(present)
     return present
 
@@ -161,7 +173,9 @@ def _check_index(weight_map: Mapping[str, str], files: Iterable[SafetensorsFile]
     held = {entry.name: file.name for file in files for entry in file.entries}
     absent = [f"{name} in {shard}" for name, shard in weight_map.items() if held.get(name) != shard]
     if absent:
-        raise CheckpointError(f"{INDEX}: names {listed(absent)}, which the shard does not hold; download the model again")
+        raise CheckpointError(
+            f"{INDEX}: names {listed(absent)}, which the shard does not hold; download the model again"
+        )
     unlisted = [f"{name} of {shard}" for name, shard in held.items() if name not in weight_map]
     if unlisted:
         raise CheckpointError(f"{INDEX}: does not name {listed(unlisted)}; download the model again")

@@ -16,7 +16,9 @@ from fp4kit.checkpoint.model.weights import Q8_0, Located, Weight
 from fp4kit.layouts import unpack_gguf
 from fp4kit.storage.safetensors_file import NUMPY_DTYPES, SafetensorsFile, TensorReader, nbytes_of
 
-SLAB_BYTES = 2 << 20  # of source elements in memory at a time: larger ones, and what they become, take fresh pages each time
+SLAB_BYTES = (
+    2 << 20
+)  # of source elements in memory at a time: larger ones, and what they become, take fresh pages each time
 WHOLE_EXPERT = 64 << 20  # bytes of a transposed matrix that is read at once
 
 
@@ -65,7 +67,8 @@ class Readers:
 
 
 class Slab(NamedTuple):
-    """Rows of one matrix: values (n, K) of plain numbers; else codes as stored bytes (n, K * bits / 8), and their scales.
+    """Rows of one matrix: values (n, K) of plain numbers; else codes as stored bytes (n, K * bits / 8), and their
+    scales.
 
     scales: (rows of blocks, K / width), bit patterns or float32. tensor_scale: multiplies on decode; None without.
     """
@@ -84,7 +87,9 @@ def scalar_of(readers: Readers, weight: Weight, part: str, expert: int = 0) -> n
 
 
 def tensor_scale_of(readers: Readers, weight: Weight, expert: int = 0) -> np.float32 | None:
-    """What multiplies on decode: the stored number in its unit, or its reciprocal where that divides; one rounding to float32."""
+    """What multiplies on decode: the stored number in its unit, or its reciprocal where that divides; one rounding to
+    float32.
+    """
     form = weight.container
     if form is None or not form.has_tensor_scale:
         return None
@@ -99,7 +104,8 @@ def slabs(
     height: int = 1,
     most: int | None = None,
 ) -> Iterator[Slab]:
-    """Rows [first, end) of matrix `expert` of a weight, in slabs: multiples of height, at most `most` bytes where that fits.
+    """Rows [first, end) of matrix `expert` of a weight, in slabs: multiples of height, at most `most` bytes where that
+    fits.
 
     span: all rows by default; of a quantized weight, a multiple of its blocks. most: SLAB_BYTES by default.
     """
@@ -116,19 +122,26 @@ def slabs(
         itemsize = NUMPY_DTYPES[weight.dtype].itemsize
     step = max(most // (columns * itemsize * height), 1) * height
     tensor_scale = tensor_scale_of(readers, weight, expert)
-    turned = {part: _Turned(readers, weight.parts[part], rows, expert) for part in _ROWS & set(weight.parts) if weight.transposed}
+    turned = {
+        part: _Turned(readers, weight.parts[part], rows, expert)
+        for part in _ROWS & set(weight.parts)
+        if weight.transposed
+    }
     if not all(part.is_read for part in turned.values()):
         step = max(WHOLE_EXPERT // 4 // (columns * itemsize * height), 1) * height  # long runs of each column
     for start in range(first, end, step):
         count = min(step, end - start)
         if weight.container is not None:
             codes, scales = (
-                (turned[part].rows(start, count) for part in (CODES, SCALES)) if turned
+                (turned[part].rows(start, count) for part in (CODES, SCALES))
+                if turned
                 else _codes(readers, weight, expert, start, count)
-            )  # fmt: skip
+            )
             yield Slab(start, None, codes, scales, tensor_scale)
         else:
-            yield Slab(start, turned[VALUES].rows(start, count) if turned else _values(readers, weight, expert, start, count))
+            yield Slab(
+                start, turned[VALUES].rows(start, count) if turned else _values(readers, weight, expert, start, count)
+            )
 
 
 def _in_order(
@@ -136,7 +149,9 @@ def _in_order(
 ) -> Iterator[Slab]:
     """slabs of a weight that has an order, or members: whole heads are read and put in order, and cut to the span."""
     order, (first, end) = weight.order, span or (0, weight.shape[-2])
-    assert order is not None and (weight.container is None or weight.container.block[0] == 1)  # a row has scales of its own
+    assert order is not None and (
+        weight.container is None or weight.container.block[0] == 1
+    )  # a row has scales of its own
     whole = first // order.head * order.head, -(-end // order.head) * order.head
     plain, step = replace(weight, order=None), lcm(height, order.head)
     found = (_joined(readers, weight),) if weight.members else slabs(readers, plain, expert, whole, step, most)
@@ -144,7 +159,9 @@ def _in_order(
         rows = next(part for part in (slab.values, slab.codes) if part is not None)
         low, high = max(first - slab.start, 0), min(end - slab.start, len(rows))
         index = order.sources(len(rows))[low:high]
-        values, codes, scales = (None if part is None else part[index] for part in (slab.values, slab.codes, slab.scales))
+        values, codes, scales = (
+            None if part is None else part[index] for part in (slab.values, slab.codes, slab.scales)
+        )
         yield Slab(slab.start + low, values, codes, scales, slab.tensor_scale)
 
 
@@ -163,7 +180,9 @@ def _values(readers: Readers, weight: Weight, expert: int, start: int, count: in
     if weight.dtype == Q8_0:
         return _of_q8_0(_whole_rows(readers, weight.located, expert * rows + start, count), columns)
     dtype = NUMPY_DTYPES[weight.dtype]
-    raw = readers.bytes(weight.located, (expert * rows + start) * columns * dtype.itemsize, count * columns * dtype.itemsize)
+    raw = readers.bytes(
+        weight.located, (expert * rows + start) * columns * dtype.itemsize, count * columns * dtype.itemsize
+    )
     return raw.view(dtype).reshape(count, columns)
 
 
@@ -174,7 +193,9 @@ def _whole_rows(readers: Readers, place: Located, start: int, count: int) -> npt
 
 
 def _of_q8_0(raw: npt.NDArray[np.uint8], columns: int) -> npt.NDArray[np.float32]:
-    """The numbers of blocks, each a float16 scale and 32 signed bytes: their products, exact in float32 up to its range."""
+    """The numbers of blocks, each a float16 scale and 32 signed bytes: their products, exact in float32 up to its
+    range.
+    """
     blocks = raw.reshape(len(raw), -1, 34)
     scales = np.ascontiguousarray(blocks[..., :2]).view(np.float16).astype(np.float32)
     with np.errstate(invalid="ignore"):  # infinite scales times 0
@@ -251,7 +272,9 @@ def columns_of(weight: Weight, slab: Slab, first: int, end: int) -> Slab:
 
 
 def not_numbers(weight: Weight, slab: Slab) -> int:
-    """How many values of a quantized slab are NaN or infinite, without decoding it: by its codes and scales, at most all."""
+    """How many values of a quantized slab are NaN or infinite, without decoding it: by its codes and scales, at most
+    all.
+    """
     assert weight.container is not None and slab.codes is not None and slab.scales is not None
     element = weight.container.element
     rows, columns = len(slab.codes), weight.shape[-1]

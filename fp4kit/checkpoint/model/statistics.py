@@ -30,13 +30,16 @@ def sqnr_db(signal: float, noise: float) -> float:
 class Tally:
     """Counts of a stored layer, which add up over chunks and layers. A block is what one stored scale is for.
 
-    at_max: codes of the largest magnitude. nan_codes, nan_scales: codes and block scales that are NaN, of float32 scales infinite
-        ones too. negative_scales: below 0. subnormal_scales: not zero, but below the least normal number of their format, or of
-        float32. zero_blocks: blocks that decode to zeros; zero_scales: those of them whose codes are not all zero.
-    Against a source, all 0 without one: compared: its elements. nonfinite: those that are NaN or infinite. signal, noise: sums of
-        x^2 and (x - decoded)^2 over the others, in float64; noise is infinite where a finite x became none. saturated: elements
-        whose code is the largest magnitude and that exceed it, |x| > max * block_scale * tensor_scale. flushed_blocks: those of
-        zero_blocks in which x is not zero.
+    at_max: codes of the largest magnitude. nan_codes, nan_scales: codes and block scales that are NaN, of float32
+    scales infinite
+        ones too. negative_scales: below 0. subnormal_scales: not zero, but below the least normal number of their
+        format, or of float32. zero_blocks: blocks that decode to zeros; zero_scales: those of them whose codes are not
+        all zero.
+    Against a source, all 0 without one: compared: its elements. nonfinite: those that are NaN or infinite. signal,
+    noise: sums of
+        x^2 and (x - decoded)^2 over the others, in float64; noise is infinite where a finite x became none. saturated:
+        elements whose code is the largest magnitude and that exceed it, |x| > max * block_scale * tensor_scale.
+        flushed_blocks: those of zero_blocks in which x is not zero.
     """
 
     elements: int = 0
@@ -79,9 +82,9 @@ def tally(
 ) -> Tally:
     """Return the tally of rows of a layer.
 
-    codes: as stored, [N, K * bits / 8]; scales: as stored, one for a block; tensor_scale: multiplies, None stands for 1.
-    x: the source of these rows, float [N, K]; None counts only what is stored.
-    Numerics: decoded as decode does; the difference is exact in float64, and so is the limit that tells saturated values.
+    codes: as stored, [N, K * bits / 8]; scales: as stored, one for a block; tensor_scale: multiplies, None stands for
+    1. x: the source of these rows, float [N, K]; None counts only what is stored. Numerics: decoded as decode does; the
+    difference is exact in float64, and so is the limit that tells saturated values.
     """
     height = form.block[0]
     found = []

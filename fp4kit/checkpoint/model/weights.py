@@ -1,7 +1,7 @@
 """The logical weights of a checkpoint: linear layers [N, K] and stacks of experts [E, N, K], however they are stored.
 
-K is the axis that the layer contracts, along which blocks run. A stack that a model keeps as [E, K, N] is transposed: it is read
-as [E, N, K].
+K is the axis that the layer contracts, along which blocks run. A stack that a model keeps as [E, K, N] is transposed:
+it is read as [E, N, K].
 """
 
 from __future__ import annotations
@@ -14,20 +14,45 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from fp4kit.checkpoint.containers.container import CODES, CONTAINERS, INPUT_SCALE, SCALES, TENSOR_SCALE, VALUES, Container
+from fp4kit.checkpoint.containers.container import (
+    CODES,
+    CONTAINERS,
+    INPUT_SCALE,
+    SCALES,
+    TENSOR_SCALE,
+    VALUES,
+    Container,
+)
 from fp4kit.checkpoint.containers.ggml_names import STACKS as GGUF_STACKS
 from fp4kit.checkpoint.selection.name_rules import STACKS
 from fp4kit.storage.safetensors_file import FLOAT_DTYPES, SafetensorsFile, TensorEntry
 
 _QUANTIZED_NAMES = (
-    ".weight_scale", ".weight_scale_inv", ".weight_scale_2", ".weight_global_scale", ".weight_packed", ".input_scale",
-    ".qweight", "_blocks", "_scales", "_weight_scale", "_weight_scale_2", ".scales",
-)  # fmt: skip
+    ".weight_scale",
+    ".weight_scale_inv",
+    ".weight_scale_2",
+    ".weight_global_scale",
+    ".weight_packed",
+    ".input_scale",
+    ".qweight",
+    "_blocks",
+    "_scales",
+    "_weight_scale",
+    "_weight_scale_2",
+    ".scales",
+)
 _QUANTIZED_WEIGHTS = ("U8", "I8", "U32", "F4", "F8_E4M3", "F8_E5M2", "F8_E8M0")
 
 
 Q8_0 = "Q8_0"  # numbers of 8 bits under a float16 scale, which GGUF files of a model that is not quantized further have
-_TURNED = ("gpt_oss", "llama4", "llama4_text", "aria", "aria_text", "openai_privacy_filter")  # is_transposed in transformers 5.23
+_TURNED = (
+    "gpt_oss",
+    "llama4",
+    "llama4_text",
+    "aria",
+    "aria_text",
+    "openai_privacy_filter",
+)  # is_transposed in transformers 5.23
 
 
 class Located(NamedTuple):
@@ -46,7 +71,9 @@ class Rows(NamedTuple):
 
 
 class RowOrder(NamedTuple):
-    """Rows by heads of so many: halves are woven (0, h/2, 1, h/2 + 1, ...); or, woven in the file, put one after the other."""
+    """Rows by heads of so many: halves are woven (0, h/2, 1, h/2 + 1, ...); or, woven in the file, put one after the
+    other.
+    """
 
     head: int
     weaves: bool
@@ -61,9 +88,9 @@ class RowOrder(NamedTuple):
 class Weight:
     """A weight of a checkpoint. name: of its module; tensor: of its values or codes. container: None for plain numbers.
 
-    members: what its rows are made of, in their order, where it is none of a file itself; parts then are those of the first.
-    shape: (N, K) or (E, N, K). parts: VALUES of numbers; CODES, SCALES, ... of a container. transposed: stored as (E, K, N).
-    order: in which rows are read, of every matrix.
+    members: what its rows are made of, in their order, where it is none of a file itself; parts then are those of the
+    first. shape: (N, K) or (E, N, K). parts: VALUES of numbers; CODES, SCALES, ... of a container. transposed: stored
+    as (E, K, N). order: in which rows are read, of every matrix.
     """
 
     name: str
@@ -118,9 +145,11 @@ def looks_quantized(entry: TensorEntry) -> bool:
 def weights_of(
     tensors: Mapping[str, tuple[SafetensorsFile, TensorEntry]], config: Mapping[str, Any], damaged: bool = False
 ) -> dict[str, Weight]:
-    """Name of values or codes -> weight, of all that are quantized, and of plain matrices and stacks; in the order of tensors.
+    """Name of values or codes -> weight, of all that are quantized, and of plain matrices and stacks; in the order of
+    tensors.
 
-    damaged: layers count, too, whose block scales have another shape than they should, or whose tensor scale is missing.
+    damaged: layers count, too, whose block scales have another shape than they should, or whose tensor scale is
+    missing.
     """
     files = {file.path: replace(file, entries=(), metadata={}) for file, _ in tensors.values()}
     places = {name: Located(files[file.path], entry) for name, (file, entry) in tensors.items()}
@@ -139,7 +168,9 @@ def weights_of(
 
 
 def _by_config(config: Mapping[str, Any]) -> Iterable[Container]:
-    """Containers, the declared method first: MXFP8 of Model-Optimizer and of compressed-tensors have the same tensors."""
+    """Containers, the declared method first: MXFP8 of Model-Optimizer and of compressed-tensors have the same
+    tensors.
+    """
     declared = config.get("quantization_config")
     method = str(declared.get("quant_method", "")) if isinstance(declared, Mapping) else ""
     return sorted(CONTAINERS, key=lambda known: not known.format or known.format != method)

@@ -45,6 +45,6 @@ def _check_dtypes(group: str, weights: Collection[Weight], request: Request) -> 
     dtypes = sorted({weight.dtype if weight.container is None else "F32" for weight in weights})
     if len(dtypes) > 1 and request.recipe.tensor_rule == "compressed_tensors":
         raise CheckpointError(
-            f"{shown(group)}: shares a tensor scale, which {request.recipe.id} rounds to the dtype of each: {', '.join(dtypes)}; "
-            "use another recipe"
+            f"{shown(group)}: shares a tensor scale, which {request.recipe.id} rounds to the dtype of each:"
+            f" {', '.join(dtypes)}; use another recipe"
         )

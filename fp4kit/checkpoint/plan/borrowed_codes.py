@@ -1,7 +1,9 @@
-"""Codes of a quantized model in place of the numbers of the same model in another kind of file: nothing is rounded again.
+"""Codes of a quantized model in place of the numbers of the same model in another kind of file: nothing is rounded
+again.
 
-A GGUF file takes those of a model directory, and a model directory those of a GGUF file. Which layer is which, the gguf package's
-map of names says; in which order the rows of both are, row_orders.py. That they are the same numbers, some rows of both tell.
+A GGUF file takes those of a model directory, and a model directory those of a GGUF file. Which layer is which, the gguf
+package's map of names says; in which order the rows of both are, row_orders.py. That they are the same numbers, some
+rows of both tell.
 """
 
 from __future__ import annotations
@@ -18,12 +20,23 @@ from fp4kit.checkpoint.model.layers import members, parts_of, pieces
 from fp4kit.checkpoint.model.model_files import Source
 from fp4kit.checkpoint.model.slabs import Readers
 from fp4kit.checkpoint.model.weights import RowOrder, Rows, Weight, weights_of
-from fp4kit.checkpoint.plan.row_orders import by_turns, gate_first, in_likest_order, likeness, order_of_heads, takes_turns
+from fp4kit.checkpoint.plan.row_orders import (
+    by_turns,
+    gate_first,
+    in_likest_order,
+    likeness,
+    order_of_heads,
+    takes_turns,
+)
 from fp4kit.storage.errors import CheckpointError, listed, shown
 
 _Layer = tuple[str, int]  # a module, and which expert of a stack of a GGUF file
 _EXPERT = re.compile(r"(.*\.)(?:experts|switch_mlp)\.(\d+)\.(\w+)")  # mlx-lm's stacks are called switch_mlp
-_MIXTRAL = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}  # what the map of names has in its blocks; mlx-lm renames them
+_MIXTRAL = {
+    "gate_proj": "w1",
+    "down_proj": "w2",
+    "up_proj": "w3",
+}  # what the map of names has in its blocks; mlx-lm renames them
 _LEAST = 6.0  # decibels, of which 4 bits give 15 to 25 and other rows none
 _KINDS = ("mxfp4", "nvfp4")
 
@@ -31,8 +44,8 @@ _KINDS = ("mxfp4", "nvfp4")
 def with_codes(weights: Mapping[str, Weight], model: Source, beside: Source) -> dict[str, Weight]:
     """The weights of a model; those whose codes another has, made of them, a stack of experts of all its layers.
 
-    One of the two is a GGUF file. Raises CheckpointError where that is not so, without the gguf package, for an architecture that
-    it does not know, and where no layer is found.
+    One of the two is a GGUF file. Raises CheckpointError where that is not so, without the gguf package, for an
+    architecture that it does not know, and where no layer is found.
     """
     if _is_file(model) == _is_file(beside):
         needed = "a GGUF file takes those of a model directory, or the other way round"
@@ -45,11 +58,18 @@ def with_codes(weights: Mapping[str, Weight], model: Source, beside: Source) -> 
             layers = [names.of(model, layer) for layer in _layers(weight, model)]
             rows = _rows(weight, [found[layer] for layer in layers if layer is not None and layer in found])
             if rows:
-                rows, form = _in_order(weight, rows, model, names.order(weight, model), readers), rows[0].weight.container
-                taken[name] = replace(weight, container=form, parts=rows[0].weight.parts, members=rows, transposed=False)
+                rows, form = (
+                    _in_order(weight, rows, model, names.order(weight, model), readers),
+                    rows[0].weight.container,
+                )
+                taken[name] = replace(
+                    weight, container=form, parts=rows[0].weight.parts, members=rows, transposed=False
+                )
     if taken == weights:
         layers_there = listed([module for module, _ in there]) or "none in MXFP4 or NVFP4"
-        raise CheckpointError(f"--codes {beside.root}: none of its quantized layers ({layers_there}) is in {model.root}")
+        raise CheckpointError(
+            f"--codes {beside.root}: none of its quantized layers ({layers_there}) is in {model.root}"
+        )
     return taken
 
 
@@ -63,7 +83,9 @@ def _origins(source: Source) -> dict[_Layer, Origin]:
     for weight in weights_of(source.tensors, source.config).values():
         if weight.container is not None and weight.container.kind in _KINDS:
             for piece in pieces(gate_first(weight, source.config), form, source.config, False):
-                found[piece.module, piece.expert if form.keeps_stacks else 0] = Origin(piece.weight, piece.expert, piece.span)
+                found[piece.module, piece.expert if form.keeps_stacks else 0] = Origin(
+                    piece.weight, piece.expert, piece.span
+                )
     return found
 
 
@@ -81,7 +103,11 @@ def _rows(weight: Weight, origins: Sequence[Origin]) -> tuple[Rows, ...]:
     if len({(one.shape, one.weight.container) for one in origins}) != 1:
         return ()
     rows, columns = origins[0].shape
-    return tuple(Rows(one.weight, one.expert, one.span) for one in origins) if (len(origins) * rows, columns) == wanted else ()
+    return (
+        tuple(Rows(one.weight, one.expert, one.span) for one in origins)
+        if (len(origins) * rows, columns) == wanted
+        else ()
+    )
 
 
 def _in_order(
@@ -100,7 +126,9 @@ class _Names:
         try:
             import gguf
         except ImportError:
-            raise CheckpointError('--codes: names of layers need the gguf package; pip install "fp4kit[gguf]"') from None
+            raise CheckpointError(
+                '--codes: names of layers need the gguf package; pip install "fp4kit[gguf]"'
+            ) from None
         architecture = file.config[ARCHITECTURE]
         number: Any = {name: number for number, name in gguf.MODEL_ARCH_NAMES.items()}.get(architecture)
         if number is None:
@@ -145,6 +173,6 @@ def check_alike(converted: Iterable[str], numbers: Mapping[str, Weight], taken: 
                 found = likeness(numbers[name], at, rows, readers)
                 if found < _LEAST:
                     raise CheckpointError(
-                        f"{shown(name)}: is not what {shown(rows.weight.name)} decodes to (SQNR {found:.1f} dB): another model, "
-                        "or rows in an order that is not known here; leave it out with --keep"
+                        f"{shown(name)}: is not what {shown(rows.weight.name)} decodes to (SQNR {found:.1f} dB):"
+                        " another model, or rows in an order that is not known here; leave it out with --keep"
                     )

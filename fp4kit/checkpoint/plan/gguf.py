@@ -22,7 +22,9 @@ def is_gguf_config(config: Mapping[str, Any]) -> bool:
 
 
 def form_for(recipe: Recipe) -> Container:
-    """The blocks that hold the codes and scales of a recipe. Raises CheckpointError for one that has no place in them."""
+    """The blocks that hold the codes and scales of a recipe. Raises CheckpointError for one that has no place in
+    them.
+    """
     form = next((known for known in FORMS if known.stores(recipe)), None)
     if form is None:
         usable = ", ".join(id for id, known in RECIPES.items() if any(form.stores(known) for form in FORMS))
@@ -31,15 +33,21 @@ def form_for(recipe: Recipe) -> Container:
 
 
 def check(source: Source, form: Container | None, modules: Collection[str]) -> None:
-    """Raise CheckpointError for a GGUF file that is no whole language model, or modules of no use to llama.cpp in a form."""
+    """Raise CheckpointError for a GGUF file that is no whole language model, or modules of no use to llama.cpp in a
+    form.
+    """
     if not is_gguf_config(source.config):
         return
     file = source.files[0]
     parts = file.metadata.get("split.count", "1")
     if parts not in ("0", "1"):
-        raise CheckpointError(f"{file.label}: one of {shown(parts)} files of a model; join them with llama-gguf-split --merge")
+        raise CheckpointError(
+            f"{file.label}: one of {shown(parts)} files of a model; join them with llama-gguf-split --merge"
+        )
     if source.config[ggml_names.ARCHITECTURE] == "clip":
-        raise CheckpointError(f"{file.label}: a projector of images or sound, which is kept; convert the language model's file")
+        raise CheckpointError(
+            f"{file.label}: a projector of images or sound, which is kept; convert the language model's file"
+        )
     if form is not None and form.has_tensor_scale:
         _check_scales(source, modules)
 

@@ -13,8 +13,14 @@ from fp4kit.recipes import Recipe
 
 NONFINITE = ("error", "keep", "saturate")
 COPY, QUANTIZE, RENAME, CAST, CARRY, REQUANTIZE, DEQUANTIZE = (
-    "copy", "quantize", "rename", "cast", "carry", "requantize", "dequantize",
-)  # fmt: skip
+    "copy",
+    "quantize",
+    "rename",
+    "cast",
+    "carry",
+    "requantize",
+    "dequantize",
+)
 SEARCHED = (QUANTIZE, REQUANTIZE, CAST)  # actions that may make new codes, whose scales can be searched
 ON_DEVICE = 32 << 20  # bytes of source elements that go to a GPU at a time
 Tick = Callable[[int], None]  # called with bytes that were read
@@ -42,7 +48,9 @@ def action_of(have: Container | None, form: Container | None) -> str:
 
 
 class Target(NamedTuple):
-    """Bytes of an output file: [position, position + nbytes), the part of a layer that they are, and their safetensors dtype."""
+    """Bytes of an output file: [position, position + nbytes), the part of a layer that they are, and their safetensors
+    dtype.
+    """
 
     part: str
     path: Path
@@ -125,7 +133,9 @@ class Job:
 
 
 class Measured(NamedTuple):
-    """What a job's weight holds. low, high: exponents of MX blocks that are not zero. exact: scales are powers of two."""
+    """What a job's weight holds. low, high: exponents of MX blocks that are not zero. exact: scales are powers of
+    two.
+    """
 
     key: str
     amax: float = 0.0
@@ -136,7 +146,8 @@ class Measured(NamedTuple):
 
 
 class Done(NamedTuple):
-    """A job that wrote its bytes: their CRC-32, of one target after the other; its action as it was; NaN and inf replaced.
+    """A job that wrote its bytes: their CRC-32, of one target after the other; its action as it was; NaN and inf
+    replaced.
 
     losses: of a search of scales: the sums of Losses.
     """

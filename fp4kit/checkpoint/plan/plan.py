@@ -41,10 +41,13 @@ from fp4kit.storage.errors import CheckpointError, shown
 from fp4kit.storage.safetensors_file import SafetensorsFile, TensorEntry
 
 _WORDS = {
-    QUANTIZE: "quantized", RENAME: "same codes", CAST: "same codes where exponents allow",
-    CARRY: "same codes where scales are powers of two", REQUANTIZE: "decoded and quantized anew",
+    QUANTIZE: "quantized",
+    RENAME: "same codes",
+    CAST: "same codes where exponents allow",
+    CARRY: "same codes where scales are powers of two",
+    REQUANTIZE: "decoded and quantized anew",
     DEQUANTIZE: "decoded",
-}  # fmt: skip
+}
 
 
 _NO_CODES = Decision(False, "--codes has none of it", True)
@@ -52,7 +55,9 @@ _NO_CODES = Decision(False, "--codes has none of it", True)
 
 @dataclass(frozen=True)
 class TensorPlan:
-    """What happens to one tensor, or to one weight with all of its parts, and why. group: those that share its tensor scale."""
+    """What happens to one tensor, or to one weight with all of its parts, and why. group: those that share its tensor
+    scale.
+    """
 
     name: str
     dtype: str
@@ -93,7 +98,9 @@ class ShardPlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """A whole conversion. form: what is written, None for numbers. ignore: the exclusion list; warnings: for the user."""
+    """A whole conversion. form: what is written, None for numbers. ignore: the exclusion list; warnings: for the
+    user.
+    """
 
     source: Source
     request: Request
@@ -155,19 +162,25 @@ def make_plan(
     """Return the plan to convert the model ``source``; reads headers and JSON only.
 
     source: a model directory, or a GGUF file, which becomes a GGUF file.
-    format: "modelopt", "compressed-tensors", "sglang-mxfp8", "gpt-oss", "deepseek-v4", "mlx", or "bf16" for numbers again; None
+    format: "modelopt", "compressed-tensors", "sglang-mxfp8", "gpt-oss", "deepseek-v4", "mlx", or "bf16" for numbers
+    again; None
         takes the one that most engines load for this recipe and model. wishes: which layers; see selection.Wishes.
-    input_scale: a positive float32 written for every layer, which makes the checkpoint NVFP4 (4-bit activations) instead of
+    input_scale: a positive float32 written for every layer, which makes the checkpoint NVFP4 (4-bit activations)
+    instead of
         W4A16_NVFP4. 1.0 is what loaders get that ignore it; nothing here is calibrated.
-    requantize: layers that are quantized already may get other codes, with a loss. Without it their values are kept, but for
+    requantize: layers that are quantized already may get other codes, with a loss. Without it their values are kept,
+    but for
         MXFP4 that becomes NVFP4 and whose exponents lie too far apart; the report names those.
-    nonfinite: "error", "keep" (as the recipe has it) or "saturate" (infinities to the largest finite magnitude, NaN to 0).
-    codes: a quantized model whose codes are taken instead of the source's own numbers, which stay where it has none: a directory
-        for a GGUF file, or the other way round. The recipe says into which form. Some rows of both are read: they must be alike.
-    search: of each block the scale of least error instead of that of its amax: ScaleSearch.of("mse", column_weights), with
+    nonfinite: "error", "keep" (as the recipe has it) or "saturate" (infinities to the largest finite magnitude, NaN to
+    0). codes: a quantized model whose codes are taken instead of the source's own numbers, which stay where it has
+    none: a directory
+        for a GGUF file, or the other way round. The recipe says into which form. Some rows of both are read: they must
+        be alike.
+    search: of each block the scale of least error instead of that of its amax: ScaleSearch.of("mse", column_weights),
+    with
         nvfp4-modelopt-static into modelopt or compressed-tensors.
-    Raises CheckpointError for a source that cannot be converted, a format that no engine loads, an unmatched pattern, a gate
-    without its up projection, or when nothing is left to convert.
+    Raises CheckpointError for a source that cannot be converted, a format that no engine loads, an unmatched pattern, a
+    gate without its up projection, or when nothing is left to convert.
     """
     request = Request(recipe(recipe_id), format, wishes or Wishes(), input_scale, requantize, nonfinite, search=search)
     model = open_source(Path(source))
@@ -190,7 +203,9 @@ class _Planner:
         self.config = source.config
         self.form = request.form_for(self.config)
         self.decisions = self._decisions()
-        self.selected = {name: weights[name] for name in weights if name in self.decisions and self.decisions[name].converted}
+        self.selected = {
+            name: weights[name] for name in weights if name in self.decisions and self.decisions[name].converted
+        }
         self.has_input_scale = self._has_input_scale()
         mlx.check(self.form, self.config, [weight.name for weight in self.selected.values()])
         gguf.check(self.source, self.form, [weight.name for weight in self.selected.values()])
@@ -209,7 +224,9 @@ class _Planner:
             wishes = replace(wishes, preset="experts")
         facts = model_facts(self.config)
         parts = part_names(self.weights.values()) - set(self.weights)
-        found = [self._candidate(name, entry, facts) for name, (_, entry) in self.source.tensors.items() if name not in parts]
+        found = [
+            self._candidate(name, entry, facts) for name, (_, entry) in self.source.tensors.items() if name not in parts
+        ]
         decisions = decide(found, wishes, self.form.row_multiple)
         if self.request.codes:
             without = [name for name, one in decisions.items() if one.converted and not self._has_codes(name)]
@@ -251,7 +268,9 @@ class _Planner:
     def plan(self) -> Plan:
         """The whole."""
         if not any(True for _ in self.selected):
-            raise CheckpointError("0 tensors to convert: nothing in the source is quantized; there is nothing to make numbers of")
+            raise CheckpointError(
+                "0 tensors to convert: nothing in the source is quantized; there is nothing to make numbers of"
+            )
         shards = tuple(self._shard(file) for file in self.source.files)
         _check_outputs(shards)
         scale_search.check_layers(self.request.search, (tensor for shard in shards for tensor in shard.tensors))
@@ -320,10 +339,14 @@ class _Planner:
         return actions_of(self.selected, groups, self.form, self.request)
 
     def _exclusions(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """The exclusion list, and what loaders may trip over. Layers that stay quantized as they are, are quantized for them."""
+        """The exclusion list, and what loaders may trip over. Layers that stay quantized as they are, are quantized for
+        them.
+        """
         if self.form is None:
             return (), ()
-        quantized = [w for name, w in self.weights.items() if name in self.selected or (w.container and self._stays_quantized())]
+        quantized = [
+            w for name, w in self.weights.items() if name in self.selected or (w.container and self._stays_quantized())
+        ]
         converted = [name for weight in quantized for name in layer_names(weight, self.form, self.config)]
         stay = {weight.tensor for weight in quantized}
         kept = [name for name, found in self.decisions.items() if found.listed and name not in stay]

@@ -11,13 +11,19 @@ from fp4kit.checkpoint.plan.job import COPY, Job, Target
 from fp4kit.checkpoint.plan.plan import Plan, TensorPlan
 
 
-def jobs_of(plan: Plan, positions: Mapping[str, tuple[Path, int]], device: Sequence[int | None] = (None,)) -> Iterator[Job]:
-    """The jobs of a plan; positions: output tensor -> its file and where it begins there. device: CUDA devices, in turn."""
+def jobs_of(
+    plan: Plan, positions: Mapping[str, tuple[Path, int]], device: Sequence[int | None] = (None,)
+) -> Iterator[Job]:
+    """The jobs of a plan; positions: output tensor -> its file and where it begins there. device: CUDA devices, in
+    turn.
+    """
     number = 0
     for tensor in plan.tensors:
         if tensor.place is not None:
             path, at = positions[tensor.name]
-            key = f"{tensor.name}#" if "#" in tensor.name else tensor.name  # no piece's, which ends with "#" and a number
+            key = (
+                f"{tensor.name}#" if "#" in tensor.name else tensor.name
+            )  # no piece's, which ends with "#" and a number
             yield Job(key, COPY, tensor.place, (Target(VALUES, path, at, tensor.bytes_in, tensor.dtype),))
             continue
         for piece in tensor.pieces:
@@ -25,7 +31,9 @@ def jobs_of(plan: Plan, positions: Mapping[str, tuple[Path, int]], device: Seque
             number += 1
 
 
-def _job(plan: Plan, tensor: TensorPlan, piece: Piece, positions: Mapping[str, tuple[Path, int]], device: int | None) -> Job:
+def _job(
+    plan: Plan, tensor: TensorPlan, piece: Piece, positions: Mapping[str, tuple[Path, int]], device: int | None
+) -> Job:
     targets = []
     for output in piece.outputs:
         path, at = positions[output.name]
@@ -36,6 +44,18 @@ def _job(plan: Plan, tensor: TensorPlan, piece: Piece, positions: Mapping[str, t
     request, search = plan.request, plan.request.search
     searched = () if search is None else (search.objective, search.columns_of((piece.module, piece.weight)))
     return Job(
-        key, tensor.action, piece.weight, tuple(targets), piece.expert, piece.span, group, request.recipe, piece.form,
-        request.input_scale, request.nonfinite, piece.turned, device, *searched,
-    )  # fmt: skip
+        key,
+        tensor.action,
+        piece.weight,
+        tuple(targets),
+        piece.expert,
+        piece.span,
+        group,
+        request.recipe,
+        piece.form,
+        request.input_scale,
+        request.nonfinite,
+        piece.turned,
+        device,
+        *searched,
+    )

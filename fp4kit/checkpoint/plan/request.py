@@ -23,7 +23,8 @@ NUMBERS = "bf16"
 
 @dataclass(frozen=True)
 class Request:
-    """recipe: of new codes. format: None takes the one that most engines load. requantize: codes may become others, with a loss.
+    """recipe: of new codes. format: None takes the one that most engines load. requantize: codes may become others,
+    with a loss.
 
     nonfinite: what becomes of NaN and infinities. input_scale: of activations, written for every layer.
     """
@@ -51,10 +52,14 @@ class Request:
         if self.nonfinite not in NONFINITE:
             raise CheckpointError(f"nonfinite {self.nonfinite}: unknown; use one of {', '.join(NONFINITE)}")
         if self.input_scale is not None and not float(FLT_MIN) <= self.input_scale <= float(FLT_MAX):
-            raise CheckpointError(f"input scale: got {self.input_scale}; a positive normal float32 is needed, such as 1.0")
+            raise CheckpointError(
+                f"input scale: got {self.input_scale}; a positive normal float32 is needed, such as 1.0"
+            )
 
     def form_for(self, config: Mapping[str, Any]) -> Container | None:
-        """The container that is written for a model, None for numbers. Raises CheckpointError for a pair that no loader reads."""
+        """The container that is written for a model, None for numbers. Raises CheckpointError for a pair that no loader
+        reads.
+        """
         form = self._form_for(config)
         if self.search is not None:
             self.search.check(self.recipe, form, self.nonfinite)
@@ -68,7 +73,9 @@ class Request:
         if self.format == mlx.FORMAT:
             return self._mlx_form()
         kind, family = kind_of(self.recipe), support.family_of(config)
-        wanted = self.format or support.best_format(kind, family) or "modelopt"  # which is then refused, with the way out
+        wanted = (
+            self.format or support.best_format(kind, family) or "modelopt"
+        )  # which is then refused, with the way out
         refused = support.refusal(wanted, kind, family)
         if refused:
             raise CheckpointError(refused)
@@ -89,14 +96,18 @@ class Request:
     def _gguf_form(self) -> Container | None:
         """The blocks of the GGUF file that a GGUF file becomes, None for numbers."""
         if self.format not in (None, NUMBERS):
-            raise CheckpointError(f"format {self.format}: a GGUF file becomes a GGUF file; leave --format out, or say {NUMBERS}")
+            raise CheckpointError(
+                f"format {self.format}: a GGUF file becomes a GGUF file; leave --format out, or say {NUMBERS}"
+            )
         if self.input_scale is not None:
             raise CheckpointError("input scale: llama.cpp reads none that is not calibrated; leave it out")
         return None if self.format == NUMBERS else gguf.form_for(self.recipe)
 
 
 def kind_of(recipe: Recipe) -> str:
-    """Return "nvfp4", "mxfp4" or "mxfp8": the forms that store a recipe. Raises CheckpointError for one that none does."""
+    """Return "nvfp4", "mxfp4" or "mxfp8": the forms that store a recipe. Raises CheckpointError for one that none
+    does.
+    """
     form = next((known for known in WRITTEN if known.stores(recipe)), None)
     if form is None:
         usable = ", ".join(id for id, known in RECIPES.items() if any(form.stores(known) for form in WRITTEN))

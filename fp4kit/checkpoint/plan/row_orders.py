@@ -1,8 +1,8 @@
 """Rows that another kind of file has in another order: halves of heads of q and k, gate and up of gpt-oss.
 
-llama.cpp's converter weaves the halves of every head of q and k where its graph turns neighbours (Llama, Granite, InternLM 2),
-not where a model has them so already (Mistral's own files) or the graph turns halves (Qwen). Which it was, the numbers tell.
-Source: llama.cpp 0c1e57098, conversion/llama.py permute and _repack_nvfp4, conversion/gpt_oss.py.
+llama.cpp's converter weaves the halves of every head of q and k where its graph turns neighbours (Llama, Granite,
+InternLM 2), not where a model has them so already (Mistral's own files) or the graph turns halves (Qwen). Which it was,
+the numbers tell. Source: llama.cpp 0c1e57098, conversion/llama.py permute and _repack_nvfp4, conversion/gpt_oss.py.
 """
 
 from __future__ import annotations
@@ -34,7 +34,9 @@ def gate_first(weight: Weight, config: Mapping[str, Any]) -> Weight:
 
 
 def by_turns(rows: Sequence[Rows]) -> Iterator[Rows]:
-    """Pairs of layers, gate and up, as matrices in which their rows take turns. Raises CheckpointError for tensor scales."""
+    """Pairs of layers, gate and up, as matrices in which their rows take turns. Raises CheckpointError for tensor
+    scales.
+    """
     for gate, up in zip(rows[::2], rows[1::2], strict=True):
         one, (begin, end) = gate.weight, gate.span
         if one.container is not None and one.container.has_tensor_scale:
@@ -42,18 +44,26 @@ def by_turns(rows: Sequence[Rows]) -> Iterator[Rows]:
             raise CheckpointError(f"{shown(one.name)}: {why}; use codes without tensor scales, such as MXFP4")
         height = 2 * (end - begin)
         shape, order = (height, one.shape[-1]), RowOrder(height, True)
-        yield Rows(Weight(one.name, one.tensor, shape, one.container, one.parts, members=(gate, up), order=order), 0, (0, height))
+        yield Rows(
+            Weight(one.name, one.tensor, shape, one.container, one.parts, members=(gate, up), order=order),
+            0,
+            (0, height),
+        )
 
 
 def order_of_heads(leaf: str, rows: int, config: Mapping[str, Any], weaves: bool) -> RowOrder | None:
-    """The other order that q or k may have. leaf: of its name in a GGUF file, whose config says how many heads there are."""
+    """The other order that q or k may have. leaf: of its name in a GGUF file, whose config says how many heads there
+    are.
+    """
     count = config.get(HEADS.get(leaf, ""), 0)
     head = rows // count if count else 0
     return RowOrder(head, weaves) if head > 2 and head % 2 == 0 and head * count == rows else None
 
 
 def in_likest_order(numbers: Weight, rows: Rows, order: RowOrder, readers: Readers) -> Rows:
-    """Rows as they are, or in an order, whichever is more like the numbers; where some rows do not tell, all of them do."""
+    """Rows as they are, or in an order, whichever is more like the numbers; where some rows do not tell, all of them
+    do.
+    """
     other = rows._replace(weight=replace(rows.weight, order=order))
     for most in (_ROWS, numbers.shape[-2]):
         plain, woven = (likeness(numbers, 0, one, readers, most) for one in (rows, other))

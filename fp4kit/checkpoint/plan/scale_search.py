@@ -1,4 +1,6 @@
-"""Block scales that are searched, instead of taken from the amax of their block: by which error, under which column weights."""
+"""Block scales that are searched, instead of taken from the amax of their block: by which error, under which column
+weights.
+"""
 
 from __future__ import annotations
 
@@ -49,13 +51,15 @@ class ColumnWeights:
         return next((self.places[name] for name in names if name in self.places), None)
 
     def check(self, layers: Iterable[Layer]) -> None:
-        """Raise CheckpointError for layers without a vector, or with one that does not fit or holds what is no weight."""
+        """Raise CheckpointError for layers without a vector, or with one that does not fit or holds what is no
+        weight.
+        """
         layers = list(dict(layers).items())
         missing = [layer[0] for layer in layers if self.of(layer) is None]
         if missing:
             raise CheckpointError(
-                f"{self.file.label}: {len(missing)} layers have no column weights there: {listed(missing)}; "
-                "needs a float32 vector for each, by the name of its weight or of its module; leave others out with --keep"
+                f"{self.file.label}: {len(missing)} layers have no column weights there: {listed(missing)}; needs a"
+                " float32 vector for each, by the name of its weight or of its module; leave others out with --keep"
             )
         with Readers() as readers:
             for module, weight in layers:
@@ -67,16 +71,22 @@ class ColumnWeights:
 def _check_vector(name: str, place: Located, columns: int, readers: Readers) -> None:
     entry = place.entry
     if (entry.dtype, entry.shape) != ("F32", (columns,)):
-        raise CheckpointError(f"{name}: is {entry.dtype} {list(entry.shape)}; needs F32 [{columns}], a weight for each column")
+        raise CheckpointError(
+            f"{name}: is {entry.dtype} {list(entry.shape)}; needs F32 [{columns}], a weight for each column"
+        )
     values = readers.array(place)
     bad = int(np.count_nonzero(~(np.isfinite(values) & (values >= 0))))
     if bad:
-        raise CheckpointError(f"{name}: {bad} of {columns} weights are negative, NaN or infinite; needs finite ones >= 0")
+        raise CheckpointError(
+            f"{name}: {bad} of {columns} weights are negative, NaN or infinite; needs finite ones >= 0"
+        )
 
 
 @dataclass(frozen=True)
 class ScaleSearch:
-    """How scales are searched. objective: the error, as of search_scales; RECORDED for verify. columns: its weights, or None."""
+    """How scales are searched. objective: the error, as of search_scales; RECORDED for verify. columns: its weights, or
+    None.
+    """
 
     objective: str = "mse"
     columns: ColumnWeights | None = None
@@ -93,7 +103,9 @@ class ScaleSearch:
 
     @classmethod
     def of(cls, objective: str | None, columns: str | Path | None = None) -> ScaleSearch | None:
-        """What is asked for; None for no search. Raises CheckpointError for column weights without one, and without a file."""
+        """What is asked for; None for no search. Raises CheckpointError for column weights without one, and without a
+        file.
+        """
         if columns is None:
             return None if objective is None else cls(objective)
         if objective is None:
@@ -110,7 +122,9 @@ class ScaleSearch:
 
     def facts(self) -> dict[str, Any]:
         """As JSON has it."""
-        weights = {} if self.columns is None else {"column_weights": self.columns.file.name, "sha256": self.columns.sha256}
+        weights = (
+            {} if self.columns is None else {"column_weights": self.columns.file.name, "sha256": self.columns.sha256}
+        )
         return {"objective": self.objective, **weights}
 
     def check(self, recipe: Recipe, form: Container | None, nonfinite: str) -> None:
@@ -118,9 +132,13 @@ class ScaleSearch:
         self._check_objective()
         self.check_recipe(recipe)
         if form is None or form.format not in _FORMATS:
-            raise CheckpointError(f"scale search: {form or 'bf16'} is not written with it; use --format {' or '.join(_FORMATS)}")
+            raise CheckpointError(
+                f"scale search: {form or 'bf16'} is not written with it; use --format {' or '.join(_FORMATS)}"
+            )
         if nonfinite == "keep":
-            raise CheckpointError("scale search: a block with NaN or infinity has no least error; say --nonfinite saturate")
+            raise CheckpointError(
+                "scale search: a block with NaN or infinity has no least error; say --nonfinite saturate"
+            )
 
     def check_recipe(self, recipe: Recipe) -> None:
         """Raise CheckpointError for a recipe whose scales are not searched so."""
@@ -141,12 +159,16 @@ def recorded_search(
 ) -> tuple[ScaleSearch | None, bool, list[str]]:
     """The search that made a checkpoint, whether it had column weights, and what is doubtful about that.
 
-    request: of its manifest; config: what its config says of fp4kit, where there is no manifest. given: goes before both.
+    request: of its manifest; config: what its config says of fp4kit, where there is no manifest. given: goes before
+    both.
     """
     facts = request.get("scale_search")
     if not isinstance(facts, Mapping):
         said = str(config.get("scale_search", ""))
-        facts = {"objective": said.removeprefix("weighted "), **({"sha256": None} if said.startswith("weighted ") else {})}
+        facts = {
+            "objective": said.removeprefix("weighted "),
+            **({"sha256": None} if said.startswith("weighted ") else {}),
+        }
     weighted = "sha256" in facts
     if given is not None:
         if given.objective == RECORDED:
@@ -166,7 +188,9 @@ def check_layers(search: ScaleSearch | None, tensors: Iterable[Any]) -> None:
     """Raise CheckpointError where a search finds no layer of a plan to search, or one without column weights."""
     if search is None:
         return
-    layers = [(piece.module, piece.weight) for tensor in tensors if tensor.action in SEARCHED for piece in tensor.pieces]
+    layers = [
+        (piece.module, piece.weight) for tensor in tensors if tensor.action in SEARCHED for piece in tensor.pieces
+    ]
     if not layers:
         raise CheckpointError("scale search: no layer gets new codes, whose scales it would find; leave it out")
     if search.columns is not None:

@@ -1,7 +1,7 @@
 """Where jobs run: in this process, in worker processes, or through any executor of concurrent.futures.
 
-A cluster is such an executor: dask.distributed's, or that of mpi4py.futures. Its workers need fp4kit in the same version, and the
-source and the destination under the same paths.
+A cluster is such an executor: dask.distributed's, or that of mpi4py.futures. Its workers need fp4kit in the same
+version, and the source and the destination under the same paths.
 """
 
 from __future__ import annotations
@@ -38,7 +38,9 @@ from fp4kit.storage.errors import CheckpointError
 
 T = TypeVar("T")
 Call = tuple[Callable[..., T], tuple[Any, ...]]  # a function and its arguments
-MANY = 1024  # calls that an executor has at a time where the number of its workers is not known: more than clusters have
+MANY = (
+    1024  # calls that an executor has at a time where the number of its workers is not known: more than clusters have
+)
 _ONE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "VECLIB_MAXIMUM_THREADS")
 _SECONDS = 30  # that a scheduler and its first worker have to answer
 
@@ -64,11 +66,12 @@ def start_devices(devices: Sequence[int], given: Executor | None) -> None:
 
 @contextmanager
 def executor_of(given: Executor | None, workers: int, by_threads: bool = False) -> Iterator[Executor | None]:
-    """The executor of a run: the given one, which stays open; worker processes or threads; or None for this process alone.
+    """The executor of a run: the given one, which stays open; worker processes or threads; or None for this process
+    alone.
 
-    by_threads: what does the work, a GPU or the compiled engine, lets Python's other threads run meanwhile: one reads while
-    another computes and a third writes. Each has one thread of that engine. Worker processes end with the run: at once where it
-    is stopped or fails, and also where this process is killed.
+    by_threads: what does the work, a GPU or the compiled engine, lets Python's other threads run meanwhile: one reads
+    while another computes and a third writes. Each has one thread of that engine. Worker processes end with the run: at
+    once where it is stopped or fails, and also where this process is killed.
     """
     if given is not None or workers == 1:
         yield given
@@ -109,7 +112,9 @@ class _Context(multiprocessing.context.SpawnContext):
 
 
 class _Worker(multiprocessing.context.SpawnProcess):
-    """A process of one thread that hears no Ctrl-C, not even while it begins: the process that started it does, and stops it."""
+    """A process of one thread that hears no Ctrl-C, not even while it begins: the process that started it does, and
+    stops it.
+    """
 
     def start(self) -> None:
         """Start it: both are inherited from this process."""
@@ -140,11 +145,12 @@ def _end_with_parent() -> None:
 
 
 def run_all(executor: Executor | None, queue: deque[Call[T]], width: int = MANY) -> Generator[T, None, None]:
-    """Results of the calls of a queue as they come. Who takes them may add calls meanwhile: what is at the left is next.
+    """Results of the calls of a queue as they come. Who takes them may add calls meanwhile: what is at the left is
+    next.
 
-    width: calls that an executor has at a time. After an error, or when the caller stops, those that have not begun are dropped,
-    and the others are waited for, so that nothing is written afterwards.
-    Raises ChildProcessError where workers died.
+    width: calls that an executor has at a time. After an error, or when the caller stops, those that have not begun are
+    dropped, and the others are waited for, so that nothing is written afterwards. Raises ChildProcessError where
+    workers died.
     """
     if executor is None:
         while queue:
@@ -164,13 +170,17 @@ def run_all(executor: Executor | None, queue: deque[Call[T]], width: int = MANY)
                 result = future.result()
             yield result
     finally:
-        begun = [future for future in pending if not future.cancel()]  # dask may never tell the end of one that it cancelled
+        begun = [
+            future for future in pending if not future.cancel()
+        ]  # dask may never tell the end of one that it cancelled
         if not isinstance(executor, _Processes):
             wait(begun)
 
 
 def calls_ahead(given: Executor | None, workers: int) -> int:
-    """The width for executor_of's executor: a call that waits for each worker, so that what is added next begins soon."""
+    """The width for executor_of's executor: a call that waits for each worker, so that what is added next begins
+    soon.
+    """
     return MANY if given is not None else 2 * workers
 
 
@@ -185,7 +195,9 @@ def _submitted(executor: Executor, run: str, call: Call[T], finished: SimpleQueu
 def _call(version: str, run: str, function: Callable[..., T], call: tuple[Any, ...]) -> T:
     """In a worker: one call, unless other code would do it."""
     if version != __version__:
-        raise CheckpointError(f"workers: have fp4kit {__version__}, and {version} is needed as in the process that plans")
+        raise CheckpointError(
+            f"workers: have fp4kit {__version__}, and {version} is needed as in the process that plans"
+        )
     return function(*call)
 
 
@@ -201,7 +213,9 @@ def _deaths_told() -> Iterator[None]:
 
 @contextmanager
 def cluster(scheduler: str | None = None) -> Iterator[Executor | None]:
-    """The executor of a cluster: of the dask scheduler at an address; of MPI, where mpi4py.futures runs this process; or None."""
+    """The executor of a cluster: of the dask scheduler at an address; of MPI, where mpi4py.futures runs this process;
+    or None.
+    """
     if scheduler is not None:
         with dask_executor(scheduler) as executor:
             yield executor

@@ -1,7 +1,9 @@
-"""Leftovers: what a run left that was killed when its result had its name already, and had not removed its lock and journal.
+"""Leftovers: what a run left that was killed when its result had its name already, and had not removed its lock and
+journal.
 
-In a directory that was finished these are its files ``.lock`` and ``.journal.jsonl``. Beside a GGUF file it is the partial
-directory that the file was taken out of, with nothing else in it. A run that lives yet, and holds the lock, leaves nothing.
+In a directory that was finished these are its files ``.lock`` and ``.journal.jsonl``. Beside a GGUF file it is the
+partial directory that the file was taken out of, with nothing else in it. A run that lives yet, and holds the lock,
+leaves nothing.
 """
 
 from __future__ import annotations
@@ -21,7 +23,9 @@ _OWN = (staging.JOURNAL, staging.LOCK)  # in the order in which a run removes th
 
 
 def leftovers_of(destination: Path) -> tuple[Path, ...]:
-    """Return what was left in a finished directory, or beside a finished file. Empty if there is nothing, or a run is alive."""
+    """Return what was left in a finished directory, or beside a finished file. Empty if there is nothing, or a run is
+    alive.
+    """
     if destination.is_dir():
         is_ours = _is_finished(destination) and not staging.is_live(destination)
         return tuple(destination / name for name in _OWN if _is_own(destination / name)) if is_ours else ()
@@ -44,7 +48,8 @@ def remove_leftovers(destination: Path) -> tuple[Path, ...]:
 
 
 def done_before(destination: Path, key: str) -> Mapping[str, Done] | None:
-    """Return the jobs that made a finished destination, by their keys, if the journal of the run ``key`` was left there.
+    """Return the jobs that made a finished destination, by their keys, if the journal of the run ``key`` was left
+    there.
 
     None without that journal, so that nothing tells which run made the destination.
     """

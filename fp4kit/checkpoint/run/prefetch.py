@@ -1,4 +1,6 @@
-"""Files read into the page cache before a run needs them: while workers or a GPU start, which takes seconds, and after that."""
+"""Files read into the page cache before a run needs them: while workers or a GPU start, which takes seconds, and after
+that.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,8 @@ _LIMIT = Path("/sys/fs/cgroup/memory.max")  # what a container may have of it
 
 
 class ReadingAhead:
-    """Reads files, from the first on, until the with statement ends; gives what the run is to call with the bytes it has read.
+    """Reads files, from the first on, until the with statement ends; gives what the run is to call with the bytes it
+    has read.
 
     total: bytes that the run reads, which may be more than the files have: what is measured first is read twice.
     Where the system takes no such wishes (macOS), nothing is read.
@@ -29,7 +32,9 @@ class ReadingAhead:
         found = list(files)
         ends = list(accumulate((file.size for file in found), initial=0))
         self._pieces = deque(
-            (file, at, before + at) for file, before in zip(found, ends, strict=False) for at in range(0, file.size, PIECE)
+            (file, at, before + at)
+            for file, before in zip(found, ends, strict=False)
+            for at in range(0, file.size, PIECE)
         )
         self._size, self._total, self._progress = ends[-1], total, progress
         self._window = memory() // PART
@@ -54,7 +59,9 @@ class ReadingAhead:
 
     def _read(self) -> None:
         while self._pieces and not self._stopped.is_set():
-            with suppress(OSError, IndexError):  # whoever needs the bytes will say so; another thread took the last piece
+            with suppress(
+                OSError, IndexError
+            ):  # whoever needs the bytes will say so; another thread took the last piece
                 file, at, place = self._pieces.popleft()
                 while place - self._reached() > self._window and not self._stopped.wait(0.01):
                     pass

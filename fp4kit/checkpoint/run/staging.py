@@ -1,7 +1,8 @@
 """A directory that appears whole or not at all: it is filled under a hidden name beside its place, then renamed.
 
-The hidden name is ``.NAME.partial``. A run holds a lock there, which the system takes back however the run ends. A run that was
-interrupted, or that the machine failed, leaves it with a journal of what was done; one that cannot succeed removes it.
+The hidden name is ``.NAME.partial``. A run holds a lock there, which the system takes back however the run ends. A run
+that was interrupted, or that the machine failed, leaves it with a journal of what was done; one that cannot succeed
+removes it.
 """
 
 from __future__ import annotations
@@ -21,12 +22,18 @@ from fp4kit.storage.whole_file import sync_directory
 
 try:
     import fcntl
+
     HAS_LOCKS = True
 except ImportError:  # Windows: two runs into one place are not told apart
     HAS_LOCKS = False
 
-_PUBLISHED: dict[str, tuple[int, int]] = {}  # destination -> device and inode of the directory that this process made for it
-LOCK, JOURNAL = ".lock", ".journal.jsonl"  # in the partial directory; no file of a model has a name that begins with a dot
+_PUBLISHED: dict[
+    str, tuple[int, int]
+] = {}  # destination -> device and inode of the directory that this process made for it
+LOCK, JOURNAL = (
+    ".lock",
+    ".journal.jsonl",
+)  # in the partial directory; no file of a model has a name that begins with a dot
 
 
 def is_published(destination: Path) -> bool:
@@ -39,7 +46,9 @@ def is_published(destination: Path) -> bool:
 
 
 def partial_of(destination: Path) -> Path:
-    """Where a run into a destination fills its files. There is one of "." and "/", too, which nothing can be converted into."""
+    """Where a run into a destination fills its files. There is one of "." and "/", too, which nothing can be converted
+    into.
+    """
     return destination.parent / f".{destination.name}.partial"
 
 
@@ -50,7 +59,9 @@ def check_destination(source: Path, destination: Path) -> None:
     if not resolved(destination.parent).is_dir():
         raise CheckpointError(f"{destination}: its parent directory does not exist; create {destination.parent} first")
     if not os.access(destination.parent, os.W_OK | os.X_OK):
-        raise CheckpointError(f"{destination}: nothing can be written into {destination.parent}; name another directory")
+        raise CheckpointError(
+            f"{destination}: nothing can be written into {destination.parent}; name another directory"
+        )
     real_source = resolved(source)
     real = resolved(destination.parent) / destination.name
     if real.is_relative_to(real_source):
@@ -60,7 +71,9 @@ def check_destination(source: Path, destination: Path) -> None:
 
 
 def free_space(destination: Path) -> int:
-    """Bytes free for ``destination`` on its file system. What an interrupted run left counts as free: it is written over."""
+    """Bytes free for ``destination`` on its file system. What an interrupted run left counts as free: it is written
+    over.
+    """
     free = shutil.disk_usage(destination.parent).free
     with suppress(OSError):
         free += sum(path.stat().st_blocks * 512 for path in partial_of(destination).iterdir() if path.is_file())
@@ -75,7 +88,9 @@ def check_space(destination: Path, needed: int) -> None:
 
 
 def check_partial(destination: Path, resume: bool) -> None:
-    """Raise CheckpointError for what another run left, unless it is to be resumed, or is writing; and if nothing is to resume."""
+    """Raise CheckpointError for what another run left, unless it is to be resumed, or is writing; and if nothing is to
+    resume.
+    """
     partial = partial_of(destination)
     there = _is_there(partial)
     if there and not _is_folder(partial):
@@ -104,7 +119,9 @@ def _not_created(partial: Path, error: OSError) -> CheckpointError:
 
 
 def ways_on(destination: Path) -> str:
-    """What may be done about a run that was interrupted: one without a journal, such as a reconciliation, cannot go on."""
+    """What may be done about a run that was interrupted: one without a journal, such as a reconciliation, cannot go
+    on.
+    """
     going_on = "go on with --resume, or " if (partial_of(destination) / JOURNAL).is_file() else ""
     return f"{going_on}remove it with fp4kit convert --remove-stale {shlex.quote(str(destination))}"
 
@@ -191,14 +208,18 @@ def copy_file(source: Path, destination: Path) -> None:
     descriptor = os.open(source, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     with open(descriptor, "rb") as reader, destination.open("xb") as writer:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise CheckpointError(f"{shown(source.name)}: is no regular file any more; run again when nothing writes there")
+            raise CheckpointError(
+                f"{shown(source.name)}: is no regular file any more; run again when nothing writes there"
+            )
         shutil.copyfileobj(reader, writer, 1 << 20)
         writer.flush()
         os.fsync(writer.fileno())
 
 
 def sync_file(path: Path) -> None:
-    """Push a file of a partial directory to the disk. What a disk did not take is not known: the journal is removed then."""
+    """Push a file of a partial directory to the disk. What a disk did not take is not known: the journal is removed
+    then.
+    """
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
@@ -216,16 +237,20 @@ class Stage:
         self.folder, self.is_ours, self.published = folder, is_ours, False
 
     def is_kept_after(self, error: BaseException) -> bool:
-        """Whether there is something to go on with: not after a verdict on the model or the request, which would come again."""
+        """Whether there is something to go on with: not after a verdict on the model or the request, which would come
+        again.
+        """
         return not self.is_ours or ((self.folder / JOURNAL).exists() and not isinstance(error, CheckpointError))
 
 
 @contextmanager
 def staged_directory(destination: Path, resume: bool = False, file: str | None = None) -> Iterator[Stage]:
-    """Yield the partial directory of a destination; at the end it gets its name, or the file in it that is all that is made.
+    """Yield the partial directory of a destination; at the end it gets its name, or the file in it that is all that is
+    made.
 
-    After a CheckpointError it is removed. After all else (KeyboardInterrupt, SystemExit, a full disk, workers that died) it stays
-    if it has a journal. One that is to be resumed stays in any case until the run calls it its own: see Stage.
+    After a CheckpointError it is removed. After all else (KeyboardInterrupt, SystemExit, a full disk, workers that
+    died) it stays if it has a journal. One that is to be resumed stays in any case until the run calls it its own: see
+    Stage.
     """
     partial = partial_of(destination)
     check_partial(destination, resume)
@@ -285,7 +310,9 @@ def _locked(partial: Path, destination: Path) -> int:
     try:
         descriptor = os.open(partial / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     except OSError as error:
-        raise CheckpointError(f"{partial}: cannot be locked ({error.strerror}); another run may just have ended there") from None
+        raise CheckpointError(
+            f"{partial}: cannot be locked ({error.strerror}); another run may just have ended there"
+        ) from None
     if not (_take(descriptor) and _is_still(descriptor, partial / LOCK)):
         os.close(descriptor)
         raise _taken(destination)

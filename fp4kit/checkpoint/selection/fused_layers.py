@@ -29,7 +29,9 @@ FUSIONS = (
     Fusion(("w1", "w3"), None),
     Fusion(("q_a_proj", "kv_a_proj_with_mqa"), "fused_qkv_a_proj_with_mqa"),
     Fusion(("wq", "wk", "wv"), "qkv_proj"),
-    Fusion(("wq_a", "wkv", "wkv_a_with_mqa"), "fused_wqa_wkv"),  # DeepSeek-V4; Mistral's own names of MLA, which end in _with_mqa
+    Fusion(
+        ("wq_a", "wkv", "wkv_a_with_mqa"), "fused_wqa_wkv"
+    ),  # DeepSeek-V4; Mistral's own names of MLA, which end in _with_mqa
     Fusion(("in_proj_qkv", "in_proj_z"), "in_proj_qkvz"),  # Qwen3.5 in vLLM and SGLang
     Fusion(("in_proj_b", "in_proj_a"), "in_proj_ba"),
 )
@@ -69,7 +71,8 @@ def group_name(parent: str, fusion: Fusion) -> str:
 def shared_amax_groups(modules: Iterable[str]) -> dict[str, str]:
     """Return module -> group name for modules that share a tensor amax with at least one other.
 
-    Every expert of its own is a group. Stacks share expert by expert: gate_up_proj within itself, gate_proj with up_proj.
+    Every expert of its own is a group. Stacks share expert by expert: gate_up_proj within itself, gate_proj with
+    up_proj.
     """
     found: dict[str, str] = {}
     for key, members in fused_groups(modules).items():
@@ -79,7 +82,9 @@ def shared_amax_groups(modules: Iterable[str]) -> dict[str, str]:
 
 
 def group_of(module: str) -> tuple[str, int] | None:
-    """Return the name of the group that a module shares its tensor amax with, and how many that may be; None: with no other."""
+    """Return the name of the group that a module shares its tensor amax with, and how many that may be; None: with no
+    other.
+    """
     parent, leaf = split_module(module)
     fusion = _FUSION_OF.get(leaf)
     return None if fusion is None else (group_name(parent, fusion), len(fusion.members))
@@ -88,9 +93,11 @@ def group_of(module: str) -> tuple[str, int] | None:
 def unpaired(converted: Iterable[str], present: Iterable[str] = ()) -> list[str]:
     """Return a sentence for every converted half of a gated MLP whose other half is nowhere.
 
-    converted: modules that are quantized; present: others that the source has, which may be the other half. A gate_proj without
-        up_proj, or a w1 without w3, is such a half, unless it is the gate of an attention, or beside c_proj (Qwen's w1, w2). An
-        up_proj or w3 alone is one only where others like it (layers, experts) have a gate: MLPs without gates have only that.
+    converted: modules that are quantized; present: others that the source has, which may be the other half. A gate_proj
+    without
+        up_proj, or a w1 without w3, is such a half, unless it is the gate of an attention, or beside c_proj (Qwen's w1,
+        w2). An up_proj or w3 alone is one only where others like it (layers, experts) have a gate: MLPs without gates
+        have only that.
     """
     converted = list(converted)
     known = {*converted, *present}
@@ -104,7 +111,9 @@ def unpaired(converted: Iterable[str], present: Iterable[str] = ()) -> list[str]
         if leaf in _GATE_OF:
             gated = _gated(known) if gated is None else gated
         if _is_half(parent, leaf, known) if leaf in _PAIRS else _alike(module) in (gated or ()):
-            found.append(f"{shown(module)}: there is no {other} beside it, with which it shares a tensor amax; add the tensor")
+            found.append(
+                f"{shown(module)}: there is no {other} beside it, with which it shares a tensor amax; add the tensor"
+            )
     return found
 
 

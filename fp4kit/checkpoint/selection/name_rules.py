@@ -1,7 +1,8 @@
 """Which tensors are converted: ordered rules, each of which may say why a tensor is copied instead.
 
 The names are those of published models. A rule looks only at one tensor's name, dtype and shape and at a few facts of
-config.json, never at other tensors: the converter, which sees all, and a live export, which sees one at a time, decide alike.
+config.json, never at other tensors: the converter, which sees all, and a live export, which sees one at a time, decide
+alike.
 """
 
 from __future__ import annotations
@@ -23,7 +24,16 @@ _LAYER_COUNTS = ("decoder_layers", "num_decoder_layers", "num_hidden_layers", "n
 _TEXT_SECTIONS = ("text_config", "llm_config", "language_config", "thinker_config")
 _MAX_LAYERS = 100_000
 _LAYER_LISTS = ("layers", "h", "blocks", "block", "layer", "blk")
-STACKS = ("gate_up_proj", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3", "w13")  # leaf names of stacks of experts
+STACKS = (
+    "gate_up_proj",
+    "gate_proj",
+    "up_proj",
+    "down_proj",
+    "w1",
+    "w2",
+    "w3",
+    "w13",
+)  # leaf names of stacks of experts
 _GRANITE_STACKS = ("input_linear", "output_linear")
 # Encoders of images, sound and the like, what joins them to the language model, and what speaks.
 _TOWERS = re.compile(
@@ -35,9 +45,27 @@ _EMBEDDINGS = {"emb", "wte", "wpe", "relative_attention_bias"}
 _ROUTERS = {"router", "router_gate", "shared_expert_gate", "shared_experts_gate"}
 _SHARED_EXPERTS = {"shared_expert", "shared_experts", "share_expert", "shared_mlp"}
 _MLPS = {
-    "mlp", "ffn", "feed_forward", "DenseReluDense", "intermediate", "output", "moe", "block_sparse_moe", "gate_proj", "up_proj",
-    "down_proj", "gate_up_proj", "w1", "w2", "w3", "fc1", "fc2", "c_fc", "dense_h_to_4h", "dense_4h_to_h",
-}  # fmt: skip
+    "mlp",
+    "ffn",
+    "feed_forward",
+    "DenseReluDense",
+    "intermediate",
+    "output",
+    "moe",
+    "block_sparse_moe",
+    "gate_proj",
+    "up_proj",
+    "down_proj",
+    "gate_up_proj",
+    "w1",
+    "w2",
+    "w3",
+    "fc1",
+    "fc2",
+    "c_fc",
+    "dense_h_to_4h",
+    "dense_4h_to_h",
+}
 _DRAFT_INPUTS = {"eh_proj", "e_proj", "h_proj"}
 _CONV1D_MODELS = {"gpt2", "openai-gpt", "imagegpt"}
 
@@ -83,8 +111,9 @@ class Model:
 class Candidate:
     """One tensor, as rules see it.
 
-    name: of the tensor, or the module of a stack. module: name without ``.weight``; equal to name, it is no weight, or a stack.
-    dtype: safetensors dtype of its values, or the name of the container that holds them. shape: (N, K), or (E, N, K) of a stack
+    name: of the tensor, or the module of a stack. module: name without ``.weight``; equal to name, it is no weight, or
+    a stack. dtype: safetensors dtype of its values, or the name of the container that holds them. shape: (N, K), or (E,
+    N, K) of a stack
         of experts, K contracted, however they are stored.
     """
 
@@ -141,7 +170,9 @@ class Candidate:
 
     @property
     def mtp_prefix(self) -> str | None:
-        """Return the prefix of the multi-token prediction that it belongs to: mtp, or a layer beyond the last of the decoder."""
+        """Return the prefix of the multi-token prediction that it belongs to: mtp, or a layer beyond the last of the
+        decoder.
+        """
         prefix, at, layers = self.up_to("mtp"), self._layer_at, self.model.layers
         if prefix or at is None or layers is None or int(self.parts[at]) < layers:
             return prefix
@@ -185,8 +216,12 @@ def _sections(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
 def model_facts(config: Mapping[str, Any]) -> Model:
     """Return the facts of config.json, and of its text_config and the like, that rules use."""
     counts = [count for count in map(_layer_count, _sections(config)) if count is not None]
-    has_encoder = any(section.get("is_encoder_decoder") or section.get("encoder_layers") for section in _sections(config))
-    return Model(counts[0] if counts else None, str(config.get("model_type", "")), has_encoder, ggml_names.ARCHITECTURE in config)
+    has_encoder = any(
+        section.get("is_encoder_decoder") or section.get("encoder_layers") for section in _sections(config)
+    )
+    return Model(
+        counts[0] if counts else None, str(config.get("model_type", "")), has_encoder, ggml_names.ARCHITECTURE in config
+    )
 
 
 def _other_stack(tensor: Candidate) -> str | None:
@@ -238,7 +273,9 @@ def _embedding(tensor: Candidate) -> str | None:
 
 
 def _embedding_layer(tensor: Candidate) -> str | None:
-    """Linear layers within an embedding, such as one of images, and projections of embeddings: a table ends in its own name."""
+    """Linear layers within an embedding, such as one of images, and projections of embeddings: a table ends in its own
+    name.
+    """
     part, leaf = tensor.part("embedding"), tensor.parts[-1]
     within = part is not None and (tensor.roles[-1] != "embedding" or "proj" in leaf)
     return f"layer of an embedding ({part})" if within else None
@@ -255,7 +292,9 @@ def _draft_input(tensor: Candidate) -> str | None:
 
 
 def _sensitive(tensor: Candidate) -> str | None:
-    """As vLLM builds them: an indexer's wk and weights_proj, as one; a compressor; a state-space model's x_proj, dt_proj."""
+    """As vLLM builds them: an indexer's wk and weights_proj, as one; a compressor; a state-space model's x_proj,
+    dt_proj.
+    """
     leaf = tensor.parts[-1]
     if "compressor" in tensor.parts:
         leaf = f"compressor.{leaf}"
@@ -292,7 +331,9 @@ class Rule:
 
     reason: Callable[[Candidate], str | None]
     listed: bool
-    prefix: Callable[[Candidate], str | None] | None = None  # of the subtree that is copied as a whole, unless it is asked for
+    prefix: Callable[[Candidate], str | None] | None = (
+        None  # of the subtree that is copied as a whole, unless it is asked for
+    )
 
 
 FIRST_RULES = (  # before those of the layers that are kept

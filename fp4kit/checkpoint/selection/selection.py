@@ -1,4 +1,6 @@
-"""The selection of a conversion: the rules, a preset, the layers that are kept and the user's patterns, one tensor at a time."""
+"""The selection of a conversion: the rules, a preset, the layers that are kept and the user's patterns, one tensor at a
+time.
+"""
 
 from __future__ import annotations
 
@@ -30,10 +32,11 @@ def _alike(module: str) -> str:
 class Wishes:
     """What the user asks for.
 
-    preset: a name of PRESETS; rules that keep embeddings, heads, routers, norms and the like hold in each. keep_first, keep_last:
-        layers of the decoder that are copied. keep, only: case-sensitive globs over whole module names; what keep matches is
-        copied; with only, nothing else is converted. A tower or multi-token prediction is converted only if a pattern of only
-        begins with its name: ``mtp.*``, ``model.visual.*``, ``model.layers.61.*``.
+    preset: a name of PRESETS; rules that keep embeddings, heads, routers, norms and the like hold in each. keep_first,
+    keep_last:
+        layers of the decoder that are copied. keep, only: case-sensitive globs over whole module names; what keep
+        matches is copied; with only, nothing else is converted. A tower or multi-token prediction is converted only if
+        a pattern of only begins with its name: ``mtp.*``, ``model.visual.*``, ``model.layers.61.*``.
     Raises CheckpointError for an unknown preset, a negative number of layers, patterns that are no tuple.
     """
 
@@ -58,7 +61,8 @@ class Wishes:
 class Decision:
     """What becomes of one tensor. reason: the deciding rule in words.
 
-    listed: a loader must be told that it stays unquantized. subtree: the prefix that is copied as a whole and that it belongs to.
+    listed: a loader must be told that it stays unquantized. subtree: the prefix that is copied as a whole and that it
+    belongs to.
     """
 
     converted: bool
@@ -91,7 +95,9 @@ class _Patterns:
 
 
 class Judge:
-    """Decides on single tensors. It remembers what rules say of one expert, since they say it of all experts of a layer."""
+    """Decides on single tensors. It remembers what rules say of one expert, since they say it of all experts of a
+    layer.
+    """
 
     def __init__(self, wishes: Wishes, block: int) -> None:
         self._wishes, self._block = wishes, block
@@ -101,7 +107,9 @@ class Judge:
         self._model: Model | None = None  # that _rulings are of
 
     def decide(self, tensor: Candidate) -> Decision:
-        """Return what becomes of one tensor: what a rule, a kept layer or the block says, else patterns, else the preset."""
+        """Return what becomes of one tensor: what a rule, a kept layer or the block says, else patterns, else the
+        preset.
+        """
         if tensor.model is not self._model:
             _check_count(self._wishes, tensor.model.layers)
             self._model, self._rulings = tensor.model, {}
@@ -160,7 +168,8 @@ def decide(candidates: Iterable[Candidate], wishes: Wishes, block: int) -> dict[
 
     block: elements of which a row must be a multiple. A decision depends on its own tensor alone, so that
         tensors may come in any number of calls.
-    Raises CheckpointError if layers are to be kept that the model does not have, or whose count config.json does not say.
+    Raises CheckpointError if layers are to be kept that the model does not have, or whose count config.json does not
+    say.
     """
     judge = Judge(wishes, block)
     return {tensor.name: judge.decide(tensor) for tensor in candidates}
@@ -169,7 +178,8 @@ def decide(candidates: Iterable[Candidate], wishes: Wishes, block: int) -> dict[
 def check(candidates: Iterable[Candidate], wishes: Wishes, decisions: Mapping[str, Decision]) -> None:
     """Raise CheckpointError for wishes that a whole source cannot meet; decisions: of decide.
 
-    That is: a pattern that matches no module, or of --only that matches nothing but what is left out; layers to keep that have
+    That is: a pattern that matches no module, or of --only that matches nothing but what is left out; layers to keep
+    that have
         no tensors; a selection of nothing.
     """
     candidates = list(candidates)
@@ -209,7 +219,9 @@ def _check_count(wishes: Wishes, count: int | None) -> None:
     """Raise unless the decoder is known to have as many layers as are to be kept."""
     for option, wanted in (("--keep-first", wishes.keep_first), ("--keep-last", wishes.keep_last)):
         if wanted and count is None:
-            raise CheckpointError(f"{option} {wanted}: config.json does not say how many layers there are; add num_hidden_layers")
+            raise CheckpointError(
+                f"{option} {wanted}: config.json does not say how many layers there are; add num_hidden_layers"
+            )
         if count is not None and wanted > count:
             raise CheckpointError(f"{option} {wanted}: the decoder has {count} layers; ask for at most that many")
 
@@ -221,11 +233,15 @@ def _check_layers(weights: Iterable[Candidate], wishes: Wishes) -> None:
     if count is None or not (wishes.keep_first or wishes.keep_last):
         return
     present = {place[1] for place in (tensor.decoder_layer for tensor in some) if place is not None}
-    for option, kept in (("--keep-first", range(wishes.keep_first)), ("--keep-last", range(count - wishes.keep_last, count))):
+    for option, kept in (
+        ("--keep-first", range(wishes.keep_first)),
+        ("--keep-last", range(count - wishes.keep_last, count)),
+    ):
         absent = [number for number in kept if number not in present]
         if absent:
             raise CheckpointError(
-                f"{option} {len(kept)}: no tensor is in layer {absent[0]} of {count}; correct num_hidden_layers of config.json"
+                f"{option} {len(kept)}: no tensor is in layer {absent[0]} of {count}; correct num_hidden_layers of"
+                " config.json"
             )
 
 
@@ -235,5 +251,6 @@ def _check_not_empty(candidates: Iterable[Candidate], decisions: Mapping[str, De
         return
     kept = [f"{shown(c.name)} ({decisions[c.name].reason})" for c in candidates if decisions[c.name].listed]
     raise CheckpointError(
-        f"0 tensors to convert: {'; '.join(kept[:3]) or 'no 2-D .weight tensors'}; change the preset, the patterns or the recipe"
+        f"0 tensors to convert: {'; '.join(kept[:3]) or 'no 2-D .weight tensors'}; change the preset, the patterns or"
+        " the recipe"
     )

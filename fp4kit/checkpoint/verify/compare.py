@@ -1,7 +1,7 @@
 """Two checkpoints, tensor by tensor: what is missing, what has another dtype or shape, how many bytes differ.
 
-Quantized layers are compared as such too: codes, scales, decoded values, and how far apart the values are; also with the
-unquantized weights of the other checkpoint. So are the configs and the metadata of the files.
+Quantized layers are compared as such too: codes, scales, decoded values, and how far apart the values are; also with
+the unquantized weights of the other checkpoint. So are the configs and the metadata of the files.
 """
 
 from __future__ import annotations
@@ -69,11 +69,15 @@ class CheckpointComparison:
         return not self.tensors and not self.configs
 
 
-def compare_checkpoints(a: str | Path, b: str | Path, progress: Callable[[int], None] | None = None) -> CheckpointComparison:
-    """Compare two checkpoints, directories or .safetensors files, by name: configs, metadata, tensors, quantized layers.
+def compare_checkpoints(
+    a: str | Path, b: str | Path, progress: Callable[[int], None] | None = None
+) -> CheckpointComparison:
+    """Compare two checkpoints, directories or .safetensors files, by name: configs, metadata, tensors, quantized
+    layers.
 
     progress: called with numbers of bytes of ``a`` that add up to those of its tensors.
-    Raises CheckpointError for what is malformed. The SQNR of a layer is 10 log10(sum a^2 / sum (a - b)^2) of its values.
+    Raises CheckpointError for what is malformed. The SQNR of a layer is 10 log10(sum a^2 / sum (a - b)^2) of its
+    values.
     """
     left, right = open_checkpoint(a), open_checkpoint(b)
     configs = compare_configs(left, right)
@@ -118,7 +122,9 @@ def _byte_difference(name: str, left: Checkpoint, right: Checkpoint, readers: Re
 
 
 def _changed_layers(left: Checkpoint, right: Checkpoint, changed: set[str]) -> Iterator[tuple[str, Origin, Origin]]:
-    """Yield name and both sides of every layer of one shape that is quantized in one or both and owns a tensor that differs."""
+    """Yield name and both sides of every layer of one shape that is quantized in one or both and owns a tensor that
+    differs.
+    """
     forms = dict.fromkeys(weight.container for side in (right, left) for weight in side.layers.values())
     seen = set()
     for form in forms:
@@ -175,7 +181,9 @@ def _rows_difference(a: Origin, b: Origin, rows: slice, readers: Readers) -> _Co
     return _Counts(values, codes, scales, float(np.sum(wide**2)), noise)
 
 
-def _different(format_a: Any, format_b: Any, x: Any, y: Any, most: int, a: Origin | None = None, b: Origin | None = None) -> int:
+def _different(
+    format_a: Any, format_b: Any, x: Any, y: Any, most: int, a: Origin | None = None, b: Origin | None = None
+) -> int:
     """How many codes or scales differ: all, if they are not alike in format and number."""
     if format_a != format_b or x.shape != y.shape:
         return most or int(x.size)

@@ -1,4 +1,6 @@
-"""What two checkpoints declare: config.json, hf_quant_config.json and the metadata of their safetensors files, key by key."""
+"""What two checkpoints declare: config.json, hf_quant_config.json and the metadata of their safetensors files, key by
+key.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,8 @@ METADATA = "__metadata__"
 class ConfigDifference:
     """One entry that is not the same. kind: "missing" (from b), "extra" (in b) or "value".
 
-    place: the file, or ``__metadata__`` with the safetensors files that have it. key: of nested objects ``outer.inner``, empty
+    place: the file, or ``__metadata__`` with the safetensors files that have it. key: of nested objects
+    ``outer.inner``, empty
         for the whole file. a, b: the values, None where there is none.
     """
 
@@ -41,18 +44,24 @@ class ConfigDifference:
 def compare_configs(left: Checkpoint, right: Checkpoint) -> tuple[ConfigDifference, ...]:
     """Return what the configs and the metadata of two checkpoints say differently; the order of keys says nothing.
 
-    Values are the same only in one type: 1 is neither 1.0 nor true. Metadata is compared file by file where both have files of
+    Values are the same only in one type: 1 is neither 1.0 nor true. Metadata is compared file by file where both have
+    files of
         the same names, else all of a checkpoint's at once.
     """
     try:
         return tuple(_differences(left, right))
     except RecursionError:
-        raise CheckpointError(f"{left.path}, {right.path}: their configs are nested too deeply to be compared") from None
+        raise CheckpointError(
+            f"{left.path}, {right.path}: their configs are nested too deeply to be compared"
+        ) from None
 
 
 def _differences(left: Checkpoint, right: Checkpoint) -> Iterator[ConfigDifference]:
     """Yield the differences in order: config.json, hf_quant_config.json, metadata."""
-    for place, a, b in ((CONFIG, left.config, right.config), (HF_QUANT_CONFIG, left.hf_quant_config, right.hf_quant_config)):
+    for place, a, b in (
+        (CONFIG, left.config, right.config),
+        (HF_QUANT_CONFIG, left.hf_quant_config, right.hf_quant_config),
+    ):
         if a is not None and b is not None:
             yield from _of_objects(place, "", a, b)
         elif a is not None or b is not None:

@@ -1,4 +1,6 @@
-"""What is wrong with a checkpoint by itself: tensors of no known form, scales that decode to nothing, and what loaders say."""
+"""What is wrong with a checkpoint by itself: tensors of no known form, scales that decode to nothing, and what loaders
+say.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,8 @@ from fp4kit.checkpoint.selection.selection import Wishes, decide
 
 @dataclass(frozen=True)
 class Issue:
-    """Something that is wrong, "error", or that one should know, "warning". loader: engine and version that would trip, or "".
+    """Something that is wrong, "error", or that one should know, "warning". loader: engine and version that would trip,
+    or "".
 
     count: how often, of what the text names; 0 where that says nothing.
     """
@@ -67,8 +70,8 @@ def stored_issues(name: str, tally: Tally) -> Iterator[Issue]:
 
 
 def loader_issues(model: Checkpoint, tensor_scales: Mapping[str, float]) -> list[Issue]:
-    """Return what the engines that load this kind of checkpoint would trip over; tensor_scales: name -> number of these, and of
-    input scales, as stored.
+    """Return what the engines that load this kind of checkpoint would trip over; tensor_scales: name -> number of
+    these, and of input scales, as stored.
     """
     form, config = _form(model.layers.values()), model.config or {}
     if ggml_names.ARCHITECTURE in config:
@@ -98,7 +101,9 @@ def _form(weights: Iterable[Weight]) -> Container | None:
 
 
 def _container_id(form: Container, weights: Iterable[Weight], config: Mapping[str, Any]) -> str:
-    """What loaders/ calls the form; whether NVFP4 has scales of activations is as declared, else as most layers have it."""
+    """What loaders/ calls the form; whether NVFP4 has scales of activations is as declared, else as most layers have
+    it.
+    """
     declared = config.get("quantization_config")
     method = declared.get("quant_method") if isinstance(declared, Mapping) else None
     if form.kind == DEEPSEEK_V4_NVFP4.kind and is_deepseek_v4(config) and method == "fp8":

@@ -1,9 +1,10 @@
 """Repair a checkpoint whose fused layers disagree: parts that loaders take for one layer get one tensor scale.
 
-vLLM loads q, k, v, or gate and up, as one layer with one tensor scale and does not rescale the others. With s the tensor scales
-of a group's parts, which multiply on decode: t = max(s), and a part's block scales become E4M3(block_scale * (s / t)), each step
-rn, the first two in float32. Codes stay. A part with s = t keeps its codes and block scales. All store the number of the part
-that has t, in its bits. Values are exact where s / t is a power of two and no block scale becomes subnormal.
+vLLM loads q, k, v, or gate and up, as one layer with one tensor scale and does not rescale the others. With s the
+tensor scales of a group's parts, which multiply on decode: t = max(s), and a part's block scales become
+E4M3(block_scale * (s / t)), each step rn, the first two in float32. Codes stay. A part with s = t keeps its codes and
+block scales. All store the number of the part that has t, in its bits. Values are exact where s / t is a power of two
+and no block scale becomes subnormal.
 """
 
 from __future__ import annotations
@@ -43,9 +44,11 @@ Progress = Callable[[int], None]
 
 @dataclass(frozen=True)
 class Repair:
-    """One layer that gets another tensor scale: the old and the new one, which multiply; its block scales; what it costs.
+    """One layer that gets another tensor scale: the old and the new one, which multiply; its block scales; what it
+    costs.
 
-    sqnr_db: of the new values against the old ones; inf where none changed. underflow: block scales that were not zero and are.
+    sqnr_db: of the new values against the old ones; inf where none changed. underflow: block scales that were not zero
+    and are.
     """
 
     name: str
@@ -70,13 +73,16 @@ class Reconciliation:
 def disagreements(source: Source, readers: Readers) -> dict[str, dict[str, Weight]]:
     """Group -> layer -> its weight, of the fused layers whose parts do not agree.
 
-    What counts is the number that is stored: divisors that differ may have one reciprocal, and engines compare the divisors.
+    What counts is the number that is stored: divisors that differ may have one reciprocal, and engines compare the
+    divisors.
     """
     layers = {weight.name: weight for weight in _layers(source).values()}
     found: dict[str, dict[str, Weight]] = {}
     for name, group in fused_layers.shared_amax_groups(layers).items():
         found.setdefault(group, {})[name] = layers[name]
-    return {group: parts for group, parts in found.items() if len({_stored(part, readers) for part in parts.values()}) > 1}
+    return {
+        group: parts for group, parts in found.items() if len({_stored(part, readers) for part in parts.values()}) > 1
+    }
 
 
 def _stored(weight: Weight, readers: Readers) -> tuple[bytes, bool]:
@@ -100,24 +106,30 @@ def _layers(source: Source) -> dict[str, Weight]:
     """Tensor -> layer, of the single layers that have a tensor scale."""
     weights = weights_of(source.tensors, source.config)
     return {
-        name: weight for name, weight in weights.items()
-        if weight.container is not None and weight.container.has_tensor_scale and len(weight.shape) == 2
+        name: weight
+        for name, weight in weights.items()
+        if weight.container is not None
+        and weight.container.has_tensor_scale
+        and len(weight.shape) == 2
         and weight.container.tensor_scale_unit == 1
-    }  # fmt: skip
+    }
 
 
 def reconcile(source: str | Path, destination: str | Path | None, progress: Progress | None = None) -> Reconciliation:
     """Write a copy of an NVFP4 checkpoint in which the parts of every fused layer have one tensor scale.
 
-    source: a model directory of Model-Optimizer's or compressed-tensors' NVFP4. destination: a new directory; None only reports,
+    source: a model directory of Model-Optimizer's or compressed-tensors' NVFP4. destination: a new directory; None only
+    reports,
         and writes nothing. progress: called with bytes of tensors that were written.
     Everything but the scales of layers that disagree is copied byte for byte, configs and index too.
-    Raises CheckpointError for a checkpoint without tensor scales, for one where a scale is no positive normal float32, and what
-    convert raises of a destination.
+    Raises CheckpointError for a checkpoint without tensor scales, for one where a scale is no positive normal float32,
+    and what convert raises of a destination.
     """
     model = open_source(Path(source))
     if is_gguf_config(model.config):
-        raise CheckpointError(f"{source}: a GGUF file, whose layers llama.cpp does not fuse; there is nothing to reconcile")
+        raise CheckpointError(
+            f"{source}: a GGUF file, whose layers llama.cpp does not fuse; there is nothing to reconcile"
+        )
     layers = _layers(model)
     if not layers:
         raise CheckpointError(f"{source}: no layer of it has a tensor scale; only NVFP4 checkpoints can disagree")
@@ -142,16 +154,22 @@ class _Repaired:
 
     def __init__(self, weight: Weight, group: str, largest: Weight, readers: Readers) -> None:
         scale, shared = tensor_scale_of(readers, weight), tensor_scale_of(readers, largest)
-        assert scale is not None and shared is not None and weight.container is not None and largest.container is not None
+        assert (
+            scale is not None and shared is not None and weight.container is not None and largest.container is not None
+        )
         if not usable_tensor_scale(scale) or not usable_tensor_scale(shared):
             name = shown(weight.name)
-            raise CheckpointError(f"{name}: tensor scale {scale} is not a positive normal float32; convert the model again")
+            raise CheckpointError(
+                f"{name}: tensor scale {scale} is not a positive normal float32; convert the model again"
+            )
         self.weight, self.group, self.shared, self.scale = weight, group, shared, scale
         self.form: Container = weight.container
         self.old: npt.NDArray[np.uint8] = readers.array(weight.parts[SCALES])
         self.new = _rescaled(self.form, self.old, scale, shared)
         self.was = scalar_of(readers, weight, TENSOR_SCALE)
-        self.stored = scalar_of(readers, largest, TENSOR_SCALE)  # in its bits: a reciprocal of its reciprocal may be another
+        self.stored = scalar_of(
+            readers, largest, TENSOR_SCALE
+        )  # in its bits: a reciprocal of its reciprocal may be another
         if largest.container.direction != self.form.direction:
             self.stored = np.float32(1) / shared if self.form.divides else shared
 
@@ -181,7 +199,9 @@ class _Repaired:
 
 
 @ieee("reconcile")
-def _rescaled(form: Container, codes: npt.NDArray[np.uint8], scale: np.float32, shared: np.float32) -> npt.NDArray[np.uint8]:
+def _rescaled(
+    form: Container, codes: npt.NDArray[np.uint8], scale: np.float32, shared: np.float32
+) -> npt.NDArray[np.uint8]:
     """E4M3(block_scale * (scale / shared)) of scale <= shared: nothing overflows, NaN stays."""
     assert form.scale is not None
     found: npt.NDArray[np.uint8] = form.scale.encode(form.scale.values[codes] * (scale / shared))
@@ -217,7 +237,9 @@ class _Spec:
     shape: tuple[int, ...]
 
 
-def _write_file(file: SafetensorsFile, folder: Path, new: Mapping[str, np.ndarray], readers: Readers, tick: Progress) -> None:
+def _write_file(
+    file: SafetensorsFile, folder: Path, new: Mapping[str, np.ndarray], readers: Readers, tick: Progress
+) -> None:
     specs = [_Spec(entry.name, entry.dtype, entry.shape) for entry in file.entries]
     with SafetensorsWriter(folder / file.name, specs, file.metadata) as writer:
         for entry in file.entries:
@@ -227,7 +249,9 @@ def _write_file(file: SafetensorsFile, folder: Path, new: Mapping[str, np.ndarra
         writer.finish()
 
 
-def _chunks(file: SafetensorsFile, entry: TensorEntry, new: Mapping[str, np.ndarray], readers: Readers) -> Iterator[np.ndarray]:
+def _chunks(
+    file: SafetensorsFile, entry: TensorEntry, new: Mapping[str, np.ndarray], readers: Readers
+) -> Iterator[np.ndarray]:
     if entry.name in new:
         yield new[entry.name]
     else:

@@ -1,7 +1,7 @@
 """A checkpoint beside its source: which layer was made of what, and every layer made anew and compared, byte by byte.
 
-What is made is what a conversion makes (jobs.produce); the bytes go into a comparison with the file instead of into a file. The
-amax of a group that shares a tensor scale is measured in the source. Nothing larger than a slab is in memory.
+What is made is what a conversion makes (jobs.produce); the bytes go into a comparison with the file instead of into a
+file. The amax of a group that shares a tensor scale is measured in the source. Nothing larger than a slab is in memory.
 """
 
 from __future__ import annotations
@@ -52,7 +52,8 @@ def origins_of(stored: Iterable[Weight], original: Source) -> dict[tuple[str, in
 
 @dataclass(frozen=True)
 class Settings:
-    """How the checkpoint was made. recipe: None where nothing says it. input_scale: written for every layer; None: not known.
+    """How the checkpoint was made. recipe: None where nothing says it. input_scale: written for every layer; None: not
+    known.
 
     nonfinite: "keep" or "saturate"; None: not known, so that a layer may be either.
     search: of block scales; weighted: whether it had column weights, which search has only where they are given.
@@ -110,7 +111,9 @@ class Check:
 
 @dataclass(frozen=True)
 class Checked:
-    """What came of a check. compared, differing: part -> bytes. action: as it was made anew, "" if it was not; error: why not."""
+    """What came of a check. compared, differing: part -> bytes. action: as it was made anew, "" if it was not; error:
+    why not.
+    """
 
     check: Check
     tally: Tally
@@ -140,7 +143,9 @@ def checks_of(stored: Iterable[Weight], found: Mapping[tuple[str, int], Origin],
 
 def _groups(stored: Iterable[Weight]) -> dict[str, str]:
     """Module -> group of those that share a tensor scale."""
-    return fused_layers.shared_amax_groups([w.name for w in stored if w.container is not None and w.container.has_tensor_scale])
+    return fused_layers.shared_amax_groups(
+        [w.name for w in stored if w.container is not None and w.container.has_tensor_scale]
+    )
 
 
 def _job(
@@ -156,16 +161,30 @@ def _job(
             return None, "no recipe is recorded; say --recipe"
         if form is None or not form.stores(recipe):
             return None, f"{recipe.id} has no place in {form}; say --recipe"
-        if settings.weighted and (settings.search is None or settings.search.columns_of((stored.name, origin.weight)) is None):
+        if settings.weighted and (
+            settings.search is None or settings.search.columns_of((stored.name, origin.weight)) is None
+        ):
             return None, "their scales were searched under column weights; give these with --column-weights"
     search = settings.search
     searched = () if search is None else (search.objective, search.columns_of((stored.name, origin.weight)))
     nonfinite = "keep" if action == DEQUANTIZE else settings.nonfinite or "keep"
     targets = _targets(stored, expert, settings.input_scale is not None or INPUT_SCALE in origin.weight.parts)
     return Job(
-        f"{stored.name}#{expert}", action, origin.weight, targets, origin.expert, origin.span, f"{group}#{expert}", recipe, form,
-        settings.input_scale, nonfinite, stored.transposed, device, *searched,
-    ), ""  # fmt: skip
+        f"{stored.name}#{expert}",
+        action,
+        origin.weight,
+        targets,
+        origin.expert,
+        origin.span,
+        f"{group}#{expert}",
+        recipe,
+        form,
+        settings.input_scale,
+        nonfinite,
+        stored.transposed,
+        device,
+        *searched,
+    ), ""
 
 
 def _targets(weight: Weight, expert: int, has_input_scale: bool) -> tuple[Target, ...]:
@@ -203,7 +222,9 @@ class _Comparison:
 
 
 def run(checks: Sequence[Check], executor: Executor | None, tick: Callable[[int], None]) -> Iterator[Checked]:
-    """Measure the groups, then look at everything; results as they come. tick: called with bytes that add up to nbytes_read."""
+    """Measure the groups, then look at everything; results as they come. tick: called with bytes that add up to
+    nbytes_read.
+    """
     members: dict[str, list[Measured]] = defaultdict(list)
     wanted = {check.key: check for check in checks if check.needs_amax}
     for one in run_all(executor, deque((run_job.measure, (check.job,)) for check in wanted.values())):
@@ -225,7 +246,11 @@ def look(check: Check, shared: Measured | None) -> Checked:
         if check.job is None:
             return Checked(check, found)
         kept = _compared(check, check.job, shared or Measured(check.key), found, readers)
-        if not (check.may_saturate and check.job.action in _MADE_FROM_VALUES and (kept.error or any(kept.differing.values()))):
+        if not (
+            check.may_saturate
+            and check.job.action in _MADE_FROM_VALUES
+            and (kept.error or any(kept.differing.values()))
+        ):
             return kept
         measured = shared or run_job.measure(check.job)
         if not measured.nonfinite:

@@ -1,6 +1,7 @@
 """A verification as one page of HTML that needs nothing else: no network, no other file, no fonts; charts are SVG.
 
-All that comes from the checkpoint is escaped. The page's policy lets only its own style and its own script run, by their digests.
+All that comes from the checkpoint is escaped. The page's policy lets only its own style and its own script run, by
+their digests.
 """
 
 from __future__ import annotations
@@ -66,7 +67,9 @@ def _head(report: VerifyReport) -> str:
     facts += [("manifest", report.manifest), ("layers", len(report.layers))]
     if report.source is not None:
         facts += [("SQNR", f"{_decibels(report.total.sqnr_db)} dB"), ("tensors copied", report.copied)]
-        facts.append(("bytes that differ", sum(layer.differing for layer in report.layers) + sum(n for _, n in report.changed)))
+        facts.append(
+            ("bytes that differ", sum(layer.differing for layer in report.layers) + sum(n for _, n in report.changed))
+        )
     items = "".join(f"<div><dt>{_text(name)}</dt><dd>{_text(value)}</dd></div>" for name, value in facts)
     return (
         f'<h1>{_text(report.path.name)}</h1>\n<p id="verdict" class="{verdict}">{word}'
@@ -155,11 +158,14 @@ def _chart(name: str, title: str, points: Sequence[_Point], values: Sequence[flo
     lines: dict[str, list[tuple[float, float, str]]] = defaultdict(list)
     for point, value in zip(points, values, strict=True):
         if not math.isnan(value):
-            lines[point.kind].append((place.x(point.number), place.y(value), f"{point.kind} {point.number}: {value:.4g}"))
+            lines[point.kind].append(
+                (place.x(point.number), place.y(value), f"{point.kind} {point.number}: {value:.4g}")
+            )
     drawn = "".join(_line(lines[kind], colour) for kind, colour in colours.items())
     return (
-        f'<figure id="chart-{name}"><figcaption>{title}</figcaption><svg viewBox="0 0 {_WIDTH} {_HEIGHT}" width="{_WIDTH}"'
-        f' height="{_HEIGHT}" role="img" aria-label="{title}">{_axes(place, numbers, ticks)}{drawn}</svg></figure>\n'
+        f'<figure id="chart-{name}"><figcaption>{title}</figcaption><svg viewBox="0 0 {_WIDTH} {_HEIGHT}"'
+        f' width="{_WIDTH}" height="{_HEIGHT}" role="img"'
+        f' aria-label="{title}">{_axes(place, numbers, ticks)}{drawn}</svg></figure>\n'
     )
 
 
@@ -204,7 +210,9 @@ def _axes(place: _Scale, numbers: Sequence[int], ticks: Sequence[float]) -> str:
 
 def _line(points: Sequence[tuple[float, float, str]], colour: str) -> str:
     path = " ".join(f"{x:.1f},{y:.1f}" for x, y, _ in points)
-    dots = "".join(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{_DOT}"><title>{_text(t)}</title></circle>' for x, y, t in points)
+    dots = "".join(
+        f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{_DOT}"><title>{_text(t)}</title></circle>' for x, y, t in points
+    )
     return f'<g fill="{colour}" stroke="none"><polyline points="{path}" stroke="{colour}"/>{dots}</g>'
 
 
@@ -218,9 +226,18 @@ def _decibels(value: float | None) -> str:
 
 
 _COLUMNS = (
-    "layer", "format", "shape", "SQNR dB", "saturated %", "largest code %", "zero blocks", "flushed blocks", "subnormal scales",
-    "tensor scale", "differing bytes",
-)  # fmt: skip
+    "layer",
+    "format",
+    "shape",
+    "SQNR dB",
+    "saturated %",
+    "largest code %",
+    "zero blocks",
+    "flushed blocks",
+    "subnormal scales",
+    "tensor scale",
+    "differing bytes",
+)
 
 
 def _table(report: VerifyReport) -> str:
@@ -229,8 +246,9 @@ def _table(report: VerifyReport) -> str:
     heads = "".join(f'<th><button type="button">{name}</button></th>' for name in _COLUMNS)
     rows = "".join(_row(layer) for layer in report.layers)
     return (
-        '<h2>Layers</h2>\n<p><label>Filter <input id="filter" type="search"></label> <span id="shown" class="soft"></span></p>\n'
-        f'<div class="scroll"><table id="layers"><thead><tr>{heads}</tr></thead><tbody>\n{rows}</tbody></table></div>\n'
+        '<h2>Layers</h2>\n<p><label>Filter <input id="filter" type="search"></label> <span id="shown"'
+        ' class="soft"></span></p>\n<div class="scroll"><table'
+        f' id="layers"><thead><tr>{heads}</tr></thead><tbody>\n{rows}</tbody></table></div>\n'
     )
 
 
@@ -257,4 +275,4 @@ def _number(value: float | None, text: str | None = None) -> str:
     if value is None:
         return '<td data-value="NaN">-</td>'
     exact = str(value).replace("inf", "Infinity").replace("nan", "NaN")
-    return f'<td data-value="{exact}">{text if text is not None else f"{value:.4g}" if isinstance(value, float) else value}</td>'
+    return f'<td data-value="{exact}">{text if text is not None else f"{value:.4g}" if isinstance(value, float) else value}</td>'  # noqa: E501

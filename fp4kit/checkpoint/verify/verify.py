@@ -36,7 +36,8 @@ from fp4kit.storage.json_object import load_object
 class LayerReport:
     """One quantized layer or stack, or one that was decoded from such. format: of what is stored.
 
-    action: how it was made anew, "" if it was not. codes, scales, others: bytes that differ from that, of bytes compared; others
+    action: how it was made anew, "" if it was not. codes, scales, others: bytes that differ from that, of bytes
+    compared; others
         are tensor and input scales, and numbers. tensor_scale: multiplies; of a stack, that of its first expert.
     """
 
@@ -123,7 +124,9 @@ class Verification:
 
     @property
     def nbytes(self) -> int:
-        """Bytes to read, of source tensors, or of those of the checkpoint without a source: options.progress adds up to it."""
+        """Bytes to read, of source tensors, or of those of the checkpoint without a source: options.progress adds up to
+        it.
+        """
         return sum(check.nbytes_read for check in self.checks) + sum(stored.entry.nbytes for stored, _ in self.copies)
 
 
@@ -138,7 +141,8 @@ def verify(
 
     Files that a killed run left in a finished directory, or beside a finished file, are errors, too.
 
-    source: the model that it was made of. Every layer is then made anew from it, under the tensor amax of the group that shares a
+    source: the model that it was made of. Every layer is then made anew from it, under the tensor amax of the group
+    that shares a
         tensor scale, as it is measured there; each byte is compared, and the errors of the values are counted.
     recipe: of quantized layers; by default the one that the checkpoint records.
     search: of block scales; by default the one that the checkpoint records. Its column weights must be given.
@@ -172,7 +176,9 @@ def prepare(
 def _opened(root: Path) -> Checkpoint:
     """A model directory; unlike inspect's, it must have a config."""
     found = open_source(root)
-    beside = load_object(existing_file(root, HF_QUANT_CONFIG), HF_QUANT_CONFIG) if lexists(root / HF_QUANT_CONFIG) else None
+    beside = (
+        load_object(existing_file(root, HF_QUANT_CONFIG), HF_QUANT_CONFIG) if lexists(root / HF_QUANT_CONFIG) else None
+    )
     return Checkpoint(root, found.files, found.config, beside)
 
 
@@ -216,11 +222,16 @@ def _other_source(model: Checkpoint, original: Source) -> list[Issue]:
     if not isinstance(facts, dict):
         return []
     names = sorted(name for name in {*facts, *now} if facts.get(name) != now.get(name))
-    return [Issue("warning", name, "is not the file of the source that was converted: size or header differ") for name in names]
+    return [
+        Issue("warning", name, "is not the file of the source that was converted: size or header differ")
+        for name in names
+    ]
 
 
 class _Beside:
-    """A checkpoint beside its source. checks: of quantized and decoded layers; copies: all other tensors that both have."""
+    """A checkpoint beside its source. checks: of quantized and decoded layers; copies: all other tensors that both
+    have.
+    """
 
     def __init__(self, model: Checkpoint, original: Source, settings: Settings) -> None:
         self._model, self._original = model, original
@@ -292,16 +303,26 @@ def _report(
     issues += [Issue("error", path.name, _LEFT) for path in leftovers_of(prepared.root)]
     issues += prepared.issues
     issues += [issue for layer in layers for issue in stored_issues(layer.name, layer.tally)]
-    issues += [Issue("error", one.check.stored.name, f"cannot be made anew: {shown(one.error)}") for one in found if one.error]
+    issues += [
+        Issue("error", one.check.stored.name, f"cannot be made anew: {shown(one.error)}") for one in found if one.error
+    ]
     settings = prepared.settings
     issues += [issue for layer in layers for issue in _differing(layer, settings.recipe, settings.search)]
-    issues += [Issue("error", name, "bytes of a copied tensor that differ from the source", count=n) for name, n in changed]
+    issues += [
+        Issue("error", name, "bytes of a copied tensor that differ from the source", count=n) for name, n in changed
+    ]
     return VerifyReport(
-        prepared.root, prepared.source, settings.recipe.id if settings.recipe else None,
+        prepared.root,
+        prepared.source,
+        settings.recipe.id if settings.recipe else None,
         settings.search.words if settings.search else "",
-        tuple(dict.fromkeys(layer.format for layer in layers)), "none" if told is None else "differs" if told else "equal",
-        layers, len(prepared.copies), tuple(changed), tuple(sorted(dict.fromkeys(issues), key=lambda issue: issue.severity)),
-    )  # fmt: skip
+        tuple(dict.fromkeys(layer.format for layer in layers)),
+        "none" if told is None else "differs" if told else "equal",
+        layers,
+        len(prepared.copies),
+        tuple(changed),
+        tuple(sorted(dict.fromkeys(issues), key=lambda issue: issue.severity)),
+    )
 
 
 _LEFT = "was left by a run that was killed when it had finished; fp4kit convert --remove-stale removes it"
@@ -319,10 +340,16 @@ def _layer(members: Sequence[Checked], readers: Readers) -> LayerReport:
     actions = ", ".join(dict.fromkeys(one.action for one in members if one.action))
     scale = tensor_scale_of(readers, weight)
     return LayerReport(
-        weight.name, weight.dtype, weight.shape, actions, pairs[CODES], pairs[SCALES],
-        (sum(a for a, _ in others), sum(b for _, b in others)), None if scale is None else float(scale),
+        weight.name,
+        weight.dtype,
+        weight.shape,
+        actions,
+        pairs[CODES],
+        pairs[SCALES],
+        (sum(a for a, _ in others), sum(b for _, b in others)),
+        None if scale is None else float(scale),
         total(one.tally for one in members),
-    )  # fmt: skip
+    )
 
 
 def _differing(layer: LayerReport, used: Recipe | None, search: ScaleSearch | None) -> Iterator[Issue]:

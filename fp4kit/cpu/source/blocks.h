@@ -8,7 +8,9 @@ constexpr i64 kMostBlocks = kWidth / 16;  // and their blocks
 constexpr int kRun = 16;                  // elements that have one factor
 
 // Elements that loops take together, as many as divide a block: 16 or 32.
-static i64 grain_of(i64 block) { return block == 16 ? 16 : 32; }
+static i64 grain_of(i64 block) {
+  return block == 16 ? 16 : 32;
+}
 
 // Magnitudes as integers of the largest element of each of `count` blocks of kBlock elements.
 template <class In, int kBlock>
@@ -17,7 +19,8 @@ static void magnitudes(const void* elements, i64 count, u32* out) {
   const Bits* x = static_cast<const Bits*>(elements);
   i64 b = 0;
 #if FP4KIT_HAS_LOOK_UP
-  // As many blocks as a row of sixteen bytes has elements, a row each: two rows are zipped, and the larger halves kept, until one is left.
+  // As many blocks as a row of sixteen bytes has elements, a row each: two rows are zipped, and the larger halves kept,
+  // until one is left.
   constexpr int kRow = kSide<Bits>;
   for (; b + kRow <= count; b += kRow) {
     Bytes rows[kRow];
@@ -28,7 +31,8 @@ static void magnitudes(const void* elements, i64 count, u32* out) {
     }
     for (int half = kRow / 2; half; half /= 2)
       for (int k = 0; k < half; ++k)
-        rows[k] = larger_of<Bits>(zip_elements_low<Bits>(rows[k], rows[k + half]), zip_elements_high<Bits>(rows[k], rows[k + half]));
+        rows[k] = larger_of<Bits>(zip_elements_low<Bits>(rows[k], rows[k + half]),
+                                  zip_elements_high<Bits>(rows[k], rows[k + half]));
     Bits most[kRow];
     store(reinterpret_cast<u8*>(most), rows[0]);
     for (int k = 0; k < kRow; ++k) out[b + k] = most[k];
@@ -50,6 +54,7 @@ static void scale_codes(const float* __restrict amax, i64 count, TensorScale t, 
   for (i64 b = 0; b < count; ++b) codes[b] = static_cast<u8>(R::BlockRule::template code<R, In>(amax[b], t));
 }
 template <class R, class In>
-static void scale_factors(const u8* __restrict codes, const float* __restrict amax, i64 count, TensorScale t, float* __restrict factors) {
+static void scale_factors(const u8* __restrict codes, const float* __restrict amax, i64 count, TensorScale t,
+                          float* __restrict factors) {
   for (i64 b = 0; b < count; ++b) factors[b] = R::BlockRule::template factor<R, In>(codes[b], amax[b], t);
 }

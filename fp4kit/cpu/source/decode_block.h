@@ -1,4 +1,5 @@
-// Values of codes by the decode rules: of 4-bit ones by look-up in the sixteen that a block's scale gives, of others by arithmetic.
+// Values of codes by the decode rules: of 4-bit ones by look-up in the sixteen that a block's scale gives, of others by
+// arithmetic.
 #pragma once
 
 #include "input_types.h"
@@ -7,7 +8,8 @@
 template <class Value>
 static __forceinline__ Value value_of(const u8* planes, u32 code) {
   Value value = 0;
-  for (unsigned i = 0; i < sizeof(Value); ++i) value = static_cast<Value>(value | static_cast<Value>(planes[16 * i + code]) << (8 * i));
+  for (unsigned i = 0; i < sizeof(Value); ++i)
+    value = static_cast<Value>(value | static_cast<Value>(planes[16 * i + code]) << (8 * i));
   return value;
 }
 
@@ -45,24 +47,26 @@ struct TensorScales {
   }
 };
 
-// A function as a type, so that two can be told apart in a constant: g++ 12 cannot compare their addresses there under a sanitizer.
+// A function as a type, so that two can be told apart in a constant: g++ 12 cannot compare their addresses there under
+// a sanitizer.
 template <auto kFunction>
 struct Function {};
 
-// What R's decode rule makes of elements under one block scale and one tensor scale. Where that may be NaN, it is not for these loops, as
-// compilers do not keep the sign of a NaN: the caller is told, and has the specification do it.
+// What R's decode rule makes of elements under one block scale and one tensor scale. Where that may be NaN, it is not
+// for these loops, as compilers do not keep the sign of a NaN: the caller is told, and has the specification do it.
 template <class R, class Out>
 struct Decoder {
   using Element = typename R::Element;
   using Value = typename Input<Out>::Bits;
-  struct Finite : Element { static constexpr bool kHasNan = false; };
+  struct Finite : Element {
+    static constexpr bool kHasNan = false;
+  };
   static constexpr bool kFour = Element::kStoredBits == 4;
   static constexpr int kPlanes = 16 * sizeof(Value);  // bytes of a table of sixteen values
   const bool is_plain;                                // without block scales, and no amax gives the tensor's
   const typename R::DecodeRule::Scale scale;
 
-  Decoder(u32 code, TensorScale t)
-      : is_plain(!R::kHasScales && t.amax < 0.0f), scale(scale_of(code, t)) {}
+  Decoder(u32 code, TensorScale t) : is_plain(!R::kHasScales && t.amax < 0.0f), scale(scale_of(code, t)) {}
 
   static typename R::DecodeRule::Scale scale_of(u32 code, TensorScale t) {
     if constexpr (!R::kHasScales)
@@ -70,9 +74,9 @@ struct Decoder {
     return stored_scale<R>(code, t);
   }
 
-  // What a code means. Where subnormal codes are frequent, not by the product of decode, whose operand they are: subnormal ones of float32 take
-  // some processors 150 cycles. All get an exponent of one more instead: half of that is the value of a normal code, and what is left without
-  // its first bit that of a subnormal one, whichever is less.
+  // What a code means. Where subnormal codes are frequent, not by the product of decode, whose operand they are:
+  // subnormal ones of float32 take some processors 150 cycles. All get an exponent of one more instead: half of that is
+  // the value of a normal code, and what is left without its first bit that of a subnormal one, whichever is less.
   static __forceinline__ float meant(u32 code) {
     if constexpr (Element::kIsInteger || Element::kBias > 3) {
       return decode<Finite>(code);
@@ -97,7 +101,8 @@ struct Decoder {
 
   // Whether values are products with the scale; or those of +0 where a code means -0.
   static constexpr bool kIsProduct = std::is_same_v<Function<&R::DecodeRule::apply>, Function<&decode_product::apply>>;
-  static constexpr bool kIsUnsigned = std::is_same_v<Function<&R::DecodeRule::apply>, Function<&decode_modelopt::apply>>;
+  static constexpr bool kIsUnsigned =
+      std::is_same_v<Function<&R::DecodeRule::apply>, Function<&decode_modelopt::apply>>;
 
   // The values of all 4-bit codes, as planes.
   void put_table(u8* planes) const {
@@ -112,16 +117,20 @@ struct Decoder {
   __attribute__((optimize("no-tree-loop-vectorize"))) void put_any_table(u8* planes) const {
     for (u32 code = 0; code < 16; ++code) {
       const Value value = (*this)(meant(code));
-      for (unsigned byte = 0; byte < sizeof(Value); ++byte) planes[16 * byte + code] = static_cast<u8>(value >> (8 * byte));
+      for (unsigned byte = 0; byte < sizeof(Value); ++byte)
+        planes[16 * byte + code] = static_cast<u8>(value >> (8 * byte));
     }
   }
 
-  // Whether products with powers of two are found of codes' bits, as bfloat16 has them: in 16 bits, of which vectors have twice as many.
+  // Whether products with powers of two are found of codes' bits, as bfloat16 has them: in 16 bits, of which vectors
+  // have twice as many.
   static constexpr bool kHasBits = Out::kIsBfloat16 && R::kHasScales && !kFour && !Element::kIsInteger && kIsProduct;
-  static constexpr int kLeastField = 128 - Element::kBias - Element::kMantissaBits, kMostField = 127 + Element::kEmax;  // of exponents, without scale
+  static constexpr int kLeastField = 128 - Element::kBias - Element::kMantissaBits,
+                       kMostField = 127 + Element::kEmax;  // of exponents, without scale
 
-  // Bits of the product of a code's value and a scale; least: those of the least value's. Up from code 2^k, k up to kMantissaBits, bits
-  // grow by 2^(7 - k) for a code, so that they are the least of these lines, and on the last of them for normal codes.
+  // Bits of the product of a code's value and a scale; least: those of the least value's. Up from code 2^k, k up to
+  // kMantissaBits, bits grow by 2^(7 - k) for a code, so that they are the least of these lines, and on the last of
+  // them for normal codes.
   template <bool kNormal>
   static __forceinline__ u16 bits_under(u8 code, u16 least) {
     constexpr int kLast = Element::kMantissaBits;
@@ -131,13 +140,16 @@ struct Decoder {
       for (int k = 1; k < kLast; ++k) grown = minimum(grown, static_cast<u16>((magnitude << (7 - k)) + (k - 1) * 128));
       grown = minimum(grown, static_cast<u16>((magnitude - 1u) << 7));
     }
-    return static_cast<u16>((magnitude ? grown + least : 0u) | (code & Element::kSignBit) * (0x8000u / Element::kSignBit));
+    return static_cast<u16>((magnitude ? grown + least : 0u) |
+                            (code & Element::kSignBit) * (0x8000u / Element::kSignBit));
   }
 
-  // The bits of the least value; 0 where products are not found of bits: where the scale is no power of two, or one is subnormal or infinite.
+  // The bits of the least value; 0 where products are not found of bits: where the scale is no power of two, or one is
+  // subnormal or infinite.
   __forceinline__ u16 least_bits_of_values() const {
     const int power = static_cast<int>(bits_of(scale) >> 23) - 127;
-    const bool is_usual_power = !(bits_of(scale) & 0x807FFFFFu) & (kLeastField + power > 0) & (kMostField + power < 255);
+    const bool is_usual_power =
+        !(bits_of(scale) & 0x807FFFFFu) & (kLeastField + power > 0) & (kMostField + power < 255);
     return static_cast<u16>(is_usual_power ? (kLeastField + power) << 7 : 0);
   }
 

@@ -3,8 +3,8 @@
 
 #include "decode_block.h"
 
-// The tables of all codes of a block scale under one tensor scale, and of which the values are not for look-up. are_unsigned: rules have just
-// made the codes, so that none has a sign.
+// The tables of all codes of a block scale under one tensor scale, and of which the values are not for look-up.
+// are_unsigned: rules have just made the codes, so that none has a sign.
 struct Tables {
   alignas(16) u8 planes[256 * 64];
   bool is_unusual[256];
@@ -21,8 +21,8 @@ static void put_tables(TensorScale t, bool are_unsigned, Tables& tables) {
   for (u32 code = codes; code < 256; ++code) tables.is_unusual[code] = true;
 }
 
-// Values of whole blocks of kSize elements by their tables; false where some are not for look-up. A length that is known takes half the
-// time of one that is not (one x86-64 core with AVX-512, November 2026).
+// Values of whole blocks of kSize elements by their tables; false where some are not for look-up. A length that is
+// known takes half the time of one that is not (one x86-64 core with AVX-512, November 2026).
 template <class Value, int kSize>
 static bool decode_blocks(const u8* codes, const u8* scales, i64 blocks, const Tables& tables, Value* out) {
   u32 unusual = 0;
@@ -34,8 +34,8 @@ static bool decode_blocks(const u8* codes, const u8* scales, i64 blocks, const T
   return unusual == 0;
 }
 
-// Values of blocks of 32 elements under scales that the tensor's do not change, by bits where all of some blocks are; false where some are not
-// for these loops.
+// Values of blocks of 32 elements under scales that the tensor's do not change, by bits where all of some blocks are;
+// false where some are not for these loops.
 template <class R, class Out>
 static bool decode_bits(const u8* codes, const u8* scales, i64 blocks, TensorScale t, u16* __restrict out) {
   using Way = Decoder<R, Out>;
@@ -57,19 +57,21 @@ static bool decode_bits(const u8* codes, const u8* scales, i64 blocks, TensorSca
       for (int b = 0; b < count; ++b) Way(scales[first + b], t).put_values(from + b * kSize, kSize, to + b * kSize);
     else if (Way::are_normal(from, count * kSize))
       for (int b = 0; b < count; ++b)
-        for (int i = 0; i < kSize; ++i) to[b * kSize + i] = Way::template bits_under<true>(from[b * kSize + i], least[b]);
+        for (int i = 0; i < kSize; ++i)
+          to[b * kSize + i] = Way::template bits_under<true>(from[b * kSize + i], least[b]);
     else
       for (int b = 0; b < count; ++b)
-        for (int i = 0; i < kSize; ++i) to[b * kSize + i] = Way::template bits_under<false>(from[b * kSize + i], least[b]);
+        for (int i = 0; i < kSize; ++i)
+          to[b * kSize + i] = Way::template bits_under<false>(from[b * kSize + i], least[b]);
   }
   return usual;
 }
 
-// Values of `count` elements of a row, from block `block` of it on; false where some are not for these loops. scales: a code for every
-// `size` elements; nullptr: none. tables: of put_tables, or nullptr.
+// Values of `count` elements of a row, from block `block` of it on; false where some are not for these loops. scales: a
+// code for every `size` elements; nullptr: none. tables: of put_tables, or nullptr.
 template <class R, class Out>
-static bool decode_row(const u8* codes, const u8* scales, i64 count, i64 size, const Tables* tables, const TensorScales& tensors, i64 row,
-                       i64 block, void* values) {
+static bool decode_row(const u8* codes, const u8* scales, i64 count, i64 size, const Tables* tables,
+                       const TensorScales& tensors, i64 row, i64 block, void* values) {
   using Way = Decoder<R, Out>;
   using Value = typename Way::Value;
   auto* out = static_cast<Value*>(values);
@@ -96,7 +98,8 @@ static bool decode_row(const u8* codes, const u8* scales, i64 count, i64 size, c
       way.put_table(own);
       decode_nibbles(codes + first / 2, length, own, out + first);
     } else {
-      length == 32 ? way.put_values(codes + first, 32, out + first) : way.put_values(codes + first, length, out + first);
+      length == 32 ? way.put_values(codes + first, 32, out + first)
+                   : way.put_values(codes + first, length, out + first);
     }
   }
   return usual;

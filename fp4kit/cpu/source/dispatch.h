@@ -1,5 +1,6 @@
-// The tables of the library: its rules, tensor rules, elements and decoders, each found by its key (cpu/coverage.py). Each table is
-// compiled from recipes.inc in a file of its own (rules.cpp, elements.cpp, decoders.cpp), so that compilers can work in parallel.
+// The tables of the library: its rules, tensor rules, elements and decoders, each found by its key (cpu/coverage.py).
+// Each table is compiled from recipes.inc in a file of its own (rules.cpp, elements.cpp, decoders.cpp), so that
+// compilers can work in parallel.
 #pragma once
 
 #include <type_traits>
@@ -39,7 +40,8 @@ struct DecodeEntry {
   DecodeRow rows[kInputs];
 };
 
-// A rule has scales of amaxes, or it chooses them by errors: `choose`. early: blocks of zeros have no signs. by_code: factors depend on no amax.
+// A rule has scales of amaxes, or it chooses them by errors: `choose`. early: blocks of zeros have no signs. by_code:
+// factors depend on no amax.
 struct RuleEntry {
   const char* key;
   const Scales* scales;
@@ -74,7 +76,9 @@ struct Table {
   }
 };
 template <class Entry, int kCount>
-constexpr Table<Entry> table_of(const Entry (&entries)[kCount]) { return {entries, kCount}; }
+constexpr Table<Entry> table_of(const Entry (&entries)[kCount]) {
+  return {entries, kCount};
+}
 
 #pragma GCC visibility push(hidden)
 extern const Table<RuleEntry> kRules;

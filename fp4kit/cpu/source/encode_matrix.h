@@ -4,8 +4,9 @@
 #include "dispatch.h"
 #include "work_units.h"
 
-// A call that gives codes. encode, decode, amax: the tensor scale, one, or (tensor_step 1) one a row. rule -1: there are no block
-// scales; block_amax, factors: given instead of found, a row of them every block_step, or nullptr. random: a byte an element.
+// A call that gives codes. encode, decode, amax: the tensor scale, one, or (tensor_step 1) one a row. rule -1: there
+// are no block scales; block_amax, factors: given instead of found, a row of them every block_step, or nullptr. random:
+// a byte an element.
 struct EncodeCall {
   Source x;
   const float *encode, *decode, *amax;
@@ -13,9 +14,9 @@ struct EncodeCall {
   const float *block_amax, *factors;
   i64 block_step;
   float least, most;  // factors beyond these are not for these loops; -least: that, but 0 is for them
-  const u8* random;  // a byte an element, or nullptr
+  const u8* random;   // a byte an element, or nullptr
   i64 random_step;
-  const u64* seed;  // of the stream that they come from otherwise, or nullptr
+  const u64* seed;    // of the stream that they come from otherwise, or nullptr
   i64 first, stride;  // the place of element (0, 0) in the stream, and of a row from the next
   u8 *packed, *scales;
   i64 packed_step, scales_step;
@@ -36,7 +37,8 @@ const u8* stream_bytes(u64 seed, i64 start, i64 count, u8* out) {
   return out + (start - first * 16);
 }
 
-// The amaxes of the blocks of a matrix, a row of them every `step`, where they have been found already: all finite; data: else nullptr.
+// The amaxes of the blocks of a matrix, a row of them every `step`, where they have been found already: all finite;
+// data: else nullptr.
 struct Known {
   const float* data = nullptr;
   i64 step = 0;
@@ -46,7 +48,9 @@ struct Known {
 const Multipliers* multipliers_of_call(const EncodeCall& call, Multipliers& memory) {
   constexpr i64 kLeastElements = 1 << 14;
   const u32 beyond = kElements[call.element].beyond[call.input];
-  if (!beyond || call.rule < 0 || !kRules[call.rule].by_code || call.tensor_step || call.factors || call.random || call.seed) return nullptr;
+  if (!beyond || call.rule < 0 || !kRules[call.rule].by_code || call.tensor_step || call.factors || call.random ||
+      call.seed)
+    return nullptr;
   if (call.block != kRun || call.x.rows * call.x.columns < kLeastElements) return nullptr;
   u8 codes[256];
   float amax[256], divisors[256];
@@ -69,8 +73,9 @@ struct Encoder {
   // Whether rows follow each other wherever they are read or written, so that those of a unit are one long row.
   const bool is_flat = [](const EncodeCall& c, bool four) {
     const i64 columns = c.x.columns, blocks = columns / c.block;
-    return (is_gathered(c.x) || c.x.row_step == columns) && c.block_rows == 1 && columns % c.block == 0 && c.tensor_step == 0 &&
-           c.packed_step == (four ? columns / 2 : columns) && (!c.scales || c.scales_step == blocks) && ((!c.block_amax && !c.factors) || c.block_step == blocks) &&
+    return (is_gathered(c.x) || c.x.row_step == columns) && c.block_rows == 1 && columns % c.block == 0 &&
+           c.tensor_step == 0 && c.packed_step == (four ? columns / 2 : columns) &&
+           (!c.scales || c.scales_step == blocks) && ((!c.block_amax && !c.factors) || c.block_step == blocks) &&
            (!c.random || c.random_step == columns) && (!c.seed || c.stride == columns);
   }(call, element.four);
 
@@ -94,7 +99,9 @@ struct Encoder {
     if (below == 0.0f) return Way::any;
     u32 other = 0;
     if (element.divides)
-      for (i64 b = 0; b < count; ++b) other |= !(amax[b] < kShortMost * by_block[b]) | !(by_block[b] > kShortFrom) | !(by_block[b] < below) | is_last_significand(by_block[b]);
+      for (i64 b = 0; b < count; ++b)
+        other |= !(amax[b] < kShortMost * by_block[b]) | !(by_block[b] > kShortFrom) | !(by_block[b] < below) |
+                 is_last_significand(by_block[b]);
     else
       for (i64 b = 0; b < count; ++b) other |= !(amax[b] * by_block[b] < kShortMost) | !(by_block[b] < below);
     if (other) return Way::any;
@@ -109,7 +116,8 @@ struct Encoder {
     const float least = fabsf(call.least);
     const bool is_zero_bad = call.least > 0.0f;
     for (i64 b = 0; b < count; ++b)
-      bad |= static_cast<u32>((by_block[b] < least) & (is_zero_bad | (by_block[b] != 0.0f))) | static_cast<u32>(by_block[b] > call.most);
+      bad |= static_cast<u32>((by_block[b] < least) & (is_zero_bad | (by_block[b] != 0.0f))) |
+             static_cast<u32>(by_block[b] > call.most);
     if (element.flushes)
       for (i64 b = 0; b < count; ++b) by_block[b] = flush(by_block[b]);
     const i64 runs = call.block / kRun;
@@ -121,7 +129,8 @@ struct Encoder {
     return factors;
   }
 
-  // Whether products of elements below these amaxes with the factors of their blocks are finite, where one that is not has the code of NaN.
+  // Whether products of elements below these amaxes with the factors of their blocks are finite, where one that is not
+  // has the code of NaN.
   bool keeps_finite(const float* amax, i64 step, const float* by_block, i64 count) const {
     u32 bad = 0;
     for (i64 b = 0; element.wraps && b < count; ++b) {
@@ -135,7 +144,8 @@ struct Encoder {
   void put_codes(const Bits* x, const Part& part, i64 row, Factors factors) const {
     u8 stream[kWidth + 32];
     const u8* random = call.random ? call.random + row * call.random_step + part.column : nullptr;
-    if (call.seed) random = stream_bytes(*call.seed, call.first + row * call.stride + part.column, part.columns, stream);
+    if (call.seed)
+      random = stream_bytes(*call.seed, call.first + row * call.stride + part.column, part.columns, stream);
     u8* out = call.packed + row * call.packed_step + (element.four ? part.column / 2 : part.column);
     encode(x, factors, tensor(row).encode, part.columns, random, out);
   }
@@ -148,9 +158,11 @@ struct Encoder {
   }
 
   // The scale codes of blocks and the factors of their elements; false where that is not for these loops.
-  bool find_scales(View<Bits> x, i64 rows, i64 blocks, const float* amax, TensorScale t, u8* codes, float* factors) const {
+  bool find_scales(View<Bits> x, i64 rows, i64 blocks, const float* amax, TensorScale t, u8* codes,
+                   float* factors) const {
     const RuleEntry& rule = kRules[call.rule];
-    if (rule.choose) return rule.choose({x.data, x.step, rows, blocks, call.block_rows, kLoads[call.input]}, amax, t, codes, factors);
+    if (rule.choose)
+      return rule.choose({x.data, x.step, rows, blocks, call.block_rows, kLoads[call.input]}, amax, t, codes, factors);
     rule.scales[call.input](amax, blocks, t, codes, factors);
     return true;
   }
@@ -183,7 +195,8 @@ struct Encoder {
       if (!find_scales(x, part.rows, count, scaled_amax, tensor(part.row), codes, by_block)) return false;
       if (!keeps_finite(amax, 1, by_block, count)) return false;
       if (call.scales)
-        for (i64 i = 0; i < part.rows; ++i) std::memcpy(call.scales + (part.row + i) * call.scales_step + first, codes, count);
+        for (i64 i = 0; i < part.rows; ++i)
+          std::memcpy(call.scales + (part.row + i) * call.scales_step + first, codes, count);
       factors.way = way_of(amax, by_block, count);
     }
     factors.by = spread(by_block, count, by_run);
@@ -211,7 +224,8 @@ struct Encoder {
     if (is_flat && part.columns == call.x.columns) part = {0, 1, part.row * part.columns, part.rows * part.columns};
     if (call.block_rows > 1) touch(x, part.rows, part.columns);
     return each_panel(part, call.block, call.block_rows, [&](Part of) {
-      return panel({x.data + of.row * x.step + of.column, x.step}, {part.row + of.row, of.rows, part.column + of.column, of.columns});
+      return panel({x.data + of.row * x.step + of.column, x.step},
+                   {part.row + of.row, of.rows, part.column + of.column, of.columns});
     });
   }
 };

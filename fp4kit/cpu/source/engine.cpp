@@ -1,4 +1,5 @@
-// The functions that Python calls (library.py has their arguments): each does a whole matrix, by units of some rows and columns.
+// The functions that Python calls (library.py has their arguments): each does a whole matrix, by units of some rows and
+// columns.
 #include "decode_matrix.h"
 #include "search_factors.h"
 #include "search.h"
@@ -7,14 +8,17 @@
 extern "C" {
 
 // What this was made from; and the level of the processor that runs it, as setup.py names them.
-FP4KIT_EXPORT const char* fp4kit_digest() { return FP4KIT_DIGEST; }
+FP4KIT_EXPORT const char* fp4kit_digest() {
+  return FP4KIT_DIGEST;
+}
 
 FP4KIT_EXPORT const char* fp4kit_level() {
 #if defined(__x86_64__)
   __builtin_cpu_init();
-  if (!(__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("bmi2"))) return "base";
-  const bool wide = __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
-                    __builtin_cpu_supports("avx512cd");
+  if (!(__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("bmi2")))
+    return "base";
+  const bool wide = __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
+                    __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512cd");
   return wide ? "avx512" : "avx2";
 #else
   return "base";
@@ -22,13 +26,21 @@ FP4KIT_EXPORT const char* fp4kit_level() {
 }
 
 // Index of a rule, or of an element's arithmetic, by its key; -1 for one that is not here.
-FP4KIT_EXPORT int fp4kit_rule(const char* key) { return kRules.index_of(key); }
+FP4KIT_EXPORT int fp4kit_rule(const char* key) {
+  return kRules.index_of(key);
+}
 
-FP4KIT_EXPORT int fp4kit_tensor(const char* key) { return kTensors.index_of(key); }
+FP4KIT_EXPORT int fp4kit_tensor(const char* key) {
+  return kTensors.index_of(key);
+}
 
-FP4KIT_EXPORT int fp4kit_element(const char* key) { return kElements.index_of(key); }
+FP4KIT_EXPORT int fp4kit_element(const char* key) {
+  return kElements.index_of(key);
+}
 
-FP4KIT_EXPORT void fp4kit_set_reciprocals(const signed char* table) { reciprocal_table = table; }
+FP4KIT_EXPORT void fp4kit_set_reciprocals(const signed char* table) {
+  reciprocal_table = table;
+}
 
 }  // extern "C"
 
@@ -57,13 +69,15 @@ EncodeCall call_at(const EncodeCall& like, const void* x, i32 threads) {
 
 extern "C" {
 
-FP4KIT_EXPORT void fp4kit_encode(const EncodeCall* call) { encode_units(*call, {}); }
+FP4KIT_EXPORT void fp4kit_encode(const EncodeCall* call) {
+  encode_units(*call, {});
+}
 
-// A whole quantize of a matrix whose shape, strides and recipe are those of `like`: into packed and scales, and for a recipe with tensor
-// scales, one or one a row (tensor: index of their rule, else -1), of given amaxes or (nullptr) of those of x, into decode and amax.
-// Returns 1 where it has to be done otherwise.
-FP4KIT_EXPORT i32 fp4kit_quantize(const EncodeCall* like, const void* x, const float* given, u8* packed, u8* scales, float* decode,
-                                  float* amax, i32 tensor, i32 threads) {
+// A whole quantize of a matrix whose shape, strides and recipe are those of `like`: into packed and scales, and for a
+// recipe with tensor scales, one or one a row (tensor: index of their rule, else -1), of given amaxes or (nullptr) of
+// those of x, into decode and amax. Returns 1 where it has to be done otherwise.
+FP4KIT_EXPORT i32 fp4kit_quantize(const EncodeCall* like, const void* x, const float* given, u8* packed, u8* scales,
+                                  float* decode, float* amax, i32 tensor, i32 threads) {
   EncodeCall call = call_at(*like, x, threads);
   Found found(call);
   if (!find_tensors(call, tensor, given, found)) return 1;
@@ -78,9 +92,10 @@ FP4KIT_EXPORT i32 fp4kit_quantize(const EncodeCall* like, const void* x, const f
   return any(unusual);
 }
 
-// A whole fake_quantize, of the same, into out: the values of codes and scales that are gone with their unit. values: how they are decoded.
-FP4KIT_EXPORT i32 fp4kit_fake_quantize(const EncodeCall* like, const DecodeCall* values, const void* x, const float* given, void* out,
-                                       i32 tensor, i32 threads) {
+// A whole fake_quantize, of the same, into out: the values of codes and scales that are gone with their unit. values:
+// how they are decoded.
+FP4KIT_EXPORT i32 fp4kit_fake_quantize(const EncodeCall* like, const DecodeCall* values, const void* x,
+                                       const float* given, void* out, i32 tensor, i32 threads) {
   EncodeCall call = call_at(*like, x, threads);
   DecodeCall target = *values;
   Found found(call);
@@ -104,7 +119,9 @@ FP4KIT_EXPORT i32 fp4kit_fake_quantize(const EncodeCall* like, const DecodeCall*
   return !usual;
 }
 
-FP4KIT_EXPORT int fp4kit_decoder(const char* key) { return kDecodes.index_of(key); }
+FP4KIT_EXPORT int fp4kit_decoder(const char* key) {
+  return kDecodes.index_of(key);
+}
 
 FP4KIT_EXPORT void fp4kit_decode(const DecodeCall* call) {
   Tables memory;
@@ -114,10 +131,10 @@ FP4KIT_EXPORT void fp4kit_decode(const DecodeCall* call) {
   run_units(units.count(), call->threads, work);
 }
 
-// A whole dequantize of arrays that lie as those of `like`. tensor: encode of all tensor scales, then decode, then amax. Returns 1 where it
-// has to be done otherwise.
-FP4KIT_EXPORT i32 fp4kit_dequantize(const DecodeCall* like, const u8* packed, const u8* scales, const float* tensor, void* out,
-                                    i32 threads) {
+// A whole dequantize of arrays that lie as those of `like`. tensor: encode of all tensor scales, then decode, then
+// amax. Returns 1 where it has to be done otherwise.
+FP4KIT_EXPORT i32 fp4kit_dequantize(const DecodeCall* like, const u8* packed, const u8* scales, const float* tensor,
+                                    void* out, i32 threads) {
   DecodeCall call = *like;
   call.packed = packed;
   call.scales = scales;

@@ -1,7 +1,9 @@
-// 4over6: of the two scales that a block may have, the one with the lesser error; sixteen blocks side by side, a lane each.
+// 4over6: of the two scales that a block may have, the one with the lesser error; sixteen blocks side by side, a lane
+// each.
 //
-// Signs do not matter: an element of the other sign has the code of the other sign and the same error. Nothing here is NaN but where a
-// tensor's amax is none or infinite; blocks with a factor that is NaN, infinite or negative are for the specification.
+// Signs do not matter: an element of the other sign has the code of the other sign and the same error. Nothing here is
+// NaN but where a tensor's amax is none or infinite; blocks with a factor that is NaN, infinite or negative are for the
+// specification.
 #pragma once
 
 #include "../../cuda/kernels/rules/fake_arith.cuh"
@@ -20,7 +22,8 @@ static __forceinline__ Lanes lanes_at(const float* from) {
   return found;
 }
 
-// Magnitudes of a row of sixteen blocks by column, the blocks of a column side by side: `count` blocks, the others are of zeros.
+// Magnitudes of a row of sixteen blocks by column, the blocks of a column side by side: `count` blocks, the others are
+// of zeros.
 template <class In>
 static void put_magnitudes(const void* elements, i64 first, i64 count, float* __restrict out) {
   using Bits = typename Input<In>::Bits;
@@ -32,8 +35,10 @@ static void put_magnitudes(const void* elements, i64 first, i64 count, float* __
     x = few;
   }
   for (int b = 0; b < kAbreast; b += kSide<Bits>)
-    for (int j = 0; j < kAcross; j += kSide<Bits>) transpose_square(x + b * kAcross + j, kAcross, turned + j * kAbreast + b, kAbreast);
-  for (int i = 0; i < kAcross * kAbreast; ++i) out[i] = Input<In>::value(static_cast<Bits>(turned[i] & Input<In>::kMagnitude));
+    for (int j = 0; j < kAcross; j += kSide<Bits>)
+      transpose_square(x + b * kAcross + j, kAcross, turned + j * kAbreast + b, kAbreast);
+  for (int i = 0; i < kAcross * kAbreast; ++i)
+    out[i] = Input<In>::value(static_cast<Bits>(turned[i] & Input<In>::kMagnitude));
 }
 
 // The value of a >= 0 whose error counts; where codes wrap, a < kUnboundedMost: 1.5 * 2^24 and more have steps of 2.
@@ -48,7 +53,8 @@ static __forceinline__ float rounded_magnitude(float a) {
 
 // What a row of sixteen blocks adds to their errors under a scale and a factor each, by column as the magnitudes are.
 template <class R>
-__attribute__((noinline)) static void put_terms(const float* x, const float* scale, const float* factor, TensorScale t, float* __restrict terms) {
+__attribute__((noinline)) static void put_terms(const float* x, const float* scale, const float* factor, TensorScale t,
+                                                float* __restrict terms) {
   for (int j = 0; j < kAcross; ++j)
     for (int lane = 0; lane < kAbreast; ++lane) {
       const float a = x[j * kAbreast + lane], scaled = (R::kFlush ? flush(a) : a) * factor[lane];
@@ -88,12 +94,14 @@ struct Largest {
   float most[kAbreast] = {};
   __forceinline__ void add(i64, const float* terms) {
     for (int j = 0; j < kAcross; ++j)
-      for (int lane = 0; lane < kAbreast; ++lane) most[lane] = larger<AmaxNan::propagate>(most[lane], terms[j * kAbreast + lane]);
+      for (int lane = 0; lane < kAbreast; ++lane)
+        most[lane] = larger<AmaxNan::propagate>(most[lane], terms[j * kAbreast + lane]);
   }
   __forceinline__ Lanes result(i64) const { return lanes_at(most); }
 };
 template <class R, int kRows>
-using Errors = std::conditional_t<R::kLargestError, Largest, std::conditional_t<R::kLaneSums, VectorSums<kRows>, RowSums<kRows>>>;
+using Errors =
+    std::conditional_t<R::kLargestError, Largest, std::conditional_t<R::kLaneSums, VectorSums<kRows>, RowSums<kRows>>>;
 
 // The candidates of blocks: amax at 6 and at 4.
 struct SixAndFour {
@@ -115,7 +123,8 @@ struct SixAndFour {
         scales[k][b] = decode_scale<R>(codes[k][b]);
         factors[k][b] = candidate_factor<R>(scales[k][b], t);
         bad |= static_cast<u32>(bits_of(factors[k][b]) >= kInfinityBits);
-        if constexpr (R::kRounding == Rounding::rnw) bad |= static_cast<u32>(!(amax[b] * factors[k][b] < kUnboundedMost));
+        if constexpr (R::kRounding == Rounding::rnw)
+          bad |= static_cast<u32>(!(amax[b] * factors[k][b] < kUnboundedMost));
       }
     return bad == 0;
   }
@@ -130,7 +139,8 @@ struct BlockRows {
 
 // The codes of the scales of sixteen blocks, from block `first` on, and their factors.
 template <class R, int kRows>
-static void choose_sixteen(const BlockRows& x, i64 first, const SixAndFour& all, TensorScale t, u8* codes, float* factors) {
+static void choose_sixteen(const BlockRows& x, i64 first, const SixAndFour& all, TensorScale t, u8* codes,
+                           float* factors) {
   const i64 count = minimum<i64>(x.blocks - first, kAbreast);
   Errors<R, kRows> six, four;
   for (i64 i = 0; i < x.rows; ++i) {

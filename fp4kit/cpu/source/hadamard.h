@@ -8,8 +8,10 @@ constexpr int kLanes = 16;  // runs that are transformed together, element by el
 // A double rounded once, of no NaN.
 template <class In>
 static __forceinline__ typename Input<In>::Bits narrow_double(double x) {
-  if constexpr (sizeof(typename Input<In>::Bits) == 4) return bits_of(static_cast<float>(x));
-  else return Input<In>::narrow(round_to_odd(x));
+  if constexpr (sizeof(typename Input<In>::Bits) == 4)
+    return bits_of(static_cast<float>(x));
+  else
+    return Input<In>::narrow(round_to_odd(x));
 }
 
 static __forceinline__ void sum_and_difference(double* __restrict a, double* __restrict b) {
@@ -20,7 +22,8 @@ static __forceinline__ void sum_and_difference(double* __restrict a, double* __r
   }
 }
 
-// kLanes runs by element, x[i][run], to their transforms; to all NaN where one element is not finite. Bit i of mask: element i's sign.
+// kLanes runs by element, x[i][run], to their transforms; to all NaN where one element is not finite. Bit i of mask:
+// element i's sign.
 template <class In, class Bits>
 static void hadamard_lanes(Bits (&x)[16][kLanes], u32 mask) {
   alignas(64) double y[16][kLanes];

@@ -1,4 +1,5 @@
-// Elements as they lie in memory: their magnitudes as integers, which grow with them, and as float32; float32 rounded to them and narrowed.
+// Elements as they lie in memory: their magnitudes as integers, which grow with them, and as float32; float32 rounded
+// to them and narrowed.
 #pragma once
 
 #include "simd_bytes.h"
@@ -39,14 +40,16 @@ struct Input<Float16> {
   static __forceinline__ u16 narrow(float x) { return Float16::narrow(x); }
 };
 
-// A matrix anywhere in memory; steps are in elements. hadamard: the sign mask of a transform of each 16 elements of a row; -1: none.
+// A matrix anywhere in memory; steps are in elements. hadamard: the sign mask of a transform of each 16 elements of a
+// row; -1: none.
 struct Source {
   const void* data;
   i64 rows, columns, row_step, column_step, hadamard;
 };
 
-// Copies rows [row, row + rows) and columns [column, column + columns) of a matrix into contiguous rows of `width`. Where columns are
-// contiguous, as many rows are read together as lie in a line of the cache: 64 bytes, which rows of 16 bytes are transposed from.
+// Copies rows [row, row + rows) and columns [column, column + columns) of a matrix into contiguous rows of `width`.
+// Where columns are contiguous, as many rows are read together as lie in a line of the cache: 64 bytes, which rows of
+// 16 bytes are transposed from.
 template <class Bits>
 static void gather(const Source& x, i64 row, i64 rows, i64 column, i64 columns, i64 width, Bits* out) {
   constexpr i64 kTile = 64 / sizeof(Bits), kStep = kSide<Bits>;

@@ -14,20 +14,19 @@ template <class R>
 constexpr Scales kScalesOf[kInputs] = {scales_by<R, Float32>(), scales_by<R, Float16>(), scales_by<R, Bfloat16>()};
 
 template <class R, class In>
-TensorScale tensor_scale(float amax) { return R::TensorRule::template scale<R, In>(amax); }
+TensorScale tensor_scale(float amax) {
+  return R::TensorRule::template scale<R, In>(amax);
+}
 template <class R>
 constexpr Tensor kTensorOf[kInputs] = {tensor_scale<R, Float32>, tensor_scale<R, Float16>, tensor_scale<R, Bfloat16>};
 
 constexpr RuleEntry kRuleEntries[] = {
 #define FP4KIT_RULE(key, R) {key, kScalesOf<R>, nullptr, false, !R::BlockRule::kReadsAmax},
 #define FP4KIT_CHOICE(key, R) {key, nullptr, choose_scales<R>, R::kFlush, false},
-FP4KIT_RULES
-FP4KIT_CHOICES
-};
+    FP4KIT_RULES FP4KIT_CHOICES};
 constexpr TensorEntry kTensorEntries[] = {
 #define FP4KIT_TENSOR(key, R) {key, kTensorOf<R>},
-FP4KIT_TENSORS
-};
+    FP4KIT_TENSORS};
 
 }  // namespace
 

@@ -1,14 +1,15 @@
-// Block amaxes whose scales have the least loss, unit by unit: by bounds where those hold (search_pruned.h), else of all candidates, sixteen side by
-// side. The first of equals wins; where no loss is below infinity, the first of all.
+// Block amaxes whose scales have the least loss, unit by unit: by bounds where those hold (search_pruned.h), else of
+// all candidates, sixteen side by side. The first of equals wins; where no loss is below infinity, the first of all.
 #pragma once
 
 #include "search_losses.h"
 #include "dispatch.h"
 #include "work_units.h"
 
-// A search. candidates: 128 of each, by code. weights, hessian: of the columns, or nullptr. rule: of the code of a block's own amax under
-// tensor_amax; lower, upper: codes beside it that are candidates; rule -1: all are. out: an amax a block, in each of its rows. unproven: how
-// many blocks had all candidates tried; bounded 0: each of them has. power: of errors in a loss, 2, 1, infinity (the largest) or another.
+// A search. candidates: 128 of each, by code. weights, hessian: of the columns, or nullptr. rule: of the code of a
+// block's own amax under tensor_amax; lower, upper: codes beside it that are candidates; rule -1: all are. out: an amax
+// a block, in each of its rows. unproven: how many blocks had all candidates tried; bounded 0: each of them has. power:
+// of errors in a loss, 2, 1, infinity (the largest) or another.
 struct SearchCall {
   Source x;
   Candidates candidates;
@@ -39,14 +40,17 @@ struct Searcher {
   using Bits = typename Input<In>::Bits;
   const SearchCall& call;
   const Objective objective = objective_of(call.power == 1.0, call.power > 0x1p1023, call.power != 2.0);
-  const bool bounded = call.bounded && objective == Objective::squares && !call.hessian && call.block_rows == 1 && call.candidates.ordinary();
+  const bool bounded = call.bounded && objective == Objective::squares && !call.hessian && call.block_rows == 1 &&
+                       call.candidates.ordinary();
 
   // The codes that sixteen blocks may have.
   void put_spans(const float* amax, u32* low, u32* high) const {
     u8 codes[kLanes] = {};
     float factors[kLanes];
-    if (call.rule >= 0) kRules[call.rule].scales[kFloat32](amax, kLanes, {1.0f, 1.0f, call.tensor_amax}, codes, factors);
-    const i32 lower = call.rule < 0 ? 1 : static_cast<i32>(call.lower), upper = call.rule < 0 ? 126 : static_cast<i32>(call.upper);
+    if (call.rule >= 0)
+      kRules[call.rule].scales[kFloat32](amax, kLanes, {1.0f, 1.0f, call.tensor_amax}, codes, factors);
+    const i32 lower = call.rule < 0 ? 1 : static_cast<i32>(call.lower),
+              upper = call.rule < 0 ? 126 : static_cast<i32>(call.upper);
     const auto within = [](i32 code) { return static_cast<u32>(minimum<i32>(maximum<i32>(code, 1), kLastCandidate)); };
     for (int lane = 0; lane < kLanes; ++lane) {
       low[lane] = within(codes[lane] + lower);
@@ -54,14 +58,17 @@ struct Searcher {
     }
   }
 
-  const float* weights_at(const Part& part, const Place& at) const { return call.weights + part.column + at.block * kSearched; }
+  const float* weights_at(const Part& part, const Place& at) const {
+    return call.weights + part.column + at.block * kSearched;
+  }
 
   template <Objective kObjective>
   void put_others_of(const float* row, const Part& part, const Place& at, float* losses) const {
     const Candidates& all = call.candidates;
     const float* weights = call.weights ? weights_at(part, at) : nullptr;
     const auto put = weights ? put_others<kObjective, true> : put_others<kObjective, false>;
-    for (int code = 0; code < kCandidates; code += kLanes) put(row, weights, all.scales + code, all.reciprocals + code, call.power, losses + code);
+    for (int code = 0; code < kCandidates; code += kLanes)
+      put(row, weights, all.scales + code, all.reciprocals + code, call.power, losses + code);
   }
 
   void put_losses_of(const float* row, const Part& part, const Place& at, float* losses) const {
@@ -83,7 +90,8 @@ struct Searcher {
       put_row<In>(x.data + (at.row + i) * x.step + at.block * kSearched, row);
       put_losses_of(row, part, at, i ? losses : total);
       for (int code = 0; i && code < kCandidates; ++code)
-        total[code] = objective == Objective::largest ? joined<Objective::largest>(total[code], losses[code]) : total[code] + losses[code];
+        total[code] = objective == Objective::largest ? joined<Objective::largest>(total[code], losses[code])
+                                                      : total[code] + losses[code];
     }
     u32 found = low;
     for (u32 code = low; code <= high; ++code)
@@ -118,14 +126,16 @@ struct Searcher {
       FP4KIT_UNROLL
       for (int j = 0; j < kSearched; ++j) most = maximum(most, bits_of(blocks.a[j][lane]));
       blocks.amax[lane] = float_of(most);
-      blocks.open[lane] = lane < count && most > 0u && most < kInfinityBits;  // others have no errors, or none but those
+      blocks.open[lane] =
+          lane < count && most > 0u && most < kInfinityBits;  // others have no errors, or none but those
     }
     put_spans(blocks.amax, blocks.low, blocks.high);
     Near<kWeighted> near{blocks, call.candidates};
     near.run();
     u64 unproven = 0;
     for (int lane = 0; lane < kLanes && lane < count; ++lane) {
-      if (!near.proven[lane]) near.code[lane] = search_fully(x, 1, part, places[lane], blocks.low[lane], blocks.high[lane]);
+      if (!near.proven[lane])
+        near.code[lane] = search_fully(x, 1, part, places[lane], blocks.low[lane], blocks.high[lane]);
       unproven += !near.proven[lane];
       put(part, places[lane], 1, near.code[lane]);
     }
@@ -157,7 +167,8 @@ struct Searcher {
       return unproven;
     }
     for (i64 row = 0; row < part.rows; row += call.block_rows)
-      for (i64 block = 0; block < across; ++block) one(x, part, {row, block, across}, minimum<i64>(call.block_rows, part.rows - row));
+      for (i64 block = 0; block < across; ++block)
+        one(x, part, {row, block, across}, minimum<i64>(call.block_rows, part.rows - row));
     return static_cast<u64>(count);
   }
 };

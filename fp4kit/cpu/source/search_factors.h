@@ -1,14 +1,16 @@
-// Block amaxes of recipes that choose among multiples of each, by the squared error of what they make: reference/search_factors.py, row by row.
+// Block amaxes of recipes that choose among multiples of each, by the squared error of what they make:
+// reference/search_factors.py, row by row.
 //
-// Under each factor the blocks whose scale is new are brought together, encoded, decoded and measured side by side. A scale is that of the
-// factor before, or of the first, or it is new: factors after the first rise.
+// Under each factor the blocks whose scale is new are brought together, encoded, decoded and measured side by side. A
+// scale is that of the factor before, or of the first, or it is new: factors after the first rise.
 #pragma once
 
 #include "../../cuda/kernels/rules/sums.cuh"
 #include "decode_matrix.h"
 
-// A search. factors: of the candidates; by_code: blocks of one scale have one error; encode, decode, amax: the tensor scale, one, or
-// (tensor_step 1) one a row; out: an amax a block; unusual: of each unit, whether it has to be done otherwise.
+// A search. factors: of the candidates; by_code: blocks of one scale have one error; encode, decode, amax: the tensor
+// scale, one, or (tensor_step 1) one a row; out: an amax a block; unusual: of each unit, whether it has to be done
+// otherwise.
 struct MultiplesCall {
   Source x;
   const float *encode, *decode, *amax, *factors;

@@ -21,20 +21,22 @@ void put_row(const Bits* x, float* __restrict out) {
 
 // sum of (w) d^2 of a row of a block, under every candidate.
 template <bool kWeighted>
-__attribute__((noinline)) void put_squares(const float* row, const float* weights, const Candidates& all, float* __restrict losses) {
+__attribute__((noinline)) void put_squares(const float* row, const float* weights, const Candidates& all,
+                                           float* __restrict losses) {
   Sixteen<kWeighted> same;
   for (int j = 0; j < kSearched; ++j)
     for (int lane = 0; lane < kLanes; ++lane) {
       same.a[j][lane] = magnitude_of(row[j]);
       if constexpr (kWeighted) same.w[j][lane] = weights[j];
     }
-  for (int code = 0; code < kCandidates; code += kLanes) put_losses<true>(same, all.scales + code, all.reciprocals + code, losses + code);
+  for (int code = 0; code < kCandidates; code += kLanes)
+    put_losses<true>(same, all.scales + code, all.reciprocals + code, losses + code);
 }
 
 // sum of (w) |d|^p of a row of a block, or the largest (w) |d|, under sixteen candidates.
 template <Objective kObjective, bool kWeighted>
-__attribute__((noinline)) void put_others(
-    const float* row, const float* weights, const float* scales, const float* reciprocals, double power, float* __restrict losses) {
+__attribute__((noinline)) void put_others(const float* row, const float* weights, const float* scales,
+                                          const float* reciprocals, double power, float* __restrict losses) {
   float sums[kSearched / 4][kLanes];
   for (int j : {1, 0, 2, 3})
     for (int four = 0; four < kSearched / 4; ++four) {
@@ -54,11 +56,13 @@ __attribute__((noinline)) void put_others(
       }
     }
   for (int lane = 0; lane < kLanes; ++lane)
-    losses[lane] = joined<kObjective>(joined<kObjective>(sums[0][lane], sums[2][lane]), joined<kObjective>(sums[1][lane], sums[3][lane]));
+    losses[lane] = joined<kObjective>(joined<kObjective>(sums[0][lane], sums[2][lane]),
+                                      joined<kObjective>(sums[1][lane], sums[3][lane]));
 }
 
 // d^T H d of a row of a block under sixteen candidates: d^T H by fma, then pairs, the second first, then folded.
-__attribute__((noinline)) void put_quadratic(const float* row, const float* hessian, const float* scales, const float* reciprocals, float* __restrict losses) {
+__attribute__((noinline)) void put_quadratic(const float* row, const float* hessian, const float* scales,
+                                             const float* reciprocals, float* __restrict losses) {
   float d[kSearched][kLanes], pairs[kSearched / 2][kLanes];
   for (int j = 0; j < kSearched; ++j)
     for (int lane = 0; lane < kLanes; ++lane) {

@@ -1,4 +1,5 @@
-// The pruned search of ways/search.cuh, whose proof is there, for sixteen blocks side by side: a lane each, loops over which become vectors.
+// The pruned search of ways/search.cuh, whose proof is there, for sixteen blocks side by side: a lane each, loops over
+// which become vectors.
 #pragma once
 
 #include "../../cuda/kernels/rules/loss.cuh"
@@ -19,7 +20,8 @@ struct Candidates {
   float per_amax() const { return 448.0f * (6.0f / 7.0f) * (1.0f + 0x1p-12f) / amaxes[kLastCandidate]; }
 };
 
-// Magnitudes of blocks, and the weights of their columns if kWeighted; the codes that each may have; whether it is to be searched.
+// Magnitudes of blocks, and the weights of their columns if kWeighted; the codes that each may have; whether it is to
+// be searched.
 template <bool kWeighted>
 struct Sixteen {
   float a[kSearched][kLanes], w[kWeighted ? kSearched : 1][kLanes], amax[kLanes];
@@ -39,7 +41,8 @@ struct Sixteen {
 
 // Losses of blocks, each under a candidate of its own. Compiled once, not into each of its calls, which took a minute.
 template <bool kAny, bool kWeighted>
-__attribute__((noinline)) void put_losses(const Sixteen<kWeighted>& blocks, const float* scales, const float* reciprocals, float* __restrict losses) {
+__attribute__((noinline)) void put_losses(const Sixteen<kWeighted>& blocks, const float* scales,
+                                          const float* reciprocals, float* __restrict losses) {
   for (int lane = 0; lane < kLanes; ++lane) {
     const Candidate c = {scales[lane], reciprocals[lane]};
     losses[lane] = loss_of<kAny>(blocks.block(lane), c, kAny ? moved_by(c.scale) : 1.0f);
@@ -48,15 +51,18 @@ __attribute__((noinline)) void put_losses(const Sixteen<kWeighted>& blocks, cons
 
 // What these candidates cut off.
 template <bool kWeighted>
-__attribute__((noinline)) void put_clipped_losses(const Sixteen<kWeighted>& blocks, const float* scales, float* __restrict losses) {
-  for (int lane = 0; lane < kLanes; ++lane) losses[lane] = clipped_loss_of(blocks.block(lane), blocks.amax[lane], scales[lane]);
+__attribute__((noinline)) void put_clipped_losses(const Sixteen<kWeighted>& blocks, const float* scales,
+                                                  float* __restrict losses) {
+  for (int lane = 0; lane < kLanes; ++lane)
+    losses[lane] = clipped_loss_of(blocks.block(lane), blocks.amax[lane], scales[lane]);
 }
 
 template <bool kWeighted>
 struct Near {
   const Sixteen<kWeighted>& blocks;
   const Candidates& all;
-  float loss[kLanes], second[kLanes], above_loss[kLanes];  // of the first least one, of the next, of the least of first ... end - 1
+  float loss[kLanes], second[kLanes],
+      above_loss[kLanes];  // of the first least one, of the next, of the least of first ... end - 1
   u32 code[kLanes], above[kLanes], first[kLanes], end[kLanes], proven[kLanes];
   u32 at[kLanes];  // codes that are looked at, and what they are and give
   float scale[kLanes], reciprocal[kLanes], found[kLanes];
@@ -80,13 +86,15 @@ struct Near {
     }
     if constexpr (kWeighted) {
       look_up();
-      for (int lane = 0; lane < kLanes; ++lane) proven[lane] = keeps_squares(blocks.block(lane), blocks.amax[lane], scale[lane]);
+      for (int lane = 0; lane < kLanes; ++lane)
+        proven[lane] = keeps_squares(blocks.block(lane), blocks.amax[lane], scale[lane]);
     }
   }
 
   void upward() {
     u32 steps = 0;
-    for (int lane = 0; lane < kLanes; ++lane) steps = maximum(steps, end[lane] > first[lane] ? end[lane] - first[lane] : 0u);
+    for (int lane = 0; lane < kLanes; ++lane)
+      steps = maximum(steps, end[lane] > first[lane] ? end[lane] - first[lane] : 0u);
     for (u32 step = 0; step < steps; ++step) {
       for (int lane = 0; lane < kLanes; ++lane) at[lane] = first[lane] + step;
       look_up();

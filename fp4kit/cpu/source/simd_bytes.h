@@ -1,5 +1,5 @@
-// Sixteen bytes at a time: look-up in a table of as many, the interleaving of two, and the larger elements of two; small matrices
-// transposed by it. Elements and codes of which two are a lane.
+// Sixteen bytes at a time: look-up in a table of as many, the interleaving of two, and the larger elements of two;
+// small matrices transposed by it. Elements and codes of which two are a lane.
 #pragma once
 
 #include <type_traits>
@@ -18,15 +18,33 @@
 #if defined(__SSSE3__)
 #define FP4KIT_HAS_LOOK_UP 1
 using Bytes = __m128i;
-static __forceinline__ Bytes load(const u8* from) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(from)); }
-static __forceinline__ void store(u8* to, Bytes x) { _mm_storeu_si128(reinterpret_cast<__m128i*>(to), x); }
-static __forceinline__ Bytes look_up(Bytes table, Bytes index) { return _mm_shuffle_epi8(table, index); }
-static __forceinline__ Bytes zip_low(Bytes a, Bytes b) { return _mm_unpacklo_epi8(a, b); }
-static __forceinline__ Bytes zip_high(Bytes a, Bytes b) { return _mm_unpackhi_epi8(a, b); }
-static __forceinline__ Bytes zip_pairs_low(Bytes a, Bytes b) { return _mm_unpacklo_epi16(a, b); }
-static __forceinline__ Bytes zip_pairs_high(Bytes a, Bytes b) { return _mm_unpackhi_epi16(a, b); }
-static __forceinline__ Bytes zip_fours_low(Bytes a, Bytes b) { return _mm_unpacklo_epi32(a, b); }
-static __forceinline__ Bytes zip_fours_high(Bytes a, Bytes b) { return _mm_unpackhi_epi32(a, b); }
+static __forceinline__ Bytes load(const u8* from) {
+  return _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));
+}
+static __forceinline__ void store(u8* to, Bytes x) {
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(to), x);
+}
+static __forceinline__ Bytes look_up(Bytes table, Bytes index) {
+  return _mm_shuffle_epi8(table, index);
+}
+static __forceinline__ Bytes zip_low(Bytes a, Bytes b) {
+  return _mm_unpacklo_epi8(a, b);
+}
+static __forceinline__ Bytes zip_high(Bytes a, Bytes b) {
+  return _mm_unpackhi_epi8(a, b);
+}
+static __forceinline__ Bytes zip_pairs_low(Bytes a, Bytes b) {
+  return _mm_unpacklo_epi16(a, b);
+}
+static __forceinline__ Bytes zip_pairs_high(Bytes a, Bytes b) {
+  return _mm_unpackhi_epi16(a, b);
+}
+static __forceinline__ Bytes zip_fours_low(Bytes a, Bytes b) {
+  return _mm_unpacklo_epi32(a, b);
+}
+static __forceinline__ Bytes zip_fours_high(Bytes a, Bytes b) {
+  return _mm_unpackhi_epi32(a, b);
+}
 // Sixteen nibbles of eight bytes, the low one of each first.
 static __forceinline__ Bytes nibbles(const u8* from) {
   const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(from)), mask = _mm_set1_epi8(15);
@@ -35,12 +53,24 @@ static __forceinline__ Bytes nibbles(const u8* from) {
 #elif defined(__ARM_NEON) && defined(__aarch64__)
 #define FP4KIT_HAS_LOOK_UP 1
 using Bytes = uint8x16_t;
-static __forceinline__ Bytes load(const u8* from) { return vld1q_u8(from); }
-static __forceinline__ void store(u8* to, Bytes x) { vst1q_u8(to, x); }
-static __forceinline__ Bytes look_up(Bytes table, Bytes index) { return vqtbl1q_u8(table, index); }
-static __forceinline__ Bytes zip_low(Bytes a, Bytes b) { return vzip1q_u8(a, b); }
-static __forceinline__ Bytes zip_high(Bytes a, Bytes b) { return vzip2q_u8(a, b); }
-static __forceinline__ Bytes pairs(uint16x8_t x) { return vreinterpretq_u8_u16(x); }
+static __forceinline__ Bytes load(const u8* from) {
+  return vld1q_u8(from);
+}
+static __forceinline__ void store(u8* to, Bytes x) {
+  vst1q_u8(to, x);
+}
+static __forceinline__ Bytes look_up(Bytes table, Bytes index) {
+  return vqtbl1q_u8(table, index);
+}
+static __forceinline__ Bytes zip_low(Bytes a, Bytes b) {
+  return vzip1q_u8(a, b);
+}
+static __forceinline__ Bytes zip_high(Bytes a, Bytes b) {
+  return vzip2q_u8(a, b);
+}
+static __forceinline__ Bytes pairs(uint16x8_t x) {
+  return vreinterpretq_u8_u16(x);
+}
 static __forceinline__ Bytes zip_pairs_low(Bytes a, Bytes b) {
   return pairs(vzip1q_u16(vreinterpretq_u16_u8(a), vreinterpretq_u16_u8(b)));
 }
@@ -64,9 +94,13 @@ static __forceinline__ Bytes nibbles(const u8* from) {
 
 #if FP4KIT_HAS_LOOK_UP
 template <class Bits>
-static __forceinline__ Bytes zip_elements_low(Bytes a, Bytes b) { return sizeof(Bits) == 2 ? zip_pairs_low(a, b) : zip_fours_low(a, b); }
+static __forceinline__ Bytes zip_elements_low(Bytes a, Bytes b) {
+  return sizeof(Bits) == 2 ? zip_pairs_low(a, b) : zip_fours_low(a, b);
+}
 template <class Bits>
-static __forceinline__ Bytes zip_elements_high(Bytes a, Bytes b) { return sizeof(Bits) == 2 ? zip_pairs_high(a, b) : zip_fours_high(a, b); }
+static __forceinline__ Bytes zip_elements_high(Bytes a, Bytes b) {
+  return sizeof(Bits) == 2 ? zip_pairs_high(a, b) : zip_fours_high(a, b);
+}
 
 // Elements without their signs.
 template <class Bits>
@@ -112,15 +146,17 @@ static __forceinline__ void transpose_square(const Bits* from, i64 from_step, Bi
 #endif
 }
 
-// Two neighbours in memory, each as an integer of 32 bits, of which those beyond an element's may be anything. spares_zeros: a negative zero
-// becomes zero.
+// Two neighbours in memory, each as an integer of 32 bits, of which those beyond an element's may be anything.
+// spares_zeros: a negative zero becomes zero.
 static __forceinline__ void load_two(const u32* from, u32& low, u32& high, bool spares_zeros) {
   low = from[0], high = from[1];
   if (spares_zeros) low = low << 1 ? low : 0u, high = high << 1 ? high : 0u;
 }
 static __forceinline__ void load_two(const u16* from, u32& low, u32& high, bool spares_zeros) {
   std::memcpy(&low, from, 4);
-  if (spares_zeros) low &= ((low & 0x7FFF7FFFu) + 0x7FFF7FFFu) | 0x7FFF7FFFu;  // a magnitude and 0x7FFF have a carry but where that is 0
+  if (spares_zeros)
+    low &=
+        ((low & 0x7FFF7FFFu) + 0x7FFF7FFFu) | 0x7FFF7FFFu;  // a magnitude and 0x7FFF have a carry but where that is 0
   high = low >> 16;
 }
 
@@ -134,13 +170,15 @@ static __forceinline__ u32 bits_from(u32 a, u32 b) {
 #endif
 }
 
-// Integers of 32 bits, which fit into a Narrow, as those: compilers take them one by one where it is not said. kCount: 16, or 64 for bytes.
+// Integers of 32 bits, which fit into a Narrow, as those: compilers take them one by one where it is not said. kCount:
+// 16, or 64 for bytes.
 template <class Narrow, int kCount>
 static __forceinline__ void store_narrow(const u32 (&from)[kCount], u8* to) {
 #if defined(__AVX512BW__)
   if constexpr (kCount == 64) {  // in fours of a lane, which are then brought together
     const auto four = [=](int i) { return _mm512_loadu_si512(from + 16 * i); };
-    const __m512i bytes = _mm512_packus_epi16(_mm512_packus_epi32(four(0), four(1)), _mm512_packus_epi32(four(2), four(3)));
+    const __m512i bytes =
+        _mm512_packus_epi16(_mm512_packus_epi32(four(0), four(1)), _mm512_packus_epi32(four(2), four(3)));
     const __m512i places = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
     _mm512_storeu_si512(to, _mm512_permutexvar_epi32(places, bytes));
   } else {
@@ -153,13 +191,16 @@ static __forceinline__ void store_narrow(const u32 (&from)[kCount], u8* to) {
   }
 #elif defined(__AVX2__)
   const auto* x = reinterpret_cast<const __m256i*>(from);
-  const __m256i words = _mm256_permute4x64_epi64(_mm256_packus_epi32(_mm256_loadu_si256(x), _mm256_loadu_si256(x + 1)), 0xD8);
+  const __m256i words =
+      _mm256_permute4x64_epi64(_mm256_packus_epi32(_mm256_loadu_si256(x), _mm256_loadu_si256(x + 1)), 0xD8);
   const __m128i low = _mm256_castsi256_si128(words), high = _mm256_extracti128_si256(words, 1);
   if (sizeof(Narrow) == 1) return store(to, _mm_packus_epi16(low, high));
   store(to, low), store(to + 16, high);
 #elif defined(__SSE2__)
   const auto* x = reinterpret_cast<const __m128i*>(from);
-  const auto word = [=](int i) { return _mm_srai_epi32(_mm_slli_epi32(_mm_loadu_si128(x + i), 16), 16); };  // packed with its sign
+  const auto word = [=](int i) {
+    return _mm_srai_epi32(_mm_slli_epi32(_mm_loadu_si128(x + i), 16), 16);
+  };  // packed with its sign
   const __m128i low = _mm_packs_epi32(word(0), word(1)), high = _mm_packs_epi32(word(2), word(3));
   auto* out = reinterpret_cast<__m128i*>(to);
   if (sizeof(Narrow) == 1) return _mm_storeu_si128(out, _mm_packus_epi16(low, high));

@@ -29,16 +29,20 @@ FP4KIT_EXPORT u32 fp4kit_amax(const AmaxCall* call) {
       const Part part = units.part(unit);
       const View<Bits> x = view<In>(call->x, part);
       u32 most = 0;
-      if (!call->out) most = largest_of<In>(x, part.rows, part.columns);
-      else each_panel(part, call->block, call->block_rows, [&](Part of) {
-        u32 found[kMostBlocks];
-        const i64 blocks = of.columns / call->block;
-        float* out = call->out + (part.row + of.row) / call->block_rows * call->out_step + (part.column + of.column) / call->block;
-        block_magnitudes<In>(View<Bits>{x.data + of.row * x.step + of.column, x.step}, of.rows, blocks, call->block, found);
-        for (i64 b = 0; b < blocks; ++b) most = found[b] > most ? found[b] : most;
-        for (i64 b = 0; b < blocks; ++b) out[b] = Input<In>::value(static_cast<Bits>(found[b]));
-        return true;
-      });
+      if (!call->out)
+        most = largest_of<In>(x, part.rows, part.columns);
+      else
+        each_panel(part, call->block, call->block_rows, [&](Part of) {
+          u32 found[kMostBlocks];
+          const i64 blocks = of.columns / call->block;
+          float* out = call->out + (part.row + of.row) / call->block_rows * call->out_step +
+                       (part.column + of.column) / call->block;
+          block_magnitudes<In>(View<Bits>{x.data + of.row * x.step + of.column, x.step}, of.rows, blocks, call->block,
+                               found);
+          for (i64 b = 0; b < blocks; ++b) most = found[b] > most ? found[b] : most;
+          for (i64 b = 0; b < blocks; ++b) out[b] = Input<In>::value(static_cast<Bits>(found[b]));
+          return true;
+        });
       u32 seen = all.load(std::memory_order_relaxed);
       while (most > seen && !all.compare_exchange_weak(seen, most)) {
       }
@@ -56,7 +60,8 @@ namespace {
 struct Found {
   std::vector<float> encode, decode, amax;
   std::unique_ptr<float[]> blocks;
-  explicit Found(const EncodeCall& call) : encode(call.tensor_step ? call.x.rows : 1, 1.0f), decode(encode), amax(encode) {}
+  explicit Found(const EncodeCall& call)
+      : encode(call.tensor_step ? call.x.rows : 1, 1.0f), decode(encode), amax(encode) {}
   void set(EncodeCall& call) const {
     call.encode = encode.data();
     call.decode = decode.data();
@@ -98,9 +103,9 @@ bool set_tensors(const EncodeCall& call, i32 rule, const float* given, Found& fo
   return true;
 }
 
-// The tensor scales by the tensor rule `rule` (-1: none) of given amaxes or (nullptr) of those that are found; false where an element, or a
-// given one, is not finite. The amaxes of blocks are found, too, where they are few, or one thread reads them again from its cache: to have
-// many of another core takes longer than to find them anew.
+// The tensor scales by the tensor rule `rule` (-1: none) of given amaxes or (nullptr) of those that are found; false
+// where an element, or a given one, is not finite. The amaxes of blocks are found, too, where they are few, or one
+// thread reads them again from its cache: to have many of another core takes longer than to find them anew.
 bool find_tensors(const EncodeCall& call, i32 rule, const float* given, Found& found) {
   constexpr i64 kMostElements = 1 << 22;
   if (rule < 0) return true;
@@ -112,13 +117,17 @@ bool find_tensors(const EncodeCall& call, i32 rule, const float* given, Found& f
     i64 height = call.height, width = call.width;
     const i64 blocks = call.x.columns / call.block, lines = call.x.rows / call.block_rows;
     const bool is_whole = blocks * call.block == call.x.columns && lines * call.block_rows == call.x.rows;
-    if (call.rule >= 0 && (call.threads == 1 || call.block_rows > 1) && is_whole && call.x.rows * call.x.columns <= kMostElements) {
+    if (call.rule >= 0 && (call.threads == 1 || call.block_rows > 1) && is_whole &&
+        call.x.rows * call.x.columns <= kMostElements) {
       found.blocks.reset(new float[lines * blocks]);
     } else {  // elements are read as they lie
       if (x.column_step != 1 && x.row_step == 1) x = {x.data, x.columns, x.rows, x.column_step, 1, x.hadamard};
-      if (x.column_step == 1) width = minimum(x.columns, call.height * call.width), height = maximum<i64>(call.height * call.width / width, 1);
+      if (x.column_step == 1)
+        width = minimum(x.columns, call.height * call.width),
+        height = maximum<i64>(call.height * call.width / width, 1);
     }
-    const AmaxCall find{x, found.blocks.get(), blocks, height, width, call.input, call.block, call.block_rows, call.threads};
+    const AmaxCall find{x,          found.blocks.get(), blocks,          height,      width,
+                        call.input, call.block,         call.block_rows, call.threads};
     const u32 bits = fp4kit_amax(&find);
     if (bits >= Input<In>::kInfinity) return false;
     found.put(0, kTensors[rule].scale[call.input](Input<In>::value(static_cast<typename Input<In>::Bits>(bits))));

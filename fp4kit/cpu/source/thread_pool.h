@@ -1,5 +1,5 @@
-// Threads that share the units of a call. One call at a time has them; another that comes meanwhile does its work alone, so that
-// programs with threads of their own do not end up with the product of both.
+// Threads that share the units of a call. One call at a time has them; another that comes meanwhile does its work
+// alone, so that programs with threads of their own do not end up with the product of both.
 #pragma once
 
 #include <cstdint>
@@ -25,14 +25,15 @@ struct Pool {
   void (*work)(void*, int64_t) = nullptr;
   void* context = nullptr;
   std::atomic<uint64_t> round{0};
-  std::atomic<int> running{0};         // threads that still take part
-  std::atomic<int> place{0};           // the processor that the owner began a round on
+  std::atomic<int> running{0};          // threads that still take part
+  std::atomic<int> place{0};            // the processor that the owner began a round on
   int wanted = 0, taken = 0, size = 0;  // threads that a round wants, that took part, that exist
 };
 
 Pool* pool = new Pool;  // never destroyed: threads may wait on it when the program ends
 
-// The owner takes units from the first on, others from the last: so that those of two rounds, or calls, lie in the cache of one processor.
+// The owner takes units from the first on, others from the last: so that those of two rounds, or calls, lie in the
+// cache of one processor.
 void take_units(Pool& p, bool is_owner) {
   for (;;) {
     const uint64_t taken = p.taken_units.fetch_add(is_owner ? 1 : uint64_t{1} << 32, std::memory_order_relaxed);
@@ -42,7 +43,8 @@ void take_units(Pool& p, bool is_owner) {
   }
 }
 
-// Waits, 50 microseconds at most: a call of two rounds, or the next call of a loop, need not wake threads up, which takes as long.
+// Waits, 50 microseconds at most: a call of two rounds, or the next call of a loop, need not wake threads up, which
+// takes as long.
 template <class Condition>
 void wait_briefly(Condition is_met) {
   const auto end = std::chrono::steady_clock::now() + std::chrono::microseconds(50);
@@ -78,7 +80,8 @@ void serve(Pool* p) {
     if (--p->running == 0) p->done.notify_one();
     lock.unlock();
     const int place = processor();
-    if (place < 0 || place != p->place) wait_briefly([&] { return p->round != seen; });  // not where the owner waits for a turn
+    if (place < 0 || place != p->place)
+      wait_briefly([&] { return p->round != seen; });  // not where the owner waits for a turn
     lock.lock();
   }
 }
@@ -92,10 +95,13 @@ void grow(Pool& p, int size) {
 }
 
 // A forked child has none of the threads: it begins with a new pool.
-void forget() { pool = new Pool; }
+void forget() {
+  pool = new Pool;
+}
 const int registered = pthread_atfork(nullptr, nullptr, forget);
 
-// Calls work(context, unit) for every unit in [0, units), in any order, on `threads` threads at most, this one included.
+// Calls work(context, unit) for every unit in [0, units), in any order, on `threads` threads at most, this one
+// included.
 void for_units(int64_t units, int threads, void (*work)(void*, int64_t), void* context) {
   Pool& p = *pool;
   const int helpers = static_cast<int>(units < threads ? units : threads) - 1;

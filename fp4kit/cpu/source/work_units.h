@@ -38,10 +38,14 @@ void run_units(i64 units, int threads, Work& work) {
 }
 
 // Whether one of the units of a call is marked.
-bool any(const std::vector<u8>& marks) { return std::memchr(marks.data(), 1, marks.size()) != nullptr; }
+bool any(const std::vector<u8>& marks) {
+  return std::memchr(marks.data(), 1, marks.size()) != nullptr;
+}
 
 // Whether elements are brought together, or transformed, before they are read.
-bool is_gathered(const Source& x) { return x.column_step != 1 || x.hadamard >= 0; }
+bool is_gathered(const Source& x) {
+  return x.column_step != 1 || x.hadamard >= 0;
+}
 
 // The elements of a part, in contiguous rows.
 template <class Bits>
@@ -52,8 +56,7 @@ struct View {
 
 template <class In, class Bits = typename Input<In>::Bits>
 View<Bits> view(const Source& x, const Part& part) {
-  if (!is_gathered(x))
-    return {static_cast<const Bits*>(x.data) + part.row * x.row_step + part.column, x.row_step};
+  if (!is_gathered(x)) return {static_cast<const Bits*>(x.data) + part.row * x.row_step + part.column, x.row_step};
   Bits* copy = scratch<Bits>(part.rows * part.columns);
   gather<Bits>(x, part.row, part.rows, part.column, part.columns, part.columns, copy);
   if (x.hadamard >= 0) hadamard_runs<In>(copy, part.rows * part.columns / 16, static_cast<u32>(x.hadamard));
@@ -75,7 +78,8 @@ void fetch(const Bits* data, i64 count) {
   for (i64 i = 0; i < count; i += 64 / sizeof(Bits)) __builtin_prefetch(data + i, 0, 2);
 }
 
-// The panels of a part, in the order of memory: some rows that share blocks, and kWidth columns at most. False as soon as work is.
+// The panels of a part, in the order of memory: some rows that share blocks, and kWidth columns at most. False as soon
+// as work is.
 template <class Work>
 bool each_panel(const Part& part, i64 block, i64 block_rows, Work work) {
   const i64 width = kWidth / block * block;

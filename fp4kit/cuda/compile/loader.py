@@ -1,8 +1,8 @@
 """The only place that compiles and loads kernels: one instantiation at a time, cached in memory and on disk.
 
-A cubin's key covers the source with every header it includes, the options, the architecture and the version of NVRTC. Subnormals
-are kept and products are rounded before they are added (-ftz=false, -fmad=false): CuPy's own RawKernel appends -ftz=true, so
-CuPy only loads the finished cubin.
+A cubin's key covers the source with every header it includes, the options, the architecture and the version of NVRTC.
+Subnormals are kept and products are rounded before they are added (-ftz=false, -fmad=false): CuPy's own RawKernel
+appends -ftz=true, so CuPy only loads the finished cubin.
 """
 
 from __future__ import annotations
@@ -91,7 +91,9 @@ def cubin_path(source: str, arch: str, rebuild: bool = False) -> Path:
 
 @cache
 def function(source: str, kernel: str, device: int) -> Any:
-    """CuPy function of a kernel of an instantiation, loaded on a device. A cache entry that does not load is built again."""
+    """CuPy function of a kernel of an instantiation, loaded on a device. A cache entry that does not load is built
+    again.
+    """
     module = imports.cupy()
     with module.cuda.Device(device) as current:
         arch = architecture(current.compute_capability)

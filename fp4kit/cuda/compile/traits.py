@@ -1,4 +1,6 @@
-"""What a kernel is instantiated with, written as C++ from formats.py and recipes.py, so that no fact is stated twice."""
+"""What a kernel is instantiated with, written as C++ from formats.py and recipes.py, so that no fact is stated
+twice.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,8 @@ from fp4kit.formats import E2M1, E4M3, E5M2, ElementFormat
 from fp4kit.recipes import Recipe
 from fp4kit.recipes.rules import BLOCK_RULES
 
-FINDERS = 8  # thread blocks of a cluster, which find the amax of a small array together: as many as every GPU with clusters has
+# thread blocks of a cluster, which find the amax of a small array together: as many as every GPU with clusters has
+FINDERS = 8
 TYPES = {np.dtype(np.float32): "Float32", np.dtype(np.float16): "Float16", np.dtype(ml_dtypes.bfloat16): "Bfloat16"}
 
 

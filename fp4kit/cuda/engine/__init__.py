@@ -1,4 +1,6 @@
-"""The CUDA engine: the functions of reference.engine on CuPy arrays, on their device and its current stream, without waiting."""
+"""The CUDA engine: the functions of reference.engine on CuPy arrays, on their device and its current stream, without
+waiting.
+"""
 
 from fp4kit.cuda.engine.amax import amax, clip_amax, plain_amax
 from fp4kit.cuda.engine.dequantize import dequantize
@@ -11,6 +13,21 @@ from fp4kit.cuda.engine.requantize import requantize
 from fp4kit.cuda.engine.search_scales import search_scales
 
 __all__ = [
-    "amax", "clip", "clip_amax", "dequantize", "fake_quantize", "pack", "partial_amax", "partial_cast", "plain_amax", "quantize",
-    "quantize_both", "quantize_with_scales", "requantize", "search_scales", "swizzle", "transpose", "unpack",
-]  # fmt: skip
+    "amax",
+    "clip",
+    "clip_amax",
+    "dequantize",
+    "fake_quantize",
+    "pack",
+    "partial_amax",
+    "partial_cast",
+    "plain_amax",
+    "quantize",
+    "quantize_both",
+    "quantize_with_scales",
+    "requantize",
+    "search_scales",
+    "swizzle",
+    "transpose",
+    "unpack",
+]

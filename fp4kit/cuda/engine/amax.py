@@ -1,4 +1,6 @@
-"""amax on CuPy arrays: of tensors, rows, blocks and columns, and which of these a call's tensor scales are made from."""
+"""amax on CuPy arrays: of tensors, rows, blocks and columns, and which of these a call's tensor scales are made
+from.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,8 @@ _COUNTED_BY_ROW = {name: counted.replace("finite", "no_nan") for name, counted i
 
 
 def tensor_amax(call: Call, x: Any, columnwise: bool = False) -> Any:
-    """The given tensor_amax, or that of contiguous x, in its canonical shape on the device; None without a tensor scale.
+    """The given tensor_amax, or that of contiguous x, in its canonical shape on the device; None without a tensor
+    scale.
 
     call.mask is of a Hadamard transform of x's rows, or of the columns of its matrices.
     """
@@ -40,7 +43,9 @@ def empty_amax() -> Any:
 
 
 def covered_by_scales(x: Any, r: Recipe) -> Rows:
-    """What launch.amax takes for the amaxes of x's tensor scales: x, or a row for each; which elements count; whether by row."""
+    """What launch.amax takes for the amaxes of x's tensor scales: x, or a row for each; which elements count; whether
+    by row.
+    """
     if r.tensor_scaling not in ("row", "block"):
         return x, matrix.COUNTED[r.amax_nan], False
     if r.tensor_scaling == "block":
@@ -54,7 +59,9 @@ def in_blocks(x: Any, r: Recipe) -> Rows:
 
 
 def clip_amax(call: Call) -> Any:
-    """What fake_quantize_backward clips at without an amax: what the recipe's tensor scale covers, or the whole array."""
+    """What fake_quantize_backward clips at without an amax: what the recipe's tensor scale covers, or the whole
+    array.
+    """
     with imports.making_current(call.x.device.id):
         x = imports.cupy().ascontiguousarray(call.moved)
         return matrix.amax(*covered_by_scales(x, call.recipe)).reshape(tensor_amax_shape(x.shape, call.recipe))
@@ -88,14 +95,17 @@ def _tile_maxima(x: Any, r: Recipe) -> Any:
 
 
 def amax_rows(call: Call, x: Any) -> tuple[Rows, tuple[int, ...]]:
-    """What launch.amax takes for amax of contiguous x by the call's recipe, unless by_blocks; and the shape of the result."""
+    """What launch.amax takes for amax of contiguous x by the call's recipe, unless by_blocks; and the shape of the
+    result.
+    """
     r = call.recipe
     if r.block is None:
         return covered_by_scales(x, r), tensor_amax_shape(x.shape, r)
     return in_blocks(x, r), (*x.shape[:-1], x.shape[-1] // r.block_size)
 
 
-# ---- without a recipe -----------------------------------------------------------------------------------------------------
+# ---- without a recipe
+# -----------------------------------------------------------------------------------------------------
 
 
 def plain_amax(x: Any, axis: Any) -> Any:
@@ -110,7 +120,9 @@ def plain_amax(x: Any, axis: Any) -> Any:
 
 
 def reduced_columns(x: Any, axis: Any) -> tuple[Any, tuple[int, ...]] | None:
-    """x as matrices (B, M, K) to reduce to (B, K), where it lies so and each keeps a thread block busy; as reduced_rows."""
+    """x as matrices (B, M, K) to reduce to (B, K), where it lies so and each keeps a thread block busy; as
+    reduced_rows.
+    """
     reduced = sorted(_axes(x, axis))
     if not reduced or not x.flags.c_contiguous or reduced != [*range(reduced[0], x.ndim - 1)][: len(reduced)]:
         return None
@@ -126,7 +138,9 @@ def _axes(x: Any, axis: Any) -> tuple[int, ...]:
 
 
 def reduced_rows(x: Any, axis: Any) -> tuple[Any, tuple[int, ...]]:
-    """x contiguous, in rows (n, m) that are each reduced to one number where axis is not None; and the shape of the result."""
+    """x contiguous, in rows (n, m) that are each reduced to one number where axis is not None; and the shape of the
+    result.
+    """
     cupy = imports.cupy()
     if axis is None:
         return cupy.ascontiguousarray(x), ()

@@ -1,4 +1,6 @@
-"""How prepared calls handle the arrays of a library: addresses, new arrays, streams. CuPy's, and PyTorch's tensors on CUDA."""
+"""How prepared calls handle the arrays of a library: addresses, new arrays, streams. CuPy's, and PyTorch's tensors on
+CUDA.
+"""
 
 from __future__ import annotations
 
@@ -29,9 +31,9 @@ class New(NamedTuple):
 class Memory(NamedTuple):
     """How a prepared call handles the arrays of a library: where they are, new ones, and the stream of its launches.
 
-    Functions of C where that can be: one of Python takes a quarter of a microsecond of the host of an H200 (November 2026).
-    address(array). maker(wanted): makes such arrays, () each time. clear(array, stream): a float32 becomes 0. stream(): the
-    current one.
+    Functions of C where that can be: one of Python takes a quarter of a microsecond of the host of an H200 (November
+    2026). address(array). maker(wanted): makes such arrays, () each time. clear(array, stream): a float32 becomes 0.
+    stream(): the current one.
     """
 
     address: Callable[[Any], int]
@@ -74,7 +76,9 @@ def _cupy_maker(wanted: Sequence[New]) -> Callable[[], list[Any]]:
 
 
 def _array_at(cupy: Any) -> Callable[..., Any]:
-    """What cupy.ndarray(shape, dtype, memory) does, without its __new__ and __init__ of Python where that comes to the same."""
+    """What cupy.ndarray(shape, dtype, memory) does, without its __new__ and __init__ of Python where that comes to the
+    same.
+    """
     kind = cupy.ndarray
     new = kind.__mro__[1].__new__
 
@@ -84,7 +88,9 @@ def _array_at(cupy: Any) -> Callable[..., Any]:
         return made
 
     memory = cupy.cuda.alloc(_APART) + 8
-    facts = attrgetter("shape", "dtype", "strides", "size", "nbytes", "flags.c_contiguous", "data.ptr", "data.device_id", "base")
+    facts = attrgetter(
+        "shape", "dtype", "strides", "size", "nbytes", "flags.c_contiguous", "data.ptr", "data.device_id", "base"
+    )
     for shape, dtype in (((2, 3), FLOAT32), ((), UINT8)):
         try:
             made = array(shape, dtype, memory)

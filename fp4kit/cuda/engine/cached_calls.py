@@ -1,7 +1,7 @@
 """Calls on a GPU as call/call_cache.py keeps them: launched at once.
 
-Only calls that are one launch on one whole matrix are kept; all others go the full way each time. Arrays are CuPy's, or tensors
-of PyTorch: then their memory is PyTorch's, and launches go to its current stream.
+Only calls that are one launch on one whole matrix are kept; all others go the full way each time. Arrays are CuPy's, or
+tensors of PyTorch: then their memory is PyTorch's, and launches go to its current stream.
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ _NEW_AMAX = New((), FLOAT32)
 
 
 class Result(NamedTuple):
-    """The Quantized that a call makes: its fields without arrays that are made, the names of these, and the amax beside them."""
+    """The Quantized that a call makes: its fields without arrays that are made, the names of these, and the amax beside
+    them.
+    """
 
     fields: dict[str, Any]
     names: tuple[str, ...]
@@ -87,13 +89,21 @@ def _amax(call: Call, work: Work) -> Amax | None:
     return Amax(matrix.amax_launch(x.dtype, matrix.COUNTED[r.amax_nan], False, aligned(x, 16), 1, x.size, x.device.id))
 
 
-_OF_PARTS = {"packed": "packed", "block_scale": "scales", "tensor_scale": "tensor_scale"}  # a Quantized's, as kernels name them
+_OF_PARTS = {
+    "packed": "packed",
+    "block_scale": "scales",
+    "tensor_scale": "tensor_scale",
+}  # a Quantized's, as kernels name them
 _GIVEN = ("tensor_amax", "")  # addresses that follow those of x and of new arrays; "": 0
 
 
 def _pick(arguments: Arguments, new: Sequence[str]) -> Callable[[list[int]], tuple[int, ...]]:
-    """What takes the arguments of a kernel before the sizes from the addresses of x, of new arrays by name, and of _GIVEN."""
-    known = {name: i for i, name in reversed(tuple(enumerate(("x", *new, *_GIVEN))))}  # an amax that is new, not a given one
+    """What takes the arguments of a kernel before the sizes from the addresses of x, of new arrays by name, and of
+    _GIVEN.
+    """
+    known = {
+        name: i for i, name in reversed(tuple(enumerate(("x", *new, *_GIVEN))))
+    }  # an amax that is new, not a given one
     return itemgetter(*(known.get(name, known[""]) for name in (*arguments.pointers, *arguments.words)))
 
 
@@ -106,7 +116,8 @@ def _names(result: Result | None, prefix: str = "") -> tuple[str, ...]:
 class QuantizeCall:
     """quantize or quantize_both of one matrix, into out or new arrays: along rows, along columns, or both.
 
-    new: makes the arrays of row and column, and then their amaxes, in the other order: found, or a copy of the given one.
+    new: makes the arrays of row and column, and then their amaxes, in the other order: found, or a copy of the given
+    one.
     """
 
     memory: Memory
@@ -119,7 +130,13 @@ class QuantizeCall:
 
     @classmethod
     def of(
-        cls, memory: Memory, amax: Amax | None, launch: Launch, arguments: Arguments, row: Result | None, column: Result | None
+        cls,
+        memory: Memory,
+        amax: Amax | None,
+        launch: Launch,
+        arguments: Arguments,
+        row: Result | None,
+        column: Result | None,
     ) -> QuantizeCall:
         """By a launch, called with the addresses of these arguments."""
         results = [result for result in (row, column) if result]
@@ -142,7 +159,9 @@ class QuantizeCall:
     def _of(self, out: Quantized) -> list[Any]:
         """Arrays of out in the place of new ones; out is never of both."""
         result: Any = self.row or self.column
-        return [getattr(out, name) for name in (result.names if result.amax is None else (*result.names, "tensor_amax"))]
+        return [
+            getattr(out, name) for name in (result.names if result.amax is None else (*result.names, "tensor_amax"))
+        ]
 
     def _made(self, arrays: list[Any]) -> Any:
         first, second = self.row, self.column
@@ -161,7 +180,11 @@ def quantize(call: Call, x: Any, both: bool = False) -> QuantizeCall | None:
     last, columns = call.x.ndim - 1, call.axis == call.x.ndim - 2
     work = work_of(call, columns=columns)
     way = find_way(work) if columns or call.axis == last else None
-    if way is None or not _is_one_matrix(call.x, call.recipe, call.tensor_amax) or count(call, work, call.tensor_amax) != 1:
+    if (
+        way is None
+        or not _is_one_matrix(call.x, call.recipe, call.tensor_amax)
+        or count(call, work, call.tensor_amax) != 1
+    ):
         return None
     work = finding(call, work, call.x)
     found = launch_by(way, work, is_whole(Matrix(call.x), work), call.x.device.id)
@@ -181,10 +204,14 @@ class FakeQuantizeCall:
     new: Callable[[], list[Any]]
 
     @classmethod
-    def of(cls, memory: Memory, amax: Amax | None, launch: Launch, arguments: Arguments, values: New) -> FakeQuantizeCall:
+    def of(
+        cls, memory: Memory, amax: Amax | None, launch: Launch, arguments: Arguments, values: New
+    ) -> FakeQuantizeCall:
         """By a launch, called with the addresses of these arguments."""
         new = memory.maker([values] if amax is None else [values, _NEW_AMAX])
-        return cls(memory, amax, launch, _pick(arguments, ("values",) if amax is None else ("values", "tensor_amax")), new)
+        return cls(
+            memory, amax, launch, _pick(arguments, ("values",) if amax is None else ("values", "tensor_amax")), new
+        )
 
     def __call__(self, x: Any, given: Any) -> Any:
         memory, arrays = self.memory, self.new()
@@ -197,7 +224,9 @@ class FakeQuantizeCall:
 
 
 def fake_quantize(call: Call, x: Any, values: Any) -> FakeQuantizeCall | None:
-    """What repeats a call of nearest rounding and without block amaxes on x as the caller gave it, whose result was `values`."""
+    """What repeats a call of nearest rounding and without block amaxes on x as the caller gave it, whose result was
+    `values`.
+    """
     work = work_of(call, values=True)
     one = _is_one_matrix(call.x, call.recipe, call.tensor_amax) and call.axis == call.x.ndim - 1
     way = find_way(work)
@@ -279,7 +308,9 @@ def swizzle(q: Quantized, like: Any, result: Quantized) -> MoveCall | None:
     if not _is_whole_here(q.block_scale) or q.scale_layout == result.scale_layout:
         return None
     *lead, R, C = q.scale_shape
-    found = swizzle_launcher.launch_of(q.block_scale, q.scale_layout, result.block_scale, result.scale_layout, (prod(lead), R, C))
+    found = swizzle_launcher.launch_of(
+        q.block_scale, q.scale_layout, result.block_scale, result.scale_layout, (prod(lead), R, C)
+    )
     memory = memory_of(like)
     new = memory.maker([New(result.block_scale.shape, UINT8)])
     return MoveCall(memory, found, ("block_scale",), new, {"scale_layout": result.scale_layout})

@@ -33,7 +33,9 @@ class ClipGroup:
         self.outs = [next(clipped) if call.x.size else call.grad for call in calls]
 
     def _limits(self, full: Sequence[tuple[Call, Any]], xs: list[Any]) -> list[Any]:
-        """The amaxes, contiguous; those that are not given in parts of one vector, with the launches that compute them."""
+        """The amaxes, contiguous; those that are not given in parts of one vector, with the launches that compute
+        them.
+        """
         given = [None if amax is None else readable(amax, self._copies) for _, amax in full]
         places = [i for i, amax in enumerate(given) if amax is None]
         rows = [covered_by_scales(xs[i], full[i][0].recipe) for i in places]

@@ -34,12 +34,16 @@ def fake_quantize(call: Call) -> Any:
 
 
 def takes_own_amaxes(call: Call) -> bool:
-    """Whether the kernel finds the amaxes itself: of a fake_rule with a scale for each block, where they are not given."""
+    """Whether the kernel finds the amaxes itself: of a fake_rule with a scale for each block, where they are not
+    given.
+    """
     return call.tensor_amax is None and call.recipe.tensor_scaling == "block" and call.recipe.fake_rule is not None
 
 
 def clip(call: Call, amax: Any) -> Any:
-    """call.grad where |call.x| <= amax, else 0. amax: (1, 1), (rows, 1) or (rows, blocks), rows = all leading axes joined."""
+    """call.grad where |call.x| <= amax, else 0. amax: (1, 1), (rows, 1) or (rows, blocks), rows = all leading axes
+    joined.
+    """
     cupy = imports.cupy()
     with imports.making_current(call.x.device.id):
         x, g, limit = (cupy.ascontiguousarray(a) for a in (call.moved, np.moveaxis(call.grad, call.axis, -1), amax))

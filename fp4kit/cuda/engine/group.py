@@ -46,7 +46,9 @@ def amax_launches(rows: Sequence[AmaxRows], outs: Sequence[Any], mask: int | Non
         full = [i for i in numbers if rows[i][0][0].size]
         if full:
             _, counted, by_row = rows[full[0]][0]
-            found.append(grouped.amax_group([rows[i][0][0] for i in full], [outs[i] for i in full], counted, by_row, mask))
+            found.append(
+                grouped.amax_group([rows[i][0][0] for i in full], [outs[i] for i in full], counted, by_row, mask)
+            )
     return found
 
 
@@ -82,9 +84,11 @@ def clear(vector: Any) -> None:
 
 
 class Group:
-    """N arrays of one device, their amaxes, codes and values, and the launches over them, each prepared when first needed.
+    """N arrays of one device, their amaxes, codes and values, and the launches over them, each prepared when first
+    needed.
 
-    amaxes: of each array, what its tensor scales are made from, or None. vector: all of them, in one array of the group.
+    amaxes: of each array, what its tensor scales are made from, or None. vector: all of them, in one array of the
+    group.
     """
 
     def __init__(self, calls: Sequence[Call], stack: Any) -> None:
@@ -92,7 +96,9 @@ class Group:
         self.calls, self.recipe, self._op, self._mask = calls, first.recipe, first.op, first.mask
         self._stacked = stack is not None
         self._device = imports.cupy().cuda.Device(first.x.device.id)
-        self._copies: list[tuple[Any, Any]] = []  # (array, contiguous copy that the kernels read), made anew for each launch
+        self._copies: list[
+            tuple[Any, Any]
+        ] = []  # (array, contiguous copy that the kernels read), made anew for each launch
         self._codes: tuple[list[Quantized], list[Launch]] | None = None
         self._raw_values: list[Any] = []  # as the kernels write them, with the axis last
         self._values: list[Any] = []
@@ -123,16 +129,22 @@ class Group:
         return cut(self.vector, [a.shape for a in checked])
 
     def _find_searches(self) -> tuple[Sequence[Call], list[Callable[[], None]]]:
-        """The calls with room for the block amaxes that the recipe's search chooses, and what chooses them; else as they are."""
+        """The calls with room for the block amaxes that the recipe's search chooses, and what chooses them; else as
+        they are.
+        """
         r, calls = self.recipe, self.calls
         if not r.search:
             return calls, []
-        blocks = self._outputs([scale_shape(x.shape, r) for x in self._xs], [np.float32] * len(calls), imports.cupy().empty)
+        blocks = self._outputs(
+            [scale_shape(x.shape, r) for x in self._xs], [np.float32] * len(calls), imports.cupy().empty
+        )
         launches: list[Callable[[], None]] = []
         for numbers in by_dtype(self._xs):
             group = [part for i in numbers for part in searched_matrices(self._xs[i], blocks[i], self.amaxes[i], r)]
             launches += group_launches(group, r, self._mask) if group else []
-        return [call._replace(recipe=without_search(r), block_amax=b) for call, b in zip(calls, blocks, strict=True)], launches
+        return [
+            call._replace(recipe=without_search(r), block_amax=b) for call, b in zip(calls, blocks, strict=True)
+        ], launches
 
     @property
     def computes_amaxes(self) -> bool:
@@ -152,7 +164,9 @@ class Group:
             return self._run(self._codes, compute_amaxes)
 
     def fake_quantize(self, compute_amaxes: bool) -> list[Any]:
-        """Write the values of all arrays. A fake_rule with a scale for each block computes its amaxes itself, where it shall."""
+        """Write the values of all arrays. A fake_rule with a scale for each block computes its amaxes itself, where it
+        shall.
+        """
         with self._device:
             own = compute_amaxes and self.computes_amaxes and self.recipe.tensor_scaling == "block"
             own = own and self.recipe.fake_rule is not None
@@ -191,7 +205,10 @@ class Group:
             if self.vector is None:
                 given = cut(imports.cupy().empty(sum(map(prod, shapes)), np.float32), shapes)
         parts = [*zip(self.amaxes, packed, scales, decode, given, strict=True)]
-        matrices = [Matrix(x, c, s, None, amax, d, amax_out=out) for x, (amax, c, s, d, out) in zip(self._xs, parts, strict=True)]
+        matrices = [
+            Matrix(x, c, s, None, amax, d, amax_out=out)
+            for x, (amax, c, s, d, out) in zip(self._xs, parts, strict=True)
+        ]
         launches = self._launches(matrices, values=False)
         return [
             Quantized(codes, s, d, amax if out is None else out, call.x.shape, call.x.dtype, call.axis, r, layout)
@@ -202,8 +219,12 @@ class Group:
         cupy = imports.cupy()
         if not self._raw_values:
             self._raw_values = self._outputs([x.shape for x in self._xs], [x.dtype for x in self._xs], cupy.empty)
-            self._values = [cupy.moveaxis(v, -1, call.axis) for call, v in zip(self.calls, self._raw_values, strict=True)]
-        matrices = [Matrix(x, values=v, tensor_amax=a) for x, v, a in zip(self._xs, self._raw_values, amaxes, strict=True)]
+            self._values = [
+                cupy.moveaxis(v, -1, call.axis) for call, v in zip(self.calls, self._raw_values, strict=True)
+            ]
+        matrices = [
+            Matrix(x, values=v, tensor_amax=a) for x, v, a in zip(self._xs, self._raw_values, amaxes, strict=True)
+        ]
         return self._launches(matrices, values=True)
 
     def _outputs(self, shapes: list[tuple[int, ...]], dtypes: list[Any], make: Callable[..., Any]) -> list[Any]:

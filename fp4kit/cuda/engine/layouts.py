@@ -24,7 +24,9 @@ def transpose(packed: Any, scales: Any, q: Quantized) -> tuple[Any, Any]:
     *lead, M, K = q.moved_shape
     shape = (*lead, K, M)
     if size not in transpose_launcher.BLOCKS:
-        raise Declined(f"blocks of {size}x{size} have no CUDA kernel; needs 16, 32 or 64; transpose q with its arrays' .get()")
+        raise Declined(
+            f"blocks of {size}x{size} have no CUDA kernel; needs 16, 32 or 64; transpose q with its arrays' .get()"
+        )
     with imports.making_current(packed.device.id):
         codes = cupy.empty(packed_shape(shape, q.recipe), np.uint8)
         block_scale = cupy.empty(padded_shape(scale_shape(shape, q.recipe), q.scale_layout), np.uint8)

@@ -1,4 +1,6 @@
-"""From the arrays of a call to the matrices that kernels take: how a stack is split, and what part of each array is whose."""
+"""From the arrays of a call to the matrices that kernels take: how a stack is split, and what part of each array is
+whose.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +14,9 @@ from fp4kit.call.parse import Call, Declined
 from fp4kit.cuda.launch.dispatch import Work
 from fp4kit.cuda.launch.matrix import Matrix, is_whole
 
-# Elements of an array whose amax the kernel finds itself. 64, 128 and 256 x 4096 of bfloat16 to nvfp4-te on an H200, 2026-11-22:
-# one launch takes the device 4.5, 5.6 and 8.6 us, three take 5.9, 6.2 and 6.6; the host, one takes 5 us less.
+# Elements of an array whose amax the kernel finds itself. 64, 128 and 256 x 4096 of bfloat16 to nvfp4-te on an H200,
+# 2026-11-22: one launch takes the device 4.5, 5.6 and 8.6 us, three take 5.9, 6.2 and 6.6; the host, one takes 5 us
+# less.
 MOST_FOUND = 1 << 19
 GROUP = 16  # elements that share the words of a seed's random bytes
 
@@ -42,20 +45,23 @@ def count(call: Call, work: Work, amax: Any) -> int:
     Raises Declined where a matrix would begin inside a group of a seed's random bytes.
     """
     shape = call.x.shape if work.columns else call.moved.shape
-    apart = work.layout != "linear" or work.columns or work.recipe.block_rows > 1  # a transform along rows stays inside of them
+    apart = (
+        work.layout != "linear" or work.columns or work.recipe.block_rows > 1
+    )  # a transform along rows stays inside of them
     if len(shape) < 3 or not (apart or is_per_expert(amax, work.recipe)):
         return 1
     B = prod(shape[:-2])
     if isinstance(call.random, int) and prod(shape[-2:]) % GROUP:
         raise Declined(
-            f"stochastic rounding from a seed of stacked matrices of {prod(shape[-2:])} elements each has no CUDA kernel; "
-            f"needs a multiple of {GROUP}, or the random bytes"
+            f"stochastic rounding from a seed of stacked matrices of {prod(shape[-2:])} elements each has no CUDA"
+            f" kernel; needs a multiple of {GROUP}, or the random bytes"
         )
     return B
 
 
 def finding(call: Call, work: Work, x: Any) -> Work:
-    """The work, with its amax found by the kernel itself where that is not given and x is one small matrix of whole runs.
+    """The work, with its amax found by the kernel itself where that is not given and x is one small matrix of whole
+    runs.
 
     Each thread block then reads all of x, contiguous, which costs the device less than two more launches cost the host.
     """

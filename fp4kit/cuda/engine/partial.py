@@ -23,7 +23,9 @@ def partial_amax(shard: Any, shape: tuple[int, int], start: int, r: Recipe) -> A
         return out
 
 
-def partial_cast(shard: Any, out: Any, block_amax: Any, shape: tuple[int, int], start: int, r: Recipe, amax: Any) -> None:
+def partial_cast(
+    shard: Any, out: Any, block_amax: Any, shape: tuple[int, int], start: int, r: Recipe, amax: Any
+) -> None:
     """Codes of a shard into out. amax: the tensor's, given; None for the largest of block_amax."""
     partial.check_matrices([shape], r)
     cupy = imports.cupy()

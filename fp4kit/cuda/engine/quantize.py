@@ -18,7 +18,9 @@ from fp4kit.reference.tensor_rules import tensor_scale
 
 
 def quantize(call: Call) -> Quantized:
-    """Codes and scales of call.moved, into call.out or a new Quantized. Columns are read where they lie, if a way takes them."""
+    """Codes and scales of call.moved, into call.out or a new Quantized. Columns are read where they lie, if a way takes
+    them.
+    """
     asked, call = call, searched(call)
     work = work_of(call, columns=_is_columnwise(call))
     if find(work) is None:
@@ -73,7 +75,11 @@ def launch(call: Call, work: Work, x: Any, amax: Any, row: Quantized | None, col
         arrays = arrays._replace(packed=row.packed, scales=row.block_scale, tensor_scale=row.tensor_scale)
         arrays = arrays._replace(amax_out=None if row.tensor_amax is amax else row.tensor_amax)
     if column is not None:
-        parts = {"column_packed": column.packed, "column_scales": column.block_scale, "column_tensor_scale": column.tensor_scale}
+        parts = {
+            "column_packed": column.packed,
+            "column_scales": column.block_scale,
+            "column_tensor_scale": column.tensor_scale,
+        }
         arrays = arrays._replace(**parts, column_amax_out=None if column.tensor_amax is amax else column.tensor_amax)
     for matrix, part in split(call, work, arrays):
         quantize_matrix(matrix, part, seed)

@@ -17,13 +17,19 @@ from fp4kit.reference.implied_amax import encodes_by_amax
 
 
 def quantize_with_scales(call: Call) -> Quantized:
-    """Codes of call.moved under the scales that are given, which the result has, too; into call.out or a new Quantized."""
+    """Codes of call.moved under the scales that are given, which the result has, too; into call.out or a new
+    Quantized.
+    """
     work = work_of(call)
     way_of(work), count(call, work, call.tensor_scale)  # declined before any work
     with imports.making_current(call.x.device.id):
         result = _result(call)
         if call.x.size:
-            amax = implied_amaxes(result.tensor_scale, None, call.recipe, call.x.dtype) if encodes_by_amax(call.recipe) else None
+            amax = (
+                implied_amaxes(result.tensor_scale, None, call.recipe, call.x.dtype)
+                if encodes_by_amax(call.recipe)
+                else None
+            )
             arrays = Matrix(
                 imports.cupy().ascontiguousarray(call.moved),
                 result.packed,

@@ -66,7 +66,11 @@ def bits_of(power: float) -> int:
 
 
 @cache
-def _function(kernel: str, r: Recipe, dtype: np.dtype, weighted: bool, *objective: tuple[str, bool], device: int) -> Any:
+def _function(
+    kernel: str, r: Recipe, dtype: np.dtype, weighted: bool, *objective: tuple[str, bool], device: int
+) -> Any:
     loss = {"kWeighted": weighted, "kOwn": r.fake_rule is not None, **dict(objective)}
-    source = instantiation("search_amaxes", recipe_struct(decoding(r, np.dtype(np.float32))), Input=TYPES[dtype], **loss)
+    source = instantiation(
+        "search_amaxes", recipe_struct(decoding(r, np.dtype(np.float32))), Input=TYPES[dtype], **loss
+    )
     return loader.function(source, kernel, device)

@@ -20,12 +20,16 @@ _FACTORS = np.dtype([(n, "u8") for n in ("x", "tensor_amax", "block_amax")] + [(
 
 
 def search_factors(matrices: Iterable[tuple[Any, Any, Any]], r: Recipe, mask: int | None = None) -> None:
-    """The chosen block amaxes of matrices: each x, where they go, and the tensor's amax. mask: of a Hadamard transform first."""
+    """The chosen block amaxes of matrices: each x, where they go, and the tensor's amax. mask: of a Hadamard transform
+    first.
+    """
     for launch in prepared(matrices, r, mask):
         launch()
 
 
-def prepared(matrices: Iterable[tuple[Any, Any, Any]], r: Recipe, mask: int | None = None) -> Iterator[Callable[[], None]]:
+def prepared(
+    matrices: Iterable[tuple[Any, Any, Any]], r: Recipe, mask: int | None = None
+) -> Iterator[Callable[[], None]]:
     """The launches of search_factors, which hold the arrays."""
     for x, out, amax in matrices:
         check_count(x.size)

@@ -108,7 +108,9 @@ def search_matrix(
         strips = max(min(-(-rows // THREADS), grid(rows * columns, device, 8) // (columns // RUN)), 1)
         blocks = columns // RUN * strips
     sizes = (rows, columns, *(end & _WORD for end in offsets))
-    launch = Launch(function, blocks, *((_SEARCH, *sizes) if pruned else (_SWEEP, *sizes, bits_of(terms.power))), threads=threads)
+    launch = Launch(
+        function, blocks, *((_SEARCH, *sizes) if pruned else (_SWEEP, *sizes, bits_of(terms.power))), threads=threads
+    )
     launch(*map(address, (x, amax, of_columns, out, unproven)))
 
 
@@ -153,12 +155,16 @@ def without_search(r: Recipe) -> Recipe:
 
 
 def group_launches(group: Sequence[tuple[Any, Any, Any]], r: Recipe, mask: int | None) -> list[Callable[[], None]]:
-    """The launches of a recipe's search: of x, out and amax each; of one dtype and device. Multiples take one for each."""
+    """The launches of a recipe's search: of x, out and amax each; of one dtype and device. Multiples take one for
+    each.
+    """
     return list(prepared(group, r, mask)) if r.search in FACTORS else [search_group(group, r, mask)]
 
 
 def search_group(group: Sequence[tuple[Any, Any, Any]], r: Recipe, mask: int | None = None) -> grouped.Launch:
-    """The launch that searches as search_matrix does, without terms: of x, out and amax each; of one dtype and device."""
+    """The launch that searches as search_matrix does, without terms: of x, out and amax each; of one dtype and
+    device.
+    """
     xs, outs, amaxes = zip(*group, strict=True)
     device, whole, small = xs[0].device.id, [aligned(x, 16) for x in xs], grouped.is_small(xs)
     arguments = np.zeros(len(xs), _SEARCH)

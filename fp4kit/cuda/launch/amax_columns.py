@@ -14,7 +14,9 @@ from fp4kit.cuda.compile.traits import TYPES
 from fp4kit.cuda.launch.dispatch import KEPT
 from fp4kit.cuda.launch.geometry import THREADS, UNLIMITED, Launch, aligned, grid
 
-_COLUMNS = np.dtype([("x", "u8"), ("amax", "u8")] + [(name, "i8") for name in ("matrices", "rows", "columns", "lanes", "height")])
+_COLUMNS = np.dtype(
+    [("x", "u8"), ("amax", "u8")] + [(name, "i8") for name in ("matrices", "rows", "columns", "lanes", "height")]
+)
 _WARP = 32
 _ROWS = 16  # of a thread: enough loads under way, and few meetings of its stretch with others
 

@@ -34,7 +34,8 @@ def _launch(dtype: np.dtype, counted: str, whole: bool, rows: int, columns: int,
 
 
 def amax_strips(x: Any, counted: str, mask: int) -> Any:
-    """Largest magnitude of a contiguous matrix (M, K), M a multiple of 16, after the transform of its columns: float32 ().
+    """Largest magnitude of a contiguous matrix (M, K), M a multiple of 16, after the transform of its columns: float32
+    ().
 
     The same as cuda.launch.amax of the transposed matrix. counted: "all", "no_nan" or "finite". mask: sign mask.
     """

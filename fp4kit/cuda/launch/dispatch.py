@@ -1,7 +1,7 @@
 """Which kernel quantizes a matrix: one ordered table, of which the first way that takes the work does it.
 
-Single, prepared and grouped calls all ask it. A way names its kernel, says what it takes, and gives the geometry of a launch; the
-reason of each row is beside it.
+Single, prepared and grouped calls all ask it. A way names its kernel, says what it takes, and gives the geometry of a
+launch; the reason of each row is beside it.
 """
 
 from __future__ import annotations
@@ -28,12 +28,16 @@ MOST_RUNS = 4  # where more is
 WIDEST_TILE = 32  # columns of a block of which a thread holds a row
 FAKE_BLOCKS = (16, 32, 64, 128, 256, 512)  # columns of which the threads of a warp find the amax
 TABLE_THREADS = 1024
-# Elements of a matrix that are worth a table. H200, 2026-11-21, microseconds with and without: 2^22 15.9, 12.8; 2^23 17.6, 18.1;
-# 2^24 22.3, 27.5; square blocks 9.1, 8.9; 12.7, 24.1; 20.4, 36.4.
+# Elements of a matrix that are worth a table. H200, 2026-11-21, microseconds with and without: 2^22 15.9, 12.8; 2^23
+# 17.6, 18.1; 2^24 22.3, 27.5; square blocks 9.1, 8.9; 12.7, 24.1; 20.4, 36.4.
 TABLE_LEAST = 1 << 23
 PATCH_BLOCKS = ((1, 16), (1, 32), (16, 16), (32, 32))
 SPAN_BYTES = 32  # what rows are multiples of, for patches
-TILE_ROWS, TILE_COLUMNS, TILE_BYTES = 128, 128, 256  # of a thread block: columns of square blocks, bytes of a row of others
+TILE_ROWS, TILE_COLUMNS, TILE_BYTES = (
+    128,
+    128,
+    256,
+)  # of a thread block: columns of square blocks, bytes of a row of others
 SCALED_RUN = 16  # elements that a thread encodes under given scales
 BAND_SHIFT = 3  # bands of 2^3 tiles: as fast as 2^4, both 4% faster than rows of tiles (both ways, H200, 2026-11-21)
 
@@ -48,7 +52,9 @@ class Arguments(NamedTuple):
     @property
     def struct(self) -> np.dtype:
         """The struct that the kernel takes."""
-        return np.dtype([(name, "u8") for name in (*self.pointers, *self.words)] + [(name, "i8") for name in self.sizes])
+        return np.dtype(
+            [(name, "u8") for name in (*self.pointers, *self.words)] + [(name, "i8") for name in self.sizes]
+        )
 
 
 ROWS = Arguments(
@@ -58,20 +64,30 @@ ROWS = Arguments(
 )
 PATCHES = Arguments(
     (
-        "x", "packed", "scales", "column_packed", "column_scales", "values", "tensor_amax", "tensor_scale",
-        "column_tensor_scale", "amax_out", "column_amax_out",
+        "x",
+        "packed",
+        "scales",
+        "column_packed",
+        "column_scales",
+        "values",
+        "tensor_amax",
+        "tensor_scale",
+        "column_tensor_scale",
+        "amax_out",
+        "column_amax_out",
     ),
     (),
     ("rows", "columns", "shift"),
-)  # fmt: skip
+)
 
 
 class Work(NamedTuple):
     """What a launch is asked for: all that the choice of its kernel depends on.
 
-    shape: of the contiguous matrix. values: fake-quantized elements instead of codes. columns: codes along the columns, alone or
-    beside those along the rows; then mask is of a Hadamard transform of the columns. calibrated: block amaxes are given.
-    finds_amax: that of the whole array is found by the kernel, and written to tensor_amax. scaled: the scales are given.
+    shape: of the contiguous matrix. values: fake-quantized elements instead of codes. columns: codes along the columns,
+    alone or beside those along the rows; then mask is of a Hadamard transform of the columns. calibrated: block amaxes
+    are given. finds_amax: that of the whole array is found by the kernel, and written to tensor_amax. scaled: the
+    scales are given.
     """
 
     recipe: Recipe
@@ -95,7 +111,9 @@ class Work(NamedTuple):
 
 
 class Way(NamedTuple):
-    """A kernel file, what it takes, its grid (of a work, on a device), its arguments, their sizes, and threads of a block."""
+    """A kernel file, what it takes, its grid (of a work, on a device), its arguments, their sizes, and threads of a
+    block.
+    """
 
     kernel: str
     takes: Callable[[Work], bool]
@@ -110,7 +128,8 @@ def value_blocks(rows: int, columns: int, dtype: np.dtype, runs: int) -> int:
     return -(-rows * -(-columns * dtype.itemsize // 16) // (runs * THREADS))
 
 
-# ---- what each way takes ----------------------------------------------------------------------------------------------------
+# ---- what each way takes
+# ----------------------------------------------------------------------------------------------------
 
 
 def has_own_values(w: Work) -> bool:
@@ -177,7 +196,8 @@ def searches(w: Work) -> bool:
     return bool(w.recipe.search) and not w.scaled
 
 
-# ---- geometry ---------------------------------------------------------------------------------------------------------------
+# ---- geometry
+# ---------------------------------------------------------------------------------------------------------------
 
 
 def _fake_grid(w: Work, device: int) -> int:
@@ -212,8 +232,9 @@ def _tile_grid(w: Work, device: int) -> int:
 def _row_grid(w: Work, device: int) -> int:
     """As many thread blocks as keep the elements busy once; where each prepares something, what was fastest.
 
-    H200, 16384 x 16384 bfloat16, 2026-11-21, of a copy: with 16, 24, 64, 96 a multiprocessor nvfp4-te 0.97, 0.99, 1.01, 1.02;
-    0.91, 0.97, 0.99, 1.01 with swizzled scales. nvfp4-te-rowscaled with 96, with all that there is work for: 1.03, 0.99.
+    H200, 16384 x 16384 bfloat16, 2026-11-21, of a copy: with 16, 24, 64, 96 a multiprocessor nvfp4-te 0.97, 0.99, 1.01,
+    1.02; 0.91, 0.97, 0.99, 1.01 with swizzled scales. nvfp4-te-rowscaled with 96, with all that there is work for:
+    1.03, 0.99.
     """
     r, (rows, columns) = w.recipe, w.seen_shape
     if w.values and r.block and r.apply == "multiply":
@@ -229,15 +250,16 @@ def _scaled_grid(w: Work, device: int) -> int:
     return grid(-(-rows * -(-columns // SCALED_RUN) // THREADS), device, UNLIMITED)
 
 
-# ---- the table --------------------------------------------------------------------------------------------------------------
+# ---- the table
+# --------------------------------------------------------------------------------------------------------------
 
 WAYS = (
     # The producer's own arithmetic, which has no codes.
     Way("fake", _takes_fake, _fake_grid),
     # Scales that are given: no amax, and a factor for each run of a block.
     Way("quantize_with_scales", _takes_scaled, _scaled_grid),
-    # Blocks in columns, and both ways from one read: 0.95 and 0.78 - 0.82 of a copy, 0.4 by way of a transposed copy. Square
-    # blocks: 0.995, 0.42 by tiles (H200, 2026-11-21).
+    # Blocks in columns, and both ways from one read: 0.95 and 0.78 - 0.82 of a copy, 0.4 by way of a transposed copy.
+    # Square blocks: 0.995, 0.42 by tiles (H200, 2026-11-21).
     Way("quantize_patch", _takes_patch, _patch_grid, PATCHES, _patch_sizes),
     # 4over6 of many elements: scales from a table, 0.86 against 0.57 (H200, 2026-11-21).
     Way("quantize_table", _takes_table, _table_grid, threads=TABLE_THREADS),
@@ -270,24 +292,26 @@ def why_declined(w: Work) -> str:
     r = w.recipe
     rows, columns = r.block or (1, 1)
     if searches(w):
-        return f"{r.id} has search={r.search!r}, which a kernel before those that make codes does; quantize launches both"
+        return (
+            f"{r.id} has search={r.search!r}, which a kernel before those that make codes does; quantize launches both"
+        )
     if has_own_values(w):
         if r.amax_nan == "lanes":
             what = "amax_nan='lanes'"
         else:
             what = f"blocks of {rows}x{columns}"
         return (
-            f"{what} with fake_rule={r.fake_rule!r} have no CUDA kernel; needs one row of 16, 32, 64, 128, 256 or 512 columns, "
-            "and amax_nan 'ignore' or 'propagate'; compute on the CPU with cupy.asnumpy(x)"
+            f"{what} with fake_rule={r.fake_rule!r} have no CUDA kernel; needs one row of 16, 32, 64, 128, 256 or 512"
+            " columns, and amax_nan 'ignore' or 'propagate'; compute on the CPU with cupy.asnumpy(x)"
         )
     if w.scaled:
         return (
-            f"blocks of {rows}x{columns} under given scales have no CUDA kernel; needs a multiple of {SCALED_RUN} columns; "
-            "compute on the CPU with cupy.asnumpy(x)"
+            f"blocks of {rows}x{columns} under given scales have no CUDA kernel; needs a multiple of {SCALED_RUN}"
+            " columns; compute on the CPU with cupy.asnumpy(x)"
         )
     if w.calibrated and (rows > 1 or r.four_over_six):
         return "block_amax of blocks of several rows, or of 4over6, has no CUDA kernel; compute on the CPU"
     return (
-        f"blocks of {rows}x{columns} have no CUDA kernel; needs 16 columns or a multiple of 32 (at most 32 for blocks of several "
-        "rows and 4over6); compute on the CPU with cupy.asnumpy(x)"
+        f"blocks of {rows}x{columns} have no CUDA kernel; needs 16 columns or a multiple of 32 (at most 32 for blocks"
+        " of several rows and 4over6); compute on the CPU with cupy.asnumpy(x)"
     )

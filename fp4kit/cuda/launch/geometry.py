@@ -1,4 +1,6 @@
-"""What all launchers share: grids, launches, addresses, alignment. Kernels stride over the grid, so any size is correct."""
+"""What all launchers share: grids, launches, addresses, alignment. Kernels stride over the grid, so any size is
+correct.
+"""
 
 from __future__ import annotations
 
@@ -35,14 +37,17 @@ def check_count(elements: int) -> None:
     """Raise ValueError for a matrix whose runs of 4 elements cannot be numbered in 32 bits, as kernels do."""
     if elements > MOST_ELEMENTS:
         raise ValueError(
-            f"fp4kit.cuda: a matrix of {elements} elements; a kernel takes at most {MOST_ELEMENTS} (2^33); cut the first axis"
+            f"fp4kit.cuda: a matrix of {elements} elements; a kernel takes at most {MOST_ELEMENTS} (2^33); cut the"
+            " first axis"
         )
 
 
 def check_columns(columns: int) -> None:
     """Raise ValueError for a row of blocks whose elements cannot be numbered in 32 bits, as kernels do."""
     if columns > MOST_COLUMNS:
-        raise ValueError(f"fp4kit.cuda: a row of {columns} elements; a kernel takes at most 2^32 - 1; reshape x to shorter rows")
+        raise ValueError(
+            f"fp4kit.cuda: a row of {columns} elements; a kernel takes at most 2^32 - 1; reshape x to shorter rows"
+        )
 
 
 def grid(work_blocks: int, device: int, per_multiprocessor: int = BLOCKS_PER_SM) -> int:
@@ -53,8 +58,9 @@ def grid(work_blocks: int, device: int, per_multiprocessor: int = BLOCKS_PER_SM)
 class _Struct(np.ndarray):
     """A struct that CuPy passes by value: one element of plain bytes, whose interface is made once.
 
-    CuPy asks for the __array_interface__ of the array in each launch, only for its address. NumPy would make it anew: 6 us of
-    the host's time where it has to spell out the fields of a record, 1.5 us for plain bytes (the host of an H200, November 2026).
+    CuPy asks for the __array_interface__ of the array in each launch, only for its address. NumPy would make it anew: 6
+    us of the host's time where it has to spell out the fields of a record, 1.5 us for plain bytes (the host of an H200,
+    November 2026).
     """
 
     __array_interface__: Any = None  # in the place of NumPy's descriptor, so that an instance can have its own
@@ -93,7 +99,9 @@ class Launch:
 
     __slots__ = ("_block", "_driver", "_free", "_function", "_grid", "_handle", "_layout", "_sizes")
 
-    def __init__(self, function: Callable[..., None], blocks: int, fields: np.dtype, *sizes: int, threads: int = THREADS) -> None:
+    def __init__(
+        self, function: Callable[..., None], blocks: int, fields: np.dtype, *sizes: int, threads: int = THREADS
+    ) -> None:
         self._function, self._grid, self._block, self._sizes = function, (blocks,), (threads,), sizes
         self._handle: int | None = None  # the driver's, and the driver: known when it is first wanted
         self._driver: Any = None
@@ -122,7 +130,9 @@ class Launch:
         if driver is None:
             return False
         try:
-            driver.launchKernel(self._handle, self._grid[0], 1, 1, self._block[0], 1, 1, 0, stream.ptr, slot.parameters, 0)
+            driver.launchKernel(
+                self._handle, self._grid[0], 1, 1, self._block[0], 1, 1, 0, stream.ptr, slot.parameters, 0
+            )
         except driver.CUDADriverError:
             return False
         return True

@@ -1,6 +1,7 @@
 """Launchers of groups: one kernel over many tensors, prepared once and launched as often as needed. See grouped.cuh.
 
-A Launch holds the table of pointers on the device, and every array it points to; launching it does no work for each tensor.
+A Launch holds the table of pointers on the device, and every array it points to; launching it does no work for each
+tensor.
 """
 
 from __future__ import annotations
@@ -27,10 +28,10 @@ _GROUP = np.dtype([("members", "u8"), ("count", "i8"), ("parts", "i8")])
 _PART = np.dtype([("member", "u4"), ("index", "u4")])
 FEW = 32  # members of a small group at most: grouped.cuh
 PARTS_PER_SM = 20  # pieces of work for each multiprocessor, where there is little work
-# Fewest and most elements of a piece: one and three turns of a thread block that takes 64 bytes of bfloat16 a thread. More turns
-# save what a piece begins with (a table of factors, loads of where it is), and make the end uneven. 8 tensors of 1856 x 2688
-# against one launch, by one turn, PARTS_PER_SM, three turns: nvfp4-te 1.10, 1.03, 1.05; mxfp4-flashinfer 1.03, 1.05, 1.10
-# (H200, 2026-11-21).
+# Fewest and most elements of a piece: one and three turns of a thread block that takes 64 bytes of bfloat16 a thread.
+# More turns save what a piece begins with (a table of factors, loads of where it is), and make the end uneven. 8
+# tensors of 1856 x 2688 against one launch, by one turn, PARTS_PER_SM, three turns: nvfp4-te 1.10, 1.03, 1.05;
+# mxfp4-flashinfer 1.03, 1.05, 1.10 (H200, 2026-11-21).
 FEWEST_ELEMENTS, MOST_ELEMENTS = 8192, 24576
 
 
@@ -54,7 +55,8 @@ def is_small(members: Sequence[Any]) -> bool:
 
 
 def parts_of(elements: np.ndarray, device: int, most: int = MOST_ELEMENTS) -> np.ndarray:
-    """Pieces that each tensor is cut into: of one size, as far as whole pieces allow, and one of a tensor without elements.
+    """Pieces that each tensor is cut into: of one size, as far as whole pieces allow, and one of a tensor without
+    elements.
 
     most: elements of a piece, at most.
     """
@@ -75,7 +77,9 @@ def table_of(members: np.ndarray) -> np.ndarray:
 def prepare_group(
     function: Any, arguments: np.ndarray, whole: ArrayLike, parts: np.ndarray, held: Any, small: bool = False
 ) -> Launch:
-    """The launch of a grouped kernel: arguments, alignment and number of pieces of each member; small: kSmall of the kernel."""
+    """The launch of a grouped kernel: arguments, alignment and number of pieces of each member; small: kSmall of the
+    kernel.
+    """
     member = np.dtype([("arguments", arguments.dtype), ("parts", "u4"), ("aligned", "u4")])
     members, total, table = np.zeros(len(arguments), member), int(parts.sum()), None
     members["arguments"], members["parts"], members["aligned"] = arguments, parts, whole
@@ -99,8 +103,8 @@ def _quantize_function(kernel: str, struct: str, dtype: np.dtype, whole: bool, s
 def quantize_group(matrices: Sequence[Matrix], works: Sequence[Work], seed: int = 0) -> Launch:
     """The launch that does launch.quantize_matrix of each matrix.
 
-    works: of the matrices, the same but for their shapes; all of one device. Matrices without elements are of shape (n, 0),
-    where n is how many tensor scales they have.
+    works: of the matrices, the same but for their shapes; all of one device. Matrices without elements are of shape (n,
+    0), where n is how many tensor scales they have.
     """
     first, r = matrices[0], works[0].recipe
     way = way_of(works[0]._replace(grouped=True))
@@ -121,7 +125,9 @@ def quantize_group(matrices: Sequence[Matrix], works: Sequence[Work], seed: int 
 
 
 @cache
-def _amax_function(kernel: str, dtype: np.dtype, counted: str, whole: bool, small: bool, mask: int | None, device: int) -> Any:
+def _amax_function(
+    kernel: str, dtype: np.dtype, counted: str, whole: bool, small: bool, mask: int | None, device: int
+) -> Any:
     names: dict[str, str | bool] = {
         "Input": TYPES[dtype],
         "kCounted": f"AmaxInput::{counted}",
@@ -131,11 +137,15 @@ def _amax_function(kernel: str, dtype: np.dtype, counted: str, whole: bool, smal
     return loader.function(instantiation("grouped_amax", transform_struct(mask), **names), kernel, device)
 
 
-def amax_group(xs: Sequence[Any], outs: Sequence[Any], counted: str, by_row: bool = False, mask: int | None = None) -> Launch:
+def amax_group(
+    xs: Sequence[Any], outs: Sequence[Any], counted: str, by_row: bool = False, mask: int | None = None
+) -> Launch:
     """The launch that writes what launch.amax gives of each array into its out, which must hold zeros if not by_row."""
     shapes = [x.shape if by_row else (1, x.size) for x in xs]
     whole = [aligned(x, shape[1] * x.dtype.itemsize if by_row else 16) for x, shape in zip(xs, shapes, strict=True)]
-    arguments = np.array([(address(x), address(out), *shape) for x, out, shape in zip(xs, outs, shapes, strict=True)], AMAX)
+    arguments = np.array(
+        [(address(x), address(out), *shape) for x, out, shape in zip(xs, outs, shapes, strict=True)], AMAX
+    )
     device = xs[0].device.id
     kernel = "grouped_amax_rows_kernel" if by_row else "grouped_amax_kernel"
     small = is_small(xs)
@@ -160,7 +170,9 @@ def _clip_function(dtype: np.dtype, grad: np.dtype, whole: bool, small: bool, de
 
 
 def clip_group(clips: Sequence[Clip]) -> Launch:
-    """The launch that does clip.clip_gradient of each; xs of one dtype, gradients of one, all with elements, on one device."""
+    """The launch that does clip.clip_gradient of each; xs of one dtype, gradients of one, all with elements, on one
+    device.
+    """
     whole = [all(a.data.ptr % 16 == 0 for a in (c.grad, c.x, c.out)) for c in clips]
     arguments = np.array([(*map(address, c), c.x.size, c.x.size // c.amax.size) for c in clips], CLIP)
     first = clips[0]

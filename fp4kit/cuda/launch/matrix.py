@@ -1,7 +1,8 @@
-"""Launchers: the launch of a way for a matrix, of dequantize, of amaxes. On the current stream; no synchronization anywhere.
+"""Launchers: the launch of a way for a matrix, of dequantize, of amaxes. On the current stream; no synchronization
+anywhere.
 
-Arrays are CuPy arrays of one device, contiguous, with the quantized axis last. A Launch depends on types, shapes and alignment
-alone, so it is kept.
+Arrays are CuPy arrays of one device, contiguous, with the quantized axis last. A Launch depends on types, shapes and
+alignment alone, so it is kept.
 """
 
 from __future__ import annotations
@@ -16,7 +17,17 @@ from fp4kit.cuda.compile import loader
 from fp4kit.cuda.compile.instantiate import instantiation
 from fp4kit.cuda.compile.traits import FINDERS, TYPES, recipe_struct
 from fp4kit.cuda.launch.dispatch import KEPT, MOST_RUNS, VALUE_RUNS, Way, Work, value_blocks, way_of
-from fp4kit.cuda.launch.geometry import THREADS, UNLIMITED, Launch, address, aligned, check_columns, check_count, grid, resident
+from fp4kit.cuda.launch.geometry import (
+    THREADS,
+    UNLIMITED,
+    Launch,
+    address,
+    aligned,
+    check_columns,
+    check_count,
+    grid,
+    resident,
+)
 from fp4kit.formats import E4M3
 from fp4kit.layouts import padded_shape
 from fp4kit.recipes import Recipe
@@ -34,9 +45,9 @@ AMAX = np.dtype([("x", "u8"), ("amax", "u8"), ("rows", "i8"), ("columns", "i8")]
 class Matrix(NamedTuple):
     """The arrays of one matrix (M, K): those that its way needs, by the names of the kernels' arguments.
 
-    packed, scales, tensor_scale: along rows; column_...: along columns. values: fake-quantized elements instead. amax_out and
-    column_amax_out: where tensor_amax is copied to. group: the number of x's first 16 elements in the array that a seed's random
-    bytes are of.
+    packed, scales, tensor_scale: along rows; column_...: along columns. values: fake-quantized elements instead.
+    amax_out and column_amax_out: where tensor_amax is copied to. group: the number of x's first 16 elements in the
+    array that a seed's random bytes are of.
     """
 
     x: Any
@@ -58,7 +69,9 @@ class Matrix(NamedTuple):
 def is_whole(m: Matrix, work: Work) -> bool:
     """Whether every run of a matrix begins at a multiple of 16 bytes, in values too where they are written."""
     rows, columns = work.seen_shape
-    return aligned(m.x, columns * m.x.dtype.itemsize if rows > 1 else 16) and (m.values is None or m.values.data.ptr % 16 == 0)
+    return aligned(m.x, columns * m.x.dtype.itemsize if rows > 1 else 16) and (
+        m.values is None or m.values.data.ptr % 16 == 0
+    )
 
 
 def struct_of(work: Work) -> str:
@@ -70,12 +83,16 @@ def struct_of(work: Work) -> str:
 
 @cache
 def _function(kernel: str, struct: str, dtype: np.dtype, whole: bool, device: int) -> Any:
-    return loader.function(instantiation(kernel, struct, Input=TYPES[dtype], kAligned=whole), f"{kernel}_kernel", device)
+    return loader.function(
+        instantiation(kernel, struct, Input=TYPES[dtype], kAligned=whole), f"{kernel}_kernel", device
+    )
 
 
 @lru_cache(KEPT)
 def launch_by(way: Way, work: Work, whole: bool, device: int) -> Launch:
-    """The launch of a way for a work; called with the addresses of the way's pointers, and seed and group where it takes them."""
+    """The launch of a way for a work; called with the addresses of the way's pointers, and seed and group where it
+    takes them.
+    """
     sizes = way.sizes(work)
     check_count(sizes[0] * sizes[1])
     if work.recipe.block:
@@ -97,12 +114,16 @@ def quantize_matrix(m: Matrix, work: Work, seed: int = 0, way: Way | None = None
 
 @cache
 def _dequantize_function(r: Recipe, layout: str, original: np.dtype, dtype: np.dtype, device: int) -> Any:
-    source = instantiation("dequantize", recipe_struct(decoding(r, dtype), layout), Input=TYPES[original], Output=TYPES[dtype])
+    source = instantiation(
+        "dequantize", recipe_struct(decoding(r, dtype), layout), Input=TYPES[original], Output=TYPES[dtype]
+    )
     return loader.function(source, "dequantize_kernel", device)
 
 
 @lru_cache(KEPT)
-def dequantize_launch(r: Recipe, layout: str, original: np.dtype, dtype: np.dtype, shape: tuple[int, int], device: int) -> Launch:
+def dequantize_launch(
+    r: Recipe, layout: str, original: np.dtype, dtype: np.dtype, shape: tuple[int, int], device: int
+) -> Launch:
     """What dequantizes a matrix of a shape; called with the addresses of the first five of _DEQUANTIZE."""
     rows, columns = shape
     check_count(rows * columns)
@@ -131,7 +152,9 @@ def implied_amaxes(tensor_scale: Any, amax: Any, r: Recipe, original: np.dtype) 
 def dequantize_matrix(
     packed: Any, scales: Any, r: Recipe, layout: str, tensor_scale: Any, amax: Any, original: np.dtype, values: Any
 ) -> None:
-    """Values of contiguous packed codes into values (M, K). tensor_scale: None without; amax: as many, or None if unknown."""
+    """Values of contiguous packed codes into values (M, K). tensor_scale: None without; amax: as many, or None if
+    unknown.
+    """
     if r.tensor_scaling in ("row", "block") and DECODE_RULES[r.decode_rule].needs_amax:
         amax = implied_amaxes(tensor_scale, amax, r, original)
     launch = dequantize_launch(r, layout, original, values.dtype, values.shape, values.device.id)
@@ -146,13 +169,22 @@ def transform_struct(mask: int | None) -> str:
 
 @cache
 def _amax_function(kernel: str, dtype: np.dtype, counted: str, whole: bool, mask: int | None, device: int) -> Any:
-    source = instantiation("amax", transform_struct(mask), Input=TYPES[dtype], kCounted=f"AmaxInput::{counted}", kAligned=whole)
+    source = instantiation(
+        "amax", transform_struct(mask), Input=TYPES[dtype], kCounted=f"AmaxInput::{counted}", kAligned=whole
+    )
     return loader.function(source, kernel, device)
 
 
 @lru_cache(KEPT)
 def amax_launch(
-    dtype: np.dtype, counted: str, by_row: bool, whole: bool, rows: int, columns: int, device: int, mask: int | None = None
+    dtype: np.dtype,
+    counted: str,
+    by_row: bool,
+    whole: bool,
+    rows: int,
+    columns: int,
+    device: int,
+    mask: int | None = None,
 ) -> Launch:
     """What finds an amax, or one a row; called with the addresses of x and of the result, which is zero before."""
     function = _amax_function("amax_rows_kernel" if by_row else "amax_kernel", dtype, counted, whole, mask, device)

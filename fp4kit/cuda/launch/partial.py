@@ -1,7 +1,8 @@
 """Launchers of the partial kernels: amaxes of shards, scales from amaxes, codes of shards, codes into matrices.
 
-Each kernel does its work for one matrix, with its arguments by value (`launch`), or for any number of matrices in one launch,
-with a table of arguments in device memory (`prepare`). Arrays of all matrices are one buffer, in which each has its place.
+Each kernel does its work for one matrix, with its arguments by value (`launch`), or for any number of matrices in one
+launch, with a table of arguments in device memory (`prepare`). Arrays of all matrices are one buffer, in which each has
+its place.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from fp4kit.recipes import Recipe
 
 FLOAT32 = np.dtype(np.float32)
 RUN = 16  # elements that a thread casts; matrices have rows of whole runs
-PER_SM = 64  # thread blocks a multiprocessor: on an H200 (2026-11-21) 16 take 6% longer, one for each piece of work up to 20%
+# thread blocks a multiprocessor: on an H200 (2026-11-21) 16 take 6% longer, one for each piece of work up to 20%
+PER_SM = 64
 
 
 def _arguments(pointers: str, numbers: str) -> np.dtype:
@@ -47,7 +49,9 @@ def run_bytes(r: Recipe) -> int:
 
 
 def arguments(kernel: str, count: int = 1, **fields: Any) -> np.ndarray:
-    """Arguments of `count` matrices, each field a number, a CuPy array (its address) or one value a matrix; others are 0."""
+    """Arguments of `count` matrices, each field a number, a CuPy array (its address) or one value a matrix; others are
+    0.
+    """
     table = np.zeros(count, ARGUMENTS[kernel])
     for name, value in fields.items():
         table[name] = value if isinstance(value, (int, np.ndarray)) else value.data.ptr
@@ -61,18 +65,23 @@ def _function(kernel: str, r: Recipe, dtype: np.dtype, grouped: bool, device: in
 
 
 def launch(kernel: str, r: Recipe, dtype: np.dtype, table: np.ndarray, work: int, device: int) -> None:
-    """Launch a kernel for one matrix. dtype: of the shards. work: blocks or runs of the matrix, whatever a thread takes."""
+    """Launch a kernel for one matrix. dtype: of the shards. work: blocks or runs of the matrix, whatever a thread
+    takes.
+    """
     plain = table.view(np.dtype((np.void, table.itemsize)))  # CuPy is quicker with it: see geometry.Launch
     _function(kernel, r, dtype, False, device)((grid(_up(work, THREADS), device, PER_SM),), (THREADS,), (plain,))
 
 
-def prepare(kernel: str, r: Recipe, dtype: np.dtype, table: np.ndarray, work: np.ndarray, device: int, *held: Any) -> Launch:
+def prepare(
+    kernel: str, r: Recipe, dtype: np.dtype, table: np.ndarray, work: np.ndarray, device: int, *held: Any
+) -> Launch:
     """The launch of a kernel for all matrices of a table. held: the arrays that the table points to."""
     function = _function(kernel, r, dtype, True, device)
     return prepare_group(function, table, np.ones(len(table), bool), parts_of(RUN * work, device), held)
 
 
-# ---- what the kernels take --------------------------------------------------------------------------------------------------
+# ---- what the kernels take
+# --------------------------------------------------------------------------------------------------
 
 
 def check_blocks(r: Recipe) -> None:
@@ -88,11 +97,14 @@ def check_matrices(shapes: Sequence[tuple[int, int]], r: Recipe) -> None:
             raise Declined(f"a matrix of {M * K} elements; the CUDA kernels take less than {RUN << 31}")
 
 
-# ---- one matrix -----------------------------------------------------------------------------------------------------------
+# ---- one matrix
+# -----------------------------------------------------------------------------------------------------------
 
 
 def block_span(start: Any, end: Any, columns: Any, r: Recipe) -> tuple[Any, Any]:
-    """First and last + 1 of the blocks that elements [start, end) of a matrix lie in, whole rows of blocks if they are tall."""
+    """First and last + 1 of the blocks that elements [start, end) of a matrix lie in, whole rows of blocks if they are
+    tall.
+    """
     height, width = r.block or (1, 1)
     if height == 1:
         return start // width, _up(end, width)

@@ -37,7 +37,8 @@ def _keep_launch(
 
 
 def keep_codes(codes: Any, scales: Any, r: Recipe, result: Quantized) -> None:
-    """Overwrite the arrays of a result with what keeps the codes of its source, if every value can be kept so; else nothing.
+    """Overwrite the arrays of a result with what keeps the codes of its source, if every value can be kept so; else
+    nothing.
 
     codes, scales: those of the source, contiguous, linear E8M0 scales of r, aligned to 8 bytes.
     """
@@ -45,7 +46,9 @@ def keep_codes(codes: Any, scales: Any, r: Recipe, result: Quantized) -> None:
     arrays = (codes, scales, extent, result.packed, result.block_scale, result.tensor_scale, result.tensor_amax)
     unsigned_zero = DECODE_RULES[r.decode_rule].unsigned_zero
     for kernel in ("exponents_kernel", "keep_kernel"):
-        launch = _keep_launch(kernel, result.recipe, result.dtype, unsigned_zero, scales.size, r.block_size, codes.device.id)
+        launch = _keep_launch(
+            kernel, result.recipe, result.dtype, unsigned_zero, scales.size, r.block_size, codes.device.id
+        )
         launch(*map(address, arrays))
 
 
@@ -56,7 +59,9 @@ def _changed_launch(count: int, device: int) -> Launch:
 
 
 def count_changed(x: Any, y: Any) -> Any:
-    """How many values of two contiguous float32 arrays differ in their bits, NaN equal to NaN: int64 (), on their device."""
+    """How many values of two contiguous float32 arrays differ in their bits, NaN equal to NaN: int64 (), on their
+    device.
+    """
     changed = imports.cupy().zeros((), np.int64)
     if x.size:
         _changed_launch(x.size, x.device.id)(*map(address, (x, y, changed)))

@@ -24,7 +24,9 @@ def check_formats(r: Recipe) -> None:
 @lru_cache(256)
 def unsupported(r: Recipe) -> str | None:
     """What of a recipe no CUDA kernel has, and what is needed instead; None where kernels have all of it."""
-    return next((f"{what}, which no CUDA kernel has; needs {needed}" for is_wrong, what, needed in _limits(r) if is_wrong), None)
+    return next(
+        (f"{what}, which no CUDA kernel has; needs {needed}" for is_wrong, what, needed in _limits(r) if is_wrong), None
+    )
 
 
 def _limits(r: Recipe) -> Iterator[tuple[bool, str, str]]:

@@ -16,7 +16,9 @@ _ARGUMENTS = np.dtype([("in", "u8"), ("out", "u8"), ("matrices", "i8"), ("rows",
 
 
 def source(layout: str, target: str, quads: bool = True) -> str:
-    """Instantiation from a layout to another; quads: by 16 bytes of four rows, which one of the two being linear allows."""
+    """Instantiation from a layout to another; quads: by 16 bytes of four rows, which one of the two being linear
+    allows.
+    """
     return instantiation("swizzle", kFrom=f"ScaleLayout::{layout}", kTo=f"ScaleLayout::{target}", kQuads=quads)
 
 

@@ -37,18 +37,24 @@ def _function(bits: int, block: int, layout: str, whole: bool, words: bool, devi
 
 
 @lru_cache(KEPT)
-def _launch(bits: int, block: int, layout: str, whole: bool, words: bool, shape: tuple[int, int, int], device: int) -> Launch:
+def _launch(
+    bits: int, block: int, layout: str, whole: bool, words: bool, shape: tuple[int, int, int], device: int
+) -> Launch:
     function = _function(bits, block, layout, whole, words, device)
     return Launch(function, grid(work_blocks(bits, block, layout, shape), device, UNLIMITED), ARGUMENTS, *shape)
 
 
-def transpose(codes: Any, scales: Any, r: Recipe, layout: str, out: Any, scales_out: Any, shape: tuple[int, int, int]) -> None:
+def transpose(
+    codes: Any, scales: Any, r: Recipe, layout: str, out: Any, scales_out: Any, shape: tuple[int, int, int]
+) -> None:
     """Contiguous codes and scales of matrices (B, M, K) of a recipe with square blocks into those of (B, K, M)."""
     launch = launch_of(codes, scales, r, layout, out, scales_out, shape)
     launch(codes.data.ptr, scales.data.ptr, out.data.ptr, scales_out.data.ptr)
 
 
-def launch_of(codes: Any, scales: Any, r: Recipe, layout: str, out: Any, scales_out: Any, shape: tuple[int, int, int]) -> Launch:
+def launch_of(
+    codes: Any, scales: Any, r: Recipe, layout: str, out: Any, scales_out: Any, shape: tuple[int, int, int]
+) -> Launch:
     """The launch for such arrays; called with their addresses."""
     whole, words = moves(codes, scales, r, layout, out, scales_out, shape)
     return _launch(r.element.packing.stored_bits, r.block_size, layout, whole, words, shape, out.device.id)
@@ -66,7 +72,9 @@ def moves(
 
 
 def work_blocks(bits: int, block: int, layout: str, shape: tuple[int, int, int]) -> int:
-    """Thread blocks that matrices keep busy once: one a tile of codes, and those of linear and 8x4 scales by themselves."""
+    """Thread blocks that matrices keep busy once: one a tile of codes, and those of linear and 8x4 scales by
+    themselves.
+    """
     B, M, K = shape
     rows, line = _TILE
     tiles = B * -(-M // rows) * -(-K // (line * 8 // bits))

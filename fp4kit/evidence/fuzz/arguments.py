@@ -74,7 +74,10 @@ def random_options(p: Program, case: Case) -> dict[str, Any]:
     if o.rounding == "nearest":
         return {}
     if o.rounding == "bytes":
-        return {"rounding": "stochastic", "seed": p.make("random", auxiliary("bytes", "uint8", case.x.shape, o.seed + 7))}
+        return {
+            "rounding": "stochastic",
+            "seed": p.make("random", auxiliary("bytes", "uint8", case.x.shape, o.seed + 7)),
+        }
     return {"rounding": "stochastic", "seed": o.seed}
 
 

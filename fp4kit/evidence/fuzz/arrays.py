@@ -1,4 +1,5 @@
-"""Arrays that are drawn: values of many kinds from a seed, placed in memory with steps, orders and offsets; and guarded outputs.
+"""Arrays that are drawn: values of many kinds from a seed, placed in memory with steps, orders and offsets; and guarded
+outputs.
 
 Printed reproductions call these functions, so that what they build is what was compared.
 """
@@ -18,14 +19,18 @@ from fp4kit.evidence.engines import PARTS
 from fp4kit.formats import E2M1, E2M3, E3M2, E4M3, E5M2, INT8, unsigned
 from fp4kit.quantized.container import Quantized
 
-DTYPES = {name: np.dtype(getattr(ml_dtypes, name, name)) for name in ("float32", "float16", "bfloat16", "float64", "uint8")}
+DTYPES = {
+    name: np.dtype(getattr(ml_dtypes, name, name)) for name in ("float32", "float16", "bfloat16", "float64", "uint8")
+}
 FILLER = 0x5A  # the byte of gaps, margins and guards: a large number in every dtype
 MARGIN = 64  # bytes of guards before and behind an output, which stays at a multiple of 16
 
 
 @dataclass(frozen=True)
 class View:
-    """How an array lies in memory. order: its axes, slowest first; steps: of each axis; offset: elements in front of it."""
+    """How an array lies in memory. order: its axes, slowest first; steps: of each axis; offset: elements in front of
+    it.
+    """
 
     order: tuple[int, ...]
     steps: tuple[int, ...]
@@ -94,7 +99,9 @@ def memory(values: np.ndarray, view: View) -> tuple[np.ndarray, Callable[[Any], 
 
 
 def given(dtype: str, shape: tuple[int, ...], nonzero: dict[int, int] | str) -> np.ndarray:
-    """An array of zeros but for the bit patterns at some flat indices; or of the bytes that a string of hexadecimals names."""
+    """An array of zeros but for the bit patterns at some flat indices; or of the bytes that a string of hexadecimals
+    names.
+    """
     if isinstance(nonzero, str):
         return np.frombuffer(bytes.fromhex(nonzero), DTYPES[dtype]).reshape(shape)
     bits = np.zeros(prod(shape), unsigned(DTYPES[dtype]))
@@ -102,7 +109,8 @@ def given(dtype: str, shape: tuple[int, ...], nonzero: dict[int, int] | str) -> 
     return bits.view(DTYPES[dtype]).reshape(shape)
 
 
-# ---- values -------------------------------------------------------------------------------------------------------------
+# ---- values
+# -------------------------------------------------------------------------------------------------------------
 
 
 def drawn(kind: str, dtype: str, shape: tuple[int, ...], seed: int) -> np.ndarray:
@@ -131,7 +139,9 @@ def _finite(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype) -
 
 
 def _ties(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """Values half way between two codes, and their neighbours, in runs of 8 under one power of two whose largest is known."""
+    """Values half way between two codes, and their neighbours, in runs of 8 under one power of two whose largest is
+    known.
+    """
     element = (E2M1, E2M1, E2M3, E3M2, E4M3, E5M2, INT8)[rng.integers(7)]
     info = ml_dtypes.finfo(dtype)
     size, runs = prod(shape), -(-prod(shape) // 8)
@@ -168,7 +178,9 @@ def _outlier(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype) 
 
 def _constant(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
     """One value, of either sign."""
-    value = rng.choice([1.0, 6.0, 448.0, 0.1, 2688.0, float(ml_dtypes.finfo(dtype).tiny), float(ml_dtypes.finfo(dtype).max)])
+    value = rng.choice(
+        [1.0, 6.0, 448.0, 0.1, 2688.0, float(ml_dtypes.finfo(dtype).tiny), float(ml_dtypes.finfo(dtype).max)]
+    )
     return (rng.choice([1.0, -1.0], shape) * value).astype(dtype)
 
 
@@ -241,11 +253,14 @@ VALUES: dict[str, Callable[..., np.ndarray]] = {
 }
 
 
-# ---- outputs ------------------------------------------------------------------------------------------------------------
+# ---- outputs
+# ------------------------------------------------------------------------------------------------------------
 
 
 class Guarded(NamedTuple):
-    """value: a copy of an array or Quantized whose arrays lie inside buffers, of bytes; of each, shape, step and dtype."""
+    """value: a copy of an array or Quantized whose arrays lie inside buffers, of bytes; of each, shape, step and
+    dtype.
+    """
 
     value: Any
     buffers: list[tuple[Any, tuple[int, ...], int, np.dtype]]
@@ -283,7 +298,8 @@ def touched(g: Guarded) -> int:
     return total
 
 
-# ---- calls that programs make beside fp4kit's ---------------------------------------------------------------------------
+# ---- calls that programs make beside fp4kit's
+# ---------------------------------------------------------------------------
 
 
 def overwrite(target: Any, values: Any) -> None:

@@ -1,4 +1,6 @@
-"""Running a program on the specification, and on a second engine step by step: equal, refused by both, declined, or wrong."""
+"""Running a program on the specification, and on a second engine step by step: equal, refused by both, declined, or
+wrong.
+"""
 
 from __future__ import annotations
 
@@ -28,8 +30,10 @@ FUNCTIONS = {name: getattr(arrays, name) for name in ("guarded", "touched", "ove
 class Verdict(NamedTuple):
     """What came of a case.
 
-    kind: "equal"; "refused": both engines raise ValueError or TypeError; "declined": NotImplementedError; else a failure:
-        "differs", "broken" (a statement of sameness does not hold), "raised", "not refused", "message", "warning", "written".
+    kind: "equal"; "refused": both engines raise ValueError or TypeError; "declined": NotImplementedError; else a
+    failure:
+        "differs", "broken" (a statement of sameness does not hold), "raised", "not refused", "message", "warning",
+        "written".
     text: the reason, or what is wrong. function: what was called. step: number of the last statement.
     calls, values, differing: how many calls were made, values compared, and found different.
     """
@@ -81,7 +85,9 @@ class Run:
         options = {name: self.value(value) for name, value in statement.options.items()}
         arguments = [self.value(a) for a in statement.arguments]
         try:
-            self.names[statement.target] = self.place.engine.apply(self._function(statement.function), *arguments, **options)
+            self.names[statement.target] = self.place.engine.apply(
+                self._function(statement.function), *arguments, **options
+            )
         except Exception as error:
             return error
         return None
@@ -112,7 +118,9 @@ class Run:
 def check(case: Case, engine: Engine | None = None) -> Verdict:
     """Run a case on the specification, and beside it on an engine where one is given."""
     statements = program(case)
-    checked = Checked([Run(SPECIFICATION, True), *([] if engine is None else [Run(engine, False)])], written_names(statements))
+    checked = Checked(
+        [Run(SPECIFICATION, True), *([] if engine is None else [Run(engine, False)])], written_names(statements)
+    )
     for statement in statements:
         try:
             verdict = checked.step(statement)
@@ -161,7 +169,9 @@ class Checked:
             return None
         results = [Ref(statement.target), *map(Ref, statement.writes)]
         expected, found = (run.host(results) for run in runs)
-        outcome = sum((compare(*pair) for pair in zip(found, expected, [r.name for r in results], strict=True)), Outcome())
+        outcome = sum(
+            (compare(*pair) for pair in zip(found, expected, [r.name for r in results], strict=True)), Outcome()
+        )
         self.total += outcome
         return self.verdict("differs", outcome.first, statement.function) if outcome.differing else None
 

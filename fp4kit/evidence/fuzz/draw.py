@@ -1,7 +1,7 @@
 """A case: one operation with a recipe, arrays and options, as data; drawn from one integer.
 
-Options say what is wanted, not which array: sizes of amaxes, random bytes and outputs follow from the shapes when the program is
-written, so that a case of smaller shapes is a case, too.
+Options say what is wanted, not which array: sizes of amaxes, random bytes and outputs follow from the shapes when the
+program is written, so that a case of smaller shapes is a case, too.
 """
 
 from __future__ import annotations
@@ -60,7 +60,8 @@ BLOCKED = (16, 32, 48, 64, 96, 128, 160, 256, 272, 512, 1024)
 
 @dataclass(frozen=True)
 class Pool:
-    """What cases are drawn from. changes: the most fields of a recipe that a variant changes; largest: elements of an array.
+    """What cases are drawn from. changes: the most fields of a recipe that a variant changes; largest: elements of an
+    array.
 
     variants: recipes that are drawn as they are, beside recipes.
     """
@@ -85,7 +86,9 @@ class Pool:
 
 @dataclass(frozen=True)
 class Options:
-    """What a call has beside arrays and recipe; a default is the simplest choice. seed: of random numbers and amaxes."""
+    """What a call has beside arrays and recipe; a default is the simplest choice. seed: of random numbers and
+    amaxes.
+    """
 
     seed: int = 0
     layout: str = "linear"
@@ -134,7 +137,10 @@ class Case:
     def __str__(self) -> str:
         named = {name: getattr(self.options, name) for name in self.changed_options()}
         shapes = " ".join(f"{a.dtype}{list(a.shape)}" for a in self.arrays)
-        return f"{self.operation} {self.recipe.id} {dict(self.recipe.changes) or ''} {shapes} axis {self.axis} {named or ''}"
+        return (
+            f"{self.operation} {self.recipe.id} {dict(self.recipe.changes) or ''} {shapes} axis {self.axis}"
+            f" {named or ''}"
+        )
 
 
 class Draw:
@@ -157,7 +163,9 @@ class Draw:
         """Operation, recipe, shapes and options that fit; rarely with a fault that must be refused."""
         operation = self.pick(tuple(_served(self.pool)))
         recipe = self.variant(operation)
-        fault = self.pick(FAULTS) if self.pool.faults and self.often(0.03) and operation != "plan" else ""  # a plan may wait
+        fault = (
+            self.pick(FAULTS) if self.pool.faults and self.often(0.03) and operation != "plan" else ""
+        )  # a plan may wait
         options = replace(self.options(operation, recipe.recipe), fault=fault)
         ndim = 2 if operation in FLATTENED else max(int(self.pick((1, 2, 2, 2, 3, 3, 4))), 1 + (operation in _MATRICES))
         axis = -1 if operation in _ROWS else int(self.rng.integers(-ndim, ndim))
@@ -187,17 +195,27 @@ class Draw:
     def options(self, operation: str, r: Recipe) -> Options:
         """Options that the operation and the recipe have."""
         scaled, floats = r.scale is not None and not r.fake_only, not (r.element.is_integer or r.four_over_six)
-        coded, fake = operation in _CODES, r.fake_rule is not None and operation in ("fake_quantize", "fake_quantize_grouped")
+        coded, fake = (
+            operation in _CODES,
+            r.fake_rule is not None and operation in ("fake_quantize", "fake_quantize_grouped"),
+        )
         has_layout = scaled and operation not in (*VALUES_ONLY, "partial", "swizzle_bytes")
         stochastic = floats and operation in _ROUNDED and not fake and self.often(0.25)
-        roundings = [kind for kind in self.pool.roundings if kind in (("seed",) if operation in _SEEDED else ("seed", "bytes"))]
+        roundings = [
+            kind for kind in self.pool.roundings if kind in (("seed",) if operation in _SEEDED else ("seed", "bytes"))
+        ]
         found = Options(
             seed=int(self.rng.integers(1 << 40)),
             layout=self.pick(self.pool.layouts) if has_layout else "linear",
             rounding=self.pick(roundings) if stochastic and roundings else "nearest",
             hadamard=self.pick(self.pool.hadamard) if coded and self.often(0.3) else False,
-            tensor_amax=self.pick(("number", "array", "column")) if r.tensor_scaling != "none" and self.often(0.4) else "",
-            block_amax=r.static and (coded or operation in _ROUNDED) and operation != "quantize_both" and self.often(0.6),
+            tensor_amax=(
+                self.pick(("number", "array", "column")) if r.tensor_scaling != "none" and self.often(0.4) else ""
+            ),
+            block_amax=r.static
+            and (coded or operation in _ROUNDED)
+            and operation != "quantize_both"
+            and self.often(0.6),
             out=self.pick(("", "", "guarded", "strided")) if operation in ("quantize", "with_scales", "decode") else "",
             decoded=self.pick(("", *self.pool.dtypes)),
             target=self.variant("requantize") if operation == "requantize" else None,
@@ -218,7 +236,8 @@ class Draw:
         columns = "hessian" if by_hessian else self.pick(("", "weights"))
         return replace(options, objective=objective, columns=columns, candidates=self.pick(("", "", "near", "some")))
 
-    # ---- arrays ---------------------------------------------------------------------------------------------------------
+    # ---- arrays
+    # ---------------------------------------------------------------------------------------------------------
 
     def array(self, operation: str, r: Recipe, ndim: int, axis: int, options: Options) -> Array:
         """An array whose lengths fit the blocks; of a stack, one with the experts first."""
@@ -233,7 +252,9 @@ class Draw:
         return Array(kind, dtype, shape, int(self.rng.integers(1 << 40)), view)
 
     def shape(self, operation: str, r: Recipe, ndim: int, axis: int, options: Options) -> tuple[int, ...]:
-        """Lengths around those of tiles; whole blocks along the axis, and along the other one where blocks are moved there."""
+        """Lengths around those of tiles; whole blocks along the axis, and along the other one where blocks are moved
+        there.
+        """
         shape = [int(self.pick(LENGTHS)) for _ in range(ndim)]
         multiple = lcm(r.length_multiple, 16 if options.hadamard else 1, 2 if operation == "pack" else 1)
         if options.target is not None:
@@ -266,7 +287,15 @@ class Draw:
 
 
 _CODES = ("quantize", "quantize_both", "with_scales", "quantize_grouped", "plan")
-_ROUNDED = ("quantize", "quantize_both", "with_scales", "fake_quantize", "quantize_grouped", "fake_quantize_grouped", "plan")
+_ROUNDED = (
+    "quantize",
+    "quantize_both",
+    "with_scales",
+    "fake_quantize",
+    "quantize_grouped",
+    "fake_quantize_grouped",
+    "plan",
+)
 _SEEDED = ("quantize_both", "quantize_grouped", "fake_quantize_grouped", "plan")  # one seed for several arrays
 _MATRICES = ("quantize_both", "transpose", "swizzle", "swizzle_bytes", "decode")
 _BOTH_WAYS = ("quantize_both", "transpose")
@@ -292,7 +321,9 @@ def _served(pool: Pool) -> dict[str, tuple[Variant, ...]]:
     variants = (*map(Variant, pool.recipes), *pool.variants)
     served = {name: tuple(variant for variant in variants if _serves(name, variant.recipe)) for name in pool.operations}
     if not any(served.values()):
-        raise ValueError(f"fuzz: operations {', '.join(pool.operations)} are not defined for any of the recipes; take others")
+        raise ValueError(
+            f"fuzz: operations {', '.join(pool.operations)} are not defined for any of the recipes; take others"
+        )
     return {name: found for name, found in served.items() if found}
 
 

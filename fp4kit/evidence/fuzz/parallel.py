@@ -70,7 +70,13 @@ def _work(work: Work, seed: int) -> fuzz.Report:
             done, last = [0, 0], time.monotonic()
 
     report = fuzz.run(
-        engine, work.seconds, seed, cases=work.cases, pool=work.pool, shrink_seconds=work.shrink_seconds, progress=progress
+        engine,
+        work.seconds,
+        seed,
+        cases=work.cases,
+        pool=work.pool,
+        shrink_seconds=work.shrink_seconds,
+        progress=progress,
     )
     _report(done)
     return report

@@ -1,6 +1,7 @@
 """Programs as data: recipes, arrays, calls, and statements that two results are the same.
 
-A program is run on one engine beside another (check.py) and printed as Python (print_repro.py): what is printed is what ran.
+A program is run on one engine beside another (check.py) and printed as Python (print_repro.py): what is printed is what
+ran.
 """
 
 from __future__ import annotations

@@ -37,7 +37,8 @@ def program(case: Case) -> list[Statement]:
     return p.statements
 
 
-# ---- programs -----------------------------------------------------------------------------------------------------------
+# ---- programs
+# -----------------------------------------------------------------------------------------------------------
 
 
 def _quantize(p: Program, case: Case) -> None:
@@ -225,7 +226,9 @@ def _backward_grouped(p: Program, case: Case) -> None:
 
 
 def _transpose(p: Program, case: Case) -> None:
-    """Of rows and columns in their own arrays: elements of a NaN lane, and errors that 4over6 sums, follow the direction."""
+    """Of rows and columns in their own arrays: elements of a NaN lane, and errors that 4over6 sums, follow the
+    direction.
+    """
     x, o = p.make("x", case.x), case.options
     options = {"scale_layout": o.layout if o.layout != "linear" else None, "tensor_amax": tensor_amax(p, case)}
     q = p.call("q", "fp4kit.quantize", x, Ref("r"), axis=case.axis, **options)
@@ -275,7 +278,9 @@ def _partial(p: Program, case: Case) -> None:
     x, r, shape = p.make("x", case.x), case.r, case.x.shape
     flat = p.call("flat", "x.reshape", -1)
     pieces = _pieces(case)
-    parts = [p.call(f"part{i}", "fp4kit.partial_amax", flat[a:b], shape, a, Ref("r")) for i, (a, b) in enumerate(pieces)]
+    parts = [
+        p.call(f"part{i}", "fp4kit.partial_amax", flat[a:b], shape, a, Ref("r")) for i, (a, b) in enumerate(pieces)
+    ]
     whole = p.call("whole", "largest", parts)
     p.same(whole, p.call("amax_of_x", "fp4kit.amax", x, Ref("r")))
     given = tensor_amax(p, case, name="given")
@@ -291,7 +296,9 @@ def _partial(p: Program, case: Case) -> None:
 
 
 def _scales_by_finite(case: Case) -> bool:
-    """Whether the amax of the tensor scale is not the largest of the block amaxes, as infinite elements do not count."""
+    """Whether the amax of the tensor scale is not the largest of the block amaxes, as infinite elements do not
+    count.
+    """
     finite = case.r.amax_nan == "lanes" and case.r.tensor_scaling == "tensor"
     return finite and bool(np.isinf(case.x.values().astype(np.float32)).any())
 

@@ -20,7 +20,9 @@ def with_scales(p: Program, case: Case) -> None:
     """The scales of a quantize, which give its codes back, and any others."""
     x, o, moved, r = p.make("x", case.x), case.options, moved_shape(case, case.x), case.r
     options = codes_options(p, case)
-    q = p.call("q", "fp4kit.quantize", x, Ref("r"), **options, tensor_amax=tensor_amax(p, case), block_amax=block_amax(p, case))
+    q = p.call(
+        "q", "fp4kit.quantize", x, Ref("r"), **options, tensor_amax=tensor_amax(p, case), block_amax=block_amax(p, case)
+    )
     own = {name: q[name] for name, has in _scales_of(r).items() if has}
     found = p.call("found", "fp4kit.quantize", x, Ref("r"), **options, **own)
     if gives_back(r, case.x.dtype) and not (o.block_amax and r.flush):
@@ -45,7 +47,8 @@ def _scales_of(r: Recipe) -> dict[str, bool]:
 
 
 def gives_back(r: Recipe, dtype: str) -> bool:
-    """Whether a recipe's scales tell its codes: where elements do not meet the encode scale, or 16 bits of an amax tell that.
+    """Whether a recipe's scales tell its codes: where elements do not meet the encode scale, or 16 bits of an amax tell
+    that.
 
     te_primary_weight makes 1 of an infinite amax and of 2688, and other encode scales.
     """

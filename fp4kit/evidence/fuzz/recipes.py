@@ -1,7 +1,7 @@
 """Recipes that are drawn: those of the table, and variants of them that the specification defines.
 
-What a rule assumes stands here as data: whether its factor multiplies or divides, whether it flushes subnormals, what it is made
-for. A variant that Recipe refuses all the same is drawn anew, and counted.
+What a rule assumes stands here as data: whether its factor multiplies or divides, whether it flushes subnormals, what
+it is made for. A variant that Recipe refuses all the same is drawn anew, and counted.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ from fp4kit.recipes import RECIPES, Recipe, rules
 from fp4kit.recipes.validate import can_be_repacked
 
 FLOAT_ELEMENTS = (E2M1, E2M3, E3M2, E4M3, E5M2, E1M2, E3M0)
-E8M0_RULES = tuple(name for name, rule in rules.BLOCK_RULES.items() if rule.scale == "E8M0" and "flashinfer" not in name)
+E8M0_RULES = tuple(
+    name for name, rule in rules.BLOCK_RULES.items() if rule.scale == "E8M0" and "flashinfer" not in name
+)
 E4M3_RULES = tuple(name for name, rule in rules.BLOCK_RULES.items() if rule.scale == "E4M3" and rule.flush is False)
 TENSOR_SCALE_RULES = tuple(name for name in E4M3_RULES if not rules.BLOCK_RULES[name].one_level)
 TENSOR_RULES = tuple(name for name, over in rules.TENSOR_RULES.items() if over == "E4M3")
@@ -112,7 +114,9 @@ def _sign(rng: Rng, r: Any) -> dict[str, Any]:
 
 
 def _nan_code(rng: Rng, r: Any) -> dict[str, Any]:
-    return {} if r.rounding == "first" else {"nan_code": _pick(rng, (None, 0, 3, r.element.max_code, r.element.sign_bit))}
+    return (
+        {} if r.rounding == "first" else {"nan_code": _pick(rng, (None, 0, 3, r.element.max_code, r.element.sign_bit))}
+    )
 
 
 def _amax_nan(rng: Rng, r: Any) -> dict[str, Any]:

@@ -1,4 +1,5 @@
-"""What printed reproductions call: arrays where a module has them, sameness, and the agreement of a program on several modules.
+"""What printed reproductions call: arrays where a module has them, sameness, and the agreement of a program on several
+modules.
 
 A reproduction is a generator function that makes arrays, calls fp4kit, and yields what it gets:
 
@@ -62,8 +63,9 @@ def same(a: Any, b: Any) -> None:
 def agree(program: Callable[[Place], Iterator[tuple[str, Any]]], *modules: Any) -> None:
     """Raise AssertionError unless a program does on each module what the specification does, and writes to no input.
 
-    modules: numpy for the specification; and, where they are compared with it, cupy, or numpy again for the host's fast engine.
-    A call that all modules refuse in the same words is agreement; so is one that a module declines with NotImplementedError.
+    modules: numpy for the specification; and, where they are compared with it, cupy, or numpy again for the host's fast
+    engine. A call that all modules refuse in the same words is agreement; so is one that a module declines with
+    NotImplementedError.
     """
     places = [Place(Engine(module) if i else SPECIFICATION, host=i == 0) for i, module in enumerate(modules)]
     with warnings.catch_warnings():
@@ -96,7 +98,9 @@ def _next(steps: Iterator[tuple[str, Any]], place: Place) -> Any:
 
 
 def _compare(steps: list[Any], places: list[Place]) -> None:
-    (name, expected), *others = ((name, place.engine.get(value)) for (name, value), place in zip(steps, places, strict=True))
+    (name, expected), *others = (
+        (name, place.engine.get(value)) for (name, value), place in zip(steps, places, strict=True)
+    )
     for _, found in others:
         outcome = compare(found, expected, name)
         assert not outcome.differing, f"differs: {outcome.first}"
@@ -108,7 +112,9 @@ def ended(raised: list[Exception | None]) -> Ended:
     Its refusal must be everyone's, in the same words; an engine may decline what the specification does.
     """
     first, last = raised[0], raised[-1]
-    unexpected = [e for e in raised if e is not None and not isinstance(e, (ValueError, TypeError, NotImplementedError))]
+    unexpected = [
+        e for e in raised if e is not None and not isinstance(e, (ValueError, TypeError, NotImplementedError))
+    ]
     if unexpected:
         return "warning" if isinstance(unexpected[0], Warning) else "raised", _text(unexpected[0])
     declined = next((e for e in (last, first) if isinstance(e, NotImplementedError)), None)

@@ -1,10 +1,10 @@
 """Drawn calls of the public functions: the specification against an engine in every bit, and against itself.
 
 A case is drawn from one integer (draw.py), written as a program (programs.py), and run on the specification and the
-engine in step (fuzz_check). What must hold without a second engine holds on each: round trips, a strided view as its copy,
-grouped as single calls, both directions as two calls, inputs and guards untouched. A failure is shrunk (fuzz_shrink) and printed
-as Python (print_repro.py). A call that both refuse in the same words is counted, and one that the engine declines with
-NotImplementedError.
+engine in step (fuzz_check). What must hold without a second engine holds on each: round trips, a strided view as its
+copy, grouped as single calls, both directions as two calls, inputs and guards untouched. A failure is shrunk
+(fuzz_shrink) and printed as Python (print_repro.py). A call that both refuse in the same words is counted, and one that
+the engine declines with NotImplementedError.
 """
 
 from __future__ import annotations
@@ -35,7 +35,9 @@ COUNTED = ("cases", "calls", "values", "refused", "declined", "failed")
 
 @dataclass(frozen=True)
 class Failure:
-    """case: the integer it is drawn from. text: what is wrong. drawn, shrunk: the case in words. script: its reproduction."""
+    """case: the integer it is drawn from. text: what is wrong. drawn, shrunk: the case in words. script: its
+    reproduction.
+    """
 
     case: int
     kind: str
@@ -48,8 +50,8 @@ class Failure:
 
 @dataclass
 class Report:
-    """operations: counts by operation, of COUNTED. reasons: why calls were refused or declined. redrawn: variants that Recipe
-    refused. failures: the first of each kind and function, at most SHOWN.
+    """operations: counts by operation, of COUNTED. reasons: why calls were refused or declined. redrawn: variants that
+    Recipe refused. failures: the first of each kind and function, at most SHOWN.
     """
 
     operations: dict[str, Counter[str]] = field(default_factory=dict)
@@ -91,7 +93,11 @@ class Report:
         """Plain dicts, lists, numbers and strings."""
         found = {name: getattr(self, name) for name in ("redrawn", "seconds")}
         counts = {operation: dict(counts) for operation, counts in self.operations.items()}
-        return found | {"operations": counts, "reasons": dict(self.reasons), "failures": [asdict(f) for f in self.failures]}
+        return found | {
+            "operations": counts,
+            "reasons": dict(self.reasons),
+            "failures": [asdict(f) for f in self.failures],
+        }
 
 
 def run(
@@ -119,7 +125,9 @@ def run(
             case, verdict = checked(report, engine, seed * CASES_OF_A_SEED + number, pool or Pool())
             if verdict.failed and report.wants(verdict):
                 began = time.monotonic()
-                report.failures.append(reproduced(case, verdict, engine, seed * CASES_OF_A_SEED + number, shrink_seconds))
+                report.failures.append(
+                    reproduced(case, verdict, engine, seed * CASES_OF_A_SEED + number, shrink_seconds)
+                )
                 spent += time.monotonic() - began
             if progress is not None:
                 progress(verdict.calls, int(verdict.failed))
@@ -153,11 +161,15 @@ def reproduced(case: Case, verdict: Verdict, engine: Engine | None, number: int,
     last = check(smaller, engine)
     if last.key != verdict.key:  # it does not fail each time
         smaller, last = case, verdict
-    return Failure(number, verdict.kind, verdict.function, last.text, str(case), str(smaller), script(smaller, last, engine))
+    return Failure(
+        number, verdict.kind, verdict.function, last.text, str(case), str(smaller), script(smaller, last, engine)
+    )
 
 
 def outcome(engine: Engine, pool: Pool, seed: int, cases: int) -> Outcome:
-    """Cases on an engine, as the self-test counts: values compared, and different; the first failure; what was left out."""
+    """Cases on an engine, as the self-test counts: values compared, and different; the first failure; what was left
+    out.
+    """
     total, report = Outcome(), Report()
     for number in range(seed * CASES_OF_A_SEED, seed * CASES_OF_A_SEED + cases):
         case, verdict = checked(report, engine, number, pool)

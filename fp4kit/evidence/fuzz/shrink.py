@@ -1,4 +1,6 @@
-"""Shrinking a case that fails to a smaller one that fails in the same way: the first simpler one that does, again and again."""
+"""Shrinking a case that fails to a smaller one that fails in the same way: the first simpler one that does, again and
+again.
+"""
 
 from __future__ import annotations
 
@@ -111,7 +113,11 @@ def _unit(case: Case, a: Array, axis: int) -> int:
     if axis != along:
         return 1
     target = case.options.target
-    lengths = (case.r.length_multiple, 16 if case.options.hadamard else 1, target.recipe.length_multiple if target else 1)
+    lengths = (
+        case.r.length_multiple,
+        16 if case.options.hadamard else 1,
+        target.recipe.length_multiple if target else 1,
+    )
     return lcm(*lengths)
 
 

@@ -1,4 +1,6 @@
-"""Where recipes agree: which ones give the same bytes on ordinary data (finite, no -0, no subnormals), by input dtype."""
+"""Where recipes agree: which ones give the same bytes on ordinary data (finite, no -0, no subnormals), by input
+dtype.
+"""
 
 from __future__ import annotations
 
@@ -31,14 +33,18 @@ def ordinary_data(dtype: Any) -> list[np.ndarray]:
 
 @cache
 def agreeing(dtype: Any) -> tuple[tuple[str, ...], ...]:
-    """Groups of two or more recipes with codes that give the same bytes on ordinary_data(dtype), in the order of the table."""
+    """Groups of two or more recipes with codes that give the same bytes on ordinary_data(dtype), in the order of the
+    table.
+    """
     data = ordinary_data(dtype)
     with specification():
         return tuple(_agreeing(data))
 
 
 def _agreeing(data: list[np.ndarray]) -> Iterator[tuple[str, ...]]:
-    """What one array tells apart is not asked about the next. A search gives what no other recipe does, and takes long."""
+    """What one array tells apart is not asked about the next. A search gives what no other recipe does, and takes
+    long.
+    """
     groups = [[r for r in RECIPES.values() if not r.fake_only and r.scale is not None and not r.search]]
     order = {r.id: i for i, r in enumerate(groups[0])}
     for x in data:
@@ -51,12 +57,16 @@ def _parts(group: list[Recipe], x: np.ndarray) -> list[list[Recipe]]:
     found: dict[bytes, list[Recipe]] = {}
     for r in group:
         q = quantize(x, r)
-        found.setdefault(b"".join(part.tobytes() for part in (q.packed, q.block_scale) if part is not None), []).append(r)
+        found.setdefault(b"".join(part.tobytes() for part in (q.packed, q.block_scale) if part is not None), []).append(
+            r
+        )
     return list(found.values())
 
 
 def agreement_rows(producers: int = 1) -> list[tuple[str, ...]]:
-    """A row for each group: the input dtypes for which it holds, and its recipes; groups of so many producers and more."""
+    """A row for each group: the input dtypes for which it holds, and its recipes; groups of so many producers and
+    more.
+    """
     found: dict[tuple[str, ...], list[str]] = {}
     for name, dtype in DTYPES.items():
         for group in agreeing(dtype):

@@ -2,8 +2,8 @@
 
 What is compared is the specification; with other Operations another engine (`fp4kit selftest`).
 
-Every array is compared in every bit, but for what a row names in `skip` and `inputs` and for the sign bit of a NaN, which no
-producer keeps stable (fp4kit/evidence/recorded/README.md lists and explains these exceptions).
+Every array is compared in every bit, but for what a row names in `skip` and `inputs` and for the sign bit of a NaN,
+which no producer keeps stable (fp4kit/evidence/recorded/README.md lists and explains these exceptions).
 """
 
 from __future__ import annotations
@@ -56,7 +56,8 @@ class Operations(NamedTuple):
 SPECIFIED = Operations.of(SPECIFICATION)
 
 
-# ---- exceptions: what of an array is not compared, as a mask over elements ------------------------------------------------
+# ---- exceptions: what of an array is not compared, as a mask over elements
+# ------------------------------------------------
 
 
 def _block_amax(case: Case) -> np.ndarray:
@@ -97,7 +98,9 @@ def _skip_undefined(case: Case) -> Mask:
 
 
 def _skip_cpu_only_rows(case: Case) -> Mask:
-    """fp8-modelopt-channel: inputs recorded on a CPU alone, which evaluates 448 / amax as (1 / amax) * 448; a GPU divides."""
+    """fp8-modelopt-channel: inputs recorded on a CPU alone, which evaluates 448 / amax as (1 / amax) * 448; a GPU
+    divides.
+    """
     cpu_only = case.recipe.id == "fp8-modelopt-channel" and case.part("amax") is None
     amax = np.max(np.abs(case.x.astype(np.float32)), axis=1, keepdims=True)
     with np.errstate(all="ignore"):
@@ -106,8 +109,8 @@ def _skip_cpu_only_rows(case: Case) -> Mask:
 
 
 def _skip_nonfinite_tensor(case: Case) -> Mask:
-    """fouroversix: of tensors with inf or NaN those in float32, where the processor decides the sign of a NaN scale, and those
-    that its Triton kernels quantize in blocks of 16x16, where rows with inf or NaN do not count.
+    """fouroversix: of tensors with inf or NaN those in float32, where the processor decides the sign of a NaN scale,
+    and those that its Triton kernels quantize in blocks of 16x16, where rows with inf or NaN do not count.
     """
     undecided = case.x.dtype == np.float32 or (case.recipe.keep_infinity and case.recipe.block_rows > 1)
     return np.full(case.x.shape, undecided and not np.isfinite(_block_amax(case)).all())
@@ -119,7 +122,9 @@ def _skip_nan_element(case: Case) -> Mask:
 
 
 def _skip_infinite_quotient(case: Case) -> Mask:
-    """Quark packs an infinity as 4: a tensor with inf or NaN, and elements whose quotient overflows, under the scale 2^-23."""
+    """Quark packs an infinity as 4: a tensor with inf or NaN, and elements whose quotient overflows, under the scale
+    2^-23.
+    """
     scale = case.part("global_scale")
     if scale is None or not np.isfinite(scale).all():
         return np.ones(case.x.shape, bool)
@@ -136,7 +141,8 @@ def _skip_applied_scale(case: Case) -> Mask:
     return skip | np.repeat(applied != stored, case.recipe.block_size, axis=1)
 
 
-# ---- the comparison -----------------------------------------------------------------------------------------------------
+# ---- the comparison
+# -----------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -197,7 +203,11 @@ SKIPS: dict[str, Callable[[Case], Mask]] = {
     "infinite_quotient": _skip_infinite_quotient,
     "applied_scale": _skip_applied_scale,
 }
-SKIPPED_SCALES = ("nonfinite_block", "overflowing_block", "nonfinite_tensor")  # blocks whose scales are not compared either
+SKIPPED_SCALES = (
+    "nonfinite_block",
+    "overflowing_block",
+    "nonfinite_tensor",
+)  # blocks whose scales are not compared either
 
 
 def cases(row: Row, golden: GoldenSet, ops: Operations = SPECIFIED) -> Iterator[Case]:
@@ -226,7 +236,9 @@ def check_bytes(name: str, golden: GoldenSet, ops: Operations = SPECIFIED) -> Re
 def check_row(row: Row, golden: GoldenSet, ops: Operations = SPECIFIED) -> Result:
     """Compare every recorded array of a row with what ops give."""
     arrays = searched_arrays if row.searched else _fake_arrays if row.fake else _arrays
-    return result_of(row.recipe, ((row.file, compared) for case in cases(row, golden, ops) for compared in arrays(case)))
+    return result_of(
+        row.recipe, ((row.file, compared) for case in cases(row, golden, ops) for compared in arrays(case))
+    )
 
 
 def _arrays(case: Case) -> Iterator[Compared]:
@@ -270,7 +282,12 @@ def _tensor_arrays(case: Case) -> Iterator[Compared]:
     elif scale is not None and case.q.tensor_amax is not None:
         ours = tensor_scale(case.q.tensor_amax, case.recipe, case.x.dtype)
         decode_direction = case.row.file in ("modelopt", "ao", "quark")
-        yield case.key("global_scale"), (ours.decode if decode_direction else ours.encode).reshape(-1), scale.reshape(-1), none
+        yield (
+            case.key("global_scale"),
+            (ours.decode if decode_direction else ours.encode).reshape(-1),
+            scale.reshape(-1),
+            none,
+        )
     if block is not None and not case.row.given:
         yield case.key("block_amax"), case.ops.amax(case.x, case.recipe), block, none
 

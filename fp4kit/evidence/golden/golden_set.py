@@ -1,8 +1,8 @@
 """Recorded outputs of the producers (golden vectors): a directory of `<file>.npz`, one per producer.
 
 The keys of a file are `<input>/<variant>/<part>`; those of `inputs.npz` are the names of the inputs. A file is in its
-original form (numpy.savez) or packed (fp4kit/evidence/golden/packed.py); a directory may hold both. tools/pack_golden.py packs
-files; fp4kit/evidence/recorded/README.md says what the arrays are.
+original form (numpy.savez) or packed (fp4kit/evidence/golden/packed.py); a directory may hold both.
+tools/pack_golden.py packs files; fp4kit/evidence/recorded/README.md says what the arrays are.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ class GoldenSet:
     def open(cls, path: str | os.PathLike[str]) -> GoldenSet:
         """Open a directory of files, packed or original, or one file together with the `inputs.npz` beside it.
 
-        A file is read when something in it is first asked for, a packed file together with those it is stored as a difference to.
+        A file is read when something in it is first asked for, a packed file together with those it is stored as a
+        difference to.
 
         Raises:
             FileNotFoundError: `path` is neither.
@@ -53,7 +54,8 @@ class GoldenSet:
         names = tuple(sorted({file.stem for file in files if file.is_file()}))
         if not names:
             raise FileNotFoundError(
-                f"GoldenSet.open: {path} is neither a .npz file of recorded outputs nor a directory of them; {RECORDED} is one"
+                f"GoldenSet.open: {path} is neither a .npz file of recorded outputs nor a directory of them; {RECORDED}"
+                " is one"
             )
         return cls(path, names, _Reader(directory))
 
@@ -87,7 +89,8 @@ class GoldenSet:
         return self.keys(INPUTS)
 
     def input(self, name: str, file: str = INPUTS) -> Array:
-        """One input, a float32, float16 or bfloat16 array; of a file that keeps one of its own as `<input>/input/values`, that.
+        """One input, a float32, float16 or bfloat16 array; of a file that keeps one of its own as
+        `<input>/input/values`, that.
 
         Raises:
             KeyError: the set has no such input.

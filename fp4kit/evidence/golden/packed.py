@@ -5,9 +5,10 @@ The member `index.json` of a packed file is
     {"arrays": [[dtype, start, shape], ...], "keys": {key: number of the array}}
 
 Array i is elements [start, start + size) of the member `<dtype>.npy`, in row-major order. An entry
-`[dtype, start, shape, file, key]` stores a difference: its bytes are the XOR of the array's bytes with those of the array `key`
-of another packed file in the same directory, which has as many bytes. Only files named in BASES are referred to, and each only by
-the files that come later, in the order of BASES or outside it. tools/pack_golden.py writes packed files.
+`[dtype, start, shape, file, key]` stores a difference: its bytes are the XOR of the array's bytes with those of the
+array `key` of another packed file in the same directory, which has as many bytes. Only files named in BASES are
+referred to, and each only by the files that come later, in the order of BASES or outside it. tools/pack_golden.py
+writes packed files.
 """
 
 from __future__ import annotations
@@ -37,7 +38,9 @@ def is_packed(path: Path) -> bool:
 
 
 def references(path: Path) -> dict[str, tuple[str, ...]]:
-    """Return {key: (file, key) of the array that it is stored as a difference to, or ()}; {} for a file in the original form."""
+    """Return {key: (file, key) of the array that it is stored as a difference to, or ()}; {} for a file in the original
+    form.
+    """
     if not is_packed(path):
         return {}
     with zipfile.ZipFile(path) as archive:
@@ -46,7 +49,9 @@ def references(path: Path) -> dict[str, tuple[str, ...]]:
 
 
 def read_packed(path: Path, base: Callable[[str], Mapping[str, Array]]) -> dict[str, Array]:
-    """Return the arrays of one packed file by key, read-only. `base` returns the arrays of another file of its directory."""
+    """Return the arrays of one packed file by key, read-only. `base` returns the arrays of another file of its
+    directory.
+    """
     with np.load(path, allow_pickle=False) as npz:
         index = json.loads(npz[INDEX])
         members = {name: npz[name] for name in npz.files if name != INDEX}

@@ -1,5 +1,5 @@
-"""What producers recorded of bytes alone, without numbers that they were made of: values of all codes under all scales, and
-blocks of files that their converters made of other producers' codes."""
+"""What producers recorded of bytes alone, without numbers that they were made of: values of all codes under all scales,
+and blocks of files that their converters made of other producers' codes."""
 
 from __future__ import annotations
 
@@ -66,7 +66,9 @@ def _blocks(each: Bytes, golden: GoldenSet) -> Iterator[tuple[str, Any, Any]]:
 
 
 def all_bytes(r: Recipe, dtype: np.dtype) -> Quantized:
-    """All element codes, in a row, under every scale code; of a tensor of a dtype, and a tensor scale of 1 if there is one."""
+    """All element codes, in a row, under every scale code; of a tensor of a dtype, and a tensor scale of 1 if there is
+    one.
+    """
     count = 2**r.element.bits
     length = max(count, r.block_size)
     codes = np.ascontiguousarray(np.broadcast_to(np.arange(length) % count, (256, length)).astype(np.uint8))

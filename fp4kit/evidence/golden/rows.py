@@ -14,14 +14,14 @@ class Row:
     """Variants of a file that a recipe must equal.
 
     inputs: suffix that input names must have ("__bf16" where only that dtype is defined). block: another block size.
-    given: amaxes that the file supplies: "tensor" (global_amax or amax), "static" (and block_amax), "global_scale" (which is an
-    amax there), or "" (computed from x). widen: the producer takes float32 alone, to which inputs are cast.
-    decoded: values of the codes are compared, too. raw: how the file's own bytes are made, a key of stored.RAW.
-    options: further arguments of the call. skip: name of the exception, a key of SKIPS. columnwise_in_place: the file keeps
-    columnwise codes as (M, K) and their scales as (M/block, K). least_amax: what the file's global_amax is at least.
-    on_gpu: the variant of producers_h200 that has the arrays which differ on a GPU from those of the file.
-    values: parts that a fake row compares. least_scale: what the file's scale bytes are at least. searched: block amaxes are what
-    search_scales chooses, "by error", or "by hessian", those of the file for so many columns.
+    given: amaxes that the file supplies: "tensor" (global_amax or amax), "static" (and block_amax), "global_scale"
+    (which is an amax there), or "" (computed from x). widen: the producer takes float32 alone, to which inputs are
+    cast. decoded: values of the codes are compared, too. raw: how the file's own bytes are made, a key of stored.RAW.
+    options: further arguments of the call. skip: name of the exception, a key of SKIPS. columnwise_in_place: the file
+    keeps columnwise codes as (M, K) and their scales as (M/block, K). least_amax: what the file's global_amax is at
+    least. on_gpu: the variant of producers_h200 that has the arrays which differ on a GPU from those of the file.
+    values: parts that a fake row compares. least_scale: what the file's scale bytes are at least. searched: block
+    amaxes are what search_scales chooses, "by error", or "by hessian", those of the file for so many columns.
     """
 
     recipe: str
@@ -45,8 +45,13 @@ class Row:
 
 
 def _te_rows() -> Iterator[Row]:
-    pairs = (("nvfp4-te-reference", "nvfp4_1d"), ("nvfp4-te-reference-2d", "nvfp4_2d"), ("nvfp4-te", "cpp_nvfp4_1d"),
-             ("nvfp4-te-2d", "kern_primary_weight"), ("nvfp4-te-rowscaled", "nvfp4_1d_rowscaled"))  # fmt: skip
+    pairs = (
+        ("nvfp4-te-reference", "nvfp4_1d"),
+        ("nvfp4-te-reference-2d", "nvfp4_2d"),
+        ("nvfp4-te", "cpp_nvfp4_1d"),
+        ("nvfp4-te-2d", "kern_primary_weight"),
+        ("nvfp4-te-rowscaled", "nvfp4_1d_rowscaled"),
+    )
     for name, variant in pairs:
         yield Row(name, "te", variant)
         yield Row(name, "te", f"{variant}_T", options={"axis": 0})
@@ -65,7 +70,11 @@ def _te_rows() -> Iterator[Row]:
         for shape, kind in (("1d", ""), ("2d", "-2d")):
             yield Row(f"mxfp8-te{suffix}{kind}", "te", f"cpp_mxfp8_{element}_{shape}")
             yield Row(
-                f"mxfp8-te{suffix}{kind}", "te", f"cpp_mxfp8_{element}_{shape}_C", options={"axis": 0}, columnwise_in_place=True
+                f"mxfp8-te{suffix}{kind}",
+                "te",
+                f"cpp_mxfp8_{element}_{shape}_C",
+                options={"axis": 0},
+                columnwise_in_place=True,
             )
 
 
@@ -87,10 +96,14 @@ def _modelopt_rows() -> Iterator[Row]:
     yield Row("mxfp4-modelopt", "modelopt", "mxfp4", skip="nonfinite_block")
     yield Row("mxfp8-modelopt", "modelopt", "mxfp8")
     fakes = {
-        "fp8-modelopt": "fp8_per_tensor", "fp8-modelopt-channel": "fp8_axis0", "int8-modelopt": "int8_per_tensor",
-        "int8-modelopt-channel": "int8_per_channel_axis0", "int8-modelopt-channel-narrow": "int8_per_channel_axis0_narrow",
-        "int4-modelopt-channel": "int4_axis0", "int4-modelopt": "int4_block32",
-    }  # fmt: skip
+        "fp8-modelopt": "fp8_per_tensor",
+        "fp8-modelopt-channel": "fp8_axis0",
+        "int8-modelopt": "int8_per_tensor",
+        "int8-modelopt-channel": "int8_per_channel_axis0",
+        "int8-modelopt-channel-narrow": "int8_per_channel_axis0_narrow",
+        "int4-modelopt-channel": "int4_axis0",
+        "int4-modelopt": "int4_block32",
+    }
     for name, variant in fakes.items():
         yield Row(name, "modelopt_fake", f"fake_{variant}", given="tensor", fake=True, skip="cpu_only_rows")
         yield Row(name, "modelopt_fake", f"fake_{variant}_clip", given="tensor", fake=True)
@@ -141,7 +154,9 @@ def _mlx_rows() -> Iterator[Row]:
     for name in ("mxfp4", "mxfp8", "nvfp4"):
         yield Row(f"{name}-mlx-cpu", "mlx", name, decoded=True, raw="mlx")
     for version in ("", "-0322"):  # which decode recorded codes alike: no scale of theirs is NaN
-        yield Row(f"nvfp4-mlx-cpu{version}-global", "mlx", "nvfp4_global", given="global_scale", decoded=True, raw="mlx")
+        yield Row(
+            f"nvfp4-mlx-cpu{version}-global", "mlx", "nvfp4_global", given="global_scale", decoded=True, raw="mlx"
+        )
     for name in ("mxfp8", "nvfp4"):
         yield Row(f"{name}-mlx-cpu-0322", "mlx", name, decoded=True)
     for name in ("mxfp4", "mxfp8"):
@@ -154,6 +169,12 @@ def _mlx_rows() -> Iterator[Row]:
 
 
 ROWS: tuple[Row, ...] = (
-    *_te_rows(), *_flashinfer_rows(), *_modelopt_rows(), *_torchao_rows(), *_other_rows(),
-    *_gguf_rows(), *_mlx_rows(), *serving_rows(Row),
-)  # fmt: skip
+    *_te_rows(),
+    *_flashinfer_rows(),
+    *_modelopt_rows(),
+    *_torchao_rows(),
+    *_other_rows(),
+    *_gguf_rows(),
+    *_mlx_rows(),
+    *serving_rows(Row),
+)

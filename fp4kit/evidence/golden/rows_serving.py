@@ -1,4 +1,6 @@
-"""Rows of vLLM, triton_kernels, Quark, auto-round, fouroversix, SGLang, DeepGEMM and qwix; rows.py says what a row is."""
+"""Rows of vLLM, triton_kernels, Quark, auto-round, fouroversix, SGLang, DeepGEMM and qwix; rows.py says what a row
+is.
+"""
 
 from __future__ import annotations
 
@@ -70,7 +72,12 @@ def _fouroversix(row: Callable[..., Any]) -> Rows:
         yield row(f"nvfp4-fouroversix-{name}", "fouroversix", f"nvfp4_{variant}", skip="nonfinite_tensor", decoded=True)
     for top in ("6", "4"):
         yield row(f"mxfp4-fouroversix-{top}", "fouroversix", f"mxfp4_static_{top}", decoded=True)
-    for name, variant, block in (("", "mse", None), ("", "mse_2d", (16, 16)), ("-mae", "mae", None), ("-6", "static_6", None)):
+    for name, variant, block in (
+        ("", "mse", None),
+        ("", "mse_2d", (16, 16)),
+        ("-mae", "mae", None),
+        ("-6", "static_6", None),
+    ):
         known = {"block": block, "skip": "nonfinite_tensor", "on_gpu": f"fouroversix_triton_nvfp4_{variant}"}
         yield row(f"nvfp4-fouroversix-triton{name}", "fouroversix", f"nvfp4_{variant}", **known)
 

@@ -1,4 +1,6 @@
-"""What a row compares beside codes and scales: the bytes of the producer's files, and the values that they stand for."""
+"""What a row compares beside codes and scales: the bytes of the producer's files, and the values that they stand
+for.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,12 @@ def searched_arrays(case: Any) -> Iterator[tuple[str, Any, Any, Any]]:
     terms = {"hessian": case.golden.get(case.row.file, key)} if case.row.searched == "by hessian" else {}
     if amax is not None:
         yield case.key("global_amax"), case.ops.amax(case.x), amax, np.False_
-    yield case.key("block_amax"), case.ops.search_scales(case.x, case.recipe, **terms), case.part("block_amax"), np.False_
+    yield (
+        case.key("block_amax"),
+        case.ops.search_scales(case.x, case.recipe, **terms),
+        case.part("block_amax"),
+        np.False_,
+    )
 
 
 def _beside_codes(case: Any) -> Iterator[tuple[str, Any, Any, Any]]:
@@ -47,12 +54,19 @@ def _beside_codes(case: Any) -> Iterator[tuple[str, Any, Any, Any]]:
         if (applied := case.part(part)) is not None:
             yield case.key(part), applied_scales(case.x, case.recipe), applied, np.False_
     if (values := case.part("values")) is not None:
-        yield case.key("values"), decode(unpack(case.q.packed), case.recipe.element), values, np.isnan(values)  # NaN has no code
+        yield (
+            case.key("values"),
+            decode(unpack(case.q.packed), case.recipe.element),
+            values,
+            np.isnan(values),
+        )  # NaN has no code
 
 
 @np.errstate(all="ignore")
 def applied_scales(x: np.ndarray, r: Recipe) -> np.ndarray:
-    """The scales of blocks (rows, blocks) that elements are divided by, whatever byte stands for them: of one level, float32."""
+    """The scales of blocks (rows, blocks) that elements are divided by, whatever byte stands for them: of one level,
+    float32.
+    """
     amax, tensor = block_amax(x.astype(np.float32), r), tensor_scale(None, r, x.dtype)
     rule = BLOCK_RULES[r.block_rule or ""]
     factor = rule.factor(rule.code(amax, tensor, r, x.dtype), amax, tensor, r, x.dtype)
@@ -63,4 +77,6 @@ def unpack_fp6(packed: np.ndarray) -> np.ndarray:
     """compressed-tensors' 6-bit packing, 4 codes in 3 bytes, little-endian -> uint8 codes."""
     b = packed.reshape(*packed.shape[:-1], -1, 3).astype(np.uint32)
     word = b[..., 0] | b[..., 1] << 8 | b[..., 2] << 16
-    return (word[..., None] >> np.arange(0, 24, 6, dtype=np.uint32) & 63).astype(np.uint8).reshape(*packed.shape[:-1], -1)
+    return (
+        (word[..., None] >> np.arange(0, 24, 6, dtype=np.uint32) & 63).astype(np.uint8).reshape(*packed.shape[:-1], -1)
+    )

@@ -1,6 +1,7 @@
 """Adapters: a producer's calls as data, by the id of the recipe that must give the same bits.
 
-An adapter is a module of `producers/` with one Adapter named ADAPTER. Its functions import the producer when they are called.
+An adapter is a module of `producers/` with one Adapter named ADAPTER. Its functions import the producer when they are
+called.
 """
 
 from __future__ import annotations
@@ -26,8 +27,9 @@ class Call:
     dtypes: those of x that the producer takes. columns: what the length of x's rows must be a multiple of.
     exempt: named exceptions, which excuse differences and are counted.
     first, last: the range of the producer's versions for which the recipe is stated; "" has no end.
-    beside: the same of other distributions, {name: (first, last)}: the torch whose casts, or the jax whose logarithm it has.
-    decode: from a Quantized to the values, in its dtype, that the producer decodes from its codes and scales; or None. It is
+    beside: the same of other distributions, {name: (first, last)}: the torch whose casts, or the jax whose logarithm it
+    has. decode: from a Quantized to the values, in its dtype, that the producer decodes from its codes and scales; or
+    None. It is
         given codes and scales that no quantizer makes, such as NaN scales. decodes: the dtypes that it takes.
     """
 
@@ -51,7 +53,8 @@ class Adapter:
     beside: distributions whose versions the bits may depend on, too.
     calls: by the ids of recipes. left_out: recipes of this producer that no call runs, and why.
     title: what the report calls the producer, if that is not the distribution's name.
-    prepare: imports the producer; raises ImportError or OSError, with the reason, where that needs what the machine has not.
+    prepare: imports the producer; raises ImportError or OSError, with the reason, where that needs what the machine has
+    not.
     """
 
     name: str

@@ -32,7 +32,8 @@ def to_numpy(tensor: Any) -> np.ndarray:
 
 
 def codes_of(values: np.ndarray, format: str) -> np.ndarray:
-    """Return the codes of values that an element format holds exactly, named as in formats.ELEMENT_FORMATS in small letters.
+    """Return the codes of values that an element format holds exactly, named as in formats.ELEMENT_FORMATS in small
+    letters.
 
     A value that is no number of the format has no code: ValueError.
     """

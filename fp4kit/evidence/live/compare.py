@@ -16,7 +16,8 @@ from fp4kit.reference.codec import decode
 
 # The parts that a producer may give, and the fp4kit expression for each: q is the Quantized, v the producer's array.
 PARTS = {
-    "codes": "fp4kit.unpack(q.packed) if q.recipe.is_packed else q.packed",  # one per element, also where bytes hold two
+    # one per element, also where bytes hold two
+    "codes": "fp4kit.unpack(q.packed) if q.recipe.is_packed else q.packed",
     "block_scale": "q.block_scale",  # bit patterns
     "tensor_scale": "q.tensor_scale.reshape(v.shape)",  # float32, in the direction of decoding
     "values": "fp4kit.dequantize(q, v.dtype)",  # decoded
@@ -42,7 +43,9 @@ class Difference:
 
     def __str__(self) -> str:
         at = "" if self.at is None else f"at {self.at}, "
-        return f"{self.part}: {self.differing} of {self.size} differ, first {at}{self.theirs} there and {self.ours} here"
+        return (
+            f"{self.part}: {self.differing} of {self.size} differ, first {at}{self.theirs} there and {self.ours} here"
+        )
 
 
 @dataclass
@@ -69,7 +72,14 @@ def compare(id: str, x: np.ndarray, call: Call, theirs: Parts | None = None) -> 
 
 
 def _mask(
-    part: str, x: np.ndarray, q: Any, call: Call, r: fp4kit.Recipe, theirs: np.ndarray, ours: np.ndarray, excused: Counter[str]
+    part: str,
+    x: np.ndarray,
+    q: Any,
+    call: Call,
+    r: fp4kit.Recipe,
+    theirs: np.ndarray,
+    ours: np.ndarray,
+    excused: Counter[str],
 ) -> np.ndarray:
     """Return where differences are excused, and count each exception that excuses one."""
     shape = np.shape(theirs)

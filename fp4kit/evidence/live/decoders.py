@@ -20,7 +20,9 @@ EDGES = (0, 1, 0x7E, 0x7F, 0x80, 0xFE, 0xFF)  # the smallest, largest and NaN sc
 
 
 def draw_stored(r: fp4kit.Recipe, call: Call, seed: int, number: int) -> fp4kit.Quantized:
-    """Return drawn codes and scales: half of the blocks with a scale near 1, the others with any byte, or one of EDGES."""
+    """Return drawn codes and scales: half of the blocks with a scale near 1, the others with any byte, or one of
+    EDGES.
+    """
     rng = np.random.default_rng([seed, number, zlib.crc32(r.id.encode())])
     rows, blocks = int(rng.choice(ROWS)) * r.block_rows, int(rng.choice(BLOCKS)) * max(1, call.columns // r.block_size)
     codes = rng.integers(0, 1 << r.element.bits, (rows, blocks * r.block_size), np.uint8)
@@ -49,7 +51,9 @@ def compare_decoded(q: fp4kit.Quantized, call: Call) -> Compared:
 
 
 def shrunk(q: fp4kit.Quantized, call: Call, differs: Callable[[fp4kit.Quantized], bool]) -> fp4kit.Quantized:
-    """Return the smallest part of q, and the one with the fewest codes that are not 0, for which `differs` still holds."""
+    """Return the smallest part of q, and the one with the fewest codes that are not 0, for which `differs` still
+    holds.
+    """
     for candidate in _smaller(q, call):
         if differs(candidate):
             q = candidate

@@ -49,7 +49,8 @@ def _shape(rng: np.random.Generator, r: fp4kit.Recipe, multiple: int) -> Shape:
             return rows, columns
 
 
-# ---- kinds of values ------------------------------------------------------------------------------------------------------
+# ---- kinds of values
+# ------------------------------------------------------------------------------------------------------
 
 Kind = Callable[[np.random.Generator, Shape, np.dtype, fp4kit.Recipe], np.ndarray]
 
@@ -159,7 +160,8 @@ KINDS: dict[str, Kind] = {
 }
 
 
-# ---- blocks -----------------------------------------------------------------------------------------------------------------
+# ---- blocks
+# -----------------------------------------------------------------------------------------------------------------
 
 
 def _blocks(shape: Shape, r: fp4kit.Recipe) -> Shape:
@@ -183,7 +185,9 @@ def _beside(rng: np.random.Generator, numbers: np.ndarray) -> np.ndarray:
 def _under(
     rng: np.random.Generator, amaxes: np.ndarray, shape: Shape, r: fp4kit.Recipe, tensor: np.ndarray | None = None
 ) -> np.ndarray:
-    """Return blocks of given amaxes, held by an element at a random place; the first element is the tensor's amax, if given."""
+    """Return blocks of given amaxes, held by an element at a random place; the first element is the tensor's amax, if
+    given.
+    """
     x = (rng.uniform(-1, 1, shape) * _spread(amaxes.astype(np.float64), shape, r)).astype(amaxes.dtype)
     rows, columns = amaxes.shape
     height, width = shape[0] // rows, shape[1] // columns
@@ -198,7 +202,9 @@ def _under(
 def _thresholds(
     rng: np.random.Generator, blocks: Shape, dtype: np.dtype, r: fp4kit.Recipe, tensor: np.ndarray | None
 ) -> np.ndarray:
-    """Return an amax for each block at which the scale code changes: bisection between two that have different codes."""
+    """Return an amax for each block at which the scale code changes: bisection between two that have different
+    codes.
+    """
     bits = unsigned(dtype)
     span = 1 << ml_dtypes.finfo(dtype).nmant
     bottom, top = _range(rng, dtype, r, tensor)
@@ -213,7 +219,9 @@ def _thresholds(
 
 
 def _range(rng: np.random.Generator, dtype: np.dtype, r: fp4kit.Recipe, tensor: np.ndarray | None) -> tuple[int, int]:
-    """Return bit patterns between which block amaxes have scale codes of their own: 20 binades for E4M3, else most often all."""
+    """Return bit patterns between which block amaxes have scale codes of their own: 20 binades for E4M3, else most
+    often all.
+    """
     span = 1 << ml_dtypes.finfo(dtype).nmant
     largest = ml_dtypes.finfo(dtype).max if tensor is None else tensor
     if tensor is None and r.scale is E4M3:

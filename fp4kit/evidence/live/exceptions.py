@@ -14,7 +14,9 @@ Where = Callable[[np.ndarray, Any], np.ndarray]  # from x and fp4kit's Quantized
 
 
 class Exempt(NamedTuple):
-    """Elements whose codes and values are not compared; scales: block scales of blocks with such elements are not, either."""
+    """Elements whose codes and values are not compared; scales: block scales of blocks with such elements are not,
+    either.
+    """
 
     name: str
     where: Where

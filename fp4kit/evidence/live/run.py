@@ -1,4 +1,6 @@
-"""Running producers on drawn inputs beside fp4kit: for some seconds each, every difference counted, some shrunk and printed."""
+"""Running producers on drawn inputs beside fp4kit: for some seconds each, every difference counted, some shrunk and
+printed.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,9 @@ class NotRun(Exception):
 
 @dataclass
 class Found:
-    """One difference: which recipe, in which drawn array, what differs after shrinking, and the program that shows it."""
+    """One difference: which recipe, in which drawn array, what differs after shrinking, and the program that shows
+    it.
+    """
 
     recipe: str
     kind: str
@@ -62,7 +66,8 @@ class Tally:
 class Result:
     """What running one producer gave.
 
-    reason: why it was not run, or "". versions: by the name of the distribution. seconds: without those of shrinking, and of
+    reason: why it was not run, or "". versions: by the name of the distribution. seconds: without those of shrinking,
+    and of
         the first array of each recipe and dtype.
     seen: differences of which one was shrunk already, by recipe, dtype and parts. shrinking: seconds that this took.
     """
@@ -91,9 +96,14 @@ class Result:
 
 
 def run(
-    adapter: Adapter, ids: tuple[str, ...], seconds: float, seed: int, tick: Callable[[int], None] = lambda differing: None
+    adapter: Adapter,
+    ids: tuple[str, ...],
+    seconds: float,
+    seed: int,
+    tick: Callable[[int], None] = lambda differing: None,
 ) -> Result:
-    """Run the calls of an adapter that are among the ids, in turns, for so many seconds. Without any, nothing is imported.
+    """Run the calls of an adapter that are among the ids, in turns, for so many seconds. Without any, nothing is
+    imported.
 
     A result with a reason and no counts comes back if the producer is not installed or cannot be imported.
     tick: called after each array, with the number of those that differ.
@@ -132,7 +142,9 @@ def _not_run(result: Result, adapter: Adapter, ids: tuple[str, ...], reason: str
 
 
 def find(adapter: Adapter) -> tuple[str, dict[str, str]]:
-    """Return the version of an installed producer, and those of what its bits depend on; raises NotRun if it is not installed."""
+    """Return the version of an installed producer, and those of what its bits depend on; raises NotRun if it is not
+    installed.
+    """
     if importlib.util.find_spec(adapter.module) is None:
         raise NotRun("is not installed")
     versions = {}
@@ -149,7 +161,9 @@ def _chosen(adapter: Adapter, ids: tuple[str, ...], result: Result) -> Iterator[
             continue
         ranges = {adapter.name: (call.first, call.last), **call.beside}
         installed = {**result.versions, adapter.name: result.version}
-        outside = next((name for name, range in ranges.items() if not _between(range[0], installed[name], range[1])), None)
+        outside = next(
+            (name for name, range in ranges.items() if not _between(range[0], installed[name], range[1])), None
+        )
         if outside is None:
             result.recipes[id] = Tally()
             yield id, call
@@ -177,7 +191,9 @@ def _key(version: str) -> tuple[int, ...]:
 
 
 def _step(id: str, call: Call, seed: int, number: int, result: Result) -> float:
-    """Compare one drawn array; count it, and shrink a difference of a kind that was not seen before. Return the time of that."""
+    """Compare one drawn array; count it, and shrink a difference of a kind that was not seen before. Return the time of
+    that.
+    """
     case = _drawn(id, call, seed, number)
     compared, failure = case.attempt(case.value)
     tally = result.recipes[id]

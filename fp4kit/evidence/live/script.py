@@ -1,4 +1,6 @@
-"""A difference as lines of Python that show it: the producer's call, with the source of the adapter's functions, and fp4kit's."""
+"""A difference as lines of Python that show it: the producer's call, with the source of the adapter's functions, and
+fp4kit's.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ PER_LINE = 8
 
 
 def script(id: str, function: Callable[..., Any], x: np.ndarray, difference: Difference, versions: str) -> str:
-    """Return a program that raises AssertionError where the producer and fp4kit differ as they did, and nothing otherwise."""
+    """Return a program that raises AssertionError where the producer and fp4kit differ as they did, and nothing
+    otherwise.
+    """
     body = [*lines_of("x", x), "", "theirs = {call}", f'r, v = fp4kit.recipe("{id}"), theirs["{difference.part}"]']
     if difference.part != "fake":
         body.append("q = fp4kit.quantize(x, r)")
@@ -61,7 +65,11 @@ def lines_of(name: str, x: np.ndarray) -> list[str]:
     lines = [", ".join(numbers[i : i + PER_LINE]) for i in range(0, len(numbers), PER_LINE)]
     dtype = f"ml_dtypes.{x.dtype}" if x.dtype == "bfloat16" else f"np.{x.dtype}"
     view = "" if x.dtype == bits.dtype else f".view({dtype})"
-    return [f"{name} = np.array([", *(f"    {line}," for line in lines), f"], np.{bits.dtype}){view}.reshape({x.shape})"]
+    return [
+        f"{name} = np.array([",
+        *(f"    {line}," for line in lines),
+        f"], np.{bits.dtype}){view}.reshape({x.shape})",
+    ]
 
 
 def _sorted(imports: set[str]) -> list[str]:
@@ -74,7 +82,9 @@ def _sorted(imports: set[str]) -> list[str]:
 
 
 def _source(function: Callable[..., Any], name: str) -> tuple[set[str], list[str]]:
-    """Return what a function uses of its module: the imports, and the source of constants and functions, its own too."""
+    """Return what a function uses of its module: the imports, and the source of constants and functions, its own
+    too.
+    """
     text = inspect.getsource(sys.modules[function.__module__])
     statements = ast.parse(text).body
     wanted, kept = {name}, set()

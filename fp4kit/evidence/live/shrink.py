@@ -1,4 +1,6 @@
-"""Shrinking an array on which a producer and fp4kit differ, to one block with few numbers that differs in the same part."""
+"""Shrinking an array on which a producer and fp4kit differ, to one block with few numbers that differs in the same
+part.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """Loading one file of an installed package without the package, for files whose arithmetic is plain PyTorch.
 
-Importing vLLM, SGLang or Transformer Engine needs CUDA libraries that the files with their reference arithmetic do not use.
+Importing vLLM, SGLang or Transformer Engine needs CUDA libraries that the files with their reference arithmetic do not
+use.
 """
 
 from __future__ import annotations
@@ -43,7 +44,9 @@ def triton() -> dict[str, ModuleType]:
 
 @contextlib.contextmanager
 def _standing_in(modules: Mapping[str, ModuleType]) -> Iterator[None]:
-    """Put modules into sys.modules for a while; what is imported meanwhile from the same packages is removed again, too."""
+    """Put modules into sys.modules for a while; what is imported meanwhile from the same packages is removed again,
+    too.
+    """
     before = dict(sys.modules)
     tops = {name.partition(".")[0] for name in modules}
     sys.modules.update(modules)
@@ -57,7 +60,9 @@ def _standing_in(modules: Mapping[str, ModuleType]) -> Iterator[None]:
 
 
 def directory(package: str) -> Path:
-    """Return the directory of an installed package, which is not imported. Raises ImportError if it is not installed."""
+    """Return the directory of an installed package, which is not imported. Raises ImportError if it is not
+    installed.
+    """
     spec = importlib.util.find_spec(package)
     if spec is None or not spec.submodule_search_locations:
         raise ImportError(f"No module named {package!r}")

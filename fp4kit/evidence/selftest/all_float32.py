@@ -1,8 +1,9 @@
 """Every float32 through a conversion on a device, against the runs of equal codes of the specification.
 
-Between the points where the specification changes its code it is constant: codes do not fall as magnitudes grow. So the 2^31
-magnitudes of a sign are a short list of runs, found by bisection on bit patterns, and the device compares each of its codes with
-the run that its input is in. A quick sweep takes every STEP-th magnitude, and all that are near the beginning of a run.
+Between the points where the specification changes its code it is constant: codes do not fall as magnitudes grow. So the
+2^31 magnitudes of a sign are a short list of runs, found by bisection on bit patterns, and the device compares each of
+its codes with the run that its input is in. A quick sweep takes every STEP-th magnitude, and all that are near the
+beginning of a run.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ class Sweep(NamedTuple):
 
 
 ALL = 1 << 31
-# For 4 <= amax < 8 an MXFP4 block has scale 1, for 256 <= amax < 512 an MXFP8 one; 448 is the last value with rounding up.
+# For 4 <= amax < 8 an MXFP4 block has scale 1, for 256 <= amax < 512 an MXFP8 one; 448 is the last value with rounding
+# up.
 SWEEPS = (
     Sweep("float32 to E2M1", "nvfp4-modelopt-static", ALL),
     Sweep("float32 to E4M3", "fp8-modelopt", ALL),
@@ -87,7 +89,9 @@ def runs(sweep: Sweep, sign: int) -> tuple[np.ndarray, np.ndarray]:
             return codes(np, sweep, bits.astype(np.uint32) | np.uint32(sign))
 
     last = min(sweep.limit - 1, INFINITY)
-    starts = np.unique([0, 1, *_rises(specified, last, sweep.target.element.sign_bit), last, min(last + 1, sweep.limit - 1)])
+    starts = np.unique(
+        [0, 1, *_rises(specified, last, sweep.target.element.sign_bit), last, min(last + 1, sweep.limit - 1)]
+    )
     found = specified(starts)
     between = np.linspace(0, sweep.limit - 1, 1 << 14).astype(np.int64)
     inside = np.concatenate([starts[1:] - 1, [sweep.limit - 1], between])
@@ -125,7 +129,10 @@ def differences(
             count = int(module.count_nonzero(wrong))
             if count and not first:
                 at = int(module.argmax(wrong))
-                first = f"{sweep.recipe}: bits {piece[at] | sign:#010x} give {int(found[at]):#x} instead of {int(wanted[at]):#x}"
+                first = (
+                    f"{sweep.recipe}: bits {piece[at] | sign:#010x} give {int(found[at]):#x} instead of"
+                    f" {int(wanted[at]):#x}"
+                )
             compared, differing = compared + len(piece), differing + count
     return compared, differing, first
 

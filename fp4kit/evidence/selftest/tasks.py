@@ -1,8 +1,9 @@
-"""The operations on a device against the NumPy specification, in every bit: what `fp4kit selftest` runs, as a list of tasks.
+"""The operations on a device against the NumPy specification, in every bit: what `fp4kit selftest` runs, as a list of
+tasks.
 
-A task compares what an Engine gives (CuPy arrays on a GPU; NumPy arrays for the host's fast engine) with what the specification
-gives for the same input, or with the recorded output of a producer. A NaN equals a NaN; every other value must agree in all its
-bits.
+A task compares what an Engine gives (CuPy arrays on a GPU; NumPy arrays for the host's fast engine) with what the
+specification gives for the same input, or with the recorded output of a producer. A NaN equals a NaN; every other value
+must agree in all its bits.
 """
 
 from __future__ import annotations
@@ -68,7 +69,8 @@ class Finished(NamedTuple):
         return bool(self.outcome.differing or self.error)
 
 
-# ---- inputs -------------------------------------------------------------------------------------------------------------
+# ---- inputs
+# -------------------------------------------------------------------------------------------------------------
 
 
 def ordinary(dtype: np.dtype, shape: tuple[int, ...], seed: int) -> np.ndarray:
@@ -93,7 +95,8 @@ def inputs(dtype: np.dtype) -> Iterator[tuple[str, np.ndarray]]:
     yield "random bits with NaN", random_bits(dtype, (64, 512), 3, finite=False)
 
 
-# ---- comparisons --------------------------------------------------------------------------------------------------------
+# ---- comparisons
+# --------------------------------------------------------------------------------------------------------
 
 
 def recorded(engine: Engine, golden: GoldenSet, id: str) -> Outcome:
@@ -123,7 +126,9 @@ def specification(engine: Engine, id: str, quick: bool) -> Outcome:
     return total
 
 
-def round_trip(engine: Engine, x: np.ndarray, r: Recipe, what: str, decoded: Iterable[np.dtype], **options: Any) -> Outcome:
+def round_trip(
+    engine: Engine, x: np.ndarray, r: Recipe, what: str, decoded: Iterable[np.dtype], **options: Any
+) -> Outcome:
     """quantize, and dequantize of the result to each dtype of decoded."""
     expected = SPECIFICATION.call(quantize, x, r, **options)
     total = compare(engine.call(quantize, x, r, **options), expected, what)
@@ -190,7 +195,8 @@ def swept(engine: Engine, sweep: Sweep, quick: bool) -> Outcome:
     return Outcome(*differences(engine.module, sweep, quick=quick))
 
 
-# ---- the plan -----------------------------------------------------------------------------------------------------------
+# ---- the plan
+# -----------------------------------------------------------------------------------------------------------
 
 
 def plan(engine: Engine, golden: GoldenSet | None, quick: bool) -> list[Task]:
@@ -218,7 +224,9 @@ def plan(engine: Engine, golden: GoldenSet | None, quick: bool) -> list[Task]:
 
 
 def run(tasks: list[Task], threads: int | None = None) -> Iterator[Finished]:
-    """Run tasks on several threads (kernels compile, and the specification computes, side by side); each as it finishes."""
+    """Run tasks on several threads (kernels compile, and the specification computes, side by side); each as it
+    finishes.
+    """
     with ThreadPoolExecutor(threads or min(os.cpu_count() or 1, 16)) as pool:
         for future in as_completed([pool.submit(_finish, task) for task in tasks]):
             yield future.result()

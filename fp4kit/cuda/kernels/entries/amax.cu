@@ -17,13 +17,16 @@ struct Arguments {
 template <class In, AmaxInput kInput, bool kAligned>
 FP4KIT_DEVICE void amax(const Arguments& a, Grid grid) {
   const typename In::Bits* x = static_cast<const typename In::Bits*>(a.x);
-  const u32 largest = largest_of_block<kThreads>(largest_bits<Transform, In, kInput, kAligned>(x, a.rows * a.columns, first_item(grid), item_stride(grid)));
+  const u32 largest = largest_of_block<kThreads>(
+      largest_bits<Transform, In, kInput, kAligned>(x, a.rows * a.columns, first_item(grid), item_stride(grid)));
   if (threadIdx.x == 0) atomicMax(a.amax, largest);
 }
 
 // Elements of a row that a thread takes at a time. Rows are whole units: kAligned says that each begins at 16 bytes.
 template <class In, bool kAligned>
-constexpr int kUnit = Transform::kHadamard ? kRun : kAligned ? 16 / sizeof(typename In::Bits) : 1;
+constexpr int kUnit = Transform::kHadamard ? kRun
+                      : kAligned           ? 16 / sizeof(typename In::Bits)
+                                           : 1;
 
 template <class In, AmaxInput kInput, bool kAligned>
 FP4KIT_DEVICE u32 largest_of_unit(const typename In::Bits* x) {
@@ -35,7 +38,8 @@ FP4KIT_DEVICE u32 largest_of_unit(const typename In::Bits* x) {
   }
 }
 
-// Rows of at most kShort elements: a warp takes kAtOnce groups of rows, and each row of a group has a power of two of its lanes.
+// Rows of at most kShort elements: a warp takes kAtOnce groups of rows, and each row of a group has a power of two of
+// its lanes.
 template <class In, AmaxInput kInput, bool kAligned>
 FP4KIT_DEVICE void amax_short_rows(const Arguments& a, Grid grid) {
   const typename In::Bits* x = static_cast<const typename In::Bits*>(a.x);
@@ -50,12 +54,14 @@ FP4KIT_DEVICE void amax_short_rows(const Arguments& a, Grid grid) {
 #pragma unroll
       for (u32 k = 0; k < kAtOnce; ++k) {
         const i64 row = minimum(first + k * group + place, a.rows - 1);  // no branch, so that loads overlap
-        largest[k] = maximum(largest[k], largest_of_unit<In, kInput, kAligned>(x + row * columns + i * kUnit<In, kAligned>));
+        largest[k] =
+            maximum(largest[k], largest_of_unit<In, kInput, kAligned>(x + row * columns + i * kUnit<In, kAligned>));
       }
     }
     for (u32 distance = 1; distance < lanes; distance *= 2) {
 #pragma unroll
-      for (u32 k = 0; k < kAtOnce; ++k) largest[k] = maximum(largest[k], __shfl_xor_sync(0xFFFFFFFFu, largest[k], distance));
+      for (u32 k = 0; k < kAtOnce; ++k)
+        largest[k] = maximum(largest[k], __shfl_xor_sync(0xFFFFFFFFu, largest[k], distance));
     }
 #pragma unroll
     for (u32 k = 0; k < kAtOnce; ++k) {
@@ -73,12 +79,15 @@ FP4KIT_DEVICE void amax_rows(const Arguments& a, Grid grid) {
   }
   for (i64 row = grid.block; row < a.rows; row += grid.blocks) {
     const typename In::Bits* x = static_cast<const typename In::Bits*>(a.x) + row * a.columns;
-    const u32 largest = largest_of_block<kThreads>(largest_bits<Transform, In, kInput, kAligned>(x, a.columns, threadIdx.x, kThreads));
+    const u32 largest =
+        largest_of_block<kThreads>(largest_bits<Transform, In, kInput, kAligned>(x, a.columns, threadIdx.x, kThreads));
     if (threadIdx.x == 0) a.amax[row] = largest;
   }
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads) amax_kernel(Arguments a) { amax<Input, kCounted, kAligned>(a, whole_grid()); }
+extern "C" __global__ void __launch_bounds__(kThreads) amax_kernel(Arguments a) {
+  amax<Input, kCounted, kAligned>(a, whole_grid());
+}
 
 extern "C" __global__ void __launch_bounds__(kThreads) amax_rows_kernel(Arguments a) {
   amax_rows<Input, kCounted, kAligned>(a, whole_grid());

@@ -1,7 +1,8 @@
 // amax of the columns of matrices, as the rows lie: nothing is transposed.
 //
-// A thread block takes a strip of neighbouring columns down a stretch of rows. Each row of the strip is read by `lanes` threads
-// side by side, 16 bytes each where kAligned, else one element; the other threads take the next rows. Magnitudes compare as bits.
+// A thread block takes a strip of neighbouring columns down a stretch of rows. Each row of the strip is read by `lanes`
+// threads side by side, 16 bytes each where kAligned, else one element; the other threads take the next rows.
+// Magnitudes compare as bits.
 #include "memory.cuh"
 
 constexpr int kWidth = kAligned ? 16 / sizeof(Input::Bits) : 1;  // columns of a thread
@@ -32,7 +33,8 @@ FP4KIT_DEVICE void largest_of_columns(const typename In::Bits* x, u32 rows, i64 
 
 extern "C" __global__ void __launch_bounds__(kThreads) amax_columns_kernel(Arguments a) {
   __shared__ u32 parts[kThreads * kWidth];
-  const u32 lanes = static_cast<u32>(a.lanes), slots = kThreads / lanes, slot = threadIdx.x / lanes, width = lanes * kWidth;
+  const u32 lanes = static_cast<u32>(a.lanes), slots = kThreads / lanes, slot = threadIdx.x / lanes,
+            width = lanes * kWidth;
   const i64 strips = (a.columns + width - 1) / width, stretches = (a.rows + a.height - 1) / a.height;
   const i64 items = a.matrices * stretches * strips;
   for (i64 item = blockIdx.x; item < items; item += gridDim.x) {

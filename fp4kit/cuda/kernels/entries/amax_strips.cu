@@ -1,4 +1,5 @@
-// amax of a matrix whose columns go through the Hadamard transform, 16 rows at a time, as the rows lie: nothing is transposed.
+// amax of a matrix whose columns go through the Hadamard transform, 16 rows at a time, as the rows lie: nothing is
+// transposed.
 //
 // A thread takes 16 rows of the columns that one load of 4 bytes holds, or of one column where loads are not aligned.
 #include "amax.cuh"
@@ -46,7 +47,8 @@ extern "C" __global__ void __launch_bounds__(kThreads) amax_strips_kernel(Argume
   for (i64 item = blockIdx.x; item < items; item += gridDim.x) {
     const i64 strip = quotient(item, wide, items), column = ((item - strip * wide) * kThreads + threadIdx.x) * kColumns;
     if (column >= a.columns) continue;
-    largest = maximum(largest, largest_of_strip(static_cast<const Bits*>(a.x) + strip * kRows * a.columns + column, a.columns));
+    largest = maximum(largest,
+                      largest_of_strip(static_cast<const Bits*>(a.x) + strip * kRows * a.columns + column, a.columns));
   }
   largest = largest_of_block<kThreads>(largest);
   if (threadIdx.x == 0) atomicMax(a.amax, largest);

@@ -1,4 +1,5 @@
-// fake_quantize_backward with a clip mask: grad where |x| <= amax, else +0. amax is compared in float32; NaN passes nothing.
+// fake_quantize_backward with a clip mask: grad where |x| <= amax, else +0. amax is compared in float32; NaN passes
+// nothing.
 #include "memory.cuh"
 
 // Elements of a run: 16 bytes of the wider type, so that a warp reads and writes whole lines of it.

@@ -1,8 +1,8 @@
-// dequantize: codes and scales to values. A thread takes runs of as many codes as make 16 bytes of values, so that a warp stores
-// whole lines. A run never crosses a block; rows without blocks end anywhere, one element at a time.
+// dequantize: codes and scales to values. A thread takes runs of as many codes as make 16 bytes of values, so that a
+// warp stores whole lines. A run never crosses a block; rows without blocks end anywhere, one element at a time.
 //
-// What limits it is the order in which the memory is asked. H200, 16384 x 16384 mxfp8 to bfloat16, 2026-11-21: 0.945 of a copy with
-// four runs a thread, 0.969 with two, those of a warp together, 0.982 with codes and scales fetched ahead.
+// What limits it is the order in which the memory is asked. H200, 16384 x 16384 mxfp8 to bfloat16, 2026-11-21: 0.945 of
+// a copy with four runs a thread, 0.969 with two, those of a warp together, 0.982 with codes and scales fetched ahead.
 #include "block.cuh"
 #include "implied.cuh"
 #include "layout.cuh"
@@ -10,8 +10,8 @@
 
 struct Arguments {
   const u8* packed;
-  const u8* scales;          // in R's layout (null without)
-  void* values;              // rows x columns of the output type
+  const u8* scales;           // in R's layout (null without)
+  void* values;               // rows x columns of the output type
   const float* tensor_scale;  // by R::kTensorScaling (null without)
   const float* tensor_amax;   // as many, where they are known (null where not); one a row or block: of implied_kernel
   i64 rows, columns;
@@ -22,7 +22,8 @@ template <class R, class Out>
 struct Runs {
   static constexpr int kRun = 16 / sizeof(typename Out::Bits);
   static constexpr int kPerByte = 8 / R::Element::kStoredBits, kBytes = kRun / kPerByte;
-  static constexpr bool kOneScale = R::kTensorScaling == TensorScaling::none || R::kTensorScaling == TensorScaling::tensor;
+  static constexpr bool kOneScale =
+      R::kTensorScaling == TensorScaling::none || R::kTensorScaling == TensorScaling::tensor;
   static constexpr bool kFlat = R::kLayout == ScaleLayout::linear && kOneScale;
   static constexpr bool kTable = R::kHasScales && R::Scale::kMantissaBits > 0 && kOneScale;
   // Two runs a thread, or four where finding scales is much of the work: then a table and a row's number serve more.
@@ -39,7 +40,8 @@ struct Place {
 template <class R, class Out>
 FP4KIT_DEVICE Run<Out, Runs<R, Out>::kRun> decode_run(u64 codes, typename R::DecodeRule::Scale scale) {
   constexpr int kRun = Runs<R, Out>::kRun;
-  if constexpr (R::Element::kIsE2m1 && Out::kIsBfloat16 && R::kHasScales && R::Scale::kMantissaBits == 0 && FP4KIT_FAST_BF16X2) {
+  if constexpr (R::Element::kIsE2m1 && Out::kIsBfloat16 && R::kHasScales && R::Scale::kMantissaBits == 0 &&
+                FP4KIT_FAST_BF16X2) {
     Run<Out, kRun> run;
     decode_pairs_e2m1<kRun>(static_cast<u32>(codes), run.w);
     const u32 half = bits_of(scale) >> 16;  // exact: a power of two, NaN or infinity
@@ -67,7 +69,8 @@ template <class R, class Out>
 FP4KIT_DEVICE void decode_end(const Arguments& a, i64 first, int count, typename R::DecodeRule::Scale scale) {
   for (int i = 0; i < count; ++i) {
     const u32 code = code_at<R, Out>(a, first + i);
-    static_cast<typename Out::Bits*>(a.values)[first + i] = Out::narrow(R::DecodeRule::apply(decode<DecodedElement<R>>(code), scale));
+    static_cast<typename Out::Bits*>(a.values)[first + i] =
+        Out::narrow(R::DecodeRule::apply(decode<DecodedElement<R>>(code), scale));
   }
 }
 
@@ -79,8 +82,8 @@ FP4KIT_DEVICE u64 load_bytes(const u8* in) {
   return load_streaming(reinterpret_cast<const u16*>(in));
 }
 
-// Fetch the kStep whole runs of the step that comes a.ahead steps behind the one that begins with run `start`, as many as the device has
-// in hand: when it is read, it is near. Scales go with it where they lie in the order of the codes.
+// Fetch the kStep whole runs of the step that comes a.ahead steps behind the one that begins with run `start`, as many
+// as the device has in hand: when it is read, it is near. Scales go with it where they lie in the order of the codes.
 template <class R, class Out, u32 kStep>
 FP4KIT_DEVICE void fetch_ahead(const Arguments& a, u32 start, u32 runs) {
   using Way = Runs<R, Out>;
@@ -108,8 +111,8 @@ FP4KIT_DEVICE TensorScale tensor_scale_of_all(const Arguments& a) {
   return t;
 }
 
-// The tensor scale of block `block` of row `row`, where each row or block has one. A rule that needs amaxes finds them all in
-// tensor_amax, kUnknownAmax among them: implied_kernel wrote them.
+// The tensor scale of block `block` of row `row`, where each row or block has one. A rule that needs amaxes finds them
+// all in tensor_amax, kUnknownAmax among them: implied_kernel wrote them.
 template <class R, class Original>
 FP4KIT_DEVICE TensorScale tensor_scale_at(const Arguments& a, u32 row, u32 block, u32 blocks) {
   const i64 index = R::kTensorScaling == TensorScaling::row ? row : static_cast<i64>(row) * blocks + block;
@@ -136,9 +139,11 @@ FP4KIT_DEVICE void dequantize(const Arguments& a, Grid grid) {
   using Scale = typename R::DecodeRule::Scale;
   __shared__ Scale table[Way::kTable ? 256 : 1];
   const i64 columns = Way::kFlat ? a.rows * a.columns : a.columns;
-  const u32 row_runs = static_cast<u32>((columns + kRun - 1) / kRun), runs = Way::kFlat ? row_runs : static_cast<u32>(a.rows) * row_runs;
+  const u32 row_runs = static_cast<u32>((columns + kRun - 1) / kRun),
+            runs = Way::kFlat ? row_runs : static_cast<u32>(a.rows) * row_runs;
   const u32 blocks = R::kHasBlocks ? static_cast<u32>(columns / R::kBlock) : 1u;
-  const bool whole_stores = reinterpret_cast<u64>(a.values) % 16 == 0 && reinterpret_cast<u64>(a.packed) % Way::kBytes == 0;
+  const bool whole_stores =
+      reinterpret_cast<u64>(a.values) % 16 == 0 && reinterpret_cast<u64>(a.packed) % Way::kBytes == 0;
   const bool even = whole_stores && (R::kHasBlocks || columns % kRun == 0 || Way::kFlat || a.rows == 1);
   TensorScale whole_scale = {};
   if constexpr (Way::kOneScale) whole_scale = tensor_scale_of_all<R, Original>(a);
@@ -161,7 +166,8 @@ FP4KIT_DEVICE void dequantize(const Arguments& a, Grid grid) {
       const u32 block = R::kHasBlocks ? (run - row * row_runs) / (R::kBlock / kRun) : 0u;
       places[k] = {row, block, static_cast<i64>(run - row * row_runs) * kRun};
       const i64 first = row * columns + places[k].column;
-      codes[k] = even && places[k].column + kRun <= columns ? load_bytes<Way::kBytes>(a.packed + first / Way::kPerByte) : 0u;
+      codes[k] =
+          even && places[k].column + kRun <= columns ? load_bytes<Way::kBytes>(a.packed + first / Way::kPerByte) : 0u;
       scale_codes[k] = R::kHasScales ? a.scales[scale_offset<R::kLayout>(row, block, blocks)] : 0u;
     }
 #pragma unroll
@@ -171,7 +177,9 @@ FP4KIT_DEVICE void dequantize(const Arguments& a, Grid grid) {
       TensorScale t = whole_scale;
       if constexpr (!Way::kOneScale) t = tensor_scale_at<R, Original>(a, row, block, blocks);
       if (R::DecodeRule::kNeedsAmax && !Way::kTable && t.amax < 0.0f) {
-        const i64 index = Way::kOneScale ? 0 : R::kTensorScaling == TensorScaling::row ? row : static_cast<i64>(row) * blocks + block;
+        const i64 index = Way::kOneScale                            ? 0
+                          : R::kTensorScaling == TensorScaling::row ? row
+                                                                    : static_cast<i64>(row) * blocks + block;
         const int count = static_cast<int>(minimum<i64>(kRun, columns - column));
         decode_product_run<R, Out>(a, row * columns + column, count, scale_codes[k], index);
         continue;
@@ -188,7 +196,8 @@ FP4KIT_DEVICE void dequantize(const Arguments& a, Grid grid) {
   }
 }
 
-// Thread blocks that a multiprocessor shall hold of integers, whose rare way would else take registers from the usual one; 0: any.
+// Thread blocks that a multiprocessor shall hold of integers, whose rare way would else take registers from the usual
+// one; 0: any.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
 constexpr int kHeldIntegers = 4;  // 1024 threads are all that a multiprocessor of sm_75 holds
 #else

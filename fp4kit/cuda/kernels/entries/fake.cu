@@ -1,7 +1,8 @@
-// fake_quantize for recipes with a rule of their own (fake.cuh): elements to the values of their quantization, in one pass.
+// fake_quantize for recipes with a rule of their own (fake.cuh): elements to the values of their quantization, in one
+// pass.
 //
-// A thread takes runs of 16 bytes, so that a warp reads and writes whole lines, and loads a few before it uses the first.
-// Neighbouring threads share a block and find its amax together.
+// A thread takes runs of 16 bytes, so that a warp reads and writes whole lines, and loads a few before it uses the
+// first. Neighbouring threads share a block and find its amax together.
 #include "amax.cuh"
 #include "fake.cuh"
 #include "quantize.cuh"
@@ -101,7 +102,8 @@ FP4KIT_DEVICE void fake_blocks(const Arguments& a, Grid grid) {
       const float amax = R::kStatic && a.block_amax ? amax_at(a.block_amax, block) : float_of(found);
       float tensor_amax = whole_amax;
       if constexpr (R::kTensorScaling == TensorScaling::row) tensor_amax = amax_at(a.tensor_amax, run / row_runs);
-      if constexpr (R::kTensorScaling == TensorScaling::block) tensor_amax = a.tensor_amax ? amax_at(a.tensor_amax, block) : amax;
+      if constexpr (R::kTensorScaling == TensorScaling::block)
+        tensor_amax = a.tensor_amax ? amax_at(a.tensor_amax, block) : amax;
       const FakeScale s = fake_scale<R, In>(amax, tensor_amax, table);
       write_run_values<R, In, kAligned>(a, static_cast<i64>(run) * kRun, x[k], largest, s);
     }
@@ -132,13 +134,15 @@ FP4KIT_DEVICE void fake_plain(const Arguments& a, Grid grid) {
 #pragma unroll
     for (u32 k = 0; k < kFakeUnroll<R>; ++k) {
       if (start + k * kThreads + threadIdx.x >= runs) break;
-      if (kByRow && (k == 0 || rows[k] != rows[k - 1])) s = fake_scale<R, In>(1.0f, amax_at(a.tensor_amax, rows[k]), nullptr);
+      if (kByRow && (k == 0 || rows[k] != rows[k - 1]))
+        s = fake_scale<R, In>(1.0f, amax_at(a.tensor_amax, rows[k]), nullptr);
       const i64 column = static_cast<i64>(columns[k]) * kRun, first = rows[k] * a.columns + column;
       if (column + kRun <= a.columns) {
         write_run_values<R, In, kAligned>(a, first, x[k], largest_bits_of(x[k]), s);
       } else {
         typename In::Bits* y = static_cast<typename In::Bits*>(a.values) + first;
-        write_values<R, In>(static_cast<const typename In::Bits*>(a.x) + first, y, static_cast<int>(a.columns - column), s);
+        write_values<R, In>(static_cast<const typename In::Bits*>(a.x) + first, y, static_cast<int>(a.columns - column),
+                            s);
       }
     }
   }

@@ -4,7 +4,8 @@
 
 using Members = GroupOf<SearchArguments, kSmall>::Type;
 
-extern "C" __global__ void __launch_bounds__(kSearchThreads<kWeighted>, kWeighted ? 1 : 2) grouped_search_kernel(Members group) {
+extern "C" __global__ void __launch_bounds__(kSearchThreads<kWeighted>, kWeighted ? 1 : 2)
+    grouped_search_kernel(Members group) {
   __shared__ Common<kWeighted> common;
   make_sieve<R>(common.sieve);
   for_each_piece(group, [](SearchArguments a, Grid grid, bool aligned) {

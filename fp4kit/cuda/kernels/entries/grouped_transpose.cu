@@ -1,4 +1,5 @@
-// transpose.cu for a group of matrices with linear scales. kAligned: whether codes move by 16 bytes and scales by four in all.
+// transpose.cu for a group of matrices with linear scales. kAligned: whether codes move by 16 bytes and scales by four
+// in all.
 #include "grouped.cuh"
 #include "transpose.cu"
 

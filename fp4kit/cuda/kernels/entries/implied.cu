@@ -1,6 +1,6 @@
-// The amaxes of many stored tensor scales: the known ones where they give their scales, else those that the scales imply
-// (rules/implied.cuh). dequantize decodes with them where each row or block has a scale, since a search for each run of elements would
-// take longer than the elements; codes under given scales are made with them.
+// The amaxes of many stored tensor scales: the known ones where they give their scales, else those that the scales
+// imply (rules/implied.cuh). dequantize decodes with them where each row or block has a scale, since a search for each
+// run of elements would take longer than the elements; codes under given scales are made with them.
 #include "implied.cuh"
 
 struct Arguments {
@@ -19,4 +19,6 @@ FP4KIT_DEVICE void imply_amaxes(const Arguments& a, Grid grid) {
   }
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads) implied_kernel(Arguments a) { imply_amaxes<R, Input>(a, whole_grid()); }
+extern "C" __global__ void __launch_bounds__(kThreads) implied_kernel(Arguments a) {
+  imply_amaxes<R, Input>(a, whole_grid());
+}

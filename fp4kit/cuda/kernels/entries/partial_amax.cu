@@ -1,4 +1,5 @@
-// partial_amax: amaxes of blocks, and of the tensor, as far as a shard owns their elements. A thread takes a block, row by row.
+// partial_amax: amaxes of blocks, and of the tensor, as far as a shard owns their elements. A thread takes a block, row
+// by row.
 #include "exact.cuh"
 #include "grouped.cuh"
 #include "partial.cuh"
@@ -8,12 +9,14 @@ struct Arguments {
   u32* block_amax;     // bits of float32, set to 0 before; those of this matrix begin at block_at
   u32* tensor_amax;    // the same, at tensor_at (null: not wanted)
   i64 start, end;
-  i64 rows, columns;   // of the matrix
+  i64 rows, columns;  // of the matrix
   i64 block_at, tensor_at;
 };
 
 // What a thread has found: in its block, and in all of its blocks as the tensor's scale counts it.
-struct Largest { float block, tensor; };
+struct Largest {
+  float block, tensor;
+};
 
 // One row of a block, from element p on. kWhole: all of it may be read 16 bytes at a time.
 template <class R, class In, bool kWhole, bool kAligned>
@@ -48,7 +51,8 @@ FP4KIT_DEVICE void read_block(Largest& found, const Shard<In>& s, i64 p, i64 col
 }
 
 FP4KIT_DEVICE u32 largest_of_warp(u32 mine) {
-  for (u32 distance = 16; distance > 0; distance /= 2) mine = maximum(mine, __shfl_xor_sync(0xFFFFFFFFu, mine, distance));
+  for (u32 distance = 16; distance > 0; distance /= 2)
+    mine = maximum(mine, __shfl_xor_sync(0xFFFFFFFFu, mine, distance));
   return mine;
 }
 
@@ -66,7 +70,8 @@ FP4KIT_DEVICE float amax_of_blocks(const Arguments& a, const Shard<In>& s, Grid 
     const i64 rows = kRows == 1 ? 1 : minimum(kRows, a.rows - row);
     found.block = 0.0f;
     read_block<R, In, kAligned>(found, s, p, a.columns, rows);
-    if constexpr (R::kAmaxNan != AmaxNan::lanes) found.tensor = float_of(maximum(bits_of(found.tensor), bits_of(found.block)));
+    if constexpr (R::kAmaxNan != AmaxNan::lanes)
+      found.tensor = float_of(maximum(bits_of(found.tensor), bits_of(found.block)));
     const bool owned = p >= a.start && p + (rows - 1) * a.columns + R::kBlock <= a.end;
     u32* out = a.block_amax + a.block_at + i;
     if (owned) {
@@ -88,7 +93,9 @@ FP4KIT_DEVICE void partial_amax(const Arguments& a, Grid grid) {
   if (threadIdx.x % 32 == 0) atomicMax(a.tensor_amax + a.tensor_at, largest);
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads) partial_amax_kernel(Arguments a) { partial_amax<R, Input>(a, whole_grid()); }
+extern "C" __global__ void __launch_bounds__(kThreads) partial_amax_kernel(Arguments a) {
+  partial_amax<R, Input>(a, whole_grid());
+}
 
 extern "C" __global__ void __launch_bounds__(kThreads) grouped_partial_amax_kernel(Group<Arguments> group) {
   for_each_piece(group, [](const Arguments& a, Grid grid, bool) { partial_amax<R, Input>(a, grid); });

@@ -1,15 +1,16 @@
-// partial_cast: codes of the elements that a shard owns, and of no other, into a matrix. A thread takes a run of the matrix.
+// partial_cast: codes of the elements that a shard owns, and of no other, into a matrix. A thread takes a run of the
+// matrix.
 #include "finite.cuh"
 #include "grouped.cuh"
 #include "partial.cuh"
 
 struct Arguments {
-  const void* values;    // elements [start, end) of the flattened matrix
-  u8* packed;            // codes, a multiple of a run's bytes; run i of the matrix is there at place run_at + i
-  const float* factors;  // of all blocks, at factor_at; what partial_scales makes of their amaxes
+  const void* values;        // elements [start, end) of the flattened matrix
+  u8* packed;                // codes, a multiple of a run's bytes; run i of the matrix is there at place run_at + i
+  const float* factors;      // of all blocks, at factor_at; what partial_scales makes of their amaxes
   const float* tensor_amax;  // at tensor_at (null without a tensor scale)
   i64 start, end;
-  i64 columns;           // of the matrix
+  i64 columns;  // of the matrix
   i64 run_at, factor_at, tensor_at;
 };
 
@@ -59,7 +60,8 @@ struct Walk {
 template <class R, class In, bool kAligned>
 FP4KIT_DEVICE void cast_runs(const Arguments& a, const Shard<In>& s, Grid grid) {
   const u32 last = static_cast<u32>((a.end + kRun - 1) / kRun), stride = static_cast<u32>(item_stride(grid));
-  const float then = R::kThenEncode ? R::TensorRule::template scale<R, In>(amax_at(a.tensor_amax, a.tensor_at)).encode : 1.0f;
+  const float then =
+      R::kThenEncode ? R::TensorRule::template scale<R, In>(amax_at(a.tensor_amax, a.tensor_at)).encode : 1.0f;
   const Range safe = whole_runs(s.first, s.last), whole = whole_runs(a.start, a.end);
   u32 i = static_cast<u32>(a.start / kRun + first_item(grid));
   Walk<R> walk = Walk<R>::from(i, static_cast<u32>(a.columns / kRun), stride);
@@ -88,7 +90,9 @@ FP4KIT_DEVICE void partial_cast(const Arguments& a, Grid grid) {
   }
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads) partial_cast_kernel(Arguments a) { partial_cast<R, Input>(a, whole_grid()); }
+extern "C" __global__ void __launch_bounds__(kThreads) partial_cast_kernel(Arguments a) {
+  partial_cast<R, Input>(a, whole_grid());
+}
 
 extern "C" __global__ void __launch_bounds__(kThreads) grouped_partial_cast_kernel(Group<Arguments> group) {
   for_each_piece(group, [](const Arguments& a, Grid grid, bool) { partial_cast<R, Input>(a, grid); });

@@ -1,12 +1,12 @@
-// partial_place: codes that other processes cast, from the gathered messages into the matrices; of each shard the owned codes alone.
-// A thread takes a run. R is any recipe of the same element size.
+// partial_place: codes that other processes cast, from the gathered messages into the matrices; of each shard the owned
+// codes alone. A thread takes a run. R is any recipe of the same element size.
 #include "grouped.cuh"
 #include "partial.cuh"
 
 struct Arguments {
-  const u8* from;       // run i of the matrix is at place from_at + i
-  u8* to;               // and goes to place to_at + i
-  i64 start, end;       // elements of the matrix that the sender owns
+  const u8* from;  // run i of the matrix is at place from_at + i
+  u8* to;          // and goes to place to_at + i
+  i64 start, end;  // elements of the matrix that the sender owns
   i64 from_at, to_at;
 };
 

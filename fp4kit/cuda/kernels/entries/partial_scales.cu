@@ -1,5 +1,6 @@
-// partial_scales: from the amaxes of a whole matrix to its tensor scale, its block scales and the factors that elements meet.
-// A thread takes a block; the scale of a block of several rows is written once a row, in rows of columns / kBlock bytes.
+// partial_scales: from the amaxes of a whole matrix to its tensor scale, its block scales and the factors that elements
+// meet. A thread takes a block; the scale of a block of several rows is written once a row, in rows of columns / kBlock
+// bytes.
 #include "block.cuh"
 #include "grouped.cuh"
 

@@ -1,8 +1,8 @@
 // quantize: elements to codes and block scales, blocks in a row (1 x kBlock). fake_quantize: the values of those codes.
 //
-// A thread takes a run of elements, neighbouring threads the runs of one block; a few runs are loaded before the first is used.
-// The factor of an E4M3 scale depends on its code alone, so each thread block makes a table of the factors first: two divisions
-// for each code instead of two for each block of elements.
+// A thread takes a run of elements, neighbouring threads the runs of one block; a few runs are loaded before the first
+// is used. The factor of an E4M3 scale depends on its code alone, so each thread block makes a table of the factors
+// first: two divisions for each code instead of two for each block of elements.
 #include "amax.cuh"
 #include "quantize.cuh"
 
@@ -15,17 +15,18 @@ struct Rows {
   static constexpr int kStep = kThreads * kUnroll;  // runs that a thread block has in hand
   static constexpr bool kLanesFit = (kLanes & (kLanes - 1)) == 0 && kLanes <= 32;
   static constexpr bool kShort = ShortWay<R, In>::kExists && kLanesFit;
-  static constexpr bool kOneScale = R::kTensorScaling == TensorScaling::none || R::kTensorScaling == TensorScaling::tensor;
+  static constexpr bool kOneScale =
+      R::kTensorScaling == TensorScaling::none || R::kTensorScaling == TensorScaling::tensor;
   static constexpr bool kSwizzled = R::kLayout != ScaleLayout::linear;
   static constexpr bool kFlat = !kSwizzled && R::kTensorScaling != TensorScaling::row;  // a row's number is not needed
-  // Threads take the runs in the order of swizzled scales: a warp then fills sectors of them, of 32 bytes, and reads whole lines
-  // of x. A thread's runs are in neighbouring tiles, so in one row. H200, 16384 x 16384 bfloat16, 2026-11-21: nvfp4-te takes 1.09
-  // times as long as with linear scales in the order of x, 1.02 times in this order.
+  // Threads take the runs in the order of swizzled scales: a warp then fills sectors of them, of 32 bytes, and reads
+  // whole lines of x. A thread's runs are in neighbouring tiles, so in one row. H200, 16384 x 16384 bfloat16,
+  // 2026-11-21: nvfp4-te takes 1.09 times as long as with linear scales in the order of x, 1.02 times in this order.
   static constexpr bool kInSectors = kSwizzled && kLanesFit && kLanes <= kThreads / 32;
-  static constexpr int kSector = 32 * kLanes;                              // runs of a sector
-  static constexpr int kSectors = kInSectors ? kThreads / kSector : 1;     // that a thread block has
-  static constexpr int kTile = tile_bytes<R::kLayout>() / 32;              // sectors of a tile
-  static constexpr int kParts = kTile > kSectors ? kTile / kSectors : 1;   // of a tile, one for a thread block
+  static constexpr int kSector = 32 * kLanes;                             // runs of a sector
+  static constexpr int kSectors = kInSectors ? kThreads / kSector : 1;    // that a thread block has
+  static constexpr int kTile = tile_bytes<R::kLayout>() / 32;             // sectors of a tile
+  static constexpr int kParts = kTile > kSectors ? kTile / kSectors : 1;  // of a tile, one for a thread block
 };
 
 template <class R, class In, bool kAligned>
@@ -61,7 +62,8 @@ FP4KIT_DEVICE Walk<R, In> walk_of(const Arguments& a) {
   const u32 rows = static_cast<u32>(a.rows), row_runs = static_cast<u32>(a.columns) / Way::kRun, runs = rows * row_runs;
   if constexpr (Way::kInSectors) {
     constexpr u32 kOfSteps = Way::kSectors * Way::kUnroll * Way::kParts;
-    const u32 across = (row_runs / Way::kLanes + 3) / 4, sectors = static_cast<u32>(padded_rows<R::kLayout>(rows) / 8) * across;
+    const u32 across = (row_runs / Way::kLanes + 3) / 4,
+              sectors = static_cast<u32>(padded_rows<R::kLayout>(rows) / 8) * across;
     return {rows, row_runs, runs, (sectors + kOfSteps - 1) / kOfSteps * Way::kParts, divisor_of(across)};
   }
   return {rows, row_runs, runs, (runs + Way::kStep - 1) / Way::kStep, Way::kFlat ? Divisor{} : divisor_of(row_runs)};
@@ -85,7 +87,8 @@ FP4KIT_DEVICE u32 sector_of(u32 step, int k) {
 // Whether a warp has nothing but padding: its later runs are not in rows before those of the first ones.
 template <class R, class In>
 FP4KIT_DEVICE bool is_padding(const Walk<R, In>& walk, u32 step) {
-  if constexpr (Rows<R, In>::kInSectors) return scale_place<R::kLayout>(sector_of<R, In>(step, 0), 0u, walk.by).row >= walk.rows;
+  if constexpr (Rows<R, In>::kInSectors)
+    return scale_place<R::kLayout>(sector_of<R, In>(step, 0), 0u, walk.by).row >= walk.rows;
   return false;
 }
 
@@ -96,12 +99,14 @@ FP4KIT_DEVICE Place place_of(const Walk<R, In>& walk, u32 step, int k) {
   if constexpr (Way::kInSectors) {
     const u32 sector = sector_of<R, In>(step, k), byte = threadIdx.x % Way::kSector / kLanes;
     const ScalePlace p = scale_place<R::kLayout>(sector, byte, walk.by);
-    const u32 blocks = walk.row_runs / kLanes, row = minimum(p.row, walk.rows - 1), block = minimum(p.column, blocks - 1);
+    const u32 blocks = walk.row_runs / kLanes, row = minimum(p.row, walk.rows - 1),
+              block = minimum(p.column, blocks - 1);
     const bool inside = p.row < walk.rows && p.column < blocks;
     const u32 run = row * walk.row_runs + block * kLanes + threadIdx.x % kLanes;
     return {run, row, block, static_cast<u64>(sector) * 32 + byte, inside};
   }
-  const u32 place = step * Way::kStep + k * kThreads + threadIdx.x, run = minimum(place, walk.runs - kLanes + place % kLanes);
+  const u32 place = step * Way::kStep + k * kThreads + threadIdx.x,
+            run = minimum(place, walk.runs - kLanes + place % kLanes);
   if constexpr (Way::kFlat) return {run, 0u, 0u, run / kLanes, true};
   const u32 row = divide(run, walk.by), block = (run - row * walk.row_runs) / kLanes;
   return {run, row, block, scale_offset<R::kLayout, u64>(row, block, walk.row_runs / kLanes), true};
@@ -111,7 +116,8 @@ FP4KIT_DEVICE Place place_of(const Walk<R, In>& walk, u32 step, int k) {
 template <class R, class In>
 FP4KIT_DEVICE float tensor_amax_of(const Arguments& a, const Place& place) {
   if constexpr (R::kTensorScaling == TensorScaling::row) return amax_at(a.tensor_amax, place.row);
-  if constexpr (R::kTensorScaling == TensorScaling::block) return amax_at(a.tensor_amax, place.run / Rows<R, In>::kLanes);
+  if constexpr (R::kTensorScaling == TensorScaling::block)
+    return amax_at(a.tensor_amax, place.run / Rows<R, In>::kLanes);
   return 0.0f;
 }
 
@@ -126,15 +132,16 @@ FP4KIT_DEVICE void store_scales(const Arguments& a, const Place& place, u32 code
   }
 }
 
-// Quantize a run the short way; false if it has to go the exact way, and nothing is written then. Neighbours exchange their
-// amaxes, so every thread of a warp must come here. own: largest_bits_of(x).
+// Quantize a run the short way; false if it has to go the exact way, and nothing is written then. Neighbours exchange
+// their amaxes, so every thread of a warp must come here. own: largest_bits_of(x).
 template <class R, class In, bool kAligned>
 FP4KIT_DEVICE bool quantize_finite(const Arguments& a, const Place& place, const Run<In, Rows<R, In>::kRun>& x, u32 own,
                                    TensorScale t, const Factor* table, const Words& random) {
   constexpr int kRun = Rows<R, In>::kRun;
   u32 amax = own;
 #pragma unroll
-  for (int lane = 1; lane < Rows<R, In>::kLanes; lane *= 2) amax = maximum(amax, __shfl_xor_sync(0xFFFFFFFFu, amax, lane));
+  for (int lane = 1; lane < Rows<R, In>::kLanes; lane *= 2)
+    amax = maximum(amax, __shfl_xor_sync(0xFFFFFFFFu, amax, lane));
   u32 largest = amax;
   if constexpr (R::kStatic) {
     if (a.block_amax) {
@@ -157,14 +164,16 @@ template <class R, class In, bool kAligned>
 FP4KIT_DEVICE float block_amax_of(const Arguments& a, u32 run) {
   constexpr int kRun = Rows<R, In>::kRun;
   const u32 first = run / Rows<R, In>::kLanes * Rows<R, In>::kLanes;
-  return exact_amax<R, kRun>(1, [&](int, int j, float (&x)[kRun]) { widen_run(load_run_of<R, In, kAligned>(a, first + j / kRun), x); });
+  return exact_amax<R, kRun>(
+      1, [&](int, int j, float (&x)[kRun]) { widen_run(load_run_of<R, In, kAligned>(a, first + j / kRun), x); });
 }
 
 // Quantize a run of any elements.
 template <class R, class In, bool kAligned>
 FP4KIT_DEVICE void quantize_any(const Arguments& a, const Place& place, TensorScale t, const Factor* table) {
   constexpr int kRun = Rows<R, In>::kRun;
-  const float amax = a.block_amax ? amax_at(a.block_amax, place.run / Rows<R, In>::kLanes) : block_amax_of<R, In, kAligned>(a, place.run);
+  const float amax = a.block_amax ? amax_at(a.block_amax, place.run / Rows<R, In>::kLanes)
+                                  : block_amax_of<R, In, kAligned>(a, place.run);
   Factor f;
   const u32 code = scale_block<R, In>(amax, t, table, f);
   float x[kRun];
@@ -208,7 +217,8 @@ FP4KIT_DEVICE void quantize(const Arguments& a, Grid grid) {
       const Place place = place_of<R, In>(walk, step, k);
       if (!Way::kOneScale && (k == 0 || bits_of(amaxes[k]) != bits_of(amaxes[k - 1])))
         t = R::TensorRule::template scale<R, In>(amaxes[k]);  // two divisions: once for the runs of a row
-      if (!Way::kShort || !quantize_finite<R, In, kAligned>(a, place, x[k], own, t, table, random[k])) left |= place.inside << k;
+      if (!Way::kShort || !quantize_finite<R, In, kAligned>(a, place, x[k], own, t, table, random[k]))
+        left |= place.inside << k;
     }
 #pragma unroll 1
     for (int k = 0; left >> k; ++k) {

@@ -1,9 +1,10 @@
 // quantize a matrix along its columns, or both ways from one read; and blocks of several rows (16x16, 32x32) any way.
 //
-// A thread block takes a tile of 128 rows, a thread a patch of it, in registers, with its loads under way while the table of factors is
-// made. Blocks in a column: a patch is 16 rows of 8 bytes, so that no or one shuffle finds an amax, of two columns of 16 bits at once.
-// Codes along columns are gathered in shared memory, where a tile's columns are long enough to be written in whole sectors. Blocks in a
-// row: the tile is kept in shared memory too, and a thread takes runs of it.
+// A thread block takes a tile of 128 rows, a thread a patch of it, in registers, with its loads under way while the
+// table of factors is made. Blocks in a column: a patch is 16 rows of 8 bytes, so that no or one shuffle finds an amax,
+// of two columns of 16 bits at once. Codes along columns are gathered in shared memory, where a tile's columns are long
+// enough to be written in whole sectors. Blocks in a row: the tile is kept in shared memory too, and a thread takes
+// runs of it.
 #include "amax.cuh"
 #include "quantize_patch_columns.cuh"
 #include "quantize_patch_square.cuh"
@@ -16,23 +17,27 @@ struct Runs {
   int inside;       // how many are in the matrix
 
   FP4KIT_DEVICE_MEMBER Runs(const PatchArguments& a, Tile tile)
-      : row(tile.row + static_cast<i32>(threadIdx.x / kAcross)), column(tile.column + static_cast<i32>(threadIdx.x % kAcross) * 16) {
+      : row(tile.row + static_cast<i32>(threadIdx.x / kAcross)),
+        column(tile.column + static_cast<i32>(threadIdx.x % kAcross) * 16) {
     const i32 under = column < static_cast<i32>(a.columns) ? static_cast<i32>(a.rows) - row : 0;
     inside = under > 0 ? static_cast<int>(static_cast<u32>(under + kStep - 1) / kStep) : 0;
   }
 };
 
 template <class R, class P>
-FP4KIT_DEVICE void store_run(const PatchArguments& a, const Runs<P>& runs, int k, u8* out, const u32 (&words)[16 / P::kPerWord], u32 code) {
+FP4KIT_DEVICE void store_run(const PatchArguments& a, const Runs<P>& runs, int k, u8* out,
+                             const u32 (&words)[16 / P::kPerWord], u32 code) {
   const u32 column = runs.column, blocks = static_cast<u32>(a.columns) / R::kBlock;
   store_words(out, words);
   if (R::kBlock > 16 && column % R::kBlock) return;
-  a.scales[scale_offset<R::kLayout, u32>(runs.row + k * runs.kStep, column / R::kBlock, blocks)] = static_cast<u8>(code);
+  a.scales[scale_offset<R::kLayout, u32>(runs.row + k * runs.kStep, column / R::kBlock, blocks)] =
+      static_cast<u8>(code);
 }
 
 // The runs that do not go the short way, read again. out: where the codes of the first run go; left: bit k for run k.
 template <class R, class In, class P>
-FP4KIT_DEVICE void quantize_left_runs(const PatchArguments& a, const Runs<P>& runs, u8* out, u32 left, TensorScale t, const Factor* table) {
+FP4KIT_DEVICE void quantize_left_runs(const PatchArguments& a, const Runs<P>& runs, u8* out, u32 left, TensorScale t,
+                                      const Factor* table) {
 #pragma unroll 1
   for (int k = 0; left >> k && k < runs.inside; ++k) {
     if (!(left >> k & 1u)) continue;
@@ -47,7 +52,8 @@ FP4KIT_DEVICE void quantize_left_runs(const PatchArguments& a, const Runs<P>& ru
 
 // Blocks in a row, a run of 16 at a time; the runs of a block lie in neighbouring lanes.
 template <class R, class In, bool kAligned, class P>
-FP4KIT_DEVICE void quantize_rows(const PatchArguments& a, Tile tile, TensorScale t, const Factor* table, const Kept<P>& kept) {
+FP4KIT_DEVICE void quantize_rows(const PatchArguments& a, Tile tile, TensorScale t, const Factor* table,
+                                 const Kept<P>& kept) {
   using Way = ShortWay<R, In>;
   constexpr int kUnroll = P::kKeeps ? 1 : Runs<P>::kCount;  // loads under way
   const Runs<P> runs(a, tile);
@@ -65,7 +71,8 @@ FP4KIT_DEVICE void quantize_rows(const PatchArguments& a, Tile tile, TensorScale
         x[i] = kept_run<In>(kept, runs.row - tile.row + start * runs.kStep, runs.column - tile.column);
       } else {
         x[i] = read_run<In, 16, kAligned>(from);
-        from = advanced(from, opaque(i + 1 < runs.inside ? static_cast<u32>(a.columns) : 0u), runs.kStep);  // stays where none follows
+        from = advanced(from, opaque(i + 1 < runs.inside ? static_cast<u32>(a.columns) : 0u),
+                        runs.kStep);  // stays where none follows
       }
     }
 #pragma unroll
@@ -129,12 +136,15 @@ FP4KIT_DEVICE void quantize_patch(const PatchArguments& a, Grid grid) {
   }
 }
 
-// Thread blocks of a multiprocessor: square patches of 32 bits take twice the registers; a transform takes more, and so do quotients
-// and finding the amax, of arrays that are too small for many blocks.
+// Thread blocks of a multiprocessor: square patches of 32 bits take twice the registers; a transform takes more, and so
+// do quotients and finding the amax, of arrays that are too small for many blocks.
 constexpr bool kIsLong = sizeof(Input::Bits) == 4;
-constexpr int kResident = (kIsLong && R::kBlockRows > 1) || R::kFinders ? 2 : R::kHadamard || (kIsLong && R::kDivide) ? 3 : 4;
+constexpr int kResident = (kIsLong && R::kBlockRows > 1) || R::kFinders ? 2
+                          : R::kHadamard || (kIsLong && R::kDivide)     ? 3
+                                                                        : 4;
 
-extern "C" __global__ void FP4KIT_CLUSTER __launch_bounds__(kThreads, kResident) quantize_patch_kernel(PatchArguments a) {
+extern "C" __global__ void FP4KIT_CLUSTER __launch_bounds__(kThreads, kResident)
+    quantize_patch_kernel(PatchArguments a) {
   find_amax<R, Input, kAligned>(a);
   quantize_patch<R, Input, kAligned>(a, whole_grid());
 }

@@ -1,11 +1,13 @@
-// quantize without block scales: one float32 scale for the tensor or for a row, any length (FP8, INT8, INT4 by tensor or channel).
-// A thread takes runs of neighbouring elements of one row, a few loaded before the first is used; ends of rows, one element at a time.
+// quantize without block scales: one float32 scale for the tensor or for a row, any length (FP8, INT8, INT4 by tensor
+// or channel). A thread takes runs of neighbouring elements of one row, a few loaded before the first is used; ends of
+// rows, one element at a time.
 #include "amax.cuh"
 #include "quantize.cuh"
 
 template <class R, class In>
 struct Runs {
-  static constexpr int kRun = 16 / (R::kFake ? sizeof(typename In::Bits) : 1);  // 16 bytes of values a thread: whole lines a warp
+  static constexpr int kRun =
+      16 / (R::kFake ? sizeof(typename In::Bits) : 1);  // 16 bytes of values a thread: whole lines a warp
   static constexpr int kUnroll = 64 / (kRun * sizeof(typename In::Bits));
 };
 
@@ -34,8 +36,10 @@ FP4KIT_DEVICE void quantize_plain(const Arguments& a, Grid grid) {
       amaxes[k] = kRows && run < runs ? amax_at(a.tensor_amax, rows[k]) : 0.0f;
       counts[k] = run < runs ? static_cast<int>(minimum<i64>(kRun, a.columns - column)) : 0;
       const typename In::Bits* from = static_cast<const typename In::Bits*>(a.x) + firsts[k];
-      if (even && counts[k] == kRun) x[k] = read_run<In, kRun>(from);
-      else if (R::kHadamard && counts[k]) x[k] = read_run<In, kRun, false>(from);  // rows are whole runs
+      if (even && counts[k] == kRun)
+        x[k] = read_run<In, kRun>(from);
+      else if (R::kHadamard && counts[k])
+        x[k] = read_run<In, kRun, false>(from);  // rows are whole runs
     }
 #pragma unroll
     for (int k = 0; k < Way::kUnroll; ++k) {

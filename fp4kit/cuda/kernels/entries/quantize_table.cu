@@ -14,7 +14,8 @@ struct Lookup {
 
 // False if the table does not have the block.
 template <class R, class In>
-FP4KIT_DEVICE bool look_up_block(const PairTable& table, const Run<In, R::kBlock>& x, float amax, TensorScale t, Lookup<R>& found) {
+FP4KIT_DEVICE bool look_up_block(const PairTable& table, const Run<In, R::kBlock>& x, float amax, TensorScale t,
+                                 Lookup<R>& found) {
   const float sixth = quotient_by(amax, 6.0f, kInv6);
   scales_of<R>(sixth, t, found.six, found.four);
   if (!is_in_table(amax, multiply<R>(sixth, t.encode), t)) return false;
@@ -23,14 +24,17 @@ FP4KIT_DEVICE bool look_up_block(const PairTable& table, const Run<In, R::kBlock
 }
 
 // Whether a sum of differences says which scale is better.
-FP4KIT_DEVICE bool is_beyond(u32 sum, u32 slack) { return sum + slack >= 2u * slack; }
+FP4KIT_DEVICE bool is_beyond(u32 sum, u32 slack) {
+  return sum + slack >= 2u * slack;
+}
 
 // Store a run of a block that the table decides; run: its number in the matrix.
 template <class R, class In>
-FP4KIT_DEVICE void store_found(const Arguments& a, u32 run, u32 scale_at, const Run<In, R::kBlock>& x, const Lookup<R>& found,
-                               bool is_four) {
+FP4KIT_DEVICE void store_found(const Arguments& a, u32 run, u32 scale_at, const Run<In, R::kBlock>& x,
+                               const Lookup<R>& found, bool is_four) {
   const u32 shift = is_four ? 4u : 0u, scale = is_four ? found.four : found.six;
-  const bool no_signs = R::kFlush && found.four == 0u;  // FlashInfer leaves a zero block early, without the signs of its zeros
+  const bool no_signs =
+      R::kFlush && found.four == 0u;  // FlashInfer leaves a zero block early, without the signs of its zeros
   u32 words[2];
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
@@ -58,7 +62,8 @@ FP4KIT_DEVICE void quantize_rows_by_table(const Arguments& a, const PairTable& t
     Lookup<R> found;
     const bool in_table = has_table && look_up_block<R>(table, x, float_of(largest_bits_of(x)), t, found);
     if (in_table && is_beyond(found.sum, kSlack)) {
-      store_found<R, In>(a, run, scale_offset<R::kLayout>(row, block, blocks), x, found, static_cast<i32>(found.sum) < 0);
+      store_found<R, In>(a, run, scale_offset<R::kLayout>(row, block, blocks), x, found,
+                         static_cast<i32>(found.sum) < 0);
       continue;
     }
     TileMemory<R> none;
@@ -73,7 +78,8 @@ FP4KIT_DEVICE void quantize_rows_by_table(const Arguments& a, const PairTable& t
   }
 }
 
-// Four warps that have eight square blocks side by side, a row of a block each: lane 8 i + j of warp w has row 4 w + i of block j.
+// Four warps that have eight square blocks side by side, a row of a block each: lane 8 i + j of warp w has row 4 w + i
+// of block j.
 struct Team {
   static constexpr u32 kThreads = 128, kBlocks = 8;
   u32* parts;  // 64 words of shared memory
@@ -85,7 +91,8 @@ struct Team {
   FP4KIT_DEVICE u32 lane() { return threadIdx.x % 32u; }
   FP4KIT_DEVICE void sync() { sync_group(number() + 1u, kThreads); }
 
-  // Of all rows of a block, in any order: by way of words 32 kHalf ... 32 kHalf + 31, which are free after the next barrier but one.
+  // Of all rows of a block, in any order: by way of words 32 kHalf ... 32 kHalf + 31, which are free after the next
+  // barrier but one.
   template <class Operation, int kHalf>
   FP4KIT_DEVICE_MEMBER u32 reduce(u32 value) const {
     value = Operation::of(value, __shfl_xor_sync(0xFFFFFFFFu, value, 8));
@@ -124,7 +131,8 @@ struct IntegerSum {
 
 // Square blocks, whatever their elements are.
 template <class R, class In, bool kAligned>
-FP4KIT_DEVICE void quantize_squares_any(const Arguments& a, const Team& team, Spot spot, bool inside, Run<In, R::kBlock>& run, TensorScale t) {
+FP4KIT_DEVICE void quantize_squares_any(const Arguments& a, const Team& team, Spot spot, bool inside,
+                                        Run<In, R::kBlock>& run, TensorScale t) {
   static_assert(R::kAmaxNan == AmaxNan::propagate, "the largest bits are the amax");
   team.sync();
   const float amax = float_of(team.reduce<LargestBits, 0>(largest_bits_of(run)));
@@ -139,7 +147,8 @@ FP4KIT_DEVICE void quantize_squares_any(const Arguments& a, const Team& team, Sp
   team.sync();
   if (!inside) return;
   const u32 scale = errors[1] < errors[0] ? four : six;
-  store_chosen<R, In, kAligned>(a, spot.row * a.columns + spot.block * R::kBlock, encode_chosen<R, true>(run, amax, scale, t), scale, t);
+  store_chosen<R, In, kAligned>(a, spot.row * a.columns + spot.block * R::kBlock,
+                                encode_chosen<R, true>(run, amax, scale, t), scale, t);
   a.scales[scale_offset<R::kLayout>(spot.row, spot.block, spot.blocks)] = scale;
 }
 
@@ -148,7 +157,8 @@ FP4KIT_DEVICE void quantize_squares_by_table(const Arguments& a, PairTable& tabl
   const Team team = {table.parts + Team::number() * 64u};
   constexpr u32 kTeams = kTableThreads / Team::kThreads;
   const u32 rows = static_cast<u32>(a.rows), blocks = static_cast<u32>(a.columns) / R::kBlock;
-  const u32 wide = (blocks + Team::kBlocks - 1) / Team::kBlocks, tiles = (rows + R::kBlockRows - 1) / R::kBlockRows * wide;
+  const u32 wide = (blocks + Team::kBlocks - 1) / Team::kBlocks,
+            tiles = (rows + R::kBlockRows - 1) / R::kBlockRows * wide;
   const u32 step = gridDim.x * kTeams, down = step / wide * R::kBlockRows, right = step % wide * Team::kBlocks;
   u32 tile = blockIdx.x * kTeams + Team::number();
   u32 row = tile / wide * R::kBlockRows + Team::row(), block = tile % wide * Team::kBlocks + Team::block();

@@ -4,7 +4,8 @@
 
 constexpr int kTilesPerMultiprocessor = R::kBlock > 16 || R::kFinders ? 2 : 4;  // as many as spill no registers
 
-extern "C" __global__ void FP4KIT_CLUSTER __launch_bounds__(kThreads, kTilesPerMultiprocessor) quantize_tile_kernel(Arguments a) {
+extern "C" __global__ void FP4KIT_CLUSTER __launch_bounds__(kThreads, kTilesPerMultiprocessor)
+    quantize_tile_kernel(Arguments a) {
   find_amax<R, Input, kAligned>(a);
   quantize_tile<R, Input, kAligned>(a, whole_grid());
 }

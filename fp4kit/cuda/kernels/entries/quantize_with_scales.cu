@@ -1,8 +1,9 @@
-// quantize_with_scales: codes of elements under block scales and tensor scales that are given: a.scales, in R's layout, and a.tensor_scale
-// are read. a.tensor_amax: the amaxes that the tensor scales imply, where elements meet the encode scale (null elsewhere).
+// quantize_with_scales: codes of elements under block scales and tensor scales that are given: a.scales, in R's layout,
+// and a.tensor_scale are read. a.tensor_amax: the amaxes that the tensor scales imply, where elements meet the encode
+// scale (null elsewhere).
 //
-// A thread takes a run of 16 elements of a row and makes the factor of its block, as the recipe's rule makes it of a code of its own.
-// Only a rule that asks whether the block is of zeros reads the whole block.
+// A thread takes a run of 16 elements of a row and makes the factor of its block, as the recipe's rule makes it of a
+// code of its own. Only a rule that asks whether the block is of zeros reads the whole block.
 #include "four_over_six.cuh"
 #include "implied.cuh"
 
@@ -43,9 +44,11 @@ FP4KIT_DEVICE float given_block_amax(const Arguments& a, i64 row, i64 block) {
   });
 }
 
-// Codes of a whole run. A negative factor, -0 too, goes the exact way: the short ways are for factors that rules make of amaxes.
+// Codes of a whole run. A negative factor, -0 too, goes the exact way: the short ways are for factors that rules make
+// of amaxes.
 template <class R, class In, bool kAligned>
-FP4KIT_DEVICE void encode_given(const Arguments& a, i64 first, Run<In, kRun>& run, float amax, u32 code, TensorScale t) {
+FP4KIT_DEVICE void encode_given(const Arguments& a, i64 first, Run<In, kRun>& run, float amax, u32 code,
+                                TensorScale t) {
   if constexpr (R::kFourOverSix) {
     store_chosen<R, In, kAligned>(a, first, encode_chosen<R>(run, amax, code, t), code, t);
   } else {

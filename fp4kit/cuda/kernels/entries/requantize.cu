@@ -1,7 +1,8 @@
-// requantize from blocks with E8M0 scales to blocks with E4M3 scales under a tensor scale 2^m, codes kept (ops/requantize.py).
+// requantize from blocks with E8M0 scales to blocks with E4M3 scales under a tensor scale 2^m, codes kept
+// (ops/requantize.py).
 //
-// Two launches: exponents finds the range of the source's scales; keep decides by it, alike in every thread, whether all of them
-// fit, and if so overwrites codes, scales and tensor scale of a result that is right where they do not.
+// Two launches: exponents finds the range of the source's scales; keep decides by it, alike in every thread, whether
+// all of them fit, and if so overwrites codes, scales and tensor scale of a result that is right where they do not.
 #include "block.cuh"
 
 struct Arguments {
@@ -26,7 +27,8 @@ FP4KIT_DEVICE bool has_values(const Arguments& a, i64 block) {
 
 FP4KIT_DEVICE void raise_to_largest(u32* at, u32 mine) {
 #pragma unroll
-  for (int distance = 1; distance < 32; distance *= 2) mine = maximum(mine, __shfl_xor_sync(0xFFFFFFFFu, mine, distance));
+  for (int distance = 1; distance < 32; distance *= 2)
+    mine = maximum(mine, __shfl_xor_sync(0xFFFFFFFFu, mine, distance));
   if (threadIdx.x % 32 == 0 && mine != 0u) atomicMax(at, mine);
 }
 
@@ -48,7 +50,8 @@ FP4KIT_DEVICE float power_of_two(i32 exponent) {  // -149 to 127
   return float_of(exponent < -126 ? 1u << (exponent + 149) : static_cast<u32>(exponent + 127) << 23);
 }
 
-// Whether E4M3 holds every scale under the tensor scale 2^m that puts the largest at the top, and the tensor rule gives 2^m.
+// Whether E4M3 holds every scale under the tensor scale 2^m that puts the largest at the top, and the tensor rule gives
+// 2^m.
 template <class R, class In>
 FP4KIT_DEVICE bool can_keep(const u32* extent, i32& m, float& amax) {
   constexpr i32 kTop = R::Scale::kEmax, kBottom = R::Scale::kEmin - R::Scale::kMantissaBits;
@@ -69,7 +72,8 @@ FP4KIT_DEVICE void keep(const Arguments& a, Grid grid) {
   for (i64 block = first_item(grid); block < a.blocks; block += item_stride(grid)) {
     for (i64 i = block * words; i < (block + 1) * words; ++i) {
       const u64 word = reinterpret_cast<const u64*>(a.source)[i];
-      const u64 signs = kUnsignedZero ? (word & kMagnitudes) + kMagnitudes : ~kMagnitudes;  // kept where the magnitude is not 0
+      const u64 signs =
+          kUnsignedZero ? (word & kMagnitudes) + kMagnitudes : ~kMagnitudes;  // kept where the magnitude is not 0
       reinterpret_cast<u64*>(a.packed)[i] = word & (kMagnitudes | signs);
     }
     const i32 exponent = static_cast<i32>(a.source_scales[block]) - 127 - m;
@@ -82,7 +86,9 @@ FP4KIT_DEVICE void keep(const Arguments& a, Grid grid) {
   }
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads) exponents_kernel(Arguments a) { find_exponents(a, whole_grid()); }
+extern "C" __global__ void __launch_bounds__(kThreads) exponents_kernel(Arguments a) {
+  find_exponents(a, whole_grid());
+}
 
 extern "C" __global__ void __launch_bounds__(kThreads) keep_kernel(Arguments a) {
   keep<R, Input, kUnsignedZero>(a, whole_grid());

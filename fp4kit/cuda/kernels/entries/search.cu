@@ -48,11 +48,13 @@ FP4KIT_DEVICE u32 search_fully(const Left<kWeighted>& left, const Candidates& sh
 template <class R, class In, bool kAligned, bool kWeighted>
 FP4KIT_DEVICE Searched<kWeighted> load_block(const SearchArguments& a, u32 i, u32 blocks) {
   Searched<kWeighted> block;
-  Run<In, kSearched> run = read_run<In, kSearched, kAligned>(static_cast<const typename In::Bits*>(a.x) + static_cast<i64>(i) * kSearched);
+  Run<In, kSearched> run =
+      read_run<In, kSearched, kAligned>(static_cast<const typename In::Bits*>(a.x) + static_cast<i64>(i) * kSearched);
   if constexpr (R::kHadamard) hadamard_run<R::kSignMask>(run);
   widen_run(run, block.a);
 #pragma unroll
-  for (int j = 0; j < kSearched; ++j) block.a[j] = float_of(opaque(bits_of(block.a[j]) & 0x7FFFFFFFu));  // once, not for each use
+  for (int j = 0; j < kSearched; ++j)
+    block.a[j] = float_of(opaque(bits_of(block.a[j]) & 0x7FFFFFFFu));  // once, not for each use
   if constexpr (kWeighted) load_run<Float32, kSearched, true>(a.of_columns + i % blocks * kSearched, block.w);
   return block;
 }
@@ -66,8 +68,9 @@ FP4KIT_DEVICE void search(const SearchArguments& a, Grid grid, Common<kWeighted>
   const u32 lane = threadIdx.x % 32u, warp = threadIdx.x / 32u;
   Left<kWeighted>& left = common.of_warp[warp].left;
   const u32 blocks = static_cast<u32>(a.columns / kSearched), count = static_cast<u32>(a.rows) * blocks;
-  // A block's own code is one of first ... first + 3: the nearest to a value of which first is no less than 6/7, or the last. So with eight codes
-  // each way or more around it, no more than two that a screen leaves open are no candidates: only where it does is the own code asked for.
+  // A block's own code is one of first ... first + 3: the nearest to a value of which first is no less than 6/7, or the
+  // last. So with eight codes each way or more around it, no more than two that a screen leaves open are no candidates:
+  // only where it does is the own code asked for.
   constexpr bool kLater = !kAll && kEight && !kWeighted;
   u32 unproven = 0u;
   const u32 stride = static_cast<u32>(item_stride(grid));
@@ -75,7 +78,8 @@ FP4KIT_DEVICE void search(const SearchArguments& a, Grid grid, Common<kWeighted>
     const u32 i = minimum(first + lane, count - 1u);  // of the last block, too, what is beyond
     Searched<kWeighted> block = load_block<R, In, kAligned, kWeighted>(a, i, blocks);
     if constexpr (!kWeighted)  // the block that the thread has next
-      prefetch_sector(static_cast<const typename In::Bits*>(a.x) + static_cast<i64>(minimum(i + stride, count - 1u)) * kSearched);
+      prefetch_sector(static_cast<const typename In::Bits*>(a.x) +
+                      static_cast<i64>(minimum(i + stride, count - 1u)) * kSearched);
     u32 largest = 0u;
 #pragma unroll
     for (int j = 0; j < kSearched; ++j) largest = maximum(largest, bits_of(block.a[j]));
@@ -113,7 +117,8 @@ FP4KIT_DEVICE void search(const SearchArguments& a, Grid grid, Common<kWeighted>
   if (a.unproven && unproven) atomicAdd(a.unproven, static_cast<u64>(unproven));
 }
 
-extern "C" __global__ void __launch_bounds__(kSearchThreads<kWeighted>, kWeighted ? 1 : 2) search_kernel(SearchArguments a) {
+extern "C" __global__ void __launch_bounds__(kSearchThreads<kWeighted>, kWeighted ? 1 : 2)
+    search_kernel(SearchArguments a) {
   __shared__ Common<kWeighted> common;
   make_sieve<R>(common.sieve);
   search<R, Input, kAligned, kWeighted, kAll, kEight>(a, whole_grid(), common);

@@ -1,8 +1,9 @@
-// search_amaxes: of tensors, experts or rows without block scales, the multiple of the amax whose values have the least error.
+// search_amaxes: of tensors, experts or rows without block scales, the multiple of the amax whose values have the least
+// error.
 //
-// Differences are added in float64 from the first element of a row to the last, and then from the first row to the last, as in
-// reference/search_amaxes.py: so a thread walks along a row under one multiple, and its neighbours along the same row under the next ones.
-// Then a warp adds the rows of an amax, a multiple a thread.
+// Differences are added in float64 from the first element of a row to the last, and then from the first row to the
+// last, as in reference/search_amaxes.py: so a thread walks along a row under one multiple, and its neighbours along
+// the same row under the next ones. Then a warp adds the rows of an amax, a multiple a thread.
 #include "exact.cuh"
 #include "fake.cuh"
 #include "loss.cuh"
@@ -52,7 +53,9 @@ FP4KIT_DEVICE double joined(double a, double b) {
 template <Objective kObjective, bool kWeighted>
 FP4KIT_DEVICE double loss_of_element(double y, const float* weight, double power) {
   const double size = y < 0.0 ? -y : y;
-  const double term = kObjective == Objective::powers ? power_of(size, power) : kObjective == Objective::squares ? size * size : size;
+  const double term = kObjective == Objective::powers    ? power_of(size, power)
+                      : kObjective == Objective::squares ? size * size
+                                                         : size;
   return kWeighted ? static_cast<double>(*weight) * term : term;
 }
 
@@ -87,7 +90,8 @@ FP4KIT_DEVICE void put_least(const Arguments& a) {
   __shared__ Least all[kThreads];
   const u32 lane = threadIdx.x % 32u;
   const double infinity = float_of(kInfinityBits);
-  for (i64 amax = first_item(whole_grid()) / 32; amax < a.rows / a.rows_of_amax; amax += item_stride(whole_grid()) / 32) {
+  for (i64 amax = first_item(whole_grid()) / 32; amax < a.rows / a.rows_of_amax;
+       amax += item_stride(whole_grid()) / 32) {
     Least least = {a.first ? a.least[amax] : infinity, -1};
     for (i64 k = lane; k < a.count; k += 32) {
       const double* losses = a.losses + amax * a.rows_of_amax * a.count + k;
@@ -100,7 +104,8 @@ FP4KIT_DEVICE void put_least(const Arguments& a) {
     __syncwarp();
     if (lane == 0u) {
       for (u32 i = 1u; i < 32u; ++i) least.meet(all[threadIdx.x + i]);
-      if (least.multiple >= 0 || a.first == 0) a.out[amax] = amax_at(a.tensor_amax, amax) * a.multiples[least.multiple < 0 ? 0 : least.multiple];
+      if (least.multiple >= 0 || a.first == 0)
+        a.out[amax] = amax_at(a.tensor_amax, amax) * a.multiples[least.multiple < 0 ? 0 : least.multiple];
       a.least[amax] = least.loss;
     }
     __syncwarp();
@@ -112,4 +117,6 @@ constexpr Objective kObjective = objective_of(kMagnitudes, kLargest, kPowers);
 extern "C" __global__ void __launch_bounds__(kThreads) row_losses_kernel(Arguments a) {
   put_row_losses<R, Input, kObjective, kOwn, kWeighted>(a);
 }
-extern "C" __global__ void __launch_bounds__(kThreads) least_losses_kernel(Arguments a) { put_least<kObjective>(a); }
+extern "C" __global__ void __launch_bounds__(kThreads) least_losses_kernel(Arguments a) {
+  put_least<kObjective>(a);
+}

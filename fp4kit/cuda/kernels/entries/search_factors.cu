@@ -1,8 +1,10 @@
-// search_factors: of each block the multiple of its amax whose codes have the least squared error, a block a thread; nothing else of the matrix
-// is written. Operation by operation what reference/search_factors.py does, so that any block is right; kFactors are the candidates, in their order.
+// search_factors: of each block the multiple of its amax whose codes have the least squared error, a block a thread;
+// nothing else of the matrix is written. Operation by operation what reference/search_factors.py does, so that any
+// block is right; kFactors are the candidates, in their order.
 //
-// A candidate whose scale is that of the one before it, or of the first, has the same error and would not win: factors after the first rise, so
-// that all of one scale follow each other, but for those beside the first. 102 factors from 0.5 to 1.51 have 14 scales of E4M3 or so.
+// A candidate whose scale is that of the one before it, or of the first, has the same error and would not win: factors
+// after the first rise, so that all of one scale follow each other, but for those beside the first. 102 factors from
+// 0.5 to 1.51 have 14 scales of E4M3 or so.
 #include "exact.cuh"
 #include "hadamard.cuh"
 #include "implied.cuh"
@@ -75,4 +77,6 @@ FP4KIT_DEVICE void search_factors(const FactorArguments& a) {
   }
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads) search_factors_kernel(FactorArguments a) { search_factors<R, Input, kAligned>(a); }
+extern "C" __global__ void __launch_bounds__(kThreads) search_factors_kernel(FactorArguments a) {
+  search_factors<R, Input, kAligned>(a);
+}

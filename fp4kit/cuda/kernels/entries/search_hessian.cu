@@ -1,4 +1,5 @@
-// search_hessian: search, where the loss of a block is d^T H d with the Hessian of its 16 columns. A thread block takes one of them.
+// search_hessian: search, where the loss of a block is d^T H d with the Hessian of its 16 columns. A thread block takes
+// one of them.
 #include "search_hessian.cuh"
 
 template <class R, class In, bool kAligned>
@@ -16,13 +17,15 @@ FP4KIT_DEVICE void search_hessian(const SearchArguments& a) {
   __syncthreads();
   if (threadIdx.x < 32u && is_positive(h, static_cast<float>(threadIdx.x) * 0x1p-5f)) atomicMax(&positive, threadIdx.x);
   __syncthreads();
-  const bool is_usual = shared.ordinary && amax_of_tensor > 0x1p-20f && keeps_squares(h, shared);  // below, scales are not their codes'
+  const bool is_usual =
+      shared.ordinary && amax_of_tensor > 0x1p-20f && keeps_squares(h, shared);  // below, scales are not their codes'
   const float sure = is_usual ? static_cast<float>(positive) * 0x1p-5f - 0x1p-12f : 0.0f;
   const TensorScale t = R::TensorRule::template scale<R, Float32>(amax_of_tensor);
   u64 unproven = 0;
   for (i64 row = blockIdx.x / blocks * kThreads + threadIdx.x; row < a.rows; row += strips * kThreads) {
     float x[kSearched];
-    load_run<In, kSearched, kAligned>(static_cast<const typename In::Bits*>(a.x) + row * a.columns + column * kSearched, x);
+    load_run<In, kSearched, kAligned>(static_cast<const typename In::Bits*>(a.x) + row * a.columns + column * kSearched,
+                                      x);
     u32 largest = 0u;
 #pragma unroll
     for (int j = 0; j < kSearched; ++j) largest = maximum(largest, bits_of(magnitude_of(x[j])));

@@ -1,7 +1,8 @@
 // swizzle and unswizzle: the block scales of a stack of matrices from layout kFrom to kTo, padding zero.
 //
-// 16 bytes of a swizzled layout are 4 columns of 4 rows, which lie 32 rows apart in 128x4 and follow one another in 8x4. So
-// four of them hold the same bytes as 16 columns of these rows: a thread moves those, and the exchange costs no instruction.
+// 16 bytes of a swizzled layout are 4 columns of 4 rows, which lie 32 rows apart in 128x4 and follow one another in
+// 8x4. So four of them hold the same bytes as 16 columns of these rows: a thread moves those, and the exchange costs no
+// instruction.
 #include "layout.cuh"
 #include "memory.cuh"
 
@@ -46,8 +47,8 @@ FP4KIT_DEVICE void move_quad(const u8* in, u8* out, i64 quad, i64 column, i64 ro
   }
 }
 
-// Columns are a multiple of 16, pointers too. Threads go down kHigh quads, then along the chunks of 16 columns, so that a warp
-// reads and writes whole sectors; 8 and 2 were the fastest of 1 to 32 on an H200, 2026-11-21.
+// Columns are a multiple of 16, pointers too. Threads go down kHigh quads, then along the chunks of 16 columns, so that
+// a warp reads and writes whole sectors; 8 and 2 were the fastest of 1 to 32 on an H200, 2026-11-21.
 template <ScaleLayout kTiled>
 FP4KIT_DEVICE void swizzle_quads(const Arguments& a, Grid grid) {
   constexpr int kHigh = kTiled == ScaleLayout::swizzled_128x4 ? 8 : 2;

@@ -1,7 +1,8 @@
-// transpose: codes and block scales of a stack of matrices with square blocks -> those of the transposed matrices. No decoding.
+// transpose: codes and block scales of a stack of matrices with square blocks -> those of the transposed matrices. No
+// decoding.
 //
-// S states: kBits of a code; kBlock; kLayout of the scales; kScaleWords: whether scales lie by words of four, in and out.
-// kAligned: lines of codes are whole chunks of 16 bytes, in and out.
+// S states: kBits of a code; kBlock; kLayout of the scales; kScaleWords: whether scales lie by words of four, in and
+// out. kAligned: lines of codes are whole chunks of 16 bytes, in and out.
 #include "transpose_codes.cuh"
 #include "transpose_scales.cuh"
 
@@ -56,8 +57,8 @@ FP4KIT_DEVICE void transpose_squares(const Arguments& a, i64 item, i64 squares) 
   transpose_linear_scales<S::kBlock>(s, unit - stripe * tall, stripe - matrix * wide);
 }
 
-// Scales in the order of 8x4, a large tile at a time. H200, 16384 x 16384 codes of 4 bits, 2026-11-21: 78.2 us, 79.4 where they
-// go with the tiles of codes; those of 128x4 79.1 and 78.4.
+// Scales in the order of 8x4, a large tile at a time. H200, 16384 x 16384 codes of 4 bits, 2026-11-21: 78.2 us, 79.4
+// where they go with the tiles of codes; those of 128x4 79.1 and 78.4.
 template <class S>
 FP4KIT_DEVICE void transpose_large_tile(const Arguments& a, i64 item, i64 tall, i64 wide, i64 items) {
   using U = LargeScaleTile<S::kLayout, S::kBlock>;
@@ -69,9 +70,9 @@ FP4KIT_DEVICE void transpose_large_tile(const Arguments& a, i64 item, i64 tall, 
   transpose_scale_tile<U>(s, row, column, static_cast<int>(threadIdx.x));
 }
 
-// Tiles column by column: thread blocks that run at the same time write neighbouring lines. What limits it is the order of
-// addresses: tiles that are copied to their transposed place, with nothing transposed, reach 0.87 to 0.91 of the speed of a
-// copy (H200, 2026-11-21).
+// Tiles column by column: thread blocks that run at the same time write neighbouring lines. What limits it is the order
+// of addresses: tiles that are copied to their transposed place, with nothing transposed, reach 0.87 to 0.91 of the
+// speed of a copy (H200, 2026-11-21).
 template <class S, bool kAligned>
 FP4KIT_DEVICE void transpose(const Arguments& a, Grid grid) {
   using T = CodeTile<S::kBits>;
@@ -88,11 +89,13 @@ FP4KIT_DEVICE void transpose(const Arguments& a, Grid grid) {
   if constexpr (kApart<S> && S::kLayout == ScaleLayout::swizzled_8x4) {
     using U = LargeScaleTile<S::kLayout, S::kBlock>;
     constexpr i64 kRows = U::kTall * S::kBlock, kColumns = U::kColumns;
-    const i64 high = (a.rows + kRows - 1) / kRows, across = (a.columns + kColumns - 1) / kColumns, items = a.matrices * high * across;
+    const i64 high = (a.rows + kRows - 1) / kRows, across = (a.columns + kColumns - 1) / kColumns,
+              items = a.matrices * high * across;
     for (; t < tiles + items; t += grid.blocks) transpose_large_tile<S>(a, t - tiles, high, across, items);
   } else if constexpr (kApart<S>) {
     const i64 squares = a.matrices * (a.rows / S::kBlock / 4) * (a.columns / S::kBlock / 4);
-    for (; t < tiles + (squares + kThreads - 1) / kThreads; t += grid.blocks) transpose_squares<S>(a, t - tiles, squares);
+    for (; t < tiles + (squares + kThreads - 1) / kThreads; t += grid.blocks)
+      transpose_squares<S>(a, t - tiles, squares);
   }
 }
 

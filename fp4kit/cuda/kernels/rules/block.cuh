@@ -16,11 +16,13 @@ enum class AmaxInput { all, no_nan, finite };  // which elements count in the am
 // Larger of two magnitudes; NaN as the recipe says.
 template <AmaxNan kNan>
 FP4KIT_DEVICE float larger(float a, float b) {
-  if constexpr (kNan == AmaxNan::propagate) return float_of(maximum(bits_of(a), bits_of(b)));  // NaN has the largest bits
+  if constexpr (kNan == AmaxNan::propagate)
+    return float_of(maximum(bits_of(a), bits_of(b)));  // NaN has the largest bits
   return fmaxf(a, b);
 }
 
-// amax of a block that is added run by run: 0 for no element that counts. Lanes: a NaN is ignored unless all even or all odd elements are.
+// amax of a block that is added run by run: 0 for no element that counts. Lanes: a NaN is ignored unless all even or
+// all odd elements are.
 template <AmaxNan kNan>
 struct BlockAmax {
   float even = 0.0f, odd = 0.0f;
@@ -53,17 +55,19 @@ FP4KIT_DEVICE float amax_of(const float (&x)[kCount]) {
   return amax.result();
 }
 
-// a / divisor from its rounded reciprocal, where no step leaves the normal range: on the same side of every midpoint of E2M1 and of small
-// integers as the quotient rounded once, or on the midpoint where that is; for the largest values of formats, that quotient itself.
-// Checked for all 2^23 significands of divisors and every a within 8 ulp of a midpoint, which stands for any with 8 bits at most; for
-// divisors 2 - 2^-M times powers of two, M = 0 ... 7, as the largest values of formats are, for every a.
+// a / divisor from its rounded reciprocal, where no step leaves the normal range: on the same side of every midpoint of
+// E2M1 and of small integers as the quotient rounded once, or on the midpoint where that is; for the largest values of
+// formats, that quotient itself. Checked for all 2^23 significands of divisors and every a within 8 ulp of a midpoint,
+// which stands for any with 8 bits at most; for divisors 2 - 2^-M times powers of two, M = 0 ... 7, as the largest
+// values of formats are, for every a.
 FP4KIT_DEVICE float quotient_by(float a, float divisor, float reciprocal) {
   const float near = a * reciprocal;
   return fma_rn(fma_rn(-divisor, near, a), reciprocal, near);
 }
 
-// What the elements of a block are multiplied with, or divided by: then with the reciprocal, rounded. Where elements meet the tensor's
-// encode scale afterwards (R::kThenEncode), reciprocal is that: such a recipe has no way that would ask for the other.
+// What the elements of a block are multiplied with, or divided by: then with the reciprocal, rounded. Where elements
+// meet the tensor's encode scale afterwards (R::kThenEncode), reciprocal is that: such a recipe has no way that would
+// ask for the other.
 struct Factor {
   float by, reciprocal;
 };

@@ -12,12 +12,18 @@ FP4KIT_DEVICE float lesser(float a, float b) {
 
 // The smallest positive value of a format, and the smallest normal one.
 template <class F>
-FP4KIT_DEVICE float min_normal_of() { return float_of(static_cast<u32>(F::kEmin + 127) << 23); }
+FP4KIT_DEVICE float min_normal_of() {
+  return float_of(static_cast<u32>(F::kEmin + 127) << 23);
+}
 template <class F>
-FP4KIT_DEVICE float min_subnormal_of() { return float_of(static_cast<u32>(F::kEmin - F::kMantissaBits + 127) << 23); }
+FP4KIT_DEVICE float min_subnormal_of() {
+  return float_of(static_cast<u32>(F::kEmin - F::kMantissaBits + 127) << 23);
+}
 
 // np.clip: NaN stays NaN.
-FP4KIT_DEVICE float clip(float x, float low, float high) { return is_nan(x) ? x : fminf(fmaxf(x, low), high); }
+FP4KIT_DEVICE float clip(float x, float low, float high) {
+  return is_nan(x) ? x : fminf(fmaxf(x, low), high);
+}
 
 struct block_te : by_code {
   template <class R, class In>
@@ -25,7 +31,9 @@ struct block_te : by_code {
     return encode_scale<R>(lesser<R>(amax * (t.encode * kInv6), kFltMax));
   }
   template <class R, class In>
-  FP4KIT_DEVICE float factor(u32 code, float amax, TensorScale t) { return lesser<R>(1.0f / (decode_scale<R>(code) * t.decode), kFltMax); }
+  FP4KIT_DEVICE float factor(u32 code, float amax, TensorScale t) {
+    return lesser<R>(1.0f / (decode_scale<R>(code) * t.decode), kFltMax);
+  }
 };
 
 struct block_flashinfer : by_code_or_zero {
@@ -54,10 +62,13 @@ struct block_modelopt : by_code {
   template <class R, class In>
   FP4KIT_DEVICE u32 code(float amax, TensorScale t) {
     const float ratio = amax / (max_of<typename R::Element>() * t.decode);
-    return encode_scale<R>(clip(ratio == 0.0f ? 1.0f : ratio, min_subnormal_of<typename R::Scale>(), max_of<typename R::Scale>()));
+    return encode_scale<R>(
+        clip(ratio == 0.0f ? 1.0f : ratio, min_subnormal_of<typename R::Scale>(), max_of<typename R::Scale>()));
   }
   template <class R, class In>
-  FP4KIT_DEVICE float factor(u32 code, float amax, TensorScale t) { return decode_scale<R>(code) * t.decode; }
+  FP4KIT_DEVICE float factor(u32 code, float amax, TensorScale t) {
+    return decode_scale<R>(code) * t.decode;
+  }
 };
 
 struct block_modelopt_static : by_code {
@@ -65,19 +76,25 @@ struct block_modelopt_static : by_code {
   FP4KIT_DEVICE u32 code(float amax, TensorScale t) {
     const float ratio = amax / max_of<typename R::Element>();
     const float scaled = (ratio == 0.0f ? 1.0f : ratio) * static_cast<float>(R::kScaleMax);
-    return encode_scale<R>(clip(scaled / (t.amax / max_of<typename R::Element>()), min_subnormal_of<typename R::Scale>(), max_of<typename R::Scale>()));
+    return encode_scale<R>(clip(scaled / (t.amax / max_of<typename R::Element>()),
+                                min_subnormal_of<typename R::Scale>(), max_of<typename R::Scale>()));
   }
   template <class R, class In>
-  FP4KIT_DEVICE float factor(u32 code, float amax, TensorScale t) { return decode_scale<R>(code) * t.decode; }
+  FP4KIT_DEVICE float factor(u32 code, float amax, TensorScale t) {
+    return decode_scale<R>(code) * t.decode;
+  }
 };
 
 struct block_torchao : by_code {
   template <class R, class In>
   FP4KIT_DEVICE u32 code(float amax, TensorScale t) {
-    return encode_scale<R>(clip(amax / max_of<typename R::Element>() / t.decode, min_normal_of<typename R::Scale>(), max_of<typename R::Scale>()));
+    return encode_scale<R>(clip(amax / max_of<typename R::Element>() / t.decode, min_normal_of<typename R::Scale>(),
+                                max_of<typename R::Scale>()));
   }
   template <class R, class In>
-  FP4KIT_DEVICE float factor(u32 code, float amax, TensorScale t) { return t.encode / decode_scale<R>(code); }
+  FP4KIT_DEVICE float factor(u32 code, float amax, TensorScale t) {
+    return t.encode / decode_scale<R>(code);
+  }
 };
 
 struct block_compressed_tensors : by_code {
@@ -88,5 +105,7 @@ struct block_compressed_tensors : by_code {
     return code | static_cast<u32>(code == 0u) * encode_scale<R>(0.125f);
   }
   template <class R, class In>
-  FP4KIT_DEVICE float factor(u32 code, float amax, TensorScale t) { return decode_scale<R>(code) / t.encode; }
+  FP4KIT_DEVICE float factor(u32 code, float amax, TensorScale t) {
+    return decode_scale<R>(code) / t.encode;
+  }
 };

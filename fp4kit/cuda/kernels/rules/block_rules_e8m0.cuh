@@ -5,7 +5,9 @@
 
 struct inverse_factor : by_code {
   template <class R, class In>
-  FP4KIT_DEVICE float factor(u32 code, float amax, TensorScale t) { return inverse_e8m0(code); }
+  FP4KIT_DEVICE float factor(u32 code, float amax, TensorScale t) {
+    return inverse_e8m0(code);
+  }
 };
 
 // exponent(bits) + up - emax, clamped to the range of E8M0; 255 where the exponent field is full.
@@ -23,30 +25,42 @@ FP4KIT_DEVICE u32 rounded_exponent(float amax, int mantissa_bits) {
 
 struct block_e8m0_floor : inverse_factor {
   template <class R, class In>
-  FP4KIT_DEVICE u32 code(float amax, TensorScale t) { return shifted_exponent<R>(bits_of(amax)); }
+  FP4KIT_DEVICE u32 code(float amax, TensorScale t) {
+    return shifted_exponent<R>(bits_of(amax));
+  }
 };
 
 struct block_e8m0_ceil : inverse_factor {
   template <class R, class In>
-  FP4KIT_DEVICE u32 code(float amax, TensorScale t) { return shifted_exponent<R>(bits_of(amax), (bits_of(amax) & 0x7FFFFFu) != 0u); }
+  FP4KIT_DEVICE u32 code(float amax, TensorScale t) {
+    return shifted_exponent<R>(bits_of(amax), (bits_of(amax) & 0x7FFFFFu) != 0u);
+  }
 };
 
 struct block_e8m0_even : inverse_factor {
   template <class R, class In>
-  FP4KIT_DEVICE u32 code(float amax, TensorScale t) { return rounded_exponent<R>(amax, R::Element::kMantissaBits); }
+  FP4KIT_DEVICE u32 code(float amax, TensorScale t) {
+    return rounded_exponent<R>(amax, R::Element::kMantissaBits);
+  }
 };
 
 template <class R>
-FP4KIT_DEVICE u32 rceil(float amax) { return encode_e8m0_rp(amax * (1.0f / max_of<typename R::Element>())); }
+FP4KIT_DEVICE u32 rceil(float amax) {
+  return encode_e8m0_rp(amax * (1.0f / max_of<typename R::Element>()));
+}
 
 struct block_e8m0_rceil : inverse_factor {
   template <class R, class In>
-  FP4KIT_DEVICE u32 code(float amax, TensorScale t) { return is_finite(amax) ? rceil<R>(amax) : 255u; }
+  FP4KIT_DEVICE u32 code(float amax, TensorScale t) {
+    return is_finite(amax) ? rceil<R>(amax) : 255u;
+  }
 };
 
 struct block_e8m0_te : inverse_factor {
   template <class R, class In>
-  FP4KIT_DEVICE u32 code(float amax, TensorScale t) { return rceil<R>(amax); }
+  FP4KIT_DEVICE u32 code(float amax, TensorScale t) {
+    return rceil<R>(amax);
+  }
 };
 
 // t = amax * rcp(max), flushed; code 254 has the subnormal inverse 2^-127, which ftz makes 0.
@@ -57,14 +71,20 @@ FP4KIT_DEVICE u32 code_flashinfer(float amax) {
 
 struct block_e8m0_flashinfer_fp4 : by_code {
   template <class R, class In>
-  FP4KIT_DEVICE u32 code(float amax, TensorScale t) { return code_flashinfer<R>(amax); }
+  FP4KIT_DEVICE u32 code(float amax, TensorScale t) {
+    return code_flashinfer<R>(amax);
+  }
   template <class R, class In>
-  FP4KIT_DEVICE float factor(u32 code, float amax, TensorScale t) { return code == 0u || code >= 254u ? 0.0f : inverse_e8m0(code); }
+  FP4KIT_DEVICE float factor(u32 code, float amax, TensorScale t) {
+    return code == 0u || code >= 254u ? 0.0f : inverse_e8m0(code);
+  }
 };
 
 struct block_e8m0_flashinfer_fp8 : block_e8m0_flashinfer_fp4 {};
 
-FP4KIT_DEVICE float float32_log2(float x) { return static_cast<float>(log2(static_cast<double>(x))); }
+FP4KIT_DEVICE float float32_log2(float x) {
+  return static_cast<float>(log2(static_cast<double>(x)));
+}
 
 struct block_e8m0_modelopt : inverse_factor {
   template <class R, class In>
@@ -77,7 +97,9 @@ struct block_e8m0_modelopt : inverse_factor {
 
 struct block_e8m0_te_reference : inverse_factor {
   template <class R, class In>
-  FP4KIT_DEVICE u32 code(float amax, TensorScale t) { return is_nan(amax) ? 255u : block_e8m0_modelopt::code<R, In>(amax, t); }
+  FP4KIT_DEVICE u32 code(float amax, TensorScale t) {
+    return is_nan(amax) ? 255u : block_e8m0_modelopt::code<R, In>(amax, t);
+  }
 };
 
 struct block_e8m0_compressed_tensors : inverse_factor {

@@ -11,23 +11,28 @@ struct block_gguf : by_code {
     using F = typename R::Scale;
     const float d = amax > 0.0f ? amax / max_of<typename R::Element>() : 0.0f;
     if (d < min_normal_of<F>()) return static_cast<u32>(static_cast<i32>(fminf(d * 512.0f + 0.5f, 7.0f)));
-    constexpr u32 kBias = static_cast<u32>(127 - F::kBias) << F::kMantissaBits, k256 = static_cast<u32>(F::kBias + 8) << F::kMantissaBits;
+    constexpr u32 kBias = static_cast<u32>(127 - F::kBias) << F::kMantissaBits, k256 = static_cast<u32>(F::kBias + 8)
+                                                                                       << F::kMantissaBits;
     const u32 code = ((bits_of(fminf(d, max_of<F>())) + 0x80000u) >> 20) - kBias;
     return code >= k256 ? F::kMaxCode : code;
   }
   template <class R, class In>
-  FP4KIT_DEVICE float factor(u32 code, float amax, TensorScale t) { return decode_scale<R>(code); }
+  FP4KIT_DEVICE float factor(u32 code, float amax, TensorScale t) {
+    return decode_scale<R>(code);
+  }
 };
 
-// floor of float32's log2 of a > 0, finite: the exponent, one more for the last n floats below 2^k, where log2 rounds to k. With
-// 2^b the power of two below |log2| there, half an ulp of that is 2^b / 2^24, and n = floor(2^b * ln 2) = 0, 1, 2, 5, 11, 22, 44.
+// floor of float32's log2 of a > 0, finite: the exponent, one more for the last n floats below 2^k, where log2 rounds
+// to k. With 2^b the power of two below |log2| there, half an ulp of that is 2^b / 2^24, and n = floor(2^b * ln 2) = 0,
+// 1, 2, 5, 11, 22, 44.
 FP4KIT_DEVICE i32 floor_of_log2(float a) {
   const bool is_subnormal = a < kFltMin;
   const u32 bits = bits_of(is_subnormal ? a * 0x1p24f : a);
   const i32 k = static_cast<i32>(bits >> 23) - 126 - (is_subnormal ? 24 : 0);  // a < 2^k
-  const u32 below = static_cast<u32>(k > 0 ? k - 1 : -k);                      // |log2| just below k is in [below, below + 1]
+  const u32 below = static_cast<u32>(k > 0 ? k - 1 : -k);  // |log2| just below k is in [below, below + 1]
   const u32 binade = below ? 0x80000000u >> __clz(below) : 0u;
-  return k - 1 + (0x800000u - (bits & 0x7FFFFFu) <= (binade * 177u >> 8));  // 177 / 256: ln 2, near enough for all seven
+  return k - 1 +
+         (0x800000u - (bits & 0x7FFFFFu) <= (binade * 177u >> 8));  // 177 / 256: ln 2, near enough for all seven
 }
 
 struct block_e8m0_gguf : by_code {
@@ -37,7 +42,9 @@ struct block_e8m0_gguf : by_code {
     return static_cast<u32>(floor_of_log2(amax) - R::Element::kEmax + 127) & 0xFFu;
   }
   template <class R, class In>
-  FP4KIT_DEVICE float factor(u32 code, float amax, TensorScale t) { return code == 255u ? float_of(kInfinityBits) : value_of_e8m0(code); }
+  FP4KIT_DEVICE float factor(u32 code, float amax, TensorScale t) {
+    return code == 255u ? float_of(kInfinityBits) : value_of_e8m0(code);
+  }
 };
 
 // E4M3, saturating; NaN is 448, that of 0 * inf -448.
@@ -54,7 +61,9 @@ struct block_mlx : by_code {
     return encode_scale_saturated<R>(round_to<In>(amax / max_of<typename R::Element>()) * t.encode, amax);
   }
   template <class R, class In>
-  FP4KIT_DEVICE float factor(u32 code, float amax, TensorScale t) { return magnitude_of(decode_scale<R>(code)); }
+  FP4KIT_DEVICE float factor(u32 code, float amax, TensorScale t) {
+    return magnitude_of(decode_scale<R>(code));
+  }
 };
 
 struct block_mlx_metal : by_code {
@@ -88,9 +97,13 @@ struct wrapped_power {
   }
   // The code of exponent n of a scale s.
   template <class In>
-  FP4KIT_DEVICE u32 wrapped(i32 n, float s) { return s == 0.0f ? 127u : static_cast<u32>(n + 127) & 0xFFu; }
+  FP4KIT_DEVICE u32 wrapped(i32 n, float s) {
+    return s == 0.0f ? 127u : static_cast<u32>(n + 127) & 0xFFu;
+  }
   template <class In>
-  FP4KIT_DEVICE u32 not_finite() { return sizeof(typename In::Bits) == 4 ? 128u : 0u; }  // as x86-64 casts it
+  FP4KIT_DEVICE u32 not_finite() {
+    return sizeof(typename In::Bits) == 4 ? 128u : 0u;
+  }  // as x86-64 casts it
 };
 
 struct block_e8m0_mlx : wrapped_power {
@@ -106,7 +119,9 @@ struct block_e8m0_mlx : wrapped_power {
   }
 };
 
-FP4KIT_DEVICE float log2_of(float x) { return static_cast<float>(log2(static_cast<double>(x))); }
+FP4KIT_DEVICE float log2_of(float x) {
+  return static_cast<float>(log2(static_cast<double>(x)));
+}
 
 struct block_e8m0_mlx_0321 : wrapped_power {
   template <class R, class In>
@@ -125,6 +140,7 @@ struct block_e8m0_mlx_metal_0321 : inverse_factor {
     if (d == 0.0f) return 0u;
     const float exponent = is_finite(d) ? log2_of(d) : 127.0f, size = fabsf(exponent), whole = floorf(size);
     const float rounded = size - whole >= 0.5f ? whole + 1.0f : whole;  // exact
-    return static_cast<u32>(static_cast<i32>(fminf(fmaxf(exponent < 0.0f ? -rounded : rounded, -127.0f), 127.0f)) + 127);
+    return static_cast<u32>(static_cast<i32>(fminf(fmaxf(exponent < 0.0f ? -rounded : rounded, -127.0f), 127.0f)) +
+                            127);
   }
 };

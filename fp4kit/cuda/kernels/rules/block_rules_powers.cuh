@@ -14,10 +14,11 @@ FP4KIT_DEVICE u32 clipped_exponent(float exponent) {
   return is_nan(exponent) ? 0u : static_cast<u32>(static_cast<i32>(fminf(fmaxf(exponent, -127.0f), 127.0f)) + 127);
 }
 
-// ---- from the bits of the amax -------------------------------------------------------------------------------------------
+// ---- from the bits of the amax
+// -------------------------------------------------------------------------------------------
 
-// Exponent field of amax rounded to the mantissa of the element, minus emax; 255 where that is full, or of any NaN: a payload of ones,
-// which instructions of GPUs make, would carry into the sign.
+// Exponent field of amax rounded to the mantissa of the element, minus emax; 255 where that is full, or of any NaN: a
+// payload of ones, which instructions of GPUs make, would carry into the sign.
 template <class R>
 FP4KIT_DEVICE i32 even_exponent(float amax) {
   if (is_nan(amax)) return 255;
@@ -45,18 +46,26 @@ struct block_e8m0_quark_even : by_amax {
 };
 
 // Exponent field of x >= 0, and one more if it has mantissa bits: 256 for NaN.
-FP4KIT_DEVICE u32 exponent_up(float x) { return (bits_of(x) >> 23 & 0xFFu) + ((bits_of(x) & 0x7FFFFFu) != 0u); }
+FP4KIT_DEVICE u32 exponent_up(float x) {
+  return (bits_of(x) >> 23 & 0xFFu) + ((bits_of(x) & 0x7FFFFFu) != 0u);
+}
 
 struct block_e8m0_triton_up : by_code {
   template <class R, class In>
-  FP4KIT_DEVICE u32 code(float amax, TensorScale t) { return exponent_up(amax / max_of<typename R::Element>()) & 255u; }
+  FP4KIT_DEVICE u32 code(float amax, TensorScale t) {
+    return exponent_up(amax / max_of<typename R::Element>()) & 255u;
+  }
   template <class R, class In>
-  FP4KIT_DEVICE float factor(u32 code, float amax, TensorScale t) { return code == 0u || code == 255u ? 0.0f : inverse_e8m0(code); }
+  FP4KIT_DEVICE float factor(u32 code, float amax, TensorScale t) {
+    return code == 0u || code == 255u ? 0.0f : inverse_e8m0(code);
+  }
 };
 
 struct block_e8m0_triton_down : block_e8m0_triton_up {
   template <class R, class In>
-  FP4KIT_DEVICE u32 code(float amax, TensorScale t) { return bits_of(amax / max_of<typename R::Element>()) >> 23 & 255u; }
+  FP4KIT_DEVICE u32 code(float amax, TensorScale t) {
+    return bits_of(amax / max_of<typename R::Element>()) >> 23 & 255u;
+  }
 };
 
 struct block_e8m0_fouroversix : block_e8m0_triton_up {
@@ -68,12 +77,16 @@ struct block_e8m0_fouroversix : block_e8m0_triton_up {
 
 struct block_e8m0_fouroversix_4 : block_e8m0_fouroversix {
   template <class R, class In>
-  FP4KIT_DEVICE u32 code(float amax, TensorScale t) { return exponent_up(amax / 4.0f) & 255u; }
+  FP4KIT_DEVICE u32 code(float amax, TensorScale t) {
+    return exponent_up(amax / 4.0f) & 255u;
+  }
 };
 
 struct block_e8m0_even_normal : block_e8m0_triton_up {
   template <class R, class In>
-  FP4KIT_DEVICE u32 code(float amax, TensorScale t) { return block_e8m0_even_finite::code<R, In>(amax, t); }
+  FP4KIT_DEVICE u32 code(float amax, TensorScale t) {
+    return block_e8m0_even_finite::code<R, In>(amax, t);
+  }
 };
 
 struct block_e8m0_deepgemm : inverse_factor {
@@ -84,11 +97,14 @@ struct block_e8m0_deepgemm : inverse_factor {
   }
 };
 
-// ---- by a logarithm, in float32 or in the dtype of the elements ------------------------------------------------------------
+// ---- by a logarithm, in float32 or in the dtype of the elements
+// ------------------------------------------------------------
 
 struct finite_inverse : by_amax {
   template <class R, class In>
-  FP4KIT_DEVICE float factor(u32 code, float amax, TensorScale t) { return is_finite(amax) ? inverse_e8m0(code) : nan_value(); }
+  FP4KIT_DEVICE float factor(u32 code, float amax, TensorScale t) {
+    return is_finite(amax) ? inverse_e8m0(code) : nan_value();
+  }
 };
 
 struct block_e8m0_auto_round : finite_inverse {
@@ -113,7 +129,9 @@ FP4KIT_DEVICE float auto_round_up_factor(u32 code, float amax, float ratio) {
 
 struct block_e8m0_auto_round_rceil : by_amax {
   template <class R, class In>
-  FP4KIT_DEVICE u32 code(float amax, TensorScale t) { return auto_round_up(amax, amax / max_of<typename R::Element>()); }
+  FP4KIT_DEVICE u32 code(float amax, TensorScale t) {
+    return auto_round_up(amax, amax / max_of<typename R::Element>());
+  }
   template <class R, class In>
   FP4KIT_DEVICE float factor(u32 code, float amax, TensorScale t) {
     return auto_round_up_factor(code, amax, amax / max_of<typename R::Element>());
@@ -122,9 +140,13 @@ struct block_e8m0_auto_round_rceil : by_amax {
 
 struct block_e8m0_auto_round_rceil_v2 : by_amax {
   template <class R, class In>
-  FP4KIT_DEVICE u32 code(float amax, TensorScale t) { return auto_round_up(amax, amax / 7.25f); }
+  FP4KIT_DEVICE u32 code(float amax, TensorScale t) {
+    return auto_round_up(amax, amax / 7.25f);
+  }
   template <class R, class In>
-  FP4KIT_DEVICE float factor(u32 code, float amax, TensorScale t) { return auto_round_up_factor(code, amax, amax / 7.25f); }
+  FP4KIT_DEVICE float factor(u32 code, float amax, TensorScale t) {
+    return auto_round_up_factor(code, amax, amax / 7.25f);
+  }
 };
 
 // T(2^(round(T(log2(amax))) - emax)), 2^-23 for what T makes 0; amax where it is not finite.
@@ -134,7 +156,8 @@ FP4KIT_DEVICE float quark_scale(float amax) {
   const float logarithm = round_to<In>(float32_log2(amax)), rounded = kUp ? ceilf(logarithm) : floorf(logarithm);
   const i32 e = static_cast<i32>(fminf(fmaxf(rounded, -200.0f), 200.0f)) - R::Element::kEmax;
   if (e > 127) return float_of(kInfinityBits);
-  const float power = e < -149 ? 0.0f : float_of(e < -126 ? 1u << (e + 149) : static_cast<u32>(e + 127) << 23), scale = round_to<In>(power);
+  const float power = e < -149 ? 0.0f : float_of(e < -126 ? 1u << (e + 149) : static_cast<u32>(e + 127) << 23),
+              scale = round_to<In>(power);
   return scale == 0.0f ? 0x1p-23f : scale;
 }
 
@@ -145,7 +168,9 @@ struct quark_by_log : by_amax {
     return is_finite(amax) ? minimum(maximum(bits_of(scale) >> 23 & 0xFFu, 1u), 254u) : 127u;
   }
   template <class R, class In>
-  FP4KIT_DEVICE u32 code(float amax, TensorScale t) { return code_of(amax, quark_scale<R, In, kUp>(amax)); }
+  FP4KIT_DEVICE u32 code(float amax, TensorScale t) {
+    return code_of(amax, quark_scale<R, In, kUp>(amax));
+  }
   // The scale of the amax under its own byte, whatever that stands for; what another byte stands for, which was given.
   template <class R, class In>
   FP4KIT_DEVICE float factor(u32 code, float amax, TensorScale t) {

@@ -7,7 +7,9 @@ constexpr float kQuarkZero = 0x1p-23f;
 
 struct block_vllm : by_code {
   template <class R, class In>
-  FP4KIT_DEVICE u32 code(float amax, TensorScale t) { return encode_scale<R>(t.encode * (amax * kInv6)); }
+  FP4KIT_DEVICE u32 code(float amax, TensorScale t) {
+    return encode_scale<R>(t.encode * (amax * kInv6));
+  }
   template <class R, class In>
   FP4KIT_DEVICE float factor(u32 code, float amax, TensorScale t) {
     const float scale = decode_scale<R>(code) * t.decode;
@@ -17,7 +19,9 @@ struct block_vllm : by_code {
 
 struct block_vllm_cuda : by_code {
   template <class R, class In>
-  FP4KIT_DEVICE u32 code(float amax, TensorScale t) { return block_vllm::code<R, In>(amax, t); }
+  FP4KIT_DEVICE u32 code(float amax, TensorScale t) {
+    return block_vllm::code<R, In>(amax, t);
+  }
   template <class R, class In>
   FP4KIT_DEVICE float factor(u32 code, float amax, TensorScale t) {
     const float scale = decode_scale<R>(code);
@@ -27,7 +31,9 @@ struct block_vllm_cuda : by_code {
 
 struct block_auto_round : by_code {
   template <class R, class In>
-  FP4KIT_DEVICE u32 code(float amax, TensorScale t) { return block_vllm::code<R, In>(amax, t); }
+  FP4KIT_DEVICE u32 code(float amax, TensorScale t) {
+    return block_vllm::code<R, In>(amax, t);
+  }
   template <class R, class In>
   FP4KIT_DEVICE float factor(u32 code, float amax, TensorScale t) {
     const float scale = decode_scale<R>(code) * t.decode;
@@ -56,11 +62,15 @@ struct block_quark_file : by_code {
     return encode_scale<R>(decode_scale<R>(first) * t.decode / t.decode);
   }
   template <class R, class In>
-  FP4KIT_DEVICE float factor(u32 code, float amax, TensorScale t) { return block_quark::factor<R, In>(code, amax, t); }
+  FP4KIT_DEVICE float factor(u32 code, float amax, TensorScale t) {
+    return block_quark::factor<R, In>(code, amax, t);
+  }
 };
 
 // The ratio that a block scale is rounded from, which is 0 in a tensor of zeros.
-FP4KIT_DEVICE float zero_of_zeros(float ratio, TensorScale t) { return t.amax == 0.0f ? 0.0f : ratio; }
+FP4KIT_DEVICE float zero_of_zeros(float ratio, TensorScale t) {
+  return t.amax == 0.0f ? 0.0f : ratio;
+}
 
 // fouroversix's factor of a scale, static or not.
 template <class R>
@@ -92,5 +102,7 @@ struct block_qwix : by_code {
     return encode_scale<R>(qwix_scale<R, In>(amax));
   }
   template <class R, class In>
-  FP4KIT_DEVICE float factor(u32 code, float amax, TensorScale t) { return qwix_reciprocal<In>(decode_scale<R>(code)); }
+  FP4KIT_DEVICE float factor(u32 code, float amax, TensorScale t) {
+    return qwix_reciprocal<In>(decode_scale<R>(code));
+  }
 };

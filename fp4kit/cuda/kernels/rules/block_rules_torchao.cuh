@@ -21,17 +21,23 @@ FP4KIT_DEVICE u32 shifted_exponent_018(float amax, u32 addend, i32 up) {
 
 struct block_e8m0_floor_018 : divided_by_normal {
   template <class R, class In>
-  FP4KIT_DEVICE u32 code(float amax, TensorScale t) { return shifted_exponent_018<R>(amax, 0u, 0); }
+  FP4KIT_DEVICE u32 code(float amax, TensorScale t) {
+    return shifted_exponent_018<R>(amax, 0u, 0);
+  }
 };
 
 struct block_e8m0_ceil_018 : divided_by_normal {
   template <class R, class In>
-  FP4KIT_DEVICE u32 code(float amax, TensorScale t) { return shifted_exponent_018<R>(amax, 0u, (bits_of(amax) & 0x7FFFFFu) != 0u); }
+  FP4KIT_DEVICE u32 code(float amax, TensorScale t) {
+    return shifted_exponent_018<R>(amax, 0u, (bits_of(amax) & 0x7FFFFFu) != 0u);
+  }
 };
 
 struct block_e8m0_even_018 : divided_by_normal {
   template <class R, class In>
-  FP4KIT_DEVICE u32 code(float amax, TensorScale t) { return shifted_exponent_018<R>(amax, 1u << (22 - R::Element::kMantissaBits), 0); }
+  FP4KIT_DEVICE u32 code(float amax, TensorScale t) {
+    return shifted_exponent_018<R>(amax, 1u << (22 - R::Element::kMantissaBits), 0);
+  }
 };
 
 struct block_e8m0_rceil_018 : by_code {
@@ -40,5 +46,7 @@ struct block_e8m0_rceil_018 : by_code {
     return is_nan(amax) ? 255u : clipped_exponent(ceilf(float32_log2(amax / max_of<typename R::Element>())));
   }
   template <class R, class In>
-  FP4KIT_DEVICE float factor(u32 code, float amax, TensorScale t) { return code == 0u ? 1.0f : inverse_e8m0(code); }
+  FP4KIT_DEVICE float factor(u32 code, float amax, TensorScale t) {
+    return code == 0u ? 1.0f : inverse_e8m0(code);
+  }
 };

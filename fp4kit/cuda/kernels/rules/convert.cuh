@@ -1,8 +1,8 @@
 // encode and decode of one value, for any element format; the twin of reference/codec.py.
 //
-// A format F is a struct that the loader writes from formats.py: kExponentBits, kMantissaBits, kBias, kEmin, kSignBit, kMaxCode,
-// kNanCode, kHasNan, kIsInteger, kBits, kMaxBits (float32 bits of the largest value); kIsE2m1, kIsE4m3, kIsE5m2: whether it is the format
-// that instructions and tricks for one format are made for.
+// A format F is a struct that the loader writes from formats.py: kExponentBits, kMantissaBits, kBias, kEmin, kSignBit,
+// kMaxCode, kNanCode, kHasNan, kIsInteger, kBits, kMaxBits (float32 bits of the largest value); kIsE2m1, kIsE4m3,
+// kIsE5m2: whether it is the format that instructions and tricks for one format are made for.
 #pragma once
 
 #include "ptx.cuh"
@@ -13,11 +13,14 @@ enum class Rounding { rn, rz, rnz, rna, rns, rnw, first };
 enum class Sign { signbit, negative, not_positive, unsigned_zero };
 
 template <class F>
-FP4KIT_DEVICE float max_of() { return float_of(F::kMaxBits); }
+FP4KIT_DEVICE float max_of() {
+  return float_of(F::kMaxBits);
+}
 
 // Code of a >= 0, not NaN; saturates unless kRounding is rnw.
 //   e = max(exponent of a, emin);   code = ((e - emin) << M) + round(a * 2^(M - e))
-// Adding 2^(e + 23 - M) rounds a to the grid in one addition; the difference of the bit patterns is the rounded significand.
+// Adding 2^(e + 23 - M) rounds a to the grid in one addition; the difference of the bit patterns is the rounded
+// significand.
 template <class F, Rounding kRounding>
 FP4KIT_DEVICE u32 encode_magnitude(float a) {
   if constexpr (kRounding == Rounding::rnw) return wrapped_magnitude(a);
@@ -27,20 +30,23 @@ FP4KIT_DEVICE u32 encode_magnitude(float a) {
   const u32 base = ((e - least) >> 23) << F::kMantissaBits;
   const float magic = float_of(e + (static_cast<u32>(23 - F::kMantissaBits) << 23));
   if constexpr (kRounding == Rounding::rn) return base + (bits_of(a + magic) - bits_of(magic));
-  if constexpr (kRounding == Rounding::rns) {  // rn of floor(v + 0.5), where the sum is rounded: the float below 0.5 makes 1
+  if constexpr (kRounding ==
+                Rounding::rns) {  // rn of floor(v + 0.5), where the sum is rounded: the float below 0.5 makes 1
     const float scaled = a * float_of((static_cast<u32>(F::kMantissaBits + 254) << 23) - e);
     return bits_of(scaled) == bits_of(0.5f) - 1u ? 1u : base + (bits_of(a + magic) - bits_of(magic));
   }
   if constexpr (kRounding == Rounding::rz) return base + (bits_of(add_rz(a, magic)) - bits_of(magic));
   const float scaled = a * float_of((static_cast<u32>(F::kMantissaBits + 254) << 23) - e);  // exact
-  if constexpr (kRounding == Rounding::rna) return base + static_cast<u32>(floorf(scaled)) + (scaled - floorf(scaled) >= 0.5f);
+  if constexpr (kRounding == Rounding::rna)
+    return base + static_cast<u32>(floorf(scaled)) + (scaled - floorf(scaled) >= 0.5f);
   return base + static_cast<u32>(ceilf(scaled - 0.5f));  // rnz: ties toward zero
 }
 
 template <class F>
 FP4KIT_DEVICE float decode(u32 code);
 
-// The code, of 0, 1, ... the first, for which |value * step - a| is least; a >= 0, not NaN. See reference/codec.py, first_of_least.
+// The code, of 0, 1, ... the first, for which |value * step - a| is least; a >= 0, not NaN. See reference/codec.py,
+// first_of_least.
 template <class F>
 FP4KIT_DEVICE u32 first_of_least(float a, float step) {
   u32 best = 0u;
@@ -68,12 +74,13 @@ FP4KIT_DEVICE bool has_sign(float x, u32 code) {
 // y with the sign that its code has; unsigned_zero: if that is not the code of zero.
 template <Sign kSign>
 FP4KIT_DEVICE float with_code_sign(float y) {
-  if constexpr (kSign == Sign::negative) return y + 0.0f;            // -0 -> 0
-  if constexpr (kSign == Sign::not_positive) return -(0.0f - y);     // 0 -> -0
+  if constexpr (kSign == Sign::negative) return y + 0.0f;         // -0 -> 0
+  if constexpr (kSign == Sign::not_positive) return -(0.0f - y);  // 0 -> -0
   return y;
 }
 
-// Code of x; step: of which values are multiples, for Rounding::first. Integers: round to nearest even, then clamp to [-max - 1, max], or [-max, max] if narrow.
+// Code of x; step: of which values are multiples, for Rounding::first. Integers: round to nearest even, then clamp to
+// [-max - 1, max], or [-max, max] if narrow.
 template <class F, Rounding kRounding, Sign kSign, u32 kNan, bool kNarrow = false>
 FP4KIT_DEVICE u32 encode(float x, float step = 1.0f) {
   if (is_nan(x) || (kRounding == Rounding::rnw && !is_finite(x))) return kNan;
@@ -98,11 +105,13 @@ FP4KIT_DEVICE u32 encode_finite_rn(float x) {
   const float a = fminf(magnitude_of(x), max_of<F>());
   const u32 e = maximum(bits_of(a) & kInfinityBits, least);
   const u32 magic = e + (static_cast<u32>(23 - F::kMantissaBits) << 23);
-  const u32 rounded = bits_of(a + float_of(magic)) - magic + (e >> (23 - F::kMantissaBits)) - (least >> (23 - F::kMantissaBits));
+  const u32 rounded =
+      bits_of(a + float_of(magic)) - magic + (e >> (23 - F::kMantissaBits)) - (least >> (23 - F::kMantissaBits));
   return rounded | (bits_of(x) >> (32 - F::kBits) & F::kSignBit);
 }
 
-// Code of x rounded up or down with probability by distance: rz(|x| + random / 256 * step(|x|)). See reference/stochastic.py.
+// Code of x rounded up or down with probability by distance: rz(|x| + random / 256 * step(|x|)). See
+// reference/stochastic.py.
 template <class F>
 FP4KIT_DEVICE u32 encode_stochastic(float x, u32 random) {
   if (is_nan(x)) return F::kNanCode;
@@ -128,7 +137,8 @@ FP4KIT_DEVICE float decode(u32 code) {
   }
 }
 
-// E8M0: exponent + 127, rounded up; 0 for x <= 2^-127, 254 above 2^127, 255 for NaN and x < 0. PTX cvt.rp.satfinite.ue8m0.
+// E8M0: exponent + 127, rounded up; 0 for x <= 2^-127, 254 above 2^127, 255 for NaN and x < 0. PTX
+// cvt.rp.satfinite.ue8m0.
 FP4KIT_DEVICE u32 encode_e8m0_rp(float x) {
   if (is_nan(x) || x < 0.0f) return 255u;
   const u32 bits = bits_of(x), field = bits >> 23, mantissa = bits & 0x7FFFFFu;
@@ -179,7 +189,9 @@ struct Bfloat16 {
 
 // x rounded to a type, as float32.
 template <class T>
-FP4KIT_DEVICE float round_to(float x) { return T::widen(T::narrow(x)); }
+FP4KIT_DEVICE float round_to(float x) {
+  return T::widen(T::narrow(x));
+}
 
 // A double rounded to float32 to odd, whose 24 bits are enough to be rounded to 8 and 11 as the double would be.
 FP4KIT_DEVICE float round_to_odd(double x) {
@@ -193,4 +205,3 @@ FP4KIT_DEVICE float round_double_to(double x) {
   if constexpr (sizeof(typename T::Bits) == 4) return static_cast<float>(x);
   return round_to<T>(round_to_odd(x));
 }
-

@@ -1,10 +1,10 @@
 // Decode rules, as reference/dequantize.py names them: value * what the block's scales say.
 //   scale<R>(code, tensor)  of a block scale's code: a Scale, what apply takes
-//   plain(scale)            the Scale under which apply gives value * scale, of rules that need an amax and have block scales
-//   apply(value, scale)     the value of an element whose code means `value`
-//   apply_pair              the same for two bfloat16 values, under scales that are powers of two
-//   kNeedsAmax              whether a tensor's amax or encode scale is read, or its decode scale alone
-//   kNumbers                whether codes of NaN elements stand for the numbers that their bits spell: see DecodedElement
+//   plain(scale)            the Scale under which apply gives value * scale, of rules that need an amax and have block
+//   scales apply(value, scale)     the value of an element whose code means `value` apply_pair              the same
+//   for two bfloat16 values, under scales that are powers of two kNeedsAmax              whether a tensor's amax or
+//   encode scale is read, or its decode scale alone kNumbers                whether codes of NaN elements stand for the
+//   numbers that their bits spell: see DecodedElement
 #pragma once
 
 #include "scale.cuh"
@@ -30,50 +30,68 @@ struct decode_product {
   using Scale = float;
   FP4KIT_DEVICE Scale plain(float scale) { return scale; }
   template <class R>
-  FP4KIT_DEVICE float scale(u32 code, TensorScale t) { return decode_scale<R>(code) * t.decode; }
+  FP4KIT_DEVICE float scale(u32 code, TensorScale t) {
+    return decode_scale<R>(code) * t.decode;
+  }
   FP4KIT_DEVICE float apply(float value, float scale) { return value * scale; }
-  FP4KIT_DEVICE u32 apply_pair(u32 values, u32 scales) { return fma_bf16x2(values, scales, 0x80008000u); }  // E8M0: apply, bfloat16
+  FP4KIT_DEVICE u32 apply_pair(u32 values, u32 scales) {
+    return fma_bf16x2(values, scales, 0x80008000u);
+  }  // E8M0: apply, bfloat16
 };
 struct decode_tensor {  // decode_product without block scales
   static constexpr bool kNeedsAmax = false, kNumbers = false;
   using Scale = float;
   template <class R>
-  FP4KIT_DEVICE float scale(u32 code, TensorScale t) { return t.decode; }
+  FP4KIT_DEVICE float scale(u32 code, TensorScale t) {
+    return t.decode;
+  }
   FP4KIT_DEVICE float apply(float value, float scale) { return value * scale; }
 };
 struct decode_te : decode_product {
   static constexpr bool kNeedsAmax = true;
   template <class R>
-  FP4KIT_DEVICE float scale(u32 code, TensorScale t) { return decode_scale<R>(code) * t.amax * (1.0f / full_range<R>()); }
+  FP4KIT_DEVICE float scale(u32 code, TensorScale t) {
+    return decode_scale<R>(code) * t.amax * (1.0f / full_range<R>());
+  }
 };
 struct decode_compressed_tensors : decode_product {
   static constexpr bool kNeedsAmax = true;
   template <class R>
-  FP4KIT_DEVICE float scale(u32 code, TensorScale t) { return decode_scale<R>(code) / t.encode; }
+  FP4KIT_DEVICE float scale(u32 code, TensorScale t) {
+    return decode_scale<R>(code) / t.encode;
+  }
 };
 struct decode_vllm_cuda : decode_product {
   static constexpr bool kNeedsAmax = true;
   template <class R>
-  FP4KIT_DEVICE float scale(u32 code, TensorScale t) { return decode_scale<R>(code) * rcp_approx_ftz(t.encode); }
+  FP4KIT_DEVICE float scale(u32 code, TensorScale t) {
+    return decode_scale<R>(code) * rcp_approx_ftz(t.encode);
+  }
 };
 struct ScaleOfAmax {  // amax is negative where none is known
   float scale, amax, range;
 };
-FP4KIT_DEVICE bool is_finite(ScaleOfAmax s) { return is_finite(s.scale) && is_finite(s.amax); }
+FP4KIT_DEVICE bool is_finite(ScaleOfAmax s) {
+  return is_finite(s.scale) && is_finite(s.amax);
+}
 
 struct decode_fouroversix {
   static constexpr bool kNeedsAmax = true, kNumbers = false;
   using Scale = ScaleOfAmax;
   FP4KIT_DEVICE Scale plain(float scale) { return {scale, -1.0f, 1.0f}; }
   template <class R>
-  FP4KIT_DEVICE Scale scale(u32 code, TensorScale t) { return {decode_scale<R>(code), t.amax, full_range<R>()}; }
+  FP4KIT_DEVICE Scale scale(u32 code, TensorScale t) {
+    return {decode_scale<R>(code), t.amax, full_range<R>()};
+  }
   FP4KIT_DEVICE float apply(float value, Scale s) {
     return s.amax < 0.0f ? value * s.scale : round_to<Float16>(value * s.scale) * s.amax / s.range;
   }
 };
 struct decode_auto_round : decode_product {
   template <class R>
-  FP4KIT_DEVICE float scale(u32 code, TensorScale t) { return inverse(inverse(decode_scale<R>(code) * t.decode)); }
+  FP4KIT_DEVICE float scale(u32 code, TensorScale t) {
+    return inverse(inverse(decode_scale<R>(code) * t.decode));
+  }
   FP4KIT_DEVICE float inverse(float x) { return x == 0.0f ? 0.0f : 1.0f / x; }
 };
 struct decode_modelopt : decode_product {
@@ -81,23 +99,34 @@ struct decode_modelopt : decode_product {
 };
 struct decode_mlx_0322 : decode_product {  // 7F and FF are 480 and -480
   template <class R>
-  FP4KIT_DEVICE float scale(u32 code, TensorScale t) { return decode<NumbersOf<typename R::Scale>>(code) * t.decode; }
+  FP4KIT_DEVICE float scale(u32 code, TensorScale t) {
+    return decode<NumbersOf<typename R::Scale>>(code) * t.decode;
+  }
 };
 struct decode_e8m0 : decode_product {
   template <class R>
-  FP4KIT_DEVICE float scale(u32 code, TensorScale t) { return value_of_e8m0(code); }
+  FP4KIT_DEVICE float scale(u32 code, TensorScale t) {
+    return value_of_e8m0(code);
+  }
 };
 struct decode_e8m0_flashinfer_host : decode_e8m0 {
   FP4KIT_DEVICE float apply(float value, float scale) { return (value + 0.0f) * scale; }  // -0 + 0 = +0
-  FP4KIT_DEVICE u32 apply_pair(u32 values, u32 scales) { return decode_product::apply_pair(Bfloat16::add_zero(values), scales); }
+  FP4KIT_DEVICE u32 apply_pair(u32 values, u32 scales) {
+    return decode_product::apply_pair(Bfloat16::add_zero(values), scales);
+  }
 };
 struct decode_e8m0_flashinfer_api : decode_product {
   template <class R>
-  FP4KIT_DEVICE float scale(u32 code, TensorScale t) { return float_of(code << 23); }
+  FP4KIT_DEVICE float scale(u32 code, TensorScale t) {
+    return float_of(code << 23);
+  }
 };
-struct decode_e8m0_unbounded : decode_product {  // ldexp(value, code - 127), so that 255 is 2^128: half of it, and twice the value
+struct decode_e8m0_unbounded
+    : decode_product {  // ldexp(value, code - 127), so that 255 is 2^128: half of it, and twice the value
   template <class R>
-  FP4KIT_DEVICE float scale(u32 code, TensorScale t) { return float_of(code < 2u ? 0x00200000u << code : (code - 1u) << 23); }
+  FP4KIT_DEVICE float scale(u32 code, TensorScale t) {
+    return float_of(code < 2u ? 0x00200000u << code : (code - 1u) << 23);
+  }
   FP4KIT_DEVICE float apply(float value, float scale) { return 2.0f * value * scale; }
   FP4KIT_DEVICE u32 apply_pair(u32 values, u32 scales) {
     return decode_product::apply_pair(fma_bf16x2(values, 0x40004000u, 0x80008000u), scales);
@@ -113,11 +142,15 @@ struct decode_gguf : decode_product {  // 7 bits, all ones 0, but with bit 7 set
 };
 struct decode_e8m0_gguf : decode_e8m0_unbounded {
   FP4KIT_DEVICE float apply(float value, float scale) { return decode_e8m0_unbounded::apply(value + 0.0f, scale); }
-  FP4KIT_DEVICE u32 apply_pair(u32 values, u32 scales) { return decode_e8m0_unbounded::apply_pair(Bfloat16::add_zero(values), scales); }
+  FP4KIT_DEVICE u32 apply_pair(u32 values, u32 scales) {
+    return decode_e8m0_unbounded::apply_pair(Bfloat16::add_zero(values), scales);
+  }
 };
 struct decode_e8m0_infinite : decode_product {
   template <class R>
-  FP4KIT_DEVICE float scale(u32 code, TensorScale t) { return code == 255u ? float_of(kInfinityBits) : value_of_e8m0(code); }
+  FP4KIT_DEVICE float scale(u32 code, TensorScale t) {
+    return code == 255u ? float_of(kInfinityBits) : value_of_e8m0(code);
+  }
 };
 struct decode_e8m0_mlx : decode_e8m0_infinite {};
 struct decode_e8m0_quark : decode_e8m0_infinite {};
@@ -126,7 +159,9 @@ struct decode_e8m0_mlx_0322 : decode_e8m0_infinite {
 };
 struct decode_e8m0_float16 : decode_product {
   template <class R>
-  FP4KIT_DEVICE float scale(u32 code, TensorScale t) { return round_to<Float16>(code == 255u ? float_of(kInfinityBits) : value_of_e8m0(code)); }
+  FP4KIT_DEVICE float scale(u32 code, TensorScale t) {
+    return round_to<Float16>(code == 255u ? float_of(kInfinityBits) : value_of_e8m0(code));
+  }
   FP4KIT_DEVICE float apply(float value, float scale) { return round_to<Float16>(value * scale); }
   FP4KIT_DEVICE u32 apply_pair(u32 values, u32 scales) {
     const float low = apply(Bfloat16::widen(values & 0xFFFFu), Bfloat16::widen(scales & 0xFFFFu));
@@ -140,6 +175,8 @@ struct decode_int_modelopt {
   static constexpr bool kNeedsAmax = true, kNumbers = false;
   using Scale = float;
   template <class R>
-  FP4KIT_DEVICE float scale(u32 code, TensorScale t) { return t.amax <= kTinyAmax ? -1.0f : t.encode; }  // no scale is negative
+  FP4KIT_DEVICE float scale(u32 code, TensorScale t) {
+    return t.amax <= kTinyAmax ? -1.0f : t.encode;
+  }  // no scale is negative
   FP4KIT_DEVICE float apply(float value, float scale) { return scale < 0.0f ? 0.0f : value / scale; }
 };

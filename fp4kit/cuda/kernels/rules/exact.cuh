@@ -1,7 +1,9 @@
-// A block of any elements, exactly as the specification has it: its amax, its scale and factor, the codes and values of its elements.
+// A block of any elements, exactly as the specification has it: its amax, its scale and factor, the codes and values of
+// its elements.
 //
-// Every kernel has a short way for blocks that are ordinary (finite.cuh), and comes here with all others. A kernel finds its elements
-// itself, and hands them over as functions: load(i, j, x) of the elements from j on of row i of a block, at(i) of element i of a run.
+// Every kernel has a short way for blocks that are ordinary (finite.cuh), and comes here with all others. A kernel
+// finds its elements itself, and hands them over as functions: load(i, j, x) of the elements from j on of row i of a
+// block, at(i) of element i of a run.
 #pragma once
 
 #include "block.cuh"
@@ -18,7 +20,9 @@ FP4KIT_DEVICE Factor factor_of(u32 code, float amax, TensorScale t) {
 
 // What a table has for a code: the factor of a block that is not of zeros.
 template <class R, class In>
-FP4KIT_DEVICE Factor factor_of_code(u32 code, TensorScale t) { return factor_of<R, In>(code, 1.0f, t); }
+FP4KIT_DEVICE Factor factor_of_code(u32 code, TensorScale t) {
+  return factor_of<R, In>(code, 1.0f, t);
+}
 
 // The scale code of a block and the factor for its elements.
 template <class R, class In>
@@ -33,7 +37,8 @@ FP4KIT_DEVICE u32 scale_block(float amax, TensorScale t, const Factor* table, Fa
   return code;
 }
 
-// The larger of the amaxes of rows of a block. Elements of a row may give NaN although others are numbers, rows only where NaN propagates.
+// The larger of the amaxes of rows of a block. Elements of a row may give NaN although others are numbers, rows only
+// where NaN propagates.
 template <class R>
 FP4KIT_DEVICE float larger_of_rows(float a, float b) {
   return larger<R::kAmaxNan == AmaxNan::propagate ? AmaxNan::propagate : AmaxNan::ignore>(a, b);
@@ -52,7 +57,8 @@ FP4KIT_DEVICE float exact_amax(int rows, const Load& load) {
       load(i, j, x);
       amax.add(x);
     }
-    largest = R::kBlockRows == 1 ? amax.result() : larger_of_rows<R>(largest, amax.result());  // tall ones may have one row inside
+    largest = R::kBlockRows == 1 ? amax.result()
+                                 : larger_of_rows<R>(largest, amax.result());  // tall ones may have one row inside
   }
   return largest;
 }
@@ -100,7 +106,8 @@ FP4KIT_DEVICE u32 code_in(const u32* words, int i) {
 
 // Words of the codes of a run: two codes a byte if they have 4 bits, else one, the first in the lowest bits.
 template <class R, class In, int kRun>
-FP4KIT_DEVICE void exact_codes(const float (&x)[kRun], const u32 (&bytes)[kRun], Factor f, u32 (&words)[kCodeWords<R, kRun>]) {
+FP4KIT_DEVICE void exact_codes(const float (&x)[kRun], const u32 (&bytes)[kRun], Factor f,
+                               u32 (&words)[kCodeWords<R, kRun>]) {
   constexpr int kBits = R::Element::kStoredBits, kPerWord = 32 / kBits;
 #pragma unroll
   for (int w = 0; w < kCodeWords<R, kRun>; ++w) {
@@ -111,7 +118,8 @@ FP4KIT_DEVICE void exact_codes(const float (&x)[kRun], const u32 (&bytes)[kRun],
   }
 }
 
-// The same of the elements at(0) ... at(kRun - 1), whole words of codes, where rounding is not stochastic: little code, for what is rare.
+// The same of the elements at(0) ... at(kRun - 1), whole words of codes, where rounding is not stochastic: little code,
+// for what is rare.
 template <class R, class In, int kRun, class At>
 FP4KIT_DEVICE void exact_codes_of(const At& at, Factor f, u32 (&words)[kCodeWords<R, kRun>]) {
   constexpr int kBits = R::Element::kStoredBits, kPerWord = 32 / kBits;

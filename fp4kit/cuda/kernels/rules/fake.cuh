@@ -9,7 +9,8 @@
 
 #include "fake_microxcaling.cuh"
 
-// ---- NVFP4: 0 <= x keeps its sign, everything else gets a minus, but zeros are +0 ----------------------------------------
+// ---- NVFP4: 0 <= x keeps its sign, everything else gets a minus, but zeros are +0
+// ----------------------------------------
 
 struct fake_nvfp4_modelopt_division {
   static constexpr bool kHasCodes = true;
@@ -19,7 +20,9 @@ struct fake_nvfp4_modelopt_division {
     return x >= 0.0f ? y : 0.0f - y;
   }
   template <class R>
-  FP4KIT_DEVICE bool is_plain(u32 largest, FakeScale s) { return has_small_products<R>(largest, s); }
+  FP4KIT_DEVICE bool is_plain(u32 largest, FakeScale s) {
+    return has_small_products<R>(largest, s);
+  }
   template <class R, class In>
   FP4KIT_DEVICE float plain(float x, FakeScale s) {
     return nearest_finite<typename R::Element, R::kStatic>(quotient_by(x, s.decode, s.encode)) * s.decode;
@@ -34,8 +37,10 @@ struct fake_nvfp4_modelopt_triton : fake_nvfp4_modelopt_division {
   }
   template <class R>
   FP4KIT_DEVICE u32 code(float amax, float tensor_amax) {
-    const float divisor = max_of<typename R::Element>() * global_scale<R>(tensor_amax), reciprocal = safe_reciprocal(divisor);
-    const float ratio = is_nan(reciprocal) ? amax / divisor : quotient_by(amax, divisor, reciprocal);  // NaN for infinity
+    const float divisor = max_of<typename R::Element>() * global_scale<R>(tensor_amax),
+                reciprocal = safe_reciprocal(divisor);
+    const float ratio =
+        is_nan(reciprocal) ? amax / divisor : quotient_by(amax, divisor, reciprocal);  // NaN for infinity
     return encode_scale<R>(fminf(ratio, max_of<typename R::Scale>()));
   }
   template <class R>
@@ -66,14 +71,18 @@ struct fake_nvfp4_modelopt_static : fake_nvfp4_modelopt_division {
   }
 };
 
-// ---- multiplication with the reciprocal: a minus where x < 0 ----------------------------------------------------------------
+// ---- multiplication with the reciprocal: a minus where x < 0
+// ----------------------------------------------------------------
 
 struct fake_product {
   template <class R>
-  FP4KIT_DEVICE bool is_plain(u32 largest, FakeScale s) { return has_small_products<R>(largest, s); }
+  FP4KIT_DEVICE bool is_plain(u32 largest, FakeScale s) {
+    return has_small_products<R>(largest, s);
+  }
   template <class R, class In>
   FP4KIT_DEVICE float plain(float x, FakeScale s) {
-    return with_sign_of(nearest_finite<typename R::Element, R::kStatic>(x * s.encode) * s.decode, x + 0.0f);  // -0 + 0 = +0
+    return with_sign_of(nearest_finite<typename R::Element, R::kStatic>(x * s.encode) * s.decode,
+                        x + 0.0f);  // -0 + 0 = +0
   }
   template <class R, class In>
   FP4KIT_DEVICE float value(float x, FakeScale s) {
@@ -120,14 +129,17 @@ struct fake_mx_modelopt : fake_product {
   }
 };
 
-// ---- integers: -0 and NaN come through ---------------------------------------------------------------------------------------
+// ---- integers: -0 and NaN come through
+// ---------------------------------------------------------------------------------------
 
 // clip(rint(x * s), least, max) / s, s = max / tensor_amax.
 struct fake_int_modelopt {
   static constexpr bool kHasCodes = false;
   static constexpr float kUnscaled = -1.0f;  // tensor_amax <= 2^-24; no scale is negative
   template <class R>
-  FP4KIT_DEVICE float least() { return -max_of<typename R::Element>() - (R::kNarrow ? 0.0f : 1.0f); }
+  FP4KIT_DEVICE float least() {
+    return -max_of<typename R::Element>() - (R::kNarrow ? 0.0f : 1.0f);
+  }
   template <class R, class In>
   FP4KIT_DEVICE FakeScale scale(float amax, float tensor_amax) {
     const float encode = tensor_amax <= kTinyAmax ? kUnscaled : max_of<typename R::Element>() / tensor_amax;
@@ -139,7 +151,9 @@ struct fake_int_modelopt {
     return clip(rintf(x * s.encode), least<R>(), max_of<typename R::Element>()) / s.encode;
   }
   template <class R>
-  FP4KIT_DEVICE bool is_plain(u32 largest, FakeScale s) { return largest < kInfinityBits && !is_nan(s.decode); }
+  FP4KIT_DEVICE bool is_plain(u32 largest, FakeScale s) {
+    return largest < kInfinityBits && !is_nan(s.decode);
+  }
   template <class R, class In>
   FP4KIT_DEVICE float plain(float x, FakeScale s) {
     const float clipped = fminf(fmaxf(x * s.encode, least<R>()), max_of<typename R::Element>());
@@ -161,7 +175,9 @@ struct fake_int4_qat {
     return clip(rintf(x / s.decode), -max_of<typename R::Element>(), max_of<typename R::Element>()) * s.decode;
   }
   template <class R>
-  FP4KIT_DEVICE bool is_plain(u32 largest, FakeScale s) { return float_of(largest) * s.encode < 0x1p80f; }
+  FP4KIT_DEVICE bool is_plain(u32 largest, FakeScale s) {
+    return float_of(largest) * s.encode < 0x1p80f;
+  }
   template <class R, class In>
   FP4KIT_DEVICE float plain(float x, FakeScale s) {
     const float max = max_of<typename R::Element>();

@@ -1,18 +1,23 @@
-// What the fake quantizers of fake.cuh compute with: scales; quotients and roundings of ordinary elements in few instructions.
+// What the fake quantizers of fake.cuh compute with: scales; quotients and roundings of ordinary elements in few
+// instructions.
 #pragma once
 
 #include "block.cuh"
 
-// encode: what elements are multiplied with on the way in; decode: on the way out. Where a rule divides, one of them is the
-// divisor and the other its rounded reciprocal, or NaN where quotients by way of the reciprocal could be wrong.
+// encode: what elements are multiplied with on the way in; decode: on the way out. Where a rule divides, one of them is
+// the divisor and the other its rounded reciprocal, or NaN where quotients by way of the reciprocal could be wrong.
 struct FakeScale {
   float encode, decode;
 };
 
-FP4KIT_DEVICE bool is_moderate(float x) { return x > 0x1p-80f && x < 0x1p80f; }
+FP4KIT_DEVICE bool is_moderate(float x) {
+  return x > 0x1p-80f && x < 0x1p80f;
+}
 
 // 1 / divisor where quotient_by may use it, else NaN.
-FP4KIT_DEVICE float safe_reciprocal(float divisor) { return is_moderate(divisor) ? 1.0f / divisor : nan_value(); }
+FP4KIT_DEVICE float safe_reciprocal(float divisor) {
+  return is_moderate(divisor) ? 1.0f / divisor : nan_value();
+}
 
 // amax / the largest value of a format; any amax.
 template <class F>
@@ -21,19 +26,28 @@ FP4KIT_DEVICE float over_max(float amax) {
 }
 
 // The nearest integer, ties to even, of |x| < 2^22. Zero is +0.
-FP4KIT_DEVICE float nearest_integer(float x) { return (x + 0x1.8p23f) - 0x1.8p23f; }
+FP4KIT_DEVICE float nearest_integer(float x) {
+  return (x + 0x1.8p23f) - 0x1.8p23f;
+}
 
 // floor(x) of 0 <= x < 2^23.
-FP4KIT_DEVICE float floor_of(float x) { return add_rz(x, 0x1p23f) - 0x1p23f; }
+FP4KIT_DEVICE float floor_of(float x) {
+  return add_rz(x, 0x1p23f) - 0x1p23f;
+}
 
-FP4KIT_DEVICE float with_sign_of(float magnitude, float x) { return float_of(bits_of(magnitude) | (bits_of(x) & 0x80000000u)); }
+FP4KIT_DEVICE float with_sign_of(float magnitude, float x) {
+  return float_of(bits_of(magnitude) | (bits_of(x) & 0x80000000u));
+}
 
-// The nearest value of a format to a >= 0, ties to even, by its code: any a; NaN becomes the format's NaN or its largest value.
+// The nearest value of a format to a >= 0, ties to even, by its code: any a; NaN becomes the format's NaN or its
+// largest value.
 template <class F>
-FP4KIT_DEVICE float nearest(float a) { return decode<F>(encode<F, Rounding::rn, Sign::signbit, F::kNanCode>(a)); }
+FP4KIT_DEVICE float nearest(float a) {
+  return decode<F>(encode<F, Rounding::rn, Sign::signbit, F::kNanCode>(a));
+}
 
-// The same for x of either sign, not NaN, at most saturation() unless kClamp: with e the exponent of max(|x|, 2^emin), adding and
-// subtracting 1.5 * 2^(e + 23 - M) rounds x to the grid. Zero is +0.
+// The same for x of either sign, not NaN, at most saturation() unless kClamp: with e the exponent of max(|x|, 2^emin),
+// adding and subtracting 1.5 * 2^(e + 23 - M) rounds x to the grid. Zero is +0.
 template <class F, bool kClamp>
 FP4KIT_DEVICE float nearest_finite(float x) {
   if constexpr (kClamp) x = fminf(fmaxf(x, -max_of<F>()), max_of<F>());
@@ -48,8 +62,8 @@ FP4KIT_DEVICE float saturation() {
   return (max_of<F>() + 0.5f * float_of(static_cast<u32>(F::kEmax - F::kMantissaBits + 127) << 23)) * (1.0f - 0x1p-10f);
 }
 
-// Whether products with s.encode need no clamp, or with one are far from overflow: false for NaN. An amax that is given, not
-// found, is often below the largest element.
+// Whether products with s.encode need no clamp, or with one are far from overflow: false for NaN. An amax that is
+// given, not found, is often below the largest element.
 template <class R>
 FP4KIT_DEVICE bool has_small_products(u32 largest, FakeScale s) {
   return float_of(largest) * s.encode < (R::kStatic ? 0x1p80f : saturation<typename R::Element>());

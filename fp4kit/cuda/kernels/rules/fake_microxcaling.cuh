@@ -3,10 +3,11 @@
 
 #include "fake_arith.cuh"
 
-// floor(log2(x)) with log2 rounded to In is one too large for the last values of In below a power of two: with u the exponent, or
-// its complement where negative, for the last floor(ln 2 * 2^j) of them, 2^j <= u < 2^(j + 1); fewer where In has few bits.
-// Byte j of kCounts is that number; kShift turns steps of In into steps of float32. Seen to be the log2 of the specification for
-// every value of float16 and bfloat16 and, 300 steps to each side of every power of two, of float32.
+// floor(log2(x)) with log2 rounded to In is one too large for the last values of In below a power of two: with u the
+// exponent, or its complement where negative, for the last floor(ln 2 * 2^j) of them, 2^j <= u < 2^(j + 1); fewer where
+// In has few bits. Byte j of kCounts is that number; kShift turns steps of In into steps of float32. Seen to be the
+// log2 of the specification for every value of float16 and bfloat16 and, 300 steps to each side of every power of two,
+// of float32.
 template <class In>
 struct BelowPower {
   static constexpr u64 kCounts = 0x582C160B05020100u;
@@ -41,7 +42,7 @@ struct fake_microxcaling {
     const i32 shared = log2_floor<In>(bits_of(subnormal ? positive * 0x1p64f : positive), subnormal ? 64 : 0);
     const i32 exponent = maximum(shared - R::Element::kEmax, -127);
     const float decode = round_to<In>(value_of_e8m0(static_cast<u32>(exponent + 127)));  // NaN for 2^128
-    if (!(decode > 0.0f && is_finite(decode))) return {nan_value(), nan_value()};  // x / 0 * 0
+    if (!(decode > 0.0f && is_finite(decode))) return {nan_value(), nan_value()};        // x / 0 * 0
     return {kFlushBlocks && shared <= -127 ? 0.0f : inverse_e8m0(static_cast<u32>(exponent + 127)), decode};
   }
   template <class In>
@@ -52,8 +53,8 @@ struct fake_microxcaling {
     const float half = (a - 0.5f) * 0.5f;  // whole, for a = 0.5, 2.5, 4.5, ...
     return nearest_integer(half) == half ? up - 1.0f : up;
   }
-  // 2^floor(log2(a)), at least 2^emin, as the bits of a float32. Where halves are rounded, the few values whose log2 is one too
-  // large become the power of two above them by either exponent.
+  // 2^floor(log2(a)), at least 2^emin, as the bits of a float32. Where halves are rounded, the few values whose log2 is
+  // one too large become the power of two above them by either exponent.
   template <class R, class In>
   FP4KIT_DEVICE u32 power_below(float a) {
     const u32 bits = bits_of(fmaxf(a, float_of(static_cast<u32>(R::Element::kEmin + 127) << 23)));
@@ -74,9 +75,13 @@ struct fake_microxcaling {
     return with_sign_of(y * s.decode, scaled + 0.0f);  // -0 + 0 = +0
   }
   template <class R>
-  FP4KIT_DEVICE bool is_plain(u32 largest, FakeScale s) { return true; }
+  FP4KIT_DEVICE bool is_plain(u32 largest, FakeScale s) {
+    return true;
+  }
   template <class R, class In>
-  FP4KIT_DEVICE float plain(float x, FakeScale s) { return value<R, In>(x, s); }
+  FP4KIT_DEVICE float plain(float x, FakeScale s) {
+    return value<R, In>(x, s);
+  }
 };
 struct fake_microxcaling_nearest : fake_microxcaling<HalfWay::away> {};
 struct fake_microxcaling_nearest_flush : fake_microxcaling<HalfWay::away, true> {};

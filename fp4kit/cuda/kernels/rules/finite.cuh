@@ -1,6 +1,7 @@
-// Blocks of finite elements, encoded the short way: no element of theirs becomes NaN, so every rule for NaN gives the same.
-// A block takes this way if its largest magnitude and its factor are finite and the factor is in a range where no step underflows
-// or overflows unseen (takes_short_way); the exact way (exact.cuh) is right for every block, and slower.
+// Blocks of finite elements, encoded the short way: no element of theirs becomes NaN, so every rule for NaN gives the
+// same. A block takes this way if its largest magnitude and its factor are finite and the factor is in a range where no
+// step underflows or overflows unseen (takes_short_way); the exact way (exact.cuh) is right for every block, and
+// slower.
 #pragma once
 
 #include "exact.cuh"
@@ -11,37 +12,44 @@ struct ShortWay {
   static constexpr bool kHalf = sizeof(typename In::Bits) == 2;
   static constexpr bool kE2m1 = R::Element::kIsE2m1;
   static constexpr bool kPowerOfTwo = R::Scale::kMantissaBits == 0 && R::kHasScales;
-  // Ties toward and away from zero of exact products of 8 or 11 bits: what shrinks, or grows, them by 2^-20 moves ties and nothing else
-  // anywhere. A product that is rounded to 8 or 11 bits again, or flushed, loses that. None is the float below 0.5, of 24 bits.
+  // Ties toward and away from zero of exact products of 8 or 11 bits: what shrinks, or grows, them by 2^-20 moves ties
+  // and nothing else anywhere. A product that is rounded to 8 or 11 bits again, or flushed, loses that. None is the
+  // float below 0.5, of 24 bits.
   static constexpr bool kExact = kHalf && kPowerOfTwo && !R::kDivide && !R::kRoundScaled && !R::kFlush;
   static constexpr bool kShrink = R::kRounding == Rounding::rnz && kExact && !R::kStochastic;
   static constexpr bool kGrow = R::kRounding == Rounding::rna && kExact && !R::kStochastic;
   static constexpr float kNudge = kShrink ? 1.0f - 0x1p-20f : kGrow ? 1.0f + 0x1p-20f : 1.0f;
   static constexpr bool kClamp = kPowerOfTwo;  // others look at the largest product first, which is below 7
-  static constexpr bool kEven = R::kRounding == Rounding::rn || (R::kRounding == Rounding::rns && kExact) || (R::kRounding == Rounding::rnw && !kClamp);
+  static constexpr bool kEven = R::kRounding == Rounding::rn || (R::kRounding == Rounding::rns && kExact) ||
+                                (R::kRounding == Rounding::rnw && !kClamp);
   // encode_magnitude_stochastic has no power of two for a least exponent above 0.
   static constexpr bool kRounding = R::kStochastic ? !R::kFake && R::Element::kEmin <= 0 : kEven || kShrink || kGrow;
-  // -0 that rounding to float16 made is not told from what was one before; nor one that a subnormal of 16 bits was flushed to.
+  // -0 that rounding to float16 made is not told from what was one before; nor one that a subnormal of 16 bits was
+  // flushed to.
   static constexpr bool kTold = (!R::kRoundScaled || In::kIsBfloat16) && !(kHalf && R::kFlush);
-  static constexpr bool kOwnSigns = R::kSign == Sign::signbit || R::kSign == Sign::unsigned_zero;  // elements' own, but of codes of zero
+  static constexpr bool kOwnSigns =
+      R::kSign == Sign::signbit || R::kSign == Sign::unsigned_zero;  // elements' own, but of codes of zero
   static constexpr bool kSigns = R::kStochastic || kOwnSigns || kTold;
   static constexpr bool kQuotient = !R::kDivide || (kE2m1 && !R::kStochastic);  // see quotient_by
   static constexpr bool kExists = kQuotient && !R::kThenEncode && !R::Element::kIsInteger && kRounding && kSigns;
-  static constexpr bool kPairs = FP4KIT_FAST_BF16X2 && In::kIsBfloat16 && kPowerOfTwo && kE2m1 && kEven && !R::kDivide && !R::kRoundScaled &&
-                                 !R::kFake && !R::kStochastic;
+  static constexpr bool kPairs = FP4KIT_FAST_BF16X2 && In::kIsBfloat16 && kPowerOfTwo && kE2m1 && kEven &&
+                                 !R::kDivide && !R::kRoundScaled && !R::kFake && !R::kStochastic;
   // Stochastic rounding of products that have no more bits than elements of 16 bits have.
   static constexpr bool kFewBits = kExact && kE2m1 && !R::kDivide;
 };
 
-// Whether codes that are found again (R::kRepacked) are those that they were: no value overflows the dtype of the elements, which also
-// holds a power of two that is their scale, or, under other scales, keeps values to less than half of the least step between codes.
+// Whether codes that are found again (R::kRepacked) are those that they were: no value overflows the dtype of the
+// elements, which also holds a power of two that is their scale, or, under other scales, keeps values to less than half
+// of the least step between codes.
 template <class R, class In>
 FP4KIT_DEVICE bool keeps_codes(float factor) {
   using E = typename R::Element;
   constexpr bool kPower = R::Scale::kMantissaBits == 0;
   constexpr int kTop = In::kMantissaBits == 10 ? 15 : 127, kLeast = E::kEmax - kTop + !kPower;
-  constexpr int kHeld = kPower ? -In::kLeastExponent : E::kEmin - E::kMantissaBits - In::kLeastExponent - 1, kMost = kHeld < 127 ? kHeld : 127;
-  const bool is_held = factor >= float_of(static_cast<u32>(127 + kLeast) << 23) && factor <= float_of(static_cast<u32>(127 + kMost) << 23);
+  constexpr int kHeld = kPower ? -In::kLeastExponent : E::kEmin - E::kMantissaBits - In::kLeastExponent - 1,
+                kMost = kHeld < 127 ? kHeld : 127;
+  const bool is_held = factor >= float_of(static_cast<u32>(127 + kLeast) << 23) &&
+                       factor <= float_of(static_cast<u32>(127 + kMost) << 23);
   return is_held || (!kPower && factor == 0.0f);  // all values are zeros
 }
 
@@ -49,8 +57,8 @@ FP4KIT_DEVICE bool keeps_codes(float factor) {
 template <class R, class In>
 FP4KIT_DEVICE bool takes_short_way(u32 largest, Factor f) {
   using Way = ShortWay<R, In>;
-  // |x| * by < 7 needs no clamp; NaN and infinity fail here, of either. The reciprocal's product is within 2^-22 of the quotient, and
-  // below 6.9 what is rounded to 8 or 11 bits again stays below 7.
+  // |x| * by < 7 needs no clamp; NaN and infinity fail here, of either. The reciprocal's product is within 2^-22 of the
+  // quotient, and below 6.9 what is rounded to 8 or 11 bits again stays below 7.
   const float product = float_of(largest) * f.reciprocal;
   bool takes = Way::kClamp || !Way::kE2m1 ? fabsf(product) <= kFltMax : product < (R::kRoundScaled ? 6.9f : 6.99f);
   if constexpr (R::kDivide) takes = takes & (f.by > 0x1p-90f) & (f.by < 0x1p90f);
@@ -94,8 +102,8 @@ FP4KIT_DEVICE u32 pair_with_code_signs(u32 pair) {
   return pair;
 }
 
-// Magnitudes to encode, and the signs of eight codes: of elements `first` and on of a run. A product takes the magnitude of an operand
-// for nothing; the fma of a quotient does not.
+// Magnitudes to encode, and the signs of eight codes: of elements `first` and on of a run. A product takes the
+// magnitude of an operand for nothing; the fma of a quotient does not.
 template <class R, class In, int kRun>
 FP4KIT_DEVICE NibbleSigns magnitudes_x8(const Run<In, kRun>& run, Factor f, int first, float (&a)[8]) {
   Run<In, kRun> magnitudes = run;
@@ -115,7 +123,8 @@ FP4KIT_DEVICE NibbleSigns magnitudes_x8(const Run<In, kRun>& run, Factor f, int 
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
       const u32 sign = run.w[first + i];
-      y[i] = ShortWay<R, In>::kOwnSigns ? float_of(sign) : with_code_sign<R::kSign>(float_of(bits_of(a[i]) | (sign & 0x80000000u)));
+      y[i] = ShortWay<R, In>::kOwnSigns ? float_of(sign)
+                                        : with_code_sign<R::kSign>(float_of(bits_of(a[i]) | (sign & 0x80000000u)));
     }
     return nibble_signs(y);
   }
@@ -123,7 +132,8 @@ FP4KIT_DEVICE NibbleSigns magnitudes_x8(const Run<In, kRun>& run, Factor f, int 
 
 // Codes of a run, packed as exact_codes packs them.
 template <class R, class In, int kRun>
-FP4KIT_DEVICE void encode_finite(const Run<In, kRun>& run, Factor f, u32 (&words)[kRun * R::Element::kStoredBits / 32]) {
+FP4KIT_DEVICE void encode_finite(const Run<In, kRun>& run, Factor f,
+                                 u32 (&words)[kRun * R::Element::kStoredBits / 32]) {
   using Way = ShortWay<R, In>;
   if constexpr (Way::kPairs) {
     const u32 half = bits_of(f.by) >> 16, factor = half | half << 16;
@@ -131,7 +141,8 @@ FP4KIT_DEVICE void encode_finite(const Run<In, kRun>& run, Factor f, u32 (&words
 #pragma unroll
     for (int i = 0; i < kRun / 2; ++i) signs[i] = pair_with_code_signs<R, In>(run.w[i]);
 #pragma unroll
-    for (int i = 0; i < kRun / 8; ++i) words[i] = with_signs_of_codes<R>(encode_pairs_e2m1x8(run.w + 4 * i, signs + 4 * i, factor));
+    for (int i = 0; i < kRun / 8; ++i)
+      words[i] = with_signs_of_codes<R>(encode_pairs_e2m1x8(run.w + 4 * i, signs + 4 * i, factor));
   } else if constexpr (Way::kE2m1 && !FP4KIT_HAS_CVT_E2M1) {
 #pragma unroll
     for (int i = 0; i < kRun / 8; ++i) {
@@ -142,7 +153,8 @@ FP4KIT_DEVICE void encode_finite(const Run<In, kRun>& run, Factor f, u32 (&words
   } else {
     float y[kRun];
 #pragma unroll
-    for (int i = 0; i < kRun; ++i) y[i] = with_code_sign_of<R>(scaled_finite<R, In>(element(run, i), f), element(run, i));
+    for (int i = 0; i < kRun; ++i)
+      y[i] = with_code_sign_of<R>(scaled_finite<R, In>(element(run, i), f), element(run, i));
 #pragma unroll
     for (int i = 0; i < kRun * R::Element::kStoredBits / 32; ++i)
       words[i] = with_signs_of_codes<R>(encode_word<typename R::Element>(y + i * 32 / R::Element::kStoredBits));
@@ -160,7 +172,8 @@ FP4KIT_DEVICE float round_magnitude(float a) {
 
 // The values that a run's codes have, as the decode rule makes them of a block's scale.
 template <class R, class In, int kRun>
-FP4KIT_DEVICE void round_finite(const Run<In, kRun>& run, Factor f, typename R::DecodeRule::Scale scale, float (&values)[kRun]) {
+FP4KIT_DEVICE void round_finite(const Run<In, kRun>& run, Factor f, typename R::DecodeRule::Scale scale,
+                                float (&values)[kRun]) {
 #pragma unroll
   for (int i = 0; i < kRun; ++i) {
     const float y = scaled_finite<R, In>(element(run, i), f);

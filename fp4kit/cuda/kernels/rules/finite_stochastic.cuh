@@ -3,15 +3,16 @@
 
 #include "finite.cuh"
 
-// encode_stochastic of a finite magnitude, without its sign. byte: 2^23 + the random byte. a: not above the largest value; or of E2M1
-// below 7, for which the code is 8 at most.
-//   2^(-126 - emin) takes the format's least normal exponent, and its subnormals, to those of float32: the bits from 23 - M on are the
-//   code, rounded toward zero.
+// encode_stochastic of a finite magnitude, without its sign. byte: 2^23 + the random byte. a: not above the largest
+// value; or of E2M1 below 7, for which the code is 8 at most.
+//   2^(-126 - emin) takes the format's least normal exponent, and its subnormals, to those of float32: the bits from 23
+//   - M on are the code, rounded toward zero.
 template <class F>
 FP4KIT_DEVICE u32 encode_magnitude_stochastic(float a, float byte) {
   constexpr float kStep = 1.0f / (256 << F::kMantissaBits);
   const float e = float_of(bits_of(fmaxf(a, float_of(static_cast<u32>(F::kEmin + 127) << 23))) & kInfinityBits);
-  const float t = fma_rn(fma_rn(byte, kStep, -8388608.0f * kStep), e, a);  // the byte's part and its product with e are exact
+  const float t =
+      fma_rn(fma_rn(byte, kStep, -8388608.0f * kStep), e, a);  // the byte's part and its product with e are exact
   return bits_of(mul_rz(t, float_of(static_cast<u32>(1 - F::kEmin) << 23))) >> (23 - F::kMantissaBits);
 }
 
@@ -44,7 +45,8 @@ FP4KIT_DEVICE void encode_finite_stochastic(const Run<In, kRun>& run, Factor f, 
       const float a = kClamp ? fminf(fabsf(y[i]), max_of<F>()) : magnitude_of(y[i]);
       const float byte = float_of(prmt(random[at / 4], 0x4B000000u, 0x7440u + at % 4));  // 2^23 + the byte by its bits
       word = mad(word, 1u << F::kStoredBits, encode_magnitude_stochastic<F>(a, byte));
-      if constexpr (!ShortWay<R, In>::kE2m1) signs = mad(signs, 1u << F::kStoredBits, bits_of(y[i]) >> (32 - F::kBits) & F::kSignBit);
+      if constexpr (!ShortWay<R, In>::kE2m1)
+        signs = mad(signs, 1u << F::kStoredBits, bits_of(y[i]) >> (32 - F::kBits) & F::kSignBit);
     }
     if constexpr (ShortWay<R, In>::kE2m1) {
       if constexpr (!kClamp) word -= (word & 0x88888888u) >> 3;  // code 8 is above the largest

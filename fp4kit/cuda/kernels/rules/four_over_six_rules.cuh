@@ -1,12 +1,17 @@
-// 4over6: the two scales that a block may have, and what an element adds to the error of one; the twin of reference/four_over_six.py.
+// 4over6: the two scales that a block may have, and what an element adds to the error of one; the twin of
+// reference/four_over_six.py.
 #pragma once
 
 #include "block_rules_serving.cuh"
 
 template <class R>
-FP4KIT_DEVICE float multiply(float a, float b) { return R::kFlush ? mul_ftz(a, b) : a * b; }
+FP4KIT_DEVICE float multiply(float a, float b) {
+  return R::kFlush ? mul_ftz(a, b) : a * b;
+}
 template <class R>
-FP4KIT_DEVICE float divide(float a, float b) { return R::kFlush ? div_ftz(a, b) : a / b; }
+FP4KIT_DEVICE float divide(float a, float b) {
+  return R::kFlush ? div_ftz(a, b) : a / b;
+}
 
 // Scale codes of the two candidates, amax at 6 and amax at 4, from a sixth of amax.
 template <class R>
@@ -32,7 +37,8 @@ FP4KIT_DEVICE float decoded(float scaled, TensorScale t) {
   return scaled * t.amax / full_range<R>();
 }
 
-// What an element is compared with: code value * scale in the units of x, or in those of the codes where the recipe says so.
+// What an element is compared with: code value * scale in the units of x, or in those of the codes where the recipe
+// says so.
 template <class R>
 FP4KIT_DEVICE float compared(float value, float scale, TensorScale t) {
   const float scaled = value * scale;

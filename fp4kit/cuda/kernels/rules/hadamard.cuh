@@ -1,14 +1,19 @@
-// The Hadamard transform of runs of 16 elements, y_j = 1/4 sum_i s_i H_ij x_i rounded to their type: the bits of reference/hadamard.py,
-// which takes sums in double over distances 1, 2, 4, 8. For types of 16 bits sums in float32 mostly have the same bits, for one of these
-// reasons. Let every element that is not zero be 2^e at least, so that all are multiples of u = 2^(e - M), M the type's mantissa bits.
+// The Hadamard transform of runs of 16 elements, y_j = 1/4 sum_i s_i H_ij x_i rounded to their type: the bits of
+// reference/hadamard.py, which takes sums in double over distances 1, 2, 4, 8. For types of 16 bits sums in float32
+// mostly have the same bits, for one of these reasons. Let every element that is not zero be 2^e at least, so that all
+// are multiples of u = 2^(e - M), M the type's mantissa bits.
 //
-// 1. No sum rounds. Sums of 2, 4 and 8 elements are means of two sums of twice as many, so none is above the largest of the 16, 4 max |y|.
-//    If that is below 2^24 u, all sums are multiples of u of 24 bits: exact in float32 and in double, with the same signs of zeros.
-//    max |y| is known as it was computed, 15 roundings away: within 2^-20 of itself, so that it is exact if its exponent is at most
-//    e + 21 - M after rounding, which leaves it below that power of two by 2^-12 and more. A quarter is exact: u >= 2^-133.
-// 2. No y is close to where rounding goes another way: 15 sums round on the way to it, each by at most 2^-24 of the largest sum.
+// 1. No sum rounds. Sums of 2, 4 and 8 elements are means of two sums of twice as many, so none is above the largest of
+// the 16, 4 max |y|.
+//    If that is below 2^24 u, all sums are multiples of u of 24 bits: exact in float32 and in double, with the same
+//    signs of zeros. max |y| is known as it was computed, 15 roundings away: within 2^-20 of itself, so that it is
+//    exact if its exponent is at most e + 21 - M after rounding, which leaves it below that power of two by 2^-12 and
+//    more. A quarter is exact: u >= 2^-133.
+// 2. No y is close to where rounding goes another way: 15 sums round on the way to it, each by at most 2^-24 of the
+// largest sum.
 //
-// Sums that overflow float32 make an infinity or a NaN of some y, because no later sum is without it; such runs go the exact way.
+// Sums that overflow float32 make an infinity or a NaN of some y, because no later sum is without it; such runs go the
+// exact way.
 #pragma once
 
 #include "memory.cuh"
@@ -18,7 +23,8 @@ template <u32 kSignMask, class T>
 FP4KIT_DEVICE void quarter_sums(T (&y)[16]) {
 #pragma unroll
   for (int i = 0; i < 16; i += 2) {
-    const T odd = kSignMask >> (i + 1) & 1 ? -0.25f : 0.25f, low = y[i] * (kSignMask >> i & 1 ? -0.25f : 0.25f), high = y[i + 1];
+    const T odd = kSignMask >> (i + 1) & 1 ? -0.25f : 0.25f, low = y[i] * (kSignMask >> i & 1 ? -0.25f : 0.25f),
+            high = y[i + 1];
     y[i] = fma_rn(high, odd, low);
     y[i + 1] = fma_rn(high, -odd, low);
   }
@@ -49,7 +55,9 @@ FP4KIT_DEVICE Run<In, 16> hadamard_any(Run<In, 16> x) {
 
 // The same where it is rare: a call, so that its registers are not the kernel's.
 template <u32 kSignMask, class In>
-FP4KIT_DEVICE_CALL Run<In, 16> hadamard_rare(Run<In, 16> x) { return hadamard_any<kSignMask>(x); }
+FP4KIT_DEVICE_CALL Run<In, 16> hadamard_rare(Run<In, 16> x) {
+  return hadamard_any<kSignMask>(x);
+}
 
 // The larger magnitudes of the low halves and of the high halves.
 template <class In, int kCount>
@@ -79,7 +87,8 @@ FP4KIT_DEVICE u32 least_but_zero(const u32 (&pairs)[kCount]) {
 // Whether every y is the same after rounding, where its sums may have rounded. largest: the largest |y|.
 template <class In>
 FP4KIT_DEVICE bool is_rounding_certain(const float (&y)[16], float largest) {
-  const float error = largest * 0x1.1p-20f;  // 17 roundings: 15 sums, in float32 and with much less in double, and the next one
+  const float error =
+      largest * 0x1.1p-20f;  // 17 roundings: 15 sums, in float32 and with much less in double, and the next one
   u32 differ = 0u;
 #pragma unroll
   for (int i = 0; i < 16; i += 2) {
@@ -92,7 +101,8 @@ FP4KIT_DEVICE bool is_rounding_certain(const float (&y)[16], float largest) {
 template <class In>
 FP4KIT_DEVICE bool do_sums_tell(const float (&y)[16], u32 largest, u32 least) {
   if (largest >= kInfinityBits) return false;
-  return are_sums_exact<In>(largest, bits_of(In::widen(static_cast<u16>(least + 1u)))) || is_rounding_certain<In>(y, float_of(largest));
+  return are_sums_exact<In>(largest, bits_of(In::widen(static_cast<u16>(least + 1u)))) ||
+         is_rounding_certain<In>(y, float_of(largest));
 }
 
 // The transform by sums in float32: false if they do not tell it. largest: float32 bits of the largest |y|.
@@ -133,8 +143,9 @@ FP4KIT_DEVICE u32 hadamard_run(Run<In, kRun>& run) {
   return largest;
 }
 
-// 16 rows of pairs of 16-bit elements -> the transforms of the two columns by sums in float32; the largest magnitudes of both. Bit j of
-// `untold`: these sums do not tell column j, of which nothing is right. The rows are not kept for that: they would take 16 registers.
+// 16 rows of pairs of 16-bit elements -> the transforms of the two columns by sums in float32; the largest magnitudes
+// of both. Bit j of `untold`: these sums do not tell column j, of which nothing is right. The rows are not kept for
+// that: they would take 16 registers.
 template <u32 kSignMask, class In>
 FP4KIT_DEVICE u32 hadamard_columns(u32 (&rows)[16], u32& untold) {
   const u32 least = least_but_zero(rows);

@@ -1,17 +1,23 @@
-// The tensor scale that a stored one decodes with, and the amax that it implies: reference/implied_amax.py, in the same steps.
+// The tensor scale that a stored one decodes with, and the amax that it implies: reference/implied_amax.py, in the same
+// steps.
 #pragma once
 
 #include "decode.cuh"
 
-constexpr float kUnknownAmax = -1.0f;  // no amax gives the scale: values are decode(code) * (block_scale * tensor_scale)
+constexpr float kUnknownAmax =
+    -1.0f;  // no amax gives the scale: values are decode(code) * (block_scale * tensor_scale)
 constexpr u32 kNear = 8u, kFar = 1u << 20, kLargestBits = kInfinityBits - 1u;
 constexpr float kJump = 4096.0f;
 
-FP4KIT_DEVICE bool same_scale(float a, float b) { return bits_of(a) == bits_of(b) || (is_nan(a) && is_nan(b)); }
+FP4KIT_DEVICE bool same_scale(float a, float b) {
+  return bits_of(a) == bits_of(b) || (is_nan(a) && is_nan(b));
+}
 
 // The amax that a tensor scale of 1 covers.
 template <class R>
-FP4KIT_DEVICE float covered_range() { return R::kHasScales ? full_range<R>() : max_of<typename R::Element>(); }
+FP4KIT_DEVICE float covered_range() {
+  return R::kHasScales ? full_range<R>() : max_of<typename R::Element>();
+}
 
 // Below, at or above 0 where the amax of these bits gives a smaller, the same, a larger scale.
 template <class R, class In>
@@ -36,8 +42,8 @@ FP4KIT_DEVICE u32 first_amax(u32 low, u32 high, int least, float scale) {
   return low;
 }
 
-// The amax of the fewest significant bits of those near that give a scale > 0; kUnknownAmax if none does. One search, of a few steps
-// for a rule of a few roundings; a second one, further, where the first ends at an edge.
+// The amax of the fewest significant bits of those near that give a scale > 0; kUnknownAmax if none does. One search,
+// of a few steps for a rule of a few roundings; a second one, further, where the first ends at an edge.
 template <class R, class In>
 FP4KIT_DEVICE float amax_near(float scale) {
   const u32 center = bits_of(fminf(scale * covered_range<R>(), kFltMax));
@@ -48,7 +54,8 @@ FP4KIT_DEVICE float amax_near(float scale) {
     const bool is_inside = first <= last && first + steps > center && last < center + steps;
     if (steps == kNear && !is_inside) continue;
     if (first > last) return kUnknownAmax;
-    const u32 below = 0xFFFFFFFFu >> __clz((first - 1u) ^ last) >> 1;  // the bits below the highest that first - 1 lacks
+    const u32 below =
+        0xFFFFFFFFu >> __clz((first - 1u) ^ last) >> 1;  // the bits below the highest that first - 1 lacks
     return float_of(last & ~below);
   }
 }
@@ -65,9 +72,11 @@ FP4KIT_DEVICE_CALL float implied_amax(float scale) {
   return amax;
 }
 
-// A stored tensor scale and the amax beside it, as a TensorScale; is_known: whether that is all, or the amax has to be implied.
+// A stored tensor scale and the amax beside it, as a TensorScale; is_known: whether that is all, or the amax has to be
+// implied.
 template <class R, class In>
-FP4KIT_DEVICE TensorScale known_tensor_scale(const float* tensor_scale, const float* tensor_amax, i64 index, bool& is_known) {
+FP4KIT_DEVICE TensorScale known_tensor_scale(const float* tensor_scale, const float* tensor_amax, i64 index,
+                                             bool& is_known) {
   is_known = true;
   if constexpr (R::kTensorScaling == TensorScaling::none) {
     return {1.0f, 1.0f, 1.0f};
@@ -80,7 +89,8 @@ FP4KIT_DEVICE TensorScale known_tensor_scale(const float* tensor_scale, const fl
   }
 }
 
-// The TensorScale that codes are made with under a given one, from the amax that it implies: reference/implied_amax.py, encoding_scale.
+// The TensorScale that codes are made with under a given one, from the amax that it implies: reference/implied_amax.py,
+// encoding_scale.
 template <class R, class In>
 FP4KIT_DEVICE TensorScale encoding_scale(float decode, float amax) {
   return {amax == kUnknownAmax ? 1.0f / decode : R::TensorRule::template scale<R, In>(amax).encode, decode, amax};
@@ -92,8 +102,8 @@ FP4KIT_DEVICE TensorScale implied_tensor_scale(float scale) {
   return {R::TensorRule::template scale<R, In>(amax).encode, scale, amax};
 }
 
-// What R's decode rule makes of a block scale's code, or under an unknown amax decode_product; the rule's apply fits both where R has
-// block scales.
+// What R's decode rule makes of a block scale's code, or under an unknown amax decode_product; the rule's apply fits
+// both where R has block scales.
 template <class R>
 FP4KIT_DEVICE typename R::DecodeRule::Scale stored_scale(u32 code, TensorScale t) {
   if constexpr (R::DecodeRule::kNeedsAmax && R::kHasScales)

@@ -19,16 +19,21 @@ FP4KIT_DEVICE Index scale_offset(Index r, Index c, Index columns) {
 struct Divisor {
   u32 n, inverse;
 };
-FP4KIT_DEVICE Divisor divisor_of(u32 n) { return {n, 0xFFFFFFFFu / maximum(n, 1u)}; }
+FP4KIT_DEVICE Divisor divisor_of(u32 n) {
+  return {n, 0xFFFFFFFFu / maximum(n, 1u)};
+}
 FP4KIT_DEVICE u32 divide(u32 i, Divisor by) {
   const u32 near = high_product(i, by.inverse);
   return near + (i - near * by.n >= by.n);
 }
 
 template <ScaleLayout kLayout>
-FP4KIT_DEVICE constexpr int tile_bytes() { return kLayout == ScaleLayout::swizzled_128x4 ? 512 : 32; }
+FP4KIT_DEVICE constexpr int tile_bytes() {
+  return kLayout == ScaleLayout::swizzled_128x4 ? 512 : 32;
+}
 
-// Row and column of a scale of a swizzled layout from where it lies: a byte of 32 bytes `sector`; tiles: across the matrix.
+// Row and column of a scale of a swizzled layout from where it lies: a byte of 32 bytes `sector`; tiles: across the
+// matrix.
 struct ScalePlace {
   u32 row, column;
 };

@@ -13,25 +13,31 @@ struct Candidate {
 };
 
 // 2^24 or 2^-2 where div.full.f32 moves both operands first, else 1.
-FP4KIT_DEVICE float moved_by(float scale) { return scale < kFltMin ? 0x1p24f : scale > 0x1p126f ? 0.25f : 1.0f; }
+FP4KIT_DEVICE float moved_by(float scale) {
+  return scale < kFltMin ? 0x1p24f : scale > 0x1p126f ? 0.25f : 1.0f;
+}
 
 // The block amax whose scale is a code, and the candidate, under a tensor amax.
 template <class R>
-FP4KIT_DEVICE float candidate_amax(u32 code, float amax) { return amax * (decode<typename R::Scale>(code) * (1.0f / R::kScaleMax)); }
+FP4KIT_DEVICE float candidate_amax(u32 code, float amax) {
+  return amax * (decode<typename R::Scale>(code) * (1.0f / R::kScaleMax));
+}
 template <class R>
 FP4KIT_DEVICE Candidate candidate_of(u32 code, float amax) {
   const float scale = candidate_amax<R>(code, amax) * (1.0f / 6.0f), safe = scale == 0.0f ? 1.0f : scale;
   return {safe, rcp_approx_ftz(safe * moved_by(safe))};
 }
 
-// The E2M1 value nearest to v < 7, ties to even codes. With w = v, or just above 1 if v is less, 2^22 w is a multiple of E2M1's step at v, an even
-// one if v is a tie, and the floats around 2^22 w - v are that step apart; half of it if v is next to 2 or 4, which it becomes all the same.
+// The E2M1 value nearest to v < 7, ties to even codes. With w = v, or just above 1 if v is less, 2^22 w is a multiple
+// of E2M1's step at v, an even one if v is a tie, and the floats around 2^22 w - v are that step apart; half of it if v
+// is next to 2 or 4, which it becomes all the same.
 FP4KIT_DEVICE float nearest_e2m1(float v) {
   const float w = fmaxf(v, 1.0f + 0x1p-21f);
   return fma_rn(w, 0x1p22f, -fma_rn(w, 0x1p22f, -v));
 }
 
-// What is left of a magnitude: |x| - q scale. kAny: of any magnitude and scale; else a < 7 scale, which div.full.f32 does not move.
+// What is left of a magnitude: |x| - q scale. kAny: of any magnitude and scale; else a < 7 scale, which div.full.f32
+// does not move.
 template <bool kAny>
 FP4KIT_DEVICE float left_of(float a, Candidate c, float moved) {
   if constexpr (kAny) return fma_rn(-c.scale, nearest_e2m1(fminf(a * moved * c.reciprocal, 6.0f)), a);
@@ -54,7 +60,10 @@ FP4KIT_DEVICE float add_square(const Searched<kWeighted>& block, int i, float d,
 // What a loss is: the sum of (w) d^2 or of (w) |d|, the largest (w) |d|, the sum of (w) |d|^p, or d^T H d.
 enum class Objective { squares, magnitudes, largest, powers, hessian };
 FP4KIT_DEVICE constexpr Objective objective_of(bool magnitudes, bool largest, bool powers) {
-  return largest ? Objective::largest : magnitudes ? Objective::magnitudes : powers ? Objective::powers : Objective::squares;
+  return largest      ? Objective::largest
+         : magnitudes ? Objective::magnitudes
+         : powers     ? Objective::powers
+                      : Objective::squares;
 }
 
 // Losses of two parts together. The larger one is NaN where one is.
@@ -67,11 +76,13 @@ FP4KIT_DEVICE float joined(float a, float b) {
 // What is left of an element, raised to the power of a loss where that is none of the others.
 template <Objective kObjective>
 FP4KIT_DEVICE float raised(float d, double power) {
-  if constexpr (kObjective == Objective::powers) return static_cast<float>(power_of(static_cast<double>(magnitude_of(d)), power));
+  if constexpr (kObjective == Objective::powers)
+    return static_cast<float>(power_of(static_cast<double>(magnitude_of(d)), power));
   return d;
 }
 
-// The loss of four neighbours, i their first: the second one first, and then the others in their order. Of powers, d is raised already.
+// The loss of four neighbours, i their first: the second one first, and then the others in their order. Of powers, d is
+// raised already.
 template <Objective kObjective, bool kWeighted>
 FP4KIT_DEVICE float loss_of_four(const Searched<kWeighted>& block, int i, const float (&d)[4]) {
   if constexpr (kObjective == Objective::squares) {
@@ -81,8 +92,9 @@ FP4KIT_DEVICE float loss_of_four(const Searched<kWeighted>& block, int i, const 
     return add_square(block, i + 3, d[3], sum);
   } else {
     float terms[4];
-FP4KIT_UNROLL
-    for (int j = 0; j < 4; ++j) terms[j] = kWeighted ? block.w[kWeighted ? i + j : 0] * magnitude_of(d[j]) : magnitude_of(d[j]);
+    FP4KIT_UNROLL
+    for (int j = 0; j < 4; ++j)
+      terms[j] = kWeighted ? block.w[kWeighted ? i + j : 0] * magnitude_of(d[j]) : magnitude_of(d[j]);
     return joined<kObjective>(joined<kObjective>(joined<kObjective>(terms[1], terms[0]), terms[2]), terms[3]);
   }
 }
@@ -91,22 +103,25 @@ FP4KIT_UNROLL
 template <bool kAny, bool kWeighted>
 FP4KIT_DEVICE float loss_of(const Searched<kWeighted>& block, Candidate c, float moved) {
   float sums[4];
-FP4KIT_UNROLL
+  FP4KIT_UNROLL
   for (int i = 0; i < 4; ++i) {
     float d[4];
-FP4KIT_UNROLL
+    FP4KIT_UNROLL
     for (int j = 0; j < 4; ++j) d[j] = left_of<kAny>(block.a[4 * i + j], c, moved);
     sums[i] = loss_of_four<Objective::squares>(block, 4 * i, d);
   }
   return (sums[0] + sums[2]) + (sums[1] + sums[3]);
 }
 
-// ---- what the bounds of ways/search.cuh ask --------------------------------------------------------------------------------
+// ---- what the bounds of ways/search.cuh ask
+// --------------------------------------------------------------------------------
 
 constexpr float kSure = 1.0f - 0x1p-16f;  // of a loss, what the nearest values leave of it at least
 
 // The least E4M3 code of a value of at least x, if that is normal; a lower one, or less than any, if not.
-FP4KIT_DEVICE i32 normal_code_above(float x) { return (static_cast<i32>(bits_of(x) + 0xFFFFFu) >> 20) - (120 << 3); }
+FP4KIT_DEVICE i32 normal_code_above(float x) {
+  return (static_cast<i32>(bits_of(x) + 0xFFFFFu) >> 20) - (120 << 3);
+}
 
 // The same of any x >= 0: 127 above 448.
 FP4KIT_DEVICE u32 code_above(float x) {
@@ -120,7 +135,8 @@ struct Best {
   u32 code;
 };
 
-// The loss of what a scale cuts off: of the elements above 6 scales, added as loss_of adds them; without weights, of the largest alone.
+// The loss of what a scale cuts off: of the elements above 6 scales, added as loss_of adds them; without weights, of
+// the largest alone.
 template <bool kWeighted>
 FP4KIT_DEVICE float clipped_loss_of(const Searched<kWeighted>& block, float amax, float scale) {
   if constexpr (!kWeighted) {
@@ -128,10 +144,10 @@ FP4KIT_DEVICE float clipped_loss_of(const Searched<kWeighted>& block, float amax
     return d * d;
   } else {
     float sums[4];
-FP4KIT_UNROLL
+    FP4KIT_UNROLL
     for (int i = 0; i < 4; ++i) {
       float d[4];
-FP4KIT_UNROLL
+      FP4KIT_UNROLL
       for (int j = 0; j < 4; ++j) d[j] = fmaxf(fma_rn(-6.0f, scale, block.a[4 * i + j]), 0.0f);
       sums[i] = loss_of_four<Objective::squares>(block, 4 * i, d);
     }
@@ -143,24 +159,27 @@ FP4KIT_UNROLL
 template <bool kWeighted>
 FP4KIT_DEVICE bool is_near_tie(const Searched<kWeighted>& block, Candidate c) {
   bool near = false;
-FP4KIT_UNROLL
+  FP4KIT_UNROLL
   for (int i = 0; i < kSearched; ++i) {
-    const float v = block.a[i] * c.reciprocal, half = float_of(bits_of(fmaxf(v, 1.0f)) & 0x7F800000u) * 0.25f;  // of neighbours' distance
+    const float v = block.a[i] * c.reciprocal,
+                half = float_of(bits_of(fmaxf(v, 1.0f)) & 0x7F800000u) * 0.25f;  // of neighbours' distance
     near |= magnitude_of(v - nearest_e2m1(v)) >= half * (1.0f - 0x1p-18f);
   }
   return near;
 }
 
-// Whether an element is well within what is nearest to 0.5 or 1.5 scales, values that twice the scale has not: |v - 0.5| or |v - 1.5| < 0.249.
+// Whether an element is well within what is nearest to 0.5 or 1.5 scales, values that twice the scale has not: |v -
+// 0.5| or |v - 1.5| < 0.249.
 FP4KIT_DEVICE bool has_own_value(const Searched<false>& block, Candidate c) {
   const auto far = [&](int i) { return fabsf(fabsf(fma_rn(block.a[i], c.reciprocal, -1.0f)) - 0.5f); };
   float nearest = far(0);
-FP4KIT_UNROLL
+  FP4KIT_UNROLL
   for (int i = 1; i < kSearched; ++i) nearest = fminf(nearest, far(i));
   return nearest < 0.249f;
 }
 
-// Whether no square that decides is lost, or too large, for weights that are far from 1: of a block, by the scale of its first code.
+// Whether no square that decides is lost, or too large, for weights that are far from 1: of a block, by the scale of
+// its first code.
 template <bool kWeighted>
 FP4KIT_DEVICE bool keeps_squares(const Searched<kWeighted>& block, float amax, float scale) {
   if constexpr (kWeighted) {

@@ -1,17 +1,19 @@
-// Lower bounds of the losses of eight neighbouring E4M3 codes together, by a table of what an element adds to each at least.
+// Lower bounds of the losses of eight neighbouring E4M3 codes together, by a table of what an element adds to each at
+// least.
 //
-// Let u be an element over the scale of the first of the codes, a normal one, with amax <= 7 scales. The ratios of the codes' scales depend on
-// the mantissa of the first alone, so there are eight tables. A row is for the u within half a step of row / kSteps, and a thousandth of a step
-// more, which is what the product and the scales are off by at most. The distance to the nearest value changes by no more than u does: so what
-// it is in the middle of a step, less half a step, is its least. The square of that is rounded down to 1 / kUnits, 1 at most. So a sum
-// above kUnits loss / scale^2 belongs to a code c of L*(c) > loss, with L* as in ways/search.cuh.
+// Let u be an element over the scale of the first of the codes, a normal one, with amax <= 7 scales. The ratios of the
+// codes' scales depend on the mantissa of the first alone, so there are eight tables. A row is for the u within half a
+// step of row / kSteps, and a thousandth of a step more, which is what the product and the scales are off by at most.
+// The distance to the nearest value changes by no more than u does: so what it is in the middle of a step, less half a
+// step, is its least. The square of that is rounded down to 1 / kUnits, 1 at most. So a sum above kUnits loss / scale^2
+// belongs to a code c of L*(c) > loss, with L* as in ways/search.cuh.
 #pragma once
 
 #include "loss.cuh"
 #include "memory.cuh"
 
 constexpr int kSteps = 64, kRows = 7 * kSteps + 1;
-constexpr float kUnits = 85.0f;  // of 1, and at most of an element: three of them are a byte
+constexpr float kUnits = 85.0f;   // of 1, and at most of an element: three of them are a byte
 constexpr u32 kClosed = 0x4000u;  // of a code that is no candidate; more than eight times any sum
 
 struct LossBounds {
@@ -36,7 +38,7 @@ template <class Scale>
 FP4KIT_DEVICE void make_bounds(LossBounds& bounds) {
   const u32 half = threadIdx.x % 2u, mantissa = threadIdx.x / 2u % 8u, code = 64u + mantissa;
   float scales[4], reciprocals[4];
-FP4KIT_UNROLL
+  FP4KIT_UNROLL
   for (u32 i = 0u; i < 4u; ++i) {
     const float scale = decode<Scale>(code + 2u * half + i % 2u + i / 2u * 4u), first = decode<Scale>(code);
     scales[i] = scale * rcp_approx_ftz(first);
@@ -44,9 +46,11 @@ FP4KIT_UNROLL
   }
   for (u32 row = threadIdx.x / 16u; row < kRows; row += blockDim.x / 16u) {
     u32 units[4];
-FP4KIT_UNROLL
-    for (u32 i = 0u; i < 4u; ++i) units[i] = least_units(static_cast<float>(row) * (1.0f / kSteps), scales[i], reciprocals[i]);
-    bounds.of[mantissa][row].w[half] = prmt(prmt(units[0], units[1], 0x0040u), prmt(units[2], units[3], 0x0040u), 0x5410u);
+    FP4KIT_UNROLL
+    for (u32 i = 0u; i < 4u; ++i)
+      units[i] = least_units(static_cast<float>(row) * (1.0f / kSteps), scales[i], reciprocals[i]);
+    bounds.of[mantissa][row].w[half] =
+        prmt(prmt(units[0], units[1], 0x0040u), prmt(units[2], units[3], 0x0040u), 0x5410u);
   }
   if (threadIdx.x < 36u) {
     const u32 count = threadIdx.x / 4u, low = threadIdx.x % 4u, high = low + 4u;
@@ -55,15 +59,18 @@ FP4KIT_UNROLL
 }
 
 // Of a block below 7 scales of the first of `count` codes: reciprocal is that of its scale.
-FP4KIT_DEVICE Eight bounds_of(const Searched<false>& block, u32 first, u32 count, float reciprocal, const LossBounds& bounds) {
+FP4KIT_DEVICE Eight bounds_of(const Searched<false>& block, u32 first, u32 count, float reciprocal,
+                              const LossBounds& bounds) {
   constexpr float kWhole = 0x1.8p23f / kSteps;  // a sum with it is rounded to whole steps
-  constexpr float kOffset = 0x1p-146f * kSteps;  // eight bytes a step, as the bits of a subnormal: without instructions for integers, which limit
+  constexpr float kOffset =
+      0x1p-146f *
+      kSteps;  // eight bytes a step, as the bits of a subnormal: without instructions for integers, which limit
   const float begin = fma_rn(-kWhole, kOffset, float_of(shared_offset(bounds, bounds.of[first % 8u])));
   Eight sums = {};
-FP4KIT_UNROLL
+  FP4KIT_UNROLL
   for (int i = 0; i < kSearched; i += 3) {
     u32 low = 0u, high = 0u;
-FP4KIT_UNROLL
+    FP4KIT_UNROLL
     for (int j = i; j < i + 3 && j < kSearched; ++j) {
       const u64 row = load_shared(bounds, bits_of(fma_rn(fma_rn(block.a[j], reciprocal, kWhole), kOffset, begin)));
       low += static_cast<u32>(row);
@@ -74,7 +81,7 @@ FP4KIT_UNROLL
     sums.pairs[2] += high & 0x00FF00FFu;
     sums.pairs[3] += prmt(high, 0u, 0x4341u);
   }
-FP4KIT_UNROLL
+  FP4KIT_UNROLL
   for (int i = 0; i < 4; ++i) sums.pairs[i] = sums.pairs[i] * 8u + bounds.codes[count].w[i];
   return sums;
 }
@@ -87,11 +94,13 @@ FP4KIT_DEVICE u32 least_of(const Eight& sums) {
 
 // Which codes have bounds of at most a loss over scale^2, which is below 2^13: bit 24 + j that of first + j.
 FP4KIT_DEVICE u32 within(const Eight& sums, float loss) {
-  const u32 most = bits_of(fminf(fma_rz(loss, kUnits * (1.0f + 0x1p-12f), 0x1p23f), 0x1p23f + 2047.0f));  // in the last bits
+  const u32 most =
+      bits_of(fminf(fma_rz(loss, kUnits * (1.0f + 0x1p-12f), 0x1p23f), 0x1p23f + 2047.0f));  // in the last bits
   const u32 pairs = most * 0x80008u + (0x80078007u - (0x4B000000u * 0x80008u));
   u32 above[4];
-FP4KIT_UNROLL
+  FP4KIT_UNROLL
   for (int i = 0; i < 4; ++i) above[i] = pairs - sums.pairs[i];  // the top bit of a half is clear where its sum is more
-  const u32 found = (prmt(above[0], above[1], 0xFDB9u) & 0x20021001u) | (prmt(above[2], above[3], 0xFDB9u) & 0x80084004u);
+  const u32 found =
+      (prmt(above[0], above[1], 0xFDB9u) & 0x20021001u) | (prmt(above[2], above[3], 0xFDB9u) & 0x80084004u);
   return found * 0x01010101u & 0xFF000000u;
 }

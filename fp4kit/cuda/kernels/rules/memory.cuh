@@ -4,8 +4,12 @@
 #include "convert.cuh"
 #include "ptx_memory.cuh"
 
-struct alignas(16) Chunk { u32 w[4]; };
-struct alignas(8) HalfChunk { u32 w[2]; };
+struct alignas(16) Chunk {
+  u32 w[4];
+};
+struct alignas(8) HalfChunk {
+  u32 w[2];
+};
 
 // A run as it lies in memory, in words of 32 bits.
 template <class In, int kCount>
@@ -87,7 +91,8 @@ FP4KIT_DEVICE void store_words(void* out, const u32 (&words)[kWords]) {
   }
 }
 
-// The largest magnitude of a run as float32 bits, above infinity's if any is NaN; types of 16 bits are compared two at a time.
+// The largest magnitude of a run as float32 bits, above infinity's if any is NaN; types of 16 bits are compared two at
+// a time.
 template <class In, int kCount>
 FP4KIT_DEVICE u32 largest_bits_of(const Run<In, kCount>& run) {
   if constexpr (sizeof(typename In::Bits) == 4) {

@@ -1,6 +1,7 @@
 // Codes of several finite values at once, packed into a word, and back: what the hot kernels spend their time on.
 //
-// On sm_80 to sm_90 minima, shifts, logic and prmt issue at half the rate of float additions and products, so codes are made of those.
+// On sm_80 to sm_90 minima, shifts, logic and prmt issue at half the rate of float additions and products, so codes are
+// made of those.
 #pragma once
 
 #include "memory.cuh"
@@ -23,13 +24,14 @@ FP4KIT_DEVICE NibbleSigns nibble_signs(const float* x) {
 
 // The same of eight elements of 16 bits.
 FP4KIT_DEVICE NibbleSigns nibble_signs_of_pairs(const u32* pairs) {
-  const u32 low = prmt(pairs[0], pairs[1], 0xFBD9u), high = prmt(pairs[2], pairs[3], 0xFBD9u);  // of elements 0 2 1 3, 4 6 5 7
+  const u32 low = prmt(pairs[0], pairs[1], 0xFBD9u),
+            high = prmt(pairs[2], pairs[3], 0xFBD9u);  // of elements 0 2 1 3, 4 6 5 7
   return {prmt(low, high, 0x5410u), prmt(low, high, 0x7632u)};
 }
 
 // 2^23 + the E2M1 code of a in [0, 7), rn; of any a >= 0 if kClamp.
-//   The code is 2 a below 2, a + 2 below 4, a / 2 + 4 below 8: the least of the three. One fma rounds each to an integer, ties to even, and
-//   as 2 and 4 are even so are even codes.
+//   The code is 2 a below 2, a + 2 below 4, a / 2 + 4 below 8: the least of the three. One fma rounds each to an
+//   integer, ties to even, and as 2 and 4 are even so are even codes.
 template <bool kClamp>
 FP4KIT_DEVICE u32 code_bits_e2m1(float a) {
   const u32 low = minimum(bits_of(fma_rn(a, 2.0f, 8388608.0f)), bits_of(a + 8388610.0f));
@@ -48,16 +50,17 @@ FP4KIT_DEVICE u32 encode_e2m1x8(const float* a, Signs signs) {
   return prmt(low, high, 0x5410u) | signs;  // what 2^23 left is in the upper halves
 }
 
-// 2^23 + 256 times the code of a = 8 x in [0, 8], a number on the lines between the codes of E2M1's values, rounded toward zero.
+// 2^23 + 256 times the code of a = 8 x in [0, 8], a number on the lines between the codes of E2M1's values, rounded
+// toward zero.
 FP4KIT_DEVICE u32 code_256ths_e2m1(float x) {
   const u32 low = minimum(bits_of(fma_rz(x, 4096.0f, 8388608.0f)), bits_of(fma_rz(x, 2048.0f, 8388608.0f + 512.0f)));
   return minimum(low, bits_of(fma_rz(x, 1024.0f, 8388608.0f + 1024.0f)));
 }
 
 // Word of the E2M1 codes of the magnitudes 8 x[i], each rounded up or down by its random byte, with signs.
-//   The code is that number plus byte / 256, toward zero: multiples of 1/256 stay what they are when less than that is dropped before.
-//   Of a = 8 x of at most 11 bits this is the code of encode_stochastic, because a + byte / 256 * step is exact there; or it is below
-//   2^-9 + 255 / 512, and the code 0.
+//   The code is that number plus byte / 256, toward zero: multiples of 1/256 stay what they are when less than that is
+//   dropped before. Of a = 8 x of at most 11 bits this is the code of encode_stochastic, because a + byte / 256 * step
+//   is exact there; or it is below 2^-9 + 255 / 512, and the code 0.
 FP4KIT_DEVICE u32 encode_stochastic_e2m1x8(const float* x, const u32* random, NibbleSigns signs) {
   u32 sums[4];  // of elements 0 2, 1 3, 4 6, 5 7: the code at bits 8 to 11 and 24 to 27
 #pragma unroll
@@ -120,25 +123,30 @@ FP4KIT_DEVICE u32 encode_word(const float* v) {
   }
 }
 
-// A word of codes as R's sign rule has them: unsigned_zero takes the signs of zeros away, which others have settled before.
+// A word of codes as R's sign rule has them: unsigned_zero takes the signs of zeros away, which others have settled
+// before.
 template <class R>
 FP4KIT_DEVICE u32 with_signs_of_codes(u32 word) {
   if constexpr (R::kSign == Sign::unsigned_zero) {
     using F = typename R::Element;
-    constexpr u32 kOnes = 0xFFFFFFFFu / ((1u << F::kStoredBits) - 1u), kSigns = kOnes * F::kSignBit, kMagnitudes = kSigns - kOnes;
-    word &= ((word & kMagnitudes) + kMagnitudes) | ~kSigns;  // a magnitude that is not 0 carries into the place of its sign
+    constexpr u32 kOnes = 0xFFFFFFFFu / ((1u << F::kStoredBits) - 1u), kSigns = kOnes * F::kSignBit,
+                  kMagnitudes = kSigns - kOnes;
+    word &=
+        ((word & kMagnitudes) + kMagnitudes) | ~kSigns;  // a magnitude that is not 0 carries into the place of its sign
   }
   return word;
 }
 
-// The values of the eight E2M1 codes of a word, as pairs of bfloat16. Their patterns have eight high and eight low bytes, which prmt looks
-// up for four codes at a time; a table of 0x80 under selectors with their sign bits left on gives the signs.
+// The values of the eight E2M1 codes of a word, as pairs of bfloat16. Their patterns have eight high and eight low
+// bytes, which prmt looks up for four codes at a time; a table of 0x80 under selectors with their sign bits left on
+// gives the signs.
 template <int kCount>
 FP4KIT_DEVICE void decode_pairs_e2m1(u32 word, u32 (&pairs)[kCount / 2]) {
 #pragma unroll
   for (int i = 0; i < kCount / 4; ++i) {
     const u32 codes = word >> (16 * i), magnitudes = codes & 0x7777u;
-    const u32 signs = prmt(0x80808080u, 0x80808080u, codes) << 1 & 0x80808080u;  // 0x80 << 1 is 0, 0xFF << 1 keeps the top bit
+    const u32 signs =
+        prmt(0x80808080u, 0x80808080u, codes) << 1 & 0x80808080u;  // 0x80 << 1 is 0, 0xFF << 1 keeps the top bit
     const u32 high = prmt(0x3F3F3F00u, 0x40404040u, magnitudes) | signs;
     const u32 low = prmt(0xC0800000u, 0xC0804000u, magnitudes);
     pairs[2 * i] = prmt(low, high, 0x5140u);

@@ -7,27 +7,41 @@
 template <int kTerms>
 FP4KIT_DEVICE double polynomial(const double (&c)[kTerms], double x) {
   double sum = c[kTerms - 1];
-FP4KIT_UNROLL
+  FP4KIT_UNROLL
   for (int i = kTerms - 2; i >= 0; --i) sum = sum * x + c[i];
   return sum;
 }
 
-// e + 2 / ln 2 * atanh((m - 1) / (m + 1)) of d = m 2^e >= 0, m in [sqrt(1/2), sqrt 2); finite, of 0, infinity and NaN too. What is
-// done with bits has no sign, and an integer becomes a double by them: processors without more make vectors of it.
+// e + 2 / ln 2 * atanh((m - 1) / (m + 1)) of d = m 2^e >= 0, m in [sqrt(1/2), sqrt 2); finite, of 0, infinity and NaN
+// too. What is done with bits has no sign, and an integer becomes a double by them: processors without more make
+// vectors of it.
 FP4KIT_DEVICE double log2_in_float64(double d) {
   constexpr u64 kSqrtHalf = 0x3FE6A09E667F3BCDu, kBias = 1024u, kWhole = 0x433ull << 52;  // bits of 2^52
   constexpr double k = 0x1.71547652b82fep+1;
   constexpr double kAtanh[] = {k, k / 3.0, k / 5.0, k / 7.0, k / 9.0, k / 11.0, k / 13.0, k / 15.0, k / 17.0, k / 19.0};
   const u64 bits = double_bits_of(d), biased = (bits + (kBias << 52) - kSqrtHalf) >> 52;
-  const double e = double_of(kWhole | biased) - (0x1p52 + kBias), m = double_of(bits + (kBias << 52) - (biased << 52)), f = (m - 1.0) / (m + 1.0);
+  const double e = double_of(kWhole | biased) - (0x1p52 + kBias), m = double_of(bits + (kBias << 52) - (biased << 52)),
+               f = (m - 1.0) / (m + 1.0);
   return e + f * polynomial(kAtanh, f * f);
 }
 
 // 2^k e^((t - k) ln 2), k the integer nearest to t, of -1023 (whose 2^k is 0 here) ... 1024 (infinity).
 FP4KIT_DEVICE double exp2_in_float64(double t) {
   constexpr double kLn2 = 0x1.62e42fefa39efp-1, kWhole = 0x1.8p52;  // a number near it has the integer in its last bits
-  constexpr double kExp[] = {1.0,          1.0,           1.0 / 2.0,      1.0 / 6.0,       1.0 / 24.0,       1.0 / 120.0,       1.0 / 720.0,
-                             1.0 / 5040.0, 1.0 / 40320.0, 1.0 / 362880.0, 1.0 / 3628800.0, 1.0 / 39916800.0, 1.0 / 479001600.0, 1.0 / 6227020800.0};
+  constexpr double kExp[] = {1.0,
+                             1.0,
+                             1.0 / 2.0,
+                             1.0 / 6.0,
+                             1.0 / 24.0,
+                             1.0 / 120.0,
+                             1.0 / 720.0,
+                             1.0 / 5040.0,
+                             1.0 / 40320.0,
+                             1.0 / 362880.0,
+                             1.0 / 3628800.0,
+                             1.0 / 39916800.0,
+                             1.0 / 479001600.0,
+                             1.0 / 6227020800.0};
   const double near = t + kWhole, k = near - kWhole;
   const double scale = double_of((double_bits_of(near) - double_bits_of(kWhole) + 1023u) << 52);
   return polynomial(kExp, (t - k) * kLn2) * scale;
@@ -44,7 +58,8 @@ FP4KIT_DEVICE void raise(double (&d)[kCount], double p) {
     for (int i = 0; i < kCount; ++i) found[i] = found[i] * found[i];
     for (int i = 0; n & digit && i < kCount; ++i) found[i] = found[i] * d[i];
   }
-  for (int i = 0; fraction != 0.0 && i < kCount; ++i) found[i] = found[i] * exp2_in_float64(fraction * log2_in_float64(d[i]));
+  for (int i = 0; fraction != 0.0 && i < kCount; ++i)
+    found[i] = found[i] * exp2_in_float64(fraction * log2_in_float64(d[i]));
   for (int i = 0; i < kCount; ++i) d[i] = found[i];
 }
 

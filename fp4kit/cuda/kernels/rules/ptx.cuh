@@ -1,11 +1,13 @@
-// One function per PTX instruction, with a software twin of the same result where an architecture, or the host, lacks it.
-// Build with -fmad=false -ftz=false -prec-div=true: plain +, *, / are then rn and keep subnormals.
+// One function per PTX instruction, with a software twin of the same result where an architecture, or the host, lacks
+// it. Build with -fmad=false -ftz=false -prec-div=true: plain +, *, / are then rn and keep subnormals.
 #pragma once
 
 #include "types.cuh"
 
 // Subnormal -> zero of the same sign.
-FP4KIT_DEVICE float flush(float x) { return magnitude_of(x) < kFltMin ? float_of(bits_of(x) & 0x80000000u) : x; }
+FP4KIT_DEVICE float flush(float x) {
+  return magnitude_of(x) < kFltMin ? float_of(bits_of(x) & 0x80000000u) : x;
+}
 
 // A result of an .ftz operation: zero if it is below 2^-126 after rounding to 24 bits with an unbounded exponent.
 FP4KIT_DEVICE float flush_result(float result, double exact) {
@@ -19,8 +21,8 @@ FP4KIT_DEVICE float mul_ftz(float a, float b) {
   asm("mul.rn.ftz.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));
   return y;
 #else
-  // 2^24 times the product is rounded to 24 bits where the product is subnormal; it overflows only where that is not. By a mask: a choice
-  // between floats keeps loops from becoming vectors.
+  // 2^24 times the product is rounded to 24 bits where the product is subnormal; it overflows only where that is not.
+  // By a mask: a choice between floats keeps loops from becoming vectors.
   const float x = flush(a), y = flush(b), product = x * y;
   return float_of(bits_of(product) & (magnitude_of(x * 0x1p24f * y) < 0x1p-102f ? 0x80000000u : 0xFFFFFFFFu));
 #endif
@@ -69,8 +71,8 @@ FP4KIT_DEVICE float mul_rz(float a, float b) {
 #endif
 }
 
-// prmt.b32: byte i of the result is the byte of (b, a), numbered 0 to 7 from the low end of a, that nibble i of the selector names; a
-// nibble with its top bit set gives eight copies of that byte's top bit.
+// prmt.b32: byte i of the result is the byte of (b, a), numbered 0 to 7 from the low end of a, that nibble i of the
+// selector names; a nibble with its top bit set gives eight copies of that byte's top bit.
 FP4KIT_DEVICE u32 prmt(u32 a, u32 b, u32 selector) {
 #ifdef __CUDA_ARCH__
   u32 y;
@@ -89,7 +91,9 @@ FP4KIT_DEVICE u32 prmt(u32 a, u32 b, u32 selector) {
 
 // Barrier `number` (1 ... 15) of `threads` threads of a block, whole warps.
 #ifdef __CUDA_ARCH__
-FP4KIT_DEVICE void sync_group(u32 number, u32 threads) { asm volatile("bar.sync %0, %1;" : : "r"(number), "r"(threads) : "memory"); }
+FP4KIT_DEVICE void sync_group(u32 number, u32 threads) {
+  asm volatile("bar.sync %0, %1;" : : "r"(number), "r"(threads) : "memory");
+}
 #else
 void sync_group(u32 number, u32 threads);
 #endif
@@ -122,7 +126,8 @@ FP4KIT_DEVICE double fma_rn(double a, double b, double c) {
 #endif
 }
 
-// a * b + c toward zero; a >= 0, b > 0, a * b <= 2^22, c an integer in [2^23, 2^24). Where b is no power of two the twin rounds a * b before.
+// a * b + c toward zero; a >= 0, b > 0, a * b <= 2^22, c an integer in [2^23, 2^24). Where b is no power of two the
+// twin rounds a * b before.
 FP4KIT_DEVICE float fma_rz(float a, float b, float c) {
 #ifdef __CUDA_ARCH__
   return __fmaf_rz(a, b, c);
@@ -174,7 +179,8 @@ FP4KIT_DEVICE float mul_sat(float a, float b) {
 #endif
 }
 
-// The same number, of which the compiler knows nothing: so that it adds to a pointer what it is told to, and does not find other ways.
+// The same number, of which the compiler knows nothing: so that it adds to a pointer what it is told to, and does not
+// find other ways.
 FP4KIT_DEVICE u32 opaque(u32 x) {
 #ifdef __CUDA_ARCH__
   asm("" : "+r"(x));
@@ -183,7 +189,9 @@ FP4KIT_DEVICE u32 opaque(u32 x) {
 }
 
 // What memory holds is read again after this: loops would keep it in more registers than there are.
-FP4KIT_DEVICE void forget_memory() { asm volatile("" : : : "memory"); }
+FP4KIT_DEVICE void forget_memory() {
+  asm volatile("" : : : "memory");
+}
 
 // The square root of x >= 0, off by less than 2^-22 of it; a subnormal is 0.
 FP4KIT_DEVICE float sqrt_approx(float x) {

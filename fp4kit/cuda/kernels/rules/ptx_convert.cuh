@@ -44,7 +44,9 @@ FP4KIT_DEVICE u16 narrow_f16(float x) {
 }
 
 // bfloat16 bits <-> float32: exact one way, rn the other way; NaN stays a quiet NaN.
-FP4KIT_DEVICE float widen_bf16(u16 x) { return float_of(static_cast<u32>(x) << 16); }
+FP4KIT_DEVICE float widen_bf16(u16 x) {
+  return float_of(static_cast<u32>(x) << 16);
+}
 
 FP4KIT_DEVICE u16 narrow_bf16(float x) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
@@ -102,7 +104,9 @@ FP4KIT_DEVICE u32 decode_fp8x2(u16 codes) {
 #else
 #define FP4KIT_HAS_CVT_FP8 0
 template <int kMantissaBits>
-FP4KIT_DEVICE u32 decode_fp8x2(u16 codes) { return 0u; }  // not called
+FP4KIT_DEVICE u32 decode_fp8x2(u16 codes) {
+  return 0u;
+}  // not called
 #endif
 
 // Two E2M1 codes of two floats, rn, satfinite: a in the low nibble. Blackwell has an instruction for it.
@@ -110,7 +114,9 @@ FP4KIT_DEVICE u32 decode_fp8x2(u16 codes) { return 0u; }  // not called
 #define FP4KIT_HAS_CVT_E2M1 1
 FP4KIT_DEVICE u32 cvt_rn_satfinite_e2m1x2(float high, float low) {
   u32 packed;
-  asm("{ .reg .b8 byte; cvt.rn.satfinite.e2m1x2.f32 byte, %1, %2; cvt.u32.u8 %0, byte; }" : "=r"(packed) : "f"(high), "f"(low));
+  asm("{ .reg .b8 byte; cvt.rn.satfinite.e2m1x2.f32 byte, %1, %2; cvt.u32.u8 %0, byte; }"
+      : "=r"(packed)
+      : "f"(high), "f"(low));
   return packed;
 }
 #else

@@ -21,17 +21,22 @@ FP4KIT_DEVICE void store_streaming(void* to, u32 a, u32 b, u32 c, u32 d) {
 #ifdef __CUDA_ARCH__
   asm volatile("st.global.cs.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
 #else
-  struct alignas(16) Four { u32 w[4]; };
+  struct alignas(16) Four {
+    u32 w[4];
+  };
   Four& four = *static_cast<Four*>(to);  // a reference, because sanitizers check its alignment
   four = {{a, b, c, d}};
 #endif
 }
 
-// Fetch kBytes, a multiple of 16 at a multiple of 16, into the L2; nothing before sm_90, where no instruction takes so many.
+// Fetch kBytes, a multiple of 16 at a multiple of 16, into the L2; nothing before sm_90, where no instruction takes so
+// many.
 template <int kBytes>
 FP4KIT_DEVICE void prefetch_l2(const void* from) {
 #ifndef __CUDA_ARCH__
-  struct alignas(16) Sixteen { volatile u8 bytes[16]; };
+  struct alignas(16) Sixteen {
+    volatile u8 bytes[16];
+  };
   const Sixteen* lines = static_cast<const Sixteen*>(from);  // for sanitizers to check
   static_cast<void>(lines[0].bytes[0] + lines[kBytes / 16 - 1].bytes[15]);
 #elif __CUDA_ARCH__ >= 900

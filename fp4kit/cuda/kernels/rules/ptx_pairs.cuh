@@ -32,14 +32,16 @@ FP4KIT_DEVICE u32 add_max_s16x2(u32 a, u32 b, u32 c) {
 #else
   u32 y = 0u;
   for (int half = 0; half < 32; half += 16) {
-    const i32 sum = static_cast<short>(static_cast<u16>((a >> half) + (b >> half))), least = static_cast<short>(c >> half);
+    const i32 sum = static_cast<short>(static_cast<u16>((a >> half) + (b >> half))),
+              least = static_cast<short>(c >> half);
     y |= (static_cast<u32>(sum < least ? least : sum) & 0xFFFFu) << half;
   }
   return y;
 #endif
 }
 
-// The larger magnitudes of two pairs of 16-bit floats, NaN above infinity; sign bits are not meant. One instruction, no mask before it.
+// The larger magnitudes of two pairs of 16-bit floats, NaN above infinity; sign bits are not meant. One instruction, no
+// mask before it.
 FP4KIT_DEVICE u32 max_magnitude_bf16x2(u32 a, u32 b) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 860
   u32 y;
@@ -81,13 +83,15 @@ FP4KIT_DEVICE u32 min_magnitude_f16x2(u32 a, u32 b) {
 #endif
 }
 
-// a * b + c of pairs of 16-bit floats, rounded once; subnormals are kept. The twin of bfloat16 rounds twice where double and float32
-// both round, which no use of it here can reach: products and sums have at most 24 bits, or lie far from ties.
+// a * b + c of pairs of 16-bit floats, rounded once; subnormals are kept. The twin of bfloat16 rounds twice where
+// double and float32 both round, which no use of it here can reach: products and sums have at most 24 bits, or lie far
+// from ties.
 template <float (*kWiden)(u16), u16 (*kNarrow)(float)>
 FP4KIT_DEVICE u32 fma_of_halves(u32 a, u32 b, u32 c) {
   u32 y = 0u;
   for (int half = 0; half < 32; half += 16) {
-    const double product = static_cast<double>(kWiden(static_cast<u16>(a >> half))) * kWiden(static_cast<u16>(b >> half));
+    const double product =
+        static_cast<double>(kWiden(static_cast<u16>(a >> half))) * kWiden(static_cast<u16>(b >> half));
     y |= static_cast<u32>(kNarrow(static_cast<float>(product + kWiden(static_cast<u16>(c >> half))))) << half;
   }
   return y;

@@ -3,7 +3,9 @@
 
 #include "ptx.cuh"
 
-struct Words { u32 w[4]; };
+struct Words {
+  u32 w[4];
+};
 
 FP4KIT_DEVICE Words philox4x32_10(u32 c0, u32 c1, u32 c2, u32 c3, u32 k0, u32 k1) {
 #pragma unroll

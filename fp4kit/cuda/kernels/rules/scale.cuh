@@ -1,5 +1,5 @@
-// Tensor rules, under the names of reference/tensor_rules.py: tensor_<rule> maps the amax of a tensor to a TensorScale. A recipe R is a struct
-// that traits.py writes.
+// Tensor rules, under the names of reference/tensor_rules.py: tensor_<rule> maps the amax of a tensor to a TensorScale.
+// A recipe R is a struct that traits.py writes.
 #pragma once
 
 #include "convert.cuh"
@@ -14,9 +14,13 @@ struct TensorScale {
 // The largest element of a tensor rule that covers less than the format has; 0: the format's.
 struct tensor_fouroversix_4;
 template <class Rule>
-struct Top { static constexpr float kValue = 0.0f; };
+struct Top {
+  static constexpr float kValue = 0.0f;
+};
 template <>
-struct Top<tensor_fouroversix_4> { static constexpr float kValue = 4.0f; };
+struct Top<tensor_fouroversix_4> {
+  static constexpr float kValue = 4.0f;
+};
 
 template <class R>
 FP4KIT_DEVICE float full_range() {
@@ -24,7 +28,8 @@ FP4KIT_DEVICE float full_range() {
   return (kTop > 0.0f ? kTop : max_of<typename R::Element>()) * static_cast<float>(R::kScaleMax);
 }
 
-// ---- codes of block scales -------------------------------------------------------------------------------------------
+// ---- codes of block scales
+// -------------------------------------------------------------------------------------------
 
 template <class R>
 FP4KIT_DEVICE u32 encode_scale(float x) {
@@ -35,13 +40,18 @@ FP4KIT_DEVICE u32 encode_scale(float x) {
 }
 
 template <class R>
-FP4KIT_DEVICE float decode_scale(u32 code) { return decode<typename R::Scale>(code); }
+FP4KIT_DEVICE float decode_scale(u32 code) {
+  return decode<typename R::Scale>(code);
+}
 
-// ---- tensor rules -----------------------------------------------------------------------------------------------------
+// ---- tensor rules
+// -----------------------------------------------------------------------------------------------------
 
 struct tensor_none {
   template <class R, class In>
-  FP4KIT_DEVICE TensorScale scale(float amax) { return {1.0f, 1.0f, 1.0f}; }
+  FP4KIT_DEVICE TensorScale scale(float amax) {
+    return {1.0f, 1.0f, 1.0f};
+  }
 };
 
 struct tensor_te_reference {
@@ -89,9 +99,13 @@ struct tensor_divided {
 };
 
 template <class In>
-struct SmallestNormal { static constexpr float kValue = kFltMin; };
+struct SmallestNormal {
+  static constexpr float kValue = kFltMin;
+};
 template <>
-struct SmallestNormal<Float16> { static constexpr float kValue = 0x1p-14f; };
+struct SmallestNormal<Float16> {
+  static constexpr float kValue = 0x1p-14f;
+};
 
 struct tensor_compressed_tensors {
   template <class R, class In>
@@ -105,7 +119,9 @@ struct tensor_compressed_tensors {
 
 struct tensor_mlx {
   template <class R, class In>
-  FP4KIT_DEVICE TensorScale scale(float amax) { return {full_range<R>() / amax, amax / full_range<R>(), amax}; }
+  FP4KIT_DEVICE TensorScale scale(float amax) {
+    return {full_range<R>() / amax, amax / full_range<R>(), amax};
+  }
 };
 
 struct tensor_fp8_modelopt {
@@ -169,8 +185,11 @@ struct tensor_fouroversix {
 
 struct tensor_fouroversix_4 : tensor_fouroversix {};
 
-// An amax where a caller gave it, perhaps as -0: that counts as 0, because its sign would become that of scales and codes.
-FP4KIT_DEVICE float amax_at(const float* amaxes, i64 index) { return magnitude_of(amaxes[index]); }
+// An amax where a caller gave it, perhaps as -0: that counts as 0, because its sign would become that of scales and
+// codes.
+FP4KIT_DEVICE float amax_at(const float* amaxes, i64 index) {
+  return magnitude_of(amaxes[index]);
+}
 
 // The tensor scale that covers block `block` of row `row`.
 enum class TensorScaling { none, tensor, row, block };

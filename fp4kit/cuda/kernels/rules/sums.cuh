@@ -3,8 +3,9 @@
 
 #include "types.cuh"
 
-// The sum of kCount terms as PyTorch adds them on a CPU, which come in vectors of eight: four partial sums of whole groups of four vectors, the
-// rest to the first; then these in their order, and then the eight lanes. Float: float, or several of them side by side.
+// The sum of kCount terms as PyTorch adds them on a CPU, which come in vectors of eight: four partial sums of whole
+// groups of four vectors, the rest to the first; then these in their order, and then the eight lanes. Float: float, or
+// several of them side by side.
 template <int kCount, class Float = float>
 struct LaneSums {
   Float partial[4][8] = {};

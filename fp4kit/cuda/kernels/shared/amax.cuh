@@ -52,7 +52,8 @@ FP4KIT_DEVICE u32 largest_bits(const typename In::Bits* x, i64 count, i64 lane, 
   const i64 runs = kAligned || Transform::kHadamard ? count / kRun : 0;
   for (i64 i = lane; i < runs; i += lanes)
     largest = maximum(largest, largest_of_run<Transform, In, kInput>(read_run<In, kRun, kAligned>(x + i * kRun)));
-  for (i64 i = runs * kRun + lane; i < count; i += lanes) largest = maximum(largest, counted_bits<kInput>(In::widen(x[i])));
+  for (i64 i = runs * kRun + lane; i < count; i += lanes)
+    largest = maximum(largest, counted_bits<kInput>(In::widen(x[i])));
   return largest;
 }
 
@@ -61,8 +62,9 @@ struct Untransformed {
   static constexpr u32 kSignMask = 0u;
 };
 
-// Where R::kFinders, a kernel finds the amax itself, by that many thread blocks together: a cluster, which its grid is a multiple of,
-// and FP4KIT_FINDERS says so to the compiler. Before compute capability 9.0 there are none, and each thread block does so alone.
+// Where R::kFinders, a kernel finds the amax itself, by that many thread blocks together: a cluster, which its grid is
+// a multiple of, and FP4KIT_FINDERS says so to the compiler. Before compute capability 9.0 there are none, and each
+// thread block does so alone.
 #if defined(FP4KIT_FINDERS) && __CUDA_ARCH__ >= 900
 #define FP4KIT_CLUSTER __cluster_dims__(FP4KIT_FINDERS, 1, 1)
 constexpr int kFinders = FP4KIT_FINDERS;
@@ -71,8 +73,8 @@ constexpr int kFinders = FP4KIT_FINDERS;
 constexpr int kFinders = 1;
 #endif
 
-// The same of all elements for the thread blocks that share them: 256 bytes a thread are on their way at a time, since nothing else
-// hides how long they take.
+// The same of all elements for the thread blocks that share them: 256 bytes a thread are on their way at a time, since
+// nothing else hides how long they take.
 template <class In, AmaxInput kInput, bool kAligned>
 FP4KIT_DEVICE u32 largest_of_all(const typename In::Bits* x, i64 count) {
   constexpr int kRun = kAmaxRun, kAtOnce = 256 / (kRun * sizeof(typename In::Bits)), kLanes = kFinders * kThreads;
@@ -82,7 +84,8 @@ FP4KIT_DEVICE u32 largest_of_all(const typename In::Bits* x, i64 count) {
   for (i64 first = lane; first < runs; first += kAtOnce * kLanes) {
     Run<In, kRun> some[kAtOnce];
 #pragma unroll
-    for (int k = 0; k < kAtOnce; ++k) some[k] = read_run<In, kRun, kAligned>(x + minimum(first + k * kLanes, runs - 1) * kRun);
+    for (int k = 0; k < kAtOnce; ++k)
+      some[k] = read_run<In, kRun, kAligned>(x + minimum(first + k * kLanes, runs - 1) * kRun);
 #pragma unroll
     for (int k = 0; k < kAtOnce; ++k) largest = maximum(largest, largest_of_run<Untransformed, In, kInput>(some[k]));
   }
@@ -95,7 +98,8 @@ FP4KIT_DEVICE u32 largest_of_cluster(u32 mine) {
 #if defined(FP4KIT_FINDERS) && __CUDA_ARCH__ >= 900
   __shared__ u32 parts[kFinders];
   const u32 own = static_cast<u32>(__cvta_generic_to_shared(parts + blockIdx.x % kFinders));
-  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");  // until all have begun, so that their memory is there
+  asm volatile("barrier.cluster.wait.acquire.aligned;" ::
+                   : "memory");  // until all have begun, so that their memory is there
   if (threadIdx.x == 0) {
 #pragma unroll
     for (u32 peer = 0; peer < kFinders; ++peer) {
@@ -112,8 +116,8 @@ FP4KIT_DEVICE u32 largest_of_cluster(u32 mine) {
   return mine;
 }
 
-// Where R::kFinders, before anything else: the amax of the whole array, which is then in a.tensor_amax; the first thread block also
-// writes it to where that pointed. One launch instead of three, for arrays that are small.
+// Where R::kFinders, before anything else: the amax of the whole array, which is then in a.tensor_amax; the first
+// thread block also writes it to where that pointed. One launch instead of three, for arrays that are small.
 template <class R, class In, bool kAligned, class Arguments>
 FP4KIT_DEVICE void find_amax(Arguments& a) {
   if constexpr (R::kFinders > 0) {

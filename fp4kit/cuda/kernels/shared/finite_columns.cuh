@@ -1,5 +1,5 @@
-// Two columns of 16-bit elements side by side, encoded the short way (finite.cuh) from the words of their rows, which hold an element of
-// each: columns are not taken apart before their codes are.
+// Two columns of 16-bit elements side by side, encoded the short way (finite.cuh) from the words of their rows, which
+// hold an element of each: columns are not taken apart before their codes are.
 #pragma once
 
 #include "finite.cuh"
@@ -16,7 +16,8 @@ FP4KIT_DEVICE void nibble_signs_of_columns(const u32* rows, u32 (&signs)[2]) {
   signs[1] = prmt(four[0], four[1], 0x7632u);
 }
 
-// Words of the E2M1 codes of eight rows of two columns of bfloat16, times a power of two each; signs: what nibbles' signs are taken from.
+// Words of the E2M1 codes of eight rows of two columns of bfloat16, times a power of two each; signs: what nibbles'
+// signs are taken from.
 FP4KIT_DEVICE void encode_columns_e2m1x8(const u32* rows, const u32* signs, u32 factors, u32 (&words)[2]) {
   u32 four[2];  // rows 0 ... 3 and 4 ... 7; bytes: left, right, left, right
 #pragma unroll
@@ -25,7 +26,8 @@ FP4KIT_DEVICE void encode_columns_e2m1x8(const u32* rows, const u32* signs, u32 
 #pragma unroll
     for (int j = 0; j < 4; ++j) code[j] = code_pair_e2m1(rows[4 * i + j], factors);
     const u32 codes = mad(prmt(code[1], code[3], 0x6420u), 16u, prmt(code[0], code[2], 0x6420u));
-    const u32 even = prmt(signs[4 * i], signs[4 * i + 2], 0xFDB9u), odd = prmt(signs[4 * i + 1], signs[4 * i + 3], 0xFDB9u);
+    const u32 even = prmt(signs[4 * i], signs[4 * i + 2], 0xFDB9u),
+              odd = prmt(signs[4 * i + 1], signs[4 * i + 3], 0xFDB9u);
     four[i] = codes | (((even & 0x0F0F0F0Fu) | (odd & 0xF0F0F0F0u)) & 0x88888888u);
   }
   words[0] = prmt(four[0], four[1], 0x6420u);
@@ -34,7 +36,8 @@ FP4KIT_DEVICE void encode_columns_e2m1x8(const u32* rows, const u32* signs, u32 
 
 // Codes of two columns, packed as exact_codes packs them.
 template <class R, class In, int kRows>
-FP4KIT_DEVICE void encode_columns(const u32 (&rows)[kRows], const Factor (&f)[2], u32 (&words)[2][kRows * R::Element::kStoredBits / 32]) {
+FP4KIT_DEVICE void encode_columns(const u32 (&rows)[kRows], const Factor (&f)[2],
+                                  u32 (&words)[2][kRows * R::Element::kStoredBits / 32]) {
   using Way = ShortWay<R, In>;
   constexpr int kPerWord = 32 / R::Element::kStoredBits;
 #pragma unroll
@@ -56,12 +59,16 @@ FP4KIT_DEVICE void encode_columns(const u32 (&rows)[kRows], const Factor (&f)[2]
 #pragma unroll
         for (int i = 0; i < kPerWord; ++i) {
           const float x = element(Run<In, 2>{{rows[w * kPerWord + i]}}, j);
-          if constexpr (Way::kE2m1 && !FP4KIT_HAS_CVT_E2M1) y[i] = scaled_finite<R, In>(fabsf(x), f[j]);
-          else y[i] = with_code_sign_of<R>(scaled_finite<R, In>(x, f[j]), x);
+          if constexpr (Way::kE2m1 && !FP4KIT_HAS_CVT_E2M1)
+            y[i] = scaled_finite<R, In>(fabsf(x), f[j]);
+          else
+            y[i] = with_code_sign_of<R>(scaled_finite<R, In>(x, f[j]), x);
         }
         u32 word;
-        if constexpr (Way::kE2m1 && !FP4KIT_HAS_CVT_E2M1) word = encode_e2m1x8<Way::kClamp>(y, signs[j] & 0x88888888u);
-        else word = encode_word<typename R::Element>(y);
+        if constexpr (Way::kE2m1 && !FP4KIT_HAS_CVT_E2M1)
+          word = encode_e2m1x8<Way::kClamp>(y, signs[j] & 0x88888888u);
+        else
+          word = encode_word<typename R::Element>(y);
         words[j][w] = with_signs_of_codes<R>(word);
       }
     }

@@ -1,17 +1,20 @@
-// 4over6: each block takes the better of two scales, with its amax at value 6 or at 4; the twin of reference/four_over_six.py.
+// 4over6: each block takes the better of two scales, with its amax at value 6 or at 4; the twin of
+// reference/four_over_six.py.
 //
-// The exact way sums the errors as the specification does. But only which sum is less matters, so the short way sums errors that are
-// nearly those, in a few operations an element, and leaves blocks whose sums are too near each other to the exact way: about four in
-// ten thousand of normally distributed data, and blocks that are as good at 4 as at 6, such as those of one magnitude.
+// The exact way sums the errors as the specification does. But only which sum is less matters, so the short way sums
+// errors that are nearly those, in a few operations an element, and leaves blocks whose sums are too near each other to
+// the exact way: about four in ten thousand of normally distributed data, and blocks that are as good at 4 as at 6,
+// such as those of one magnitude.
 #pragma once
 
 #include "four_over_six_rules.cuh"
 #include "quantize.cuh"
 
-// ---- the exact way -----------------------------------------------------------------------------------------------------
+// ---- the exact way
+// -----------------------------------------------------------------------------------------------------
 
-// visit(x) for the elements of a run in their order. Not kUnrolled: in little code, because what is rarely needed has to be read from
-// memory first; the run is turned, as registers have no index, and is what it was in the end.
+// visit(x) for the elements of a run in their order. Not kUnrolled: in little code, because what is rarely needed has
+// to be read from memory first; the run is turned, as registers have no index, and is what it was in the end.
 template <bool kUnrolled, class In, int kCount, class Visit>
 FP4KIT_DEVICE void for_each_element(Run<In, kCount>& run, Visit&& visit) {
   if constexpr (kUnrolled) {
@@ -33,7 +36,8 @@ FP4KIT_DEVICE void for_each_element(Run<In, kCount>& run, Visit&& visit) {
 // The value whose error counts, of an element times its factor.
 template <class R>
 FP4KIT_DEVICE float rounded(float scaled) {
-  if constexpr (R::kRounding == Rounding::rnw) return nearest_unbounded(magnitude_of(scaled)) * (scaled < 0.0f ? -1.0f : 1.0f);
+  if constexpr (R::kRounding == Rounding::rnw)
+    return nearest_unbounded(magnitude_of(scaled)) * (scaled < 0.0f ? -1.0f : 1.0f);
   return decode<typename R::Element>(encode_element<R>(scaled));
 }
 
@@ -46,7 +50,8 @@ FP4KIT_DEVICE float sum_errors(Run<In, R::kBlock>& run, u32 scale_code, TensorSc
     return error_of<R>(x, compared<R>(rounded<R>(multiply<R>(x, factor)), scale, t), t);
   };
   if constexpr (R::kLargestError) {
-    for_each_element<kUnrolled>(run, [&](float x) { error = larger<AmaxNan::propagate>(error, magnitude_of(error_at(x))); });
+    for_each_element<kUnrolled>(run,
+                                [&](float x) { error = larger<AmaxNan::propagate>(error, magnitude_of(error_at(x))); });
   } else if constexpr (R::kLaneSums) {
     float lanes[8] = {};
     for_each_element<true>(run, [&, i = 0](float x) mutable { lanes[i % 8] = lanes[i % 8] + error_at(x), ++i; });
@@ -63,9 +68,8 @@ FP4KIT_DEVICE u64 encode_chosen(Run<In, R::kBlock>& run, float amax, u32 scale_c
   if (R::kFlush && magnitude_of(amax) < kFltMin) return 0u;  // FlashInfer leaves a zero block early
   const float factor = candidate_factor<R>(decode_scale<R>(scale_code), t);
   u64 codes = 0u;
-  for_each_element<kUnrolled>(run, [&](float x) {
-    codes = codes >> 4 | static_cast<u64>(encode_element<R>(multiply<R>(x, factor))) << 60;
-  });
+  for_each_element<kUnrolled>(
+      run, [&](float x) { codes = codes >> 4 | static_cast<u64>(encode_element<R>(multiply<R>(x, factor))) << 60; });
   return codes;
 }
 
@@ -76,17 +80,19 @@ FP4KIT_DEVICE void store_chosen(const Arguments& a, i64 first, u64 codes, u32 sc
   store_packed<R, In, R::kBlock, kAligned>(a, first, words, scale_code, t);
 }
 
-// ---- the short way ----------------------------------------------------------------------------------------------------
+// ---- the short way
+// ----------------------------------------------------------------------------------------------------
 //
-// Let u be the decoded value of code value 1, y = |x| * factor < 7, e = 2^-24. Where u * factor is within 8 e of 1, an error
-// |v u - |x|| with v the nearest code value, computed as below, is within 114 e u of the specification's:
+// Let u be the decoded value of code value 1, y = |x| * factor < 7, e = 2^-24. Where u * factor is within 8 e of 1, an
+// error |v u - |x|| with v the nearest code value, computed as below, is within 114 e u of the specification's:
 //   24 e u   v u against the specification's products and quotients: 4 e of at most 6 u
 //    2 e u   both differences are rounded
-//   88 e u   near a tie the other v may be taken: then y is within 4 e of the tie, 5 at most, and the two errors differ by twice
+//   88 e u   near a tie the other v may be taken: then y is within 4 e of the tie, 5 at most, and the two errors differ
+//   by twice
 //            (4 + 5 * 8) e u
-// Sums of n magnitudes differ by at most 114 e n u, and 42 e of a sum of at most n u for the order of additions. Sums E of n squares
-// by at most 114 e u 2 sum |d|, where 2 u sum |d| <= 2 u sqrt(n E) <= 4 E + n / 4 u^2, and 42 e E. are_apart asks for more than what
-// both sums can be off.
+// Sums of n magnitudes differ by at most 114 e n u, and 42 e of a sum of at most n u for the order of additions. Sums E
+// of n squares by at most 114 e u 2 sum |d|, where 2 u sum |d| <= 2 u sqrt(n E) <= 4 E + n / 4 u^2, and 42 e E.
+// are_apart asks for more than what both sums can be off.
 
 // Of a scale; lengths in units of near_power(t).
 struct alignas(16) NearScale {
@@ -103,8 +109,12 @@ FP4KIT_DEVICE constexpr bool has_one_scale() {
 }
 
 // The power of two next below the tensor's amax.
-FP4KIT_DEVICE float near_power(TensorScale t) { return float_of(bits_of(t.amax) & kInfinityBits); }
-FP4KIT_DEVICE float inverse_power(TensorScale t) { return float_of(0x7F000000u - bits_of(near_power(t))); }
+FP4KIT_DEVICE float near_power(TensorScale t) {
+  return float_of(bits_of(t.amax) & kInfinityBits);
+}
+FP4KIT_DEVICE float inverse_power(TensorScale t) {
+  return float_of(0x7F000000u - bits_of(near_power(t)));
+}
 
 // Whether scales stay in the normal range, and squares of errors below infinity.
 FP4KIT_DEVICE bool is_ordinary(TensorScale t) {
@@ -115,8 +125,8 @@ template <class R, class In>
 FP4KIT_DEVICE NearScale near_scale(u32 code, TensorScale t) {
   const float scale = decode_scale<R>(code), factor = candidate_factor<R>(scale, t), unit = decoded<R>(scale, t);
   // Below 2^-60 the specification's squares lose bits.
-  const bool applies = !R::kLargestError && is_ordinary(t) && unit > 0x1p-60f && magnitude_of(unit * factor - 1.0f) <= 0x1p-21f &&
-                       takes_short_way<R, In>(0u, {factor, factor});
+  const bool applies = !R::kLargestError && is_ordinary(t) && unit > 0x1p-60f &&
+                       magnitude_of(unit * factor - 1.0f) <= 0x1p-21f && takes_short_way<R, In>(0u, {factor, factor});
   if (!applies) return {float_of(kInfinityBits), 0.0f, 0.0f, 0.0f};
   constexpr float kCount = R::kBlock * R::kBlockRows;
   const float u = unit * inverse_power(t);
@@ -125,8 +135,9 @@ FP4KIT_DEVICE NearScale near_scale(u32 code, TensorScale t) {
 }
 
 // Nearly the sum of the errors, in units of near_power; a: magnitudes in these units, small and unit: see NearScale.
-//   a * small is y * 2^-126. There float32 has the steps of E2M1 with 22 more bits: its least normal exponent is that of y in [1, 2), and
-//   subnormals have the same step. So adding half of the 22 bits' range to its pattern, and clearing them, rounds y to E2M1.
+//   a * small is y * 2^-126. There float32 has the steps of E2M1 with 22 more bits: its least normal exponent is that
+//   of y in [1, 2), and subnormals have the same step. So adding half of the 22 bits' range to its pattern, and
+//   clearing them, rounds y to E2M1.
 template <class R>
 FP4KIT_DEVICE float near_error(const float (&a)[R::kBlock], float small, float unit) {
   float error = 0.0f;
@@ -141,8 +152,8 @@ FP4KIT_DEVICE float near_error(const float (&a)[R::kBlock], float small, float u
 
 // Both sums of errors of a finite run.
 template <class R, class In>
-FP4KIT_DEVICE void near_errors(const Run<In, R::kBlock>& run, const NearScale& six, const NearScale& four, float inverse,
-                               float (&errors)[2]) {
+FP4KIT_DEVICE void near_errors(const Run<In, R::kBlock>& run, const NearScale& six, const NearScale& four,
+                               float inverse, float (&errors)[2]) {
   Run<In, R::kBlock> magnitudes = run;
 #pragma unroll
   for (int i = 0; i < run.kWords; ++i) magnitudes.w[i] &= ShortWay<R, In>::kHalf ? 0x7FFF7FFFu : 0x7FFFFFFFu;

@@ -1,12 +1,14 @@
 // 4over6 of bfloat16 by tables: what an element adds to the difference of both errors, and both its codes, by its bits.
 //
-// A bfloat16 has 128 significands, an E4M3 scale 8. Where nothing leaves the normal range, an element's codes under a block's two
-// scales, and its errors in units of the first scale, stay the same as all three are multiplied with a power of two. The two scales
-// of a block, a sixth and a fourth of its amax rounded, make 16 pairs up to such a power, and 3 more where the second is cut off at
-// 448. So a table of a pair has an entry for each bfloat16 from a quarter to 6.4 times the first scale; below, all codes are 0.
+// A bfloat16 has 128 significands, an E4M3 scale 8. Where nothing leaves the normal range, an element's codes under a
+// block's two scales, and its errors in units of the first scale, stay the same as all three are multiplied with a
+// power of two. The two scales of a block, a sixth and a fourth of its amax rounded, make 16 pairs up to such a power,
+// and 3 more where the second is cut off at 448. So a table of a pair has an entry for each bfloat16 from a quarter
+// to 6.4 times the first scale; below, all codes are 0.
 //
-// An entry is the difference of the errors, four's - six's, as an integer in units of kStep, times 256; its low byte has six's code in
-// bits 0 ... 2, four's in bits 4 ... 6. The sum of a block's entries says which error is less, but for kSlack units around zero:
+// An entry is the difference of the errors, four's - six's, as an integer in units of kStep, times 256; its low byte
+// has six's code in bits 0 ... 2, four's in bits 4 ... 6. The sum of a block's entries says which error is less, but
+// for kSlack units around zero:
 //   8.8 units   16 entries are off by half a unit, and by roundings of differences of 1.5 at most
 //   9.8 units   the specification's sums, of 16 and 25.9 at most, are rounded 15 times each, to 2^-24 of them
 //   7.5 units   the codes below, upward only
@@ -15,18 +17,25 @@
 #include "four_over_six.cuh"
 
 constexpr int kEntries = 611;  // of a pair: 4 octaves, 97 significands of the fifth, one below a quarter, and rounding
-constexpr float kStepsOfOne = 0x1p18f;  // of the first scale's unit, or its square: 16 differences of 1.5 at most stay below 2^23
+constexpr float kStepsOfOne =
+    0x1p18f;  // of the first scale's unit, or its square: 16 differences of 1.5 at most stay below 2^23
 constexpr u32 kSlack = 28u << 8;
-constexpr u32 kSquareSlack = 480u;  // of 16 such sums, each rounded down to units: 141 + 199 (19 roundings of 16 times as much) + 112
+constexpr u32 kSquareSlack =
+    480u;  // of 16 such sums, each rounded down to units: 141 + 199 (19 roundings of 16 times as much) + 112
 
 // Pairs of scales: significand of the first, and how many codes the second is above it.
-struct Pair { u8 first, above; };
+struct Pair {
+  u8 first, above;
+};
 constexpr int kPairs = 19, kKeys = 64;
-__device__ constexpr Pair kPairsOfScales[kPairs] = {{0, 4}, {0, 5}, {1, 4}, {1, 5}, {2, 4}, {2, 5}, {2, 6}, {3, 5}, {3, 6}, {4, 5},
-                                         {5, 4}, {5, 5}, {6, 4}, {6, 5}, {7, 4}, {7, 5}, {3, 3}, {4, 2}, {5, 1}};
+__device__ constexpr Pair kPairsOfScales[kPairs] = {{0, 4}, {0, 5}, {1, 4}, {1, 5}, {2, 4}, {2, 5}, {2, 6},
+                                                    {3, 5}, {3, 6}, {4, 5}, {5, 4}, {5, 5}, {6, 4}, {6, 5},
+                                                    {7, 4}, {7, 5}, {3, 3}, {4, 2}, {5, 1}};
 
 // Where a pair's entries are: that of a bfloat16's bits b is entry max(b + shift, first), for a first scale in [1, 2).
-struct Place { i32 shift, first; };
+struct Place {
+  i32 shift, first;
+};
 
 // What the entries of a pair are made from.
 struct PairScales {
@@ -45,7 +54,9 @@ struct alignas(16) PairTable {
   u32 entries[kPairs * kEntries];
 };
 
-FP4KIT_DEVICE u32 key_of(u32 six, u32 four) { return (six & 7u) * 8u + (four - six); }
+FP4KIT_DEVICE u32 key_of(u32 six, u32 four) {
+  return (six & 7u) * 8u + (four - six);
+}
 
 // Whether the table is right for blocks between a least and the tensor's amax.
 FP4KIT_DEVICE bool has_table_for(TensorScale t) {
@@ -68,10 +79,12 @@ FP4KIT_DEVICE void fill_pairs(PairTable& table, TensorScale t) {
     const float one = pair.compared[0][2];  // code 2 is value 1
     pair.steps = kStepsOfOne / (R::kSquaredError ? one * one : one);
     pair.below = (bits_of(0.25f / pair.factors[0]) >> 16) - 1u;
-    table.places[kPairsOfScales[i].first * 8 + kPairsOfScales[i].above] = {static_cast<i32>(i * kEntries - pair.below), static_cast<i32>(i * kEntries)};
+    table.places[kPairsOfScales[i].first * 8 + kPairsOfScales[i].above] = {static_cast<i32>(i * kEntries - pair.below),
+                                                                           static_cast<i32>(i * kEntries)};
   }
   __syncthreads();
-  if (threadIdx.x == 0u) {  // one scale: the first wins. Both 448: six's codes are those of any pair of this first scale. Both 0: no code
+  if (threadIdx.x == 0u) {  // one scale: the first wins. Both 448: six's codes are those of any pair of this first
+                            // scale. Both 0: no code
     table.places[key_of(126u, 126u)] = table.places[6 * 8 + 4];
     table.places[key_of(0u, 0u)] = {-0x4000, 0};
   }

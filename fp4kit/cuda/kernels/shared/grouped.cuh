@@ -1,13 +1,13 @@
 // A group: the same operation on many tensors in one launch.
 //
-// A Member describes each tensor, and the work is cut into pieces. A piece belongs to one tensor and is about as large as any
-// other, so thread blocks have equal work whatever the sizes of the tensors, and what a thread block prepares for a tensor (its
-// scale, a table of factors) serves the whole piece.
+// A Member describes each tensor, and the work is cut into pieces. A piece belongs to one tensor and is about as large
+// as any other, so thread blocks have equal work whatever the sizes of the tensors, and what a thread block prepares
+// for a tensor (its scale, a table of factors) serves the whole piece.
 //
 // A large group is a table in device memory: members, and behind them a Piece for each. A load that depends on a load,
-// before the first of the work, takes 1 to 2 us where no cache has them yet: nothing for a large group, 4% of 8 tensors of
-// 1856 x 2688 (H200, 2026-11-21). So the members of a small group are arguments of the kernel, as near as those of a single
-// tensor.
+// before the first of the work, takes 1 to 2 us where no cache has them yet: nothing for a large group, 4% of 8 tensors
+// of 1856 x 2688 (H200, 2026-11-21). So the members of a small group are arguments of the kernel, as near as those of a
+// single tensor.
 #pragma once
 
 #include "types.cuh"
@@ -21,7 +21,9 @@ struct Member {
   u32 aligned;          // whether its runs are: what kAligned says of one tensor; flags where a kernel says so
 };
 
-struct Piece { u32 member, index; };
+struct Piece {
+  u32 member, index;
+};
 
 template <class Arguments>
 struct Group {
@@ -37,12 +39,16 @@ struct SmallGroup {
 };
 
 template <class Arguments, bool kSmall>
-struct GroupOf { using Type = Group<Arguments>; };
+struct GroupOf {
+  using Type = Group<Arguments>;
+};
 template <class Arguments>
-struct GroupOf<Arguments, true> { using Type = SmallGroup<Arguments>; };
+struct GroupOf<Arguments, true> {
+  using Type = SmallGroup<Arguments>;
+};
 
-// body(arguments, grid, aligned) of every piece; the same in all threads of a block, so bodies may have barriers. kBackwards: the
-// last pieces first.
+// body(arguments, grid, aligned) of every piece; the same in all threads of a block, so bodies may have barriers.
+// kBackwards: the last pieces first.
 template <bool kBackwards = false, class Arguments, class Body>
 FP4KIT_DEVICE void for_each_piece(const SmallGroup<Arguments>& group, Body body) {
   static_assert(sizeof(group) <= 4096, "arguments of a kernel");

@@ -1,4 +1,5 @@
-// What the grouped quantize kernels share: tensors without elements, whose tensor scales have to be written all the same.
+// What the grouped quantize kernels share: tensors without elements, whose tensor scales have to be written all the
+// same.
 #pragma once
 
 #include "grouped.cuh"

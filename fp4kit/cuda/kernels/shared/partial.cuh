@@ -1,7 +1,9 @@
-// What the partial kernels share: reading runs of a flat shard of a matrix at any alignment, and storing the owned codes of a run.
+// What the partial kernels share: reading runs of a flat shard of a matrix at any alignment, and storing the owned
+// codes of a run.
 //
-// A shard holds elements [start, end) of a flattened matrix whose rows are whole runs of kRun elements. Work is cut at runs of the
-// matrix, so a run has 8 or 16 whole bytes of codes; where the shard begins or ends inside a run, it owns a part of it.
+// A shard holds elements [start, end) of a flattened matrix whose rows are whole runs of kRun elements. Work is cut at
+// runs of the matrix, so a run has 8 or 16 whole bytes of codes; where the shard begins or ends inside a run, it owns a
+// part of it.
 #pragma once
 
 #include "memory.cuh"
@@ -15,8 +17,8 @@ struct Shard {
 
   const Bits* values;
   i64 start, end;
-  u32 shift;           // bytes from a multiple of 16 to each run: the same for all runs of the matrix
-  i64 first, last;     // elements between which whole runs may be read 16 bytes at a time, with what lies beside them
+  u32 shift;        // bytes from a multiple of 16 to each run: the same for all runs of the matrix
+  i64 first, last;  // elements between which whole runs may be read 16 bytes at a time, with what lies beside them
 };
 
 template <class In>
@@ -32,10 +34,12 @@ template <int kWords, class In, int kCount>
 FP4KIT_DEVICE void move_down(const u32 (&w)[kCount], u32 shift, Run<In, kRun>& run) {
 #pragma unroll
   for (int i = 0; i < run.kWords; ++i)
-    run.w[i] = run.kPerWord == 1 ? w[i + kWords] : prmt(w[i + kWords], w[i + kWords + 1], shift & 2u ? 0x5432u : 0x3210u);
+    run.w[i] =
+        run.kPerWord == 1 ? w[i + kWords] : prmt(w[i + kWords], w[i + kWords + 1], shift & 2u ? 0x5432u : 0x3210u);
 }
 
-// The run at element p >= first with p + kRun <= last. kAligned: shift is 0. Otherwise one chunk more is read, and the words move down.
+// The run at element p >= first with p + kRun <= last. kAligned: shift is 0. Otherwise one chunk more is read, and the
+// words move down.
 template <bool kAligned, class In>
 FP4KIT_DEVICE Run<In, kRun> read_whole(const Shard<In>& s, i64 p) {
   const typename In::Bits* x = s.values + (p - s.start);
@@ -52,10 +56,17 @@ FP4KIT_DEVICE Run<In, kRun> read_whole(const Shard<In>& s, i64 p) {
       for (int i = 0; i < 4; ++i) w[4 * c + i] = chunk.w[i];
     }
     switch (s.shift / 4u) {  // the same for all threads
-      case 0u: move_down<0>(w, s.shift, run); break;
-      case 1u: move_down<1>(w, s.shift, run); break;
-      case 2u: move_down<2>(w, s.shift, run); break;
-      default: move_down<3>(w, s.shift, run);
+      case 0u:
+        move_down<0>(w, s.shift, run);
+        break;
+      case 1u:
+        move_down<1>(w, s.shift, run);
+        break;
+      case 2u:
+        move_down<2>(w, s.shift, run);
+        break;
+      default:
+        move_down<3>(w, s.shift, run);
     }
     return run;
   }
@@ -91,10 +102,13 @@ FP4KIT_DEVICE Range whole_runs(i64 first, i64 last) {
 }
 
 // The lowest n bits, 0 <= n <= 32.
-FP4KIT_DEVICE u32 low_bits(int n) { return n == 32 ? 0xFFFFFFFFu : (1u << n) - 1u; }
+FP4KIT_DEVICE u32 low_bits(int n) {
+  return n == 32 ? 0xFFFFFFFFu : (1u << n) - 1u;
+}
 
-// Store codes from ... to - 1 of a run at out, where it is not all of a shard's, and touch no bit of another. Words are changed by atomics
-// alone, and in their own bits alone: whoever owns the other codes of a word may do the same at the same time.
+// Store codes from ... to - 1 of a run at out, where it is not all of a shard's, and touch no bit of another. Words are
+// changed by atomics alone, and in their own bits alone: whoever owns the other codes of a word may do the same at the
+// same time.
 template <int kWords>
 FP4KIT_DEVICE void store_owned(u8* out, const u32 (&words)[kWords], i64 from, i64 to) {
   constexpr int kPerWord = kRun / kWords, kBits = 32 / kPerWord;

@@ -71,7 +71,8 @@ FP4KIT_DEVICE u32 random_byte(const Arguments& a, i64 index) {
 
 // Store the packed codes of a run, or the values that they have.
 template <class R, class In, int kRun, bool kAligned>
-FP4KIT_DEVICE void store_packed(const Arguments& a, i64 first, const u32 (&words)[kCodeWords<R, kRun>], u32 scale_code, TensorScale t) {
+FP4KIT_DEVICE void store_packed(const Arguments& a, i64 first, const u32 (&words)[kCodeWords<R, kRun>], u32 scale_code,
+                                TensorScale t) {
   if constexpr (R::kFake) {
     const auto scale = R::DecodeRule::template scale<R>(scale_code, t);
     float values[kRun];
@@ -85,17 +86,19 @@ FP4KIT_DEVICE void store_packed(const Arguments& a, i64 first, const u32 (&words
 
 // Encode a run of any elements, or round it, and store it: first is the number of its first element.
 template <class R, class In, bool kAligned, int kRun>
-FP4KIT_DEVICE void store_exact(const Arguments& a, i64 first, const float (&x)[kRun], Factor f, u32 scale_code, TensorScale t) {
+FP4KIT_DEVICE void store_exact(const Arguments& a, i64 first, const float (&x)[kRun], Factor f, u32 scale_code,
+                               TensorScale t) {
   u32 bytes[kRun] = {}, words[kCodeWords<R, kRun>];
   if constexpr (R::kStochastic) random_bytes<R>(a, first, bytes);
   exact_codes<R, In>(x, bytes, f, words);
   store_packed<R, In, kRun, kAligned>(a, first, words, scale_code, t);
 }
 
-// Encode a finite run, or round it, and store it: first is the number of its first element; random: its random bytes, if they are needed.
+// Encode a finite run, or round it, and store it: first is the number of its first element; random: its random bytes,
+// if they are needed.
 template <class R, class In, bool kAligned, int kRun>
-FP4KIT_DEVICE void store_finite(const Arguments& a, i64 first, const Run<In, kRun>& run, Factor f, u32 scale_code, TensorScale t,
-                                const Words& random) {
+FP4KIT_DEVICE void store_finite(const Arguments& a, i64 first, const Run<In, kRun>& run, Factor f, u32 scale_code,
+                                TensorScale t, const Words& random) {
   if constexpr (R::kFake) {
     float values[kRun];
     round_finite<R, In>(run, f, R::DecodeRule::template scale<R>(scale_code, t), values);
@@ -112,7 +115,8 @@ FP4KIT_DEVICE void store_finite(const Arguments& a, i64 first, const Run<In, kRu
 }
 
 template <class R, class In, bool kAligned, int kRun>
-FP4KIT_DEVICE void store_finite(const Arguments& a, i64 first, const Run<In, kRun>& run, Factor f, u32 scale_code, TensorScale t) {
+FP4KIT_DEVICE void store_finite(const Arguments& a, i64 first, const Run<In, kRun>& run, Factor f, u32 scale_code,
+                                TensorScale t) {
   Words random = {};
   if constexpr (R::kStochastic && !R::kFake) random = random_words(a, first);
   store_finite<R, In, kAligned>(a, first, run, f, scale_code, t, random);
@@ -120,7 +124,8 @@ FP4KIT_DEVICE void store_finite(const Arguments& a, i64 first, const Run<In, kRu
 
 // Without block scales: quantize `count` elements at x, of any values, numbers `first` and on.
 template <class R, class In>
-FP4KIT_DEVICE void quantize_elements(const Arguments& a, i64 first, int count, const typename In::Bits* x, Factor f, TensorScale t) {
+FP4KIT_DEVICE void quantize_elements(const Arguments& a, i64 first, int count, const typename In::Bits* x, Factor f,
+                                     TensorScale t) {
   const auto scale = R::DecodeRule::template scale<R>(0u, t);
   u32 low = 0u;
 #pragma unroll 1

@@ -5,15 +5,15 @@
 #include "quantize.cuh"
 
 struct PatchArguments {
-  const void* x;                   // rows x columns elements, contiguous
-  u8 *packed, *scales;             // along rows (null: not wanted)
+  const void* x;                      // rows x columns elements, contiguous
+  u8 *packed, *scales;                // along rows (null: not wanted)
   u8 *column_packed, *column_scales;  // along columns: columns x rows (null: not wanted)
-  void* values;                    // fake_quantize of square blocks: elements of x's type (null otherwise)
-  const float* tensor_amax;        // one (null without)
+  void* values;                       // fake_quantize of square blocks: elements of x's type (null otherwise)
+  const float* tensor_amax;           // one (null without)
   float *tensor_scale, *column_tensor_scale;
   float *amax_out, *column_amax_out;  // where tensor_amax is copied to (null: nowhere)
   i64 rows, columns;
-  i64 shift;                       // bands of tiles are of 2^shift
+  i64 shift;  // bands of tiles are of 2^shift
 };
 
 constexpr int kTileRows = 128;
@@ -21,21 +21,23 @@ constexpr int kTileRows = 128;
 template <class R, class In>
 struct Patches {
   static constexpr bool kSquare = R::kBlockRows > 1;
-  static constexpr int kHigh = kSquare ? 8 : 16;                               // rows of a patch
-  static constexpr int kSpan = kSquare ? 8 : 8 / sizeof(typename In::Bits);    // columns of a patch
-  static constexpr int kTall = R::kBlock / kHigh;   // patches above each other in a warp: the rows of a block
-  static constexpr int kWide = 32 / kTall;          // patches beside each other
+  static constexpr int kHigh = kSquare ? 8 : 16;                             // rows of a patch
+  static constexpr int kSpan = kSquare ? 8 : 8 / sizeof(typename In::Bits);  // columns of a patch
+  static constexpr int kTall = R::kBlock / kHigh;    // patches above each other in a warp: the rows of a block
+  static constexpr int kWide = 32 / kTall;           // patches beside each other
   static constexpr int kAcross = R::kBlock / kSpan;  // of those, the patches of a square block
   static constexpr int kAbove = kTileRows / (kTall * kHigh), kBeside = kThreads / 32 / kAbove;  // warps
-  static constexpr int kColumns = kBeside * kWide * kSpan;                     // of a tile
+  static constexpr int kColumns = kBeside * kWide * kSpan;                                      // of a tile
   static constexpr int kBits = R::Element::kStoredBits, kPerWord = 32 / kBits;
-  static constexpr int kRowWords = kSpan / kPerWord, kWords = kHigh / kPerWord;  // of the codes of a patch's row, column
-  static constexpr int kColumnWords = kTileRows / kPerWord;                    // of a tile's column
+  static constexpr int kRowWords = kSpan / kPerWord,
+                       kWords = kHigh / kPerWord;            // of the codes of a patch's row, column
+  static constexpr int kColumnWords = kTileRows / kPerWord;  // of a tile's column
   static constexpr int kQuads = kColumnWords / 4;
-  static constexpr int kBlocks = kTileRows / R::kBlock;                        // of a tile's column
-  // Whether a tile's elements fit beside its codes in the 48 KiB of shared memory that a thread block has: codes of 8 bits of elements of
-  // 16 do not.
-  static constexpr int kTileBytes = kTileRows * kColumns * sizeof(typename In::Bits), kCodeBytes = kTileRows * kColumns * kBits / 8;
+  static constexpr int kBlocks = kTileRows / R::kBlock;  // of a tile's column
+  // Whether a tile's elements fit beside its codes in the 48 KiB of shared memory that a thread block has: codes of 8
+  // bits of elements of 16 do not.
+  static constexpr int kTileBytes = kTileRows * kColumns * sizeof(typename In::Bits),
+                       kCodeBytes = kTileRows * kColumns * kBits / 8;
   static constexpr bool kKeeps = !kSquare && kTileBytes + kCodeBytes < 48 * 1024;
 };
 
@@ -46,11 +48,15 @@ struct Tile {
 
 // What lies a * b elements after p, where both fit in 32 bits.
 template <class T>
-FP4KIT_DEVICE T* advanced(T* p, u32 a, u32 b) { return p + static_cast<u64>(a) * b; }
+FP4KIT_DEVICE T* advanced(T* p, u32 a, u32 b) {
+  return p + static_cast<u64>(a) * b;
+}
 
 // Bytes of a row of codes.
 template <class P>
-FP4KIT_DEVICE u32 row_bytes(const PatchArguments& a) { return static_cast<u32>(a.columns) / 8 * P::kBits; }
+FP4KIT_DEVICE u32 row_bytes(const PatchArguments& a) {
+  return static_cast<u32>(a.columns) / 8 * P::kBits;
+}
 
 // Where a thread's patch is: in the tile, and in the matrix.
 struct Spot {
@@ -66,14 +72,16 @@ FP4KIT_DEVICE Spot spot_of(Tile tile) {
   return {tile_row, tile_column, tile.row + tile_row, tile.column + tile_column};
 }
 
-// Tiles of a matrix: a band of them below each other, then the next ones beside them, then the next band. So the tiles that are under way
-// at a time lie in a square, and what they write in either direction is in whole lines and pages of memory.
+// Tiles of a matrix: a band of them below each other, then the next ones beside them, then the next band. So the tiles
+// that are under way at a time lie in a square, and what they write in either direction is in whole lines and pages of
+// memory.
 template <class P>
 struct Tiles {
   u32 wide, tall, shift;
 
   FP4KIT_DEVICE_MEMBER explicit Tiles(const PatchArguments& a)
-      : wide((static_cast<u32>(a.columns) + P::kColumns - 1) / P::kColumns), tall((static_cast<u32>(a.rows) + kTileRows - 1) / kTileRows),
+      : wide((static_cast<u32>(a.columns) + P::kColumns - 1) / P::kColumns),
+        tall((static_cast<u32>(a.rows) + kTileRows - 1) / kTileRows),
         shift(static_cast<u32>(a.shift)) {}
 
   // How many there are, with those below the matrix in the last band.
@@ -81,7 +89,8 @@ struct Tiles {
 
   FP4KIT_DEVICE_MEMBER Tile tile(u32 i) const {
     const u32 column = i >> shift, band = column / wide;
-    return {static_cast<i32>(((band << shift) + (i & ((1u << shift) - 1))) * kTileRows), static_cast<i32>((column - band * wide) * P::kColumns)};
+    return {static_cast<i32>(((band << shift) + (i & ((1u << shift) - 1))) * kTileRows),
+            static_cast<i32>((column - band * wide) * P::kColumns)};
   }
 };
 
@@ -96,12 +105,16 @@ FP4KIT_DEVICE const typename In::Bits* first_element(const PatchArguments& a, co
   return advanced(static_cast<const typename In::Bits*>(a.x), static_cast<u32>(a.columns), s.row) + s.column;
 }
 
-// The rows of a patch. What is outside does not matter, and is read from inside: of a square block that ends below the matrix, the last
-// row again; other blocks are whole.
+// The rows of a patch. What is outside does not matter, and is read from inside: of a square block that ends below the
+// matrix, the last row again; other blocks are whole.
 template <class In, bool kAligned, class P>
 FP4KIT_DEVICE void load_patch(const PatchArguments& a, const Spot& s, Run<In, P::kSpan> (&x)[P::kHigh]) {
   const i32 last = static_cast<i32>(a.rows) - 1;
-  const Spot near = {0, 0, s.row <= last ? s.row : P::kSquare ? last : 0, s.column < static_cast<i32>(a.columns) ? s.column : 0};
+  const Spot near = {0, 0,
+                     s.row <= last ? s.row
+                     : P::kSquare  ? last
+                                   : 0,
+                     s.column < static_cast<i32>(a.columns) ? s.column : 0};
   const typename In::Bits* from = first_element<In>(a, near);
 #pragma unroll
   for (int i = 0; i < P::kHigh; ++i) {

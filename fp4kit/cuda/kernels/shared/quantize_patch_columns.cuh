@@ -22,15 +22,16 @@ FP4KIT_DEVICE void column_maxima(const Run<In, P::kSpan> (&x)[P::kHigh], u32 (&l
 #pragma unroll
       for (int i = 2; i < P::kHigh; ++i) pair = In::max_magnitude(pair, x[i].w[k]);
 #pragma unroll
-      for (int lane = P::kWide; lane < 32; lane *= 2) pair = In::max_magnitude(pair, __shfl_xor_sync(0xFFFFFFFFu, pair, lane));
+      for (int lane = P::kWide; lane < 32; lane *= 2)
+        pair = In::max_magnitude(pair, __shfl_xor_sync(0xFFFFFFFFu, pair, lane));
       largest[2 * k] = bits_of(In::widen(static_cast<u16>(pair & 0x7FFFu)));
       largest[2 * k + 1] = bits_of(In::widen(static_cast<u16>(pair >> 16 & 0x7FFFu)));
     }
   }
 }
 
-// A patch of whole blocks of 16 in columns -> the transforms of its columns, and their largest magnitudes as float32 bits. Gives which
-// columns are not right, as bits.
+// A patch of whole blocks of 16 in columns -> the transforms of its columns, and their largest magnitudes as float32
+// bits. Gives which columns are not right, as bits.
 template <class R, class In, class P>
 FP4KIT_DEVICE u32 transform_columns(Run<In, P::kSpan> (&x)[P::kHigh], u32 (&largest)[P::kSpan]) {
   constexpr int kWords = Run<In, P::kSpan>::kWords;
@@ -38,7 +39,7 @@ FP4KIT_DEVICE u32 transform_columns(Run<In, P::kSpan> (&x)[P::kHigh], u32 (&larg
 #pragma unroll
   for (int k = 0; k < kWords; ++k) {
     Run<In, P::kHigh * Run<In, 16>::kPerWord> all;
-    u32 (&rows)[P::kHigh] = all.w;
+    u32(&rows)[P::kHigh] = all.w;
 #pragma unroll
     for (int i = 0; i < P::kHigh; ++i) rows[i] = x[i].w[k];
     if constexpr (sizeof(typename In::Bits) == 4) {
@@ -95,7 +96,8 @@ FP4KIT_DEVICE void encode_patch_columns(const Run<In, P::kSpan> (&x)[P::kHigh], 
   }
 }
 
-// A column of a patch of any values, from x on, `above` rows below its block's first: its scale and codes. Small code for a rare case.
+// A column of a patch of any values, from x on, `above` rows below its block's first: its scale and codes. Small code
+// for a rare case.
 template <class R, class In, class P>
 FP4KIT_DEVICE u32 encode_any_column(const typename In::Bits* x, int above, i64 step, TensorScale t, const Factor* table,
                                     u32 (&words)[P::kWords]) {
@@ -115,8 +117,8 @@ FP4KIT_DEVICE u32 encode_any_column(const typename In::Bits* x, int above, i64 s
 
 // Blocks in a column: a patch, into the staging. Columns that do not go the short way afterwards, read again.
 template <class R, class In, class P>
-FP4KIT_DEVICE void quantize_columns(const PatchArguments& a, const Spot& s, Run<In, P::kSpan> (&x)[P::kHigh], TensorScale t,
-                                    const Factor* table, Staging<P>& staging) {
+FP4KIT_DEVICE void quantize_columns(const PatchArguments& a, const Spot& s, Run<In, P::kSpan> (&x)[P::kHigh],
+                                    TensorScale t, const Factor* table, Staging<P>& staging) {
   u32 largest[P::kSpan], left = 0u, codes = 0u, words[P::kSpan][P::kWords] = {};
   Factor f[P::kSpan];
   if constexpr (R::kHadamard) {
@@ -148,7 +150,8 @@ FP4KIT_DEVICE void quantize_columns(const PatchArguments& a, const Spot& s, Run<
   for (int j = 0; left >> j; ++j) {
     if (!(left >> j & 1u)) continue;
     u32 column[P::kWords];
-    const u32 code = encode_any_column<R, In, P>(first_element<In>(a, s) + j, s.row % R::kBlock, a.columns, t, table, column);
+    const u32 code =
+        encode_any_column<R, In, P>(first_element<In>(a, s) + j, s.row % R::kBlock, a.columns, t, table, column);
     stage_column<P>(staging, s, j, column);
     if (s.tile_row % R::kBlock == 0) scales[j] = static_cast<u8>(code);
   }

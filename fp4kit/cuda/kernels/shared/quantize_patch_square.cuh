@@ -1,5 +1,5 @@
-// Square blocks (16x16, 32x32), one scale and the same codes both ways: a thread takes a patch of 8x8 and transposes its codes for the
-// columns.
+// Square blocks (16x16, 32x32), one scale and the same codes both ways: a thread takes a patch of 8x8 and transposes
+// its codes for the columns.
 #pragma once
 
 #include "quantize_patch_staging.cuh"
@@ -25,10 +25,11 @@ FP4KIT_DEVICE void store_scales(const PatchArguments& a, const Spot& s, int insi
 
 // A patch of a square block rounded to the values of its codes.
 template <class R, class In, bool kAligned, class P>
-FP4KIT_DEVICE void round_patch(const PatchArguments& a, const Spot& s, const Run<In, P::kSpan> (&x)[P::kHigh], bool is_short, Factor f,
-                               typename R::DecodeRule::Scale scale) {
+FP4KIT_DEVICE void round_patch(const PatchArguments& a, const Spot& s, const Run<In, P::kSpan> (&x)[P::kHigh],
+                               bool is_short, Factor f, typename R::DecodeRule::Scale scale) {
   const typename In::Bits* from = first_element<In>(a, s);
-  typename In::Bits* y = static_cast<typename In::Bits*>(a.values) + (from - static_cast<const typename In::Bits*>(a.x));
+  typename In::Bits* y =
+      static_cast<typename In::Bits*>(a.values) + (from - static_cast<const typename In::Bits*>(a.x));
   if (is_short) {
 #pragma unroll
     for (int i = 0; i < P::kHigh; ++i, y += a.columns) {
@@ -94,9 +95,10 @@ FP4KIT_DEVICE Run<In, kSpan * kHigh> joined(const Run<In, kSpan> (&x)[kHigh]) {
 
 // A patch of a square block; every thread of a warp must come here.
 template <class R, class In, bool kAligned, class P>
-FP4KIT_DEVICE void quantize_square(const PatchArguments& a, const Spot& s, const Run<In, P::kSpan> (&x)[P::kHigh], TensorScale t,
-                                   Staging<P>& staging) {
-  const u32 own = largest_bits_of(joined(x)), largest = largest_of_lanes(largest_of_lanes(own, 1, P::kAcross), P::kWide, 32);
+FP4KIT_DEVICE void quantize_square(const PatchArguments& a, const Spot& s, const Run<In, P::kSpan> (&x)[P::kHigh],
+                                   TensorScale t, Staging<P>& staging) {
+  const u32 own = largest_bits_of(joined(x)),
+            largest = largest_of_lanes(largest_of_lanes(own, 1, P::kAcross), P::kWide, 32);
   const int inside = rows_inside(a, s);
   if (inside <= 0) return;
   Factor f;
@@ -104,7 +106,8 @@ FP4KIT_DEVICE void quantize_square(const PatchArguments& a, const Spot& s, const
   if (largest >= kInfinityBits) {
     const i64 top = s.row / R::kBlockRows * R::kBlockRows, left = s.column / R::kBlock * R::kBlock;
     const int rows = static_cast<int>(minimum<i64>(R::kBlockRows, a.rows - top));
-    amax = amax_of_block<R, In>(static_cast<const typename In::Bits*>(a.x) + top * a.columns + left, rows, a.columns, 1);
+    amax =
+        amax_of_block<R, In>(static_cast<const typename In::Bits*>(a.x) + top * a.columns + left, rows, a.columns, 1);
   }
   const u32 code = scale_block<R, In>(amax, t, nullptr, f);
   const bool is_short = ShortWay<R, In>::kExists && takes_short_way<R, In>(largest, f);

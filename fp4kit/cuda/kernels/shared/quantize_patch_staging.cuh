@@ -4,8 +4,9 @@
 #include "quantize_patch.cuh"
 #include "square.cuh"
 
-// A tile's elements, so that blocks in a row find what was read for those in a column. Two in three were no longer in the first cache, where
-// rows that lie a power of two apart have few places: nvfp4-te both ways 0.73 of a copy, and 0.75 from here (H200, 2026-11-21).
+// A tile's elements, so that blocks in a row find what was read for those in a column. Two in three were no longer in
+// the first cache, where rows that lie a power of two apart have few places: nvfp4-te both ways 0.73 of a copy, and
+// 0.75 from here (H200, 2026-11-21).
 template <class P>
 struct Kept {
   static constexpr int kRowChunks = P::kTileBytes / kTileRows / 16;
@@ -21,8 +22,9 @@ struct Staging {
   alignas(16) u8 scales[P::kBlocks][P::kColumns];
 };
 
-// Where column `column` lies in rows 4 quad ... 4 quad + 3 of the staging: lanes that write patches beside each other, and lanes that read
-// the quads of a few columns, do not meet in a bank. Four columns from a multiple of four on stay together.
+// Where column `column` lies in rows 4 quad ... 4 quad + 3 of the staging: lanes that write patches beside each other,
+// and lanes that read the quads of a few columns, do not meet in a bank. Four columns from a multiple of four on stay
+// together.
 template <class P>
 FP4KIT_DEVICE int staged_column(int quad, int column) {
   const int moved = column ^ (32 / P::kQuads * quad);
@@ -59,7 +61,8 @@ template <class In, class P>
 FP4KIT_DEVICE void keep_patch(Kept<P>& kept, const Spot& s, const Run<In, P::kSpan> (&x)[P::kHigh]) {
   const int half = s.tile_column / P::kSpan;
 #pragma unroll
-  for (int i = 0; i < P::kHigh; ++i) store_words(kept.rows[s.tile_row + i][kept.place(i, half / 2)].w + half % 2 * 2, x[i].w);
+  for (int i = 0; i < P::kHigh; ++i)
+    store_words(kept.rows[s.tile_row + i][kept.place(i, half / 2)].w + half % 2 * 2, x[i].w);
 }
 
 // The run of 16 elements from `column` on of a row.
@@ -84,7 +87,8 @@ FP4KIT_DEVICE void write_codes(const PatchArguments& a, const Staging<P>& stagin
   for (int start = 0; start < P::kColumns / 2 * P::kQuads; start += kThreads) {
     const int item = start + threadIdx.x, quad = item % P::kQuads, tile_column = item / P::kQuads * 2;
     const i32 row = tile.row + quad * 4 * P::kPerWord, column = tile.column + tile_column;
-    if (tile_column >= P::kColumns || column >= static_cast<i32>(a.columns) || row >= static_cast<i32>(a.rows)) continue;
+    if (tile_column >= P::kColumns || column >= static_cast<i32>(a.columns) || row >= static_cast<i32>(a.rows))
+      continue;
     u32 words[2][4];
     const u32* staged = &staging.words[4 * quad][staged_column<P>(quad, tile_column)];
 #pragma unroll
@@ -108,20 +112,23 @@ FP4KIT_DEVICE void write_codes(const PatchArguments& a, const Staging<P>& stagin
   }
 }
 
-// A tile's scales along columns from the staging to memory: four columns a thread, all their blocks or four, as they are together.
+// A tile's scales along columns from the staging to memory: four columns a thread, all their blocks or four, as they
+// are together.
 template <class R, class P>
 FP4KIT_DEVICE void write_scales(const PatchArguments& a, const Staging<P>& staging, Tile tile) {
   constexpr int kCount = R::kLayout == ScaleLayout::linear ? P::kBlocks : 4, kFours = P::kColumns / 4;
   if (threadIdx.x >= kFours * P::kBlocks / kCount) return;
   const int four = threadIdx.x % kFours, tile_block = threadIdx.x / kFours * kCount;
-  const u32 column = tile.column + 4 * four, block = tile.row / R::kBlock + tile_block, blocks = static_cast<u32>(a.rows) / R::kBlock;
+  const u32 column = tile.column + 4 * four, block = tile.row / R::kBlock + tile_block,
+            blocks = static_cast<u32>(a.rows) / R::kBlock;
   const bool whole = block + kCount <= blocks && (R::kLayout != ScaleLayout::linear || blocks % kCount == 0);
   u32 codes[4][kCount / 4];  // of a column's blocks
 #pragma unroll
   for (int part = 0; part < kCount / 4; ++part) {
     u32 square[4];  // of a block's four columns, then of a column's four blocks
 #pragma unroll
-    for (int i = 0; i < 4; ++i) square[i] = reinterpret_cast<const u32*>(staging.scales[tile_block + 4 * part + i])[four];
+    for (int i = 0; i < 4; ++i)
+      square[i] = reinterpret_cast<const u32*>(staging.scales[tile_block + 4 * part + i])[four];
     transpose_square(square);
 #pragma unroll
     for (int j = 0; j < 4; ++j) codes[j][part] = square[j];
@@ -134,7 +141,8 @@ FP4KIT_DEVICE void write_scales(const PatchArguments& a, const Staging<P>& stagi
     } else {
 #pragma unroll 1
       for (u32 i = 0; i < kCount && block + i < blocks; ++i)
-        a.column_scales[scale_offset<R::kLayout, u32>(column + j, block + i, blocks)] = staging.scales[tile_block + i][4 * four + j];
+        a.column_scales[scale_offset<R::kLayout, u32>(column + j, block + i, blocks)] =
+            staging.scales[tile_block + i][4 * four + j];
     }
   }
 }

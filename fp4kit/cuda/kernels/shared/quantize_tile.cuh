@@ -1,7 +1,8 @@
 // quantize where a decision spans threads: blocks of kBlockRows rows (16x16, 32x32), and 4over6 on any block.
 //
-// A thread block covers kBlockRows rows and kColumns blocks; a thread takes one row of one block (R::kBlock elements). amaxes and
-// errors meet in shared memory. 4over6 on blocks in a row has no need of that: there each thread takes blocks of its own.
+// A thread block covers kBlockRows rows and kColumns blocks; a thread takes one row of one block (R::kBlock elements).
+// amaxes and errors meet in shared memory. 4over6 on blocks in a row has no need of that: there each thread takes
+// blocks of its own.
 #pragma once
 
 #include "tile_memory.cuh"
@@ -28,8 +29,8 @@ struct Choice {
 
 // table: of near scales (null: none). kBlockRows > 1: every thread of the thread block must come here.
 template <class R, class In>
-FP4KIT_DEVICE Choice choose_scale(const Run<In, R::kBlock>& run, TensorScale t, const NearScale* table, TileMemory<R>& tile,
-                                  int column) {
+FP4KIT_DEVICE Choice choose_scale(const Run<In, R::kBlock>& run, TensorScale t, const NearScale* table,
+                                  TileMemory<R>& tile, int column) {
   float amax[1] = {float_of(largest_bits_of(run))};
   if constexpr (R::kBlockRows > 1) reduce_rows<R, LargerOf, 0>(tile, amax, column);
   if constexpr (!R::kFourOverSix) {
@@ -38,19 +39,22 @@ FP4KIT_DEVICE Choice choose_scale(const Run<In, R::kBlock>& run, TensorScale t, 
     c.chosen = bits_of(amax[0]) < kInfinityBits && takes_short_way<R, In>(largest_bits_of(run), c.factor);
     return c;
   } else {
-  u32 six_code, four_code;
-  scales_of<R>(quotient_by(amax[0], 6.0f, kInv6), t, six_code, four_code);  // exact but near subnormals, which have no near scale
-  const NearScale six = table ? table[six_code % kTableSize] : near_scale<R, In>(six_code, t);
-  const NearScale four = table ? table[four_code % kTableSize] : near_scale<R, In>(four_code, t);
-  float errors[2];
-  near_errors<R>(run, six, four, inverse_power(t), errors);
-  if constexpr (R::kBlockRows > 1) reduce_rows<R, SumOf, 1>(tile, errors, column);
-  const bool is_zero = is_zero_block(amax[0], six_code, four_code, t), is_four = !is_zero && errors[1] < errors[0];
-  // |x| * factor < 7 needs no clamp; NaN and infinity fail here too.
-  const bool is_short = amax[0] * maximum(six.factor, four.factor) < 6.99f && are_apart<R>(six, four, errors);
-  const float factor = is_zero ? 1.0f : is_four ? four.factor : six.factor;
-  constexpr bool kEarly = R::kFlush && R::kSign == Sign::not_positive;  // codes of 0 where the short way makes those of -0
-  return {kEarly ? is_short && !is_zero : is_short || is_zero, is_zero, is_four ? four_code : six_code, {factor, factor}};
+    u32 six_code, four_code;
+    scales_of<R>(quotient_by(amax[0], 6.0f, kInv6), t, six_code,
+                 four_code);  // exact but near subnormals, which have no near scale
+    const NearScale six = table ? table[six_code % kTableSize] : near_scale<R, In>(six_code, t);
+    const NearScale four = table ? table[four_code % kTableSize] : near_scale<R, In>(four_code, t);
+    float errors[2];
+    near_errors<R>(run, six, four, inverse_power(t), errors);
+    if constexpr (R::kBlockRows > 1) reduce_rows<R, SumOf, 1>(tile, errors, column);
+    const bool is_zero = is_zero_block(amax[0], six_code, four_code, t), is_four = !is_zero && errors[1] < errors[0];
+    // |x| * factor < 7 needs no clamp; NaN and infinity fail here too.
+    const bool is_short = amax[0] * maximum(six.factor, four.factor) < 6.99f && are_apart<R>(six, four, errors);
+    const float factor = is_zero ? 1.0f : is_four ? four.factor : six.factor;
+    constexpr bool kEarly =
+        R::kFlush && R::kSign == Sign::not_positive;  // codes of 0 where the short way makes those of -0
+    return {
+        kEarly ? is_short && !is_zero : is_short || is_zero, is_zero, is_four ? four_code : six_code, {factor, factor}};
   }
 }
 
@@ -76,11 +80,11 @@ FP4KIT_DEVICE void store_row(const Arguments& a, Spot spot, const Run<In, R::kBl
   store_scales<R, In>(a, spot, c.code, t);
 }
 
-// Quantize a row of a block to 4over6, whatever its elements are: `run`, which load_row has read. kBlockRows > 1: every thread of the
-// thread block must come here.
+// Quantize a row of a block to 4over6, whatever its elements are: `run`, which load_row has read. kBlockRows > 1: every
+// thread of the thread block must come here.
 template <class R, class In, bool kAligned>
-FP4KIT_DEVICE void quantize_any_four_over_six(const Arguments& a, Spot spot, bool inside, Run<In, R::kBlock>& run, TensorScale t,
-                                              TileMemory<R>& tile, int tile_row, int column) {
+FP4KIT_DEVICE void quantize_any_four_over_six(const Arguments& a, Spot spot, bool inside, Run<In, R::kBlock>& run,
+                                              TensorScale t, TileMemory<R>& tile, int tile_row, int column) {
   float x[R::kBlock];
   widen_run(run, x);
   const float amax = amax_of_rows<R>(tile, amax_of<R::kAmaxNan>(x), tile_row, column);
@@ -95,14 +99,16 @@ FP4KIT_DEVICE void quantize_any_four_over_six(const Arguments& a, Spot spot, boo
   sum_rows<R>(tile, errors, tile_row, column);
   if (!inside) return;
   const u32 scale = errors[1] < errors[0] ? four : six;
-  store_chosen<R, In, kAligned>(a, spot.row * a.columns + spot.block * R::kBlock, encode_chosen<R>(run, amax, scale, t), scale, t);
+  store_chosen<R, In, kAligned>(a, spot.row * a.columns + spot.block * R::kBlock, encode_chosen<R>(run, amax, scale, t),
+                                scale, t);
   store_scales<R, In>(a, spot, scale, t);
 }
 
-// Quantize a row of a block, whatever its elements are. kBlockRows > 1: every thread of the thread block must come here.
+// Quantize a row of a block, whatever its elements are. kBlockRows > 1: every thread of the thread block must come
+// here.
 template <class R, class In, bool kAligned>
-FP4KIT_DEVICE void quantize_any(const Arguments& a, Spot spot, bool inside, TensorScale t, TileMemory<R>& tile, int tile_row,
-                                int column) {
+FP4KIT_DEVICE void quantize_any(const Arguments& a, Spot spot, bool inside, TensorScale t, TileMemory<R>& tile,
+                                int tile_row, int column) {
   const i64 first = spot.row * a.columns + spot.block * R::kBlock;
   float x[R::kBlock] = {};
   if (inside) widen_run(load_row<R, In, kAligned>(a, first), x);
@@ -129,13 +135,16 @@ FP4KIT_DEVICE void quantize_tiles(const Arguments& a, Grid grid, const NearScale
   const int column = threadIdx.x % kColumns, tile_row = threadIdx.x / kColumns;
   const i64 blocks = a.columns / R::kBlock, wide = (blocks + kColumns - 1) / kColumns;
   const i64 tiles = (a.rows + R::kBlockRows - 1) / R::kBlockRows * wide;
-  const TensorScale whole_scale = has_one_scale<R>() ? tensor_scale_of<R, In>(a.tensor_amax, 0, 0, blocks) : TensorScale{};
+  const TensorScale whole_scale =
+      has_one_scale<R>() ? tensor_scale_of<R, In>(a.tensor_amax, 0, 0, blocks) : TensorScale{};
   for (i64 t_index = grid.block; t_index < tiles; t_index += grid.blocks) {
     const i64 tall_index = quotient(t_index, wide, tiles);
-    const Spot spot = {tall_index * R::kBlockRows + tile_row, (t_index - tall_index * wide) * kColumns + column, blocks};
+    const Spot spot = {tall_index * R::kBlockRows + tile_row, (t_index - tall_index * wide) * kColumns + column,
+                       blocks};
     const bool inside = spot.row < a.rows && spot.block < blocks;
     const Spot near = inside ? spot : Spot{0, 0, blocks};
-    const TensorScale t = has_one_scale<R>() ? whole_scale : tensor_scale_of<R, In>(a.tensor_amax, near.row, near.block, blocks);
+    const TensorScale t =
+        has_one_scale<R>() ? whole_scale : tensor_scale_of<R, In>(a.tensor_amax, near.row, near.block, blocks);
     if constexpr (R::kFourOverSix || ShortWay<R, In>::kExists) {
       Run<In, R::kBlock> run = {};
       if (inside) run = load_row<R, In, kAligned>(a, spot.row * a.columns + spot.block * R::kBlock);
@@ -144,7 +153,8 @@ FP4KIT_DEVICE void quantize_tiles(const Arguments& a, Grid grid, const NearScale
         if (inside) store_row<R, In, kAligned>(a, spot, run, c, t);
         continue;
       }
-      if constexpr (R::kFourOverSix) quantize_any_four_over_six<R, In, kAligned>(a, spot, inside, run, t, tile, tile_row, column);
+      if constexpr (R::kFourOverSix)
+        quantize_any_four_over_six<R, In, kAligned>(a, spot, inside, run, t, tile, tile_row, column);
     }
     if constexpr (!R::kFourOverSix) quantize_any<R, In, kAligned>(a, spot, inside, t, tile, tile_row, column);
   }

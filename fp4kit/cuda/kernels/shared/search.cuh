@@ -1,18 +1,22 @@
-// The pruned search of a block's scale among E4M3 codes, a block a thread. What it cannot prove, a warp searches in full.
+// The pruned search of a block's scale among E4M3 codes, a block a thread. What it cannot prove, a warp searches in
+// full.
 //
 // Let L(c) be the loss of code c as loss_of adds it, and L*(c) the same with the truly nearest value for every element.
 //
-// Down. An element above 6 scales is left with d = |x| - 6 scale, which grows as the scale falls. The same sum with zeros in place of the other
-// elements' losses is no larger, since rounding is monotone: once it exceeds L of a candidate, no lower one wins. Without weights, the
-// largest element alone says nearly as much: the sum is at least its d^2. With weights it may count for nothing, so all of them are added.
+// Down. An element above 6 scales is left with d = |x| - 6 scale, which grows as the scale falls. The same sum with
+// zeros in place of the other elements' losses is no larger, since rounding is monotone: once it exceeds L of a
+// candidate, no lower one wins. Without weights, the largest element alone says nearly as much: the sum is at least its
+// d^2. With weights it may count for nothing, so all of them are added.
 //
-// Up. Below 7 scales, twice a scale has no value that the scale has not. So no element comes nearer, and since rounding is monotone,
-// L*(scale) <= L*(2 scale). Every code from `end` on is 2, 4, 8, ... times one of first ... end - 1, whose scales are above amax / 7. L(c)
-// exceeds L*(c) only where a quotient is so near to a tie t, between neighbours h apart, that its own error decides: under 2^-22 of it, since
-// the approximate reciprocal is off by 2^-23 and the product rounded. The element's loss, (h/2)^2, is then too large by 2 h t 2^-22, which is
-// 28 * 2^-22 of it, for t / h is at most 3.5. With what rounding adds, L*(c) >= kSure L(c). So the least L of all that were looked at is that
-// of the full search if kSure L(c) is no less for the other c of first ... end - 1, and if the same holds for twice the winner, or no element
-// of the winner is near a tie: what is beyond comes later, and the first of equals wins. No square is lost while scales are in 2^-60 ... 2^50.
+// Up. Below 7 scales, twice a scale has no value that the scale has not. So no element comes nearer, and since rounding
+// is monotone, L*(scale) <= L*(2 scale). Every code from `end` on is 2, 4, 8, ... times one of first ... end - 1, whose
+// scales are above amax / 7. L(c) exceeds L*(c) only where a quotient is so near to a tie t, between neighbours h
+// apart, that its own error decides: under 2^-22 of it, since the approximate reciprocal is off by 2^-23 and the
+// product rounded. The element's loss, (h/2)^2, is then too large by 2 h t 2^-22, which is 28 * 2^-22 of it, for t / h
+// is at most 3.5. With what rounding adds, L*(c) >= kSure L(c). So the least L of all that were looked at is that of
+// the full search if kSure L(c) is no less for the other c of first ... end - 1, and if the same holds for twice the
+// winner, or no element of the winner is near a tie: what is beyond comes later, and the first of equals wins. No
+// square is lost while scales are in 2^-60 ... 2^50.
 #pragma once
 
 #include "block.cuh"
@@ -23,7 +27,7 @@ struct SearchArguments {
   const void* x;
   const float *tensor_amax, *of_columns;  // a weight for each column, or a Hessian for each 16
   float* block_amax;
-  u64* unproven;  // blocks for which every candidate was tried are added; null if nobody asks
+  u64* unproven;                    // blocks for which every candidate was tried are added; null if nobody asks
   i64 rows, columns, lower, upper;  // codes beside that of amax / 6 that are candidates: -126 ... 126 for all
 };
 
@@ -64,7 +68,8 @@ FP4KIT_DEVICE Span span_of(const SearchArguments& a, float amax, TensorScale t) 
   const u32 near = bits_of(amax * factor), halfway = near + 0x80000u;
   i32 own = static_cast<i32>(halfway >> 20) - (120 << 3);
   const bool is_usual = near - bits_of(0x1p-6f) < bits_of(440.0f) - bits_of(0x1p-6f);
-  if (!is_usual | (halfway + 64u & 0xFFFFFu) <= 128u) own = static_cast<i32>(block_modelopt_static::code<R, Float32>(amax, t));
+  if (!is_usual | (halfway + 64u & 0xFFFFFu) <= 128u)
+    own = static_cast<i32>(block_modelopt_static::code<R, Float32>(amax, t));
   const auto within = [own](i64 offset) {
     const i32 code = own + static_cast<i32>(minimum<i64>(maximum<i64>(offset, -126), 126));
     return static_cast<u32>(minimum(maximum(code, 1), static_cast<i32>(kLastCandidate)));
@@ -74,7 +79,8 @@ FP4KIT_DEVICE Span span_of(const SearchArguments& a, float amax, TensorScale t) 
 
 // Whether the search of a block, amax > 0, is proven; best: its result.
 template <bool kWeighted>
-FP4KIT_DEVICE bool search_near(const Searched<kWeighted>& block, float amax, Span span, const Candidates& shared, Best& best) {
+FP4KIT_DEVICE bool search_near(const Searched<kWeighted>& block, float amax, Span span, const Candidates& shared,
+                               Best& best) {
   const u32 first = maximum(code_above(amax * shared.per_amax), span.low);
   const u32 end = minimum(first < 8u ? 16u : first + 8u, span.high + 1u);
   float second = float_of(kInfinityBits);
@@ -97,5 +103,6 @@ FP4KIT_DEVICE bool search_near(const Searched<kWeighted>& block, float amax, Spa
   if (kSure * second < best.loss) return false;
   const u32 twice = best.code + minimum(best.code, 8u);
   if (twice < end || twice > span.high) return true;
-  return kSure * loss_of<false>(block, shared.of[twice], 1.0f) >= best.loss || !is_near_tie(block, shared.of[best.code]);
+  return kSure * loss_of<false>(block, shared.of[twice], 1.0f) >= best.loss ||
+         !is_near_tie(block, shared.of[best.code]);
 }

@@ -1,11 +1,13 @@
-// The pruned search of a block's scale by d^T H d, one row a thread, the 16 columns of a thread block and their Hessian in common.
+// The pruned search of a block's scale by d^T H d, one row a thread, the 16 columns of a thread block and their Hessian
+// in common.
 //
-// Let W(c) = sum of h_ii d_i^2 and D the diagonal of H. Where H - mu D has no negative eigenvalue, the loss is at least mu W(c); in float32 it
-// is off by under 2^-15 W(c), for |h_ij| <= sqrt(h_ii h_jj) and so the sum of |d_i h_ij d_j| is at most 16 W(c). So a candidate with
-// sure W(c) > L of another loses, sure = mu - 2^-12, which covers that and the error of finding mu. And W is a squared loss with weights,
-// for which search.cuh says: below an amax of 7 scales W*(2 scale) >= W*(scale), and W* >= kSure W; above 6 scales the largest
-// element alone keeps W up. So beside one candidate the search goes up until all codes of a span whose doubles come next lost, and down
-// until the largest element decides.
+// Let W(c) = sum of h_ii d_i^2 and D the diagonal of H. Where H - mu D has no negative eigenvalue, the loss is at least
+// mu W(c); in float32 it is off by under 2^-15 W(c), for |h_ij| <= sqrt(h_ii h_jj) and so the sum of |d_i h_ij d_j| is
+// at most 16 W(c). So a candidate with sure W(c) > L of another loses, sure = mu - 2^-12, which covers that and the
+// error of finding mu. And W is a squared loss with weights, for which search.cuh says: below an amax of 7 scales W*(2
+// scale) >= W*(scale), and W* >= kSure W; above 6 scales the largest element alone keeps W up. So beside one candidate
+// the search goes up until all codes of a span whose doubles come next lost, and down until the largest element
+// decides.
 #pragma once
 
 #include "search.cuh"
@@ -24,7 +26,8 @@ FP4KIT_DEVICE Candidate stored_candidate_of(u32 code, float amax) {
   return {safe, rcp_approx_ftz(safe * moved_by(safe))};
 }
 
-// The largest of 31/32, 30/32, ... 1/32 for which H - mu D has no negative eigenvalue, 0 if none: a thread tries one, by elimination.
+// The largest of 31/32, 30/32, ... 1/32 for which H - mu D has no negative eigenvalue, 0 if none: a thread tries one,
+// by elimination.
 FP4KIT_DEVICE bool is_positive(const Hessian& h, float mu) {
   float a[kSearched][kSearched];
   for (int i = 0; i < kSearched; ++i)
@@ -47,7 +50,9 @@ FP4KIT_DEVICE bool keeps_squares(const Hessian& h, const Candidates& shared) {
   const float low = shared.of[1].scale, high = 7.0f * shared.of[kLastCandidate].scale;
   for (int i = 0; i < kSearched; ++i) {
     const float weight = h.of[i][i];
-    if (weight != 0.0f && !(weight * low >= 0x1p-100f && weight * low * low >= 0x1p-100f && weight * high * high <= 0x1p100f)) return false;
+    if (weight != 0.0f &&
+        !(weight * low >= 0x1p-100f && weight * low * low >= 0x1p-100f && weight * high * high <= 0x1p100f))
+      return false;
   }
   return true;
 }
@@ -90,8 +95,8 @@ FP4KIT_DEVICE float diagonal_loss(const float (&d)[kSearched], const Hessian& h)
 }
 
 // The first code of least loss of a row's block, amax > 0. sure: see above, 0 where every candidate must be tried.
-FP4KIT_DEVICE Best search_by_hessian(
-    const float (&x)[kSearched], float amax, Span span, const Candidates& shared, const Hessian& h, float sure) {
+FP4KIT_DEVICE Best search_by_hessian(const float (&x)[kSearched], float amax, Span span, const Candidates& shared,
+                                     const Hessian& h, float sure) {
   Best best = {float_of(kInfinityBits), span.low};
   float d[kSearched];
   if (!(sure > 0.0f)) {

@@ -1,30 +1,38 @@
-// The pruned search of blocks without weights, from the normal codes on, by a warp: what is proven as in search.cuh is proven with fewer losses.
+// The pruned search of blocks without weights, from the normal codes on, by a warp: what is proven as in search.cuh is
+// proven with fewer losses.
 //
-// loss_bounds.cuh has lower bounds of L* of first ... first + 7 together. The code of the least is tried. One whose bound exceeds the loss of
-// that is out, with its doubles, and so is one below first whose clipped loss does: 0.8 codes of a Gaussian block stay open, 3.5 of the one among 32
-// that has most. So the threads of a warp share out what is open of its blocks, mostly in one turn, and atomics keep the least two losses of each
-// block. Nor need twice the winner be tried if an element is nearest to 0.5 or 1.5 scales by 0.001 of one at least: twice the scale leaves
-// 0.001 scale^2 more of it, which is more than kSure takes from a loss of at most 16 scale^2.
+// loss_bounds.cuh has lower bounds of L* of first ... first + 7 together. The code of the least is tried. One whose
+// bound exceeds the loss of that is out, with its doubles, and so is one below first whose clipped loss does: 0.8 codes
+// of a Gaussian block stay open, 3.5 of the one among 32 that has most. So the threads of a warp share out what is open
+// of its blocks, mostly in one turn, and atomics keep the least two losses of each block. Nor need twice the winner be
+// tried if an element is nearest to 0.5 or 1.5 scales by 0.001 of one at least: twice the scale leaves 0.001 scale^2
+// more of it, which is more than kSure takes from a loss of at most 16 scale^2.
 #pragma once
 
 #include "loss_bounds.cuh"
 #include "search.cuh"
 
-// Of a thread block. Without weights, two of them, with a table each, have all registers of a multiprocessor: engine/search_scales.py.
+// Of a thread block. Without weights, two of them, with a table each, have all registers of a multiprocessor:
+// engine/search_scales.py.
 template <bool kWeighted>
 constexpr int kSearchThreads = kWeighted ? kThreads : 512;
 constexpr u32 kMostOpen = 14u;  // of a block: seven codes below its first and seven of the eight from there on
 
-// A loss and its code as an integer: the loss without its last four bits, and those of the code, which differ among sixteen codes in a row.
-FP4KIT_DEVICE u32 rank_of(float loss, u32 code) { return (bits_of(loss) & ~15u) | (code & 15u); }
+// A loss and its code as an integer: the loss without its last four bits, and those of the code, which differ among
+// sixteen codes in a row.
+FP4KIT_DEVICE u32 rank_of(float loss, u32 code) {
+  return (bits_of(loss) & ~15u) | (code & 15u);
+}
 constexpr i32 kApart = 512;  // of ranks: the losses are 482 floats apart at least, so farther than kSure takes
 
-// What threads of a warp share: codes that may win, times 32 and with the thread that has the block, in any order; how many they are; and
-// the least two ranks for each thread.
+// What threads of a warp share: codes that may win, times 32 and with the thread that has the block, in any order; how
+// many they are; and the least two ranks for each thread.
 struct Shares {
   u16 jobs[kMostOpen * 32u];
   u32 count;
-  struct alignas(8) Least { u32 rank, second; } least[32];
+  struct alignas(8) Least {
+    u32 rank, second;
+  } least[32];
 };
 
 // What threads of a thread block share beside candidates.
@@ -40,7 +48,8 @@ FP4KIT_DEVICE void make_sieve(Sieve<kWeighted>& sieve) {
   if constexpr (!kWeighted) make_bounds<typename R::Scale>(sieve.bounds);
 }
 
-// A block in the hands of its thread: the least rank that is known, and the least of the others; 0 if not all can be tried.
+// A block in the hands of its thread: the least rank that is known, and the least of the others; 0 if not all can be
+// tried.
 struct Screened {
   Shares::Least least;
   u32 base, end, open = 0u;  // open: bit j if code base + j may win; base: 24 below the first of them
@@ -55,9 +64,10 @@ FP4KIT_DEVICE u32 normal_first(float amax, Span span, const Candidates& shared) 
   return value >= 0x1p-6f && first <= span.high ? first : 0u;
 }
 
-// What bounds leave open once the likeliest code is tried. unsure: how many of the seven codes below first, the lowest, may be no candidates.
-FP4KIT_DEVICE Screened screen(
-    const Searched<false>& block, float amax, Span span, u32 first, i32 unsure, const Candidates& shared, const LossBounds& bounds) {
+// What bounds leave open once the likeliest code is tried. unsure: how many of the seven codes below first, the lowest,
+// may be no candidates.
+FP4KIT_DEVICE Screened screen(const Searched<false>& block, float amax, Span span, u32 first, i32 unsure,
+                              const Candidates& shared, const LossBounds& bounds) {
   const u32 end = minimum(first + 8u, span.high + 1u);
   const float reciprocal = shared.of[first].reciprocal;
   const Eight sums = bounds_of(block, first, end - first, reciprocal, bounds);
@@ -65,8 +75,10 @@ FP4KIT_DEVICE Screened screen(
   const float loss = loss_of<false>(block, shared.of[first + likely], 1.0f);
   const u32 above = within(sums, loss * reciprocal * reciprocal) & ~(0x1000000u << likely);
   const float over = amax - sqrt_approx(loss);  // 6 scales of a code that may win are no less
-  const i32 low = maximum(normal_code_above(over * (shared.per_amax * (7.0f / 6.0f - 0x1p-11f))), static_cast<i32>(span.low));
-  const i32 lost = low - static_cast<i32>(first) + 7;  // of the seven codes below first; at most 10, as over is at most amax
+  const i32 low =
+      maximum(normal_code_above(over * (shared.per_amax * (7.0f / 6.0f - 0x1p-11f))), static_cast<i32>(span.low));
+  const i32 lost =
+      low - static_cast<i32>(first) + 7;  // of the seven codes below first; at most 10, as over is at most amax
   const u32 below = 0xFE0000u << maximum(lost, 0) & 0xFE0000u;
   return {{rank_of(loss, first + likely), lost < unsure ? 0u : kInfinityBits}, first - 24u, end, above | below};
 }
@@ -109,7 +121,8 @@ FP4KIT_DEVICE void try_open(const Searched<false>& block, Screened& s, const Can
 FP4KIT_DEVICE bool is_proven(const Searched<false>& block, const Screened& s, Span span, const Candidates& shared) {
   const bool is_alone = static_cast<i32>(s.least.second - s.least.rank) >= kApart;
   const u32 best = s.best(), twice = best + 8u;
-  if (!is_alone | twice < s.end | twice > span.high) return is_alone;
+  if (!is_alone | twice<s.end | twice> span.high) return is_alone;
   if (has_own_value(block, shared.of[best])) return true;
-  return kSure * loss_of<false>(block, shared.of[twice], 1.0f) >= float_of(s.least.rank | 15u) || !is_near_tie(block, shared.of[best]);
+  return kSure * loss_of<false>(block, shared.of[twice], 1.0f) >= float_of(s.least.rank | 15u) ||
+         !is_near_tie(block, shared.of[best]);
 }

@@ -1,4 +1,5 @@
-// The search of a block's scale that tries every candidate, in the order of the specification: by any objective, of a set of candidates.
+// The search of a block's scale that tries every candidate, in the order of the specification: by any objective, of a
+// set of candidates.
 //
 // A set of candidates is a struct with
 //   kLanes             threads that share a block; they take candidates in turn
@@ -48,7 +49,8 @@ struct ScaleCodes {
     const float amax = amax_at(a.tensor_amax, 0);
     make_candidates<R>(shared, amax);
     if constexpr (kStored) {  // as a Hessian's losses have them
-      for (u32 code = 1u + threadIdx.x; code <= kLastCandidate; code += kThreads) shared.of[code] = stored_candidate_of<R>(code, amax);
+      for (u32 code = 1u + threadIdx.x; code <= kLastCandidate; code += kThreads)
+        shared.of[code] = stored_candidate_of<R>(code, amax);
       __syncthreads();
     }
     return {a, shared, amax, 0, 0};
@@ -66,11 +68,14 @@ struct ScaleCodes {
     const float left = left_of<true>(magnitude_of(x), trial, moved_by(trial.scale));
     return x >= 0.0f ? left : -left;
   }
-  FP4KIT_DEVICE_MEMBER float amax_of(Found best) const { return candidate_amax<R>(static_cast<u32>(best.candidate), of_tensor); }
+  FP4KIT_DEVICE_MEMBER float amax_of(Found best) const {
+    return candidate_amax<R>(static_cast<u32>(best.candidate), of_tensor);
+  }
 };
 
-// E8M0 scales, of amax * 2^j in the recipe's own arithmetic: j beside 0, or, if kFromFloor, beside what makes floor(log2(amax)) less that
-// of the largest element. A candidate is one only if its scale is 2^j times that of the amax.
+// E8M0 scales, of amax * 2^j in the recipe's own arithmetic: j beside 0, or, if kFromFloor, beside what makes
+// floor(log2(amax)) less that of the largest element. A candidate is one only if its scale is 2^j times that of the
+// amax.
 template <class R, class In, bool kFromFloor>
 struct ScalePowers {
   static constexpr int kLanes = 4;
@@ -84,8 +89,12 @@ struct ScalePowers {
   float amax;
   i32 code, first, last;
 
-  FP4KIT_DEVICE ScalePowers make(const SearchArguments& a, Shared& shared) { return {a, {1.0f, 1.0f, 1.0f}, 0.0f, 0, 0, 0}; }
-  FP4KIT_DEVICE_MEMBER i32 code_of(float of_block) const { return static_cast<i32>(R::BlockRule::template code<R, In>(of_block, none)); }
+  FP4KIT_DEVICE ScalePowers make(const SearchArguments& a, Shared& shared) {
+    return {a, {1.0f, 1.0f, 1.0f}, 0.0f, 0, 0, 0};
+  }
+  FP4KIT_DEVICE_MEMBER i32 code_of(float of_block) const {
+    return static_cast<i32>(R::BlockRule::template code<R, In>(of_block, none));
+  }
   FP4KIT_DEVICE_MEMBER void begin(float of_block) {
     constexpr i32 kTop = static_cast<i32>(R::Element::kMaxBits >> 23) - 127;
     amax = of_block;
@@ -104,12 +113,15 @@ struct ScalePowers {
   FP4KIT_DEVICE_MEMBER float left(float x, const Trial& trial) const {
     return exact_value<R>(exact_code<R, In>(x, trial.factor, 0u), trial.scale) - x;
   }
-  FP4KIT_DEVICE_MEMBER float amax_of(Found best) const { return is_finite(best.loss) ? ldexpf(amax, best.candidate) : amax; }
+  FP4KIT_DEVICE_MEMBER float amax_of(Found best) const {
+    return is_finite(best.loss) ? ldexpf(amax, best.candidate) : amax;
+  }
 };
 
 // What a candidate leaves of sixteen elements.
 template <class Set, bool kWeighted>
-FP4KIT_DEVICE void left_of_run(const Set& set, const typename Set::Trial& trial, const Searched<kWeighted>& run, float (&d)[kSearched]) {
+FP4KIT_DEVICE void left_of_run(const Set& set, const typename Set::Trial& trial, const Searched<kWeighted>& run,
+                               float (&d)[kSearched]) {
 #pragma unroll
   for (int i = 0; i < kSearched; ++i) d[i] = set.left(run.a[i], trial);
 }
@@ -123,10 +135,11 @@ FP4KIT_DEVICE void raise_run(float (&d)[kSearched], double power) {
   }
 }
 
-// The loss of a row of a block by each of its elements: load(j, run) gives those from the j-th on, and their weights. Of four neighbours
-// each, whose halves are joined until one is left; the one in the middle of an odd number waits.
+// The loss of a row of a block by each of its elements: load(j, run) gives those from the j-th on, and their weights.
+// Of four neighbours each, whose halves are joined until one is left; the one in the middle of an odd number waits.
 template <class R, Objective kObjective, bool kWeighted, class Set, class Load>
-FP4KIT_DEVICE float loss_of_row(const SweepArguments& a, const Set& set, const typename Set::Trial& trial, const Load& load) {
+FP4KIT_DEVICE float loss_of_row(const SweepArguments& a, const Set& set, const typename Set::Trial& trial,
+                                const Load& load) {
   constexpr int kFours = R::kBlock / 4, kUnroll = R::kBlock > 64 ? 1 : R::kBlock / kSearched;
   float sums[kFours];
 #pragma unroll kUnroll
@@ -152,7 +165,8 @@ FP4KIT_DEVICE float loss_of_row(const SweepArguments& a, const Set& set, const t
 
 // The same, or by the Hessian of the block's columns.
 template <class R, Objective kObjective, bool kWeighted, class Set, class Load>
-FP4KIT_DEVICE float loss_of(const SweepArguments& a, const Set& set, const typename Set::Trial& trial, i64 block, const Load& load) {
+FP4KIT_DEVICE float loss_of(const SweepArguments& a, const Set& set, const typename Set::Trial& trial, i64 block,
+                            const Load& load) {
   if constexpr (kObjective == Objective::hessian) {
     Searched<kWeighted> run;
     float d[kSearched];
@@ -164,10 +178,13 @@ FP4KIT_DEVICE float loss_of(const SweepArguments& a, const Set& set, const typen
   }
 }
 
-// The first candidate of least loss of the block whose first element is x, of `rows` rows, by kLanes neighbouring threads.
+// The first candidate of least loss of the block whose first element is x, of `rows` rows, by kLanes neighbouring
+// threads.
 template <class R, class In, Objective kObjective, bool kAligned, bool kWeighted, class Set>
 FP4KIT_DEVICE Found sweep(const SweepArguments& a, Set& set, i64 block, const typename In::Bits* x, int rows) {
-  const auto load = [&](int i, int j, float(&run)[kSearched]) { load_run<In, kSearched, kAligned>(x + i * a.columns + j, run); };
+  const auto load = [&](int i, int j, float (&run)[kSearched]) {
+    load_run<In, kSearched, kAligned>(x + i * a.columns + j, run);
+  };
   set.begin(exact_amax<R, kSearched>(rows, load));
   Found best = {float_of(kInfinityBits), set.first};
 #pragma unroll 1

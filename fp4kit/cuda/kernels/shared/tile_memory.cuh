@@ -13,19 +13,22 @@ template <class R>
 struct TileMemory<R, true> {
   static constexpr int kRows = R::kBlockRows, kColumns = kThreads / R::kBlockRows;
   float values[2][kRows][kColumns];
-  float parts[3][kTileWarps][kColumns];  // of the short way: amax, errors; each has a barrier before it is written again
+  float parts[3][kTileWarps]
+             [kColumns];  // of the short way: amax, errors; each has a barrier before it is written again
 };
 
 // Operations on rows.
 struct LargerOf {
-  FP4KIT_DEVICE float of(float a, float b) { return float_of(maximum(bits_of(a), bits_of(b))); }  // NaN has the largest bits
+  FP4KIT_DEVICE float of(float a, float b) {
+    return float_of(maximum(bits_of(a), bits_of(b)));
+  }  // NaN has the largest bits
 };
 struct SumOf {
   FP4KIT_DEVICE float of(float a, float b) { return a + b; }
 };
 
-// Values of all rows of a block together, in any order, by way of tile.parts[kPart] and after; every thread gets them. A warp has
-// neighbouring rows, or a part of one row where that has more than 32 blocks.
+// Values of all rows of a block together, in any order, by way of tile.parts[kPart] and after; every thread gets them.
+// A warp has neighbouring rows, or a part of one row where that has more than 32 blocks.
 template <class R, class Operation, int kPart, int kCount>
 FP4KIT_DEVICE void reduce_rows(TileMemory<R>& tile, float (&values)[kCount], int column) {
   constexpr int kColumns = TileMemory<R>::kColumns, kWarps = kColumns > 32 ? kColumns / 32 : 1;  // of a row
@@ -42,7 +45,8 @@ FP4KIT_DEVICE void reduce_rows(TileMemory<R>& tile, float (&values)[kCount], int
   for (int k = 0; k < kCount; ++k) {
     values[k] = tile.parts[kPart + k][first][column];
 #pragma unroll
-    for (int w = kWarps; w < kTileWarps; w += kWarps) values[k] = Operation::of(values[k], tile.parts[kPart + k][first + w][column]);
+    for (int w = kWarps; w < kTileWarps; w += kWarps)
+      values[k] = Operation::of(values[k], tile.parts[kPart + k][first + w][column]);
   }
 }
 
@@ -70,7 +74,8 @@ FP4KIT_DEVICE void sum_rows(TileMemory<R>& tile, float (&error)[2], int row, int
     __syncthreads();
     for (int half = R::kBlockRows / 2; half > 0; half /= 2) {
       if (row < half) {
-        for (int k = 0; k < 2; ++k) tile.values[k][row][column] = tile.values[k][row][column] + tile.values[k][row + half][column];
+        for (int k = 0; k < 2; ++k)
+          tile.values[k][row][column] = tile.values[k][row][column] + tile.values[k][row + half][column];
       }
       __syncthreads();
     }

@@ -1,9 +1,9 @@
-// Codes of a matrix -> those of its transpose, by tiles: 4-bit codes, two a byte, (rows, columns / 2) -> (columns, rows / 2);
-// 8-bit codes (rows, columns) -> (columns, rows).
+// Codes of a matrix -> those of its transpose, by tiles: 4-bit codes, two a byte, (rows, columns / 2) -> (columns, rows
+// / 2); 8-bit codes (rows, columns) -> (columns, rows).
 //
-// A tile is 256 rows by lines of 128 bytes. A thread reads 16 bytes of 8 rows, so that as many loads are in flight, transposes
-// squares of codes in registers, and puts the words into the transposed tile in shared memory, from where whole lines are
-// written.
+// A tile is 256 rows by lines of 128 bytes. A thread reads 16 bytes of 8 rows, so that as many loads are in flight,
+// transposes squares of codes in registers, and puts the words into the transposed tile in shared memory, from where
+// whole lines are written.
 #pragma once
 
 #include "memory.cuh"
@@ -45,10 +45,11 @@ template <int kBits>
 struct CodeTile {
   static constexpr int kRows = 256, kLine = 8, kColumns = kLine * 128 / kBits, kOutLine = kRows * kBits / 128;
   static constexpr int kChunks = kRows * kLine;
-  static constexpr int kCodes = 32 / kBits;  // of a word: a square is kCodes words
+  static constexpr int kCodes = 32 / kBits;    // of a word: a square is kCodes words
   static constexpr int kSquares = 8 / kCodes;  // that a thread has, one below the other, of each of its 4 words
 
-  // Chunk of a line of the transpose. They are exchanged so that neither words put into it nor chunks taken out share a bank.
+  // Chunk of a line of the transpose. They are exchanged so that neither words put into it nor chunks taken out share a
+  // bank.
   FP4KIT_DEVICE Chunk& chunk(Chunk* tile, int line, int chunk) {
     return tile[line * kOutLine + (chunk ^ (line / (4 * kCodes) & 7))];
   }
@@ -76,7 +77,8 @@ FP4KIT_DEVICE void read_tile(const CodeMatrix& a, i64 row, i64 column, Chunk* ti
       transpose_square(square);
       const int word = group * T::kSquares + s;
 #pragma unroll
-      for (int r = 0; r < T::kCodes; ++r) T::chunk(tile, (4 * chunk + w) * T::kCodes + r, word / 4).w[word % 4] = square[r];
+      for (int r = 0; r < T::kCodes; ++r)
+        T::chunk(tile, (4 * chunk + w) * T::kCodes + r, word / 4).w[word % 4] = square[r];
     }
   }
 }

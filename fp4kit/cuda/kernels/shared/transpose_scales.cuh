@@ -1,5 +1,6 @@
-// The scales of one tile of codes -> those of the transposed tile: out(k, m) = in(m * kBlock, k / kBlock), both stored once
-// per row of codes: in (rows, columns / kBlock), out (columns, rows / kBlock), both in one layout. Padding is set to zero.
+// The scales of one tile of codes -> those of the transposed tile: out(k, m) = in(m * kBlock, k / kBlock), both stored
+// once per row of codes: in (rows, columns / kBlock), out (columns, rows / kBlock), both in one layout. Padding is set
+// to zero.
 #pragma once
 
 #include "layout.cuh"
@@ -12,7 +13,8 @@ struct ScaleMatrix {
   i64 rows, columns;  // of codes
 };
 
-// A tile of kRows x kColumns codes has kTall x kWide blocks, whose scales lie transposed in shared memory: kWide lines of kTall.
+// A tile of kRows x kColumns codes has kTall x kWide blocks, whose scales lie transposed in shared memory: kWide lines
+// of kTall.
 template <ScaleLayout kLayout_, int kBlock_, int kRows, int kColumns_>
 struct ScaleTile {
   static constexpr ScaleLayout kLayout = kLayout_;
@@ -25,7 +27,8 @@ struct ScaleTile {
 // What a thread reads of the tile at (row, column) of the codes; zero where there is nothing.
 template <class T>
 FP4KIT_DEVICE u8 load_scale(const ScaleMatrix& a, i64 row, i64 column, int thread) {
-  const i64 r = row + thread / T::kWide * T::kBlock, c = column / T::kBlock + thread % T::kWide, columns = a.columns / T::kBlock;
+  const i64 r = row + thread / T::kWide * T::kBlock, c = column / T::kBlock + thread % T::kWide,
+            columns = a.columns / T::kBlock;
   return thread < T::kScales && r < a.rows && c < columns ? a.in[scale_offset<T::kLayout>(r, c, columns)] : 0;
 }
 
@@ -34,8 +37,8 @@ FP4KIT_DEVICE void put_scale(u8* tile, u8 scale, int thread) {
   if (thread < T::kScales) tile[thread % T::kWide * T::kPitch + thread / T::kWide] = scale;
 }
 
-// Writes the tile to row k, column m of a swizzled output, by chunks: 4 columns of the 4 rows that 128x4 puts together, or of
-// 4 rows of 8x4.
+// Writes the tile to row k, column m of a swizzled output, by chunks: 4 columns of the 4 rows that 128x4 puts together,
+// or of 4 rows of 8x4.
 template <class T>
 FP4KIT_DEVICE void write_scale_chunks(const ScaleMatrix& a, i64 k, i64 m, const u8* tile, int thread, int threads) {
   constexpr bool kFarRows = T::kLayout == ScaleLayout::swizzled_128x4;
@@ -48,7 +51,8 @@ FP4KIT_DEVICE void write_scale_chunks(const ScaleMatrix& a, i64 k, i64 m, const 
     if (k + (kFarRows ? row - t % 32 : row) >= a.columns || m + 4 * word >= columns) continue;
     Chunk chunk;
 #pragma unroll
-    for (int i = 0; i < 4; ++i) chunk.w[i] = reinterpret_cast<const u32*>(tile + (row + i * kStep) / T::kBlock * T::kPitch)[word];
+    for (int i = 0; i < 4; ++i)
+      chunk.w[i] = reinterpret_cast<const u32*>(tile + (row + i * kStep) / T::kBlock * T::kPitch)[word];
     *reinterpret_cast<Chunk*>(a.out + scale_offset<T::kLayout>(k + row, m + 4 * word, columns)) = chunk;
   }
 }
@@ -56,7 +60,8 @@ FP4KIT_DEVICE void write_scale_chunks(const ScaleMatrix& a, i64 k, i64 m, const 
 // The same at any address, a byte at a time.
 template <class T>
 FP4KIT_DEVICE void write_scale_bytes(const ScaleMatrix& a, i64 k, i64 m, const u8* tile, int thread, int threads) {
-  const i64 columns = a.rows / T::kBlock, padded_columns = T::kLayout == ScaleLayout::linear ? columns : (columns + 3) / 4 * 4;
+  const i64 columns = a.rows / T::kBlock,
+            padded_columns = T::kLayout == ScaleLayout::linear ? columns : (columns + 3) / 4 * 4;
   for (int i = thread; i < T::kColumns * T::kTall; i += threads) {
     const i64 row = k + i / T::kTall, column = m + i % T::kTall;
     if (row < padded_rows<T::kLayout>(a.columns) && column < padded_columns)
@@ -83,8 +88,8 @@ FP4KIT_DEVICE void transpose_scale_tile(const ScaleMatrix& a, i64 row, i64 colum
   __syncthreads();
 }
 
-// Linear scales by themselves: tiles would write 16 bytes of a row at a time, and fill no sector. A thread takes the scales of
-// 4 x 4 blocks: block rows 4 i ... 4 i + 3, block columns 4 j ... 4 j + 3; rows in and out are whole words.
+// Linear scales by themselves: tiles would write 16 bytes of a row at a time, and fill no sector. A thread takes the
+// scales of 4 x 4 blocks: block rows 4 i ... 4 i + 3, block columns 4 j ... 4 j + 3; rows in and out are whole words.
 template <int kBlock>
 FP4KIT_DEVICE void transpose_linear_scales(const ScaleMatrix& a, i64 i, i64 j) {
   const i64 in_columns = a.columns / kBlock, out_columns = a.rows / kBlock;

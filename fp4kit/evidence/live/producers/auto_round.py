@@ -19,7 +19,9 @@ def _prepare() -> None:
     import auto_round.export.export_to_autoround.qlinear_fp  # noqa: F401
 
 
-def _packed(values: Any, scales: Any, bits: int, size: int, kind: str, global_scale: Any = None) -> dict[str, np.ndarray]:
+def _packed(
+    values: Any, scales: Any, bits: int, size: int, kind: str, global_scale: Any = None
+) -> dict[str, np.ndarray]:
     """Return what QuantLinear stores for quantized weights."""
     import torch
     from auto_round.export.export_to_autoround.qlinear_fp import QuantLinear

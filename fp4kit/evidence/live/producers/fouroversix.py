@@ -19,7 +19,9 @@ _QUANTIZE = "fouroversix.quantize"
 @cached
 def _modules() -> dict[str, ModuleType]:
     """Return its modules that are plain PyTorch, by their names."""
-    found = packages("fouroversix", _QUANTIZE, f"{_QUANTIZE}.pytorch", "fouroversix.kernels", "fouroversix.kernels.triton")
+    found = packages(
+        "fouroversix", _QUANTIZE, f"{_QUANTIZE}.pytorch", "fouroversix.kernels", "fouroversix.kernels.triton"
+    )
     found = {**triton(), **found, "fouroversix.kernels.triton.constants": packages("constants")["constants"]}
     files = ("utils", "quantize/utils", "quantize/dequantize_utils", "quantize/pytorch/reference")
     for file in files:

@@ -20,7 +20,13 @@ def _quantize(x: np.ndarray, element: str, rounding: str, flush: bool = False) -
     from mx.mx_ops import quantize_mx_op
     from mx.specs import finalize_mx_specs
 
-    specs = {"scale_bits": 8, "w_elem_format": element, "a_elem_format": element, "block_size": 32, "custom_cuda": False}
+    specs = {
+        "scale_bits": 8,
+        "w_elem_format": element,
+        "a_elem_format": element,
+        "block_size": 32,
+        "custom_cuda": False,
+    }
     specs = finalize_mx_specs({**specs, "round": rounding, "mx_flush_fp32_subnorms": flush})
     y = quantize_mx_op(to_torch(x), specs, elem_format=element, axes=[-1], round=rounding)
     return {"fake": to_numpy(y)}

@@ -61,7 +61,11 @@ def _decode(q: fp4kit.Quantized, kind: str) -> np.ndarray:
     codes, scales = to_torch(q.packed), to_torch(q.block_scale)
     given: dict[str, Any] = {"scale": scales, "block_sizes": {-1: q.recipe.block_size}}
     if kind == "NVFP4QTensor":
-        given = {**given, "scale": scales.view(torch.float8_e4m3fn), "double_scale": to_torch(np.asarray(q.tensor_scale))}
+        given = {
+            **given,
+            "scale": scales.view(torch.float8_e4m3fn),
+            "double_scale": to_torch(np.asarray(q.tensor_scale)),
+        }
     if kind == "MXFP8QTensor":
         codes = codes.view(torch.float8_e4m3fn)
     t = getattr(qtensor, kind)(torch.Size(q.shape), dtype, codes)
@@ -84,10 +88,14 @@ ADAPTER = Adapter(
         "mxfp8-modelopt": Call(_mxfp8, decode=partial(_decode, kind="MXFP8QTensor")),
     },
     left_out={
-        **dict.fromkeys(("nvfp4-modelopt-static", "nvfp4-modelopt-static-4over6"), "needs a calibrated quantizer of a model"),
+        **dict.fromkeys(
+            ("nvfp4-modelopt-static", "nvfp4-modelopt-static-4over6"), "needs a calibrated quantizer of a model"
+        ),
         "nvfp4-modelopt-mse": f"its sweep is {_KERNEL}",
         **dict.fromkeys(("nvfp4-modelopt-fake", "nvfp4-modelopt-static-fake"), f"is {_KERNEL}"),
         **dict.fromkeys(("nvfp4-modelopt-fake-cuda", "mxfp4-modelopt-fake", "mxfp8-modelopt-fake"), f"is {_KERNEL}"),
-        **dict.fromkeys(_DIVIDED, "is stated for a GPU: PyTorch on a CPU divides a number by a tensor in two roundings"),
+        **dict.fromkeys(
+            _DIVIDED, "is stated for a GPU: PyTorch on a CPU divides a number by a tensor in two roundings"
+        ),
     },
 )

@@ -1,4 +1,6 @@
-"""AMD Quark: weights as its quantizers observe them and its exporter packs them; its C++ code is compiled when it is imported."""
+"""AMD Quark: weights as its quantizers observe them and its exporter packs them; its C++ code is compiled when it is
+imported.
+"""
 
 from __future__ import annotations
 
@@ -90,7 +92,9 @@ ADAPTER = Adapter(
     prepare=_prepare,
     calls={
         "nvfp4-quark": Call(partial(_nvfp4, realigned=True), exempt=(QUARK_INFINITE,), beside=SATURATING_CASTS),
-        "nvfp4-quark-file2file": Call(partial(_nvfp4, realigned=False), exempt=(QUARK_INFINITE,), beside=SATURATING_CASTS),
+        "nvfp4-quark-file2file": Call(
+            partial(_nvfp4, realigned=False), exempt=(QUARK_INFINITE,), beside=SATURATING_CASTS
+        ),
         "mxfp4-quark-even": _mx_call("FP4"),
         "mxfp4-quark-floor": _mx_call("FP4", "floor"),
         "mxfp4-quark-ceil": _mx_call("FP4", "ceil"),

@@ -22,7 +22,9 @@ def _mxfp4_tensor() -> Any:
 
 @cached
 def _kvfp4_tensor() -> Any:
-    return load("sglang", f"{_QUANTIZATION}/kvfp4_tensor.py", packages("sglang", "sglang.srt", "sglang.srt.runtime_context"))
+    return load(
+        "sglang", f"{_QUANTIZATION}/kvfp4_tensor.py", packages("sglang", "sglang.srt", "sglang.srt.runtime_context")
+    )
 
 
 @cached

@@ -66,7 +66,9 @@ def _decode_nvfp4(q: fp4kit.Quantized) -> np.ndarray:
 
 
 def _calls() -> dict[str, Call]:
-    """Return the calls by recipes: of two recipes, one ending in -018, for the same call, the installed version chooses."""
+    """Return the calls by recipes: of two recipes, one ending in -018, for the same call, the installed version
+    chooses.
+    """
     known = fp4kit.recipes()
     nvfp4: dict[str, tuple[Any, Any]] = {
         id: (partial(_nvfp4, single=single), _decode_nvfp4)

@@ -21,7 +21,11 @@ def _emulation() -> Any:
     platform.current_platform = _Cpu()  # type: ignore[attr-defined]
     tools = ModuleType("vllm.triton_utils")
     tools.triton, tools.tl = triton()["triton"], triton()["triton.language"]  # type: ignore[attr-defined]
-    needed = {"vllm.platforms": platform, "vllm.triton_utils": tools, "vllm.scalar_type": load("vllm", "scalar_type.py")}
+    needed = {
+        "vllm.platforms": platform,
+        "vllm.triton_utils": tools,
+        "vllm.scalar_type": load("vllm", "scalar_type.py"),
+    }
     return load("vllm", f"{_UTILS}/nvfp4_emulation_utils.py", {**packages(*_NAMES), **needed})
 
 
