@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from typing import NamedTuple
 
-from rows import Row
+from rows import BenchmarkRow
 
 
 class Reason(NamedTuple):
@@ -24,7 +24,7 @@ class Reason(NamedTuple):
     why: str
     tried: tuple[str, ...]
 
-    def covers(self, row: Row) -> bool:
+    def covers(self, row: BenchmarkRow) -> bool:
         """Whether it is about this row. Patterns are those of the shell."""
         return (
             fnmatchcase(row.operation, self.operation)
@@ -104,6 +104,6 @@ REASONS = (
 )
 
 
-def reason_of(row: Row, reasons: Sequence[Reason] = REASONS) -> Reason | None:
+def reason_of(row: BenchmarkRow, reasons: Sequence[Reason] = REASONS) -> Reason | None:
     """The first reason that covers a row; None without one."""
     return next((reason for reason in reasons if reason.covers(row)), None)

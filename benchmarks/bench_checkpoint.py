@@ -59,7 +59,7 @@ LAYERS_PER_FILE = 4
 CHUNK = 2 << 20  # bytes that are read at a time where nothing is computed
 
 
-class Run(NamedTuple):
+class ProcessCost(NamedTuple):
     """Seconds by the clock and of processors; peaks of memory in MB: of the process, and of the largest one that it
     started.
     """
@@ -104,15 +104,15 @@ def alone(function: Callable[..., T], calls: Sequence[tuple[Any, ...]]) -> list[
         return list(pool.map(function, *zip(*calls, strict=True)))
 
 
-def quantize_run(plan: Plan, workers: int) -> Run:
+def quantize_run(plan: Plan, workers: int) -> ProcessCost:
     """quantize of the plan's arrays, shared out over processes; reading is not timed."""
     source = open_source(plan.source.root)
     names = sorted((t.name for t in plan.converted), key=lambda name: -source.tensors[name][1].nbytes)
     runs = alone(quantize_share, [(str(plan.source.root), plan.recipe.id, names[i::workers]) for i in range(workers)])
-    return Run(max(run.seconds for run in runs), sum(run.cpu for run in runs), max(run.peak for run in runs), 0)
+    return ProcessCost(max(run.seconds for run in runs), sum(run.cpu for run in runs), max(run.peak for run in runs), 0)
 
 
-def quantize_share(root: str, recipe: str, names: list[str]) -> Run:
+def quantize_share(root: str, recipe: str, names: list[str]) -> ProcessCost:
     """quantize of these tensors, one after the other."""
     tensors, seconds, cpu = open_source(Path(root)).tensors, 0.0, 0.0
     for name in names:
@@ -122,10 +122,10 @@ def quantize_share(root: str, recipe: str, names: list[str]) -> Run:
         start, start_cpu = time.perf_counter(), time.process_time()
         fp4kit.quantize(x, recipe)
         seconds, cpu = seconds + time.perf_counter() - start, cpu + time.process_time() - start_cpu
-    return Run(seconds, cpu, peak(resource.RUSAGE_SELF), 0)
+    return ProcessCost(seconds, cpu, peak(resource.RUSAGE_SELF), 0)
 
 
-def bytes_run(plan: Plan, folder: Path) -> Run:
+def bytes_run(plan: Plan, folder: Path) -> ProcessCost:
     """Reading the model, and writing, pushing and hashing as many bytes as the result has, file by file, in one
     thread.
     """
@@ -140,16 +140,18 @@ def bytes_run(plan: Plan, folder: Path) -> Run:
                 digest.update(part)
             os.fsync(target.fileno())
         written.unlink()
-    return Run(time.perf_counter() - start, time.process_time() - before, peak(resource.RUSAGE_SELF), 0)
+    return ProcessCost(time.perf_counter() - start, time.process_time() - before, peak(resource.RUSAGE_SELF), 0)
 
 
-def convert_run(source: Path, folder: Path, recipe: str, workers: int) -> Run:
+def convert_run(source: Path, folder: Path, recipe: str, workers: int) -> ProcessCost:
     """From the plan to the directory's name, with the workers that it starts."""
     start, before = time.perf_counter(), os.times()
     execute(make_plan(source, recipe), folder / "out", Options(workers))
     seconds, after = time.perf_counter() - start, os.times()
     shutil.rmtree(folder / "out")
-    return Run(seconds, sum(after[:4]) - sum(before[:4]), peak(resource.RUSAGE_SELF), peak(resource.RUSAGE_CHILDREN))
+    return ProcessCost(
+        seconds, sum(after[:4]) - sum(before[:4]), peak(resource.RUSAGE_SELF), peak(resource.RUSAGE_CHILDREN)
+    )
 
 
 def names_run(recipe: str) -> tuple[int, float]:
@@ -200,7 +202,12 @@ def main() -> None:
 
 
 def report(
-    args: argparse.Namespace, plan: Plan, own: list[Run], moved: list[Run], whole: list[Run], named: tuple[int, float]
+    args: argparse.Namespace,
+    plan: Plan,
+    own: list[ProcessCost],
+    moved: list[ProcessCost],
+    whole: list[ProcessCost],
+    named: tuple[int, float],
 ) -> None:
     """The figures, with the spread from the fastest run to the slowest."""
     seconds = [median(run.seconds for run in runs) for runs in (whole, own)]

@@ -34,7 +34,7 @@ import cpu_loops
 import cpu_report
 import cpu_search
 import numpy as np
-from cpu_cases import Case, check, normal
+from cpu_cases import CpuCase, check, normal
 from cpu_loops import two_passes
 from cpu_rows import SEVEN, WARMED, CpuRow, Watch, alternate, watch
 from cpu_sweep import SHAPES, sweep
@@ -124,7 +124,7 @@ class Bench:
         self.threads = fp4kit.num_threads()
         self.extra: dict[str, Any] = {}
 
-    def watches(self, case: Case, specification: bool = True, warm_below: float = WARMED) -> dict[str, Watch]:
+    def watches(self, case: CpuCase, specification: bool = True, warm_below: float = WARMED) -> dict[str, Watch]:
         """Stop-watches of a case by the names of CpuRow.times."""
         found: dict[str, Watch] = {}
         for name, count in (("one", 1), ("all", self.threads)):
@@ -133,7 +133,7 @@ class Bench:
                 found[name + what] = watch(call, context, warm_below=warm_below)
         return found | ({"specification": watch(case.call, fp4kit.specification)} if specification else {})
 
-    def row(self, group: str, case: Case, recipe: str, x: np.ndarray, beside: bool = False) -> None:
+    def row(self, group: str, case: CpuCase, recipe: str, x: np.ndarray, beside: bool = False) -> None:
         """Check, time and keep a case; beside: with the other libraries' calls of the kind."""
         check(case)
         others, failed = {}, {}
@@ -168,7 +168,7 @@ def operations(bench: Bench) -> None:
             other = normal(shape, dtype)
             bench.row("operations", cpu_cases.quantize(recipe, other), recipe, other)
             bench.row("operations", cpu_cases.dequantize(recipe, other, dtype), recipe, other)
-    bench.row("operations", Case("amax", lambda: fp4kit.amax(x), x.nbytes), "", x)
+    bench.row("operations", CpuCase("amax", lambda: fp4kit.amax(x), x.nbytes), "", x)
 
 
 def small(bench: Bench) -> None:

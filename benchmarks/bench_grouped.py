@@ -13,7 +13,7 @@ from modelopt_loop import Loop
 from rows import NO_BYTES, Beside, Traffic, element_bytes, quantized_bytes
 
 import fp4kit
-from fp4kit.cuda.launch.dispatch import Work
+from fp4kit.cuda.launch.dispatch import LaunchRequest
 from fp4kit.cuda.launch.matrix import Matrix, quantize_matrix
 from fp4kit.evidence.testing import assert_same_bits
 
@@ -50,11 +50,11 @@ def one_launch(x: Any, r: fp4kit.Recipe, fake: bool, amax: Any) -> Call:
     if fake:
         values = x.copy()
         return lambda: quantize_matrix(
-            Matrix(x, values=values, tensor_amax=amax), Work(r, x.dtype, x.shape, values=True)
+            Matrix(x, values=values, tensor_amax=amax), LaunchRequest(r, x.dtype, x.shape, values=True)
         )
     q = fp4kit.quantize(x, r, tensor_amax=amax)
     arrays = Matrix(x, q.packed, q.block_scale, None, amax, q.tensor_scale)
-    return lambda: quantize_matrix(arrays, Work(r, x.dtype, x.shape))
+    return lambda: quantize_matrix(arrays, LaunchRequest(r, x.dtype, x.shape))
 
 
 def check(tensors: Tensors, results: list[Any], recipe: str, amaxes: Any) -> None:

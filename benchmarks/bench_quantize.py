@@ -8,7 +8,7 @@ from typing import Any
 
 import peers
 from measure import BF16, F16, F32, Bench, Call, check_quantized, main, poison
-from rows import Beside, Row, element_bytes, quantized_bytes
+from rows import BenchmarkRow, Beside, element_bytes, quantized_bytes
 
 import fp4kit
 
@@ -58,7 +58,7 @@ def prepared(x: Any, recipe: str, **options: Any) -> tuple[fp4kit.Quantized, Cal
     return q, call
 
 
-def rowwise(bench: Bench, recipe: str, x: Any, target: float | None) -> Row:
+def rowwise(bench: Bench, recipe: str, x: Any, target: float | None) -> BenchmarkRow:
     """quantize, a tensor amax given."""
     q, call = prepared(x, recipe)
     others = peers.quantize_mx(bench, x, recipe)

@@ -26,7 +26,7 @@ STATIC, WIDE = "nvfp4-modelopt-static", "nvfp4-te-4over6-mse-256"
 RESULTS = Path(__file__).resolve().parent / "results"
 
 
-class Given:
+class CalibrationInput:
     """Sums of squares of the columns that each layer is given, and the rows themselves where they are kept."""
 
     def __init__(self, keep: bool = False) -> None:
@@ -89,7 +89,7 @@ def measured(folder: Path) -> dict[str, Any]:
     """The record."""
     tensors = minilm.tensors_of(folder)
     tokens = minilm.tokens_of((folder / "README.md").read_text(encoding="utf-8"), folder)
-    first, second = Given(), Given(keep=True)
+    first, second = CalibrationInput(), CalibrationInput(keep=True)
     half = len(tokens) // 2
     minilm.run(tensors, tokens[:half], first.see)
     minilm.run(tensors, tokens[half:], second.see)

@@ -17,7 +17,7 @@ from typing import Any
 
 from bench_quantize import prepared, traffic
 from measure import BF16, Bench, main
-from rows import NO_BYTES, Row, element_bytes, quantized_bytes
+from rows import NO_BYTES, BenchmarkRow, element_bytes, quantized_bytes
 
 import fp4kit
 
@@ -83,7 +83,7 @@ def from_child(bench: Bench) -> None:
     code = CHILD.format(folder=str(Path(__file__).parent), repeat=bench.repeat)
     printed = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, check=True).stdout
     for record in json.loads(printed.splitlines()[-1]):
-        bench.rows.append(Row.of(record))
+        bench.rows.append(BenchmarkRow.of(record))
         print(bench.rows[-1], flush=True)
 
 

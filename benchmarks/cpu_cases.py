@@ -15,7 +15,7 @@ from fp4kit.evidence.testing import assert_same_bits
 from fp4kit.quantized.container import PARTS
 
 
-class Case(NamedTuple):
+class CpuCase(NamedTuple):
     """A call, the bytes that its rate counts, and a call that writes the same into `target`, where there is one.
 
     Where `call` itself writes into the target, `into` is None.
@@ -46,7 +46,7 @@ def poison(target: Any) -> None:
             part.view(np.uint8)[...] = POISON
 
 
-def check(case: Case) -> None:
+def check(case: CpuCase) -> None:
     """Raise AssertionError unless the calls give what the specification gives."""
     poison(case.target)
     with fp4kit.specification():
@@ -66,33 +66,33 @@ def same(actual: Any, wanted: Any, name: str) -> None:
         assert_same_bits(one, other, name)
 
 
-def quantize(recipe: str, x: np.ndarray, operation: str = "quantize", **options: Any) -> Case:
+def quantize(recipe: str, x: np.ndarray, operation: str = "quantize", **options: Any) -> CpuCase:
     """quantize with these options, also into arrays that are there."""
     target = copy.deepcopy(fp4kit.quantize(x, recipe, **options))
     into = lambda: fp4kit.quantize(x, recipe, **options, out=target)  # noqa: E731
-    return Case(operation, lambda: fp4kit.quantize(x, recipe, **options), x.nbytes, target, into)
+    return CpuCase(operation, lambda: fp4kit.quantize(x, recipe, **options), x.nbytes, target, into)
 
 
-def quantize_whole(recipe: str, x: np.ndarray) -> Case:
+def quantize_whole(recipe: str, x: np.ndarray) -> CpuCase:
     """quantize of an array so large that there is one result beside the one that is made."""
     target = fp4kit.quantize(x, recipe)
     into = lambda: fp4kit.quantize(x, recipe, out=target)  # noqa: E731
-    return Case("quantize", lambda: fp4kit.quantize(x, recipe), x.nbytes, target, into)
+    return CpuCase("quantize", lambda: fp4kit.quantize(x, recipe), x.nbytes, target, into)
 
 
-def dequantize(recipe: str, x: np.ndarray, dtype: Any = BF16) -> Case:
+def dequantize(recipe: str, x: np.ndarray, dtype: Any = BF16) -> CpuCase:
     """dequantize of what quantize gives."""
     q, target = fp4kit.quantize(x, recipe), np.empty(x.shape, dtype)
     into = lambda: fp4kit.dequantize(q, dtype, out=target)  # noqa: E731
-    return Case("dequantize", lambda: fp4kit.dequantize(q, dtype), target.nbytes, target, into)
+    return CpuCase("dequantize", lambda: fp4kit.dequantize(q, dtype), target.nbytes, target, into)
 
 
-def fake_quantize(recipe: str, x: np.ndarray) -> Case:
+def fake_quantize(recipe: str, x: np.ndarray) -> CpuCase:
     """fake_quantize."""
-    return Case("fake_quantize", lambda: fp4kit.fake_quantize(x, recipe), x.nbytes)
+    return CpuCase("fake_quantize", lambda: fp4kit.fake_quantize(x, recipe), x.nbytes)
 
 
-def of_recipe(recipe: str, x: np.ndarray) -> Iterator[Case]:
+def of_recipe(recipe: str, x: np.ndarray) -> Iterator[CpuCase]:
     """What every recipe has: quantize and dequantize, or fake_quantize where it is a fake quantizer."""
     if fp4kit.recipe(recipe).fake_only:
         yield fake_quantize(recipe, x)
@@ -101,21 +101,21 @@ def of_recipe(recipe: str, x: np.ndarray) -> Iterator[Case]:
     yield dequantize(recipe, x)
 
 
-def operations(recipe: str, x: np.ndarray) -> Iterator[Case]:
+def operations(recipe: str, x: np.ndarray) -> Iterator[CpuCase]:
     """The other operations on bfloat16."""
     yield quantize(recipe, x, "quantize along columns", axis=0)
     yield fake_quantize(recipe, x)
-    yield Case("quantize_both", lambda: fp4kit.quantize_both(x, recipe), x.nbytes)
+    yield CpuCase("quantize_both", lambda: fp4kit.quantize_both(x, recipe), x.nbytes)
     yield quantize(recipe, x, "quantize stochastic", rounding="stochastic", seed=1)
     yield quantize(recipe, x, "quantize hadamard", hadamard=True)
     yield partial_cast(recipe, x)
-    yield Case("amax of blocks", lambda: fp4kit.amax(x, recipe), x.nbytes)
+    yield CpuCase("amax of blocks", lambda: fp4kit.amax(x, recipe), x.nbytes)
     if fp4kit.recipe(recipe).block_rows > 1:
         q = fp4kit.quantize(x, recipe)
-        yield Case("transpose", lambda: fp4kit.transpose(q), x.nbytes)
+        yield CpuCase("transpose", lambda: fp4kit.transpose(q), x.nbytes)
 
 
-def partial_cast(recipe: str, x: np.ndarray) -> Case:
+def partial_cast(recipe: str, x: np.ndarray) -> CpuCase:
     """All of a matrix but its first element, as a flat shard."""
     shard = x.reshape(-1)[1:]
     amax = fp4kit.partial_amax(shard, x.shape, 1, recipe)
@@ -125,7 +125,7 @@ def partial_cast(recipe: str, x: np.ndarray) -> Case:
         fp4kit.partial_cast(shard, out, amax, x.shape, 1, recipe)
         return out
 
-    return Case("partial_cast", call, x.nbytes, out)
+    return CpuCase("partial_cast", call, x.nbytes, out)
 
 
 def check_rows(q: fp4kit.Quantized, x: np.ndarray, rows: int = 64) -> None:

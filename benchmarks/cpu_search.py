@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import numpy as np
-from cpu_cases import Case
+from cpu_cases import CpuCase
 
 import fp4kit
-from fp4kit.call.search_scales import Wanted, search_call
+from fp4kit.call.search_scales import SearchRequest, search_call
 from fp4kit.cpu.search_scales import search_matrix
 from fp4kit.formats import E2M1, E4M3
 from fp4kit.reference.codec import decode
@@ -16,7 +16,7 @@ from fp4kit.reference.codec import decode
 RECIPE = "nvfp4-modelopt-mse"
 
 
-def cases(x: np.ndarray) -> Iterator[Case]:
+def cases(x: np.ndarray) -> Iterator[CpuCase]:
     """Of a matrix: all candidates, those near the amax, with weights, with Hessians; and codes of what was found."""
     K, rng = x.shape[1], np.random.default_rng(1)
     weights = (rng.random(K) + 0.1).astype(np.float32)
@@ -29,8 +29,8 @@ def cases(x: np.ndarray) -> Iterator[Case]:
         " hessian": {"hessian": hessian},
     }
     for what, terms in kinds.items():
-        yield Case(f"search_scales{what}", lambda terms=terms: fp4kit.search_scales(x, RECIPE, **terms), x.nbytes)  # type: ignore[misc]
-    yield Case("quantize", lambda: fp4kit.quantize(x, RECIPE), x.nbytes)
+        yield CpuCase(f"search_scales{what}", lambda terms=terms: fp4kit.search_scales(x, RECIPE, **terms), x.nbytes)  # type: ignore[misc]
+    yield CpuCase("quantize", lambda: fp4kit.quantize(x, RECIPE), x.nbytes)
 
 
 def loop(x: np.ndarray) -> np.ndarray:
@@ -51,7 +51,7 @@ def loop(x: np.ndarray) -> np.ndarray:
 
 def unproven(x: np.ndarray) -> float:
     """The share of blocks that the bounds do not prove."""
-    search = search_call("search_scales", x, RECIPE, -1, None, Wanted())
+    search = search_call("search_scales", x, RECIPE, -1, None, SearchRequest())
     found, counted = np.zeros((len(x), x.shape[1] // 16), np.float32), np.zeros(1, np.uint64)
     search_matrix(x, found, fp4kit.amax(x), search, counted)
     return int(counted[0]) / found.size

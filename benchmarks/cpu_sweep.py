@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
-from cpu_cases import Case, dequantize, fake_quantize, normal, quantize, same
+from cpu_cases import CpuCase, dequantize, fake_quantize, normal, quantize, same
 from cpu_rows import alternate, watch
 from measure import BF16, F16, F32
 
@@ -42,7 +42,7 @@ MOST_DECLINED = (
 )  # elements; a recipe that the engine declines takes the specification's time and that of asking first
 
 
-def cases(recipe: str, x: np.ndarray) -> Iterator[Callable[[], Case]]:
+def cases(recipe: str, x: np.ndarray) -> Iterator[Callable[[], CpuCase]]:
     """What makes a call on x; making it raises ValueError where the recipe does not take the shape."""
     r, few = fp4kit.recipe(recipe), x.size <= MOST_DECLINED
     if not r.fake_only:
@@ -53,7 +53,7 @@ def cases(recipe: str, x: np.ndarray) -> Iterator[Callable[[], Case]]:
         yield lambda: fake_quantize(recipe, x)
 
 
-def ratio(case: Case) -> float:
+def ratio(case: CpuCase) -> float:
     """Time of the specification over that of the engine, both the smallest of turns: the more, the smaller the ratio
     is.
     """

@@ -37,7 +37,7 @@ from typing import Any
 
 import numpy as np
 from records import head, output_of
-from rows import Row, Time, Traffic, formula, traffic_bytes
+from rows import BenchmarkRow, Time, Traffic, formula, traffic_bytes
 
 import fp4kit
 from fp4kit.evidence.testing import assert_same_bits
@@ -98,7 +98,7 @@ class Bench:
 
     def __init__(self, size: int = SIZE, repeat: int = REPEAT, quick: bool = False, peers: bool = True) -> None:
         self.size, self.repeat, self.quick, self.peers = size, 5 if quick else repeat, quick, peers
-        self.rows: list[Row] = []
+        self.rows: list[BenchmarkRow] = []
         self._copies: dict[int, float] = {}
         self._inputs: dict[Any, Any] = {}
 
@@ -207,7 +207,7 @@ class Bench:
         peers: Mapping[str, Call] | None = None,
         timed: Time | None = None,
         **targets: Any,
-    ) -> Row:
+    ) -> BenchmarkRow:
         """Time calls on x (an array, or anything with shape and dtype: n = elements of the shape), print the row and
         keep it.
 
@@ -218,7 +218,7 @@ class Bench:
         n = prod(x.shape)
         nbytes = traffic_bytes(traffic, n)
         found = measure(*calls) if timed is None else timed
-        row = Row(
+        row = BenchmarkRow(
             operation, recipe, np.dtype(x.dtype).name, tuple(x.shape), formula(traffic), nbytes, *found, kind, **targets
         )
         if kind == "kernel":

@@ -11,7 +11,7 @@ from typing import Any
 import records
 from below_target import REASONS, Reason, reason_of
 from records import Record, head_text
-from rows import Row
+from rows import BenchmarkRow
 
 from fp4kit.cli.tables import markdown as table
 
@@ -31,9 +31,9 @@ COLOURS = {"bfloat16": "#1b6ca8", "float16": "#e08e0b", "float32": "#5a9e4b", "u
 PEER_COLOURS = ("#b5443c", "#7a55a3", "#2f8f8b", "#c77f2a", "#555555", "#d06fa8", "#4a7a1f")
 
 
-def rows_of(record: Record) -> list[Row]:
+def rows_of(record: Record) -> list[BenchmarkRow]:
     """The rows of a run."""
-    return [Row.of(row) for row in record["rows"]]
+    return [BenchmarkRow.of(row) for row in record["rows"]]
 
 
 def heading(record: Record) -> str:
@@ -44,7 +44,7 @@ def heading(record: Record) -> str:
     )
 
 
-def target_text(row: Row) -> str:
+def target_text(row: BenchmarkRow) -> str:
     """What a row is held against, and whether it is there."""
     parts = [] if row.target is None else [f"{row.target:.2f}"]
     if row.target_us is not None:
@@ -54,7 +54,7 @@ def target_text(row: Row) -> str:
     return "; ".join(parts) + (" (missed)" if row.met is False else "")
 
 
-def cells(row: Row) -> tuple[str, ...]:
+def cells(row: BenchmarkRow) -> tuple[str, ...]:
     """A row of the Markdown table."""
     peers = [f"{name} {ratio:.2f}" for name, ratio in row.ratios.items()] + [f"{name} fails" for name in row.failed]
     operation = row.operation if row.kind == "kernel" else f"{row.operation} ({row.kind} time)"
@@ -100,9 +100,9 @@ def markdown(record: Record) -> str:
     return "\n".join(lines) + "\n"
 
 
-def below_target(rows: Iterable[Row], reasons: Sequence[Reason] = REASONS) -> list[str]:
+def below_target(rows: Iterable[BenchmarkRow], reasons: Sequence[Reason] = REASONS) -> list[str]:
     """Lines of Markdown: the rows that miss their target, why, and what else was tried."""
-    found: dict[Reason | None, list[Row]] = {}
+    found: dict[Reason | None, list[BenchmarkRow]] = {}
     for row in rows:
         if row.met is False:
             found.setdefault(reason_of(row, reasons), []).append(row)
@@ -117,7 +117,7 @@ def below_target(rows: Iterable[Row], reasons: Sequence[Reason] = REASONS) -> li
     return lines
 
 
-def _shortfall(row: Row) -> str:
+def _shortfall(row: BenchmarkRow) -> str:
     if row.beside is not None:
         return f"{row.us / row.beside.us:.3f} of {row.beside.name}, not {row.beside.at_most:.2f}"
     return (
@@ -135,7 +135,7 @@ def slug(record: Record) -> str:
 def plot(record: Record, path: Path) -> None:
     """Efficiencies with their targets, and how many times faster than each peer, one line per operation and recipe."""
     plt = records.pyplot(path)
-    lines: dict[tuple[str, str], list[Row]] = {}
+    lines: dict[tuple[str, str], list[BenchmarkRow]] = {}
     for row in rows_of(record):
         if row.efficiency is not None:
             lines.setdefault((row.operation, row.recipe), []).append(row)
@@ -150,7 +150,7 @@ def plot(record: Record, path: Path) -> None:
     records.save(figure, path)
 
 
-def _plot_efficiencies(axes: Any, lines: list[list[Row]]) -> None:
+def _plot_efficiencies(axes: Any, lines: list[list[BenchmarkRow]]) -> None:
     for y, rows in enumerate(lines):
         axes.axhline(y, color="#eeeeee", linewidth=0.8, zorder=0)
         for row in rows:
@@ -167,7 +167,7 @@ def _plot_efficiencies(axes: Any, lines: list[list[Row]]) -> None:
     axes.legend(handles=handles, loc="lower left")
 
 
-def _plot_peers(axes: Any, lines: list[list[Row]]) -> None:
+def _plot_peers(axes: Any, lines: list[list[BenchmarkRow]]) -> None:
     names = list(dict.fromkeys(name for rows in lines for row in rows for name in row.peers))
     colours = {name: PEER_COLOURS[i % len(PEER_COLOURS)] for i, name in enumerate(names)}
     for y, rows in enumerate(lines):
@@ -206,7 +206,7 @@ def summary(record: Record, wanted: Iterable[tuple[str, str]]) -> list[tuple[str
     return [_summary_cells(found[key]) for key in wanted]
 
 
-def _summary_cells(row: Row) -> tuple[str, ...]:
+def _summary_cells(row: BenchmarkRow) -> tuple[str, ...]:
     peer = min(row.ratios.items(), key=lambda pair: pair[1], default=None)
     against = "" if peer is None else f"{peer[0]}: {peer[1]:.1f} times as long"
     efficiency = "" if row.efficiency is None else f"{row.efficiency:.2f}"

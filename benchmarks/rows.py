@@ -30,7 +30,7 @@ class Beside(NamedTuple):
 
 
 @dataclass
-class Row:
+class BenchmarkRow:
     """One timed operation. `bytes` is n elements times the bytes of `traffic`; `copy_us` is a copy that moves as many.
 
     kind: "kernel" (events around calls in a row), "graph" (events around replays of a CUDA graph) or "host" (time until
@@ -87,7 +87,7 @@ class Row:
         return asdict(self) | {"beside": beside, "efficiency": efficiency, "met": self.met}
 
     @classmethod
-    def of(cls, record: Mapping[str, Any]) -> Row:
+    def of(cls, record: Mapping[str, Any]) -> BenchmarkRow:
         """The row of a record."""
         given = {name: value for name, value in record.items() if name not in ("efficiency", "met")}
         beside = None if given["beside"] is None else Beside(**given["beside"])

@@ -10,7 +10,7 @@ import types
 import numpy as np
 
 import fp4kit
-from fp4kit.evidence.engines import Engine
+from fp4kit.evidence.engines import ComparedEngine
 from fp4kit.evidence.fuzz.draw import Pool
 from fp4kit.quantized.container import Quantized
 
@@ -26,7 +26,7 @@ def engine_away(monkeypatch):
     module = types.ModuleType("arrays_away")
     module.asarray = lambda a: np.array(a).view(Away)
     monkeypatch.setitem(sys.modules, "arrays_away", module)
-    return Engine(module)
+    return ComparedEngine(module)
 
 
 def is_away(value):

@@ -7,7 +7,7 @@ from functools import partial
 import numpy as np
 
 import fp4kit
-from fp4kit.evidence.live.adapter import Adapter, Call
+from fp4kit.evidence.live.adapter import Adapter, ProducerCall
 from fp4kit.evidence.live.exceptions import Exempt
 
 AT = 3  # the column whose codes are wrong
@@ -40,8 +40,8 @@ def large_blocks(x, q):
     return np.repeat(amax > 8, 32, axis=-1)
 
 
-FAULTY = Call(partial(faulty, above=8.0))
-EXEMPT = Call(partial(faulty, above=8.0), exempt=(Exempt("large blocks", large_blocks),))
+FAULTY = ProducerCall(partial(faulty, above=8.0))
+EXEMPT = ProducerCall(partial(faulty, above=8.0), exempt=(Exempt("large blocks", large_blocks),))
 
 
 def adapter(call, id="mxfp4-ocp", **fields):
@@ -57,5 +57,5 @@ def decode_without_sign(q):
     return fp4kit.dequantize(q) + np.zeros((), q.dtype)
 
 
-DECODER = Call(sound, decode=decode)
-FAULTY_DECODER = Call(sound, decode=decode_without_sign)
+DECODER = ProducerCall(sound, decode=decode)
+FAULTY_DECODER = ProducerCall(sound, decode=decode_without_sign)

@@ -67,7 +67,7 @@ def library_of(level):
     except OSError as error:
         pytest.skip(f"{level}: {error}")
     functions.fp4kit_set_reciprocals(reciprocal_table().ctypes.data)
-    return native.Library(functions, level)
+    return native.CompiledLibrary(functions, level)
 
 
 def test_the_engine_is_there():
@@ -109,7 +109,7 @@ def test_a_call_is_done_by_the_level_that_is_chosen(monkeypatch):
             seen.append(name)
             return getattr(right, name)
 
-    with using(monkeypatch, native.Library(Spy(), "base")):
+    with using(monkeypatch, native.CompiledLibrary(Spy(), "base")):
         q = fp4kit.quantize(ordinary(1, (32, 64)), "nvfp4-te")
         fp4kit.dequantize(q)
     assert any("encode" in name or "quantize" in name for name in seen)

@@ -229,7 +229,7 @@ def interrupted_at(patch, number):
 
             return call
 
-    library = native.Library(Interrupting(), level)
+    library = native.CompiledLibrary(Interrupting(), level)
     patch.setattr(native, "library", lambda: library)
     return calls
 

@@ -16,7 +16,7 @@ from powers import nearly_equal
 from searched import STATIC, hessians, searched_blocks
 
 import fp4kit
-from fp4kit.call.search_scales import Wanted, search_call
+from fp4kit.call.search_scales import SearchRequest, search_call
 from fp4kit.cpu import encode
 from fp4kit.cpu import search_scales as searching
 from fp4kit.formats import E2M1, E4M3, FLOATS
@@ -204,7 +204,7 @@ def test_any_number_of_threads():
 
 def by_bounds_and_all(x, amax, **options) -> float:
     """Assert that both give the same bits; the share of blocks that the bounds did not prove."""
-    search = search_call("search_scales", x, STATIC, -1, amax, Wanted(**options))
+    search = search_call("search_scales", x, STATIC, -1, amax, SearchRequest(**options))
     found, unproven = [], np.zeros((2, 1), np.uint64)
     for bounded, counted in zip((True, False), unproven, strict=True):
         found.append(np.zeros((len(x), x.shape[1] // 16), np.float32))

@@ -14,7 +14,7 @@ from exhaustive import by_default, exhaustive
 
 import fp4kit
 from fp4kit.cpu import dequantize
-from fp4kit.evidence.engines import Engine
+from fp4kit.evidence.engines import ComparedEngine
 from fp4kit.evidence.selftest import tasks
 from fp4kit.evidence.testing import assert_same_bits
 from fp4kit.formats import FLOATS
@@ -74,7 +74,7 @@ def test_every_value_of_16_bits_under_every_scale(name, dtype):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_code_under_every_scale(name):
-    outcome = tasks.every_code(Engine(np), name)
+    outcome = tasks.every_code(ComparedEngine(np), name)
     assert outcome.values > 0 and outcome.differing == 0, outcome.first
 
 

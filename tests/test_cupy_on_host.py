@@ -17,7 +17,7 @@ import fp4kit
 from fp4kit.cuda.compile import loader
 from fp4kit.cuda.engine.buffers import FLOAT32, UINT8, New, memory_of
 from fp4kit.cuda.launch import geometry, matrix, pack_codes
-from fp4kit.cuda.launch.dispatch import Work, way_of
+from fp4kit.cuda.launch.dispatch import LaunchRequest, way_of
 from fp4kit.evidence.testing import assert_same_bits
 
 pytestmark = pytest.mark.usefixtures("played_gpu")
@@ -213,7 +213,7 @@ def test_a_row_that_is_too_long_for_a_kernel(monkeypatch, recipe):
     """Of blocks alone: without them all elements are one row, which kernels number in 64 bits."""
     monkeypatch.setattr(matrix, "_function", lambda *arguments: None)
     for columns in (1 << 32, (1 << 32) - 32, 1 << 12):
-        work = Work(fp4kit.recipe(recipe), BF16, (2, columns))
+        work = LaunchRequest(fp4kit.recipe(recipe), BF16, (2, columns))
         refused = pytest.raises(ValueError, match=r"a row of 4294967296 elements; .* at most 2\^32 - 1; reshape x")
         with refused if columns == 1 << 32 and work.recipe.block else nullcontext():
             matrix.launch_by.__wrapped__(way_of(work), work, True, 0)

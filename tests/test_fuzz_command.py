@@ -15,9 +15,9 @@ from fp4kit.cli import main
 from fp4kit.evidence.fuzz import arrays as fuzz_arrays
 from fp4kit.evidence.fuzz import parallel, replay
 from fp4kit.evidence.fuzz import run as fuzz
-from fp4kit.evidence.fuzz.arrays import Array, View
+from fp4kit.evidence.fuzz.arrays import DrawnArray, View
 from fp4kit.evidence.fuzz.check import Verdict, check
-from fp4kit.evidence.fuzz.draw import Case, Options, draw
+from fp4kit.evidence.fuzz.draw import DrawnCase, DrawnOptions, draw
 from fp4kit.evidence.fuzz.print_repro import script
 from fp4kit.evidence.fuzz.recipes import Variant
 from fp4kit.evidence.fuzz.shrink import shrink
@@ -45,10 +45,10 @@ def test_programs_are_printed_as_they_run(number, away):
 
 
 def test_values_are_written_out_where_they_are_few():
-    x = Array("ordinary", "bfloat16", (2, 32), 1, View.plain(2))
+    x = DrawnArray("ordinary", "bfloat16", (2, 32), 1, View.plain(2))
     values = np.zeros((2, 32), fuzz_arrays.DTYPES["bfloat16"])
     values[1, 3], values[0, 0] = 1.5, -0.0
-    case = Case("quantize", Variant("mxfp4-ocp"), (x.with_values(values),), -1, Options())
+    case = DrawnCase("quantize", Variant("mxfp4-ocp"), (x.with_values(values),), -1, DrawnOptions())
     text = script(case, Verdict("differs", step=2), None)
     assert "given('bfloat16', (2, 32), {0: 0x8000, 35: 0x3fc0})" in text
     many = replace(case, arrays=(x.with_values(np.full((2, 64), 1.5, np.float32)),))
@@ -151,7 +151,7 @@ def test_errors_of_the_command(arguments, message, without_gpu, capsys):
 
 
 def test_processes_draw_with_their_own_seeds():
-    work = parallel.Work(600, 5, replace(SMALL, operations=("pack",)), 1.0, None)
+    work = parallel.WorkerTask(600, 5, replace(SMALL, operations=("pack",)), 1.0, None)
     counted = []
     report = parallel.run(work, 4, 2, lambda calls, failures: counted.append(calls))
     assert report.total("cases") == 10 and sum(counted) == report.total("calls") and report.failures == []

@@ -15,7 +15,7 @@ import pytest
 from exhaustive import by_default, exhaustive
 from host import cupy_on_host
 
-from fp4kit.evidence.engines import Engine, Outcome
+from fp4kit.evidence.engines import ComparedEngine, Outcome
 from fp4kit.evidence.fuzz import check
 from fp4kit.evidence.fuzz import run as fuzz
 from fp4kit.evidence.fuzz.draw import Pool
@@ -98,7 +98,7 @@ def all_is_equal() -> Iterator[None]:
 def test_drawn_calls(name, cases):
     """Nothing differs, nothing is refused on one side, and no input is written to; warnings are failures, too."""
     with all_is_equal() if cupy_on_host.rehearsing else nullcontext():
-        found = fuzz.run(Engine(cupy_on_host), 3600, cases, cases=cases, pool=POOLS[name])
+        found = fuzz.run(ComparedEngine(cupy_on_host), 3600, cases, cases=cases, pool=POOLS[name])
     assert not found.failures, "\n\n".join(
         f"case {f.case}: {f.drawn}\n{f.kind}: {f.text}\n{f.script}" for f in found.failures
     )

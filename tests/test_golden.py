@@ -12,7 +12,7 @@ from exhaustive import by_default, every, exhaustive, half
 from recorded import groups
 
 import fp4kit
-from fp4kit.evidence.engines import Engine
+from fp4kit.evidence.engines import ComparedEngine
 from fp4kit.evidence.golden import check as golden_check
 from fp4kit.evidence.golden.check import Operations, check_recipe
 from fp4kit.evidence.golden.golden_set import GoldenSet
@@ -57,7 +57,7 @@ def test_recipe(name, golden):
 
 @pytest.mark.parametrize("name", [*SLOW, *half(name for name in RECIPES if name not in SLOW)])
 def test_recipe_on_the_compiled_engine(name, golden):
-    result = check_recipe(name, golden, Operations.of(Engine(np)))
+    result = check_recipe(name, golden, Operations.of(ComparedEngine(np)))
     assert result.differences == ()
     assert (result.compared == 0) == (name in UNRECORDED)
 

@@ -204,10 +204,10 @@ def test_one_launch_and_a_graph(monkeypatch) -> None:
     plan = fp4kit.GroupedPlan(d, "nvfp4-te")
     plan.quantize()
     calls = []
-    from fp4kit.cuda.launch.grouped import Launch
+    from fp4kit.cuda.launch.grouped import GroupedLaunch
 
-    original = Launch.__call__
-    monkeypatch.setattr(Launch, "__call__", lambda self: (calls.append(self), original(self)))
+    original = GroupedLaunch.__call__
+    monkeypatch.setattr(GroupedLaunch, "__call__", lambda self: (calls.append(self), original(self)))
     monkeypatch.setattr(matrix, "amax", None)
     monkeypatch.setattr(loader, "function", None)
     stream = cupy.cuda.Stream(non_blocking=True)

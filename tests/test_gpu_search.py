@@ -23,7 +23,7 @@ import fp4kit
 from fp4kit.call.amaxes import has_given_powers
 from fp4kit.call.search_scales import has_grid
 from fp4kit.cuda.engine import search_amaxes
-from fp4kit.evidence.engines import Engine
+from fp4kit.evidence.engines import ComparedEngine
 from fp4kit.evidence.selftest.tasks import recorded
 from fp4kit.formats import E2M1, E2M3
 from fp4kit.recipes import RECIPES
@@ -487,7 +487,7 @@ def test_multiples_of_the_amax_with_options(recipe) -> None:
 @pytest.mark.parametrize("recipe", FACTORED)
 def test_recorded_arrays_of_what_searches(recipe, golden) -> None:
     """Those that auto-round made."""
-    found = recorded(Engine(cupy), golden, recipe)
+    found = recorded(ComparedEngine(cupy), golden, recipe)
     assert found.values > 100_000 and not found.differing, found.first
 
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from fp4kit.arrays import imports
-from fp4kit.arrays.torch_arrays import Stream
+from fp4kit.arrays.torch_arrays import TorchStream
 from fp4kit.cuda.launch.geometry import Launch
 
 FIELDS = np.dtype([("a", "u8"), ("size", "i8")])
@@ -57,19 +57,19 @@ def test_without_a_stream_cupy_launches(log):
 
 def test_a_stream_is_where_the_driver_launches(log):
     launch = Launch(Function(log, 99), 3, FIELDS, 7, threads=64)
-    for stream in (Stream(1234, 0), SimpleNamespace(ptr=0)):
+    for stream in (TorchStream(1234, 0), SimpleNamespace(ptr=0)):
         launch(5, stream=stream)
     assert log == [("driver", 99, [3, 1, 1, 64, 1, 1], ptr, words(5, 7), 0) for ptr in (1234, 0)]
 
 
 def test_a_kernel_without_a_pointer_is_launched_on_the_stream(log):
-    stream = Stream(1234, 0)
+    stream = TorchStream(1234, 0)
     Launch(Function(log), 3, FIELDS, 7)(5, stream=stream)
     assert log == [("cupy", (3,), (256,), stream, words(5, 7))]
 
 
 def test_where_the_driver_refuses_cupy_launches_on_the_stream(log):
     log.append("broken")
-    stream = Stream(1234, 0)
+    stream = TorchStream(1234, 0)
     Launch(Function(log, 99), 3, FIELDS, 7)(5, stream=stream)
     assert log[1:] == [("cupy", (3,), (256,), stream, words(5, 7))]

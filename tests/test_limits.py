@@ -9,7 +9,7 @@ from together import together
 
 from fp4kit.call.parse import Declined
 from fp4kit.cuda import engine
-from fp4kit.cuda.launch.dispatch import Work, find, way_of
+from fp4kit.cuda.launch.dispatch import LaunchRequest, find, way_of
 from fp4kit.cuda.launch.supported import unsupported
 from fp4kit.formats import E1M2, E2M3, E3M0, ElementFormat
 from fp4kit.quantized.container import Quantized
@@ -38,7 +38,10 @@ REFUSED = [  # recipe, what is replaced, the message
 def test_what_no_kernel_has(name, fields, message):
     r = replace(RECIPES[name], id=f"{name}-variant", **fields)
     full = f"{name}-variant has {message}.*; compute on the CPU with cupy.asnumpy"
-    for work in (Work(r, np.dtype(np.float32), (32, 64)), Work(r, np.dtype(np.float32), (32, 64), columns=True)):
+    for work in (
+        LaunchRequest(r, np.dtype(np.float32), (32, 64)),
+        LaunchRequest(r, np.dtype(np.float32), (32, 64), columns=True),
+    ):
         assert find(work) is None
         with pytest.raises(Declined, match=full):
             way_of(work)
@@ -61,6 +64,6 @@ def test_what_kernels_have(r: Recipe):
 
 
 def test_block_amax_of_four_over_six_is_refused():
-    work = Work(RECIPES[FOUR_OVER_SIX], np.dtype(np.float32), (1, 16), calibrated=True)
+    work = LaunchRequest(RECIPES[FOUR_OVER_SIX], np.dtype(np.float32), (1, 16), calibrated=True)
     with pytest.raises(Declined, match="block_amax of blocks of several rows, or of 4over6, has no CUDA kernel"):
         way_of(work)

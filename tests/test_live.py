@@ -12,7 +12,7 @@ import pytest
 import fp4kit
 from fp4kit.cli import main
 from fp4kit.evidence.live import draw, run
-from fp4kit.evidence.live.adapter import DTYPES, Call
+from fp4kit.evidence.live.adapter import DTYPES, ProducerCall
 from fp4kit.evidence.live.compare import PARTS, compare
 from fp4kit.evidence.live.decoders import EDGES, draw_stored
 from fp4kit.evidence.live.exceptions import block_amax
@@ -96,7 +96,7 @@ def test_kinds_are_what_their_names_say():
 
 
 def test_a_sound_producer_does_not_differ():
-    result = found(Call(live_fault.sound))
+    result = found(ProducerCall(live_fault.sound))
     assert result.total.arrays > 10 and result.total.elements > 1000
     assert (result.total.differing, result.found, dict(result.total.exceptions)) == (0, [], {})
 
@@ -123,16 +123,16 @@ def test_every_part_of_a_producer_is_compared():
         parts = live_fault.sound(x)
         bits = parts[part].copy()
         bit_patterns(bits).reshape(-1)[-1] ^= 1
-        differences = compare("mxfp4-ocp", x, Call(live_fault.sound), {**parts, part: bits}).differences
+        differences = compare("mxfp4-ocp", x, ProducerCall(live_fault.sound), {**parts, part: bits}).differences
         assert [d.part for d in differences] == [part] and differences[0].differing == 1
     q = fp4kit.quantize(x, "nvfp4-te")
     up = {
         "tensor_scale": np.nextafter(q.tensor_scale, np.float32(1)),
         "values_bfloat16": q.dequantize(ml_dtypes.bfloat16),
     }
-    assert [d.part for d in compare("nvfp4-te", x, Call(live_fault.sound), up).differences] == ["tensor_scale"]
+    assert [d.part for d in compare("nvfp4-te", x, ProducerCall(live_fault.sound), up).differences] == ["tensor_scale"]
     fake = {"fake": fp4kit.fake_quantize(x, "nvfp4-te").astype(np.float32)}
-    assert not compare("nvfp4-te", x, Call(live_fault.sound), fake).differences
+    assert not compare("nvfp4-te", x, ProducerCall(live_fault.sound), fake).differences
     assert {"codes", "block_scale", "tensor_scale", "values", "fake"} <= PARTS.keys()
 
 
@@ -140,8 +140,8 @@ def test_a_nan_equals_a_nan_and_other_shapes_differ():
     x = np.float32([[np.nan] * 32])
     q = fp4kit.quantize(x, "mxfp8-te")
     signed = {"codes": q.packed ^ np.uint8(0x80), "values": -fp4kit.dequantize(q, np.float32)}
-    assert not compare("mxfp8-te", x, Call(live_fault.sound), signed).differences
-    (difference,) = compare("mxfp8-te", x, Call(live_fault.sound), {"codes": q.packed[:, :16]}).differences
+    assert not compare("mxfp8-te", x, ProducerCall(live_fault.sound), signed).differences
+    (difference,) = compare("mxfp8-te", x, ProducerCall(live_fault.sound), {"codes": q.packed[:, :16]}).differences
     assert str(difference) == "codes: 32 of 32 differ, first uint8 (1, 16) there and uint8 (1, 32) here"
 
 
@@ -173,17 +173,17 @@ def test_an_exception_is_counted_where_it_excuses_a_difference():
     assert result.total.differing == 0 and not result.found
     assert 0 < result.total.exceptions["large blocks"] < result.total.arrays
     assert not found(
-        Call(live_fault.sound, exempt=live_fault.EXEMPT.exempt)
+        ProducerCall(live_fault.sound, exempt=live_fault.EXEMPT.exempt)
     ).total.exceptions  # it excuses nothing there
 
 
 def test_an_exception_of_codes_does_not_excuse_scales():
-    result = found(Call(live_fault.one_byte_more, exempt=live_fault.EXEMPT.exempt))
+    result = found(ProducerCall(live_fault.one_byte_more, exempt=live_fault.EXEMPT.exempt))
     assert result.total.differing == result.total.arrays and not result.total.exceptions
 
 
 def test_a_producer_that_raises_is_a_difference():
-    result = found(Call(live_fault.changed))
+    result = found(ProducerCall(live_fault.changed))
     assert result.total.differing == result.total.arrays
     assert {f.text for f in result.found} == {"raises: AttributeError: quantize is gone"}
 
@@ -243,17 +243,17 @@ def test_what_cannot_be_imported_is_reported():
 
 def test_recipes_run_for_the_versions_that_they_are_stated_for():
     for first, last, runs in (("", "", 1), ("1.0", "", 1), ("99.0", "", 0), ("", "0.9", 0), ("2.0.0", "99", 1)):
-        result = found(Call(live_fault.sound, first=first, last=last), seconds=0.01)
+        result = found(ProducerCall(live_fault.sound, first=first, last=last), seconds=0.01)
         assert len(result.recipes) == runs and ("mxfp4-ocp" in result.left_out) == (not runs), (first, last)
     for beside, runs in (({"numpy": ("2", "")}, 1), ({"pytest": ("", "1.0")}, 0), ({"pytest": ("99", "")}, 0)):
-        adapter = live_fault.adapter(Call(live_fault.sound, beside=beside), beside=("pytest",))
+        adapter = live_fault.adapter(ProducerCall(live_fault.sound, beside=beside), beside=("pytest",))
         result = run.run(adapter, fp4kit.recipes(), 0.01, 0)
         assert len(result.recipes) == runs and ("is stated for pytest" in str(result.left_out)) == (not runs), beside
     assert run._between("0.31.2", "0.32.4.dev1+cpu", "") and not run._between("", "0.19.0", "0.18.99")
 
 
 def test_the_command(capsys, monkeypatch):
-    monkeypatch.setattr(run, "adapters", lambda: (live_fault.adapter(Call(live_fault.sound)),))
+    monkeypatch.setattr(run, "adapters", lambda: (live_fault.adapter(ProducerCall(live_fault.sound)),))
     assert main(["recipes", "--live", "mxfp4-ocp", "mxfp8-flashinfer", "--seconds", "0.1"]) == 0
     text = capsys.readouterr().out
     assert "producer" in text and "FlashInfer quantizes with CUDA kernels" in text

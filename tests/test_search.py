@@ -12,7 +12,7 @@ from inputs import BF16, extreme, nonfinite, ordinary
 
 import fp4kit
 from fp4kit.call.parse import Declined
-from fp4kit.cuda.launch.dispatch import Work, find, way_of
+from fp4kit.cuda.launch.dispatch import LaunchRequest, find, way_of
 from fp4kit.evidence.testing import assert_same_bits
 from fp4kit.formats import E2M1
 from fp4kit.host.engine import compute_tensor_amax
@@ -262,11 +262,14 @@ def test_a_kernel_of_codes_searches_nothing(name):
     message = (
         f"{name} has search='auto_round_.*', which a kernel before those that make codes does; quantize launches both"
     )
-    for work in (Work(RECIPES[name], F32, (32, 64)), Work(RECIPES[name], F32, (32, 64), columns=True)):
+    for work in (
+        LaunchRequest(RECIPES[name], F32, (32, 64)),
+        LaunchRequest(RECIPES[name], F32, (32, 64), columns=True),
+    ):
         assert find(work) is None
         with pytest.raises(Declined, match=message):
             way_of(work)
-    assert find(Work(RECIPES[name], F32, (32, 64), scaled=True)) is not None
+    assert find(LaunchRequest(RECIPES[name], F32, (32, 64), scaled=True)) is not None
 
 
 def test_every_search_is_one_of_a_recipe():

@@ -21,16 +21,16 @@ from fp4kit.evidence.fuzz import run as fuzz
 from fp4kit.evidence.selftest import all_float32 as selftest_sweep
 from fp4kit.evidence.selftest import tasks as selftest
 from fp4kit.evidence.selftest.all_float32 import ALL, NEAR, SIGN, STEP, SWEEPS, differences, runs
-from fp4kit.evidence.selftest.tasks import Engine, Finished, Outcome, Task, compare
+from fp4kit.evidence.selftest.tasks import ComparedEngine, Finished, Outcome, Task, compare
 from fp4kit.formats import E2M1, E4M3
 from fp4kit.quantized.container import Quantized
 from fp4kit.recipes import RECIPES
 
-NUMPY = Engine(np)
+NUMPY = ComparedEngine(np)
 CHUNK = 1 << 16
 
 
-class Wrong(Engine):
+class Wrong(ComparedEngine):
     """One bit of every resulting array is wrong."""
 
     def get(self, a):
@@ -42,7 +42,7 @@ class Wrong(Engine):
         return wrong
 
 
-class Missing(Engine):
+class Missing(ComparedEngine):
     """A device that has no kernel for stochastic rounding and none to decode."""
 
     def call(self, function, *arguments, **options):

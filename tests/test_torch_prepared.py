@@ -66,7 +66,9 @@ class Launched:
 def quantize_call(recipe, arguments, row, column, amax):
     launch, on = Launched((*arguments.pointers, *arguments.words)), cached_calls.memory_of(tensor())
     axes = ((1, row), (0, column))
-    results = (cached_calls.Result.of(call_of(recipe, axis), axis) if wanted else None for axis, wanted in axes)
+    results = (
+        cached_calls.QuantizedResult.of(call_of(recipe, axis), axis) if wanted else None for axis, wanted in axes
+    )
     return cached_calls.QuantizeCall.of(on, amax, launch, arguments, *results)
 
 

@@ -16,7 +16,7 @@ from inputs import BF16
 
 from fp4kit.call.parse import Declined
 from fp4kit.cuda.launch import geometry
-from fp4kit.cuda.launch.dispatch import TABLE_LEAST, Work, way_of
+from fp4kit.cuda.launch.dispatch import TABLE_LEAST, LaunchRequest, way_of
 from fp4kit.recipes import RECIPES
 from fp4kit.reference.hadamard import TE_SIGN_MASK
 
@@ -29,7 +29,7 @@ LARGE = (4096, 8192)
 
 def work(name, shape=LARGE, dtype=BF16, **options):
     recipe = RECIPES[name] if isinstance(name, str) else name
-    return Work(recipe, dtype, shape, **options)
+    return LaunchRequest(recipe, dtype, shape, **options)
 
 
 # A work, its kernel, and its grid on 132 multiprocessors.

@@ -25,7 +25,7 @@ T = TypeVar("T")
 Give = Callable[[Any], Any]  # from a NumPy or CuPy array to one of the library; what is of the library stays
 
 
-class Library(NamedTuple):
+class ArrayLibrary(NamedTuple):
     """What is known of a library. at_home(a): where calls on `a` run, and its Give. is_mutable: arrays can be written
     to.
     """
@@ -35,11 +35,11 @@ class Library(NamedTuple):
     is_mutable: bool
 
 
-TORCH = Library("torch", torch_arrays.at_home, True)
-JAX = Library("jax", jax_arrays.at_home, False)
+TORCH = ArrayLibrary("torch", torch_arrays.at_home, True)
+JAX = ArrayLibrary("jax", jax_arrays.at_home, False)
 
 
-def library_of(a: Any) -> Library | None:
+def library_of(a: Any) -> ArrayLibrary | None:
     """The library of an array, of the first of a sequence, of the parts of a Quantized; None for NumPy, CuPy and any
     other.
     """

@@ -110,7 +110,7 @@ def tensor_of(array: Any) -> Any:
     return _device_tensor(array) if type(array).__module__ == "cupy" else array
 
 
-class Stream(NamedTuple):
+class TorchStream(NamedTuple):
     """A stream of PyTorch, as a launch of CuPy takes it."""
 
     ptr: int
@@ -121,15 +121,15 @@ class Stream(NamedTuple):
         return 0, self.ptr
 
 
-def stream_of(device: Any) -> Stream:
+def stream_of(device: Any) -> TorchStream:
     """PyTorch's current stream of a device."""
     return streams_of(device)()
 
 
-def streams_of(device: Any) -> Callable[[], Stream]:
+def streams_of(device: Any) -> Callable[[], TorchStream]:
     """What gives PyTorch's current stream of a device."""
     pointer, index = _raw_stream(), device.index
-    return lambda: Stream(pointer(index), index)
+    return lambda: TorchStream(pointer(index), index)
 
 
 @cache
@@ -140,7 +140,7 @@ def _raw_stream() -> Callable[[int], int]:
 
 
 @lru_cache(_MOST_STREAMS)
-def cupy_stream(stream: Stream) -> Any:
+def cupy_stream(stream: TorchStream) -> Any:
     """The stream as CuPy's current one, in a with statement; its device must be the current one."""
     cuda = imports.cupy().cuda
     make = getattr(cuda.Stream, "from_external", None)

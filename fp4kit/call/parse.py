@@ -33,7 +33,7 @@ class Declined(NotImplementedError):
     """
 
 
-class Options(NamedTuple):
+class QuantizeOptions(NamedTuple):
     """What a call of quantize adds to recipe and axis, as the caller gave it."""
 
     scale_layout: ScaleLayout = "linear"
@@ -106,7 +106,7 @@ def quantize_call(
     x: Any,
     recipe: str | Recipe,
     axis: int = -1,
-    options: Options = Options(),  # noqa: B008  (a tuple)
+    options: QuantizeOptions = QuantizeOptions(),  # noqa: B008  (a tuple)
     *,
     tensor_amax: Any = None,
     block_amax: Any = None,
@@ -128,7 +128,7 @@ def call_with_scales(
     x: Any,
     recipe: str | Recipe,
     axis: int,
-    options: Options,
+    options: QuantizeOptions,
     block_scale: Any,
     tensor_scale: Any,
     out: Quantized | None,
@@ -155,7 +155,7 @@ def fake_call(
     x: Any,
     recipe: str | Recipe,
     axis: int,
-    options: Options,
+    options: QuantizeOptions,
     *,
     tensor_amax: Any = None,
     block_amax: Any = None,
@@ -177,7 +177,7 @@ def backward_call(op: str, grad: Any, x: Any, recipe: str | Recipe, axis: int, a
     return call._replace(grad=grad), given["amax"]
 
 
-def columnwise(call: Call, options: Options) -> Call:
+def columnwise(call: Call, options: QuantizeOptions) -> Call:
     """The call of quantize_both for its columns: axis -2, with options of its own. What covers the tensor serves
     both.
     """
@@ -193,7 +193,7 @@ def with_amaxes(call: Call, tensor_amax: Any, block_amax: Any) -> Call:
     return call._replace(tensor_amax=tensor, block_amax=given_block_amax(op, block_amax, shape, r, call.on_device))
 
 
-def with_options(call: Call, options: Options) -> Call:
+def with_options(call: Call, options: QuantizeOptions) -> Call:
     """The call with its layout, random source and Hadamard transform."""
     random = _random_source(call, options.rounding, options.seed)
     return call._replace(layout=options.scale_layout, random=random, mask=_sign_mask(call, options.hadamard))

@@ -43,7 +43,7 @@ class Terms(NamedTuple):
 PLAIN = Terms()
 
 
-class Wanted(NamedTuple):
+class SearchRequest(NamedTuple):
     """What the caller asks for."""
 
     objective: Any = "mse"
@@ -69,7 +69,7 @@ class Search(NamedTuple):
         return self.terms.grid is None and not self.has_powers
 
 
-def search_call(op: str, x: Any, recipe: str | Recipe, axis: int, tensor_amax: Any, wanted: Wanted) -> Search:
+def search_call(op: str, x: Any, recipe: str | Recipe, axis: int, tensor_amax: Any, wanted: SearchRequest) -> Search:
     """A call that finds block amaxes, or tensor amaxes where there are no block scales."""
     r, offsets, grid = recipe_of(op, recipe), None, None
     objective, weights, hessian, candidates = wanted

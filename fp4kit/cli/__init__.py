@@ -25,7 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return guard.run(lambda task: _run(task, argv), startup.COMMAND)
 
 
-def _run(task: guard.Task, argv: Sequence[str] | None) -> int:
+def _run(task: guard.GuardedCommand, argv: Sequence[str] | None) -> int:
     """Parse the arguments and run what they ask for."""
     try:
         args = parser().parse_args(argv)

@@ -86,7 +86,9 @@ def _pool_options(args: argparse.Namespace) -> str:
     return lists + (f" --changes {args.changes}" if args.changes != Pool.changes else "")
 
 
-def _run(args: argparse.Namespace, engine: fuzz.Engine | None, device: str, pool: Pool, shown: bool) -> fuzz.Report:
+def _run(
+    args: argparse.Namespace, engine: fuzz.ComparedEngine | None, device: str, pool: Pool, shown: bool
+) -> fuzz.Report:
     if args.case is not None:
         return fuzz.run_case(engine, args.case, pool=pool)
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
@@ -103,7 +105,7 @@ def _run(args: argparse.Namespace, engine: fuzz.Engine | None, device: str, pool
 
         if args.processes == 1:
             return fuzz.run(engine, args.seconds, args.seed, cases=args.cases, pool=pool, progress=progress)
-        work = parallel.Work(args.seconds, args.cases, pool, 10.0, device or None)
+        work = parallel.WorkerTask(args.seconds, args.cases, pool, 10.0, device or None)
         return parallel.run(work, args.seed, args.processes, progress)
 
 

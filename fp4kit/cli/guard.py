@@ -35,7 +35,7 @@ _WORDS[signal.SIGPIPE] = "standard output was closed"
 _TWICE = 0.5  # seconds in which a signal is taken for the same one again: a terminal and a parent process both send it
 
 
-class Task:
+class GuardedCommand:
     """What the guard knows of the command: its name, and the directory or file that it is to make (None: it makes
     none).
     """
@@ -119,14 +119,14 @@ class _Signals:
             self._hook(unraisable)
 
 
-def run(command: Callable[[Task], int], process: bool) -> int:
+def run(command: Callable[[GuardedCommand], int], process: bool) -> int:
     """Run ``command`` and return its exit code; whatever ends it, say so in one line.
 
     process: whether the process ends with the command: then signals stay handled, lest one that comes while Python
     shuts down
         leaves a traceback.
     """
-    task, signals = Task(), _Signals(process)
+    task, signals = GuardedCommand(), _Signals(process)
     try:
         signals.install()
         code = _ended(command, task, signals)
@@ -137,7 +137,7 @@ def run(command: Callable[[Task], int], process: bool) -> int:
     return code
 
 
-def _ended(command: Callable[[Task], int], task: Task, signals: _Signals) -> int:
+def _ended(command: Callable[[GuardedCommand], int], task: GuardedCommand, signals: _Signals) -> int:
     """Run the command; return its exit code."""
     try:
         code = command(task)
@@ -151,7 +151,7 @@ def _ended(command: Callable[[Task], int], task: Task, signals: _Signals) -> int
         return _failed(task, signals, error)
 
 
-def _stopped(task: Task, signals: _Signals, number: int) -> int:
+def _stopped(task: GuardedCommand, signals: _Signals, number: int) -> int:
     """Say what a signal stopped, and what there is now. A reader that went away wants to hear nothing but that."""
     number = signals.ending(number)
     if number == signal.SIGPIPE:
@@ -161,7 +161,7 @@ def _stopped(task: Task, signals: _Signals, number: int) -> int:
     return 128 + number
 
 
-def _failed(task: Task, signals: _Signals, error: Exception) -> int:
+def _failed(task: GuardedCommand, signals: _Signals, error: Exception) -> int:
     """Say what went wrong; what users cannot cause is a defect, and shown with its traceback."""
     signals.ending(0)
     if isinstance(error, OutputError):

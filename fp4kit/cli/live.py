@@ -44,7 +44,7 @@ def live(out: Output, ids: tuple[str, ...], seconds: float, seed: int) -> int:
     return DONE if arrays and not differing else DIFFERENT
 
 
-def _run(out: Output, ids: tuple[str, ...], seconds: float, seed: int) -> list[run.Result]:
+def _run(out: Output, ids: tuple[str, ...], seconds: float, seed: int) -> list[run.ProducerResult]:
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     shown = not out.quiet and sys.stderr.isatty()
     results = []

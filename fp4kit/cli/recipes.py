@@ -13,7 +13,7 @@ from fp4kit.cli.parser import add_command
 from fp4kit.evidence.golden import agreement
 from fp4kit.evidence.golden.check import check_recipe
 from fp4kit.evidence.golden.golden_set import GoldenSet
-from fp4kit.evidence.golden.result import Result
+from fp4kit.evidence.golden.result import GoldenResult
 from fp4kit.evidence.golden.rows import ROWS
 from fp4kit.recipes import recipe, recipes
 
@@ -98,7 +98,7 @@ def _check(out: Output, ids: tuple[str, ...], golden: GoldenSet) -> int:
     return DONE if compared and equal == compared else DIFFERENT
 
 
-def _differences(result: Result) -> list[dict[str, Any]]:
+def _differences(result: GoldenResult) -> list[dict[str, Any]]:
     """The arrays that differ as JSON has them."""
     return [{"key": d.key, "differing": d.differing, "size": d.size} for d in result.differences]
 

@@ -60,10 +60,10 @@ def _selftest(args: argparse.Namespace, out: Output) -> int:
         raise OSError(str(error)) from error
     device = cupy.cuda.runtime.getDeviceProperties(cupy.cuda.Device().id)["name"].decode()
     out.verbatim(f"{device}, CuPy {cupy.__version__}, NVRTC {compiler}, fp4kit {__version__}")
-    return report(selftest.Engine(cupy), golden, args.quick, out)
+    return report(selftest.ComparedEngine(cupy), golden, args.quick, out)
 
 
-def report(engine: selftest.Engine, golden: GoldenSet | None, quick: bool, out: Output) -> int:
+def report(engine: selftest.ComparedEngine, golden: GoldenSet | None, quick: bool, out: Output) -> int:
     """Run everything, print the table, and what differs or was left out; 1 if anything differs, else 0."""
     start = time.perf_counter()
     finished = run(selftest.plan(engine, golden, quick), not out.quiet and sys.stderr.isatty())

@@ -17,14 +17,14 @@ import numpy as np
 from fp4kit.call.parse import Declined
 from fp4kit.cpu.buffers import address
 from fp4kit.cpu.coverage import GRAIN, WIDTH, element_key, kept_factors, not_encoded, rule_key
-from fp4kit.cpu.library import ELEMENTS_PER_CALL, AmaxCall, EncodeCall, Source, functions, threads_for
+from fp4kit.cpu.library import ELEMENTS_PER_CALL, AmaxCall, EncodeCall, SourceMatrix, functions, threads_for
 from fp4kit.formats import Packing
 from fp4kit.recipes import Recipe
 from fp4kit.reference import four_over_six
 from fp4kit.reference import quantize as specification
 from fp4kit.reference.block_rules import BLOCK_RULES
-from fp4kit.reference.quantize import Options
-from fp4kit.reference.stochastic import RandomBytes, Stream
+from fp4kit.reference.quantize import EncodeOptions
+from fp4kit.reference.stochastic import RandomBytes, RandomStream
 from fp4kit.reference.tensor_rules import TensorScale, tensor_scale
 
 UNIT = 1 << 15  # elements of a unit, about
@@ -117,10 +117,10 @@ class Shape(NamedTuple):
         return -(-(rows.stop - rows.start) // self.height) * -(-(columns.stop - columns.start) // self.width)
 
 
-def source(x: np.ndarray, hadamard: int | None = None) -> Source:
+def source(x: np.ndarray, hadamard: int | None = None) -> SourceMatrix:
     """A matrix as the library takes it."""
     steps = (step // x.itemsize for step in x.strides)
-    return Source(address(x), *x.shape, *steps, -1 if hadamard is None else hadamard)
+    return SourceMatrix(address(x), *x.shape, *steps, -1 if hadamard is None else hadamard)
 
 
 class _Scales(NamedTuple):
@@ -162,7 +162,7 @@ def quantize_matrix(
     amax: np.ndarray | None,
     packed: np.ndarray,
     scales: np.ndarray | None,
-    options: Options,
+    options: EncodeOptions,
 ) -> None:
     """reference.quantize.quantize_matrix."""
     tensor = tensor_scale(amax, recipe, x.dtype).columns(recipe)
@@ -184,7 +184,12 @@ def quantize_matrix(
 
 @np.errstate(all="ignore")
 def encode_matrix(
-    x: np.ndarray, recipe: Recipe, tensor: TensorScale, scales: np.ndarray | None, packed: np.ndarray, options: Options
+    x: np.ndarray,
+    recipe: Recipe,
+    tensor: TensorScale,
+    scales: np.ndarray | None,
+    packed: np.ndarray,
+    options: EncodeOptions,
 ) -> None:
     """reference.quantize.encode_matrix."""
     kernels = kernels_of(recipe)._replace(rule=-1, block_rows=1)
@@ -201,7 +206,7 @@ def _encode_rows(
     tensor: TensorScale,
     scales: np.ndarray | None,
     packed: np.ndarray,
-    options: Options,
+    options: EncodeOptions,
 ) -> None:
     above = _given_scales(x, r, tensor, scales, options.hadamard)
     for rows, columns in _encode(x, r, kernels, above, packed, None, options):
@@ -248,7 +253,7 @@ def _encode(
     above: _Scales,
     packed: np.ndarray,
     scales: np.ndarray | None,
-    options: Options,
+    options: EncodeOptions,
 ) -> Iterator[tuple[slice, slice]]:
     """Codes and scales of a matrix; gives the rows and columns of the units that are not done."""
     shape = Shape.of(x, kernels.block, kernels.block_rows, x.strides[1] != x.itemsize or options.hadamard is not None)
@@ -311,7 +316,7 @@ class _Bytes(NamedTuple):
     def of(cls, random: RandomBytes | None, rows: slice, columns: slice) -> _Bytes:
         """Of a part of a matrix."""
         part = None if random is None else random.cut(rows, columns)
-        if isinstance(part, Stream):
+        if isinstance(part, RandomStream):
             return cls(None, ctypes.pointer(ctypes.c_uint64(part.seed)), part.first, part.K)
         return cls() if part is None else cls(np.ascontiguousarray(part.bytes))
 
@@ -418,9 +423,9 @@ def _cut(amax: np.ndarray | None, rows: slice, blocks: slice) -> np.ndarray | No
     return amax[rows] if amax.ndim == 1 or amax.shape[1] == 1 else amax[rows, blocks]
 
 
-def cut_options(options: Options, rows: slice, columns: slice, r: Recipe) -> Options:
+def cut_options(options: EncodeOptions, rows: slice, columns: slice, r: Recipe) -> EncodeOptions:
     """The options of some rows and columns of a matrix."""
     amax, random = options.block_amax, options.random
     if amax is not None:
         amax = amax[rows.start // r.block_rows : -(-rows.stop // r.block_rows), blocks_of(columns, r)]
-    return Options(amax, None if random is None else random.cut(rows, columns), options.hadamard)
+    return EncodeOptions(amax, None if random is None else random.cut(rows, columns), options.hadamard)

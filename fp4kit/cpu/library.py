@@ -31,7 +31,7 @@ _warned: list[str] = []
 _SOURCE = ("data", "rows", "columns", "row_step", "column_step", "hadamard")
 
 
-class Source(ctypes.Structure):
+class SourceMatrix(ctypes.Structure):
     """A matrix anywhere in memory; steps are in elements."""
 
     _fields_ = [(name, c_void_p if name == "data" else c_int64) for name in _SOURCE]
@@ -41,7 +41,7 @@ class EncodeCall(ctypes.Structure):
     """Of fp4kit_encode; see source/encoder.h."""
 
     _fields_ = [
-        ("x", Source),
+        ("x", SourceMatrix),
         *((name, c_void_p) for name in ("encode", "decode", "amax")),
         ("tensor_step", c_int64),
         *((name, c_void_p) for name in ("block_amax", "factors")),
@@ -63,7 +63,7 @@ class AmaxCall(ctypes.Structure):
     """Of fp4kit_amax."""
 
     _fields_ = [
-        ("x", Source),
+        ("x", SourceMatrix),
         ("out", c_void_p),
         *((name, c_int64) for name in ("out_step", "height", "width")),
         *((name, c_int32) for name in ("input", "block", "block_rows", "threads")),
@@ -88,7 +88,7 @@ class SearchCall(ctypes.Structure):
     """Of fp4kit_search; see source/search.h."""
 
     _fields_ = [
-        ("x", Source),
+        ("x", SourceMatrix),
         *((name, c_void_p) for name in ("amaxes", "scales", "reciprocals", "weights", "hessian", "out")),
         ("out_step", c_int64),
         ("unproven", c_void_p),
@@ -103,7 +103,7 @@ class MultiplesCall(ctypes.Structure):
     """Of fp4kit_search_multiples; see source/multiples.h."""
 
     _fields_ = [
-        ("x", Source),
+        ("x", SourceMatrix),
         *((name, c_void_p) for name in ("encode", "decode", "amax", "factors")),
         *((name, c_int64) for name in ("tensor_step", "count")),
         ("out", c_void_p),
@@ -117,7 +117,7 @@ class MultiplesCall(ctypes.Structure):
 LEVELS = ("base", "avx2", "avx512")  # from the lowest to the highest
 
 
-class Library(NamedTuple):
+class CompiledLibrary(NamedTuple):
     """The functions of a library, its level, and why no higher level is used ("" for the processor's own).
 
     Without a library, `functions` is None and `level` says why.
@@ -166,7 +166,7 @@ def _load(level: str) -> Any:
 
 
 @cache
-def library() -> Library:
+def library() -> CompiledLibrary:
     """Return the best library for this processor.
 
     Warns, once per process, if a higher level is missing, or if libraries are there and none can be used.
@@ -174,7 +174,7 @@ def library() -> Library:
     try:
         best = _open("base").fp4kit_level().decode()  # a stale library knows the processor, too
     except (OSError, AttributeError) as error:
-        return Library(None, str(error))
+        return CompiledLibrary(None, str(error))
     functions, missing = None, []
     for level in reversed(LEVELS[: LEVELS.index(best) + 1]):
         try:
@@ -183,11 +183,11 @@ def library() -> Library:
         except (OSError, AttributeError) as error:
             missing.append((level, str(error)))
     if functions is None:
-        found = Library(None, missing[-1][1])
+        found = CompiledLibrary(None, missing[-1][1])
         _warn_once(f"fp4kit computes by its specification in NumPy, which is 20 to 100 times slower: {found.level}")
         return found
     functions.fp4kit_set_reciprocals(reciprocal_table().ctypes.data)
-    found = Library(functions, level, "; ".join(f"cpu-{name}: {error}" for name, error in missing))
+    found = CompiledLibrary(functions, level, "; ".join(f"cpu-{name}: {error}" for name, error in missing))
     if found.why:
         _warn_once(
             f"fp4kit computes by its engine for {level} processors, which is slower than this one's: {found.why}"

@@ -11,7 +11,7 @@ import numpy as np
 from fp4kit.cpu import encode
 from fp4kit.recipes import Recipe
 from fp4kit.reference import partial as specification
-from fp4kit.reference.quantize import Options
+from fp4kit.reference.quantize import EncodeOptions
 
 
 class _Cut(NamedTuple):
@@ -68,6 +68,6 @@ def partial_cast(
     if cut.rows:
         x = shard[cut.first : cut.last].reshape(cut.rows, shape[1])
         blocks = amax[cut.row // recipe.block_rows : -(-(cut.row + cut.rows) // recipe.block_rows)]
-        encode.quantize_matrix(x, recipe, tensor_amax, out[cut.row : cut.row + cut.rows], None, Options(blocks))
+        encode.quantize_matrix(x, recipe, tensor_amax, out[cut.row : cut.row + cut.rows], None, EncodeOptions(blocks))
     if cut.last < len(shard):
         specification.partial_cast(shard[cut.last :], out, amax, shape, start + cut.last, recipe, tensor_amax)

@@ -32,7 +32,7 @@ class Outcome(NamedTuple):
         return Outcome(total, wrong, self.first or other.first, (*self.skipped, *other.skipped))
 
 
-class Engine:
+class ComparedEngine:
     """Calls of the public functions with NumPy arrays in and out, whose arrays lie where an array module has them
     meanwhile.
     """
@@ -72,7 +72,7 @@ class Engine:
         return self.get(self.apply(function, *map(self.put, arguments), **moved))
 
 
-class Specification(Engine):
+class Specification(ComparedEngine):
     """The specification, on NumPy arrays; Engine(np) is the host's fast engine, where there is one."""
 
     def computing(self) -> AbstractContextManager[None]:

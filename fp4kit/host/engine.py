@@ -15,7 +15,7 @@ import numpy as np
 from fp4kit import layouts
 from fp4kit.arithmetic import ieee
 from fp4kit.call.amaxes import is_per_expert, part_of, tensor_amax_shape
-from fp4kit.call.parse import Call, Options, quantize_call
+from fp4kit.call.parse import Call, QuantizeOptions, quantize_call
 from fp4kit.call.search_scales import Search
 from fp4kit.host.search import search_call
 from fp4kit.layouts import swizzle_scales, unswizzle_scales
@@ -28,13 +28,13 @@ from fp4kit.reference.dequantize import dequantize_matrix
 from fp4kit.reference.fake import FAKE_RULES, clip_gradient
 from fp4kit.reference.implied_amax import encoding_scale, stored_tensor_scale
 from fp4kit.reference.matrices import stack
-from fp4kit.reference.quantize import Options as MatrixOptions
+from fp4kit.reference.quantize import EncodeOptions as MatrixOptions
 from fp4kit.reference.quantize import encode_matrix, quantize_matrix
 from fp4kit.reference.quantize import tensor_amax as matrix_amax
 from fp4kit.reference.requantize import keep_codes
 from fp4kit.reference.search_factors import searched
 from fp4kit.reference.search_scales import search_matrix
-from fp4kit.reference.stochastic import Given, RandomBytes, Stream
+from fp4kit.reference.stochastic import GivenBytes, RandomBytes, RandomStream
 from fp4kit.reference.tensor_rules import TensorScale, tensor_scale
 from fp4kit.reference.transpose import transpose_codes, transpose_scales
 
@@ -223,8 +223,8 @@ def _random_bytes(random: Any, r: Recipe, i: int, shape: tuple[int, int]) -> Ran
     if random is None:
         return None
     if isinstance(random, np.ndarray):
-        return Given(stack(random, r, True)[i])
-    return Stream(random, i * prod(shape), shape[1])
+        return GivenBytes(stack(random, r, True)[i])
+    return RandomStream(random, i * prod(shape), shape[1])
 
 
 # ---- values
@@ -268,7 +268,7 @@ def requantize(q: Quantized, target: Recipe, by: Matrices = Matrices()) -> tuple
     """q by another recipe, with its codes where they can be kept; and how many values are not the same."""
     values, result = dequantize(q, np.dtype(np.float32), by=by), keep_codes(q, target)
     if result is None:
-        call = quantize_call("requantize", values, target, q.axis, Options(q.scale_layout))
+        call = quantize_call("requantize", values, target, q.axis, QuantizeOptions(q.scale_layout))
         result = replace(quantize(call, by), dtype=q.dtype)
     found = dequantize(result, np.dtype(np.float32), by=by)
     same = (values.view(np.uint32) == found.view(np.uint32)) | (np.isnan(values) & np.isnan(found))

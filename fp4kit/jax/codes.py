@@ -11,7 +11,7 @@ from fp4kit.arguments import as_index
 from fp4kit.arrays.returns import numpy_dtype
 from fp4kit.call import checks
 from fp4kit.call.outputs import parts
-from fp4kit.call.parse import Options, quantize_call
+from fp4kit.call.parse import QuantizeOptions, quantize_call
 from fp4kit.jax.calls import is_traced, outline, traced
 from fp4kit.jax.functions import as_jax, check_seed
 from fp4kit.quantized.container import Quantized
@@ -55,7 +55,7 @@ def quantize(
     if not is_traced(x, tensor_amax, block_amax, seed):
         arguments: dict[str, Any] = {**options, **amaxes, "seed": int(seed) if number else seed}
         return fp4kit.quantize(x, r, **arguments)
-    how = Options(scale_layout, rounding, 0 if number else outline(seed), hadamard)
+    how = QuantizeOptions(scale_layout, rounding, 0 if number else outline(seed), hadamard)
     given = outline(tensor_amax), outline(block_amax)
     call = quantize_call("quantize", outline(x), r, axis, how, tensor_amax=given[0], block_amax=given[1])
     found = {name: jax.ShapeDtypeStruct(*facts) for name, facts in parts(call).items()}

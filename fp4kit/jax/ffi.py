@@ -17,7 +17,7 @@ import ml_dtypes
 import numpy as np
 
 from fp4kit.arrays import imports
-from fp4kit.arrays.torch_arrays import Stream, cupy_stream
+from fp4kit.arrays.torch_arrays import TorchStream, cupy_stream
 
 TARGET = "fp4kit_call"
 MAJOR = 0  # XLA_FFI_API_MAJOR
@@ -120,7 +120,7 @@ def _execute_on_cuda(frame: Any, run: Callable[..., list[Any]]) -> None:
     error = _api_call(frame, _STREAM_GET, found)
     if error:
         raise RuntimeError("fp4kit.jax: XLA gives no stream")
-    with cupy_stream(Stream(found.stream or 0, cupy.cuda.runtime.getDevice())):
+    with cupy_stream(TorchStream(found.stream or 0, cupy.cuda.runtime.getDevice())):
         values = run(_text(frame), *map(device_array, _buffers(frame.arguments)))
         for out, value in zip(_buffers(frame.results), values, strict=True):
             device_array(out)[...] = value

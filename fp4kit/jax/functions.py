@@ -11,7 +11,7 @@ import numpy as np
 import fp4kit
 from fp4kit.arguments import as_flag, as_index
 from fp4kit.call import checks
-from fp4kit.call.parse import Options, backward_call, fake_call
+from fp4kit.call.parse import QuantizeOptions, backward_call, fake_call
 from fp4kit.jax.calls import is_traced, like, outline, traced
 from fp4kit.ops.fake_quantize import check_rounding, clip_amax
 from fp4kit.recipes import Recipe, recipe_of
@@ -28,7 +28,7 @@ class How(NamedTuple):
     pass_through: bool
 
 
-class Amaxes(NamedTuple):
+class TracedOptions(NamedTuple):
     """What may be traced beside x: amaxes, random bytes or a seed, and the amax of the gradient."""
 
     tensor_amax: Any = None
@@ -79,7 +79,7 @@ def fake_quantize(
     """
     x = as_jax("fake_quantize", x)
     how, seed = how_of("fake_quantize", recipe, axis, rounding, seed, pass_through)
-    given = Amaxes(tensor_amax, block_amax, seed, amax)
+    given = TracedOptions(tensor_amax, block_amax, seed, amax)
     check_fake("fake_quantize", how, x, given)
     return _fake_quantize(how, x, given)
 
@@ -121,20 +121,20 @@ def seed_of(how: How, given: Any) -> Any:
     return how.seed if given is None else int(given) if given.ndim == 0 else given
 
 
-def check_fake(op: str, how: How, x: Any, given: Amaxes) -> None:
+def check_fake(op: str, how: How, x: Any, given: TracedOptions) -> None:
     """Raise for a call that is not right, whether its arrays have values or not."""
     seed = 0 if getattr(given.seed, "ndim", None) == 0 else outline(given.seed)
     seed = how.seed if seed is None else seed
     check_rounding(op, how.recipe, how.rounding, seed)
     amaxes = {"tensor_amax": outline(given.tensor_amax), "block_amax": outline(given.block_amax)}
-    fake_call(op, outline(x), how.recipe, how.axis, Options(rounding=how.rounding, seed=seed), **amaxes)
+    fake_call(op, outline(x), how.recipe, how.axis, QuantizeOptions(rounding=how.rounding, seed=seed), **amaxes)
     if not how.pass_through and given.amax is not None:
         call, limit = backward_call(op, outline(x), outline(x), how.recipe, how.axis, outline(given.amax))
         clip_amax(call, limit)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _fake_quantize(how: How, x: Any, given: Amaxes) -> Any:
+def _fake_quantize(how: How, x: Any, given: TracedOptions) -> Any:
     """fake_quantize, and its gradient below."""
     amaxes = {"tensor_amax": given.tensor_amax, "block_amax": given.block_amax}
     options = {"recipe": how.recipe, "axis": how.axis, "rounding": how.rounding, **amaxes}
@@ -145,7 +145,7 @@ def _fake_quantize(how: How, x: Any, given: Amaxes) -> Any:
     return fp4kit.fake_quantize(x, seed=seed_of(how, given.seed), **options)
 
 
-def _forward(how: How, x: Any, given: Amaxes) -> tuple[Any, Any]:
+def _forward(how: How, x: Any, given: TracedOptions) -> tuple[Any, Any]:
     limit = given.tensor_amax if given.amax is None else given.amax
     return _fake_quantize(how, x, given), None if how.pass_through else (x, limit)
 

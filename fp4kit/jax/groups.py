@@ -11,7 +11,7 @@ import fp4kit
 from fp4kit.arguments import as_entries
 from fp4kit.call.grouped_errors import each
 from fp4kit.jax.calls import is_traced, like, traced
-from fp4kit.jax.functions import Amaxes, How, as_jax, check_fake, how_of, seed_of
+from fp4kit.jax.functions import How, TracedOptions, as_jax, check_fake, how_of, seed_of
 from fp4kit.ops.grouped_plan import check_stack, per_tensor
 from fp4kit.recipes import Recipe
 from fp4kit.types import RoundingMode
@@ -48,19 +48,19 @@ def fake_quantize_grouped(
     how, seed = how_of(op, recipe, axis, rounding, seed, pass_through)
     names = {"tensor_amax": tensor_amax, "block_amax": block_amax, "amax": amax}
     columns = {name: None if a is None else per_tensor(op, name, a, len(xs)) for name, a in names.items()}
-    given = Amaxes(**columns, seed=seed)
+    given = TracedOptions(**columns, seed=seed)
     each(op, lambda x, row: check_fake(op, how, x, row), xs, _rows(xs, given))
     return list(_fake_quantize_grouped(how, xs, given))
 
 
-def _rows(xs: list[Any], given: Amaxes) -> list[Amaxes]:
+def _rows(xs: list[Any], given: TracedOptions) -> list[TracedOptions]:
     """What was given for each array."""
     columns = [column or [None] * len(xs) for column in (given.tensor_amax, given.block_amax, given.amax)]
-    return [Amaxes(tensor, block, given.seed, amax) for tensor, block, amax in zip(*columns, strict=True)]
+    return [TracedOptions(tensor, block, given.seed, amax) for tensor, block, amax in zip(*columns, strict=True)]
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _fake_quantize_grouped(how: How, xs: Any, given: Amaxes) -> Any:
+def _fake_quantize_grouped(how: How, xs: Any, given: TracedOptions) -> Any:
     """fake_quantize_grouped, and its gradient below."""
     amaxes = {"tensor_amax": given.tensor_amax, "block_amax": given.block_amax}
     options = {"recipe": how.recipe, "axis": how.axis, "rounding": how.rounding, **amaxes}
@@ -70,7 +70,7 @@ def _fake_quantize_grouped(how: How, xs: Any, given: Amaxes) -> Any:
     return fp4kit.fake_quantize_grouped(xs, seed=seed_of(how, given.seed), **options)
 
 
-def _forward(how: How, xs: Any, given: Amaxes) -> tuple[Any, Any]:
+def _forward(how: How, xs: Any, given: TracedOptions) -> tuple[Any, Any]:
     limits = given.tensor_amax if given.amax is None else given.amax
     return _fake_quantize_grouped(how, xs, given), None if how.pass_through else (xs, limits)
 

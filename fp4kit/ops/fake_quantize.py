@@ -12,7 +12,7 @@ from fp4kit.arrays import imports
 from fp4kit.arrays.returns import comes_home, library_of
 from fp4kit.call.amaxes import check_clip_amax
 from fp4kit.call.call_cache import find, keep
-from fp4kit.call.parse import SEED_WITHOUT_USE, Call, Options, backward_call, fake_call
+from fp4kit.call.parse import SEED_WITHOUT_USE, Call, QuantizeOptions, backward_call, fake_call
 from fp4kit.ops.engines import prepared_by, repeated, run, with_threads
 from fp4kit.quantized.part_shapes import scale_shape
 from fp4kit.recipes import Recipe, recipe_of
@@ -52,12 +52,12 @@ def fake_quantize(
         if found is not None:
             return found
     check_rounding("fake_quantize", recipe_of("fake_quantize", recipe), rounding, seed)
-    options = Options(rounding=rounding, seed=seed)
+    options = QuantizeOptions(rounding=rounding, seed=seed)
     return _fake_quantize(x, recipe, axis, options, key, tensor_amax=tensor_amax, block_amax=block_amax)
 
 
 @comes_home
-def _fake_quantize(x: Any, recipe: str | Recipe, axis: int, options: Options, key: Any, **given: Any) -> Any:
+def _fake_quantize(x: Any, recipe: str | Recipe, axis: int, options: QuantizeOptions, key: Any, **given: Any) -> Any:
     """The full way, which leaves a prepared call under the key."""
     call = fake_call("fake_quantize", x, recipe, axis, options, **given)
     values = run("fake_quantize", "fake_quantize", call.x, call)

@@ -14,7 +14,7 @@ from fp4kit.arrays.imports import import_arrays, is_array
 from fp4kit.arrays.returns import Home, of_plan
 from fp4kit.call.amaxes import tensor_amax_shape
 from fp4kit.call.grouped_errors import each
-from fp4kit.call.parse import Call, Options, array_call, backward_call, check_codes, with_amaxes, with_options
+from fp4kit.call.parse import Call, QuantizeOptions, array_call, backward_call, check_codes, with_amaxes, with_options
 from fp4kit.cuda.engine.clip_group import ClipGroup
 from fp4kit.cuda.engine.group import Group, cut
 from fp4kit.host.engine import compute_tensor_amax
@@ -25,7 +25,7 @@ from fp4kit.recipes import Recipe, recipe_of
 from fp4kit.types import Hadamard, RecipeId, RoundingMode, ScaleLayout
 
 
-class Given(NamedTuple):
+class PlanInput(NamedTuple):
     """A sequence of N, or an array of N, as the caller gave it, and what it held when the plan was made."""
 
     value: Any
@@ -34,7 +34,7 @@ class Given(NamedTuple):
     addresses: list[int]
 
     @classmethod
-    def of(cls, name: str, value: Any) -> Given:
+    def of(cls, name: str, value: Any) -> PlanInput:
         """What a sequence or array, called by a name, holds now."""
         entries = list(as_list("GroupedPlan", name, value))
         tensors = [a for a in entries if hasattr(a, "data_ptr")]
@@ -144,8 +144,8 @@ class GroupedPlan:
         op: str = "GroupedPlan",
     ) -> None:
         self.recipe, self._op, self._axis, self._hadamard = recipe_of(op, recipe), op, axis, hadamard
-        self._options = Options(scale_layout, rounding, seed, hadamard)
-        self._given: dict[str, Given] = {}
+        self._options = QuantizeOptions(scale_layout, rounding, seed, hadamard)
+        self._given: dict[str, PlanInput] = {}
         self.refresh(xs, tensor_amax=tensor_amax, block_amax=block_amax)
 
     def refresh(self, xs: Any = None, *, tensor_amax: Any = None, block_amax: Any = None) -> None:
@@ -164,10 +164,10 @@ class GroupedPlan:
     def _make(self, values: dict[str, Any]) -> None:
         arrays, stack = arrays_of(self._op, values["xs"])
         self._calls = self._parse(arrays, values)
-        self._given = {name: Given.of(name, value) for name, value in values.items()}
+        self._given = {name: PlanInput.of(name, value) for name, value in values.items()}
         self._codes: list[Quantized] | None = None
         self._values: list[Any] | None = None
-        self._clip: tuple[Given, ClipGroup] | None = None
+        self._clip: tuple[PlanInput, ClipGroup] | None = None
         self._group = self._make_group(stack) if self._calls and self._calls[0].on_device else None
         shapes = [tensor_amax_shape(call.moved.shape, self.recipe) for call in self._calls]
         computed = self._group is None and self.recipe.tensor_scaling != "none" and "tensor_amax" not in values
@@ -286,7 +286,7 @@ class GroupedPlan:
 
             found = each(self._op, parse_one, grads, self._calls)
             limits = each(self._op, lambda pair: clip_amax(*pair), found)
-            self._clip = Given.of("grads", grads), ClipGroup([call for call, _ in found], limits)
+            self._clip = PlanInput.of("grads", grads), ClipGroup([call for call, _ in found], limits)
         return self._clip[1].clip()
 
     def _host_calls(self, keep: bool) -> list[Call]:

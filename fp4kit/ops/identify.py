@@ -15,7 +15,7 @@ from fp4kit.display.panel import Panel
 from fp4kit.layouts import unpacked
 from fp4kit.ops.compare import on_host
 from fp4kit.ops.compare_values import Box
-from fp4kit.ops.identify_amaxes import SIGN_MASKS, Amaxes
+from fp4kit.ops.identify_amaxes import SIGN_MASKS, CandidateAmaxes
 from fp4kit.ops.identify_matches import Match, Pair, best_match, match_under, name_of, pair_of, prove
 from fp4kit.ops.quantize import quantize
 from fp4kit.quantized.container import Quantized
@@ -179,7 +179,7 @@ def _comparable(a: Recipe, b: Recipe) -> bool:
     return same and not b.fake_only and (a.block is None or (b.block or (1, 1))[1] == a.block_size)
 
 
-class Trial(NamedTuple):
+class RecipeTrial(NamedTuple):
     """What a recipe reproduces of a part under the best of the amaxes that may have been the tensor's; and all as good
     ones.
     """
@@ -190,13 +190,13 @@ class Trial(NamedTuple):
 
 
 def _matches(q: Quantized, x: np.ndarray, candidates: Sequence[Recipe]) -> list[Match]:
-    amaxes = Amaxes(q, x)
+    amaxes = CandidateAmaxes(q, x)
     return [best_match(q, x, r, amaxes.of(r)) for r in candidates]
 
 
 def _matches_by_sample(host: Pair, whole: Pair, candidates: Sequence[Recipe]) -> list[Match]:
     """Of a large array: all candidates on a part, on the host, and those that make it on the whole, where that is."""
-    box, amaxes = _part(host.q, SAMPLE), Amaxes(*host)
+    box, amaxes = _part(host.q, SAMPLE), CandidateAmaxes(*host)
     trials = [_try_part(amaxes, r, box) for r in candidates]
     trials.sort(key=lambda t: -t.match.equal)
     proved = [t for t in trials if t.match.equal == t.match.total] or trials[:MOST_PROVED]
@@ -206,26 +206,26 @@ def _matches_by_sample(host: Pair, whole: Pair, candidates: Sequence[Recipe]) ->
 
 def _match(q: Quantized, x: np.ndarray, r: Recipe, hadamard: Hadamard = False) -> Match:
     """The best of what r gives under each amax that may have been the tensor's."""
-    return best_match(q, x, r, Amaxes(q, x).of(r, hadamard), hadamard)
+    return best_match(q, x, r, CandidateAmaxes(q, x).of(r, hadamard), hadamard)
 
 
-def _try_part(whole: Amaxes, r: Recipe, box: Box) -> Trial:
+def _try_part(whole: CandidateAmaxes, r: Recipe, box: Box) -> RecipeTrial:
     """Under each amax of the whole, on a box of it."""
     q, x = whole.q, whole.x[box]
-    best: Trial | None = None
+    best: RecipeTrial | None = None
     for amax in whole.of(r):
         part = box_of(q if amax is None else replace(q, tensor_amax=amax), box)
         given = part.tensor_amax if amax is not None else _of_tensor(whole, r)
         found = match_under(part, x, r, given, False)
         if best is None or found.equal > best.match.equal:
-            best = Trial(r, found, (amax,))
+            best = RecipeTrial(r, found, (amax,))
         elif found.equal == best.match.equal:
             best = best._replace(amaxes=(*best.amaxes, amax))
     assert best is not None
     return best
 
 
-def _of_tensor(whole: Amaxes, r: Recipe) -> np.ndarray | None:
+def _of_tensor(whole: CandidateAmaxes, r: Recipe) -> np.ndarray | None:
     """The amax of the whole where one covers it all, and a part would have another; None where it cannot be given."""
     own = whole.own(r) if r.tensor_scaling == "tensor" else None
     return None if own is None or np.isnan(own).any() else own.max()

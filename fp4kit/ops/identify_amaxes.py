@@ -19,7 +19,7 @@ MOST_NEIGHBOURS = 16  # amaxes of one tensor scale that are tried
 SIGN_MASKS: dict[Hadamard, int | None] = {False: None, True: TE_SIGN_MASK, "no_signs": 0}
 
 
-class Amaxes:
+class CandidateAmaxes:
     """The amaxes that may have been those of the tensor q, which x was."""
 
     def __init__(self, q: Quantized, x: np.ndarray) -> None:

@@ -9,7 +9,7 @@ from fp4kit.arrays.returns import comes_home, written
 from fp4kit.call.call_cache import find, keep
 from fp4kit.call.memory_overlap import is_apart
 from fp4kit.call.outputs import import_out
-from fp4kit.call.parse import Options, call_with_scales, check_seed, columnwise, quantize_call
+from fp4kit.call.parse import QuantizeOptions, call_with_scales, check_seed, columnwise, quantize_call
 from fp4kit.ops.engines import prepared_by, repeated, run, with_threads
 from fp4kit.quantized.container import Quantized
 from fp4kit.recipes import Recipe
@@ -97,7 +97,7 @@ def quantize(
         found = repeat(x, tensor_amax, out) if repeat and _are_apart(x, tensor_amax, out) else None
         if found is not None:
             return found if out is None else written(out)
-    options = Options(scale_layout, rounding, seed, hadamard)
+    options = QuantizeOptions(scale_layout, rounding, seed, hadamard)
     if given_scales:
         _refuse_amaxes(tensor_amax, block_amax)
         q = _quantize_with_scales(x, recipe, axis, options, block_scale, tensor_scale, out=out)
@@ -116,7 +116,7 @@ def _are_apart(x: Any, tensor_amax: Any, out: Quantized | None) -> bool:
 
 
 @comes_home
-def _quantize(x: Any, recipe: str | Recipe, axis: int, options: Options, key: Any, **given: Any) -> Quantized:
+def _quantize(x: Any, recipe: str | Recipe, axis: int, options: QuantizeOptions, key: Any, **given: Any) -> Quantized:
     """The full way, which leaves a prepared call under the key."""
     call = quantize_call("quantize", x, recipe, axis, options, **given)
     q = run("quantize", "quantize", call.x, call)
@@ -130,7 +130,7 @@ def _quantize_with_scales(
     x: Any,
     recipe: str | Recipe,
     axis: int,
-    options: Options,
+    options: QuantizeOptions,
     block_scale: Any,
     tensor_scale: Any,
     *,
@@ -186,12 +186,12 @@ def quantize_both(
         key, repeat = find(op, (x, tensor_amax), recipe, scale_layout, rounding)
     if repeat is not None:
         return repeat(x, tensor_amax, None)
-    return _quantize_both(x, recipe, Options(scale_layout, rounding, seed, hadamard), key, tensor_amax)
+    return _quantize_both(x, recipe, QuantizeOptions(scale_layout, rounding, seed, hadamard), key, tensor_amax)
 
 
 @comes_home
 def _quantize_both(
-    x: Any, recipe: str | Recipe, options: Options, key: Any, tensor_amax: Any
+    x: Any, recipe: str | Recipe, options: QuantizeOptions, key: Any, tensor_amax: Any
 ) -> tuple[Quantized, Quantized]:
     """The full way, which leaves a prepared call under the key."""
     op, seed = "quantize_both", options.seed

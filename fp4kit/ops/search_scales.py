@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from fp4kit.arrays.returns import comes_home
-from fp4kit.call.search_scales import Wanted, search_call
+from fp4kit.call.search_scales import SearchRequest, search_call
 from fp4kit.ops.engines import run, with_threads
 from fp4kit.recipes import Recipe
 from fp4kit.types import Array, Objective, RecipeId
@@ -94,6 +94,6 @@ def search_scales(
     >>> [round(float(fp4kit.compare(x, fp4kit.dequantize(q)).sqnr), 1) for q in (usual, searched)]
     [20.4, 21.8]
     """
-    wanted = Wanted(objective, weights, hessian, candidates)
+    wanted = SearchRequest(objective, weights, hessian, candidates)
     search = search_call("search_scales", x, recipe, axis, tensor_amax, wanted)
     return run("search_scales", "search_scales", search.call.x, search)

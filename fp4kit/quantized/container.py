@@ -11,7 +11,7 @@ import numpy as np
 
 from fp4kit.arguments import as_flag, as_index, as_shape
 from fp4kit.arrays.imports import import_arrays
-from fp4kit.arrays.returns import Library, library_of, numpy_dtype
+from fp4kit.arrays.returns import ArrayLibrary, library_of, numpy_dtype
 from fp4kit.formats import FLOATS
 from fp4kit.layouts import check_layout
 from fp4kit.quantized import from_checkpoint
@@ -85,7 +85,7 @@ class Quantized:
         """Take the fields of what was pickled or copied; they are checked as those of a new Quantized."""
         Quantized.__init__(self, **state)
 
-    def _check_parts_of(self, library: Library) -> None:
+    def _check_parts_of(self, library: ArrayLibrary) -> None:
         """The parts are arrays of one library, and what is needed of NumPy's or CuPy's holds for their memory."""
         for name in PARTS:
             array = getattr(self, name)

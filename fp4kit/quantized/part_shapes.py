@@ -54,7 +54,7 @@ def _trimmed(shape: tuple[int, ...]) -> tuple[int, ...]:
     return shape
 
 
-class Wanted(NamedTuple):
+class PartShapes(NamedTuple):
     """The axis as a non-negative number, and shapes: of packed, of block_scale (None without), allowed ones of
     tensor_scale.
     """
@@ -66,7 +66,7 @@ class Wanted(NamedTuple):
 
 
 @lru_cache(1024)  # a small array on a GPU is quantized in the time that these shapes take
-def wanted_parts(shape: tuple[int, ...], axis: int, r: Recipe, layout: str) -> Wanted:
+def wanted_parts(shape: tuple[int, ...], axis: int, r: Recipe, layout: str) -> PartShapes:
     """What the parts must be. layout: a known one. Raises ValueError for an axis, a length or a layout that the shape
     has not.
     """
@@ -83,7 +83,7 @@ def wanted_parts(shape: tuple[int, ...], axis: int, r: Recipe, layout: str) -> W
             f"Quantized: scale_layout is {layout!r} of a 1-d array; needs the rows of a matrix, or 'linear'"
         )
     scales = None if r.scale is None else padded_shape(scale_shape(moved, r), layout)
-    return Wanted(axis, packed_shape(moved, r), scales, tuple(_tensor_shapes(moved, r)))
+    return PartShapes(axis, packed_shape(moved, r), scales, tuple(_tensor_shapes(moved, r)))
 
 
 def _tensor_shapes(moved: tuple[int, ...], r: Recipe) -> Iterator[tuple[int, ...]]:

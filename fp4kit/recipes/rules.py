@@ -16,7 +16,7 @@ TENSOR_SCALINGS = ("none", "tensor", "row", "block")
 ERRORS = ("mae", "mse", "max")
 
 
-class BlockRule(NamedTuple):
+class BlockRuleTraits(NamedTuple):
     """What a block rule takes and gives.
 
     scale: name of the scale format that it writes. apply: what its factor does to elements. six: written for elements
@@ -38,17 +38,17 @@ class BlockRule(NamedTuple):
     may_overflow: bool = False
 
 
-_POWER = BlockRule("E8M0", flush=None)
-_POWER_OF_AMAX = BlockRule("E8M0", flush=None, reads_amax=True)
-BLOCK_RULES: dict[str, BlockRule] = {
-    "te": BlockRule("E4M3", six=True),
-    "flashinfer": BlockRule("E4M3", six=True, flush=True, encode=True),
-    "flashinfer_precise": BlockRule("E4M3", six=True, flush=True, encode=True),
-    "modelopt": BlockRule("E4M3", "divide"),
-    "modelopt_static": BlockRule("E4M3", "divide", needs_tensor=True),
-    "torchao": BlockRule("E4M3", encode=True),
-    "compressed_tensors": BlockRule("E4M3", "divide", encode=True),
-    "four_over_six": BlockRule("E4M3", six=True, needs_tensor=True, flush=None),
+_POWER = BlockRuleTraits("E8M0", flush=None)
+_POWER_OF_AMAX = BlockRuleTraits("E8M0", flush=None, reads_amax=True)
+BLOCK_RULES: dict[str, BlockRuleTraits] = {
+    "te": BlockRuleTraits("E4M3", six=True),
+    "flashinfer": BlockRuleTraits("E4M3", six=True, flush=True, encode=True),
+    "flashinfer_precise": BlockRuleTraits("E4M3", six=True, flush=True, encode=True),
+    "modelopt": BlockRuleTraits("E4M3", "divide"),
+    "modelopt_static": BlockRuleTraits("E4M3", "divide", needs_tensor=True),
+    "torchao": BlockRuleTraits("E4M3", encode=True),
+    "compressed_tensors": BlockRuleTraits("E4M3", "divide", encode=True),
+    "four_over_six": BlockRuleTraits("E4M3", six=True, needs_tensor=True, flush=None),
     "e8m0_floor": _POWER,
     "e8m0_ceil": _POWER,
     "e8m0_even": _POWER,
@@ -64,27 +64,27 @@ BLOCK_RULES: dict[str, BlockRule] = {
     "e8m0_modelopt": _POWER,
     "e8m0_compressed_tensors": _POWER,
     # llama.cpp and MLX
-    "gguf": BlockRule("E4M3", "compare", one_level=True),
-    "e8m0_gguf": BlockRule("E8M0", "compare"),
-    "mlx": BlockRule("E4M3", "divide", encode=True, then_encode=True),
-    "mlx_metal": BlockRule("E4M3", encode=True),
-    "e8m0_mlx": BlockRule("E8M0", "divide", reads_amax=True),
-    "e8m0_mlx_0321": BlockRule("E8M0", "divide", reads_amax=True),
+    "gguf": BlockRuleTraits("E4M3", "compare", one_level=True),
+    "e8m0_gguf": BlockRuleTraits("E8M0", "compare"),
+    "mlx": BlockRuleTraits("E4M3", "divide", encode=True, then_encode=True),
+    "mlx_metal": BlockRuleTraits("E4M3", encode=True),
+    "e8m0_mlx": BlockRuleTraits("E8M0", "divide", reads_amax=True),
+    "e8m0_mlx_0321": BlockRuleTraits("E8M0", "divide", reads_amax=True),
     "e8m0_mlx_metal_0321": _POWER,
     # vLLM, triton_kernels, Quark, auto-round, fouroversix, SGLang, DeepGEMM, qwix
-    "vllm": BlockRule("E4M3", six=True),
-    "vllm_cuda": BlockRule("E4M3", six=True, encode=True),
-    "auto_round": BlockRule("E4M3", six=True),
-    "quark": BlockRule("E4M3", "divide"),
-    "quark_file": BlockRule("E4M3", "divide"),
-    "fouroversix": BlockRule("E4M3", may_overflow=True),
-    "fouroversix_4": BlockRule("E4M3", six=True, may_overflow=True),
-    "qwix": BlockRule("E4M3", one_level=True, flush=True),
+    "vllm": BlockRuleTraits("E4M3", six=True),
+    "vllm_cuda": BlockRuleTraits("E4M3", six=True, encode=True),
+    "auto_round": BlockRuleTraits("E4M3", six=True),
+    "quark": BlockRuleTraits("E4M3", "divide"),
+    "quark_file": BlockRuleTraits("E4M3", "divide"),
+    "fouroversix": BlockRuleTraits("E4M3", may_overflow=True),
+    "fouroversix_4": BlockRuleTraits("E4M3", six=True, may_overflow=True),
+    "qwix": BlockRuleTraits("E4M3", one_level=True, flush=True),
     "e8m0_even_finite": _POWER,
     "e8m0_even_normal": _POWER,
     "e8m0_quark_even": _POWER_OF_AMAX,
-    "e8m0_quark_floor": BlockRule("E8M0", "divide", reads_amax=True),
-    "e8m0_quark_ceil": BlockRule("E8M0", "divide", reads_amax=True),
+    "e8m0_quark_floor": BlockRuleTraits("E8M0", "divide", reads_amax=True),
+    "e8m0_quark_ceil": BlockRuleTraits("E8M0", "divide", reads_amax=True),
     "e8m0_triton_up": _POWER,
     "e8m0_triton_down": _POWER,
     "e8m0_fouroversix": _POWER,

@@ -19,7 +19,7 @@ from fp4kit.reference.stochastic import RandomBytes, encode_stochastic
 from fp4kit.reference.tensor_rules import TensorScale, round_to, tensor_scale
 
 
-class Options(NamedTuple):
+class EncodeOptions(NamedTuple):
     """What a call adds to a recipe: calibrated block amaxes, random bytes for stochastic rounding, a Hadamard sign
     mask.
     """
@@ -174,7 +174,7 @@ def quantize_matrix(
     amax: np.ndarray | None,
     packed: np.ndarray,
     scales: np.ndarray | None,
-    options: Options,
+    options: EncodeOptions,
 ) -> None:
     """Quantize x (M, K) into packed (M, K/2 or K) and scales (M, K/block), tile by tile.
 
@@ -200,7 +200,12 @@ def quantize_matrix(
 
 @np.errstate(all="ignore")
 def encode_matrix(
-    x: np.ndarray, recipe: Recipe, tensor: TensorScale, scales: np.ndarray | None, packed: np.ndarray, options: Options
+    x: np.ndarray,
+    recipe: Recipe,
+    tensor: TensorScale,
+    scales: np.ndarray | None,
+    packed: np.ndarray,
+    options: EncodeOptions,
 ) -> None:
     """Codes of x (M, K) under given scales into packed, tile by tile. tensor: of implied.encoding_scale."""
     tensor, packing = tensor.columns(recipe), recipe.element.packing

@@ -45,7 +45,7 @@ def stream_bytes(seed: int, start: int, count: int) -> np.ndarray:
     return words.astype("<u4").view(np.uint8).reshape(-1)[offset : offset + count]
 
 
-class Stream(NamedTuple):
+class RandomStream(NamedTuple):
     """Random bytes of a matrix with K columns from the stream of a seed; element (0, 0) has index `first`."""
 
     seed: int
@@ -60,12 +60,12 @@ class Stream(NamedTuple):
             return stream_bytes(self.seed, start, m * k).reshape(m, k)
         return np.stack([stream_bytes(self.seed, start + row * self.K, k) for row in range(m)])
 
-    def cut(self, rows: slice, columns: slice) -> Stream:
+    def cut(self, rows: slice, columns: slice) -> RandomStream:
         """Those of a part of the matrix, as its own."""
         return self._replace(first=self.first + rows.start * self.K + columns.start)
 
 
-class Given(NamedTuple):
+class GivenBytes(NamedTuple):
     """Random bytes of a matrix as the caller has them: uint8 (M, K)."""
 
     bytes: np.ndarray
@@ -74,12 +74,12 @@ class Given(NamedTuple):
         """Those of a tile."""
         return self.bytes[rows, columns]
 
-    def cut(self, rows: slice, columns: slice) -> Given:
+    def cut(self, rows: slice, columns: slice) -> GivenBytes:
         """Those of a part of the matrix, as its own."""
-        return Given(self.bytes[rows, columns])
+        return GivenBytes(self.bytes[rows, columns])
 
 
-RandomBytes = Stream | Given
+RandomBytes = RandomStream | GivenBytes
 
 
 def encode_stochastic(x: np.ndarray, fmt: ElementFormat, random: np.ndarray) -> np.ndarray:

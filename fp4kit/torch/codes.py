@@ -12,7 +12,7 @@ import fp4kit
 from fp4kit.arrays.returns import numpy_dtype
 from fp4kit.call import checks
 from fp4kit.call.outputs import parts
-from fp4kit.call.parse import Options, quantize_call
+from fp4kit.call.parse import QuantizeOptions, quantize_call
 from fp4kit.quantized.container import PARTS
 from fp4kit.quantized.slicing import unflatten
 from fp4kit.recipes.to_string import from_spec
@@ -49,7 +49,7 @@ def _flag(hadamard: str) -> Any:
 @quantize.register_fake
 def _(x: Tensor, recipe: str, axis: int, tensor_amax: Tensor | None, *rest: Any) -> list[Tensor]:
     scale_layout, rounding, seed, hadamard, block_amax = rest
-    op, options = "quantize", Options(scale_layout, rounding, seed_outline(seed), _flag(hadamard))
+    op, options = "quantize", QuantizeOptions(scale_layout, rounding, seed_outline(seed), _flag(hadamard))
     random = seed if seed is not None and seed.ndim else None
     check_devices(op, x=x, tensor_amax=tensor_amax, block_amax=block_amax, seed=random)
     amaxes = outline(tensor_amax), outline(block_amax)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 import fp4kit
-from fp4kit.call.parse import Call, Options, backward_call, fake_call
+from fp4kit.call.parse import Call, QuantizeOptions, backward_call, fake_call
 from fp4kit.ops.fake_quantize import check_rounding, clip_amax
 from fp4kit.recipes.to_string import from_spec
 from fp4kit.torch.tensors import check_devices, detached, outline, own
@@ -118,7 +118,7 @@ def check_fake(
         op, x=x, tensor_amax=amaxes[0], block_amax=amaxes[1], seed=seed if seed is not None and seed.ndim else None
     )
     tensor_amax, block_amax = map(outline, amaxes)
-    options = Options(rounding=cast(RoundingMode, rounding), seed=seed_outline(seed))
+    options = QuantizeOptions(rounding=cast(RoundingMode, rounding), seed=seed_outline(seed))
     call = fake_call(op, outline(x), r, axis, options, tensor_amax=tensor_amax, block_amax=block_amax)
     if not pass_through and amax is not None:
         check_backward(op, x, x, recipe, axis, amax)

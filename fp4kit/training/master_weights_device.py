@@ -13,8 +13,8 @@ from fp4kit.arrays import imports
 from fp4kit.call.parse import naming
 from fp4kit.call.shards import amax_shape
 from fp4kit.cuda.launch import partial
-from fp4kit.cuda.launch.grouped import Launch
-from fp4kit.cuda.launch.grouped_transpose import Matrix, transpose_group
+from fp4kit.cuda.launch.grouped import GroupedLaunch
+from fp4kit.cuda.launch.grouped_transpose import TransposeMatrix, transpose_group
 from fp4kit.quantized.container import Quantized
 from fp4kit.quantized.part_shapes import packed_shape, scale_shape
 from fp4kit.recipes import Recipe
@@ -96,7 +96,7 @@ class DeviceStages:
             found.append(Quantized(part, scale_part, scale, amax, shape, self._dtypes[t], axis, r))
         return found
 
-    def _by_dtype(self, kernel: str, work: np.ndarray, fields: dict[str, Any], *held: Any) -> list[Launch]:
+    def _by_dtype(self, kernel: str, work: np.ndarray, fields: dict[str, Any], *held: Any) -> list[GroupedLaunch]:
         """A launch for each dtype of the shards; matrices without work are left out."""
         table = partial.arguments(kernel, len(work), **fields)
         launches = []
@@ -140,7 +140,7 @@ class DeviceStages:
     def _prepare_place(self) -> None:
         starts, ends = (edge.reshape(-1) for edge in self._partition)
         chosen = starts < ends
-        self._run_place: Launch | None = None
+        self._run_place: GroupedLaunch | None = None
         if len(self._partition.starts) == 1 or not chosen.any():
             return
         from_at = self._partition.offsets(partial.RUN).reshape(-1) - starts // partial.RUN
@@ -159,14 +159,14 @@ class DeviceStages:
 
     def _prepare_columnwise(self, shapes: Sequence[tuple[int, int]], columnwise: bool) -> None:
         self.columnwise: list[Quantized] = []
-        self._run_transpose: Launch | None = None
+        self._run_transpose: GroupedLaunch | None = None
         if columnwise:
             cupy = imports.cupy()
             packed, scales = cupy.empty_like(self._packed), cupy.empty_like(self._scales)
             self.columnwise = self._views(shapes, packed, scales, axis=0)
             pairs = zip(self.quantized, self.columnwise, strict=True)
             matrices = [
-                Matrix(q.packed, q.block_scale, c.packed, c.block_scale, (q.shape[0], q.shape[1]))
+                TransposeMatrix(q.packed, q.block_scale, c.packed, c.block_scale, (q.shape[0], q.shape[1]))
                 for q, c in pairs
                 if q.packed.size
             ]
@@ -211,7 +211,7 @@ class DeviceStages:
             self._run_transpose()
 
 
-def _run(launches: Sequence[Launch]) -> None:
+def _run(launches: Sequence[GroupedLaunch]) -> None:
     for launch in launches:
         launch()
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from seconds import TEN, cpu_seconds
 
-from fp4kit.checkpoint.loaders.containers import CONTAINERS, Container
+from fp4kit.checkpoint.loaders.containers import CONTAINERS, LoaderContainer
 from fp4kit.checkpoint.loaders.engines import Finding
 from fp4kit.checkpoint.loaders.exclusion_semantics import READERS
 from fp4kit.checkpoint.loaders.exclusions import check, exclusion_list, listed
@@ -239,7 +239,7 @@ def router_hides_gate(copied: Iterable[str], converted: Iterable[str]) -> bool:
 
 @given(drawn=selections(), container=st.sampled_from(LINEARS))
 def test_every_engine_understands_every_list(
-    drawn: tuple[list[str], list[str], list[str]], container: Container
+    drawn: tuple[list[str], list[str], list[str]], container: LoaderContainer
 ) -> None:
     copied, subtrees, converted = drawn
     if router_hides_gate(copied, converted):
@@ -251,7 +251,7 @@ def test_every_engine_understands_every_list(
 
 @pytest.mark.parametrize("container", LINEARS, ids=lambda container: container.id)
 @pytest.mark.parametrize("module", [*mla("model.layers.0"), *attention("model.layers.0"), "model.layers.0.mlp.gate"])
-def test_every_engine_misses_a_copied_layer_that_is_not_listed(module: str, container: Container) -> None:
+def test_every_engine_misses_a_copied_layer_that_is_not_listed(module: str, container: LoaderContainer) -> None:
     found = check(container.id, ["lm_head"], [module], [])
     assert {each.engine for each in found} == {each.engine for each in READERS[container.id]}
     assert all(each.text == "is not quantized, but expected to be; add it to the exclusion list" for each in found)

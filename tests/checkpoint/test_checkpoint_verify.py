@@ -33,7 +33,7 @@ from fp4kit.checkpoint.containers.container import (
 from fp4kit.checkpoint.loaders import support
 from fp4kit.checkpoint.model.manifest import MANIFEST
 from fp4kit.checkpoint.model.model_files import open_source
-from fp4kit.checkpoint.model.statistics import Tally, amax_and_nonfinite, sqnr_db, tally
+from fp4kit.checkpoint.model.statistics import StoredCounts, amax_and_nonfinite, sqnr_db, tally
 from fp4kit.checkpoint.verify.integrity import Issue, grouped
 from fp4kit.checkpoint.verify.verify import LayerReport, VerifyReport, prepare, verify
 from fp4kit.cli import main
@@ -114,13 +114,13 @@ def check_clean(model: Path, source: Path) -> None:
 
 def naive(
     form: Container, codes: np.ndarray, scales: np.ndarray, tensor_scale: np.float32 | None, x: np.ndarray
-) -> Tally:
+) -> StoredCounts:
     """Element by element, as the docstring of Tally says."""
     bits, (height, width) = form.element.bits, form.block
     low, high = codes & 15, codes >> 4
     all_codes = np.stack([low, high], -1).reshape(len(codes), -1) if bits == 4 else codes
     numbers = scales if form.scale is None else form.scale.values[scales]
-    facts: dict[str, float] = dict.fromkeys(Tally.__dataclass_fields__, 0)
+    facts: dict[str, float] = dict.fromkeys(StoredCounts.__dataclass_fields__, 0)
     facts |= {"elements": all_codes.size, "blocks": scales.size, "compared": x.size}
     for (i, j), scale in np.ndenumerate(numbers):
         block = np.s_[i * height : (i + 1) * height, j * width : (j + 1) * width]
@@ -149,7 +149,7 @@ def naive(
         facts["signal"] += (source[usable] ** 2).sum()
         rest = decoded[usable] - source[usable]
         facts["noise"] += (rest**2).sum() if np.isfinite(rest).all() else np.inf
-    return Tally(**{name: type(getattr(Tally(), name))(value) for name, value in facts.items()})
+    return StoredCounts(**{name: type(getattr(StoredCounts(), name))(value) for name, value in facts.items()})
 
 
 SPECIAL = [0.0, -0.0, 1e-45, -1e-40, 2.0**-126, float(FLT_MAX), -float(FLT_MAX), np.inf, -np.inf, np.nan, 6.0, 448.0]
@@ -183,7 +183,7 @@ def test_tally_is_that_of_single_elements(form: Container, dtype: type, monkeypa
         for a, b in sums.values():
             assert a == b or abs(a - b) <= 1e-9 * b
         same = {name: 0.0 for name in sums}
-        assert Tally(**{**vars(found), **same}) == Tally(**{**vars(wanted), **same})
+        assert StoredCounts(**{**vars(found), **same}) == StoredCounts(**{**vars(wanted), **same})
         held = tally(form, codes, scales, scale)
         assert (held.compared, held.sqnr_db, held.zero_blocks) == (0, None, found.zero_blocks)
 
@@ -227,7 +227,9 @@ def test_sqnr() -> None:
     assert sqnr_db(100.0, 1.0) == 20.0
     assert sqnr_db(0.0, 0.0) == sqnr_db(1.0, 0.0) == np.inf
     assert sqnr_db(0.0, 1.0) == sqnr_db(1.0, np.inf) == -np.inf
-    assert Tally().sqnr_db is None and Tally(compared=1, signal=1e3, noise=1.0).sqnr_db == pytest.approx(30)
+    assert StoredCounts().sqnr_db is None and StoredCounts(compared=1, signal=1e3, noise=1.0).sqnr_db == pytest.approx(
+        30
+    )
 
 
 def test_amax_and_nonfinite() -> None:

@@ -65,7 +65,7 @@ def test_documents_have_their_entries(
 def test_the_document_of_the_selftest(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     tasks = [selftest.Task("part", "task", lambda: selftest.Outcome(5, skipped=("reason",)))]
     monkeypatch.setattr(selftest, "plan", lambda engine, golden, quick: tasks)
-    assert report(selftest.Engine(None), None, True, Output("selftest", json=True)) == 0
+    assert report(selftest.ComparedEngine(None), None, True, Output("selftest", json=True)) == 0
     found = json.loads(capsys.readouterr().out)
     assert list(found) == documented("selftest/1") and found["values"] == 5 and found["left_out"] == ["reason"]
 

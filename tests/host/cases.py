@@ -15,7 +15,7 @@ import fp4kit
 from fp4kit.call.amaxes import tensor_amax_shape
 from fp4kit.cuda.launch import matrix as launch
 from fp4kit.cuda.launch.amax_columns import amax_columns
-from fp4kit.cuda.launch.dispatch import WAYS, Way, Work
+from fp4kit.cuda.launch.dispatch import WAYS, LaunchRequest, Way
 from fp4kit.cuda.launch.matrix import Matrix
 from fp4kit.evidence.testing import adversarial_blocks
 from fp4kit.layouts import padded_shape
@@ -98,10 +98,12 @@ class Quantize:
             return "quantize_plain"
         return "quantize_tile" if self.recipe.block_rows > 1 or self.recipe.four_over_six else "quantize"
 
-    def work(self, x: np.ndarray) -> Work:
+    def work(self, x: np.ndarray) -> LaunchRequest:
         mask = {False: None, True: TE_SIGN_MASK, "no_signs": 0}[self.hadamard]
         stochastic = self.rounding != "nearest"
-        return Work(self.recipe, self.dtype, x.shape, self.layout, self.fake, False, stochastic, mask, self.block_amax)
+        return LaunchRequest(
+            self.recipe, self.dtype, x.shape, self.layout, self.fake, False, stochastic, mask, self.block_amax
+        )
 
     def matrix(self, kind: str) -> np.ndarray:
         """One of the matrices, in whole runs of a transform."""

@@ -16,7 +16,7 @@ import fp4kit
 from fp4kit.call.amaxes import tensor_amax_shape
 from fp4kit.cuda.launch import clip, requantize
 from fp4kit.cuda.launch import matrix as launch
-from fp4kit.cuda.launch.dispatch import Work
+from fp4kit.cuda.launch.dispatch import LaunchRequest
 from fp4kit.cuda.launch.matrix import Matrix
 from fp4kit.formats import E4M3
 from fp4kit.host.engine import compute_tensor_amax
@@ -24,7 +24,7 @@ from fp4kit.quantized.container import Quantized
 from fp4kit.quantized.part_shapes import packed_shape, scale_shape
 from fp4kit.recipes import RECIPES, Recipe
 from fp4kit.reference.fake import clip_gradient
-from fp4kit.reference.quantize import Options, quantize_matrix
+from fp4kit.reference.quantize import EncodeOptions, quantize_matrix
 from fp4kit.reference.requantize import keep_codes
 from fp4kit.reference.tensor_rules import tensor_scale
 
@@ -99,7 +99,7 @@ class Fake:
         arrays = Matrix(
             DeviceArray(x, misalignment), values=values, tensor_amax=device(tensor), block_amax=device(block)
         )
-        launch.quantize_matrix(arrays, Work(r, self.dtype, x.shape, values=True))
+        launch.quantize_matrix(arrays, LaunchRequest(r, self.dtype, x.shape, values=True))
         yield name, values.array, expected(self, x.tobytes(), x.shape, _frozen(amax), _frozen(block))
 
 
@@ -133,12 +133,17 @@ class NanAmax:
         packed = np.empty(packed_shape(x.shape, r), np.uint8)
         scales = None if r.scale is None else np.empty(scale_shape(x.shape, r), np.uint8)
         quantize_matrix(
-            x, r, amax[..., None] if r.tensor_scaling == "row" else amax, packed, scales, Options(None, None, None)
+            x,
+            r,
+            amax[..., None] if r.tensor_scaling == "row" else amax,
+            packed,
+            scales,
+            EncodeOptions(None, None, None),
         )
         outputs = [None if a is None else DeviceArray.output(a.shape, a.dtype) for a in (packed, scales, amax)]
         codes, scale_bytes, decode = outputs
         arrays = Matrix(DeviceArray(x), codes, scale_bytes, None, DeviceArray(amax), decode)
-        launch.quantize_matrix(arrays, Work(r, self.dtype, x.shape), 0, way(Quantize(r).kernel))
+        launch.quantize_matrix(arrays, LaunchRequest(r, self.dtype, x.shape), 0, way(Quantize(r).kernel))
         expected = (packed, scales, np.asarray(tensor_scale(amax, r, x.dtype).decode, np.float32))
         for name, actual, wanted in zip(("packed", "scales", "tensor_scale"), outputs, expected, strict=True):
             if actual is not None:

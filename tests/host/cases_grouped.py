@@ -12,7 +12,7 @@ from inputs import BF16, ordinary
 
 import fp4kit
 from fp4kit.cuda.launch import grouped
-from fp4kit.cuda.launch.dispatch import Work
+from fp4kit.cuda.launch.dispatch import LaunchRequest
 from fp4kit.cuda.launch.matrix import Matrix
 from fp4kit.evidence.testing import adversarial_blocks
 from fp4kit.host.engine import compute_tensor_amax
@@ -137,7 +137,7 @@ class GroupedFake:
             outs = [DeviceArray.output(x.shape, x.dtype, place) for x, place in zip(xs, places, strict=True)]
             parts = zip(xs, places, amaxes, outs, strict=True)
             members = [Matrix(DeviceArray(x, p), values=y, tensor_amax=device(a)) for x, p, a, y in parts]
-            grouped.quantize_group(members, [Work(r, self.dtype, x.shape, values=True) for x in xs])()
+            grouped.quantize_group(members, [LaunchRequest(r, self.dtype, x.shape, values=True) for x in xs])()
             for i, (x, out) in enumerate(zip(xs, outs, strict=True)):
                 yield f"values of {i}", out.array, fp4kit.fake_quantize(x, r)
 

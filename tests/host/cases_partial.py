@@ -15,7 +15,7 @@ from inputs import ordinary
 
 import fp4kit
 from fp4kit.cuda.launch import partial
-from fp4kit.cuda.launch.grouped_transpose import Matrix, transpose_group
+from fp4kit.cuda.launch.grouped_transpose import TransposeMatrix, transpose_group
 from fp4kit.layouts import packed
 from fp4kit.ops.partial import amax_shape
 from fp4kit.quantized.part_shapes import packed_shape
@@ -191,7 +191,7 @@ class GroupedTranspose:
         wholes = [fp4kit.quantize(ordinary(i, shape), self.recipe) for i, shape in enumerate(self.shapes)]
         moved = [fp4kit.transpose(q) for q in wholes]
         matrices = [
-            Matrix(
+            TransposeMatrix(
                 DeviceArray(q.packed),
                 DeviceArray(q.block_scale),
                 DeviceArray.output(t.packed.shape, np.uint8),

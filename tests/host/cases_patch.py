@@ -12,7 +12,7 @@ from host.harness import DeviceArray
 from inputs import BF16, ordinary
 
 import fp4kit
-from fp4kit.cuda.launch.dispatch import BAND_SHIFT, TILE_ROWS, Work
+from fp4kit.cuda.launch.dispatch import BAND_SHIFT, TILE_ROWS, LaunchRequest
 from fp4kit.cuda.launch.matrix import Matrix, quantize_matrix
 from fp4kit.quantized.container import Quantized
 from fp4kit.recipes import Recipe
@@ -93,7 +93,7 @@ class Patch:
         whole = x.shape[1] % self.recipe.block_size == 0 and not (self.hadamard and amax is None)  # one amax for both
         if self.fake:
             values = DeviceArray.output(x.shape, x.dtype)
-            work = Work(self.recipe, self.dtype, x.shape, values=True)
+            work = LaunchRequest(self.recipe, self.dtype, x.shape, values=True)
             quantize_matrix(Matrix(source, values=values, tensor_amax=given), work, 0, way("quantize_patch"))
             yield "values", values.array, fp4kit.dequantize(fp4kit.quantize(x, self.recipe, tensor_amax=amax))
             return
@@ -104,7 +104,7 @@ class Patch:
             sides = (side(row, self.layout) if rowwise else None, side(column, self.layout) if columnwise else None)
             row_side, column_side = (part or (None, None, None) for part in sides)
             arrays = Matrix(source, *row_side[:2], None, given, row_side[2], None, None, None, *column_side)
-            work = Work(self.recipe, self.dtype, x.shape, self.layout, columns=columnwise, mask=mask)
+            work = LaunchRequest(self.recipe, self.dtype, x.shape, self.layout, columns=columnwise, mask=mask)
             quantize_matrix(arrays, work, 0, way("quantize_patch"))
             if row is not None:
                 yield from results("row", sides[0], row)
@@ -116,7 +116,7 @@ class Patch:
         row = fp4kit.quantize(x, self.recipe, tensor_amax=amax, scale_layout=self.layout)
         made = side(row, self.layout)
         arrays = Matrix(DeviceArray(x), made.packed, made.scales, None, device(row.tensor_amax), made.tensor_scale)
-        quantize_matrix(arrays, Work(self.recipe, self.dtype, x.shape, self.layout), 0, way("quantize_patch"))
+        quantize_matrix(arrays, LaunchRequest(self.recipe, self.dtype, x.shape, self.layout), 0, way("quantize_patch"))
         yield from results("row", made, row)
 
 

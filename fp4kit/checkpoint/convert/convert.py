@@ -16,7 +16,7 @@ from fp4kit.checkpoint.containers import mlx
 from fp4kit.checkpoint.containers.configs import declarations
 from fp4kit.checkpoint.convert import fp8_to_mxfp8, run_job
 from fp4kit.checkpoint.convert.journal import Journal, key_of, request_facts, source_facts
-from fp4kit.checkpoint.convert.scheduler import Sweep
+from fp4kit.checkpoint.convert.scheduler import JobScheduler
 from fp4kit.checkpoint.model.manifest import MANIFEST, Digest, digest_of, manifest_of, names_in
 from fp4kit.checkpoint.model.model_files import CONFIG, HF_QUANT_CONFIG, INDEX
 from fp4kit.checkpoint.model.slabs import SLAB_BYTES
@@ -267,7 +267,7 @@ class _Run:
         workers, by_threads = self._workers()
         all_jobs = tuple(jobs_of(self.plan, positions, devices or (None,)))
         files = [self.folder / shard.name for shard in self.plan.shards]
-        sweep = Sweep(all_jobs, files, self.journal, self._check, self.options.progress or (lambda count: None))
+        sweep = JobScheduler(all_jobs, files, self.journal, self._check, self.options.progress or (lambda count: None))
         with executor_of(given, workers, by_threads) as executor:
             sweep.run(executor, calls_ahead(given, workers))
             if not self.plan.is_file:

@@ -25,7 +25,7 @@ T = TypeVar("T")
 Check = Callable[[Job, Measured], None]  # raises for what a measured weight may not hold
 
 
-class Sweep:
+class JobScheduler:
     """The jobs of a run, in the order of the plan. files: those that they write into, in the partial directory.
 
     check: sees what a weight holds as soon as it is measured, before anything is written of its group.

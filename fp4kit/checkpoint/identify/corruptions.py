@@ -248,55 +248,56 @@ def _shuffles(rows: int) -> Iterator[tuple[int, np.ndarray]]:
 # ---------------------------------------------------------------------------------------------------------
 
 
-class RowOrder(NamedTuple):
+class CorruptedRows(NamedTuple):
     """Stored row i was made from row source[i] of the source, or of the source and below it that of the other half."""
 
     mishap: str | None
     source: np.ndarray
 
 
-def _stacks(rows: int) -> Iterator[RowOrder]:
+def _stacks(rows: int) -> Iterator[CorruptedRows]:
     """Orders of a stack of two halves, gate and up."""
     half, pair = np.arange(rows).reshape(2, -1), np.arange(rows).reshape(-1, 2)
-    yield RowOrder("halves of the rows (gate and up) are exchanged", half[::-1].ravel())
-    yield RowOrder("halves of the rows (gate and up) are interleaved", half.T.ravel())
-    yield RowOrder("halves of the rows (gate and up) are interleaved and exchanged", half[::-1].T.ravel())
-    yield RowOrder("interleaved rows (gate and up) are stacked", pair.T.ravel())
-    yield RowOrder("interleaved rows (gate and up) are stacked and exchanged", pair[:, ::-1].T.ravel())
+    yield CorruptedRows("halves of the rows (gate and up) are exchanged", half[::-1].ravel())
+    yield CorruptedRows("halves of the rows (gate and up) are interleaved", half.T.ravel())
+    yield CorruptedRows("halves of the rows (gate and up) are interleaved and exchanged", half[::-1].T.ravel())
+    yield CorruptedRows("interleaved rows (gate and up) are stacked", pair.T.ravel())
+    yield CorruptedRows("interleaved rows (gate and up) are stacked and exchanged", pair[:, ::-1].T.ravel())
 
 
-def _rotary(rows: int, heads: int) -> Iterator[RowOrder]:
+def _rotary(rows: int, heads: int) -> Iterator[CorruptedRows]:
     """llama's q and k, whose rotary pairs are rows i and i + d/2 of a head of d, or neighbours."""
     if heads < 1 or rows % (2 * heads):
         return
     count = f"{heads} head{'s' * (heads > 1)}"
     pairs = np.arange(rows).reshape(heads, 2, -1).swapaxes(1, 2).ravel()
-    yield RowOrder(f"rows are in GGUF's and Meta's rotary order of q and k ({count})", pairs)
+    yield CorruptedRows(f"rows are in GGUF's and Meta's rotary order of q and k ({count})", pairs)
     halves = np.arange(rows).reshape(heads, -1, 2).swapaxes(1, 2).ravel()
-    yield RowOrder(f"rows are permuted to Hugging Face's rotary order of q and k once too often ({count})", halves)
+    yield CorruptedRows(f"rows are permuted to Hugging Face's rotary order of q and k once too often ({count})", halves)
 
 
-def row_orders(rows: int, heads: Sequence[int] = (), other: bool = False, second: bool = False) -> list[RowOrder]:
+def row_orders(rows: int, heads: Sequence[int] = (), other: bool = False, second: bool = False) -> list[CorruptedRows]:
     """Orders that the rows of a layer may be in; the right one first, none twice.
 
     heads: numbers of heads that q or k may have. other: whether the source of the other half of a gated pair is known,
     of as many rows; second: whether this layer is the second half (up).
     """
-    found = [RowOrder(None, np.arange(rows)), *(order for count in heads for order in _rotary(rows, count))]
+    found = [CorruptedRows(None, np.arange(rows)), *(order for count in heads for order in _rotary(rows, count))]
     if other:
         found += _halves_of_pair(rows, second)
     if rows and not rows % 2:
         found += _stacks(rows)
     found += (
-        RowOrder(f"rows are shuffled for FlashInfer (epilogue tile {tile})", index) for tile, index in _shuffles(rows)
+        CorruptedRows(f"rows are shuffled for FlashInfer (epilogue tile {tile})", index)
+        for tile, index in _shuffles(rows)
     )
-    seen: dict[bytes, RowOrder] = {}
+    seen: dict[bytes, CorruptedRows] = {}
     for order in found:
         seen.setdefault(order.source.tobytes(), order)
     return list(seen.values())
 
 
-def _halves_of_pair(rows: int, second: bool) -> Iterator[RowOrder]:
+def _halves_of_pair(rows: int, second: bool) -> Iterator[CorruptedRows]:
     """What one half of a pair holds where the stack of both was in another order, or cut in another place."""
     for mishap, index in _stacks(2 * rows):
         mine = index[rows:] if second else index[:rows]
@@ -305,7 +306,7 @@ def _halves_of_pair(rows: int, second: bool) -> Iterator[RowOrder]:
             if "interleaved" not in (mishap or "")
             else mishap
         )
-        yield RowOrder(name, (mine + rows) % (2 * rows) if second else mine)
+        yield CorruptedRows(name, (mine + rows) % (2 * rows) if second else mine)
 
 
 def name_of_rows(index: np.ndarray) -> str:

@@ -12,11 +12,19 @@ import numpy as np
 from fp4kit.arithmetic import ieee
 from fp4kit.checkpoint.convert.quantize_rows import saturated
 from fp4kit.checkpoint.identify.corruptions import StoredLayer, code_orders
-from fp4kit.checkpoint.identify.hypotheses import Account, Case, Layout, Tally, count, own_amax, stored_scales
+from fp4kit.checkpoint.identify.hypotheses import (
+    Account,
+    LayerEvidence,
+    Layout,
+    MatchCount,
+    count,
+    own_amax,
+    stored_scales,
+)
 from fp4kit.checkpoint.identify.permutations import permuted_blocks, permuted_rows, permuted_scales
 from fp4kit.checkpoint.identify.searched_scales import under_stored_scales
 from fp4kit.checkpoint.identify.try_hypotheses import (
-    Trial,
+    SampleVerdict,
     first_whole,
     layouts_of,
     orders_by_sign,
@@ -146,18 +154,18 @@ def _of_source(
     """Do what explain does, with a source as it is."""
     own = own_amax(x)
     pair = () if other is None else (own_amax(other),)
-    case = Case(
+    case = LayerEvidence(
         layer, x, other, second, tuple(heads), (own, *(np.float32(a) for a in amaxes), *pair, max(own, *pair, own))
     )
     if own == 0 and layer.blank:
         return _zeros(layer)
     layouts = list(layouts_of(case, layer.recipe))
     if not layouts:
-        return _unexplained(f"codes are of shape {layer.shape} and the source of {x.shape}", Tally(total=1))
+        return _unexplained(f"codes are of shape {layer.shape} and the source of {x.shape}", MatchCount(total=1))
     fits = {shape: _has_scales(layer, layout) for shape, layout in {layout.shape: layout for layout in layouts}.items()}
     usable = [layout for layout in layouts if fits[layout.shape]]
     if not usable:
-        tally = Tally(total=layer.codes.size + layer.block_scale.size)
+        tally = MatchCount(total=layer.codes.size + layer.block_scale.size)
         return _unexplained(_scales_that_do_not_fit(layer, layouts[0].shape), tally)
     return _searched(case, usable, unnamed)
 
@@ -173,13 +181,13 @@ def _scales_that_do_not_fit(layer: StoredLayer, shape: tuple[int, int]) -> str:
     return f"block scales are of shape {found}, and codes of {shape} need {needed}, or these in a known layout"
 
 
-def _searched(case: Case, layouts: list[Layout], unnamed: bool) -> Explanation:
+def _searched(case: LayerEvidence, layouts: list[Layout], unnamed: bool) -> Explanation:
     """The plain layout first; the others where that needs more than one mishap; then, if wanted, orders that no table
     has.
 
     Where codes are right in the plain layout under scales of no known rule, they are in no other one.
     """
-    trial, plain = Trial(), layouts[0]
+    trial, plain = SampleVerdict(), layouts[0]
     orders = orders_by_sign(case, plain)
     is_like = bool(orders)
     try_layout(case, plain, orders or code_orders(case.layer.recipe, plain.shape[1])[:1], trial)
@@ -199,7 +207,7 @@ def _searched(case: Case, layouts: list[Layout], unnamed: bool) -> Explanation:
     return replace(_nearest(case, plain, trial, unnamed), unlike=not is_like)
 
 
-def _by_scales(case: Case, plain: Layout, trial: Trial) -> Explanation | None:
+def _by_scales(case: LayerEvidence, plain: Layout, trial: SampleVerdict) -> Explanation | None:
     """Scales of no known rule over codes that are right under them: searched or calibrated, and not a few changed
     bytes.
     """
@@ -212,11 +220,11 @@ def _by_scales(case: Case, plain: Layout, trial: Trial) -> Explanation | None:
     return Explanation(None, None, case.layer.codes.size, 0, _all_bytes(case).total, text, searched=True)
 
 
-def _permuted(case: Case, plain: Layout, trial: Trial) -> Explanation | None:
+def _permuted(case: LayerEvidence, plain: Layout, trial: SampleVerdict) -> Explanation | None:
     """Rows, scales or blocks in an order without a name."""
     if not plain.reading.mishap:
         for layout, order in permuted_rows(case, plain):
-            more = Trial()
+            more = SampleVerdict()
             try_layout(case, layout, [order], more)
             found, tally = first_whole(case, more.whole)
             if found:
@@ -231,12 +239,12 @@ def _permuted(case: Case, plain: Layout, trial: Trial) -> Explanation | None:
     return _explained([account for account in named if account.weight == least], _all_bytes(case))
 
 
-def _all_bytes(case: Case) -> Tally:
+def _all_bytes(case: LayerEvidence) -> MatchCount:
     scales = case.x.size // case.layer.recipe.block_size
-    return Tally(case.layer.codes.size, scales, case.layer.codes.size + scales)
+    return MatchCount(case.layer.codes.size, scales, case.layer.codes.size + scales)
 
 
-def _explained(accounts: list[Account], tally: Tally, blank: bool = False) -> Explanation:
+def _explained(accounts: list[Account], tally: MatchCount, blank: bool = False) -> Explanation:
     """Of accounts of equally many mishaps: the first, with the recipes of the same mishaps."""
     mishaps = tuple({kind("; ".join(account.mishaps)): account.mishaps for account in reversed(accounts)}.values())[
         ::-1
@@ -257,7 +265,7 @@ def _zeros(layer: StoredLayer) -> Explanation:
     return Explanation(recipes[0], None, codes, scales, codes + scales, "all zeros, as the source", recipes, True)
 
 
-def _nearest(case: Case, plain: Layout, trial: Trial, unnamed: bool) -> Explanation:
+def _nearest(case: LayerEvidence, plain: Layout, trial: SampleVerdict, unnamed: bool) -> Explanation:
     """Nothing gives all: what chance may have made, or else the account that gives most of the sample, counted on the
     whole.
     """
@@ -269,12 +277,12 @@ def _nearest(case: Case, plain: Layout, trial: Trial, unnamed: bool) -> Explanat
     return _unexplained((_variation(case, plain) if unnamed else None) or text, tally)
 
 
-def _unexplained(text: str, tally: Tally) -> Explanation:
+def _unexplained(text: str, tally: MatchCount) -> Explanation:
     sentence = f"nothing explains these bytes: {text}"
     return Explanation(None, None, tally.codes, tally.scales, tally.total, sentence)
 
 
-def _variation(case: Case, plain: Layout) -> str | None:
+def _variation(case: LayerEvidence, plain: Layout) -> str | None:
     """What fp4kit.identify says of the sample, where a Hadamard transform or stochastic rounding explains that."""
     layer, r = case.layer, case.layer.recipe
     if plain.mishaps or layer.scale_layout != "linear" or layer.block_scale.size * r.block_size != case.x.size:

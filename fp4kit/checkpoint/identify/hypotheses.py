@@ -14,7 +14,7 @@ from math import lcm
 import numpy as np
 
 from fp4kit.checkpoint.identify import corruptions
-from fp4kit.checkpoint.identify.corruptions import CodeOrder, Reading, RowOrder, StoredLayer
+from fp4kit.checkpoint.identify.corruptions import CodeOrder, CorruptedRows, Reading, StoredLayer
 from fp4kit.layouts import unpacked
 from fp4kit.ops.identify_amaxes import amaxes_of
 from fp4kit.ops.quantize import quantize
@@ -30,7 +30,7 @@ FARTHEST = (
 
 
 @dataclass(frozen=True, eq=False)
-class Case:
+class LayerEvidence:
     """A stored layer and what is known of it: its source (N, K), that of its other half, heads, amaxes; its own is the
     first.
     """
@@ -61,7 +61,7 @@ class Layout:
     """
 
     reading: Reading
-    rows: RowOrder
+    rows: CorruptedRows
     shape: tuple[int, int]
     late: bool = False
 
@@ -94,7 +94,7 @@ class Account:
 
 
 @dataclass
-class Tally:
+class MatchCount:
     """Bytes that an account gives: of codes, of scales, and all that there are. tensor: whether tensor scales are as it
     says.
     """
@@ -117,7 +117,7 @@ class Tally:
 # ----------------------------------------------------------------------------------------------------
 
 
-def made(case: Case, layout: Layout, rows: np.ndarray, columns: slice, given: Given) -> tuple:
+def made(case: LayerEvidence, layout: Layout, rows: np.ndarray, columns: slice, given: Given) -> tuple:
     """Codes (n, K), scales (n, B) and the tensor scale that a recipe gives for some stored rows."""
     r, amax = given
     index = layout.rows.source[rows]
@@ -141,7 +141,7 @@ def _whole_blocks(index: np.ndarray, height: int, rows: int) -> np.ndarray:
     return every[every < -(-(index.max(initial=0) + 1) // rows) * rows]
 
 
-def row_amaxes(case: Case, layout: Layout, index: np.ndarray) -> np.ndarray:
+def row_amaxes(case: LayerEvidence, layout: Layout, index: np.ndarray) -> np.ndarray:
     """Largest magnitude of whole rows of the source, NaN left out: float32 (n,)."""
     found = np.zeros(len(index), np.float32)
     step = max(CHUNK // max(layout.shape[1], 1), 1)
@@ -162,7 +162,7 @@ def own_amax(x: np.ndarray) -> np.float32:
     return np.float32(max((float(_largest(x[i : i + step])) for i in range(0, len(x), step)), default=0.0))
 
 
-def amaxes(case: Case, r: Recipe) -> Sequence[np.ndarray | None]:
+def amaxes(case: LayerEvidence, r: Recipe) -> Sequence[np.ndarray | None]:
     """What a recipe may have been given: known amaxes that make the stored tensor scale; else all, and what the scale
     implies.
     """
@@ -198,7 +198,7 @@ def stored_scales(layer: StoredLayer, layout: Layout) -> Iterator[corruptions.Sc
     return corruptions.scale_orders(layer.block_scale, layer.scale_layout, shape)
 
 
-def tensor_mishap(case: Case, scale: np.ndarray | None, given: Given, rows: np.ndarray) -> str | None:
+def tensor_mishap(case: LayerEvidence, scale: np.ndarray | None, given: Given, rows: np.ndarray) -> str | None:
     """What is wrong with the stored tensor scale of some rows."""
     stored = case.layer.tensor_scale
     part = stored if stored is None or not np.ndim(stored) else stored[rows]
@@ -209,7 +209,7 @@ def tensor_mishap(case: Case, scale: np.ndarray | None, given: Given, rows: np.n
 # --------------------------------------------------------------------------------------------------------
 
 
-def tensor_agrees(case: Case, account: Account, scale: np.ndarray | None, rows: np.ndarray) -> bool:
+def tensor_agrees(case: LayerEvidence, account: Account, scale: np.ndarray | None, rows: np.ndarray) -> bool:
     """Whether an account that finds no fault with the tensor scale is right for some rows: it is of a sample."""
     return account.tensor is not None or tensor_mishap(case, scale, (account.recipe, account.amax), rows) is None
 
@@ -231,12 +231,12 @@ def bytes_equal(a: np.ndarray, b: np.ndarray, r: Recipe) -> tuple[int, int]:
     return int(np.count_nonzero(same)), same.size
 
 
-def count(case: Case, account: Account, early: bool) -> Tally:
+def count(case: LayerEvidence, account: Account, early: bool) -> MatchCount:
     """Bytes of the layer that an account gives. early: up to the first chunk that differs."""
     layout, r = account.layout, account.recipe
     everywhere = slice(0, layout.shape[1])
     _, values, known = next(islice(stored_scales(case.layer, layout), account.scales, None))
-    tally = Tally()
+    tally = MatchCount()
     for rows in chunks(layout, r):
         codes, scales, scale = made(case, layout, rows, everywhere, (r, account.amax))
         found = account.codes.undo(layout.reading.read(case.layer, rows, everywhere))

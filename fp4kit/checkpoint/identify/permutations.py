@@ -9,11 +9,11 @@ from collections.abc import Iterable, Iterator
 
 import numpy as np
 
-from fp4kit.checkpoint.identify.corruptions import CodeOrder, RowOrder, code_orders, name_of_rows, scale_orders
+from fp4kit.checkpoint.identify.corruptions import CodeOrder, CorruptedRows, code_orders, name_of_rows, scale_orders
 from fp4kit.checkpoint.identify.hypotheses import (
     CHUNK,
     Account,
-    Case,
+    LayerEvidence,
     Layout,
     amaxes,
     chunks,
@@ -36,7 +36,7 @@ ZERO = np.float32(2.0**-6)  # what a signed zero counts for among other codes
 # -------------------------------------------------------------------------------------------------------------------
 
 
-def permuted_rows(case: Case, plain: Layout) -> Iterator[tuple[Layout, CodeOrder]]:
+def permuted_rows(case: LayerEvidence, plain: Layout) -> Iterator[tuple[Layout, CodeOrder]]:
     """Layouts in which every stored row has the signs of another row of the source, or of the other half's."""
     rows, height = plain.shape
     pair = case.other is not None and case.other.shape == case.x.shape
@@ -53,10 +53,10 @@ def permuted_rows(case: Case, plain: Layout) -> Iterator[tuple[Layout, CodeOrder
         steps = (np.arange(i, min(i + PROBED, rows)) for i in range(0, rows, PROBED))
         index = _spread(np.concatenate([_found(case, plain, order, part, values) for part in steps]), rows)
         if index is not None and not np.array_equal(index, np.arange(rows)):
-            yield Layout(plain.reading, RowOrder(name_of_rows(index), index), plain.shape), order
+            yield Layout(plain.reading, CorruptedRows(name_of_rows(index), index), plain.shape), order
 
 
-def _found(case: Case, plain: Layout, order: CodeOrder, rows: np.ndarray, values: np.ndarray) -> np.ndarray:
+def _found(case: LayerEvidence, plain: Layout, order: CodeOrder, rows: np.ndarray, values: np.ndarray) -> np.ndarray:
     """The likest source row of each stored row, of those with its signs; -1: none has them; -2 - row: its codes are
     zeros.
     """
@@ -94,7 +94,7 @@ def _spread(index: np.ndarray, rows: int) -> np.ndarray | None:
 # -----------------------------------------------------------------------------------------------------------------
 
 
-def permuted_scales(case: Case, account: Account) -> str | None:
+def permuted_scales(case: LayerEvidence, account: Account) -> str | None:
     """What happened to block scales that are those of the account in other places, where all its codes are right."""
     layout, everywhere = account.layout, slice(0, account.layout.shape[1])
     stored = _linear_scales(case, layout)
@@ -113,7 +113,7 @@ def permuted_scales(case: Case, account: Account) -> str | None:
     return f"block scales are those of other blocks{' of the same row' if in_rows else ''}"
 
 
-def _linear_scales(case: Case, layout: Layout) -> np.ndarray | None:
+def _linear_scales(case: LayerEvidence, layout: Layout) -> np.ndarray | None:
     """As declared, whole; None where they have another size."""
     layer = case.layer
     shape = layout.shape[0], layout.shape[1] // layer.recipe.block_size
@@ -121,7 +121,7 @@ def _linear_scales(case: Case, layout: Layout) -> np.ndarray | None:
     return None if first is None or first.mishap or first.known is not None else first.values
 
 
-def permuted_blocks(case: Case, plain: Layout) -> Iterator[tuple[Account, str]]:
+def permuted_blocks(case: LayerEvidence, plain: Layout) -> Iterator[tuple[Account, str]]:
     """Accounts that give every block, codes and scale, in another place: of its row, or of a small layer."""
     scales = _linear_scales(case, plain)
     if scales is None or not scales.size:
@@ -141,7 +141,9 @@ def permuted_blocks(case: Case, plain: Layout) -> Iterator[tuple[Account, str]]:
                     yield account, "blocks, codes and scales, are in other places"
 
 
-def _same_blocks(case: Case, account: Account, stored: np.ndarray, parts: Iterable[np.ndarray], in_rows: bool) -> bool:
+def _same_blocks(
+    case: LayerEvidence, account: Account, stored: np.ndarray, parts: Iterable[np.ndarray], in_rows: bool
+) -> bool:
     """Whether stored and made blocks are the same but for their order, in every row or in all of a part."""
     layout, everywhere = account.layout, slice(0, account.layout.shape[1])
     for rows in parts:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from fp4kit.checkpoint.identify.hypotheses import Case, Layout, chunks
+from fp4kit.checkpoint.identify.hypotheses import LayerEvidence, Layout, chunks
 from fp4kit.checkpoint.identify.try_hypotheses import sample_of
 from fp4kit.layouts import unpacked
 from fp4kit.ops.identify import candidates_of
@@ -17,7 +17,7 @@ from fp4kit.recipes import Recipe
 from fp4kit.reference.tensor_rules import tensor_scale
 
 
-def under_stored_scales(case: Case, plain: Layout) -> tuple[Recipe, ...]:
+def under_stored_scales(case: LayerEvidence, plain: Layout) -> tuple[Recipe, ...]:
     """The recipes that make all codes of a layer under its scales, of blocks that lie in order; none that search
     themselves.
     """
@@ -36,7 +36,7 @@ def under_stored_scales(case: Case, plain: Layout) -> tuple[Recipe, ...]:
     return tuple(dict.fromkeys(whole))
 
 
-def _tensor_scales(case: Case, r: Recipe) -> Iterator[np.float32 | None]:
+def _tensor_scales(case: LayerEvidence, r: Recipe) -> Iterator[np.float32 | None]:
     """The stored tensor scale; then those of known amaxes that it is off by 2 ulp, as an inverted divisor may be."""
     stored = case.layer.tensor_scale
     yield stored
@@ -47,7 +47,9 @@ def _tensor_scales(case: Case, r: Recipe) -> Iterator[np.float32 | None]:
         yield from (one for one in made if one != stored and abs(one - stored) <= 2 * np.spacing(np.float32(stored)))
 
 
-def _codes_alike(case: Case, plain: Layout, r: Recipe, tensor_scale: np.float32 | None, rows: np.ndarray) -> bool:
+def _codes_alike(
+    case: LayerEvidence, plain: Layout, r: Recipe, tensor_scale: np.float32 | None, rows: np.ndarray
+) -> bool:
     """Whether a recipe makes the codes of some rows under their scales, and a tensor scale."""
     codes = plain.reading.read(case.layer, rows, slice(0, plain.shape[1]))
     scales = np.ascontiguousarray(case.layer.block_scale.reshape(plain.shape[0], -1)[rows]).view(np.uint8)

@@ -13,13 +13,13 @@ import numpy as np
 
 from fp4kit.arithmetic import ieee
 from fp4kit.checkpoint.identify import corruptions
-from fp4kit.checkpoint.identify.corruptions import CodeOrder, RowOrder, StoredLayer
+from fp4kit.checkpoint.identify.corruptions import CodeOrder, CorruptedRows, StoredLayer
 from fp4kit.checkpoint.identify.hypotheses import (
     Account,
-    Case,
     Given,
+    LayerEvidence,
     Layout,
-    Tally,
+    MatchCount,
     amaxes,
     count,
     made,
@@ -36,7 +36,7 @@ WORTH = 0.05  # share of the sample that a mishap must add to an account that is
 
 
 @dataclass
-class Trial:
+class SampleVerdict:
     """What a sample says: accounts that give all of it, and the one that gives most."""
 
     whole: list[Account] = field(default_factory=list)
@@ -76,7 +76,7 @@ def sample_of(shape: tuple[int, int], r: Recipe) -> Sample:
     return Sample(rows[rows < shape[0]], slice(0, columns))
 
 
-def layouts_of(case: Case, r: Recipe) -> Iterator[Layout]:
+def layouts_of(case: LayerEvidence, r: Recipe) -> Iterator[Layout]:
     """All ways to read the codes, in all orders of rows; the right one first, where the shapes agree."""
     for reading in corruptions.readings(case.layer, case.x.shape):
         turned = reading.source_transposed
@@ -90,9 +90,9 @@ def layouts_of(case: Case, r: Recipe) -> Iterator[Layout]:
             yield Layout(reading, rows, shape)
 
 
-def same_rows(rows: int) -> RowOrder:
+def same_rows(rows: int) -> CorruptedRows:
     """Rows as they are."""
-    return RowOrder(None, np.arange(rows))
+    return CorruptedRows(None, np.arange(rows))
 
 
 def sign_agreement(codes: np.ndarray, values: np.ndarray, r: Recipe) -> float:
@@ -103,7 +103,7 @@ def sign_agreement(codes: np.ndarray, values: np.ndarray, r: Recipe) -> float:
     return 1 - int(np.count_nonzero(wrong)) / max(int(np.count_nonzero(counted)), 1)
 
 
-def orders_by_sign(case: Case, layout: Layout) -> list[CodeOrder]:
+def orders_by_sign(case: LayerEvidence, layout: Layout) -> list[CodeOrder]:
     """The orders of codes under which the signs of a sample are the source's."""
     r, sample = case.layer.recipe, sample_of(layout.shape, case.layer.recipe)
     read = layout.reading.read(case.layer, sample.rows, sample.columns)
@@ -112,7 +112,7 @@ def orders_by_sign(case: Case, layout: Layout) -> list[CodeOrder]:
     return [order for order in orders if sign_agreement(order.undo(read), values, r) >= SIGNS_AGREE]
 
 
-def try_layout(case: Case, layout: Layout, orders: Iterable[CodeOrder], trial: Trial) -> None:
+def try_layout(case: LayerEvidence, layout: Layout, orders: Iterable[CodeOrder], trial: SampleVerdict) -> None:
     """Every recipe, amax, order of codes and of scales in one layout, on a sample."""
     layer, sample = case.layer, sample_of(layout.shape, case.layer.recipe)
     read = layout.reading.read(layer, sample.rows, sample.columns)
@@ -139,7 +139,9 @@ def _sampled_scales(layer: StoredLayer, layout: Layout, sample: Sample) -> Itera
         yield mishap, found if known is None else np.where(known[sample.rows, blocks], found, -1)
 
 
-def _compare(case: Case, layout: Layout, sample: Sample, given: Given, codes: list, scales: list, trial: Trial) -> None:
+def _compare(
+    case: LayerEvidence, layout: Layout, sample: Sample, given: Given, codes: list, scales: list, trial: SampleVerdict
+) -> None:
     """What a recipe makes of the sample against all orders of codes and of scales."""
     made_codes, made_scales, scale = made(case, layout, sample.rows, sample.columns, given)
     tensor = tensor_mishap(case, scale, given, sample.rows)
@@ -158,10 +160,10 @@ def _compare(case: Case, layout: Layout, sample: Sample, given: Given, codes: li
 
 
 @ieee("identify")
-def first_whole(case: Case, accounts: list[Account]) -> tuple[list[Account], Tally]:
+def first_whole(case: LayerEvidence, accounts: list[Account]) -> tuple[list[Account], MatchCount]:
     """Of the accounts that give every byte, those with the fewest mishaps, and their tally."""
     found: list[Account] = []
-    tally = Tally()
+    tally = MatchCount()
     for account in sorted(accounts, key=lambda account: account.weight):
         if found and account.weight > found[0].weight:
             break

@@ -20,7 +20,7 @@ _SYNTAX = {
 
 
 @dataclass(frozen=True)
-class Container:
+class LoaderContainer:
     """One container. ``kind``: of its recipes, None for unquantized weights; ``syntax``: of its exclusion list, None
     without.
     """
@@ -32,20 +32,22 @@ class Container:
     syntax: str | None = None
 
 
-def _declared() -> dict[str, Container]:
+def _declared() -> dict[str, LoaderContainer]:
     """Of the forms that --format knows; NVFP4 of Model-Optimizer is declared in two ways, by whether activations have
     scales.
     """
     ids = [(container_id(MODELOPT_NVFP4, False), MODELOPT_NVFP4)]
     ids += [(container_id(form, True), form) for form in STORED if form.format in FORMATS]
-    found = {id: Container(id, form.format, form.kind, form.group_size, _SYNTAX.get(form.format)) for id, form in ids}
-    return found | {"bf16": Container("bf16", "bf16", None)}
+    found = {
+        id: LoaderContainer(id, form.format, form.kind, form.group_size, _SYNTAX.get(form.format)) for id, form in ids
+    }
+    return found | {"bf16": LoaderContainer("bf16", "bf16", None)}
 
 
 CONTAINERS = _declared()
 
 
-def container(format: str, kind: str, *, input_scale: bool = False) -> Container | None:
+def container(format: str, kind: str, *, input_scale: bool = False) -> LoaderContainer | None:
     """Return the container in which ``format`` stores recipes of ``kind``; None: it stores none of them.
 
     format: one of FORMATS; kind: one of KINDS; "bf16" takes any. input_scale: with scales of 4-bit activations,

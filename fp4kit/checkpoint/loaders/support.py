@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from fp4kit.checkpoint.loaders.containers import CONTAINERS, FORMATS, KINDS, Container, container
+from fp4kit.checkpoint.loaders.containers import CONTAINERS, FORMATS, KINDS, LoaderContainer, container
 from fp4kit.checkpoint.loaders.engines import SERVING, VERSIONS, How, Status, named
 from fp4kit.checkpoint.loaders.observations import RUNS
 
@@ -80,7 +80,7 @@ def _rank(container_id: str, family: str) -> tuple[int, int, int]:
     return len(loads), -sum(each.status == "wrong values" for each in cells), sum(each.how == "run" for each in loads)
 
 
-def _candidates(kind: str) -> list[Container]:
+def _candidates(kind: str) -> list[LoaderContainer]:
     found = (container(format, kind) for format in FORMATS if format != "bf16")
     return [each for each in found if each is not None]
 
@@ -108,7 +108,7 @@ def _way_out(kind: str, family: str) -> str:
     return "use --format bf16"
 
 
-def _stored(format: str, kind: str) -> Container:
+def _stored(format: str, kind: str) -> LoaderContainer:
     found = container(format, kind)
     assert found is not None
     return found

@@ -27,7 +27,7 @@ def sqnr_db(signal: float, noise: float) -> float:
 
 
 @dataclass(frozen=True)
-class Tally:
+class StoredCounts:
     """Counts of a stored layer, which add up over chunks and layers. A block is what one stored scale is for.
 
     at_max: codes of the largest magnitude. nan_codes, nan_scales: codes and block scales that are NaN, of float32
@@ -58,8 +58,8 @@ class Tally:
     signal: float = 0.0
     noise: float = 0.0
 
-    def __add__(self, other: Tally) -> Tally:
-        return Tally(*(getattr(self, field.name) + getattr(other, field.name) for field in fields(Tally)))
+    def __add__(self, other: StoredCounts) -> StoredCounts:
+        return StoredCounts(*(getattr(self, field.name) + getattr(other, field.name) for field in fields(StoredCounts)))
 
     @property
     def sqnr_db(self) -> float | None:
@@ -67,9 +67,9 @@ class Tally:
         return sqnr_db(self.signal, self.noise) if self.compared else None
 
 
-def total(parts: Iterable[Tally]) -> Tally:
+def total(parts: Iterable[StoredCounts]) -> StoredCounts:
     """Return the sum of tallies."""
-    return sum(parts, Tally())
+    return sum(parts, StoredCounts())
 
 
 @ieee("tally")
@@ -79,7 +79,7 @@ def tally(
     scales: np.ndarray,
     tensor_scale: np.float32 | None,
     x: np.ndarray | None = None,
-) -> Tally:
+) -> StoredCounts:
     """Return the tally of rows of a layer.
 
     codes: as stored, [N, K * bits / 8]; scales: as stored, one for a block; tensor_scale: multiplies, None stands for
@@ -96,14 +96,16 @@ def tally(
     return total(found)
 
 
-def _held(form: Container, codes: npt.NDArray[np.uint8], scales: np.ndarray) -> tuple[Tally, npt.NDArray[np.bool_]]:
+def _held(
+    form: Container, codes: npt.NDArray[np.uint8], scales: np.ndarray
+) -> tuple[StoredCounts, npt.NDArray[np.bool_]]:
     """The counts of what is stored, and which blocks decode to zeros."""
     empty = _empty_blocks(form, codes)
     values = scales_of(form, scales)
     zero = empty | (values == 0)
     magnitudes = np.abs(values)
     least = float(FLT_MIN) if form.scale is None else max(float(form.scale.min_normal), float(FLT_MIN))
-    return Tally(
+    return StoredCounts(
         elements=codes.size * 8 // form.element.bits,
         blocks=scales.size,
         at_max=_count_codes(form.element, codes, [form.element.max_code]),
@@ -163,7 +165,7 @@ def _against(
     tensor_scale: np.float32 | None,
     source: np.ndarray,
     zero: npt.NDArray[np.bool_],
-) -> Tally:
+) -> StoredCounts:
     """The counts against a source; zero: the blocks that decode to zeros."""
     x = source.astype(np.float32, copy=False)
     codes = codes_of(form, stored)
@@ -171,7 +173,7 @@ def _against(
     beyond = np.abs(x) > _per_element(form, _limits(form, scales, tensor_scale), x.shape)
     saturated = codes[beyond] & ~np.uint8(form.element.sign_bit) == form.element.max_code
     flushed = _any_in_blocks(form, _per_element(form, zero, x.shape) & (x != 0)) if zero.any() else zero
-    return Tally(
+    return StoredCounts(
         compared=x.size,
         nonfinite=nonfinite,
         saturated=int(np.count_nonzero(saturated)),

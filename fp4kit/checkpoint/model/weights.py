@@ -70,7 +70,7 @@ class Rows(NamedTuple):
     span: tuple[int, int]
 
 
-class RowOrder(NamedTuple):
+class HeadOrder(NamedTuple):
     """Rows by heads of so many: halves are woven (0, h/2, 1, h/2 + 1, ...); or, woven in the file, put one after the
     other.
     """
@@ -100,7 +100,7 @@ class Weight:
     parts: Mapping[str, Located]
     transposed: bool = False
     members: tuple[Rows, ...] = ()
-    order: RowOrder | None = None
+    order: HeadOrder | None = None
 
     @property
     def located(self) -> Located:

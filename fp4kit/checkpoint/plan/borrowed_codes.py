@@ -19,7 +19,7 @@ from fp4kit.checkpoint.identify.match_layers import Origin
 from fp4kit.checkpoint.model.layers import members, parts_of, pieces
 from fp4kit.checkpoint.model.model_files import Source
 from fp4kit.checkpoint.model.slabs import Readers
-from fp4kit.checkpoint.model.weights import RowOrder, Rows, Weight, weights_of
+from fp4kit.checkpoint.model.weights import HeadOrder, Rows, Weight, weights_of
 from fp4kit.checkpoint.plan.row_orders import (
     by_turns,
     gate_first,
@@ -111,7 +111,7 @@ def _rows(weight: Weight, origins: Sequence[Origin]) -> tuple[Rows, ...]:
 
 
 def _in_order(
-    weight: Weight, rows: tuple[Rows, ...], model: Source, order: RowOrder | None, readers: Readers
+    weight: Weight, rows: tuple[Rows, ...], model: Source, order: HeadOrder | None, readers: Readers
 ) -> tuple[Rows, ...]:
     """Rows of layers in the order in which a weight has them. order: another one that q and k may have."""
     if takes_turns(weight, model.config):
@@ -150,7 +150,7 @@ class _Names:
         name = next(filter(None, (self._map.get_name(f"{match[1]}experts.{leaf}") for leaf in leaves)), None)
         return None if name is None else (name, int(match[2]))
 
-    def order(self, weight: Weight, source: Source) -> RowOrder | None:
+    def order(self, weight: Weight, source: Source) -> HeadOrder | None:
         """The other order that the rows of a weight may have."""
         layer = self.of(source, (weight.name, 0)) if len(weight.shape) == 2 else None
         leaf = layer[0].rpartition(".")[2] if layer is not None else ""

@@ -17,7 +17,7 @@ from fp4kit.checkpoint.containers.ggml_names import HEADS
 from fp4kit.checkpoint.identify.match_layers import Origin
 from fp4kit.checkpoint.model.slabs import Readers, values_of
 from fp4kit.checkpoint.model.statistics import sqnr_db
-from fp4kit.checkpoint.model.weights import RowOrder, Rows, Weight, is_interleaved
+from fp4kit.checkpoint.model.weights import HeadOrder, Rows, Weight, is_interleaved
 from fp4kit.storage.errors import CheckpointError, shown
 
 _ROWS = 16  # of each end of a matrix
@@ -30,7 +30,7 @@ def takes_turns(weight: Weight, config: Mapping[str, Any]) -> bool:
 
 def gate_first(weight: Weight, config: Mapping[str, Any]) -> Weight:
     """A weight, the rows of its gate before those of up, as they are or by its order."""
-    return replace(weight, order=RowOrder(weight.shape[-2], False)) if takes_turns(weight, config) else weight
+    return replace(weight, order=HeadOrder(weight.shape[-2], False)) if takes_turns(weight, config) else weight
 
 
 def by_turns(rows: Sequence[Rows]) -> Iterator[Rows]:
@@ -43,7 +43,7 @@ def by_turns(rows: Sequence[Rows]) -> Iterator[Rows]:
             why = "gate and up have tensor scales of their own, and are one layer where rows take turns"
             raise CheckpointError(f"{shown(one.name)}: {why}; use codes without tensor scales, such as MXFP4")
         height = 2 * (end - begin)
-        shape, order = (height, one.shape[-1]), RowOrder(height, True)
+        shape, order = (height, one.shape[-1]), HeadOrder(height, True)
         yield Rows(
             Weight(one.name, one.tensor, shape, one.container, one.parts, members=(gate, up), order=order),
             0,
@@ -51,16 +51,16 @@ def by_turns(rows: Sequence[Rows]) -> Iterator[Rows]:
         )
 
 
-def order_of_heads(leaf: str, rows: int, config: Mapping[str, Any], weaves: bool) -> RowOrder | None:
+def order_of_heads(leaf: str, rows: int, config: Mapping[str, Any], weaves: bool) -> HeadOrder | None:
     """The other order that q or k may have. leaf: of its name in a GGUF file, whose config says how many heads there
     are.
     """
     count = config.get(HEADS.get(leaf, ""), 0)
     head = rows // count if count else 0
-    return RowOrder(head, weaves) if head > 2 and head % 2 == 0 and head * count == rows else None
+    return HeadOrder(head, weaves) if head > 2 and head % 2 == 0 and head * count == rows else None
 
 
-def in_likest_order(numbers: Weight, rows: Rows, order: RowOrder, readers: Readers) -> Rows:
+def in_likest_order(numbers: Weight, rows: Rows, order: HeadOrder, readers: Readers) -> Rows:
     """Rows as they are, or in an order, whichever is more like the numbers; where some rows do not tell, all of them
     do.
     """

@@ -17,7 +17,7 @@ from fp4kit.checkpoint.loaders.containers import CONTAINERS
 from fp4kit.checkpoint.loaders.engines import Finding, finding
 from fp4kit.checkpoint.loaders.exclusion_semantics import READERS
 from fp4kit.checkpoint.model.inspect import Checkpoint
-from fp4kit.checkpoint.model.statistics import Tally
+from fp4kit.checkpoint.model.statistics import StoredCounts
 from fp4kit.checkpoint.model.weights import Weight, part_names
 from fp4kit.checkpoint.plan.request import is_deepseek_v4
 from fp4kit.checkpoint.selection.name_rules import Candidate, candidate, model_facts
@@ -61,7 +61,7 @@ _FACTS = (
 )
 
 
-def stored_issues(name: str, tally: Tally) -> Iterator[Issue]:
+def stored_issues(name: str, tally: StoredCounts) -> Iterator[Issue]:
     """Yield what the numbers of a layer tell."""
     for fact, severity, text in _FACTS:
         count = getattr(tally, fact)

@@ -20,7 +20,7 @@ from fp4kit.checkpoint.convert import run_job
 from fp4kit.checkpoint.identify.match_layers import Origin, origins
 from fp4kit.checkpoint.model.model_files import Source
 from fp4kit.checkpoint.model.slabs import Readers, slabs
-from fp4kit.checkpoint.model.statistics import Tally, tally, total
+from fp4kit.checkpoint.model.statistics import StoredCounts, tally, total
 from fp4kit.checkpoint.model.weights import Located, Weight, weights_of
 from fp4kit.checkpoint.plan.job import DEQUANTIZE, QUANTIZE, RENAME, REQUANTIZE, Job, Measured, Target, action_of
 from fp4kit.checkpoint.plan.scale_search import ScaleSearch
@@ -110,13 +110,13 @@ class Check:
 
 
 @dataclass(frozen=True)
-class Checked:
+class ReencodedLayer:
     """What came of a check. compared, differing: part -> bytes. action: as it was made anew, "" if it was not; error:
     why not.
     """
 
     check: Check
-    tally: Tally
+    tally: StoredCounts
     action: str = ""
     compared: Mapping[str, int] = field(default_factory=dict)
     differing: Mapping[str, int] = field(default_factory=dict)
@@ -221,7 +221,7 @@ class _Comparison:
         self.compared[part] += made.size
 
 
-def run(checks: Sequence[Check], executor: Executor | None, tick: Callable[[int], None]) -> Iterator[Checked]:
+def run(checks: Sequence[Check], executor: Executor | None, tick: Callable[[int], None]) -> Iterator[ReencodedLayer]:
     """Measure the groups, then look at everything; results as they come. tick: called with bytes that add up to
     nbytes_read.
     """
@@ -239,12 +239,12 @@ def run(checks: Sequence[Check], executor: Executor | None, tick: Callable[[int]
         yield found
 
 
-def look(check: Check, shared: Measured | None) -> Checked:
+def look(check: Check, shared: Measured | None) -> ReencodedLayer:
     """Make one matrix anew, compare it, and count its values."""
     with Readers() as readers:
-        found = _tally(check, readers) if check.stored.container is not None else Tally()
+        found = _tally(check, readers) if check.stored.container is not None else StoredCounts()
         if check.job is None:
-            return Checked(check, found)
+            return ReencodedLayer(check, found)
         kept = _compared(check, check.job, shared or Measured(check.key), found, readers)
         if not (
             check.may_saturate
@@ -259,17 +259,17 @@ def look(check: Check, shared: Measured | None) -> Checked:
         return kept if again.error or any(again.differing.values()) else again
 
 
-def _compared(check: Check, job: Job, shared: Measured, found: Tally, readers: Readers) -> Checked:
+def _compared(check: Check, job: Job, shared: Measured, found: StoredCounts, readers: Readers) -> ReencodedLayer:
     """Make one matrix anew, and compare it."""
     comparison = _Comparison(readers, check.stored, job.targets)
     try:
         made = run_job.produce(job, shared, readers, comparison)
     except CheckpointError as error:
-        return Checked(check, found, error=str(error))
-    return Checked(check, found, made.action, comparison.compared, comparison.differing)
+        return ReencodedLayer(check, found, error=str(error))
+    return ReencodedLayer(check, found, made.action, comparison.compared, comparison.differing)
 
 
-def _tally(check: Check, readers: Readers) -> Tally:
+def _tally(check: Check, readers: Readers) -> StoredCounts:
     """Count the values of a matrix, against its source where there is one."""
     form, origin = check.stored.container, check.origin
     assert form is not None

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from fp4kit import __version__
-from fp4kit.checkpoint.model.statistics import Tally, total
+from fp4kit.checkpoint.model.statistics import StoredCounts, total
 from fp4kit.checkpoint.verify.integrity import grouped
 from fp4kit.checkpoint.verify.verify import LayerReport, VerifyReport
 from fp4kit.storage.errors import listed, shown
@@ -99,12 +99,12 @@ class _Point(NamedTuple):
 
     number: int
     kind: str
-    tally: Tally
+    tally: StoredCounts
 
 
 def _points(layers: Iterable[LayerReport]) -> list[_Point]:
     """Layers by the first number in their name, and by the rest of it without numbers."""
-    found: dict[tuple[int, str], list[Tally]] = defaultdict(list)
+    found: dict[tuple[int, str], list[StoredCounts]] = defaultdict(list)
     for layer in layers:
         parts = layer.name.split(".")
         number = next((int(part) for part in parts if part.isascii() and part.isdigit() and len(part) < 7), None)
@@ -142,7 +142,7 @@ def _patch(colour: str) -> str:
 
 
 _NAN = math.nan
-_VALUES: tuple[tuple[str, str, Callable[[Tally], float]], ...] = (
+_VALUES: tuple[tuple[str, str, Callable[[StoredCounts], float]], ...] = (
     ("sqnr", "SQNR, dB", lambda t: _NAN if t.sqnr_db is None else t.sqnr_db),
     ("saturated", "Saturated values, %", lambda t: _share(t.saturated, t.compared) if t.compared else _NAN),
     ("largest", "Codes of the largest magnitude, %", lambda t: _NAN if t.compared else _share(t.at_max, t.elements)),

@@ -16,7 +16,7 @@ from fp4kit.checkpoint.model.inspect import Checkpoint
 from fp4kit.checkpoint.model.manifest import MANIFEST, differences, load_manifest
 from fp4kit.checkpoint.model.model_files import HF_QUANT_CONFIG, Source, existing_file, open_source
 from fp4kit.checkpoint.model.slabs import Readers, tensor_scale_of
-from fp4kit.checkpoint.model.statistics import Tally, total
+from fp4kit.checkpoint.model.statistics import StoredCounts, total
 from fp4kit.checkpoint.model.weights import Located, Weight, located
 from fp4kit.checkpoint.plan.job import DEQUANTIZE, RENAME
 from fp4kit.checkpoint.plan.scale_search import ScaleSearch, recorded_search
@@ -24,7 +24,7 @@ from fp4kit.checkpoint.run.executors import executor_of, run_all, start_devices
 from fp4kit.checkpoint.run.leftovers import leftovers_of
 from fp4kit.checkpoint.verify import reencode
 from fp4kit.checkpoint.verify.integrity import Issue, loader_issues, stored_issues, strange_tensors
-from fp4kit.checkpoint.verify.reencode import Check, Checked, Settings
+from fp4kit.checkpoint.verify.reencode import Check, ReencodedLayer, Settings
 from fp4kit.lazy import lazy_property
 from fp4kit.recipes import Recipe, recipe
 from fp4kit.recipes.to_dict import from_data
@@ -49,7 +49,7 @@ class LayerReport:
     scales: tuple[int, int]
     others: tuple[int, int]
     tensor_scale: float | None
-    tally: Tally
+    tally: StoredCounts
 
     @property
     def differing(self) -> int:
@@ -88,7 +88,7 @@ class VerifyReport:
     issues: tuple[Issue, ...]
 
     @lazy_property
-    def total(self) -> Tally:
+    def total(self) -> StoredCounts:
         """Of all layers."""
         return total(layer.tally for layer in self.layers)
 
@@ -289,10 +289,13 @@ def _copy_differs(stored: Located, source: Located) -> tuple[Located, int]:
 
 
 def _report(
-    prepared: Verification, found: Sequence[Checked], changed: Sequence[tuple[str, int]], told: Sequence[str] | None
+    prepared: Verification,
+    found: Sequence[ReencodedLayer],
+    changed: Sequence[tuple[str, int]],
+    told: Sequence[str] | None,
 ) -> VerifyReport:
     """Everything together, in the order of the files."""
-    of_layer: dict[str, list[Checked]] = defaultdict(list)
+    of_layer: dict[str, list[ReencodedLayer]] = defaultdict(list)
     for one in found:
         of_layer[one.check.stored.name].append(one)
     order = dict.fromkeys(check.stored.name for check in prepared.checks)
@@ -328,7 +331,7 @@ def _report(
 _LEFT = "was left by a run that was killed when it had finished; fp4kit convert --remove-stale removes it"
 
 
-def _layer(members: Sequence[Checked], readers: Readers) -> LayerReport:
+def _layer(members: Sequence[ReencodedLayer], readers: Readers) -> LayerReport:
     """One layer, of all of its matrices."""
     weight = members[0].check.stored
     compared, differing = Counter[str](), Counter[str]()

@@ -19,7 +19,7 @@ from fp4kit.cuda.engine.matrices import count, finding, work_of
 from fp4kit.cuda.launch import matrix
 from fp4kit.cuda.launch import swizzle as swizzle_launcher
 from fp4kit.cuda.launch import transpose as transpose_launcher
-from fp4kit.cuda.launch.dispatch import Arguments, Work
+from fp4kit.cuda.launch.dispatch import Arguments, LaunchRequest
 from fp4kit.cuda.launch.dispatch import find as find_way
 from fp4kit.cuda.launch.geometry import Launch, aligned
 from fp4kit.cuda.launch.matrix import Matrix, is_whole, launch_by
@@ -29,7 +29,7 @@ from fp4kit.quantized.part_shapes import wanted_parts
 _NEW_AMAX = New((), FLOAT32)
 
 
-class Result(NamedTuple):
+class QuantizedResult(NamedTuple):
     """The Quantized that a call makes: its fields without arrays that are made, the names of these, and the amax beside
     them.
     """
@@ -40,7 +40,7 @@ class Result(NamedTuple):
     amax: New | None
 
     @classmethod
-    def of(cls, call: Call, axis: int) -> Result:
+    def of(cls, call: Call, axis: int) -> QuantizedResult:
         """Of a call, with blocks along an axis."""
         shape, r = call.x.shape, call.recipe
         _, packed, scales, _ = wanted_parts(shape, axis, r, call.layout)
@@ -79,7 +79,7 @@ class Amax(NamedTuple):
             self.launch(x, memory.address(amax), stream=stream)
 
 
-def _amax(call: Call, work: Work) -> Amax | None:
+def _amax(call: Call, work: LaunchRequest) -> Amax | None:
     """Of a call; None where it gives the amax, or needs none."""
     x, r = call.x, call.recipe
     if r.tensor_scaling == "none" or call.tensor_amax is not None:
@@ -107,7 +107,7 @@ def _pick(arguments: Arguments, new: Sequence[str]) -> Callable[[list[int]], tup
     return itemgetter(*(known.get(name, known[""]) for name in (*arguments.pointers, *arguments.words)))
 
 
-def _names(result: Result | None, prefix: str = "") -> tuple[str, ...]:
+def _names(result: QuantizedResult | None, prefix: str = "") -> tuple[str, ...]:
     """The arrays of a result, as kernels name them."""
     return () if result is None else tuple(prefix + _OF_PARTS[name] for name in result.names)
 
@@ -124,8 +124,8 @@ class QuantizeCall:
     amax: Amax | None
     launch: Launch
     pick: Callable[[list[int]], tuple[int, ...]]
-    row: Result | None
-    column: Result | None
+    row: QuantizedResult | None
+    column: QuantizedResult | None
     new: Callable[[], list[Any]]
 
     @classmethod
@@ -135,8 +135,8 @@ class QuantizeCall:
         amax: Amax | None,
         launch: Launch,
         arguments: Arguments,
-        row: Result | None,
-        column: Result | None,
+        row: QuantizedResult | None,
+        column: QuantizedResult | None,
     ) -> QuantizeCall:
         """By a launch, called with the addresses of these arguments."""
         results = [result for result in (row, column) if result]
@@ -188,8 +188,8 @@ def quantize(call: Call, x: Any, both: bool = False) -> QuantizeCall | None:
         return None
     work = finding(call, work, call.x)
     found = launch_by(way, work, is_whole(Matrix(call.x), work), call.x.device.id)
-    row = Result.of(call, last) if both or not columns else None
-    column = Result.of(call, call.axis) if columns else None
+    row = QuantizedResult.of(call, last) if both or not columns else None
+    column = QuantizedResult.of(call, call.axis) if columns else None
     return QuantizeCall.of(memory_of(x), _amax(call, work), found, way.arguments, row, column)
 
 

@@ -12,7 +12,7 @@ from fp4kit.call.parse import Call
 from fp4kit.cuda.engine.amax import covered_by_scales
 from fp4kit.cuda.engine.group import amax_launches, clear, cut, launch_all, readable
 from fp4kit.cuda.launch import grouped
-from fp4kit.cuda.launch.grouped import Clip, Launch
+from fp4kit.cuda.launch.grouped import Clip, GroupedLaunch
 
 
 class ClipGroup:
@@ -43,7 +43,9 @@ class ClipGroup:
         self._vector = imports.cupy().zeros(sum(shape[0] for shape in shapes), np.float32)
         for i, amax in zip(places, cut(self._vector, shapes), strict=True):
             given[i] = amax
-        self._launches: list[Launch] = amax_launches([*zip(rows, shapes, strict=True)], [given[i] for i in places])
+        self._launches: list[GroupedLaunch] = amax_launches(
+            [*zip(rows, shapes, strict=True)], [given[i] for i in places]
+        )
         return given
 
     def clip(self) -> list[Any]:
@@ -54,7 +56,7 @@ class ClipGroup:
         return list(self.outs)
 
 
-def clip_launches(clips: Sequence[Clip]) -> list[Launch]:
+def clip_launches(clips: Sequence[Clip]) -> list[GroupedLaunch]:
     """A launch for each pair of dtypes, of arrays and of gradients."""
     kinds = dict.fromkeys((c.x.dtype, c.grad.dtype) for c in clips)
     return [grouped.clip_group([c for c in clips if (c.x.dtype, c.grad.dtype) == kind]) for kind in kinds]

@@ -19,8 +19,8 @@ from fp4kit.cuda.engine.amax import Rows, covered_by_scales
 from fp4kit.cuda.engine.matrices import split, work_of
 from fp4kit.cuda.engine.search_scales import group_launches, searched_matrices, without_search
 from fp4kit.cuda.launch import grouped
-from fp4kit.cuda.launch.dispatch import Work
-from fp4kit.cuda.launch.grouped import Launch
+from fp4kit.cuda.launch.dispatch import LaunchRequest
+from fp4kit.cuda.launch.grouped import GroupedLaunch
 from fp4kit.cuda.launch.matrix import Matrix, empty_scales
 from fp4kit.quantized.container import Quantized
 from fp4kit.quantized.part_shapes import packed_shape, scale_shape
@@ -39,7 +39,7 @@ def by_dtype(arrays: Sequence[Any]) -> list[list[int]]:
     return [[i for i, a in enumerate(arrays) if a.dtype == dtype] for dtype in dict.fromkeys(a.dtype for a in arrays)]
 
 
-def amax_launches(rows: Sequence[AmaxRows], outs: Sequence[Any], mask: int | None = None) -> list[Launch]:
+def amax_launches(rows: Sequence[AmaxRows], outs: Sequence[Any], mask: int | None = None) -> list[GroupedLaunch]:
     """Launches that write the amaxes of arrays into outs, which hold zeros."""
     found = []
     for numbers in by_dtype([x for (x, *_), _ in rows]):
@@ -99,11 +99,13 @@ class Group:
         self._copies: list[
             tuple[Any, Any]
         ] = []  # (array, contiguous copy that the kernels read), made anew for each launch
-        self._codes: tuple[list[Quantized], list[Launch]] | None = None
+        self._codes: tuple[list[Quantized], list[GroupedLaunch]] | None = None
         self._raw_values: list[Any] = []  # as the kernels write them, with the axis last
         self._values: list[Any] = []
-        self._launches_of_values: dict[bool, list[Launch]] = {}  # by whether the kernel computes the amaxes itself
-        self._amax_launches: list[Launch] | None = None
+        self._launches_of_values: dict[
+            bool, list[GroupedLaunch]
+        ] = {}  # by whether the kernel computes the amaxes itself
+        self._amax_launches: list[GroupedLaunch] | None = None
         self.vector: Any = None
         with self._device:
             arrays = [call.moved for call in calls] if stack is None else [stack]
@@ -174,7 +176,7 @@ class Group:
                 self._launches_of_values[own] = self._prepare_values([None if own else a for a in self.amaxes])
             return self._run((self._values, self._launches_of_values[own]), compute_amaxes and not own)
 
-    def _run(self, prepared: tuple[list[Any], list[Launch]], compute_amaxes: bool) -> list[Any]:
+    def _run(self, prepared: tuple[list[Any], list[GroupedLaunch]], compute_amaxes: bool) -> list[Any]:
         outputs, launches = prepared
         self._update(compute_amaxes)
         launch_all([], [*self._searches, *launches])
@@ -189,7 +191,7 @@ class Group:
         clear(self.vector)
         return launch_all(self._copies, self._amax_launches)
 
-    def _prepare_codes(self) -> tuple[list[Quantized], list[Launch]]:
+    def _prepare_codes(self) -> tuple[list[Quantized], list[GroupedLaunch]]:
         r, layout, moved = self.recipe, self.calls[0].layout, [call.moved.shape for call in self.calls]
         each(self._op, lambda call: check_codes(call, layout), self.calls)
         packed = self._outputs([packed_shape(s, r) for s in moved], [np.uint8] * len(moved), imports.cupy().empty)
@@ -215,7 +217,7 @@ class Group:
             for call, (amax, codes, s, d, out) in zip(self.calls, parts, strict=True)
         ], launches
 
-    def _prepare_values(self, amaxes: list[Any]) -> list[Launch]:
+    def _prepare_values(self, amaxes: list[Any]) -> list[GroupedLaunch]:
         cupy = imports.cupy()
         if not self._raw_values:
             self._raw_values = self._outputs([x.shape for x in self._xs], [x.dtype for x in self._xs], cupy.empty)
@@ -233,7 +235,7 @@ class Group:
             return list(make((len(shapes), *shapes[0]), dtypes[0]))
         return [make(shape, dtype) for shape, dtype in zip(shapes, dtypes, strict=True)]
 
-    def _launches(self, matrices: list[Matrix], values: bool) -> list[Launch]:
+    def _launches(self, matrices: list[Matrix], values: bool) -> list[GroupedLaunch]:
         seed = next((call.random for call in self.calls if isinstance(call.random, int)), 0)
         found = []
         with naming(self._op):
@@ -243,7 +245,7 @@ class Group:
                     found.append(grouped.quantize_group([m for m, _ in group], [w for _, w in group], seed))
         return found
 
-    def _split(self, call: Call, m: Matrix, values: bool) -> list[tuple[Matrix, Work]]:
+    def _split(self, call: Call, m: Matrix, values: bool) -> list[tuple[Matrix, LaunchRequest]]:
         """The matrices of an array, with their works; of one without elements, that of its tensor scales."""
         work = work_of(call, values=values)
         if m.x.size:

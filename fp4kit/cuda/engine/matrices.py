@@ -11,7 +11,7 @@ from typing import Any
 from fp4kit.arrays import imports
 from fp4kit.call.amaxes import is_per_expert, part_of
 from fp4kit.call.parse import Call, Declined
-from fp4kit.cuda.launch.dispatch import Work
+from fp4kit.cuda.launch.dispatch import LaunchRequest
 from fp4kit.cuda.launch.matrix import Matrix, is_whole
 
 # Elements of an array whose amax the kernel finds itself. 64, 128 and 256 x 4096 of bfloat16 to nvfp4-te on an H200,
@@ -21,11 +21,11 @@ MOST_FOUND = 1 << 19
 GROUP = 16  # elements that share the words of a seed's random bytes
 
 
-def work_of(call: Call, *, values: bool = False, columns: bool = False) -> Work:
+def work_of(call: Call, *, values: bool = False, columns: bool = False) -> LaunchRequest:
     """What the launches of a call are asked for; the shape is that of the whole, with its rows joined."""
     x = call.x if columns else call.moved
     K = x.shape[-1]
-    return Work(
+    return LaunchRequest(
         call.recipe,
         x.dtype,
         (prod(x.shape[:-1]), K),
@@ -39,7 +39,7 @@ def work_of(call: Call, *, values: bool = False, columns: bool = False) -> Work:
     )
 
 
-def count(call: Call, work: Work, amax: Any) -> int:
+def count(call: Call, work: LaunchRequest, amax: Any) -> int:
     """How many matrices a call is split into: one where the rows of a stack may be joined.
 
     Raises Declined where a matrix would begin inside a group of a seed's random bytes.
@@ -59,7 +59,7 @@ def count(call: Call, work: Work, amax: Any) -> int:
     return B
 
 
-def finding(call: Call, work: Work, x: Any) -> Work:
+def finding(call: Call, work: LaunchRequest, x: Any) -> LaunchRequest:
     """The work, with its amax found by the kernel itself where that is not given and x is one small matrix of whole
     runs.
 
@@ -71,7 +71,7 @@ def finding(call: Call, work: Work, x: Any) -> Work:
     return work._replace(finds_amax=True) if wanted and small else work
 
 
-def split(call: Call, work: Work, whole: Matrix) -> Iterator[tuple[Matrix, Work]]:
+def split(call: Call, work: LaunchRequest, whole: Matrix) -> Iterator[tuple[Matrix, LaunchRequest]]:
     """The matrices of contiguous arrays of a call, which have elements, and their works."""
     r, x = work.recipe, whole.x
     B = count(call, work, whole.tensor_scale if whole.tensor_amax is None else whole.tensor_amax)

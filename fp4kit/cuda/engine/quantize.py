@@ -11,7 +11,7 @@ from fp4kit.call.parse import Call
 from fp4kit.cuda.engine.amax import empty_amax, tensor_amax
 from fp4kit.cuda.engine.matrices import count, finding, split, work_of
 from fp4kit.cuda.engine.search_scales import searched
-from fp4kit.cuda.launch.dispatch import Work, find, way_of
+from fp4kit.cuda.launch.dispatch import LaunchRequest, find, way_of
 from fp4kit.cuda.launch.matrix import Matrix, empty_scales, quantize_matrix
 from fp4kit.quantized.container import Quantized
 from fp4kit.reference.tensor_rules import tensor_scale
@@ -65,7 +65,7 @@ def _allocate_own(call: Call, amax: Any) -> Quantized:
     return allocate(call, None if amax is None else imports.cupy().empty(amax.shape, amax.dtype))
 
 
-def launch(call: Call, work: Work, x: Any, amax: Any, row: Quantized | None, column: Quantized | None) -> None:
+def launch(call: Call, work: LaunchRequest, x: Any, amax: Any, row: Quantized | None, column: Quantized | None) -> None:
     """Quantize contiguous x into the codes and scales along its rows, its columns, or both."""
     if not x.size:
         return _fill_scales(call, amax, row, column)

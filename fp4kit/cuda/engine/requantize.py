@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from fp4kit.arrays import imports
-from fp4kit.call.parse import Options, quantize_call
+from fp4kit.call.parse import QuantizeOptions, quantize_call
 from fp4kit.cuda.engine.dequantize import dequantize
 from fp4kit.cuda.engine.layouts import swizzle
 from fp4kit.cuda.engine.quantize import quantize
@@ -30,7 +30,7 @@ def requantize(q: Quantized, target: Recipe) -> tuple[Quantized, Any]:
         values = dequantize(q, FLOAT32)
         may_keep = may_keep_codes(q, target)
         layout = "linear" if may_keep else q.scale_layout
-        call = quantize_call("requantize", values, target, q.axis, Options(layout))
+        call = quantize_call("requantize", values, target, q.axis, QuantizeOptions(layout))
         result = replace(quantize(call), dtype=q.dtype)
         if may_keep:
             source = (ready(q.packed), ready(_layout_changed(q.block_scale, q.scale_layout, "linear", q.scale_shape)))

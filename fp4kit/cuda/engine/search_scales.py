@@ -161,7 +161,7 @@ def group_launches(group: Sequence[tuple[Any, Any, Any]], r: Recipe, mask: int |
     return list(prepared(group, r, mask)) if r.search in FACTORS else [search_group(group, r, mask)]
 
 
-def search_group(group: Sequence[tuple[Any, Any, Any]], r: Recipe, mask: int | None = None) -> grouped.Launch:
+def search_group(group: Sequence[tuple[Any, Any, Any]], r: Recipe, mask: int | None = None) -> grouped.GroupedLaunch:
     """The launch that searches as search_matrix does, without terms: of x, out and amax each; of one dtype and
     device.
     """

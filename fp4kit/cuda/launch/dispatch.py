@@ -81,7 +81,7 @@ PATCHES = Arguments(
 )
 
 
-class Work(NamedTuple):
+class LaunchRequest(NamedTuple):
     """What a launch is asked for: all that the choice of its kernel depends on.
 
     shape: of the contiguous matrix. values: fake-quantized elements instead of codes. columns: codes along the columns,
@@ -116,10 +116,10 @@ class Way(NamedTuple):
     """
 
     kernel: str
-    takes: Callable[[Work], bool]
-    grid: Callable[[Work, int], int]
+    takes: Callable[[LaunchRequest], bool]
+    grid: Callable[[LaunchRequest, int], int]
     arguments: Arguments = ROWS
-    sizes: Callable[[Work], tuple[int, ...]] = lambda w: w.seen_shape
+    sizes: Callable[[LaunchRequest], tuple[int, ...]] = lambda w: w.seen_shape
     threads: int = THREADS
 
 
@@ -132,12 +132,12 @@ def value_blocks(rows: int, columns: int, dtype: np.dtype, runs: int) -> int:
 # ----------------------------------------------------------------------------------------------------
 
 
-def has_own_values(w: Work) -> bool:
+def has_own_values(w: LaunchRequest) -> bool:
     """Whether values are wanted that follow the producer's own fake quantizer."""
     return w.values and w.recipe.fake_rule is not None
 
 
-def _takes_fake(w: Work) -> bool:
+def _takes_fake(w: LaunchRequest) -> bool:
     rows, columns = w.recipe.block or (1, FAKE_BLOCKS[0])
     return has_own_values(w) and rows == 1 and columns in FAKE_BLOCKS and w.recipe.amax_nan != "lanes"
 
@@ -148,7 +148,7 @@ def patches(r: Recipe) -> bool:
     return r.block in PATCH_BLOCKS and one_scale and not r.element.is_integer
 
 
-def _takes_patch(w: Work) -> bool:
+def _takes_patch(w: LaunchRequest) -> bool:
     r, tall = w.recipe, w.recipe.block_rows > 1
     unit = r.block_size if tall else SPAN_BYTES // w.dtype.itemsize
     wanted = w.columns or tall
@@ -157,7 +157,7 @@ def _takes_patch(w: Work) -> bool:
     return wanted and plain and patches(r) and w.shape[1] % unit == 0
 
 
-def _takes_table(w: Work) -> bool:
+def _takes_table(w: LaunchRequest) -> bool:
     r = w.recipe
     square = r.block == (16, 16) and r.amax_nan == "propagate"
     sums = r.four_over_six in ("mae", "mse") and not r.lane_sums
@@ -166,32 +166,32 @@ def _takes_table(w: Work) -> bool:
     return known and plain and w.dtype == BFLOAT16 and w.shape[0] * w.shape[1] >= TABLE_LEAST
 
 
-def _by_rows(w: Work) -> bool:
+def _by_rows(w: LaunchRequest) -> bool:
     return not w.columns and not has_own_values(w) and not w.scaled
 
 
-def _takes_tile(w: Work) -> bool:
+def _takes_tile(w: LaunchRequest) -> bool:
     r = w.recipe
     rows, columns = r.block or (1, 0)
     whole = columns in (HADAMARD_BLOCK, WIDEST_TILE) and THREADS % rows == 0
     return _by_rows(w) and (rows > 1 or r.four_over_six is not None) and whole and not w.calibrated
 
 
-def _takes_scaled(w: Work) -> bool:
+def _takes_scaled(w: LaunchRequest) -> bool:
     return w.scaled and not w.columns and (w.recipe.block is None or w.recipe.block_size % SCALED_RUN == 0)
 
 
-def _takes_plain(w: Work) -> bool:
+def _takes_plain(w: LaunchRequest) -> bool:
     return _by_rows(w) and w.recipe.block is None
 
 
-def _takes_rows(w: Work) -> bool:
+def _takes_rows(w: LaunchRequest) -> bool:
     r = w.recipe
     rows, columns = r.block or (0, 0)
     return _by_rows(w) and rows == 1 and r.four_over_six is None and columns % (32 if columns > 32 else 16) == 0
 
 
-def searches(w: Work) -> bool:
+def searches(w: LaunchRequest) -> bool:
     """Whether block amaxes are to be chosen; scales that are given need none."""
     return bool(w.recipe.search) and not w.scaled
 
@@ -200,36 +200,36 @@ def searches(w: Work) -> bool:
 # ---------------------------------------------------------------------------------------------------------------
 
 
-def _fake_grid(w: Work, device: int) -> int:
+def _fake_grid(w: LaunchRequest, device: int) -> int:
     runs = VALUE_RUNS if w.recipe.block and not has_table(w.recipe) else MOST_RUNS
     return grid(value_blocks(*w.seen_shape, w.dtype, runs), device, UNLIMITED)
 
 
-def _patch_sizes(w: Work) -> tuple[int, ...]:
+def _patch_sizes(w: LaunchRequest) -> tuple[int, ...]:
     """Rows, columns, and the shift: bands of tiles are of 2^shift."""
     return *w.shape, min((-(-w.shape[0] // TILE_ROWS) - 1).bit_length(), BAND_SHIFT)
 
 
-def _patch_grid(w: Work, device: int) -> int:
+def _patch_grid(w: LaunchRequest, device: int) -> int:
     rows, columns, shift = _patch_sizes(w)
     tall = -(-rows // TILE_ROWS)
     wide = -(-columns // (TILE_COLUMNS if w.recipe.block_rows > 1 else TILE_BYTES // w.dtype.itemsize))
     return grid(wide * ((tall + (1 << shift) - 1 >> shift) << shift), device, UNLIMITED)
 
 
-def _table_grid(w: Work, device: int) -> int:
+def _table_grid(w: LaunchRequest, device: int) -> int:
     rows, columns = w.shape
     work = -(-rows // w.recipe.block_rows) * w.recipe.block_rows * -(-columns // 128) * 8
     return grid(-(-work // TABLE_THREADS), device, 1)
 
 
-def _tile_grid(w: Work, device: int) -> int:
+def _tile_grid(w: LaunchRequest, device: int) -> int:
     rows, columns = w.shape
     wide = -(-(columns // w.recipe.block_size) // (THREADS // w.recipe.block_rows))
     return grid(-(-rows // w.recipe.block_rows) * wide, device)
 
 
-def _row_grid(w: Work, device: int) -> int:
+def _row_grid(w: LaunchRequest, device: int) -> int:
     """As many thread blocks as keep the elements busy once; where each prepares something, what was fastest.
 
     H200, 16384 x 16384 bfloat16, 2026-11-21, of a copy: with 16, 24, 64, 96 a multiprocessor nvfp4-te 0.97, 0.99, 1.01,
@@ -245,7 +245,7 @@ def _row_grid(w: Work, device: int) -> int:
     return grid(work, device, 96 if prepares else UNLIMITED)
 
 
-def _scaled_grid(w: Work, device: int) -> int:
+def _scaled_grid(w: LaunchRequest, device: int) -> int:
     rows, columns = w.seen_shape
     return grid(-(-rows * -(-columns // SCALED_RUN) // THREADS), device, UNLIMITED)
 
@@ -273,12 +273,12 @@ WAYS = (
 
 
 @lru_cache(KEPT)
-def find(w: Work) -> Way | None:
+def find(w: LaunchRequest) -> Way | None:
     """The first way that takes the work; None where there is none."""
     return None if unsupported(w.recipe) or searches(w) else next((way for way in WAYS if way.takes(w)), None)
 
 
-def way_of(w: Work) -> Way:
+def way_of(w: LaunchRequest) -> Way:
     """The first way that takes the work. Raises Declined with what is needed where there is none."""
     check_formats(w.recipe)
     way = find(w)
@@ -287,7 +287,7 @@ def way_of(w: Work) -> Way:
     return way
 
 
-def why_declined(w: Work) -> str:
+def why_declined(w: LaunchRequest) -> str:
     """What no way takes, and what is needed."""
     r = w.recipe
     rows, columns = r.block or (1, 1)

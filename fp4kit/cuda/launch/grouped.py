@@ -20,7 +20,7 @@ from fp4kit.cuda.compile.instantiate import instantiation
 from fp4kit.cuda.compile.traits import TYPES, has_table
 from fp4kit.cuda.launch import geometry
 from fp4kit.cuda.launch.clip import CLIP
-from fp4kit.cuda.launch.dispatch import Work, way_of
+from fp4kit.cuda.launch.dispatch import LaunchRequest, way_of
 from fp4kit.cuda.launch.geometry import THREADS, address, aligned, check_columns, check_count
 from fp4kit.cuda.launch.matrix import AMAX, Matrix, is_whole, struct_of, transform_struct
 
@@ -36,7 +36,7 @@ FEWEST_ELEMENTS, MOST_ELEMENTS = 8192, 24576
 
 
 @dataclass(frozen=True)
-class Launch:
+class GroupedLaunch:
     """A launch that is ready: call it to make it, on the current stream of the current device."""
 
     function: Any
@@ -76,7 +76,7 @@ def table_of(members: np.ndarray) -> np.ndarray:
 
 def prepare_group(
     function: Any, arguments: np.ndarray, whole: ArrayLike, parts: np.ndarray, held: Any, small: bool = False
-) -> Launch:
+) -> GroupedLaunch:
     """The launch of a grouped kernel: arguments, alignment and number of pieces of each member; small: kSmall of the
     kernel.
     """
@@ -91,7 +91,7 @@ def prepare_group(
     else:
         table = imports.cupy().asarray(table_of(members))
         group = np.array([(table.data.ptr, len(members), total)], _GROUP)
-    return Launch(function, total, group.view(np.dtype((np.void, group.itemsize))), (table, held))
+    return GroupedLaunch(function, total, group.view(np.dtype((np.void, group.itemsize))), (table, held))
 
 
 @cache
@@ -100,7 +100,7 @@ def _quantize_function(kernel: str, struct: str, dtype: np.dtype, whole: bool, s
     return loader.function(source, f"grouped_{kernel}_kernel", device)
 
 
-def quantize_group(matrices: Sequence[Matrix], works: Sequence[Work], seed: int = 0) -> Launch:
+def quantize_group(matrices: Sequence[Matrix], works: Sequence[LaunchRequest], seed: int = 0) -> GroupedLaunch:
     """The launch that does launch.quantize_matrix of each matrix.
 
     works: of the matrices, the same but for their shapes; all of one device. Matrices without elements are of shape (n,
@@ -139,7 +139,7 @@ def _amax_function(
 
 def amax_group(
     xs: Sequence[Any], outs: Sequence[Any], counted: str, by_row: bool = False, mask: int | None = None
-) -> Launch:
+) -> GroupedLaunch:
     """The launch that writes what launch.amax gives of each array into its out, which must hold zeros if not by_row."""
     shapes = [x.shape if by_row else (1, x.size) for x in xs]
     whole = [aligned(x, shape[1] * x.dtype.itemsize if by_row else 16) for x, shape in zip(xs, shapes, strict=True)]
@@ -169,7 +169,7 @@ def _clip_function(dtype: np.dtype, grad: np.dtype, whole: bool, small: bool, de
     return loader.function(source, "grouped_clip_kernel", device)
 
 
-def clip_group(clips: Sequence[Clip]) -> Launch:
+def clip_group(clips: Sequence[Clip]) -> GroupedLaunch:
     """The launch that does clip.clip_gradient of each; xs of one dtype, gradients of one, all with elements, on one
     device.
     """

@@ -11,14 +11,14 @@ import numpy as np
 from fp4kit.cuda.compile import loader
 from fp4kit.cuda.compile.instantiate import instantiation
 from fp4kit.cuda.launch.geometry import address
-from fp4kit.cuda.launch.grouped import Launch, is_small, prepare_group
+from fp4kit.cuda.launch.grouped import GroupedLaunch, is_small, prepare_group
 from fp4kit.cuda.launch.transpose import ARGUMENTS, moves, struct_of, work_blocks
 from fp4kit.recipes import Recipe
 
 WHOLE_CODES, WORD_SCALES = 1, 2  # what a member's `aligned` is made of: grouped_transpose.cu
 
 
-class Matrix(NamedTuple):
+class TransposeMatrix(NamedTuple):
     """What transpose takes of one matrix: contiguous codes and scales, in and out, and its rows and columns."""
 
     codes: Any
@@ -34,7 +34,7 @@ def _function(bits: int, block: int, whole: bool, small: bool, device: int) -> A
     return loader.function(source, "grouped_transpose_kernel", device)
 
 
-def transpose_group(matrices: Sequence[Matrix], r: Recipe) -> Launch:
+def transpose_group(matrices: Sequence[TransposeMatrix], r: Recipe) -> GroupedLaunch:
     """The launch that transposes each matrix, none of them empty; linear scales, all on one device."""
     shapes = [(1, *m.shape) for m in matrices]
     found = [moves(*m[:2], r, "linear", *m[2:4], shape) for m, shape in zip(matrices, shapes, strict=True)]

@@ -16,7 +16,7 @@ from fp4kit.arrays import imports
 from fp4kit.cuda.compile import loader
 from fp4kit.cuda.compile.instantiate import instantiation
 from fp4kit.cuda.compile.traits import FINDERS, TYPES, recipe_struct
-from fp4kit.cuda.launch.dispatch import KEPT, MOST_RUNS, VALUE_RUNS, Way, Work, value_blocks, way_of
+from fp4kit.cuda.launch.dispatch import KEPT, MOST_RUNS, VALUE_RUNS, LaunchRequest, Way, value_blocks, way_of
 from fp4kit.cuda.launch.geometry import (
     THREADS,
     UNLIMITED,
@@ -66,7 +66,7 @@ class Matrix(NamedTuple):
     group: int = 0
 
 
-def is_whole(m: Matrix, work: Work) -> bool:
+def is_whole(m: Matrix, work: LaunchRequest) -> bool:
     """Whether every run of a matrix begins at a multiple of 16 bytes, in values too where they are written."""
     rows, columns = work.seen_shape
     return aligned(m.x, columns * m.x.dtype.itemsize if rows > 1 else 16) and (
@@ -74,7 +74,7 @@ def is_whole(m: Matrix, work: Work) -> bool:
     )
 
 
-def struct_of(work: Work) -> str:
+def struct_of(work: LaunchRequest) -> str:
     """The structs that a kernel of a way is instantiated with."""
     options: dict[str, Any] = {"fake": work.values, "stochastic": work.stochastic, "calibrated": work.calibrated}
     r = decoding(faking(work.recipe), work.dtype) if work.values else work.recipe
@@ -89,7 +89,7 @@ def _function(kernel: str, struct: str, dtype: np.dtype, whole: bool, device: in
 
 
 @lru_cache(KEPT)
-def launch_by(way: Way, work: Work, whole: bool, device: int) -> Launch:
+def launch_by(way: Way, work: LaunchRequest, whole: bool, device: int) -> Launch:
     """The launch of a way for a work; called with the addresses of the way's pointers, and seed and group where it
     takes them.
     """
@@ -104,7 +104,7 @@ def launch_by(way: Way, work: Work, whole: bool, device: int) -> Launch:
     return Launch(function, blocks, way.arguments.struct, *sizes, threads=way.threads)
 
 
-def quantize_matrix(m: Matrix, work: Work, seed: int = 0, way: Way | None = None) -> None:
+def quantize_matrix(m: Matrix, work: LaunchRequest, seed: int = 0, way: Way | None = None) -> None:
     """Quantize a matrix by the way that takes the work, or by one that is named."""
     way = way or way_of(work)
     launch = launch_by(way, work, is_whole(m, work), m.x.device.id)

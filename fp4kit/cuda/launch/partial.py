@@ -17,9 +17,9 @@ from fp4kit.call.parse import Declined
 from fp4kit.cuda.compile import loader
 from fp4kit.cuda.compile.instantiate import instantiation
 from fp4kit.cuda.compile.traits import TYPES, recipe_struct
-from fp4kit.cuda.launch.dispatch import Work, way_of
+from fp4kit.cuda.launch.dispatch import LaunchRequest, way_of
 from fp4kit.cuda.launch.geometry import THREADS, grid
-from fp4kit.cuda.launch.grouped import Launch, parts_of, prepare_group
+from fp4kit.cuda.launch.grouped import GroupedLaunch, parts_of, prepare_group
 from fp4kit.recipes import Recipe
 
 FLOAT32 = np.dtype(np.float32)
@@ -74,7 +74,7 @@ def launch(kernel: str, r: Recipe, dtype: np.dtype, table: np.ndarray, work: int
 
 def prepare(
     kernel: str, r: Recipe, dtype: np.dtype, table: np.ndarray, work: np.ndarray, device: int, *held: Any
-) -> Launch:
+) -> GroupedLaunch:
     """The launch of a kernel for all matrices of a table. held: the arrays that the table points to."""
     function = _function(kernel, r, dtype, True, device)
     return prepare_group(function, table, np.ones(len(table), bool), parts_of(RUN * work, device), held)
@@ -86,7 +86,7 @@ def prepare(
 
 def check_blocks(r: Recipe) -> None:
     """Raise Declined for blocks that the kernels do not have: theirs are those of quantize."""
-    way_of(Work(r, FLOAT32, (r.block_rows, r.block_size)))
+    way_of(LaunchRequest(r, FLOAT32, (r.block_rows, r.block_size)))
 
 
 def check_matrices(shapes: Sequence[tuple[int, int]], r: Recipe) -> None:

@@ -6,13 +6,13 @@ from dataclasses import replace
 from typing import Any
 
 from fp4kit.call.amaxes import tensor_amax_shape
-from fp4kit.evidence.fuzz.arrays import Array, View
-from fp4kit.evidence.fuzz.draw import Case, Options
+from fp4kit.evidence.fuzz.arrays import DrawnArray, View
+from fp4kit.evidence.fuzz.draw import DrawnCase, DrawnOptions
 from fp4kit.evidence.fuzz.program_ir import Dtype, Program, Ref
 from fp4kit.quantized.part_shapes import scale_shape
 
 
-def faulty(case: Case) -> Case:
+def faulty(case: DrawnCase) -> DrawnCase:
     """The case with its fault, where that is one of an array."""
     fault, x = case.options.fault, case.x
     if fault == "length" and case.r.length_multiple > 1:
@@ -26,19 +26,19 @@ def faulty(case: Case) -> Case:
     return case
 
 
-def moved_shape(case: Case, x: Array) -> tuple[int, ...]:
+def moved_shape(case: DrawnCase, x: DrawnArray) -> tuple[int, ...]:
     """Shape with the quantized axis last; of a member of a stack."""
     shape = x.shape[1:] if case.options.stacked else x.shape
     axis = case.axis % len(shape) if -len(shape) <= case.axis < len(shape) else len(shape) - 1
     return (*shape[:axis], *shape[axis + 1 :], shape[axis])
 
 
-def auxiliary(kind: str, dtype: str, shape: tuple[int, ...], seed: int) -> Array:
+def auxiliary(kind: str, dtype: str, shape: tuple[int, ...], seed: int) -> DrawnArray:
     """An array in plain order beside those of the case."""
-    return Array(kind, dtype, tuple(shape), seed, View.plain(len(shape)))
+    return DrawnArray(kind, dtype, tuple(shape), seed, View.plain(len(shape)))
 
 
-def tensor_amax(p: Program, case: Case, i: int = 0, name: str = "amax") -> Any:
+def tensor_amax(p: Program, case: DrawnCase, i: int = 0, name: str = "amax") -> Any:
     """tensor_amax of array i: None, a number or an array."""
     o, r = case.options, case.r
     if o.fault == "negative amax":
@@ -57,7 +57,7 @@ def tensor_amax(p: Program, case: Case, i: int = 0, name: str = "amax") -> Any:
     return p.make(name, auxiliary("amaxes", "float32", (*shape, 1) if o.tensor_amax == "column" else shape, o.seed + i))
 
 
-def block_amax(p: Program, case: Case, i: int = 0, name: str = "block_amax") -> Any:
+def block_amax(p: Program, case: DrawnCase, i: int = 0, name: str = "block_amax") -> Any:
     """block_amax of array i; None where it is not given."""
     o = case.options
     if not (o.block_amax and case.r.static) and o.fault != "block_amax":
@@ -66,7 +66,7 @@ def block_amax(p: Program, case: Case, i: int = 0, name: str = "block_amax") -> 
     return p.make(name, auxiliary("amaxes", "float32", scale_shape(moved, case.r), o.seed + 99 + i))
 
 
-def random_options(p: Program, case: Case) -> dict[str, Any]:
+def random_options(p: Program, case: DrawnCase) -> dict[str, Any]:
     """rounding and seed, where the rounding is stochastic."""
     o = case.options
     if o.fault == "seed":
@@ -81,7 +81,7 @@ def random_options(p: Program, case: Case) -> dict[str, Any]:
     return {"rounding": "stochastic", "seed": o.seed}
 
 
-def codes_options(p: Program, case: Case) -> dict[str, Any]:
+def codes_options(p: Program, case: DrawnCase) -> dict[str, Any]:
     """Options that quantize and its kin share, but for the amaxes."""
     o = case.options
     layout = "swizzled" if o.fault == "layout" else o.layout
@@ -89,12 +89,12 @@ def codes_options(p: Program, case: Case) -> dict[str, Any]:
     return {name: value for name, value in found.items() if value is not None} | random_options(p, case)
 
 
-def decoded(o: Options) -> Dtype | None:
+def decoded(o: DrawnOptions) -> Dtype | None:
     """The dtype to decode to; None for the array's own."""
     return Dtype(o.decoded) if o.decoded else None
 
 
-def into(p: Program, o: Options, expected: Ref, function: str, *arguments: Any, **options: Any) -> None:
+def into(p: Program, o: DrawnOptions, expected: Ref, function: str, *arguments: Any, **options: Any) -> None:
     """The same call with guarded outputs, twice."""
     step = 2 if o.out == "strided" else 1
     host_only = step > 1 and function == "fp4kit.quantize"

@@ -47,7 +47,7 @@ class View:
 
 
 @dataclass(frozen=True)
-class Array:
+class DrawnArray:
     """An array as data. kind: of VALUES, drawn from seed; or "given": bits, the bytes of its elements in C order."""
 
     kind: str
@@ -71,7 +71,7 @@ class Array:
             return np.frombuffer(self.bits, DTYPES[self.dtype]).reshape(self.shape)
         return drawn(self.kind, self.dtype, self.shape, self.seed)
 
-    def with_values(self, values: np.ndarray, view: View | None = None) -> Array:
+    def with_values(self, values: np.ndarray, view: View | None = None) -> DrawnArray:
         """The same array of other elements."""
         view = View.plain(values.ndim) if view is None else view
         return replace(self, kind="given", shape=values.shape, bits=np.ascontiguousarray(values).tobytes(), view=view)

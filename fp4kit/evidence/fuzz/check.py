@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import fp4kit
-from fp4kit.evidence.engines import SPECIFICATION, Engine, Outcome, compare
+from fp4kit.evidence.engines import SPECIFICATION, ComparedEngine, Outcome, compare
 from fp4kit.evidence.fuzz import arrays
-from fp4kit.evidence.fuzz.draw import Case
-from fp4kit.evidence.fuzz.program_ir import Call, Dtype, Make, Ref, Same, Statement
+from fp4kit.evidence.fuzz.draw import DrawnCase
+from fp4kit.evidence.fuzz.program_ir import Dtype, Make, ProgramCall, Ref, Same, Statement
 from fp4kit.evidence.fuzz.programs import program
 from fp4kit.evidence.fuzz.recipes import Variant
 from fp4kit.evidence.fuzz.replay import Place, ended
@@ -63,10 +63,10 @@ class Verdict(NamedTuple):
         return re.sub(r"[(]N?(, ?N?)*[)]", "(N)", text)[:150]
 
 
-class Run:
+class EngineRun:
     """One engine's results, by name."""
 
-    def __init__(self, engine: Engine, host: bool) -> None:
+    def __init__(self, engine: ComparedEngine, host: bool) -> None:
         self.place = Place(engine, host)
         self.names: dict[str, Any] = {}
 
@@ -80,7 +80,7 @@ class Run:
         else:
             self.names[name] = self.place.array(value.values(), value.view, name)
 
-    def call(self, statement: Call) -> Exception | None:
+    def call(self, statement: ProgramCall) -> Exception | None:
         """Make a call, and keep the result under its name; what it raised, if it did."""
         options = {name: self.value(value) for name, value in statement.options.items()}
         arguments = [self.value(a) for a in statement.arguments]
@@ -115,11 +115,12 @@ class Run:
         return self.place.engine.get(self.value(argument))
 
 
-def check(case: Case, engine: Engine | None = None) -> Verdict:
+def check(case: DrawnCase, engine: ComparedEngine | None = None) -> Verdict:
     """Run a case on the specification, and beside it on an engine where one is given."""
     statements = program(case)
-    checked = Checked(
-        [Run(SPECIFICATION, True), *([] if engine is None else [Run(engine, False)])], written_names(statements)
+    checked = RunsInStep(
+        [EngineRun(SPECIFICATION, True), *([] if engine is None else [EngineRun(engine, False)])],
+        written_names(statements),
     )
     for statement in statements:
         try:
@@ -134,13 +135,13 @@ def check(case: Case, engine: Engine | None = None) -> Verdict:
 
 def written_names(statements: list[Statement]) -> set[str]:
     """Arrays that some call may write to."""
-    return {name for statement in statements if isinstance(statement, Call) for name in statement.writes}
+    return {name for statement in statements if isinstance(statement, ProgramCall) for name in statement.writes}
 
 
-class Checked:
+class RunsInStep:
     """Runs of one program, in step; the first one is the specification's."""
 
-    def __init__(self, runs: list[Run], writable: set[str]) -> None:
+    def __init__(self, runs: list[EngineRun], writable: set[str]) -> None:
         self.runs, self.writable = runs, writable
         self.number = self.calls = 0
         self.total = Outcome()
@@ -164,7 +165,7 @@ class Checked:
             return self.verdict(*ended(raised), statement.function)
         return self._compared(statement, runs)
 
-    def _compared(self, statement: Call, runs: list[Run]) -> Verdict | None:
+    def _compared(self, statement: ProgramCall, runs: list[EngineRun]) -> Verdict | None:
         if len(runs) < 2 or not comparable(runs[0].names[statement.target]):
             return None
         results = [Ref(statement.target), *map(Ref, statement.writes)]
@@ -175,7 +176,7 @@ class Checked:
         self.total += outcome
         return self.verdict("differs", outcome.first, statement.function) if outcome.differing else None
 
-    def _same(self, statement: Same, runs: list[Run]) -> Verdict | None:
+    def _same(self, statement: Same, runs: list[EngineRun]) -> Verdict | None:
         for run in runs:
             outcome = compare(run.host(statement.a), run.host(statement.b), str(statement.a))
             self.total += outcome

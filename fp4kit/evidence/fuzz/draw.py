@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from fp4kit.call.search_scales import is_searchable
-from fp4kit.evidence.fuzz.arrays import KINDS, NUMBERS, Array, View
+from fp4kit.evidence.fuzz.arrays import KINDS, NUMBERS, DrawnArray, View
 from fp4kit.evidence.fuzz.recipes import Variant, draw_variant
 from fp4kit.formats import E4M3
 from fp4kit.layouts import SCALE_LAYOUTS
@@ -85,7 +85,7 @@ class Pool:
 
 
 @dataclass(frozen=True)
-class Options:
+class DrawnOptions:
     """What a call has beside arrays and recipe; a default is the simplest choice. seed: of random numbers and
     amaxes.
     """
@@ -113,26 +113,26 @@ class Options:
 
 
 @dataclass(frozen=True)
-class Case:
+class DrawnCase:
     """One operation on arrays. axis: of each array, or of each member of a stacked one."""
 
     operation: str
     recipe: Variant
-    arrays: tuple[Array, ...]
+    arrays: tuple[DrawnArray, ...]
     axis: int
-    options: Options
+    options: DrawnOptions
 
     @property
     def r(self) -> Recipe:
         return self.recipe.recipe
 
     @property
-    def x(self) -> Array:
+    def x(self) -> DrawnArray:
         return self.arrays[0]
 
     def changed_options(self) -> list[str]:
         """Names of the options that are not the simplest."""
-        return [f.name for f in fields(Options) if f.name != "seed" and getattr(self.options, f.name) != f.default]
+        return [f.name for f in fields(DrawnOptions) if f.name != "seed" and getattr(self.options, f.name) != f.default]
 
     def __str__(self) -> str:
         named = {name: getattr(self.options, name) for name in self.changed_options()}
@@ -159,7 +159,7 @@ class Draw:
         """True with a probability."""
         return bool(self.rng.random() < probability)
 
-    def case(self) -> Case:
+    def case(self) -> DrawnCase:
         """Operation, recipe, shapes and options that fit; rarely with a fault that must be refused."""
         operation = self.pick(tuple(_served(self.pool)))
         recipe = self.variant(operation)
@@ -175,7 +175,7 @@ class Draw:
             options = replace(options, layout="linear", target_layout="linear")  # the others need the rows of a matrix
         count = int(self.rng.integers(1, 5)) if operation in (*GROUPED, "master_weights") and not options.stacked else 1
         arrays = tuple(self.array(operation, recipe.recipe, ndim, axis, options) for _ in range(count))
-        return Case(operation, recipe, arrays, axis, options)
+        return DrawnCase(operation, recipe, arrays, axis, options)
 
     def variant(self, operation: str) -> Variant:
         """A recipe or variant for an operation, which Recipe does not refuse."""
@@ -192,7 +192,7 @@ class Draw:
                 return variant
         return self.pick(variants)
 
-    def options(self, operation: str, r: Recipe) -> Options:
+    def options(self, operation: str, r: Recipe) -> DrawnOptions:
         """Options that the operation and the recipe have."""
         scaled, floats = r.scale is not None and not r.fake_only, not (r.element.is_integer or r.four_over_six)
         coded, fake = (
@@ -204,7 +204,7 @@ class Draw:
         roundings = [
             kind for kind in self.pool.roundings if kind in (("seed",) if operation in _SEEDED else ("seed", "bytes"))
         ]
-        found = Options(
+        found = DrawnOptions(
             seed=int(self.rng.integers(1 << 40)),
             layout=self.pick(self.pool.layouts) if has_layout else "linear",
             rounding=self.pick(roundings) if stochastic and roundings else "nearest",
@@ -229,7 +229,7 @@ class Draw:
         )
         return self.search(found, r) if operation == "search_scales" else found
 
-    def search(self, options: Options, r: Recipe) -> Options:
+    def search(self, options: DrawnOptions, r: Recipe) -> DrawnOptions:
         """The same with what is searched."""
         by_hessian = r.scale == E4M3 and self.often(0.3)
         objective = "mse" if by_hessian else self.pick(("mse", "mse", "mae", "max", "p2.4", "p3"))
@@ -239,7 +239,7 @@ class Draw:
     # ---- arrays
     # ---------------------------------------------------------------------------------------------------------
 
-    def array(self, operation: str, r: Recipe, ndim: int, axis: int, options: Options) -> Array:
+    def array(self, operation: str, r: Recipe, ndim: int, axis: int, options: DrawnOptions) -> DrawnArray:
         """An array whose lengths fit the blocks; of a stack, one with the experts first."""
         shape = self.shape(operation, r, ndim, axis % ndim, options)
         if options.stacked:
@@ -249,9 +249,9 @@ class Draw:
         if operation in ("pack", "swizzle_bytes"):
             kind, dtype = ("codes" if operation == "pack" else "bytes"), "uint8"
         view = self.view(len(shape), flat=operation in FLATTENED)
-        return Array(kind, dtype, shape, int(self.rng.integers(1 << 40)), view)
+        return DrawnArray(kind, dtype, shape, int(self.rng.integers(1 << 40)), view)
 
-    def shape(self, operation: str, r: Recipe, ndim: int, axis: int, options: Options) -> tuple[int, ...]:
+    def shape(self, operation: str, r: Recipe, ndim: int, axis: int, options: DrawnOptions) -> tuple[int, ...]:
         """Lengths around those of tiles; whole blocks along the axis, and along the other one where blocks are moved
         there.
         """
@@ -327,7 +327,7 @@ def _served(pool: Pool) -> dict[str, tuple[Variant, ...]]:
     return {name: found for name, found in served.items() if found}
 
 
-def draw(seed: int, pool: Pool) -> tuple[Case, int]:
+def draw(seed: int, pool: Pool) -> tuple[DrawnCase, int]:
     """The case of an integer, and how many variants were refused on the way."""
     d = Draw(seed, pool)
     return d.case(), d.refused

@@ -15,7 +15,7 @@ _EVERY = 0.2  # seconds between two reports of progress
 _counters: Any = None  # of calls and failures of all processes; set in each when it starts
 
 
-class Work(NamedTuple):
+class WorkerTask(NamedTuple):
     """What each process does."""
 
     seconds: float
@@ -25,7 +25,7 @@ class Work(NamedTuple):
     device: str | None  # "gpu", "host", or None for the specification alone
 
 
-def run(work: Work, seed: int, processes: int, progress: Callable[[int, int], None]) -> fuzz.Report:
+def run(work: WorkerTask, seed: int, processes: int, progress: Callable[[int, int], None]) -> fuzz.Report:
     """Run processes with seeds seed, seed + 1, ...; progress: called with the calls and failures since the call before.
 
     Processes are spawned, since a CUDA context does not survive a fork. Raises what a process raises.
@@ -56,7 +56,7 @@ def _follow(running: set[Future[fuzz.Report]], counters: Any, progress: Callable
         seen = now
 
 
-def _work(work: Work, seed: int) -> fuzz.Report:
+def _work(work: WorkerTask, seed: int) -> fuzz.Report:
     engine = {"gpu": fuzz.device_engine, "host": fuzz.host_engine}[work.device]()[0] if work.device else None
     if work.device == "gpu" and engine is None:
         raise OSError("fuzz: a process finds no GPU, which the first one found; run with --processes 1")

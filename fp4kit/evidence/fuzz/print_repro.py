@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from fp4kit.evidence.engines import Engine
-from fp4kit.evidence.fuzz.arrays import Array
+from fp4kit.evidence.engines import ComparedEngine
+from fp4kit.evidence.fuzz.arrays import DrawnArray
 from fp4kit.evidence.fuzz.check import Verdict, written_names
-from fp4kit.evidence.fuzz.draw import Case
-from fp4kit.evidence.fuzz.program_ir import Call, Dtype, Make, Ref, Same, Statement
+from fp4kit.evidence.fuzz.draw import DrawnCase
+from fp4kit.evidence.fuzz.program_ir import Dtype, Make, ProgramCall, Ref, Same, Statement
 from fp4kit.evidence.fuzz.programs import program
 from fp4kit.evidence.fuzz.recipes import Variant
 from fp4kit.formats import ELEMENT_FORMATS, ElementFormat, unsigned
@@ -33,7 +33,7 @@ _HELPERS = {
 }
 
 
-def script(case: Case, verdict: Verdict, engine: Engine | None) -> str:
+def script(case: DrawnCase, verdict: Verdict, engine: ComparedEngine | None) -> str:
     """Python that fails as the case did, and does nothing where it does not fail."""
     statements = program(case)[: verdict.step + 1]
     kept = statements if verdict.kind == "written" else needed(statements)
@@ -68,7 +68,7 @@ def needed(statements: list[Statement]) -> list[Statement]:
     for statement in reversed(statements[:-1]):
         if isinstance(statement, Same):
             continue
-        written = set(statement.writes) if isinstance(statement, Call) else set()
+        written = set(statement.writes) if isinstance(statement, ProgramCall) else set()
         if ({statement.target} | written) & names:
             kept.insert(0, statement)
             names |= _names(statement)
@@ -81,7 +81,7 @@ def _names(statement: Any) -> set[str]:
         return {statement.name}
     if isinstance(statement, Same):
         return _names(statement.a) | _names(statement.b)
-    if isinstance(statement, Call):
+    if isinstance(statement, ProgramCall):
         return _names([*statement.arguments, *statement.options.values()]) | {statement.function.partition(".")[0]}
     return set().union(*map(_names, statement)) if isinstance(statement, list) else set()
 
@@ -111,7 +111,7 @@ def _made(statement: Make, writable: set[str]) -> str:
     return f"on.{'writable' if statement.target in writable else 'array'}({_values(value)}{view})"
 
 
-def _values(a: Array) -> str:
+def _values(a: DrawnArray) -> str:
     """The call that gives an array's elements."""
     if a.kind != "given":
         return f"drawn({a.kind!r}, {a.dtype!r}, {a.shape}, {a.seed})"

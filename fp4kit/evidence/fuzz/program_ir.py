@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from fp4kit.evidence.fuzz.arrays import Array
+from fp4kit.evidence.fuzz.arrays import DrawnArray
 from fp4kit.evidence.fuzz.recipes import Variant
 
 
@@ -44,10 +44,10 @@ class Make(NamedTuple):
     """target = an Array or a recipe."""
 
     target: str
-    value: Array | Variant
+    value: DrawnArray | Variant
 
 
-class Call(NamedTuple):
+class ProgramCall(NamedTuple):
     """target = function(*arguments, **options). function: fp4kit.name, name of arrays.py, or result.method.
 
     host_only: CuPy arrays are refused by design. writes: names of arrays that may change.
@@ -69,7 +69,7 @@ class Same(NamedTuple):
     host_only: bool = False
 
 
-Statement = Make | Call | Same
+Statement = Make | ProgramCall | Same
 
 
 class Program:
@@ -78,7 +78,7 @@ class Program:
     def __init__(self) -> None:
         self.statements: list[Statement] = []
 
-    def make(self, target: str, value: Array | Variant) -> Ref:
+    def make(self, target: str, value: DrawnArray | Variant) -> Ref:
         """target = value."""
         self.statements.append(Make(target, value))
         return Ref(target)
@@ -86,7 +86,7 @@ class Program:
     def call(self, target: str, function: str, *arguments: Any, **options: Any) -> Ref:
         """target = function(...), without the options that are None."""
         given = {name: value for name, value in options.items() if value is not None}
-        self.statements.append(Call(target, function, arguments, given))
+        self.statements.append(ProgramCall(target, function, arguments, given))
         return Ref(target)
 
     def mark(self, **fields: Any) -> None:

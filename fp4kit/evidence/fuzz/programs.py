@@ -20,7 +20,7 @@ from fp4kit.evidence.fuzz.arguments import (
     random_options,
     tensor_amax,
 )
-from fp4kit.evidence.fuzz.draw import Case
+from fp4kit.evidence.fuzz.draw import DrawnCase
 from fp4kit.evidence.fuzz.program_ir import Program, Ref, Statement
 from fp4kit.evidence.fuzz.programs_search import search_scales
 from fp4kit.evidence.fuzz.programs_with_scales import with_scales
@@ -29,7 +29,7 @@ from fp4kit.quantized.part_shapes import packed_shape, scale_shape
 from fp4kit.recipes.schema import faking
 
 
-def program(case: Case) -> list[Statement]:
+def program(case: DrawnCase) -> list[Statement]:
     """The statements of a case."""
     p = Program()
     p.make("r", case.recipe)
@@ -41,7 +41,7 @@ def program(case: Case) -> list[Statement]:
 # -----------------------------------------------------------------------------------------------------------
 
 
-def _quantize(p: Program, case: Case) -> None:
+def _quantize(p: Program, case: DrawnCase) -> None:
     x = p.make("x", case.x)
     options = codes_options(p, case) | {"tensor_amax": tensor_amax(p, case), "block_amax": block_amax(p, case)}
     q = p.call("q", "fp4kit.quantize", x, Ref("r"), **options)
@@ -54,7 +54,7 @@ def _quantize(p: Program, case: Case) -> None:
     _experts(p, case, q, x, options)
 
 
-def _experts(p: Program, case: Case, q: Ref, x: Ref, options: dict[str, Any]) -> None:
+def _experts(p: Program, case: DrawnCase, q: Ref, x: Ref, options: dict[str, Any]) -> None:
     """Each expert's part, quantized by itself with the amax that is its own."""
     amax, ndim = options["tensor_amax"], case.x.ndim
     alone = isinstance(amax, Ref) and case.r.tensor_scaling == "tensor" and case.x.shape[0] > 1 and case.axis % ndim > 0
@@ -68,7 +68,7 @@ def _experts(p: Program, case: Case, q: Ref, x: Ref, options: dict[str, Any]) ->
             p.same(q["block_scale"][i], single["block_scale"])
 
 
-def _quantize_both(p: Program, case: Case) -> None:
+def _quantize_both(p: Program, case: DrawnCase) -> None:
     x = p.make("x", case.x)
     options = codes_options(p, case)
     del options["axis"]
@@ -83,7 +83,7 @@ def _quantize_both(p: Program, case: Case) -> None:
     p.same(q, [row, column])
 
 
-def _decode(p: Program, case: Case) -> None:
+def _decode(p: Program, case: DrawnCase) -> None:
     """Any codes under any scales, padding included."""
     x, o = p.make("x", case.x), case.options
     q = p.call("q", "fp4kit.quantize", x, Ref("r"), **codes_options(p, case), tensor_amax=tensor_amax(p, case))
@@ -99,7 +99,7 @@ def _decode(p: Program, case: Case) -> None:
         into(p, o, v, "fp4kit.dequantize", q, decoded(o))
 
 
-def _fake_quantize(p: Program, case: Case) -> None:
+def _fake_quantize(p: Program, case: DrawnCase) -> None:
     x, r = p.make("x", case.x), case.r
     options = {
         "axis": case.axis,
@@ -113,7 +113,7 @@ def _fake_quantize(p: Program, case: Case) -> None:
         p.same(v, p.call("decoded", "fp4kit.dequantize", q))
 
 
-def _members(p: Program, case: Case) -> tuple[Any, list[Ref]]:
+def _members(p: Program, case: DrawnCase) -> tuple[Any, list[Ref]]:
     """The argument xs, and its members."""
     if case.options.stacked:
         x = p.make("x", case.x)
@@ -122,12 +122,12 @@ def _members(p: Program, case: Case) -> tuple[Any, list[Ref]]:
     return xs, xs
 
 
-def _per_member(p: Program, case: Case, make: Callable[..., Any], name: str, count: int) -> list[Any] | None:
+def _per_member(p: Program, case: DrawnCase, make: Callable[..., Any], name: str, count: int) -> list[Any] | None:
     found = [make(p, case, i, f"{name}{i}") for i in range(count)]
     return None if not found or found[0] is None else found
 
 
-def _grouped(p: Program, case: Case) -> None:
+def _grouped(p: Program, case: DrawnCase) -> None:
     xs, members = _members(p, case)
     fake = case.operation == "fake_quantize_grouped"
     options = {"axis": case.axis, **random_options(p, case)} if fake else codes_options(p, case)
@@ -146,14 +146,14 @@ def _at(values: list[Any] | None, i: int) -> Any:
     return None if values is None else values[i]
 
 
-def _amax_grouped(p: Program, case: Case) -> None:
+def _amax_grouped(p: Program, case: DrawnCase) -> None:
     xs, members = _members(p, case)
     recipe, axis = _reduced(case)
     found = p.call("found", "fp4kit.amax_grouped", xs, *recipe, axis=axis)
     p.same(found, [p.call(f"single{i}", "fp4kit.amax", x, *recipe, axis=axis) for i, x in enumerate(members)])
 
 
-def _reduced(case: Case) -> tuple[tuple[Any, ...], Any]:
+def _reduced(case: DrawnCase) -> tuple[tuple[Any, ...], Any]:
     """The recipe and the axis of amax: either may be left out."""
     if case.options.cuts:
         return (Ref("r"),), case.axis
@@ -161,7 +161,7 @@ def _reduced(case: Case) -> tuple[tuple[Any, ...], Any]:
     return (), tuple(range(ndim)) if case.options.axes == "all" else case.options.axes
 
 
-def _plan(p: Program, case: Case) -> None:
+def _plan(p: Program, case: DrawnCase) -> None:
     """A plan twice, with other values in between."""
     o = case.options
     xs, members = _members(p, case)
@@ -181,7 +181,7 @@ def _plan(p: Program, case: Case) -> None:
             _overwrite(p, case, members)
 
 
-def _overwrite(p: Program, case: Case, members: list[Ref]) -> None:
+def _overwrite(p: Program, case: DrawnCase, members: list[Ref]) -> None:
     """Other values in the members of a group."""
     for i, x in enumerate(members):
         stacked = case.options.stacked
@@ -191,7 +191,7 @@ def _overwrite(p: Program, case: Case, members: list[Ref]) -> None:
         p.mark(writes=(x.name,))
 
 
-def _requantize(p: Program, case: Case) -> None:
+def _requantize(p: Program, case: DrawnCase) -> None:
     x, o = p.make("x", case.x), case.options
     target = p.make("target", o.target or case.recipe)
     q = p.call("q", "fp4kit.quantize", x, Ref("r"), **codes_options(p, case), tensor_amax=tensor_amax(p, case))
@@ -199,7 +199,7 @@ def _requantize(p: Program, case: Case) -> None:
     p.call("v", "fp4kit.dequantize", t["quantized"], decoded(o))
 
 
-def _backward(p: Program, case: Case) -> None:
+def _backward(p: Program, case: DrawnCase) -> None:
     x, o = p.make("x", case.x), case.options
     grad = p.make("grad", replace(case.x, kind="bits", seed=o.seed + 1, dtype=o.decoded or case.x.dtype, bits=b""))
     one = replace(case, options=replace(o, tensor_amax=o.tensor_amax and "number"))  # not one per expert
@@ -209,7 +209,7 @@ def _backward(p: Program, case: Case) -> None:
         p.same(g, grad)
 
 
-def _backward_grouped(p: Program, case: Case) -> None:
+def _backward_grouped(p: Program, case: DrawnCase) -> None:
     xs, members = _members(p, case)
     o = case.options
     grads = [p.make(f"grad{i}", replace(a, kind="bits", seed=o.seed + i, bits=b"")) for i, a in enumerate(case.arrays)]
@@ -225,7 +225,7 @@ def _backward_grouped(p: Program, case: Case) -> None:
     p.same(found, singles)
 
 
-def _transpose(p: Program, case: Case) -> None:
+def _transpose(p: Program, case: DrawnCase) -> None:
     """Of rows and columns in their own arrays: elements of a NaN lane, and errors that 4over6 sums, follow the
     direction.
     """
@@ -238,7 +238,7 @@ def _transpose(p: Program, case: Case) -> None:
         p.same(t, p.call("other", "fp4kit.quantize", x, Ref("r"), axis=-3 - case.axis, **options))
 
 
-def _swizzle(p: Program, case: Case) -> None:
+def _swizzle(p: Program, case: DrawnCase) -> None:
     x, o = p.make("x", case.x), case.options
     q = p.call("q", "fp4kit.quantize", x, Ref("r"), **codes_options(p, case), tensor_amax=tensor_amax(p, case))
     s = p.call("s", "fp4kit.swizzle", q, o.target_layout)
@@ -248,19 +248,19 @@ def _swizzle(p: Program, case: Case) -> None:
     p.same(p.call("v", "fp4kit.dequantize", s), p.call("w", "fp4kit.dequantize", q))
 
 
-def _swizzle_bytes(p: Program, case: Case) -> None:
+def _swizzle_bytes(p: Program, case: DrawnCase) -> None:
     x, layout = p.make("x", case.x), case.options.target_layout
     s = p.call("s", "fp4kit.swizzle", x, layout)
     p.same(p.call("back", "fp4kit.unswizzle", s, layout, case.x.shape), x)
 
 
-def _pack(p: Program, case: Case) -> None:
+def _pack(p: Program, case: DrawnCase) -> None:
     x = p.make("x", case.x)
     packed = p.call("packed", "fp4kit.pack", x)
     p.same(p.call("codes", "fp4kit.unpack", packed), x)
 
 
-def _amax_program(p: Program, case: Case) -> None:
+def _amax_program(p: Program, case: DrawnCase) -> None:
     x = p.make("x", case.x)
     recipe, axis = _reduced(case)
     a = p.call("a", "fp4kit.amax", x, *recipe, axis=axis)
@@ -268,12 +268,12 @@ def _amax_program(p: Program, case: Case) -> None:
         p.same(a, p.call("a_copy", "fp4kit.amax", p.call("copy", "x.copy", "C"), *recipe, axis=axis))
 
 
-def _pieces(case: Case) -> list[tuple[int, int]]:
+def _pieces(case: DrawnCase) -> list[tuple[int, int]]:
     ends = [0, *(int(cut * case.x.size) for cut in case.options.cuts), case.x.size]
     return list(pairwise(ends))
 
 
-def _partial(p: Program, case: Case) -> None:
+def _partial(p: Program, case: DrawnCase) -> None:
     """Shards of any cuts: their amaxes together, and all codes but those of one shard, which must stay as they were."""
     x, r, shape = p.make("x", case.x), case.r, case.x.shape
     flat = p.call("flat", "x.reshape", -1)
@@ -295,7 +295,7 @@ def _partial(p: Program, case: Case) -> None:
     p.same(out, p.call("wanted", "with_codes", kept, q["packed"], done, r.element.packing.codes))
 
 
-def _scales_by_finite(case: Case) -> bool:
+def _scales_by_finite(case: DrawnCase) -> bool:
     """Whether the amax of the tensor scale is not the largest of the block amaxes, as infinite elements do not
     count.
     """
@@ -303,7 +303,7 @@ def _scales_by_finite(case: Case) -> bool:
     return finite and bool(np.isinf(case.x.values().astype(np.float32)).any())
 
 
-def _master_weights(p: Program, case: Case) -> None:
+def _master_weights(p: Program, case: DrawnCase) -> None:
     columnwise = case.options.columnwise and case.r.block_rows == case.r.block_size
     shards, singles = [], []
     for i, a in enumerate(case.arrays):
@@ -317,7 +317,7 @@ def _master_weights(p: Program, case: Case) -> None:
     p.same(p.call("cast", "fp4kit.cast_master_weights", shards, Ref("alone"), Ref("r"), **options), singles)
 
 
-_PROGRAMS: dict[str, Callable[[Program, Case], None]] = {
+_PROGRAMS: dict[str, Callable[[Program, DrawnCase], None]] = {
     "quantize": _quantize,
     "quantize_both": _quantize_both,
     "with_scales": with_scales,

@@ -7,13 +7,13 @@ from typing import Any
 from fp4kit.call.amaxes import has_given_powers
 from fp4kit.call.search_scales import has_grid
 from fp4kit.evidence.fuzz.arguments import auxiliary, moved_shape, tensor_amax
-from fp4kit.evidence.fuzz.draw import Case
+from fp4kit.evidence.fuzz.draw import DrawnCase
 from fp4kit.evidence.fuzz.program_ir import Program, Ref
 
 SOME_CODES, SOME_POWERS, SOME_MULTIPLES = (-5, 3), (-3, 1), (0.5, 1.25, 0.25)
 
 
-def search_scales(p: Program, case: Case) -> None:
+def search_scales(p: Program, case: DrawnCase) -> None:
     """What is found, of a copy in plain order too; squares under weights of one are those without."""
     x, o, K = p.make("x", case.x), case.options, moved_shape(case, case.x)[-1]
     options = {"axis": case.axis, "tensor_amax": tensor_amax(p, case), "candidates": _candidates(case)}
@@ -31,7 +31,7 @@ def search_scales(p: Program, case: Case) -> None:
         p.same(found, p.call("weighted", "fp4kit.search_scales", x, Ref("r"), weights=ones, **options, **terms))
 
 
-def _candidates(case: Case) -> Any:
+def _candidates(case: DrawnCase) -> Any:
     """A word, or ends that the recipe's candidates have."""
     o, r = case.options, case.r
     if o.candidates == "near" and has_grid(r):

@@ -6,7 +6,7 @@ from typing import Any
 
 from fp4kit.call.amaxes import tensor_amax_shape
 from fp4kit.evidence.fuzz.arguments import auxiliary, block_amax, codes_options, decoded, into, moved_shape, tensor_amax
-from fp4kit.evidence.fuzz.draw import Case
+from fp4kit.evidence.fuzz.draw import DrawnCase
 from fp4kit.evidence.fuzz.program_ir import Program, Ref
 from fp4kit.layouts import padded_shape
 from fp4kit.quantized.part_shapes import scale_shape
@@ -16,7 +16,7 @@ from fp4kit.reference.implied_amax import encodes_by_amax
 SCALES = (0.37, 1.0, 0.0, 1e-40, 3e38, float("inf"), 2.0**-12, 1e-6)  # of a tensor
 
 
-def with_scales(p: Program, case: Case) -> None:
+def with_scales(p: Program, case: DrawnCase) -> None:
     """The scales of a quantize, which give its codes back, and any others."""
     x, o, moved, r = p.make("x", case.x), case.options, moved_shape(case, case.x), case.r
     options = codes_options(p, case)

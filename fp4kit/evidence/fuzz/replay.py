@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from fp4kit.evidence.engines import SPECIFICATION, Engine, compare
+from fp4kit.evidence.engines import SPECIFICATION, ComparedEngine, compare
 from fp4kit.evidence.fuzz.arrays import View, memory
 
 Ended = tuple[str, str]  # kind and text, as in fuzz_check.Verdict
@@ -28,7 +28,7 @@ Ended = tuple[str, str]  # kind and text, as in fuzz_check.Verdict
 class Place:
     """Arrays where an engine has them. host: whether those are the specification's."""
 
-    def __init__(self, engine: Engine, host: bool) -> None:
+    def __init__(self, engine: ComparedEngine, host: bool) -> None:
         self.engine, self.host = engine, host
         self._fixed: list[tuple[str, Any, np.ndarray]] = []
 
@@ -55,7 +55,7 @@ class Place:
 
 def same(a: Any, b: Any) -> None:
     """Raise AssertionError unless two results agree in every bit."""
-    get = Engine(np).get
+    get = ComparedEngine(np).get
     outcome = compare(get(a), get(b), "result")
     assert not outcome.differing, f"broken: {outcome.first}"
 
@@ -67,7 +67,7 @@ def agree(program: Callable[[Place], Iterator[tuple[str, Any]]], *modules: Any) 
     engine. A call that all modules refuse in the same words is agreement; so is one that a module declines with
     NotImplementedError.
     """
-    places = [Place(Engine(module) if i else SPECIFICATION, host=i == 0) for i, module in enumerate(modules)]
+    places = [Place(ComparedEngine(module) if i else SPECIFICATION, host=i == 0) for i, module in enumerate(modules)]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         running = [program(place) for place in places]

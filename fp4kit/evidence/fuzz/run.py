@@ -21,9 +21,9 @@ import numpy as np
 
 from fp4kit.arrays import imports
 from fp4kit.cpu.library import library
-from fp4kit.evidence.engines import Engine, Outcome
+from fp4kit.evidence.engines import ComparedEngine, Outcome
 from fp4kit.evidence.fuzz.check import Verdict, check
-from fp4kit.evidence.fuzz.draw import Case, Pool, draw
+from fp4kit.evidence.fuzz.draw import DrawnCase, Pool, draw
 from fp4kit.evidence.fuzz.print_repro import script
 from fp4kit.evidence.fuzz.shrink import shrink_case
 from fp4kit.ops.engines import engine as engine_name
@@ -64,7 +64,7 @@ class Report:
         """A count over all operations."""
         return sum(counts[name] for counts in self.operations.values())
 
-    def count(self, case: Case, verdict: Verdict, refused: int) -> None:
+    def count(self, case: DrawnCase, verdict: Verdict, refused: int) -> None:
         """Add a case; refused: variants that were drawn anew for it."""
         counts = self.operations.setdefault(case.operation, Counter())
         counts.update(cases=1, calls=verdict.calls, values=verdict.values, failed=int(verdict.failed))
@@ -101,7 +101,7 @@ class Report:
 
 
 def run(
-    engine: Engine | None,
+    engine: ComparedEngine | None,
     seconds: float,
     seed: int,
     *,
@@ -135,7 +135,9 @@ def run(
     return report
 
 
-def run_case(engine: Engine | None, number: int, *, pool: Pool | None = None, shrink_seconds: float = 10.0) -> Report:
+def run_case(
+    engine: ComparedEngine | None, number: int, *, pool: Pool | None = None, shrink_seconds: float = 10.0
+) -> Report:
     """Draw and check the case of one integer."""
     report, start = Report(), time.monotonic()
     with warnings.catch_warnings():
@@ -147,7 +149,7 @@ def run_case(engine: Engine | None, number: int, *, pool: Pool | None = None, sh
     return report
 
 
-def checked(report: Report, engine: Engine | None, number: int, pool: Pool) -> tuple[Case, Verdict]:
+def checked(report: Report, engine: ComparedEngine | None, number: int, pool: Pool) -> tuple[DrawnCase, Verdict]:
     """Draw the case of an integer, check it and count it."""
     case, refused = draw(number, pool)
     verdict = check(case, engine)
@@ -155,7 +157,9 @@ def checked(report: Report, engine: Engine | None, number: int, pool: Pool) -> t
     return case, verdict
 
 
-def reproduced(case: Case, verdict: Verdict, engine: Engine | None, number: int, seconds: float) -> Failure:
+def reproduced(
+    case: DrawnCase, verdict: Verdict, engine: ComparedEngine | None, number: int, seconds: float
+) -> Failure:
     """The failure of a case, shrunk and printed."""
     smaller = shrink_case(case, verdict, engine, seconds)
     last = check(smaller, engine)
@@ -166,7 +170,7 @@ def reproduced(case: Case, verdict: Verdict, engine: Engine | None, number: int,
     )
 
 
-def outcome(engine: Engine, pool: Pool, seed: int, cases: int) -> Outcome:
+def outcome(engine: ComparedEngine, pool: Pool, seed: int, cases: int) -> Outcome:
     """Cases on an engine, as the self-test counts: values compared, and different; the first failure; what was left
     out.
     """
@@ -179,17 +183,17 @@ def outcome(engine: Engine, pool: Pool, seed: int, cases: int) -> Outcome:
     return total
 
 
-def device_engine() -> tuple[Engine | None, str]:
+def device_engine() -> tuple[ComparedEngine | None, str]:
     """CuPy's arrays on the current device, and its name; or None, and why there is none."""
     try:
         cupy = imports.cupy()
         name = cupy.cuda.runtime.getDeviceProperties(cupy.cuda.Device().id)["name"].decode()
     except Exception as error:  # CuPy's own errors are known only where CuPy is
         return None, str(error).partition("\n")[0]
-    return Engine(cupy), f"{name}, CuPy {cupy.__version__}"
+    return ComparedEngine(cupy), f"{name}, CuPy {cupy.__version__}"
 
 
-def host_engine() -> tuple[Engine | None, str]:
+def host_engine() -> tuple[ComparedEngine | None, str]:
     """The host's compiled engine, and its name; or None, and why there is none."""
     found = library()
-    return (None, found.level) if found.functions is None else (Engine(np), f"This processor, {engine_name()}")
+    return (None, found.level) if found.functions is None else (ComparedEngine(np), f"This processor, {engine_name()}")

@@ -12,10 +12,10 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from fp4kit.evidence.engines import Engine
-from fp4kit.evidence.fuzz.arrays import DTYPES, Array, View
+from fp4kit.evidence.engines import ComparedEngine
+from fp4kit.evidence.fuzz.arrays import DTYPES, DrawnArray, View
 from fp4kit.evidence.fuzz.check import Verdict, check
-from fp4kit.evidence.fuzz.draw import Case, Options
+from fp4kit.evidence.fuzz.draw import DrawnCase, DrawnOptions
 from fp4kit.formats import bit_patterns
 
 T = TypeVar("T")
@@ -37,10 +37,10 @@ def shrink(value: T, simpler: Callable[[T], Iterable[T]], fails: Callable[[T], b
     return value
 
 
-def shrink_case(case: Case, verdict: Verdict, engine: Engine | None, seconds: float) -> Case:
+def shrink_case(case: DrawnCase, verdict: Verdict, engine: ComparedEngine | None, seconds: float) -> DrawnCase:
     """A simpler case with a verdict of the same kind from the same function."""
 
-    def fails(candidate: Case) -> bool:
+    def fails(candidate: DrawnCase) -> bool:
         try:
             return check(candidate, engine).key == verdict.key
         except Exception:  # a candidate need not be a case at all
@@ -49,7 +49,7 @@ def shrink_case(case: Case, verdict: Verdict, engine: Engine | None, seconds: fl
     return shrink(case, simpler_cases, fails, seconds)
 
 
-def simpler_cases(case: Case) -> Iterator[Case]:
+def simpler_cases(case: DrawnCase) -> Iterator[DrawnCase]:
     """Cases with less of one thing, those that gain most first."""
     yield from _fewer_arrays(case)
     for variant in case.recipe.simpler():
@@ -65,18 +65,18 @@ def simpler_cases(case: Case) -> Iterator[Case]:
             yield _with_array(case, i, plainer)
 
 
-def _with_array(case: Case, i: int, a: Array) -> Case:
+def _with_array(case: DrawnCase, i: int, a: DrawnArray) -> DrawnCase:
     return replace(case, arrays=(*case.arrays[:i], a, *case.arrays[i + 1 :]))
 
 
-def _fewer_arrays(case: Case) -> Iterator[Case]:
+def _fewer_arrays(case: DrawnCase) -> Iterator[DrawnCase]:
     if len(case.arrays) > 1:
         for i in range(len(case.arrays)):
             yield replace(case, arrays=case.arrays[:i] + case.arrays[i + 1 :])
 
 
-def _simpler_options(case: Case) -> Iterator[Case]:
-    defaults: dict[str, Any] = {f.name: f.default for f in fields(Options)}
+def _simpler_options(case: DrawnCase) -> Iterator[DrawnCase]:
+    defaults: dict[str, Any] = {f.name: f.default for f in fields(DrawnOptions)}
     for name in case.changed_options():
         yield replace(case, options=replace(case.options, **{name: defaults[name]}))
     if case.options.target is not None:
@@ -87,7 +87,7 @@ def _simpler_options(case: Case) -> Iterator[Case]:
             yield replace(case, options=replace(case.options, cuts=case.options.cuts[:i] + case.options.cuts[i + 1 :]))
 
 
-def _simpler_arrays(a: Array, case: Case, i: int) -> Iterator[Array]:
+def _simpler_arrays(a: DrawnArray, case: DrawnCase, i: int) -> Iterator[DrawnArray]:
     """A plain place in memory, fewer elements, float32."""
     if not a.view.is_plain:
         yield replace(a, view=View.plain(a.ndim))
@@ -106,7 +106,7 @@ def _simpler_arrays(a: Array, case: Case, i: int) -> Iterator[Array]:
             yield replace(a.with_values(values.astype(np.float32), a.view), dtype="float32")
 
 
-def _unit(case: Case, a: Array, axis: int) -> int:
+def _unit(case: DrawnCase, a: DrawnArray, axis: int) -> int:
     """What lengths along an axis are tried in: blocks along the quantized one."""
     shift = case.options.stacked
     along = case.axis % (a.ndim - shift) + shift if a.ndim > shift else 0
@@ -130,7 +130,7 @@ def _parts(n: int, unit: int) -> Iterator[slice]:
                 yield kept
 
 
-def _fewer_axes(case: Case) -> Iterator[Case]:
+def _fewer_axes(case: DrawnCase) -> Iterator[DrawnCase]:
     """Without an axis of length 1 that blocks do not run along."""
     a, along = case.x, case.axis % case.x.ndim
     for axis in range(a.ndim):
@@ -139,7 +139,7 @@ def _fewer_axes(case: Case) -> Iterator[Case]:
             yield replace(case, arrays=(smaller,), axis=along - (axis < along) - smaller.ndim)
 
 
-def _simpler_values(a: Array) -> Iterator[Array]:
+def _simpler_values(a: DrawnArray) -> Iterator[DrawnArray]:
     """More zeros; of few values, some that are 1."""
     values = a.values()
     bits = bit_patterns(values).reshape(-1)
@@ -155,12 +155,12 @@ def _simpler_values(a: Array) -> Iterator[Array]:
             yield _with_bits(a, bits, np.array([i]), int(one[i]))
 
 
-def _ones(a: Array, bits: np.ndarray) -> np.ndarray:
+def _ones(a: DrawnArray, bits: np.ndarray) -> np.ndarray:
     """Ones where elements are not zero."""
     return np.where(bits != 0, np.ones((), DTYPES[a.dtype]).view(bits.dtype), bits)
 
 
-def _with_bits(a: Array, bits: np.ndarray, at: np.ndarray, value: int) -> Array:
+def _with_bits(a: DrawnArray, bits: np.ndarray, at: np.ndarray, value: int) -> DrawnArray:
     changed = bits.copy()
     changed[at] = value
     return a.with_values(changed.view(DTYPES[a.dtype]).reshape(a.shape), a.view)

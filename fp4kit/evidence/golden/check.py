@@ -16,11 +16,11 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
-from fp4kit.evidence.engines import SPECIFICATION, Engine
+from fp4kit.evidence.engines import SPECIFICATION, ComparedEngine
 from fp4kit.evidence.golden.golden_set import GoldenSet
 from fp4kit.evidence.golden.recorded_bytes import byte_arrays
-from fp4kit.evidence.golden.result import Compared, Result, result_of
-from fp4kit.evidence.golden.rows import ROWS, Row
+from fp4kit.evidence.golden.result import Compared, GoldenResult, result_of
+from fp4kit.evidence.golden.rows import ROWS, GoldenRow
 from fp4kit.evidence.golden.stored_bytes import searched_arrays, stored_arrays, unpack_fp6
 from fp4kit.formats import E8M0
 from fp4kit.layouts import unpack
@@ -47,7 +47,7 @@ class Operations(NamedTuple):
     search_scales: Callable[..., np.ndarray]
 
     @classmethod
-    def of(cls, engine: Engine) -> Operations:
+    def of(cls, engine: ComparedEngine) -> Operations:
         """Those of an engine."""
         functions = (quantize, fake_quantize, fake_quantize_backward, op_amax, dequantize, search_scales)
         return cls(*(partial(engine.call, function) for function in functions))
@@ -60,30 +60,30 @@ SPECIFIED = Operations.of(SPECIFICATION)
 # ------------------------------------------------
 
 
-def _block_amax(case: Case) -> np.ndarray:
+def _block_amax(case: RecordedCase) -> np.ndarray:
     x = np.abs(case.x.astype(np.float32))
     size = case.recipe.block_size
     return np.repeat(np.max(x.reshape(len(x), -1, size), axis=-1), size, axis=1)
 
 
-def _skip_nan_scale(case: Case) -> Mask:
+def _skip_nan_scale(case: RecordedCase) -> Mask:
     """Codes under a NaN scale carry no meaning."""
     scale = decode(case.q.block_scale, case.recipe.scale or E8M0)
     return np.repeat(np.isnan(scale), case.recipe.block_size, axis=1)
 
 
-def _skip_nonfinite_block(case: Case) -> Mask:
+def _skip_nonfinite_block(case: RecordedCase) -> Mask:
     """Casts of inf and NaN to uint8 are undefined in C."""
     return ~np.isfinite(_block_amax(case))
 
 
-def _skip_overflowing_block(case: Case) -> Mask:
+def _skip_overflowing_block(case: RecordedCase) -> Mask:
     """compressed-tensors corrupts blocks whose amax rounds up to a power of two beyond the input dtype."""
     limit = 1.75 * 2.0 ** (15 if case.x.dtype == np.float16 else 127)
     return ~(_block_amax(case) < limit)
 
 
-def _skip_uncertain(case: Case) -> Mask:
+def _skip_uncertain(case: RecordedCase) -> Mask:
     """Bytes that depend on which neighbour rcp.approx returns: the file marks those that do not."""
     certain = case.part("codes_certain")
     if certain is None:
@@ -91,13 +91,13 @@ def _skip_uncertain(case: Case) -> Mask:
     return np.repeat(certain != 1, case.x.shape[1] // certain.shape[1], axis=1)
 
 
-def _skip_undefined(case: Case) -> Mask:
+def _skip_undefined(case: RecordedCase) -> Mask:
     """NaN elements read an uninitialised variable there; the file marks what is defined."""
     valid = case.part("valid")
     return np.zeros(case.x.shape, bool) if valid is None else ~valid
 
 
-def _skip_cpu_only_rows(case: Case) -> Mask:
+def _skip_cpu_only_rows(case: RecordedCase) -> Mask:
     """fp8-modelopt-channel: inputs recorded on a CPU alone, which evaluates 448 / amax as (1 / amax) * 448; a GPU
     divides.
     """
@@ -108,7 +108,7 @@ def _skip_cpu_only_rows(case: Case) -> Mask:
     return np.broadcast_to(cpu_only & differs, case.x.shape)
 
 
-def _skip_nonfinite_tensor(case: Case) -> Mask:
+def _skip_nonfinite_tensor(case: RecordedCase) -> Mask:
     """fouroversix: of tensors with inf or NaN those in float32, where the processor decides the sign of a NaN scale,
     and those that its Triton kernels quantize in blocks of 16x16, where rows with inf or NaN do not count.
     """
@@ -116,12 +116,12 @@ def _skip_nonfinite_tensor(case: Case) -> Mask:
     return np.full(case.x.shape, undecided and not np.isfinite(_block_amax(case)).all())
 
 
-def _skip_nan_element(case: Case) -> Mask:
+def _skip_nan_element(case: RecordedCase) -> Mask:
     """triton_kernels: the sign of the code of an element that is NaN, or became it of inf * 0."""
     return ~np.isfinite(case.x.astype(np.float32))
 
 
-def _skip_infinite_quotient(case: Case) -> Mask:
+def _skip_infinite_quotient(case: RecordedCase) -> Mask:
     """Quark packs an infinity as 4: a tensor with inf or NaN, and elements whose quotient overflows, under the scale
     2^-23.
     """
@@ -132,7 +132,7 @@ def _skip_infinite_quotient(case: Case) -> Mask:
     return zero & (np.abs(case.x.astype(np.float64)) * 2.0**23 >= 2.0**128)
 
 
-def _skip_applied_scale(case: Case) -> Mask:
+def _skip_applied_scale(case: RecordedCase) -> Mask:
     """Quark's values under scales that it stores as others (the file has them), and blocks with inf or NaN."""
     skip, applied = _skip_nonfinite_block(case), case.part("scale_applied")
     if applied is None:
@@ -146,10 +146,10 @@ def _skip_applied_scale(case: Case) -> Mask:
 
 
 @dataclass
-class Case:
+class RecordedCase:
     """One input of a row: what the file recorded, and what the recipe gives."""
 
-    row: Row
+    row: GoldenRow
     golden: GoldenSet
     name: str
     recipe: Recipe
@@ -191,7 +191,7 @@ class Case:
         return options
 
 
-SKIPS: dict[str, Callable[[Case], Mask]] = {
+SKIPS: dict[str, Callable[[RecordedCase], Mask]] = {
     "nan_scale": _skip_nan_scale,
     "nonfinite_block": _skip_nonfinite_block,
     "overflowing_block": _skip_overflowing_block,
@@ -210,30 +210,30 @@ SKIPPED_SCALES = (
 )  # blocks whose scales are not compared either
 
 
-def cases(row: Row, golden: GoldenSet, ops: Operations = SPECIFIED) -> Iterator[Case]:
+def cases(row: GoldenRow, golden: GoldenSet, ops: Operations = SPECIFIED) -> Iterator[RecordedCase]:
     """The inputs that the set holds for a row."""
     r = recipe(row.recipe)
     r = r if row.block is None else replace(r, block=row.block)
     for name in golden.variants(row.file).get(row.variant, ()):
         if name.endswith(row.inputs):
             x = golden.input(name, row.file)
-            yield Case(row, golden, name, r, x.astype(np.float32) if row.widen else x, ops)
+            yield RecordedCase(row, golden, name, r, x.astype(np.float32) if row.widen else x, ops)
 
 
-def check_recipe(name: str, golden: GoldenSet, ops: Operations = SPECIFIED) -> Result:
+def check_recipe(name: str, golden: GoldenSet, ops: Operations = SPECIFIED) -> GoldenResult:
     """Compare every recorded array of a recipe with what ops give: those of its rows, and those of bytes alone."""
     results = [check_row(row, golden, ops) for row in ROWS if row.recipe == name]
     results.append(check_bytes(name, golden, ops))
     differences = tuple(difference for result in results for difference in result.differences)
-    return Result(name, sum(r.compared for r in results), differences, sum(r.values for r in results))
+    return GoldenResult(name, sum(r.compared for r in results), differences, sum(r.values for r in results))
 
 
-def check_bytes(name: str, golden: GoldenSet, ops: Operations = SPECIFIED) -> Result:
+def check_bytes(name: str, golden: GoldenSet, ops: Operations = SPECIFIED) -> GoldenResult:
     """Compare what is recorded of a recipe's bytes alone."""
     return result_of(name, byte_arrays(name, golden, ops.dequantize))
 
 
-def check_row(row: Row, golden: GoldenSet, ops: Operations = SPECIFIED) -> Result:
+def check_row(row: GoldenRow, golden: GoldenSet, ops: Operations = SPECIFIED) -> GoldenResult:
     """Compare every recorded array of a row with what ops give."""
     arrays = searched_arrays if row.searched else _fake_arrays if row.fake else _arrays
     return result_of(
@@ -241,7 +241,7 @@ def check_row(row: Row, golden: GoldenSet, ops: Operations = SPECIFIED) -> Resul
     )
 
 
-def _arrays(case: Case) -> Iterator[Compared]:
+def _arrays(case: RecordedCase) -> Iterator[Compared]:
     case.q = case.ops.quantize(case.x, case.recipe, **case.arguments())
     skip = SKIPS[case.row.skip](case) if case.row.skip else np.zeros(case.q.moved_shape, bool)
     codes, scales = case.part("codes"), case.part("scales")
@@ -260,7 +260,7 @@ def _arrays(case: Case) -> Iterator[Compared]:
     yield from stored_arrays(case, skip)
 
 
-def _element_codes(case: Case, recorded: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _element_codes(case: RecordedCase, recorded: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Codes one per element, ours and the recorded ones."""
     if case.recipe.element.packing.codes > 1:
         return unpack(case.q.packed), unpack(recorded)
@@ -270,7 +270,7 @@ def _element_codes(case: Case, recorded: np.ndarray) -> tuple[np.ndarray, np.nda
     return _unsign_nan(ours, case.recipe.element), _unsign_nan(recorded, case.recipe.element)
 
 
-def _tensor_arrays(case: Case) -> Iterator[Compared]:
+def _tensor_arrays(case: RecordedCase) -> Iterator[Compared]:
     """tensor amax and scale, in the direction that the file keeps."""
     amax, scale, block = case.part("global_amax"), case.part("global_scale"), case.part("block_amax")
     none = np.False_
@@ -292,7 +292,7 @@ def _tensor_arrays(case: Case) -> Iterator[Compared]:
         yield case.key("block_amax"), case.ops.amax(case.x, case.recipe), block, none
 
 
-def _fake_arrays(case: Case) -> Iterator[Compared]:
+def _fake_arrays(case: RecordedCase) -> Iterator[Compared]:
     arguments = case.arguments()
     skip = SKIPS[case.row.skip](case) if case.row.skip else np.zeros(case.x.shape, bool)
     for name in case.row.values:

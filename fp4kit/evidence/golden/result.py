@@ -12,7 +12,7 @@ from fp4kit.formats import bit_patterns
 Compared = tuple[str, Any, Any, Any]  # key, ours, recorded, mask of what is not compared
 
 
-class Difference(NamedTuple):
+class ArrayDifference(NamedTuple):
     """An array that is not equal: its key, and how many of its values differ."""
 
     key: str
@@ -20,12 +20,12 @@ class Difference(NamedTuple):
     size: int
 
 
-class Result(NamedTuple):
+class GoldenResult(NamedTuple):
     """Outcome of one recipe or row: arrays compared, those that differ, and how many values the arrays hold."""
 
     recipe: str
     compared: int
-    differences: tuple[Difference, ...]
+    differences: tuple[ArrayDifference, ...]
     values: int
 
     @property
@@ -33,7 +33,7 @@ class Result(NamedTuple):
         return self.compared - len(self.differences)
 
 
-def result_of(recipe: str, arrays: Iterable[tuple[str, Compared]]) -> Result:
+def result_of(recipe: str, arrays: Iterable[tuple[str, Compared]]) -> GoldenResult:
     """Of arrays, each with its file."""
     compared, values, differences = 0, 0, []
     for file, (key, ours, recorded, skip) in arrays:
@@ -42,8 +42,8 @@ def result_of(recipe: str, arrays: Iterable[tuple[str, Compared]]) -> Result:
         if np.shape(ours) == np.shape(recorded):
             different &= ~skip
         if different.any():
-            differences.append(Difference(f"{file}: {key}", int(different.sum()), different.size))
-    return Result(recipe, compared, tuple(differences), values)
+            differences.append(ArrayDifference(f"{file}: {key}", int(different.sum()), different.size))
+    return GoldenResult(recipe, compared, tuple(differences), values)
 
 
 def _differs(ours: np.ndarray, recorded: np.ndarray) -> np.ndarray:

@@ -10,7 +10,7 @@ from fp4kit.evidence.golden.rows_serving import serving_rows
 
 
 @dataclass(frozen=True)
-class Row:
+class GoldenRow:
     """Variants of a file that a recipe must equal.
 
     inputs: suffix that input names must have ("__bf16" where only that dtype is defined). block: another block size.
@@ -44,7 +44,7 @@ class Row:
     searched: str = ""
 
 
-def _te_rows() -> Iterator[Row]:
+def _te_rows() -> Iterator[GoldenRow]:
     pairs = (
         ("nvfp4-te-reference", "nvfp4_1d"),
         ("nvfp4-te-reference-2d", "nvfp4_2d"),
@@ -53,23 +53,25 @@ def _te_rows() -> Iterator[Row]:
         ("nvfp4-te-rowscaled", "nvfp4_1d_rowscaled"),
     )
     for name, variant in pairs:
-        yield Row(name, "te", variant)
-        yield Row(name, "te", f"{variant}_T", options={"axis": 0})
+        yield GoldenRow(name, "te", variant)
+        yield GoldenRow(name, "te", f"{variant}_T", options={"axis": 0})
     for variant, hadamard in (("nvfp4_1d_rht_T", True), ("nvfp4_1d_rht_nosign_T", "no_signs")):
-        yield Row("nvfp4-te-reference", "te", variant, inputs="__bf16", options={"axis": 0, "hadamard": hadamard})
+        yield GoldenRow("nvfp4-te-reference", "te", variant, inputs="__bf16", options={"axis": 0, "hadamard": hadamard})
     for error in ("mae", "mse"):
         for scale_max in (448, 256):
             name, variant = f"nvfp4-te-4over6-{error}-{scale_max}", f"4over6_{error}_{scale_max}"
-            yield Row(name, "te", f"nvfp4_1d_{variant}")
-            yield Row(f"{name}-2d", "te", f"nvfp4_2d_{variant}")
-            yield Row(f"nvfp4-flashinfer-4over6-{error}-{scale_max}", "flashinfer", f"nvfp4_4over6_{scale_max}_{error}")
-    yield Row("nvfp4-te-4over6-mse-256-fasterr", "te", "nvfp4_1d_4over6_mse_256_fasterr")
-    yield Row("mxfp4-te", "te", "mxfp4_1d_ref")
-    yield Row("mxfp4-te", "te", "nvfp4_1d_pow2", block=(1, 16))
+            yield GoldenRow(name, "te", f"nvfp4_1d_{variant}")
+            yield GoldenRow(f"{name}-2d", "te", f"nvfp4_2d_{variant}")
+            yield GoldenRow(
+                f"nvfp4-flashinfer-4over6-{error}-{scale_max}", "flashinfer", f"nvfp4_4over6_{scale_max}_{error}"
+            )
+    yield GoldenRow("nvfp4-te-4over6-mse-256-fasterr", "te", "nvfp4_1d_4over6_mse_256_fasterr")
+    yield GoldenRow("mxfp4-te", "te", "mxfp4_1d_ref")
+    yield GoldenRow("mxfp4-te", "te", "nvfp4_1d_pow2", block=(1, 16))
     for element, suffix in (("e4m3", ""), ("e5m2", "-e5m2")):
         for shape, kind in (("1d", ""), ("2d", "-2d")):
-            yield Row(f"mxfp8-te{suffix}{kind}", "te", f"cpp_mxfp8_{element}_{shape}")
-            yield Row(
+            yield GoldenRow(f"mxfp8-te{suffix}{kind}", "te", f"cpp_mxfp8_{element}_{shape}")
+            yield GoldenRow(
                 f"mxfp8-te{suffix}{kind}",
                 "te",
                 f"cpp_mxfp8_{element}_{shape}_C",
@@ -78,23 +80,23 @@ def _te_rows() -> Iterator[Row]:
             )
 
 
-def _flashinfer_rows() -> Iterator[Row]:
+def _flashinfer_rows() -> Iterator[GoldenRow]:
     for name, variant in (("nvfp4-flashinfer", "nvfp4"), ("mxfp4-flashinfer", "mxfp4"), ("mxfp8-flashinfer", "mxfp8")):
-        yield Row(name, "flashinfer", f"{variant}_linear", skip="uncertain")
-        yield Row(name, "flashinfer", f"{variant}_swizzled", options={"scale_layout": "swizzled_128x4"})
-        yield Row(name, "flashinfer", f"{variant}_swizzled_8x4", options={"scale_layout": "swizzled_8x4"})
-    yield Row("nvfp4-flashinfer-precise", "flashinfer", "nvfp4_precise_linear")
+        yield GoldenRow(name, "flashinfer", f"{variant}_linear", skip="uncertain")
+        yield GoldenRow(name, "flashinfer", f"{variant}_swizzled", options={"scale_layout": "swizzled_128x4"})
+        yield GoldenRow(name, "flashinfer", f"{variant}_swizzled_8x4", options={"scale_layout": "swizzled_8x4"})
+    yield GoldenRow("nvfp4-flashinfer-precise", "flashinfer", "nvfp4_precise_linear")
 
 
-def _modelopt_rows() -> Iterator[Row]:
-    yield Row("nvfp4-modelopt", "modelopt", "nvfp4")
-    yield Row("nvfp4-modelopt", "modelopt", "nvfp4_amaxhalf", given="tensor")
-    yield Row("nvfp4-modelopt-static", "modelopt", "nvfp4_static", given="static")
-    yield Row("nvfp4-modelopt-static-4over6", "modelopt", "nvfp4_static_4over6", given="static")
-    yield Row("nvfp4-modelopt-mse", "modelopt_sweep_h200", "nvfp4_mse_sweep", searched="by error")
-    yield Row("nvfp4-modelopt-mse", "modelopt_sweep_h200", "nvfp4_hessian_sweep", searched="by hessian")
-    yield Row("mxfp4-modelopt", "modelopt", "mxfp4", skip="nonfinite_block")
-    yield Row("mxfp8-modelopt", "modelopt", "mxfp8")
+def _modelopt_rows() -> Iterator[GoldenRow]:
+    yield GoldenRow("nvfp4-modelopt", "modelopt", "nvfp4")
+    yield GoldenRow("nvfp4-modelopt", "modelopt", "nvfp4_amaxhalf", given="tensor")
+    yield GoldenRow("nvfp4-modelopt-static", "modelopt", "nvfp4_static", given="static")
+    yield GoldenRow("nvfp4-modelopt-static-4over6", "modelopt", "nvfp4_static_4over6", given="static")
+    yield GoldenRow("nvfp4-modelopt-mse", "modelopt_sweep_h200", "nvfp4_mse_sweep", searched="by error")
+    yield GoldenRow("nvfp4-modelopt-mse", "modelopt_sweep_h200", "nvfp4_hessian_sweep", searched="by hessian")
+    yield GoldenRow("mxfp4-modelopt", "modelopt", "mxfp4", skip="nonfinite_block")
+    yield GoldenRow("mxfp8-modelopt", "modelopt", "mxfp8")
     fakes = {
         "fp8-modelopt": "fp8_per_tensor",
         "fp8-modelopt-channel": "fp8_axis0",
@@ -105,70 +107,70 @@ def _modelopt_rows() -> Iterator[Row]:
         "int4-modelopt": "int4_block32",
     }
     for name, variant in fakes.items():
-        yield Row(name, "modelopt_fake", f"fake_{variant}", given="tensor", fake=True, skip="cpu_only_rows")
-        yield Row(name, "modelopt_fake", f"fake_{variant}_clip", given="tensor", fake=True)
+        yield GoldenRow(name, "modelopt_fake", f"fake_{variant}", given="tensor", fake=True, skip="cpu_only_rows")
+        yield GoldenRow(name, "modelopt_fake", f"fake_{variant}_clip", given="tensor", fake=True)
     for name, variant in (("nvfp4-modelopt-fake", "nvfp4"), ("nvfp4-modelopt-fake-cuda", "nvfp4_cuda")):
-        yield Row(name, "modelopt_fake", f"fake_{variant}", given="tensor", fake=True)
-    yield Row("nvfp4-modelopt-static-fake", "modelopt_fake", "fake_nvfp4_static", given="static", fake=True)
-    yield Row("mxfp4-modelopt-fake", "modelopt_fake", "fake_mxfp4", fake=True, skip="undefined")
-    yield Row("mxfp8-modelopt-fake", "modelopt_fake", "fake_mxfp8", fake=True, skip="undefined")
+        yield GoldenRow(name, "modelopt_fake", f"fake_{variant}", given="tensor", fake=True)
+    yield GoldenRow("nvfp4-modelopt-static-fake", "modelopt_fake", "fake_nvfp4_static", given="static", fake=True)
+    yield GoldenRow("mxfp4-modelopt-fake", "modelopt_fake", "fake_mxfp4", fake=True, skip="undefined")
+    yield GoldenRow("mxfp8-modelopt-fake", "modelopt_fake", "fake_mxfp8", fake=True, skip="undefined")
 
 
-def _torchao_rows() -> Iterator[Row]:
-    yield Row("nvfp4-torchao", "ao", "nvfp4_two_level", skip="nan_scale")
-    yield Row("nvfp4-torchao-single", "ao", "nvfp4", skip="nan_scale")
+def _torchao_rows() -> Iterator[GoldenRow]:
+    yield GoldenRow("nvfp4-torchao", "ao", "nvfp4_two_level", skip="nan_scale")
+    yield GoldenRow("nvfp4-torchao-single", "ao", "nvfp4", skip="nan_scale")
     for mode in ("floor", "rceil", "ceil", "even"):
         yield from _to_mx_rows(mode, "ao")
         yield from _to_mx_rows(mode, "ao_018", "-018")
 
 
-def _to_mx_rows(mode: str, file: str, release: str = "") -> Iterator[Row]:
+def _to_mx_rows(mode: str, file: str, release: str = "") -> Iterator[GoldenRow]:
     """Rows of one mode of torchao's to_mx; release: the end of the ids of its recipes."""
     name = "mxfp4-ocp" if mode == "floor" and not release else f"mxfp4-torchao-{mode}{release}"
-    yield Row(name, file, f"mxfp4_{mode}", skip="nan_scale")
+    yield GoldenRow(name, file, f"mxfp4_{mode}", skip="nan_scale")
     for size in (16, 64):
-        yield Row(name, file, f"mxfp4_{mode}_b{size}", block=(1, size), skip="nan_scale")
+        yield GoldenRow(name, file, f"mxfp4_{mode}_b{size}", block=(1, size), skip="nan_scale")
     for element, suffix in (("e4m3", ""), ("e5m2", "-e5m2")):
-        yield Row(f"mxfp8-torchao-{mode}{suffix}{release}", file, f"mxfp8_{element}_{mode}", skip="nan_scale")
+        yield GoldenRow(f"mxfp8-torchao-{mode}{suffix}{release}", file, f"mxfp8_{element}_{mode}", skip="nan_scale")
     for element in ("e2m3", "e3m2") if mode in ("floor", "rceil") else ():
-        yield Row(f"mxfp6-torchao-{mode}-{element}{release}", file, f"mxfp6_{element}_{mode}", skip="nan_scale")
+        yield GoldenRow(f"mxfp6-torchao-{mode}-{element}{release}", file, f"mxfp6_{element}_{mode}", skip="nan_scale")
 
 
-def _other_rows() -> Iterator[Row]:
-    yield Row("nvfp4-compressed-tensors", "compressed_tensors", "nvfp4_two_level", skip="nan_scale")
+def _other_rows() -> Iterator[GoldenRow]:
+    yield GoldenRow("nvfp4-compressed-tensors", "compressed_tensors", "nvfp4_two_level", skip="nan_scale")
     for name, variant in (("mxfp4", "mxfp4"), ("mxfp6", "mxfp6_e2m3"), ("mxfp8", "mxfp8_e4m3")):
-        yield Row(f"{name}-compressed-tensors", "compressed_tensors", variant, skip="overflowing_block")
+        yield GoldenRow(f"{name}-compressed-tensors", "compressed_tensors", variant, skip="overflowing_block")
     for mode in ("nearest", "nearest_flush", "even", "floor"):
-        yield Row(f"mxfp4-microxcaling-{mode.replace('_', '-')}", "microxcaling", f"mxfp4_{mode}", fake=True)
+        yield GoldenRow(f"mxfp4-microxcaling-{mode.replace('_', '-')}", "microxcaling", f"mxfp4_{mode}", fake=True)
     for mode in ("nearest", "even"):
-        yield Row(f"mxfp8-microxcaling-{mode}", "microxcaling", f"mxfp8_e4m3_{mode}", fake=True)
+        yield GoldenRow(f"mxfp8-microxcaling-{mode}", "microxcaling", f"mxfp8_e4m3_{mode}", fake=True)
 
 
-def _gguf_rows() -> Iterator[Row]:
+def _gguf_rows() -> Iterator[GoldenRow]:
     for name in ("mxfp4", "nvfp4"):
-        yield Row(f"{name}-gguf", "gguf", name, widen=True, decoded=True, raw=f"gguf_{name}")
-    yield Row("mxfp4-gguf", "gguf", "mxfp4_python", widen=True, decoded=True, skip="nonfinite_block")
+        yield GoldenRow(f"{name}-gguf", "gguf", name, widen=True, decoded=True, raw=f"gguf_{name}")
+    yield GoldenRow("mxfp4-gguf", "gguf", "mxfp4_python", widen=True, decoded=True, skip="nonfinite_block")
 
 
-def _mlx_rows() -> Iterator[Row]:
+def _mlx_rows() -> Iterator[GoldenRow]:
     for name in ("mxfp4", "mxfp8", "nvfp4"):
-        yield Row(f"{name}-mlx-cpu", "mlx", name, decoded=True, raw="mlx")
+        yield GoldenRow(f"{name}-mlx-cpu", "mlx", name, decoded=True, raw="mlx")
     for version in ("", "-0322"):  # which decode recorded codes alike: no scale of theirs is NaN
-        yield Row(
+        yield GoldenRow(
             f"nvfp4-mlx-cpu{version}-global", "mlx", "nvfp4_global", given="global_scale", decoded=True, raw="mlx"
         )
     for name in ("mxfp8", "nvfp4"):
-        yield Row(f"{name}-mlx-cpu-0322", "mlx", name, decoded=True)
+        yield GoldenRow(f"{name}-mlx-cpu-0322", "mlx", name, decoded=True)
     for name in ("mxfp4", "mxfp8"):
-        yield Row(f"{name}-mlx-cpu-0321", "mlx", f"{name}_0321")
-    yield Row("mxfp4-torchao-rceil", "mlx", "mxfp4_metal", skip="nonfinite_block")
-    yield Row("mxfp8-te", "mlx", "mxfp8_metal", skip="nonfinite_block")
-    yield Row("mxfp4-mlx-metal-0321", "mlx", "mxfp4_metal_0321", skip="nonfinite_block")
-    yield Row("nvfp4-mlx-metal", "mlx", "nvfp4_metal")
-    yield Row("nvfp4-mlx-metal-global", "mlx", "nvfp4_global_metal", given="global_scale")
+        yield GoldenRow(f"{name}-mlx-cpu-0321", "mlx", f"{name}_0321")
+    yield GoldenRow("mxfp4-torchao-rceil", "mlx", "mxfp4_metal", skip="nonfinite_block")
+    yield GoldenRow("mxfp8-te", "mlx", "mxfp8_metal", skip="nonfinite_block")
+    yield GoldenRow("mxfp4-mlx-metal-0321", "mlx", "mxfp4_metal_0321", skip="nonfinite_block")
+    yield GoldenRow("nvfp4-mlx-metal", "mlx", "nvfp4_metal")
+    yield GoldenRow("nvfp4-mlx-metal-global", "mlx", "nvfp4_global_metal", given="global_scale")
 
 
-ROWS: tuple[Row, ...] = (
+ROWS: tuple[GoldenRow, ...] = (
     *_te_rows(),
     *_flashinfer_rows(),
     *_modelopt_rows(),
@@ -176,5 +178,5 @@ ROWS: tuple[Row, ...] = (
     *_other_rows(),
     *_gguf_rows(),
     *_mlx_rows(),
-    *serving_rows(Row),
+    *serving_rows(GoldenRow),
 )

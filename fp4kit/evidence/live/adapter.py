@@ -20,7 +20,7 @@ SATURATING_CASTS = {"torch": ("2.13", "")}  # before it, what overflows in a cas
 
 
 @dataclass(frozen=True)
-class Call:
+class ProducerCall:
     """One function of a producer, and how its result is compared.
 
     function: from an array of two dimensions, whole blocks along the last one, to the producer's Parts.
@@ -59,7 +59,7 @@ class Adapter:
 
     name: str
     module: str
-    calls: Mapping[str, Call]
+    calls: Mapping[str, ProducerCall]
     beside: tuple[str, ...] = ()
     left_out: Mapping[str, str] = field(default_factory=dict)
     prepare: Callable[[], Any] | None = None

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 import fp4kit
-from fp4kit.evidence.live.adapter import Call, Parts
+from fp4kit.evidence.live.adapter import Parts, ProducerCall
 from fp4kit.formats import ElementFormat, bit_patterns
 from fp4kit.reference.codec import decode
 
@@ -28,7 +28,7 @@ PARTS = {
 
 
 @dataclass(frozen=True)
-class Difference:
+class PartDifference:
     """What differs in one part: how many of its elements, and the first of them on both sides.
 
     at: the index of the first; None if the arrays differ in shape or dtype, which theirs and ours tell then.
@@ -52,12 +52,12 @@ class Difference:
 class Compared:
     """The differences of one array, and which exceptions excused others."""
 
-    differences: list[Difference] = field(default_factory=list)
+    differences: list[PartDifference] = field(default_factory=list)
     excused: Counter[str] = field(default_factory=Counter)
     elements: int = 0
 
 
-def compare(id: str, x: np.ndarray, call: Call, theirs: Parts | None = None) -> Compared:
+def compare(id: str, x: np.ndarray, call: ProducerCall, theirs: Parts | None = None) -> Compared:
     """Run the producer and fp4kit on x, and compare every part that the producer gives."""
     theirs = call.function(x) if theirs is None else theirs
     r = fp4kit.recipe(id)
@@ -75,7 +75,7 @@ def _mask(
     part: str,
     x: np.ndarray,
     q: Any,
-    call: Call,
+    call: ProducerCall,
     r: fp4kit.Recipe,
     theirs: np.ndarray,
     ours: np.ndarray,
@@ -122,24 +122,26 @@ def _is_nan(a: np.ndarray, fmt: ElementFormat | None) -> np.ndarray:
     return np.isnan(numbers)
 
 
-def difference_of(part: str, theirs: np.ndarray, ours: Any, masked: np.ndarray, r: fp4kit.Recipe) -> Difference | None:
+def difference_of(
+    part: str, theirs: np.ndarray, ours: Any, masked: np.ndarray, r: fp4kit.Recipe
+) -> PartDifference | None:
     """Return what differs between two arrays that are one part, where it is not masked; None if nothing does."""
     ours = np.asarray(ours)
     if theirs.shape != ours.shape or theirs.dtype != ours.dtype:
         kinds = f"{theirs.dtype} {theirs.shape}", f"{ours.dtype} {ours.shape}"
-        return Difference(part, max(ours.size, 1), ours.size, None, *kinds)
+        return PartDifference(part, max(ours.size, 1), ours.size, None, *kinds)
     differ = _differing(part, theirs, ours, r) & ~masked
     if not differ.any():
         return None
     at = tuple(int(i) for i in np.unravel_index(int(np.argmax(differ)), differ.shape))
     shown = (_shown(theirs[at]), _shown(ours[at]))
-    return Difference(part, int(np.count_nonzero(differ)), differ.size, at, *shown)
+    return PartDifference(part, int(np.count_nonzero(differ)), differ.size, at, *shown)
 
 
 def _shown(value: Any) -> str:
     return str(int(value)) if value.dtype == np.uint8 else f"{value} ({int(bit_patterns(np.asarray(value))):#x})"
 
 
-def differing_parts(differences: Iterable[Difference]) -> frozenset[str]:
+def differing_parts(differences: Iterable[PartDifference]) -> frozenset[str]:
     """Return the names of the parts that differ."""
     return frozenset(difference.part for difference in differences)

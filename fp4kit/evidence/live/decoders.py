@@ -11,15 +11,15 @@ import numpy as np
 
 import fp4kit
 from fp4kit.evidence.fuzz.arrays import DTYPES
-from fp4kit.evidence.live.adapter import Call
-from fp4kit.evidence.live.compare import Compared, Difference, difference_of
+from fp4kit.evidence.live.adapter import ProducerCall
+from fp4kit.evidence.live.compare import Compared, PartDifference, difference_of
 from fp4kit.evidence.live.script import lines_of, program
 
 ROWS, BLOCKS = (1, 2, 3), (2, 3, 6)
 EDGES = (0, 1, 0x7E, 0x7F, 0x80, 0xFE, 0xFF)  # the smallest, largest and NaN scales of E8M0 and E4M3
 
 
-def draw_stored(r: fp4kit.Recipe, call: Call, seed: int, number: int) -> fp4kit.Quantized:
+def draw_stored(r: fp4kit.Recipe, call: ProducerCall, seed: int, number: int) -> fp4kit.Quantized:
     """Return drawn codes and scales: half of the blocks with a scale near 1, the others with any byte, or one of
     EDGES.
     """
@@ -41,7 +41,7 @@ def _stored(codes: np.ndarray, scales: np.ndarray, tensor: Any, dtype: np.dtype,
     return fp4kit.Quantized(packed, scales, tensor, None, codes.shape, dtype, -1, r)
 
 
-def compare_decoded(q: fp4kit.Quantized, call: Call) -> Compared:
+def compare_decoded(q: fp4kit.Quantized, call: ProducerCall) -> Compared:
     """Run the producer's decoder and fp4kit's, and compare the values."""
     assert call.decode is not None
     with np.errstate(all="ignore"):
@@ -50,7 +50,7 @@ def compare_decoded(q: fp4kit.Quantized, call: Call) -> Compared:
     return Compared([replace(found, part="decoded")] if found else [], elements=ours.size)
 
 
-def shrunk(q: fp4kit.Quantized, call: Call, differs: Callable[[fp4kit.Quantized], bool]) -> fp4kit.Quantized:
+def shrunk(q: fp4kit.Quantized, call: ProducerCall, differs: Callable[[fp4kit.Quantized], bool]) -> fp4kit.Quantized:
     """Return the smallest part of q, and the one with the fewest codes that are not 0, for which `differs` still
     holds.
     """
@@ -66,7 +66,7 @@ def shrunk(q: fp4kit.Quantized, call: Call, differs: Callable[[fp4kit.Quantized]
     return q
 
 
-def _smaller(q: fp4kit.Quantized, call: Call) -> Iterator[fp4kit.Quantized]:
+def _smaller(q: fp4kit.Quantized, call: ProducerCall) -> Iterator[fp4kit.Quantized]:
     """Yield parts of q: as many blocks as the producer takes, of as many rows as share a scale."""
     r = q.recipe
     codes = fp4kit.unpack(q.packed) if r.is_packed else q.packed
@@ -77,7 +77,7 @@ def _smaller(q: fp4kit.Quantized, call: Call) -> Iterator[fp4kit.Quantized]:
             yield _stored(codes[rows, columns], q.block_scale[rows, block : block + step], q.tensor_scale, q.dtype, r)
 
 
-def script(id: str, call: Call, q: fp4kit.Quantized, difference: Difference, versions: str) -> str:
+def script(id: str, call: ProducerCall, q: fp4kit.Quantized, difference: PartDifference, versions: str) -> str:
     """Return a program that raises AssertionError where the producer decodes q as it did."""
     assert call.decode is not None
     parts = ["packed", "block_scale"] + ["tensor_scale"] * (q.tensor_scale is not None)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from fp4kit.evidence.live.run import Result, not_run
+from fp4kit.evidence.live.run import ProducerResult, not_run
 
 COLUMNS = ("producer", "version", "#recipes", "#arrays", "#differing", "exceptions used")
 RECIPE_COLUMNS = ("recipe", "#arrays", "#differing", "exceptions used")
 LEFT_OUT_COLUMNS = ("not run", "why")
 
 
-def rows(results: list[Result]) -> list[tuple[str, ...]]:
+def rows(results: list[ProducerResult]) -> list[tuple[str, ...]]:
     """Return one row per producer that ran."""
     found: list[tuple[str, ...]] = []
     for result in results:
@@ -20,7 +20,7 @@ def rows(results: list[Result]) -> list[tuple[str, ...]]:
     return found
 
 
-def differing_rows(results: list[Result]) -> list[tuple[str, ...]]:
+def differing_rows(results: list[ProducerResult]) -> list[tuple[str, ...]]:
     """Return one row per recipe that differs."""
     return [
         (id, f"{tally.arrays:,}", f"{tally.differing:,}", exceptions(tally.exceptions))
@@ -30,7 +30,7 @@ def differing_rows(results: list[Result]) -> list[tuple[str, ...]]:
     ]
 
 
-def left_out_rows(results: list[Result], ids: tuple[str, ...]) -> list[tuple[str, str]]:
+def left_out_rows(results: list[ProducerResult], ids: tuple[str, ...]) -> list[tuple[str, str]]:
     """Return one row per reason why recipes were not run."""
     reasons: dict[str, list[str]] = {}
     for id, reason in not_run(results, ids).items():

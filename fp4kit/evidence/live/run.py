@@ -22,8 +22,8 @@ import numpy as np
 
 import fp4kit
 from fp4kit.evidence.live import decoders
-from fp4kit.evidence.live.adapter import Adapter, Call
-from fp4kit.evidence.live.compare import Compared, Difference, compare, differing_parts
+from fp4kit.evidence.live.adapter import Adapter, ProducerCall
+from fp4kit.evidence.live.compare import Compared, PartDifference, compare, differing_parts
 from fp4kit.evidence.live.draw import draw
 from fp4kit.evidence.live.script import script
 from fp4kit.evidence.live.shrink import shrink
@@ -53,7 +53,7 @@ class Found:
 
 
 @dataclass
-class Tally:
+class RecipeCounts:
     """Counts of one recipe."""
 
     arrays: int = 0
@@ -63,7 +63,7 @@ class Tally:
 
 
 @dataclass
-class Result:
+class ProducerResult:
     """What running one producer gave.
 
     reason: why it was not run, or "". versions: by the name of the distribution. seconds: without those of shrinking,
@@ -77,16 +77,16 @@ class Result:
     versions: dict[str, str] = field(default_factory=dict)
     reason: str = ""
     seconds: float = 0.0
-    recipes: dict[str, Tally] = field(default_factory=dict)
+    recipes: dict[str, RecipeCounts] = field(default_factory=dict)
     found: list[Found] = field(default_factory=list)
     left_out: dict[str, str] = field(default_factory=dict)
     seen: set[tuple[str, ...]] = field(default_factory=set)
     shrinking: float = 0.0
 
     @property
-    def total(self) -> Tally:
+    def total(self) -> RecipeCounts:
         """The sums of the counts of all recipes."""
-        total = Tally()
+        total = RecipeCounts()
         for tally in self.recipes.values():
             total.arrays += tally.arrays
             total.elements += tally.elements
@@ -101,14 +101,14 @@ def run(
     seconds: float,
     seed: int,
     tick: Callable[[int], None] = lambda differing: None,
-) -> Result:
+) -> ProducerResult:
     """Run the calls of an adapter that are among the ids, in turns, for so many seconds. Without any, nothing is
     imported.
 
     A result with a reason and no counts comes back if the producer is not installed or cannot be imported.
     tick: called after each array, with the number of those that differ.
     """
-    result = Result(adapter.title or adapter.name)
+    result = ProducerResult(adapter.title or adapter.name)
     result.left_out = {id: reason for id, reason in adapter.left_out.items() if id in ids}
     if not adapter.calls.keys() & set(ids):
         return result
@@ -135,7 +135,7 @@ def run(
     return result
 
 
-def _not_run(result: Result, adapter: Adapter, ids: tuple[str, ...], reason: str) -> Result:
+def _not_run(result: ProducerResult, adapter: Adapter, ids: tuple[str, ...], reason: str) -> ProducerResult:
     result.reason = reason
     result.left_out |= {id: f"{result.producer} {reason}" for id in adapter.calls if id in ids}
     return result
@@ -154,7 +154,7 @@ def find(adapter: Adapter) -> tuple[str, dict[str, str]]:
     return versions.get(adapter.name, "unknown"), versions
 
 
-def _chosen(adapter: Adapter, ids: tuple[str, ...], result: Result) -> Iterator[tuple[str, Call]]:
+def _chosen(adapter: Adapter, ids: tuple[str, ...], result: ProducerResult) -> Iterator[tuple[str, ProducerCall]]:
     """Yield the calls to run; what the installed version is not stated for is noted as left out."""
     for id, call in adapter.calls.items():
         if id not in ids:
@@ -165,7 +165,7 @@ def _chosen(adapter: Adapter, ids: tuple[str, ...], result: Result) -> Iterator[
             (name for name, range in ranges.items() if not _between(range[0], installed[name], range[1])), None
         )
         if outside is None:
-            result.recipes[id] = Tally()
+            result.recipes[id] = RecipeCounts()
             yield id, call
         else:
             first, last = ranges[outside]
@@ -190,7 +190,7 @@ def _key(version: str) -> tuple[int, ...]:
     return tuple(numbers)
 
 
-def _step(id: str, call: Call, seed: int, number: int, result: Result) -> float:
+def _step(id: str, call: ProducerCall, seed: int, number: int, result: ProducerResult) -> float:
     """Compare one drawn array; count it, and shrink a difference of a kind that was not seen before. Return the time of
     that.
     """
@@ -216,23 +216,23 @@ def _step(id: str, call: Call, seed: int, number: int, result: Result) -> float:
     return taken
 
 
-def _drawn(id: str, call: Call, seed: int, number: int) -> Case:
+def _drawn(id: str, call: ProducerCall, seed: int, number: int) -> LiveCase:
     """Return what is drawn as a number: every fourth is for the decoder, if there is one."""
     r = fp4kit.recipe(id)
     if call.decode is not None and number % 4 == 3:
         q = decoders.draw_stored(r, call, seed, number)
-        return Case(id, call, q, "codes and scales", str(q.dtype))
+        return LiveCase(id, call, q, "codes and scales", str(q.dtype))
     number -= number // 4 if call.decode is not None else 0
     drawn = draw(r, call.dtypes, seed, number, call.columns)
-    return Case(id, call, drawn.x, drawn.kind, str(drawn.x.dtype))
+    return LiveCase(id, call, drawn.x, drawn.kind, str(drawn.x.dtype))
 
 
 @dataclass
-class Case:
+class LiveCase:
     """What is given to a producer: an array to be quantized, or a Quantized to be decoded."""
 
     id: str
-    call: Call
+    call: ProducerCall
     value: Any
     kind: str
     dtype: str
@@ -255,14 +255,14 @@ class Case:
         r = fp4kit.recipe(self.id)
         return shrink(self.value, r.block_rows, lcm(r.length_multiple, self.call.columns), differs, seconds)
 
-    def script(self, value: Any, difference: Difference, versions: str) -> str:
+    def script(self, value: Any, difference: PartDifference, versions: str) -> str:
         """Return the program that shows a difference."""
         if isinstance(value, fp4kit.Quantized):
             return decoders.script(self.id, self.call, value, difference, versions)
         return script(self.id, self.call.function, value, difference, versions)
 
 
-def _shrunk(case: Case, compared: Compared, failure: str, result: Result) -> tuple[str, str]:
+def _shrunk(case: LiveCase, compared: Compared, failure: str, result: ProducerResult) -> tuple[str, str]:
     """Return the difference in a shrunk value as text, and as a program."""
     parts = differing_parts(compared.differences)
 
@@ -307,7 +307,7 @@ def adapters() -> tuple[Adapter, ...]:
     return tuple(importlib.import_module(f"fp4kit.evidence.live.producers.{name}").ADAPTER for name in NAMES)
 
 
-def document(results: list[Result], ids: tuple[str, ...], seconds: float, seed: int) -> dict[str, Any]:
+def document(results: list[ProducerResult], ids: tuple[str, ...], seconds: float, seed: int) -> dict[str, Any]:
     """Return the results as JSON has them. ids: of the recipes that were to be run."""
     return {
         "fp4kit": fp4kit.__version__,
@@ -319,7 +319,7 @@ def document(results: list[Result], ids: tuple[str, ...], seconds: float, seed: 
     }
 
 
-def _producer(result: Result) -> dict[str, Any]:
+def _producer(result: ProducerResult) -> dict[str, Any]:
     total = result.total
     return {
         "producer": result.producer,
@@ -335,7 +335,7 @@ def _producer(result: Result) -> dict[str, Any]:
     }
 
 
-def not_run(results: list[Result], ids: tuple[str, ...]) -> dict[str, str]:
+def not_run(results: list[ProducerResult], ids: tuple[str, ...]) -> dict[str, str]:
     """Return why recipes were not run, by their ids; those that ran against any producer are absent."""
     ran = {id for result in results for id in result.recipes}
     reasons = {id: reason for result in results for id, reason in result.left_out.items()}

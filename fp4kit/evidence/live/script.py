@@ -13,13 +13,13 @@ from typing import Any
 
 import numpy as np
 
-from fp4kit.evidence.live.compare import PARTS, Difference
+from fp4kit.evidence.live.compare import PARTS, PartDifference
 from fp4kit.formats import bit_patterns
 
 PER_LINE = 8
 
 
-def script(id: str, function: Callable[..., Any], x: np.ndarray, difference: Difference, versions: str) -> str:
+def script(id: str, function: Callable[..., Any], x: np.ndarray, difference: PartDifference, versions: str) -> str:
     """Return a program that raises AssertionError where the producer and fp4kit differ as they did, and nothing
     otherwise.
     """
@@ -31,7 +31,7 @@ def script(id: str, function: Callable[..., Any], x: np.ndarray, difference: Dif
 
 
 def program(
-    title: str, difference: Difference, function: Callable[..., Any], body: list[str], narrow: bool, argument: str
+    title: str, difference: PartDifference, function: Callable[..., Any], body: list[str], narrow: bool, argument: str
 ) -> str:
     """Return the whole program: what differs, imports, the source of the producer's function, and the body.
 

@@ -25,7 +25,7 @@ CHUNK = 1 << 24  # values at a time: 350 MB on the device
 STEP, NEAR = 61, 1 << 12  # of a quick sweep; a prime, so that every pattern of low bits comes
 
 
-class Sweep(NamedTuple):
+class Float32Sweep(NamedTuple):
     """Float32 magnitudes with bits below `limit`, both signs, quantized by a recipe whose scale is 1 throughout.
 
     anchor: a value that ends each block and makes its scale 1; None where given amaxes do.
@@ -45,14 +45,14 @@ ALL = 1 << 31
 # For 4 <= amax < 8 an MXFP4 block has scale 1, for 256 <= amax < 512 an MXFP8 one; 448 is the last value with rounding
 # up.
 SWEEPS = (
-    Sweep("float32 to E2M1", "nvfp4-modelopt-static", ALL),
-    Sweep("float32 to E4M3", "fp8-modelopt", ALL),
-    Sweep("float32 to E2M1 in MXFP4 blocks, below 8", "mxfp4-ocp", 0x41000000, 4.0),
-    Sweep("float32 to E4M3 in MXFP8 blocks, up to 448", "mxfp8-te", 0x43E00001, 448.0),
+    Float32Sweep("float32 to E2M1", "nvfp4-modelopt-static", ALL),
+    Float32Sweep("float32 to E4M3", "fp8-modelopt", ALL),
+    Float32Sweep("float32 to E2M1 in MXFP4 blocks, below 8", "mxfp4-ocp", 0x41000000, 4.0),
+    Float32Sweep("float32 to E4M3 in MXFP8 blocks, up to 448", "mxfp8-te", 0x43E00001, 448.0),
 )
 
 
-def codes(module: Any, sweep: Sweep, bits: Any) -> Any:
+def codes(module: Any, sweep: Float32Sweep, bits: Any) -> Any:
     """Codes, one a byte, of float32 bit patterns (a 1-d uint32 array of a module: numpy, cupy); any number of them."""
     r = sweep.target
     size = r.block_size if r.block is not None else r.length_multiple
@@ -70,7 +70,7 @@ def codes(module: Any, sweep: Sweep, bits: Any) -> Any:
     return found[:, :held].reshape(-1)[: bits.size]
 
 
-def _amaxes(module: Any, sweep: Sweep, rows: int) -> dict[str, Any]:
+def _amaxes(module: Any, sweep: Float32Sweep, rows: int) -> dict[str, Any]:
     """Amaxes for which the scale of every block, and of the tensor, is 1."""
     r = sweep.target
     if r.tensor_scaling == "none":
@@ -81,7 +81,7 @@ def _amaxes(module: Any, sweep: Sweep, rows: int) -> dict[str, Any]:
     return {"tensor_amax": tensor, "block_amax": module.full((rows, 1), E2M1.max, np.float32)}
 
 
-def runs(sweep: Sweep, sign: int) -> tuple[np.ndarray, np.ndarray]:
+def runs(sweep: Float32Sweep, sign: int) -> tuple[np.ndarray, np.ndarray]:
     """Bits of the magnitudes, uint32, ascending, from which the specification gives another code; and these codes."""
 
     def specified(bits: np.ndarray) -> np.ndarray:
@@ -113,7 +113,7 @@ def _rises(specified: Callable[[np.ndarray], np.ndarray], last: int, sign_bit: i
 
 
 def differences(
-    module: Any, sweep: Sweep, chunk: int = CHUNK, chunks: slice = slice(None), quick: bool = False
+    module: Any, sweep: Float32Sweep, chunk: int = CHUNK, chunks: slice = slice(None), quick: bool = False
 ) -> tuple[int, int, str]:
     """Values compared, values whose code differs, and the first of them. chunks: which of the pieces to compare."""
     compared, differing, first = 0, 0, ""

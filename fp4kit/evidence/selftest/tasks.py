@@ -18,14 +18,14 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
-from fp4kit.evidence.engines import SPECIFICATION, Engine, Outcome, attempt, compare
+from fp4kit.evidence.engines import SPECIFICATION, ComparedEngine, Outcome, attempt, compare
 from fp4kit.evidence.fuzz import run as fuzz
 from fp4kit.evidence.fuzz.draw import Pool
 from fp4kit.evidence.golden.check import Operations, check_bytes, check_row
 from fp4kit.evidence.golden.golden_set import GoldenSet
-from fp4kit.evidence.golden.result import Result
+from fp4kit.evidence.golden.result import GoldenResult
 from fp4kit.evidence.golden.rows import ROWS
-from fp4kit.evidence.selftest.all_float32 import STEP, SWEEPS, Sweep, differences
+from fp4kit.evidence.selftest.all_float32 import STEP, SWEEPS, Float32Sweep, differences
 from fp4kit.evidence.testing import adversarial_blocks
 from fp4kit.formats import FLOATS, unsigned
 from fp4kit.ops.dequantize import dequantize
@@ -99,7 +99,7 @@ def inputs(dtype: np.dtype) -> Iterator[tuple[str, np.ndarray]]:
 # --------------------------------------------------------------------------------------------------------
 
 
-def recorded(engine: Engine, golden: GoldenSet, id: str) -> Outcome:
+def recorded(engine: ComparedEngine, golden: GoldenSet, id: str) -> Outcome:
     """Every recorded array of a recipe."""
     ops, total = Operations.of(engine), Outcome()
     for row in ROWS:
@@ -108,13 +108,13 @@ def recorded(engine: Engine, golden: GoldenSet, id: str) -> Outcome:
     return total + attempt(partial(_checked, check_bytes, id, golden, ops), f"{id}: bytes")
 
 
-def _checked(check: Callable[..., Result], *arguments: Any) -> Outcome:
+def _checked(check: Callable[..., GoldenResult], *arguments: Any) -> Outcome:
     result = check(*arguments)
     first = "".join(f"{d.key}: {d.differing} of {d.size}" for d in result.differences[:1])
     return Outcome(result.values, sum(d.differing for d in result.differences), first)
 
 
-def specification(engine: Engine, id: str, quick: bool) -> Outcome:
+def specification(engine: ComparedEngine, id: str, quick: bool) -> Outcome:
     """quantize, dequantize and, unless quick, fake_quantize of each input in each dtype."""
     total = Outcome()
     for dtype in FLOATS:
@@ -127,7 +127,7 @@ def specification(engine: Engine, id: str, quick: bool) -> Outcome:
 
 
 def round_trip(
-    engine: Engine, x: np.ndarray, r: Recipe, what: str, decoded: Iterable[np.dtype], **options: Any
+    engine: ComparedEngine, x: np.ndarray, r: Recipe, what: str, decoded: Iterable[np.dtype], **options: Any
 ) -> Outcome:
     """quantize, and dequantize of the result to each dtype of decoded."""
     expected = SPECIFICATION.call(quantize, x, r, **options)
@@ -138,21 +138,21 @@ def round_trip(
     return total
 
 
-def _fake(engine: Engine, x: np.ndarray, r: Recipe, what: str) -> Outcome:
+def _fake(engine: ComparedEngine, x: np.ndarray, r: Recipe, what: str) -> Outcome:
     return compare(engine.call(fake_quantize, x, r), SPECIFICATION.call(fake_quantize, x, r), f"{what}: fake_quantize")
 
 
-def fuzzed(engine: Engine, ids: tuple[str, ...], seed: int, count: int, changes: int = 0) -> Outcome:
+def fuzzed(engine: ComparedEngine, ids: tuple[str, ...], seed: int, count: int, changes: int = 0) -> Outcome:
     """Drawn calls of recipes, and of variants with up to `changes` changed fields."""
     return fuzz.outcome(engine, Pool(recipes=ids, changes=changes), seed, count)
 
 
-def large(engine: Engine, id: str, dtype: np.dtype, shape: tuple[int, int]) -> Outcome:
+def large(engine: ComparedEngine, id: str, dtype: np.dtype, shape: tuple[int, int]) -> Outcome:
     """Normal values, quantized and decoded."""
     return round_trip(engine, ordinary(dtype, shape, 4), RECIPES[id], f"{id} {dtype} {shape}", (BF16,))
 
 
-def every_bfloat16(engine: Engine, id: str) -> Outcome:
+def every_bfloat16(engine: ComparedEngine, id: str) -> Outcome:
     """All 65536 bfloat16 values in blocks beside a largest value that makes each reachable scale byte."""
     r = RECIPES[id]
     size = r.block_size
@@ -175,7 +175,7 @@ def _anchors(r: Recipe) -> np.ndarray:
     return values[values <= ml_dtypes.finfo(BF16).max].astype(np.float32)
 
 
-def every_code(engine: Engine, id: str) -> Outcome:
+def every_code(engine: ComparedEngine, id: str) -> Outcome:
     """All 256 bytes of codes under all 256 bytes of scales, decoded to each dtype."""
     r = RECIPES[id]
     width = 256 * r.element.packing.codes
@@ -190,7 +190,7 @@ def every_code(engine: Engine, id: str) -> Outcome:
     return total
 
 
-def swept(engine: Engine, sweep: Sweep, quick: bool) -> Outcome:
+def swept(engine: ComparedEngine, sweep: Float32Sweep, quick: bool) -> Outcome:
     """Every float32 of a sweep; if quick, one of many, and all that are near a change of code."""
     return Outcome(*differences(engine.module, sweep, quick=quick))
 
@@ -199,7 +199,7 @@ def swept(engine: Engine, sweep: Sweep, quick: bool) -> Outcome:
 # -----------------------------------------------------------------------------------------------------------
 
 
-def plan(engine: Engine, golden: GoldenSet | None, quick: bool) -> list[Task]:
+def plan(engine: ComparedEngine, golden: GoldenSet | None, quick: bool) -> list[Task]:
     """All tasks, the long ones first. golden: None where there are no recorded outputs."""
     with_codes = tuple(id for id, r in RECIPES.items() if not r.fake_only)
     ids = QUICK if quick else with_codes

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 import fp4kit
-from fp4kit.evidence.live.adapter import SATURATING_CASTS, Adapter, Call, Parts
+from fp4kit.evidence.live.adapter import SATURATING_CASTS, Adapter, Parts, ProducerCall
 from fp4kit.evidence.live.arrays import to_numpy, to_torch
 
 
@@ -54,8 +54,8 @@ def _nvfp4(x: np.ndarray, function: str, fake: bool = False) -> Parts:
     return {**parts, "tensor_scale": to_numpy(nvfp.get_reciprocal(global_scale).to(torch.float32))}
 
 
-def _mx_call(function: str, bits: int) -> Call:
-    return Call(partial(_mx, function=function, bits=bits))
+def _mx_call(function: str, bits: int) -> ProducerCall:
+    return ProducerCall(partial(_mx, function=function, bits=bits))
 
 
 ADAPTER = Adapter(
@@ -64,9 +64,9 @@ ADAPTER = Adapter(
     beside=("torch",),
     prepare=_prepare,
     calls={
-        "nvfp4-auto-round": Call(partial(_nvfp4, function="nv_fp4")),
-        "nvfp4-auto-round-fake": Call(partial(_nvfp4, function="nv_fp4", fake=True)),
-        "nvfp4-auto-round-opt": Call(partial(_nvfp4, function="opt_rtn_fast_nvfp4")),
+        "nvfp4-auto-round": ProducerCall(partial(_nvfp4, function="nv_fp4")),
+        "nvfp4-auto-round-fake": ProducerCall(partial(_nvfp4, function="nv_fp4", fake=True)),
+        "nvfp4-auto-round-opt": ProducerCall(partial(_nvfp4, function="opt_rtn_fast_nvfp4")),
         "mxfp4-auto-round": _mx_call("quant_mx", 4),
         "mxfp4-auto-round-opt": _mx_call("quant_mx_opt_rtn", 4),
         "mxfp4-auto-round-rceil": _mx_call("quant_mx_rceil", 4),

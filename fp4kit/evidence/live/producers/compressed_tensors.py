@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 import fp4kit
-from fp4kit.evidence.live.adapter import Adapter, Call, Parts
+from fp4kit.evidence.live.adapter import Adapter, Parts, ProducerCall
 from fp4kit.evidence.live.arrays import to_numpy, to_torch
 from fp4kit.evidence.live.exceptions import ROUNDS_BEYOND_DTYPE
 
@@ -89,14 +89,14 @@ def _mxfp8(x: np.ndarray) -> Parts:
     }
 
 
-_MX = partial(Call, exempt=(ROUNDS_BEYOND_DTYPE,))
+_MX = partial(ProducerCall, exempt=(ROUNDS_BEYOND_DTYPE,))
 ADAPTER = Adapter(
     name="compressed-tensors",
     module="compressed_tensors",
     beside=("torch",),
     prepare=_prepare,
     calls={
-        "nvfp4-compressed-tensors": Call(_nvfp4),
+        "nvfp4-compressed-tensors": ProducerCall(_nvfp4),
         "mxfp4-compressed-tensors": _MX(_mxfp4),
         "mxfp6-compressed-tensors": _MX(_mxfp6),
         "mxfp8-compressed-tensors": _MX(_mxfp8),

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 import fp4kit
-from fp4kit.evidence.live.adapter import SATURATING_CASTS, Adapter, Call, Parts
+from fp4kit.evidence.live.adapter import SATURATING_CASTS, Adapter, Parts, ProducerCall
 from fp4kit.evidence.live.arrays import to_numpy, to_torch
 from fp4kit.evidence.live.standins import cached, load, packages, triton
 
@@ -46,9 +46,9 @@ def _quantize(x: np.ndarray, rule: str, format: str = "nvfp4", both: bool = Fals
     }
 
 
-def _call(*arguments: Any, **options: Any) -> Call:
+def _call(*arguments: Any, **options: Any) -> ProducerCall:
     beside = {} if options.get("format") == "mxfp4" else SATURATING_CASTS
-    return Call(partial(_quantize, rule=arguments[0], **options), beside=beside)
+    return ProducerCall(partial(_quantize, rule=arguments[0], **options), beside=beside)
 
 
 _TRITON = "fouroversix's Triton kernels need a GPU; recorded outputs are compared by --check"

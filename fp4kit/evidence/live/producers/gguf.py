@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 import fp4kit
-from fp4kit.evidence.live.adapter import Adapter, Call, Parts
+from fp4kit.evidence.live.adapter import Adapter, Parts, ProducerCall
 
 
 def _mxfp4(x: np.ndarray) -> Parts:
@@ -33,6 +33,6 @@ ADAPTER = Adapter(
     name="gguf",
     module="gguf",
     beside=("numpy",),
-    calls={"mxfp4-gguf": Call(_mxfp4, ("float32",), decode=_decode, decodes=("float32",))},
+    calls={"mxfp4-gguf": ProducerCall(_mxfp4, ("float32",), decode=_decode, decodes=("float32",))},
     left_out={"nvfp4-gguf": "gguf has no quantizer of NVFP4; the recipe is llama.cpp's C function"},
 )

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from fp4kit.evidence.live.adapter import Adapter, Call, Parts
+from fp4kit.evidence.live.adapter import Adapter, Parts, ProducerCall
 from fp4kit.evidence.live.arrays import to_numpy, to_torch
 
 
@@ -32,8 +32,8 @@ def _quantize(x: np.ndarray, element: str, rounding: str, flush: bool = False) -
     return {"fake": to_numpy(y)}
 
 
-def _call(element: str, rounding: str, **options: Any) -> Call:
-    return Call(partial(_quantize, element=element, rounding=rounding, **options), ("float32", "bfloat16"))
+def _call(element: str, rounding: str, **options: Any) -> ProducerCall:
+    return ProducerCall(partial(_quantize, element=element, rounding=rounding, **options), ("float32", "bfloat16"))
 
 
 ADAPTER = Adapter(

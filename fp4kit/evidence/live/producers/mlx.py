@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 
 import fp4kit
-from fp4kit.evidence.live.adapter import Adapter, Call, Parts
+from fp4kit.evidence.live.adapter import Adapter, Parts, ProducerCall
 
 
 def _array(x: np.ndarray) -> Any:
@@ -50,9 +50,9 @@ def _decode(q: fp4kit.Quantized, mode: str) -> np.ndarray:
         return _numpy(mx.dequantize(words, scales, mode=mode, dtype=getattr(mx, str(q.dtype))))
 
 
-def _call(mode: str, first: str, last: str = "", **options: Any) -> Call:
+def _call(mode: str, first: str, last: str = "", **options: Any) -> ProducerCall:
     decode = None if options else partial(_decode, mode=mode)
-    return Call(partial(_quantize, mode=mode, **options), columns=32, first=first, last=last, decode=decode)
+    return ProducerCall(partial(_quantize, mode=mode, **options), columns=32, first=first, last=last, decode=decode)
 
 
 ADAPTER = Adapter(

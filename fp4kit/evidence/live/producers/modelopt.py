@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 import fp4kit
-from fp4kit.evidence.live.adapter import Adapter, Call, Parts
+from fp4kit.evidence.live.adapter import Adapter, Parts, ProducerCall
 from fp4kit.evidence.live.arrays import to_numpy, to_torch
 
 
@@ -83,9 +83,9 @@ ADAPTER = Adapter(
     beside=("torch",),
     prepare=_prepare,
     calls={
-        "nvfp4-modelopt": Call(_nvfp4, decode=partial(_decode, kind="NVFP4QTensor")),
-        "mxfp4-modelopt": Call(_mxfp4, decode=partial(_decode, kind="MXFP4QTensor")),
-        "mxfp8-modelopt": Call(_mxfp8, decode=partial(_decode, kind="MXFP8QTensor")),
+        "nvfp4-modelopt": ProducerCall(_nvfp4, decode=partial(_decode, kind="NVFP4QTensor")),
+        "mxfp4-modelopt": ProducerCall(_mxfp4, decode=partial(_decode, kind="MXFP4QTensor")),
+        "mxfp8-modelopt": ProducerCall(_mxfp8, decode=partial(_decode, kind="MXFP8QTensor")),
     },
     left_out={
         **dict.fromkeys(

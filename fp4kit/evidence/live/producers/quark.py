@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 import fp4kit
-from fp4kit.evidence.live.adapter import SATURATING_CASTS, Adapter, Call, Parts
+from fp4kit.evidence.live.adapter import SATURATING_CASTS, Adapter, Parts, ProducerCall
 from fp4kit.evidence.live.arrays import to_numpy, to_torch
 from fp4kit.evidence.live.exceptions import QUARK_INFINITE, QUARK_LEAST_SCALE
 
@@ -81,8 +81,8 @@ def _nvfp4(x: np.ndarray, realigned: bool) -> Parts:
     return {"codes": codes, "block_scale": scales, "tensor_scale": global_scale.astype(np.float32)}
 
 
-def _mx_call(spec: str, mode: str = "even") -> Call:
-    return Call(partial(_mx, spec=f"OCP_MX{spec}Spec", mode=mode), exempt=(QUARK_LEAST_SCALE,))
+def _mx_call(spec: str, mode: str = "even") -> ProducerCall:
+    return ProducerCall(partial(_mx, spec=f"OCP_MX{spec}Spec", mode=mode), exempt=(QUARK_LEAST_SCALE,))
 
 
 ADAPTER = Adapter(
@@ -91,8 +91,8 @@ ADAPTER = Adapter(
     beside=("torch",),
     prepare=_prepare,
     calls={
-        "nvfp4-quark": Call(partial(_nvfp4, realigned=True), exempt=(QUARK_INFINITE,), beside=SATURATING_CASTS),
-        "nvfp4-quark-file2file": Call(
+        "nvfp4-quark": ProducerCall(partial(_nvfp4, realigned=True), exempt=(QUARK_INFINITE,), beside=SATURATING_CASTS),
+        "nvfp4-quark-file2file": ProducerCall(
             partial(_nvfp4, realigned=False), exempt=(QUARK_INFINITE,), beside=SATURATING_CASTS
         ),
         "mxfp4-quark-even": _mx_call("FP4"),

@@ -6,7 +6,7 @@ from functools import partial
 
 import numpy as np
 
-from fp4kit.evidence.live.adapter import Adapter, Call, Parts
+from fp4kit.evidence.live.adapter import Adapter, Parts, ProducerCall
 from fp4kit.evidence.live.draw import MOST
 from fp4kit.rounding import exponent_field
 
@@ -50,6 +50,6 @@ ADAPTER = Adapter(
     module="qwix",
     beside=("jax", "jaxlib"),
     prepare=_prepare,
-    calls={"nvfp4-qwix": Call(partial(_quantize, kind="nvfp4"))}
-    | {f"{kind}-qwix": Call(partial(_quantize, kind=kind), beside=_ROUNDED_LOG) for kind in ("mxfp4", "mxfp8")},
+    calls={"nvfp4-qwix": ProducerCall(partial(_quantize, kind="nvfp4"))}
+    | {f"{kind}-qwix": ProducerCall(partial(_quantize, kind=kind), beside=_ROUNDED_LOG) for kind in ("mxfp4", "mxfp8")},
 )

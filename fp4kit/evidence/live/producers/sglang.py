@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 import fp4kit
-from fp4kit.evidence.live.adapter import Adapter, Call, Parts
+from fp4kit.evidence.live.adapter import Adapter, Parts, ProducerCall
 from fp4kit.evidence.live.arrays import to_numpy, to_torch
 from fp4kit.evidence.live.standins import cached, load, packages
 
@@ -63,5 +63,5 @@ ADAPTER = Adapter(
     module="sglang",
     beside=("torch",),
     prepare=_prepare,
-    calls={"mxfp4-sglang-util": Call(_mxfp4), "mxfp4-sglang-kv": Call(_kv)},
+    calls={"mxfp4-sglang-util": ProducerCall(_mxfp4), "mxfp4-sglang-kv": ProducerCall(_kv)},
 )

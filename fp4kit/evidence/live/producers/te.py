@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 import fp4kit
-from fp4kit.evidence.live.adapter import Adapter, Call, Parts
+from fp4kit.evidence.live.adapter import Adapter, Parts, ProducerCall
 from fp4kit.evidence.live.arrays import to_numpy, to_torch
 from fp4kit.evidence.live.standins import cached, load, packages
 
@@ -47,11 +47,11 @@ def _mxfp4(x: np.ndarray) -> Parts:
     return {"codes": fp4kit.unpack(to_numpy(codes)), "block_scale": exponents.astype(np.uint8)}
 
 
-def _call(**options: Any) -> Call:
-    return Call(partial(_nvfp4, **options))
+def _call(**options: Any) -> ProducerCall:
+    return ProducerCall(partial(_nvfp4, **options))
 
 
-def _four_over_six(error: str, scale_max: int, **options: Any) -> Call:
+def _four_over_six(error: str, scale_max: int, **options: Any) -> ProducerCall:
     return _call(nvfp4_use_4over6=True, nvfp4_4over6_err_mode=error.upper(), nvfp4_e4m3_max=scale_max, **options)
 
 
@@ -72,7 +72,7 @@ ADAPTER = Adapter(
             for suffix, tile in (("", (1, 16)), ("-2d", (16, 16)))
         },
         "nvfp4-te-4over6-mse-256-fasterr": _four_over_six("mse", 256, nvfp4_4over6_err_use_fast_math=True),
-        "mxfp4-te": Call(_mxfp4),
+        "mxfp4-te": ProducerCall(_mxfp4),
     },
     left_out=dict.fromkeys(
         ("nvfp4-te", "nvfp4-te-2d", "mxfp8-te", "mxfp8-te-2d", "mxfp8-te-e5m2", "mxfp8-te-e5m2-2d"), _KERNELS

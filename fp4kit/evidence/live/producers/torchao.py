@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 import fp4kit
-from fp4kit.evidence.live.adapter import Adapter, Call, Parts
+from fp4kit.evidence.live.adapter import Adapter, Parts, ProducerCall
 from fp4kit.evidence.live.arrays import to_numpy, to_torch
 from fp4kit.evidence.live.exceptions import NAN_SCALE
 
@@ -65,7 +65,7 @@ def _decode_nvfp4(q: fp4kit.Quantized) -> np.ndarray:
     return to_numpy(NVFP4Tensor(to_torch(q.packed), scales, 16, dtype, scale).dequantize(dtype))
 
 
-def _calls() -> dict[str, Call]:
+def _calls() -> dict[str, ProducerCall]:
     """Return the calls by recipes: of two recipes, one ending in -018, for the same call, the installed version
     chooses.
     """
@@ -82,7 +82,7 @@ def _calls() -> dict[str, Call]:
     found = {}
     taken = ("float32", "bfloat16")
     for id, (function, decode) in {**nvfp4, **mx}.items():
-        call = Call(function, taken, exempt=(NAN_SCALE,), decode=decode, decodes=taken)
+        call = ProducerCall(function, taken, exempt=(NAN_SCALE,), decode=decode, decodes=taken)
         older = f"{id}-018"
         if older in known:
             found[older] = replace(call, last="0.18.99")

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 import fp4kit
-from fp4kit.evidence.live.adapter import Adapter, Call, Parts
+from fp4kit.evidence.live.adapter import Adapter, Parts, ProducerCall
 from fp4kit.evidence.live.arrays import to_numpy, to_torch
 from fp4kit.evidence.live.standins import cached, load, packages, triton
 
@@ -34,8 +34,8 @@ def _downcast(x: np.ndarray, element: str, mode: str) -> Parts:
     return {"codes": fp4kit.unpack(stored) if element == "uint8" else stored, "block_scale": to_numpy(scales)}
 
 
-def _call(element: str, mode: str) -> Call:
-    return Call(partial(_downcast, element=element, mode=mode))
+def _call(element: str, mode: str) -> ProducerCall:
+    return ProducerCall(partial(_downcast, element=element, mode=mode))
 
 
 ADAPTER = Adapter(

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from fp4kit.evidence.live.adapter import Adapter, Call, Parts
+from fp4kit.evidence.live.adapter import Adapter, Parts, ProducerCall
 from fp4kit.evidence.live.arrays import codes_of, to_numpy, to_torch
 from fp4kit.evidence.live.standins import cached, load, packages, triton
 
@@ -74,8 +74,8 @@ ADAPTER = Adapter(
     beside=("torch",),
     prepare=_prepare,
     calls={
-        "nvfp4-vllm-emulation": Call(_nvfp4),
-        "mxfp8-modelopt": Call(_mxfp8),  # mxfp8-vllm
+        "nvfp4-vllm-emulation": ProducerCall(_nvfp4),
+        "mxfp8-modelopt": ProducerCall(_mxfp8),  # mxfp8-vllm
     },
     left_out={
         "nvfp4-vllm-emulation-cuda": "vLLM's Triton kernels need a GPU",
