@@ -1,10 +1,10 @@
-"""fp4kit: the numerics of 4-bit floating point, bit for bit as each producer has them, on NumPy arrays.
+"""fp4kit: 4-bit floating-point numerics that match each producer bit for bit, on arrays of any library.
 
-quantize, dequantize, fake_quantize and their kin take an array and a recipe id such as "nvfp4-te"; recipes() lists
-them.
+`quantize`, `dequantize`, `fake_quantize` and the other functions take an array and a recipe id such as "nvfp4-te". A
+recipe is the complete arithmetic of one producer, a library that writes such numbers. `recipes()` lists the ids.
 """
 
-import fp4kit.startup  # noqa: F401  # first: while the others are imported, the command can be interrupted
+import fp4kit.startup  # noqa: F401  # first, so that Ctrl-C works while the other modules are imported
 
 # isort: split
 from fp4kit.cpu.library import num_threads, set_num_threads, threads

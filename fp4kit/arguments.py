@@ -1,4 +1,8 @@
-"""Arguments that are plain numbers and shapes: what is none is refused in the name of the function that was called."""
+"""Checks of plain arguments: numbers, shapes, flags, names and paths.
+
+Each check returns the argument in its standard form or raises an error. `op` is the public function that the error
+message begins with, and `name` is its parameter.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +15,9 @@ import numpy as np
 
 
 def index_of(value: Any) -> int:
-    """Return the int that a value stands for, as operator.index does. Raises TypeError for anything else, bools
-    included.
+    """Return the int that a value stands for, as operator.index does.
+
+    Raise TypeError for anything else, bools included.
     """
     if isinstance(value, (bool, np.bool_)) or str(getattr(value, "dtype", "")) == "torch.bool":
         raise TypeError("a bool")
@@ -20,7 +25,7 @@ def index_of(value: Any) -> int:
 
 
 def as_index(op: str, name: str, value: Any) -> int:
-    """Return value as an int, if index_of takes it. Raises TypeError for anything else."""
+    """Return value as an int, if index_of accepts it. Raise TypeError for anything else."""
     if type(value) is int:
         return value
     try:
@@ -30,7 +35,10 @@ def as_index(op: str, name: str, value: Any) -> int:
 
 
 def as_shape(op: str, shape: Any) -> tuple[int, ...]:
-    """A tuple of lengths. Raises TypeError for what is no sequence of ints, ValueError for a length below 0."""
+    """Return a shape as a tuple of ints.
+
+    Raise TypeError unless it is a sequence of ints, ValueError if a length is negative.
+    """
     try:
         found = tuple(map(index_of, shape))
     except TypeError:
@@ -41,26 +49,26 @@ def as_shape(op: str, shape: Any) -> tuple[int, ...]:
 
 
 def is_one_of(value: Any, names: Collection[str]) -> bool:
-    """Whether a value is one of some names. An array is none, and has no truth."""
+    """Return whether a value is a string among `names`. An array, which has no truth value, gives False."""
     return isinstance(value, str) and value in names
 
 
 def as_flag(op: str, name: str, value: Any) -> bool:
-    """True or False, of 0, 1 and NumPy's bools, too. Raises TypeError for anything else."""
+    """Return a flag as a bool. NumPy bools and the ints 0 and 1 are accepted; anything else raises TypeError."""
     if isinstance(value, (bool, np.bool_)) or (isinstance(value, int) and value in (0, 1)):
         return bool(value)
     raise TypeError(f"{op}: {name} is {value!r:.60}; needs True or False")
 
 
 def as_word(op: str, name: str, value: Any) -> str:
-    """A string as it is: a name, or a wildcard. Raises TypeError for anything else."""
+    """Return a string unchanged. Raise TypeError for anything else."""
     if isinstance(value, str):
         return value
     raise TypeError(f"{op}: {name} is {value!r:.60}; needs a string")
 
 
 def as_indices(op: str, name: str, values: Any) -> list[int]:
-    """Return a list of ints, if index_of takes every value. Raises TypeError for anything else."""
+    """Return values as a list of ints, if index_of accepts each of them. Raise TypeError for anything else."""
     try:
         return [index_of(value) for value in values]
     except TypeError:
@@ -68,14 +76,14 @@ def as_indices(op: str, name: str, values: Any) -> list[int]:
 
 
 def as_mapping(op: str, name: str, value: Any) -> Mapping[Any, Any]:
-    """A mapping as it is. Raises TypeError for anything else."""
+    """Return a mapping unchanged. Raise TypeError for anything else."""
     if isinstance(value, Mapping):
         return value
     raise TypeError(f"{op}: {name} is a {type(value).__name__}; needs a mapping, such as a dict")
 
 
 def as_entries(op: str, name: str, value: Any) -> Any:
-    """A list or tuple as it is, another iterable as a list. Raises TypeError for what cannot be gone through."""
+    """Return a list or tuple unchanged, and any other iterable as a list. Raise TypeError if value is not iterable."""
     if isinstance(value, (list, tuple)):
         return value
     try:
@@ -85,11 +93,14 @@ def as_entries(op: str, name: str, value: Any) -> Any:
 
 
 def as_path(op: str, path: Any) -> Path:
-    """A path of a file. Raises TypeError for what is none, ValueError for one without a name at its end."""
+    """Return a file path as a Path.
+
+    Raise TypeError if it is not a path, ValueError if it does not end with a file name.
+    """
     try:
         found = Path(path)
     except TypeError:
         raise TypeError(f"{op}: path is {path!r:.60}; needs a str or another path") from None
     if not found.name:
-        raise ValueError(f"{op}: path is {path!r:.60}; needs one that ends with the name of a file")
+        raise ValueError(f"{op}: path is {path!r:.60}; needs a path that ends with the name of a file")
     return found

@@ -1,10 +1,13 @@
-"""IEEE 754 arithmetic on the host: a thread that takes subnormals for zero, or rounds its own way, is set right for a
-call.
+"""IEEE 754 arithmetic on the host, also in threads whose floating-point mode was changed.
 
-Every number of fp4kit's host engine is made by float32 and float64 operations that round to nearest even and know
-subnormals. A processor does so unless its thread was told otherwise: torch.set_flush_denormal(True), the threads of
-JAX's callbacks and code linked with -ffast-math set FTZ (tiny results become zero) and DAZ (tiny operands count as
-zero) for one thread, and fesetround sets the rounding. NumPy then computes other bits, without a word.
+The host engines compute every number with float32 and float64 operations that round to nearest even and keep
+subnormals. A processor does so unless the mode of its thread was changed:
+
+- torch.set_flush_denormal(True), the threads of JAX's callbacks and code linked with -ffast-math set two bits for one
+  thread. FTZ turns tiny results into zero, and DAZ treats tiny operands as zero.
+- fesetround changes the rounding.
+
+In such a thread NumPy silently computes other bits. The decorator `ieee` restores the default mode during a call.
 """
 
 from __future__ import annotations
@@ -21,9 +24,9 @@ from typing import ParamSpec, TypeVar
 P = ParamSpec("P")
 T = TypeVar("T")
 
-# From its bits: a literal is read, and 2.0**-1074 computed, in the mode of whatever thread imports this first.
+# Made from its bits, because a literal or 2.0**-1074 would depend on the mode of the thread that imports this module.
 _TINY: float = struct.unpack("<d", b"\x01" + bytes(7))[0]  # 2^-1074
-_BIG, _ONE_STEP, _TWO_STEPS = 2.0**1023, 2.0**-51, 2.0**-50  # one step is 2^-1074 * 2^1023
+_BIG, _ONE_STEP, _TWO_STEPS = 2.0**1023, 2.0**-51, 2.0**-50  # a step is the smallest subnormal, times _BIG
 
 _DEFAULT = ctypes.c_void_p(-1)  # FE_DFL_ENV of glibc and musl
 _ENVIRONMENT_BYTES = 256  # room for a fenv_t: 32 bytes on x86-64, 8 on aarch64
@@ -31,22 +34,28 @@ Environment = tuple[Callable[..., int], Callable[..., int]]  # fegetenv, feseten
 
 
 def is_ieee() -> bool:
-    """Whether this thread honours subnormal numbers, as operands and as results, and rounds to nearest even.
+    """Return whether this thread keeps subnormals, as operands and as results, and rounds to nearest even.
 
-    1.5 steps are two under nearest even, one under rounding down or toward zero; 1.25 steps are one, two under rounding
-    up. What is compared is no subnormal, because DAZ would take it for zero there too. float32 and float64 share the
-    mode.
+    Two products of the smallest subnormal tell the modes apart. 1.5 steps round to two steps under nearest even, but to
+    one step when rounding down or toward zero. 1.25 steps round to one step, but to two when rounding up. The products
+    are scaled up before the comparison, because DAZ would also treat a compared subnormal as zero. float32 and float64
+    share the mode.
     """
     return _TINY * 1.5 * _BIG == _TWO_STEPS and _TINY * 1.25 * _BIG == _ONE_STEP
 
 
 def ieee(op: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """Decorator: the function runs in IEEE arithmetic, whatever the mode of the thread that calls it.
+    """Decorate a function so that it runs in IEEE arithmetic, whatever the mode of the calling thread.
 
-    The check is four products, 0.1 us; only where it fails is the thread's floating-point environment set to the
-    default, and given back on return and on an exception: mode, rounding and exception flags are then as the caller
-    left them (but inexact and underflow, which the check sets in any mode). op: what the error begins with. Raises
-    RuntimeError where the environment is wrong and cannot be set (see environment).
+    The check costs four products, 0.1 us. Only if the check fails, the thread's floating-point environment is set to
+    the default for the call. On return and on an exception the caller's mode, rounding and exception flags are
+    restored. The inexact and underflow flags are an exception, because the check may set them in any mode.
+
+    Args:
+        op: the function name that an error message begins with.
+
+    Raises:
+        RuntimeError: raised by the decorated function if the mode is wrong and cannot be set on this platform.
     """
 
     def decorate(function: Callable[P, T]) -> Callable[P, T]:
@@ -64,7 +73,10 @@ def ieee(op: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
 
 @contextmanager
 def default_environment(op: str) -> Iterator[None]:
-    """The default floating-point environment in this thread, until the block is left. Raises RuntimeError as ieee."""
+    """Set the default floating-point environment in this thread until the with block is left.
+
+    Raises RuntimeError if this platform does not allow it or the default is not IEEE arithmetic.
+    """
     found = environment()
     if found is None:
         raise RuntimeError(_refusal(op))
@@ -82,9 +94,10 @@ def default_environment(op: str) -> Iterator[None]:
 
 @cache
 def environment() -> Environment | None:
-    """C's fegetenv and fesetenv, on Linux with glibc or musl, x86-64 and aarch64; None elsewhere.
+    """Return C's fegetenv and fesetenv on Linux (glibc or musl, x86-64 or aarch64); return None on other platforms.
 
-    Elsewhere FE_DFL_ENV is another pointer: macOS, and bionic, which tells itself by a symbol.
+    On the others FE_DFL_ENV is not the pointer -1. Bionic, the C library of Android, is recognized by its symbol
+    __fe_dfl_env.
     """
     if not sys.platform.startswith("linux") or platform.machine() not in ("x86_64", "aarch64"):
         return None
@@ -97,8 +110,9 @@ def environment() -> Environment | None:
 
 
 def _refusal(op: str) -> str:
+    """Return the error message for a thread whose mode is wrong and cannot be set."""
     return (
-        f"{op}: this thread takes subnormal numbers for zero, or does not round to nearest; fp4kit needs IEEE"
+        f"{op}: this thread treats subnormal numbers as zero, or does not round to nearest; fp4kit needs IEEE"
         f" arithmetic, which it cannot set on {sys.platform} {platform.machine()}; call torch.set_flush_denormal(False)"
-        " first, or fp4kit in another thread, started before the mode was set"
+        " first, or call fp4kit in a thread that was started before the mode was set"
     )

@@ -1,7 +1,8 @@
-"""Facts about number formats: small frozen descriptors from which codes, maxima and midpoints are derived.
+"""Number formats: small frozen descriptors, from which codes, maxima and midpoints are derived.
 
-A *code* is a bit pattern, a *value* the number it stands for. Sources: OCP Microscaling Formats (MX) v1.0 and OCP 8-bit
-Floating Point (OFP8) v1.0; NVFP4 as in the NVIDIA PTX ISA (cvt to e2m1x2, ue4m3 block scales).
+A *code* is a bit pattern, and a *value* is the number that a code stands for. Sources: OCP Microscaling Formats (MX)
+v1.0 and OCP 8-bit Floating Point (OFP8) v1.0. NVFP4 is defined as in the NVIDIA PTX ISA (cvt to e2m1x2, ue4m3 block
+scales).
 """
 
 from __future__ import annotations
@@ -17,47 +18,64 @@ from fp4kit.arguments import as_flag
 from fp4kit.arithmetic import ieee
 from fp4kit.lazy import lazy_property
 
-FLOATS = tuple(np.dtype(t) for t in (np.float32, np.float16, ml_dtypes.bfloat16))  # of what is quantized, and of values
+FLOATS = tuple(np.dtype(t) for t in (np.float32, np.float16, ml_dtypes.bfloat16))  # dtypes that can be quantized
 FLT_MAX = np.finfo(np.float32).max
-FLT_MIN = np.finfo(np.float32).tiny  # smallest normal
+FLT_MIN = np.finfo(np.float32).tiny  # smallest normal float32
 
 
 def unsigned(dtype: np.dtype) -> np.dtype:
-    """The unsigned integers of a dtype's width, which hold its bit patterns."""
+    """Return the unsigned integer dtype of the same width, which can hold the bit patterns of dtype."""
     return np.dtype(f"u{dtype.itemsize}")
 
 
 def bit_patterns(x: np.ndarray) -> np.ndarray:
-    """The bits of numbers as unsigned integers: an array of x's shape, and a view of x where that is contiguous."""
+    """Return the bits of x as unsigned integers, in the shape of x. The result is a view if x is contiguous."""
     return np.ascontiguousarray(x).view(unsigned(x.dtype)).reshape(x.shape)
 
 
 class Packing(NamedTuple):
-    """How codes lie in memory: `codes` of them, the first in the lowest bits, share `bytes` bytes."""
+    """How codes are stored: `codes` codes share `bytes` bytes, the first code in the lowest bits."""
 
     codes: int
     bytes: int
 
     @property
     def stored_bits(self) -> int:
-        """Bits of memory that a code takes."""
+        """Bits of memory per code."""
         return 8 * self.bytes // self.codes
 
     def length(self, n: int) -> int:
-        """Bytes of n codes, n a multiple of `codes`."""
+        """Return the number of bytes of n codes. n must be a multiple of `codes`."""
         return n // self.codes * self.bytes
 
 
 @dataclass(frozen=True)
 class ElementFormat:
-    """One number of `bits` bits: a float (sign, exponent, mantissa) or a two's complement integer (no exponent bits).
+    """A number format of at most 8 bits: a float (sign, exponent, mantissa) or a two's complement integer.
 
-    Block scales use the same descriptors: E8M0 is unsigned, has no mantissa and no zero.
-    name: an identifier, which names the format in CUDA too. exponent_bits: 0 for an integer. At most 8 bits in all.
-    specials: "none"; "nan": the pattern of all ones is NaN and there is no infinity; "ieee": the top exponent holds inf
-    and NaN. has_zero: False for E8M0 alone. Every value must be a float32. A format is a value: equal fields are equal
-    formats, in any process; arrays derived from them are read-only and not pickled. Raises TypeError for a field of
-    another type, ValueError for fields that make no such format.
+    Elements and block scales use the same descriptor. Every value must be a float32. Two formats with equal fields are
+    equal, in any process. Arrays derived from a format are read-only and are not pickled.
+
+    Args:
+        name: an identifier, which also names the format in CUDA.
+        exponent_bits: number of exponent bits; 0 for an integer.
+        mantissa_bits: number of mantissa bits, without the hidden one; for an integer, the bits besides the sign.
+        bias: exponent bias; 0 for an integer.
+        specials: "none" if every code is a number; "nan" if the pattern of all ones is NaN and there is no infinity;
+            "ieee" if the top exponent holds inf and NaN.
+        signed: whether the top bit is a sign.
+        has_zero: False only for E8M0, which has neither a zero nor a mantissa.
+
+    Raises:
+        TypeError: a field has another type.
+        ValueError: the fields do not describe such a format.
+
+    Example:
+        >>> from fp4kit.formats import E2M1
+        >>> E2M1.magnitudes.tolist()
+        [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
+        >>> E2M1.bits, E2M1.emax, float(E2M1.max)
+        (4, 2, 6.0)
     """
 
     name: str
@@ -85,12 +103,14 @@ class ElementFormat:
             self._check_float()
 
     def _check_types(self) -> None:
+        """Raise TypeError unless every field has its declared type. A bool is not accepted as an int."""
         kinds = (str, int, int, int, str, bool, bool)
         for (name, value), kind in zip(vars(self).items(), kinds, strict=True):
             if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
                 raise TypeError(f"ElementFormat: {name} is {value!r}; needs {kind.__name__}")
 
     def _check_integer(self) -> None:
+        """Raise ValueError unless the fields describe a two's complement integer."""
         if not self.signed:
             raise ValueError(
                 f"ElementFormat {self.name}: signed is False; needs True for an integer, which is two's complement"
@@ -99,6 +119,7 @@ class ElementFormat:
             raise ValueError(f"ElementFormat {self.name}: an integer has mantissa_bits, and no bias or specials")
 
     def _check_float(self) -> None:
+        """Raise ValueError unless the fields describe a float whose values are all float32 numbers."""
         facts = (self.exponent_bits, self.mantissa_bits, self.bias, self.specials, self.signed)
         if not self.has_zero and facts != (8, 0, 127, "nan", False):
             raise ValueError(f"ElementFormat {self.name}: has_zero is False, which only E8M0's fields may have")
@@ -115,22 +136,24 @@ class ElementFormat:
             raise ValueError(f"ElementFormat {self.name}: no finite value but zero")
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return ElementFormat, astuple(self)  # without the derived arrays, which would come back writeable
+        return ElementFormat, astuple(self)  # drop the derived arrays, which would be writeable after unpickling
 
     def __repr__(self) -> str:
         return self.name
 
     @property
     def bits(self) -> int:
+        """Bits per code."""
         return int(self.signed) + self.exponent_bits + self.mantissa_bits
 
     @property
     def packing(self) -> Packing:
-        """Two codes of 4 bits share a byte; wider ones have one each."""
+        """How codes are stored: two 4-bit codes per byte, one code of any other width per byte."""
         return Packing(2, 1) if self.bits == 4 else Packing(1, 1)
 
     @property
     def is_integer(self) -> bool:
+        """Whether the format is a two's complement integer."""
         return self.exponent_bits == 0
 
     @property
@@ -140,13 +163,13 @@ class ElementFormat:
 
     @property
     def emin(self) -> int:
-        """Exponent of the smallest normal value; subnormals share its step."""
+        """Exponent of the smallest normal value. Subnormals have the same step as that value's binade."""
         return (1 if self.has_zero else 0) - self.bias
 
     @lazy_property
-    @ieee("ElementFormat.values")  # 2^-127 of E8M0 is a subnormal, and what is cached here stays
+    @ieee("ElementFormat.values")  # 2^-127, a value of E8M0, is subnormal, and a flushed value would stay in the cache
     def values(self) -> np.ndarray:
-        """float32 value of every code, in code order (2**bits entries, read-only). NaN codes are NaN."""
+        """The float32 value of every code, in code order: 2**bits entries, read-only. NaN codes give NaN."""
         codes = np.arange(2**self.bits)
         values = self._integer_values(codes) if self.is_integer else self._float_values(codes)
         values = values.astype(np.float32)
@@ -172,7 +195,7 @@ class ElementFormat:
 
     @lazy_property
     def magnitudes(self) -> np.ndarray:
-        """Finite values of the non-negative codes, ascending; the index is the code."""
+        """The finite values of the non-negative codes, in ascending order. The index of a magnitude is its code."""
         positive = self.values[: self.sign_bit or None]
         magnitudes = positive[np.isfinite(positive)]
         magnitudes.setflags(write=False)
@@ -180,28 +203,30 @@ class ElementFormat:
 
     @property
     def max(self) -> np.float32:
-        """Largest finite value."""
+        """The largest finite value."""
         return self.magnitudes[-1]
 
     @property
     def max_code(self) -> int:
-        """Code of the largest finite value."""
+        """The code of the largest finite value."""
         return len(self.magnitudes) - 1
 
     @property
     def nan_code(self) -> int:
-        """Code that a NaN becomes: the format's NaN, or its largest value where it has none (as PTX cvt .satfinite
-        does).
+        """The code that a NaN becomes: the format's NaN code, or the largest value if it has none.
+
+        PTX cvt .satfinite does the same.
         """
         return self.max_code if self.specials == "none" else (self.sign_bit or 2**self.bits) - 1
 
     @property
     def min_normal(self) -> np.float32:
+        """The smallest positive normal value."""
         return np.float32(2.0**self.emin)
 
     @property
     def min_subnormal(self) -> np.float32:
-        """Smallest positive value."""
+        """The smallest positive value."""
         return self.magnitudes[1 if self.has_zero else 0]
 
     @property
@@ -211,60 +236,89 @@ class ElementFormat:
 
     @lazy_property
     def midpoints(self) -> np.ndarray:
-        """Values half way between neighbouring magnitudes, where rounding has a tie (float64: exact)."""
+        """The values half way between neighbouring magnitudes, where rounding has a tie (float64, exact)."""
         magnitudes = self.magnitudes.astype(np.float64)
         midpoints = (magnitudes[1:] + magnitudes[:-1]) / 2
         midpoints.setflags(write=False)
         return midpoints
 
-    # ---- numbers and codes
+    # ---- encode and decode
     # ----------------------------------------------------------------------------------------------
 
     @ieee("ElementFormat.encode")
     def encode(self, x: Any, rounding: str = "rn", *, saturate: bool = True, random: Any = None) -> Any:
-        """Codes of numbers, each rounded once: uint8 of the shape of x, a NumPy scalar for a number.
+        """Return the codes of numbers, each rounded once.
 
-            E2M1.encode(2.4) == 4;   E2M1.encode([0.3, -7.0]) == [1, 15];   E2M1.decode(E2M1.encode(x)) is x, rounded
+        Args:
+            x: a number, or an array on the host: floats of at most 64 bits (ml_dtypes floats included) or integers up
+                to 2^53.
+            rounding: "rn" to nearest, ties to the even code; "rna" to nearest, ties away from zero; "rnz" to nearest,
+                ties toward zero; "rz" toward zero; "rp" up; "rm" down; "rs" stochastic. "rs" rounds the magnitude up if
+                its distance from the code below, in steps, is at least 1 - random / 2^n.
+            saturate: if True, every number beyond the largest value becomes the largest value, infinities included. If
+                False, such a number becomes the format's infinity, or NaN if the format has NaN but no infinity. A
+                format with neither (E2M1, INT8, ...) always saturates.
+            random: random bits, required for "rs" and rejected otherwise: uint8, uint16 or uint32 in the shape of x (n
+                = 8, 16, 32). 0 rounds toward zero.
 
-        x: a number, or an array of floats of at most 64 bits (also those of ml_dtypes) or of integers up to 2^53, on
-        the host. rounding: nearest, ties to the even code "rn", away from zero "rna", toward zero "rnz"; toward zero
-        "rz", up "rp", down
-            "rm"; stochastic "rs": up in magnitude where the part beyond the code below, in steps, is 1 - random / 2^n
-            or more.
-        saturate: whether what is beyond the largest value, infinities too, becomes that. Else it becomes the format's
-        infinity,
-            or NaN where it has only that; a format with neither (E2M1, INT8, ...) saturates all the same.
-        random: with "rs" alone: uint8, uint16 or uint32 of the shape of x (n = 8, 16, 32); 0 rounds toward zero.
+        Returns:
+            uint8 codes in the shape of x; a NumPy scalar if x is a number.
 
-        Raises TypeError for an x of another kind and a saturate that is no bool, ValueError for an unknown rounding,
-        random bits
-            that are missing, left over or of another shape, and integers beyond 2^53.
-        Numerics: float64 is rounded as it is, not by way of float32. Overflow is judged after rounding, so that a
-        finite number
-            that is rounded toward zero stays finite, as in IEEE 754. -0, and negative numbers that round to zero, are
-            the code of -0 (integers have one zero). NaN becomes nan_code: the format's NaN, or its largest value. E8M0
-            has no sign and no zero: negative numbers are NaN, zero and what is below 2^-127 become 2^-127. Without
-            mantissa bits (E8M0, E3M0) a tie between powers of two goes up under "rn".
-        Exact: PTX cvt .satfinite of the same rounding, where there is one. Recipes have other rules for signs and NaN
-        on this
-            formula; "rs" is exact where reference.stochastic.encode_stochastic adds in float32, as Transformer Engine
-            does.
+        Raises:
+            TypeError: x is of another kind, or saturate is not a bool.
+            ValueError: rounding is unknown; random bits are missing, not needed or of another shape; or an integer is
+                beyond 2^53.
+
+        Numerics:
+            float64 is rounded directly, not through float32. Overflow is judged after rounding, as in IEEE 754: a
+            finite number that is rounded toward zero stays finite. -0, and negative numbers that round to zero, become
+            the code of -0; integers have a single zero. NaN becomes nan_code. E8M0 has neither a sign nor a zero:
+            negative numbers become NaN; zero and numbers below 2^-127 become 2^-127. In a format without mantissa bits
+            (E8M0, E3M0), "rn" rounds a tie between two powers of two up.
+
+        Exact:
+            Equals PTX cvt .satfinite with the same rounding, if PTX has one. Recipes apply the same formula with other
+            rules for signs and NaN. "rs" is exact, whereas reference.stochastic.encode_stochastic adds in float32, as
+            Transformer Engine does.
+
+        Example:
+            >>> from fp4kit.formats import E2M1
+            >>> int(E2M1.encode(2.4))
+            4
+            >>> E2M1.encode([0.3, -7.0]).tolist()
+            [1, 15]
+            >>> E2M1.decode(E2M1.encode([0.3, -7.0])).tolist()
+            [0.5, -6.0]
         """
         saturate = as_flag(f"{self.name}.encode", "saturate", saturate)
         return rounding_of.encode(x, self, rounding, saturate, random)
 
     def decode(self, codes: Any) -> Any:
-        """Values of codes: float32, exactly, of the shape of codes; a NumPy scalar for one code.
+        """Return the values of codes: float32, exact.
 
-        codes: integers of any type from 0 to 2**bits - 1 (fp4kit.unpack makes them of packed 4-bit codes). Raises
-        TypeError for what is no integer, ValueError for one that is out of range. NaN codes are NaN.
+        Args:
+            codes: integers of any type from 0 to 2**bits - 1. Use fp4kit.unpack to get them from packed 4-bit codes.
+
+        Returns:
+            float32 values in the shape of codes; a NumPy scalar for a single code. NaN codes give NaN.
+
+        Raises:
+            TypeError: codes are not integers.
+            ValueError: a code is out of range.
+
+        Example:
+            >>> from fp4kit.formats import E2M1
+            >>> E2M1.decode([1, 7, 15]).tolist()
+            [0.5, 6.0, -6.0]
         """
         op, array = f"{self.name}.decode", np.asarray(codes)
         if array.dtype.kind not in "iu":
             raise TypeError(f"{op}: codes are {array.dtype}; needs integers, such as uint8")
         if array.size and not 0 <= int(array.min()) <= int(array.max()) < 2**self.bits:
             beyond = int(array.min()) if array.min() < 0 else int(array.max())
-            raise ValueError(f"{op}: codes hold {beyond}; needs 0 to {2**self.bits - 1}; packed bytes: fp4kit.unpack")
+            raise ValueError(
+                f"{op}: codes hold {beyond}; needs 0 to {2**self.bits - 1}; if the bytes are packed, call fp4kit.unpack"
+            )
         return np.take(self.values, array)
 
 
@@ -284,9 +338,25 @@ ELEMENT_FORMATS = (E2M1, E1M2, E3M0, E2M3, E3M2, E4M3, E5M2, E8M0, INT4, INT8)
 
 @dataclass(frozen=True)
 class BlockFormat:
-    """Elements of one format in blocks that share a scale: value = element * block_scale [* tensor_scale].
+    """Blocks of elements that share a scale: value = element * block_scale [* tensor_scale].
 
-    Raises TypeError unless element and scale are formats; ValueError for a block_size below 1.
+    Args:
+        name: the name that repr shows.
+        element: format of the elements.
+        scale: format of the block scales.
+        block_size: elements per block.
+        has_tensor_scale: whether a float32 scale of the whole tensor multiplies all blocks.
+
+    Raises:
+        TypeError: element or scale is not an ElementFormat.
+        ValueError: block_size is not a positive int.
+
+    Example:
+        >>> from fp4kit.formats import MXFP4, NVFP4
+        >>> NVFP4.bits_per_value, NVFP4.max
+        (4.5, 2688.0)
+        >>> MXFP4.bits_per_value
+        4.25
     """
 
     name: str
@@ -303,7 +373,7 @@ class BlockFormat:
             raise ValueError(f"BlockFormat {self.name}: block_size is {self.block_size!r}; needs a positive int")
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take the fields of what was pickled or copied; they are checked as those of a new format."""
+        """Restore the fields of a pickled or copied format, with the checks of a new format."""
         BlockFormat.__init__(self, **state)
 
     def __repr__(self) -> str:
@@ -311,12 +381,12 @@ class BlockFormat:
 
     @property
     def bits_per_value(self) -> float:
-        """Storage of one value including its share of the block scale."""
+        """Bits of storage per value, including its share of the block scale."""
         return self.element.bits + self.scale.bits / self.block_size
 
     @property
     def max(self) -> float:
-        """Largest value that a block can hold (before the tensor scale)."""
+        """The largest value that a block can hold, before the tensor scale."""
         return float(self.element.max) * float(self.scale.max)
 
 

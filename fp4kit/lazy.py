@@ -1,4 +1,4 @@
-"""Attributes that are computed when they are first read, without a lock."""
+"""Attributes that are computed at their first access, without a lock."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from typing import Any, Generic, TypeVar, overload
 T = TypeVar("T")
 
 
-class lazy_property(Generic[T]):  # it is written as property is
-    """Turn a method without arguments into an attribute that is computed at its first access, and then kept.
+class lazy_property(Generic[T]):  # lower case, because it is used like the built-in property
+    """Turn a method without arguments into an attribute that is computed at its first access and then kept.
 
-    In Python 3.10 and 3.11, functools.cached_property computes under a lock, one for all instances of a class. A
-    process that is forked meanwhile inherits that lock, and no thread there releases it. This decorator takes no lock:
-    threads that meet each compute the value, and all of them get the value that was stored first.
+    In Python 3.10 and 3.11, functools.cached_property holds a lock while it computes, one lock for all instances of a
+    class. A process that is forked during that time inherits the lock, and no thread of the new process releases it.
+    lazy_property takes no lock. If several threads compute the value at once, all of them get the value that was stored
+    first.
     """
 
     def __init__(self, compute: Callable[[Any], T]) -> None:

@@ -1,7 +1,7 @@
-"""Functions that methods of lower modules call although they are defined in higher ones.
+"""Functions of higher modules that methods of lower modules call.
 
-`Quantized.dequantize` is `fp4kit.dequantize`, which is built on Quantized. So that imports point one way, the method
-looks the function up in FUNCTIONS, which fp4kit/__init__.py fills.
+For example, `Quantized.dequantize` calls `fp4kit.dequantize`, which itself imports Quantized. To keep imports one-way,
+the method looks the function up in FUNCTIONS. fp4kit/__init__.py fills FUNCTIONS.
 """
 
 from __future__ import annotations

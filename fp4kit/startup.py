@@ -1,7 +1,6 @@
-"""What the fp4kit command does before anything else is imported: a Ctrl-C while it starts ends it in one line.
+"""Make Ctrl-C during the start of the fp4kit command end it with a one-line message.
 
-Only where this process is the command: a program that imports fp4kit is left alone. fp4kit/__init__.py imports this
-module first.
+fp4kit/__init__.py imports this module before all others. It does nothing in a program that merely imports fp4kit.
 """
 
 from __future__ import annotations
@@ -14,10 +13,10 @@ from types import FrameType
 
 
 def is_command(argv: list[str], original: list[str]) -> bool:
-    """Return whether a process with sys.argv ``argv`` and sys.orig_argv ``original`` is `fp4kit ...` or `python -m
-    fp4kit ...`.
+    """Return whether this process is the command `fp4kit ...` or `python -m fp4kit ...`.
 
-    Processes that multiprocessing starts inherit argv, but not what the interpreter was started with.
+    argv is sys.argv and original is sys.orig_argv. Both are needed, because processes started by multiprocessing
+    inherit sys.argv, but sys.orig_argv holds how their own interpreter was started.
     """
     name = argv[0] if argv else ""
     if name == "-m":
@@ -29,20 +28,21 @@ COMMAND = is_command(getattr(sys, "argv", []), sys.orig_argv)
 
 
 def _interrupted(number: int, frame: FrameType | None) -> None:
-    """End the process: nothing has been started that would have to be undone."""
+    """End the process at once, because nothing has been started yet that would need cleanup."""
     os.write(2, b"fp4kit: interrupted while it started; nothing was written\n")
     os._exit(128 + number)
 
 
 def _open_standard_streams() -> None:
-    """Give descriptors 0, 1 and 2 that are closed to the null device, lest files that are opened later become the
-    output.
+    """Open the null device for each of the descriptors 0, 1 and 2 that is closed.
+
+    Otherwise a file opened later would get such a descriptor and receive the program's output.
     """
     for descriptor in (0, 1, 2):
         try:
             os.fstat(descriptor)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # the lowest free descriptor, which is this one
+            os.open(os.devnull, os.O_RDWR)  # open returns the lowest free descriptor, which is this one
     sys.stdout = sys.stdout or open(1, "w", closefd=False)
     sys.stderr = sys.stderr or open(2, "w", closefd=False)
 

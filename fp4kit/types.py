@@ -1,4 +1,7 @@
-"""Types for annotations: arrays, recipe ids, and the names that options take. Type checkers read them; calls do not."""
+"""Types for annotations: arrays, recipe ids and the names that options accept.
+
+Only type checkers use them. Calls check their arguments themselves.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,10 @@ from typing import Any, Literal, NewType, Protocol, TypeAlias, TypeVar
 
 
 class Array(Protocol):
-    """An array or tensor of any library that fp4kit takes: NumPy, CuPy, PyTorch, JAX, or another exporter of DLPack."""
+    """An array or tensor of any library that fp4kit accepts.
+
+    The libraries are NumPy, CuPy, PyTorch, JAX and every other library that exports DLPack.
+    """
 
     def __dlpack__(self, *args: Any, **kwargs: Any) -> Any: ...
 
@@ -14,14 +20,14 @@ class Array(Protocol):
 ArrayT = TypeVar("ArrayT", bound=Array)
 
 RecipeId: TypeAlias = str
-"""An id that fp4kit.recipes() lists, or an alias. It is a str, because ids also come from files and command lines.
-fp4kit.recipe(id) checks one, and raises ValueError with the nearest names."""
+"""An id listed by fp4kit.recipes(), or an alias. It is a plain str, because ids also come from files and command lines.
+fp4kit.recipe(id) checks an id and raises ValueError with the nearest names."""
 
 ScaleLayout: TypeAlias = Literal["linear", "swizzled_128x4", "swizzled_8x4"]
 RoundingMode: TypeAlias = Literal["nearest", "stochastic"]
 Hadamard: TypeAlias = bool | Literal["no_signs"]
 
 Power = NewType("Power", str)
-"""The objective of search_scales for another power of errors, from 1 to 16: Power("p2.4")."""
+"""An objective of search_scales that raises errors to a power from 1 to 16, such as Power("p2.4")."""
 
 Objective: TypeAlias = Literal["mse", "mae", "max"] | Power

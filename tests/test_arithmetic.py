@@ -175,9 +175,9 @@ def test_the_environment_is_left_alone_where_it_is_right(monkeypatch):
 @NEEDS_ENVIRONMENT
 def test_where_it_cannot_be_set_it_is_refused(monkeypatch):
     text = (
-        r"^quantize: this thread takes subnormal numbers for zero, or does not round to nearest; .* set on"
+        r"^quantize: this thread treats subnormal numbers as zero, or does not round to nearest; .* set on"
         rf" {sys.platform} "
-        rf"{platform.machine()}; call torch\.set_flush_denormal\(False\) first, or fp4kit in another thread"
+        rf"{platform.machine()}; call torch\.set_flush_denormal\(False\) first, or call fp4kit in a thread"
     )
     with mode("both"):
         with monkeypatch.context() as patch:
