@@ -17,6 +17,7 @@ from fp4kit.arrays import imports
 from fp4kit.evidence.testing import assert_same_bits
 from fp4kit.training import communicators
 from fp4kit.training.communicators import ID_BYTES, Mpi, Nccl, SingleProcess
+from fp4kit.training.master_weights_device import _message_sizes
 
 ID = bytes(range(ID_BYTES))
 
@@ -71,16 +72,17 @@ def test_nccl_calls_are_on_the_current_stream_and_in_place(nccl) -> None:
     out = device_array(np.uint32, size=16, at=5000)
     assert comm.all_gather(x, None, out) is out
     comm.all_gather(x, [1, 2, 4, 0], out)
-    broadcasts = [
-        ("broadcast", 1000, at, n, 1, root, 77)
-        for root, (at, n) in enumerate(((5000, 4), (5004, 8), (5012, 16), (5028, 0)))
+    sent = [
+        call
+        for peer, (at, n) in enumerate(((5000, 4), (5004, 8), (5012, 16), (5028, 0)))
+        for call in (("send", 1000, 16, 1, peer, 77), ("recv", at, n, 1, peer, 77))
     ]
     assert nccl.calls == [
         ("init", 4, ID, 2),
         ("allReduce", 1000, 1000, 4, 3, 2, 77),
         ("allGather", 1000, 5000, 16, 1, 77),
         ("groupStart",),
-        *broadcasts,
+        *sent,
         ("groupEnd",),
     ]
 
@@ -185,3 +187,18 @@ def test_mpi_says_that_device_arrays_go_through_the_host(monkeypatch) -> None:
         assert_same_bits(comm.all_reduce_max(OnDevice()).values, np.arange(3, dtype=np.float32))
     comm.all_reduce_max(OnDevice())  # warnings are errors here: it is said once
     assert_same_bits(comm.all_gather(np.arange(2)), np.arange(2))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "expected"),
+    [
+        ([100], [0]),  # one process sends nothing
+        ([1000, 1001], [1024, 1024]),
+        ([1016, 1032], [1024, 1280]),  # 1280 twice would be 11% more than is needed
+        ([100_000, 99_992], [100_096, 100_096]),
+        ([0, 5000], [0, 5120]),
+        ([0, 0], [0, 0]),
+    ],
+)
+def test_messages_are_aligned_and_equal_where_that_costs_little(sizes, expected) -> None:
+    assert _message_sizes(sizes) == expected

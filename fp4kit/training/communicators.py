@@ -232,7 +232,7 @@ class Nccl:
         return array
 
     def all_gather(self, array: Any, counts: Sequence[int] | None = None, out: Any = None) -> Any:
-        """See Communicator; one collective call for equal counts, else one broadcast a rank, as one group."""
+        """See Communicator; one collective call for equal counts, else a send and a receive per pair of ranks."""
         counts = _check_gather(array, counts, self)
         if _is_host(array):
             found = self.all_gather(imports.to_device(array.view(np.uint8)), [n * array.dtype.itemsize for n in counts])
@@ -249,8 +249,9 @@ class Nccl:
             self._comm.allGather(source, target, sizes[0], kind, stream)
             return
         self._nccl.groupStart()
-        for root, size in enumerate(sizes):
-            self._comm.broadcast(source, target, size, kind, root, stream)
+        for peer, size in enumerate(sizes):
+            self._comm.send(source, sizes[self.rank], kind, peer, stream)
+            self._comm.recv(target, size, kind, peer, stream)
             target += size
         self._nccl.groupEnd()
 

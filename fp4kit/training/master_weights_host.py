@@ -119,7 +119,8 @@ class HostStages:
             if rank == self._rank:
                 continue
             for t, (start, end) in enumerate(zip(starts.tolist(), ends.tolist(), strict=True)):
-                flat, piece = self.quantized[t].packed.reshape(-1), self.gathered[int(offsets[rank, t]) :]
+                begin = sum(self.counts[:rank]) + int(offsets[rank, t])
+                flat, piece = self.quantized[t].packed.reshape(-1), self.gathered[begin:]
                 place_codes(flat, piece, start, end, self._unit)
 
 

@@ -27,9 +27,9 @@ class Partition(NamedTuple):
         return -(-self.ends // unit) - self.starts // unit
 
     def offsets(self, unit: int) -> np.ndarray:
-        """Where each piece begins in the messages of all processes, one after the other."""
+        """Return where each process's piece of each matrix begins in its message, in units."""
         lengths = self.pieces(unit)
-        return (np.cumsum(lengths) - lengths.reshape(-1)).reshape(lengths.shape)
+        return np.cumsum(lengths, axis=1) - lengths
 
 
 _REFUSED = -1  # in the place of a number of matrices
