@@ -1,5 +1,7 @@
-"""Checkpoints: plan and convert Hugging Face directories, look into them, compare them; the same rules for tensors in
-memory.
+"""Convert checkpoints to FP4 and back: plan a conversion, run it, and report what was done.
+
+``make_plan`` decides what happens to each tensor of a model directory or GGUF file; ``execute`` runs the plan.
+``convert`` does both. ``convert_tensors`` applies the same rules to tensors that are already in memory.
 """
 
 from fp4kit.checkpoint.convert.convert import ConversionReport, Options, convert, execute

@@ -220,13 +220,13 @@ def test_what_llama_cpp_reads_unquantized_stays(tmp_path: Path) -> None:
 
 
 SCALED = {
-    "blk.0.attn_kv_b": ({}, (), "it does not know the .scale beside it, and refuses the file"),
+    "blk.0.attn_kv_b": ({}, (), "rejects the file, because it supports no .scale for this module"),
     "blk.0.attn_q": (
         {"general.architecture": "qwen2"},
         (),
-        "in models of qwen2 it passes over .scale, so that values are wrong",
+        "ignores .scale in qwen2 models, so decoded values are wrong",
     ),
-    "blk.0.ffn_up": ({}, ("blk.0.ffn_up.bias",), "it stops where a feed-forward layer has a .bias beside its .scale"),
+    "blk.0.ffn_up": ({}, ("blk.0.ffn_up.bias",), "aborts if a feed-forward layer has both a .bias and a .scale"),
 }
 
 

@@ -284,12 +284,12 @@ def test_verify_says_what_llama_cpp_does_with_scales(tmp_path: Path) -> None:
     assert troubles(tmp_path / "a.gguf", good) == {}
     odd = troubles(tmp_path / "a.gguf", encoded(x, "nvfp4-te", "blk.0.attn_kv_b"))
     assert odd == {
-        "blk.0.attn_kv_b": "llama.cpp 0c1e57098: it does not know the .scale beside it, and refuses the file"
+        "blk.0.attn_kv_b": "llama.cpp 0c1e57098: rejects the file, because it supports no .scale for this module"
     }
     bias = {**encoded(x, "nvfp4-te", "blk.0.ffn_up"), "blk.0.ffn_up.bias": gguf_files.plain(x[0])}
-    assert "stops where a feed-forward layer has a .bias" in troubles(tmp_path / "a.gguf", bias)["blk.0.ffn_up"]
+    assert "aborts if a feed-forward layer has both a .bias" in troubles(tmp_path / "a.gguf", bias)["blk.0.ffn_up"]
     keys = {"general.architecture": "qwen2"}
-    assert "of qwen2 it passes over .scale" in troubles(tmp_path / "a.gguf", good, **keys)["output"]
+    assert "ignores .scale in qwen2 models" in troubles(tmp_path / "a.gguf", good, **keys)["output"]
     without = {
         **encoded(x, "mxfp4-ocp", "blk.0.attn_kv_b"),
         **encoded(x, "nvfp4-torchao-single", "blk.0.ffn_up"),

@@ -238,7 +238,7 @@ def test_a_global_scale_is_made_anew(recipe: str, tmp_path: Path) -> None:
     assert [(layer.differing, layer.others) for layer in report.layers] == [(0, (0, 4))]
     assert report.layers[0].tensor_scale == float(np.float32(stored) / GLOBAL)
     assert [issue.text for issue in report.issues] == [
-        "has a global_scale, which it reads of experts alone (switch_mlp)"
+        "has a global_scale, which mlx-lm reads only for experts (switch_mlp)"
     ]
 
 
@@ -255,16 +255,20 @@ def test_verify_says_what_mlx_lm_trips_over(tmp_path: Path) -> None:
     del declared["quantization"]
     path.write_text(json.dumps(declared))
     texts = [issue.text for issue in verify(tmp_path / "out").issues]
-    assert any("there is no quantization, so that no layer is taken for quantized" in text for text in texts)
+    assert any("has no quantization entry, so mlx-lm loads no layer as quantized" in text for text in texts)
 
 
 REFUSED = {
     "tensor scale": (
         "qwen3",
         {"recipe_id": "nvfp4-te"},
-        "nvfp4-te: has a tensor scale, which linear layers of mlx-lm have not",
+        "nvfp4-te: has a tensor scale, which linear layers of mlx-lm do not support",
     ),
-    "recipe": ("qwen3", {"recipe_id": "int8-modelopt"}, "recipe int8-modelopt: has no place in mlx; use one of "),
+    "recipe": (
+        "qwen3",
+        {"recipe_id": "int8-modelopt"},
+        "recipe int8-modelopt: cannot be stored by mlx-lm; use one of ",
+    ),
     "input scale": (
         "qwen3",
         {"recipe_id": "mxfp4-ocp", "input_scale": 1.0},
@@ -273,7 +277,7 @@ REFUSED = {
     "model": (
         "nemotron_h",
         {"recipe_id": "mxfp4-ocp"},
-        "'nemotron_h': how mlx-lm 0.32.2 loads its layers is not known",
+        "'nemotron_h': not supported by --format mlx, because fp4kit does not know",
     ),
 }
 
@@ -291,7 +295,7 @@ def test_experts_whose_scales_mlx_lm_loses(tmp_path: Path) -> None:
     path = tmp_path / "m" / "config.json"
     path.write_text(json.dumps(config("qwen3_moe", num_experts=4)))
     with refused(
-        "mlx-lm 0.32.2 stacks the weights of experts of qwen3_moe, and not their scales; leave them out with --keep"
+        "mlx-lm 0.32.2 would drop the scales of the experts of qwen3_moe models; keep them unquantized with --keep"
     ):
         make_plan(tmp_path / "m", "mxfp4-ocp", format="mlx")
     plan = make_plan(tmp_path / "m", "mxfp4-ocp", format="mlx", wishes=Wishes(keep=("*.experts.*",)))

@@ -1,4 +1,8 @@
-"""Containers: how linear layers are stored, and the configs that say so. One module per family of files."""
+"""Describe containers: how a quantized linear layer is stored as tensors, and which config entries declare it.
+
+``container.py`` lists all containers; ``configs.py`` writes their configs. ``mlx.py`` and ``ggml_names.py`` hold what
+mlx-lm and llama.cpp accept.
+"""
 
 from fp4kit.checkpoint.containers.container import (
     CODES,

@@ -1,8 +1,11 @@
-"""The configs beside the tensors: what each family of files declares, as its producer writes it.
+"""Write the quantization configs that belong to each output format, as the original producer writes them.
 
-modelopt: Model-Optimizer 0.47 modelopt/torch/export quant_utils.py, convert_hf_config.py. compressed-tensors: 0.20, as
-its own QuantizationConfig writes it. sglang-mxfp8: SGLang 0.5.23 fp8.py. gpt-oss: transformers 5.23 Mxfp4Config.
-deepseek-v4: the release's own config.
+Sources:
+  modelopt: Model-Optimizer 0.47, modelopt/torch/export quant_utils.py and convert_hf_config.py.
+  compressed-tensors: compressed-tensors 0.20, as its own QuantizationConfig writes it.
+  sglang-mxfp8: SGLang 0.5.23, fp8.py.
+  gpt-oss: transformers 5.23, Mxfp4Config.
+  deepseek-v4: the config of the DeepSeek-V4 release.
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ from fp4kit.checkpoint.containers.container import (
 )
 
 FORMATS = ("modelopt", "compressed-tensors", "sglang-mxfp8", "gpt-oss", "deepseek-v4", "bf16")
-ALL_FORMATS = (*FORMATS, "mlx")  # mlx is chosen by name alone; loaders/ is about the others
+ALL_FORMATS = (*FORMATS, "mlx")  # the modules in loaders/ cover FORMATS only
 WRITTEN = (
     MODELOPT_NVFP4,
     MODELOPT_MXFP8,
@@ -40,30 +43,39 @@ WRITTEN = (
 
 
 def quant_algo(form: Container, has_input_scale: bool) -> str:
-    """Model-Optimizer's name of a form. Loaders of NVFP4 read input_scale even where there is none: that is
-    W4A16_NVFP4.
+    """Return Model-Optimizer's ``quant_algo`` for a container.
+
+    NVFP4 without input scales is W4A16_NVFP4, because loaders of plain NVFP4 always read ``input_scale``.
     """
     name = form.name.removeprefix("modelopt ")
     return "W4A16_NVFP4" if name == "NVFP4" and not has_input_scale else name
 
 
 def container_id(form: Container, has_input_scale: bool) -> str:
-    """What loaders/ calls a form: NVFP4 of Model-Optimizer is two, with and without scales of activations."""
+    """Return the name that the modules in loaders/ use for a container.
+
+    For modelopt, the name includes ``quant_algo``, so NVFP4 with and without input scales are two names.
+    """
     return f"modelopt {quant_algo(form, has_input_scale)}" if form.format == "modelopt" else form.name
 
 
 def _producer() -> dict[str, str]:
-    """The producer entry: loaders test the name, the version says who wrote it."""
+    """Return the ``producer`` entry. Loaders test its name; its version records that fp4kit wrote the file."""
     return {"name": "modelopt", "version": f"fp4kit-{__version__}"}
 
 
 def declarations(
     form: Container, ignore: Sequence[str], has_input_scale: bool, own: Mapping[str, Any], layers: Sequence[str]
 ) -> tuple[dict[str, Any], dict[str, Any] | None]:
-    """``quantization_config`` of config.json, and the content of hf_quant_config.json, None where the family has none.
+    """Return (``quantization_config`` of config.json, content of hf_quant_config.json).
 
-    ignore: the exclusion list; own: what fp4kit says of itself, under the key ``fp4kit``; layers: those that are
-    quantized. The KV cache is not quantized: it has no scales.
+    The second is None for formats without hf_quant_config.json. The KV cache is declared unquantized, because the
+    checkpoint has no scales for it.
+
+    form: the container of the quantized layers.
+    ignore: the exclusion list.
+    own: fp4kit's record of the conversion, stored under the key ``fp4kit``.
+    layers: names of the quantized layers.
     """
     declared = {**_MAKERS[form.format](form, list(ignore), has_input_scale), "fp4kit": dict(own)}
     if form is DEEPSEEK_V4_NVFP4:
@@ -79,6 +91,7 @@ def declarations(
 
 
 def _modelopt(form: Container, ignore: list[str], has_input_scale: bool) -> dict[str, Any]:
+    """Return Model-Optimizer's ``quantization_config``; only NVFP4 lists ``config_groups``."""
     config: dict[str, Any] = {}
     if form is MODELOPT_NVFP4:
         one = {"dynamic": False, "num_bits": form.element.bits, "type": "float", "group_size": form.group_size}
@@ -89,6 +102,7 @@ def _modelopt(form: Container, ignore: list[str], has_input_scale: bool) -> dict
 
 
 def _compressed_tensors(form: Container, ignore: list[str], has_input_scale: bool) -> dict[str, Any]:
+    """Return the ``quantization_config`` of compressed-tensors, with one config group for all Linear layers."""
     strategy = "tensor_group" if form is CT_NVFP4 else "group"
     scale_dtype = "torch.float8_e4m3fn" if form is CT_NVFP4 else "torch.uint8"
     common = {"num_bits": form.element.bits, "type": "float", "symmetric": True, "group_size": form.group_size}
@@ -99,7 +113,7 @@ def _compressed_tensors(form: Container, ignore: list[str], has_input_scale: boo
         if has_input_scale
         else None
     )
-    if form is CT_MXFP8:  # vLLM knows it with activations that are quantized as they come
+    if form is CT_MXFP8:  # vLLM supports MXFP8 only with dynamic activations
         inputs = {**common, "dynamic": True, "scale_dtype": scale_dtype}
     name = form.name.removeprefix("compressed-tensors ")
     group = {
@@ -121,6 +135,7 @@ def _compressed_tensors(form: Container, ignore: list[str], has_input_scale: boo
 
 
 def _sglang_mxfp8(form: Container, ignore: list[str], has_input_scale: bool) -> dict[str, Any]:
+    """Return the ``quantization_config`` that SGLang reads for MXFP8."""
     return {
         "activation_scheme": "dynamic",
         "fmt": "e4m3",
@@ -132,10 +147,12 @@ def _sglang_mxfp8(form: Container, ignore: list[str], has_input_scale: bool) -> 
 
 
 def _gpt_oss(form: Container, ignore: list[str], has_input_scale: bool) -> dict[str, Any]:
+    """Return the ``quantization_config`` that transformers reads for gpt-oss."""
     return {"quant_method": "mxfp4", "modules_to_not_convert": ignore}
 
 
 def _deepseek_v4(form: Container, ignore: list[str], has_input_scale: bool) -> dict[str, Any]:
+    """Return the ``quantization_config`` of DeepSeek-V4: it describes the FP8 layers and does not mention experts."""
     scheme = {"fmt": "e4m3", "scale_fmt": "ue8m0", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
     return {"quant_method": "fp8", **scheme}
 
@@ -143,7 +160,11 @@ def _deepseek_v4(form: Container, ignore: list[str], has_input_scale: bool) -> d
 def _deepseek_v4_nvfp4(
     form: Container, declared: dict[str, Any], layers: Sequence[str]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """FP8 beside NVFP4 experts. Source: Model-Optimizer examples/deepseek/deepseek_v4/quantize_to_nvfp4.py."""
+    """Return both configs of a DeepSeek-V4 model with FP8 layers and NVFP4 experts.
+
+    declared: the ``quantization_config`` of the FP8 layers, to which the NVFP4 entries are added.
+    Source: Model-Optimizer examples/deepseek/deepseek_v4/quantize_to_nvfp4.py.
+    """
     one = {"quant_algo": "NVFP4", "group_size": form.group_size}
     containers = sorted({name.partition(".experts.")[0] + ".experts" for name in layers})
     ignore = ["*.attn.*", "*.ffn.shared_experts.*", "head", "mtp.*"]

@@ -1,7 +1,11 @@
-"""How a linear layer lies in tensors: names, dtypes, shapes, direction of the tensor scale. One Container per stored
-form.
+"""Describe containers: how a quantized linear layer is stored as tensors.
 
-Of a layer P of shape [..., N, K], with codes and scales row-major and element 2j of a row in the low nibble:
+A container fixes the names, dtypes and shapes of a layer's tensors and the direction of its tensor scale. A part is
+one of these tensors: the codes, the scales, the tensor scale or the input scale. A stack is a tensor that holds the
+same layer of all experts of a mixture-of-experts model.
+
+The table describes a layer P of shape [..., N, K]. Codes and scales are row-major, and element 2j of a row is in the
+low nibble:
 
 | container                               | codes                       | scales                 | tensor scale                  |
 |-----------------------------------------|-----------------------------|------------------------|-------------------------------|
@@ -24,11 +28,15 @@ Of a layer P of shape [..., N, K], with codes and scales row-major and element 2
 | gguf MXFP4                              | P.weight MXFP4 [N, K]       | in its blocks          |                               |
 | gguf NVFP4, gguf NVFP4 scaled           | P.weight NVFP4 [N, K]       | in its blocks          | P.scale F32 [1]               |
 
-*: the stored number divides on decode. **: scales are [E, K/16, N]; the last is one number for all experts, or one for
-each. ***: the tensor's amax, which is the tensor scale times the largest number of a block; nvfp4 and NVFP4 alone have
-none. Those of MLX and of GGUF keep stacks of experts, [E, N, K], with a tensor scale for each. Sources: Model-Optimizer
-0.47 export/quant_utils.py; compressed-tensors 0.20 compressors; SGLang 0.5.23 fp8.py; transformers 5.23
-integrations/mxfp4.py; DeepSeek-V4's own release; MLX 0.32.4, mlx-lm 0.32.2; llama.cpp 0c1e57098.
+*    Decoding divides by the stored value; all other containers multiply.
+**   The scales are [E, K/16, N]. The tensor scale is one value for all experts, or one value per expert.
+***  The stored value is the tensor's amax: the tensor scale times the largest value of a block (6 * 448). The
+     containers "mlx nvfp4" and "gguf NVFP4" have no tensor scale.
+
+MLX and GGUF containers keep stacks of experts, [E, N, K], with one tensor scale per expert.
+
+Sources: Model-Optimizer 0.47 export/quant_utils.py; compressed-tensors 0.20 compressors; SGLang 0.5.23 fp8.py;
+transformers 5.23 integrations/mxfp4.py; the DeepSeek-V4 release; MLX 0.32.4, mlx-lm 0.32.2; llama.cpp 0c1e57098.
 """  # noqa: E501
 
 from __future__ import annotations
@@ -50,7 +58,7 @@ _Pair = tuple[str, str]
 
 @dataclass(frozen=True)
 class OutputTensor:
-    """One tensor to be written: name, safetensors dtype, shape, and which part of its layer it is."""
+    """Describe one tensor to be written: its name, safetensors dtype, shape, and which part of its layer it is."""
 
     name: str
     dtype: str
@@ -59,23 +67,33 @@ class OutputTensor:
 
     @property
     def nbytes(self) -> int:
-        """Bytes in the file."""
+        """The number of bytes that the tensor takes in the file."""
         return nbytes_of(self.dtype, self.shape)
 
 
 @dataclass(frozen=True)
 class Container:
-    """One stored form. block: rows and columns under one scale; scale None: float32 scales. suffixes: part -> end of
-    its name.
+    """Describe how a quantized layer is stored.
 
-    tensor_scale_unit: the stored number is the tensor scale times this. is_exact: with scales of another shape, or
-    without a tensor scale, a layer is of another form. in_blocks: codes and scales are one tensor, of blocks that hold
-    both; its shape is the layer's.
+    name: the container's unique name, as in the table at the head of this file.
+    format: its value for ``--format``; "" for containers that are only read.
+    kind: "nvfp4", "mxfp4", "mxfp8" or "fp8".
+    scale: the element format of the block scales; None for float32 scales.
+    block: (rows, columns) that share one block scale.
+    suffixes: part -> suffix of its tensor's name, appended to the module's name.
+    tensor_scale_shape: the shape of the tensor scale of a single layer.
+    divides: True if decoding divides by the stored tensor scale.
+    stack: how experts are stored. "": as separate layers. "rows": [E, N, K], as in MLX and GGUF. "blocks":
+        [E, N, K/32, 16]. "columns": [E, K/2, N].
+    tensor_scale_unit: the stored value is the tensor scale times this.
+    is_exact: True if another container differs only in scale shape or tensor scale. A damaged layer, whose scales have
+        the wrong shape or whose tensor scale is missing, is then never read as this container.
+    in_blocks: True if one tensor of blocks holds both codes and scales; its shape is the layer's.
     """
 
     name: str
-    format: str  # what --format calls it; "" for forms that are only read
-    kind: str  # "nvfp4", "mxfp4", "mxfp8" or "fp8"
+    format: str
+    kind: str
     element: ElementFormat
     scale: ElementFormat | None
     block: tuple[int, int]
@@ -84,7 +102,7 @@ class Container:
     scales_dtype: str
     tensor_scale_shape: tuple[int, ...] = ()
     divides: bool = False
-    stack: str = ""  # of experts: apart; "rows": [E, N, K/8]; "blocks": [E, N, K/32, 16]; "columns": [E, K/2, N]
+    stack: str = ""
     tensor_scale_unit: float = 1.0
     is_exact: bool = False
     in_blocks: bool = False
@@ -96,52 +114,53 @@ class Container:
         return hash(self.name)
 
     def __reduce__(self) -> tuple[object, ...]:
+        # Pickle by name, so that a worker process gets the module's constant and ``is`` works.
         return container, (self.name,)
 
     @property
     def group_size(self) -> int:
-        """Elements of a row under one scale."""
+        """The number of elements of a row that share one block scale."""
         return self.block[1]
 
     @property
     def row_multiple(self) -> int:
-        """Elements of which a row must be a multiple."""
+        """The number of elements that the length of a row must be a multiple of."""
         if self.in_blocks:
             return GGUF_BLOCKS[self.kind].elements
         return max(self.group_size, self._unit_bits // self.element.bits)
 
     @property
     def _unit_bits(self) -> int:
-        """Bits of one element of the tensor of codes."""
+        """The number of bits per element of the stored codes tensor."""
         return self.element.bits if self.in_blocks else DTYPE_BITS[self.codes_dtype]
 
     @property
     def needed(self) -> set[str]:
-        """Parts that every layer has, but for the tensor scale."""
+        """The parts that every layer must have, apart from the tensor scale."""
         return {CODES} if self.in_blocks else {CODES, SCALES}
 
     @property
     def keeps_stacks(self) -> bool:
-        """Whether the experts of a stack are one layer."""
+        """Whether a stack of experts is stored as one layer, not split by expert."""
         return bool(self.stack)
 
     @property
     def has_tensor_scale(self) -> bool:
-        """Whether a float32 scale of the whole layer is stored."""
+        """Whether a float32 tensor scale is stored."""
         return TENSOR_SCALE in self.suffixes
 
     @property
     def direction(self) -> tuple[bool, float]:
-        """What a stored tensor scale means."""
+        """(divides, tensor_scale_unit): how a stored tensor scale is interpreted."""
         return self.divides, self.tensor_scale_unit
 
     def multiplier(self, stored: np.float32) -> np.float32:
-        """What multiplies on decode, of a stored tensor scale: one division, rounded to float32."""
+        """Return the tensor scale to multiply by on decode, from its stored value: one division, rounded to float32."""
         with np.errstate(all="ignore"):
             return np.float32(1) / stored if self.divides else stored / np.float32(self.tensor_scale_unit)
 
     def specs(self, shape: tuple[int, ...], has_input_scale: bool = False) -> dict[str, Spec]:
-        """Part -> dtype and shape, for a layer of shape [..., N, K]."""
+        """Return part -> (safetensors dtype, shape) for a layer of shape [..., N, K]."""
         *lead, rows, columns = shape
         height, width = self.block
         codes = (*lead, rows, columns * self.element.bits // self._unit_bits)
@@ -160,12 +179,15 @@ class Container:
         return found
 
     def outputs(self, module: str, shape: tuple[int, ...], has_input_scale: bool = False) -> tuple[OutputTensor, ...]:
-        """The tensors that a layer becomes."""
+        """Return the tensors that store a layer of shape [..., N, K] named ``module``."""
         specs = self.specs(shape, has_input_scale).items()
         return tuple(OutputTensor(module + self.suffixes[part], *spec, part) for part, spec in specs)
 
     def shape_of(self, codes: tuple[int, ...]) -> tuple[int, ...] | None:
-        """[..., N, K] of a layer whose codes have a shape; None where they cannot be of this form."""
+        """Return the shape [..., N, K] of the layer whose codes tensor has the shape ``codes``.
+
+        Return None if no layer in this container has codes of that shape.
+        """
         if self.stack == "columns":
             if len(codes) != 3:
                 return None
@@ -180,12 +202,15 @@ class Container:
         return shape if self.block[0] > 1 or shape[-1] % self.block[1] == 0 else None
 
     def module_of(self, name: str) -> str | None:
-        """The layer whose scales, or blocks, a tensor of this name is, or None."""
+        """Return the module whose scales the tensor ``name`` holds, or None if the name has another suffix.
+
+        If codes and scales are one tensor (in_blocks), ``name`` is the name of that tensor.
+        """
         suffix = self.suffixes[CODES if self.in_blocks else SCALES]
         return name[: -len(suffix)] if name.endswith(suffix) and len(name) > len(suffix) else None
 
     def stores(self, recipe: Recipe) -> bool:
-        """Whether the codes and scales of a recipe fit."""
+        """Return whether this container can store the codes and scales of a recipe."""
         scaling = "tensor" if self.has_tensor_scale else "none"
         return (
             not recipe.fake_only
@@ -194,18 +219,19 @@ class Container:
         )
 
     def same_codes(self, other: Container) -> bool:
-        """Whether two forms hold the same codes and scales, whatever they are called."""
+        """Return whether both containers store identical codes and scales, apart from names and layout."""
         facts = (self.element, self.scale, self.block, self.has_tensor_scale)
         return facts == (other.element, other.scale, other.block, other.has_tensor_scale)
 
     def nbytes(self, shape: tuple[int, ...]) -> int:
-        """Bytes of a layer."""
+        """Return the number of bytes that a layer of shape [..., N, K] takes, without input scales."""
         return sum(nbytes_of(*spec) for spec in self.specs(shape).values())
 
 
 def _modelopt(
     name: str, kind: str, element: ElementFormat, scale: ElementFormat, size: int, dtypes: _Pair
 ) -> Container:
+    """Return a container of Model-Optimizer; size: elements per block; dtypes: of codes and of scales."""
     suffixes = {CODES: ".weight", SCALES: ".weight_scale"}
     if kind == "nvfp4":
         suffixes |= {TENSOR_SCALE: ".weight_scale_2", INPUT_SCALE: ".input_scale"}
@@ -215,6 +241,7 @@ def _modelopt(
 def _compressed(
     name: str, kind: str, element: ElementFormat, scale: ElementFormat, size: int, dtypes: _Pair
 ) -> Container:
+    """Return a container of compressed-tensors; size: elements per block; dtypes: of codes and of scales."""
     suffixes = {CODES: ".weight" if kind == "mxfp8" else ".weight_packed", SCALES: ".weight_scale"}
     if kind == "nvfp4":
         suffixes |= {TENSOR_SCALE: ".weight_global_scale", INPUT_SCALE: ".input_global_scale"}
@@ -278,6 +305,7 @@ FP8_POWERS = Container(
 
 
 def _mlx(name: str, element: ElementFormat, scale: ElementFormat, size: int) -> Container:
+    """Return a container of MLX; size: elements per block."""
     suffixes = {CODES: ".weight", SCALES: ".scales"}
     return Container(
         f"mlx {name}", "mlx", name, element, scale, (1, size), suffixes, "U32", "U8", stack="rows", is_exact=True
@@ -285,6 +313,7 @@ def _mlx(name: str, element: ElementFormat, scale: ElementFormat, size: int) -> 
 
 
 def _gguf(kind: str, scale: ElementFormat) -> Container:
+    """Return the GGUF container of a kind, "mxfp4" or "nvfp4"."""
     block, dtype = GGUF_BLOCKS[kind], kind.upper()
     suffixes = {CODES: ".weight", INPUT_SCALE: ".input_scale"}
     return Container(
@@ -344,5 +373,5 @@ CONTAINERS = (
 
 
 def container(name: str) -> Container:
-    """The container of a name."""
+    """Return the container named ``name``, one of CONTAINERS; the name must exist."""
     return next(known for known in CONTAINERS if known.name == name)

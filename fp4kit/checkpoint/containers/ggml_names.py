@@ -1,8 +1,12 @@
-"""What llama.cpp makes of the names in GGUF files: roles of parts, what it leaves as it is, where it uses scales.
+"""Interpret tensor names in GGUF files as llama.cpp does.
 
-Source: llama.cpp 0c1e57098: llama-quant.cpp tensor_allows_quantization; llama-model.cpp load_tensors, whose generic
-pass has the names that may have a ``.scale``; llama-graph.cpp build_ffn; src/models/*.cpp, which pass the scales on or
-do not.
+This module knows the role of each part of a dotted name, the matrices that llama.cpp never quantizes, and the modules
+and architectures for which llama.cpp applies a tensor scale (``.scale``).
+
+Sources, all in llama.cpp 0c1e57098:
+  llama-quant.cpp, tensor_allows_quantization: matrices that stay unquantized.
+  llama-model.cpp, load_tensors: its generic pass lists the names that may have a ``.scale``.
+  llama-graph.cpp, build_ffn, and src/models/*.cpp: which graphs multiply by the scales.
 """
 
 from __future__ import annotations
@@ -12,16 +16,16 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any, Literal
 
 Role = Literal["tower", "mtp", "head", "embedding", "router", "experts", "shared", "attention", "mlp"]
-ARCHITECTURE = "general.architecture"  # a key of the header; and of the config that stands for it
+ARCHITECTURE = "general.architecture"  # a key of the GGUF header and of the dict that config_of returns
 ENGINE = "llama.cpp 0c1e57098"
-RECIPE, VERSION = "fp4kit.recipe", "fp4kit.version"  # keys of files that were converted
+RECIPE, VERSION = "fp4kit.recipe", "fp4kit.version"  # header keys that fp4kit writes into converted files
 
 _PARTS = ("gate", "up", "down", "gate_up")
 STACKS = tuple(f"ffn_{part}_exps" for part in _PARTS)  # leaf names of stacks of experts, [E, N, K]
 HEADS = {
     "attn_q": "num_attention_heads",
     "attn_k": "num_key_value_heads",
-}  # leaf name -> what config calls the count of heads
+}  # leaf name -> config key with the number of heads
 ROLES: dict[str, Role] = {
     "token_embd": "embedding",
     "position_embd": "embedding",
@@ -41,15 +45,16 @@ _KEPT = re.compile(
 )
 
 
-def kept(name: str) -> str | None:
-    """Return why llama.cpp's own quantizer leaves a matrix as it is, or None."""
+def unquantized_reason(name: str) -> str | None:
+    """Return why llama.cpp's quantizer leaves a matrix unquantized, or None if it may be quantized."""
     found = _KEPT.search(name)
     return f"llama.cpp reads it unquantized ({found[0]})" if found else None
 
 
 def config_of(metadata: Mapping[str, str]) -> dict[str, Any]:
-    """What of a header stands where config.json does: architecture, numbers of layers and heads, the recipe that made
-    it.
+    """Return a stand-in for config.json, built from a GGUF header.
+
+    It holds the architecture, and, if the header has them, the numbers of layers and heads and fp4kit's recipe.
     """
     architecture = metadata.get(ARCHITECTURE, "")
     config: dict[str, Any] = {ARCHITECTURE: architecture}
@@ -64,7 +69,7 @@ def config_of(metadata: Mapping[str, str]) -> dict[str, Any]:
     return config
 
 
-# Architectures whose graphs multiply by every .scale that is loaded; all others pass some over, without a word.
+# Architectures whose graphs multiply by every loaded .scale. All others silently ignore some scales.
 SCALING = {
     "llama",
     "mistral3",
@@ -84,22 +89,25 @@ SCALING = {
     "deepseek32",
     "glm-dsa",
 }
-_SCALED = re.compile(  # modules whose .scale is loaded; a tensor of any other name makes it refuse the file
+_SCALED = re.compile(  # modules whose .scale llama.cpp loads; it rejects files with a .scale of any other module
     r"output|blk\.\d+\.(attn_(q|k|v|output|qkv|gate)|ffn_(gate|down|up)(_shexp|_exps)?|ssm_(in|out|alpha|beta)"
     r"|nextn\.(eh_proj|shared_head_head))"
 )
-_BEFORE_BIAS = re.compile(r"blk\.\d+\.ffn_(gate|down|up)(_shexp)?")  # whose scale would follow the bias: it asserts
+_BEFORE_BIAS = re.compile(
+    r"blk\.\d+\.ffn_(gate|down|up)(_shexp)?"
+)  # with a bias, llama.cpp asserts: its graph applies the scale after the bias
 
 
 def scale_troubles(architecture: str, scaled: Iterable[str], tensors: Collection[str]) -> Iterator[tuple[str, str]]:
-    """Yield (module, what llama.cpp does) for modules that it cannot use with a tensor scale beside them, ``.scale``.
+    """Yield (module, fault) for modules whose tensor scale (``.scale``) llama.cpp cannot use.
 
-    scaled: modules that have one; tensors: names of all tensors of the file.
+    scaled: the modules that have a tensor scale.
+    tensors: the names of all tensors in the file.
     """
     for module in scaled:
         if not _SCALED.fullmatch(module):
-            yield module, "it does not know the .scale beside it, and refuses the file"
+            yield module, "rejects the file, because it supports no .scale for this module"
         elif architecture not in SCALING:
-            yield module, f"in models of {architecture} it passes over .scale, so that values are wrong"
+            yield module, f"ignores .scale in {architecture} models, so decoded values are wrong"
         elif _BEFORE_BIAS.fullmatch(module) and f"{module}.bias" in tensors:
-            yield module, "it stops where a feed-forward layer has a .bias beside its .scale"
+            yield module, "aborts if a feed-forward layer has both a .bias and a .scale"

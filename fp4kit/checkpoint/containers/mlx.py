@@ -1,9 +1,11 @@
-"""MLX directories: the form of a recipe, what mlx-lm declares, and the models that it loads as they are written here.
+"""Write MLX directories: choose the container, declare it in config.json, and check that mlx-lm can load the model.
 
-Names stay those of Hugging Face: mlx-lm brings them into its own when it loads (sanitize of each model), and takes a
-layer for quantized where it finds ``.scales``. That works where it moves nothing, or stacks scales of experts as it
-stacks their weights. Source: mlx-lm 0.32.2 utils.py load_model, infer_quant_config, models/*.py; run with qwen3 and
-mixtral, else read.
+Tensors keep their Hugging Face names. When mlx-lm loads a model, the ``sanitize`` method of the model's class renames
+them, and mlx-lm treats a layer as quantized if it finds ``.scales`` beside the weight. This works for a model type if
+``sanitize`` moves no weights of linear layers, or stacks the scales of experts together with their weights.
+
+Source: mlx-lm 0.32.2, utils.py (load_model, infer_quant_config) and models/*.py. Tested by loading qwen3 and mixtral;
+for the other model types, the lists below are from reading the code.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from fp4kit.storage.errors import CheckpointError, shown
 FORMAT, ENGINE = MLX_MXFP4.format, "mlx-lm 0.32.2"
 FORMS = (MLX_MXFP4, MLX_NVFP4, MLX_MXFP8)
 _EXPERTS, _TAKES_GLOBAL = "experts", "switch_mlp"
-_DENSE = {  # moves no tensor of a linear layer
+_DENSE = {  # model types whose sanitize moves no tensor of a linear layer
     "apertus",
     "cohere",
     "cohere2",
@@ -51,56 +53,60 @@ _DENSE = {  # moves no tensor of a linear layer
     "stablelm",
     "starcoder2",
 }
+# Model types whose sanitize stacks the weights and the scales of experts.
 _STACKING = {"deepseek", "deepseek_v2", "dots1", "exaone_moe", "glm4_moe", "mixtral", "olmoe", "phimoe", "qwen2_moe"}
-_LOSING = {"ernie4_5_moe", "mellum", "qwen3_moe"}  # stacks the weights of experts, not their scales
+_LOSING = {"ernie4_5_moe", "mellum", "qwen3_moe"}  # sanitize stacks the weights of experts but drops their scales
 
 
 def form_for(recipe: Recipe) -> Container:
-    """The form of the codes and scales of a recipe. Raises CheckpointError for one that has no place in layers of
-    mlx-lm.
+    """Return the container for a recipe's codes and scales.
+
+    Raises CheckpointError if linear layers of mlx-lm cannot store them.
     """
     form = next((known for known in FORMS if known.stores(recipe)), None)
     if form is None:
         usable = ", ".join(id for id, known in RECIPES.items() if any(form.stores(known) for form in FORMS))
         why = (
-            "a tensor scale, which linear layers of mlx-lm have not" if MLX_GLOBAL.stores(recipe) else "no place in mlx"
+            "has a tensor scale, which linear layers of mlx-lm do not support"
+            if MLX_GLOBAL.stores(recipe)
+            else "cannot be stored by mlx-lm"
         )
-        raise CheckpointError(f"recipe {recipe.id}: has {why}; use one of {usable}")
+        raise CheckpointError(f"recipe {recipe.id}: {why}; use one of {usable}")
     return form
 
 
 def declaration(form: Container) -> dict[str, Any]:
-    """``quantization`` of config.json."""
+    """Return the ``quantization`` entry of config.json for a container."""
     return {"group_size": form.group_size, "bits": form.element.bits, "mode": form.kind}
 
 
 def check(form: Container | None, config: Mapping[str, Any], modules: Collection[str]) -> None:
-    """Raise CheckpointError for modules that mlx-lm would not find again, by their names."""
+    """Raise CheckpointError if mlx-lm could not load one of the quantized ``modules``. Other formats always pass."""
     if form is None or form.format != FORMAT:
         return
     kind = str(config.get("model_type", ""))
     if kind in _LOSING:
         lost = [name for name in modules if _EXPERTS in name.split(".")]
         if lost:
-            why = f"{ENGINE} stacks the weights of experts of {kind}, and not their scales"
-            raise CheckpointError(f"{shown(lost[0])}: {why}; leave them out with --keep '*.experts.*'")
+            why = f"{ENGINE} would drop the scales of the experts of {kind} models"
+            raise CheckpointError(f"{shown(lost[0])}: {why}; keep them unquantized with --keep '*.experts.*'")
     elif kind not in _DENSE | _STACKING:
         usable = ", ".join(sorted(_DENSE | _STACKING | _LOSING))
         raise CheckpointError(
-            f"model_type {shown(repr(kind))}: how {ENGINE} loads its layers is not known here; --format mlx writes"
-            f" {usable}"
+            f"model_type {shown(repr(kind))}: not supported by --format mlx, because fp4kit does not know how"
+            f" {ENGINE} loads it; supported are {usable}"
         )
 
 
 def troubles(config: Mapping[str, Any], layers: Mapping[str, Container]) -> Iterator[tuple[str, str]]:
-    """Yield (module, what mlx-lm does) for what it would trip over in a directory of quantized layers."""
+    """Yield (module, fault) for everything that keeps mlx-lm from loading a directory of quantized layers."""
     declared = config.get("quantization")
     if not isinstance(declared, Mapping):
-        yield "config.json", "there is no quantization, so that no layer is taken for quantized and weights do not fit"
+        yield "config.json", "has no quantization entry, so mlx-lm loads no layer as quantized and rejects the weights"
         declared = {}
     for name, form in layers.items():
         own = declared.get(name)
         if own is False or (isinstance(own, Mapping) and declaration(form).items() - own.items()):
-            yield name, f"config.json says of it {own}, and its tensors are {declaration(form)}"
+            yield name, f"config.json declares {own}, but its tensors are {declaration(form)}"
         elif form is MLX_GLOBAL and _TAKES_GLOBAL not in name.split("."):
-            yield name, "has a global_scale, which it reads of experts alone (switch_mlp)"
+            yield name, "has a global_scale, which mlx-lm reads only for experts (switch_mlp)"

@@ -306,7 +306,7 @@ def _sensitive(tensor: Candidate) -> str | None:
 
 
 def _ggml(tensor: Candidate) -> str | None:
-    return ggml_names.kept(tensor.name) if tensor.model.is_gguf else None
+    return ggml_names.unquantized_reason(tensor.name) if tensor.model.is_gguf else None
 
 
 def _conv1d(tensor: Candidate) -> str | None:
