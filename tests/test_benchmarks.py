@@ -37,7 +37,7 @@ def a_row(**changes):
         "shape": (4, 64),
         "formula": "n (2 x)",
     }
-    return rows.Row(**given | {"bytes": 512, "us": 10.0, "spread": 1.0, "copy_us": 9.0} | changes)
+    return rows.BenchmarkRow(**given | {"bytes": 512, "us": 10.0, "spread": 1.0, "copy_us": 9.0} | changes)
 
 
 def a_record(found):
@@ -71,7 +71,7 @@ def test_formula():
 
 def test_record_and_back():
     row = a_row(target=0.95, peers={"torchao": 40.0}, failed={"other": "why"}, beside=rows.Beside("linear", 9.9, 1.03))
-    again = rows.Row.of(json.loads(json.dumps(row.record())))
+    again = rows.BenchmarkRow.of(json.loads(json.dumps(row.record())))
     assert again == row and again.efficiency == 0.9 and again.ratios == {"torchao": 4.0}
 
 

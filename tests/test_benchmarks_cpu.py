@@ -180,7 +180,7 @@ def test_a_ratio_near_one_is_taken_again_and_declined_recipes_are_few_elements(m
     monkeypatch.setattr(cpu_sweep, "alternate", lambda *arguments: (turns.append(arguments[1]), rounds(*arguments))[1])
 
     def taking(fast, slow):
-        case = cpu_cases.Case("of", lambda: time.sleep(slow if fp4kit.engine() == "reference" else fast), 1)
+        case = cpu_cases.CpuCase("of", lambda: time.sleep(slow if fp4kit.engine() == "reference" else fast), 1)
         return cpu_sweep.ratio(case)
 
     assert taking(1e-4, 1e-2) > 10 and not turns

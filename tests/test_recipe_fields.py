@@ -506,8 +506,13 @@ def test_names_of_rules_are_those_of_the_kernels():
     assert {f"fake_{name}" for name in rules.FAKE_RULES} <= structs
     assert {f"decode_{name}" for name in rules.DECODE_RULES} <= structs
     for name, rule in rules.DECODE_RULES.items():
-        found = re.search(rf"struct decode_{name} .*?\n(.*)\n", text)
-        assert ("kNeedsAmax = true" in found[1]) == rule.needs_amax
+        struct = re.split(
+            r"^struct ",
+            re.split(rf"^struct decode_{name}\b", text, maxsplit=1, flags=re.MULTILINE)[1],
+            maxsplit=1,
+            flags=re.MULTILINE,
+        )[0]
+        assert ("kNeedsAmax = true" in struct) == rule.needs_amax
 
 
 FORMATS = {  # fields, the error, what it says

@@ -224,6 +224,7 @@ def plain(tensors: Mapping[str, np.ndarray], names: Iterable[str]) -> Loaded:
     return {name: (DTYPE_NAMES[tensors[name].dtype], tensors[name].shape, tensors[name].tobytes()) for name in names}
 
 
+@np.errstate(over="ignore")  # of float16: the divisor is then infinite
 def divisor(recipe: str, shared: np.float32, dtype: np.dtype) -> np.float32 | None:
     """What compressed-tensors divides by: rnd(rnd(1 / amax) * 2688), both roundings to the dtype; None of other
     recipes.
