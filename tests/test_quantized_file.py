@@ -236,7 +236,7 @@ def test_fields_with_a_default_may_be_missing():
         (
             {"a\ud800": fp4kit.quantize(ORDINARY, "nvfp4-te")},
             ValueError,
-            "save: the name 'a\\ud800' holds half a character, which UTF-8 cannot; needs text",
+            "save: the name 'a\\ud800' contains a lone surrogate, which UTF-8 cannot encode; needs valid text",
         ),
     ],
 )
@@ -288,21 +288,24 @@ def without(fact):
 METADATA = {  # the entry, and what load says of it
     "no JSON": ("{", "metadata fp4kit_quantized: not valid JSON (Expecting property name"),
     "a list": ("[]", "metadata fp4kit_quantized: holds a JSON list; an object is needed"),
-    "a key twice": ('{"version": 1, "version": 1}', "metadata fp4kit_quantized: the key 'version' stands twice"),
+    "a key twice": ('{"version": 1, "version": 1}', "metadata fp4kit_quantized: the key 'version' occurs twice"),
     "an array twice": (
         '{"arrays": {"w": 1, "w": 2}}',
-        "metadata fp4kit_quantized: the key 'w' stands twice; keep one of them",
+        "metadata fp4kit_quantized: the key 'w' occurs twice; keep one of them",
     ),
     "deep": ("[" * 100_000, "metadata fp4kit_quantized: not valid JSON (maximum recursion"),
     "a long number": (
         '{"version": ' + "1" * 5000 + "}",
         "metadata fp4kit_quantized: not valid JSON (Exceeds the limit",
     ),
-    "no version": ('{"arrays": {}}', "is of version None; needs 1; read it with another fp4kit"),
-    "another version": ('{"version": 2, "arrays": {}}', "is of version 2; needs 1; read it with another fp4kit"),
-    "true as a version": ('{"version": true, "arrays": {}}', "is of version True; needs 1"),
-    "a long version": (json.dumps({"version": "x" * 999}), f"is of version '{'x' * 76}...; needs 1"),
-    "no arrays": ('{"version": 1}', "metadata fp4kit_quantized: arrays is None; needs an object, name by name"),
+    "no version": ('{"arrays": {}}', "has version None; needs 1; read it with the fp4kit that wrote it"),
+    "another version": (
+        '{"version": 2, "arrays": {}}',
+        "has version 2; needs 1; read it with the fp4kit that wrote it",
+    ),
+    "true as a version": ('{"version": true, "arrays": {}}', "has version True; needs 1"),
+    "a long version": (json.dumps({"version": "x" * 999}), f"has version '{'x' * 76}...; needs 1"),
+    "no arrays": ('{"version": 1}', "metadata fp4kit_quantized: arrays is None; needs an object {name: fields}"),
     "arrays as a list": ('{"version": 1, "arrays": [1]}', "metadata fp4kit_quantized: arrays is [1]; needs an object"),
 }
 
@@ -390,20 +393,23 @@ ARRAYS = {  # facts of w, and what load says of them
     "layout of no type": ({**FACTS, "scale_layout": 1}, "w: its scale_layout is 1; needs the name of a layout"),
     "unknown part": (
         {**FACTS, "parts": ["packed", "x"]},
-        "w: its parts is ['packed', 'x']; needs packed and what else there is",
+        "w: its parts is ['packed', 'x']; needs packed first, then the other parts",
     ),
     "part twice": (
         {**FACTS, "parts": ["packed", "packed"]},
-        "w: its parts is ['packed', 'packed']; needs packed and what",
+        "w: its parts is ['packed', 'packed']; needs packed first",
     ),
     "no codes": (
         {**FACTS, "parts": ["block_scale"]},
-        "w: its parts is ['block_scale']; needs packed and what else there is",
+        "w: its parts is ['block_scale']; needs packed first, then the other parts",
     ),
-    "parts of no type": ({**FACTS, "parts": "packed"}, "w: its parts is 'packed'; needs packed and what else there is"),
+    "parts of no type": (
+        {**FACTS, "parts": "packed"},
+        "w: its parts is 'packed'; needs packed first, then the other parts",
+    ),
     "fewer parts": (
         {**FACTS, "parts": ["packed", "block_scale", "tensor_scale"]},
-        "holds w.tensor_amax, which its metadata has not; write it with fp4kit.save",
+        "its metadata does not list the tensors w.tensor_amax; write it with fp4kit.save",
     ),
 }
 
@@ -418,7 +424,7 @@ def test_facts_that_are_wrong(case, tmp_path):
 
 CONTENTS = {  # changes of the tensors, and what load says of them
     "a tensor less": ({"w.packed": None}, "the tensor w.packed is missing; write the file again with fp4kit.save"),
-    "a tensor more": ({"bias": F32([1])}, "holds bias, which its metadata has not; write it with fp4kit.save"),
+    "a tensor more": ({"bias": F32([1])}, "its metadata does not list the tensors bias; write it with fp4kit.save"),
     "codes of another dtype": ({"w.packed": Q.packed.view(np.int8)}, "the tensor w.packed is I8; needs U8"),
     "a scale of another dtype": ({"w.tensor_scale": np.float64(1)}, "the tensor w.tensor_scale is F64; needs F32"),
     "codes of another shape": (
@@ -433,7 +439,7 @@ CONTENTS = {  # changes of the tensors, and what load says of them
         {"w.tensor_scale": np.ones(4, F32)},
         "w: Quantized: tensor_scale is float32 (4,); nvfp4-te of (4, 128)",
     ),
-    "a name that moves the cursor": ({"\x1b[2J": F32([1])}, r"holds \x1b[2J, which its metadata has not"),
+    "a name that moves the cursor": ({"\x1b[2J": F32([1])}, r"its metadata does not list the tensors \x1b[2J"),
 }
 
 
@@ -497,7 +503,7 @@ def test_every_bit_of_the_data_flipped(tmp_path):
         changed = bytearray(whole)
         changed[bit // 8] ^= 1 << bit % 8
         (tmp_path / "a").write_bytes(changed)
-        said = r"^load: a: the tensor w\.\w+ has CRC-32 \w{8} in place of '\w{8}'; the file is damaged; copy it again$"
+        said = r"^load: a: the tensor w\.\w+ has CRC-32 \w{8}; '\w{8}' is stored; the file is damaged; copy it again$"
         with pytest.raises(ValueError, match=said):
             fp4kit.load(tmp_path / "a")
 
@@ -568,7 +574,7 @@ CHANGES = {  # of a file of mxfp4-ocp, of which each is an array, too
 def test_headers_that_were_changed(change, tmp_path):
     fp4kit.save(tmp_path / "a", {"w": fp4kit.quantize(ORDINARY, "mxfp4-ocp")})
     rewritten(tmp_path / "a", CHANGES[change])
-    said = r"^load: a: its header has CRC-32 \w{8} in place of '\w+'; the file is damaged; copy it again$"
+    said = r"^load: a: its header has CRC-32 \w{8}; '\w+' is stored; the file is damaged; copy it again$"
     with pytest.raises(ValueError, match=said):
         fp4kit.load(tmp_path / "a")
 
@@ -585,12 +591,16 @@ SUMS_THAT_ARE_NONE = {
     "no JSON": ("{", "metadata fp4kit_crc32: not valid JSON"),
     "nothing": (
         "{}",
-        "metadata fp4kit_crc32: is not of the header and of its tensors; the file is damaged; copy it again",
+        "metadata fp4kit_crc32: does not list exactly the header and the tensors of the file; the file is damaged; "
+        "copy it again",
     ),
-    "no tensors": ('{"header": "0", "tensors": 1}', "metadata fp4kit_crc32: is not of the header and of its tensors"),
+    "no tensors": (
+        '{"header": "0", "tensors": 1}',
+        "metadata fp4kit_crc32: does not list exactly the header and the tensors of the file",
+    ),
     "a tensor less": (
         '{"header": "0", "tensors": {}}',
-        "metadata fp4kit_crc32: is not of the header and of its tensors",
+        "metadata fp4kit_crc32: does not list exactly the header and the tensors of the file",
     ),
 }
 

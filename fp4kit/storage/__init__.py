@@ -1,3 +1,4 @@
-"""Files: safetensors read and written by byte range, strict JSON, files that appear whole; save and load of a
-Quantized.
+"""Read and write files: safetensors, GGUF, strict JSON, and saved Quantized arrays.
+
+A new file appears under its name only when it is complete (whole_file.py).
 """

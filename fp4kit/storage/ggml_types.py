@@ -1,6 +1,7 @@
-"""Types of tensors in GGUF files: number, name, and how many bytes a block of how many elements takes.
+"""Tensor types of GGUF files: for each type its number, name, elements per block and bytes per block.
 
-Source: llama.cpp 0c1e57098, ggml.h and ggml-common.h; gguf 0.19.0, constants.py. A row is a whole number of blocks.
+A row of a tensor is a whole number of blocks.
+Source: llama.cpp 0c1e57098, ggml.h and ggml-common.h; gguf 0.19.0, constants.py.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from fp4kit.layouts import GGUF_BLOCKS
 
 
 class GgmlType(NamedTuple):
-    """A type: its name, elements of a block, bytes of a block."""
+    """Describe a tensor type: its name, the elements per block and the bytes per block."""
 
     name: str
     elements: int
@@ -57,12 +58,11 @@ GGML_TYPES: dict[int, GgmlType] = {
     39: GgmlType("MXFP4", GGUF_BLOCKS["mxfp4"].elements, GGUF_BLOCKS["mxfp4"].bytes),
     40: GgmlType("NVFP4", GGUF_BLOCKS["nvfp4"].elements, GGUF_BLOCKS["nvfp4"].bytes),
 }
-NUMBER_OF = {known.name: number for number, known in GGML_TYPES.items()}
-BLOCKED = {
-    known.name: known for known in GGML_TYPES.values() if known.elements > 1
-}  # those that safetensors files do not have
+NUMBER_OF = {kind.name: number for number, kind in GGML_TYPES.items()}
+# Types with blocks of several elements, which only GGUF files have.
+BLOCKED = {kind.name: kind for kind in GGML_TYPES.values() if kind.elements > 1}
 
 
 def ggml_nbytes(kind: GgmlType, shape: tuple[int, ...]) -> int:
-    """Bytes of a tensor of this shape, the last axis the contiguous one."""
+    """Return the size in bytes of a tensor of this shape. The last axis is contiguous."""
     return prod(shape) // kind.elements * kind.bytes

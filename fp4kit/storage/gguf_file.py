@@ -1,12 +1,12 @@
-"""One GGUF file: its header, read as strictly as llama.cpp reads it, and where the bytes of each tensor are.
+"""Read the header of a GGUF file, as strictly as llama.cpp does, and locate the bytes of each tensor.
 
     "GGUF" | version u32 | tensors u64 | keys u64 | keys ... | tensors ... | zeros up to the alignment | data
     a key:     name str | type u32 | value; an array is: type u32 | count u64 | values; a str: bytes u64 | UTF-8
     a tensor:  name str | axes u32 | lengths u64 each, the contiguous axis first | type u32 | offset in data u64
 
-All numbers are little-endian. No count is believed beyond the bytes that the file has, so that a hostile one costs
-nothing; the gguf package's reader goes on for hours over a count of 2^60 (0.19.0). Source: llama.cpp 0c1e57098,
-ggml/src/gguf.cpp.
+All numbers are little-endian. Every count is first compared with the bytes that are left in the file, so a hostile
+count is rejected at once. (The gguf package's reader, 0.19.0, runs for hours over a count of 2^60.)
+Source: llama.cpp 0c1e57098, ggml/src/gguf.cpp.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from fp4kit.storage.safetensors_file import SafetensorsFile, TensorEntry, read_h
 MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
 _ALIGNMENT = ("general.alignment", 32)
-STRING, ARRAY = 8, 9  # numbers of types of values
+STRING, ARRAY = 8, 9  # type numbers of these values
 _SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
 _NAMES = {
     0: "uint8",
@@ -42,12 +42,12 @@ _NAMES = {
     11: "int64",
     12: "float64",
 }
-_MOST_AXES, _LONG = 4, 4096  # bytes of a string that is shown as it is
+_MAX_AXES, _MAX_SHOWN = 4, 4096  # a longer string, in bytes, is represented by its digest
 _CHUNK = 1 << 20
 
 
 class Field(NamedTuple):
-    """A key of the header, and where all of it is in the file: [start, end)."""
+    """Locate one key of the header: its bytes in the file are [start, end)."""
 
     key: str
     start: int
@@ -56,9 +56,13 @@ class Field(NamedTuple):
 
 @dataclass(frozen=True)
 class GgufFile(SafetensorsFile):
-    """A GGUF file whose header has been checked. entries: dtypes are names of GGML_TYPES, shapes as NumPy has them.
+    """Describe a GGUF file whose header has been checked.
 
-    metadata: each key's value as text; of arrays their type, length and a digest. data_start: of the tensors' bytes.
+    Attributes:
+        entries: the tensors. Their dtypes are names in GGML_TYPES; their shapes are in NumPy's order of axes.
+        metadata: the value of each key as text. An array is represented by its type, length and digest.
+        data_start: position in the file at which the bytes of the tensors begin.
+        fields: where each key is in the file.
     """
 
     version: int = 3
@@ -68,7 +72,7 @@ class GgufFile(SafetensorsFile):
 
 
 def is_gguf(path: Path) -> bool:
-    """Whether a path is a GGUF file, or is called one."""
+    """Return True if the path is a file that ends in .gguf or begins with the GGUF magic number."""
     if path.is_dir():
         return False
     if path.suffix.lower() == ".gguf":
@@ -88,8 +92,9 @@ def read_any_header(path: Path, name: str | None = None) -> SafetensorsFile:
 
 
 def read_gguf(path: Path, name: str | None = None) -> GgufFile:
-    """Return the checked header of the GGUF file at ``path``. Raises CheckpointError for what llama.cpp would refuse,
-    too.
+    """Return the checked header of the GGUF file at ``path``.
+
+    Raises CheckpointError if the file is missing or not regular, or if its header is one that llama.cpp rejects.
     """
     name = name or path.name
     if not path.exists():
@@ -101,7 +106,7 @@ def read_gguf(path: Path, name: str | None = None) -> GgufFile:
 
 
 class _Reader:
-    """A header that is read from its beginning to its end."""
+    """Read a header from its beginning to its end."""
 
     def __init__(self, stream: BinaryIO, path: Path, name: str) -> None:
         self._stream, self._path, self._name = stream, path, name
@@ -109,7 +114,7 @@ class _Reader:
         self._at = 0
 
     def file(self) -> GgufFile:
-        """All of it."""
+        """Read and check the whole header."""
         version, tensors, keys = self._preamble()
         fields: list[Field] = []
         values: dict[str, str] = {}
@@ -120,7 +125,7 @@ class _Reader:
             kind = self._number("<I")
             value, text = self._value(kind, key)
             if key in values:
-                raise self._unusable(f"the key {shown(key)!r} stands twice")
+                raise self._unusable(f"the key {shown(key)!r} occurs twice")
             if key == _ALIGNMENT[0]:
                 alignment = self._alignment(kind, value)
             values[key] = text
@@ -133,13 +138,14 @@ class _Reader:
         )
 
     def _preamble(self) -> tuple[int, int, int]:
+        """Read the magic number, the version and both counts. Return (version, tensors, keys)."""
         if self._take(len(MAGIC)) != MAGIC:
             raise self._unusable("it does not begin with GGUF")
         version = self._number("<I")
         if version not in _VERSIONS:
             swapped = int.from_bytes(version.to_bytes(4, "little"), "big") in _VERSIONS
-            said = "it is big-endian" if swapped else f"it is of version {version}"
-            raise self._unusable(f"{said}; little-endian files of version 2 or 3 are read")
+            problem = "it is big-endian" if swapped else f"it has version {version}"
+            raise self._unusable(f"{problem}; needs a little-endian file of version 2 or 3")
         tensors, keys = self._number("<Q"), self._number("<Q")
         self._check_count(tensors, 24, "tensors")
         self._check_count(keys, 13, "keys")
@@ -148,10 +154,13 @@ class _Reader:
     def _unusable(self, why: str) -> CheckpointError:
         return CheckpointError(f"{shown(self._name)}: not a usable GGUF file: {why}; download or copy it again")
 
-    def _check_count(self, count: int, least: int, what: str) -> None:
-        """Raise for more items than the rest of the file has room for."""
-        if count * least > self._size - self._at:
-            raise self._unusable(f"it says that it has {count} {what}, and ends before")
+    def _check_count(self, count: int, min_bytes: int, what: str) -> None:
+        """Raise CheckpointError if ``count`` items cannot fit in the rest of the file.
+
+        ``min_bytes`` is the smallest size of an item.
+        """
+        if count * min_bytes > self._size - self._at:
+            raise self._unusable(f"its header announces {count} {what}, more than fit in the file")
 
     def _take(self, count: int) -> bytes:
         if count > self._size - self._at:
@@ -166,37 +175,38 @@ class _Reader:
         return struct.unpack(form, self._take(struct.calcsize(form)))[0]
 
     def _text(self, what: str) -> str:
+        """Read a name. ``what`` says in errors whose name it is."""
         length = self._number("<Q")
         if length > 65535:
-            raise self._unusable(f"{what} has a name of {length} bytes")
+            raise self._unusable(f"{what} has a name of {length} bytes; at most 65535 are allowed")
         try:
             return self._take(length).decode("utf-8")
         except UnicodeDecodeError:
             raise self._unusable(f"{what} has a name that is not UTF-8") from None
 
     def _value(self, kind: int, key: str) -> tuple[Any, str]:
-        """A value, None of arrays and strings, and its text."""
+        """Read the value of a key. Return (value, text); the value is None for an array or a string."""
         if kind in _SCALARS:
             value = self._number(_SCALARS[kind])
             return value, str(value)
         if kind == STRING:
             return None, self._string()
         if kind != ARRAY:
-            raise self._unusable(f"{shown(key)} is of type {kind}, which there is not")
+            raise self._unusable(f"{shown(key)} has type {kind}, which GGUF does not define")
         item, count = self._number("<I"), self._number("<Q")
         if item not in _NAMES:
-            raise self._unusable(f"{shown(key)} is an array of type {item}, which there is not")
+            raise self._unusable(f"{shown(key)} is an array of type {item}, which GGUF does not define")
         return None, f"{_NAMES[item]}[{count}] sha256 {self._array(item, count, key)}"
 
     def _string(self) -> str:
-        """A string; a long one by its digest."""
+        """Read a string. Return it, or its length and digest if it has more than 4096 bytes."""
         length = self._number("<Q")
-        if length <= _LONG:
+        if length <= _MAX_SHOWN:
             return self._take(length).decode("utf-8", "backslashreplace")
         return f"string of {length} bytes sha256 {self._digest(length)}"
 
     def _array(self, item: int, count: int, key: str) -> str:
-        """The digest of an array."""
+        """Read an array of ``count`` values. Return its digest."""
         size = 8 if item == STRING else struct.calcsize(_SCALARS[item])
         self._check_count(count, size, f"entries of {shown(key)}")
         if item != STRING:
@@ -208,6 +218,7 @@ class _Reader:
         return found.hexdigest()[:16]
 
     def _digest(self, count: int) -> str:
+        """Read ``count`` bytes. Return the first 16 hexadecimal digits of their SHA-256."""
         if count > self._size - self._at:
             raise self._unusable("it ends inside its header")
         found = hashlib.sha256()
@@ -218,33 +229,34 @@ class _Reader:
         return found.hexdigest()[:16]
 
     def _alignment(self, kind: int, value: Any) -> int:
+        """Return the value of general.alignment. Raise CheckpointError if it is not a power of two."""
         if kind != 4 or value < 1 or value & (value - 1):
             raise self._unusable(f"{_ALIGNMENT[0]} is {value}; a power of two, of type uint32, is needed")
         return int(value)
 
     def _info(self) -> tuple[str, tuple[int, ...], int, int]:
-        """Name, shape, type and offset of a tensor."""
+        """Read the description of a tensor. Return (name, shape, type number, offset in data)."""
         name = self._text("a tensor")
         axes = self._number("<I")
-        if axes > _MOST_AXES:
-            raise self._unusable(f"{shown(name)} has {axes} axes; at most {_MOST_AXES} can be")
+        if axes > _MAX_AXES:
+            raise self._unusable(f"{shown(name)} has {axes} axes; at most {_MAX_AXES} are allowed")
         shape = tuple(self._number("<Q") for _ in range(axes))[::-1]
         return name, shape, self._number("<I"), self._number("<Q")
 
     def _entries(
         self, infos: list[tuple[str, tuple[int, ...], int, int]], start: int, alignment: int
     ) -> tuple[TensorEntry, ...]:
-        """The tensors, in the order of their bytes, which follow each other without a hole."""
+        """Return the tensors in the order of their bytes. Raise CheckpointError for a gap between two tensors."""
         found: dict[str, TensorEntry] = {}
         end = 0
         for name, shape, number, offset in infos:
             if number not in GGML_TYPES:
-                raise self._unusable(f"{shown(name)} is of type {number}, which is not known")
+                raise self._unusable(f"{shown(name)} has type {number}, which is unknown")
             kind = GGML_TYPES[number]
             if (1, *shape)[-1] % kind.elements:
                 row = (1, *shape)[-1]
                 raise self._unusable(
-                    f"{shown(name)} has rows of {row}; blocks of {kind.name} have {kind.elements} elements"
+                    f"{shown(name)} has rows of {row} elements; {kind.name} needs a multiple of {kind.elements}"
                 )
             if name in found:
                 raise self._unusable(f"it has two tensors {shown(name)!r}")

@@ -1,4 +1,7 @@
-"""The header of a GGUF file that is written beside another one: its keys byte for byte, other tensors."""
+"""Build the header of a GGUF file that is derived from another GGUF file.
+
+The keys of the other file are copied byte for byte; the tensors are new.
+"""
 
 from __future__ import annotations
 
@@ -15,37 +18,44 @@ from fp4kit.storage.writer import TensorSpec
 def gguf_header(
     file: GgufFile, specs: Sequence[TensorSpec], keys: Mapping[str, str]
 ) -> tuple[bytes, dict[str, int], int]:
-    """Return the header with the padding behind it, where each tensor begins in the file, and the size of the whole
-    file.
+    """Return (header, positions, size) of a new GGUF file.
 
-    file: whose version, alignment and keys are taken over, in their order; specs: the tensors in the order of their
-    bytes, each of a type of GGUF; keys: strings that follow, instead of those of the same names.
+    The header includes the padding behind it. ``positions`` maps each tensor name to where its bytes begin in the file.
+    ``size`` is the size of the whole file.
+
+    Args:
+        file: the source of the version, the alignment and the keys, which keep their order.
+        specs: the tensors in the order of their bytes, each of a GGUF type.
+        keys: additional string values. A key of the source file with the same name is dropped.
     """
     kept = [field for field in file.fields if field.key not in keys]
     with file.path.open("rb") as stream:
         head = b"".join(_part(stream, field.start, field.end) for field in kept)
     head += b"".join(_string(key) + struct.pack("<I", STRING) + _string(value) for key, value in keys.items())
     head = MAGIC + struct.pack("<IQQ", file.version, len(specs), len(kept) + len(keys)) + head
-    places, end = {}, 0
+    offsets, end = {}, 0
     for spec in specs:
-        places[spec.name] = end
+        offsets[spec.name] = end
         head += _string(spec.name) + struct.pack(f"<I{len(spec.shape)}Q", len(spec.shape), *spec.shape[::-1])
         head += struct.pack("<IQ", NUMBER_OF[spec.dtype], end)
         end = _aligned(end + nbytes_of(spec.dtype, spec.shape), file.alignment)
     start = _aligned(len(head), file.alignment)
     head += bytes(start - len(head))
-    return head, {name: start + at for name, at in places.items()}, start + end
+    return head, {name: start + offset for name, offset in offsets.items()}, start + end
 
 
 def _part(stream: BinaryIO, start: int, end: int) -> bytes:
+    """Return the bytes [start, end) of the stream."""
     stream.seek(start)
     return stream.read(end - start)
 
 
 def _string(text: str) -> bytes:
+    """Return a string as GGUF stores it: its length in bytes (u64), then UTF-8."""
     data = text.encode()
     return struct.pack("<Q", len(data)) + data
 
 
 def _aligned(position: int, alignment: int) -> int:
+    """Return the next multiple of the alignment that is not below the position."""
     return -(-position // alignment) * alignment

@@ -1,4 +1,4 @@
-"""JSON objects read strictly: bounded size, UTF-8, an object at the top, no key twice."""
+"""Read JSON objects strictly: bounded size, UTF-8, an object at the top level, no duplicate key."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ MAX_BYTES = 256 << 20  # the largest published index is below 20 MB
 
 
 class _DuplicateKey(ValueError):
-    """A key that stands twice in one object."""
+    """Report a key that occurs twice in one object."""
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return the pairs as a dict; json alone would keep the last of two equal keys in silence."""
+    """Return the pairs as a dict. Raise _DuplicateKey for a repeated key, where json would silently keep the last."""
     result = dict(pairs)
     if len(result) < len(pairs):
-        counts = Counter(key for key, _ in pairs)  # in their order
+        counts = Counter(key for key, _ in pairs)  # in the order of first occurrence
         raise _DuplicateKey(next(key for key, count in counts.items() if count > 1))
     return result
 
 
 def parse_object(text: bytes, label: str) -> dict[str, Any]:
-    """Return the JSON object in ``text``; ``label`` names its file in errors."""
+    """Return the JSON object in ``text``. ``label`` names the file in errors."""
     try:
         value = json.loads(text.decode("utf-8"), object_pairs_hook=_without_duplicates)
     except _DuplicateKey as error:
-        raise CheckpointError(f"{label}: the key {shown(str(error))!r} stands twice; keep one of them") from None
+        raise CheckpointError(f"{label}: the key {shown(str(error))!r} occurs twice; keep one of them") from None
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{label}: not valid JSON ({shown(str(error))}); download or copy it again") from None
     if not isinstance(value, dict):
@@ -39,7 +39,7 @@ def parse_object(text: bytes, label: str) -> dict[str, Any]:
 
 
 def load_object(path: Path, label: str) -> dict[str, Any]:
-    """Return the JSON object in the file ``path``; ``label`` names it in errors."""
+    """Return the JSON object in the file ``path``. ``label`` names the file in errors."""
     size = path.stat().st_size
     if size > MAX_BYTES:
         raise CheckpointError(f"{label}: {size} bytes; at most {MAX_BYTES} are read from a JSON file")
@@ -47,5 +47,5 @@ def load_object(path: Path, label: str) -> dict[str, Any]:
 
 
 def dump_object(value: dict[str, Any], indent: int = 2) -> bytes:
-    """Return ``value`` as JSON bytes, keys in their order, with a newline at the end."""
+    """Return ``value`` as JSON bytes that end with a newline. Keys keep their order."""
     return (json.dumps(value, indent=indent) + "\n").encode("ascii")

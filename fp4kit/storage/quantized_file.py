@@ -1,28 +1,29 @@
-"""save and load: quantized arrays in a safetensors file, with everything that is needed to read them.
+"""Implement fp4kit.save and fp4kit.load: quantized arrays in a safetensors file.
 
-    <name>.packed         U8    codes, two of 4 bits a byte, the even element in the low nibble
-    <name>.block_scale    U8    bit patterns of the recipe's scale format, in the layout that the metadata says
+    <name>.packed         U8    codes; two 4-bit codes per byte, the even element in the low nibble
+    <name>.block_scale    U8    bit patterns of the recipe's scale format, in the layout that the metadata names
     <name>.tensor_scale   F32   multiplies on decode
-    <name>.tensor_amax    F32   where it is known
+    <name>.tensor_amax    F32   present if the amax is known
 
-Scales are U8, as they are in memory: a file with a tensor of F8_E4M3 or F8_E8M0 cannot be read by safetensors.numpy
-(0.8), which knows no such dtype, not even for its other tensors. The metadata entry `fp4kit_quantized` is a JSON
-object:
+A "part" is one of these four arrays. Scales are stored as U8, as in memory, because safetensors.numpy (0.8) has no
+dtype for F8_E4M3 or F8_E8M0. A file with such a tensor could not be read there at all, not even its other tensors.
 
-    {"version": 1, "arrays": {<name>: {"recipe": an id, or all fields of a variant, "shape": [4, 64], "dtype":
-    "bfloat16",
-                                       "axis": 1, "scale_layout": "linear", "parts": ["packed", "block_scale", ...]}}}
+The metadata entry `fp4kit_quantized` is a JSON object:
 
-The metadata entry `fp4kit_crc32` is a JSON object of CRC-32 (zlib's), each as 8 hexadecimal digits:
+    {"version": 1, "arrays": {<name>: {"recipe": an id, or all fields of a variant, "shape": [4, 64],
+                                       "dtype": "bfloat16", "axis": 1, "scale_layout": "linear",
+                                       "parts": ["packed", "block_scale", ...]}}}
 
-    {"header": that of the compact ASCII JSON [the text of fp4kit_quantized, sorted [name, dtype, shape] of all
-    tensors],
-     "tensors": {<name of a tensor>: that of its bytes}}
+The metadata entry `fp4kit_crc32` is a JSON object of CRC-32 values (zlib's), each with 8 hexadecimal digits:
 
-A CRC-32 finds every changed bit, every burst of up to 32 bits, and all but 1 in 2^32 of other damage; it does not
-protect from intent. Each tensor has its own, so that an error can name the tensor. A second thread computes it while
-the next 2 MiB are read or written, so that load and save are about as fast as without. On one core of an AMD EPYC
-(November 2026), CRC-32 takes 7 GB/s, SHA-256 2, BLAKE2b 1.4, and a copy in memory 11.
+    {"header": CRC-32 of the compact ASCII JSON
+               [the text of fp4kit_quantized, sorted [name, dtype, shape] of all tensors],
+     "tensors": {<name of a tensor>: CRC-32 of its bytes}}
+
+A CRC-32 detects every single-bit change, every burst of up to 32 bits, and all but 1 in 2^32 of other damage. It does
+not protect against tampering. Each tensor has its own CRC-32, so that an error can name the tensor. A second thread
+computes it while the next 2 MiB are read or written, so checksums hardly slow down load and save. On one core of an AMD
+EPYC (November 2026), CRC-32 runs at 7 GB/s, SHA-256 at 2, BLAKE2b at 1.4, and a memory copy at 11.
 """
 
 from __future__ import annotations
@@ -49,38 +50,48 @@ from fp4kit.storage.writer import SafetensorsWriter
 
 ENTRY, SUMS = "fp4kit_quantized", "fp4kit_crc32"
 VERSION = 1
-_KNOWN = (ENTRY, SUMS, "format")  # the last one says which library wrote a file, for other readers
-_CHUNK = 2 << 20  # bytes whose CRC-32 is computed while the next ones are read: they are in the cache yet
+_KNOWN = (ENTRY, SUMS, "format")  # other writers use "format" to name their library
+_CHUNK = 2 << 20  # bytes per CRC-32 step: they are still in the cache while the next chunk is read
 _STORED = {"packed": "U8", "block_scale": "U8", "tensor_scale": "F32", "tensor_amax": "F32"}
 _DTYPES = {dtype.name: dtype for dtype in FLOATS}
 _FIELDS = ("recipe", "shape", "dtype", "axis", "scale_layout", "parts")
 
 
 class _Spec(NamedTuple):
+    """Describe one tensor to the safetensors writer."""
+
     name: str
     dtype: str
     shape: tuple[int, ...]
 
 
 def save(path: str | os.PathLike[str], arrays: Mapping[str, Quantized]) -> None:
-    """Write quantized arrays to a safetensors file, whole or not at all; load gives them back equal in every bit.
+    """Write quantized arrays to a safetensors file, from which load returns bit-identical arrays.
 
-    path: the file; one that is there is replaced. arrays: {name: Quantized}, of any recipe, layout and shape.
-    Parts are U8 and F32 tensors `<name>.packed`, `.block_scale`, `.tensor_scale` and `.tensor_amax`, as they are in
-    memory; all other fields are in the metadata, with the CRC-32 of each tensor and of the header. Equal arrays in one
-    order give equal bytes. What is on a GPU is copied to the host, part by part, which waits for the device. Raises
-    TypeError for what is no Quantized and for a name that is no str; ValueError for an empty name, or one that is no
-    text; OSError as open does.
+    The file appears only when it is complete. Each part of an array is one tensor: `<name>.packed` and
+    `<name>.block_scale` (U8), `<name>.tensor_scale` and `<name>.tensor_amax` (F32). All other fields are stored in the
+    metadata, with a CRC-32 of each tensor and of the header. The same arrays in the same order give the same bytes. GPU
+    arrays are copied to the host part by part, and the call waits for the device.
 
-    >>> import tempfile, fp4kit, numpy as np
-    >>> q = fp4kit.quantize(np.ones((4, 32), np.float32), "nvfp4-te")
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     fp4kit.save(f"{folder}/a.safetensors", {"layers.0.weight": q})
-    ...     again = fp4kit.load(f"{folder}/a.safetensors")["layers.0.weight"]
-    >>> again.equals(q)
-    True
+    Args:
+        path: the file to write. An existing file is replaced.
+        arrays: {name: Quantized}, of any recipe, layout and shape.
+
+    Raises:
+        TypeError: if a value is not a Quantized or a name is not a str.
+        ValueError: if a name is empty or contains a lone surrogate, which UTF-8 cannot encode.
+        OSError: if the file cannot be written.
+
+    Example:
+        >>> import tempfile, fp4kit, numpy as np
+        >>> q = fp4kit.quantize(np.ones((4, 32), np.float32), "nvfp4-te")
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     fp4kit.save(f"{folder}/a.safetensors", {"layers.0.weight": q})
+        ...     again = fp4kit.load(f"{folder}/a.safetensors")["layers.0.weight"]
+        >>> again.equals(q)
+        True
     """
-    place = as_path("save", path)
+    target = as_path("save", path)
     if not isinstance(arrays, Mapping):
         raise TypeError(f"save: arrays is a {type(arrays).__name__}; needs a dict of Quantized by their names")
     for name, q in arrays.items():
@@ -91,7 +102,7 @@ def save(path: str | os.PathLike[str], arrays: Mapping[str, Quantized]) -> None:
     header, sums = _header_sum(entry, specs), dict.fromkeys((spec.name for spec in specs), _digits(0))
     metadata = {ENTRY: entry, SUMS: _sums_entry(header, sums)}
     with (
-        whole_file(place) as temporary,
+        whole_file(target) as temporary,
         SafetensorsWriter(temporary, specs, metadata) as writer,
         ThreadPoolExecutor(1) as second,
     ):
@@ -108,87 +119,106 @@ def save(path: str | os.PathLike[str], arrays: Mapping[str, Quantized]) -> None:
 
 
 def _digits(crc32: int) -> str:
+    """Return a CRC-32 as 8 hexadecimal digits."""
     return f"{crc32:08x}"
 
 
 def _sums_entry(header: str, tensors: Mapping[str, str]) -> str:
+    """Return the text of the metadata entry fp4kit_crc32."""
     return json.dumps({"header": header, "tensors": tensors})
 
 
 def _header_sum(entry: str, specs: Iterable[TensorEntry | _Spec]) -> str:
-    """Return the CRC-32 of what the header says: of the arrays, and of all tensors."""
+    """Return the CRC-32 of the metadata and of the names, dtypes and shapes of all tensors."""
     tensors = sorted([spec.name, spec.dtype, list(spec.shape)] for spec in specs)
     return _digits(zlib.crc32(json.dumps([entry, tensors], separators=(",", ":")).encode("ascii")))
 
 
 def _check_array(name: Any, q: Any) -> None:
+    """Raise TypeError or ValueError if save cannot store this name and array."""
     if not isinstance(name, str):
         raise TypeError(f"save: the name {name!r} is a {type(name).__name__}; needs a str")
     if not name:
         raise ValueError("save: a name is empty; needs one, such as 'weight'")
     if any("\ud800" <= c <= "\udfff" for c in name):
-        raise ValueError(f"save: the name '{shown(name)}' holds half a character, which UTF-8 cannot; needs text")
+        raise ValueError(
+            f"save: the name '{shown(name)}' contains a lone surrogate, which UTF-8 cannot encode; needs valid text"
+        )
     if not isinstance(q, Quantized):
         raise TypeError(f"save: '{shown(name)}' is {type(q).__name__}; needs a Quantized, as fp4kit.quantize returns")
 
 
 def _parts(arrays: Mapping[str, Quantized]) -> Iterator[tuple[str, Quantized, str]]:
+    """Yield (name, Quantized, part name) for every part that is present."""
     return ((name, q, part) for name, q in arrays.items() for part in PARTS if getattr(q, part) is not None)
 
 
 def _facts(q: Quantized) -> dict[str, Any]:
-    """All fields but the arrays, and which of those there are."""
+    """Return the metadata of an array: all fields but the parts, and the names of the parts that are present."""
     parts = [part for part in PARTS if getattr(q, part) is not None]
-    found = (as_data(q.recipe), list(q.shape), q.dtype.name, q.axis, q.scale_layout, parts)
-    return dict(zip(_FIELDS, found, strict=True))
+    values = (as_data(q.recipe), list(q.shape), q.dtype.name, q.axis, q.scale_layout, parts)
+    return dict(zip(_FIELDS, values, strict=True))
 
 
 def load(path: str | os.PathLike[str]) -> dict[str, Quantized]:
-    """Read the quantized arrays of a file that save wrote: {name: Quantized} of NumPy arrays, in the order of save.
+    """Read the quantized arrays of a file that fp4kit.save wrote.
 
-    The header and every tensor must have the CRC-32 that save wrote, so that a changed bit anywhere is an error. Files
-    without checksums, which save wrote up to November 2026, are read unchecked. Raises ValueError that names the file,
-    and what in it is wrong: no safetensors file, or a damaged one; a CRC-32 that differs; one that save did not write
-    (build a Quantized of its tensors with Quantized.from_parts); a version, recipe, field, tensor, dtype or shape that
-    does not fit, and a tensor that no array has, or metadata that save does not write. OSError as open does.
+    A changed bit anywhere is an error, because the header and every tensor must have the CRC-32 that save stored. A
+    file without checksums, which save wrote until November 2026, is read unchecked.
 
-    >>> import tempfile, fp4kit, numpy as np
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     fp4kit.save(f"{folder}/a.safetensors", {"w": fp4kit.quantize(np.ones((4, 32), np.float32), "mxfp4")})
-    ...     fp4kit.load(f"{folder}/a.safetensors")
-    {'w': Quantized(mxfp4-ocp, shape=(4, 32), dtype=float32, axis=1, scale_layout='linear', 4.25 bits a value)}
+    Args:
+        path: the file to read.
+
+    Returns:
+        {name: Quantized} with NumPy arrays, in the order in which save received them.
+
+    Raises:
+        ValueError: if the file is not a usable safetensors file, was not written by save, has a wrong CRC-32, or holds
+            a version, recipe, field, tensor, dtype, shape or metadata entry that does not fit. The message names the
+            file and the fault. For a file from elsewhere, build a Quantized from its tensors with Quantized.from_parts.
+        OSError: if the file cannot be read.
+
+    Example:
+        >>> import tempfile, fp4kit, numpy as np
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     fp4kit.save(f"{folder}/a.safetensors", {"w": fp4kit.quantize(np.ones((4, 32), np.float32), "mxfp4")})
+        ...     fp4kit.load(f"{folder}/a.safetensors")
+        {'w': Quantized(mxfp4-ocp, shape=(4, 32), dtype=float32, axis=1, scale_layout='linear', 4.25 bits a value)}
     """
-    place = as_path("load", path)
-    file = read_header(place, f"load: {place.name}")
+    source = as_path("load", path)
+    file = read_header(source, f"load: {source.name}")
     sums = _sums(file)
     described = _described(file)
     entries = {entry.name: entry for entry in file.entries}
     wanted = {f"{name}.{part}" for name, facts in described.items() for part in facts["parts"]}
-    strange = [name for name in entries if name not in wanted]
-    if strange:
+    unlisted = [name for name in entries if name not in wanted]
+    if unlisted:
         raise CheckpointError(
-            f"{file.label}: holds {listed(strange)}, which its metadata has not; write it with fp4kit.save"
+            f"{file.label}: its metadata does not list the tensors {listed(unlisted)}; write it with fp4kit.save"
         )
     with TensorReader(file) as reader, ThreadPoolExecutor(1) as second:
-        found = _Contents(file, entries, reader, second, sums)
-        return {name: _array(name, facts, found) for name, facts in described.items()}
+        contents = _Contents(file, entries, reader, second, sums)
+        return {name: _array(name, facts, contents) for name, facts in described.items()}
 
 
 def _sums(file: SafetensorsFile) -> Mapping[str, str] | None:
-    """Return the CRC-32 of each tensor, None if the file has none. Raises CheckpointError if that of the header
-    differs.
+    """Return {tensor name: CRC-32}, or None if the file has no checksums.
+
+    Raises CheckpointError if the CRC-32 of the header differs from the stored one.
     """
-    strange = [name for name in file.metadata if name not in _KNOWN]
-    if strange and ENTRY in file.metadata:  # perhaps what was SUMS before a bit of it changed
+    unlisted = [name for name in file.metadata if name not in _KNOWN]
+    if unlisted and ENTRY in file.metadata:  # perhaps the name SUMS with a changed bit
         raise CheckpointError(
-            f"{file.label}: holds metadata {listed(strange)}, which fp4kit.save does not write; remove it"
+            f"{file.label}: holds metadata {listed(unlisted)}, which fp4kit.save does not write; remove it"
         )
     if SUMS not in file.metadata or ENTRY not in file.metadata:
         return None
     facts = parse_object(file.metadata[SUMS].encode(), f"{file.label}: metadata {SUMS}")
     tensors, names = facts.get("tensors"), {entry.name for entry in file.entries}
     if sorted(facts) != ["header", "tensors"] or not isinstance(tensors, dict) or tensors.keys() != names:
-        raise CheckpointError(f"{file.label}: metadata {SUMS}: is not of the header and of its tensors; {_DAMAGED}")
+        raise CheckpointError(
+            f"{file.label}: metadata {SUMS}: does not list exactly the header and the tensors of the file; {_DAMAGED}"
+        )
     _check_sum(f"{file.label}: its header", _header_sum(file.metadata[ENTRY], file.entries), facts["header"])
     return tensors
 
@@ -197,12 +227,13 @@ _DAMAGED = "the file is damaged; copy it again"
 
 
 def _check_sum(what: str, found: str, written: Any) -> None:
+    """Raise CheckpointError if the computed CRC-32 differs from the stored one."""
     if found != written:
-        raise CheckpointError(f"{what} has CRC-32 {found} in place of {_brief(written)}; {_DAMAGED}")
+        raise CheckpointError(f"{what} has CRC-32 {found}; {_brief(written)} is stored; {_DAMAGED}")
 
 
 def _described(file: SafetensorsFile) -> dict[str, dict[str, Any]]:
-    """What the metadata says of every array, checked but for what depends on the tensors."""
+    """Return the metadata of every array. Everything that does not depend on the tensors has been checked."""
     if ENTRY not in file.metadata:
         raise CheckpointError(
             f"{file.label}: has no metadata {ENTRY}; it was not written by fp4kit.save; "
@@ -212,31 +243,34 @@ def _described(file: SafetensorsFile) -> dict[str, dict[str, Any]]:
     version = facts.get("version")
     if type(version) is not int or version != VERSION:
         raise CheckpointError(
-            f"{file.label}: is of version {_brief(version)}; needs {VERSION}; read it with another fp4kit"
+            f"{file.label}: has version {_brief(version)}; needs {VERSION}; read it with the fp4kit that wrote it"
         )
     arrays = facts.get("arrays")
     if not isinstance(arrays, dict):
         raise CheckpointError(
-            f"{file.label}: metadata {ENTRY}: arrays is {_brief(arrays)}; needs an object, name by name"
+            f"{file.label}: metadata {ENTRY}: arrays is {_brief(arrays)}; needs an object {{name: fields}}"
         )
-    for name, found in arrays.items():
-        _check_facts(f"{file.label}: {shown(name)}", found)
+    for name, described in arrays.items():
+        _check_facts(f"{file.label}: {shown(name)}", described)
     return arrays
 
 
 def _brief(value: Any) -> str:
+    """Return the value's repr for a message, cut to 80 characters."""
     text = shown(repr(value))
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def _check_facts(label: str, facts: Any) -> None:
-    """Every field is there, and of its type. What is inside a recipe, and whether all fit, is seen when they are
-    made.
+    """Raise CheckpointError unless every metadata field of an array is present and has the right type.
+
+    The contents of the recipe, and whether all fields fit together, are checked later, when Recipe and Quantized are
+    built.
     """
     if not isinstance(facts, dict) or sorted(facts) != sorted(_FIELDS):
         found = ", ".join(map(shown, facts)) if isinstance(facts, dict) else _brief(facts)
         raise CheckpointError(f"{label}: its metadata has {found or 'nothing'}; needs {', '.join(_FIELDS)}")
-    right = {
+    checks = {
         "recipe": isinstance(facts["recipe"], str | dict),
         "shape": isinstance(facts["shape"], list) and all(type(n) is int for n in facts["shape"]),
         "dtype": isinstance(facts["dtype"], str) and facts["dtype"] in _DTYPES,
@@ -244,7 +278,7 @@ def _check_facts(label: str, facts: Any) -> None:
         "scale_layout": isinstance(facts["scale_layout"], str),
         "parts": isinstance(facts["parts"], list) and facts["parts"] in _orders(),
     }
-    for field, is_right in right.items():
+    for field, is_right in checks.items():
         if not is_right:
             raise CheckpointError(f"{label}: its {field} is {_brief(facts[field])}; needs {_NEEDED[field]}")
 
@@ -255,18 +289,23 @@ _NEEDED = {
     "dtype": f"one of {', '.join(_DTYPES)}",
     "axis": "an integer",
     "scale_layout": "the name of a layout",
-    "parts": f"packed and what else there is, in the order {', '.join(PARTS)}",
+    "parts": f"packed first, then the other parts in the order {', '.join(PARTS)}",
 }
 
 
 def _orders() -> list[list[str]]:
-    """Lists of parts as save writes them."""
+    """Return every list of part names that save can write."""
     ends: list[list[str]] = [[], ["tensor_scale"], ["tensor_scale", "tensor_amax"]]
     return [["packed", *scales, *end] for scales in ([], ["block_scale"]) for end in ends]
 
 
 class _Contents(NamedTuple):
-    """The tensors of an open file. second: computes CRC-32; sums: by name, None if the file has none."""
+    """Give access to the tensors of an open file.
+
+    Attributes:
+        second: the thread that computes CRC-32 values.
+        sums: {tensor name: stored CRC-32}, or None if the file has no checksums.
+    """
 
     file: SafetensorsFile
     entries: Mapping[str, TensorEntry]
@@ -275,7 +314,7 @@ class _Contents(NamedTuple):
     sums: Mapping[str, str] | None
 
     def read(self, entry: TensorEntry) -> np.ndarray:
-        """Return a tensor whose CRC-32 is the one that was written."""
+        """Return a tensor after checking its CRC-32."""
         if self.sums is None:
             return self.reader.read(entry)
         raw = np.empty(entry.nbytes, np.uint8)
@@ -284,34 +323,35 @@ class _Contents(NamedTuple):
         return raw.view(NUMPY_DTYPES[entry.dtype]).reshape(entry.shape)
 
     def _read_into(self, raw: np.ndarray, entry: TensorEntry) -> int:
-        """Read a tensor, and return its CRC-32."""
+        """Read a tensor into ``raw``. Return its CRC-32."""
         if raw.size <= _CHUNK:
             self.reader.read_into(raw, entry, 0)
             return zlib.crc32(raw.data)
-        before = None
+        crc32 = None
         for start in range(0, raw.size, _CHUNK):
             chunk = raw[start : start + _CHUNK]
             self.reader.read_into(chunk, entry, start)
-            before = self.second.submit(zlib.crc32, chunk.data, before.result() if before else 0)
-        assert before is not None
-        return before.result()
+            crc32 = self.second.submit(zlib.crc32, chunk.data, crc32.result() if crc32 else 0)
+        assert crc32 is not None
+        return crc32.result()
 
 
 def _array(name: str, facts: dict[str, Any], contents: _Contents) -> Quantized:
-    """One array; whatever a recipe or a Quantized refuses is an error of the file."""
+    """Return one array. Anything that Recipe or Quantized rejects is reported as an error of the file."""
     label = contents.file.label
     parts = {part: _part(f"{name}.{part}", _STORED[part], contents) for part in facts["parts"]}
-    given: dict[str, Any] = {part: parts.get(part) for part in PARTS}
-    given |= {"shape": tuple(facts["shape"]), "dtype": _DTYPES[facts["dtype"]]}
+    fields: dict[str, Any] = {part: parts.get(part) for part in PARTS}
+    fields |= {"shape": tuple(facts["shape"]), "dtype": _DTYPES[facts["dtype"]]}
     try:
         return Quantized(
-            **given, axis=facts["axis"], recipe=from_data(facts["recipe"]), scale_layout=facts["scale_layout"]
+            **fields, axis=facts["axis"], recipe=from_data(facts["recipe"]), scale_layout=facts["scale_layout"]
         )
     except (TypeError, ValueError, OverflowError) as error:
         raise CheckpointError(f"{label}: {shown(name)}: {shown(str(error))}") from None
 
 
 def _part(name: str, dtype: str, contents: _Contents) -> np.ndarray:
+    """Return one part of an array. Raise CheckpointError if it is missing or has the wrong dtype."""
     entry, label = contents.entries.get(name), contents.file.label
     if entry is None:
         raise CheckpointError(f"{label}: the tensor {shown(name)} is missing; write the file again with fp4kit.save")

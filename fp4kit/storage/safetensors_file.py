@@ -1,7 +1,8 @@
-"""One safetensors file: its header, checked by the format's own library, and reads of its tensors by byte range.
+"""Read one safetensors file: its header, checked by the safetensors library, and byte ranges of its tensors.
 
-The library hands out tensors only as arrays of dtypes that its NumPy knows; reads here are plain byte ranges, so that
-every dtype can be copied and no file is mapped into memory (a file that shrinks under a mapping kills the process).
+The library returns tensors only as arrays of dtypes that NumPy has, and it maps the file into memory. Plain byte reads
+can copy tensors of every dtype. They also survive a file that shrinks while it is read, which kills a process that has
+mapped the file.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from fp4kit.storage.errors import CheckpointError, shown
 from fp4kit.storage.ggml_types import BLOCKED, ggml_nbytes
 from fp4kit.storage.json_object import parse_object
 
-# Bits of one element, in the order of the format's own table, by which its writer sorts.
+# Bits per element. The order is that of the dtype table in the safetensors library, by which its writer sorts.
 DTYPE_BITS: dict[str, int] = {
     "BOOL": 8,
     "F4": 4,
@@ -56,24 +57,23 @@ NUMPY_DTYPES: dict[str, np.dtype] = {
     "F16": np.dtype(np.float16),
     "BF16": np.dtype(ml_dtypes.bfloat16),
     "U8": np.dtype(np.uint8),
-    "U32": np.dtype(np.uint32),  # words of codes
-    "I8": np.dtype(np.uint8),  # codes; numbers of 8 bits are bit patterns here
+    "U32": np.dtype(np.uint32),  # MLX packs codes into 32-bit words
+    "I8": np.dtype(np.uint8),  # all 8-bit types are read as bit patterns
     "F8_E4M3": np.dtype(np.uint8),
     "F8_E8M0": np.dtype(np.uint8),
 }
-FLOAT_DTYPES = tuple(
-    name for name, dtype in NUMPY_DTYPES.items() if dtype in FLOATS
-)  # of what is quantized, and of amaxes
+# Dtypes of tensors that can be quantized, and of amaxes.
+FLOAT_DTYPES = tuple(name for name, dtype in NUMPY_DTYPES.items() if dtype in FLOATS)
 
-# What the library says and what it means.
+# {part of an error message of the safetensors library: explanation for the owner of the file}
 _PLAIN_WORDS = {
     "header too small": "it ends before its 8-byte header length: empty or truncated",
     "header too large": "its header length is beyond the limit of 100 MB: not a safetensors file",
     "invalid header length": "its header is longer than the file: truncated",
     "UTF-8": "its header is not text: not a safetensors file",
     "unknown variant": "it has a tensor of a dtype that the safetensors library does not know",
-    "invalid JSON": "its header is not the JSON that the format asks for",
-    "invalid offset": "its tensors overlap, are out of order or leave a hole",
+    "invalid JSON": "its header is not the JSON that the format requires",
+    "invalid offset": "its tensors overlap, are out of order or leave a gap",
     "not fully covered": "its tensors do not fill it exactly: truncated or appended to",
     "overflow": "it has a tensor whose shape is too large for any file",
     "invalid shape": "it has a tensor whose shape and byte range disagree",
@@ -81,8 +81,9 @@ _PLAIN_WORDS = {
 
 
 def nbytes_of(dtype: str, shape: tuple[int, ...]) -> int:
-    """Return the bytes of a tensor; formats below 8 bits are packed without padding in the tensor, those of GGUF in
-    blocks.
+    """Return the size of a tensor in bytes.
+
+    Elements below 8 bits are packed without padding. GGUF types are stored in blocks.
     """
     if dtype in BLOCKED:
         return ggml_nbytes(BLOCKED[dtype], shape)
@@ -91,7 +92,7 @@ def nbytes_of(dtype: str, shape: tuple[int, ...]) -> int:
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """One tensor of a header: where its bytes are in the file."""
+    """Describe one tensor of a header, and where its bytes are in the file."""
 
     name: str
     dtype: str
@@ -102,36 +103,36 @@ class TensorEntry:
 
 @dataclass(frozen=True)
 class SafetensorsFile:
-    """A file whose header has been checked; ``entries`` in the order of their bytes."""
+    """Describe a file whose header has been checked. ``entries`` are in the order of their bytes."""
 
     path: Path
-    name: str  # in its directory; ``path`` may be where a link leads
+    name: str  # its name in the directory; ``path`` may be the target of a link
     size: int
     entries: tuple[TensorEntry, ...]
     metadata: Mapping[str, str]
 
     @property
     def label(self) -> str:
-        """How errors name the file."""
+        """The file's name as error messages show it."""
         return shown(self.name)
 
 
 def _plain_words(message: str) -> str:
-    """Return what the library's ``message`` means for the owner of the file."""
-    found = (words for said, words in _PLAIN_WORDS.items() if said in message)
-    return next(found, "the safetensors library refuses it")
+    """Return an explanation of the library's error ``message`` for the owner of the file."""
+    matching = (words for part, words in _PLAIN_WORDS.items() if part in message)
+    return next(matching, "the safetensors library rejects it")
 
 
 def unusable(label: str, error: SafetensorError) -> CheckpointError:
-    """Return the error for a file that the safetensors library refuses."""
-    said = shown(str(error)).removeprefix("Error while deserializing header: ")
+    """Return the CheckpointError for a file that the safetensors library rejects."""
+    message = shown(str(error)).removeprefix("Error while deserializing header: ")
     return CheckpointError(
-        f"{label}: not a usable safetensors file: {_plain_words(said)} ({said}); download or copy it again"
+        f"{label}: not a usable safetensors file: {_plain_words(message)} ({message}); download or copy it again"
     )
 
 
 def _check_with_library(path: Path, label: str) -> None:
-    """Raise CheckpointError if the safetensors library does not accept the header."""
+    """Raise CheckpointError if the safetensors library rejects the header."""
     try:
         with safe_open(path, framework="numpy"):
             pass
@@ -140,7 +141,7 @@ def _check_with_library(path: Path, label: str) -> None:
 
 
 def _entry(name: str, info: Mapping[str, Any], data_start: int) -> TensorEntry:
-    """Return the entry of one header item that the library has accepted."""
+    """Return the TensorEntry of one header item that the library has accepted."""
     begin, end = info["data_offsets"]
     return TensorEntry(name, info["dtype"], tuple(info["shape"]), data_start + begin, end - begin)
 
@@ -148,14 +149,13 @@ def _entry(name: str, info: Mapping[str, Any], data_start: int) -> TensorEntry:
 def read_header(path: Path, name: str | None = None) -> SafetensorsFile:
     """Return the checked header of the safetensors file at ``path``.
 
-    Raises CheckpointError when the file is not regular, when the library refuses it, or when a tensor name stands
-    twice.
+    Raises CheckpointError if the file is not regular, if the library rejects it, or if a tensor name occurs twice.
     """
     name = name or path.name
     label = shown(name)
     if not stat.S_ISREG(path.stat().st_mode):
         raise CheckpointError(f"{label}: not a regular file; a safetensors file is needed")
-    with path.open("rb") as file:  # first: the library takes a file that may not be read for one that is missing
+    with path.open("rb") as file:  # open first: the library reports an unreadable file as missing
         _check_with_library(path, label)
         length = int.from_bytes(file.read(8), "little")
         header = parse_object(file.read(length), label)
@@ -167,17 +167,19 @@ def read_header(path: Path, name: str | None = None) -> SafetensorsFile:
 
 
 class TensorReader:
-    """An open safetensors file; reads byte ranges of its tensors. Use it in a ``with`` statement."""
+    """Read byte ranges of the tensors of an open safetensors file. Use it in a ``with`` statement."""
 
     def __init__(self, file: SafetensorsFile) -> None:
         self._file = file
-        descriptor = os.open(file.path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # does not wait at a pipe
+        descriptor = os.open(
+            file.path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
+        )  # O_NONBLOCK: opening a pipe does not wait
         self._stream = open(descriptor, "rb", buffering=0)
-        found = os.fstat(self._stream.fileno())
-        if found.st_size != file.size or not stat.S_ISREG(found.st_mode):
+        status = os.fstat(self._stream.fileno())
+        if status.st_size != file.size or not stat.S_ISREG(status.st_mode):
             self._stream.close()
             raise CheckpointError(
-                f"{file.label}: its size changed since its header was read; run again when nothing writes to it"
+                f"{file.label}: its size changed since its header was read; run again when no process writes to it"
             )
 
     def __enter__(self) -> TensorReader:
@@ -189,29 +191,30 @@ class TensorReader:
         self._stream.close()
 
     def read_bytes(self, entry: TensorEntry, start: int = 0, count: int | None = None) -> npt.NDArray[np.uint8]:
-        """Return ``count`` bytes of a tensor from byte ``start`` of it, by default all that follow."""
+        """Return ``count`` bytes of a tensor, beginning at its byte ``start``. A count of None reads to the end."""
         count = entry.nbytes - start if count is None else count
         data = np.empty(count, np.uint8)
         self.read_into(data, entry, start)
         return data
 
     def read_into(self, data: npt.NDArray[np.uint8], entry: TensorEntry, start: int) -> None:
-        """Fill ``data`` with bytes of a tensor from byte ``start`` of it."""
+        """Fill ``data`` with the bytes of a tensor, beginning at its byte ``start``."""
         self._stream.seek(entry.start + start)
         done = 0
         while done < data.size:
             got = self._stream.readinto(data.data[done:])
             if not got:
                 raise CheckpointError(
-                    f"{self._file.label}: ended inside {shown(entry.name)}; it was truncated while it was read"
+                    f"{self._file.label}: ended inside {shown(entry.name)}, so it was truncated while it was read; "
+                    f"run again"
                 )
             done += got
 
     def read(self, entry: TensorEntry) -> np.ndarray:
-        """Return a tensor as an array of its shape; E4M3 comes as uint8 bit patterns."""
+        """Return a tensor as an array of its shape. FP8, E8M0 and I8 tensors are returned as uint8 bit patterns."""
         return self.read_bytes(entry).view(NUMPY_DTYPES[entry.dtype]).reshape(entry.shape)
 
     def chunks(self, entry: TensorEntry, size: int = 16 << 20) -> Iterator[npt.NDArray[np.uint8]]:
-        """Yield the bytes of a tensor in pieces of at most ``size``."""
+        """Yield the bytes of a tensor in chunks of at most ``size`` bytes."""
         for start in range(0, entry.nbytes, size):
             yield self.read_bytes(entry, start, min(size, entry.nbytes - start))

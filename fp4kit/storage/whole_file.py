@@ -1,4 +1,4 @@
-"""A file that appears whole or not at all: it is filled under a temporary name beside its place, then renamed."""
+"""Create a file that appears complete or not at all: write under a temporary name, then rename."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from pathlib import Path
 
 @contextmanager
 def whole_file(path: Path) -> Iterator[Path]:
-    """Yield a name beside path to write a new file to; at the end it takes path's place, or it is removed after an
-    error.
+    """Yield a temporary path beside ``path`` to write the new file to.
+
+    At the end the temporary file replaces ``path``. After an error it is removed.
     """
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
@@ -24,7 +25,7 @@ def whole_file(path: Path) -> Iterator[Path]:
 
 
 def write_file(path: Path, content: bytes) -> None:
-    """Write a new file and push it to the disk; a file or link that exists is an error."""
+    """Write a new file and flush it to disk. Raise FileExistsError if a file or link exists at ``path``."""
     with path.open("xb") as file:
         file.write(content)
         file.flush()
@@ -32,7 +33,7 @@ def write_file(path: Path, content: bytes) -> None:
 
 
 def sync_directory(path: Path) -> None:
-    """Push the entries of a directory to the disk."""
+    """Flush the entries of a directory to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

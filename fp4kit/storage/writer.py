@@ -1,8 +1,8 @@
-"""A safetensors file written tensor by tensor: the library's own writer wants every tensor in memory at once.
+"""Write a safetensors file tensor by tensor. The library's own writer needs every tensor in memory at once.
 
-The layout is the library's: an 8-byte little-endian header length, the header as compact JSON padded with spaces to a
-multiple of 8, then the tensors sorted by falling element size and then by name, without gaps. Every offset follows
-from names, dtypes and shapes, so tensors may come in any order, and equal input gives equal bytes.
+The file has the library's layout: an 8-byte little-endian header length, the header as compact JSON padded with spaces
+to a multiple of 8, then the tensors without gaps. Tensors are sorted by decreasing element size, then by name. Every
+offset follows from names, dtypes and shapes, so tensors may be written in any order, and equal input gives equal bytes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from fp4kit.storage.safetensors_file import DTYPE_BITS, nbytes_of
 
 
 class TensorSpec(Protocol):
-    """What the header needs to know of a tensor."""
+    """Describe what the header says about a tensor."""
 
     @property
     def name(self) -> str: ...
@@ -36,12 +36,12 @@ _RANK = {dtype: rank for rank, dtype in enumerate(DTYPE_BITS)}
 
 
 def file_order(specs: Iterable[TensorSpec]) -> list[TensorSpec]:
-    """Return ``specs`` in the order of their bytes in the file: wide elements first, so that each tensor is aligned."""
+    """Return ``specs`` in the order of the file: wide elements first, which keeps every tensor aligned."""
     return sorted(specs, key=lambda spec: (-_RANK[spec.dtype], spec.name))
 
 
 def header_bytes(specs: Sequence[TensorSpec], metadata: Mapping[str, str]) -> bytes:
-    """Return the length field and the padded header for tensors that lie in the order of ``specs``."""
+    """Return the length field and the padded header for tensors stored in the order of ``specs``."""
     header: dict[str, object] = {"__metadata__": dict(sorted(metadata.items()))} if metadata else {}
     begin = 0
     for spec in specs:
@@ -54,9 +54,10 @@ def header_bytes(specs: Sequence[TensorSpec], metadata: Mapping[str, str]) -> by
 
 
 class SafetensorsWriter:
-    """A new safetensors file with the tensors of ``specs``; ``write`` fills them, ``finish`` checks that all came.
+    """Write a new safetensors file with the tensors of ``specs``.
 
-    The file is created exclusively: a file or link that exists at ``path`` is an error.
+    ``write`` fills the tensors; ``finish`` checks that every tensor is complete. A file or link that exists at ``path``
+    is an error.
     """
 
     def __init__(self, path: Path, specs: Iterable[TensorSpec], metadata: Mapping[str, str]) -> None:
@@ -90,31 +91,34 @@ class SafetensorsWriter:
             data = data[self._stream.write(data) :]
 
     def replace_metadata(self, metadata: Mapping[str, str]) -> None:
-        """Write other metadata in place of the first, such as checksums of what has been written since; of the same
-        length.
+        """Overwrite the metadata with new metadata of the same length.
+
+        Used for values that are known only after the tensors are written, such as checksums.
         """
         header = header_bytes(self._ordered, metadata)
         if len(header) != self._header_size:
             raise ValueError(
-                f"{self._label}: the header has {len(header)} bytes; needs {self._header_size}, as planned"
+                f"{self._label}: the new header has {len(header)} bytes; needs {self._header_size}, the length of the "
+                f"first one"
             )
         self._put(0, memoryview(header))
 
     def write(self, name: str, data: npt.NDArray[np.generic]) -> None:
-        """Append the bytes of ``data`` to the tensor ``name``; pieces of one tensor come in order."""
+        """Append the bytes of ``data`` to the tensor ``name``. Chunks of one tensor must arrive in order."""
         raw = np.ascontiguousarray(data).reshape(-1).view(np.uint8)
         position = self._next[name]
         if position + raw.size > self._end[name]:
             raise CheckpointError(
-                f"{self._label}: {shown(name)} has {raw.size} bytes where {self._end[name] - position} are planned"
+                f"{self._label}: {shown(name)}: {raw.size} bytes were written; at most {self._end[name] - position} "
+                f"are left of its planned size"
             )
         self._put(position, raw.data)
         self._next[name] = position + raw.size
 
     def finish(self) -> None:
-        """Check that every tensor has all its bytes, and push the file to the disk."""
+        """Check that every tensor is complete, and flush the file to disk."""
         short = [name for name, position in self._next.items() if position != self._end[name]]
         if short:
             missing = self._end[short[0]] - self._next[short[0]]
-            raise CheckpointError(f"{self._label}: {shown(short[0])} misses {missing} of its planned bytes")
+            raise CheckpointError(f"{self._label}: {shown(short[0])} lacks {missing} of its planned bytes")
         os.fsync(self._stream.fileno())

@@ -25,7 +25,7 @@ def encode(arrays: Mapping[str, np.ndarray], facts: Mapping[str, Any]) -> bytes:
 def decode(data: bytes, label: str) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
     """The amax arrays (float32, keys sorted) and the facts that encode put into a file; other tensors are left out.
 
-    Raises ValueError, beginning with label, for what is no safetensors file, a key that stands twice, or another dtype.
+    Raises ValueError, beginning with label, for what is no safetensors file, a key that occurs twice, or another dtype.
     """
     try:
         tensors = sorted((item for item in deserialize(data) if item[0].endswith("amax")), key=lambda item: item[0])

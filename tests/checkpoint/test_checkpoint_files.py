@@ -25,16 +25,16 @@ from fp4kit.storage.writer import SafetensorsWriter
 MALFORMED = Path(__file__).parent / "malformed"
 REFUSED = {
     "deep_json": "not the JSON",
-    "dup_key": "overlap, are out of order or leave a hole",
+    "dup_key": "overlap, are out of order or leave a gap",
     "empty_file": "empty or truncated",
     "header_len_huge": "beyond the limit of 100 MB",
-    "hole": "overlap, are out of order or leave a hole",
+    "hole": "overlap, are out of order or leave a gap",
     "len_only": "longer than the file: truncated",
     "metadata_nonstring": "not the JSON",
     "negative_offset": "not the JSON",
     "not_json": "not the JSON",
     "not_utf8": "not text",
-    "overlap": "overlap, are out of order or leave a hole",
+    "overlap": "overlap, are out of order or leave a gap",
     "past_eof": "do not fill it exactly",
     "shape_bytes_mismatch": "shape and byte range disagree",
     "shape_overflow": "too large for any file",
@@ -67,7 +67,7 @@ def test_key_twice_with_valid_bytes_is_refused(tmp_path: Path) -> None:
     item = '{"dtype":"U8","shape":[4],"data_offsets":[0,4]}'
     header = f'{{"a":{item},"a":{item}}}'.encode()
     (tmp_path / "x.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + b"abcd")
-    with refused("x.safetensors: the key 'a' stands twice"):
+    with refused("x.safetensors: the key 'a' occurs twice"):
         read_header(tmp_path / "x.safetensors")
 
 
@@ -75,7 +75,7 @@ def test_key_twice_among_many_is_found_without_comparing_all() -> None:
     text = json.dumps({f"k{i}": i for i in range(100_000)})[:-1] + ', "k99999": 1}'
 
     def parsed() -> None:
-        with refused("x: the key 'k99999' stands twice"):
+        with refused("x: the key 'k99999' occurs twice"):
             parse_object(text.encode(), "x")
 
     assert cpu_seconds(parsed) < TEN
@@ -93,7 +93,7 @@ def test_file_that_changes_is_refused(tmp_path: Path) -> None:
     file = read_header(path)
     with TensorReader(file) as reader:
         os.truncate(path, file.size - 4)
-        with refused("x.safetensors: ended inside a; it was truncated while it was read"):
+        with refused("x.safetensors: ended inside a, so it was truncated while it was read"):
             reader.read(file.entries[0])
     with refused("x.safetensors: its size changed"):
         TensorReader(file)
@@ -142,9 +142,9 @@ def test_writer_is_deterministic_and_aligned(tmp_path: Path) -> None:
 def test_writer_counts_bytes(tmp_path: Path) -> None:
     with SafetensorsWriter(tmp_path / "x.safetensors", [_spec("a", "F32", 2)], {}) as writer:
         writer.write("a", np.zeros(1, np.float32))
-        with refused("x.safetensors: a misses 4 of its planned bytes"):
+        with refused("x.safetensors: a lacks 4 of its planned bytes"):
             writer.finish()
-        with refused("x.safetensors: a has 8 bytes where 4 are planned"):
+        with refused("x.safetensors: a: 8 bytes were written; at most 4 are left of its planned size"):
             writer.write("a", np.zeros(2, np.float32))
 
 
@@ -226,7 +226,7 @@ def test_source_without_config(tmp_path: Path) -> None:
     [
         ("{", "config.json: not valid JSON"),
         ("[1]", "config.json: holds a JSON list; an object is needed"),
-        ('{"a": 1, "b": {"c": 1, "c": 2}}', "config.json: the key 'c' stands twice"),
+        ('{"a": 1, "b": {"c": 1, "c": 2}}', "config.json: the key 'c' occurs twice"),
         ("[" * 100_000, "config.json: not valid JSON"),
     ],
 )

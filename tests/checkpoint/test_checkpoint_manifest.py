@@ -120,7 +120,7 @@ def test_manifest_that_is_none(converted: Path, text: str) -> None:
     with refused(f"{MANIFEST}: is not of version 1; convert the model again"):
         differences(converted)
     (converted / MANIFEST).write_text('{"files": {}, "files": {}}')
-    with refused(f"{MANIFEST}: the key 'files' stands twice"):
+    with refused(f"{MANIFEST}: the key 'files' occurs twice"):
         differences(converted)
     (converted / MANIFEST).unlink()
     assert differences(converted) is None
