@@ -203,8 +203,8 @@ def test_what_print_shows_of_a_quantized():
         "  array         (4, 64) float32, blocks along axis 1",
         "  packed        uint8 (4, 32) in numpy",
         "  block_scale   uint8 (4, 2) in numpy",
-        "  size          136 bytes, 4.25 bits a value",
-        "  block scales  E8M0, one for 1 x 32 elements, linear",
+        "  size          136 bytes, 4.25 bits per value",
+        "  block scales  E8M0, one per 1 x 32 elements, linear",
         "  scales        5.87747e-39 to 1",
         "  saturated     9.38% of values: 24 of magnitude 6 or more",
         "  zero blocks   75%: 6 of 8",
@@ -227,7 +227,7 @@ def test_print_of_a_recipe():
         "Recipe mxfp4-ocp",
         "  recipe       in the table, also called mxfp4, also called mxfp4-torchao-floor",
         "  elements     E2M1, 4 bits, up to 6",
-        "  scales       E8M0 for a 1 x 32 block",
+        "  scales       E8M0 per 1 x 32 block",
     ]
     variant = str(replace(fp4kit.recipe("nvfp4-te"), sign="negative"))
     assert "a variant, not in the table" in variant and re.search(r"\n  sign +negative\n", variant)

@@ -1,1 +1,1 @@
-"""What a notebook and print show of a Quantized, a Recipe, a Comparison and an Identification."""
+"""Display Quantized, Recipe, Comparison and Identification objects, as printed text and as notebook HTML."""

@@ -1,7 +1,7 @@
-"""A panel: a title, facts, a table and bars, as text for a terminal and as HTML for a notebook.
+"""Define Panel: a title, facts, a table and a bar chart, as text for a terminal and as HTML for a notebook.
 
-The HTML takes its colours from the text around it (currentColor), so that it is right on light and dark pages, whatever
-the operating system prefers; it has no script, and all text is escaped.
+The HTML takes its colours from the surrounding text (currentColor), so it is readable on light and dark pages, whatever
+the operating system prefers. It has no script, and all text is escaped.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from html import escape
 
 Row = tuple[str, ...]
-_BAR = 32  # characters of the longest bar
+_BAR = 32  # length of the longest bar, in characters
 _STYLE = (
     ".fp4kit{color-scheme:light dark;color:inherit;font-size:13px;line-height:1.45;max-width:60em}"
     ".fp4kit-title{font-weight:600;border-bottom:1px solid;padding-bottom:2px;margin-bottom:4px;overflow-wrap:anywhere}"
@@ -28,7 +28,13 @@ _STYLE = (
 
 @dataclass(frozen=True)
 class Panel:
-    """Facts (name, text); a table of columns, numbers right, and rows; bars (label, count) under a heading."""
+    """Hold the contents of a panel.
+
+    Attributes:
+        facts: (name, text) pairs.
+        columns, rows: a table; every column but the first is right-aligned.
+        heading, bars: a bar chart of (label, count) pairs under its heading.
+    """
 
     title: str
     facts: tuple[tuple[str, str], ...] = ()
@@ -38,7 +44,7 @@ class Panel:
     bars: tuple[tuple[str, int], ...] = ()
 
     def text(self) -> str:
-        """Plain text of several lines."""
+        """Return the panel as plain text of several lines."""
         width = max((len(name) for name, _ in self.facts), default=0)
         lines = [self.title, *(f"  {name:{width}}  {text}" for name, text in self.facts)]
         if self.rows:
@@ -51,7 +57,7 @@ class Panel:
         return "\n".join(line.rstrip() for line in lines)
 
     def html(self) -> str:
-        """A division with a style of its own, which needs no other."""
+        """Return the panel as one <div> element that brings its own style sheet."""
         parts = [f'<div class="fp4kit"><style>{_STYLE}</style><div class="fp4kit-title">{escape(self.title)}</div>']
         parts.append(_table(f"<tr><th>{escape(name)}</th><td>{escape(text)}</td></tr>" for name, text in self.facts))
         if self.rows:
@@ -63,13 +69,16 @@ class Panel:
         return "".join(parts) + "</div>"
 
     def _totals(self) -> tuple[int, int]:
-        """The largest count of a bar, and the sum."""
+        """Return the largest count of a bar, and the sum of all counts."""
         counts = [count for _, count in self.bars]
         return max(counts), sum(counts)
 
 
 def share(count: int, total: int) -> str:
-    """A count of a total as a percentage of three digits; never 0% or 100% unless it is none or all."""
+    """Return ``count / total`` as a percentage with three significant digits.
+
+    The result is 0% only for a count of 0, and 100% only for a count of total (or more).
+    """
     if not 0 < count < total:
         return "100%" if count else "0%"
     percent = 100 * count / total
@@ -77,7 +86,7 @@ def share(count: int, total: int) -> str:
 
 
 def _aligned(rows: list[Row] | tuple[Row, ...], right: tuple[int, ...] | None = None) -> list[str]:
-    """Rows in columns; by default all but the first are right-aligned."""
+    """Return the rows as lines of aligned columns. By default every column but the first is right-aligned."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     right = tuple(range(1, len(widths))) if right is None else right
     cells = ([f"{cell:{'>' if i in right else '<'}{widths[i]}}" for i, cell in enumerate(row)] for row in rows)
@@ -85,24 +94,29 @@ def _aligned(rows: list[Row] | tuple[Row, ...], right: tuple[int, ...] | None = 
 
 
 def _bar(label: str, count: int, largest: int, total: int) -> Row:
+    """Return the cells of a text bar: label, count, percentage, and block characters in steps of 1/8 character."""
     eighths = max(round(8 * _BAR * count / largest), 1) if count else 0
     return label, f"{count:,}", share(count, total), "█" * (eighths // 8) + " ▏▎▍▌▋▊▉"[eighths % 8].strip()
 
 
 def _html_bar(label: str, count: int, largest: int, total: int) -> str:
+    """Return the HTML table row of a bar."""
     bar = f'<div class="bar" style="width:{16 * count / largest:.2f}em"></div>' if count else ""
     cells = (label, f"{count:,}", share(count, total))
     return "<tr>" + "".join(f'<td class="n">{escape(cell)}</td>' for cell in cells) + f"<td>{bar}</td></tr>"
 
 
 def _html_row(row: Row) -> str:
+    """Return the HTML row of a table."""
     return "<tr>" + "".join(f"<td{_right(i)}>{escape(cell)}</td>" for i, cell in enumerate(row)) + "</tr>"
 
 
 def _right(column: int) -> str:
+    """Return the class attribute of a cell: right-aligned, except in the first column."""
     return ' class="n"' if column else ""
 
 
 def _table(rows: Iterable[str], kind: str = "facts") -> str:
+    """Return an HTML table of the rows, or an empty string if there are none."""
     body = "".join(rows)
     return f'<table class="{kind}">{body}</table>' if body else ""

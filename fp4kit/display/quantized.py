@@ -1,4 +1,4 @@
-"""The panel of a Quantized: what it holds, how large, and what its codes and scales look like."""
+"""Build the panel of a Quantized: its arrays, its size, and statistics of its codes and scales."""
 
 from __future__ import annotations
 
@@ -12,14 +12,16 @@ from fp4kit.quantized.container import PARTS, Quantized
 
 
 def panel(q: Quantized) -> Panel:
-    """Shapes, bits, ranges of scales, saturated values and zero blocks, and a histogram of the scales; reads all of
-    q.
+    """Return the panel of a Quantized. Reads all of its codes and scales.
+
+    It shows shapes, bits per value, the range of the scales, saturated values, zero blocks and a histogram of the
+    scales.
     """
     found = statistics(q)
     facts = [
         ("array", f"{q.shape} {q.dtype}, blocks along axis {q.axis}"),
         *((name, _held(getattr(q, name))) for name in PARTS if getattr(q, name) is not None),
-        ("size", f"{q.nbytes:,} bytes, {q.bits_per_value:.3g} bits a value"),
+        ("size", f"{q.nbytes:,} bytes, {q.bits_per_value:.3g} bits per value"),
         *_scale_facts(q, found),
         (
             "saturated",
@@ -37,39 +39,40 @@ def panel(q: Quantized) -> Panel:
 
 
 def text_of(q: Quantized) -> str:
-    """The panel as text; one line of parts that hold no values."""
+    """Return the panel as text, or one line (repr) if the arrays hold no values."""
     panel = _panel_if_there(q)
     return repr(q) if panel is None else panel.text()
 
 
 def html_of(q: Quantized) -> str | None:
-    """The panel for a notebook; None of parts that hold no values, of which a notebook shows repr."""
+    """Return the panel as HTML. Return None if the arrays hold no values; a notebook then shows repr."""
     panel = _panel_if_there(q)
     return None if panel is None else panel.html()
 
 
 def _panel_if_there(q: Quantized) -> Panel | None:
-    """The panel; None of parts that hold no values of q: traced, deleted, on the meta device, what a tree library put
-    there.
+    """Return the panel, or None if the arrays hold no values.
+
+    Arrays without values are traced, deleted, on the meta device, or placeholders of a tree library.
     """
     try:
-        q.imported()  # checks the parts of a library that traces
+        q.imported()  # raises for traced arrays
         return panel(q)
     except (TypeError, ValueError, AttributeError, BufferError):
         return None
 
 
 def _held(array: Any) -> str:
-    """dtype, shape and library; the value of a single number on the host."""
+    """Return dtype, shape and library of an array, and its value if it is a scalar on the host."""
     place = f" in {type(array).__module__.partition('.')[0]}"
     value = f": {float(array):.9g}" if isinstance(array, np.ndarray) and not array.ndim else ""
     return f"{array.dtype} {tuple(array.shape)}{place}{value}"
 
 
 def _scale_facts(q: Quantized, found: Statistics) -> list[tuple[str, str]]:
-    """The format and layout of block scales, and from where to where the scales go."""
+    """Return facts about block scales: their format and layout, and the range of the finite scales."""
     facts = (
-        [] if q.block_scale is None else [("block scales", f"{q.recipe.scale}, one for {_block(q)}, {q.scale_layout}")]
+        [] if q.block_scale is None else [("block scales", f"{q.recipe.scale}, one per {_block(q)}, {q.scale_layout}")]
     )
     finite = found.scales[np.isfinite(found.scales)]
     if finite.size and found.counts.sum() > 1:
@@ -78,10 +81,14 @@ def _scale_facts(q: Quantized, found: Statistics) -> list[tuple[str, str]]:
 
 
 def _block(q: Quantized) -> str:
+    """Return the size of a block in words."""
     rows, columns = q.recipe.block or (1, 1)
     return f"{rows} x {columns} elements"
 
 
 def _largest(q: Quantized) -> str:
-    """Two's complement goes one further below."""
+    """Return the magnitude from which values count as saturated.
+
+    It says "or more" because the negative range of two's complement reaches one further.
+    """
     return f"{q.recipe.element.max:g} or more"

@@ -1,4 +1,4 @@
-"""The panel of a Recipe: the format in words, the rules by name, and every field that is not as usual."""
+"""Build the panel of a Recipe: its format in words, its rules by name, and every field without its default value."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from fp4kit.display.panel import Panel
 from fp4kit.recipes import ALIASES, PRODUCER_ALIASES, Recipe
 from fp4kit.recipes.table import is_listed
 
-_SHOWN = (
+_DESCRIBED = (
     "id",
     "element",
     "scale",
@@ -17,11 +17,11 @@ _SHOWN = (
     "exact",
     "versions",
     "tensor_scaling",
-)  # in words, or in the title
+)  # fields that panel() describes in words or in the title
 
 
 def panel(r: Recipe) -> Panel:
-    """What a recipe is: its fields, but for those that have their usual value."""
+    """Return the panel of a recipe. Fields with their default values are left out."""
     names = [name for name, target in ALIASES.items() if target == r.id]
     kind = "in the table" if is_listed(r) else "a variant, not in the table"
     facts = [
@@ -38,21 +38,21 @@ def panel(r: Recipe) -> Panel:
 
 
 def _scales(r: Recipe) -> str:
-    """What shares a scale, from the smallest to the largest."""
+    """Describe the scales from the smallest group that shares one to the largest."""
     block = f"{r.block[0]} x {r.block[1]} block" if r.block else "block"
-    found = [f"{r.scale} for a {block}"] if r.scale else []
+    scales = [f"{r.scale} per {block}"] if r.scale else []
     covered = {
         "none": "",
-        "tensor": "float32 for the tensor",
-        "row": "float32 for a row",
-        "block": f"float32 for a {block}",
+        "tensor": "float32 per tensor",
+        "row": "float32 per row",
+        "block": f"float32 per {block}",
     }
-    return ", ".join(filter(None, [*found, covered[r.tensor_scaling]]))
+    return ", ".join(filter(None, [*scales, covered[r.tensor_scaling]]))
 
 
 def _rules(r: Recipe) -> list[tuple[str, str]]:
-    """Rules, and what differs from a field's default."""
-    shown = [field for field in fields(r) if field.name not in _SHOWN]
+    """Return (name, value) of every rule, and of every other field that differs from its default."""
+    shown = [field for field in fields(r) if field.name not in _DESCRIBED]
     rules = [field.name for field in shown if field.name.endswith("_rule")]
-    usual = [field.name for field in shown if field.name in rules or getattr(r, field.name) != field.default]
-    return [(name.replace("_", " "), str(getattr(r, name))) for name in usual if getattr(r, name) is not None]
+    names = [field.name for field in shown if field.name in rules or getattr(r, field.name) != field.default]
+    return [(name.replace("_", " "), str(getattr(r, name))) for name in names if getattr(r, name) is not None]
