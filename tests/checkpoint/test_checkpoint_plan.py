@@ -128,7 +128,7 @@ def test_what_is_not_selected_is_numbers(tmp_path: Path) -> None:
     plan = plan_of(tmp_path, "deepseek_fp8", "mxfp8-te", requantize=True, wishes=Wishes(preset="experts"))
     o_proj = next(tensor for tensor in plan.tensors if tensor.name == "model.layers.0.self_attn.o_proj.weight")
     assert (o_proj.action, o_proj.outputs[0].dtype) == ("dequantize", "BF16")
-    assert o_proj.reason == "attention: not of the preset experts; decoded, since its form is another one"
+    assert o_proj.reason == "attention: not in preset experts; decoded, since its form is another one"
     assert "model.layers.0.self_attn.o_proj" in plan.ignore
 
 
@@ -146,17 +146,16 @@ def test_formats_of_routed_experts_leave_the_others(tmp_path: Path) -> None:
 
 def test_partly_converted_fusion_warns(tmp_path: Path) -> None:
     plan = plan_of(tmp_path, "dense", wishes=Wishes(keep=("model.layers.0.self_attn.k_proj",)))
-    assert (
-        plan.warnings[0]
-        == "model.layers.0.self_attn.(q_proj|k_proj|v_proj): k_proj stays unquantized; loaders that fuse these need all"
-        " or none"
+    assert plan.warnings[0] == (
+        "model.layers.0.self_attn.(q_proj|k_proj|v_proj): k_proj stays unquantized;"
+        " loaders that fuse these layers need all of them quantized, or none"
     )
     assert "model.layers.0.self_attn.qkv_proj" not in plan.ignore
 
 
 def test_unpaired_gate(tmp_path: Path) -> None:
     synthetic.write_model(tmp_path / "m", {}, {"mlp.gate_proj.weight": synthetic.random("g", (16, 64))})
-    with refused("mlp.gate_proj: there is no up_proj beside it, with which it shares a tensor amax; add the tensor"):
+    with refused("mlp.gate_proj: has no up_proj beside it, with which it must share a tensor amax; add up_proj"):
         make_plan(tmp_path / "m")
 
 

@@ -169,7 +169,7 @@ def test_kinds(module: str, kind: Kind) -> None:
     assert experts.converted == (kind in ("routed expert", "shared expert"))
     assert mlp.converted == (kind in ("routed expert", "shared expert", "dense MLP"))
     if not mlp.converted:
-        assert mlp == Decision(False, f"{kind}: not of the preset mlp", True)
+        assert mlp == Decision(False, f"{kind}: not in preset mlp", True)
 
 
 @pytest.mark.parametrize("leaf", STACKS)
@@ -192,7 +192,7 @@ def test_stacks_of_experts(leaf: str) -> None:
     ],
 )
 def test_stacks_of_other_forms(name: str, shape: tuple[int, ...], reason: str) -> None:
-    assert decision(name, shape) == Decision(False, f"expert stack of a form that is not converted {reason}", True)
+    assert decision(name, shape) == Decision(False, f"unsupported expert stack {reason}", True)
 
 
 @pytest.mark.parametrize(

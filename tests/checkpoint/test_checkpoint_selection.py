@@ -19,7 +19,7 @@ from fp4kit.checkpoint import make_plan
 from fp4kit.checkpoint.model.megatron_names import hugging_face_names
 from fp4kit.checkpoint.selection import fused_layers, selection
 from fp4kit.checkpoint.selection.name_rules import Candidate, Model, candidate
-from fp4kit.checkpoint.selection.selection import Decision, Judge, Wishes, check, decide
+from fp4kit.checkpoint.selection.selection import Decision, Selector, Wishes, check, decide
 
 
 def converted(candidates: list[Candidate], wishes: Wishes) -> set[str]:
@@ -155,7 +155,7 @@ def test_patterns_that_match_nothing(option: str, pattern: str) -> None:
         published.qwen3_moe(),
         wishes,
         f"--{option} {pattern!r}: matches no module; names look like model.embed_tokens, model.norm and 63 more; "
-        "a pattern matches whole names, in their case, without .weight",
+        "a pattern must match a whole name, with its case and without .weight",
     )
 
 
@@ -166,7 +166,7 @@ def test_patterns_that_match_nothing(option: str, pattern: str) -> None:
         (
             published.qwen3_moe,
             Wishes("experts", only=("*.o_proj", "*")),
-            "o_proj (attention: not of the preset experts)",
+            "o_proj (attention: not in preset experts)",
         ),
         (
             published.qwen3_moe,
@@ -181,25 +181,25 @@ def test_patterns_that_match_nothing(option: str, pattern: str) -> None:
         (
             published.vlm_moe,
             Wishes(only=("*.visual.*", "*")),
-            "qkv (vision or audio tower (model.visual)); a pattern that begins with model.visual. converts it",
+            "qkv (vision or audio tower (model.visual)); to convert it, use a pattern that begins with model.visual.",
         ),
         (
             published.deepseek_v3,
             Wishes(only=("*.layers.3.*", "*")),
-            "(multi-token prediction (model.layers.3)); a pattern that begins with model.layers.3. converts it",
+            "(multi-token prediction (model.layers.3)); to convert it, use a pattern that begins with model.layers.3.",
         ),
     ],
 )
 def test_only_what_is_left_out(make: Callable[[], list[Candidate]], wishes: Wishes, text: str) -> None:
     candidates = make()
-    with pytest.raises(ValueError, match="all that it names is left out: ") as caught:
+    with pytest.raises(ValueError, match="every module that it matches stays unquantized: ") as caught:
         check(candidates, wishes, decide(candidates, wishes, 16))
     assert text in str(caught.value) and str(caught.value).startswith(f"--only {wishes.only[0]!r}: ")
     assert "--keep-first" not in text or str(caught.value).endswith("(model.layers.0))")
 
 
 def test_a_selection_of_nothing() -> None:
-    text = "0 tensors to convert: model.layers.0.self_attn.q_proj.weight (attention: not of the preset experts); "
+    text = "0 tensors to convert: model.layers.0.self_attn.q_proj.weight (attention: not in preset experts); "
     refused_wishes(published.qwen3_dense(), Wishes("experts"), text)
     refused_wishes(
         [], Wishes(), "0 tensors to convert: no 2-D .weight tensors; change the preset, the patterns or the recipe"
@@ -230,22 +230,22 @@ def test_a_judge_of_two_models_does_not_mix_them_up() -> None:
     """Layer 3 is of the decoder in one and multi-token prediction in the other; block, dtype and shape are told apart
     too.
     """
-    judge = Judge(Wishes(), 16)
+    selector = Selector(Wishes(), 16)
     name = "model.layers.3.mlp.experts.0.up_proj.weight"
     models = (Model(3), Model(4), Model(3))
-    assert [judge.decide(candidate(name, "BF16", (16, 64), model)).converted for model in models] == [
+    assert [selector.decide(candidate(name, "BF16", (16, 64), model)).converted for model in models] == [
         False,
         True,
         False,
     ]
     others = [("BF16", (16, 72)), ("I64", (16, 64)), ("BF16", (64,)), ("BF16", (16, 64))]
-    assert [judge.decide(candidate(name, *other, models[1])).converted for other in others] == [
+    assert [selector.decide(candidate(name, *other, models[1])).converted for other in others] == [
         False,
         False,
         False,
         True,
     ]
-    assert not judge.decide(candidate(name.removesuffix(".weight"), "BF16", (16, 64), models[1])).converted
+    assert not selector.decide(candidate(name.removesuffix(".weight"), "BF16", (16, 64), models[1])).converted
 
 
 @pytest.mark.parametrize(
@@ -264,7 +264,7 @@ def test_a_judge_of_two_models_does_not_mix_them_up() -> None:
     ],
 )
 def test_experts_are_alike_but_for_a_number(module: str, alike: str | None) -> None:
-    assert selection._alike(module) == (module if alike is None else alike)
+    assert selection._without_expert_number(module) == (module if alike is None else alike)
 
 
 def test_plan_decides_as_the_rules_do(tmp_path: Path) -> None:
@@ -290,7 +290,7 @@ def _decide_all(modules: list[str], wishes: Wishes) -> int:
     decisions = decide(candidates, wishes, 16)
     check(candidates, wishes, decisions)
     taken = [tensor.module for tensor in candidates if decisions[tensor.name].converted]
-    assert not fused_layers.unpaired(taken)
+    assert not fused_layers.missing_gated_halves(taken)
     return len(fused_layers.shared_amax_groups(taken))
 
 

@@ -86,17 +86,20 @@ def test_every_expert_is_a_group_and_a_stack_none() -> None:
     ],
 )
 def test_unpaired_halves(modules: list[str], module: str, missing: str) -> None:
-    text = f"{module}: there is no {missing} beside it, with which it shares a tensor amax; add the tensor"
-    assert fused_layers.unpaired(modules) == [text]
+    text = f"{module}: has no {missing} beside it, with which it must share a tensor amax; add {missing}"
+    assert fused_layers.missing_gated_halves(modules) == [text]
     other = f"{fused_layers.split_module(module)[0]}.{missing}"
-    assert fused_layers.unpaired(modules, [other]) == [] and fused_layers.unpaired([*modules, other]) == []
+    assert (
+        fused_layers.missing_gated_halves(modules, [other]) == []
+        and fused_layers.missing_gated_halves([*modules, other]) == []
+    )
 
 
 def test_halves_of_different_experts_are_no_pair() -> None:
-    lines = fused_layers.unpaired(["a.experts.7.gate_proj", "a.experts.6.up_proj"])
+    lines = fused_layers.missing_gated_halves(["a.experts.7.gate_proj", "a.experts.6.up_proj"])
     assert [line.split(" beside")[0] for line in lines] == [
-        "a.experts.7.gate_proj: there is no up_proj",
-        "a.experts.6.up_proj: there is no gate_proj",
+        "a.experts.7.gate_proj: has no up_proj",
+        "a.experts.6.up_proj: has no gate_proj",
     ]
 
 
@@ -113,15 +116,15 @@ def test_halves_of_different_experts_are_no_pair() -> None:
     ],
 )
 def test_what_is_no_half(modules: list[str]) -> None:
-    assert fused_layers.unpaired(modules) == []
+    assert fused_layers.missing_gated_halves(modules) == []
 
 
 def test_no_published_model_has_unpaired_halves() -> None:
     for make in published.MODELS.values():
         candidates = make()
-        assert fused_layers.unpaired(tensor.module for tensor in candidates if tensor.is_weight) == []
+        assert fused_layers.missing_gated_halves(tensor.module for tensor in candidates if tensor.is_weight) == []
 
 
 def test_names_of_unpaired_halves_are_shown_safely() -> None:
-    (line,) = fused_layers.unpaired(["a\x1b[2J.gate_proj"])
-    assert line.startswith(r"a\x1b[2J.gate_proj: there is no up_proj")
+    (line,) = fused_layers.missing_gated_halves(["a\x1b[2J.gate_proj"])
+    assert line.startswith(r"a\x1b[2J.gate_proj: has no up_proj")

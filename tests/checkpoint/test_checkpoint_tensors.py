@@ -148,7 +148,7 @@ def test_names_of_megatron():
             "66 rows are not 2 groups of 4 heads",
         ),
         ({"decoder.layers.0.self_attention.linear_strange.weight": (64, 32)}, CONFIG, "linear_strange"),
-        ({"model.layers.0.mlp.gate_proj.weight": (64, 32)}, CONFIG, "there is no up_proj beside it"),
+        ({"model.layers.0.mlp.gate_proj.weight": (64, 32)}, CONFIG, "has no up_proj beside it"),
     ],
 )
 def test_errors(tensors, config, text):

@@ -142,7 +142,7 @@ def test_q8_0_on_request(tmp_path: Path) -> None:
         name: gguf_files.q8_0(x) if is_converted(name, x, 32) else gguf_files.plain(x) for name, x in tensors.items()
     }
     gguf_files.write(tmp_path / "m.gguf", odd)
-    with refused("(is Q8_0, quantized already; --requantize gives it other codes)"):
+    with refused("(already quantized as Q8_0; use --requantize to quantize it again)"):
         make_plan(tmp_path / "m.gguf", "mxfp4-ocp")
     run(tmp_path / "m.gguf", recipe="mxfp4-ocp", requantize=True)
     numbers = {name: gguf_files.q8_0_values(info) if info[0] == 8 else tensors[name] for name, info in odd.items()}
@@ -193,9 +193,11 @@ def test_which_matrices(tmp_path: Path) -> None:
         reasons["blk.1.ffn_gate_inp.weight"] == "MoE router"
         and reasons["output_norm.weight"] == "1-D: a norm or a bias"
     )
-    with refused("--only 'output': all that it names is left out: output (output head (output))"):
+    with refused("--only 'output': every module that it matches stays unquantized: output (output head (output))"):
         make_plan(tmp_path / "m.gguf", "mxfp4-ocp", wishes=Wishes(only=("output",)))
-    with refused("all that it names is left out: blk.1.ffn_down_exps (K = 96 is not a multiple of 64)"):
+    with refused(
+        "every module that it matches stays unquantized: blk.1.ffn_down_exps (K = 96 is not a multiple of 64)"
+    ):
         make_plan(tmp_path / "m.gguf", "nvfp4-te", wishes=Wishes(only=("blk.1.ffn_down_exps",)))
 
 

@@ -124,7 +124,7 @@ def convert_tensors(tensors: Iterable[Named], rules: Rules) -> Iterator[Named]:
             for module, matrix in _layers(name, part, rules):
                 converted.append(module)
                 yield from _gathered(module, matrix, rules, waiting)
-    alone = fused_layers.unpaired(converted)
+    alone = fused_layers.missing_gated_halves(converted)
     if alone:
         raise CheckpointError("; ".join(alone[:3]))
     for members in waiting.values():

@@ -260,7 +260,7 @@ class _Planner:
         if self.form is None or not self.form.has_tensor_scale:
             return {}
         modules = [name for weight in self.selected.values() for name in layer_names(weight, self.form, self.config)]
-        alone = fused_layers.unpaired(modules, [weight.name for weight in self.weights.values()])
+        alone = fused_layers.missing_gated_halves(modules, [weight.name for weight in self.weights.values()])
         if alone:
             raise CheckpointError("; ".join(alone[:3]))
         return fused_layers.shared_amax_groups(modules)

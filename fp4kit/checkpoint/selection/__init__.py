@@ -1,1 +1,1 @@
-"""Choose the layers to quantize, and those that share a tensor scale."""
+"""Select the layers to quantize, and group the layers that must share a tensor scale."""

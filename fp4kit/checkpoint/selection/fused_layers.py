@@ -1,7 +1,11 @@
-"""Linear layers that loaders fuse into one: they share a tensor amax, and stand or fall together in exclusion lists.
+"""Group linear layers that loaders fuse into one, such as q_proj, k_proj and v_proj.
 
-A fused layer has one tensor scale: vLLM takes the largest of its parts without rescaling them, or the gate's for both
-halves of a gated MLP, so parts that were scaled apart lose accuracy without a word.
+The members of a fused layer must share one tensor amax, and an exclusion list must name all of them or none.
+A fused layer has a single tensor scale. vLLM uses the largest scale of the members, or the gate's scale for a gated
+MLP, and does not rescale the codes. Members with different tensor scales therefore silently lose accuracy.
+
+A gated MLP has two halves, gate and up, for example gate_proj and up_proj, or w1 and w3. The leaf of a module name is
+its last part.
 """
 
 from __future__ import annotations
@@ -16,7 +20,11 @@ from fp4kit.storage.errors import shown
 
 @dataclass(frozen=True)
 class Fusion:
-    """Leaf names of layers that read the same input, and the name of the fused layer (None: it has none of its own)."""
+    """Name the layers that loaders fuse because they read the same input.
+
+    members: the leaf names of these layers.
+    alias: the leaf name of the fused layer; None if it has no name of its own.
+    """
 
     members: tuple[str, ...]
     alias: str | None
@@ -29,9 +37,8 @@ FUSIONS = (
     Fusion(("w1", "w3"), None),
     Fusion(("q_a_proj", "kv_a_proj_with_mqa"), "fused_qkv_a_proj_with_mqa"),
     Fusion(("wq", "wk", "wv"), "qkv_proj"),
-    Fusion(
-        ("wq_a", "wkv", "wkv_a_with_mqa"), "fused_wqa_wkv"
-    ),  # DeepSeek-V4; Mistral's own names of MLA, which end in _with_mqa
+    # DeepSeek-V4 has wq_a and wkv; wkv_a_with_mqa is Mistral's name for the same layer of MLA.
+    Fusion(("wq_a", "wkv", "wkv_a_with_mqa"), "fused_wqa_wkv"),
     Fusion(("in_proj_qkv", "in_proj_z"), "in_proj_qkvz"),  # Qwen3.5 in vLLM and SGLang
     Fusion(("in_proj_b", "in_proj_a"), "in_proj_ba"),
 )
@@ -49,12 +56,12 @@ def split_module(module: str) -> tuple[str, str]:
 
 
 def join_module(parent: str, leaf: str) -> str:
-    """Undo split_module."""
+    """Return the module name made of a parent and a leaf; the inverse of split_module."""
     return f"{parent}.{leaf}" if parent else leaf
 
 
 def fused_groups(modules: Iterable[str]) -> dict[tuple[str, Fusion], list[str]]:
-    """Return, for every parent and fusion that occurs, those of ``modules`` that belong to it."""
+    """Return (parent module, fusion) -> the names in ``modules`` that are fused into one layer there."""
     groups: dict[tuple[str, str], list[str]] = defaultdict(list)
     for module in modules:
         parent, leaf = split_module(module)
@@ -64,15 +71,15 @@ def fused_groups(modules: Iterable[str]) -> dict[tuple[str, Fusion], list[str]]:
 
 
 def group_name(parent: str, fusion: Fusion) -> str:
-    """Return a readable name of a group: ``model.layers.0.mlp.(gate_proj|up_proj)``."""
+    """Return a readable name for a group, such as ``model.layers.0.mlp.(gate_proj|up_proj)``."""
     return join_module(parent, f"({'|'.join(fusion.members)})")
 
 
 def shared_amax_groups(modules: Iterable[str]) -> dict[str, str]:
-    """Return module -> group name for modules that share a tensor amax with at least one other.
+    """Return module -> group name for modules that share a tensor amax with at least one other module.
 
-    Every expert of its own is a group. Stacks share expert by expert: gate_up_proj within itself, gate_proj with
-    up_proj.
+    For experts stored one by one, each expert has a group of its own. In stacks, gate_proj and up_proj share one amax
+    per expert; the two halves of a gate_up_proj stack share one without being grouped here.
     """
     found: dict[str, str] = {}
     for key, members in fused_groups(modules).items():
@@ -82,22 +89,24 @@ def shared_amax_groups(modules: Iterable[str]) -> dict[str, str]:
 
 
 def group_of(module: str) -> tuple[str, int] | None:
-    """Return the name of the group that a module shares its tensor amax with, and how many that may be; None: with no
-    other.
+    """Return (group name, largest number of members) of the group in which a module shares its tensor amax.
+
+    Return None if the module shares its amax with no other.
     """
     parent, leaf = split_module(module)
     fusion = _FUSION_OF.get(leaf)
     return None if fusion is None else (group_name(parent, fusion), len(fusion.members))
 
 
-def unpaired(converted: Iterable[str], present: Iterable[str] = ()) -> list[str]:
-    """Return a sentence for every converted half of a gated MLP whose other half is nowhere.
+def missing_gated_halves(converted: Iterable[str], present: Iterable[str] = ()) -> list[str]:
+    """Return one message per quantized half of a gated MLP whose other half does not exist.
 
-    converted: modules that are quantized; present: others that the source has, which may be the other half. A gate_proj
-    without
-        up_proj, or a w1 without w3, is such a half, unless it is the gate of an attention, or beside c_proj (Qwen's w1,
-        w2). An up_proj or w3 alone is one only where others like it (layers, experts) have a gate: MLPs without gates
-        have only that.
+    A gate without its up half is reported, except the gate of an attention layer and a w1 beside c_proj (Qwen names
+    the halves w1 and w2). An up_proj or w3 without a gate is reported only if another layer or expert of the same kind
+    has a gate, because MLPs without gates also have an up_proj.
+
+    converted: the modules that are quantized.
+    present: other modules of the source, which may be the missing halves.
     """
     converted = list(converted)
     known = {*converted, *present}
@@ -109,34 +118,40 @@ def unpaired(converted: Iterable[str], present: Iterable[str] = ()) -> list[str]
         if other is None or join_module(parent, other) in known:
             continue
         if leaf in _GATE_OF:
-            gated = _gated(known) if gated is None else gated
-        if _is_half(parent, leaf, known) if leaf in _PAIRS else _alike(module) in (gated or ()):
+            gated = _up_names_with_gate(known) if gated is None else gated
+        if _is_half(parent, leaf, known) if leaf in _PAIRS else _without_numbers(module) in (gated or ()):
             found.append(
-                f"{shown(module)}: there is no {other} beside it, with which it shares a tensor amax; add the tensor"
+                f"{shown(module)}: has no {other} beside it, with which it must share a tensor amax; add {other}"
             )
     return found
 
 
 def _is_half(parent: str, gate: str, known: Collection[str]) -> bool:
-    """Return whether a gate belongs to an MLP whose other half has its usual name."""
+    """Return whether a gate belongs to a gated MLP whose other half has the usual name (see missing_gated_halves)."""
     attends = "attn" in parent or "attention" in parent.lower()
     return not attends and not (gate == "w1" and join_module(parent, "c_proj") in known)
 
 
-def _alike(module: str) -> str:
-    """Return a name without its numbers, which all layers and experts of one kind have in common."""
+def _without_numbers(module: str) -> str:
+    """Return a name with each number replaced by ``#``, so that all layers and experts of one kind are equal."""
     return _NUMBER.sub("#", module)
 
 
-def _gated(known: Collection[str]) -> set[str]:
-    """Return the up_proj and w3, as _alike, that have a gate in some layer or expert."""
+def _up_names_with_gate(known: Collection[str]) -> set[str]:
+    """Return the names of the up_proj and w3 that have a gate in some layer or expert, as _without_numbers writes them.
+
+    known: all module names.
+    """
     gates = (split_module(module) for module in known if module.endswith(tuple(_PAIRS)))
-    return {_alike(join_module(parent, _PAIRS[leaf])) for parent, leaf in gates if leaf in _PAIRS}
+    return {_without_numbers(join_module(parent, _PAIRS[leaf])) for parent, leaf in gates if leaf in _PAIRS}
 
 
 def partly_converted(copied: Iterable[str], converted: Collection[str]) -> Iterator[str]:
-    """Yield a sentence for every fused layer of which some parts are converted and others not."""
+    """Yield one message per fused layer with both quantized and unquantized members."""
     for key, members in fused_groups([*copied, *converted]).items():
         kept = [split_module(member)[1] for member in members if member not in converted]
         if kept and len(kept) < len(members):
-            yield f"{group_name(*key)}: {', '.join(kept)} stays unquantized; loaders that fuse these need all or none"
+            yield (
+                f"{group_name(*key)}: {', '.join(kept)} stays unquantized;"
+                " loaders that fuse these layers need all of them quantized, or none"
+            )

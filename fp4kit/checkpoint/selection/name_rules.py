@@ -1,8 +1,11 @@
-"""Which tensors are converted: ordered rules, each of which may say why a tensor is copied instead.
+"""Decide by name which tensors must stay unquantized: an ordered list of rules, each of which may give a reason.
 
-The names are those of published models. A rule looks only at one tensor's name, dtype and shape and at a few facts of
-config.json, never at other tensors: the converter, which sees all, and a live export, which sees one at a time, decide
-alike.
+The names in the rules are those of published models. A rule looks at one tensor's name, dtype and shape and at a few
+facts from config.json, never at other tensors. The converter (which sees all tensors) and a live export (which sees
+one at a time) therefore decide identically.
+
+A part is one component of a dotted name; a role is what a part says about its tensor, such as "router" or "experts".
+A tower is an encoder or decoder for images, sound or video. MTP is multi-token prediction.
 """
 
 from __future__ import annotations
@@ -19,12 +22,12 @@ from fp4kit.storage.errors import CheckpointError
 from fp4kit.storage.ggml_types import BLOCKED
 from fp4kit.storage.safetensors_file import DTYPE_BITS, FLOAT_DTYPES
 
-# Of one section of config.json, the decoder's own first: Whisper and BART have both kinds.
+# Keys with a layer count in a section of config.json. The decoder's own keys come first: Whisper and BART have both.
 _LAYER_COUNTS = ("decoder_layers", "num_decoder_layers", "num_hidden_layers", "n_layer", "n_layers", "num_layers")
 _TEXT_SECTIONS = ("text_config", "llm_config", "language_config", "thinker_config")
 _MAX_LAYERS = 100_000
 _LAYER_LISTS = ("layers", "h", "blocks", "block", "layer", "blk")
-STACKS = (
+STACKS = (  # leaf names of stacks of experts
     "gate_up_proj",
     "gate_proj",
     "up_proj",
@@ -33,9 +36,9 @@ STACKS = (
     "w2",
     "w3",
     "w13",
-)  # leaf names of stacks of experts
+)
 _GRANITE_STACKS = ("input_linear", "output_linear")
-# Encoders of images, sound and the like, what joins them to the language model, and what speaks.
+# Encoders of images, video and sound, the projectors that join them to the language model, and speech decoders.
 _TOWERS = re.compile(
     r"(vision|visual|image|video|audio|speech)(_\w+)?|\w*(projector|connector|aligner|qformer|resampler)(_model)?"
     r"|language_projection|merger|talker|token2wav|code2wav"
@@ -75,7 +78,7 @@ Kind = Literal["routed expert", "shared expert", "dense MLP", "attention", "line
 
 @lru_cache(1 << 14)
 def _role(part: str) -> Role | None:
-    """Return what one part of a dotted name says of the tensor."""
+    """Return the role of one part of a dotted name, or None if it has none."""
     if _TOWERS.fullmatch(part):
         return "tower"
     if part == "mtp" or part.startswith("mtp_"):
@@ -99,22 +102,27 @@ def _role(part: str) -> Role | None:
 
 @dataclass(frozen=True)
 class Model:
-    """The facts of config.json that rules use. layers: of the decoder; None: the config does not say."""
+    """Hold the facts from config.json that the rules use.
+
+    layers: the number of decoder layers; None if the config does not say.
+    has_encoder: True if there is an encoder besides the decoder; encoder.layers.N is then not a decoder layer.
+    is_gguf: True if the tensors have llama.cpp's names.
+    """
 
     layers: int | None
     model_type: str = ""
-    has_encoder: bool = False  # beside the decoder, so that encoder.layers.N is none of its layers
-    is_gguf: bool = False  # its tensors have the names of llama.cpp
+    has_encoder: bool = False
+    is_gguf: bool = False
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """One tensor, as rules see it.
+    """Describe one tensor as the rules see it.
 
-    name: of the tensor, or the module of a stack. module: name without ``.weight``; equal to name, it is no weight, or
-    a stack. dtype: safetensors dtype of its values, or the name of the container that holds them. shape: (N, K), or (E,
-    N, K) of a stack
-        of experts, K contracted, however they are stored.
+    name: the tensor's name; for a stack, the name of its module.
+    module: the name without ``.weight``. It equals ``name`` if the tensor is a stack or is not a weight.
+    dtype: the safetensors dtype of the values, or the name of the container that holds them.
+    shape: (N, K), or (E, N, K) for a stack of experts. The layer contracts K, whatever the stored axis order is.
     """
 
     name: str
@@ -125,34 +133,38 @@ class Candidate:
 
     @lazy_property
     def parts(self) -> tuple[str, ...]:
+        """The components of the dotted module name."""
         return tuple(self.module.split("."))
 
     @lazy_property
     def roles(self) -> tuple[Role | None, ...]:
-        """What each of parts says."""
+        """The role of each part, None for parts without a role."""
         return tuple(map(_role, self.parts))
 
     @lazy_property
     def is_stack(self) -> bool:
-        """Whether it is a stack of experts of a form that can be converted."""
+        """Whether this is a stack of experts with a layout that fp4kit can convert."""
         return len(self.shape) == 3 and self.parts[-1] in (*STACKS, *ggml_names.STACKS) and "experts" in self.roles
 
     @property
     def is_weight(self) -> bool:
-        """Whether patterns name it: a ``.weight`` of a module that has a name, however it is stored, or a stack."""
+        """Whether --keep and --only patterns can match it: the ``.weight`` of a named module, or a stack."""
         return self.module not in ("", self.name) or self.is_stack
 
     def up_to(self, role: Role) -> str | None:
-        """Return the prefix that ends with the first part of this role, or None."""
+        """Return the module prefix up to and including the first part with this role, or None if no part has it."""
         return ".".join(self.parts[: self.roles.index(role) + 1]) if role in self.roles else None
 
     def part(self, role: Role) -> str | None:
-        """Return the first part of this role, or None."""
+        """Return the first part with this role, or None if no part has it."""
         return self.parts[self.roles.index(role)] if role in self.roles else None
 
     @lazy_property
     def _layer_at(self) -> int | None:
-        """Where the number of its layer is in parts: behind the first of _LAYER_LISTS that a number follows."""
+        """The index of the layer number in ``parts``: after the first name in _LAYER_LISTS that a number follows.
+
+        None if there is no layer number.
+        """
         for at, part in enumerate(self.parts[1:], 1):
             if part.isdecimal() and part.isascii() and len(part) < 10 and self.parts[at - 1] in _LAYER_LISTS:
                 return at
@@ -160,7 +172,10 @@ class Candidate:
 
     @property
     def decoder_layer(self) -> tuple[str, int] | None:
-        """Return the prefix and the number of its layer, if that is one of the decoder: ``("model.layers.3", 3)``."""
+        """(prefix, number) of the decoder layer, such as ``("model.layers.3", 3)``; None outside the decoder's layers.
+
+        Towers, MTP layers and the layers of an encoder are not decoder layers.
+        """
         at = self._layer_at
         if at is None or "tower" in self.roles or self.mtp_prefix is not None:
             return None
@@ -170,8 +185,9 @@ class Candidate:
 
     @property
     def mtp_prefix(self) -> str | None:
-        """Return the prefix of the multi-token prediction that it belongs to: mtp, or a layer beyond the last of the
-        decoder.
+        """The prefix of the MTP module that the tensor belongs to, or None.
+
+        That is a part with the role "mtp", or a layer whose number is beyond the last decoder layer.
         """
         prefix, at, layers = self.up_to("mtp"), self._layer_at, self.model.layers
         if prefix or at is None or layers is None or int(self.parts[at]) < layers:
@@ -181,7 +197,10 @@ class Candidate:
 
     @lazy_property
     def kind(self) -> Kind:
-        """What presets go by. Experts and attention come before the MLPs whose parts they are named like."""
+        """The kind of layer, which presets select by.
+
+        Experts and attention are tested before MLPs, because their names contain parts such as up_proj too.
+        """
         if "experts" in self.roles:
             return "routed expert"
         if "shared" in self.roles:
@@ -192,12 +211,15 @@ class Candidate:
 
 
 def candidate(name: str, dtype: str, shape: tuple[int, ...], model: Model) -> Candidate:
-    """Return a plain tensor as rules see it; shape as Candidate says."""
+    """Return the Candidate for an unquantized tensor; see Candidate for ``shape``."""
     return Candidate(name, name.removesuffix(".weight"), dtype, shape, model)
 
 
 def _layer_count(section: Mapping[str, Any]) -> int | None:
-    """Return the decoder's layer count of one section of config.json; None if it has none."""
+    """Return the decoder's layer count from one section of config.json, or None if the section has no count.
+
+    Raises CheckpointError if a count is not a whole number from 1 to _MAX_LAYERS.
+    """
     given = {key: section[key] for key in (*_LAYER_COUNTS, "encoder_layers") if section.get(key) is not None}
     for key, value in given.items():
         if type(value) is not int or not 1 <= value <= _MAX_LAYERS:
@@ -206,7 +228,7 @@ def _layer_count(section: Mapping[str, Any]) -> int | None:
 
 
 def _sections(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """Yield the sections that may describe the decoder, those of language models inside of other models first."""
+    """Yield the sections of config.json that may describe the decoder, nested text sections first."""
     for key in _TEXT_SECTIONS:
         if isinstance(config.get(key), dict):
             yield from _sections(config[key])
@@ -214,7 +236,7 @@ def _sections(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
 
 
 def model_facts(config: Mapping[str, Any]) -> Model:
-    """Return the facts of config.json, and of its text_config and the like, that rules use."""
+    """Return the facts that the rules use, from config.json and its nested sections such as text_config."""
     counts = [count for count in map(_layer_count, _sections(config)) if count is not None]
     has_encoder = any(
         section.get("is_encoder_decoder") or section.get("encoder_layers") for section in _sections(config)
@@ -224,13 +246,17 @@ def model_facts(config: Mapping[str, Any]) -> Model:
     )
 
 
+# The rules. Each returns why the tensor stays unquantized, or None if the rule does not apply.
+
+
 def _other_stack(tensor: Candidate) -> str | None:
+    """Keep expert stacks that fp4kit cannot convert, for example because of their leaf name or rank."""
     rank, leaf = len(tensor.shape), tensor.parts[-1]
     granite = rank == 3 and leaf in _GRANITE_STACKS
     if rank < 2 or tensor.is_stack or not (granite or "experts" in tensor.roles):
         return None
     plain = rank == 2 and (tensor.is_weight or tensor.name.endswith("bias"))
-    return None if plain else f"expert stack of a form that is not converted ({leaf}, {rank}-D)"
+    return None if plain else f"unsupported expert stack ({leaf}, {rank}-D)"
 
 
 def _not_a_weight(tensor: Candidate) -> str | None:
@@ -238,6 +264,7 @@ def _not_a_weight(tensor: Candidate) -> str | None:
 
 
 def _rank(tensor: Candidate) -> str | None:
+    """Keep everything that is neither 2-D nor a stack."""
     rank = len(tensor.shape)
     if rank == 2 or tensor.is_stack:
         return None
@@ -263,18 +290,21 @@ def _mtp(tensor: Candidate) -> str | None:
 
 
 def _head(tensor: Candidate) -> str | None:
+    """Keep output heads. A whole name of ``output`` is llama.cpp's head; inside longer names it is an MLP."""
     part = "output" if tensor.parts == ("output",) else tensor.part("head")
     return f"output head ({part})" if part else None
 
 
 def _embedding(tensor: Candidate) -> str | None:
-    part = "shared" if tensor.parts[-1] == "shared" else tensor.part("embedding")  # shared: of T5 and BART
+    """Keep embedding tables. T5 and BART call theirs ``shared``."""
+    part = "shared" if tensor.parts[-1] == "shared" else tensor.part("embedding")
     return f"embedding ({part})" if part else None
 
 
 def _embedding_layer(tensor: Candidate) -> str | None:
-    """Linear layers within an embedding, such as one of images, and projections of embeddings: a table ends in its own
-    name.
+    """Keep linear layers inside an embedding module, such as an image embedding, and projections of embeddings.
+
+    The name of an embedding table, by contrast, ends in an embedding part without "proj".
     """
     part, leaf = tensor.part("embedding"), tensor.parts[-1]
     within = part is not None and (tensor.roles[-1] != "embedding" or "proj" in leaf)
@@ -282,18 +312,22 @@ def _embedding_layer(tensor: Candidate) -> str | None:
 
 
 def _router(tensor: Candidate) -> str | None:
+    """Keep MoE routers, including those called ``gate``."""
     return "MoE router" if "router" in tensor.roles or "gate" in tensor.parts[-2:] else None
 
 
 def _draft_input(tensor: Candidate) -> str | None:
+    """Keep the projections that feed hidden states and embeddings into an MTP module."""
     leaf = tensor.parts[-1]
     joins = leaf in _DRAFT_INPUTS or ("mtp" in tensor.roles and leaf in ("fc", "input_proj"))
     return f"input of multi-token prediction, which engines read unquantized ({leaf})" if joins else None
 
 
 def _sensitive(tensor: Candidate) -> str | None:
-    """As vLLM builds them: an indexer's wk and weights_proj, as one; a compressor; a state-space model's x_proj,
-    dt_proj.
+    """Keep layers that vLLM always builds unquantized.
+
+    These are an indexer's wk and weights_proj (which vLLM fuses), all layers of a compressor, and x_proj and dt_proj
+    of a state-space model.
     """
     leaf = tensor.parts[-1]
     if "compressor" in tensor.parts:
@@ -306,17 +340,20 @@ def _sensitive(tensor: Candidate) -> str | None:
 
 
 def _ggml(tensor: Candidate) -> str | None:
+    """Keep matrices that llama.cpp's quantizer never quantizes."""
     return ggml_names.unquantized_reason(tensor.name) if tensor.model.is_gguf else None
 
 
 def _conv1d(tensor: Candidate) -> str | None:
+    """Keep the layers of models that use Conv1D modules, whose weights are stored as [K, N]."""
     transposed = tensor.model.model_type in _CONV1D_MODELS
     return f"{tensor.model.model_type} stores its layers transposed ([K, N])" if transposed else None
 
 
 def _dtype(tensor: Candidate) -> str | None:
+    """Keep tensors whose dtype is not a float that fp4kit quantizes. Layers in a known container pass."""
     if tensor.dtype == "Q8_0":
-        return "is Q8_0, quantized already; --requantize gives it other codes"
+        return "already quantized as Q8_0; use --requantize to quantize it again"
     plain = (tensor.dtype in DTYPE_BITS or tensor.dtype in BLOCKED) and tensor.dtype not in FLOAT_DTYPES
     return f"dtype {tensor.dtype} is not one of {', '.join(FLOAT_DTYPES)}" if plain else None
 
@@ -327,23 +364,26 @@ def _empty(tensor: Candidate) -> str | None:
 
 @dataclass(frozen=True)
 class Rule:
-    """``reason`` returns why a tensor is copied, or None; ``listed``: else loaders expect it quantized."""
+    """Pair a rule with how the tensors that it keeps are declared.
+
+    reason: returns why a tensor is copied unquantized, or None.
+    listed: True if such tensors must be in the exclusion list, because loaders would expect them to be quantized.
+    prefix: returns the prefix of a subtree that is copied as a whole, unless an --only pattern names the subtree.
+    """
 
     reason: Callable[[Candidate], str | None]
     listed: bool
-    prefix: Callable[[Candidate], str | None] | None = (
-        None  # of the subtree that is copied as a whole, unless it is asked for
-    )
+    prefix: Callable[[Candidate], str | None] | None = None
 
 
-FIRST_RULES = (  # before those of the layers that are kept
+FIRST_RULES = (  # tested before --keep-first and --keep-last
     Rule(_other_stack, True),
     Rule(_not_a_weight, False),
     Rule(_rank, False),
     Rule(_tower, True, _tower_prefix),
     Rule(_mtp, True, _mtp_prefix),
 )
-RULES = (
+RULES = (  # tested after --keep-first and --keep-last
     Rule(_router, True),
     Rule(_head, True),
     Rule(_embedding_layer, True),

@@ -1,5 +1,7 @@
-"""The selection of a conversion: the rules, a preset, the layers that are kept and the user's patterns, one tensor at a
-time.
+"""Decide for each tensor whether a conversion quantizes it.
+
+A decision combines the rules of name_rules.py, the layers kept by --keep-first and --keep-last, the --keep and --only
+patterns, and the preset. "Converted" means quantized; "copied" or "kept" means that the tensor stays unquantized.
 """
 
 from __future__ import annotations
@@ -21,8 +23,8 @@ PRESETS: dict[str, tuple[Kind, ...]] = {
 _EXPERTS = ".experts."
 
 
-def _alike(module: str) -> str:
-    """Return a name without the number of an expert: rules do not look at it."""
+def _without_expert_number(module: str) -> str:
+    """Return a name with the number of the expert replaced by ``#``, because no rule depends on it."""
     parent, _, rest = module.partition(_EXPERTS)
     number, dot, leaf = rest.partition(".")
     return f"{parent}{_EXPERTS}#.{leaf}" if dot and number.isdecimal() else module
@@ -30,14 +32,23 @@ def _alike(module: str) -> str:
 
 @dataclass(frozen=True)
 class Wishes:
-    """What the user asks for.
+    """Hold the user's choice of which layers to quantize.
 
-    preset: a name of PRESETS; rules that keep embeddings, heads, routers, norms and the like hold in each. keep_first,
-    keep_last:
-        layers of the decoder that are copied. keep, only: case-sensitive globs over whole module names; what keep
-        matches is copied; with only, nothing else is converted. A tower or multi-token prediction is converted only if
-        a pattern of only begins with its name: ``mtp.*``, ``model.visual.*``, ``model.layers.61.*``.
-    Raises CheckpointError for an unknown preset, a negative number of layers, patterns that are no tuple.
+    Embeddings, output heads, routers, norms and similar tensors stay unquantized whatever the choice. A tower
+    (vision or audio encoder) or a multi-token prediction module is quantized only if a pattern in ``only`` begins with
+    its name: ``mtp.*``, ``model.visual.*``, ``model.layers.61.*``.
+
+    Patterns are case-sensitive globs that must match a whole module name.
+
+    Args:
+        preset: the kinds of layers to quantize: "experts", "mlp" (experts and dense MLPs) or "linear" (all).
+        keep_first: the number of decoder layers at the start that stay unquantized.
+        keep_last: the number of decoder layers at the end that stay unquantized.
+        keep: patterns of modules that stay unquantized.
+        only: patterns of the only modules to quantize; empty for no restriction.
+
+    Raises:
+        CheckpointError: if the preset is unknown, a number of layers is negative, or patterns are not a tuple.
     """
 
     preset: str = "linear"
@@ -59,10 +70,11 @@ class Wishes:
 
 @dataclass(frozen=True)
 class Decision:
-    """What becomes of one tensor. reason: the deciding rule in words.
+    """Record whether one tensor is converted, and why.
 
-    listed: a loader must be told that it stays unquantized. subtree: the prefix that is copied as a whole and that it
-    belongs to.
+    reason: the deciding rule in words.
+    listed: True if the exclusion list must name the tensor, so that loaders know it is unquantized.
+    subtree: the prefix of the subtree that is copied as a whole and contains the tensor; None if there is none.
     """
 
     converted: bool
@@ -76,66 +88,75 @@ _NOT_NAMED = Decision(False, "not named by --only", True)
 
 
 class _Patterns:
-    """Globs over whole module names, tried in their order."""
+    """Match globs against whole module names, in the order given."""
 
     def __init__(self, patterns: Sequence[str]) -> None:
         self._matchers = [(pattern, re.compile(translate(pattern)).match) for pattern in patterns]
         self._heads = [re.split(r"[*?\[]", pattern, maxsplit=1)[0] for pattern in patterns]
 
     def first(self, module: str) -> str | None:
-        """Return the first pattern that matches, or None."""
+        """Return the first pattern that matches, or None if none does."""
         for pattern, match in self._matchers:
             if match(module):
                 return pattern
         return None
 
-    def ask_for(self, prefix: str) -> bool:
-        """Return whether a pattern begins with the name of this subtree: it can mean nothing else."""
+    def names_subtree(self, prefix: str) -> bool:
+        """Return whether the literal start of a pattern names the subtree ``prefix`` or something inside it."""
         return any(head == prefix or head.startswith(f"{prefix}.") for head in self._heads)
 
 
-class Judge:
-    """Decides on single tensors. It remembers what rules say of one expert, since they say it of all experts of a
-    layer.
+class Selector:
+    """Decide on tensors one at a time.
+
+    The rules give the same result for all experts of a layer, so their result is cached without the expert's number.
+    block: the number of elements that the length of a row must be a multiple of.
     """
 
     def __init__(self, wishes: Wishes, block: int) -> None:
         self._wishes, self._block = wishes, block
         self._converted = {kind: Decision(True, f"{kind} (preset {wishes.preset})") for kind in PRESETS[wishes.preset]}
         self._keep, self._only = _Patterns(wishes.keep), _Patterns(wishes.only)
-        self._rulings: dict[Hashable, tuple[Decision | None, Decision]] = {}
-        self._model: Model | None = None  # that _rulings are of
+        self._cache: dict[Hashable, tuple[Decision | None, Decision]] = {}
+        self._model: Model | None = None  # the model that _cache belongs to
 
     def decide(self, tensor: Candidate) -> Decision:
-        """Return what becomes of one tensor: what a rule, a kept layer or the block says, else patterns, else the
-        preset.
+        """Return the decision on one tensor.
+
+        The first of these that applies decides: the rules, kept layers and row length; the patterns; the preset.
+        Raises CheckpointError if keep_first or keep_last does not fit the model's layer count.
         """
         if tensor.model is not self._model:
             _check_count(self._wishes, tensor.model.layers)
-            self._model, self._rulings = tensor.model, {}
-        key = (_alike(tensor.module), len(tensor.name) - len(tensor.module), tensor.dtype, tensor.shape)
-        ruling = self._rulings.get(key)
-        if ruling is None:
-            ruling = self._rulings[key] = self._rule(tensor), self._of_preset(tensor)
-        return ruling[0] or self._patterned(tensor.module) or ruling[1]
+            self._model, self._cache = tensor.model, {}
+        key = (_without_expert_number(tensor.module), len(tensor.name) - len(tensor.module), tensor.dtype, tensor.shape)
+        cached = self._cache.get(key)
+        if cached is None:
+            cached = self._cache[key] = self._by_rules(tensor), self._by_preset(tensor)
+        return cached[0] or self._by_patterns(tensor.module) or cached[1]
 
-    def _rule(self, tensor: Candidate) -> Decision | None:
-        """Return the decision of rules to copy, or None."""
+    def _by_rules(self, tensor: Candidate) -> Decision | None:
+        """Return the decision to copy by a rule, a kept layer or the row length, or None if none of them applies."""
         copied = self._first_of(FIRST_RULES, tensor) or self._kept_layer(tensor) or self._first_of(RULES, tensor)
         if copied is None and tensor.shape[-1] % self._block:
             return Decision(False, no_multiple(tensor.shape, self._block), True)
         return copied
 
     def _first_of(self, rules: Iterable[Rule], tensor: Candidate) -> Decision | None:
+        """Return the decision of the first rule that applies, or None.
+
+        A rule for a subtree does not apply if an --only pattern names the subtree.
+        """
         for rule in rules:
             reason = rule.reason(tensor)
             if reason is not None:
                 prefix = rule.prefix(tensor) if rule.prefix else None
-                if prefix is None or not self._only.ask_for(prefix):
+                if prefix is None or not self._only.names_subtree(prefix):
                     return Decision(False, reason, rule.listed, prefix)
         return None
 
     def _kept_layer(self, tensor: Candidate) -> Decision | None:
+        """Return the decision to copy by --keep-first or --keep-last, or None."""
         place = tensor.decoder_layer
         if place is None:
             return None
@@ -146,12 +167,13 @@ class Judge:
             return Decision(False, f"--keep-last {wishes.keep_last} ({prefix})", True, prefix)
         return None
 
-    def _of_preset(self, tensor: Candidate) -> Decision:
+    def _by_preset(self, tensor: Candidate) -> Decision:
+        """Return the decision of the preset: convert the kinds of layers that it includes, copy all others."""
         kind = tensor.kind
-        return self._converted.get(kind) or Decision(False, f"{kind}: not of the preset {self._wishes.preset}", True)
+        return self._converted.get(kind) or Decision(False, f"{kind}: not in preset {self._wishes.preset}", True)
 
-    def _patterned(self, module: str) -> Decision | None:
-        """Return the decision of the user's patterns to copy a layer that could be converted, or None."""
+    def _by_patterns(self, module: str) -> Decision | None:
+        """Return the decision to copy by the user's patterns, or None if they let the module be converted."""
         kept = self._keep.first(module)
         if kept is not None:
             return _decision(False, f"--keep {kept}", True)
@@ -159,28 +181,29 @@ class Judge:
 
 
 def no_multiple(shape: tuple[int, ...], block: int) -> str:
-    """Return the reason for which a matrix is copied whose rows are no multiple of a block."""
+    """Return the reason for copying a matrix whose row length K is not a multiple of ``block``."""
     return f"K = {shape[-1]} is not a multiple of {block}"
 
 
 def decide(candidates: Iterable[Candidate], wishes: Wishes, block: int) -> dict[str, Decision]:
-    """Return what becomes of every tensor, by Candidate.name, in their order.
+    """Return Candidate.name -> decision, in the order of the candidates.
 
-    block: elements of which a row must be a multiple. A decision depends on its own tensor alone, so that
-        tensors may come in any number of calls.
-    Raises CheckpointError if layers are to be kept that the model does not have, or whose count config.json does not
-    say.
+    A decision depends on its own tensor alone, so a model's tensors may be split over any number of calls.
+
+    block: the number of elements that the length of a row must be a multiple of.
+    Raises CheckpointError if more layers are to be kept than the model has, or if config.json states no layer count.
     """
-    judge = Judge(wishes, block)
-    return {tensor.name: judge.decide(tensor) for tensor in candidates}
+    selector = Selector(wishes, block)
+    return {tensor.name: selector.decide(tensor) for tensor in candidates}
 
 
 def check(candidates: Iterable[Candidate], wishes: Wishes, decisions: Mapping[str, Decision]) -> None:
-    """Raise CheckpointError for wishes that a whole source cannot meet; decisions: of decide.
+    """Raise CheckpointError if the wishes do not fit the source. Needs the candidates of the whole source.
 
-    That is: a pattern that matches no module, or of --only that matches nothing but what is left out; layers to keep
-    that have
-        no tensors; a selection of nothing.
+    Errors are: a pattern that matches no module; an --only pattern whose modules all stay unquantized; a kept layer
+    without tensors; nothing to convert.
+
+    decisions: the result of ``decide`` for all candidates.
     """
     candidates = list(candidates)
     weights = [tensor for tensor in candidates if tensor.is_weight]
@@ -190,12 +213,15 @@ def check(candidates: Iterable[Candidate], wishes: Wishes, decisions: Mapping[st
     for pattern in wishes.only:
         first, hits = _first_hit("--only", pattern, weights)
         if not decisions[first.name].converted and not any(decisions[tensor.name].converted for tensor in hits):
-            raise CheckpointError(_left_out(pattern, first, decisions[first.name]))
+            raise CheckpointError(_nothing_converted(pattern, first, decisions[first.name]))
     _check_not_empty(candidates, decisions)
 
 
 def _first_hit(option: str, pattern: str, weights: Sequence[Candidate]) -> tuple[Candidate, Iterator[Candidate]]:
-    """Return the first weight that a pattern matches, and the others; raise if there is none."""
+    """Return the first weight that a pattern matches, and an iterator over the others.
+
+    Raises CheckpointError if no weight matches.
+    """
     match = re.compile(translate(pattern)).match
     hits = (tensor for tensor in weights if match(tensor.module))
     first = next(hits, None)
@@ -203,20 +229,23 @@ def _first_hit(option: str, pattern: str, weights: Sequence[Candidate]) -> tuple
         names = [tensor.module for tensor in weights]
         raise CheckpointError(
             f"{option} {pattern!r}: matches no module; names look like {listed(names, 2)}; "
-            "a pattern matches whole names, in their case, without .weight"
+            "a pattern must match a whole name, with its case and without .weight"
         )
     return first, hits
 
 
-def _left_out(pattern: str, first: Candidate, decision: Decision) -> str:
-    text = f"--only {pattern!r}: all that it names is left out: {shown(first.module)} ({decision.reason})"
+def _nothing_converted(pattern: str, first: Candidate, decision: Decision) -> str:
+    """Return the message for an --only pattern whose modules all stay unquantized; ``first`` is one of them."""
+    text = (
+        f"--only {pattern!r}: every module that it matches stays unquantized: {shown(first.module)} ({decision.reason})"
+    )
     if decision.subtree is None or first.decoder_layer is not None:
         return text
-    return f"{text}; a pattern that begins with {shown(decision.subtree)}. converts it"
+    return f"{text}; to convert it, use a pattern that begins with {shown(decision.subtree)}."
 
 
 def _check_count(wishes: Wishes, count: int | None) -> None:
-    """Raise unless the decoder is known to have as many layers as are to be kept."""
+    """Raise CheckpointError if the layer count is unknown (None) or smaller than the number of layers to keep."""
     for option, wanted in (("--keep-first", wishes.keep_first), ("--keep-last", wishes.keep_last)):
         if wanted and count is None:
             raise CheckpointError(
@@ -227,12 +256,14 @@ def _check_count(wishes: Wishes, count: int | None) -> None:
 
 
 def _check_layers(weights: Iterable[Candidate], wishes: Wishes) -> None:
-    """Raise unless there are tensors of the layers that are to be kept."""
-    some = {_alike(tensor.module): tensor for tensor in weights}.values()  # of every layer
-    count = next((tensor.model.layers for tensor in some), None)
+    """Raise CheckpointError if a layer that is to be kept has no tensors."""
+    one_expert = {
+        _without_expert_number(tensor.module): tensor for tensor in weights
+    }.values()  # one expert per layer is enough
+    count = next((tensor.model.layers for tensor in one_expert), None)
     if count is None or not (wishes.keep_first or wishes.keep_last):
         return
-    present = {place[1] for place in (tensor.decoder_layer for tensor in some) if place is not None}
+    present = {place[1] for place in (tensor.decoder_layer for tensor in one_expert) if place is not None}
     for option, kept in (
         ("--keep-first", range(wishes.keep_first)),
         ("--keep-last", range(count - wishes.keep_last, count)),
@@ -246,7 +277,7 @@ def _check_layers(weights: Iterable[Candidate], wishes: Wishes) -> None:
 
 
 def _check_not_empty(candidates: Iterable[Candidate], decisions: Mapping[str, Decision]) -> None:
-    """Raise if nothing is converted."""
+    """Raise CheckpointError if nothing is converted."""
     if any(decision.converted for decision in decisions.values()):
         return
     kept = [f"{shown(c.name)} ({decisions[c.name].reason})" for c in candidates if decisions[c.name].listed]
