@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext, suppress
 from functools import partial
+from pathlib import Path
 
 import pytest
 from exhaustive import USUAL, lot, seldom
@@ -22,6 +23,7 @@ from specified import compiled_here, needs_specification, specification_everywhe
 from fp4kit.evidence.golden.golden_set import GoldenSet
 from fp4kit.recipes import RECIPES
 
+TESTS = Path(__file__).resolve().parent
 settings.register_profile("fp4kit", derandomize=True, deadline=None, max_examples=100, database=None, print_blob=False)
 settings.load_profile("fp4kit")
 
@@ -41,15 +43,13 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
 # Files that take longest, longest first, so that workers which take a file at a time (--dist loadfile) end together.
-LONG = ("test_sanitized_on_host", "test_kernels_on_host", "test_notebooks", "test_gpu_search", "test_gpu_variants")
-LONG += ("test_kernels_compile", "test_gpu_fake", "test_gpu_calls", "test_fuzz_on_host", "test_train_example")
-LONG += (
-    "test_partial_on_host",
-    "test_fake_on_host",
-    "test_quantize_patch_on_host",
-    "test_wrappers",
-    "test_mpi",
-    "test_readme",
+LONG = (
+    *("cuda/test_sanitized_on_host", "cuda/test_kernels_on_host", "project/test_notebooks"),
+    *("cuda/test_gpu_search_scales", "cuda/test_gpu_variants", "cuda/test_kernels_compile"),
+    *("cuda/test_gpu_fake_quantize", "cuda/test_gpu_cached_calls", "evidence/fuzz/test_run_on_host"),
+    *("project/test_train_example", "cuda/test_partial_on_host", "cuda/test_fake_on_host"),
+    *("cuda/test_quantize_patch_on_host", "project/test_wrappers", "training/test_communicators_mpi"),
+    "project/test_readme",
 )
 
 
@@ -73,12 +73,8 @@ def pytest_collection():
 
 
 MANY = 12  # cases of a test
-ALWAYS = (
-    "test_golden",
-    "test_recipes",
-    "test_recipe_fields",
-    "test_cli",
-)  # files that every recipe runs through in every run
+# Files whose tests run every recipe in every run.
+ALWAYS = ("evidence/golden/test_check", "recipes/test_table", "recipes/test_validate", "cli/test_recipes")
 
 
 def pytest_addoption(parser):
@@ -134,13 +130,18 @@ def mark_recipes(items):
     return left_out
 
 
+def module_of(path: Path) -> str:
+    """Return the path of a test file below tests/, without .py."""
+    return path.relative_to(TESTS).with_suffix("").as_posix()
+
+
 def _test_of(item):
     return item.path, getattr(item, "originalname", None)
 
 
 def recipes_of(item):
     """The recipes among the parameters of a test that need not run through every one."""
-    if item.path.stem in ALWAYS or not hasattr(item, "callspec"):
+    if module_of(item.path) in ALWAYS or not hasattr(item, "callspec"):
         return []
     return [case for case in item.callspec.params.values() if isinstance(case, str) and case in RECIPES]
 
@@ -148,7 +149,7 @@ def recipes_of(item):
 def sort_long_first(items):
     """Files as LONG says, then the others as they come."""
     places = {name: place for place, name in enumerate(LONG)}
-    items.sort(key=lambda item: places.get(item.path.stem, len(LONG)))
+    items.sort(key=lambda item: places.get(module_of(item.path), len(LONG)))
 
 
 @pytest.hookimpl(wrapper=True)
@@ -181,7 +182,7 @@ def golden():
 
 @pytest.fixture(scope="module")
 def host(request, tmp_path_factory):
-    """The host that plays the GPU (host/README.md); it compiles what the module's selected tests launch in a `case`.
+    """The host that plays the GPU; it compiles what the selected tests of the module launch in a `case`.
 
     A module with CHECKS_ALL = True runs all of them under sanitizers.
     """

@@ -1,5 +1,6 @@
-"""Rewrite the generated parts of README.md and docs/: python tools/readme.py (tests/test_readme.py checks that it was
-done).
+"""Rewrite the generated parts of README.md and docs/: python tools/readme.py.
+
+tests/project/test_readme.py checks that they are current.
 """
 
 from __future__ import annotations

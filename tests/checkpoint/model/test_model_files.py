@@ -1,0 +1,337 @@
+"""Safetensors files and model directories: every malformed one is refused in words, good ones are read and written."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+import synthetic
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.numpy import save
+from seconds import TEN, cpu_seconds
+from synthetic import refused
+
+from fp4kit.checkpoint.containers import OutputTensor
+from fp4kit.checkpoint.model.model_files import check_shard_name, open_source
+from fp4kit.storage.errors import CheckpointError, shown
+from fp4kit.storage.json_object import parse_object
+from fp4kit.storage.safetensors_file import DTYPE_BITS, TensorReader, read_header
+from fp4kit.storage.writer import SafetensorsWriter
+
+MALFORMED = Path(synthetic.__file__).parent / "malformed"
+REFUSED = {
+    "deep_json": "not the JSON",
+    "dup_key": "overlap, are out of order or leave a gap",
+    "empty_file": "empty or truncated",
+    "header_len_huge": "beyond the limit of 100 MB",
+    "hole": "overlap, are out of order or leave a gap",
+    "len_only": "longer than the file: truncated",
+    "metadata_nonstring": "not the JSON",
+    "negative_offset": "not the JSON",
+    "not_json": "not the JSON",
+    "not_utf8": "not text",
+    "overlap": "overlap, are out of order or leave a gap",
+    "past_eof": "do not fill it exactly",
+    "shape_bytes_mismatch": "shape and byte range disagree",
+    "shape_overflow": "too large for any file",
+    "trailing_bytes": "do not fill it exactly",
+    "unknown_dtype": "a dtype that the safetensors library does not know",
+}
+ACCEPTED = {"ok": (4,), "scalar": (), "zero_size": (0, 4), "name_with_slash": (4,)}
+
+
+def test_malformed_files_are_all_covered() -> None:
+    assert {path.stem for path in MALFORMED.iterdir()} == {*REFUSED, *ACCEPTED}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_malformed_file_is_refused(name: str) -> None:
+    with refused(f"{name}.safetensors: not a usable safetensors file: ") as caught:
+        read_header(MALFORMED / f"{name}.safetensors")
+    assert REFUSED[name] in str(caught.value)
+    assert str(caught.value).endswith("; download or copy it again")
+
+
+@pytest.mark.parametrize("name", ACCEPTED)
+def test_unusual_file_is_read(name: str) -> None:
+    file = read_header(MALFORMED / f"{name}.safetensors")
+    with TensorReader(file) as reader:
+        assert reader.read(file.entries[0]).shape == ACCEPTED[name]
+
+
+def test_key_twice_with_valid_bytes_is_refused(tmp_path: Path) -> None:
+    item = '{"dtype":"U8","shape":[4],"data_offsets":[0,4]}'
+    header = f'{{"a":{item},"a":{item}}}'.encode()
+    (tmp_path / "x.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + b"abcd")
+    with refused("x.safetensors: the key 'a' occurs twice"):
+        read_header(tmp_path / "x.safetensors")
+
+
+def test_key_twice_among_many_is_found_without_comparing_all() -> None:
+    text = json.dumps({f"k{i}": i for i in range(100_000)})[:-1] + ', "k99999": 1}'
+
+    def parsed() -> None:
+        with refused("x: the key 'k99999' occurs twice"):
+            parse_object(text.encode(), "x")
+
+    assert cpu_seconds(parsed) < TEN
+
+
+def test_special_file_is_refused_without_waiting(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "x.safetensors")
+    with refused("x.safetensors: not a regular file"):
+        read_header(tmp_path / "x.safetensors")
+
+
+def test_file_that_changes_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "x.safetensors"
+    synthetic.write_file(path, {"a": np.zeros(8, np.float32)})
+    file = read_header(path)
+    with TensorReader(file) as reader:
+        os.truncate(path, file.size - 4)
+        with refused("x.safetensors: ended inside a, so it was truncated while it was read"):
+            reader.read(file.entries[0])
+    with refused("x.safetensors: its size changed"):
+        TensorReader(file)
+
+
+def test_shown_escapes_terminal_codes() -> None:
+    assert shown("a\x1b[31m\u202eb é") == "a\\x1b[31m\\u202eb é"
+
+
+def _spec(name: str, dtype: str, *shape: int) -> OutputTensor:
+    return OutputTensor(name, dtype, shape)
+
+
+ARRAYS: dict[str, np.ndarray] = {
+    "b": np.arange(15, dtype=np.uint8).reshape(3, 5),
+    "a": np.array(1.5, np.float32),
+    "c": np.zeros((2, 0), np.float16),
+    "ü\n": np.arange(3, dtype=np.float32),
+    "h": np.arange(3, dtype=np.float16),
+    "d": np.array([7], np.int64),
+}
+SPECS = [_spec(name, synthetic.DTYPE_NAMES[x.dtype], *x.shape) for name, x in ARRAYS.items()]
+
+
+def test_writer_equals_library(tmp_path: Path) -> None:
+    """Byte for byte what safetensors.numpy.save gives, tensors written in another order and in pieces."""
+    with SafetensorsWriter(tmp_path / "x.safetensors", SPECS, {"format": "pt"}) as writer:
+        for name, x in ARRAYS.items():
+            for piece in np.array_split(x.reshape(-1), 2):
+                writer.write(name, piece)
+        writer.finish()
+    assert (tmp_path / "x.safetensors").read_bytes() == save(ARRAYS, {"format": "pt"})
+
+
+def test_writer_is_deterministic_and_aligned(tmp_path: Path) -> None:
+    for name, specs in (("x", SPECS), ("y", SPECS[::-1])):
+        with SafetensorsWriter(tmp_path / f"{name}.safetensors", specs, {"z": "1", "a": "2"}) as writer:
+            for spec in specs:
+                writer.write(spec.name, ARRAYS[spec.name])
+            writer.finish()
+    assert (tmp_path / "x.safetensors").read_bytes() == (tmp_path / "y.safetensors").read_bytes()
+    for entry in read_header(tmp_path / "x.safetensors").entries:
+        assert entry.start % (DTYPE_BITS[entry.dtype] // 8) == 0
+
+
+def test_writer_counts_bytes(tmp_path: Path) -> None:
+    with SafetensorsWriter(tmp_path / "x.safetensors", [_spec("a", "F32", 2)], {}) as writer:
+        writer.write("a", np.zeros(1, np.float32))
+        with refused("x.safetensors: a lacks 4 of its planned bytes"):
+            writer.finish()
+        with refused("x.safetensors: a: 8 bytes were written; at most 4 are left of its planned size"):
+            writer.write("a", np.zeros(2, np.float32))
+
+
+def test_writer_does_not_replace_a_file(tmp_path: Path) -> None:
+    (tmp_path / "x.safetensors").write_text("mine")
+    with pytest.raises(FileExistsError):
+        SafetensorsWriter(tmp_path / "x.safetensors", [], {})
+
+
+@given(st.text(max_size=12))
+def test_shard_name_never_leaves_its_directory(name: str) -> None:
+    for text in (name, name + ".safetensors"):
+        try:
+            accepted = check_shard_name(text)
+        except CheckpointError:
+            continue
+        assert os.path.basename(accepted) == accepted and accepted not in ("", ".", "..")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "../evil.safetensors",
+        "/etc/x.safetensors",
+        "a\\b.safetensors",
+        "C:x.safetensors",
+        ".safetensors",
+        "-o.safetensors",
+        "model.bin",
+        "x\n.safetensors",
+        "",
+        7,
+        None,
+        "a" * 250 + ".safetensors",
+    ],
+)
+def test_shard_name_is_refused(name: object) -> None:
+    with refused("a plain file name that ends in .safetensors is needed"):
+        check_shard_name(name)
+
+
+def _edit_index(root: Path, edit: object) -> None:
+    path = root / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    edit(index["weight_map"])  # type: ignore[operator]
+    path.write_text(json.dumps(index))
+
+
+def test_single_indexed_and_unindexed_sources(tmp_path: Path) -> None:
+    synthetic.bert(tmp_path / "single")
+    synthetic.dense(tmp_path / "indexed")
+    tensors = synthetic.dense(tmp_path / "plain", index=False)
+    assert [f.name for f in open_source(tmp_path / "single").files] == ["model.safetensors"]
+    assert open_source(tmp_path / "indexed").has_index
+    plain = open_source(tmp_path / "plain")
+    assert not plain.has_index and set(plain.tensors) == set(tensors)
+
+
+def _refused(root: Path, text: str) -> None:
+    with refused(text):
+        open_source(root)
+
+
+def test_source_that_is_no_directory(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    _refused(tmp_path / "file", "is a file; a Hugging Face model directory is needed")
+    _refused(tmp_path / "none", "does not exist; a Hugging Face model directory is needed")
+    _refused(tmp_path, "no .safetensors file; a Hugging Face model directory with safetensors is needed")
+
+
+def test_source_without_config(tmp_path: Path) -> None:
+    synthetic.bert(tmp_path / "m")
+    (tmp_path / "m" / "config.json").unlink()
+    _refused(tmp_path / "m", "config.json: is missing")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "config.json: not valid JSON"),
+        ("[1]", "config.json: holds a JSON list; an object is needed"),
+        ('{"a": 1, "b": {"c": 1, "c": 2}}', "config.json: the key 'c' occurs twice"),
+        ("[" * 100_000, "config.json: not valid JSON"),
+    ],
+)
+def test_source_with_bad_config(tmp_path: Path, text: str, message: str) -> None:
+    synthetic.bert(tmp_path / "m")
+    (tmp_path / "m" / "config.json").write_text(text)
+    _refused(tmp_path / "m", message)
+
+
+def test_index_names_missing_shard(tmp_path: Path) -> None:
+    synthetic.dense(tmp_path / "m")
+    (tmp_path / "m" / "model-00002-of-00002.safetensors").unlink()
+    _refused(tmp_path / "m", "model-00002-of-00002.safetensors: is missing")
+
+
+def test_unindexed_series_is_incomplete(tmp_path: Path) -> None:
+    synthetic.dense(tmp_path / "m", index=False)
+    (tmp_path / "m" / "model-00001-of-00002.safetensors").unlink()
+    _refused(tmp_path / "m", "model: 1 of 2 numbered shards are present")
+
+
+def test_index_disagrees_both_ways(tmp_path: Path) -> None:
+    synthetic.dense(tmp_path / "m")
+    _edit_index(tmp_path / "m", lambda weights: weights.update(extra="model-00001-of-00002.safetensors"))
+    _refused(tmp_path / "m", "names extra in model-00001-of-00002.safetensors, which the shard does not hold")
+    _edit_index(tmp_path / "m", lambda weights: (weights.pop("extra"), weights.pop("model.norm.weight")))
+    _refused(tmp_path / "m", "does not name model.norm.weight of model-00001-of-00002.safetensors")
+
+
+def test_index_puts_tensor_into_the_wrong_shard(tmp_path: Path) -> None:
+    synthetic.dense(tmp_path / "m")
+    _edit_index(
+        tmp_path / "m", lambda weights: weights.update({"model.norm.weight": "model-00002-of-00002.safetensors"})
+    )
+    _refused(
+        tmp_path / "m", "names model.norm.weight in model-00002-of-00002.safetensors, which the shard does not hold"
+    )
+
+
+def test_index_leads_out(tmp_path: Path) -> None:
+    synthetic.dense(tmp_path / "m")
+    synthetic.write_file(tmp_path / "evil.safetensors", {"x": np.zeros(1, np.float32)})
+    _edit_index(tmp_path / "m", lambda weights: weights.update(x="../evil.safetensors"))
+    _refused(tmp_path / "m", "shard name '../evil.safetensors'; a plain file name")
+
+
+def test_index_without_weight_map(tmp_path: Path) -> None:
+    synthetic.dense(tmp_path / "m")
+    (tmp_path / "m" / "model.safetensors.index.json").write_text("{}")
+    _refused(tmp_path / "m", "no weight_map")
+
+
+def test_shard_link_that_leads_out(tmp_path: Path) -> None:
+    synthetic.dense(tmp_path / "m")
+    shard = tmp_path / "m" / "model-00002-of-00002.safetensors"
+    shard.rename(tmp_path / "elsewhere.safetensors")
+    shard.symlink_to(tmp_path / "elsewhere.safetensors")
+    _refused(tmp_path / "m", "model-00002-of-00002.safetensors: a link that leaves")
+
+
+def test_hugging_face_cache_links_are_followed(tmp_path: Path) -> None:
+    snapshot, blobs = tmp_path / "models--x" / "snapshots" / "abc", tmp_path / "models--x" / "blobs"
+    synthetic.dense(snapshot)
+    blobs.mkdir()
+    for i, path in enumerate(sorted(snapshot.iterdir())):
+        path.rename(blobs / str(i))
+        path.symlink_to(Path("../../blobs") / str(i))
+    assert open_source(snapshot).files[0].name == "model-00001-of-00002.safetensors"
+
+
+@pytest.mark.parametrize("folder", ["snapshot", "revisions", "snapshots/abc"])
+def test_only_links_of_a_hugging_face_cache_are_followed(tmp_path: Path, folder: str) -> None:
+    """Those of snapshots/REVISION into the blobs beside snapshots, and of no other directory into blobs near it."""
+    root, blobs = tmp_path / "models--x" / folder / "1", tmp_path / "models--x" / "blobs"
+    synthetic.dense(root)
+    for place in (blobs, root.parent.parent / "blobs"):
+        place.mkdir(exist_ok=True)
+    for i, path in enumerate(sorted(root.iterdir())):
+        path.rename(blobs / str(i))
+        path.symlink_to(blobs / str(i))
+    _refused(root, "a link that leaves")
+
+
+def test_tensor_in_two_files(tmp_path: Path) -> None:
+    synthetic.dense(tmp_path / "m", index=False)
+    synthetic.write_file(tmp_path / "m" / "consolidated.safetensors", {"model.norm.weight": np.ones(64, np.float32)})
+    _refused(tmp_path / "m", "model.norm.weight: in consolidated.safetensors and in model-00001-of-00002.safetensors")
+
+
+def test_file_beside_the_index_is_ignored_and_reported(tmp_path: Path) -> None:
+    synthetic.dense(tmp_path / "m")
+    synthetic.write_file(tmp_path / "m" / "consolidated.safetensors", {"model.norm.weight": np.ones(64, np.float32)})
+    assert open_source(tmp_path / "m").ignored == ("consolidated.safetensors",)
+
+
+def test_single_file_and_foreign_index(tmp_path: Path) -> None:
+    synthetic.dense(tmp_path / "m")
+    synthetic.write_file(tmp_path / "m" / "model.safetensors", {"x": np.ones(64, np.float32)})
+    _refused(tmp_path / "m", "holds both model.safetensors and model.safetensors.index.json")
+
+
+def test_names_that_differ_in_case(tmp_path: Path) -> None:
+    synthetic.dense(tmp_path / "m", index=False)
+    for name in ("Extra", "extra"):
+        synthetic.write_file(tmp_path / "m" / f"{name}.safetensors", {name: np.ones(4, np.float32)})
+    if len(list((tmp_path / "m").glob("*xtra.safetensors"))) == 1:
+        pytest.skip("this file system ignores case")
+    _refused(tmp_path / "m", "extra.safetensors and Extra.safetensors differ only in case")

@@ -1,0 +1,241 @@
+"""convert --codes where rows lie otherwise: q and k of Llama, whose heads llama.cpp's converter weaves; stacks of
+experts.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import gguf_files
+import numpy as np
+import pytest
+import synthetic
+from gguf_files import EXPERTS
+from synthetic import refused
+
+import fp4kit
+from fp4kit.checkpoint import Wishes, convert, make_plan
+from fp4kit.checkpoint.model.inspect import open_checkpoint
+from fp4kit.checkpoint.verify.verify import verify
+from fp4kit.layouts import pack_gguf
+from tests.checkpoint.plan.test_borrowed_codes import directory, out_bytes, stored
+
+gguf = pytest.importorskip("gguf")
+HEADS = {"attn_q": 4, "attn_k": 2}
+COUNTS = {"llama.attention.head_count": 4, "llama.attention.head_count_kv": 2}
+FORMS = [
+    ("nvfp4-te", "modelopt"),
+    ("nvfp4-te", "compressed-tensors"),
+    ("mxfp4-ocp", "compressed-tensors"),
+    ("mxfp4-ocp", "mlx"),
+]
+
+
+def permuted(x: np.ndarray, heads: int) -> np.ndarray:
+    """LlamaModel.permute of llama.cpp's converter."""
+    return x.reshape(heads, 2, len(x) // heads // 2, -1).swapaxes(1, 2).reshape(x.shape)
+
+
+def heads_of(name: str) -> int:
+    return HEADS.get(name.split(".")[-2], 0)
+
+
+def llama(path: Path, **keys: Any) -> dict[str, np.ndarray]:
+    """The model as llama.cpp's converter writes it; returns it as Hugging Face has it."""
+    tensors, keys = gguf_files.model(), keys or COUNTS
+    turned = {name: permuted(x, heads_of(name)) if heads_of(name) else x for name, x in tensors.items()}
+    gguf_files.write(path, {name: gguf_files.plain(x) for name, x in turned.items()}, keys)
+    return tensors
+
+
+@pytest.mark.parametrize(("recipe", "format"), FORMS[1:])
+def test_heads_are_woven_for_a_file(recipe: str, format: str, tmp_path: Path) -> None:
+    """Rows of codes and their scales; what gguf makes of them are the values of fp4kit, in the other order."""
+    tensors, kind = llama(tmp_path / "m.gguf"), recipe.partition("-")[0]
+    wishes = Wishes(keep=("*.experts.*",)) if format == "mlx" else Wishes()
+    directory(tmp_path / "q", tensors, recipe, format, wishes=wishes)
+    report = convert(tmp_path / "m.gguf", tmp_path / "out.gguf", recipe, codes=tmp_path / "q")
+    assert set(report.actions) == {"rename", "copy"}
+    read = {tensor.name: tensor for tensor in gguf.GGUFReader(tmp_path / "out.gguf").tensors}
+    for layer in range(2):
+        group = [tensors[f"blk.{layer}.attn_{part}.weight"] for part in "qkv"]
+        amax = max(np.abs(x).max() for x in group).astype(np.float32) if kind == "nvfp4" else None
+        for leaf, count in HEADS.items():
+            name = f"blk.{layer}.{leaf}.weight"
+            q = fp4kit.quantize(tensors[name], recipe, tensor_amax=amax)
+            blocks = pack_gguf(permuted(q.packed, count), permuted(q.block_scale, count), kind)
+            assert out_bytes(tmp_path / "out.gguf", name) == blocks.tobytes()
+            values = gguf.dequantize(read[name].data, read[name].tensor_type)
+            plain = fp4kit.Quantized.from_parts(q.packed, q.block_scale, recipe=f"{kind}-gguf", shape=q.shape)
+            assert values.tobytes() == permuted(fp4kit.dequantize(plain, np.float32), count).tobytes()
+
+
+@pytest.mark.parametrize(("recipe", "format"), FORMS)
+def test_heads_are_unwoven_for_a_directory(recipe: str, format: str, tmp_path: Path) -> None:
+    """Its layers are what the recipe makes of its own numbers; the file that takes them back has the same bytes."""
+    directory(tmp_path / "unused", llama(tmp_path / "m.gguf"))
+    convert(tmp_path / "m.gguf", tmp_path / "q.gguf", recipe)
+    wishes = Wishes(keep=("*.experts.*",)) if format == "mlx" else Wishes()
+    report = convert(
+        tmp_path / "plain", tmp_path / "d", recipe, format=format, codes=tmp_path / "q.gguf", wishes=wishes
+    )
+    assert set(report.actions) <= {"rename", "copy"}
+    if recipe == "mxfp4-ocp":  # without tensor scales, which q, k and v of a file do not share
+        verified = verify(tmp_path / "d", tmp_path / "plain")
+        assert verified.recipe == recipe and all(layer.codes[0] == 0 for layer in verified.layers)
+    options: dict[str, Any] = {"wishes": Wishes(keep=("*_exps",))} if format == "mlx" else {}
+    convert(tmp_path / "m.gguf", tmp_path / "only.gguf", recipe, **options)
+    convert(tmp_path / "m.gguf", tmp_path / "again.gguf", recipe, codes=tmp_path / "d")
+    assert (tmp_path / "again.gguf").read_bytes() == (tmp_path / "only.gguf").read_bytes()
+
+
+def test_heads_that_tell_nothing(tmp_path: Path) -> None:
+    """Both ends of q are zeros: all rows tell. All of k is: it is taken as it is."""
+    tensors = gguf_files.model()
+    tensors["blk.0.attn_q.weight"][:32] = tensors["blk.0.attn_q.weight"][-32:] = tensors["blk.0.attn_k.weight"][:] = 0
+    directory(tmp_path / "q", tensors, "mxfp4-ocp", "compressed-tensors")
+    turned = {name: permuted(x, heads_of(name)) if heads_of(name) else x for name, x in tensors.items()}
+    gguf_files.write(tmp_path / "m.gguf", {name: gguf_files.plain(x) for name, x in turned.items()}, COUNTS)
+    convert(tmp_path / "m.gguf", tmp_path / "out.gguf", "mxfp4-ocp", codes=tmp_path / "q")
+    q = fp4kit.quantize(turned["blk.0.attn_q.weight"], "mxfp4-ocp")
+    assert (
+        out_bytes(tmp_path / "out.gguf", "blk.0.attn_q.weight") == pack_gguf(q.packed, q.block_scale, "mxfp4").tobytes()
+    )
+
+
+@pytest.mark.parametrize("heads", [None, 8, 48, 0, "4.0", ["4", "4"]])
+def test_rows_in_an_order_that_is_not_known(heads: Any, tmp_path: Path) -> None:
+    """Without the number of heads, or with another one, they are refused by name; what is left out is not looked at."""
+    keys: dict[str, Any] = {"llama.context_length": 8} if heads is None else {"llama.attention.head_count": heads}
+    directory(tmp_path / "q", llama(tmp_path / "m.gguf", **keys))
+    with refused("attn_q.weight: is not what model.layers.0.self_attn.q_proj decodes to (SQNR "):
+        convert(tmp_path / "m.gguf", tmp_path / "out.gguf", codes=tmp_path / "q")
+    convert(tmp_path / "m.gguf", tmp_path / "out.gguf", codes=tmp_path / "q", wishes=Wishes(keep=("blk.*.attn_[qk]",)))
+    assert not (tmp_path / ".out.gguf.partial").exists() and (tmp_path / "out.gguf").exists()
+
+
+def stacks(root: Path, tensors: dict[str, np.ndarray], kind: str) -> dict[str, np.ndarray]:
+    """Experts of layer 1 as transformers has them: gate before up, [E, 2I, H]; of gpt_oss by turns, and transposed."""
+    gate, up, down = (tensors[f"blk.1.ffn_{part}_exps.weight"] for part in ("gate", "up", "down"))
+    both = np.concatenate([gate, up], axis=1)
+    if kind == "gpt_oss":
+        both, down = np.stack([gate, up], axis=2).reshape(both.shape).swapaxes(1, 2), down.swapaxes(1, 2)
+    prefix = "model.layers.1.mlp.experts."
+    found = {f"{prefix}gate_up_proj": np.ascontiguousarray(both), f"{prefix}down_proj": np.ascontiguousarray(down)}
+    synthetic.write_model(root, {"model_type": kind, "num_hidden_layers": 2, "num_experts": EXPERTS}, found)
+    return found
+
+
+def experts_file(path: Path, architecture: str) -> dict[str, np.ndarray]:
+    """A file with stacks of experts alone."""
+    tensors = {name: x for name, x in gguf_files.model().items() if name.endswith("_exps.weight")}
+    keys = {"general.architecture": architecture, f"{architecture}.block_count": 2}
+    gguf_files.write(path, {name: gguf_files.plain(x) for name, x in tensors.items()}, keys)
+    return tensors
+
+
+@pytest.mark.parametrize(("recipe", "format"), FORMS[:3])
+def test_stacks_of_a_file_in_a_directory_of_stacks(recipe: str, format: str, tmp_path: Path) -> None:
+    """They become what experts of their own become; and the file gets them back."""
+    stacks(tmp_path / "m", experts_file(tmp_path / "m.gguf", "qwen3moe"), "qwen3_moe")
+    convert(tmp_path / "m.gguf", tmp_path / "q.gguf", recipe)
+    report = convert(tmp_path / "m", tmp_path / "d", recipe, format=format, codes=tmp_path / "q.gguf")
+    parts = 3 if recipe == "mxfp4-ocp" else 2
+    assert report.actions["rename"] == EXPERTS * parts and set(report.actions) <= {"rename", "copy"}
+    assert {f"model.layers.1.mlp.experts.{e}.{part}_proj" for e in range(EXPERTS) for part in ("gate", "up")} <= set(
+        open_checkpoint(tmp_path / "d").layers
+    )
+    convert(tmp_path / "m.gguf", tmp_path / "again.gguf", recipe, codes=tmp_path / "d")
+    assert (tmp_path / "again.gguf").read_bytes() == (tmp_path / "q.gguf").read_bytes()
+
+
+def test_stacks_of_gpt_oss(tmp_path: Path) -> None:
+    """Gate and up by turns in one tensor of the directory, and apart in the file; bytes are those of a conversion, both
+    ways.
+    """
+    stacks(tmp_path / "m", experts_file(tmp_path / "m.gguf", "gpt-oss"), "gpt_oss")
+    convert(tmp_path / "m.gguf", tmp_path / "q.gguf", "mxfp4-ocp")
+    convert(tmp_path / "m", tmp_path / "q", "mxfp4-ocp", format="gpt-oss")
+    convert(tmp_path / "m", tmp_path / "d", "mxfp4-ocp", format="gpt-oss", codes=tmp_path / "q.gguf")
+    wanted, found = stored(tmp_path / "q"), stored(tmp_path / "d")
+    assert len(found) == 4 and all(found[name].tobytes() == x.tobytes() for name, x in wanted.items())
+    convert(tmp_path / "m.gguf", tmp_path / "again.gguf", "mxfp4-ocp", codes=tmp_path / "q")
+    assert (tmp_path / "again.gguf").read_bytes() == (tmp_path / "q.gguf").read_bytes()
+
+
+def test_gate_and_up_by_turns_have_one_tensor_scale(tmp_path: Path) -> None:
+    stacks(tmp_path / "m", experts_file(tmp_path / "m.gguf", "qwen3moe"), "gpt_oss")
+    convert(tmp_path / "m.gguf", tmp_path / "q.gguf", "nvfp4-te")
+    with refused(
+        "blk.1.ffn_gate_exps: gate and up have tensor scales of their own, and are one layer where rows take turns"
+    ):
+        make_plan(tmp_path / "m", "mxfp4-ocp", format="gpt-oss", codes=tmp_path / "q.gguf")
+
+
+@pytest.mark.parametrize("parent", ["mlp", "block_sparse_moe"])
+@pytest.mark.parametrize("scaled", [True, False])
+def test_stacks_of_mlx_lm(scaled: bool, parent: str, tmp_path: Path) -> None:
+    """switch_mlp, [E, N, K/8]; a global scale is 2688 tensor scales."""
+    tensors, recipe = experts_file(tmp_path / "m.gguf", "llama"), "nvfp4-te" if scaled else "nvfp4-torchao-single"
+    found: dict[str, np.ndarray] = {}
+    for part in ("gate", "up"):
+        name = f"model.layers.1.{parent}.switch_mlp.{part}_proj"
+        qs = [fp4kit.quantize(x, recipe) for x in tensors[f"blk.1.ffn_{part}_exps.weight"]]
+        found[f"{name}.weight"] = np.stack([q.packed for q in qs]).view(np.uint32)
+        found[f"{name}.scales"] = np.stack([q.block_scale for q in qs])
+        if scaled:
+            found[f"{name}.global_scale"] = np.float32([q.tensor_amax for q in qs])
+    synthetic.DTYPE_NAMES.setdefault(np.dtype("u4"), "U32")
+    synthetic.write_model(tmp_path / "q", {"model_type": "mixtral", "num_hidden_layers": 2}, found)
+    convert(tmp_path / "m.gguf", tmp_path / "out.gguf", recipe, codes=tmp_path / "q")
+    for part in ("gate", "up"):
+        name = f"blk.1.ffn_{part}_exps"
+        qs = [fp4kit.quantize(x, recipe) for x in tensors[f"{name}.weight"]]
+        blocks = [pack_gguf(q.packed, q.block_scale, "nvfp4").tobytes() for q in qs]
+        assert out_bytes(tmp_path / "out.gguf", f"{name}.weight") == b"".join(blocks)
+        if scaled:
+            scales = np.float32([q.tensor_amax for q in qs]) / np.float32(2688)
+            assert out_bytes(tmp_path / "out.gguf", f"{name}.scale") == scales.tobytes()
+
+
+def test_stacks_of_model_optimizer(tmp_path: Path) -> None:
+    """Codes [E, K/2, N] of Llama 4, gate before up, one tensor scale for all experts; names below language_model."""
+    tensors = experts_file(tmp_path / "m.gguf", "llama4")
+    both = np.concatenate([tensors[f"blk.1.ffn_{part}_exps.weight"] for part in ("gate", "up")], axis=1)
+    name, amax = "language_model.model.layers.1.feed_forward.experts.gate_up_proj", np.float32(np.abs(both).max())
+    qs = [fp4kit.quantize(x, "nvfp4-te", tensor_amax=amax) for x in both]
+    codes, scales = (
+        np.stack(part).swapaxes(1, 2).copy() for part in ([q.packed for q in qs], [q.block_scale for q in qs])
+    )
+    found = {
+        name: codes,
+        f"{name}_weight_scale": scales.view(synthetic.E4M3),
+        f"{name}_weight_scale_2": qs[0].tensor_scale,
+    }
+    synthetic.write_model(tmp_path / "q", {"model_type": "llama4", "text_config": {"num_hidden_layers": 2}}, found)
+    with refused("blk.1.ffn_gate_exps (and 1 more): llama.cpp 0c1e57098: ignores .scale in llama4 models"):
+        make_plan(tmp_path / "m.gguf", "nvfp4-te", codes=tmp_path / "q")
+    experts_file(tmp_path / "n.gguf", "llama")
+    convert(tmp_path / "n.gguf", tmp_path / "out.gguf", "nvfp4-te", codes=tmp_path / "q")
+    for i, part in enumerate(("gate", "up")):
+        rows = slice(96 * i, 96 * (i + 1))
+        blocks = b"".join(pack_gguf(q.packed[rows], q.block_scale[rows], "nvfp4").tobytes() for q in qs)
+        assert out_bytes(tmp_path / "out.gguf", f"blk.1.ffn_{part}_exps.weight") == blocks
+        assert (
+            out_bytes(tmp_path / "out.gguf", f"blk.1.ffn_{part}_exps.scale")
+            == np.full(EXPERTS, qs[0].tensor_scale).tobytes()
+        )
+
+
+def test_a_stack_of_another_number_of_experts_stays(tmp_path: Path) -> None:
+    tensors = experts_file(tmp_path / "m.gguf", "qwen3moe")
+    short = {name: x[:-1] if "up" in name else x for name, x in tensors.items()}
+    stacks(tmp_path / "m", tensors, "qwen3_moe")
+    gguf_files.write(
+        tmp_path / "s.gguf", {name: gguf_files.plain(x) for name, x in short.items()}, {"llama.block_count": 2}
+    )
+    convert(tmp_path / "s.gguf", tmp_path / "q.gguf", "mxfp4-ocp")
+    plan = make_plan(tmp_path / "m", "mxfp4-ocp", format="compressed-tensors", codes=tmp_path / "q.gguf")
+    actions = {tensor.name.rpartition(".")[2]: (tensor.action, tensor.reason) for tensor in plan.tensors}
+    assert actions["gate_up_proj"] == ("copy", "--codes has none of it") and actions["down_proj"][0] == "rename"

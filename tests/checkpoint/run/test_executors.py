@@ -1,0 +1,370 @@
+"""Where a conversion runs makes no difference to its bytes: processes, threads, dask, MPI, GPUs; and workers end with
+it.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import multiprocessing
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
+from contextlib import contextmanager
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import synthetic
+from exhaustive import exhaustive
+from kill_points import files_of
+from runs import HERE, environment, stopping
+from synthetic import refused
+
+from fp4kit.checkpoint.convert import quantize_rows, run_job
+from fp4kit.checkpoint.convert.convert import Options, bytes_to_read, convert, execute
+from fp4kit.checkpoint.plan.plan import make_plan
+from fp4kit.checkpoint.run import executors, staging
+from fp4kit.checkpoint.run.executors import cluster, dask_executor, executor_of, is_under_mpi, run_all
+from fp4kit.cli import main
+from fp4kit.cpu.library import num_threads
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, str]]:
+    """A source, and the files that one process makes of it."""
+    folder = tmp_path_factory.mktemp("model")
+    synthetic.moe(folder / "m")
+    return folder / "m", files_of(convert(folder / "m", folder / "whole").destination)
+
+
+@pytest.fixture
+def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers are processes, as where the compiled engine is not there."""
+    monkeypatch.setattr(import_module("fp4kit.checkpoint.convert.convert"), "engine", lambda: "reference")
+
+
+@pytest.mark.parametrize("workers", [None, 1, 3])
+def test_worker_threads(
+    model: tuple[Path, dict[str, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: int | None
+) -> None:
+    """What the compiled engine computes, threads do, and each of them takes no others."""
+    used: set[tuple[int, int]] = set()
+    quantized = quantize_rows.write
+
+    def noted(*arguments: Any) -> int:
+        used.add((threading.get_ident(), num_threads()))
+        return quantized(*arguments)
+
+    monkeypatch.setattr(quantize_rows, "write", noted)
+    monkeypatch.setattr(import_module("fp4kit.checkpoint.convert.convert"), "engine", lambda: "cpu-base")
+    convert(model[0], tmp_path / "out", options=Options(workers))
+    assert files_of(tmp_path / "out") == model[1]
+    alone = {(threading.get_ident(), num_threads())}
+    assert used == alone if workers == 1 else used and {threads for _, threads in used} == {1} and not used & alone
+
+
+@pytest.mark.usefixtures("uncompiled")
+@pytest.mark.parametrize("workers", [2, *exhaustive([3])])
+def test_worker_processes(model: tuple[Path, dict[str, str]], tmp_path: Path, workers: int) -> None:
+    ticks: list[int] = []
+    plan = make_plan(model[0])
+    execute(plan, tmp_path / "out", Options(workers, progress=ticks.append))
+    assert files_of(tmp_path / "out") == model[1]
+    assert sum(ticks) == bytes_to_read(plan)
+    assert not multiprocessing.active_children()
+
+
+@pytest.mark.parametrize(
+    ("workers", "cores", "processes", "expected"),
+    [
+        (None, 16, True, (8, False)),
+        (None, 5, True, (5, False)),
+        (None, 3, True, (3, True)),
+        (15, 2, True, (15, False)),
+        (3, 16, True, (3, True)),
+        (None, 16, False, (16, True)),
+        (9, 16, False, (9, True)),
+        (None, 1, True, (2, True)),
+    ],
+)
+def test_processes_where_they_are_faster(
+    model: tuple[Path, dict[str, str]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    workers: int | None,
+    cores: int,
+    processes: bool,
+    expected: tuple[int, bool],
+) -> None:
+    """Of a model that has the bytes: below, and where nobody asks for processes, they are threads."""
+    module, made = import_module("fp4kit.checkpoint.convert.convert"), list[tuple[int, bool]]()
+
+    @contextmanager
+    def noted(given: Executor | None, workers: int, by_threads: bool) -> Iterator[Executor | None]:
+        made.append((workers, by_threads))
+        yield given
+
+    monkeypatch.setattr(module, "executor_of", noted)
+    monkeypatch.setattr(module, "engine", lambda: "cpu-avx2")
+    monkeypatch.setattr(module, "num_threads", lambda: cores)
+    plan = make_plan(model[0])
+    for i, least in enumerate((bytes_to_read(plan), bytes_to_read(plan) + 1)):
+        monkeypatch.setattr(module, "FROM_BYTES", least)
+        execute(plan, tmp_path / str(i), Options(workers, processes=processes))
+        assert files_of(tmp_path / str(i)) == model[1]
+    assert made == [expected, (workers or max(cores, 2), True)]
+
+
+def test_the_command_takes_processes_for_large_models(
+    model: tuple[Path, dict[str, str]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """With the compiled engine, which has one thread in each."""
+    module, started = import_module("fp4kit.checkpoint.convert.convert"), list[Any]()
+    start = executors._Worker.start
+    monkeypatch.setattr(executors._Worker, "start", lambda worker: (started.append(worker), start(worker)))
+    monkeypatch.setattr(module, "FROM_BYTES", 1)
+    monkeypatch.setattr(module, "engine", lambda: "cpu-avx2")
+    assert main(["convert", str(model[0]), str(tmp_path / "out"), "--workers", "4"]) == 0
+    assert files_of(tmp_path / "out") == model[1]
+    assert len(started) == 4 and not any(worker.is_alive() for worker in started)
+    assert "wrote" in capsys.readouterr().out
+
+
+class Backwards(Executor):
+    """Runs calls when they are asked for, the last one first."""
+
+    def __init__(self) -> None:
+        self.waiting: list[tuple[Future[Any], Callable[..., Any], tuple[Any, ...]]] = []
+        self.pool = ThreadPoolExecutor(1)
+
+    def submit(self, function: Callable[..., Any], /, *arguments: Any, **options: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        self.waiting.append((future, function, arguments))
+        self.pool.submit(self.run, len(self.waiting))
+        return future
+
+    def run(self, seen: int) -> None:
+        future, function, arguments = self.waiting.pop()
+        if future.set_running_or_notify_cancel():
+            try:
+                future.set_result(function(*arguments))
+            except Exception as error:
+                future.set_exception(error)
+
+
+EXECUTORS = {"threads": lambda: ThreadPoolExecutor(4), "processes": lambda: spawning(2), "last first": Backwards}
+
+
+@pytest.mark.parametrize("make", EXECUTORS.values(), ids=EXECUTORS)
+def test_any_executor(model: tuple[Path, dict[str, str]], tmp_path: Path, make: Callable[[], Executor]) -> None:
+    with make() as executor:
+        for _ in range(2):
+            convert(model[0], tmp_path / "out", options=Options(executor=executor))
+            assert files_of(tmp_path / "out") == model[1]
+            shutil.rmtree(tmp_path / "out")
+        assert list(run_all(executor, deque([(abs, (-1,))]))) == [1]  # it stays open
+
+
+def spawning(workers: int) -> ProcessPoolExecutor:
+    return ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn"))
+
+
+@pytest.mark.parametrize("workers", [0, -1, True, 1.5, "2"])
+def test_number_of_workers(workers: Any) -> None:
+    with refused(f"workers: got {workers!r}; a whole number of them, at least 1, is needed"):
+        Options(workers)
+
+
+def settings() -> tuple[str | None, int]:
+    """In a worker: what is set for libraries with threads of their own, and the process."""
+    return os.environ.get("OPENBLAS_NUM_THREADS"), os.getpid()
+
+
+def test_workers_have_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    monkeypatch.delenv("OPENBLAS_NUM_THREADS", raising=False)
+    with executor_of(None, 2) as executor:
+        assert {found for found, _ in run_all(executor, deque([(settings, ())] * 8))} == {"1"}
+    assert os.environ["OMP_NUM_THREADS"] == "7" and "OPENBLAS_NUM_THREADS" not in os.environ
+
+
+@pytest.mark.usefixtures("uncompiled")
+def test_workers_end_with_an_error(model: tuple[Path, dict[str, str]], tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        convert(model[0], tmp_path / "out", options=Options(2, progress=stopping(25)))
+    assert not multiprocessing.active_children()
+    assert staging.partial_of(tmp_path / "out").exists()
+    convert(model[0], tmp_path / "out", options=Options(2, resume=True))
+    assert files_of(tmp_path / "out") == model[1]
+
+
+def test_workers_are_not_waited_for_when_a_run_is_stopped() -> None:
+    start = time.monotonic()
+    with pytest.raises(KeyboardInterrupt), executor_of(None, 2) as executor:
+        assert executor is not None
+        executor.submit(time.sleep, 300)
+        assert list(run_all(executor, deque([(abs, (-1,))]))) == [1]
+        raise KeyboardInterrupt
+    assert time.monotonic() - start < 60 and not multiprocessing.active_children()
+
+
+def die(job: Any, *rest: Any) -> None:
+    os._exit(1)
+
+
+@pytest.mark.usefixtures("uncompiled")
+def test_workers_that_die(model: tuple[Path, dict[str, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the system ends them where memory is short: what is done is kept."""
+    with monkeypatch.context() as patch:
+        patch.setattr(run_job, "write", die)
+        with pytest.raises(
+            ChildProcessError, match="a worker process died, perhaps for want of memory; take fewer workers"
+        ):
+            convert(model[0], tmp_path / "out", options=Options(2))
+    assert not multiprocessing.active_children() and not (tmp_path / "out").exists()
+    convert(model[0], tmp_path / "out", options=Options(resume=True))
+    assert files_of(tmp_path / "out") == model[1]
+
+
+@pytest.mark.usefixtures("uncompiled")
+def test_errors_of_workers_are_those_of_one_process(tmp_path: Path) -> None:
+    tensors = {f"model.layers.{i}.mlp.down_proj.weight": synthetic.random(str(i), (64, 64)) for i in range(4)}
+    tensors["model.layers.2.mlp.down_proj.weight"][1, 1] = np.nan
+    synthetic.write_model(tmp_path / "m", {}, tensors)
+    for workers in (1, 2):
+        with refused("model.layers.2.mlp.down_proj.weight: 1 of 4096 values are NaN or infinite"):
+            convert(tmp_path / "m", tmp_path / "out", options=Options(workers))
+        assert [path.name for path in tmp_path.iterdir()] == ["m"]
+
+
+def test_nothing_runs_after_an_error() -> None:
+    """What runs is waited for, what waits is dropped: nothing writes into the files of a later run."""
+    ran: list[int] = []
+
+    def call(number: int) -> int:
+        if number == 0:
+            raise RuntimeError
+        time.sleep(0.001)
+        ran.append(number)
+        return number
+
+    with ThreadPoolExecutor(2) as executor:
+        with pytest.raises(RuntimeError):
+            list(run_all(executor, deque((call, (i,)) for i in range(1000))))
+        before = len(ran)
+        assert before < 999
+        executor.submit(int).result()
+        assert len(ran) == before
+
+
+def test_worker_of_another_version_refuses() -> None:
+    with refused("workers: have fp4kit ") as caught:
+        executors._call("9.9", "run", abs, (-1,))
+    assert str(caught.value).endswith("and 9.9 is needed as in the process that plans")
+
+
+def test_no_cluster() -> None:
+    assert not is_under_mpi()
+    with cluster() as executor:
+        assert executor is None
+
+
+def test_without_dask(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "distributed", None)
+    with refused('--dask: needs dask.distributed; pip install "fp4kit[cluster]"'), cluster("tcp://127.0.0.1:1"):
+        pass
+
+
+def missing(module: str) -> None:
+    """Skip a test without a library; fail it where CI has said that it installs them."""
+    if importlib.util.find_spec(module) is None:
+        (pytest.fail if os.environ.get("CI") == "true" else pytest.skip)(
+            f'{module} is not installed; pip install -e ".[test]"'
+        )
+
+
+@pytest.mark.filterwarnings("ignore")  # of distributed
+@pytest.mark.parametrize("address", ["tcp://127.0.0.1:1", "nonsense://x", "tcp://"])
+def test_no_scheduler(monkeypatch: pytest.MonkeyPatch, address: str) -> None:
+    missing("distributed")
+    monkeypatch.setattr(executors, "_SECONDS", 1)
+    with refused(f"--dask {address}: no scheduler answers ("), dask_executor(address):
+        pass
+
+
+@pytest.mark.exhaustive
+def test_dask(model: tuple[Path, dict[str, str]], tmp_path: Path) -> None:
+    """Workers of their own processes, with another directory than that of the process that plans: see
+    cluster_cases.py.
+    """
+    missing("distributed")
+    command = [sys.executable, HERE / "cluster_cases.py", model[0], tmp_path / "out", model[0].parent / "whole"]
+    result = subprocess.run(command, capture_output=True, text=True, env=environment(), cwd=tmp_path, timeout=300)
+    assert result.returncode == 0, result.stderr[-4000:]
+    assert (
+        "errors come back" in result.stdout
+        and "a worker process died" in result.stdout
+        and "workers: 2" in result.stdout
+    )
+    assert "no scheduler answers" in result.stdout
+
+
+def under_mpi(size: int, *arguments: str | Path) -> list[str | Path]:
+    """The command line of so many processes of MPI, one of which runs Python with the arguments."""
+    missing("mpi4py")
+    found = shutil.which(
+        "mpiexec", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+    )
+    if found is None:
+        pytest.skip("no mpiexec found")
+    return [found, "-n", str(size), sys.executable, "-m", "mpi4py.futures", *arguments]
+
+
+def test_the_command_under_mpi(model: tuple[Path, dict[str, str]], tmp_path: Path) -> None:
+    """Its results, and the exit code of one that is refused."""
+    calls = ((["convert", model[0], "out"], 0), (["verify", "out", "--source", model[0]], 0), (["verify", "no"], 2))
+    for arguments, code in calls:
+        command = under_mpi(2, "-m", "fp4kit", *arguments)
+        result = subprocess.run(command, capture_output=True, text=True, env=environment(), cwd=tmp_path, timeout=300)
+        assert result.returncode == code and "Traceback" not in result.stderr, result.stderr[-4000:]
+    assert files_of(tmp_path / "out") == model[1]
+
+
+@pytest.mark.parametrize("size", [2, *exhaustive([1, 3])])
+def test_mpi(model: tuple[Path, dict[str, str]], tmp_path: Path, size: int) -> None:
+    command = under_mpi(size, HERE / "convert_once.py", model[0], "out", "1")
+    result = subprocess.run(command, capture_output=True, text=True, env=environment(), cwd=tmp_path, timeout=300)
+    assert result.returncode == 0, result.stderr[-4000:]
+    assert result.stdout.endswith("MPIPoolExecutor\n") and (size == 1 or " 0 other processes" not in result.stdout)
+    assert files_of(tmp_path / "out") == model[1]
+
+
+def test_environment_changes_nothing(tmp_path: Path) -> None:
+    synthetic.moe(tmp_path / "m")
+    changes = (
+        {"PYTHONHASHSEED": "1", "TZ": "Asia/Tokyo", "LC_ALL": "C", "OMP_NUM_THREADS": "1"},
+        {
+            "PYTHONHASHSEED": "77",
+            "LC_ALL": "tr_TR.UTF-8",
+            "OMP_NUM_THREADS": "2",
+            "NVTE_USE_FAST_MATH": "1",
+            "HOME": "/nowhere",
+        },
+    )
+    found = []
+    for i, change in enumerate(changes):
+        command = [sys.executable, HERE / "convert_once.py", tmp_path / "m", tmp_path / f"out{i}", "1"]
+        subprocess.run(command, env=environment() | change, check=True, capture_output=True, timeout=120)
+        found.append(files_of(tmp_path / f"out{i}"))
+    assert found[0] == found[1]

@@ -1,0 +1,78 @@
+"""docs/command-line.md says what the commands print."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import synthetic
+
+from fp4kit import cli
+from fp4kit.checkpoint import convert
+from fp4kit.cli import guard, main
+from fp4kit.cli.output import Output
+from fp4kit.cli.selftest import report
+from fp4kit.evidence.golden import agreement
+from fp4kit.evidence.selftest import tasks as selftest
+
+TEXT = (Path(__file__).resolve().parents[2] / "docs" / "command-line.md").read_text(encoding="utf-8")
+ROWS = {schema: keys for schema, keys in re.findall(r"^\| `fp4kit\.(.*?)` \| .*? \| (.*) \|$", TEXT, re.MULTILINE)}
+COMMANDS = {
+    "convert.plan/1": "convert m new --dry-run",
+    "convert/1": "convert m new",
+    "convert.stale/1": "convert --remove-stale new",
+    "inspect/1": "inspect m",
+    "compare/1": "compare m m",
+    "verify/1": "verify q --source m",
+    "identify/1": "identify q --source m",
+    "reconcile/1": "reconcile --dry-run q",
+    "recipes/1": "recipes",
+    "recipes.check/1": "recipes nvfp4 --check",
+    "recipes.live/1": "recipes mxfp4-gguf --live --seconds 0.1",
+    "agreement/1": "recipes --agreement",
+    "formats/1": "formats",
+    "fuzz/1": "fuzz --cases 2 --operations pack --host",
+}
+
+
+def documented(schema: str) -> list[str]:
+    return ["schema", *re.findall("`(.*?)`", ROWS[schema])]
+
+
+def test_every_schema_is_documented() -> None:
+    source = "".join(path.read_text(encoding="utf-8") for path in Path(cli.__file__).parent.glob("*.py"))
+    assert set(ROWS) == {*COMMANDS, "selftest/1"} == set(re.findall(r'"([a-z.]+/\d+)"', source))
+
+
+@pytest.mark.parametrize("schema", COMMANDS)
+def test_documents_have_their_entries(
+    schema: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    synthetic.bert(tmp_path / "m")
+    if " q" in COMMANDS[schema]:
+        convert(tmp_path / "m", tmp_path / "q")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(
+        agreement, "agreeing", lambda dtype: (("nvfp4-te", "nvfp4-torchao"),)
+    )  # cli/test_recipes.py has the real ones
+    assert main([*COMMANDS[schema].split(), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["schema"] == f"fp4kit.{schema}" and list(found) == documented(schema)
+
+
+def test_the_document_of_the_selftest(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    tasks = [selftest.Task("part", "task", lambda: selftest.Outcome(5, skipped=("reason",)))]
+    monkeypatch.setattr(selftest, "plan", lambda engine, golden, quick: tasks)
+    assert report(selftest.ComparedEngine(None), None, True, Output("selftest", json=True)) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert list(found) == documented("selftest/1") and found["values"] == 5 and found["left_out"] == ["reason"]
+
+
+def test_exit_codes_are_those_of_the_guard() -> None:
+    """One table, in the docs and in the module; the words differ in length only."""
+    assert guard.__doc__ is not None
+    tables = (re.findall(r"^\| ([\d, ]+) \|", text, re.MULTILINE) for text in (TEXT, guard.__doc__))
+    first, second = tables
+    assert first == second == ["0", "1", "2", "129, 130, 143", "141"]

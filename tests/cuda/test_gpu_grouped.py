@@ -1,0 +1,232 @@
+"""Grouped operations on CuPy arrays equal the CPU, tensor by tensor. These tests need a GPU and skip without one."""
+
+from __future__ import annotations
+
+from itertools import cycle
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from inputs import BF16
+from on_gpu import ON_GPU, all_or_few, assert_same, blocks, cupy, differing, examples, gpu_only
+
+import fp4kit
+from fp4kit.cuda.compile import loader
+from fp4kit.cuda.launch import matrix
+from fp4kit.recipes import RECIPES
+from tests.ops.test_grouped import Drawn, groups
+
+pytestmark = ON_GPU
+
+NAMES = [name for name, r in RECIPES.items() if not r.search]
+DTYPES = dict(zip(NAMES, cycle((BF16, np.float32, np.float16)), strict=False))
+FEW = ("nvfp4-te", "nvfp4-te-2d", "mxfp4-flashinfer", "fp8-modelopt", "int8-modelopt-channel", "int4-modelopt")
+DRAWN = (BF16, np.dtype(np.float32))  # dtypes that examples are drawn from: each combination is compiled
+
+
+def on_gpu(arrays):
+    return cupy.asarray(arrays) if isinstance(arrays, np.ndarray) else [cupy.asarray(x) for x in arrays]
+
+
+def check(xs, name, **options) -> None:
+    """Codes, values and amaxes of a group on both sides."""
+    d, r = on_gpu(xs), fp4kit.recipe(name)
+    given = options.get("tensor_amax")
+    on_device = options | (
+        {} if given is None else {"tensor_amax": on_gpu(given) if isinstance(given[0], np.ndarray) else given}
+    )
+    if not r.fake_only:
+        for gpu, cpu in zip(
+            fp4kit.quantize_grouped(d, name, **on_device), fp4kit.quantize_grouped(xs, name, **options), strict=True
+        ):
+            assert_same(gpu, cpu)
+    if not {"scale_layout", "hadamard"} & set(options):
+        values = fp4kit.fake_quantize_grouped(d, name, **on_device)
+        for gpu, cpu in zip(values, fp4kit.fake_quantize_grouped(xs, name, **options), strict=True):
+            assert differing(gpu, cpu) == 0
+    if r.block_rows == 1:
+        for gpu, cpu in zip(fp4kit.amax_grouped(d, name), fp4kit.amax_grouped(xs, name), strict=True):
+            assert differing(gpu, cpu) == 0
+
+
+@pytest.mark.parametrize("name", all_or_few(NAMES))
+def test_unequal_tensors(name) -> None:
+    x = blocks(DTYPES[name], 70, 1024)
+    check([x[:33, :128], x[:0, :256], x[:, :384], x[3], x[:64].reshape(2, 32, 1024), x[:, 128:256]], name)
+
+
+@pytest.mark.parametrize("name", FEW)
+@examples(400)
+@given(data=st.data())
+def test_any_group(name, data) -> None:
+    drawn = data.draw(groups((name,), DRAWN))
+    check(drawn.xs, drawn.recipe, **drawn.options)
+
+
+@examples(1000)
+@given(drawn=groups(FEW, DRAWN), axis=st.sampled_from((-1, 0)), pass_through=st.booleans(), by_plan=st.booleans())
+def test_gradients(drawn: Drawn, axis: int, pass_through: bool, by_plan: bool) -> None:
+    axis = axis if all(x.shape[axis] % RECIPES[drawn.recipe].length_multiple == 0 for x in drawn.xs) else -1
+    amaxes = drawn.options.get("tensor_amax") if axis == -1 else None
+    grads = [np.resize(np.arange(1, 98, dtype=np.float32), x.shape).astype(x.dtype) for x in drawn.xs]
+    expected = fp4kit.fake_quantize_grouped_backward(
+        grads, drawn.xs, drawn.recipe, axis=axis, amax=amaxes, pass_through=pass_through
+    )
+    xs, d = on_gpu(drawn.xs), on_gpu(grads)
+    given_amaxes = None if amaxes is None else on_gpu(amaxes)
+    if by_plan:
+        plan = fp4kit.GroupedPlan(xs, drawn.recipe, axis=axis, tensor_amax=given_amaxes)
+        plan.fake_quantize_backward(d, pass_through=pass_through)
+        found = plan.fake_quantize_backward(d, pass_through=pass_through)
+    else:
+        options = {"axis": axis, "amax": given_amaxes, "pass_through": pass_through}
+        found = fp4kit.fake_quantize_grouped_backward(d, xs, drawn.recipe, **options)
+    for gpu, cpu in zip(found, expected, strict=True):
+        assert differing(gpu, cpu) == 0
+
+
+@pytest.mark.parametrize("name", FEW)
+@pytest.mark.parametrize("axis", [-1, -2, 0])
+def test_stacked_arrays(name, axis) -> None:
+    x = np.ascontiguousarray(blocks(BF16, 3 * 64, 96).reshape(3, 64, 96))
+    if x[0].shape[axis] % RECIPES[name].length_multiple == 0:
+        check(x, name, axis=axis)
+        check(np.stack([x, x[::-1]]), name)  # each of three dimensions
+    assert differing(fp4kit.quantize_grouped(on_gpu(x), name)[1].packed, fp4kit.quantize(x[1], name).packed) == 0
+
+
+@pytest.mark.parametrize("layout", ["swizzled_128x4", "swizzled_8x4"])
+@pytest.mark.parametrize("name", ["nvfp4-te", "nvfp4-te-2d", "mxfp4-flashinfer"])
+def test_scale_layouts(name, layout) -> None:
+    x = blocks(np.float32, 140, 192)
+    check([x[:5], x[:0], x, x[:120].reshape(3, 40, 192)], name, scale_layout=layout)
+    check(x.reshape(4, 35, 192), name, scale_layout=layout)
+
+
+def test_options() -> None:
+    x = blocks(BF16, 64, 256)
+    xs = [x[:32], x[:0], x]
+    check(xs, "nvfp4-te", rounding="stochastic", seed=7)
+    check(xs, "nvfp4-te", tensor_amax=[1.5, 2.0, 300.0])
+    check(xs, "nvfp4-te-reference", hadamard=True)
+    check(xs, "int4-modelopt", hadamard=True)
+    check(xs, "nvfp4-te-rowscaled", tensor_amax=[np.full((len(a), 1), 3, np.float32) for a in xs])
+    check([x[:32], x[32:].astype(np.float32), x[:8].astype(np.float16)], "nvfp4-te")
+
+
+def test_values_of_a_rule_of_its_own_are_rounded_to_nearest() -> None:
+    plan = fp4kit.GroupedPlan([cupy.ones((2, 32), np.float32)], "mxfp4-modelopt-fake", rounding="stochastic", seed=1)
+    with pytest.raises(
+        ValueError, match="GroupedPlan: mxfp4-modelopt-fake rounds to nearest only; got rounding='stochastic'"
+    ):
+        plan.fake_quantize()
+
+
+def test_misaligned_and_strided_tensors() -> None:
+    flat = blocks(BF16, 16, 512).reshape(-1)
+    d = cupy.asarray(flat)
+    for name in FEW:
+        places = [(o, o + 32 * 32) for o in (0, 1, 64, 1030)]
+        gpu = fp4kit.quantize_grouped(
+            [d[i:j].reshape(32, 32) for i, j in places] + [d[:4096].reshape(64, 64)[::2, ::2]], name
+        )
+        cpu = fp4kit.quantize_grouped(
+            [flat[i:j].reshape(32, 32) for i, j in places] + [flat[:4096].reshape(64, 64)[::2, ::2]], name
+        )
+        for a, b in zip(gpu, cpu, strict=True):
+            assert_same(a, b)
+
+
+@pytest.mark.parametrize("name", FEW)
+def test_a_plan_follows_its_tensors(name) -> None:
+    x = blocks(BF16, 64, 256)
+    xs = [x[:32], x[:0], x]
+    d = on_gpu(xs)
+    plan = fp4kit.GroupedPlan(d, name)
+    for step in range(3):
+        for a in d:
+            a[...] = cupy.asarray(np.roll(x[: len(a)], step))
+        before = plan.quantize()
+        for gpu, array in zip(plan.quantize(), d, strict=True):
+            assert_same(gpu, fp4kit.quantize(array.get(), name))
+        assert all(a is b for a, b in zip(before, plan.quantize(), strict=True))
+        for gpu, array in zip(plan.fake_quantize(), d, strict=True):
+            assert differing(gpu, fp4kit.fake_quantize(array.get(), name)) == 0
+
+
+def test_amaxes_of_a_plan() -> None:
+    x = blocks(BF16, 64, 256)
+    d = on_gpu([x[:32], x])
+    plan = fp4kit.GroupedPlan(d, "nvfp4-te")
+    plan.amax()
+    assert [float(a) for a in plan.amax_vector] == [float(fp4kit.amax(a)) for a in (x[:32], x)]
+    plan.amax_vector[...] *= 0.5  # twice the largest bfloat16 is no float32: NumPy would warn, which is an error here
+    for gpu, array in zip(plan.quantize(keep_amax=True), d, strict=True):
+        assert_same(
+            gpu, fp4kit.quantize(array.get(), "nvfp4-te", tensor_amax=fp4kit.amax(array.get()) * np.float32(0.5))
+        )
+    amaxes = cupy.asarray(np.array([1.0, 2.0], np.float32))
+    plan = fp4kit.GroupedPlan(d, "nvfp4-te", tensor_amax=amaxes)
+    amaxes[1] = 5
+    assert_same(plan.quantize()[1], fp4kit.quantize(x, "nvfp4-te", tensor_amax=5.0))
+    assert plan.amax_vector is None
+
+
+def test_replaced_tensors_are_noticed() -> None:
+    x = blocks(BF16, 64, 256)
+    d = on_gpu([x[:32], x])
+    plan = fp4kit.GroupedPlan(d, "fp8-modelopt")
+    plan.fake_quantize()
+    d[1] = cupy.asarray(-x)
+    with pytest.raises(
+        ValueError, match=r"GroupedPlan\.fake_quantize: xs\[1\] is not the one of the plan; call refresh\(\)"
+    ):
+        plan.fake_quantize()
+    plan.refresh()
+    assert differing(plan.fake_quantize()[1], fp4kit.fake_quantize(-x, "fp8-modelopt")) == 0
+
+
+@gpu_only
+def test_memory_of_pytorch_tensors_is_noticed() -> None:
+    torch = pytest.importorskip("torch")
+    tensors = [torch.ones((16, 64), device="cuda", dtype=torch.bfloat16) * i for i in range(3)]
+    plan = fp4kit.GroupedPlan(tensors, "fp8-modelopt")
+    plan.fake_quantize()
+    tensors[2].data = tensors[2].data.clone()
+    with pytest.raises(ValueError, match="xs holds a tensor whose memory is another than the plan's"):
+        plan.fake_quantize()
+
+
+def test_one_launch_and_a_graph(monkeypatch) -> None:
+    x = blocks(BF16, 64, 256)
+    d = on_gpu([x[: 1 + i % 64] for i in range(100)])
+    plan = fp4kit.GroupedPlan(d, "nvfp4-te")
+    plan.quantize()
+    calls = []
+    from fp4kit.cuda.launch.grouped import GroupedLaunch
+
+    original = GroupedLaunch.__call__
+    monkeypatch.setattr(GroupedLaunch, "__call__", lambda self: (calls.append(self), original(self)))
+    monkeypatch.setattr(matrix, "amax", None)
+    monkeypatch.setattr(loader, "function", None)
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        stream.begin_capture()
+        codes = plan.quantize()
+        graph = stream.end_capture()
+        assert len(calls) == 2
+        for a in d:
+            a *= -1
+        graph.launch()
+    stream.synchronize()
+    for gpu, array in zip(codes, d, strict=True):
+        assert_same(gpu, fp4kit.quantize(array.get(), "nvfp4-te"))
+
+
+def test_an_expert_without_rows_alone() -> None:
+    x = np.zeros((0, 64), np.float32)
+    for name in FEW:
+        check([x], name)
+        check(np.zeros((3, 0, 64), np.float32), name)
+    assert fp4kit.quantize_grouped([], "nvfp4-te") == []

@@ -1,0 +1,353 @@
+"""The operations on CuPy arrays give the bytes of the CPU specification. These tests need a GPU and skip without
+one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import ml_dtypes
+import numpy as np
+import pytest
+from on_gpu import ON_GPU, all_or_few, assert_same, blocks, check, cupy, differing, gpu_only
+
+import fp4kit
+from fp4kit.evidence.golden.rows import ROWS
+from fp4kit.recipes import RECIPES
+from tests.ops.test_quantize_amaxes import PRODUCTS
+
+pytestmark = ON_GPU
+
+DTYPES = (np.float32, np.float16, ml_dtypes.bfloat16)
+WITH_CODES = [name for name, r in RECIPES.items() if not r.fake_only and not r.search]
+ON_DEVICE_FAKE = [name for name in WITH_CODES if RECIPES[name].fake_rule is None]
+
+
+@pytest.mark.parametrize("name", all_or_few(WITH_CODES))
+def test_adversarial_blocks(name) -> None:
+    for dtype in DTYPES:
+        gpu = check(blocks(dtype), name)
+        for other in DTYPES:
+            cpu = fp4kit.quantize(blocks(dtype), name)
+            assert differing(fp4kit.dequantize(gpu, other), fp4kit.dequantize(cpu, other)) == 0
+
+
+@pytest.mark.parametrize("name", all_or_few(sorted({row.recipe for row in ROWS if not row.fake} & {*WITH_CODES})))
+def test_every_golden_input(name, golden) -> None:
+    for key in golden.inputs():
+        x = golden.input(key)
+        if x.shape[1] % RECIPES[name].block_size == 0:
+            check(x, name)
+
+
+@pytest.mark.parametrize(
+    "name", ["nvfp4-te", "nvfp4-te-2d", "mxfp4-ocp", "nvfp4-te-rowscaled", "mxfp8-te", "fp8-modelopt-channel"]
+)
+def test_axes_shapes_strides(name) -> None:
+    x = np.random.default_rng(0).standard_normal((3, 96, 160)).astype(np.float32)
+    for axis in (-1, -2, 0):
+        if x.shape[axis] % RECIPES[name].block_size == 0:
+            check(x, name, axis=axis)
+    for view in (x[0, :, ::-1], x[0, ::2], x[:, :1], x[1, 5:6], x[:0], x[0].T, x[0, 0]):
+        if view.shape[-1] % RECIPES[name].block_size == 0:
+            gpu = fp4kit.quantize(cupy.asarray(x)[0, :, ::-1], name) if view.base is None else None
+            del gpu
+            check(np.ascontiguousarray(view), name)
+    d = cupy.asarray(x)
+    assert_same(fp4kit.quantize(d[0, :, ::-1], name), fp4kit.quantize(x[0, :, ::-1], name))
+    assert_same(fp4kit.quantize(d[:, ::2], name), fp4kit.quantize(x[:, ::2], name))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_misaligned_pointers(dtype) -> None:
+    flat = blocks(dtype, 8, 512).reshape(-1)
+    d = cupy.asarray(flat)
+    for offset in (1, 3, 7):
+        x = flat[offset : offset + 64 * 32].reshape(64, 32)
+        y = d[offset : offset + 64 * 32].reshape(64, 32)
+        for name in ("nvfp4-te", "mxfp4-ocp", "fp8-modelopt", "nvfp4-te-2d"):
+            assert_same(fp4kit.quantize(y, name), fp4kit.quantize(x, name))
+        assert differing(fp4kit.amax(y), fp4kit.amax(x)) == 0
+
+
+@pytest.mark.parametrize("layout", ["swizzled_128x4", "swizzled_8x4"])
+@pytest.mark.parametrize("name", ["nvfp4-te", "nvfp4-te-2d", "mxfp4-flashinfer", "nvfp4-te-4over6-mae-256"])
+def test_scale_layouts(name, layout) -> None:
+    for shape in ((130, 96), (2, 33, 160), (1, 32)):
+        check(np.random.default_rng(1).standard_normal(shape).astype(np.float16), name, scale_layout=layout)
+
+
+@pytest.mark.parametrize("name", ["fp8-modelopt", "int8-modelopt", "int8-modelopt-channel", "int4-modelopt-channel"])
+@pytest.mark.parametrize("shape", [(7, 30), (1, 2), (5, 34), (33, 16), (1, 4096)])
+def test_any_length_without_blocks(name, shape) -> None:
+    check(np.random.default_rng(2).standard_normal(shape).astype(ml_dtypes.bfloat16), name)
+
+
+def test_other_block_sizes() -> None:
+    for size in (16, 64, 128):
+        check(blocks(ml_dtypes.bfloat16), replace(RECIPES["mxfp4-ocp"], block=(1, size)))
+    with pytest.raises(NotImplementedError, match="blocks of 1x8 have no CUDA kernel"):
+        fp4kit.quantize(cupy.ones((2, 16), np.float32), replace(RECIPES["mxfp4-ocp"], block=(1, 8)))
+
+
+def test_given_amaxes() -> None:
+    x = blocks(np.float32, 64, 128)
+    check(x, "nvfp4-te", tensor_amax=3.0)
+    check(x.reshape(4, 16, 128), "nvfp4-te", tensor_amax=np.float32([1, 2, 3, 4]).tolist())
+    check(x, "nvfp4-modelopt", tensor_amax=cupy.asarray(np.float32(2.5)))
+    for dtype in DTYPES:  # matrices that begin anywhere in their stack
+        check(blocks(dtype, 15, 20).reshape(3, 5, 20), "fp8-modelopt", tensor_amax=[1.0, 2.0, 3.0])
+    with pytest.raises(ValueError, match="NaN"):
+        fp4kit.quantize(cupy.asarray(x), "nvfp4-te", tensor_amax=float("nan"))
+    with pytest.raises(ValueError, match="x is on cuda:0, tensor_amax on cpu"):
+        fp4kit.quantize(cupy.asarray(x), "nvfp4-te", tensor_amax=np.float32([1.0]))
+
+
+@pytest.mark.parametrize("name", ["nvfp4-te", "nvfp4-te-2d", "nvfp4-te-4over6-mae-256", "fp8-modelopt"])
+def test_several_matrices_of_each_expert(name) -> None:
+    """Experts come first: matrices 0 and 1 of six are those of the first of three."""
+    x = blocks(np.float32, 6 * 32, 64).reshape(3, 2, 32, 64)
+    amaxes = {"tensor_amax": cupy.asarray(np.float32([3, 500, 7e4]))}
+    check(x, name, **amaxes)
+    check(x, name, axis=-2, scale_layout="linear", **amaxes)
+    same_fake(x, name, **amaxes)
+    gpu = fp4kit.quantize_both(cupy.asarray(x), name, **amaxes)
+    for a, b in zip(gpu, fp4kit.quantize_both(x, name, tensor_amax=amaxes["tensor_amax"].get()), strict=True):
+        assert_same(a, b)
+
+
+def same_fake(x: np.ndarray, name: str, tensor_amax) -> None:
+    """fake_quantize on both sides."""
+    values = fp4kit.fake_quantize(cupy.asarray(x), name, tensor_amax=tensor_amax)
+    assert differing(values, fp4kit.fake_quantize(x, name, tensor_amax=tensor_amax.get())) == 0
+
+
+@pytest.mark.parametrize("name", ["nvfp4-te-2d", "nvfp4-te-reference-2d", "mxfp8-te-2d"])
+def test_square_blocks_that_end_below_the_matrix(name) -> None:
+    """What comes after the last row, and is larger than all of x, is not looked at."""
+    for rows in (1, 15, 17, 33, 47, 129):
+        for dtype in DTYPES:
+            whole = cupy.asarray(np.full((rows + 16, 64), 6e4, dtype))
+            x = np.random.default_rng(rows).standard_normal((rows, 64)).astype(dtype)
+            whole[:rows] = cupy.asarray(x)
+            assert_same(fp4kit.quantize(whole[:rows], name), fp4kit.quantize(x, name))
+            check(x, name, scale_layout="swizzled_128x4")
+
+
+@pytest.mark.parametrize("name", ["nvfp4-te", "nvfp4-te-2d"])
+def test_the_order_of_te_s_products(name) -> None:
+    """ops/test_quantize_amaxes.py says why these amaxes tell."""
+    for amax, code in PRODUCTS.items():
+        x = np.zeros((16, 16), np.float32)
+        x[3, 5] = -amax
+        gpu = check(x, name, tensor_amax=3.0)
+        assert gpu.block_scale.get()[3].tolist() == [code]
+
+
+@pytest.mark.parametrize("name", ["nvfp4-te", "mxfp4-te", "mxfp8-te"])
+def test_stochastic(name) -> None:
+    x = blocks(np.float32)
+    check(x, name, rounding="stochastic", seed=2**40 + 7)
+    check(
+        x,
+        name,
+        rounding="stochastic",
+        seed=cupy.asarray(np.random.default_rng(3).integers(0, 256, x.shape).astype(np.uint8)),
+    )
+
+
+@pytest.mark.parametrize("name", ["nvfp4-te", "mxfp8-te", "nvfp4-te-2d", "mxfp8-te-2d"])
+@pytest.mark.parametrize("layout", ["linear", "swizzled_128x4", "swizzled_8x4"])
+def test_stochastic_of_stacked_matrices(name, layout) -> None:
+    x = blocks(np.float32, 3 * 40, 320).reshape(3, 40, 320)
+    given = np.random.default_rng(3).integers(0, 256, x.shape).astype(np.uint8)
+    amaxes = {"tensor_amax": cupy.asarray([3, 500, 7e4], np.float32)} if name.startswith("nvfp4") else {}
+    for options in ({}, amaxes):
+        check(x, name, scale_layout=layout, rounding="stochastic", seed=2**40 + 7, **options)
+        check(x, name, scale_layout=layout, rounding="stochastic", seed=cupy.asarray(given), **options)
+
+
+def test_stochastic_of_stacked_matrices_of_no_whole_groups() -> None:
+    x = cupy.ones((2, 3, 5), np.float32)
+    with pytest.raises(
+        NotImplementedError, match="matrices of 15 elements each has no CUDA kernel; needs a multiple of 16"
+    ):
+        fp4kit.quantize(x, "fp8-modelopt", tensor_amax=cupy.ones(2, np.float32), rounding="stochastic", seed=1)
+
+
+def test_hadamard() -> None:
+    for dtype in DTYPES:
+        x = np.random.default_rng(4).standard_normal((64, 96)).astype(dtype)
+        for hadamard in (True, "no_signs"):
+            check(x, "nvfp4-te-reference", axis=0, hadamard=hadamard)
+
+
+@pytest.mark.parametrize("name", all_or_few(ON_DEVICE_FAKE))
+def test_fake_quantize(name) -> None:
+    for dtype in DTYPES:
+        x = blocks(dtype)
+        assert differing(fp4kit.fake_quantize(cupy.asarray(x), name), fp4kit.fake_quantize(x, name)) == 0
+
+
+def test_amax() -> None:
+    x = np.random.default_rng(5).standard_normal((130, 96)).astype(np.float16)
+    d = cupy.asarray(x)
+    assert differing(fp4kit.amax(d), fp4kit.amax(x)) == 0
+    assert differing(fp4kit.amax(d, axis=1), fp4kit.amax(x, axis=1)) == 0
+    assert differing(fp4kit.amax(d, "mxfp4-ocp"), fp4kit.amax(x, "mxfp4-ocp")) == 0
+
+
+@pytest.mark.parametrize(
+    "name", ["nvfp4-flashinfer", "mxfp4-flashinfer", "nvfp4-te-2d", "nvfp4-te", "mxfp8-flashinfer"]
+)
+def test_amax_of_blocks_with_nan(name) -> None:
+    """Of FlashInfer's lanes: a NaN counts where all even, or all odd, elements of a block are NaN."""
+    x = np.random.default_rng(7).standard_normal((33, 96)).astype(np.float32)
+    x[3, ::2], x[4, 1::2], x[5, 32:64], x[6, 7], x[7, 1:64:4] = np.nan, np.nan, np.nan, np.nan, np.inf
+    d = cupy.asarray(x)
+    assert differing(fp4kit.amax(d, name), fp4kit.amax(x, name)) == 0
+    for gpu, cpu in zip(fp4kit.amax_grouped([d, d[:16]], name), fp4kit.amax_grouped([x, x[:16]], name), strict=True):
+        assert differing(gpu, cpu) == 0
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(3000, 1), (701, 3), (1, 520), (4099, 16), (1031, 37), (257, 1000), (5, 3, 129, 96)])
+def test_amax_of_rows_and_columns(shape, dtype) -> None:
+    x = np.random.default_rng(6).standard_normal(shape).astype(dtype)
+    x.reshape(-1)[[1, x.size // 2]] = np.inf, np.nan
+    whole = cupy.zeros(x.size + 1, dtype)
+    misaligned = whole[1:].reshape(shape)
+    misaligned[...] = cupy.asarray(x)
+    for axis in (*range(x.ndim), -2, (0, 1), *([(1, 2)] if x.ndim > 2 else [])):
+        expected = fp4kit.amax(x.astype(np.float32), axis=axis)
+        for d in (cupy.asarray(x), misaligned, cupy.asarray(x.T).T):
+            assert differing(fp4kit.amax(d, axis=axis), expected) == 0
+
+
+def test_out_and_both() -> None:
+    x = blocks(np.float32, 64, 256)
+    d = cupy.asarray(x)
+    first = fp4kit.quantize(cupy.zeros_like(d), "nvfp4-te")
+    again = fp4kit.quantize(d, "nvfp4-te", out=first)
+    assert again is first
+    assert_same(first, fp4kit.quantize(x, "nvfp4-te"))
+    for gpu, cpu in zip(fp4kit.quantize_both(d, "nvfp4-te-2d"), fp4kit.quantize_both(x, "nvfp4-te-2d"), strict=True):
+        assert_same(gpu, cpu)
+
+
+def test_graph_capture_and_streams() -> None:
+    x = blocks(ml_dtypes.bfloat16, 64, 4096)
+    d = cupy.asarray(x)
+    q = fp4kit.quantize(d, "nvfp4-te")
+    amax = q.tensor_amax.copy()
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        stream.begin_capture()
+        fp4kit.quantize(d, "nvfp4-te", tensor_amax=amax, out=q)
+        graph = stream.end_capture()
+        q.packed[...] = 0
+        graph.launch()
+    stream.synchronize()
+    assert_same(q, fp4kit.quantize(x, "nvfp4-te"))
+
+
+@gpu_only
+@pytest.mark.parametrize("name", ["mxfp4-ocp", "mxfp8-te"])
+def test_every_float32(name) -> None:
+    """All 2^32 bit patterns, each beside an anchor that fixes its block's scale at 1, against thresholds of the
+    specification.
+    """
+    r = replace(RECIPES[name], block=(1, 16), block_rule="e8m0_floor", amax_nan="ignore", tensor_rule=None)
+    anchor = np.float32(4.0 if r.element.bits == 4 else 256.0)
+    step = 1 << 26
+    for start in range(0, 1 << 32, step):
+        bits = cupy.arange(start, start + step, dtype=np.uint32)
+        x = bits.view(np.float32).reshape(-1, 1)
+        small = cupy.abs(x) <= 2 * anchor
+        row = cupy.concatenate([cupy.where(small, x, np.float32(0)), cupy.full((step, 1), anchor, np.float32)], axis=1)
+        padded = cupy.zeros((step, 16), np.float32)
+        padded[:, :2] = row
+        codes = fp4kit.quantize(padded, r).packed[:, 0]
+        expected = _expected_codes(cupy.where(small, x, np.float32(0))[:, 0], r.element)
+        found = codes & 15 if r.element.bits == 4 else codes
+        scale_is_one = cupy.abs(row[:, 0]) < 2 * anchor
+        assert int(cupy.count_nonzero((found != expected) & scale_is_one)) == 0
+
+
+def _expected_codes(x, fmt):
+    """Codes by comparing with the midpoints: the upper neighbour wins a tie if its code is even."""
+    magnitude = cupy.abs(x).astype(np.float64)
+    midpoints = fmt.midpoints
+    below = np.where(
+        np.arange(len(midpoints)) % 2 == 0, np.nextafter(midpoints, np.inf), midpoints
+    )  # even lower code keeps ties
+    codes = cupy.searchsorted(cupy.asarray(below), magnitude, side="right").astype(np.uint8)
+    return codes | cupy.where(cupy.signbit(x), np.uint8(fmt.sign_bit), np.uint8(0))
+
+
+def test_every_bfloat16_under_every_scale() -> None:
+    codes = np.resize(np.arange(256, dtype=np.uint8), (256, 32))
+    for name in ("mxfp4-ocp", "mxfp4-flashinfer", "nvfp4-modelopt"):
+        r = RECIPES[name]
+        size = r.block_size // 2
+        scales = np.repeat(np.arange(256, dtype=np.uint8)[:, None], 32 // size, axis=1)
+        amax = None if r.tensor_rule is None else np.float32(3.7)
+        cpu = fp4kit.Quantized(codes, scales, amax, amax, (256, 64), np.float32, -1, r)
+        device = None if amax is None else cupy.asarray(amax)
+        gpu = fp4kit.Quantized(cupy.asarray(codes), cupy.asarray(scales), device, device, (256, 64), np.float32, -1, r)
+        for dtype in DTYPES:
+            assert differing(fp4kit.dequantize(gpu, dtype), fp4kit.dequantize(cpu, dtype)) == 0
+    x = np.arange(65536, dtype=np.uint16).view(ml_dtypes.bfloat16).reshape(-1, 16)
+    for name in ("nvfp4-te", "mxfp4-te", "nvfp4-flashinfer", "nvfp4-modelopt"):
+        check(np.repeat(x, 2, axis=1), name)
+
+
+def test_random_bytes_along_another_axis() -> None:
+    x = blocks(np.float32, 64, 96)
+    seed = np.random.default_rng(6).integers(0, 256, x.shape).astype(np.uint8)
+    check(x, "nvfp4-te", axis=0, rounding="stochastic", seed=cupy.asarray(seed))
+
+
+def test_block_amaxes_are_checked() -> None:
+    x = blocks(np.float32, 32, 128)
+    amax = np.abs(x).reshape(32, 8, 16).max(axis=-1)
+    check(x, "nvfp4-modelopt-static", block_amax=cupy.asarray(amax))
+    for wrong in (amax[:, :4], amax.astype(np.float16), amax.tolist()):
+        given = cupy.asarray(wrong) if isinstance(wrong, np.ndarray) else wrong
+        with pytest.raises(ValueError, match="block_amax needs a float32 CuPy array of shape"):
+            fp4kit.quantize(cupy.asarray(x), "nvfp4-modelopt-static", block_amax=given)
+    with pytest.raises(ValueError, match="takes it from x"):
+        fp4kit.quantize(cupy.asarray(x), "nvfp4-te", block_amax=cupy.asarray(amax))
+    with pytest.raises(
+        NotImplementedError, match="block_amax of blocks of several rows, or of 4over6, has no CUDA kernel"
+    ):
+        static = replace(RECIPES["nvfp4-modelopt-static"], block=(16, 16))
+        fp4kit.quantize(cupy.asarray(x), static, block_amax=cupy.asarray(amax))
+
+
+def test_blocks_that_are_no_whole_runs() -> None:
+    with pytest.raises(NotImplementedError, match="blocks of 1x48 have no CUDA kernel"):
+        fp4kit.quantize(cupy.ones((2, 96), np.float32), replace(RECIPES["mxfp4-ocp"], block=(1, 48)))
+
+
+@gpu_only
+@pytest.mark.parametrize("name", ["nvfp4-te", "mxfp4-ocp", "mxfp8-te", "fp8-modelopt"])
+def test_more_than_2_31_elements(name) -> None:
+    """Rows repeat, so that the last ones have the bytes of the first."""
+    rows, columns, period = 131200, 16384, 64
+    if cupy.cuda.runtime.memGetInfo()[0] < 16 << 30:
+        pytest.skip("needs 16 GiB of free device memory")
+    part = np.random.default_rng(7).standard_normal((period, columns)).astype(ml_dtypes.bfloat16)
+    x = cupy.tile(cupy.asarray(part), (rows // period, 1))
+    assert x.size > 2**31
+    cpu, q = fp4kit.quantize(part, name), fp4kit.quantize(x, name)
+    values = fp4kit.dequantize(q)
+    for start in (0, rows // 2 // period * period, rows - period):
+        cut = slice(start, start + period)
+        assert differing(q.packed[cut], cpu.packed) == 0
+        assert cpu.block_scale is None or differing(q.block_scale[cut], cpu.block_scale) == 0
+        assert differing(values[cut], fp4kit.dequantize(cpu)) == 0
+        assert (
+            differing(fp4kit.fake_quantize(x[cut], name, tensor_amax=q.tensor_amax), fp4kit.fake_quantize(part, name))
+            == 0
+        )

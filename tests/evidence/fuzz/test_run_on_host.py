@@ -1,0 +1,105 @@
+"""The fuzz on kernels that the host runs: drawn calls of the public functions on played CuPy arrays, against the
+specification.
+
+Cases of a pool share few recipes, dtypes and layouts, so that few kernels are compiled for many cases. See
+support/host/README.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from unittest.mock import patch
+
+import pytest
+from exhaustive import by_default, exhaustive
+from host import cupy_on_host
+
+from fp4kit.evidence.engines import ComparedEngine, Outcome
+from fp4kit.evidence.fuzz import check
+from fp4kit.evidence.fuzz import run as fuzz
+from fp4kit.evidence.fuzz.draw import Pool
+from fp4kit.evidence.fuzz.recipes import Variant
+from fp4kit.formats import E1M2, E3M0
+
+pytestmark = pytest.mark.usefixtures("played_gpu")
+
+FLOATS = ("float32", "bfloat16")
+# name: recipes, variants, dtypes, and how many fields of a recipe are changed at most
+POOLS: dict[str, Pool] = {
+    "te": Pool(
+        recipes=("nvfp4-te", "nvfp4-te-2d", "nvfp4-te-4over6-mse-256", "nvfp4-te-4over6-mae-448-2d"),
+        dtypes=FLOATS,
+        changes=0,
+    ),
+    "flashinfer": Pool(
+        recipes=("nvfp4-flashinfer", "mxfp4-flashinfer", "mxfp8-flashinfer"), dtypes=("bfloat16",), changes=0
+    ),
+    "without blocks": Pool(
+        recipes=(
+            "fp8-modelopt",
+            "fp8-modelopt-channel",
+            "int8-modelopt-channel",
+            "int4-modelopt",
+            "nvfp4-te-rowscaled",
+        ),
+        dtypes=("float32", "float16"),
+        changes=0,
+    ),
+    "fake": Pool(
+        recipes=("nvfp4-modelopt-fake", "mxfp4-modelopt-fake", "nvfp4-modelopt-static-fake", "mxfp4-microxcaling-even"),
+        operations=(
+            "fake_quantize",
+            "fake_quantize_grouped",
+            "backward",
+            "backward_grouped",
+            "amax",
+            "amax_grouped",
+            "plan",
+        ),
+        dtypes=FLOATS,
+        changes=0,
+    ),
+    "shapes": Pool(
+        recipes=("mxfp4-ocp",),
+        variants=(
+            Variant("nvfp4-flashinfer", (("block", (16, 16)),)),
+            Variant("nvfp4-te", (("block", (2, 16)),)),
+            Variant("mxfp8-te", (("block", (1, 64)),)),
+            Variant("nvfp4-modelopt-static", (("tensor_scaling", "row"),)),
+            Variant("mxfp4-ocp", (("element", E1M2),)),
+            Variant("nvfp4-torchao", (("element", E3M0), ("block", (16, 16)))),
+        ),
+        dtypes=("bfloat16",),
+        changes=0,
+    ),
+    "searches": Pool(
+        recipes=("nvfp4-modelopt-static", "mxfp4-ocp", "fp8-modelopt", "int8-modelopt-channel"),
+        variants=(Variant("nvfp4-modelopt-static", (("block", (16, 16)),)),),
+        operations=("search_scales",),
+        dtypes=("bfloat16",),
+        changes=0,
+        largest=1 << 11,
+    ),
+    "variants": Pool(dtypes=FLOATS, layouts=("linear", "swizzled_128x4")),
+}
+FEW, MANY = 12, 60
+
+
+@contextmanager
+def all_is_equal() -> Iterator[None]:
+    """Comparisons find nothing: without kernels, each case goes on to its last launch."""
+    with patch.object(check, "compare", lambda *_: Outcome()), patch.object(fuzz, "SHOWN", 0):
+        yield
+
+
+@pytest.mark.parametrize("cases", [FEW, *exhaustive([MANY])])
+@pytest.mark.parametrize("name", by_default(("te", "shapes"), POOLS))
+def test_drawn_calls(name, cases):
+    """Nothing differs, nothing is refused on one side, and no input is written to; warnings are failures, too."""
+    with all_is_equal() if cupy_on_host.rehearsing else nullcontext():
+        found = fuzz.run(ComparedEngine(cupy_on_host), 3600, cases, cases=cases, pool=POOLS[name])
+    assert not found.failures, "\n\n".join(
+        f"case {f.case}: {f.drawn}\n{f.kind}: {f.text}\n{f.script}" for f in found.failures
+    )
+    assert found.total("failed") == 0 and found.total("cases") == cases

@@ -1,0 +1,399 @@
+"""fp4kit.jax: values and gradients are fp4kit's in every bit, at once and under jit, grad, vmap, scan; Quantized is a
+pytree.
+"""
+
+import doctest
+import gc
+import importlib
+import re
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from exhaustive import exhaustive, half
+from inputs import BF16, NAMES, STOCHASTIC, ordinary
+
+import fp4kit
+from fp4kit.evidence.testing import assert_same_bits
+from fp4kit.quantized.container import PARTS
+from fp4kit.quantized.slicing import FACTS
+from fp4kit.recipes import RECIPES
+
+jax = pytest.importorskip("jax")
+jnp = importlib.import_module("jax.numpy")
+fj = importlib.import_module("fp4kit.jax")
+
+SHAPE = (128, 128)
+VARIANT = replace(fp4kit.recipe("mxfp4-ocp"), id="mxfp4-sixteen", block=(1, 16))
+VARIED = ["nvfp4-te", "mxfp4", "nvfp4-te-2d", VARIANT]
+SMALL, OTHER = ordinary(1, (32, 64)), ordinary(2, (32, 64))
+
+
+@pytest.fixture(autouse=True)
+def on_the_cpu():
+    """Where JAX has a GPU, too: tests/cuda/test_gpu_wrappers.py are those of a GPU."""
+    with jax.default_device(jax.devices("cpu")[0]):
+        yield
+
+
+def host(a):
+    return np.asarray(a)
+
+
+def both(function, x, grad):
+    """Value and gradient, at once and under jit, which are the same."""
+
+    def pulled(x, grad):
+        y, pull = jax.vjp(function, x)
+        return y, *pull(grad)
+
+    plain, jitted = pulled(jnp.asarray(x), jnp.asarray(grad)), jax.jit(pulled)(x, grad)
+    for a, b in zip(plain, jitted, strict=True):
+        assert isinstance(a, jax.Array)
+        assert_same_bits(host(a), host(b))
+    return tuple(map(host, plain))
+
+
+def same_quantized(q, expected):
+    for name in PARTS:
+        array, wanted = getattr(q, name), getattr(expected, name)
+        assert (array is None) == (wanted is None), name
+        if wanted is not None:
+            assert isinstance(array, jax.Array), name
+            assert_same_bits(host(array), np.asarray(wanted), name)
+    assert [getattr(q, name) for name in FACTS] == [getattr(expected, name) for name in FACTS]
+
+
+@pytest.mark.parametrize("name", half(RECIPES))
+@pytest.mark.parametrize("axis, dtype", [(-1, np.float32), (0, BF16), (-1, np.float16)], ids=str)
+def test_every_recipe(name, axis, dtype):
+    """Traced forward, clipped gradient, codes and values equal those of NumPy arrays."""
+    x, grad = ordinary(1, SHAPE, dtype), ordinary(3, SHAPE, dtype)
+    y, g = both(lambda w: fj.fake_quantize(w, name, axis=axis, pass_through=False), x, grad)
+    assert_same_bits(y, fp4kit.fake_quantize(x, name, axis=axis))
+    assert_same_bits(g, fp4kit.fake_quantize_backward(grad, x, name, axis=axis, pass_through=False))
+    if name in NAMES:
+        q = fp4kit.quantize(x, name, axis=axis)
+        found = jax.jit(lambda x: fj.quantize(x, name, axis=axis))(x)
+        same_quantized(found, q)
+        same_quantized(fj.quantize(jnp.asarray(x), name, axis=axis), q)
+        for decode in (fj.dequantize, jax.jit(fj.dequantize)):
+            assert_same_bits(host(decode(found)), fp4kit.dequantize(q))
+
+
+@pytest.mark.parametrize("recipe", VARIED, ids=str)
+def test_gradients(recipe):
+    assert_same_bits(both(lambda w: fj.fake_quantize(w, recipe), SMALL, OTHER)[1], OTHER)
+    takes = fp4kit.recipe(recipe).tensor_scaling == "tensor"
+    for tensor_amax in (None, 2.5, np.float32(2.5), jnp.float32(2.5)) if takes else (None,):
+        for amax in (None, 1.5, jnp.float32(1.5)):
+            options = {"tensor_amax": tensor_amax, "amax": amax, "pass_through": False}
+            y, g = both(lambda w, o=options: fj.fake_quantize(w, recipe, **o), SMALL, OTHER)
+            limit = tensor_amax if amax is None else amax
+            limit, given = (None if a is None else np.float32(a) for a in (limit, tensor_amax))
+            assert_same_bits(y, fp4kit.fake_quantize(SMALL, recipe, tensor_amax=given))
+            assert_same_bits(g, fp4kit.fake_quantize_backward(OTHER, SMALL, recipe, amax=limit, pass_through=False))
+
+
+def test_amaxes_get_no_gradient_and_the_mask_is_differentiated_again():
+    amax = jnp.float32(1)
+
+    def loss(x, amax):
+        return jnp.sum(fj.fake_quantize(x, "nvfp4-te", tensor_amax=amax, pass_through=False) * x)
+
+    g, of_amax = jax.jit(jax.grad(loss, (0, 1)))(SMALL, amax)
+    assert of_amax == 0 and g.any()
+    again = jax.grad(lambda x: jnp.sum(jax.grad(loss)(x, amax)))(jnp.asarray(SMALL))
+    assert_same_bits(host(again), 2 * (np.abs(SMALL) <= 1).astype(np.float32))
+
+
+@pytest.mark.parametrize("name", half(name for name in STOCHASTIC if RECIPES[name].fake_rule is None))
+def test_the_same_seed_gives_the_same_bits(name):
+    random = np.random.default_rng(1).integers(0, 256, SMALL.shape, np.uint8)
+    for seed in (0, 7, 2**63, 2**64 - 1, np.int32(5), jnp.int32(9), random):
+        number = seed if isinstance(seed, np.ndarray) else int(seed)
+        options = {"rounding": "stochastic", "seed": seed}
+        expected = fp4kit.quantize(SMALL, name, rounding="stochastic", seed=number)
+        for wrap in (lambda f: f, jax.jit):
+            same_quantized(wrap(lambda x, o=options: fj.quantize(x, name, **o))(jnp.asarray(SMALL)), expected)
+            y = wrap(lambda x, o=options: fj.fake_quantize(x, name, **o))(jnp.asarray(SMALL))
+            assert_same_bits(host(y), fp4kit.dequantize(expected))
+
+
+def test_a_traced_seed_in_a_scan():
+    def step(w, seed):
+        return fj.fake_quantize(w, "nvfp4-te", rounding="stochastic", seed=seed) * 1.25, None
+
+    found, _ = jax.jit(lambda w: jax.lax.scan(step, w, jnp.arange(4)))(SMALL)
+    expected = SMALL
+    for seed in range(4):
+        expected = fp4kit.fake_quantize(expected, "nvfp4-te", rounding="stochastic", seed=seed) * np.float32(1.25)
+    assert_same_bits(host(found), expected)
+
+
+@pytest.mark.parametrize("recipe", VARIED, ids=str)
+def test_vmap_is_a_loop(recipe):
+    stack = ordinary(4, (3, 32, 64))
+    y, g = both(jax.vmap(lambda x: fj.fake_quantize(x, recipe, pass_through=False)), stack, stack)
+    for i in range(3):
+        assert_same_bits(y[i], fp4kit.fake_quantize(stack[i], recipe))
+        assert_same_bits(g[i], fp4kit.fake_quantize_backward(stack[i], stack[i], recipe, pass_through=False))
+    q = jax.vmap(lambda x: fj.quantize(x, recipe))(stack)
+    assert_same_bits(host(q.packed[1]), fp4kit.quantize(stack[1], recipe).packed)
+    assert_same_bits(host(jax.vmap(fj.dequantize)(q)), y)
+    nested = jax.vmap(jax.vmap(lambda x: fj.fake_quantize(x, recipe)), in_axes=1, out_axes=1)(stack[:, None])
+    assert_same_bits(host(nested[:, 0]), y)
+
+
+def test_vmap_over_amaxes():
+    stack, amaxes = ordinary(4, (3, 32, 64)), np.array([1, 2, 40], np.float32)
+    found = jax.vmap(lambda x, a: fj.fake_quantize(x, "nvfp4-te", tensor_amax=a))(stack, amaxes)
+    for i in range(3):
+        assert_same_bits(host(found[i]), fp4kit.fake_quantize(stack[i], "nvfp4-te", tensor_amax=amaxes[i]))
+
+
+@pytest.mark.parametrize("name", ["mxfp4-ocp", "mxfp4-te", "mxfp8-te", "nvfp4-te", "nvfp4-flashinfer"])
+def test_subnormal_numbers(name):
+    """The threads of callbacks take them for zero, and XLA may, too; fp4kit does not, unless its producer does."""
+    tiny = np.exp2(np.random.default_rng(2).integers(-149, -120, (4, 64))).astype(np.float32)
+    tiny[0, ::3], tiny[1, 5] = -0.0, -1e-45
+    q = fp4kit.quantize(tiny, name)
+    same_quantized(jax.jit(lambda x: fj.quantize(x, name))(tiny), q)
+    assert_same_bits(host(jax.jit(fj.dequantize)(jax.tree.map(jnp.asarray, q))), fp4kit.dequantize(q))
+    y, g = both(lambda x: fj.fake_quantize(x, name, pass_through=False, amax=2.0**-130), tiny, tiny)
+    assert_same_bits(y, fp4kit.fake_quantize(tiny, name))
+    assert_same_bits(g, fp4kit.fake_quantize_backward(tiny, tiny, name, amax=2.0**-130, pass_through=False))
+    assert name != "mxfp4-ocp" or (y[np.abs(tiny) < 2.0**-126] != 0).any()
+
+
+@pytest.mark.parametrize("shape", [(0, 32), (4, 0), (32,), (2, 3, 4, 32)])
+def test_shapes(shape):
+    x = np.random.default_rng(3).standard_normal(shape).astype(np.float32)
+    y, g = both(lambda w: fj.fake_quantize(w, "nvfp4-te", pass_through=False), x, x)
+    assert_same_bits(y, fp4kit.fake_quantize(x, "nvfp4-te"))
+    assert_same_bits(g, fp4kit.fake_quantize_backward(x, x, "nvfp4-te", pass_through=False))
+
+
+def test_special_values():
+    x = np.array([0, -0.0, np.inf, -np.inf, np.nan, 3.4e38, 6, -6] * 4, np.float32).reshape(1, 32)
+    for name in ("nvfp4-te", "mxfp4-ocp", "mxfp8-te"):
+        assert_same_bits(both(lambda w, n=name: fj.fake_quantize(w, n), x, x)[0], fp4kit.fake_quantize(x, name))
+
+
+@pytest.mark.parametrize("recipe", ["nvfp4-te", "mxfp4-flashinfer", VARIANT], ids=str)
+@pytest.mark.parametrize("pass_through", [True, False])
+def test_groups_are_loops(recipe, pass_through):
+    arrays = [ordinary(i, shape) for i, shape in enumerate([(4, 128), (0, 128), (64, 256), (1, 128)])]
+    for amaxes in (None, [1.0, 2.0, np.float32(3), jnp.float32(4)], jnp.arange(1.0, 5)):
+        if amaxes is not None and recipe != "nvfp4-te":
+            continue
+
+        def pulled(xs, amaxes=amaxes):
+            group = lambda xs: fj.fake_quantize_grouped(xs, recipe, tensor_amax=amaxes, pass_through=pass_through)  # noqa: E731
+            ys, pull = jax.vjp(group, xs)
+            return ys, pull(list(xs))[0]
+
+        for call in (pulled, jax.jit(pulled)):
+            ys, gs = call([jnp.asarray(a) for a in arrays])
+            for i, (y, g, a) in enumerate(zip(ys, gs, arrays, strict=True)):
+                amax = None if amaxes is None else np.float32(amaxes[i])
+                assert_same_bits(host(y), fp4kit.fake_quantize(a, recipe, tensor_amax=amax))
+                expected = fp4kit.fake_quantize_backward(a, a, recipe, amax=amax, pass_through=pass_through)
+                assert_same_bits(host(g), expected)
+    assert [y.shape for y in fj.fake_quantize_grouped(jnp.ones((3, 2, 128)), recipe)] == [(2, 128)] * 3
+    assert fj.fake_quantize_grouped([], recipe) == []
+
+
+def test_quantize_options():
+    options = {"scale_layout": "swizzled_128x4", "hadamard": "no_signs", "axis": 0, "tensor_amax": np.float32(3)}
+    expected = fp4kit.quantize(SMALL, "nvfp4-te", **options)
+    for call in (lambda f: f, jax.jit):
+        same_quantized(call(lambda x: fj.quantize(x, "nvfp4-te", **options))(SMALL), expected)
+
+
+def test_gradients_stop_at_codes():
+    g = jax.grad(lambda x: jnp.sum(fj.dequantize(fj.quantize(x, "nvfp4-te")) * x))(jnp.asarray(SMALL))
+    assert_same_bits(host(g), fp4kit.fake_quantize(SMALL, "nvfp4-te"))
+
+
+# ---- a Quantized is a pytree
+# ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("recipe", ["nvfp4-te", "mxfp4", VARIANT], ids=str)
+def test_a_quantized_is_a_pytree(recipe):
+    q = fj.quantize(jnp.asarray(SMALL), recipe)
+    leaves, tree = jax.tree.flatten(q)
+    assert len(leaves) == (4 if q.tensor_scale is not None else 2)
+    assert tree == jax.tree.structure(fj.quantize(jnp.asarray(OTHER), recipe)) and hash(tree) == hash(
+        jax.tree.structure(q)
+    )
+    assert tree != jax.tree.structure(fj.quantize(jnp.asarray(SMALL), "mxfp8"))
+    for other in (
+        jax.tree.unflatten(tree, leaves),
+        jax.tree.map(lambda a: a, q),
+        jax.device_put(q),
+        jax.jit(lambda q: q)(q),
+    ):
+        same_quantized(other, q)
+    placeholders = jax.tree.unflatten(tree, [object()] * len(leaves))
+    assert type(placeholders.packed) is object and placeholders.shape == q.shape
+    assert jax.tree_util.keystr(jax.tree_util.tree_leaves_with_path(q)[0][0]) == ".packed"
+    assert jax.eval_shape(lambda x: fj.quantize(x, recipe), SMALL).packed.shape == q.packed.shape
+
+
+def test_a_quantized_is_traced_once_for_each_recipe():
+    traced = []
+
+    @jax.jit
+    def decode(q):
+        traced.append(q.recipe)
+        return fj.dequantize(q)
+
+    for recipe in ("mxfp4", VARIANT, "mxfp4-ocp", VARIANT):
+        for x in (SMALL, OTHER):
+            assert_same_bits(host(decode(fj.quantize(jnp.asarray(x), recipe))), fp4kit.fake_quantize(x, recipe))
+    assert traced == [fp4kit.recipe("mxfp4"), VARIANT]
+
+
+def test_in_a_scan_and_checkpointed():
+    weights = jax.tree.map(lambda *a: jnp.stack(a), *(fj.quantize(jnp.asarray(x), "nvfp4-te") for x in (SMALL, OTHER)))
+    total, _ = jax.lax.scan(lambda s, q: (s + fj.dequantize(q), None), jnp.zeros(SMALL.shape), weights)
+    expected = np.float32(0) + fp4kit.fake_quantize(SMALL, "nvfp4-te") + fp4kit.fake_quantize(OTHER, "nvfp4-te")
+    assert_same_bits(host(total), expected)
+    plain = lambda x: jnp.sum(fj.fake_quantize(x, "nvfp4-te", pass_through=False) ** 2)  # noqa: E731
+    assert_same_bits(host(jax.jit(jax.grad(jax.checkpoint(plain)))(SMALL)), host(jax.jit(jax.grad(plain))(SMALL)))
+
+
+# ---- errors
+# ---------------------------------------------------------------------------------------------------------------
+
+BAD = {
+    "length": (
+        lambda x: fj.fake_quantize(x[:, :33], "nvfp4-te"),
+        ValueError,
+        "fake_quantize: axis 1 has length 33; nvfp4-te",
+    ),
+    "dtype": (
+        lambda x: fj.fake_quantize(x.astype(int), "nvfp4-te"),
+        TypeError,
+        "fake_quantize: x is int32; needs float32",
+    ),
+    "float64": (
+        lambda x: fj.fake_quantize(np.ones((2, 16)), "nvfp4-te"),
+        TypeError,
+        "fake_quantize: x is float64; needs",
+    ),
+    "recipe": (
+        lambda x: fj.fake_quantize(x, "nvfp5"),
+        ValueError,
+        "fake_quantize: no recipe is called 'nvfp5'; did you mean",
+    ),
+    "axis": (
+        lambda x: fj.fake_quantize(x, "nvfp4", axis=2),
+        ValueError,
+        "fake_quantize: axis 2 of a 2-d array; needs -2 to 1",
+    ),
+    "rounding": (
+        lambda x: fj.fake_quantize(x, "nvfp4", rounding="up"),
+        ValueError,
+        "fake_quantize: rounding is 'up'; needs",
+    ),
+    "no seed": (
+        lambda x: fj.fake_quantize(x, "nvfp4", rounding="stochastic"),
+        ValueError,
+        "fake_quantize: stochastic rounding",
+    ),
+    "seed": (
+        lambda x: fj.fake_quantize(x, "nvfp4", seed=3),
+        ValueError,
+        "fake_quantize: seed was given with rounding='nearest'",
+    ),
+    "no amax": (
+        lambda x: fj.fake_quantize(x, "mxfp4", tensor_amax=1.0),
+        ValueError,
+        "fake_quantize: tensor_amax was given",
+    ),
+    "NaN": (
+        lambda x: fj.fake_quantize(x, "nvfp4", tensor_amax=np.nan),
+        ValueError,
+        "fake_quantize: tensor_amax holds 1 NaN",
+    ),
+    "clip": (
+        lambda x: fj.fake_quantize(x, "nvfp4", amax=jnp.ones(3), pass_through=False),
+        ValueError,
+        "fake_quantize: amax has shape (3,); x (32, 64) needs (), (32,) (rows) or (32, 4) (blocks)",
+    ),
+    "layout": (
+        lambda x: fj.quantize(x, "nvfp4", scale_layout="rows"),
+        ValueError,
+        "quantize: scale_layout is 'rows'; needs",
+    ),
+    "codes": (
+        lambda x: fj.quantize(x, "nvfp4-modelopt-fake"),
+        ValueError,
+        "quantize: nvfp4-modelopt-fake is a fake quantizer",
+    ),
+    "group": (
+        lambda x: fj.fake_quantize_grouped([x, x[:, :33]], "nvfp4"),
+        ValueError,
+        "fake_quantize_grouped: xs[1]: axis 1 has length 33; nvfp4-te needs a multiple of 16",
+    ),
+    "amaxes": (
+        lambda x: fj.fake_quantize_grouped([x, x], "nvfp4", tensor_amax=[1.0]),
+        ValueError,
+        "fake_quantize_grouped: tensor_amax has 1 entries and xs 2 arrays; needs one for each",
+    ),
+    "values": (
+        lambda x: fj.dequantize(fj.quantize(x, "nvfp4"), "float64"),
+        TypeError,
+        "dequantize: dtype is float64; needs float32, float16 or bfloat16",
+    ),
+    "list": (
+        lambda x: fj.fake_quantize([1.0], "nvfp4"),
+        TypeError,
+        "fake_quantize: x is list; needs a jax.Array; fp4kit.fake_",
+    ),
+    "no Quantized": (lambda x: fj.dequantize(x), TypeError, "dequantize: q is "),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, jax.vmap], ids=["plain", "jit", "vmap"])
+def test_errors_before_any_work(case, wrap):
+    call, kind, text = BAD[case]
+    x = jnp.asarray(SMALL)
+    with pytest.raises(kind, match="^" + re.escape(text)):
+        wrap(lambda x: jax.tree.leaves(call(x)))(x[None] if wrap is jax.vmap else x)
+
+
+def test_large_arrays_and_many_callbacks():
+    """Callbacks wait for nothing that waits for them."""
+    x = ordinary(5, (2048, 2048))
+    step = jax.jit(lambda x: fj.fake_quantize(fj.fake_quantize(x @ x, "mxfp4") + x, "nvfp4-te"))
+    for found in [step(x) for _ in range(3)]:
+        assert found.shape == x.shape and bool(jnp.isfinite(found).all())
+
+
+@pytest.mark.parametrize("rounds", [5, *exhaustive([400])])
+def test_calls_leave_nothing_behind(rounds):
+    """1,600 calls in an exhaustive run: four each round."""
+    step = jax.jit(jax.grad(lambda x: jnp.sum(fj.fake_quantize(x, "nvfp4-te", pass_through=False) ** 2)))
+
+    def work():
+        x = jnp.asarray(SMALL)
+        return step(x), fj.fake_quantize_grouped([x, x], VARIANT), fj.dequantize(fj.quantize(x, "nvfp4-te"))
+
+    work()
+    gc.collect()
+    alive = len(jax.live_arrays())
+    for _ in range(rounds):
+        work()
+    gc.collect()
+    assert len(jax.live_arrays()) == alive
+
+
+@pytest.mark.parametrize("module", ["functions", "groups", "codes"])
+def test_the_examples_of_docstrings(module):
+    found = doctest.testmod(importlib.import_module(f"fp4kit.jax.{module}"))
+    assert found.attempted > 1 and not found.failed

@@ -1,0 +1,179 @@
+"""dequantize: values are codes times scales, in the producer's order; what quantizing again and powers of two leave
+alone.
+"""
+
+import re
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from inputs import BF16, FINITE, NAMES, ORDINARY, codes_of
+
+import fp4kit
+from fp4kit.evidence.golden.recorded_bytes import all_bytes
+from fp4kit.evidence.testing import assert_same_bits
+from fp4kit.formats import E8M0
+from fp4kit.recipes import RECIPES
+from fp4kit.reference.codec import decode
+
+HALF = {name for name in NAMES if RECIPES[name].decode_rule == "e8m0_float16"}
+MX = [name for name in NAMES if RECIPES[name].scale is E8M0 and name not in HALF]
+recipes = pytest.mark.parametrize("name", NAMES)
+
+
+def same_values(a, b):
+    """Equal as numbers: zeros of both signs are one, and so are all NaN."""
+    return np.array_equal(np.asarray(a, np.float32), np.asarray(b, np.float32), equal_nan=True)
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in HALF])
+@pytest.mark.parametrize("x", FINITE.values(), ids=FINITE)
+def test_values_are_code_times_scales(name, x):
+    """value = decode(code) * block_scale * tensor_scale, all in decode direction: within the few roundings of the
+    rules.
+
+    Divided by 4096, because fouroversix multiplies code * block_scale by tensor_amax first, which overflows for an amax
+    above FLT_MAX / 2688, as TE does block_scale, for one above FLT_MAX / 448.
+    """
+    r = RECIPES[name]
+    q = fp4kit.quantize(x.astype(np.float32) / 4096, name)
+    exact = decode(codes_of(q), r.element).astype(np.float64)
+    if r.scale is not None:
+        exact *= np.repeat(decode(q.block_scale, r.scale).astype(np.float64), r.block_size, axis=1)
+    ours = fp4kit.dequantize(q)
+    if q.tensor_scale is None:
+        assert same_values(ours, exact.astype(np.float32))  # one product, exact or rounded once
+        return
+    scale = np.asarray(q.tensor_scale, np.float64)
+    scale = {"tensor": scale, "row": scale.reshape(-1, 1)}.get(r.tensor_scaling, scale)
+    exact *= np.repeat(scale, r.block_size, axis=1) if r.tensor_scaling == "block" else scale
+    normal = np.abs(exact) >= 2.0**-100
+    assert normal.mean() > 0.05
+    assert np.all(np.abs(ours - exact)[normal] <= 4 * 2.0**-24 * np.abs(exact)[normal])  # at most four roundings
+
+
+def test_the_order_of_decoding():
+    """float32 products in the producers' own order, which shows in the last bit."""
+
+    def parts(name):
+        q = fp4kit.quantize(ORDINARY, name)
+        values = decode(codes_of(q), q.recipe.element)
+        scales = (
+            None
+            if q.block_scale is None
+            else np.repeat(decode(q.block_scale, q.recipe.scale), q.recipe.block_size, axis=1)
+        )
+        return fp4kit.dequantize(q), values, scales, q.tensor_amax, q.tensor_scale
+
+    y, values, scales, amax, _ = parts("nvfp4-te")
+    assert_same_bits(y, values * (scales * amax * (np.float32(1) / np.float32(2688))))
+    y, values, scales, _, tensor_scale = parts("nvfp4-modelopt")
+    assert_same_bits(y, (values + np.float32(0)) * (scales * tensor_scale))  # code 8 is +0
+    y, values, scales, amax, _ = parts("nvfp4-compressed-tensors")
+    assert_same_bits(y, values * (scales / (np.float32(1) / amax * np.float32(2688))))
+    y, values, _, amax, _ = parts("int8-modelopt")
+    assert_same_bits(y, values / (np.float32(127) / amax))
+    y, values, _, amax, _ = parts("fp8-modelopt")
+    assert_same_bits(y, values * (np.float32(1) / (np.float32(448) / amax)))
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, BF16])
+@pytest.mark.parametrize("variant", ["", "-static", "-static-4over6", "-mse"])
+def test_code_8_is_a_plain_zero_in_nvfp4_of_modelopt(variant, dtype, either_engine):
+    """NVFP4QTensor.dequantize looks codes up in a table whose ninth number is 0; under a negative scale that gives
+    -0.
+    """
+    r = RECIPES[f"nvfp4-modelopt{variant}"]
+    q = all_bytes(r, np.dtype(dtype))
+    found, product = (
+        fp4kit.dequantize(replace(q, recipe=replace(r, decode_rule=rule))) for rule in ("modelopt", "product")
+    )
+    assert r.decode_rule == "modelopt"
+    is_eight = fp4kit.unpack(q.packed) == 8
+    assert_same_bits(found[~is_eight], product[~is_eight])
+    is_number = ~np.isnan(product[is_eight].astype(np.float32))
+    assert (np.signbit(found[is_eight]) != np.signbit(product[is_eight]))[is_number].all() and is_number.sum() == 254
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, BF16])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_byte_255_is_infinite_in_mx_of_modelopt(bits, dtype, either_engine):
+    """Its exp2(255 - 127) is inf, and 0 * inf is NaN. Code 8 of MXFP4QTensor stays -0."""
+    q = all_bytes(RECIPES[f"mxfp{bits}-modelopt"], np.dtype(dtype))
+    found, ocp = (
+        fp4kit.dequantize(replace(q, recipe=replace(q.recipe, decode_rule=rule))) for rule in ("e8m0_infinite", "e8m0")
+    )
+    assert q.recipe.decode_rule == "e8m0_infinite"
+    assert same_values(found[:255], ocp[:255]) and (bits == 8 or np.signbit(found[127, 8]))
+    values = decode(codes_of(q), q.recipe.element)[255]
+    expected = np.where(values == 0, np.float32(np.nan), np.copysign(np.float32(np.inf), values))
+    assert same_values(found[255], np.where(np.isnan(values), values, expected))
+
+
+@recipes
+def test_dequantize_to_other_dtypes_rounds_the_float32_value(name):
+    q = fp4kit.quantize(ORDINARY, name)
+    exact = fp4kit.dequantize(q)
+    assert exact.dtype == np.float32
+    for dtype in (np.float16, BF16):
+        with np.errstate(over="ignore"):
+            assert_same_bits(fp4kit.dequantize(q, dtype), exact.astype(dtype))
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in NAMES if not re.fullmatch("mxfp4-mlx-.*-0321|mxfp4-fouroversix.*", name)]
+)
+def test_quantizing_again_changes_no_value(name):
+    """Under the same tensor_amax; a power-of-two scale may halve while its codes double. MXFP4 of the old MLX loses
+    there: a block whose largest value is 4 gets the nearest scale, which is half, and an 8 there is not."""
+    q = fp4kit.quantize(ORDINARY, name)
+    values = fp4kit.dequantize(q)
+    again = fp4kit.quantize(values, name, tensor_amax=q.tensor_amax)
+    assert same_values(fp4kit.dequantize(again), values)
+
+
+@pytest.mark.parametrize(
+    "name", ["nvfp4-te", "nvfp4-te-2d", "nvfp4-te-reference", "nvfp4-te-reference-2d", "nvfp4-te-rowscaled"]
+)
+def test_quantizing_again_changes_no_code_of_te(name):
+    """With tensor_amax computed anew too. The reference quantizer writes -0 as 0."""
+    q = fp4kit.quantize(ORDINARY, name)
+    again = fp4kit.quantize(fp4kit.dequantize(q), name)
+    assert_same_bits(again.block_scale, q.block_scale)
+    codes = codes_of(q)
+    expected = codes if RECIPES[name].sign == "signbit" else np.where(codes == 8, np.uint8(0), codes)
+    assert_same_bits(codes_of(again), expected)
+
+
+LEAST = ("mxfp4-sglang-kv", "mxfp4-deepgemm", "mxfp8-deepgemm", "mxfp4-qwix", "mxfp8-qwix")  # they have a least amax
+
+
+@pytest.mark.parametrize("name", [name for name in MX if name not in LEAST])
+@settings(max_examples=10)
+@given(seed=st.integers(0, 2**32))
+def test_powers_of_two_shift_mx_scales_only(name, seed):
+    x = np.random.default_rng(seed).standard_normal((32, 32)).astype(np.float32)
+    k = np.arange(-60, 61)[:, None, None]
+    q, scaled = fp4kit.quantize(x, name), fp4kit.quantize(np.ldexp(x, k), name)
+    assert_same_bits(scaled.packed, np.broadcast_to(q.packed, scaled.packed.shape))
+    assert_same_bits(scaled.block_scale, (q.block_scale.astype(int) + k).astype(np.uint8))
+    assert_same_bits(fp4kit.dequantize(scaled), np.ldexp(fp4kit.dequantize(q), k))
+
+
+# int4-qat has a smallest scale of 1e-5, and Model-Optimizer's FP8 and INT rules an amax of 2^-24.
+SHIFTABLE = [name for name in NAMES if RECIPES[name].tensor_scaling != "none" and name != "int4-qat"]
+
+
+@pytest.mark.parametrize("name", SHIFTABLE)
+@settings(max_examples=10)
+@given(k=st.integers(-10, 60), seed=st.integers(0, 2**32))
+def test_powers_of_two_shift_tensor_scales_only(name, k, seed):
+    x = np.random.default_rng(seed).standard_normal((32, 32)).astype(np.float32)
+    q, scaled = fp4kit.quantize(x, name), fp4kit.quantize(np.ldexp(x, k), name)
+    assert_same_bits(scaled.packed, q.packed)
+    assert_same_bits(scaled.tensor_amax, np.ldexp(q.tensor_amax, k))
+    assert same_values(fp4kit.dequantize(scaled), np.ldexp(fp4kit.dequantize(q), k))
+    if q.block_scale is not None:
+        assert_same_bits(scaled.block_scale, q.block_scale)

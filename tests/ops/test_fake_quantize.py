@@ -1,0 +1,313 @@
+"""fake_quantize and its straight-through gradient: against dequantize(quantize(x)), and against plain statements of the
+formulas.
+
+The recorded outputs of the producers' fake quantizers are in evidence/golden/test_check.py.
+"""
+
+import numpy as np
+import pytest
+from inputs import BF16, INPUTS, ORDINARY, as_strided, ordinary
+
+import fp4kit
+from fp4kit.evidence.testing import assert_same_bits
+from fp4kit.formats import E2M1
+from fp4kit.recipes import RECIPES
+from fp4kit.reference.codec import decode, encode
+
+WITH_RULE = [r.id for r in RECIPES.values() if r.fake_rule]
+WITHOUT_RULE = [r.id for r in RECIPES.values() if not r.fake_rule]
+ALL = list(RECIPES)
+recipes = pytest.mark.parametrize("name", ALL)
+
+
+X = ORDINARY
+inputs = pytest.mark.parametrize("x", INPUTS.values(), ids=INPUTS)
+
+
+# ---- forward
+# ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", WITHOUT_RULE)
+@inputs
+def test_without_a_fake_rule_it_is_dequantize_of_quantize(name, x):
+    for axis in (0, 1):
+        y = fp4kit.fake_quantize(x, name, axis=axis)
+        assert_same_bits(y, fp4kit.dequantize(fp4kit.quantize(x, name, axis=axis)))
+        assert (y.shape, y.dtype) == (x.shape, x.dtype)
+
+
+@pytest.mark.parametrize("name", ["nvfp4-te", "mxfp4-ocp", "nvfp4-modelopt-static"])
+def test_options_reach_quantize(name):
+    amax = {} if name == "mxfp4-ocp" else {"tensor_amax": 50.0}
+    block = {"block_amax": np.full((128, 8), 3, np.float32)} if RECIPES[name].static else {}
+    y = fp4kit.fake_quantize(X, name, **amax, **block, rounding="stochastic", seed=4)
+    assert_same_bits(y, fp4kit.dequantize(fp4kit.quantize(X, name, **amax, **block, rounding="stochastic", seed=4)))
+
+
+INTEGERS = [name for name in WITH_RULE if RECIPES[name].element.is_integer]
+
+
+@pytest.mark.parametrize("name", INTEGERS)
+@pytest.mark.parametrize("x", [X, INPUTS["extreme"], INPUTS["bf16"]], ids=["ordinary", "extreme", "bf16"])
+def test_integers_have_the_values_of_their_codes(name, x):
+    """The rules for integers differ from dequantize(quantize(x)) in signs of zeros and in NaN only."""
+    y, values = fp4kit.fake_quantize(x, name), fp4kit.dequantize(fp4kit.quantize(x, name))
+    assert np.array_equal(y.astype(np.float32), values.astype(np.float32))
+
+
+def test_int4_qat_by_its_formula():
+    """clamp(round(w / s), -7, 7) * s, s = max(amax / 7, 1e-5), in groups of 128; no recorded array pins this recipe."""
+    x = ordinary(7, (32, 256))
+    x[4], x[5, :128] = x[4] * 1e-9, 0
+    groups = x.reshape(32, 2, 128)
+    s = np.maximum(np.abs(groups).max(axis=-1, keepdims=True) / np.float32(7), np.float32(1e-5))
+    expected = np.clip(np.round(groups / s), -7, 7) * s
+    assert_same_bits(fp4kit.fake_quantize(x, "int4-qat"), expected.reshape(x.shape))
+    q = fp4kit.quantize(x, "int4-qat")
+    assert_same_bits(q.tensor_scale, s[..., 0])
+    assert np.array_equal(fp4kit.dequantize(q), expected.reshape(x.shape))
+
+
+@pytest.mark.parametrize("name, low, high", [("int8-modelopt", -128, 127), ("int8-modelopt-narrow", -127, 127)])
+def test_int8_by_its_formula(name, low, high):
+    """round(x * s) / s with s = 127 / amax, clamped; an amax given below the largest value makes elements saturate."""
+    amax = np.float32(20)
+    s = np.float32(127) / amax
+    expected = np.clip(np.rint(X * s), low, high) / s
+    assert np.count_nonzero(np.abs(X) > 20) > 10
+    assert_same_bits(fp4kit.fake_quantize(X, name, tensor_amax=amax), expected)
+    codes = fp4kit.quantize(X, name, tensor_amax=amax).packed.view(np.int8)
+    assert (codes.min(), codes.max()) == (low, high)
+    assert np.array_equal(codes, np.clip(np.rint(X * s), low, high).astype(np.int8))
+
+
+def test_nvfp4_modelopt_fake_loses_tiny_tensors():
+    """Its block scales below 1e-5 count as 1, so a tensor with an amax below 6e-5 becomes zero; real quantization keeps
+    it.
+    """
+    x = X * np.float32(1e-6)
+    assert not fp4kit.fake_quantize(x, "nvfp4-modelopt-fake").any()
+    assert fp4kit.dequantize(fp4kit.quantize(x, "nvfp4-modelopt")).any()
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in WITH_RULE if RECIPES[name].block == (1, 16) and RECIPES[name].fake_only]
+)
+def test_fake_nvfp4_is_the_real_one_on_ordinary_data(name):
+    """Within the last bits of the scales: the rules differ in the order of their operations."""
+    x = np.random.default_rng(1).standard_normal((64, 64)).astype(np.float32)
+    real = fp4kit.dequantize(fp4kit.quantize(x, "nvfp4-modelopt"))
+    assert np.allclose(fp4kit.fake_quantize(x, name), real, rtol=4 * 2.0**-23, atol=0)
+
+
+@pytest.mark.parametrize("name", ["mxfp4-modelopt-fake", "mxfp4-microxcaling-even"])
+def test_fake_mxfp4_is_the_element_rounding_under_a_power_of_two(name):
+    """On ordinary float32 data y = decode(encode(x / s)) * s, s rounded up (Model-Optimizer) or down (microxcaling)."""
+    x = np.random.default_rng(1).standard_normal((64, 64)).astype(np.float32)
+    blocks = x.reshape(64, 2, 32)
+    amax = np.abs(blocks).max(axis=-1, keepdims=True).astype(np.float64)
+    exponent = np.ceil(np.log2(amax / 6)) if "modelopt" in name else np.floor(np.log2(amax)) - 2
+    s = np.exp2(exponent).astype(np.float32)
+    expected = decode(encode(blocks / s, E2M1), E2M1) * s
+    assert np.array_equal(fp4kit.fake_quantize(x, name), expected.reshape(x.shape))
+
+
+@recipes
+@inputs
+def test_dtype_shape_and_input(name, x):
+    writable = x.copy()
+    y = fp4kit.fake_quantize(writable, name)
+    assert (y.shape, y.dtype) == (x.shape, x.dtype)
+    assert not np.shares_memory(y, writable)
+    assert_same_bits(writable, x)
+
+
+@pytest.mark.parametrize("name", WITH_RULE)
+@inputs
+def test_axis_and_strides(name, x):
+    y = fp4kit.fake_quantize(x, name)
+    assert_same_bits(fp4kit.fake_quantize(np.asfortranarray(x), name), y)
+    assert_same_bits(fp4kit.fake_quantize(x[::-1, ::-1][::-1, ::-1], name), y)
+    column = fp4kit.fake_quantize(np.ascontiguousarray(x.T), name, axis=0)
+    assert column.shape == x.shape[::-1]
+    assert_same_bits(column.T, y)
+
+
+@pytest.mark.parametrize("name", WITH_RULE)
+def test_more_dimensions(name):
+    x = ordinary(4, (2, 3, 16, 128))
+    y = fp4kit.fake_quantize(x, name)
+    if RECIPES[name].tensor_scaling == "tensor":
+        amax = np.abs(x).max()
+        parts = [[fp4kit.fake_quantize(m, name, tensor_amax=amax) for m in row] for row in x]
+    else:
+        parts = [[fp4kit.fake_quantize(m, name) for m in row] for row in x]
+    assert_same_bits(y, np.array(parts))
+    assert_same_bits(fp4kit.fake_quantize(as_strided(x), name), y)
+
+
+@pytest.mark.parametrize("name", [name for name in WITH_RULE if RECIPES[name].tensor_scaling == "tensor"])
+def test_an_amax_for_each_expert(name):
+    x, amax = ordinary(5, (4, 16, 64)), np.array([3, 50, 0.5, 700], np.float32)
+    y = fp4kit.fake_quantize(x, name, tensor_amax=amax)
+    for i in range(4):
+        assert_same_bits(y[i], fp4kit.fake_quantize(x[i], name, tensor_amax=amax[i]))
+
+
+def test_calibrated_block_amaxes():
+    name = "nvfp4-modelopt-static-fake"
+    amax = np.abs(X).reshape(128, 8, 16).max(axis=-1)
+    y = fp4kit.fake_quantize(X, name)
+    assert_same_bits(fp4kit.fake_quantize(X, name, block_amax=amax), y)
+    assert_same_bits(
+        fp4kit.fake_quantize(X.reshape(2, 64, 128), name, block_amax=amax.reshape(2, 64, 8)).reshape(X.shape), y
+    )
+    assert not np.array_equal(fp4kit.fake_quantize(X, name, block_amax=amax / 2), y)
+
+
+@recipes
+def test_tiles_do_not_matter(name, monkeypatch):
+    grad = ordinary(8, (32, 128))
+    for x in (X[:32], INPUTS["nonfinite"][32:64]):
+        monkeypatch.undo()
+        y = fp4kit.fake_quantize(x, name)
+        g = fp4kit.fake_quantize_backward(grad, x, name, pass_through=False)
+        monkeypatch.setattr("fp4kit.reference.blocks.TILE_ELEMENTS", 64)
+        assert_same_bits(fp4kit.fake_quantize(x, name), y)
+        assert_same_bits(fp4kit.fake_quantize_backward(grad, x, name, pass_through=False), g)
+
+
+@recipes
+@pytest.mark.parametrize("shape", [(0,), (0, 128), (4, 0), (0, 3, 128)], ids=str)
+def test_zero_size(name, shape):
+    x = np.empty(shape, BF16)
+    y = fp4kit.fake_quantize(x, name)
+    assert (y.shape, y.dtype) == (shape, BF16)
+    for pass_through in (True, False):
+        assert fp4kit.fake_quantize_backward(x, x, name, pass_through=pass_through).shape == shape
+
+
+# ---- backward
+# -----------------------------------------------------------------------------------------------------------
+
+GRAD = np.random.default_rng(9).standard_normal((128, 128)).astype(np.float32)
+GRAD.setflags(write=False)
+
+
+@recipes
+def test_pass_through_returns_the_gradient(name):
+    assert fp4kit.fake_quantize_backward(GRAD, X, name) is GRAD
+
+
+@recipes
+@inputs
+def test_clip_by_its_formula(name, x):
+    """grad where |x| <= amax, else 0: equality passes, NaN does not."""
+    amax = np.float32(2)
+    x = x.copy()
+    x[0, :2], x[1, :2] = [2, -2], np.float32(np.nextafter(np.float32(2), np.float32(3))) * np.ones(2)
+    inside = np.array([[abs(float(v)) <= 2 for v in row] for row in x])
+    out = fp4kit.fake_quantize_backward(GRAD, x, name, amax=amax, pass_through=False)
+    assert_same_bits(out, np.where(inside, GRAD, np.float32(0)))
+    assert inside[0, :2].all() and (x.dtype != np.float32 or not inside[1, :2].any())
+
+
+@recipes
+def test_clip_at_the_amax_of_the_recipe(name):
+    """Without an amax it is what the tensor scale covers, which x does not exceed."""
+    out = fp4kit.fake_quantize_backward(GRAD, X, name, pass_through=False)
+    assert out is not GRAD and not np.shares_memory(out, GRAD)
+    assert_same_bits(out, GRAD)
+
+
+@pytest.mark.parametrize("shape", [(128,), (128, 1)], ids=str)
+def test_clip_with_an_amax_for_each_row(shape):
+    amax = np.abs(X).max(axis=1) * np.float32(0.75)
+    for name in ("fp8-modelopt-channel", "int8-modelopt-channel", "nvfp4-te"):
+        out = fp4kit.fake_quantize_backward(GRAD, X, name, amax=amax.reshape(shape), pass_through=False)
+        assert_same_bits(out, np.where(np.abs(X) <= amax[:, None], GRAD, np.float32(0)))
+        column = fp4kit.fake_quantize_backward(GRAD.T, X.T, name, axis=0, amax=amax.reshape(shape), pass_through=False)
+        assert_same_bits(column.T, out)
+
+
+@pytest.mark.parametrize("name", ["nvfp4-te", "nvfp4-modelopt-static-fake", "mxfp4-ocp", "int4-qat"])
+def test_clip_with_an_amax_for_each_block(name):
+    size = {"nvfp4": 16, "mxfp4": 32, "int4": 128}[name.split("-")[0]]
+    amax = np.abs(X).reshape(128, -1, size).max(axis=-1) * np.float32(0.75)
+    expected = np.where(np.abs(X) <= np.repeat(amax, size, axis=1), GRAD, np.float32(0))
+    for given in (amax, amax.reshape(-1, 1)):
+        assert_same_bits(fp4kit.fake_quantize_backward(GRAD, X, name, amax=given, pass_through=False), expected)
+
+
+def test_clip_in_more_dimensions():
+    x, grad = X.reshape(2, 4, 16, 128), GRAD.reshape(2, 4, 16, 128)
+    amax = np.abs(x).max(axis=-1) * np.float32(0.75)
+    out = fp4kit.fake_quantize_backward(grad, x, "fp8-modelopt-channel", amax=amax, pass_through=False)
+    assert_same_bits(out, np.where(np.abs(x) <= amax[..., None], grad, np.float32(0)))
+    seen = np.repeat(x, 2, axis=1)[:, ::2]
+    assert_same_bits(
+        fp4kit.fake_quantize_backward(grad, seen, "fp8-modelopt-channel", amax=amax, pass_through=False), out
+    )
+
+
+@pytest.mark.parametrize("name", ["mxfp4-ocp", "mxfp8-te-2d", "nvfp4-te", "int8-modelopt-channel", "int4-qat"])
+def test_clip_at_the_computed_amax_of_strided_matrices(name):
+    x, grad = X.reshape(2, 2, 32, 128), GRAD.reshape(2, 2, 32, 128)
+    out = fp4kit.fake_quantize_backward(grad, as_strided(x), name, pass_through=False)
+    assert_same_bits(out, grad)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, BF16], ids=str)
+def test_the_gradient_keeps_its_dtype_and_amax_its_precision(dtype):
+    """amax is compared in float32: 1 + 2^-20 is not rounded to 1 for bfloat16 x, nor is 1 - 2^-20."""
+    x = np.array([[1.0] * 16], BF16)
+    grad = np.arange(16).reshape(1, 16).astype(dtype)
+    above = fp4kit.fake_quantize_backward(grad, x, "nvfp4-te", amax=np.float32(1 + 2.0**-20), pass_through=False)
+    below = fp4kit.fake_quantize_backward(grad, x, "nvfp4-te", amax=np.float32(1 - 2.0**-20), pass_through=False)
+    assert_same_bits(above, grad)
+    assert_same_bits(below, np.zeros_like(grad))
+
+
+def test_clip_of_specials():
+    x = np.array([[np.nan, -np.nan, np.inf, -np.inf, 1, -1, 0, -0.0] * 2], np.float32)
+    grad = np.full_like(x, 3)
+    out = fp4kit.fake_quantize_backward(grad, x, "nvfp4-te", amax=np.float32(1), pass_through=False)
+    assert out.tolist() == [[0, 0, 0, 0, 3, 3, 3, 3] * 2]
+    out = fp4kit.fake_quantize_backward(grad, x, "nvfp4-te", amax=np.float32(np.inf), pass_through=False)
+    assert out.tolist() == [[0, 0, 3, 3, 3, 3, 3, 3] * 2]
+
+
+def test_clipping_leaves_the_inputs_alone():
+    grad, x = GRAD.copy(), X.copy()
+    fp4kit.fake_quantize_backward(grad, x, "nvfp4-te", amax=1.0, pass_through=False)
+    assert_same_bits(grad, GRAD)
+    assert_same_bits(x, X)
+
+
+@pytest.mark.parametrize("amax", [-1, -1e-45, [[-1.0], [2.0]], np.float64(-1e-40)], ids=str)
+@pytest.mark.parametrize("pass_through", [True, False])
+def test_a_negative_amax_is_refused(amax, pass_through):
+    x = np.ones((2, 16), np.float32)
+    text = rf"amax holds 1 negative value\(s\) of {np.size(amax)}; needs amax >= 0, such as fp4kit\.amax\(x\)$"
+    with pytest.raises(ValueError, match=rf"^fake_quantize_backward: {text}"):
+        fp4kit.fake_quantize_backward(x, x, "nvfp4-te", amax=amax, pass_through=pass_through)
+
+
+def test_nothing_is_within_an_amax_of_nan():
+    """As where the producers compare: grad where |x| <= NaN, which is nowhere."""
+    x = np.array([[0.0, 1.0, np.nan, np.inf] * 4], np.float32)
+    out = fp4kit.fake_quantize_backward(np.ones_like(x), x, "nvfp4-te", amax=np.nan, pass_through=False)
+    assert_same_bits(out, np.zeros_like(x))
+    out = fp4kit.fake_quantize_backward(np.ones_like(x), x, "nvfp4-te", amax=-0.0, pass_through=False)
+    assert_same_bits(out, (x == 0).astype(np.float32))
+
+
+@pytest.mark.parametrize("amax", ["large", True, 1j, None], ids=str)
+def test_an_amax_that_is_no_number(amax):
+    x = np.ones((2, 16), np.float32)
+    if amax is None:
+        assert fp4kit.fake_quantize_backward(x, x, "nvfp4-te", amax=amax) is x
+        return
+    with pytest.raises(TypeError, match=r"^fake_quantize_backward: amax is .*; needs a real number or a float array$"):
+        fp4kit.fake_quantize_backward(x, x, "nvfp4-te", amax=amax)

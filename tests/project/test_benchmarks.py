@@ -1,0 +1,320 @@
+"""The benchmarks without a GPU: bytes by formula, records, what targets mean, timing and checking, the table and the
+plot.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import sys
+from fractions import Fraction
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from inputs import BF16, NAMES, ordinary
+
+import fp4kit
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+sys.path.insert(0, str(BENCHMARKS))
+import below_target  # noqa: E402
+import bench_small  # noqa: E402
+import measure  # noqa: E402
+import report  # noqa: E402
+import rows  # noqa: E402
+import run  # noqa: E402
+
+RESULTS = BENCHMARKS / "results"
+
+
+def a_row(**changes):
+    given = {
+        "operation": "quantize",
+        "recipe": "mxfp4-ocp",
+        "dtype": "bfloat16",
+        "shape": (4, 64),
+        "formula": "n (2 x)",
+    }
+    return rows.BenchmarkRow(**given | {"bytes": 512, "us": 10.0, "spread": 1.0, "copy_us": 9.0} | changes)
+
+
+def a_record(found):
+    about = {
+        "device": "NVIDIA H200",
+        "driver": "580.1",
+        "versions": {"fp4kit": "0.1.0"},
+        "commit": "abc",
+        "date": "2026-01-02",
+    }
+    timed = {"size": 16384, "repeat": 15, "copy_us": 260.0, "copy_TB/s": 4.13}
+    return about | timed | {"rows": [row.record() for row in found]}
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("dtype", [np.float32, BF16])
+def test_bytes_by_formula_are_those_of_the_arrays(name, dtype):
+    x = ordinary(shape=(32, 256)).astype(dtype)
+    q = fp4kit.quantize(x, name)
+    traffic = rows.element_bytes(x=dtype) | rows.quantized_bytes(name)
+    scales = 0 if q.block_scale is None else q.block_scale.nbytes
+    assert rows.traffic_bytes(traffic, x.size) == x.nbytes + q.packed.nbytes + scales
+
+
+def test_formula():
+    traffic = rows.element_bytes(x=BF16) | rows.quantized_bytes("nvfp4-te")
+    assert rows.formula(traffic) == "n (2 x + 1/2 codes + 1/16 scales)"
+    both = rows.element_bytes(x=BF16) | rows.twice(rows.quantized_bytes("nvfp4-te"))
+    assert sum(both.values()) == 2 + 2 * Fraction(9, 16) and len(both) == 5
+
+
+def test_record_and_back():
+    row = a_row(target=0.95, peers={"torchao": 40.0}, failed={"other": "why"}, beside=rows.Beside("linear", 9.9, 1.03))
+    again = rows.BenchmarkRow.of(json.loads(json.dumps(row.record())))
+    assert again == row and again.efficiency == 0.9 and again.ratios == {"torchao": 4.0}
+
+
+@pytest.mark.parametrize(
+    ("targets", "met"),
+    [
+        ({}, None),
+        ({"target": 0.9}, True),
+        ({"target": 0.91}, False),
+        ({"target_us": 10}, True),
+        ({"target_us": 9.9}, False),
+        ({"beside": rows.Beside("linear", 9.8, 1.03)}, True),
+        ({"beside": rows.Beside("linear", 9.6, 1.03)}, False),
+        ({"target": 0.9, "target_us": 9}, False),
+    ],
+)
+def test_targets(targets, met):
+    row = a_row(**targets)
+    assert row.met is met
+    assert ("BELOW TARGET" in str(row)) == ("(missed)" in report.target_text(row)) == (met is False)
+
+
+class OnDevice(np.ndarray):
+    """A NumPy array that has to be fetched, as CuPy's."""
+
+    def get(self):
+        return np.asarray(self)
+
+
+def on_device(a):
+    return None if a is None else np.asarray(a).view(OnDevice)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("nvfp4-te", {}),
+        ("nvfp4-te-rowscaled", {}),
+        ("nvfp4-te-2d", {"axis": 0}),
+        ("mxfp4-ocp", {"axis": 0, "scale_layout": "swizzled_128x4"}),
+        ("fp8-modelopt", {}),
+        ("nvfp4-te", {"rounding": "stochastic", "seed": 3, "axis": 0}),
+    ],
+)
+def test_a_wrong_byte_is_found(name, options):
+    x = ordinary(shape=(256, 512)).astype(BF16)
+    q = fp4kit.quantize(x, name, **options)
+    parts = {part: on_device(getattr(q, part)) for part in ("packed", "block_scale", "tensor_scale", "tensor_amax")}
+    q = fp4kit.Quantized(**vars(q) | parts)
+    checked = {key: value for key, value in options.items() if key in ("rounding", "seed")}
+    measure.check_quantized(q, on_device(x), **checked)
+    q.packed[0, 1] ^= 1
+    with pytest.raises(AssertionError, match=rf"{name}: packed\[None:64\]: 1 of .* differ, first at \(0, 1\)"):
+        measure.check_quantized(q, on_device(x), **checked)
+
+
+def test_a_wrong_value_is_found():
+    values = on_device(ordinary(shape=(256, 8)))
+    measure.check_rows(values, lambda part: np.array(values[part]), "values")
+    with pytest.raises(AssertionError, match=r"values\[-64:None\]: 1 of 512 differ"):
+        expected = np.array(values)
+        expected[255, 7] += 1
+        measure.check_rows(values, lambda part: expected[part], "values")
+
+
+class Clock:
+    """A device whose copies take 100 us and whose calls take what they say."""
+
+    def __init__(self):
+        self.now = 0.0
+        self.calls = []
+
+    def call(self, name, us):
+        def advance():
+            self.calls.append(name)
+            self.now += us
+
+        return advance
+
+    def cupy(self):
+        clock = self
+
+        class Event:
+            def record(self):
+                self.at = clock.now
+
+            def synchronize(self):
+                pass
+
+        def copyto(target, source):
+            clock.now += 100
+
+        cuda = SimpleNamespace(Event=Event, get_elapsed_time=lambda start, stop: (stop.at - start.at) / 1e3)
+        return SimpleNamespace(cuda=cuda, copyto=copyto, zeros=np.zeros)
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    found = Clock()
+    monkeypatch.setattr(measure.Bench, "cupy", property(lambda self: found.cupy()))
+    monkeypatch.setattr(measure.Bench, "_lead", property(lambda self: (np.zeros(1), np.zeros(1))))
+    return found
+
+
+def test_time_is_that_of_one_call_and_calls_take_turns(clock):
+    found = measure.Bench(repeat=3).time(clock.call("a", 10.0), clock.call("b", 20.0))
+    assert found.us == pytest.approx(15) and found.spread == pytest.approx(0)
+    assert clock.calls[4:] == ["a", "b"] * (len(clock.calls) // 2 - 2)
+    assert len(clock.calls) == 4 + 2 + 3 * measure.CALLS
+
+
+def test_a_row_has_its_ceiling_its_peers_and_those_that_fail(clock, capsys):
+    def fails():
+        raise RuntimeError("no kernel\nfor this device")
+
+    bench = measure.Bench(repeat=3)
+    x = np.zeros((8, 64), np.float32)
+    others = {"slow": clock.call("slow", 200.0), "broken": fails}
+    row = bench.row(
+        "quantize", "mxfp4-ocp", x, rows.element_bytes(x=x.dtype), clock.call("it", 125.0), target=0.8, peers=others
+    )
+    assert row.efficiency == pytest.approx(0.8) and row.bytes == x.nbytes and row.shape == (8, 64)
+    assert row.peers == {"slow": pytest.approx(200)} and row.failed == {"broken": "RuntimeError: no kernel"}
+    assert bench.rows == [row] and "slow: 1.60x" in capsys.readouterr().out
+
+
+def test_table_counts_misses_and_names_faster_peers():
+    found = [
+        a_row(target=0.95),
+        a_row(recipe="mxfp8-te", target=0.9, peers={"torchao": 5.0}),
+        a_row(kind="host", copy_us=None),
+    ]
+    text = report.markdown(a_record(found) | {"errors": {"amax": "AssertionError: wrong"}})
+    assert "1 of 2 targets met, 1 missed" in text and "0.95 (missed)" in text
+    assert (
+        "A peer is faster, by more than the spread, in: quantize mxfp8-te bfloat16." in text and "torchao 0.50" in text
+    )
+    assert "Not measured: amax: AssertionError: wrong." in text and "quantize (host time)" in text
+
+
+def test_a_peer_is_faster_beyond_the_spread():
+    row = a_row(us=10.0, spread=1.0, peers={"much": 8.9, "within": 9.1, "slower": 11.0})
+    assert row.faster == ["much"]
+
+
+def test_misses_stand_below_the_table_with_their_reasons():
+    reason = below_target.Reason("quantize*", ("mxfp8-*",), ("bfloat16",), "It waits.", ("half: 0.5", "twice: 0.6"))
+    beside = rows.Beside("linear", 9.6, 1.03)
+    found = [a_row(), a_row(target=0.95), a_row(recipe="mxfp8-te", beside=beside), a_row(recipe="mxfp8-te", target=0.9)]
+    assert report.below_target(found, [reason]) == [
+        *("", "## Below target"),
+        *("", "**quantize, mxfp4-ocp bf16: 0.900, not 0.95.** No reason is known."),
+        *("", "**quantize, mxfp8-te bf16: 1.042 of linear, not 1.03.** It waits."),
+        *("", "- tried: half: 0.5", "- tried: twice: 0.6"),
+    ]
+    assert report.below_target([a_row(), a_row(target=0.9)], [reason]) == []
+
+
+def test_each_miss_of_the_committed_records_has_a_reason_and_two_other_designs():
+    records = [json.loads(path.read_text()) for path in RESULTS.rglob("h200.json")]
+    missed = [row for record in records for row in report.rows_of(record) if row.met is False]
+    for row in missed:
+        reason = below_target.reason_of(row)
+        assert reason is not None and reason.why and len(reason.tried) >= 2, row
+    assert [
+        reason for reason in below_target.REASONS if not any(below_target.reason_of(row) is reason for row in missed)
+    ] == []
+
+
+def test_plot_is_the_same_each_time(tmp_path):
+    pytest.importorskip("matplotlib")
+    record = a_record(
+        [a_row(target=0.95, peers={"torchao": 40.0}), a_row(dtype="float32", us=12.0), a_row(recipe="nvfp4-te")]
+    )
+    for name in ("a.svg", "b.svg"):
+        report.plot(record, tmp_path / name)
+    assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()
+
+
+def test_written_files(tmp_path):
+    pytest.importorskip("matplotlib")
+    record = a_record([a_row()])
+    assert [path.name for path in report.write(record, tmp_path)] == ["h200.json", "h200.md", "h200.svg"]
+    assert json.loads((tmp_path / "h200.json").read_text()) == json.loads(json.dumps(record))
+
+
+def test_summary_takes_the_wanted_rows():
+    record = a_record(
+        [a_row(dtype="float32", us=20.0), a_row(peers={"torchao": 40.0, "other": 60.0}), a_row(kind="host")]
+    )
+    assert report.summary(record, [("quantize", "mxfp4-ocp")]) == [
+        ("quantize", "mxfp4-ocp", "bf16", "10 us", "0.90", "torchao: 4.0 times as long")
+    ]
+    with pytest.raises(ValueError, match=r"has no row for \[\('quantize', 'nvfp4-te'\)\]"):
+        report.summary(record, [("quantize", "nvfp4-te")])
+
+
+def test_rows_of_another_process_are_ordinary_ones(monkeypatch, capsys):
+    row = a_row(kind="host", copy_us=None, target_us=20)
+
+    def in_torch(bench):
+        assert bench.repeat == 7
+        print("said on the way")
+        bench.rows += [row, row]
+
+    monkeypatch.setattr(bench_small, "in_torch", in_torch)
+    bench_small.print_in_torch(7)
+    printed = SimpleNamespace(stdout=capsys.readouterr().out)
+    monkeypatch.setattr(bench_small.subprocess, "run", lambda command, **options: printed)
+    bench = measure.Bench(repeat=7)
+    bench_small.from_child(bench)
+    assert bench.rows == [row, row] and capsys.readouterr().out == f"{row}\n{row}\n"
+
+
+def test_a_process_without_torch_gives_no_rows(monkeypatch, tmp_path):
+    (tmp_path / "torch.py").write_text("raise ImportError")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{BENCHMARKS.parent}")
+    bench = measure.Bench(repeat=7)
+    bench_small.from_child(bench)
+    assert bench.rows == []
+
+
+@pytest.mark.parametrize("name", run.names())
+def test_every_script_has_what_the_driver_calls(name):
+    tree = ast.parse((BENCHMARKS / f"bench_{name}.py").read_text())
+    functions = {node.name: [a.arg for a in node.args.args] for node in tree.body if isinstance(node, ast.FunctionDef)}
+    assert functions.get("run") == ["bench"] and ast.get_docstring(tree)
+
+
+def test_the_driver_goes_on_after_a_failure(monkeypatch, capsys):
+    def fails(bench):
+        raise AssertionError("wrong result")
+
+    monkeypatch.setitem(sys.modules, "bench_a", SimpleNamespace(run=fails))
+    monkeypatch.setitem(sys.modules, "bench_b", SimpleNamespace(run=lambda bench: bench.done.append("b")))
+    bench, saved = SimpleNamespace(done=[], release=lambda: None), []
+    errors = run.run(bench, ["a", "b"], lambda errors: saved.append((dict(errors), list(bench.done))))
+    assert errors == {"a": "AssertionError: wrong result"} and saved == [(errors, []), (errors, ["b"])]
+
+
+def test_committed_tables_are_those_of_the_records():
+    for path in RESULTS.rglob("*.md"):
+        if path.with_suffix(".json").exists() and path.stem not in ("cpu", "scale-search"):
+            record = json.loads(path.with_suffix(".json").read_text())
+            assert path.stem == report.slug(record)
+            assert path.read_text() == report.markdown(record), "run python benchmarks/report.py on the record"

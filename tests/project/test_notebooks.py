@@ -1,0 +1,139 @@
+"""The notebooks run in a fresh kernel without an error or a warning, and what is stored in them is what they print.
+
+`python tests/project/test_notebooks.py` runs each of them and stores the new outputs.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from exhaustive import exhaustive
+
+ROOT = Path(__file__).resolve().parents[2]
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+METADATA = {
+    "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
+    "language_info": {"name": "python"},
+}
+TIMEOUT = 300  # seconds for a notebook
+# An absolute path: /name/..., not the slash of 16/32, of https://name/ or of </tag>; or a drive letter.
+ABSOLUTE_PATH = re.compile(r"(?<![\w.:/<)])/[A-Za-z_][\w.-]*/|\b[A-Za-z]:\\")
+
+
+def run_notebook(source: Path, target: Path) -> None:
+    """Execute source in a fresh kernel and write it with its outputs to target. Raises CellExecutionError at the first
+    error.
+    """
+    import matplotlib.font_manager  # noqa: F401  # builds the font cache now: a slow first import warns in the notebook
+    import nbformat
+    from nbclient import NotebookClient
+
+    notebook = nbformat.read(source, as_version=4)
+    NotebookClient(
+        notebook, kernel_name="python3", timeout=TIMEOUT, record_timing=False, coalesce_streams=True
+    ).execute()
+    notebook.metadata = METADATA  # the kernel adds its own version
+    nbformat.validate(notebook)
+    nbformat.write(notebook, target)
+
+
+def run_in_subprocess(source: Path, target: Path, work: Path) -> None:
+    """run_notebook in a process of its own, since pytest's filters would make errors of the warnings of the event loop.
+
+    The kernel imports the checkout, starts in the empty folder `work`, and knows no settings of the user.
+    """
+    kept = {
+        name: value for name, value in os.environ.items() if name != "MPLBACKEND" and not name.startswith("JUPYTER")
+    }
+    path = os.pathsep.join(filter(None, (str(ROOT), kept.get("PYTHONPATH"))))
+    own = {name: str(work / name.lower()) for name in ("JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR", "IPYTHONDIR")}
+    command = [sys.executable, __file__, str(source), str(target)]
+    result = subprocess.run(command, cwd=work, env={**kept, **own, "PYTHONPATH": path}, capture_output=True, text=True)
+    if result.returncode:
+        raise RuntimeError(f"{source.name} does not run:\n{result.stderr[-4000:]}")
+
+
+def load(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def code_cells(notebook: dict[str, Any]) -> list[dict[str, Any]]:
+    return [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+
+
+def texts(cell: dict[str, Any]) -> list[str]:
+    """Everything a reader reads in the outputs of a cell; an image counts as its kind."""
+    found = []
+    for output in cell["outputs"]:
+        found += ["".join(output[key]) for key in ("text", "evalue", "traceback") if key in output]
+        for kind, data in sorted(output.get("data", {}).items()):
+            found.append(kind if kind.startswith("image/") else "".join(data))
+    return found
+
+
+NAMES = [path.stem for path in NOTEBOOKS]
+RUNS = exhaustive(NAMES)  # a kernel takes its time
+
+
+def test_there_are_notebooks():
+    assert NOTEBOOKS
+
+
+@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
+def test_stored_notebook_is_a_clean_run(notebook):
+    """One run from top to bottom, no errors, nothing on stderr, no trace of the machine, and plain metadata."""
+    stored = load(notebook)
+    cells = code_cells(stored)
+    assert stored["metadata"] == METADATA
+    assert [cell["execution_count"] for cell in cells] == list(range(1, len(cells) + 1))
+    assert any(cell["outputs"] for cell in cells)
+    for cell in stored["cells"]:
+        outputs = cell.get("outputs", [])
+        assert not [o for o in outputs if o["output_type"] == "error" or o.get("name") == "stderr"], cell["id"]
+        for text in ["".join(cell["source"]), *(texts(cell) if outputs else [])]:
+            assert not ABSOLUTE_PATH.search(text), (cell["id"], text)
+    assert notebook.stat().st_size < 400_000
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_fresh_run_prints_what_is_stored(name, tmp_path):
+    """No error, nothing on stderr, and every text equal to the stored one; of figures, that there is one."""
+    notebook = ROOT / "notebooks" / f"{name}.ipynb"
+    run_in_subprocess(notebook, tmp_path / notebook.name, tmp_path)
+    fresh = load(tmp_path / notebook.name)
+    for cell, stored in zip(code_cells(fresh), code_cells(load(notebook)), strict=True):
+        assert not [o for o in cell["outputs"] if o.get("name") == "stderr"], (cell["id"], texts(cell))
+        assert texts(cell) == texts(stored), (
+            f"cell {cell['id']} is stale; `python tests/project/test_notebooks.py` stores new outputs"
+        )
+
+
+@pytest.mark.parametrize("text", ["/home/me/x.py", "in '/tmp/a'", "File /usr/lib/x", r"C:\Users\me"])
+def test_absolute_path_is_found(text):
+    assert ABSOLUTE_PATH.search(text)
+
+
+@pytest.mark.parametrize(
+    "text", ["16/32", "a/b/c", "https://a.org/b/c", "</td></tr>", "1 / (a / b)", "(x)/y/z", "and/or"]
+)
+def test_other_slashes_are_not_paths(text):
+    assert not ABSOLUTE_PATH.search(text)
+
+
+if __name__ == "__main__":
+    if len(sys.argv) == 3:
+        run_notebook(Path(sys.argv[1]), Path(sys.argv[2]))
+    else:
+        import tempfile
+
+        for path in NOTEBOOKS:
+            with tempfile.TemporaryDirectory() as folder:
+                run_in_subprocess(path, path, Path(folder))
+            print(f"stored {path.name}")

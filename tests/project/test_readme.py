@@ -1,0 +1,70 @@
+"""The README: its example prints what it says, its tables are what the code gives, its commands are single lines."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+TEXT = (ROOT / "README.md").read_text()
+
+
+def _fence(marker: str, language: str) -> str:
+    found = re.search(rf"<!-- {marker} -->\n```{language}\n(.*?)```", TEXT, re.DOTALL)
+    assert found is not None, f"README.md has no {language} fence after <!-- {marker} -->"
+    return found.group(1)
+
+
+def test_the_example_is_short() -> None:
+    assert len(_fence("example", "python").strip().splitlines()) <= 10
+
+
+def test_generated_parts_and_what_the_example_prints_are_current() -> None:
+    spec = importlib.util.spec_from_file_location("readme", ROOT / "tools" / "readme.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    for page in module.PAGES:
+        assert module.rewritten(page.read_text()) == page.read_text(), f"{page.name}: run python tools/readme.py"
+
+
+@pytest.mark.parametrize("name", ["demo", "test"])
+def test_commands_are_one_line(name: str) -> None:
+    assert len(_fence(f"command: {name}", "bash").splitlines()) == 1
+
+
+def test_short_enough() -> None:
+    by_hand = re.sub(r"<!-- generated: .*?<!-- end -->|<!-- output -->\n```text.*?```", "", TEXT, flags=re.DOTALL)
+    assert len(by_hand.splitlines()) < 200
+
+
+def test_linked_files_exist() -> None:
+    links = re.findall(r"\]\(([^)#]+)\)", TEXT)
+    assert links
+    for link in links:
+        assert (ROOT / link).exists(), link
+
+
+PAGES = TEXT + "".join(
+    (ROOT / "docs" / name).read_text() for name in ("checkpoints.md", "processors.md", "scale-search.md")
+)
+EXECUTED = re.findall(r"<!-- executed -->\n```python\n(.*?)```", PAGES, re.DOTALL)
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # of PyTorch, about itself
+@pytest.mark.parametrize(
+    "code", [pytest.param(code, marks=pytest.mark.exhaustive if "torch.compile" in code else ()) for code in EXECUTED]
+)
+def test_other_examples_run(code, tmp_path, monkeypatch) -> None:
+    """The one that torch.compile compiles takes its time."""
+    if "import torch" in code:
+        pytest.importorskip("torch")
+    monkeypatch.chdir(tmp_path)
+    exec(compile(code, "README.md", "exec"), {})
+
+
+def test_all_examples_are_found() -> None:
+    assert len(EXECUTED) == PAGES.count("<!-- executed -->") == 6

@@ -1,0 +1,148 @@
+"""examples/train_fp4.py trains, and every way of training gives the same loss in every bit."""
+
+import os
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+from exhaustive import exhaustive
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from examples import train_fp4
+from fp4kit.evidence.testing import assert_same_bits
+from tests.training.test_communicators_mpi import mpiexec  # noqa: F401  # the fixture
+
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLE = ROOT / "examples" / "train_fp4.py"
+LOSSES = {
+    0: "0x1.8e3b8cb63d000p-2",
+    125: "0x1.1acf6c97c4000p-5",
+    250: "0x1.9b9b96e218000p-6",
+    375: "0x1.647ddbd190000p-6",
+    499: "0x1.36a9681e88000p-6",
+}
+DIGEST = "cdc4db813b25ecc1"
+
+
+def run(*arguments, **environment):
+    command = [sys.executable, EXAMPLE, *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env={**os.environ, **environment})
+
+
+def test_500_steps():
+    """The losses are those of every machine, since all sums are exact; so they can stand here."""
+    result = run()
+    assert result.returncode == 0, result.stdout + result.stderr
+    printed = {int(line.split()[1]): line.split()[-1] for line in result.stdout.splitlines() if line.startswith("step")}
+    assert printed == LOSSES
+    assert float.fromhex(LOSSES[499]) < float.fromhex(LOSSES[0]) / 15
+    assert f"codes and scales {DIGEST}" in result.stdout
+    for name in ("1 rank ", "2 ranks", "4 ranks"):
+        assert f"flat shards, {name}" in result.stdout
+    assert result.stdout.count("equal in every bit") == 3
+
+
+@pytest.mark.parametrize("size", [2, *exhaustive([4])])
+def test_500_steps_on_mpi_processes(mpiexec, size):  # noqa: F811
+    """Real processes, each with a part of the master weights and of the samples."""
+    command = [*mpiexec, "-n", str(size), sys.executable, str(EXAMPLE), "--mpi"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+    result = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert LOSSES[499] in result.stdout
+    assert re.search(
+        rf"flat shards, {size} MPI processes +every loss and the last codes are equal in every bit", result.stdout
+    )
+
+
+def test_the_number_of_blas_threads_does_not_matter():
+    outputs = [run("--steps", "40", "--ranks", **{"OPENBLAS_NUM_THREADS": n, "OMP_NUM_THREADS": n}) for n in ("1", "2")]
+    lines = [[line for line in output.stdout.splitlines() if line.startswith("step")] for output in outputs]
+    assert lines[0] == lines[1] and len(lines[0]) == 5
+
+
+def test_it_says_when_a_way_differs(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["train_fp4.py", "--steps", "3", "--ranks", "1"])
+    assert train_fp4.main() == 0
+    monkeypatch.setattr(train_fp4, "sharded", off_by_one_code)
+    assert train_fp4.main() == 1
+    assert capsys.readouterr().out.count("DIFFERENT") == 1
+
+
+def off_by_one_code(shards, comm):
+    """A quantizer with the lowest bit of one code flipped."""
+    first, second = train_fp4.whole(shards, comm)
+    packed = second.packed.copy()
+    packed[3, 5] ^= 1
+    return [first, replace(second, packed=packed)]
+
+
+def test_one_wrong_bit_is_seen(capsys):
+    expected = train_fp4.train(5, train_fp4.whole)
+    assert train_fp4.train(5, train_fp4.whole) == expected
+    wrong = train_fp4.train(5, off_by_one_code)
+    assert wrong.losses[0] != expected.losses[0] and wrong.digest != expected.digest
+    train_fp4.report("same", [expected], expected, 0)
+    train_fp4.report("wrong", [expected, wrong], expected, 0)
+    same, different = capsys.readouterr().out.splitlines()
+    assert "equal in every bit" in same
+    assert "DIFFERENT: 5 losses" in different and wrong.digest in different
+
+
+@settings(max_examples=300)
+@given(st.integers(1, 4), st.integers(1, 60), st.integers(1, 40), st.integers(0, 2**32))
+def test_products_are_exact_in_any_order(m, k, n, seed):
+    """Against integers, which do not round."""
+    rng = np.random.default_rng(seed)
+    a, b = rng.integers(-(2**22), 2**22, (m, k)), rng.integers(-(2**24), 2**24, (k, n))
+    order = rng.permutation(k)
+    c = train_fp4.product(a[:, order] * 2.0**-10, 2.0**-10, b[order] * 2.0**-16, 2.0**-16)
+    assert_same_bits(c, (a.astype(object) @ b.astype(object)).astype(np.float64) * 2.0**-26)
+
+
+def test_products_that_might_round_are_refused():
+    ones = np.full((1, 4), 2.0**25)
+    assert train_fp4.product(ones, 1.0, ones.T - 1, 1.0) == 4 * 2.0**25 * (2.0**25 - 1)
+    with pytest.raises(OverflowError, match="sums may reach"):
+        train_fp4.product(ones * 2, 1.0, ones.T, 1.0)
+
+
+@given(st.integers(1, 9))
+def test_cuts_cover_everything_once_at_odd_places(size):
+    total = sum(m * k for m, k in train_fp4.SHAPES)
+    edges = train_fp4.cuts(total, size)
+    assert edges == sorted(edges) and all(edge % 2 for edge in edges[1:-1])
+    flat = np.arange(total, dtype=np.float32)
+    parts = [train_fp4.shards_of(flat[low:high], low) for low, high in pairwise(edges)]
+    begin = 0
+    for i, (m, k) in enumerate(train_fp4.SHAPES):
+        assert_same_bits(np.concatenate([part[i].values for part in parts]), flat[begin : begin + m * k])
+        assert all(part[i].values.size == 0 or part[i].values[0] == begin + part[i].start for part in parts)
+        begin += m * k
+
+
+def test_a_rank_that_fails_ends_all():
+    def work(comm):
+        if comm.rank == 2:
+            raise RuntimeError("rank 2")
+        return comm.all_gather(np.zeros(1))
+
+    with pytest.raises(RuntimeError, match="rank 2"):
+        train_fp4.on_threads(4, work)
+
+
+def test_threads_are_a_group():
+    """all_gather of unequal parts, and maxima, on every rank."""
+
+    def work(comm):
+        out = np.empty(6, np.int64)
+        gathered = comm.all_gather(np.arange(comm.rank + 1), [1, 2, 3], out)
+        return gathered is out, out.tolist(), comm.all_reduce_max(np.array([comm.rank, -comm.rank])).tolist()
+
+    assert train_fp4.on_threads(3, work) == [(True, [0, 0, 1, 0, 1, 2], [2, 0])] * 3

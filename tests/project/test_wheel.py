@@ -1,0 +1,164 @@
+"""The wheel has what the package needs: its commands run from it, with nothing of the checkout in sight.
+
+The wheel of most tests is built without setup.py: what fp4kit is where there is no C++ compiler, Python alone, and
+works.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+from host.compiler import find_compiler
+
+ROOT = Path(__file__).resolve().parents[2]
+PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet"]
+# A process of its own, without site-packages' .pth files (-S), by which an editable installation is found, or this
+# folder (-I).
+COMMAND = """
+import sys
+sys.path[:0] = {folders!r}
+sys.modules["cupy"] = None
+import fp4kit
+from fp4kit.cli import main
+print(fp4kit.__file__)
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def copied(folder, *more):
+    """A copy of what a wheel is built from, since a build leaves folders beside the sources; more: further files."""
+    source = folder / "source"
+    shutil.copytree(ROOT / "fp4kit", source / "fp4kit", ignore=shutil.ignore_patterns("__pycache__", "*.so"))
+    for name in ("pyproject.toml", "README.md", "LICENSE", *more):
+        shutil.copy(ROOT / name, source)
+    return source
+
+
+def built(source, folder):
+    """The wheel of a folder with sources, or of an archive of them."""
+    build = ["wheel", "--no-deps", "--no-index", "--no-build-isolation", "--wheel-dir", str(folder), str(source)]
+    subprocess.run([*PIP, *build], check=True, cwd=folder)
+    (path,) = folder.glob("*.whl")
+    return path
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    """A wheel of the checkout, of Python alone."""
+    folder = tmp_path_factory.mktemp("wheel")
+    return built(copied(folder), folder)
+
+
+@pytest.fixture(scope="module")
+def compiled_wheel(tmp_path_factory):
+    """A wheel of a source distribution of the checkout, with the engine, where there is a C++ compiler."""
+    folder = tmp_path_factory.mktemp("compiled")
+    if isinstance(find_compiler(folder), str):
+        pytest.skip("no C++ compiler")
+    source = copied(folder, "setup.py")
+    code = f"from setuptools import build_meta; build_meta.build_sdist({str(folder)!r})"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=source, capture_output=True)
+    (archive,) = folder.glob("*.tar.gz")
+    return built(archive, folder)
+
+
+@pytest.fixture(scope="module")
+def installed(wheel):
+    return installation(wheel)
+
+
+def installation(wheel):
+    """A folder with the wheel's files, as an installation has them."""
+    folder = wheel.parent / "installed"
+    install = ["install", "--no-deps", "--no-index", "--target", str(folder), str(wheel)]
+    subprocess.run([*PIP, *install], check=True, cwd=wheel.parent)
+    return folder
+
+
+def run(installed, *arguments, command=COMMAND):
+    """The command fp4kit of the installed wheel, or another program, without CuPy."""
+    needed = {Path(find_spec(name).origin).parent.parent for name in ("numpy", "ml_dtypes", "safetensors", "rich")}
+    code = command.format(folders=[str(folder) for folder in (installed, *sorted(needed))])
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    command = [sys.executable, "-I", "-S", "-c", code, *arguments]
+    result = subprocess.run(command, cwd=installed.parent, env=environment, capture_output=True, text=True)
+    home, _, output = result.stdout.partition("\n")
+    assert Path(home) == installed / "fp4kit" / "__init__.py", result.stderr
+    return result.returncode, output, result.stderr
+
+
+def files_of(wheel):
+    """Names of a wheel's files in the package."""
+    return {name for name in zipfile.ZipFile(wheel).namelist() if name.startswith("fp4kit/")}
+
+
+def test_the_wheel_has_every_file_of_the_package(wheel):
+    found = files_of(wheel)
+    paths = (path for path in (ROOT / "fp4kit").rglob("*") if path.is_file() and path.suffix not in (".pyc", ".so"))
+    assert found == {path.relative_to(ROOT).as_posix() for path in paths}
+    assert {"fp4kit/evidence/recorded/te.npz", "fp4kit/cuda/kernels/entries/quantize.cu", "fp4kit/py.typed"} <= found
+
+
+def test_recipes_are_checked_against_the_recorded_outputs(installed):
+    status, output, errors = run(installed, "recipes", "--check", "nvfp4-te", "mxfp4-ocp")
+    assert status == 0, errors
+    assert re.search(r"\n(\d\d\d+) of \1 arrays are equal in every bit; 0 unequal\n$", output)
+
+
+def test_kernels_are_found(installed):
+    """The sources that an instantiation includes."""
+    sources = installed / "fp4kit" / "cuda" / "kernels"
+    assert {path.name for path in sources.rglob("*.cu*")} == {path.name for path in (ROOT / "fp4kit").rglob("*.cu*")}
+
+
+def test_selftest_says_what_it_needs(installed):
+    status, _, errors = run(installed, "selftest")
+    assert status == 2
+    assert re.search(r"^fp4kit selftest: .*CuPy is missing; run pip install", errors) and "Traceback" not in errors
+
+
+def test_the_fuzz_runs_on_the_specification_alone(installed):
+    status, output, errors = run(installed, "fuzz", "--cases", "20")
+    assert status == 0, errors
+    assert output.startswith("No GPU, no compiled engine (it is not compiled here;") and "20 cases" in output
+
+
+ENGINE = """
+import sys
+sys.path[:0] = {folders!r}
+import fp4kit, numpy as np
+from fp4kit.cpu.library import library
+print(fp4kit.__file__)
+x = np.random.default_rng(0).standard_normal((64, 256), np.float32)
+for name in ("nvfp4-te", "mxfp4-ocp", "int8-modelopt-channel"):
+    q = fp4kit.quantize(x, name)
+    with fp4kit.specification():
+        assert q.equals(fp4kit.quantize(x, name)), name
+print(fp4kit.engine(), library().level, sep="\\n")
+"""
+
+
+def test_without_a_compiler_the_specification_is_the_engine(installed):
+    status, output, errors = run(installed, command=ENGINE)
+    assert status == 0, errors
+    assert output.splitlines() == ["reference", "it is not compiled here; install fp4kit where there is a C++ compiler"]
+
+
+@pytest.mark.exhaustive
+def test_a_source_distribution_is_compiled(compiled_wheel, wheel):
+    """It holds what the compiler needs, and the wheel that is built of it what the engine is checked against."""
+    libraries = files_of(compiled_wheel) - files_of(wheel)
+    assert files_of(wheel) < files_of(compiled_wheel)
+    assert {name.partition(".")[0] for name in libraries} >= {"fp4kit/cpu/_base"}
+    assert all(name.endswith((".so", ".dylib")) for name in libraries)
+    status, output, errors = run(installation(compiled_wheel), command=ENGINE)
+    assert status == 0, errors
+    assert re.fullmatch(r"cpu-(\w+)\n\1\n", output)

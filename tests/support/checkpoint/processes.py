@@ -1,0 +1,158 @@
+"""The command in processes of its own: signals at given moments, pipes, terminals.
+
+A hook for audit events (files opened, modules imported, directories made and renamed) sends the signal to its own
+process at an event of a given number, so that moments are the same in every run.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import pty
+import signal
+import struct
+import subprocess
+import sys
+import termios
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from fp4kit.cli import main
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[2]
+START = ("import", "fp4kit.ops")  # by then fp4kit.startup has been imported
+HOOK = """
+import json, os, sys
+first, text, last, number, log = json.loads(os.environ["FP4KIT_TEST_MOMENT"])
+log = log and os.open(log, os.O_WRONLY | os.O_CREAT)
+count = 0
+def hook(event, arguments):
+    global count
+    count += bool(count) or (event == first and text in str(arguments[0]))
+    if count and log:
+        os.write(log, f"{event} {arguments[:1]}\\n".encode())
+    if count == last:
+        count += 1
+        os.kill(os.getpid(), number)
+sys.addaudithook(hook)
+"""
+CODES = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGHUP: 129}
+WORDS = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated", signal.SIGHUP: "hung up"}
+
+
+for _number in CODES:
+    if (
+        signal.getsignal(_number) is signal.SIG_IGN
+    ):  # as a shell has it in the background; the command would ignore it, too
+        signal.signal(_number, signal.SIG_DFL if _number != signal.SIGINT else signal.default_int_handler)
+
+
+class Run(NamedTuple):
+    """What came of a process."""
+
+    code: int
+    out: str
+    err: str
+
+
+def environment(**more: str) -> dict[str, str]:
+    """That of a process whose streams are buffered, unless told otherwise."""
+    inherited = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    return {**inherited, "PYTHONPATH": str(ROOT), **more}
+
+
+def command(*arguments: object, **options: object) -> subprocess.Popen[str]:
+    """Start fp4kit in a process of its own."""
+    words = [sys.executable, "-m", "fp4kit", *map(str, arguments)]
+    given = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "env": environment(), **options}
+    return subprocess.Popen(words, **given)  # type: ignore[call-overload, no-any-return]
+
+
+def in_this_process(capsys: pytest.CaptureFixture[str]) -> Callable[..., Run]:
+    """What runs fp4kit here, which takes a tenth of the time."""
+    return lambda *arguments: Run(main([str(argument) for argument in arguments]), *capsys.readouterr())
+
+
+def ended(process: subprocess.Popen[str]) -> Run:
+    out, err = process.communicate(timeout=60)
+    return Run(process.returncode, out, err)
+
+
+MKDIR, RENAME = ("os.mkdir", ".out.partial"), ("os.rename", ".out.partial")
+
+
+def signalled(
+    folder: Path, last: int, number: int, *arguments: object, after: tuple[str, str] = START, log: str = ""
+) -> Run:
+    """Run fp4kit with a signal at its event of number ``last``; 1 is the first of ``after``, an event and what it is
+    about.
+    """
+    (folder / "hook").mkdir(exist_ok=True)
+    (folder / "hook" / "sitecustomize.py").write_text(HOOK)
+    moment = {"FP4KIT_TEST_MOMENT": json.dumps([*after, last, number, log]), "PYTHONPATH": f"{folder / 'hook'}:{ROOT}"}
+    return ended(command(*arguments, env=environment(**moment)))
+
+
+def events(folder: Path, *arguments: object) -> list[str]:
+    """The events of a run without a signal, from the start of the imports on."""
+    run = signalled(folder, -1, 0, *arguments, log=str(folder / "log"))
+    assert run.code == 0, run.err
+    return (folder / "log").read_text().splitlines()
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    return {
+        path.relative_to(folder).as_posix(): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()
+    }
+
+
+OF_ITS_OWN = """
+import fcntl, os, sys, termios
+os.setsid()
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+os.execv(sys.executable, [sys.executable, "-m", "fp4kit", *sys.argv[1:]])
+"""
+
+
+def with_terminal(columns: int, *arguments: object) -> tuple[subprocess.Popen[bytes], int]:
+    """Start fp4kit with a terminal of so many columns, and return its other end. Without fork, which JAX does not
+    allow.
+    """
+    other_end, terminal = pty.openpty()
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+    inherited = {name: value for name, value in environment().items() if name not in ("COLUMNS", "LINES")}
+    words = [sys.executable, "-c", OF_ITS_OWN, *map(str, arguments)]
+    process = subprocess.Popen(words, stdin=terminal, stdout=terminal, stderr=terminal, env=inherited)
+    os.close(terminal)
+    return process, other_end
+
+
+def read_to_the_end(other_end: int) -> bytes:
+    """What comes from a terminal until its last process is gone."""
+    written = b""
+    while True:
+        try:
+            piece = os.read(other_end, 65536)
+        except OSError as error:
+            assert error.errno == errno.EIO
+            break
+        if not piece:
+            break
+        written += piece
+    os.close(other_end)
+    return written
+
+
+@cache
+def on_terminal(columns: int, *arguments: str) -> tuple[int, str]:
+    """Exit code, and what the command writes on a terminal of so many columns."""
+    process, other_end = with_terminal(columns, *arguments)
+    written = read_to_the_end(other_end)
+    return process.wait(60), written.decode()

@@ -1,0 +1,122 @@
+"""Runs that are stopped and gone on with, in this process and in processes of their own: what their tests share."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import synthetic
+from kill_points import files_of
+
+from fp4kit.checkpoint.convert.convert import Options, convert
+from fp4kit.checkpoint.run import staging
+
+HERE = Path(__file__).resolve().parent
+JOBS = 20  # of synthetic.dense
+
+
+def environment() -> dict[str, str]:
+    return os.environ | {"PYTHONPATH": str(HERE.parents[2])}
+
+
+class Model:
+    """A source, what it becomes, and a destination beside."""
+
+    def __init__(self, folder: Path, make: Callable[[Path], object] = synthetic.dense) -> None:
+        self.folder, self.source, self.out = folder, folder / "m", folder / "out"
+        self.partial = staging.partial_of(self.out)
+        self.journal = self.partial / staging.JOURNAL
+        make(self.source)
+        self.whole = files_of(convert(self.source, folder / "whole").destination)
+
+    def convert(self, **options: Any) -> None:
+        convert(self.source, self.out, options=Options(**options))
+
+    def interrupt(self, at: int, error: type[BaseException] = KeyboardInterrupt) -> None:
+        """Stop a run when so many jobs have been written, as soon as it reads on."""
+
+        def tick(nbytes: int) -> None:
+            if self.journal.read_bytes().count(b'"done"') == at:
+                raise error
+
+        with pytest.raises(error):
+            self.convert(progress=tick)
+
+    def resume(self, **options: Any) -> None:
+        """Go on; all bytes are what they should be, and nothing else is left."""
+        self.convert(resume=True, **options)
+        assert files_of(self.out) == self.whole
+        assert not self.partial.exists() and not [p.name for p in self.out.iterdir() if p.name.startswith(".")]
+
+
+def larger(root: Path) -> None:
+    """A model that takes two workers some tenths of a second."""
+    tensors = {f"model.layers.{i}.mlp.down_proj.weight": synthetic.random(str(i), (512, 1024)) for i in range(24)}
+    config = {"model_type": "llama", "num_hidden_layers": 24}
+    synthetic.write_model(root, config, tensors, lambda name: int(name.split(".")[2]) % 3)
+
+
+@contextmanager
+def running(model: Model, workers: int | str) -> Iterator[subprocess.Popen[str]]:
+    """A converting process that has begun to fill its directory, in a session of its own; all of it is gone at the
+    end.
+    """
+    command = [sys.executable, str(HERE / "convert_once.py"), str(model.source), str(model.out), str(workers)]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment(), start_new_session=True
+    ) as process:
+        try:
+            until(lambda: model.journal.exists() or process.poll() is not None)
+            yield process
+            process.wait(60)
+            until(lambda: not is_running(process.pid))
+        finally:
+            if is_running(process.pid):
+                os.killpg(process.pid, signal.SIGKILL)
+
+
+def until(condition: Callable[[], bool], seconds: float = 60) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it does not come"
+        time.sleep(0.002)
+
+
+def is_running(session: int) -> bool:
+    """Whether a process of a session lives: an orphan, where the first one has ended."""
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = path.read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        if int(fields[3]) == session and fields[0] not in "ZX":
+            return True
+    return False
+
+
+def stopping(at: int) -> Callable[[int], None]:
+    count = iter(range(at))
+
+    def tick(nbytes: int) -> None:
+        if next(count, None) is None:
+            raise KeyboardInterrupt
+
+    return tick
+
+
+def shard(model: Model) -> Path:
+    return model.partial / "model-00001-of-00002.safetensors"
+
+
+def flip(path: Path, position: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[position] ^= 1
+    path.write_bytes(data)

@@ -1,0 +1,219 @@
+"""The GPU that the host plays: its arrays keep CuPy's manners, its kernels stop at what a GPU refuses, its devices are
+two.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+import numpy as np
+import pytest
+from host import cupy_on_host as cupy
+from host.device_memory import PAGE, UNIT, UNWRITTEN, check_around_all
+from inputs import BF16, ordinary
+
+import fp4kit
+from fp4kit.cuda.compile import loader
+from fp4kit.cuda.engine.buffers import FLOAT32, UINT8, New, memory_of
+from fp4kit.cuda.launch import geometry, matrix, pack_codes
+from fp4kit.cuda.launch.dispatch import LaunchRequest, way_of
+from fp4kit.evidence.testing import assert_same_bits
+from tests.support.host.test_harness import SUM
+
+pytestmark = pytest.mark.usefixtures("played_gpu")
+
+
+# ---- arrays
+# ---------------------------------------------------------------------------------------------------------------
+
+
+def test_small_new_arrays_share_memory_and_large_ones_do_not():
+    cleared, plain, scalar = New((128, 4), UINT8, zeros=True), New((3, 5), UINT8), New((), FLOAT32)
+    make = memory_of(cupy.empty(1, np.uint8)).maker([plain, cleared, scalar])
+    first, second = make(), make()
+    starts = [a.data.ptr for a in first]
+    assert [p - starts[0] for p in starts] == [0, 256, 768] and starts[0] % UNIT == 0
+    assert [(a.shape, a.dtype) for a in first] == [(new.shape, new.dtype) for new in (plain, cleared, scalar)]
+    assert not first[1].get().any() and (first[0].get() == UNWRITTEN).all()
+    assert second[0].data.mem is not first[0].data.mem is first[2].data.mem
+    large = memory_of(first[0]).maker([New((1 << 20,), UINT8), scalar, cleared])()
+    assert len({id(a.data.mem) for a in large}) == 3 and not large[2].get().any()
+
+
+def test_an_array_is_no_numpy_array():
+    a = cupy.asarray(np.arange(6, dtype=np.float32))
+    assert not isinstance(a, np.ndarray) and type(a).__module__ == "cupy"
+    for convert in (np.asarray, np.array, lambda x: np.float32(1) * np.asarray(x), lambda x: np.zeros(6).__iadd__(x)):
+        with pytest.raises(TypeError):
+            convert(a)
+    for mixed in (lambda: a + np.ones(6, np.float32), lambda: np.ones(6) * a, lambda: a.__setitem__(..., np.ones(6))):
+        with pytest.raises(TypeError, match="Unsupported type"):
+            mixed()
+    with pytest.raises(TypeError, match="no implementation found"):
+        np.linalg.norm(a)
+    assert (a * np.float32(2) + 1).get().tolist() == [1, 3, 5, 7, 9, 11]
+
+
+def test_memory_begins_where_cupy_s_does_and_views_share_it():
+    a = cupy.empty((3, 5), BF16)
+    assert a.data.ptr % UNIT == 0 and (a.get().view(np.uint8) == UNWRITTEN).all()
+    assert a[1].data.ptr == a.data.ptr + 10 and a[1, 2].data.ptr == a.data.ptr + 14
+    a[1, 2].fill(7)
+    assert float(a.reshape(-1)[7]) == 7 and a.T.data.ptr == a.data.ptr and not a.T.flags.c_contiguous
+    assert cupy.ascontiguousarray(a.T).data.ptr != a.data.ptr
+    assert np.moveaxis(a, 0, -1).data.ptr == a.data.ptr
+    assert cupy.zeros(0).data.ptr == 0
+    fortran = cupy.asarray(np.asfortranarray(np.arange(6).reshape(2, 3)))
+    assert fortran.flags.f_contiguous and fortran.get().tolist() == [[0, 1, 2], [3, 4, 5]]
+
+
+def test_a_graph_does_its_work_when_it_is_launched():
+    x = cupy.asarray(np.float32([1, -2]))
+    with cupy.cuda.Stream(non_blocking=True) as stream:
+        stream.begin_capture()
+        y = fp4kit.amax(x)
+        doubled = x * 2
+        x[...] = 5
+        with pytest.raises(RuntimeError, match="not permitted when stream is capturing"):
+            y.get()
+        graph = stream.end_capture()
+    assert x.get().tolist() == [1, -2]
+    x[1] = -3
+    graph.launch()
+    assert float(y) == 3 and doubled.get().tolist() == [2, -6] and x.get().tolist() == [5, 5]
+
+
+# ---- kernels
+# --------------------------------------------------------------------------------------------------------------
+
+
+def amax_of(ptr: int, count: int, whole: bool = True) -> float:
+    """The amax of float32 at an address, by the launcher."""
+    out = cupy.zeros((), np.float32)
+    matrix.amax_launch(np.dtype(np.float32), "all", False, whole, 1, count, 0)(ptr, out.data.ptr)
+    return float(out)
+
+
+def test_a_kernel_that_reads_outside_of_an_array_is_stopped():
+    x = cupy.ones(UNIT // 4, np.float32)
+    for ptr, count in ((x.data.ptr, x.size + 1), (x.data.ptr - PAGE, 4), (0, 4)):
+        with pytest.raises(AssertionError, match="is outside of every array"):
+            amax_of(ptr, count, False)
+        assert amax_of(x.data.ptr, x.size) == 1
+
+
+def test_a_kernel_that_is_told_the_wrong_alignment_is_stopped():
+    x = cupy.ones(65, np.float32)[1:]
+    with pytest.raises(AssertionError, match="misaligned address"):
+        amax_of(x.data.ptr, x.size)
+    assert amax_of(x.data.ptr, x.size, False) == 1
+
+
+def test_what_is_written_behind_an_array_is_seen():
+    codes, packed = cupy.ones(64, np.uint8), cupy.zeros(31, np.uint8)
+    with pytest.raises(AssertionError, match="wrote behind the end of an array"):
+        pack_codes._run("pack_codes_kernel", codes, packed, 32)
+    del packed
+    check_around_all()
+
+
+FAULTS = {  # of support/host/test_harness.py's kernel, what stands for BARRIER and PLACE: what is said
+    ("", 0): "depends on the grid or on the order of threads",
+    ("if (threadIdx.x < 128) __syncthreads()", 0): "waits at a barrier that not every thread reaches",
+    ("__syncthreads(); sum <<= blockDim.x", 0): "undefined behaviour",
+    ("__syncthreads()", UNIT // 4): "is outside of every array",
+}
+
+
+def launch_sum(barrier: str, place: int) -> int:
+    y = cupy.zeros(1, np.uint32)
+    source = SUM.replace("BARRIER", barrier).replace("PLACE", str(place))
+    loader.function(source, "sum_kernel", 0)((1,), (256,), (np.array([(y.data.ptr,)], [("y", "u8")]),))
+    return int(y[0])
+
+
+@pytest.mark.parametrize(("fault", "seen"), FAULTS.items(), ids=FAULTS.values())
+def test_faults_of_a_kernel_are_seen(monkeypatch, fault, seen):
+    monkeypatch.setattr("host.libraries.MORE_BLOCKS", 0)  # the sum depends on the number of blocks
+    with pytest.raises(AssertionError, match=seen):
+        launch_sum(*fault)
+
+
+def test_the_grid_must_not_matter_and_a_launch_leaves_what_its_grid_makes(monkeypatch):
+    with pytest.raises(AssertionError, match="depends on the grid"):
+        launch_sum("__syncthreads()", 0)
+    monkeypatch.setattr("host.libraries.MORE_BLOCKS", 0)
+    assert launch_sum("__syncthreads() ", 0) == sum(range(256))
+
+
+# ---- devices
+# --------------------------------------------------------------------------------------------------------------
+
+
+def test_results_are_where_x_is_whatever_device_is_current():
+    x = ordinary(1, (64, 64))
+    with cupy.cuda.Device(1):
+        there = cupy.asarray(x)
+    q = fp4kit.quantize(there, "nvfp4-te")
+    values = [
+        fp4kit.dequantize(q),
+        fp4kit.fake_quantize(there, "nvfp4-te"),
+        fp4kit.fake_quantize(there, "mxfp4-modelopt-fake"),
+    ]
+    values += [
+        fp4kit.amax(there),
+        fp4kit.amax(there, axis=0),
+        fp4kit.transpose(fp4kit.quantize(there, "nvfp4-te-2d")).packed,
+    ]
+    values += [fp4kit.swizzle(q, "swizzled_128x4").block_scale, fp4kit.unpack(q.packed)]
+    values += fp4kit.fake_quantize_grouped([there, there[:32]], "nvfp4-te")
+    assert {a.device.id for a in (*values, q.packed, q.block_scale, q.tensor_scale, q.tensor_amax)} == {1}
+    assert_same_bits(q.packed.get(), fp4kit.quantize(x, "nvfp4-te").packed)
+    assert cupy.cuda.Device().id == 0
+
+
+def test_arrays_of_two_devices_are_refused():
+    x = cupy.ones((2, 32), np.float32)
+    with cupy.cuda.Device(1):
+        amax = cupy.ones((), np.float32)
+    with pytest.raises(
+        ValueError, match="quantize: x is on cuda:0, tensor_amax on cuda:1; all arrays of one call must"
+    ):
+        fp4kit.quantize(x, "nvfp4-te", tensor_amax=amax)
+
+
+class Exporter:
+    """A tensor of another library on the device: it exports DLPack, and is no CuPy array."""
+
+    def __init__(self, array):
+        self._array = array
+
+    def __dlpack_device__(self):
+        return self._array.__dlpack_device__()
+
+    def __dlpack__(self, **options):
+        return self._array.__dlpack__(**options)
+
+
+def test_arrays_of_other_libraries_on_the_device():
+    x = ordinary(2, (4, 64), BF16)
+    q = fp4kit.quantize(Exporter(cupy.asarray(x)), "mxfp4-ocp")
+    assert isinstance(q.packed, cupy.ndarray)
+    assert_same_bits(q.packed.get(), fp4kit.quantize(x, "mxfp4-ocp").packed)
+
+
+def test_a_matrix_that_is_too_large_for_a_kernel():
+    geometry.check_count(1 << 33)
+    with pytest.raises(ValueError, match=r"a kernel takes at most 8589934592 \(2\^33\); cut the first axis"):
+        geometry.check_count((1 << 33) + 1)
+
+
+@pytest.mark.parametrize("recipe", ["nvfp4-te", "nvfp4-te-2d", "nvfp4-te-4over6-mse-256", "mxfp8-te", "fp8-modelopt"])
+def test_a_row_that_is_too_long_for_a_kernel(monkeypatch, recipe):
+    """Of blocks alone: without them all elements are one row, which kernels number in 64 bits."""
+    monkeypatch.setattr(matrix, "_function", lambda *arguments: None)
+    for columns in (1 << 32, (1 << 32) - 32, 1 << 12):
+        work = LaunchRequest(fp4kit.recipe(recipe), BF16, (2, columns))
+        refused = pytest.raises(ValueError, match=r"a row of 4294967296 elements; .* at most 2\^32 - 1; reshape x")
+        with refused if columns == 1 << 32 and work.recipe.block else nullcontext():
+            matrix.launch_by.__wrapped__(way_of(work), work, True, 0)

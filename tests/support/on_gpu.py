@@ -1,0 +1,112 @@
+"""What the tests on a GPU share. Without a GPU the host plays it, and the tests are the same: support/host/README.md.
+
+ON_GPU is their pytestmark.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, TypeVar
+
+import numpy as np
+import pytest
+from hypothesis import settings
+
+import fp4kit
+from fp4kit.evidence.testing import adversarial_blocks
+from fp4kit.formats import bit_patterns
+
+T = TypeVar("T")
+try:
+    import cupy
+
+    DEVICES = cupy.cuda.runtime.getDeviceCount()
+except (ImportError, RuntimeError):  # CuPy, or its driver, is missing
+    DEVICES = 0
+if not DEVICES:
+    from host import cupy_on_host as cupy
+ON_GPU = [pytest.mark.gpu] if DEVICES else [pytest.mark.usefixtures("played_gpu")]
+# Recipes that stand for all where the host plays the GPU and time is short: one for each kind of kernel and of tensor
+# scale.
+REPRESENTATIVE = (
+    *("nvfp4-te", "nvfp4-te-2d", "nvfp4-te-rowscaled", "nvfp4-te-4over6-mae-256", "nvfp4-te-4over6-mse-448-2d"),
+    *(
+        "nvfp4-flashinfer",
+        "nvfp4-modelopt-static",
+        "mxfp4-ocp",
+        "mxfp4-flashinfer",
+        "mxfp6-torchao-floor-e2m3",
+        "mxfp8-te",
+    ),
+    *(
+        "mxfp8-te-e5m2-2d",
+        "fp8-modelopt",
+        "fp8-modelopt-channel",
+        "int8-modelopt-channel-narrow",
+        "int4-modelopt",
+        "int4-qat",
+    ),
+    *("nvfp4-modelopt-fake", "nvfp4-modelopt-static-fake", "mxfp4-modelopt-fake", "mxfp4-microxcaling-even"),
+)
+
+
+def gpu_only(test: T) -> T:
+    """Decorator of a test that means nothing where the host plays the GPU: it skips there."""
+    return pytest.mark.gpu(pytest.mark.skipif(DEVICES == 0, reason="no CUDA device")(test))
+
+
+def examples(count: int) -> settings:
+    """Hypothesis' settings of a test with so many examples on a GPU; on the host a twentieth, which it has compiled
+    before.
+    """
+    return settings(max_examples=count if DEVICES else count // 20)
+
+
+def importable() -> AbstractContextManager[Any]:
+    """Where `import cupy` works, before a test runs."""
+    return nullcontext() if DEVICES else cupy.installed()
+
+
+def all_or_few(values: Iterable[T], few: Sequence[T] = REPRESENTATIVE) -> list[Any]:
+    """Parameters of a test: all of them on a GPU; on the host those among `few`, and the others in the exhaustive
+    rest.
+    """
+    rest = () if DEVICES else (pytest.mark.exhaustive,)
+    return [value if value in few else pytest.param(value, marks=rest) for value in values]
+
+
+def differing(gpu, cpu) -> int:
+    """Values that differ in any bit; NaN equals NaN."""
+    if getattr(cupy, "rehearsing", False):
+        return 0  # no kernel has run
+    a, b = gpu.get(), np.asarray(cpu)
+    assert a.shape == b.shape and a.dtype == b.dtype
+    bits = bit_patterns(a) != bit_patterns(b)
+    if a.dtype != np.uint8:
+        bits &= ~(np.isnan(a.astype(np.float32)) & np.isnan(b.astype(np.float32)))
+    return int(np.count_nonzero(bits))
+
+
+def assert_same(gpu: fp4kit.Quantized, cpu: fp4kit.Quantized) -> None:
+    """Every part of two quantized arrays."""
+    for part in ("packed", "block_scale", "tensor_scale", "tensor_amax"):
+        a, b = getattr(gpu, part), getattr(cpu, part)
+        assert (a is None) == (b is None), part
+        if a is not None:
+            assert differing(a, b) == 0, part
+    assert (gpu.shape, gpu.dtype, gpu.axis, gpu.scale_layout) == (cpu.shape, cpu.dtype, cpu.axis, cpu.scale_layout)
+
+
+def check(x: np.ndarray, name, **options) -> fp4kit.Quantized:
+    """quantize and dequantize of x on both sides."""
+    on_host = {k: v.get() if isinstance(v, cupy.ndarray) else v for k, v in options.items()}
+    cpu = fp4kit.quantize(x, name, **on_host)
+    gpu = fp4kit.quantize(cupy.asarray(x), name, **options)
+    assert_same(gpu, cpu)
+    assert differing(fp4kit.dequantize(gpu), fp4kit.dequantize(cpu)) == 0
+    return gpu
+
+
+def blocks(dtype, rows: int = 64, columns: int = 512) -> np.ndarray:
+    return np.resize(adversarial_blocks(dtype), (rows, columns))
