@@ -1,8 +1,11 @@
-"""float32 arithmetic as GPUs do it, in NumPy: flushed subnormals and the approximate reciprocal of sm_90."""
+"""float32 arithmetic as GPUs do it, in NumPy: flushed subnormals and the approximate reciprocal of sm_90.
+
+Names follow PTX: .ftz flushes subnormal operands and results to zero, and .rn rounds to nearest even.
+"""
 
 from __future__ import annotations
 
-import encodings.cp437  # noqa: F401  # np.load imports it and zipfile, and a fork meanwhile leaves an import lock held
+import encodings.cp437  # noqa: F401  # np.load imports it and zipfile; a fork during an import would leave its lock held
 import zipfile  # noqa: F401
 from functools import cache
 from pathlib import Path
@@ -17,17 +20,17 @@ INV6 = np.float32(1) / np.float32(6)  # 0x3E2AAAAB; equals rcp.approx.ftz.f32(6)
 
 
 def flush(x: np.ndarray) -> np.ndarray:
-    """Subnormal float32 -> zero of the same sign (what .ftz does to operands and results)."""
+    """Return x with subnormals replaced by zeros of equal sign, as .ftz does to operands and results."""
     return np.where(np.abs(x) < FLT_MIN, np.copysign(np.float32(0), x), x)
 
 
-# A result is tiny, and flushed, if it is below 2^-126 after rounding to 24 bits with an unbounded exponent: measured on
-# an H200, 2026-11-21, where (1 - 2^-24) * 2^-126 gives 0 and (1 - 2^-26) * 2^-126 gives 2^-126.
+# A result is tiny, and therefore flushed, if it is below 2^-126 after rounding to 24 bits with an unbounded exponent.
+# Measured on an H200, 2026-11-21: (1 - 2^-24) * 2^-126 gives 0, and (1 - 2^-26) * 2^-126 gives 2^-126.
 TINY = np.float64(FLT_MIN) * (1 - 2.0**-25)
 
 
 def _flush_result(result: np.ndarray, operation: np.ufunc, a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """The float32 result of an operation, zero where the exact one is tiny; float64 decides at the smallest normal."""
+    """Return a float32 result with zero where the exact result is tiny. float64 decides at the smallest normal."""
     small = np.abs(result) <= FLT_MIN
     if not small.any():
         return result
@@ -36,90 +39,100 @@ def _flush_result(result: np.ndarray, operation: np.ufunc, a: np.ndarray, b: np.
 
 
 def multiply_ftz(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """mul.ftz.f32: subnormal operands and results are zero; otherwise rn."""
+    """Return a * b as mul.ftz.f32 does.
+
+    Subnormal operands and results are zero. Other products are rounded to nearest even.
+    """
     a, b = flush(a), flush(b)
     return _flush_result(a * b, np.multiply, a, b)
 
 
 def divide_ftz(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """div.rn.ftz.f32: subnormal operands and results are zero; otherwise rn."""
+    """Return a / b as div.rn.ftz.f32 does.
+
+    Subnormal operands and results are zero. Other quotients are rounded to nearest even.
+    """
     a, b = flush(a), flush(b)
     return _flush_result(a / b, np.divide, a, b)
 
 
 def reciprocal_or_zero(x: np.ndarray) -> np.ndarray:
-    """1 / x, 0 for 0: auto-round's get_reciprocal."""
+    """Return 1 / x, or 0 for x = 0, as auto-round's get_reciprocal does."""
     return np.where(x == 0, ZERO, ONE / x)
 
 
 @cache
 def reciprocal_table() -> np.ndarray:
-    """The measured differences of rcp.approx.ftz.f32, by significand."""
-    # int8 [2^23]: rcp.approx.ftz.f32 of 1.m minus the correctly rounded reciprocal, in ulp; measured on an H200
-    # (sm_90).
+    """Return the measured errors of rcp.approx.ftz.f32: int8 [2^23], indexed by the mantissa bits.
+
+    An entry is rcp.approx.ftz.f32(1.m) minus the correctly rounded reciprocal, in ulp, measured on an H200 (sm_90).
+    """
+
     with np.load(Path(__file__).with_name("rcp_approx_sm90.npz")) as file:
         return np.asarray(file["delta"])
 
 
 def reciprocal_approx_ftz(x: np.ndarray) -> np.ndarray:
-    """rcp.approx.ftz.f32 as an H200 (sm_90) computes it: float32, same shape.
+    """Return rcp.approx.ftz.f32 as an H200 (sm_90) computes it: float32, in the shape of x.
 
-    Within 1 ulp of 1/x; which side follows a measured table over all 2^23 significands, the exponent only scales it.
-    +-0 and subnormals -> +-inf; results below 2^-126 -> +-0; +-inf -> +-0; NaN -> NaN. Other architectures are unmeasured.
-    """  # noqa: E501
+    The result is within 1 ulp of 1/x. A measured table over all 2^23 significands gives the direction; the exponent
+    only scales it. +-0 and subnormals give +-inf; results below 2^-126 and +-inf give +-0; NaN gives NaN. Other
+    architectures are unmeasured.
+    """
     x = np.asarray(x, np.float32)
     with np.errstate(divide="ignore"):
         exact = np.float32(1) / flush(x)
     ordinary = np.isfinite(exact) & np.isfinite(x)
     bits = x.view(np.int32)
     significand = (bits & 0x7FFFFF | 0x3F800000).view(np.float32)
-    near = (np.float32(1) / significand).view(np.int32) + reciprocal_table()[bits & 0x7FFFFF]
+    inverse = (np.float32(1) / significand).view(np.int32) + reciprocal_table()[bits & 0x7FFFFF]
     exponent = np.where(ordinary, ((bits >> 23) & 0xFF) - 127, 0)
-    scaled = np.ldexp(near.view(np.float32).astype(np.float64), -exponent)  # exact
+    scaled = np.ldexp(inverse.view(np.float32).astype(np.float64), -exponent)  # exact
     magnitude = np.where(scaled < FLT_MIN, np.float32(0), scaled).astype(np.float32)
     return np.where(ordinary, np.copysign(magnitude, x), exact)
 
 
 def narrow_float64(x: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """float64 rounded once (rn) to float32, float16 or bfloat16: same shape.
+    """Return float64 x rounded once, to nearest even, to float32, float16 or bfloat16.
 
-    ml_dtypes rounds to float32 on the way to bfloat16. A float32 rounded to odd, whose last bit says that something was
-    cut off, carries enough for the second rounding to be the only one that counts.
+    ml_dtypes would round to float32 before it rounds to bfloat16. To avoid that double rounding, x is first rounded to
+    odd: the last bit of the float32 is set if anything was cut off. Then only the second rounding counts.
     """
     if dtype != ml_dtypes.bfloat16:
         return x.astype(dtype)
-    near = x.astype(np.float32)
-    inexact = np.isfinite(near) & (near.astype(np.float64) != x)
-    truncated = near.view(np.int32) - (np.abs(near.astype(np.float64)) > np.abs(x))
-    odd = np.where(inexact, truncated | 1, near.view(np.int32)).astype(np.int32)
+    nearest = x.astype(np.float32)
+    inexact = np.isfinite(nearest) & (nearest.astype(np.float64) != x)
+    truncated = nearest.view(np.int32) - (np.abs(nearest.astype(np.float64)) > np.abs(x))
+    odd = np.where(inexact, truncated | 1, nearest.view(np.int32)).astype(np.int32)
     return odd.view(np.float32).astype(dtype)
 
 
 def log2(x: np.ndarray) -> np.ndarray:
-    """Correctly rounded float32 log2."""
+    """Return the correctly rounded float32 log2."""
     with np.errstate(divide="ignore"):
         return np.log2(x.astype(np.float64)).astype(np.float32)
 
 
 def moved_by(b: np.ndarray) -> np.ndarray:
-    """The power of two that div.full.f32 moves both operands by: 2^24 for |b| < 2^-126, 2^-2 for |b| > 2^126, else
-    1.
+    """Return the power of two by which div.full.f32 scales both operands.
+
+    It is 2^24 for |b| < 2^-126, 2^-2 for |b| > 2^126, and 1 otherwise.
     """
     size = np.abs(b)
     return np.where(size > 2.0**126, np.float32(0.25), np.where(size < FLT_MIN, np.float32(2**24), ONE))
 
 
 def divide_full(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """div.full.f32 as sm_90 computes it: a * rcp.approx(b), both moved by a power of two."""
+    """Return div.full.f32 as sm_90 computes it: a * rcp.approx(b), both operands scaled by a power of two."""
     moved = moved_by(b)
     return (a * moved) * reciprocal_approx_ftz(b * moved)
 
 
 def fma(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
-    """float32 a * b + c, rounded once.
+    """Return float32 a * b + c, rounded once.
 
-    The product is exact in float64. A sum rounded to odd there, whose last bit says that something was cut off, has
-    enough bits for the second rounding to be the only one that counts.
+    The product is exact in float64. The sum is rounded to odd in float64: its last bit is set if anything was cut off.
+    Then only the second rounding, to float32, counts.
     """
     product = np.asarray(a, np.float64) * b
     total = product + c

@@ -1,4 +1,4 @@
-"""What block rules of several modules share: the values that scale codes stand for, and exponents."""
+"""Functions that several modules of block rules share: scale decoding, exponents, and the scales of qwix."""
 
 from __future__ import annotations
 
@@ -13,36 +13,36 @@ from fp4kit.rounding import exponent_field
 
 
 def decode_scale(codes: np.ndarray) -> np.ndarray:
-    """Values of E4M3 scales."""
+    """Return the values of E4M3 scale codes."""
     return decode(codes, E4M3)
 
 
 def inverse_e8m0(codes: np.ndarray) -> np.ndarray:
-    """float32 2^(127 - code); 254 -> 2^-127 (a subnormal), 255 -> NaN."""
+    """Return float32 2^(127 - code). 254 gives 2^-127, a subnormal, and 255 gives NaN."""
     exponent = 254 - codes.astype(np.int32)
     bits = np.where(exponent > 0, exponent << 23, 0x00400000)
     return np.where(codes == 255, np.float32(np.nan), bits.astype(np.int32).view(np.float32))
 
 
 def exponent_up(x: np.ndarray) -> np.ndarray:
-    """Exponent field of float32 x >= 0, and one more if it has mantissa bits: int32 0 ... 255, 256 for NaN."""
+    """Return the exponent field of float32 x >= 0, plus one if x has mantissa bits: int32 0 to 255, and 256 for NaN."""
     return exponent_field(x) + ((x.view(np.int32) & 0x7FFFFF) != 0)
 
 
 def qwix_reciprocal(x: np.ndarray | np.float32, dtype: np.dtype) -> np.ndarray:
-    """Return 1 / x rounded to float16 for float16 elements, to float32 for float32 and bfloat16.
+    """Return 1 / x rounded to float16 for float16 elements, and to float32 for float32 and bfloat16 elements.
 
-    qwix divides, but XLA on a CPU multiplies by this reciprocal instead. It computes bfloat16 in float32.
+    qwix divides, but XLA on a CPU multiplies by this reciprocal instead, and computes bfloat16 in float32.
     """
     inverse = np.divide(ONE, x)
     return round_to(inverse, dtype) if dtype == np.float16 else inverse
 
 
 def qwix_scale(amax: np.ndarray, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
-    """Return T(amax * reciprocal(max)), T the input dtype, or 1 where that is below the root of T's smallest normal.
+    """Return T(amax * reciprocal(max)), where T rounds to the input dtype; return 1 if that is below a threshold.
 
-    That root is 2^-63. For float16, whose smallest normal is 2^-14, it is 2^-7: an amax of E2M1 below 0.047 has scale
-    1.
+    The threshold is the square root of the smallest normal of T: 2^-63, or 2^-7 for float16, whose smallest normal is
+    2^-14. So a float16 block of E2M1 with an amax below 0.047 has scale 1.
     """
     scale = round_to(amax * qwix_reciprocal(recipe.element.max, dtype), dtype)
     return np.where(scale < np.float32(2.0**-7 if dtype == np.float16 else 2.0**-63), ONE, scale)

@@ -1,16 +1,24 @@
-"""Block rules: from the amax of a block to its stored scale and the factor that its elements meet.
+"""Block rules: from the amax of a block to its stored scale, and to the factor that its elements are scaled with.
 
-A rule of recipes/rules.py is two functions of its name, here and in CUDA (cuda/kernels/rules/block_rules_*.cuh), zero
-blocks and NaN included:
+A rule named in recipes/rules.py is a pair of functions, here and in CUDA (cuda/kernels/rules/block_rules_*.cuh):
 
-    code_<rule>(amax, tensor, recipe, dtype)            uint8 bit patterns of the scale format
-    factor_<rule>(codes, amax, tensor, recipe, dtype)   float32, what elements are multiplied with, or divided by
-    (apply="divide")
+    code_<rule>(amax, tensor, recipe, dtype)            the scale: uint8 bit patterns of the scale format
+    factor_<rule>(codes, amax, tensor, recipe, dtype)   float32; recipe.apply says how elements meet it
 
-A rule without a factor_<rule> of its own has that of its scales: E4M3's is scale * S_dec, E8M0's the inverse.
+Elements are multiplied by the factor (apply="multiply"), divided by it ("divide"), or compared with values times the
+factor ("compare"). The two functions also decide about zero blocks and NaN. A rule without a factor function of its own
+uses the default of its scale format: scale * S_dec for E4M3, 2^(127 - code) for E8M0.
 
-tensor is the TensorScale above the blocks, dtype that of the elements. All arithmetic is float32 with one rn rounding
-per written operation, unless a rule says that it flushes subnormals (ftz) or rounds to the input dtype.
+Notation in the docstrings of all block_rules modules:
+
+- tensor: the TensorScale of the blocks; S_enc (or gs) is tensor.encode, S_dec is tensor.decode
+- scale: the value of the stored scale code; dtype: the dtype of the elements, the input dtype
+- max, emax: the largest element value and its exponent
+- E4M3(t): the code of t, rounded to nearest even and saturated at 448
+- ftz: subnormal operands and results are flushed to zero
+
+All arithmetic is float32 and rounds to nearest even after every written operation, unless a rule says that it flushes
+subnormals or rounds to the input dtype.
 """
 
 from __future__ import annotations
@@ -36,14 +44,14 @@ from fp4kit.rounding import exponent_field
 
 
 class BlockRule(NamedTuple):
-    """The two functions of a rule."""
+    """The two functions of a block rule."""
 
     code: Callable[[np.ndarray, TensorScale, Recipe, np.dtype], np.ndarray]
     factor: Callable[[np.ndarray, np.ndarray, TensorScale, Recipe, np.dtype], np.ndarray]
 
 
 def _is_zero(amax: np.ndarray) -> np.ndarray:
-    """Where ftz arithmetic sees a block of zeros."""
+    """Return whether arithmetic that flushes subnormals treats the amax as zero."""
     return np.abs(amax) < FLT_MIN
 
 
@@ -52,61 +60,67 @@ def _is_zero(amax: np.ndarray) -> np.ndarray:
 
 
 def _product(codes: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
-    """scale * S_dec, which elements are divided by."""
+    """Return scale * S_dec, by which elements are divided."""
     return decode_scale(codes) * tensor.decode
 
 
 def _minimum(recipe: Recipe) -> np.ufunc:
+    """Return the minimum that the recipe's amax_nan implies: NaN propagates, or is dropped."""
     return np.minimum if recipe.amax_nan == "propagate" else np.fmin  # fminf drops the NaN of inf * 0
 
 
 def code_te(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
-    """E4M3(min(amax * (S_enc * fp32(1/6)), FLT_MAX)), products in this order. Source: TE core_nvfp4.cuh."""
+    """Return E4M3(min(amax * (S_enc * fp32(1/6)), FLT_MAX)), products in this order. Source: TE core_nvfp4.cuh."""
     return encode(_minimum(recipe)(amax * (tensor.encode * INV6), FLT_MAX), E4M3)
 
 
 def factor_te(codes: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
-    """min(1 / (scale * S_dec), FLT_MAX): FLT_MAX under a scale that is 0, where codes saturate although they decode to
-    0.
+    """Return min(1 / (scale * S_dec), FLT_MAX).
+
+    Under a scale of 0 the factor is FLT_MAX: codes saturate, although they decode to 0.
     """
     return _minimum(recipe)(ONE / (decode_scale(codes) * tensor.decode), FLT_MAX)
 
 
 def code_flashinfer(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
-    """E4M3(gs * (amax * rcp(6))), ftz; rcp = rcp.approx.ftz.f32."""
+    """Return E4M3(gs * (amax * rcp(6))), ftz, where rcp is rcp.approx.ftz.f32."""
     return encode(multiply_ftz(tensor.encode, multiply_ftz(amax, reciprocal_approx_ftz(np.float32(6)))), E4M3)
 
 
 def factor_flashinfer(
     codes: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype
 ) -> np.ndarray:
-    """rcp(scale * rcp(gs)), 0 for amax = 0. ftz."""
+    """Return rcp(scale * rcp(gs)), or 0 for amax = 0; ftz, where rcp is rcp.approx.ftz.f32."""
     factor = reciprocal_approx_ftz(multiply_ftz(decode_scale(codes), reciprocal_approx_ftz(tensor.encode)))
     return np.where(_is_zero(amax), ZERO, factor)
 
 
 def code_flashinfer_precise(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
-    """E4M3(amax * (S_enc * fp32(1/6))), 0 for amax = 0. ftz."""
+    """Return E4M3(amax * (S_enc * fp32(1/6))), or 0 for amax = 0; ftz."""
     return encode(np.where(_is_zero(amax), ZERO, multiply_ftz(amax, multiply_ftz(tensor.encode, INV6))), E4M3)
 
 
 def factor_flashinfer_precise(
     codes: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype
 ) -> np.ndarray:
-    """min(1 / (scale * (1 / S_enc)), FLT_MAX), 0 for amax = 0. ftz."""
+    """Return min(1 / (scale * (1 / S_enc)), FLT_MAX), or 0 for amax = 0; ftz."""
     factor = divide_ftz(ONE, multiply_ftz(decode_scale(codes), divide_ftz(ONE, tensor.encode)))
     return np.where(_is_zero(amax), ZERO, np.fmin(factor, FLT_MAX))
 
 
 def code_modelopt(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
-    """r = amax / (6 * S_dec), 1 where r = 0; E4M3(clamp(r, 2^-9, 448)). Elements are divided by scale * S_dec."""
+    """Return E4M3(clamp(r, 2^-9, 448)), r = amax / (6 * S_dec), with r = 1 instead of 0.
+
+    Elements are divided by scale * S_dec.
+    """
     ratio = amax / (recipe.element.max * tensor.decode)
     return encode(np.clip(np.where(ratio == 0, ONE, ratio), E4M3.min_subnormal, E4M3.max), E4M3)
 
 
 def code_modelopt_static(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
-    """r = amax / 6 (0 -> 1); E4M3(clamp(r * N / (tensor_amax / 6), 2^-9, 448)), N = scale_max. Divided as by
-    modelopt's.
+    """Return E4M3(clamp(r * N / (tensor_amax / 6), 2^-9, 448)), r = amax / 6 with 1 instead of 0, N = scale_max.
+
+    Elements are divided by scale * S_dec, as under the rule modelopt.
     """
     ratio = amax / recipe.element.max
     ratio = np.where(ratio == 0, ONE, ratio) * np.float32(recipe.scale_max)
@@ -114,7 +128,7 @@ def code_modelopt_static(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, 
 
 
 def code_torchao(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
-    """E4M3(clamp(amax / 6 / S_dec, 2^-6, 448)). 2^-6 is the smallest normal of E4M3."""
+    """Return E4M3(clamp(amax / 6 / S_dec, 2^-6, 448)). 2^-6 is the smallest normal of E4M3."""
     ratio = amax / recipe.element.max / tensor.decode
     return encode(np.clip(ratio, E4M3.min_normal, E4M3.max), E4M3)
 
@@ -122,12 +136,12 @@ def code_torchao(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: n
 def factor_torchao(
     codes: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype
 ) -> np.ndarray:
-    """(1 / S_dec) / scale."""
+    """Return (1 / S_dec) / scale."""
     return tensor.encode / decode_scale(codes)
 
 
 def code_compressed_tensors(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
-    """E4M3(clamp(rnd(amax / 6) * gs, +-448)), 0 -> 0.125; rnd rounds to the input dtype."""
+    """Return E4M3(rnd(amax / 6) * gs), with the code of 0.125 instead of 0; rnd rounds to the input dtype."""
     codes = encode(round_to(amax / recipe.element.max, dtype) * tensor.encode, E4M3)
     return np.where(codes == 0, encode(np.float32(0.125), E4M3), codes)
 
@@ -135,7 +149,7 @@ def code_compressed_tensors(amax: np.ndarray, tensor: TensorScale, recipe: Recip
 def factor_compressed_tensors(
     codes: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype
 ) -> np.ndarray:
-    """scale / gs, which elements are divided by."""
+    """Return scale / gs, by which elements are divided."""
     return decode_scale(codes) / tensor.encode
 
 
@@ -144,67 +158,79 @@ def factor_compressed_tensors(
 
 
 def _inverse(codes: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
-    """2^(127 - code)."""
+    """Return 2^(127 - code)."""
     return inverse_e8m0(codes)
 
 
 def _shifted_exponent(rounded: np.ndarray, element: ElementFormat, up: np.ndarray | int = 0) -> np.ndarray:
-    """exponent(rounded) + up - emax, clamped to the range of E8M0; NaN (255) where rounded is not finite."""
+    """Return the code exponent(rounded) + up - emax, clamped to the range of E8M0.
+
+    The code is 255 (NaN) if rounded is not finite.
+    """
     field = exponent_field(np.asarray(rounded, np.float32))
     codes = np.where(field == 255, 255, np.clip(field + up - element.emax, 0, 255))
     return codes.astype(np.uint8)
 
 
 def _add_to_bits(x: np.ndarray, addend: int) -> np.ndarray:
-    """Add to the bit pattern: a carry moves into the exponent. NaN stays NaN."""
+    """Add to the bit pattern of x, so that a carry moves into the exponent. NaN stays NaN."""
     bits = np.asarray(x, np.float32).view(np.int32)
     return np.where(bits > 0x7F800000, bits, bits + addend).astype(np.int32).view(np.float32)
 
 
 def code_e8m0_floor(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
-    """2^(floor(log2(amax)) - emax): OCP MX v1.0. inf and NaN -> NaN."""
+    """Return the code of 2^(floor(log2(amax)) - emax), as in OCP MX v1.0. inf and NaN give NaN."""
     return _shifted_exponent(amax, recipe.element)
 
 
 def code_e8m0_ceil(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
-    """2^(ceil(log2(amax)) - emax), from the bits. inf and NaN -> NaN."""
+    """Return the code of 2^(ceil(log2(amax)) - emax), computed from the bits. inf and NaN give NaN."""
     mantissa = np.asarray(amax, np.float32).view(np.int32) & 0x7FFFFF
     return _shifted_exponent(amax, recipe.element, up=mantissa != 0)
 
 
 def code_e8m0_even(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
-    """floor after rounding amax to the mantissa of the element: up from 1.75 for E2M1, 1.9375 for E4M3 and E2M3."""
+    """Return e8m0_floor's code after rounding amax to the mantissa of the element.
+
+    The rounding reaches the next power of two from 1.75 on for E2M1, and from 1.9375 on for E4M3 and E2M3.
+    """
     return _shifted_exponent(_add_to_bits(amax, 1 << 22 - recipe.element.mantissa_bits), recipe.element)
 
 
 def code_e8m0_te(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
-    """ceil to a power of two of amax * fp32(1 / max); inf -> 254, NaN -> 255. Source: TE float_to_e8m0."""
+    """Return the code of amax * fp32(1 / max), rounded up to a power of two; inf gives 254, NaN gives 255.
+
+    Source: TE float_to_e8m0.
+    """
     return encode_e8m0(amax * (ONE / recipe.element.max), "rp")
 
 
 def code_e8m0_rceil(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
-    """ceil to a power of two of amax * fp32(1 / max); inf and NaN -> NaN. Source: torchao RCEIL."""
+    """Return the code of amax * fp32(1 / max), rounded up to a power of two; inf and NaN give NaN.
+
+    Source: torchao RCEIL.
+    """
     codes = code_e8m0_te(amax, tensor, recipe, dtype)
     return np.where(np.isfinite(amax), codes, 255).astype(np.uint8)
 
 
 def code_e8m0_te_reference(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
-    """Return e8m0_modelopt's code, but 255 for NaN. Source: TE reference_nvfp4.py cast_to_e8, of pow_2_scales."""
+    """Return e8m0_modelopt's code, but 255 for NaN. Source: TE reference_nvfp4.py cast_to_e8, with pow_2_scales."""
     return np.where(np.isnan(amax), np.uint8(255), code_e8m0_modelopt(amax, tensor, recipe, dtype))
 
 
 def code_e8m0_flashinfer_fp4(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
-    """ceil to a power of two of amax * rcp(max), ftz; rcp = rcp.approx.ftz.f32."""
+    """Return the code of amax * rcp(max), rounded up to a power of two; ftz, where rcp is rcp.approx.ftz.f32."""
     return encode_e8m0(multiply_ftz(amax, reciprocal_approx_ftz(recipe.element.max)), "rp")
 
 
 def factor_e8m0_flashinfer_fp4(
     codes: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype
 ) -> np.ndarray:
-    """2^(127 - code); 0 for code 0, which only products of 0 have under ftz, and from code 254 on, whose 2^-127 is
-    flushed.
+    """Return 2^(127 - code), or 0 for code 0 and from code 254 on.
 
-    FP4 has ex2(127 - code) and asks for a product of 0, FP8 has rcp of the scale: both are this.
+    Under ftz, only a product of 0 has code 0. From code 254 on, 2^-127 is flushed. The FP4 kernel computes ex2(127 -
+    code) and checks for a product of 0; the FP8 kernel computes rcp of the scale. Both give this factor.
     """
     return np.where((codes > 0) & (codes < 254), inverse_e8m0(codes), ZERO)
 
@@ -213,10 +239,10 @@ code_e8m0_flashinfer_fp8, factor_e8m0_flashinfer_fp8 = code_e8m0_flashinfer_fp4,
 
 
 def code_e8m0_modelopt(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
-    """ceil(log2(amax / max)) with a float32 log2, clamped to [-127, 127]; amax = 0 and NaN -> -127.
+    """Return the code of 2^ceil(log2(amax / max)) with a float32 log2, the exponent clamped to [-127, 127].
 
-    The float32 log2 makes the exponent one too small for an amax a few ulp above max * 2^k (then the largest value
-    saturates).
+    amax = 0 and NaN give exponent -127. For an amax a few ulp above max * 2^k, the float32 log2 makes the exponent one
+    too small, and the largest value saturates.
     """
     ratio = amax / recipe.element.max
     exponent = np.ceil(log2(np.where(ratio > 0, ratio, np.float32(2.0**-127))))
@@ -224,11 +250,13 @@ def code_e8m0_modelopt(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dt
 
 
 def code_e8m0_compressed_tensors(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
-    """floor after rounding amax to one mantissa bit (up from 1.75; E2M3: three bits), minus emax (E2M1 and E6: 2, E4M3:
-    8).
+    """Return the code of 2^(floor(log2(r)) - emax), where r is amax rounded to one mantissa bit.
+
+    r reaches the next power of two from 1.75 on. 6-bit elements round to three mantissa bits instead. emax is 2 for
+    E2M1 and E2M3, and 8 for E4M3.
 
     float16: the producer masks the bits of float16, so a subnormal amax rounds to 2^-14 or to 0, and a scale of 0
-    counts as 1. Not finite: as OCP, a NaN scale (the producer stores 127 with zero codes).
+    counts as 1. An amax that is not finite gives a NaN scale, as in OCP MX; the producer stores 127 with zero codes.
     """
     mantissa_bits = 3 if recipe.element.bits == 6 else 1
     if dtype == np.float16:
@@ -240,15 +268,16 @@ def code_e8m0_compressed_tensors(amax: np.ndarray, tensor: TensorScale, recipe: 
 
 
 def _rounded_subnormals(amax: np.ndarray, mantissa_bits: int) -> np.ndarray:
-    """An amax below 2^-14, the smallest normal of float16, as 2^-14 or 0: whichever adding to its bits and masking them
-    gives.
+    """Return amax with values below 2^-14, the smallest normal of float16, rounded to 2^-14 or 0.
+
+    The direction is the one that adding to the bits and masking them gives.
     """
     normal = np.float32(2.0**-14)
     rounds_up = amax + np.ldexp(normal, -1 - mantissa_bits) >= normal
     return np.where(amax < normal, np.where(rounds_up, normal, ZERO), amax)
 
 
-_FACTORS = {"E4M3": _product, "E8M0": _inverse}  # by the scale format: of rules that have none of their own
+_FACTORS = {"E4M3": _product, "E8M0": _inverse}  # default factor by scale format, for rules without their own
 
 
 _MODULES = (block_rules_gguf_mlx, block_rules_e8m0_serving, block_rules_e4m3_serving, block_rules_torchao)
@@ -256,7 +285,7 @@ _FUNCTIONS = {name: value for module in _MODULES for name, value in vars(module)
 
 
 def _rule(name: str, scale: str) -> BlockRule:
-    """The functions of a rule's name."""
+    """Return the two functions of the rule with this name."""
     return BlockRule(_FUNCTIONS[f"code_{name}"], _FUNCTIONS.get(f"factor_{name}", _FACTORS[scale]))
 
 

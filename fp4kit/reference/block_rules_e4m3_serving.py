@@ -1,4 +1,4 @@
-"""Block rules of E4M3 scales: vLLM, auto-round, AMD Quark, fouroversix, qwix. What a rule is: block_rules.py."""
+"""E4M3 block rules of vLLM, auto-round, AMD Quark, fouroversix and qwix. block_rules.py explains rules and notation."""
 
 from __future__ import annotations
 
@@ -11,19 +11,22 @@ from fp4kit.reference.block_arith import decode_scale, qwix_reciprocal, qwix_sca
 from fp4kit.reference.codec import encode
 from fp4kit.reference.tensor_rules import TensorScale
 
-QUARK_ZERO = np.float32(2.0**-23)  # stands for a scale of 0: the machine epsilon of float32
+QUARK_ZERO = np.float32(2.0**-23)  # replaces a scale of 0: the machine epsilon of float32
 NAN = np.float32(np.nan)
 
 
 def code_vllm(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
-    """E4M3(clamp(gs * (amax * fp32(1/6)), +-448)), products in this order. Source: vLLM nvfp4_emulation_utils.py."""
+    """Return E4M3(clamp(gs * (amax * fp32(1/6)), +-448)), products in this order.
+
+    Source: vLLM nvfp4_emulation_utils.py.
+    """
     return encode(tensor.encode * (amax * INV6), E4M3)
 
 
 def factor_vllm(
     codes: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype
 ) -> np.ndarray:
-    """1 / (scale * S_dec), 1 / 1e8 under a scale of 0."""
+    """Return 1 / (scale * S_dec), or 1 / 1e8 if the product is 0."""
     scale = decode_scale(codes) * tensor.decode
     return ONE / np.where(scale == 0, np.float32(1e8), scale)
 
@@ -34,8 +37,9 @@ code_vllm_cuda = code_vllm
 def factor_vllm_cuda(
     codes: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype
 ) -> np.ndarray:
-    """gs * rcp(scale), 0 under a scale of 0; rcp = rcp.approx.ftz.f32. Source: vLLM _nvfp4_quant_dequant_kernel
-    (Triton).
+    """Return gs * rcp(scale), or 0 under a scale of 0, where rcp is rcp.approx.ftz.f32.
+
+    Source: vLLM _nvfp4_quant_dequant_kernel (Triton).
     """
     scale = decode_scale(codes)
     return np.where(scale == 0, ZERO, tensor.encode * reciprocal_approx_ftz(scale))
@@ -47,12 +51,12 @@ code_auto_round = code_vllm
 def factor_auto_round(
     codes: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype
 ) -> np.ndarray:
-    """1 / (scale * S_dec), 0 under a scale of 0. Source: auto-round data_type/nvfp.py."""
+    """Return 1 / (scale * S_dec), or 0 if the product is 0. Source: auto-round data_type/nvfp.py."""
     return reciprocal_or_zero(decode_scale(codes) * tensor.decode)
 
 
 def code_quark(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
-    """E4M3(amax / (6 * S_dec)), 0 -> 1. Source: Quark, model flow."""
+    """Return E4M3(amax / (6 * S_dec)), with the code of 1 instead of 0. Source: Quark, model flow."""
     codes = encode(amax / (recipe.element.max * tensor.decode), E4M3)
     return np.where(codes == 0, encode(ONE, E4M3), codes)
 
@@ -60,16 +64,18 @@ def code_quark(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.
 def factor_quark(
     codes: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype
 ) -> np.ndarray:
-    """scale * S_dec, 2^-23 for a product of 0: what elements are divided by. Source: Quark
-    real_quantize_fp4_fp6_per_group.
+    """Return scale * S_dec, by which elements are divided, with 2^-23 instead of 0.
+
+    Source: Quark real_quantize_fp4_fp6_per_group.
     """
     scale = decode_scale(codes) * tensor.decode
     return np.where(scale == 0, QUARK_ZERO, scale)
 
 
 def code_quark_file(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
-    """E4M3(t / S_dec), t = E4M3(s / S_dec) * S_dec, s = amax / 6, 2^-23 for 0. t may be 0. Source: Quark, file-to-file
-    flow.
+    """Return E4M3(t / S_dec), t = E4M3(s / S_dec) * S_dec, s = amax / 6 with 2^-23 instead of 0. t may be 0.
+
+    Source: Quark, file-to-file flow.
     """
     scale = amax / recipe.element.max
     scale = decode_scale(encode(np.where(scale == 0, QUARK_ZERO, scale) / tensor.decode, E4M3)) * tensor.decode
@@ -80,22 +86,30 @@ factor_quark_file = factor_quark
 
 
 def code_fouroversix(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
-    """E4M3((amax / 6) * S_enc), 0 in a tensor of zeros. Source: fouroversix pytorch/reference.py, static_6."""
+    """Return E4M3((amax / 6) * S_enc), or 0 in a tensor of zeros.
+
+    Source: fouroversix pytorch/reference.py, static_6.
+    """
     return _ratio_code(amax / recipe.element.max, tensor)
 
 
 def code_fouroversix_4(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
-    """E4M3((amax / 4) * S_enc), likewise. Source: its static_4."""
+    """Return E4M3((amax / 4) * S_enc), or 0 in a tensor of zeros.
+
+    Source: fouroversix pytorch/reference.py, static_4.
+    """
     return _ratio_code(amax / np.float32(4), tensor)
 
 
 def _ratio_code(ratio: np.ndarray, tensor: TensorScale) -> np.ndarray:
+    """Return E4M3(ratio * S_enc), or 0 in a tensor of zeros."""
     return encode(zero_of_zeros(ratio * tensor.encode, tensor), E4M3)
 
 
 def zero_of_zeros(ratio: np.ndarray, tensor: TensorScale) -> np.ndarray:
-    """Return ratios of block scales, which are 0 in a tensor of zeros; 0 * inf is NaN where another S_enc is
-    infinite.
+    """Return block scales before their encoding, with 0 in a tensor of zeros.
+
+    There S_enc is infinite, and 0 * S_enc would be NaN.
     """
     return np.where(tensor.amax == 0, ZERO, ratio)
 
@@ -103,7 +117,10 @@ def zero_of_zeros(ratio: np.ndarray, tensor: TensorScale) -> np.ndarray:
 def factor_fouroversix(
     codes: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype
 ) -> np.ndarray:
-    """1 / (S_dec * scale), 0 under a scale of 0; NaN for an infinite factor that is not kept."""
+    """Return 1 / (S_dec * scale), or 0 under a scale of 0.
+
+    An infinite factor becomes NaN unless recipe.keep_infinity is set.
+    """
     scale = decode_scale(codes)
     inverse = ONE / (tensor.decode * scale)
     inverse = np.where(np.isinf(inverse) & (not recipe.keep_infinity), NAN, inverse)
@@ -114,12 +131,15 @@ factor_fouroversix_4 = factor_fouroversix
 
 
 def code_qwix(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
-    """Return E4M3(qwix_scale): one level, no tensor scale. Source: qwix 0.1.8, as XLA on a CPU computes it."""
+    """Return E4M3(qwix_scale). There is one level of scales and no tensor scale.
+
+    Source: qwix 0.1.8, as XLA on a CPU computes it.
+    """
     return encode(qwix_scale(amax, recipe, dtype), E4M3)
 
 
 def factor_qwix(
     codes: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype
 ) -> np.ndarray:
-    """Return the reciprocal of the scale, rounded as qwix_reciprocal says."""
+    """Return the reciprocal of the scale, rounded by qwix_reciprocal."""
     return qwix_reciprocal(decode_scale(codes), dtype)

@@ -1,6 +1,7 @@
-"""Block rules of E8M0 scales: vLLM, triton_kernels, AMD Quark, auto-round, fouroversix, SGLang, DeepGEMM, qwix.
+"""E8M0 block rules of vLLM, triton_kernels, AMD Quark, auto-round, fouroversix, SGLang, DeepGEMM and qwix.
 
-What a rule is: block_rules.py. T(.) rounds to the dtype of the elements, in which several of these producers compute.
+block_rules.py explains rules and notation. T(.) rounds to the dtype of the elements, in which several of these
+producers compute.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ from fp4kit.reference.tensor_rules import TensorScale, round_to
 from fp4kit.rounding import exponent_field
 
 NAN = np.float32(np.nan)
-QUARK_ZERO = np.float32(2.0**-23)  # stands for a scale of 0: the machine epsilon of float32
+QUARK_ZERO = np.float32(2.0**-23)  # replaces a scale of 0: the machine epsilon of float32
 
 
 def _clipped(exponent: np.ndarray) -> np.ndarray:
-    """Codes of 2^exponent, exponents as floats; 0 for NaN."""
+    """Return the codes of 2^exponent, for exponents stored as floats; NaN gives code 0."""
     return (np.clip(np.where(np.isnan(exponent), -127, exponent), -127, 127) + 127).astype(np.uint8)
 
 
@@ -29,8 +30,9 @@ def _clipped(exponent: np.ndarray) -> np.ndarray:
 
 
 def _even_exponent(amax: np.ndarray, recipe: Recipe) -> np.ndarray:
-    """Exponent field of amax rounded to the mantissa of the element, minus emax: int32; 255 where that is full, or of
-    any NaN.
+    """Return the exponent field of amax, rounded to the mantissa of the element, minus emax: int32.
+
+    The result is 255 if the rounded field is 255, and for every NaN.
     """
     bits = np.asarray(amax, np.float32).view(np.int32)
     field = (bits + (1 << 22 - recipe.element.mantissa_bits) >> 23) & 255
@@ -38,13 +40,14 @@ def _even_exponent(amax: np.ndarray, recipe: Recipe) -> np.ndarray:
 
 
 def code_e8m0_even_finite(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
-    """e8m0_even, but at most 254. Source: vLLM downcast_to_mxfp of mxfp4_utils.py."""
+    """Return e8m0_even's code, but at most 254. Source: vLLM downcast_to_mxfp of mxfp4_utils.py."""
     return np.clip(_even_exponent(amax, recipe), 0, 254).astype(np.uint8)
 
 
 def code_e8m0_quark_even(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
-    """e8m0_even_finite, at least 1: 2^-127 is stored as 2^-126. NaN -> 127. Source: Quark even_round, real
-    quantization.
+    """Return e8m0_even_finite's code, but at least 1: a scale of 2^-127 is stored as 2^-126. NaN gives 127.
+
+    Source: Quark even_round, real quantization.
     """
     return np.where(np.isnan(amax), 127, np.clip(_even_exponent(amax, recipe), 1, 254)).astype(np.uint8)
 
@@ -52,14 +55,15 @@ def code_e8m0_quark_even(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, 
 def factor_e8m0_quark_even(
     codes: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype
 ) -> np.ndarray:
-    """2^(127 - code), 2^127 where the code stands for 2^-127; NaN for NaN."""
+    """Return 2^(127 - code), or 2^127 if the stored code 1 replaces a scale of 2^-127. A NaN amax gives NaN."""
     is_least = (codes == 1) & (_even_exponent(amax, recipe) < 1)
     return np.where(np.isnan(amax), NAN, np.where(is_least, np.float32(2.0**127), inverse_e8m0(codes)))
 
 
 def code_e8m0_triton_up(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
-    """amax / max up to a power of two, at least 2^-126: 0 for 0 alone. inf -> 255, NaN -> 0. Source: triton_kernels
-    mxfp.py.
+    """Return the code of amax / max rounded up to a power of two, at least 2^-126; only amax = 0 gives code 0.
+
+    inf gives 255 and NaN gives 0. Source: triton_kernels mxfp.py.
     """
     return (exponent_up(amax / recipe.element.max) & 255).astype(np.uint8)
 
@@ -67,13 +71,14 @@ def code_e8m0_triton_up(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, d
 def factor_e8m0_triton_up(
     codes: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype
 ) -> np.ndarray:
-    """2^(127 - code); 0 for codes 0 and 255: their elements are zeros, infinities become NaN."""
+    """Return 2^(127 - code), or 0 for codes 0 and 255: their elements become zeros, and infinities become NaN."""
     return np.where((codes == 0) | (codes == 255), ZERO, inverse_e8m0(codes))
 
 
 def code_e8m0_triton_down(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
-    """amax / max down to a power of two, below 2^-126 to 0. inf and NaN -> 255. Source: triton_kernels mxfp.py,
-    ROUND_DOWN.
+    """Return the code of amax / max rounded down to a power of two; below 2^-126 the code is 0.
+
+    inf and NaN give 255. Source: triton_kernels mxfp.py, ROUND_DOWN.
     """
     return exponent_field(amax / recipe.element.max).astype(np.uint8)
 
@@ -82,19 +87,19 @@ factor_e8m0_triton_down = factor_e8m0_triton_up
 
 
 def code_e8m0_fouroversix(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
-    """e8m0_triton_up: the byte wraps for NaN. Source: fouroversix quantize_to_mxfp4, static_6."""
+    """Return e8m0_triton_up's code. For NaN the byte wraps to 0. Source: fouroversix quantize_to_mxfp4, static_6."""
     return code_e8m0_triton_up(amax, tensor, recipe, dtype)
 
 
 def code_e8m0_fouroversix_4(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
-    """The same of amax / 4. Source: its static_4."""
+    """Return the code of amax / 4 rounded up to a power of two. Source: fouroversix quantize_to_mxfp4, static_4."""
     return (exponent_up(amax / np.float32(4)) & 255).astype(np.uint8)
 
 
 def factor_e8m0_fouroversix(
     codes: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype
 ) -> np.ndarray:
-    """2^(127 - code), 0 for 255; NaN for 0, as zeros are divided by 0 there."""
+    """Return 2^(127 - code), or 0 for code 255. Code 0 gives NaN, because the producer divides zeros by 0."""
     return np.where(codes == 0, NAN, np.where(codes == 255, ZERO, inverse_e8m0(codes)))
 
 
@@ -102,8 +107,9 @@ factor_e8m0_fouroversix_4 = factor_e8m0_fouroversix
 
 
 def code_e8m0_even_normal(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
-    """e8m0_even_finite, whose elements under 2^-127 are zeros: a GPU flushes that. Source: vLLM downcast_to_mxfp
-    (Triton).
+    """Return e8m0_even_finite's code. Elements under a scale of 2^-127 are zeros, because a GPU flushes that scale.
+
+    Source: vLLM downcast_to_mxfp (Triton).
     """
     return code_e8m0_even_finite(amax, tensor, recipe, dtype)
 
@@ -112,16 +118,22 @@ factor_e8m0_even_normal = factor_e8m0_triton_up
 
 
 def code_e8m0_deepgemm(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
-    """max(amax, 1e-4) / max up to a power of two, at most 2^127. Source: DeepGEMM utils/math.py ceil_to_ue8m0."""
+    """Return the code of max(amax, 1e-4) / max rounded up to a power of two, at most 2^127.
+
+    Source: DeepGEMM utils/math.py ceil_to_ue8m0.
+    """
     return np.clip(exponent_up(np.maximum(amax, np.float32(1e-4)) / recipe.element.max), 1, 254).astype(np.uint8)
 
 
-# ---- by a logarithm, in float32 or in the dtype of the elements
+# ---- from a logarithm, in float32 or in the dtype of the elements
 # -----------------------------------------------------------
 
 
 def _auto_round(exponent: np.ndarray, amax: np.ndarray, at_zero: float) -> np.ndarray:
-    """Codes of exponents; at_zero for blocks of zeros; 0, as NaN is cast, where amax is not finite."""
+    """Return the codes of exponents, with the exponent at_zero for blocks of zeros.
+
+    An amax that is not finite gives code 0, because the producer casts NaN to an integer.
+    """
     codes = _clipped(np.where(amax == 0, np.float32(at_zero), exponent))
     return np.where(np.isfinite(amax), codes, np.uint8(0))
 
@@ -129,24 +141,31 @@ def _auto_round(exponent: np.ndarray, amax: np.ndarray, at_zero: float) -> np.nd
 def _auto_round_factor(
     codes: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype
 ) -> np.ndarray:
-    """2^(127 - code), NaN where amax is not finite."""
+    """Return 2^(127 - code), or NaN if amax is not finite."""
     return np.where(np.isfinite(amax), inverse_e8m0(codes), NAN)
 
 
 def code_e8m0_auto_round(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
-    """2^(floor(log2(amax)) - emax) with a float32 log2, 0 -> 2^(1 - emax). Source: auto-round data_type/mxfp.py
-    quant_mx.
+    """Return the code of 2^(floor(log2(amax)) - emax) with a float32 log2; amax = 0 gives 2^(1 - emax).
+
+    Source: auto-round data_type/mxfp.py quant_mx.
     """
     return _auto_round(np.floor(log2(amax)) - recipe.element.emax, amax, 1 - recipe.element.emax)
 
 
 def code_e8m0_auto_round_rceil(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
-    """2^ceil(log2(amax / max)) with a float32 log2, 0 -> 2. Source: auto-round quant_mx_rceil."""
+    """Return the code of 2^ceil(log2(amax / max)) with a float32 log2; amax = 0 gives 2.
+
+    Source: auto-round quant_mx_rceil.
+    """
     return _auto_round(np.ceil(log2(amax / recipe.element.max)), amax, 1)
 
 
 def code_e8m0_auto_round_rceil_v2(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
-    """2^ceil(log2(amax / 7.25)) with a float32 log2, 0 -> 2. Source: auto-round quant_mx_rceil_v2."""
+    """Return the code of 2^ceil(log2(amax / 7.25)) with a float32 log2; amax = 0 gives 2.
+
+    Source: auto-round quant_mx_rceil_v2.
+    """
     return _auto_round(np.ceil(log2(amax / np.float32(7.25))), amax, 1)
 
 
@@ -154,8 +173,9 @@ factor_e8m0_auto_round = _auto_round_factor
 
 
 def _auto_round_up_factor(codes: np.ndarray, amax: np.ndarray, ratio: np.ndarray) -> np.ndarray:
-    """2^(127 - code); NaN where amax is not finite, and where the ratio of an amax above 0 underflows: its log2 is
-    -inf.
+    """Return 2^(127 - code), or NaN if amax is not finite, or if amax > 0 but its ratio underflows to 0.
+
+    The log2 of such a ratio is -inf.
     """
     return np.where(np.isfinite(amax) & ((ratio != 0) | (amax == 0)), inverse_e8m0(codes), NAN)
 
@@ -163,19 +183,19 @@ def _auto_round_up_factor(codes: np.ndarray, amax: np.ndarray, ratio: np.ndarray
 def factor_e8m0_auto_round_rceil(
     codes: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype
 ) -> np.ndarray:
-    """_auto_round_up_factor of amax / max."""
+    """Return _auto_round_up_factor for the ratio amax / max."""
     return _auto_round_up_factor(codes, amax, amax / recipe.element.max)
 
 
 def factor_e8m0_auto_round_rceil_v2(
     codes: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype
 ) -> np.ndarray:
-    """_auto_round_up_factor of amax / 7.25."""
+    """Return _auto_round_up_factor for the ratio amax / 7.25."""
     return _auto_round_up_factor(codes, amax, amax / np.float32(7.25))
 
 
 def _quark_scale(amax: np.ndarray, recipe: Recipe, dtype: np.dtype, rounded: np.ufunc) -> np.ndarray:
-    """s = T(2^(rounded(T(log2(amax))) - emax)), 2^-23 for what T makes 0; amax where it is not finite."""
+    """Return s = T(2^(rounded(T(log2(amax))) - emax)), with 2^-23 instead of 0; return amax if it is not finite."""
     is_finite = np.isfinite(amax)
     exponent = np.clip(rounded(round_to(log2(np.where(is_finite, amax, ONE)), dtype)), -200, 200).astype(np.int32)
     with np.errstate(all="ignore"):
@@ -184,18 +204,19 @@ def _quark_scale(amax: np.ndarray, recipe: Recipe, dtype: np.dtype, rounded: np.
 
 
 def _quark_code(scale: np.ndarray, amax: np.ndarray) -> np.ndarray:
-    """The byte of a scale, at least 1, which is 2^-126; 127 where amax is not finite."""
+    """Return the code of a scale, at least 1 (2^-126), or 127 if amax is not finite."""
     return np.where(np.isfinite(amax), np.clip(exponent_field(scale), 1, 254), 127).astype(np.uint8)
 
 
 def _quark_factor(codes: np.ndarray, scale: np.ndarray, amax: np.ndarray) -> np.ndarray:
-    """The scale of an amax under its own byte; what another byte stands for, which was given."""
+    """Return the scale made from amax if `codes` is its code, and otherwise the value of the given code."""
     return np.where(_quark_code(scale, amax) == codes, scale, decode(codes, E8M0))
 
 
 def code_e8m0_quark_floor(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
-    """s = T(2^(floor(T(log2(amax))) - emax)), 2^-23 for 0; scales below 2^-126 are stored as 2^-126. Source: Quark
-    get_scale.
+    """Return the code of s = T(2^(floor(T(log2(amax))) - emax)), with 2^-23 instead of 0.
+
+    Scales below 2^-126 are stored as 2^-126. Source: Quark get_scale.
     """
     return _quark_code(_quark_scale(amax, recipe, dtype, np.floor), amax)
 
@@ -203,30 +224,39 @@ def code_e8m0_quark_floor(amax: np.ndarray, tensor: TensorScale, recipe: Recipe,
 def factor_e8m0_quark_floor(
     codes: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype
 ) -> np.ndarray:
-    """s, which elements are divided by, whatever was stored; under a scale that is not the amax's, that one."""
+    """Return s, by which elements are divided even if another value was stored.
+
+    If the code is not the one made from amax, return the value of the code.
+    """
     return _quark_factor(codes, _quark_scale(amax, recipe, dtype, np.floor), amax)
 
 
 def code_e8m0_quark_ceil(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
-    """e8m0_quark_floor with the ceiling, of log2(amax)."""
+    """Return e8m0_quark_floor's code, with the ceiling of log2(amax) instead of the floor."""
     return _quark_code(_quark_scale(amax, recipe, dtype, np.ceil), amax)
 
 
 def factor_e8m0_quark_ceil(
     codes: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype
 ) -> np.ndarray:
-    """s, likewise."""
+    """Return e8m0_quark_floor's factor, with the ceiling of log2(amax) instead of the floor."""
     return _quark_factor(codes, _quark_scale(amax, recipe, dtype, np.ceil), amax)
 
 
 def code_e8m0_sglang(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
-    """ceil(max(T(log2(T(amax / max))), -127)); not finite -> 0. Source: SGLang mxfp4_tensor.py MXFP4QuantizeUtil."""
+    """Return the code of 2^ceil(max(T(log2(T(amax / max))), -127)); an amax that is not finite gives code 0.
+
+    Source: SGLang mxfp4_tensor.py MXFP4QuantizeUtil.
+    """
     ratio = round_to(amax / recipe.element.max, dtype)
     return _auto_round(np.ceil(np.maximum(round_to(log2(ratio), dtype), -127)), amax, -127)
 
 
 def code_e8m0_sglang_kv(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
-    """ceil(T(log2(d))), d = max(T(amax / max), T(1e-10)); not finite -> 0. Source: SGLang kvfp4_tensor.py."""
+    """Return the code of 2^ceil(T(log2(d))), d = max(T(amax / max), T(1e-10)); an amax that is not finite gives code 0.
+
+    Source: SGLang kvfp4_tensor.py.
+    """
     ratio = np.maximum(round_to(amax / recipe.element.max, dtype), round_to(np.full_like(amax, 1e-10), dtype))
     return np.where(np.isfinite(amax), _clipped(np.ceil(round_to(log2(ratio), dtype))), np.uint8(0))
 
@@ -235,10 +265,11 @@ factor_e8m0_sglang = factor_e8m0_sglang_kv = _auto_round_factor
 
 
 def code_e8m0_qwix(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
-    """Return the code of 2^ceil(T(T(log s) * reciprocal(T(log 2)))), s = qwix_scale; 255 where s is inf or NaN.
+    """Return the code of 2^ceil(T(T(log s) * reciprocal(T(log 2)))), s = qwix_scale; 255 if s is inf or NaN.
 
-    Exact: XLA's vectors compute log by a polynomial, single elements by libm. Neither is correctly rounded, as this log
-    is, but every s gives the same exponent with all three. Source: qwix 0.1.8, as XLA on a CPU computes it.
+    Exact: XLA computes log by a polynomial for vectors and by libm for single elements. Neither log is correctly
+    rounded, as the one here is, but for every s all three give equal exponents. Source: qwix 0.1.8, as XLA on a CPU
+    computes it.
     """
     scale = qwix_scale(amax, recipe, dtype)
     log_of_2 = round_to(np.float32(np.log(2)), dtype)
@@ -251,5 +282,5 @@ def code_e8m0_qwix(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype:
 def factor_e8m0_qwix(
     codes: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype
 ) -> np.ndarray:
-    """2^(127 - code), 0 for an amax of inf."""
+    """Return 2^(127 - code), or 0 for an amax of inf."""
     return np.where(np.isinf(amax), ZERO, inverse_e8m0(codes))

@@ -1,4 +1,7 @@
-"""Blocks of a matrix: cutting it into tiles, the amax of blocks, scales of blocks that span rows."""
+"""Blocks of a matrix: tiles of whole blocks, block amaxes, and scales of blocks that span several rows.
+
+A tile is a rectangle of whole blocks, small enough that the temporaries of one step stay in the cache.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +11,13 @@ import numpy as np
 
 from fp4kit.recipes import Recipe
 
-TILE_ELEMENTS = 1 << 15  # temporaries of one step stay in the cache, and under a few MiB
+TILE_ELEMENTS = 1 << 15  # keeps the temporaries of one step in the cache, and under a few MiB
 
 
 def tiles(shape: tuple[int, int], block: tuple[int, int] | None) -> Iterator[tuple[slice, slice]]:
-    """Cover a matrix with (rows, columns) of about TILE_ELEMENTS, cut at multiples of the block."""
+    """Yield slices (rows, columns) that cover a matrix, each about TILE_ELEMENTS elements, cut at multiples of the
+    block.
+    """
     M, K = shape
     block_rows, block_columns = block or (1, 1)
     columns = max(min(K, TILE_ELEMENTS // block_rows) // block_columns, 1) * block_columns
@@ -24,7 +29,10 @@ def tiles(shape: tuple[int, int], block: tuple[int, int] | None) -> Iterator[tup
 
 
 def reduce_amax(a: np.ndarray, recipe: Recipe, axis: int | tuple[int, ...] | None = -1) -> np.ndarray:
-    """Largest of float32 a >= 0 along axis, 0 for none. NaN as the recipe says (Recipe.amax_nan)."""
+    """Return the largest of float32 a >= 0 along axis, or 0 if there are no elements.
+
+    recipe.amax_nan says what a NaN does.
+    """
     if recipe.amax_nan == "propagate":
         return np.max(a, axis=axis, initial=np.float32(0))
     nan = np.isnan(a)
@@ -38,8 +46,9 @@ def reduce_amax(a: np.ndarray, recipe: Recipe, axis: int | tuple[int, ...] | Non
 
 
 def block_amax(x: np.ndarray, recipe: Recipe) -> np.ndarray:
-    """amax of each block of float32 x (m, k): (ceil(m / block rows), k / block columns); a last row of blocks may be
-    short.
+    """Return the amax of each block of float32 x (m, k): (ceil(m / block rows), k / block columns).
+
+    The last row of blocks may have fewer rows.
     """
     rows, columns = recipe.block or (1, x.shape[1])
     m, k = x.shape
@@ -52,6 +61,9 @@ def block_amax(x: np.ndarray, recipe: Recipe) -> np.ndarray:
 
 
 def spread_rows(a: np.ndarray, recipe: Recipe, m: int) -> np.ndarray:
-    """One row of blocks -> its rows of scales (scales of 16x16 blocks are stored once per row)."""
+    """Return one row of scales per row of elements, given one row per row of blocks, for m rows of elements.
+
+    Scales of 16x16 blocks are stored once per row of elements.
+    """
     rows = recipe.block_rows
     return a if rows == 1 else np.repeat(a, rows, axis=0)[:m]

@@ -1,6 +1,6 @@
-"""encode and decode as producers have them: one float32 <-> one code, for every element format, from its descriptor.
+"""Encode and decode single values, with the sign, NaN and overflow rules of producers.
 
-The rounding is the formula of fp4kit/rounding.py; what is here are the rules of producers for signs, NaN and overflow.
+The rounding formula is that of fp4kit/rounding.py and works for every element format.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from fp4kit.rounding import ROUNDINGS, Rounding, codes_of
 
 Sign = Literal["signbit", "negative", "not_positive", "unsigned_zero"]
 
-# Which values, of these magnitudes' codes, get the sign bit: those whose sign bit is set (-0 keeps it), those below
-# zero, those not above zero (+0 gets it), those whose code is not that of zero.
+# Which elements get the sign bit, given x and the codes of its magnitudes:
+# signbit: those with a set sign bit, so that -0 keeps its sign.  negative: those below zero.
+# not_positive: those not above zero, so that +0 gets the sign bit.  unsigned_zero: as signbit, but never the code 0.
 SIGNS: dict[str, Callable[[np.ndarray, np.ndarray], np.ndarray]] = {
     "signbit": lambda x, codes: np.signbit(x),
     "negative": lambda x, codes: x < 0,
@@ -28,52 +29,54 @@ SIGNS: dict[str, Callable[[np.ndarray, np.ndarray], np.ndarray]] = {
 
 
 def decode(codes: np.ndarray, fmt: ElementFormat) -> np.ndarray:
-    """Values of codes: float32, same shape.
+    """Return the float32 values of codes, in their shape.
 
-    codes: unsigned integers below 2**fmt.bits (higher bits are ignored, so nibbles need no masking by the caller).
-    Exact: every value of every format is a float32.
+    codes: unsigned integers. Bits above the format's width are ignored, so that callers need not mask nibbles. The
+    result is exact, because every value of every format is a float32.
     """
     return np.take(fmt.values, codes if fmt.bits == 8 else codes & (2**fmt.bits - 1))
 
 
 def encode_magnitude(a: np.ndarray, fmt: ElementFormat, rounding: str = "rn") -> np.ndarray:
-    """Codes (uint8) of float32 a >= 0, saturating at fmt.max; a must not hold NaN."""
+    """Return the codes (uint8) of float32 a >= 0, saturating at fmt.max. a must not hold NaN."""
     return codes_of(np.minimum(a, fmt.max), fmt.emin, fmt.mantissa_bits, ROUNDINGS[rounding]).astype(np.uint8)
 
 
 def first_of_least(a: np.ndarray, fmt: ElementFormat, step: np.ndarray | np.float32) -> np.ndarray:
-    """Codes (uint8) of the magnitudes, in code order the first, for which float32 |value * step - a| is least; a >= 0,
-    no NaN.
+    """Return the code (uint8) whose float32 error |value * step - a| is smallest, for a >= 0 without NaN.
 
-    So ties go toward zero. Where a is so large that float32 errors are equal, and for inf, the first of them is the
-    code of a smaller value, or 0.
+    The lowest code wins a tie, so ties go toward zero. If a is so large that the float32 errors are equal, or a is inf,
+    a code of a smaller value or 0 wins.
     """
-    codes, least = np.zeros(a.shape, np.uint8), a
+    codes, smallest_error = np.zeros(a.shape, np.uint8), a
     for code, value in enumerate(fmt.magnitudes[1:], 1):
         error = np.abs(value * step - a)
-        codes, least = np.where(error < least, np.uint8(code), codes), np.where(error < least, error, least)
+        codes, smallest_error = (
+            np.where(error < smallest_error, np.uint8(code), codes),
+            np.where(error < smallest_error, error, smallest_error),
+        )
     return codes
 
 
 def nearest_unbounded(a: np.ndarray) -> np.ndarray:
-    """Return the E2M1 value nearest to float32 a >= 0, ties to even, from 4 on in steps of 2 without end; NaN for inf
-    and NaN.
+    """Return the E2M1 value nearest to float32 a >= 0, ties to even; from 4 on in steps of 2 without an upper limit.
 
-    Source: fouroversix quantize/pytorch/reference.py fake_quantize_to_e2m1, which has no clamp.
+    inf and NaN give NaN. Source: fouroversix quantize/pytorch/reference.py fake_quantize_to_e2m1, which has no clamp.
     """
     beyond = np.where(np.isfinite(a), np.float32(2) * np.rint(a / np.float32(2)), np.float32(np.nan))
     return np.where(a < 4, decode(encode_magnitude(np.where(a < 4, a, np.float32(0)), E2M1), E2M1), beyond)
 
 
 def _wrapped_magnitude(a: np.ndarray) -> np.ndarray:
-    """Return the codes (uint8) of v = nearest_unbounded(a), a finite. From 8 on they are the last four bits of
+    """Return the codes (uint8) of v = nearest_unbounded(a), for finite a.
 
-    2 * (exponent of bfloat16(v) + 1) + the first bit of its mantissa: 8 for 8 and 10, 9 for 12 and 14, 10 for 16, ...
-    Source: fouroversix quantize_bf16_to_unpacked_fp4.
+    Below 8 these are the E2M1 codes. From 8 on a code is the last four bits of 2 * (exponent of bfloat16(v) + 1) + the
+    first mantissa bit of bfloat16(v): 8 for 8 and 10, 9 for 12 and 14, 10 for 16, ... Source: fouroversix
+    quantize_bf16_to_unpacked_fp4.
     """
-    near = nearest_unbounded(a)
-    bits = near.astype(ml_dtypes.bfloat16).view(np.uint16)
-    return np.where(near < 8, encode_magnitude(a, E2M1), ((bits >> 6) - 2 * 126).astype(np.uint8) & 15)
+    rounded = nearest_unbounded(a)
+    bits = rounded.astype(ml_dtypes.bfloat16).view(np.uint16)
+    return np.where(rounded < 8, encode_magnitude(a, E2M1), ((bits >> 6) - 2 * 126).astype(np.uint8) & 15)
 
 
 def encode(
@@ -84,18 +87,29 @@ def encode(
     nan_code: int | None = None,
     step: np.ndarray | np.float32 = ONE,
 ) -> np.ndarray:
-    """Codes of x: uint8, same shape.
+    """Return the codes of x: uint8, in the shape of x.
 
-    x: float32 (float16 and bfloat16 are widened, exactly).
-    rounding: "rn" nearest ties to even, "rz" toward zero, "rna" nearest ties away, "rnz" nearest ties toward zero,
-        "rnw" nearest_unbounded, for E2M1: the code of 8 and more keeps its last four bits (_wrapped_magnitude), and
-        that of a negative value has its bit 3 set, so that 8 and -8 are both code 8; inf is NaN, "first" the first code
-        in order of the nearest value: first_of_least, with steps of which values are multiples.
-    sign: "signbit" (-0 -> code of -0), "negative" (only x < 0), "not_positive" (+0 too),
-        "unsigned_zero" (only x < 0 that does not round to zero).
-    Numerics: finite values beyond the largest, and +-inf, become +-max (for formats with an infinity too) unless
-    rounding is "rnw"; NaN becomes nan_code, by default fmt.nan_code; subnormal values and subnormal codes are honoured.
-    Integers: round, then clamp to [-2^(bits-1), 2^(bits-1) - 1]. E8M0: encode_e8m0, which has its own roundings.
+    Args:
+        x: float32; float16 and bfloat16 are widened, exactly.
+        rounding: one of
+            "rn" nearest, ties to even;
+            "rz" toward zero;
+            "rna" nearest, ties away from zero;
+            "rnz" nearest, ties toward zero;
+            "rns" nearest even through the rounded sum a + 0.5;
+            "rnw" (E2M1) nearest_unbounded: the code of a magnitude of 8 or more is its last four bits, and a negative
+            value sets bit 3, so that 8 and -8 both have code 8;
+            "first" the code of the nearest multiple of step, ties to the lowest code (first_of_least).
+        sign: which elements get the sign bit: "signbit" (-0 has the code of -0), "negative" (only x < 0),
+            "not_positive" (also +0) or "unsigned_zero" (only x < 0 that does not round to zero).
+        nan_code: the code of NaN; by default fmt.nan_code.
+        step: what values are multiplied by before they are compared with x; used only by "first".
+
+    Numerics:
+        Unless rounding is "rnw", finite values beyond the largest and +-inf become +-max, also in a format with an
+        infinity. Under "rnw", inf counts as NaN. Subnormal values and subnormal codes are kept. Integers are rounded
+        and then clamped to [-2^(bits-1), 2^(bits-1) - 1]. E8M0 is encoded by encode_e8m0, which has its own rounding
+        modes.
     """
     if not fmt.has_zero:
         return encode_e8m0(x, rounding)
@@ -116,6 +130,7 @@ def encode(
 def _encode_float(
     x: np.ndarray, fmt: ElementFormat, rounding: str, sign: Sign, step: np.ndarray | np.float32
 ) -> np.ndarray:
+    """Return the codes of x, which holds no NaN, in a float format."""
     a = np.abs(x)
     if rounding == "first":
         codes = first_of_least(a, fmt, step)
@@ -126,6 +141,7 @@ def _encode_float(
 
 
 def _encode_integer(x: np.ndarray, fmt: ElementFormat, rounding: str) -> np.ndarray:
+    """Return the two's complement codes of x, which holds no NaN."""
     magnitude = ROUNDINGS[rounding](np.minimum(np.abs(x), np.float32(fmt.sign_bit)))
     value = np.clip(np.copysign(magnitude, x), np.float32(-fmt.sign_bit), fmt.max).astype(np.int32)
     return (value & (2**fmt.bits - 1)).astype(np.uint8)
@@ -135,16 +151,22 @@ _E8M0_ROUNDINGS: dict[str, Rounding] = {"rp": np.ceil, "rz": ROUNDINGS["rz"], "r
 
 
 def encode_e8m0(x: np.ndarray, rounding: str = "rp") -> np.ndarray:
-    """E8M0 codes of float32 x >= 0: exponent + 127, uint8, same shape.
+    """Return the E8M0 codes of float32 x >= 0, exponent + 127: uint8, in the shape of x.
 
-    rounding: "rp" up to a power of two (PTX cvt.rp.satfinite.ue8m0), "rz" down, "rn" nearest with 1.5 * 2^k up.
-    Raises ValueError for another rounding.
-    Numerics: 0 and values up to 2^-127 -> 0 (which means 2^-127); above 2^127, and +inf, -> 254; NaN and x < 0 -> 255.
+    Args:
+        rounding: "rp" up to a power of two (PTX cvt.rp.satfinite.ue8m0), "rz" down, "rn" to nearest with 1.5 * 2^k up.
+
+    Raises:
+        ValueError: rounding is another name.
+
+    Numerics:
+        0 and values up to 2^-127 give code 0, which stands for 2^-127. Values above 2^127 and +inf give 254. NaN and x
+        < 0 give 255.
     """
     x = np.asarray(x, np.float32)
     if rounding not in _E8M0_ROUNDINGS:
         raise ValueError(f"encode_e8m0: rounding is {rounding!r}; needs 'rp', 'rz' or 'rn'")
     nan = np.isnan(x) | (x < 0)
     a = np.clip(np.where(nan, np.float32(1), x).astype(np.float64), E8M0.min_subnormal, E8M0.max)
-    codes = codes_of(a, E8M0.emin, 0, _E8M0_ROUNDINGS[rounding]) - 1  # the mantissa is the hidden 1 alone
+    codes = codes_of(a, E8M0.emin, 0, _E8M0_ROUNDINGS[rounding]) - 1  # E8M0 has no zero: codes are one lower
     return np.where(nan, 255, codes).astype(np.uint8)

@@ -1,4 +1,4 @@
-"""dequantize: codes and scales back to values, one matrix at a time."""
+"""Dequantize one matrix: codes and scales to values."""
 
 from __future__ import annotations
 
@@ -18,149 +18,178 @@ from fp4kit.reference.codec import decode
 from fp4kit.reference.tensor_rules import TINY_AMAX, TensorScale, full_range, round_to
 
 HALF = np.dtype(np.float16)
-ALL_ONES = np.float32(480)  # 15 * 2^5, the pattern of all ones of E4M3 as a number
+ALL_ONES = np.float32(480)  # 15 * 2^5: E4M3's pattern of all ones, read as a number
 
-# Each rule: values (m, blocks, block), block scale codes (m, blocks) or None, tensor scales with an axis for elements
-# -> values. Which of them read the amax or the encode scale is told in recipes/rules.py: for the others these need not
-# be known.
+# A decode rule takes element values (m, blocks, block), block scale codes (m, blocks) or None, and tensor scales with a
+# last axis for the elements. It returns the decoded values. recipes/rules.py says which rules read the tensor's amax or
+# encode scale; the others work without them.
 
 
 def decode_product(values: np.ndarray, scales: np.ndarray | None, tensor: TensorScale, recipe: Recipe) -> np.ndarray:
-    """value * (block_scale * tensor_scale); without block scales, value * tensor_scale."""
+    """Return value * (block_scale * tensor_scale), or value * tensor_scale without block scales."""
     if scales is None:
         return values * tensor.decode
     return values * (decode(scales, E4M3)[..., None] * tensor.decode)
 
 
 def decode_te(values: np.ndarray, scales: np.ndarray, tensor: TensorScale, recipe: Recipe) -> np.ndarray:
-    """value * ((block_scale * tensor_amax) * fp32(1 / (6 * scale_max))). Source: TE cast/nvfp4/dequantize_nvfp4.cuh."""
+    """Return value * ((block_scale * tensor_amax) * fp32(1 / (6 * scale_max))).
+
+    Source: TE cast/nvfp4/dequantize_nvfp4.cuh.
+    """
     return values * (decode(scales, E4M3)[..., None] * tensor.amax * (np.float32(1) / full_range(recipe)))
 
 
 def decode_compressed_tensors(
     values: np.ndarray, scales: np.ndarray, tensor: TensorScale, recipe: Recipe
 ) -> np.ndarray:
-    """value * (block_scale / global_scale), global_scale in the encode direction."""
+    """Return value * (block_scale / global_scale), where global_scale is the encode scale of the tensor."""
     return values * (decode(scales, E4M3)[..., None] / tensor.encode)
 
 
 def decode_vllm_cuda(values: np.ndarray, scales: np.ndarray, tensor: TensorScale, recipe: Recipe) -> np.ndarray:
-    """value * (block_scale * rcp(global_scale)), rcp = rcp.approx.ftz.f32. Source: vLLM _nvfp4_quant_dequant_kernel
-    (Triton).
+    """Return value * (block_scale * rcp(global_scale)), where rcp is rcp.approx.ftz.f32.
+
+    Source: vLLM _nvfp4_quant_dequant_kernel (Triton).
     """
     return values * (decode(scales, E4M3)[..., None] * reciprocal_approx_ftz(tensor.encode))
 
 
 def decode_auto_round(values: np.ndarray, scales: np.ndarray, tensor: TensorScale, recipe: Recipe) -> np.ndarray:
-    """value * R(R(block_scale * tensor_scale)), R(t) = 1 / t, 0 for 0. Source: auto-round data_type/nvfp.py
-    ref_nvfp4_quant.
+    """Return value * R(R(block_scale * tensor_scale)), where R(t) is 1 / t, or 0 for t = 0.
+
+    Source: auto-round data_type/nvfp.py ref_nvfp4_quant.
     """
     return values * reciprocal_or_zero(reciprocal_or_zero(decode(scales, E4M3)[..., None] * tensor.decode))
 
 
 def decode_modelopt(values: np.ndarray, scales: np.ndarray, tensor: TensorScale, recipe: Recipe) -> np.ndarray:
-    """decode_product, but code 8 is +0. Source: Model-Optimizer NVFP4QTensor.dequantize, e2m1_values."""
+    """Return decode_product's values, with code 8 as +0.
+
+    Source: Model-Optimizer NVFP4QTensor.dequantize, e2m1_values.
+    """
     return decode_product(_unsigned_zero(values, recipe), scales, tensor, recipe)
 
 
 def decode_mlx_0322(values: np.ndarray, scales: np.ndarray, tensor: TensorScale, recipe: Recipe) -> np.ndarray:
-    """decode_product, but scale bytes 7F and FF are 480 and -480. Source: MLX mx.dequantize on a CPU, up to 0.32.2."""
+    """Return decode_product's values, with scale bytes 7F and FF read as 480 and -480.
+
+    Source: MLX mx.dequantize on a CPU, up to 0.32.2.
+    """
     numbers = np.where(scales & 0x7F == 0x7F, np.where(scales == 0x7F, ALL_ONES, -ALL_ONES), decode(scales, E4M3))
     return values * (numbers[..., None] * tensor.decode)
 
 
 def decode_e8m0(values: np.ndarray, scales: np.ndarray, tensor: TensorScale, recipe: Recipe) -> np.ndarray:
-    """value * 2^(scale - 127); 255 is NaN. Source: OCP MX v1.0."""
+    """Return value * 2^(scale - 127); scale code 255 gives NaN. Source: OCP MX v1.0."""
     return values * decode(scales, E8M0)[..., None]
 
 
 def decode_e8m0_flashinfer_host(
     values: np.ndarray, scales: np.ndarray, tensor: TensorScale, recipe: Recipe
 ) -> np.ndarray:
-    """decode_e8m0, but code 8 is +0. Source: FlashInfer mxfp4_dequantize_host."""
+    """Return decode_e8m0's values, with code 8 as +0. Source: FlashInfer mxfp4_dequantize_host."""
     return decode_e8m0(_unsigned_zero(values, recipe), scales, tensor, recipe)
 
 
 def _unsigned_zero(values: np.ndarray, recipe: Recipe) -> np.ndarray:
+    """Return values with +0 in place of -0."""
     return values + np.float32(0)  # -0 + 0 = +0 under rn; every other value is unchanged
 
 
 def decode_e8m0_flashinfer_api(
     values: np.ndarray, scales: np.ndarray, tensor: TensorScale, recipe: Recipe
 ) -> np.ndarray:
-    """value * float(scale << 23): 0 is 0, 255 is inf. Source: FlashInfer e2m1_and_ufp8sf_scale_to_float, type 0."""
+    """Return value * float(scale << 23): scale code 0 is 0, and 255 is inf.
+
+    Source: FlashInfer e2m1_and_ufp8sf_scale_to_float, type 0.
+    """
     return values * (scales.astype(np.int32) << 23).view(np.float32)[..., None]
 
 
 def decode_e8m0_unbounded(values: np.ndarray, scales: np.ndarray, tensor: TensorScale, recipe: Recipe) -> np.ndarray:
-    """ldexp(value, scale - 127): 255 is 2^128, so that 0.5 stays finite. Source: transformers
-    convert_moe_packed_tensors.
+    """Return ldexp(value, scale - 127): scale code 255 is 2^128, so that an element of 0.5 stays finite.
+
+    Source: transformers convert_moe_packed_tensors.
     """
     return np.ldexp(values, scales.astype(np.int32)[..., None] - 127)
 
 
 def decode_gguf(values: np.ndarray, scales: np.ndarray, tensor: TensorScale, recipe: Recipe) -> np.ndarray:
-    """decode_product with scales of 7 bits: bit 7 is ignored and 0x7F is 0, but 0xFF is 480; code 8 is +0. Source:
-    llama.cpp.
+    """Return decode_product's values with 7-bit scales, and code 8 as +0.
+
+    Bit 7 of a scale byte is ignored, and 0x7F is 0, but 0xFF is 480. Source: llama.cpp.
     """
-    known = decode(scales & np.uint8(0x7F), E4M3)
-    scale = np.where(scales == 0xFF, ALL_ONES, np.where(scales == 0x7F, np.float32(0), known))
+    usual = decode(scales & np.uint8(0x7F), E4M3)
+    scale = np.where(scales == 0xFF, ALL_ONES, np.where(scales == 0x7F, np.float32(0), usual))
     return _unsigned_zero(values, recipe) * (scale[..., None] * tensor.decode)
 
 
 def decode_e8m0_gguf(values: np.ndarray, scales: np.ndarray, tensor: TensorScale, recipe: Recipe) -> np.ndarray:
-    """decode_e8m0_unbounded, but code 8 is +0. Source: llama.cpp dequantize_row_mxfp4."""
+    """Return decode_e8m0_unbounded's values, with code 8 as +0. Source: llama.cpp dequantize_row_mxfp4."""
     return decode_e8m0_unbounded(_unsigned_zero(values, recipe), scales, tensor, recipe)
 
 
 def decode_e8m0_infinite(values: np.ndarray, scales: np.ndarray, tensor: TensorScale, recipe: Recipe) -> np.ndarray:
-    """decode_e8m0, but 255 is 2^128, which is inf. Source: Model-Optimizer MXFP4QTensor and MXFP8QTensor."""
+    """Return decode_e8m0's values, with scale code 255 as inf.
+
+    Source: Model-Optimizer MXFP4QTensor and MXFP8QTensor.
+    """
     return values * np.where(scales == 255, np.float32(np.inf), decode(scales, E8M0))[..., None]
 
 
 def decode_e8m0_mlx(values: np.ndarray, scales: np.ndarray, tensor: TensorScale, recipe: Recipe) -> np.ndarray:
-    """decode_e8m0_infinite; float16 by decode_e8m0_float16. Source: MLX mx.dequantize on a CPU."""
+    """Return decode_e8m0_infinite's values. float16 results use decode_e8m0_float16 instead.
+
+    Source: MLX mx.dequantize on a CPU.
+    """
     return decode_e8m0_infinite(values, scales, tensor, recipe)
 
 
 def decode_e8m0_mlx_0322(values: np.ndarray, scales: np.ndarray, tensor: TensorScale, recipe: Recipe) -> np.ndarray:
-    """decode_e8m0_mlx of elements of which 7F and FF are 480 and -480. Source: MLX mx.dequantize on a CPU, up to
-    0.32.2.
+    """Return decode_e8m0_mlx's values, with element codes 7F and FF read as 480 and -480.
+
+    Source: MLX mx.dequantize on a CPU, up to 0.32.2.
     """
     return decode_e8m0_infinite(values, scales, tensor, recipe)
 
 
 def decode_fouroversix(values: np.ndarray, scales: np.ndarray, tensor: TensorScale, recipe: Recipe) -> np.ndarray:
-    """(H(value * block_scale) * tensor_amax) / (6 * scale_max), H rounds to float16. Source: fouroversix dequantize."""
+    """Return (H(value * block_scale) * tensor_amax) / (6 * scale_max), where H rounds to float16.
+
+    Source: fouroversix dequantize.
+    """
     return round_to(values * decode(scales, E4M3)[..., None], HALF) * tensor.amax / full_range(recipe)
 
 
 def decode_e8m0_quark(values: np.ndarray, scales: np.ndarray, tensor: TensorScale, recipe: Recipe) -> np.ndarray:
-    """decode_e8m0_infinite; float16 by decode_e8m0_float16, as scales pass through the weight's dtype.
+    """Return decode_e8m0_infinite's values. float16 results use decode_e8m0_float16 instead.
 
-    Source: Quark export/nn/modules/realquantizer.py unpack_params.
+    The reason is that scales pass through the weight's dtype. Source: Quark export/nn/modules/realquantizer.py
+    unpack_params.
     """
     return decode_e8m0_infinite(values, scales, tensor, recipe)
 
 
 def decode_e8m0_float16(values: np.ndarray, scales: np.ndarray, tensor: TensorScale, recipe: Recipe) -> np.ndarray:
-    """H(value * H(decode_e8m0_mlx's scale)), H rounds to float16: a scale from 2^16 on is inf, one below 2^-24 is 0.
+    """Return H(value * H(scale)), where H rounds to float16: a scale of 2^16 or more is inf, one below 2^-24 is 0.
 
-    Source: MLX mx.dequantize of float16 on a CPU; fouroversix dequantize, whatever the dtype.
+    Scale code 255 is inf. Source: MLX mx.dequantize of float16 on a CPU; fouroversix dequantize, for every dtype.
     """
     scale = np.where(scales == 255, np.float32(np.inf), decode(scales, E8M0))
     return round_to(values * round_to(scale, HALF)[..., None], HALF)
 
 
 def decode_e8m0_float16_0322(values: np.ndarray, scales: np.ndarray, tensor: TensorScale, recipe: Recipe) -> np.ndarray:
-    """decode_e8m0_float16 of elements of which 7F and FF are 480 and -480. Source: MLX of float16 on a CPU, up to
-    0.32.2.
+    """Return decode_e8m0_float16's values, with element codes 7F and FF read as 480 and -480.
+
+    Source: MLX mx.dequantize of float16 on a CPU, up to 0.32.2.
     """
     return decode_e8m0_float16(values, scales, tensor, recipe)
 
 
 def decode_int_modelopt(values: np.ndarray, scales: None, tensor: TensorScale, recipe: Recipe) -> np.ndarray:
-    """value / (max / amax), +0 where amax <= 2^-24."""
+    """Return value / (max / amax), or +0 where amax <= 2^-24."""
     zero = tensor.amax <= TINY_AMAX
     return np.where(zero, np.float32(0), values / np.where(zero, np.float32(1), tensor.encode))
 
@@ -170,14 +199,17 @@ DECODE_RULES: dict[str, Callable[..., np.ndarray]] = {name: globals()[f"decode_{
 
 @lru_cache(64)
 def _read_as(element: ElementFormat, decode_rule: str) -> ElementFormat:
-    """The format that a decode rule reads codes in: with numbers in place of NaN, if the rule says so."""
+    """Return the element format in which a decode rule reads codes.
+
+    It has no NaN if the rule reads NaN codes as numbers.
+    """
     return replace(element, specials="none") if rules.DECODE_RULES[decode_rule].numbers else element
 
 
 def dequantize_tile(codes: np.ndarray, scales: np.ndarray | None, recipe: Recipe, tensor: TensorScale) -> np.ndarray:
-    """float32 values (m, k) of codes (m, k) and block scale codes (m, k / block), by the recipe's decode rule.
+    """Return the float32 values (m, k) of codes and block scale codes (m, k / block), by the recipe's decode rule.
 
-    Under a tensor scale that no amax gives (implied.UNKNOWN, below zero), by decode_product.
+    Under a tensor scale that no amax gives (implied_amax.UNKNOWN, which is negative), decode_product is used instead.
     """
     m, k = codes.shape
     values = decode(codes, _read_as(recipe.element, recipe.decode_rule)).reshape(
@@ -195,8 +227,9 @@ def dequantize_tile(codes: np.ndarray, scales: np.ndarray | None, recipe: Recipe
 def dequantize_matrix(
     packed: np.ndarray, scales: np.ndarray | None, recipe: Recipe, tensor: TensorScale, out: np.ndarray
 ) -> None:
-    """Values of one matrix into out (M, K), tile by tile, rounded (rn) to out's dtype. tensor: of
-    implied.stored_tensor_scale.
+    """Write the values of one matrix into out (M, K), tile by tile, rounded to nearest even in out's dtype.
+
+    tensor: the result of implied_amax.stored_tensor_scale.
     """
     recipe, tensor, packing = decoding(recipe, out.dtype), tensor.columns(recipe), recipe.element.packing
     for rows, columns in tiles(out.shape, recipe.block):

@@ -1,5 +1,7 @@
-"""Fake quantizers that are not dequantize(quantize(x)): producers' value-only kernels, and straight-through
-gradients.
+"""Fake quantizers that differ from dequantize(quantize(x)), and straight-through gradients.
+
+These rules reproduce producers' kernels that compute values only, without codes. In the docstrings s is the scale, max
+the largest element value, and round() rounds to the nearest value of the element format, ties to even.
 """
 
 from __future__ import annotations
@@ -19,21 +21,22 @@ from fp4kit.rounding import power_of_two
 
 
 def _round(x: np.ndarray, recipe: Recipe) -> np.ndarray:
-    """x >= 0 to the nearest value of the element format, ties to even."""
+    """Return x >= 0 rounded to the nearest value of the element format, ties to even."""
     return decode(encode(x, recipe.element), recipe.element)
 
 
 def _e4m3(x: np.ndarray) -> np.ndarray:
+    """Return x rounded to the nearest E4M3 value."""
     return decode(encode(x, E4M3), E4M3)
 
 
 def nvfp4_modelopt_triton(
     x: np.ndarray, recipe: Recipe, tensor_amax: np.ndarray, amax: np.ndarray | None, dtype: np.dtype
 ) -> np.ndarray:
-    """y = round(|x| / s) * s, s = E4M3(min(amax / (6 gs), 448)) * gs, gs = tensor_amax * fp32(1/2688).
+    """Return y = round(|x| / s) * s, s = E4M3(min(amax / (6 gs), 448)) * gs, gs = tensor_amax * fp32(1/2688).
 
-    gs <= 0 -> 1e-12; s < 1e-5 and NaN -> 1, so that a tensor whose scales are all below 1e-5 becomes zero. The sign is
-    + for x >= 0 and - for all else, NaN included (which gives -6 s).
+    gs <= 0 becomes 1e-12. s < 1e-5 and NaN become 1, so a tensor whose scales are all below 1e-5 becomes zero. The sign
+    is + for x >= 0 and - otherwise. NaN gives -6 s.
     """
     gs = tensor_amax * (ONE / np.float32(E2M1.max * E4M3.max))
     gs = np.where(gs <= 0, np.float32(1e-12), gs)
@@ -48,9 +51,10 @@ def nvfp4_modelopt_triton(
 def nvfp4_modelopt_static(
     x: np.ndarray, recipe: Recipe, tensor_amax: np.ndarray, amax: np.ndarray | None, dtype: np.dtype
 ) -> np.ndarray:
-    """y = round(|x| / s) * s; s is amax / 6 through fp8-modelopt's E4M3 with amax' = tensor_amax * (448 / N) / 6.
+    """Return y = round(|x| / s) * s.
 
-    s = 0 -> zeros; s not finite -> 1.
+    s is amax / 6, rounded to E4M3 by fp8-modelopt with amax' = tensor_amax * (448 / N) / 6, where N is scale_max. s = 0
+    gives zeros; an s that is not finite becomes 1.
     """
     blocks = x.reshape(len(x), -1, recipe.block_size)
     block = block_amax(x, recipe) if amax is None else amax
@@ -65,9 +69,9 @@ def nvfp4_modelopt_static(
 def nvfp4_modelopt_cuda(
     x: np.ndarray, recipe: Recipe, tensor_amax: np.ndarray, amax: np.ndarray | None, dtype: np.dtype
 ) -> np.ndarray:
-    """y = round(|x| * (1 / u)) * u, u = E4M3((amax / 6) * t) / t, t = 448 * (6 / tensor_amax); t and u in float64.
+    """Return y = round(|x| * (1 / u)) * u, u = E4M3((amax / 6) * t) / t, t = 448 * (6 / tensor_amax).
 
-    An amax or tensor_amax of 0, inf or NaN: y = round(|x|).
+    t and u are float64. If amax or tensor_amax is 0, inf or NaN, y is round(|x|).
     """
     blocks = x.reshape(len(x), -1, recipe.block_size)
     block = np.fmin(block_amax(x, recipe) if amax is None else amax, FLT_MAX)
@@ -83,10 +87,10 @@ def nvfp4_modelopt_cuda(
 def mx_modelopt(
     x: np.ndarray, recipe: Recipe, tensor_amax: np.ndarray | None, amax: np.ndarray | None, dtype: np.dtype
 ) -> np.ndarray:
-    """y = round(|x| / s) * s, s = amax / max rounded up to a power of two within [2^-127, 2^127]; amax = 0 -> s = 1.
+    """Return y = round(|x| / s) * s, where s is amax / max rounded up to a power of two in [2^-127, 2^127].
 
-    amax ignores NaN and takes inf as FLT_MAX. NaN elements are undefined there; here they give NaN, or the largest
-    value.
+    amax = 0 gives s = 1. The amax ignores NaN and counts inf as FLT_MAX. The producer leaves NaN elements undefined;
+    here they give NaN, or the largest value.
     """
     blocks = x.reshape(len(x), -1, recipe.block_size)
     block = np.fmin(block_amax(x, recipe) if amax is None else amax, FLT_MAX)
@@ -98,10 +102,10 @@ def mx_modelopt(
 def int_modelopt(
     x: np.ndarray, recipe: Recipe, tensor_amax: np.ndarray, amax: np.ndarray | None, dtype: np.dtype
 ) -> np.ndarray:
-    """y = clip(rint(x * s), min, max) / s, s = max / tensor_amax; -0 and NaN come through.
+    """Return y = clip(rint(x * s), min, max) / s, s = max / tensor_amax. -0 and NaN are kept.
 
-    Where tensor_amax <= 2^-24 the result is +0 (the CUDA path), but per block a zero of the sign of x (the PyTorch
-    path).
+    If tensor_amax <= 2^-24, the result is +0 as in the producer's CUDA path. For a scale per block, it is a zero with
+    the sign of x, as in the PyTorch path.
     """
     zero = (tensor_amax <= TINY_AMAX)[..., None]
     scale = np.where(zero, ONE, recipe.element.max / tensor_amax[..., None])
@@ -115,38 +119,44 @@ def int_modelopt(
 def int4_qat(
     x: np.ndarray, recipe: Recipe, tensor_amax: np.ndarray, amax: np.ndarray | None, dtype: np.dtype
 ) -> np.ndarray:
-    """y = clip(rint(x / s), -7, 7) * s, s = max(tensor_amax / 7, 1e-5). -0 comes through."""
+    """Return y = clip(rint(x / s), -7, 7) * s, s = max(tensor_amax / 7, 1e-5). -0 is kept."""
     scale = np.maximum(tensor_amax / recipe.element.max, np.float32(1e-5))[..., None]
     y = np.clip(np.rint(_tensor_blocks(x, recipe) / scale), -recipe.element.max, recipe.element.max) * scale
     return y.reshape(x.shape)
 
 
 def _tensor_blocks(x: np.ndarray, recipe: Recipe) -> np.ndarray:
-    """x (m, k) as (m, blocks, block), one block a row where tensor scales do not go by block."""
+    """Return x (m, k) as (m, blocks, block), with one block per row if tensor scales are not per block."""
     return x.reshape(len(x), -1, recipe.block_size if recipe.block else x.shape[1])
 
 
 def _log2_floor(x: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """floor(log2(x)) with log2 rounded to float32, then to dtype: one too large just below a power of two."""
+    """Return floor(log2(x)), with log2 rounded to float32 and then to dtype.
+
+    It is one too large just below a power of two.
+    """
     with np.errstate(divide="ignore"):
         return np.floor(round_to(np.log2(x.astype(np.float64)).astype(np.float32), dtype))
 
 
 def _exp2(exponent: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """Return 2^exponent rounded to dtype, as float32."""
     return round_to(np.ldexp(np.float32(1), exponent.astype(np.int32)), dtype)
 
 
 def _microxcaling(
     round_magnitude: Callable[[np.ndarray, np.dtype], np.ndarray], flush: bool = False
 ) -> Callable[..., np.ndarray]:
+    """Return a fake quantizer of microxcaling with the given rounding of magnitudes."""
+
     def rule(
         x: np.ndarray, recipe: Recipe, tensor_amax: np.ndarray | None, amax: np.ndarray | None, dtype: np.dtype
     ) -> np.ndarray:
-        """s = 2^(floor(log2(amax)) - emax); y = round(x / s) * s; every operation rounded to the input dtype.
+        """Return y = round(x / s) * s, s = 2^(floor(log2(amax)) - emax), every operation rounded to the input dtype.
 
-        log2 is rounded to the dtype, so its floor is one too large just below powers of two; an exponent above 127
-        makes the block NaN; below -127 it is -127. Elements saturate; -0 becomes +0. float16: all-zero blocks give NaN
-        (0 / 0). flush: blocks with log2(amax) <= -127 are zero.
+        log2 is rounded to the dtype, so its floor is one too large just below a power of two. An exponent above 127
+        makes the block NaN; an exponent below -127 becomes -127. Elements saturate, and -0 becomes +0. In float16,
+        blocks of zeros give NaN (0 / 0). With flush, blocks with log2(amax) <= -127 become zero.
         """
         element = recipe.element
         blocks = x.reshape(len(x), -1, recipe.block_size)
@@ -173,10 +183,12 @@ def _microxcaling(
 
 
 def _half_away(v: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """Return floor(v + 0.5), the sum rounded to dtype, for v >= 0."""
     return np.floor(round_to(v + np.float32(0.5), dtype))
 
 
 def _half_even(v: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """Return _half_away's result, with ties rounded to even."""
     return _half_away(v, dtype) - ((v - np.float32(0.5)) % 2 == 0)
 
 
@@ -189,8 +201,9 @@ FAKE_RULES: dict[str, Callable[..., np.ndarray]] = {name: globals()[name] for na
 
 
 def clip_gradient(grad: np.ndarray, x: np.ndarray, amax: np.ndarray) -> np.ndarray:
-    """Straight-through gradient with a clip mask: grad where |x| <= amax, else 0 (NaN x gives 0). amax is not
-    rounded.
+    """Return the straight-through gradient with a clip mask: grad where |x| <= amax, and 0 elsewhere.
+
+    A NaN in x gives 0. amax is not rounded.
     """
     with np.errstate(all="ignore"):
         return np.where(np.abs(x).astype(np.float32) <= amax, grad, np.zeros((), grad.dtype))

@@ -1,5 +1,6 @@
-"""4over6: each block takes the better of two scales, with its amax at code 6 or at code 4. Source: TE, a.8; FlashInfer
-a4.
+"""4over6: each block takes the better of two scales, which put its amax at code value 6 or at 4.
+
+Sources: TE, section a.8; FlashInfer, section a4.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from fp4kit.reference.summation_order import sum_lanes
 from fp4kit.reference.tensor_rules import TensorScale, full_range
 
 Operation = Callable[..., np.ndarray]
-# multiply and divide, by whether subnormals are flushed
+# (multiply, divide), indexed by whether subnormals are flushed
 ARITHMETIC: dict[bool, tuple[Operation, Operation]] = {
     False: (np.multiply, np.divide),
     True: (multiply_ftz, divide_ftz),
@@ -27,8 +28,10 @@ ARITHMETIC: dict[bool, tuple[Operation, Operation]] = {
 
 
 class _Candidate(NamedTuple):
-    """A scale that blocks may have: scale codes (rows of blocks, blocks), element codes (m, blocks, 16) and their E2M1
-    values.
+    """The result of one candidate scale per block.
+
+    scales: scale codes (rows of blocks, blocks). codes: element codes (m, blocks, 16). values: the E2M1 values of the
+    codes.
     """
 
     scales: np.ndarray
@@ -37,7 +40,7 @@ class _Candidate(NamedTuple):
 
 
 def _candidate(base: np.ndarray, blocks: np.ndarray, tensor: TensorScale, recipe: Recipe) -> _Candidate:
-    """Return the candidate of block scale E4M3(min(base, 448))."""
+    """Return the candidate with block scale E4M3(min(base, 448))."""
     scales = encode(zero_of_zeros(base, tensor) if recipe.lane_sums else base, E4M3)
     scaled = _scaled(spread_rows(factor_of(scales, tensor, recipe), recipe, len(blocks)), blocks, recipe)
     codes = _codes_of(scaled, recipe)
@@ -48,7 +51,7 @@ def _candidate(base: np.ndarray, blocks: np.ndarray, tensor: TensorScale, recipe
 
 
 def factor_of(scales: np.ndarray, tensor: TensorScale, recipe: Recipe) -> np.ndarray:
-    """min(1 / (scale * S_dec), FLT_MAX); with lane_sums fouroversix's."""
+    """Return min(1 / (scale * S_dec), FLT_MAX), or fouroversix's factor if recipe.lane_sums is set."""
     if recipe.lane_sums:
         return factor_fouroversix(scales, tensor.amax, tensor, recipe, np.dtype(np.float32))
     multiply, divide = ARITHMETIC[recipe.flush]
@@ -62,15 +65,16 @@ def _scaled(factor: np.ndarray, blocks: np.ndarray, recipe: Recipe) -> np.ndarra
 
 
 def _codes_of(scaled: np.ndarray, recipe: Recipe) -> np.ndarray:
-    """Return the element codes of scaled elements."""
+    """Return the codes of scaled elements."""
     return encode(scaled, E2M1, recipe.rounding, recipe.sign, recipe.nan_code)
 
 
 def encode_under(
     scales: np.ndarray, blocks: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe
 ) -> np.ndarray:
-    """Element codes under scales that were chosen: those of either candidate, under its scale. scales, amax: (m,
-    blocks).
+    """Return the element codes under block scales that were already chosen. scales, amax: (m, blocks).
+
+    No choice is needed, because both candidates encode elements alike under a given scale.
     """
     return _without_zero_blocks(
         _codes_of(_scaled(factor_of(scales, tensor, recipe), blocks, recipe), recipe), amax, recipe
@@ -78,23 +82,27 @@ def encode_under(
 
 
 def leaves_zero_blocks(recipe: Recipe) -> bool:
-    """Whether zero blocks have no codes but 0: FlashInfer leaves one early, without the signs of its zeros."""
+    """Return whether zero blocks have only code 0.
+
+    FlashInfer skips such blocks and thereby drops the signs of their zeros.
+    """
     return recipe.four_over_six is not None and recipe.flush
 
 
 def is_zero_block(amax: np.ndarray) -> np.ndarray:
-    """Of blocks that FlashInfer quantizes."""
+    """Return which blocks FlashInfer treats as zero."""
     return np.abs(amax) < FLT_MIN
 
 
 def _without_zero_blocks(codes: np.ndarray, amax: np.ndarray, recipe: Recipe) -> np.ndarray:
-    """amax: (m, blocks)."""
+    """Return codes with 0 in the zero blocks that the producer skips. amax: (m, blocks)."""
     return np.where(is_zero_block(amax)[..., None], np.uint8(0), codes) if leaves_zero_blocks(recipe) else codes
 
 
 def _decoded(scaled: np.ndarray, tensor: TensorScale, recipe: Recipe) -> np.ndarray:
-    """(q * scale) back in the units of x: TE ((q * scale) * tensor_amax) / (6 * scale_max), FlashInfer (q * scale) * (1
-    / gs).
+    """Return q * scale in the units of x.
+
+    TE computes ((q * scale) * tensor_amax) / (6 * scale_max), FlashInfer (q * scale) * (1 / gs).
     """
     multiply, divide = ARITHMETIC[recipe.flush]
     if recipe.flush:
@@ -103,10 +111,10 @@ def _decoded(scaled: np.ndarray, tensor: TensorScale, recipe: Recipe) -> np.ndar
 
 
 def _error(blocks: np.ndarray, candidate: _Candidate, tensor: TensorScale, recipe: Recipe) -> np.ndarray:
-    """Sum over the elements of a block, in their order, of |d| or d * d, or the largest |d|; float32, no fused
-    multiply-add.
+    """Return the error of each block: the sum of |d| or d * d over its elements in their order, or the largest |d|.
 
-    d = decoded - x;   fast_error: d = float16(q * scale) - x * S_enc
+    d = decoded - x, or float16(q * scale) - x * S_enc if recipe.fast_error is set. All arithmetic is float32, without
+    fused multiply-add.
     """
     scaled = candidate.values * spread_rows(decode(candidate.scales, E4M3), recipe, len(blocks))[..., None]
     if recipe.fast_error:
@@ -126,7 +134,10 @@ def _error(blocks: np.ndarray, candidate: _Candidate, tensor: TensorScale, recip
 
 
 def _by_block(terms: np.ndarray, recipe: Recipe) -> np.ndarray:
-    """Terms (m, blocks, columns) as (rows of blocks, blocks, elements of a block); rows beyond m have none."""
+    """Return terms (m, blocks, columns) grouped by block: (rows of blocks, blocks, elements per block).
+
+    Rows beyond m are zeros.
+    """
     rows, (m, count, columns) = recipe.block_rows, terms.shape
     padded = np.zeros((-(-m // rows) * rows, count, columns), np.float32)
     padded[:m] = terms
@@ -134,7 +145,10 @@ def _by_block(terms: np.ndarray, recipe: Recipe) -> np.ndarray:
 
 
 def _sum_rows(error: np.ndarray, recipe: Recipe) -> np.ndarray:
-    """Errors of the 16 rows of a block, summed as a tree: row i with i + 8, then + 4, + 2, + 1."""
+    """Return the summed errors of the 16 rows of each block.
+
+    They are added as a tree: row i and row i + 8, then i + 4, i + 2 and i + 1.
+    """
     rows = recipe.block_rows
     m, count = error.shape
     padded = np.zeros((-(-m // rows) * rows, count), np.float32)
@@ -149,10 +163,10 @@ def _sum_rows(error: np.ndarray, recipe: Recipe) -> np.ndarray:
 def quantize_four_over_six(
     blocks: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Element codes and block scales (m, blocks) of float32 blocks (m, blocks, 16).
+    """Return the element codes and block scales (m, blocks) of float32 blocks (m, blocks, 16).
 
-    base = amax / 6 * S_enc; the candidates' scales are E4M3(min(base, 448)) and E4M3(min(base * 1.5, 448)).
-    The second one wins only with a strictly smaller error.
+    With base = amax / 6 * S_enc, the two candidate scales are E4M3(min(base, 448)) and E4M3(min(base * 1.5, 448)). The
+    second one wins only if its error is strictly smaller.
     """
     multiply, divide = ARITHMETIC[recipe.flush]
     base = multiply(divide(amax, E2M1.max), tensor.encode)

@@ -10,13 +10,16 @@ from fp4kit.reference.arith import narrow_float64
 
 @np.errstate(all="ignore")
 def hadamard_blocks(x: np.ndarray, sign_mask: int = TE_SIGN_MASK) -> np.ndarray:
-    """y_j = 1/4 sum_i s_i H_ij x_i over each block of 16 along the last axis; same shape and dtype as x.
+    """Return y_j = 1/4 sum_i s_i H_ij x_i for each block of 16 along the last axis, in the shape and dtype of x.
 
-    H is Sylvester's matrix of order 16, s_i = -1 where bit i of sign_mask is set, else 1.
+    H is Sylvester's matrix of order 16. s_i is -1 if bit i of sign_mask is set, otherwise 1.
 
-    Numerics: float64 butterflies over distances 1, 2, 4, 8 in this order, then one rounding to the dtype of x, so that
-    every device gives the same bits. Exact: TE's bfloat16 transform. Non-finite elements follow IEEE arithmetic (inf -
-    inf is NaN).
+    Numerics:
+        float64 butterflies over distances 1, 2, 4, 8 in this order, then one rounding to the dtype of x, so that every
+        device gives equal bits. Elements that are not finite follow IEEE arithmetic (inf - inf is NaN).
+
+    Exact:
+        Equals TE's bfloat16 transform.
     """
     signs = 1.0 - 2.0 * ((sign_mask >> np.arange(HADAMARD_BLOCK)) & 1)
     y = x.reshape(*x.shape[:-1], -1, HADAMARD_BLOCK).astype(np.float64) * signs

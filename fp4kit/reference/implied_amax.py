@@ -1,4 +1,8 @@
-"""The amax that a stored tensor scale implies: no checkpoint stores one, and some rules decode with it."""
+"""The amax that a stored tensor scale implies.
+
+No checkpoint stores the tensor amax, but some rules decode with it. This module searches the float32 numbers for an
+amax whose tensor rule gives exactly the stored scale.
+"""
 
 from __future__ import annotations
 
@@ -10,42 +14,49 @@ from fp4kit.recipes.rules import BLOCK_RULES, DECODE_RULES
 from fp4kit.reference.arith import ONE
 from fp4kit.reference.tensor_rules import TensorScale, full_range, tensor_scale
 
-UNKNOWN = np.float32(-1)  # in place of an amax where none gives the scale
-NEAR = 8  # float32 steps between tensor_scale * full_range and the amaxes of a rule of a few float32 roundings
-FAR = 1 << 20  # and of a rule that rounds to 16 bits: an eighth of the number
-JUMP = np.float32(4096)  # 2^20 subnormal steps from 2688 * 2^-149 are 391 times it; the least jump of a rule is 65504
+UNKNOWN = np.float32(-1)  # stands for the amax if no amax gives the scale
+# Search radius around tensor_scale * full_range, in float32 steps:
+NEAR = 8  # enough for a rule that makes a few float32 roundings
+FAR = 1 << 20  # enough for a rule that rounds to 16 bits: an eighth of the number
+# A rule that replaces a small amax by a larger number multiplies the scale by at least 65504. Within FAR steps, other
+# scales grow by at most 391 (2^20 subnormal steps from 2688 * 2^-149). JUMP separates the two cases.
+JUMP = np.float32(4096)
 _LARGEST = int(FLT_MAX.view(np.int32))
 
 
 def covered_range(recipe: Recipe) -> np.float32:
-    """The amax that a tensor scale of 1 covers: full_range under block scales, else the element's max."""
+    """Return the amax that a tensor scale of 1 covers: full_range under block scales, otherwise the largest element."""
     return full_range(recipe) if recipe.scale is not None else recipe.element.max
 
 
 def same_scale(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Whether float32 scales agree in every bit, NaN with NaN."""
+    """Return whether float32 scales agree in every bit. Any two NaNs agree."""
     a, b = np.asarray(a, np.float32), np.asarray(b, np.float32)
     return (a.view(np.int32) == b.view(np.int32)) | (np.isnan(a) & np.isnan(b))
 
 
 def _order(bits: np.ndarray, scale: np.ndarray, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
-    """-1, 0, 1 where the amax of these bits gives a smaller, the same, a larger scale.
+    """Return -1, 0 or 1 where the amax with these bits gives a smaller, an equal or a larger scale than `scale`.
 
-    Scales grow with the amax, but for the small amaxes that a rule takes for a much larger one, which give JUMP times
-    the scale and more. Within FAR steps of the right one, no larger amax does.
+    Scales grow with the amax, with one exception: a rule may replace a small amax by a much larger number, which gives
+    at least JUMP times the scale. Such an amax counts as smaller. Within FAR steps of the right amax, no larger amax
+    gives such a scale.
     """
-    found = tensor_scale(bits.astype(np.int32).view(np.float32), recipe, dtype).decode
-    return np.where((found < scale) | (found >= scale * JUMP), -1, np.where(found == scale, 0, 1))
+    candidate = tensor_scale(bits.astype(np.int32).view(np.float32), recipe, dtype).decode
+    return np.where((candidate < scale) | (candidate >= scale * JUMP), -1, np.where(candidate == scale, 0, 1))
 
 
 def _first(
-    low: np.ndarray, high: np.ndarray, least: int, scale: np.ndarray, recipe: Recipe, dtype: np.dtype
+    low: np.ndarray, high: np.ndarray, minimum_order: int, scale: np.ndarray, recipe: Recipe, dtype: np.dtype
 ) -> np.ndarray:
-    """Bits of the first amax of [low, high] that orders at `least` or above; high + 1 if none does."""
+    """Return the bits of the first amax in [low, high] whose _order is at least minimum_order.
+
+    Return high + 1 if there is none.
+    """
     high = high + 1
     while (low < high).any():
         middle = (low + high) // 2
-        above = _order(np.minimum(middle, _LARGEST), scale, recipe, dtype) >= least
+        above = _order(np.minimum(middle, _LARGEST), scale, recipe, dtype) >= minimum_order
         low, high = np.where(above | (low >= high), low, middle + 1), np.where(above, middle, high)
     return low
 
@@ -53,22 +64,23 @@ def _first(
 def amax_interval(
     scale: np.ndarray, recipe: Recipe, dtype: np.dtype, steps: int = FAR
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Bits of the first and last positive float32 amax, `steps` or less from scale * covered_range, whose rule gives
-    the scale.
+    """Return the bits of the first and the last positive float32 amax whose tensor rule gives the scale.
 
-    scale: float32, positive and finite. Returns int64 of its shape; the first is above the last where there is none.
+    Only amaxes within `steps` float32 steps of scale * covered_range are searched. scale: float32, positive and finite.
+    Returns two int64 arrays in its shape. If there is no such amax, the first is above the last.
     """
     with np.errstate(all="ignore"):
-        near = np.minimum(np.asarray(scale, np.float32) * covered_range(recipe), FLT_MAX)
-        center = near.view(np.int32).astype(np.int64)
+        likely_amax = np.minimum(np.asarray(scale, np.float32) * covered_range(recipe), FLT_MAX)
+        center = likely_amax.view(np.int32).astype(np.int64)
         low, high = np.maximum(center - steps, 1), np.minimum(center + steps, _LARGEST)
         first = _first(low, high, 0, scale, recipe, dtype)
         return first, _first(low, high, 1, scale, recipe, dtype) - 1
 
 
-def _roundest(first: np.ndarray, last: np.ndarray) -> np.ndarray:
-    """The number of [first, last] that ends in the most zeros: last without the bits below its highest that first - 1
-    lacks.
+def _with_fewest_bits(first: np.ndarray, last: np.ndarray) -> np.ndarray:
+    """Return the integer in [first, last] that ends in the most zero bits.
+
+    It is `last` without the bits below the highest bit in which first - 1 and last differ.
     """
     differ = (first - 1) ^ last
     for shift in (1, 2, 4, 8, 16):
@@ -77,37 +89,43 @@ def _roundest(first: np.ndarray, last: np.ndarray) -> np.ndarray:
 
 
 def implied_amax(scale: np.ndarray, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
-    """The amax that a stored tensor scale was made from, as far as the scale tells: float32, same shape; -1 where none
-    gives it.
+    """Return the amax that a stored tensor scale was made from, as far as the scale reveals it: float32, in its shape.
 
-    Of the positive amaxes within FAR float32 steps of scale * covered_range whose tensor rule gives exactly the scale,
-    the one of the fewest significant bits (the bits of a float32 that ends in the most zeros): the amax of bfloat16 and
-    float16 data, of which rarely two give one scale. Where there is none, the first of 0, inf and NaN that gives the
-    scale. scale: float32, any shape. recipe: one with a tensor rule. dtype: of the array that was quantized, to which
-    some rules round.
+    Candidates are the positive amaxes within FAR float32 steps of scale * covered_range whose tensor rule gives exactly
+    the scale. The one with the fewest significant bits is returned, that is the float32 that ends in the most zero
+    bits. For bfloat16 and float16 data this is the original amax, because two such amaxes rarely give equal scales.
+    Without a candidate the first of 0, inf and NaN that gives the scale is returned, and -1 (UNKNOWN) if none does.
+
+    Args:
+        scale: float32, any shape.
+        recipe: a recipe with a tensor rule.
+        dtype: dtype of the array that was quantized, to which some rules round.
     """
     scale = np.asarray(scale, np.float32)
-    found = np.full(scale.shape, UNKNOWN)
+    amax = np.full(scale.shape, UNKNOWN)
     for special in (np.nan, np.inf, 0.0):
-        given = tensor_scale(np.float32(special), recipe, dtype).decode
-        found = np.where(same_scale(given, scale), np.float32(special), found)
+        special_scale = tensor_scale(np.float32(special), recipe, dtype).decode
+        amax = np.where(same_scale(special_scale, scale), np.float32(special), amax)
     usual = (scale > 0) & np.isfinite(scale)
-    found[usual] = _implied(scale[usual], found[usual], recipe, dtype)
-    return found
+    amax[usual] = _implied(scale[usual], amax[usual], recipe, dtype)
+    return amax
 
 
 def _implied(scale: np.ndarray, otherwise: np.ndarray, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
-    """Of a row of positive finite scales; otherwise: what stands where no amax is near."""
+    """Return the implied amaxes of positive finite scales, and `otherwise` where no amax near a scale gives it."""
     first, last = amax_interval(scale, recipe, dtype, NEAR)
     far = ~_inside(first, last, scale, recipe)
     if far.any():
         first[far], last[far] = amax_interval(scale[far], recipe, dtype)
-    amax = _roundest(first, np.maximum(last, first)).astype(np.int32).view(np.float32)
+    amax = _with_fewest_bits(first, np.maximum(last, first)).astype(np.int32).view(np.float32)
     return np.where(first <= last, amax, otherwise)
 
 
 def _inside(first: np.ndarray, last: np.ndarray, scale: np.ndarray, recipe: Recipe) -> np.ndarray:
-    """Whether all amaxes of the scale are nearer than NEAR: some are, and neither end of the search is one."""
+    """Return whether all amaxes of a scale lie within NEAR steps.
+
+    That is so if there is one, and neither end of the search range is one.
+    """
     with np.errstate(all="ignore"):
         center = np.minimum(scale * covered_range(recipe), FLT_MAX).view(np.int32).astype(np.int64)
     return (first <= last) & (first > center - NEAR) & (last < center + NEAR)
@@ -116,33 +134,33 @@ def _inside(first: np.ndarray, last: np.ndarray, scale: np.ndarray, recipe: Reci
 def stored_tensor_scale(
     scale: np.ndarray | None, amax: np.ndarray | None, recipe: Recipe, dtype: np.dtype
 ) -> TensorScale:
-    """The TensorScale that a Quantized decodes with: its tensor_scale, which is the truth, and the amax where the rule
-    reads one.
+    """Return the TensorScale with which a Quantized is decoded.
 
-    amax: the known one, used where the recipe's rule gives scale for it; elsewhere the implied one; UNKNOWN where there
-    is none, and then the values are decode(code) * (block_scale * tensor_scale). Ones where the recipe has no tensor
-    scale.
+    decode is the stored tensor_scale. amax is filled in only if the recipe's decode rule reads it: the known amax if
+    the tensor rule gives scale for it, otherwise the implied amax. If no amax gives the scale, it is UNKNOWN, and
+    values are decode(code) * (block_scale * tensor_scale). All parts are 1 if the recipe has no tensor scale.
     """
     if recipe.tensor_rule is None or scale is None:
         return TensorScale(ONE, ONE, ONE)
     scale = np.asarray(scale, np.float32)
     if not DECODE_RULES[recipe.decode_rule].needs_amax:
         return TensorScale(ONE, scale, ONE)
-    known = np.full(scale.shape, UNKNOWN) if amax is None else np.array(amax, np.float32)
-    wrong = (
-        ~same_scale(tensor_scale(known, recipe, dtype).decode, scale)
+    amaxes = np.full(scale.shape, UNKNOWN) if amax is None else np.array(amax, np.float32)
+    mismatched = (
+        ~same_scale(tensor_scale(amaxes, recipe, dtype).decode, scale)
         if amax is not None
         else np.ones(scale.shape, bool)
     )
-    if wrong.any():
-        known[wrong] = implied_amax(scale[wrong], recipe, dtype)
+    if mismatched.any():
+        amaxes[mismatched] = implied_amax(scale[mismatched], recipe, dtype)
     with np.errstate(all="ignore"):
-        return TensorScale(tensor_scale(known, recipe, dtype).encode, scale, known)
+        return TensorScale(tensor_scale(amaxes, recipe, dtype).encode, scale, amaxes)
 
 
 def encodes_by_amax(recipe: Recipe) -> bool:
-    """Whether elements meet the tensor's encode scale, which an amax gives: where they meet the decode scale, none is
-    needed.
+    """Return whether elements are encoded with the tensor's encode scale, which only an amax gives.
+
+    Recipes that encode with the decode scale need no amax.
     """
     if recipe.tensor_rule is None:
         return False
@@ -150,10 +168,10 @@ def encodes_by_amax(recipe: Recipe) -> bool:
 
 
 def encoding_scale(scale: np.ndarray | None, recipe: Recipe, dtype: np.dtype) -> TensorScale:
-    """The TensorScale that codes are made with under a given tensor scale: decode is that, encode the implied amax's.
+    """Return the TensorScale with which elements are encoded under a given tensor scale.
 
-    Where no amax gives the scale, encode = 1 / scale. Ones where the recipe has no tensor scale, or does not read a
-    part.
+    decode is the given scale, and encode follows from the implied amax. If no amax gives the scale, encode is 1 /
+    scale. Parts that the recipe does not read are 1.
     """
     if scale is None:
         return TensorScale(ONE, ONE, ONE)

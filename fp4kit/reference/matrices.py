@@ -1,4 +1,4 @@
-"""Arrays of any dimensions as stacks of matrices, without copying them."""
+"""View an array of any number of dimensions as a stack of matrices, without a copy."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ from fp4kit.recipes import Recipe
 
 
 def stack(a: np.ndarray, recipe: Recipe, per_matrix: bool = False) -> Any:
-    """View of a (..., M, K) as matrices (B, M, K): one where rows may be joined without a copy, else one per leading
-    index.
+    """Return a view of a (..., M, K) as matrices (B, M, K).
+
+    If all rows can be joined into one matrix without a copy, the result has a single matrix. It has one matrix per
+    leading index if blocks span several rows, if per_matrix is set, or if a is not contiguous.
     """
     if a.ndim == 1:
         return a[None, None]
@@ -25,7 +27,7 @@ def stack(a: np.ndarray, recipe: Recipe, per_matrix: bool = False) -> Any:
 
 
 class _StackView:
-    """Matrices of a strided array of more than three dimensions, by index."""
+    """Index the matrices of a strided array of more than three dimensions."""
 
     def __init__(self, a: np.ndarray) -> None:
         self._array = a

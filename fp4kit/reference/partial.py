@@ -1,4 +1,7 @@
-"""Partial quantization: amaxes and codes of a flat slice of a matrix, wherever it is cut."""
+"""Partial quantization: block amaxes and codes of a shard, a range of elements of a flattened matrix.
+
+A shard may start and end inside a row, a block or a byte. It owns the elements in its range.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from fp4kit.reference.tensor_rules import tensor_scale
 
 
 class Segment(NamedTuple):
-    """Rows and columns of the matrix, and where their elements lie in the shard."""
+    """A rectangle of the matrix that a shard owns: its rows, its columns, and the shard elements that fill it."""
 
     rows: slice
     columns: slice
@@ -24,22 +27,26 @@ class Segment(NamedTuple):
 
 
 def segments(start: int, length: int, K: int) -> Iterator[Segment]:
-    """Cut elements [start, start + length) of a flattened (M, K) matrix into a piece of a row, whole rows, a piece of a
-    row.
+    """Yield segments that cover elements [start, start + length) of a flattened (M, K) matrix.
+
+    They are part of a row, then whole rows, then part of a row.
     """
-    done = 0
-    while done < length:
-        row, column = divmod(start + done, K)
-        left = length - done
-        whole = max(min(left // K, TILE_ELEMENTS // K), 1) if column == 0 and left >= K else 0
-        taken = whole * K if whole else min(K - column, left)
-        columns = slice(0, K) if whole else slice(column, column + taken)
-        yield Segment(slice(row, row + max(whole, 1)), columns, slice(done, done + taken))
-        done += taken
+    position = 0
+    while position < length:
+        row, column = divmod(start + position, K)
+        remaining = length - position
+        full_rows = max(min(remaining // K, TILE_ELEMENTS // K), 1) if column == 0 and remaining >= K else 0
+        length_taken = full_rows * K if full_rows else min(K - column, remaining)
+        columns = slice(0, K) if full_rows else slice(column, column + length_taken)
+        yield Segment(slice(row, row + max(full_rows, 1)), columns, slice(position, position + length_taken))
+        position += length_taken
 
 
 def _padded(shard: np.ndarray, segment: Segment, size: int) -> tuple[np.ndarray, int]:
-    """The segment as float32 (rows, whole blocks), zeros around it, and its first block."""
+    """Return a segment as float32 (rows, whole blocks), and the index of its first block.
+
+    Elements of these blocks outside of the segment are zeros.
+    """
     rows, columns, elements = segment
     first = columns.start // size
     padded = np.zeros((rows.stop - rows.start, (-(-columns.stop // size) - first) * size), np.float32)
@@ -51,7 +58,7 @@ def _padded(shard: np.ndarray, segment: Segment, size: int) -> tuple[np.ndarray,
 
 @np.errstate(all="ignore")
 def partial_amax(shard: np.ndarray, shape: tuple[int, int], start: int, recipe: Recipe) -> np.ndarray:
-    """amax of the owned part of each block, 0 elsewhere: float32 (ceil(M / block rows), K / block)."""
+    """Return the amax of the owned part of each block, and 0 elsewhere: float32 (ceil(M / block rows), K / block)."""
     height, width = recipe.block or (1, 1)
     M, K = shape
     out = np.zeros((-(-M // height), K // width), np.float32)
@@ -62,7 +69,7 @@ def partial_amax(shard: np.ndarray, shape: tuple[int, int], start: int, recipe: 
         tile_rows = np.arange(segment.rows.start, segment.rows.stop) // height
         starts = np.flatnonzero(np.diff(tile_rows, prepend=-1))
         target = out[tile_rows[0] : tile_rows[-1] + 1, first : first + amax.shape[1]]
-        if height == 1:  # a segment has all that the shard owns of a block
+        if height == 1:  # a segment holds every owned element of its blocks
             target[...] = amax
             continue
         combine = np.maximum if recipe.amax_nan == "propagate" else np.fmax
@@ -80,7 +87,10 @@ def partial_cast(
     recipe: Recipe,
     tensor_amax: np.ndarray | None,
 ) -> None:
-    """Write the codes of the owned elements, and only those nibbles, into out (M, K/2). amax: of whole blocks."""
+    """Write the codes of the owned elements into out (M, K/2), and change no other nibble.
+
+    amax: the amaxes of whole blocks.
+    """
     height, width = recipe.block or (1, 1)
     tensor = tensor_scale(tensor_amax, recipe, shard.dtype).columns(recipe)
     row_recipe = replace(recipe, block=(1, width))

@@ -1,7 +1,8 @@
-"""d^p of errors, in float64: the same bits on every machine, for it is made of +, -, *, / (each rounded once) and of
-bits alone.
+"""d^p of errors in float64, with equal bits on every machine.
 
-No producer has it. A C library's pow differs from another one's in its last bit, and so does CUDA's. In C++: power.cuh.
+It uses only +, -, *, /, each rounded once, and operations on bits. No producer computes such powers, so there is
+nothing to match. The pow of C libraries and that of CUDA differ in the last bit and cannot be used. The C++ version is
+power.cuh.
 """
 
 from __future__ import annotations
@@ -11,40 +12,48 @@ from collections.abc import Sequence
 
 import numpy as np
 
-SQRT_HALF = np.float64(math.sqrt(0.5)).view(np.int64)  # its bits: where significands begin
+SQRT_HALF = np.float64(math.sqrt(0.5)).view(np.int64)  # bits of sqrt(1/2), the lower end of the significands
 LN2, TWO_OVER_LN2 = float.fromhex("0x1.62e42fefa39efp-1"), float.fromhex("0x1.71547652b82fep+1")
-ATANH = [TWO_OVER_LN2 / (2 * i + 1) for i in range(10)]  # what is cut off is below 2^-55 of the sum
-EXP = [1 / math.factorial(i) for i in range(14)]  # and below 2^-57
-PART = 1 << 13  # elements at a time, for which caches have room
+ATANH = [TWO_OVER_LN2 / (2 * i + 1) for i in range(10)]  # series of atanh; the remainder is below 2^-55 of the sum
+EXP = [1 / math.factorial(i) for i in range(14)]  # series of exp; the remainder is below 2^-57 of the sum
+PART = 1 << 13  # elements per step, few enough for the cache
 
 
 def power(d: np.ndarray, p: float) -> np.ndarray:
-    """d^n * 2^((p - n) log2 d), n = floor(p): float64, of d's shape.
+    """Return d^n * 2^((p - n) log2 d), n = floor(p): float64, in the shape of d.
 
-    d: float64, 0 or normal numbers above; what a float32 is, and the difference of two. p: from 1 on.
-    Numerics: d^n is made of products, from the left in the binary digits of n. 0 -> 0, inf -> inf, NaN -> NaN; overflow
-    -> inf; what underflows is rounded as products are. Squares and d^1 are those of IEEE. The relative error is at most
-    (n + 4 + 2 |(p - n) log2 d|) 2^-53, beside that of underflow.
+    Args:
+        d: float64, zeros or positive normal numbers, such as float32 numbers and their differences.
+        p: the power, at least 1.
+
+    Numerics:
+        d^n is a chain of products, by the binary digits of n from the left. 0 gives 0, inf gives inf, NaN gives NaN,
+        and overflow gives inf. A result that underflows is rounded like a product. Squares and d^1 equal those of IEEE.
+        Except for underflow, the relative error is at most (n + 4 + 2 |(p - n) log2 d|) 2^-53.
     """
-    found = np.array(d, np.float64, order="C")
-    flat = found.reshape(-1)
+    result = np.array(d, np.float64, order="C")
+    flat = result.reshape(-1)
     for first in range(0, flat.size, PART):
         part = flat[first : first + PART]
         part[...] = _power(part, int(p), p - int(p))
-    return found
+    return result
 
 
 def _power(d: np.ndarray, n: int, fraction: float) -> np.ndarray:
-    found = d
+    """Return d^n * 2^(fraction * log2 d)."""
+    result = d
     for digit in f"{n:b}"[1:]:
-        found = found * found
+        result = result * result
         if digit == "1":
-            found = found * d
-    return found * exp2(fraction * log2(d)) if fraction else found
+            result = result * d
+    return result * exp2(fraction * log2(d)) if fraction else result
 
 
 def log2(d: np.ndarray) -> np.ndarray:
-    """e + 2 / ln 2 * atanh((m - 1) / (m + 1)) of d = m * 2^e, m in [sqrt(1/2), sqrt(2)); finite of every d >= 0."""
+    """Return log2(d), finite for every d >= 0.
+
+    With d = m * 2^e and m in [sqrt(1/2), sqrt(2)), it is e + 2 / ln 2 * atanh((m - 1) / (m + 1)).
+    """
     bits = d.view(np.int64)
     e = (bits - SQRT_HALF) >> 52
     m = (bits - (e << 52)).view(np.float64)
@@ -53,15 +62,18 @@ def log2(d: np.ndarray) -> np.ndarray:
 
 
 def exp2(t: np.ndarray) -> np.ndarray:
-    """2^k * e^((t - k) ln 2), k the integer nearest to t, of -1023 (whose 2^k is 0 here) ... 1024 (infinity)."""
+    """Return 2^t as 2^k * e^((t - k) ln 2), where k is the integer nearest to t.
+
+    k goes from -1023, where 2^k is 0, to 1024, where 2^k is infinity.
+    """
     k = np.rint(t)
     return polynomial(EXP, (t - k) * LN2) * ((k.astype(np.int64) + 1023) << 52).view(np.float64)
 
 
 def polynomial(coefficients: Sequence[float], x: np.ndarray) -> np.ndarray:
-    """c[0] + c[1] x + c[2] x^2 + ..., from the last coefficient on."""
-    found = np.full_like(x, coefficients[-1])
+    """Return c[0] + c[1] x + c[2] x^2 + ..., evaluated from the last coefficient to the first."""
+    result = np.full_like(x, coefficients[-1])
     for c in reversed(coefficients[:-1]):
-        found *= x
-        found += c
-    return found
+        result *= x
+        result += c
+    return result

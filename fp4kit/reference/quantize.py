@@ -1,4 +1,4 @@
-"""quantize: elements to codes, one matrix at a time, blocks along the last axis."""
+"""Quantize one matrix: elements to codes and block scales, with blocks along the last axis."""
 
 from __future__ import annotations
 
@@ -20,8 +20,10 @@ from fp4kit.reference.tensor_rules import TensorScale, round_to, tensor_scale
 
 
 class EncodeOptions(NamedTuple):
-    """What a call adds to a recipe: calibrated block amaxes, random bytes for stochastic rounding, a Hadamard sign
-    mask.
+    """Options that a call adds to a recipe.
+
+    block_amax: calibrated block amaxes. random: random bytes for stochastic rounding. hadamard: the sign mask of a
+    Hadamard transform. None means that the option is not used.
     """
 
     block_amax: np.ndarray | None = None
@@ -30,7 +32,10 @@ class EncodeOptions(NamedTuple):
 
 
 def widen(x: np.ndarray, recipe: Recipe, hadamard: int | None = None) -> np.ndarray:
-    """float32 elements of a tile, contiguous; with a Hadamard mask, of its transform, rounded to the dtype of x."""
+    """Return the elements of a tile as contiguous float32.
+
+    With a Hadamard sign mask, return the transform of the elements, rounded to the dtype of x.
+    """
     if hadamard is not None:
         x = hadamard_blocks(x, hadamard)
     return np.ascontiguousarray(x, np.float32)
@@ -38,9 +43,10 @@ def widen(x: np.ndarray, recipe: Recipe, hadamard: int | None = None) -> np.ndar
 
 @np.errstate(all="ignore")
 def tensor_amax(x: np.ndarray, recipe: Recipe, hadamard: int | None = None) -> np.ndarray:
-    """amax that the recipe's tensor scale needs, of a matrix: float32 (), (M,) for "row", (M, blocks) for "block".
+    """Return the amaxes of a matrix that the recipe's tensor scale needs.
 
-    FlashInfer takes the amax from its caller; its recipes ("lanes") use that of the finite elements.
+    The result is float32: () for one scale per tensor, (M,) for "row", (M, blocks) for "block". FlashInfer takes the
+    amax from its caller, so for its recipes (amax_nan "lanes") the amax of the finite elements is used.
     """
     M, K = x.shape
     size = recipe.block_size
@@ -66,12 +72,13 @@ def quantize_tile(
     amax: np.ndarray | None,
     random: np.ndarray | None,
 ) -> tuple[np.ndarray, np.ndarray | None]:
-    """Codes (m, k) and block scales (m, k / block) of float32 x (m, k).
+    """Return the codes (m, k) and block scales (m, k / block) of float32 x (m, k).
 
         scale = code(block_amax, tensor scale);   factor = factor(scale, block_amax, tensor scale)
-        code = encode(x * factor)   or   encode(x / factor)   or   the code of which value * factor is nearest to x
+        code = encode(x * factor)   or   encode(x / factor)   or   the code whose value * factor is nearest to x
 
-    tensor: scalars or (m, 1) or (m, blocks). amax: calibrated block amaxes, or None. random: bytes (m, k), or None.
+    tensor: scalars, (m, 1) or (m, blocks). amax: calibrated block amaxes, or None to compute them. random: bytes (m,
+    k), or None. The block scales are None if the recipe has none.
     """
     m, k = x.shape
     if recipe.block_rule is None:
@@ -97,11 +104,10 @@ def encode_tile(
     scales: np.ndarray | None,
     random: np.ndarray | None,
 ) -> np.ndarray:
-    """Codes (m, k) of float32 x (m, k) under block scales (m, k / block) that there are; None where the recipe has
-    none.
+    """Return the codes (m, k) of float32 x (m, k) under given block scales (m, k / block).
 
-    The factor is the one that the rule makes of its own codes; amax, of which some rules ask whether it is zero, is
-    that of x.
+    scales is None if the recipe has no block scales. The factor follows from the given scales by the recipe's rule.
+    Some rules also check whether the block amax is zero; that amax is taken from x.
     """
     m, k = x.shape
     blocks = x.reshape(m, -1, recipe.block_size if recipe.block else k)
@@ -123,7 +129,7 @@ def encode_elements(
     random: np.ndarray | None,
     tensor: TensorScale,
 ) -> np.ndarray:
-    """Codes of the scaled elements: the recipe's rounding, or stochastic with the given random bytes."""
+    """Return the codes of scaled elements, with the recipe's rounding or, given random bytes, stochastic rounding."""
     if recipe.apply == "compare" and random is None:
         return encode(blocks, recipe.element, recipe.rounding, recipe.sign, recipe.nan_code, factor)
     scaled = _scale_elements(blocks, factor, recipe)
@@ -131,7 +137,7 @@ def encode_elements(
         scaled = round_to(scaled, dtype)
     if recipe.block_rule is not None and rules.BLOCK_RULES[recipe.block_rule].then_encode:
         scaled = scaled * tensor.encode[..., None]
-    if recipe.nan_is_max:  # a clamp before the conversion, whatever that rounds to
+    if recipe.nan_is_max:  # the producer clamps before it converts, and the clamp turns NaN into the maximum
         scaled = np.where(np.isnan(scaled), recipe.element.max, scaled)
     if random is not None:
         return encode_stochastic(scaled, recipe.element, random.reshape(blocks.shape))
@@ -142,12 +148,15 @@ def encode_elements(
 
 
 def _repacked(codes: np.ndarray, scaled: np.ndarray, factor: np.ndarray, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
-    """Codes of T(value), T(.) rounding to the dtype of the elements, value = decode(code) / factor; NaN for a NaN
-    before.
+    """Return the codes as auto-round finds them again when it packs values: value = decode(code) / factor.
 
-    E8M0: T(T(value) / T(1 / factor)) is encoded, and inf has the code of zero in a format without NaN, as all its
-    distances are infinite. E4M3: T(value) * factor. 1 / 0 counts as 0. Source: auto-round
-    export_to_autoround/qlinear_fp.py QuantLinear.pack.
+    T rounds to the dtype of the elements, and 1 / 0 counts as 0.
+
+    - E8M0 scales: T(T(value) / T(1 / factor)) is encoded. In a format without NaN, inf gets the code of zero, because
+      all its distances are infinite.
+    - E4M3 scales: T(value) * factor is encoded.
+
+    An element that is NaN stays NaN. Source: auto-round export_to_autoround/qlinear_fp.py QuantLinear.pack.
     """
     inverse = reciprocal_or_zero(factor)
     values = round_to(np.where(np.isnan(scaled), np.float32(np.nan), decode(codes, recipe.element) * inverse), dtype)
@@ -160,6 +169,7 @@ def _repacked(codes: np.ndarray, scaled: np.ndarray, factor: np.ndarray, recipe:
 
 
 def _scale_elements(blocks: np.ndarray, factor: np.ndarray, recipe: Recipe) -> np.ndarray:
+    """Return the elements multiplied or divided by the factor, as recipe.apply says."""
     if recipe.flush:
         return multiply_ftz(blocks, factor)
     if recipe.apply != "multiply":
@@ -178,7 +188,7 @@ def quantize_matrix(
 ) -> None:
     """Quantize x (M, K) into packed (M, K/2 or K) and scales (M, K/block), tile by tile.
 
-    amax: what tensor_amax returns, or any shape that broadcasts to it.
+    amax: the result of tensor_amax, or any shape that broadcasts to it.
     """
     tensor = tensor_scale(amax, recipe, x.dtype).columns(recipe)
     packing = recipe.element.packing
@@ -207,7 +217,10 @@ def encode_matrix(
     packed: np.ndarray,
     options: EncodeOptions,
 ) -> None:
-    """Codes of x (M, K) under given scales into packed, tile by tile. tensor: of implied.encoding_scale."""
+    """Encode x (M, K) under given scales into packed, tile by tile.
+
+    tensor: the result of implied_amax.encoding_scale.
+    """
     tensor, packing = tensor.columns(recipe), recipe.element.packing
     for rows, columns in tiles(x.shape, recipe.block):
         tile = widen(x[rows, columns], recipe, options.hadamard)
@@ -219,5 +232,6 @@ def encode_matrix(
 
 
 def _block_rows(rows: slice, recipe: Recipe) -> slice:
+    """Return the rows of blocks that cover the given rows of elements."""
     height = recipe.block_rows
     return slice(rows.start // height, -(-rows.stop // height))

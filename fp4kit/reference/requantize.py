@@ -1,4 +1,4 @@
-"""requantize: the exact cast from MXFP4 to NVFP4, which keeps the codes."""
+"""Requantize MXFP4 to NVFP4 exactly, by an exact cast that keeps the codes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fp4kit.reference.tensor_rules import full_range, tensor_scale
 
 
 def may_keep_codes(q: Quantized, target: Recipe) -> bool:
-    """Whether the formats and blocks are those of the MXFP4 -> NVFP4 cast."""
+    """Return whether the formats and blocks of q and target are those of the MXFP4 to NVFP4 cast."""
     source = q.recipe
     if not (source.element == target.element == E2M1 and source.scale == E8M0 and target.scale == E4M3):
         return False
@@ -24,7 +24,7 @@ def may_keep_codes(q: Quantized, target: Recipe) -> bool:
 
 
 def keep_codes(q: Quantized, target: Recipe) -> Quantized | None:
-    """The exact MXFP4 -> NVFP4 cast, or None where it does not apply."""
+    """Return q cast exactly from MXFP4 to NVFP4, or None if no exact cast exists."""
     if not may_keep_codes(q, target):
         return None
     source = q.recipe
@@ -33,7 +33,7 @@ def keep_codes(q: Quantized, target: Recipe) -> Quantized | None:
     if exponents is None:
         return None
     nonzero, m = exponents
-    shifted = np.where(nonzero, scales.astype(np.int32) - 127 - m, 0)  # scales of zeros may be far outside
+    shifted = np.where(nonzero, scales.astype(np.int32) - 127 - m, 0)  # zero blocks may have scales out of range
     values = np.where(nonzero, np.ldexp(np.float32(1), shifted), np.float32(0)).astype(np.float32)
     block_scale = np.repeat(encode(values, E4M3), source.block_size // target.block_size, axis=-1)
     with np.errstate(over="ignore"):
@@ -48,7 +48,10 @@ def keep_codes(q: Quantized, target: Recipe) -> Quantized | None:
 
 
 def _kept_codes(q: Quantized) -> np.ndarray:
-    """The codes, but code 8 as 0 where the source's decoder drops the sign of zero."""
+    """Return a copy of the packed codes.
+
+    If the source's decoder drops the sign of zero, code 8 (-0) is replaced by 0.
+    """
     if not DECODE_RULES[q.recipe.decode_rule].unsigned_zero:
         return q.packed.copy()
     codes = unpack(q.packed)
@@ -56,8 +59,9 @@ def _kept_codes(q: Quantized) -> np.ndarray:
 
 
 def _exponents(q: Quantized, scales: np.ndarray) -> tuple[np.ndarray, int] | None:
-    """Which blocks hold a nonzero code, and the exponent m of the tensor scale; None if they span more than E4M3
-    does.
+    """Return which blocks hold a nonzero code, and the exponent m of the tensor scale.
+
+    Return None if a scale is NaN, or if the scales of the nonzero blocks span more powers of two than E4M3 has.
     """
     if (scales == 255).any():
         return None

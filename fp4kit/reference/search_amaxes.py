@@ -1,8 +1,8 @@
-"""Search of tensor amaxes by their error: the best of a grid of multiples, of tensors, experts or rows without block
-scales.
+"""Search tensor amaxes: for recipes without block scales, try a grid of multiples of each amax and keep the best.
 
-Source: Model-Optimizer 0.47 torch/quantization/calib/mse.py MseCalibrator, whose grid and choice these are. It sums
-float32 errors in PyTorch's order; here they are exact differences, added in float64.
+An amax may cover a tensor, an expert or a row. Grid and choice are those of Model-Optimizer 0.47,
+torch/quantization/calib/mse.py MseCalibrator. That class sums float32 errors in PyTorch's order. Here the differences
+are exact and added in float64.
 """
 
 from __future__ import annotations
@@ -17,15 +17,14 @@ from fp4kit.call.parse import Call
 from fp4kit.call.search_scales import Search, Terms
 from fp4kit.reference.pow import power
 
-CHUNK = 1 << 18  # elements at a time
+CHUNK = 1 << 18  # elements per step
 
 
 def multiples(grid: tuple[float, float, float]) -> np.ndarray:
-    """float32 multiples from start to stop, both included: ceil((stop - start) / step) + 1, as torch.linspace makes
-    them.
+    """Return the float32 multiples from start to stop, both included: ceil((stop - start) / step) + 1 of them.
 
-    start + i * step in the first half, stop - i * step from the end in the second, each rounded once, of a float32
-    step.
+    They equal torch.linspace, whose step is a float32 number: start + i * step in the first half, and stop - i * step,
+    counted from the end, in the second half. Each is rounded once.
     """
     start, stop, step = grid
     first, last, count = np.float32(start), np.float32(stop), math.ceil((stop - start) / step) + 1
@@ -38,8 +37,9 @@ def multiples(grid: tuple[float, float, float]) -> np.ndarray:
 
 @np.errstate(all="ignore")
 def search_amaxes(search: Search, amax: Any, fake_quantize: Callable[[Call], np.ndarray]) -> np.ndarray:
-    """amax * multiple of least loss, float32 in the shape of amax; the first of equals. Losses that are NaN count as
-    infinite.
+    """Return amax * multiple of smallest loss, the first of equals: float32 in the shape of amax.
+
+    A NaN loss counts as infinite.
     """
     call, terms = search.call, search.terms
     assert terms.grid is not None
@@ -54,24 +54,26 @@ def search_amaxes(search: Search, amax: Any, fake_quantize: Callable[[Call], np.
             fake_quantize(call._replace(tensor_amax=np.asarray(amax * factor, np.float32))), call.axis, -1
         )
         losses.append(_loss(call.moved, values, terms).reshape(*np.shape(amax), -1))
-    joined = _joined(np.stack(losses), terms.power)
+    joined = _combined(np.stack(losses), terms.power)
     best = np.where(np.isnan(joined), np.inf, joined).argmin(axis=0)
     return np.asarray(amax * factors[best], np.float32)
 
 
 def _loss(x: np.ndarray, values: np.ndarray, terms: Terms) -> np.ndarray:
-    """The loss of each row of moved x, in float64."""
-    rows, made = (a.reshape(-1, a.shape[-1]) for a in (x, values))
-    found = np.empty(len(rows))
+    """Return the loss of each row of x, whose quantized axis is last, in float64."""
+    rows, quantized = (a.reshape(-1, a.shape[-1]) for a in (x, values))
+    result = np.empty(len(rows))
     step = max(CHUNK // x.shape[-1], 1)
     for first in range(0, len(rows), step):
-        d = np.abs(rows[first : first + step].astype(np.float64) - made[first : first + step])
+        d = np.abs(rows[first : first + step].astype(np.float64) - quantized[first : first + step])
         powers = d if terms.power == np.inf else power(d, terms.power)
-        found[first : first + step] = _joined(powers if terms.weights is None else terms.weights * powers, terms.power)
-    return found
+        result[first : first + step] = _combined(
+            powers if terms.weights is None else terms.weights * powers, terms.power
+        )
+    return result
 
 
-def _joined(terms: np.ndarray, power: float) -> np.ndarray:
-    """Their sum over the last axis from the first to the last, or the largest."""
-    found: np.ndarray = (np.maximum if power == np.inf else np.add).accumulate(terms, axis=-1)[..., -1]
-    return found
+def _combined(terms: np.ndarray, power: float) -> np.ndarray:
+    """Return the sum over the last axis, added from the first term to the last, or the maximum if power is infinite."""
+    result: np.ndarray = (np.maximum if power == np.inf else np.add).accumulate(terms, axis=-1)[..., -1]
+    return result

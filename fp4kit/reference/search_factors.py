@@ -1,12 +1,12 @@
-"""Searches: a block's amax is chosen among candidates by the error that quantizing under it makes, not the largest
-magnitude.
+"""Search block amaxes: choose the amax of each block among candidates, by the error of quantizing with it.
 
-A search of recipes/rules.py is a function of its name here,
+A search named in recipes/rules.py is a function here:
 
-    search_<name>(x, amax, tensor, recipe, dtype)   the chosen amaxes (rows, blocks), float32
+    search_<name>(x, amax, tensor, recipe, dtype)   returns the chosen amaxes (rows, blocks), float32
 
-of float32 elements x (rows, columns) and the largest magnitudes of their blocks (rows, blocks), under the tensor scale
-that the call has. What follows is the recipe without its search, of blocks that have these amaxes.
+x are float32 elements (rows, columns), amax the largest magnitudes of their blocks (rows, blocks), and tensor the
+tensor scale of the call. The recipe then quantizes as without a search, with the chosen amaxes in place of the largest
+magnitudes.
 """
 
 from __future__ import annotations
@@ -26,54 +26,56 @@ from fp4kit.reference.blocks import block_amax, tiles
 from fp4kit.reference.dequantize import dequantize_tile
 from fp4kit.reference.matrices import stack
 from fp4kit.reference.quantize import quantize_tile, widen
-from fp4kit.reference.search_scales import least_amaxes
+from fp4kit.reference.search_scales import best_amaxes
 from fp4kit.reference.summation_order import sum_lanes
 from fp4kit.reference.tensor_rules import TensorScale, tensor_scale
 
 AUTO_ROUND_POWERS = (1.0, 0.5, 2.0)
 AUTO_ROUND_PERCENTS = (1.0, *(percent / 100 for percent in range(50, 152) if percent != 100))
-FACTORS = {"auto_round_powers": AUTO_ROUND_POWERS, "auto_round_percents": AUTO_ROUND_PERCENTS}  # of the amax, by search
+# Multiples of the amax that a search tries, in this order.
+FACTORS = {"auto_round_powers": AUTO_ROUND_POWERS, "auto_round_percents": AUTO_ROUND_PERCENTS}
 
 
-def least_by_block(
+def best_by_block(
     candidates: Iterable[np.ndarray],
     error: Callable[[np.ndarray, np.ndarray], np.ndarray],
     code: Callable[[np.ndarray], np.ndarray] | None = None,
 ) -> np.ndarray:
-    """Of candidates in their order, by block, the first of least error; the first of all where that is NaN.
+    """Return, for each block, the candidate of smallest error.
 
-    error(candidate, which): of the blocks where `which` is set, a row of them. code(candidate): scale codes, where
-    blocks of one scale have one error, so that each scale is tried once; None: each candidate is.
+    The first of equals wins, and the first candidate if its error is NaN. error(candidate, which) returns the errors of
+    the blocks selected by the mask `which`, as a row. code(candidate) returns scale codes. Blocks of equal scale code
+    have equal error, so each code is tried only once. If code is None, every candidate is tried.
     """
     chosen: np.ndarray | None = None
-    least: np.ndarray = np.zeros(0, np.float32)
+    smallest_error: np.ndarray = np.zeros(0, np.float32)
     tried = None if code is None else Tried(code)
     for candidate in candidates:
-        new = np.ones(candidate.shape, bool) if tried is None else tried.news(candidate)
-        found = np.full(candidate.shape, np.inf, np.float32)
-        found[new] = error(candidate, new)
+        untried = np.ones(candidate.shape, bool) if tried is None else tried.take_untried(candidate)
+        errors = np.full(candidate.shape, np.inf, np.float32)
+        errors[untried] = error(candidate, untried)
         if chosen is None:
-            chosen, least = candidate, found
+            chosen, smallest_error = candidate, errors
             continue
-        better = found < least
-        chosen, least = np.where(better, candidate, chosen), np.where(better, found, least)
+        better = errors < smallest_error
+        chosen, smallest_error = np.where(better, candidate, chosen), np.where(better, errors, smallest_error)
     assert chosen is not None  # a search has a candidate
     return chosen
 
 
 class Tried:
-    """The scales of blocks that were tried.
+    """The scale codes that were already tried for each block.
 
-    2^24 bfloat16 elements by nvfp4-auto-round-opt: 10.5 s, and 43.3 with every candidate tried (x86-64, two cores,
-    nothing else running, 2026-11-22, one run each).
+    Skipping them matters: quantizing 2^24 bfloat16 elements by nvfp4-auto-round-opt takes 10.5 s, and 43.3 s if every
+    candidate is tried (x86-64, two cores, nothing else running, 2026-11-22, one run each).
     """
 
     def __init__(self, code: Callable[[np.ndarray], np.ndarray]) -> None:
         self.code = code
         self.seen: np.ndarray | None = None
 
-    def news(self, amax: np.ndarray) -> np.ndarray:
-        """Blocks that have a scale by this amax which they have not had; from now on they have."""
+    def take_untried(self, amax: np.ndarray) -> np.ndarray:
+        """Return which blocks get a scale code that was not tried for them before, and record the codes as tried."""
         codes = self.code(amax)[..., None]
         if self.seen is None:
             self.seen = np.zeros((*amax.shape, 256), bool)
@@ -83,7 +85,10 @@ class Tried:
 
 
 def _squares(x: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> Callable[..., np.ndarray]:
-    """The squared error of blocks by their amaxes: float32, added as PyTorch does on a CPU."""
+    """Return a function that computes the squared errors of blocks for given amaxes.
+
+    The errors are float32, added in PyTorch's CPU order.
+    """
     blocks, recipe = x.reshape(len(x), -1, recipe.block_size), replace(recipe, repacked=False)
 
     def error(amax: np.ndarray, which: np.ndarray) -> np.ndarray:
@@ -99,7 +104,10 @@ def _squares(x: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype
 
 
 def _code_of(tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> Callable[[np.ndarray], np.ndarray] | None:
-    """The scale codes of amaxes, where these are all that the codes of elements depend on."""
+    """Return a function from amaxes to scale codes.
+
+    Return None if element codes also depend on the amax itself, not only on the scale code.
+    """
     name = recipe.block_rule or ""
     if rules.BLOCK_RULES[name].reads_amax:
         return None
@@ -107,9 +115,11 @@ def _code_of(tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> Callable[[
 
 
 def _search_auto_round(factors: Iterable[float]) -> Callable[..., np.ndarray]:
+    """Return a search that tries the given multiples of the amax."""
+
     def search(x: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
-        """amax * factor of least squared error, the first of equals."""
-        return least_by_block(
+        """Return the amax * factor of smallest squared error, the first of equals."""
+        return best_by_block(
             (amax * np.float32(factor) for factor in factors),
             _squares(x, tensor, recipe, dtype),
             _code_of(tensor, recipe, dtype),
@@ -126,10 +136,11 @@ search_auto_round_percents = _search_auto_round(FACTORS["auto_round_percents"])
 def search_modelopt_sweep(
     x: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype
 ) -> np.ndarray:
-    """The amax, of those that give an E4M3 scale, of least squared error. Source: Model-Optimizer
-    nvfp4_fp8_scale_sweep.
+    """Return, among the amaxes that give an E4M3 scale, the one of smallest squared error.
+
+    Source: Model-Optimizer nvfp4_fp8_scale_sweep.
     """
-    return least_amaxes(x, np.float32(tensor.amax.reshape(())), recipe)
+    return best_amaxes(x, np.float32(tensor.amax.reshape(())), recipe)
 
 
 SEARCHES: dict[str, Callable[..., np.ndarray]] = {name: globals()[f"search_{name}"] for name in rules.SEARCHES}
@@ -139,9 +150,7 @@ SEARCHES: dict[str, Callable[..., np.ndarray]] = {name: globals()[f"search_{name
 def search_matrix(
     x: np.ndarray, out: np.ndarray, amax: np.ndarray | None, recipe: Recipe, hadamard: int | None
 ) -> None:
-    """The chosen block amaxes of x (M, K) into out (M, K / block), tile by tile. amax: of the tensor, as for
-    quantize_matrix.
-    """
+    """Write the chosen block amaxes of x (M, K) into out (M, K / block), tile by tile. amax: the tensor amax."""
     tensor, search = tensor_scale(amax, recipe, x.dtype).columns(recipe), SEARCHES[recipe.search]
     for rows, columns in tiles(x.shape, recipe.block):
         tile = widen(x[rows, columns], recipe, hadamard)
@@ -150,8 +159,9 @@ def search_matrix(
 
 
 def searched(call: Call, amax: np.ndarray | None) -> Call:
-    """The call with the block amaxes that its recipe's search chooses; as it is where there is none. amax: of the
-    tensor.
+    """Return the call with the block amaxes that its recipe's search chooses.
+
+    A recipe without a search returns the call itself. amax: the tensor amax.
     """
     if not call.recipe.search or not call.x.size:
         return call
@@ -160,7 +170,10 @@ def searched(call: Call, amax: np.ndarray | None) -> Call:
 
 
 def chosen_amaxes(call: Call, amax: np.ndarray | None, search: Callable[..., None]) -> np.ndarray:
-    """What search(matrix, out, amax of its tensor) finds for the matrices of a call: float32 (..., M, K / block)."""
+    """Return the amaxes that a search finds for all matrices of a call: float32 (..., M, K / block).
+
+    search(matrix, out, tensor amax) writes the amaxes of one matrix.
+    """
     r = call.recipe
     chosen = np.zeros(scale_shape(call.moved.shape, r), np.float32)
     if chosen.size:

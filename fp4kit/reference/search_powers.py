@@ -1,5 +1,6 @@
-"""Search of E8M0 scales by their error: the exponents around the floor of the block's amax, in the recipe's own
-arithmetic.
+"""Search E8M0 block scales: try exponents near the floor of the block's amax and keep the best.
+
+Every candidate is quantized and dequantized with the recipe's own arithmetic.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from fp4kit.reference.tensor_rules import TensorScale, tensor_scale
 
 @np.errstate(all="ignore")
 def search_powers(x: np.ndarray, out: np.ndarray, amax: np.ndarray | None, search: Search) -> None:
-    """For each block of x (M, K) amax * 2^j of least loss, into out: float32 (M, K / block)."""
+    """Write for each block of x (M, K) the amax * 2^j of smallest loss into out: float32 (M, K / block)."""
     r, terms = search.call.recipe, search.terms
     tensor = tensor_scale(amax, r, x.dtype).columns(r)
     for rows, columns in tiles(x.shape, r.block):
@@ -28,13 +29,15 @@ def search_powers(x: np.ndarray, out: np.ndarray, amax: np.ndarray | None, searc
             widen(x[rows, columns], r, None),
             slice(columns.start // r.block_size, columns.stop // r.block_size),
         )
-        weights = None if terms.weights is None else _of_full_length(terms.weights[columns].reshape(-1, r.block_size))
+        weights = None if terms.weights is None else _padded_to_fours(terms.weights[columns].reshape(-1, r.block_size))
         out[rows, blocks] = _chosen(tile, r, tensor, x.dtype, terms._replace(weights=weights))
 
 
 def _chosen(x: np.ndarray, r: Recipe, tensor: TensorScale, dtype: np.dtype, terms: Terms) -> np.ndarray:
-    """The first of least loss, from the least exponent up, whose amax the rule makes a scale of that exponent; else the
-    own.
+    """Return for each block the candidate amax of smallest loss; among equals, the one with the lowest exponent.
+
+    A candidate counts only if the block rule gives it the intended exponent. If none counts, the block's own amax is
+    returned.
     """
     own = block_amax(x, r)
     code = _codes(quantize_tile(x, r, tensor, dtype, own, None)[1])
@@ -42,26 +45,33 @@ def _chosen(x: np.ndarray, r: Recipe, tensor: TensorScale, dtype: np.dtype, term
     for j in _steps(own, code, r, terms):
         candidate = np.ldexp(own, j)
         codes, scales = quantize_tile(x, r, tensor, dtype, candidate, None)
-        d = _of_full_length(np.abs(dequantize_tile(codes, scales, r, tensor) - x).reshape(*own.shape, r.block_size))
+        d = _padded_to_fours(np.abs(dequantize_tile(codes, scales, r, tensor) - x).reshape(*own.shape, r.block_size))
         loss = squared(d, terms.weights) if terms.power == 2 else powers(d, terms.weights, terms.power)
         better = (loss < best) & (_codes(scales) == code + j)
         best, chosen = np.where(better, loss, best), np.where(better, candidate, chosen)
     return chosen
 
 
-def _of_full_length(a: np.ndarray) -> np.ndarray:
-    """Blocks with zeros behind up to a multiple of four, which are added first: no loss changes by a 0."""
+def _padded_to_fours(a: np.ndarray) -> np.ndarray:
+    """Return blocks padded with zeros to a multiple of four elements. A zero changes no loss.
+
+    The sums of a loss start with groups of four.
+    """
     missing = -a.shape[-1] % 4
     return np.pad(a, [(0, 0)] * (a.ndim - 1) + [(0, missing)]) if missing else a
 
 
 def _codes(scales: np.ndarray | None) -> np.ndarray:
+    """Return scale codes as int32."""
     assert scales is not None  # the recipe has E8M0 scales
     return scales.astype(np.int32)
 
 
 def _steps(amax: np.ndarray, code: np.ndarray, r: Recipe, terms: Terms) -> Iterator[np.ndarray]:
-    """Steps of the exponent from that of the own scale, by block: around the floor, or those that are asked for."""
+    """Yield, per block, the exponent steps to try, relative to the exponent of the block's own scale.
+
+    By default they lie around the floor; terms.offsets gives others.
+    """
     low, high = terms.offsets or AROUND_FLOOR
     floor = np.frexp(amax)[1] - 1 - int(np.frexp(np.float64(r.element.max))[1] - 1) + E8M0.bias
     base = floor - code if terms.offsets is None else np.zeros_like(code)

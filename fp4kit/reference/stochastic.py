@@ -1,4 +1,4 @@
-"""Stochastic rounding from given random bytes, and the counter-based stream that supplies them."""
+"""Stochastic rounding with given random bytes, and the counter-based generator that supplies them."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ BYTES_PER_COUNTER = 16
 
 
 def philox4x32(counter: np.ndarray, key: tuple[int, int]) -> np.ndarray:
-    """Philox4x32-10: uint32 (..., 4) of random words for uint32 counters (..., 4) and a key of two 32-bit words.
+    """Return uint32 (..., 4) random words of Philox4x32-10, for counters uint32 (..., 4) and a key of two 32-bit words.
 
-    Source: Salmon et al., Parallel Random Numbers: As Easy as 1, 2, 3 (SC11); the generator of cuRAND and TE.
+    Source: Salmon et al., Parallel Random Numbers: As Easy as 1, 2, 3 (SC11); cuRAND and TE use this generator.
     """
     c0, c1, c2, c3 = (counter[..., i].astype(np.uint64) for i in range(4))
     low, shift = np.uint64(0xFFFFFFFF), np.uint64(32)
@@ -31,10 +31,10 @@ def philox4x32(counter: np.ndarray, key: tuple[int, int]) -> np.ndarray:
 
 
 def stream_bytes(seed: int, start: int, count: int) -> np.ndarray:
-    """Random bytes of elements [start, start + count) in row-major order of the quantized array: uint8 (count,).
+    """Return the random bytes of elements [start, start + count), counted in row-major order: uint8 (count,).
 
-    Element i takes byte i % 16, little-endian, of philox4x32(counter = i // 16 as 64 bits in words 0 and 1, key =
-    seed).
+    Element i uses byte i % 16, little-endian, of philox4x32 with counter i // 16 (64 bits, in words 0 and 1) and key
+    seed.
     """
     first, last = start // BYTES_PER_COUNTER, -(-(start + count) // BYTES_PER_COUNTER)
     index = np.arange(first, max(last, first), dtype=np.uint64)
@@ -46,14 +46,14 @@ def stream_bytes(seed: int, start: int, count: int) -> np.ndarray:
 
 
 class RandomStream(NamedTuple):
-    """Random bytes of a matrix with K columns from the stream of a seed; element (0, 0) has index `first`."""
+    """The random bytes of a matrix with K columns, from the stream of a seed. Element (0, 0) has index `first`."""
 
     seed: int
     first: int
     K: int
 
     def tile(self, rows: slice, columns: slice) -> np.ndarray:
-        """Those of a tile: uint8 (m, k)."""
+        """Return the random bytes of a tile: uint8 (m, k)."""
         m, k = rows.stop - rows.start, columns.stop - columns.start
         start = self.first + rows.start * self.K + columns.start
         if k == self.K:
@@ -61,21 +61,21 @@ class RandomStream(NamedTuple):
         return np.stack([stream_bytes(self.seed, start + row * self.K, k) for row in range(m)])
 
     def cut(self, rows: slice, columns: slice) -> RandomStream:
-        """Those of a part of the matrix, as its own."""
+        """Return the random bytes of a part of the matrix."""
         return self._replace(first=self.first + rows.start * self.K + columns.start)
 
 
 class GivenBytes(NamedTuple):
-    """Random bytes of a matrix as the caller has them: uint8 (M, K)."""
+    """The random bytes of a matrix, given by the caller: uint8 (M, K)."""
 
     bytes: np.ndarray
 
     def tile(self, rows: slice, columns: slice) -> np.ndarray:
-        """Those of a tile."""
+        """Return the random bytes of a tile: uint8 (m, k)."""
         return self.bytes[rows, columns]
 
     def cut(self, rows: slice, columns: slice) -> GivenBytes:
-        """Those of a part of the matrix, as its own."""
+        """Return the random bytes of a part of the matrix."""
         return GivenBytes(self.bytes[rows, columns])
 
 
@@ -83,12 +83,15 @@ RandomBytes = RandomStream | GivenBytes
 
 
 def encode_stochastic(x: np.ndarray, fmt: ElementFormat, random: np.ndarray) -> np.ndarray:
-    """Codes of float32 x rounded up or down with probability by distance: uint8, same shape.
+    """Return the codes of float32 x, rounded up or down with a probability given by the distance: uint8, in its shape.
 
-        t = |x| + (random / 256) * step(|x|);   code = rz(t) with the sign of x;   step(a) = distance of neighbours at a
+        t = |x| + (random / 256) * step(|x|);   code = rz(t) with the sign of x;   step(a) = distance between neighbours
+        at a
 
-    random: uint8, one byte an element; byte 0 rounds toward zero. Saturates; NaN -> the format's nan_code.
-    Exact: TE's software rounding (ptx::stochastic_round_fp4_e2m1); the expected value is low by at most step / 256.
+    random: uint8, one byte per element; byte 0 rounds toward zero. Codes saturate, and NaN becomes the format's
+    nan_code.
+    Exact: equals TE's software rounding (ptx::stochastic_round_fp4_e2m1). The expected value is low by at most step /
+    256.
     """
     nan = np.isnan(x)
     a = np.minimum(np.where(nan, np.float32(0), np.abs(x)), fmt.max)

@@ -1,4 +1,4 @@
-"""Sums of float32 in the order of producers, on which their last bits depend."""
+"""float32 sums in the order that producers add, on which the last bits depend."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ import numpy as np
 
 
 def sum_lanes(terms: np.ndarray) -> np.ndarray:
-    """Sums of up to 256 float32 as PyTorch adds them on a CPU: by vectors of eight, in four partial sums while four are
-    left.
+    """Return sums of up to 256 float32 terms, added in the order that PyTorch uses on a CPU.
 
-    Vector i of whole groups of four goes to sum i % 4, those that are left to sum 0; then the four sums are added in
-    their order, and then the eight lanes.
+    PyTorch adds vectors of eight terms into four partial sums. While at least four vectors are left, vector i goes to
+    partial sum i % 4; the remaining vectors go to partial sum 0. Then the four partial sums are added in their order,
+    and last the eight lanes.
     """
     vectors = terms.reshape(*terms.shape[:-1], -1, 8)
     count = vectors.shape[-2]
-    whole = count - count % 4
+    grouped = count - count % 4
     partial = [np.zeros((*vectors.shape[:-2], 8), np.float32) for _ in range(4)]
     for i in range(count):
-        which = i % 4 if i < whole else 0
+        which = i % 4 if i < grouped else 0
         partial[which] = partial[which] + vectors[..., i, :]
     lanes = partial[0] + partial[1] + partial[2] + partial[3]
     error = lanes[..., 0]

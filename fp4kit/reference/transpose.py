@@ -1,4 +1,4 @@
-"""transpose: codes and square-block scales of the columnwise copy from those of the rowwise one, without decoding."""
+"""Transpose codes and the scales of square blocks, without decoding."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from fp4kit.reference.blocks import TILE_ELEMENTS
 
 
 def transpose_codes(stored: np.ndarray, packing: Packing) -> np.ndarray:
-    """Packed codes of an (M, K) matrix -> those of the (K, M) one; M fills whole bytes."""
+    """Return the packed codes of the transpose (K, M) of an (M, K) matrix.
+
+    M codes must fill whole bytes.
+    """
     (M, wide), codes = stored.shape, packing.codes
     K = wide // packing.bytes * codes
     out = np.empty((K, packing.length(M)), np.uint8)
@@ -23,5 +26,5 @@ def transpose_codes(stored: np.ndarray, packing: Packing) -> np.ndarray:
 
 
 def transpose_scales(scales: np.ndarray, size: int) -> np.ndarray:
-    """Scales of size x size blocks, stored once per row: (M, K/size) -> (K, M/size)."""
+    """Return the transposed scales of size x size blocks, stored once per row: (M, K/size) gives (K, M/size)."""
     return np.repeat(scales[::size].T, size, axis=0)

@@ -21,7 +21,7 @@ from fp4kit.reference.search_factors import (
     AUTO_ROUND_PERCENTS,
     AUTO_ROUND_POWERS,
     SEARCHES,
-    least_by_block,
+    best_by_block,
     search_matrix,
 )
 from fp4kit.reference.summation_order import sum_lanes
@@ -119,7 +119,7 @@ def test_of_equal_errors_the_first_candidate_stays():
 def test_least_by_block_keeps_the_first_where_errors_are_equal_or_nan():
     candidates = [np.float32([1, 1, 1]), np.float32([2, 2, 2]), np.float32([3, 3, 3])]
     errors = iter([np.float32([5, np.nan, 2]), np.float32([5, 1, 3]), np.float32([4, 0, 2])])
-    assert least_by_block(candidates, lambda *_: next(errors)).tolist() == [3, 1, 1]
+    assert best_by_block(candidates, lambda *_: next(errors)).tolist() == [3, 1, 1]
 
 
 def test_each_scale_is_tried_once():
@@ -131,7 +131,7 @@ def test_each_scale_is_tried_once():
         return -candidate[which]
 
     candidates = [np.float32([1, 5]), np.float32([2, 6]), np.float32([3, 8]), np.float32([4, 7])]
-    assert least_by_block(candidates, error, lambda a: (a // 2).astype(np.uint8)).tolist() == [4, 8]
+    assert best_by_block(candidates, error, lambda a: (a // 2).astype(np.uint8)).tolist() == [4, 8]
     assert [which for _, which in asked] == [[True, True], [True, True], [False, True], [True, False]]
 
 
