@@ -1,41 +1,54 @@
-"""The command line: fp4kit recipes | formats | convert | inspect | compare | verify | identify | reconcile | selftest |
-fuzz.
+"""Run the command line: the parser of all commands, and ``main``, which runs one of them.
+
+A command is a module of this package with a function ``register``, which adds its parser and its options.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from fp4kit import __version__, startup
 from fp4kit.cli import compare, convert, fuzz, guard, identify, inspect, recipes, reconcile, selftest, verify
 from fp4kit.cli.output import Output
-from fp4kit.cli.parser import SHELLS, Parser, PrintCompletion, UsageError
+from fp4kit.cli.parser import SHELLS, GroupedHelp, Parser, PrintCompletion, UsageError
 
-_CODES = (
+_EXIT_CODES = (
     "Exit codes: 0 done, 1 a difference was found, 2 an error; 129, 130, 143, 141 stopped by SIGHUP, SIGINT (Ctrl-C),"
     " SIGTERM, SIGPIPE (nobody reads the output)."
 )
+# The groups of `fp4kit --help`: heading -> modules whose commands stand under it.
+_GROUPS = {
+    "convert and serve": (convert, reconcile),
+    "check and compare": (verify, compare),
+    "find out": (inspect, identify, recipes),
+    "measure and prove": (selftest, fuzz),
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit code, see fp4kit.cli.guard."""
+    """Run one command and return its exit code (the table of exit codes is in fp4kit.cli.guard).
+
+    argv: the arguments after ``fp4kit``; None takes those of the process.
+    """
     if hasattr(sys.stdout, "reconfigure"):
-        sys.stdout.reconfigure(errors="backslashreplace")  # names are any bytes, and terminals of any encoding
+        # File and tensor names may hold any bytes, and a terminal may have any encoding: escape what it cannot show.
+        sys.stdout.reconfigure(errors="backslashreplace")
     return guard.run(lambda task: _run(task, argv), startup.COMMAND)
 
 
 def _run(task: guard.GuardedCommand, argv: Sequence[str] | None) -> int:
-    """Parse the arguments and run what they ask for."""
+    """Parse the arguments, tell the guard the command's name and destination, and run the command."""
     try:
         args = parser().parse_args(argv)
     except UsageError as error:
         task.name = error.prog.partition(" ")[2]
         raise
-    except SystemExit as stop:  # of --help and --version
+    except SystemExit as stop:  # raised by argparse after --help and --version
         return int(stop.code or 0)
     if args.command is None:
-        raise ValueError("a command is needed, such as convert; see fp4kit --help")
+        raise ValueError("got no command; a command is needed, such as convert; see fp4kit --help")
     task.name = args.command
     task.destination = args.writes(args) if args.writes else None
     return int(
@@ -45,12 +58,21 @@ def _run(task: guard.GuardedCommand, argv: Sequence[str] | None) -> int:
 
 def parser() -> Parser:
     """Return the parser of all commands."""
-    result = Parser(prog="fp4kit", description="Bit-exact numerics of 4-bit floating point.", epilog=_CODES)
+    result = Parser(
+        prog="fp4kit",
+        description="Bit-exact numerics of 4-bit floating point. `fp4kit COMMAND --help` lists a command's options.",
+        epilog=_EXIT_CODES,
+        formatter_class=GroupedHelp,
+    )
     result.add_argument("--version", action="version", version=f"fp4kit {__version__}")
     result.add_argument(
-        "--print-completion", action=PrintCompletion, choices=SHELLS, help="print what completes the command in a shell"
+        "--print-completion", action=PrintCompletion, choices=SHELLS, help="print the shell's completion script"
     )
-    commands = result.add_subparsers(dest="command", metavar="COMMAND")
-    for group in (recipes, convert, inspect, compare, verify, identify, reconcile, selftest, fuzz):
-        group.register(commands)
+    commands: Any = result.add_subparsers(dest="command", metavar="COMMAND", title="commands")
+    commands.headings = {}  # read by GroupedHelp: first command of a group -> heading
+    for heading, modules in _GROUPS.items():
+        registered = len(commands.choices)
+        for module in modules:
+            module.register(commands)
+        commands.headings[list(commands.choices)[registered]] = heading
     return result

@@ -1,4 +1,4 @@
-"""The command compare: where two checkpoints differ, in configs, metadata, tensors and quantized layers."""
+"""The command compare: print where two checkpoints differ in configs, metadata, tensors and quantized layers."""
 
 from __future__ import annotations
 
@@ -15,15 +15,21 @@ from fp4kit.storage.errors import shown
 
 
 def register(subparsers: Any) -> None:
-    """Add the command."""
+    """Add the command compare."""
     parser = add_command(
-        subparsers, "compare", _compare, "compare two checkpoints; exit code 0 equal, 1 different, 2 error"
+        subparsers,
+        "compare",
+        _compare,
+        "show where two checkpoints differ",
+        description="Compare the configs, metadata, tensors and quantized layers of two checkpoints. Exit codes: 0"
+        " equal, 1 different, 2 error.",
     )
     add_path(parser, "a", metavar="A", help="model directory, .safetensors or .gguf file, such as the original of B")
-    add_path(parser, "b", metavar="B", help="model directory, .safetensors or .gguf file")
+    add_path(parser, "b", metavar="B", help="the model directory, .safetensors or .gguf file to compare with A")
 
 
 def _compare(args: argparse.Namespace, out: Output) -> int:
+    """Run the command and return 0 if the checkpoints are equal, else 1."""
     total = sum(nbytes for _, nbytes in open_checkpoint(args.a).totals.values())
     with out.progress("comparing", total) as tick:
         comparison = compare_checkpoints(args.a, args.b, tick)
@@ -34,31 +40,33 @@ def _compare(args: argparse.Namespace, out: Output) -> int:
 
 
 def _body(comparison: CheckpointComparison) -> dict[str, Any]:
-    """The comparison as JSON has it."""
+    """Return the comparison as the JSON document has it."""
     return {"equal": comparison.equal, **asdict(comparison)}
 
 
 def _print(out: Output, comparison: CheckpointComparison) -> None:
-    """Print what differs, in the order configs, tensors, layers; then the counts."""
+    """Print what differs: configs, then tensors, then layers; last the counts."""
     rows = [(shown(f"{d.place}: {d.key}" if d.key else d.place), d.kind, shown(d.detail)) for d in comparison.configs]
     out.table(("config", "difference", "detail"), rows)
-    quantized = [layer for layer in comparison.layers if layer.codes is None]
-    parts = {name for layer in quantized for name in layer.tensors}
+    # Layers that only one checkpoint has quantized: their tensors must differ, so only the layers are listed.
+    quantized_in_one = [layer for layer in comparison.layers if layer.codes is None]
+    parts = {name for layer in quantized_in_one for name in layer.tensors}
     listed = [d for d in comparison.tensors if d.name not in parts]
     out.table(("tensor", "difference", "detail"), [(shown(d.name), d.kind, d.detail) for d in listed])
     layers = [(shown(layer.name), *_layer_cells(layer)) for layer in comparison.layers if layer.codes is not None]
     out.table(("quantized layer", "#codes", "#scales", "#values", "tensor scales", "#SQNR dB"), layers)
-    one = [(shown(x.name), str(x.elements), f"{x.sqnr_db:.2f}") for x in comparison.layers if x.codes is None]
-    out.table(("layer quantized in one", "#values", "#SQNR dB"), one)
+    cells = [(shown(layer.name), str(layer.elements), f"{layer.sqnr_db:.2f}") for layer in quantized_in_one]
+    out.table(("layer quantized in one", "#values", "#SQNR dB"), cells)
     if len(listed) < len(comparison.tensors):
         out.line(
-            f"{len(comparison.tensors) - len(listed)} tensors of {len(quantized)} layers that one of them has quantized"
+            f"not listed: {len(comparison.tensors) - len(listed)} tensors of the {len(quantized_in_one)} layers that"
+            " only one checkpoint has quantized"
         )
     out.line(_verdict(comparison))
 
 
 def _verdict(comparison: CheckpointComparison) -> str:
-    """The last line."""
+    """Return the last line: how many tensors and config entries are equal or differ."""
     same = f"{comparison.same} tensors are the same"
     if comparison.equal:
         return f"{same}, and so are configs and metadata; equal"
@@ -67,7 +75,9 @@ def _verdict(comparison: CheckpointComparison) -> str:
 
 
 def _layer_cells(layer: LayerDifference) -> tuple[str, str, str, str, str]:
-    """Return the cells of one layer: counts of what differs, the tensor scales if they do, the SQNR."""
+    """Return the cells of one layer: how many codes, scales and values differ, the tensor scales if they differ, the
+    SQNR.
+    """
     a, b = layer.tensor_scales
     scales = "same" if a == b else f"{a} and {b}"
     return f"{layer.codes} of {layer.elements}", str(layer.scales), str(layer.values), scales, f"{layer.sqnr_db:.2f}"

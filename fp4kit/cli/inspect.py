@@ -1,4 +1,4 @@
-"""The command inspect: the tensors and quantized layers of a checkpoint, and what its configs declare."""
+"""The command inspect: list the tensors and quantized layers of a checkpoint, and what its configs declare."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ from fp4kit.storage.errors import shown
 
 
 def register(subparsers: Any) -> None:
-    """Add the command."""
-    parser = add_command(subparsers, "inspect", _inspect, "list the tensors and quantized layers of a checkpoint")
+    """Add the command inspect."""
+    parser = add_command(subparsers, "inspect", _inspect, "list the tensors and layers of a checkpoint")
     add_path(parser, "path", metavar="PATH", help="model directory, .safetensors or .gguf file")
 
 
 def _inspect(args: argparse.Namespace, out: Output) -> int:
+    """Run the command and return 0."""
     checkpoint = open_checkpoint(args.path)
     out.document("inspect/1", _body(checkpoint))
     if out.text:
@@ -29,7 +30,7 @@ def _inspect(args: argparse.Namespace, out: Output) -> int:
 
 
 def _body(checkpoint: Checkpoint) -> dict[str, Any]:
-    """The checkpoint as JSON has it."""
+    """Return the checkpoint as the JSON document has it."""
     return {
         "path": checkpoint.path,
         "files": [{"name": file.name, "bytes": file.size, "metadata": file.metadata} for file in checkpoint.files],
@@ -45,13 +46,13 @@ def _body(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def _print(out: Output, checkpoint: Checkpoint) -> None:
-    """Print tensors, layers, totals, and the lines on the configs."""
+    """Print the tensors, the quantized layers, the totals, and what the configs declare."""
     rows = [(shown(e.name), e.dtype, shape_text(e.shape), str(e.nbytes)) for _, e in checkpoint.tensors.values()]
     out.table(("tensor", "dtype", "shape", "#bytes"), rows)
     layers = [(shown(layer.name), layer.dtype, shape_text(layer.shape)) for layer in checkpoint.layers.values()]
     out.table(("quantized layer", "format", "shape"), layers)
     for module in checkpoint.unrecognised:
-        out.line(f"not recognised: {shown(module)} looks like part of a quantized layer, but of none of a known format")
+        out.line(f"not recognised: {shown(module)} looks like a part of a quantized layer, but of no known format")
     for dtype, (count, nbytes) in checkpoint.totals.items():
         out.line(f"{dtype}: {count} tensors, {decimal(nbytes)}")
     total = sum(nbytes for _, nbytes in checkpoint.totals.values())

@@ -1,4 +1,4 @@
-"""The option --live of the command recipes: installed producers beside fp4kit on drawn inputs."""
+"""The option --live of the command recipes: compare installed producers with fp4kit on random inputs."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from fp4kit.evidence.live import report, run
 
 
 def live(out: Output, ids: tuple[str, ...], seconds: float, seed: int) -> int:
-    """Run every installed producer for some seconds, print what was found; return 1 if anything differs or nothing
-    ran.
+    """Run every installed producer for ``seconds`` and print what was found; return 1 if anything differs or nothing
+    ran, else 0.
     """
     if not 0 < seconds < math.inf:
-        raise ValueError(f"--seconds is {seconds:g}; needs a positive number")
+        raise ValueError(f"--seconds is {seconds:g}; a positive finite number is needed")
     if seed < 0:
-        raise ValueError(f"--seed is {seed}; needs 0 or more")
+        raise ValueError(f"--seed is {seed}; a number of at least 0 is needed")
     results = _run(out, ids, seconds, seed)
     out.table(report.COLUMNS, report.rows(results))
     for title, columns, rows in (
@@ -33,18 +33,17 @@ def live(out: Output, ids: tuple[str, ...], seconds: float, seed: int) -> int:
             out.table(columns, rows)
     for result in results:
         for found in result.found:
-            out.verbatim(f"\n# drawn as number {found.number} of seed {seed}: {found.kind}, {found.dtype}")
+            out.verbatim(f"\n# input {found.number} of seed {seed}: {found.kind}, {found.dtype}")
             out.verbatim(found.script)
     arrays, differing = (sum(getattr(result.total, name) for result in results) for name in ("arrays", "differing"))
     out.line()
-    out.line(
-        f"{arrays:,} arrays of {len(report.rows(results))} producers were compared in every bit; {differing:,} differ"
-    )
+    out.line(f"compared {arrays:,} arrays of {len(report.rows(results))} producers bit for bit; {differing:,} differ")
     out.document("recipes.live/1", run.document(results, ids, seconds, seed))
     return DONE if arrays and not differing else DIFFERENT
 
 
 def _run(out: Output, ids: tuple[str, ...], seconds: float, seed: int) -> list[run.ProducerResult]:
+    """Run all producers one after another, with a line of progress if stderr is a terminal."""
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     shown = not out.quiet and sys.stderr.isatty()
     results = []

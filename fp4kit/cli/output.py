@@ -1,4 +1,6 @@
-"""Where the results of a command go: text or JSON on stdout, notes and progress on stderr, and the last word."""
+"""Print the results of a command: text or JSON on stdout; notes, progress and the line that says how it ended on
+stderr.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +17,9 @@ from fp4kit.cli.progress import Tick, progress
 
 
 class Stopped(BaseException):
-    """A signal, or a reader of stdout that went away (SIGPIPE), ends the command. No Exception: nothing is to swallow
-    it.
+    """End the command because of a signal, or because nobody reads stdout any more (SIGPIPE).
+
+    It derives from BaseException, so that no ``except Exception`` swallows it.
     """
 
     def __init__(self, number: int) -> None:
@@ -25,16 +28,17 @@ class Stopped(BaseException):
 
 
 class OutputError(OSError):
-    """Standard output cannot be written to, because of a full disk for instance."""
+    """Report that standard output cannot be written to, because the disk is full for instance."""
 
 
 @dataclass(frozen=True)
 class Output:
-    """What the options --json and --quiet leave of a command's output.
+    """Print what the options --json and --quiet allow.
 
-    command: its name, with which notes begin. Text goes out without either option, a JSON document with --json;
-    progress and
-        notes go to stderr unless --quiet, progress only where that is a terminal.
+    command: the name of the command, which begins every note.
+    json: print one JSON document instead of text.
+    quiet: print no text, notes or progress.
+    Progress appears on stderr, and only if stderr is a terminal.
     """
 
     command: str
@@ -43,37 +47,37 @@ class Output:
 
     @property
     def text(self) -> bool:
-        """Whether text is wanted."""
+        """Whether text is printed: neither --json nor --quiet was given."""
         return not (self.json or self.quiet)
 
     def table(self, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-        """Print a table, see render.table; nothing if it has no rows."""
+        """Print a table (see render.table). Prints nothing if there are no rows."""
         if self.text and rows:
             width = _width()
             self._print(render.table(columns, rows, width, "…" if _encodes("…") else "..."))
 
     def line(self, text: str = "") -> None:
-        """Print a line of text, broken at spaces where the terminal is narrower."""
+        """Print a line of text, broken at spaces if the terminal is narrower."""
         if self.text:
             self._print(render.wrapped(text, _width(), "  "))
 
     def verbatim(self, text: str) -> None:
-        """Print text as it is, such as a program."""
+        """Print text unchanged, such as a program."""
         if self.text:
             self._print([text])
 
     def document(self, schema: str, body: Mapping[str, Any]) -> None:
-        """With --json, print ``body`` as the one document of the command; see render.document."""
+        """With --json, print ``body`` as the command's JSON document (see render.document)."""
         if self.json:
             self._print([render.document(schema, body).removesuffix("\n")])
 
     def note(self, text: str) -> None:
-        """Say something on stderr that is no result."""
+        """Print a remark on stderr that is not a result."""
         if not self.quiet:
             say(f"fp4kit {self.command}: {text}")
 
     def progress(self, what: str, total: int) -> AbstractContextManager[Tick]:
-        """Yield a function that counts bytes, which are shown on a terminal."""
+        """Yield a function that counts bytes and shows the count on a terminal."""
         return progress(what, total, not self.quiet and sys.stderr.isatty())
 
     def _print(self, lines: Sequence[str]) -> None:
@@ -81,8 +85,9 @@ class Output:
 
 
 def write(text: str = "") -> None:
-    """Write to stdout, and flush it. Raises Stopped if nobody reads it any more, OutputError if it cannot be
-    written.
+    """Write text to stdout and flush it.
+
+    Raises Stopped if nobody reads stdout any more, and OutputError if it cannot be written to.
     """
     try:
         sys.stdout.flush()
@@ -98,24 +103,28 @@ def write(text: str = "") -> None:
 
 
 def _write_all(data: bytes) -> None:
-    """Write below the text layer of stdout, which drops what an unbuffered one (python -u) does not take at once."""
+    """Write all bytes to the binary stream of stdout.
+
+    The text layer cannot be used: with an unbuffered stdout (python -u) it drops the part of a write that is not
+    accepted at once.
+    """
     while data:
         data = data[sys.stdout.buffer.write(data) :]
 
 
 def say(text: str) -> None:
-    """Write one line to stderr, if that is still there."""
+    """Write one line to stderr. Errors are ignored, because stderr may be closed."""
     with suppress(OSError, ValueError):
         print(text, file=sys.stderr, flush=True)
 
 
 def _width() -> int | None:
-    """Columns of the terminal that stdout is, or None."""
+    """Return the columns of the terminal that stdout is connected to, at least 20; None if stdout is no terminal."""
     return max(shutil.get_terminal_size().columns, 20) if sys.stdout.isatty() else None
 
 
 def _encodes(text: str) -> bool:
-    """Whether stdout can write ``text``."""
+    """Return whether the encoding of stdout can represent ``text``."""
     try:
         text.encode(sys.stdout.encoding or "ascii")
     except (UnicodeEncodeError, LookupError):

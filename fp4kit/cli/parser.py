@@ -1,4 +1,4 @@
-"""The parser of the command line: strict, no abbreviations, errors of one line that suggest what was meant."""
+"""Parse the command line strictly: no abbreviations, one-line errors that suggest the nearest valid name."""
 
 from __future__ import annotations
 
@@ -16,12 +16,14 @@ from fp4kit.storage.errors import shown
 
 Command = Callable[[argparse.Namespace, Output], int]
 Writes = Callable[[argparse.Namespace], Path | None]
-_NUMBER = re.compile(r"-\d+|-\d*\.\d+")  # as argparse has it
-SHELLS = ("bash", "zsh")  # shtab knows tcsh too, but not the options of commands there
+_NUMBER = re.compile(r"-\d+|-\d*\.\d+")  # argparse's own pattern of a negative number
+SHELLS = ("bash", "zsh")  # shtab also supports tcsh, but does not complete the options of subcommands there
 
 
 class UsageError(ValueError):
-    """Arguments that a command does not take; ``prog`` is the command as it was called."""
+    """Report arguments that a command does not accept. ``prog`` is the command as it was called, such as "fp4kit
+    convert".
+    """
 
     def __init__(self, prog: str, message: str) -> None:
         super().__init__(message if message.endswith("?") else f"{message}; see {prog} --help")
@@ -29,19 +31,23 @@ class UsageError(ValueError):
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse without abbreviations, with suggestions; raises UsageError. Options may stand among the paths."""
+    """Parse as argparse does, but reject abbreviations, suggest a name for unknown ones, and raise UsageError.
+
+    Options may stand between positional arguments.
+    """
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **{**options, "allow_abbrev": False})
         self._mixing = False
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parse as argparse does; what is not known is an error."""
+        """Parse like argparse, but raise UsageError for an unknown argument."""
         arguments = list(sys.argv[1:] if args is None else args)
         if self._mixing:
             return super().parse_known_args(arguments, namespace)
         self._check_flags(arguments)
-        if self._subparsers is not None or "--" in arguments:  # argparse loses the sign when it mixes
+        # parse_known_intermixed_args drops the separator "--", so arguments with one are parsed without mixing.
+        if self._subparsers is not None or "--" in arguments:
             return super().parse_known_args(arguments, namespace)
         self._mixing = True
         try:
@@ -53,22 +59,22 @@ class Parser(argparse.ArgumentParser):
         return found, []
 
     def error(self, message: str) -> NoReturn:
-        """Raise UsageError."""
+        """Raise UsageError with argparse's message."""
         raise UsageError(self.prog, message)
 
     def _print_message(self, message: str, file: Any = None) -> None:
-        """Print the help or the version; argparse would pass over an error."""
+        """Print the help or the version through ``write``; argparse itself would ignore an error of stdout."""
         write(message)
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
-        """Refuse a value that is none of ``action.choices``, with a suggestion."""
+        """Reject a value that is not in ``action.choices``, with a suggestion."""
         if action.choices is not None and value not in action.choices:
             names = [str(choice) for choice in action.choices]
             hint = suggestion(str(value), names) or f"; needs one of {', '.join(names)}"
             raise argparse.ArgumentError(action, f"there is no {str(value)!r}{hint}")
 
     def _check_flags(self, arguments: Sequence[str]) -> None:
-        """Raise UsageError for an option that there is not, before argparse finds what else is missing."""
+        """Raise UsageError for an unknown option first, before argparse reports which arguments are missing."""
         for text in arguments:
             is_flag = len(text) > 1 and text[0] == "-" and " " not in text and not _NUMBER.fullmatch(text)
             if text == "--" or (self._subparsers is not None and not is_flag):
@@ -80,19 +86,34 @@ class Parser(argparse.ArgumentParser):
                 )
 
 
+class GroupedHelp(argparse.HelpFormatter):
+    """List subcommands under headings. The subparsers action has ``headings``: first command of a group -> heading."""
+
+    def _format_action(self, action: argparse.Action) -> str:
+        headings = getattr(action, "headings", None)
+        if headings is None:
+            return super()._format_action(action)
+        lines = []
+        for command in self._iter_indented_subactions(action):
+            if command.dest in headings:
+                lines.append(f"\n{'':{self._current_indent - 2}}{headings[command.dest]}:\n")
+            lines.append(super()._format_action(command))
+        return "".join(lines)
+
+
 def suggestion(name: str, known: Iterable[str]) -> str:
-    """Return ``; did you mean X?`` for what of ``known`` is most like ``name``, or nothing."""
-    near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
-    return f"; did you mean {near[0]}?" if near else ""
+    """Return ``; did you mean X?``, with X the closest name in ``known``; an empty string if no name is close."""
+    closest = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
+    return f"; did you mean {closest[0]}?" if closest else ""
 
 
 class PrintCompletion(argparse.Action):
-    """Print what makes a shell complete the command, which the optional package shtab writes, and exit."""
+    """Print the completion script of a shell and exit. The script is written by the optional package shtab."""
 
     def __call__(
         self, parser: argparse.ArgumentParser, namespace: Any, values: Any, option_string: str | None = None
     ) -> None:
-        """Print and exit."""
+        """Print the script for the shell ``values`` and exit. Raises OSError if shtab is not installed."""
         try:
             shtab = importlib.import_module("shtab")
         except ImportError:
@@ -104,22 +125,24 @@ class PrintCompletion(argparse.Action):
 def add_command(
     subparsers: Any, name: str, command: Command, help: str, *, writes: Writes | None = None, **options: Any
 ) -> argparse.ArgumentParser:
-    """Add a command with --json and --quiet; returns its parser, for its own arguments.
+    """Add a command with the options --json and --quiet, and return its parser.
 
-    command: called with the arguments and an Output; returns the exit code. It prints through the Output only.
-    help: one line. options: of ArgumentParser: description, usage, epilog.
-    writes: from the arguments, the directory that the command makes through staging.staged_directory: the last word is
-    about it.
+    command: called with the parsed arguments and an Output. It prints through the Output only and returns the exit
+    code.
+    help: one line for the list of commands.
+    writes: returns the directory or file that the command will create with staging.staged_directory, or None. If the
+    command ends early, the last line on stderr says what became of it.
+    options: further arguments of ArgumentParser: description, usage, epilog.
     """
     parser: argparse.ArgumentParser = subparsers.add_parser(name, help=help, **{"description": help, **options})
     parser.add_argument("--json", action="store_true", help="print one JSON document instead of text")
     parser.add_argument(
-        "--quiet", action="store_true", help="print no text, no notes and no progress; the exit code tells"
+        "--quiet", action="store_true", help="print no text, notes or progress; the exit code is the answer"
     )
     parser.set_defaults(func=command, writes=writes)
     return parser
 
 
 def add_path(parser: argparse.ArgumentParser, name: str, **options: Any) -> None:
-    """Add a positional path, which shells complete as such."""
+    """Add a positional argument that shells complete as a path."""
     parser.add_argument(name, **options).complete = {"bash": "_shtab_compgen_files", "zsh": "_files"}  # type: ignore[attr-defined]

@@ -1,4 +1,7 @@
-"""A line of progress on a terminal: bytes, speed, time left. Drawn by whoever counts, so that it needs no thread."""
+"""Show a line of progress on a terminal: bytes, speed, time left.
+
+The function that counts the bytes also draws the line, so that no thread is needed.
+"""
 
 from __future__ import annotations
 
@@ -14,23 +17,26 @@ from rich.filesize import decimal
 from fp4kit.cli.render import duration, shortened
 
 Tick = Callable[[int], None]
-_INTERVAL = 0.1  # seconds between two drawings
-_WINDOW = 10.0  # seconds over which the speed is taken
+_INTERVAL = 0.1  # seconds between two drawings of the line
+_WINDOW = 10.0  # the speed is averaged over this many seconds
 
 
 class Meter:
-    """Counts bytes; ``text`` is what there is to say about them at a time in seconds."""
+    """Count bytes and describe the progress in one line.
+
+    what: the name of the activity; total: bytes to do; now: the start time in seconds.
+    """
 
     def __init__(self, what: str, total: int, now: float) -> None:
         self._what, self._total, self._done = what, total, 0
         self._past = deque([(now, 0)])
 
     def add(self, count: int) -> None:
-        """Count ``count`` bytes."""
+        """Add ``count`` bytes to those done."""
         self._done += count
 
     def text(self, now: float) -> str:
-        """Return one line: ``converting 37%  3.7 GB of 10.0 GB  1.2 GB/s  5 s left``."""
+        """Return the line for the time ``now`` (seconds): ``converting 37%  3.7 GB of 10.0 GB  1.2 GB/s  5 s left``."""
         self._past.append((now, self._done))
         while len(self._past) > 2 and now - self._past[0][0] > _WINDOW:
             self._past.popleft()
@@ -45,10 +51,10 @@ class Meter:
 
 @contextmanager
 def progress(what: str, total: int, shown: bool) -> Iterator[Tick]:
-    """Yield the function that counts bytes of ``total``; draw them on stderr if ``shown``, and wipe the line at the
+    """Yield a function that counts bytes of ``total``; if ``shown``, draw the progress on stderr and clear it at the
     end.
 
-    The function is to be called in one thread. A terminal that has gone away stops nothing.
+    Call the function from one thread only. If the terminal is closed meanwhile, counting goes on without an error.
     """
     if not shown:
         yield lambda count: None
@@ -70,7 +76,7 @@ def progress(what: str, total: int, shown: bool) -> Iterator[Tick]:
 
 
 def _draw(line: str) -> None:
-    """Put ``line`` in the place of the one before it, without its last parts where these do not fit."""
+    """Replace the line on the terminal by ``line``. If ``line`` is too long, drop its last fields."""
     width = max(shutil.get_terminal_size().columns - 1, 1)
     while len(line) > width and "  " in line:
         line = line.rpartition("  ")[0]

@@ -1,4 +1,4 @@
-"""The commands recipes and formats: tables of what there is, and the checks against producers, recorded and live."""
+"""The commands recipes and formats: list what there is, and check recipes against producers, recorded or installed."""
 
 from __future__ import annotations
 
@@ -19,28 +19,30 @@ from fp4kit.recipes import recipe, recipes
 
 
 def register(commands: Any) -> None:
-    """Add the commands to the subparsers of fp4kit."""
-    listing = add_command(commands, "recipes", _recipes, "list the recipes, or check them against recorded outputs")
+    """Add the commands recipes and formats."""
+    listing = add_command(commands, "recipes", _recipes, "list the recipes, or check them")
     listing.add_argument("ids", nargs="*", metavar="ID", help="recipes to show (default: all)")
     what = listing.add_mutually_exclusive_group()
     what.add_argument(
-        "--check", action="store_true", help="compare with the recorded outputs of the producers, array by array"
+        "--check", action="store_true", help="compare with the producers' recorded outputs, array by array"
     )
     what.add_argument(
-        "--agreement", action="store_true", help="print which recipes give the same bytes on ordinary data"
+        "--agreement", action="store_true", help="show which recipes give the same bytes on ordinary data"
     )
     what.add_argument(
-        "--live", action="store_true", help="compare with installed producers on drawn inputs, in every bit"
+        "--live", action="store_true", help="compare with installed producers on random inputs, bit for bit"
     )
     listing.add_argument(
         "--seconds", type=float, metavar="S", help="with --live: how long each producer runs (default: 10)"
     )
-    listing.add_argument("--seed", type=int, metavar="N", help="with --live: of what is drawn (default: 0)")
-    listing.add_argument("--golden", metavar="DIR", help="recorded outputs to check (default: those of the package)")
+    listing.add_argument("--seed", type=int, metavar="N", help="with --live: seed of the inputs (default: 0)")
+    text = "with --check: directory of recorded outputs (default: those of the package)"
+    listing.add_argument("--golden", metavar="DIR", help=text)
     add_command(commands, "formats", _formats, "list the number formats")
 
 
 def _recipes(args: argparse.Namespace, out: Output) -> int:
+    """Run the command recipes; return 1 if a check finds a difference, else 0."""
     ids = tuple(recipe(name).id for name in args.ids) or recipes()
     if args.golden is not None and not args.check:
         raise ValueError("--golden was given without --check; add --check")
@@ -66,19 +68,21 @@ def _recipes(args: argparse.Namespace, out: Output) -> int:
 
 
 def _listed(id: str, row: dict[str, str]) -> dict[str, Any]:
-    """Return a row of the table of recipes as an object, with its versions as one of their own."""
+    """Return a row of the table of recipes as a JSON object, with the versions as an object of their own."""
     versions = recipe(id).versions
     return {"id": id, **row, "versions": versions and versions._asdict()}
 
 
 def _objects(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[dict[str, str]]:
-    """The rows of a table as objects, whose keys are the titles with ``_`` for spaces."""
+    """Return the rows of a table as JSON objects. Their keys are the column titles, with ``_`` for spaces."""
     keys = [title.removeprefix("#").replace(" ", "_") for title in columns]
     return [dict(zip(keys, row, strict=True)) for row in rows]
 
 
 def _check(out: Output, ids: tuple[str, ...], golden: GoldenSet) -> int:
-    """Print arrays equal / arrays compared for each recipe; 1 if any is unequal or nothing could be compared."""
+    """Print per recipe how many arrays equal the recorded ones; return 1 if any differs or nothing was compared, else
+    0.
+    """
     results = [check_recipe(name, golden) for name in ids]
     rows = []
     for result in results:
@@ -99,11 +103,12 @@ def _check(out: Output, ids: tuple[str, ...], golden: GoldenSet) -> int:
 
 
 def _differences(result: GoldenResult) -> list[dict[str, Any]]:
-    """The arrays that differ as JSON has them."""
+    """Return the arrays that differ as the JSON document has them."""
     return [{"key": d.key, "differing": d.differing, "size": d.size} for d in result.differences]
 
 
 def _formats(args: argparse.Namespace, out: Output) -> int:
+    """Run the command formats and return 0."""
     formats, blocks = tables.format_rows(), tables.block_rows()
     out.table(tables.FORMAT_COLUMNS, formats)
     out.line()

@@ -1,4 +1,7 @@
-"""The command reconcile: one tensor scale for the parts of every layer that loaders fuse."""
+"""The command reconcile: give the parts of every fused layer one tensor scale.
+
+A fused layer is a group of layers that a loader joins into one, such as q, k and v.
+"""
 
 from __future__ import annotations
 
@@ -14,24 +17,27 @@ from fp4kit.storage.errors import CheckpointError, shown
 
 
 def register(subparsers: Any) -> None:
-    """Add the command."""
-    text = "repair an NVFP4 checkpoint whose fused layers (q/k/v, gate/up) disagree in their tensor scales"
+    """Add the command reconcile."""
     parser = add_command(
         subparsers,
         "reconcile",
         _reconcile,
-        text,
+        "give q/k/v and gate/up one tensor scale",
+        description="Repair an NVFP4 checkpoint in which the parts of a fused layer (q/k/v, gate/up) have different"
+        " tensor scales: rescale their block scales to the largest one.",
         writes=lambda args: Path(args.destination) if args.destination else None,
         usage="fp4kit reconcile SRC DST\n       fp4kit reconcile --dry-run SRC",
     )
     add_path(parser, "source", metavar="SRC", help="directory of the quantized model")
-    add_path(parser, "destination", nargs="?", metavar="DST", help="new directory to write, if something has to change")
+    add_path(parser, "destination", nargs="?", metavar="DST", help="new directory; written only if something changes")
     parser.add_argument("--dry-run", action="store_true", help="print what would change, and write nothing")
 
 
 def _reconcile(args: argparse.Namespace, out: Output) -> int:
+    """Run the command; return 1 if a dry run found layers to repair, else 0."""
     if args.dry_run == (args.destination is not None):
-        raise CheckpointError("either SRC and DST are needed, or --dry-run and SRC")
+        got = "--dry-run and DST" if args.dry_run else "neither DST nor --dry-run"
+        raise CheckpointError(f"got {got}; give SRC and DST to write, or --dry-run and SRC to look")
     total = sum(nbytes for _, nbytes in open_checkpoint(args.source).totals.values())
     with out.progress("writing", total) as tick:
         found = reconcile(args.source, args.destination, tick)
@@ -46,7 +52,8 @@ def _reconcile(args: argparse.Namespace, out: Output) -> int:
 
 
 def _verdict(found: Reconciliation, dry: bool) -> str:
+    """Return the last line: how many layers were or would be repaired."""
     if not found.repairs:
-        return f"{found.groups} fused layers, and the parts of each agree; nothing to write"
-    what = "would get" if dry else f"wrote {shown(str(found.destination))}:"
-    return f"{what} {len(found.repairs)} layers with another tensor scale, of {found.groups} fused ones"
+        return f"{found.groups} fused layers; the parts of each have one tensor scale; nothing to write"
+    count = f"{len(found.repairs)} layers, parts of {found.groups} fused layers"
+    return f"would rescale {count}" if dry else f"wrote {shown(str(found.destination))}: rescaled {count}"

@@ -1,6 +1,4 @@
-"""Text and JSON of results: tables that fit a terminal or a pipe, names shortened in the middle, one JSON document a
-command.
-"""
+"""Render results as text or JSON: tables that fit a terminal or a pipe, and one JSON document per command."""
 
 from __future__ import annotations
 
@@ -14,18 +12,17 @@ from rich.cells import cell_len
 
 from fp4kit.storage.json_object import dump_object
 
-NAME_WIDTH = 24  # a name column narrower than this gives way to names on lines of their own
+NAME_WIDTH = 24  # if the name column would be narrower than this, each name gets a line of its own
 Row = Sequence[str]
 
 
 def table(columns: Row, rows: Sequence[Row], width: int | None = None, ellipsis: str = "…") -> list[str]:
-    """Return the lines of a table of at most ``width`` columns; None: as wide as its cells need.
+    """Return the lines of a table that is at most ``width`` columns wide; with None, as wide as its cells need.
 
-    columns: titles; a leading ``#`` marks numbers, which are aligned at the right. The first column holds names: where
-    the
-        table is too wide, they are shortened in the middle, and where that leaves too little of them or makes two of
-        them alike, they stand on lines of their own above the other cells. A cell is one line of text, a line never
-        ends in a space.
+    columns: the titles. A leading ``#`` marks a column of numbers, which is aligned at the right.
+    rows: cells, each one line of text. The first column holds names.
+    If the table is too wide, names are shortened in the middle. If a name would get fewer than NAME_WIDTH columns, or
+    two names would look alike, each name stands on a line of its own above its other cells. No line ends in a space.
     """
     titles = tuple(title.removeprefix("#") for title in columns)
     right = tuple(title.startswith("#") for title in columns)
@@ -41,7 +38,9 @@ def table(columns: Row, rows: Sequence[Row], width: int | None = None, ellipsis:
 
 
 def shortened(text: str, width: int, ellipsis: str = "…") -> str:
-    """Return ``text`` in at most ``width`` columns: what is too long loses its middle, and keeps more of its end."""
+    """Return ``text`` in at most ``width`` columns. If it is too long, its middle is cut out; more of its end
+    is kept.
+    """
     if columns_of(text) <= width:
         return text
     room = max(width - columns_of(ellipsis), 0)
@@ -50,8 +49,10 @@ def shortened(text: str, width: int, ellipsis: str = "…") -> str:
 
 
 def wrapped(text: str, width: int | None, indent: str = "") -> list[str]:
-    """Return ``text`` in lines of at most ``width`` columns, broken at spaces only, all but the first behind
+    """Return ``text`` as lines of at most ``width`` columns, broken at spaces only. Lines after the first begin with
     ``indent``.
+
+    With a ``width`` of None the text stays one line.
     """
     if width is None:
         return [text]
@@ -65,27 +66,27 @@ def wrapped(text: str, width: int | None, indent: str = "") -> list[str]:
 
 
 def document(schema: str, body: Mapping[str, Any]) -> str:
-    """Return ``body`` as JSON whose first entry is ``"schema": "fp4kit.<schema>"``; a schema ends in its version:
-    ``compare/1``.
+    """Return ``body`` as a JSON document whose first entry is ``"schema": "fp4kit.<schema>"``.
 
-    Tuples become lists, paths strings, NumPy scalars numbers. JSON has no NaN or infinity: they become the strings
-    "NaN", "Infinity" and "-Infinity", which Python's float and JavaScript's Number read.
+    schema: name and version, such as ``compare/1``.
+    Tuples become lists, paths strings, NumPy scalars numbers. JSON has no NaN or infinity, so they become the strings
+    "NaN", "Infinity" and "-Infinity", which Python's float and JavaScript's Number can read.
     """
     return dump_object({"schema": f"fp4kit.{schema}", **_plain(body)}).decode("ascii")
 
 
 def shape_text(shape: Iterable[int]) -> str:
-    """Return a shape as one word: ``[64,96]``."""
+    """Return a shape as one word, such as ``[64,96]``."""
     return "[" + ",".join(map(str, shape)) + "]"
 
 
 def columns_of(text: str) -> int:
-    """Return how many columns of a terminal a printable text takes."""
+    """Return how many terminal columns a printable text takes."""
     return len(text) if text.isascii() else cell_len(text)
 
 
 def duration(seconds: float) -> str:
-    """Return a time in words for people: ``42 s``, ``3:05 min``, ``2:10 h``, ``3 days``."""
+    """Return a time in readable units: ``42 s``, ``3:05 min``, ``2:10 h``, ``3 days``."""
     whole = round(seconds)
     if whole < 60:
         return f"{whole} s"
@@ -95,7 +96,7 @@ def duration(seconds: float) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Return ``value`` in the types of JSON."""
+    """Convert ``value`` to types that JSON has."""
     if isinstance(value, Mapping):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -108,19 +109,19 @@ def _plain(value: Any) -> Any:
 
 
 def _total(widths: Sequence[int]) -> int:
-    """Columns of a line of cells, two spaces between them."""
+    """Return the columns of a line of cells with two spaces between them."""
     return sum(widths) + 2 * max(len(widths) - 1, 0)
 
 
-def _aligned(row: Row, widths: Sequence[int], right: Sequence[bool]) -> str:
-    """One line of a table."""
+def _aligned(row: Row, widths: Sequence[int], numeric: Sequence[bool]) -> str:
+    """Return one line of a table, each cell padded to its width."""
     pads = (" " * (width - columns_of(cell)) for cell, width in zip(row, widths, strict=True))
-    cells = (pad + cell if at_right else cell + pad for cell, pad, at_right in zip(row, pads, right, strict=True))
+    cells = (pad + cell if at_right else cell + pad for cell, pad, at_right in zip(row, pads, numeric, strict=True))
     return "  ".join(cells).rstrip()
 
 
 def _narrowed(grid: list[tuple[str, ...]], room: int, ellipsis: str) -> list[tuple[str, ...]] | None:
-    """The rows with names of at most ``room`` columns, or None if that says too little."""
+    """Return the rows with names of at most ``room`` columns; None if names would be too short or look alike."""
     if room < NAME_WIDTH:
         return None
     names = [shortened(row[0], room, ellipsis) for row in grid]
@@ -132,7 +133,11 @@ def _narrowed(grid: list[tuple[str, ...]], room: int, ellipsis: str) -> list[tup
 def _stacked(
     grid: list[tuple[str, ...]], widths: list[int], right: Sequence[bool], width: int, ellipsis: str
 ) -> list[str]:
-    """Names on lines of their own, shortened only if a line is too short for one; below each its other cells."""
+    """Return the lines of a table in which each name has a line of its own, above the other cells of its row.
+
+    A name is shortened only if it does not fit on a line. If the other cells do not fit either, they are listed with
+    their titles.
+    """
     fits = _total(widths[1:]) + 2 <= width
     lines = []
     for row in grid if fits else grid[1:]:
@@ -145,14 +150,14 @@ def _stacked(
 
 
 def _facts(titles: Row, cells: Row, width: int, ellipsis: str) -> list[str]:
-    """The cells of one row with their titles, in lines of their own."""
+    """Return the cells of one row as wrapped lines of "title cell" pairs."""
     facts = (f"{title} {cell}" for title, cell in zip(titles, cells, strict=True) if cell)
     text = " ".join(shortened(word, width - 2, ellipsis) for word in ", ".join(facts).split())
     return [f"  {line}" for line in wrapped(text, width - 2)]
 
 
 def _fitting(text: str, width: int) -> str:
-    """The longest beginning of ``text`` that takes at most ``width`` columns."""
+    """Return the longest prefix of ``text`` that takes at most ``width`` columns."""
     if text.isascii():
         return text[:width]
     used = 0

@@ -1,4 +1,4 @@
-"""The command selftest: progress while it runs, then a table of what was compared."""
+"""The command selftest: compare the engine of this machine with the specification, and print what was compared."""
 
 from __future__ import annotations
 
@@ -20,37 +20,38 @@ from fp4kit.evidence.fuzz import run as fuzz
 from fp4kit.evidence.golden.golden_set import GoldenSet
 from fp4kit.evidence.selftest import tasks as selftest
 
-_SHOWN = 20  # differences, and reasons why something was left out
+_SHOWN = 20  # at most so many differences, and so many reasons why cases were left out, are printed
 
 
 def register(commands: Any) -> None:
-    """Add the command to the subparsers of fp4kit."""
+    """Add the command selftest."""
     parser = add_command(
         commands,
         "selftest",
         _selftest,
-        "compare the GPU or the processor with the specification, in every bit",
+        "check this GPU or CPU, bit for bit",
         description=(
-            "Compare the operations on this machine's GPU, or with --host those of the compiled engine of its"
-            " processor, with the specification, in every bit. A GPU's kernels are compiled first, where they are not"
-            " cached. Exit status: 0 all equal, 1 something differs, 2 an error such as no GPU."
+            "Compare every operation on this machine's GPU, or with --host in the compiled CPU engine, with the"
+            " specification, bit for bit. GPU kernels that are not cached are compiled first. Exit codes: 0 all equal,"
+            " 1 something differs, 2 an error such as no GPU."
         ),
     )
-    parser.add_argument("--host", action="store_true", help="the compiled engine of the processor instead of the GPU")
+    parser.add_argument("--host", action="store_true", help="check the compiled CPU engine instead of the GPU")
     parser.add_argument(
-        "--quick", action="store_true", help="eight recipes, smaller tensors, one of 61 floats: a minute at most"
+        "--quick",
+        action="store_true",
+        help="check less, in at most a minute: eight recipes, smaller tensors, every 61st float32",
     )
-    parser.add_argument(
-        "--golden", metavar="DIR", help="recorded outputs to compare with (default: those of the package)"
-    )
+    parser.add_argument("--golden", metavar="DIR", help="directory of recorded outputs (default: those of the package)")
 
 
 def _selftest(args: argparse.Namespace, out: Output) -> int:
+    """Find the engine and run the comparison; return 1 if anything differs, else 0."""
     golden = GoldenSet.find() if args.golden is None else GoldenSet.open(args.golden)
     if args.host:
         engine, name = fuzz.host_engine()
         if engine is None:
-            raise OSError(f"--host: the compiled engine is not there: {name}")
+            raise OSError(f"--host: the compiled engine is not available: {name}")
         out.verbatim(f"{name}, fp4kit {__version__}")
         return report(engine, golden, args.quick, out)
     try:
@@ -64,7 +65,9 @@ def _selftest(args: argparse.Namespace, out: Output) -> int:
 
 
 def report(engine: selftest.ComparedEngine, golden: GoldenSet | None, quick: bool, out: Output) -> int:
-    """Run everything, print the table, and what differs or was left out; 1 if anything differs, else 0."""
+    """Run all comparisons and print the table, the differences and what was left out; return 1 if anything differs,
+    else 0.
+    """
     start = time.perf_counter()
     finished = run(selftest.plan(engine, golden, quick), not out.quiet and sys.stderr.isatty())
     out.table(("compared", "#cases", "#values", "#differ", "#left out", "#seconds"), rows(finished))
@@ -82,7 +85,7 @@ def report(engine: selftest.ComparedEngine, golden: GoldenSet | None, quick: boo
 
 
 def run(tasks: list[selftest.Task], shown: bool) -> list[selftest.Finished]:
-    """Run tasks, with a bar on standard error if ``shown``."""
+    """Run tasks and return their results, with a progress bar on stderr if ``shown``."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True, disable=not shown) as progress:
         bar = progress.add_task("comparing", total=len(tasks))
@@ -94,7 +97,7 @@ def run(tasks: list[selftest.Task], shown: bool) -> list[selftest.Finished]:
 
 
 def rows(finished: Iterable[selftest.Finished]) -> list[tuple[str, ...]]:
-    """One row per part: what was compared, how many values, how many differ; seconds are summed over threads."""
+    """Return one row per part: cases, values, differing values, cases left out, and seconds summed over threads."""
     result: list[tuple[str, ...]] = []
     parts: dict[str, list[selftest.Finished]] = {}
     for f in finished:
@@ -107,6 +110,7 @@ def rows(finished: Iterable[selftest.Finished]) -> list[tuple[str, ...]]:
 
 
 def _listing(out: Output, title: str, lines: list[str]) -> None:
+    """Print the first lines under a title, and how many more there are."""
     for line in lines[:_SHOWN]:
         out.line(f"{title}: {line}")
     if len(lines) > _SHOWN:

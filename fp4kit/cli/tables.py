@@ -1,4 +1,4 @@
-"""Tables of recipes and formats, as rows of text: the README, the command line and the tests read them here."""
+"""Build the tables of recipes and formats as rows of text, for the README, the docs, the command line and the tests."""
 
 from __future__ import annotations
 
@@ -15,35 +15,39 @@ BLOCK_COLUMNS = ("block format", "element", "scale", "block", "tensor scale", "b
 
 
 def block_text(r: Recipe) -> str:
-    """The shape of a block as rows x columns, or what shares a float32 scale."""
+    """Return the block shape as "rows x columns" ("1x16"); without blocks, what shares a scale: "tensor" or "row"."""
     if r.block is None:
         return {"tensor": "tensor", "row": "row"}[r.tensor_scaling]
     return f"{r.block[0]}x{r.block[1]}"
 
 
 def rule_text(r: Recipe) -> str:
-    """The rule that makes the scale: of blocks, of the tensor, or of the fake quantizer."""
+    """Return the rule that computes the recipe's scales: those of blocks, of the tensor, or of the fake quantizer."""
     rule = r.fake_rule if r.fake_only else r.block_rule or r.tensor_rule
     return (rule or "").replace("_", " ") + ", searched" * bool(r.search)
 
 
 def recipe_rows(ids: Iterable[str] = tuple(RECIPES)) -> list[tuple[str, ...]]:
-    """One row per recipe: id (with its aliases), block, rule, what it equals, versions, source."""
+    """Return one row per recipe: id with aliases, block, scale rule, what it equals, versions, source."""
     return [(_names(r), block_text(r), rule_text(r), _exact(r), str(r.versions), r.source) for r in map(recipe, ids)]
 
 
 def _exact(r: Recipe) -> str:
-    """What it equals, and where one of its other names, of another producer, does not."""
+    """Return what the recipe equals bit for bit, and the statement of each producer alias that deviates from it."""
     others = (f"; {alias.id} {alias.exact}" for alias in PRODUCER_ALIASES.values() if alias.of == r.id)
     return r.exact + " (values only)" * r.fake_only + "".join(others)
 
 
 def _names(r: Recipe) -> str:
+    """Return the recipe's id followed by its aliases, joined with " = "."""
     return " = ".join([r.id, *(alias for alias, target in ALIASES.items() if target == r.id)])
 
 
 def grouped_recipe_rows() -> list[tuple[str, ...]]:
-    """recipe_rows with those of one rule, statement and source in one row, in the order of their first."""
+    """Return recipe_rows with one row for all recipes that agree in rule, statement, versions and source.
+
+    The rows are in the order in which the groups first occur.
+    """
     groups: dict[tuple[str, ...], list[tuple[str, ...]]] = {}
     for row in recipe_rows():
         groups.setdefault(row[2:], []).append(row)
@@ -51,9 +55,7 @@ def grouped_recipe_rows() -> list[tuple[str, ...]]:
 
 
 def family_rows() -> list[tuple[str, ...]]:
-    """A row for each producer, in the order of the table: its formats, and how many recipes and aliases it has of
-    each.
-    """
+    """Return one row per producer: its name, and its format families, each with the number of recipes and aliases."""
     found: dict[str, dict[str, int]] = {}
     for id in (*RECIPES, *(alias for alias in ALIASES if producer_of(alias))):
         formats = found.setdefault(producer_of(id), {})
@@ -65,15 +67,17 @@ def family_rows() -> list[tuple[str, ...]]:
 
 
 def _family(producer: str, name: str, count: int) -> str:
+    """Return the name of a producer's family, such as "nvfp4-te", with its count if there are several."""
     return f"{name}-{producer}" + (f" ({count})" if count > 1 else "")
 
 
 def _distinct(texts: Iterable[str]) -> str:
+    """Join the texts with ", ", each one once."""
     return ", ".join(dict.fromkeys(texts))
 
 
 def format_rows() -> list[tuple[str, ...]]:
-    """One row per element or scale format."""
+    """Return one row per element or scale format."""
     return [
         (
             f.name,
@@ -89,16 +93,18 @@ def format_rows() -> list[tuple[str, ...]]:
 
 
 def _nan(f: ElementFormat) -> str:
+    """Return how a format encodes NaN and infinity: "-" if not at all, else the NaN code and whether there is more."""
     return "-" if f.specials == "none" else hex(f.nan_code) + (" and others, inf" if f.specials == "ieee" else "")
 
 
 def _values(f: ElementFormat) -> str:
+    """Return all magnitudes of a format if there are at most eight, else their number."""
     listed = f.magnitudes
     return " ".join(f"{v:g}" for v in listed) if len(listed) <= 8 else f"{len(listed)} magnitudes"
 
 
 def block_rows() -> list[tuple[str, ...]]:
-    """One row per block format."""
+    """Return one row per block format."""
     return [
         (
             b.name,
@@ -113,6 +119,6 @@ def block_rows() -> list[tuple[str, ...]]:
 
 
 def markdown(columns: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
-    """A GitHub table."""
+    """Return the rows as a table in GitHub's Markdown."""
     lines = [columns, tuple("---" for _ in columns), *rows]
     return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)

@@ -1,4 +1,4 @@
-"""The command verify: what is wrong with a checkpoint, as a table, as JSON and as a page of HTML."""
+"""The command verify: report what is wrong with a checkpoint, as a table, as JSON or as an HTML page."""
 
 from __future__ import annotations
 
@@ -22,32 +22,35 @@ from fp4kit.storage.errors import CheckpointError, listed, shown
 
 
 def register(subparsers: Any) -> None:
-    """Add the command."""
+    """Add the command verify."""
     parser = add_command(
         subparsers,
         "verify",
         _verify,
-        "check a checkpoint: its files, its numbers, what engines make of it, and its source",
-        epilog="Exit codes: 0 no errors, though there may be warnings; 1 errors, such as bytes that differ; 2 it "
-        "cannot be read.",
+        "check that a checkpoint is intact, loads, and is exact",
+        description="Check the files of a checkpoint against its manifest, its scales and configs against what engines"
+        " require, and, with --source, every byte against a new encoding of the source.",
+        epilog="Exit codes: 0 no errors, perhaps warnings; 1 errors, such as bytes that differ; 2 the checkpoint cannot"
+        " be read.",
     )
     add_path(parser, "path", metavar="DST", help="directory or GGUF file of the quantized model")
     parser.add_argument(
-        "--source", metavar="SRC", help="directory or GGUF file that it was made of, with which it is compared"
+        "--source", metavar="SRC", help="compare with this original: the directory or GGUF file DST was made from"
     )
-    parser.add_argument("--recipe", help="of the quantized layers (default: the one that the checkpoint records)")
+    parser.add_argument("--recipe", help="recipe of the quantized layers (default: the one recorded in DST)")
     add_scale_search(parser)
     parser.add_argument(
-        "--html", type=Path, metavar="FILE", help="write a page with charts, one file that needs no network"
+        "--html", type=Path, metavar="FILE", help="write a report with charts: one HTML file, readable offline"
     )
     add_workers(parser)
 
 
 def _verify(args: argparse.Namespace, out: Output) -> int:
+    """Run the command and return 0 if there are no errors, else 1."""
     for name in ("recipe", "scale_search", "column_weights"):
         if getattr(args, name) is not None and args.source is None:
             option = f"--{name.replace('_', '-')}"
-            raise CheckpointError(f"{option}: says how layers were made of a source; give it with --source")
+            raise CheckpointError(f"{option}: says how layers were made from a source; add --source SRC")
     objective = RECORDED if args.scale_search is None and args.column_weights is not None else args.scale_search
     search = ScaleSearch.of(objective, args.column_weights)
     if args.html is not None:
@@ -64,22 +67,25 @@ def _verify(args: argparse.Namespace, out: Output) -> int:
 
 
 def _run(prepared: Verification, options: Options, out: Output) -> VerifyReport:
+    """Execute the verification with a line of progress."""
     with out.progress("verifying", prepared.nbytes) as tick:
         return execute(prepared, Options(options.workers, options.executor, options.devices, progress=tick))
 
 
 def _check_page(page: Path, model: Path) -> None:
-    """Raise CheckpointError for a page that would be in the way."""
+    """Raise CheckpointError if the page cannot be written, or would lie inside the checkpoint."""
     if page.is_dir() or not page.parent.is_dir():
-        raise CheckpointError(f"--html {shown(str(page))}: a file in a directory that exists is needed")
+        raise CheckpointError(
+            f"--html {shown(str(page))}: cannot be written; a file name in a directory that exists is needed"
+        )
     if page.resolve().is_relative_to(model.resolve()):
         raise CheckpointError(
-            f"--html {shown(str(page))}: is inside of the checkpoint, which it would change; put it elsewhere"
+            f"--html {shown(str(page))}: lies inside the checkpoint, which it would change; choose another directory"
         )
 
 
 def _print(out: Output, report: VerifyReport) -> None:
-    """Print layers, findings and the verdict."""
+    """Print the layers, the issues and the verdict."""
     columns = ("layer", "format", "#SQNR dB", "#saturated", "#zero blocks", "#flushed", "#differing bytes")
     out.table(columns, [_cells(layer) for layer in report.layers])
     for issue, subjects in grouped(report.issues):
@@ -89,6 +95,7 @@ def _print(out: Output, report: VerifyReport) -> None:
 
 
 def _cells(layer: LayerReport) -> tuple[str, ...]:
+    """Return the table row of one layer; "-" stands for what was not compared."""
     found = layer.tally
     sqnr = "-" if found.sqnr_db is None else f"{found.sqnr_db:.2f}"
     saturated, flushed = (str(n) if found.compared else "-" for n in (found.saturated, found.flushed_blocks))
@@ -98,21 +105,19 @@ def _cells(layer: LayerReport) -> tuple[str, ...]:
 
 
 def _verdict(report: VerifyReport) -> str:
-    """The last line."""
+    """Return the last line: manifest, differing bytes, SQNR, errors and warnings."""
     warnings = len(report.issues) - report.errors
     manifest = {
-        "equal": "files as the manifest says",
+        "equal": "files match the manifest",
         "differs": "files differ from the manifest",
         "none": "no manifest",
     }
     text = f"{len(report.layers)} layers, {manifest[report.manifest]}"
     if report.source is not None:
-        differing, made = (
-            sum(layer.differing for layer in report.layers),
-            sum(layer.compared for layer in report.layers),
-        )
-        maker = (report.recipe or "its form") + (f" with scales {report.scales}" if report.scales else "")
-        text += f"; {differing} of {made} bytes differ from what {maker} makes of the source"
+        differing = sum(layer.differing for layer in report.layers)
+        compared = sum(layer.compared for layer in report.layers)
+        recipe = (report.recipe or "its format") + (f" with scales {report.scales}" if report.scales else "")
+        text += f"; {differing} of {compared} bytes differ from the source encoded with {recipe}"
         text += f"; {len(report.changed)} of {report.copied} copied tensors differ"
         if report.total.sqnr_db is not None and math.isfinite(report.total.sqnr_db):
             text += f"; SQNR {report.total.sqnr_db:.2f} dB"

@@ -111,12 +111,12 @@ def test_formats_and_agreement(capsys) -> None:
         (["--versoin"], "fp4kit: unrecognized argument --versoin; did you mean --version?"),
         (["--quiet", "formats"], "fp4kit: unrecognized argument --quiet; see fp4kit --help"),
         (["convrt", "a", "b"], "fp4kit: argument COMMAND: there is no 'convrt'; did you mean convert?"),
-        (["xyzzy"], "fp4kit: argument COMMAND: there is no 'xyzzy'; needs one of recipes, formats, convert, "),
+        (["xyzzy"], "fp4kit: argument COMMAND: there is no 'xyzzy'; needs one of convert, reconcile, verify, "),
         (
             ["--print-completion", "fish"],
             "fp4kit: argument --print-completion: there is no 'fish'; needs one of bash, zsh",
         ),
-        ([], "fp4kit: a command is needed, such as convert; see fp4kit --help"),
+        ([], "fp4kit: got no command; a command is needed, such as convert; see fp4kit --help"),
         (["recipes", "nvfp4-tee"], "did you mean 'nvfp4-te' or "),
     ],
 )
@@ -139,6 +139,17 @@ def test_help_and_version(capsys) -> None:
     assert "Exit codes: 0 done, 1 a difference" in out and "convert" in out
     assert main(["convert", "--help"]) == 0 and "--remove-stale" in capsys.readouterr().out
     assert main(["--version"]) == 0 and capsys.readouterr().out == f"fp4kit {fp4kit.__version__}\n"
+
+
+def test_help_lists_each_command_on_one_line_under_a_heading(capsys, monkeypatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main(["--help"]) == 0
+    listed = capsys.readouterr().out.partition("commands:\n")[2].partition("\n\nExit codes")[0].splitlines()
+    headings = ["convert and serve", "check and compare", "find out", "measure and prove"]
+    assert [line.strip(" :") for line in listed if re.match(r"  \S", line)] == headings
+    (commands,) = (action for action in parser()._actions if action.dest == "command")
+    assert [line.split()[0] for line in listed if re.match(r"    \S", line)] == list(commands.choices)
+    assert len([line for line in listed if line]) == len(headings) + len(commands.choices)
 
 
 def test_every_command_takes_json_and_quiet() -> None:

@@ -128,7 +128,7 @@ def test_selftest_says_what_it_needs(installed):
 def test_the_fuzz_runs_on_the_specification_alone(installed):
     status, output, errors = run(installed, "fuzz", "--cases", "20")
     assert status == 0, errors
-    assert output.startswith("No GPU, no compiled engine (it is not compiled here;") and "20 cases" in output
+    assert output.startswith("No GPU and no compiled engine (it is not compiled here;") and "20 cases" in output
 
 
 ENGINE = """

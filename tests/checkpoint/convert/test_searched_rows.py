@@ -172,7 +172,7 @@ def test_the_command(model, tmp_path: Path, run: Run) -> None:
     code, text, _ = run("verify", tmp_path / "d", "--source", source)
     assert (
         code == 0
-        and f"0 of 13844 bytes differ from what {RECIPE} with scales searched by mse makes of the source" in text
+        and f"0 of 13844 bytes differ from the source encoded with {RECIPE} with scales searched by mse" in text
     )
     code, text, _ = run("identify", tmp_path / "d", "--source", source)
     assert (code, text) == (0, "nvfp4-modelopt-mse made 5 layers\n")
@@ -228,7 +228,9 @@ def test_verify_needs_the_column_weights(model, tmp_path: Path, run: Run) -> Non
     assert without.clean and [issue.text for issue in without.issues] == [needed]
     code, text, _ = run("verify", tmp_path / "d", "--source", source, "--column-weights", weights)
     assert (
-        code == 0 and f"0 of 13844 bytes differ from what {RECIPE} with scales searched by weighted mse makes" in text
+        code == 0
+        and f"0 of 13844 bytes differ from the source encoded with {RECIPE} with scales searched by weighted mse"
+        in text
     )
     others = column_weights(tmp_path / "v.safetensors", tensors, dense=np.ones(64, np.float32))
     found = verify(tmp_path / "d", source, search=ScaleSearch.of("mse", others))
@@ -246,7 +248,9 @@ def test_verify_takes_the_recorded_error_under_column_weights(model, tmp_path: P
         (tmp_path / "d" / "fp4kit_manifest.json").unlink()
     code, text, _ = run("verify", tmp_path / "d", "--source", source, "--column-weights", weights)
     assert (
-        code == 0 and f"0 of 13844 bytes differ from what {RECIPE} with scales searched by weighted mae makes" in text
+        code == 0
+        and f"0 of 13844 bytes differ from the source encoded with {RECIPE} with scales searched by weighted mae"
+        in text
     )
     code, text, _ = run(
         "verify", tmp_path / "d", "--source", source, "--column-weights", weights, "--scale-search", "mse"

@@ -69,7 +69,11 @@ def test_a_dry_run_removes_nothing(model: Path, tmp_path: Path, called: Callable
         run = called("convert", "--remove-stale", "--dry-run", *paths)
         assert run.code == 0 and f"would remove {left}, which" in run.err and left.exists()
     run = called("convert", "--remove-stale", "--resume", model / "m", out)
-    assert run.code == 2 and "removes what --resume goes on with; leave one of them out" in run.err and left.exists()
+    assert (
+        run.code == 2
+        and "removes the files that --resume continues from; use only one of them" in run.err
+        and left.exists()
+    )
     run = called("convert", "--remove-stale", tmp_path / "none", out)
     assert run.code == 2 and left.exists()  # what cannot be planned removes nothing either
     (left / staging.LOCK).unlink()

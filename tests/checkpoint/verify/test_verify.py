@@ -475,7 +475,7 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     held = sum(entry.nbytes for name, (_, entry) in open_source(model).tensors.items() if "proj" in name)
     assert f"{Q} [64,64]" in text
     assert (
-        f"files as the manifest says; 0 of {held} bytes differ from what nvfp4-te makes of the source; 0 of 6 copied"
+        f"files match the manifest; 0 of {held} bytes differ from the source encoded with nvfp4-te; 0 of 6 copied"
         in text
     )
     poke(model, f"{Q}.weight", 5, lambda b: b ^ 1)
@@ -491,11 +491,14 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (["--recipe", "nvfp4-te"], "--recipe: says how layers were made of a source; give it with --source"),
-        (["--scale-search", "mse"], "--scale-search: says how layers were made of a source; give it with --source"),
-        (["--column-weights", "w"], "--column-weights: says how layers were made of a source; give it with --source"),
-        (["--html", "{model}/page.html"], "is inside of the checkpoint, which it would change; put it elsewhere"),
-        (["--html", "{model}/none/page.html"], "a file in a directory that exists is needed"),
+        (["--recipe", "nvfp4-te"], "--recipe: says how layers were made from a source; add --source SRC"),
+        (["--scale-search", "mse"], "--scale-search: says how layers were made from a source; add --source SRC"),
+        (["--column-weights", "w"], "--column-weights: says how layers were made from a source; add --source SRC"),
+        (
+            ["--html", "{model}/page.html"],
+            "lies inside the checkpoint, which it would change; choose another directory",
+        ),
+        (["--html", "{model}/none/page.html"], "cannot be written; a file name in a directory that exists is needed"),
         (["--source", "{model}/none"], "does not exist; a Hugging Face model directory is needed"),
         (["--source", "{source}", "--workers", "0"], "workers: got 0; a whole number of them, at least 1, is needed"),
     ],

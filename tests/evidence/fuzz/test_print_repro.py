@@ -102,7 +102,7 @@ def test_the_command(without_engines, capsys):
     arguments = ["fuzz", "--cases", "12", "--seed", "3", "--operations", "pack", "amax"]
     assert main(arguments) == 0
     out = capsys.readouterr().out
-    assert out.startswith("No GPU, no compiled engine (no compiler): the specification alone")
+    assert out.startswith("No GPU and no compiled engine (no compiler): checking only")
     assert "12 cases, " in out and " 0 failures" in out
     assert main([*arguments, "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
@@ -140,9 +140,9 @@ def test_the_command_prints_a_failure(monkeypatch, capsys, away):
     [
         (["--operations", "pick"], "fuzz: operations holds ['pick']; needs some of quantize, "),
         (["--recipes", "nvfp5"], "recipe: no recipe is called 'nvfp5'"),
-        (["--processes", "0"], "--processes is 0; needs 1 or more"),
-        (["--seed", "-1"], "--seed is -1; needs 0 or more"),
-        (["--seconds", "nan"], "--seconds is nan; needs 0 or more"),
+        (["--processes", "0"], "--processes is 0; a number of at least 1 is needed"),
+        (["--seed", "-1"], "--seed is -1; a number of at least 0 is needed"),
+        (["--seconds", "nan"], "--seconds is nan; a number of at least 0 is needed"),
     ],
 )
 def test_errors_of_the_command(arguments, message, without_gpu, capsys):

@@ -274,8 +274,8 @@ def test_the_command(capsys, monkeypatch):
     [
         (["--seconds", "3"], "--seconds was given without --live; add --live"),
         (["--check", "--seed", "3"], "--seed was given without --live; add --live"),
-        (["--live", "--seconds", "nan"], "--seconds is nan; needs a positive number"),
-        (["--live", "--seed", "-1"], "--seed is -1; needs 0 or more"),
+        (["--live", "--seconds", "nan"], "--seconds is nan; a positive finite number is needed"),
+        (["--live", "--seed", "-1"], "--seed is -1; a number of at least 0 is needed"),
     ],
 )
 def test_arguments_that_make_no_sense(arguments, text, capsys):

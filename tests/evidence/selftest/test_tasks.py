@@ -296,7 +296,7 @@ def test_the_processor_instead_of_a_gpu(monkeypatch, capsys):
 def test_without_the_compiled_engine_there_is_nothing_to_test(monkeypatch, capsys):
     monkeypatch.setattr(fuzz, "host_engine", lambda: (None, "it is not compiled here"))
     assert main(["selftest", "--host"]) == 2
-    assert "--host: the compiled engine is not there: it is not compiled here" in capsys.readouterr().err
+    assert "--host: the compiled engine is not available: it is not compiled here" in capsys.readouterr().err
 
 
 def test_a_folder_without_recorded_outputs_is_an_error(tmp_path, capsys):
