@@ -1,4 +1,7 @@
-"""Recipes: each producer's complete arithmetic for a format, as data that names rules; one module a producer."""
+"""Recipes: the complete arithmetic of each producer for a format, as data that names rules.
+
+A producer is a library or standard that quantizes. There is one module per producer; table.py collects them.
+"""
 
 from fp4kit.recipes.schema import Recipe
 from fp4kit.recipes.table import ALIASES, PRODUCER_ALIASES, RECIPES, recipe, recipe_of, recipes

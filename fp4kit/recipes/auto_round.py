@@ -1,4 +1,4 @@
-"""Intel auto-round 0.16.1: its data types as packed by QuantLinear.pack."""
+"""Recipes of Intel auto-round 0.16.1: its data types, as QuantLinear.pack stores them."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from fp4kit.recipes.versions import Versions
 
 VERSIONS = Versions("0.16.1", "0.16.1")
 
-# What packing makes of codes, as it divides values by scales in the dtype of x.
+# Effects of packing, which recomputes codes by dividing values by scales in the dtype of x.
 PACKED = (
-    ": values that overflow the dtype have the code of zero, as have all under a scale that is 0 in float16 (those of 0"
-    " / 0 with the sign of x86's NaN); the sign of an element that is NaN is undefined there"
+    "; values that overflow the dtype get the code of zero, as do all values under a scale that is 0 in float16 (0 / "
+    "0 has the sign of x86's NaN); the sign of a NaN element is undefined in auto-round"
 )
 PACKED8 = (
-    ": values that overflow the dtype have the largest code, as have all under a scale that is 0 in float16 (those of 0"
-    " / 0 are FF, as on x86); the sign of an element that is NaN is undefined there; with torch from 2.13 on (before,"
-    " elements that overflow are NaN)"
+    "; values that overflow the dtype get the largest code, as do all values under a scale that is 0 in float16 (0 / "
+    "0 gives FF, as on x86); the sign of a NaN element is undefined in auto-round; needs torch 2.13 or later (earlier "
+    "versions turn elements that overflow into NaN)"
 )
 
 
 def recipes() -> Iterator[Recipe]:
-    """In the order of the table."""
+    """Yield the recipes in the order of the table."""
     nvfp4 = of_format(
         NVFP4,
         "nvfp4-auto-round",
@@ -36,7 +36,7 @@ def recipes() -> Iterator[Recipe]:
         repacked=True,
         amax_nan="propagate",
         source="auto-round 0.16.1 data_type/nvfp.py nv_fp4",
-        exact="its packed tensors, whose codes are found of values in the dtype of x",
+        exact="packed tensors, whose codes are recomputed from values in the dtype of x",
     )
     yield nvfp4
     yield replace(
@@ -44,15 +44,15 @@ def recipes() -> Iterator[Recipe]:
         id="nvfp4-auto-round-fake",
         sign="negative",
         repacked=False,
-        exact="the values of its fake quantizer, where small negatives are -0: packing, which begins with them, "
-        "drops that sign",
+        exact="values of the fake quantizer, where small negative values become -0 (packing starts from these values "
+        "and drops the sign)",
     )
     yield replace(
         nvfp4,
         id="nvfp4-auto-round-opt",
         search="auto_round_percents",
         source="auto-round 0.16.1 data_type/nvfp.py opt_rtn_nv_fp4, search_nvfp4_scale",
-        exact="its packed tensors of iters=0, its default; a tensor_amax that is given is that of the search, too",
+        exact="packed tensors with iters=0, the default; a given tensor_amax is also used by the search",
     )
     floor = of_format(
         MXFP4,
@@ -64,7 +64,7 @@ def recipes() -> Iterator[Recipe]:
         repacked=True,
         amax_nan="propagate",
         source="auto-round 0.16.1 data_type/mxfp.py quant_mx",
-        exact=f"its packed tensors of iters=0 with disable_opt_rtn{PACKED}",
+        exact=f"packed tensors with iters=0 and disable_opt_rtn{PACKED}",
     )
     yield floor
     yield replace(
@@ -72,7 +72,7 @@ def recipes() -> Iterator[Recipe]:
         id="mxfp4-auto-round-opt",
         search="auto_round_powers",
         source="auto-round 0.16.1 data_type/mxfp.py quant_mx_opt_rtn",
-        exact=f"its packed tensors of iters=0, its default, but for blocks with inf{PACKED}",
+        exact=f"packed tensors with iters=0, the default, except for blocks with inf{PACKED}",
     )
     for rule in ("rceil", "rceil_v2"):
         yield replace(
@@ -80,11 +80,9 @@ def recipes() -> Iterator[Recipe]:
             id=f"mxfp4-auto-round-{rule.replace('_', '-')}",
             block_rule=f"e8m0_auto_round_{rule}",
             source=f"auto-round 0.16.1 data_type/mxfp.py quant_mx_{rule}",
-            exact=f"its packed tensors of {rule}{PACKED}",
+            exact=f"packed tensors with data type function quant_mx_{rule}{PACKED}",
         )
-    mxfp8 = replace(
-        floor, id="mxfp8-auto-round", element=MXFP8_E4M3.element, nan_code=0xFF, exact=f"its codes{PACKED8}"
-    )
+    mxfp8 = replace(floor, id="mxfp8-auto-round", element=MXFP8_E4M3.element, nan_code=0xFF, exact=f"codes{PACKED8}")
     yield mxfp8
     yield replace(
         mxfp8,

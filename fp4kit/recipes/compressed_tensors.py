@@ -1,4 +1,4 @@
-"""compressed-tensors 0.20: its scale generation, quantization and packing."""
+"""Recipes of compressed-tensors 0.20: its scale generation, quantization and packing."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ VERSIONS = Versions("0.20", "0.20")
 
 
 def recipes() -> Iterator[Recipe]:
-    """In the order of the table."""
+    """Yield the recipes in the order of the table."""
     yield of_format(
         NVFP4,
         "nvfp4-compressed-tensors",
@@ -25,7 +25,8 @@ def recipes() -> Iterator[Recipe]:
         nan_code=0,
         amax_nan="propagate",
         source="compressed-tensors 0.20 quantization/utils calculate_qparams, pack_fp4_to_uint8",
-        exact="its codes and block scales; its global scale divides, tensor_scale is the reciprocal",
+        exact="codes and block scales; the producer's global scale divides on decode, and tensor_scale is its "
+        "reciprocal",
     )
     yield _mx(MXFP4, "mxfp4-compressed-tensors", sign="negative", nan_code=0)
     yield _mx(MXFP6_E2M3, "mxfp6-compressed-tensors")
@@ -33,8 +34,9 @@ def recipes() -> Iterator[Recipe]:
 
 
 def _mx(fmt: BlockFormat, id: str, **fields: Any) -> Recipe:
+    """Return the recipe of an MX format."""
     top = "1.9375" if fmt is MXFP6_E2M3 else "1.75"
-    zero_points = ", with its zero points, which make 0 of -0" if fmt is MXFP8_E4M3 else ""
+    zero_points = ", with zero points, which turn -0 into 0" if fmt is MXFP8_E4M3 else ""
     return of_format(
         fmt,
         id,
@@ -42,8 +44,8 @@ def _mx(fmt: BlockFormat, id: str, **fields: Any) -> Recipe:
         round_scaled=True,
         amax_nan="propagate",
         source="compressed-tensors 0.20 quantization/utils calculate_qparams",
-        exact=f"its codes and scales{zero_points}; as OCP for an amax of {top} * 2^127 (float16: {top} * 2^15) or "
-        f"more, inf or "
-        "NaN, whose byte is an undefined cast there (127 on x86, over codes of 0)",
+        exact=f"codes and scales{zero_points}; not for blocks with inf, NaN or an amax of at least {top} * 2^127 "
+        f"(float16: {top} * 2^15), where the producer's scale byte is an undefined cast (127 on x86, with codes of 0) "
+        "and the recipe follows OCP",
         **fields,
     )

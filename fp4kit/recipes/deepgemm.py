@@ -1,5 +1,6 @@
-"""DeepGEMM 54e2261: its casts to FP4 and FP8 with UE8M0 scales. Its own blocks have 128 elements:
-dataclasses.replace.
+"""Recipes of DeepGEMM 54e2261: its casts to FP4 and FP8 with UE8M0 scales.
+
+The table has blocks of 32 elements. For DeepGEMM's own blocks of 128, change the block with dataclasses.replace.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ _SOURCE = "DeepGEMM 54e2261 deep_gemm/utils/math.py"
 
 
 def recipes() -> Iterator[Recipe]:
-    """In the order of the table."""
+    """Yield the recipes in the order of the table."""
     yield of_format(
         MXFP4,
         "mxfp4-deepgemm",
@@ -25,7 +26,7 @@ def recipes() -> Iterator[Recipe]:
         nan_code=0,
         amax_nan="propagate",
         source=_SOURCE,
-        exact="its codes with groups of 32: amaxes of at least 1e-4, ties toward zero",
+        exact="codes with groups of 32, where a smaller amax is raised to 1e-4 and ties round toward zero",
     )
     yield of_format(
         MXFP8_E4M3,
@@ -33,5 +34,5 @@ def recipes() -> Iterator[Recipe]:
         block_rule="e8m0_deepgemm",
         amax_nan="propagate",
         source=_SOURCE,
-        exact="its codes with groups of 32: amaxes of at least 1e-4",
+        exact="codes with groups of 32, where a smaller amax is raised to 1e-4",
     )

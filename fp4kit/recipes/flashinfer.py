@@ -1,4 +1,4 @@
-"""FlashInfer fb28d72: its CUDA quantizers."""
+"""Recipes of FlashInfer fb28d72: its CUDA quantizers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ VERSIONS = Versions("fb28d72", "fb28d72")
 
 
 def recipes() -> Iterator[Recipe]:
-    """In the order of the table."""
+    """Yield the recipes in the order of the table."""
     fast = of_format(
         NVFP4,
         "nvfp4-flashinfer",
@@ -22,14 +22,15 @@ def recipes() -> Iterator[Recipe]:
         amax_nan="lanes",
         flush=True,
         source="FlashInfer fb28d72 quantization_utils.cuh cvt_warp_fp16_to_fp4",
-        exact="FlashInfer's default with sm_90 reciprocals (those of sm_100 are unmeasured)",
+        exact="FlashInfer's default, with the approximate reciprocals of sm_90 (those of sm_100 are unmeasured)",
     )
     yield fast
     precise = replace(
         fast,
         id="nvfp4-flashinfer-precise",
         block_rule="flashinfer_precise",
-        exact="FlashInfer with FLASHINFER_DISABLE_FP4_QUANT_FAST_MATH=1; nvfp4-te but for subnormals and NaN",
+        exact="FlashInfer with FLASHINFER_DISABLE_FP4_QUANT_FAST_MATH=1; same bytes as nvfp4-te except for "
+        "subnormals and NaN",
     )
     yield precise
     yield from four_over_six(
@@ -43,7 +44,7 @@ def recipes() -> Iterator[Recipe]:
         amax_nan="lanes",
         flush=True,
         source="FlashInfer fb28d72 quantization_utils.cuh, UE8M0_SF",
-        exact="mxfp4_quantize and mxfp4_dequantize_host: the MXFP4 serving path",
+        exact="mxfp4_quantize and mxfp4_dequantize_host, the MXFP4 serving path",
     )
     yield of_format(
         MXFP8_E4M3,

@@ -1,4 +1,4 @@
-"""fouroversix 1.0.5 (MIT HAN lab): its PyTorch back end on a CPU."""
+"""Recipes of fouroversix 1.0.5 (MIT HAN lab): its PyTorch back end on a CPU, and its Triton kernels on a GPU."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ VERSIONS = Versions("1.0.5", "1.0.5")
 _SOURCE = "fouroversix 1.0.5 quantize/pytorch/reference.py"
 _TRITON = "fouroversix 1.0.5 kernels/triton/quantize.py"
 _BEYOND = (
-    "not from 127 scales on (only a tensor_amax that is too small makes them), "
-    "where a code spills into that of its neighbour; with torch from 2.13 on (before, scales that overflow are NaN)"
+    "not for elements of 127 or more times their scale (possible only if tensor_amax is too small), whose codes "
+    "overflow into the neighbouring code; needs torch 2.13 or later (earlier versions turn scales that overflow into "
+    "NaN)"
 )
 
 
 def recipes() -> Iterator[Recipe]:
-    """In the order of the table."""
+    """Yield the recipes in the order of the table."""
     mse = of_format(
         NVFP4,
         "nvfp4-fouroversix",
@@ -34,14 +35,16 @@ def recipes() -> Iterator[Recipe]:
         nan_code=0xB,
         amax_nan="propagate",
         source=f"{_SOURCE} quantize_to_nvfp4",
-        exact="its codes of mse, the default, in blocks of 16x16, too, and its values, which overflow from 2^128 / "
-        "1536 on; "
-        f"codes of nvfp4-te-4over6-mse-256 but for scales of 0 and elements from 7 scales on; {_BEYOND}",
+        exact="codes with scale rule mse, the default, also in blocks of 16x16; and the decoded values, which "
+        "overflow from 2^128 / 1536 on; same codes as nvfp4-te-4over6-mse-256 except for scales of 0 and elements of "
+        f"7 or more times their scale; {_BEYOND}",
     )
     yield mse
-    mae = replace(mse, id="nvfp4-fouroversix-mae", four_over_six="mae", exact=f"its codes of mae; {_BEYOND}")
+    mae = replace(mse, id="nvfp4-fouroversix-mae", four_over_six="mae", exact=f"codes with scale rule mae; {_BEYOND}")
     yield mae
-    yield replace(mse, id="nvfp4-fouroversix-absmax", four_over_six="max", exact=f"its codes of abs_max; {_BEYOND}")
+    yield replace(
+        mse, id="nvfp4-fouroversix-absmax", four_over_six="max", exact=f"codes with scale rule abs_max; {_BEYOND}"
+    )
     six = of_format(
         NVFP4,
         "nvfp4-fouroversix-6",
@@ -53,12 +56,12 @@ def recipes() -> Iterator[Recipe]:
         nan_code=0xB,
         amax_nan="propagate",
         source=f"{_SOURCE} quantize_to_nvfp4",
-        exact=f"its codes of static_6; {_BEYOND}",
+        exact=f"codes with scale rule static_6; {_BEYOND}",
     )
     yield six
     yield replace(six, id="nvfp4-fouroversix-6-2d", block=(16, 16))
     for cpu, name, blocks in (
-        (mse, "", ", of finite tensors in blocks of 16x16, too"),
+        (mse, "", ", for finite tensors also in blocks of 16x16"),
         (mae, "-mae", ""),
         (six, "-6", ""),
     ):
@@ -69,15 +72,15 @@ def recipes() -> Iterator[Recipe]:
             keep_infinity=True,
             nan_code=0xF,
             source=_TRITON,
-            exact=f"its codes on an H200{blocks}; {cpu.id} but for tensors whose amax is near 2^-126 and below, "
-            "and for elements from 7 scales on, which are 6 here",
+            exact=f"codes of the Triton kernels on an H200{blocks}; same as {cpu.id} except for tensors whose amax is "
+            "about 2^-126 or less, and for elements of 7 or more times their scale, which become 6",
         )
     yield replace(
         six,
         id="nvfp4-fouroversix-4",
         tensor_rule="fouroversix_4",
         block_rule="fouroversix_4",
-        exact=f"its codes of static_4; {_BEYOND}",
+        exact=f"codes with scale rule static_4; {_BEYOND}",
     )
     for top, rule in (("6", "e8m0_fouroversix"), ("4", "e8m0_fouroversix_4")):
         yield of_format(
@@ -89,7 +92,6 @@ def recipes() -> Iterator[Recipe]:
             nan_code=0xB,
             amax_nan="propagate",
             source=f"{_SOURCE} quantize_to_mxfp4",
-            exact=f"its codes of static_{top}; those of a block of zeros mean -1.5 there, too; its values, which it "
-            f"rounds to "
-            "float16, so that scales from 2^16 on and below 2^-24 are lost",
+            exact=f"codes with scale rule static_{top}, where the codes of a zero block mean -1.5; and the decoded "
+            "values, which are rounded to float16, so that scales from 2^16 on and below 2^-24 are lost",
         )

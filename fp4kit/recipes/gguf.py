@@ -1,5 +1,6 @@
-"""llama.cpp 0c1e57098 (ggml 0.25.3): quantize_mxfp4 and quantize_nvfp4, the FP4 types of GGUF files. Elements are
-float32.
+"""Recipes of llama.cpp 0c1e57098 (ggml 0.25.3): quantize_mxfp4 and quantize_nvfp4, the FP4 types of GGUF files.
+
+Elements are float32.
 """
 
 from __future__ import annotations
@@ -11,15 +12,16 @@ from fp4kit.recipes.schema import Recipe, of_format
 from fp4kit.recipes.versions import Versions
 
 VERSIONS = Versions("ggml 0.25.3", "ggml 0.25.3")
+# Fields for "the first of the nearest values in code order". MLX uses them too.
 FIRST = {
     "rounding": "first",
     "sign": "unsigned_zero",
     "nan_code": 0,
-}  # the nearest of 16 values, of equals the first; MLX too
+}
 
 
 def recipes() -> Iterator[Recipe]:
-    """In the order of the table."""
+    """Yield the recipes in the order of the table."""
     yield of_format(
         NVFP4,
         "nvfp4-gguf",
@@ -29,8 +31,8 @@ def recipes() -> Iterator[Recipe]:
         apply="compare",
         **FIRST,
         source="llama.cpp 0c1e57098 (ggml 0.25.3) ggml-quants.c quantize_row_nvfp4_ref",
-        exact="its C function; no tensor scale; scales from 248 on become 448, half-way ones go up; elements beyond "
-        "2^36 are 0",
+        exact="the C function: it has no tensor scale, turns scales of 248 or more into 448, rounds scales half way "
+        "between two codes up, and turns elements beyond 2^36 into 0",
     )
     yield of_format(
         MXFP4,
@@ -40,8 +42,7 @@ def recipes() -> Iterator[Recipe]:
         apply="compare",
         **FIRST,
         source="llama.cpp 0c1e57098 (ggml 0.25.3) ggml-quants.c quantize_row_mxfp4_ref",
-        exact="its C function, and gguf.quants.quantize but for blocks with NaN; its log2f makes the scale twice as "
-        "large for an "
-        "amax a few ulp below a power of two; scale bytes wrap for an amax below 2^-125, as x86-64 casts them, and "
-        "codes are 0",
+        exact="the C function, and gguf.quants.quantize except for blocks with NaN; log2f makes the scale twice as "
+        "large for an amax a few ulp below a power of two; for an amax below 2^-125 the scale byte wraps, as x86-64 "
+        "casts it, and codes are 0",
     )

@@ -1,4 +1,4 @@
-"""microxcaling 7bc4195: its fake quantizers."""
+"""Recipes of microxcaling 7bc4195: its fake quantizers."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ VERSIONS = Versions("7bc4195", "7bc4195")
 
 
 def recipes() -> Iterator[Recipe]:
-    """In the order of the table."""
+    """Yield the recipes in the order of the table."""
     yield from _fakes(MXFP4, ("nearest", "nearest_flush", "even", "floor"))
     yield from _fakes(MXFP8_E4M3, ("nearest", "even"))
 
 
 def _fakes(fmt: BlockFormat, modes: tuple[str, ...]) -> Iterator[Recipe]:
+    """Yield the recipes of a format for the given rounding modes."""
     for mode in modes:
         yield of_format(
             fmt,

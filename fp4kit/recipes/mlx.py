@@ -1,8 +1,8 @@
-"""Apple MLX: mx.quantize and mx.dequantize of its CPU back end and of its Metal kernels, at 0.32.4 and at older
-versions.
+"""Recipes of Apple MLX: mx.quantize and mx.dequantize of its CPU back end and its Metal kernels, in several versions.
 
-Ids without a version are those of 0.32.4. Up to 0.32.2 (-0322) the E4M3 codes 7F and FF decode to 480 and -480 instead
-of NaN; up to 0.32.1 (-0321) MX scales are the nearest power of two instead of the next one, too.
+An id without a version is for 0.32.4. Ids ending in -0322 are for versions up to 0.32.2, where the E4M3 codes 7F and FF
+decode to 480 and -480 instead of NaN. Ids ending in -0321 are for versions up to 0.32.1, where in addition an MX scale
+is the nearest power of two instead of the next larger one.
 """
 
 from __future__ import annotations
@@ -21,29 +21,31 @@ METAL = "MLX {} fp4.h, fp8.h and fp_quantized.h"
 
 
 def _cpu(mode: str, version: str) -> str:
-    """The source of a recipe of the CPU back end."""
+    """Return the source text of a recipe of the CPU back end."""
     return f"MLX {version} mx.quantize mode {mode}, CPU"
 
 
 def aliases() -> Iterator[Alias]:
-    """Metal's MX rules of 0.32.2 and later."""
+    """Yield the names of Metal's MX quantizers since 0.32.2, which equal recipes of other producers."""
     for name, of in (("mxfp4", "mxfp4-torchao-rceil"), ("mxfp8", "mxfp8-te")):
         yield Alias(
             f"{name}-mlx-metal",
             of,
             METAL.format("0.32.4"),
-            exact="the conversions of its Metal headers, built for a CPU, but for blocks with inf or NaN",
+            exact="equals it: the conversions in MLX's Metal headers, compiled for a CPU, except for blocks with inf "
+            "or NaN",
         )
 
 
 def recipes() -> Iterator[Recipe]:
-    """In the order of the table."""
+    """Yield the recipes in the order of the table."""
     yield from _nvfp4()
     for fmt in (MXFP4, MXFP8_E4M3):
         yield from _mx(fmt)
 
 
 def _nvfp4() -> Iterator[Recipe]:
+    """Yield the NVFP4 recipes of CPU and Metal, with and without a global scale."""
     cpu = of_format(
         NVFP4,
         "nvfp4-mlx-cpu",
@@ -54,7 +56,7 @@ def _nvfp4() -> Iterator[Recipe]:
         round_scaled=True,
         **FIRST,
         source=_cpu("nvfp4", "0.32.4"),
-        exact="mx.quantize on a CPU from 0.31.2 on, mx.dequantize from 0.32.3 on",
+        exact="mx.quantize on a CPU since 0.31.2, mx.dequantize since 0.32.3",
         versions=DECODES_NAN,
     )
     metal = of_format(
@@ -64,17 +66,16 @@ def _nvfp4() -> Iterator[Recipe]:
         block_rule="mlx_metal",
         source=METAL.format("0.32.4"),
         versions=Versions("0.32.4", "0.32.4"),
-        exact="the conversions of its Metal headers, built for a CPU; an Apple GPU may flush float32 subnormals; up "
-        "to 0.32.2 "
-        "scale bytes 7F and FF decode to 480 and -480, by decode_rule='mlx_0322'",
+        exact="the conversions in the Metal headers, compiled for a CPU; an Apple GPU may flush float32 subnormals; "
+        "for versions up to 0.32.2, where scale bytes 7F and FF decode to 480 and -480, use decode_rule='mlx_0322'",
     )
     older = replace(
         cpu,
         id="nvfp4-mlx-cpu-0322",
         decode_rule="mlx_0322",
         source=_cpu("nvfp4", "0.32.2"),
-        exact="mx.quantize and mx.dequantize on a CPU, from 0.31.2 to 0.32.2: scale bytes 7F and FF decode to 480 "
-        "and -480",
+        exact="mx.quantize and mx.dequantize on a CPU, from 0.31.2 to 0.32.2, where scale bytes 7F and FF decode to "
+        "480 and -480",
         versions=Versions("0.31.2", "0.32.2"),
     )
     for r in (cpu, older, metal):
@@ -84,11 +85,12 @@ def _nvfp4() -> Iterator[Recipe]:
             id=f"{r.id}-global",
             tensor_scaling="tensor",
             tensor_rule="mlx",
-            exact=f"{r.exact}; with global_scale, which is the tensor's amax",
+            exact=f"{r.exact}; with global_scale, which is the tensor amax",
         )
 
 
 def _mx(fmt: BlockFormat) -> Iterator[Recipe]:
+    """Yield the recipes of an MX format for CPU and Metal."""
     name, first = fmt.name[:5].lower(), FIRST if fmt is MXFP4 else {"nan_code": fmt.element.max_code}
     cpu = of_format(
         fmt,
@@ -99,11 +101,10 @@ def _mx(fmt: BlockFormat) -> Iterator[Recipe]:
         amax_nan="propagate",
         **first,
         source=_cpu(name, "0.32.4"),
-        exact="mx.quantize on a CPU from 0.32.2 on"
-        + ", mx.dequantize from 0.32.3 on" * (fmt is MXFP8_E4M3)
-        + "; scale bytes of tiny blocks wrap there, and here, and decode as huge scales; to float16 it decodes with "
-        "rounded "
-        "scales: inf from 2^16 on, 0 below 2^-24",
+        exact="mx.quantize on a CPU since 0.32.2"
+        + ", mx.dequantize since 0.32.3" * (fmt is MXFP8_E4M3)
+        + "; as in MLX, scale bytes of tiny blocks wrap and decode as huge scales, and float16 values are decoded "
+        "with float16 scales, which are inf from 2^16 on and 0 below 2^-24",
         versions=DECODES_NAN if fmt is MXFP8_E4M3 else None,
     )
     yield cpu
@@ -133,6 +134,7 @@ def _mx(fmt: BlockFormat) -> Iterator[Recipe]:
         block_rule="e8m0_mlx_metal_0321",
         source=METAL.format("0.32.1"),
         versions=Versions("0.32.1", "0.32.1"),
-        exact="the conversions of its Metal headers up to 0.32.1, built for a CPU; an Apple GPU may flush float32 "
-        "subnormals" + (", and it decodes element codes 7F and FF to 480 and -480" if fmt is MXFP8_E4M3 else ""),
+        exact="the conversions in the Metal headers up to 0.32.1, compiled for a CPU; an Apple GPU may flush float32 "
+        "subnormals"
+        + (", and the headers decode element codes 7F and FF to 480 and -480" if fmt is MXFP8_E4M3 else ""),
     )

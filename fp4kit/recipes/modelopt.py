@@ -1,4 +1,4 @@
-"""Model-Optimizer 0.47 0.47: its quantized tensors (QTensor), and its fake quantizers."""
+"""Recipes of NVIDIA Model-Optimizer 0.47: its quantized tensors (QTensor) and its fake quantizers."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ VERSIONS = Versions("0.47", "0.47")
 
 
 def recipes() -> Iterator[Recipe]:
-    """In the order of the table."""
+    """Yield the recipes in the order of the table."""
     yield from _nvfp4()
     yield from _mx()
     yield from _per_tensor()
 
 
 def _nvfp4() -> Iterator[Recipe]:
+    """Yield the NVFP4 recipes: dynamic, static, searched, and the fake quantizers."""
     dynamic = of_format(
         NVFP4,
         "nvfp4-modelopt",
@@ -30,7 +31,7 @@ def _nvfp4() -> Iterator[Recipe]:
         sign="negative",
         amax_nan="propagate",
         source="Model-Optimizer 0.47 qtensor/nvfp4_tensor.py NVFP4QTensor",
-        exact="NVFP4QTensor, which decodes code 8 to +0",
+        exact="NVFP4QTensor, which decodes code 8 (-0) to +0",
     )
     yield dynamic
     static = replace(
@@ -47,7 +48,7 @@ def _nvfp4() -> Iterator[Recipe]:
         id="nvfp4-modelopt-mse",
         static=False,
         search="modelopt_sweep",
-        exact="NVFP4QTensor with the block amaxes of its sweep of E4M3 scales, as it runs on an H200",
+        exact="NVFP4QTensor with the block amaxes that nvfp4_fp8_scale_sweep chooses on an H200",
         source="Model-Optimizer 0.47 nvfp4_fp8_scale_sweep (Triton), qtensor/nvfp4_tensor.py NVFP4QTensor",
     )
     fake = replace(
@@ -56,7 +57,7 @@ def _nvfp4() -> Iterator[Recipe]:
         decode_rule="product",
         fake_only=True,
         fake_rule="nvfp4_modelopt_triton",
-        exact="its values on a GPU",
+        exact="values of the Triton fake quantizer on a GPU",
         source="Model-Optimizer 0.47 kernels/quantization fp4_fake_quant_block (Triton)",
     )
     yield fake
@@ -64,7 +65,7 @@ def _nvfp4() -> Iterator[Recipe]:
         fake,
         id="nvfp4-modelopt-fake-cuda",
         fake_rule="nvfp4_modelopt_cuda",
-        exact="its values",
+        exact="values of the CUDA fake quantizer",
         source="Model-Optimizer 0.47 tensor_quant_mx.cu fused_amax_convert",
     )
     yield replace(
@@ -72,12 +73,13 @@ def _nvfp4() -> Iterator[Recipe]:
         id="nvfp4-modelopt-static-fake",
         fake_rule="nvfp4_modelopt_static",
         static=True,
-        exact="its values",
+        exact="values of the Triton fake quantizer with calibrated block amaxes",
         source="Model-Optimizer 0.47 static_blockwise_fp4_fake_quant (Triton)",
     )
 
 
 def _mx() -> Iterator[Recipe]:
+    """Yield the MXFP4 and MXFP8 recipes."""
     yield of_format(
         MXFP4,
         "mxfp4-modelopt",
@@ -87,8 +89,8 @@ def _mx() -> Iterator[Recipe]:
         sign="not_positive",
         amax_nan="propagate",
         source="Model-Optimizer 0.47 qtensor/mxfp4_tensor.py MXFP4QTensor",
-        exact="MXFP4QTensor: ties toward zero, every zero is code 8, byte 255 is inf; blocks with inf or NaN are "
-        "undefined there",
+        exact="MXFP4QTensor, where ties round toward zero, every zero is code 8, and scale byte 255 decodes to inf; "
+        "not for blocks with inf or NaN, which the producer leaves undefined",
     )
     yield _fake(MXFP4, "mxfp4-modelopt-fake")
     yield of_format(
@@ -98,12 +100,13 @@ def _mx() -> Iterator[Recipe]:
         decode_rule="e8m0_infinite",
         amax_nan="propagate",
         source="Model-Optimizer 0.47 qtensor/mxfp8_tensor.py MXFP8QTensor",
-        exact="MXFP8QTensor, which decodes byte 255 to inf",
+        exact="MXFP8QTensor, which decodes scale byte 255 to inf",
     )
     yield _fake(MXFP8_E4M3, "mxfp8-modelopt-fake")
 
 
 def _fake(fmt: BlockFormat, id: str) -> Recipe:
+    """Return the recipe of the CUDA fake quantizer for an MX format."""
     return of_format(
         fmt,
         id,
@@ -111,11 +114,12 @@ def _fake(fmt: BlockFormat, id: str) -> Recipe:
         fake_only=True,
         fake_rule="mx_modelopt",
         source="Model-Optimizer 0.47 tensor_quant_mx.cu fused_amax_convert",
-        exact="its values; NaN elements are undefined there",
+        exact="values of the CUDA fake quantizer; not for NaN elements, which the producer leaves undefined",
     )
 
 
 def _per_tensor() -> Iterator[Recipe]:
+    """Yield the FP8 and integer recipes, with one scale per tensor, channel or block."""
     fp8 = Recipe(
         id="fp8-modelopt",
         element=E4M3,
@@ -126,7 +130,7 @@ def _per_tensor() -> Iterator[Recipe]:
         tensor_rule="fp8_modelopt",
         amax_nan="propagate",
         source="Model-Optimizer 0.47 tensor_quant.py scaled_e4m3",
-        exact="its fake quantizer on a GPU",
+        exact="values of the fake quantizer on a GPU",
     )
     yield fp8
     yield replace(fp8, id="fp8-modelopt-channel", tensor_scaling="row")

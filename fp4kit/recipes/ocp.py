@@ -1,4 +1,4 @@
-"""The OCP Microscaling (MX) standard v1.0."""
+"""Recipes of the OCP Microscaling (MX) standard v1.0."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ VERSIONS = Versions("v1.0", "v1.0")
 
 
 def recipes() -> Iterator[Recipe]:
-    """In the order of the table."""
+    """Yield the recipes in the order of the table."""
     yield of_format(
         MXFP4,
         "mxfp4-ocp",
         block_rule="e8m0_floor",
         amax_nan="propagate",
-        exact="to_mx FLOOR of torchao 0.19 dev; that of 0.18.0 is mxfp4-torchao-floor-018",
+        exact="torchao 0.19 dev, to_mx with mode FLOOR; for 0.18.0 use mxfp4-torchao-floor-018",
         source="OCP MX v1.0, 6.3; torchao 0.19 dev mx_formats/mx_tensor.py to_mx FLOOR",
     )

@@ -1,4 +1,4 @@
-"""INT4 fake quantization as open training stacks have it."""
+"""Recipe of the INT4 fake quantization in open training stacks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ VERSIONS = Versions("unversioned", "unversioned")
 
 
 def recipes() -> Iterator[Recipe]:
-    """In the order of the table."""
+    """Yield the recipes in the order of the table."""
     yield Recipe(
         id="int4-qat",
         element=INT4,

@@ -1,4 +1,4 @@
-"""AMD Quark 0.13: its quantized tensors, in which a zero has no sign."""
+"""Recipes of AMD Quark 0.13: its quantized tensors, in which a zero has no sign."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from fp4kit.recipes.schema import Recipe, of_format
 from fp4kit.recipes.versions import Versions
 
 VERSIONS = Versions("0.13", "0.13")
-_LEAST = (
-    "a scale of 2^-127 is stored as 2^-126, blocks with inf hold no value of theirs; its values, of which float16 loses"
-    " those under scales from 2^16 on and below 2^-24; those of its fake quantizer, which loses none"
+_STORED = (
+    "a scale of 2^-127 is stored as 2^-126 and blocks with inf lose their values; the decoded values, where float16 "
+    "loses scales from 2^16 on and below 2^-24; and the values of the fake quantizer, which keeps those scales"
 )
-_TORCH = "with torch from 2.13 on (before, scales that overflow are NaN)"
+_TORCH = "needs torch 2.13 or later (earlier versions turn scales that overflow into NaN)"
 
 
 def recipes() -> Iterator[Recipe]:
-    """In the order of the table."""
+    """Yield the recipes in the order of the table."""
     nvfp4 = of_format(
         NVFP4,
         "nvfp4-quark",
@@ -28,14 +28,14 @@ def recipes() -> Iterator[Recipe]:
         sign="unsigned_zero",
         amax_nan="propagate",
         source="AMD Quark 0.13, scheme nvfp4",
-        exact=f"its packed tensors, of the model flow; {_TORCH}",
+        exact=f"packed tensors of the model flow; {_TORCH}",
     )
     yield nvfp4
     yield replace(
         nvfp4,
         id="nvfp4-quark-file2file",
         block_rule="quark_file",
-        exact=f"its packed tensors, of the file-to-file flow; {_TORCH}",
+        exact=f"packed tensors of the file-to-file flow; {_TORCH}",
     )
     even = _mx(MXFP4, "mxfp4-quark-even")
     yield even
@@ -46,7 +46,8 @@ def recipes() -> Iterator[Recipe]:
             block_rule=f"e8m0_quark_{mode}",
             apply="divide",
             source="AMD Quark 0.13 quantization/observer.py get_scale",
-            exact=f"its packed tensors of scale mode {mode}: logarithms in the dtype of the elements, {_LEAST}",
+            exact=f"packed tensors with scale mode {mode}, where logarithms are computed in the dtype of the "
+            f"elements, {_STORED}",
         )
     yield _mx(MXFP6_E2M3, "mxfp6-quark-e2m3-even")
     yield _mx(MXFP6_E3M2, "mxfp6-quark-e3m2-even")
@@ -55,11 +56,12 @@ def recipes() -> Iterator[Recipe]:
         block_rule="e8m0_even_finite",
         decode_rule="e8m0",
         sign="signbit",
-        exact="the values of its fake quantizer; it packs no FP8 by blocks",
+        exact="values of the fake quantizer; Quark does not pack FP8 with block scales",
     )
 
 
 def _mx(fmt: BlockFormat, id: str) -> Recipe:
+    """Return the recipe of an MX format with scale mode "even"."""
     return of_format(
         fmt,
         id,
@@ -68,5 +70,5 @@ def _mx(fmt: BlockFormat, id: str) -> Recipe:
         sign="unsigned_zero",
         amax_nan="propagate",
         source="AMD Quark 0.13 quantization/utils.py even_round, csrc/mx/funcs.cuh",
-        exact=f"its packed tensors, where {_LEAST}",
+        exact=f"packed tensors, where {_STORED}",
     )

@@ -1,4 +1,4 @@
-"""qwix 0.1.8 (JAX), as XLA on a CPU computes it."""
+"""Recipes of qwix 0.1.8 (JAX), as XLA computes them on a CPU."""
 
 from __future__ import annotations
 
@@ -10,16 +10,17 @@ from fp4kit.recipes.versions import Versions
 
 VERSIONS = Versions("0.1.8", "0.1.8")
 _COMMON = (
-    "XLA on a CPU multiplies by rounded reciprocals where qwix divides; a scale below 2^-63 (2^-7 for float16) is 1"
+    "where qwix divides, XLA on a CPU multiplies by rounded reciprocals; a scale below 2^-63 (2^-7 for float16) "
+    "becomes 1"
 )
 _MX = (
-    "its codes with jax 0.10, which rounds logarithms to the dtype of the elements (0.11 does not round those of"
-    f" bfloat16); {_COMMON}"
+    "codes with jax 0.10, which rounds logarithms to the dtype of the elements (jax 0.11 does not for bfloat16); "
+    f"{_COMMON}"
 )
 
 
 def recipes() -> Iterator[Recipe]:
-    """In the order of the table."""
+    """Yield the recipes in the order of the table."""
     yield of_format(
         NVFP4,
         "nvfp4-qwix",
@@ -30,7 +31,7 @@ def recipes() -> Iterator[Recipe]:
         nan_code=8,
         amax_nan="propagate",
         source="qwix 0.1.8",
-        exact=f"its codes: {_COMMON}",
+        exact=f"codes; {_COMMON}",
     )
     yield of_format(
         MXFP4,

@@ -1,7 +1,9 @@
-"""Names of the rules that recipes are made of, and what each rule takes. The functions of these names are in
-reference/.
+"""List the names of rules that recipes may use, and what each rule needs. The functions are in reference/.
 
 A recipe is checked against this module when it is made, before any function or kernel of a rule can be reached.
+
+Local words: the encode scale of a tensor multiplies elements before they are encoded; the decode scale, tensor_scale,
+is its inverse. The factor of a block is what its elements are multiplied or divided by, or compared under.
 """
 
 from __future__ import annotations
@@ -17,13 +19,20 @@ ERRORS = ("mae", "mse", "max")
 
 
 class BlockRuleTraits(NamedTuple):
-    """What a block rule takes and gives.
+    """Describe what a block rule needs and gives.
 
-    scale: name of the scale format that it writes. apply: what its factor does to elements. six: written for elements
-    up to 6. needs_tensor: it reads tensor_amax itself. flush: whether its arithmetic flushes subnormals, which its
-    elements then do too; None for either. encode: its factor reads the tensor's encode scale, and not the decode scale.
-    then_encode: that is no part of its factor: elements meet it afterwards. reads_amax: its factor is not that of the
-    code alone. one_level: it knows no tensor scale. may_overflow: its factor goes by Recipe.keep_infinity.
+    Attributes:
+        scale: name of the scale format that it writes.
+        apply: how its factor is applied to elements: "multiply", "divide" or "compare".
+        six: True if it assumes elements up to 6.
+        needs_tensor: True if it reads tensor_amax itself.
+        flush: whether its arithmetic flushes subnormals. Recipe.flush must be the same. None: Recipe.flush may be
+            either.
+        encode: True if its factor is computed from the tensor's encode scale instead of the decode scale.
+        then_encode: True if elements are multiplied by the encode scale after its factor is applied.
+        reads_amax: True if its factor depends on the block amax, not on the scale code alone.
+        one_level: True if it does not support a tensor scale.
+        may_overflow: True if its factor may be infinite, so that Recipe.keep_infinity applies.
     """
 
     scale: str
@@ -98,7 +107,8 @@ BLOCK_RULES: dict[str, BlockRuleTraits] = {
     "e8m0_qwix": _POWER_OF_AMAX,
 }
 
-# What a tensor scale stands over: "E4M3" block scales; none, with "float" or "integer" elements.
+# {tensor rule: what it scales}. "E4M3": block scales in E4M3. "float" or "integer": elements of that kind; the
+# recipe then has no block scales.
 TENSOR_RULES: dict[str, str] = {
     "te": "E4M3",
     "te_reference": "E4M3",
@@ -117,17 +127,20 @@ TENSOR_RULES: dict[str, str] = {
     "fouroversix_4": "E4M3",
 }
 
-# The largest element of those whose scale of 1 covers less than that of the format times the largest block scale.
+# {rule: largest element} for rules that map the amax to a smaller element than the format's largest.
 TOPS = {"fouroversix_4": 4}
 
 
 class DecodeRule(NamedTuple):
-    """What a decode rule reads: formats of block scales by name (None: no block scales), and a tensor scale's amax or
-    encode.
+    """Describe what a decode rule needs and gives.
 
-    unsigned_zero: the code of -0 is +0. float16: the rule that float16 values are decoded by, where it is another.
-    numbers: codes of NaN elements stand for the numbers that their bits spell, 480 in E4M3.
-    fake: the rule that gives the values of fake_quantize, where the producer's fake quantizer decodes by another.
+    Attributes:
+        scales: names of the block scale formats that it accepts. None stands for no block scales.
+        needs_amax: True if it reads the tensor's amax or encode scale.
+        unsigned_zero: True if it decodes the code of -0 to +0.
+        float16: name of the rule that decodes to float16, if that is another one.
+        numbers: True if the codes of NaN elements decode to the numbers that their bits spell, 480 in E4M3.
+        fake: name of the rule that fake_quantize decodes by, if the producer's fake quantizer has its own.
     """
 
     scales: tuple[str | None, ...]
@@ -165,11 +178,13 @@ DECODE_RULES: dict[str, DecodeRule] = {
 
 
 class SearchRule(NamedTuple):
-    """What a search is for. scale: name of the block scales that the chosen amaxes give. lanes: columns are multiples
-    of it.
+    """Describe what a search of block amaxes needs.
 
-    nvfp4: of E2M1 elements in blocks of 16 columns under one tensor scale alone, whose amax is the largest that is
-    searched.
+    Attributes:
+        scale: name of the block scale format.
+        lanes: a number that the columns of a block must be a multiple of.
+        nvfp4: True if it needs E2M1 elements in blocks of 16 columns under one tensor scale. The tensor amax is then
+            the largest candidate.
     """
 
     scale: str
@@ -177,7 +192,7 @@ class SearchRule(NamedTuple):
     nvfp4: bool = False
 
 
-SEARCHES: dict[str, SearchRule] = {  # of Recipe.search, where a block's amax is not its largest magnitude
+SEARCHES: dict[str, SearchRule] = {  # the values of Recipe.search
     "auto_round_powers": SearchRule("E8M0", lanes=8),
     "auto_round_percents": SearchRule("E4M3", lanes=8),
     "modelopt_sweep": SearchRule("E4M3", nvfp4=True),
@@ -185,8 +200,12 @@ SEARCHES: dict[str, SearchRule] = {  # of Recipe.search, where a block's amax is
 
 
 class FakeRule(NamedTuple):
-    """What a fake rule takes: the format of block scales by name (None: no block scales), six: elements of at most
-    6.
+    """Describe what a fake rule needs.
+
+    Attributes:
+        scale: name of the block scale format. None: no block scales.
+        six: True if it assumes elements up to 6.
+        reads_scale_max: True if it uses Recipe.scale_max instead of 448.
     """
 
     scale: str | None

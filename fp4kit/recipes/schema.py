@@ -1,6 +1,6 @@
-"""Recipe: a producer's complete arithmetic for a format, as data that names rules.
+"""Define Recipe: a producer's complete arithmetic for a format, as data that names rules.
 
-A rule is one small function, written in reference/ (the specification) under the name that stands here.
+A rule is one small function in reference/ (the specification). A recipe refers to it by name.
 """
 
 from __future__ import annotations
@@ -16,47 +16,64 @@ from fp4kit.recipes.validate import as_block, as_integer, check_recipe
 from fp4kit.recipes.versions import Versions, as_versions
 from fp4kit.registered import FUNCTIONS
 
-TWO_WORDS = ("compressed-tensors", "auto-round", "triton-kernels")  # names of producers that have a hyphen themselves
+TWO_WORDS = ("compressed-tensors", "auto-round", "triton-kernels")  # producers whose name contains a hyphen
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """One producer's arithmetic. dataclasses.replace makes a variant: replace(recipe("mxfp4-ocp"), block=(1, 16)).
+    """Describe one producer's arithmetic for a format.
 
-    id: not empty; <format>-<producer>[-<variant>] in the table.
-    element, scale: formats of a value and of a block scale (None: float32 scales only, in tensor_scale).
-    block: (rows, columns) that share a block scale; columns run along the quantized axis. None: no blocks.
-    tensor_scaling: what one tensor_scale covers: "none", "tensor", "row" (channel) or "block".
-    tensor_rule, block_rule, decode_rule, fake_rule: names of functions in reference/ (no fake_rule:
-    dequantize(quantize(x))). apply: whether elements are multiplied with or divided by the factor that the rules give,
-    or compared with codes times it. rounding, sign, nan_code: see reference.codec.encode (nan_code None: the format's
-    own). amax_nan: "ignore" (a NaN loses every comparison), "propagate", or "lanes" (ignored unless all even or all odd
-    elements are). flush: subnormal elements and products are zero (ftz). round_scaled: they are rounded to the input
-    dtype. repacked: codes are found again, from their values and scales in the dtype of the elements, as auto-round
-    packs them. Values
-        that this dtype makes infinite then lose their codes, and so do blocks whose scale it makes 0. Not with random
-        rounding.
-    nan_is_max: a NaN element saturates (FlashInfer's clamp) although the format has a NaN.
-    four_over_six: None, "mae", "mse" or "max": each block takes the better of two scales, block maximum at 6 or at 4,
-    by the mean
-        absolute, mean squared or largest error.
-    lane_sums: 4over6 adds errors in eight lanes, as PyTorch does on a CPU; elements under a scale of 0 are zeros
-    (fouroversix). keep_infinity: an infinite factor stays one, under which elements saturate (fouroversix's Triton
-    kernels); else it is NaN
-        (its masks on a CPU, which multiply infinities with 0). Only its rules have one.
-    fast_error: 4over6 compares float16(code * scale) with x times the tensor's encode scale.
-    scale_max: the largest block scale that the tensor scale leaves room for (448, or 256 for some 4over6 recipes).
-    search: the rule that chooses the amax of each block among candidates, by the error that they make; "": the largest
-    magnitude. static: block amaxes are calibrated state: given as block_amax, or the plain block amax. narrow: integers
-    use [-max, max] instead of [-max - 1, max]. fake_only: values only; there are no codes. source: producer, version,
-    file or function. exact: what it equals bit for bit, and where not. versions: the oldest version of the producer
-    known to give these bits, and the newest that was checked; None: not recorded.
-        No bit depends on it.
+    A recipe is a value: two recipes with equal fields are equal, in any process. To make a variant, use
+    dataclasses.replace: `replace(recipe("mxfp4-ocp"), block=(1, 16))`. recipes/rules.py lists the names of rules and
+    which of them fit together.
 
-    A recipe is a value: equal fields are equal recipes, in any process.
-    Raises TypeError for a field of another type; ValueError for an unknown name, or for fields that no rule takes
-    together (an E8M0 scale under a rule that writes E4M3, narrow floats, ...), naming the field. Names and pairs:
-    recipes/rules.py.
+    Attributes:
+        id: a nonempty name; in the table `<format>-<producer>[-<variant>]`.
+        element: the format of a value.
+        scale: the format of a block scale. None: the recipe has float32 scales only, in tensor_scale.
+        block: (rows, columns) that share a block scale; columns run along the quantized axis. None: no blocks.
+        block_rule: name of the rule that computes the block scale, or None.
+        source: the producer, its version, and the file or function.
+        exact: what the recipe equals bit for bit, and the exceptions.
+        versions: the oldest version of the producer known to give these bits, and the newest that was checked. None:
+            not recorded. No bit depends on it.
+        tensor_scaling: what one tensor_scale covers: "none", "tensor", "row" (channel) or "block".
+        tensor_rule: name of the rule that computes the tensor scale, or None.
+        decode_rule: name of the rule that decodes codes to values.
+        fake_rule: name of the rule of fake_quantize. None: fake_quantize is dequantize(quantize(x)).
+        apply: "multiply" elements by the factor that the rules give, "divide" them by it, or "compare" them with the
+            values of all codes times it.
+        rounding: how a scaled element is rounded to a code; see reference.codec.encode.
+        sign: which codes get the sign bit; see reference.codec.encode.
+        nan_code: the code of a NaN element. None: the NaN of the element format.
+        nan_is_max: True if a NaN element becomes the largest value although the format has a NaN (FlashInfer's clamp).
+        amax_nan: how NaN enters an amax. "ignore": a NaN loses every comparison. "propagate": the amax is NaN. "lanes":
+            NaN is ignored unless all even or all odd elements are NaN.
+        flush: True if subnormal elements and products are replaced by zero (ftz).
+        round_scaled: True if scaled elements are rounded to the input dtype.
+        repacked: True if the codes are recomputed from the decoded values and the scales, rounded to the dtype of the
+            elements, as auto-round's packing does. Values that become infinite in this dtype lose their codes; so do
+            blocks whose scale becomes 0. Not available with stochastic rounding.
+        four_over_six: None, or the error measure ("mae", "mse" or "max": mean absolute, mean squared, largest) by which
+            each block chooses between two scales, with the block maximum at 6 or at 4.
+        fast_error: True if 4over6 compares float16(code * scale) with the element times the tensor's encode scale.
+        lane_sums: True if 4over6 adds errors in eight lanes, as PyTorch does on a CPU; elements under a scale of 0 are
+            zeros (fouroversix).
+        keep_infinity: True if an infinite factor is kept, so that its elements saturate (fouroversix's Triton kernels).
+            False: it becomes NaN, because fouroversix's masks on a CPU multiply infinities by 0. Only fouroversix's
+            rules have such factors.
+        scale_max: the largest block scale that the tensor scale leaves room for: 448, or 256 for some 4over6 recipes.
+        search: name of the search that chooses each block amax among candidates by the resulting error. "": the block
+            amax is the largest magnitude.
+        static: True if block amaxes are calibrated state, given as block_amax. If none is given, the
+            largest magnitude of the block is used.
+        narrow: True if integers use [-max, max] instead of [-max - 1, max].
+        fake_only: True if the recipe gives values only and has no codes.
+
+    Raises:
+        TypeError: if a field has the wrong type.
+        ValueError: if a name is unknown, or if fields do not fit together, such as an E8M0 scale under a rule that
+            writes E4M3. The message names the field.
     """
 
     id: str
@@ -99,73 +116,85 @@ class Recipe:
         check_recipe(self)
 
     def __repr__(self) -> str:
+        """Return Recipe('id')."""
         return f"Recipe({self.id!r})"
 
     def __str__(self) -> str:
+        """Return the panel of the recipe as text."""
         return str(FUNCTIONS["Recipe.panel"](self).text())
 
     def _repr_html_(self) -> str:
+        """Return the panel of the recipe for a notebook."""
         return str(FUNCTIONS["Recipe.panel"](self).html())
 
     def __hash__(self) -> int:
-        return hash(self.id)  # a hash of all fields takes as long as the rest of a lookup
+        return hash(self.id)  # hashing all fields would double the time of a cache lookup
 
     @property
     def block_size(self) -> int:
-        """Elements along the quantized axis that share a block scale (1 where there are no blocks)."""
+        """The number of elements along the quantized axis that share a block scale; 1 without blocks."""
         return self.block[1] if self.block else 1
 
     @property
     def block_rows(self) -> int:
-        """Rows that share a block scale."""
+        """The number of rows that share a block scale; 1 without blocks."""
         return self.block[0] if self.block else 1
 
     @property
     def producer(self) -> str:
-        """The second part of the id: te, flashinfer, compressed-tensors, ..."""
+        """The producer, the second part of the id: te, flashinfer, compressed-tensors, ..."""
         return producer_of(self.id)
 
     @property
     def is_packed(self) -> bool:
-        """Whether codes share bytes."""
+        """True if several codes share a byte."""
         return self.element.packing.codes > 1
 
     @property
     def length_multiple(self) -> int:
-        """What the length of the quantized axis must be a multiple of: whole blocks, whole bytes."""
+        """The number that the length of the quantized axis must be a multiple of: whole blocks and whole bytes."""
         return self.block_size if self.block else self.element.packing.codes
 
     @property
     def format_name(self) -> str:
-        """NVFP4, MXFP4, ...: the first part of the id."""
+        """The format, the first part of the id: NVFP4, MXFP4, ..."""
         return self.id.split("-", 1)[0].upper()
 
 
 def producer_of(id: str) -> str:
-    """The producer that an id names: te, flashinfer, compressed-tensors, ..."""
+    """Return the producer that an id names: te, flashinfer, compressed-tensors, ..."""
     rest = id.partition("-")[2]
     return next((name for name in TWO_WORDS if rest.startswith(name)), rest.partition("-")[0])
 
 
 @lru_cache(256)
 def decoding(r: Recipe, dtype: Any) -> Recipe:
-    """The recipe whose decode rule gives values of a dtype: r, but where its producer decodes float16 by another."""
+    """Return the recipe whose decode rule gives values of ``dtype``.
+
+    This is ``r``, except where its producer decodes to float16 by another rule.
+    """
     rule = rules.DECODE_RULES[r.decode_rule].float16
     return replace(r, decode_rule=rule) if rule and dtype == "float16" else r
 
 
 @lru_cache(256)
 def faking(r: Recipe) -> Recipe:
-    """Return the recipe that fake_quantize decodes by: r unless its producer's fake quantizer has another decode
-    rule.
+    """Return the recipe that fake_quantize decodes by.
+
+    This is ``r``, unless its producer's fake quantizer has its own decode rule.
     """
     rule = rules.DECODE_RULES[r.decode_rule].fake
     return replace(r, decode_rule=rule) if rule else r
 
 
 class Alias(NamedTuple):
-    """A producer's name of another's recipe, which gives its codes and scales of every finite input; exact: and what
-    not.
+    """Name a producer whose codes and scales equal those of another producer's recipe.
+
+    Attributes:
+        id: the name of the alias.
+        of: the id of the recipe.
+        source: the producer, its version, and the file or function.
+        exact: what is equal, and the exceptions.
     """
 
     id: str
@@ -175,13 +204,13 @@ class Alias(NamedTuple):
 
 
 def of_format(fmt: BlockFormat, id: str, **fields: Any) -> Recipe:
-    """A recipe of a block format, with the format's elements, scales and blocks of one row."""
+    """Return a recipe of a block format, with the format's elements and scales, and blocks of one row."""
     scaling = {"tensor_scaling": "tensor"} if fmt.has_tensor_scale else {"decode_rule": "e8m0"}
     return Recipe(id=id, element=fmt.element, scale=fmt.scale, block=(1, fmt.block_size), **{**scaling, **fields})
 
 
 def four_over_six(base: Recipe, prefix: str) -> Iterator[Recipe]:
-    """The four variants of a recipe whose blocks take the better of two scales: by error, and by the largest scale."""
+    """Yield four variants that choose between two scales per block: by mae or mse, with scale_max 448 or 256."""
     for error in ("mae", "mse"):
         for scale_max in (448, 256):
             name = f"{prefix}-4over6-{error}-{scale_max}"

@@ -1,4 +1,4 @@
-"""SGLang 0.5.23: its MXFP4 utilities; its NVFP4 and MXFP8 are FlashInfer's."""
+"""Recipes of SGLang 0.5.23: its MXFP4 utilities. For NVFP4 and MXFP8 SGLang uses FlashInfer."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ VERSIONS = Versions("0.5.23", "0.5.23")
 
 
 def recipes() -> Iterator[Recipe]:
-    """In the order of the table."""
+    """Yield the recipes in the order of the table."""
     util = of_format(
         MXFP4,
         "mxfp4-sglang-util",
@@ -24,7 +24,7 @@ def recipes() -> Iterator[Recipe]:
         round_scaled=True,
         amax_nan="propagate",
         source="SGLang 0.5.23 mxfp4_tensor.py MXFP4QuantizeUtil",
-        exact="its codes: logarithms and quotients in the dtype of the elements, every zero is code 8",
+        exact="codes; logarithms and quotients are computed in the dtype of the elements, and every zero is code 8",
     )
     yield util
     yield replace(
@@ -36,5 +36,5 @@ def recipes() -> Iterator[Recipe]:
         sign="negative",
         nan_code=0,
         source="SGLang 0.5.23 kvfp4_tensor.py FP4MXBlock16KVQuantizeUtil",
-        exact="its codes, run eagerly",
+        exact="codes, run eagerly (without torch.compile)",
     )

@@ -1,4 +1,4 @@
-"""The table of recipes: those of all producers, by format; names that mean another; look-up by id."""
+"""Collect the recipes of all producers in one table, ordered by format. Look up recipes by id or alias."""
 
 from __future__ import annotations
 
@@ -38,13 +38,15 @@ _FORMATS = ("NVFP4", "MXFP4", "MXFP6", "MXFP8", "FP8", "INT8", "INT4")
 
 
 def _table() -> dict[str, Recipe]:
+    """Return {id: recipe} of all producers, ordered by format."""
     found = [_with_versions(recipe, producer.VERSIONS) for producer in _PRODUCERS for recipe in producer.recipes()]
     return {recipe.id: recipe for recipe in sorted(found, key=lambda r: _FORMATS.index(r.format_name))}
 
 
 def _with_versions(r: Recipe, usual: Versions) -> Recipe:
-    """Return r with the usual versions of its producer, unless it has its own; its `exact` names them, unless it names
-    one.
+    """Return ``r`` with its own versions, or with those that its producer usually has.
+
+    The versions are appended to ``exact``, unless the text already names one.
     """
     versions = r.versions or usual
     named = any(version in r.exact for version in versions)
@@ -53,10 +55,10 @@ def _with_versions(r: Recipe, usual: Versions) -> Recipe:
 
 RECIPES: dict[str, Recipe] = _table()
 
-# Producers whose codes another's recipe gives, and what of them it does not.
+# Producers whose codes equal those of another producer's recipe, and the exceptions.
 PRODUCER_ALIASES: dict[str, Alias] = {alias.id: alias for alias in (*vllm.aliases(), *mlx.aliases())}
 
-# Two names, one rule.
+# {alias: id}
 ALIASES = {
     "nvfp4": "nvfp4-te",
     "mxfp4": "mxfp4-ocp",
@@ -67,29 +69,39 @@ ALIASES = {
 
 
 def recipes() -> tuple[str, ...]:
-    """Ids of all recipes, in the order of the table.
+    """Return the ids of all recipes, in the order of the table.
 
-    >>> import fp4kit
-    >>> len(fp4kit.recipes()), fp4kit.recipes()[0]
-    (151, 'nvfp4-te')
+    Example:
+        >>> import fp4kit
+        >>> len(fp4kit.recipes()), fp4kit.recipes()[0]
+        (151, 'nvfp4-te')
     """
     return tuple(RECIPES)
 
 
 def recipe(id: str | Recipe) -> Recipe:
-    """The recipe of an id or alias; a Recipe is returned as it is.
+    """Return the recipe with this id or alias.
 
-    Raises ValueError for an unknown id, with the nearest names; TypeError for anything but a str or a Recipe.
+    Args:
+        id: an id or alias. A Recipe is returned unchanged.
 
-    >>> import fp4kit
-    >>> fp4kit.recipe("nvfp4").id, fp4kit.recipe("mxfp4").block
-    ('nvfp4-te', (1, 32))
+    Returns:
+        The Recipe.
+
+    Raises:
+        ValueError: if the id is unknown; the message lists the nearest names.
+        TypeError: if ``id`` is neither a str nor a Recipe.
+
+    Example:
+        >>> import fp4kit
+        >>> fp4kit.recipe("nvfp4").id, fp4kit.recipe("mxfp4").block
+        ('nvfp4-te', (1, 32))
     """
     return recipe_of("recipe", id)
 
 
 def recipe_of(op: str, id: Any) -> Recipe:
-    """The same for a function whose argument it is, and whose errors begin with op."""
+    """Return recipe(id) for the function named ``op``, whose name begins every error message."""
     if isinstance(id, Recipe):
         return id
     if not isinstance(id, str):
@@ -103,15 +115,15 @@ def recipe_of(op: str, id: Any) -> Recipe:
 
 
 def is_listed(r: Recipe) -> bool:
-    """Whether a recipe is one of the table, so that its id says all."""
+    """Return whether a recipe is in the table unchanged, so that its id identifies it."""
     return RECIPES.get(r.id) == r
 
 
 def _reduce(r: Recipe) -> tuple[Any, ...]:
-    """What a pickle holds: the id of a recipe of the table, all fields of another."""
+    """Return what a pickle stores: the id of a recipe in the table, or all fields of a variant."""
     if is_listed(r):
         return recipe, (r.id,)
     return Recipe, tuple(getattr(r, field.name) for field in fields(r))
 
 
-copyreg.pickle(Recipe, _reduce)  # here, since schema.py does not know the table
+copyreg.pickle(Recipe, _reduce)  # registered here, because schema.py does not know the table

@@ -1,4 +1,4 @@
-"""Transformer Engine (TE) d0067d0: its kernels, and its Python quantizers."""
+"""Recipes of Transformer Engine (TE) d0067d0: its CUDA kernels and its Python reference quantizers."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ VERSIONS = Versions("d0067d0", "d0067d0")
 
 
 def recipes() -> Iterator[Recipe]:
-    """In the order of the table."""
+    """Yield the recipes in the order of the table."""
     yield from _nvfp4()
     yield _mxfp4()
     yield from _mxfp8()
 
 
 def _nvfp4() -> Iterator[Recipe]:
+    """Yield the NVFP4 recipes: kernels, reference quantizers, and their 4over6 variants."""
     te = of_format(
         NVFP4,
         "nvfp4-te",
@@ -28,7 +29,7 @@ def _nvfp4() -> Iterator[Recipe]:
         block_rule="te",
         decode_rule="te",
         source="TE d0067d0 common/transpose/quantize_transpose_vector_blockwise_fp4.cu",
-        exact="TE's kernels; nvfp4-te-reference but for -0 and NaN",
+        exact="TE's CUDA kernels; same bytes as nvfp4-te-reference except for -0 and NaN",
     )
     yield te
     yield replace(
@@ -37,7 +38,7 @@ def _nvfp4() -> Iterator[Recipe]:
         block=(16, 16),
         tensor_rule="te_primary_weight",
         source="TE d0067d0 common/recipe/nvfp4.cu",
-        exact="TE's primary-weight kernels (theirs fail at odd offsets and at K % 64 != 0; this does not)",
+        exact="TE's primary-weight kernels, and also where those fail: at odd offsets and for K % 64 != 0",
     )
     reference = replace(
         te,
@@ -47,7 +48,7 @@ def _nvfp4() -> Iterator[Recipe]:
         nan_code=0,
         amax_nan="propagate",
         source="TE d0067d0 pytorch/custom_recipes/reference_nvfp4.py",
-        exact="TE's Python quantizer",
+        exact="TE's Python reference quantizer",
     )
     yield reference
     yield replace(reference, id="nvfp4-te-reference-2d", block=(16, 16))
@@ -60,11 +61,12 @@ def _nvfp4() -> Iterator[Recipe]:
         r,
         id=f"{r.id}-fasterr",
         fast_error=True,
-        exact="TE's Python quantizer with NVTE_NVFP4_4OVER6_ERR_USE_FAST_MATH=1",
+        exact="TE's Python reference quantizer with NVTE_NVFP4_4OVER6_ERR_USE_FAST_MATH=1",
     )
 
 
 def _mxfp4() -> Recipe:
+    """Return the MXFP4 recipe, which exists in TE's Python quantizer only."""
     return of_format(
         MXFP4,
         "mxfp4-te",
@@ -73,17 +75,18 @@ def _mxfp4() -> Recipe:
         nan_code=0,
         amax_nan="propagate",
         source="TE d0067d0 reference_nvfp4.py, pow_2_scales (TE has no MXFP4 kernel)",
-        exact="TE's Python quantizer",
+        exact="TE's Python reference quantizer",
     )
 
 
 def _mxfp8() -> Iterator[Recipe]:
+    """Yield the MXFP8 recipes, E4M3 first."""
     for fmt, suffix in ((formats.MXFP8_E4M3, ""), (formats.MXFP8_E5M2, "-e5m2")):
         te = of_format(
             fmt,
             f"mxfp8-te{suffix}",
             block_rule="e8m0_te",
-            exact="TE's kernels",
+            exact="TE's CUDA kernels",
             source="TE d0067d0 common/cast/mxfp8/quantize_mxfp8.cuh",
         )
         yield te

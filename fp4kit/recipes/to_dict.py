@@ -1,4 +1,7 @@
-"""Recipes as data of JSON: the id of one of the table, all fields of a variant; and back, whoever wrote it."""
+"""Convert a recipe to JSON data and back: the id of a recipe in the table, or all fields of a variant.
+
+The data may come from an untrusted file, so from_data checks all of it.
+"""
 
 from __future__ import annotations
 
@@ -13,17 +16,20 @@ _FORMATS = {fmt.name: fmt for fmt in ELEMENT_FORMATS}
 
 
 def as_data(r: Recipe) -> str | dict[str, Any]:
-    """The id, or all fields; formats by name, or by their fields."""
+    """Return the id of a recipe in the table, or {field: value} of a variant.
+
+    Formats are given by name, or by their fields if they are not standard ones.
+    """
     if is_listed(r):
         return r.id
     return {field.name: _field_data(getattr(r, field.name)) for field in fields(r)}
 
 
 def from_data(data: Any) -> Recipe:
-    """The recipe that as_data was given, equal in every field.
+    """Return the recipe that as_data was given, equal in every field.
 
-    Raises ValueError for an id that is not in the table; TypeError or ValueError, as Recipe does, for fields that make
-    none, that are missing or that it has not.
+    Raises ValueError for an id that is not in the table, and for a missing or unknown field. Raises TypeError or
+    ValueError, as Recipe does, for fields that make no valid recipe.
     """
     if isinstance(data, str):
         return recipe(data)
@@ -36,28 +42,32 @@ def from_data(data: Any) -> Recipe:
 
 
 def _field_data(value: Any) -> Any:
+    """Return the value of a field as JSON data."""
     if isinstance(value, ElementFormat):
         return value.name if _FORMATS.get(value.name) == value else asdict(value)
     return list(value) if isinstance(value, tuple) else value
 
 
 def _format(data: Any) -> Any:
+    """Return the element format for a name or a dict of fields, and None for None."""
     if isinstance(data, str):
         if data not in _FORMATS:
-            raise ValueError(f"Recipe: no format is called {data!r}; needs one of {', '.join(_FORMATS)}, or its fields")
+            raise ValueError(
+                f"Recipe: no format has the name {data!r}; needs one of {', '.join(_FORMATS)}, or an object of fields"
+            )
         return _FORMATS[data]
     return data if data is None else ElementFormat(**_checked(data, ElementFormat))
 
 
 def _checked(data: Any, kind: type) -> dict[str, Any]:
-    """data as arguments of a dataclass: it has no others, and all that must be given."""
+    """Return ``data`` as keyword arguments of the dataclass ``kind``. Raises for unknown and for missing fields."""
     if not isinstance(data, dict):
-        raise TypeError(f"{kind.__name__}: {data!r} is no object of fields")
-    known = {field.name: field.default is MISSING for field in fields(kind)}
-    strange = [name for name in data if name not in known]
-    if strange:
-        raise ValueError(f"{kind.__name__}: there is no field {strange[0]!r}; a later version of fp4kit may know it")
-    missing = [name for name, needed in known.items() if needed and name not in data]
+        raise TypeError(f"{kind.__name__}: {data!r} is not an object; needs an object of fields")
+    is_required = {field.name: field.default is MISSING for field in fields(kind)}
+    unknown = [name for name in data if name not in is_required]
+    if unknown:
+        raise ValueError(f"{kind.__name__}: unknown field {unknown[0]!r}; a later version of fp4kit may support it")
+    missing = [name for name, required in is_required.items() if required and name not in data]
     if missing:
-        raise ValueError(f"{kind.__name__}: the field {missing[0]!r} is missing")
+        raise ValueError(f"{kind.__name__}: the field {missing[0]!r} is missing; add it")
     return dict(data)

@@ -1,4 +1,4 @@
-"""A recipe as a string and back: the id of a recipe of the table, JSON of all fields of a variant (recipes.data)."""
+"""Convert a recipe to a string and back: the id of a recipe in the table, or JSON with all fields of a variant."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from fp4kit.recipes.to_dict import as_data, from_data
 
 @lru_cache(256)
 def to_spec(recipe: str | Recipe) -> str:
-    """A string that from_spec makes the recipe of: its id, or one line of JSON with every field of a recipe not in the
-    table.
+    """Return a string from which from_spec makes an equal recipe.
 
-    Equal recipes have equal strings, in any process. Raises what fp4kit.recipe raises.
+    The string is the id if the recipe is in the table, otherwise one line of JSON with every field. Equal recipes give
+    equal strings, in any process. Raises what fp4kit.recipe raises.
 
     >>> to_spec("mxfp4")
     'mxfp4-ocp'
@@ -26,9 +26,9 @@ def to_spec(recipe: str | Recipe) -> str:
 
 @lru_cache(256)
 def from_spec(spec: str) -> Recipe:
-    """The recipe of a string of to_spec; an id or alias, too.
+    """Return the recipe of a string that to_spec made. An id or alias is accepted too.
 
-    Raises ValueError for an unknown id and for what is no JSON; what from_data raises for fields that make no recipe.
+    Raises ValueError for an unknown id and for invalid JSON. Raises what from_data raises for invalid fields.
 
     >>> from dataclasses import replace
     >>> variant = replace(find_recipe("mxfp4-ocp"), block=(1, 16))
@@ -40,4 +40,6 @@ def from_spec(spec: str) -> Recipe:
     try:
         return from_data(json.loads(spec))
     except json.JSONDecodeError as error:
-        raise ValueError(f"from_spec: {spec!r} is no JSON ({error}); needs an id, or what to_spec gives") from None
+        raise ValueError(
+            f"from_spec: {spec!r} is not valid JSON ({error}); needs an id, or a string that to_spec made"
+        ) from None

@@ -1,5 +1,6 @@
-"""torchao 0.19 dev: nvfp4_quantize, and to_mx, whose mode FLOOR is the OCP MX standard's v1.0; and to_mx of 0.18.0, a
-release.
+"""Recipes of torchao: nvfp4_quantize and to_mx of 0.19 dev, and to_mx of release 0.18.0.
+
+Mode FLOOR of to_mx in 0.19 dev is the OCP MX standard v1.0 (mxfp4-ocp).
 """
 
 from __future__ import annotations
@@ -16,21 +17,22 @@ VERSIONS = Versions("0.19 dev", "0.19 dev")
 
 
 def recipes() -> Iterator[Recipe]:
-    """In the order of the table."""
+    """Yield the recipes in the order of the table."""
     for family in (_nvfp4(), _mxfp4(), _mxfp6(), _mxfp8()):
         yield from family
 
 
 def _nvfp4() -> Iterator[Recipe]:
+    """Yield the NVFP4 recipes, with and without a tensor scale."""
     torchao = of_format(
         NVFP4,
         "nvfp4-torchao",
         tensor_rule="divided",
         block_rule="torchao",
         amax_nan="propagate",
-        nan_code=0xB,  # of 0 * inf: x86's NaN is negative, and its bits round to -1.5
+        nan_code=0xB,  # the code of 0 * inf: on x86 that NaN is negative, and its bits round to -1.5
         source="torchao 0.19 dev mx_formats/nvfp4_tensor.py nvfp4_quantize",
-        exact="nvfp4_quantize with a per-tensor scale, on a CPU, from 0.18.0 on",
+        exact="nvfp4_quantize with a per-tensor scale, on a CPU, since 0.18.0",
         versions=Versions("0.18.0", "0.19 dev"),
     )
     yield torchao
@@ -39,11 +41,12 @@ def _nvfp4() -> Iterator[Recipe]:
         id="nvfp4-torchao-single",
         tensor_scaling="none",
         tensor_rule=None,
-        exact="nvfp4_quantize without a per-tensor scale, from 0.18.0 on",
+        exact="nvfp4_quantize without a per-tensor scale, since 0.18.0",
     )
 
 
 def _mxfp4() -> Iterator[Recipe]:
+    """Yield the MXFP4 recipes of each mode and version."""
     for mode in ("rceil", "ceil", "even"):
         yield _to_mx(MXFP4, mode, f"mxfp4-torchao-{mode}")
     for mode in ("floor", "rceil", "ceil", "even"):
@@ -51,6 +54,7 @@ def _mxfp4() -> Iterator[Recipe]:
 
 
 def _mxfp6() -> Iterator[Recipe]:
+    """Yield the MXFP6 recipes of each element, mode and version."""
     for fmt in (formats.MXFP6_E2M3, formats.MXFP6_E3M2):
         for mode in ("floor", "rceil"):
             for made in (_to_mx, _to_mx_018):
@@ -58,6 +62,7 @@ def _mxfp6() -> Iterator[Recipe]:
 
 
 def _mxfp8() -> Iterator[Recipe]:
+    """Yield the MXFP8 recipes of each element, mode and version."""
     for fmt, suffix in ((formats.MXFP8_E4M3, ""), (formats.MXFP8_E5M2, "-e5m2")):
         for mode in ("floor", "rceil", "ceil", "even"):
             for made in (_to_mx, _to_mx_018):
@@ -65,21 +70,25 @@ def _mxfp8() -> Iterator[Recipe]:
 
 
 def _to_mx(fmt: BlockFormat, mode: str, id: str) -> Recipe:
+    """Return the recipe of a mode of to_mx in 0.19 dev."""
     return of_format(
         fmt,
         id,
         block_rule=f"e8m0_{mode}",
         amax_nan="propagate",
         source=f"torchao 0.19 dev mx_formats/mx_tensor.py to_mx {mode.upper()}",
-        exact=f"to_mx {mode.upper()} of 0.19 dev; that of 0.18.0 is {id}-018",
+        exact=f"to_mx with mode {mode.upper()} in 0.19 dev; for 0.18.0 use {id}-018",
     )
 
 
 def _to_mx_018(fmt: BlockFormat, mode: str, id: str) -> Recipe:
-    least = "whose elements are zeros" if mode == "rceil" else "which is applied as 2^-126 and decodes to 2^-127"
+    """Return the recipe of a mode of to_mx in 0.18.0."""
+    scale_0 = (
+        "under which elements become zeros" if mode == "rceil" else "which is applied as 2^-126 and decodes to 2^-127"
+    )
     more = {
-        "even": " or an amax that rounds to it",
-        "rceil": ", and a few ulp above max * 2^k, where its log2 rounds down",
+        "even": " or an amax that rounds to inf",
+        "rceil": " and for an amax a few ulp above max * 2^k, where its log2 rounds down",
     }
     return of_format(
         fmt,
@@ -88,6 +97,6 @@ def _to_mx_018(fmt: BlockFormat, mode: str, id: str) -> Recipe:
         amax_nan="propagate",
         versions=Versions("0.18.0", "0.18.0"),
         source=f"torchao 0.18.0 mx_formats/mx_tensor.py to_mx {mode.upper()}",
-        exact=f"to_mx {mode.upper()} of 0.18.0, the release; {id} but for scale byte 0, {least}, for blocks with inf"
-        f"{more.get(mode, '')}",
+        exact=f"to_mx with mode {mode.upper()} in release 0.18.0; differs from {id} for scale byte 0, {scale_0}, and "
+        f"for blocks with inf{more.get(mode, '')}",
     )

@@ -1,4 +1,4 @@
-"""triton_kernels (OpenAI): v3.5.1, which vLLM 0.33 and TensorRT-LLM carry, and main."""
+"""Recipes of triton_kernels (OpenAI): v3.5.1, which vLLM 0.33 and TensorRT-LLM include, and its main branch."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from fp4kit.recipes.versions import Versions
 
 VERSIONS = Versions("v3.5.1", "v3.5.1")
 _SOURCE = "triton_kernels v3.5.1 numerics_details/mxfp.py downcast_to_mxfp"
-_UP = "its PyTorch reference with ROUND_UP, and its kernel but for blocks with NaN"
-_DOWN = "its PyTorch reference with ROUND_DOWN, and its kernel but for blocks with NaN"
+_UP = "the PyTorch reference with ROUND_UP, and the Triton kernel except for blocks with NaN"
+_DOWN = "the PyTorch reference with ROUND_DOWN, and the Triton kernel except for blocks with NaN"
 
 
 def recipes() -> Iterator[Recipe]:
-    """In the order of the table."""
+    """Yield the recipes in the order of the table."""
     up = of_format(
         MXFP4,
         "mxfp4-triton-kernels",
@@ -25,14 +25,14 @@ def recipes() -> Iterator[Recipe]:
         decode_rule="e8m0_flashinfer_api",
         amax_nan="propagate",
         source=_SOURCE,
-        exact=f"{_UP}; ties away from zero",
+        exact=f"{_UP}; ties round away from zero",
     )
     yield up
     yield replace(
         up,
         id="mxfp4-triton-kernels-down",
         block_rule="e8m0_triton_down",
-        exact=f"{_DOWN}; ties away from zero",
+        exact=f"{_DOWN}; ties round away from zero",
     )
     yield replace(
         up,
@@ -40,7 +40,8 @@ def recipes() -> Iterator[Recipe]:
         rounding="rn",
         source="triton_kernels main 018a674 (3.8) mxfp.py downcast_to_mxfp",
         versions=Versions("018a674", "018a674"),
-        exact="nothing that is recorded: read from the source, which rounds ties to even since then",
+        exact="not compared with recorded outputs: written from the source, which rounds ties to even since this "
+        "commit",
     )
     for fmt, suffix in ((MXFP8_E4M3, ""), (MXFP8_E5M2, "-e5m2")):
         up = replace(

@@ -1,6 +1,7 @@
-"""What a Recipe must be to be one: each field by itself, then every pair of fields that a rule ties together.
+"""Check a Recipe: each field by itself, then every pair of fields that a rule ties together.
 
-A combination is either defined by the specification or refused here; nothing behind a Recipe checks it again.
+Every combination is either defined by the specification or rejected here. Code that receives a Recipe does not check it
+again.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _FLAGS = (
     ),
     "fake_only",
 )
-_CHOICES: dict[str, tuple[Collection[str], bool]] = {  # names, and whether None is one
+_CHOICES: dict[str, tuple[Collection[str], bool]] = {  # {field: (allowed names, whether None is allowed)}
     "tensor_scaling": (rules.TENSOR_SCALINGS, False),
     "tensor_rule": (rules.TENSOR_RULES, True),
     "block_rule": (rules.BLOCK_RULES, True),
@@ -42,8 +43,9 @@ _CHOICES: dict[str, tuple[Collection[str], bool]] = {  # names, and whether None
 
 
 def check_recipe(r: Any) -> None:
-    """Raise TypeError for a field of r, a Recipe, of the wrong type, ValueError for a value or a pair that makes no
-    recipe.
+    """Raise TypeError if a field of the Recipe ``r`` has the wrong type.
+
+    Raise ValueError if a value is not allowed, or if two fields do not fit together.
     """
     _check_types(r)
     _check_element(r)
@@ -58,17 +60,17 @@ def check_recipe(r: Any) -> None:
 
 
 def can_be_repacked(r: Any) -> bool:
-    """Return whether all engines find codes again as auto-round packs them.
+    """Return whether Recipe.repacked is supported: whether every engine can recompute codes as auto-round packs them.
 
-    Under E4M3 scales, sign "negative" would change the code of small negatives from -0 to 0, which the fast paths do
-    not do.
+    Under E4M3 scales, sign "negative" would change the code of small negative values from -0 to 0, which the fast paths
+    do not do.
     """
     floats_in_blocks = r.block_rule is not None and r.apply == "multiply" and not r.element.is_integer
     return floats_in_blocks and not (r.four_over_six or r.nan_is_max or (r.scale != E8M0 and r.sign == "negative"))
 
 
 def as_block(id: object, block: Any) -> tuple[int, int] | None:
-    """block as a pair of ints. Raises TypeError for anything but None or two integers, ValueError for one below 1."""
+    """Return ``block`` as a pair of positive ints, or None for None. ``id`` names the recipe in errors."""
     if block is None:
         return None
     try:
@@ -83,7 +85,7 @@ def as_block(id: object, block: Any) -> tuple[int, int] | None:
 
 
 def as_integer(id: object, name: str, value: Any) -> int:
-    """value as an int. Raises TypeError for anything but an integer."""
+    """Return ``value`` as an int. Raises TypeError for anything but an integer, and for a bool."""
     try:
         if not isinstance(value, bool):
             return operator.index(value)
@@ -93,10 +95,12 @@ def as_integer(id: object, name: str, value: Any) -> int:
 
 
 def _refuse(r: Any, field: str, needed: str) -> NoReturn:
+    """Raise ValueError that names the recipe, the field, its value, and what is needed."""
     raise ValueError(f"Recipe {r.id}: {field} is {getattr(r, field)!r}; {needed}")
 
 
 def _check_types(r: Any) -> None:
+    """Check the type of every field whose type does not depend on other fields, and the names of rules."""
     if not isinstance(r.id, str):
         raise TypeError(f"Recipe: id is {r.id!r}; needs a str, such as 'nvfp4-te'")
     if not r.id:
@@ -114,6 +118,7 @@ def _check_types(r: Any) -> None:
 
 
 def _check_element(r: Any) -> None:
+    """Check the formats of elements and scales, and nan_code."""
     if not isinstance(r.element, ElementFormat):
         raise TypeError(f"Recipe {r.id}: element is {r.element!r}; needs an ElementFormat, such as fp4kit.formats.E2M1")
     if r.scale is not None and not isinstance(r.scale, ElementFormat):
@@ -124,37 +129,41 @@ def _check_element(r: Any) -> None:
         _refuse(
             r,
             "element",
-            "needs values that are no subnormals of float32, which recipes compute in; its least is too small",
+            "needs values that are normal in float32, in which recipes compute; its smallest value is subnormal there",
         )
     if r.scale not in (None, E4M3, E8M0):
-        _refuse(r, "scale", "needs E4M3 or E8M0, which the rules write, or None")
+        _refuse(r, "scale", "needs E4M3 or E8M0, the formats that rules write, or None")
     if r.scale is not None and r.element.name == r.scale.name and r.element != r.scale:
-        _refuse(r, "element", f"needs another name: {r.scale.name} is the scale's format, which has other fields")
+        _refuse(r, "element", f"needs another name: the scale format {r.scale.name} has other fields")
     if r.nan_code is not None and not 0 <= r.nan_code < 2**r.element.bits:
         _refuse(r, "nan_code", f"needs a code of {r.element}, 0 to {2**r.element.bits - 1}, or None")
 
 
 def _check_block(r: Any) -> None:
+    """Check block against the element format, amax_nan and tensor_scaling."""
     if r.block is None:
         if r.tensor_scaling == "block":
-            _refuse(r, "tensor_scaling", "needs block, (rows, columns); block is None")
+            _refuse(r, "tensor_scaling", "needs a block (rows, columns), but block is None")
         return
     rows, columns = r.block
     if r.block_rule is None and r.tensor_scaling != "block":
-        _refuse(r, "block", "needs block_rule or tensor_scaling 'block', for a scale of its own; else None")
+        _refuse(r, "block", "needs block_rule or tensor_scaling 'block', which give a block its scale; otherwise None")
     if columns % r.element.packing.codes:
         _refuse(r, "block", f"needs a multiple of {r.element.packing.codes} columns: codes of {r.element} share bytes")
     if r.amax_nan == "lanes" and columns % 2:
-        _refuse(r, "block", "needs an even number of columns, as amax_nan 'lanes' tells even elements from odd ones")
+        _refuse(
+            r, "block", "needs an even number of columns, because amax_nan 'lanes' separates even from odd elements"
+        )
     if rows > 1 and r.tensor_scaling in ("row", "block"):
         _refuse(
             r,
             "block",
-            f"needs blocks of one row with tensor_scaling {r.tensor_scaling!r}, of which each row has its own",
+            f"needs blocks of one row, because with tensor_scaling {r.tensor_scaling!r} each row has its own scale",
         )
 
 
 def _check_block_rule(r: Any) -> None:
+    """Check block_rule against every field that it constrains."""
     if r.block_rule is None:
         if r.scale is not None:
             _refuse(r, "block_rule", f"needs a rule that writes {r.scale} scales; or scale None")
@@ -165,64 +174,67 @@ def _check_block_rule(r: Any) -> None:
     if r.block is None:
         _refuse(r, "block", f"block_rule {r.block_rule!r} needs (rows, columns)")
     if r.element.is_integer:
-        _refuse(r, "element", f"block_rule {r.block_rule!r} needs floats")
+        _refuse(r, "element", f"block_rule {r.block_rule!r} needs a float format")
     if rule.six and r.element.max != E2M1.max:
         _refuse(r, "element", f"block_rule {r.block_rule!r} is for elements up to {E2M1.max:g}, such as E2M1")
     if r.apply != rule.apply:
-        _refuse(r, "apply", f"block_rule {r.block_rule!r} gives a factor to {rule.apply} with")
+        _refuse(r, "apply", f"block_rule {r.block_rule!r} needs {rule.apply!r}")
     if rule.flush is not None and r.flush != rule.flush:
         _refuse(r, "flush", f"block_rule {r.block_rule!r} needs {rule.flush}")
     if rule.needs_tensor and r.tensor_scaling not in ("tensor", "row"):
         _refuse(r, "tensor_scaling", f"block_rule {r.block_rule!r} needs 'tensor' or 'row': it reads the tensor's amax")
     if rule.reads_amax and r.static:
-        _refuse(r, "static", f"needs False: block_rule {r.block_rule!r} asks elements for their own amax again")
+        _refuse(r, "static", f"needs False, because block_rule {r.block_rule!r} recomputes the amax of the elements")
     if rule.one_level and r.tensor_scaling != "none":
-        _refuse(r, "tensor_scaling", f"block_rule {r.block_rule!r} writes scales of one level; needs 'none'")
+        _refuse(r, "tensor_scaling", f"block_rule {r.block_rule!r} does not support a tensor scale; needs 'none'")
     if r.tensor_scaling == "block":
         _refuse(
             r,
             "tensor_scaling",
-            f"block_rule {r.block_rule!r} gives each block its scale; needs 'none', 'tensor' or 'row'",
+            f"block_rule {r.block_rule!r} already gives each block a scale; needs 'none', 'tensor' or 'row'",
         )
 
 
 def _check_tensor_rule(r: Any) -> None:
+    """Check tensor_rule against tensor_scaling, scale, scale_max and element."""
     if (r.tensor_rule is None) != (r.tensor_scaling == "none"):
         _refuse(
             r,
             "tensor_rule",
-            f"tensor_scaling is {r.tensor_scaling!r}; needs a rule and what it covers, or None and 'none'",
+            f"tensor_scaling is {r.tensor_scaling!r}; needs both a rule and what it covers, or None and 'none'",
         )
     if r.tensor_rule is None:
         if r.scale is None:
             _refuse(r, "tensor_rule", "scale is None too; needs a tensor scale, block scales, or both")
         if r.scale_max != 448:
-            _refuse(r, "scale_max", "needs 448 without a tensor_rule, which alone reads it")
+            _refuse(r, "scale_max", "needs 448 without a tensor_rule, because only tensor rules read it")
         return
     over = rules.TENSOR_RULES[r.tensor_rule]
     if over == "E4M3":
         if r.scale is None or r.scale.name != over:
-            _refuse(r, "tensor_rule", f"scale is {r.scale}; this rule needs block scales of E4M3 under it")
+            _refuse(r, "tensor_rule", f"scale is {r.scale}; this rule needs E4M3 block scales")
         if not (0 < r.scale_max <= E4M3.max and r.scale_max in E4M3.values):
             _refuse(r, "scale_max", "needs a positive value of E4M3, at most 448")
         return
     if r.scale is not None:
-        _refuse(r, "tensor_rule", f"scale is {r.scale}; this rule needs None: it covers elements alone")
+        _refuse(r, "tensor_rule", f"scale is {r.scale}; this rule needs None, because it scales elements directly")
     if r.element.is_integer != (over == "integer"):
         _refuse(r, "element", f"tensor_rule {r.tensor_rule!r} needs {over} elements")
     if r.scale_max != 448:
-        _refuse(r, "scale_max", "needs 448 without block scales, of which it is the largest")
+        _refuse(r, "scale_max", "needs 448 without block scales, because it limits block scales")
 
 
 def _check_decode_rule(r: Any) -> None:
+    """Check decode_rule against scale and tensor_rule."""
     rule = rules.DECODE_RULES[r.decode_rule]
     if (r.scale and r.scale.name) not in rule.scales:
-        _refuse(r, "decode_rule", f"scale is {r.scale}; this rule reads {' or '.join(map(str, rule.scales))}")
+        _refuse(r, "decode_rule", f"scale is {r.scale}; this rule needs {' or '.join(map(str, rule.scales))}")
     if rule.needs_amax and r.tensor_rule is None:
-        _refuse(r, "decode_rule", "needs a tensor_rule, whose amax it decodes with")
+        _refuse(r, "decode_rule", "needs a tensor_rule, because it decodes with the tensor amax")
 
 
 def _check_four_over_six(r: Any) -> None:
+    """Check four_over_six and the fields that only 4over6 reads."""
     if (r.four_over_six is None) != (r.block_rule != "four_over_six"):
         needed = "'mae', 'mse' or 'max' with 'four_over_six', else None"
         _refuse(r, "four_over_six", f"block_rule is {r.block_rule!r}; needs {needed}")
@@ -235,22 +247,25 @@ def _check_four_over_six(r: Any) -> None:
     if r.element != E2M1:
         _refuse(r, "element", "four_over_six needs E2M1")
     if r.block_rows & (r.block_rows - 1):
-        _refuse(r, "block", "four_over_six adds errors of rows in pairs; needs a power of two of rows")
-    if r.fast_error and (r.flush or r.rounding == "rnw"):
         _refuse(
-            r, "fast_error", "is not defined with flush, nor with rounding 'rnw', whose values float16 may not hold"
+            r,
+            "block",
+            "needs a number of rows that is a power of two, because four_over_six adds the errors of rows in pairs",
         )
+    if r.fast_error and (r.flush or r.rounding == "rnw"):
+        _refuse(r, "fast_error", "needs flush=False and a rounding other than 'rnw', whose values may exceed float16")
     if r.lane_sums and (r.flush or r.fast_error or r.block_size % 8):
-        _refuse(r, "lane_sums", "needs blocks of a multiple of 8 columns, and neither flush nor fast_error")
+        _refuse(r, "lane_sums", "needs a multiple of 8 columns per block, and neither flush nor fast_error")
     if r.four_over_six == "max" and (r.flush or r.fast_error):
         _refuse(r, "four_over_six", "needs neither flush nor fast_error")
     _need_plain(r, "four_over_six", ("static",))
 
 
 def _check_fake_rule(r: Any) -> None:
+    """Check fake_rule against every field that it constrains."""
     if r.fake_rule is None:
         if r.fake_only:
-            _refuse(r, "fake_only", "needs a fake_rule, which makes the values")
+            _refuse(r, "fake_only", "needs a fake_rule, which computes the values")
         return
     rule = rules.FAKE_RULES[r.fake_rule]
     if (r.scale and r.scale.name) != rule.scale:
@@ -264,42 +279,44 @@ def _check_fake_rule(r: Any) -> None:
     if rule.scale == "E4M3" and r.tensor_rule is None:
         _refuse(r, "fake_rule", "tensor_rule is None; this rule needs a tensor scale")
     if rule.scale == "E4M3" and r.scale_max != 448 and not rule.reads_scale_max:
-        _refuse(r, "scale_max", f"fake_rule {r.fake_rule!r} has 448 in its formula")
+        _refuse(r, "scale_max", f"fake_rule {r.fake_rule!r} uses 448 in its formula; needs 448")
     if r.block_rows > 1 or r.four_over_six:
         _refuse(r, "fake_rule", "needs blocks of one row, with one scale each")
     _need_plain(r, f"fake_rule {r.fake_rule!r}", ("flush",))
 
 
 def _check_search(r: Any) -> None:
-    """A search tries amaxes of blocks of one row, and nothing else is there to choose or to give one."""
+    """Check search against scale, block, and the fields that it excludes.
+
+    A search tries amaxes for blocks of one row, and must be the only thing that chooses the block amax.
+    """
     if not isinstance(r.search, str) or r.search not in ("", *rules.SEARCHES):
         _refuse(r, "search", f"needs one of {', '.join(rules.SEARCHES)}, or '' for the largest magnitude")
     if not r.search:
         return
     rule = rules.SEARCHES[r.search]
     if r.scale is None or r.scale.name != rule.scale:
-        _refuse(r, "search", f"scale is {r.scale}; this search chooses amaxes of blocks with scales of {rule.scale}")
+        _refuse(r, "search", f"scale is {r.scale}; this search needs {rule.scale} block scales")
     if r.block_rows > 1 or r.block_size % rule.lanes:
         _refuse(r, "block", f"search {r.search!r} needs one row and a multiple of {rule.lanes} columns")
     if rule.nvfp4 and (unfit := unfit_for_sweep(r)):
         needed = (
-            "needs E2M1 elements in blocks of 16 columns and tensor_scaling 'tensor', scales of amax / 6, and nearest"
-            " codes"
+            "needs E2M1 elements in blocks of 16 columns, tensor_scaling 'tensor', scales of amax / 6, and rounding "
+            "to nearest"
         )
         _refuse(r, "search", f"{needed}; {unfit} is {getattr(r, unfit)!r}")
     for name, plain in (("four_over_six", None), ("static", False), ("fake_rule", None)):
         if getattr(r, name) != plain:
             _refuse(
-                r, name, f"has no meaning with search {r.search!r}, which chooses each amax by the codes; needs {plain}"
+                r, name, f"has no effect with search {r.search!r}, which chooses each amax by the codes; needs {plain}"
             )
 
 
 def unfit_for_sweep(r: Any) -> str | None:
-    """The field of a recipe by which a sweep of E4M3 scales is not of its own arithmetic, which the sweep is written
-    for.
+    """Return the name of the first field that makes a recipe unfit for the sweep of E4M3 scales, or None if it fits.
 
-    That tries nearest E2M1 numbers under scales of amax / 6, of blocks of 16 columns, in the range of one tensor's
-    amax.
+    The sweep tries nearest E2M1 values under scales of amax / 6, for blocks of 16 columns and up to the amax of one
+    tensor.
     """
     fits = {
         "element": r.element == E2M1,
@@ -314,55 +331,63 @@ def unfit_for_sweep(r: Any) -> str | None:
 
 
 def _need_plain(r: Any, rule: str, flags: tuple[str, ...]) -> None:
-    """Fields that a rule's own arithmetic would leave without a meaning."""
+    """Reject fields that have no effect because the rule has its own arithmetic. ``flags`` must be False."""
     if r.rounding != "rn" and not (r.four_over_six and r.rounding == "rnw"):
-        _refuse(r, "rounding", f"{rule} rounds to nearest, 'rn'")
+        _refuse(r, "rounding", f"{rule} rounds to nearest; needs 'rn'")
     for name in (*flags, "round_scaled", "repacked", "nan_is_max"):
         if getattr(r, name):
-            _refuse(r, name, f"has no meaning with {rule}; needs False")
+            _refuse(r, name, f"has no effect with {rule}; needs False")
 
 
 def _check_options(r: Any) -> None:
+    """Check the remaining fields against the element format and the rules."""
     if r.element.is_integer and r.sign != "signbit":
         _refuse(r, "sign", f"needs 'signbit' for {r.element}, which has one zero")
     if r.rounding == "first":
         _check_first(r)
     if r.rounding == "rnw" and r.element != E2M1:
-        _refuse(r, "rounding", f"needs E2M1, whose steps it continues; element is {r.element}")
+        _refuse(r, "rounding", f"needs E2M1, because it continues the steps of E2M1; element is {r.element}")
     if r.apply == "compare":
         _check_comparison(r)
     if r.narrow and not r.element.is_integer:
-        _refuse(r, "narrow", f"element is {r.element}; needs an integer, whose range has one more value below")
+        _refuse(r, "narrow", f"element is {r.element}; needs an integer format, whose negative range is one larger")
     if r.static and r.scale is None:
-        _refuse(r, "static", "needs block scales, whose amaxes are calibrated; scale is None")
+        _refuse(r, "static", "needs block scales, whose amaxes are the calibrated state; scale is None")
     if r.flush and r.block_rule is None:
-        _refuse(r, "flush", "needs a block_rule; a tensor scale alone has no flushed arithmetic")
+        _refuse(r, "flush", "needs a block_rule, because only block rules have flushed arithmetic")
     if r.keep_infinity and not (r.lane_sums or rules.BLOCK_RULES[r.block_rule or "te"].may_overflow):
-        _refuse(r, "keep_infinity", "needs lane_sums or a block_rule of fouroversix, whose factors may be infinite")
+        _refuse(
+            r,
+            "keep_infinity",
+            "needs lane_sums or a block_rule of fouroversix, because only their factors may be infinite",
+        )
     if r.repacked and not can_be_repacked(r):
-        needed = "needs floats that a block_rule scales by apply 'multiply', without four_over_six and nan_is_max"
-        _refuse(r, "repacked", f"{needed}, and under E4M3 scales another sign than 'negative'")
+        needed = "needs float elements, a block_rule with apply 'multiply', and neither four_over_six nor nan_is_max"
+        _refuse(r, "repacked", f"{needed}; under E4M3 scales also a sign other than 'negative'")
     if r.nan_is_max and (r.element.specials == "none" or r.nan_code is not None):
         _refuse(
             r,
             "nan_is_max",
-            f"needs an element with a NaN and no nan_code; element is {r.element}, nan_code {r.nan_code}",
+            f"needs an element format with a NaN, and no nan_code; element is {r.element}, nan_code {r.nan_code}",
         )
 
 
 def _check_first(r: Any) -> None:
-    """The first of equal errors, which those of a NaN are too, is that of code 0."""
+    """Check rounding "first": it takes the first code with the smallest error, which for a NaN element is code 0."""
     if r.element.is_integer:
-        _refuse(r, "rounding", f"needs floats, whose values are compared; element is {r.element}")
+        _refuse(r, "rounding", f"needs a float format, because values are compared; element is {r.element}")
     if r.nan_code != 0:
-        _refuse(r, "nan_code", "rounding 'first' takes the first of equal errors, of a NaN too; needs 0")
+        _refuse(r, "nan_code", "rounding 'first' takes the first code with the smallest error, for a NaN too; needs 0")
 
 
 def _check_comparison(r: Any) -> None:
-    """Elements that are compared with values of codes are not scaled, so that what follows scaling has no meaning."""
+    """Check apply "compare", which compares elements with the values of codes instead of scaling them.
+
+    Options that change scaled elements have no effect with it.
+    """
     if r.block_rule is None:
-        _refuse(r, "apply", "needs a block_rule, which gives the factor that codes are compared under")
+        _refuse(r, "apply", "needs a block_rule, because apply 'compare' multiplies the values of codes by its factor")
     if r.rounding != "first":
-        _refuse(r, "rounding", "apply 'compare' takes the nearest value, of equals the first; needs 'first'")
+        _refuse(r, "rounding", "apply 'compare' takes the first of the nearest values; needs 'first'")
     if r.round_scaled:
-        _refuse(r, "round_scaled", "has no meaning with apply 'compare', where no element is scaled; needs False")
+        _refuse(r, "round_scaled", "has no effect with apply 'compare', which does not scale elements; needs False")

@@ -1,4 +1,4 @@
-"""The versions of a producer that a recipe is known to equal."""
+"""Define Versions: the range of a producer's versions that a recipe is known to equal."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from typing import Any, NamedTuple
 
 
 class Versions(NamedTuple):
-    """The oldest version of a producer known to give a recipe's bits, and the newest with which the recipe was checked.
+    """Hold the oldest version of a producer known to give a recipe's bits, and the newest that was checked.
 
-    A version is what its producer calls it: a release ("0.32.4"), a development version ("0.19 dev") or a commit
+    A version is what the producer calls it: a release ("0.32.4"), a development version ("0.19 dev") or a commit
     ("d0067d0").
 
     >>> str(Versions("0.32.2", "0.32.4")), str(Versions("d0067d0", "d0067d0"))
@@ -19,18 +19,20 @@ class Versions(NamedTuple):
     last: str
 
     def __str__(self) -> str:
+        """Return "first to last", or one version if both are equal."""
         return self.first if self.first == self.last else f"{self.first} to {self.last}"
 
 
 def as_versions(id: object, versions: Any) -> Versions | None:
-    """Return versions as Versions; None for None. Raises TypeError unless they are two strings, ValueError for an empty
-    one.
+    """Return ``versions`` as Versions, or None for None. ``id`` names the recipe in errors.
+
+    Raises TypeError unless it is a pair of strings, and ValueError if one of them is empty.
     """
     if versions is None:
         return None
     is_pair = isinstance(versions, (tuple, list)) and len(versions) == 2
     if not is_pair or not all(isinstance(version, str) for version in versions):
-        raise TypeError(f"Recipe {id}: versions is {versions!r}; needs (first, last checked), two str, or None")
+        raise TypeError(f"Recipe {id}: versions is {versions!r}; needs a pair of str (oldest, newest checked), or None")
     if not all(versions):
-        raise ValueError(f"Recipe {id}: versions is {versions!r}; needs the name of a version twice, or None")
+        raise ValueError(f"Recipe {id}: versions is {versions!r}; needs two nonempty strings, or None")
     return Versions(*versions)

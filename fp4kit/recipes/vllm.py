@@ -1,4 +1,4 @@
-"""vLLM 0.33: what it quantizes weights and activations with where no kernel does."""
+"""Recipes of vLLM 0.33: its emulation of NVFP4 and its quantizers for MX formats, used where no CUDA kernel is."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ VERSIONS = Versions("0.33", "0.33")
 
 
 def recipes() -> Iterator[Recipe]:
-    """In the order of the table."""
+    """Yield the recipes in the order of the table."""
     nvfp4 = of_format(
         NVFP4,
         "nvfp4-vllm-emulation",
@@ -23,8 +23,8 @@ def recipes() -> Iterator[Recipe]:
         sign="negative",
         amax_nan="propagate",
         source="vLLM 0.33 utils/nvfp4_emulation_utils.py ref_nvfp4_quant",
-        exact="its codes, on a CPU and a GPU, and its values on a CPU; blocks of a tensor with inf or NaN have no "
-        "codes there",
+        exact="codes of the emulation on a CPU and a GPU, and the decoded values on a CPU; not for blocks of a "
+        "tensor with inf or NaN, for which vLLM has no codes",
     )
     yield nvfp4
     yield replace(
@@ -33,26 +33,29 @@ def recipes() -> Iterator[Recipe]:
         block_rule="vllm_cuda",
         decode_rule="vllm_cuda",
         source="vLLM 0.33 utils/nvfp4_emulation_utils.py _nvfp4_quant_dequant_kernel (Triton)",
-        exact="the values of its fused fake quantizer on an H200",
+        exact="values of the fused fake quantizer on an H200",
     )
     mxfp4 = of_format(
         MXFP4,
         "mxfp4-vllm",
         block_rule="e8m0_even_normal",
         source="vLLM 0.33 utils/mxfp4_utils.py downcast_to_mxfp",
-        exact="its codes of bfloat16 and float16 on a GPU, where blocks of scale 2^-127 are zeros",
+        exact="codes of the Triton kernel for bfloat16 and float16 on a GPU, where blocks with scale 2^-127 are zeros",
     )
     yield mxfp4
     yield replace(
-        mxfp4, id="mxfp4-vllm-cpu", block_rule="e8m0_even_finite", exact="its codes where Triton is interpreted"
+        mxfp4,
+        id="mxfp4-vllm-cpu",
+        block_rule="e8m0_even_finite",
+        exact="codes of the Triton kernel, run in Triton's interpreter",
     )
 
 
 def aliases() -> Iterator[Alias]:
-    """Names of recipes of others that do the same."""
+    """Yield the names of vLLM quantizers that equal a recipe of another producer."""
     yield Alias(
         "mxfp8-vllm",
         "mxfp8-modelopt",
         source="vLLM 0.33 utils/mxfp8_utils.py _mxfp8_e4m3_quantize_torch",
-        exact="but elements of blocks with an infinity, which are 0 there",
+        exact="equals it except for blocks with an infinity, whose elements are 0 there",
     )

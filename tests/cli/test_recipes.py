@@ -181,7 +181,7 @@ def test_json(arguments, schema, key, count, capsys) -> None:
 def test_json_of_recipes(capsys) -> None:
     main(["recipes", "nvfp4", "--json"])
     (found,) = json.loads(capsys.readouterr().out)["recipes"]
-    assert found["id"] == "nvfp4-te" and found["block"] == "1x16" and "TE's kernels" in found["equal_bit_for_bit_to"]
+    assert found["id"] == "nvfp4-te" and found["block"] == "1x16" and "TE's CUDA" in found["equal_bit_for_bit_to"]
 
 
 def test_an_encoding_without_the_signs_of_names() -> None:

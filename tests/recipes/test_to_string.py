@@ -70,13 +70,13 @@ VARIANT = json.loads(spec.to_spec(replace(recipe("mxfp4-ocp"), block=(1, 16))))
     "text, kind, message",
     [
         ("nvfp5", ValueError, "recipe: no recipe is called 'nvfp5'"),
-        ("{", ValueError, "from_spec: '{' is no JSON"),
+        ("{", ValueError, "from_spec: '{' is not valid JSON"),
         (json.dumps({"id": "x"}), ValueError, "Recipe: the field 'element' is missing"),
-        (json.dumps(VARIANT | {"size": 3}), ValueError, "Recipe: there is no field 'size'"),
+        (json.dumps(VARIANT | {"size": 3}), ValueError, "Recipe: unknown field 'size'"),
         (
             json.dumps(VARIANT | {"element": "E9M9"}),
             ValueError,
-            "Recipe: no format is called 'E9M9'; needs one of E2M1",
+            "Recipe: no format has the name 'E9M9'; needs one of E2M1",
         ),
         (json.dumps(VARIANT | {"block": [1, 3]}), ValueError, "Recipe mxfp4-ocp: block is"),
         (json.dumps(VARIANT | {"static": 1}), TypeError, "Recipe mxfp4-ocp: static is 1; needs True or False"),

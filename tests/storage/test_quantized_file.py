@@ -329,7 +329,7 @@ ARRAYS = {  # facts of w, and what load says of them
     "recipe of no type": ({**FACTS, "recipe": 3}, "w: its recipe is 3; needs an id or an object of fields"),
     "unknown recipe": ({**FACTS, "recipe": "nvfp4-tee"}, "w: recipe: no recipe is called 'nvfp4-tee'; did you mean"),
     "another recipe": ({**FACTS, "recipe": "mxfp4-ocp"}, "w: Quantized: block_scale is uint8 (4, 8); mxfp4-ocp of"),
-    "a field more": ({**FACTS, "recipe": {**VARIANT, "x": 1}}, "w: Recipe: there is no field 'x'; a later version"),
+    "a field more": ({**FACTS, "recipe": {**VARIANT, "x": 1}}, "w: Recipe: unknown field 'x'; a later version"),
     "a field less": ({**FACTS, "recipe": {"id": "x"}}, "w: Recipe: the field 'element' is missing"),
     "a rule": (
         {**FACTS, "recipe": {**VARIANT, "block_rule": "x"}},
@@ -337,11 +337,11 @@ ARRAYS = {  # facts of w, and what load says of them
     ),
     "a format": (
         {**FACTS, "recipe": {**VARIANT, "element": "E9"}},
-        "w: Recipe: no format is called 'E9'; needs one of E2M1",
+        "w: Recipe: no format has the name 'E9'; needs one of E2M1",
     ),
     "a format as a list": (
         {**FACTS, "recipe": {**VARIANT, "scale": []}},
-        "w: ElementFormat: [] is no object of fields",
+        "w: ElementFormat: [] is not an object",
     ),
     "a format of 999 bits": (
         {**FACTS, "recipe": {**VARIANT, "element": {"name": "X", "exponent_bits": 999, "mantissa_bits": 1}}},
