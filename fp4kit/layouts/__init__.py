@@ -1,6 +1,6 @@
-"""Layouts of codes and scales: nibble order, scale swizzles, the blocks and words of files, padding.
+"""Memory layouts of codes and scales: nibble order, scale swizzles, file formats and padding.
 
-Index maps on NumPy and CuPy arrays, no arithmetic on values.
+The functions move bytes of NumPy and CuPy arrays. They compute nothing with values.
 """
 
 from fp4kit.layouts.files import GGUF_BLOCKS, MLX_WORD, GgufBlock, pack_gguf, pack_mlx, unpack_gguf, unpack_mlx

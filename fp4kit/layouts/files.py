@@ -1,4 +1,7 @@
-"""What llama.cpp and MLX keep in their files: blocks of codes and scales, words of codes."""
+"""Convert codes and scales to and from the file formats of llama.cpp (GGUF) and MLX.
+
+A GGUF tensor is a sequence of blocks of scales and codes. An MLX tensor is an array of 32-bit words of codes.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +15,9 @@ from fp4kit.layouts.nibbles import check_array, check_bytes
 
 
 class GgufBlock(NamedTuple):
-    """A block of a GGUF tensor: `scales` scale bytes, then the codes of as many groups of `group` elements, two a
-    byte.
+    """A block of a GGUF tensor: `scales` scale bytes, then the codes of as many groups, two codes per byte.
+
+    A group has `group` elements, which share one scale.
     """
 
     scales: int
@@ -21,12 +25,12 @@ class GgufBlock(NamedTuple):
 
     @property
     def elements(self) -> int:
-        """Elements of a block, of which a row is a whole number."""
+        """Elements per block. The length of a row is a multiple of it."""
         return self.scales * self.group
 
     @property
     def bytes(self) -> int:
-        """Bytes of a block."""
+        """Bytes per block."""
         return self.scales * (1 + self.group // 2)
 
 
@@ -34,26 +38,40 @@ GGUF_BLOCKS = {"mxfp4": GgufBlock(1, MXFP4.block_size), "nvfp4": GgufBlock(4, NV
 
 
 def pack_gguf(packed: Any, scales: Any, format: str) -> Any:
-    """Packed codes and their block scales -> the bytes of a GGUF tensor, block by block.
+    """Return the bytes of a GGUF tensor, block by block, from packed codes and their block scales.
 
-        mxfp4, 17 bytes of 32 elements:   s   | c0 c16 | c1 c17 | ... | c15 c31 |
-        nvfp4, 36 bytes of 64 elements:   s s s s   then for each of the 4 groups of 16   | c0 c8 | c1 c9 | ... | c7 c15
-        |
+        mxfp4, 17 bytes for 32 elements:   s   | c0 c16 | c1 c17 | ... | c15 c31 |
+        nvfp4, 36 bytes for 64 elements:   s s s s   then for each of the 4 groups of 16   | c0 c8 | c1 c9 | ... | c7
+        c15 |
 
-    (s: a scale's byte; of two codes in a byte the first has the low nibble.)
+    Here s is a scale byte, and | a b | is a byte with code a in the low nibble. Bytes are not interpreted: a scale byte
+    is kept even if llama.cpp decodes it in its own way, as the recipes mxfp4-gguf and nvfp4-gguf do.
 
-    packed: uint8 (..., K/2), two codes a byte as in Quantized.packed, K a multiple of 32 or 64. scales: uint8 (...,
-    K/32) or (..., K/16), linear. format: "mxfp4" or "nvfp4". Returns a new uint8 array (..., K/32*17) or (..., K/64*36)
-    of their library. Raises TypeError unless both are uint8; ValueError for another format, K that is no multiple, or
-    shapes that do not fit. No byte is interpreted: a scale byte stays what it is, also where llama.cpp reads it in
-    another way (which the recipes mxfp4-gguf and nvfp4-gguf know). Inverse: unpack_gguf. Source: llama.cpp 0c1e57098,
-    ggml-common.h block_mxfp4 and block_nvfp4.
+    Args:
+        packed: uint8 (..., K/2), two codes per byte as in Quantized.packed. K is a multiple of 32 (mxfp4) or 64
+            (nvfp4).
+        scales: uint8 (..., K/32) for mxfp4 or (..., K/16) for nvfp4, in linear layout.
+        format: "mxfp4" or "nvfp4".
 
-    >>> import numpy as np
-    >>> from fp4kit import layouts
-    >>> packed = layouts.pack(np.arange(32, dtype=np.uint8)[None] % 16)
-    >>> layouts.pack_gguf(packed, np.uint8([[127]]), "mxfp4")[0, :5]
-    array([127,   0,  17,  34,  51], dtype=uint8)
+    Returns:
+        A new uint8 array (..., K/32*17) for mxfp4 or (..., K/64*36) for nvfp4, of the library of packed.
+
+    Raises:
+        TypeError: packed or scales are not uint8.
+        ValueError: the format is another, K is not a multiple of the block, or the shapes do not fit together.
+
+    Exact:
+        unpack_gguf is the inverse.
+
+    Source:
+        llama.cpp 0c1e57098, ggml-common.h block_mxfp4 and block_nvfp4.
+
+    Example:
+        >>> import numpy as np
+        >>> from fp4kit import layouts
+        >>> packed = layouts.pack(np.arange(32, dtype=np.uint8)[None] % 16)
+        >>> layouts.pack_gguf(packed, np.uint8([[127]]), "mxfp4")[0, :5]
+        array([127,   0,  17,  34,  51], dtype=uint8)
     """
     block = _gguf_block("pack_gguf", format)
     check_bytes("pack_gguf", packed)
@@ -78,17 +96,27 @@ def pack_gguf(packed: Any, scales: Any, format: str) -> Any:
 
 
 def unpack_gguf(raw: Any, format: str) -> tuple[Any, Any]:
-    """Bytes of a GGUF tensor -> packed codes (..., K/2), two a byte as in Quantized.packed, and scales; inverse of
-    pack_gguf.
+    """Return packed codes and block scales from the bytes of a GGUF tensor: the inverse of pack_gguf.
 
-    raw: uint8 (..., K/32*17) for "mxfp4", (..., K/64*36) for "nvfp4", as gguf.GGUFReader gives a tensor's data.
-    Raises as pack_gguf.
+    Args:
+        raw: uint8 (..., K/32*17) for mxfp4 or (..., K/64*36) for nvfp4, such as the data of a tensor of
+            gguf.GGUFReader.
+        format: "mxfp4" or "nvfp4".
 
-    >>> import numpy as np
-    >>> from fp4kit import layouts
-    >>> packed, scales = layouts.unpack_gguf(np.arange(36, dtype=np.uint8), "nvfp4")
-    >>> packed.shape, scales
-    ((32,), array([0, 1, 2, 3], dtype=uint8))
+    Returns:
+        The pair (packed, scales): uint8 (..., K/2) with two codes per byte as in Quantized.packed, and uint8 scales in
+        linear layout.
+
+    Raises:
+        TypeError: raw is not uint8.
+        ValueError: the format is another, or the length of raw is not a whole number of blocks.
+
+    Example:
+        >>> import numpy as np
+        >>> from fp4kit import layouts
+        >>> packed, scales = layouts.unpack_gguf(np.arange(36, dtype=np.uint8), "nvfp4")
+        >>> packed.shape, scales
+        ((32,), array([0, 1, 2, 3], dtype=uint8))
     """
     block = _gguf_block("unpack_gguf", format)
     check_bytes("unpack_gguf", raw, "bytes")
@@ -105,12 +133,17 @@ def unpack_gguf(raw: Any, format: str) -> tuple[Any, Any]:
 
 
 def _gguf_block(op: str, format: str) -> GgufBlock:
+    """Return the block of a GGUF format. Raise ValueError, which begins with op, for an unknown format."""
     if not is_one_of(format, GGUF_BLOCKS):
-        raise ValueError(f"{op}: format is {format!r:.60}; needs one of {', '.join(GGUF_BLOCKS)}, which llama.cpp has")
+        raise ValueError(f"{op}: format is {format!r:.60}; needs one of {', '.join(GGUF_BLOCKS)}, llama.cpp's formats")
     return GGUF_BLOCKS[format]
 
 
 def _check_multiple(op: str, name: str, array: Any, multiple: int, why: str) -> None:
+    """Raise ValueError unless the last axis has a length that is a multiple of `multiple`.
+
+    why: a clause for the message.
+    """
     if array.shape[-1] % multiple:
         raise ValueError(
             f"{op}: the last axis of {name} has length {array.shape[-1]}; {why}; needs a multiple of {multiple}"
@@ -118,7 +151,7 @@ def _check_multiple(op: str, name: str, array: Any, multiple: int, why: str) -> 
 
 
 def _contiguous(a: Any) -> Any:
-    """np.ascontiguousarray, which CuPy's arrays do not take."""
+    """Return the array, or a contiguous copy: np.ascontiguousarray does not accept CuPy arrays."""
     return a if a.flags.c_contiguous else a.copy()
 
 
@@ -126,20 +159,34 @@ MLX_WORD = np.dtype("<u4")
 
 
 def pack_mlx(packed: Any) -> Any:
-    """Packed codes -> MLX's words: uint8 (..., n), of 4-bit or 8-bit codes -> uint32 (..., n / 4), a view where it can
-    be.
+    """Return MLX's 32-bit words from packed codes, without a copy if packed is contiguous.
 
-        word:  bits 0..3 c0 | 4..7 c1 | ... | 28..31 c7        of 8-bit codes:  0..7 c0 | 8..15 c1 | 16..23 c2 | 24..31
-        c3
+        4-bit codes:  bits 0..3 c0 | 4..7 c1 | ... | 28..31 c7
+        8-bit codes:  bits 0..7 c0 | 8..15 c1 | 16..23 c2 | 24..31 c3
 
-    Raises TypeError unless packed is uint8; ValueError unless the last axis is a multiple of 4. Scales need no change:
-    MLX's are uint8 (..., blocks), linear. Inverse: unpack_mlx. Source: MLX 0.32.4, mx.quantize, whose words are
-    little-endian.
+    Scales need no conversion, because MLX's scales are uint8 (..., blocks) in linear layout.
 
-    >>> import numpy as np
-    >>> from fp4kit import layouts
-    >>> [hex(word) for word in layouts.pack_mlx(np.uint8([0x10, 0x32, 0x54, 0x76]))]
-    ['0x76543210']
+    Args:
+        packed: uint8 (..., n), 4-bit or 8-bit codes as in Quantized.packed.
+
+    Returns:
+        uint32 (..., n / 4), little-endian.
+
+    Raises:
+        TypeError: packed is not uint8.
+        ValueError: the length of the last axis is not a multiple of 4.
+
+    Exact:
+        unpack_mlx is the inverse.
+
+    Source:
+        MLX 0.32.4, mx.quantize.
+
+    Example:
+        >>> import numpy as np
+        >>> from fp4kit import layouts
+        >>> [hex(word) for word in layouts.pack_mlx(np.uint8([0x10, 0x32, 0x54, 0x76]))]
+        ['0x76543210']
     """
     check_bytes("pack_mlx", packed)
     _check_multiple("pack_mlx", "packed", packed, MLX_WORD.itemsize, "a word has 4 bytes")
@@ -147,14 +194,23 @@ def pack_mlx(packed: Any) -> Any:
 
 
 def unpack_mlx(words: Any) -> Any:
-    """MLX's words -> packed codes: uint32 (..., n) -> uint8 (..., 4 n), a view where it can be; inverse of pack_mlx.
+    """Return packed codes from MLX's 32-bit words, without a copy if words are contiguous: the inverse of pack_mlx.
 
-    Raises TypeError unless words are uint32, ValueError for a 0-d array.
+    Args:
+        words: uint32 (..., n).
 
-    >>> import numpy as np
-    >>> from fp4kit import layouts
-    >>> [hex(byte) for byte in layouts.unpack_mlx(np.uint32([0x76543210]))]
-    ['0x10', '0x32', '0x54', '0x76']
+    Returns:
+        uint8 (..., 4 n).
+
+    Raises:
+        TypeError: words are not uint32.
+        ValueError: words are a 0-d array.
+
+    Example:
+        >>> import numpy as np
+        >>> from fp4kit import layouts
+        >>> [hex(byte) for byte in layouts.unpack_mlx(np.uint32([0x76543210]))]
+        ['0x10', '0x32', '0x54', '0x76']
     """
     check_array("unpack_mlx", "words", words)
     if words.dtype != MLX_WORD:

@@ -1,4 +1,4 @@
-"""Codes and bytes: two codes of 4 bits share one, the first in the low nibble."""
+"""Pack and unpack codes: two 4-bit codes share a byte, the first code in the low nibble."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from fp4kit.formats import Packing
 
 
 def pack(codes: Any) -> Any:
-    """uint8 codes (..., K), K even, values below 16 -> (..., K/2) bytes: element 2j in the low nibble, 2j + 1 in the
-    high one.
+    """Return bytes (..., K/2) from uint8 codes (..., K), two codes per byte.
+
+    Element 2j goes to the low nibble, element 2j + 1 to the high nibble. K must be even, and codes must be below 16.
     """
     check_bytes("pack", codes)
     check_pairs(codes.shape)
@@ -19,14 +20,15 @@ def pack(codes: Any) -> Any:
 
 
 def check_pairs(shape: tuple[int, ...]) -> None:
-    """Raise ValueError unless the last axis of codes is a whole number of bytes."""
+    """Raise ValueError unless the last axis of codes has an even length, so that the codes fill whole bytes."""
     if shape[-1] % 2:
         raise ValueError(f"pack: the last axis has length {shape[-1]}; two codes share a byte, so it must be even")
 
 
 def check_array(op: str, name: str, array: Any) -> None:
-    """Raise TypeError, which begins with op, unless it is an array of NumPy or CuPy, whose functions the layouts
-    use.
+    """Raise TypeError, which begins with op, unless array is a NumPy or CuPy array.
+
+    The layout functions use their methods.
     """
     if not isinstance(array, (np.ndarray, np.generic)) and type(array).__module__ != "cupy":
         kind = f"{type(array).__module__}.{type(array).__qualname__}"
@@ -34,7 +36,7 @@ def check_array(op: str, name: str, array: Any) -> None:
 
 
 def check_bytes(op: str, codes: Any, name: str = "codes") -> None:
-    """Raise TypeError, which begins with op, unless codes are uint8; ValueError unless they have an axis."""
+    """Raise TypeError, which begins with op, unless codes are uint8. Raise ValueError if they are 0-d."""
     check_array(op, name, codes)
     if codes.dtype != np.uint8:
         raise TypeError(f"{op}: {name} are {codes.dtype}; needs uint8")
@@ -43,7 +45,7 @@ def check_bytes(op: str, codes: Any, name: str = "codes") -> None:
 
 
 def unpack(packed: Any) -> Any:
-    """(..., K/2) bytes -> uint8 codes (..., K); inverse of pack."""
+    """Return uint8 codes (..., K) from bytes (..., K/2): the inverse of pack."""
     check_bytes("unpack", packed)
     codes = np.empty_like(packed, shape=(*packed.shape[:-1], packed.shape[-1] * 2))
     codes[..., 0::2] = packed & 0xF
@@ -52,21 +54,24 @@ def unpack(packed: Any) -> Any:
 
 
 def packed(codes: Any, packing: Packing) -> Any:
-    """uint8 codes (..., K), one a byte -> bytes as a format packs them (ElementFormat.packing)."""
+    """Return codes as the element format stores them: packed if two codes share a byte, otherwise unchanged.
+
+    codes: uint8 (..., K), one code per byte. packing: ElementFormat.packing.
+    """
     return codes if packing.codes == 1 else pack(codes)
 
 
 def unpacked(stored: Any, packing: Packing) -> Any:
-    """Inverse of packed."""
+    """Return codes, one per byte, from stored bytes: the inverse of packed."""
     return stored if packing.codes == 1 else unpack(stored)
 
 
 def write_codes(out: np.ndarray, codes: np.ndarray, rows: slice, column: int, packing: Packing) -> None:
-    """Put codes (m, n) at (rows, column) of a packed matrix, touching no bit of another."""
+    """Write codes (m, n) at (rows, column) of a packed matrix, without changing the bits of other elements."""
     if packing.codes == 1:
         out[rows, column : column + codes.shape[1]] = codes
         return
-    if column % 2:  # the first element is the high nibble of a byte whose low nibble is not ours
+    if column % 2:  # the first code goes to the high nibble of a byte whose low nibble must not change
         out[rows, column // 2] = out[rows, column // 2] & 0x0F | codes[:, 0] << 4
         codes, column = codes[:, 1:], column + 1
     whole = codes.shape[1] // 2

@@ -1,4 +1,4 @@
-"""Rows made longer, and rows in another order."""
+"""Pad an axis with zeros, and permute rows as FlashInfer does."""
 
 from __future__ import annotations
 
@@ -13,47 +13,78 @@ from fp4kit.arrays.returns import comes_home
 _NO_AXIS = "pad: x is 0-d; needs at least one axis; use x.reshape(1)"
 
 
-def _natural(op: str, name: str, n: Any, least: int) -> int:
-    """n as an int; ValueError for what is none, or less than `least`."""
+def _integer_from(op: str, name: str, n: Any, minimum: int) -> int:
+    """Return n as an int. Raise ValueError unless it is an integer of at least `minimum`."""
     try:
         number = index_of(n)
     except TypeError:
-        number = least - 1
-    if number < least:
-        raise ValueError(f"{op}: {name} is {n!r}; needs an integer of {least} or more")
+        number = minimum - 1
+    if number < minimum:
+        raise ValueError(f"{op}: {name} is {n!r}; needs an integer of {minimum} or more")
     return number
 
 
 @comes_home
 def pad(x: Any, multiple: int, axis: int = -1) -> Any:
-    """x with zeros appended along axis up to a multiple of `multiple`; x itself where nothing is missing.
+    """Append zeros along an axis, up to a multiple of a length.
 
-    x: array of any library, of one dimension or more; the result is in its library. Raises ValueError for a multiple
-    that is no positive integer, an axis that x does not have; TypeError for a masked array, or what is none.
+    Args:
+        x: an array of any library, with at least one axis.
+        multiple: a positive int; the axis gets the next multiple of it as its length.
+        axis: the axis that is padded.
+
+    Returns:
+        A new array in the library of x, or x itself if nothing is missing.
+
+    Raises:
+        TypeError: x is a masked array or not an array.
+        ValueError: multiple is not a positive int, or x does not have the axis.
+
+    Example:
+        >>> import numpy as np
+        >>> from fp4kit import layouts
+        >>> layouts.pad(np.float32([1, 2, 3]), 4)
+        array([1., 2., 3., 0.], dtype=float32)
     """
     if hasattr(x, "filled"):
         raise TypeError("pad: x is a masked array, whose mask would be lost; pass x.filled(0)")
-    multiple, axis = _natural("pad", "multiple", multiple, 1), as_index("pad", "axis", axis)
-    given, (x,) = x, import_arrays("pad", x=x)
+    multiple, axis = _integer_from("pad", "multiple", multiple, 1), as_index("pad", "axis", axis)
+    original, (x,) = x, import_arrays("pad", x=x)
     if not -x.ndim <= axis < x.ndim:
         raise ValueError(
             f"pad: axis {axis} of a {x.ndim}-d array; needs {-x.ndim} to {x.ndim - 1}" if x.ndim else _NO_AXIS
         )
     missing = -x.shape[axis] % multiple
     if not missing:
-        return given
+        return original
     widths = [(0, 0)] * x.ndim
     widths[axis] = (0, missing)
     return np.pad(x, widths)
 
 
 def shuffle_rows(M: int, epilogue_tile: int) -> np.ndarray:
-    """Row permutation of FlashInfer's shuffle_matrix_a: y = x[shuffle_rows(M, tile)], int64 (M,).
+    """Return the row permutation of FlashInfer's shuffle_matrix_a, so that y = x[shuffle_rows(M, tile)].
 
-    Inside blocks of B = 32 rows (16 unless epilogue_tile % 128 == 0), new row 8 i + j is old row (B / 8) j + i.
-    Raises ValueError unless M is a multiple of B, and epilogue_tile a positive integer.
+    In each block of B rows, new row 8 i + j is old row (B / 8) j + i. B is 32 if epilogue_tile is a multiple of 128,
+    otherwise 16.
+
+    Args:
+        M: number of rows, a multiple of B.
+        epilogue_tile: FlashInfer's epilogue tile, a positive int.
+
+    Returns:
+        Row indices, int64 (M,).
+
+    Raises:
+        ValueError: M is not a multiple of B, or epilogue_tile is not a positive int.
+
+    Example:
+        >>> from fp4kit import layouts
+        >>> layouts.shuffle_rows(16, 64)[:9].tolist()
+        [0, 2, 4, 6, 8, 10, 12, 14, 1]
     """
-    M, epilogue_tile = _natural("shuffle_rows", "M", M, 0), _natural("shuffle_rows", "epilogue_tile", epilogue_tile, 1)
+    M = _integer_from("shuffle_rows", "M", M, 0)
+    epilogue_tile = _integer_from("shuffle_rows", "epilogue_tile", epilogue_tile, 1)
     block = 32 if epilogue_tile % 128 == 0 else 16
     if M % block:
         raise ValueError(f"shuffle_rows: M is {M}; needs a multiple of {block} for epilogue tile {epilogue_tile}")

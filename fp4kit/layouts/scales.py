@@ -1,13 +1,13 @@
-"""Layouts of block scales: linear, and the tiles that kernels read.
+"""Layouts of block scales: linear, and the swizzled tiles that kernels read.
 
-Scale (r, c) of an (R, C) array of block scales, tiled_columns = ceil(C / 4), lies at byte offset
+In an (R, C) array of block scales, with tiled_columns = ceil(C / 4), scale (r, c) lies at byte offset
 
     linear          r * C + c
     swizzled_128x4  ((r // 128) * tiled_columns + c // 4) * 512 + (r % 32) * 16 + (r % 128) // 32 * 4 + c % 4
     swizzled_8x4    ((r // 8) * tiled_columns + c // 4) * 32 + (r % 8) * 4 + c % 4
 
-Rows are padded to 128 or 8, columns to 4, with zeros. Sources: cuBLAS block scaling factor layout (128x4); FlashInfer
-SfLayout.
+Swizzled layouts pad rows to a multiple of 128 or 8, and columns to a multiple of 4, with zeros. Sources: cuBLAS block
+scaling factor layout (128x4); FlashInfer SfLayout.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ _TILE_COLUMNS = 4
 
 
 def _ceil_to(n: int, multiple: int) -> int:
+    """Return the smallest multiple that is at least n."""
     return -(-n // multiple) * multiple
 
 
@@ -35,15 +36,15 @@ def check_layout(op: str, layout: str) -> None:
 
 
 def tile_rows(layout: str) -> int:
-    """Rows of scales whose bytes lie together in a layout: 1, 128 or 8."""
+    """Return how many rows of scales a tile of the layout has: 1, 128 or 8."""
     return _TILE_ROWS.get(layout, 1)
 
 
 def padded_shape(shape: tuple[int, ...], layout: str) -> tuple[int, ...]:
-    """Shape of (..., R, C) scales in a layout: R padded to 128 or 8, C to 4; unchanged for "linear"."""
+    """Return the shape of (..., R, C) scales in a layout: R padded to 128 or 8, C to 4; unchanged for "linear"."""
     check_layout("padded_shape", layout)
     if not (isinstance(shape, tuple) and any(type(n).__module__ == "torch" for n in shape)):
-        shape = as_shape("padded_shape", shape)  # it would fix the symbols of a trace
+        shape = as_shape("padded_shape", shape)  # skipped for PyTorch symbols: a trace would fix them to numbers
     if layout == "linear":
         return shape
     if len(shape) < 2:
@@ -55,8 +56,9 @@ def padded_shape(shape: tuple[int, ...], layout: str) -> tuple[int, ...]:
 
 
 def swizzle_scales(scales: Any, layout: str) -> Any:
-    """(..., R, C) linear scales -> the same bytes in `layout`, shape padded_shape; each (R, C) matrix by itself,
-    padding zero.
+    """Return linear scales (..., R, C) rearranged to `layout`, in the shape padded_shape gives.
+
+    Each (R, C) matrix is rearranged by itself. Padding bytes are zero.
     """
     check_array("swizzle_scales", "scales", scales)
     padded = padded_shape(scales.shape, layout)
@@ -74,8 +76,9 @@ def swizzle_scales(scales: Any, layout: str) -> Any:
 
 
 def unswizzle_scales(scales: Any, layout: str, shape: tuple[int, ...]) -> Any:
-    """Inverse of swizzle_scales: bytes in `layout` (any shape of the padded size) -> (..., R, C) = shape, padding
-    dropped.
+    """Return linear scales (..., R, C) = shape from bytes in `layout`: the inverse of swizzle_scales.
+
+    The padding is dropped. scales may have any shape of the padded size.
     """
     check_array("unswizzle_scales", "scales", scales)
     shape = as_shape("unswizzle_scales", shape)
@@ -93,11 +96,14 @@ def unswizzle_scales(scales: Any, layout: str, shape: tuple[int, ...]) -> Any:
 
 
 def check_size(scales: Any, layout: str, shape: tuple[int, ...]) -> None:
-    """Raise ValueError unless scales, of any shape, are as many as those of linear `shape` in a layout, padding
-    included.
+    """Raise ValueError unless scales have as many elements as `shape` needs in a layout, padding included.
+
+    shape is that of the linear scales; scales may have any shape.
     """
     if min(shape, default=0) < 0:
-        raise ValueError(f"unswizzle: shape is {tuple(shape)}; needs lengths >= 0, (..., R, C) of the linear scales")
+        raise ValueError(
+            f"unswizzle: shape is {tuple(shape)}; needs lengths >= 0, the shape (..., R, C) of the linear scales"
+        )
     padded = padded_shape(shape, layout)
     if scales.size != int(np.prod(padded)):
         raise ValueError(

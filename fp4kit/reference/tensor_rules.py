@@ -69,7 +69,7 @@ def full_range(recipe: Recipe) -> np.float32:
 def tensor_te_reference(amax: np.ndarray, recipe: Recipe, dtype: np.dtype) -> Pair:
     """Return encode = min(2688 / amax, FLT_MAX), with 1 instead of 0, and decode = 1 / encode.
 
-    encode is 0 before that replacement only for amax = inf. NaN stays NaN.
+    Only an amax of inf gives 0. NaN stays NaN.
     """
     encode_scale = np.minimum(full_range(recipe) / amax, FLT_MAX)
     encode_scale = np.where(encode_scale == 0, ONE, encode_scale)

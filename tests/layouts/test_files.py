@@ -73,7 +73,7 @@ ERRORS = {
     "another format": (
         partial(layouts.pack_gguf, B(2, 32), B(2, 2), "mxfp8"),
         ValueError,
-        "pack_gguf: format is 'mxfp8'; needs one of mxfp4, nvfp4, which llama.cpp has",
+        "pack_gguf: format is 'mxfp8'; needs one of mxfp4, nvfp4, llama.cpp's formats",
     ),
     "wrong codes": (
         partial(layouts.pack_gguf, B(2, 32).astype(int), B(2, 2), "mxfp4"),
