@@ -308,14 +308,14 @@ def test_files_beside(tmp_path: Path) -> None:
     plan = make_plan(model)
     assert [file.name for file in plan.auxiliary.copied] == ["notes.txt", "tokenizer_config.json"]
     assert dict(plan.auxiliary.skipped) == {
-        "LICENSE": "a link that leaves the directory",
-        "README.md": "a link that leaves the directory",
+        "LICENSE": "a link to a file outside the directory",
+        "README.md": "a link to a file outside the directory",
         "folder": "a link to a directory",
         "pipe.txt": "not a regular file",
         ".lock": "hidden file",
         ".journal.jsonl": "hidden file",
         ".hidden.json": "hidden file",
-        "x.sh": "not a kind of file that is copied",
+        "x.sh": "kind of file that is not copied",
         "y.gguf": "weights that are not part of the model",
     }
     execute(plan, tmp_path / "out")

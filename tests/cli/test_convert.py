@@ -84,7 +84,7 @@ def test_convert(tmp_path: Path, run: Run) -> None:
     assert (result.code, result.err) == (0, "")
     assert f"wrote {tmp_path / 'out'} (compressed-tensors mxfp4-pack-quantized): 3 tensors converted, " in result.out
     assert "layers: 3 quantize" in result.out.splitlines()
-    assert "skipped modeling.py: not a kind of file that is copied" in result.out
+    assert "skipped modeling.py: kind of file that is not copied" in result.out
     assert (tmp_path / "out" / "config.json").exists()
 
 
@@ -288,7 +288,7 @@ def test_json_of_convert(tmp_path: Path, run: Run) -> None:
     assert report["actions"] == {"copy": 26, "quantize": 3} and report["inexact"] == [] and report["replaced"] == 0
     shared = ("source", "recipe", "format", "bytes_in", "bytes_out", "converted", "copied", "skipped", "warnings")
     assert all(plan[key] == report[key] for key in shared)
-    assert report["skipped"] == [{"name": "modeling.py", "reason": "not a kind of file that is copied"}]
+    assert report["skipped"] == [{"name": "modeling.py", "reason": "kind of file that is not copied"}]
 
 
 def test_json_of_inspect_and_compare(tmp_path: Path, run: Run) -> None:

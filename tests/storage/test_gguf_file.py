@@ -195,7 +195,7 @@ def test_values_are_those_that_llama_cpp_reads(kind: str, form: Container, tmp_p
             weight = model.weights[name]
             wanted = gguf_files.decoded(raw, kind).reshape(-1, *shape[-2:])
             for e in range(weight.experts):
-                found = np.concatenate([values_of(weight, slab) for slab in slabs(readers, weight, e, most=3000)])
+                found = np.concatenate([values_of(weight, slab) for slab in slabs(readers, weight, e, max_bytes=3000)])
                 factor = np.float32(1)
                 if scales:
                     factor = scales[name.replace("weight", "scale")][1].view(np.float32)[e]

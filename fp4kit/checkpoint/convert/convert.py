@@ -245,7 +245,9 @@ def bytes_to_write(plan: Plan) -> int:
 
 def memory_per_process(plan: Plan) -> int:
     """About the bytes that a process needs: a slab in all its forms, and the largest matrix that is turned, twice."""
-    found = (piece for tensor in plan.converted for piece in tensor.pieces if piece.turned or piece.weight.transposed)
+    found = (
+        piece for tensor in plan.converted for piece in tensor.pieces if piece.transposed or piece.weight.transposed
+    )
     turned = [prod(piece.weight.shape[-2:]) for piece in found]
     return _BESIDE + _FORMS * SLAB_BYTES + 2 * 4 * max(turned, default=0)
 

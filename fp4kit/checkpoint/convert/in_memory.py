@@ -20,7 +20,7 @@ from fp4kit.checkpoint.convert.put_scalars import usable_tensor_scale
 from fp4kit.checkpoint.convert.quantize_rows import divisor_of, of_zeros
 from fp4kit.checkpoint.model.layers import Piece, pieces
 from fp4kit.checkpoint.model.megatron_names import hugging_face_names
-from fp4kit.checkpoint.model.weights import Weight, has_turned_stacks, stack_shape
+from fp4kit.checkpoint.model.weights import Weight, has_transposed_stacks, stack_shape
 from fp4kit.checkpoint.plan.request import NUMBERS, Request, check_input_scale, experts_only
 from fp4kit.checkpoint.selection import fused_layers
 from fp4kit.checkpoint.selection.name_rules import Candidate, candidate, model_facts
@@ -172,7 +172,7 @@ def _layers(name: str, array: Any, rules: Rules) -> Iterator[tuple[str, Any]]:
         yield module, array
         return
     logical = stack_shape(shape, rules.config)
-    stack = array.swapaxes(1, 2) if has_turned_stacks(rules.config) else array
+    stack = array.swapaxes(1, 2) if has_transposed_stacks(rules.config) else array
     if rules.form.keeps_stacks:
         yield module, stack
         return

@@ -16,7 +16,7 @@ import numpy as np
 
 from fp4kit.checkpoint.containers.container import VALUES
 from fp4kit.checkpoint.convert import fp8_to_mxfp8, mxfp4_to_nvfp4, quantize_rows, rename
-from fp4kit.checkpoint.model.slabs import Readers, Slab, columns_of, not_numbers, slabs, values_of
+from fp4kit.checkpoint.model.slabs import Readers, Slab, columns_of, count_nonfinite, slabs, values_of
 from fp4kit.checkpoint.model.statistics import amax_and_nonfinite, amax_and_nonfinite_on
 from fp4kit.checkpoint.model.weights import Located
 from fp4kit.checkpoint.plan.job import (
@@ -45,7 +45,7 @@ def measure(job: Job, tick: Tick | None = None) -> Measured:
     """Read a weight for its amax, its NaN and infinities, and what an exact rewriting needs to know."""
     with Readers(tick) as readers:
         found = Measured(job.key)
-        for slab in slabs(readers, job.weight, job.expert, job.span, most=job.slab_bytes):
+        for slab in slabs(readers, job.weight, job.expert, job.span, max_bytes=job.slab_bytes):
             found = _joined(found, _measured(job, slab))
     return found
 
@@ -57,7 +57,7 @@ def _joined(a: Measured, b: Measured) -> Measured:
 
 def _measured(job: Job, slab: Slab) -> Measured:
     if job.action == RENAME:
-        return Measured(job.key, nonfinite=not_numbers(job.weight, slab))
+        return Measured(job.key, nonfinite=count_nonfinite(job.weight, slab))
     values = values_of(job.weight, slab)
     amax, bad = amax_and_nonfinite(values) if job.device is None else amax_and_nonfinite_on(job.device, values)
     found = Measured(job.key, float(amax), bad)
@@ -126,7 +126,7 @@ def _dequantize(job: Job, readers: Readers, output: Sink, shared: Measured | Non
     """
     dtype = NUMPY_DTYPES[job.targets[0].dtype]
     replaced = 0
-    if not job.turned:
+    if not job.transposed:
         for slab in slabs(readers, job.weight, job.expert, job.span):
             values, count = _rounded(values_of(job.weight, slab), dtype, shared)
             replaced += count

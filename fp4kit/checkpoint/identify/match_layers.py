@@ -57,7 +57,9 @@ class Origin:
     def slab(self, readers: Readers, rows: slice) -> Slab:
         """Some of the rows."""
         first = self.span[0]
-        return next(slabs(readers, self.weight, self.expert, (first + rows.start, first + rows.stop), most=1 << 40))
+        return next(
+            slabs(readers, self.weight, self.expert, (first + rows.start, first + rows.stop), max_bytes=1 << 40)
+        )
 
     def amax(self, readers: Readers) -> float:
         """Their amax, a slab at a time."""
@@ -169,7 +171,7 @@ def _stored(weight: Weight, expert: int, readers: Readers) -> StoredLayer:
     form = weight.container
     assert form is not None
     if form.in_blocks:
-        slab = next(slabs(readers, weight, expert, most=1 << 40))
+        slab = next(slabs(readers, weight, expert, max_bytes=1 << 40))
         codes, scales = np.asarray(slab.codes), np.asarray(slab.scales)
     else:
         stored = (weight.parts[part] for part in (CODES, SCALES))

@@ -1,1 +1,1 @@
-"""A model on disk: its files, tensors, layers and what its config declares."""
+"""Read a model from disk: its files, its tensors, its layers and what its config declares."""

@@ -1,4 +1,8 @@
-"""Whether a source is what its configs say: quantized in forms that are known here, or not at all."""
+"""Check that a source model's tensors agree with its configs.
+
+Each quantized tensor must belong to a container that fp4kit knows. If no tensor is quantized, no config may declare
+quantization.
+"""
 
 from __future__ import annotations
 
@@ -10,26 +14,28 @@ from fp4kit.storage.errors import CheckpointError, listed
 
 
 def check_declared(source: Source, weights: Mapping[str, Weight]) -> None:
-    """Raise CheckpointError for a quantized tensor of no known form, and for a config that declares what no tensor
-    is.
+    """Raise CheckpointError if the tensors and the configs of a source disagree.
+
+    Errors are: a quantized tensor in no known container; a config that declares quantization although no tensor is
+    quantized.
     """
     stored = [weight for weight in weights.values() if weight.container is not None]
     known = part_names(stored)
     strange = [name for name, (_, entry) in source.tensors.items() if looks_quantized(entry) and name not in known]
     if strange:
         raise CheckpointError(
-            f"{listed(strange)}: packed weights or their scales, of no form that is known here; "
-            "start from the unquantized release"
+            f"{listed(strange)}: packed weights or scales in a format that fp4kit does not know; "
+            "convert the unquantized release of the model"
         )
     declared = None if stored else next(_declarations(source), None)
     if declared is not None:
-        raise CheckpointError(f"{declared}, but no tensor is quantized; remove it from the source first")
+        raise CheckpointError(f"{declared}, but no tensor is quantized; remove this entry or file from the source")
 
 
 def _declarations(source: Source) -> Iterator[str]:
-    """What says that a source is quantized."""
+    """Yield a phrase for each config entry or file that declares the source to be quantized."""
     text = source.config.get("text_config")
     for section in (source.config, text if isinstance(text, dict) else {}):
         yield from (f"{CONFIG}: has {key}" for key in ("quantization_config", "compression_config") if section.get(key))
     if (source.root / HF_QUANT_CONFIG).exists():
-        yield f"{HF_QUANT_CONFIG}: is there"
+        yield f"{HF_QUANT_CONFIG}: exists"

@@ -1,4 +1,4 @@
-"""What a loader makes of a stored linear layer: decoded rows, from bytes and scales as they stand in the file."""
+"""Decode stored linear layers: compute the float32 values of rows from codes and scales as they are in the file."""
 
 from __future__ import annotations
 
@@ -15,29 +15,35 @@ from fp4kit.recipes import RECIPES
 from fp4kit.reference.dequantize import dequantize_tile
 from fp4kit.reference.tensor_rules import TensorScale
 
-CHUNK_ELEMENTS = 1 << 16  # a chunk takes 512 KB as float64: its temporaries stay in the cache
+CHUNK_ELEMENTS = 1 << 16  # a chunk takes 512 KB as float64, so its temporaries stay in the CPU cache
 
 
 def row_chunks(rows: int, columns: int, multiple: int = 1) -> Iterator[slice]:
-    """Yield slices that cover ``rows`` rows, bounded in elements; all but the last have a multiple of ``multiple``."""
+    """Yield consecutive slices that cover ``rows`` rows, each of about CHUNK_ELEMENTS elements or fewer.
+
+    The length of every slice except the last is a multiple of ``multiple``. A slice has at least ``multiple`` rows,
+    even if those exceed CHUNK_ELEMENTS.
+    """
     step = max(1, CHUNK_ELEMENTS // max(columns, 1) // multiple) * multiple
     for start in range(0, rows, step):
         yield slice(start, min(start + step, rows))
 
 
 def codes_of(form: Container, stored: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
-    """Return the codes [N, K] of stored weights, one a byte."""
+    """Return the codes [N, K] of packed rows, one code per byte."""
     codes: npt.NDArray[np.uint8] = unpacked(stored, form.element.packing)
     return codes
 
 
 @cache
 def _factors(form: Container) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
-    """The numbers of element codes and of scale bytes whose products, exact in float32, are the values; of block
-    formats.
+    """Return two float32 tables: (value per element code, value per scale byte).
 
-    Of GGUF as llama.cpp reads it, by its recipe's decode rule: elements doubled, without a negative zero, and scales
-    halved: what the least element is worth, so that the E8M0 byte 255, which is 2^128, is a number.
+    The product of an entry of each is the decoded value, exact in float32. Only for containers with encoded scales.
+
+    GGUF follows llama.cpp and the decode rule of the recipe: element values are doubled and have no negative zero;
+    scale values are halved. The scale table is filled with the decoded smallest subnormal element, so that the E8M0
+    byte 255, which stands for 2^128, has a finite entry.
     """
     assert form.scale is not None
     elements, scales = form.element.values, form.scale.values
@@ -51,11 +57,11 @@ def _factors(form: Container) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.f
 
 
 def scales_of(form: Container, scales: np.ndarray) -> npt.NDArray[np.float32]:
-    """Return the numbers of stored block scales: decoded bit patterns, or float32 as they are."""
+    """Return the float32 values of stored block scales. Scales that are stored as float32 come back unchanged."""
     if form.scale is None:
         return scales
     values = _factors(form)[1][scales]
-    with np.errstate(over="ignore"):  # 2^128, of the byte 255 of MXFP4 in GGUF
+    with np.errstate(over="ignore"):  # the byte 255 of MXFP4 in GGUF is 2^128: infinity here
         return values * np.float32(2) if form.in_blocks else values
 
 
@@ -65,12 +71,14 @@ def decode(
 ) -> npt.NDArray[np.float32]:
     """Return value(code) * (block_scale * tensor_scale), [N, K] float32.
 
-    codes: [N, K]; block_scale: as stored, one for a block of form.block elements; tensor_scale: None stands for 1.
-    Numerics: both products rounded rn in float32, the one of the scales first; subnormals kept; a NaN scale gives NaN.
-    Of GGUF, what llama.cpp reads: see _factors.
-    Source: Model-Optimizer qtensor/nvfp4_tensor.py dequantize; DeepSeek-V3 inference/kernel.py weight_dequant. Recipes
-    that
-        decode in another order differ by at most 1 ulp.
+    codes: [N, K], one code per byte.
+    block_scale: as stored, one scale per block of form.block (rows, columns).
+    tensor_scale: the factor to multiply by; None stands for 1.
+
+    Numerics: the product of the scales is computed first. Both products are rounded to nearest even in float32.
+    Subnormals are kept. A NaN scale gives NaN. GGUF containers decode as llama.cpp does (see _factors). Recipes that
+    multiply in another order differ by at most 1 ulp.
+    Source: Model-Optimizer qtensor/nvfp4_tensor.py dequantize; DeepSeek-V3 inference/kernel.py weight_dequant.
     """
     elements, scales = (form.element.values, None) if form.scale is None else _factors(form)
     scale = block_scale if scales is None else scales[block_scale]
@@ -90,7 +98,10 @@ def decode(
 def decode_rows(
     form: Container, stored: npt.NDArray[np.uint8], block_scale: np.ndarray, tensor_scale: np.float32 | None
 ) -> npt.NDArray[np.float32]:
-    """decode of codes as they are stored, chunk by chunk: it needs little more memory than its result."""
+    """Return the decoded values [N, K] of packed rows (see decode).
+
+    Works chunk by chunk, so that it needs little more memory than its result.
+    """
     rows, columns = len(stored), stored.shape[1] * 8 // form.element.bits
     result = np.empty((rows, columns), np.float32)
     height = form.block[0]

@@ -1,4 +1,7 @@
-"""What is in a checkpoint: tensors, quantized layers, totals, declared quantization. Reads headers and JSON only."""
+"""Inspect a checkpoint: list its tensors, quantized layers, totals and declared quantization.
+
+Reads only headers and JSON files, never tensor data.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ from fp4kit.storage.safetensors_file import SafetensorsFile, TensorEntry
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """The files of a checkpoint and the configs beside them (None: there are none)."""
+    """Hold the files of a checkpoint and its configs; a config that does not exist is None."""
 
     path: Path
     files: tuple[SafetensorsFile, ...]
@@ -29,29 +32,29 @@ class Checkpoint:
 
     @lazy_property
     def tensors(self) -> dict[str, tuple[SafetensorsFile, TensorEntry]]:
-        """Every tensor with its file, by name: layer 2 before layer 10."""
+        """Name -> (file, tensor) for every tensor, in natural order: layer 2 comes before layer 10."""
         pairs = ((entry.name, (file, entry)) for file in self.files for entry in file.entries)
         return dict(sorted(pairs, key=lambda pair: natural_order(pair[0])))
 
     @lazy_property
     def weights(self) -> dict[str, Weight]:
-        """Tensor of values or codes -> weight: quantized ones of any container that is known, and plain ones."""
+        """Name of the tensor of values or codes -> weight, both quantized and unquantized."""
         return weights_of(self.tensors, self.config or {})
 
     @property
     def layers(self) -> dict[str, Weight]:
-        """Name -> quantized layer, or stack of them."""
+        """Module name -> weight, for each quantized layer or stack of experts."""
         return {weight.name: weight for weight in self.weights.values() if weight.container is not None}
 
     @lazy_property
     def unrecognised(self) -> tuple[str, ...]:
-        """Tensors that look like a part of a quantized layer, and are of no container that is known."""
+        """Names of tensors that look like part of a quantized layer but belong to no known container."""
         known = part_names(self.layers.values())
         return tuple(name for name, (_, entry) in self.tensors.items() if name not in known and looks_quantized(entry))
 
     @property
     def totals(self) -> dict[str, tuple[int, int]]:
-        """dtype -> (tensors, bytes), sorted by falling bytes."""
+        """dtype -> (number of tensors, bytes), sorted by decreasing bytes."""
         sums: dict[str, tuple[int, int]] = {}
         for _, entry in self.tensors.values():
             count, nbytes = sums.get(entry.dtype, (0, 0))
@@ -60,9 +63,9 @@ class Checkpoint:
 
 
 def open_checkpoint(path: str | Path) -> Checkpoint:
-    """Return the checkpoint at ``path``, a directory, a .safetensors or a GGUF file.
+    """Return the checkpoint at ``path``: a model directory, a .safetensors file or a GGUF file.
 
-    Raises CheckpointError if it is malformed, or if a file of the directory is a link that leaves it.
+    Raises CheckpointError if the checkpoint is malformed, or if a file is a link that leads out of the directory.
     """
     place = Path(path)
     if resolved(place).is_dir():
@@ -74,7 +77,7 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
 
 
 def natural_order(name: str) -> tuple[list[tuple[int, str]], str]:
-    """Return a key that sorts numbers in names as numbers: ``layers.2`` before ``layers.10``."""
+    """Return a sort key that compares numbers in names by value: ``layers.2`` before ``layers.10``."""
     parts = re.split("([0-9]+)", name)
     return [
         (len(part.lstrip("0")) if i % 2 else 0, part.lstrip("0") if i % 2 else part) for i, part in enumerate(parts)
@@ -82,12 +85,15 @@ def natural_order(name: str) -> tuple[list[tuple[int, str]], str]:
 
 
 def _optional(root: Path, name: str) -> dict[str, Any] | None:
-    """Return the JSON object in a file that may be absent."""
+    """Return the JSON object in the file ``name`` of ``root``, or None if the file does not exist."""
     return load_object(existing_file(root, name), name) if os.path.lexists(root / name) else None
 
 
 def quantization_summary(checkpoint: Checkpoint) -> list[tuple[str, str]]:
-    """Return (name, value) lines on what the configs declare, and a line where they disagree; empty without any."""
+    """Return (name, value) lines about the quantization that the configs declare.
+
+    Adds a line "disagree" if config.json and hf_quant_config.json differ. Returns [] if neither declares anything.
+    """
     declared = (checkpoint.config or {}).get("quantization_config")
     lines: list[tuple[str, str]] = []
     if isinstance(declared, dict):
@@ -109,9 +115,10 @@ def quantization_summary(checkpoint: Checkpoint) -> list[tuple[str, str]]:
 
 
 def _length(value: object) -> int:
+    """Return the length of a list, or 0 for anything else."""
     return len(value) if isinstance(value, list) else 0
 
 
 def _compact(value: object) -> str:
-    """Return a config value on one line."""
+    """Return a config value as one line of text."""
     return ", ".join(f"{k} {v}" for k, v in value.items()) if isinstance(value, dict) else str(value)

@@ -1,5 +1,7 @@
-"""From weights to the layers that are written: which matrices of a stack become layers of their own, under which
-names.
+"""Split weights into the layers to be written: which rows of a weight go into which output tensors, and their names.
+
+A stack of experts becomes one layer per expert, unless the container keeps stacks. A gate_up stack is split into the
+gate's half and up's half. A piece is the unit of work: some rows of one matrix of a weight, with their output tensors.
 """
 
 from __future__ import annotations
@@ -18,10 +20,14 @@ _HALVES = {"gate_up_proj": ("gate_proj", "up_proj"), "w13": ("w1", "w3")}
 
 @dataclass(frozen=True)
 class Piece:
-    """Rows [span) of matrix `expert` of a weight. module: the layer that they are part of; outputs: its tensors.
+    """Assign the rows [span[0], span[1]) of matrix `expert` of a weight to a place in the output tensors of a layer.
 
-    form: of the outputs, None for numbers, which are turned where they are written as [K, N]. whole: rows of all those
-    tensors; at: the first row of this piece among them.
+    module: the layer that the rows belong to.
+    form: the container of the outputs; None if they are unquantized.
+    outputs: the tensors of the layer.
+    total_rows: the number of rows of the outputs, counted over all matrices of a stack.
+    first_row: the place of this piece's first row among them.
+    transposed: True if unquantized outputs are written transposed, as [K, N].
     """
 
     weight: Weight
@@ -30,43 +36,52 @@ class Piece:
     module: str
     form: Container | None
     outputs: tuple[OutputTensor, ...]
-    whole: int
-    at: int = 0
-    turned: bool = False
+    total_rows: int
+    first_row: int = 0
+    transposed: bool = False
 
     @property
     def number(self) -> int:
-        """Which of the matrices of its layer it is; of a layer that is one expert, which expert."""
+        """The index of this matrix in its layer. If the piece is the whole layer, the index of the expert."""
         height = self.span[1] - self.span[0]
-        return self.expert if self.whole == height else self.at // height
+        return self.expert if self.total_rows == height else self.first_row // height
 
     def share(self, nbytes: int) -> tuple[int, int]:
-        """Where its bytes begin in an output of that many, and how many they are."""
-        return nbytes * self.at // self.whole, nbytes * (self.span[1] - self.span[0]) // self.whole
+        """Return (offset, count) of this piece's bytes in an output tensor of ``nbytes`` bytes."""
+        rows = self.span[1] - self.span[0]
+        return nbytes * self.first_row // self.total_rows, nbytes * rows // self.total_rows
 
 
 def layer_names(weight: Weight, form: Container | None, config: Mapping[str, Any]) -> tuple[str, ...]:
-    """Modules that a weight becomes in a form; None: numbers, as models have them."""
+    """Return the modules that a weight becomes in a container.
+
+    A single matrix, and a stack that stays a stack, is one module. Unquantized stacks (form None) always stay stacks.
+    """
     if len(weight.shape) == 2 or form is None or form.keeps_stacks:
         return (weight.name,)
     return tuple(name for e in range(weight.experts) for name, _ in parts_of(weight, e, config))
 
 
 def parts_of(weight: Weight, expert: int, config: Mapping[str, Any]) -> Iterator[tuple[str, tuple[int, int]]]:
-    """Names and rows of the layers of one expert of a stack."""
+    """Yield (module name, (first row, end row)) for each layer in one expert of a stack.
+
+    Raises CheckpointError if the rows of gate and up alternate, because a span of rows cannot describe that.
+    """
     parent, _, leaf = weight.name.rpartition(".")
     rows = weight.shape[-2]
     if leaf not in _HALVES:
         yield f"{parent}.{expert}.{leaf}", (0, rows)
         return
     if is_interleaved(config) and weight.order is None:
-        raise CheckpointError(f"{shown(weight.name)}: gate and up are interleaved, which only --format gpt-oss stores")
+        raise CheckpointError(
+            f"{shown(weight.name)}: the rows of gate and up are interleaved, which only --format gpt-oss can store"
+        )
     for i, name in enumerate(_HALVES[leaf]):
         yield f"{parent}.{expert}.{name}", (i * rows // 2, (i + 1) * rows // 2)
 
 
 def pieces(weight: Weight, form: Container, config: Mapping[str, Any], has_input_scale: bool) -> Iterator[Piece]:
-    """The pieces of a weight that is written in a form."""
+    """Yield the pieces of a weight that is written in the container ``form``."""
     rows, columns = weight.shape[-2:]
     if len(weight.shape) == 2 or form.keeps_stacks:
         outputs = form.outputs(weight.name, weight.shape, has_input_scale)
@@ -82,19 +97,25 @@ def pieces(weight: Weight, form: Container, config: Mapping[str, Any], has_input
 
 
 def members(weight: Weight) -> dict[int, Rows]:
-    """Row, counted over all matrices -> what is there and after it: members, else whole matrices."""
+    """Return first row -> rows, for the consecutive runs of rows that a weight consists of.
+
+    The runs are the weight's members, or its matrices if it has none. First rows count over all matrices of a stack.
+    """
     rows = weight.shape[-2]
     parts = weight.members or tuple(Rows(weight, e, (0, rows)) for e in range(weight.experts))
     starts = accumulate((end - begin for _, _, (begin, end) in parts), initial=0)
     return dict(zip(starts, parts, strict=False))
 
 
-def numbers(weight: Weight, dtype: str, turned: bool) -> Iterator[Piece]:
-    """The pieces of a weight that is written as numbers: a matrix P.weight, or a stack; turned: to [E, K, N]."""
+def unquantized_pieces(weight: Weight, dtype: str, transposed: bool) -> Iterator[Piece]:
+    """Yield the pieces of a weight that is written unquantized.
+
+    dtype: the safetensors dtype of the output. transposed: True to write a stack as [E, K, N].
+    """
     rows, columns = weight.shape[-2:]
     stack = len(weight.shape) == 3
-    shape = (*weight.shape[:-2], columns, rows) if turned else weight.shape
+    shape = (*weight.shape[:-2], columns, rows) if transposed else weight.shape
     plain_name = stack and not weight.tensor.endswith(".weight")
     output = OutputTensor(weight.name if plain_name else f"{weight.name}.weight", dtype, shape, VALUES)
     for e in range(weight.experts):
-        yield Piece(weight, e, (0, rows), weight.name, None, (output,), weight.experts * rows, e * rows, turned)
+        yield Piece(weight, e, (0, rows), weight.name, None, (output,), weight.experts * rows, e * rows, transposed)

@@ -1,5 +1,6 @@
-"""fp4kit_manifest.json: what a conversion wrote, so that a copy of it can be checked: SHA-256 of every file, recipe,
-source.
+"""Write and check fp4kit_manifest.json: the recipe and source of a conversion, and the SHA-256 of every written file.
+
+With it, a copy of a converted model can be checked for missing, changed and additional files.
 """
 
 from __future__ import annotations
@@ -21,12 +22,13 @@ VERSION = 1
 
 
 def file_digest(path: Path) -> str:
-    """SHA-256 of a file."""
+    """Return the SHA-256 of a file, in hexadecimal."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest() if hasattr(hashlib, "file_digest") else _digest(file)
 
 
-def _digest(file: Any) -> str:  # Python 3.10
+def _digest(file: Any) -> str:
+    """Return the SHA-256 of an open file; for Python 3.10, which lacks hashlib.file_digest."""
     whole = hashlib.sha256()
     while data := file.read(1 << 20):
         whole.update(data)
@@ -34,7 +36,7 @@ def _digest(file: Any) -> str:  # Python 3.10
 
 
 class Digest(NamedTuple):
-    """A file: its SHA-256, and its bytes."""
+    """Hold a file's path, SHA-256 and size in bytes."""
 
     path: Path
     sha256: str
@@ -42,25 +44,27 @@ class Digest(NamedTuple):
 
 
 def digest_of(path: Path) -> Digest:
-    """The digest of a file as it is."""
+    """Return the digest of a file, read from disk."""
     return Digest(path, file_digest(path), path.stat().st_size)
 
 
 def names_in(folder: Path) -> list[str]:
-    """Files of a directory and those below, by their names in it, but for the manifest and what is hidden.
+    """Return the sorted names of all files in a directory and its subdirectories, relative to the directory.
 
-    Links count where they stay inside, or lead to the blobs of a Hugging Face cache.
+    The manifest and hidden files are left out. Links are included if their target is inside the directory or in the
+    blobs of the Hugging Face cache.
     """
     names = (path.relative_to(folder) for path in folder.rglob("*") if path.is_file() and _is_inside(path, folder))
     return sorted(name.as_posix() for name in names if not is_hidden(name) and name.as_posix() != MANIFEST)
 
 
 def is_hidden(name: PurePath) -> bool:
-    """Whether a part of a name begins with a dot; no file of a conversion does."""
+    """Return whether any part of a path begins with a dot. A conversion writes no such files."""
     return any(part.startswith(".") for part in name.parts)
 
 
 def _is_inside(path: Path, folder: Path) -> bool:
+    """Return whether the target of ``path`` is inside ``folder`` or in the blobs of its Hugging Face cache."""
     try:
         contained(path, folder)
     except CheckpointError:
@@ -69,13 +73,19 @@ def _is_inside(path: Path, folder: Path) -> bool:
 
 
 def manifest_of(digests: Mapping[str, Digest], facts: Mapping[str, Any]) -> dict[str, Any]:
-    """The manifest; digests: of every file, by its name; facts: of the run."""
+    """Return the content of a manifest.
+
+    digests: name -> digest of every written file. facts: further top-level entries that describe the run.
+    """
     files = {name: {"sha256": one.sha256, "bytes": one.nbytes} for name, one in sorted(digests.items())}
     return {"fp4kit_manifest": VERSION, **facts, "files": files}
 
 
 def load_manifest(folder: Path) -> dict[str, Any] | None:
-    """The manifest of a directory, None without. Raises CheckpointError for one that is not of this form."""
+    """Return the manifest of a directory, or None if there is none.
+
+    Raises CheckpointError if the manifest has another version or is malformed.
+    """
     path = folder / MANIFEST
     if not path.is_file() or not _is_inside(path, folder):
         return None
@@ -85,15 +95,17 @@ def load_manifest(folder: Path) -> dict[str, Any] | None:
         isinstance(f, dict) and isinstance(f.get("sha256"), str) for f in files.values()
     )
     if found.get("fp4kit_manifest") != VERSION or not right:
-        raise CheckpointError(f"{MANIFEST}: is not of version {VERSION}; convert the model again")
+        raise CheckpointError(f"{MANIFEST}: is malformed or not of version {VERSION}; convert the model again")
     return found
 
 
 def differences(folder: Path, executor: Executor | None = None) -> list[str] | None:
-    """Return what is not as the manifest says, one sentence per file; None without a manifest.
+    """Return one message per file that differs from the manifest, or None if there is no manifest.
 
-    executor: hashes file by file. Only files of the size that the manifest gives are hashed, so that a file that grew
-    (it may be sparse, and claim terabytes) is named at once.
+    Files of another size than the manifest states are reported without being hashed, because a damaged file may be
+    sparse and appear to hold terabytes.
+
+    executor: hashes the files, one call per file; None hashes them in this process.
     """
     found = load_manifest(folder)
     if found is None:
@@ -104,7 +116,7 @@ def differences(folder: Path, executor: Executor | None = None) -> list[str] | N
     digests = {names[one.path]: one.sha256 for one in run_all(executor, deque((digest_of, (path,)) for path in names))}
     wrong = [f"{shown(name)}: {text}" for name, text in sizes.items()]
     wrong += [
-        f"{shown(name)}: has other bytes than were written"
+        f"{shown(name)}: its content differs from what the conversion wrote"
         for name in digests
         if digests[name] != files[name]["sha256"]
     ]
@@ -114,12 +126,10 @@ def differences(folder: Path, executor: Executor | None = None) -> list[str] | N
 
 
 def _other_size(path: Path, facts: Mapping[str, Any]) -> str | None:
-    """Return a sentence if the size of a file is not the one in its manifest entry; None if it is, or the entry has
-    none.
-    """
+    """Return a message if a file's size differs from its manifest entry; None if it agrees or the entry has no size."""
     size, written = path.stat().st_size, facts.get("bytes")
     if written is None:
         return None
     if type(written) is not int:
-        return "has a size in the manifest that is no whole number"
-    return None if size == written else f"has other bytes than were written ({size} in place of {written})"
+        return "its size in the manifest is not a whole number"
+    return None if size == written else f"has {size} bytes, but the conversion wrote {written}"

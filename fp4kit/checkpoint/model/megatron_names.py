@@ -1,9 +1,11 @@
-"""Megatron-Core parameter names as the Hugging Face names that rules decide on: converter and live export cannot
-disagree.
+"""Translate Megatron-Core parameter names to Hugging Face names.
 
-A Megatron parameter may be several tensors of Hugging Face: linear_qkv is q, k and v (grouped by key-value head),
-linear_fc1 is the gate in its first half and up in its second. Names are those of Qwen and DeepSeek; rules decide alike
-on others'.
+The selection rules work on Hugging Face names. With this translation, a live export from Megatron-Core selects the
+same layers as the checkpoint converter.
+
+One Megatron parameter may hold several Hugging Face tensors. linear_qkv holds q, k and v, grouped by key-value head.
+linear_fc1 holds the gate in its first half and up in its second half. The results are the names that Qwen and DeepSeek
+models use; the rules decide identically on the names of other models.
 """
 
 from __future__ import annotations
@@ -17,7 +19,10 @@ _LAYER = re.compile(r"(decoder|mtp)\.layers\.(\d{1,9})\.(.+)")
 _WRAPPERS = re.compile(r"(?:module\.)*(language_model\.)?")
 _GROUPED_EXPERT = re.compile(r"mlp\.experts\.(linear_fc[12])\.(weight|bias)(\d{1,9})")
 _LOCAL_EXPERT = re.compile(r"mlp\.experts\.local_experts\.(\d{1,9})\.(linear_fc[12])\.(weight|bias)")
-_INNER = ("transformer_layer.", "mtp_model_layer.")  # of a layer of multi-token prediction
+_INNER = (
+    "transformer_layer.",
+    "mtp_model_layer.",
+)  # prefixes of the transformer layer inside a multi-token prediction layer
 
 _OUTSIDE = {
     "embedding.word_embeddings": "embed_tokens",
@@ -25,8 +30,8 @@ _OUTSIDE = {
     "decoder.final_layernorm": "norm",
     "decoder.final_norm": "norm",
 }
-# Of a layer, module -> modules; what follows (.weight, .bias) is kept. A layer norm that is fused with the next layer
-# is below.
+# Module within a layer -> Hugging Face modules; the suffix (.weight, .bias) stays. Layer norms that Megatron fuses with
+# the next linear layer are in _FUSED_NORMS.
 _MODULES = {
     "input_layernorm": ("input_layernorm",),
     "pre_mlp_layernorm": ("post_attention_layernorm",),
@@ -57,7 +62,7 @@ _MTP_MODULES = {
     "hnorm": ("hnorm",),
     "final_layernorm": ("shared_head.norm",),
 }
-# Of a layer, whole names.
+# Whole parameter names within a layer.
 _PARAMETERS = {
     "self_attention.core_attention.softmax_offset": "self_attn.sinks",
     "mlp.router.expert_bias": "mlp.gate.e_score_correction_bias",
@@ -75,20 +80,24 @@ _MEGATRON_WORDS = re.compile(
 
 
 def hugging_face_names(name: str, *, layers: int | None = None, gated: bool = True) -> tuple[str, ...]:
-    """Return the names of Hugging Face that a parameter of Megatron-Core stands for; a name that is not Megatron's,
-    itself.
+    """Return the Hugging Face names of the tensors that a Megatron-Core parameter holds.
 
-    name: with layers and experts counted over the whole model, not within a pipeline stage or a rank of expert
-    parallelism;
-        any number of ``module.`` in front, then perhaps ``language_model.``. linear_qkv gives q, k, v; linear_fc1 gate,
-        up.
-    layers: num_hidden_layers; multi-token prediction N is then model.layers.{layers + N}, where DeepSeek stores it,
-    else
-        mtp.layers.N.
-    gated: whether MLPs have gates; without, linear_fc1 is up_proj alone.
-    Returns no name for ``_extra_state``, which is no tensor.
-    Raises CheckpointError for a name that has words of Megatron and is not known: rules would take it for something
-    else. Source: Megatron-Core transformer/attention, multi_latent_attention, mlp, moe/experts, multi_token_prediction.
+    Args:
+        name: the Megatron-Core name. Layers and experts must be numbered over the whole model, not within a pipeline
+            stage or an expert-parallel rank. Leading ``module.`` and ``language_model.`` wrappers are understood.
+        layers: num_hidden_layers. If given, multi-token prediction layer N becomes model.layers.{layers + N}, as
+            DeepSeek stores it; if None, it becomes mtp.layers.N.
+        gated: True if the MLPs have gates; if False, linear_fc1 is up_proj alone.
+
+    Returns:
+        The names: q, k and v for linear_qkv, gate and up for linear_fc1, a single name for most parameters. Empty for
+        ``_extra_state``, which is not a tensor. A name that is not Megatron's is returned unchanged.
+
+    Raises:
+        CheckpointError: if a name within a layer contains Megatron words but is unknown, because the rules would
+            misjudge it.
+
+    Source: Megatron-Core transformer/attention, multi_latent_attention, mlp, moe/experts, multi_token_prediction.
     """
     wrapper = _WRAPPERS.match(name)
     assert wrapper is not None
@@ -104,14 +113,14 @@ def hugging_face_names(name: str, *, layers: int | None = None, gated: bool = Tr
 
 
 def _prefix(list_name: str, number: int, root: str, layers: int | None) -> str:
-    """Return where Hugging Face has a layer of Megatron's lists, decoder and mtp."""
+    """Return the Hugging Face prefix of layer ``number`` in Megatron's list "decoder" or "mtp"."""
     if list_name == "decoder":
         return f"{root}.layers.{number}"
     return f"mtp.layers.{number}" if layers is None else f"{root}.layers.{layers + number}"
 
 
 def _outside(plain: str, root: str) -> tuple[str, ...] | None:
-    """Return the names of a parameter outside of layers; None: not one of Megatron's."""
+    """Return the Hugging Face names of a parameter outside the layers, or None if it is not one of Megatron's."""
     module, _, kind = plain.rpartition(".")
     if module != "output_layer" and module not in _OUTSIDE:
         return None
@@ -122,8 +131,9 @@ def _outside(plain: str, root: str) -> tuple[str, ...] | None:
 
 @lru_cache(1 << 16)
 def _in_layer(rest: str, is_mtp: bool, gated: bool) -> tuple[str, ...] | None:
-    """Return the names, within a layer, of a parameter ``rest`` of a layer; None: not one of Megatron's that is
-    known.
+    """Return the Hugging Face names, relative to the layer, of the parameter ``rest`` of a layer.
+
+    Return None if the parameter is unknown or not one of Megatron's.
     """
     inner = next((inner for inner in _INNER if rest.startswith(inner)), "") if is_mtp else ""
     rest = rest.removeprefix(inner)
@@ -145,7 +155,10 @@ def _in_layer(rest: str, is_mtp: bool, gated: bool) -> tuple[str, ...] | None:
 
 
 def _expert(rest: str) -> tuple[str, tuple[str, ...], str] | None:
-    """Return linear layer, names and kind of an expert's parameter, in either of Megatron's forms; None: it is none."""
+    """Return (linear layer, Hugging Face modules, "weight" or "bias") of an expert's parameter.
+
+    Both of Megatron's naming schemes, grouped and local experts, are understood. Return None for other parameters.
+    """
     grouped, local = _GROUPED_EXPERT.fullmatch(rest), _LOCAL_EXPERT.fullmatch(rest)
     if grouped:
         linear, kind, number = grouped.groups()
@@ -158,9 +171,9 @@ def _expert(rest: str) -> tuple[str, tuple[str, ...], str] | None:
 
 
 def _refuse_unknown(name: str, layer: re.Match[str] | None) -> None:
-    """Raise for a name of a layer that has words of Megatron."""
+    """Raise CheckpointError if a name within a layer contains words that only Megatron uses."""
     if layer is not None and _MEGATRON_WORDS.search(layer[3]):
         raise CheckpointError(
-            f"hugging_face_names: {shown(name)}: a name of Megatron-Core that is not known here; rename it as Hugging"
-            " Face does, such as model.layers.0.self_attn.q_proj.weight"
+            f"hugging_face_names: {shown(name)}: unknown Megatron-Core name; rename it as in Hugging Face models, for"
+            " example model.layers.0.self_attn.q_proj.weight"
         )

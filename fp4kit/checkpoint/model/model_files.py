@@ -1,7 +1,8 @@
-"""A Hugging Face directory: which safetensors files make up the model, and are they all there.
+"""Find the safetensors files that make up the model in a Hugging Face directory, and check that they are complete.
 
-Three forms: one model.safetensors; model.safetensors.index.json, which maps every tensor to its shard; or shards
-without index. Everything is checked from headers, before any tensor is read.
+A model is stored in one of three ways: as a single model.safetensors; as shards with model.safetensors.index.json,
+which maps every tensor to its shard; or as numbered shards without an index. All checks use headers only, so they run
+before any tensor is read. A GGUF file is also accepted as a model.
 """
 
 from __future__ import annotations
@@ -30,41 +31,45 @@ _NUMBERED = re.compile(r"(.*)-(\d+)-of-(\d+)\.safetensors")
 
 @dataclass(frozen=True)
 class Source:
-    """A model directory whose headers have been read and agree with its index, or a GGUF file; config then is what that
-    says.
+    """Hold a checked model: a directory whose headers agree with its index, or a GGUF file.
+
+    config: the content of config.json; for a GGUF file, facts from its header (see ggml_names.config_of).
+    files: the model's files, sorted by name.
+    ignored: names of safetensors files in the directory that are not part of the model.
     """
 
     root: Path
     config: Mapping[str, Any]
-    files: tuple[SafetensorsFile, ...]  # sorted by name
-    ignored: tuple[str, ...]  # safetensors files that are not part of the model
+    files: tuple[SafetensorsFile, ...]
+    ignored: tuple[str, ...]
     has_index: bool
 
     @lazy_property
     def tensors(self) -> dict[str, tuple[SafetensorsFile, TensorEntry]]:
-        """Every tensor with its file, in the order of files and bytes."""
+        """Name -> (file, tensor), in file order and, within a file, in byte order."""
         return {entry.name: (file, entry) for file in self.files for entry in file.entries}
 
 
 def resolved(path: Path) -> Path:
-    """Return the real path of ``path``, which need not exist. Raises CheckpointError for links that lead in a
-    circle.
+    """Return the real path of ``path``, which need not exist.
+
+    Raises CheckpointError if symbolic links form a cycle.
     """
     try:
         path.stat()
     except OSError as error:
         if error.errno == errno.ELOOP:
             raise CheckpointError(
-                f"{shown(str(path))}: its symbolic links lead in a circle; put what is meant there"
+                f"{shown(str(path))}: its symbolic links form a cycle; replace the link by the file itself"
             ) from None
     return Path(os.path.realpath(path))
 
 
 def contained(path: Path, root: Path) -> Path:
-    """Return the real path of ``path``, which must lie in ``root``.
+    """Return the real path of ``path``. Raises CheckpointError if it is outside ``root``.
 
-    The one way out that is allowed is that of a Hugging Face cache: root is ``snapshots/<revision>``, its links lead
-        to ``blobs``.
+    One exception is allowed: in a Hugging Face cache, ``root`` is ``snapshots/<revision>`` and its links lead to the
+    cache's ``blobs``.
     """
     real_root = resolved(root)
     roots = [real_root]
@@ -72,12 +77,15 @@ def contained(path: Path, root: Path) -> Path:
         roots.append(resolved(real_root.parent.parent / "blobs"))
     real = resolved(path)
     if not any(real.is_relative_to(allowed) for allowed in roots):
-        raise CheckpointError(f"{shown(path.name)}: a link that leaves {root}; put the file itself there")
+        raise CheckpointError(f"{shown(path.name)}: links to a file outside {root}; replace the link by the file")
     return real
 
 
 def existing_file(root: Path, name: str) -> Path:
-    """Return the real path of the file ``name`` of ``root``; it must exist and lie inside."""
+    """Return the real path of the file ``name`` in ``root``.
+
+    Raises CheckpointError if it is missing, not a regular file, or outside ``root``.
+    """
     path = root / name
     real = contained(path, root)
     if not real.is_file():
@@ -87,7 +95,10 @@ def existing_file(root: Path, name: str) -> Path:
 
 
 def check_shard_name(name: object) -> str:
-    """Return ``name`` if it is the plain name of a safetensors file: an index must not lead out of its directory."""
+    """Return ``name`` if it is a plain safetensors file name, so that an index cannot point outside its directory.
+
+    Raises CheckpointError for anything else, such as a path.
+    """
     plain = (
         isinstance(name, str)
         and re.fullmatch(r"[^/\\:\x00-\x1f]+\.safetensors", name) is not None
@@ -96,22 +107,25 @@ def check_shard_name(name: object) -> str:
     )
     if not plain:
         raise CheckpointError(
-            f"{INDEX}: shard name {shown(repr(name))}; a plain file name that ends in .safetensors is needed"
+            f"{INDEX}: shard name {shown(repr(name))}: a plain file name that ends in .safetensors is needed"
         )
     return str(name)
 
 
 def load_weight_map(root: Path) -> dict[str, str]:
-    """Return tensor name -> shard name from the index of ``root``, with every shard name checked."""
+    """Return tensor name -> shard name from the index in ``root``.
+
+    Raises CheckpointError if the index has no weight_map or a shard name is not a plain file name.
+    """
     index = load_object(existing_file(root, INDEX), INDEX)
     weight_map = index.get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
-        raise CheckpointError(f"{INDEX}: no weight_map; an object that maps tensor names to shards is needed")
+        raise CheckpointError(f"{INDEX}: has no weight_map; an object that maps tensor names to shards is needed")
     return {tensor: check_shard_name(shard) for tensor, shard in weight_map.items()}
 
 
 def _check_numbering(names: Iterable[str]) -> None:
-    """Raise if files are numbered ``-00001-of-00003`` and one number is absent."""
+    """Raise CheckpointError if files are numbered like ``-00001-of-00003`` and a number is missing."""
     series: dict[tuple[str, int], set[int]] = {}
     for match in filter(None, map(_NUMBERED.fullmatch, names)):
         series.setdefault((match[1], int(match[3])), set()).add(int(match[2]))
@@ -124,18 +138,25 @@ def _check_numbering(names: Iterable[str]) -> None:
 
 
 def _safetensors_in(root: Path) -> list[str]:
-    """Names of safetensors files in a directory; Path.glob would find none where it may not look."""
+    """Return the sorted names of the safetensors files in a directory.
+
+    Raises PermissionError if the directory may not be listed; Path.glob would silently find nothing.
+    """
     return sorted(name for name in os.listdir(root) if name.endswith(".safetensors"))
 
 
 def model_file_names(root: Path, weight_map: Mapping[str, str] | None) -> list[str]:
-    """Return the names of the safetensors files that make up the model in ``root``."""
+    """Return the names of the safetensors files that make up the model in ``root``.
+
+    weight_map: the content of the index, or None without an index.
+    Raises CheckpointError if there is no file, a numbered shard is missing, or an index and a single file contradict.
+    """
     present = _safetensors_in(root)
     if weight_map is not None:
         names = sorted(set(weight_map.values()))
         if SINGLE in present and SINGLE not in names:
             raise CheckpointError(
-                f"{root}: holds both {SINGLE} and {INDEX}, which does not name it; remove one of them"
+                f"{root}: has both {SINGLE} and {INDEX}, but the index does not name {SINGLE}; remove one of them"
             )
         return names
     if SINGLE in present:
@@ -149,7 +170,7 @@ def model_file_names(root: Path, weight_map: Mapping[str, str] | None) -> list[s
 
 
 def _check_names_differ(names: list[str]) -> None:
-    """Raise if two shard names differ only in case: some file systems take them for one file."""
+    """Raise CheckpointError if two shard names differ only in case: some file systems treat them as one file."""
     folded: dict[str, str] = {}
     for name in names:
         if folded.setdefault(name.casefold(), name) != name:
@@ -157,24 +178,24 @@ def _check_names_differ(names: list[str]) -> None:
 
 
 def _check_no_duplicates(files: Iterable[SafetensorsFile]) -> None:
-    """Raise if two files hold a tensor of the same name."""
+    """Raise CheckpointError if two files contain a tensor of the same name."""
     owner: dict[str, str] = {}
     for file in files:
         for entry in file.entries:
             if owner.setdefault(entry.name, file.label) != file.label:
                 raise CheckpointError(
-                    f"{shown(entry.name)}: in {owner[entry.name]} and in {file.label}; "
+                    f"{shown(entry.name)}: is in both {owner[entry.name]} and {file.label}; "
                     "remove the file that is not part of the model"
                 )
 
 
 def _check_index(weight_map: Mapping[str, str], files: Iterable[SafetensorsFile]) -> None:
-    """Raise unless the index and the shards name the same tensors in the same places."""
+    """Raise CheckpointError if the index and the shards disagree on which tensor is in which shard."""
     held = {entry.name: file.name for file in files for entry in file.entries}
     absent = [f"{name} in {shard}" for name, shard in weight_map.items() if held.get(name) != shard]
     if absent:
         raise CheckpointError(
-            f"{INDEX}: names {listed(absent)}, which the shard does not hold; download the model again"
+            f"{INDEX}: names {listed(absent)}, but the shard does not contain it; download the model again"
         )
     unlisted = [f"{name} of {shard}" for name, shard in held.items() if name not in weight_map]
     if unlisted:
@@ -182,7 +203,10 @@ def _check_index(weight_map: Mapping[str, str], files: Iterable[SafetensorsFile]
 
 
 def open_source(root: Path) -> Source:
-    """Return the checked model in the directory, or GGUF file, ``root``; raises CheckpointError with what is wrong."""
+    """Return the model in ``root``, a model directory or a GGUF file, after checking it.
+
+    Raises CheckpointError if anything is missing or inconsistent.
+    """
     if is_gguf(root):
         file = read_gguf(root)
         return Source(root, config_of(file.metadata), (file,), (), False)
@@ -195,7 +219,10 @@ def open_source(root: Path) -> Source:
 
 
 def open_model_files(root: Path) -> tuple[tuple[SafetensorsFile, ...], tuple[str, ...], bool]:
-    """Return the checked files of the model in ``root``, other safetensors files there, and whether it has an index."""
+    """Return (files of the model, names of other safetensors files, whether there is an index) for ``root``.
+
+    Raises CheckpointError if a file is missing or the files disagree with the index.
+    """
     weight_map = load_weight_map(root) if os.path.lexists(root / INDEX) else None
     names = model_file_names(root, weight_map)
     _check_names_differ(names)

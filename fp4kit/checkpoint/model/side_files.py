@@ -1,7 +1,7 @@
-"""The files of a model directory that are not tensors: which go along, which stay behind, and why.
+"""Decide which files of a model directory, other than the model's tensors, a conversion copies.
 
-An allow-list by kind: tokenizers, configs, templates, texts. No program (*.py) and no other weights are copied, and
-no link is followed out of the directory.
+An allow-list of file names decides: tokenizers, configs, templates and texts are copied. Programs (*.py) and other
+weights are not copied, and no link is followed out of the directory. Each skipped file is reported with its reason.
 """
 
 from __future__ import annotations
@@ -32,12 +32,17 @@ WEIGHT_SUFFIXES = (
     ".safetensors",
     ".npz",
 )
-WRITTEN_AT_ROOT = (CONFIG, HF_QUANT_CONFIG, MANIFEST)  # a manifest is of the source, or of the run before
+WRITTEN_AT_ROOT = (CONFIG, HF_QUANT_CONFIG, MANIFEST)  # never copied: a conversion writes its own
 
 
 @dataclass(frozen=True)
 class AuxiliaryFile:
-    """A file to copy: ``name`` relative to both directories, ``path`` the real file, its size in bytes."""
+    """Describe a file to copy.
+
+    name: its path relative to the source and to the destination.
+    path: the real file, with links resolved.
+    nbytes: its size in bytes.
+    """
 
     name: str
     path: Path
@@ -46,14 +51,17 @@ class AuxiliaryFile:
 
 @dataclass(frozen=True)
 class AuxiliaryFiles:
-    """What is copied, and what is skipped with the reason."""
+    """List the files to copy, and (name, reason) of the files that are skipped."""
 
     copied: tuple[AuxiliaryFile, ...]
     skipped: tuple[tuple[str, str], ...]
 
 
 def _walk(root: Path) -> Iterator[tuple[str, Path]]:
-    """Yield (name relative to root, path) of files, links to directories and hidden directories."""
+    """Yield (name relative to root, path) for all files, links to directories and hidden directories, recursively.
+
+    Neither links nor hidden directories are entered.
+    """
     for folder, directories, names in os.walk(root, onerror=_unreadable):
         links = [name for name in directories if (Path(folder) / name).is_symlink()]
         hidden = [name for name in directories if name.startswith(".") and name not in links]
@@ -64,12 +72,14 @@ def _walk(root: Path) -> Iterator[tuple[str, Path]]:
 
 
 def _unreadable(error: OSError) -> NoReturn:
-    """Raise for a directory that cannot be listed: os.walk would pass over what is in it."""
-    raise CheckpointError(f"{shown(str(error.filename))}: cannot be read ({error.strerror}); allow it, or remove it")
+    """Raise CheckpointError for a file or directory that cannot be read; os.walk would silently skip a directory."""
+    raise CheckpointError(
+        f"{shown(str(error.filename))}: cannot be read ({error.strerror}); grant read permission, or remove it"
+    )
 
 
 def _skip_reason(name: str, path: Path, root: Path) -> str | None:
-    """Return why the file is not copied, or None."""
+    """Return why a file is not copied, or None if it is copied."""
     base = path.name
     if path.is_dir():
         return "a link to a directory" if path.is_symlink() else "hidden directory"
@@ -80,22 +90,25 @@ def _skip_reason(name: str, path: Path, root: Path) -> str | None:
     if base.endswith(WEIGHT_SUFFIXES):
         return "weights that are not part of the model"
     if not (base.endswith(COPIED_SUFFIXES) or base.startswith(COPIED_PREFIXES)) or base.endswith(".py"):
-        return "not a kind of file that is copied"
+        return "kind of file that is not copied"
     try:
         resolved(path)
     except CheckpointError:
-        return "links that lead in a circle"
+        return "links that form a cycle"
     try:
         real = contained(path, root)
     except CheckpointError:
-        return "a link that leaves the directory"
+        return "a link to a file outside the directory"
     return None if real.is_file() else "not a regular file"
 
 
 def scan(root: Path, model_files: set[str]) -> AuxiliaryFiles:
-    """Return what beside the ``model_files`` (their names, and the index) of ``root`` is copied and what is skipped.
+    """Return which other files in the directory ``root`` are copied, and which are skipped.
 
-    Nothing, where ``root`` is a file. Raises CheckpointError for what may not be read.
+    Returns empty lists if ``root`` is a file.
+
+    model_files: names of the files that the conversion handles itself: tensors and their index.
+    Raises CheckpointError if a directory or a file to copy cannot be read.
     """
     copied: list[AuxiliaryFile] = []
     skipped: list[tuple[str, str]] = []

@@ -1,4 +1,9 @@
-"""Rows of weights, as numbers or as codes with their scales: read from their files in slabs of bounded size."""
+"""Read rows of weights from their files in slabs of bounded size.
+
+A slab is a run of consecutive rows of one matrix, either as unquantized values or as codes with their scales. Weights
+may be stored transposed, in another row order, or as rows of several members (see weights.py). ``slabs`` hides this
+from its callers.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +21,16 @@ from fp4kit.checkpoint.model.weights import Q8_0, Located, Weight
 from fp4kit.layouts import unpack_gguf
 from fp4kit.storage.safetensors_file import NUMPY_DTYPES, SafetensorsFile, TensorReader, nbytes_of
 
-SLAB_BYTES = (
-    2 << 20
-)  # of source elements in memory at a time: larger ones, and what they become, take fresh pages each time
-WHOLE_EXPERT = 64 << 20  # bytes of a transposed matrix that is read at once
+# Bytes of source elements per slab. For larger slabs, the allocator takes fresh pages from the system each time.
+SLAB_BYTES = 2 << 20
+WHOLE_EXPERT = 64 << 20  # largest transposed matrix, in bytes, that is read into memory as a whole
 
 
 class Readers:
-    """Open files, each opened once; close, or use it in a with statement. tick: called with the bytes of each read."""
+    """Keep files open for reading, each opened once. Call ``close`` at the end, or use a with statement.
+
+    tick: called with the number of bytes after each read of ``bytes``.
+    """
 
     def __init__(self, tick: Callable[[int], None] | None = None) -> None:
         self._open: dict[Any, TensorReader] = {}
@@ -42,24 +49,24 @@ class Readers:
         self._open.clear()
 
     def of(self, file: SafetensorsFile) -> TensorReader:
-        """The reader of a file."""
+        """Return the reader of a file; open the file on first use."""
         if file.path not in self._open:
             self._open[file.path] = TensorReader(file)
         return self._open[file.path]
 
     def bytes(self, place: Located, start: int = 0, count: int | None = None) -> npt.NDArray[np.uint8]:
-        """Bytes of a tensor."""
+        """Return ``count`` bytes of a tensor from byte ``start`` on; all remaining bytes if ``count`` is None."""
         data = self.of(place.file).read_bytes(place.entry, start, count)
         if self._tick is not None:
             self._tick(data.size)
         return data
 
     def array(self, place: Located) -> np.ndarray:
-        """A whole tensor."""
+        """Return a whole tensor."""
         return self.of(place.file).read(place.entry)
 
     def matrix(self, place: Located, index: int) -> np.ndarray:
-        """One of the matrices that a tensor has along its first axis."""
+        """Return the matrix ``index`` along the first axis of a tensor."""
         count, *shape = place.entry.shape
         size = place.entry.nbytes // count
         raw = self.of(place.file).read_bytes(place.entry, index * size, size)
@@ -67,10 +74,13 @@ class Readers:
 
 
 class Slab(NamedTuple):
-    """Rows of one matrix: values (n, K) of plain numbers; else codes as stored bytes (n, K * bits / 8), and their
-    scales.
+    """Hold consecutive rows of one matrix, either unquantized (values) or quantized (codes and scales).
 
-    scales: (rows of blocks, K / width), bit patterns or float32. tensor_scale: multiplies on decode; None without.
+    start: the index of the first row.
+    values: unquantized values, (n, K).
+    codes: packed codes as stored, bytes (n, K * bits / 8).
+    scales: stored block scales, (rows of blocks, K / block width), as bit patterns or float32.
+    tensor_scale: the factor to multiply by on decode; None if there is none.
     """
 
     start: int
@@ -81,15 +91,13 @@ class Slab(NamedTuple):
 
 
 def scalar_of(readers: Readers, weight: Weight, part: str, expert: int = 0) -> np.float32:
-    """The stored number of a matrix: its own, or the one that all experts share."""
+    """Return the stored scalar ``part`` of a matrix: the expert's own, or the one that all experts share."""
     stored = readers.array(weight.parts[part]).reshape(-1)
     return np.float32(stored[expert if stored.size > 1 else 0])
 
 
 def tensor_scale_of(readers: Readers, weight: Weight, expert: int = 0) -> np.float32 | None:
-    """What multiplies on decode: the stored number in its unit, or its reciprocal where that divides; one rounding to
-    float32.
-    """
+    """Return the tensor scale to multiply by on decode, or None if there is none (see Container.multiplier)."""
     form = weight.container
     if form is None or not form.has_tensor_scale:
         return None
@@ -102,59 +110,65 @@ def slabs(
     expert: int = 0,
     span: tuple[int, int] | None = None,
     height: int = 1,
-    most: int | None = None,
+    max_bytes: int | None = None,
 ) -> Iterator[Slab]:
-    """Rows [first, end) of matrix `expert` of a weight, in slabs: multiples of height, at most `most` bytes where that
-    fits.
+    """Yield the rows of matrix `expert` of a weight as consecutive slabs.
 
-    span: all rows by default; of a quantized weight, a multiple of its blocks. most: SLAB_BYTES by default.
+    span: (first row, end row); None for all rows. For a quantized weight, both must be multiples of the block height.
+    height: the number of rows of every slab, except the last, is a multiple of this.
+    max_bytes: the size of a slab of source elements; None for SLAB_BYTES. A slab has at least ``height`` rows, even if
+        those take more bytes. Slabs of large transposed matrices are larger (WHOLE_EXPERT / 4), so that the runs of
+        each column in the file are long.
     """
     if weight.order is not None:
-        yield from _in_order(readers, weight, expert, span, height, most)
+        yield from _in_order(readers, weight, expert, span, height, max_bytes)
         return
     rows, columns = weight.shape[-2:]
     first, end = (0, rows) if span is None else span
-    most = SLAB_BYTES if most is None else most
+    max_bytes = SLAB_BYTES if max_bytes is None else max_bytes
     itemsize = 4
     if weight.container is not None:
         height = max(height, weight.container.block[0])
     elif weight.dtype != Q8_0:
         itemsize = NUMPY_DTYPES[weight.dtype].itemsize
-    step = max(most // (columns * itemsize * height), 1) * height
+    step = max(max_bytes // (columns * itemsize * height), 1) * height
     tensor_scale = tensor_scale_of(readers, weight, expert)
-    turned = {
-        part: _Turned(readers, weight.parts[part], rows, expert)
+    transposed = {
+        part: _TransposedReader(readers, weight.parts[part], rows, expert)
         for part in _ROWS & set(weight.parts)
         if weight.transposed
     }
-    if not all(part.is_read for part in turned.values()):
+    if not all(part.is_read for part in transposed.values()):
         step = max(WHOLE_EXPERT // 4 // (columns * itemsize * height), 1) * height  # long runs of each column
     for start in range(first, end, step):
         count = min(step, end - start)
         if weight.container is not None:
             codes, scales = (
-                (turned[part].rows(start, count) for part in (CODES, SCALES))
-                if turned
+                (transposed[part].rows(start, count) for part in (CODES, SCALES))
+                if transposed
                 else _codes(readers, weight, expert, start, count)
             )
             yield Slab(start, None, codes, scales, tensor_scale)
         else:
             yield Slab(
-                start, turned[VALUES].rows(start, count) if turned else _values(readers, weight, expert, start, count)
+                start,
+                transposed[VALUES].rows(start, count) if transposed else _values(readers, weight, expert, start, count),
             )
 
 
 def _in_order(
-    readers: Readers, weight: Weight, expert: int, span: tuple[int, int] | None, height: int, most: int | None
+    readers: Readers, weight: Weight, expert: int, span: tuple[int, int] | None, height: int, max_bytes: int | None
 ) -> Iterator[Slab]:
-    """slabs of a weight that has an order, or members: whole heads are read and put in order, and cut to the span."""
+    """Yield the slabs of a weight with a row order (Weight.order); arguments as for ``slabs``.
+
+    Whole heads are read, their rows are reordered, and the result is cut to the span.
+    """
     order, (first, end) = weight.order, span or (0, weight.shape[-2])
-    assert order is not None and (
-        weight.container is None or weight.container.block[0] == 1
-    )  # a row has scales of its own
+    # Rows can only be reordered if no block spans several rows.
+    assert order is not None and (weight.container is None or weight.container.block[0] == 1)
     whole = first // order.head * order.head, -(-end // order.head) * order.head
     plain, step = replace(weight, order=None), lcm(height, order.head)
-    found = (_joined(readers, weight),) if weight.members else slabs(readers, plain, expert, whole, step, most)
+    found = (_joined(readers, weight),) if weight.members else slabs(readers, plain, expert, whole, step, max_bytes)
     for slab in found:
         rows = next(part for part in (slab.values, slab.codes) if part is not None)
         low, high = max(first - slab.start, 0), min(end - slab.start, len(rows))
@@ -166,7 +180,7 @@ def _in_order(
 
 
 def _joined(readers: Readers, weight: Weight) -> Slab:
-    """All rows of the members of a weight without a tensor scale."""
+    """Return one slab with the rows of all members of a quantized weight that has no tensor scale."""
     found = [slab for member in weight.members for slab in slabs(readers, *member)]
     codes, scales = (np.concatenate([getattr(slab, part) for slab in found]) for part in ("codes", "scales"))
     return Slab(0, None, codes, scales)
@@ -176,9 +190,10 @@ _ROWS = {VALUES, CODES, SCALES}  # parts that have rows
 
 
 def _values(readers: Readers, weight: Weight, expert: int, start: int, count: int) -> np.ndarray:
+    """Return the values of ``count`` rows of an unquantized matrix; Q8_0 is decoded to float32."""
     rows, columns = weight.shape[-2:]
     if weight.dtype == Q8_0:
-        return _of_q8_0(_whole_rows(readers, weight.located, expert * rows + start, count), columns)
+        return _decode_q8_0(_whole_rows(readers, weight.located, expert * rows + start, count), columns)
     dtype = NUMPY_DTYPES[weight.dtype]
     raw = readers.bytes(
         weight.located, (expert * rows + start) * columns * dtype.itemsize, count * columns * dtype.itemsize
@@ -187,23 +202,27 @@ def _values(readers: Readers, weight: Weight, expert: int, start: int, count: in
 
 
 def _whole_rows(readers: Readers, place: Located, start: int, count: int) -> npt.NDArray[np.uint8]:
-    """The bytes of rows of a tensor, (count, bytes of a row): counted over all matrices of a stack."""
+    """Return the bytes of ``count`` rows of a tensor, (count, bytes per row).
+
+    start: the first row, counted over all matrices of a stack.
+    """
     width = nbytes_of(place.entry.dtype, place.entry.shape[-1:])
     return readers.bytes(place, start * width, count * width).reshape(count, width)
 
 
-def _of_q8_0(raw: npt.NDArray[np.uint8], columns: int) -> npt.NDArray[np.float32]:
-    """The numbers of blocks, each a float16 scale and 32 signed bytes: their products, exact in float32 up to its
-    range.
+def _decode_q8_0(raw: npt.NDArray[np.uint8], columns: int) -> npt.NDArray[np.float32]:
+    """Return the float32 values of Q8_0 rows, (rows, columns).
+
+    A block holds a float16 scale and 32 signed bytes. A value is the product of the two, exact in float32.
     """
     blocks = raw.reshape(len(raw), -1, 34)
     scales = np.ascontiguousarray(blocks[..., :2]).view(np.float16).astype(np.float32)
-    with np.errstate(invalid="ignore"):  # infinite scales times 0
+    with np.errstate(invalid="ignore"):  # an infinite scale times 0
         return (blocks[..., 2:].view(np.int8).astype(np.float32) * scales).reshape(len(raw), columns)
 
 
 def _codes(readers: Readers, weight: Weight, expert: int, start: int, count: int) -> tuple[np.ndarray, np.ndarray]:
-    """Codes and scales of rows."""
+    """Return (packed codes, stored scales) of ``count`` rows of a quantized matrix."""
     container = weight.container
     assert container is not None
     rows, columns = weight.shape[-2:]
@@ -218,10 +237,11 @@ def _codes(readers: Readers, weight: Weight, expert: int, start: int, count: int
     return codes, raw.view(dtype).reshape(lines, line)
 
 
-class _Turned:
-    """Rows of a matrix that is stored as columns: of a small one at once, of a large one column by column of the file.
+class _TransposedReader:
+    """Read rows of a matrix that is stored transposed.
 
-    rows: of the matrix, which are the last axis of its stack in the file.
+    A matrix of at most WHOLE_EXPERT bytes is read at once and kept. A larger one is read column by column.
+    rows: the number of rows of the matrix, which is the last axis of its stack in the file.
     """
 
     def __init__(self, readers: Readers, place: Located, rows: int, expert: int) -> None:
@@ -235,15 +255,16 @@ class _Turned:
 
     @property
     def is_read(self) -> bool:
-        """Whether the whole matrix is in memory."""
+        """Whether the whole matrix has been read into memory."""
         return self._all is not None
 
     def _read(self, start: int, count: int) -> np.ndarray:
+        """Return ``count`` consecutive stored elements of this matrix, from element ``start`` on."""
         size = self._dtype.itemsize
         return self._readers.bytes(self._place, (self._first + start) * size, count * size).view(self._dtype)
 
     def rows(self, start: int, count: int) -> np.ndarray:
-        """Rows [start, start + count), contiguous."""
+        """Return the rows [start, start + count) as a contiguous array."""
         if self._all is not None:
             return np.ascontiguousarray(self._all[:, start : start + count].T)
         found = np.empty((count, self._columns), self._dtype)
@@ -253,16 +274,16 @@ class _Turned:
 
 
 def values_of(weight: Weight, slab: Slab) -> np.ndarray:
-    """Numbers of a slab: plain ones in their dtype, decoded ones as float32 (see decode_rows)."""
+    """Return the values of a slab: unquantized ones in their own dtype, quantized ones decoded to float32."""
     if slab.values is not None:
         return slab.values
     assert weight.container is not None and slab.codes is not None and slab.scales is not None
-    with np.errstate(over="ignore", invalid="ignore"):  # infinite scales, also times 0
+    with np.errstate(over="ignore", invalid="ignore"):  # infinite scales, some times 0
         return decode_rows(weight.container, slab.codes, slab.scales, slab.tensor_scale)
 
 
 def columns_of(weight: Weight, slab: Slab, first: int, end: int) -> Slab:
-    """Columns [first, end) of a slab; of a quantized weight, whole blocks."""
+    """Return a slab with the columns [first, end) only. For a quantized weight, both must be at block boundaries."""
     if slab.values is not None:
         return slab._replace(values=slab.values[:, first:end])
     assert weight.container is not None and slab.codes is not None and slab.scales is not None
@@ -271,9 +292,11 @@ def columns_of(weight: Weight, slab: Slab, first: int, end: int) -> Slab:
     return slab._replace(codes=codes, scales=slab.scales[:, first // wide : -(-end // wide)])
 
 
-def not_numbers(weight: Weight, slab: Slab) -> int:
-    """How many values of a quantized slab are NaN or infinite, without decoding it: by its codes and scales, at most
-    all.
+def count_nonfinite(weight: Weight, slab: Slab) -> int:
+    """Return the number of NaN and infinite values in a quantized slab, counted from codes and scales without decoding.
+
+    An element with both a non-finite code and a non-finite scale counts twice, but the result never exceeds the number
+    of elements. Products of finite factors that overflow are not counted.
     """
     assert weight.container is not None and slab.codes is not None and slab.scales is not None
     element = weight.container.element

@@ -1,4 +1,8 @@
-"""What stored codes and scales hold, and how far they are from their source; counted in chunks of rows."""
+"""Count what stored codes and scales contain, and measure how far they are from their source.
+
+A block is the group of elements that shares one stored scale. A saturated element exceeds the largest value that its
+block can hold. A flushed block decodes to zeros although its source is not zero. All counts are made in chunks of rows.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +24,7 @@ from fp4kit.ops.amax import amax
 
 
 def sqnr_db(signal: float, noise: float) -> float:
-    """Return 10 log10(signal / noise): inf where nothing was lost, also of zeros."""
+    """Return 10 log10(signal / noise): inf if the noise is 0; -inf if the noise is not finite or the signal is 0."""
     if noise == 0:
         return math.inf
     return 10 * math.log10(signal / noise) if signal > 0 and math.isfinite(noise) else -math.inf
@@ -28,18 +32,24 @@ def sqnr_db(signal: float, noise: float) -> float:
 
 @dataclass(frozen=True)
 class StoredCounts:
-    """Counts of a stored layer, which add up over chunks and layers. A block is what one stored scale is for.
+    """Hold counts of a stored layer. Counts of chunks and layers can be added with ``+``.
 
-    at_max: codes of the largest magnitude. nan_codes, nan_scales: codes and block scales that are NaN, of float32
-    scales infinite
-        ones too. negative_scales: below 0. subnormal_scales: not zero, but below the least normal number of their
-        format, or of float32. zero_blocks: blocks that decode to zeros; zero_scales: those of them whose codes are not
-        all zero.
-    Against a source, all 0 without one: compared: its elements. nonfinite: those that are NaN or infinite. signal,
-    noise: sums of
-        x^2 and (x - decoded)^2 over the others, in float64; noise is infinite where a finite x became none. saturated:
-        elements whose code is the largest magnitude and that exceed it, |x| > max * block_scale * tensor_scale.
-        flushed_blocks: those of zero_blocks in which x is not zero.
+    About the stored layer:
+        at_max: codes with the largest magnitude.
+        nan_codes: codes that are NaN.
+        nan_scales: block scales that are NaN or infinite.
+        negative_scales: block scales below 0.
+        subnormal_scales: nonzero block scales below the smallest normal number of their format and of float32.
+        zero_blocks: blocks that decode to zeros.
+        zero_scales: zero_blocks whose codes are not all zero, so that the scale is the reason.
+
+    Compared with a source x; all 0 without one:
+        compared: elements of x.
+        nonfinite: elements of x that are NaN or infinite.
+        saturated: elements whose code has the largest magnitude and |x| > max * |block_scale * tensor_scale|.
+        flushed_blocks: zero_blocks in which x has a nonzero element.
+        signal: the sum of x^2 over finite x, in float64.
+        noise: the sum of (x - decoded)^2 over finite x, in float64; inf if a finite x was stored as NaN or infinity.
     """
 
     elements: int = 0
@@ -68,7 +78,7 @@ class StoredCounts:
 
 
 def total(parts: Iterable[StoredCounts]) -> StoredCounts:
-    """Return the sum of tallies."""
+    """Return the sum of counts."""
     return sum(parts, StoredCounts())
 
 
@@ -80,31 +90,36 @@ def tally(
     tensor_scale: np.float32 | None,
     x: np.ndarray | None = None,
 ) -> StoredCounts:
-    """Return the tally of rows of a layer.
+    """Return the counts for rows of a layer.
 
-    codes: as stored, [N, K * bits / 8]; scales: as stored, one for a block; tensor_scale: multiplies, None stands for
-    1. x: the source of these rows, float [N, K]; None counts only what is stored. Numerics: decoded as decode does; the
-    difference is exact in float64, and so is the limit that tells saturated values.
+    codes: packed codes as stored, [N, K * bits / 8].
+    scales: as stored, one scale per block.
+    tensor_scale: the factor to multiply by on decode; None stands for 1.
+    x: the source of these rows, float [N, K]; None counts only what is stored.
+    Numerics: values are decoded by ``decode``. The difference from x, and the limit above which a value is saturated,
+    are exact in float64.
     """
     height = form.block[0]
     found = []
     with np.errstate(all="ignore"):
         for rows in row_chunks(len(codes), codes.shape[1] * 8 // form.element.bits, height):
             part = codes[rows], scales[rows.start // height : -(-rows.stop // height)]
-            held, zero = _held(form, *part)
-            found.append(held if x is None else held + _against(form, *part, tensor_scale, x[rows], zero))
+            counts, zero = _count_stored(form, *part)
+            found.append(
+                counts if x is None else counts + _compare_with_source(form, *part, tensor_scale, x[rows], zero)
+            )
     return total(found)
 
 
-def _held(
+def _count_stored(
     form: Container, codes: npt.NDArray[np.uint8], scales: np.ndarray
 ) -> tuple[StoredCounts, npt.NDArray[np.bool_]]:
-    """The counts of what is stored, and which blocks decode to zeros."""
+    """Return the counts that need no source, and a mask of the blocks that decode to zeros."""
     empty = _empty_blocks(form, codes)
     values = scales_of(form, scales)
     zero = empty | (values == 0)
     magnitudes = np.abs(values)
-    least = float(FLT_MIN) if form.scale is None else max(float(form.scale.min_normal), float(FLT_MIN))
+    min_normal = float(FLT_MIN) if form.scale is None else max(float(form.scale.min_normal), float(FLT_MIN))
     return StoredCounts(
         elements=codes.size * 8 // form.element.bits,
         blocks=scales.size,
@@ -112,26 +127,26 @@ def _held(
         nan_codes=_count_codes(form.element, codes, _nan_codes(form.element)),
         nan_scales=int(np.count_nonzero(~np.isfinite(values))),
         negative_scales=int(np.count_nonzero(values < 0)),
-        subnormal_scales=int(np.count_nonzero((magnitudes > 0) & (magnitudes < least))),
+        subnormal_scales=int(np.count_nonzero((magnitudes > 0) & (magnitudes < min_normal))),
         zero_blocks=int(np.count_nonzero(zero)),
         zero_scales=int(np.count_nonzero(zero & ~empty)),
     ), zero
 
 
 def _count_codes(element: ElementFormat, codes: npt.NDArray[np.uint8], wanted: Iterable[int]) -> int:
-    """How many codes have one of these magnitudes, in bytes that hold one or two."""
+    """Return how many codes, packed one or two per byte, have one of the ``wanted`` magnitudes."""
     magnitude = ((1 << element.bits) - 1) ^ element.sign_bit
     pairs = [(magnitude << shift, code << shift) for shift in range(0, 8, element.bits) for code in wanted]
     return sum(int(np.count_nonzero((codes & np.uint8(mask)) == np.uint8(code))) for mask, code in pairs)
 
 
 def _nan_codes(element: ElementFormat) -> list[int]:
-    """Magnitudes that are NaN."""
+    """Return the magnitudes (codes without the sign bit) that are NaN."""
     return [int(code) for code in np.flatnonzero(np.isnan(element.values[: element.sign_bit]))]
 
 
 def _empty_blocks(form: Container, codes: npt.NDArray[np.uint8]) -> npt.NDArray[np.bool_]:
-    """Of each block, whether all of its codes are zeros of either sign."""
+    """Return a mask of the blocks whose codes are all +0 or -0."""
     element = form.element
     magnitude = ((1 << element.bits) - 1) ^ element.sign_bit
     mask = sum(magnitude << shift for shift in range(0, 64, element.bits))
@@ -145,20 +160,20 @@ def _empty_blocks(form: Container, codes: npt.NDArray[np.uint8]) -> npt.NDArray[
 
 
 def _any_in_blocks(form: Container, flags: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
-    """Of each block of elements, whether any is set; the last rows and columns may be fewer."""
+    """Return a mask of the blocks in which any flag is set. Blocks at the end of rows and columns may be partial."""
     for axis, size in enumerate(form.block):
         flags = np.logical_or.reduceat(flags, np.arange(0, flags.shape[axis], size), axis=axis)
     return flags
 
 
 def _per_element(form: Container, of_blocks: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-    """What each block has, for each of its elements."""
+    """Repeat one value per block to one value per element, for a matrix of ``shape``."""
     height, width = form.block
     rows = of_blocks if height == 1 else np.repeat(of_blocks, height, axis=0)[: shape[0]]
     return np.repeat(rows, width, axis=1)[:, : shape[1]]
 
 
-def _against(
+def _compare_with_source(
     form: Container,
     stored: npt.NDArray[np.uint8],
     scales: np.ndarray,
@@ -166,11 +181,11 @@ def _against(
     source: np.ndarray,
     zero: npt.NDArray[np.bool_],
 ) -> StoredCounts:
-    """The counts against a source; zero: the blocks that decode to zeros."""
+    """Return the counts that compare stored rows with their source; zero: mask of the blocks that decode to zeros."""
     x = source.astype(np.float32, copy=False)
     codes = codes_of(form, stored)
-    signal, noise, nonfinite = _distance(x, decode(form, codes, scales, tensor_scale))
-    beyond = np.abs(x) > _per_element(form, _limits(form, scales, tensor_scale), x.shape)
+    signal, noise, nonfinite = _signal_and_noise(x, decode(form, codes, scales, tensor_scale))
+    beyond = np.abs(x) > _per_element(form, _max_magnitudes(form, scales, tensor_scale), x.shape)
     saturated = codes[beyond] & ~np.uint8(form.element.sign_bit) == form.element.max_code
     flushed = _any_in_blocks(form, _per_element(form, zero, x.shape) & (x != 0)) if zero.any() else zero
     return StoredCounts(
@@ -183,8 +198,11 @@ def _against(
     )
 
 
-def _limits(form: Container, scales: np.ndarray, tensor_scale: np.float32 | None) -> npt.NDArray[np.float32]:
-    """The largest float32 that does not exceed what each block can hold; the products are exact in float64."""
+def _max_magnitudes(form: Container, scales: np.ndarray, tensor_scale: np.float32 | None) -> npt.NDArray[np.float32]:
+    """Return for each block the largest magnitude that it can hold, rounded down to float32.
+
+    The products before rounding are exact in float64.
+    """
     exact = np.abs(scales_of(form, scales).astype(np.float64)) * float(form.element.max)
     exact *= 1.0 if tensor_scale is None else abs(float(tensor_scale))
     rounded = exact.astype(np.float32)
@@ -192,37 +210,41 @@ def _limits(form: Container, scales: np.ndarray, tensor_scale: np.float32 | None
     return limits
 
 
-def _distance(x: npt.NDArray[np.float32], decoded: npt.NDArray[np.float32]) -> tuple[float, float, int]:
-    """Sums of x^2 and (x - decoded)^2 over finite x, and the count of others."""
+def _signal_and_noise(x: npt.NDArray[np.float32], decoded: npt.NDArray[np.float32]) -> tuple[float, float, int]:
+    """Return (sum of x^2, sum of (x - decoded)^2, number of non-finite x); the sums are over finite x."""
     wide = x.astype(np.float64)
     signal, noise = _squares(wide), _squares(wide - decoded)
     if math.isfinite(signal) and math.isfinite(noise):
         return signal, noise, 0
     usable = np.isfinite(x)
-    rest, other = wide[usable], decoded[usable]
-    return _squares(rest), _squares(rest - other) if np.isfinite(other).all() else math.inf, int(x.size - rest.size)
+    finite, stored = wide[usable], decoded[usable]
+    noise = _squares(finite - stored) if np.isfinite(stored).all() else math.inf
+    return _squares(finite), noise, int(x.size - finite.size)
 
 
 def _squares(x: npt.NDArray[np.float64]) -> float:
-    """The sum of squares, in one order on every machine, in one thread."""
+    """Return the sum of squares, added by one thread in an order that does not depend on the machine."""
     flat = x.reshape(-1)
     return float(np.einsum("i,i->", flat, flat))
 
 
 def magnitude_bits(x: np.ndarray) -> np.ndarray:
-    """Return the bits of ``x`` without the sign, as unsigned integers: they order as |x| does, inf and NaN on top."""
+    """Return the bits of ``x`` without the sign, as unsigned integers.
+
+    They sort like |x|; infinity sorts above all finite values, and NaN above infinity.
+    """
     unsigned = np.dtype(f"u{x.dtype.itemsize}")
     return x.view(unsigned) & np.array((1 << (8 * x.dtype.itemsize - 1)) - 1, unsigned)
 
 
 def amax_and_nonfinite(x: np.ndarray) -> tuple[np.float32, int]:
-    """Return max |x| of the finite values of the 2-D float array ``x``, 0 without any, and its count of NaN and inf."""
+    """Return (max |x| over the finite values, number of NaN and inf) of a 2-D float array; 0 if no value is finite."""
     infinity = magnitude_bits(np.array([np.inf], x.dtype))[0]
     largest, bad = infinity & 0, 0
     for rows in row_chunks(len(x), x.shape[1]):
         bits = magnitude_bits(x[rows])
         top = bits.max()
-        if top >= infinity:  # a second look at few chunks
+        if top >= infinity:  # rare: count in a second pass over this chunk only
             finite = bits < infinity
             top, bad = bits[finite].max(initial=0), bad + bits.size - int(np.count_nonzero(finite))
         largest = max(largest, top)
@@ -230,7 +252,7 @@ def amax_and_nonfinite(x: np.ndarray) -> tuple[np.float32, int]:
 
 
 def amax_and_nonfinite_on(device: int, x: np.ndarray) -> tuple[np.float32, int]:
-    """The same, found on a GPU; on the host where one is not finite."""
+    """Return amax_and_nonfinite(x), with the amax computed on a GPU; on the CPU if any value is not finite."""
     with making_current(device):
         found: Any = amax(to_device(x))
         largest = np.float32(found.get())

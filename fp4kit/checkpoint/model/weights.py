@@ -1,7 +1,10 @@
-"""The logical weights of a checkpoint: linear layers [N, K] and stacks of experts [E, N, K], however they are stored.
+"""Find the logical weights of a checkpoint: linear layers [N, K] and stacks of experts [E, N, K], however stored.
 
-K is the axis that the layer contracts, along which blocks run. A stack that a model keeps as [E, K, N] is transposed:
-it is read as [E, N, K].
+A weight is one such layer or stack, quantized or not, with all tensors that store it. K is the axis that the layer
+contracts; blocks run along it. A stack that a model stores as [E, K, N] is called transposed, and is read as [E, N, K].
+
+A weight may also be composed of members: rows of other weights, which may be in another file (see
+plan/borrowed_codes.py).
 """
 
 from __future__ import annotations
@@ -44,26 +47,21 @@ _QUANTIZED_NAMES = (
 _QUANTIZED_WEIGHTS = ("U8", "I8", "U32", "F4", "F8_E4M3", "F8_E5M2", "F8_E8M0")
 
 
-Q8_0 = "Q8_0"  # numbers of 8 bits under a float16 scale, which GGUF files of a model that is not quantized further have
-_TURNED = (
-    "gpt_oss",
-    "llama4",
-    "llama4_text",
-    "aria",
-    "aria_text",
-    "openai_privacy_filter",
-)  # is_transposed in transformers 5.23
+# 8-bit values under a float16 scale. GGUF releases use it like BF16, for models that are not quantized to fewer bits.
+Q8_0 = "Q8_0"
+# Model types whose stacks are stored as [E, K, N]; is_transposed in transformers 5.23.
+_TRANSPOSED_STACKS = ("gpt_oss", "llama4", "llama4_text", "aria", "aria_text", "openai_privacy_filter")
 
 
 class Located(NamedTuple):
-    """A tensor in its file, whose header is not carried along."""
+    """Locate a tensor in a file. ``file`` has an empty header, so that a job with this object stays small."""
 
     file: SafetensorsFile
     entry: TensorEntry
 
 
 class Rows(NamedTuple):
-    """Rows [span) of matrix `expert` of a weight."""
+    """Select the rows [span[0], span[1]) of matrix `expert` of a weight."""
 
     weight: Weight
     expert: int
@@ -71,26 +69,35 @@ class Rows(NamedTuple):
 
 
 class HeadOrder(NamedTuple):
-    """Rows by heads of so many: halves are woven (0, h/2, 1, h/2 + 1, ...); or, woven in the file, put one after the
-    other.
+    """Describe a reordering of the rows within each attention head.
+
+    head: the number of rows per head, h.
+    weaves: True to interleave the two halves of a head (0, h/2, 1, h/2 + 1, ...); False to undo that, for a file in
+        which the halves are interleaved.
     """
 
     head: int
     weaves: bool
 
     def sources(self, rows: int) -> npt.NDArray[np.intp]:
-        """Where in the file each of these rows is, of whole heads."""
+        """Return the index in the file of each of the reordered rows; ``rows`` is a multiple of ``head``."""
         pairs = (2, self.head // 2) if self.weaves else (self.head // 2, 2)
         return np.arange(rows).reshape(-1, *pairs).swapaxes(1, 2).reshape(-1)
 
 
 @dataclass(frozen=True)
 class Weight:
-    """A weight of a checkpoint. name: of its module; tensor: of its values or codes. container: None for plain numbers.
+    """Describe a weight of a checkpoint.
 
-    members: what its rows are made of, in their order, where it is none of a file itself; parts then are those of the
-    first. shape: (N, K) or (E, N, K). parts: VALUES of numbers; CODES, SCALES, ... of a container. transposed: stored
-    as (E, K, N). order: in which rows are read, of every matrix.
+    name: the name of its module.
+    tensor: the name of the tensor with its values or codes.
+    shape: (N, K) or (E, N, K).
+    container: how it is quantized; None if it is unquantized.
+    parts: part -> tensor: VALUES if unquantized, else CODES, SCALES and so on.
+    transposed: True if it is stored as (E, K, N).
+    members: the rows that make up this weight, in order, if it is composed of other weights; ``parts`` are then those
+        of the first member. Empty for a weight that is stored as such.
+    order: a reordering to apply to the rows of every matrix when they are read, or None.
     """
 
     name: str
@@ -104,39 +111,39 @@ class Weight:
 
     @property
     def located(self) -> Located:
-        """Where values or codes are."""
+        """The tensor with the values or codes."""
         return self.parts[VALUES if self.container is None else CODES]
 
     @property
     def dtype(self) -> str:
-        """safetensors dtype of plain numbers, or the name of the container."""
+        """The safetensors dtype if unquantized, otherwise the name of the container."""
         return self.located.entry.dtype if self.container is None else self.container.name
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all parts."""
+        """The number of bytes of all parts, or of the selected rows of all members."""
         if self.members:
             return sum(w.nbytes * (end - begin) // (w.experts * w.shape[-2]) for w, _, (begin, end) in self.members)
         return sum(part.entry.nbytes for part in self.parts.values())
 
     @property
     def experts(self) -> int:
-        """Matrices of a stack; 1 of a single layer."""
+        """The number of matrices: E for a stack, 1 for a single layer."""
         return self.shape[0] if len(self.shape) == 3 else 1
 
 
 def located(file: SafetensorsFile, entry: TensorEntry) -> Located:
-    """A tensor with a file that carries no header, which would go along with every job."""
+    """Return a tensor with its file, without the file's header, which would be sent along with every job."""
     return Located(replace(file, entries=(), metadata={}), entry)
 
 
 def part_names(weights: Iterable[Weight]) -> set[str]:
-    """Names of all tensors that weights are stored in."""
+    """Return the names of all tensors that the weights are stored in."""
     return {part.entry.name for weight in weights for part in weight.parts.values()}
 
 
 def looks_quantized(entry: TensorEntry) -> bool:
-    """Whether a tensor is a scale or the codes of a quantized layer."""
+    """Return whether a tensor's name and dtype look like scales or codes of a quantized layer."""
     if entry.dtype == "F8_E8M0" or (entry.name.endswith(_QUANTIZED_NAMES) and not entry.dtype.startswith("I64")):
         return True
     return entry.dtype in _QUANTIZED_WEIGHTS and entry.name.endswith(".weight") and len(entry.shape) >= 2
@@ -145,11 +152,11 @@ def looks_quantized(entry: TensorEntry) -> bool:
 def weights_of(
     tensors: Mapping[str, tuple[SafetensorsFile, TensorEntry]], config: Mapping[str, Any], damaged: bool = False
 ) -> dict[str, Weight]:
-    """Name of values or codes -> weight, of all that are quantized, and of plain matrices and stacks; in the order of
-    tensors.
+    """Return name of the tensor of values or codes -> weight, in the order of ``tensors``.
 
-    damaged: layers count, too, whose block scales have another shape than they should, or whose tensor scale is
-    missing.
+    Contains all quantized layers, and all unquantized matrices and stacks of experts.
+
+    damaged: True to accept quantized layers with block scales of the wrong shape or without their tensor scale.
     """
     files = {file.path: replace(file, entries=(), metadata={}) for file, _ in tensors.values()}
     places = {name: Located(files[file.path], entry) for name, (file, entry) in tensors.items()}
@@ -168,8 +175,9 @@ def weights_of(
 
 
 def _by_config(config: Mapping[str, Any]) -> Iterable[Container]:
-    """Containers, the declared method first: MXFP8 of Model-Optimizer and of compressed-tensors have the same
-    tensors.
+    """Return all containers, those of the declared ``quant_method`` first.
+
+    The order matters, because MXFP8 layers of Model-Optimizer and of compressed-tensors have identical tensors.
     """
     declared = config.get("quantization_config")
     method = str(declared.get("quant_method", "")) if isinstance(declared, Mapping) else ""
@@ -177,7 +185,10 @@ def _by_config(config: Mapping[str, Any]) -> Iterable[Container]:
 
 
 def _stored(module: str, container: Container, places: Mapping[str, Located], damaged: bool) -> Weight | None:
-    """The quantized layer of this name, if its tensors have the dtypes and shapes of a container."""
+    """Return the quantized layer ``module``, or None if its tensors do not fit the container.
+
+    damaged: as for weights_of.
+    """
     parts = {part: places[module + suffix] for part, suffix in container.suffixes.items() if module + suffix in places}
     damaged = damaged and not container.is_exact
     scaled = damaged or container.has_tensor_scale == (TENSOR_SCALE in parts)
@@ -186,21 +197,24 @@ def _stored(module: str, container: Container, places: Mapping[str, Located], da
     shape = container.shape_of(parts[CODES].entry.shape)
     if shape is None:
         return None
-    specs, turned = container.specs(shape, INPUT_SCALE in parts), container.stack == "columns"
+    specs, transposed = container.specs(shape, INPUT_SCALE in parts), container.stack == "columns"
     for part, place in parts.items():
         entry, (dtype, wanted) = place.entry, specs[part]
-        scalar = part in (TENSOR_SCALE, INPUT_SCALE) and prod(entry.shape) == 1 and (len(shape) == 2 or turned)
+        scalar = part in (TENSOR_SCALE, INPUT_SCALE) and prod(entry.shape) == 1 and (len(shape) == 2 or transposed)
         if entry.dtype != dtype or (entry.shape != wanted and not scalar and not (damaged and part == SCALES)):
             return None
-    return Weight(module, parts[CODES].entry.name, shape, container, parts, turned)
+    return Weight(module, parts[CODES].entry.name, shape, container, parts, transposed)
 
 
 def _plain(name: str, place: Located, places: Mapping[str, Located], config: Mapping[str, Any]) -> Weight | None:
-    """A weight of plain numbers: a matrix P.weight, or a stack of experts."""
+    """Return the unquantized weight that a tensor stores: a matrix ``P.weight`` or a stack of experts.
+
+    Return None for any other tensor.
+    """
     entry, module = place.entry, name.removesuffix(".weight")
     if entry.dtype not in (*FLOAT_DTYPES, Q8_0) or 0 in entry.shape:
         return None
-    if len(entry.shape) == 2 and module not in ("", name):  # no container has parts of a module without a name
+    if len(entry.shape) == 2 and module not in ("", name):  # no container can store a module without a name
         return Weight(module, name, entry.shape, None, {VALUES: place})
     parent, _, leaf = module.rpartition(".")
     if len(entry.shape) == 3 and leaf in GGUF_STACKS:
@@ -213,8 +227,11 @@ def _plain(name: str, place: Located, places: Mapping[str, Located], config: Map
 
 
 def _is_transposed(parent: str, places: Mapping[str, Located], config: Mapping[str, Any]) -> bool:
-    """Whether a stack of experts is [E, K, N]: as gate_up and down fit each other, else by the type of the model."""
-    by_type = has_turned_stacks(config)
+    """Return whether a stack of experts is stored as [E, K, N].
+
+    Decided by which orientation makes the shapes of gate_up and down agree; if both or neither do, by the model type.
+    """
+    by_type = has_transposed_stacks(config)
     names = (f"{parent}.gate_up_proj", f"{parent}.down_proj")
     gate_up, down = (places.get(name, places.get(f"{name}.weight")) for name in names)
     if gate_up is None or down is None or len(gate_up.entry.shape) != 3 or len(down.entry.shape) != 3:
@@ -225,16 +242,19 @@ def _is_transposed(parent: str, places: Mapping[str, Located], config: Mapping[s
 
 
 def stack_shape(shape: tuple[int, ...], config: Mapping[str, Any]) -> tuple[int, ...]:
-    """(E, N, K) of a stack of experts that is seen alone, as models of its type have it."""
+    """Return (E, N, K) for the stored shape of a stack of experts, judged by the model type alone."""
     experts, a, b = shape
-    return (experts, b, a) if has_turned_stacks(config) else (experts, a, b)
+    return (experts, b, a) if has_transposed_stacks(config) else (experts, a, b)
 
 
-def has_turned_stacks(config: Mapping[str, Any]) -> bool:
-    """Whether models of a type keep stacks of experts as [E, K, N]."""
-    return str(config.get("model_type", "")) in _TURNED
+def has_transposed_stacks(config: Mapping[str, Any]) -> bool:
+    """Return whether models of this type store stacks of experts as [E, K, N]."""
+    return str(config.get("model_type", "")) in _TRANSPOSED_STACKS
 
 
 def is_interleaved(config: Mapping[str, Any]) -> bool:
-    """Whether rows of gate_up are gate 0, up 0, gate 1, ...: gpt-oss; all others have the gate's rows first."""
+    """Return whether the rows of gate_up alternate (gate 0, up 0, gate 1, ...), as in gpt-oss models.
+
+    In all other models, the gate's rows come first.
+    """
     return str(config.get("model_type", "")) == "gpt_oss"

@@ -64,7 +64,7 @@ class Job:
     """What becomes of one tensor, or of the rows [span) of matrix `expert` of a weight. key: names it in a run.
 
     group: key of those that share a tensor scale. recipe: of quantized ones. form: what is written, None for numbers.
-    turned: numbers are written as columns, [K, N].
+    transposed: numbers are written as columns, [K, N].
     """
 
     key: str
@@ -78,7 +78,7 @@ class Job:
     form: Container | None = None
     input_scale: float | None = None
     nonfinite: str = "error"
-    turned: bool = False
+    transposed: bool = False
     device: int | None = None  # of CUDA; None: the CPU
     search: str = ""  # of block scales: by which error
     columns: Located | None = None  # the weights of that error

@@ -24,7 +24,7 @@ from fp4kit.checkpoint.loaders import exclusions
 from fp4kit.checkpoint.loaders.containers import CONTAINERS
 from fp4kit.checkpoint.model import side_files
 from fp4kit.checkpoint.model.declared_quantization import check_declared
-from fp4kit.checkpoint.model.layers import Piece, layer_names, numbers, pieces
+from fp4kit.checkpoint.model.layers import Piece, layer_names, pieces, unquantized_pieces
 from fp4kit.checkpoint.model.model_files import INDEX, Source, open_source
 from fp4kit.checkpoint.model.weights import Q8_0, Located, Weight, is_interleaved, located, part_names, weights_of
 from fp4kit.checkpoint.plan import gguf, scale_search
@@ -312,8 +312,8 @@ class _Planner:
         return TensorPlan(weight.tensor, weight.dtype, weight.shape, RENAME, why, weight.nbytes, tuple(found))
 
     def _numbers(self, weight: Weight, reason: str) -> TensorPlan:
-        turned = len(weight.shape) == 3 and (weight.transposed or is_interleaved(self.config))
-        found = tuple(numbers(weight, "BF16", turned))
+        transposed = len(weight.shape) == 3 and (weight.transposed or is_interleaved(self.config))
+        found = tuple(unquantized_pieces(weight, "BF16", transposed))
         return TensorPlan(weight.tensor, weight.dtype, weight.shape, DEQUANTIZE, reason, weight.nbytes, found)
 
     def _converted(self, weight: Weight) -> TensorPlan:

@@ -55,7 +55,7 @@ def _job(
         piece.form,
         request.input_scale,
         request.nonfinite,
-        piece.turned,
+        piece.transposed,
         device,
         *searched,
     )

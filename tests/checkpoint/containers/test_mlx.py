@@ -310,7 +310,7 @@ def test_affine_layers_are_no_form_that_is_known(tmp_path: Path) -> None:
     }
     synthetic.write_model(tmp_path / "m", config("llama"), parts)
     assert open_checkpoint(tmp_path / "m").unrecognised == ("a.scales", "a.weight")
-    with refused("packed weights or their scales, of no form that is known here"):
+    with refused("packed weights or scales in a format that fp4kit does not know"):
         make_plan(tmp_path / "m")
 
 

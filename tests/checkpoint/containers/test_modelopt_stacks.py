@@ -144,7 +144,7 @@ def test_interleaved_stacks_have_no_place_elsewhere(tmp_path: Path, monkeypatch:
     made(tmp_path)
     path = tmp_path / "q" / "config.json"
     path.write_text(path.read_text().replace("llama4_text", "gpt_oss"))
-    with synthetic.refused("gate and up are interleaved, which only --format gpt-oss stores"):
+    with synthetic.refused("the rows of gate and up are interleaved, which only --format gpt-oss can store"):
         convert(tmp_path / "q", tmp_path / "out", RECIPE, format="modelopt")
 
 
@@ -161,5 +161,5 @@ def test_shapes_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         for other in (folder / "q").glob("*.safetensors*"):
             other.unlink()
         synthetic.write_file(file, kept | {name: np.ascontiguousarray(change(kept[name]))})
-        with synthetic.refused("of no form that is known here"):
+        with synthetic.refused("in a format that fp4kit does not know"):
             convert(folder / "q", folder / "out", RECIPE, format="modelopt")

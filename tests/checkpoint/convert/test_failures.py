@@ -150,7 +150,7 @@ def test_destination_without_parent(tmp_path: Path) -> None:
 def test_destination_below_a_loop_of_links(tmp_path: Path) -> None:
     synthetic.bert(tmp_path / "m")
     (tmp_path / "loop").symlink_to("loop")
-    with refused("its symbolic links lead in a circle"):
+    with refused("its symbolic links form a cycle"):
         convert(tmp_path / "m", tmp_path / "loop" / "out")
 
 
@@ -234,8 +234,11 @@ def forbidden(tmp_path: Path) -> Iterator[Callable[[Path], None]]:
     ("name", "said"),
     [
         ("model.safetensors", "Permission denied"),
-        ("tokenizer_config.json", "tokenizer_config.json: cannot be read (Permission denied); allow it, or remove it"),
-        ("1_Pooling", "1_Pooling: cannot be read (Permission denied); allow it, or remove it"),
+        (
+            "tokenizer_config.json",
+            "tokenizer_config.json: cannot be read (Permission denied); grant read permission, or remove it",
+        ),
+        ("1_Pooling", "1_Pooling: cannot be read (Permission denied); grant read permission, or remove it"),
         (".", "Permission denied"),
     ],
 )

@@ -39,7 +39,7 @@ def test_manifest_shows_every_change(converted: Path) -> None:
         kept = (converted / name).read_bytes()
         for position in {0, len(kept) // 2, len(kept) - 1}:
             (converted / name).write_bytes(kept[:position] + bytes([kept[position] ^ 1]) + kept[position + 1 :])
-            assert differences(converted) == [f"{name}: has other bytes than were written"]
+            assert differences(converted) == [f"{name}: its content differs from what the conversion wrote"]
         (converted / name).write_bytes(kept)
     (converted / "more.txt").touch()
     (converted / "1_Pooling" / "config.json").unlink()
@@ -61,7 +61,7 @@ def test_files_of_another_size_are_not_hashed(converted: Path) -> None:
                 os.truncate(converted / name, changed)
                 patch.setattr("fp4kit.checkpoint.model.manifest.names_in", lambda folder, name=name: [name])
                 found = differences(converted)
-                said = f"{name}: has other bytes than were written ({changed} in place of {size})"
+                said = f"{name}: has {changed} bytes, but the conversion wrote {size}"
                 assert found is not None and [line for line in found if "missing" not in line] == [said]
                 os.truncate(converted / name, size)
 
@@ -117,7 +117,7 @@ def test_manifest_of_a_hugging_face_cache(converted: Path, tmp_path: Path) -> No
 )
 def test_manifest_that_is_none(converted: Path, text: str) -> None:
     (converted / MANIFEST).write_text(text)
-    with refused(f"{MANIFEST}: is not of version 1; convert the model again"):
+    with refused(f"{MANIFEST}: is malformed or not of version 1; convert the model again"):
         differences(converted)
     (converted / MANIFEST).write_text('{"files": {}, "files": {}}')
     with refused(f"{MANIFEST}: the key 'files' occurs twice"):

@@ -154,7 +154,7 @@ def test_other_names_are_themselves(name: str) -> None:
     ],
 )
 def test_unknown_names_of_megatron_are_refused(rest: str) -> None:
-    with refused(f"hugging_face_names: {LAYER}.{rest}: a name of Megatron-Core that is not known here; rename"):
+    with refused(f"hugging_face_names: {LAYER}.{rest}: unknown Megatron-Core name; rename"):
         hugging_face_names(f"{LAYER}.{rest}")
 
 

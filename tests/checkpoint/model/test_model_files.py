@@ -251,7 +251,7 @@ def test_unindexed_series_is_incomplete(tmp_path: Path) -> None:
 def test_index_disagrees_both_ways(tmp_path: Path) -> None:
     synthetic.dense(tmp_path / "m")
     _edit_index(tmp_path / "m", lambda weights: weights.update(extra="model-00001-of-00002.safetensors"))
-    _refused(tmp_path / "m", "names extra in model-00001-of-00002.safetensors, which the shard does not hold")
+    _refused(tmp_path / "m", "names extra in model-00001-of-00002.safetensors, but the shard does not contain it")
     _edit_index(tmp_path / "m", lambda weights: (weights.pop("extra"), weights.pop("model.norm.weight")))
     _refused(tmp_path / "m", "does not name model.norm.weight of model-00001-of-00002.safetensors")
 
@@ -262,7 +262,7 @@ def test_index_puts_tensor_into_the_wrong_shard(tmp_path: Path) -> None:
         tmp_path / "m", lambda weights: weights.update({"model.norm.weight": "model-00002-of-00002.safetensors"})
     )
     _refused(
-        tmp_path / "m", "names model.norm.weight in model-00002-of-00002.safetensors, which the shard does not hold"
+        tmp_path / "m", "names model.norm.weight in model-00002-of-00002.safetensors, but the shard does not contain it"
     )
 
 
@@ -270,7 +270,7 @@ def test_index_leads_out(tmp_path: Path) -> None:
     synthetic.dense(tmp_path / "m")
     synthetic.write_file(tmp_path / "evil.safetensors", {"x": np.zeros(1, np.float32)})
     _edit_index(tmp_path / "m", lambda weights: weights.update(x="../evil.safetensors"))
-    _refused(tmp_path / "m", "shard name '../evil.safetensors'; a plain file name")
+    _refused(tmp_path / "m", "shard name '../evil.safetensors': a plain file name")
 
 
 def test_index_without_weight_map(tmp_path: Path) -> None:
@@ -284,7 +284,7 @@ def test_shard_link_that_leads_out(tmp_path: Path) -> None:
     shard = tmp_path / "m" / "model-00002-of-00002.safetensors"
     shard.rename(tmp_path / "elsewhere.safetensors")
     shard.symlink_to(tmp_path / "elsewhere.safetensors")
-    _refused(tmp_path / "m", "model-00002-of-00002.safetensors: a link that leaves")
+    _refused(tmp_path / "m", "model-00002-of-00002.safetensors: links to a file outside")
 
 
 def test_hugging_face_cache_links_are_followed(tmp_path: Path) -> None:
@@ -307,13 +307,13 @@ def test_only_links_of_a_hugging_face_cache_are_followed(tmp_path: Path, folder:
     for i, path in enumerate(sorted(root.iterdir())):
         path.rename(blobs / str(i))
         path.symlink_to(blobs / str(i))
-    _refused(root, "a link that leaves")
+    _refused(root, "links to a file outside")
 
 
 def test_tensor_in_two_files(tmp_path: Path) -> None:
     synthetic.dense(tmp_path / "m", index=False)
     synthetic.write_file(tmp_path / "m" / "consolidated.safetensors", {"model.norm.weight": np.ones(64, np.float32)})
-    _refused(tmp_path / "m", "model.norm.weight: in consolidated.safetensors and in model-00001-of-00002.safetensors")
+    _refused(tmp_path / "m", "model.norm.weight: is in both consolidated.safetensors and model-00001-of-00002.safetensors")
 
 
 def test_file_beside_the_index_is_ignored_and_reported(tmp_path: Path) -> None:
@@ -325,7 +325,7 @@ def test_file_beside_the_index_is_ignored_and_reported(tmp_path: Path) -> None:
 def test_single_file_and_foreign_index(tmp_path: Path) -> None:
     synthetic.dense(tmp_path / "m")
     synthetic.write_file(tmp_path / "m" / "model.safetensors", {"x": np.ones(64, np.float32)})
-    _refused(tmp_path / "m", "holds both model.safetensors and model.safetensors.index.json")
+    _refused(tmp_path / "m", "has both model.safetensors and model.safetensors.index.json")
 
 
 def test_names_that_differ_in_case(tmp_path: Path) -> None:

@@ -162,7 +162,8 @@ def test_unpaired_gate(tmp_path: Path) -> None:
 def test_interleaved_stacks_have_one_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fp4kit.checkpoint.loaders.support.refusal", lambda *pair: None)
     with refused(
-        "model.layers.0.mlp.experts.gate_up_proj: gate and up are interleaved, which only --format gpt-oss stores"
+        "model.layers.0.mlp.experts.gate_up_proj: the rows of gate and up are interleaved,"
+        " which only --format gpt-oss can store"
     ):
         plan_of(tmp_path, "gpt_oss", "mxfp4-ocp", format="compressed-tensors")
 
@@ -246,10 +247,10 @@ def test_auxiliary_files(tmp_path: Path) -> None:
     assert dict(files.skipped) == {
         ".git": "hidden directory",
         ".hidden": "hidden file",
-        "USE.txt": "a link that leaves the directory",
+        "USE.txt": "a link to a file outside the directory",
         "loop": "a link to a directory",
         "model.gguf": "weights that are not part of the model",
-        "modeling.py": "not a kind of file that is copied",
+        "modeling.py": "kind of file that is not copied",
         "pipe.txt": "not a regular file",
         "pytorch_model.bin": "weights that are not part of the model",
         "pytorch_model.bin.index.json": "index of other weights",

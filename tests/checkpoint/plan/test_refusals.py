@@ -37,14 +37,14 @@ def dense(tmp_path: Path) -> Path:
 )
 def test_source_that_declares_what_it_is_not(tmp_path: Path, config: dict[str, object], key: str) -> None:
     synthetic.write_model(tmp_path / "m", config, {"a.weight": synthetic.random("a", (16, 64))})
-    with refused(f"config.json: has {key}, but no tensor is quantized; remove it from the source first"):
+    with refused(f"config.json: has {key}, but no tensor is quantized; remove this entry or file from the source"):
         make_plan(tmp_path / "m")
 
 
 def test_source_with_hf_quant_config(tmp_path: Path) -> None:
     root = dense(tmp_path)
     (root / "hf_quant_config.json").write_text("{}")
-    with refused("hf_quant_config.json: is there, but no tensor is quantized; remove it from the source first"):
+    with refused("hf_quant_config.json: exists, but no tensor is quantized; remove this entry or file from the source"):
         make_plan(root)
 
 
@@ -54,7 +54,8 @@ def test_source_with_hf_quant_config(tmp_path: Path) -> None:
 def test_source_of_no_known_form(tmp_path: Path, name: str) -> None:
     synthetic.write_model(tmp_path / "m", {}, {name: np.zeros((4, 4), np.uint8)})
     with refused(
-        f"{name}: packed weights or their scales, of no form that is known here; start from the unquantized release"
+        f"{name}: packed weights or scales in a format that fp4kit does not know;"
+        " convert the unquantized release of the model"
     ):
         make_plan(tmp_path / "m")
 
@@ -78,7 +79,7 @@ NVFP4 = {"a.weight": np.zeros((8, 32), np.uint8), "a.weight_scale": np.zeros((8,
 )
 def test_parts_that_do_not_fit(tmp_path: Path, tensors: synthetic.Tensors) -> None:
     synthetic.write_model(tmp_path / "m", {}, {**tensors, "b.weight": synthetic.random("b", (16, 64))})
-    with refused("of no form that is known here"):
+    with refused("in a format that fp4kit does not know"):
         make_plan(tmp_path / "m")
 
 

@@ -76,7 +76,7 @@ def test_inspect_follows_no_link_out_of_the_directory(tmp_path: Path, name: str)
     convert(tmp_path / "m", tmp_path / "out", format="modelopt")
     (tmp_path / "out" / name).rename(tmp_path / "elsewhere")
     (tmp_path / "out" / name).symlink_to(tmp_path / "elsewhere")
-    with refused(f"{name}: a link that leaves {tmp_path / 'out'}; put the file itself there"):
+    with refused(f"{name}: links to a file outside {tmp_path / 'out'}; replace the link by the file"):
         open_checkpoint(tmp_path / "out")
     (tmp_path / "elsewhere").rename(tmp_path / "out" / "kept")
     (tmp_path / "out" / name).unlink()
@@ -84,7 +84,7 @@ def test_inspect_follows_no_link_out_of_the_directory(tmp_path: Path, name: str)
     assert open_checkpoint(tmp_path / "out").layers
 
 
-LOOP = "its symbolic links lead in a circle; put what is meant there"
+LOOP = "its symbolic links form a cycle; replace the link by the file itself"
 
 
 @pytest.mark.parametrize(
@@ -119,7 +119,7 @@ def test_loops_of_links_to_directories(tmp_path: Path) -> None:
     (tmp_path / "m" / "notes.txt").symlink_to("notes.txt")
     (tmp_path / "m" / "folder").symlink_to("../m")
     report = convert(tmp_path / "m", tmp_path / "out", format="modelopt")
-    skipped = (("folder", "a link to a directory"), ("notes.txt", "links that lead in a circle"))
+    skipped = (("folder", "a link to a directory"), ("notes.txt", "links that form a cycle"))
     assert report.plan.auxiliary.skipped == skipped
 
 

@@ -485,7 +485,10 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     layer = next(layer for layer in found["layers"] if layer["name"] == Q)
     assert layer["codes"] == {"differing": 1, "compared": 2048} and layer["scales"]["differing"] == 0
     assert main(["verify", str(model)]) == 1
-    assert "error: model-00001-of-00002.safetensors: has other bytes than were written" in capsys.readouterr().out
+    assert (
+        "error: model-00001-of-00002.safetensors: its content differs from what the conversion wrote"
+        in capsys.readouterr().out
+    )
 
 
 @pytest.mark.parametrize(
