@@ -313,7 +313,8 @@ def test_only_links_of_a_hugging_face_cache_are_followed(tmp_path: Path, folder:
 def test_tensor_in_two_files(tmp_path: Path) -> None:
     synthetic.dense(tmp_path / "m", index=False)
     synthetic.write_file(tmp_path / "m" / "consolidated.safetensors", {"model.norm.weight": np.ones(64, np.float32)})
-    _refused(tmp_path / "m", "model.norm.weight: is in both consolidated.safetensors and model-00001-of-00002.safetensors")
+    text = "model.norm.weight: is in both consolidated.safetensors and model-00001-of-00002.safetensors"
+    _refused(tmp_path / "m", text)
 
 
 def test_file_beside_the_index_is_ignored_and_reported(tmp_path: Path) -> None:
