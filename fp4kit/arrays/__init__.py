@@ -1,1 +1,1 @@
-"""Arrays of other arrays: how they come in (DLPack) and how results go back to them."""
+"""Arrays of other libraries: how they are imported (DLPack), and how results return to their library."""

@@ -1,10 +1,11 @@
-"""DLPack on the host: the memory of another library's array as a NumPy array.
+"""DLPack on the host: view the memory of another library's array as a NumPy array.
 
-NumPy's own `from_dlpack` refuses bfloat16 and the 8-bit floats, so the capsule is read here, for every dtype alike. The
-structures are those of dlpack.h (DLPack 1.x), the capsule protocol that of the Python array API standard.
+NumPy's own `from_dlpack` refuses bfloat16 and the 8-bit floats, so this module reads the capsule itself, for every
+dtype. The structures are those of dlpack.h (DLPack 1.x), and the capsule protocol is that of the Python array API
+standard.
 
-A capsule that nobody consumes calls the exporter's deleter when it is garbage collected. The arrays made here hold the
-capsule itself, so the exporter's memory lives exactly as long as the last view of it.
+If nobody consumes a capsule, it calls the exporter's deleter when it is garbage collected. The arrays made here hold
+the capsule itself, so the exporter's memory lives exactly as long as the last view of it.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ DTYPES: dict[tuple[int, int, int], np.dtype[Any]] = {
     (10, 8, 1): np.dtype(ml_dtypes.float8_e4m3fn),
     (12, 8, 1): np.dtype(ml_dtypes.float8_e5m2),
     (14, 8, 1): np.dtype(ml_dtypes.float8_e8m0fnu),
-    (17, 4, 2): np.dtype(np.uint8),  # two E2M1 codes a byte
+    (17, 4, 2): np.dtype(np.uint8),  # two E2M1 codes per byte
 }
 
 _READ_ONLY = 1  # DLPACK_FLAG_BITMASK_READ_ONLY
@@ -77,7 +78,10 @@ _capsule_pointer = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c
 
 
 class _Memory:
-    """An exporter's memory as NumPy's array interface describes it; holds the capsule, and so the memory, alive."""
+    """An exporter's memory, described by NumPy's array interface.
+
+    It holds the capsule, which keeps the memory alive.
+    """
 
     def __init__(self, capsule: object, tensor: _DLTensor, dtype: np.dtype[Any], read_only: bool) -> None:
         self.capsule = capsule
@@ -91,14 +95,19 @@ class _Memory:
 
 
 def read(x: Any, name: str) -> np.ndarray[Any, np.dtype[Any]]:
-    """The array that x exports; errors name it. Raises TypeError for other dtypes, BufferError for what cannot be
-    read.
+    """Return the array that x exports.
+
+    name: how error messages call x. Raises TypeError for a dtype that is not in DTYPES, BufferError if the memory
+    cannot be read.
     """
     return _from_capsule(_export(x), name)
 
 
 def _export(x: Any) -> object:
-    """The exporter's capsule: versioned if it can make one, since only that can say that memory is read-only."""
+    """Return the exporter's DLPack capsule, versioned if it can make one.
+
+    Only a versioned capsule can be marked read-only.
+    """
     try:
         return x.__dlpack__(max_version=_VERSION)
     except TypeError:  # an exporter of DLPack before 1.0 does not know the keyword
@@ -106,19 +115,23 @@ def _export(x: Any) -> object:
 
 
 def _from_capsule(capsule: object, name: str) -> np.ndarray[Any, np.dtype[Any]]:
+    """Return the array that a capsule describes."""
     tensor, read_only = _read(capsule, name)
     dtype = _dtype(tensor.dtype, name)
     if 0 in _shape(tensor):  # the exporter's data pointer may be NULL
         return np.empty(_shape(tensor), dtype)
     if not tensor.data:
         raise BufferError(
-            f"{name} exports no memory, only a shape, as a tensor does while it is traced; needed are values"
+            f"{name} exports no memory, only a shape, as a tensor does while it is traced; needed is an array of values"
         )
     return np.asarray(_Memory(capsule, tensor, dtype, read_only)).view(dtype)
 
 
 def _read(capsule: object, name: str) -> tuple[_DLTensor, bool]:
-    """The tensor that a capsule describes, valid while the capsule lives, and whether its memory is read-only."""
+    """Return the tensor that a capsule describes, and whether its memory is read-only.
+
+    The tensor is valid as long as the capsule lives.
+    """
     if _capsule_is_valid(capsule, b"dltensor_versioned"):
         pointer = _capsule_pointer(capsule, b"dltensor_versioned")
         versioned = _DLManagedTensorVersioned.from_address(pointer)
@@ -131,10 +144,11 @@ def _read(capsule: object, name: str) -> tuple[_DLTensor, bool]:
         return versioned.dl_tensor, bool(versioned.flags & _READ_ONLY)
     if _capsule_is_valid(capsule, b"dltensor"):
         return _DLManagedTensor.from_address(_capsule_pointer(capsule, b"dltensor")).dl_tensor, True
-    raise BufferError(f"{name}.__dlpack__() gave {capsule!r}; needed is an unconsumed DLPack capsule; export it anew")
+    raise BufferError(f"{name}.__dlpack__() gave {capsule!r}; needed is an unconsumed DLPack capsule; export it again")
 
 
 def _dtype(dtype: _DLDataType, name: str) -> np.dtype[Any]:
+    """Return the NumPy dtype of a DLPack dtype. Raise TypeError for an unsupported dtype."""
     key = (dtype.code, dtype.bits, dtype.lanes)
     if key not in DTYPES:
         raise TypeError(
@@ -145,8 +159,10 @@ def _dtype(dtype: _DLDataType, name: str) -> np.dtype[Any]:
 
 
 def _shape(tensor: _DLTensor) -> tuple[int, ...]:
+    """Return the shape of a tensor."""
     return tuple(tensor.shape[: tensor.ndim]) if tensor.ndim else ()
 
 
 def _byte_strides(tensor: _DLTensor, itemsize: int) -> tuple[int, ...] | None:
+    """Return the strides of a tensor in bytes, or None if it is row-major without gaps."""
     return tuple(itemsize * step for step in tensor.strides[: tensor.ndim]) if tensor.ndim and tensor.strides else None

@@ -1,4 +1,7 @@
-"""Arrays of other libraries, without a copy: DLPack in as NumPy arrays, CUDA arrays as CuPy's; and where CuPy is."""
+"""Import arrays of other libraries without a copy: host arrays as NumPy arrays (DLPack), CUDA arrays as CuPy arrays.
+
+This module also imports CuPy, only when it is needed.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ from fp4kit.arrays import dlpack
 __all__ = ["as_array", "as_arrays", "cupy", "device_name", "import_arrays", "is_array", "making_current"]
 
 T = TypeVar("T")
-_HOST_DEVICES = (1, 3, 11)  # kDLCPU, and page-locked host memory: kDLCUDAHost, kDLROCMHost
+_HOST_DEVICES = (1, 3, 11)  # kDLCPU, kDLCUDAHost and kDLROCMHost (page-locked host memory)
 _DEVICE_NAMES = {
     1: "cpu",
     2: "cuda",
@@ -35,35 +38,32 @@ _DEVICE_NAMES = {
     18: "trainium",
 }
 
-DIFFERENTIABLE = ("fake_quantize", "fake_quantize_grouped")  # of fp4kit.torch too, where gradients pass
+DIFFERENTIABLE = ("fake_quantize", "fake_quantize_grouped")  # functions whose fp4kit.torch version has gradients
 
 
 def as_array(x: Any, name: str = "x") -> np.ndarray[Any, np.dtype[Any]]:
     """Return `x` as a NumPy array that shares its memory.
 
     Args:
-        x: a NumPy array of any dtype and any strides, which is returned as it is; an np.matrix, np.memmap or other
-        subclass,
-            which becomes a plain array; a NumPy scalar, which becomes a 0-d array; or an object in host memory that
-            exports DLPack (PyTorch, JAX, ...), of a real, complex or bool type, bfloat16, float8_e4m3fn, float8_e5m2,
-            float8_e8m0fnu, or float4_e2m1fn_x2, which arrives as uint8 (two codes a byte, the even element in the low
-            nibble).
+        x: a NumPy array of any dtype and strides, which is returned unchanged; an np.matrix, np.memmap or other
+            subclass, which becomes a plain array; a NumPy scalar, which becomes a 0-d array; or an object in host
+            memory that exports DLPack (PyTorch, JAX, ...). Its dtype may be a real, complex or bool type, bfloat16,
+            float8_e4m3fn, float8_e5m2, float8_e8m0fnu, or float4_e2m1fn_x2. The last one arrives as uint8: two codes
+            per byte, the even element in the low nibble.
         name: what error messages call `x`, such as "quantize: x".
 
     Returns:
-        An array of the shape, strides and values of `x`; bfloat16 and the 8-bit floats have the dtypes of ml_dtypes. It
-        keeps the memory of `x` alive, and is read-only where the exporter says so or, as in NumPy, cannot say
-        (DLPack before 1.0).
+        An array with the shape, strides and values of `x`. bfloat16 and the 8-bit floats have the dtypes of ml_dtypes.
+        The array keeps the memory of `x` alive. It is read-only if the exporter says so, or cannot say (DLPack before
+        1.0), as in NumPy.
 
     Raises:
-        TypeError: `x` is no array (a list, a Python number, ...), a masked array, a tensor that is not dense memory
-        (sparse,
-            nested, quantized), or its DLPack dtype is none of the above.
+        TypeError: `x` is not an array (a list, a Python number, ...), is a masked array or a tensor without dense
+            memory (sparse, nested, quantized), or has another DLPack dtype.
         ValueError: `x` is a PyTorch tensor that requires grad, has the negative or the conjugate bit set, or is on the
-        meta
-            device.
-        NotImplementedError: `x` is on a CUDA or another device.
-        BufferError: the exporter refuses, gives no memory, or speaks a DLPack version other than 0.x and 1.x.
+            meta device.
+        NotImplementedError: `x` is on a CUDA device or another accelerator.
+        BufferError: the exporter refuses, gives no memory, or uses a DLPack version other than 0.x and 1.x.
     """
     if type(x) is np.ndarray:
         return x
@@ -77,12 +77,15 @@ def as_array(x: Any, name: str = "x") -> np.ndarray[Any, np.dtype[Any]]:
 
 
 def check_unmasked(x: Any, name: str) -> None:
-    """Raise TypeError for a masked array, whose mask would be dropped without a word. They alone can be filled."""
+    """Raise TypeError for a masked array, whose mask would be dropped silently.
+
+    Only masked arrays have a `filled` method.
+    """
     if hasattr(x, "filled"):
         variable = _variable(name)
         raise TypeError(
-            f"{name} is a masked array, whose mask no function here heeds; needed is a plain array; pass"
-            f" {variable}.filled(0), or {variable}.data where what is masked counts too"
+            f"{name} is a masked array, whose mask would be ignored; needed is a plain array; pass"
+            f" {variable}.filled(0), or {variable}.data to use the masked elements too"
         )
 
 
@@ -98,7 +101,7 @@ def as_arrays(operation: str = "", /, **named: Any) -> tuple[Any, ...]:
 
     Raises:
         ValueError: the arrays are on more than one device; the message names each of them.
-        TypeError, NotImplementedError, BufferError: as `as_array`.
+        TypeError, NotImplementedError, BufferError: as for `as_array`.
     """
     prefix = f"{operation}: " if operation else ""
     check_one_device(operation, **named)
@@ -117,13 +120,14 @@ def check_one_device(operation: str = "", /, **named: Any) -> None:
 def device_name(x: Any, name: str = "x") -> str:
     """Return where `x` lives: "cpu" (page-locked memory included), "cuda:0", "rocm:1", "metal:0", ...
 
-    An object with only `__cuda_array_interface__`, which tells no device number, gives "cuda".
+    An object that has only `__cuda_array_interface__` gives "cuda", because that interface tells no device number.
 
     Raises:
-        TypeError: `x` is neither a NumPy array nor an exporter of DLPack or of the CUDA array interface, or traced by
-        JAX. BufferError: `x` has no memory on one device: it is sharded, was deleted, or belongs to a transform such as
-        torch.vmap. TypeError, ValueError: `x` is a PyTorch tensor whose memory does not hold its values; see
-        check_tensor.
+        TypeError: `x` is neither a NumPy array nor an exporter of DLPack or of the CUDA array interface; or `x` is
+            traced by JAX; or `x` is a PyTorch tensor without dense memory (see check_tensor).
+        ValueError: `x` is a PyTorch tensor whose memory does not hold its values (see check_tensor).
+        BufferError: `x` has no memory on one device: it is sharded, was deleted, or belongs to a transform such as
+            torch.vmap.
     """
     if isinstance(x, (np.ndarray, np.generic)):
         return "cpu"
@@ -138,7 +142,8 @@ def device_name(x: Any, name: str = "x") -> str:
         return "cuda"
     if isinstance(x, getattr(getattr(sys.modules.get("jax"), "core", None), "Tracer", ())):
         raise TypeError(
-            f"{name} is traced by JAX and has no values yet; needed are values; call what fp4kit.jax has, or outside"
+            f"{name} is traced by JAX and has no values yet; needed is an array of values; call fp4kit.jax's function,"
+            " or call this one outside of the traced code"
         )
     raise TypeError(
         f"{name} is a {type(x).__module__}.{type(x).__qualname__}; needed is a NumPy array or an array that exports "
@@ -147,8 +152,9 @@ def device_name(x: Any, name: str = "x") -> str:
 
 
 def _dlpack_device(x: Any, name: str) -> tuple[int, int]:
-    """Type and number of the device that an exporter's memory is on. Raises BufferError where it has none, or is on
-    several.
+    """Return the type and the number of the device that holds an exporter's memory.
+
+    Raises BufferError if there is no such device or more than one.
     """
     try:
         kind, index = x.__dlpack_device__()
@@ -157,14 +163,15 @@ def _dlpack_device(x: Any, name: str) -> tuple[int, int]:
         why = "it was deleted, or donated to a call" if getattr(x, "is_deleted", bool)() else str(error).rstrip(".")
         raise BufferError(
             f"{name} is a {type(x).__name__} without memory of its own on one device ({why:.120}); needed are values in"
-            " one place: gather what is sharded; inside of torch.func, call what fp4kit.torch has"
+            " one place: gather a sharded array; inside torch.func, call fp4kit.torch's function"
         ) from error
 
 
 def check_tensor(x: Any, name: str = "x") -> None:
-    """Raise TypeError or ValueError for a PyTorch tensor whose values are not what its memory holds, or that has none.
+    """Raise TypeError or ValueError for a PyTorch tensor whose values cannot be read from its memory.
 
-    DLPack carries memory alone: a tensor with the negative bit set would arrive with every sign turned.
+    Such a tensor has no dense memory, or its memory does not hold its values. DLPack transfers only memory: a tensor
+    with the negative bit set would arrive with every sign flipped.
     """
     variable = _variable(name)
     if str(getattr(x, "layout", "torch.strided")) != "torch.strided":
@@ -188,8 +195,9 @@ def check_tensor(x: Any, name: str = "x") -> None:
 
 
 def _check_grad(x: Any, name: str) -> None:
-    """Raise ValueError for a tensor whose gradient would be lost: not without grad mode, and not for codes of a
-    parameter.
+    """Raise ValueError for a tensor whose gradient would be lost.
+
+    There is no error without grad mode, and none for a Parameter, except in the functions of DIFFERENTIABLE.
     """
     torch, op = sys.modules["torch"], name.partition(":")[0]
     if not torch.is_grad_enabled() or (isinstance(x, torch.nn.Parameter) and op not in DIFFERENTIABLE):
@@ -197,17 +205,18 @@ def _check_grad(x: Any, name: str) -> None:
     needed = (
         f"needed is fp4kit.torch.{op}, which carries it, or"
         if op in DIFFERENTIABLE
-        else "what fp4kit.torch has carries it;"
+        else "fp4kit.torch's functions carry it;"
     )
-    raise ValueError(f"{name} requires grad, which would end here; {needed} pass {_variable(name)}.detach()")
+    raise ValueError(f"{name} requires grad, which would be lost here; {needed} pass {_variable(name)}.detach()")
 
 
 def _variable(name: str) -> str:
-    """The argument's own name in `name`: "quantize: x" -> "x"."""
+    """Return the argument's own name in `name`: "quantize: x" gives "x"."""
     return name.rpartition(" ")[2]
 
 
 def _require_host(device: str, name: str) -> None:
+    """Raise NotImplementedError unless device is "cpu"."""
     if device == "cpu":
         return
     x = _variable(name)
@@ -219,7 +228,10 @@ def _require_host(device: str, name: str) -> None:
 
 
 def _detached(x: Any) -> Any:
-    """A tensor of PyTorch without its graph, which does not export otherwise."""
+    """Return a PyTorch tensor without its autograd graph.
+
+    A tensor that requires grad does not export DLPack.
+    """
     return x.detach() if getattr(x, "requires_grad", False) else x
 
 
@@ -230,7 +242,7 @@ def _detached(x: Any) -> Any:
 def is_traced() -> bool:
     """Return whether torch.compile traces the caller, or would trace the functions that the caller calls.
 
-    Only to be called if "torch._dynamo" is in sys.modules.
+    Call it only if "torch._dynamo" is in sys.modules.
     """
     if sys.modules["torch"].compiler.is_dynamo_compiling():  # a constant True in traced code
         return _leave_untraced()
@@ -239,21 +251,22 @@ def is_traced() -> bool:
 
 
 def untraced(function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-    """Call the function. In traced code this is a graph break, and with fullgraph=True an error, once is_traced was
-    called.
+    """Call the function outside of a traced graph.
+
+    In traced code this is a graph break, or an error with fullgraph=True. is_traced must have been called before.
     """
     return function(*args, **kwargs)
 
 
 def _leave_untraced() -> bool:
-    """Have torch.compile call `untraced` without tracing it, and return True. The tracer itself runs this function."""
+    """Tell torch.compile not to trace `untraced`, and return True. The tracer itself runs this function."""
     if not hasattr(untraced, "_torchdynamo_disable"):
         why = "fp4kit's functions are not traced; in a graph, call those of fp4kit.torch, such as fp4kit.torch.quantize"
         globals()["untraced"] = sys.modules["torch"]._dynamo.disable(untraced, reason=why)
     return True
 
 
-_leave_untraced._dynamo_marked_constant = True  # type: ignore[attr-defined]  # what torch._dynamo.assume_constant_result sets
+_leave_untraced._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as torch._dynamo.assume_constant_result does
 
 
 # ---- CuPy
@@ -264,7 +277,7 @@ _NOTHING = nullcontext()
 
 @cache
 def cupy() -> Any:
-    """The cupy module. Raises RuntimeError with what to install or what is missing."""
+    """Return the cupy module. Raise RuntimeError, with the way to install what is missing, if it cannot be used."""
     try:
         import cupy as module
     except ImportError as error:
@@ -283,18 +296,24 @@ def cupy() -> Any:
 
 
 def to_device(host: np.ndarray) -> Any:
-    """A NumPy array on the current device. A number goes as a row: else CuPy compiles a kernel, for seconds."""
+    """Return a CuPy array on the current device, copied from a NumPy array.
+
+    A 0-d array is copied as a row and reshaped, because CuPy would otherwise compile a kernel, which takes seconds.
+    """
     return cupy().asarray(host) if host.ndim else cupy().asarray(host.reshape(1)).reshape(())
 
 
 def making_current(device: int) -> AbstractContextManager[Any]:
-    """Context in which a device is the current one: nothing to do where it already is."""
+    """Return a context in which the device is the current one. It does nothing if the device already is."""
     cuda = cupy().cuda
     return _NOTHING if cuda.runtime.getDevice() == device else cuda.Device(device)
 
 
 def import_arrays(op: str, **named: Any) -> tuple[Any, ...]:
-    """The arrays without a copy, all of one device: NumPy arrays, or CuPy arrays where they are on a GPU."""
+    """Return the arrays without a copy: CuPy arrays if they are on a GPU, otherwise NumPy arrays.
+
+    Raises ValueError unless all arrays are on one device.
+    """
     if _one_cupy_device(named.values()):
         return tuple(named.values())
     if not any(_on_cuda(a, f"{op}: {name}") for name, a in named.items()):
@@ -305,17 +324,19 @@ def import_arrays(op: str, **named: Any) -> tuple[Any, ...]:
 
 
 def _one_cupy_device(arrays: Iterable[Any]) -> bool:
-    """Whether all are CuPy arrays of one device: CuPy need not be asked for an export, which takes the driver's
-    time.
+    """Return whether all arrays are CuPy arrays of one device.
+
+    They then need no DLPack export, which costs a call of the driver.
     """
     kind = getattr(sys.modules.get("cupy"), "ndarray", None)
     return kind is not None and all(isinstance(a, kind) for a in arrays) and len({a.device.id for a in arrays}) == 1
 
 
 def _on_cuda(a: Any, name: str) -> bool:
+    """Return whether an array is on a CUDA device."""
     return device_name(a, name).startswith("cuda")
 
 
 def is_array(a: Any) -> bool:
-    """Whether it is an array of some library, which exports its memory."""
+    """Return whether an object is an array of some library, that is, exports its memory."""
     return hasattr(a, "__dlpack__") or hasattr(a, "__cuda_array_interface__")

@@ -1,4 +1,4 @@
-"""JAX: arrays of what calls on its arrays give."""
+"""JAX arrays: how results return to JAX, and what cached calls need to know about its arrays."""
 
 from __future__ import annotations
 
@@ -13,16 +13,17 @@ from fp4kit.arrays import imports
 
 
 @contextmanager
-def at_home(x: Any) -> Iterator[Callable[[Any], Any]]:
-    """Calls on x run as they do; gives what makes arrays on the device of x, which JAX may move elsewhere if it may
-    move x.
-    """
+def call_context(x: Any) -> Iterator[Callable[[Any], Any]]:
+    """Yield a function that makes JAX arrays on the device of x. Calls on x need no further context."""
 
     yield lambda array: giver(x)(array)
 
 
 def giver(x: Any) -> Callable[[Any], Any]:
-    """Return a function that makes arrays on the device of x, which JAX may move elsewhere only if it may move x."""
+    """Return a function that makes JAX arrays on the device of x.
+
+    If x is committed to its device, the new arrays are too. Otherwise JAX may move them.
+    """
     device, is_committed = x.device, getattr(x, "committed", True)
 
     def give(array: Any) -> Any:
@@ -35,8 +36,9 @@ def giver(x: Any) -> Callable[[Any], Any]:
 
 
 def facts(a: Any) -> Hashable:
-    """Return all that the checks of a call depend on, for an array of JAX on one device of the host; TypeError for
-    others.
+    """Return everything that the checks of a call depend on, for a JAX array on one device of the host.
+
+    Raises TypeError for any other object.
     """
     kind = type(a)
     if kind.__name__ != "ArrayImpl" or a.is_deleted() or len(a.devices()) != 1 or a.device.platform != "cpu":
@@ -46,18 +48,22 @@ def facts(a: Any) -> Hashable:
 
 
 def array_of(array: Any, device: Any = None) -> Any:
-    """An array with the values of a NumPy array, on a device, or on the memory of a CuPy array; anything else as it
-    is.
+    """Return a JAX array made from a NumPy or CuPy array. Return anything else unchanged.
+
+    A NumPy array is copied, to `device` if it is given. A CuPy array is shared.
     """
     if isinstance(array, np.ndarray):
-        copy = np.array(array)  # JAX may keep the memory, which no other array shall have
+        copy = np.array(array)  # JAX may keep the memory, so no other array may share it
         return sys.modules["jax"].device_put(copy, device)
     return _device_array(array) if type(array).__module__ == "cupy" else array
 
 
 def _device_array(array: Any) -> Any:
-    """Through DLPack, which orders the streams; as integers, because CuPy does not export every dtype."""
+    """Return a JAX array on the memory of a CuPy array, through DLPack, which orders the streams.
+
+    The elements are exported as integers, because CuPy does not export every dtype.
+    """
     jax: Any = sys.modules["jax"]
-    array = imports.cupy().ascontiguousarray(array).reshape(array.shape)  # of a number it makes a row
+    array = imports.cupy().ascontiguousarray(array).reshape(array.shape)  # ascontiguousarray makes a row of a 0-d array
     bits = jax.dlpack.from_dlpack(array.view(f"u{array.itemsize}"))
     return bits if array.dtype == np.uint8 else jax.lax.bitcast_convert_type(bits, array.dtype)

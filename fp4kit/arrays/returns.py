@@ -1,10 +1,9 @@
-"""Results come back in the library that the arguments came in: PyTorch's tensors and JAX's arrays, on the host and on
-CUDA.
+"""Return results in the library of the arguments: PyTorch tensors and JAX arrays, on the host and on CUDA.
 
-Neither library is imported here: the module of an array is loaded already. fp4kit computes on NumPy and CuPy arrays,
-which share the memory of what was given (fp4kit.arrays.imports); what a public function makes is turned into arrays of
-the first argument's library, again without a copy where that library allows it. Arrays of any other library give NumPy
-or CuPy arrays.
+fp4kit computes on NumPy and CuPy arrays that share the memory of the arguments (fp4kit.arrays.imports). The results of
+a public function are converted to arrays of the first argument's library, without a copy if the library allows it.
+Arguments of any other library give NumPy or CuPy arrays. This module imports neither PyTorch nor JAX, because the
+module of an array is already loaded.
 """
 
 from __future__ import annotations
@@ -22,26 +21,29 @@ from fp4kit.arrays import imports, jax_arrays, torch_arrays
 
 P = ParamSpec("P")
 T = TypeVar("T")
-Give = Callable[[Any], Any]  # from a NumPy or CuPy array to one of the library; what is of the library stays
+Give = Callable[[Any], Any]  # converts a NumPy or CuPy array to a library's array; leaves the library's own unchanged
 
 
 class ArrayLibrary(NamedTuple):
-    """What is known of a library. at_home(a): where calls on `a` run, and its Give. is_mutable: arrays can be written
-    to.
+    """A library whose arrays results are converted to.
+
+    name: name of its module. call_context(a): a context for calls on its array `a`, which yields the function that
+    converts results. is_mutable: whether its arrays can be written to.
     """
 
     name: str
-    at_home: Callable[[Any], AbstractContextManager[Give]]
+    call_context: Callable[[Any], AbstractContextManager[Give]]
     is_mutable: bool
 
 
-TORCH = ArrayLibrary("torch", torch_arrays.at_home, True)
-JAX = ArrayLibrary("jax", jax_arrays.at_home, False)
+TORCH = ArrayLibrary("torch", torch_arrays.call_context, True)
+JAX = ArrayLibrary("jax", jax_arrays.call_context, False)
 
 
 def library_of(a: Any) -> ArrayLibrary | None:
-    """The library of an array, of the first of a sequence, of the parts of a Quantized; None for NumPy, CuPy and any
-    other.
+    """Return the library of an array, or None for NumPy, CuPy and every library other than PyTorch and JAX.
+
+    A sequence has the library of its first array, a Quantized that of its parts.
     """
     if isinstance(a, np.ndarray) or type(a).__module__ == "cupy":
         return None
@@ -54,16 +56,14 @@ def library_of(a: Any) -> ArrayLibrary | None:
 
 
 def first_array(a: Any) -> Any:
-    """The array that stands for an argument: the first of a sequence, the codes of a Quantized."""
+    """Return the array that stands for an argument: the first one of a sequence, the codes of a Quantized."""
     while isinstance(a, (list, tuple)) and a:
         a = a[0]
     return getattr(a, "packed", a)
 
 
 def numpy_dtype(op: str, dtype: Any) -> np.dtype:
-    """A dtype of NumPy, ml_dtypes, PyTorch or JAX, as NumPy and ml_dtypes name it. Raises TypeError for what is
-    none.
-    """
+    """Return a dtype of NumPy, ml_dtypes, PyTorch or JAX as NumPy's dtype. Raise TypeError for anything else."""
     if type(dtype).__module__ == "torch":
         return torch_arrays.numpy_dtype(op, dtype)
     try:
@@ -72,23 +72,27 @@ def numpy_dtype(op: str, dtype: Any) -> np.dtype:
         raise TypeError(f"{op}: dtype is {dtype!r:.60}; needs one of NumPy, ml_dtypes or PyTorch") from None
 
 
-def given_back(result: Any, give: Give) -> Any:
-    """A result with its arrays given to a library: arrays, a Quantized, and lists, tuples and named tuples of them."""
+def convert_arrays(result: Any, give: Give) -> Any:
+    """Return a result with its arrays converted by `give`.
+
+    Arrays, a Quantized, and lists, tuples and named tuples of them are converted; anything else stays unchanged.
+    """
     if isinstance(result, np.ndarray) or type(result).__module__ == "cupy":
         return give(result)
     if hasattr(result, "with_parts"):
         return result.with_parts(give)
     if isinstance(result, list):
-        return [given_back(part, give) for part in result]
+        return [convert_arrays(part, give) for part in result]
     if isinstance(result, tuple):
-        parts = (given_back(part, give) for part in result)
+        parts = (convert_arrays(part, give) for part in result)
         return type(result)(*parts) if hasattr(result, "_fields") else tuple(parts)
     return result
 
 
-def comes_home(function: Callable[P, T]) -> Callable[P, T]:
-    """Decorator: arrays that a public function returns come in the library of its first argument; `out` comes back as
-    it is.
+def returns_in_library(function: Callable[P, T]) -> Callable[P, T]:
+    """Decorate a public function so that it returns arrays in the library of its first argument.
+
+    If the caller passed `out`, that very object is returned.
     """
     first = next(iter(signature(function).parameters))
 
@@ -97,23 +101,24 @@ def comes_home(function: Callable[P, T]) -> Callable[P, T]:
         if "torch._dynamo" in sys.modules and imports.is_traced():
             return imports.untraced(call, *args, **kwargs)
         x: Any = args[0] if args else kwargs.get(first)
-        if isinstance(x, Iterator):  # looked at twice
+        if isinstance(x, Iterator):  # it is iterated twice: here for its library, and by the function
             again: Any = call
             return again(list(x), *args[1:], **{name: value for name, value in kwargs.items() if name != first})
         library = None if type(x) is np.ndarray else library_of(x)
         if library is None:
             return function(*args, **kwargs)
         out: Any = kwargs.get("out")
-        with library.at_home(first_array(x)) as give:
+        with library.call_context(first_array(x)) as give:
             result = function(*args, **kwargs)
-            return result if result is None else given_back(result, give) if out is None else out
+            return result if result is None else convert_arrays(result, give) if out is None else out
 
     return call
 
 
-def written(out: Any) -> Any:
-    """An `out` that was written to. PyTorch's autograd is told, as its own functions tell it: else what an earlier
-    function saved for its gradient would be other values, without an error.
+def mark_written(out: Any) -> Any:
+    """Return `out` after it was written to, and tell PyTorch's autograd about the write, as PyTorch's own functions do.
+
+    Without that, autograd would use changed values that an earlier function saved for its gradient, without an error.
     """
     tensor: Any = getattr(sys.modules.get(TORCH.name), "Tensor", None)
     if tensor is not None and isinstance(getattr(out, "packed", out), tensor):
@@ -122,31 +127,36 @@ def written(out: Any) -> Any:
     return out
 
 
-class Home:
-    """The library of a plan's tensors. A plan gives the same arrays in every call, so their tensors are made once.
+class PlanLibrary:
+    """The library of a plan's tensors.
 
-    Where a library's arrays cannot be written to, each call gives copies.
+    A plan returns the same arrays in every call, so they are converted only once. In a library whose arrays cannot be
+    written to, each call returns copies.
     """
 
     def __init__(self, arrays: Any) -> None:
         self._library, self._like = library_of(arrays), first_array(arrays)
         self._known: dict[str, tuple[list[Any], list[Any]]] = {}
 
-    def entered(self) -> AbstractContextManager[Give]:
-        """Where the plan's calls run."""
-        return nullcontext(_as_it_is) if self._library is None else self._library.at_home(self._like)
+    def context(self) -> AbstractContextManager[Give]:
+        """Return the context in which the plan's calls run."""
+        return nullcontext(_as_it_is) if self._library is None else self._library.call_context(self._like)
 
     def call(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-        """What a method of the plan gives, in its library."""
+        """Call a method of the plan, and return its result in the plan's library."""
         if self._library is None:
             return function(*args, **kwargs)
-        with self.entered() as give:
+        with self.context() as give:
             result: Any = function(*args, **kwargs)
             if not self._library.is_mutable:
-                return given_back(result, lambda array: give(array.copy()))
+                return convert_arrays(result, lambda array: give(array.copy()))
             return self._tensors(function.__name__, result, give)
 
     def _tensors(self, name: str, result: Any, give: Give) -> Any:
+        """Return the arrays of a result as tensors.
+
+        If the arrays are the objects of the last call, return the tensors of that call.
+        """
         arrays = result if isinstance(result, list) else [result]
         known = self._known.get(name)
         if (
@@ -154,7 +164,7 @@ class Home:
             or len(known[0]) != len(arrays)
             or any(a is not b for a, b in zip(known[0], arrays, strict=True))
         ):
-            known = self._known[name] = list(arrays), given_back(list(arrays), give)
+            known = self._known[name] = list(arrays), convert_arrays(list(arrays), give)
         return list(known[1]) if isinstance(result, list) else known[1][0]
 
 
@@ -162,9 +172,10 @@ def _as_it_is(array: Any) -> Any:
     return array
 
 
-def of_plan(method: Callable[P, T]) -> Callable[P, T]:
-    """Decorator of a plan's method: what it returns comes in the library of its tensors. The plan has a Home, as
-    `_home`.
+def returns_in_plan_library(method: Callable[P, T]) -> Callable[P, T]:
+    """Decorate a method of a plan so that it returns arrays in the library of the plan's tensors.
+
+    The plan holds a PlanLibrary as its attribute `_home`.
     """
 
     @wraps(method)

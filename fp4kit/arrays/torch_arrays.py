@@ -1,4 +1,4 @@
-"""PyTorch: where its calls run, and tensors of what they give."""
+"""PyTorch tensors: in which stream and allocator calls on them run, and how results become tensors."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ import numpy as np
 
 from fp4kit.arrays import imports
 
-ALIGNMENT = 16  # bytes: what memory is rounded up to, so that none is empty
-_MOST_STREAMS, _MOST_OUTLINES = 64, 1024  # that are kept
+ALIGNMENT = 16  # bytes; sizes are rounded up to a multiple, at least one, so that no allocation is empty
+_CACHED_STREAMS, _CACHED_OUTLINES = 64, 1024  # cache sizes
 _NAMES = (
     "float64",
     "float32",
@@ -36,46 +36,48 @@ _NAMES = (
     "complex64",
     "complex128",
 )
-_BLOCKS: WeakValueDictionary[int, Any] = WeakValueDictionary()  # of address: the tensor that CuPy's memory there is
+_BLOCKS: WeakValueDictionary[int, Any] = WeakValueDictionary()  # address -> the tensor that owns CuPy's memory there
 
 
 def _module() -> Any:
+    """Return the torch module, which the caller's tensors have already loaded."""
     return sys.modules["torch"]
 
 
 @cache
 def _dtypes() -> dict[Any, np.dtype]:
-    """PyTorch's dtypes and NumPy's; an older PyTorch has not all of them."""
+    """Return NumPy's dtype by PyTorch dtype. An older PyTorch lacks some of them."""
     known = {
         getattr(_module(), name): np.dtype(getattr(ml_dtypes, name, name))
         for name in _NAMES
         if hasattr(_module(), name)
     }
-    packed = getattr(_module(), "float4_e2m1fn_x2", None)  # two codes a byte
+    packed = getattr(_module(), "float4_e2m1fn_x2", None)  # two codes per byte
     return known | ({} if packed is None else {packed: np.dtype(np.uint8)})
 
 
 @cache
 def _torch_dtypes() -> dict[np.dtype, Any]:
-    """The inverse; uint8 is PyTorch's."""
+    """Return PyTorch's dtype by NumPy dtype. uint8 gives torch.uint8."""
     return {known: dtype for dtype, known in reversed(_dtypes().items())}
 
 
 def numpy_dtype(op: str, dtype: Any) -> np.dtype:
-    """A dtype of PyTorch as NumPy and ml_dtypes name it. Raises TypeError for one that they do not have."""
+    """Return a PyTorch dtype as NumPy's or ml_dtypes' dtype. Raise TypeError if they do not have it."""
     if dtype not in _dtypes():
-        raise TypeError(f"{op}: dtype is {dtype}, which NumPy and ml_dtypes do not have")
+        raise TypeError(f"{op}: dtype is {dtype}; needs a dtype that NumPy or ml_dtypes has, such as torch.float32")
     return _dtypes()[dtype]
 
 
 def dtype_named(name: str) -> Any:
-    """PyTorch's dtype of a name, such as "float8_e4m3fn"."""
+    """Return PyTorch's dtype with the given name, such as "float8_e4m3fn"."""
     return getattr(_module(), name)
 
 
 def count_writes(tensors: list[Any]) -> None:
-    """Tell autograd that the values of tensors are others now; an older PyTorch is told of one at a time, or cannot
-    be.
+    """Tell autograd that tensors were written to.
+
+    An older PyTorch accepts only one tensor per call, and one before that has no such function; then nothing is done.
     """
     count = getattr(_module().autograd.graph, "increment_version", None)
     if count is None:
@@ -88,9 +90,10 @@ def count_writes(tensors: list[Any]) -> None:
 
 
 @contextmanager
-def at_home(x: Any) -> Iterator[Callable[[Any], Any]]:
-    """Calls on x run on the current stream of its device, and take memory from PyTorch's allocator; gives what makes
-    tensors.
+def call_context(x: Any) -> Iterator[Callable[[Any], Any]]:
+    """Yield a function that makes tensors, in a context for calls on x.
+
+    For a CUDA tensor, the calls run on the current stream of its device and take memory from PyTorch's allocator.
     """
     if not x.is_cuda:
         yield tensor_of
@@ -104,61 +107,65 @@ def at_home(x: Any) -> Iterator[Callable[[Any], Any]]:
 
 
 def tensor_of(array: Any) -> Any:
-    """A tensor on the memory of a NumPy or CuPy array; anything else as it is."""
+    """Return a tensor on the memory of a NumPy or CuPy array. Return anything else unchanged."""
     if isinstance(array, np.ndarray):
         return _host_tensor(array)
     return _device_tensor(array) if type(array).__module__ == "cupy" else array
 
 
 class TorchStream(NamedTuple):
-    """A stream of PyTorch, as a launch of CuPy takes it."""
+    """A stream of PyTorch, in the form that a CuPy launch accepts."""
 
     ptr: int
     device: int
 
     def __cuda_stream__(self) -> tuple[int, int]:
-        """CUDA's protocol of streams: its version, and the pointer."""
+        """Return the version of CUDA's stream protocol, and the stream's pointer."""
         return 0, self.ptr
 
 
 def stream_of(device: Any) -> TorchStream:
-    """PyTorch's current stream of a device."""
+    """Return PyTorch's current stream of a device."""
     return streams_of(device)()
 
 
 def streams_of(device: Any) -> Callable[[], TorchStream]:
-    """What gives PyTorch's current stream of a device."""
+    """Return a function that returns PyTorch's current stream of a device."""
     pointer, index = _raw_stream(), device.index
     return lambda: TorchStream(pointer(index), index)
 
 
 @cache
 def _raw_stream() -> Callable[[int], int]:
-    """The pointer of a device's current stream: without making a torch.cuda.Stream of it, where PyTorch has that."""
+    """Return a function from a device number to the pointer of its current stream.
+
+    It does not create a torch.cuda.Stream, if this PyTorch can avoid that.
+    """
     quick: Callable[[int], int] | None = getattr(_module()._C, "_cuda_getCurrentRawStream", None)
     return quick or (lambda index: int(_module().cuda.current_stream(index).cuda_stream))
 
 
-@lru_cache(_MOST_STREAMS)
+@lru_cache(_CACHED_STREAMS)
 def cupy_stream(stream: TorchStream) -> Any:
-    """The stream as CuPy's current one, in a with statement; its device must be the current one."""
+    """Return the stream as a CuPy stream, for a with statement. The stream's device must be the current one."""
     cuda = imports.cupy().cuda
     make = getattr(cuda.Stream, "from_external", None)
     return cuda.ExternalStream(*stream) if make is None else make(stream)
 
 
 def address() -> Callable[[Any], int]:
-    """What gives the address of a tensor."""
-    found: Callable[[Any], int] = _module().Tensor.data_ptr
-    return found
+    """Return the function that returns the address of a tensor."""
+    data_ptr: Callable[[Any], int] = _module().Tensor.data_ptr
+    return data_ptr
 
 
 def maker(device: Any, shape: tuple[int, ...], dtype: np.dtype, zeros: bool) -> Callable[[], Any]:
-    """What makes tensors of a shape and a dtype, as NumPy names it, on the current device: uninitialised, or of zeros.
+    """Return a function that allocates tensors of a shape and NumPy dtype on the current device.
 
-    By what PyTorch's compiled code allocates with, where PyTorch has that: it goes straight to the allocator. Else from
-    a tensor like it, without memory, which takes half the time that shape, dtype and device take (of eight tensors 8.7
-    and 14.1 us on the host of an H200, November 2026).
+    The tensors are uninitialized, or zeros if `zeros` is set. Uninitialized tensors are allocated with the function of
+    PyTorch's compiled code, if this PyTorch has it, because that one calls the allocator directly. Otherwise a tensor
+    without memory serves as the model. That takes half the time of passing shape, dtype and device: 8.7 instead of 14.1
+    us for eight tensors on the host of an H200, November 2026.
     """
     like, straight = _outline(shape, dtype, device), _straight_maker(device.type)
     if zeros:
@@ -170,21 +177,24 @@ def maker(device: Any, shape: tuple[int, ...], dtype: np.dtype, zeros: bool) -> 
 
 @cache
 def _straight_maker(kind: str) -> Callable[..., Any] | None:
-    """What allocates tensors by shape, strides and dtype on the current device of a kind; None in an older PyTorch."""
+    """Return the function that allocates tensors by shape, strides and dtype on the current device of a kind.
+
+    Return None if this PyTorch is too old to have it.
+    """
     guards = getattr(getattr(_module()._C, "_dynamo", None), "guards", None)
     return getattr(guards, f"_empty_strided_{kind}", None)
 
 
-@lru_cache(_MOST_OUTLINES)
+@lru_cache(_CACHED_OUTLINES)
 def _outline(shape: tuple[int, ...], dtype: np.dtype, device: Any) -> Any:
-    """A contiguous tensor whose memory was given back."""
+    """Return a contiguous tensor whose memory was freed."""
     tensor = _module().empty(shape, dtype=_torch_dtypes()[dtype], device=device)
     tensor.untyped_storage().resize_(0)
     return tensor
 
 
 def tensor_type() -> Any:
-    """Return torch.Tensor, or an empty tuple if PyTorch is not imported: a second argument of isinstance."""
+    """Return torch.Tensor, or an empty tuple if PyTorch is not imported. Both work as second argument of isinstance."""
     return getattr(sys.modules.get("torch"), "Tensor", ())
 
 
@@ -196,9 +206,10 @@ def host_device() -> Any:
 
 @cache
 def facts(on_host: bool = False) -> Callable[[Any], Hashable]:
-    """Return a function of a tensor with plain memory, on CUDA or on the host: all that the checks of a call depend on.
+    """Return a function that returns everything that the checks of a call depend on, for a tensor with plain memory.
 
-    The function raises TypeError for anything else. Raises TypeError if PyTorch is not imported.
+    The tensor must be on CUDA, or on the host if on_host is set. The returned function raises TypeError for anything
+    else. Raises TypeError if PyTorch is not imported.
     """
     if "torch" not in sys.modules:
         raise TypeError("PyTorch is not imported")
@@ -215,8 +226,9 @@ def facts(on_host: bool = False) -> Callable[[Any], Hashable]:
 
 
 def allocate(size: int) -> Any:
-    """CuPy's allocator in a call. A block is a tensor of its own: so record_stream, graphs and PyTorch's pools know
-    it.
+    """Allocate memory for CuPy during a call.
+
+    Each block is a tensor of its own, so that record_stream, CUDA graphs and PyTorch's memory pools know it.
     """
     cuda = imports.cupy().cuda
     device, torch = cuda.runtime.getDevice(), _module()
@@ -227,7 +239,7 @@ def allocate(size: int) -> Any:
 
 
 def _host_tensor(array: np.ndarray) -> Any:
-    """A tensor on the memory of a NumPy array; of a copy where that is read-only."""
+    """Return a tensor on the memory of a NumPy array, or on a copy if the array is read-only."""
     array = array if array.flags.writeable else array.copy()
     bits = array.view(f"u{array.itemsize}") if array.dtype.kind == "V" or array.dtype not in _plain() else array
     return _module().from_numpy(bits).view(_torch_dtypes()[array.dtype])
@@ -235,12 +247,15 @@ def _host_tensor(array: np.ndarray) -> Any:
 
 @cache
 def _plain() -> tuple[np.dtype, ...]:
-    """dtypes that PyTorch takes from NumPy as they are."""
+    """Return the dtypes that PyTorch accepts from NumPy directly."""
     return tuple(dtype for dtype in _torch_dtypes() if dtype.isbuiltin == 1)
 
 
 def _device_tensor(array: Any) -> Any:
-    """The tensor of a CuPy array: a view of the block that was allocated for it, or of memory that came otherwise."""
+    """Return the tensor of a CuPy array.
+
+    It is a view of the block that `allocate` made for it, or shares memory that was allocated otherwise.
+    """
     dtype = _torch_dtypes()[array.dtype]
     block = _BLOCKS.get(array.data.mem.ptr)
     if block is None:

@@ -8,7 +8,7 @@ import numpy as np
 
 from fp4kit.arguments import as_index, index_of
 from fp4kit.arrays.imports import import_arrays
-from fp4kit.arrays.returns import comes_home
+from fp4kit.arrays.returns import returns_in_library
 
 _NO_AXIS = "pad: x is 0-d; needs at least one axis; use x.reshape(1)"
 
@@ -24,7 +24,7 @@ def _integer_from(op: str, name: str, n: Any, minimum: int) -> int:
     return number
 
 
-@comes_home
+@returns_in_library
 def pad(x: Any, multiple: int, axis: int = -1) -> Any:
     """Append zeros along an axis, up to a multiple of a length.
 

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fp4kit.arrays.imports import import_arrays
-from fp4kit.arrays.returns import comes_home
+from fp4kit.arrays.returns import returns_in_library
 from fp4kit.call import checks
 from fp4kit.call.parse import array_call
 from fp4kit.ops.engines import run, with_threads
@@ -25,7 +25,7 @@ def amax(
     x: ArrayT, recipe: RecipeId | Recipe | None = None, *, axis: Any = None, threads: int | None = None
 ) -> ArrayT: ...
 @with_threads
-@comes_home
+@returns_in_library
 def amax(x: Any, recipe: RecipeId | Recipe | None = None, *, axis: Any = None, threads: int | None = None) -> Any:
     """Largest |x|: of the whole array, along axes, or of each block that shares a block scale.
 

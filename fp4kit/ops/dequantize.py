@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, overload
 
-from fp4kit.arrays.returns import comes_home, numpy_dtype, written
+from fp4kit.arrays.returns import mark_written, numpy_dtype, returns_in_library
 from fp4kit.call import checks
 from fp4kit.call.call_cache import find, keep
 from fp4kit.call.memory_overlap import check_apart, is_apart
@@ -48,10 +48,10 @@ def dequantize(q: Quantized, dtype: Any = None, *, out: Any = None, threads: int
     key, repeat = find("dequantize", (q, out), dtype)
     found = repeat(q, out) if repeat and is_apart(q, out) else None
     values = _dequantize(q, dtype, key, out=out) if found is None else found
-    return values if out is None else written(out)
+    return values if out is None else mark_written(out)
 
 
-@comes_home
+@returns_in_library
 def _dequantize(q: Quantized, dtype: Any, key: Any, *, out: Any) -> Any:
     """The full way, which leaves a prepared call under the key."""
     like = q

@@ -9,7 +9,7 @@ import numpy as np
 
 from fp4kit.arguments import as_flag, is_one_of
 from fp4kit.arrays import imports
-from fp4kit.arrays.returns import comes_home, library_of
+from fp4kit.arrays.returns import library_of, returns_in_library
 from fp4kit.call.amaxes import check_clip_amax
 from fp4kit.call.call_cache import find, keep
 from fp4kit.call.parse import SEED_WITHOUT_USE, Call, QuantizeOptions, backward_call, fake_call
@@ -56,7 +56,7 @@ def fake_quantize(
     return _fake_quantize(x, recipe, axis, options, key, tensor_amax=tensor_amax, block_amax=block_amax)
 
 
-@comes_home
+@returns_in_library
 def _fake_quantize(x: Any, recipe: str | Recipe, axis: int, options: QuantizeOptions, key: Any, **given: Any) -> Any:
     """The full way, which leaves a prepared call under the key."""
     call = fake_call("fake_quantize", x, recipe, axis, options, **given)
@@ -74,7 +74,7 @@ def check_rounding(op: str, r: Recipe, rounding: str, seed: Any) -> None:
         raise ValueError(f"{op}: {SEED_WITHOUT_USE}")
 
 
-@comes_home
+@returns_in_library
 def fake_quantize_backward(
     grad: ArrayT, x: Array, recipe: RecipeId | Recipe, *, axis: int = -1, amax: Any = None, pass_through: bool = True
 ) -> ArrayT:

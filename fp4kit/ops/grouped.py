@@ -8,7 +8,7 @@ import numpy as np
 
 from fp4kit.arguments import as_entries, as_flag
 from fp4kit.arrays import imports
-from fp4kit.arrays.returns import comes_home
+from fp4kit.arrays.returns import returns_in_library
 from fp4kit.call import checks
 from fp4kit.call.grouped_errors import each
 from fp4kit.call.parse import array_call, backward_call
@@ -26,7 +26,7 @@ from fp4kit.types import Hadamard, RecipeId, RoundingMode, ScaleLayout
 
 
 @with_threads
-@comes_home
+@returns_in_library
 def amax_grouped(
     xs: Any, recipe: RecipeId | Recipe | None = None, *, axis: Any = None, threads: int | None = None
 ) -> list[Any]:
@@ -122,7 +122,7 @@ def fake_quantize_grouped(
     return GroupedPlan(xs, recipe, op="fake_quantize_grouped", **options).fake_quantize()
 
 
-@comes_home
+@returns_in_library
 def fake_quantize_grouped_backward(
     grads: Any, xs: Any, recipe: RecipeId | Recipe, *, axis: int = -1, amax: Any = None, pass_through: bool = True
 ) -> list[Any]:

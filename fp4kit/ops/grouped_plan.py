@@ -11,7 +11,7 @@ import numpy as np
 
 from fp4kit.arguments import as_entries, as_flag
 from fp4kit.arrays.imports import import_arrays, is_array
-from fp4kit.arrays.returns import Home, of_plan
+from fp4kit.arrays.returns import PlanLibrary, returns_in_plan_library
 from fp4kit.call.amaxes import tensor_amax_shape
 from fp4kit.call.grouped_errors import each
 from fp4kit.call.parse import Call, QuantizeOptions, array_call, backward_call, check_codes, with_amaxes, with_options
@@ -156,8 +156,8 @@ class GroupedPlan:
         values = {name: given.value for name, given in self._given.items()}
         values.setdefault("xs", None)
         values |= {name: list(v) if isinstance(v, Iterator) else v for name, v in new.items() if v is not None}
-        home = Home(values["xs"])
-        with home.entered():
+        home = PlanLibrary(values["xs"])
+        with home.context():
             self._make(values)
         self._home = home
 
@@ -197,7 +197,7 @@ class GroupedPlan:
         return Group(each(self._op, check_one, self._calls), moved)
 
     @property
-    @of_plan
+    @returns_in_plan_library
     def amax_vector(self) -> Any:
         """The amaxes of all tensors in one float32 vector, as the latest call computed them; None where they are given.
 
@@ -207,7 +207,7 @@ class GroupedPlan:
             return self._vector
         return self._group.vector if self._group.computes_amaxes else None
 
-    @of_plan
+    @returns_in_plan_library
     def amax(self, xs: Any = None) -> list[Any]:
         """What tensor scales are made from, of each tensor: float32 (), one per row or one per block; None without any.
 
@@ -225,7 +225,7 @@ class GroupedPlan:
             amax[...] = compute_tensor_amax(call.moved, self.recipe, call.mask)
         return list(self._amaxes)
 
-    @of_plan
+    @returns_in_plan_library
     def quantize(self, xs: Any = None, *, keep_amax: bool = False) -> list[Quantized]:
         """[quantize(x) for x in xs]; keep_amax: with the amaxes that are in amax_vector, instead of computing them."""
         keep_amax = as_flag(self._op, "keep_amax", keep_amax)
@@ -238,7 +238,7 @@ class GroupedPlan:
         self._codes = [run(self._op, "quantize", c.x, c._replace(out=out)) for c, out in zip(calls, outs, strict=True)]
         return list(self._codes)
 
-    @of_plan
+    @returns_in_plan_library
     def fake_quantize(self, xs: Any = None, *, keep_amax: bool = False) -> list[Any]:
         """[fake_quantize(x) for x in xs]; keep_amax as in quantize. Raises ValueError for a plan with hadamard."""
         keep_amax = as_flag(self._op, "keep_amax", keep_amax)
@@ -258,7 +258,7 @@ class GroupedPlan:
                 target[...] = value
         return list(self._values)
 
-    @of_plan
+    @returns_in_plan_library
     def fake_quantize_backward(self, grads: Sequence[Any], xs: Any = None, *, pass_through: bool = True) -> list[Any]:
         """[fake_quantize_backward(g, x, amax=a) for each]: grads themselves, or clipped where |x| is above the plan's
         amaxes.

@@ -8,11 +8,11 @@ import numpy as np
 
 from fp4kit import layouts
 from fp4kit.arrays.imports import import_arrays
-from fp4kit.arrays.returns import comes_home
+from fp4kit.arrays.returns import returns_in_library
 from fp4kit.ops.engines import run
 
 
-@comes_home
+@returns_in_library
 def pack(codes: Any) -> Any:
     """4-bit codes, two a byte: uint8 (..., K) with values below 16 -> uint8 (..., K/2), element 2j in the low nibble.
 
@@ -29,7 +29,7 @@ def pack(codes: Any) -> Any:
     return run("pack", "pack", array, array)
 
 
-@comes_home
+@returns_in_library
 def unpack(packed: Any) -> Any:
     """4-bit codes, one a byte: uint8 (..., K/2) -> uint8 (..., K). Inverse of pack; returns and raises as pack does.
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from fp4kit.arguments import as_index
 from fp4kit.arrays.imports import import_arrays
-from fp4kit.arrays.returns import comes_home, written
+from fp4kit.arrays.returns import mark_written, returns_in_library
 from fp4kit.call.amaxes import given_tensor_amax, without_sign
 from fp4kit.call.memory_overlap import check_apart
 from fp4kit.call.outputs import check_out, import_out
@@ -20,7 +20,7 @@ from fp4kit.quantized.part_shapes import packed_shape
 from fp4kit.recipes import Recipe, recipe_of
 
 
-@comes_home
+@returns_in_library
 def partial_amax(shard: Any, shape: tuple[int, int], start: int, recipe: str | Recipe) -> Any:
     """Block amaxes of the part of a matrix that a shard owns; the maximum over all shards is that of the whole.
 
@@ -44,7 +44,7 @@ def partial_amax(shard: Any, shape: tuple[int, int], start: int, recipe: str | R
     return run("partial_amax", "partial_amax", array, array, (M, K), start, r)
 
 
-@comes_home
+@returns_in_library
 def partial_cast(
     shard: Any,
     out: Any,
@@ -97,7 +97,7 @@ def partial_cast(
     whole = given_tensor_amax("partial_cast", tensor_amax, (M, K), r, not isinstance(array, np.ndarray))
     amax = without_sign(amax) if isinstance(amax, np.ndarray) else amax
     run("partial_cast", "partial_cast", array, array, out, amax, (M, K), start, r, whole)
-    written(given)
+    mark_written(given)
 
 
 def _check_cast_arrays(shard: Any, out: Any, amax: Any, shape: tuple[int, int], r: Recipe) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from fp4kit.arguments import as_index
-from fp4kit.arrays.returns import comes_home, written
+from fp4kit.arrays.returns import mark_written, returns_in_library
 from fp4kit.call.call_cache import find, keep
 from fp4kit.call.memory_overlap import is_apart
 from fp4kit.call.outputs import import_out
@@ -96,14 +96,14 @@ def quantize(
         key, repeat = find("quantize", (x, tensor_amax, out), recipe, axis, scale_layout, rounding)
         found = repeat(x, tensor_amax, out) if repeat and _are_apart(x, tensor_amax, out) else None
         if found is not None:
-            return found if out is None else written(out)
+            return found if out is None else mark_written(out)
     options = QuantizeOptions(scale_layout, rounding, seed, hadamard)
     if given_scales:
         _refuse_amaxes(tensor_amax, block_amax)
         q = _quantize_with_scales(x, recipe, axis, options, block_scale, tensor_scale, out=out)
     else:
         q = _quantize(x, recipe, axis, options, key, tensor_amax=tensor_amax, block_amax=block_amax, out=out)
-    return q if out is None else written(out)
+    return q if out is None else mark_written(out)
 
 
 def _are_apart(x: Any, tensor_amax: Any, out: Quantized | None) -> bool:
@@ -115,7 +115,7 @@ def _are_apart(x: Any, tensor_amax: Any, out: Quantized | None) -> bool:
     return is_apart(x, out) and is_apart(tensor_amax, out)
 
 
-@comes_home
+@returns_in_library
 def _quantize(x: Any, recipe: str | Recipe, axis: int, options: QuantizeOptions, key: Any, **given: Any) -> Quantized:
     """The full way, which leaves a prepared call under the key."""
     call = quantize_call("quantize", x, recipe, axis, options, **given)
@@ -125,7 +125,7 @@ def _quantize(x: Any, recipe: str | Recipe, axis: int, options: QuantizeOptions,
     return q
 
 
-@comes_home
+@returns_in_library
 def _quantize_with_scales(
     x: Any,
     recipe: str | Recipe,
@@ -189,7 +189,7 @@ def quantize_both(
     return _quantize_both(x, recipe, QuantizeOptions(scale_layout, rounding, seed, hadamard), key, tensor_amax)
 
 
-@comes_home
+@returns_in_library
 def _quantize_both(
     x: Any, recipe: str | Recipe, options: QuantizeOptions, key: Any, tensor_amax: Any
 ) -> tuple[Quantized, Quantized]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from fp4kit.arrays.returns import comes_home
+from fp4kit.arrays.returns import returns_in_library
 from fp4kit.call import checks
 from fp4kit.ops.engines import run
 from fp4kit.quantized.container import Quantized
@@ -23,7 +23,7 @@ class Requantized(NamedTuple):
     changed: Any
 
 
-@comes_home
+@returns_in_library
 def requantize(q: Quantized, recipe: RecipeId | Recipe) -> Requantized:
     """Quantize a quantized array with another recipe, and say whether every value stayed the same.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from fp4kit.arrays.returns import comes_home
+from fp4kit.arrays.returns import returns_in_library
 from fp4kit.call.search_scales import SearchRequest, search_call
 from fp4kit.ops.engines import run, with_threads
 from fp4kit.recipes import Recipe
@@ -12,7 +12,7 @@ from fp4kit.types import Array, Objective, RecipeId
 
 
 @with_threads
-@comes_home
+@returns_in_library
 def search_scales(
     x: Array,
     recipe: RecipeId | Recipe,

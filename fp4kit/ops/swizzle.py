@@ -10,7 +10,7 @@ import numpy as np
 from fp4kit import layouts
 from fp4kit.arguments import as_shape
 from fp4kit.arrays.imports import import_arrays
-from fp4kit.arrays.returns import comes_home
+from fp4kit.arrays.returns import returns_in_library
 from fp4kit.call.call_cache import find, keep
 from fp4kit.ops.engines import prepared_by, run
 from fp4kit.quantized.container import Quantized
@@ -39,7 +39,7 @@ def swizzle(q_or_scales: Any, layout: ScaleLayout) -> Any:
     return _swizzle_scales(q_or_scales, layout)
 
 
-@comes_home
+@returns_in_library
 def _swizzle_scales(scales: Any, layout: str) -> Any:
     layouts.check_layout("swizzle", layout)
     scales = _scales("swizzle", scales, 2)
@@ -52,7 +52,7 @@ def _change(op: str, q: Quantized, layout: ScaleLayout) -> Quantized:
     return _change_fully(q, op, layout, key) if repeat is None else repeat(q)
 
 
-@comes_home
+@returns_in_library
 def _change_fully(given: Quantized, op: str, layout: ScaleLayout, key: Any) -> Quantized:
     """The full way, which leaves a prepared call under the key."""
     layouts.check_layout(op, layout)
@@ -97,7 +97,7 @@ def unswizzle(q_or_scales: Any, layout: ScaleLayout | None = None, shape: tuple[
     return _unswizzle_scales(q_or_scales, layout, shape)
 
 
-@comes_home
+@returns_in_library
 def _unswizzle_scales(scales: Any, layout: str | None, shape: tuple[int, ...] | None) -> Any:
     if layout is None or shape is None:
         raise ValueError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from fp4kit.arrays.returns import comes_home
+from fp4kit.arrays.returns import returns_in_library
 from fp4kit.call import checks
 from fp4kit.call.call_cache import find, keep
 from fp4kit.call.shards import square_block
@@ -39,7 +39,7 @@ def transpose(q: Quantized) -> Quantized:
     return _transpose(q, key) if repeat is None else repeat(q)
 
 
-@comes_home
+@returns_in_library
 def _transpose(q: Quantized, key: Any) -> Quantized:
     """The full way, which leaves a prepared call under the key."""
     given = q

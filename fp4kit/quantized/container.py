@@ -257,7 +257,7 @@ class Quantized:
         library = library_of(packed)
         if library is None:
             return q
-        with library.at_home(packed) as give:
+        with library.call_context(packed) as give:
             return q.with_parts(give)
 
     def dequantize(self, dtype: Any = None) -> Any:

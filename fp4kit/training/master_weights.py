@@ -28,7 +28,7 @@ import numpy as np
 
 from fp4kit.arguments import as_entries, as_flag
 from fp4kit.arrays.imports import device_name, import_arrays
-from fp4kit.arrays.returns import Home, of_plan
+from fp4kit.arrays.returns import PlanLibrary, returns_in_plan_library
 from fp4kit.call.shards import check_castable, check_shard, square_block
 from fp4kit.recipes import Recipe, recipe_of
 from fp4kit.training.communicators import Communicator, check_communicator
@@ -99,8 +99,8 @@ class MasterWeightsPlan:
         check_communicator("cast_master_weights", comm)
         with refusing(comm):
             shards = as_entries("cast_master_weights", "shards", shards)
-            self._comm, self._home = comm, Home([getattr(s, "values", None) for s in shards])
-        with self._home.entered():
+            self._comm, self._home = comm, PlanLibrary([getattr(s, "values", None) for s in shards])
+        with self._home.context():
             self._make(shards, recipe, columnwise)
 
     def _make(self, shards: Sequence[Shard], recipe: str | Recipe, columnwise: bool) -> None:
@@ -144,7 +144,7 @@ class MasterWeightsPlan:
         if self._work is not None:
             self._work.replace(arrays)
 
-    @of_plan
+    @returns_in_plan_library
     def cast(self) -> list[Any]:
         """Quantize the values as they are now; what cast_master_weights returns.
 

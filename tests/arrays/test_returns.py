@@ -110,7 +110,7 @@ def test_dtypes_of_pytorch_are_taken():
     made = fp4kit.Quantized(q.packed, q.block_scale, q.tensor_scale, None, x.shape, torch.bfloat16, -1, "nvfp4-te")
     assert made.dtype == BF16 and torch.equal(fp4kit.dequantize(made), fp4kit.dequantize(q))
     with pytest.raises(
-        TypeError, match=r"^dequantize: dtype is torch.complex32, which NumPy and ml_dtypes do not have"
+        TypeError, match=r"^dequantize: dtype is torch.complex32; needs a dtype that NumPy or ml_dtypes has"
     ):
         fp4kit.dequantize(q, torch.complex32)
     with pytest.raises(TypeError, match=r"^dequantize: dtype is float64; needs float32, float16 or bfloat16"):
@@ -158,14 +158,14 @@ def test_gradients_are_not_lost_silently():
         for x in (p, p * 2):
             assert torch.equal(fp4kit.fake_quantize(x, "mxfp4-ocp"), x)
     text = (
-        r"requires grad, which would end here; needed is fp4kit.torch.fake_quantize, which carries it, or pass"
+        r"requires grad, which would be lost here; needed is fp4kit.torch.fake_quantize, which carries it, or pass"
         r" x.detach\(\)"
     )
     for x in (p, p * 2):
         with pytest.raises(ValueError, match=f"^fake_quantize: x {text}"):
             fp4kit.fake_quantize(x, "mxfp4-ocp")
     with pytest.raises(
-        ValueError, match=r"^quantize: x requires grad, .* what fp4kit.torch has carries it; pass x.detach\(\)"
+        ValueError, match=r"^quantize: x requires grad, .* fp4kit.torch's functions carry it; pass x.detach\(\)"
     ):
         quantized(p * 2)
     with pytest.raises(ValueError, match=r"^fake_quantize_grouped: xs\[0\] requires grad"):

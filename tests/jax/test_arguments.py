@@ -104,7 +104,7 @@ BAD = {
     "traced": (
         lambda x: jax.jit(lambda x: fp4kit.fake_quantize(x, "mxfp4"))(x),
         TypeError,
-        "fake_quantize: x is traced by JAX and has no values yet; needed are values; call what fp4kit.jax has",
+        "fake_quantize: x is traced by JAX and has no values yet; needed is an array of values; call fp4kit.jax's",
     ),
     "codes that are traced": (
         lambda x: jax.jit(lambda q: q.dequantize())(fj.quantize(x, "mxfp4")),

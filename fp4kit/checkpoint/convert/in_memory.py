@@ -264,5 +264,5 @@ def _in_library(value: np.ndarray, like: Any) -> Any:
     library = library_of(like)
     if library is None:
         return to_device(value)
-    with library.at_home(like) as give:
+    with library.call_context(like) as give:
         return give(value)
