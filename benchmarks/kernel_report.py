@@ -73,8 +73,8 @@ def dequantize_kernel(r: Recipe, dtype: np.dtype) -> Kernel:
 
 def patch_kernel(r: Recipe, dtype: np.dtype, mask: int | None = None) -> Kernel:
     """The kernel that quantizes along columns, both ways, and square blocks."""
-    source = instantiation("quantize_patch", recipe_struct(r, sign_mask=mask), Input=TYPES[dtype], kAligned=True)
-    return Kernel("quantize_patch_kernel", r.id, str(dtype), "hadamard" * (mask is not None), source)
+    source = instantiation("quantize_columns", recipe_struct(r, sign_mask=mask), Input=TYPES[dtype], kAligned=True)
+    return Kernel("quantize_columns_kernel", r.id, str(dtype), "hadamard" * (mask is not None), source)
 
 
 def amax_kernel(dtype: np.dtype, hadamard: bool) -> Kernel:

@@ -67,7 +67,7 @@ def kept_factors(r: Recipe, dtype: np.dtype) -> tuple[float, float]:
     """The least and the largest factor of a block under which codes that are found again (repacked) are those that they
     were.
 
-    The least one is negative if a factor of 0 keeps codes, too. See keeps_codes of cuda/kernels/rules/finite.cuh.
+    The least one is negative if a factor of 0 keeps codes, too. See keeps_codes of cuda/kernels/rules/fast_path.cuh.
     """
     if not r.repacked:
         return 0.0, math.inf

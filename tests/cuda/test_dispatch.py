@@ -36,22 +36,22 @@ def work(name, shape=LARGE, dtype=BF16, **options):
 CHOSEN = [
     # fake: the producer's own arithmetic, only for values; 8 elements in 16 bytes, 2 runs a thread, 4 where each makes
     # a table
-    (work("mxfp4-modelopt-fake", values=True), "fake", 4096 * 8192 // 8 // 2 // 256),
-    (work("nvfp4-modelopt-fake", values=True), "fake", 4096 * 8192 // 8 // 4 // 256),
-    (work("mxfp4-microxcaling-even", values=True, grouped=True), "fake", 4096 * 8192 // 8 // 2 // 256),
-    (work("mxfp8-modelopt-fake", dtype=F32, values=True), "fake", 4096 * 8192 // 4 // 2 // 256),
-    (work("int4-qat", values=True), "fake", 4096 * 8192 // 8 // 2 // 256),
+    (work("mxfp4-modelopt-fake", values=True), "fake_quantize", 4096 * 8192 // 8 // 2 // 256),
+    (work("nvfp4-modelopt-fake", values=True), "fake_quantize", 4096 * 8192 // 8 // 4 // 256),
+    (work("mxfp4-microxcaling-even", values=True, grouped=True), "fake_quantize", 4096 * 8192 // 8 // 2 // 256),
+    (work("mxfp8-modelopt-fake", dtype=F32, values=True), "fake_quantize", 4096 * 8192 // 4 // 2 // 256),
+    (work("int4-qat", values=True), "fake_quantize", 4096 * 8192 // 8 // 2 // 256),
     (work("mxfp4-microxcaling-even"), "quantize", None),
     # quantize_patch: columns or square blocks, tiles of 128 x 256 bytes or 128 x 128, in whole bands of 2^shift tiles
-    (work(TE, columns=True), "quantize_patch", 32 * 64),
-    (work(TE, (130, 144), columns=True), "quantize_patch", 2 * 2),
-    (work(TE, (130, 144), F32, columns=True), "quantize_patch", 2 * 3),
-    (work(TE, (640, 48), columns=True), "quantize_patch", 8 * 1),  # five tiles in a band of eight
-    (work(TE, columns=True, mask=TE_SIGN_MASK), "quantize_patch", 32 * 64),
-    (work(SQUARE), "quantize_patch", 32 * 64),
-    (work(SQUARE, (130, 144)), "quantize_patch", 2 * 2),
-    (work(SQUARE, values=True), "quantize_patch", 32 * 64),
-    (work(TE, (64, 8 * 9), F32, columns=True), "quantize_patch", 1 * 2),
+    (work(TE, columns=True), "quantize_columns", 32 * 64),
+    (work(TE, (130, 144), columns=True), "quantize_columns", 2 * 2),
+    (work(TE, (130, 144), F32, columns=True), "quantize_columns", 2 * 3),
+    (work(TE, (640, 48), columns=True), "quantize_columns", 8 * 1),  # five tiles in a band of eight
+    (work(TE, columns=True, mask=TE_SIGN_MASK), "quantize_columns", 32 * 64),
+    (work(SQUARE), "quantize_columns", 32 * 64),
+    (work(SQUARE, (130, 144)), "quantize_columns", 2 * 2),
+    (work(SQUARE, values=True), "quantize_columns", 32 * 64),
+    (work(TE, (64, 8 * 9), F32, columns=True), "quantize_columns", 1 * 2),
     # quantize_table: 4over6 of many bfloat16 elements; at most one thread block a multiprocessor
     (work(SIX), "quantize_table", 132),
     (work("nvfp4-te-4over6-mae-256-2d"), "quantize_table", 132),
@@ -72,10 +72,10 @@ CHOSEN = [
     ),  # 33 blocks beside each other, 16 a thread block
     (work(replace(RECIPES[TE], block=(2, 16))), "quantize_tile", 132 * 16),
     # quantize_plain: no blocks, one long row
-    (work("fp8-modelopt"), "quantize_plain", 4096 * 8192 * 2 // (64 * 256)),
-    (work("fp8-modelopt", (3, 7)), "quantize_plain", 1),
-    (work("int8-modelopt-channel", (5, 1000)), "quantize_plain", 1),
-    (work("int8-modelopt", values=True, stochastic=False), "fake", None),
+    (work("fp8-modelopt"), "quantize_unblocked", 4096 * 8192 * 2 // (64 * 256)),
+    (work("fp8-modelopt", (3, 7)), "quantize_unblocked", 1),
+    (work("int8-modelopt-channel", (5, 1000)), "quantize_unblocked", 1),
+    (work("int8-modelopt", values=True, stochastic=False), "fake_quantize", None),
     # quantize: blocks in a row; fewer thread blocks where each makes a table, and the padding of a layout is work, too
     (work("mxfp4-ocp"), "quantize", 4096 * 8192 * 2 // (64 * 256)),
     (work(TE), "quantize", None),

@@ -98,7 +98,13 @@ MUTATIONS = {  # file, text, what replaces it, a case that uses it, what is said
         AMAX[0],
         r"amax of \d: 1 of 1 differ",
     ),
-    "the member before": ("grouped.cuh", "% kFew] <= i", "% kFew] < i", AMAX[0], r"amax of \d: 1 of 1 differ|stopped"),
+    "the member before": (
+        "grouped.cuh",
+        "% kSmallGroup] <= i",
+        "% kSmallGroup] < i",
+        AMAX[0],
+        r"amax of \d: 1 of 1 differ|stopped",
+    ),
     "the first member": (
         "grouped.cuh",
         "group.members + piece.member",

@@ -148,10 +148,10 @@ def test_another_architecture(case, arch):
 
 FINDING = {
     "quantize": "nvfp4-te",
-    "quantize_plain": "fp8-modelopt",
+    "quantize_unblocked": "fp8-modelopt",
     "quantize_tile": "nvfp4-te-2d",
-    "quantize_patch": "nvfp4-te",
-    "fake": "int8-modelopt",
+    "quantize_columns": "nvfp4-te",
+    "fake_quantize": "int8-modelopt",
 }
 
 
@@ -159,7 +159,7 @@ FINDING = {
 @pytest.mark.parametrize("arch", ["sm_90", *exhaustive(("sm_75", "sm_100a", *OTHERS))])
 def test_kernels_that_find_the_amax_compile(kernel, arch):
     r = RECIPES[FINDING[kernel]]
-    struct = recipe_struct(r, fake=kernel == "fake", finds_amax=True)
+    struct = recipe_struct(r, fake=kernel == "fake_quantize", finds_amax=True)
     source = instantiation(kernel, struct, Input=TYPES[BF16], kAligned=True)
     assert "#define FP4KIT_FINDERS 8" in source
     loader.compile_source(source, arch)

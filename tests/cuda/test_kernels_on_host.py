@@ -152,13 +152,13 @@ def test_search(host, case):
 
 MUTATIONS = {  # file, text, what replaces it, a case that uses it, what is said
     "scales in wrong places": (
-        "layout.cuh",
+        "scale_layout.cuh",
         "r % 128 / 32 * 4",
         "(r % 128 / 32 ^ 1) * 4",
         LAYOUTS[1],
         "scales: .* differ",
     ),
-    "rows in wrong places": ("layout.cuh", "* 2 + byte / 16", "* 2 + byte / 8", LAYOUTS[0], r"\d+ of \d+ differ"),
+    "rows in wrong places": ("scale_layout.cuh", "* 2 + byte / 16", "* 2 + byte / 8", LAYOUTS[0], r"\d+ of \d+ differ"),
     "a byte too many": (
         "pack.cuh",
         "8388608.0f + 512.0f",
@@ -166,9 +166,9 @@ MUTATIONS = {  # file, text, what replaces it, a case that uses it, what is said
         RANDOM[-1],
         r"packed: \d+ of \d+ differ",
     ),
-    "a constant one ulp off": ("scale.cuh", "1.0f / 6.0f", "0.16666666f", QUANTIZE[0], r"\d+ of \d+ differ"),
+    "a constant one ulp off": ("tensor_rules.cuh", "1.0f / 6.0f", "0.16666666f", QUANTIZE[0], r"\d+ of \d+ differ"),
     "no barriers": (
-        "tile_memory.cuh",
+        "block_reduce.cuh",
         "__syncthreads();",
         "",
         QUANTIZE[1],
@@ -183,10 +183,16 @@ MUTATIONS = {  # file, text, what replaces it, a case that uses it, what is said
         "differ",
     ),
     "codes fetched too far": ("dequantize.cu", "if (next + kStep >= runs) return;", "", FETCHED, "buffer-overflow"),
-    "another amax of the same scale": ("implied.cuh", "last & ~below", "first", DEQUANTIZE[0], "differ"),
-    "a known amax that is wrong": ("implied.cuh", "tensor_amax != nullptr && ", "true || ", DEQUANTIZE[0], "differ"),
+    "another amax of the same scale": ("implied_amax.cuh", "last & ~below", "first", DEQUANTIZE[0], "differ"),
+    "a known amax that is wrong": (
+        "implied_amax.cuh",
+        "tensor_amax != nullptr && ",
+        "true || ",
+        DEQUANTIZE[0],
+        "differ",
+    ),
     "another order of a sum": (
-        "sums.cuh",
+        "summation_order.cuh",
         "j = 0; j < 8; ++j) sum =",
         "j = 7; j >= 0; --j) sum =",
         MULTIPLES[0],

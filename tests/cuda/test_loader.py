@@ -24,10 +24,10 @@ CUBIN = b"a cubin"
 
 
 def test_include_closure_holds_what_is_included_and_nothing_else():
-    closure = loader.include_closure(("layout.cuh",))
-    assert list(closure) == ["layout.cuh", "types.cuh"]
+    closure = loader.include_closure(("scale_layout.cuh",))
+    assert list(closure) == ["scale_layout.cuh", "types.cuh"]
     assert closure["types.cuh"] == loader.files(loader.SOURCES)["types.cuh"].read_text()
-    assert {"quantize.cu", "quantize.cuh", "block.cuh", "scale.cuh", "ptx.cuh"} <= set(
+    assert {"quantize.cu", "quantize.cuh", "block.cuh", "tensor_rules.cuh", "ptx.cuh"} <= set(
         loader.include_closure(("quantize.cu",))
     )
     assert "amax.cu" not in loader.include_closure(("quantize.cu",))

@@ -55,8 +55,8 @@ def test_partial(host, case):
 
 SEEN = r"\d+ of \d+ differ|depends on the grid or on the order of threads"
 MUTATIONS = {  # file, text, what replaces it, what is said
-    "a neighbour's nibble": ("partial.cuh", "atomicAnd(word, ~mine)", "atomicAnd(word, 0u)", SEEN),
-    "a wrong shift": ("partial.cuh", "case 2u: move_down<2>", "case 2u: move_down<1>", SEEN),
+    "a neighbour's nibble": ("partial.cuh", "atomicAnd(word, ~owned)", "atomicAnd(word, 0u)", SEEN),
+    "a wrong shift": ("partial.cuh", "move_down<2>(", "move_down<1>(", SEEN),
     "a chunk too far": ("partial.cuh", "shift ? Shard<In>::kPerChunk : 0", "0", "buffer-overflow"),
     "a row too few": ("partial_amax.cu", "r < R::kBlockRows", "r < R::kBlockRows - 1", SEEN),
     "a scale row too far": (

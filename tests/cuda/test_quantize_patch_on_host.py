@@ -47,4 +47,4 @@ def test_a_row_too_far_is_seen(host, tmp_path):
     """A patch that ends below the matrix reads its last row again, and nothing after it."""
     case = Patch(RECIPES["nvfp4-te-2d"], BF16, ragged=True)
     text = "const i32 last = static_cast<i32>(a.rows) - 1;"
-    host.check_mutation(tmp_path, "quantize_patch.cuh", text, text.replace(" - 1", ""), case, "buffer-overflow")
+    host.check_mutation(tmp_path, "patch.cuh", text, text.replace(" - 1", ""), case, "buffer-overflow")

@@ -52,8 +52,13 @@ MUTATIONS = {  # file, text, what replaces it, what is said
         SEEN,
     ),
     "no zero blocks": ("quantize_with_scales.cu", "if constexpr (!kReadsBlock<R>) return 1.0f;", "return 1.0f;", SEEN),
-    "negative scales the short way": ("quantize_with_scales.cu", "if (sign_of(f.by) == 0u)", "if (true)", SEEN),
-    "a decode scale": ("implied.cuh", "scale<R, In>(amax).encode, decode", "scale<R, In>(amax).decode, decode", SEEN),
+    "negative scales the short way": ("quantize_with_scales.cu", "if (sign_of(f.value) == 0u)", "if (true)", SEEN),
+    "a decode scale": (
+        "implied_amax.cuh",
+        "scale<R, In>(amax).encode, decode",
+        "scale<R, In>(amax).decode, decode",
+        SEEN,
+    ),
     "a row too far": (
         "quantize_with_scales.cu",
         "minimum<i64>(kRun, a.columns - column)",

@@ -47,10 +47,10 @@ static __forceinline__ float most_of(float a, float b) {
 #include "../../cuda/kernels/rules/block_rules_e4m3.cuh"
 #include "../../cuda/kernels/rules/block_rules_e8m0.cuh"
 #include "../../cuda/kernels/rules/block_rules_gguf_mlx.cuh"
-#include "../../cuda/kernels/rules/block_rules_powers.cuh"
-#include "../../cuda/kernels/rules/block_rules_serving.cuh"
+#include "../../cuda/kernels/rules/block_rules_e8m0_serving.cuh"
+#include "../../cuda/kernels/rules/block_rules_e4m3_serving.cuh"
 #include "../../cuda/kernels/rules/block_rules_torchao.cuh"
-#include "../../cuda/kernels/rules/implied.cuh"
+#include "../../cuda/kernels/rules/implied_amax.cuh"
 #include "../../cuda/kernels/rules/random.cuh"
 
 // rcp.approx.ftz.f32 of sm_90: its difference from the rounded reciprocal, in ulp, for every significand: the table of

@@ -173,7 +173,7 @@ struct Decoder {
   // Whether all codes of a row, one a byte, mean finite numbers.
   static bool are_finite(const u8* codes, i64 count) {
     u8 most = 0;
-    if constexpr (!kFour && Element::kHasNan && !R::DecodeRule::kNumbers)
+    if constexpr (!kFour && Element::kHasNan && !R::DecodeRule::kReadsNanAsNumber)
       for (i64 i = 0; i < count; ++i) most = maximum(most, static_cast<u8>(codes[i] & (Element::kSignBit - 1u)));
     return most <= Element::kMaxCode;
   }

@@ -8,7 +8,7 @@
 
 #include "../../cuda/kernels/rules/fake_arith.cuh"
 #include "../../cuda/kernels/rules/four_over_six_rules.cuh"
-#include "../../cuda/kernels/rules/sums.cuh"
+#include "../../cuda/kernels/rules/summation_order.cuh"
 #include "encode_elements.h"
 
 constexpr int kAcross = 16;    // columns of a block

@@ -59,7 +59,7 @@ struct Searcher {
   }
 
   const float* weights_at(const Part& part, const Place& at) const {
-    return call.weights + part.column + at.block * kSearched;
+    return call.weights + part.column + at.block * kSearchBlockSize;
   }
 
   template <Objective kObjective>
@@ -78,19 +78,19 @@ struct Searcher {
     if (objective == Objective::powers) return put_others_of<Objective::powers>(row, part, at, losses);
     if (call.weights) return put_squares<true>(row, weights_at(part, at), all, losses);
     if (!call.hessian) return put_squares<false>(row, nullptr, all, losses);
-    const float* hessian = call.hessian + (part.column + at.block * kSearched) * kSearched;
+    const float* hessian = call.hessian + (part.column + at.block * kSearchBlockSize) * kSearchBlockSize;
     for (int code = 0; code < kCandidates; code += kLanes)
       put_quadratic(row, hessian, all.scales + code, all.reciprocals + code, losses + code);
   }
 
   // The first code of least loss of all in low ... high, of rows that share theirs.
   u32 search_fully(View<Bits> x, i64 rows, const Part& part, const Place& at, u32 low, u32 high) const {
-    float total[kCandidates], losses[kCandidates], row[kSearched], best = float_of(kInfinityBits);
+    float total[kCandidates], losses[kCandidates], row[kSearchBlockSize], best = float_of(kInfinityBits);
     for (i64 i = 0; i < rows; ++i) {
-      put_row<In>(x.data + (at.row + i) * x.step + at.block * kSearched, row);
+      put_row<In>(x.data + (at.row + i) * x.step + at.block * kSearchBlockSize, row);
       put_losses_of(row, part, at, i ? losses : total);
       for (int code = 0; i && code < kCandidates; ++code)
-        total[code] = objective == Objective::largest ? joined<Objective::largest>(total[code], losses[code])
+        total[code] = objective == Objective::largest ? combined_loss<Objective::largest>(total[code], losses[code])
                                                       : total[code] + losses[code];
     }
     u32 found = low;
@@ -103,7 +103,7 @@ struct Searcher {
   }
 
   void put(const Part& part, const Place& at, i64 rows, u32 code) const {
-    float* out = call.out + (part.row + at.row) * call.out_step + part.column / kSearched + at.block;
+    float* out = call.out + (part.row + at.row) * call.out_step + part.column / kSearchBlockSize + at.block;
     for (i64 i = 0; i < rows; ++i) out[i * call.out_step] = call.candidates.amaxes[code];
   }
 
@@ -113,18 +113,18 @@ struct Searcher {
     Sixteen<kWeighted> blocks;
     Place places[kLanes];
     for (int lane = 0; lane < kLanes; ++lane) {
-      float row[kSearched];
+      float row[kSearchBlockSize];
       places[lane] = at;
-      put_row<In>(x.data + at.row * x.step + at.block * kSearched, row);
-      for (int j = 0; j < kSearched; ++j) blocks.a[j][lane] = magnitude_of(row[j]);
+      put_row<In>(x.data + at.row * x.step + at.block * kSearchBlockSize, row);
+      for (int j = 0; j < kSearchBlockSize; ++j) blocks.a[j][lane] = magnitude_of(row[j]);
       if constexpr (kWeighted)
-        for (int j = 0; j < kSearched; ++j) blocks.w[j][lane] = weights_at(part, at)[j];
+        for (int j = 0; j < kSearchBlockSize; ++j) blocks.w[j][lane] = weights_at(part, at)[j];
       if (lane + 1 < count) at.next();
     }
     for (int lane = 0; lane < kLanes; ++lane) {
       u32 most = 0;
       FP4KIT_UNROLL
-      for (int j = 0; j < kSearched; ++j) most = maximum(most, bits_of(blocks.a[j][lane]));
+      for (int j = 0; j < kSearchBlockSize; ++j) most = maximum(most, bits_of(blocks.a[j][lane]));
       blocks.amax[lane] = float_of(most);
       blocks.open[lane] =
           lane < count && most > 0u && most < kInfinityBits;  // others have no errors, or none but those
@@ -144,11 +144,11 @@ struct Searcher {
 
   // One block whose candidates are all tried.
   void one(View<Bits> x, const Part& part, const Place& at, i64 rows) const {
-    float amax[kLanes] = {}, row[kSearched];
+    float amax[kLanes] = {}, row[kSearchBlockSize];
     u32 low[kLanes], high[kLanes], most = 0;
     for (i64 i = 0; i < rows; ++i) {
-      put_row<In>(x.data + (at.row + i) * x.step + at.block * kSearched, row);
-      for (int j = 0; j < kSearched; ++j) most = maximum(most, bits_of(magnitude_of(row[j])));
+      put_row<In>(x.data + (at.row + i) * x.step + at.block * kSearchBlockSize, row);
+      for (int j = 0; j < kSearchBlockSize; ++j) most = maximum(most, bits_of(magnitude_of(row[j])));
     }
     amax[0] = float_of(most);
     put_spans(amax, low, high);
@@ -158,7 +158,8 @@ struct Searcher {
   // How many blocks of a unit were searched fully.
   u64 unit(const Part& part) const {
     const View<Bits> x = view<In>(call.x, part);
-    const i64 across = part.columns / kSearched, count = across * ((part.rows + call.block_rows - 1) / call.block_rows);
+    const i64 across = part.columns / kSearchBlockSize,
+              count = across * ((part.rows + call.block_rows - 1) / call.block_rows);
     Place at{0, 0, across};
     u64 unproven = 0;
     if (bounded) {

@@ -5,7 +5,7 @@
 // scale is that of the factor before, or of the first, or it is new: factors after the first rise.
 #pragma once
 
-#include "../../cuda/kernels/rules/sums.cuh"
+#include "../../cuda/kernels/rules/summation_order.cuh"
 #include "decode_matrix.h"
 
 // A search. factors: of the candidates; by_code: blocks of one scale have one error; encode, decode, amax: the tensor

@@ -2,7 +2,7 @@
 // which become vectors.
 #pragma once
 
-#include "../../cuda/kernels/rules/loss.cuh"
+#include "../../cuda/kernels/rules/search_losses.cuh"
 #include "cuda_compat.h"
 
 namespace {
@@ -24,16 +24,16 @@ struct Candidates {
 // be searched.
 template <bool kWeighted>
 struct Sixteen {
-  float a[kSearched][kLanes], w[kWeighted ? kSearched : 1][kLanes], amax[kLanes];
+  float a[kSearchBlockSize][kLanes], w[kWeighted ? kSearchBlockSize : 1][kLanes], amax[kLanes];
   u32 low[kLanes], high[kLanes], open[kLanes];
 
-  __forceinline__ Searched<kWeighted> block(int lane) const {
-    Searched<kWeighted> found;
+  __forceinline__ SearchBlock<kWeighted> block(int lane) const {
+    SearchBlock<kWeighted> found;
     FP4KIT_UNROLL
-    for (int j = 0; j < kSearched; ++j) found.a[j] = a[j][lane];
+    for (int j = 0; j < kSearchBlockSize; ++j) found.a[j] = a[j][lane];
     if constexpr (kWeighted) {
       FP4KIT_UNROLL
-      for (int j = 0; j < kSearched; ++j) found.w[j] = w[j][lane];
+      for (int j = 0; j < kSearchBlockSize; ++j) found.w[j] = w[j][lane];
     }
     return found;
   }
@@ -45,7 +45,7 @@ __attribute__((noinline)) void put_losses(const Sixteen<kWeighted>& blocks, cons
                                           const float* reciprocals, float* __restrict losses) {
   for (int lane = 0; lane < kLanes; ++lane) {
     const Candidate c = {scales[lane], reciprocals[lane]};
-    losses[lane] = loss_of<kAny>(blocks.block(lane), c, kAny ? moved_by(c.scale) : 1.0f);
+    losses[lane] = loss_of<kAny>(blocks.block(lane), c, kAny ? division_scaling(c.scale) : 1.0f);
   }
 }
 
@@ -78,7 +78,7 @@ struct Near {
   void begin() {
     const float per_amax = all.per_amax();
     for (int lane = 0; lane < kLanes; ++lane) {
-      first[lane] = at[lane] = maximum(code_above(blocks.amax[lane] * per_amax), blocks.low[lane]);
+      first[lane] = at[lane] = maximum(code_at_least(blocks.amax[lane] * per_amax), blocks.low[lane]);
       end[lane] = blocks.open[lane] ? minimum(first[lane] < 8u ? 16u : first[lane] + 8u, blocks.high[lane] + 1u) : 0u;
       loss[lane] = second[lane] = float_of(kInfinityBits);
       code[lane] = blocks.low[lane];
@@ -139,7 +139,7 @@ struct Near {
     u32 asks[kLanes], any = 0;  // what is twice the winner's scale
     for (int lane = 0; lane < kLanes; ++lane) {
       const bool moved = code[lane] != above[lane];
-      const bool sure = moved ? kSure * above_loss[lane] >= loss[lane] : kSure * second[lane] >= loss[lane];
+      const bool sure = moved ? kLossMargin * above_loss[lane] >= loss[lane] : kLossMargin * second[lane] >= loss[lane];
       at[lane] = code[lane] + minimum(code[lane], 8u);
       asks[lane] = blocks.open[lane] && sure && !moved && at[lane] >= end[lane] && at[lane] <= blocks.high[lane];
       proven[lane] = !blocks.open[lane] || (sure && proven[lane]);
@@ -150,7 +150,7 @@ struct Near {
     put_losses<false>(blocks, scale, reciprocal, found);
     any = 0;
     for (int lane = 0; lane < kLanes; ++lane) {
-      asks[lane] = asks[lane] && kSure * found[lane] < loss[lane];
+      asks[lane] = asks[lane] && kLossMargin * found[lane] < loss[lane];
       at[lane] = code[lane];
       any |= asks[lane];
     }

@@ -14,7 +14,7 @@ from fp4kit.call.amaxes import tensor_amax_shape
 from fp4kit.call.parse import Call
 from fp4kit.cuda.launch import matrix, partial
 from fp4kit.cuda.launch.amax_columns import amax_columns
-from fp4kit.cuda.launch.amax_hadamard import amax_strips
+from fp4kit.cuda.launch.amax_hadamard import amax_hadamard
 from fp4kit.cuda.launch.geometry import THREADS
 from fp4kit.recipes import Recipe
 
@@ -33,7 +33,7 @@ def tensor_amax(call: Call, x: Any, columnwise: bool = False) -> Any:
         return call.tensor_amax
     rows, counted, by_row = covered_by_scales(x, r)
     if columnwise and call.mask is not None and x.size:
-        return amax_strips(x.reshape(-1, x.shape[-1]), counted, call.mask)
+        return amax_hadamard(x.reshape(-1, x.shape[-1]), counted, call.mask)
     return matrix.amax(rows, counted, by_row, call.mask).reshape(tensor_amax_shape(x.shape, r))
 
 

@@ -30,7 +30,7 @@ from fp4kit.quantized.part_shapes import scale_shape
 from fp4kit.recipes import Recipe
 from fp4kit.reference.search_factors import FACTORS
 
-_POINTERS = ("x", "tensor_amax", "of_columns", "block_amax", "unproven")  # of_columns: weights or Hessians
+_POINTERS = ("x", "tensor_amax", "column_weights", "block_amax", "unproven")  # column_weights: weights or Hessians
 _SEARCH = np.dtype([(n, "u8") for n in _POINTERS] + [(n, "i8") for n in ("rows", "columns", "lower", "upper")])
 _SWEEP = np.dtype([*_SEARCH.descr, ("power", "f8")])
 _ALL = (-WIDEST, WIDEST)
@@ -92,10 +92,10 @@ def search_matrix(
     rows, columns = x.shape
     device, whole = x.device.id, aligned(x, 16)
     offsets = terms.offsets or (AROUND_FLOOR if r.scale == E8M0 else _ALL)
-    weighted, of_columns = terms.weights is not None, terms.weights if terms.hessian is None else terms.hessian
+    weighted, column_weights = terms.weights is not None, terms.weights if terms.hessian is None else terms.hessian
     pruned, threads = _is_pruned(r, terms), THREADS
     if not pruned:
-        function = _function("search_sweep", r, x.dtype, device, kAligned=whole, kWeighted=weighted, **_loss(terms))
+        function = _function("search_full", r, x.dtype, device, kAligned=whole, kWeighted=weighted, **_loss(terms))
         lanes = POWER_LANES if r.scale == E8M0 else LANES
         blocks = grid(-(-rows // r.block_rows) * (columns // r.block_size) * lanes // THREADS, device)
     elif terms.hessian is None:
@@ -111,7 +111,7 @@ def search_matrix(
     launch = Launch(
         function, blocks, *((_SEARCH, *sizes) if pruned else (_SWEEP, *sizes, bits_of(terms.power))), threads=threads
     )
-    launch(*map(address, (x, amax, of_columns, out, unproven)))
+    launch(*map(address, (x, amax, column_weights, out, unproven)))
 
 
 def _is_pruned(r: Recipe, terms: Terms) -> bool:
@@ -174,7 +174,7 @@ def search_group(group: Sequence[tuple[Any, Any, Any]], r: Recipe, mask: int | N
     arguments["lower"], arguments["upper"] = _ALL
     options = {"kAligned": all(whole), "kWeighted": False, "kSmall": small} | _around(*_ALL)
     function = _function("grouped_search", r, xs[0].dtype, device, mask, **options)
-    parts = grouped.parts_of(np.array([x.size for x in xs]), device)
+    parts = grouped.pieces_of(np.array([x.size for x in xs]), device)
     launch = grouped.prepare_group(function, arguments, whole, parts, tuple(group), small)
     return replace(launch, grid=grid(launch.grid, device, SEARCH_BLOCKS), threads=SEARCH_THREADS)
 

@@ -22,8 +22,10 @@ _WORD = 4  # bytes that a thread takes of a row
 @cache
 def _function(dtype: np.dtype, counted: str, whole: bool, mask: int, device: int) -> Any:
     struct = transform_struct(mask)
-    source = instantiation("amax_strips", struct, Input=TYPES[dtype], kCounted=f"AmaxInput::{counted}", kAligned=whole)
-    return loader.function(source, "amax_strips_kernel", device)
+    source = instantiation(
+        "amax_hadamard", struct, Input=TYPES[dtype], kCounted=f"AmaxInput::{counted}", kAligned=whole
+    )
+    return loader.function(source, "amax_hadamard_kernel", device)
 
 
 @lru_cache(KEPT)
@@ -33,7 +35,7 @@ def _launch(dtype: np.dtype, counted: str, whole: bool, rows: int, columns: int,
     return Launch(function, grid(strips * wide, device), AMAX, rows, columns)
 
 
-def amax_strips(x: Any, counted: str, mask: int) -> Any:
+def amax_hadamard(x: Any, counted: str, mask: int) -> Any:
     """Largest magnitude of a contiguous matrix (M, K), M a multiple of 16, after the transform of its columns: float32
     ().
 

@@ -255,18 +255,18 @@ def _scaled_grid(w: LaunchRequest, device: int) -> int:
 
 WAYS = (
     # The producer's own arithmetic, which has no codes.
-    Way("fake", _takes_fake, _fake_grid),
+    Way("fake_quantize", _takes_fake, _fake_grid),
     # Scales that are given: no amax, and a factor for each run of a block.
     Way("quantize_with_scales", _takes_scaled, _scaled_grid),
     # Blocks in columns, and both ways from one read: 0.95 and 0.78 - 0.82 of a copy, 0.4 by way of a transposed copy.
     # Square blocks: 0.995, 0.42 by tiles (H200, 2026-11-21).
-    Way("quantize_patch", _takes_patch, _patch_grid, PATCHES, _patch_sizes),
+    Way("quantize_columns", _takes_patch, _patch_grid, PATCHES, _patch_sizes),
     # 4over6 of many elements: scales from a table, 0.86 against 0.57 (H200, 2026-11-21).
     Way("quantize_table", _takes_table, _table_grid, threads=TABLE_THREADS),
     # A decision that spans threads: blocks of several rows, 4over6.
     Way("quantize_tile", _takes_tile, _tile_grid),
     # No blocks: any length, one scale for the tensor or a row.
-    Way("quantize_plain", _takes_plain, _row_grid),
+    Way("quantize_unblocked", _takes_plain, _row_grid),
     # Everything else: blocks in a row.
     Way("quantize", _takes_rows, _row_grid),
 )

@@ -25,7 +25,7 @@ from fp4kit.cuda.launch.geometry import THREADS, address, aligned, check_columns
 from fp4kit.cuda.launch.matrix import AMAX, Matrix, is_whole, struct_of, transform_struct
 
 _GROUP = np.dtype([("members", "u8"), ("count", "i8"), ("parts", "i8")])
-_PART = np.dtype([("member", "u4"), ("index", "u4")])
+_PIECE = np.dtype([("member", "u4"), ("index", "u4")])
 FEW = 32  # members of a small group at most: grouped.cuh
 PARTS_PER_SM = 20  # pieces of work for each multiprocessor, where there is little work
 # Fewest and most elements of a piece: one and three turns of a thread block that takes 64 bytes of bfloat16 a thread.
@@ -54,7 +54,7 @@ def is_small(members: Sequence[Any]) -> bool:
     return len(members) <= FEW
 
 
-def parts_of(elements: np.ndarray, device: int, most: int = MOST_ELEMENTS) -> np.ndarray:
+def pieces_of(elements: np.ndarray, device: int, most: int = MOST_ELEMENTS) -> np.ndarray:
     """Pieces that each tensor is cut into: of one size, as far as whole pieces allow, and one of a tensor without
     elements.
 
@@ -68,7 +68,7 @@ def parts_of(elements: np.ndarray, device: int, most: int = MOST_ELEMENTS) -> np
 def table_of(members: np.ndarray) -> np.ndarray:
     """Members, then their pieces, as grouped.cuh declares them in device memory, in words of 8 bytes."""
     parts = members["parts"]
-    work = np.empty(int(parts.sum()), _PART)
+    work = np.empty(int(parts.sum()), _PIECE)
     work["member"] = np.repeat(np.arange(len(parts)), parts)
     work["index"] = np.arange(len(work)) - np.repeat(np.cumsum(parts) - parts, parts)
     return np.concatenate([members.view(np.uint64), work.view(np.uint64)])
@@ -120,7 +120,7 @@ def quantize_group(matrices: Sequence[Matrix], works: Sequence[LaunchRequest], s
     device, small = first.x.device.id, is_small(matrices)
     function = _quantize_function(way.kernel, struct_of(works[0]), first.x.dtype, all(whole), small, device)
     simple = small and not has_table(r) and r.tensor_scaling != "row"  # a piece begins with little
-    parts = parts_of(np.array([m.x.size for m in matrices]), device, FEWEST_ELEMENTS if simple else MOST_ELEMENTS)
+    parts = pieces_of(np.array([m.x.size for m in matrices]), device, FEWEST_ELEMENTS if simple else MOST_ELEMENTS)
     return prepare_group(function, arguments, whole, parts, tuple(matrices), small)
 
 
@@ -150,7 +150,7 @@ def amax_group(
     kernel = "grouped_amax_rows_kernel" if by_row else "grouped_amax_kernel"
     small = is_small(xs)
     function = _amax_function(kernel, xs[0].dtype, counted, all(whole), small, mask, device)
-    parts = parts_of(np.array([x.size for x in xs]), device)
+    parts = pieces_of(np.array([x.size for x in xs]), device)
     return prepare_group(function, arguments, whole, parts, (tuple(xs), tuple(outs)), small)
 
 
@@ -178,5 +178,5 @@ def clip_group(clips: Sequence[Clip]) -> GroupedLaunch:
     first = clips[0]
     device, small = first.x.device.id, is_small(clips)
     function = _clip_function(first.x.dtype, first.grad.dtype, all(whole), small, device)
-    parts = parts_of(np.array([c.x.size for c in clips]), device, FEWEST_ELEMENTS)
+    parts = pieces_of(np.array([c.x.size for c in clips]), device, FEWEST_ELEMENTS)
     return prepare_group(function, arguments, whole, parts, tuple(clips), small)

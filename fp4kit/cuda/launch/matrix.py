@@ -137,7 +137,9 @@ def dequantize_launch(
 
 @cache
 def _implied_function(r: Recipe, original: np.dtype, device: int) -> Any:
-    return loader.function(instantiation("implied", recipe_struct(r), Input=TYPES[original]), "implied_kernel", device)
+    return loader.function(
+        instantiation("implied_amax", recipe_struct(r), Input=TYPES[original]), "implied_amax_kernel", device
+    )
 
 
 def implied_amaxes(tensor_scale: Any, amax: Any, r: Recipe, original: np.dtype) -> Any:

@@ -19,7 +19,7 @@ from fp4kit.cuda.compile.instantiate import instantiation
 from fp4kit.cuda.compile.traits import TYPES, recipe_struct
 from fp4kit.cuda.launch.dispatch import LaunchRequest, way_of
 from fp4kit.cuda.launch.geometry import THREADS, grid
-from fp4kit.cuda.launch.grouped import GroupedLaunch, parts_of, prepare_group
+from fp4kit.cuda.launch.grouped import GroupedLaunch, pieces_of, prepare_group
 from fp4kit.recipes import Recipe
 
 FLOAT32 = np.dtype(np.float32)
@@ -77,7 +77,7 @@ def prepare(
 ) -> GroupedLaunch:
     """The launch of a kernel for all matrices of a table. held: the arrays that the table points to."""
     function = _function(kernel, r, dtype, True, device)
-    return prepare_group(function, table, np.ones(len(table), bool), parts_of(RUN * work, device), held)
+    return prepare_group(function, table, np.ones(len(table), bool), pieces_of(RUN * work, device), held)
 
 
 # ---- what the kernels take

@@ -45,7 +45,7 @@ def keep_codes(codes: Any, scales: Any, r: Recipe, result: Quantized) -> None:
     extent = imports.cupy().zeros(3, np.uint32)
     arrays = (codes, scales, extent, result.packed, result.block_scale, result.tensor_scale, result.tensor_amax)
     unsigned_zero = DECODE_RULES[r.decode_rule].unsigned_zero
-    for kernel in ("exponents_kernel", "keep_kernel"):
+    for kernel in ("requantize_range_kernel", "requantize_keep_kernel"):
         launch = _keep_launch(
             kernel, result.recipe, result.dtype, unsigned_zero, scales.size, r.block_size, codes.device.id
         )
@@ -54,7 +54,7 @@ def keep_codes(codes: Any, scales: Any, r: Recipe, result: Quantized) -> None:
 
 @lru_cache(KEPT)
 def _changed_launch(count: int, device: int) -> Launch:
-    function = loader.function(instantiation("requantize_changed"), "changed_kernel", device)
+    function = loader.function(instantiation("count_changed"), "count_changed_kernel", device)
     return Launch(function, grid(-(-count // (4 * THREADS)), device), _CHANGED, count)
 
 

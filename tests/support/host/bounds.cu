@@ -1,4 +1,5 @@
-// Sums of lower bounds of the losses of first ... first + 7 for each block: for tests of loss_bounds.cuh alone. Of 1
+// Sums of lower bounds of the losses of first ... first + 7 for each block: for tests of search_loss_bounds.cuh alone.
+// Of 1
 // ... 8 codes in turn.
 struct Arguments {
   const float *x, *reciprocals;
@@ -12,9 +13,9 @@ extern "C" __global__ void bounds_kernel(Arguments a) {
   make_bounds<ScaleFormat>(bounds);
   __syncthreads();
   for (i64 i = first_item(whole_grid()); i < a.count; i += item_stride(whole_grid())) {
-    Searched<false> block;
-    load_run<Float32, kSearched, true>(a.x + i * kSearched, block.a);
-    const Eight sums = bounds_of(block, a.first[i], static_cast<u32>(i % 8 + 1), a.reciprocals[i], bounds);
+    SearchBlock<false> block;
+    load_run<Float32, kSearchBlockSize, true>(a.x + i * kSearchBlockSize, block.a);
+    const EightBounds sums = bounds_of(block, a.first[i], static_cast<u32>(i % 8 + 1), a.reciprocals[i], bounds);
     for (int j = 0; j < 4; ++j) {
       a.out[8 * i + j] = sums.pairs[j] & 0xFFFFu;
       a.out[8 * i + j + 4] = sums.pairs[j] >> 16;

@@ -95,7 +95,7 @@ class Quantize:
     def kernel(self) -> str:
         """The one that is tested: by rows of blocks, by tiles of threads, or without blocks."""
         if self.recipe.block is None:
-            return "quantize_plain"
+            return "quantize_unblocked"
         return "quantize_tile" if self.recipe.block_rows > 1 or self.recipe.four_over_six else "quantize"
 
     def work(self, x: np.ndarray) -> LaunchRequest:

@@ -15,7 +15,7 @@ from inputs import BF16
 from fp4kit.call.parse import HADAMARD_BLOCK as BLOCK
 from fp4kit.cuda.compile import loader
 from fp4kit.cuda.compile.traits import TYPES
-from fp4kit.cuda.launch.amax_hadamard import amax_strips
+from fp4kit.cuda.launch.amax_hadamard import amax_hadamard
 from fp4kit.cuda.launch.geometry import THREADS, address, grid
 from fp4kit.reference.hadamard import TE_SIGN_MASK, hadamard_blocks
 
@@ -142,7 +142,7 @@ class AmaxStrips:
             )
             for value, misalignment in ((0, 0), (np.inf, self.dtype.itemsize), (np.nan, 0)):
                 x[len(x) // 2, 0] = value
-                actual = amax_strips(DeviceArray(x, misalignment), self.counted, TE_SIGN_MASK)
+                actual = amax_hadamard(DeviceArray(x, misalignment), self.counted, TE_SIGN_MASK)
                 yield f"amax of {shape} with {value}", actual.array, self.expected(x)
 
     def expected(self, x: np.ndarray) -> np.ndarray:

@@ -94,7 +94,7 @@ class Patch:
         if self.fake:
             values = DeviceArray.output(x.shape, x.dtype)
             work = LaunchRequest(self.recipe, self.dtype, x.shape, values=True)
-            quantize_matrix(Matrix(source, values=values, tensor_amax=given), work, 0, way("quantize_patch"))
+            quantize_matrix(Matrix(source, values=values, tensor_amax=given), work, 0, way("quantize_columns"))
             yield "values", values.array, fp4kit.dequantize(fp4kit.quantize(x, self.recipe, tensor_amax=amax))
             return
         for rowwise, columnwise in ((False, True), (True, True), (True, False)):
@@ -105,7 +105,7 @@ class Patch:
             row_side, column_side = (part or (None, None, None) for part in sides)
             arrays = Matrix(source, *row_side[:2], None, given, row_side[2], None, None, None, *column_side)
             work = LaunchRequest(self.recipe, self.dtype, x.shape, self.layout, columns=columnwise, mask=mask)
-            quantize_matrix(arrays, work, 0, way("quantize_patch"))
+            quantize_matrix(arrays, work, 0, way("quantize_columns"))
             if row is not None:
                 yield from results("row", sides[0], row)
             if columnwise:
@@ -116,7 +116,9 @@ class Patch:
         row = fp4kit.quantize(x, self.recipe, tensor_amax=amax, scale_layout=self.layout)
         made = side(row, self.layout)
         arrays = Matrix(DeviceArray(x), made.packed, made.scales, None, device(row.tensor_amax), made.tensor_scale)
-        quantize_matrix(arrays, LaunchRequest(self.recipe, self.dtype, x.shape, self.layout), 0, way("quantize_patch"))
+        quantize_matrix(
+            arrays, LaunchRequest(self.recipe, self.dtype, x.shape, self.layout), 0, way("quantize_columns")
+        )
         yield from results("row", made, row)
 
 

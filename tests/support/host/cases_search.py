@@ -219,7 +219,7 @@ class Bounds:
 
 def put_bounds(x: Any, reciprocals: Any, first: Any, out: Any) -> None:
     """Sums of bounds by the header of the kernels."""
-    text = instantiation("search", recipe_struct(STATIC_RECIPE)).replace("search.cu", "loss_bounds.cuh")
+    text = instantiation("search", recipe_struct(STATIC_RECIPE)).replace("search.cu", "search_loss_bounds.cuh")
     text += Path(__file__).with_name("bounds.cu").read_text()
     fields = np.dtype([(name, "u8") for name in ("x", "reciprocals", "first", "out", "count")])
     function = loader.function(text, "bounds_kernel", x.device.id)
@@ -228,7 +228,7 @@ def put_bounds(x: Any, reciprocals: Any, first: Any, out: Any) -> None:
 
 def put_powers(d: Any, out: Any, p: float) -> None:
     """d^p by the header of the kernels, into out: float64."""
-    text = '#include "power.cuh"\n' + Path(__file__).with_name("power.cu").read_text()
+    text = '#include "pow.cuh"\n' + Path(__file__).with_name("power.cu").read_text()
     fields = np.dtype([("d", "u8"), ("out", "u8"), ("count", "i8"), ("power", "f8")])
     function = loader.function(text, "power_kernel", d.device.id)
     Launch(function, grid(-(-d.size // THREADS), d.device.id), fields, d.size, bits_of(p))(address(d), address(out))

@@ -15,23 +15,23 @@ extern "C" __global__ void hadamard_kernel(Arguments a) {
     Run<Input, 16> x = read_run<Input, 16>(static_cast<const Bits*>(a.x) + 16 * i), y;
     u32 largest;
     if constexpr (sizeof(Bits) == 2) {
-      a.is_short[i] = hadamard_short<kSignMask>(x, y, largest);
+      a.is_short[i] = hadamard_fast<kSignMask>(x, y, largest);
       if (i % 2 == 0) {
         const u16* pair = static_cast<const u16*>(a.x) + 16 * i;
         u16* out = static_cast<u16*>(a.columns) + 16 * i;
         u32 rows[16];
         for (int j = 0; j < 16; ++j) rows[j] = pair[j] | static_cast<u32>(pair[16 + j]) << 16;
-        u32 untold;
-        const u32 both = hadamard_columns<kSignMask, Input>(rows, untold);
+        u32 inconclusive;
+        const u32 both = hadamard_columns<kSignMask, Input>(rows, inconclusive);
         if (both != largest_pair<Input>(rows)) rows[0] ^= 1u;
         for (int j = 0; j < 2; ++j) {
           Run<Input, 16> column = read_run<Input, 16>(static_cast<const Bits*>(a.x) + 16 * (i + j)), told;
-          const bool is_told = hadamard_short<kSignMask>(column, told, largest);
+          const bool is_told = hadamard_fast<kSignMask>(column, told, largest);
           if (!is_told) hadamard_run<kSignMask>(column);
           for (int k = 0; k < 16; ++k)
             out[16 * j + k] =
                 is_told ? static_cast<u16>(rows[k] >> (16 * j)) : static_cast<u16>(column.w[k / 2] >> (k % 2 * 16));
-          if (is_told == (untold >> j & 1u)) out[16 * j] ^= 1u;
+          if (is_told == (inconclusive >> j & 1u)) out[16 * j] ^= 1u;
         }
       }
     }

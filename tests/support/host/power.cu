@@ -1,4 +1,4 @@
-// d^p of each number: for tests of power.cuh alone.
+// d^p of each number: for tests of pow.cuh alone.
 struct Arguments {
   const double* d;
   double* out;

@@ -3,16 +3,16 @@
 // A thread block takes a strip of neighbouring columns down a stretch of rows. Each row of the strip is read by `lanes`
 // threads side by side, 16 bytes each where kAligned, else one element; the other threads take the next rows.
 // Magnitudes compare as bits.
-#include "memory.cuh"
+#include "runs.cuh"
 
-constexpr int kWidth = kAligned ? 16 / sizeof(Input::Bits) : 1;  // columns of a thread
+constexpr int kThreadColumns = kAligned ? 16 / sizeof(Input::Bits) : 1;  // columns of a thread
 
-struct Arguments {
+struct AmaxColumnsArguments {
   const void* x;  // matrices x rows x columns elements, contiguous
   u32* amax;      // matrices x columns bits of float32, set to 0 before
   i64 matrices, rows, columns;
-  i64 lanes;   // a power of two that divides kThreads
-  i64 height;  // rows of a stretch, in 32 bits
+  i64 lanes;      // a power of two that divides kThreads
+  i64 tile_rows;  // rows of a stretch, in 32 bits
 };
 
 // The largest of kCount columns in `rows` rows that lie `step` elements apart.
@@ -31,29 +31,33 @@ FP4KIT_DEVICE void largest_of_columns(const typename In::Bits* x, u32 rows, i64 
   }
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads) amax_columns_kernel(Arguments a) {
-  __shared__ u32 parts[kThreads * kWidth];
-  const u32 lanes = static_cast<u32>(a.lanes), slots = kThreads / lanes, slot = threadIdx.x / lanes,
-            width = lanes * kWidth;
-  const i64 strips = (a.columns + width - 1) / width, stretches = (a.rows + a.height - 1) / a.height;
-  const i64 items = a.matrices * stretches * strips;
-  for (i64 item = blockIdx.x; item < items; item += gridDim.x) {
-    const i64 above = quotient(item, strips, items), matrix = quotient(above, stretches, items);
-    const i64 start = (item - above * strips) * width, top = (above - matrix * stretches) * a.height;
-    const u32 rows = static_cast<u32>(minimum(a.height, a.rows - top));
-    const i64 column = start + threadIdx.x % lanes * kWidth;
-    u32 largest[kWidth] = {};
-    if (column < a.columns && slot < rows) {
-      const Input::Bits* x = static_cast<const Input::Bits*>(a.x) + (matrix * a.rows + top + slot) * a.columns + column;
-      largest_of_columns<Input>(x, (rows - slot + slots - 1) / slots, slots * a.columns, largest);
+extern "C" __global__ void __launch_bounds__(kThreads) amax_columns_kernel(AmaxColumnsArguments a) {
+  __shared__ u32 parts[kThreads * kThreadColumns];
+  const u32 lanes = static_cast<u32>(a.lanes), tile_threads_down = kThreads / lanes, thread_row = threadIdx.x / lanes,
+            tile_columns = lanes * kThreadColumns;
+  const i64 tiles_across = (a.columns + tile_columns - 1) / tile_columns,
+            tiles_down = (a.rows + a.tile_rows - 1) / a.tile_rows;
+  const i64 tiles = a.matrices * tiles_down * tiles_across;
+  for (i64 tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
+    const i64 tile_row = quotient(tile, tiles_across, tiles), matrix = quotient(tile_row, tiles_down, tiles);
+    const i64 start = (tile - tile_row * tiles_across) * tile_columns,
+              top = (tile_row - matrix * tiles_down) * a.tile_rows;
+    const u32 rows = static_cast<u32>(minimum(a.tile_rows, a.rows - top));
+    const i64 column = start + threadIdx.x % lanes * kThreadColumns;
+    u32 largest[kThreadColumns] = {};
+    if (column < a.columns && thread_row < rows) {
+      const Input::Bits* x =
+          static_cast<const Input::Bits*>(a.x) + (matrix * a.rows + top + thread_row) * a.columns + column;
+      largest_of_columns<Input>(x, (rows - thread_row + tile_threads_down - 1) / tile_threads_down,
+                                tile_threads_down * a.columns, largest);
     }
 #pragma unroll
-    for (int j = 0; j < kWidth; ++j) parts[threadIdx.x * kWidth + j] = largest[j];
+    for (int j = 0; j < kThreadColumns; ++j) parts[threadIdx.x * kThreadColumns + j] = largest[j];
     __syncthreads();
-    for (u32 i = threadIdx.x; i < width; i += kThreads) {
-      u32 most = 0u;
-      for (u32 s = 0; s < slots; ++s) most = maximum(most, parts[s * width + i]);
-      if (start + i < a.columns) atomicMax(a.amax + matrix * a.columns + start + i, most);
+    for (u32 i = threadIdx.x; i < tile_columns; i += kThreads) {
+      u32 column_largest = 0u;
+      for (u32 s = 0; s < tile_threads_down; ++s) column_largest = maximum(column_largest, parts[s * tile_columns + i]);
+      if (start + i < a.columns) atomicMax(a.amax + matrix * a.columns + start + i, column_largest);
     }
     __syncthreads();
   }

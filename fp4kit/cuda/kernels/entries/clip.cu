@@ -1,12 +1,12 @@
 // fake_quantize_backward with a clip mask: grad where |x| <= amax, else +0. amax is compared in float32; NaN passes
 // nothing.
-#include "memory.cuh"
+#include "runs.cuh"
 
 // Elements of a run: 16 bytes of the wider type, so that a warp reads and writes whole lines of it.
 template <class In, class GradIn>
 constexpr int kClipRun = sizeof(typename In::Bits) + sizeof(typename GradIn::Bits) == 4 ? 8 : 4;
 
-struct Arguments {
+struct ClipArguments {
   const void* grad;   // count elements of the gradient's type, contiguous
   const void* x;      // of x's type
   const float* amax;  // one for every `covered` elements, in their order
@@ -29,7 +29,7 @@ FP4KIT_DEVICE void mask_run(Run<In, kRun>& run, const bool (&inside)[kRun]) {
 
 // Elements [first, last), one at a time, each with its own amax.
 template <class In, class GradIn>
-FP4KIT_DEVICE void clip_elements(const Arguments& a, i64 first, i64 last) {
+FP4KIT_DEVICE void clip_elements(const ClipArguments& a, i64 first, i64 last) {
   i64 index = first / a.covered, next = (index + 1) * a.covered;
   for (i64 i = first; i < last; ++i) {
     if (i == next) {
@@ -44,7 +44,7 @@ FP4KIT_DEVICE void clip_elements(const Arguments& a, i64 first, i64 last) {
 
 // Runs at multiples of 16 bytes, each within what one amax covers: one a thread, for more in flight is slower.
 template <class In, class GradIn>
-FP4KIT_DEVICE void clip_runs(const Arguments& a, Grid grid) {
+FP4KIT_DEVICE void clip_runs(const ClipArguments& a, Grid grid) {
   constexpr int kRun = kClipRun<In, GradIn>;
   const i64 runs = a.count / kRun, covered_runs = a.covered >= a.count ? runs : a.covered / kRun;
   for (i64 run = first_item(grid); run < runs; run += item_stride(grid)) {
@@ -61,7 +61,7 @@ FP4KIT_DEVICE void clip_runs(const Arguments& a, Grid grid) {
 
 // kAligned: all arrays begin at multiples of 16 bytes.
 template <class In, class GradIn, bool kAligned>
-FP4KIT_DEVICE void clip_gradient(const Arguments& a, Grid grid) {
+FP4KIT_DEVICE void clip_gradient(const ClipArguments& a, Grid grid) {
   constexpr i64 kRun = kClipRun<In, GradIn>;
   i64 done = 0;
   if (kAligned && (a.covered >= a.count || a.covered % kRun == 0)) {
@@ -72,6 +72,6 @@ FP4KIT_DEVICE void clip_gradient(const Arguments& a, Grid grid) {
     clip_elements<In, GradIn>(a, first, minimum(first + kRun, a.count));
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads) clip_kernel(Arguments a) {
+extern "C" __global__ void __launch_bounds__(kThreads) clip_kernel(ClipArguments a) {
   clip_gradient<Input, Gradient, kAligned>(a, whole_grid());
 }

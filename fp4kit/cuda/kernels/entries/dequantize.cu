@@ -4,22 +4,23 @@
 // What limits it is the order in which the memory is asked. H200, 16384 x 16384 mxfp8 to bfloat16, 2026-11-21: 0.945 of
 // a copy with four runs a thread, 0.969 with two, those of a warp together, 0.982 with codes and scales fetched ahead.
 #include "block.cuh"
-#include "implied.cuh"
-#include "layout.cuh"
+#include "implied_amax.cuh"
+#include "scale_layout.cuh"
 #include "pack.cuh"
 
-struct Arguments {
+struct DequantizeArguments {
   const u8* packed;
   const u8* scales;           // in R's layout (null without)
   void* values;               // rows x columns of the output type
   const float* tensor_scale;  // by R::kTensorScaling (null without)
-  const float* tensor_amax;   // as many, where they are known (null where not); one a row or block: of implied_kernel
+  const float*
+      tensor_amax;  // as many, where they are known (null where not); one a row or block: of implied_amax_kernel
   i64 rows, columns;
   i64 ahead;  // steps from codes that are read to those that are fetched into the L2
 };
 
 template <class R, class Out>
-struct Runs {
+struct DequantizeTraits {
   static constexpr int kRun = 16 / sizeof(typename Out::Bits);
   static constexpr int kPerByte = 8 / R::Element::kStoredBits, kBytes = kRun / kPerByte;
   static constexpr bool kOneScale =
@@ -31,15 +32,15 @@ struct Runs {
 };
 
 // Where a run is: its row, its block in the row and its first column; in one long row where the row does not matter.
-struct Place {
+struct RunPosition {
   u32 row, block;
   i64 column;
 };
 
 // What the codes of a run are worth, times their scale.
 template <class R, class Out>
-FP4KIT_DEVICE Run<Out, Runs<R, Out>::kRun> decode_run(u64 codes, typename R::DecodeRule::Scale scale) {
-  constexpr int kRun = Runs<R, Out>::kRun;
+FP4KIT_DEVICE Run<Out, DequantizeTraits<R, Out>::kRun> decode_run(u64 codes, typename R::DecodeRule::Scale scale) {
+  constexpr int kRun = DequantizeTraits<R, Out>::kRun;
   if constexpr (R::Element::kIsE2m1 && Out::kIsBfloat16 && R::kHasScales && R::Scale::kMantissaBits == 0 &&
                 FP4KIT_FAST_BF16X2) {
     Run<Out, kRun> run;
@@ -59,14 +60,14 @@ FP4KIT_DEVICE Run<Out, Runs<R, Out>::kRun> decode_run(u64 codes, typename R::Dec
 
 // The code of element `at`.
 template <class R, class Out>
-FP4KIT_DEVICE u32 code_at(const Arguments& a, i64 at) {
-  const u32 byte = a.packed[at / Runs<R, Out>::kPerByte];
-  return Runs<R, Out>::kPerByte == 1 ? byte : byte >> (4 * (at % 2)) & 15u;
+FP4KIT_DEVICE u32 code_at(const DequantizeArguments& a, i64 index) {
+  const u32 byte = a.packed[index / DequantizeTraits<R, Out>::kPerByte];
+  return DequantizeTraits<R, Out>::kPerByte == 1 ? byte : byte >> (4 * (index % 2)) & 15u;
 }
 
 // One element at a time, for the end of a row.
 template <class R, class Out>
-FP4KIT_DEVICE void decode_end(const Arguments& a, i64 first, int count, typename R::DecodeRule::Scale scale) {
+FP4KIT_DEVICE void decode_end(const DequantizeArguments& a, i64 first, int count, typename R::DecodeRule::Scale scale) {
   for (int i = 0; i < count; ++i) {
     const u32 code = code_at<R, Out>(a, first + i);
     static_cast<typename Out::Bits*>(a.values)[first + i] =
@@ -85,19 +86,19 @@ FP4KIT_DEVICE u64 load_bytes(const u8* in) {
 // Fetch the kStep whole runs of the step that comes a.ahead steps behind the one that begins with run `start`, as many
 // as the device has in hand: when it is read, it is near. Scales go with it where they lie in the order of the codes.
 template <class R, class Out, u32 kStep>
-FP4KIT_DEVICE void fetch_ahead(const Arguments& a, u32 start, u32 runs) {
-  using Way = Runs<R, Out>;
+FP4KIT_DEVICE void fetch_ahead(const DequantizeArguments& a, u32 start, u32 runs) {
+  using Traits = DequantizeTraits<R, Out>;
   const u64 next = start + kStep * static_cast<u64>(a.ahead);
   if (next + kStep >= runs) return;
-  prefetch_l2<kStep * Way::kBytes>(a.packed + next * Way::kBytes);
-  constexpr u32 kScales = kStep * Way::kRun / R::kBlock;
+  prefetch_l2<kStep * Traits::kBytes>(a.packed + next * Traits::kBytes);
+  constexpr u32 kScales = kStep * Traits::kRun / R::kBlock;
   if constexpr (R::kHasScales && R::kLayout == ScaleLayout::linear && kScales % 16 == 0)
-    prefetch_l2<kScales>(a.scales + next * Way::kRun / R::kBlock);
+    prefetch_l2<kScales>(a.scales + next * Traits::kRun / R::kBlock);
 }
 
 // The tensor scale of all; each thread of the block calls it. What one search finds serves them all.
 template <class R, class Original>
-FP4KIT_DEVICE TensorScale tensor_scale_of_all(const Arguments& a) {
+FP4KIT_DEVICE TensorScale tensor_scale_of_all(const DequantizeArguments& a) {
   bool is_known;
   TensorScale t = known_tensor_scale<R, Original>(a.tensor_scale, a.tensor_amax, 0, is_known);
   if constexpr (R::DecodeRule::kNeedsAmax) {
@@ -112,9 +113,9 @@ FP4KIT_DEVICE TensorScale tensor_scale_of_all(const Arguments& a) {
 }
 
 // The tensor scale of block `block` of row `row`, where each row or block has one. A rule that needs amaxes finds them
-// all in tensor_amax, kUnknownAmax among them: implied_kernel wrote them.
+// all in tensor_amax, kUnknownAmax among them: implied_amax_kernel wrote them.
 template <class R, class Original>
-FP4KIT_DEVICE TensorScale tensor_scale_at(const Arguments& a, u32 row, u32 block, u32 blocks) {
+FP4KIT_DEVICE TensorScale tensor_scale_at(const DequantizeArguments& a, u32 row, u32 block, u32 blocks) {
   const i64 index = R::kTensorScaling == TensorScaling::row ? row : static_cast<i64>(row) * blocks + block;
   if constexpr (R::DecodeRule::kNeedsAmax) return R::TensorRule::template scale<R, Original>(a.tensor_amax[index]);
   return {1.0f, a.tensor_scale[index], 1.0f};
@@ -122,7 +123,7 @@ FP4KIT_DEVICE TensorScale tensor_scale_at(const Arguments& a, u32 row, u32 block
 
 // Values of a run under a tensor scale that no amax gives, one element at a time.
 template <class R, class Out>
-FP4KIT_DEVICE void decode_product_run(const Arguments& a, i64 first, int count, u32 scale_code, i64 index) {
+FP4KIT_DEVICE void decode_product_run(const DequantizeArguments& a, i64 first, int count, u32 scale_code, i64 index) {
   const TensorScale t = {1.0f, a.tensor_scale[index], kUnknownAmax};
 #pragma unroll 1
   for (int i = 0; i < count; ++i) {
@@ -133,58 +134,59 @@ FP4KIT_DEVICE void decode_product_run(const Arguments& a, i64 first, int count, 
 
 // Original: type of the array that was quantized, which some tensor rules round to. Out: type of the values.
 template <class R, class Original, class Out>
-FP4KIT_DEVICE void dequantize(const Arguments& a, Grid grid) {
-  using Way = Runs<R, Out>;
-  constexpr int kRun = Way::kRun;
+FP4KIT_DEVICE void dequantize(const DequantizeArguments& a, Grid grid) {
+  using Traits = DequantizeTraits<R, Out>;
+  constexpr int kRun = Traits::kRun;
   using Scale = typename R::DecodeRule::Scale;
-  __shared__ Scale table[Way::kTable ? 256 : 1];
-  const i64 columns = Way::kFlat ? a.rows * a.columns : a.columns;
+  __shared__ Scale table[Traits::kTable ? 256 : 1];
+  const i64 columns = Traits::kFlat ? a.rows * a.columns : a.columns;
   const u32 row_runs = static_cast<u32>((columns + kRun - 1) / kRun),
-            runs = Way::kFlat ? row_runs : static_cast<u32>(a.rows) * row_runs;
+            runs = Traits::kFlat ? row_runs : static_cast<u32>(a.rows) * row_runs;
   const u32 blocks = R::kHasBlocks ? static_cast<u32>(columns / R::kBlock) : 1u;
   const bool whole_stores =
-      reinterpret_cast<u64>(a.values) % 16 == 0 && reinterpret_cast<u64>(a.packed) % Way::kBytes == 0;
-  const bool even = whole_stores && (R::kHasBlocks || columns % kRun == 0 || Way::kFlat || a.rows == 1);
+      reinterpret_cast<u64>(a.values) % 16 == 0 && reinterpret_cast<u64>(a.packed) % Traits::kBytes == 0;
+  const bool even = whole_stores && (R::kHasBlocks || columns % kRun == 0 || Traits::kFlat || a.rows == 1);
   TensorScale whole_scale = {};
-  if constexpr (Way::kOneScale) whole_scale = tensor_scale_of_all<R, Original>(a);
-  if constexpr (Way::kTable) {
+  if constexpr (Traits::kOneScale) whole_scale = tensor_scale_of_all<R, Original>(a);
+  if constexpr (Traits::kTable) {
     table[threadIdx.x] = stored_scale<R>(threadIdx.x, whole_scale);
     __syncthreads();
   }
   const bool fetches = even && reinterpret_cast<u64>(a.packed) % 16 == 0 && reinterpret_cast<u64>(a.scales) % 16 == 0;
-  constexpr u32 kStep = kThreads * Way::kUnroll;
+  constexpr u32 kStep = kThreads * Traits::kUnroll;
   for (u32 start = grid.block * kStep; start < runs; start += grid.blocks * kStep) {
     if (fetches && threadIdx.x == 0) fetch_ahead<R, Out, kStep>(a, start, runs);
-    const u32 mine = start + threadIdx.x / 32 * (32 * Way::kUnroll) + threadIdx.x % 32;
-    u64 codes[Way::kUnroll];
-    u32 scale_codes[Way::kUnroll];
-    Place places[Way::kUnroll];
+    const u32 first_run = start + threadIdx.x / 32 * (32 * Traits::kUnroll) + threadIdx.x % 32;
+    u64 codes[Traits::kUnroll];
+    u32 scale_codes[Traits::kUnroll];
+    RunPosition positions[Traits::kUnroll];
 #pragma unroll
-    for (int k = 0; k < Way::kUnroll; ++k) {
-      const u32 run = minimum(mine + 32 * k, runs - 1);
-      const u32 row = Way::kFlat ? 0u : run / row_runs;
+    for (int k = 0; k < Traits::kUnroll; ++k) {
+      const u32 run = minimum(first_run + 32 * k, runs - 1);
+      const u32 row = Traits::kFlat ? 0u : run / row_runs;
       const u32 block = R::kHasBlocks ? (run - row * row_runs) / (R::kBlock / kRun) : 0u;
-      places[k] = {row, block, static_cast<i64>(run - row * row_runs) * kRun};
-      const i64 first = row * columns + places[k].column;
-      codes[k] =
-          even && places[k].column + kRun <= columns ? load_bytes<Way::kBytes>(a.packed + first / Way::kPerByte) : 0u;
+      positions[k] = {row, block, static_cast<i64>(run - row * row_runs) * kRun};
+      const i64 first = row * columns + positions[k].column;
+      codes[k] = even && positions[k].column + kRun <= columns
+                     ? load_bytes<Traits::kBytes>(a.packed + first / Traits::kPerByte)
+                     : 0u;
       scale_codes[k] = R::kHasScales ? a.scales[scale_offset<R::kLayout>(row, block, blocks)] : 0u;
     }
 #pragma unroll
-    for (int k = 0; k < Way::kUnroll; ++k) {
-      if (mine + 32 * k >= runs) break;
-      const auto [row, block, column] = places[k];
+    for (int k = 0; k < Traits::kUnroll; ++k) {
+      if (first_run + 32 * k >= runs) break;
+      const auto [row, block, column] = positions[k];
       TensorScale t = whole_scale;
-      if constexpr (!Way::kOneScale) t = tensor_scale_at<R, Original>(a, row, block, blocks);
-      if (R::DecodeRule::kNeedsAmax && !Way::kTable && t.amax < 0.0f) {
-        const i64 index = Way::kOneScale                            ? 0
+      if constexpr (!Traits::kOneScale) t = tensor_scale_at<R, Original>(a, row, block, blocks);
+      if (R::DecodeRule::kNeedsAmax && !Traits::kTable && t.amax < 0.0f) {
+        const i64 index = Traits::kOneScale                         ? 0
                           : R::kTensorScaling == TensorScaling::row ? row
                                                                     : static_cast<i64>(row) * blocks + block;
         const int count = static_cast<int>(minimum<i64>(kRun, columns - column));
         decode_product_run<R, Out>(a, row * columns + column, count, scale_codes[k], index);
         continue;
       }
-      const Scale scale = Way::kTable ? table[scale_codes[k]] : R::DecodeRule::template scale<R>(scale_codes[k], t);
+      const Scale scale = Traits::kTable ? table[scale_codes[k]] : R::DecodeRule::template scale<R>(scale_codes[k], t);
       const i64 first = row * columns + column;
       if (even && column + kRun <= columns) {
         const Run<Out, kRun> y = decode_run<R, Out>(codes[k], scale);
@@ -199,13 +201,15 @@ FP4KIT_DEVICE void dequantize(const Arguments& a, Grid grid) {
 // Thread blocks that a multiprocessor shall hold of integers, whose rare way would else take registers from the usual
 // one; 0: any.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
-constexpr int kHeldIntegers = 4;  // 1024 threads are all that a multiprocessor of sm_75 holds
+constexpr int kIntegerBlocksPerMultiprocessor = 4;  // 1024 threads are all that a multiprocessor of sm_75 holds
 #else
-constexpr int kHeldIntegers = 6;
+constexpr int kIntegerBlocksPerMultiprocessor = 6;
 #endif
 template <class R>
-constexpr int kHeld = R::DecodeRule::kNeedsAmax && !R::kHasScales ? kHeldIntegers : 0;
+constexpr int kBlocksPerMultiprocessor =
+    R::DecodeRule::kNeedsAmax && !R::kHasScales ? kIntegerBlocksPerMultiprocessor : 0;
 
-extern "C" __global__ void __launch_bounds__(kThreads, kHeld<R>) dequantize_kernel(Arguments a) {
+extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor<R>)
+    dequantize_kernel(DequantizeArguments a) {
   dequantize<R, Input, Output>(a, whole_grid());
 }

@@ -5,10 +5,10 @@
 
 // Backwards: a launch that follows begins with what was read last, and finds it in the L2 cache. 8 tensors of 1856 x
 // 2688, amax and quantize: 54 us, 49 us (H200, 2026-11-21).
-using Members = GroupOf<Arguments, kSmall>::Type;
+using Members = GroupOf<AmaxArguments, kSmall>::Type;
 
 extern "C" __global__ void __launch_bounds__(kThreads) grouped_amax_kernel(Members group) {
-  for_each_piece<true>(group, [](const Arguments& a, Grid grid, bool aligned) {
+  for_each_piece<true>(group, [](const AmaxArguments& a, Grid grid, bool aligned) {
     if (kAligned || aligned) {
       amax<Input, kCounted, true>(a, grid);
     } else {
@@ -18,7 +18,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) grouped_amax_kernel(Membe
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads) grouped_amax_rows_kernel(Members group) {
-  for_each_piece<true>(group, [](const Arguments& a, Grid grid, bool aligned) {
+  for_each_piece<true>(group, [](const AmaxArguments& a, Grid grid, bool aligned) {
     if (kAligned || aligned) {
       amax_rows<Input, kCounted, true>(a, grid);
     } else {

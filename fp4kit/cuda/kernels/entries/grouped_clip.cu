@@ -2,10 +2,10 @@
 #include "grouped.cuh"
 #include "clip.cu"
 
-using Members = GroupOf<Arguments, kSmall>::Type;
+using Members = GroupOf<ClipArguments, kSmall>::Type;
 
 extern "C" __global__ void __launch_bounds__(kThreads) grouped_clip_kernel(Members group) {
-  for_each_piece(group, [](const Arguments& a, Grid grid, bool aligned) {
+  for_each_piece(group, [](const ClipArguments& a, Grid grid, bool aligned) {
     if (kAligned || aligned) {
       clip_gradient<Input, Gradient, true>(a, grid);
     } else {

@@ -2,10 +2,10 @@
 #include "grouped_quantize.cuh"
 #include "quantize.cu"
 
-using Members = GroupOf<Arguments, kSmall>::Type;
+using Members = GroupOf<QuantizeArguments, kSmall>::Type;
 
 extern "C" __global__ void __launch_bounds__(kThreads) grouped_quantize_kernel(Members group) {
-  for_each_piece(group, [](Arguments a, Grid grid, bool aligned) {
+  for_each_piece(group, [](QuantizeArguments a, Grid grid, bool aligned) {
     if (is_empty<R, Input>(a, grid)) return;
     if (kAligned || aligned) {
       quantize<R, Input, true>(a, grid);

@@ -6,13 +6,13 @@ using Members = GroupOf<SearchArguments, kSmall>::Type;
 
 extern "C" __global__ void __launch_bounds__(kSearchThreads<kWeighted>, kWeighted ? 1 : 2)
     grouped_search_kernel(Members group) {
-  __shared__ Common<kWeighted> common;
-  make_sieve<R>(common.sieve);
+  __shared__ SearchMemory<kWeighted> memory;
+  make_pruning_tables<R>(memory.tables);
   for_each_piece(group, [](SearchArguments a, Grid grid, bool aligned) {
     if (kAligned || aligned) {
-      search<R, Input, true, kWeighted, kAll, kEight>(a, grid, common);
+      search<R, Input, true, kWeighted, kAll, kEight>(a, grid, memory);
     } else {
-      search<R, Input, false, kWeighted, kAll, kEight>(a, grid, common);
+      search<R, Input, false, kWeighted, kAll, kEight>(a, grid, memory);
     }
   });
 }

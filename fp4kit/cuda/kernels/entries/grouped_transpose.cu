@@ -3,7 +3,7 @@
 #include "grouped.cuh"
 #include "transpose.cu"
 
-using Members = GroupOf<Arguments, kSmall>::Type;
+using Members = GroupOf<TransposeArguments, kSmall>::Type;
 
 // What a member's `aligned` is made of.
 constexpr u32 kWholeCodes = 1u, kWordScales = 2u;
@@ -12,8 +12,9 @@ struct ByteScales : S {
   static constexpr bool kScaleWords = false;
 };
 
-extern "C" __global__ void __launch_bounds__(kThreads, kResident) grouped_transpose_kernel(Members group) {
-  for_each_piece(group, [](const Arguments& a, Grid grid, u32 aligned) {
+extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
+    grouped_transpose_kernel(Members group) {
+  for_each_piece(group, [](const TransposeArguments& a, Grid grid, u32 aligned) {
     if (kAligned || aligned == (kWholeCodes | kWordScales)) {
       transpose<S, true>(a, grid);
     } else if (aligned == kWholeCodes) {

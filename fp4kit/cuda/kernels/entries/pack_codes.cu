@@ -1,9 +1,9 @@
 // pack and unpack: 4-bit codes between one a byte and two a byte, the even one in the low nibble.
-#include "memory.cuh"
+#include "runs.cuh"
 
 constexpr int kInFlight = 4;
 
-struct Arguments {
+struct PackArguments {
   const u8* in;
   u8* out;
   i64 bytes;  // of packed codes
@@ -25,8 +25,8 @@ FP4KIT_DEVICE Chunk converted(u64 packed) {
   Chunk codes;
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    const u32 twice = prmt(static_cast<u32>(packed >> (16 * i)), 0u, 0x1100u);  // bytes 0, 0, 1, 1
-    codes.w[i] = (twice & 0x000F000Fu) | (twice >> 4 & 0x0F000F00u);
+    const u32 doubled = prmt(static_cast<u32>(packed >> (16 * i)), 0u, 0x1100u);  // bytes 0, 0, 1, 1
+    codes.w[i] = (doubled & 0x000F000Fu) | (doubled >> 4 & 0x0F000F00u);
   }
   return codes;
 }
@@ -38,18 +38,18 @@ FP4KIT_DEVICE void convert_all(const u8* from, u8* to, i64 count, Grid grid) {
   Out* out = reinterpret_cast<Out*>(to);
   const i64 stride = item_stride(grid);
   for (i64 start = first_item(grid); start < count; start += kInFlight * stride) {
-    In held[kInFlight];
+    In loaded[kInFlight];
 #pragma unroll
     for (int k = 0; k < kInFlight; ++k)
-      if (start + k * stride < count) held[k] = in[start + k * stride];
+      if (start + k * stride < count) loaded[k] = in[start + k * stride];
 #pragma unroll
     for (int k = 0; k < kInFlight; ++k)
-      if (start + k * stride < count) out[start + k * stride] = converted(held[k]);
+      if (start + k * stride < count) out[start + k * stride] = converted(loaded[k]);
   }
 }
 
 template <bool kAligned>
-FP4KIT_DEVICE void pack_codes(const Arguments& a, Grid grid) {
+FP4KIT_DEVICE void pack_codes(const PackArguments& a, Grid grid) {
   const i64 chunks = kAligned ? a.bytes / 8 : 0;
   convert_all<Chunk, u64>(a.in, a.out, chunks, grid);
   for (i64 i = 8 * chunks + first_item(grid); i < a.bytes; i += item_stride(grid))
@@ -57,7 +57,7 @@ FP4KIT_DEVICE void pack_codes(const Arguments& a, Grid grid) {
 }
 
 template <bool kAligned>
-FP4KIT_DEVICE void unpack_codes(const Arguments& a, Grid grid) {
+FP4KIT_DEVICE void unpack_codes(const PackArguments& a, Grid grid) {
   const i64 chunks = kAligned ? a.bytes / 8 : 0;
   convert_all<u64, Chunk>(a.in, a.out, chunks, grid);
   for (i64 i = 8 * chunks + first_item(grid); i < a.bytes; i += item_stride(grid)) {
@@ -66,10 +66,10 @@ FP4KIT_DEVICE void unpack_codes(const Arguments& a, Grid grid) {
   }
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads) pack_codes_kernel(Arguments a) {
+extern "C" __global__ void __launch_bounds__(kThreads) pack_codes_kernel(PackArguments a) {
   pack_codes<kAligned>(a, whole_grid());
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads) unpack_codes_kernel(Arguments a) {
+extern "C" __global__ void __launch_bounds__(kThreads) unpack_codes_kernel(PackArguments a) {
   unpack_codes<kAligned>(a, whole_grid());
 }

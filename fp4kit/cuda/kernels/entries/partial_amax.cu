@@ -1,10 +1,10 @@
 // partial_amax: amaxes of blocks, and of the tensor, as far as a shard owns their elements. A thread takes a block, row
 // by row.
-#include "exact.cuh"
+#include "exact_path.cuh"
 #include "grouped.cuh"
 #include "partial.cuh"
 
-struct Arguments {
+struct PartialAmaxArguments {
   const void* values;  // elements [start, end) of the flattened matrix
   u32* block_amax;     // bits of float32, set to 0 before; those of this matrix begin at block_at
   u32* tensor_amax;    // the same, at tensor_at (null: not wanted)
@@ -50,14 +50,13 @@ FP4KIT_DEVICE void read_block(Largest& found, const Shard<In>& s, i64 p, i64 col
   }
 }
 
-FP4KIT_DEVICE u32 largest_of_warp(u32 mine) {
-  for (u32 distance = 16; distance > 0; distance /= 2)
-    mine = maximum(mine, __shfl_xor_sync(0xFFFFFFFFu, mine, distance));
-  return mine;
+FP4KIT_DEVICE u32 largest_of_warp(u32 own) {
+  for (u32 distance = 16; distance > 0; distance /= 2) own = maximum(own, __shfl_xor_sync(0xFFFFFFFFu, own, distance));
+  return own;
 }
 
 template <class R, class In, bool kAligned>
-FP4KIT_DEVICE float amax_of_blocks(const Arguments& a, const Shard<In>& s, Grid grid) {
+FP4KIT_DEVICE float amax_of_blocks(const PartialAmaxArguments& a, const Shard<In>& s, Grid grid) {
   constexpr i64 kRows = R::kBlockRows;
   const i64 wide = a.columns / R::kBlock;
   const i64 first = kRows == 1 ? a.start / R::kBlock : a.start / a.columns / kRows * wide;
@@ -84,7 +83,7 @@ FP4KIT_DEVICE float amax_of_blocks(const Arguments& a, const Shard<In>& s, Grid 
 }
 
 template <class R, class In>
-FP4KIT_DEVICE void partial_amax(const Arguments& a, Grid grid) {
+FP4KIT_DEVICE void partial_amax(const PartialAmaxArguments& a, Grid grid) {
   if (a.start >= a.end) return;
   const Shard<In> s = shard_of<In>(a.values, a.start, a.end);
   const float amax = s.shift == 0u ? amax_of_blocks<R, In, true>(a, s, grid) : amax_of_blocks<R, In, false>(a, s, grid);
@@ -93,10 +92,10 @@ FP4KIT_DEVICE void partial_amax(const Arguments& a, Grid grid) {
   if (threadIdx.x % 32 == 0) atomicMax(a.tensor_amax + a.tensor_at, largest);
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads) partial_amax_kernel(Arguments a) {
+extern "C" __global__ void __launch_bounds__(kThreads) partial_amax_kernel(PartialAmaxArguments a) {
   partial_amax<R, Input>(a, whole_grid());
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads) grouped_partial_amax_kernel(Group<Arguments> group) {
-  for_each_piece(group, [](const Arguments& a, Grid grid, bool) { partial_amax<R, Input>(a, grid); });
+extern "C" __global__ void __launch_bounds__(kThreads) grouped_partial_amax_kernel(Group<PartialAmaxArguments> group) {
+  for_each_piece(group, [](const PartialAmaxArguments& a, Grid grid, bool) { partial_amax<R, Input>(a, grid); });
 }

@@ -1,10 +1,10 @@
 // partial_cast: codes of the elements that a shard owns, and of no other, into a matrix. A thread takes a run of the
 // matrix.
-#include "finite.cuh"
+#include "fast_path.cuh"
 #include "grouped.cuh"
 #include "partial.cuh"
 
-struct Arguments {
+struct PartialCastArguments {
   const void* values;        // elements [start, end) of the flattened matrix
   u8* packed;                // codes, a multiple of a run's bytes; run i of the matrix is there at place run_at + i
   const float* factors;      // of all blocks, at factor_at; what partial_scales makes of their amaxes
@@ -16,16 +16,16 @@ struct Arguments {
 
 // by: of a block; then: the tensor's encode scale, where elements meet it by itself.
 template <class R>
-FP4KIT_DEVICE Factor factor_by(float by, float then) {
-  if constexpr (R::kThenEncode) return {by, then};
-  return {by, R::kDivide ? 1.0f / by : by};
+FP4KIT_DEVICE Factor factor_by(float value, float encode_scale) {
+  if constexpr (R::kThenEncode) return {value, encode_scale};
+  return {value, R::kDivide ? 1.0f / value : value};
 }
 
 // Codes of a run, packed. Finite elements take the short way where there is one.
 template <class R, class In>
 FP4KIT_DEVICE void encode_run(const Run<In, kRun>& run, Factor factor, u32 (&words)[kCodeWords<R, kRun>]) {
-  if constexpr (ShortWay<R, In>::kExists) {
-    if (takes_short_way<R, In>(largest_bits_of(run), factor)) {
+  if constexpr (FastPath<R, In>::kExists) {
+    if (takes_fast_path<R, In>(largest_bits_of(run), factor)) {
       encode_finite<R, In>(run, factor, words);
       return;
     }
@@ -58,9 +58,9 @@ struct Walk {
 };
 
 template <class R, class In, bool kAligned>
-FP4KIT_DEVICE void cast_runs(const Arguments& a, const Shard<In>& s, Grid grid) {
+FP4KIT_DEVICE void cast_runs(const PartialCastArguments& a, const Shard<In>& s, Grid grid) {
   const u32 last = static_cast<u32>((a.end + kRun - 1) / kRun), stride = static_cast<u32>(item_stride(grid));
-  const float then =
+  const float encode_scale =
       R::kThenEncode ? R::TensorRule::template scale<R, In>(amax_at(a.tensor_amax, a.tensor_at)).encode : 1.0f;
   const Range safe = whole_runs(s.first, s.last), whole = whole_runs(a.start, a.end);
   u32 i = static_cast<u32>(a.start / kRun + first_item(grid));
@@ -69,7 +69,7 @@ FP4KIT_DEVICE void cast_runs(const Arguments& a, const Shard<In>& s, Grid grid) 
     const i64 p = static_cast<i64>(i) * kRun;
     const Run<In, kRun> run = safe.has(i) ? read_whole<kAligned>(s, p) : read_owned(s, p);
     u32 words[kRun * R::Element::kStoredBits / 32];
-    encode_run<R, In>(run, factor_by<R>(a.factors[a.factor_at + walk.block()], then), words);
+    encode_run<R, In>(run, factor_by<R>(a.factors[a.factor_at + walk.block()], encode_scale), words);
     u8* out = a.packed + (a.run_at + i) * sizeof words;
     if (whole.has(i)) {
       store_words(out, words);
@@ -80,7 +80,7 @@ FP4KIT_DEVICE void cast_runs(const Arguments& a, const Shard<In>& s, Grid grid) 
 }
 
 template <class R, class In>
-FP4KIT_DEVICE void partial_cast(const Arguments& a, Grid grid) {
+FP4KIT_DEVICE void partial_cast(const PartialCastArguments& a, Grid grid) {
   if (a.start >= a.end) return;
   const Shard<In> s = shard_of<In>(a.values, a.start, a.end);
   if (s.shift == 0u) {
@@ -90,10 +90,10 @@ FP4KIT_DEVICE void partial_cast(const Arguments& a, Grid grid) {
   }
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads) partial_cast_kernel(Arguments a) {
+extern "C" __global__ void __launch_bounds__(kThreads) partial_cast_kernel(PartialCastArguments a) {
   partial_cast<R, Input>(a, whole_grid());
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads) grouped_partial_cast_kernel(Group<Arguments> group) {
-  for_each_piece(group, [](const Arguments& a, Grid grid, bool) { partial_cast<R, Input>(a, grid); });
+extern "C" __global__ void __launch_bounds__(kThreads) grouped_partial_cast_kernel(Group<PartialCastArguments> group) {
+  for_each_piece(group, [](const PartialCastArguments& a, Grid grid, bool) { partial_cast<R, Input>(a, grid); });
 }

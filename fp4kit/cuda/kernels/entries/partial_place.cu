@@ -3,7 +3,7 @@
 #include "grouped.cuh"
 #include "partial.cuh"
 
-struct Arguments {
+struct PartialPlaceArguments {
   const u8* from;  // run i of the matrix is at place from_at + i
   u8* to;          // and goes to place to_at + i
   i64 start, end;  // elements of the matrix that the sender owns
@@ -11,7 +11,7 @@ struct Arguments {
 };
 
 template <int kWords>
-FP4KIT_DEVICE void partial_place(const Arguments& a, Grid grid) {
+FP4KIT_DEVICE void partial_place(const PartialPlaceArguments& a, Grid grid) {
   const u32 last = static_cast<u32>((a.end + kRun - 1) / kRun), stride = static_cast<u32>(item_stride(grid));
   const Range whole = whole_runs(a.start, a.end);
   for (u32 i = static_cast<u32>(a.start / kRun + first_item(grid)); i < last; i += stride) {
@@ -35,6 +35,7 @@ FP4KIT_DEVICE void partial_place(const Arguments& a, Grid grid) {
 
 constexpr int kWords = kRun * R::Element::kStoredBits / 32;
 
-extern "C" __global__ void __launch_bounds__(kThreads) grouped_partial_place_kernel(Group<Arguments> group) {
-  for_each_piece(group, [](const Arguments& a, Grid grid, bool) { partial_place<kWords>(a, grid); });
+extern "C" __global__ void __launch_bounds__(kThreads)
+    grouped_partial_place_kernel(Group<PartialPlaceArguments> group) {
+  for_each_piece(group, [](const PartialPlaceArguments& a, Grid grid, bool) { partial_place<kWords>(a, grid); });
 }

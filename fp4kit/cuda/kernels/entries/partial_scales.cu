@@ -4,7 +4,7 @@
 #include "block.cuh"
 #include "grouped.cuh"
 
-struct Arguments {
+struct PartialScalesArguments {
   const float* block_amax;   // at block_at
   const float* tensor_amax;  // at tensor_at (null without a tensor scale)
   float* factors;            // one a block, at factor_at
@@ -15,7 +15,7 @@ struct Arguments {
 };
 
 template <class R, class In>
-FP4KIT_DEVICE void partial_scales(const Arguments& a, Grid grid) {
+FP4KIT_DEVICE void partial_scales(const PartialScalesArguments& a, Grid grid) {
   const i64 wide = a.columns / R::kBlock, count = (a.rows + R::kBlockRows - 1) / R::kBlockRows * wide;
   const TensorScale t = tensor_scale_of<R, In>(a.tensor_amax ? a.tensor_amax + a.tensor_at : nullptr, 0, 0, wide);
   if (a.tensor_scale && first_item(grid) == 0) a.tensor_scale[a.tensor_at] = t.decode;
@@ -35,10 +35,11 @@ FP4KIT_DEVICE void partial_scales(const Arguments& a, Grid grid) {
   }
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads) partial_scales_kernel(Arguments a) {
+extern "C" __global__ void __launch_bounds__(kThreads) partial_scales_kernel(PartialScalesArguments a) {
   partial_scales<R, Input>(a, whole_grid());
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads) grouped_partial_scales_kernel(Group<Arguments> group) {
-  for_each_piece(group, [](const Arguments& a, Grid grid, bool) { partial_scales<R, Input>(a, grid); });
+extern "C" __global__ void __launch_bounds__(kThreads)
+    grouped_partial_scales_kernel(Group<PartialScalesArguments> group) {
+  for_each_piece(group, [](const PartialScalesArguments& a, Grid grid, bool) { partial_scales<R, Input>(a, grid); });
 }

@@ -7,14 +7,14 @@
 #include "quantize.cuh"
 
 template <class R, class In>
-struct Rows {
+struct QuantizeTraits {
   // Values are stored 16 bytes a thread: whole lines a warp.
   static constexpr int kRun = !R::kFake ? 16 : R::kBlock > 128 ? 8 : 16 / static_cast<int>(sizeof(typename In::Bits));
   static constexpr int kLanes = R::kBlock / kRun;  // threads that share a block
   static constexpr int kUnroll = R::kFake && !R::kDivide ? 2 : 64 / (kRun * sizeof(typename In::Bits));
   static constexpr int kStep = kThreads * kUnroll;  // runs that a thread block has in hand
   static constexpr bool kLanesFit = (kLanes & (kLanes - 1)) == 0 && kLanes <= 32;
-  static constexpr bool kShort = ShortWay<R, In>::kExists && kLanesFit;
+  static constexpr bool kHasFastPath = FastPath<R, In>::kExists && kLanesFit;
   static constexpr bool kOneScale =
       R::kTensorScaling == TensorScaling::none || R::kTensorScaling == TensorScaling::tensor;
   static constexpr bool kSwizzled = R::kLayout != ScaleLayout::linear;
@@ -30,8 +30,8 @@ struct Rows {
 };
 
 template <class R, class In, bool kAligned>
-FP4KIT_DEVICE auto read_run_of(const Arguments& a, u32 run) {
-  constexpr int kRun = Rows<R, In>::kRun;
+FP4KIT_DEVICE auto read_run_of(const QuantizeArguments& a, u32 run) {
+  constexpr int kRun = QuantizeTraits<R, In>::kRun;
   return read_run<In, kRun, kAligned>(static_cast<const typename In::Bits*>(a.x) + static_cast<i64>(run) * kRun);
 }
 
@@ -43,7 +43,7 @@ FP4KIT_DEVICE u32 transform_run(Run<In, kRun>& x) {
 }
 
 template <class R, class In, bool kAligned>
-FP4KIT_DEVICE auto load_run_of(const Arguments& a, u32 run) {
+FP4KIT_DEVICE auto load_run_of(const QuantizeArguments& a, u32 run) {
   auto x = read_run_of<R, In, kAligned>(a, run);
   transform_run<R>(x);
   return x;
@@ -53,24 +53,26 @@ FP4KIT_DEVICE auto load_run_of(const Arguments& a, u32 run) {
 template <class R, class In>
 struct Walk {
   u32 rows, row_runs, runs, steps;
-  Divisor by;  // the runs of a row, or kInSectors the tiles of scales across the matrix
+  Divisor divisor;  // the runs of a row, or kInSectors the tiles of scales across the matrix
 };
 
 template <class R, class In>
-FP4KIT_DEVICE Walk<R, In> walk_of(const Arguments& a) {
-  using Way = Rows<R, In>;
-  const u32 rows = static_cast<u32>(a.rows), row_runs = static_cast<u32>(a.columns) / Way::kRun, runs = rows * row_runs;
-  if constexpr (Way::kInSectors) {
-    constexpr u32 kOfSteps = Way::kSectors * Way::kUnroll * Way::kParts;
-    const u32 across = (row_runs / Way::kLanes + 3) / 4,
+FP4KIT_DEVICE Walk<R, In> walk_of(const QuantizeArguments& a) {
+  using Traits = QuantizeTraits<R, In>;
+  const u32 rows = static_cast<u32>(a.rows), row_runs = static_cast<u32>(a.columns) / Traits::kRun,
+            runs = rows * row_runs;
+  if constexpr (Traits::kInSectors) {
+    constexpr u32 kOfSteps = Traits::kSectors * Traits::kUnroll * Traits::kParts;
+    const u32 across = (row_runs / Traits::kLanes + 3) / 4,
               sectors = static_cast<u32>(padded_rows<R::kLayout>(rows) / 8) * across;
-    return {rows, row_runs, runs, (sectors + kOfSteps - 1) / kOfSteps * Way::kParts, divisor_of(across)};
+    return {rows, row_runs, runs, (sectors + kOfSteps - 1) / kOfSteps * Traits::kParts, divisor_of(across)};
   }
-  return {rows, row_runs, runs, (runs + Way::kStep - 1) / Way::kStep, Way::kFlat ? Divisor{} : divisor_of(row_runs)};
+  return {rows, row_runs, runs, (runs + Traits::kStep - 1) / Traits::kStep,
+          Traits::kFlat ? Divisor{} : divisor_of(row_runs)};
 }
 
 // Where a run is. A thread beyond the last run takes one that another thread has too, and writes nothing, or the same.
-struct Place {
+struct RunPosition {
   u32 run, row, block;  // the number of the run in the matrix; its row and the number of its block there, unless kFlat
   u64 scale;            // where the block's scale lies
   bool inside;
@@ -79,54 +81,55 @@ struct Place {
 // Number of 32 bytes of swizzled scales, of those of run k of the threads of a warp.
 template <class R, class In>
 FP4KIT_DEVICE u32 sector_of(u32 step, int k) {
-  using Way = Rows<R, In>;
-  const u32 part = (step / Way::kParts * Way::kUnroll + k) * Way::kParts + step % Way::kParts;
-  return part * Way::kSectors + threadIdx.x / Way::kSector;
+  using Traits = QuantizeTraits<R, In>;
+  const u32 part = (step / Traits::kParts * Traits::kUnroll + k) * Traits::kParts + step % Traits::kParts;
+  return part * Traits::kSectors + threadIdx.x / Traits::kSector;
 }
 
 // Whether a warp has nothing but padding: its later runs are not in rows before those of the first ones.
 template <class R, class In>
 FP4KIT_DEVICE bool is_padding(const Walk<R, In>& walk, u32 step) {
-  if constexpr (Rows<R, In>::kInSectors)
-    return scale_place<R::kLayout>(sector_of<R, In>(step, 0), 0u, walk.by).row >= walk.rows;
+  if constexpr (QuantizeTraits<R, In>::kInSectors)
+    return scale_place<R::kLayout>(sector_of<R, In>(step, 0), 0u, walk.divisor).row >= walk.rows;
   return false;
 }
 
 template <class R, class In>
-FP4KIT_DEVICE Place place_of(const Walk<R, In>& walk, u32 step, int k) {
-  using Way = Rows<R, In>;
-  constexpr u32 kLanes = Way::kLanes;
-  if constexpr (Way::kInSectors) {
-    const u32 sector = sector_of<R, In>(step, k), byte = threadIdx.x % Way::kSector / kLanes;
-    const ScalePlace p = scale_place<R::kLayout>(sector, byte, walk.by);
+FP4KIT_DEVICE RunPosition run_position(const Walk<R, In>& walk, u32 step, int k) {
+  using Traits = QuantizeTraits<R, In>;
+  constexpr u32 kLanes = Traits::kLanes;
+  if constexpr (Traits::kInSectors) {
+    const u32 sector = sector_of<R, In>(step, k), byte = threadIdx.x % Traits::kSector / kLanes;
+    const ScalePlace p = scale_place<R::kLayout>(sector, byte, walk.divisor);
     const u32 blocks = walk.row_runs / kLanes, row = minimum(p.row, walk.rows - 1),
               block = minimum(p.column, blocks - 1);
     const bool inside = p.row < walk.rows && p.column < blocks;
     const u32 run = row * walk.row_runs + block * kLanes + threadIdx.x % kLanes;
     return {run, row, block, static_cast<u64>(sector) * 32 + byte, inside};
   }
-  const u32 place = step * Way::kStep + k * kThreads + threadIdx.x,
+  const u32 place = step * Traits::kStep + k * kThreads + threadIdx.x,
             run = minimum(place, walk.runs - kLanes + place % kLanes);
-  if constexpr (Way::kFlat) return {run, 0u, 0u, run / kLanes, true};
-  const u32 row = divide(run, walk.by), block = (run - row * walk.row_runs) / kLanes;
+  if constexpr (Traits::kFlat) return {run, 0u, 0u, run / kLanes, true};
+  const u32 row = divide(run, walk.divisor), block = (run - row * walk.row_runs) / kLanes;
   return {run, row, block, scale_offset<R::kLayout, u64>(row, block, walk.row_runs / kLanes), true};
 }
 
 // amax that the tensor scale of a run comes from.
 template <class R, class In>
-FP4KIT_DEVICE float tensor_amax_of(const Arguments& a, const Place& place) {
+FP4KIT_DEVICE float tensor_amax_of(const QuantizeArguments& a, const RunPosition& place) {
   if constexpr (R::kTensorScaling == TensorScaling::row) return amax_at(a.tensor_amax, place.row);
   if constexpr (R::kTensorScaling == TensorScaling::block)
-    return amax_at(a.tensor_amax, place.run / Rows<R, In>::kLanes);
+    return amax_at(a.tensor_amax, place.run / QuantizeTraits<R, In>::kLanes);
   return 0.0f;
 }
 
 // What is written once for a block, by the thread of its first run.
 template <class R, class In>
-FP4KIT_DEVICE void store_scales(const Arguments& a, const Place& place, u32 code, TensorScale t) {
-  if (R::kFake || place.run % Rows<R, In>::kLanes != 0u) return;
+FP4KIT_DEVICE void store_scales(const QuantizeArguments& a, const RunPosition& place, u32 code, TensorScale t) {
+  if (R::kFake || place.run % QuantizeTraits<R, In>::kLanes != 0u) return;
   if constexpr (R::kHasScales) a.scales[place.scale] = code;
-  if constexpr (R::kTensorScaling == TensorScaling::block) store_tensor_scale(a, place.run / Rows<R, In>::kLanes, t);
+  if constexpr (R::kTensorScaling == TensorScaling::block)
+    store_tensor_scale(a, place.run / QuantizeTraits<R, In>::kLanes, t);
   if constexpr (R::kTensorScaling == TensorScaling::row) {
     if (place.block == 0u && a.tensor_scale) store_tensor_scale(a, place.row, t);
   }
@@ -135,24 +138,25 @@ FP4KIT_DEVICE void store_scales(const Arguments& a, const Place& place, u32 code
 // Quantize a run the short way; false if it has to go the exact way, and nothing is written then. Neighbours exchange
 // their amaxes, so every thread of a warp must come here. own: largest_bits_of(x).
 template <class R, class In, bool kAligned>
-FP4KIT_DEVICE bool quantize_finite(const Arguments& a, const Place& place, const Run<In, Rows<R, In>::kRun>& x, u32 own,
-                                   TensorScale t, const Factor* table, const Words& random) {
-  constexpr int kRun = Rows<R, In>::kRun;
+FP4KIT_DEVICE bool quantize_finite(const QuantizeArguments& a, const RunPosition& place,
+                                   const Run<In, QuantizeTraits<R, In>::kRun>& x, u32 own, TensorScale t,
+                                   const Factor* table, const Words& random) {
+  constexpr int kRun = QuantizeTraits<R, In>::kRun;
   u32 amax = own;
 #pragma unroll
-  for (int lane = 1; lane < Rows<R, In>::kLanes; lane *= 2)
+  for (int lane = 1; lane < QuantizeTraits<R, In>::kLanes; lane *= 2)
     amax = maximum(amax, __shfl_xor_sync(0xFFFFFFFFu, amax, lane));
   u32 largest = amax;
   if constexpr (R::kStatic) {
     if (a.block_amax) {
-      amax = bits_of(amax_at(a.block_amax, place.run / Rows<R, In>::kLanes));
+      amax = bits_of(amax_at(a.block_amax, place.run / QuantizeTraits<R, In>::kLanes));
       largest = own;
     }
     if (amax >= kInfinityBits) return false;
   }
   Factor f;
   const u32 code = scale_block<R, In>(float_of(amax), t, table, f);
-  if (!takes_short_way<R, In>(largest, f)) return false;
+  if (!takes_fast_path<R, In>(largest, f)) return false;
   if (!place.inside) return true;
   store_finite<R, In, kAligned>(a, static_cast<i64>(place.run) * kRun, x, f, code, t, random);
   store_scales<R, In>(a, place, code, t);
@@ -161,18 +165,19 @@ FP4KIT_DEVICE bool quantize_finite(const Arguments& a, const Place& place, const
 
 // amax of the block that run `run` is a part of.
 template <class R, class In, bool kAligned>
-FP4KIT_DEVICE float block_amax_of(const Arguments& a, u32 run) {
-  constexpr int kRun = Rows<R, In>::kRun;
-  const u32 first = run / Rows<R, In>::kLanes * Rows<R, In>::kLanes;
+FP4KIT_DEVICE float block_amax_of(const QuantizeArguments& a, u32 run) {
+  constexpr int kRun = QuantizeTraits<R, In>::kRun;
+  const u32 first = run / QuantizeTraits<R, In>::kLanes * QuantizeTraits<R, In>::kLanes;
   return exact_amax<R, kRun>(
       1, [&](int, int j, float (&x)[kRun]) { widen_run(load_run_of<R, In, kAligned>(a, first + j / kRun), x); });
 }
 
 // Quantize a run of any elements.
 template <class R, class In, bool kAligned>
-FP4KIT_DEVICE void quantize_any(const Arguments& a, const Place& place, TensorScale t, const Factor* table) {
-  constexpr int kRun = Rows<R, In>::kRun;
-  const float amax = a.block_amax ? amax_at(a.block_amax, place.run / Rows<R, In>::kLanes)
+FP4KIT_DEVICE void quantize_any(const QuantizeArguments& a, const RunPosition& place, TensorScale t,
+                                const Factor* table) {
+  constexpr int kRun = QuantizeTraits<R, In>::kRun;
+  const float amax = a.block_amax ? amax_at(a.block_amax, place.run / QuantizeTraits<R, In>::kLanes)
                                   : block_amax_of<R, In, kAligned>(a, place.run);
   Factor f;
   const u32 code = scale_block<R, In>(amax, t, table, f);
@@ -183,11 +188,11 @@ FP4KIT_DEVICE void quantize_any(const Arguments& a, const Place& place, TensorSc
 }
 
 template <class R, class In, bool kAligned>
-FP4KIT_DEVICE void quantize(const Arguments& a, Grid grid) {
-  using Way = Rows<R, In>;
+FP4KIT_DEVICE void quantize(const QuantizeArguments& a, Grid grid) {
+  using Traits = QuantizeTraits<R, In>;
   __shared__ Factor table[R::kHasTable ? kTableSize : 1];
   const Walk<R, In> walk = walk_of<R, In>(a);
-  const TensorScale whole_scale = Way::kOneScale ? tensor_scale_of<R, In>(a.tensor_amax, 0, 0, 1) : TensorScale{};
+  const TensorScale whole_scale = Traits::kOneScale ? tensor_scale_of<R, In>(a.tensor_amax, 0, 0, 1) : TensorScale{};
   if constexpr (R::kHasTable) {
     if (threadIdx.x < kTableSize) table[threadIdx.x] = factor_of_code<R, In>(threadIdx.x, whole_scale);
     __syncthreads();
@@ -197,40 +202,40 @@ FP4KIT_DEVICE void quantize(const Arguments& a, Grid grid) {
   }
   for (u32 step = static_cast<u32>(grid.block); step < walk.steps; step += static_cast<u32>(grid.blocks)) {
     if (is_padding<R, In>(walk, step)) continue;
-    Run<In, Way::kRun> x[Way::kUnroll];
-    float amaxes[Way::kUnroll];
+    Run<In, Traits::kRun> x[Traits::kUnroll];
+    float amaxes[Traits::kUnroll];
 #pragma unroll
-    for (int k = 0; k < Way::kUnroll; ++k) {
-      const Place place = place_of<R, In>(walk, step, k);
-      if constexpr (Way::kShort) x[k] = read_run_of<R, In, kAligned>(a, place.run);
+    for (int k = 0; k < Traits::kUnroll; ++k) {
+      const RunPosition place = run_position<R, In>(walk, step, k);
+      if constexpr (Traits::kHasFastPath) x[k] = read_run_of<R, In, kAligned>(a, place.run);
       amaxes[k] = tensor_amax_of<R, In>(a, place);
     }
-    Words random[Way::kUnroll] = {};  // of all runs at once, which have the keys of the rounds in common
+    Words random[Traits::kUnroll] = {};  // of all runs at once, which have the keys of the rounds in common
 #pragma unroll
-    for (int k = 0; k < Way::kUnroll && Way::kShort && R::kStochastic; ++k)
-      random[k] = random_words(a, static_cast<i64>(place_of<R, In>(walk, step, k).run) * Way::kRun);
-    u32 left = 0u;  // bit k: run k goes the exact way
+    for (int k = 0; k < Traits::kUnroll && Traits::kHasFastPath && R::kStochastic; ++k)
+      random[k] = random_words(a, static_cast<i64>(run_position<R, In>(walk, step, k).run) * Traits::kRun);
+    u32 pending = 0u;  // bit k: run k goes the exact way
     TensorScale t = whole_scale;
 #pragma unroll
-    for (int k = 0; k < Way::kUnroll; ++k) {
-      const u32 own = Way::kShort ? transform_run<R>(x[k]) : 0u;  // after all loads
-      const Place place = place_of<R, In>(walk, step, k);
-      if (!Way::kOneScale && (k == 0 || bits_of(amaxes[k]) != bits_of(amaxes[k - 1])))
+    for (int k = 0; k < Traits::kUnroll; ++k) {
+      const u32 own = Traits::kHasFastPath ? transform_run<R>(x[k]) : 0u;  // after all loads
+      const RunPosition place = run_position<R, In>(walk, step, k);
+      if (!Traits::kOneScale && (k == 0 || bits_of(amaxes[k]) != bits_of(amaxes[k - 1])))
         t = R::TensorRule::template scale<R, In>(amaxes[k]);  // two divisions: once for the runs of a row
-      if (!Way::kShort || !quantize_finite<R, In, kAligned>(a, place, x[k], own, t, table, random[k]))
-        left |= place.inside << k;
+      if (!Traits::kHasFastPath || !quantize_finite<R, In, kAligned>(a, place, x[k], own, t, table, random[k]))
+        pending |= place.inside << k;
     }
 #pragma unroll 1
-    for (int k = 0; left >> k; ++k) {
-      if (!(left >> k & 1u)) continue;
-      const Place place = place_of<R, In>(walk, step, k);
-      if (!Way::kOneScale) t = R::TensorRule::template scale<R, In>(tensor_amax_of<R, In>(a, place));
+    for (int k = 0; pending >> k; ++k) {
+      if (!(pending >> k & 1u)) continue;
+      const RunPosition place = run_position<R, In>(walk, step, k);
+      if (!Traits::kOneScale) t = R::TensorRule::template scale<R, In>(tensor_amax_of<R, In>(a, place));
       quantize_any<R, In, kAligned>(a, place, t, table);
     }
   }
 }
 
-extern "C" __global__ void FP4KIT_CLUSTER __launch_bounds__(kThreads) quantize_kernel(Arguments a) {
+extern "C" __global__ void FP4KIT_CLUSTER __launch_bounds__(kThreads) quantize_kernel(QuantizeArguments a) {
   find_amax<R, Input, kAligned>(a);
   quantize<R, Input, kAligned>(a, whole_grid());
 }

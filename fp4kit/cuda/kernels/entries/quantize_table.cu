@@ -30,7 +30,7 @@ FP4KIT_DEVICE bool is_beyond(u32 sum, u32 slack) {
 
 // Store a run of a block that the table decides; run: its number in the matrix.
 template <class R, class In>
-FP4KIT_DEVICE void store_found(const Arguments& a, u32 run, u32 scale_at, const Run<In, R::kBlock>& x,
+FP4KIT_DEVICE void store_found(const QuantizeArguments& a, u32 run, u32 scale_at, const Run<In, R::kBlock>& x,
                                const Lookup<R>& found, bool is_four) {
   const u32 shift = is_four ? 4u : 0u, scale = is_four ? found.four : found.six;
   const bool no_signs =
@@ -48,7 +48,8 @@ FP4KIT_DEVICE void store_found(const Arguments& a, u32 run, u32 scale_at, const 
 }
 
 template <class R, class In, bool kAligned>
-FP4KIT_DEVICE void quantize_rows_by_table(const Arguments& a, const PairTable& table, TensorScale t, bool has_table) {
+FP4KIT_DEVICE void quantize_rows_by_table(const QuantizeArguments& a, const PairTable& table, TensorScale t,
+                                          bool has_table) {
   constexpr bool kFlat = R::kLayout == ScaleLayout::linear;  // a row's number is not needed
   const u32 blocks = static_cast<u32>(a.columns) / R::kBlock, runs = static_cast<u32>(a.rows) * blocks;
   const u32 step = gridDim.x * kTableThreads;
@@ -66,14 +67,14 @@ FP4KIT_DEVICE void quantize_rows_by_table(const Arguments& a, const PairTable& t
                          static_cast<i32>(found.sum) < 0);
       continue;
     }
-    TileMemory<R> none;
-    const Spot spot = {row, block, blocks};
+    TileMemory<R> unused;
+    const BlockRow position = {row, block, blocks};
     Choice c = {};
-    if (!in_table) c = choose_scale<R, In>(x, t, nullptr, none, 0);
+    if (!in_table) c = choose_scale<R, In>(x, t, nullptr, unused, 0);
     if (c.chosen) {
-      store_row<R, In, kAligned>(a, spot, x, c, t);
+      store_row<R, In, kAligned>(a, position, x, c, t);
     } else {
-      quantize_any_four_over_six<R, In, kAligned>(a, spot, true, x, t, none, 0, 0);
+      quantize_any_four_over_six<R, In, kAligned>(a, position, true, x, t, unused, 0, 0);
     }
   }
 }
@@ -131,7 +132,7 @@ struct IntegerSum {
 
 // Square blocks, whatever their elements are.
 template <class R, class In, bool kAligned>
-FP4KIT_DEVICE void quantize_squares_any(const Arguments& a, const Team& team, Spot spot, bool inside,
+FP4KIT_DEVICE void quantize_squares_any(const QuantizeArguments& a, const Team& team, BlockRow position, bool inside,
                                         Run<In, R::kBlock>& run, TensorScale t) {
   static_assert(R::kAmaxNan == AmaxNan::propagate, "the largest bits are the amax");
   team.sync();
@@ -147,13 +148,14 @@ FP4KIT_DEVICE void quantize_squares_any(const Arguments& a, const Team& team, Sp
   team.sync();
   if (!inside) return;
   const u32 scale = errors[1] < errors[0] ? four : six;
-  store_chosen<R, In, kAligned>(a, spot.row * a.columns + spot.block * R::kBlock,
+  store_chosen<R, In, kAligned>(a, position.row * a.columns + position.block * R::kBlock,
                                 encode_chosen<R, true>(run, amax, scale, t), scale, t);
-  a.scales[scale_offset<R::kLayout>(spot.row, spot.block, spot.blocks)] = scale;
+  a.scales[scale_offset<R::kLayout>(position.row, position.block, position.blocks)] = scale;
 }
 
 template <class R, class In, bool kAligned>
-FP4KIT_DEVICE void quantize_squares_by_table(const Arguments& a, PairTable& table, TensorScale t, bool has_table) {
+FP4KIT_DEVICE void quantize_squares_by_table(const QuantizeArguments& a, PairTable& table, TensorScale t,
+                                             bool has_table) {
   const Team team = {table.parts + Team::number() * 64u};
   constexpr u32 kTeams = kTableThreads / Team::kThreads;
   const u32 rows = static_cast<u32>(a.rows), blocks = static_cast<u32>(a.columns) / R::kBlock;
@@ -190,12 +192,12 @@ FP4KIT_DEVICE void quantize_squares_by_table(const Arguments& a, PairTable& tabl
         continue;
       }
     }
-    quantize_squares_any<R, In, kAligned>(a, team, Spot{row, block, blocks}, inside, x, t);
+    quantize_squares_any<R, In, kAligned>(a, team, BlockRow{row, block, blocks}, inside, x, t);
     next = load(next_row, next_block);  // again, so that it took no registers
   }
 }
 
-extern "C" __global__ void __launch_bounds__(kTableThreads, 1) quantize_table_kernel(Arguments a) {
+extern "C" __global__ void __launch_bounds__(kTableThreads, 1) quantize_table_kernel(QuantizeArguments a) {
   __shared__ PairTable table;
   const TensorScale t = tensor_scale_of<R, Input>(a.tensor_amax, 0, 0, 1);
   const bool has_table = has_table_for(t);

@@ -2,10 +2,10 @@
 #include "amax.cuh"
 #include "quantize_tile.cuh"
 
-constexpr int kTilesPerMultiprocessor = R::kBlock > 16 || R::kFinders ? 2 : 4;  // as many as spill no registers
+constexpr int kBlocksPerMultiprocessor = R::kBlock > 16 || R::kFinders ? 2 : 4;  // as many as spill no registers
 
-extern "C" __global__ void FP4KIT_CLUSTER __launch_bounds__(kThreads, kTilesPerMultiprocessor)
-    quantize_tile_kernel(Arguments a) {
+extern "C" __global__ void FP4KIT_CLUSTER __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
+    quantize_tile_kernel(QuantizeArguments a) {
   find_amax<R, Input, kAligned>(a);
   quantize_tile<R, Input, kAligned>(a, whole_grid());
 }

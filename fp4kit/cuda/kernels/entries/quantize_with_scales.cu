@@ -5,7 +5,7 @@
 // A thread takes a run of 16 elements of a row and makes the factor of its block, as the recipe's rule makes it of a
 // code of its own. Only a rule that asks whether the block is of zeros reads the whole block.
 #include "four_over_six.cuh"
-#include "implied.cuh"
+#include "implied_amax.cuh"
 
 constexpr int kRun = 16;
 
@@ -13,7 +13,7 @@ template <class R>
 constexpr bool kReadsBlock = R::BlockRule::kReadsAmax || (R::kFourOverSix && R::kFlush);
 
 template <class R, class In, bool kAligned>
-FP4KIT_DEVICE Run<In, kRun> load_given(const Arguments& a, i64 first) {
+FP4KIT_DEVICE Run<In, kRun> load_given(const QuantizeArguments& a, i64 first) {
   Run<In, kRun> run = read_run<In, kRun, kAligned>(static_cast<const typename In::Bits*>(a.x) + first);
   if constexpr (R::kHadamard) hadamard_run<R::kSignMask>(run);
   return run;
@@ -21,7 +21,7 @@ FP4KIT_DEVICE Run<In, kRun> load_given(const Arguments& a, i64 first) {
 
 // The tensor scale that covers block number `block` of a row.
 template <class R, class In>
-FP4KIT_DEVICE TensorScale given_tensor_scale(const Arguments& a, i64 row, i64 block, i64 blocks) {
+FP4KIT_DEVICE TensorScale given_tensor_scale(const QuantizeArguments& a, i64 row, i64 block, i64 blocks) {
   if constexpr (R::kTensorScaling == TensorScaling::none) {
     return {1.0f, 1.0f, 1.0f};
   } else {
@@ -35,7 +35,7 @@ FP4KIT_DEVICE TensorScale given_tensor_scale(const Arguments& a, i64 row, i64 bl
 
 // amax of the block that an element of a row is in; 1 for rules that do not ask.
 template <class R, class In, bool kAligned>
-FP4KIT_DEVICE float given_block_amax(const Arguments& a, i64 row, i64 block) {
+FP4KIT_DEVICE float given_block_amax(const QuantizeArguments& a, i64 row, i64 block) {
   if constexpr (!kReadsBlock<R>) return 1.0f;
   const i64 top = row / R::kBlockRows * R::kBlockRows;
   const int rows = static_cast<int>(minimum<i64>(R::kBlockRows, a.rows - top));
@@ -47,13 +47,13 @@ FP4KIT_DEVICE float given_block_amax(const Arguments& a, i64 row, i64 block) {
 // Codes of a whole run. A negative factor, -0 too, goes the exact way: the short ways are for factors that rules make
 // of amaxes.
 template <class R, class In, bool kAligned>
-FP4KIT_DEVICE void encode_given(const Arguments& a, i64 first, Run<In, kRun>& run, float amax, u32 code,
+FP4KIT_DEVICE void encode_given(const QuantizeArguments& a, i64 first, Run<In, kRun>& run, float amax, u32 code,
                                 TensorScale t) {
   if constexpr (R::kFourOverSix) {
     store_chosen<R, In, kAligned>(a, first, encode_chosen<R>(run, amax, code, t), code, t);
   } else {
     const Factor f = factor_of<R, In>(code, amax, t);
-    if (sign_of(f.by) == 0u) return quantize_run<R, In, kAligned>(a, first, run, f, t);
+    if (sign_of(f.value) == 0u) return quantize_run<R, In, kAligned>(a, first, run, f, t);
     float values[kRun];
     widen_run(run, values);
     store_exact<R, In, kAligned>(a, first, values, f, code, t);
@@ -62,7 +62,7 @@ FP4KIT_DEVICE void encode_given(const Arguments& a, i64 first, Run<In, kRun>& ru
 
 // Elements of a run that is not whole, or whose codes begin anywhere, one by one. There are no blocks then.
 template <class R, class In>
-FP4KIT_DEVICE void encode_elements(const Arguments& a, i64 first, int count, TensorScale t) {
+FP4KIT_DEVICE void encode_elements(const QuantizeArguments& a, i64 first, int count, TensorScale t) {
   const typename In::Bits* from = static_cast<const typename In::Bits*>(a.x) + first;
   typename In::Bits transformed[R::kHadamard ? kRun : 1];
   if constexpr (R::kHadamard) from = narrow_to(load_given<R, In, false>(a, first), transformed);  // rows are whole runs
@@ -70,7 +70,7 @@ FP4KIT_DEVICE void encode_elements(const Arguments& a, i64 first, int count, Ten
 }
 
 template <class R, class In, bool kAligned>
-FP4KIT_DEVICE void quantize_with_scales(const Arguments& a, Grid grid) {
+FP4KIT_DEVICE void quantize_with_scales(const QuantizeArguments& a, Grid grid) {
   const i64 row_runs = (a.columns + kRun - 1) / kRun, runs = a.rows * row_runs, blocks = a.columns / R::kBlock;
   const bool even = reinterpret_cast<u64>(a.packed) % 16 == 0 && (a.rows == 1 || a.columns % kRun == 0);
   for (i64 i = first_item(grid); i < runs; i += item_stride(grid)) {
@@ -90,6 +90,6 @@ FP4KIT_DEVICE void quantize_with_scales(const Arguments& a, Grid grid) {
   }
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads) quantize_with_scales_kernel(Arguments a) {
+extern "C" __global__ void __launch_bounds__(kThreads) quantize_with_scales_kernel(QuantizeArguments a) {
   quantize_with_scales<R, Input, kAligned>(a, whole_grid());
 }

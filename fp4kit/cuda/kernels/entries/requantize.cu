@@ -5,7 +5,7 @@
 // all of them fit, and if so overwrites codes, scales and tensor scale of a result that is right where they do not.
 #include "block.cuh"
 
-struct Arguments {
+struct RequantizeArguments {
   const u8* source;         // packed codes of the source, two a byte, aligned to 8 bytes
   const u8* source_scales;  // one for source_block codes
   u32* extent;              // zeros at first; of blocks with values: largest scale code + 1, 256 - smallest; any NaN
@@ -18,21 +18,20 @@ struct Arguments {
 
 constexpr u64 kMagnitudes = 0x7777777777777777u;
 
-FP4KIT_DEVICE bool has_values(const Arguments& a, i64 block) {
+FP4KIT_DEVICE bool has_values(const RequantizeArguments& a, i64 block) {
   const u64* words = reinterpret_cast<const u64*>(a.source) + block * (a.source_block / 16);
   u64 any = 0u;
   for (i64 i = 0; i < a.source_block / 16; ++i) any |= words[i] & kMagnitudes;
   return any != 0u;
 }
 
-FP4KIT_DEVICE void raise_to_largest(u32* at, u32 mine) {
+FP4KIT_DEVICE void raise_to_largest(u32* maximum_address, u32 own) {
 #pragma unroll
-  for (int distance = 1; distance < 32; distance *= 2)
-    mine = maximum(mine, __shfl_xor_sync(0xFFFFFFFFu, mine, distance));
-  if (threadIdx.x % 32 == 0 && mine != 0u) atomicMax(at, mine);
+  for (int distance = 1; distance < 32; distance *= 2) own = maximum(own, __shfl_xor_sync(0xFFFFFFFFu, own, distance));
+  if (threadIdx.x % 32 == 0 && own != 0u) atomicMax(maximum_address, own);
 }
 
-FP4KIT_DEVICE void find_exponents(const Arguments& a, Grid grid) {
+FP4KIT_DEVICE void find_scale_range(const RequantizeArguments& a, Grid grid) {
   u32 top = 0u, bottom = 0u, nan = 0u;
   for (i64 i = first_item(grid); i < a.blocks; i += item_stride(grid)) {
     const u32 code = a.source_scales[i];
@@ -64,7 +63,7 @@ FP4KIT_DEVICE bool can_keep(const u32* extent, i32& m, float& amax) {
 }
 
 template <class R, class In, bool kUnsignedZero>
-FP4KIT_DEVICE void keep(const Arguments& a, Grid grid) {
+FP4KIT_DEVICE void keep(const RequantizeArguments& a, Grid grid) {
   i32 m;
   float amax;
   if (!can_keep<R, In>(a.extent, m, amax)) return;
@@ -86,10 +85,10 @@ FP4KIT_DEVICE void keep(const Arguments& a, Grid grid) {
   }
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads) exponents_kernel(Arguments a) {
-  find_exponents(a, whole_grid());
+extern "C" __global__ void __launch_bounds__(kThreads) requantize_range_kernel(RequantizeArguments a) {
+  find_scale_range(a, whole_grid());
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads) keep_kernel(Arguments a) {
+extern "C" __global__ void __launch_bounds__(kThreads) requantize_keep_kernel(RequantizeArguments a) {
   keep<R, Input, kUnsignedZero>(a, whole_grid());
 }

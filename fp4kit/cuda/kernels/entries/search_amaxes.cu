@@ -4,11 +4,11 @@
 // Differences are added in float64 from the first element of a row to the last, and then from the first row to the
 // last, as in reference/search_amaxes.py: so a thread walks along a row under one multiple, and its neighbours along
 // the same row under the next ones. Then a warp adds the rows of an amax, a multiple a thread.
-#include "exact.cuh"
+#include "exact_path.cuh"
 #include "fake.cuh"
-#include "loss.cuh"
+#include "search_losses.cuh"
 
-struct Arguments {
+struct SearchAmaxesArguments {
   const void* x;             // rows x columns
   const float* tensor_amax;  // of each rows_of_amax rows
   const float* weights;      // of columns (null without)
@@ -44,7 +44,7 @@ struct Values<R, true> {
 
 // Losses of two parts together. The larger one is NaN where one is.
 template <Objective kObjective>
-FP4KIT_DEVICE double joined(double a, double b) {
+FP4KIT_DEVICE double combined_loss(double a, double b) {
   if constexpr (kObjective == Objective::largest) return a > b || a != a ? a : b;
   return a + b;
 }
@@ -60,7 +60,7 @@ FP4KIT_DEVICE double loss_of_element(double y, const float* weight, double power
 }
 
 template <class R, class In, Objective kObjective, bool kOwn, bool kWeighted>
-FP4KIT_DEVICE void put_row_losses(const Arguments& a) {
+FP4KIT_DEVICE void put_row_losses(const SearchAmaxesArguments& a) {
   for (i64 i = first_item(whole_grid()); i < a.rows * a.count; i += item_stride(whole_grid())) {
     const i64 row = i / a.count, multiple = a.first + i % a.count;
     const auto* x = static_cast<const typename In::Bits*>(a.x) + row * a.columns;
@@ -70,7 +70,7 @@ FP4KIT_DEVICE void put_row_losses(const Arguments& a) {
       const float element = In::widen(x[j]);
       const double left = static_cast<double>(element) - static_cast<double>(values.of(element));
       const double loss = loss_of_element<kObjective, kWeighted>(left, a.weights + j, a.power);
-      total = j == 0 ? loss : joined<kObjective>(total, loss);
+      total = j == 0 ? loss : combined_loss<kObjective>(total, loss);
     }
     a.losses[i] = total;
   }
@@ -86,7 +86,7 @@ struct Least {
 };
 
 template <Objective kObjective>
-FP4KIT_DEVICE void put_least(const Arguments& a) {
+FP4KIT_DEVICE void put_least(const SearchAmaxesArguments& a) {
   __shared__ Least all[kThreads];
   const u32 lane = threadIdx.x % 32u;
   const double infinity = float_of(kInfinityBits);
@@ -97,7 +97,7 @@ FP4KIT_DEVICE void put_least(const Arguments& a) {
       const double* losses = a.losses + amax * a.rows_of_amax * a.count + k;
       double total = losses[0];
 #pragma unroll 4
-      for (i64 row = 1; row < a.rows_of_amax; ++row) total = joined<kObjective>(total, losses[row * a.count]);
+      for (i64 row = 1; row < a.rows_of_amax; ++row) total = combined_loss<kObjective>(total, losses[row * a.count]);
       if (total < least.loss) least = {total, a.first + k};
     }
     all[threadIdx.x] = least;
@@ -114,9 +114,9 @@ FP4KIT_DEVICE void put_least(const Arguments& a) {
 
 constexpr Objective kObjective = objective_of(kMagnitudes, kLargest, kPowers);
 
-extern "C" __global__ void __launch_bounds__(kThreads) row_losses_kernel(Arguments a) {
+extern "C" __global__ void __launch_bounds__(kThreads) row_losses_kernel(SearchAmaxesArguments a) {
   put_row_losses<R, Input, kObjective, kOwn, kWeighted>(a);
 }
-extern "C" __global__ void __launch_bounds__(kThreads) least_losses_kernel(Arguments a) {
+extern "C" __global__ void __launch_bounds__(kThreads) least_losses_kernel(SearchAmaxesArguments a) {
   put_least<kObjective>(a);
 }

@@ -5,13 +5,13 @@
 // A candidate whose scale is that of the one before it, or of the first, has the same error and would not win: factors
 // after the first rise, so that all of one scale follow each other, but for those beside the first. 102 factors from
 // 0.5 to 1.51 have 14 scales of E4M3 or so.
-#include "exact.cuh"
+#include "exact_path.cuh"
 #include "hadamard.cuh"
-#include "implied.cuh"
-#include "memory.cuh"
-#include "sums.cuh"
+#include "implied_amax.cuh"
+#include "runs.cuh"
+#include "summation_order.cuh"
 
-struct FactorArguments {
+struct SearchFactorsArguments {
   const void* x;
   const float* tensor_amax;
   float* block_amax;
@@ -46,23 +46,23 @@ FP4KIT_DEVICE float error_under(u32 scale_code, Factor f, TensorScale t, const L
 template <class R, class In, class Load>
 FP4KIT_DEVICE float best_multiple(float amax, TensorScale t, const Load& load) {
   u32 first = 0u, last = 0u;
-  float chosen = 0.0f, least = 0.0f;
+  float chosen = 0.0f, least_error = 0.0f;
 #pragma unroll 1
-  for (const float& by : kFactors) {
-    const float candidate = amax * by;
-    const bool is_first = &by == kFactors;
+  for (const float& multiple : kFactors) {
+    const float candidate = amax * multiple;
+    const bool is_first = &multiple == kFactors;
     const u32 code = R::BlockRule::template code<R, In>(candidate, t);
     if (!is_first && !R::BlockRule::kReadsAmax && (code == first || code == last)) continue;
     const float error = error_under<R, In>(code, factor_of<R, In>(code, candidate, t), t, load);
     if (is_first) first = code;
-    if (is_first || error < least) chosen = candidate, least = error;
+    if (is_first || error < least_error) chosen = candidate, least_error = error;
     last = code;
   }
   return chosen;
 }
 
 template <class R, class In, bool kAligned>
-FP4KIT_DEVICE void search_factors(const FactorArguments& a) {
+FP4KIT_DEVICE void search_factors(const SearchFactorsArguments& a) {
   const i64 blocks = a.columns / R::kBlock, count = a.rows * blocks;
   for (i64 i = first_item(whole_grid()); i < count; i += item_stride(whole_grid())) {
     const auto* x = static_cast<const typename In::Bits*>(a.x) + i * R::kBlock;
@@ -77,6 +77,6 @@ FP4KIT_DEVICE void search_factors(const FactorArguments& a) {
   }
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads) search_factors_kernel(FactorArguments a) {
+extern "C" __global__ void __launch_bounds__(kThreads) search_factors_kernel(SearchFactorsArguments a) {
   search_factors<R, Input, kAligned>(a);
 }

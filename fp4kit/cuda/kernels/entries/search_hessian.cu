@@ -7,33 +7,36 @@ FP4KIT_DEVICE void search_hessian(const SearchArguments& a) {
   __shared__ Candidates shared;
   __shared__ Hessian h;
   __shared__ u32 positive;  // thirty-seconds of mu
-  const i64 blocks = a.columns / kSearched, column = blockIdx.x % blocks, strips = gridDim.x / blocks;
+  const i64 blocks = a.columns / kSearchBlockSize, column = blockIdx.x % blocks, strips = gridDim.x / blocks;
   const float amax_of_tensor = amax_at(a.tensor_amax, 0);
   if (threadIdx.x == 0) positive = 0u;
   make_candidates<R>(shared, amax_of_tensor);
   for (u32 code = 1u + threadIdx.x; code <= kLastCandidate; code += kThreads)
     shared.of[code] = stored_candidate_of<R>(code, amax_of_tensor);
-  h.of[threadIdx.x / kSearched][threadIdx.x % kSearched] = a.of_columns[column * kThreads + threadIdx.x];
+  h.of[threadIdx.x / kSearchBlockSize][threadIdx.x % kSearchBlockSize] =
+      a.column_weights[column * kThreads + threadIdx.x];
   __syncthreads();
   if (threadIdx.x < 32u && is_positive(h, static_cast<float>(threadIdx.x) * 0x1p-5f)) atomicMax(&positive, threadIdx.x);
   __syncthreads();
   const bool is_usual =
       shared.ordinary && amax_of_tensor > 0x1p-20f && keeps_squares(h, shared);  // below, scales are not their codes'
-  const float sure = is_usual ? static_cast<float>(positive) * 0x1p-5f - 0x1p-12f : 0.0f;
+  const float margin = is_usual ? static_cast<float>(positive) * 0x1p-5f - 0x1p-12f : 0.0f;
   const TensorScale t = R::TensorRule::template scale<R, Float32>(amax_of_tensor);
   u64 unproven = 0;
   for (i64 row = blockIdx.x / blocks * kThreads + threadIdx.x; row < a.rows; row += strips * kThreads) {
-    float x[kSearched];
-    load_run<In, kSearched, kAligned>(static_cast<const typename In::Bits*>(a.x) + row * a.columns + column * kSearched,
-                                      x);
+    float x[kSearchBlockSize];
+    load_run<In, kSearchBlockSize, kAligned>(
+        static_cast<const typename In::Bits*>(a.x) + row * a.columns + column * kSearchBlockSize, x);
     u32 largest = 0u;
 #pragma unroll
-    for (int j = 0; j < kSearched; ++j) largest = maximum(largest, bits_of(magnitude_of(x[j])));
+    for (int j = 0; j < kSearchBlockSize; ++j) largest = maximum(largest, bits_of(magnitude_of(x[j])));
     const float amax = float_of(largest);
-    const Span span = span_of<R>(a, amax, t);
-    const float surely = is_finite(amax) ? sure : 0.0f;  // a Hessian may make less of infinities than of anything
-    u32 code = span.low;
-    if (amax != 0.0f) code = search_by_hessian(x, amax, span, shared, h, surely).code, unproven += !(surely > 0.0f);
+    const CandidateRange range = candidate_range<R>(a, amax, t);
+    const float block_margin =
+        is_finite(amax) ? margin : 0.0f;  // a Hessian may make less of infinities than of anything
+    u32 code = range.low;
+    if (amax != 0.0f)
+      code = search_by_hessian(x, amax, range, shared, h, block_margin).code, unproven += !(block_margin > 0.0f);
     a.block_amax[row * blocks + column] = candidate_amax<R>(code, amax_of_tensor);
   }
   if (a.unproven && unproven) atomicAdd(a.unproven, unproven);

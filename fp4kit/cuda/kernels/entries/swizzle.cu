@@ -3,10 +3,10 @@
 // 16 bytes of a swizzled layout are 4 columns of 4 rows, which lie 32 rows apart in 128x4 and follow one another in
 // 8x4. So four of them hold the same bytes as 16 columns of these rows: a thread moves those, and the exchange costs no
 // instruction.
-#include "layout.cuh"
-#include "memory.cuh"
+#include "scale_layout.cuh"
+#include "runs.cuh"
 
-struct Arguments {
+struct SwizzleArguments {
   const u8* in;
   u8* out;
   i64 matrices, rows, columns;  // linear shape: of the scales without padding
@@ -50,14 +50,14 @@ FP4KIT_DEVICE void move_quad(const u8* in, u8* out, i64 quad, i64 column, i64 ro
 // Columns are a multiple of 16, pointers too. Threads go down kHigh quads, then along the chunks of 16 columns, so that
 // a warp reads and writes whole sectors; 8 and 2 were the fastest of 1 to 32 on an H200, 2026-11-21.
 template <ScaleLayout kTiled>
-FP4KIT_DEVICE void swizzle_quads(const Arguments& a, Grid grid) {
+FP4KIT_DEVICE void swizzle_quads(const SwizzleArguments& a, Grid grid) {
   constexpr int kHigh = kTiled == ScaleLayout::swizzled_128x4 ? 8 : 2;
   const i64 quads = padded_rows<kTiled>(a.rows) / 4, chunks = a.columns / 16, across = chunks * kHigh;
-  const i64 units = a.matrices * quads * chunks;
+  const i64 items = a.matrices * quads * chunks;
   const i64 linear = a.rows * a.columns, tiled = 4 * quads * a.columns;
-  for (i64 unit = first_item(grid); unit < units; unit += item_stride(grid)) {
-    const i64 stripe = quotient(unit, across, units), inside = unit - stripe * across;
-    const i64 matrix = quotient(stripe, quads / kHigh, units);
+  for (i64 item = first_item(grid); item < items; item += item_stride(grid)) {
+    const i64 stripe = quotient(item, across, items), inside = item - stripe * across;
+    const i64 matrix = quotient(stripe, quads / kHigh, items);
     const i64 quad = (stripe - matrix * (quads / kHigh)) * kHigh + inside % kHigh, column = inside / kHigh * 16;
     const u8* in = a.in + matrix * (kFromLinear ? linear : tiled);
     move_quad<kTiled>(in, a.out + matrix * (kFromLinear ? tiled : linear), quad, column, a.rows, a.columns);
@@ -66,7 +66,7 @@ FP4KIT_DEVICE void swizzle_quads(const Arguments& a, Grid grid) {
 
 // Any columns and addresses, and from one swizzled layout to the other: four bytes a thread, one by one.
 template <ScaleLayout kSource, ScaleLayout kTarget>
-FP4KIT_DEVICE void swizzle_bytes(const Arguments& a, Grid grid) {
+FP4KIT_DEVICE void swizzle_bytes(const SwizzleArguments& a, Grid grid) {
   const i64 tall = padded_rows<kTarget>(a.rows), wide = (a.columns + 3) / 4, count = a.matrices * tall * wide;
   const i64 source = scale_bytes<kSource>(a.rows, a.columns), target = scale_bytes<kTarget>(a.rows, a.columns);
   for (i64 i = first_item(grid); i < count; i += item_stride(grid)) {
@@ -83,7 +83,7 @@ FP4KIT_DEVICE void swizzle_bytes(const Arguments& a, Grid grid) {
   }
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads) swizzle_kernel(Arguments a) {
+extern "C" __global__ void __launch_bounds__(kThreads) swizzle_kernel(SwizzleArguments a) {
   if constexpr (kQuads) {
     swizzle_quads<kFromLinear ? kTo : kFrom>(a, whole_grid());
   } else {

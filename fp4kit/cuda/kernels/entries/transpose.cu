@@ -8,10 +8,11 @@
 
 constexpr bool kLinear = S::kLayout == ScaleLayout::linear;
 template <class S>
-constexpr bool kApart = S::kLayout != ScaleLayout::swizzled_128x4 && S::kScaleWords;  // scales do not go with the tiles
-constexpr int kResident = kLinear ? 3 : 4;  // thread blocks of a multiprocessor: 5 would spill registers
+constexpr bool kSeparateScales =
+    S::kLayout != ScaleLayout::swizzled_128x4 && S::kScaleWords;  // scales do not go with the tiles
+constexpr int kBlocksPerMultiprocessor = kLinear ? 3 : 4;  // thread blocks of a multiprocessor: 5 would spill registers
 
-struct Arguments {
+struct TransposeArguments {
   const u8 *codes, *scales;
   u8 *codes_out, *scales_out;
   i64 matrices, rows, columns;  // of codes
@@ -33,14 +34,14 @@ FP4KIT_DEVICE void transpose_tile(const CodeMatrix& codes, const ScaleMatrix& sc
   __shared__ Chunk scale_chunks[(U::kScales + 15) / 16];
   u8* scale_tile = reinterpret_cast<u8*>(scale_chunks);
   const int thread = static_cast<int>(threadIdx.x);
-  const u8 scale = kApart<S> ? 0 : load_scale<U>(scales, row, column, thread);
+  const u8 scale = kSeparateScales<S> ? 0 : load_scale<U>(scales, row, column, thread);
   read_tile<S::kBits, kAligned>(codes, row, column, tile);
-  if (!kApart<S>) put_scale<U>(scale_tile, scale, thread);
+  if (!kSeparateScales<S>) put_scale<U>(scale_tile, scale, thread);
   __syncthreads();
   write_tile<S::kBits, kAligned>(codes, column, row, tile);
   if constexpr (!S::kScaleWords) {
     write_scale_bytes<U>(scales, column, row / S::kBlock, scale_tile, thread, kThreads);
-  } else if constexpr (!kApart<S>) {
+  } else if constexpr (!kSeparateScales<S>) {
     write_scale_chunks<U>(scales, column, row / S::kBlock, scale_tile, thread, kThreads);
   }
   __syncthreads();
@@ -48,7 +49,7 @@ FP4KIT_DEVICE void transpose_tile(const CodeMatrix& codes, const ScaleMatrix& sc
 
 // Squares of 4 x 4 blocks of all matrices: a thread block takes kThreads of them at a time.
 template <class S>
-FP4KIT_DEVICE void transpose_squares(const Arguments& a, i64 item, i64 squares) {
+FP4KIT_DEVICE void transpose_squares(const TransposeArguments& a, i64 item, i64 squares) {
   const i64 unit = item * kThreads + threadIdx.x;
   if (unit >= squares) return;
   const i64 tall = a.rows / S::kBlock / 4, wide = a.columns / S::kBlock / 4, bytes = a.rows * (a.columns / S::kBlock);
@@ -60,7 +61,7 @@ FP4KIT_DEVICE void transpose_squares(const Arguments& a, i64 item, i64 squares) 
 // Scales in the order of 8x4, a large tile at a time. H200, 16384 x 16384 codes of 4 bits, 2026-11-21: 78.2 us, 79.4
 // where they go with the tiles of codes; those of 128x4 79.1 and 78.4.
 template <class S>
-FP4KIT_DEVICE void transpose_large_tile(const Arguments& a, i64 item, i64 tall, i64 wide, i64 items) {
+FP4KIT_DEVICE void transpose_large_tile(const TransposeArguments& a, i64 item, i64 tall, i64 wide, i64 items) {
   using U = LargeScaleTile<S::kLayout, S::kBlock>;
   const i64 stripe = quotient(item, tall, items), matrix = quotient(stripe, wide, items);
   const u8* in = a.scales + matrix * scale_bytes<S::kLayout>(a.rows, a.columns / S::kBlock);
@@ -74,7 +75,7 @@ FP4KIT_DEVICE void transpose_large_tile(const Arguments& a, i64 item, i64 tall, 
 // of addresses: tiles that are copied to their transposed place, with nothing transposed, reach 0.87 to 0.91 of the
 // speed of a copy (H200, 2026-11-21).
 template <class S, bool kAligned>
-FP4KIT_DEVICE void transpose(const Arguments& a, Grid grid) {
+FP4KIT_DEVICE void transpose(const TransposeArguments& a, Grid grid) {
   using T = CodeTile<S::kBits>;
   const i64 tall = (a.rows + T::kRows - 1) / T::kRows, wide = (a.columns + T::kColumns - 1) / T::kColumns;
   const i64 codes = a.rows * a.columns * S::kBits / 8, scales = scale_bytes<S::kLayout>(a.rows, a.columns / S::kBlock);
@@ -86,19 +87,20 @@ FP4KIT_DEVICE void transpose(const Arguments& a, Grid grid) {
     const ScaleMatrix s{a.scales + matrix * scales, a.scales_out + matrix * scales_out, a.rows, a.columns};
     transpose_tile<S, kAligned>(c, s, (t - stripe * tall) * T::kRows, (stripe - matrix * wide) * T::kColumns);
   }
-  if constexpr (kApart<S> && S::kLayout == ScaleLayout::swizzled_8x4) {
+  if constexpr (kSeparateScales<S> && S::kLayout == ScaleLayout::swizzled_8x4) {
     using U = LargeScaleTile<S::kLayout, S::kBlock>;
     constexpr i64 kRows = U::kTall * S::kBlock, kColumns = U::kColumns;
     const i64 high = (a.rows + kRows - 1) / kRows, across = (a.columns + kColumns - 1) / kColumns,
               items = a.matrices * high * across;
     for (; t < tiles + items; t += grid.blocks) transpose_large_tile<S>(a, t - tiles, high, across, items);
-  } else if constexpr (kApart<S>) {
+  } else if constexpr (kSeparateScales<S>) {
     const i64 squares = a.matrices * (a.rows / S::kBlock / 4) * (a.columns / S::kBlock / 4);
     for (; t < tiles + (squares + kThreads - 1) / kThreads; t += grid.blocks)
       transpose_squares<S>(a, t - tiles, squares);
   }
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads, kResident) transpose_kernel(Arguments a) {
+extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
+    transpose_kernel(TransposeArguments a) {
   transpose<S, kAligned>(a, whole_grid());
 }

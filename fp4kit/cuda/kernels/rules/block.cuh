@@ -4,10 +4,10 @@
 #include "block_rules_e4m3.cuh"
 #include "block_rules_e8m0.cuh"
 #include "block_rules_gguf_mlx.cuh"
-#include "block_rules_powers.cuh"
-#include "block_rules_serving.cuh"
+#include "block_rules_e8m0_serving.cuh"
+#include "block_rules_e4m3_serving.cuh"
 #include "block_rules_torchao.cuh"
-#include "decode.cuh"
+#include "decode_rules.cuh"
 #include "random.cuh"
 
 enum class AmaxNan { ignore, propagate, lanes };
@@ -61,21 +61,21 @@ FP4KIT_DEVICE float amax_of(const float (&x)[kCount]) {
 // which stands for any with 8 bits at most; for divisors 2 - 2^-M times powers of two, M = 0 ... 7, as the largest
 // values of formats are, for every a.
 FP4KIT_DEVICE float quotient_by(float a, float divisor, float reciprocal) {
-  const float near = a * reciprocal;
-  return fma_rn(fma_rn(-divisor, near, a), reciprocal, near);
+  const float quotient = a * reciprocal;
+  return fma_rn(fma_rn(-divisor, quotient, a), reciprocal, quotient);
 }
 
 // What the elements of a block are multiplied with, or divided by: then with the reciprocal, rounded. Where elements
 // meet the tensor's encode scale afterwards (R::kThenEncode), reciprocal is that: such a recipe has no way that would
 // ask for the other.
 struct Factor {
-  float by, reciprocal;
+  float value, reciprocal;
 };
 
 // The scaled element that is encoded.
 template <class R, class In>
 FP4KIT_DEVICE float scaled_element(float x, Factor f) {
-  const float factor = f.by;
+  const float factor = f.value;
   float y;
   if constexpr (R::kFlush) {
     y = mul_ftz(x, factor);

@@ -1,22 +1,22 @@
 // Block rules, under the names of reference/block_rules.py: block_<rule> has
 //   code(amax, tensor)          the block scale's bit pattern
 //   factor(code, amax, tensor)  what elements are multiplied with or divided by
-//   of_block(amax, factor)      the factor of a block, of what factor() gives for its code and any block that is not of
-//   zeros:
+//   block_factor(amax, factor)      the factor of a block, of what factor() gives for its code and any block that is
+//   not of zeros:
 //                               so that a table by codes serves all blocks
 #pragma once
 
-#include "scale.cuh"
+#include "tensor_rules.cuh"
 
 // What a factor depends on beside the code: nothing, or whether the block is of zeros, as ftz arithmetic sees it.
 // kReadsInput: whether the code depends on the type of the elements.
 struct by_code {
   static constexpr bool kReadsAmax = false, kReadsInput = false;
-  FP4KIT_DEVICE float of_block(float amax, float factor) { return factor; }
+  FP4KIT_DEVICE float block_factor(float amax, float factor) { return factor; }
 };
 struct by_code_or_zero {
   static constexpr bool kReadsAmax = true, kReadsInput = false;
-  FP4KIT_DEVICE float of_block(float amax, float factor) { return magnitude_of(amax) < kFltMin ? 0.0f : factor; }
+  FP4KIT_DEVICE float block_factor(float amax, float factor) { return magnitude_of(amax) < kFltMin ? 0.0f : factor; }
 };
 
 // 1 / x rounded to float16 for float16 elements, to float32 for float32 and bfloat16: XLA on a CPU multiplies by it.

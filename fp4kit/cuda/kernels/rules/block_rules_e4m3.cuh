@@ -43,7 +43,7 @@ struct block_flashinfer : by_code_or_zero {
   }
   template <class R, class In>
   FP4KIT_DEVICE float factor(u32 code, float amax, TensorScale t) {
-    return of_block(amax, rcp_approx_ftz(mul_ftz(decode_scale<R>(code), rcp_approx_ftz(t.encode))));
+    return block_factor(amax, rcp_approx_ftz(mul_ftz(decode_scale<R>(code), rcp_approx_ftz(t.encode))));
   }
 };
 
@@ -54,7 +54,7 @@ struct block_flashinfer_precise : by_code_or_zero {
   }
   template <class R, class In>
   FP4KIT_DEVICE float factor(u32 code, float amax, TensorScale t) {
-    return of_block(amax, fminf(div_ftz(1.0f, mul_ftz(decode_scale<R>(code), div_ftz(1.0f, t.encode))), kFltMax));
+    return block_factor(amax, fminf(div_ftz(1.0f, mul_ftz(decode_scale<R>(code), div_ftz(1.0f, t.encode))), kFltMax));
   }
 };
 

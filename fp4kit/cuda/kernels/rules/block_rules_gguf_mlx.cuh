@@ -87,7 +87,7 @@ FP4KIT_DEVICE float power_or_zero(i32 exponent) {
 // What the two rules of MLX on a CPU share: 2^n, n the exponent before its byte wrapped.
 struct wrapped_power {
   static constexpr bool kReadsAmax = true, kReadsInput = true;
-  FP4KIT_DEVICE float of_block(float amax, float factor) { return is_finite(amax) ? factor : 0.0f; }
+  FP4KIT_DEVICE float block_factor(float amax, float factor) { return is_finite(amax) ? factor : 0.0f; }
   template <class R, class In>
   FP4KIT_DEVICE float factor(u32 code, float amax, TensorScale t) {
     if (!is_finite(amax)) return 0.0f;

@@ -1,7 +1,7 @@
 // Block rules of torchao's release 0.18, which write E8M0 scales: reference/block_rules_torchao.py.
 #pragma once
 
-#include "block_rules_powers.cuh"
+#include "block_rules_e8m0_serving.cuh"
 
 // Elements are divided by the scale, at least 2^-126, although code 0 decodes to 2^-127; by infinity for code 255.
 struct divided_by_normal : by_code {

@@ -3,8 +3,8 @@
 //   code<R>(amax, tensor_amax)        the code (kHasCodes), and
 //   scale_of<R>(code, tensor_amax)    the FakeScale of a code: a table for a whole tensor
 //   value<R, In>(x, scale)            what any element becomes
-//   is_plain<R>(largest, scale)       whether elements up to a magnitude of these bits may go through
-//   plain<R, In>(x, scale)            which gives the same in fewer instructions
+//   is_fast<R>(largest, scale)       whether elements up to a magnitude of these bits may go through
+//   fast_value<R, In>(x, scale)            which gives the same in fewer instructions
 #pragma once
 
 #include "fake_microxcaling.cuh"
@@ -20,11 +20,11 @@ struct fake_nvfp4_modelopt_division {
     return x >= 0.0f ? y : 0.0f - y;
   }
   template <class R>
-  FP4KIT_DEVICE bool is_plain(u32 largest, FakeScale s) {
+  FP4KIT_DEVICE bool is_fast(u32 largest, FakeScale s) {
     return has_small_products<R>(largest, s);
   }
   template <class R, class In>
-  FP4KIT_DEVICE float plain(float x, FakeScale s) {
+  FP4KIT_DEVICE float fast_value(float x, FakeScale s) {
     return nearest_finite<typename R::Element, R::kStatic>(quotient_by(x, s.decode, s.encode)) * s.decode;
   }
 };
@@ -76,11 +76,11 @@ struct fake_nvfp4_modelopt_static : fake_nvfp4_modelopt_division {
 
 struct fake_product {
   template <class R>
-  FP4KIT_DEVICE bool is_plain(u32 largest, FakeScale s) {
+  FP4KIT_DEVICE bool is_fast(u32 largest, FakeScale s) {
     return has_small_products<R>(largest, s);
   }
   template <class R, class In>
-  FP4KIT_DEVICE float plain(float x, FakeScale s) {
+  FP4KIT_DEVICE float fast_value(float x, FakeScale s) {
     return with_sign_of(nearest_finite<typename R::Element, R::kStatic>(x * s.encode) * s.decode,
                         x + 0.0f);  // -0 + 0 = +0
   }
@@ -137,7 +137,7 @@ struct fake_int_modelopt {
   static constexpr bool kHasCodes = false;
   static constexpr float kUnscaled = -1.0f;  // tensor_amax <= 2^-24; no scale is negative
   template <class R>
-  FP4KIT_DEVICE float least() {
+  FP4KIT_DEVICE float lowest() {
     return -max_of<typename R::Element>() - (R::kNarrow ? 0.0f : 1.0f);
   }
   template <class R, class In>
@@ -148,15 +148,15 @@ struct fake_int_modelopt {
   template <class R, class In>
   FP4KIT_DEVICE float value(float x, FakeScale s) {
     if (s.encode == kUnscaled) return R::kTensorScaling == TensorScaling::block ? with_sign_of(0.0f, x) : 0.0f;
-    return clip(rintf(x * s.encode), least<R>(), max_of<typename R::Element>()) / s.encode;
+    return clip(rintf(x * s.encode), lowest<R>(), max_of<typename R::Element>()) / s.encode;
   }
   template <class R>
-  FP4KIT_DEVICE bool is_plain(u32 largest, FakeScale s) {
+  FP4KIT_DEVICE bool is_fast(u32 largest, FakeScale s) {
     return largest < kInfinityBits && !is_nan(s.decode);
   }
   template <class R, class In>
-  FP4KIT_DEVICE float plain(float x, FakeScale s) {
-    const float clipped = fminf(fmaxf(x * s.encode, least<R>()), max_of<typename R::Element>());
+  FP4KIT_DEVICE float fast_value(float x, FakeScale s) {
+    const float clipped = fminf(fmaxf(x * s.encode, lowest<R>()), max_of<typename R::Element>());
     return with_sign_of(quotient_by(nearest_integer(clipped), s.encode, s.decode), x);
   }
 };
@@ -175,11 +175,11 @@ struct fake_int4_qat {
     return clip(rintf(x / s.decode), -max_of<typename R::Element>(), max_of<typename R::Element>()) * s.decode;
   }
   template <class R>
-  FP4KIT_DEVICE bool is_plain(u32 largest, FakeScale s) {
+  FP4KIT_DEVICE bool is_fast(u32 largest, FakeScale s) {
     return float_of(largest) * s.encode < 0x1p80f;
   }
   template <class R, class In>
-  FP4KIT_DEVICE float plain(float x, FakeScale s) {
+  FP4KIT_DEVICE float fast_value(float x, FakeScale s) {
     const float max = max_of<typename R::Element>();
     return with_sign_of(nearest_integer(fminf(fmaxf(quotient_by(x, s.decode, s.encode), -max), max)) * s.decode, x);
   }

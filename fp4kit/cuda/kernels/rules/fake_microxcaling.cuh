@@ -75,11 +75,11 @@ struct fake_microxcaling {
     return with_sign_of(y * s.decode, scaled + 0.0f);  // -0 + 0 = +0
   }
   template <class R>
-  FP4KIT_DEVICE bool is_plain(u32 largest, FakeScale s) {
+  FP4KIT_DEVICE bool is_fast(u32 largest, FakeScale s) {
     return true;
   }
   template <class R, class In>
-  FP4KIT_DEVICE float plain(float x, FakeScale s) {
+  FP4KIT_DEVICE float fast_value(float x, FakeScale s) {
     return value<R, In>(x, s);
   }
 };

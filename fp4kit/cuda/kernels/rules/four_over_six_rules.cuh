@@ -2,7 +2,7 @@
 // reference/four_over_six.py.
 #pragma once
 
-#include "block_rules_serving.cuh"
+#include "block_rules_e4m3_serving.cuh"
 
 template <class R>
 FP4KIT_DEVICE float multiply(float a, float b) {

@@ -16,7 +16,7 @@
 // exact way.
 #pragma once
 
-#include "memory.cuh"
+#include "runs.cuh"
 
 // y_j = 1/4 sum_i s_i H_ij y_i; over pairs of neighbours first.
 template <u32 kSignMask, class T>
@@ -42,7 +42,7 @@ FP4KIT_DEVICE void quarter_sums(T (&y)[16]) {
 
 // The transform of any elements.
 template <u32 kSignMask, class In>
-FP4KIT_DEVICE Run<In, 16> hadamard_any(Run<In, 16> x) {
+FP4KIT_DEVICE Run<In, 16> hadamard_exact(Run<In, 16> x) {
   double sums[16];
   float y[16];
 #pragma unroll
@@ -55,8 +55,8 @@ FP4KIT_DEVICE Run<In, 16> hadamard_any(Run<In, 16> x) {
 
 // The same where it is rare: a call, so that its registers are not the kernel's.
 template <u32 kSignMask, class In>
-FP4KIT_DEVICE_CALL Run<In, 16> hadamard_rare(Run<In, 16> x) {
-  return hadamard_any<kSignMask>(x);
+FP4KIT_DEVICE_CALL Run<In, 16> hadamard_exact_call(Run<In, 16> x) {
+  return hadamard_exact<kSignMask>(x);
 }
 
 // The larger magnitudes of the low halves and of the high halves.
@@ -70,18 +70,19 @@ FP4KIT_DEVICE u32 largest_pair(const u32 (&pairs)[kCount]) {
 
 // Whether no sum rounds; float32 bits of the largest |y| and of the least |x|. Not for infinity and NaN.
 template <class In>
-FP4KIT_DEVICE bool are_sums_exact(u32 largest, u32 least) {
-  constexpr u32 kApart = 21 - In::kMantissaBits;  // exponents
-  return largest <= minimum((least | 0x007FFFFFu) + (kApart << 23), kInfinityBits - 1u);
+FP4KIT_DEVICE bool are_sums_exact(u32 largest, u32 smallest) {
+  constexpr u32 kMaxExponentGap = 21 - In::kMantissaBits;  // exponents
+  return largest <= minimum((smallest | 0x007FFFFFu) + (kMaxExponentGap << 23), kInfinityBits - 1u);
 }
 
 // Less 1, the least magnitudes of the low and of the high halves that are not zero; 0xFFFF if all are.
 template <int kCount>
-FP4KIT_DEVICE u32 least_but_zero(const u32 (&pairs)[kCount]) {
-  u32 least = 0xFFFFFFFFu;
+FP4KIT_DEVICE u32 smallest_nonzero(const u32 (&pairs)[kCount]) {
+  u32 smallest = 0xFFFFFFFFu;
 #pragma unroll
-  for (int i = 0; i < kCount; ++i) least = min_u16x2(least, ((pairs[i] | 0x80008000u) - 0x00010001u) ^ 0x80008000u);
-  return least;
+  for (int i = 0; i < kCount; ++i)
+    smallest = min_u16x2(smallest, ((pairs[i] | 0x80008000u) - 0x00010001u) ^ 0x80008000u);
+  return smallest;
 }
 
 // Whether every y is the same after rounding, where its sums may have rounded. largest: the largest |y|.
@@ -99,23 +100,23 @@ FP4KIT_DEVICE bool is_rounding_certain(const float (&y)[16], float largest) {
 
 // Whether sums in float32 tell, where they are not exact for the least |x|. least: less 1, of those that are not zero.
 template <class In>
-FP4KIT_DEVICE bool do_sums_tell(const float (&y)[16], u32 largest, u32 least) {
+FP4KIT_DEVICE bool are_sums_conclusive(const float (&y)[16], u32 largest, u32 smallest) {
   if (largest >= kInfinityBits) return false;
-  return are_sums_exact<In>(largest, bits_of(In::widen(static_cast<u16>(least + 1u)))) ||
+  return are_sums_exact<In>(largest, bits_of(In::widen(static_cast<u16>(smallest + 1u)))) ||
          is_rounding_certain<In>(y, float_of(largest));
 }
 
 // The transform by sums in float32: false if they do not tell it. largest: float32 bits of the largest |y|.
 template <u32 kSignMask, class In>
-FP4KIT_DEVICE bool hadamard_short(const Run<In, 16>& x, Run<In, 16>& y, u32& largest) {
+FP4KIT_DEVICE bool hadamard_fast(const Run<In, 16>& x, Run<In, 16>& y, u32& largest) {
   float sums[16];
   widen_run(x, sums);
   quarter_sums<kSignMask>(sums);
   y = narrow_run<In>(sums);
   largest = largest_bits_of(y);
-  if (are_sums_exact<In>(largest, least_bits_of(x))) return true;
-  const u32 least = least_but_zero(x.w);
-  return do_sums_tell<In>(sums, largest, minimum(least & 0xFFFFu, least >> 16));
+  if (are_sums_exact<In>(largest, smallest_bits_of(x))) return true;
+  const u32 smallest = smallest_nonzero(x.w);
+  return are_sums_conclusive<In>(sums, largest, minimum(smallest & 0xFFFFu, smallest >> 16));
 }
 
 // Each 16 elements of a run -> their transform; largest_bits_of the result.
@@ -130,10 +131,10 @@ FP4KIT_DEVICE u32 hadamard_run(Run<In, kRun>& run) {
 #pragma unroll
     for (int i = 0; i < kWords; ++i) x.w[i] = run.w[start + i];
     if constexpr (sizeof(typename In::Bits) == 4) {
-      y = hadamard_any<kSignMask>(x);
+      y = hadamard_exact<kSignMask>(x);
       part = largest_bits_of(y);
-    } else if (!hadamard_short<kSignMask>(x, y, part)) {
-      y = hadamard_rare<kSignMask>(x);
+    } else if (!hadamard_fast<kSignMask>(x, y, part)) {
+      y = hadamard_exact_call<kSignMask>(x);
       part = largest_bits_of(y);
     }
 #pragma unroll
@@ -144,11 +145,11 @@ FP4KIT_DEVICE u32 hadamard_run(Run<In, kRun>& run) {
 }
 
 // 16 rows of pairs of 16-bit elements -> the transforms of the two columns by sums in float32; the largest magnitudes
-// of both. Bit j of `untold`: these sums do not tell column j, of which nothing is right. The rows are not kept for
-// that: they would take 16 registers.
+// of both. Bit j of `inconclusive`: these sums do not tell column j, of which nothing is right. The rows are not kept
+// for that: they would take 16 registers.
 template <u32 kSignMask, class In>
-FP4KIT_DEVICE u32 hadamard_columns(u32 (&rows)[16], u32& untold) {
-  const u32 least = least_but_zero(rows);
+FP4KIT_DEVICE u32 hadamard_columns(u32 (&rows)[16], u32& inconclusive) {
+  const u32 smallest = smallest_nonzero(rows);
   float y[2][16];
 #pragma unroll
   for (int i = 0; i < 16; ++i) {
@@ -160,11 +161,11 @@ FP4KIT_DEVICE u32 hadamard_columns(u32 (&rows)[16], u32& untold) {
 #pragma unroll
   for (int i = 0; i < 16; ++i) rows[i] = In::narrow_pair(y[0][i], y[1][i]);
   const u32 largest = largest_pair<In>(rows);
-  untold = 0u;
+  inconclusive = 0u;
 #pragma unroll
   for (int j = 0; j < 2; ++j) {
     const u32 own = bits_of(In::widen(static_cast<u16>(largest >> (16 * j) & 0x7FFFu)));
-    if (!do_sums_tell<In>(y[j], own, least >> (16 * j) & 0xFFFFu)) untold |= 1u << j;
+    if (!are_sums_conclusive<In>(y[j], own, smallest >> (16 * j) & 0xFFFFu)) inconclusive |= 1u << j;
   }
   return largest;
 }

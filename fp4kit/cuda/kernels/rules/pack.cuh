@@ -4,7 +4,7 @@
 // made of those.
 #pragma once
 
-#include "memory.cuh"
+#include "runs.cuh"
 
 // The signs of eight values, a byte each whose bits 3 and 7 are the sign: of the values 0 2 4 6, and of 1 3 5 7.
 struct NibbleSigns {

@@ -55,8 +55,8 @@ FP4KIT_DEVICE float add_rz(float a, float b) {
   return __fadd_rz(a, b);
 #else
   const double exact = static_cast<double>(a) + b;  // both within 53 bits of each other where this is used
-  const float near = static_cast<float>(exact);
-  return near > exact ? float_of(bits_of(near) - 1) : near;
+  const float rounded = static_cast<float>(exact);
+  return rounded > exact ? float_of(bits_of(rounded) - 1) : rounded;
 #endif
 }
 
@@ -66,8 +66,8 @@ FP4KIT_DEVICE float mul_rz(float a, float b) {
   return __fmul_rz(a, b);
 #else
   const double exact = static_cast<double>(a) * b;
-  const float near = static_cast<float>(exact);
-  return near > exact ? float_of(bits_of(near) - 1) : near;
+  const float rounded = static_cast<float>(exact);
+  return rounded > exact ? float_of(bits_of(rounded) - 1) : rounded;
 #endif
 }
 

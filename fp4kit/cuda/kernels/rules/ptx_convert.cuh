@@ -8,9 +8,9 @@ FP4KIT_DEVICE float narrow_rz(double x) {
 #ifdef __CUDA_ARCH__
   return __double2float_rz(x);
 #else
-  const float near = static_cast<float>(x);
-  const bool away = __builtin_fabs(static_cast<double>(near)) > __builtin_fabs(x);
-  return float_of(bits_of(near) - away);
+  const float rounded = static_cast<float>(x);
+  const bool away = __builtin_fabs(static_cast<double>(rounded)) > __builtin_fabs(x);
+  return float_of(bits_of(rounded) - away);
 #endif
 }
 

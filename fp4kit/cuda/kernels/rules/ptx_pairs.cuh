@@ -33,8 +33,8 @@ FP4KIT_DEVICE u32 add_max_s16x2(u32 a, u32 b, u32 c) {
   u32 y = 0u;
   for (int half = 0; half < 32; half += 16) {
     const i32 sum = static_cast<short>(static_cast<u16>((a >> half) + (b >> half))),
-              least = static_cast<short>(c >> half);
-    y |= (static_cast<u32>(sum < least ? least : sum) & 0xFFFFu) << half;
+              lower = static_cast<short>(c >> half);
+    y |= (static_cast<u32>(sum < lower ? lower : sum) & 0xFFFFu) << half;
   }
   return y;
 #endif

@@ -29,9 +29,9 @@ FP4KIT_DEVICE u32 largest_of_run(Run<In, kCount> run) {
 }
 
 template <int kThreads>
-FP4KIT_DEVICE u32 largest_of_block(u32 mine) {
+FP4KIT_DEVICE u32 largest_of_block(u32 own) {
   __shared__ u32 parts[kThreads];
-  parts[threadIdx.x] = mine;
+  parts[threadIdx.x] = own;
   __syncthreads();
   for (int half = kThreads / 2; half > 0; half /= 2) {
     if (threadIdx.x < half) parts[threadIdx.x] = maximum(parts[threadIdx.x], parts[threadIdx.x + half]);
@@ -77,43 +77,45 @@ constexpr int kFinders = 1;
 // nothing else hides how long they take.
 template <class In, AmaxInput kInput, bool kAligned>
 FP4KIT_DEVICE u32 largest_of_all(const typename In::Bits* x, i64 count) {
-  constexpr int kRun = kAmaxRun, kAtOnce = 256 / (kRun * sizeof(typename In::Bits)), kLanes = kFinders * kThreads;
+  constexpr int kRun = kAmaxRun, kRunsAtOnce = 256 / (kRun * sizeof(typename In::Bits)), kLanes = kFinders * kThreads;
   const int lane = blockIdx.x % kFinders * kThreads + threadIdx.x;
   u32 largest = 0u;
   const i64 runs = kAligned ? count / kRun : 0;
-  for (i64 first = lane; first < runs; first += kAtOnce * kLanes) {
-    Run<In, kRun> some[kAtOnce];
+  for (i64 first = lane; first < runs; first += kRunsAtOnce * kLanes) {
+    Run<In, kRun> runs_read[kRunsAtOnce];
 #pragma unroll
-    for (int k = 0; k < kAtOnce; ++k)
-      some[k] = read_run<In, kRun, kAligned>(x + minimum(first + k * kLanes, runs - 1) * kRun);
+    for (int k = 0; k < kRunsAtOnce; ++k)
+      runs_read[k] = read_run<In, kRun, kAligned>(x + minimum(first + k * kLanes, runs - 1) * kRun);
 #pragma unroll
-    for (int k = 0; k < kAtOnce; ++k) largest = maximum(largest, largest_of_run<Untransformed, In, kInput>(some[k]));
+    for (int k = 0; k < kRunsAtOnce; ++k)
+      largest = maximum(largest, largest_of_run<Untransformed, In, kInput>(runs_read[k]));
   }
-  const i64 rest = runs * kRun;
-  return maximum(largest, largest_bits<Untransformed, In, kInput, false>(x + rest, count - rest, lane, kLanes));
+  const i64 remainder = runs * kRun;
+  return maximum(largest,
+                 largest_bits<Untransformed, In, kInput, false>(x + remainder, count - remainder, lane, kLanes));
 }
 
 // Largest of what the thread blocks of a cluster hold, each in its thread 0, in that thread of each.
-FP4KIT_DEVICE u32 largest_of_cluster(u32 mine) {
+FP4KIT_DEVICE u32 largest_of_cluster(u32 own_largest) {
 #if defined(FP4KIT_FINDERS) && __CUDA_ARCH__ >= 900
   __shared__ u32 parts[kFinders];
-  const u32 own = static_cast<u32>(__cvta_generic_to_shared(parts + blockIdx.x % kFinders));
+  const u32 own_address = static_cast<u32>(__cvta_generic_to_shared(parts + blockIdx.x % kFinders));
   asm volatile("barrier.cluster.wait.acquire.aligned;" ::
                    : "memory");  // until all have begun, so that their memory is there
   if (threadIdx.x == 0) {
 #pragma unroll
     for (u32 peer = 0; peer < kFinders; ++peer) {
       u32 theirs;
-      asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(theirs) : "r"(own), "r"(peer));
-      asm volatile("st.shared::cluster.u32 [%0], %1;" ::"r"(theirs), "r"(mine) : "memory");
+      asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(theirs) : "r"(own_address), "r"(peer));
+      asm volatile("st.shared::cluster.u32 [%0], %1;" ::"r"(theirs), "r"(own_largest) : "memory");
     }
   }
   asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
   asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 #pragma unroll
-  for (int i = 0; i < kFinders; ++i) mine = maximum(mine, parts[i]);
+  for (int i = 0; i < kFinders; ++i) own_largest = maximum(own_largest, parts[i]);
 #endif
-  return mine;
+  return own_largest;
 }
 
 // Where R::kFinders, before anything else: the amax of the whole array, which is then in a.tensor_amax; the first
@@ -127,8 +129,8 @@ FP4KIT_DEVICE void find_amax(Arguments& a) {
     __shared__ float found;
     if constexpr (kFinders > 1) asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
     const typename In::Bits* x = static_cast<const typename In::Bits*>(a.x);
-    const u32 mine = largest_of_all<In, kInput, kAligned>(x, a.rows * a.columns);
-    const u32 largest = largest_of_cluster(largest_of_block<kThreads>(mine));
+    const u32 own = largest_of_all<In, kInput, kAligned>(x, a.rows * a.columns);
+    const u32 largest = largest_of_cluster(largest_of_block<kThreads>(own));
     if (threadIdx.x == 0) {
       found = float_of(largest);
       if (blockIdx.x == 0) *const_cast<float*>(a.tensor_amax) = found;

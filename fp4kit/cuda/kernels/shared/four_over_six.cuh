@@ -75,7 +75,7 @@ FP4KIT_DEVICE u64 encode_chosen(Run<In, R::kBlock>& run, float amax, u32 scale_c
 
 // Store the codes of a run, or the values that they have.
 template <class R, class In, bool kAligned>
-FP4KIT_DEVICE void store_chosen(const Arguments& a, i64 first, u64 codes, u32 scale_code, TensorScale t) {
+FP4KIT_DEVICE void store_chosen(const QuantizeArguments& a, i64 first, u64 codes, u32 scale_code, TensorScale t) {
   const u32 words[2] = {static_cast<u32>(codes), static_cast<u32>(codes >> 32)};
   store_packed<R, In, R::kBlock, kAligned>(a, first, words, scale_code, t);
 }
@@ -92,10 +92,10 @@ FP4KIT_DEVICE void store_chosen(const Arguments& a, i64 first, u64 codes, u32 sc
 //            (4 + 5 * 8) e u
 // Sums of n magnitudes differ by at most 114 e n u, and 42 e of a sum of at most n u for the order of additions. Sums E
 // of n squares by at most 114 e u 2 sum |d|, where 2 u sum |d| <= 2 u sqrt(n E) <= 4 E + n / 4 u^2, and 42 e E.
-// are_apart asks for more than what both sums can be off.
+// is_decided asks for more than what both sums can be off.
 
-// Of a scale; lengths in units of near_power(t).
-struct alignas(16) NearScale {
+// Of a scale; lengths in units of amax_power(t).
+struct alignas(16) ApproximateScale {
   float factor;  // infinite where the short way does not apply
   float small;   // factor * 2^-126
   float unit;    // u * 2^126
@@ -109,11 +109,11 @@ FP4KIT_DEVICE constexpr bool has_one_scale() {
 }
 
 // The power of two next below the tensor's amax.
-FP4KIT_DEVICE float near_power(TensorScale t) {
+FP4KIT_DEVICE float amax_power(TensorScale t) {
   return float_of(bits_of(t.amax) & kInfinityBits);
 }
-FP4KIT_DEVICE float inverse_power(TensorScale t) {
-  return float_of(0x7F000000u - bits_of(near_power(t)));
+FP4KIT_DEVICE float inverse_amax_power(TensorScale t) {
+  return float_of(0x7F000000u - bits_of(amax_power(t)));
 }
 
 // Whether scales stay in the normal range, and squares of errors below infinity.
@@ -122,24 +122,25 @@ FP4KIT_DEVICE bool is_ordinary(TensorScale t) {
 }
 
 template <class R, class In>
-FP4KIT_DEVICE NearScale near_scale(u32 code, TensorScale t) {
+FP4KIT_DEVICE ApproximateScale approximate_scale(u32 code, TensorScale t) {
   const float scale = decode_scale<R>(code), factor = candidate_factor<R>(scale, t), unit = decoded<R>(scale, t);
   // Below 2^-60 the specification's squares lose bits.
   const bool applies = !R::kLargestError && is_ordinary(t) && unit > 0x1p-60f &&
-                       magnitude_of(unit * factor - 1.0f) <= 0x1p-21f && takes_short_way<R, In>(0u, {factor, factor});
+                       magnitude_of(unit * factor - 1.0f) <= 0x1p-21f && takes_fast_path<R, In>(0u, {factor, factor});
   if (!applies) return {float_of(kInfinityBits), 0.0f, 0.0f, 0.0f};
   constexpr float kCount = R::kBlock * R::kBlockRows;
-  const float u = unit * inverse_power(t);
+  const float u = unit * inverse_amax_power(t);
   const float slack = R::kSquaredError ? u * u * (kCount * 0x1p-18f) : u * (kCount * 1.25f * 0x1p-16f);
-  return {factor, factor * near_power(t) * 0x1p-126f, u * 0x1p126f, slack};
+  return {factor, factor * amax_power(t) * 0x1p-126f, u * 0x1p126f, slack};
 }
 
-// Nearly the sum of the errors, in units of near_power; a: magnitudes in these units, small and unit: see NearScale.
+// Nearly the sum of the errors, in units of amax_power; a: magnitudes in these units, small and unit: see
+// ApproximateScale.
 //   a * small is y * 2^-126. There float32 has the steps of E2M1 with 22 more bits: its least normal exponent is that
 //   of y in [1, 2), and subnormals have the same step. So adding half of the 22 bits' range to its pattern, and
 //   clearing them, rounds y to E2M1.
 template <class R>
-FP4KIT_DEVICE float near_error(const float (&a)[R::kBlock], float small, float unit) {
+FP4KIT_DEVICE float approximate_error(const float (&a)[R::kBlock], float small, float unit) {
   float error = 0.0f;
 #pragma unroll
   for (int i = 0; i < R::kBlock; ++i) {
@@ -152,21 +153,21 @@ FP4KIT_DEVICE float near_error(const float (&a)[R::kBlock], float small, float u
 
 // Both sums of errors of a finite run.
 template <class R, class In>
-FP4KIT_DEVICE void near_errors(const Run<In, R::kBlock>& run, const NearScale& six, const NearScale& four,
-                               float inverse, float (&errors)[2]) {
+FP4KIT_DEVICE void approximate_errors(const Run<In, R::kBlock>& run, const ApproximateScale& six,
+                                      const ApproximateScale& four, float inverse, float (&errors)[2]) {
   Run<In, R::kBlock> magnitudes = run;
 #pragma unroll
-  for (int i = 0; i < run.kWords; ++i) magnitudes.w[i] &= ShortWay<R, In>::kHalf ? 0x7FFF7FFFu : 0x7FFFFFFFu;
+  for (int i = 0; i < run.kWords; ++i) magnitudes.w[i] &= FastPath<R, In>::kIs16Bit ? 0x7FFF7FFFu : 0x7FFFFFFFu;
   float a[R::kBlock];
 #pragma unroll
   for (int i = 0; i < R::kBlock; ++i) a[i] = element(magnitudes, i) * inverse;
-  errors[0] = near_error<R>(a, six.small, six.unit);
-  errors[1] = near_error<R>(a, four.small, four.unit);
+  errors[0] = approximate_error<R>(a, six.small, six.unit);
+  errors[1] = approximate_error<R>(a, four.small, four.unit);
 }
 
 // Whether the sums of errors say which scale is better.
 template <class R>
-FP4KIT_DEVICE bool are_apart(const NearScale& six, const NearScale& four, const float (&errors)[2]) {
+FP4KIT_DEVICE bool is_decided(const ApproximateScale& six, const ApproximateScale& four, const float (&errors)[2]) {
   const float slack = four.slack;  // the larger: four's scale is not less than six's
   return fabsf(errors[1] - errors[0]) > (R::kSquaredError ? fma_rn(errors[0] + errors[1], 0x1p-15f, slack) : slack);
 }

@@ -17,7 +17,7 @@
 #include "four_over_six.cuh"
 
 constexpr int kEntries = 611;  // of a pair: 4 octaves, 97 significands of the fifth, one below a quarter, and rounding
-constexpr float kStepsOfOne =
+constexpr float kUnitsOfOne =
     0x1p18f;  // of the first scale's unit, or its square: 16 differences of 1.5 at most stay below 2^23
 constexpr u32 kSlack = 28u << 8;
 constexpr u32 kSquareSlack =
@@ -33,7 +33,7 @@ __device__ constexpr Pair kPairsOfScales[kPairs] = {{0, 4}, {0, 5}, {1, 4}, {1, 
                                                     {7, 4}, {7, 5}, {3, 3}, {4, 2}, {5, 1}};
 
 // Where a pair's entries are: that of a bfloat16's bits b is entry max(b + shift, first), for a first scale in [1, 2).
-struct Place {
+struct PairOffset {
   i32 shift, first;
 };
 
@@ -50,7 +50,7 @@ struct alignas(16) PairTable {
     PairScales pairs[kPairs];  // until the entries are made
     u32 parts[kParts];         // after that: what threads tell each other
   };
-  Place places[kKeys];
+  PairOffset offsets[kKeys];
   u32 entries[kPairs * kEntries];
 };
 
@@ -68,25 +68,26 @@ template <class R>
 FP4KIT_DEVICE void fill_pairs(PairTable& table, TensorScale t) {
   constexpr u32 kOne = 7u << 3;  // the code of scale 1
   for (u32 i = threadIdx.x; i < kPairs * 16; i += blockDim.x) {
-    const u32 pair = i / 16, which = i / 8 % 2;
-    const float scale = decode_scale<R>(kOne + kPairsOfScales[pair].first + (which ? kPairsOfScales[pair].above : 0u));
-    table.pairs[pair].compared[which][i % 8] = compared<R>(decode<typename R::Element>(i % 8), scale, t);
-    if (i % 8 == 0) table.pairs[pair].factors[which] = candidate_factor<R>(scale, t);
+    const u32 pair = i / 16, candidate = i / 8 % 2;
+    const float scale =
+        decode_scale<R>(kOne + kPairsOfScales[pair].first + (candidate ? kPairsOfScales[pair].above : 0u));
+    table.pairs[pair].compared[candidate][i % 8] = compared<R>(decode<typename R::Element>(i % 8), scale, t);
+    if (i % 8 == 0) table.pairs[pair].factors[candidate] = candidate_factor<R>(scale, t);
   }
   __syncthreads();
   for (u32 i = threadIdx.x; i < kPairs; i += blockDim.x) {
     PairScales& pair = table.pairs[i];
     const float one = pair.compared[0][2];  // code 2 is value 1
-    pair.steps = kStepsOfOne / (R::kSquaredError ? one * one : one);
+    pair.steps = kUnitsOfOne / (R::kSquaredError ? one * one : one);
     pair.below = (bits_of(0.25f / pair.factors[0]) >> 16) - 1u;
-    table.places[kPairsOfScales[i].first * 8 + kPairsOfScales[i].above] = {static_cast<i32>(i * kEntries - pair.below),
-                                                                           static_cast<i32>(i * kEntries)};
+    table.offsets[kPairsOfScales[i].first * 8 + kPairsOfScales[i].above] = {static_cast<i32>(i * kEntries - pair.below),
+                                                                            static_cast<i32>(i * kEntries)};
   }
   __syncthreads();
   if (threadIdx.x == 0u) {  // one scale: the first wins. Both 448: six's codes are those of any pair of this first
                             // scale. Both 0: no code
-    table.places[key_of(126u, 126u)] = table.places[6 * 8 + 4];
-    table.places[key_of(0u, 0u)] = {-0x4000, 0};
+    table.offsets[key_of(126u, 126u)] = table.offsets[6 * 8 + 4];
+    table.offsets[key_of(0u, 0u)] = {-0x4000, 0};
   }
   __syncthreads();
 }
@@ -123,9 +124,9 @@ FP4KIT_DEVICE bool is_in_table(float amax, float base, TensorScale t) {
 // Entries of a run, and their sum, or a sum that says six where both scales are one.
 template <class In, int kRun>
 FP4KIT_DEVICE u32 look_up(const PairTable& table, const Run<In, kRun>& run, u32 six, u32 four, u32 (&entries)[kRun]) {
-  const Place place = table.places[key_of(six, four)];
-  const u32 shift = static_cast<u32>(place.shift - static_cast<i32>((six >> 3) - 7u) * 128);
-  const u32 shifts = prmt(shift, 0u, 0x1010u), firsts = place.first * 0x10001u;
+  const PairOffset offset = table.offsets[key_of(six, four)];
+  const u32 shift = static_cast<u32>(offset.shift - static_cast<i32>((six >> 3) - 7u) * 128);
+  const u32 shifts = prmt(shift, 0u, 0x1010u), firsts = offset.first * 0x10001u;
   u32 sum = 0u;
 #pragma unroll
   for (int i = 0; i < kRun / 2; ++i) {

@@ -12,7 +12,7 @@
 
 #include "types.cuh"
 
-constexpr u32 kFew = 32u;  // members of a small group at most: one for each thread of a warp
+constexpr u32 kSmallGroup = 32u;  // members of a small group at most: one for each thread of a warp
 
 template <class Arguments>
 struct Member {
@@ -34,8 +34,8 @@ struct Group {
 template <class Arguments>
 struct SmallGroup {
   i64 pieces;
-  u32 first[kFew];  // the first piece of each member, in order; 2^32 - 1 of those that are not there
-  Member<Arguments> members[kFew];
+  u32 first[kSmallGroup];  // the first piece of each member, in order; 2^32 - 1 of those that are not there
+  Member<Arguments> members[kSmallGroup];
 };
 
 template <class Arguments, bool kSmall>
@@ -55,9 +55,9 @@ FP4KIT_DEVICE void for_each_piece(const SmallGroup<Arguments>& group, Body body)
   const u32 count = static_cast<u32>(group.pieces);
   for (u32 turn = blockIdx.x; turn < count; turn += gridDim.x) {
     const u32 i = kBackwards ? count - 1u - turn : turn;
-    const u32 found = 31u - __clz(__ballot_sync(0xFFFFFFFFu, group.first[threadIdx.x % kFew] <= i));
-    const Member<Arguments>& member = group.members[found];
-    body(member.arguments, Grid{i - group.first[found], member.pieces}, member.aligned);
+    const u32 member_index = 31u - __clz(__ballot_sync(0xFFFFFFFFu, group.first[threadIdx.x % kSmallGroup] <= i));
+    const Member<Arguments>& member = group.members[member_index];
+    body(member.arguments, Grid{i - group.first[member_index], member.pieces}, member.aligned);
     if (turn + gridDim.x < count) __syncthreads();  // before the next piece uses the same shared memory
   }
 }

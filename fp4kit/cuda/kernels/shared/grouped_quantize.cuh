@@ -7,7 +7,7 @@
 
 // Whether a tensor is empty: it has no columns then, and as many rows as tensor scales, which this writes.
 template <class R, class In>
-FP4KIT_DEVICE bool is_empty(const Arguments& a, Grid grid) {
+FP4KIT_DEVICE bool is_empty(const QuantizeArguments& a, Grid grid) {
   if (a.columns != 0) return false;
   if (!R::kFake && a.tensor_scale) {
     for (i64 i = first_item(grid); i < a.rows; i += item_stride(grid))

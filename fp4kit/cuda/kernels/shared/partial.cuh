@@ -6,7 +6,7 @@
 // part of it.
 #pragma once
 
-#include "memory.cuh"
+#include "runs.cuh"
 
 constexpr int kRun = 16;
 
@@ -116,10 +116,10 @@ FP4KIT_DEVICE void store_owned(u8* out, const u32 (&words)[kWords], i64 from, i6
   for (int i = 0; i < kWords; ++i) {
     const int begin = static_cast<int>(minimum<i64>(maximum<i64>(from - i * kPerWord, 0), kPerWord));
     const int end = static_cast<int>(minimum<i64>(maximum<i64>(to - i * kPerWord, begin), kPerWord));
-    const u32 mine = low_bits(kBits * end) & ~low_bits(kBits * begin);
-    if (mine == 0u) continue;
+    const u32 owned = low_bits(kBits * end) & ~low_bits(kBits * begin);
+    if (owned == 0u) continue;
     u32* word = reinterpret_cast<u32*>(out) + i;
-    atomicAnd(word, ~mine);
-    atomicOr(word, words[i] & mine);
+    atomicAnd(word, ~owned);
+    atomicOr(word, words[i] & owned);
   }
 }

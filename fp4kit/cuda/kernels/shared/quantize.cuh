@@ -1,11 +1,11 @@
 // What the quantize kernels share: their arguments, random bytes, and encoding and writing a run of elements.
 #pragma once
 
-#include "finite_stochastic.cuh"
+#include "fast_path_stochastic.cuh"
 #include "hadamard.cuh"
-#include "layout.cuh"
+#include "scale_layout.cuh"
 
-struct Arguments {
+struct QuantizeArguments {
   const void* x;             // rows x columns elements, contiguous
   u8* packed;                // codes (null for fake_quantize)
   u8* scales;                // block scales in R's layout (null without)
@@ -20,14 +20,14 @@ struct Arguments {
 };
 
 // What is written once for tensor scale number i.
-FP4KIT_DEVICE void store_tensor_scale(const Arguments& a, i64 i, TensorScale t) {
+FP4KIT_DEVICE void store_tensor_scale(const QuantizeArguments& a, i64 i, TensorScale t) {
   a.tensor_scale[i] = t.decode;
   if (a.amax_out) a.amax_out[i] = amax_at(a.tensor_amax, i);
 }
 
 // Random byte of element i of the run that begins at element `first` of the array, a multiple of the run's length.
 template <class R, int kRun>
-FP4KIT_DEVICE void random_bytes(const Arguments& a, i64 first, u32 (&bytes)[kRun]) {
+FP4KIT_DEVICE void random_bytes(const QuantizeArguments& a, i64 first, u32 (&bytes)[kRun]) {
   if (a.random) {
 #pragma unroll
     for (int i = 0; i < kRun; ++i) bytes[i] = a.random[first + i];
@@ -48,7 +48,7 @@ FP4KIT_DEVICE void random_bytes(const Arguments& a, i64 first, u32 (&bytes)[kRun
 }
 
 // Random bytes of a run of 16, four a word.
-FP4KIT_DEVICE Words random_words(const Arguments& a, i64 first) {
+FP4KIT_DEVICE Words random_words(const QuantizeArguments& a, i64 first) {
   if (!a.random) return stream_words(a.seed, a.counter + static_cast<u64>(first) / 16);
   Words words = {};
   if (reinterpret_cast<u64>(a.random) % 16 == 0) {
@@ -63,7 +63,7 @@ FP4KIT_DEVICE Words random_words(const Arguments& a, i64 first) {
 }
 
 // Random byte of one element.
-FP4KIT_DEVICE u32 random_byte(const Arguments& a, i64 index) {
+FP4KIT_DEVICE u32 random_byte(const QuantizeArguments& a, i64 index) {
   if (a.random) return a.random[index];
   const Words words = stream_words(a.seed, a.counter + static_cast<u64>(index) / 16);
   return words.w[index % 16 / 4] >> (8 * (index % 4)) & 0xFFu;
@@ -71,8 +71,8 @@ FP4KIT_DEVICE u32 random_byte(const Arguments& a, i64 index) {
 
 // Store the packed codes of a run, or the values that they have.
 template <class R, class In, int kRun, bool kAligned>
-FP4KIT_DEVICE void store_packed(const Arguments& a, i64 first, const u32 (&words)[kCodeWords<R, kRun>], u32 scale_code,
-                                TensorScale t) {
+FP4KIT_DEVICE void store_packed(const QuantizeArguments& a, i64 first, const u32 (&words)[kCodeWords<R, kRun>],
+                                u32 scale_code, TensorScale t) {
   if constexpr (R::kFake) {
     const auto scale = R::DecodeRule::template scale<R>(scale_code, t);
     float values[kRun];
@@ -86,7 +86,7 @@ FP4KIT_DEVICE void store_packed(const Arguments& a, i64 first, const u32 (&words
 
 // Encode a run of any elements, or round it, and store it: first is the number of its first element.
 template <class R, class In, bool kAligned, int kRun>
-FP4KIT_DEVICE void store_exact(const Arguments& a, i64 first, const float (&x)[kRun], Factor f, u32 scale_code,
+FP4KIT_DEVICE void store_exact(const QuantizeArguments& a, i64 first, const float (&x)[kRun], Factor f, u32 scale_code,
                                TensorScale t) {
   u32 bytes[kRun] = {}, words[kCodeWords<R, kRun>];
   if constexpr (R::kStochastic) random_bytes<R>(a, first, bytes);
@@ -97,8 +97,8 @@ FP4KIT_DEVICE void store_exact(const Arguments& a, i64 first, const float (&x)[k
 // Encode a finite run, or round it, and store it: first is the number of its first element; random: its random bytes,
 // if they are needed.
 template <class R, class In, bool kAligned, int kRun>
-FP4KIT_DEVICE void store_finite(const Arguments& a, i64 first, const Run<In, kRun>& run, Factor f, u32 scale_code,
-                                TensorScale t, const Words& random) {
+FP4KIT_DEVICE void store_finite(const QuantizeArguments& a, i64 first, const Run<In, kRun>& run, Factor f,
+                                u32 scale_code, TensorScale t, const Words& random) {
   if constexpr (R::kFake) {
     float values[kRun];
     round_finite<R, In>(run, f, R::DecodeRule::template scale<R>(scale_code, t), values);
@@ -115,8 +115,8 @@ FP4KIT_DEVICE void store_finite(const Arguments& a, i64 first, const Run<In, kRu
 }
 
 template <class R, class In, bool kAligned, int kRun>
-FP4KIT_DEVICE void store_finite(const Arguments& a, i64 first, const Run<In, kRun>& run, Factor f, u32 scale_code,
-                                TensorScale t) {
+FP4KIT_DEVICE void store_finite(const QuantizeArguments& a, i64 first, const Run<In, kRun>& run, Factor f,
+                                u32 scale_code, TensorScale t) {
   Words random = {};
   if constexpr (R::kStochastic && !R::kFake) random = random_words(a, first);
   store_finite<R, In, kAligned>(a, first, run, f, scale_code, t, random);
@@ -124,8 +124,8 @@ FP4KIT_DEVICE void store_finite(const Arguments& a, i64 first, const Run<In, kRu
 
 // Without block scales: quantize `count` elements at x, of any values, numbers `first` and on.
 template <class R, class In>
-FP4KIT_DEVICE void quantize_elements(const Arguments& a, i64 first, int count, const typename In::Bits* x, Factor f,
-                                     TensorScale t) {
+FP4KIT_DEVICE void quantize_elements(const QuantizeArguments& a, i64 first, int count, const typename In::Bits* x,
+                                     Factor f, TensorScale t) {
   const auto scale = R::DecodeRule::template scale<R>(0u, t);
   u32 low = 0u;
 #pragma unroll 1
@@ -152,9 +152,10 @@ FP4KIT_DEVICE const typename In::Bits* narrow_to(const Run<In, kRun>& run, typen
 
 // Without block scales: quantize a whole run.
 template <class R, class In, bool kAligned, int kRun>
-FP4KIT_DEVICE void quantize_run(const Arguments& a, i64 first, const Run<In, kRun>& x, Factor f, TensorScale t) {
-  if constexpr (ShortWay<R, In>::kExists) {
-    if (takes_short_way<R, In>(largest_bits_of(x), f)) return store_finite<R, In, kAligned>(a, first, x, f, 0u, t);
+FP4KIT_DEVICE void quantize_run(const QuantizeArguments& a, i64 first, const Run<In, kRun>& x, Factor f,
+                                TensorScale t) {
+  if constexpr (FastPath<R, In>::kExists) {
+    if (takes_fast_path<R, In>(largest_bits_of(x), f)) return store_finite<R, In, kAligned>(a, first, x, f, 0u, t);
   }
   float values[kRun];
   widen_run(x, values);

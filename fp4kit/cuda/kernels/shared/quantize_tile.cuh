@@ -5,19 +5,19 @@
 // blocks of its own.
 #pragma once
 
-#include "tile_memory.cuh"
+#include "block_reduce.cuh"
 
 // Where the row of a block that a thread takes is.
-struct Spot {
+struct BlockRow {
   i64 row, block, blocks;  // blocks: in a row
 };
 
 template <class R, class In>
-FP4KIT_DEVICE void store_scales(const Arguments& a, Spot spot, u32 code, TensorScale t) {
-  if constexpr (!R::kFake) a.scales[scale_offset<R::kLayout>(spot.row, spot.block, spot.blocks)] = code;
-  const bool owner = spot.block == 0 && (R::kTensorScaling == TensorScaling::row || spot.row == 0);
+FP4KIT_DEVICE void store_scales(const QuantizeArguments& a, BlockRow position, u32 code, TensorScale t) {
+  if constexpr (!R::kFake) a.scales[scale_offset<R::kLayout>(position.row, position.block, position.blocks)] = code;
+  const bool owner = position.block == 0 && (R::kTensorScaling == TensorScaling::row || position.row == 0);
   if (R::kTensorScaling != TensorScaling::none && a.tensor_scale && owner)
-    store_tensor_scale(a, R::kTensorScaling == TensorScaling::row ? spot.row : 0, t);
+    store_tensor_scale(a, R::kTensorScaling == TensorScaling::row ? position.row : 0, t);
 }
 
 // The scale that the short way chooses for a block, if it can: `chosen` is false otherwise.
@@ -29,37 +29,39 @@ struct Choice {
 
 // table: of near scales (null: none). kBlockRows > 1: every thread of the thread block must come here.
 template <class R, class In>
-FP4KIT_DEVICE Choice choose_scale(const Run<In, R::kBlock>& run, TensorScale t, const NearScale* table,
+FP4KIT_DEVICE Choice choose_scale(const Run<In, R::kBlock>& run, TensorScale t, const ApproximateScale* table,
                                   TileMemory<R>& tile, int column) {
   float amax[1] = {float_of(largest_bits_of(run))};
   if constexpr (R::kBlockRows > 1) reduce_rows<R, LargerOf, 0>(tile, amax, column);
   if constexpr (!R::kFourOverSix) {
     Choice c = {false, false, 0u, {}};
     c.code = scale_block<R, In>(amax[0], t, nullptr, c.factor);
-    c.chosen = bits_of(amax[0]) < kInfinityBits && takes_short_way<R, In>(largest_bits_of(run), c.factor);
+    c.chosen = bits_of(amax[0]) < kInfinityBits && takes_fast_path<R, In>(largest_bits_of(run), c.factor);
     return c;
   } else {
     u32 six_code, four_code;
     scales_of<R>(quotient_by(amax[0], 6.0f, kInv6), t, six_code,
                  four_code);  // exact but near subnormals, which have no near scale
-    const NearScale six = table ? table[six_code % kTableSize] : near_scale<R, In>(six_code, t);
-    const NearScale four = table ? table[four_code % kTableSize] : near_scale<R, In>(four_code, t);
+    const ApproximateScale six = table ? table[six_code % kTableSize] : approximate_scale<R, In>(six_code, t);
+    const ApproximateScale four = table ? table[four_code % kTableSize] : approximate_scale<R, In>(four_code, t);
     float errors[2];
-    near_errors<R>(run, six, four, inverse_power(t), errors);
+    approximate_errors<R>(run, six, four, inverse_amax_power(t), errors);
     if constexpr (R::kBlockRows > 1) reduce_rows<R, SumOf, 1>(tile, errors, column);
     const bool is_zero = is_zero_block(amax[0], six_code, four_code, t), is_four = !is_zero && errors[1] < errors[0];
     // |x| * factor < 7 needs no clamp; NaN and infinity fail here too.
-    const bool is_short = amax[0] * maximum(six.factor, four.factor) < 6.99f && are_apart<R>(six, four, errors);
+    const bool is_fast = amax[0] * maximum(six.factor, four.factor) < 6.99f && is_decided<R>(six, four, errors);
     const float factor = is_zero ? 1.0f : is_four ? four.factor : six.factor;
-    constexpr bool kEarly =
+    constexpr bool kZerosUnsigned =
         R::kFlush && R::kSign == Sign::not_positive;  // codes of 0 where the short way makes those of -0
-    return {
-        kEarly ? is_short && !is_zero : is_short || is_zero, is_zero, is_four ? four_code : six_code, {factor, factor}};
+    return {kZerosUnsigned ? is_fast && !is_zero : is_fast || is_zero,
+            is_zero,
+            is_four ? four_code : six_code,
+            {factor, factor}};
   }
 }
 
 template <class R, class In, bool kAligned>
-FP4KIT_DEVICE Run<In, R::kBlock> load_row(const Arguments& a, i64 first) {
+FP4KIT_DEVICE Run<In, R::kBlock> load_row(const QuantizeArguments& a, i64 first) {
   Run<In, R::kBlock> x = read_run<In, R::kBlock, kAligned>(static_cast<const typename In::Bits*>(a.x) + first);
   if constexpr (R::kHadamard) hadamard_run<R::kSignMask>(x);
   return x;
@@ -67,8 +69,9 @@ FP4KIT_DEVICE Run<In, R::kBlock> load_row(const Arguments& a, i64 first) {
 
 // Store a row of a block that takes the short way, in runs of 16, for which there are random bytes.
 template <class R, class In, bool kAligned>
-FP4KIT_DEVICE void store_row(const Arguments& a, Spot spot, const Run<In, R::kBlock>& run, Choice c, TensorScale t) {
-  const i64 first = spot.row * a.columns + spot.block * R::kBlock;
+FP4KIT_DEVICE void store_row(const QuantizeArguments& a, BlockRow position, const Run<In, R::kBlock>& run, Choice c,
+                             TensorScale t) {
+  const i64 first = position.row * a.columns + position.block * R::kBlock;
   const bool no_signs = R::kFlush && c.is_zero;  // FlashInfer leaves a zero block early, without the signs of its zeros
 #pragma unroll
   for (int start = 0; start < R::kBlock; start += 16) {
@@ -77,14 +80,15 @@ FP4KIT_DEVICE void store_row(const Arguments& a, Spot spot, const Run<In, R::kBl
     for (int i = 0; i < part.kWords; ++i) part.w[i] = no_signs ? 0u : run.w[start / part.kPerWord + i];
     store_finite<R, In, kAligned>(a, first + start, part, c.factor, c.code, t);
   }
-  store_scales<R, In>(a, spot, c.code, t);
+  store_scales<R, In>(a, position, c.code, t);
 }
 
 // Quantize a row of a block to 4over6, whatever its elements are: `run`, which load_row has read. kBlockRows > 1: every
 // thread of the thread block must come here.
 template <class R, class In, bool kAligned>
-FP4KIT_DEVICE void quantize_any_four_over_six(const Arguments& a, Spot spot, bool inside, Run<In, R::kBlock>& run,
-                                              TensorScale t, TileMemory<R>& tile, int tile_row, int column) {
+FP4KIT_DEVICE void quantize_any_four_over_six(const QuantizeArguments& a, BlockRow position, bool inside,
+                                              Run<In, R::kBlock>& run, TensorScale t, TileMemory<R>& tile, int tile_row,
+                                              int column) {
   float x[R::kBlock];
   widen_run(run, x);
   const float amax = amax_of_rows<R>(tile, amax_of<R::kAmaxNan>(x), tile_row, column);
@@ -99,17 +103,17 @@ FP4KIT_DEVICE void quantize_any_four_over_six(const Arguments& a, Spot spot, boo
   sum_rows<R>(tile, errors, tile_row, column);
   if (!inside) return;
   const u32 scale = errors[1] < errors[0] ? four : six;
-  store_chosen<R, In, kAligned>(a, spot.row * a.columns + spot.block * R::kBlock, encode_chosen<R>(run, amax, scale, t),
-                                scale, t);
-  store_scales<R, In>(a, spot, scale, t);
+  store_chosen<R, In, kAligned>(a, position.row * a.columns + position.block * R::kBlock,
+                                encode_chosen<R>(run, amax, scale, t), scale, t);
+  store_scales<R, In>(a, position, scale, t);
 }
 
 // Quantize a row of a block, whatever its elements are. kBlockRows > 1: every thread of the thread block must come
 // here.
 template <class R, class In, bool kAligned>
-FP4KIT_DEVICE void quantize_any(const Arguments& a, Spot spot, bool inside, TensorScale t, TileMemory<R>& tile,
-                                int tile_row, int column) {
-  const i64 first = spot.row * a.columns + spot.block * R::kBlock;
+FP4KIT_DEVICE void quantize_any(const QuantizeArguments& a, BlockRow position, bool inside, TensorScale t,
+                                TileMemory<R>& tile, int tile_row, int column) {
+  const i64 first = position.row * a.columns + position.block * R::kBlock;
   float x[R::kBlock] = {};
   if (inside) widen_run(load_row<R, In, kAligned>(a, first), x);
   const float amax = amax_of_rows<R>(tile, amax_of<R::kAmaxNan>(x), tile_row, column);
@@ -117,20 +121,21 @@ FP4KIT_DEVICE void quantize_any(const Arguments& a, Spot spot, bool inside, Tens
   Factor f;
   const u32 scale = scale_block<R, In>(amax, t, nullptr, f);
   store_exact<R, In, kAligned>(a, first, x, f, scale, t);
-  store_scales<R, In>(a, spot, scale, t);
+  store_scales<R, In>(a, position, scale, t);
 }
 
 // Scales of all codes, where one tensor scale is for all blocks.
 template <class R, class In>
-FP4KIT_DEVICE void fill_near_table(const Arguments& a, NearScale* table) {
+FP4KIT_DEVICE void fill_scale_table(const QuantizeArguments& a, ApproximateScale* table) {
   const TensorScale t = tensor_scale_of<R, In>(a.tensor_amax, 0, 0, 1);
-  if (threadIdx.x < kTableSize) table[threadIdx.x] = near_scale<R, In>(threadIdx.x, t);
+  if (threadIdx.x < kTableSize) table[threadIdx.x] = approximate_scale<R, In>(threadIdx.x, t);
   __syncthreads();
 }
 
 // Blocks of kBlockRows rows: a thread block takes as many as it has threads for, side by side.
 template <class R, class In, bool kAligned>
-FP4KIT_DEVICE void quantize_tiles(const Arguments& a, Grid grid, const NearScale* table, TileMemory<R>& tile) {
+FP4KIT_DEVICE void quantize_tiles(const QuantizeArguments& a, Grid grid, const ApproximateScale* table,
+                                  TileMemory<R>& tile) {
   constexpr int kColumns = TileMemory<R>::kColumns;
   const int column = threadIdx.x % kColumns, tile_row = threadIdx.x / kColumns;
   const i64 blocks = a.columns / R::kBlock, wide = (blocks + kColumns - 1) / kColumns;
@@ -139,60 +144,61 @@ FP4KIT_DEVICE void quantize_tiles(const Arguments& a, Grid grid, const NearScale
       has_one_scale<R>() ? tensor_scale_of<R, In>(a.tensor_amax, 0, 0, blocks) : TensorScale{};
   for (i64 t_index = grid.block; t_index < tiles; t_index += grid.blocks) {
     const i64 tall_index = quotient(t_index, wide, tiles);
-    const Spot spot = {tall_index * R::kBlockRows + tile_row, (t_index - tall_index * wide) * kColumns + column,
-                       blocks};
-    const bool inside = spot.row < a.rows && spot.block < blocks;
-    const Spot near = inside ? spot : Spot{0, 0, blocks};
+    const BlockRow position = {tall_index * R::kBlockRows + tile_row, (t_index - tall_index * wide) * kColumns + column,
+                               blocks};
+    const bool inside = position.row < a.rows && position.block < blocks;
+    const BlockRow valid = inside ? position : BlockRow{0, 0, blocks};
     const TensorScale t =
-        has_one_scale<R>() ? whole_scale : tensor_scale_of<R, In>(a.tensor_amax, near.row, near.block, blocks);
-    if constexpr (R::kFourOverSix || ShortWay<R, In>::kExists) {
+        has_one_scale<R>() ? whole_scale : tensor_scale_of<R, In>(a.tensor_amax, valid.row, valid.block, blocks);
+    if constexpr (R::kFourOverSix || FastPath<R, In>::kExists) {
       Run<In, R::kBlock> run = {};
-      if (inside) run = load_row<R, In, kAligned>(a, spot.row * a.columns + spot.block * R::kBlock);
+      if (inside) run = load_row<R, In, kAligned>(a, position.row * a.columns + position.block * R::kBlock);
       const Choice c = choose_scale<R, In>(run, t, table, tile, column);
       if (!__syncthreads_or(inside && !c.chosen)) {
-        if (inside) store_row<R, In, kAligned>(a, spot, run, c, t);
+        if (inside) store_row<R, In, kAligned>(a, position, run, c, t);
         continue;
       }
       if constexpr (R::kFourOverSix)
-        quantize_any_four_over_six<R, In, kAligned>(a, spot, inside, run, t, tile, tile_row, column);
+        quantize_any_four_over_six<R, In, kAligned>(a, position, inside, run, t, tile, tile_row, column);
     }
-    if constexpr (!R::kFourOverSix) quantize_any<R, In, kAligned>(a, spot, inside, t, tile, tile_row, column);
+    if constexpr (!R::kFourOverSix) quantize_any<R, In, kAligned>(a, position, inside, t, tile, tile_row, column);
   }
 }
 
 // Blocks in a row: a thread takes one at a time.
 template <class R, class In, bool kAligned>
-FP4KIT_DEVICE void quantize_rows(const Arguments& a, Grid grid, const NearScale* table, TileMemory<R>& tile) {
+FP4KIT_DEVICE void quantize_rows(const QuantizeArguments& a, Grid grid, const ApproximateScale* table,
+                                 TileMemory<R>& tile) {
   constexpr bool kOneScale = has_one_scale<R>();
   constexpr bool kFlat = R::kLayout == ScaleLayout::linear && kOneScale;  // a row's number is not needed
   const u32 blocks = static_cast<u32>(a.columns) / R::kBlock, runs = static_cast<u32>(a.rows) * blocks;
   const TensorScale whole_scale = kOneScale ? tensor_scale_of<R, In>(a.tensor_amax, 0, 0, blocks) : TensorScale{};
-  const auto spot_of = [&](u32 run) {
+  const auto block_row_of = [&](u32 run) {
     const u32 row = kFlat ? 0u : run / blocks;
-    return Spot{row, run - row * blocks, blocks};
+    return BlockRow{row, run - row * blocks, blocks};
   };
-  const auto scale_of = [&](Spot s) {
+  const auto scale_of = [&](BlockRow s) {
     return kOneScale ? whole_scale : tensor_scale_of<R, In>(a.tensor_amax, s.row, s.block, blocks);
   };
   for (u32 run = grid.block * kThreads + threadIdx.x; run < runs; run += grid.blocks * kThreads) {
-    const Spot spot = spot_of(run);
-    const TensorScale t = scale_of(spot);
+    const BlockRow position = block_row_of(run);
+    const TensorScale t = scale_of(position);
     Run<In, R::kBlock> x = load_row<R, In, kAligned>(a, static_cast<i64>(run) * R::kBlock);
     const Choice c = choose_scale<R, In>(x, t, table, tile, 0);
     if (c.chosen) {
-      store_row<R, In, kAligned>(a, spot, x, c, t);
+      store_row<R, In, kAligned>(a, position, x, c, t);
     } else {
-      quantize_any_four_over_six<R, In, kAligned>(a, spot, true, x, t, tile, 0, 0);
+      quantize_any_four_over_six<R, In, kAligned>(a, position, true, x, t, tile, 0, 0);
     }
   }
 }
 
 template <class R, class In, bool kAligned>
-FP4KIT_DEVICE void quantize_tile(const Arguments& a, Grid grid) {
+FP4KIT_DEVICE void quantize_tile(const QuantizeArguments& a, Grid grid) {
   __shared__ TileMemory<R> tile;
   constexpr bool kTable = R::kFourOverSix && has_one_scale<R>();
-  __shared__ NearScale table[kTable ? kTableSize : 1];
-  if constexpr (kTable) fill_near_table<R, In>(a, table);
+  __shared__ ApproximateScale table[kTable ? kTableSize : 1];
+  if constexpr (kTable) fill_scale_table<R, In>(a, table);
   if constexpr (R::kBlockRows == 1) {
     quantize_rows<R, In, kAligned>(a, grid, kTable ? table : nullptr, tile);
   } else {

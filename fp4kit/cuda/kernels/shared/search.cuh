@@ -13,19 +13,19 @@
 // scales are above amax / 7. L(c) exceeds L*(c) only where a quotient is so near to a tie t, between neighbours h
 // apart, that its own error decides: under 2^-22 of it, since the approximate reciprocal is off by 2^-23 and the
 // product rounded. The element's loss, (h/2)^2, is then too large by 2 h t 2^-22, which is 28 * 2^-22 of it, for t / h
-// is at most 3.5. With what rounding adds, L*(c) >= kSure L(c). So the least L of all that were looked at is that of
-// the full search if kSure L(c) is no less for the other c of first ... end - 1, and if the same holds for twice the
-// winner, or no element of the winner is near a tie: what is beyond comes later, and the first of equals wins. No
-// square is lost while scales are in 2^-60 ... 2^50.
+// is at most 3.5. With what rounding adds, L*(c) >= kLossMargin L(c). So the least L of all that were looked at is that
+// of the full search if kLossMargin L(c) is no less for the other c of first ... end - 1, and if the same holds for
+// twice the winner, or no element of the winner is near a tie: what is beyond comes later, and the first of equals
+// wins. No square is lost while scales are in 2^-60 ... 2^50.
 #pragma once
 
 #include "block.cuh"
 #include "hadamard.cuh"
-#include "loss.cuh"
+#include "search_losses.cuh"
 
 struct SearchArguments {
   const void* x;
-  const float *tensor_amax, *of_columns;  // a weight for each column, or a Hessian for each 16
+  const float *tensor_amax, *column_weights;  // a weight for each column, or a Hessian for each 16
   float* block_amax;
   u64* unproven;                    // blocks for which every candidate was tried are added; null if nobody asks
   i64 rows, columns, lower, upper;  // codes beside that of amax / 6 that are candidates: -126 ... 126 for all
@@ -55,19 +55,19 @@ FP4KIT_DEVICE void make_candidates(Candidates& shared, float amax) {
 }
 
 // Codes low ... high.
-struct Span {
+struct CandidateRange {
   u32 low, high;
 };
 
 // The candidates of a block: all, or those beside the code of its own amax.
 template <class R>
-FP4KIT_DEVICE Span span_of(const SearchArguments& a, float amax, TensorScale t) {
+FP4KIT_DEVICE CandidateRange candidate_range(const SearchArguments& a, float amax, TensorScale t) {
   if (a.lower <= -126 && a.upper >= 126) return {1u, kLastCandidate};
   // A normal code, from a product in place of the rule's quotients where that is far from a tie.
   const float factor = t.amax > 0x1p-60f && t.amax < 0x1p60f ? t.encode * (1.0f / 6.0f) : nan_value();
-  const u32 near = bits_of(amax * factor), halfway = near + 0x80000u;
+  const u32 ratio_bits = bits_of(amax * factor), halfway = ratio_bits + 0x80000u;
   i32 own = static_cast<i32>(halfway >> 20) - (120 << 3);
-  const bool is_usual = near - bits_of(0x1p-6f) < bits_of(440.0f) - bits_of(0x1p-6f);
+  const bool is_usual = ratio_bits - bits_of(0x1p-6f) < bits_of(440.0f) - bits_of(0x1p-6f);
   if (!is_usual | (halfway + 64u & 0xFFFFFu) <= 128u)
     own = static_cast<i32>(block_modelopt_static::code<R, Float32>(amax, t));
   const auto within = [own](i64 offset) {
@@ -79,10 +79,10 @@ FP4KIT_DEVICE Span span_of(const SearchArguments& a, float amax, TensorScale t) 
 
 // Whether the search of a block, amax > 0, is proven; best: its result.
 template <bool kWeighted>
-FP4KIT_DEVICE bool search_near(const Searched<kWeighted>& block, float amax, Span span, const Candidates& shared,
-                               Best& best) {
-  const u32 first = maximum(code_above(amax * shared.per_amax), span.low);
-  const u32 end = minimum(first < 8u ? 16u : first + 8u, span.high + 1u);
+FP4KIT_DEVICE bool search_from_first(const SearchBlock<kWeighted>& block, float amax, CandidateRange range,
+                                     const Candidates& shared, BestCode& best) {
+  const u32 first = maximum(code_at_least(amax * shared.per_amax), range.low);
+  const u32 end = minimum(first < 8u ? 16u : first + 8u, range.high + 1u);
   float second = float_of(kInfinityBits);
 #pragma unroll 1
   for (u32 code = first; code < end; ++code) {
@@ -91,18 +91,18 @@ FP4KIT_DEVICE bool search_near(const Searched<kWeighted>& block, float amax, Spa
     if (loss < best.loss) best = {loss, code};
   }
   if (!keeps_squares(block, amax, shared.of[minimum(first, kLastCandidate)].scale)) return false;
-  const Best above = best;
+  const BestCode above = best;
 #pragma unroll 1
-  for (u32 code = minimum(first, span.high + 1u) - 1u; code >= span.low; --code) {
+  for (u32 code = minimum(first, range.high + 1u) - 1u; code >= range.low; --code) {
     const Candidate c = shared.of[code];
     if (clipped_loss_of(block, amax, c.scale) > best.loss) break;
     const float loss = loss_of<true>(block, c, 1.0f);
     if (loss <= best.loss) best = {loss, code};
   }
-  if (best.code != above.code) return kSure * above.loss >= best.loss;
-  if (kSure * second < best.loss) return false;
-  const u32 twice = best.code + minimum(best.code, 8u);
-  if (twice < end || twice > span.high) return true;
-  return kSure * loss_of<false>(block, shared.of[twice], 1.0f) >= best.loss ||
+  if (best.code != above.code) return kLossMargin * above.loss >= best.loss;
+  if (kLossMargin * second < best.loss) return false;
+  const u32 doubled = best.code + minimum(best.code, 8u);
+  if (doubled < end || doubled > range.high) return true;
+  return kLossMargin * loss_of<false>(block, shared.of[doubled], 1.0f) >= best.loss ||
          !is_near_tie(block, shared.of[best.code]);
 }

@@ -1,19 +1,19 @@
 // The pruned search of a block's scale by d^T H d, one row a thread, the 16 columns of a thread block and their Hessian
-// in common.
+// in memory.
 //
 // Let W(c) = sum of h_ii d_i^2 and D the diagonal of H. Where H - mu D has no negative eigenvalue, the loss is at least
 // mu W(c); in float32 it is off by under 2^-15 W(c), for |h_ij| <= sqrt(h_ii h_jj) and so the sum of |d_i h_ij d_j| is
-// at most 16 W(c). So a candidate with sure W(c) > L of another loses, sure = mu - 2^-12, which covers that and the
+// at most 16 W(c). So a candidate with margin W(c) > L of another loses, margin = mu - 2^-12, which covers that and the
 // error of finding mu. And W is a squared loss with weights, for which search.cuh says: below an amax of 7 scales W*(2
-// scale) >= W*(scale), and W* >= kSure W; above 6 scales the largest element alone keeps W up. So beside one candidate
-// the search goes up until all codes of a span whose doubles come next lost, and down until the largest element
-// decides.
+// scale) >= W*(scale), and W* >= kLossMargin W; above 6 scales the largest element alone keeps W up. So beside one
+// candidate the search goes up until all codes of a range whose doubles come next lost, and down until the largest
+// element decides.
 #pragma once
 
 #include "search.cuh"
 
 struct Hessian {
-  alignas(16) float of[kSearched][kSearched];
+  alignas(16) float of[kSearchBlockSize][kSearchBlockSize];
 };
 
 // The candidate of a code, whose scale went through E4M3 under the tensor's scale.
@@ -23,20 +23,20 @@ FP4KIT_DEVICE Candidate stored_candidate_of(u32 code, float amax) {
   const float within = fminf(fmaxf(candidate_amax<R>(code, amax) * (1.0f / 6.0f) * factor, -448.0f), 448.0f);
   const u32 stored = encode<typename R::Scale, Rounding::rn, Sign::signbit, 127u>(within);
   const float scale = decode<typename R::Scale>(stored) * (1.0f / factor), safe = scale == 0.0f ? 1.0f : scale;
-  return {safe, rcp_approx_ftz(safe * moved_by(safe))};
+  return {safe, rcp_approx_ftz(safe * division_scaling(safe))};
 }
 
 // The largest of 31/32, 30/32, ... 1/32 for which H - mu D has no negative eigenvalue, 0 if none: a thread tries one,
 // by elimination.
 FP4KIT_DEVICE bool is_positive(const Hessian& h, float mu) {
-  float a[kSearched][kSearched];
-  for (int i = 0; i < kSearched; ++i)
+  float a[kSearchBlockSize][kSearchBlockSize];
+  for (int i = 0; i < kSearchBlockSize; ++i)
     for (int j = 0; j <= i; ++j) a[i][j] = i == j ? (1.0f - mu) * h.of[i][i] : 0.5f * (h.of[i][j] + h.of[j][i]);
-  for (int k = 0; k < kSearched; ++k) {
+  for (int k = 0; k < kSearchBlockSize; ++k) {
     const float pivot = a[k][k];
     const bool is_none = h.of[k][k] == 0.0f;
     if (!is_none && !(pivot > 0x1p-10f * h.of[k][k] && pivot < 0x1p100f)) return false;
-    for (int i = k + 1; i < kSearched; ++i) {
+    for (int i = k + 1; i < kSearchBlockSize; ++i) {
       if (is_none && a[i][k] != 0.0f) return false;
       const float part = is_none ? 0.0f : a[i][k] / pivot;
       for (int j = k + 1; j <= i; ++j) a[i][j] -= part * a[j][k];
@@ -48,7 +48,7 @@ FP4KIT_DEVICE bool is_positive(const Hessian& h, float mu) {
 // Whether no square that decides is lost, or too large: of diagonals far from 1, under the scales of all codes.
 FP4KIT_DEVICE bool keeps_squares(const Hessian& h, const Candidates& shared) {
   const float low = shared.of[1].scale, high = 7.0f * shared.of[kLastCandidate].scale;
-  for (int i = 0; i < kSearched; ++i) {
+  for (int i = 0; i < kSearchBlockSize; ++i) {
     const float weight = h.of[i][i];
     if (weight != 0.0f &&
         !(weight * low >= 0x1p-100f && weight * low * low >= 0x1p-100f && weight * high * high <= 0x1p100f))
@@ -59,27 +59,28 @@ FP4KIT_DEVICE bool keeps_squares(const Hessian& h, const Candidates& shared) {
 
 // d_i of a row's 16 elements under a candidate, with the signs of the elements.
 template <bool kAny>
-FP4KIT_DEVICE void left_of_row(const float (&x)[kSearched], Candidate c, float moved, float (&d)[kSearched]) {
+FP4KIT_DEVICE void row_residuals(const float (&x)[kSearchBlockSize], Candidate c, float scaling,
+                                 float (&d)[kSearchBlockSize]) {
 #pragma unroll
-  for (int i = 0; i < kSearched; ++i) {
-    const float left = left_of<kAny>(magnitude_of(x[i]), c, moved);
+  for (int i = 0; i < kSearchBlockSize; ++i) {
+    const float left = residual<kAny>(magnitude_of(x[i]), c, scaling);
     d[i] = x[i] >= 0.0f ? left : -left;
   }
 }
 
 // d^T H d, as Triton adds it: d^T H by fma, pairs of columns, the second first, then halves onto halves.
-FP4KIT_DEVICE float quadratic_loss(const float (&d)[kSearched], const Hessian& h) {
-  float sums[kSearched] = {};
+FP4KIT_DEVICE float quadratic_loss(const float (&d)[kSearchBlockSize], const Hessian& h) {
+  float sums[kSearchBlockSize] = {};
   forget_memory();
 #pragma unroll
-  for (int i = 0; i < kSearched; ++i) {
+  for (int i = 0; i < kSearchBlockSize; ++i) {
 #pragma unroll
-    for (int j = 0; j < kSearched; ++j) sums[j] = fma_rn(d[i], h.of[i][j], sums[j]);
+    for (int j = 0; j < kSearchBlockSize; ++j) sums[j] = fma_rn(d[i], h.of[i][j], sums[j]);
   }
 #pragma unroll
-  for (int j = 0; j < kSearched; j += 2) sums[j / 2] = fma_rn(d[j], sums[j], d[j + 1] * sums[j + 1]);
+  for (int j = 0; j < kSearchBlockSize; j += 2) sums[j / 2] = fma_rn(d[j], sums[j], d[j + 1] * sums[j + 1]);
 #pragma unroll
-  for (int half = kSearched / 4; half > 0; half /= 2) {
+  for (int half = kSearchBlockSize / 4; half > 0; half /= 2) {
 #pragma unroll
     for (int j = 0; j < half; ++j) sums[j] = sums[j] + sums[j + half];
   }
@@ -87,34 +88,34 @@ FP4KIT_DEVICE float quadratic_loss(const float (&d)[kSearched], const Hessian& h
 }
 
 // sum of h_ii d_i^2, in any order.
-FP4KIT_DEVICE float diagonal_loss(const float (&d)[kSearched], const Hessian& h) {
+FP4KIT_DEVICE float diagonal_loss(const float (&d)[kSearchBlockSize], const Hessian& h) {
   float sum = 0.0f;
 #pragma unroll
-  for (int i = 0; i < kSearched; ++i) sum = fma_rn(d[i] * d[i], h.of[i][i], sum);
+  for (int i = 0; i < kSearchBlockSize; ++i) sum = fma_rn(d[i] * d[i], h.of[i][i], sum);
   return sum;
 }
 
-// The first code of least loss of a row's block, amax > 0. sure: see above, 0 where every candidate must be tried.
-FP4KIT_DEVICE Best search_by_hessian(const float (&x)[kSearched], float amax, Span span, const Candidates& shared,
-                                     const Hessian& h, float sure) {
-  Best best = {float_of(kInfinityBits), span.low};
-  float d[kSearched];
-  if (!(sure > 0.0f)) {
+// The first code of least loss of a row's block, amax > 0. margin: see above, 0 where every candidate must be tried.
+FP4KIT_DEVICE BestCode search_by_hessian(const float (&x)[kSearchBlockSize], float amax, CandidateRange range,
+                                         const Candidates& shared, const Hessian& h, float margin) {
+  BestCode best = {float_of(kInfinityBits), range.low};
+  float d[kSearchBlockSize];
+  if (!(margin > 0.0f)) {
 #pragma unroll 1
-    for (u32 code = span.low; code <= span.high; ++code) {
+    for (u32 code = range.low; code <= range.high; ++code) {
       const Candidate c = shared.of[code];
-      left_of_row<true>(x, c, moved_by(c.scale), d);
+      row_residuals<true>(x, c, division_scaling(c.scale), d);
       const float loss = quadratic_loss(d, h);
       if (loss < best.loss) best = {loss, code};
     }
     return best;
   }
-  const u32 first = minimum(maximum(code_above(amax * shared.per_amax), span.low), span.high + 1u);
+  const u32 first = minimum(maximum(code_at_least(amax * shared.per_amax), range.low), range.high + 1u);
   u32 lost = 0u;  // codes in a row
 #pragma unroll 1
-  for (u32 code = first; code <= span.high && (lost < 8u || code < 16u); ++code) {
-    left_of_row<false>(x, shared.of[code], 1.0f, d);
-    const bool loses = sure * diagonal_loss(d, h) > best.loss;
+  for (u32 code = first; code <= range.high && (lost < 8u || code < 16u); ++code) {
+    row_residuals<false>(x, shared.of[code], 1.0f, d);
+    const bool loses = margin * diagonal_loss(d, h) > best.loss;
     lost = loses ? lost + 1u : 0u;
     if (loses) continue;
     const float loss = quadratic_loss(d, h);
@@ -122,15 +123,15 @@ FP4KIT_DEVICE Best search_by_hessian(const float (&x)[kSearched], float amax, Sp
   }
   float largest = 0.0f;  // least weight of an element that is the largest
 #pragma unroll
-  for (int i = 0; i < kSearched; ++i)
+  for (int i = 0; i < kSearchBlockSize; ++i)
     largest = magnitude_of(x[i]) == amax ? (largest == 0.0f ? h.of[i][i] : fminf(largest, h.of[i][i])) : largest;
 #pragma unroll 1
-  for (u32 code = first - 1u; code >= span.low; --code) {
+  for (u32 code = first - 1u; code >= range.low; --code) {
     const Candidate c = shared.of[code];
-    const float alone = fma_rn(-6.0f, c.scale, amax);
-    if (alone > 0.0f && sure * largest * alone * alone > best.loss) break;
-    left_of_row<true>(x, c, 1.0f, d);
-    if (sure * diagonal_loss(d, h) > best.loss) continue;
+    const float largest_residual = fma_rn(-6.0f, c.scale, amax);
+    if (largest_residual > 0.0f && margin * largest * largest_residual * largest_residual > best.loss) break;
+    row_residuals<true>(x, c, 1.0f, d);
+    if (margin * diagonal_loss(d, h) > best.loss) continue;
     const float loss = quadratic_loss(d, h);
     if (loss <= best.loss) best = {loss, code};
   }

@@ -6,8 +6,8 @@
 // whole lines are written.
 #pragma once
 
-#include "memory.cuh"
-#include "square.cuh"
+#include "runs.cuh"
+#include "transpose_square.cuh"
 
 // The first `count` of 16 bytes; the others are zero. kAligned: count is 16, or not positive.
 template <bool kAligned>

@@ -3,9 +3,9 @@
 // to zero.
 #pragma once
 
-#include "layout.cuh"
-#include "memory.cuh"
-#include "square.cuh"
+#include "scale_layout.cuh"
+#include "runs.cuh"
+#include "transpose_square.cuh"
 
 struct ScaleMatrix {
   const u8* in;

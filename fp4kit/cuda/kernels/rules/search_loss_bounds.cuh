@@ -9,8 +9,8 @@
 // belongs to a code c of L*(c) > loss, with L* as in ways/search.cuh.
 #pragma once
 
-#include "loss.cuh"
-#include "memory.cuh"
+#include "search_losses.cuh"
+#include "runs.cuh"
 
 constexpr int kSteps = 64, kRows = 7 * kSteps + 1;
 constexpr float kUnits = 85.0f;   // of 1, and at most of an element: three of them are a byte
@@ -18,19 +18,20 @@ constexpr u32 kClosed = 0x4000u;  // of a code that is no candidate; more than e
 
 struct LossBounds {
   HalfChunk of[8][kRows];  // by the mantissa of the first code; of first + 0, 1, 4, 5, 2, 3, 6, 7
-  Chunk codes[9];          // by the number of candidates: 0 ... 7 in the places of Eight, and kClosed
+  Chunk codes[9];          // by the number of candidates: 0 ... 7 in the places of EightBounds, and kClosed
 };
 
-// Eight times the sums of first + 0 ... 7, and the code's place as their last bits; the low halves, then the high ones.
-struct Eight {
+// EightBounds times the sums of first + 0 ... 7, and the code's place as their last bits; the low halves, then the high
+// ones.
+struct EightBounds {
   u32 pairs[4];
 };
 
 // Of u in the middle of a step, under a scale of so many; in the last bits.
 FP4KIT_DEVICE u32 least_units(float u, float scale, float reciprocal) {
   const float middle = fabsf(fma_rn(-scale, nearest_e2m1(u * reciprocal), u));
-  const float least = mul_sat(middle - (0.5f + 0x1p-10f) / kSteps, 1.0f);  // 1 at most, as its square shall be
-  return bits_of(fma_rz(least * least, kUnits, 0x1p23f));
+  const float distance = mul_sat(middle - (0.5f + 0x1p-10f) / kSteps, 1.0f);  // 1 at most, as its square shall be
+  return bits_of(fma_rz(distance * distance, kUnits, 0x1p23f));
 }
 
 // By all threads of a thread block: one has the halves of a mantissa's rows, one row of so many.
@@ -59,19 +60,19 @@ FP4KIT_DEVICE void make_bounds(LossBounds& bounds) {
 }
 
 // Of a block below 7 scales of the first of `count` codes: reciprocal is that of its scale.
-FP4KIT_DEVICE Eight bounds_of(const Searched<false>& block, u32 first, u32 count, float reciprocal,
-                              const LossBounds& bounds) {
+FP4KIT_DEVICE EightBounds bounds_of(const SearchBlock<false>& block, u32 first, u32 count, float reciprocal,
+                                    const LossBounds& bounds) {
   constexpr float kWhole = 0x1.8p23f / kSteps;  // a sum with it is rounded to whole steps
   constexpr float kOffset =
       0x1p-146f *
       kSteps;  // eight bytes a step, as the bits of a subnormal: without instructions for integers, which limit
   const float begin = fma_rn(-kWhole, kOffset, float_of(shared_offset(bounds, bounds.of[first % 8u])));
-  Eight sums = {};
+  EightBounds sums = {};
   FP4KIT_UNROLL
-  for (int i = 0; i < kSearched; i += 3) {
+  for (int i = 0; i < kSearchBlockSize; i += 3) {
     u32 low = 0u, high = 0u;
     FP4KIT_UNROLL
-    for (int j = i; j < i + 3 && j < kSearched; ++j) {
+    for (int j = i; j < i + 3 && j < kSearchBlockSize; ++j) {
       const u64 row = load_shared(bounds, bits_of(fma_rn(fma_rn(block.a[j], reciprocal, kWhole), kOffset, begin)));
       low += static_cast<u32>(row);
       high += static_cast<u32>(row >> 32);
@@ -87,16 +88,16 @@ FP4KIT_DEVICE Eight bounds_of(const Searched<false>& block, u32 first, u32 count
 }
 
 // The place of the least sum.
-FP4KIT_DEVICE u32 least_of(const Eight& sums) {
+FP4KIT_DEVICE u32 index_of_smallest(const EightBounds& sums) {
   const u32 pair = min_u16x2(min_u16x2(sums.pairs[0], sums.pairs[1]), min_u16x2(sums.pairs[2], sums.pairs[3]));
   return minimum(pair & 0xFFFFu, pair >> 16) & 7u;
 }
 
 // Which codes have bounds of at most a loss over scale^2, which is below 2^13: bit 24 + j that of first + j.
-FP4KIT_DEVICE u32 within(const Eight& sums, float loss) {
-  const u32 most =
+FP4KIT_DEVICE u32 codes_within(const EightBounds& sums, float loss) {
+  const u32 limit =
       bits_of(fminf(fma_rz(loss, kUnits * (1.0f + 0x1p-12f), 0x1p23f), 0x1p23f + 2047.0f));  // in the last bits
-  const u32 pairs = most * 0x80008u + (0x80078007u - (0x4B000000u * 0x80008u));
+  const u32 pairs = limit * 0x80008u + (0x80078007u - (0x4B000000u * 0x80008u));
   u32 above[4];
   FP4KIT_UNROLL
   for (int i = 0; i < 4; ++i) above[i] = pairs - sums.pairs[i];  // the top bit of a half is clear where its sum is more

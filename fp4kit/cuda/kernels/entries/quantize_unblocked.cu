@@ -5,30 +5,30 @@
 #include "quantize.cuh"
 
 template <class R, class In>
-struct Runs {
+struct UnblockedTraits {
   static constexpr int kRun =
       16 / (R::kFake ? sizeof(typename In::Bits) : 1);  // 16 bytes of values a thread: whole lines a warp
   static constexpr int kUnroll = 64 / (kRun * sizeof(typename In::Bits));
 };
 
 template <class R, class In, bool kAligned>
-FP4KIT_DEVICE void quantize_plain(const Arguments& a, Grid grid) {
-  using Way = Runs<R, In>;
-  constexpr int kRun = Way::kRun;
+FP4KIT_DEVICE void quantize_unblocked(const QuantizeArguments& a, Grid grid) {
+  using Traits = UnblockedTraits<R, In>;
+  constexpr int kRun = Traits::kRun;
   constexpr bool kRows = R::kTensorScaling == TensorScaling::row;
   const u32 row_runs = static_cast<u32>((a.columns + kRun - 1) / kRun), runs = static_cast<u32>(a.rows) * row_runs;
   const bool whole_stores = reinterpret_cast<u64>(a.packed) % 16 == 0;  // a matrix of a stack may begin anywhere
   const bool even = kAligned && whole_stores && (a.rows == 1 || a.columns % kRun == 0);
   const TensorScale whole_scale = kRows ? TensorScale{} : tensor_scale_of<R, In>(a.tensor_amax, 0, 0, 1);
-  constexpr u32 kStep = kThreads * Way::kUnroll;
+  constexpr u32 kStep = kThreads * Traits::kUnroll;
   for (u32 start = grid.block * kStep; start < runs; start += grid.blocks * kStep) {
-    Run<In, kRun> x[Way::kUnroll];
-    i64 firsts[Way::kUnroll];
-    u32 rows[Way::kUnroll];
-    int counts[Way::kUnroll];
-    float amaxes[Way::kUnroll];
+    Run<In, kRun> x[Traits::kUnroll];
+    i64 firsts[Traits::kUnroll];
+    u32 rows[Traits::kUnroll];
+    int counts[Traits::kUnroll];
+    float amaxes[Traits::kUnroll];
 #pragma unroll
-    for (int k = 0; k < Way::kUnroll; ++k) {
+    for (int k = 0; k < Traits::kUnroll; ++k) {
       const u32 run = start + k * kThreads + threadIdx.x;
       rows[k] = a.rows == 1 ? 0u : run / row_runs;
       const i64 column = static_cast<i64>(run - rows[k] * row_runs) * kRun;
@@ -42,7 +42,7 @@ FP4KIT_DEVICE void quantize_plain(const Arguments& a, Grid grid) {
         x[k] = read_run<In, kRun, false>(from);  // rows are whole runs
     }
 #pragma unroll
-    for (int k = 0; k < Way::kUnroll; ++k) {
+    for (int k = 0; k < Traits::kUnroll; ++k) {
       if (counts[k] == 0) break;
       const TensorScale t = kRows ? R::TensorRule::template scale<R, In>(amaxes[k]) : whole_scale;
       const Factor f = factor_of_code<R, In>(0u, t);
@@ -61,7 +61,7 @@ FP4KIT_DEVICE void quantize_plain(const Arguments& a, Grid grid) {
   }
 }
 
-extern "C" __global__ void FP4KIT_CLUSTER __launch_bounds__(kThreads) quantize_plain_kernel(Arguments a) {
+extern "C" __global__ void FP4KIT_CLUSTER __launch_bounds__(kThreads) quantize_plain_kernel(QuantizeArguments a) {
   find_amax<R, Input, kAligned>(a);
-  quantize_plain<R, Input, kAligned>(a, whole_grid());
+  quantize_unblocked<R, Input, kAligned>(a, whole_grid());
 }

@@ -1,7 +1,7 @@
 // Blocks of finite elements, rounded stochastically the short way.
 #pragma once
 
-#include "finite.cuh"
+#include "fast_path.cuh"
 
 // encode_stochastic of a finite magnitude, without its sign. byte: 2^23 + the random byte. a: not above the largest
 // value; or of E2M1 below 7, for which the code is 8 at most.
@@ -22,17 +22,17 @@ template <class R, class In, int kRun>
 FP4KIT_DEVICE void encode_finite_stochastic(const Run<In, kRun>& run, Factor f, const u32 (&random)[kRun / 4],
                                             u32 (&words)[kRun * R::Element::kStoredBits / 32]) {
   using F = typename R::Element;
-  if constexpr (ShortWay<R, In>::kFewBits) {
+  if constexpr (FastPath<R, In>::kProductsFit) {
 #pragma unroll
     for (int w = 0; w < kRun / 8; ++w) {
       float x[8];
 #pragma unroll
-      for (int i = 0; i < 8; ++i) x[i] = mul_sat(fabsf(element(run, 8 * w + i)), f.by * 0.125f);
+      for (int i = 0; i < 8; ++i) x[i] = mul_sat(fabsf(element(run, 8 * w + i)), f.value * 0.125f);
       words[w] = encode_stochastic_e2m1x8(x, random + 2 * w, nibble_signs_of_pairs(run.w + 4 * w));
     }
     return;
   }
-  constexpr bool kClamp = ShortWay<R, In>::kClamp || !ShortWay<R, In>::kE2m1;
+  constexpr bool kClamp = FastPath<R, In>::kClamp || !FastPath<R, In>::kE2m1;
   constexpr int kPerWord = 32 / F::kStoredBits;
 #pragma unroll
   for (int w = 0; w < kRun / kPerWord; ++w) {
@@ -40,17 +40,18 @@ FP4KIT_DEVICE void encode_finite_stochastic(const Run<In, kRun>& run, Factor f, 
     float y[8];
 #pragma unroll
     for (int i = kPerWord - 1; i >= 0; --i) {
-      const int at = w * kPerWord + i;
-      y[i] = scaled_finite<R, In>(element(run, at), f);
+      const int index = w * kPerWord + i;
+      y[i] = scaled_finite<R, In>(element(run, index), f);
       const float a = kClamp ? fminf(fabsf(y[i]), max_of<F>()) : magnitude_of(y[i]);
-      const float byte = float_of(prmt(random[at / 4], 0x4B000000u, 0x7440u + at % 4));  // 2^23 + the byte by its bits
+      const float byte =
+          float_of(prmt(random[index / 4], 0x4B000000u, 0x7440u + index % 4));  // 2^23 + the byte by its bits
       word = mad(word, 1u << F::kStoredBits, encode_magnitude_stochastic<F>(a, byte));
-      if constexpr (!ShortWay<R, In>::kE2m1)
+      if constexpr (!FastPath<R, In>::kE2m1)
         signs = mad(signs, 1u << F::kStoredBits, bits_of(y[i]) >> (32 - F::kBits) & F::kSignBit);
     }
-    if constexpr (ShortWay<R, In>::kE2m1) {
+    if constexpr (FastPath<R, In>::kE2m1) {
       if constexpr (!kClamp) word -= (word & 0x88888888u) >> 3;  // code 8 is above the largest
-      word = word | (ShortWay<R, In>::kHalf ? nibble_signs_of_pairs(run.w + 4 * w) : nibble_signs(y));
+      word = word | (FastPath<R, In>::kIs16Bit ? nibble_signs_of_pairs(run.w + 4 * w) : nibble_signs(y));
     }
     words[w] = word | signs;
   }

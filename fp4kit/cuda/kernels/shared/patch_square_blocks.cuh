@@ -2,21 +2,21 @@
 // its codes for the columns.
 #pragma once
 
-#include "quantize_patch_staging.cuh"
-#include "square.cuh"
+#include "patch_staging.cuh"
+#include "transpose_square.cuh"
 
 // Where the codes of a patch's first row go.
 template <class P>
-FP4KIT_DEVICE u8* first_codes(const PatchArguments& a, const Spot& s) {
+FP4KIT_DEVICE u8* first_codes(const PatchArguments& a, const PatchPosition& s) {
   return advanced(a.packed, row_bytes<P>(a), s.row) + s.column / 8 * P::kBits;
 }
 
 // Write the scale of a block to its rows: a patch's lanes those of its rows.
 template <class R, class P>
-FP4KIT_DEVICE void store_scales(const PatchArguments& a, const Spot& s, int inside, u32 code) {
-  constexpr int kRows = P::kHigh / P::kAcross;  // a lane
+FP4KIT_DEVICE void store_scales(const PatchArguments& a, const PatchPosition& s, int inside, u32 code) {
+  constexpr int kRows = P::kPatchRows / P::kPatchesPerBlock;  // a lane
   const u32 blocks = static_cast<u32>(a.columns) / R::kBlock, block = static_cast<u32>(s.column) / R::kBlock;
-  const int first = s.column / P::kSpan % P::kAcross * kRows;
+  const int first = s.column / P::kPatchColumns % P::kPatchesPerBlock * kRows;
   u8* out = a.scales + scale_offset<R::kLayout, u32>(s.row + first, block, blocks);
 #pragma unroll
   for (int i = 0; i < kRows; ++i, out += opaque(scale_row_step<R::kLayout, u32>(blocks)))
@@ -25,51 +25,53 @@ FP4KIT_DEVICE void store_scales(const PatchArguments& a, const Spot& s, int insi
 
 // A patch of a square block rounded to the values of its codes.
 template <class R, class In, bool kAligned, class P>
-FP4KIT_DEVICE void round_patch(const PatchArguments& a, const Spot& s, const Run<In, P::kSpan> (&x)[P::kHigh],
-                               bool is_short, Factor f, typename R::DecodeRule::Scale scale) {
+FP4KIT_DEVICE void round_patch(const PatchArguments& a, const PatchPosition& s,
+                               const Run<In, P::kPatchColumns> (&x)[P::kPatchRows], bool is_fast, Factor f,
+                               typename R::DecodeRule::Scale scale) {
   const typename In::Bits* from = first_element<In>(a, s);
   typename In::Bits* y =
       static_cast<typename In::Bits*>(a.values) + (from - static_cast<const typename In::Bits*>(a.x));
-  if (is_short) {
+  if (is_fast) {
 #pragma unroll
-    for (int i = 0; i < P::kHigh; ++i, y += a.columns) {
-      float values[P::kSpan];
+    for (int i = 0; i < P::kPatchRows; ++i, y += a.columns) {
+      float values[P::kPatchColumns];
       round_finite<R, In>(x[i], f, scale, values);
-      if (s.row + i < a.rows) store_run<In, P::kSpan, kAligned>(y, values);
+      if (s.row + i < a.rows) store_run<In, P::kPatchColumns, kAligned>(y, values);
     }
     return;
   }
 #pragma unroll 1
-  for (int i = 0; i < P::kHigh * P::kSpan && s.row + i / P::kSpan < a.rows; ++i) {
-    const i64 offset = i / P::kSpan * a.columns + i % P::kSpan;
+  for (int i = 0; i < P::kPatchRows * P::kPatchColumns && s.row + i / P::kPatchColumns < a.rows; ++i) {
+    const i64 offset = i / P::kPatchColumns * a.columns + i % P::kPatchColumns;
     y[offset] = In::narrow(exact_value<R>(exact_code<R, In>(In::widen(from[offset]), f, 0u), scale));
   }
 }
 
 // A patch of a square block that does not go the short way: rows, then columns, read again.
 template <class R, class In, class P>
-FP4KIT_DEVICE void encode_patch(const PatchArguments& a, const Spot& s, Factor f, Staging<P>& staging) {
+FP4KIT_DEVICE void encode_patch(const PatchArguments& a, const PatchPosition& s, Factor f, Staging<P>& staging) {
   const typename In::Bits* x = first_element<In>(a, s);
 #pragma unroll 1
-  for (int i = 0; a.packed && i < P::kHigh && s.row + i < a.rows; ++i) {
+  for (int i = 0; a.packed && i < P::kPatchRows && s.row + i < a.rows; ++i) {
     u32 words[P::kRowWords];
-    encode_any<R, In, P::kSpan>(x + i * a.columns, 1, f, words);
+    encode_any<R, In, P::kPatchColumns>(x + i * a.columns, 1, f, words);
     store_words(advanced(first_codes<P>(a, s), row_bytes<P>(a), i), words);
   }
 #pragma unroll 1
-  for (int j = 0; a.column_packed && j < P::kSpan; ++j) {
+  for (int j = 0; a.column_packed && j < P::kPatchColumns; ++j) {
     u32 words[P::kWords];
-    encode_any<R, In, P::kHigh>(x + j, a.columns, f, words);
+    encode_any<R, In, P::kPatchRows>(x + j, a.columns, f, words);
     stage_column<P>(staging, s, j, words);
   }
 }
 
 // The codes of a patch, along rows, into the staging, along columns.
 template <class P>
-FP4KIT_DEVICE void stage_transposed(Staging<P>& staging, const Spot& s, const u32 (&codes)[P::kHigh][P::kRowWords]) {
+FP4KIT_DEVICE void stage_transposed(Staging<P>& staging, const PatchPosition& s,
+                                    const u32 (&codes)[P::kPatchRows][P::kRowWords]) {
 #pragma unroll
   for (int w = 0; w < P::kWords; ++w) {
-    u32 words[P::kSpan];
+    u32 words[P::kPatchColumns];
 #pragma unroll
     for (int part = 0; part < P::kRowWords; ++part) {
       u32 square[P::kPerWord];  // 8 nibbles, 4 bytes
@@ -83,50 +85,51 @@ FP4KIT_DEVICE void stage_transposed(Staging<P>& staging, const Spot& s, const u3
   }
 }
 
-// Runs as one.
-template <class In, int kSpan, int kHigh>
-FP4KIT_DEVICE Run<In, kSpan * kHigh> joined(const Run<In, kSpan> (&x)[kHigh]) {
-  constexpr int kWords = Run<In, kSpan>::kWords;
-  Run<In, kSpan * kHigh> all;
+// TileRuns as one.
+template <class In, int kPatchColumns, int kPatchRows>
+FP4KIT_DEVICE Run<In, kPatchColumns * kPatchRows> concatenated(const Run<In, kPatchColumns> (&x)[kPatchRows]) {
+  constexpr int kWords = Run<In, kPatchColumns>::kWords;
+  Run<In, kPatchColumns * kPatchRows> all;
 #pragma unroll
-  for (int i = 0; i < kHigh * kWords; ++i) all.w[i] = x[i / kWords].w[i % kWords];
+  for (int i = 0; i < kPatchRows * kWords; ++i) all.w[i] = x[i / kWords].w[i % kWords];
   return all;
 }
 
 // A patch of a square block; every thread of a warp must come here.
 template <class R, class In, bool kAligned, class P>
-FP4KIT_DEVICE void quantize_square(const PatchArguments& a, const Spot& s, const Run<In, P::kSpan> (&x)[P::kHigh],
-                                   TensorScale t, Staging<P>& staging) {
-  const u32 own = largest_bits_of(joined(x)),
-            largest = largest_of_lanes(largest_of_lanes(own, 1, P::kAcross), P::kWide, 32);
+FP4KIT_DEVICE void quantize_square(const PatchArguments& a, const PatchPosition& s,
+                                   const Run<In, P::kPatchColumns> (&x)[P::kPatchRows], TensorScale t,
+                                   Staging<P>& staging) {
+  const u32 own = largest_bits_of(concatenated(x)),
+            largest = largest_of_lanes(largest_of_lanes(own, 1, P::kPatchesPerBlock), P::kPatchesAcross, 32);
   const int inside = rows_inside(a, s);
   if (inside <= 0) return;
   Factor f;
   float amax = float_of(largest);
   if (largest >= kInfinityBits) {
-    const i64 top = s.row / R::kBlockRows * R::kBlockRows, left = s.column / R::kBlock * R::kBlock;
+    const i64 top = s.row / R::kBlockRows * R::kBlockRows, pending = s.column / R::kBlock * R::kBlock;
     const int rows = static_cast<int>(minimum<i64>(R::kBlockRows, a.rows - top));
-    amax =
-        amax_of_block<R, In>(static_cast<const typename In::Bits*>(a.x) + top * a.columns + left, rows, a.columns, 1);
+    amax = amax_of_block<R, In>(static_cast<const typename In::Bits*>(a.x) + top * a.columns + pending, rows, a.columns,
+                                1);
   }
   const u32 code = scale_block<R, In>(amax, t, nullptr, f);
-  const bool is_short = ShortWay<R, In>::kExists && takes_short_way<R, In>(largest, f);
+  const bool is_fast = FastPath<R, In>::kExists && takes_fast_path<R, In>(largest, f);
   if constexpr (R::kFake) {
-    return round_patch<R, In, kAligned, P>(a, s, x, is_short, f, R::DecodeRule::template scale<R>(code, t));
+    return round_patch<R, In, kAligned, P>(a, s, x, is_fast, f, R::DecodeRule::template scale<R>(code, t));
   } else {
     if (a.column_packed && s.tile_row % R::kBlock == 0) {
       const u32 eight[2] = {code * 0x01010101u, code * 0x01010101u};
       store_words(&staging.scales[s.tile_row / R::kBlock][s.tile_column], eight);
     }
     if (a.packed) store_scales<R, P>(a, s, inside, code);
-    if (!is_short) return encode_patch<R, In, P>(a, s, f, staging);
-    u32 words[P::kHigh][P::kRowWords];
+    if (!is_fast) return encode_patch<R, In, P>(a, s, f, staging);
+    u32 words[P::kPatchRows][P::kRowWords];
 #pragma unroll
-    for (int i = 0; i < P::kHigh; ++i) encode_finite<R, In>(x[i], f, words[i]);
+    for (int i = 0; i < P::kPatchRows; ++i) encode_finite<R, In>(x[i], f, words[i]);
     if (a.packed) {
       u8* out = first_codes<P>(a, s);
 #pragma unroll
-      for (int i = 0; i < P::kHigh; ++i, out += opaque(row_bytes<P>(a)))
+      for (int i = 0; i < P::kPatchRows; ++i, out += opaque(row_bytes<P>(a)))
         if (i < inside) store_words(out, words[i]);
     }
     if (a.column_packed) stage_transposed<P>(staging, s, words);

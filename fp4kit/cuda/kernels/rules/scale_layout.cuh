@@ -22,9 +22,9 @@ struct Divisor {
 FP4KIT_DEVICE Divisor divisor_of(u32 n) {
   return {n, 0xFFFFFFFFu / maximum(n, 1u)};
 }
-FP4KIT_DEVICE u32 divide(u32 i, Divisor by) {
-  const u32 near = high_product(i, by.inverse);
-  return near + (i - near * by.n >= by.n);
+FP4KIT_DEVICE u32 divide(u32 i, Divisor divisor) {
+  const u32 estimate = high_product(i, divisor.inverse);
+  return estimate + (i - estimate * divisor.n >= divisor.n);
 }
 
 template <ScaleLayout kLayout>

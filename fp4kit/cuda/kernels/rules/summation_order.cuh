@@ -11,9 +11,9 @@ struct LaneSums {
   Float partial[4][8] = {};
 
   FP4KIT_DEVICE_MEMBER void add(int vector, const Float (&terms)[8]) {
-    const int which = vector < kCount / 32 * 4 ? vector % 4 : 0;
+    const int sum_index = vector < kCount / 32 * 4 ? vector % 4 : 0;
     FP4KIT_UNROLL
-    for (int j = 0; j < 8; ++j) partial[which][j] = partial[which][j] + terms[j];
+    for (int j = 0; j < 8; ++j) partial[sum_index][j] = partial[sum_index][j] + terms[j];
   }
 
   FP4KIT_DEVICE_MEMBER Float result() const {

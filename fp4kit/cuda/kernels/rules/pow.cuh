@@ -42,30 +42,30 @@ FP4KIT_DEVICE double exp2_in_float64(double t) {
                              1.0 / 39916800.0,
                              1.0 / 479001600.0,
                              1.0 / 6227020800.0};
-  const double near = t + kWhole, k = near - kWhole;
-  const double scale = double_of((double_bits_of(near) - double_bits_of(kWhole) + 1023u) << 52);
+  const double shifted = t + kWhole, k = shifted - kWhole;
+  const double scale = double_of((double_bits_of(shifted) - double_bits_of(kWhole) + 1023u) << 52);
   return polynomial(kExp, (t - k) * kLn2) * scale;
 }
 
 // Each d becomes d^n 2^((p - n) log2 d), n = floor(p); it is 0 or a normal number above, infinite or NaN; 1 <= p < 32.
 template <int kCount>
-FP4KIT_DEVICE void raise(double (&d)[kCount], double p) {
+FP4KIT_DEVICE void raise_to_power(double (&d)[kCount], double p) {
   const u32 n = static_cast<u32>(p);
   const double fraction = p - static_cast<double>(n);
-  double found[kCount];
-  for (int i = 0; i < kCount; ++i) found[i] = d[i];
+  double powers[kCount];
+  for (int i = 0; i < kCount; ++i) powers[i] = d[i];
   for (u32 digit = 1u << (31 - __clz(n)) >> 1; digit; digit >>= 1) {
-    for (int i = 0; i < kCount; ++i) found[i] = found[i] * found[i];
-    for (int i = 0; n & digit && i < kCount; ++i) found[i] = found[i] * d[i];
+    for (int i = 0; i < kCount; ++i) powers[i] = powers[i] * powers[i];
+    for (int i = 0; n & digit && i < kCount; ++i) powers[i] = powers[i] * d[i];
   }
   for (int i = 0; fraction != 0.0 && i < kCount; ++i)
-    found[i] = found[i] * exp2_in_float64(fraction * log2_in_float64(d[i]));
-  for (int i = 0; i < kCount; ++i) d[i] = found[i];
+    powers[i] = powers[i] * exp2_in_float64(fraction * log2_in_float64(d[i]));
+  for (int i = 0; i < kCount; ++i) d[i] = powers[i];
 }
 
 // The same of one.
 FP4KIT_DEVICE double power_of(double d, double p) {
   double one[1] = {d};
-  raise(one, p);
+  raise_to_power(one, p);
   return one[0];
 }

@@ -2,7 +2,7 @@
 // A recipe R is a struct that traits.py writes.
 #pragma once
 
-#include "convert.cuh"
+#include "codec.cuh"
 
 constexpr float kInv6 = 1.0f / 6.0f;  // 0x3E2AAAAB, rn
 constexpr float kTinyAmax = 0x1p-24f;

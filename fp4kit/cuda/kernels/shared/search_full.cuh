@@ -10,11 +10,11 @@
 //   amax_of(best)      the amax of the first candidate of least loss; what a block has where no loss is below infinity
 #pragma once
 
-#include "exact.cuh"
+#include "exact_path.cuh"
 #include "search_hessian.cuh"
 
 // power: of |d| in a loss of powers.
-struct SweepArguments : SearchArguments {
+struct FullSearchArguments : SearchArguments {
   double power;
 };
 
@@ -56,16 +56,16 @@ struct ScaleCodes {
     return {a, shared, amax, 0, 0};
   }
   FP4KIT_DEVICE_MEMBER void begin(float amax) {
-    const Span span = span_of<R>(a, amax, R::TensorRule::template scale<R, Float32>(of_tensor));
-    first = static_cast<i32>(span.low);
-    last = static_cast<i32>(span.high);
+    const CandidateRange range = candidate_range<R>(a, amax, R::TensorRule::template scale<R, Float32>(of_tensor));
+    first = static_cast<i32>(range.low);
+    last = static_cast<i32>(range.high);
   }
   FP4KIT_DEVICE_MEMBER bool tries(i32 i, Trial& trial) const {
     trial = shared.of[i];
     return true;
   }
   FP4KIT_DEVICE_MEMBER float left(float x, const Trial& trial) const {
-    const float left = left_of<true>(magnitude_of(x), trial, moved_by(trial.scale));
+    const float left = residual<true>(magnitude_of(x), trial, division_scaling(trial.scale));
     return x >= 0.0f ? left : -left;
   }
   FP4KIT_DEVICE_MEMBER float amax_of(Found best) const {
@@ -85,7 +85,7 @@ struct ScalePowers {
     typename R::DecodeRule::Scale scale;
   };
   const SearchArguments& a;
-  TensorScale none;
+  TensorScale unit_scale;
   float amax;
   i32 code, first, last;
 
@@ -93,7 +93,7 @@ struct ScalePowers {
     return {a, {1.0f, 1.0f, 1.0f}, 0.0f, 0, 0, 0};
   }
   FP4KIT_DEVICE_MEMBER i32 code_of(float of_block) const {
-    return static_cast<i32>(R::BlockRule::template code<R, In>(of_block, none));
+    return static_cast<i32>(R::BlockRule::template code<R, In>(of_block, unit_scale));
   }
   FP4KIT_DEVICE_MEMBER void begin(float of_block) {
     constexpr i32 kTop = static_cast<i32>(R::Element::kMaxBits >> 23) - 127;
@@ -105,9 +105,9 @@ struct ScalePowers {
   }
   FP4KIT_DEVICE_MEMBER bool tries(i32 j, Trial& trial) const {
     const float of_block = ldexpf(amax, j);
-    const u32 found = R::BlockRule::template code<R, In>(of_block, none);
-    trial.factor = factor_of<R, In>(found, of_block, none);
-    trial.scale = R::DecodeRule::template scale<R>(found, none);
+    const u32 found = R::BlockRule::template code<R, In>(of_block, unit_scale);
+    trial.factor = factor_of<R, In>(found, of_block, unit_scale);
+    trial.scale = R::DecodeRule::template scale<R>(found, unit_scale);
     return static_cast<i32>(found) == code + j;
   }
   FP4KIT_DEVICE_MEMBER float left(float x, const Trial& trial) const {
@@ -120,37 +120,38 @@ struct ScalePowers {
 
 // What a candidate leaves of sixteen elements.
 template <class Set, bool kWeighted>
-FP4KIT_DEVICE void left_of_run(const Set& set, const typename Set::Trial& trial, const Searched<kWeighted>& run,
-                               float (&d)[kSearched]) {
+FP4KIT_DEVICE void run_residuals(const Set& set, const typename Set::Trial& trial, const SearchBlock<kWeighted>& run,
+                                 float (&d)[kSearchBlockSize]) {
 #pragma unroll
-  for (int i = 0; i < kSearched; ++i) d[i] = set.left(run.a[i], trial);
+  for (int i = 0; i < kSearchBlockSize; ++i) d[i] = set.left(run.a[i], trial);
 }
 
 // Of sixteen differences, what a loss adds of them. The code of a power is long, and there once.
 template <Objective kObjective>
-FP4KIT_DEVICE void raise_run(float (&d)[kSearched], double power) {
+FP4KIT_DEVICE void loss_terms_of_run(float (&d)[kSearchBlockSize], double power) {
   if constexpr (kObjective == Objective::powers) {
 #pragma unroll 1
-    for (int i = 0; i < kSearched; ++i) d[i] = raised<kObjective>(d[i], power);
+    for (int i = 0; i < kSearchBlockSize; ++i) d[i] = loss_term<kObjective>(d[i], power);
   }
 }
 
 // The loss of a row of a block by each of its elements: load(j, run) gives those from the j-th on, and their weights.
-// Of four neighbours each, whose halves are joined until one is left; the one in the middle of an odd number waits.
+// Of four neighbours each, whose halves are combined_loss until one is left; the one in the middle of an odd number
+// waits.
 template <class R, Objective kObjective, bool kWeighted, class Set, class Load>
-FP4KIT_DEVICE float loss_of_row(const SweepArguments& a, const Set& set, const typename Set::Trial& trial,
+FP4KIT_DEVICE float loss_of_row(const FullSearchArguments& a, const Set& set, const typename Set::Trial& trial,
                                 const Load& load) {
-  constexpr int kFours = R::kBlock / 4, kUnroll = R::kBlock > 64 ? 1 : R::kBlock / kSearched;
+  constexpr int kFours = R::kBlock / 4, kUnroll = R::kBlock > 64 ? 1 : R::kBlock / kSearchBlockSize;
   float sums[kFours];
 #pragma unroll kUnroll
-  for (int j = 0; j < R::kBlock; j += kSearched) {
-    Searched<kWeighted> run;
-    float d[kSearched];
+  for (int j = 0; j < R::kBlock; j += kSearchBlockSize) {
+    SearchBlock<kWeighted> run;
+    float d[kSearchBlockSize];
     load(j, run);
-    left_of_run(set, trial, run, d);
-    raise_run<kObjective>(d, a.power);
+    run_residuals(set, trial, run, d);
+    loss_terms_of_run<kObjective>(d, a.power);
 #pragma unroll
-    for (int i = 0; i < kSearched; i += 4) {
+    for (int i = 0; i < kSearchBlockSize; i += 4) {
       const float four[4] = {d[i], d[i + 1], d[i + 2], d[i + 3]};
       sums[(j + i) / 4] = loss_of_four<kObjective>(run, i, four);
     }
@@ -158,21 +159,21 @@ FP4KIT_DEVICE float loss_of_row(const SweepArguments& a, const Set& set, const t
 #pragma unroll
   for (int left = kFours, half = (left + 1) / 2; left > 1; left = half, half = (left + 1) / 2) {
 #pragma unroll
-    for (int i = 0; i < left - half; ++i) sums[i] = joined<kObjective>(sums[i], sums[i + half]);
+    for (int i = 0; i < left - half; ++i) sums[i] = combined_loss<kObjective>(sums[i], sums[i + half]);
   }
   return sums[0];
 }
 
 // The same, or by the Hessian of the block's columns.
 template <class R, Objective kObjective, bool kWeighted, class Set, class Load>
-FP4KIT_DEVICE float loss_of(const SweepArguments& a, const Set& set, const typename Set::Trial& trial, i64 block,
+FP4KIT_DEVICE float loss_of(const FullSearchArguments& a, const Set& set, const typename Set::Trial& trial, i64 block,
                             const Load& load) {
   if constexpr (kObjective == Objective::hessian) {
-    Searched<kWeighted> run;
-    float d[kSearched];
+    SearchBlock<kWeighted> run;
+    float d[kSearchBlockSize];
     load(0, run);
-    left_of_run(set, trial, run, d);
-    return quadratic_loss(d, reinterpret_cast<const Hessian*>(a.of_columns)[block]);
+    run_residuals(set, trial, run, d);
+    return quadratic_loss(d, reinterpret_cast<const Hessian*>(a.column_weights)[block]);
   } else {
     return loss_of_row<R, kObjective, kWeighted>(a, set, trial, load);
   }
@@ -181,27 +182,30 @@ FP4KIT_DEVICE float loss_of(const SweepArguments& a, const Set& set, const typen
 // The first candidate of least loss of the block whose first element is x, of `rows` rows, by kLanes neighbouring
 // threads.
 template <class R, class In, Objective kObjective, bool kAligned, bool kWeighted, class Set>
-FP4KIT_DEVICE Found sweep(const SweepArguments& a, Set& set, i64 block, const typename In::Bits* x, int rows) {
-  const auto load = [&](int i, int j, float (&run)[kSearched]) {
-    load_run<In, kSearched, kAligned>(x + i * a.columns + j, run);
+FP4KIT_DEVICE Found search_all_candidates(const FullSearchArguments& a, Set& set, i64 block, const typename In::Bits* x,
+                                          int rows) {
+  const auto load = [&](int i, int j, float (&run)[kSearchBlockSize]) {
+    load_run<In, kSearchBlockSize, kAligned>(x + i * a.columns + j, run);
   };
-  set.begin(exact_amax<R, kSearched>(rows, load));
+  set.begin(exact_amax<R, kSearchBlockSize>(rows, load));
   Found best = {float_of(kInfinityBits), set.first};
 #pragma unroll 1
-  for (i32 at = set.first + static_cast<i32>(threadIdx.x % Set::kLanes); at <= set.last; at += Set::kLanes) {
+  for (i32 candidate = set.first + static_cast<i32>(threadIdx.x % Set::kLanes); candidate <= set.last;
+       candidate += Set::kLanes) {
     typename Set::Trial trial;
-    if (!set.tries(at, trial)) continue;
+    if (!set.tries(candidate, trial)) continue;
     float total = 0.0f;
 #pragma unroll 1
     for (int i = 0; i < rows; ++i) {
-      const auto load_row = [&](int j, Searched<kWeighted>& run) {
+      const auto load_row = [&](int j, SearchBlock<kWeighted>& run) {
         load(i, j, run.a);
-        if constexpr (kWeighted) load_run<Float32, kSearched, true>(a.of_columns + block * R::kBlock + j, run.w);
+        if constexpr (kWeighted)
+          load_run<Float32, kSearchBlockSize, true>(a.column_weights + block * R::kBlock + j, run.w);
       };
       const float loss = loss_of<R, kObjective, kWeighted>(a, set, trial, block, load_row);
-      total = i == 0 ? loss : joined<kObjective>(total, loss);
+      total = i == 0 ? loss : combined_loss<kObjective>(total, loss);
     }
-    if (total < best.loss) best = {total, at};
+    if (total < best.loss) best = {total, candidate};
   }
 #pragma unroll
   for (int distance = Set::kLanes / 2; distance > 0; distance /= 2) {

@@ -7,14 +7,14 @@
 using Bits = Input::Bits;
 constexpr int kRows = 16, kColumns = kAligned ? 4 / sizeof(Bits) : 1;  // of a thread
 
-struct Arguments {
+struct AmaxHadamardArguments {
   const void* x;  // rows x columns elements, contiguous
   u32* amax;      // bits of float32, set to 0 before
   i64 rows, columns;
 };
 
-// Largest of the transforms of a strip's kColumns columns from x on.
-FP4KIT_DEVICE u32 largest_of_strip(const Bits* x, i64 columns) {
+// Largest of the transforms of a patch_row's kColumns columns from x on.
+FP4KIT_DEVICE u32 largest_of_patch(const Bits* x, i64 columns) {
   if constexpr (kColumns == 2) {
     u32 rows[kRows];
 #pragma unroll
@@ -40,15 +40,17 @@ FP4KIT_DEVICE u32 largest_of_strip(const Bits* x, i64 columns) {
   }
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads) amax_strips_kernel(Arguments a) {
-  const u32 wide = static_cast<u32>((a.columns / kColumns + kThreads - 1) / kThreads);  // thread blocks across a strip
+extern "C" __global__ void __launch_bounds__(kThreads) amax_hadamard_kernel(AmaxHadamardArguments a) {
+  const u32 wide =
+      static_cast<u32>((a.columns / kColumns + kThreads - 1) / kThreads);  // thread blocks across a patch_row
   const i64 items = a.rows / kRows * wide;
   u32 largest = 0u;
   for (i64 item = blockIdx.x; item < items; item += gridDim.x) {
-    const i64 strip = quotient(item, wide, items), column = ((item - strip * wide) * kThreads + threadIdx.x) * kColumns;
+    const i64 patch_row = quotient(item, wide, items),
+              column = ((item - patch_row * wide) * kThreads + threadIdx.x) * kColumns;
     if (column >= a.columns) continue;
-    largest = maximum(largest,
-                      largest_of_strip(static_cast<const Bits*>(a.x) + strip * kRows * a.columns + column, a.columns));
+    largest = maximum(
+        largest, largest_of_patch(static_cast<const Bits*>(a.x) + patch_row * kRows * a.columns + column, a.columns));
   }
   largest = largest_of_block<kThreads>(largest);
   if (threadIdx.x == 0) atomicMax(a.amax, largest);

@@ -1,16 +1,16 @@
 // A tile in shared memory: its elements, and its codes and scales along columns, on their way to memory.
 #pragma once
 
-#include "quantize_patch.cuh"
-#include "square.cuh"
+#include "patch.cuh"
+#include "transpose_square.cuh"
 
 // A tile's elements, so that blocks in a row find what was read for those in a column. Two in three were no longer in
 // the first cache, where rows that lie a power of two apart have few places: nvfp4-te both ways 0.73 of a copy, and
 // 0.75 from here (H200, 2026-11-21).
 template <class P>
-struct Kept {
+struct TileElements {
   static constexpr int kRowChunks = P::kTileBytes / kTileRows / 16;
-  Chunk rows[P::kKeeps ? kTileRows : 1][kRowChunks];
+  Chunk rows[P::kKeepsElements ? kTileRows : 1][kRowChunks];
 
   // Where a chunk of a row lies: lanes that read runs of 2 or 4 chunks each do not meet in a bank.
   FP4KIT_DEVICE int place(int row, int chunk) { return chunk ^ (chunk >> 3 & 1) ^ ((row & 1) << 1); }
@@ -18,8 +18,8 @@ struct Kept {
 
 template <class P>
 struct Staging {
-  alignas(16) u32 words[P::kColumnWords][P::kColumns];
-  alignas(16) u8 scales[P::kBlocks][P::kColumns];
+  alignas(16) u32 words[P::kColumnWords][P::kTileColumns];
+  alignas(16) u8 scales[P::kTileBlocks][P::kTileColumns];
 };
 
 // Where column `column` lies in rows 4 quad ... 4 quad + 3 of the staging: lanes that write patches beside each other,
@@ -28,12 +28,12 @@ struct Staging {
 template <class P>
 FP4KIT_DEVICE int staged_column(int quad, int column) {
   const int moved = column ^ (32 / P::kQuads * quad);
-  return P::kSpan == 8 ? moved ^ (column >> 3 & 4) : moved;
+  return P::kPatchColumns == 8 ? moved ^ (column >> 3 & 4) : moved;
 }
 
 // The words of a column j of a patch -> the staging: a rare case.
 template <class P>
-FP4KIT_DEVICE void stage_column(Staging<P>& staging, const Spot& s, int j, const u32 (&words)[P::kWords]) {
+FP4KIT_DEVICE void stage_column(Staging<P>& staging, const PatchPosition& s, int j, const u32 (&words)[P::kWords]) {
 #pragma unroll
   for (int w = 0; w < P::kWords; ++w) {
     const int row = s.tile_row / P::kPerWord + w;
@@ -43,36 +43,38 @@ FP4KIT_DEVICE void stage_column(Staging<P>& staging, const Spot& s, int j, const
 
 // Word w of each column of a patch -> the staging.
 template <class P>
-FP4KIT_DEVICE void stage_words(Staging<P>& staging, const Spot& s, int w, const u32 (&words)[P::kSpan]) {
+FP4KIT_DEVICE void stage_words(Staging<P>& staging, const PatchPosition& s, int w,
+                               const u32 (&words)[P::kPatchColumns]) {
   const int row = s.tile_row / P::kPerWord + w;
-  if constexpr (P::kSpan <= 4) {
+  if constexpr (P::kPatchColumns <= 4) {
     store_words(&staging.words[row][staged_column<P>(row / 4, s.tile_column)], words);
   } else {
 #pragma unroll
-    for (int j = 0; j < P::kSpan; j += 4) {
+    for (int j = 0; j < P::kPatchColumns; j += 4) {
       const u32 four[4] = {words[j], words[j + 1], words[j + 2], words[j + 3]};
       store_words(&staging.words[row][staged_column<P>(row / 4, s.tile_column + j)], four);
     }
   }
 }
 
-// A patch of 16 rows of 8 bytes -> the kept elements.
+// A patch of 16 rows of 8 bytes -> the elements elements.
 template <class In, class P>
-FP4KIT_DEVICE void keep_patch(Kept<P>& kept, const Spot& s, const Run<In, P::kSpan> (&x)[P::kHigh]) {
-  const int half = s.tile_column / P::kSpan;
+FP4KIT_DEVICE void store_patch_elements(TileElements<P>& elements, const PatchPosition& s,
+                                        const Run<In, P::kPatchColumns> (&x)[P::kPatchRows]) {
+  const int half = s.tile_column / P::kPatchColumns;
 #pragma unroll
-  for (int i = 0; i < P::kHigh; ++i)
-    store_words(kept.rows[s.tile_row + i][kept.place(i, half / 2)].w + half % 2 * 2, x[i].w);
+  for (int i = 0; i < P::kPatchRows; ++i)
+    store_words(elements.rows[s.tile_row + i][elements.place(i, half / 2)].w + half % 2 * 2, x[i].w);
 }
 
 // The run of 16 elements from `column` on of a row.
 template <class In, class P>
-FP4KIT_DEVICE Run<In, 16> kept_run(const Kept<P>& kept, int row, int column) {
+FP4KIT_DEVICE Run<In, 16> tile_run(const TileElements<P>& elements, int row, int column) {
   constexpr int kChunks = sizeof(typename In::Bits);
   Run<In, 16> run;
 #pragma unroll
   for (int i = 0; i < kChunks; ++i) {
-    const Chunk chunk = kept.rows[row][kept.place(row, column / 16 * kChunks + i)];
+    const Chunk chunk = elements.rows[row][elements.place(row, column / 16 * kChunks + i)];
 #pragma unroll
     for (int j = 0; j < 4; ++j) run.w[4 * i + j] = chunk.w[j];
   }
@@ -84,16 +86,16 @@ template <class P>
 FP4KIT_DEVICE void write_codes(const PatchArguments& a, const Staging<P>& staging, Tile tile) {
   const u32 bytes = static_cast<u32>(a.rows) / 8 * P::kBits;  // of a column
 #pragma unroll
-  for (int start = 0; start < P::kColumns / 2 * P::kQuads; start += kThreads) {
+  for (int start = 0; start < P::kTileColumns / 2 * P::kQuads; start += kThreads) {
     const int item = start + threadIdx.x, quad = item % P::kQuads, tile_column = item / P::kQuads * 2;
     const i32 row = tile.row + quad * 4 * P::kPerWord, column = tile.column + tile_column;
-    if (tile_column >= P::kColumns || column >= static_cast<i32>(a.columns) || row >= static_cast<i32>(a.rows))
+    if (tile_column >= P::kTileColumns || column >= static_cast<i32>(a.columns) || row >= static_cast<i32>(a.rows))
       continue;
     u32 words[2][4];
     const u32* staged = &staging.words[4 * quad][staged_column<P>(quad, tile_column)];
 #pragma unroll
     for (int w = 0; w < 4; ++w) {
-      const HalfChunk two = *reinterpret_cast<const HalfChunk*>(staged + w * P::kColumns);
+      const HalfChunk two = *reinterpret_cast<const HalfChunk*>(staged + w * P::kTileColumns);
       words[0][w] = two.w[0];
       words[1][w] = two.w[1];
     }
@@ -116,8 +118,8 @@ FP4KIT_DEVICE void write_codes(const PatchArguments& a, const Staging<P>& stagin
 // are together.
 template <class R, class P>
 FP4KIT_DEVICE void write_scales(const PatchArguments& a, const Staging<P>& staging, Tile tile) {
-  constexpr int kCount = R::kLayout == ScaleLayout::linear ? P::kBlocks : 4, kFours = P::kColumns / 4;
-  if (threadIdx.x >= kFours * P::kBlocks / kCount) return;
+  constexpr int kCount = R::kLayout == ScaleLayout::linear ? P::kTileBlocks : 4, kFours = P::kTileColumns / 4;
+  if (threadIdx.x >= kFours * P::kTileBlocks / kCount) return;
   const int four = threadIdx.x % kFours, tile_block = threadIdx.x / kFours * kCount;
   const u32 column = tile.column + 4 * four, block = tile.row / R::kBlock + tile_block,
             blocks = static_cast<u32>(a.rows) / R::kBlock;

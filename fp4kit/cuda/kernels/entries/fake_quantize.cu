@@ -48,13 +48,14 @@ FP4KIT_DEVICE void write_values(const typename In::Bits* x, typename In::Bits* y
 
 // Values of a run whose largest magnitude has the bits `largest`, and which begins at element `first` of a.x.
 template <class R, class In, bool kAligned, int kRun>
-FP4KIT_DEVICE void write_run_values(const Arguments& a, i64 first, const Run<In, kRun>& run, u32 largest, FakeScale s) {
+FP4KIT_DEVICE void write_run_values(const QuantizeArguments& a, i64 first, const Run<In, kRun>& run, u32 largest,
+                                    FakeScale s) {
   using Rule = typename R::FakeRule;
   typename In::Bits* y = static_cast<typename In::Bits*>(a.values) + first;
-  if (Rule::template is_plain<R>(largest, s)) {
+  if (Rule::template is_fast<R>(largest, s)) {
     float values[kRun];
 #pragma unroll
-    for (int i = 0; i < kRun; ++i) values[i] = Rule::template plain<R, In>(element(run, i), s);
+    for (int i = 0; i < kRun; ++i) values[i] = Rule::template fast_value<R, In>(element(run, i), s);
     store_run<In, kRun, kAligned>(y, values);
   } else {
     write_values<R, In>(static_cast<const typename In::Bits*>(a.x) + first, y, kRun, s);
@@ -78,7 +79,7 @@ FP4KIT_DEVICE u32 amax_bits_of_block(const Run<In, kRun>& run, u32 largest) {
 
 // Blocks in a row, of 16 times a power of two elements, up to 512.
 template <class R, class In, bool kAligned>
-FP4KIT_DEVICE void fake_blocks(const Arguments& a, Grid grid) {
+FP4KIT_DEVICE void fake_blocks(const QuantizeArguments& a, Grid grid) {
   constexpr int kRun = kFakeRun<R, In>;
   constexpr u32 kSharers = R::kBlock / kRun, kStep = kThreads * kFakeUnroll<R>;
   __shared__ FakeScale table[R::kHasTable ? kThreads : 1];
@@ -91,8 +92,8 @@ FP4KIT_DEVICE void fake_blocks(const Arguments& a, Grid grid) {
 #pragma unroll
     for (u32 k = 0; k < kFakeUnroll<R>; ++k) {
       const u32 run = start + k * kThreads + threadIdx.x;
-      const typename In::Bits* at = static_cast<const typename In::Bits*>(a.x) + static_cast<i64>(run) * kRun;
-      x[k] = run < runs ? read_run<In, kRun, kAligned>(at) : Run<In, kRun>{};
+      const typename In::Bits* source = static_cast<const typename In::Bits*>(a.x) + static_cast<i64>(run) * kRun;
+      x[k] = run < runs ? read_run<In, kRun, kAligned>(source) : Run<In, kRun>{};
     }
 #pragma unroll
     for (u32 k = 0; k < kFakeUnroll<R>; ++k) {
@@ -112,7 +113,7 @@ FP4KIT_DEVICE void fake_blocks(const Arguments& a, Grid grid) {
 
 // One scale for the tensor or for a row, any length: the last run of a row may be short.
 template <class R, class In, bool kAligned>
-FP4KIT_DEVICE void fake_plain(const Arguments& a, Grid grid) {
+FP4KIT_DEVICE void fake_unblocked(const QuantizeArguments& a, Grid grid) {
   constexpr int kRun = kFakeRun<R, In>;
   constexpr u32 kStep = kThreads * kFakeUnroll<R>;
   constexpr bool kByRow = R::kTensorScaling == TensorScaling::row;
@@ -128,8 +129,8 @@ FP4KIT_DEVICE void fake_plain(const Arguments& a, Grid grid) {
       rows[k] = kByRow ? run / row_runs : 0u;
       columns[k] = run - rows[k] * row_runs;
       const i64 column = static_cast<i64>(columns[k]) * kRun;
-      const typename In::Bits* at = static_cast<const typename In::Bits*>(a.x) + rows[k] * a.columns + column;
-      x[k] = column + kRun <= a.columns ? read_run<In, kRun, kAligned>(at) : Run<In, kRun>{};
+      const typename In::Bits* source = static_cast<const typename In::Bits*>(a.x) + rows[k] * a.columns + column;
+      x[k] = column + kRun <= a.columns ? read_run<In, kRun, kAligned>(source) : Run<In, kRun>{};
     }
 #pragma unroll
     for (u32 k = 0; k < kFakeUnroll<R>; ++k) {
@@ -149,15 +150,15 @@ FP4KIT_DEVICE void fake_plain(const Arguments& a, Grid grid) {
 }
 
 template <class R, class In, bool kAligned>
-FP4KIT_DEVICE void fake(const Arguments& a, Grid grid) {
+FP4KIT_DEVICE void fake_quantize(const QuantizeArguments& a, Grid grid) {
   if constexpr (R::kHasBlocks) {
     fake_blocks<R, In, kAligned>(a, grid);
   } else {
-    fake_plain<R, In, kAligned>(a, grid);
+    fake_unblocked<R, In, kAligned>(a, grid);
   }
 }
 
-extern "C" __global__ void FP4KIT_CLUSTER __launch_bounds__(kThreads) fake_kernel(Arguments a) {
+extern "C" __global__ void FP4KIT_CLUSTER __launch_bounds__(kThreads) fake_quantize_kernel(QuantizeArguments a) {
   find_amax<R, Input, kAligned>(a);
-  fake<R, Input, kAligned>(a, whole_grid());
+  fake_quantize<R, Input, kAligned>(a, whole_grid());
 }

@@ -2,12 +2,12 @@
 // steps.
 #pragma once
 
-#include "decode.cuh"
+#include "decode_rules.cuh"
 
 constexpr float kUnknownAmax =
     -1.0f;  // no amax gives the scale: values are decode(code) * (block_scale * tensor_scale)
-constexpr u32 kNear = 8u, kFar = 1u << 20, kLargestBits = kInfinityBits - 1u;
-constexpr float kJump = 4096.0f;
+constexpr u32 kNearSteps = 8u, kFarSteps = 1u << 20, kLargestBits = kInfinityBits - 1u;
+constexpr float kJumpRatio = 4096.0f;
 
 FP4KIT_DEVICE bool same_scale(float a, float b) {
   return bits_of(a) == bits_of(b) || (is_nan(a) && is_nan(b));
@@ -23,17 +23,17 @@ FP4KIT_DEVICE float covered_range() {
 template <class R, class In>
 FP4KIT_DEVICE int order_of(u32 bits, float scale) {
   const float found = R::TensorRule::template scale<R, In>(float_of(bits)).decode;
-  return found < scale || found >= scale * kJump ? -1 : found == scale ? 0 : 1;
+  return found < scale || found >= scale * kJumpRatio ? -1 : found == scale ? 0 : 1;
 }
 
 // Bits of the first amax of [low, high] that orders at `least` or above; high + 1 if none does.
 template <class R, class In>
-FP4KIT_DEVICE u32 first_amax(u32 low, u32 high, int least, float scale) {
+FP4KIT_DEVICE u32 first_amax(u32 low, u32 high, int min_order, float scale) {
   ++high;
 #pragma unroll 1
   while (low < high) {
     const u32 middle = low + (high - low) / 2;
-    if (order_of<R, In>(middle, scale) >= least) {
+    if (order_of<R, In>(middle, scale) >= min_order) {
       high = middle;
     } else {
       low = middle + 1;
@@ -48,11 +48,11 @@ template <class R, class In>
 FP4KIT_DEVICE float amax_near(float scale) {
   const u32 center = bits_of(fminf(scale * covered_range<R>(), kFltMax));
 #pragma unroll 1
-  for (u32 steps = kNear;; steps = kFar) {
+  for (u32 steps = kNearSteps;; steps = kFarSteps) {
     const u32 low = center > steps ? center - steps : 1u, high = minimum(center + steps, kLargestBits);
     const u32 first = first_amax<R, In>(low, high, 0, scale), last = first_amax<R, In>(low, high, 1, scale) - 1u;
     const bool is_inside = first <= last && first + steps > center && last < center + steps;
-    if (steps == kNear && !is_inside) continue;
+    if (steps == kNearSteps && !is_inside) continue;
     if (first > last) return kUnknownAmax;
     const u32 below =
         0xFFFFFFFFu >> __clz((first - 1u) ^ last) >> 1;  // the bits below the highest that first - 1 lacks
@@ -107,7 +107,7 @@ FP4KIT_DEVICE TensorScale implied_tensor_scale(float scale) {
 template <class R>
 FP4KIT_DEVICE typename R::DecodeRule::Scale stored_scale(u32 code, TensorScale t) {
   if constexpr (R::DecodeRule::kNeedsAmax && R::kHasScales)
-    if (t.amax < 0.0f) return R::DecodeRule::plain(decode_product::scale<R>(code, t));
+    if (t.amax < 0.0f) return R::DecodeRule::product_scale(decode_product::scale<R>(code, t));
   return R::DecodeRule::template scale<R>(code, t);
 }
 

@@ -1,7 +1,7 @@
 // Runs of elements and of codes between memory and registers, 16 bytes at a time where pointers allow.
 #pragma once
 
-#include "convert.cuh"
+#include "codec.cuh"
 #include "ptx_memory.cuh"
 
 struct alignas(16) Chunk {
@@ -112,12 +112,12 @@ FP4KIT_DEVICE u32 largest_bits_of(const Run<In, kCount>& run) {
 
 // The least magnitude of a run of 16-bit elements as float32 bits, if none is NaN.
 template <class In, int kCount>
-FP4KIT_DEVICE u32 least_bits_of(const Run<In, kCount>& run) {
-  u32 least = In::min_magnitude(run.w[0], run.w[1]);
+FP4KIT_DEVICE u32 smallest_bits_of(const Run<In, kCount>& run) {
+  u32 smallest = In::min_magnitude(run.w[0], run.w[1]);
 #pragma unroll
-  for (int i = 2; i < run.kWords; ++i) least = In::min_magnitude(least, run.w[i]);
-  least = In::min_magnitude(least, least >> 16) & 0x7FFFu;
-  return bits_of(In::widen(static_cast<u16>(least)));
+  for (int i = 2; i < run.kWords; ++i) smallest = In::min_magnitude(smallest, run.w[i]);
+  smallest = In::min_magnitude(smallest, smallest >> 16) & 0x7FFFu;
+  return bits_of(In::widen(static_cast<u16>(smallest)));
 }
 
 // kCount elements at x -> float32. kAligned: x is a multiple of 16 bytes, and so is the run.

@@ -7,7 +7,7 @@
 
 #include "ptx.cuh"
 #include "ptx_pairs.cuh"
-#include "unbounded.cuh"
+#include "e2m1_unbounded.cuh"
 
 enum class Rounding { rn, rz, rnz, rna, rns, rnw, first };
 enum class Sign { signbit, negative, not_positive, unsigned_zero };
@@ -25,9 +25,9 @@ template <class F, Rounding kRounding>
 FP4KIT_DEVICE u32 encode_magnitude(float a) {
   if constexpr (kRounding == Rounding::rnw) return wrapped_magnitude(a);
   a = fminf(a, max_of<F>());
-  const u32 least = static_cast<u32>(F::kEmin + 127) << 23;
-  const u32 e = maximum(bits_of(a) & kInfinityBits, least);
-  const u32 base = ((e - least) >> 23) << F::kMantissaBits;
+  const u32 min_exponent = static_cast<u32>(F::kEmin + 127) << 23;
+  const u32 e = maximum(bits_of(a) & kInfinityBits, min_exponent);
+  const u32 base = ((e - min_exponent) >> 23) << F::kMantissaBits;
   const float magic = float_of(e + (static_cast<u32>(23 - F::kMantissaBits) << 23));
   if constexpr (kRounding == Rounding::rn) return base + (bits_of(a + magic) - bits_of(magic));
   if constexpr (kRounding ==
@@ -45,17 +45,17 @@ FP4KIT_DEVICE u32 encode_magnitude(float a) {
 template <class F>
 FP4KIT_DEVICE float decode(u32 code);
 
-// The code, of 0, 1, ... the first, for which |value * step - a| is least; a >= 0, not NaN. See reference/codec.py,
-// first_of_least.
+// The code, of 0, 1, ... the first, for which |value * step - a| is min_exponent; a >= 0, not NaN. See
+// reference/codec.py, first_of_least.
 template <class F>
 FP4KIT_DEVICE u32 first_of_least(float a, float step) {
   u32 best = 0u;
-  float least = a;
+  float least_error = a;
 #pragma unroll 8
   for (u32 code = 1u; code <= F::kMaxCode; ++code) {
     const float error = magnitude_of(decode<F>(code) * step - a);
-    if (error < least) {
-      least = error;
+    if (error < least_error) {
+      least_error = error;
       best = code;
     }
   }
@@ -85,8 +85,8 @@ template <class F, Rounding kRounding, Sign kSign, u32 kNan, bool kNarrow = fals
 FP4KIT_DEVICE u32 encode(float x, float step = 1.0f) {
   if (is_nan(x) || (kRounding == Rounding::rnw && !is_finite(x))) return kNan;
   if constexpr (F::kIsInteger) {
-    const float least = -max_of<F>() - (kNarrow ? 0.0f : 1.0f);
-    return static_cast<u32>(static_cast<i32>(fminf(fmaxf(rintf(x), least), max_of<F>()))) & ((1u << F::kBits) - 1u);
+    const float lowest = -max_of<F>() - (kNarrow ? 0.0f : 1.0f);
+    return static_cast<u32>(static_cast<i32>(fminf(fmaxf(rintf(x), lowest), max_of<F>()))) & ((1u << F::kBits) - 1u);
   } else {
     u32 code;
     if constexpr (kRounding == Rounding::first) {
@@ -101,12 +101,12 @@ FP4KIT_DEVICE u32 encode(float x, float step = 1.0f) {
 // encode of a value that is not NaN, rn, with its sign: what is left of the work in a block of finite elements.
 template <class F>
 FP4KIT_DEVICE u32 encode_finite_rn(float x) {
-  const u32 least = static_cast<u32>(F::kEmin + 127) << 23;
+  const u32 min_exponent = static_cast<u32>(F::kEmin + 127) << 23;
   const float a = fminf(magnitude_of(x), max_of<F>());
-  const u32 e = maximum(bits_of(a) & kInfinityBits, least);
+  const u32 e = maximum(bits_of(a) & kInfinityBits, min_exponent);
   const u32 magic = e + (static_cast<u32>(23 - F::kMantissaBits) << 23);
   const u32 rounded =
-      bits_of(a + float_of(magic)) - magic + (e >> (23 - F::kMantissaBits)) - (least >> (23 - F::kMantissaBits));
+      bits_of(a + float_of(magic)) - magic + (e >> (23 - F::kMantissaBits)) - (min_exponent >> (23 - F::kMantissaBits));
   return rounded | (bits_of(x) >> (32 - F::kBits) & F::kSignBit);
 }
 
@@ -195,8 +195,8 @@ FP4KIT_DEVICE float round_to(float x) {
 
 // A double rounded to float32 to odd, whose 24 bits are enough to be rounded to 8 and 11 as the double would be.
 FP4KIT_DEVICE float round_to_odd(double x) {
-  const float near = narrow_rz(x);
-  return float_of(bits_of(near) | (static_cast<double>(near) != x));
+  const float toward_zero = narrow_rz(x);
+  return float_of(bits_of(toward_zero) | (static_cast<double>(toward_zero) != x));
 }
 
 // A double rounded once to a type, as float32.

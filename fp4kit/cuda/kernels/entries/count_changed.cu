@@ -1,14 +1,14 @@
 // How many float32 values two arrays do not share: other bits, unless both are NaN.
 #include "types.cuh"
 
-struct Arguments {
+struct CountChangedArguments {
   const u32* x;
   const u32* y;
   u64* changed;  // added to
   i64 count;
 };
 
-FP4KIT_DEVICE u32 count_changed(const Arguments& a, Grid grid) {
+FP4KIT_DEVICE u32 count_changed(const CountChangedArguments& a, Grid grid) {
   u32 changed = 0u;
   for (i64 i = first_item(grid); i < a.count; i += item_stride(grid)) {
     const u32 x = a.x[i], y = a.y[i];
@@ -17,7 +17,7 @@ FP4KIT_DEVICE u32 count_changed(const Arguments& a, Grid grid) {
   return changed;
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads) changed_kernel(Arguments a) {
+extern "C" __global__ void __launch_bounds__(kThreads) count_changed_kernel(CountChangedArguments a) {
   u32 changed = count_changed(a, whole_grid());
 #pragma unroll
   for (int distance = 1; distance < 32; distance *= 2) changed += __shfl_xor_sync(0xFFFFFFFFu, changed, distance);

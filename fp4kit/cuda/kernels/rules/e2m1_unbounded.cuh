@@ -16,9 +16,9 @@ FP4KIT_DEVICE float nearest_unbounded(float a) {
 
 // The code of nearest_unbounded(a), a >= 0 and finite; of 8 and more, the last four bits of one that would follow.
 FP4KIT_DEVICE u32 wrapped_magnitude(float a) {
-  const float near = nearest_unbounded(a);
-  if (near < 8.0f)
-    return near < 2.0f ? static_cast<u32>(2.0f * near)
-                       : static_cast<u32>(near < 4.0f ? near + 2.0f : near * 0.5f + 4.0f);
-  return ((bits_of(widen_bf16(narrow_bf16(near))) >> 22) - 2u * 126u) & 15u;
+  const float value = nearest_unbounded(a);
+  if (value < 8.0f)
+    return value < 2.0f ? static_cast<u32>(2.0f * value)
+                        : static_cast<u32>(value < 4.0f ? value + 2.0f : value * 0.5f + 4.0f);
+  return ((bits_of(widen_bf16(narrow_bf16(value))) >> 22) - 2u * 126u) & 15u;
 }

@@ -3,20 +3,20 @@
 // A thread block takes a tile of 128 rows, a thread a patch of it, in registers, with its loads under way while the
 // table of factors is made. Blocks in a column: a patch is 16 rows of 8 bytes, so that no or one shuffle finds an amax,
 // of two columns of 16 bits at once. Codes along columns are gathered in shared memory, where a tile's columns are long
-// enough to be written in whole sectors. Blocks in a row: the tile is kept in shared memory too, and a thread takes
+// enough to be written in whole sectors. Blocks in a row: the tile is elements in shared memory too, and a thread takes
 // runs of it.
 #include "amax.cuh"
-#include "quantize_patch_columns.cuh"
-#include "quantize_patch_square.cuh"
+#include "patch_column_blocks.cuh"
+#include "patch_square_blocks.cuh"
 
 // The runs of 16 of a tile that a thread takes: kCount of them, kStep rows apart.
 template <class P>
-struct Runs {
-  static constexpr int kAcross = P::kColumns / 16, kStep = kThreads / kAcross, kCount = kTileRows / kStep;
+struct TileRuns {
+  static constexpr int kAcross = P::kTileColumns / 16, kStep = kThreads / kAcross, kCount = kTileRows / kStep;
   i32 row, column;  // of the first one
   int inside;       // how many are in the matrix
 
-  FP4KIT_DEVICE_MEMBER Runs(const PatchArguments& a, Tile tile)
+  FP4KIT_DEVICE_MEMBER TileRuns(const PatchArguments& a, Tile tile)
       : row(tile.row + static_cast<i32>(threadIdx.x / kAcross)),
         column(tile.column + static_cast<i32>(threadIdx.x % kAcross) * 16) {
     const i32 under = column < static_cast<i32>(a.columns) ? static_cast<i32>(a.rows) - row : 0;
@@ -25,7 +25,7 @@ struct Runs {
 };
 
 template <class R, class P>
-FP4KIT_DEVICE void store_run(const PatchArguments& a, const Runs<P>& runs, int k, u8* out,
+FP4KIT_DEVICE void store_run(const PatchArguments& a, const TileRuns<P>& runs, int k, u8* out,
                              const u32 (&words)[16 / P::kPerWord], u32 code) {
   const u32 column = runs.column, blocks = static_cast<u32>(a.columns) / R::kBlock;
   store_words(out, words);
@@ -34,13 +34,14 @@ FP4KIT_DEVICE void store_run(const PatchArguments& a, const Runs<P>& runs, int k
       static_cast<u8>(code);
 }
 
-// The runs that do not go the short way, read again. out: where the codes of the first run go; left: bit k for run k.
+// The runs that do not go the short way, read again. out: where the codes of the first run go; pending: bit k for run
+// k.
 template <class R, class In, class P>
-FP4KIT_DEVICE void quantize_left_runs(const PatchArguments& a, const Runs<P>& runs, u8* out, u32 left, TensorScale t,
-                                      const Factor* table) {
+FP4KIT_DEVICE void quantize_pending_runs(const PatchArguments& a, const TileRuns<P>& runs, u8* out, u32 pending,
+                                         TensorScale t, const Factor* table) {
 #pragma unroll 1
-  for (int k = 0; left >> k && k < runs.inside; ++k) {
-    if (!(left >> k & 1u)) continue;
+  for (int k = 0; pending >> k && k < runs.inside; ++k) {
+    if (!(pending >> k & 1u)) continue;
     const typename In::Bits* x = first_element<In>(a, {0, 0, runs.row + k * runs.kStep, runs.column});
     Factor f;
     const u32 code = scale_block<R, In>(amax_of_block<R, In>(x - runs.column % R::kBlock, 1, 0, 1), t, table, f);
@@ -53,22 +54,23 @@ FP4KIT_DEVICE void quantize_left_runs(const PatchArguments& a, const Runs<P>& ru
 // Blocks in a row, a run of 16 at a time; the runs of a block lie in neighbouring lanes.
 template <class R, class In, bool kAligned, class P>
 FP4KIT_DEVICE void quantize_rows(const PatchArguments& a, Tile tile, TensorScale t, const Factor* table,
-                                 const Kept<P>& kept) {
-  using Way = ShortWay<R, In>;
-  constexpr int kUnroll = P::kKeeps ? 1 : Runs<P>::kCount;  // loads under way
-  const Runs<P> runs(a, tile);
-  const Spot first = {0, 0, runs.inside ? runs.row : 0, runs.inside ? runs.column : 0};  // any where there is none
+                                 const TileElements<P>& elements) {
+  using Path = FastPath<R, In>;
+  constexpr int kUnroll = P::kKeepsElements ? 1 : TileRuns<P>::kCount;  // loads under way
+  const TileRuns<P> runs(a, tile);
+  const PatchPosition first = {0, 0, runs.inside ? runs.row : 0,
+                               runs.inside ? runs.column : 0};  // any where there is none
   const typename In::Bits* from = first_element<In>(a, first);
   u8* const out = advanced(a.packed, row_bytes<P>(a), first.row) + static_cast<u32>(first.column) / 8 * P::kBits;
-  u8* at = out;
-  u32 left = 0u;
+  u8* row_out = out;
+  u32 pending = 0u;
 #pragma unroll
   for (int start = 0; start < runs.kCount; start += kUnroll) {
     Run<In, 16> x[kUnroll];
 #pragma unroll
     for (int i = 0; i < kUnroll; ++i) {
-      if constexpr (P::kKeeps) {
-        x[i] = kept_run<In>(kept, runs.row - tile.row + start * runs.kStep, runs.column - tile.column);
+      if constexpr (P::kKeepsElements) {
+        x[i] = tile_run<In>(elements, runs.row - tile.row + start * runs.kStep, runs.column - tile.column);
       } else {
         x[i] = read_run<In, 16, kAligned>(from);
         from = advanced(from, opaque(i + 1 < runs.inside ? static_cast<u32>(a.columns) : 0u),
@@ -76,57 +78,57 @@ FP4KIT_DEVICE void quantize_rows(const PatchArguments& a, Tile tile, TensorScale
       }
     }
 #pragma unroll
-    for (int i = 0; i < kUnroll; ++i, at = advanced(at, opaque(row_bytes<P>(a)), runs.kStep)) {
+    for (int i = 0; i < kUnroll; ++i, row_out = advanced(row_out, opaque(row_bytes<P>(a)), runs.kStep)) {
       const u32 largest = largest_of_lanes(largest_bits_of(x[i]), 1, R::kBlock / 16);
       Factor f;
       const u32 code = scale_block<R, In>(float_of(largest), t, table, f);
-      if (!Way::kExists || !takes_short_way<R, In>(largest, f)) left |= 1u << (start + i);
+      if (!Path::kExists || !takes_fast_path<R, In>(largest, f)) pending |= 1u << (start + i);
       u32 words[16 / P::kPerWord] = {};
-      if constexpr (Way::kExists) encode_finite<R, In>(x[i], f, words);
-      if (start + i < runs.inside) store_run<R>(a, runs, start + i, at, words, code);
+      if constexpr (Path::kExists) encode_finite<R, In>(x[i], f, words);
+      if (start + i < runs.inside) store_run<R>(a, runs, start + i, row_out, words, code);
     }
   }
-  if (left) quantize_left_runs<R, In>(a, runs, out, left, t, table);
+  if (pending) quantize_pending_runs<R, In>(a, runs, out, pending, t, table);
 }
 
 template <class R, class In, bool kAligned>
-FP4KIT_DEVICE void quantize_patch(const PatchArguments& a, Grid grid) {
-  using P = Patches<R, In>;
+FP4KIT_DEVICE void quantize_columns(const PatchArguments& a, Grid grid) {
+  using P = PatchTraits<R, In>;
   __shared__ Staging<P> staging;
-  __shared__ Kept<P> kept;
+  __shared__ TileElements<P> elements;
   __shared__ Factor table[R::kHasTable ? kTableSize : 1];
-  const Tiles<P> tiles(a);
+  const TileOrder<P> tiles(a);
   const u32 count = tiles.count();
   u32 i = grid.block;
   Tile tile = tiles.tile(i);
-  Run<In, P::kSpan> x[P::kHigh];
-  load_patch<In, kAligned, P>(a, spot_of<P>(tile), x);  // under way while the table is made
+  Run<In, P::kPatchColumns> x[P::kPatchRows];
+  load_patch<In, kAligned, P>(a, patch_position<P>(tile), x);  // under way while the table is made
   const TensorScale t = tensor_scale_of<R, In>(a.tensor_amax, 0, 0, 1);
   if constexpr (R::kHasTable) {
     if (threadIdx.x < kTableSize) table[threadIdx.x] = factor_of_code<R, In>(threadIdx.x, t);
     __syncthreads();
   }
   while (i < count) {
-    const Spot s = spot_of<P>(tile);
+    const PatchPosition s = patch_position<P>(tile);
     if constexpr (P::kSquare) {
       quantize_square<R, In, kAligned, P>(a, s, x, t, staging);
     } else {
-      if (P::kKeeps && a.packed) keep_patch<In>(kept, s, x);
-      if (a.column_packed) quantize_columns<R, In, P>(a, s, x, t, table, staging);
+      if (P::kKeepsElements && a.packed) store_patch_elements<In>(elements, s, x);
+      if (a.column_packed) quantize_column_blocks<R, In, P>(a, s, x, t, table, staging);
     }
-    if (a.column_packed || P::kKeeps) __syncthreads();
+    if (a.column_packed || P::kKeepsElements) __syncthreads();
     if (a.column_packed) {
       write_codes<P>(a, staging, tile);
       write_scales<R, P>(a, staging, tile);
     }
     if constexpr (!P::kSquare) {
-      if (a.packed) quantize_rows<R, In, kAligned, P>(a, tile, t, table, kept);
+      if (a.packed) quantize_rows<R, In, kAligned, P>(a, tile, t, table, elements);
     }
     i += grid.blocks;
     if (i >= count) break;
-    if (a.column_packed || P::kKeeps) __syncthreads();
+    if (a.column_packed || P::kKeepsElements) __syncthreads();
     tile = tiles.tile(i);
-    load_patch<In, kAligned, P>(a, spot_of<P>(tile), x);
+    load_patch<In, kAligned, P>(a, patch_position<P>(tile), x);
   }
   if (grid.block == 0 && threadIdx.x == 0 && R::kTensorScaling != TensorScaling::none) {
     if (a.tensor_scale) *a.tensor_scale = t.decode;
@@ -139,12 +141,12 @@ FP4KIT_DEVICE void quantize_patch(const PatchArguments& a, Grid grid) {
 // Thread blocks of a multiprocessor: square patches of 32 bits take twice the registers; a transform takes more, and so
 // do quotients and finding the amax, of arrays that are too small for many blocks.
 constexpr bool kIsLong = sizeof(Input::Bits) == 4;
-constexpr int kResident = (kIsLong && R::kBlockRows > 1) || R::kFinders ? 2
-                          : R::kHadamard || (kIsLong && R::kDivide)     ? 3
-                                                                        : 4;
+constexpr int kBlocksPerMultiprocessor = (kIsLong && R::kBlockRows > 1) || R::kFinders ? 2
+                                         : R::kHadamard || (kIsLong && R::kDivide)     ? 3
+                                                                                       : 4;
 
-extern "C" __global__ void FP4KIT_CLUSTER __launch_bounds__(kThreads, kResident)
+extern "C" __global__ void FP4KIT_CLUSTER __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
     quantize_patch_kernel(PatchArguments a) {
   find_amax<R, Input, kAligned>(a);
-  quantize_patch<R, Input, kAligned>(a, whole_grid());
+  quantize_columns<R, Input, kAligned>(a, whole_grid());
 }

@@ -1,9 +1,9 @@
 // The amaxes of many stored tensor scales: the known ones where they give their scales, else those that the scales
-// imply (rules/implied.cuh). dequantize decodes with them where each row or block has a scale, since a search for each
-// run of elements would take longer than the elements; codes under given scales are made with them.
-#include "implied.cuh"
+// imply (rules/implied_amax.cuh). dequantize decodes with them where each row or block has a scale, since a search for
+// each run of elements would take longer than the elements; codes under given scales are made with them.
+#include "implied_amax.cuh"
 
-struct Arguments {
+struct ImpliedAmaxArguments {
   const float* tensor_scale;
   const float* tensor_amax;  // null where not known
   float* amax;               // kUnknownAmax where no amax gives the scale
@@ -11,7 +11,7 @@ struct Arguments {
 };
 
 template <class R, class Original>
-FP4KIT_DEVICE void imply_amaxes(const Arguments& a, Grid grid) {
+FP4KIT_DEVICE void imply_amaxes(const ImpliedAmaxArguments& a, Grid grid) {
   for (i64 i = first_item(grid); i < a.count; i += item_stride(grid)) {
     const float decode = a.tensor_scale[i], known = a.tensor_amax ? a.tensor_amax[i] : kUnknownAmax;
     const bool is_known = a.tensor_amax && same_scale(R::TensorRule::template scale<R, Original>(known).decode, decode);
@@ -19,6 +19,6 @@ FP4KIT_DEVICE void imply_amaxes(const Arguments& a, Grid grid) {
   }
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads) implied_kernel(Arguments a) {
+extern "C" __global__ void __launch_bounds__(kThreads) implied_amax_kernel(ImpliedAmaxArguments a) {
   imply_amaxes<R, Input>(a, whole_grid());
 }

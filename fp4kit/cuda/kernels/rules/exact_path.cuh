@@ -1,7 +1,7 @@
 // A block of any elements, exactly as the specification has it: its amax, its scale and factor, the codes and values of
 // its elements.
 //
-// Every kernel has a short way for blocks that are ordinary (finite.cuh), and comes here with all others. A kernel
+// Every kernel has a short way for blocks that are ordinary (fast_path.cuh), and comes here with all others. A kernel
 // finds its elements itself, and hands them over as functions: load(i, j, x) of the elements from j on of row i of a
 // block, at(i) of element i of a run.
 #pragma once
@@ -12,10 +12,10 @@ constexpr int kTableSize = 128;  // of factors: codes of scales without a sign
 
 template <class R, class In>
 FP4KIT_DEVICE Factor factor_of(u32 code, float amax, TensorScale t) {
-  const float by = R::BlockRule::template factor<R, In>(code, amax, t);
-  if constexpr (R::kThenEncode) return {by, t.encode};
-  if constexpr (R::kDivide) return {by, 1.0f / by};
-  return {by, by};
+  const float factor = R::BlockRule::template factor<R, In>(code, amax, t);
+  if constexpr (R::kThenEncode) return {factor, t.encode};
+  if constexpr (R::kDivide) return {factor, 1.0f / factor};
+  return {factor, factor};
 }
 
 // What a table has for a code: the factor of a block that is not of zeros.
@@ -30,7 +30,7 @@ FP4KIT_DEVICE u32 scale_block(float amax, TensorScale t, const Factor* table, Fa
   const u32 code = R::BlockRule::template code<R, In>(amax, t);
   if constexpr (R::kHasTable) {
     f = table[code % kTableSize];
-    f.by = R::BlockRule::of_block(amax, f.by);
+    f.value = R::BlockRule::block_factor(amax, f.value);
   } else {
     f = factor_of<R, In>(code, amax, t);
   }
@@ -79,11 +79,11 @@ FP4KIT_DEVICE u32 repacked(u32 code, float scaled, float factor) {
 // Code of an element. byte: its random byte, where rounding is stochastic.
 template <class R, class In>
 FP4KIT_DEVICE u32 exact_code(float x, Factor f, u32 byte) {
-  if constexpr (R::kCompare && !R::kStochastic) return encode_compared<R>(x, f.by);
+  if constexpr (R::kCompare && !R::kStochastic) return encode_compared<R>(x, f.value);
   const float y = scaled_element<R, In>(x, f);
   if constexpr (R::kStochastic) return encode_stochastic<typename R::Element>(y, byte);
   const u32 code = encode_element<R>(y);
-  if constexpr (R::kRepacked) return repacked<R, In>(code, y, f.by);
+  if constexpr (R::kRepacked) return repacked<R, In>(code, y, f.value);
   return code;
 }
 
@@ -120,13 +120,14 @@ FP4KIT_DEVICE void exact_codes(const float (&x)[kRun], const u32 (&bytes)[kRun],
 
 // The same of the elements at(0) ... at(kRun - 1), whole words of codes, where rounding is not stochastic: little code,
 // for what is rare.
-template <class R, class In, int kRun, class At>
-FP4KIT_DEVICE void exact_codes_of(const At& at, Factor f, u32 (&words)[kCodeWords<R, kRun>]) {
+template <class R, class In, int kRun, class ElementAt>
+FP4KIT_DEVICE void exact_codes_of(const ElementAt& element_at, Factor f, u32 (&words)[kCodeWords<R, kRun>]) {
   constexpr int kBits = R::Element::kStoredBits, kPerWord = 32 / kBits;
 #pragma unroll
   for (int w = 0; w < kCodeWords<R, kRun>; ++w) {
     words[w] = 0u;
 #pragma unroll 1
-    for (int i = 0; i < kPerWord; ++i) words[w] |= exact_code<R, In>(at(w * kPerWord + i), f, 0u) << (kBits * i);
+    for (int i = 0; i < kPerWord; ++i)
+      words[w] |= exact_code<R, In>(element_at(w * kPerWord + i), f, 0u) << (kBits * i);
   }
 }

@@ -1,8 +1,8 @@
-// Two columns of 16-bit elements side by side, encoded the short way (finite.cuh) from the words of their rows, which
-// hold an element of each: columns are not taken apart before their codes are.
+// Two columns of 16-bit elements side by side, encoded the short way (fast_path.cuh) from the words of their rows,
+// which hold an element of each: columns are not taken apart before their codes are.
 #pragma once
 
-#include "finite.cuh"
+#include "fast_path.cuh"
 
 // What has the signs of eight rows at bits 4 i + 3, for either column; other bits are not meant.
 FP4KIT_DEVICE void nibble_signs_of_columns(const u32* rows, u32 (&signs)[2]) {
@@ -38,35 +38,35 @@ FP4KIT_DEVICE void encode_columns_e2m1x8(const u32* rows, const u32* signs, u32 
 template <class R, class In, int kRows>
 FP4KIT_DEVICE void encode_columns(const u32 (&rows)[kRows], const Factor (&f)[2],
                                   u32 (&words)[2][kRows * R::Element::kStoredBits / 32]) {
-  using Way = ShortWay<R, In>;
+  using Path = FastPath<R, In>;
   constexpr int kPerWord = 32 / R::Element::kStoredBits;
 #pragma unroll
   for (int w = 0; w < kRows / kPerWord; ++w) {
     u32 pairs[kPerWord];
 #pragma unroll
     for (int i = 0; i < kPerWord; ++i) pairs[i] = pair_with_code_signs<R, In>(rows[w * kPerWord + i]);
-    if constexpr (Way::kPairs) {
+    if constexpr (Path::kByPairs) {
       u32 two[2];
-      encode_columns_e2m1x8(rows + w * kPerWord, pairs, prmt(bits_of(f[0].by), bits_of(f[1].by), 0x7632u), two);
+      encode_columns_e2m1x8(rows + w * kPerWord, pairs, prmt(bits_of(f[0].value), bits_of(f[1].value), 0x7632u), two);
       words[0][w] = with_signs_of_codes<R>(two[0]);
       words[1][w] = with_signs_of_codes<R>(two[1]);
     } else {
       u32 signs[2];
-      if constexpr (Way::kE2m1) nibble_signs_of_columns(pairs, signs);
+      if constexpr (Path::kE2m1) nibble_signs_of_columns(pairs, signs);
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
         float y[kPerWord];
 #pragma unroll
         for (int i = 0; i < kPerWord; ++i) {
           const float x = element(Run<In, 2>{{rows[w * kPerWord + i]}}, j);
-          if constexpr (Way::kE2m1 && !FP4KIT_HAS_CVT_E2M1)
+          if constexpr (Path::kE2m1 && !FP4KIT_HAS_CVT_E2M1)
             y[i] = scaled_finite<R, In>(fabsf(x), f[j]);
           else
             y[i] = with_code_sign_of<R>(scaled_finite<R, In>(x, f[j]), x);
         }
         u32 word;
-        if constexpr (Way::kE2m1 && !FP4KIT_HAS_CVT_E2M1)
-          word = encode_e2m1x8<Way::kClamp>(y, signs[j] & 0x88888888u);
+        if constexpr (Path::kE2m1 && !FP4KIT_HAS_CVT_E2M1)
+          word = encode_e2m1x8<Path::kClamp>(y, signs[j] & 0x88888888u);
         else
           word = encode_word<typename R::Element>(y);
         words[j][w] = with_signs_of_codes<R>(word);

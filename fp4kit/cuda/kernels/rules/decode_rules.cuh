@@ -1,34 +1,34 @@
 // Decode rules, as reference/dequantize.py names them: value * what the block's scales say.
 //   scale<R>(code, tensor)  of a block scale's code: a Scale, what apply takes
-//   plain(scale)            the Scale under which apply gives value * scale, of rules that need an amax and have block
-//   scales apply(value, scale)     the value of an element whose code means `value` apply_pair              the same
-//   for two bfloat16 values, under scales that are powers of two kNeedsAmax              whether a tensor's amax or
-//   encode scale is read, or its decode scale alone kNumbers                whether codes of NaN elements stand for the
-//   numbers that their bits spell: see DecodedElement
+//   product_scale(scale)            the Scale under which apply gives value * scale, of rules that need an amax and
+//   have block scales apply(value, scale)     the value of an element whose code means `value` apply_pair the same for
+//   two bfloat16 values, under scales that are powers of two kNeedsAmax              whether a tensor's amax or encode
+//   scale is read, or its decode scale alone kReadsNanAsNumber                whether codes of NaN elements stand for
+//   the numbers that their bits spell: see DecodedElement
 #pragma once
 
-#include "scale.cuh"
+#include "tensor_rules.cuh"
 
 // A format with numbers in place of NaN.
 template <class F>
-struct NumbersOf : F {
+struct WithoutNan : F {
   static constexpr bool kHasNan = false, kIsE4m3 = false, kIsE5m2 = false;
 };
-template <class F, bool kNumbers>
-struct ReadAs {
+template <class F, bool kReadsNanAsNumber>
+struct DecodedFormat {
   using Format = F;
 };
 template <class F>
-struct ReadAs<F, true> {
-  using Format = NumbersOf<F>;
+struct DecodedFormat<F, true> {
+  using Format = WithoutNan<F>;
 };
 template <class R>
-using DecodedElement = typename ReadAs<typename R::Element, R::DecodeRule::kNumbers>::Format;
+using DecodedElement = typename DecodedFormat<typename R::Element, R::DecodeRule::kReadsNanAsNumber>::Format;
 
 struct decode_product {
-  static constexpr bool kNeedsAmax = false, kNumbers = false;
+  static constexpr bool kNeedsAmax = false, kReadsNanAsNumber = false;
   using Scale = float;
-  FP4KIT_DEVICE Scale plain(float scale) { return scale; }
+  FP4KIT_DEVICE Scale product_scale(float scale) { return scale; }
   template <class R>
   FP4KIT_DEVICE float scale(u32 code, TensorScale t) {
     return decode_scale<R>(code) * t.decode;
@@ -39,7 +39,7 @@ struct decode_product {
   }  // E8M0: apply, bfloat16
 };
 struct decode_tensor {  // decode_product without block scales
-  static constexpr bool kNeedsAmax = false, kNumbers = false;
+  static constexpr bool kNeedsAmax = false, kReadsNanAsNumber = false;
   using Scale = float;
   template <class R>
   FP4KIT_DEVICE float scale(u32 code, TensorScale t) {
@@ -76,9 +76,9 @@ FP4KIT_DEVICE bool is_finite(ScaleOfAmax s) {
 }
 
 struct decode_fouroversix {
-  static constexpr bool kNeedsAmax = true, kNumbers = false;
+  static constexpr bool kNeedsAmax = true, kReadsNanAsNumber = false;
   using Scale = ScaleOfAmax;
-  FP4KIT_DEVICE Scale plain(float scale) { return {scale, -1.0f, 1.0f}; }
+  FP4KIT_DEVICE Scale product_scale(float scale) { return {scale, -1.0f, 1.0f}; }
   template <class R>
   FP4KIT_DEVICE Scale scale(u32 code, TensorScale t) {
     return {decode_scale<R>(code), t.amax, full_range<R>()};
@@ -100,7 +100,7 @@ struct decode_modelopt : decode_product {
 struct decode_mlx_0322 : decode_product {  // 7F and FF are 480 and -480
   template <class R>
   FP4KIT_DEVICE float scale(u32 code, TensorScale t) {
-    return decode<NumbersOf<typename R::Scale>>(code) * t.decode;
+    return decode<WithoutNan<typename R::Scale>>(code) * t.decode;
   }
 };
 struct decode_e8m0 : decode_product {
@@ -155,7 +155,7 @@ struct decode_e8m0_infinite : decode_product {
 struct decode_e8m0_mlx : decode_e8m0_infinite {};
 struct decode_e8m0_quark : decode_e8m0_infinite {};
 struct decode_e8m0_mlx_0322 : decode_e8m0_infinite {
-  static constexpr bool kNumbers = true;
+  static constexpr bool kReadsNanAsNumber = true;
 };
 struct decode_e8m0_float16 : decode_product {
   template <class R>
@@ -169,10 +169,10 @@ struct decode_e8m0_float16 : decode_product {
   }
 };
 struct decode_e8m0_float16_0322 : decode_e8m0_float16 {
-  static constexpr bool kNumbers = true;
+  static constexpr bool kReadsNanAsNumber = true;
 };
 struct decode_int_modelopt {
-  static constexpr bool kNeedsAmax = true, kNumbers = false;
+  static constexpr bool kNeedsAmax = true, kReadsNanAsNumber = false;
   using Scale = float;
   template <class R>
   FP4KIT_DEVICE float scale(u32 code, TensorScale t) {

@@ -6,7 +6,7 @@
 // A factor that a code alone does not tell.
 struct by_amax {
   static constexpr bool kReadsAmax = true, kReadsInput = false;
-  FP4KIT_DEVICE float of_block(float amax, float factor) { return factor; }
+  FP4KIT_DEVICE float block_factor(float amax, float factor) { return factor; }
 };
 
 // The code of 2^exponent; 0 for NaN.

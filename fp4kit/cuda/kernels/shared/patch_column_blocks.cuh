@@ -1,28 +1,29 @@
 // Blocks in a column, from patches of 16 rows of 8 bytes into the staging.
 #pragma once
 
-#include "finite_columns.cuh"
+#include "fast_path_columns.cuh"
 #include "hadamard.cuh"
-#include "quantize_patch_staging.cuh"
-#include "square.cuh"
+#include "patch_staging.cuh"
+#include "transpose_square.cuh"
 
 // The largest magnitude of each column of a patch, and of the patches of its block above and below, as float32 bits.
 template <class In, class P>
-FP4KIT_DEVICE void column_maxima(const Run<In, P::kSpan> (&x)[P::kHigh], u32 (&largest)[P::kSpan]) {
-  constexpr int kWords = Run<In, P::kSpan>::kWords;
+FP4KIT_DEVICE void column_maxima(const Run<In, P::kPatchColumns> (&x)[P::kPatchRows],
+                                 u32 (&largest)[P::kPatchColumns]) {
+  constexpr int kWords = Run<In, P::kPatchColumns>::kWords;
 #pragma unroll
   for (int k = 0; k < kWords; ++k) {
     if constexpr (sizeof(typename In::Bits) == 4) {
       u32 word = 0u;
 #pragma unroll
-      for (int i = 0; i < P::kHigh; ++i) word = maximum(word, x[i].w[k] & 0x7FFFFFFFu);
-      largest[k] = largest_of_lanes(word, P::kWide, 32);
+      for (int i = 0; i < P::kPatchRows; ++i) word = maximum(word, x[i].w[k] & 0x7FFFFFFFu);
+      largest[k] = largest_of_lanes(word, P::kPatchesAcross, 32);
     } else {
       u32 pair = In::max_magnitude(x[0].w[k], x[1].w[k]);
 #pragma unroll
-      for (int i = 2; i < P::kHigh; ++i) pair = In::max_magnitude(pair, x[i].w[k]);
+      for (int i = 2; i < P::kPatchRows; ++i) pair = In::max_magnitude(pair, x[i].w[k]);
 #pragma unroll
-      for (int lane = P::kWide; lane < 32; lane *= 2)
+      for (int lane = P::kPatchesAcross; lane < 32; lane *= 2)
         pair = In::max_magnitude(pair, __shfl_xor_sync(0xFFFFFFFFu, pair, lane));
       largest[2 * k] = bits_of(In::widen(static_cast<u16>(pair & 0x7FFFu)));
       largest[2 * k + 1] = bits_of(In::widen(static_cast<u16>(pair >> 16 & 0x7FFFu)));
@@ -33,28 +34,28 @@ FP4KIT_DEVICE void column_maxima(const Run<In, P::kSpan> (&x)[P::kHigh], u32 (&l
 // A patch of whole blocks of 16 in columns -> the transforms of its columns, and their largest magnitudes as float32
 // bits. Gives which columns are not right, as bits.
 template <class R, class In, class P>
-FP4KIT_DEVICE u32 transform_columns(Run<In, P::kSpan> (&x)[P::kHigh], u32 (&largest)[P::kSpan]) {
-  constexpr int kWords = Run<In, P::kSpan>::kWords;
-  u32 untold = 0u;
+FP4KIT_DEVICE u32 transform_columns(Run<In, P::kPatchColumns> (&x)[P::kPatchRows], u32 (&largest)[P::kPatchColumns]) {
+  constexpr int kWords = Run<In, P::kPatchColumns>::kWords;
+  u32 inconclusive = 0u;
 #pragma unroll
   for (int k = 0; k < kWords; ++k) {
-    Run<In, P::kHigh * Run<In, 16>::kPerWord> all;
-    u32(&rows)[P::kHigh] = all.w;
+    Run<In, P::kPatchRows * Run<In, 16>::kPerWord> all;
+    u32(&rows)[P::kPatchRows] = all.w;
 #pragma unroll
-    for (int i = 0; i < P::kHigh; ++i) rows[i] = x[i].w[k];
+    for (int i = 0; i < P::kPatchRows; ++i) rows[i] = x[i].w[k];
     if constexpr (sizeof(typename In::Bits) == 4) {
       largest[k] = hadamard_run<R::kSignMask>(all);
     } else {
       u32 two;
       const u32 pair = hadamard_columns<R::kSignMask, In>(rows, two);
-      untold |= two << (2 * k);
+      inconclusive |= two << (2 * k);
       largest[2 * k] = bits_of(In::widen(static_cast<u16>(pair & 0x7FFFu)));
       largest[2 * k + 1] = bits_of(In::widen(static_cast<u16>(pair >> 16 & 0x7FFFu)));
     }
 #pragma unroll
-    for (int i = 0; i < P::kHigh; ++i) x[i].w[k] = rows[i];
+    for (int i = 0; i < P::kPatchRows; ++i) x[i].w[k] = rows[i];
   }
-  return untold;
+  return inconclusive;
 }
 
 // The transform of the 16 elements that lie `step` apart from x on.
@@ -71,17 +72,18 @@ FP4KIT_DEVICE void transform_column(const typename In::Bits* x, i64 step, typena
 
 // Codes of a patch's columns the short way, whether they may go it or not.
 template <class R, class In, class P>
-FP4KIT_DEVICE void encode_patch_columns(const Run<In, P::kSpan> (&x)[P::kHigh], const Factor (&f)[P::kSpan],
-                                        u32 (&words)[P::kSpan][P::kWords]) {
+FP4KIT_DEVICE void encode_patch_columns(const Run<In, P::kPatchColumns> (&x)[P::kPatchRows],
+                                        const Factor (&f)[P::kPatchColumns],
+                                        u32 (&words)[P::kPatchColumns][P::kWords]) {
 #pragma unroll
-  for (int k = 0; k < Run<In, P::kSpan>::kWords; ++k) {
-    u32 rows[P::kHigh];
+  for (int k = 0; k < Run<In, P::kPatchColumns>::kWords; ++k) {
+    u32 rows[P::kPatchRows];
 #pragma unroll
-    for (int i = 0; i < P::kHigh; ++i) rows[i] = x[i].w[k];
+    for (int i = 0; i < P::kPatchRows; ++i) rows[i] = x[i].w[k];
     if constexpr (sizeof(typename In::Bits) == 4) {
-      Run<In, P::kHigh> column;
+      Run<In, P::kPatchRows> column;
 #pragma unroll
-      for (int i = 0; i < P::kHigh; ++i) column.w[i] = rows[i];
+      for (int i = 0; i < P::kPatchRows; ++i) column.w[i] = rows[i];
       encode_finite<R, In>(column, f[k], words[k]);
     } else {
       const Factor two[2] = {f[2 * k], f[2 * k + 1]};
@@ -104,51 +106,52 @@ FP4KIT_DEVICE u32 encode_any_column(const typename In::Bits* x, int above, i64 s
   Factor f;
   if constexpr (!R::kHadamard) {
     const u32 code = scale_block<R, In>(amax_of_block<R, In>(x - above * step, 1, 0, step), t, table, f);
-    encode_any<R, In, P::kHigh>(x, step, f, words);
+    encode_any<R, In, P::kPatchRows>(x, step, f, words);
     return code;
   } else {
     typename In::Bits transformed[16];
     transform_column<R, In>(x, step, transformed);
     const u32 code = scale_block<R, In>(amax_of_block<R, In>(transformed, 1, 0, 1), t, table, f);
-    encode_any<R, In, P::kHigh>(transformed, 1, f, words);
+    encode_any<R, In, P::kPatchRows>(transformed, 1, f, words);
     return code;
   }
 }
 
 // Blocks in a column: a patch, into the staging. Columns that do not go the short way afterwards, read again.
 template <class R, class In, class P>
-FP4KIT_DEVICE void quantize_columns(const PatchArguments& a, const Spot& s, Run<In, P::kSpan> (&x)[P::kHigh],
-                                    TensorScale t, const Factor* table, Staging<P>& staging) {
-  u32 largest[P::kSpan], left = 0u, codes = 0u, words[P::kSpan][P::kWords] = {};
-  Factor f[P::kSpan];
+FP4KIT_DEVICE void quantize_column_blocks(const PatchArguments& a, const PatchPosition& s,
+                                          Run<In, P::kPatchColumns> (&x)[P::kPatchRows], TensorScale t,
+                                          const Factor* table, Staging<P>& staging) {
+  u32 largest[P::kPatchColumns], pending = 0u, codes = 0u, words[P::kPatchColumns][P::kWords] = {};
+  Factor f[P::kPatchColumns];
   if constexpr (R::kHadamard) {
-    left = transform_columns<R, In, P>(x, largest);
+    pending = transform_columns<R, In, P>(x, largest);
   } else {
     column_maxima<In, P>(x, largest);
   }
 #pragma unroll
-  for (int j = 0; j < P::kSpan; ++j) {
+  for (int j = 0; j < P::kPatchColumns; ++j) {
     const u32 code = scale_block<R, In>(float_of(largest[j]), t, table, f[j]);
     codes |= code << (8 * j);
-    if (!ShortWay<R, In>::kExists || !takes_short_way<R, In>(largest[j], f[j])) left |= 1u << j;
+    if (!FastPath<R, In>::kExists || !takes_fast_path<R, In>(largest[j], f[j])) pending |= 1u << j;
   }
-  if constexpr (ShortWay<R, In>::kExists) encode_patch_columns<R, In, P>(x, f, words);
+  if constexpr (FastPath<R, In>::kExists) encode_patch_columns<R, In, P>(x, f, words);
 #pragma unroll
   for (int w = 0; w < P::kWords; ++w) {
-    u32 row[P::kSpan];
+    u32 row[P::kPatchColumns];
 #pragma unroll
-    for (int j = 0; j < P::kSpan; ++j) row[j] = words[j][w];
+    for (int j = 0; j < P::kPatchColumns; ++j) row[j] = words[j][w];
     stage_words<P>(staging, s, w, row);
   }
   u8* scales = &staging.scales[s.tile_row / R::kBlock][s.tile_column];
   if (s.tile_row % R::kBlock == 0) {
-    if constexpr (P::kSpan == 4) *reinterpret_cast<u32*>(scales) = codes;
-    if constexpr (P::kSpan == 2) *reinterpret_cast<u16*>(scales) = static_cast<u16>(codes);
+    if constexpr (P::kPatchColumns == 4) *reinterpret_cast<u32*>(scales) = codes;
+    if constexpr (P::kPatchColumns == 2) *reinterpret_cast<u16*>(scales) = static_cast<u16>(codes);
   }
-  if (!left || rows_inside(a, s) <= 0) return;
+  if (!pending || rows_inside(a, s) <= 0) return;
 #pragma unroll 1
-  for (int j = 0; left >> j; ++j) {
-    if (!(left >> j & 1u)) continue;
+  for (int j = 0; pending >> j; ++j) {
+    if (!(pending >> j & 1u)) continue;
     u32 column[P::kWords];
     const u32 code =
         encode_any_column<R, In, P>(first_element<In>(a, s) + j, s.row % R::kBlock, a.columns, t, table, column);

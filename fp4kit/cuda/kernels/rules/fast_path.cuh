@@ -1,41 +1,44 @@
 // Blocks of finite elements, encoded the short way: no element of theirs becomes NaN, so every rule for NaN gives the
 // same. A block takes this way if its largest magnitude and its factor are finite and the factor is in a range where no
-// step underflows or overflows unseen (takes_short_way); the exact way (exact.cuh) is right for every block, and
+// step underflows or overflows unseen (takes_fast_path); the exact way (exact_path.cuh) is right for every block, and
 // slower.
 #pragma once
 
-#include "exact.cuh"
+#include "exact_path.cuh"
 #include "pack.cuh"
 
 template <class R, class In>
-struct ShortWay {
-  static constexpr bool kHalf = sizeof(typename In::Bits) == 2;
+struct FastPath {
+  static constexpr bool kIs16Bit = sizeof(typename In::Bits) == 2;
   static constexpr bool kE2m1 = R::Element::kIsE2m1;
   static constexpr bool kPowerOfTwo = R::Scale::kMantissaBits == 0 && R::kHasScales;
   // Ties toward and away from zero of exact products of 8 or 11 bits: what shrinks, or grows, them by 2^-20 moves ties
   // and nothing else anywhere. A product that is rounded to 8 or 11 bits again, or flushed, loses that. None is the
   // float below 0.5, of 24 bits.
-  static constexpr bool kExact = kHalf && kPowerOfTwo && !R::kDivide && !R::kRoundScaled && !R::kFlush;
-  static constexpr bool kShrink = R::kRounding == Rounding::rnz && kExact && !R::kStochastic;
-  static constexpr bool kGrow = R::kRounding == Rounding::rna && kExact && !R::kStochastic;
-  static constexpr float kNudge = kShrink ? 1.0f - 0x1p-20f : kGrow ? 1.0f + 0x1p-20f : 1.0f;
+  static constexpr bool kExactProducts = kIs16Bit && kPowerOfTwo && !R::kDivide && !R::kRoundScaled && !R::kFlush;
+  static constexpr bool kShrinksTies = R::kRounding == Rounding::rnz && kExactProducts && !R::kStochastic;
+  static constexpr bool kGrowsTies = R::kRounding == Rounding::rna && kExactProducts && !R::kStochastic;
+  static constexpr float kNudge = kShrinksTies ? 1.0f - 0x1p-20f : kGrowsTies ? 1.0f + 0x1p-20f : 1.0f;
   static constexpr bool kClamp = kPowerOfTwo;  // others look at the largest product first, which is below 7
-  static constexpr bool kEven = R::kRounding == Rounding::rn || (R::kRounding == Rounding::rns && kExact) ||
-                                (R::kRounding == Rounding::rnw && !kClamp);
+  static constexpr bool kTiesToEven = R::kRounding == Rounding::rn ||
+                                      (R::kRounding == Rounding::rns && kExactProducts) ||
+                                      (R::kRounding == Rounding::rnw && !kClamp);
   // encode_magnitude_stochastic has no power of two for a least exponent above 0.
-  static constexpr bool kRounding = R::kStochastic ? !R::kFake && R::Element::kEmin <= 0 : kEven || kShrink || kGrow;
+  static constexpr bool kRoundingFits =
+      R::kStochastic ? !R::kFake && R::Element::kEmin <= 0 : kTiesToEven || kShrinksTies || kGrowsTies;
   // -0 that rounding to float16 made is not told from what was one before; nor one that a subnormal of 16 bits was
   // flushed to.
-  static constexpr bool kTold = (!R::kRoundScaled || In::kIsBfloat16) && !(kHalf && R::kFlush);
-  static constexpr bool kOwnSigns =
+  static constexpr bool kZeroSignKnown = (!R::kRoundScaled || In::kIsBfloat16) && !(kIs16Bit && R::kFlush);
+  static constexpr bool kKeepsInputSign =
       R::kSign == Sign::signbit || R::kSign == Sign::unsigned_zero;  // elements' own, but of codes of zero
-  static constexpr bool kSigns = R::kStochastic || kOwnSigns || kTold;
-  static constexpr bool kQuotient = !R::kDivide || (kE2m1 && !R::kStochastic);  // see quotient_by
-  static constexpr bool kExists = kQuotient && !R::kThenEncode && !R::Element::kIsInteger && kRounding && kSigns;
-  static constexpr bool kPairs = FP4KIT_FAST_BF16X2 && In::kIsBfloat16 && kPowerOfTwo && kE2m1 && kEven &&
-                                 !R::kDivide && !R::kRoundScaled && !R::kFake && !R::kStochastic;
+  static constexpr bool kSignFits = R::kStochastic || kKeepsInputSign || kZeroSignKnown;
+  static constexpr bool kDivisionFits = !R::kDivide || (kE2m1 && !R::kStochastic);  // see quotient_by
+  static constexpr bool kExists =
+      kDivisionFits && !R::kThenEncode && !R::Element::kIsInteger && kRoundingFits && kSignFits;
+  static constexpr bool kByPairs = FP4KIT_FAST_BF16X2 && In::kIsBfloat16 && kPowerOfTwo && kE2m1 && kTiesToEven &&
+                                   !R::kDivide && !R::kRoundScaled && !R::kFake && !R::kStochastic;
   // Stochastic rounding of products that have no more bits than elements of 16 bits have.
-  static constexpr bool kFewBits = kExact && kE2m1 && !R::kDivide;
+  static constexpr bool kProductsFit = kExactProducts && kE2m1 && !R::kDivide;
 };
 
 // Whether codes that are found again (R::kRepacked) are those that they were: no value overflows the dtype of the
@@ -45,30 +48,30 @@ template <class R, class In>
 FP4KIT_DEVICE bool keeps_codes(float factor) {
   using E = typename R::Element;
   constexpr bool kPower = R::Scale::kMantissaBits == 0;
-  constexpr int kTop = In::kMantissaBits == 10 ? 15 : 127, kLeast = E::kEmax - kTop + !kPower;
-  constexpr int kHeld = kPower ? -In::kLeastExponent : E::kEmin - E::kMantissaBits - In::kLeastExponent - 1,
-                kMost = kHeld < 127 ? kHeld : 127;
-  const bool is_held = factor >= float_of(static_cast<u32>(127 + kLeast) << 23) &&
-                       factor <= float_of(static_cast<u32>(127 + kMost) << 23);
-  return is_held || (!kPower && factor == 0.0f);  // all values are zeros
+  constexpr int kTop = In::kMantissaBits == 10 ? 15 : 127, kMinExponent = E::kEmax - kTop + !kPower;
+  constexpr int kMaxKeptExponent = kPower ? -In::kLeastExponent : E::kEmin - E::kMantissaBits - In::kLeastExponent - 1,
+                kMaxExponent = kMaxKeptExponent < 127 ? kMaxKeptExponent : 127;
+  const bool keeps = factor >= float_of(static_cast<u32>(127 + kMinExponent) << 23) &&
+                     factor <= float_of(static_cast<u32>(127 + kMaxExponent) << 23);
+  return keeps || (!kPower && factor == 0.0f);  // all values are zeros
 }
 
 // Whether a block goes the short way. largest: float32 bits of its largest magnitude.
 template <class R, class In>
-FP4KIT_DEVICE bool takes_short_way(u32 largest, Factor f) {
-  using Way = ShortWay<R, In>;
+FP4KIT_DEVICE bool takes_fast_path(u32 largest, Factor f) {
+  using Path = FastPath<R, In>;
   // |x| * by < 7 needs no clamp; NaN and infinity fail here, of either. The reciprocal's product is within 2^-22 of the
   // quotient, and below 6.9 what is rounded to 8 or 11 bits again stays below 7.
   const float product = float_of(largest) * f.reciprocal;
-  bool takes = Way::kClamp || !Way::kE2m1 ? fabsf(product) <= kFltMax : product < (R::kRoundScaled ? 6.9f : 6.99f);
-  if constexpr (R::kDivide) takes = takes & (f.by > 0x1p-90f) & (f.by < 0x1p90f);
-  if constexpr (R::kRepacked && !R::kStochastic) takes = takes & keeps_codes<R, In>(f.by);
-  if constexpr (!Way::kOwnSigns && Way::kHalf) {  // no product of an element underflows to a zero
-    constexpr int kLeast = (R::kRoundScaled ? In::kLeastExponent : -149) - In::kLeastExponent;
-    takes = takes & (f.reciprocal >= float_of(static_cast<u32>(127 + kLeast) << 23));
+  bool takes = Path::kClamp || !Path::kE2m1 ? fabsf(product) <= kFltMax : product < (R::kRoundScaled ? 6.9f : 6.99f);
+  if constexpr (R::kDivide) takes = takes & (f.value > 0x1p-90f) & (f.value < 0x1p90f);
+  if constexpr (R::kRepacked && !R::kStochastic) takes = takes & keeps_codes<R, In>(f.value);
+  if constexpr (!Path::kKeepsInputSign && Path::kIs16Bit) {  // no product of an element underflows to a zero
+    constexpr int kMinExponent = (R::kRoundScaled ? In::kLeastExponent : -149) - In::kLeastExponent;
+    takes = takes & (f.reciprocal >= float_of(static_cast<u32>(127 + kMinExponent) << 23));
   }
   // Pairs do not flush; below this no subnormal makes a code.
-  if constexpr (R::kFlush && Way::kPairs) takes = takes & (f.by < 0x1p100f);
+  if constexpr (R::kFlush && Path::kByPairs) takes = takes & (f.value < 0x1p100f);
   return takes;
 }
 
@@ -77,11 +80,11 @@ template <class R, class In>
 FP4KIT_DEVICE float scaled_finite(float x, Factor f) {
   float y;
   if constexpr (R::kFlush) {
-    y = mul_ftz(x, f.by);
+    y = mul_ftz(x, f.value);
   } else if constexpr (R::kDivide) {
-    y = quotient_by(x, f.by, f.reciprocal);
+    y = quotient_by(x, f.value, f.reciprocal);
   } else {
-    y = x * (f.by * ShortWay<R, In>::kNudge);
+    y = x * (f.value * FastPath<R, In>::kNudge);
   }
   if constexpr (R::kRoundScaled) y = round_to<In>(y);
   return y;
@@ -109,11 +112,11 @@ FP4KIT_DEVICE NibbleSigns magnitudes_x8(const Run<In, kRun>& run, Factor f, int 
   Run<In, kRun> magnitudes = run;
   if constexpr (R::kDivide) {
 #pragma unroll
-    for (int i = 0; i < run.kWords; ++i) magnitudes.w[i] &= ShortWay<R, In>::kHalf ? 0x7FFF7FFFu : 0x7FFFFFFFu;
+    for (int i = 0; i < run.kWords; ++i) magnitudes.w[i] &= FastPath<R, In>::kIs16Bit ? 0x7FFF7FFFu : 0x7FFFFFFFu;
   }
 #pragma unroll
   for (int i = 0; i < 8; ++i) a[i] = scaled_finite<R, In>(fabsf(element(magnitudes, first + i)), f);
-  if constexpr (ShortWay<R, In>::kHalf) {
+  if constexpr (FastPath<R, In>::kIs16Bit) {
     u32 pairs[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) pairs[i] = pair_with_code_signs<R, In>(run.w[first / 2 + i]);
@@ -123,8 +126,9 @@ FP4KIT_DEVICE NibbleSigns magnitudes_x8(const Run<In, kRun>& run, Factor f, int 
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
       const u32 sign = run.w[first + i];
-      y[i] = ShortWay<R, In>::kOwnSigns ? float_of(sign)
-                                        : with_code_sign<R::kSign>(float_of(bits_of(a[i]) | (sign & 0x80000000u)));
+      y[i] = FastPath<R, In>::kKeepsInputSign
+                 ? float_of(sign)
+                 : with_code_sign<R::kSign>(float_of(bits_of(a[i]) | (sign & 0x80000000u)));
     }
     return nibble_signs(y);
   }
@@ -134,21 +138,21 @@ FP4KIT_DEVICE NibbleSigns magnitudes_x8(const Run<In, kRun>& run, Factor f, int 
 template <class R, class In, int kRun>
 FP4KIT_DEVICE void encode_finite(const Run<In, kRun>& run, Factor f,
                                  u32 (&words)[kRun * R::Element::kStoredBits / 32]) {
-  using Way = ShortWay<R, In>;
-  if constexpr (Way::kPairs) {
-    const u32 half = bits_of(f.by) >> 16, factor = half | half << 16;
+  using Path = FastPath<R, In>;
+  if constexpr (Path::kByPairs) {
+    const u32 half = bits_of(f.value) >> 16, factor = half | half << 16;
     u32 signs[kRun / 2];
 #pragma unroll
     for (int i = 0; i < kRun / 2; ++i) signs[i] = pair_with_code_signs<R, In>(run.w[i]);
 #pragma unroll
     for (int i = 0; i < kRun / 8; ++i)
       words[i] = with_signs_of_codes<R>(encode_pairs_e2m1x8(run.w + 4 * i, signs + 4 * i, factor));
-  } else if constexpr (Way::kE2m1 && !FP4KIT_HAS_CVT_E2M1) {
+  } else if constexpr (Path::kE2m1 && !FP4KIT_HAS_CVT_E2M1) {
 #pragma unroll
     for (int i = 0; i < kRun / 8; ++i) {
       float a[8];
       const NibbleSigns signs = magnitudes_x8<R, In>(run, f, 8 * i, a);
-      words[i] = with_signs_of_codes<R>(encode_e2m1x8<Way::kClamp>(a, signs));
+      words[i] = with_signs_of_codes<R>(encode_e2m1x8<Path::kClamp>(a, signs));
     }
   } else {
     float y[kRun];

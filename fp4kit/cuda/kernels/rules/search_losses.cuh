@@ -1,10 +1,10 @@
 // Losses of blocks of 16 under candidate scales: reference/search_scales.py, operation by operation.
 #pragma once
 
-#include "convert.cuh"
-#include "power.cuh"
+#include "codec.cuh"
+#include "pow.cuh"
 
-constexpr int kSearched = 16;         // elements of a block
+constexpr int kSearchBlockSize = 16;  // elements of a block
 constexpr u32 kLastCandidate = 126u;  // E4M3 codes 1 ... 126
 
 // A scale, and what elements are multiplied with in place of a division by it.
@@ -13,7 +13,7 @@ struct Candidate {
 };
 
 // 2^24 or 2^-2 where div.full.f32 moves both operands first, else 1.
-FP4KIT_DEVICE float moved_by(float scale) {
+FP4KIT_DEVICE float division_scaling(float scale) {
   return scale < kFltMin ? 0x1p24f : scale > 0x1p126f ? 0.25f : 1.0f;
 }
 
@@ -25,7 +25,7 @@ FP4KIT_DEVICE float candidate_amax(u32 code, float amax) {
 template <class R>
 FP4KIT_DEVICE Candidate candidate_of(u32 code, float amax) {
   const float scale = candidate_amax<R>(code, amax) * (1.0f / 6.0f), safe = scale == 0.0f ? 1.0f : scale;
-  return {safe, rcp_approx_ftz(safe * moved_by(safe))};
+  return {safe, rcp_approx_ftz(safe * division_scaling(safe))};
 }
 
 // The E2M1 value nearest to v < 7, ties to even codes. With w = v, or just above 1 if v is less, 2^22 w is a multiple
@@ -39,20 +39,20 @@ FP4KIT_DEVICE float nearest_e2m1(float v) {
 // What is left of a magnitude: |x| - q scale. kAny: of any magnitude and scale; else a < 7 scale, which div.full.f32
 // does not move.
 template <bool kAny>
-FP4KIT_DEVICE float left_of(float a, Candidate c, float moved) {
-  if constexpr (kAny) return fma_rn(-c.scale, nearest_e2m1(fminf(a * moved * c.reciprocal, 6.0f)), a);
+FP4KIT_DEVICE float residual(float a, Candidate c, float scaling) {
+  if constexpr (kAny) return fma_rn(-c.scale, nearest_e2m1(fminf(a * scaling * c.reciprocal, 6.0f)), a);
   return fma_rn(-c.scale, nearest_e2m1(a * c.reciprocal), a);
 }
 
 // Elements of a block, magnitudes, with the weights of their columns if kWeighted.
 template <bool kWeighted>
-struct Searched {
-  float a[kSearched], w[kWeighted ? kSearched : 1];
+struct SearchBlock {
+  float a[kSearchBlockSize], w[kWeighted ? kSearchBlockSize : 1];
 };
 
 // d^2, or w d^2, on top of a sum.
 template <bool kWeighted>
-FP4KIT_DEVICE float add_square(const Searched<kWeighted>& block, int i, float d, float sum) {
+FP4KIT_DEVICE float add_square(const SearchBlock<kWeighted>& block, int i, float d, float sum) {
   if constexpr (kWeighted) return fma_rn(block.w[i] * d, d, sum);
   return fma_rn(d, d, sum);
 }
@@ -68,23 +68,23 @@ FP4KIT_DEVICE constexpr Objective objective_of(bool magnitudes, bool largest, bo
 
 // Losses of two parts together. The larger one is NaN where one is.
 template <Objective kObjective>
-FP4KIT_DEVICE float joined(float a, float b) {
+FP4KIT_DEVICE float combined_loss(float a, float b) {
   if constexpr (kObjective == Objective::largest) return a > b || is_nan(a) ? a : b;
   return a + b;
 }
 
-// What is left of an element, raised to the power of a loss where that is none of the others.
+// What is left of an element, loss_term to the power of a loss where that is none of the others.
 template <Objective kObjective>
-FP4KIT_DEVICE float raised(float d, double power) {
+FP4KIT_DEVICE float loss_term(float d, double power) {
   if constexpr (kObjective == Objective::powers)
     return static_cast<float>(power_of(static_cast<double>(magnitude_of(d)), power));
   return d;
 }
 
 // The loss of four neighbours, i their first: the second one first, and then the others in their order. Of powers, d is
-// raised already.
+// loss_term already.
 template <Objective kObjective, bool kWeighted>
-FP4KIT_DEVICE float loss_of_four(const Searched<kWeighted>& block, int i, const float (&d)[4]) {
+FP4KIT_DEVICE float loss_of_four(const SearchBlock<kWeighted>& block, int i, const float (&d)[4]) {
   if constexpr (kObjective == Objective::squares) {
     float sum = kWeighted ? block.w[kWeighted ? i + 1 : 0] * d[1] * d[1] : d[1] * d[1];
     sum = add_square(block, i, d[0], sum);
@@ -95,19 +95,20 @@ FP4KIT_DEVICE float loss_of_four(const Searched<kWeighted>& block, int i, const 
     FP4KIT_UNROLL
     for (int j = 0; j < 4; ++j)
       terms[j] = kWeighted ? block.w[kWeighted ? i + j : 0] * magnitude_of(d[j]) : magnitude_of(d[j]);
-    return joined<kObjective>(joined<kObjective>(joined<kObjective>(terms[1], terms[0]), terms[2]), terms[3]);
+    return combined_loss<kObjective>(combined_loss<kObjective>(combined_loss<kObjective>(terms[1], terms[0]), terms[2]),
+                                     terms[3]);
   }
 }
 
 // sum of (w) (a - q scale)^2, as Triton's four threads add four elements each, and then their sums.
 template <bool kAny, bool kWeighted>
-FP4KIT_DEVICE float loss_of(const Searched<kWeighted>& block, Candidate c, float moved) {
+FP4KIT_DEVICE float loss_of(const SearchBlock<kWeighted>& block, Candidate c, float scaling) {
   float sums[4];
   FP4KIT_UNROLL
   for (int i = 0; i < 4; ++i) {
     float d[4];
     FP4KIT_UNROLL
-    for (int j = 0; j < 4; ++j) d[j] = left_of<kAny>(block.a[4 * i + j], c, moved);
+    for (int j = 0; j < 4; ++j) d[j] = residual<kAny>(block.a[4 * i + j], c, scaling);
     sums[i] = loss_of_four<Objective::squares>(block, 4 * i, d);
   }
   return (sums[0] + sums[2]) + (sums[1] + sums[3]);
@@ -116,21 +117,21 @@ FP4KIT_DEVICE float loss_of(const Searched<kWeighted>& block, Candidate c, float
 // ---- what the bounds of ways/search.cuh ask
 // --------------------------------------------------------------------------------
 
-constexpr float kSure = 1.0f - 0x1p-16f;  // of a loss, what the nearest values leave of it at least
+constexpr float kLossMargin = 1.0f - 0x1p-16f;  // of a loss, what the nearest values leave of it at least
 
 // The least E4M3 code of a value of at least x, if that is normal; a lower one, or less than any, if not.
-FP4KIT_DEVICE i32 normal_code_above(float x) {
+FP4KIT_DEVICE i32 normal_code_at_least(float x) {
   return (static_cast<i32>(bits_of(x) + 0xFFFFFu) >> 20) - (120 << 3);
 }
 
 // The same of any x >= 0: 127 above 448.
-FP4KIT_DEVICE u32 code_above(float x) {
-  if (x >= 0x1p-6f) return minimum(static_cast<u32>(normal_code_above(x)), 127u);
-  return maximum(static_cast<u32>(normal_code_above(x + 0x1p-6f)) - 8u, 1u);
+FP4KIT_DEVICE u32 code_at_least(float x) {
+  if (x >= 0x1p-6f) return minimum(static_cast<u32>(normal_code_at_least(x)), 127u);
+  return maximum(static_cast<u32>(normal_code_at_least(x + 0x1p-6f)) - 8u, 1u);
 }
 
 // The first candidate of least loss, of those that were looked at.
-struct Best {
+struct BestCode {
   float loss;
   u32 code;
 };
@@ -138,7 +139,7 @@ struct Best {
 // The loss of what a scale cuts off: of the elements above 6 scales, added as loss_of adds them; without weights, of
 // the largest alone.
 template <bool kWeighted>
-FP4KIT_DEVICE float clipped_loss_of(const Searched<kWeighted>& block, float amax, float scale) {
+FP4KIT_DEVICE float clipped_loss_of(const SearchBlock<kWeighted>& block, float amax, float scale) {
   if constexpr (!kWeighted) {
     const float d = fmaxf(fma_rn(-6.0f, scale, amax), 0.0f);
     return d * d;
@@ -157,39 +158,39 @@ FP4KIT_DEVICE float clipped_loss_of(const Searched<kWeighted>& block, float amax
 
 // Whether the quotient of an element below 7 scales is so near to a tie that its error may decide.
 template <bool kWeighted>
-FP4KIT_DEVICE bool is_near_tie(const Searched<kWeighted>& block, Candidate c) {
-  bool near = false;
+FP4KIT_DEVICE bool is_near_tie(const SearchBlock<kWeighted>& block, Candidate c) {
+  bool is_near = false;
   FP4KIT_UNROLL
-  for (int i = 0; i < kSearched; ++i) {
+  for (int i = 0; i < kSearchBlockSize; ++i) {
     const float v = block.a[i] * c.reciprocal,
                 half = float_of(bits_of(fmaxf(v, 1.0f)) & 0x7F800000u) * 0.25f;  // of neighbours' distance
-    near |= magnitude_of(v - nearest_e2m1(v)) >= half * (1.0f - 0x1p-18f);
+    is_near |= magnitude_of(v - nearest_e2m1(v)) >= half * (1.0f - 0x1p-18f);
   }
-  return near;
+  return is_near;
 }
 
 // Whether an element is well within what is nearest to 0.5 or 1.5 scales, values that twice the scale has not: |v -
 // 0.5| or |v - 1.5| < 0.249.
-FP4KIT_DEVICE bool has_own_value(const Searched<false>& block, Candidate c) {
-  const auto far = [&](int i) { return fabsf(fabsf(fma_rn(block.a[i], c.reciprocal, -1.0f)) - 0.5f); };
-  float nearest = far(0);
+FP4KIT_DEVICE bool has_own_value(const SearchBlock<false>& block, Candidate c) {
+  const auto distance = [&](int i) { return fabsf(fabsf(fma_rn(block.a[i], c.reciprocal, -1.0f)) - 0.5f); };
+  float closest = distance(0);
   FP4KIT_UNROLL
-  for (int i = 1; i < kSearched; ++i) nearest = fminf(nearest, far(i));
-  return nearest < 0.249f;
+  for (int i = 1; i < kSearchBlockSize; ++i) closest = fminf(closest, distance(i));
+  return closest < 0.249f;
 }
 
 // Whether no square that decides is lost, or too large, for weights that are far from 1: of a block, by the scale of
 // its first code.
 template <bool kWeighted>
-FP4KIT_DEVICE bool keeps_squares(const Searched<kWeighted>& block, float amax, float scale) {
+FP4KIT_DEVICE bool keeps_squares(const SearchBlock<kWeighted>& block, float amax, float scale) {
   if constexpr (kWeighted) {
-    float least = float_of(kInfinityBits), most = 0.0f;
+    float smallest = float_of(kInfinityBits), largest = 0.0f;
     FP4KIT_UNROLL
-    for (int j = 0; j < kSearched; ++j) {
-      least = block.w[j] > 0.0f ? fminf(block.w[j], least) : least;
-      most = fmaxf(block.w[j], most);
+    for (int j = 0; j < kSearchBlockSize; ++j) {
+      smallest = block.w[j] > 0.0f ? fminf(block.w[j], smallest) : smallest;
+      largest = fmaxf(block.w[j], largest);
     }
-    return least * scale >= 0x1p-120f && least * scale * scale >= 0x1p-120f && most * amax * amax <= 0x1p120f;
+    return smallest * scale >= 0x1p-120f && smallest * scale * scale >= 0x1p-120f && largest * amax * amax <= 0x1p120f;
   }
   return true;
 }

@@ -1,0 +1,15 @@
+// fake_quantize.cu for a group of tensors. kAligned: whether all of them are. kSmall: which group it is.
+#include "grouped.cuh"
+#include "fake_quantize.cu"
+
+using Members = GroupOf<QuantizeArguments, kSmall>::Type;
+
+extern "C" __global__ void __launch_bounds__(kThreads) grouped_fake_quantize_kernel(Members group) {
+  for_each_piece(group, [](const QuantizeArguments& a, Grid grid, bool aligned) {
+    if (kAligned || aligned) {
+      fake_quantize<R, Input, true>(a, grid);
+    } else {
+      fake_quantize<R, Input, false>(a, grid);
+    }
+  });
+}

@@ -1,0 +1,132 @@
+// The pruned search of blocks without weights, from the normal codes on, by a warp: what is proven as in search.cuh is
+// proven with fewer losses.
+//
+// search_loss_bounds.cuh has lower bounds of L* of first ... first + 7 together. The code of the least is tried. One
+// whose bound exceeds the loss of that is out, with its doubles, and so is one below first whose clipped loss does: 0.8
+// codes of a Gaussian block stay open, 3.5 of the one among 32 that has most. So the threads of a warp share out what
+// is open of its blocks, mostly in one turn, and atomics keep the least two losses of each block. Nor need twice the
+// winner be tried if an element is nearest to 0.5 or 1.5 scales by 0.001 of one at least: twice the scale leaves 0.001
+// scale^2 more of it, which is more than kLossMargin takes from a loss of at most 16 scale^2.
+#pragma once
+
+#include "search_loss_bounds.cuh"
+#include "search.cuh"
+
+// Of a thread block. Without weights, two of them, with a table each, have all registers of a multiprocessor:
+// engine/search_scales.py.
+template <bool kWeighted>
+constexpr int kSearchThreads = kWeighted ? kThreads : 512;
+constexpr u32 kMaxOpenCodes = 14u;  // of a block: seven codes below its first and seven of the eight from there on
+
+// A loss and its code as an integer: the loss without its last four bits, and those of the code, which differ among
+// sixteen codes in a row.
+FP4KIT_DEVICE u32 rank_of(float loss, u32 code) {
+  return (bits_of(loss) & ~15u) | (code & 15u);
+}
+constexpr i32 kMinRankGap =
+    512;  // of ranks: the losses are 482 floats apart at least, so farther than kLossMargin takes
+
+// What threads of a warp share: codes that may win, times 32 and with the thread that has the block, in any order; how
+// many they are; and the least two ranks for each thread.
+struct OpenCodes {
+  u16 jobs[kMaxOpenCodes * 32u];
+  u32 count;
+  struct alignas(8) Least {
+    u32 rank, second;
+  } least[32];
+};
+
+// What threads of a thread block share beside candidates.
+template <bool kWeighted>
+struct PruningTables {
+  LossBounds bounds;
+};
+template <>
+struct PruningTables<true> {};
+
+template <class R, bool kWeighted>
+FP4KIT_DEVICE void make_pruning_tables(PruningTables<kWeighted>& tables) {
+  if constexpr (!kWeighted) make_bounds<typename R::Scale>(tables.bounds);
+}
+
+// A block in the hands of its thread: the least rank that is known, and the least of the others; 0 if not all can be
+// tried.
+struct Screened {
+  OpenCodes::Least least;
+  u32 base, end, open = 0u;  // open: bit j if code base + j may win; base: 24 below the first of them
+
+  FP4KIT_DEVICE_MEMBER u32 best() const { return base + 16u + (least.rank - base & 15u); }
+};
+
+// The first of the codes that have scales from amax / 7 on and that a block may have, if it is normal; else 0.
+FP4KIT_DEVICE u32 normal_first(float amax, CandidateRange range, const Candidates& shared) {
+  const float value = amax * shared.per_ordinary_amax;
+  const u32 first = static_cast<u32>(maximum(normal_code_at_least(value), static_cast<i32>(range.low)));
+  return value >= 0x1p-6f && first <= range.high ? first : 0u;
+}
+
+// What bounds leave open once the likeliest code is tried. unsure: how many of the seven codes below first, the lowest,
+// may be no candidates.
+FP4KIT_DEVICE Screened screen(const SearchBlock<false>& block, float amax, CandidateRange range, u32 first, i32 unsure,
+                              const Candidates& shared, const LossBounds& bounds) {
+  const u32 end = minimum(first + 8u, range.high + 1u);
+  const float reciprocal = shared.of[first].reciprocal;
+  const EightBounds sums = bounds_of(block, first, end - first, reciprocal, bounds);
+  const u32 likely = index_of_smallest(sums);
+  const float loss = loss_of<false>(block, shared.of[first + likely], 1.0f);
+  const u32 above = codes_within(sums, loss * reciprocal * reciprocal) & ~(0x1000000u << likely);
+  const float threshold = amax - sqrt_approx(loss);  // 6 scales of a code that may win are no less
+  const i32 low = maximum(normal_code_at_least(threshold * (shared.per_amax * (7.0f / 6.0f - 0x1p-11f))),
+                          static_cast<i32>(range.low));
+  const i32 lost =
+      low - static_cast<i32>(first) + 7;  // of the seven codes below first; at most 10, as over is at most amax
+  const u32 below = 0xFE0000u << maximum(lost, 0) & 0xFE0000u;
+  return {{rank_of(loss, first + likely), lost < unsure ? 0u : kInfinityBits}, first - 24u, end, above | below};
+}
+
+// The losses of what is open of a warp's blocks, as many of them at a time as it has threads.
+FP4KIT_DEVICE void try_open_codes(const SearchBlock<false>& block, Screened& s, const Candidates& shared,
+                                  OpenCodes& open_codes) {
+  const u32 lane = threadIdx.x % 32u;
+  __syncwarp();
+  open_codes.least[lane] = s.least;
+  if (lane == 0u) open_codes.count = 0u;
+  __syncwarp();
+  u16* job = open_codes.jobs;  // from a place of its own on: an atomic takes less than a sum over lanes
+  if (s.open) job += atomicAdd(&open_codes.count, static_cast<u32>(__popc(s.open)));
+  const u32 least_job = opaque(s.base * 32u + lane);
+#pragma unroll 1
+  for (u32 open = s.open; open;) {
+    const u32 bit = opaque(31u - __clz(open));
+    *job++ = static_cast<u16>(least_job + bit * 32u);
+    open ^= 1u << bit;
+  }
+  __syncwarp();
+  const u32 total = open_codes.count;
+#pragma unroll 1
+  for (u32 start = 0u; start < total; start += 32u) {
+    const u32 job = start + lane < total ? open_codes.jobs[start + lane] : 32u, code = job / 32u;
+    SearchBlock<false> other;
+#pragma unroll
+    for (int j = 0; j < kSearchBlockSize; ++j)
+      other.a[j] = float_of(__shfl_sync(0xFFFFFFFFu, bits_of(block.a[j]), job % 32u));
+    const u32 rank = rank_of(loss_of<true>(other, shared.of[code], 1.0f), code);
+    if (start + lane < total) {
+      OpenCodes::Least& least = open_codes.least[job % 32u];
+      atomicMin(&least.second, maximum(atomicMin(&least.rank, rank), rank));
+    }
+  }
+  __syncwarp();
+  s.least = open_codes.least[lane];
+}
+
+// Whether one code alone has the least loss of those that were tried, and none beyond s.end can win.
+FP4KIT_DEVICE bool is_proven(const SearchBlock<false>& block, const Screened& s, CandidateRange range,
+                             const Candidates& shared) {
+  const bool is_alone = static_cast<i32>(s.least.second - s.least.rank) >= kMinRankGap;
+  const u32 best = s.best(), doubled = best + 8u;
+  if (!is_alone | doubled<s.end | doubled> range.high) return is_alone;
+  if (has_own_value(block, shared.of[best])) return true;
+  return kLossMargin * loss_of<false>(block, shared.of[doubled], 1.0f) >= float_of(s.least.rank | 15u) ||
+         !is_near_tie(block, shared.of[best]);
+}
