@@ -21,7 +21,7 @@ from fp4kit.evidence.live.run import adapters
 from fp4kit.recipes import RECIPES
 
 ROOT = Path(__file__).resolve().parent.parent
-DOCS = ("checkpoints", "live-producers", "processors", "recipes", "scale-search")
+DOCS = ("benchmarks", "checkpoints", "live-producers", "processors", "recipes", "scale-search")
 PAGES = (ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in DOCS))
 RESULTS = ROOT / "benchmarks" / "results"
 MEASURED = (  # rows of the table of times: operation, recipe

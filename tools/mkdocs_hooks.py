@@ -1,0 +1,52 @@
+"""Hooks of the documentation site (mkdocs.yml): pages of producers, and links that leave docs/.
+
+`mkdocs build` calls these functions. Pages of producers are generated from the recipes at each build, so they cannot
+differ from the code.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
+
+import producer_pages  # noqa: E402
+from mkdocs.structure.files import File  # noqa: E402
+
+LINK = re.compile(r"\]\((\.\./[^)#\s]+)")
+
+
+def on_config(config: Any) -> Any:
+    """Put the pages of producers into the navigation."""
+    pages = [f"producers/{name}" for name in producer_pages.names()]
+    config.nav = [{"Producers": pages} if "Producers" in entry else entry for entry in config.nav]
+    return config
+
+
+def on_files(files: Any, config: Any) -> Any:
+    """Add the pages of producers."""
+    for name, text in producer_pages.pages().items():
+        files.append(File.generated(config, f"producers/{name}", content=text))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
+    """Point links that leave docs/ to the repository.
+
+    Raises FileNotFoundError for a link to a file that does not exist.
+    """
+    here = (ROOT / "docs" / page.file.src_uri).parent
+
+    def linked(match: re.Match[str]) -> str:
+        target = (here / match[1]).resolve()
+        if target.is_relative_to(ROOT / "docs"):
+            return match[0]
+        if not target.exists():
+            raise FileNotFoundError(f"{page.file.src_uri}: link to {match[1]}, which does not exist")
+        return f"]({config.repo_url.rstrip('/')}/blob/main/{target.relative_to(ROOT).as_posix()}"
+
+    return LINK.sub(linked, markdown)

@@ -1,0 +1,186 @@
+"""Write one page per producer for the documentation site, from the recipes and the specification."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable
+from functools import cache
+
+import ml_dtypes
+import numpy as np
+
+import fp4kit
+from fp4kit.cli.tables import block_text, markdown
+from fp4kit.evidence.golden.check import check_recipe
+from fp4kit.evidence.golden.golden_set import GoldenSet
+from fp4kit.recipes import RECIPES, Recipe
+from fp4kit.recipes.schema import producer_of
+from fp4kit.reference.block_rules import BLOCK_RULES
+from fp4kit.reference.tensor_rules import TENSOR_RULES
+
+TITLES = {
+    "te": "Transformer Engine",
+    "flashinfer": "FlashInfer",
+    "modelopt": "Model-Optimizer",
+    "torchao": "torchao",
+    "compressed-tensors": "compressed-tensors",
+    "ocp": "The OCP standard",
+    "microxcaling": "microxcaling",
+    "gguf": "llama.cpp (GGUF)",
+    "mlx": "MLX",
+    "vllm": "vLLM",
+    "auto-round": "auto-round",
+    "quark": "AMD Quark",
+    "fouroversix": "fouroversix",
+    "qwix": "qwix",
+    "triton-kernels": "triton_kernels",
+    "deepgemm": "DeepGEMM",
+    "sglang": "SGLang",
+    "qat": "Integer QAT flags",
+}
+
+
+@cache
+def producers() -> dict[str, list[Recipe]]:
+    """Return the recipes of each producer, in the order of the table."""
+    found: dict[str, list[Recipe]] = {}
+    for r in RECIPES.values():
+        found.setdefault(producer_of(r.id), []).append(r)
+    return found
+
+
+def names() -> list[str]:
+    """Return the file names of all pages, the overview first."""
+    return ["index.md", *(f"{name}.md" for name in producers())]
+
+
+def pages() -> dict[str, str]:
+    """Return the text of each page by its file name."""
+    return {"index.md": overview()} | {f"{name}.md": page(name, rs) for name, rs in producers().items()}
+
+
+def overview() -> str:
+    """Return the page that lists all producers."""
+    rows = [(f"[{TITLES[name]}]({name}.md)", str(len(rs)), _versions(rs)) for name, rs in producers().items()]
+    text = "You get, for each producer, its formulas, its recipes, and what fp4kit compared with it.\n\n"
+    return f"# Producers\n\n{text}{markdown(('producer', '#recipes', 'versions checked'), rows)}\n"
+
+
+def page(name: str, recipes: list[Recipe]) -> str:
+    """Return the page of one producer."""
+    equal, compared = (sum(counts) for counts in zip(*(_recorded(r) for r in recipes), strict=True))
+    recorded = (
+        f"{equal:,} of {compared:,} recorded arrays of this producer are equal in every bit."
+        if compared
+        else "No output of this producer is recorded; the recipes follow its source."
+    )
+    rows = [(r.id, block_text(r), r.exact or "", _count(r), r.source or "") for r in recipes]
+    columns = ("recipe", "block", "equal bit for bit to", "recorded arrays", "source")
+    lines = [
+        f"# {TITLES[name]}",
+        "",
+        f"You get the arithmetic of {TITLES[name]}, as fp4kit computes it. {recorded}",
+        "",
+    ]
+    lines += [f"Versions checked: {_versions(recipes)}.", "", "## Recipes", "", markdown(columns, rows), ""]
+    lines += ["## Formulas", "", "Each rule is stated in NumPy; the engines equal it in every bit.", ""]
+    lines += _rules("Block scale", {r.block_rule for r in recipes if r.block_rule in BLOCK_RULES}, _block_source)
+    lines += _rules("Tensor scale", {r.tensor_rule for r in recipes if r.tensor_rule in TENSOR_RULES}, _tensor_source)
+    relative = _relative(recipes[0])
+    if relative:
+        lines += ["## Nearest relative", "", *relative]
+    return "\n".join(lines) + "\n"
+
+
+def _versions(recipes: Iterable[Recipe]) -> str:
+    return ", ".join(dict.fromkeys(str(r.versions) for r in recipes if str(r.versions))) or "none"
+
+
+@cache
+def _recorded(r: Recipe) -> tuple[int, int]:
+    result = check_recipe(r.id, _golden())
+    return result.equal, result.compared
+
+
+@cache
+def _golden() -> GoldenSet:
+    return GoldenSet.find()
+
+
+def _count(r: Recipe) -> str:
+    equal, compared = _recorded(r)
+    return f"{equal} of {compared}" if compared else "none"
+
+
+def _rules(title: str, rules: Iterable[str], source: Callable[[str], str]) -> list[str]:
+    lines = []
+    for rule in sorted(rules):
+        lines += [f"### {title}: `{rule}`", "", "```python", source(rule).rstrip(), "```", ""]
+    return lines
+
+
+def _block_source(rule: str) -> str:
+    found = BLOCK_RULES[rule]
+    return "\n".join(inspect.getsource(f) for f in dict.fromkeys((found.code, found.factor)))
+
+
+def _tensor_source(rule: str) -> str:
+    return inspect.getsource(TENSOR_RULES[rule])
+
+
+@cache
+def _bytes_of(r: Recipe) -> tuple[np.ndarray, np.ndarray] | None:
+    """Return codes and block scales of one drawn matrix of bfloat16; None if the recipe has none."""
+    if r.fake_only or r.scale is None or r.search or r.block != (1, r.block_size):
+        return None
+    q = fp4kit.quantize(_drawn(), r)
+    return fp4kit.unpack(q.packed) if r.is_packed else q.packed, q.block_scale
+
+
+@cache
+def _drawn() -> np.ndarray:
+    weights = np.random.default_rng(5).standard_normal((256, 512)) * 0.02
+    return weights.astype(ml_dtypes.bfloat16)
+
+
+def _relative(r: Recipe) -> list[str]:
+    """Return lines on the recipe that differs least from r, with one block where they part."""
+    mine = _bytes_of(r)
+    if mine is None:
+        return []
+    same_format = [
+        s
+        for s in RECIPES.values()
+        if s.id.split("-")[0] == r.id.split("-")[0] and producer_of(s.id) != producer_of(r.id)
+    ]
+    candidates = {
+        s.id: theirs for s in same_format if (theirs := _bytes_of(s)) is not None and theirs[0].shape == mine[0].shape
+    }
+    candidates = {id: theirs for id, theirs in candidates.items() if theirs[1].shape == mine[1].shape}
+    differing = {id: int((mine[0] != t[0]).sum() + (mine[1] != t[1]).sum()) for id, t in candidates.items()}
+    parted = {id: n for id, n in differing.items() if n}
+    alike = [id for id, n in differing.items() if not n]
+    lines = []
+    if alike:
+        lines += [
+            f"On ordinary bfloat16 weights, `{r.id}` gives the bytes of {', '.join(f'`{id}`' for id in alike)}.",
+            "",
+        ]
+    if parted:
+        other = min(parted, key=parted.__getitem__)
+        lines += [f"The nearest recipe with other bytes is `{other}`. They part in this block:", ""]
+        lines += [_worked(r, other, mine, candidates[other]), ""]
+    return lines
+
+
+def _worked(r: Recipe, other: str, mine: tuple[np.ndarray, np.ndarray], theirs: tuple[np.ndarray, np.ndarray]) -> str:
+    """Return a table of one block: elements, and the values and scale bytes of two recipes."""
+    size = r.block_size
+    differs = (mine[0] != theirs[0]).reshape(-1, size).sum(axis=1) + (mine[1] != theirs[1]).reshape(-1)
+    at = int(differs.argmax())
+    x = _drawn().astype(np.float32).reshape(-1, size)[at]
+    values = [r.element.decode(part[0]).reshape(-1, size)[at] for part in (mine, theirs)]
+    scales = [int(part[1].reshape(-1)[at]) for part in (mine, theirs)]
+    rows = [(f"{a:.6g}", f"{b:g}", f"{c:g}", "←" if b != c else "") for a, b, c in zip(x, *values, strict=True)]
+    rows = [("scale byte", f"{scales[0]:#04x}", f"{scales[1]:#04x}", "←" if scales[0] != scales[1] else ""), *rows]
+    return markdown(("element", r.id, other, ""), rows)
