@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from fp4kit.checkpoint.loaders import support
-from fp4kit.cli.tables import FAMILY_COLUMNS, RECIPE_COLUMNS, family_rows, grouped_recipe_rows, markdown
+from fp4kit.cli.tables import RECIPE_COLUMNS, grouped_recipe_rows, markdown
 from fp4kit.cpu.coverage import COVERAGE_COLUMNS, uncovered_rows
 from fp4kit.evidence.golden.agreement import COLUMNS, agreement_rows
 from fp4kit.evidence.live.report import exceptions
@@ -34,19 +34,6 @@ MEASURED = (  # rows of the table of times: operation, recipe
     ("dequantize", "mxfp4-ocp"),
     ("fake_quantize 128 equal", "fp8-modelopt"),
 )
-
-
-MANY = 3  # producers of a group that the README names
-
-
-def families() -> str:
-    """Producers, and how many recipes of each."""
-    return markdown(FAMILY_COLUMNS, family_rows())
-
-
-def equals() -> str:
-    """Which recipes of many producers give the same bytes."""
-    return markdown(COLUMNS, agreement_rows(MANY))
 
 
 def recipes() -> str:
@@ -123,7 +110,7 @@ def uncovered() -> str:
     return markdown(COVERAGE_COLUMNS, uncovered_rows(RECIPES.values()))
 
 
-ALL = (families, equals, recipes, agreement, performance, cpu, scale_search, live, loaders, uncovered)
+ALL = (recipes, agreement, performance, cpu, scale_search, live, loaders, uncovered)
 PARTS = {one.__name__: one for one in ALL}
 
 

@@ -6,10 +6,8 @@ from collections.abc import Iterable
 
 from fp4kit.formats import BLOCK_FORMATS, ELEMENT_FORMATS, ElementFormat
 from fp4kit.recipes import ALIASES, PRODUCER_ALIASES, RECIPES, Recipe, recipe
-from fp4kit.recipes.schema import producer_of
 
 RECIPE_COLUMNS = ("recipe", "block", "scale rule", "equal bit for bit to", "versions", "source")
-FAMILY_COLUMNS = ("producer", "recipes")
 FORMAT_COLUMNS = ("format", "bits", "largest", "smallest normal", "smallest", "NaN", "values")
 BLOCK_COLUMNS = ("block format", "element", "scale", "block", "tensor scale", "bits per value")
 
@@ -52,23 +50,6 @@ def grouped_recipe_rows() -> list[tuple[str, ...]]:
     for row in recipe_rows():
         groups.setdefault(row[2:], []).append(row)
     return [(", ".join(r[0] for r in rows), _distinct(r[1] for r in rows), *shared) for shared, rows in groups.items()]
-
-
-def family_rows() -> list[tuple[str, ...]]:
-    """Return one row per producer: its name, and its format families, each with the number of recipes and aliases."""
-    found: dict[str, dict[str, int]] = {}
-    for id in (*RECIPES, *(alias for alias in ALIASES if producer_of(alias))):
-        formats = found.setdefault(producer_of(id), {})
-        name = id.partition("-")[0]
-        formats[name] = formats.get(name, 0) + 1
-    return [
-        (producer, ", ".join(_family(producer, *one) for one in formats.items())) for producer, formats in found.items()
-    ]
-
-
-def _family(producer: str, name: str, count: int) -> str:
-    """Return the name of a producer's family, such as "nvfp4-te", with its count if there are several."""
-    return f"{name}-{producer}" + (f" ({count})" if count > 1 else "")
 
 
 def _distinct(texts: Iterable[str]) -> str:

@@ -36,21 +36,20 @@ def test_commands_are_one_line(name: str) -> None:
     assert len(_fence(f"command: {name}", "bash").splitlines()) == 1
 
 
-def test_short_enough() -> None:
-    by_hand = re.sub(r"<!-- generated: .*?<!-- end -->|<!-- output -->\n```text.*?```", "", TEXT, flags=re.DOTALL)
-    assert len(by_hand.splitlines()) < 200
+def test_reads_in_five_minutes() -> None:
+    """README has at most 900 words beside code and tables."""
+    prose = re.sub(r"```.*?```|<!--.*?-->|^\|.*?$", "", TEXT, flags=re.DOTALL | re.MULTILINE)
+    assert len(re.findall(r"\w[\w'-]*", prose)) <= 900
 
 
 def test_linked_files_exist() -> None:
-    links = re.findall(r"\]\(([^)#]+)\)", TEXT)
+    links = [link for link in re.findall(r"\]\(([^)#]+)", TEXT) if not link.startswith("https://")]
     assert links
     for link in links:
         assert (ROOT / link).exists(), link
 
 
-PAGES = TEXT + "".join(
-    (ROOT / "docs" / name).read_text() for name in ("checkpoints.md", "processors.md", "scale-search.md")
-)
+PAGES = TEXT + "".join(path.read_text() for path in sorted((ROOT / "docs").rglob("*.md")))
 EXECUTED = re.findall(r"<!-- executed -->\n```python\n(.*?)```", PAGES, re.DOTALL)
 
 
@@ -67,4 +66,4 @@ def test_other_examples_run(code, tmp_path, monkeypatch) -> None:
 
 
 def test_all_examples_are_found() -> None:
-    assert len(EXECUTED) == PAGES.count("<!-- executed -->") == 6
+    assert len(EXECUTED) == PAGES.count("<!-- executed -->") >= 10

@@ -63,13 +63,10 @@ def _parts(group: list[Recipe], x: np.ndarray) -> list[list[Recipe]]:
     return list(found.values())
 
 
-def agreement_rows(producers: int = 1) -> list[tuple[str, ...]]:
-    """A row for each group: the input dtypes for which it holds, and its recipes; groups of so many producers and
-    more.
-    """
+def agreement_rows() -> list[tuple[str, ...]]:
+    """Return one row per group of recipes: the input dtypes for which it holds, and its recipes."""
     found: dict[tuple[str, ...], list[str]] = {}
     for name, dtype in DTYPES.items():
         for group in agreeing(dtype):
-            if len({RECIPES[id].producer for id in group}) >= producers:
-                found.setdefault(group, []).append(name)
+            found.setdefault(group, []).append(name)
     return [(", ".join(names), " = ".join(group)) for group, names in found.items()]

@@ -1,0 +1,84 @@
+"""The documentation site: pictures are current, every public name has its place, every page is in the navigation.
+
+`.ci/run` builds the site, where a link or a name that leads nowhere is an error.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import fp4kit
+import fp4kit.checkpoint
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCS = ROOT / "docs"
+REFERENCE = "".join(path.read_text() for path in (DOCS / "reference").glob("*.md"))
+DOCUMENTED = set(re.findall(r"^::: (\S+)", REFERENCE, re.MULTILINE))
+
+
+def tool(name: str) -> ModuleType:
+    """Return a module of tools/."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "tools" / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+PICTURES = tool("pictures").PICTURES
+
+
+@pytest.mark.parametrize("name", PICTURES)
+def test_pictures_are_current(name: str) -> None:
+    path = DOCS / "images" / f"{name}.svg"
+    assert path.read_text() == PICTURES[name](), "run python tools/pictures.py"
+
+
+@pytest.mark.parametrize("module", [fp4kit, fp4kit.checkpoint])
+def test_every_public_name_is_in_the_reference(module: ModuleType) -> None:
+    assert {f"{module.__name__}.{name}" for name in module.__all__} <= DOCUMENTED
+
+
+def test_names_in_the_reference_exist() -> None:
+    for name in DOCUMENTED - {"fp4kit.torch", "fp4kit.jax"}:
+        module, _, attribute = name.rpartition(".")
+        assert attribute in dir(importlib.import_module(module)) or importlib.import_module(name), name
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    navigation = (ROOT / "mkdocs.yml").read_text().partition("nav:")[2]
+    for path in DOCS.rglob("*.md"):
+        assert path.relative_to(DOCS).as_posix() in navigation, path
+
+
+def test_pages_begin_with_what_the_reader_gets() -> None:
+    """A title, then a paragraph, before any section or table."""
+    for path in DOCS.rglob("*.md"):
+        lines = [line for line in path.read_text().splitlines() if line]
+        assert lines[0].startswith("# "), path
+        assert re.match(r"[A-Z`]", lines[1]), f"{path}: {lines[1]}"
+
+
+@pytest.fixture(scope="module")
+def pages() -> dict[str, str]:
+    """Pages of two producers, without the counts of recorded arrays, which CI's build of the site computes."""
+    module = tool("producer_pages")
+    module._recorded = lambda r: (1, 1)
+    return {name: module.page(name, module.producers()[name]) for name in ("te", "gguf")}
+
+
+def test_pages_of_producers_have_formula_and_a_block(pages: dict[str, str]) -> None:
+    for name, text in pages.items():
+        assert "def code_" in text and "| element |" in text and "←" in text, name
+
+
+def test_every_producer_has_a_title() -> None:
+    module = tool("producer_pages")
+    assert set(module.TITLES) == set(module.producers())
