@@ -1,4 +1,5 @@
-// One block in registers: its amax, the scaling of its elements, their codes and values. What R::kX means: see Recipe.
+// One block in registers: its amax, its scaled elements and their codes. The constants R::kX are fields of Recipe
+// (recipes/schema.py), see cuda/compile/traits.py.
 #pragma once
 
 #include "block_rules_e4m3.cuh"
@@ -10,10 +11,13 @@
 #include "decode_rules.cuh"
 #include "random.cuh"
 
+// What NaN does to an amax: it is ignored, it propagates, or it is ignored unless all even or all odd elements are NaN
+// (lanes).
 enum class AmaxNan { ignore, propagate, lanes };
-enum class AmaxInput { all, no_nan, finite };  // which elements count in the amax of a tensor
+// Which elements count in the amax of a tensor.
+enum class AmaxInput { all, no_nan, finite };
 
-// Larger of two magnitudes; NaN as the recipe says.
+// Return the larger of two magnitudes. NaN propagates or is ignored, as kNan says.
 template <AmaxNan kNan>
 FP4KIT_DEVICE float larger(float a, float b) {
   if constexpr (kNan == AmaxNan::propagate)
@@ -21,13 +25,14 @@ FP4KIT_DEVICE float larger(float a, float b) {
   return fmaxf(a, b);
 }
 
-// amax of a block that is added run by run: 0 for no element that counts. Lanes: a NaN is ignored unless all even or
-// all odd elements are.
+// The amax of a block whose elements are added run by run; 0 if no element counts. For AmaxNan::lanes, even and odd
+// elements have an amax each.
 template <AmaxNan kNan>
 struct BlockAmax {
   float even = 0.0f, odd = 0.0f;
   bool is_empty = true;
 
+  // Add the elements of a run.
   template <int kCount>
   FP4KIT_DEVICE_MEMBER void add(const float (&x)[kCount]) {
     if constexpr (kNan == AmaxNan::lanes) {
@@ -45,9 +50,11 @@ struct BlockAmax {
     }
   }
 
+  // Return the amax of all elements that were added.
   FP4KIT_DEVICE_MEMBER float result() const { return even > odd || kNan != AmaxNan::lanes ? even : odd; }
 };
 
+// Return the amax of one run.
 template <AmaxNan kNan, int kCount>
 FP4KIT_DEVICE float amax_of(const float (&x)[kCount]) {
   BlockAmax<kNan> amax;
@@ -55,24 +62,26 @@ FP4KIT_DEVICE float amax_of(const float (&x)[kCount]) {
   return amax.result();
 }
 
-// a / divisor from its rounded reciprocal, where no step leaves the normal range: on the same side of every midpoint of
-// E2M1 and of small integers as the quotient rounded once, or on the midpoint where that is; for the largest values of
-// formats, that quotient itself. Checked for all 2^23 significands of divisors and every a within 8 ulp of a midpoint,
-// which stands for any with 8 bits at most; for divisors 2 - 2^-M times powers of two, M = 0 ... 7, as the largest
-// values of formats are, for every a.
+// Return a / divisor from the rounded reciprocal of the divisor, if no step leaves the normal range. The result lies on
+// the same side of every midpoint of E2M1 and of small integers as the quotient rounded once, or on the midpoint if
+// that does. For divisors that are the largest value of a format, the result is that quotient itself.
+//
+// Checked for all 2^23 significands of divisors and every a within 8 ulp of a midpoint; these stand for any a with 8
+// bits at most. For divisors 2 - 2^-M times powers of two, M = 0 ... 7, as the largest values of formats are, checked
+// for every a.
 FP4KIT_DEVICE float quotient_by(float a, float divisor, float reciprocal) {
   const float quotient = a * reciprocal;
   return fma_rn(fma_rn(-divisor, quotient, a), reciprocal, quotient);
 }
 
-// What the elements of a block are multiplied with, or divided by: then with the reciprocal, rounded. Where elements
-// meet the tensor's encode scale afterwards (R::kThenEncode), reciprocal is that: such a recipe has no way that would
-// ask for the other.
+// The factor of a block: elements are multiplied with `value`, or divided by it if R::kDivide. `reciprocal` is then 1 /
+// value, rounded, and otherwise equals value. If elements meet the tensor's encode scale afterwards (R::kThenEncode),
+// `reciprocal` is that encode scale instead; such recipes have no path that needs the reciprocal.
 struct Factor {
   float value, reciprocal;
 };
 
-// The scaled element that is encoded.
+// Return the number that is encoded for element x of a block with factor f.
 template <class R, class In>
 FP4KIT_DEVICE float scaled_element(float x, Factor f) {
   const float factor = f.value;
@@ -90,11 +99,13 @@ FP4KIT_DEVICE float scaled_element(float x, Factor f) {
   return y;
 }
 
+// Return the code of x by comparing x with code values times `step`.
 template <class R>
 FP4KIT_DEVICE u32 encode_compared(float x, float step) {
   return encode<typename R::Element, R::kRounding, R::kSign, R::kNanCode, R::kNarrow>(x, step);
 }
 
+// Return the code of a scaled element.
 template <class R>
 FP4KIT_DEVICE u32 encode_element(float y) {
   return encode<typename R::Element, R::kRounding, R::kSign, R::kNanCode, R::kNarrow>(y);

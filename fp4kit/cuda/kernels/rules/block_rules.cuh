@@ -1,38 +1,45 @@
-// Block rules, under the names of reference/block_rules.py: block_<rule> has
-//   code(amax, tensor)          the block scale's bit pattern
-//   factor(code, amax, tensor)  what elements are multiplied with or divided by
-//   block_factor(amax, factor)      the factor of a block, of what factor() gives for its code and any block that is
-//   not of zeros:
-//                               so that a table by codes serves all blocks
+// Block rules: block_<rule> computes the scale of a block and the factor of its elements. Twins of
+// reference/block_rules.py, with its names. A rule is a struct with
+//
+//   code(amax, tensor)          the bits of the block scale
+//   factor(code, amax, tensor)  the number that elements are multiplied with or divided by
+//   block_factor(amax, factor)  the factor of this block, given factor() for its code and a block that is not all zeros
+//   kReadsAmax                  whether the factor depends on the amax in addition to the code
+//   kReadsInput                 whether the code depends on the type of the elements
+//
+// block_factor makes a table of factors by code serve all blocks.
 #pragma once
 
 #include "tensor_rules.cuh"
 
-// What a factor depends on beside the code: nothing, or whether the block is of zeros, as ftz arithmetic sees it.
-// kReadsInput: whether the code depends on the type of the elements.
+// Base of rules whose factor follows from the code alone.
 struct by_code {
   static constexpr bool kReadsAmax = false, kReadsInput = false;
   FP4KIT_DEVICE float block_factor(float amax, float factor) { return factor; }
 };
+// Base of rules whose factor follows from the code, except that a block of zeros (as ftz arithmetic sees it) has factor
+// 0.
 struct by_code_or_zero {
   static constexpr bool kReadsAmax = true, kReadsInput = false;
   FP4KIT_DEVICE float block_factor(float amax, float factor) { return magnitude_of(amax) < kFltMin ? 0.0f : factor; }
 };
 
-// 1 / x rounded to float16 for float16 elements, to float32 for float32 and bfloat16: XLA on a CPU multiplies by it.
+// Return 1 / x, rounded to float16 for float16 elements and to float32 for float32 and bfloat16. XLA on a CPU
+// multiplies with this reciprocal.
 template <class In>
 FP4KIT_DEVICE float qwix_reciprocal(float x) {
   return In::kMantissaBits == 10 ? round_to<In>(1.0f / x) : 1.0f / x;
 }
 
-// amax * reciprocal(max), rounded to the input type; 1 below the root of the type's smallest normal.
+// Return amax * qwix_reciprocal(max), rounded to the input type; 1 if that is below the square root of the type's
+// smallest normal.
 template <class R, class In>
 FP4KIT_DEVICE float qwix_scale(float amax) {
   const float scale = round_to<In>(amax * qwix_reciprocal<In>(max_of<typename R::Element>()));
   return scale < (In::kMantissaBits == 10 ? 0x1p-7f : 0x1p-63f) ? 1.0f : scale;
 }
 
-// No block scales: the tensor's own, in the direction in which it is applied.
+// No block scales: the factor is the tensor scale, in the direction in which it is applied.
 struct block_none : by_code {
   template <class R, class In>
   FP4KIT_DEVICE u32 code(float amax, TensorScale t) {

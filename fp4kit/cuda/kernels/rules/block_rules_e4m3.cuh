@@ -1,26 +1,27 @@
-// Block rules that write E4M3 scales: the first half of reference/block_rules.py.
+// Block rules that write E4M3 scales. Twins of the first half of reference/block_rules.py.
 #pragma once
 
 #include "block_rules.cuh"
 
-// np.minimum where NaN propagates, fminf where it is dropped.
+// Return the smaller of a and b. A NaN in a is returned if NaN propagates in R, and dropped otherwise.
 template <class R>
 FP4KIT_DEVICE float lesser(float a, float b) {
   if constexpr (R::kPropagateNan) return is_nan(a) ? a : fminf(a, b);
   return fminf(a, b);
 }
 
-// The smallest positive value of a format, and the smallest normal one.
+// Return the smallest normal value of a format.
 template <class F>
 FP4KIT_DEVICE float min_normal_of() {
   return float_of(static_cast<u32>(F::kEmin + 127) << 23);
 }
+// Return the smallest positive value of a format.
 template <class F>
 FP4KIT_DEVICE float min_subnormal_of() {
   return float_of(static_cast<u32>(F::kEmin - F::kMantissaBits + 127) << 23);
 }
 
-// np.clip: NaN stays NaN.
+// Return x clamped to [low, high]; NaN stays NaN, as in np.clip.
 FP4KIT_DEVICE float clip(float x, float low, float high) {
   return is_nan(x) ? x : fminf(fmaxf(x, low), high);
 }

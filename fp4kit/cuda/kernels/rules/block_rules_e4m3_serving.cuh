@@ -1,8 +1,9 @@
-// Block rules that write E4M3 scales: reference/block_rules_e4m3_serving.py.
+// Block rules of serving engines and quantizers that write E4M3 scales. Twins of reference/block_rules_e4m3_serving.py.
 #pragma once
 
 #include "block_rules.cuh"
 
+// Quark's scale in place of 0.
 constexpr float kQuarkZero = 0x1p-23f;
 
 struct block_vllm : by_code {
@@ -67,19 +68,20 @@ struct block_quark_file : by_code {
   }
 };
 
-// The ratio that a block scale is rounded from, which is 0 in a tensor of zeros.
+// Return the ratio that a block scale is rounded from; 0 if the tensor's amax is 0.
 FP4KIT_DEVICE float zero_of_zeros(float ratio, TensorScale t) {
   return t.amax == 0.0f ? 0.0f : ratio;
 }
 
-// fouroversix's factor of a scale, static or not.
+// Return fouroversix's factor for a block scale: 1 / (tensor scale * scale); 0 for scale 0. If that is infinite,
+// returns NaN unless R keeps infinity.
 template <class R>
 FP4KIT_DEVICE float fouroversix_factor(float scale, TensorScale t) {
   const float inverse = 1.0f / (t.decode * scale);
   return scale == 0.0f ? 0.0f : R::kKeepInfinity || is_finite(inverse) ? inverse : nan_value();
 }
 
-// A block's largest value at kTop: 0 is the element's own.
+// Rule that maps the amax of a block to kTop, or to the largest element if kTop is 0.
 template <int kTop>
 struct fouroversix_static : by_code {
   template <class R, class In>

@@ -1,8 +1,9 @@
-// Block rules that write E8M0 scales: the second half of reference/block_rules.py.
+// Block rules that write E8M0 scales. Twins of the second half of reference/block_rules.py.
 #pragma once
 
 #include "block_rules.cuh"
 
+// Base of rules whose factor is the reciprocal of the scale.
 struct inverse_factor : by_code {
   template <class R, class In>
   FP4KIT_DEVICE float factor(u32 code, float amax, TensorScale t) {
@@ -10,13 +11,15 @@ struct inverse_factor : by_code {
   }
 };
 
-// exponent(bits) + up - emax, clamped to the range of E8M0; 255 where the exponent field is full.
+// Return the exponent field of `bits` plus `up`, minus the exponent of the largest element, clamped to the range of
+// E8M0; 255 if the field is full (infinity and NaN).
 template <class R>
 FP4KIT_DEVICE u32 shifted_exponent(u32 bits, i32 up = 0) {
   const i32 field = static_cast<i32>((bits >> 23) & 0xFFu);
   return field == 255 ? 255u : static_cast<u32>(minimum(maximum(field + up - R::Element::kEmax, 0), 255));
 }
 
+// Return shifted_exponent of amax after rounding it to `mantissa_bits` bits, half away from zero; 255 for NaN.
 template <class R>
 FP4KIT_DEVICE u32 rounded_exponent(float amax, int mantissa_bits) {
   const u32 bits = bits_of(amax);
@@ -44,6 +47,7 @@ struct block_e8m0_even : inverse_factor {
   }
 };
 
+// Return the E8M0 code of amax * (1 / max), rounded up, for the largest element `max`.
 template <class R>
 FP4KIT_DEVICE u32 rceil(float amax) {
   return encode_e8m0_rp(amax * (1.0f / max_of<typename R::Element>()));
@@ -63,12 +67,13 @@ struct block_e8m0_te : inverse_factor {
   }
 };
 
-// t = amax * rcp(max), flushed; code 254 has the subnormal inverse 2^-127, which ftz makes 0.
+// Return the code of amax * rcp.approx(max), with subnormals flushed to zero.
 template <class R>
 FP4KIT_DEVICE u32 code_flashinfer(float amax) {
   return encode_e8m0_rp(mul_ftz(amax, rcp_approx_ftz(max_of<typename R::Element>())));
 }
 
+// Code 254 has the subnormal inverse 2^-127, which ftz arithmetic makes 0.
 struct block_e8m0_flashinfer_fp4 : by_code {
   template <class R, class In>
   FP4KIT_DEVICE u32 code(float amax, TensorScale t) {
@@ -82,6 +87,7 @@ struct block_e8m0_flashinfer_fp4 : by_code {
 
 struct block_e8m0_flashinfer_fp8 : block_e8m0_flashinfer_fp4 {};
 
+// Return log2(x), rounded to float32 from float64.
 FP4KIT_DEVICE float float32_log2(float x) {
   return static_cast<float>(log2(static_cast<double>(x)));
 }
@@ -104,7 +110,8 @@ struct block_e8m0_te_reference : inverse_factor {
 
 struct block_e8m0_compressed_tensors : inverse_factor {
   static constexpr bool kReadsInput = true;
-  // In float16, an amax below its smallest normal is 2^-14 or 0: whichever adding to its bits and masking them gives.
+  // Return the float16 amax that adding to its bits and masking them gives: below 2^-14, the smallest normal number,
+  // that is 2^-14 or 0. Returns other amaxes unchanged.
   template <class In>
   FP4KIT_DEVICE float rounded_subnormal(float amax, int mantissa_bits) {
     if (In::kMantissaBits != 10 || !(amax < 0x1p-14f)) return amax;

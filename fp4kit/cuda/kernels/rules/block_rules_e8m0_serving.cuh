@@ -1,24 +1,24 @@
-// Block rules that write E8M0 scales: reference/block_rules_e8m0_serving.py.
+// Block rules of serving engines and quantizers that write E8M0 scales. Twins of reference/block_rules_e8m0_serving.py.
 #pragma once
 
 #include "block_rules_e8m0.cuh"
 
-// A factor that a code alone does not tell.
+// Base of rules whose factor does not follow from the code alone.
 struct by_amax {
   static constexpr bool kReadsAmax = true, kReadsInput = false;
   FP4KIT_DEVICE float block_factor(float amax, float factor) { return factor; }
 };
 
-// The code of 2^exponent; 0 for NaN.
+// Return the code of 2^exponent, the exponent clamped to [-127, 127]; 0 for NaN.
 FP4KIT_DEVICE u32 clipped_exponent(float exponent) {
   return is_nan(exponent) ? 0u : static_cast<u32>(static_cast<i32>(fminf(fmaxf(exponent, -127.0f), 127.0f)) + 127);
 }
 
 // ---- from the bits of the amax
-// -------------------------------------------------------------------------------------------
 
-// Exponent field of amax rounded to the mantissa of the element, minus emax; 255 where that is full, or of any NaN: a
-// payload of ones, which instructions of GPUs make, would carry into the sign.
+// Return the exponent field of amax rounded to the element's mantissa bits, minus the exponent of the largest element.
+// Returns 255 for infinity, for NaN, and if rounding reaches infinity. NaN is tested first, because a payload of ones,
+// which GPU instructions make, would carry into the sign.
 template <class R>
 FP4KIT_DEVICE i32 even_exponent(float amax) {
   if (is_nan(amax)) return 255;
@@ -45,7 +45,7 @@ struct block_e8m0_quark_even : by_amax {
   }
 };
 
-// Exponent field of x >= 0, and one more if it has mantissa bits: 256 for NaN.
+// Return the exponent field of x >= 0, plus 1 if mantissa bits are set: 256 for NaN.
 FP4KIT_DEVICE u32 exponent_up(float x) {
   return (bits_of(x) >> 23 & 0xFFu) + ((bits_of(x) & 0x7FFFFFu) != 0u);
 }
@@ -97,9 +97,9 @@ struct block_e8m0_deepgemm : inverse_factor {
   }
 };
 
-// ---- by a logarithm, in float32 or in the dtype of the elements
-// ------------------------------------------------------------
+// ---- from a logarithm, in float32 or in the dtype of the elements
 
+// Base of rules whose factor is the reciprocal of the scale, and NaN if the amax is not finite.
 struct finite_inverse : by_amax {
   template <class R, class In>
   FP4KIT_DEVICE float factor(u32 code, float amax, TensorScale t) {
@@ -116,13 +116,15 @@ struct block_e8m0_auto_round : finite_inverse {
   }
 };
 
-// Of a block whose largest value is that of `ratio` = 1: ceil(log2(ratio)); 128 for zeros.
+// Return the code of ceil(log2(ratio)), `ratio` being the amax over the element value that it maps to; 128 for a block
+// of zeros, 0 if amax is not finite.
 FP4KIT_DEVICE u32 auto_round_up(float amax, float ratio) {
   if (!is_finite(amax)) return 0u;
   return clipped_exponent(amax == 0.0f ? 1.0f : ceilf(float32_log2(ratio)));
 }
 
-// The factor there; NaN where the ratio of an amax above 0 underflows: its log2 is -inf.
+// Return the factor that goes with auto_round_up. NaN if amax is not finite, or if the ratio of a positive amax
+// underflows, because its log2 is -inf.
 FP4KIT_DEVICE float auto_round_up_factor(u32 code, float amax, float ratio) {
   return is_finite(amax) && (ratio != 0.0f || amax == 0.0f) ? inverse_e8m0(code) : nan_value();
 }
@@ -149,7 +151,8 @@ struct block_e8m0_auto_round_rceil_v2 : by_amax {
   }
 };
 
-// T(2^(round(T(log2(amax))) - emax)), 2^-23 for what T makes 0; amax where it is not finite.
+// Return T(2^(round(T(log2(amax))) - emax)) for the input type T, rounding up if kUp and down otherwise. Returns 2^-23
+// if T makes it 0, and amax if that is not finite.
 template <class R, class In, bool kUp>
 FP4KIT_DEVICE float quark_scale(float amax) {
   if (!is_finite(amax)) return amax;
@@ -171,7 +174,8 @@ struct quark_by_log : by_amax {
   FP4KIT_DEVICE u32 code(float amax, TensorScale t) {
     return code_of(amax, quark_scale<R, In, kUp>(amax));
   }
-  // The scale of the amax under its own byte, whatever that stands for; what another byte stands for, which was given.
+  // Return the scale of the amax if `code` is its own byte, whatever that byte decodes to. If another byte was given,
+  // return what it decodes to.
   template <class R, class In>
   FP4KIT_DEVICE float factor(u32 code, float amax, TensorScale t) {
     const float scale = quark_scale<R, In, kUp>(amax);

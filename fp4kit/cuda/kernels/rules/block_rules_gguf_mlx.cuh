@@ -1,10 +1,10 @@
-// Block rules of llama.cpp and MLX: reference/block_rules_gguf_mlx.py.
+// Block rules of llama.cpp and MLX. Twins of reference/block_rules_gguf_mlx.py.
 #pragma once
 
 #include "block_rules_e4m3.cuh"
 #include "block_rules_e8m0.cuh"
 
-// Half-way significands go up (rn takes half of them down); from 248 on 448.
+// An E4M3 scale whose half-way significands are rounded up (nearest even rounds half of them down); 448 from 248 on.
 struct block_gguf : by_code {
   template <class R, class In>
   FP4KIT_DEVICE u32 code(float amax, TensorScale t) {
@@ -22,9 +22,9 @@ struct block_gguf : by_code {
   }
 };
 
-// floor of float32's log2 of a > 0, finite: the exponent, one more for the last n floats below 2^k, where log2 rounds
-// to k. With 2^b the power of two below |log2| there, half an ulp of that is 2^b / 2^24, and n = floor(2^b * ln 2) = 0,
-// 1, 2, 5, 11, 22, 44.
+// Return floor(log2 in float32 of a), for a finite a > 0. That is the exponent of a, plus 1 for the last n floats below
+// 2^k, for which log2 rounds up to k. Half an ulp of log2 there is 2^b / 2^24, 2^b being the power of two below |log2|,
+// so n = floor(2^b * ln 2) = 0, 1, 2, 5, 11, 22 or 44.
 FP4KIT_DEVICE i32 floor_of_log2(float a) {
   const bool is_subnormal = a < kFltMin;
   const u32 bits = bits_of(is_subnormal ? a * 0x1p24f : a);
@@ -32,7 +32,7 @@ FP4KIT_DEVICE i32 floor_of_log2(float a) {
   const u32 below = static_cast<u32>(k > 0 ? k - 1 : -k);  // |log2| just below k is in [below, below + 1]
   const u32 binade = below ? 0x80000000u >> __clz(below) : 0u;
   return k - 1 +
-         (0x800000u - (bits & 0x7FFFFFu) <= (binade * 177u >> 8));  // 177 / 256: ln 2, near enough for all seven
+         (0x800000u - (bits & 0x7FFFFFu) <= (binade * 177u >> 8));  // 177 / 256 is ln 2, accurate enough for all seven
 }
 
 struct block_e8m0_gguf : by_code {
@@ -47,7 +47,7 @@ struct block_e8m0_gguf : by_code {
   }
 };
 
-// E4M3, saturating; NaN is 448, that of 0 * inf -448.
+// Return the E4M3 code of `scaled`, saturated. A NaN amax gives 448; a NaN that comes from 0 * inf gives -448.
 template <class R>
 FP4KIT_DEVICE u32 encode_scale_saturated(float scaled, float amax) {
   if (is_nan(amax)) return R::Scale::kMaxCode;
@@ -78,13 +78,13 @@ struct block_mlx_metal : by_code {
   }
 };
 
-// 2^exponent for -149 ... 127; 0 below.
+// Return 2^exponent for exponents up to 127, subnormals included; 0 below -149.
 FP4KIT_DEVICE float power_or_zero(i32 exponent) {
   if (exponent < -149) return 0.0f;
   return float_of(exponent < -126 ? 1u << (exponent + 149) : static_cast<u32>(exponent + 127) << 23);
 }
 
-// What the two rules of MLX on a CPU share: 2^n, n the exponent before its byte wrapped.
+// Base of MLX's two rules on a CPU: the factor is 2^n, n being the exponent before its byte wrapped around.
 struct wrapped_power {
   static constexpr bool kReadsAmax = true, kReadsInput = true;
   FP4KIT_DEVICE float block_factor(float amax, float factor) { return is_finite(amax) ? factor : 0.0f; }
@@ -95,15 +95,16 @@ struct wrapped_power {
     const i32 exponent = static_cast<i32>(code) - 127 - (wraps ? 256 : 0);
     return exponent > 127 ? float_of(kInfinityBits) : power_or_zero(exponent);
   }
-  // The code of exponent n of a scale s.
+  // Return the code of exponent n of a scale s; 127 if s is 0.
   template <class In>
   FP4KIT_DEVICE u32 wrapped(i32 n, float s) {
     return s == 0.0f ? 127u : static_cast<u32>(n + 127) & 0xFFu;
   }
+  // Return the code of a scale that is not finite, as x86-64 casts it.
   template <class In>
   FP4KIT_DEVICE u32 not_finite() {
     return sizeof(typename In::Bits) == 4 ? 128u : 0u;
-  }  // as x86-64 casts it
+  }
 };
 
 struct block_e8m0_mlx : wrapped_power {
@@ -112,13 +113,14 @@ struct block_e8m0_mlx : wrapped_power {
     const float s = round_to<In>(amax / max_of<typename R::Element>());
     if (!is_finite(s)) return not_finite<In>();
     const u32 bits = bits_of(s), top = bits & 0x7FFFFFu ? 31u - __clz(bits & 0x7FFFFFu) : 0u;
-    const bool is_subnormal = bits < 0x800000u;  // then its value is that of its bits, times 2^-149
+    const bool is_subnormal = bits < 0x800000u;  // then the value is `bits` times 2^-149
     const i32 floor = is_subnormal ? static_cast<i32>(top) - 149 : static_cast<i32>(bits >> 23) - 127;
     const bool is_power = is_subnormal ? bits == 1u << top : (bits & 0x7FFFFFu) == 0u;
     return wrapped<In>(floor + !is_power, s);
   }
 };
 
+// Return log2(x), rounded to float32 from float64.
 FP4KIT_DEVICE float log2_of(float x) {
   return static_cast<float>(log2(static_cast<double>(x)));
 }

@@ -1,9 +1,10 @@
-// Block rules of torchao's release 0.18, which write E8M0 scales: reference/block_rules_torchao.py.
+// Block rules of torchao 0.18, which write E8M0 scales. Twins of reference/block_rules_torchao.py.
 #pragma once
 
 #include "block_rules_e8m0_serving.cuh"
 
-// Elements are divided by the scale, at least 2^-126, although code 0 decodes to 2^-127; by infinity for code 255.
+// Base of rules that divide elements by the scale, at least 2^-126 although code 0 decodes to 2^-127, and by infinity
+// for code 255.
 struct divided_by_normal : by_code {
   template <class R, class In>
   FP4KIT_DEVICE float factor(u32 code, float amax, TensorScale t) {
@@ -11,7 +12,8 @@ struct divided_by_normal : by_code {
   }
 };
 
-// exponent(bits) + up - emax, clamped to the range of E8M0; 255 for NaN alone.
+// Return the exponent field of amax + `addend` (added to the bits) plus `up`, minus the exponent of the largest
+// element, clamped to the range of E8M0; 255 for NaN.
 template <class R>
 FP4KIT_DEVICE u32 shifted_exponent_018(float amax, u32 addend, i32 up) {
   if (is_nan(amax)) return 255u;

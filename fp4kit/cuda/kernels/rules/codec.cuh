@@ -1,25 +1,38 @@
-// encode and decode of one value, for any element format; the twin of reference/codec.py.
+// Encode and decode one value, for any element format. Twin of reference/codec.py.
 //
-// A format F is a struct that the loader writes from formats.py: kExponentBits, kMantissaBits, kBias, kEmin, kSignBit,
-// kMaxCode, kNanCode, kHasNan, kIsInteger, kBits, kMaxBits (float32 bits of the largest value); kIsE2m1, kIsE4m3,
-// kIsE5m2: whether it is the format that instructions and tricks for one format are made for.
+// A format F is a struct that cuda/compile/traits.py writes from formats.py. It has kExponentBits, kMantissaBits,
+// kBias, kEmin, kSignBit, kMaxCode, kNanCode, kHasNan, kIsInteger, kBits and kMaxBits (float32 bits of the largest
+// value). kIsE2m1, kIsE4m3 and kIsE5m2 say whether F is the format that some instructions and tricks are made for.
+//
+// Roundings: rn is to nearest even, rz toward zero. rnz and rna are to nearest with ties toward and away from zero. rns
+// is nearest even of floor(v + 0.5), rnw nearest even without a largest value, whose codes wrap. first takes the first
+// code of smallest error.
 #pragma once
 
 #include "ptx.cuh"
 #include "ptx_pairs.cuh"
 #include "e2m1_unbounded.cuh"
 
+// How elements are rounded to values:
+//   rn, rz     to nearest with ties to even; toward zero
+//   rnz, rna   to nearest with ties toward zero; with ties away from zero
+//   rns        as rn, except that the float just below half a step gives 1: producers add 0.5 and round the sum
+//   rnw        as rn without a largest value; codes beyond the largest wrap around
+//   first      the first code of smallest error
 enum class Rounding { rn, rz, rnz, rna, rns, rnw, first };
+// Which elements get a sign bit: those whose sign bit is set; those below 0; those not above 0; those whose sign bit is
+// set and whose code is not zero.
 enum class Sign { signbit, negative, not_positive, unsigned_zero };
 
+// Return the largest value of a format.
 template <class F>
 FP4KIT_DEVICE float max_of() {
   return float_of(F::kMaxBits);
 }
 
-// Code of a >= 0, not NaN; saturates unless kRounding is rnw.
+// Return the code of a >= 0, which is not NaN. Saturates at the largest value, unless kRounding is rnw.
 //   e = max(exponent of a, emin);   code = ((e - emin) << M) + round(a * 2^(M - e))
-// Adding 2^(e + 23 - M) rounds a to the grid in one addition; the difference of the bit patterns is the rounded
+// Adding 2^(e + 23 - M) rounds a to the grid in one addition. The difference of the bit patterns is the rounded
 // significand.
 template <class F, Rounding kRounding>
 FP4KIT_DEVICE u32 encode_magnitude(float a) {
@@ -30,8 +43,8 @@ FP4KIT_DEVICE u32 encode_magnitude(float a) {
   const u32 base = ((e - min_exponent) >> 23) << F::kMantissaBits;
   const float magic = float_of(e + (static_cast<u32>(23 - F::kMantissaBits) << 23));
   if constexpr (kRounding == Rounding::rn) return base + (bits_of(a + magic) - bits_of(magic));
-  if constexpr (kRounding ==
-                Rounding::rns) {  // rn of floor(v + 0.5), where the sum is rounded: the float below 0.5 makes 1
+  if constexpr (kRounding == Rounding::rns) {  // producers compute floor(v + 0.5) with a rounded sum, so that the float
+                                               // below 0.5 gives 1
     const float scaled = a * float_of((static_cast<u32>(F::kMantissaBits + 254) << 23) - e);
     return bits_of(scaled) == bits_of(0.5f) - 1u ? 1u : base + (bits_of(a + magic) - bits_of(magic));
   }
@@ -45,8 +58,8 @@ FP4KIT_DEVICE u32 encode_magnitude(float a) {
 template <class F>
 FP4KIT_DEVICE float decode(u32 code);
 
-// The code, of 0, 1, ... the first, for which |value * step - a| is min_exponent; a >= 0, not NaN. See
-// reference/codec.py, first_of_least.
+// Return the first code in 0, 1, ... that minimizes |value * step - a|, for a >= 0 that is not NaN. See first_of_least
+// in reference/codec.py.
 template <class F>
 FP4KIT_DEVICE u32 first_of_least(float a, float step) {
   u32 best = 0u;
@@ -62,7 +75,7 @@ FP4KIT_DEVICE u32 first_of_least(float a, float step) {
   return best;
 }
 
-// Whether the code of x, not NaN, has a sign; code: that of its magnitude.
+// Return whether the code of x gets a sign bit. x is not NaN; `code` is the code of |x|.
 template <Sign kSign>
 FP4KIT_DEVICE bool has_sign(float x, u32 code) {
   if constexpr (kSign == Sign::signbit) return sign_of(x) != 0;
@@ -71,7 +84,7 @@ FP4KIT_DEVICE bool has_sign(float x, u32 code) {
   return !(x > 0.0f);
 }
 
-// y with the sign that its code has; unsigned_zero: if that is not the code of zero.
+// Return y with the sign bit that its code has. For unsigned_zero, that is right only if the code of y is not zero.
 template <Sign kSign>
 FP4KIT_DEVICE float with_code_sign(float y) {
   if constexpr (kSign == Sign::negative) return y + 0.0f;         // -0 -> 0
@@ -79,8 +92,9 @@ FP4KIT_DEVICE float with_code_sign(float y) {
   return y;
 }
 
-// Code of x; step: of which values are multiples, for Rounding::first. Integers: round to nearest even, then clamp to
-// [-max - 1, max], or [-max, max] if narrow.
+// Return the code of x; kNan for NaN, and for infinity if kRounding is rnw. `step` is the scale of the values, which
+// only Rounding::first uses. Integers are rounded to nearest even and clamped to [-max - 1, max], or to [-max, max] if
+// kNarrow.
 template <class F, Rounding kRounding, Sign kSign, u32 kNan, bool kNarrow = false>
 FP4KIT_DEVICE u32 encode(float x, float step = 1.0f) {
   if (is_nan(x) || (kRounding == Rounding::rnw && !is_finite(x))) return kNan;
@@ -98,7 +112,8 @@ FP4KIT_DEVICE u32 encode(float x, float step = 1.0f) {
   }
 }
 
-// encode of a value that is not NaN, rn, with its sign: what is left of the work in a block of finite elements.
+// Return the code of x with its sign, rounded to nearest even and saturated. x is not NaN: blocks of finite elements
+// need no more.
 template <class F>
 FP4KIT_DEVICE u32 encode_finite_rn(float x) {
   const u32 min_exponent = static_cast<u32>(F::kEmin + 127) << 23;
@@ -110,7 +125,8 @@ FP4KIT_DEVICE u32 encode_finite_rn(float x) {
   return rounded | (bits_of(x) >> (32 - F::kBits) & F::kSignBit);
 }
 
-// Code of x rounded up or down with probability by distance: rz(|x| + random / 256 * step(|x|)). See
+// Return the code of x rounded stochastically with a random byte: rz(|x| + random / 256 * step(|x|)), so that x goes up
+// with a probability of its distance, in steps, to the value below. NaN gives the format's NaN. See
 // reference/stochastic.py.
 template <class F>
 FP4KIT_DEVICE u32 encode_stochastic(float x, u32 random) {
@@ -122,7 +138,7 @@ FP4KIT_DEVICE u32 encode_stochastic(float x, u32 random) {
   return encode_magnitude<F, Rounding::rz>(t) | (sign_of(x) ? F::kSignBit : 0u);
 }
 
-// Value of a code. The exponent and mantissa bits, moved into place, are the value times 2^(bias - 127).
+// Return the value of a code. The exponent and mantissa bits, moved into place, are the value times 2^(bias - 127).
 template <class F>
 FP4KIT_DEVICE float decode(u32 code) {
   if constexpr (F::kIsInteger) {
@@ -137,8 +153,8 @@ FP4KIT_DEVICE float decode(u32 code) {
   }
 }
 
-// E8M0: exponent + 127, rounded up; 0 for x <= 2^-127, 254 above 2^127, 255 for NaN and x < 0. PTX
-// cvt.rp.satfinite.ue8m0.
+// Return the E8M0 code of x, which is exponent + 127 rounded up: 0 for x <= 2^-127, 254 above 2^127, 255 for NaN and x
+// < 0. Equals PTX cvt.rp.satfinite.ue8m0.
 FP4KIT_DEVICE u32 encode_e8m0_rp(float x) {
   if (is_nan(x) || x < 0.0f) return 255u;
   const u32 bits = bits_of(x), field = bits >> 23, mantissa = bits & 0x7FFFFFu;
@@ -146,17 +162,18 @@ FP4KIT_DEVICE u32 encode_e8m0_rp(float x) {
   return minimum(field + up, 254u);
 }
 
-// 2^(code - 127); 0 is the subnormal 2^-127, 255 is NaN.
+// Return 2^(code - 127). Code 0 is the subnormal 2^-127, code 255 is NaN.
 FP4KIT_DEVICE float value_of_e8m0(u32 code) {
   return code == 255u ? nan_value() : float_of(code == 0u ? 0x00400000u : code << 23);
 }
 
-// 2^(127 - code); 254 gives the subnormal 2^-127, 255 NaN.
+// Return 2^(127 - code). Code 254 gives the subnormal 2^-127, code 255 NaN.
 FP4KIT_DEVICE float inverse_e8m0(u32 code) {
   return code == 255u ? nan_value() : float_of(code == 254u ? 0x00400000u : (254u - code) << 23);
 }
 
-// Input and output types, by tag.
+// The types of elements and values. `Bits` is the type in memory, kLeastExponent the exponent of the smallest
+// subnormal. widen is exact; narrow rounds to nearest even.
 struct Float32 {
   using Bits = float;
   static constexpr bool kIsBfloat16 = false;
@@ -167,7 +184,7 @@ struct Float32 {
 struct Float16 {
   using Bits = u16;
   static constexpr bool kIsBfloat16 = false;
-  static constexpr int kMantissaBits = 10, kLeastExponent = -24;  // of a subnormal
+  static constexpr int kMantissaBits = 10, kLeastExponent = -24;
   FP4KIT_DEVICE float widen(u16 x) { return widen_f16(x); }
   FP4KIT_DEVICE u16 narrow(float x) { return narrow_f16(x); }
   FP4KIT_DEVICE u32 narrow_pair(float low, float high) { return narrow_f16x2(low, high); }
@@ -187,19 +204,19 @@ struct Bfloat16 {
   FP4KIT_DEVICE u32 add_zero(u32 pair) { return fma_bf16x2(pair, 0x3F803F80u, 0u); }
 };
 
-// x rounded to a type, as float32.
+// Return x rounded to a type, as float32.
 template <class T>
 FP4KIT_DEVICE float round_to(float x) {
   return T::widen(T::narrow(x));
 }
 
-// A double rounded to float32 to odd, whose 24 bits are enough to be rounded to 8 and 11 as the double would be.
+// Return x rounded to odd in float32. Its 24 bits are enough to round on to 8 or 11 bits as x itself would be.
 FP4KIT_DEVICE float round_to_odd(double x) {
   const float toward_zero = narrow_rz(x);
   return float_of(bits_of(toward_zero) | (static_cast<double>(toward_zero) != x));
 }
 
-// A double rounded once to a type, as float32.
+// Return x rounded once to a type, as float32.
 template <class T>
 FP4KIT_DEVICE float round_double_to(double x) {
   if constexpr (sizeof(typename T::Bits) == 4) return static_cast<float>(x);

@@ -1,15 +1,17 @@
-// Decode rules, as reference/dequantize.py names them: value * what the block's scales say.
-//   scale<R>(code, tensor)  of a block scale's code: a Scale, what apply takes
-//   product_scale(scale)            the Scale under which apply gives value * scale, of rules that need an amax and
-//   have block scales apply(value, scale)     the value of an element whose code means `value` apply_pair the same for
-//   two bfloat16 values, under scales that are powers of two kNeedsAmax              whether a tensor's amax or encode
-//   scale is read, or its decode scale alone kReadsNanAsNumber                whether codes of NaN elements stand for
-//   the numbers that their bits spell: see DecodedElement
+// Decode rules, which turn a code's value into an element: value times the scales of its block. Twins of
+// reference/dequantize.py, with its names. A rule is a struct with
+//
+//   scale<R>(code, tensor)    the Scale of a block: what apply needs of its code and the tensor scale
+//   product_scale(scale)      the Scale for value * scale, in rules with block scales that need an amax
+//   apply(value, scale)       the element of a code that decodes to `value`
+//   apply_pair(values, scale) apply for two bfloat16 values, if the scale is a power of two
+//   kNeedsAmax                whether the rule reads the tensor's amax or encode scale too
+//   kReadsNanAsNumber         whether codes of NaN decode to the numbers that their bits spell
 #pragma once
 
 #include "tensor_rules.cuh"
 
-// A format with numbers in place of NaN.
+// A format whose codes all are numbers.
 template <class F>
 struct WithoutNan : F {
   static constexpr bool kHasNan = false, kIsE4m3 = false, kIsE5m2 = false;
@@ -22,6 +24,7 @@ template <class F>
 struct DecodedFormat<F, true> {
   using Format = WithoutNan<F>;
 };
+// The format that a recipe's element codes are decoded with.
 template <class R>
 using DecodedElement = typename DecodedFormat<typename R::Element, R::DecodeRule::kReadsNanAsNumber>::Format;
 
@@ -34,11 +37,10 @@ struct decode_product {
     return decode_scale<R>(code) * t.decode;
   }
   FP4KIT_DEVICE float apply(float value, float scale) { return value * scale; }
-  FP4KIT_DEVICE u32 apply_pair(u32 values, u32 scales) {
-    return fma_bf16x2(values, scales, 0x80008000u);
-  }  // E8M0: apply, bfloat16
+  FP4KIT_DEVICE u32 apply_pair(u32 values, u32 scales) { return fma_bf16x2(values, scales, 0x80008000u); }
 };
-struct decode_tensor {  // decode_product without block scales
+// decode_product for recipes without block scales.
+struct decode_tensor {
   static constexpr bool kNeedsAmax = false, kReadsNanAsNumber = false;
   using Scale = float;
   template <class R>
@@ -68,7 +70,8 @@ struct decode_vllm_cuda : decode_product {
     return decode_scale<R>(code) * rcp_approx_ftz(t.encode);
   }
 };
-struct ScaleOfAmax {  // amax is negative where none is known
+// A scale with the amax and the range that undo it. amax is negative if none is known.
+struct ScaleOfAmax {
   float scale, amax, range;
 };
 FP4KIT_DEVICE bool is_finite(ScaleOfAmax s) {
@@ -97,7 +100,8 @@ struct decode_auto_round : decode_product {
 struct decode_modelopt : decode_product {
   FP4KIT_DEVICE float apply(float value, float scale) { return (value + 0.0f) * scale; }  // -0 + 0 = +0
 };
-struct decode_mlx_0322 : decode_product {  // 7F and FF are 480 and -480
+// MLX 0.32.2 decodes scale codes 7F and FF to 480 and -480.
+struct decode_mlx_0322 : decode_product {
   template <class R>
   FP4KIT_DEVICE float scale(u32 code, TensorScale t) {
     return decode<WithoutNan<typename R::Scale>>(code) * t.decode;
@@ -121,8 +125,9 @@ struct decode_e8m0_flashinfer_api : decode_product {
     return float_of(code << 23);
   }
 };
-struct decode_e8m0_unbounded
-    : decode_product {  // ldexp(value, code - 127), so that 255 is 2^128: half of it, and twice the value
+// ldexp(value, code - 127), with code 255 as 2^128. The Scale is half the scale, because 2^128 is no float; apply
+// doubles the value.
+struct decode_e8m0_unbounded : decode_product {
   template <class R>
   FP4KIT_DEVICE float scale(u32 code, TensorScale t) {
     return float_of(code < 2u ? 0x00200000u << code : (code - 1u) << 23);
@@ -132,7 +137,8 @@ struct decode_e8m0_unbounded
     return decode_product::apply_pair(fma_bf16x2(values, 0x40004000u, 0x80008000u), scales);
   }
 };
-struct decode_gguf : decode_product {  // 7 bits, all ones 0, but with bit 7 set 480; code 8 is +0
+// A 7-bit scale: 7F is 0, FF is 480, and bit 7 is ignored otherwise. Element code 8 (-0) decodes to +0.
+struct decode_gguf : decode_product {
   template <class R>
   FP4KIT_DEVICE float scale(u32 code, TensorScale t) {
     const float known = (code & 0x7Fu) == 0x7Fu ? 0.0f : decode_scale<R>(code & 0x7Fu);
@@ -171,12 +177,13 @@ struct decode_e8m0_float16 : decode_product {
 struct decode_e8m0_float16_0322 : decode_e8m0_float16 {
   static constexpr bool kReadsNanAsNumber = true;
 };
+// The Scale is the encode scale, or -1 for an amax of at most kTinyAmax, whose elements are 0. No scale is negative.
 struct decode_int_modelopt {
   static constexpr bool kNeedsAmax = true, kReadsNanAsNumber = false;
   using Scale = float;
   template <class R>
   FP4KIT_DEVICE float scale(u32 code, TensorScale t) {
     return t.amax <= kTinyAmax ? -1.0f : t.encode;
-  }  // no scale is negative
+  }
   FP4KIT_DEVICE float apply(float value, float scale) { return scale < 0.0f ? 0.0f : value / scale; }
 };

@@ -1,20 +1,21 @@
-// E2M1 without a largest value, as fouroversix's PyTorch back end rounds, and the codes that it packs; the twin of
+// E2M1 without a largest value, as fouroversix's PyTorch back end rounds, and the codes that it packs. Twin of
 // reference/codec.py.
 #pragma once
 
 #include "ptx_convert.cuh"
 
-// The E2M1 value nearest to a >= 0, ties to even, from 4 on in steps of 2 without end; NaN for inf and NaN. See
-// reference/codec.py.
+// Return the value nearest to a >= 0, ties to even, of E2M1 continued above 4 in steps of 2 without end. Returns NaN
+// for infinity and NaN.
 FP4KIT_DEVICE float nearest_unbounded(float a) {
-  if (a < 4.0f) {  // 2^22 at 1 has the steps of E2M1 below 2, twice that those below 4
+  if (a < 4.0f) {  // the ulp of 2^22 is the step of E2M1 below 2, the ulp of 2^23 the step below 4
     const float magic = a < 2.0f ? 0x1p22f : 0x1p23f;
     return (a + magic) - magic;
   }
   return is_finite(a) ? 2.0f * rintf(a * 0.5f) : nan_value();
 }
 
-// The code of nearest_unbounded(a), a >= 0 and finite; of 8 and more, the last four bits of one that would follow.
+// Return the code of nearest_unbounded(a) for a finite a >= 0. From 8 on, returns the last four bits of the code that
+// would follow.
 FP4KIT_DEVICE u32 wrapped_magnitude(float a) {
   const float value = nearest_unbounded(a);
   if (value < 8.0f)

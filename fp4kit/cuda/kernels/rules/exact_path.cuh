@@ -1,15 +1,16 @@
-// A block of any elements, exactly as the specification has it: its amax, its scale and factor, the codes and values of
-// its elements.
+// The exact path: the amax, the scale, the factor, the codes and the values of a block of any elements, operation by
+// operation as in the reference.
 //
-// Every kernel has a short way for blocks that are ordinary (fast_path.cuh), and comes here with all others. A kernel
-// finds its elements itself, and hands them over as functions: load(i, j, x) of the elements from j on of row i of a
-// block, at(i) of element i of a run.
+// Kernels have a fast path for most blocks (fast_path.cuh) and take the exact path for the others. They pass a function
+// that loads elements: load(i, j, x) loads elements from j on of row i of a block, element_at(i) returns element i of a
+// run.
 #pragma once
 
 #include "block.cuh"
 
-constexpr int kTableSize = 128;  // of factors: codes of scales without a sign
+constexpr int kTableSize = 128;  // entries of a table of factors: all codes of a scale without sign
 
+// Return the Factor of a block with this scale code and amax.
 template <class R, class In>
 FP4KIT_DEVICE Factor factor_of(u32 code, float amax, TensorScale t) {
   const float factor = R::BlockRule::template factor<R, In>(code, amax, t);
@@ -18,13 +19,13 @@ FP4KIT_DEVICE Factor factor_of(u32 code, float amax, TensorScale t) {
   return {factor, factor};
 }
 
-// What a table has for a code: the factor of a block that is not of zeros.
+// Return the Factor of a scale code for a block that is not all zeros: a table's entry.
 template <class R, class In>
 FP4KIT_DEVICE Factor factor_of_code(u32 code, TensorScale t) {
   return factor_of<R, In>(code, 1.0f, t);
 }
 
-// The scale code of a block and the factor for its elements.
+// Return the scale code of a block, and its Factor in f: from the table if R has one, else computed.
 template <class R, class In>
 FP4KIT_DEVICE u32 scale_block(float amax, TensorScale t, const Factor* table, Factor& f) {
   const u32 code = R::BlockRule::template code<R, In>(amax, t);
@@ -37,14 +38,14 @@ FP4KIT_DEVICE u32 scale_block(float amax, TensorScale t, const Factor* table, Fa
   return code;
 }
 
-// The larger of the amaxes of rows of a block. Elements of a row may give NaN although others are numbers, rows only
-// where NaN propagates.
+// Return the larger amax of two rows of a block. A row may be NaN although some of its elements are numbers. NaN
+// propagates between rows only if it propagates in the recipe.
 template <class R>
 FP4KIT_DEVICE float larger_of_rows(float a, float b) {
   return larger<R::kAmaxNan == AmaxNan::propagate ? AmaxNan::propagate : AmaxNan::ignore>(a, b);
 }
 
-// amax of a block of `rows` rows, kCount elements at a time.
+// Return the amax of a block of `rows` rows, kCount elements at a time.
 template <class R, int kCount, class Load>
 FP4KIT_DEVICE float exact_amax(int rows, const Load& load) {
   float largest = 0.0f;
@@ -57,13 +58,16 @@ FP4KIT_DEVICE float exact_amax(int rows, const Load& load) {
       load(i, j, x);
       amax.add(x);
     }
-    largest = R::kBlockRows == 1 ? amax.result()
-                                 : larger_of_rows<R>(largest, amax.result());  // tall ones may have one row inside
+    largest =
+        R::kBlockRows == 1
+            ? amax.result()
+            : larger_of_rows<R>(largest, amax.result());  // a block of several rows may have only one in the matrix
   }
   return largest;
 }
 
-// The code of an element again, from its value in the dtype of elements: see _repacked of reference/quantize.py.
+// Return the code that is found again from a code's value in the dtype of the elements. See _repacked in
+// reference/quantize.py.
 template <class R, class In>
 FP4KIT_DEVICE u32 repacked(u32 code, float scaled, float factor) {
   using E = typename R::Element;
@@ -76,7 +80,7 @@ FP4KIT_DEVICE u32 repacked(u32 code, float scaled, float factor) {
   return encode<E, Rounding::rn, Sign::signbit, kNan>(quotient);
 }
 
-// Code of an element. byte: its random byte, where rounding is stochastic.
+// Return the code of an element. `byte` is its random byte, read only if rounding is stochastic.
 template <class R, class In>
 FP4KIT_DEVICE u32 exact_code(float x, Factor f, u32 byte) {
   if constexpr (R::kCompare && !R::kStochastic) return encode_compared<R>(x, f.value);
@@ -87,24 +91,24 @@ FP4KIT_DEVICE u32 exact_code(float x, Factor f, u32 byte) {
   return code;
 }
 
-// Value of a code under what the block's scales say.
+// Return the value of a code in a block with the given Scale.
 template <class R>
 FP4KIT_DEVICE float exact_value(u32 code, typename R::DecodeRule::Scale scale) {
   return R::DecodeRule::apply(decode<DecodedElement<R>>(code), scale);
 }
 
-// Words of the codes of a run of kRun elements; the last one may have room for more.
+// Number of words for the codes of kRun elements. The last word may have unused bits.
 template <class R, int kRun>
 constexpr int kCodeWords = (kRun * R::Element::kStoredBits + 31) / 32;
 
-// The code of element i of a run.
+// Return the code of element i of a run.
 template <class R>
 FP4KIT_DEVICE u32 code_in(const u32* words, int i) {
   constexpr int kBits = R::Element::kStoredBits, kPerWord = 32 / kBits;
   return words[i / kPerWord] >> (kBits * (i % kPerWord)) & ((1u << kBits) - 1u);
 }
 
-// Words of the codes of a run: two codes a byte if they have 4 bits, else one, the first in the lowest bits.
+// Pack the codes of a run into words, the first code in the lowest bits. 4-bit codes take half a byte, others a byte.
 template <class R, class In, int kRun>
 FP4KIT_DEVICE void exact_codes(const float (&x)[kRun], const u32 (&bytes)[kRun], Factor f,
                                u32 (&words)[kCodeWords<R, kRun>]) {
@@ -118,8 +122,8 @@ FP4KIT_DEVICE void exact_codes(const float (&x)[kRun], const u32 (&bytes)[kRun],
   }
 }
 
-// The same of the elements at(0) ... at(kRun - 1), whole words of codes, where rounding is not stochastic: little code,
-// for what is rare.
+// Pack the codes of elements element_at(0) ... element_at(kRun - 1), which fill whole words. Rounding is not
+// stochastic. The loop is not unrolled, to keep the code of a rare case small.
 template <class R, class In, int kRun, class ElementAt>
 FP4KIT_DEVICE void exact_codes_of(const ElementAt& element_at, Factor f, u32 (&words)[kCodeWords<R, kRun>]) {
   constexpr int kBits = R::Element::kStoredBits, kPerWord = 32 / kBits;

@@ -1,16 +1,17 @@
-// The producers' own fake quantizers, one struct each under the name that reference/fake.py gives it. A rule has
-//   scale<R, In>(amax, tensor_amax)   the FakeScale of a block; or, where that follows from an E4M3 code,
-//   code<R>(amax, tensor_amax)        the code (kHasCodes), and
-//   scale_of<R>(code, tensor_amax)    the FakeScale of a code: a table for a whole tensor
-//   value<R, In>(x, scale)            what any element becomes
-//   is_fast<R>(largest, scale)       whether elements up to a magnitude of these bits may go through
-//   fast_value<R, In>(x, scale)            which gives the same in fewer instructions
+// The fake quantizers that producers implement themselves, one struct each. Twins of reference/fake.py, with its names.
+// A rule is a struct with
+//
+//   scale<R, In>(amax, tensor_amax)   the FakeScale of a block; or, if that follows from an E4M3 code (kHasCodes):
+//   code<R>(amax, tensor_amax)        the code
+//   scale_of<R>(code, tensor_amax)    the FakeScale of a code, for a table per tensor
+//   value<R, In>(x, scale)            the result for any element
+//   is_fast<R>(largest, scale)        whether fast_value holds for elements up to a magnitude with these bits
+//   fast_value<R, In>(x, scale)       the result in fewer instructions
 #pragma once
 
 #include "fake_microxcaling.cuh"
 
-// ---- NVFP4: 0 <= x keeps its sign, everything else gets a minus, but zeros are +0
-// ----------------------------------------
+// ---- NVFP4: x >= 0 keeps a plus sign, other elements get a minus sign, and zeros are +0
 
 struct fake_nvfp4_modelopt_division {
   static constexpr bool kHasCodes = true;
@@ -40,7 +41,7 @@ struct fake_nvfp4_modelopt_triton : fake_nvfp4_modelopt_division {
     const float divisor = max_of<typename R::Element>() * global_scale<R>(tensor_amax),
                 reciprocal = safe_reciprocal(divisor);
     const float ratio =
-        is_nan(reciprocal) ? amax / divisor : quotient_by(amax, divisor, reciprocal);  // NaN for infinity
+        is_nan(reciprocal) ? amax / divisor : quotient_by(amax, divisor, reciprocal);  // NaN for an infinite amax
     return encode_scale<R>(fminf(ratio, max_of<typename R::Scale>()));
   }
   template <class R>
@@ -71,8 +72,7 @@ struct fake_nvfp4_modelopt_static : fake_nvfp4_modelopt_division {
   }
 };
 
-// ---- multiplication with the reciprocal: a minus where x < 0
-// ----------------------------------------------------------------
+// ---- multiplication with the reciprocal: a minus sign if x < 0
 
 struct fake_product {
   template <class R>
@@ -129,13 +129,12 @@ struct fake_mx_modelopt : fake_product {
   }
 };
 
-// ---- integers: -0 and NaN come through
-// ---------------------------------------------------------------------------------------
+// ---- integers: -0 and NaN are kept
 
-// clip(rint(x * s), least, max) / s, s = max / tensor_amax.
+// clip(rint(x * s), lowest, max) / s with s = max / tensor_amax.
 struct fake_int_modelopt {
   static constexpr bool kHasCodes = false;
-  static constexpr float kUnscaled = -1.0f;  // tensor_amax <= 2^-24; no scale is negative
+  static constexpr float kUnscaled = -1.0f;  // stands for tensor_amax <= 2^-24; no scale is negative
   template <class R>
   FP4KIT_DEVICE float lowest() {
     return -max_of<typename R::Element>() - (R::kNarrow ? 0.0f : 1.0f);
@@ -161,7 +160,7 @@ struct fake_int_modelopt {
   }
 };
 
-// clip(rint(x / s), -max, max) * s, s = max(tensor_amax / max, 1e-5).
+// clip(rint(x / s), -max, max) * s with s = max(tensor_amax / max, 1e-5).
 struct fake_int4_qat {
   static constexpr bool kHasCodes = false;
   template <class R, class In>

@@ -1,49 +1,50 @@
-// Blocks of finite elements, encoded the short way: no element of theirs becomes NaN, so every rule for NaN gives the
-// same. A block takes this way if its largest magnitude and its factor are finite and the factor is in a range where no
-// step underflows or overflows unseen (takes_fast_path); the exact way (exact_path.cuh) is right for every block, and
-// slower.
+// The fast path: encode a block of finite elements in few instructions. Because no element becomes NaN, all rules for
+// NaN agree. A block takes this path if its largest magnitude and its factor are finite and no step can underflow or
+// overflow unnoticed (takes_fast_path). All other blocks take the exact path (exact_path.cuh), which is slower and
+// right for every block.
 #pragma once
 
 #include "exact_path.cuh"
 #include "pack.cuh"
 
+// Which fast path a recipe has for elements of type In, and whether it has one (kExists).
 template <class R, class In>
 struct FastPath {
   static constexpr bool kIs16Bit = sizeof(typename In::Bits) == 2;
   static constexpr bool kE2m1 = R::Element::kIsE2m1;
   static constexpr bool kPowerOfTwo = R::Scale::kMantissaBits == 0 && R::kHasScales;
-  // Ties toward and away from zero of exact products of 8 or 11 bits: what shrinks, or grows, them by 2^-20 moves ties
-  // and nothing else anywhere. A product that is rounded to 8 or 11 bits again, or flushed, loses that. None is the
-  // float below 0.5, of 24 bits.
+  // Products with a power of two are exact: they have 8 or 11 bits. Shrinking or growing such a product by 2^-20 moves
+  // ties toward or away from zero and changes no other rounding; no product is the float below 0.5, which has 24 bits.
+  // This fails if a product is rounded to 8 or 11 bits again, or flushed.
   static constexpr bool kExactProducts = kIs16Bit && kPowerOfTwo && !R::kDivide && !R::kRoundScaled && !R::kFlush;
   static constexpr bool kShrinksTies = R::kRounding == Rounding::rnz && kExactProducts && !R::kStochastic;
   static constexpr bool kGrowsTies = R::kRounding == Rounding::rna && kExactProducts && !R::kStochastic;
   static constexpr float kNudge = kShrinksTies ? 1.0f - 0x1p-20f : kGrowsTies ? 1.0f + 0x1p-20f : 1.0f;
-  static constexpr bool kClamp = kPowerOfTwo;  // others look at the largest product first, which is below 7
+  static constexpr bool kClamp = kPowerOfTwo;  // other recipes test the largest product first, which is below 7
   static constexpr bool kTiesToEven = R::kRounding == Rounding::rn ||
                                       (R::kRounding == Rounding::rns && kExactProducts) ||
                                       (R::kRounding == Rounding::rnw && !kClamp);
-  // encode_magnitude_stochastic has no power of two for a least exponent above 0.
+  // encode_magnitude_stochastic cannot represent a power of two for a smallest normal exponent above 0.
   static constexpr bool kRoundingFits =
       R::kStochastic ? !R::kFake && R::Element::kEmin <= 0 : kTiesToEven || kShrinksTies || kGrowsTies;
-  // -0 that rounding to float16 made is not told from what was one before; nor one that a subnormal of 16 bits was
-  // flushed to.
+  // If rounding to float16 made a -0, or a 16-bit subnormal was flushed to one, it cannot be told from an element -0.
   static constexpr bool kZeroSignKnown = (!R::kRoundScaled || In::kIsBfloat16) && !(kIs16Bit && R::kFlush);
   static constexpr bool kKeepsInputSign =
-      R::kSign == Sign::signbit || R::kSign == Sign::unsigned_zero;  // elements' own, but of codes of zero
+      R::kSign == Sign::signbit ||
+      R::kSign == Sign::unsigned_zero;  // codes have the elements' own signs, except codes of zero
   static constexpr bool kSignFits = R::kStochastic || kKeepsInputSign || kZeroSignKnown;
   static constexpr bool kDivisionFits = !R::kDivide || (kE2m1 && !R::kStochastic);  // see quotient_by
   static constexpr bool kExists =
       kDivisionFits && !R::kThenEncode && !R::Element::kIsInteger && kRoundingFits && kSignFits;
   static constexpr bool kByPairs = FP4KIT_FAST_BF16X2 && In::kIsBfloat16 && kPowerOfTwo && kE2m1 && kTiesToEven &&
                                    !R::kDivide && !R::kRoundScaled && !R::kFake && !R::kStochastic;
-  // Stochastic rounding of products that have no more bits than elements of 16 bits have.
+  // Stochastic rounding of products that have no more bits than 16-bit elements have.
   static constexpr bool kProductsFit = kExactProducts && kE2m1 && !R::kDivide;
 };
 
-// Whether codes that are found again (R::kRepacked) are those that they were: no value overflows the dtype of the
-// elements, which also holds a power of two that is their scale, or, under other scales, keeps values to less than half
-// of the least step between codes.
+// Return whether codes that are found again (R::kRepacked) equal the original codes: no value overflows the dtype of
+// the elements. For E8M0 scales, the dtype must also hold the scale. For other scales, the dtype's error must be less
+// than half of the smallest step between codes.
 template <class R, class In>
 FP4KIT_DEVICE bool keeps_codes(float factor) {
   using E = typename R::Element;
@@ -53,29 +54,31 @@ FP4KIT_DEVICE bool keeps_codes(float factor) {
                 kMaxExponent = kMaxKeptExponent < 127 ? kMaxKeptExponent : 127;
   const bool keeps = factor >= float_of(static_cast<u32>(127 + kMinExponent) << 23) &&
                      factor <= float_of(static_cast<u32>(127 + kMaxExponent) << 23);
-  return keeps || (!kPower && factor == 0.0f);  // all values are zeros
+  return keeps || (!kPower && factor == 0.0f);  // with factor 0 all values are zeros
 }
 
-// Whether a block goes the short way. largest: float32 bits of its largest magnitude.
+// Return whether a block takes the fast path. `largest` is the float32 bits of its largest magnitude. False for
+// infinity and NaN, in an element or in the factor.
 template <class R, class In>
 FP4KIT_DEVICE bool takes_fast_path(u32 largest, Factor f) {
   using Path = FastPath<R, In>;
-  // |x| * by < 7 needs no clamp; NaN and infinity fail here, of either. The reciprocal's product is within 2^-22 of the
-  // quotient, and below 6.9 what is rounded to 8 or 11 bits again stays below 7.
+  // If |x| * factor < 7, no clamp is needed; infinity and NaN fail the comparison. If R divides, the product with the
+  // reciprocal is within 2^-22 of the quotient. Below 6.9, a product that is rounded to 8 or 11 bits again stays below
+  // 7.
   const float product = float_of(largest) * f.reciprocal;
   bool takes = Path::kClamp || !Path::kE2m1 ? fabsf(product) <= kFltMax : product < (R::kRoundScaled ? 6.9f : 6.99f);
   if constexpr (R::kDivide) takes = takes & (f.value > 0x1p-90f) & (f.value < 0x1p90f);
   if constexpr (R::kRepacked && !R::kStochastic) takes = takes & keeps_codes<R, In>(f.value);
-  if constexpr (!Path::kKeepsInputSign && Path::kIs16Bit) {  // no product of an element underflows to a zero
+  if constexpr (!Path::kKeepsInputSign && Path::kIs16Bit) {  // require that no product of an element underflows to zero
     constexpr int kMinExponent = (R::kRoundScaled ? In::kLeastExponent : -149) - In::kLeastExponent;
     takes = takes & (f.reciprocal >= float_of(static_cast<u32>(127 + kMinExponent) << 23));
   }
-  // Pairs do not flush; below this no subnormal makes a code.
+  // Pairs do not flush. Below this factor, no subnormal element has a nonzero code.
   if constexpr (R::kFlush && Path::kByPairs) takes = takes & (f.value < 0x1p100f);
   return takes;
 }
 
-// The element to encode, of magnitude |x| if kMagnitude, before NaN rules, which do not matter here.
+// Return the number to encode for a finite element x. Rules for NaN are left out, because they do not matter here.
 template <class R, class In>
 FP4KIT_DEVICE float scaled_finite(float x, Factor f) {
   float y;
@@ -90,14 +93,15 @@ FP4KIT_DEVICE float scaled_finite(float x, Factor f) {
   return y;
 }
 
-// with_code_sign of what scaled_finite makes of x: the fma of a quotient makes 0 of -0.
+// Return y = scaled_finite(x) with the sign that its code has. In a quotient, the sign is taken from x, because the fma
+// of quotient_by makes 0 of -0.
 template <class R>
 FP4KIT_DEVICE float with_code_sign_of(float y, float x) {
   if constexpr (R::kDivide && R::kSign == Sign::signbit) return float_of(bits_of(y) | (bits_of(x) & 0x80000000u));
   return with_code_sign<R::kSign>(y);
 }
 
-// The same of a pair of 16-bit elements, whose signs are their products' too.
+// Return a pair of 16-bit elements with the signs of their codes: the signs of elements are those of their products.
 template <class R, class In>
 FP4KIT_DEVICE u32 pair_with_code_signs(u32 pair) {
   if constexpr (R::kSign == Sign::negative) return In::add_zero(pair);
@@ -105,8 +109,9 @@ FP4KIT_DEVICE u32 pair_with_code_signs(u32 pair) {
   return pair;
 }
 
-// Magnitudes to encode, and the signs of eight codes: of elements `first` and on of a run. A product takes the
-// magnitude of an operand for nothing; the fma of a quotient does not.
+// Put the magnitudes to encode of elements first ... first + 7 of a run into a, and return the signs of their codes.
+// Taking the magnitude of an operand costs nothing in a product, but an instruction in the fma of a quotient; so it is
+// masked there.
 template <class R, class In, int kRun>
 FP4KIT_DEVICE NibbleSigns magnitudes_x8(const Run<In, kRun>& run, Factor f, int first, float (&a)[8]) {
   Run<In, kRun> magnitudes = run;
@@ -134,7 +139,7 @@ FP4KIT_DEVICE NibbleSigns magnitudes_x8(const Run<In, kRun>& run, Factor f, int 
   }
 }
 
-// Codes of a run, packed as exact_codes packs them.
+// Pack the codes of a finite run into words, as exact_codes does.
 template <class R, class In, int kRun>
 FP4KIT_DEVICE void encode_finite(const Run<In, kRun>& run, Factor f,
                                  u32 (&words)[kRun * R::Element::kStoredBits / 32]) {
@@ -165,7 +170,8 @@ FP4KIT_DEVICE void encode_finite(const Run<In, kRun>& run, Factor f,
   }
 }
 
-// a >= 0 rounded to the values of a format, rn: adding 2^(e + 23 - M), e the exponent of a, drops the bits below.
+// Return the value of a format nearest to a >= 0, ties to even, saturated. Adding and subtracting 2^(e + 23 - M), e
+// being the exponent of a, drops the bits below the grid.
 template <class F>
 FP4KIT_DEVICE float round_magnitude(float a) {
   a = fminf(a, max_of<F>());
@@ -174,7 +180,7 @@ FP4KIT_DEVICE float round_magnitude(float a) {
   return (a + magic) - magic;
 }
 
-// The values that a run's codes have, as the decode rule makes them of a block's scale.
+// Compute the values that a finite run's codes decode to in a block with the given Scale.
 template <class R, class In, int kRun>
 FP4KIT_DEVICE void round_finite(const Run<In, kRun>& run, Factor f, typename R::DecodeRule::Scale scale,
                                 float (&values)[kRun]) {

@@ -1,12 +1,13 @@
-// Blocks of finite elements, rounded stochastically the short way.
+// The fast path (fast_path.cuh) for stochastic rounding.
 #pragma once
 
 #include "fast_path.cuh"
 
-// encode_stochastic of a finite magnitude, without its sign. byte: 2^23 + the random byte. a: not above the largest
-// value; or of E2M1 below 7, for which the code is 8 at most.
-//   2^(-126 - emin) takes the format's least normal exponent, and its subnormals, to those of float32: the bits from 23
-//   - M on are the code, rounded toward zero.
+// Return the code that encode_stochastic gives for a magnitude, without its sign. `byte` is 2^23 + the random byte. a
+// must not exceed the largest value; for E2M1, a < 7 suffices, and the code may then be 8.
+//
+// Multiplying with 2^(-126 - emin) moves the format's smallest normal exponent, and its subnormals, to those of
+// float32. The bits from 23 - M on are then the code, rounded toward zero.
 template <class F>
 FP4KIT_DEVICE u32 encode_magnitude_stochastic(float a, float byte) {
   constexpr float kStep = 1.0f / (256 << F::kMantissaBits);
@@ -16,8 +17,8 @@ FP4KIT_DEVICE u32 encode_magnitude_stochastic(float a, float byte) {
   return bits_of(mul_rz(t, float_of(static_cast<u32>(1 - F::kEmin) << 23))) >> (23 - F::kMantissaBits);
 }
 
-// Codes of a run with random bytes, packed as exact_codes packs them. Signs are the products', whatever R::kSign, as in
-// encode_stochastic.
+// Pack the codes of a finite run, rounded with random bytes, into words as exact_codes does. The signs of codes are
+// those of the products, for every R::kSign, as in encode_stochastic.
 template <class R, class In, int kRun>
 FP4KIT_DEVICE void encode_finite_stochastic(const Run<In, kRun>& run, Factor f, const u32 (&random)[kRun / 4],
                                             u32 (&words)[kRun * R::Element::kStoredBits / 32]) {
@@ -44,13 +45,13 @@ FP4KIT_DEVICE void encode_finite_stochastic(const Run<In, kRun>& run, Factor f, 
       y[i] = scaled_finite<R, In>(element(run, index), f);
       const float a = kClamp ? fminf(fabsf(y[i]), max_of<F>()) : magnitude_of(y[i]);
       const float byte =
-          float_of(prmt(random[index / 4], 0x4B000000u, 0x7440u + index % 4));  // 2^23 + the byte by its bits
+          float_of(prmt(random[index / 4], 0x4B000000u, 0x7440u + index % 4));  // 2^23 + the byte, by its bits
       word = mad(word, 1u << F::kStoredBits, encode_magnitude_stochastic<F>(a, byte));
       if constexpr (!FastPath<R, In>::kE2m1)
         signs = mad(signs, 1u << F::kStoredBits, bits_of(y[i]) >> (32 - F::kBits) & F::kSignBit);
     }
     if constexpr (FastPath<R, In>::kE2m1) {
-      if constexpr (!kClamp) word -= (word & 0x88888888u) >> 3;  // code 8 is above the largest
+      if constexpr (!kClamp) word -= (word & 0x88888888u) >> 3;  // code 8 is above the largest code
       word = word | (FastPath<R, In>::kIs16Bit ? nibble_signs_of_pairs(run.w + 4 * w) : nibble_signs(y));
     }
     words[w] = word | signs;

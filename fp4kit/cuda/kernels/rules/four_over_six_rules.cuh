@@ -1,19 +1,21 @@
-// 4over6: the two scales that a block may have, and what an element adds to the error of one; the twin of
-// reference/four_over_six.py.
+// 4over6: the two scales that a block may have, and the error that an element adds under each. Twin of
+// reference/four_over_six.py. "six" is the scale that maps the amax to value 6, "four" the one that maps it to 4.
 #pragma once
 
 #include "block_rules_e4m3_serving.cuh"
 
+// Return a * b, with subnormals flushed to zero if R flushes.
 template <class R>
 FP4KIT_DEVICE float multiply(float a, float b) {
   return R::kFlush ? mul_ftz(a, b) : a * b;
 }
+// Return a / b, with subnormals flushed to zero if R flushes.
 template <class R>
 FP4KIT_DEVICE float divide(float a, float b) {
   return R::kFlush ? div_ftz(a, b) : a / b;
 }
 
-// Scale codes of the two candidates, amax at 6 and amax at 4, from a sixth of amax.
+// Put the codes of both scales into six and four. `sixth` is a sixth of the block's amax.
 template <class R>
 FP4KIT_DEVICE void scales_of(float sixth, TensorScale t, u32& six, u32& four) {
   float base = multiply<R>(sixth, t.encode);
@@ -22,7 +24,7 @@ FP4KIT_DEVICE void scales_of(float sixth, TensorScale t, u32& six, u32& four) {
   four = encode_scale<R>(multiply<R>(base, 1.5f));
 }
 
-// What elements are multiplied with under a scale.
+// Return the number that elements are multiplied with under a scale.
 template <class R>
 FP4KIT_DEVICE float candidate_factor(float scale, TensorScale t) {
   if constexpr (R::kLaneSums) return fouroversix_factor<R>(scale, t);
@@ -30,22 +32,22 @@ FP4KIT_DEVICE float candidate_factor(float scale, TensorScale t) {
   return is_nan(inverse) ? inverse : fminf(inverse, kFltMax);
 }
 
-// (code value * scale) in the units of x.
+// Return code value * scale in the units of x.
 template <class R>
 FP4KIT_DEVICE float decoded(float scaled, TensorScale t) {
   if constexpr (R::kFlush || R::kFastError) return multiply<R>(scaled, t.decode);
   return scaled * t.amax / full_range<R>();
 }
 
-// What an element is compared with: code value * scale in the units of x, or in those of the codes where the recipe
-// says so.
+// Return the number that an element is compared with: code value * scale in the units of x, or in those of the codes if
+// R::kFastError.
 template <class R>
 FP4KIT_DEVICE float compared(float value, float scale, TensorScale t) {
   const float scaled = value * scale;
-  return R::kFastError ? scaled : decoded<R>(scaled, t);  // float16 has room for its six bits, from 2^-10 to 2688
+  return R::kFastError ? scaled : decoded<R>(scaled, t);  // float16 holds its six bits, from 2^-10 to 2688
 }
 
-// The part of element x in the error.
+// Return the error that element x adds.
 template <class R>
 FP4KIT_DEVICE float error_of(float x, float compared, TensorScale t) {
   float difference = compared - (R::kFastError ? x * t.encode : x);

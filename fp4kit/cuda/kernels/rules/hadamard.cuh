@@ -1,24 +1,26 @@
-// The Hadamard transform of runs of 16 elements, y_j = 1/4 sum_i s_i H_ij x_i rounded to their type: the bits of
-// reference/hadamard.py, which takes sums in double over distances 1, 2, 4, 8. For types of 16 bits sums in float32
-// mostly have the same bits, for one of these reasons. Let every element that is not zero be 2^e at least, so that all
-// are multiples of u = 2^(e - M), M the type's mantissa bits.
+// The Hadamard transform of runs of 16 elements: y_j = 1/4 sum_i s_i H_ij x_i, rounded to the type of the elements.
+// Gives the bits of reference/hadamard.py, which adds in float64 over distances 1, 2, 4 and 8.
 //
-// 1. No sum rounds. Sums of 2, 4 and 8 elements are means of two sums of twice as many, so none is above the largest of
-// the 16, 4 max |y|.
-//    If that is below 2^24 u, all sums are multiples of u of 24 bits: exact in float32 and in double, with the same
-//    signs of zeros. max |y| is known as it was computed, 15 roundings away: within 2^-20 of itself, so that it is
-//    exact if its exponent is at most e + 21 - M after rounding, which leaves it below that power of two by 2^-12 and
-//    more. A quarter is exact: u >= 2^-133.
-// 2. No y is close to where rounding goes another way: 15 sums round on the way to it, each by at most 2^-24 of the
-// largest sum.
+// For 16-bit types, sums in float32 usually give the same bits, for one of two reasons. Let 2^e be the largest power of
+// two that is at most every nonzero |x|. Then all x are multiples of u = 2^(e - M), M being the mantissa bits of the
+// type.
 //
-// Sums that overflow float32 make an infinity or a NaN of some y, because no later sum is without it; such runs go the
-// exact way.
+// 1. No sum rounds. Sums of 2, 4 and 8 elements are means of two sums of twice as many. So no sum exceeds the largest
+// sum of 16, which is 4 max |y|. If that is below 2^24 u, all sums are multiples of u with at most 24 bits: exact in
+// float32 and in float64, with the same signs of zeros. The computed max |y| has 15 roundings and is within 2^-20 of
+// the true one. It suffices that its exponent, after rounding to the type, is at most e + 21 - M, because rounding
+// leaves it below the next power of two by at least 2^-12. The factor 1/4 is exact, because u >= 2^-133. 2. No y is
+// close to a rounding boundary. 15 sums round on the way to y, each by at most 2^-24 of the largest sum.
+//
+// Sums that overflow float32 make some y infinite or NaN, because every y depends on every sum. Such runs take the
+// exact path.
+//
+// "Conclusive" below means that the sums in float32 give the right bits.
 #pragma once
 
 #include "runs.cuh"
 
-// y_j = 1/4 sum_i s_i H_ij y_i; over pairs of neighbours first.
+// Transform y in place: y_j = 1/4 sum_i s_i H_ij y_i, adding neighbors first.
 template <u32 kSignMask, class T>
 FP4KIT_DEVICE void quarter_sums(T (&y)[16]) {
 #pragma unroll
@@ -40,7 +42,7 @@ FP4KIT_DEVICE void quarter_sums(T (&y)[16]) {
   }
 }
 
-// The transform of any elements.
+// Return the transform of any elements, added in float64.
 template <u32 kSignMask, class In>
 FP4KIT_DEVICE Run<In, 16> hadamard_exact(Run<In, 16> x) {
   double sums[16];
@@ -53,13 +55,13 @@ FP4KIT_DEVICE Run<In, 16> hadamard_exact(Run<In, 16> x) {
   return narrow_run<In>(y);
 }
 
-// The same where it is rare: a call, so that its registers are not the kernel's.
+// Return hadamard_exact by a function call, so that a rare case takes no registers of the kernel.
 template <u32 kSignMask, class In>
 FP4KIT_DEVICE_CALL Run<In, 16> hadamard_exact_call(Run<In, 16> x) {
   return hadamard_exact<kSignMask>(x);
 }
 
-// The larger magnitudes of the low halves and of the high halves.
+// Return the largest magnitude of the low halves and of the high halves.
 template <class In, int kCount>
 FP4KIT_DEVICE u32 largest_pair(const u32 (&pairs)[kCount]) {
   u32 largest = In::max_magnitude(pairs[0], pairs[1]);
@@ -68,14 +70,16 @@ FP4KIT_DEVICE u32 largest_pair(const u32 (&pairs)[kCount]) {
   return largest & 0x7FFF7FFFu;
 }
 
-// Whether no sum rounds; float32 bits of the largest |y| and of the least |x|. Not for infinity and NaN.
+// Return whether no sum rounds (reason 1). `largest` is the float32 bits of the largest |y|, `smallest` those of the
+// smallest nonzero |x|. Not for infinity and NaN.
 template <class In>
 FP4KIT_DEVICE bool are_sums_exact(u32 largest, u32 smallest) {
-  constexpr u32 kMaxExponentGap = 21 - In::kMantissaBits;  // exponents
+  constexpr u32 kMaxExponentGap =
+      21 - In::kMantissaBits;  // between the exponents of the largest |y| and the smallest |x|
   return largest <= minimum((smallest | 0x007FFFFFu) + (kMaxExponentGap << 23), kInfinityBits - 1u);
 }
 
-// Less 1, the least magnitudes of the low and of the high halves that are not zero; 0xFFFF if all are.
+// Return, for the low and the high halves, the smallest nonzero magnitude minus 1; 0xFFFF if all are zero.
 template <int kCount>
 FP4KIT_DEVICE u32 smallest_nonzero(const u32 (&pairs)[kCount]) {
   u32 smallest = 0xFFFFFFFFu;
@@ -85,11 +89,12 @@ FP4KIT_DEVICE u32 smallest_nonzero(const u32 (&pairs)[kCount]) {
   return smallest;
 }
 
-// Whether every y is the same after rounding, where its sums may have rounded. largest: the largest |y|.
+// Return whether every y rounds to the right bits although its sums may have rounded (reason 2). `largest` is the
+// largest |y|.
 template <class In>
 FP4KIT_DEVICE bool is_rounding_certain(const float (&y)[16], float largest) {
   const float error =
-      largest * 0x1.1p-20f;  // 17 roundings: 15 sums, in float32 and with much less in double, and the next one
+      largest * 0x1.1p-20f;  // 17 roundings: 15 sums in float32, the sums in float64 (much less), and the next addition
   u32 differ = 0u;
 #pragma unroll
   for (int i = 0; i < 16; i += 2) {
@@ -98,7 +103,7 @@ FP4KIT_DEVICE bool is_rounding_certain(const float (&y)[16], float largest) {
   return differ == 0u;
 }
 
-// Whether sums in float32 tell, where they are not exact for the least |x|. least: less 1, of those that are not zero.
+// Return whether the float32 sums are conclusive. `smallest` is the smallest nonzero |x| minus 1, as its bits.
 template <class In>
 FP4KIT_DEVICE bool are_sums_conclusive(const float (&y)[16], u32 largest, u32 smallest) {
   if (largest >= kInfinityBits) return false;
@@ -106,7 +111,8 @@ FP4KIT_DEVICE bool are_sums_conclusive(const float (&y)[16], u32 largest, u32 sm
          is_rounding_certain<In>(y, float_of(largest));
 }
 
-// The transform by sums in float32: false if they do not tell it. largest: float32 bits of the largest |y|.
+// Transform x to y by float32 sums and return whether they are conclusive. Puts the float32 bits of the largest |y|
+// into `largest`.
 template <u32 kSignMask, class In>
 FP4KIT_DEVICE bool hadamard_fast(const Run<In, 16>& x, Run<In, 16>& y, u32& largest) {
   float sums[16];
@@ -119,7 +125,7 @@ FP4KIT_DEVICE bool hadamard_fast(const Run<In, 16>& x, Run<In, 16>& y, u32& larg
   return are_sums_conclusive<In>(sums, largest, minimum(smallest & 0xFFFFu, smallest >> 16));
 }
 
-// Each 16 elements of a run -> their transform; largest_bits_of the result.
+// Transform every 16 elements of a run in place. Return the largest_bits_of the result.
 template <u32 kSignMask, class In, int kRun>
 FP4KIT_DEVICE u32 hadamard_run(Run<In, kRun>& run) {
   constexpr int kWords = Run<In, 16>::kWords;
@@ -144,9 +150,9 @@ FP4KIT_DEVICE u32 hadamard_run(Run<In, kRun>& run) {
   return largest;
 }
 
-// 16 rows of pairs of 16-bit elements -> the transforms of the two columns by sums in float32; the largest magnitudes
-// of both. Bit j of `inconclusive`: these sums do not tell column j, of which nothing is right. The rows are not kept
-// for that: they would take 16 registers.
+// Transform the two columns of 16 rows of 16-bit pairs in place, by float32 sums. Return the largest magnitude of each
+// half. Bit j of `inconclusive` is set if the sums of column j are not conclusive; that column's result is then wrong.
+// The input rows are not kept for that case, because they would take 16 registers.
 template <u32 kSignMask, class In>
 FP4KIT_DEVICE u32 hadamard_columns(u32 (&rows)[16], u32& inconclusive) {
   const u32 smallest = smallest_nonzero(rows);

@@ -1,32 +1,38 @@
-// The tensor scale that a stored one decodes with, and the amax that it implies: reference/implied_amax.py, in the same
-// steps.
+// The amax that a stored tensor scale implies, and the TensorScale that the stored scale decodes with. Equals
+// reference/implied_amax.py, step by step.
 #pragma once
 
 #include "decode_rules.cuh"
 
-constexpr float kUnknownAmax =
-    -1.0f;  // no amax gives the scale: values are decode(code) * (block_scale * tensor_scale)
+// Stands for an amax that is unknown because no amax gives the stored scale. Values are then decode(code) *
+// (block_scale * tensor_scale).
+constexpr float kUnknownAmax = -1.0f;
+// How many floats to each side of the estimate the first and the second search cover.
 constexpr u32 kNearSteps = 8u, kFarSteps = 1u << 20, kLargestBits = kInfinityBits - 1u;
+// A rule that replaces a small amax by a larger number multiplies the scale by at least 65504; within kFarSteps, other
+// scales grow by at most 391. This ratio separates the two cases: a scale that jumps counts as smaller.
 constexpr float kJumpRatio = 4096.0f;
 
+// Return whether two scales have the same bits, or both are NaN.
 FP4KIT_DEVICE bool same_scale(float a, float b) {
   return bits_of(a) == bits_of(b) || (is_nan(a) && is_nan(b));
 }
 
-// The amax that a tensor scale of 1 covers.
+// Return the amax that a tensor scale of 1 covers.
 template <class R>
 FP4KIT_DEVICE float covered_range() {
   return R::kHasScales ? full_range<R>() : max_of<typename R::Element>();
 }
 
-// Below, at or above 0 where the amax of these bits gives a smaller, the same, a larger scale.
+// Return -1, 0 or 1 if the amax with these bits gives a smaller, the same or a larger scale.
 template <class R, class In>
 FP4KIT_DEVICE int order_of(u32 bits, float scale) {
   const float found = R::TensorRule::template scale<R, In>(float_of(bits)).decode;
   return found < scale || found >= scale * kJumpRatio ? -1 : found == scale ? 0 : 1;
 }
 
-// Bits of the first amax of [low, high] that orders at `least` or above; high + 1 if none does.
+// Return the bits of the first amax in [low, high] whose order_of is at least `min_order`; high + 1 if there is none.
+// Binary search.
 template <class R, class In>
 FP4KIT_DEVICE u32 first_amax(u32 low, u32 high, int min_order, float scale) {
   ++high;
@@ -42,8 +48,9 @@ FP4KIT_DEVICE u32 first_amax(u32 low, u32 high, int min_order, float scale) {
   return low;
 }
 
-// The amax of the fewest significant bits of those near that give a scale > 0; kUnknownAmax if none does. One search,
-// of a few steps for a rule of a few roundings; a second one, further, where the first ends at an edge.
+// Return the amax with the fewest significant bits among those near the estimate that give a scale > 0; kUnknownAmax if
+// none does. Rules of a few roundings are found within a few floats. If the first search ends at an edge, a second one
+// goes further.
 template <class R, class In>
 FP4KIT_DEVICE float amax_near(float scale) {
   const u32 center = bits_of(fminf(scale * covered_range<R>(), kFltMax));
@@ -54,13 +61,14 @@ FP4KIT_DEVICE float amax_near(float scale) {
     const bool is_inside = first <= last && first + steps > center && last < center + steps;
     if (steps == kNearSteps && !is_inside) continue;
     if (first > last) return kUnknownAmax;
-    const u32 below =
-        0xFFFFFFFFu >> __clz((first - 1u) ^ last) >> 1;  // the bits below the highest that first - 1 lacks
+    const u32 below = 0xFFFFFFFFu >> __clz((first - 1u) ^ last) >>
+                      1;  // the bits below the highest bit in which first - 1 and last differ
     return float_of(last & ~below);
   }
 }
 
-// The amax that a stored tensor scale implies: reference/implied_amax.py, implied_amax.
+// Return the amax that a stored tensor scale implies, kUnknownAmax if there is none: implied_amax of
+// reference/implied_amax.py. The amaxes 0, infinity and NaN are tried last.
 template <class R, class In>
 FP4KIT_DEVICE_CALL float implied_amax(float scale) {
   float amax = kUnknownAmax;
@@ -72,8 +80,8 @@ FP4KIT_DEVICE_CALL float implied_amax(float scale) {
   return amax;
 }
 
-// A stored tensor scale and the amax beside it, as a TensorScale; is_known: whether that is all, or the amax has to be
-// implied.
+// Return the TensorScale of a stored scale and the amax stored with it. Sets is_known to false if the rule needs an
+// amax and the stored one is missing or gives another scale; the amax must then be implied.
 template <class R, class In>
 FP4KIT_DEVICE TensorScale known_tensor_scale(const float* tensor_scale, const float* tensor_amax, i64 index,
                                              bool& is_known) {
@@ -89,21 +97,22 @@ FP4KIT_DEVICE TensorScale known_tensor_scale(const float* tensor_scale, const fl
   }
 }
 
-// The TensorScale that codes are made with under a given one, from the amax that it implies: reference/implied_amax.py,
-// encoding_scale.
+// Return the TensorScale to encode with under a given decode scale, from the amax that it implies: encoding_scale of
+// reference/implied_amax.py.
 template <class R, class In>
 FP4KIT_DEVICE TensorScale encoding_scale(float decode, float amax) {
   return {amax == kUnknownAmax ? 1.0f / decode : R::TensorRule::template scale<R, In>(amax).encode, decode, amax};
 }
 
+// Return the TensorScale of a stored scale whose amax must be implied.
 template <class R, class In>
 FP4KIT_DEVICE TensorScale implied_tensor_scale(float scale) {
   const float amax = implied_amax<R, In>(scale);
   return {R::TensorRule::template scale<R, In>(amax).encode, scale, amax};
 }
 
-// What R's decode rule makes of a block scale's code, or under an unknown amax decode_product; the rule's apply fits
-// both where R has block scales.
+// Return the Scale of a block scale's code by R's decode rule, or by decode_product if the amax is unknown. The rule's
+// apply fits both if R has block scales.
 template <class R>
 FP4KIT_DEVICE typename R::DecodeRule::Scale stored_scale(u32 code, TensorScale t) {
   if constexpr (R::DecodeRule::kNeedsAmax && R::kHasScales)
@@ -111,7 +120,7 @@ FP4KIT_DEVICE typename R::DecodeRule::Scale stored_scale(u32 code, TensorScale t
   return R::DecodeRule::template scale<R>(code, t);
 }
 
-// What an element whose code means `value` is worth under a block scale's code.
+// Return the element of a code that decodes to `value`, in a block with this scale code.
 template <class R>
 FP4KIT_DEVICE float stored_value(float value, u32 code, TensorScale t) {
   if (!R::kHasScales && t.amax < 0.0f) return value * t.decode;

@@ -1,37 +1,40 @@
-// Codes of several finite values at once, packed into a word, and back: what the hot kernels spend their time on.
+// Encode several finite values at once into a word of codes, and decode words: the inner loops of the hot kernels.
 //
-// On sm_80 to sm_90 minima, shifts, logic and prmt issue at half the rate of float additions and products, so codes are
-// made of those.
+// On sm_80 to sm_90, minima, shifts, logic and prmt issue at half the rate of float additions and products. Codes are
+// therefore computed with the latter.
 #pragma once
 
 #include "runs.cuh"
 
-// The signs of eight values, a byte each whose bits 3 and 7 are the sign: of the values 0 2 4 6, and of 1 3 5 7.
+// The signs of eight values. Each has a byte whose bits 3 and 7 are the sign: `even` for values 0 2 4 6, `odd` for
+// values 1 3 5 7.
 struct NibbleSigns {
   u32 even, odd;
 };
 
-// A word of eight codes with the sign of value i at bit 4 i + 3: two operations of three operands.
+// Return a word of eight codes with the sign of value i at bit 4 i + 3, in two three-operand instructions.
 FP4KIT_DEVICE u32 operator|(u32 codes, NibbleSigns signs) {
   return or_masked(or_masked(codes, signs.odd, 0x80808080u), signs.even, 0x08080808u);
 }
 
-// prmt copies the top bit of a byte all over it where a selector's top bit is set.
+// Return the signs of eight floats. prmt fills a byte with copies of another byte's top bit where the top bit of the
+// selector nibble is set.
 FP4KIT_DEVICE NibbleSigns nibble_signs(const float* x) {
   return {prmt(prmt(bits_of(x[0]), bits_of(x[2]), 0x00FBu), prmt(bits_of(x[4]), bits_of(x[6]), 0x00FBu), 0x5410u),
           prmt(prmt(bits_of(x[1]), bits_of(x[3]), 0x00FBu), prmt(bits_of(x[5]), bits_of(x[7]), 0x00FBu), 0x5410u)};
 }
 
-// The same of eight elements of 16 bits.
+// Return the signs of eight 16-bit elements, two per word.
 FP4KIT_DEVICE NibbleSigns nibble_signs_of_pairs(const u32* pairs) {
   const u32 low = prmt(pairs[0], pairs[1], 0xFBD9u),
-            high = prmt(pairs[2], pairs[3], 0xFBD9u);  // of elements 0 2 1 3, 4 6 5 7
+            high = prmt(pairs[2], pairs[3], 0xFBD9u);  // bytes of elements 0 2 1 3 and 4 6 5 7
   return {prmt(low, high, 0x5410u), prmt(low, high, 0x7632u)};
 }
 
-// 2^23 + the E2M1 code of a in [0, 7), rn; of any a >= 0 if kClamp.
-//   The code is 2 a below 2, a + 2 below 4, a / 2 + 4 below 8: the least of the three. One fma rounds each to an
-//   integer, ties to even, and as 2 and 4 are even so are even codes.
+// Return the float bits of 2^23 + the E2M1 code of a, rounded to nearest even, for a in [0, 7); for any a >= 0 if
+// kClamp.
+//   The code is 2 a below 2, a + 2 below 4 and a / 2 + 4 below 8: the smallest of the three. One fma rounds each to an
+//   integer, ties to even. Even codes stay even, because 2 and 4 are even.
 template <bool kClamp>
 FP4KIT_DEVICE u32 code_bits_e2m1(float a) {
   const u32 low = minimum(bits_of(fma_rn(a, 2.0f, 8388608.0f)), bits_of(a + 8388610.0f));
@@ -39,7 +42,7 @@ FP4KIT_DEVICE u32 code_bits_e2m1(float a) {
   return kClamp ? minimum(code, bits_of(8388615.0f)) : code;
 }
 
-// Word of the E2M1 codes of eight magnitudes and their signs, a word or as above.
+// Return the word of E2M1 codes of eight magnitudes, with signs. `signs` is a word or NibbleSigns.
 template <bool kClamp, class Signs>
 FP4KIT_DEVICE u32 encode_e2m1x8(const float* a, Signs signs) {
   u32 c[8];
@@ -47,22 +50,22 @@ FP4KIT_DEVICE u32 encode_e2m1x8(const float* a, Signs signs) {
   for (int i = 0; i < 8; ++i) c[i] = code_bits_e2m1<kClamp>(a[i]);
   const u32 low = mad(mad(c[3], 16u, c[2]), 256u, mad(c[1], 16u, c[0]));
   const u32 high = mad(mad(c[7], 16u, c[6]), 256u, mad(c[5], 16u, c[4]));
-  return prmt(low, high, 0x5410u) | signs;  // what 2^23 left is in the upper halves
+  return prmt(low, high, 0x5410u) | signs;  // the upper halves hold what 2^23 left
 }
 
-// 2^23 + 256 times the code of a = 8 x in [0, 8], a number on the lines between the codes of E2M1's values, rounded
-// toward zero.
+// Return the float bits of 2^23 + 256 times the fractional code of a = 8 x in [0, 8], rounded toward zero. The
+// fractional code interpolates linearly between the codes of neighboring E2M1 values.
 FP4KIT_DEVICE u32 code_256ths_e2m1(float x) {
   const u32 low = minimum(bits_of(fma_rz(x, 4096.0f, 8388608.0f)), bits_of(fma_rz(x, 2048.0f, 8388608.0f + 512.0f)));
   return minimum(low, bits_of(fma_rz(x, 1024.0f, 8388608.0f + 1024.0f)));
 }
 
-// Word of the E2M1 codes of the magnitudes 8 x[i], each rounded up or down by its random byte, with signs.
-//   The code is that number plus byte / 256, toward zero: multiples of 1/256 stay what they are when less than that is
-//   dropped before. Of a = 8 x of at most 11 bits this is the code of encode_stochastic, because a + byte / 256 * step
-//   is exact there; or it is below 2^-9 + 255 / 512, and the code 0.
+// Return the word of E2M1 codes of the magnitudes 8 x[i], each rounded up or down by its random byte, with signs. The
+// code is the fractional code plus byte / 256, rounded toward zero. Dropping less than 1/256 before the addition
+// changes nothing. If a = 8 x has at most 11 bits, this equals encode_stochastic: either a + byte / 256 * step is exact
+// there, or it is below 2^-9 + 255 / 512 and the code is 0.
 FP4KIT_DEVICE u32 encode_stochastic_e2m1x8(const float* x, const u32* random, NibbleSigns signs) {
-  u32 sums[4];  // of elements 0 2, 1 3, 4 6, 5 7: the code at bits 8 to 11 and 24 to 27
+  u32 sums[4];  // elements 0 2, 1 3, 4 6 and 5 7; their codes are at bits 8 to 11 and 24 to 27
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     const int first = i / 2 * 4 + i % 2;
@@ -70,17 +73,19 @@ FP4KIT_DEVICE u32 encode_stochastic_e2m1x8(const float* x, const u32* random, Ni
     sums[i] = mad(code_256ths_e2m1(x[first + 2]), 65536u, code_256ths_e2m1(x[first])) + bytes - 0x4B000000u;
   }
   const u32 word = mad(prmt(sums[1], sums[3], 0x7531u), 16u, prmt(sums[0], sums[2], 0x7531u));
-  return (word - (word >> 3 & 0x11111111u)) | signs;  // code 8 is above the largest
+  return (word - (word >> 3 & 0x11111111u)) | signs;  // code 8 is above the largest code
 }
 
-// bfloat16 pairs: 128 + the E2M1 code of |x| * factor, where that product is exact.
+// Return, for each half of a bfloat16 pair, the bfloat16 bits of 128 + the E2M1 code of |x| * factor. The product must
+// be exact.
 FP4KIT_DEVICE u32 code_pair_e2m1(u32 pair, u32 factor) {
   const u32 a = fma_bf16x2(abs_bf16x2(pair), factor, 0x80008000u);
   const u32 low = min_bf16x2(fma_bf16x2(a, 0x40004000u, 0x43004300u), fma_bf16x2(a, 0x3F803F80u, 0x43024302u));
   return min_bf16x2(low, min_bf16x2(fma_bf16x2(a, 0x3F003F00u, 0x43044304u), 0x43074307u));
 }
 
-// Word of the E2M1 codes of four pairs of bfloat16 times a power of two; signs: what nibbles' signs are taken from.
+// Return the word of E2M1 codes of four bfloat16 pairs times a power of two. The sign bits of `signs` become those of
+// the codes.
 FP4KIT_DEVICE u32 encode_pairs_e2m1x8(const u32* pairs, const u32* signs, u32 factor) {
   u32 bytes[2];
 #pragma unroll
@@ -92,7 +97,8 @@ FP4KIT_DEVICE u32 encode_pairs_e2m1x8(const u32* pairs, const u32* signs, u32 fa
   return prmt(bytes[0], bytes[1], 0x6420u);
 }
 
-// Word of the codes of four values, rn, with their signs, in a format of one code a byte.
+// Return the word of the codes of four finite values with their signs, for a format with one code per byte. Rounds to
+// nearest even and saturates.
 template <class F>
 FP4KIT_DEVICE u32 encode_x4(const float* v) {
 #if FP4KIT_HAS_CVT_FP8
@@ -105,7 +111,7 @@ FP4KIT_DEVICE u32 encode_x4(const float* v) {
          encode_finite_rn<F>(v[3]) << 24;
 }
 
-// Word of the codes of eight or four finite values with their signs.
+// Return the word of the codes of eight or four finite values with their signs. Rounds to nearest even and saturates.
 template <class F>
 FP4KIT_DEVICE u32 encode_word(const float* v) {
 #if FP4KIT_HAS_CVT_E2M1
@@ -123,30 +129,28 @@ FP4KIT_DEVICE u32 encode_word(const float* v) {
   }
 }
 
-// A word of codes as R's sign rule has them: unsigned_zero takes the signs of zeros away, which others have settled
-// before.
+// Return a word of codes without the signs of zero codes if R's sign rule is unsigned_zero, else the word itself: the
+// other sign rules were applied before.
 template <class R>
 FP4KIT_DEVICE u32 with_signs_of_codes(u32 word) {
   if constexpr (R::kSign == Sign::unsigned_zero) {
     using F = typename R::Element;
     constexpr u32 kOnes = 0xFFFFFFFFu / ((1u << F::kStoredBits) - 1u), kSigns = kOnes * F::kSignBit,
                   kMagnitudes = kSigns - kOnes;
-    word &=
-        ((word & kMagnitudes) + kMagnitudes) | ~kSigns;  // a magnitude that is not 0 carries into the place of its sign
+    word &= ((word & kMagnitudes) + kMagnitudes) | ~kSigns;  // a nonzero magnitude carries into its sign bit
   }
   return word;
 }
 
-// The values of the eight E2M1 codes of a word, as pairs of bfloat16. Their patterns have eight high and eight low
-// bytes, which prmt looks up for four codes at a time; a table of 0x80 under selectors with their sign bits left on
-// gives the signs.
+// Return the values of kCount E2M1 codes as bfloat16 pairs. prmt looks up the high and the low bytes of four values at
+// a time in tables of eight bytes. A table of 0x80, with selectors that keep their sign bits, gives the signs.
 template <int kCount>
 FP4KIT_DEVICE void decode_pairs_e2m1(u32 word, u32 (&pairs)[kCount / 2]) {
 #pragma unroll
   for (int i = 0; i < kCount / 4; ++i) {
     const u32 codes = word >> (16 * i), magnitudes = codes & 0x7777u;
     const u32 signs =
-        prmt(0x80808080u, 0x80808080u, codes) << 1 & 0x80808080u;  // 0x80 << 1 is 0, 0xFF << 1 keeps the top bit
+        prmt(0x80808080u, 0x80808080u, codes) << 1 & 0x80808080u;  // 0x80 << 1 is 0, and 0xFF << 1 keeps the top bit
     const u32 high = prmt(0x3F3F3F00u, 0x40404040u, magnitudes) | signs;
     const u32 low = prmt(0xC0800000u, 0xC0804000u, magnitudes);
     pairs[2 * i] = prmt(low, high, 0x5140u);
@@ -154,7 +158,7 @@ FP4KIT_DEVICE void decode_pairs_e2m1(u32 word, u32 (&pairs)[kCount / 2]) {
   }
 }
 
-// Values of kCount codes as they lie in memory, in the low end of `codes`.
+// Return the values of kCount codes, the first in the lowest bits of `codes`.
 template <class F, int kCount>
 FP4KIT_DEVICE void decode_values(u64 codes, float (&values)[kCount]) {
   if constexpr (F::kIsE2m1) {

@@ -1,9 +1,10 @@
-// d^p of errors, in float64, of +, -, *, / (each rounded once) and bits: reference/pow.py, operation by operation.
+// |d|^p of errors in float64, using only +, -, *, / (each rounded once) and bit operations. Equals reference/pow.py,
+// operation by operation.
 #pragma once
 
 #include "types.cuh"
 
-// c[0] + c[1] x + c[2] x^2 + ..., from the last coefficient on.
+// Return c[0] + c[1] x + c[2] x^2 + ... by Horner's rule, from the last coefficient on.
 template <int kTerms>
 FP4KIT_DEVICE double polynomial(const double (&c)[kTerms], double x) {
   double sum = c[kTerms - 1];
@@ -12,11 +13,13 @@ FP4KIT_DEVICE double polynomial(const double (&c)[kTerms], double x) {
   return sum;
 }
 
-// e + 2 / ln 2 * atanh((m - 1) / (m + 1)) of d = m 2^e >= 0, m in [sqrt(1/2), sqrt 2); finite, of 0, infinity and NaN
-// too. What is done with bits has no sign, and an integer becomes a double by them: processors without more make
-// vectors of it.
+// Return log2(d) for d >= 0: e + 2 / ln 2 * atanh((m - 1) / (m + 1)), where d = m 2^e with m in [sqrt(1/2), sqrt 2).
+// The result is finite for 0, infinity and NaN too.
+//
+// Bits are handled as unsigned integers, and an integer becomes a double by its bits, so that processors without more
+// instructions can vectorize the loop.
 FP4KIT_DEVICE double log2_in_float64(double d) {
-  constexpr u64 kSqrtHalf = 0x3FE6A09E667F3BCDu, kBias = 1024u, kWhole = 0x433ull << 52;  // bits of 2^52
+  constexpr u64 kSqrtHalf = 0x3FE6A09E667F3BCDu, kBias = 1024u, kWhole = 0x433ull << 52;  // kWhole: bits of 2^52
   constexpr double k = 0x1.71547652b82fep+1;
   constexpr double kAtanh[] = {k, k / 3.0, k / 5.0, k / 7.0, k / 9.0, k / 11.0, k / 13.0, k / 15.0, k / 17.0, k / 19.0};
   const u64 bits = double_bits_of(d), biased = (bits + (kBias << 52) - kSqrtHalf) >> 52;
@@ -25,9 +28,11 @@ FP4KIT_DEVICE double log2_in_float64(double d) {
   return e + f * polynomial(kAtanh, f * f);
 }
 
-// 2^k e^((t - k) ln 2), k the integer nearest to t, of -1023 (whose 2^k is 0 here) ... 1024 (infinity).
+// Return 2^t as 2^k e^((t - k) ln 2), k being the integer nearest to t. k may be -1023, for which 2^k counts as 0, to
+// 1024, for which it is infinity.
 FP4KIT_DEVICE double exp2_in_float64(double t) {
-  constexpr double kLn2 = 0x1.62e42fefa39efp-1, kWhole = 0x1.8p52;  // a number near it has the integer in its last bits
+  constexpr double kLn2 = 0x1.62e42fefa39efp-1,
+                   kWhole = 0x1.8p52;  // the last bits of a sum with kWhole are the integer
   constexpr double kExp[] = {1.0,
                              1.0,
                              1.0 / 2.0,
@@ -47,7 +52,8 @@ FP4KIT_DEVICE double exp2_in_float64(double t) {
   return polynomial(kExp, (t - k) * kLn2) * scale;
 }
 
-// Each d becomes d^n 2^((p - n) log2 d), n = floor(p); it is 0 or a normal number above, infinite or NaN; 1 <= p < 32.
+// Raise each d to the power p in place: d^n 2^((p - n) log2 d) with n = floor(p), for 1 <= p < 32. Each d must be 0, a
+// positive normal number, infinity or NaN.
 template <int kCount>
 FP4KIT_DEVICE void raise_to_power(double (&d)[kCount], double p) {
   const u32 n = static_cast<u32>(p);
@@ -63,7 +69,7 @@ FP4KIT_DEVICE void raise_to_power(double (&d)[kCount], double p) {
   for (int i = 0; i < kCount; ++i) d[i] = powers[i];
 }
 
-// The same of one.
+// Return d^p as raise_to_power computes it.
 FP4KIT_DEVICE double power_of(double d, double p) {
   double one[1] = {d};
   raise_to_power(one, p);

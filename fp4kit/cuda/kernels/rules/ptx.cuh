@@ -1,33 +1,37 @@
-// One function per PTX instruction, with a software twin of the same result where an architecture, or the host, lacks
-// it. Build with -fmad=false -ftz=false -prec-div=true: plain +, *, / are then rn and keep subnormals.
+// One function per PTX instruction. A software twin with the same result stands beside it for the host and for
+// architectures without the instruction. Compile with -fmad=false -ftz=false -prec-div=true: then plain +, * and /
+// round to nearest even and keep subnormals.
 #pragma once
 
 #include "types.cuh"
 
-// Subnormal -> zero of the same sign.
+// Return x, or a zero with its sign if x is subnormal.
 FP4KIT_DEVICE float flush(float x) {
   return magnitude_of(x) < kFltMin ? float_of(bits_of(x) & 0x80000000u) : x;
 }
 
-// A result of an .ftz operation: zero if it is below 2^-126 after rounding to 24 bits with an unbounded exponent.
+// Return the result of an .ftz operation: `result`, or a zero with its sign if `exact`, rounded to 24 bits with
+// unbounded exponent, is below 2^-126.
 FP4KIT_DEVICE float flush_result(float result, double exact) {
   const double tiny = 0x1p-126 * (1.0 - 0x1p-25);
   return exact < tiny && exact > -tiny ? float_of(bits_of(result) & 0x80000000u) : result;
 }
 
+// Return a * b with subnormal operands and results flushed to zero: mul.rn.ftz.f32.
 FP4KIT_DEVICE float mul_ftz(float a, float b) {
 #ifdef __CUDA_ARCH__
   float y;
   asm("mul.rn.ftz.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));
   return y;
 #else
-  // 2^24 times the product is rounded to 24 bits where the product is subnormal; it overflows only where that is not.
-  // By a mask: a choice between floats keeps loops from becoming vectors.
+  // If the product is subnormal, 2^24 times it is normal and is rounded to 24 bits; otherwise that may overflow, which
+  // does no harm. Use a bit mask, because a select between floats prevents loop vectorization.
   const float x = flush(a), y = flush(b), product = x * y;
   return float_of(bits_of(product) & (magnitude_of(x * 0x1p24f * y) < 0x1p-102f ? 0x80000000u : 0xFFFFFFFFu));
 #endif
 }
 
+// Return a / b with subnormal operands and results flushed to zero: div.rn.ftz.f32.
 FP4KIT_DEVICE float div_ftz(float a, float b) {
 #ifdef __CUDA_ARCH__
   float y;
@@ -38,29 +42,32 @@ FP4KIT_DEVICE float div_ftz(float a, float b) {
 #endif
 }
 
-// rcp.approx.ftz.f32. The host twin follows the table measured on sm_90 (see reference/arith.py).
+// Return an approximate 1 / x, with subnormals flushed to zero: rcp.approx.ftz.f32. The host twin follows the table
+// measured on sm_90 (reference/arith.py).
 #ifdef __CUDA_ARCH__
 FP4KIT_DEVICE float rcp_approx_ftz(float x) {
   float y;
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
+// The host twin follows the table measured on sm_90 (reference/arith.py).
 #else
 float rcp_approx_ftz(float x);
 #endif
 
-// 2^22 + a-like sums toward zero; a >= 0 and b > 0.
+// Return a + b rounded toward zero, for a >= 0 and b > 0. The twin needs a + b to be exact in float64, as it is
+// wherever this is used.
 FP4KIT_DEVICE float add_rz(float a, float b) {
 #ifdef __CUDA_ARCH__
   return __fadd_rz(a, b);
 #else
-  const double exact = static_cast<double>(a) + b;  // both within 53 bits of each other where this is used
+  const double exact = static_cast<double>(a) + b;
   const float rounded = static_cast<float>(exact);
   return rounded > exact ? float_of(bits_of(rounded) - 1) : rounded;
 #endif
 }
 
-// a * b toward zero, subnormals too; a >= 0 and b > 0.
+// Return a * b rounded toward zero, for a >= 0 and b > 0. Subnormal results are kept.
 FP4KIT_DEVICE float mul_rz(float a, float b) {
 #ifdef __CUDA_ARCH__
   return __fmul_rz(a, b);
@@ -71,8 +78,9 @@ FP4KIT_DEVICE float mul_rz(float a, float b) {
 #endif
 }
 
-// prmt.b32: byte i of the result is the byte of (b, a), numbered 0 to 7 from the low end of a, that nibble i of the
-// selector names; a nibble with its top bit set gives eight copies of that byte's top bit.
+// Return four bytes selected from a and b: prmt.b32. Bytes 0 to 3 are those of a, from its low end, and 4 to 7 those of
+// b. Nibble i of the selector names byte i of the result. A nibble whose top bit is set gives eight copies of that
+// byte's top bit instead.
 FP4KIT_DEVICE u32 prmt(u32 a, u32 b, u32 selector) {
 #ifdef __CUDA_ARCH__
   u32 y;
@@ -89,7 +97,7 @@ FP4KIT_DEVICE u32 prmt(u32 a, u32 b, u32 selector) {
 #endif
 }
 
-// Barrier `number` (1 ... 15) of `threads` threads of a block, whole warps.
+// Wait at barrier `number` (1 to 15) for `threads` threads of the thread block, whole warps.
 #ifdef __CUDA_ARCH__
 FP4KIT_DEVICE void sync_group(u32 number, u32 threads) {
   asm volatile("bar.sync %0, %1;" : : "r"(number), "r"(threads) : "memory");
@@ -98,7 +106,7 @@ FP4KIT_DEVICE void sync_group(u32 number, u32 threads) {
 void sync_group(u32 number, u32 threads);
 #endif
 
-// The low half of a times the lowest byte of b, plus the high half times the next one.
+// Return the low half of a times the lowest byte of b, plus the high half of a times the second byte of b.
 FP4KIT_DEVICE u32 dot_bytes(u32 a, u32 b) {
 #ifdef __CUDA_ARCH__
   u32 y;
@@ -109,7 +117,7 @@ FP4KIT_DEVICE u32 dot_bytes(u32 a, u32 b) {
 #endif
 }
 
-// a * b + c, rounded once.
+// Return a * b + c, rounded once to nearest even.
 FP4KIT_DEVICE float fma_rn(float a, float b, float c) {
 #ifdef __CUDA_ARCH__
   return __fmaf_rn(a, b, c);
@@ -126,8 +134,8 @@ FP4KIT_DEVICE double fma_rn(double a, double b, double c) {
 #endif
 }
 
-// a * b + c toward zero; a >= 0, b > 0, a * b <= 2^22, c an integer in [2^23, 2^24). Where b is no power of two the
-// twin rounds a * b before.
+// Return a * b + c rounded toward zero, for a >= 0, b > 0, a * b <= 2^22 and an integer c in [2^23, 2^24). The twin
+// first rounds a * b, which is exact if b is a power of two.
 FP4KIT_DEVICE float fma_rz(float a, float b, float c) {
 #ifdef __CUDA_ARCH__
   return __fmaf_rz(a, b, c);
@@ -136,7 +144,7 @@ FP4KIT_DEVICE float fma_rz(float a, float b, float c) {
 #endif
 }
 
-// a * b of 64 bits, in one instruction where both halves are used.
+// Return the 64-bit product a * b. One instruction gives both halves.
 FP4KIT_DEVICE u64 mul_wide(u32 a, u32 b) {
 #ifdef __CUDA_ARCH__
   u64 y;
@@ -147,7 +155,7 @@ FP4KIT_DEVICE u64 mul_wide(u32 a, u32 b) {
 #endif
 }
 
-// a * b + c of integers, modulo 2^32: kept off the pipe of shifts and logic, which limits the hot kernels.
+// Return a * b + c modulo 2^32. Unlike shifts and logic, this does not use the pipe that limits the hot kernels.
 FP4KIT_DEVICE u32 mad(u32 a, u32 b, u32 c) {
 #ifdef __CUDA_ARCH__
   u32 y;
@@ -158,7 +166,7 @@ FP4KIT_DEVICE u32 mad(u32 a, u32 b, u32 c) {
 #endif
 }
 
-// a | b & mask in one instruction: the compiler would gather the masked ones first.
+// Return a | (b & mask) in one instruction. The compiler would combine the masked operands first.
 FP4KIT_DEVICE u32 or_masked(u32 a, u32 b, u32 mask) {
 #ifdef __CUDA_ARCH__
   u32 y;
@@ -169,7 +177,7 @@ FP4KIT_DEVICE u32 or_masked(u32 a, u32 b, u32 mask) {
 #endif
 }
 
-// a * b in [0, 1], NaN to 0.
+// Return a * b clamped to [0, 1]; 0 for NaN.
 FP4KIT_DEVICE float mul_sat(float a, float b) {
 #ifdef __CUDA_ARCH__
   return __saturatef(a * b);
@@ -179,8 +187,8 @@ FP4KIT_DEVICE float mul_sat(float a, float b) {
 #endif
 }
 
-// The same number, of which the compiler knows nothing: so that it adds to a pointer what it is told to, and does not
-// find other ways.
+// Return x, but hide from the compiler how it was computed. This keeps the compiler from rewriting address arithmetic
+// that uses x.
 FP4KIT_DEVICE u32 opaque(u32 x) {
 #ifdef __CUDA_ARCH__
   asm("" : "+r"(x));
@@ -188,12 +196,13 @@ FP4KIT_DEVICE u32 opaque(u32 x) {
   return x;
 }
 
-// What memory holds is read again after this: loops would keep it in more registers than there are.
+// Make the compiler read memory again after this point. Otherwise loops would keep more values in registers than there
+// are registers.
 FP4KIT_DEVICE void forget_memory() {
   asm volatile("" : : : "memory");
 }
 
-// The square root of x >= 0, off by less than 2^-22 of it; a subnormal is 0.
+// Return the square root of x >= 0 with a relative error below 2^-22; 0 for a subnormal x.
 FP4KIT_DEVICE float sqrt_approx(float x) {
 #ifdef __CUDA_ARCH__
   float y;

@@ -1,9 +1,9 @@
-// Conversions between floats and narrower ones: an instruction each, with its software twin, as in ptx.cuh.
+// Conversions between float32 and narrower types: one function per instruction, with its software twin (see ptx.cuh).
 #pragma once
 
 #include "types.cuh"
 
-// A double toward zero.
+// Return x rounded toward zero to float32.
 FP4KIT_DEVICE float narrow_rz(double x) {
 #ifdef __CUDA_ARCH__
   return __double2float_rz(x);
@@ -14,7 +14,7 @@ FP4KIT_DEVICE float narrow_rz(double x) {
 #endif
 }
 
-// float16 bits <-> float32: exact one way, rn the other way (overflow to inf).
+// Return the float32 of float16 bits, which is exact.
 FP4KIT_DEVICE float widen_f16(u16 half) {
 #ifdef __CUDA_ARCH__
   float y;
@@ -28,6 +28,7 @@ FP4KIT_DEVICE float widen_f16(u16 half) {
 #endif
 }
 
+// Return the float16 bits of x, rounded to nearest even. Overflow gives infinity; NaN stays a quiet NaN.
 FP4KIT_DEVICE u16 narrow_f16(float x) {
 #ifdef __CUDA_ARCH__
   u16 half;
@@ -36,21 +37,22 @@ FP4KIT_DEVICE u16 narrow_f16(float x) {
 #else
   const u32 magnitude = bits_of(x) & 0x7FFFFFFFu, sign = bits_of(x) >> 16 & 0x8000u;
   const u32 normal = (magnitude - (112u << 23) + 0xFFFu + (magnitude >> 13 & 1u)) >> 13;
-  const u32 subnormal = bits_of(float_of(magnitude) + 0.5f) - bits_of(0.5f);  // a step of 0.5 is the least of float16
+  const u32 subnormal = bits_of(float_of(magnitude) + 0.5f) - bits_of(0.5f);  // the ulp of 0.5 is the smallest float16
   const u32 finite = magnitude < (113u << 23) ? subnormal : minimum(normal, 0x7C00u);
   const u32 nan = 0x7E00u | (magnitude >> 13 & 0x3FFu);
   return static_cast<u16>((magnitude > kInfinityBits ? nan : finite) | sign);
 #endif
 }
 
-// bfloat16 bits <-> float32: exact one way, rn the other way; NaN stays a quiet NaN.
+// Return the float32 of bfloat16 bits, which is exact.
 FP4KIT_DEVICE float widen_bf16(u16 x) {
   return float_of(static_cast<u32>(x) << 16);
 }
 
+// Return the bfloat16 bits of x, rounded to nearest even. Overflow gives infinity; NaN stays a quiet NaN.
 FP4KIT_DEVICE u16 narrow_bf16(float x) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
-  u32 y;  // of two, because that of one runs at a quarter of the rate
+  u32 y;  // the instruction for a pair, because the one for a single value runs at a quarter of the rate
   asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(0.0f), "f"(x));
   return static_cast<u16>(y);
 #else
@@ -59,7 +61,7 @@ FP4KIT_DEVICE u16 narrow_bf16(float x) {
 #endif
 }
 
-// Two floats rounded to a 16-bit type, `low` in the low half.
+// Return the bits of two floats rounded to bfloat16, `low` in the low half.
 FP4KIT_DEVICE u32 narrow_bf16x2(float low, float high) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
   u32 y;
@@ -70,6 +72,7 @@ FP4KIT_DEVICE u32 narrow_bf16x2(float low, float high) {
 #endif
 }
 
+// Return the bits of two floats rounded to float16, `low` in the low half.
 FP4KIT_DEVICE u32 narrow_f16x2(float low, float high) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
   u32 y;
@@ -80,7 +83,8 @@ FP4KIT_DEVICE u32 narrow_f16x2(float low, float high) {
 #endif
 }
 
-// FP8 codes of two floats, rn, satfinite, NaN 0x7F: `low` in the low byte. Since sm_89.
+// Return the FP8 codes of two floats, `low` in the low byte: rounded to nearest even, saturated, 0x7F for NaN.
+// Available from sm_89 on.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
 #define FP4KIT_HAS_CVT_FP8 1
 FP4KIT_DEVICE u32 cvt_rn_satfinite_e4m3x2(float high, float low) {
@@ -93,7 +97,7 @@ FP4KIT_DEVICE u32 cvt_rn_satfinite_e5m2x2(float high, float low) {
   asm("cvt.rn.satfinite.e5m2x2.f32 %0, %1, %2;" : "=h"(y) : "f"(high), "f"(low));
   return y;
 }
-// Two FP8 codes, E4M3 or E5M2 by their mantissa bits, as float16: exact, NaN stays NaN.
+// Return the float16 bits of two FP8 codes, E5M2 for two mantissa bits and E4M3 for three. Exact; NaN stays NaN.
 template <int kMantissaBits>
 FP4KIT_DEVICE u32 decode_fp8x2(u16 codes) {
   u32 halves;
@@ -106,10 +110,11 @@ FP4KIT_DEVICE u32 decode_fp8x2(u16 codes) {
 template <int kMantissaBits>
 FP4KIT_DEVICE u32 decode_fp8x2(u16 codes) {
   return 0u;
-}  // not called
+}
 #endif
 
-// Two E2M1 codes of two floats, rn, satfinite: a in the low nibble. Blackwell has an instruction for it.
+// Return the E2M1 codes of two floats, `low` in the low nibble: rounded to nearest even, saturated. Only Blackwell has
+// this instruction.
 #if defined(__CUDA_ARCH_FEAT_SM100_ALL) || defined(__CUDA_ARCH_FEAT_SM103_ALL) || defined(__CUDA_ARCH_FEAT_SM120_ALL)
 #define FP4KIT_HAS_CVT_E2M1 1
 FP4KIT_DEVICE u32 cvt_rn_satfinite_e2m1x2(float high, float low) {

@@ -1,9 +1,9 @@
-// Instructions on memory, with their software twins, as in ptx.cuh.
+// Memory instructions with their software twins (see ptx.cuh).
 #pragma once
 
 #include "types.cuh"
 
-// What is read or written once: the caches give up its lines first.
+// Load data that is read once: caches evict its lines first.
 template <class T>
 FP4KIT_DEVICE T load_streaming(const T* from) {
 #ifdef __CUDA_ARCH__
@@ -17,6 +17,7 @@ FP4KIT_DEVICE T load_streaming(const T* from) {
 #endif
 }
 
+// Store 16 bytes that are written once: caches evict their lines first.
 FP4KIT_DEVICE void store_streaming(void* to, u32 a, u32 b, u32 c, u32 d) {
 #ifdef __CUDA_ARCH__
   asm volatile("st.global.cs.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
@@ -29,31 +30,31 @@ FP4KIT_DEVICE void store_streaming(void* to, u32 a, u32 b, u32 c, u32 d) {
 #endif
 }
 
-// Fetch kBytes, a multiple of 16 at a multiple of 16, into the L2; nothing before sm_90, where no instruction takes so
-// many.
+// Fetch kBytes into the L2 cache; the address and kBytes are multiples of 16. Does nothing before sm_90, where no
+// instruction fetches that much.
 template <int kBytes>
 FP4KIT_DEVICE void prefetch_l2(const void* from) {
 #ifndef __CUDA_ARCH__
   struct alignas(16) Sixteen {
     volatile u8 bytes[16];
   };
-  const Sixteen* lines = static_cast<const Sixteen*>(from);  // for sanitizers to check
+  const Sixteen* lines = static_cast<const Sixteen*>(from);  // sanitizers check the address
   static_cast<void>(lines[0].bytes[0] + lines[kBytes / 16 - 1].bytes[15]);
 #elif __CUDA_ARCH__ >= 900
   asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "n"(kBytes) : "memory");
 #endif
 }
 
-// Fetch the sector of an address into the L2.
+// Fetch the 32-byte sector of an address into the L2 cache.
 FP4KIT_DEVICE void prefetch_sector(const void* from) {
 #ifdef __CUDA_ARCH__
   asm volatile("prefetch.global.L2 [%0];" ::"l"(from));
 #else
-  static_cast<void>(*static_cast<const volatile u8*>(from));  // for sanitizers to check
+  static_cast<void>(*static_cast<const volatile u8*>(from));  // sanitizers check the address
 #endif
 }
 
-// What `memory` in shared memory has in a place: its offset there, and the eight bytes at an offset.
+// Return the shared-memory offset of `place`, an address inside `memory`.
 template <class T>
 FP4KIT_DEVICE u32 shared_offset(const T& memory, const void* place) {
 #ifdef __CUDA_ARCH__
@@ -63,6 +64,7 @@ FP4KIT_DEVICE u32 shared_offset(const T& memory, const void* place) {
 #endif
 }
 
+// Return the eight bytes at an offset from shared_offset.
 template <class T>
 FP4KIT_DEVICE u64 load_shared(const T& memory, u32 offset) {
 #ifdef __CUDA_ARCH__

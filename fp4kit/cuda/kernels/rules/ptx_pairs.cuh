@@ -1,9 +1,10 @@
-// Instructions on pairs of 16 bits, with their software twins, as in ptx.cuh.
+// Instructions on pairs of 16-bit values in one word, with their software twins (see ptx.cuh). "Halves" are the low and
+// the high 16 bits of a word.
 #pragma once
 
 #include "ptx_convert.cuh"
 
-// The larger of the low halves and of the high halves, unsigned.
+// Return the larger of the low halves and of the high halves, unsigned.
 FP4KIT_DEVICE u32 max_u16x2(u32 a, u32 b) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   u32 y;
@@ -14,7 +15,7 @@ FP4KIT_DEVICE u32 max_u16x2(u32 a, u32 b) {
 #endif
 }
 
-// The smaller of the low halves and of the high halves, unsigned.
+// Return the smaller of the low halves and of the high halves, unsigned.
 FP4KIT_DEVICE u32 min_u16x2(u32 a, u32 b) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   u32 y;
@@ -25,7 +26,7 @@ FP4KIT_DEVICE u32 min_u16x2(u32 a, u32 b) {
 #endif
 }
 
-// Pairs of integers: the larger of a + b and c, signed.
+// Return max(a + b, c) for each half, signed.
 FP4KIT_DEVICE u32 add_max_s16x2(u32 a, u32 b, u32 c) {
 #ifdef __CUDA_ARCH__
   return __viaddmax_s16x2(a, b, c);
@@ -40,8 +41,8 @@ FP4KIT_DEVICE u32 add_max_s16x2(u32 a, u32 b, u32 c) {
 #endif
 }
 
-// The larger magnitudes of two pairs of 16-bit floats, NaN above infinity; sign bits are not meant. One instruction, no
-// mask before it.
+// Return the larger magnitude of each half, NaN above infinity. The sign bits of the result have no meaning: this saves
+// a mask before the instruction.
 FP4KIT_DEVICE u32 max_magnitude_bf16x2(u32 a, u32 b) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 860
   u32 y;
@@ -52,6 +53,7 @@ FP4KIT_DEVICE u32 max_magnitude_bf16x2(u32 a, u32 b) {
 #endif
 }
 
+// Return the larger magnitude of each half as max_magnitude_bf16x2 does, for float16.
 FP4KIT_DEVICE u32 max_magnitude_f16x2(u32 a, u32 b) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 860
   u32 y;
@@ -62,7 +64,7 @@ FP4KIT_DEVICE u32 max_magnitude_f16x2(u32 a, u32 b) {
 #endif
 }
 
-// The smaller magnitudes of two pairs of 16-bit floats; sign bits are not meant, nor is what becomes of NaN.
+// Return the smaller magnitude of each half. The sign bits, and the result for NaN, have no meaning.
 FP4KIT_DEVICE u32 min_magnitude_bf16x2(u32 a, u32 b) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 860
   u32 y;
@@ -73,6 +75,7 @@ FP4KIT_DEVICE u32 min_magnitude_bf16x2(u32 a, u32 b) {
 #endif
 }
 
+// Return the smaller magnitude of each half as min_magnitude_bf16x2 does, for float16.
 FP4KIT_DEVICE u32 min_magnitude_f16x2(u32 a, u32 b) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 860
   u32 y;
@@ -83,9 +86,9 @@ FP4KIT_DEVICE u32 min_magnitude_f16x2(u32 a, u32 b) {
 #endif
 }
 
-// a * b + c of pairs of 16-bit floats, rounded once; subnormals are kept. The twin of bfloat16 rounds twice where
-// double and float32 both round, which no use of it here can reach: products and sums have at most 24 bits, or lie far
-// from ties.
+// Software twin of fma_bf16x2 and fma_f16x2: return a * b + c for each half. It rounds to float64, float32 and 16 bits
+// in turn. That equals one rounding wherever it is used here: products and sums have at most 24 bits, or lie far from
+// ties.
 template <float (*kWiden)(u16), u16 (*kNarrow)(float)>
 FP4KIT_DEVICE u32 fma_of_halves(u32 a, u32 b, u32 c) {
   u32 y = 0u;
@@ -102,6 +105,7 @@ FP4KIT_DEVICE u32 fma_of_halves(u32 a, u32 b, u32 c) {
 #else
 #define FP4KIT_FAST_BF16X2 0
 #endif
+// Return a * b + c for each half, rounded once; subnormals are kept.
 FP4KIT_DEVICE u32 fma_bf16x2(u32 a, u32 b, u32 c) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
   u32 y;
@@ -112,6 +116,7 @@ FP4KIT_DEVICE u32 fma_bf16x2(u32 a, u32 b, u32 c) {
 #endif
 }
 
+// Return a * b + c for each half, rounded once; subnormals are kept.
 FP4KIT_DEVICE u32 fma_f16x2(u32 a, u32 b, u32 c) {
 #ifdef __CUDA_ARCH__
   u32 y;
@@ -122,7 +127,7 @@ FP4KIT_DEVICE u32 fma_f16x2(u32 a, u32 b, u32 c) {
 #endif
 }
 
-// The smaller of pairs of bfloat16 that are not NaN and not negative.
+// Return the smaller bfloat16 of each half. Neither may be NaN or negative.
 FP4KIT_DEVICE u32 min_bf16x2(u32 a, u32 b) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
   u32 y;
@@ -133,7 +138,7 @@ FP4KIT_DEVICE u32 min_bf16x2(u32 a, u32 b) {
 #endif
 }
 
-// Magnitudes of a pair of bfloat16: an instruction that a product after it takes in.
+// Return the magnitude of each half. The compiler merges this instruction into a product that follows.
 FP4KIT_DEVICE u32 abs_bf16x2(u32 a) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
   u32 y;

@@ -1,24 +1,27 @@
-// Runs of elements and of codes between memory and registers, 16 bytes at a time where pointers allow.
+// Move runs of elements and words of codes between memory and registers, 16 bytes at a time if pointers allow it. A run
+// is neighboring elements of one row that a thread holds at a time.
 #pragma once
 
 #include "codec.cuh"
 #include "ptx_memory.cuh"
 
+// 16 bytes of memory.
 struct alignas(16) Chunk {
   u32 w[4];
 };
+// 8 bytes of memory.
 struct alignas(8) HalfChunk {
   u32 w[2];
 };
 
-// A run as it lies in memory, in words of 32 bits.
+// kCount elements as they lie in memory, in 32-bit words.
 template <class In, int kCount>
 struct Run {
   static constexpr int kPerWord = 4 / sizeof(typename In::Bits), kWords = kCount / kPerWord;
   u32 w[kWords];
 };
 
-// kAligned: x is a multiple of 16 bytes, or of the run's.
+// Load the run at x. kAligned: x is a multiple of 16 bytes, or of the run's size if that is smaller.
 template <class In, int kCount, bool kAligned = true>
 FP4KIT_DEVICE Run<In, kCount> read_run(const typename In::Bits* x) {
   Run<In, kCount> run;
@@ -46,7 +49,7 @@ FP4KIT_DEVICE Run<In, kCount> read_run(const typename In::Bits* x) {
   return run;
 }
 
-// Element i of a run.
+// Return element i of a run as float32.
 template <class In, int kCount>
 FP4KIT_DEVICE float element(const Run<In, kCount>& run, int i) {
   if constexpr (sizeof(typename In::Bits) == 4) return float_of(run.w[i]);
@@ -54,13 +57,14 @@ FP4KIT_DEVICE float element(const Run<In, kCount>& run, int i) {
   return In::widen(static_cast<u16>(run.w[i / 2] >> (16 * (i % 2))));
 }
 
+// Convert all elements of a run to float32.
 template <class In, int kCount>
 FP4KIT_DEVICE void widen_run(const Run<In, kCount>& run, float (&values)[kCount]) {
 #pragma unroll
   for (int i = 0; i < kCount; ++i) values[i] = element(run, i);
 }
 
-// Values that are exact in In -> a run.
+// Return the run of values, rounded to In.
 template <class In, int kCount>
 FP4KIT_DEVICE Run<In, kCount> narrow_run(const float (&values)[kCount]) {
   Run<In, kCount> run;
@@ -75,7 +79,7 @@ FP4KIT_DEVICE Run<In, kCount> narrow_run(const float (&values)[kCount]) {
   return run;
 }
 
-// Words -> memory at a multiple of their size, or of 16 bytes.
+// Store words at an address that is a multiple of 16 bytes, or of their size if that is smaller.
 template <int kWords>
 FP4KIT_DEVICE void store_words(void* out, const u32 (&words)[kWords]) {
   if constexpr (kWords == 1) {
@@ -91,8 +95,8 @@ FP4KIT_DEVICE void store_words(void* out, const u32 (&words)[kWords]) {
   }
 }
 
-// The largest magnitude of a run as float32 bits, above infinity's if any is NaN; types of 16 bits are compared two at
-// a time.
+// Return the float32 bits of the largest magnitude of a run, above the bits of infinity if an element is NaN. Compares
+// 16-bit elements two at a time.
 template <class In, int kCount>
 FP4KIT_DEVICE u32 largest_bits_of(const Run<In, kCount>& run) {
   if constexpr (sizeof(typename In::Bits) == 4) {
@@ -104,13 +108,13 @@ FP4KIT_DEVICE u32 largest_bits_of(const Run<In, kCount>& run) {
     u32 largest = In::max_magnitude(run.w[0], run.w[1]);
 #pragma unroll
     for (int i = 2; i < run.kWords; ++i) largest = In::max_magnitude(largest, run.w[i]);
-    largest = In::max_magnitude(largest, prmt(largest, largest, 0x1032u));  // in both halves
+    largest = In::max_magnitude(largest, prmt(largest, largest, 0x1032u));  // both halves now hold the largest
     if constexpr (In::kIsBfloat16) return largest & 0x7FFF0000u;
     return bits_of(In::widen(static_cast<u16>(largest & 0x7FFFu)));
   }
 }
 
-// The least magnitude of a run of 16-bit elements as float32 bits, if none is NaN.
+// Return the float32 bits of the smallest magnitude of a run of 16-bit elements. No element may be NaN.
 template <class In, int kCount>
 FP4KIT_DEVICE u32 smallest_bits_of(const Run<In, kCount>& run) {
   u32 smallest = In::min_magnitude(run.w[0], run.w[1]);
@@ -120,13 +124,13 @@ FP4KIT_DEVICE u32 smallest_bits_of(const Run<In, kCount>& run) {
   return bits_of(In::widen(static_cast<u16>(smallest)));
 }
 
-// kCount elements at x -> float32. kAligned: x is a multiple of 16 bytes, and so is the run.
+// Load kCount elements at x as float32. kAligned: x and the size of the run are multiples of 16 bytes.
 template <class In, int kCount, bool kAligned>
 FP4KIT_DEVICE void load_run(const typename In::Bits* x, float (&values)[kCount]) {
   widen_run(read_run<In, kCount, kAligned>(x), values);
 }
 
-// kCount values -> elements at y, rounded.
+// Store kCount values at y, rounded to Out.
 template <class Out, int kCount, bool kAligned>
 FP4KIT_DEVICE void store_run(typename Out::Bits* y, const float (&values)[kCount]) {
   if constexpr (kAligned) {

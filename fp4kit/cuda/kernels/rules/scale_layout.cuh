@@ -1,11 +1,12 @@
-// Where scales lie; the twin of fp4kit/layouts/scales.py.
+// Where block scales lie in memory: linear, or in scale tiles of 128 x 4 or 8 x 4 (swizzled). Twin of
+// fp4kit/layouts/scales.py.
 #pragma once
 
 #include "types.cuh"
 
 enum class ScaleLayout { linear, swizzled_128x4, swizzled_8x4 };
 
-// Byte offset of scale (r, c) of one matrix with `columns` scales a row.
+// Return the byte offset of scale (r, c) in a matrix with `columns` scales per row.
 template <ScaleLayout kLayout, class Index>
 FP4KIT_DEVICE Index scale_offset(Index r, Index c, Index columns) {
   const Index tiles = (columns + 3) / 4;
@@ -15,28 +16,32 @@ FP4KIT_DEVICE Index scale_offset(Index r, Index c, Index columns) {
   return r * columns + c;
 }
 
-// i / n of 32 bits by way of floor((2^32 - 1) / n), which one division makes for many: too small by one at most.
+// A divisor n with floor((2^32 - 1) / n), so that one division serves many quotients.
 struct Divisor {
   u32 n, inverse;
 };
+// Return the Divisor of n; n = 0 must not be used as a divisor.
 FP4KIT_DEVICE Divisor divisor_of(u32 n) {
   return {n, 0xFFFFFFFFu / maximum(n, 1u)};
 }
+// Return i / n. The product with the inverse is too small by at most one, which the comparison corrects.
 FP4KIT_DEVICE u32 divide(u32 i, Divisor divisor) {
   const u32 estimate = high_product(i, divisor.inverse);
   return estimate + (i - estimate * divisor.n >= divisor.n);
 }
 
+// Return the bytes of a scale tile: 512 for 128x4, 32 for the others.
 template <ScaleLayout kLayout>
 FP4KIT_DEVICE constexpr int tile_bytes() {
   return kLayout == ScaleLayout::swizzled_128x4 ? 512 : 32;
 }
 
-// Row and column of a scale of a swizzled layout from where it lies: a byte of 32 bytes `sector`; tiles: across the
-// matrix.
+// Row and column of a scale.
 struct ScalePlace {
   u32 row, column;
 };
+// Return which scale of a swizzled layout lies at byte `byte` of the 32-byte sector `sector`. `tiles` is the number of
+// scale tiles across the matrix.
 template <ScaleLayout kLayout>
 FP4KIT_DEVICE ScalePlace scale_place(u32 sector, u32 byte, Divisor tiles) {
   constexpr u32 kSectors = tile_bytes<kLayout>() / 32;
@@ -46,20 +51,20 @@ FP4KIT_DEVICE ScalePlace scale_place(u32 sector, u32 byte, Divisor tiles) {
   return {down * 8 + byte / 4, column};
 }
 
-// From a scale to that of the next row, in eight rows from a multiple of eight on.
+// Return the distance from a scale to that of the next row, within eight rows that begin at a multiple of eight.
 template <ScaleLayout kLayout, class Index>
 FP4KIT_DEVICE Index scale_row_step(Index columns) {
   return kLayout == ScaleLayout::linear ? columns : kLayout == ScaleLayout::swizzled_128x4 ? 16 : 4;
 }
 
-// Rows of a matrix of scales, padding included.
+// Return the rows of a matrix of scales, padding included.
 template <ScaleLayout kLayout>
 FP4KIT_DEVICE i64 padded_rows(i64 rows) {
   constexpr i64 kTile = kLayout == ScaleLayout::swizzled_128x4 ? 128 : kLayout == ScaleLayout::swizzled_8x4 ? 8 : 1;
   return (rows + kTile - 1) / kTile * kTile;
 }
 
-// Bytes of a matrix of scales, padding included.
+// Return the bytes of a matrix of scales, padding included.
 template <ScaleLayout kLayout>
 FP4KIT_DEVICE i64 scale_bytes(i64 rows, i64 columns) {
   return padded_rows<kLayout>(rows) * (kLayout == ScaleLayout::linear ? columns : (columns + 3) / 4 * 4);

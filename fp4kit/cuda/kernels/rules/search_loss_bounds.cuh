@@ -1,40 +1,45 @@
-// Lower bounds of the losses of eight neighbouring E4M3 codes together, by a table of what an element adds to each at
+// Lower bounds of the losses of eight neighboring E4M3 codes at once, from a table of what an element adds to each at
 // least.
 //
-// Let u be an element over the scale of the first of the codes, a normal one, with amax <= 7 scales. The ratios of the
-// codes' scales depend on the mantissa of the first alone, so there are eight tables. A row is for the u within half a
-// step of row / kSteps, and a thousandth of a step more, which is what the product and the scales are off by at most.
-// The distance to the nearest value changes by no more than u does: so what it is in the middle of a step, less half a
-// step, is its least. The square of that is rounded down to 1 / kUnits, 1 at most. So a sum above kUnits loss / scale^2
-// belongs to a code c of L*(c) > loss, with L* as in ways/search.cuh.
+// Let u be an element over the scale of the first of the codes, which is a normal code, with amax <= 7 scales. The
+// ratios of the codes' scales depend only on the mantissa of the first, so there are eight tables. A row covers the u
+// within half a step of row / kSteps, and a thousandth of a step more, which is the largest error of the product and of
+// the scales. The distance to the nearest value changes by no more than u does. So the smallest distance in a row is at
+// least that in the middle of the step, less half a step. Its square is rounded down to a multiple of 1 / kUnits, 1 at
+// most. A sum above kUnits loss / scale^2 therefore belongs to a code c with L*(c) > loss, where L* is defined in
+// shared/search.cuh.
 #pragma once
 
 #include "search_losses.cuh"
 #include "runs.cuh"
 
 constexpr int kSteps = 64, kRows = 7 * kSteps + 1;
-constexpr float kUnits = 85.0f;   // of 1, and at most of an element: three of them are a byte
-constexpr u32 kClosed = 0x4000u;  // of a code that is no candidate; more than eight times any sum
+constexpr float kUnits = 85.0f;   // per 1, and at most per element: three elements fit in a byte
+constexpr u32 kClosed = 0x4000u;  // added to a code that is no candidate: more than eight times any sum
 
+// The tables, and the codes in their order.
 struct LossBounds {
-  HalfChunk of[8][kRows];  // by the mantissa of the first code; of first + 0, 1, 4, 5, 2, 3, 6, 7
-  Chunk codes[9];          // by the number of candidates: 0 ... 7 in the places of EightBounds, and kClosed
+  HalfChunk of[8][kRows];  // by the mantissa of the first code; bytes for first + 0, 1, 4, 5, 2, 3, 6, 7
+  Chunk codes[9];  // by the number of candidates: codes 0 to 7 in the order of EightBounds, plus kClosed for a code
+                   // that is no candidate
 };
 
-// EightBounds times the sums of first + 0 ... 7, and the code's place as their last bits; the low halves, then the high
-// ones.
+// Eight times the sums of first + 0 to first + 7, with the code's number in the last three bits: first the low halves,
+// then the high halves.
 struct EightBounds {
   u32 pairs[4];
 };
 
-// Of u in the middle of a step, under a scale of so many; in the last bits.
+// Return the units that an element with u in the middle of a step adds at least under a scale, in the last bits of the
+// result. `scale` is relative to the first.
 FP4KIT_DEVICE u32 least_units(float u, float scale, float reciprocal) {
   const float middle = fabsf(fma_rn(-scale, nearest_e2m1(u * reciprocal), u));
-  const float distance = mul_sat(middle - (0.5f + 0x1p-10f) / kSteps, 1.0f);  // 1 at most, as its square shall be
+  const float distance = mul_sat(middle - (0.5f + 0x1p-10f) / kSteps, 1.0f);  // 1 at most, so that its square is too
   return bits_of(fma_rz(distance * distance, kUnits, 0x1p23f));
 }
 
-// By all threads of a thread block: one has the halves of a mantissa's rows, one row of so many.
+// Fill the tables, with all threads of a thread block. A thread makes half of the bytes of every 16th part of the rows
+// of one mantissa.
 template <class Scale>
 FP4KIT_DEVICE void make_bounds(LossBounds& bounds) {
   const u32 half = threadIdx.x % 2u, mantissa = threadIdx.x / 2u % 8u, code = 64u + mantissa;
@@ -59,13 +64,14 @@ FP4KIT_DEVICE void make_bounds(LossBounds& bounds) {
   }
 }
 
-// Of a block below 7 scales of the first of `count` codes: reciprocal is that of its scale.
+// Return the bounds of a block below 7 scales for `count` codes from `first` on. `reciprocal` is that of the scale of
+// `first`.
 FP4KIT_DEVICE EightBounds bounds_of(const SearchBlock<false>& block, u32 first, u32 count, float reciprocal,
                                     const LossBounds& bounds) {
-  constexpr float kWhole = 0x1.8p23f / kSteps;  // a sum with it is rounded to whole steps
-  constexpr float kOffset =
-      0x1p-146f *
-      kSteps;  // eight bytes a step, as the bits of a subnormal: without instructions for integers, which limit
+  constexpr float kWhole = 0x1.8p23f / kSteps;  // adding this rounds to whole steps
+  constexpr float kOffset = 0x1p-146f * kSteps;
+  // The offset of a row, eight bytes per step, is computed as the bits of a subnormal float. Integer instructions would
+  // be the bottleneck.
   const float begin = fma_rn(-kWhole, kOffset, float_of(shared_offset(bounds, bounds.of[first % 8u])));
   EightBounds sums = {};
   FP4KIT_UNROLL
@@ -87,20 +93,22 @@ FP4KIT_DEVICE EightBounds bounds_of(const SearchBlock<false>& block, u32 first, 
   return sums;
 }
 
-// The place of the least sum.
+// Return the number of the code with the smallest sum.
 FP4KIT_DEVICE u32 index_of_smallest(const EightBounds& sums) {
   const u32 pair = min_u16x2(min_u16x2(sums.pairs[0], sums.pairs[1]), min_u16x2(sums.pairs[2], sums.pairs[3]));
   return minimum(pair & 0xFFFFu, pair >> 16) & 7u;
 }
 
-// Which codes have bounds of at most a loss over scale^2, which is below 2^13: bit 24 + j that of first + j.
+// Return which codes have bounds of at most `loss`, which is relative to scale^2 and below 2^13. Bit 24 + j stands for
+// first + j.
 FP4KIT_DEVICE u32 codes_within(const EightBounds& sums, float loss) {
-  const u32 limit =
-      bits_of(fminf(fma_rz(loss, kUnits * (1.0f + 0x1p-12f), 0x1p23f), 0x1p23f + 2047.0f));  // in the last bits
+  const u32 limit = bits_of(
+      fminf(fma_rz(loss, kUnits * (1.0f + 0x1p-12f), 0x1p23f), 0x1p23f + 2047.0f));  // the limit is in the last bits
   const u32 pairs = limit * 0x80008u + (0x80078007u - (0x4B000000u * 0x80008u));
   u32 above[4];
   FP4KIT_UNROLL
-  for (int i = 0; i < 4; ++i) above[i] = pairs - sums.pairs[i];  // the top bit of a half is clear where its sum is more
+  for (int i = 0; i < 4; ++i)
+    above[i] = pairs - sums.pairs[i];  // the top bit of a half is clear if its sum exceeds the limit
   const u32 found =
       (prmt(above[0], above[1], 0xFDB9u) & 0x20021001u) | (prmt(above[2], above[3], 0xFDB9u) & 0x80084004u);
   return found * 0x01010101u & 0xFF000000u;

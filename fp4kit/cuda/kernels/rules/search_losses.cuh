@@ -1,64 +1,70 @@
-// Losses of blocks of 16 under candidate scales: reference/search_scales.py, operation by operation.
+// Losses of blocks of 16 elements under candidate scales. Equals reference/search_scales.py, operation by operation.
+//
+// A candidate is a scale that a search may choose. The residual of an element is the error that rounding under a
+// candidate leaves.
 #pragma once
 
 #include "codec.cuh"
 #include "pow.cuh"
 
-constexpr int kSearchBlockSize = 16;  // elements of a block
-constexpr u32 kLastCandidate = 126u;  // E4M3 codes 1 ... 126
+constexpr int kSearchBlockSize = 16;  // elements per block
+constexpr u32 kLastCandidate = 126u;  // the candidates are the E4M3 codes 1 to 126
 
-// A scale, and what elements are multiplied with in place of a division by it.
+// A candidate scale and its approximate reciprocal, which replaces division.
 struct Candidate {
   float scale, reciprocal;
 };
 
-// 2^24 or 2^-2 where div.full.f32 moves both operands first, else 1.
+// Return the power of two with which div.full.f32 scales both operands before it divides: 2^24 for a subnormal scale,
+// 2^-2 above 2^126, else 1.
 FP4KIT_DEVICE float division_scaling(float scale) {
   return scale < kFltMin ? 0x1p24f : scale > 0x1p126f ? 0.25f : 1.0f;
 }
 
-// The block amax whose scale is a code, and the candidate, under a tensor amax.
+// Return the block amax whose scale has this code, under a tensor amax.
 template <class R>
 FP4KIT_DEVICE float candidate_amax(u32 code, float amax) {
   return amax * (decode<typename R::Scale>(code) * (1.0f / R::kScaleMax));
 }
+// Return the Candidate of a code under a tensor amax.
 template <class R>
 FP4KIT_DEVICE Candidate candidate_of(u32 code, float amax) {
   const float scale = candidate_amax<R>(code, amax) * (1.0f / 6.0f), safe = scale == 0.0f ? 1.0f : scale;
   return {safe, rcp_approx_ftz(safe * division_scaling(safe))};
 }
 
-// The E2M1 value nearest to v < 7, ties to even codes. With w = v, or just above 1 if v is less, 2^22 w is a multiple
-// of E2M1's step at v, an even one if v is a tie, and the floats around 2^22 w - v are that step apart; half of it if v
-// is next to 2 or 4, which it becomes all the same.
+// Return the E2M1 value nearest to v < 7, ties to even codes. Let w = v, or just above 1 if v is less. Then 2^22 w is a
+// multiple of E2M1's step at v, an even one if v is a tie. The floats around 2^22 w - v are that step apart. If v is
+// next to 2 or 4 they are half of it apart, and v still becomes 2 or 4.
 FP4KIT_DEVICE float nearest_e2m1(float v) {
   const float w = fmaxf(v, 1.0f + 0x1p-21f);
   return fma_rn(w, 0x1p22f, -fma_rn(w, 0x1p22f, -v));
 }
 
-// What is left of a magnitude: |x| - q scale. kAny: of any magnitude and scale; else a < 7 scale, which div.full.f32
-// does not move.
+// Return the residual of a magnitude: a - q scale, q being the nearest E2M1 value. kAny: for any magnitude and scale.
+// Otherwise a < 7 scale, and division_scaling is 1.
 template <bool kAny>
 FP4KIT_DEVICE float residual(float a, Candidate c, float scaling) {
   if constexpr (kAny) return fma_rn(-c.scale, nearest_e2m1(fminf(a * scaling * c.reciprocal, 6.0f)), a);
   return fma_rn(-c.scale, nearest_e2m1(a * c.reciprocal), a);
 }
 
-// Elements of a block, magnitudes, with the weights of their columns if kWeighted.
+// Magnitudes of a block's elements, and the weights of their columns if kWeighted.
 template <bool kWeighted>
 struct SearchBlock {
   float a[kSearchBlockSize], w[kWeighted ? kSearchBlockSize : 1];
 };
 
-// d^2, or w d^2, on top of a sum.
+// Return sum + d^2, or sum + w d^2 if kWeighted.
 template <bool kWeighted>
 FP4KIT_DEVICE float add_square(const SearchBlock<kWeighted>& block, int i, float d, float sum) {
   if constexpr (kWeighted) return fma_rn(block.w[i] * d, d, sum);
   return fma_rn(d, d, sum);
 }
 
-// What a loss is: the sum of (w) d^2 or of (w) |d|, the largest (w) |d|, the sum of (w) |d|^p, or d^T H d.
+// What a loss is: the sum of (w) d^2, the sum of (w) |d|, the largest (w) |d|, the sum of (w) |d|^p, or d^T H d.
 enum class Objective { squares, magnitudes, largest, powers, hessian };
+// Return the Objective that these flags select; squares if none is set.
 FP4KIT_DEVICE constexpr Objective objective_of(bool magnitudes, bool largest, bool powers) {
   return largest      ? Objective::largest
          : magnitudes ? Objective::magnitudes
@@ -66,14 +72,14 @@ FP4KIT_DEVICE constexpr Objective objective_of(bool magnitudes, bool largest, bo
                       : Objective::squares;
 }
 
-// Losses of two parts together. The larger one is NaN where one is.
+// Return the loss of two parts together: their sum, or the larger one, which is NaN if one is.
 template <Objective kObjective>
 FP4KIT_DEVICE float combined_loss(float a, float b) {
   if constexpr (kObjective == Objective::largest) return a > b || is_nan(a) ? a : b;
   return a + b;
 }
 
-// What is left of an element, loss_term to the power of a loss where that is none of the others.
+// Return |d|^power for Objective::powers, else the residual d itself.
 template <Objective kObjective>
 FP4KIT_DEVICE float loss_term(float d, double power) {
   if constexpr (kObjective == Objective::powers)
@@ -81,8 +87,8 @@ FP4KIT_DEVICE float loss_term(float d, double power) {
   return d;
 }
 
-// The loss of four neighbours, i their first: the second one first, and then the others in their order. Of powers, d is
-// loss_term already.
+// Return the loss of four neighbors from element i on: the second is added first, then the others in their order. For
+// powers, d is raised already.
 template <Objective kObjective, bool kWeighted>
 FP4KIT_DEVICE float loss_of_four(const SearchBlock<kWeighted>& block, int i, const float (&d)[4]) {
   if constexpr (kObjective == Objective::squares) {
@@ -100,7 +106,7 @@ FP4KIT_DEVICE float loss_of_four(const SearchBlock<kWeighted>& block, int i, con
   }
 }
 
-// sum of (w) (a - q scale)^2, as Triton's four threads add four elements each, and then their sums.
+// Return the sum of (w) (a - q scale)^2 in Triton's order: four threads add four elements each, and then their sums.
 template <bool kAny, bool kWeighted>
 FP4KIT_DEVICE float loss_of(const SearchBlock<kWeighted>& block, Candidate c, float scaling) {
   float sums[4];
@@ -114,30 +120,31 @@ FP4KIT_DEVICE float loss_of(const SearchBlock<kWeighted>& block, Candidate c, fl
   return (sums[0] + sums[2]) + (sums[1] + sums[3]);
 }
 
-// ---- what the bounds of ways/search.cuh ask
-// --------------------------------------------------------------------------------
+// ---- for the bounds of shared/search.cuh
 
-constexpr float kLossMargin = 1.0f - 0x1p-16f;  // of a loss, what the nearest values leave of it at least
+constexpr float kLossMargin =
+    1.0f - 0x1p-16f;  // the loss with the nearest values is at least this part of the computed loss
 
-// The least E4M3 code of a value of at least x, if that is normal; a lower one, or less than any, if not.
+// Return the smallest E4M3 code whose value is at least x, if that code is normal. Otherwise returns a lower code,
+// possibly below 0.
 FP4KIT_DEVICE i32 normal_code_at_least(float x) {
   return (static_cast<i32>(bits_of(x) + 0xFFFFFu) >> 20) - (120 << 3);
 }
 
-// The same of any x >= 0: 127 above 448.
+// Return the smallest E4M3 code from 1 on whose value is at least x, for any x >= 0: 127 above 448.
 FP4KIT_DEVICE u32 code_at_least(float x) {
   if (x >= 0x1p-6f) return minimum(static_cast<u32>(normal_code_at_least(x)), 127u);
   return maximum(static_cast<u32>(normal_code_at_least(x + 0x1p-6f)) - 8u, 1u);
 }
 
-// The first candidate of least loss, of those that were looked at.
+// The first candidate of smallest loss among those that were tried.
 struct BestCode {
   float loss;
   u32 code;
 };
 
-// The loss of what a scale cuts off: of the elements above 6 scales, added as loss_of adds them; without weights, of
-// the largest alone.
+// Return the loss that a scale causes by clipping: that of the elements above 6 scales, added as loss_of adds. Without
+// weights, only the largest element counts.
 template <bool kWeighted>
 FP4KIT_DEVICE float clipped_loss_of(const SearchBlock<kWeighted>& block, float amax, float scale) {
   if constexpr (!kWeighted) {
@@ -156,21 +163,22 @@ FP4KIT_DEVICE float clipped_loss_of(const SearchBlock<kWeighted>& block, float a
   }
 }
 
-// Whether the quotient of an element below 7 scales is so near to a tie that its error may decide.
+// Return whether the quotient of an element below 7 scales is so near to a tie that its error may decide the nearest
+// value.
 template <bool kWeighted>
 FP4KIT_DEVICE bool is_near_tie(const SearchBlock<kWeighted>& block, Candidate c) {
   bool is_near = false;
   FP4KIT_UNROLL
   for (int i = 0; i < kSearchBlockSize; ++i) {
-    const float v = block.a[i] * c.reciprocal,
-                half = float_of(bits_of(fmaxf(v, 1.0f)) & 0x7F800000u) * 0.25f;  // of neighbours' distance
+    const float v = block.a[i] * c.reciprocal, half = float_of(bits_of(fmaxf(v, 1.0f)) & 0x7F800000u) *
+                                                      0.25f;  // half of the distance between neighbors
     is_near |= magnitude_of(v - nearest_e2m1(v)) >= half * (1.0f - 0x1p-18f);
   }
   return is_near;
 }
 
-// Whether an element is well within what is nearest to 0.5 or 1.5 scales, values that twice the scale has not: |v -
-// 0.5| or |v - 1.5| < 0.249.
+// Return whether an element is clearly nearest to 0.5 or 1.5 scales, which are no values of twice the scale: |v - 0.5|
+// or |v - 1.5| < 0.249.
 FP4KIT_DEVICE bool has_own_value(const SearchBlock<false>& block, Candidate c) {
   const auto distance = [&](int i) { return fabsf(fabsf(fma_rn(block.a[i], c.reciprocal, -1.0f)) - 0.5f); };
   float closest = distance(0);
@@ -179,8 +187,8 @@ FP4KIT_DEVICE bool has_own_value(const SearchBlock<false>& block, Candidate c) {
   return closest < 0.249f;
 }
 
-// Whether no square that decides is lost, or too large, for weights that are far from 1: of a block, by the scale of
-// its first code.
+// Return whether no square that decides underflows or overflows although weights are far from 1. `scale` is that of the
+// block's first code. True without weights.
 template <bool kWeighted>
 FP4KIT_DEVICE bool keeps_squares(const SearchBlock<kWeighted>& block, float amax, float scale) {
   if constexpr (kWeighted) {

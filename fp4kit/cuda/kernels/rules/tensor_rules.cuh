@@ -1,17 +1,19 @@
-// Tensor rules, under the names of reference/tensor_rules.py: tensor_<rule> maps the amax of a tensor to a TensorScale.
-// A recipe R is a struct that traits.py writes.
+// Tensor rules: tensor_<rule> maps the amax of a tensor to its TensorScale. Twins of reference/tensor_rules.py, with
+// its names. A recipe R is a struct that cuda/compile/traits.py writes.
 #pragma once
 
 #include "codec.cuh"
 
-constexpr float kInv6 = 1.0f / 6.0f;  // 0x3E2AAAAB, rn
+constexpr float kInv6 = 1.0f / 6.0f;  // rounds to 0x3E2AAAAB
 constexpr float kTinyAmax = 0x1p-24f;
 
+// A tensor's scale in both directions, and the amax that it comes from. `encode` multiplies elements on encoding,
+// `decode` multiplies on decoding.
 struct TensorScale {
   float encode, decode, amax;
 };
 
-// The largest element of a tensor rule that covers less than the format has; 0: the format's.
+// The largest element value that a tensor rule maps the amax to; 0 means the largest value of the format.
 struct tensor_fouroversix_4;
 template <class Rule>
 struct Top {
@@ -22,6 +24,7 @@ struct Top<tensor_fouroversix_4> {
   static constexpr float kValue = 4.0f;
 };
 
+// Return the amax that a tensor scale of 1 covers: the largest element times the largest block scale that R uses.
 template <class R>
 FP4KIT_DEVICE float full_range() {
   constexpr float kTop = Top<typename R::TensorRule>::kValue;
@@ -29,8 +32,8 @@ FP4KIT_DEVICE float full_range() {
 }
 
 // ---- codes of block scales
-// -------------------------------------------------------------------------------------------
 
+// Return the code of a block scale, rounded to nearest even.
 template <class R>
 FP4KIT_DEVICE u32 encode_scale(float x) {
 #if FP4KIT_HAS_CVT_FP8
@@ -39,13 +42,13 @@ FP4KIT_DEVICE u32 encode_scale(float x) {
   return encode<typename R::Scale, Rounding::rn, Sign::signbit, R::Scale::kNanCode>(x);
 }
 
+// Return the value of a block scale's code.
 template <class R>
 FP4KIT_DEVICE float decode_scale(u32 code) {
   return decode<typename R::Scale>(code);
 }
 
 // ---- tensor rules
-// -----------------------------------------------------------------------------------------------------
 
 struct tensor_none {
   template <class R, class In>
@@ -98,6 +101,7 @@ struct tensor_divided {
   }
 };
 
+// The smallest normal number of a type; bfloat16 has that of float32.
 template <class In>
 struct SmallestNormal {
   static constexpr float kValue = kFltMin;
@@ -185,15 +189,16 @@ struct tensor_fouroversix {
 
 struct tensor_fouroversix_4 : tensor_fouroversix {};
 
-// An amax where a caller gave it, perhaps as -0: that counts as 0, because its sign would become that of scales and
+// Return an amax that a caller gave, without its sign bit. A sign bit of -0 would otherwise become that of scales and
 // codes.
 FP4KIT_DEVICE float amax_at(const float* amaxes, i64 index) {
   return magnitude_of(amaxes[index]);
 }
 
-// The tensor scale that covers block `block` of row `row`.
+// How many tensor scales a tensor has: none, one, one per row, or one per block.
 enum class TensorScaling { none, tensor, row, block };
 
+// Return the tensor scale that covers block `block` of row `row`, for rows of `blocks` blocks.
 template <class R, class In>
 FP4KIT_DEVICE TensorScale tensor_scale_of(const float* tensor_amax, i64 row, i64 block, i64 blocks) {
   if constexpr (R::kTensorScaling == TensorScaling::none) {

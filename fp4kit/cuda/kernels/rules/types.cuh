@@ -1,4 +1,5 @@
-// Names of types and qualifiers, and the bit casts. No CUDA header is needed: NVRTC knows the rest.
+// Short names of integer types, function qualifiers, bit casts and index arithmetic. Needs no CUDA header, because
+// NVRTC declares the rest.
 #pragma once
 
 using u8 = unsigned char;
@@ -12,21 +13,26 @@ using i64 = long long;
 #define FP4KIT_DEVICE_CALL static __device__ __noinline__
 #define FP4KIT_DEVICE_MEMBER __device__ __forceinline__
 
-// Of a loop, in full: where one around it is to become vectors. g++ has a name of its own for it.
+// FP4KIT_UNROLL unrolls the following loop completely, so that a loop around it can be vectorized. g++ has its own
+// spelling.
 #if defined(__GNUC__) && !defined(__clang__) && !defined(__CUDACC__)
 #define FP4KIT_UNROLL _Pragma("GCC unroll 16")
 #else
 #define FP4KIT_UNROLL _Pragma("unroll")
 #endif
 
-constexpr int kThreads = 256;  // of a thread block, unless a kernel has its own: THREADS of geometry.py
+// Threads per thread block, unless a kernel has its own number. Equals THREADS of cuda/launch/geometry.py.
+constexpr int kThreads =
+    256;  // threads per thread block, unless a kernel has its own number; equals THREADS of geometry.py
 constexpr float kFltMax = 0x1.fffffep127f;
 constexpr float kFltMin = 0x1p-126f;  // smallest normal
 constexpr u32 kInfinityBits = 0x7F800000u;
 
+// Return the bits of a float.
 FP4KIT_DEVICE u32 bits_of(float x) {
   return __float_as_uint(x);
 }
+// Return the float of some bits.
 FP4KIT_DEVICE float float_of(u32 bits) {
   return __uint_as_float(bits);
 }
@@ -36,51 +42,63 @@ FP4KIT_DEVICE u64 double_bits_of(double x) {
 FP4KIT_DEVICE double double_of(u64 bits) {
   return __longlong_as_double(static_cast<i64>(bits));
 }
+// Return whether x is NaN. Tests bits, so that compiler options do not matter.
 FP4KIT_DEVICE bool is_nan(float x) {
   return (bits_of(x) & 0x7FFFFFFFu) > kInfinityBits;
 }
+// Return whether x is neither infinite nor NaN.
 FP4KIT_DEVICE bool is_finite(float x) {
   return (bits_of(x) & 0x7FFFFFFFu) < kInfinityBits;
 }
+// Return |x|, NaN payload included.
 FP4KIT_DEVICE float magnitude_of(float x) {
   return float_of(bits_of(x) & 0x7FFFFFFFu);
 }
+// Return 1 if the sign bit of x is set (-0 and negative NaN included), else 0.
 FP4KIT_DEVICE u32 sign_of(float x) {
   return bits_of(x) >> 31;
 }
+// Return the positive quiet NaN without payload.
 FP4KIT_DEVICE float nan_value() {
   return float_of(0x7FC00000u);
 }
 
+// Return the upper 32 bits of the 64-bit product a * b.
 FP4KIT_DEVICE u32 high_product(u32 a, u32 b) {
   return static_cast<u32>((static_cast<u64>(a) * b) >> 32);
 }
 
-// i / n for 0 <= i < count: in 32 bits where they are enough, which is several times as fast.
+// Return i / n for 0 <= i < count. Divides in 32 bits if `count` allows it, which is several times faster.
 FP4KIT_DEVICE i64 quotient(i64 i, i64 n, i64 count) {
   if (n == 1) return i;
   return count <= 0x7FFFFFFF ? static_cast<i64>(static_cast<u32>(i) / static_cast<u32>(n)) : i / n;
 }
 
+// Return the smaller of a and b; b if the comparison is false, as it is for NaN.
 template <class T>
 FP4KIT_DEVICE T minimum(T a, T b) {
   return a < b ? a : b;
 }
+// Return the larger of a and b; a if the comparison is false, as it is for NaN.
 template <class T>
 FP4KIT_DEVICE T maximum(T a, T b) {
   return a < b ? b : a;
 }
 
-// The thread blocks that share one piece of work: the number of this one, and how many they are.
+// The thread blocks that share one matrix or piece: the number of this thread block, and how many there are.
 struct Grid {
   i64 block, blocks;
 };
+// Return the Grid of a launch whose thread blocks all share one matrix.
 FP4KIT_DEVICE Grid whole_grid() {
   return {static_cast<i64>(blockIdx.x), static_cast<i64>(gridDim.x)};
 }
+// Return the number of this thread among all threads of the Grid: the first item of a loop that gives each thread one
+// item per iteration.
 FP4KIT_DEVICE i64 first_item(Grid g) {
   return g.block * blockDim.x + threadIdx.x;
 }
+// Return the number of threads of the Grid: the stride of such a loop.
 FP4KIT_DEVICE i64 item_stride(Grid g) {
   return g.blocks * blockDim.x;
 }
