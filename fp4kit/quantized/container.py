@@ -1,4 +1,7 @@
-"""Quantized: codes, scales and what is needed to read them. Validates once, holds no arithmetic."""
+"""Quantized: the codes and scales of an array, and everything needed to read them.
+
+A Quantized checks its fields once, when it is made. It holds no arithmetic.
+"""
 
 from __future__ import annotations
 
@@ -21,34 +24,46 @@ from fp4kit.registered import FUNCTIONS
 from fp4kit.types import ScaleLayout
 
 PARTS = ("packed", "block_scale", "tensor_scale", "tensor_amax")  # fields that are arrays
-FACTS = ("shape", "dtype", "axis", "recipe", "scale_layout")  # and the others
+FACTS = ("shape", "dtype", "axis", "recipe", "scale_layout")  # the other fields
 _UINT8, _FLOAT32 = np.dtype(np.uint8), np.dtype(np.float32)
 
 
 @dataclass(frozen=True, eq=False)
 class Quantized:
-    """A quantized array: value = decode(code) * block_scale * tensor_scale, in the order that recipe.decode_rule
-    states.
+    """A quantized array: value = decode(code) * block_scale * tensor_scale.
 
-    With x' = x with the quantized axis moved last, of shape (..., K):
-    packed: uint8 (..., K/2), element 2j in the low nibble; (..., K) for elements of more than 4 bits, one code a byte.
-    block_scale: uint8 bit patterns (..., K/block), once per row also for 16x16 blocks; padded and permuted by
-    scale_layout; None
-        where the recipe has only float32 scales.
-    tensor_scale: float32, multiplies on decode: () for the tensor, (E,) per expert of x with three or more dimensions,
-        x'.shape[:-1] per row, (..., K/block) per block; None for recipes without one. It is what the array's values
-        follow.
-    tensor_amax: float32, same shape: the amax that tensor_scale was made from; None where it is not known, as in a
-    checkpoint.
-        Decoding needs none: a rule that reads an amax takes the one that the scale implies (reference/implied_amax.py).
-    shape, dtype: of x; float32, float16 or bfloat16. axis: the axis of x along which blocks run, stored as a
-    non-negative number. recipe: a Recipe or an id. scale_layout: "linear", "swizzled_128x4" or "swizzled_8x4".
+    recipe.decode_rule states the order of the products. Let x be the array that was quantized, and x' be x with the
+    quantized axis moved last, of shape (..., K). All arrays must be of one library (NumPy, CuPy, PyTorch or JAX) and on
+    one device.
 
-    All arrays are of one library and one device: NumPy's, CuPy's, PyTorch's or JAX's; dtype may be a dtype of theirs,
-    and is kept as NumPy's (or ml_dtypes'). Raises TypeError for an array, dtype or recipe of another kind; ValueError
-    for another shape, for a part that the recipe has not or that is missing, for arrays of several devices and, on the
-    host, for negative tensor scales or amaxes and for NaN where the recipe's rule gives none. On a device values are
-    not read.
+    Args:
+        packed: the codes, uint8. (..., K/2) for 4-bit elements: two codes per byte, element 2j in the low nibble. (...,
+            K) for wider elements: one code per byte.
+        block_scale: the bit patterns of the block scales, uint8 (..., K/block), padded and permuted by scale_layout.
+            Scales of 16x16 blocks are stored once per row. None if the recipe has only float32 scales.
+        tensor_scale: float32 scale that multiplies on decode. () for one per tensor, (E,) for one per expert of an x
+            with three or more dimensions, x'.shape[:-1] for one per row, (..., K/block) for one per block. None if the
+            recipe has none.
+        tensor_amax: the amax that tensor_scale was made from, float32, in the shape of tensor_scale. None if it is
+            unknown, as in a checkpoint. Decoding does not need it: a rule that reads the amax uses the one that
+            tensor_scale implies (reference/implied_amax.py).
+        shape: shape of x.
+        dtype: dtype of x: float32, float16 or bfloat16. A dtype of PyTorch or JAX is stored as NumPy's or ml_dtypes'.
+        axis: the axis of x along which blocks run; stored as a non-negative number.
+        recipe: a Recipe or a recipe id.
+        scale_layout: "linear", "swizzled_128x4" or "swizzled_8x4".
+
+    Raises:
+        TypeError: an array, the dtype or the recipe is of another kind.
+        ValueError: an array has another shape; a part is missing, or the recipe does not have it; arrays are on several
+            devices; or, on the host, a tensor scale or amax is negative, or is NaN although the recipe's rule never
+            gives NaN. Values on a device are not read.
+
+    Example:
+        >>> import fp4kit, numpy as np
+        >>> q = fp4kit.quantize(np.float32([[6] * 32, [3] * 32]), "mxfp4")
+        >>> q.packed.shape, q.block_scale.tolist(), q.tensor_scale
+        ((2, 16), [[127], [126]], None)
     """
 
     packed: Any
@@ -82,11 +97,14 @@ class Quantized:
         self._check_tensor(covered, host)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take the fields of what was pickled or copied; they are checked as those of a new Quantized."""
+        """Restore the fields of a pickled or copied Quantized, with the checks of a new one."""
         Quantized.__init__(self, **state)
 
     def _check_parts_of(self, library: ArrayLibrary) -> None:
-        """The parts are arrays of one library, and what is needed of NumPy's or CuPy's holds for their memory."""
+        """Raise TypeError unless all parts are arrays of `library`.
+
+        Then make the checks of NumPy or CuPy arrays on their memory.
+        """
         for name in PARTS:
             array = getattr(self, name)
             if array is not None and library_of(array) is not library:
@@ -95,6 +113,7 @@ class Quantized:
         self.imported()
 
     def _check(self, name: str, shape: tuple[int, ...] | None, host: bool) -> None:
+        """Raise an error unless a part is uint8 of this shape, or None if shape is None."""
         array = getattr(self, name)
         if array is None and shape is None:
             return
@@ -107,7 +126,10 @@ class Quantized:
         raise ValueError(f"Quantized: {name} is {got}; {self.recipe.id} of {self.shape} needs {needed}")
 
     def _check_tensor(self, shapes: tuple[tuple[int, ...], ...], host: bool) -> None:
-        """tensor_scale and tensor_amax: there as the recipe has them, float32, of one shape."""
+        """Raise an error unless tensor_scale and tensor_amax are what the recipe needs: float32 arrays of one shape.
+
+        shapes: the shapes that the recipe allows; none if it has no tensor scale.
+        """
         if shapes and self.tensor_scale is not None:
             self._check_floats("tensor_scale", shapes, host)
             if self.tensor_amax is not None:
@@ -117,6 +139,7 @@ class Quantized:
             self._refuse_floats(name, shapes)
 
     def _check_floats(self, name: str, shapes: tuple[tuple[int, ...], ...], host: bool) -> None:
+        """Raise an error unless a part is a float32 array of an allowed shape and, on the host, holds valid numbers."""
         array = getattr(self, name)
         if host and isinstance(array, np.generic):
             array = np.asarray(array)
@@ -132,12 +155,13 @@ class Quantized:
             check_amounts("Quantized", name, array, self.tensor_scale, self.recipe)
 
     def _refuse_floats(self, name: str, shapes: tuple[tuple[int, ...], ...]) -> NoReturn:
+        """Raise ValueError that says which shape a part has and which shapes are allowed."""
         got = _spelled(getattr(self, name))
         needed = " or ".join(f"float32 {shape}" for shape in shapes) or "None, as it has no tensor scale"
         raise ValueError(f"Quantized: {name} is {got}; {self.recipe.id} of {self.shape} needs {needed}")
 
     def _check_kind(self, name: str, array: Any, host: bool) -> None:
-        """A NumPy array, or a CuPy one; of the kind, and on the device, of packed."""
+        """Raise an error unless an array is of the library of packed (NumPy or CuPy), and on its device."""
         kind, packed = type(array), self.packed
         if isinstance(array, np.ndarray) if host else kind is type(packed) and kind.__module__ == "cupy":
             if host or array is packed or array.data.device_id == packed.data.device_id:
@@ -152,18 +176,21 @@ class Quantized:
         raise TypeError(f"Quantized: {name} is a {kind.__module__}.{kind.__name__}; needs a {needed}, as packed is")
 
     def with_parts(self, convert: Callable[[Any], Any]) -> Quantized:
-        """The same, with every array as convert(array) gives it: the same bytes elsewhere, which are not checked
-        again.
+        """Return a Quantized with every array replaced by convert(array), without further checks.
+
+        convert must keep the bytes. It is for moving them to another library or device.
         """
         parts = {name: array if array is None else convert(array) for name, array in self.parts().items()}
         return assembled({**vars(self), **parts})
 
     def parts(self) -> dict[str, Any]:
-        """The arrays by their names; None for those that are missing."""
+        """Return the arrays by name, with None for missing ones."""
         return {name: getattr(self, name) for name in PARTS}
 
     def imported(self, op: str = "Quantized") -> Quantized:
-        """Itself, or the same with NumPy or CuPy arrays on the memory of another library's; op: what errors begin
+        """Return a Quantized with NumPy or CuPy arrays on the memory of another library's arrays.
+
+        If the arrays already are NumPy's or CuPy's, return the Quantized itself. op: the function that errors begin
         with.
         """
         if isinstance(self.packed, np.ndarray) or type(self.packed).__module__ == "cupy":
@@ -202,40 +229,57 @@ class Quantized:
         tensor_scale_divides: bool = False,
         high_nibble_first: bool = False,
     ) -> Quantized:
-        """A Quantized of the tensors of a checkpoint, without copies but of what must change.
+        """Make a Quantized from the tensors of a checkpoint, without copying more than necessary.
 
-        packed: codes, shaped as in a Quantized: bytes as uint8, int8 or float4_e2m1fn_x2; or numbers of the recipe's
-        own element
-            dtype, one a byte: float8_e4m3fn, float8_e5m2, int8, float6_*, and float4_e2m1fn and int4, which are packed.
-        block_scale: uint8 or int8 bit patterns, float8_e4m3fn or float8_e8m0fnu, as the recipe has; None where it has
-        none. Under
-            a swizzled scale_layout, of any shape of the padded size.
-        tensor_scale: shaped as in a Quantized, but for axes of length 1 at the end: float32, or the same numbers as
-        float16,
-            bfloat16, float64 or a Python float.
-        recipe: its producer's. shape: of x; None takes that of packed. dtype: of x; most checkpoints are made from
-        bfloat16. tensor_scale_divides: what is stored divides on decode, as the weight_global_scale of
-        compressed-tensors does. high_nibble_first: the even element of a pair of codes is in the high nibble. Arrays
-        are of any library, all on one device. tensor_amax is None: no checkpoint has one.
+        Args:
+            packed: the codes, shaped as in a Quantized. Either bytes (uint8, int8 or float4_e2m1fn_x2), or one element
+                per byte in the recipe's element dtype: float8_e4m3fn, float8_e5m2, int8, float6_*, or float4_e2m1fn and
+                int4, which are then packed.
+            block_scale: the scales as uint8 or int8 bit patterns, or as float8_e4m3fn or float8_e8m0fnu, whichever the
+                recipe uses. None if it has no block scales. In a swizzled layout, any shape of the padded size is
+                accepted.
+            tensor_scale: shaped as in a Quantized, except that axes of length 1 at the end may be missing or added.
+                float32, or the same numbers as float16, bfloat16, float64 or a Python float.
+            recipe: the Recipe, or its id, of the producer that made the tensors.
+            shape: shape of x; None derives it from packed.
+            dtype: dtype of x. Most checkpoints are made from bfloat16, the default.
+            axis: the axis of x along which blocks run.
+            scale_layout: layout of block_scale.
+            tensor_scale_divides: whether the stored tensor scale divides on decode, as the weight_global_scale of
+                compressed-tensors does.
+            high_nibble_first: whether the even element of a pair of codes is in the high nibble.
 
-        Raises TypeError for a dtype that is not the recipe's, and for a flag that is no bool; ValueError for a tensor
-        scale that
-            is no float32, or 0 and divides, codes of more bits than the element has, high_nibble_first where no codes
-            share a byte, a recipe without codes; and what Quantized raises. On a device, only tensor scales that divide
-            or are no float32 are read, which waits for it.
-        Numerics: 1 / tensor_scale, rn, where it divides. Nothing else is computed.
-        Exact: a divisor is known by its reciprocal; values are the producer's where no other divisor that it writes has
-        the same.
+        Returns:
+            A Quantized with arrays in the library of packed. tensor_amax is None, because no checkpoint stores it. All
+            arrays must be on one device.
 
-        >>> import ml_dtypes, numpy as np
-        >>> codes = np.array([[0x21, 0x43, 0x65, 0x87, 0, 0, 0, 0]], np.uint8)
-        >>> scales = np.array([[2.0]], ml_dtypes.float8_e4m3fn)
-        >>> q = Quantized.from_parts(codes, scales, np.float32([4]), recipe="nvfp4-compressed-tensors", tensor_scale_divides=True)
-        >>> q
-        Quantized(nvfp4-compressed-tensors, shape=(1, 16), dtype=bfloat16, axis=1, scale_layout='linear', 6.5 bits a value)
-        >>> q.dequantize(np.float32)[0, :8].tolist()
-        [0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, -0.0]
-        """  # noqa: E501
+        Raises:
+            TypeError: a dtype is not one of the recipe's, or a flag is not a bool.
+            ValueError: a tensor scale is not a float32 number, or is 0 and divides; codes have more bits than the
+                element; high_nibble_first is set although no codes share a byte; the recipe has no codes; or a check of
+                Quantized fails.
+
+        Numerics:
+            If the tensor scale divides, tensor_scale is 1 / tensor_scale, rounded to nearest even. Nothing else is
+            computed. On a device, only tensor scales that divide or are not float32 are read, which waits for the
+            device.
+
+        Exact:
+            A divisor is stored as its reciprocal. Values equal the producer's unless the producer also writes another
+            divisor with an equal reciprocal.
+
+        Example:
+            >>> import ml_dtypes, numpy as np
+            >>> codes = np.array([[0x21, 0x43, 0x65, 0x87, 0, 0, 0, 0]], np.uint8)
+            >>> scales = np.array([[2.0]], ml_dtypes.float8_e4m3fn)
+            >>> q = Quantized.from_parts(
+            ...     codes, scales, np.float32([4]), recipe="nvfp4-compressed-tensors", tensor_scale_divides=True
+            ... )
+            >>> q.recipe.id, q.shape, q.dtype
+            ('nvfp4-compressed-tensors', (1, 16), dtype(bfloat16))
+            >>> q.dequantize(np.float32)[0, :8].tolist()
+            [0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, -0.0]
+        """
         op, r = "from_parts", recipe_of("from_parts", recipe)
         if r.fake_only:
             raise ValueError(f"{op}: {r.id} is a fake quantizer and has values only; needs a recipe with codes")
@@ -261,85 +305,126 @@ class Quantized:
             return q.with_parts(give)
 
     def dequantize(self, dtype: Any = None) -> Any:
-        """fp4kit.dequantize of it: its values, in the shape of x; dtype None is that of x.
+        """Return the values, in the shape of x. This is fp4kit.dequantize(q, dtype).
 
-        >>> import fp4kit, numpy as np
-        >>> fp4kit.quantize(np.float32([[6] * 32, [3] * 32]), "mxfp4").dequantize()[:, 0]
-        array([6., 3.], dtype=float32)
+        Args:
+            dtype: float32, float16 or bfloat16; None for the dtype of x.
+
+        Returns:
+            A new array in the library and on the device of the codes.
+
+        Raises:
+            TypeError: dtype is another dtype.
+
+        Example:
+            >>> import fp4kit, numpy as np
+            >>> fp4kit.quantize(np.float32([[6] * 32, [3] * 32]), "mxfp4").dequantize()[:, 0]
+            array([6., 3.], dtype=float32)
         """
         return FUNCTIONS["Quantized.dequantize"](self, dtype)
 
     def to(self, target: Any) -> Quantized:
-        """The same elsewhere: its arrays in another library, or on another device. The bytes are not looked at.
+        """Return a Quantized with its arrays in another library or on another device. The bytes stay unchanged.
 
-        target: "numpy", "cupy", "torch" or "jax", without a copy where the library takes the memory as it is; or a
-        device,
-            "cpu", "cuda" or "cuda:1", or a torch.device: tensors of PyTorch stay tensors, other arrays become NumPy's
-            or CuPy's.
-        Raises ValueError for anything else; RuntimeError where the library is not imported, or there is no GPU.
+        Args:
+            target: a library, "numpy", "cupy", "torch" or "jax"; or a device, "cpu", "cuda", "cuda:1" or a
+                torch.device. A library shares the memory if it can. If target is a device, PyTorch tensors stay
+                tensors, and other arrays become NumPy or CuPy arrays.
 
-        >>> import fp4kit, numpy as np
-        >>> fp4kit.quantize(np.ones((4, 32), np.float32), "mxfp4").to("numpy").packed.shape
-        (4, 16)
+        Returns:
+            A Quantized. It may be self if nothing has to change.
+
+        Raises:
+            ValueError: target is anything else.
+            RuntimeError: the library is not imported, or there is no GPU.
+
+        Example:
+            >>> import fp4kit, numpy as np
+            >>> fp4kit.quantize(np.ones((4, 32), np.float32), "mxfp4").to("numpy").packed.shape
+            (4, 16)
         """
         return FUNCTIONS["Quantized.to"](self, target)
 
     def __len__(self) -> int:
-        """Length of the first axis of x. A Quantized without rows is false, as an empty list is."""
+        """Return the length of the first axis of x. A Quantized without rows is false, like an empty list."""
         return self.shape[0]
 
     def __getitem__(self, rows: slice) -> Quantized:
-        """q[a:b], what x[a:b] is: whole blocks of x's first axis, whose values are q.dequantize()[a:b]. Views, no
-        copies.
+        """Return q[a:b], a Quantized of x[a:b] that shares the memory of q.
 
-        a and b are multiples of the rows of a block (of its length where the first axis is the quantized one), or the
-        end; any tensors of a stack. Swizzled scales are cut between whole tiles of 128 or 8 rows; cut
-        fp4kit.unswizzle(q) elsewhere. tensor_amax stays that of the whole tensor, which tensor_scale was made from.
-        Raises TypeError for anything but a slice; ValueError for a step, and for a cut inside a block or a tile.
+        Its values are q.dequantize()[a:b]. tensor_amax stays that of the whole tensor, because tensor_scale was made
+        from it.
 
-        >>> import fp4kit, numpy as np
-        >>> q = fp4kit.quantize(np.ones((64, 32), np.float32), "nvfp4-te-2d")
-        >>> q[16:48].shape, len(q[32:])
-        ((32, 32), 32)
-        >>> q[8:16]
-        Traceback (most recent call last):
-        ValueError: Quantized: q[8:16] cuts blocks of 16; needs multiples of 16, or the end
+        Args:
+            rows: a slice of the first axis of x. Its ends must be multiples of the block rows, or of the block length
+                if the first axis is the quantized one, or the end of the axis. In a stack, any slice of tensors is
+                allowed. Swizzled scales can be cut only between whole tiles of 128 or 8 rows; otherwise slice
+                fp4kit.unswizzle(q).
+
+        Returns:
+            A Quantized; self if the slice covers all rows.
+
+        Raises:
+            TypeError: rows is not a slice.
+            ValueError: the slice has a step, or cuts a block or a tile.
+
+        Example:
+            >>> import fp4kit, numpy as np
+            >>> q = fp4kit.quantize(np.ones((64, 32), np.float32), "nvfp4-te-2d")
+            >>> q[16:48].shape, len(q[32:])
+            ((32, 32), 32)
+            >>> q[8:16]
+            Traceback (most recent call last):
+            ValueError: Quantized: q[8:16] cuts blocks of 16; needs multiples of 16, or the end
         """
         return FUNCTIONS["Quantized.__getitem__"](self, rows)
 
     def __array__(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Raise TypeError, because NumPy would otherwise make an object array of a Quantized."""
         raise TypeError(
-            "Quantized: is no array of numbers; needs q.dequantize() for its values, or q.packed for its codes"
+            "Quantized: is not an array of numbers; call q.dequantize() for its values, or use q.packed for its codes"
         )
 
     def equals(self, other: Quantized) -> bool:
-        """Whether all fields are equal, and all parts in every bit: NaN patterns, tensor_amax and padding too.
+        """Return whether all fields are equal and all arrays agree in every bit.
 
-        What is on a GPU is copied to the host first, which waits for the device. fp4kit.compare says where two differ.
-        Raises TypeError unless other is a Quantized.
+        NaN patterns, tensor_amax and padding are compared too. Arrays on a GPU are first copied to the host, which
+        waits for the device. To see where two differ, use fp4kit.compare.
 
-        >>> import fp4kit, numpy as np
-        >>> q = fp4kit.quantize(np.ones((4, 32), np.float32), "nvfp4-te")
-        >>> q.equals(q[0:4]), q.equals(q[0:2])
-        (True, False)
+        Args:
+            other: another Quantized.
+
+        Returns:
+            True or False.
+
+        Raises:
+            TypeError: other is not a Quantized.
+
+        Example:
+            >>> import fp4kit, numpy as np
+            >>> q = fp4kit.quantize(np.ones((4, 32), np.float32), "nvfp4-te")
+            >>> q.equals(q[0:4]), q.equals(q[0:2])
+            (True, False)
         """
         return FUNCTIONS["Quantized.equals"](self, other)
 
     def __str__(self) -> str:
+        """Return what print(q) shows."""
         return FUNCTIONS["Quantized.__str__"](self)
 
     def _repr_html_(self) -> str | None:
+        """Return what a notebook shows."""
         return FUNCTIONS["Quantized._repr_html_"](self)
 
     @property
     def bits_per_value(self) -> float:
-        """Bits of codes and scales for every value; 0 where there are none."""
+        """Bits of codes and scales per value; 0 if there are no values."""
         return 8 * self.nbytes / max(prod(self.shape), 1)
 
     def __repr__(self) -> str:
         try:
             bits = f", {self.bits_per_value:.3g} bits a value"
-        except (TypeError, AttributeError):  # parts are no arrays in a tree of shapes, shardings, ...
+        except (TypeError, AttributeError):  # in a tree of shapes, shardings, ... the parts are not arrays
             bits = ""
         return (
             f"Quantized({self.recipe.id}, shape={self.shape}, dtype={self.dtype}, axis={self.axis}, "
@@ -348,11 +433,12 @@ class Quantized:
 
 
 def assembled(fields: dict[str, Any]) -> Quantized:
-    """A Quantized of what an engine made as it must be: nothing is checked."""
+    """Return a Quantized with the given fields, unchecked. Use it only for parts that an engine made."""
     q = object.__new__(Quantized)
     q.__dict__.update(fields)
     return q
 
 
 def _spelled(array: Any) -> str:
+    """Return dtype and shape of an array for an error message."""
     return "None" if array is None else f"{array.dtype} {tuple(array.shape)}"

@@ -1,7 +1,7 @@
-"""Tensors of checkpoints as the parts of a Quantized: the dtypes, orders and directions that files and loaders have.
+"""Convert the tensors of a checkpoint to the parts of a Quantized.
 
-Nothing is copied but what must change: codes one a byte of 4 bits, swapped nibbles, tensor scales that divide or are no
-float32.
+Files and loaders store several dtypes, nibble orders and scale directions. Nothing is copied unless it must change:
+4-bit codes stored one per byte, swapped nibbles, and tensor scales that divide or are not float32.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from fp4kit.layouts import pack
 from fp4kit.quantized.part_shapes import check_codes, fitting_shape
 from fp4kit.recipes import Recipe
 
-# dtypes of one number a byte that say a format; uint8 and int8 hold the bits of any.
+# dtypes with one element per byte, by the format they imply. uint8 and int8 hold the bits of any format.
 DTYPES = {
     E2M1: "float4_e2m1fn",
     E2M3: "float6_e2m3fn",
@@ -29,7 +29,7 @@ DTYPES = {
     INT4: "int4",
     INT8: "int8",
 }
-_PAIRS = {E2M1: "float4_e2m1fn_x2"}  # and of two numbers a byte
+_PAIRS = {E2M1: "float4_e2m1fn_x2"}  # dtypes with two elements per byte
 _BYTES = ("uint8", "int8")
 
 
@@ -41,11 +41,10 @@ class Stored(NamedTuple):
 
 
 def import_parts(op: str, **named: Any) -> dict[str, Stored | None]:
-    """The arrays without a copy, NumPy's or CuPy's, all of one device; None stays, a Python float becomes NumPy's
-    float64.
+    """Return the arrays as NumPy or CuPy arrays, without a copy, all on one device.
 
-    A PyTorch tensor of one byte an element is taken as its bytes: not every PyTorch, and no CuPy, exports the narrow
-    floats.
+    None stays None, and a Python float becomes a float64 array. A PyTorch tensor with one byte per element is imported
+    as bytes, because CuPy and some PyTorch versions do not export the narrow floats.
     """
     names = [name for name, a in named.items() if a is not None and type(a) is not float]
     found = import_arrays(op, **{name: _bytes_of_tensor(named[name], f"{op}: {name}") for name in names})
@@ -59,14 +58,17 @@ def import_parts(op: str, **named: Any) -> dict[str, Stored | None]:
 
 
 def _is_tensor(a: Any) -> bool:
+    """Return whether a is a PyTorch tensor."""
     return hasattr(a, "data_ptr") and "torch" in sys.modules
 
 
 def _dtype_name(a: Any, imported: Any) -> str:
+    """Return the name of the dtype that an array had in its library."""
     return str(a.dtype).removeprefix("torch.") if _is_tensor(a) else imported.dtype.name
 
 
 def _bytes_of_tensor(a: Any, name: str) -> Any:
+    """Return a tensor with one byte per element as uint8, and anything else unchanged."""
     if not _is_tensor(a) or a.element_size() != 1:
         return a
     check_tensor(a, name)
@@ -74,13 +76,13 @@ def _bytes_of_tensor(a: Any, name: str) -> Any:
 
 
 def codes(op: str, stored: Stored | None, recipe: Recipe, high_nibble_first: bool) -> Any:
-    """The codes as a Quantized holds them: uint8, two of 4 bits a byte, the even element in the low nibble.
+    """Return the codes as a Quantized stores them: uint8, two 4-bit codes per byte, the even element in the low nibble.
 
-    Raises TypeError for a dtype of another format; ValueError for an odd number of codes one a byte, for
-    high_nibble_first where no codes share a byte and, on the host, for codes of more bits than the format has.
+    Raises TypeError for a dtype of another format. Raises ValueError for an odd number of codes stored one per byte;
+    for high_nibble_first where no codes share a byte; and, on the host, for codes with more bits than the format has.
     """
     if stored is None:
-        raise TypeError(f"{op}: packed is None; needs the codes")
+        raise TypeError(f"{op}: packed is None; needs the array of codes")
     fmt = recipe.element
     one, pair = DTYPES.get(fmt), _PAIRS.get(fmt)
     shared = fmt.packing.codes > 1
@@ -101,6 +103,7 @@ def codes(op: str, stored: Stored | None, recipe: Recipe, high_nibble_first: boo
 
 
 def _packed(op: str, codes: Any) -> Any:
+    """Return codes, one per byte, packed two per byte. Raise ValueError if their number is odd."""
     if codes.shape[-1] % 2:
         raise ValueError(
             f"{op}: packed holds {codes.shape[-1]} codes along its last axis; two share a byte, so it must be even"
@@ -109,14 +112,15 @@ def _packed(op: str, codes: Any) -> Any:
 
 
 def _bits(array: Any) -> Any:
+    """Return the bytes of an array as uint8."""
     return array if array.dtype == np.uint8 else array.view(np.uint8)
 
 
 def block_scales(op: str, stored: Stored | None, recipe: Recipe, shape: tuple[int, ...] | None) -> Any:
-    """Block scales as uint8 bit patterns; of any shape with the elements of `shape`, in a swizzled layout.
+    """Return block scales as uint8 bit patterns. In a swizzled layout they may have any shape of the padded size.
 
-    shape: what the layout needs, padding included; None to leave it to the check of a Quantized.
-    Raises TypeError for a dtype of another format.
+    shape: what the layout needs, padding included; None to leave the check to Quantized. Raises TypeError for a dtype
+    of another format.
     """
     if stored is None or recipe.scale is None:
         return stored and stored.array
@@ -132,20 +136,23 @@ def block_scales(op: str, stored: Stored | None, recipe: Recipe, shape: tuple[in
 
 
 def _size(shape: tuple[int, ...]) -> int:
+    """Return the number of elements of a shape."""
     return int(np.prod(shape, dtype=np.int64))
 
 
 def tensor_scale(op: str, given: Stored | None, packed: Any, shapes: tuple[tuple[int, ...], ...], divides: bool) -> Any:
-    """A tensor scale that multiplies on decode: float32, where packed is, in the one of `shapes` that it fits
-    (fitting_shape).
+    """Return the tensor scale that multiplies on decode: float32, on the device of packed.
 
-    given: float32, or another float whose numbers are float32s. divides: 1 / given, one rn division; both by way of the
-    host. Raises TypeError for a dtype that is no float; ValueError for a number that is no float32 and, where it
-    divides, 0 or None.
+    Its shape is the one of `shapes` that it fits (fitting_shape). given: float32, or another float dtype whose numbers
+    are float32 numbers. divides: whether to return 1 / given, rounded to nearest even. Either conversion happens on the
+    host. Raises TypeError for a dtype that is not a float. Raises ValueError for a number that is not a float32 number
+    and, if it divides, for 0 or None.
     """
     if given is None:
         if divides:
-            raise ValueError(f"{op}: tensor_scale_divides is True, and tensor_scale None; leave it out")
+            raise ValueError(
+                f"{op}: tensor_scale_divides is True, but tensor_scale is None; leave tensor_scale_divides out"
+            )
         return None
     scale = given.array
     if scale.dtype != np.float32 or divides:
@@ -156,7 +163,10 @@ def tensor_scale(op: str, given: Stored | None, packed: Any, shapes: tuple[tuple
 
 
 def _like(array: Any, host: np.ndarray) -> Any:
-    """A NumPy array where `array` is: itself, or a copy on a CuPy array's device."""
+    """Return a NumPy array on the device of `array`.
+
+    On the host it is returned unchanged; otherwise it is copied to the CuPy array's device.
+    """
     if isinstance(array, np.ndarray):
         return host
     with making_current(array.device.id):
@@ -165,6 +175,7 @@ def _like(array: Any, host: np.ndarray) -> Any:
 
 @ieee("from_parts")
 def _exact(op: str, scale: np.ndarray) -> np.ndarray:
+    """Return a tensor scale as float32. Raise an error if that would change a number."""
     if scale.dtype not in (*FLOATS, np.float64):
         raise TypeError(f"{op}: tensor_scale is {scale.dtype}; needs float32, or another float with the same numbers")
     with np.errstate(all="ignore"):
@@ -172,22 +183,23 @@ def _exact(op: str, scale: np.ndarray) -> np.ndarray:
         lost = (exact != scale) & ~np.isnan(scale)
     if lost.any():
         raise ValueError(
-            f"{op}: tensor_scale holds {float(scale[lost][0])!r}, which is no float32; needs the number of the file, "
-            f"or round it with np.float32(tensor_scale)"
+            f"{op}: tensor_scale holds {float(scale[lost][0])!r}, which is not a float32 number; needs the number that "
+            f"the file holds; or round it with np.float32(tensor_scale)"
         )
     return exact
 
 
 @ieee("from_parts")
 def _reciprocal(op: str, scale: np.ndarray) -> np.ndarray:
+    """Return 1 / scale. Raise ValueError if a scale is 0."""
     if (scale == 0).any():
-        raise ValueError(f"{op}: tensor_scale holds 0, and tensor_scale_divides; needs positive numbers")
+        raise ValueError(f"{op}: tensor_scale holds 0, but tensor_scale_divides is True; needs positive numbers")
     with np.errstate(all="ignore"):
         return np.asarray(np.float32(1) / scale)
 
 
 def shape_of(op: str, packed: Any, recipe: Recipe, axis: int) -> tuple[int, ...]:
-    """The shape of x, from that of its codes: whose last axis is the one along which blocks run."""
+    """Return the shape of x, derived from the shape of its codes, whose last axis is the quantized one."""
     ndim = packed.ndim
     if not -ndim <= axis < ndim:
         raise ValueError(f"{op}: axis {axis} of a {ndim}-d array; needs {-ndim} to {ndim - 1}")

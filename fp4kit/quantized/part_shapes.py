@@ -1,5 +1,6 @@
-"""What the parts of a Quantized must be: their shapes, given the shape of the array, and the values of codes and
-amaxes.
+"""Requirements on the parts of a Quantized: shapes, and the values of codes and amaxes.
+
+"moved" means with the quantized axis last.
 """
 
 from __future__ import annotations
@@ -15,48 +16,52 @@ from fp4kit.formats import ElementFormat
 from fp4kit.layouts import padded_shape
 from fp4kit.recipes import Recipe
 
-NEVER_NAN = ("te_primary_weight", "compressed_tensors")  # tensor rules that make a number of an amax that is NaN
+NEVER_NAN = ("te_primary_weight", "compressed_tensors")  # tensor rules that give a number even for a NaN amax
 
 
 def packed_shape(moved_shape: tuple[int, ...], recipe: Recipe) -> tuple[int, ...]:
-    """Shape of the packed codes of an array whose quantized axis is last."""
+    """Return the shape of the packed codes of an array whose quantized axis is last."""
     *lead, K = moved_shape
     return (*lead, recipe.element.packing.length(K))
 
 
 def scale_shape(moved_shape: tuple[int, ...], recipe: Recipe) -> tuple[int, ...]:
-    """Shape of the linear block scales of an array whose quantized axis is last."""
+    """Return the shape of the linear block scales of an array whose quantized axis is last."""
     *lead, K = moved_shape
     return (*lead, K // recipe.block_size)
 
 
 def fitting_shape(shape: tuple[int, ...], allowed: Iterable[tuple[int, ...]]) -> tuple[int, ...] | None:
-    """The first allowed shape that differs in axes of length 1 at the end alone: shape itself if it is one; None
-    without.
+    """Return the allowed shape that differs from `shape` only by axes of length 1 at the end, or None if there is none.
+
+    If shape itself is allowed, it is returned. Otherwise the first fitting one is.
     """
     found = [other for other in allowed if _trimmed(other) == _trimmed(shape)]
     return shape if shape in found else next(iter(found), None)
 
 
 def in_order(shape: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
-    """Whether numbers of one a block in some shape are surely in the order of `wanted`: flat, or with its last axis
-    last.
+    """Return whether numbers of `shape`, one per block, are certainly in the order of `wanted`.
 
-    Axes of length 1 do not count. Numbers of the other axis, whose blocks are as many, are in another order.
+    They are if they are flat, or if the last axes agree. Axes of length 1 do not count. Numbers along another axis,
+    which may have equally many blocks, would be in another order.
     """
     long, last = ([n for n in lengths if n != 1] for lengths in (shape, wanted))
     return prod(shape) == prod(wanted) and (len(long) <= 1 or long[-1:] == last[-1:])
 
 
 def _trimmed(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return a shape without the axes of length 1 at its end."""
     while shape and shape[-1] == 1:
         shape = shape[:-1]
     return shape
 
 
 class PartShapes(NamedTuple):
-    """The axis as a non-negative number, and shapes: of packed, of block_scale (None without), allowed ones of
-    tensor_scale.
+    """Shapes that the parts of a Quantized must have.
+
+    axis: the quantized axis as a non-negative number. packed: shape of the codes. block_scale: shape of the block
+    scales, or None if there are none. tensor_scale: the allowed shapes of the tensor scale.
     """
 
     axis: int
@@ -65,10 +70,11 @@ class PartShapes(NamedTuple):
     tensor_scale: tuple[tuple[int, ...], ...]
 
 
-@lru_cache(1024)  # a small array on a GPU is quantized in the time that these shapes take
+@lru_cache(1024)  # without a cache, computing the shapes would take as long as quantizing a small array on a GPU
 def wanted_parts(shape: tuple[int, ...], axis: int, r: Recipe, layout: str) -> PartShapes:
-    """What the parts must be. layout: a known one. Raises ValueError for an axis, a length or a layout that the shape
-    has not.
+    """Return the shapes that the parts must have. layout must be a known one.
+
+    Raises ValueError for an axis, a length or a layout that does not fit the shape.
     """
     if not -len(shape) <= axis < len(shape):
         raise ValueError(f"Quantized: axis {axis} of a {len(shape)}-d array; needs {-len(shape)} to {len(shape) - 1}")
@@ -87,6 +93,7 @@ def wanted_parts(shape: tuple[int, ...], axis: int, r: Recipe, layout: str) -> P
 
 
 def _tensor_shapes(moved: tuple[int, ...], r: Recipe) -> Iterator[tuple[int, ...]]:
+    """Yield the shapes that a tensor scale may have."""
     if r.tensor_scaling == "row":
         yield moved[:-1]
     elif r.tensor_scaling == "block":
@@ -98,15 +105,18 @@ def _tensor_shapes(moved: tuple[int, ...], r: Recipe) -> Iterator[tuple[int, ...
 
 
 def check_codes(op: str, packed: Any, element: ElementFormat) -> None:
-    """Raise ValueError if codes of 5 to 7 bits, one per byte, have more bits. Codes on a device are not read."""
+    """Raise ValueError if codes of 5 to 7 bits, stored one per byte, have higher bits set.
+
+    Codes on a device are not read.
+    """
     alone = element.packing.codes == 1 and element.bits < 8
     if alone and isinstance(packed, np.ndarray) and int(packed.max(initial=0)) >> element.bits:
-        needed = f"needs one code of {element.bits} bits a byte; unpack it first"
+        needed = f"needs one code of {element.bits} bits per byte; unpack the codes first"
         raise ValueError(f"{op}: packed holds bytes above {2**element.bits - 1}; {needed}")
 
 
 def check_amounts(op: str, name: str, array: np.ndarray, tensor_scale: np.ndarray, r: Recipe) -> None:
-    """Raise ValueError if tensor scales or amaxes are negative, or NaN where the tensor rule gives a number."""
+    """Raise ValueError if tensor scales or amaxes are negative, or NaN although the tensor rule gives a number."""
     if (array >= 0).all():
         return
     if (array < 0).any():

@@ -1,4 +1,7 @@
-"""Pieces and copies of a Quantized: boxes, rows, its copy on the host; and whether two are the same in every bit."""
+"""Slice, copy, move and compare a Quantized.
+
+A box is a part of x that a tuple of slices selects, one per axis.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +20,10 @@ from fp4kit.quantized.container import FACTS, PARTS, Quantized, assembled
 
 
 def box_of(q: Quantized, box: tuple[slice, ...]) -> Quantized:
-    """A box of a Quantized, in the shape of the box and without copies.
+    """Return a Quantized of a box, in the shape of the box, without copies.
 
-    box: a slice with start and stop for every axis of x, cut between blocks; of swizzled scales, whole tiles of rows.
+    box: a slice with start and stop for every axis of x. It must cut between blocks, and swizzled scales between whole
+    tiles of rows.
     """
     *lead, last = (*box[: q.axis], *box[q.axis + 1 :], box[q.axis])
     r = q.recipe
@@ -27,7 +31,7 @@ def box_of(q: Quantized, box: tuple[slice, ...]) -> Quantized:
     bytes_ = slice(*map(r.element.packing.length, (last.start, last.stop)))
     covered = {"tensor": tuple(lead[:1]), "row": tuple(lead), "block": (*lead, blocks)}
 
-    def cut(a: Any) -> Any:  # () is of all
+    def cut(a: Any) -> Any:  # a 0-d scale covers the whole tensor
         return a if a is None or not a.ndim else a[covered[r.tensor_scaling]]
 
     scales = None if q.block_scale is None else q.block_scale[_in_layout(q, (*lead, blocks))]
@@ -37,7 +41,10 @@ def box_of(q: Quantized, box: tuple[slice, ...]) -> Quantized:
 
 
 def _in_layout(q: Quantized, index: tuple[slice, ...]) -> tuple[slice, ...]:
-    """Where scales of whole rows of tiles lie: a tile's bytes fill as many rows of the padded array as it has."""
+    """Return the index of the scales of whole rows of tiles in the padded array of scales.
+
+    The bytes of a row of tiles fill exactly that many rows of the padded array.
+    """
     if q.scale_layout == "linear":
         return index
     *lead, rows, _ = index
@@ -46,14 +53,14 @@ def _in_layout(q: Quantized, index: tuple[slice, ...]) -> tuple[slice, ...]:
 
 
 def rows_of(q: Quantized, rows: Any) -> Quantized:
-    """q[start:stop]: see Quantized.__getitem__."""
+    """Return q[start:stop]: the implementation of Quantized.__getitem__."""
     if not isinstance(rows, slice):
         raise TypeError(
-            f"Quantized: q[{rows!r}] is no slice; needs whole blocks of the first axis, such as q[0:{_multiple(q)}]"
+            f"Quantized: q[{rows!r}] is not a slice; needs whole blocks of the first axis, such as q[0:{_multiple(q)}]"
         )
     if rows.step not in (None, 1):
         raise ValueError(
-            f"Quantized: the slice has a step of {rows.step}; needs neighbouring rows; quantize x[::{rows.step}]"
+            f"Quantized: the slice has a step of {rows.step}; needs a step of 1; quantize x[::{rows.step}] instead"
         )
     for edge in (rows.start, rows.stop):
         if edge is not None:
@@ -67,14 +74,14 @@ def rows_of(q: Quantized, rows: Any) -> Quantized:
 
 
 def _multiple(q: Quantized) -> int:
-    """Where the first axis of x may be cut."""
+    """Return the length that the ends of a slice of the first axis of x must be multiples of."""
     if q.axis == 0:
         return q.recipe.length_multiple
     return q.recipe.block_rows if len(q.shape) == 2 else 1
 
 
 def _check_edges(q: Quantized, start: int, stop: int) -> None:
-    """Raise ValueError unless a slice of the first axis is of whole blocks, and of whole tiles of swizzled scales."""
+    """Raise ValueError unless a slice of the first axis cuts between blocks, and between tiles of swizzled scales."""
     blocks = _multiple(q)
     inside = [edge for edge in (start, stop) if edge != len(q)]
     if any(edge % blocks for edge in inside):
@@ -87,24 +94,26 @@ def _check_edges(q: Quantized, start: int, stop: int) -> None:
     if q.axis == 0 or any(edge % tile for edge in inside):
         needed = "the rows of x" if q.axis == 0 else f"multiples of {tile}"
         raise ValueError(
-            f"Quantized: q[{start}:{stop}] cuts tiles of {q.scale_layout} scales, which take {needed}; "
-            f"cut linear ones: fp4kit.unswizzle(q)[{start}:{stop}]"
+            f"Quantized: q[{start}:{stop}] cuts tiles of {q.scale_layout} scales, which cover {needed}; "
+            f"slice linear scales: fp4kit.unswizzle(q)[{start}:{stop}]"
         )
 
 
 def on_host(q: Quantized, op: str = "Quantized") -> Quantized:
-    """The same with NumPy arrays: what is on a GPU is copied, which waits for the device. q itself where they are
-    NumPy's.
+    """Return a Quantized with NumPy arrays; q itself if it has them.
+
+    Arrays on a GPU are copied, which waits for the device.
     """
     q = q.imported(op)
     return q if isinstance(q.packed, np.ndarray) else q.with_parts(lambda array: array.get())
 
 
 def same_bits(a: Quantized, b: Any) -> bool:
-    """a.equals(b): see Quantized.equals."""
+    """Return whether a equals b in every bit: the implementation of Quantized.equals."""
     if not isinstance(b, Quantized):
         raise TypeError(
-            f"equals: other is {type(b).__name__}; needs a Quantized; fp4kit.compare takes arrays of values too"
+            f"equals: other is {type(b).__name__}; needs a Quantized; to compare with an array of values, use"
+            " fp4kit.compare"
         )
     if any(getattr(a, name) != getattr(b, name) for name in FACTS):
         return False
@@ -113,13 +122,14 @@ def same_bits(a: Quantized, b: Any) -> bool:
 
 
 def _same(a: np.ndarray | None, b: np.ndarray | None) -> bool:
+    """Return whether two arrays have equal shapes and bits, or both are None."""
     if a is None or b is None:
         return a is b
     return a.shape == b.shape and np.array_equal(bit_patterns(a), bit_patterns(b))
 
 
 def moved_to(q: Quantized, target: Any) -> Quantized:
-    """q.to(target): see Quantized.to."""
+    """Return q in another library or on another device: the implementation of Quantized.to."""
     name, _, number = str(target).partition(":")
     if name not in ("numpy", "cupy", "torch", "jax", "cpu", "cuda") or (
         number and (name != "cuda" or not number.isdigit())
@@ -130,19 +140,21 @@ def moved_to(q: Quantized, target: Any) -> Quantized:
         return q.with_parts(lambda tensor: tensor.to(str(target)))
     if name in ("torch", "jax"):
         return _given_to(q.imported(), name)
-    found = on_host(q) if name in ("numpy", "cpu") else _on_gpu(q.imported(), int(number) if number else None)
-    return found
+    return on_host(q) if name in ("numpy", "cpu") else _on_gpu(q.imported(), int(number) if number else None)
 
 
 def _given_to(q: Quantized, name: str) -> Quantized:
-    """Of NumPy or CuPy arrays, with those of a library that is imported."""
+    """Return q, which has NumPy or CuPy arrays, with arrays of PyTorch or JAX.
+
+    Raise RuntimeError if that is not imported.
+    """
     if name not in sys.modules:
-        raise RuntimeError(f"Quantized: to({name!r}) needs {name}, which is not imported here; import {name} before")
+        raise RuntimeError(f"Quantized: to({name!r}) needs {name}, which is not imported here; import {name} first")
     return q.with_parts(torch_arrays.tensor_of if name == "torch" else jax_arrays.array_of)
 
 
 def _on_gpu(q: Quantized, device: int | None) -> Quantized:
-    """With CuPy's arrays, on the device that they are on, that is named, or that is current."""
+    """Return q with CuPy arrays on a device. None stands for the device that they are on, or else the current one."""
     cupy, there = imports.cupy(), not isinstance(q.packed, np.ndarray)
     if there and device in (None, q.packed.device.id):
         return q
@@ -151,16 +163,18 @@ def _on_gpu(q: Quantized, device: int | None) -> Quantized:
 
 
 def flatten(q: Quantized) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """The arrays of q that are there; and their names with all that is no array: hashable, and equal where it means the
-    same.
+    """Return the arrays of q that are not None, and a hashable description of all its other fields.
+
+    Two descriptions are equal if their fields mean the same.
     """
     names = tuple(name for name in PARTS if getattr(q, name) is not None)
     return tuple(getattr(q, name) for name in names), (names, *(getattr(q, name) for name in FACTS))
 
 
 def unflatten(arrays: Any, facts: Any) -> Quantized:
-    """Inverse of flatten. Nothing is checked: a tracer's arrays, and what a tree library has in their places, hold no
-    values.
+    """Return the Quantized with these arrays and this description: the inverse of flatten.
+
+    Nothing is checked, because the arrays of a tracer, and the placeholders of tree libraries, hold no values.
     """
     names, *values = facts
     return assembled({**dict.fromkeys(PARTS), **dict(zip((*names, *FACTS), (*arrays, *values), strict=True))})

@@ -93,7 +93,9 @@ def test_float64_that_is_a_float32(bits):
     q = fp4kit.quantize(X, "nvfp4-te")
     assert_same_bits(built(q, tensor_scale=scale.astype(np.float64)).tensor_scale, scale)
     for other in (np.nextafter(scale.astype(np.float64), 2), np.nextafter(scale.astype(np.float64), 0)):
-        with pytest.raises(ValueError, match=r"^from_parts: tensor_scale holds .*, which is no float32; needs"):
+        with pytest.raises(
+            ValueError, match=r"^from_parts: tensor_scale holds .*, which is not a float32 number; needs"
+        ):
             built(q, tensor_scale=other)
 
 
@@ -251,7 +253,7 @@ WRONG = {  # arguments, the error, what it says
         FP6,
         {"packed": FP6.packed | 0x40},
         ValueError,
-        "from_parts: packed holds bytes above 63; needs one code of 6 bits a byte; unpack it first",
+        "from_parts: packed holds bytes above 63; needs one code of 6 bits per byte; unpack the codes first",
     ),
     "nibbles of bytes": (
         MXFP8,
@@ -308,7 +310,7 @@ WRONG = {  # arguments, the error, what it says
         NVFP4,
         {"tensor_scale": 0.1},
         ValueError,
-        "from_parts: tensor_scale holds 0.1, which is no float32; needs the number of the file, or",
+        "from_parts: tensor_scale holds 0.1, which is not a float32 number; needs the number that the file holds; or",
     ),
     "too large a number": (
         NVFP4,
@@ -320,13 +322,13 @@ WRONG = {  # arguments, the error, what it says
         NVFP4,
         {"tensor_scale": F32([-0.0]), "tensor_scale_divides": True},
         ValueError,
-        "from_parts: tensor_scale holds 0, and tensor_scale_divides; needs positive numbers",
+        "from_parts: tensor_scale holds 0, but tensor_scale_divides is True; needs positive numbers",
     ),
     "nothing that divides": (
         MXFP8,
         {"tensor_scale_divides": True},
         ValueError,
-        "from_parts: tensor_scale_divides is True, and tensor_scale None; leave it out",
+        "from_parts: tensor_scale_divides is True, but tensor_scale is None; leave tensor_scale_divides out",
     ),
     "a negative divisor": (
         NVFP4,
@@ -379,7 +381,7 @@ def test_what_is_refused(case):
 
 
 def test_missing_parts():
-    with pytest.raises(TypeError, match=r"^from_parts: packed is None; needs the codes$"):
+    with pytest.raises(TypeError, match=r"^from_parts: packed is None; needs the array of codes$"):
         Quantized.from_parts(None, NVFP4.block_scale, NVFP4.tensor_scale, recipe="nvfp4-te")
     with pytest.raises(
         ValueError, match=r"^Quantized: block_scale is None; nvfp4-te of \(4, 64\) needs uint8 \(4, 4\)$"
