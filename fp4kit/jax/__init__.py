@@ -1,9 +1,7 @@
-"""fp4kit for JAX: differentiable operations under jit, grad and vmap, imported only by name.
+"""fp4kit for JAX: differentiable operations under jit, grad and vmap. Import it by name: `import fp4kit.jax`.
 
-    import fp4kit.jax
-
-fake_quantize and fake_quantize_grouped have gradients; quantize and dequantize give and take a Quantized, which is a
-pytree.
+- fake_quantize and fake_quantize_grouped have gradients.
+- quantize returns a Quantized of JAX arrays, and dequantize takes one. A Quantized is a pytree.
 """
 
 from typing import Any
@@ -20,6 +18,7 @@ __all__ = ["dequantize", "fake_quantize", "fake_quantize_grouped", "quantize"]
 
 
 def _with_keys(q: Quantized) -> tuple[Any, Any]:
+    """Return the arrays of a Quantized with their names, and its static fields."""
     arrays, facts = flatten(q)
     return [(jax.tree_util.GetAttrKey(name), array) for name, array in zip(facts[0], arrays, strict=True)], facts
 

@@ -1,9 +1,8 @@
-"""How fp4kit's functions are called in JAX: at once on arrays that are there, by a callback or a handler while JAX
-traces.
+"""Call fp4kit's functions from JAX: directly on arrays with values, by a callback or a handler while JAX traces.
 
-A call that is traced is described by a text, which the compiled program carries: the function's name and its arguments,
-arrays by their places. On CUDA a handler of XLA's foreign function interface runs it where the arrays are (ffi.py), if
-CuPy is installed; elsewhere, jax.pure_callback runs it on the host.
+A text in the compiled program describes a traced call: the function's name and its arguments, with arrays given by
+their position. On CUDA, if CuPy is installed, a handler of XLA's foreign function interface runs the call on the device
+(ffi.py). Otherwise jax.pure_callback runs it on the host.
 """
 
 from __future__ import annotations
@@ -29,23 +28,24 @@ Shapes = Sequence[jax.ShapeDtypeStruct]
 
 
 def is_traced(*arguments: Any) -> bool:
-    """Whether any array among the arguments, lists and Quantized included, has no values yet."""
+    """Return whether any array among the arguments has no values yet, including arrays in lists and in a Quantized."""
     return any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(arguments))
 
 
 def outline(a: Any) -> Any:
-    """Shape and dtype of an array; anything else as it is."""
+    """Return shape and dtype of an array, and anything else unchanged."""
     return Outline(tuple(a.shape), np.dtype(a.dtype)) if isinstance(a, (jax.Array, np.ndarray)) else a
 
 
 def like(a: Any) -> jax.ShapeDtypeStruct:
-    """Shape and dtype of a result that is like an array."""
+    """Return the shape and dtype of a result that equal those of an array."""
     return jax.ShapeDtypeStruct(a.shape, a.dtype)
 
 
 def traced(function: str, results: Shapes, **arguments: Any) -> list[Array]:
-    """The arrays that a function of fp4kit gives, in a program that JAX traces. Under vmap a loop; gradients stop
-    here.
+    """Return the arrays that a function of fp4kit returns, in a program that JAX traces.
+
+    Under vmap the call becomes a loop. Gradients do not pass.
     """
     arrays: list[Array] = []
     text = json.dumps([function, {name: _encoded(value, arrays) for name, value in arguments.items()}])
@@ -58,17 +58,19 @@ def traced(function: str, results: Shapes, **arguments: Any) -> list[Array]:
 
 
 def _on_host(text: str, results: list[Any], *arrays: Array) -> list[Array]:
+    """Run a call by jax.pure_callback."""
     return jax.pure_callback(partial(run, text), results, *arrays, vmap_method="sequential")
 
 
 def _on_device(text: str, results: list[Any], *arrays: Array) -> list[Array]:
+    """Run a call by the handler that ffi.register registered."""
     return list(jax.ffi.ffi_call(ffi.TARGET, results, vmap_method="sequential")(*arrays, call=text))
 
 
 def run(text: str, *arrays: Array) -> list[Array]:
-    """The call that a text describes, of NumPy or CuPy arrays, or of what NumPy takes for arrays.
+    """Run the call that a text describes, on NumPy or CuPy arrays or on arrays that NumPy can read.
 
-    Threads of XLA take subnormal numbers for zero; fp4kit computes in IEEE arithmetic there, too.
+    XLA's threads treat subnormal numbers as zero. fp4kit computes in IEEE arithmetic there, too.
     """
     there = [a if type(a).__module__ == "cupy" else np.asarray(a) for a in arrays]
     function, arguments = json.loads(text)
@@ -82,7 +84,7 @@ def run(text: str, *arrays: Array) -> list[Array]:
 
 
 def _encoded(value: Any, arrays: list[Array]) -> Any:
-    """A value as JSON has it; arrays join the list, and stand there by their place."""
+    """Return a value in a form for JSON. Arrays are appended to `arrays` and represented by their index."""
     if isinstance(value, Quantized):
         facts = {
             "shape": value.shape,
@@ -103,7 +105,7 @@ def _encoded(value: Any, arrays: list[Array]) -> Any:
 
 
 def _decoded(value: Any, arrays: list[Array]) -> Any:
-    """The inverse of _encoded."""
+    """Return the value of a JSON form: the inverse of _encoded."""
     if isinstance(value, list):
         return [_decoded(entry, arrays) for entry in value]
     if not isinstance(value, dict):

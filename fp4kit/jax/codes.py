@@ -32,19 +32,39 @@ def quantize(
     hadamard: Hadamard = False,
     block_amax: Any = None,
 ) -> Quantized:
-    """fp4kit.quantize of an array of JAX, under jax.jit too: codes and scales in a Quantized, which is a pytree.
+    """Quantize a JAX array to codes and scales, as fp4kit.quantize does, also under jax.jit. Gradients do not pass.
 
-    x: float32, float16 or bfloat16 array. The other arguments are those of fp4kit.quantize; seed as in fake_quantize
-    here. Returns Quantized of arrays on the device of x. It may be argument and result of jitted functions, and goes
-    through jax.tree
-        and jax.device_put; its arrays are the leaves, all else is static. Under jax.vmap its arrays have one more axis
-        than its shape says, until dequantize under jax.vmap takes it away.
-    In a program that JAX traces it runs as fake_quantize does. Gradients stop here.
-    Raises what fp4kit.quantize raises; what depends on shapes and dtypes also while it is traced.
+    In a program that JAX traces it runs as fake_quantize does. Under jax.vmap the arrays of the result have one axis
+    more than its shape says, until dequantize under jax.vmap removes it.
 
-    >>> q = jax.jit(lambda x: quantize(x, "mxfp4"))(jax.numpy.array([[0.5, -6.0] * 16]))
-    >>> q.packed[0, 0].item(), q.block_scale.tolist(), q.shape
-    (241, [[127]], (1, 32))
+    Args:
+        x: float32, float16 or bfloat16 array of JAX or NumPy.
+        recipe: a recipe id or a Recipe.
+        axis: the axis along which blocks run.
+        tensor_amax: the amax of the tensor scale; None takes it from x.
+        scale_layout: "linear", "swizzled_128x4" or "swizzled_8x4".
+        rounding: "nearest" or "stochastic".
+        seed: for "stochastic": an int, a 0-d integer array, which may be traced, or the random bytes, uint8 in the
+            shape of x.
+        hadamard: False, True or "no_signs", as in fp4kit.quantize.
+        block_amax: calibrated block amaxes, as in fp4kit.quantize.
+
+    Returns:
+        A Quantized of arrays on the device of x. It is a pytree: its arrays are the leaves, and all other fields are
+        static. It may be an argument and a result of jitted functions, and can be passed to jax.tree and
+        jax.device_put.
+
+    Raises:
+        TypeError, ValueError: as for fp4kit.quantize. Errors that depend only on shapes and dtypes are also raised
+            while the call is traced.
+
+    Exact:
+        Equals fp4kit.quantize bit for bit.
+
+    Example:
+        >>> q = jax.jit(lambda x: quantize(x, "mxfp4"))(jax.numpy.array([[0.5, -6.0] * 16]))
+        >>> q.packed[0, 0].item(), q.block_scale.tolist(), q.shape
+        (241, [[127]], (1, 32))
     """
     x = as_jax("quantize", x)
     r, number = recipe_of("quantize", recipe), getattr(seed, "ndim", None) == 0
@@ -64,14 +84,27 @@ def quantize(
 
 
 def dequantize(q: Quantized, dtype: Any = None) -> jax.Array:
-    """fp4kit.dequantize to an array of JAX, under jax.jit too. Gradients stop here.
+    """Return the values of a Quantized as a JAX array, as fp4kit.dequantize does, also under jax.jit.
 
-    q: a Quantized of JAX's arrays. dtype: float32, float16 or bfloat16; None for that of the array that was quantized.
-    Returns a new array of q.shape. Raises TypeError for anything but a Quantized, and for another dtype.
+    Gradients do not pass.
 
-    >>> q = quantize(jax.numpy.array([[0.3, -5.0] * 16]), "mxfp4")
-    >>> jax.jit(dequantize)(q)[0, :2].tolist()
-    [0.5, -4.0]
+    Args:
+        q: a Quantized of JAX arrays.
+        dtype: float32, float16 or bfloat16; None for the dtype of the array that was quantized.
+
+    Returns:
+        A new array of shape q.shape.
+
+    Raises:
+        TypeError: q is not a Quantized, or dtype is another dtype.
+
+    Exact:
+        Equals fp4kit.dequantize bit for bit.
+
+    Example:
+        >>> q = quantize(jax.numpy.array([[0.3, -5.0] * 16]), "mxfp4")
+        >>> jax.jit(dequantize)(q)[0, :2].tolist()
+        [0.5, -4.0]
     """
     checks.check_is_quantized("dequantize", q)
     wanted = numpy_dtype("dequantize", q.dtype if dtype is None else dtype)

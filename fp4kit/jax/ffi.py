@@ -1,8 +1,7 @@
-"""A handler of XLA's foreign function interface, in Python: calls of fp4kit inside a compiled program, on the memory of
-XLA.
+"""A handler of XLA's foreign function interface in Python: calls of fp4kit in a compiled program, on XLA's memory.
 
-The structures are those of xla/ffi/api/c_api.h, version 0.3. Within one major version XLA keeps every field where it
-is. On CUDA a call runs on the program's stream, in CuPy arrays on its buffers, and nothing waits for the device.
+The structures are those of xla/ffi/api/c_api.h, version 0.3. Within a major version XLA keeps every field in place. On
+CUDA a call runs on the program's stream, with CuPy arrays on its buffers, and nothing waits for the device.
 """
 
 from __future__ import annotations
@@ -31,11 +30,12 @@ _SIZE, _POINTER = ctypes.c_size_t, ctypes.c_void_p
 
 
 def _plain(name: str, *fields: tuple[str, Any]) -> Any:
+    """Return a ctypes structure with the given fields."""
     return type(name, (ctypes.Structure,), {"_fields_": fields})
 
 
 def _struct(name: str, *fields: tuple[str, Any]) -> Any:
-    """A structure that begins, as most of XLA's do, with its size and a chain of extensions."""
+    """Return a ctypes structure that begins with its size and a chain of extensions, as most of XLA's structures do."""
     return _plain(name, ("struct_size", _SIZE), ("extension_start", _POINTER), *fields)
 
 
@@ -71,21 +71,23 @@ _ERROR_CREATE, _STREAM_GET = 0, 4
 
 
 def _api_call(frame: Any, number: int, arguments: Any) -> Any:
-    """A function of XLA's table, on its structure of arguments."""
+    """Call a function of XLA's function table with its argument structure."""
     arguments.struct_size = ctypes.sizeof(arguments)
     return _Function(getattr(_Api.from_address(frame.api), f"function{number}"))(ctypes.addressof(arguments))
 
 
 def _shape(buffer: Any) -> tuple[int, ...]:
+    """Return the shape of a buffer."""
     return tuple(buffer.dims[: buffer.rank]) if buffer.rank else ()
 
 
 def _buffers(found: Any) -> list[Any]:
+    """Return the buffers of a list of arguments or results."""
     return [_Buffer.from_address(found.entries[i]) for i in range(found.size)]
 
 
 def host_array(buffer: Any) -> np.ndarray:
-    """A NumPy array on a buffer of the host."""
+    """Return a NumPy array on a host buffer."""
     shape, dtype = _shape(buffer), np.dtype(_DTYPES[buffer.dtype])
     count = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
     memory = (ctypes.c_uint8 * count).from_address(buffer.data) if count else bytearray()
@@ -93,7 +95,7 @@ def host_array(buffer: Any) -> np.ndarray:
 
 
 def device_array(buffer: Any) -> Any:
-    """A CuPy array on a buffer of the current device."""
+    """Return a CuPy array on a buffer of the current device."""
     cupy, shape, dtype = imports.cupy(), _shape(buffer), np.dtype(_DTYPES[buffer.dtype])
     count = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
     if not count:
@@ -103,23 +105,27 @@ def device_array(buffer: Any) -> Any:
 
 
 def _text(frame: Any) -> str:
-    """The one attribute of a call, which describes it."""
+    """Return the single attribute of a call: the text that describes it."""
     span = _Span.from_address(frame.attributes.entries[0])
     return ctypes.string_at(span.pointer, span.length).decode()
 
 
 def _execute_on_host(frame: Any, run: Callable[..., list[Any]]) -> None:
+    """Run a call on host buffers, and copy its results to the result buffers."""
     values = run(_text(frame), *map(host_array, _buffers(frame.arguments)))
     for out, value in zip(_buffers(frame.results), values, strict=True):
         host_array(out)[...] = value
 
 
 def _execute_on_cuda(frame: Any, run: Callable[..., list[Any]]) -> None:
-    """On the program's stream, whose device is current here; what is allocated meanwhile is reused in its order."""
+    """Run a call on the program's stream, whose device is the current one, and copy its results to the result buffers.
+
+    Memory allocated during the call is reused in the order of that stream.
+    """
     cupy, found = imports.cupy(), _StreamArguments(context=frame.context)
     error = _api_call(frame, _STREAM_GET, found)
     if error:
-        raise RuntimeError("fp4kit.jax: XLA gives no stream")
+        raise RuntimeError("fp4kit.jax: XLA returned an error instead of the program's stream; check the JAX version")
     with cupy_stream(TorchStream(found.stream or 0, cupy.cuda.runtime.getDevice())):
         values = run(_text(frame), *map(device_array, _buffers(frame.arguments)))
         for out, value in zip(_buffers(frame.results), values, strict=True):
@@ -127,7 +133,7 @@ def _execute_on_cuda(frame: Any, run: Callable[..., list[Any]]) -> None:
 
 
 def _answer_metadata(frame: Any) -> bool:
-    """Whether XLA asks which version the handler is made for; the answer is then written."""
+    """Return whether XLA asks for the version that the handler is made for; if so, write the answer."""
     extension = _Extension.from_address(frame.extension_start) if frame.extension_start else None
     if extension is None or extension.type != _METADATA:
         return False
@@ -138,7 +144,10 @@ def _answer_metadata(frame: Any) -> bool:
 
 
 def handler(execute: Callable[[Any, Any], None], run: Callable[..., list[Any]]) -> Any:
-    """A handler for XLA, which must stay alive. What run raises becomes the program's error, with its text."""
+    """Return a handler for XLA, which the caller must keep alive.
+
+    An exception of `run` becomes the program's error message.
+    """
 
     def handle(address: int) -> int | None:
         frame = _Frame.from_address(address)
@@ -158,7 +167,7 @@ _HANDLERS: list[Any] = []
 
 @cache
 def register(platform: str, run: Callable[..., list[Any]]) -> None:
-    """Make TARGET known to XLA on a platform, "CUDA", or "cpu" for tests of the same code without a GPU."""
+    """Register TARGET with XLA on a platform: "CUDA", or "cpu" for tests of this code without a GPU."""
     _HANDLERS.append(handler(_execute_on_cuda if platform == "CUDA" else _execute_on_host, run))
     address = ctypes.cast(_HANDLERS[-1], _POINTER).value
     jax.ffi.register_ffi_target(TARGET, jax.ffi.pycapsule(address), platform=platform)

@@ -1,4 +1,4 @@
-"""The public functions of fp4kit.jax."""
+"""fake_quantize of fp4kit.jax, and the checks that the other functions of fp4kit.jax share."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ from fp4kit.types import RoundingMode
 
 
 class How(NamedTuple):
-    """What is static of a fake quantization: hashable, and equal where it means the same. seed: an int, or None."""
+    """The static arguments of a fake quantization: hashable, and equal if they mean the same.
+
+    seed is an int, or None if there is no seed or it is an array.
+    """
 
     recipe: Recipe
     axis: int
@@ -29,7 +32,7 @@ class How(NamedTuple):
 
 
 class TracedOptions(NamedTuple):
-    """What may be traced beside x: amaxes, random bytes or a seed, and the amax of the gradient."""
+    """The optional arguments that may be traced: amaxes, random bytes or a seed, and the amax of the gradient."""
 
     tensor_amax: Any = None
     block_amax: Any = None
@@ -49,33 +52,54 @@ def fake_quantize(
     pass_through: bool = True,
     amax: Any = None,
 ) -> jax.Array:
-    """x with the error of quantization, differentiable: fp4kit.fake_quantize, and fp4kit.fake_quantize_backward as its
-    gradient.
+    """Return x with the error of quantization. Differentiable.
 
-        forward: dequantize(quantize(x))        backward: grad if pass_through, else grad where |x| <= amax, else 0
+        forward: dequantize(quantize(x))
+        backward: grad if pass_through, otherwise grad where |x| <= amax, and 0 elsewhere
 
-    x: float32, float16 or bfloat16 array of JAX, of any shape.
-    recipe, axis, tensor_amax, block_amax, rounding: as in fp4kit.fake_quantize. None of the amaxes gets a gradient.
-    seed: for "stochastic": an int, a 0-d integer array, which may be traced, or the random bytes, uint8 of the shape of
-    x. pass_through, amax: as in fp4kit.fake_quantize_backward; amax None is tensor_amax where that is given.
+    The forward pass is fp4kit.fake_quantize, and the gradient is fp4kit.fake_quantize_backward.
 
-    Returns a new array of x's shape and dtype, on its device.
-    Works under jax.jit, grad, vmap, scan and checkpoint. On arrays that are there it runs where they are, on the CPU or
-    on CUDA
-        (through DLPack). In a program that JAX traces it is a jax.pure_callback on the CPU, and on CUDA a handler of
-        XLA's foreign function interface, which works on the program's buffers and stream, if CuPy is installed;
-        without, a callback too, through the host. Under jax.vmap it is the loop over the mapped axis: each entry has
-        its own amax, and the same seed. recipe, axis, rounding and pass_through are static.
-    Raises what fp4kit.fake_quantize and fake_quantize_backward raise, before any work; what depends on shapes and
-    dtypes also
-        while it is traced. TypeError unless x is an array of JAX or NumPy.
-    Exact: the bits of fp4kit.fake_quantize, which states the numerics; subnormal numbers included, which XLA flushes.
+    Works under jax.jit, grad, vmap, scan and checkpoint; recipe, axis, rounding and pass_through are static. An array
+    with values is processed where it is, on the CPU or on CUDA (through DLPack). In a program that JAX traces, the call
+    runs as follows:
 
-    >>> x = jax.numpy.array([[0.3, -5.0] * 16])
-    >>> fake_quantize(x, "mxfp4")[0, :2].tolist()
-    [0.5, -4.0]
-    >>> jax.jit(jax.grad(lambda x: fake_quantize(x, "mxfp4").sum()))(x)[0, :2].tolist()
-    [1.0, 1.0]
+    - CPU: a jax.pure_callback.
+    - CUDA with CuPy: a handler of XLA's foreign function interface, on the program's buffers and stream.
+    - CUDA without CuPy: a jax.pure_callback, through the host.
+
+    Under jax.vmap it is a loop over the mapped axis: each entry has its own amax, and all have one seed.
+
+    Args:
+        x: float32, float16 or bfloat16 array of JAX or NumPy, of any shape.
+        recipe: a recipe id or a Recipe.
+        axis: the axis along which blocks run.
+        tensor_amax: the amax of the tensor scale, as in fp4kit.fake_quantize. It gets no gradient.
+        block_amax: calibrated block amaxes, as in fp4kit.fake_quantize. They get no gradient.
+        rounding: "nearest" or "stochastic".
+        seed: for "stochastic": an int, a 0-d integer array, which may be traced, or the random bytes, uint8 in the
+            shape of x.
+        pass_through: whether the gradient is grad itself; otherwise it is clipped at amax.
+        amax: the clip limit of the gradient, as in fp4kit.fake_quantize_backward; None means tensor_amax if that is
+            given. It gets no gradient.
+
+    Returns:
+        A new array with the shape, dtype and device of x.
+
+    Raises:
+        TypeError: x is not an array of JAX or NumPy.
+        TypeError, ValueError: as for fp4kit.fake_quantize and fp4kit.fake_quantize_backward, before any work. Errors
+            that depend only on shapes and dtypes are also raised while the call is traced.
+
+    Exact:
+        Equals fp4kit.fake_quantize bit for bit, subnormal numbers included, which XLA itself would flush. That function
+        states the numerics.
+
+    Example:
+        >>> x = jax.numpy.array([[0.3, -5.0] * 16])
+        >>> fake_quantize(x, "mxfp4")[0, :2].tolist()
+        [0.5, -4.0]
+        >>> jax.jit(jax.grad(lambda x: fake_quantize(x, "mxfp4").sum()))(x)[0, :2].tolist()
+        [1.0, 1.0]
     """
     x = as_jax("fake_quantize", x)
     how, seed = how_of("fake_quantize", recipe, axis, rounding, seed, pass_through)
@@ -85,7 +109,7 @@ def fake_quantize(
 
 
 def as_jax(op: str, x: Any, name: str = "x") -> jax.Array:
-    """An array of JAX or NumPy as one of JAX, which must not round it. Raises TypeError for anything else."""
+    """Return an array of JAX or NumPy as a JAX array. Raise TypeError for anything else, or if JAX would round it."""
     if isinstance(x, np.ndarray):
         checks.check_float(op, x, name)
         return jax.numpy.asarray(x)
@@ -99,7 +123,7 @@ def as_jax(op: str, x: Any, name: str = "x") -> jax.Array:
 def how_of(
     op: str, recipe: str | Recipe, axis: int, rounding: RoundingMode, seed: Any, pass_through: bool
 ) -> tuple[How, Any]:
-    """What is static, and the seed where it is an array."""
+    """Return the static arguments, and the seed if it is an array."""
     check_seed(op, seed)
     number = None if seed is None or hasattr(seed, "dtype") else as_index(op, "seed", seed)
     r, axis = recipe_of(op, recipe), as_index(op, "axis", axis)
@@ -108,7 +132,7 @@ def how_of(
 
 
 def check_seed(op: str, seed: Any) -> None:
-    """Raise TypeError for a single number that is no integer: a fraction, a bool, or a key of jax.random."""
+    """Raise TypeError for a single number that is not an integer: a fraction, a bool, or a key of jax.random."""
     if getattr(seed, "ndim", None) == 0 and not jax.numpy.issubdtype(seed.dtype, np.integer):
         raise TypeError(
             f"{op}: seed is one {seed.dtype}; needs an int, a 0-d integer array, or random bytes, such as "
@@ -117,12 +141,12 @@ def check_seed(op: str, seed: Any) -> None:
 
 
 def seed_of(how: How, given: Any) -> Any:
-    """The seed of fp4kit's function: an int, random bytes, or None."""
+    """Return the seed for fp4kit's function: an int, random bytes, or None."""
     return how.seed if given is None else int(given) if given.ndim == 0 else given
 
 
 def check_fake(op: str, how: How, x: Any, given: TracedOptions) -> None:
-    """Raise for a call that is not right, whether its arrays have values or not."""
+    """Raise an error if the arguments of a fake quantization are invalid, whether arrays have values or are traced."""
     seed = 0 if getattr(given.seed, "ndim", None) == 0 else outline(given.seed)
     seed = how.seed if seed is None else seed
     check_rounding(op, how.recipe, how.rounding, seed)
@@ -135,7 +159,7 @@ def check_fake(op: str, how: How, x: Any, given: TracedOptions) -> None:
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _fake_quantize(how: How, x: Any, given: TracedOptions) -> Any:
-    """fake_quantize, and its gradient below."""
+    """Return fake_quantize. _forward and _backward define its gradient."""
     amaxes = {"tensor_amax": given.tensor_amax, "block_amax": given.block_amax}
     options = {"recipe": how.recipe, "axis": how.axis, "rounding": how.rounding, **amaxes}
     if is_traced(x, given):
@@ -146,11 +170,13 @@ def _fake_quantize(how: How, x: Any, given: TracedOptions) -> Any:
 
 
 def _forward(how: How, x: Any, given: TracedOptions) -> tuple[Any, Any]:
+    """Return fake_quantize, and what its gradient needs."""
     limit = given.tensor_amax if given.amax is None else given.amax
     return _fake_quantize(how, x, given), None if how.pass_through else (x, limit)
 
 
 def _backward(how: How, kept: Any, grad: Any) -> tuple[Any, None]:
+    """Return the gradient: grad, clipped unless pass_through is set."""
     return grad if how.pass_through else _clip(how, grad, *kept), None
 
 
@@ -159,7 +185,7 @@ _fake_quantize.defvjp(_forward, _backward)
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _clip(how: How, grad: Any, x: Any, amax: Any) -> Any:
-    """The clipped gradient, which is linear in grad, and constant in x almost everywhere."""
+    """Return the clipped gradient, which is linear in grad and constant in x almost everywhere."""
     arguments = {"grad": grad, "x": x, "recipe": how.recipe, "axis": how.axis, "amax": amax, "pass_through": False}
     if is_traced(grad, x, amax):
         return traced("fake_quantize_backward", [like(grad)], **arguments)[0]

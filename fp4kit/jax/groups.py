@@ -29,17 +29,36 @@ def fake_quantize_grouped(
     pass_through: bool = True,
     amax: Any = None,
 ) -> list[jax.Array]:
-    """[fake_quantize(x, recipe, tensor_amax=a, ...) for each x and its a], bit for bit, differentiable; one launch on a
-    GPU.
+    """Return fake_quantize of each array of a group. Differentiable, and a single launch on a GPU.
 
-    xs: a sequence of arrays of any shapes and dtypes, such as the weights of experts, or one stacked array (experts
-    first). tensor_amax, block_amax, amax: None, or one for each x: a sequence, or an array whose first axis is as long.
-    The other arguments, what it works under, and where it runs, are those of fake_quantize. Returns a list of new
-    arrays. Raises what fp4kit.fake_quantize_grouped raises.
+    It works under the transforms of fake_quantize, and runs in the places that its docstring lists.
 
-    >>> experts = [jax.numpy.full((2, 16), 0.3), jax.numpy.full((4, 16), 3.0)]
-    >>> [y[0, 0].item() for y in fake_quantize_grouped(experts, "nvfp4")]
-    [0.30000001192092896, 3.0]
+    Args:
+        xs: a sequence of arrays of any shapes and dtypes, such as the weights of experts; or one stacked array, experts
+            first.
+        recipe: a recipe id or a Recipe, for all arrays.
+        axis: the axis along which blocks run, in each array.
+        tensor_amax: None, or one amax per array: a sequence, or an array whose first axis has that length.
+        block_amax: None, or calibrated block amaxes per array, likewise.
+        rounding: "nearest" or "stochastic", for all arrays.
+        seed: as in fake_quantize, for all arrays.
+        pass_through: as in fake_quantize, for all arrays.
+        amax: None, or one clip limit of the gradient per array.
+
+    Returns:
+        A list of new arrays, one per array of xs.
+
+    Raises:
+        TypeError: an entry of xs is not an array of JAX or NumPy.
+        TypeError, ValueError: as for fp4kit.fake_quantize_grouped.
+
+    Exact:
+        Equals [fake_quantize(x, recipe, tensor_amax=a, ...) for x, a in zip(xs, tensor_amax)] bit for bit.
+
+    Example:
+        >>> experts = [jax.numpy.full((2, 16), 0.3), jax.numpy.full((4, 16), 3.0)]
+        >>> [y[0, 0].item() for y in fake_quantize_grouped(experts, "nvfp4")]
+        [0.30000001192092896, 3.0]
     """
     op = "fake_quantize_grouped"
     if hasattr(xs, "ndim"):
@@ -54,14 +73,14 @@ def fake_quantize_grouped(
 
 
 def _rows(xs: list[Any], given: TracedOptions) -> list[TracedOptions]:
-    """What was given for each array."""
+    """Return the optional arguments of each array."""
     columns = [column or [None] * len(xs) for column in (given.tensor_amax, given.block_amax, given.amax)]
     return [TracedOptions(tensor, block, given.seed, amax) for tensor, block, amax in zip(*columns, strict=True)]
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _fake_quantize_grouped(how: How, xs: Any, given: TracedOptions) -> Any:
-    """fake_quantize_grouped, and its gradient below."""
+    """Return fake_quantize_grouped. _forward and _backward define its gradient."""
     amaxes = {"tensor_amax": given.tensor_amax, "block_amax": given.block_amax}
     options = {"recipe": how.recipe, "axis": how.axis, "rounding": how.rounding, **amaxes}
     if is_traced(xs, given):
@@ -71,11 +90,13 @@ def _fake_quantize_grouped(how: How, xs: Any, given: TracedOptions) -> Any:
 
 
 def _forward(how: How, xs: Any, given: TracedOptions) -> tuple[Any, Any]:
+    """Return fake_quantize_grouped, and what its gradient needs."""
     limits = given.tensor_amax if given.amax is None else given.amax
     return _fake_quantize_grouped(how, xs, given), None if how.pass_through else (xs, limits)
 
 
 def _backward(how: How, kept: Any, grads: Any) -> tuple[Any, None]:
+    """Return the gradients: grads, clipped unless pass_through is set."""
     return grads if how.pass_through else _clip(how, grads, *kept), None
 
 
@@ -84,7 +105,7 @@ _fake_quantize_grouped.defvjp(_forward, _backward)
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _clip(how: How, grads: Any, xs: Any, amaxes: Any) -> Any:
-    """The clipped gradients, which are linear in grads, and constant in xs almost everywhere."""
+    """Return the clipped gradients, which are linear in grads and constant in xs almost everywhere."""
     arguments = {
         "grads": grads,
         "xs": xs,

@@ -1,12 +1,12 @@
-"""fp4kit for PyTorch: differentiable, compilable operations on tensors, imported only by name.
+"""fp4kit for PyTorch: differentiable, compilable operations on tensors. Import it by name: `import fp4kit.torch`.
 
-    import fp4kit.torch
+- fake_quantize and fake_quantize_grouped have gradients.
+- quantize returns a Quantized of tensors, and dequantize takes one.
+- fake_quantize_model trains a model with fake-quantized weights, by its parametrization FakeQuantized.
 
-fake_quantize and fake_quantize_grouped have gradients; quantize and dequantize give and take a Quantized of tensors;
-fake_quantize_model and its parametrization FakeQuantized train a model with fake-quantized weights. All are custom
-operators, so torch.compile(fullgraph=True), torch.export, torch.func, checkpointing, autocast and CUDA graphs work, on
-CPU and CUDA. Inside of compiled code, quantize and dequantize, and recipes that are no ids, need PyTorch 2.13: earlier
-versions do not trace objects made without their constructor.
+All are custom operators. So torch.compile(fullgraph=True), torch.export, torch.func, checkpointing, autocast and CUDA
+graphs work, on CPU and CUDA. In compiled code, quantize, dequantize and recipes passed as Recipe objects need PyTorch
+2.13, because earlier versions do not trace objects made without their constructor.
 """
 
 from fp4kit.torch import trees

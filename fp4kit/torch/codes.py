@@ -1,4 +1,4 @@
-"""quantize and dequantize as operators of PyTorch: what a Quantized holds goes in and out as tensors."""
+"""quantize and dequantize as PyTorch operators: the arrays of a Quantized are passed and returned as tensors."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fp4kit.recipes.to_string import from_spec
 from fp4kit.torch.operators import loop_over, seed_of, seed_outline
 from fp4kit.torch.tensors import check_devices, detached, outline, own
 
-_HADAMARD = {"False": False, "True": True}  # any other string is itself: "no_signs", or what the check refuses
+_HADAMARD = {"False": False, "True": True}  # other strings stay: "no_signs", or a value that the check rejects
 
 
 @torch.library.custom_op("fp4kit::quantize", mutates_args=())
@@ -34,7 +34,10 @@ def quantize(
     hadamard: str,
     block_amax: Tensor | None,
 ) -> list[Tensor]:
-    """fp4kit.quantize: packed, block_scale, tensor_scale and tensor_amax, those of them that the recipe has."""
+    """Return the arrays of fp4kit.quantize that are not None.
+
+    Their order is packed, block_scale, tensor_scale, tensor_amax.
+    """
     options: dict[str, Any] = {"scale_layout": scale_layout, "rounding": rounding, "seed": seed_of(seed)}
     options |= {"hadamard": _flag(hadamard), "tensor_amax": detached(tensor_amax), "block_amax": detached(block_amax)}
     q = fp4kit.quantize(x.detach(), from_spec(recipe), axis=axis, **options)
@@ -43,6 +46,7 @@ def quantize(
 
 
 def _flag(hadamard: str) -> Any:
+    """Return the hadamard option that an operator's string stands for."""
     return _HADAMARD.get(hadamard, hadamard)
 
 
@@ -74,8 +78,9 @@ def dequantize(
     dtype: torch.dtype,
     values_dtype: torch.dtype,
 ) -> Tensor:
-    """fp4kit.dequantize of the Quantized of these parts; shape, axis and dtype are those of the array that was
-    quantized.
+    """Return fp4kit.dequantize of the Quantized with these arrays.
+
+    shape, axis and dtype are those of the array that was quantized.
     """
     arrays = [detached(a) for a in (packed, block_scale, tensor_scale, tensor_amax)]
     q = unflatten(

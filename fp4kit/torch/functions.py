@@ -1,4 +1,4 @@
-"""The public functions of fp4kit.torch: arguments as people give them become those of the operators."""
+"""The public functions of fp4kit.torch. They convert their arguments to those of the operators."""
 
 from __future__ import annotations
 
@@ -26,24 +26,25 @@ _INT64 = 2**63
 
 @torch._dynamo.assume_constant_result
 def _spec(recipe: Any) -> str:
-    """The string of a Recipe; under torch.compile a constant of the graph, which is guarded by the Recipe."""
+    """Return a Recipe as a string. Under torch.compile the string is a constant of the graph, guarded by the Recipe."""
     return to_spec(recipe)
 
 
 @torch._dynamo.assume_constant_result
 def _torch_dtype(dtype: Any) -> torch.dtype:
+    """Return the PyTorch dtype of a NumPy dtype."""
     return TORCH[np.dtype(dtype)]
 
 
 def _named(recipe: str | Recipe) -> str:
+    """Return the string of a recipe id or Recipe."""
     return recipe if isinstance(recipe, str) else _spec(recipe)
 
 
 def _amax(op: str, name: str, x: Tensor, given: Any) -> Tensor | None:
-    """An amax as a tensor: numbers and arrays become one on the device of x, without waiting for it where one number is
-    given.
+    """Return an amax as a tensor on the device of x. A single number is transferred without waiting for the device.
 
-    Sequences become float64 first, which no default dtype of PyTorch rounds.
+    Sequences are converted to float64 first, because PyTorch's default dtype would round them.
     """
     if given is None or isinstance(given, Tensor):
         return given
@@ -55,7 +56,7 @@ def _amax(op: str, name: str, x: Tensor, given: Any) -> Tensor | None:
 
 
 def _seed(op: str, seed: Any) -> Tensor | None:
-    """Return a seed as a tensor; the 64 bits of an int as int64, as operators.seed_of reads them."""
+    """Return a seed as a tensor. The 64 bits of an int become an int64, which operators.seed_of reads back."""
     if seed is None:
         return None
     if isinstance(seed, Tensor):
@@ -80,35 +81,50 @@ def fake_quantize(
     pass_through: bool = True,
     amax: Any = None,
 ) -> Tensor:
-    """x with the error of quantization, differentiable: fp4kit.fake_quantize, and fp4kit.fake_quantize_backward as its
-    gradient.
+    """Return x with the error of quantization. Differentiable.
 
-        forward: dequantize(quantize(x))        backward: grad if pass_through, else grad where |x| <= amax, else 0
+        forward: dequantize(quantize(x))
+        backward: grad if pass_through, otherwise grad where |x| <= amax, and 0 elsewhere
 
-    x: float32, float16 or bfloat16 tensor of any shape, on the CPU or a CUDA device.
-    recipe, axis, tensor_amax, block_amax, rounding: as in fp4kit.fake_quantize. None of the amaxes gets a gradient.
-    seed: for "stochastic": an int, a 0-d integer tensor on the CPU, or the random bytes, a uint8 tensor of the shape of
-    x. pass_through, amax: as in fp4kit.fake_quantize_backward; amax None is tensor_amax where that is given.
+    The forward pass is fp4kit.fake_quantize, and the gradient is fp4kit.fake_quantize_backward.
 
-    Returns a new tensor of x's shape, dtype and device.
-    Works under torch.compile(fullgraph=True), torch.export, torch.func, checkpointing and CUDA graphs: it is one
-    operator,
-        torch.ops.fp4kit.fake_quantize. Under torch.vmap it is the loop over the mapped axis: each entry has its own
-        amax, and the same seed. Under torch.autocast it keeps the dtype of x. Gradients are reverse-mode; PyTorch
-        raises for tangents, and for torch.func.grad inside of torch.compile, which has no gradients of custom
-        operators.
-    Raises what fp4kit.fake_quantize and fake_quantize_backward raise, before any work; what depends on shapes and
-    dtypes also
-        while it is traced. TypeError unless x is a tensor.
-    Exact: the bits of fp4kit.fake_quantize, which states the numerics.
+    Works under torch.compile(fullgraph=True), torch.export, torch.func, checkpointing and CUDA graphs, because it is
+    one operator, torch.ops.fp4kit.fake_quantize. Under torch.vmap it is a loop over the mapped axis: each entry has its
+    own amax, and all have one seed. Under torch.autocast it keeps the dtype of x. Gradients are reverse-mode. PyTorch
+    raises an error for forward-mode tangents, and for torch.func.grad inside torch.compile, which has no gradients of
+    custom operators.
 
-    >>> x = torch.tensor([[0.3, -5.0] * 16], requires_grad=True)
-    >>> y = fake_quantize(x, "mxfp4")
-    >>> y[0, :2].tolist()
-    [0.5, -4.0]
-    >>> y.sum().backward()
-    >>> x.grad[0, :2].tolist()
-    [1.0, 1.0]
+    Args:
+        x: float32, float16 or bfloat16 tensor of any shape, on the CPU or a CUDA device.
+        recipe: a recipe id or a Recipe.
+        axis: the axis along which blocks run.
+        tensor_amax: the amax of the tensor scale, as in fp4kit.fake_quantize. It gets no gradient.
+        block_amax: calibrated block amaxes, as in fp4kit.fake_quantize. They get no gradient.
+        rounding: "nearest" or "stochastic".
+        seed: for "stochastic": an int, a 0-d integer tensor on the CPU, or the random bytes, uint8 in the shape of x.
+        pass_through: whether the gradient is grad itself; otherwise it is clipped at amax.
+        amax: the clip limit of the gradient, as in fp4kit.fake_quantize_backward; None means tensor_amax if that is
+            given. It gets no gradient.
+
+    Returns:
+        A new tensor with the shape, dtype and device of x.
+
+    Raises:
+        TypeError: x is not a tensor.
+        TypeError, ValueError: as for fp4kit.fake_quantize and fp4kit.fake_quantize_backward, before any work. Errors
+            that depend only on shapes and dtypes are also raised while the call is traced.
+
+    Exact:
+        Equals fp4kit.fake_quantize bit for bit. That function states the numerics.
+
+    Example:
+        >>> x = torch.tensor([[0.3, -5.0] * 16], requires_grad=True)
+        >>> y = fake_quantize(x, "mxfp4")
+        >>> y[0, :2].tolist()
+        [0.5, -4.0]
+        >>> y.sum().backward()
+        >>> x.grad[0, :2].tolist()
+        [1.0, 1.0]
     """
     op = "fake_quantize"
     check_tensor(op, x)
@@ -129,18 +145,35 @@ def fake_quantize_grouped(
     pass_through: bool = True,
     amax: Any = None,
 ) -> list[Tensor]:
-    """[fake_quantize(x, recipe, tensor_amax=a, ...) for each x and its a], bit for bit, differentiable; on a GPU in one
-    launch.
+    """Return fake_quantize of each tensor of a group. Differentiable, and a single launch on a GPU.
 
-    xs: a sequence of tensors of any shapes and dtypes, such as the weights of experts, or one stacked tensor (experts
-    first). tensor_amax, block_amax, amax: None, or one for each x: a sequence, or a tensor whose first axis is as long.
-    The other arguments are those of fake_quantize, the same for all. Returns a list of new tensors. Traceable as
-    fake_quantize: it is the operator torch.ops.fp4kit.fake_quantize_grouped. Raises what fp4kit.fake_quantize_grouped
-    raises; TypeError unless all xs are tensors.
+    Args:
+        xs: a sequence of tensors of any shapes and dtypes, such as the weights of experts; or one stacked tensor,
+            experts first.
+        recipe: a recipe id or a Recipe, for all tensors.
+        axis: the axis along which blocks run, in each tensor.
+        tensor_amax: None, or one amax per tensor: a sequence, or a tensor whose first axis has that length.
+        block_amax: None, or calibrated block amaxes per tensor, likewise.
+        rounding: "nearest" or "stochastic", for all tensors.
+        seed: as in fake_quantize, for all tensors.
+        pass_through: as in fake_quantize, for all tensors.
+        amax: None, or one clip limit of the gradient per tensor.
 
-    >>> experts = [torch.full((2, 16), 0.3), torch.full((4, 16), 3.0)]
-    >>> [y[0, 0].item() for y in fake_quantize_grouped(experts, "nvfp4")]
-    [0.30000001192092896, 3.0]
+    Returns:
+        A list of new tensors, one per tensor of xs. It can be traced like fake_quantize, because it is the operator
+        torch.ops.fp4kit.fake_quantize_grouped.
+
+    Raises:
+        TypeError: an entry of xs is not a tensor.
+        TypeError, ValueError: as for fp4kit.fake_quantize_grouped.
+
+    Exact:
+        Equals [fake_quantize(x, recipe, tensor_amax=a, ...) for x, a in zip(xs, tensor_amax)] bit for bit.
+
+    Example:
+        >>> experts = [torch.full((2, 16), 0.3), torch.full((4, 16), 3.0)]
+        >>> [y[0, 0].item() for y in fake_quantize_grouped(experts, "nvfp4")]
+        [0.30000001192092896, 3.0]
     """
     op = "fake_quantize_grouped"
     xs, given = _tensors(op, xs), (tensor_amax, block_amax, amax)
@@ -150,7 +183,7 @@ def fake_quantize_grouped(
     tensors, blocks, limits = (_each_amax(op, name, xs, a) for name, a in zip(names, given, strict=True))
     axis, pass_through = as_index(op, "axis", axis), as_flag(op, "pass_through", pass_through)
     spec, random = _named(recipe), (str(rounding), _seed(op, seed))
-    if transforms.active():  # PyTorch has no gradients for operators on lists there
+    if transforms.active():  # inside a transform PyTorch has no gradients for operators on lists
         columns = (column or [None] * len(xs) for column in (tensors, blocks, limits))
         rows = zip(xs, *columns, strict=True)
         return [transforms.fake_quantize(x, spec, axis, t, b, *random, a, pass_through) for x, t, b, a in rows]
@@ -158,7 +191,7 @@ def fake_quantize_grouped(
 
 
 def _tensors(op: str, xs: Any) -> list[Any]:
-    """The tensors of a sequence, or of a stack."""
+    """Return the tensors of a sequence or of a stack."""
     if not isinstance(xs, Tensor):
         return list(as_entries(op, "xs", xs))
     check_stack(op, xs, "tensor")
@@ -166,7 +199,7 @@ def _tensors(op: str, xs: Any) -> list[Any]:
 
 
 def _each_amax(op: str, name: str, xs: list[Tensor], given: Any) -> list[Any]:
-    """One amax for each tensor; none where none is given."""
+    """Return one amax per tensor; an empty list if none is given."""
     if given is None or not xs:
         return []
     entries: Iterable[Any] = given.unbind(0) if isinstance(given, Tensor) and given.ndim else given
@@ -185,17 +218,34 @@ def quantize(
     hadamard: bool | str = False,
     block_amax: Any = None,
 ) -> Quantized:
-    """fp4kit.quantize of a tensor, traceable: codes and scales as tensors in a Quantized. Not differentiable.
+    """Quantize a tensor to codes and scales, as fp4kit.quantize does. Traceable, but not differentiable.
 
-    x: a tensor, which may require grad. The other arguments are those of fp4kit.quantize, and of fake_quantize here.
-    Returns Quantized, whose arrays are new tensors on the device of x; under torch.compile and torch.export, too, where
-    a
-        Quantized may be argument and result.
-    Raises what fp4kit.quantize raises; TypeError unless x is a tensor.
+    Args:
+        x: float32, float16 or bfloat16 tensor, on the CPU or a CUDA device. It may require grad.
+        recipe: a recipe id or a Recipe.
+        axis: the axis along which blocks run.
+        tensor_amax: the amax of the tensor scale; None takes it from x.
+        scale_layout: "linear", "swizzled_128x4" or "swizzled_8x4".
+        rounding: "nearest" or "stochastic".
+        seed: for "stochastic": an int, a 0-d integer tensor on the CPU, or the random bytes, uint8 in the shape of x.
+        hadamard: False, True or "no_signs", as in fp4kit.quantize.
+        block_amax: calibrated block amaxes, as in fp4kit.quantize.
 
-    >>> q = quantize(torch.tensor([[0.5, -6.0] * 16]), "mxfp4")
-    >>> q.packed[0, 0].item(), q.block_scale.tolist(), q.shape
-    (241, [[127]], (1, 32))
+    Returns:
+        A Quantized of new tensors on the device of x. Under torch.compile and torch.export, a Quantized may be an
+        argument and a result.
+
+    Raises:
+        TypeError: x is not a tensor.
+        TypeError, ValueError: as for fp4kit.quantize.
+
+    Exact:
+        Equals fp4kit.quantize bit for bit.
+
+    Example:
+        >>> q = quantize(torch.tensor([[0.5, -6.0] * 16]), "mxfp4")
+        >>> q.packed[0, 0].item(), q.block_scale.tolist(), q.shape
+        (241, [[127]], (1, 32))
     """
     op = "quantize"
     check_tensor(op, x)
@@ -212,15 +262,25 @@ def quantize(
 
 
 def dequantize(q: Quantized, dtype: torch.dtype | None = None) -> Tensor:
-    """fp4kit.dequantize to a tensor, traceable. Not differentiable.
+    """Return the values of a Quantized as a tensor, as fp4kit.dequantize does. Traceable, but not differentiable.
 
-    q: a Quantized of tensors. dtype: torch.float32, float16 or bfloat16; None for that of the tensor that was
-    quantized. Returns a new tensor of q.shape. Raises TypeError for anything but a Quantized of tensors, and for
-    another dtype.
+    Args:
+        q: a Quantized of tensors.
+        dtype: torch.float32, torch.float16 or torch.bfloat16; None for the dtype of the tensor that was quantized.
 
-    >>> q = quantize(torch.tensor([[0.3, -5.0] * 16]), "mxfp4")
-    >>> dequantize(q, torch.bfloat16)[0, :2]
-    tensor([ 0.5000, -4.0000], dtype=torch.bfloat16)
+    Returns:
+        A new tensor of shape q.shape, on the device of its codes.
+
+    Raises:
+        TypeError: q is not a Quantized of tensors, or dtype is another dtype.
+
+    Exact:
+        Equals fp4kit.dequantize bit for bit.
+
+    Example:
+        >>> q = quantize(torch.tensor([[0.3, -5.0] * 16]), "mxfp4")
+        >>> dequantize(q, torch.bfloat16)[0, :2]
+        tensor([ 0.5000, -4.0000], dtype=torch.bfloat16)
     """
     checks.check_is_quantized("dequantize", q)
     check_tensor("dequantize", q.packed, "q.packed")

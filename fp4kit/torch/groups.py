@@ -1,5 +1,6 @@
-"""Grouped operations as operators of PyTorch: lists of tensors, in one launch on a GPU; an empty list stands for
-None.
+"""Grouped operations as PyTorch operators on lists of tensors, with a single launch on a GPU.
+
+In the operators' arguments an empty list stands for None.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ from fp4kit.types import RoundingMode
 
 
 def all_detached(tensors: list[Tensor]) -> list[Any] | None:
-    """The tensors as fp4kit takes them; None for none."""
+    """Return the tensors detached from autograd, or None if there are none."""
     return [detached(tensor) for tensor in tensors] or None
 
 
 def or_none(tensors: list[Tensor], count: int) -> list[Any]:
-    """One for each of `count` tensors."""
+    """Return the tensors, or `count` times None if there are none."""
     return tensors or [None] * count
 
 
@@ -39,12 +40,12 @@ def fake_quantize_grouped(
     amax: list[Tensor],
     pass_through: bool,
 ) -> list[Tensor]:
-    """fp4kit.fake_quantize_grouped; amax and pass_through are those of its gradient."""
+    """Return fp4kit.fake_quantize_grouped. amax and pass_through are for its gradient."""
     op, arrays = "fake_quantize_grouped", [x.detach() for x in xs]
     if not pass_through:
         each(op, lambda x, a: check_backward(op, x, x, recipe, axis, a), arrays, or_none(amax, len(xs)))
     amaxes: dict[str, Any] = {"tensor_amax": all_detached(tensor_amax), "block_amax": all_detached(block_amax)}
-    mode = cast(RoundingMode, rounding)  # PyTorch's schemas know str alone
+    mode = cast(RoundingMode, rounding)  # PyTorch's schemas have no Literal types
     values = fp4kit.fake_quantize_grouped(
         arrays, from_spec(recipe), axis=axis, rounding=mode, seed=seed_of(seed), **amaxes
     )
@@ -63,6 +64,7 @@ def _(xs: list[Tensor], recipe: str, axis: int, *rest: Any) -> list[Tensor]:
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    """Store what the gradient of fake_quantize_grouped needs."""
     xs, recipe, axis, tensor_amax, block_amax, _, _, amax, pass_through = inputs
     ctx.how, ctx.pass_through, ctx.count = (recipe, axis), pass_through, len(xs)
     ctx.given = len(tensor_amax), len(block_amax), len(amax)
@@ -71,6 +73,7 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 
 def _backward(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
+    """Return the gradient of fake_quantize_grouped: the upstream gradients, clipped unless pass_through is set."""
     if not ctx.pass_through:
         xs, amax = ctx.saved_tensors[: ctx.count], list(ctx.saved_tensors[ctx.count :])
         grads = fake_quantize_grouped_backward(list(grads), list(xs), *ctx.how, amax)
@@ -86,7 +89,7 @@ fake_quantize_grouped.register_vmap(loop_over(fake_quantize_grouped))
 def fake_quantize_grouped_backward(
     grads: list[Tensor], xs: list[Tensor], recipe: str, axis: int, amax: list[Tensor]
 ) -> list[Tensor]:
-    """fp4kit.fake_quantize_grouped_backward, clipped."""
+    """Return the clipped gradients of fp4kit.fake_quantize_grouped_backward."""
     arrays, upstream = [x.detach() for x in xs], [g.detach() for g in grads]
     options: dict[str, Any] = {"axis": axis, "amax": all_detached(amax), "pass_through": False}
     found = fp4kit.fake_quantize_grouped_backward(upstream, arrays, from_spec(recipe), **options)
@@ -104,12 +107,14 @@ def _(grads: list[Tensor], xs: list[Tensor], recipe: str, axis: int, amax: list[
 
 
 def _keep_clip(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    """Store what the gradient of fake_quantize_grouped_backward needs."""
     _, xs, recipe, axis, amax = inputs
     ctx.how, ctx.counts = (recipe, axis), (len(xs), len(amax))
     ctx.save_for_backward(*xs, *amax)
 
 
 def _backward_of_clip(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
+    """Return the gradient of the clipping, which is linear in grads."""
     count, limits = ctx.counts
     xs, amax = list(ctx.saved_tensors[:count]), list(ctx.saved_tensors[count:])
     return fake_quantize_grouped_backward(list(grads), xs, *ctx.how, amax), [None] * count, None, None, [None] * limits

@@ -1,4 +1,4 @@
-"""Fake quantization of the parameters of modules: a parametrization, and what puts it where settings ask for it."""
+"""Fake quantization of module parameters: a parametrization, and a function that applies it as settings say."""
 
 from __future__ import annotations
 
@@ -15,14 +15,21 @@ from fp4kit.training.settings import FakeQuantSettings, naming
 
 
 class FakeQuantized(torch.nn.Module):
-    """A parametrization: the parameter is read fake-quantized, and the optimizer updates the original.
+    """Parametrize a parameter so that the layer reads it fake-quantized, while the optimizer updates the original.
 
-    settings: which recipe, block size and gradient. name: of the parameter; one that the settings leave out is read as
-    it is. torch.nn.utils.parametrize.register_parametrization(layer, "weight", FakeQuantized(settings, "layer.weight"))
-    puts it there, and remove_parametrizations(layer, "weight", leave_parametrized=...) takes it away.
+    Register it with torch.nn.utils.parametrize.register_parametrization(layer, "weight", FakeQuantized(settings,
+    "layer.weight")). Remove it with remove_parametrizations(layer, "weight", leave_parametrized=...).
 
-    >>> FakeQuantized(FakeQuantSettings("mxfp4"), "weight")(torch.full((1, 32), 0.3))[0, 0].item()
-    0.25
+    Args:
+        settings: a FakeQuantSettings: the recipe, its block size and the kind of gradient.
+        name: the name of the parameter. If the settings do not include it, the parameter is read unchanged.
+
+    Raises:
+        TypeError: settings is not a FakeQuantSettings.
+
+    Example:
+        >>> FakeQuantized(FakeQuantSettings("mxfp4"), "weight")(torch.full((1, 32), 0.3))[0, 0].item()
+        0.25
     """
 
     def __init__(self, settings: FakeQuantSettings, name: str) -> None:
@@ -33,28 +40,41 @@ class FakeQuantized(torch.nn.Module):
         self._spec = to_spec(recipe) if recipe is not None and settings.is_quantized(name) else None
 
     def extra_repr(self) -> str:
-        """What print(model) shows."""
+        """Return the text that print(model) shows."""
         return f"{self.name!r}, {self._spec}, pass_through={self.settings.pass_through}"
 
     def forward(self, w: torch.Tensor) -> torch.Tensor:
-        """What the layer computes with: fake_quantize(w), or w itself."""
+        """Return the weight that the layer computes with.
+
+        It is fake_quantize(w), or w itself if the settings do not include the parameter.
+        """
         return w if self._spec is None else fake_quantize(w, self._spec, pass_through=self.settings.pass_through)
 
 
 def fake_quantize_model(model: torch.nn.Module, settings: FakeQuantSettings) -> list[str]:
-    """Fake-quantize every parameter of a model that the settings name, by a parametrization; returns their names.
+    """Fake-quantize every parameter of a model that the settings include, by a parametrization.
 
-    model: is changed in place; layer.weight is then fake-quantized, layer.parametrizations.weight.original what is
-    trained. Tied
-        parameters are quantized under each of their names that the settings match, and stay tied. A module that has
-        several names is quantized if the settings match one of them.
-    Raises what fake_quantize raises, with the parameter's name before it, and ValueError for a parameter that is
-    fake-quantized
-        already; the model is then as it was. TypeError for anything but a module and settings.
+    Afterwards layer.weight is the fake-quantized parameter, and layer.parametrizations.weight.original is the trained
+    one. Tied parameters are quantized under each of their names that the settings match, and stay tied. A module with
+    several names is quantized if the settings match one of them.
 
-    >>> model = torch.nn.Sequential(torch.nn.Linear(32, 8), torch.nn.Linear(8, 2))
-    >>> fake_quantize_model(model, FakeQuantSettings("mxfp4", parameters=("0.weight",)))
-    ['0.weight']
+    Args:
+        model: a torch.nn.Module, which is changed in place.
+        settings: a FakeQuantSettings.
+
+    Returns:
+        The names of the parameters.
+
+    Raises:
+        TypeError: model is not a module, or settings is not a FakeQuantSettings.
+        ValueError: a parameter is already fake-quantized.
+        TypeError, ValueError: as for fake_quantize, with the parameter's name in front. After any error the model is
+            unchanged.
+
+    Example:
+        >>> model = torch.nn.Sequential(torch.nn.Linear(32, 8), torch.nn.Linear(8, 2))
+        >>> fake_quantize_model(model, FakeQuantSettings("mxfp4", parameters=("0.weight",)))
+        ['0.weight']
     """
     _check_kind("fake_quantize_model", "model", model, torch.nn.Module)
     _check_kind("fake_quantize_model", "settings", settings, FakeQuantSettings)
@@ -79,9 +99,10 @@ def fake_quantize_model(model: torch.nn.Module, settings: FakeQuantSettings) -> 
 
 
 def _parameters(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module, str]]:
-    """Name, module and name therein of every parameter, parametrized ones by the name under which they are read.
+    """Yield (full name, module, name within the module) of every parameter.
 
-    A module that is in several places comes by each of its names.
+    A parametrized parameter has the name under which it is read. A module in several places is yielded under each of
+    its names.
     """
     inside = {id(part) for module in model.modules() if parametrize.is_parametrized(module) for part in _parts(module)}
     for prefix, module in model.named_modules(remove_duplicate=False):
@@ -93,21 +114,24 @@ def _parameters(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module, 
 
 
 def _parts(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
+    """Yield the modules that hold the parametrizations of a module."""
     found: Any = module.parametrizations
     return found.modules()
 
 
 def _check_kind(op: str, name: str, value: Any, kind: type) -> None:
+    """Raise TypeError unless value is an instance of kind."""
     if not isinstance(value, kind):
         raise TypeError(f"{op}: {name} is {value!r:.60}; needs a {kind.__name__}")
 
 
 def _check(name: str, module: torch.nn.Module, leaf: str) -> None:
+    """Raise ValueError if a parameter is already fake-quantized."""
     if not parametrize.is_parametrized(module, leaf):
         return
     parametrizations: Any = module.parametrizations
     if any(isinstance(part, FakeQuantized) for part in parametrizations[leaf]):
         raise ValueError(
-            f"fake_quantize_model: {name} is fake-quantized already; leave it out of the settings, or take the"
-            " parametrization away first, with torch.nn.utils.parametrize.remove_parametrizations"
+            f"fake_quantize_model: {name} is already fake-quantized; leave it out of the settings, or remove the"
+            " parametrization first with torch.nn.utils.parametrize.remove_parametrizations"
         )

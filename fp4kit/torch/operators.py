@@ -1,10 +1,10 @@
-"""fp4kit's operations on single tensors as operators of PyTorch: torch.ops.fp4kit.fake_quantize, ...
+"""fp4kit's operations on single tensors as PyTorch operators, such as torch.ops.fp4kit.fake_quantize.
 
-Each has its implementation, which is fp4kit's own function; a meta implementation, which makes the same checks on
-shapes and dtypes and gives empty tensors; its gradient; and its meaning under vmap, that of a loop.
+Each operator has four parts: an implementation, which calls fp4kit's own function; a meta implementation, which makes
+all checks on shapes and dtypes and returns empty tensors; a gradient; and a vmap rule, which is a loop.
 
-An operator takes strings, numbers and tensors: a recipe is recipes.spec.to_spec's string, and seed a tensor, uint8
-bytes of the shape of x or a 0-d integer on the CPU.
+An operator takes strings, numbers and tensors. A recipe is the string of recipes.to_string.to_spec. A seed is a tensor:
+uint8 bytes in the shape of x, or a 0-d integer on the CPU.
 """
 
 from __future__ import annotations
@@ -24,23 +24,27 @@ from fp4kit.types import RoundingMode
 
 
 def seed_of(seed: Tensor | None) -> Any:
-    """Return the seed as fp4kit takes it; of a 0-d tensor its 64 bits, because int64 holds no larger number."""
+    """Return a seed as fp4kit takes it. A 0-d tensor gives its 64 bits, because int64 holds no larger number."""
     return None if seed is None else int(seed) % 2**64 if seed.ndim == 0 else seed.detach()
 
 
 def seed_outline(seed: Tensor | None) -> Any:
-    """The seed as a check takes it: any number for a number."""
+    """Return a seed as a check takes it: shape and dtype of random bytes, and 0 for any number."""
     return 0 if seed is not None and seed.ndim == 0 else outline(seed)
 
 
 def empty(like: Tensor, call: Call) -> Tensor:
-    """Values for the array of a call as the engines lay them out: contiguous with the quantized axis last."""
+    """Return an uninitialized result for a call.
+
+    Its memory layout is that of the engines: contiguous with the quantized axis last.
+    """
     return like.new_empty(call.moved.shape).movedim(-1, call.axis)
 
 
 def _entries(argument: Any, dim: Any, count: int) -> Sequence[Any]:
-    """What an argument is at each place of the axis that vmap maps. The gradient of unbind is a stack, which keeps
-    -0.
+    """Return the value of an argument for each place of the mapped axis.
+
+    unbind is used because its gradient is a stack, which keeps -0.
     """
     if isinstance(argument, (list, tuple)):
         parts = [_entries(a, d, count) for a, d in zip(argument, dim, strict=True)]
@@ -51,8 +55,9 @@ def _entries(argument: Any, dim: Any, count: int) -> Sequence[Any]:
 
 
 def loop_over(operator: Callable[..., Any]) -> Callable[..., Any]:
-    """vmap of an operator: a loop over the mapped axis. Of length 0, one call of zeros tells the shapes of the
-    results.
+    """Return the vmap rule of an operator: a loop over the mapped axis.
+
+    If that axis has length 0, one call with zeros gives the shapes of the results.
     """
 
     def mapped(info: Any, dims: Sequence[Any], *arguments: Any) -> Any:
@@ -82,17 +87,17 @@ def fake_quantize(
     amax: Tensor | None,
     pass_through: bool,
 ) -> Tensor:
-    """fp4kit.fake_quantize; amax and pass_through are those of its gradient, fp4kit.fake_quantize_backward."""
+    """Return fp4kit.fake_quantize. amax and pass_through are for its gradient, fp4kit.fake_quantize_backward."""
     x = x.detach()
     if not pass_through and amax is not None:
         check_backward("fake_quantize", x, x, recipe, axis, amax)
     amaxes: dict[str, Any] = {"tensor_amax": detached(tensor_amax), "block_amax": detached(block_amax)}
-    mode = cast(RoundingMode, rounding)  # PyTorch's schemas know str alone
+    mode = cast(RoundingMode, rounding)  # PyTorch's schemas have no Literal types
     return own(fp4kit.fake_quantize(x, from_spec(recipe), axis=axis, rounding=mode, seed=seed_of(seed), **amaxes))
 
 
 def check_backward(op: str, grad: Tensor, x: Tensor, recipe: str, axis: int, amax: Tensor | None) -> Call:
-    """The call of a clipped gradient, if it is right."""
+    """Return the call of a clipped gradient. Raise an error if an argument is invalid."""
     check_devices(op, grad=grad, x=x, amax=amax)
     call, given = backward_call(op, outline(grad), outline(x), from_spec(recipe), axis, outline(amax))
     clip_amax(call, given)
@@ -108,9 +113,9 @@ def check_fake(
     random: tuple[str, Tensor | None],
     clip: tuple[Tensor | None, bool],
 ) -> Call:
-    """The call of a fake quantization, if it is right. amaxes: of the tensor and of blocks. random: rounding and seed.
+    """Return the call of a fake quantization. Raise an error if an argument is invalid.
 
-    clip: amax of the gradient, and whether it is straight-through.
+    amaxes: tensor_amax and block_amax. random: rounding and seed. clip: the amax of the gradient, and pass_through.
     """
     r, (rounding, seed), (amax, pass_through) = from_spec(recipe), random, clip
     check_rounding(op, r, rounding, seed_outline(seed))
@@ -133,7 +138,7 @@ def _(x: Tensor, recipe: str, axis: int, *rest: Any) -> Tensor:
 
 
 def keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    """What the gradient of fake_quantize needs."""
+    """Store what the gradient of fake_quantize needs."""
     x, recipe, axis, tensor_amax, _, _, _, amax, pass_through = inputs
     ctx.how, ctx.pass_through = (recipe, axis), pass_through
     if not pass_through:
@@ -141,7 +146,10 @@ def keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 
 def backward(ctx: Any, grad: Tensor, clip: Callable[..., Tensor] | None = None) -> tuple[Any, ...]:
-    """Gradient of fake_quantize: grad, or clipped. clip: fake_quantize_backward in another form."""
+    """Return the gradient of fake_quantize: grad, clipped unless pass_through is set.
+
+    clip: a replacement for fake_quantize_backward, such as its version for transforms.
+    """
     if ctx.pass_through:
         return grad, *[None] * 8
     x, amax = ctx.saved_tensors
@@ -154,7 +162,7 @@ fake_quantize.register_vmap(loop_over(fake_quantize))
 
 @torch.library.custom_op("fp4kit::fake_quantize_backward", mutates_args=())
 def fake_quantize_backward(grad: Tensor, x: Tensor, recipe: str, axis: int, amax: Tensor | None) -> Tensor:
-    """fp4kit.fake_quantize_backward, clipped."""
+    """Return the clipped gradient of fp4kit.fake_quantize_backward."""
     options: dict[str, Any] = {"axis": axis, "amax": detached(amax), "pass_through": False}
     return own(fp4kit.fake_quantize_backward(grad.detach(), x.detach(), from_spec(recipe), **options), grad)
 
@@ -165,14 +173,14 @@ def _(grad: Tensor, x: Tensor, recipe: str, axis: int, amax: Tensor | None) -> T
 
 
 def keep_clip(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    """What the gradient of fake_quantize_backward needs."""
+    """Store what the gradient of fake_quantize_backward needs."""
     _, x, recipe, axis, amax = inputs
     ctx.how = recipe, axis
     ctx.save_for_backward(x, amax)
 
 
 def backward_of_clip(ctx: Any, grad: Tensor, clip: Callable[..., Tensor] | None = None) -> tuple[Any, ...]:
-    """Clipping is linear in the gradient, and constant in x almost everywhere."""
+    """Return the gradient of the clipping, which is linear in grad and constant in x almost everywhere."""
     x, amax = ctx.saved_tensors
     return (clip or fake_quantize_backward)(grad, x, *ctx.how, amax), *[None] * 4
 

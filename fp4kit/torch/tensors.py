@@ -1,4 +1,4 @@
-"""Tensors of PyTorch as fp4kit's checks see them."""
+"""PyTorch tensors in the form that fp4kit's checks and operators need."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from fp4kit.arrays.returns import numpy_dtype
 from fp4kit.call.abstract_array import Outline
 from fp4kit.formats import FLOATS
 
-NUMPY = {getattr(torch, dtype.name): dtype for dtype in FLOATS}  # the dtypes of what is quantized, and of values
+NUMPY = {getattr(torch, dtype.name): dtype for dtype in FLOATS}  # dtypes that can be quantized
 TORCH = {dtype: tensor_dtype for tensor_dtype, dtype in NUMPY.items()}
 
 
 def outline(tensor: torch.Tensor | None) -> Outline | None:
-    """Shape and dtype of a tensor, whose lengths may be symbols."""
+    """Return shape and dtype of a tensor. Its lengths may be symbols."""
     return None if tensor is None else Outline(tuple(tensor.shape), numpy_dtype("fp4kit.torch", tensor.dtype))
 
 
@@ -28,7 +28,7 @@ def check_devices(op: str, **tensors: torch.Tensor | None) -> None:
 
 
 def check_tensor(op: str, x: Any, name: str = "x") -> None:
-    """Raise TypeError for anything but a tensor."""
+    """Raise TypeError unless x is a tensor."""
     if not isinstance(x, torch.Tensor):
         raise TypeError(
             f"{op}: {name} is {type(x).__name__}; needs a torch.Tensor; fp4kit.{op} takes arrays of other libraries"
@@ -36,11 +36,11 @@ def check_tensor(op: str, x: Any, name: str = "x") -> None:
 
 
 def detached(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    """The tensor as fp4kit takes it: its gradient is the operator's business."""
+    """Return a tensor detached from autograd, or None. The operator handles gradients itself."""
     return None if tensor is None else tensor.detach()
 
 
 def own(result: Any, *given: torch.Tensor | None) -> torch.Tensor:
-    """A result with memory of its own, which operators must return: a copy of what was given."""
+    """Return a result that does not share memory with the given tensors, as operators must; copy it if it does."""
     taken = {g.data_ptr() for g in given if g is not None}
     return result.clone(memory_format=torch.contiguous_format) if result.data_ptr() in taken else result

@@ -1,5 +1,6 @@
-"""Quantized as a pytree of PyTorch: its arrays are the leaves, all else is static, and is text in what torch.export
-saves.
+"""Quantized as a PyTorch pytree: its arrays are the leaves, and all other fields are static.
+
+torch.export saves the static fields as text.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ _DTYPES = {dtype.name: dtype for dtype in FLOATS}
 
 
 def register() -> None:
-    """Make Quantized known to PyTorch's tree functions."""
+    """Register Quantized with PyTorch's tree functions."""
     _pytree.register_pytree_node(
         Quantized,
         _flatten,
@@ -31,22 +32,28 @@ def register() -> None:
 
 
 def _flatten(q: Quantized) -> tuple[list[Any], Any]:
+    """Return the arrays of a Quantized, and its static fields."""
     arrays, facts = flatten(q)
     return list(arrays), facts
 
 
 def _with_keys(q: Quantized) -> tuple[list[tuple[Any, Any]], Any]:
+    """Return the arrays of a Quantized with their names, and its static fields."""
     arrays, facts = flatten(q)
     return [(_pytree.GetAttrKey(name), array) for name, array in zip(facts[0], arrays, strict=True)], facts
 
 
 def _unflatten(arrays: Any, facts: Any) -> Quantized:
+    """Return the Quantized with these arrays and static fields."""
     arrays = list(arrays)
     return unflatten(arrays, facts if torch.compiler.is_compiling() else _with_lengths(arrays[0], facts))
 
 
 def _with_lengths(packed: Any, facts: Any) -> Any:
-    """The facts with lengths in the place of symbols, which an exported program has for those that may change."""
+    """Return the static fields with a shape of numbers, read from the codes.
+
+    In an exported program, lengths that may change are symbols.
+    """
     names, shape, dtype, axis, r, layout = facts
     if all(isinstance(n, int) for n in shape):
         return facts
@@ -56,11 +63,12 @@ def _with_lengths(packed: Any, facts: Any) -> Any:
 
 
 def _to_text(facts: Any) -> list[Any]:
-    """The facts as JSON has them; None for lengths that may change, which are read from the codes."""
+    """Return the static fields in a form for JSON, with None for lengths that may change."""
     names, shape, dtype, axis, r, layout = facts
     return [list(names), [n if isinstance(n, int) else None for n in shape], dtype.name, axis, to_spec(r), layout]
 
 
 def _from_text(text: Any) -> Any:
+    """Return the static fields from their form for JSON."""
     names, shape, dtype, axis, recipe, layout = text
     return tuple(names), tuple(shape), _DTYPES[dtype], axis, from_spec(recipe), layout

@@ -47,7 +47,7 @@ def test_tied_and_already_parametrized_parameters():
     assert ft.fake_quantize_model(model, FakeQuantSettings("mxfp4-ocp")) == ["embed.weight", "head.weight"]
     originals = [model[name].parametrizations.weight.original for name in ("embed", "head")]
     assert originals[0] is originals[1] and torch.equal(model["embed"].weight, model["head"].weight)
-    with pytest.raises(ValueError, match=r"fake_quantize_model: head.weight is fake-quantized already; leave it out"):
+    with pytest.raises(ValueError, match=r"fake_quantize_model: head.weight is already fake-quantized; leave it out"):
         ft.fake_quantize_model(model, FakeQuantSettings("mxfp4-ocp", parameters=("head.*",)))
 
 
