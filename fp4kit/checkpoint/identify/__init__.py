@@ -1,1 +1,1 @@
-"""Find the recipe that made a checkpoint, and what happened to its bytes since."""
+"""Find the recipe that made a checkpoint, and what happened to its bytes afterwards."""

@@ -1,11 +1,13 @@
-"""What goes wrong on the way from a quantizer to a file: orders of codes, of block scales, of rows; wrong tensor
-scales.
+"""Undo what can go wrong with a layer's bytes between the quantizer and the file.
 
-A mishap is named by what a reader meets, and is undone here: stored bytes come back as the recipe made them. Orders of
-rows are undone on the source instead, as the source row that each stored row was made from. Nothing here knows a
-recipe's numbers. Sources: GGML's block_mxfp4 and block_nvfp4 (halves of 32 and 16); cuBLAS and FlashInfer scale layouts
-(fp4kit.layouts); transformers' convert_llama_weights_to_hf.py, llama.cpp's convert_hf_to_gguf.py (rotary order);
-gpt-oss (gate, up interleaved).
+A mishap is one such fault, named as a reader of the file meets it ("nibbles are swapped"). There are four kinds: the
+order of codes, the order of block scales, the order of rows, and a wrong tensor scale. The first two are undone on the
+stored bytes, which come back as the recipe made them. An order of rows is undone on the source: as the index of the
+source row that each stored row was made from. Nothing in this file depends on the arithmetic of a recipe.
+
+Sources: GGML's block_mxfp4 and block_nvfp4 (halves of 32 and 16); cuBLAS and FlashInfer scale layouts (fp4kit.layouts);
+transformers' convert_llama_weights_to_hf.py, llama.cpp's convert_hf_to_gguf.py (rotary order); gpt-oss (gate, up
+interleaved).
 """
 
 from __future__ import annotations
@@ -22,21 +24,25 @@ from fp4kit.formats import Packing
 from fp4kit.layouts import SCALE_LAYOUTS, padded_shape, shuffle_rows, swizzle_scales, unpacked, unswizzle_scales
 from fp4kit.recipes import Recipe
 
-ULPS = 2  # float32 steps that a reciprocal of a reciprocal may be off
+ULPS = 2  # the reciprocal of a reciprocal may be off by so many float32 steps
 WRONG_SCALE = "tensor scale is wrong"
-HALVES = (16, 8, 32)  # distances of the elements that share a byte: GGML's MXFP4, its NVFP4, and twice the first
+HALVES = (16, 8, 32)  # distance of two elements that share a byte: in GGML's MXFP4, in its NVFP4, and twice the first
 _GGML = {16: "GGML's order of MXFP4", 8: "GGML's order of NVFP4"}
 
 
 @dataclass(frozen=True, eq=False)
 class StoredLayer:
-    """The parts of one quantized layer as its file has them.
+    """Hold the parts of one quantized layer as its file stores them.
 
-    codes: uint8 (N, bytes), two codes of 4 bits a byte, else one. block_scale: uint8 bit patterns of any shape.
-    tensor_scale: float32, () or one a row, which multiplies on decode as the container declares it; None where the file
-    has none. recipe: any of the format, for its elements, scales and block size. scale_layout: what the container
-    declares. Raises ValueError for codes that are no matrix, and for a recipe without block scales; TypeError for other
-    dtypes.
+    codes: uint8 (N, bytes per row); two 4-bit codes per byte, else one code per byte.
+    block_scale: uint8 bit patterns, of any shape.
+    tensor_scale: float32, a scalar or one per row, which multiplies on decode as the container declares; None if the
+    file has none.
+    recipe: any recipe of the format; only its element format, scale format and block size are used.
+    scale_layout: the layout of the block scales that the container declares.
+
+    Raises TypeError for codes or block scales that are not uint8. Raises ValueError for codes that are not a matrix,
+    and for a recipe without block scales.
     """
 
     codes: np.ndarray
@@ -49,15 +55,15 @@ class StoredLayer:
         for name, part in (("codes", self.codes), ("block_scale", self.block_scale)):
             if part.dtype != np.uint8:
                 raise TypeError(
-                    f"identify: {name} are {part.dtype}; needs uint8 of their bits; use {name}.view(np.uint8)"
+                    f"identify: {name} are {part.dtype}; their bits as uint8 are needed; pass {name}.view(np.uint8)"
                 )
         if self.codes.ndim != 2:
             raise ValueError(
-                f"identify: codes have shape {self.codes.shape}; needs (rows, bytes); pass one layer of a stack"
+                f"identify: codes have shape {self.codes.shape}; (rows, bytes) is needed; pass one layer of a stack"
             )
         if self.recipe.scale is None:
             raise ValueError(
-                f"identify: {self.recipe.id} has no block scales; needs a block format; use fp4kit.identify"
+                f"identify: {self.recipe.id} has no block scales; a block format is needed here; use fp4kit.identify"
             )
         if self.tensor_scale is not None:
             scale = np.asarray(self.tensor_scale, np.float32)
@@ -65,27 +71,29 @@ class StoredLayer:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """(rows, elements of a row)."""
+        """The shape (rows, elements per row)."""
         return self.codes.shape[0], _elements(self.codes.shape[1], self.recipe.element.packing)
 
     @property
     def blank(self) -> bool:
-        """Whether all codes and block scales are zeros, of either sign: nothing tells an order then."""
+        """Whether all codes and block scales are zeros of either sign, so that no order can be told from another."""
         signs = 0x88 if self.recipe.element.packing.codes == 2 else self.recipe.element.sign_bit
         return not self.block_scale.any() and not any((rows & np.uint8(0xFF ^ signs)).any() for rows in self.codes)
 
 
 def _elements(length: int, packing: Packing) -> int:
+    """Return how many elements ``length`` bytes hold."""
     return length // packing.bytes * packing.codes
 
 
 # ---- how a matrix of codes is read
-# ------------------------------------------------------------------------------------------
 
 
 class Reading(NamedTuple):
-    """Codes of some stored rows, one a byte: read(layer, rows, columns). of_source: whether its shape is the
-    source's.
+    """Read the codes of some stored rows, one code per byte: ``read(layer, rows, columns)``.
+
+    mishap: what this way of reading corrects, or None.
+    source_transposed: True if the stored layer has the shape of the transposed source.
     """
 
     mishap: str | None
@@ -94,15 +102,18 @@ class Reading(NamedTuple):
 
 
 def _as_stored(layer: StoredLayer, rows: np.ndarray, columns: slice) -> np.ndarray:
+    """Read the codes as they are stored."""
     return unpacked(layer.codes[rows][:, _bytes(layer, columns)], layer.recipe.element.packing)
 
 
 def _bytes_transposed(layer: StoredLayer, rows: np.ndarray, columns: slice) -> np.ndarray:
+    """Read codes whose packed bytes were transposed."""
     turned = layer.codes[_bytes(layer, columns)][:, rows].T
     return unpacked(np.ascontiguousarray(turned), layer.recipe.element.packing)
 
 
 def _codes_transposed(layer: StoredLayer, rows: np.ndarray, columns: slice) -> np.ndarray:
+    """Read codes that were transposed one by one and then packed."""
     if layer.recipe.element.packing.codes == 1:
         return _bytes_transposed(layer, rows, columns)
     pairs = layer.codes[columns][:, rows // 2]
@@ -110,12 +121,15 @@ def _codes_transposed(layer: StoredLayer, rows: np.ndarray, columns: slice) -> n
 
 
 def _bytes(layer: StoredLayer, columns: slice) -> slice:
+    """Return the bytes of a row that hold the given columns."""
     packing = layer.recipe.element.packing
     return slice(columns.start // packing.codes * packing.bytes, columns.stop // packing.codes * packing.bytes)
 
 
 def readings(layer: StoredLayer, shape: tuple[int, int]) -> Iterator[Reading]:
-    """The ways to read a layer whose source has a shape that fit the stored shape; the one without a mishap first."""
+    """Yield the ways to read a layer whose source has ``shape`` and fits the stored shape; the way without a mishap
+    first.
+    """
     r, turned = layer.recipe, shape[::-1]
     if layer.shape == shape:
         yield Reading(None, _as_stored)
@@ -129,11 +143,13 @@ def readings(layer: StoredLayer, shape: tuple[int, int]) -> Iterator[Reading]:
 
 
 # ---- orders of codes in their bytes
-# -----------------------------------------------------------------------------------------
 
 
 class CodeOrder(NamedTuple):
-    """undo(codes (n, K) as read) gives those of neighbours; K must be a multiple of `multiple`."""
+    """Restore the order of codes within rows: ``undo`` maps codes (n, K) as read to codes in the order of the elements.
+
+    K must be a multiple of ``multiple``. mishap: what is undone, or None.
+    """
 
     mishap: str | None
     undo: Callable[[np.ndarray], np.ndarray]
@@ -141,22 +157,25 @@ class CodeOrder(NamedTuple):
 
 
 def _same(codes: np.ndarray) -> np.ndarray:
+    """Return the codes unchanged."""
     return codes
 
 
 def _swapped(codes: np.ndarray) -> np.ndarray:
-    """The even element was in the high nibble."""
+    """Swap each pair of neighbours: the even element was in the high nibble."""
     return codes.reshape(len(codes), -1, 2)[..., ::-1].reshape(codes.shape)
 
 
 def _from_halves(codes: np.ndarray, half: int, swap: bool) -> np.ndarray:
-    """Elements j and j + half of each 2 * half shared a byte."""
+    """Undo an order in which elements j and j + half of each 2 * half share a byte; with ``swap``, j in the high
+    nibble.
+    """
     pairs = (_swapped(codes) if swap else codes).reshape(len(codes), -1, half, 2)
     return pairs.swapaxes(2, 3).reshape(codes.shape)
 
 
 def code_orders(recipe: Recipe, columns: int) -> list[CodeOrder]:
-    """Those that rows of `columns` elements can have; the right one first."""
+    """Return the orders that rows of ``columns`` elements can have; the right one first."""
     found = [CodeOrder(None, _same)]
     if recipe.element.packing.codes == 2:
         found.append(CodeOrder("nibbles are swapped", _swapped, 2))
@@ -169,23 +188,33 @@ def code_orders(recipe: Recipe, columns: int) -> list[CodeOrder]:
 
 
 # ---- orders of block scales
-# -------------------------------------------------------------------------------------------------
 
 
 class Scales(NamedTuple):
-    """Linear block scales (N, B), and where a cut array still has them (None: everywhere)."""
+    """Hold block scales in linear order, (N, B).
+
+    mishap: what was undone, or None.
+    values: the block scales.
+    present: which of them are in the file, as a mask (N, B); None if all are. Some are lost if padding was cut off
+    wrongly.
+    """
 
     mishap: str | None
     values: np.ndarray
-    known: np.ndarray | None = None
+    present: np.ndarray | None = None
 
 
 def scale_orders(stored: np.ndarray, declared: str, shape: tuple[int, int]) -> Iterator[Scales]:
-    """Linear scales of `shape` under each order that the stored bytes may be in; first as declared, where that fits.
+    """Yield linear block scales of ``shape`` for each order that the stored bytes may be in; the declared order first,
+    if it fits.
 
-    One at a time, since all together would take many times the bytes. Orders: linear and the layouts of fp4kit.layouts,
-    each also with its padding cut off; column by column; a layout taken away that was not there, or read as another;
-    rows shuffled.
+    They are made one at a time, because all together would take many times the memory of the stored bytes. The orders
+    are:
+
+    - linear, and each layout of fp4kit.layouts, whole or with the padding cut off
+    - column by column
+    - a layout that was undone although it was not there, or was read as another layout
+    - rows shuffled for FlashInfer
     """
     for layout in sorted(SCALE_LAYOUTS, key=lambda layout: layout != declared):
         mishap = None if layout == declared else f"block scales are {layout}, declared {declared}"
@@ -201,8 +230,9 @@ def scale_orders(stored: np.ndarray, declared: str, shape: tuple[int, int]) -> I
 def _in_layout(
     stored: np.ndarray, layout: str, declared: str, shape: tuple[int, int], mishap: str | None
 ) -> Iterator[Scales]:
-    """In one layout: whole, or without its padding; linear ones: in an array that has the padding of the declared
-    layout.
+    """Yield the scales if they are stored in ``layout``, whole or without the padding.
+
+    For a linear layout, the array may also have the padding of the declared layout.
     """
     padded = padded_shape(shape, layout)
     if stored.size == prod(padded):
@@ -222,16 +252,17 @@ def _in_layout(
 
 
 def _read_as_another(stored: np.ndarray, shape: tuple[int, int]) -> Iterator[Scales]:
-    """Linear scales that a reader made from a layout which was not theirs; only where neither has padding."""
-    whole = [layout for layout in SCALE_LAYOUTS if padded_shape(shape, layout) == shape]
-    for read in whole[1:]:
-        for layout in whole:
+    """Yield linear scales that a reader made by undoing a wrong layout; only layouts that need no padding are tried."""
+    unpadded = [layout for layout in SCALE_LAYOUTS if padded_shape(shape, layout) == shape]
+    for read in unpadded[1:]:
+        for layout in unpadded:
             if layout != read:
                 bytes_ = swizzle_scales(stored, read)
                 yield Scales(f"block scales were {layout} and read as {read}", unswizzle_scales(bytes_, layout, shape))
 
 
 def _shuffled(stored: np.ndarray) -> Iterator[Scales]:
+    """Undo FlashInfer's shuffles of the rows."""
     for tile, order in _shuffles(len(stored)):
         back = np.empty_like(stored)
         back[order] = stored
@@ -239,24 +270,27 @@ def _shuffled(stored: np.ndarray) -> Iterator[Scales]:
 
 
 def _shuffles(rows: int) -> Iterator[tuple[int, np.ndarray]]:
+    """Yield epilogue tile and row order of each FlashInfer shuffle that is possible with so many rows."""
     for tile, multiple in ((128, 32), (64, 16)):
         if rows and not rows % multiple:
             yield tile, shuffle_rows(rows, tile)
 
 
 # ---- orders of rows
-# ---------------------------------------------------------------------------------------------------------
 
 
 class CorruptedRows(NamedTuple):
-    """Stored row i was made from row source[i] of the source, or of the source and below it that of the other half."""
+    """Hold an order of rows: stored row i was made from row ``source[i]`` of the source.
+
+    An index of N or more means a row of the other half of a gated pair, counted from N.
+    """
 
     mishap: str | None
     source: np.ndarray
 
 
 def _stacks(rows: int) -> Iterator[CorruptedRows]:
-    """Orders of a stack of two halves, gate and up."""
+    """Yield the wrong orders of a stack of two halves, gate and up."""
     half, pair = np.arange(rows).reshape(2, -1), np.arange(rows).reshape(-1, 2)
     yield CorruptedRows("halves of the rows (gate and up) are exchanged", half[::-1].ravel())
     yield CorruptedRows("halves of the rows (gate and up) are interleaved", half.T.ravel())
@@ -266,7 +300,10 @@ def _stacks(rows: int) -> Iterator[CorruptedRows]:
 
 
 def _rotary(rows: int, heads: int) -> Iterator[CorruptedRows]:
-    """llama's q and k, whose rotary pairs are rows i and i + d/2 of a head of d, or neighbours."""
+    """Yield the wrong orders of llama's q and k for so many heads.
+
+    A rotary pair is rows i and i + d/2 of a head of d rows (Hugging Face), or two neighbours (GGUF, Meta).
+    """
     if heads < 1 or rows % (2 * heads):
         return
     count = f"{heads} head{'s' * (heads > 1)}"
@@ -277,10 +314,11 @@ def _rotary(rows: int, heads: int) -> Iterator[CorruptedRows]:
 
 
 def row_orders(rows: int, heads: Sequence[int] = (), other: bool = False, second: bool = False) -> list[CorruptedRows]:
-    """Orders that the rows of a layer may be in; the right one first, none twice.
+    """Return the orders that the rows of a layer may be in, without duplicates; the right one first.
 
-    heads: numbers of heads that q or k may have. other: whether the source of the other half of a gated pair is known,
-    of as many rows; second: whether this layer is the second half (up).
+    heads: possible numbers of heads, if the layer may be q or k.
+    other: True if the source of the other half of a gated pair is available and has as many rows.
+    second: True if this layer is the second half (up).
     """
     found = [CorruptedRows(None, np.arange(rows)), *(order for count in heads for order in _rotary(rows, count))]
     if other:
@@ -298,7 +336,7 @@ def row_orders(rows: int, heads: Sequence[int] = (), other: bool = False, second
 
 
 def _halves_of_pair(rows: int, second: bool) -> Iterator[CorruptedRows]:
-    """What one half of a pair holds where the stack of both was in another order, or cut in another place."""
+    """Yield what one half of a pair holds if the stack of both was in a wrong order or was cut in the wrong place."""
     for mishap, index in _stacks(2 * rows):
         mine = index[rows:] if second else index[:rows]
         name = (
@@ -310,50 +348,58 @@ def _halves_of_pair(rows: int, second: bool) -> Iterator[CorruptedRows]:
 
 
 def name_of_rows(index: np.ndarray) -> str:
-    """A name for an order of rows that was found without one: a rotary order of some heads, or none."""
+    """Return the name of a row order that was found by search: a rotary order of some number of heads, or "rows are
+    permuted".
+    """
     for heads in range(1, len(index) // 2 + 1):
-        known = (order for order in _rotary(len(index), heads) if np.array_equal(order.source, index))
-        if (order := next(known, None)) is not None and order.mishap:
+        matches = (order for order in _rotary(len(index), heads) if np.array_equal(order.source, index))
+        if (order := next(matches, None)) is not None and order.mishap:
             return order.mishap
     return "rows are permuted"
 
 
 # ---- tensor scales
-# ----------------------------------------------------------------------------------------------------------
 
 
-def near(a: Any, b: Any) -> bool:
-    """Whether float32 scales agree within ULPS steps, or are both NaN."""
+def within_ulps(a: Any, b: Any) -> bool:
+    """Return whether float32 scales agree within ULPS steps, or are both NaN."""
     a, b = np.broadcast_arrays(np.asarray(a, np.float32), np.asarray(b, np.float32))
     steps = np.abs(a.astype(np.float32).view(np.int32).astype(np.int64) - b.astype(np.float32).view(np.int32))
     return bool((np.where(np.isnan(a) | np.isnan(b), np.isnan(a) & np.isnan(b), steps <= ULPS)).all())
 
 
 def tensor_mishap(stored: Any, right: Any, amax: Any) -> str | None:
-    """What is wrong with a stored tensor scale where `right` made the codes, of a tensor of that amax; None: nothing.
+    """Return what is wrong with a stored tensor scale, or None.
 
-    Within 2 ulp all is well: compressed-tensors stores a divisor, and the reciprocal of a reciprocal is off by as much.
+    stored: the tensor scale in the file, or None.
+    right: the tensor scale that made the codes, or None if the recipe has none.
+    amax: the amax that ``right`` was computed from.
+    A difference of 2 ulp is accepted: compressed-tensors stores a divisor, and the reciprocal of a reciprocal is off by
+    as much.
     """
     ones = np.float32(1)
     if right is None or stored is None:
-        needless = stored is None or near(stored, ones)
+        needless = stored is None or within_ulps(stored, ones)
         missing = (
-            f"tensor scale is missing, needs {_shown(right)}" if right is not None and not near(right, ones) else None
+            f"tensor scale is missing, needs {_shown(right)}"
+            if right is not None and not within_ulps(right, ones)
+            else None
         )
         return missing if needless else f"{WRONG_SCALE}, needs none, not {_shown(stored)}"
     with np.errstate(all="ignore"):
         inverse = np.float32(1) / right
-    if near(stored, right):
+    if within_ulps(stored, right):
         return None
-    if near(stored, inverse):
+    if within_ulps(stored, inverse):
         return "tensor scale is inverted: a divisor stands where a multiplier is declared"
-    if near(stored, ones):
+    if within_ulps(stored, ones):
         return f"tensor scale is dropped (1), needs {_shown(right)}"
-    if amax is not None and near(stored, amax):
+    if amax is not None and within_ulps(stored, amax):
         return f"tensor scale is the amax, as MLX stores it, needs {_shown(right)}"
     return f"{WRONG_SCALE}, needs {_shown(right)}, not {_shown(stored)}"
 
 
 def _shown(scale: Any) -> str:
+    """Return the first value of a scale as text."""
     first = np.asarray(scale).reshape(-1)[:1]
     return f"{first[0]:.9g}" if first.size else "none"

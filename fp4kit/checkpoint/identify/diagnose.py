@@ -1,5 +1,6 @@
-"""explain: which recipe and which mishaps give the bytes of one stored layer, or that nothing does, and what is
-nearest.
+"""Explain one stored layer: which recipe and which mishaps give its bytes, or else which hypothesis is nearest.
+
+The words mishap (corruptions.py) and hypothesis (hypotheses.py) are defined there.
 """
 
 from __future__ import annotations
@@ -13,19 +14,19 @@ from fp4kit.arithmetic import ieee
 from fp4kit.checkpoint.convert.quantize_rows import saturated
 from fp4kit.checkpoint.identify.corruptions import StoredLayer, code_orders
 from fp4kit.checkpoint.identify.hypotheses import (
-    Account,
+    Hypothesis,
     LayerEvidence,
     Layout,
     MatchCount,
-    count,
+    count_matches,
     own_amax,
     stored_scales,
 )
 from fp4kit.checkpoint.identify.permutations import permuted_blocks, permuted_rows, permuted_scales
-from fp4kit.checkpoint.identify.searched_scales import under_stored_scales
+from fp4kit.checkpoint.identify.searched_scales import recipes_under_stored_scales
 from fp4kit.checkpoint.identify.try_hypotheses import (
     SampleVerdict,
-    first_whole,
+    exact_hypotheses,
     layouts_of,
     orders_by_sign,
     sample_of,
@@ -39,20 +40,25 @@ from fp4kit.ops.identify_matches import name_of
 from fp4kit.quantized.container import Quantized
 from fp4kit.recipes import Recipe
 
-# share of bytes that a recipe gives, above which the others are damage; of searched scales it gives 0.6 to 0.8
-A_FEW = 0.95
+# If a recipe gives more than this share of the bytes, the other bytes are damaged. If the scales were searched, a
+# recipe gives a share of 0.6 to 0.8.
+DAMAGED_SHARE = 0.95
 
 
 @dataclass(frozen=True)
 class Explanation:
-    """What made the bytes of a layer.
+    """Say what made the bytes of a layer.
 
-    recipe: an id, the first of `recipes` that give these bytes alike; None where nothing gives all of them.
-    mishap: what went wrong on the way, in words, several joined by "; "; None: nothing.
-    codes_equal, scales_equal, total: bytes of codes and of block scales that this gives, or the nearest one, and of
-    both in all. blank: all codes and scales are zeros, so that nothing tells one order of bytes from another. searched:
-    no recipe gives the scales, and one all codes under them. unlike: the codes do not have the signs of the source in
-    any known order, so that they are probably those of another model. sentence: all this for people.
+    recipe: the id of the first of ``recipes``; None if nothing gives all bytes.
+    recipes: all recipes that give these bytes.
+    mishap: what went wrong between quantizer and file, several joined by "; "; None if nothing did.
+    codes_equal, scales_equal: bytes of codes and of block scales that the explanation gives, or else the nearest
+    hypothesis.
+    total: bytes of codes and block scales together.
+    blank: True if all codes and scales are zeros, so that no order of bytes can be told from another.
+    searched: True if no recipe gives the block scales, but one gives all codes under them.
+    unlike: True if in no known order the codes have the signs of the source. They are probably those of another model.
+    sentence: all this in words.
     """
 
     recipe: str | None
@@ -73,7 +79,7 @@ class Explanation:
 
 
 def kind(mishap: str) -> str:
-    """A mishap without the numbers that only one layer and recipe have."""
+    """Return a mishap without the numbers that are specific to one layer and recipe."""
     return "; ".join(part.partition(", needs ")[0] for part in mishap.split("; "))
 
 
@@ -90,29 +96,42 @@ def explain(
 ) -> Explanation:
     """Find the recipe and the mishaps that give every byte of a stored layer.
 
-    x: the source (N, K), float32, float16 or bfloat16. other: the source of the other half, where the layer is one of a
-    gated pair; second: whether it is the second half (up). heads: numbers of heads that the rows of q or k may be of.
-    amaxes: those of groups that may share the layer's tensor scale, beside its own. unnamed: whether to look for what
-    has no name, too: rows, scales and blocks in any order, and, on a sample, Hadamard transforms and stochastic
-    rounding. Each of the mishaps of fp4kit.checkpoint.identify.corruptions is undone, alone and together with one of
-    another kind: in how codes are read, in the order of rows, of codes in bytes, of block scales, and in the tensor
-    scale. Then rows in any order, scales of other blocks, and blocks in other places. Fewer mishaps come first; the
-    tensor scale may be off by 2 ulp. A source with NaN or infinities is tried as it is, and with these replaced as a
-    conversion does that with nonfinite="saturate". Memory: chunks of a million elements, and several times the bytes of
-    block scales. Time: about as many quantizations of the layer as recipes give it, and some hundred of a sample. If
-    nothing explains the
-        layer, most of the time goes into what has no name. Without that, each recipe quantizes the sample once per
-        amax.
-    Returns an Explanation. It has no recipe if block scales are of a size that fits no layout.
-    Raises ValueError for an x that is no matrix, TypeError for another dtype.
+    Every mishap of fp4kit.checkpoint.identify.corruptions is undone, alone and together with mishaps of the other
+    kinds. After these, rows in any order, block scales of other blocks, and blocks in other places are tried.
+    Hypotheses with fewer mishaps come first. The tensor scale may be off by 2 ulp. A source with NaN or infinities is
+    tried as it is, and with them replaced as a conversion with nonfinite="saturate" does.
+
+    Args:
+        x: the source (N, K), float32, float16 or bfloat16.
+        other: if the layer is half of a gated pair, the source of the other half.
+        second: whether the layer is the second half (up).
+        heads: possible numbers of heads, if the rows are those of q or k.
+        amaxes: amaxes of groups that may share the layer's tensor scale, besides its own amax.
+        unnamed: whether to search for faults without a name as well: rows, scales and blocks in any order and, on a
+            sample, Hadamard transforms and stochastic rounding.
+
+    Returns:
+        An Explanation. It has no recipe if the size of the block scales fits no layout.
+
+    Raises:
+        ValueError: x is not a matrix.
+        TypeError: x has another dtype.
+
+    Memory: chunks of a million elements, and several times the bytes of the block scales. Time: about one quantization
+    of the layer per recipe that gives its bytes, and some hundred quantizations of a sample. If nothing explains the
+    layer, most of the time goes into faults without a name; with ``unnamed=False``, each recipe quantizes the sample
+    once per amax.
     """
     if x.ndim != 2:
-        raise ValueError(f"identify: x has shape {x.shape}; needs (N, K), the source of one layer")
+        raise ValueError(f"identify: x has shape {x.shape}; (N, K) is needed; pass the source of one layer")
     if x.dtype not in FLOATS:
-        raise TypeError(f"identify: x is {x.dtype}; needs float32, float16 or bfloat16, what the layer was made from")
-    found = _of_source(layer, x, other, second, heads, amaxes, unnamed)
+        raise TypeError(
+            f"identify: x is {x.dtype}; float32, float16 or bfloat16 is needed; pass the weights that the layer was"
+            " made from"
+        )
+    found = _explain_source(layer, x, other, second, heads, amaxes, unnamed)
     for sources in _saturated(x, other, amaxes):
-        found = _either(found, _of_source(layer, *sources, second, heads, amaxes, unnamed))
+        found = _better_explained(found, _explain_source(layer, *sources, second, heads, amaxes, unnamed))
     return found
 
 
@@ -120,7 +139,9 @@ _Sources = tuple[np.ndarray, np.ndarray | None]
 
 
 def _saturated(x: np.ndarray, other: np.ndarray | None, amaxes: tuple[float, ...]) -> Iterator[_Sources]:
-    """x and other without NaN and infinities, for each amax that infinities may have become; none where x has none."""
+    """Yield x and other without NaN and infinities, once per amax that infinities may have become; nothing if x has
+    none.
+    """
     own, count = amax_and_nonfinite(x)
     if not count:
         return
@@ -129,8 +150,11 @@ def _saturated(x: np.ndarray, other: np.ndarray | None, amaxes: tuple[float, ...
         yield saturated(x, amax)[0], None if other is None else saturated(other, amax)[0]
 
 
-def _either(found: Explanation, again: Explanation) -> Explanation:
-    """What a source as it is explains, or the same source without NaN and infinities where that needs fewer mishaps."""
+def _better_explained(found: Explanation, again: Explanation) -> Explanation:
+    """Return the better of two explanations: of the source as it is, or of the source without NaN and infinities.
+
+    The second wins only if it explains the bytes and needs no mishap that the first does not need.
+    """
     if not again.explained or (found.explained and found.mishap is None and again.mishap is not None):
         return found
     text = f"of the source with NaN and infinities replaced (nonfinite saturate): {again.sentence}"
@@ -142,7 +166,7 @@ def _either(found: Explanation, again: Explanation) -> Explanation:
     )
 
 
-def _of_source(
+def _explain_source(
     layer: StoredLayer,
     x: np.ndarray,
     other: np.ndarray | None,
@@ -151,23 +175,23 @@ def _of_source(
     amaxes: tuple[float, ...],
     unnamed: bool,
 ) -> Explanation:
-    """Do what explain does, with a source as it is."""
+    """Explain a layer from a source as it is (see explain)."""
     own = own_amax(x)
     pair = () if other is None else (own_amax(other),)
-    case = LayerEvidence(
+    evidence = LayerEvidence(
         layer, x, other, second, tuple(heads), (own, *(np.float32(a) for a in amaxes), *pair, max(own, *pair, own))
     )
     if own == 0 and layer.blank:
         return _zeros(layer)
-    layouts = list(layouts_of(case, layer.recipe))
+    layouts = list(layouts_of(evidence, layer.recipe))
     if not layouts:
-        return _unexplained(f"codes are of shape {layer.shape} and the source of {x.shape}", MatchCount(total=1))
+        return _unexplained(f"codes have shape {layer.shape}; the source has shape {x.shape}", MatchCount(total=1))
     fits = {shape: _has_scales(layer, layout) for shape, layout in {layout.shape: layout for layout in layouts}.items()}
     usable = [layout for layout in layouts if fits[layout.shape]]
     if not usable:
         tally = MatchCount(total=layer.codes.size + layer.block_scale.size)
         return _unexplained(_scales_that_do_not_fit(layer, layouts[0].shape), tally)
-    return _searched(case, usable, unnamed)
+    return _try_all(evidence, usable, unnamed)
 
 
 def _has_scales(layer: StoredLayer, layout: Layout) -> bool:
@@ -176,81 +200,88 @@ def _has_scales(layer: StoredLayer, layout: Layout) -> bool:
 
 
 def _scales_that_do_not_fit(layer: StoredLayer, shape: tuple[int, int]) -> str:
+    """Return the text for block scales whose size fits no layout."""
     needed = shape[0], shape[1] // layer.recipe.block_size
     found = layer.block_scale.shape
-    return f"block scales are of shape {found}, and codes of {shape} need {needed}, or these in a known layout"
+    return f"block scales have shape {found}; codes of shape {shape} need {needed}, or these in a known layout"
 
 
-def _searched(case: LayerEvidence, layouts: list[Layout], unnamed: bool) -> Explanation:
-    """The plain layout first; the others where that needs more than one mishap; then, if wanted, orders that no table
-    has.
+def _try_all(evidence: LayerEvidence, layouts: list[Layout], unnamed: bool) -> Explanation:
+    """Try the plain layout, then the other layouts, then orders without a name.
 
-    Where codes are right in the plain layout under scales of no known rule, they are in no other one.
+    The other layouts are tried if the plain one needs more than one mishap. They are skipped if the codes are right in
+    the plain layout under block scales of no known rule. Orders without a name are tried if ``unnamed`` and nothing
+    else fits.
     """
     trial, plain = SampleVerdict(), layouts[0]
-    orders = orders_by_sign(case, plain)
+    orders = orders_by_sign(evidence, plain)
     is_like = bool(orders)
-    try_layout(case, plain, orders or code_orders(case.layer.recipe, plain.shape[1])[:1], trial)
-    found, tally = first_whole(case, trial.whole)
-    if not found and (searched := _by_scales(case, plain, trial)):
+    try_layout(evidence, plain, orders or code_orders(evidence.layer.recipe, plain.shape[1])[:1], trial)
+    found, tally = exact_hypotheses(evidence, trial.exact)
+    if not found and (searched := _explained_under_stored_scales(evidence, plain, trial)):
         return searched
     if not found or len(found[0].mishaps) > 1:
         for layout in layouts[1:]:
-            if orders := orders_by_sign(case, layout):
+            if orders := orders_by_sign(evidence, layout):
                 is_like = True
-                try_layout(case, layout, orders, trial)
-        found, tally = first_whole(case, trial.whole)
+                try_layout(evidence, layout, orders, trial)
+        found, tally = exact_hypotheses(evidence, trial.exact)
     if found:
-        return _explained(found, tally, case.layer.blank)
-    if unnamed and (permuted := _permuted(case, plain, trial)):
+        return _explained(found, tally, evidence.layer.blank)
+    if unnamed and (permuted := _permuted(evidence, plain, trial)):
         return permuted
-    return replace(_nearest(case, plain, trial, unnamed), unlike=not is_like)
+    return replace(_nearest(evidence, plain, trial, unnamed), unlike=not is_like)
 
 
-def _by_scales(case: LayerEvidence, plain: Layout, trial: SampleVerdict) -> Explanation | None:
-    """Scales of no known rule over codes that are right under them: searched or calibrated, and not a few changed
-    bytes.
+def _explained_under_stored_scales(evidence: LayerEvidence, plain: Layout, trial: SampleVerdict) -> Explanation | None:
+    """Return the explanation that block scales were searched or calibrated, or None.
+
+    It applies if a recipe gives all codes under the stored scales. It does not if only a few bytes differ: these are
+    damaged.
     """
     assert trial.nearest is not None  # there is a recipe of every format
-    found = under_stored_scales(case, plain)
-    if not found or count(case, trial.nearest, early=False).share > A_FEW:
+    found = recipes_under_stored_scales(evidence, plain)
+    if not found or count_matches(evidence, trial.nearest, early=False).share > DAMAGED_SHARE:
         return None
     whose = either(tuple(name_of(r) for r in found[:3]))
     text = f"searched scales: codes are those of {whose} under the stored block scales, which no rule known here gives"
-    return Explanation(None, None, case.layer.codes.size, 0, _all_bytes(case).total, text, searched=True)
+    return Explanation(None, None, evidence.layer.codes.size, 0, _all_bytes(evidence).total, text, searched=True)
 
 
-def _permuted(case: LayerEvidence, plain: Layout, trial: SampleVerdict) -> Explanation | None:
-    """Rows, scales or blocks in an order without a name."""
+def _permuted(evidence: LayerEvidence, plain: Layout, trial: SampleVerdict) -> Explanation | None:
+    """Return the explanation that rows, block scales or blocks are in an order without a name, or None."""
     if not plain.reading.mishap:
-        for layout, order in permuted_rows(case, plain):
+        for layout, order in permuted_rows(evidence, plain):
             more = SampleVerdict()
-            try_layout(case, layout, [order], more)
-            found, tally = first_whole(case, more.whole)
+            try_layout(evidence, layout, [order], more)
+            found, tally = exact_hypotheses(evidence, more.exact)
             if found:
                 return _explained(found, tally)
-    moved = [(account, name) for account in trial.codes_only if (name := permuted_scales(case, account))]
+    moved = [(hypothesis, name) for hypothesis in trial.codes_only if (name := permuted_scales(evidence, hypothesis))]
     if not moved and not plain.mishaps:
-        moved = list(permuted_blocks(case, plain))
+        moved = list(permuted_blocks(evidence, plain))
     if not moved:
         return None
-    named = [replace(account, scale_mishap=name) for account, name in moved]
-    least = min(account.weight for account in named)
-    return _explained([account for account in named if account.weight == least], _all_bytes(case))
+    named = [replace(hypothesis, scale_mishap=name) for hypothesis, name in moved]
+    fewest = min(hypothesis.weight for hypothesis in named)
+    return _explained([hypothesis for hypothesis in named if hypothesis.weight == fewest], _all_bytes(evidence))
 
 
-def _all_bytes(case: LayerEvidence) -> MatchCount:
-    scales = case.x.size // case.layer.recipe.block_size
-    return MatchCount(case.layer.codes.size, scales, case.layer.codes.size + scales)
+def _all_bytes(evidence: LayerEvidence) -> MatchCount:
+    """Return the count of a layer all of whose bytes match."""
+    scales = evidence.x.size // evidence.layer.recipe.block_size
+    return MatchCount(evidence.layer.codes.size, scales, evidence.layer.codes.size + scales)
 
 
-def _explained(accounts: list[Account], tally: MatchCount, blank: bool = False) -> Explanation:
-    """Of accounts of equally many mishaps: the first, with the recipes of the same mishaps."""
-    mishaps = tuple({kind("; ".join(account.mishaps)): account.mishaps for account in reversed(accounts)}.values())[
-        ::-1
-    ]
-    alike = kind("; ".join(mishaps[0]))
-    recipes = tuple(dict.fromkeys(name_of(a.recipe) for a in accounts if kind("; ".join(a.mishaps)) == alike))
+def _explained(hypotheses: list[Hypothesis], tally: MatchCount, blank: bool = False) -> Explanation:
+    """Return the Explanation for hypotheses that give every byte and have equally many mishaps.
+
+    The mishaps of the first hypothesis are reported, and all recipes that explain the layer with these mishaps.
+    """
+    by_kind = {kind("; ".join(hypothesis.mishaps)): hypothesis.mishaps for hypothesis in reversed(hypotheses)}
+    mishaps = tuple(by_kind.values())[::-1]
+    first = kind("; ".join(mishaps[0]))
+    recipes = tuple(dict.fromkeys(name_of(h.recipe) for h in hypotheses if kind("; ".join(h.mishaps)) == first))
     sentence = f"{either(recipes)} made these bytes" + " (they agree on this layer)" * (len(recipes) > 1)
     texts = ["; ".join(names) for names in mishaps]
     if texts[0]:
@@ -259,46 +290,53 @@ def _explained(accounts: list[Account], tally: MatchCount, blank: bool = False) 
 
 
 def _zeros(layer: StoredLayer) -> Explanation:
-    """A source of zeros, of which every recipe makes zeros; converters write a tensor scale of 1."""
+    """Return the Explanation for a source of zeros, from which every recipe makes zeros; converters write a tensor
+    scale of 1.
+    """
     recipes = tuple(name_of(r) for r in candidates_of(layer.recipe))
     codes, scales = layer.codes.size, layer.block_scale.size
     return Explanation(recipes[0], None, codes, scales, codes + scales, "all zeros, as the source", recipes, True)
 
 
-def _nearest(case: LayerEvidence, plain: Layout, trial: SampleVerdict, unnamed: bool) -> Explanation:
-    """Nothing gives all: what chance may have made, or else the account that gives most of the sample, counted on the
-    whole.
+def _nearest(evidence: LayerEvidence, plain: Layout, trial: SampleVerdict, unnamed: bool) -> Explanation:
+    """Return the Explanation if nothing gives all bytes.
+
+    It names a random variation (see _variation) or else the hypothesis that fits the sample best, counted on the whole
+    layer.
     """
     assert trial.nearest is not None  # there is a recipe of every format
-    tally = count(case, trial.nearest, early=False)
+    tally = count_matches(evidence, trial.nearest, early=False)
     share = min(100 * tally.share, 99.99)
     mishaps = "; ".join(trial.nearest.mishaps)
     text = f"nearest is {name_of(trial.nearest.recipe)} with {share:.2f}% of bytes" + f", if {mishaps}" * bool(mishaps)
-    return _unexplained((_variation(case, plain) if unnamed else None) or text, tally)
+    return _unexplained((_variation(evidence, plain) if unnamed else None) or text, tally)
 
 
 def _unexplained(text: str, tally: MatchCount) -> Explanation:
+    """Return an Explanation without a recipe."""
     sentence = f"nothing explains these bytes: {text}"
     return Explanation(None, None, tally.codes, tally.scales, tally.total, sentence)
 
 
-def _variation(case: LayerEvidence, plain: Layout) -> str | None:
-    """What fp4kit.identify says of the sample, where a Hadamard transform or stochastic rounding explains that."""
-    layer, r = case.layer, case.layer.recipe
-    if plain.mishaps or layer.scale_layout != "linear" or layer.block_scale.size * r.block_size != case.x.size:
+def _variation(evidence: LayerEvidence, plain: Layout) -> str | None:
+    """Return the verdict of fp4kit.identify on a sample if a Hadamard transform or stochastic rounding explains it, or
+    None.
+    """
+    layer, r = evidence.layer, evidence.layer.recipe
+    if plain.mishaps or layer.scale_layout != "linear" or layer.block_scale.size * r.block_size != evidence.x.size:
         return None
     sample = sample_of(plain.shape, r)
-    q = _sampled(layer, r, plain, sample.rows, sample.columns, case.x.dtype)
+    q = _sampled(layer, r, plain, sample.rows, sample.columns, evidence.x.dtype)
     if q is None:
         return None
-    found = identify(q, np.ascontiguousarray(case.x[sample.rows, sample.columns]))
+    found = identify(q, np.ascontiguousarray(evidence.x[sample.rows, sample.columns]))
     return f"on a sample, {found.verdict}" if found.variations else None
 
 
 def _sampled(
     layer: StoredLayer, r: Recipe, plain: Layout, rows: np.ndarray, columns: slice, dtype: np.dtype
 ) -> Quantized | None:
-    """A Quantized of a part of a layer, as it is declared; None where its tensor scale is none."""
+    """Return a part of a layer as a Quantized, as it is declared; None if its tensor scale cannot be used."""
     scale = layer.tensor_scale
     usable = scale is None or (np.ndim(scale) == 0 and 0 < scale < np.inf)
     if not usable or (r.tensor_scaling == "tensor") != (scale is not None):

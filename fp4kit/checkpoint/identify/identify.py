@@ -1,6 +1,6 @@
-"""Which recipe made the layers of a checkpoint: a verdict for each, and one for the file.
+"""Say which recipe made the layers of a checkpoint: one verdict per layer, and one for the checkpoint.
 
-Plain arrays come in; who reads files makes LayerPairs of them.
+This module works on arrays (LayerPair); match_layers.py reads them from files. A mishap is defined in corruptions.py.
 """
 
 from __future__ import annotations
@@ -15,18 +15,20 @@ from fp4kit.checkpoint.identify.corruptions import StoredLayer
 from fp4kit.checkpoint.identify.diagnose import Explanation, explain, kind
 from fp4kit.ops.identify import either
 
-MOST_FAILED = 4  # layers in a row that nothing explains, after which only what has a name is looked for
+MAX_FAILURES = 4  # after so many unexplained layers in a row, faults without a name are no longer searched
 
 
 @dataclass(frozen=True, eq=False)
 class LayerPair:
-    """One quantized layer, and what it was made from.
+    """Hold one quantized layer, and the source that it was made from.
 
-    parts: as its file has them. source: (N, K), float32, float16 or bfloat16; a view of a file will do. other: the
-    source of the other half of a gated pair (gate_proj and up_proj, w1 and w3), None for other layers; second: whether
-    this is the second half. heads: numbers of heads, of queries or of keys, for layers whose rows are those of q or k.
-    amaxes: of the groups of layers that may share one tensor scale with it, such as the pair's; its own need not be
-    among them.
+    name: the layer's name, for the verdict.
+    parts: the layer as its file stores it.
+    source: (N, K), float32, float16 or bfloat16; a view of a file is allowed.
+    other: the source of the other half of a gated pair (gate_proj and up_proj, w1 and w3); None for other layers.
+    second: whether this layer is the second half.
+    heads: possible numbers of heads, of queries or of keys, if the rows are those of q or k.
+    amaxes: amaxes of the groups of layers that may share the layer's tensor scale. Its own amax may be left out.
     """
 
     name: str
@@ -40,29 +42,32 @@ class LayerPair:
 
 @dataclass(frozen=True)
 class LayerVerdict:
-    """A layer's name, and what explains it."""
+    """Hold a layer's name, and what explains it."""
 
     name: str
     explanation: Explanation
 
     def fits(self, recipes: tuple[str, ...], mishap: str | None) -> bool:
-        """Whether one of some recipes explains it, with that mishap; where all is zero, no order of bytes can be
-        told.
+        """Return whether one of ``recipes`` explains the layer with ``mishap``.
+
+        An all-zero layer fits any mishap, because no order of its bytes can be told from another.
         """
         return bool({*recipes} & {*self.explanation.recipes}) and (self.explanation.blank or _kind(self) == mishap)
 
 
 def _kind(layer: LayerVerdict) -> str | None:
+    """Return the kind of the layer's mishap, or None."""
     return layer.explanation.mishap and kind(layer.explanation.mishap)
 
 
 @dataclass(frozen=True)
 class CheckpointVerdict:
-    """What made the layers of a checkpoint.
+    """Say what made the layers of a checkpoint.
 
-    recipes: those that explain most layers alike; empty where none explains any. mishap: of most of these layers, in
-    words; None: nothing went wrong there. layers: all, as they came. exceptions: those that another recipe or mishap
-    explains, or nothing.
+    recipes: the recipes that explain the most layers; empty if no layer is explained.
+    mishap: the mishap that most explained layers share, in words; None if most have none.
+    layers: the verdicts on all layers, in their order.
+    exceptions: the layers that another recipe or mishap explains, or nothing.
     """
 
     recipes: tuple[str, ...]
@@ -71,41 +76,44 @@ class CheckpointVerdict:
 
     @property
     def recipe(self) -> str | None:
-        """The first of the recipes that explain most layers."""
+        """The first of ``recipes``, or None."""
         return self.recipes[0] if self.recipes else None
 
     @property
     def exceptions(self) -> tuple[LayerVerdict, ...]:
+        """The layers that do not fit the recipes and the mishap of the verdict."""
         return tuple(layer for layer in self.layers if not layer.fits(self.recipes, self.mishap))
 
     @property
     def sentence(self) -> str:
-        """The verdict on the file."""
+        """The verdict on the checkpoint, in words."""
         if not self.layers:
             return "there are no quantized layers"
         if not self.recipes:
             return self._without_recipe()
-        among, all_ = len(self.layers) - len(self.exceptions), len(self.layers)
-        whom = _layers(all_) if among == all_ else f"{among:,} of {_layers(all_)}"
+        among, total = len(self.layers) - len(self.exceptions), len(self.layers)
+        whom = _layers(total) if among == total else f"{among:,} of {_layers(total)}"
         agree = " (they agree on these layers)" if len(self.recipes) > 1 else ""
         return f"{either(self.recipes)} made {whom}{agree}" + (f"; then: {self.mishap}" if self.mishap else "")
 
     @property
     def hint(self) -> str | None:
-        """What to do if nothing matches: if no layer that is not all zeros has the signs of its source. None
-        otherwise.
+        """The advice if the source is probably another model: no layer has the signs of its source. None otherwise.
+
+        All-zero layers are not considered.
         """
-        telling = [layer.explanation.unlike for layer in self.layers if not layer.explanation.blank]
-        if not telling or not all(telling):
+        unlike = [layer.explanation.unlike for layer in self.layers if not layer.explanation.blank]
+        if not unlike or not all(unlike):
             return None
         return "nothing matches: no layer has the signs of its source; give the model that this was made from"
 
     def _without_recipe(self) -> str:
-        searched, all_ = sum(layer.explanation.searched for layer in self.layers), len(self.layers)
+        """Return the sentence if no recipe explains any layer."""
+        searched, total = sum(layer.explanation.searched for layer in self.layers), len(self.layers)
         if not searched:
-            return f"nothing explains any of {_layers(all_)}"
-        whom = _layers(all_) if searched == all_ else f"{searched:,} of {_layers(all_)}"
-        others = "; nothing explains the others" * (searched < all_)
+            return f"nothing explains any of {_layers(total)}"
+        whom = _layers(total) if searched == total else f"{searched:,} of {_layers(total)}"
+        others = "; nothing explains the others" * (searched < total)
         return f"searched scales in {whom}: codes are right under them, and no rule known here gives them{others}"
 
     def __str__(self) -> str:
@@ -116,39 +124,42 @@ class CheckpointVerdict:
 
 
 def _layers(count: int) -> str:
+    """Return a number of layers in words."""
     return f"{count:,} layer{'s' * (count != 1)}"
 
 
 def identify_layers(layers: Iterable[LayerPair]) -> CheckpointVerdict:
     """Explain every layer, and say what made most of them.
 
-    Layers are taken one after the other, so that an iterator that reads them holds one at a time. After MOST_FAILED
-    layers in a row that nothing explains, what has no name (see explain) is not looked for until a layer is explained.
-    The file's mishap is that of most explained layers that are not zeros; its recipes, of those with this mishap, the
-    ones that explain most. Raises what explain raises, before the next layer is asked for.
+    Layers are taken one at a time, so an iterator that reads them holds only one in memory. After MAX_FAILURES
+    unexplained layers in a row, faults without a name (see explain) are not searched until a layer is explained. The
+    checkpoint's mishap is the one that most explained layers have, not counting all-zero layers. Its recipes are those
+    that explain the most layers with this mishap.
+    Raises what explain raises, before the next layer is requested.
     """
     found = tuple(_verdicts(layers))
-    telling = [layer for layer in found if layer.explanation.explained and not layer.explanation.blank]
-    telling = telling or [layer for layer in found if layer.explanation.explained]
-    if not telling:
+    explained = [layer for layer in found if layer.explanation.explained and not layer.explanation.blank]
+    explained = explained or [layer for layer in found if layer.explanation.explained]
+    if not explained:
         return CheckpointVerdict((), None, found)
-    mishap = Counter(_kind(layer) for layer in telling).most_common(1)[0][0]
-    votes = Counter(recipe for layer in telling if _kind(layer) == mishap for recipe in layer.explanation.recipes)
-    most = max(votes.values())
-    return CheckpointVerdict(tuple(recipe for recipe, count in votes.items() if count == most), mishap, found)
+    mishap = Counter(_kind(layer) for layer in explained).most_common(1)[0][0]
+    votes = Counter(recipe for layer in explained if _kind(layer) == mishap for recipe in layer.explanation.recipes)
+    largest = max(votes.values())
+    return CheckpointVerdict(tuple(recipe for recipe, count in votes.items() if count == largest), mishap, found)
 
 
 def _verdicts(layers: Iterable[LayerPair]) -> Iterator[LayerVerdict]:
     """Yield the verdict on each layer."""
     failed = 0
     for layer in layers:
-        found = _explained(layer, unnamed=failed < MOST_FAILED)
+        found = _explained(layer, unnamed=failed < MAX_FAILURES)
         if not found.blank:
             failed = 0 if found.explained or found.searched else failed + 1
         yield LayerVerdict(layer.name, found)
 
 
 def _explained(layer: LayerPair, unnamed: bool) -> Explanation:
+    """Explain one layer; if faults without a name were not searched, the sentence says so."""
     found = explain(
         layer.parts,
         layer.source,
@@ -161,5 +172,5 @@ def _explained(layer: LayerPair, unnamed: bool) -> Explanation:
     if unnamed or found.explained or found.searched:
         return found
     return replace(
-        found, sentence=f"{found.sentence} (other orders were not tried: {MOST_FAILED} layers before failed, too)"
+        found, sentence=f"{found.sentence} (other orders were not tried, because {MAX_FAILURES} layers before failed)"
     )

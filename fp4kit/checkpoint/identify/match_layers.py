@@ -1,5 +1,5 @@
-"""The layers of a checkpoint beside those of the model that it was made from: by name, whatever the containers of the
-two.
+"""Match the layers of a checkpoint with those of the model that it was made from: by name, for any pair of
+containers.
 """
 
 from __future__ import annotations
@@ -33,43 +33,44 @@ _HEADS = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
 
 @dataclass(frozen=True)
 class Origin:
-    """Rows [span) of matrix `expert` of a weight of the source."""
+    """Name the rows of the source that a layer was made from: rows [span) of matrix ``expert`` of a weight."""
 
     weight: Weight
     expert: int
     span: tuple[int, int]
 
     def values(self, readers: Readers) -> np.ndarray:
-        """All of them; plain numbers in their dtype."""
+        """Return all of the rows; unquantized weights keep their dtype."""
         parts = [values_of(self.weight, slab) for slab in slabs(readers, self.weight, self.expert, self.span)]
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Rows and columns."""
+        """The number of rows and columns."""
         return self.span[1] - self.span[0], self.weight.shape[-1]
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The tensors that they are in."""
+        """The names of the tensors that hold the rows."""
         return tuple(part.entry.name for part in self.weight.parts.values())
 
     def slab(self, readers: Readers, rows: slice) -> Slab:
-        """Some of the rows."""
+        """Return some of the rows as one slab."""
         first = self.span[0]
         return next(
             slabs(readers, self.weight, self.expert, (first + rows.start, first + rows.stop), max_bytes=1 << 40)
         )
 
     def amax(self, readers: Readers) -> float:
-        """Their amax, a slab at a time."""
+        """Return the amax of the rows, computed slab by slab."""
         found = slabs(readers, self.weight, self.expert, self.span)
         return max(float(amax_and_nonfinite(values_of(self.weight, slab))[0]) for slab in found)
 
 
 def origins(model: Source | Checkpoint, form: Container) -> dict[tuple[str, int], Origin]:
-    """(Layer, expert) -> where it comes from, of all weights of a model, by a container's names; expert 0 of single
-    layers.
+    """Return (layer, expert) -> the rows that it comes from, for all weights of a model.
+
+    Layers are named as the container ``form`` names them; a single layer has expert 0.
     """
     found: dict[tuple[str, int], Origin] = {}
     config = model.config or {}
@@ -85,32 +86,41 @@ def identify_checkpoint(
 ) -> CheckpointVerdict:
     """Say which recipe made each quantized layer of a checkpoint, given the model that it was made from.
 
-    destination: a model directory of any container that is known; source: that of the weights before. progress: called
-    with bytes
-        of stored layers. Layers are read one at a time; those without a counterpart of their name in the source are
-        left out.
-    Raises CheckpointError where nothing is quantized, or no layer has a counterpart.
+    Args:
+        destination: model directory or GGUF file, in any known container.
+        source: the model with the original weights.
+        progress: called with the number of bytes of stored layers read since the last call.
+
+    Layers are read one at a time. A layer without a counterpart of its name in the source is left out.
+
+    Raises:
+        CheckpointError: nothing is quantized, or no layer has a counterpart.
     """
     stored, origin = open_source(Path(destination)), open_source(Path(source))
     weights = [w for w in weights_of(stored.tensors, stored.config, damaged=True).values() if _has_blocks(w)]
     if not weights:
-        raise CheckpointError(f"{destination}: no layer of it is quantized in a form that is known")
+        raise CheckpointError(
+            f"{destination}: no quantized layer of a known format; a quantized checkpoint is needed; fp4kit inspect"
+            " lists its tensors"
+        )
     tick = progress or (lambda count: None)
     with Readers() as readers:
         found = tuple(_Pairs(stored.config, weights, origin, readers, tick))
         if not found:
             raise CheckpointError(
-                f"{destination}: no quantized layer has the name of a weight of {source}; give its own source"
+                f"{destination}: no quantized layer has the name of a weight of {source}; give the model that it was"
+                " made from"
             )
         return identify_layers(pair() for pair in found)
 
 
 def _has_blocks(weight: Weight) -> bool:
+    """Return whether a weight is quantized with a block format whose blocks lie within one row."""
     return weight.container is not None and weight.container.scale is not None and weight.container.block[0] == 1
 
 
 class _Pairs:
-    """The pairs of a checkpoint and its source, each to be read when it is its turn."""
+    """Iterate over the pairs of a checkpoint and its source, as functions that read a pair when they are called."""
 
     def __init__(
         self, config: Mapping[str, Any], weights: list[Weight], source: Source, readers: Readers, tick: Progress
@@ -127,6 +137,7 @@ class _Pairs:
                 self.members[self.groups[weight.name]].append(origin)
 
     def _origin(self, weight: Weight, expert: int, name: str | None = None) -> Origin | None:
+        """Return the rows that an expert of a weight comes from, or None; ``name`` replaces the weight's own name."""
         assert weight.container is not None
         return self.origins[weight.container].get((name or weight.name, expert))
 
@@ -138,6 +149,7 @@ class _Pairs:
                     yield lambda w=weight, e=expert, o=origin: self._pair(w, e, o)  # type: ignore[misc]
 
     def _pair(self, weight: Weight, expert: int, origin: Origin) -> LayerPair:
+        """Read one layer and its source."""
         parent, leaf = fused_layers.split_module(weight.name)
         partner = (
             self._origin(weight, expert, fused_layers.join_module(parent, _HALVES[leaf])) if leaf in _HALVES else None
@@ -152,12 +164,14 @@ class _Pairs:
         )
 
     def _heads(self, leaf: str) -> tuple[int, ...]:
+        """Return the numbers of heads that the configs give for a layer with this last name part."""
         text = self.config.get("text_config")
         sections = (self.config, text if isinstance(text, dict) else {})
         counts = {section.get(_HEADS.get(leaf, "")) for section in sections}
         return tuple(sorted(count for count in counts if isinstance(count, int) and count > 0))
 
     def _amaxes(self, name: str) -> tuple[float, ...]:
+        """Return the amax of the group that shares a tensor scale with the layer; empty if there is no group."""
         group = self.groups.get(name)
         if group is None:
             return ()
@@ -167,7 +181,7 @@ class _Pairs:
 
 
 def _stored(weight: Weight, expert: int, readers: Readers) -> StoredLayer:
-    """The parts of a layer as its file has them."""
+    """Read the parts of a layer as its file stores them."""
     form = weight.container
     assert form is not None
     if form.in_blocks:
@@ -185,10 +199,10 @@ def _stored(weight: Weight, expert: int, readers: Readers) -> StoredLayer:
 
 
 def _share(readers: Readers, part: Located, weight: Weight, expert: int) -> np.ndarray:
-    """Return what one expert of a stack has of a tensor: its matrix, or, if the first axis is another, its share of the
-    bytes.
+    """Return the part of a tensor that belongs to one expert of a stack.
 
-    A tensor without equal shares, or of a single layer, comes whole.
+    That is its matrix if the first axis counts the experts, else its equal share of the bytes. A tensor that cannot be
+    divided evenly, or belongs to a single layer, is returned whole.
     """
     experts, shape = weight.experts, part.entry.shape
     if len(weight.shape) == 3 and len(shape) > 1 and shape[0] == experts:
@@ -198,5 +212,5 @@ def _share(readers: Readers, part: Located, weight: Weight, expert: int) -> np.n
 
 
 def _any_recipe(form: Container) -> Recipe:
-    """A recipe of a container's format."""
+    """Return some recipe of a container's format."""
     return next(recipe for recipe in RECIPES.values() if form.stores(recipe))

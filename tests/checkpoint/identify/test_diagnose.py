@@ -18,9 +18,9 @@ from fp4kit.checkpoint.identify.corruptions import (
     StoredLayer,
     code_orders,
     name_of_rows,
-    near,
     row_orders,
     tensor_mishap,
+    within_ulps,
 )
 from fp4kit.checkpoint.identify.diagnose import Explanation, explain
 from fp4kit.layouts import shuffle_rows, swizzle_scales, unpack, unswizzle_scales
@@ -414,7 +414,7 @@ def test_a_reciprocal_of_a_reciprocal_is_no_mishap() -> None:
     right = np.asarray(layer.tensor_scale)
     off = (right.view(np.int32) + 3).view(np.float32)
     assert tensor_mishap(off, right, None) == f"tensor scale is wrong, needs {right:.9g}, not {off:.9g}"
-    assert near(np.float32(np.nan), np.float32(np.nan)) and not near(np.float32(1), np.float32(np.nan))
+    assert within_ulps(np.float32(np.nan), np.float32(np.nan)) and not within_ulps(np.float32(1), np.float32(np.nan))
 
 
 def test_a_tensor_scale_of_one_row_that_is_wrong() -> None:
@@ -509,7 +509,7 @@ def test_orders_of_rows_are_distinct_and_permutations() -> None:
 
 def test_shapes_that_no_reading_fits() -> None:
     e = explain(stored(weights(), "mxfp4-ocp"), weights(0, (32, 192)))
-    assert e.sentence == "nothing explains these bytes: codes are of shape (64, 192) and the source of (32, 192)"
+    assert e.sentence == "nothing explains these bytes: codes have shape (64, 192); the source has shape (32, 192)"
 
 
 FP8 = RECIPES["fp8-modelopt"]
@@ -517,14 +517,18 @@ NO_LAYERS = (
     (
         {"codes": np.zeros((2, 8), np.int8)},
         TypeError,
-        "codes are int8; needs uint8 of their bits; use codes.view(np.uint8)",
+        "codes are int8; their bits as uint8 are needed; pass codes.view(np.uint8)",
     ),
     (
         {"codes": np.zeros(8, np.uint8)},
         ValueError,
-        "codes have shape (8,); needs (rows, bytes); pass one layer of a stack",
+        "codes have shape (8,); (rows, bytes) is needed; pass one layer of a stack",
     ),
-    ({"recipe": FP8}, ValueError, "fp8-modelopt has no block scales; needs a block format; use fp4kit.identify"),
+    (
+        {"recipe": FP8},
+        ValueError,
+        "fp8-modelopt has no block scales; a block format is needed here; use fp4kit.identify",
+    ),
 )
 
 
@@ -536,9 +540,13 @@ def test_layers_that_are_none(fields, kind, message) -> None:
 
 def test_sources_that_are_none() -> None:
     layer = stored(weights(), "mxfp4-ocp")
-    with pytest.raises(ValueError, match=r"identify: x has shape \(4,\); needs \(N, K\), the source of one layer"):
+    with pytest.raises(
+        ValueError, match=r"identify: x has shape \(4,\); \(N, K\) is needed; pass the source of one layer"
+    ):
         explain(layer, np.zeros(4, np.float32))
-    with pytest.raises(TypeError, match="identify: x is float64; needs float32, float16 or bfloat16, what the"):
+    with pytest.raises(
+        TypeError, match="identify: x is float64; float32, float16 or bfloat16 is needed; pass the weights"
+    ):
         explain(layer, np.zeros((64, 192)))
 
 

@@ -16,7 +16,7 @@ from exhaustive import by_default, exhaustive
 import fp4kit
 from fp4kit.checkpoint import convert
 from fp4kit.checkpoint.identify.corruptions import StoredLayer
-from fp4kit.checkpoint.identify.identify import MOST_FAILED, LayerPair, identify_layers
+from fp4kit.checkpoint.identify.identify import MAX_FAILURES, LayerPair, identify_layers
 from fp4kit.checkpoint.identify.match_layers import identify_checkpoint
 from fp4kit.checkpoint.plan.scale_search import ScaleSearch
 from fp4kit.checkpoint.verify.compare import compare_checkpoints
@@ -128,15 +128,15 @@ def test_nothing_matches(monkeypatch: pytest.MonkeyPatch) -> None:
     tried: list[str] = []
     monkeypatch.setattr("fp4kit.checkpoint.identify.diagnose._permuted", lambda case, *rest: tried.append("rows"))
     monkeypatch.setattr("fp4kit.checkpoint.identify.diagnose._variation", lambda case, *rest: tried.append("variation"))
-    pairs = [*other_model(MOST_FAILED + 3), *model("mxfp4-ocp", 1), *other_model(1)]
+    pairs = [*other_model(MAX_FAILURES + 3), *model("mxfp4-ocp", 1), *other_model(1)]
     verdict = identify_layers(pairs[:-2])
-    assert tried == ["rows", "variation"] * MOST_FAILED
-    assert verdict.sentence == f"nothing explains any of {MOST_FAILED + 3} layers"
+    assert tried == ["rows", "variation"] * MAX_FAILURES
+    assert verdict.sentence == f"nothing explains any of {MAX_FAILURES + 3} layers"
     assert verdict.hint is not None and verdict.hint.startswith("nothing matches: ") and verdict.hint in str(verdict)
-    assert str(verdict).count("(other orders were not tried: 4 layers before failed, too)") == 3
+    assert str(verdict).count("(other orders were not tried, because 4 layers before failed)") == 3
     tried.clear()
     verdict = identify_layers(pairs)
-    assert tried == ["rows", "variation"] * (MOST_FAILED + 1)
+    assert tried == ["rows", "variation"] * (MAX_FAILURES + 1)
     assert verdict.hint is None and len(verdict.exceptions) == len(pairs) - 1
 
 
@@ -158,8 +158,8 @@ def test_quantizations_where_nothing_matches(monkeypatch: pytest.MonkeyPatch) ->
         monkeypatch.setattr(
             f"fp4kit.checkpoint.identify.{module}.quantize", lambda *a, **k: (calls.append(a), right(*a, **k))[1]
         )
-    strange = [replace(pair, source=weights(50 + i)) for i, pair in enumerate(model("mxfp4-ocp", MOST_FAILED + 3))]
-    identify_layers(strange[:MOST_FAILED])
+    strange = [replace(pair, source=weights(50 + i)) for i, pair in enumerate(model("mxfp4-ocp", MAX_FAILURES + 3))]
+    identify_layers(strange[:MAX_FAILURES])
     first = len(calls)
     identify_layers(strange)
     assert 0 < len(calls) - 2 * first <= 3 * (2 * len(tuple(candidates_of(RECIPES["mxfp4-ocp"]))) + 1)
@@ -178,7 +178,7 @@ def test_block_scales_of_a_size_that_fits_no_layout(recipe: str, shape: tuple[in
     pair = layer("w", weights(1, (32, 64)), recipe)
     found = identify_layers([faulty(pair, lambda parts: replace(parts, block_scale=np.ones(shape, np.uint8)))])
     needed = 32, 64 // RECIPES[recipe].block_size
-    said = f"block scales are of shape {shape}, and codes of (32, 64) need {needed}, or these in a known layout"
+    said = f"block scales have shape {shape}; codes of shape (32, 64) need {needed}, or these in a known layout"
     assert found.layers[0].explanation.sentence == f"nothing explains these bytes: {said}" and found.recipes == ()
 
 
@@ -198,7 +198,7 @@ def test_a_stored_shape_of_one_expert(tmp_path: Path, form: str, scales: str) ->
     synthetic.write_model(tmp_path / "m", {}, {"a.weight": x})
     verdict = identify_checkpoint(tmp_path / "q", tmp_path / "m")
     assert (form in verdict.recipes) == (scales in shape), str(verdict)
-    assert scales in shape or "nothing explains these bytes: block scales are of shape" in str(verdict)
+    assert scales in shape or "nothing explains these bytes: block scales have shape" in str(verdict)
 
 
 @pytest.mark.exhaustive

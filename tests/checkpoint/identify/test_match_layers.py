@@ -118,7 +118,7 @@ def test_another_source_explains_nothing(tmp_path):
 def test_errors(tmp_path):
     synthetic.dense(tmp_path / "in")
     convert(tmp_path / "in", tmp_path / "out")
-    with synthetic.refused("no layer of it is quantized"):
+    with synthetic.refused("no quantized layer of a known format"):
         identify_checkpoint(tmp_path / "in", tmp_path / "in")
     synthetic.bert(tmp_path / "bert")
     with synthetic.refused("give its own source"):
