@@ -1,4 +1,4 @@
-"""amax: largest magnitude per tensor, along axes, or per block of a recipe."""
+"""amax: the largest magnitude of an array, along axes, or per block of a recipe."""
 
 from __future__ import annotations
 
@@ -27,23 +27,35 @@ def amax(
 @with_threads
 @returns_in_library
 def amax(x: Any, recipe: RecipeId | Recipe | None = None, *, axis: Any = None, threads: int | None = None) -> Any:
-    """Largest |x|: of the whole array, along axes, or of each block that shares a block scale.
+    """Return the largest |x|: of the whole array, along axes, or of each block that shares a block scale.
 
-    amax(x)                       float32 (): the tensor's amax
-    amax(x, axis=1)               float32: reduced over that axis, or those of a tuple, as np.max does: per row of (M,
-    K) amax(x, recipe)               float32 (..., M / block rows, K / block): per block, blocks along the last axis
-    amax(x, recipe, axis=0)       the same with blocks along axis 0, which comes last in the result
+        amax(x)                   float32 (): of the whole array
+        amax(x, axis=1)           float32: reduced over that axis, or a tuple of axes, as np.max does
+        amax(x, recipe)           float32 (..., M / block rows, K / block): per block, blocks along the last axis
+        amax(x, recipe, axis=0)   per block, blocks along axis 0, which comes last in the result
 
-    x: float32, float16 or bfloat16, any shape; an empty reduction gives 0.
-    Recipes without blocks give what their tensor scale covers: () or one per row.
-    threads: of the processor, at most, for NumPy arrays; None: fp4kit.num_threads(). Nothing on a GPU.
-    Raises TypeError for other dtypes; ValueError for lengths that are not whole blocks, or an axis out of range or
-    named twice. Numerics: exact. NaN propagates, but recipes that ignore NaN in their amax do so here.
+    Args:
+        x: float32, float16 or bfloat16 array of any shape.
+        recipe: a recipe id or a Recipe; None for no blocks. A recipe without blocks gives one amax per tensor scale: ()
+            or one per row.
+        axis: the axes to reduce over; with a recipe, the axis along which blocks run (default -1).
+        threads: the largest number of CPU threads, for NumPy arrays; None means fp4kit.num_threads(). Ignored on a GPU.
 
-    >>> import fp4kit, numpy as np
-    >>> x = np.float32([[1, -3] * 16, [0.5, 2] * 16])
-    >>> fp4kit.amax(x), fp4kit.amax(x, axis=1), fp4kit.amax(x, "nvfp4").shape
-    (array(3., dtype=float32), array([3., 2.], dtype=float32), (2, 2))
+    Returns:
+        float32, in the library and on the device of x.
+
+    Raises:
+        TypeError: x has another dtype.
+        ValueError: an axis length is not a whole number of blocks, or an axis is out of range or named twice.
+
+    Numerics:
+        Exact. NaN propagates, unless the recipe ignores NaN in its amax. An empty reduction gives 0.
+
+    Example:
+        >>> import fp4kit, numpy as np
+        >>> x = np.float32([[1, -3] * 16, [0.5, 2] * 16])
+        >>> fp4kit.amax(x), fp4kit.amax(x, axis=1), fp4kit.amax(x, "nvfp4").shape
+        (array(3., dtype=float32), array([3., 2.], dtype=float32), (2, 2))
     """
     if recipe is None:
         (x,) = import_arrays("amax", x=x)

@@ -23,8 +23,8 @@ from fp4kit.quantized.slicing import box_of
 from fp4kit.quantized.slicing import on_host as quantized_on_host
 
 Count = tuple[int, int]  # differing, compared
-_NOWHERE = 1 << 12  # in steps from zero: beyond every format
-# Floats whose every value is a float32.
+_NOWHERE = 1 << 12  # the position of NaN: farther from zero, in steps, than any value of any format
+# Floats whose values all are float32 numbers.
 NARROW = (
     "bfloat16",
     "float8_e4m3",
@@ -44,17 +44,32 @@ WIDENED = tuple(np.dtype(t) for t in (np.float32, np.float16, *(getattr(ml_dtype
 
 @dataclass(frozen=True)
 class Comparison:
-    """Differences of b from a; print it for a table, or test it: it is true where everything is equal.
+    """The differences between a and b, as compare returns them.
 
-    codes, scales, tensor_scales: (differing, compared); (0, 0) where there are none to compare (arrays, other formats
-    or axes). values: (differing, compared), in every bit, NaN equal to NaN. max_ulp: largest distance in steps of
-    float32, or of
-        float64 if one of two arrays is float64.
-    sqnr: 10 log10(sum a^2 / sum (a - b)^2) in dB, inf where equal. max_error: largest |a - b|.
-    first: coordinate in x of the first differing value, and the two values; None where equal.
-    max_steps: largest distance of two codes in steps from a value of the element format to the next: -0 is 0, NaN does
-    not
-        count; None where codes are not compared.
+    It prints as a table, and is true if everything is equal.
+
+    A count is a pair (differing, compared). It is (0, 0) if there is nothing to compare: the arguments are arrays, or
+    differ in format, block or axis.
+
+    Attributes:
+        codes: count of element codes.
+        scales: count of block scales.
+        tensor_scales: count of tensor scales.
+        values: count of values, compared in every bit; NaN equals NaN.
+        max_ulp: largest distance in float32 steps, or in float64 steps if one of two arrays is float64.
+        max_error: largest |a - b|.
+        sqnr: 10 log10(sum a^2 / sum (a - b)^2) in dB; inf if a and b are equal.
+        first: index in x of the first differing value, and the two values; None if all are equal.
+        names: how the table calls a and b.
+        max_steps: largest distance between two codes, in steps between neighbouring values of the element format. -0
+            counts as 0, and NaN is left out. None if codes are not compared.
+        element: name of the element format that max_steps refers to.
+
+    Example:
+        >>> import fp4kit, numpy as np
+        >>> found = fp4kit.compare(np.float32([1, 2]), np.float32([1, 3]))
+        >>> found.equal, found.values, found.first
+        (False, (1, 2), ((1,), 2.0, 3.0))
     """
 
     codes: Count
@@ -67,11 +82,11 @@ class Comparison:
     first: tuple[tuple[int, ...], float, float] | None
     names: tuple[str, str] = ("a", "b")
     max_steps: int | None = None
-    element: str = ""  # name of the element format that the steps are of
+    element: str = ""
 
     @property
     def equal(self) -> bool:
-        """Whether codes, scales, tensor scales and values are all the same."""
+        """Whether codes, block scales, tensor scales and values are all equal."""
         return not any(part[0] for part in (self.codes, self.scales, self.tensor_scales, self.values))
 
     def __bool__(self) -> bool:
@@ -84,9 +99,11 @@ class Comparison:
         return Panel(self._title(), tuple(self._facts())).html()
 
     def _title(self) -> str:
+        """Return the first line of the table."""
         return f"{self.names[0]} and {self.names[1]}: {'equal in every bit' if self.equal else 'different'}"
 
     def _facts(self) -> Iterator[tuple[str, str]]:
+        """Yield the rows of the table: name and text."""
         for name, part in (
             ("codes", self.codes),
             ("block scales", self.scales),
@@ -102,8 +119,9 @@ class Comparison:
             yield "first", f"at {at}: {x:.{digits}g} and {y:.{digits}g}"
 
     def _distance(self) -> str:
-        """In steps of the elements where codes differ, as 0 and a number near it are a billion ulp apart; else in
-        ulp.
+        """Return the largest distance as text: in steps of the element format if codes differ, otherwise in ulp.
+
+        ulp would mislead for codes, because 0 and a number near it are a billion ulp apart.
         """
         if not self.max_steps:
             return f"{self.max_ulp:,} ulp"
@@ -112,27 +130,37 @@ class Comparison:
 
 @ieee("compare")
 def compare(a: Any, b: Any) -> Comparison:
-    """Compare two Quantized, or two arrays of one shape (a Quantized stands for its float32 values beside an array).
+    """Compare two Quantized, or two arrays of equal shape.
 
-    Codes and scales are compared where both have the same formats, block and axis, in linear layout; values always.
+    Codes and scales are compared, in linear layout, if both arguments are Quantized with equal formats, block and axis.
+    Values are always compared. Next to an array, a Quantized stands for its float32 values.
 
-    a, b: Quantized, or arrays of float64, float32, float16, bfloat16 or an 8-bit or narrower float, of different dtypes
-    too: they
-        compare as numbers, exactly, in float32, or in float64 if one of them is float64.
-    What is on a GPU is copied to the host first, which waits for the device; a and b may be on different ones.
-    Returns Comparison. Raises ValueError for different shapes; TypeError for what is neither, integers, bool, complex
-    and text. Memory: 64 MiB at most beyond a and b, and for swizzled scales a linear copy. Numerics: max_ulp counts
-    steps of float32, or of float64; max_steps those of the element format, between codes.
-        sqnr and max_error are computed in float64: squares are summed pairwise in boxes of 2^16 values, and the boxes'
-        sums pairwise. NaN, or infinities of one sign at one place, make both NaN as soon as anything differs.
+    Args:
+        a: a Quantized, or an array of float64, float32, float16, bfloat16 or a narrower float.
+        b: likewise. Two arrays of different dtypes are compared as numbers, exactly: in float64 if one of them is
+            float64, otherwise in float32. Arrays on a GPU, also on two different ones, are first copied to the host,
+            which waits for the device.
 
-    >>> import fp4kit, numpy as np
-    >>> x = np.linspace(-1, 1, 64, dtype=np.float32).reshape(2, 32)
-    >>> print(fp4kit.compare(fp4kit.quantize(x, "mxfp4"), fp4kit.quantize(x, "mxfp4-te")))
-    a (mxfp4-ocp) and b (mxfp4-te): equal in every bit
-      codes                    0 of             64 differ  (0%)
-      block scales             0 of              2 differ  (0%)
-      values                   0 of             64 differ  (0%)
+    Returns:
+        A Comparison.
+
+    Raises:
+        TypeError: an argument is of another kind, such as an array of integers, bools or complex numbers.
+        ValueError: the shapes differ.
+
+    Numerics:
+        sqnr and max_error are computed in float64. Squares are summed pairwise in boxes of 2^16 values, and the sums of
+        the boxes pairwise. If anything differs, a NaN, or equal infinities at one place, makes sqnr and max_error NaN.
+        Needs at most 64 MiB beyond a and b, and a linear copy of swizzled scales.
+
+    Example:
+        >>> import fp4kit, numpy as np
+        >>> x = np.linspace(-1, 1, 64, dtype=np.float32).reshape(2, 32)
+        >>> print(fp4kit.compare(fp4kit.quantize(x, "mxfp4"), fp4kit.quantize(x, "mxfp4-te")))
+        a (mxfp4-ocp) and b (mxfp4-te): equal in every bit
+          codes                    0 of             64 differ  (0%)
+          block scales             0 of              2 differ  (0%)
+          values                   0 of             64 differ  (0%)
     """
     a, b = on_host("compare: a", a), on_host("compare: b", b)
     dtype = np.result_type(*(_precision(name, part) for name, part in (("a", a), ("b", b))))
@@ -156,7 +184,7 @@ def compare(a: Any, b: Any) -> Comparison:
 
 
 def _precision(name: str, a: Any) -> np.dtype:
-    """float64 for an array of float64, float32 for all other floats, whose values it holds."""
+    """Return float64 for a float64 array, and float32 for any narrower float or a Quantized."""
     if isinstance(a, Quantized) or a.dtype.newbyteorder("=") in WIDENED:
         return np.dtype(np.float32)
     if a.dtype.newbyteorder("=") != np.float64:
@@ -169,6 +197,7 @@ def _precision(name: str, a: Any) -> np.dtype:
 
 
 def _linear(a: Any) -> Any:
+    """Return an argument with its block scales in linear layout."""
     if not isinstance(a, Quantized) or a.block_scale is None or a.scale_layout == "linear":
         return a
     scales = unswizzle_scales(a.block_scale, a.scale_layout, a.scale_shape)
@@ -176,13 +205,14 @@ def _linear(a: Any) -> Any:
 
 
 def _reader(a: Any) -> Reader:
+    """Return a function that returns the values of a box."""
     if isinstance(a, Quantized):
         return lambda box: dequantize(box_of(a, box), np.float32)
     return lambda box: a[box]
 
 
 def _multiples(*both: Any) -> list[int]:
-    """Where boxes of values may be cut, by axis: between the blocks of what is quantized."""
+    """Return, per axis, the multiple at which boxes may be cut: between the blocks of a Quantized."""
     multiples = [1] * both[0].ndim if not isinstance(both[0], Quantized) else [1] * len(both[0].shape)
     for q in both:
         if isinstance(q, Quantized):
@@ -191,12 +221,14 @@ def _multiples(*both: Any) -> list[int]:
 
 
 def _name(name: str, a: Any) -> str:
+    """Return how the table calls an argument."""
     return f"{name} ({a.recipe.id})" if isinstance(a, Quantized) else name
 
 
 def on_host(name: str, a: Any) -> Any:
-    """A Quantized, or an array, with NumPy arrays: those of a GPU copied. name: what errors call it, "operation:
-    argument".
+    """Return a Quantized or an array with NumPy arrays, copied from a GPU if necessary.
+
+    name: how errors call the argument, "operation: argument".
     """
     if isinstance(a, Quantized):
         return quantized_on_host(a, name)
@@ -206,6 +238,7 @@ def on_host(name: str, a: Any) -> Any:
 
 
 def _compare_parts(a: Quantized, b: Quantized) -> tuple[Count, Count, Count]:
+    """Return the counts of codes, block scales and tensor scales."""
     same = a.recipe.element == b.recipe.element and a.recipe.scale == b.recipe.scale and a.axis == b.axis
     if not same or a.recipe.block_size != b.recipe.block_size:
         return (0, 0), (0, 0), (0, 0)
@@ -216,7 +249,10 @@ def _compare_parts(a: Quantized, b: Quantized) -> tuple[Count, Count, Count]:
 
 @cache
 def _positions(fmt: ElementFormat) -> np.ndarray:
-    """Where each code is among the format's values, in steps from zero; those of NaN far out. -0 is where 0 is."""
+    """Return the position of each code among the format's values, in steps from zero.
+
+    -0 has the position of 0. NaN codes have a position beyond every format.
+    """
     codes = np.arange(2**fmt.bits)
     magnitude = codes & (fmt.sign_bit - 1)
     positions = np.where(codes & fmt.sign_bit, codes - 2**fmt.bits if fmt.is_integer else -magnitude, magnitude)
@@ -224,7 +260,7 @@ def _positions(fmt: ElementFormat) -> np.ndarray:
 
 
 def _max_steps(a: Quantized, b: Quantized) -> int:
-    """Largest distance of two codes, neither NaN, that are at one place."""
+    """Return the largest distance between two codes at one place, neither of them NaN."""
     fmt, largest = a.recipe.element, 0
     for box in boxes(a.packed.shape):
         x, y = (np.take(_positions(fmt), unpacked(part[box], fmt.packing)) for part in (a.packed, b.packed))
@@ -233,9 +269,9 @@ def _max_steps(a: Quantized, b: Quantized) -> int:
 
 
 def _count(a: Any, b: Any, spread: Any = None) -> Count:
-    """Differing and compared entries; NaN equals NaN. Where one is missing, or the shapes differ, all differ.
+    """Return (differing, compared). NaN equals NaN. If one array is missing or the shapes differ, all entries differ.
 
-    spread: what makes entries of the bytes that are compared.
+    spread: a function that makes entries from the compared bytes.
     """
     if a is None and b is None:
         return 0, 0

@@ -1,4 +1,7 @@
-"""Differences of two arrays of values, box by box: what a comparison of any size holds at a time is a few MiB."""
+"""Compare two arrays of values box by box, so that an array of any size needs only a few MiB at a time.
+
+A box is a part of an array that a tuple of slices selects, one per axis.
+"""
 
 from __future__ import annotations
 
@@ -12,16 +15,16 @@ import numpy as np
 
 from fp4kit.formats import bit_patterns
 
-BOX_ELEMENTS = 1 << 16  # temporaries of a box, up to 50 bytes an element, stay in the second cache
+BOX_ELEMENTS = 1 << 16  # temporaries of a box, up to 50 bytes per element, stay in the second-level cache
 Box = tuple[slice, ...]
-First = tuple[tuple[int, ...], float, float]  # coordinate and both values
+First = tuple[tuple[int, ...], float, float]  # index and both values
 
 
 def boxes(shape: Sequence[int], multiples: Sequence[int] | None = None) -> Iterator[Box]:
-    """Cover an array with boxes of at most BOX_ELEMENTS, in a fixed order; edges at multiples of `multiples`, by axis.
+    """Yield boxes of at most BOX_ELEMENTS that cover an array, in a fixed order.
 
-    Boxes are as long as can be along the last axes. A box of one multiple along every axis is made even where that is
-    more.
+    Edges are at multiples of `multiples`, given per axis. Boxes are as long as possible along the last axes. A box of
+    one multiple along every axis may be larger than BOX_ELEMENTS.
     """
     smallest = [1] * len(shape) if multiples is None else multiples
     steps = list(smallest)
@@ -36,12 +39,15 @@ def boxes(shape: Sequence[int], multiples: Sequence[int] | None = None) -> Itera
 
 @dataclass
 class Energy:
-    """Sum of squares as pairs (p, e) of p * 4^e, one a box, so that no square of a float64 leaves its range."""
+    """A sum of squares, stored as one pair (p, e) of p * 4^e per box.
+
+    The exponents keep squares of large and small float64 numbers in range.
+    """
 
     parts: list[tuple[float, int]] = field(default_factory=list)
 
     def add(self, x: np.ndarray, scaled: bool) -> None:
-        """The squares of float64 x; scaled: first divided by the power of two above the largest."""
+        """Add the squares of float64 x. If scaled, divide x first by the power of two above its largest magnitude."""
         top = float(np.max(np.abs(x))) if scaled else 0.0
         exponent = int(np.frexp(top)[1]) if np.isfinite(top) else 0
         if exponent:
@@ -49,15 +55,16 @@ class Energy:
         self.parts.append((float(np.sum(x * x)), exponent))
 
     def total(self) -> tuple[np.float64, int]:
-        """p and e of the whole: the boxes' sums added pairwise, in the order of the boxes."""
+        """Return p and e of the whole sum. The sums of the boxes are added pairwise, in their order."""
         top = max((e for p, e in self.parts if p), default=0)
         return np.sum([np.ldexp(p, 2 * (e - top)) for p, e in self.parts]), top
 
 
 @dataclass
 class Differences:
-    """What compare says of values, gathered from boxes. scaled: the values are float64, whose squares may leave its
-    range.
+    """What compare reports about values, collected over the boxes.
+
+    scaled: whether the values are float64, whose squares may leave its range.
     """
 
     scaled: bool
@@ -69,7 +76,10 @@ class Differences:
     noise: Energy = field(default_factory=Energy)
 
     def add(self, x: np.ndarray, y: np.ndarray, box: Box) -> bool:
-        """Add a box of float32 or float64 values, and return True; False, and nothing added, if all are the same."""
+        """Add a box of float32 or float64 values, and return True.
+
+        If all values are equal, add nothing and return False.
+        """
         differ = bit_patterns(x) != bit_patterns(y)
         if differ.any():
             differ &= ~(np.isnan(x) & np.isnan(y))
@@ -81,7 +91,10 @@ class Differences:
         return count > 0
 
     def add_errors(self, x: np.ndarray, y: np.ndarray) -> None:
-        """Add to the sums of squares, and to the largest error. Of what is not finite in both, the error is NaN."""
+        """Add a box to the sums of squares and to the largest error.
+
+        Two equal infinities, or a NaN, give an error of NaN.
+        """
         wide = x.astype(np.float64, copy=False)
         self.signal.add(wide, self.scaled)
         error = np.abs(wide - y)
@@ -89,6 +102,7 @@ class Differences:
         self.max_error = float(np.maximum(self.max_error, np.max(error)))
 
     def _add_differing(self, x: np.ndarray, y: np.ndarray, differ: np.ndarray, box: Box) -> None:
+        """Update the first differing value and the largest distance from a box."""
         at = np.unravel_index(int(np.argmax(differ)), x.shape)
         place = tuple(int(i) + part.start for i, part in zip(at, box, strict=True))
         if self.first is None or place < self.first[0]:
@@ -106,15 +120,19 @@ class Differences:
 
 
 def ordered(x: np.ndarray) -> np.ndarray:
-    """Floats, no NaN, as signed integers in the order of the values, -0 just below +0: neighbours differ by 1."""
+    """Return floats without NaN as signed integers in the order of the values, so that neighbours differ by 1.
+
+    -0 comes just below +0.
+    """
     bits = x.view(np.dtype(f"i{x.dtype.itemsize}"))
     width = 8 * x.dtype.itemsize
-    return bits ^ (bits >> width - 1 & 2 ** (width - 1) - 1)  # negative ones backwards; the sign stays
+    return bits ^ (bits >> width - 1 & 2 ** (width - 1) - 1)  # reverse the order of negative numbers; keep the sign
 
 
 def distance(x: np.ndarray, y: np.ndarray) -> np.ndarray:
-    """How many steps lie between two floats: unsigned integers, since more lie between the ends than the signed ones
-    count.
+    """Return the number of steps between two floats, as unsigned integers.
+
+    A signed integer could not hold the largest distance.
     """
     a, b = ordered(x), ordered(y)
     return bit_patterns(np.maximum(a, b)) - bit_patterns(np.minimum(a, b))
@@ -126,9 +144,9 @@ Reader = Callable[[Box], Any]  # the values of a box
 def compare_values(
     read_x: Reader, read_y: Reader, shape: Sequence[int], multiples: Sequence[int], dtype: Any
 ) -> Differences:
-    """Differences of two arrays of a shape, both of whose boxes are read as dtype, float32 or float64.
+    """Return the differences of two arrays of a shape, whose boxes are read as dtype, float32 or float64.
 
-    Boxes that are the same are read a second time for the sum of their squares, where others are not.
+    Boxes without a difference are read a second time for the sum of their squares, if any other box has a difference.
     """
     found, same = Differences(np.dtype(dtype) == np.float64), []
     with np.errstate(all="ignore"):

@@ -1,4 +1,4 @@
-"""dequantize."""
+"""dequantize: codes and scales back to values."""
 
 from __future__ import annotations
 
@@ -20,30 +20,41 @@ def dequantize(q: Quantized, dtype: Any = None, *, out: ArrayT, threads: int | N
 def dequantize(q: Quantized, dtype: Any = None, *, out: None = None, threads: int | None = None) -> Any: ...
 @with_threads
 def dequantize(q: Quantized, dtype: Any = None, *, out: Any = None, threads: int | None = None) -> Any:
-    """Values of a quantized array, in the shape of the array that was quantized.
+    """Return the values of a quantized array, in the shape of the array that was quantized.
 
-        value = decode(code) * block_scale * tensor_scale      in the producer's order (recipe.decode_rule), then
-        rounded to dtype
+        value = decode(code) * block_scale * tensor_scale     in the order of recipe.decode_rule, then rounded to dtype
 
-    q: Quantized, any scale layout; on a GPU the result is a CuPy array. The values follow q.tensor_scale. A rule that
-    reads the
-        amax (TE's, compressed-tensors', Model-Optimizer's for integers) takes q.tensor_amax where the recipe makes
-        exactly q.tensor_scale of it, else the amax that q.tensor_scale implies (reference/implied_amax.py). Where no
-        amax gives it, an arbitrary number of a checkpoint, value = decode(code) * (block_scale * tensor_scale).
-    dtype: float32, float16 or bfloat16; None for that of the original array.
-    out: array of q.shape and dtype to write to, which shares no memory with q.
-    threads: of the processor, at most, for NumPy arrays; None: fp4kit.num_threads(). Nothing on a GPU.
-    Returns a new array (a transposed view where the quantized axis was not the last).
-    Raises TypeError for another dtype or anything but a Quantized; ValueError for an out of the wrong shape or dtype,
-    or in
-        the memory of q.
-    Numerics: float32 throughout, one rn rounding to dtype at the end (float16 overflows to inf); a NaN scale gives NaN.
-    Exact: what the recipe's producer decodes.
+    Args:
+        q: a Quantized in any scale layout.
+        dtype: float32, float16 or bfloat16; None for the dtype of the original array.
+        out: an array of q.shape and dtype to write to, which shares no memory with q.
+        threads: the largest number of CPU threads, for NumPy arrays; None means fp4kit.num_threads(). Ignored on a GPU.
 
-    >>> import fp4kit, numpy as np
-    >>> q = fp4kit.quantize(np.float32([[0.1, -6, 2.4, 0.6] * 8]), "mxfp4")
-    >>> fp4kit.dequantize(q)[0, :4]
-    array([ 0. , -6. ,  2. ,  0.5], dtype=float32)
+    Returns:
+        `out` if given, otherwise a new array in the library and on the device of q. It is a transposed view if the
+        quantized axis is not the last one.
+
+    Raises:
+        TypeError: q is not a Quantized, or dtype is another dtype.
+        ValueError: out has another shape or dtype, or shares memory with q.
+
+    Numerics:
+        float32 throughout, with one rounding to dtype (nearest even) at the end. float16 overflows to inf. A NaN scale
+        gives NaN.
+
+        The values follow q.tensor_scale. Some decode rules also read the amax: TE's, compressed-tensors' and
+        Model-Optimizer's for integers. They use q.tensor_amax if the recipe makes exactly q.tensor_scale from it, and
+        otherwise the amax that q.tensor_scale implies (reference/implied_amax.py). If no amax gives the scale, as for
+        an arbitrary number in a checkpoint, value = decode(code) * (block_scale * tensor_scale).
+
+    Exact:
+        Equals what the recipe's producer decodes.
+
+    Example:
+        >>> import fp4kit, numpy as np
+        >>> q = fp4kit.quantize(np.float32([[0.1, -6, 2.4, 0.6] * 8]), "mxfp4")
+        >>> fp4kit.dequantize(q)[0, :4]
+        array([ 0. , -6. ,  2. ,  0.5], dtype=float32)
     """
     key, repeat = find("dequantize", (q, out), dtype)
     found = repeat(q, out) if repeat and is_apart(q, out) else None
@@ -53,7 +64,7 @@ def dequantize(q: Quantized, dtype: Any = None, *, out: Any = None, threads: int
 
 @returns_in_library
 def _dequantize(q: Quantized, dtype: Any, key: Any, *, out: Any) -> Any:
-    """The full way, which leaves a prepared call under the key."""
+    """Return the values after all checks, and cache the prepared call under `key`."""
     like = q
     q, out = checks.check_quantized("dequantize", q), import_out("dequantize", out)
     wanted = numpy_dtype("dequantize", q.dtype if dtype is None else dtype)

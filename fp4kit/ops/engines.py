@@ -1,4 +1,4 @@
-"""Which engine does a call: chosen by where the array lives, asked in order, refused where none has a way."""
+"""Choose the engine for a call, by the place of the array. An engine may decline a call; then the next one is tried."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ T = TypeVar("T")
 
 
 def engines_of(array: Any) -> tuple[Any, ...]:
-    """The engines that take an array, the one to ask first in front."""
+    """Return the engines that can take an array, in the order in which they are tried."""
     if not isinstance(array, np.ndarray):
         return (cuda,)
     return (reference,) if by_specification.get() else (cpu, reference)
 
 
 def prepared_by(array: Any) -> Any:
-    """Return the module that prepares calls on an array as the engine takes it: a NumPy or CuPy array."""
+    """Return the module that prepares calls on a NumPy or CuPy array."""
     return cpu_prepared if isinstance(array, np.ndarray) else cuda_prepared
 
 
 def with_threads(function: Callable[P, T]) -> Callable[P, T]:
-    """Decorator: calls with threads= take so many at most on NumPy arrays; None: fp4kit.num_threads()."""
+    """Decorate a public function so that its argument `threads` limits the CPU threads of the call."""
 
     @wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -54,7 +54,10 @@ def with_threads(function: Callable[P, T]) -> Callable[P, T]:
 
 
 class Engine(str):
-    """The name of an engine. Its attribute `why` says why no faster engine computes; "" if this is the fastest one."""
+    """The name of an engine.
+
+    Its attribute `why` says why no faster engine is used; it is "" for the fastest one.
+    """
 
     why: str
 
@@ -70,17 +73,20 @@ class Engine(str):
 def engine() -> Engine:
     """Return the name of the engine that computes on NumPy arrays, here and now.
 
-    The name is "cpu-avx512", "cpu-avx2" or "cpu-base" for the compiled engine, by the level of processors that it was
-    compiled for, or "reference" for the specification in NumPy. If a faster engine could run here, the name's attribute
-    `why` says what is missing. The bytes are the same. Calls that the compiled engine does not cover are computed by
-    the specification.
+    All engines give equal bytes. Calls that the compiled engine does not cover are computed by the specification.
 
-    >>> import fp4kit
-    >>> fp4kit.engine().partition("-")[0] in ("cpu", "reference")
-    True
-    >>> with fp4kit.specification():
-    ...     fp4kit.engine()
-    'reference' (within fp4kit.specification())
+    Returns:
+        An Engine, which is a str. "cpu-avx512", "cpu-avx2" or "cpu-base" is the compiled engine, by the processor level
+        that it was compiled for. "reference" is the specification in NumPy. If a faster engine could run here, the
+        attribute `why` says what is missing.
+
+    Example:
+        >>> import fp4kit
+        >>> fp4kit.engine().partition("-")[0] in ("cpu", "reference")
+        True
+        >>> with fp4kit.specification():
+        ...     fp4kit.engine()
+        'reference' (within fp4kit.specification())
     """
     if by_specification.get():
         return Engine("reference", "within fp4kit.specification()")
@@ -90,14 +96,17 @@ def engine() -> Engine:
 
 @contextmanager
 def specification() -> Iterator[None]:
-    """Calls inside, of this thread or task, compute on NumPy arrays by the specification alone.
+    """Compute by the specification alone, for NumPy arrays, within a with block.
 
-    >>> import fp4kit, numpy as np
-    >>> x = np.ones((4, 32), np.float32)
-    >>> with fp4kit.specification():
-    ...     slow = fp4kit.quantize(x, "mxfp4")
-    >>> slow.equals(fp4kit.quantize(x, "mxfp4"))
-    True
+    It applies to the current thread or task.
+
+    Example:
+        >>> import fp4kit, numpy as np
+        >>> x = np.ones((4, 32), np.float32)
+        >>> with fp4kit.specification():
+        ...     slow = fp4kit.quantize(x, "mxfp4")
+        >>> slow.equals(fp4kit.quantize(x, "mxfp4"))
+        True
     """
     token = by_specification.set(True)
     try:
@@ -107,10 +116,10 @@ def specification() -> Iterator[None]:
 
 
 def run(op: str, operation: str, array: Any, *arguments: Any) -> Any:
-    """What the first engine that does not decline gives; op: the public function that errors name.
+    """Return the result of the first engine that does not decline an operation.
 
-    What runs on the host runs in IEEE arithmetic. Raises NotImplementedError with the reason of the last one where all
-    decline.
+    Host engines run in IEEE arithmetic. Raises NotImplementedError with the last engine's reason if all decline. op:
+    the public function that errors begin with.
     """
     if isinstance(array, np.ndarray) and not is_ieee():
         with default_environment(op):
@@ -119,6 +128,7 @@ def run(op: str, operation: str, array: Any, *arguments: Any) -> Any:
 
 
 def _first(op: str, operation: str, array: Any, arguments: tuple[Any, ...]) -> Any:
+    """Return the result of the first engine that does not decline."""
     reason = ""
     for engine in engines_of(array):
         try:
@@ -131,9 +141,9 @@ def _first(op: str, operation: str, array: Any, arguments: tuple[Any, ...]) -> A
 
 
 def repeated(call: Call, x: Any, operation: str) -> Callable[..., Any] | None:
-    """Return a function that repeats a call on a NumPy array by the engines, without parsing it again.
+    """Return a function that repeats a call on a NumPy array without parsing it again.
 
-    Return None if x, the array as it was given, is of another library, or if the call gives an amax.
+    Return None if x, the array that the caller passed, is not a NumPy array, or if the call has a tensor_amax.
     """
     if not isinstance(x, np.ndarray) or call.tensor_amax is not None:
         return None

@@ -1,4 +1,4 @@
-"""pack and unpack: 4-bit codes, one or two a byte."""
+"""pack and unpack: 4-bit codes, two per byte or one per byte."""
 
 from __future__ import annotations
 
@@ -14,15 +14,26 @@ from fp4kit.ops.engines import run
 
 @returns_in_library
 def pack(codes: Any) -> Any:
-    """4-bit codes, two a byte: uint8 (..., K) with values below 16 -> uint8 (..., K/2), element 2j in the low nibble.
+    """Pack 4-bit codes, two per byte: element 2j in the low nibble, element 2j + 1 in the high nibble.
 
-    Returns an array where codes are, in their library.
-    Raises ValueError for an odd K, a 0-d array or a code above 15; TypeError for another dtype. Inverse: unpack.
-    On a GPU, where to look for codes above 15 would be to wait for the device, their high nibble is dropped instead.
+    Args:
+        codes: uint8 (..., K), K even, with values below 16.
 
-    >>> import fp4kit, numpy as np
-    >>> fp4kit.pack(np.uint8([[1, 2, 3, 15]]))
-    array([[ 33, 243]], dtype=uint8)
+    Returns:
+        uint8 (..., K/2), in the library and on the device of codes.
+
+    Raises:
+        TypeError: codes are not uint8.
+        ValueError: K is odd, codes are 0-d, or a code is above 15. On a GPU, codes are not checked, because that would
+            wait for the device; their high nibbles are dropped.
+
+    Exact:
+        unpack is the inverse.
+
+    Example:
+        >>> import fp4kit, numpy as np
+        >>> fp4kit.pack(np.uint8([[1, 2, 3, 15]]))
+        array([[ 33, 243]], dtype=uint8)
     """
     array = _bytes("pack", codes)
     layouts.check_pairs(array.shape)
@@ -31,17 +42,29 @@ def pack(codes: Any) -> Any:
 
 @returns_in_library
 def unpack(packed: Any) -> Any:
-    """4-bit codes, one a byte: uint8 (..., K/2) -> uint8 (..., K). Inverse of pack; returns and raises as pack does.
+    """Unpack 4-bit codes from two per byte to one per byte: the inverse of pack.
 
-    >>> import fp4kit, numpy as np
-    >>> fp4kit.unpack(np.uint8([[0x21, 0xF3]]))
-    array([[ 1,  2,  3, 15]], dtype=uint8)
+    Args:
+        packed: uint8 (..., K/2), the first code of a byte in the low nibble.
+
+    Returns:
+        uint8 (..., K), in the library and on the device of packed.
+
+    Raises:
+        TypeError: packed is not uint8.
+        ValueError: packed is 0-d.
+
+    Example:
+        >>> import fp4kit, numpy as np
+        >>> fp4kit.unpack(np.uint8([[0x21, 0xF3]]))
+        array([[ 1,  2,  3, 15]], dtype=uint8)
     """
     array = _bytes("unpack", packed)
     return run("unpack", "unpack", array, array)
 
 
 def _bytes(op: str, array: Any) -> Any:
+    """Return codes as a NumPy or CuPy array. Raise an error unless they are uint8 with at least one axis."""
     (array,) = import_arrays(op, codes=array)
     if array.dtype != np.uint8:
         raise TypeError(f"{op}: codes are {array.dtype}; needs uint8")

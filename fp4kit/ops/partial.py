@@ -1,6 +1,4 @@
-"""partial_amax and partial_cast: quantize a flat slice of a matrix so that all slices together give the whole's
-bytes.
-"""
+"""partial_amax and partial_cast: quantize the shards of a matrix, which together give the bytes of the whole."""
 
 from __future__ import annotations
 
@@ -22,20 +20,35 @@ from fp4kit.recipes import Recipe, recipe_of
 
 @returns_in_library
 def partial_amax(shard: Any, shape: tuple[int, int], start: int, recipe: str | Recipe) -> Any:
-    """Block amaxes of the part of a matrix that a shard owns; the maximum over all shards is that of the whole.
+    """Return the block amaxes of the part of a matrix that a shard owns.
 
-    shard: float32, float16 or bfloat16 (n,), elements [start, start + n) of the flattened (M, K) matrix; n = 0 is fine.
-    shape: (M, K), K a multiple of the block. start: any offset, also inside a byte, a block or a row.
-    Returns float32 (ceil(M / block rows), K / block), on the shard's device: 0 where the shard owns nothing of a block.
-    Raises ValueError for a shard outside the matrix, a K that is not whole blocks, or a recipe without blocks;
-    TypeError for
-        another dtype.
-    Numerics: exact; NaN as the recipe's amax does. Source: TE nvfp4_2d_compute_partial_amax, right at every K.
+    The maximum over all shards is the amax of the whole matrix's blocks.
 
-    >>> import fp4kit, numpy as np
-    >>> w = np.arange(512, dtype=np.float32)  # of a (16, 32) matrix, the elements from 100 on are here
-    >>> fp4kit.partial_amax(w[100:], (16, 32), 100, "nvfp4-te-2d")
-    array([[495., 511.]], dtype=float32)
+    Args:
+        shard: float32, float16 or bfloat16 (n,): elements [start, start + n) of the flattened (M, K) matrix. n may be
+            0.
+        shape: (M, K), K a multiple of the block.
+        start: any offset, also inside a row, a block or a byte.
+        recipe: a recipe id or a Recipe with blocks.
+
+    Returns:
+        float32 (ceil(M / block rows), K / block), on the shard's device: 0 for blocks in which the shard owns nothing.
+
+    Raises:
+        TypeError: shard has another dtype.
+        ValueError: the shard is not inside the matrix, K is not a whole number of blocks, or the recipe has no blocks.
+
+    Numerics:
+        Exact. NaN is treated as in the recipe's amax.
+
+    Source:
+        TE nvfp4_2d_compute_partial_amax. Unlike that kernel, this function is correct for every K.
+
+    Example:
+        >>> import fp4kit, numpy as np
+        >>> w = np.arange(512, dtype=np.float32)  # a (16, 32) matrix, of which the shard owns elements 100 and up
+        >>> fp4kit.partial_amax(w[100:], (16, 32), 100, "nvfp4-te-2d")
+        array([[495., 511.]], dtype=float32)
     """
     r = recipe_of("partial_amax", recipe)
     (array,) = import_arrays("partial_amax", shard=shard)
@@ -55,33 +68,48 @@ def partial_cast(
     *,
     tensor_amax: Any = None,
 ) -> None:
-    """Write the codes of a shard's elements into a packed matrix, and no nibble that is another shard's.
+    """Write the codes of a shard's elements into a packed matrix, and change no nibble of another shard.
 
         out nibbles [start, start + n) = those of quantize(whole matrix, recipe).packed
 
-    shard, shape, start: as partial_amax. out: uint8 (M, K/2), writable, any strides; for 8-bit elements (M, K).
-    block_amax: float32 (ceil(M / block rows), K / block) of the whole matrix: the maximum of every shard's
-    partial_amax. tensor_amax: float32 (); None takes the maximum of block_amax. Recipes without a tensor scale have
-    none. Recipes whose tensor
-        scale counts finite elements only (nvfp4-flashinfer, ...) need it where block_amax holds an infinity.
-    Raises ValueError as partial_amax does, for an out or block_amax of another shape or dtype, an out in the memory of
-    the
-        others, a NaN amax, an infinite one that tensor_amax must stand beside, or a 4over6 recipe (whose choice needs
-        whole blocks).
-    Exact: the bytes of quantize on the whole matrix, for any partition. TE's kernel is wrong at odd offsets; this is
-    not. Two shards that share a byte each write their own nibble of it: exchange nibbles, not bytes, or cut at even
-    offsets. On a GPU: shard, out and block_amax on one device; NaN and infinities in block_amax are not looked for,
-    since that would wait:
-        an infinity is then taken for the tensor's amax. Other nibbles are not touched even while other launches write
-        theirs, if out is contiguous and at a multiple of 8 bytes; else the call works on a copy, and writes all of out.
+    Args:
+        shard: float32, float16 or bfloat16 (n,): elements [start, start + n) of the flattened (M, K) matrix. n may be
+            0.
+        out: uint8 (M, K/2), or (M, K) for 8-bit elements; writable, any strides. It must not share memory with the
+            other arrays.
+        block_amax: float32 (ceil(M / block rows), K / block) of the whole matrix: the maximum of every shard's
+            partial_amax.
+        shape: (M, K), K a multiple of the block.
+        start: any offset, also inside a row, a block or a byte.
+        recipe: a recipe id or a Recipe with blocks. 4over6 recipes are rejected, because they need whole blocks for
+            their choice.
+        tensor_amax: float32 (); None takes the maximum of block_amax. Recipes without a tensor scale take none. It is
+            required if block_amax holds an infinity and the recipe's tensor scale counts only finite elements
+            (nvfp4-flashinfer, ...).
 
-    >>> import fp4kit, numpy as np
-    >>> w, out = np.arange(512, dtype=np.float32), np.zeros((16, 16), np.uint8)
-    >>> amax = fp4kit.partial_amax(w, (16, 32), 0, "nvfp4-te-2d")
-    >>> for start in (0, 101):
-    ...     fp4kit.partial_cast(w[start:], out, amax, (16, 32), start, "nvfp4-te-2d")
-    >>> np.array_equal(out, fp4kit.quantize(w.reshape(16, 32), "nvfp4-te-2d").packed)
-    True
+    Raises:
+        TypeError: shard has another dtype.
+        ValueError: as for partial_amax; out or block_amax has another shape or dtype; out shares memory with another
+            argument; block_amax holds NaN, or an infinity that needs tensor_amax; or the recipe is a 4over6 recipe.
+
+    Numerics:
+        On a GPU all arrays must be on one device. NaN and infinities in block_amax are not checked there, because that
+        would wait for the device; an infinity then is taken as the tensor's amax.
+
+    Exact:
+        Equals quantize on the whole matrix, for any partition. TE's kernel is wrong at odd offsets. If two shards share
+        a byte, each writes its own nibble, so exchange nibbles instead of bytes, or cut at even offsets. On a GPU,
+        other nibbles stay untouched, even while other launches write them, if out is contiguous and starts at a
+        multiple of 8 bytes. Otherwise the call works on a copy and writes all of out.
+
+    Example:
+        >>> import fp4kit, numpy as np
+        >>> w, out = np.arange(512, dtype=np.float32), np.zeros((16, 16), np.uint8)
+        >>> amax = fp4kit.partial_amax(w, (16, 32), 0, "nvfp4-te-2d")
+        >>> for start in (0, 101):
+        ...     fp4kit.partial_cast(w[start:], out, amax, (16, 32), start, "nvfp4-te-2d")
+        >>> np.array_equal(out, fp4kit.quantize(w.reshape(16, 32), "nvfp4-te-2d").packed)
+        True
     """
     r, given = recipe_of("partial_cast", recipe), out
     array, out, amax = import_arrays(
@@ -101,7 +129,7 @@ def partial_cast(
 
 
 def _check_cast_arrays(shard: Any, out: Any, amax: Any, shape: tuple[int, int], r: Recipe) -> None:
-    """out and block_amax of partial_cast; values on a device are not looked at."""
+    """Raise an error unless out and block_amax of partial_cast are valid. Values on a device are not read."""
     wanted, covered = packed_shape(shape, r), amax_shape(shape, r)
     on_host = isinstance(shard, np.ndarray)
     if on_host:
@@ -116,7 +144,10 @@ def _check_cast_arrays(shard: Any, out: Any, amax: Any, shape: tuple[int, int], 
 
 
 def _check_finite(block_amax: Any, r: Recipe) -> None:
-    """Under "lanes" the tensor scale is that of finite elements, and the largest of block_amax must be one."""
+    """Raise ValueError if the tensor amax cannot be the largest of block_amax, because that is infinite.
+
+    A recipe with amax_nan "lanes" scales by the finite elements only.
+    """
     needs_finite = r.amax_nan == "lanes" and r.tensor_scaling != "none" and isinstance(block_amax, np.ndarray)
     if needs_finite and np.isinf(block_amax).any():
         raise ValueError(

@@ -14,26 +14,34 @@ from fp4kit.quantized.container import Quantized
 
 
 def transpose(q: Quantized) -> Quantized:
-    """The same values with blocks along the other one of the last two axes: codes and scales moved, nothing decoded.
+    """Return q with blocks along the other one of the last two axes.
 
-    q: Quantized of a recipe with square blocks (16x16: nvfp4-te-2d, ...), axis -1 or -2 of x; x (..., M, K), M and K
-    multiples of
-        the block. Any scale layout; the result has the same.
-    Returns Quantized with the other axis: packed (..., K, M/2) from (..., M, K/2), block_scale (..., K, M/block), both
-    where
-        those of q are; tensor_scale and tensor_amax are q's own.
-    Raises ValueError for other recipes, axes or lengths, or arrays of several devices; on a GPU NotImplementedError for
-    blocks of
-        other sizes than 16, 32 and 64.
-    Exact: transpose(transpose(q)) is q. The bytes are those of quantize(x, recipe, axis=-2), except where the choice of
-    a scale
-        follows the direction: 4over6 sums errors along the rows (nvfp4-te-4over6-...-2d), and amax_nan "lanes" looks
-        for NaN in every other element of a row.
+    Codes and scales are moved, and nothing is decoded.
 
-    >>> import fp4kit, numpy as np
-    >>> q = fp4kit.quantize(np.ones((32, 64), np.float32), "nvfp4-te-2d")
-    >>> fp4kit.transpose(q)
-    Quantized(nvfp4-te-2d, shape=(32, 64), dtype=float32, axis=0, scale_layout='linear', 4.52 bits a value)
+    Args:
+        q: a Quantized of a recipe with square blocks (16x16: nvfp4-te-2d, ...), axis -1 or -2 of an x (..., M, K),
+            where M and K are multiples of the block. Any scale layout.
+
+    Returns:
+        A Quantized with the other axis, in the layout and on the device of q. From packed (..., M, K/2) it has packed
+        (..., K, M/2) and block_scale (..., K, M/block). tensor_scale and tensor_amax are those of q.
+
+    Raises:
+        ValueError: the recipe has no square blocks, the axis or a length does not fit, or arrays are on several
+            devices.
+        NotImplementedError: on a GPU, for blocks of other sizes than 16, 32 and 64.
+
+    Exact:
+        transpose(transpose(q)) equals q. The bytes equal those of quantize(x, recipe, axis=-2), with two exceptions,
+        where the scale depends on the direction: 4over6 sums errors along the rows (nvfp4-te-4over6-...-2d), and
+        amax_nan "lanes" looks for NaN in every other element of a row.
+
+    Example:
+        >>> import fp4kit, numpy as np
+        >>> q = fp4kit.quantize(np.ones((32, 64), np.float32), "nvfp4-te-2d")
+        >>> t = fp4kit.transpose(q)
+        >>> q.packed.shape, t.packed.shape, t.axis
+        ((32, 32), (64, 16), 0)
     """
     key, repeat = find("transpose", (q,))
     return _transpose(q, key) if repeat is None else repeat(q)
@@ -41,7 +49,7 @@ def transpose(q: Quantized) -> Quantized:
 
 @returns_in_library
 def _transpose(q: Quantized, key: Any) -> Quantized:
-    """The full way, which leaves a prepared call under the key."""
+    """Return the transpose after all checks, and cache the prepared call under `key`."""
     given = q
     q = checks.check_quantized("transpose", q)
     _check_square_blocks(q)
@@ -53,6 +61,7 @@ def _transpose(q: Quantized, key: Any) -> Quantized:
 
 
 def _check_square_blocks(q: Quantized) -> None:
+    """Raise ValueError unless q has square blocks and a quantized axis among the last two."""
     if len(q.shape) < 2 or q.axis < len(q.shape) - 2:
         raise ValueError(f"transpose: q has axis {q.axis} of a {len(q.shape)}-d array; needs one of the last two axes")
     square_block("transpose", q.recipe, q.moved_shape[-2])
