@@ -215,7 +215,7 @@ assert q.equals(expected) and again.equals(expected)
 @NEEDS_ENVIRONMENT
 @pytest.mark.skipif("both" not in BITS, reason="no such mode here")
 def test_a_pool_that_begins_in_a_wrong_mode():
-    from test_arithmetic import WORD
+    from tests.project.test_arithmetic import WORD
 
     code = POOL_IN_A_MODE.format(word=WORD, bits=BITS["both"])
     found = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True)
