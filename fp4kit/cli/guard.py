@@ -62,7 +62,7 @@ class GuardedCommand:
             return f"; {self.destination} is complete"
         partial = staging.partial_of(self.destination)
         is_left = staging.is_partial(partial) and not staging.is_live(partial)
-        remainder = f"; {partial} is left, {staging.ways_on(self.destination)}" if is_left else ""
+        remainder = f"; {partial} is left, {staging.recovery_advice(self.destination)}" if is_left else ""
         return f"; nothing was written as {self.destination}{remainder}" if stopped else remainder
 
 

@@ -66,7 +66,9 @@ def test_devices_are_looked_for_before_any_work(count: int, tmp_path: Path, run:
 
     monkeypatch.setattr(imports, "cupy", cupy)
     text = (
-        "there is no cuda:7; there are cuda:0 to cuda:1" if count else "fp4kit.cuda: CuPy is missing; run pip install"
+        "cuda:7 does not exist; choose from cuda:0 to cuda:1"
+        if count
+        else "fp4kit.cuda: CuPy is missing; run pip install"
     )
     for command in (
         ("convert", tmp_path / "m", tmp_path / "d"),

@@ -51,7 +51,7 @@ def check_moment(model: Path, folder: Path, last: int, number: signal.Signals, a
         assert left == ["out"] and run.code == CODES[number]
         state = "complete"
     else:
-        kept = f"; {folder / '.out.partial'} is left, {staging.ways_on(out)}" if left else ""
+        kept = f"; {folder / '.out.partial'} is left, {staging.recovery_advice(out)}" if left else ""
         words = (f"fp4kit convert: {WORDS[number]}; nothing was written as {out}{kept}\n", f"fp4kit: {WORDS[number]}\n")
         assert run.err in words and left in ([], [".out.partial"]) and run.code == CODES[number]
         state = "nothing"
@@ -168,7 +168,7 @@ staging.sync_directory = lambda path: (os.kill(os.getpid(), signal.SIGINT), os.k
         130,
         (
             f"fp4kit convert: interrupted; nothing was written as {tmp_path / 'out'}; {left} is left, "
-            f"{staging.ways_on(tmp_path / 'out')}\n"
+            f"{staging.recovery_advice(tmp_path / 'out')}\n"
         ),
     )
     run = ended(command("convert", "--remove-stale", tmp_path / "out"))

@@ -25,9 +25,9 @@ from fp4kit.checkpoint.plan.plan import Plan, ShardPlan, make_plan
 from fp4kit.checkpoint.plan.plan_jobs import jobs_of
 from fp4kit.checkpoint.plan.scale_search import Losses, ScaleSearch
 from fp4kit.checkpoint.run import staging
-from fp4kit.checkpoint.run.executors import calls_ahead, executor_of, run_all, start_devices
-from fp4kit.checkpoint.run.leftovers import done_before, remove_leftovers
-from fp4kit.checkpoint.run.prefetch import ReadingAhead
+from fp4kit.checkpoint.run.executors import executor_of, pending_limit, run_all, start_devices
+from fp4kit.checkpoint.run.leftovers import jobs_of_finished_run, remove_leftovers
+from fp4kit.checkpoint.run.prefetch import Prefetcher
 from fp4kit.checkpoint.selection.selection import Wishes
 from fp4kit.cpu.library import num_threads
 from fp4kit.lazy import lazy_property
@@ -187,7 +187,7 @@ def execute(plan: Plan, destination: str | Path, options: Options | None = None)
     check(plan, target, options.resume)
     if options.executor is not None:
         return ConversionReport(plan, target, _execute(plan, target, options))
-    with ReadingAhead(plan.source.files, bytes_to_read(plan), options.progress or (lambda count: None)) as progress:
+    with Prefetcher(plan.source.files, bytes_to_read(plan), options.progress or (lambda count: None)) as progress:
         start_devices(options.devices, options.executor)
         return ConversionReport(plan, target, _execute(plan, target, replace(options, progress=progress)))
 
@@ -196,7 +196,7 @@ def finished_before(plan: Plan, target: Path) -> tuple[Done, ...] | None:
     """Return what a run of this plan did that was killed when its result had its name already. None if there was no
     such run.
     """
-    found = done_before(target, key_of(plan.source, plan.request))
+    found = jobs_of_finished_run(target, key_of(plan.source, plan.request))
     keys = [job.key for job in jobs_of(plan, _nowhere(plan))]
     return None if found is None or not found.keys() >= {*keys} else tuple(found[key] for key in keys)
 
@@ -271,7 +271,7 @@ class _Run:
         files = [self.folder / shard.name for shard in self.plan.shards]
         sweep = JobScheduler(all_jobs, files, self.journal, self._check, self.options.progress or (lambda count: None))
         with executor_of(given, workers, by_threads) as executor:
-            sweep.run(executor, calls_ahead(given, workers))
+            sweep.run(executor, pending_limit(given, workers))
             if not self.plan.is_file:
                 self._write_beside()
                 digests = self._digests(sweep.digests, executor)

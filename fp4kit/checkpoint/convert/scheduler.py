@@ -52,7 +52,7 @@ class JobScheduler:
         self._unmeasured = {group: {job.key for job in members} for group, members in self._groups.items()}
 
     def run(self, executor: Executor | None, width: int) -> None:
-        """Do everything that an interrupted run has not done. width: as in run_all."""
+        """Do everything that an interrupted run has not done. width: passed to run_all as max_pending."""
         self._in_process = executor is None
         self._take_over(executor)
         queue = deque(self._first())

@@ -1,1 +1,1 @@
-"""Execution shared by all commands: staging of files, executors, prefetching, paths."""
+"""Run conversions and checks: stage output files, run jobs on executors, and prefetch input files."""

@@ -1,7 +1,7 @@
-"""Where jobs run: in this process, in worker processes, or through any executor of concurrent.futures.
+"""Run calls in this process, in worker threads or processes, or through any concurrent.futures executor.
 
-A cluster is such an executor: dask.distributed's, or that of mpi4py.futures. Its workers need fp4kit in the same
-version, and the source and the destination under the same paths.
+A cluster is used through such an executor, from dask.distributed or mpi4py.futures. Its workers need the same version
+of fp4kit, and must see the source and the destination under the same paths as this process.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ from fp4kit.storage.errors import CheckpointError
 
 T = TypeVar("T")
 Call = tuple[Callable[..., T], tuple[Any, ...]]  # a function and its arguments
-MANY = (
-    1024  # calls that an executor has at a time where the number of its workers is not known: more than clusters have
-)
+# The number of calls to submit at a time if the number of workers is unknown: more than clusters have workers.
+MAX_PENDING = 1024
 _ONE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "VECLIB_MAXIMUM_THREADS")
-_SECONDS = 30  # that a scheduler and its first worker have to answer
+_SECONDS = 30  # timeout for the dask scheduler, and for its first worker
 
 
 def start_devices(devices: Sequence[int], given: Executor | None) -> None:
-    """Start CUDA on devices, which takes it a second. Not those of an executor's workers, which are not known here.
+    """Initialize CUDA on the given devices, which takes about a second.
 
-    Raises CheckpointError unless this machine has them.
+    Does nothing if ``given``, the user's executor, is not None: its workers may run on other machines.
+    Raises CheckpointError if this machine lacks one of the devices.
     """
     if not devices or given is not None:
         return
@@ -58,7 +58,7 @@ def start_devices(devices: Sequence[int], given: Executor | None) -> None:
         raise CheckpointError(f"--device: {error}") from None
     missing = next((device for device in devices if not 0 <= device < count), None)
     if missing is not None:
-        raise CheckpointError(f"--device: there is no cuda:{missing}; there are cuda:0 to cuda:{count - 1}")
+        raise CheckpointError(f"--device: cuda:{missing} does not exist; choose from cuda:0 to cuda:{count - 1}")
     for device in devices:
         with imports.making_current(device):
             imports.to_device(np.zeros(1, np.uint8))
@@ -66,12 +66,16 @@ def start_devices(devices: Sequence[int], given: Executor | None) -> None:
 
 @contextmanager
 def executor_of(given: Executor | None, workers: int, by_threads: bool = False) -> Iterator[Executor | None]:
-    """The executor of a run: the given one, which stays open; worker processes or threads; or None for this process
-    alone.
+    """Yield the executor for a run, or None to run in this process.
 
-    by_threads: what does the work, a GPU or the compiled engine, lets Python's other threads run meanwhile: one reads
-    while another computes and a third writes. Each has one thread of that engine. Worker processes end with the run: at
-    once where it is stopped or fails, and also where this process is killed.
+    Yields ``given`` if it is not None, and leaves it open. Otherwise yields None for one worker, and a pool of threads
+    or processes for more. The pool ends with the run. If the run fails or is stopped, or if this process is killed, its
+    worker processes end at once.
+
+    given: the user's executor, or None.
+    by_threads: True for a pool of threads. They can work in parallel if a GPU or the compiled engine does the work,
+        because both release Python's interpreter lock: one thread reads while another computes and a third writes.
+        Each thread uses one thread of the compiled engine.
     """
     if given is not None or workers == 1:
         yield given
@@ -84,40 +88,44 @@ def executor_of(given: Executor | None, workers: int, by_threads: bool = False) 
             threads.shutdown(wait=True, cancel_futures=True)
         return
     context = _Context()
-    pool = _Processes(workers, mp_context=context, initializer=_begin)
+    pool = _Processes(workers, mp_context=context, initializer=_initialize_worker)
     try:
         yield pool
     except BaseException:
         for process in context.started:
-            process.kill()  # what they write is redone
+            process.kill()  # safe: a resumed run writes unfinished jobs again
         raise
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
 
 
 class _Processes(ProcessPoolExecutor):
-    """Worker processes that executor_of ends, whatever they do."""
+    """A process pool whose worker processes are killed by executor_of if the run fails."""
 
 
 class _Context(multiprocessing.context.SpawnContext):
-    """Starts workers anew, since a fork would take along threads and CUDA, and knows them."""
+    """Start workers by spawning, and remember them.
+
+    Forking is not possible, because a forked process would inherit threads and CUDA state.
+    """
 
     def __init__(self) -> None:
         self.started: list[_Worker] = []
 
     def Process(self, *arguments: Any, **options: Any) -> _Worker:  # type: ignore[override]
-        """A worker; called by the pool."""
+        """Create and remember a worker process. The pool calls this."""
         self.started.append(_Worker(*arguments, **options))
         return self.started[-1]
 
 
 class _Worker(multiprocessing.context.SpawnProcess):
-    """A process of one thread that hears no Ctrl-C, not even while it begins: the process that started it does, and
-    stops it.
+    """A single-threaded worker process that ignores Ctrl-C, even while it starts.
+
+    The parent process handles Ctrl-C and stops its workers.
     """
 
     def start(self) -> None:
-        """Start it: both are inherited from this process."""
+        """Start the process. It inherits the thread limits and the blocked SIGINT, which are set only meanwhile."""
         before = {name: os.environ.get(name) for name in _ONE_THREAD}
         blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         os.environ.update(dict.fromkeys(_ONE_THREAD, "1"))
@@ -131,90 +139,102 @@ class _Worker(multiprocessing.context.SpawnProcess):
             signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
 
 
-def _begin() -> None:
-    """In a worker: end when the process that started it ends, however it does."""
+def _initialize_worker() -> None:
+    """Initialize a worker process: ignore Ctrl-C, and exit as soon as the parent process ends, for whatever reason."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
 
 
 def _end_with_parent() -> None:
+    """Wait until the parent process ends, then exit this process."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()
     os._exit(1)
 
 
-def run_all(executor: Executor | None, queue: deque[Call[T]], width: int = MANY) -> Generator[T, None, None]:
-    """Results of the calls of a queue as they come. Who takes them may add calls meanwhile: what is at the left is
-    next.
+def run_all(
+    executor: Executor | None, queue: deque[Call[T]], max_pending: int = MAX_PENDING
+) -> Generator[T, None, None]:
+    """Run the calls in a queue, and yield their results in the order in which they finish.
 
-    width: calls that an executor has at a time. After an error, or when the caller stops, those that have not begun are
-    dropped, and the others are waited for, so that nothing is written afterwards. Raises ChildProcessError where
-    workers died.
+    The caller may add calls to the queue between results. Calls are taken from the left.
+
+    After an error, or if the caller stops iterating, calls that have not started are cancelled. Running calls are
+    waited for, so that nothing is written after this generator ends; worker processes of executor_of are not, because
+    it kills them.
+
+    executor: where to run the calls; None for this process.
+    max_pending: how many calls are submitted to the executor at a time.
+    Raises ChildProcessError if a worker died, and any exception that a call raises.
     """
     if executor is None:
         while queue:
             function, call = queue.popleft()
             yield function(*call)
         return
-    run = secrets.token_hex(8)  # dask takes equal calls for one, whose result it may still have
+    run = secrets.token_hex(8)  # makes calls unique: dask would answer an equal call of another run from its cache
     pending: set[Future[T]] = set()
     finished: SimpleQueue[Future[T]] = SimpleQueue()
     try:
         while queue or pending:
-            while queue and len(pending) < width:
-                pending.add(_submitted(executor, run, queue.popleft(), finished))
+            while queue and len(pending) < max_pending:
+                pending.add(_submit(executor, run, queue.popleft(), finished))
             future = finished.get()
             pending.remove(future)
-            with _deaths_told():
+            with _worker_death_as_error():
                 result = future.result()
             yield result
     finally:
-        begun = [
-            future for future in pending if not future.cancel()
-        ]  # dask may never tell the end of one that it cancelled
+        # Wait only for futures that could not be cancelled: dask may never report the end of a cancelled one.
+        begun = [future for future in pending if not future.cancel()]
         if not isinstance(executor, _Processes):
             wait(begun)
 
 
-def calls_ahead(given: Executor | None, workers: int) -> int:
-    """The width for executor_of's executor: a call that waits for each worker, so that what is added next begins
-    soon.
+def pending_limit(given: Executor | None, workers: int) -> int:
+    """Return max_pending for the executor of executor_of: one running and one waiting call per worker.
+
+    Short queues in the executor let calls that are added later start soon.
     """
-    return MANY if given is not None else 2 * workers
+    return MAX_PENDING if given is not None else 2 * workers
 
 
-def _submitted(executor: Executor, run: str, call: Call[T], finished: SimpleQueue[Future[T]]) -> Future[T]:
+def _submit(executor: Executor, run: str, call: Call[T], finished: SimpleQueue[Future[T]]) -> Future[T]:
+    """Submit a call, and return its future, which is put into ``finished`` when it is done."""
     function, arguments = call
-    with _deaths_told():
-        future: Future[T] = executor.submit(_call, __version__, run, function, arguments)
+    with _worker_death_as_error():
+        future: Future[T] = executor.submit(_run_checked, __version__, run, function, arguments)
     future.add_done_callback(finished.put)
     return future
 
 
-def _call(version: str, run: str, function: Callable[..., T], call: tuple[Any, ...]) -> T:
-    """In a worker: one call, unless other code would do it."""
+def _run_checked(version: str, run: str, function: Callable[..., T], call: tuple[Any, ...]) -> T:
+    """Run one call in a worker. Raises CheckpointError if the worker has another version of fp4kit."""
     if version != __version__:
         raise CheckpointError(
-            f"workers: have fp4kit {__version__}, and {version} is needed as in the process that plans"
+            f"workers: have fp4kit {__version__}, but the main process has {version}; install {version} on the workers"
         )
     return function(*call)
 
 
 @contextmanager
-def _deaths_told() -> Iterator[None]:
+def _worker_death_as_error() -> Iterator[None]:
+    """Raise ChildProcessError in place of any exception that means that a worker process died."""
     try:
         yield
     except Exception as error:
         if isinstance(error, BrokenExecutor | CancelledError) or type(error).__name__ == "KilledWorker":  # dask's
-            raise ChildProcessError("a worker process died, perhaps for want of memory; take fewer workers") from error
+            raise ChildProcessError("a worker process died, perhaps from lack of memory; use fewer workers") from error
         raise
 
 
 @contextmanager
 def cluster(scheduler: str | None = None) -> Iterator[Executor | None]:
-    """The executor of a cluster: of the dask scheduler at an address; of MPI, where mpi4py.futures runs this process;
-    or None.
+    """Yield the executor of a cluster, or None if there is no cluster.
+
+    With the address of a dask scheduler, yields dask's executor. Without one, yields MPI's executor if mpi4py.futures
+    runs this process.
     """
     if scheduler is not None:
         with dask_executor(scheduler) as executor:
@@ -228,35 +248,39 @@ def cluster(scheduler: str | None = None) -> Iterator[Executor | None]:
 
 @contextmanager
 def dask_executor(address: str) -> Iterator[Executor]:
-    """An executor of dask.distributed on the scheduler at an address, such as tcp://host:8786.
+    """Yield an executor of dask.distributed for the scheduler at ``address``, such as tcp://host:8786.
 
-    Raises CheckpointError where dask.distributed is missing, or no scheduler or worker answers.
+    Raises CheckpointError if dask.distributed is not installed, or if no scheduler or no worker answers.
     """
     try:
         from distributed import Client
     except ImportError:
-        raise CheckpointError('--dask: needs dask.distributed; pip install "fp4kit[cluster]"') from None
+        raise CheckpointError('--dask: needs dask.distributed; run pip install "fp4kit[cluster]"') from None
     try:
         client = Client(address, timeout=_SECONDS, set_as_default=False)
     except (OSError, ValueError, TimeoutError) as error:
         why = type(error).__name__
-        raise CheckpointError(f"--dask {address}: no scheduler answers ({why}); start `dask scheduler`") from None
+        raise CheckpointError(
+            f"--dask {address}: no scheduler answers ({why}); start one with `dask scheduler`"
+        ) from None
     with client:
         try:
             client.wait_for_workers(1, timeout=_SECONDS)
         except TimeoutError:
-            raise CheckpointError(f"--dask {address}: has no workers; start `dask worker {address}`") from None
+            raise CheckpointError(
+                f"--dask {address}: has no workers; start some with `dask worker {address}`"
+            ) from None
         yield client.get_executor(pure=False)
 
 
 def is_under_mpi() -> bool:
-    """Whether this process is the first of ``mpiexec -n N python -m mpi4py.futures ...``."""
+    """Return whether this process was started by ``mpiexec -n N python -m mpi4py.futures ...``."""
     return ("-m", "mpi4py.futures") in pairwise(sys.orig_argv)
 
 
 @contextmanager
 def mpi_executor() -> Iterator[Executor]:
-    """The executor of mpi4py.futures: its workers are the other processes of the run."""
+    """Yield the executor of mpi4py.futures, whose workers are the other MPI processes."""
     from mpi4py.futures import MPIPoolExecutor
 
     with MPIPoolExecutor() as executor:

@@ -1,9 +1,9 @@
-"""Leftovers: what a run left that was killed when its result had its name already, and had not removed its lock and
-journal.
+"""Find and remove leftovers: a lock and a journal that a killed run did not remove from a finished result.
 
-In a directory that was finished these are its files ``.lock`` and ``.journal.jsonl``. Beside a GGUF file it is the
-partial directory that the file was taken out of, with nothing else in it. A run that lives yet, and holds the lock,
-leaves nothing.
+A run gives its result the final name first, and removes its lock and journal afterwards. If it is killed in between,
+these files stay. For a directory, leftovers are the files ``.lock`` and ``.journal.jsonl`` inside it. For a GGUF file,
+they are the partial directory beside it (see staging.py), which then contains nothing else. While a run is alive and
+holds the lock, its files are not leftovers.
 """
 
 from __future__ import annotations
@@ -23,21 +23,22 @@ _OWN = (staging.JOURNAL, staging.LOCK)  # in the order in which a run removes th
 
 
 def leftovers_of(destination: Path) -> tuple[Path, ...]:
-    """Return what was left in a finished directory, or beside a finished file. Empty if there is nothing, or a run is
-    alive.
+    """Return the leftovers in a finished directory or beside a finished file.
+
+    Returns () if there are none, or if a run is alive.
     """
     if destination.is_dir():
         is_ours = _is_finished(destination) and not staging.is_live(destination)
         return tuple(destination / name for name in _OWN if _is_own(destination / name)) if is_ours else ()
     partial = staging.partial_of(destination)
-    with suppress(OSError):  # of a directory that cannot be read
+    with suppress(OSError):  # the partial directory cannot be read
         emptied = destination.is_file() and staging.is_partial(partial) and {*os.listdir(partial)} <= {*_OWN}
         return (partial,) if emptied and not staging.is_live(partial) else ()
     return ()
 
 
 def remove_leftovers(destination: Path) -> tuple[Path, ...]:
-    """Remove what leftovers_of returns, and return it."""
+    """Remove the leftovers of a destination, and return what was removed."""
     found = leftovers_of(destination)
     if found and not destination.is_dir():
         staging.remove_partial(destination)
@@ -47,11 +48,10 @@ def remove_leftovers(destination: Path) -> tuple[Path, ...]:
     return found
 
 
-def done_before(destination: Path, key: str) -> Mapping[str, Done] | None:
-    """Return the jobs that made a finished destination, by their keys, if the journal of the run ``key`` was left
-    there.
+def jobs_of_finished_run(destination: Path, key: str) -> Mapping[str, Done] | None:
+    """Return job key -> result for a finished destination, if the journal of the run ``key`` is among its leftovers.
 
-    None without that journal, so that nothing tells which run made the destination.
+    Return None without that journal, because it is unknown then which run made the destination.
     """
     for path in leftovers_of(destination):
         journal = path if path.name == staging.JOURNAL else path / staging.JOURNAL
@@ -63,7 +63,7 @@ def done_before(destination: Path, key: str) -> Mapping[str, Done] | None:
 
 
 def _is_finished(folder: Path) -> bool:
-    """Return whether a conversion wrote a directory: it then has a manifest."""
+    """Return whether a conversion wrote this directory and finished, so that it has a valid manifest."""
     try:
         return load_manifest(folder) is not None
     except CheckpointError:
@@ -71,7 +71,10 @@ def _is_finished(folder: Path) -> bool:
 
 
 def _is_own(path: Path) -> bool:
-    """Return whether a file is an empty lock, or a journal that begins with the key of a run. No link is followed."""
+    """Return whether a file was written by a run: an empty lock, or a journal that begins with a run's key.
+
+    Links are never followed.
+    """
     if path.is_symlink() or not path.is_file():
         return False
     if path.name == staging.LOCK:

@@ -1,5 +1,6 @@
-"""Files read into the page cache before a run needs them: while workers or a GPU start, which takes seconds, and after
-that.
+"""Prefetch files into the page cache before a run reads them.
+
+Prefetching starts while worker processes or a GPU start, which takes seconds, and continues during the run.
 """
 
 from __future__ import annotations
@@ -14,18 +15,22 @@ from threading import Event, Lock, Thread
 
 from fp4kit.storage.safetensors_file import SafetensorsFile
 
-PIECE, READERS = 64 << 20, 2  # bytes that a thread asks the system for in their order, and how many threads do
-STEP = 8 << 20  # of them, at a time
-PART = 8  # of the memory of this machine: one of so many parts holds what is not needed yet, at most
-_LIMIT = Path("/sys/fs/cgroup/memory.max")  # what a container may have of it
+PIECE = 64 << 20  # bytes that one thread prefetches in order before it takes the next piece
+THREADS = 2  # number of prefetching threads
+STEP = 8 << 20  # bytes per request to the system
+WINDOW_DIVISOR = 8  # prefetch at most 1 / WINDOW_DIVISOR of the machine's memory ahead of the run
+_LIMIT = Path("/sys/fs/cgroup/memory.max")  # the memory limit of a container
 
 
-class ReadingAhead:
-    """Reads files, from the first on, until the with statement ends; gives what the run is to call with the bytes it
-    has read.
+class Prefetcher:
+    """Prefetch files in order, in background threads, until the with statement ends.
 
-    total: bytes that the run reads, which may be more than the files have: what is measured first is read twice.
-    Where the system takes no such wishes (macOS), nothing is read.
+    The with statement returns a function that the run must call with the number of bytes after each read, so that the
+    threads stay only a bounded distance ahead. Without posix_fadvise (macOS), nothing is prefetched.
+
+    total: the number of bytes that the run will read. It exceeds the size of the files if a run reads data twice,
+        because it measures first.
+    progress: called with each number of bytes that the run reports.
     """
 
     def __init__(self, files: Iterable[SafetensorsFile], total: int, progress: Callable[[int], None]) -> None:
@@ -37,9 +42,9 @@ class ReadingAhead:
             for at in range(0, file.size, PIECE)
         )
         self._size, self._total, self._progress = ends[-1], total, progress
-        self._window = memory() // PART
+        self._window = memory() // WINDOW_DIVISOR
         self._done, self._lock, self._stopped = 0, Lock(), Event()
-        readers = READERS if hasattr(os, "posix_fadvise") else 0
+        readers = THREADS if hasattr(os, "posix_fadvise") else 0
         self._threads = [Thread(target=self._read, daemon=True) for _ in range(readers)]
 
     def __enter__(self) -> Callable[[int], None]:
@@ -53,36 +58,37 @@ class ReadingAhead:
             thread.join()
 
     def _tick(self, count: int) -> None:
+        """Record that the run has read ``count`` more bytes."""
         with self._lock:
             self._done += count
         self._progress(count)
 
     def _read(self) -> None:
+        """Prefetch pieces until none is left or the with statement ends."""
         while self._pieces and not self._stopped.is_set():
-            with suppress(
-                OSError, IndexError
-            ):  # whoever needs the bytes will say so; another thread took the last piece
+            # OSError: the run itself will report unreadable files. IndexError: another thread took the last piece.
+            with suppress(OSError, IndexError):
                 file, at, place = self._pieces.popleft()
-                while place - self._reached() > self._window and not self._stopped.wait(0.01):
+                while place - self._position_of_run() > self._window and not self._stopped.wait(0.01):
                     pass
                 descriptor = os.open(file.path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
                 try:
                     for step in range(0, min(PIECE, file.size - at), STEP):
                         if self._stopped.is_set():
                             return
-                        if place + step + STEP > self._reached():  # the run has not been there
+                        if place + step + STEP > self._position_of_run():  # the run has not read this yet
                             os.posix_fadvise(descriptor, at + step, STEP, os.POSIX_FADV_WILLNEED)
                 finally:
                     os.close(descriptor)
 
-    def _reached(self) -> float:
-        """About the place in the files that the run has come to."""
+    def _position_of_run(self) -> float:
+        """Return the approximate position of the run, in bytes from the start of the first file."""
         return self._size * self._done / max(self._total, 1)
 
 
 def memory() -> int:
-    """Bytes of memory that this machine, or this container, has."""
+    """Return the memory of this machine in bytes, or the limit of its container if that is smaller."""
     whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    with suppress(OSError, ValueError):  # there is no such file; it says "max"
+    with suppress(OSError, ValueError):  # the file does not exist, or contains "max"
         return min(whole, int(_LIMIT.read_text()))
     return whole

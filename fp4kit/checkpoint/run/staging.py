@@ -1,8 +1,11 @@
-"""A directory that appears whole or not at all: it is filled under a hidden name beside its place, then renamed.
+"""Create output directories and files that appear complete or not at all.
 
-The hidden name is ``.NAME.partial``. A run holds a lock there, which the system takes back however the run ends. A run
-that was interrupted, or that the machine failed, leaves it with a journal of what was done; one that cannot succeed
-removes it.
+A run fills the partial directory, which is hidden beside the destination NAME as ``.NAME.partial``. At the end, the
+partial directory (or a single file in it) is renamed to the destination.
+
+While it writes, a run holds a lock on the partial directory. The system releases the lock however the run ends. If a
+run is interrupted, or fails for a reason outside the model, the partial directory stays with a journal of the finished
+jobs, and a later run can resume it. If the run cannot succeed, because of the model or the request, it is removed.
 """
 
 from __future__ import annotations
@@ -24,20 +27,20 @@ try:
     import fcntl
 
     HAS_LOCKS = True
-except ImportError:  # Windows: two runs into one place are not told apart
+except ImportError:  # Windows: two runs into one destination cannot detect each other
     HAS_LOCKS = False
 
-_PUBLISHED: dict[
-    str, tuple[int, int]
-] = {}  # destination -> device and inode of the directory that this process made for it
-LOCK, JOURNAL = (
-    ".lock",
-    ".journal.jsonl",
-)  # in the partial directory; no file of a model has a name that begins with a dot
+# Destination -> (device, inode) of the directory or file that this process renamed to it.
+_PUBLISHED: dict[str, tuple[int, int]] = {}
+# Files in the partial directory. They cannot collide with files of a model, whose names never begin with a dot.
+LOCK, JOURNAL = ".lock", ".journal.jsonl"
 
 
 def is_published(destination: Path) -> bool:
-    """Whether a destination is what this process filled and renamed: then it is whole, whatever was raised since."""
+    """Return whether this process has completed and renamed ``destination``.
+
+    The destination is then complete, whatever exception was raised since.
+    """
     try:
         found = os.lstat(destination)
     except OSError:
@@ -46,33 +49,34 @@ def is_published(destination: Path) -> bool:
 
 
 def partial_of(destination: Path) -> Path:
-    """Where a run into a destination fills its files. There is one of "." and "/", too, which nothing can be converted
-    into.
-    """
+    """Return the partial directory of a destination. Also defined for "." and "/", which are no valid destinations."""
     return destination.parent / f".{destination.name}.partial"
 
 
 def check_destination(source: Path, destination: Path) -> None:
-    """Raise CheckpointError unless ``destination`` is new, in an existing directory, and apart from ``source``."""
+    """Raise CheckpointError if a run cannot write ``destination``.
+
+    It must not exist, its parent must be a writable directory, and neither of source and destination may contain the
+    other.
+    """
     if os.path.lexists(destination):
         raise CheckpointError(f"{destination}: exists; name a new directory, or remove it first")
     if not resolved(destination.parent).is_dir():
         raise CheckpointError(f"{destination}: its parent directory does not exist; create {destination.parent} first")
     if not os.access(destination.parent, os.W_OK | os.X_OK):
-        raise CheckpointError(
-            f"{destination}: nothing can be written into {destination.parent}; name another directory"
-        )
+        raise CheckpointError(f"{destination}: no write permission in {destination.parent}; name another directory")
     real_source = resolved(source)
     real = resolved(destination.parent) / destination.name
     if real.is_relative_to(real_source):
-        raise CheckpointError(f"{destination}: lies inside the source {source}; name a directory outside it")
+        raise CheckpointError(f"{destination}: is inside the source {source}; name a directory outside it")
     if real_source.is_relative_to(real):
-        raise CheckpointError(f"{destination}: holds the source {source}; name a directory outside it")
+        raise CheckpointError(f"{destination}: contains the source {source}; name another directory")
 
 
 def free_space(destination: Path) -> int:
-    """Bytes free for ``destination`` on its file system. What an interrupted run left counts as free: it is written
-    over.
+    """Return the bytes that are free for ``destination`` on its file system.
+
+    Files that an interrupted run left in the partial directory count as free, because they are overwritten.
     """
     free = shutil.disk_usage(destination.parent).free
     with suppress(OSError):
@@ -84,27 +88,31 @@ def check_space(destination: Path, needed: int) -> None:
     """Raise CheckpointError if fewer than ``needed`` bytes are free for ``destination``."""
     free = free_space(destination)
     if free < needed:
-        raise CheckpointError(f"{destination}: needs {needed} bytes, {free} are free; free space or name another disk")
+        raise CheckpointError(
+            f"{destination}: needs {needed} bytes, but {free} are free; free some space or use another disk"
+        )
 
 
 def check_partial(destination: Path, resume: bool) -> None:
-    """Raise CheckpointError for what another run left, unless it is to be resumed, or is writing; and if nothing is to
-    resume.
+    """Raise CheckpointError if the partial directory of a destination is in the way.
+
+    Errors are: it was not made by a run; another run is writing to it; an interrupted run left it and ``resume`` is
+    False; or it does not exist and ``resume`` is True.
     """
     partial = partial_of(destination)
-    there = _is_there(partial)
-    if there and not _is_folder(partial):
-        raise CheckpointError(f"{partial}: was not made by a conversion; move it away, or name another directory")
-    if there and is_live(partial):
-        raise _taken(destination)
-    if there and not resume:
-        raise CheckpointError(f"{partial}: left by an interrupted run; {ways_on(destination)}")
-    if resume and not there:
-        raise CheckpointError(f"{destination}: there is no interrupted run to resume; leave --resume out")
+    exists = _exists(partial)
+    if exists and not _is_folder(partial):
+        raise CheckpointError(f"{partial}: was not made by fp4kit; move it away, or name another destination")
+    if exists and is_live(partial):
+        raise _busy(destination)
+    if exists and not resume:
+        raise CheckpointError(f"{partial}: was left by an interrupted run; {recovery_advice(destination)}")
+    if resume and not exists:
+        raise CheckpointError(f"{destination}: has no interrupted run to resume; run again without --resume")
 
 
-def _is_there(partial: Path) -> bool:
-    """Whether there is something of this name. Raises CheckpointError for a name that nothing can have."""
+def _exists(partial: Path) -> bool:
+    """Return whether a path exists. Raises CheckpointError for a path that cannot exist, such as one too long."""
     try:
         partial.lstat()
     except (FileNotFoundError, NotADirectoryError):
@@ -115,31 +123,36 @@ def _is_there(partial: Path) -> bool:
 
 
 def _not_created(partial: Path, error: OSError) -> CheckpointError:
+    """Return the error for a partial directory that the system refuses to create."""
     return CheckpointError(f"{shown(str(partial))}: cannot be created ({error.strerror}); name another directory")
 
 
-def ways_on(destination: Path) -> str:
-    """What may be done about a run that was interrupted: one without a journal, such as a reconciliation, cannot go
-    on.
+def recovery_advice(destination: Path) -> str:
+    """Return advice for the user on an interrupted run: resume it or remove its files.
+
+    A run without a journal, such as ``fp4kit reconcile``, cannot be resumed.
     """
-    going_on = "go on with --resume, or " if (partial_of(destination) / JOURNAL).is_file() else ""
-    return f"{going_on}remove it with fp4kit convert --remove-stale {shlex.quote(str(destination))}"
+    resuming = "continue it with --resume, or " if (partial_of(destination) / JOURNAL).is_file() else ""
+    return f"{resuming}remove its files with fp4kit convert --remove-stale {shlex.quote(str(destination))}"
 
 
 def is_live(partial: Path) -> bool:
-    """Whether a run holds the lock of a partial directory."""
+    """Return whether a run holds the lock of a partial directory (or of a destination that it just renamed)."""
     try:
         descriptor = os.open(partial / LOCK, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError:
         return False
     try:
-        return not _take(descriptor)
+        return not _try_lock(descriptor)
     finally:
         os.close(descriptor)
 
 
-def _take(descriptor: int) -> bool:
-    """Take a lock; False if another process has it. Where the file system knows no locks, nobody has it."""
+def _try_lock(descriptor: int) -> bool:
+    """Try to take the lock on an open file. Return False if another process holds it.
+
+    Returns True if the platform or the file system does not support locks.
+    """
     if not HAS_LOCKS:
         return True
     try:
@@ -150,30 +163,35 @@ def _take(descriptor: int) -> bool:
 
 
 def _is_folder(partial: Path) -> bool:
+    """Return whether a path is a directory and not a link to one."""
     return os.path.isdir(partial) and not os.path.islink(partial)
 
 
 def is_partial(folder: Path) -> bool:
-    """Whether a run made a directory: it has a lock, or is empty, where the run ended before that."""
+    """Return whether a run made this directory: it has a lock file, or is empty because the run ended before that."""
     return _is_folder(folder) and ((folder / LOCK).is_file() or not any(folder.iterdir()))
 
 
 def removable(destination: Path) -> Path | None:
-    """What remove_partial would remove. Raises what that raises."""
+    """Return the directory that remove_partial would remove, or None if there is nothing.
+
+    Raises CheckpointError if a run is writing to it, or if no run made it.
+    """
     partial = partial_of(destination)
     if not os.path.lexists(partial):
         return None
     if not is_partial(partial):
-        raise CheckpointError(f"{partial}: was not made by a conversion; remove it yourself")
+        raise CheckpointError(f"{partial}: was not made by fp4kit; remove it yourself")
     if is_live(partial):
-        raise _taken(destination)
+        raise _busy(destination)
     return partial
 
 
 def remove_partial(destination: Path) -> Path | None:
-    """Remove what an interrupted run into a destination left; returns what was removed, None if there was nothing.
+    """Remove the partial directory that an interrupted run left.
 
-    Raises CheckpointError while a run is writing there, and for anything that no run made.
+    Return the removed path, or None if there was nothing. Raises CheckpointError if a run is writing to it, or if no
+    run made it.
     """
     partial = removable(destination)
     if partial is None:
@@ -187,14 +205,14 @@ def remove_partial(destination: Path) -> Path | None:
 
 
 def _remove(partial: Path) -> None:
-    """Remove a partial directory, the lock at last: until then, no other run takes it over."""
+    """Remove a partial directory. The lock file is removed last, so that no other run can take the directory over."""
     clear(partial, {LOCK})
     (partial / LOCK).unlink(missing_ok=True)
     partial.rmdir()
 
 
 def clear(folder: Path, keep: Collection[str]) -> None:
-    """Remove all of a directory but the regular files of these names; no link is followed."""
+    """Remove everything in a directory except regular files named in ``keep``. Links are removed, never followed."""
     for entry in list(os.scandir(folder)):
         if entry.is_dir(follow_symlinks=False):
             shutil.rmtree(entry.path)
@@ -203,13 +221,13 @@ def clear(folder: Path, keep: Collection[str]) -> None:
 
 
 def copy_file(source: Path, destination: Path) -> None:
-    """Copy the bytes of a regular file into a new file, creating its directories."""
+    """Copy a regular file to a new file and flush it to disk. Missing parent directories are created."""
     destination.parent.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(source, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     with open(descriptor, "rb") as reader, destination.open("xb") as writer:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             raise CheckpointError(
-                f"{shown(source.name)}: is no regular file any more; run again when nothing writes there"
+                f"{shown(source.name)}: is no longer a regular file; run again when nothing changes the source"
             )
         shutil.copyfileobj(reader, writer, 1 << 20)
         writer.flush()
@@ -217,8 +235,9 @@ def copy_file(source: Path, destination: Path) -> None:
 
 
 def sync_file(path: Path) -> None:
-    """Push a file of a partial directory to the disk. What a disk did not take is not known: the journal is removed
-    then.
+    """Flush a file of the partial directory to disk.
+
+    If that fails, remove the journal before raising: it is unknown which bytes were lost, so the run cannot be resumed.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
@@ -231,33 +250,40 @@ def sync_file(path: Path) -> None:
 
 
 class Stage:
-    """The partial directory of a run. is_ours: what is in it may be removed; published: it has got its name."""
+    """Hold the partial directory of a run.
+
+    is_ours: True if this run may remove the content. A resumed run sets it once it has accepted the journal.
+    published: True once the directory or file has been renamed to the destination.
+    """
 
     def __init__(self, folder: Path, is_ours: bool) -> None:
         self.folder, self.is_ours, self.published = folder, is_ours, False
 
     def is_kept_after(self, error: BaseException) -> bool:
-        """Whether there is something to go on with: not after a verdict on the model or the request, which would come
-        again.
+        """Return whether the partial directory must be kept after ``error``, so that the run can be resumed.
+
+        It is not kept after a CheckpointError, because a resumed run would fail for the same reason.
         """
         return not self.is_ours or ((self.folder / JOURNAL).exists() and not isinstance(error, CheckpointError))
 
 
 @contextmanager
 def staged_directory(destination: Path, resume: bool = False, file: str | None = None) -> Iterator[Stage]:
-    """Yield the partial directory of a destination; at the end it gets its name, or the file in it that is all that is
-    made.
+    """Yield the partial directory of a destination, and rename it to the destination at the end.
 
-    After a CheckpointError it is removed. After all else (KeyboardInterrupt, SystemExit, a full disk, workers that
-    died) it stays if it has a journal. One that is to be resumed stays in any case until the run calls it its own: see
-    Stage.
+    After a CheckpointError, the partial directory is removed. After any other exception (KeyboardInterrupt, SystemExit,
+    a full disk, a dead worker), it is kept if it has a journal. A resumed directory is kept in every case until the run
+    sets Stage.is_ours.
+
+    resume: True to continue in the partial directory of an interrupted run.
+    file: if given, only this file in the partial directory is renamed to the destination.
     """
     partial = partial_of(destination)
     check_partial(destination, resume)
     try:
         partial.mkdir(mode=0o700, exist_ok=resume)
     except FileExistsError:
-        raise _taken(destination) from None
+        raise _busy(destination) from None
     except OSError as error:
         raise _not_created(partial, error) from None
     stage = Stage(partial, is_ours=not resume)
@@ -272,9 +298,9 @@ def staged_directory(destination: Path, resume: bool = False, file: str | None =
         raise
     finally:
         try:
-            _tidy(destination)
-        except BaseException:  # a signal, perhaps between the two
-            _tidy(destination)
+            _remove_lock_and_journal(destination)
+        except BaseException:  # a signal may have interrupted it: do the rest
+            _remove_lock_and_journal(destination)
             raise
         finally:
             os.close(lock)
@@ -282,20 +308,20 @@ def staged_directory(destination: Path, resume: bool = False, file: str | None =
 
 
 def _publish(stage: Stage, destination: Path, file: str | None) -> None:
-    """Give a partial directory, or a file of it, its name."""
+    """Rename the partial directory, or one file in it, to the destination, after flushing it to disk."""
     partial = stage.folder if file is None else stage.folder / file
     os.chmod(partial, (0o777 if file is None else 0o666) & ~_umask())
     for folder, _, _ in os.walk(stage.folder):
         sync_directory(Path(folder))
     if os.path.lexists(destination):
-        raise CheckpointError(f"{destination}: appeared while the conversion ran; nothing was written to it")
+        raise CheckpointError(f"{destination}: was created by another program during the run; name another destination")
     _PUBLISHED[os.path.abspath(destination)] = partial.stat().st_dev, partial.stat().st_ino
     os.rename(partial, destination)
     stage.published = True
 
 
-def _tidy(destination: Path) -> None:
-    """Remove what a run needed, of what has got its name. Not before: another run could take it for its own."""
+def _remove_lock_and_journal(destination: Path) -> None:
+    """Remove the run's lock and journal after the rename. Does nothing before: another run could take over."""
     if not is_published(destination):
         return
     if destination.is_dir():
@@ -306,25 +332,31 @@ def _tidy(destination: Path) -> None:
 
 
 def _locked(partial: Path, destination: Path) -> int:
-    """The lock of a partial directory, as an open file."""
+    """Take the lock of a partial directory, and return its open file descriptor.
+
+    Raises CheckpointError if another run holds the lock or has just removed it.
+    """
     try:
         descriptor = os.open(partial / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     except OSError as error:
         raise CheckpointError(
-            f"{partial}: cannot be locked ({error.strerror}); another run may just have ended there"
+            f"{partial}: cannot be locked ({error.strerror}); another run may just have ended; run again"
         ) from None
-    if not (_take(descriptor) and _is_still(descriptor, partial / LOCK)):
+    if not (_try_lock(descriptor) and _is_at(descriptor, partial / LOCK)):
         os.close(descriptor)
-        raise _taken(destination)
+        raise _busy(destination)
     return descriptor
 
 
-def _taken(destination: Path) -> CheckpointError:
-    return CheckpointError(f"{destination}: another run is writing to it; wait for that one, or name another directory")
+def _busy(destination: Path) -> CheckpointError:
+    """Return the error for a destination that another run is writing to."""
+    return CheckpointError(
+        f"{destination}: another run is writing to it; wait for that run to end, or name another destination"
+    )
 
 
-def _is_still(descriptor: int, path: Path) -> bool:
-    """Whether an open file has its name yet: the run that had it may have ended just now."""
+def _is_at(descriptor: int, path: Path) -> bool:
+    """Return whether an open file is still the file at ``path``; the run that held it may just have removed it."""
     try:
         return os.path.samestat(os.fstat(descriptor), os.lstat(path))
     except FileNotFoundError:
@@ -332,6 +364,7 @@ def _is_still(descriptor: int, path: Path) -> bool:
 
 
 def _umask() -> int:
+    """Return the process's umask, which can only be read by setting it."""
     found = os.umask(0)
     os.umask(found)
     return found

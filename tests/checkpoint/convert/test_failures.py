@@ -158,7 +158,7 @@ def test_destination_inside_source(tmp_path: Path) -> None:
     synthetic.bert(tmp_path / "m")
     (tmp_path / "alias").symlink_to("m")
     for parent in (tmp_path / "m", tmp_path / "alias"):
-        with refused("lies inside the source"):
+        with refused("is inside the source"):
             convert(tmp_path / "m", parent / "out")
 
 
@@ -166,7 +166,7 @@ def test_source_inside_destination(tmp_path: Path) -> None:
     """Only through a link can the destination hold the source and not exist."""
     synthetic.bert(tmp_path / "a" / "m")
     (tmp_path / "a" / "m").rename(tmp_path / "m")
-    with refused("holds the source"):
+    with refused("contains the source"):
         staging.check_destination(tmp_path / "out" / "m", tmp_path / "out")
 
 
@@ -174,7 +174,7 @@ def test_space_is_checked_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     synthetic.bert(tmp_path / "m")
     usage = shutil.disk_usage(tmp_path)._replace(free=1000)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
-    with refused("bytes, 1000 are free; free space or name another disk"):
+    with refused("bytes, but 1000 are free; free some space or use another disk"):
         convert(tmp_path / "m", tmp_path / "out")
     _nothing_left(tmp_path)
 
@@ -193,7 +193,7 @@ def test_space_of_an_interrupted_run_counts_as_free(tmp_path: Path, monkeypatch:
 
 def test_destination_that_appears_meanwhile(tmp_path: Path) -> None:
     synthetic.bert(tmp_path / "m")
-    with refused("out: appeared while the conversion ran"):
+    with refused("out: was created by another program during the run"):
         convert(
             tmp_path / "m",
             tmp_path / "out",
@@ -256,5 +256,5 @@ def test_a_directory_that_may_not_be_written(tmp_path: Path, forbidden: Callable
     synthetic.bert(tmp_path / "m")
     (tmp_path / "closed").mkdir()
     forbidden(tmp_path / "closed")
-    with refused("out: nothing can be written into"):
+    with refused("out: no write permission in"):
         check(make_plan(tmp_path / "m"), tmp_path / "closed" / "out")

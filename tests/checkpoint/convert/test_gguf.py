@@ -315,7 +315,7 @@ def test_an_interrupted_run_is_gone_on_with(tmp_path: Path, monkeypatch: pytest.
         run(tmp_path / "m.gguf", options=Options(workers=1))
     partial = staging.partial_of(tmp_path / "out.gguf")
     assert sorted(os.listdir(partial)) == [".journal.jsonl", ".lock", "m.gguf"] and not (tmp_path / "out.gguf").exists()
-    with refused("left by an interrupted run; go on with --resume"):
+    with refused("was left by an interrupted run; continue it with --resume"):
         run(tmp_path / "m.gguf")
     monkeypatch.setattr(jobs, "write", write)
     run(tmp_path / "m.gguf", options=Options(resume=True))

@@ -211,7 +211,7 @@ def test_other_version_is_not_gone_on_with(model: Model, monkeypatch: pytest.Mon
 
 
 def test_nothing_to_resume(model: Model) -> None:
-    with refused("out: there is no interrupted run to resume; leave --resume out"):
+    with refused("out: has no interrupted run to resume; run again without --resume"):
         model.convert(resume=True)
     assert not model.partial.exists()
 

@@ -229,7 +229,7 @@ def test_workers_that_die(model: tuple[Path, dict[str, str]], tmp_path: Path, mo
     with monkeypatch.context() as patch:
         patch.setattr(run_job, "write", die)
         with pytest.raises(
-            ChildProcessError, match="a worker process died, perhaps for want of memory; take fewer workers"
+            ChildProcessError, match="a worker process died, perhaps from lack of memory; use fewer workers"
         ):
             convert(model[0], tmp_path / "out", options=Options(2))
     assert not multiprocessing.active_children() and not (tmp_path / "out").exists()
@@ -270,8 +270,8 @@ def test_nothing_runs_after_an_error() -> None:
 
 def test_worker_of_another_version_refuses() -> None:
     with refused("workers: have fp4kit ") as caught:
-        executors._call("9.9", "run", abs, (-1,))
-    assert str(caught.value).endswith("and 9.9 is needed as in the process that plans")
+        executors._run_checked("9.9", "run", abs, (-1,))
+    assert str(caught.value).endswith("but the main process has 9.9; install 9.9 on the workers")
 
 
 def test_no_cluster() -> None:
@@ -282,7 +282,7 @@ def test_no_cluster() -> None:
 
 def test_without_dask(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "distributed", None)
-    with refused('--dask: needs dask.distributed; pip install "fp4kit[cluster]"'), cluster("tcp://127.0.0.1:1"):
+    with refused('--dask: needs dask.distributed; run pip install "fp4kit[cluster]"'), cluster("tcp://127.0.0.1:1"):
         pass
 
 

@@ -45,7 +45,7 @@ def test_what_a_killed_run_left_is_reported_and_removable(
     left, out = killed(model, tmp_path), tmp_path / "out"
     for extra in ((), ("--dry-run",), ("--quiet",)):
         run = called("convert", model / "m", out, *extra)
-        said = f"fp4kit convert: {left}: left by an interrupted run; go on with --resume, or remove it with "
+        said = f"fp4kit convert: {left}: was left by an interrupted run; continue it with --resume, or remove its files with "
         assert run.code == 2 and run.err.startswith(f"{said}fp4kit convert --remove-stale {out}") and left.exists()
     run = called("convert", "--remove-stale", out, "--json")
     assert run.code == 0 and not left.exists() and "removed" in run.err and str(left) in run.out
@@ -78,7 +78,7 @@ def test_a_dry_run_removes_nothing(model: Path, tmp_path: Path, called: Callable
     assert run.code == 2 and left.exists()  # what cannot be planned removes nothing either
     (left / staging.LOCK).unlink()
     run = called("convert", "--remove-stale", "--dry-run", out)
-    assert run.code == 2 and "was not made by a conversion" in run.err
+    assert run.code == 2 and "was not made by fp4kit" in run.err
 
 
 def test_a_killed_run_goes_on_or_begins_anew(model: Path, tmp_path: Path, called: Callable[..., Run]) -> None:
@@ -104,7 +104,9 @@ def test_a_killed_reconciliation_is_not_said_to_go_on(tmp_path: Path, called: Ca
             fused_layers, "shared_amax_groups", lambda names: dict.fromkeys(names, "all")
         )  # which then disagree
         run = called("reconcile", tmp_path / "q", tmp_path / "out")
-    assert run.code == 2 and "left by an interrupted run; remove it with fp4kit convert --remove-stale" in run.err
+    assert (
+        run.code == 2 and "left by an interrupted run; remove its files with fp4kit convert --remove-stale" in run.err
+    )
     assert "--resume" not in run.err
 
 

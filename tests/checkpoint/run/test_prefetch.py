@@ -52,7 +52,7 @@ def test_files_are_read_ahead(
     """
     monkeypatch.setattr(prefetch, "PIECE", piece)
     monkeypatch.setattr(prefetch, "STEP", 64)
-    monkeypatch.setattr(prefetch, "READERS", 1)
+    monkeypatch.setattr(prefetch, "THREADS", 1)
     stopped, found, bytes_of = threading.Event(), [], {"a": 200, "b": 256, "c": 129}
 
     def noted(path: Path, start: int) -> None:
@@ -71,7 +71,7 @@ def test_files_are_read_ahead(
         SafetensorsFile(tmp_path / name, name, bytes_of.get(name, 70), (), {})
         for name in ("a", "none", "folder", "b", "c")
     ]
-    with prefetch.ReadingAhead(files, 1, print):
+    with prefetch.Prefetcher(files, 1, print):
         until(lambda: not any(thread.is_alive() for thread in threads))
     assert "".join(name for name, _ in found) == read
     assert found == [(name, start) for name in sorted(bytes_of) for start in range(0, bytes_of[name], 64)][: len(found)]
@@ -85,28 +85,28 @@ def test_reading_ahead_by_many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     watch(monkeypatch, lambda path, start: taken.append(start))
     (tmp_path / "a").write_bytes(bytes(64 * 5000))
     file, threads = SafetensorsFile(tmp_path / "a", "a", 64 * 5000, (), {}), threads_of(prefetch, monkeypatch)
-    with prefetch.ReadingAhead([file], 1, print):
+    with prefetch.Prefetcher([file], 1, print):
         until(lambda: not any(thread.is_alive() for thread in threads))
     assert sorted(taken) == list(range(0, 64 * 5000, 64))
-    with prefetch.ReadingAhead([file], 1, print):
+    with prefetch.Prefetcher([file], 1, print):
         pass
-    assert len(threads) == 2 * prefetch.READERS and not any(thread.is_alive() for thread in threads)
+    assert len(threads) == 2 * prefetch.THREADS and not any(thread.is_alive() for thread in threads)
 
 
 def test_no_further_than_a_window(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As the run comes on, by the share of what it reads; what it has passed is not read any more."""
     monkeypatch.setattr(prefetch, "PIECE", 64)
     monkeypatch.setattr(prefetch, "STEP", 64)
-    monkeypatch.setattr(prefetch, "READERS", 1)
+    monkeypatch.setattr(prefetch, "THREADS", 1)
     monkeypatch.setattr(
-        prefetch.os, "sysconf", lambda name: {"SC_PAGE_SIZE": 64, "SC_PHYS_PAGES": 10 * prefetch.PART}[name]
+        prefetch.os, "sysconf", lambda name: {"SC_PAGE_SIZE": 64, "SC_PHYS_PAGES": 10 * prefetch.WINDOW_DIVISOR}[name]
     )
     monkeypatch.setattr(prefetch, "_LIMIT", tmp_path / "none")
     begun: list[int] = []
     watch(monkeypatch, lambda path, start: begun.append(start))
     (tmp_path / "a").write_bytes(bytes(6400))
     told: list[int] = []
-    with prefetch.ReadingAhead([SafetensorsFile(tmp_path / "a", "a", 6400, (), {})], 2 * 6400, told.append) as tick:
+    with prefetch.Prefetcher([SafetensorsFile(tmp_path / "a", "a", 6400, (), {})], 2 * 6400, told.append) as tick:
         until(lambda: len(begun) == 11)  # places 0 to 640
         tick(2 * 640)
         until(lambda: len(begun) == 21)
@@ -129,6 +129,6 @@ def test_where_the_system_takes_no_wishes(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.delattr(os, "posix_fadvise")
     (tmp_path / "a").write_bytes(bytes(100))
     threads, told = threads_of(prefetch, monkeypatch), list[int]()
-    with prefetch.ReadingAhead([SafetensorsFile(tmp_path / "a", "a", 100, (), {})], 200, told.append) as tick:
+    with prefetch.Prefetcher([SafetensorsFile(tmp_path / "a", "a", 100, (), {})], 200, told.append) as tick:
         tick(7)
     assert not threads and told == [7]

@@ -66,7 +66,7 @@ def test_linked_directory_in_the_partial_directory_is_not_followed(tmp_path: Pat
 
 def test_what_is_left_is_reported(model: Model) -> None:
     model.interrupt(5)
-    with refused(f".out.partial: left by an interrupted run; {staging.ways_on(model.out)}"):
+    with refused(f".out.partial: was left by an interrupted run; {staging.recovery_advice(model.out)}"):
         model.convert()
     model.resume()
 
@@ -74,7 +74,7 @@ def test_what_is_left_is_reported(model: Model) -> None:
 @pytest.mark.parametrize("resume", [False, True])
 def test_two_runs_at_once(model: Model, resume: bool) -> None:
     def second(nbytes: int) -> None:
-        with refused("out: another run is writing to it; wait for that one, or name another directory"):
+        with refused("out: another run is writing to it; wait for that run to end, or name another destination"):
             model.convert(resume=resume)
         with refused("another run is writing to it"):
             staging.remove_partial(model.out)
@@ -114,7 +114,7 @@ def test_lock_outlives_the_rename(model: Model, monkeypatch: pytest.MonkeyPatch)
     model.convert()
     assert files_of(model.out) == model.whole
     descriptor = os.open(model.folder / "lock", os.O_CREAT | os.O_RDWR)
-    assert not staging._is_still(descriptor, model.partial / staging.LOCK)
+    assert not staging._is_at(descriptor, model.partial / staging.LOCK)
     os.close(descriptor)
 
 
@@ -210,9 +210,9 @@ def test_clean_removes_what_a_run_made_alone(model: Model, kind: str) -> None:
         "directory": lambda: (model.folder / "mine").rename(model.partial),
     }
     make[kind]()
-    with refused(".out.partial: was not made by a conversion; remove it yourself"):
+    with refused(".out.partial: was not made by fp4kit; remove it yourself"):
         staging.remove_partial(model.out)
     if kind != "directory":
-        with refused(".out.partial: was not made by a conversion; move it away, or name another directory"):
+        with refused(".out.partial: was not made by fp4kit; move it away, or name another destination"):
             model.convert(resume=True)
     assert os.path.lexists(model.partial) and (kind == "file" or (model.partial / "x").exists())
