@@ -45,7 +45,8 @@ def test_what_a_killed_run_left_is_reported_and_removable(
     left, out = killed(model, tmp_path), tmp_path / "out"
     for extra in ((), ("--dry-run",), ("--quiet",)):
         run = called("convert", model / "m", out, *extra)
-        said = f"fp4kit convert: {left}: was left by an interrupted run; continue it with --resume, or remove its files with "
+        advice = "continue it with --resume, or remove its files with "
+        said = f"fp4kit convert: {left}: was left by an interrupted run; {advice}"
         assert run.code == 2 and run.err.startswith(f"{said}fp4kit convert --remove-stale {out}") and left.exists()
     run = called("convert", "--remove-stale", out, "--json")
     assert run.code == 0 and not left.exists() and "removed" in run.err and str(left) in run.out
@@ -59,7 +60,7 @@ def test_a_resume_that_is_refused_is_not_advised(model: Path, tmp_path: Path, ca
         run.code == 2
         and "was begun from another source, with other options or by another version; remove it" in run.err
     )
-    assert "go on with" not in run.err and run.err.count("--remove-stale") == 1 and left.exists()
+    assert "continue it with" not in run.err and run.err.count("--remove-stale") == 1 and left.exists()
 
 
 def test_a_dry_run_removes_nothing(model: Path, tmp_path: Path, called: Callable[..., Run]) -> None:
