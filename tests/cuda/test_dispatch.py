@@ -71,7 +71,7 @@ CHOSEN = [
         3 * 3,
     ),  # 33 blocks beside each other, 16 a thread block
     (work(replace(RECIPES[TE], block=(2, 16))), "quantize_tile", 132 * 16),
-    # quantize_plain: no blocks, one long row
+    # quantize_unblocked: no blocks, one long row
     (work("fp8-modelopt"), "quantize_unblocked", 4096 * 8192 * 2 // (64 * 256)),
     (work("fp8-modelopt", (3, 7)), "quantize_unblocked", 1),
     (work("int8-modelopt-channel", (5, 1000)), "quantize_unblocked", 1),

@@ -4,7 +4,7 @@
 
 using Members = GroupOf<QuantizeArguments, kSmall>::Type;
 
-extern "C" __global__ void __launch_bounds__(kThreads) grouped_quantize_plain_kernel(Members group) {
+extern "C" __global__ void __launch_bounds__(kThreads) grouped_quantize_unblocked_kernel(Members group) {
   for_each_piece(group, [](const QuantizeArguments& given, Grid grid, bool aligned) {
     __shared__ QuantizeArguments
         a;  // in shared memory, so that no register holds where they are: 48 registers and not 64

@@ -146,7 +146,7 @@ constexpr int kBlocksPerMultiprocessor = (kIsLong && R::kBlockRows > 1) || R::kF
                                                                                        : 4;
 
 extern "C" __global__ void FP4KIT_CLUSTER __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
-    quantize_patch_kernel(PatchArguments a) {
+    quantize_columns_kernel(PatchArguments a) {
   find_amax<R, Input, kAligned>(a);
   quantize_columns<R, Input, kAligned>(a, whole_grid());
 }

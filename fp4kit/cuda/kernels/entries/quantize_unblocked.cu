@@ -61,7 +61,7 @@ FP4KIT_DEVICE void quantize_unblocked(const QuantizeArguments& a, Grid grid) {
   }
 }
 
-extern "C" __global__ void FP4KIT_CLUSTER __launch_bounds__(kThreads) quantize_plain_kernel(QuantizeArguments a) {
+extern "C" __global__ void FP4KIT_CLUSTER __launch_bounds__(kThreads) quantize_unblocked_kernel(QuantizeArguments a) {
   find_amax<R, Input, kAligned>(a);
   quantize_unblocked<R, Input, kAligned>(a, whole_grid());
 }

@@ -1,9 +1,11 @@
-// What the kernels of the amax of tensors share: which elements count, the largest of a run, and of a thread block.
+// The amax of a tensor: which elements count, and the largest magnitude of a run, of a thread block and of a cluster.
+// Magnitudes are compared as float32 bits, which order as the values do, with NaN above infinity.
 #pragma once
 
 #include "block.cuh"
 #include "hadamard.cuh"
 
+// Return the bits of |x|; 0 if kInput says that x does not count.
 template <AmaxInput kInput>
 FP4KIT_DEVICE u32 counted_bits(float x) {
   const u32 bits = bits_of(x) & 0x7FFFFFFFu;
@@ -12,7 +14,7 @@ FP4KIT_DEVICE u32 counted_bits(float x) {
   return bits;
 }
 
-// Largest of a run's elements, transformed first where Transform says so.
+// Return the bits of the largest magnitude of a run that counts. If Transform::kHadamard, the run is transformed first.
 template <class Transform, class In, AmaxInput kInput, int kCount>
 FP4KIT_DEVICE u32 largest_of_run(Run<In, kCount> run) {
   u32 largest;
@@ -28,6 +30,7 @@ FP4KIT_DEVICE u32 largest_of_run(Run<In, kCount> run) {
   return largest;
 }
 
+// Return the largest `own` of a thread block, to all of its threads.
 template <int kThreads>
 FP4KIT_DEVICE u32 largest_of_block(u32 own) {
   __shared__ u32 parts[kThreads];
@@ -42,9 +45,10 @@ FP4KIT_DEVICE u32 largest_of_block(u32 own) {
   return result;
 }
 
-constexpr int kAmaxRun = 16;
+constexpr int kAmaxRun = 16;  // elements of a run
 
-// Largest of the elements [0, count) that thread `lane` of `lanes` takes.
+// Return the largest of the elements in [0, count) that thread `lane` of `lanes` threads takes. kAligned: x is a
+// multiple of 16 bytes.
 template <class Transform, class In, AmaxInput kInput, bool kAligned>
 FP4KIT_DEVICE u32 largest_bits(const typename In::Bits* x, i64 count, i64 lane, i64 lanes) {
   constexpr int kRun = kAmaxRun;
@@ -57,14 +61,15 @@ FP4KIT_DEVICE u32 largest_bits(const typename In::Bits* x, i64 count, i64 lane, 
   return largest;
 }
 
+// A Transform that does nothing.
 struct Untransformed {
   static constexpr bool kHadamard = false;
   static constexpr u32 kSignMask = 0u;
 };
 
-// Where R::kFinders, a kernel finds the amax itself, by that many thread blocks together: a cluster, which its grid is
-// a multiple of, and FP4KIT_FINDERS says so to the compiler. Before compute capability 9.0 there are none, and each
-// thread block does so alone.
+// If R::kFinders is not 0, a kernel finds the amax itself. kFinders thread blocks, a cluster, do so together;
+// FP4KIT_FINDERS tells the compiler the size of the cluster, and the grid is a multiple of it. Before compute
+// capability 9.0 there are no clusters, and each thread block finds the amax alone.
 #if defined(FP4KIT_FINDERS) && __CUDA_ARCH__ >= 900
 #define FP4KIT_CLUSTER __cluster_dims__(FP4KIT_FINDERS, 1, 1)
 constexpr int kFinders = FP4KIT_FINDERS;
@@ -73,8 +78,8 @@ constexpr int kFinders = FP4KIT_FINDERS;
 constexpr int kFinders = 1;
 #endif
 
-// The same of all elements for the thread blocks that share them: 256 bytes a thread are on their way at a time, since
-// nothing else hides how long they take.
+// Return the largest of this thread's part of the whole array, for the thread blocks of a cluster. Each thread has
+// loads of 256 bytes in flight, because nothing else hides their latency.
 template <class In, AmaxInput kInput, bool kAligned>
 FP4KIT_DEVICE u32 largest_of_all(const typename In::Bits* x, i64 count) {
   constexpr int kRun = kAmaxRun, kRunsAtOnce = 256 / (kRun * sizeof(typename In::Bits)), kLanes = kFinders * kThreads;
@@ -95,13 +100,14 @@ FP4KIT_DEVICE u32 largest_of_all(const typename In::Bits* x, i64 count) {
                  largest_bits<Untransformed, In, kInput, false>(x + remainder, count - remainder, lane, kLanes));
 }
 
-// Largest of what the thread blocks of a cluster hold, each in its thread 0, in that thread of each.
+// Return, to thread 0 of each thread block of a cluster, the largest of what these threads hold.
 FP4KIT_DEVICE u32 largest_of_cluster(u32 own_largest) {
 #if defined(FP4KIT_FINDERS) && __CUDA_ARCH__ >= 900
   __shared__ u32 parts[kFinders];
   const u32 own_address = static_cast<u32>(__cvta_generic_to_shared(parts + blockIdx.x % kFinders));
-  asm volatile("barrier.cluster.wait.acquire.aligned;" ::
-                   : "memory");  // until all have begun, so that their memory is there
+  asm volatile(
+      "barrier.cluster.wait.acquire.aligned;" ::  // wait until all have begun, so that their shared memory exists
+      : "memory");                                // wait until all have begun, so that their memory exists
   if (threadIdx.x == 0) {
 #pragma unroll
     for (u32 peer = 0; peer < kFinders; ++peer) {
@@ -118,8 +124,9 @@ FP4KIT_DEVICE u32 largest_of_cluster(u32 own_largest) {
   return own_largest;
 }
 
-// Where R::kFinders, before anything else: the amax of the whole array, which is then in a.tensor_amax; the first
-// thread block also writes it to where that pointed. One launch instead of three, for arrays that are small.
+// If R::kFinders is not 0, find the amax of the whole array before anything else, and make a.tensor_amax point to it.
+// The first thread block also writes it to where a.tensor_amax pointed. For small arrays, this saves two of three
+// launches.
 template <class R, class In, bool kAligned, class Arguments>
 FP4KIT_DEVICE void find_amax(Arguments& a) {
   if constexpr (R::kFinders > 0) {

@@ -1,37 +1,40 @@
-// Where the rows of a block meet in a thread block: amaxes and errors of threads that hold a row each.
+// Combine the rows of blocks in a thread block. Each thread holds one row of one block; amaxes and errors of the rows
+// meet in shared memory.
 #pragma once
 
 #include "four_over_six.cuh"
 
 constexpr int kTileWarps = kThreads / 32;
 
+// Shared memory of the reduction. Blocks of one row need none. Thread row * kColumns + column holds row `row` of block
+// `column`.
 template <class R, bool kTall = (R::kBlockRows > 1)>
-struct TileMemory {  // blocks in a row do not meet
+struct TileMemory {
   static constexpr int kColumns = kThreads;
 };
 template <class R>
 struct TileMemory<R, true> {
   static constexpr int kRows = R::kBlockRows, kColumns = kThreads / R::kBlockRows;
   float values[2][kRows][kColumns];
-  float parts[3][kTileWarps]
-             [kColumns];  // of the short way: amax, errors; each has a barrier before it is written again
+  // For the fast path: the amax and two errors. There is a barrier before each is written again.
+  float parts[3][kTileWarps][kColumns];
 };
 
-// Operations on rows.
+// The larger of two magnitudes, NaN above all.
 struct LargerOf {
-  FP4KIT_DEVICE float of(float a, float b) {
-    return float_of(maximum(bits_of(a), bits_of(b)));
-  }  // NaN has the largest bits
+  FP4KIT_DEVICE float of(float a, float b) { return float_of(maximum(bits_of(a), bits_of(b))); }
 };
+// The sum of two floats.
 struct SumOf {
   FP4KIT_DEVICE float of(float a, float b) { return a + b; }
 };
 
-// Values of all rows of a block together, in any order, by way of tile.parts[kPart] and after; every thread gets them.
-// A warp has neighbouring rows, or a part of one row where that has more than 32 blocks.
+// Combine each value over all rows of a block, in any order, and return the results to all threads of the thread block.
+// Uses tile.parts[kPart] and the following ones. A warp has neighboring rows, or part of one row if a row has more than
+// 32 blocks.
 template <class R, class Operation, int kPart, int kCount>
 FP4KIT_DEVICE void reduce_rows(TileMemory<R>& tile, float (&values)[kCount], int column) {
-  constexpr int kColumns = TileMemory<R>::kColumns, kWarps = kColumns > 32 ? kColumns / 32 : 1;  // of a row
+  constexpr int kColumns = TileMemory<R>::kColumns, kWarps = kColumns > 32 ? kColumns / 32 : 1;  // kWarps: per row
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, first = kWarps > 1 ? column / 32 : 0;
 #pragma unroll
   for (int k = 0; k < kCount; ++k) {
@@ -50,7 +53,7 @@ FP4KIT_DEVICE void reduce_rows(TileMemory<R>& tile, float (&values)[kCount], int
   }
 }
 
-// Larger over the rows of a block; every thread gets the result.
+// Return the amax of a block from the amaxes of its rows, to all threads of the thread block.
 template <class R>
 FP4KIT_DEVICE float amax_of_rows(TileMemory<R>& tile, float amax, int row, int column) {
   if constexpr (R::kBlockRows == 1) {
@@ -65,7 +68,8 @@ FP4KIT_DEVICE float amax_of_rows(TileMemory<R>& tile, float amax, int row, int c
   }
 }
 
-// Sum over the rows of a block as a tree: row i with i + 8, then + 4, + 2, + 1; every thread gets both sums.
+// Add both errors over the rows of a block as a tree (row i and i + 8, then + 4, + 2, + 1) and return the sums to all
+// threads of the thread block.
 template <class R>
 FP4KIT_DEVICE void sum_rows(TileMemory<R>& tile, float (&error)[2], int row, int column) {
   if constexpr (R::kBlockRows > 1) {

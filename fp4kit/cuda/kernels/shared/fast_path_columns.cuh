@@ -1,12 +1,12 @@
-// Two columns of 16-bit elements side by side, encoded the short way (fast_path.cuh) from the words of their rows,
-// which hold an element of each: columns are not taken apart before their codes are.
+// The fast path (fast_path.cuh) for two columns of 16-bit elements side by side. A word of a row holds an element of
+// each column; the columns are separated only after encoding.
 #pragma once
 
 #include "fast_path.cuh"
 
-// What has the signs of eight rows at bits 4 i + 3, for either column; other bits are not meant.
+// Put the signs of eight rows of each column at bits 4 i + 3 of signs[0] and signs[1]. Other bits have no meaning.
 FP4KIT_DEVICE void nibble_signs_of_columns(const u32* rows, u32 (&signs)[2]) {
-  u32 four[2];  // rows 0 2, 1 3; bytes: two of the left column, two of the right one
+  u32 four[2];  // of rows 0 2 and of rows 1 3; two bytes of the left column, two of the right one
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     const u32 even = prmt(rows[4 * i], rows[4 * i + 2], 0xFBD9u), odd = prmt(rows[4 * i + 1], rows[4 * i + 3], 0xFBD9u);
@@ -16,10 +16,10 @@ FP4KIT_DEVICE void nibble_signs_of_columns(const u32* rows, u32 (&signs)[2]) {
   signs[1] = prmt(four[0], four[1], 0x7632u);
 }
 
-// Words of the E2M1 codes of eight rows of two columns of bfloat16, times a power of two each; signs: what nibbles'
-// signs are taken from.
+// Put the words of E2M1 codes of eight rows of two bfloat16 columns, times a power of two each, into words. The sign
+// bits of `signs` become those of the codes.
 FP4KIT_DEVICE void encode_columns_e2m1x8(const u32* rows, const u32* signs, u32 factors, u32 (&words)[2]) {
-  u32 four[2];  // rows 0 ... 3 and 4 ... 7; bytes: left, right, left, right
+  u32 four[2];  // of rows 0 to 3 and of rows 4 to 7; bytes: left, right, left, right
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     u32 code[4];
@@ -34,7 +34,7 @@ FP4KIT_DEVICE void encode_columns_e2m1x8(const u32* rows, const u32* signs, u32 
   words[1] = prmt(four[0], four[1], 0x7531u);
 }
 
-// Codes of two columns, packed as exact_codes packs them.
+// Pack the codes of two finite columns into words, as exact_codes does.
 template <class R, class In, int kRows>
 FP4KIT_DEVICE void encode_columns(const u32 (&rows)[kRows], const Factor (&f)[2],
                                   u32 (&words)[2][kRows * R::Element::kStoredBits / 32]) {

@@ -1,20 +1,20 @@
-// 4over6: each block takes the better of two scales, with its amax at value 6 or at 4; the twin of
+// 4over6: each block takes the better of two scales, which map its amax to value 6 ("six") or to 4 ("four"). Twin of
 // reference/four_over_six.py.
 //
-// The exact way sums the errors as the specification does. But only which sum is less matters, so the short way sums
-// errors that are nearly those, in a few operations an element, and leaves blocks whose sums are too near each other to
-// the exact way: about four in ten thousand of normally distributed data, and blocks that are as good at 4 as at 6,
-// such as those of one magnitude.
+// The exact path adds the errors as the reference does. Only the comparison of the two sums matters, so the fast path
+// adds approximate errors, in a few operations per element. Blocks whose sums are too close take the exact path: about
+// four in ten thousand for normally distributed data, and blocks for which both scales are equally good, such as those
+// of one magnitude.
 #pragma once
 
 #include "four_over_six_rules.cuh"
 #include "quantize.cuh"
 
-// ---- the exact way
-// -----------------------------------------------------------------------------------------------------
+// ---- the exact path
 
-// visit(x) for the elements of a run in their order. Not kUnrolled: in little code, because what is rarely needed has
-// to be read from memory first; the run is turned, as registers have no index, and is what it was in the end.
+// Call visit(x) for the elements of a run in order. Unless kUnrolled, the code is kept small, because rarely used
+// instructions must first be read from memory. Registers cannot be indexed, so the run is rotated by a word per step;
+// in the end it is unchanged.
 template <bool kUnrolled, class In, int kCount, class Visit>
 FP4KIT_DEVICE void for_each_element(Run<In, kCount>& run, Visit&& visit) {
   if constexpr (kUnrolled) {
@@ -33,7 +33,7 @@ FP4KIT_DEVICE void for_each_element(Run<In, kCount>& run, Visit&& visit) {
   }
 }
 
-// The value whose error counts, of an element times its factor.
+// Return the value that an element, times its factor, rounds to.
 template <class R>
 FP4KIT_DEVICE float rounded(float scaled) {
   if constexpr (R::kRounding == Rounding::rnw)
@@ -41,7 +41,8 @@ FP4KIT_DEVICE float rounded(float scaled) {
   return decode<typename R::Element>(encode_element<R>(scaled));
 }
 
-// Sum of the errors of elements under a scale, in their order or in lanes; or the largest of them.
+// Return the error of a run under a scale: the sum of the elements' errors in their order or in lanes, or the largest
+// of them.
 template <class R, bool kUnrolled = false, class In>
 FP4KIT_DEVICE float sum_errors(Run<In, R::kBlock>& run, u32 scale_code, TensorScale t) {
   const float scale = decode_scale<R>(scale_code), factor = candidate_factor<R>(scale, t);
@@ -62,10 +63,10 @@ FP4KIT_DEVICE float sum_errors(Run<In, R::kBlock>& run, u32 scale_code, TensorSc
   return error;
 }
 
-// Codes of a run under the chosen scale, the first in the lowest bits.
+// Return the codes of a run under the chosen scale, the first in the lowest bits.
 template <class R, bool kUnrolled = false, class In>
 FP4KIT_DEVICE u64 encode_chosen(Run<In, R::kBlock>& run, float amax, u32 scale_code, TensorScale t) {
-  if (R::kFlush && magnitude_of(amax) < kFltMin) return 0u;  // FlashInfer leaves a zero block early
+  if (R::kFlush && magnitude_of(amax) < kFltMin) return 0u;  // FlashInfer returns early for a block of zeros
   const float factor = candidate_factor<R>(decode_scale<R>(scale_code), t);
   u64 codes = 0u;
   for_each_element<kUnrolled>(
@@ -73,58 +74,58 @@ FP4KIT_DEVICE u64 encode_chosen(Run<In, R::kBlock>& run, float amax, u32 scale_c
   return codes;
 }
 
-// Store the codes of a run, or the values that they have.
+// Store the codes of a run, or the values that they decode to if R::kFake.
 template <class R, class In, bool kAligned>
 FP4KIT_DEVICE void store_chosen(const QuantizeArguments& a, i64 first, u64 codes, u32 scale_code, TensorScale t) {
   const u32 words[2] = {static_cast<u32>(codes), static_cast<u32>(codes >> 32)};
   store_packed<R, In, R::kBlock, kAligned>(a, first, words, scale_code, t);
 }
 
-// ---- the short way
-// ----------------------------------------------------------------------------------------------------
+// ---- the fast path
 //
-// Let u be the decoded value of code value 1, y = |x| * factor < 7, e = 2^-24. Where u * factor is within 8 e of 1, an
-// error |v u - |x|| with v the nearest code value, computed as below, is within 114 e u of the specification's:
-//   24 e u   v u against the specification's products and quotients: 4 e of at most 6 u
+// Let u be the decoded value of code value 1, y = |x| * factor < 7 and e = 2^-24. If u * factor is within 8 e of 1, an
+// error |v u - |x||, v being the nearest code value computed as below, is within 114 e u of the reference's error:
+//   24 e u   v u against the reference's products and quotients: 4 e of at most 6 u
 //    2 e u   both differences are rounded
-//   88 e u   near a tie the other v may be taken: then y is within 4 e of the tie, 5 at most, and the two errors differ
-//   by twice
-//            (4 + 5 * 8) e u
-// Sums of n magnitudes differ by at most 114 e n u, and 42 e of a sum of at most n u for the order of additions. Sums E
-// of n squares by at most 114 e u 2 sum |d|, where 2 u sum |d| <= 2 u sqrt(n E) <= 4 E + n / 4 u^2, and 42 e E.
-// is_decided asks for more than what both sums can be off.
+//   88 e u   near a tie the other v may be taken. Then y is within 4 e of the tie, which is at most 5, and the two
+//            errors differ by twice (4 + 5 * 8) e u
+// Sums of n magnitudes differ by at most 114 e n u, plus 42 e times a sum of at most n u for the order of additions.
+// Sums E of n squares differ by at most 114 e u 2 sum |d| plus 42 e E, where 2 u sum |d| <= 2 u sqrt(n E) <= 4 E + n /
+// 4 u^2. is_decided asks for a larger distance than both sums can be off.
 
-// Of a scale; lengths in units of amax_power(t).
+// The numbers of a scale that the fast path needs. Lengths are in units of amax_power(t).
 struct alignas(16) ApproximateScale {
-  float factor;  // infinite where the short way does not apply
+  float factor;  // infinite if the fast path does not apply
   float small;   // factor * 2^-126
   float unit;    // u * 2^126
   float slack;   // how far both sums can be off together: the part that depends on the larger u
 };
 
-// Whether one tensor scale is for all blocks: then a table of all block scales is worth its while.
+// Return whether one tensor scale serves all blocks. A table of all block scales is then worthwhile.
 template <class R>
 FP4KIT_DEVICE constexpr bool has_one_scale() {
   return R::kTensorScaling == TensorScaling::tensor || R::kTensorScaling == TensorScaling::none;
 }
 
-// The power of two next below the tensor's amax.
+// Return the largest power of two that is at most the tensor's amax.
 FP4KIT_DEVICE float amax_power(TensorScale t) {
   return float_of(bits_of(t.amax) & kInfinityBits);
 }
+// Return 1 / amax_power(t).
 FP4KIT_DEVICE float inverse_amax_power(TensorScale t) {
   return float_of(0x7F000000u - bits_of(amax_power(t)));
 }
 
-// Whether scales stay in the normal range, and squares of errors below infinity.
+// Return whether scales stay in the normal range and squares of errors below infinity.
 FP4KIT_DEVICE bool is_ordinary(TensorScale t) {
   return t.amax > 0x1p-60f && t.amax < 0x1p60f && is_finite(t.encode) && is_finite(t.decode);
 }
 
+// Return the ApproximateScale of a scale code. Its factor is infinite if the fast path does not apply.
 template <class R, class In>
 FP4KIT_DEVICE ApproximateScale approximate_scale(u32 code, TensorScale t) {
   const float scale = decode_scale<R>(code), factor = candidate_factor<R>(scale, t), unit = decoded<R>(scale, t);
-  // Below 2^-60 the specification's squares lose bits.
+  // Below 2^-60, the reference's squares lose bits.
   const bool applies = !R::kLargestError && is_ordinary(t) && unit > 0x1p-60f &&
                        magnitude_of(unit * factor - 1.0f) <= 0x1p-21f && takes_fast_path<R, In>(0u, {factor, factor});
   if (!applies) return {float_of(kInfinityBits), 0.0f, 0.0f, 0.0f};
@@ -134,11 +135,12 @@ FP4KIT_DEVICE ApproximateScale approximate_scale(u32 code, TensorScale t) {
   return {factor, factor * amax_power(t) * 0x1p-126f, u * 0x1p126f, slack};
 }
 
-// Nearly the sum of the errors, in units of amax_power; a: magnitudes in these units, small and unit: see
+// Return approximately the sum of the errors, in units of amax_power. a: magnitudes in these units; small and unit: see
 // ApproximateScale.
-//   a * small is y * 2^-126. There float32 has the steps of E2M1 with 22 more bits: its least normal exponent is that
-//   of y in [1, 2), and subnormals have the same step. So adding half of the 22 bits' range to its pattern, and
-//   clearing them, rounds y to E2M1.
+//
+// a * small is y * 2^-126. There float32 has the steps of E2M1 with 22 more bits: its smallest normal exponent is that
+// of y in [1, 2), and subnormals have the same step. Adding half of the 22 bits' range to the pattern, and clearing the
+// 22 bits, therefore rounds y to E2M1.
 template <class R>
 FP4KIT_DEVICE float approximate_error(const float (&a)[R::kBlock], float small, float unit) {
   float error = 0.0f;
@@ -151,7 +153,7 @@ FP4KIT_DEVICE float approximate_error(const float (&a)[R::kBlock], float small, 
   return error;
 }
 
-// Both sums of errors of a finite run.
+// Compute both sums of errors of a finite run.
 template <class R, class In>
 FP4KIT_DEVICE void approximate_errors(const Run<In, R::kBlock>& run, const ApproximateScale& six,
                                       const ApproximateScale& four, float inverse, float (&errors)[2]) {
@@ -165,14 +167,14 @@ FP4KIT_DEVICE void approximate_errors(const Run<In, R::kBlock>& run, const Appro
   errors[1] = approximate_error<R>(a, four.small, four.unit);
 }
 
-// Whether the sums of errors say which scale is better.
+// Return whether the approximate sums prove which scale is better.
 template <class R>
 FP4KIT_DEVICE bool is_decided(const ApproximateScale& six, const ApproximateScale& four, const float (&errors)[2]) {
-  const float slack = four.slack;  // the larger: four's scale is not less than six's
+  const float slack = four.slack;  // the larger one, because four's scale is not less than six's
   return fabsf(errors[1] - errors[0]) > (R::kSquaredError ? fma_rn(errors[0] + errors[1], 0x1p-15f, slack) : slack);
 }
 
-// Whether a block has zeros only, and its first scale and code zero with their signs are right.
+// Return whether a block has only zeros, and scale code and element codes 0, with the elements' signs, are right.
 FP4KIT_DEVICE bool is_zero_block(float amax, u32 six_code, u32 four_code, TensorScale t) {
   return amax == 0.0f && six_code == 0u && four_code == 0u && is_ordinary(t);
 }

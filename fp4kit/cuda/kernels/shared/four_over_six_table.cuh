@@ -1,29 +1,31 @@
-// 4over6 of bfloat16 by tables: what an element adds to the difference of both errors, and both its codes, by its bits.
+// 4over6 for bfloat16 by tables: an element's bits look up its two codes and the difference that it adds to the errors
+// of the two scales.
 //
-// A bfloat16 has 128 significands, an E4M3 scale 8. Where nothing leaves the normal range, an element's codes under a
-// block's two scales, and its errors in units of the first scale, stay the same as all three are multiplied with a
-// power of two. The two scales of a block, a sixth and a fourth of its amax rounded, make 16 pairs up to such a power,
-// and 3 more where the second is cut off at 448. So a table of a pair has an entry for each bfloat16 from a quarter
-// to 6.4 times the first scale; below, all codes are 0.
+// A bfloat16 has 128 significands, an E4M3 scale 8. If nothing leaves the normal range, an element's codes under a
+// block's two scales, and its errors in units of the first scale, do not change when the element and both scales are
+// multiplied with a power of two. A block's two scales are a sixth and a fourth of its amax, rounded. Up to such a
+// power they form 16 pairs, and 3 more if the second is clipped to 448. A pair's table has an entry for each bfloat16
+// from a quarter to 6.4 times the first scale; below that, all codes are 0.
 //
-// An entry is the difference of the errors, four's - six's, as an integer in units of kStep, times 256; its low byte
-// has six's code in bits 0 ... 2, four's in bits 4 ... 6. The sum of a block's entries says which error is less, but
-// for kSlack units around zero:
-//   8.8 units   16 entries are off by half a unit, and by roundings of differences of 1.5 at most
-//   9.8 units   the specification's sums, of 16 and 25.9 at most, are rounded 15 times each, to 2^-24 of them
-//   7.5 units   the codes below, upward only
+// An entry is 256 times the difference of the errors, four's minus six's, as an integer in units of 1 / kUnitsOfOne.
+// Its low byte has six's code in bits 0 to 2 and four's in bits 4 to 6. The sum of a block's entries decides which
+// error is smaller, unless it is within kSlack units of zero:
+//   8.8 units   16 entries are off by half a unit each, and by the rounding of differences of at most 1.5
+//   9.8 units   the reference's sums, at most 16 and 25.9, are rounded 15 times each, to 2^-24 of them
+//   7.5 units   the codes below, which only add
 #pragma once
 
 #include "four_over_six.cuh"
 
-constexpr int kEntries = 611;  // of a pair: 4 octaves, 97 significands of the fifth, one below a quarter, and rounding
-constexpr float kUnitsOfOne =
-    0x1p18f;  // of the first scale's unit, or its square: 16 differences of 1.5 at most stay below 2^23
+// Entries per pair: four octaves, 97 significands of the fifth, one entry below a quarter, and rounding.
+constexpr int kEntries = 611;
+// Units per first scale's unit, or per its square. 16 differences of at most 1.5 then stay below 2^23.
+constexpr float kUnitsOfOne = 0x1p18f;
 constexpr u32 kSlack = 28u << 8;
-constexpr u32 kSquareSlack =
-    480u;  // of 16 such sums, each rounded down to units: 141 + 199 (19 roundings of 16 times as much) + 112
+// Slack of 16 such sums, each rounded down to units: 141 + 199 (19 roundings of 16 times as much) + 112.
+constexpr u32 kSquareSlack = 480u;
 
-// Pairs of scales: significand of the first, and how many codes the second is above it.
+// Two scales: the significand of the first, and how many codes the second is above it.
 struct Pair {
   u8 first, above;
 };
@@ -32,38 +34,41 @@ __device__ constexpr Pair kPairsOfScales[kPairs] = {{0, 4}, {0, 5}, {1, 4}, {1, 
                                                     {3, 5}, {3, 6}, {4, 5}, {5, 4}, {5, 5}, {6, 4}, {6, 5},
                                                     {7, 4}, {7, 5}, {3, 3}, {4, 2}, {5, 1}};
 
-// Where a pair's entries are: that of a bfloat16's bits b is entry max(b + shift, first), for a first scale in [1, 2).
+// Where a pair's entries are. For a first scale in [1, 2), the entry of a bfloat16 with bits b is entry max(b + shift,
+// first).
 struct PairOffset {
   i32 shift, first;
 };
 
 // What the entries of a pair are made from.
 struct PairScales {
-  float factors[2], compared[2][8], steps;  // steps: of an error of 1
-  u32 below;                                // bits of the first entry
+  float factors[2], compared[2][8], steps;  // steps: units per error of 1
+  u32 below;                                // bits of the bfloat16 of the first entry
 };
 
-constexpr int kParts = 512;
+constexpr int kParts = 512;  // words in which threads exchange parts of reductions
 
+// The tables of all pairs, in shared memory.
 struct alignas(16) PairTable {
   union {
     PairScales pairs[kPairs];  // until the entries are made
-    u32 parts[kParts];         // after that: what threads tell each other
+    u32 parts[kParts];         // afterwards
   };
   PairOffset offsets[kKeys];
   u32 entries[kPairs * kEntries];
 };
 
+// Return the index of a pair of scale codes in PairTable::offsets.
 FP4KIT_DEVICE u32 key_of(u32 six, u32 four) {
   return (six & 7u) * 8u + (four - six);
 }
 
-// Whether the table is right for blocks between a least and the tensor's amax.
+// Return whether the table is right under this tensor scale, for blocks up to the tensor's amax (see is_in_table).
 FP4KIT_DEVICE bool has_table_for(TensorScale t) {
   return t.amax > 0x1p-40f && t.amax < 0x1p60f && is_finite(t.encode) && is_finite(t.decode);
 }
 
-// Every thread of a thread block must come here.
+// Fill the scales and the offsets of all pairs. All threads of a thread block must call this.
 template <class R>
 FP4KIT_DEVICE void fill_pairs(PairTable& table, TensorScale t) {
   constexpr u32 kOne = 7u << 3;  // the code of scale 1
@@ -84,14 +89,16 @@ FP4KIT_DEVICE void fill_pairs(PairTable& table, TensorScale t) {
                                                                             static_cast<i32>(i * kEntries)};
   }
   __syncthreads();
-  if (threadIdx.x == 0u) {  // one scale: the first wins. Both 448: six's codes are those of any pair of this first
-                            // scale. Both 0: no code
+  // If both scales are equal, six wins: both 448 has six's codes of any pair with that first scale; both 0 has only
+  // code 0.
+  if (threadIdx.x == 0u) {
     table.offsets[key_of(126u, 126u)] = table.offsets[6 * 8 + 4];
     table.offsets[key_of(0u, 0u)] = {-0x4000, 0};
   }
   __syncthreads();
 }
 
+// Return the entry of a bfloat16 with these bits.
 template <class R>
 FP4KIT_DEVICE u32 entry_of(const PairScales& pair, u32 bits, TensorScale t) {
   const float x = float_of(bits << 16);
@@ -106,6 +113,7 @@ FP4KIT_DEVICE u32 entry_of(const PairScales& pair, u32 bits, TensorScale t) {
   return (static_cast<u32>(difference) << 8) + codes[1] * 16u + codes[0];
 }
 
+// Fill the table. All threads of a thread block must call this.
 template <class R>
 FP4KIT_DEVICE void fill_table(PairTable& table, TensorScale t) {
   fill_pairs<R>(table, t);
@@ -116,12 +124,12 @@ FP4KIT_DEVICE void fill_table(PairTable& table, TensorScale t) {
   __syncthreads();
 }
 
-// Whether the table has a block: base is what its first scale is rounded from. False for NaN.
+// Return whether the table covers a block. `base` is the number that its first scale is rounded from. False for NaN.
 FP4KIT_DEVICE bool is_in_table(float amax, float base, TensorScale t) {
   return amax <= t.amax && (base >= 0x1p-6f || amax == 0.0f);
 }
 
-// Entries of a run, and their sum, or a sum that says six where both scales are one.
+// Look up the entries of a run and return their sum. If both scales are equal, returns a sum that decides for six.
 template <class In, int kRun>
 FP4KIT_DEVICE u32 look_up(const PairTable& table, const Run<In, kRun>& run, u32 six, u32 four, u32 (&entries)[kRun]) {
   const PairOffset offset = table.offsets[key_of(six, four)];
@@ -139,7 +147,7 @@ FP4KIT_DEVICE u32 look_up(const PairTable& table, const Run<In, kRun>& run, u32 
   return six == four ? 1u << 16 : sum;
 }
 
-// Codes of eight elements of entries, six's or four's, without their signs.
+// Return the codes of eight entries without their signs: six's for shift 0, four's for shift 4.
 FP4KIT_DEVICE u32 codes_of_entries(const u32* entries, u32 shift) {
   const u32 even = prmt(prmt(entries[0], entries[2], 0x0040u), prmt(entries[4], entries[6], 0x0040u), 0x5410u);
   const u32 odd = prmt(prmt(entries[1], entries[3], 0x0040u), prmt(entries[5], entries[7], 0x0040u), 0x5410u);

@@ -1,43 +1,49 @@
-// A group: the same operation on many tensors in one launch.
+// A group: one launch for the same operation on many tensors, the members of the group.
 //
-// A Member describes each tensor, and the work is cut into pieces. A piece belongs to one tensor and is about as large
-// as any other, so thread blocks have equal work whatever the sizes of the tensors, and what a thread block prepares
-// for a tensor (its scale, a table of factors) serves the whole piece.
+// A Member describes a tensor. The work on it is divided into pieces of about equal size, so that thread blocks have
+// equal work whatever the sizes of the tensors. A thread block prepares a tensor's scale, or a table of factors, once
+// per piece.
 //
-// A large group is a table in device memory: members, and behind them a Piece for each. A load that depends on a load,
-// before the first of the work, takes 1 to 2 us where no cache has them yet: nothing for a large group, 4% of 8 tensors
-// of 1856 x 2688 (H200, 2026-11-21). So the members of a small group are arguments of the kernel, as near as those of a
-// single tensor.
+// A large group is a table in device memory: the members, followed by a Piece each. A dependent load before the first
+// load of elements takes 1 to 2 us if no cache has the table yet. For a large group that is negligible; for 8 tensors
+// of 1856 x 2688 it is 4% (H200, 2026-11-21). The members of a small group are therefore kernel arguments, as fast to
+// reach as those of a single tensor.
 #pragma once
 
 #include "types.cuh"
 
-constexpr u32 kSmallGroup = 32u;  // members of a small group at most: one for each thread of a warp
+// The most members of a small group: one for each thread of a warp.
+constexpr u32 kSmallGroup = 32u;
 
+// A tensor of a group.
 template <class Arguments>
 struct Member {
-  Arguments arguments;  // of the kernel that does the same for one tensor
+  Arguments arguments;  // those of the kernel for one tensor
   u32 pieces;           // of this tensor
-  u32 aligned;          // whether its runs are: what kAligned says of one tensor; flags where a kernel says so
+  u32 aligned;          // what kAligned says for one tensor; some kernels store flags here
 };
 
+// A piece: its member, and its number among the member's pieces.
 struct Piece {
   u32 member, index;
 };
 
+// A large group, in device memory.
 template <class Arguments>
 struct Group {
   const Member<Arguments>* members;
   i64 count, pieces;
 };
 
+// A small group, in kernel arguments.
 template <class Arguments>
 struct SmallGroup {
   i64 pieces;
-  u32 first[kSmallGroup];  // the first piece of each member, in order; 2^32 - 1 of those that are not there
+  u32 first[kSmallGroup];  // the first piece of each member, in order; 2^32 - 1 for members that do not exist
   Member<Arguments> members[kSmallGroup];
 };
 
+// The type of group that a kernel takes.
 template <class Arguments, bool kSmall>
 struct GroupOf {
   using Type = Group<Arguments>;
@@ -47,11 +53,11 @@ struct GroupOf<Arguments, true> {
   using Type = SmallGroup<Arguments>;
 };
 
-// body(arguments, grid, aligned) of every piece; the same in all threads of a block, so bodies may have barriers.
-// kBackwards: the last pieces first.
+// Call body(arguments, grid, aligned) for each piece that this thread block takes. All threads of a thread block get
+// the same calls, so a body may have barriers. kBackwards: the last pieces come first.
 template <bool kBackwards = false, class Arguments, class Body>
 FP4KIT_DEVICE void for_each_piece(const SmallGroup<Arguments>& group, Body body) {
-  static_assert(sizeof(group) <= 4096, "arguments of a kernel");
+  static_assert(sizeof(group) <= 4096, "arguments of a kernel");  // the limit of kernel arguments
   const u32 count = static_cast<u32>(group.pieces);
   for (u32 turn = blockIdx.x; turn < count; turn += gridDim.x) {
     const u32 i = kBackwards ? count - 1u - turn : turn;
@@ -62,12 +68,13 @@ FP4KIT_DEVICE void for_each_piece(const SmallGroup<Arguments>& group, Body body)
   }
 }
 
+// Call body(arguments, grid, aligned) for each piece of a large group, as for_each_piece of a SmallGroup does.
 template <bool kBackwards = false, class Arguments, class Body>
 FP4KIT_DEVICE void for_each_piece(const Group<Arguments>& group, Body body) {
-  __shared__ Member<Arguments> member;  // without the registers that a copy in each thread takes
+  __shared__ Member<Arguments> member;  // a copy in each thread would take registers
   const Piece* pieces = reinterpret_cast<const Piece*>(group.members + group.count);
   constexpr int kWords = sizeof(member) / sizeof(u64);
-  const u32 count = static_cast<u32>(group.pieces);  // a register less than 64 bits, in all of body
+  const u32 count = static_cast<u32>(group.pieces);  // 32 bits, because body would hold 64 in one register more
   for (u32 turn = blockIdx.x; turn < count; turn += gridDim.x) {
     const u32 i = kBackwards ? count - 1u - turn : turn;
     const Piece piece = pieces[i];

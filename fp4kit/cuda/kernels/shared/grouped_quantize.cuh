@@ -1,11 +1,12 @@
-// What the grouped quantize kernels share: tensors without elements, whose tensor scales have to be written all the
-// same.
+// Code that the grouped quantize kernels share: tensors without elements, whose tensor scales must be written
+// nevertheless.
 #pragma once
 
 #include "grouped.cuh"
 #include "quantize.cuh"
 
-// Whether a tensor is empty: it has no columns then, and as many rows as tensor scales, which this writes.
+// Return whether a tensor is empty, and write its tensor scales if so. An empty tensor has 0 columns and as many rows
+// as tensor scales.
 template <class R, class In>
 FP4KIT_DEVICE bool is_empty(const QuantizeArguments& a, Grid grid) {
   if (a.columns != 0) return false;

@@ -1,15 +1,16 @@
-// What the partial kernels share: reading runs of a flat shard of a matrix at any alignment, and storing the owned
-// codes of a run.
+// Code that the partial kernels share: load runs of a shard at any alignment, and store only the codes that the shard
+// owns.
 //
-// A shard holds elements [start, end) of a flattened matrix whose rows are whole runs of kRun elements. Work is cut at
-// runs of the matrix, so a run has 8 or 16 whole bytes of codes; where the shard begins or ends inside a run, it owns a
-// part of it.
+// A shard is elements [start, end) of a flattened matrix whose rows are whole runs of kRun elements. Work is divided at
+// runs of the matrix, so that a run has 8 or 16 whole bytes of codes. If a shard begins or ends inside a run, it owns
+// only part of that run.
 #pragma once
 
 #include "runs.cuh"
 
 constexpr int kRun = 16;
 
+// The elements of a shard.
 template <class In>
 struct Shard {
   using Bits = typename In::Bits;
@@ -17,10 +18,11 @@ struct Shard {
 
   const Bits* values;
   i64 start, end;
-  u32 shift;        // bytes from a multiple of 16 to each run: the same for all runs of the matrix
-  i64 first, last;  // elements between which whole runs may be read 16 bytes at a time, with what lies beside them
+  u32 shift;        // bytes from a multiple of 16 to each run, the same for all runs of the matrix
+  i64 first, last;  // whole runs between these elements may be loaded 16 bytes at a time, neighboring elements included
 };
 
+// Return the Shard of elements [start, end), which begin at `values`.
 template <class In>
 FP4KIT_DEVICE Shard<In> shard_of(const void* values, i64 start, i64 end) {
   using Bits = typename In::Bits;
@@ -29,7 +31,7 @@ FP4KIT_DEVICE Shard<In> shard_of(const void* values, i64 start, i64 end) {
   return {static_cast<const Bits*>(values), start, end, shift, start + margin, end - margin};
 }
 
-// The run that begins kWords words, and half a word if shift says so, into w.
+// Copy the run that begins kWords words, and half a word if `shift` says so, into w.
 template <int kWords, class In, int kCount>
 FP4KIT_DEVICE void move_down(const u32 (&w)[kCount], u32 shift, Run<In, kRun>& run) {
 #pragma unroll
@@ -38,8 +40,8 @@ FP4KIT_DEVICE void move_down(const u32 (&w)[kCount], u32 shift, Run<In, kRun>& r
         run.kPerWord == 1 ? w[i + kWords] : prmt(w[i + kWords], w[i + kWords + 1], shift & 2u ? 0x5432u : 0x3210u);
 }
 
-// The run at element p >= first with p + kRun <= last. kAligned: shift is 0. Otherwise one chunk more is read, and the
-// words move down.
+// Load the run at element p, for p >= first and p + kRun <= last. kAligned: shift is 0. Otherwise loads one chunk more
+// and moves the words down.
 template <bool kAligned, class In>
 FP4KIT_DEVICE Run<In, kRun> read_whole(const Shard<In>& s, i64 p) {
   const typename In::Bits* x = s.values + (p - s.start);
@@ -55,7 +57,7 @@ FP4KIT_DEVICE Run<In, kRun> read_whole(const Shard<In>& s, i64 p) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) w[4 * c + i] = chunk.w[i];
     }
-    switch (s.shift / 4u) {  // the same for all threads
+    switch (s.shift / 4u) {  // the same case for all threads
       case 0u:
         move_down<0>(w, s.shift, run);
         break;
@@ -72,7 +74,7 @@ FP4KIT_DEVICE Run<In, kRun> read_whole(const Shard<In>& s, i64 p) {
   }
 }
 
-// The owned elements of the run at element p, zeros for the others.
+// Load the owned elements of the run at element p, with zeros for the others.
 template <class In>
 FP4KIT_DEVICE Run<In, kRun> read_owned(const Shard<In>& s, i64 p) {
   Run<In, kRun> run = {};
@@ -89,26 +91,25 @@ FP4KIT_DEVICE Run<In, kRun> read_owned(const Shard<In>& s, i64 p) {
   return run;
 }
 
-// Numbers from first on, `count` of them.
+// `count` numbers from `first` on.
 struct Range {
   u32 first, count;
   FP4KIT_DEVICE_MEMBER bool has(u32 i) const { return i - first < count; }
 };
 
-// The runs that lie in elements [first, last), last > 0 or not. Matrices have less than 2^31 runs.
+// Return the runs that lie completely in elements [first, last); none if last <= 0. A matrix has less than 2^31 runs.
 FP4KIT_DEVICE Range whole_runs(i64 first, i64 last) {
   const i64 begin = (first + kRun - 1) / kRun, end = maximum<i64>(last, 0) / kRun;
   return {static_cast<u32>(begin), static_cast<u32>(maximum<i64>(end - begin, 0))};
 }
 
-// The lowest n bits, 0 <= n <= 32.
+// Return a mask of the lowest n bits, 0 <= n <= 32.
 FP4KIT_DEVICE u32 low_bits(int n) {
   return n == 32 ? 0xFFFFFFFFu : (1u << n) - 1u;
 }
 
-// Store codes from ... to - 1 of a run at out, where it is not all of a shard's, and touch no bit of another. Words are
-// changed by atomics alone, and in their own bits alone: whoever owns the other codes of a word may do the same at the
-// same time.
+// Store codes `from` to `to` - 1 of a run at `out` and change no other bit. Words are changed only by atomics on their
+// owned bits, so that the owner of the other codes of a word may do the same concurrently.
 template <int kWords>
 FP4KIT_DEVICE void store_owned(u8* out, const u32 (&words)[kWords], i64 from, i64 to) {
   constexpr int kPerWord = kRun / kWords, kBits = 32 / kPerWord;

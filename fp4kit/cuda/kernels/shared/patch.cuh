@@ -1,71 +1,78 @@
-// TileOrder of a matrix, a thread block each, and patches of a tile, a thread each: where they lie, and blocks
-// that are not finite.
+// Tiles of a matrix, one per thread block, and patches of a tile, one per thread: where they lie, how they are loaded,
+// and the exact path for their blocks.
+//
+// A tile is 128 rows of a matrix. A patch is a rectangle of a tile that one thread holds in registers: 16 rows of 8
+// bytes for blocks in a column, 8 x 8 elements for square blocks.
 #pragma once
 
 #include "quantize.cuh"
 
+// Arguments of quantize_columns.cu.
 struct PatchArguments {
   const void* x;                      // rows x columns elements, contiguous
-  u8 *packed, *scales;                // along rows (null: not wanted)
-  u8 *column_packed, *column_scales;  // along columns: columns x rows (null: not wanted)
+  u8 *packed, *scales;                // codes and block scales along rows (null: not wanted)
+  u8 *column_packed, *column_scales;  // codes and block scales along columns: columns x rows (null: not wanted)
   void* values;                       // fake_quantize of square blocks: elements of x's type (null otherwise)
-  const float* tensor_amax;           // one (null without)
+  const float* tensor_amax;           // one (null without tensor scale)
   float *tensor_scale, *column_tensor_scale;
-  float *amax_out, *column_amax_out;  // where tensor_amax is copied to (null: nowhere)
+  float *amax_out, *column_amax_out;  // receive copies of tensor_amax (null: no copy)
   i64 rows, columns;
-  i64 shift;  // bands of tiles are of 2^shift
+  i64 shift;  // a band has 2^shift tiles
 };
 
 constexpr int kTileRows = 128;
 
+// The sizes of patches and tiles for a recipe and a type.
 template <class R, class In>
 struct PatchTraits {
   static constexpr bool kSquare = R::kBlockRows > 1;
   static constexpr int kPatchRows = kSquare ? 8 : 16;                                // rows of a patch
   static constexpr int kPatchColumns = kSquare ? 8 : 8 / sizeof(typename In::Bits);  // columns of a patch
-  static constexpr int kPatchesDown =
-      R::kBlock / kPatchRows;                               // patches above each other in a warp: the rows of a block
-  static constexpr int kPatchesAcross = 32 / kPatchesDown;  // patches beside each other
+  static constexpr int kPatchesDown =  // patches below each other in a warp: together the rows of a block
+      R::kBlock / kPatchRows;          // patches below each other in a warp: together the rows of a block
+  static constexpr int kPatchesAcross = 32 / kPatchesDown;            // patches beside each other in a warp
   static constexpr int kPatchesPerBlock = R::kBlock / kPatchColumns;  // of those, the patches of a square block
+  // Warps of a tile, below and beside each other.
   static constexpr int kWarpsDown = kTileRows / (kPatchesDown * kPatchRows),
                        kWarpsAcross = kThreads / 32 / kWarpsDown;                     // warps
-  static constexpr int kTileColumns = kWarpsAcross * kPatchesAcross * kPatchColumns;  // of a tile
+  static constexpr int kTileColumns = kWarpsAcross * kPatchesAcross * kPatchColumns;  // columns of a tile
   static constexpr int kBits = R::Element::kStoredBits, kPerWord = 32 / kBits;
-  static constexpr int kRowWords = kPatchColumns / kPerWord,
-                       kWords = kPatchRows / kPerWord;       // of the codes of a patch's row, column
-  static constexpr int kColumnWords = kTileRows / kPerWord;  // of a tile's column
+  // Words of the codes of a row and of a column of a patch.
+  static constexpr int kRowWords = kPatchColumns / kPerWord, kWords = kPatchRows / kPerWord;
+  static constexpr int kColumnWords = kTileRows / kPerWord;  // words of the codes of a tile's column
   static constexpr int kQuads = kColumnWords / 4;
-  static constexpr int kTileBlocks = kTileRows / R::kBlock;  // of a tile's column
-  // Whether a tile's elements fit beside its codes in the 48 KiB of shared memory that a thread block has: codes of 8
-  // bits of elements of 16 do not.
+  static constexpr int kTileBlocks = kTileRows / R::kBlock;  // blocks of a tile's column
+  // Whether a tile's elements fit beside its codes in the 48 KiB of shared memory of a thread block. For 8-bit codes of
+  // 16-bit elements they do not.
   static constexpr int kTileBytes = kTileRows * kTileColumns * sizeof(typename In::Bits),
                        kCodeBytes = kTileRows * kTileColumns * kBits / 8;
   static constexpr bool kKeepsElements = !kSquare && kTileBytes + kCodeBytes < 48 * 1024;
 };
 
-// A tile: where its first element is.
+// A tile: the position of its first element.
 struct Tile {
   i32 row, column;
 };
 
-// What lies a * b elements after p, where both fit in 32 bits.
+// Return p + a * b, computed in 64 bits from 32-bit factors.
 template <class T>
 FP4KIT_DEVICE T* advanced(T* p, u32 a, u32 b) {
   return p + static_cast<u64>(a) * b;
 }
 
-// Bytes of a row of codes.
+// Return the bytes of a row of codes.
 template <class P>
 FP4KIT_DEVICE u32 row_bytes(const PatchArguments& a) {
   return static_cast<u32>(a.columns) / 8 * P::kBits;
 }
 
-// Where a thread's patch is: in the tile, and in the matrix.
+// Where a thread's patch is, in the tile and in the matrix.
 struct PatchPosition {
   int tile_row, tile_column;
   i32 row, column;
 };
 
+// Return the position of this thread's patch in a tile.
 template <class P>
 FP4KIT_DEVICE PatchPosition patch_position(Tile tile) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -74,9 +81,9 @@ FP4KIT_DEVICE PatchPosition patch_position(Tile tile) {
   return {tile_row, tile_column, tile.row + tile_row, tile.column + tile_column};
 }
 
-// TileOrder of a matrix: a band of them below each other, then the next ones beside them, then the next band. So the
-// tiles that are under way at a time lie in a square, and what they write in either direction is in whole lines and
-// pages of memory.
+// The order of the tiles of a matrix: the tiles of a band below each other, then those beside them; then the next band.
+// Tiles that are in flight at the same time therefore form a square, and their stores fill whole lines and pages in
+// both directions.
 template <class P>
 struct TileOrder {
   u32 wide, tall, shift;
@@ -86,9 +93,10 @@ struct TileOrder {
         tall((static_cast<u32>(a.rows) + kTileRows - 1) / kTileRows),
         shift(static_cast<u32>(a.shift)) {}
 
-  // How many there are, with those below the matrix in the last band.
+  // Return the number of tiles, including those of the last band that lie below the matrix.
   FP4KIT_DEVICE_MEMBER u32 count() const { return wide * ((tall + (1u << shift) - 1) >> shift << shift); }
 
+  // Return tile number i.
   FP4KIT_DEVICE_MEMBER Tile tile(u32 i) const {
     const u32 column = i >> shift, band = column / wide;
     return {static_cast<i32>(((band << shift) + (i & ((1u << shift) - 1))) * kTileRows),
@@ -96,19 +104,19 @@ struct TileOrder {
   }
 };
 
-// A patch's rows in the matrix, from its first one on: none or less outside.
+// Return how many rows of the matrix there are from a patch's first row on; 0 or less if the patch is outside.
 FP4KIT_DEVICE int rows_inside(const PatchArguments& a, const PatchPosition& s) {
   return s.column < static_cast<i32>(a.columns) ? static_cast<i32>(a.rows) - s.row : 0;
 }
 
-// A patch's first element.
+// Return the address of a patch's first element.
 template <class In>
 FP4KIT_DEVICE const typename In::Bits* first_element(const PatchArguments& a, const PatchPosition& s) {
   return advanced(static_cast<const typename In::Bits*>(a.x), static_cast<u32>(a.columns), s.row) + s.column;
 }
 
-// The rows of a patch. What is outside does not matter, and is read from inside: of a square block that ends below the
-// matrix, the last row again; other blocks are whole.
+// Load the rows of a patch. Elements outside the matrix do not matter; other elements are loaded in their place. If a
+// square block ends below the matrix, its last row is loaded again; other blocks are whole.
 template <class In, bool kAligned, class P>
 FP4KIT_DEVICE void load_patch(const PatchArguments& a, const PatchPosition& s,
                               Run<In, P::kPatchColumns> (&x)[P::kPatchRows]) {
@@ -126,14 +134,15 @@ FP4KIT_DEVICE void load_patch(const PatchArguments& a, const PatchPosition& s,
   }
 }
 
-// Largest over the lanes whose numbers differ in the bits from `first` up to `end`.
+// Return the largest over the lanes whose numbers differ only in the bits from `first` up to, not including, `end`.
 FP4KIT_DEVICE u32 largest_of_lanes(u32 largest, int first, int end) {
 #pragma unroll
   for (int lane = first; lane < end; lane *= 2) largest = maximum(largest, __shfl_xor_sync(0xFFFFFFFFu, largest, lane));
   return largest;
 }
 
-// amax of a block by the recipe's own rule: element (i, j) is x[i * row_step + j * step], rows x R::kBlock of them.
+// Return the amax of a block by the recipe's own rule. Element (i, j) is x[i * row_step + j * step], for `rows` rows of
+// R::kBlock elements.
 template <class R, class In>
 FP4KIT_DEVICE float amax_of_block(const typename In::Bits* x, int rows, i64 row_step, i64 step) {
   return exact_amax<R, 2>(rows, [=](int i, int j, float (&pair)[2]) {
@@ -143,7 +152,7 @@ FP4KIT_DEVICE float amax_of_block(const typename In::Bits* x, int rows, i64 row_
   });
 }
 
-// Codes of kRun elements that lie `step` apart, of any values.
+// Pack the codes of kRun elements that lie `step` apart, of any values.
 template <class R, class In, int kRun>
 FP4KIT_DEVICE void encode_any(const typename In::Bits* x, i64 step, Factor f, u32 (&words)[kCodeWords<R, kRun>]) {
   exact_codes_of<R, In, kRun>([=](int i) { return In::widen(x[i * step]); }, f, words);

@@ -1,4 +1,4 @@
-// Blocks in a column, from patches of 16 rows of 8 bytes into the staging.
+// Blocks in a column: encode patches of 16 rows of 8 bytes and put their codes into the staging buffer.
 #pragma once
 
 #include "fast_path_columns.cuh"
@@ -6,7 +6,7 @@
 #include "patch_staging.cuh"
 #include "transpose_square.cuh"
 
-// The largest magnitude of each column of a patch, and of the patches of its block above and below, as float32 bits.
+// Put the float32 bits of the largest magnitude of each column into `largest`, over all patches of a block.
 template <class In, class P>
 FP4KIT_DEVICE void column_maxima(const Run<In, P::kPatchColumns> (&x)[P::kPatchRows],
                                  u32 (&largest)[P::kPatchColumns]) {
@@ -31,8 +31,8 @@ FP4KIT_DEVICE void column_maxima(const Run<In, P::kPatchColumns> (&x)[P::kPatchR
   }
 }
 
-// A patch of whole blocks of 16 in columns -> the transforms of its columns, and their largest magnitudes as float32
-// bits. Gives which columns are not right, as bits.
+// Transform the columns of a patch, which are whole blocks of 16, in place, and put the float32 bits of their largest
+// magnitudes into `largest`. Return a bit mask of the columns whose sums are not conclusive; their results are wrong.
 template <class R, class In, class P>
 FP4KIT_DEVICE u32 transform_columns(Run<In, P::kPatchColumns> (&x)[P::kPatchRows], u32 (&largest)[P::kPatchColumns]) {
   constexpr int kWords = Run<In, P::kPatchColumns>::kWords;
@@ -58,7 +58,7 @@ FP4KIT_DEVICE u32 transform_columns(Run<In, P::kPatchColumns> (&x)[P::kPatchRows
   return inconclusive;
 }
 
-// The transform of the 16 elements that lie `step` apart from x on.
+// Put the transform of the 16 elements that lie `step` apart from x on into y.
 template <class R, class In>
 FP4KIT_DEVICE void transform_column(const typename In::Bits* x, i64 step, typename In::Bits (&y)[16]) {
   typename In::Bits column[16];
@@ -70,7 +70,7 @@ FP4KIT_DEVICE void transform_column(const typename In::Bits* x, i64 step, typena
   for (int i = 0; i < 16; ++i) y[i] = In::narrow(element(run, i));
 }
 
-// Codes of a patch's columns the short way, whether they may go it or not.
+// Encode all columns of a patch by the fast path, also those that may not take it.
 template <class R, class In, class P>
 FP4KIT_DEVICE void encode_patch_columns(const Run<In, P::kPatchColumns> (&x)[P::kPatchRows],
                                         const Factor (&f)[P::kPatchColumns],
@@ -98,8 +98,8 @@ FP4KIT_DEVICE void encode_patch_columns(const Run<In, P::kPatchColumns> (&x)[P::
   }
 }
 
-// A column of a patch of any values, from x on, `above` rows below its block's first: its scale and codes. Small code
-// for a rare case.
+// Encode a column of a patch of any values, from x on, which is `above` rows below its block's first row. Return its
+// scale code. Keeps the code of a rare case small.
 template <class R, class In, class P>
 FP4KIT_DEVICE u32 encode_any_column(const typename In::Bits* x, int above, i64 step, TensorScale t, const Factor* table,
                                     u32 (&words)[P::kWords]) {
@@ -117,7 +117,8 @@ FP4KIT_DEVICE u32 encode_any_column(const typename In::Bits* x, int above, i64 s
   }
 }
 
-// Blocks in a column: a patch, into the staging. Columns that do not go the short way afterwards, read again.
+// Quantize a patch of blocks in columns into the staging buffer. Columns that do not take the fast path are then loaded
+// again and encoded by the exact path.
 template <class R, class In, class P>
 FP4KIT_DEVICE void quantize_column_blocks(const PatchArguments& a, const PatchPosition& s,
                                           Run<In, P::kPatchColumns> (&x)[P::kPatchRows], TensorScale t,

@@ -1,20 +1,20 @@
-// Square blocks (16x16, 32x32), one scale and the same codes both ways: a thread takes a patch of 8x8 and transposes
-// its codes for the columns.
+// Square blocks (16x16, 32x32), which have the same codes and scales along rows and along columns. A thread encodes a
+// patch of 8 x 8 elements and transposes its codes for the columns.
 #pragma once
 
 #include "patch_staging.cuh"
 #include "transpose_square.cuh"
 
-// Where the codes of a patch's first row go.
+// Return the address of the codes of a patch's first row.
 template <class P>
 FP4KIT_DEVICE u8* first_codes(const PatchArguments& a, const PatchPosition& s) {
   return advanced(a.packed, row_bytes<P>(a), s.row) + s.column / 8 * P::kBits;
 }
 
-// Write the scale of a block to its rows: a patch's lanes those of its rows.
+// Store the scale of a block once per row: a patch's lanes store it for their rows.
 template <class R, class P>
 FP4KIT_DEVICE void store_scales(const PatchArguments& a, const PatchPosition& s, int inside, u32 code) {
-  constexpr int kRows = P::kPatchRows / P::kPatchesPerBlock;  // a lane
+  constexpr int kRows = P::kPatchRows / P::kPatchesPerBlock;  // per lane
   const u32 blocks = static_cast<u32>(a.columns) / R::kBlock, block = static_cast<u32>(s.column) / R::kBlock;
   const int first = s.column / P::kPatchColumns % P::kPatchesPerBlock * kRows;
   u8* out = a.scales + scale_offset<R::kLayout, u32>(s.row + first, block, blocks);
@@ -23,7 +23,7 @@ FP4KIT_DEVICE void store_scales(const PatchArguments& a, const PatchPosition& s,
     if (first + i < inside) *out = static_cast<u8>(code);
 }
 
-// A patch of a square block rounded to the values of its codes.
+// Store the values that the codes of a patch decode to, for fake_quantize.
 template <class R, class In, bool kAligned, class P>
 FP4KIT_DEVICE void round_patch(const PatchArguments& a, const PatchPosition& s,
                                const Run<In, P::kPatchColumns> (&x)[P::kPatchRows], bool is_fast, Factor f,
@@ -47,7 +47,7 @@ FP4KIT_DEVICE void round_patch(const PatchArguments& a, const PatchPosition& s,
   }
 }
 
-// A patch of a square block that does not go the short way: rows, then columns, read again.
+// Encode a patch by the exact path: load its elements again, and encode them by rows and then by columns.
 template <class R, class In, class P>
 FP4KIT_DEVICE void encode_patch(const PatchArguments& a, const PatchPosition& s, Factor f, Staging<P>& staging) {
   const typename In::Bits* x = first_element<In>(a, s);
@@ -65,7 +65,7 @@ FP4KIT_DEVICE void encode_patch(const PatchArguments& a, const PatchPosition& s,
   }
 }
 
-// The codes of a patch, along rows, into the staging, along columns.
+// Put the codes of a patch, which are packed along rows, into the staging buffer along columns.
 template <class P>
 FP4KIT_DEVICE void stage_transposed(Staging<P>& staging, const PatchPosition& s,
                                     const u32 (&codes)[P::kPatchRows][P::kRowWords]) {
@@ -74,7 +74,7 @@ FP4KIT_DEVICE void stage_transposed(Staging<P>& staging, const PatchPosition& s,
     u32 words[P::kPatchColumns];
 #pragma unroll
     for (int part = 0; part < P::kRowWords; ++part) {
-      u32 square[P::kPerWord];  // 8 nibbles, 4 bytes
+      u32 square[P::kPerWord];  // 8 words of nibbles or 4 words of bytes
 #pragma unroll
       for (int i = 0; i < P::kPerWord; ++i) square[i] = codes[w * P::kPerWord + i][part];
       transpose_square(square);
@@ -85,7 +85,7 @@ FP4KIT_DEVICE void stage_transposed(Staging<P>& staging, const PatchPosition& s,
   }
 }
 
-// TileRuns as one.
+// Return several runs as one.
 template <class In, int kPatchColumns, int kPatchRows>
 FP4KIT_DEVICE Run<In, kPatchColumns * kPatchRows> concatenated(const Run<In, kPatchColumns> (&x)[kPatchRows]) {
   constexpr int kWords = Run<In, kPatchColumns>::kWords;
@@ -95,7 +95,7 @@ FP4KIT_DEVICE Run<In, kPatchColumns * kPatchRows> concatenated(const Run<In, kPa
   return all;
 }
 
-// A patch of a square block; every thread of a warp must come here.
+// Quantize a patch of a square block. All threads of a warp must call this.
 template <class R, class In, bool kAligned, class P>
 FP4KIT_DEVICE void quantize_square(const PatchArguments& a, const PatchPosition& s,
                                    const Run<In, P::kPatchColumns> (&x)[P::kPatchRows], TensorScale t,

@@ -1,37 +1,39 @@
-// A tile in shared memory: its elements, and its codes and scales along columns, on their way to memory.
+// A tile in shared memory: its elements, and the staging buffer, which holds its codes and scales along columns until
+// whole sectors can be stored.
 #pragma once
 
 #include "patch.cuh"
 #include "transpose_square.cuh"
 
-// A tile's elements, so that blocks in a row find what was read for those in a column. Two in three were no longer in
-// the first cache, where rows that lie a power of two apart have few places: nvfp4-te both ways 0.73 of a copy, and
-// 0.75 from here (H200, 2026-11-21).
+// A tile's elements. Blocks in a row find here what was loaded for blocks in a column. Otherwise two of three elements
+// were no longer in the L1 cache, which has few places for rows that lie a power of two apart. nvfp4-te in both
+// directions, relative to a copy: 0.73 without this buffer, 0.75 with it (H200, 2026-11-21).
 template <class P>
 struct TileElements {
   static constexpr int kRowChunks = P::kTileBytes / kTileRows / 16;
   Chunk rows[P::kKeepsElements ? kTileRows : 1][kRowChunks];
 
-  // Where a chunk of a row lies: lanes that read runs of 2 or 4 chunks each do not meet in a bank.
+  // Return where a chunk of a row lies. Lanes that read runs of 2 or 4 chunks each have no bank conflicts.
   FP4KIT_DEVICE int place(int row, int chunk) { return chunk ^ (chunk >> 3 & 1) ^ ((row & 1) << 1); }
 };
 
+// The staging buffer: codes and scales along columns.
 template <class P>
 struct Staging {
   alignas(16) u32 words[P::kColumnWords][P::kTileColumns];
   alignas(16) u8 scales[P::kTileBlocks][P::kTileColumns];
 };
 
-// Where column `column` lies in rows 4 quad ... 4 quad + 3 of the staging: lanes that write patches beside each other,
-// and lanes that read the quads of a few columns, do not meet in a bank. Four columns from a multiple of four on stay
-// together.
+// Return where column `column` lies in rows 4 quad to 4 quad + 3 of the staging buffer. Neither lanes that store
+// neighboring patches nor lanes that load the quads of a few columns have bank conflicts. Four columns from a multiple
+// of four on stay contiguous.
 template <class P>
 FP4KIT_DEVICE int staged_column(int quad, int column) {
   const int moved = column ^ (32 / P::kQuads * quad);
   return P::kPatchColumns == 8 ? moved ^ (column >> 3 & 4) : moved;
 }
 
-// The words of a column j of a patch -> the staging: a rare case.
+// Put the words of column j of a patch into the staging buffer (a rare case).
 template <class P>
 FP4KIT_DEVICE void stage_column(Staging<P>& staging, const PatchPosition& s, int j, const u32 (&words)[P::kWords]) {
 #pragma unroll
@@ -41,7 +43,7 @@ FP4KIT_DEVICE void stage_column(Staging<P>& staging, const PatchPosition& s, int
   }
 }
 
-// Word w of each column of a patch -> the staging.
+// Put word w of each column of a patch into the staging buffer.
 template <class P>
 FP4KIT_DEVICE void stage_words(Staging<P>& staging, const PatchPosition& s, int w,
                                const u32 (&words)[P::kPatchColumns]) {
@@ -57,7 +59,7 @@ FP4KIT_DEVICE void stage_words(Staging<P>& staging, const PatchPosition& s, int 
   }
 }
 
-// A patch of 16 rows of 8 bytes -> the elements elements.
+// Put a patch of 16 rows of 8 bytes into the tile's elements.
 template <class In, class P>
 FP4KIT_DEVICE void store_patch_elements(TileElements<P>& elements, const PatchPosition& s,
                                         const Run<In, P::kPatchColumns> (&x)[P::kPatchRows]) {
@@ -67,7 +69,7 @@ FP4KIT_DEVICE void store_patch_elements(TileElements<P>& elements, const PatchPo
     store_words(elements.rows[s.tile_row + i][elements.place(i, half / 2)].w + half % 2 * 2, x[i].w);
 }
 
-// The run of 16 elements from `column` on of a row.
+// Return the run of 16 elements from `column` on of a row of the tile.
 template <class In, class P>
 FP4KIT_DEVICE Run<In, 16> tile_run(const TileElements<P>& elements, int row, int column) {
   constexpr int kChunks = sizeof(typename In::Bits);
@@ -81,10 +83,11 @@ FP4KIT_DEVICE Run<In, 16> tile_run(const TileElements<P>& elements, int row, int
   return run;
 }
 
-// A tile's codes along columns from the staging to memory, 16 bytes at a time where columns begin at multiples of that.
+// Store a tile's codes along columns to memory, 16 bytes at a time if the columns of codes begin at multiples of 16
+// bytes.
 template <class P>
 FP4KIT_DEVICE void write_codes(const PatchArguments& a, const Staging<P>& staging, Tile tile) {
-  const u32 bytes = static_cast<u32>(a.rows) / 8 * P::kBits;  // of a column
+  const u32 bytes = static_cast<u32>(a.rows) / 8 * P::kBits;  // per column
 #pragma unroll
   for (int start = 0; start < P::kTileColumns / 2 * P::kQuads; start += kThreads) {
     const int item = start + threadIdx.x, quad = item % P::kQuads, tile_column = item / P::kQuads * 2;
@@ -114,8 +117,8 @@ FP4KIT_DEVICE void write_codes(const PatchArguments& a, const Staging<P>& stagin
   }
 }
 
-// A tile's scales along columns from the staging to memory: four columns a thread, all their blocks or four, as they
-// are together.
+// Store a tile's scales along columns to memory. A thread takes four columns, with all their blocks or with four blocks
+// that are contiguous in the layout.
 template <class R, class P>
 FP4KIT_DEVICE void write_scales(const PatchArguments& a, const Staging<P>& staging, Tile tile) {
   constexpr int kCount = R::kLayout == ScaleLayout::linear ? P::kTileBlocks : 4, kFours = P::kTileColumns / 4;
@@ -124,10 +127,10 @@ FP4KIT_DEVICE void write_scales(const PatchArguments& a, const Staging<P>& stagi
   const u32 column = tile.column + 4 * four, block = tile.row / R::kBlock + tile_block,
             blocks = static_cast<u32>(a.rows) / R::kBlock;
   const bool whole = block + kCount <= blocks && (R::kLayout != ScaleLayout::linear || blocks % kCount == 0);
-  u32 codes[4][kCount / 4];  // of a column's blocks
+  u32 codes[4][kCount / 4];  // per column: the scales of its blocks
 #pragma unroll
   for (int part = 0; part < kCount / 4; ++part) {
-    u32 square[4];  // of a block's four columns, then of a column's four blocks
+    u32 square[4];  // per block: the scales of four columns; after transposing, per column: the scales of four blocks
 #pragma unroll
     for (int i = 0; i < 4; ++i)
       square[i] = reinterpret_cast<const u32*>(staging.scales[tile_block + 4 * part + i])[four];

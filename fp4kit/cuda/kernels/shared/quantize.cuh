@@ -1,31 +1,33 @@
-// What the quantize kernels share: their arguments, random bytes, and encoding and writing a run of elements.
+// Code that the quantize kernels share: their arguments, random bytes, and encoding and storing a run.
 #pragma once
 
 #include "fast_path_stochastic.cuh"
 #include "hadamard.cuh"
 #include "scale_layout.cuh"
 
+// Arguments of the quantize kernels. fake_quantize writes values instead of codes and scales.
 struct QuantizeArguments {
   const void* x;             // rows x columns elements, contiguous
   u8* packed;                // codes (null for fake_quantize)
-  u8* scales;                // block scales in R's layout (null without)
+  u8* scales;                // block scales in R's layout (null without block scales)
   void* values;              // fake_quantize: elements of x's type (null otherwise)
-  const float* tensor_amax;  // one, one a row, or one a block, by R::kTensorScaling (null without)
-  float* tensor_scale;       // the decode scales, same count (null for fake_quantize)
-  const float* block_amax;   // calibrated amaxes of all blocks (null: from x)
-  const u8* random;          // random bytes of all elements (null: from the seed)
-  float* amax_out;           // where tensor_amax is copied to (null: nowhere)
+  const float* tensor_amax;  // one, one per row, or one per block, by R::kTensorScaling (null without tensor scale)
+  float* tensor_scale;       // the decode scales, as many (null for fake_quantize)
+  const float* block_amax;   // calibrated amaxes of all blocks (null: computed from x)
+  const u8* random;          // random bytes of all elements (null: generated from the seed)
+  float* amax_out;           // receives a copy of tensor_amax (null: no copy)
   u64 seed, counter;         // counter: of x's first 16 elements in the stream of the seed
   i64 rows, columns;
 };
 
-// What is written once for tensor scale number i.
+// Store tensor scale number i, and its amax if a copy is wanted.
 FP4KIT_DEVICE void store_tensor_scale(const QuantizeArguments& a, i64 i, TensorScale t) {
   a.tensor_scale[i] = t.decode;
   if (a.amax_out) a.amax_out[i] = amax_at(a.tensor_amax, i);
 }
 
-// Random byte of element i of the run that begins at element `first` of the array, a multiple of the run's length.
+// Put the random byte of each element of a run into bytes. The run begins at element `first` of the array, a multiple
+// of its length.
 template <class R, int kRun>
 FP4KIT_DEVICE void random_bytes(const QuantizeArguments& a, i64 first, u32 (&bytes)[kRun]) {
   if (a.random) {
@@ -38,7 +40,7 @@ FP4KIT_DEVICE void random_bytes(const QuantizeArguments& a, i64 first, u32 (&byt
   for (int i = 0; i < kRun; i += kWhole) {
     const Words words = stream_words(a.seed, a.counter + static_cast<u64>(first + i) / 16);
     u32 w[4] = {words.w[0], words.w[1], words.w[2], words.w[3]};
-    if constexpr (kRun < 16) {  // the words that the run begins at, to the front
+    if constexpr (kRun < 16) {  // move the words at which the run begins to the front
       if (first & 8) w[0] = w[2], w[1] = w[3];
       if (kRun < 8 && first & 4) w[0] = w[1];
     }
@@ -47,7 +49,7 @@ FP4KIT_DEVICE void random_bytes(const QuantizeArguments& a, i64 first, u32 (&byt
   }
 }
 
-// Random bytes of a run of 16, four a word.
+// Return the random bytes of a run of 16 elements, four per word.
 FP4KIT_DEVICE Words random_words(const QuantizeArguments& a, i64 first) {
   if (!a.random) return stream_words(a.seed, a.counter + static_cast<u64>(first) / 16);
   Words words = {};
@@ -62,14 +64,14 @@ FP4KIT_DEVICE Words random_words(const QuantizeArguments& a, i64 first) {
   return words;
 }
 
-// Random byte of one element.
+// Return the random byte of one element.
 FP4KIT_DEVICE u32 random_byte(const QuantizeArguments& a, i64 index) {
   if (a.random) return a.random[index];
   const Words words = stream_words(a.seed, a.counter + static_cast<u64>(index) / 16);
   return words.w[index % 16 / 4] >> (8 * (index % 4)) & 0xFFu;
 }
 
-// Store the packed codes of a run, or the values that they have.
+// Store the packed codes of a run, or the values that they decode to if R::kFake.
 template <class R, class In, int kRun, bool kAligned>
 FP4KIT_DEVICE void store_packed(const QuantizeArguments& a, i64 first, const u32 (&words)[kCodeWords<R, kRun>],
                                 u32 scale_code, TensorScale t) {
@@ -84,7 +86,8 @@ FP4KIT_DEVICE void store_packed(const QuantizeArguments& a, i64 first, const u32
   }
 }
 
-// Encode a run of any elements, or round it, and store it: first is the number of its first element.
+// Encode a run of any elements by the exact path, and store its codes or values. `first` is the number of its first
+// element.
 template <class R, class In, bool kAligned, int kRun>
 FP4KIT_DEVICE void store_exact(const QuantizeArguments& a, i64 first, const float (&x)[kRun], Factor f, u32 scale_code,
                                TensorScale t) {
@@ -94,8 +97,8 @@ FP4KIT_DEVICE void store_exact(const QuantizeArguments& a, i64 first, const floa
   store_packed<R, In, kRun, kAligned>(a, first, words, scale_code, t);
 }
 
-// Encode a finite run, or round it, and store it: first is the number of its first element; random: its random bytes,
-// if they are needed.
+// Encode a finite run by the fast path, and store its codes or values. `first` is the number of its first element;
+// `random` has its random bytes if rounding is stochastic.
 template <class R, class In, bool kAligned, int kRun>
 FP4KIT_DEVICE void store_finite(const QuantizeArguments& a, i64 first, const Run<In, kRun>& run, Factor f,
                                 u32 scale_code, TensorScale t, const Words& random) {
@@ -114,6 +117,7 @@ FP4KIT_DEVICE void store_finite(const QuantizeArguments& a, i64 first, const Run
   }
 }
 
+// Encode and store a finite run as above, generating random bytes if needed.
 template <class R, class In, bool kAligned, int kRun>
 FP4KIT_DEVICE void store_finite(const QuantizeArguments& a, i64 first, const Run<In, kRun>& run, Factor f,
                                 u32 scale_code, TensorScale t) {
@@ -122,7 +126,7 @@ FP4KIT_DEVICE void store_finite(const QuantizeArguments& a, i64 first, const Run
   store_finite<R, In, kAligned>(a, first, run, f, scale_code, t, random);
 }
 
-// Without block scales: quantize `count` elements at x, of any values, numbers `first` and on.
+// Quantize `count` elements of any values at x, numbers `first` and on, without block scales.
 template <class R, class In>
 FP4KIT_DEVICE void quantize_elements(const QuantizeArguments& a, i64 first, int count, const typename In::Bits* x,
                                      Factor f, TensorScale t) {
@@ -142,7 +146,7 @@ FP4KIT_DEVICE void quantize_elements(const QuantizeArguments& a, i64 first, int 
   }
 }
 
-// The elements of a run, one by one.
+// Put the elements of a run into an array, and return the array.
 template <class In, int kRun>
 FP4KIT_DEVICE const typename In::Bits* narrow_to(const Run<In, kRun>& run, typename In::Bits (&elements)[kRun]) {
 #pragma unroll
@@ -150,7 +154,7 @@ FP4KIT_DEVICE const typename In::Bits* narrow_to(const Run<In, kRun>& run, typen
   return elements;
 }
 
-// Without block scales: quantize a whole run.
+// Quantize a whole run without block scales, by the fast path if it takes that.
 template <class R, class In, bool kAligned, int kRun>
 FP4KIT_DEVICE void quantize_run(const QuantizeArguments& a, i64 first, const Run<In, kRun>& x, Factor f,
                                 TensorScale t) {

@@ -1,17 +1,18 @@
-// quantize where a decision spans threads: blocks of kBlockRows rows (16x16, 32x32), and 4over6 on any block.
+// quantize if a decision spans threads: blocks of kBlockRows rows (16x16, 32x32), and 4over6 on any block.
 //
-// A thread block covers kBlockRows rows and kColumns blocks; a thread takes one row of one block (R::kBlock elements).
-// amaxes and errors meet in shared memory. 4over6 on blocks in a row has no need of that: there each thread takes
-// blocks of its own.
+// A tile is kBlockRows rows of kColumns blocks. A thread takes one row of one block (R::kBlock elements); amaxes and
+// errors meet in shared memory. For 4over6 on blocks of one row, each thread takes blocks of its own and needs no
+// shared memory.
 #pragma once
 
 #include "block_reduce.cuh"
 
-// Where the row of a block that a thread takes is.
+// The row of a block that a thread takes. blocks: blocks per row of the matrix.
 struct BlockRow {
-  i64 row, block, blocks;  // blocks: in a row
+  i64 row, block, blocks;
 };
 
+// Store the scale of a row of a block, and once per tensor or row the tensor scale.
 template <class R, class In>
 FP4KIT_DEVICE void store_scales(const QuantizeArguments& a, BlockRow position, u32 code, TensorScale t) {
   if constexpr (!R::kFake) a.scales[scale_offset<R::kLayout>(position.row, position.block, position.blocks)] = code;
@@ -20,14 +21,15 @@ FP4KIT_DEVICE void store_scales(const QuantizeArguments& a, BlockRow position, u
     store_tensor_scale(a, R::kTensorScaling == TensorScaling::row ? position.row : 0, t);
 }
 
-// The scale that the short way chooses for a block, if it can: `chosen` is false otherwise.
+// The scale that the fast path chooses for a block. `chosen` is false if the fast path cannot choose.
 struct Choice {
   bool chosen, is_zero;
   u32 code;
   Factor factor;
 };
 
-// table: of near scales (null: none). kBlockRows > 1: every thread of the thread block must come here.
+// Choose the scale of a block by the fast path. table: the ApproximateScale of each code (null: computed). If
+// kBlockRows > 1, all threads of the thread block must call this.
 template <class R, class In>
 FP4KIT_DEVICE Choice choose_scale(const Run<In, R::kBlock>& run, TensorScale t, const ApproximateScale* table,
                                   TileMemory<R>& tile, int column) {
@@ -41,18 +43,18 @@ FP4KIT_DEVICE Choice choose_scale(const Run<In, R::kBlock>& run, TensorScale t, 
   } else {
     u32 six_code, four_code;
     scales_of<R>(quotient_by(amax[0], 6.0f, kInv6), t, six_code,
-                 four_code);  // exact but near subnormals, which have no near scale
+                 four_code);  // exact except near subnormals, to which the fast path does not apply
     const ApproximateScale six = table ? table[six_code % kTableSize] : approximate_scale<R, In>(six_code, t);
     const ApproximateScale four = table ? table[four_code % kTableSize] : approximate_scale<R, In>(four_code, t);
     float errors[2];
     approximate_errors<R>(run, six, four, inverse_amax_power(t), errors);
     if constexpr (R::kBlockRows > 1) reduce_rows<R, SumOf, 1>(tile, errors, column);
     const bool is_zero = is_zero_block(amax[0], six_code, four_code, t), is_four = !is_zero && errors[1] < errors[0];
-    // |x| * factor < 7 needs no clamp; NaN and infinity fail here too.
+    // If |x| * factor < 7, no clamp is needed; infinity and NaN fail the comparison.
     const bool is_fast = amax[0] * maximum(six.factor, four.factor) < 6.99f && is_decided<R>(six, four, errors);
     const float factor = is_zero ? 1.0f : is_four ? four.factor : six.factor;
     constexpr bool kZerosUnsigned =
-        R::kFlush && R::kSign == Sign::not_positive;  // codes of 0 where the short way makes those of -0
+        R::kFlush && R::kSign == Sign::not_positive;  // codes are 0 for which the fast path gives those of -0
     return {kZerosUnsigned ? is_fast && !is_zero : is_fast || is_zero,
             is_zero,
             is_four ? four_code : six_code,
@@ -60,6 +62,7 @@ FP4KIT_DEVICE Choice choose_scale(const Run<In, R::kBlock>& run, TensorScale t, 
   }
 }
 
+// Load the row of a block at element `first`, transformed if R::kHadamard.
 template <class R, class In, bool kAligned>
 FP4KIT_DEVICE Run<In, R::kBlock> load_row(const QuantizeArguments& a, i64 first) {
   Run<In, R::kBlock> x = read_run<In, R::kBlock, kAligned>(static_cast<const typename In::Bits*>(a.x) + first);
@@ -67,12 +70,12 @@ FP4KIT_DEVICE Run<In, R::kBlock> load_row(const QuantizeArguments& a, i64 first)
   return x;
 }
 
-// Store a row of a block that takes the short way, in runs of 16, for which there are random bytes.
+// Store a row of a block that takes the fast path, in runs of 16, the unit of random bytes.
 template <class R, class In, bool kAligned>
 FP4KIT_DEVICE void store_row(const QuantizeArguments& a, BlockRow position, const Run<In, R::kBlock>& run, Choice c,
                              TensorScale t) {
   const i64 first = position.row * a.columns + position.block * R::kBlock;
-  const bool no_signs = R::kFlush && c.is_zero;  // FlashInfer leaves a zero block early, without the signs of its zeros
+  const bool no_signs = R::kFlush && c.is_zero;  // FlashInfer returns early for a block of zeros, without their signs
 #pragma unroll
   for (int start = 0; start < R::kBlock; start += 16) {
     Run<In, 16> part;
@@ -83,8 +86,8 @@ FP4KIT_DEVICE void store_row(const QuantizeArguments& a, BlockRow position, cons
   store_scales<R, In>(a, position, c.code, t);
 }
 
-// Quantize a row of a block to 4over6, whatever its elements are: `run`, which load_row has read. kBlockRows > 1: every
-// thread of the thread block must come here.
+// Quantize a row of a block with 4over6 by the exact path. `run` holds its elements, from load_row. If kBlockRows > 1,
+// all threads of the thread block must call this.
 template <class R, class In, bool kAligned>
 FP4KIT_DEVICE void quantize_any_four_over_six(const QuantizeArguments& a, BlockRow position, bool inside,
                                               Run<In, R::kBlock>& run, TensorScale t, TileMemory<R>& tile, int tile_row,
@@ -96,7 +99,7 @@ FP4KIT_DEVICE void quantize_any_four_over_six(const QuantizeArguments& a, BlockR
   scales_of<R>(divide<R>(amax, max_of<typename R::Element>()), t, six, four);
   float errors[2] = {};
 #pragma unroll 1
-  for (int k = 0; k < 2; ++k) {  // no index of an array, which would lie in memory
+  for (int k = 0; k < 2; ++k) {  // a variable index would put the array into memory
     errors[0] = errors[1];
     errors[1] = sum_errors<R>(run, k == 0 ? six : four, t);
   }
@@ -108,8 +111,7 @@ FP4KIT_DEVICE void quantize_any_four_over_six(const QuantizeArguments& a, BlockR
   store_scales<R, In>(a, position, scale, t);
 }
 
-// Quantize a row of a block, whatever its elements are. kBlockRows > 1: every thread of the thread block must come
-// here.
+// Quantize a row of a block by the exact path. If kBlockRows > 1, all threads of the thread block must call this.
 template <class R, class In, bool kAligned>
 FP4KIT_DEVICE void quantize_any(const QuantizeArguments& a, BlockRow position, bool inside, TensorScale t,
                                 TileMemory<R>& tile, int tile_row, int column) {
@@ -124,7 +126,8 @@ FP4KIT_DEVICE void quantize_any(const QuantizeArguments& a, BlockRow position, b
   store_scales<R, In>(a, position, scale, t);
 }
 
-// Scales of all codes, where one tensor scale is for all blocks.
+// Fill the table of ApproximateScale by code, for recipes with one tensor scale. All threads of the thread block must
+// call this.
 template <class R, class In>
 FP4KIT_DEVICE void fill_scale_table(const QuantizeArguments& a, ApproximateScale* table) {
   const TensorScale t = tensor_scale_of<R, In>(a.tensor_amax, 0, 0, 1);
@@ -132,7 +135,7 @@ FP4KIT_DEVICE void fill_scale_table(const QuantizeArguments& a, ApproximateScale
   __syncthreads();
 }
 
-// Blocks of kBlockRows rows: a thread block takes as many as it has threads for, side by side.
+// Quantize blocks of several rows, one tile after the other.
 template <class R, class In, bool kAligned>
 FP4KIT_DEVICE void quantize_tiles(const QuantizeArguments& a, Grid grid, const ApproximateScale* table,
                                   TileMemory<R>& tile) {
@@ -165,12 +168,12 @@ FP4KIT_DEVICE void quantize_tiles(const QuantizeArguments& a, Grid grid, const A
   }
 }
 
-// Blocks in a row: a thread takes one at a time.
+// Quantize blocks of one row; a thread takes one at a time.
 template <class R, class In, bool kAligned>
 FP4KIT_DEVICE void quantize_rows(const QuantizeArguments& a, Grid grid, const ApproximateScale* table,
                                  TileMemory<R>& tile) {
   constexpr bool kOneScale = has_one_scale<R>();
-  constexpr bool kFlat = R::kLayout == ScaleLayout::linear && kOneScale;  // a row's number is not needed
+  constexpr bool kFlat = R::kLayout == ScaleLayout::linear && kOneScale;  // the number of a row is not needed
   const u32 blocks = static_cast<u32>(a.columns) / R::kBlock, runs = static_cast<u32>(a.rows) * blocks;
   const TensorScale whole_scale = kOneScale ? tensor_scale_of<R, In>(a.tensor_amax, 0, 0, blocks) : TensorScale{};
   const auto block_row_of = [&](u32 run) {
@@ -193,6 +196,7 @@ FP4KIT_DEVICE void quantize_rows(const QuantizeArguments& a, Grid grid, const Ap
   }
 }
 
+// Quantize a matrix, or a piece of a group.
 template <class R, class In, bool kAligned>
 FP4KIT_DEVICE void quantize_tile(const QuantizeArguments& a, Grid grid) {
   __shared__ TileMemory<R> tile;

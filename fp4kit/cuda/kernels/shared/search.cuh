@@ -1,45 +1,51 @@
-// The pruned search of a block's scale among E4M3 codes, a block a thread. What it cannot prove, a warp searches in
-// full.
+// The pruned search of a block's scale among E4M3 codes, one block per thread. If it cannot prove its result, a warp
+// tries all candidates of the block.
 //
-// Let L(c) be the loss of code c as loss_of adds it, and L*(c) the same with the truly nearest value for every element.
+// Let L(c) be the loss of code c as loss_of adds it, and L*(c) the same sum with the truly nearest value for every
+// element.
 //
-// Down. An element above 6 scales is left with d = |x| - 6 scale, which grows as the scale falls. The same sum with
-// zeros in place of the other elements' losses is no larger, since rounding is monotone: once it exceeds L of a
-// candidate, no lower one wins. Without weights, the largest element alone says nearly as much: the sum is at least its
-// d^2. With weights it may count for nothing, so all of them are added.
+// Downward. An element above 6 scales leaves the residual d = |x| - 6 scale, which grows as the scale shrinks. The same
+// sum with zeros in place of the other elements' losses is no larger, because rounding is monotone. Once it exceeds the
+// loss of a candidate, no lower candidate wins. Without weights, the largest element alone bounds nearly as well: the
+// sum is at least its d^2. With weights it may count for nothing, so all elements above 6 scales are added.
 //
-// Up. Below 7 scales, twice a scale has no value that the scale has not. So no element comes nearer, and since rounding
-// is monotone, L*(scale) <= L*(2 scale). Every code from `end` on is 2, 4, 8, ... times one of first ... end - 1, whose
-// scales are above amax / 7. L(c) exceeds L*(c) only where a quotient is so near to a tie t, between neighbours h
-// apart, that its own error decides: under 2^-22 of it, since the approximate reciprocal is off by 2^-23 and the
-// product rounded. The element's loss, (h/2)^2, is then too large by 2 h t 2^-22, which is 28 * 2^-22 of it, for t / h
-// is at most 3.5. With what rounding adds, L*(c) >= kLossMargin L(c). So the least L of all that were looked at is that
-// of the full search if kLossMargin L(c) is no less for the other c of first ... end - 1, and if the same holds for
-// twice the winner, or no element of the winner is near a tie: what is beyond comes later, and the first of equals
-// wins. No square is lost while scales are in 2^-60 ... 2^50.
+// Upward. Below 7 scales, twice a scale has no value that the scale lacks. So no element comes nearer, and because
+// rounding is monotone, L*(scale) <= L*(2 scale). Every code from `end` on is 2, 4, 8, ... times one of first ... end -
+// 1, whose scales are above amax / 7. L(c) exceeds L*(c) only if a quotient is so near to a tie t, between neighbors h
+// apart, that its own error decides. That error is below 2^-22 of the quotient, because the approximate reciprocal is
+// off by 2^-23 and the product is rounded. The element's loss, (h/2)^2, is then too large by 2 h t 2^-22, which is 28 *
+// 2^-22 of it, because t / h is at most 3.5. With the rounding of the sums, L*(c) >= kLossMargin L(c).
+//
+// The smallest L among the candidates that were tried is therefore the smallest of all, if two conditions hold. First,
+// kLossMargin L(c) is no less for the other c in first ... end - 1. Second, the same holds for twice the winner, or no
+// element of the winner is near a tie. Candidates beyond come later, and the first of equals wins. No square underflows
+// while scales are in 2^-60 ... 2^50.
 #pragma once
 
 #include "block.cuh"
 #include "hadamard.cuh"
 #include "search_losses.cuh"
 
+// Arguments of the searches for block amaxes.
 struct SearchArguments {
   const void* x;
-  const float *tensor_amax, *column_weights;  // a weight for each column, or a Hessian for each 16
+  const float *tensor_amax, *column_weights;  // column_weights: one per column, or a Hessian per 16 columns
   float* block_amax;
-  u64* unproven;                    // blocks for which every candidate was tried are added; null if nobody asks
-  i64 rows, columns, lower, upper;  // codes beside that of amax / 6 that are candidates: -126 ... 126 for all
+  u64* unproven;  // the number of blocks for which every candidate was tried is added (null: not wanted)
+  i64 rows, columns, lower, upper;  // candidates are the codes from `lower` to `upper` beside the code of amax / 6;
+                                    // -126 ... 126 for all codes
 };
 
-// What threads of a thread block share: the candidates by code, and what finds the first code of a block.
+// What the threads of a thread block share: the candidates by code, and the numbers to find a block's first code.
 struct Candidates {
   Candidate of[128];
   float amaxes[128];
   float per_amax;           // codes of values above amax times this have scales above amax / 7
-  float per_ordinary_amax;  // the same where the bounds hold, else NaN
-  bool ordinary;            // the bounds hold
+  float per_ordinary_amax;  // the same if the bounds hold, else NaN
+  bool ordinary;            // whether the bounds hold
 };
 
+// Fill the candidates under a tensor amax. All threads of a thread block must call this.
 template <class R>
 FP4KIT_DEVICE void make_candidates(Candidates& shared, float amax) {
   for (u32 code = 1u + threadIdx.x; code <= kLastCandidate; code += blockDim.x) {
@@ -54,16 +60,16 @@ FP4KIT_DEVICE void make_candidates(Candidates& shared, float amax) {
   __syncthreads();
 }
 
-// Codes low ... high.
+// The candidates of a block: codes low to high.
 struct CandidateRange {
   u32 low, high;
 };
 
-// The candidates of a block: all, or those beside the code of its own amax.
+// Return the candidates of a block: all codes, or those beside the code of its own amax.
 template <class R>
 FP4KIT_DEVICE CandidateRange candidate_range(const SearchArguments& a, float amax, TensorScale t) {
   if (a.lower <= -126 && a.upper >= 126) return {1u, kLastCandidate};
-  // A normal code, from a product in place of the rule's quotients where that is far from a tie.
+  // A normal code is computed with a product in place of the rule's quotients, unless that is close to a tie.
   const float factor = t.amax > 0x1p-60f && t.amax < 0x1p60f ? t.encode * (1.0f / 6.0f) : nan_value();
   const u32 ratio_bits = bits_of(amax * factor), halfway = ratio_bits + 0x80000u;
   i32 own = static_cast<i32>(halfway >> 20) - (120 << 3);
@@ -77,7 +83,8 @@ FP4KIT_DEVICE CandidateRange candidate_range(const SearchArguments& a, float ama
   return {within(a.lower), within(a.upper)};
 }
 
-// Whether the search of a block, amax > 0, is proven; best: its result.
+// Search the best code of a block with amax > 0, upward and downward from its first code, and put it into `best`.
+// Return whether it is proven to be the best of all candidates.
 template <bool kWeighted>
 FP4KIT_DEVICE bool search_from_first(const SearchBlock<kWeighted>& block, float amax, CandidateRange range,
                                      const Candidates& shared, BestCode& best) {

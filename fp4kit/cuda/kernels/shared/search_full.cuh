@@ -1,40 +1,41 @@
-// The search of a block's scale that tries every candidate, in the order of the specification: by any objective, of a
-// set of candidates.
+// The full search of a block's scale: try every candidate, in the order of the reference, for any objective and any set
+// of candidates.
 //
 // A set of candidates is a struct with
-//   kLanes             threads that share a block; they take candidates in turn
-//   make(a, shared)    itself, with what all blocks share; each thread of a thread block calls it
-//   begin(amax)        candidates first ... last of a block, by its own amax
-//   tries(i, trial)    whether candidate i is one, and what elements meet under it
-//   left(x, trial)     what that leaves of an element, of which a Hessian alone reads the sign
-//   amax_of(best)      the amax of the first candidate of least loss; what a block has where no loss is below infinity
+//   kLanes            the threads that share a block, which take candidates in turn
+//   make(a, shared)   the set, with what all blocks share; called by all threads of a thread block
+//   begin(amax)       sets first and last, the candidates of a block, from its own amax
+//   tries(i, trial)   whether i is a candidate; `trial` receives what elements are encoded with
+//   left(x, trial)    the residual of an element; only a Hessian uses its sign
+//   amax_of(best)     the amax of the best candidate, or of a block without a loss below infinity
 #pragma once
 
 #include "exact_path.cuh"
 #include "search_hessian.cuh"
 
-// power: of |d| in a loss of powers.
+// power: of |d|, for losses of powers.
 struct FullSearchArguments : SearchArguments {
   double power;
 };
 
-// A candidate and its loss; of equal losses, the first candidate.
+// A candidate and its loss.
 struct Found {
   float loss;
   i32 candidate;
+  // Keep the better of two; of equal losses, the first candidate.
   FP4KIT_DEVICE_MEMBER void meet(Found other) {
     if (other.loss < loss || (other.loss == loss && other.candidate < candidate)) *this = other;
   }
 };
 
-// floor(log2(x)) of a finite x > 0; -1 of 0, as frexp has it.
+// Return floor(log2(x)) for a finite x > 0; -1 for 0, as frexp has it.
 FP4KIT_DEVICE i32 floor_log2(float x) {
   if (x == 0.0f) return -1;
   const bool is_small = x < kFltMin;
   return static_cast<i32>(bits_of(is_small ? x * 0x1p24f : x) >> 23) - (is_small ? 127 + 24 : 127);
 }
 
-// E4M3 scales: all of them, or those beside that of the block's own amax.
+// The set of E4M3 scales: all codes, or those beside the code of the block's own amax.
 template <class R, bool kStored>
 struct ScaleCodes {
   static constexpr int kLanes = 32;
@@ -48,7 +49,7 @@ struct ScaleCodes {
   FP4KIT_DEVICE ScaleCodes make(const SearchArguments& a, Shared& shared) {
     const float amax = amax_at(a.tensor_amax, 0);
     make_candidates<R>(shared, amax);
-    if constexpr (kStored) {  // as a Hessian's losses have them
+    if constexpr (kStored) {  // losses by a Hessian use scales as they are stored
       for (u32 code = 1u + threadIdx.x; code <= kLastCandidate; code += kThreads)
         shared.of[code] = stored_candidate_of<R>(code, amax);
       __syncthreads();
@@ -73,9 +74,9 @@ struct ScaleCodes {
   }
 };
 
-// E8M0 scales, of amax * 2^j in the recipe's own arithmetic: j beside 0, or, if kFromFloor, beside what makes
-// floor(log2(amax)) less that of the largest element. A candidate is one only if its scale is 2^j times that of the
-// amax.
+// The set of E8M0 scales of amax * 2^j, computed with the recipe's own arithmetic. j is beside 0 or, if kFromFloor,
+// beside the number that gives floor(log2(amax)) minus that of the largest element. A j is a candidate only if its
+// scale is 2^j times that of the amax.
 template <class R, class In, bool kFromFloor>
 struct ScalePowers {
   static constexpr int kLanes = 4;
@@ -118,7 +119,7 @@ struct ScalePowers {
   }
 };
 
-// What a candidate leaves of sixteen elements.
+// Put the residuals of sixteen elements under a candidate into d.
 template <class Set, bool kWeighted>
 FP4KIT_DEVICE void run_residuals(const Set& set, const typename Set::Trial& trial, const SearchBlock<kWeighted>& run,
                                  float (&d)[kSearchBlockSize]) {
@@ -126,7 +127,7 @@ FP4KIT_DEVICE void run_residuals(const Set& set, const typename Set::Trial& tria
   for (int i = 0; i < kSearchBlockSize; ++i) d[i] = set.left(run.a[i], trial);
 }
 
-// Of sixteen differences, what a loss adds of them. The code of a power is long, and there once.
+// Raise sixteen residuals to the power of the loss. The loop is not unrolled, because the code of a power is long.
 template <Objective kObjective>
 FP4KIT_DEVICE void loss_terms_of_run(float (&d)[kSearchBlockSize], double power) {
   if constexpr (kObjective == Objective::powers) {
@@ -135,9 +136,9 @@ FP4KIT_DEVICE void loss_terms_of_run(float (&d)[kSearchBlockSize], double power)
   }
 }
 
-// The loss of a row of a block by each of its elements: load(j, run) gives those from the j-th on, and their weights.
-// Of four neighbours each, whose halves are combined_loss until one is left; the one in the middle of an odd number
-// waits.
+// Return the loss of a row of a block, by each of its elements. load(j, run) loads elements from j on, with their
+// weights. Four neighbors are added each; then halves of these sums are joined until one is left. If their number is
+// odd, the middle one waits.
 template <class R, Objective kObjective, bool kWeighted, class Set, class Load>
 FP4KIT_DEVICE float loss_of_row(const FullSearchArguments& a, const Set& set, const typename Set::Trial& trial,
                                 const Load& load) {
@@ -164,7 +165,7 @@ FP4KIT_DEVICE float loss_of_row(const FullSearchArguments& a, const Set& set, co
   return sums[0];
 }
 
-// The same, or by the Hessian of the block's columns.
+// Return the loss of a row of a block: loss_of_row, or by the Hessian of the block's columns.
 template <class R, Objective kObjective, bool kWeighted, class Set, class Load>
 FP4KIT_DEVICE float loss_of(const FullSearchArguments& a, const Set& set, const typename Set::Trial& trial, i64 block,
                             const Load& load) {
@@ -179,8 +180,8 @@ FP4KIT_DEVICE float loss_of(const FullSearchArguments& a, const Set& set, const 
   }
 }
 
-// The first candidate of least loss of the block whose first element is x, of `rows` rows, by kLanes neighbouring
-// threads.
+// Return the first candidate of smallest loss of a block, by kLanes neighboring threads. The block has `rows` rows, and
+// x is its first element.
 template <class R, class In, Objective kObjective, bool kAligned, bool kWeighted, class Set>
 FP4KIT_DEVICE Found search_all_candidates(const FullSearchArguments& a, Set& set, i64 block, const typename In::Bits* x,
                                           int rows) {

@@ -1,22 +1,25 @@
-// The pruned search of a block's scale by d^T H d, one row a thread, the 16 columns of a thread block and their Hessian
-// in memory.
+// The pruned search of a block's scale by the loss d^T H d, one row per thread. The threads of a thread block share 16
+// columns and their Hessian H.
 //
-// Let W(c) = sum of h_ii d_i^2 and D the diagonal of H. Where H - mu D has no negative eigenvalue, the loss is at least
-// mu W(c); in float32 it is off by under 2^-15 W(c), for |h_ij| <= sqrt(h_ii h_jj) and so the sum of |d_i h_ij d_j| is
-// at most 16 W(c). So a candidate with margin W(c) > L of another loses, margin = mu - 2^-12, which covers that and the
-// error of finding mu. And W is a squared loss with weights, for which search.cuh says: below an amax of 7 scales W*(2
-// scale) >= W*(scale), and W* >= kLossMargin W; above 6 scales the largest element alone keeps W up. So beside one
-// candidate the search goes up until all codes of a range whose doubles come next lost, and down until the largest
-// element decides.
+// Let W(c) = sum of h_ii d_i^2, and let D be the diagonal of H. If H - mu D has no negative eigenvalue, the loss is at
+// least mu W(c). In float32 it is off by less than 2^-15 W(c), because |h_ij| <= sqrt(h_ii h_jj), so that the sum of
+// |d_i h_ij d_j| is at most 16 W(c). So a candidate with margin W(c) > L of another candidate loses, for margin = mu -
+// 2^-12, which covers that error and the error of finding mu.
+//
+// W is a squared loss with weights, so the arguments of search.cuh hold: below an amax of 7 scales W*(2 scale) >=
+// W*(scale), and W* >= kLossMargin W; above 6 scales the largest element alone bounds W from below. Beside one
+// candidate, the search therefore goes up until all codes of a range whose doubles come next have lost, and down until
+// the largest element decides.
 #pragma once
 
 #include "search.cuh"
 
+// The Hessian of 16 columns.
 struct Hessian {
   alignas(16) float of[kSearchBlockSize][kSearchBlockSize];
 };
 
-// The candidate of a code, whose scale went through E4M3 under the tensor's scale.
+// Return the Candidate of a code whose scale was rounded to E4M3 under the tensor's scale.
 template <class R>
 FP4KIT_DEVICE Candidate stored_candidate_of(u32 code, float amax) {
   const float top = amax * (448.0f / R::kScaleMax) * (1.0f / 6.0f), factor = 448.0f / (top <= 0x1p-24f ? 1.0f : top);
@@ -26,8 +29,7 @@ FP4KIT_DEVICE Candidate stored_candidate_of(u32 code, float amax) {
   return {safe, rcp_approx_ftz(safe * division_scaling(safe))};
 }
 
-// The largest of 31/32, 30/32, ... 1/32 for which H - mu D has no negative eigenvalue, 0 if none: a thread tries one,
-// by elimination.
+// Return whether H - mu D has no negative eigenvalue, by elimination. Each of 32 threads tries one mu: 0/32 to 31/32.
 FP4KIT_DEVICE bool is_positive(const Hessian& h, float mu) {
   float a[kSearchBlockSize][kSearchBlockSize];
   for (int i = 0; i < kSearchBlockSize; ++i)
@@ -45,7 +47,7 @@ FP4KIT_DEVICE bool is_positive(const Hessian& h, float mu) {
   return true;
 }
 
-// Whether no square that decides is lost, or too large: of diagonals far from 1, under the scales of all codes.
+// Return whether no square that decides underflows or overflows, for diagonals far from 1 and the scales of all codes.
 FP4KIT_DEVICE bool keeps_squares(const Hessian& h, const Candidates& shared) {
   const float low = shared.of[1].scale, high = 7.0f * shared.of[kLastCandidate].scale;
   for (int i = 0; i < kSearchBlockSize; ++i) {
@@ -57,7 +59,7 @@ FP4KIT_DEVICE bool keeps_squares(const Hessian& h, const Candidates& shared) {
   return true;
 }
 
-// d_i of a row's 16 elements under a candidate, with the signs of the elements.
+// Put the residuals of a row's 16 elements under a candidate into d, with the signs of the elements.
 template <bool kAny>
 FP4KIT_DEVICE void row_residuals(const float (&x)[kSearchBlockSize], Candidate c, float scaling,
                                  float (&d)[kSearchBlockSize]) {
@@ -68,7 +70,7 @@ FP4KIT_DEVICE void row_residuals(const float (&x)[kSearchBlockSize], Candidate c
   }
 }
 
-// d^T H d, as Triton adds it: d^T H by fma, pairs of columns, the second first, then halves onto halves.
+// Return d^T H d in Triton's order: d^T H by fma; then pairs of columns, the second first; then halves onto halves.
 FP4KIT_DEVICE float quadratic_loss(const float (&d)[kSearchBlockSize], const Hessian& h) {
   float sums[kSearchBlockSize] = {};
   forget_memory();
@@ -87,7 +89,7 @@ FP4KIT_DEVICE float quadratic_loss(const float (&d)[kSearchBlockSize], const Hes
   return sums[0];
 }
 
-// sum of h_ii d_i^2, in any order.
+// Return the sum of h_ii d_i^2, in any order.
 FP4KIT_DEVICE float diagonal_loss(const float (&d)[kSearchBlockSize], const Hessian& h) {
   float sum = 0.0f;
 #pragma unroll
@@ -95,7 +97,8 @@ FP4KIT_DEVICE float diagonal_loss(const float (&d)[kSearchBlockSize], const Hess
   return sum;
 }
 
-// The first code of least loss of a row's block, amax > 0. margin: see above, 0 where every candidate must be tried.
+// Return the first code of smallest loss of a block with amax > 0. margin: see above; 0 if every candidate must be
+// tried.
 FP4KIT_DEVICE BestCode search_by_hessian(const float (&x)[kSearchBlockSize], float amax, CandidateRange range,
                                          const Candidates& shared, const Hessian& h, float margin) {
   BestCode best = {float_of(kInfinityBits), range.low};
@@ -111,7 +114,7 @@ FP4KIT_DEVICE BestCode search_by_hessian(const float (&x)[kSearchBlockSize], flo
     return best;
   }
   const u32 first = minimum(maximum(code_at_least(amax * shared.per_amax), range.low), range.high + 1u);
-  u32 lost = 0u;  // codes in a row
+  u32 lost = 0u;  // how many codes in a row have lost
 #pragma unroll 1
   for (u32 code = first; code <= range.high && (lost < 8u || code < 16u); ++code) {
     row_residuals<false>(x, shared.of[code], 1.0f, d);
@@ -121,7 +124,7 @@ FP4KIT_DEVICE BestCode search_by_hessian(const float (&x)[kSearchBlockSize], flo
     const float loss = quadratic_loss(d, h);
     if (loss < best.loss) best = {loss, code};
   }
-  float largest = 0.0f;  // least weight of an element that is the largest
+  float largest = 0.0f;  // the smallest weight of an element whose magnitude is the amax
 #pragma unroll
   for (int i = 0; i < kSearchBlockSize; ++i)
     largest = magnitude_of(x[i]) == amax ? (largest == 0.0f ? h.of[i][i] : fminf(largest, h.of[i][i])) : largest;

@@ -1,33 +1,35 @@
-// The pruned search of blocks without weights, from the normal codes on, by a warp: what is proven as in search.cuh is
-// proven with fewer losses.
+// The pruned search of blocks without weights whose first code is normal, by a warp. The proofs are those of
+// search.cuh, with fewer losses computed.
 //
-// search_loss_bounds.cuh has lower bounds of L* of first ... first + 7 together. The code of the least is tried. One
-// whose bound exceeds the loss of that is out, with its doubles, and so is one below first whose clipped loss does: 0.8
-// codes of a Gaussian block stay open, 3.5 of the one among 32 that has most. So the threads of a warp share out what
-// is open of its blocks, mostly in one turn, and atomics keep the least two losses of each block. Nor need twice the
-// winner be tried if an element is nearest to 0.5 or 1.5 scales by 0.001 of one at least: twice the scale leaves 0.001
-// scale^2 more of it, which is more than kLossMargin takes from a loss of at most 16 scale^2.
+// search_loss_bounds.cuh gives lower bounds of L* for first ... first + 7 at once. The code with the smallest bound is
+// tried. A code whose bound exceeds that loss is out, with its doubles, and so is a code below `first` whose clipped
+// loss exceeds it. The codes that stay are open: 0.8 codes of a Gaussian block, 3.5 of the worst among 32 blocks. The
+// threads of a warp share the open codes of their blocks, usually in one turn, and atomics keep the two smallest losses
+// of each block.
+//
+// Twice the winner need not be tried if an element is nearest to 0.5 or 1.5 scales by at least 0.001 scales. Twice the
+// scale then leaves 0.001 scale^2 more of it. That is more than kLossMargin takes from a loss of at most 16 scale^2.
 #pragma once
 
 #include "search_loss_bounds.cuh"
 #include "search.cuh"
 
-// Of a thread block. Without weights, two of them, with a table each, have all registers of a multiprocessor:
-// engine/search_scales.py.
+// Threads of a thread block. Without weights, two thread blocks, with a table each, use all registers of a
+// multiprocessor (engine/search_scales.py).
 template <bool kWeighted>
 constexpr int kSearchThreads = kWeighted ? kThreads : 512;
-constexpr u32 kMaxOpenCodes = 14u;  // of a block: seven codes below its first and seven of the eight from there on
+constexpr u32 kMaxOpenCodes = 14u;  // per block: seven codes below its first, and seven of the eight from there on
 
-// A loss and its code as an integer: the loss without its last four bits, and those of the code, which differ among
-// sixteen codes in a row.
+// Return a loss and its code as one integer: the loss without its last four bits, and the last four bits of the code,
+// which differ among sixteen consecutive codes.
 FP4KIT_DEVICE u32 rank_of(float loss, u32 code) {
   return (bits_of(loss) & ~15u) | (code & 15u);
 }
-constexpr i32 kMinRankGap =
-    512;  // of ranks: the losses are 482 floats apart at least, so farther than kLossMargin takes
+// If two ranks are this far apart, the losses are at least 482 floats apart, which is more than kLossMargin takes.
+constexpr i32 kMinRankGap = 512;
 
-// What threads of a warp share: codes that may win, times 32 and with the thread that has the block, in any order; how
-// many they are; and the least two ranks for each thread.
+// What the threads of a warp share: the open codes in any order, each times 32 plus the lane that has its block; their
+// number; and the two smallest ranks per lane.
 struct OpenCodes {
   u16 jobs[kMaxOpenCodes * 32u];
   u32 count;
@@ -36,7 +38,7 @@ struct OpenCodes {
   } least[32];
 };
 
-// What threads of a thread block share beside candidates.
+// What the threads of a thread block share beside the candidates.
 template <bool kWeighted>
 struct PruningTables {
   LossBounds bounds;
@@ -44,29 +46,31 @@ struct PruningTables {
 template <>
 struct PruningTables<true> {};
 
+// Fill the tables. All threads of a thread block must call this.
 template <class R, bool kWeighted>
 FP4KIT_DEVICE void make_pruning_tables(PruningTables<kWeighted>& tables) {
   if constexpr (!kWeighted) make_bounds<typename R::Scale>(tables.bounds);
 }
 
-// A block in the hands of its thread: the least rank that is known, and the least of the others; 0 if not all can be
-// tried.
+// The state of a thread's block: its smallest known rank and the smallest of the others, which is 0 if some codes
+// cannot be tried.
 struct Screened {
   OpenCodes::Least least;
-  u32 base, end, open = 0u;  // open: bit j if code base + j may win; base: 24 below the first of them
+  u32 base, end, open = 0u;  // open: bit j if code base + j may win; base: 24 below the first code
 
+  // Return the code of the smallest rank.
   FP4KIT_DEVICE_MEMBER u32 best() const { return base + 16u + (least.rank - base & 15u); }
 };
 
-// The first of the codes that have scales from amax / 7 on and that a block may have, if it is normal; else 0.
+// Return a block's first candidate whose scale is at least amax / 7, if that code is normal; else 0.
 FP4KIT_DEVICE u32 normal_first(float amax, CandidateRange range, const Candidates& shared) {
   const float value = amax * shared.per_ordinary_amax;
   const u32 first = static_cast<u32>(maximum(normal_code_at_least(value), static_cast<i32>(range.low)));
   return value >= 0x1p-6f && first <= range.high ? first : 0u;
 }
 
-// What bounds leave open once the likeliest code is tried. unsure: how many of the seven codes below first, the lowest,
-// may be no candidates.
+// Try the likeliest code of a block and return which others stay open. unsure: how many of the seven codes below
+// `first`, the lowest ones, may be no candidates.
 FP4KIT_DEVICE Screened screen(const SearchBlock<false>& block, float amax, CandidateRange range, u32 first, i32 unsure,
                               const Candidates& shared, const LossBounds& bounds) {
   const u32 end = minimum(first + 8u, range.high + 1u);
@@ -75,16 +79,17 @@ FP4KIT_DEVICE Screened screen(const SearchBlock<false>& block, float amax, Candi
   const u32 likely = index_of_smallest(sums);
   const float loss = loss_of<false>(block, shared.of[first + likely], 1.0f);
   const u32 above = codes_within(sums, loss * reciprocal * reciprocal) & ~(0x1000000u << likely);
-  const float threshold = amax - sqrt_approx(loss);  // 6 scales of a code that may win are no less
+  const float threshold = amax - sqrt_approx(loss);  // 6 scales of a code that may win are not less
   const i32 low = maximum(normal_code_at_least(threshold * (shared.per_amax * (7.0f / 6.0f - 0x1p-11f))),
                           static_cast<i32>(range.low));
-  const i32 lost =
-      low - static_cast<i32>(first) + 7;  // of the seven codes below first; at most 10, as over is at most amax
+  const i32 lost = low - static_cast<i32>(first) +
+                   7;  // of the seven codes below first; at most 10, because threshold is at most amax
   const u32 below = 0xFE0000u << maximum(lost, 0) & 0xFE0000u;
   return {{rank_of(loss, first + likely), lost < unsure ? 0u : kInfinityBits}, first - 24u, end, above | below};
 }
 
-// The losses of what is open of a warp's blocks, as many of them at a time as it has threads.
+// Compute the losses of all open codes of a warp's blocks, one per thread at a time, and update the ranks of each
+// block.
 FP4KIT_DEVICE void try_open_codes(const SearchBlock<false>& block, Screened& s, const Candidates& shared,
                                   OpenCodes& open_codes) {
   const u32 lane = threadIdx.x % 32u;
@@ -92,7 +97,8 @@ FP4KIT_DEVICE void try_open_codes(const SearchBlock<false>& block, Screened& s, 
   open_codes.least[lane] = s.least;
   if (lane == 0u) open_codes.count = 0u;
   __syncwarp();
-  u16* job = open_codes.jobs;  // from a place of its own on: an atomic takes less than a sum over lanes
+  u16* job =
+      open_codes.jobs;  // a thread reserves its part of the queue with an atomic, which is faster than a sum over lanes
   if (s.open) job += atomicAdd(&open_codes.count, static_cast<u32>(__popc(s.open)));
   const u32 least_job = opaque(s.base * 32u + lane);
 #pragma unroll 1
@@ -120,7 +126,7 @@ FP4KIT_DEVICE void try_open_codes(const SearchBlock<false>& block, Screened& s, 
   s.least = open_codes.least[lane];
 }
 
-// Whether one code alone has the least loss of those that were tried, and none beyond s.end can win.
+// Return whether one code alone has the smallest loss among those that were tried, and none beyond s.end can win.
 FP4KIT_DEVICE bool is_proven(const SearchBlock<false>& block, const Screened& s, CandidateRange range,
                              const Candidates& shared) {
   const bool is_alone = static_cast<i32>(s.least.second - s.least.rank) >= kMinRankGap;

@@ -1,15 +1,15 @@
-// Codes of a matrix -> those of its transpose, by tiles: 4-bit codes, two a byte, (rows, columns / 2) -> (columns, rows
-// / 2); 8-bit codes (rows, columns) -> (columns, rows).
+// Transpose the codes of a matrix by tiles. 4-bit codes, two per byte: (rows, columns / 2) to (columns, rows / 2).
+// 8-bit codes: (rows, columns) to (columns, rows).
 //
-// A tile is 256 rows by lines of 128 bytes. A thread reads 16 bytes of 8 rows, so that as many loads are in flight,
-// transposes squares of codes in registers, and puts the words into the transposed tile in shared memory, from where
-// whole lines are written.
+// A tile is 256 rows of lines of 128 bytes. A thread loads 16 bytes of 8 rows, which keeps as many loads in flight,
+// transposes squares of codes in registers, and puts the words into the transposed tile in shared memory. From there,
+// whole lines are stored.
 #pragma once
 
 #include "runs.cuh"
 #include "transpose_square.cuh"
 
-// The first `count` of 16 bytes; the others are zero. kAligned: count is 16, or not positive.
+// Load the first `count` of 16 bytes; the others are zero. kAligned: count is 16, or not positive.
 template <bool kAligned>
 FP4KIT_DEVICE Chunk load_chunk(const u8* from, int count) {
   Chunk chunk{};
@@ -23,6 +23,7 @@ FP4KIT_DEVICE Chunk load_chunk(const u8* from, int count) {
   return chunk;
 }
 
+// Store the first `count` of 16 bytes. kAligned: count is 16, or not positive.
 template <bool kAligned>
 FP4KIT_DEVICE void store_chunk(u8* to, int count, const Chunk& chunk) {
   if constexpr (kAligned) {
@@ -34,28 +35,29 @@ FP4KIT_DEVICE void store_chunk(u8* to, int count, const Chunk& chunk) {
   }
 }
 
+// A matrix of codes and its transpose.
 struct CodeMatrix {
   const u8* in;
   u8* out;
   i64 rows, columns;  // of codes
 };
 
-// A tile and its transpose, by 256 threads; lines in chunks of 16 bytes.
+// A tile and its transpose, for 256 threads; lines consist of chunks of 16 bytes.
 template <int kBits>
 struct CodeTile {
   static constexpr int kRows = 256, kLine = 8, kColumns = kLine * 128 / kBits, kOutLine = kRows * kBits / 128;
   static constexpr int kChunks = kRows * kLine;
-  static constexpr int kCodes = 32 / kBits;    // of a word: a square is kCodes words
-  static constexpr int kSquares = 8 / kCodes;  // that a thread has, one below the other, of each of its 4 words
+  static constexpr int kCodes = 32 / kBits;    // codes per word; a square is kCodes words
+  static constexpr int kSquares = 8 / kCodes;  // squares that a thread has below each other, for each of its 4 words
 
-  // Chunk of a line of the transpose. They are exchanged so that neither words put into it nor chunks taken out share a
-  // bank.
+  // Return a chunk of a line of the transposed tile. Chunks are permuted so that neither stores of words nor loads of
+  // chunks have bank conflicts.
   FP4KIT_DEVICE Chunk& chunk(Chunk* tile, int line, int chunk) {
     return tile[line * kOutLine + (chunk ^ (line / (4 * kCodes) & 7))];
   }
 };
 
-// The codes from (row, column) on into the tile.
+// Load the codes from (row, column) on into the tile.
 template <int kBits, bool kAligned>
 FP4KIT_DEVICE void read_tile(const CodeMatrix& a, i64 row, i64 column, Chunk* tile) {
   using T = CodeTile<kBits>;
@@ -83,11 +85,11 @@ FP4KIT_DEVICE void read_tile(const CodeMatrix& a, i64 row, i64 column, Chunk* ti
   }
 }
 
-// The tile to (row, column) of the output.
+// Store the tile at (row, column) of the output.
 template <int kBits, bool kAligned>
 FP4KIT_DEVICE void write_tile(const CodeMatrix& a, i64 row, i64 column, Chunk* tile) {
   using T = CodeTile<kBits>;
-  constexpr int kStep = kThreads / T::kOutLine;  // lines written at a time
+  constexpr int kStep = kThreads / T::kOutLine;  // lines stored at a time
   const int chunk = threadIdx.x % T::kOutLine, line = threadIdx.x / T::kOutLine;
   const i64 first = row + line, bytes = a.rows * kBits / 8, byte = column * kBits / 8 + 16 * chunk;
   const int lines = static_cast<int>(minimum<i64>(a.columns - first, T::kColumns));

@@ -1,5 +1,5 @@
-// The scales of one tile of codes -> those of the transposed tile: out(k, m) = in(m * kBlock, k / kBlock), both stored
-// once per row of codes: in (rows, columns / kBlock), out (columns, rows / kBlock), both in one layout. Padding is set
+// Transpose the scales of a tile of codes: out(k, m) = in(m * kBlock, k / kBlock). Both matrices store a scale once per
+// row of codes: `in` is (rows, columns / kBlock), `out` is (columns, rows / kBlock), in the same layout. Padding is set
 // to zero.
 #pragma once
 
@@ -7,24 +7,25 @@
 #include "runs.cuh"
 #include "transpose_square.cuh"
 
+// A matrix of scales and its transpose.
 struct ScaleMatrix {
   const u8* in;
   u8* out;
   i64 rows, columns;  // of codes
 };
 
-// A tile of kRows x kColumns codes has kTall x kWide blocks, whose scales lie transposed in shared memory: kWide lines
-// of kTall.
+// The kTall x kWide scales of a tile of kRows x kColumns codes, transposed in shared memory: kWide lines of kTall
+// scales.
 template <ScaleLayout kLayout_, int kBlock_, int kRows, int kColumns_>
 struct ScaleTile {
   static constexpr ScaleLayout kLayout = kLayout_;
   static constexpr int kBlock = kBlock_, kColumns = kColumns_, kTall = kRows / kBlock, kWide = kColumns / kBlock;
   static constexpr int kScales = kTall * kWide;
-  static constexpr int kPitch = kTall + (kTall > 16 ? 4 : 0);  // of long lines, so that neighbours do not share a bank
+  static constexpr int kPitch = kTall + (kTall > 16 ? 4 : 0);  // long lines are padded against bank conflicts
   static_assert(kTall % 4 == 0, "blocks of 16, 32 and 64");
 };
 
-// What a thread reads of the tile at (row, column) of the codes; zero where there is nothing.
+// Return the scale that a thread loads of the tile at (row, column) of the codes; zero outside the matrix.
 template <class T>
 FP4KIT_DEVICE u8 load_scale(const ScaleMatrix& a, i64 row, i64 column, int thread) {
   const i64 r = row + thread / T::kWide * T::kBlock, c = column / T::kBlock + thread % T::kWide,
@@ -32,13 +33,14 @@ FP4KIT_DEVICE u8 load_scale(const ScaleMatrix& a, i64 row, i64 column, int threa
   return thread < T::kScales && r < a.rows && c < columns ? a.in[scale_offset<T::kLayout>(r, c, columns)] : 0;
 }
 
+// Put a thread's scale into the tile.
 template <class T>
 FP4KIT_DEVICE void put_scale(u8* tile, u8 scale, int thread) {
   if (thread < T::kScales) tile[thread % T::kWide * T::kPitch + thread / T::kWide] = scale;
 }
 
-// Writes the tile to row k, column m of a swizzled output, by chunks: 4 columns of the 4 rows that 128x4 puts together,
-// or of 4 rows of 8x4.
+// Store the tile at row k, column m of a swizzled output, 16 bytes at a time: 4 columns of the 4 rows that 128x4 makes
+// contiguous, or of 4 rows of 8x4.
 template <class T>
 FP4KIT_DEVICE void write_scale_chunks(const ScaleMatrix& a, i64 k, i64 m, const u8* tile, int thread, int threads) {
   constexpr bool kFarRows = T::kLayout == ScaleLayout::swizzled_128x4;
@@ -57,7 +59,7 @@ FP4KIT_DEVICE void write_scale_chunks(const ScaleMatrix& a, i64 k, i64 m, const 
   }
 }
 
-// The same at any address, a byte at a time.
+// Store the tile at any address of any layout, a byte at a time.
 template <class T>
 FP4KIT_DEVICE void write_scale_bytes(const ScaleMatrix& a, i64 k, i64 m, const u8* tile, int thread, int threads) {
   const i64 columns = a.rows / T::kBlock,
@@ -69,10 +71,11 @@ FP4KIT_DEVICE void write_scale_bytes(const ScaleMatrix& a, i64 k, i64 m, const u
   }
 }
 
-// The scales of a tile of 2048 blocks by themselves, for 8x4: more of them lie together than a tile of codes has.
+// A tile of 2048 blocks without codes, for 8x4: more of its scales are contiguous than a tile of codes has.
 template <ScaleLayout kLayout, int kBlock>
 using LargeScaleTile = ScaleTile<kLayout, kBlock, 4 * kBlock * kBlock, 512>;
 
+// Transpose one large tile of scales.
 template <class T>
 FP4KIT_DEVICE void transpose_scale_tile(const ScaleMatrix& a, i64 row, i64 column, int thread) {
   constexpr int kEach = T::kScales / kThreads;
@@ -88,8 +91,9 @@ FP4KIT_DEVICE void transpose_scale_tile(const ScaleMatrix& a, i64 row, i64 colum
   __syncthreads();
 }
 
-// Linear scales by themselves: tiles would write 16 bytes of a row at a time, and fill no sector. A thread takes the
-// scales of 4 x 4 blocks: block rows 4 i ... 4 i + 3, block columns 4 j ... 4 j + 3; rows in and out are whole words.
+// Transpose linear scales without codes, because a tile would store only 16 bytes of a row at a time and fill no
+// sector. A thread takes the scales of 4 x 4 blocks: block rows 4 i to 4 i + 3, block columns 4 j to 4 j + 3. Rows in
+// and out are whole words.
 template <int kBlock>
 FP4KIT_DEVICE void transpose_linear_scales(const ScaleMatrix& a, i64 i, i64 j) {
   const i64 in_columns = a.columns / kBlock, out_columns = a.rows / kBlock;

@@ -1,9 +1,9 @@
-// Squares of codes in registers, transposed: 4x4 bytes or 8x8 nibbles.
+// Transpose a square of codes in registers: 4 x 4 bytes or 8 x 8 nibbles.
 #pragma once
 
 #include "ptx.cuh"
 
-// Byte c of word r -> byte r of word c.
+// Move byte c of word r to byte r of word c.
 FP4KIT_DEVICE void transpose_square(u32 (&w)[4]) {
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
@@ -19,9 +19,9 @@ FP4KIT_DEVICE void transpose_square(u32 (&w)[4]) {
   }
 }
 
-// Nibble c of word r -> nibble r of word c.
+// Move nibble c of word r to nibble r of word c.
 FP4KIT_DEVICE void transpose_square(u32 (&w)[8]) {
-  u32 even[4], odd[4];  // rows; after their bytes are transposed, word c has nibbles 2 c and 2 c + 1 of each
+  u32 even[4], odd[4];  // rows; after transposing their bytes, word c has nibbles 2 c and 2 c + 1 of each row
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     even[i] = w[2 * i];
