@@ -1,5 +1,7 @@
-"""Engines that operations run on, and the comparison of what two of them give: in every bit, but that a NaN equals a
-NaN.
+"""Call operations on different engines, and compare their results bit for bit.
+
+An engine is an implementation of fp4kit's operations: the NumPy specification, the host's compiled engine, or the GPU
+kernels. In comparisons, any NaN equals any other NaN.
 """
 
 from __future__ import annotations
@@ -18,7 +20,14 @@ from fp4kit.quantized.container import FACTS, PARTS, Quantized
 
 
 class Outcome(NamedTuple):
-    """How many values were compared and differ; the first difference; what could not be compared, and why."""
+    """Hold the result of a comparison.
+
+    Attributes:
+        values: number of compared values.
+        differing: number of values that differ.
+        first: description of the first difference.
+        skipped: what could not be compared, with the reason.
+    """
 
     values: int = 0
     differing: int = 0
@@ -33,50 +42,51 @@ class Outcome(NamedTuple):
 
 
 class ComparedEngine:
-    """Calls of the public functions with NumPy arrays in and out, whose arrays lie where an array module has them
-    meanwhile.
+    """Call public functions on arrays of one library (numpy or cupy), with NumPy arrays as input and output.
+
+    ComparedEngine(np) is the host's compiled engine, if there is one; ComparedEngine(cupy) is the GPU.
     """
 
     def __init__(self, module: Any) -> None:
         self.module = module
 
     def put(self, a: Any) -> Any:
-        """An array, or the arrays of a Quantized, for the functions; anything else as it is."""
+        """Return an array, or a Quantized with its arrays, in the engine's library. Return anything else unchanged."""
         if isinstance(a, Quantized):
             return replace(a, **{name: self.put(getattr(a, name)) for name in PARTS})
         return self.module.asarray(a) if isinstance(a, np.ndarray) else a
 
     def get(self, a: Any) -> Any:
-        """The NumPy array, or Quantized of NumPy arrays, of a result; of each member of a list or tuple."""
+        """Return a result with NumPy arrays: of an array, of a Quantized, or of every member of a list or tuple."""
         if isinstance(a, Quantized):
-            found = copy(a)  # unchecked: what a device gave wrong is to be compared
+            result = copy(a)  # without checks, so that wrong arrays of a device reach the comparison
             for name in PARTS:
-                object.__setattr__(found, name, self.get(getattr(a, name)))
-            return found
+                object.__setattr__(result, name, self.get(getattr(a, name)))
+            return result
         if isinstance(a, (list, tuple)):
             return [self.get(member) for member in a]
         return a.get() if hasattr(a, "get") else a
 
     def computing(self) -> AbstractContextManager[None]:
-        """Calls inside are done by the engine."""
+        """Return a context in which this engine does all calls."""
         return nullcontext()
 
     def apply(self, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-        """function of arguments that lie where the module has them; so does the result."""
+        """Call ``function`` with arguments that are already in the engine's library. The result stays there."""
         with self.computing():
             return function(*arguments, **options)
 
     def call(self, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-        """function of the moved arguments, and its result as NumPy arrays."""
+        """Call ``function`` with NumPy arguments, and return its result as NumPy arrays."""
         moved = {name: self.put(value) for name, value in options.items()}
         return self.get(self.apply(function, *map(self.put, arguments), **moved))
 
 
 class Specification(ComparedEngine):
-    """The specification, on NumPy arrays; Engine(np) is the host's fast engine, where there is one."""
+    """Call public functions on NumPy arrays in the specification, even where a compiled engine is installed."""
 
     def computing(self) -> AbstractContextManager[None]:
-        """Calls inside are done by the specification."""
+        """Return a context in which the specification does all calls."""
         return specification()
 
 
@@ -84,7 +94,7 @@ SPECIFICATION = Specification(np)
 
 
 def compare(found: Any, expected: Any, what: str) -> Outcome:
-    """Two arrays or numbers, or two Quantized part by part, or lists of these."""
+    """Compare two arrays or numbers, two Quantized part by part, or two lists of these."""
     if isinstance(expected, Quantized):
         return _compare_quantized(found, expected, what)
     if isinstance(expected, (list, tuple)):
@@ -98,6 +108,7 @@ def compare(found: Any, expected: Any, what: str) -> Outcome:
 
 
 def _compare_quantized(found: Any, expected: Quantized, what: str) -> Outcome:
+    """Compare two Quantized: their fields, then their arrays."""
     if not isinstance(found, Quantized):
         return Outcome(1, 1, f"{what}: {type(found).__name__} instead of Quantized")
     total = Outcome()
@@ -110,6 +121,7 @@ def _compare_quantized(found: Any, expected: Quantized, what: str) -> Outcome:
 
 
 def _compare_arrays(found: np.ndarray, expected: np.ndarray, what: str) -> Outcome:
+    """Compare two arrays in shape, dtype and bits; a NaN equals a NaN."""
     if found.shape != expected.shape or found.dtype != expected.dtype:
         got = f"{found.dtype} {found.shape} instead of {expected.dtype} {expected.shape}"
         return Outcome(expected.size, max(expected.size, 1), f"{what}: {got}")
@@ -127,7 +139,7 @@ def _compare_arrays(found: np.ndarray, expected: np.ndarray, what: str) -> Outco
 
 
 def attempt(call: Callable[[], Outcome], what: str) -> Outcome:
-    """The outcome, or what was skipped where there is no kernel."""
+    """Return call(), or an Outcome that names ``what`` as skipped if the engine has no kernel for it."""
     try:
         return call()
     except NotImplementedError as error:

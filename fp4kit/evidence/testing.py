@@ -1,4 +1,4 @@
-"""What tests, notebooks and benchmarks share: comparison in every bit, and inputs that find mistakes."""
+"""Helpers shared by tests, notebooks and benchmarks: bitwise comparison, and inputs that expose mistakes."""
 
 from __future__ import annotations
 
@@ -13,10 +13,15 @@ from fp4kit.quantized.container import PARTS, Quantized
 
 
 def assert_same_bits(actual: Any, expected: Any, name: str = "array") -> None:
-    """Raise AssertionError unless two arrays, or two Quantized, agree in shape, dtype and every bit (NaN patterns
-    included).
+    """Raise AssertionError unless two arrays, or two Quantized, have equal shape, dtype and bits.
 
-    The message gives the count, the first coordinate and both bit patterns there.
+    NaN patterns must be equal too. The message gives the number of differences, the first coordinate, and both bit
+    patterns there.
+
+    Args:
+        actual: the array or Quantized to check.
+        expected: what ``actual`` must equal.
+        name: what the message calls the array.
     """
     if isinstance(actual, Quantized) or isinstance(expected, Quantized):
         assert type(actual) is type(expected), f"{name}: {type(actual).__name__} and {type(expected).__name__}"
@@ -40,10 +45,12 @@ def assert_same_bits(actual: Any, expected: Any, name: str = "array") -> None:
 
 
 def adversarial_blocks(dtype: Any = np.float32, block: int = 32, seed: int = 0) -> np.ndarray:
-    """Rows of blocks that reach the edges of every rule: (rows, 4 * block) of dtype, finite.
+    """Return rows of blocks that reach the edge cases of every rule: (rows, 4 * block) of ``dtype``, finite.
 
-    Ties of E2M1 and their neighbours at many scales, blocks whose amax sits at and beside 6 * 2^k, 448-steps and powers
-    of two, signed zeros, subnormals, single outliers, and the largest finite values.
+    They contain:
+        - ties of E2M1 and their neighbours, at many scales;
+        - blocks whose amax is at or beside 6 * 2^k, steps of 448, and powers of two;
+        - signed zeros, subnormals, single outliers, and the largest finite values.
     """
     rows = [row for part in _adversarial(np.random.default_rng(seed), 4 * block) for row in part]
     finite = float(ml_dtypes.finfo(dtype).max)
@@ -51,6 +58,7 @@ def adversarial_blocks(dtype: Any = np.float32, block: int = 32, seed: int = 0) 
 
 
 def _adversarial(rng: np.random.Generator, k: int) -> Iterator[np.ndarray]:
+    """Yield float64 arrays of rows with ``k`` columns, before they are cast to the dtype."""
     grid = np.concatenate([E2M1.midpoints, E2M1.magnitudes.astype(np.float64)])
     for exponent in (-140, -126, -30, -14, -7, 0, 1, 7, 30, 100, 125):
         signs = rng.choice([-1.0, 1.0], (4, k))

@@ -1,1 +1,5 @@
-"""Random programs of public calls, run on two engines and compared in every bit."""
+"""Run random programs of public calls on two engines and compare the results bit for bit (`fp4kit fuzz`).
+
+draw.py draws a case from an integer; programs.py turns it into a program; check.py runs the program; shrink.py makes a
+failing case smaller; print_repro.py prints it as Python.
+"""

@@ -1,4 +1,4 @@
-"""Arguments that a case's calls share: what its options mean for its shapes, and its fault."""
+"""Build arguments that several programs share: amaxes, options of calls, outputs, and the fault of a case."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from fp4kit.evidence.fuzz.program_ir import Dtype, Program, Ref
 from fp4kit.quantized.part_shapes import scale_shape
 
 
-def faulty(case: DrawnCase) -> DrawnCase:
-    """The case with its fault, where that is one of an array."""
+def with_fault(case: DrawnCase) -> DrawnCase:
+    """Return the case with its fault, if the fault is in an array or an axis. Other faults are in options."""
     fault, x = case.options.fault, case.x
     if fault == "length" and case.r.length_multiple > 1:
         shape = list(x.shape)
@@ -27,19 +27,19 @@ def faulty(case: DrawnCase) -> DrawnCase:
 
 
 def moved_shape(case: DrawnCase, x: DrawnArray) -> tuple[int, ...]:
-    """Shape with the quantized axis last; of a member of a stack."""
+    """Return the shape of x, or of a member of a stack, with the quantized axis last."""
     shape = x.shape[1:] if case.options.stacked else x.shape
     axis = case.axis % len(shape) if -len(shape) <= case.axis < len(shape) else len(shape) - 1
     return (*shape[:axis], *shape[axis + 1 :], shape[axis])
 
 
 def auxiliary(kind: str, dtype: str, shape: tuple[int, ...], seed: int) -> DrawnArray:
-    """An array in plain order beside those of the case."""
+    """Return an array in C order that a case needs besides its own arrays."""
     return DrawnArray(kind, dtype, tuple(shape), seed, View.plain(len(shape)))
 
 
 def tensor_amax(p: Program, case: DrawnCase, i: int = 0, name: str = "amax") -> Any:
-    """tensor_amax of array i: None, a number or an array."""
+    """Return tensor_amax for array ``i``: None, a number, or a reference to an array."""
     o, r = case.options, case.r
     if o.fault == "negative amax":
         return -1.0
@@ -58,7 +58,7 @@ def tensor_amax(p: Program, case: DrawnCase, i: int = 0, name: str = "amax") -> 
 
 
 def block_amax(p: Program, case: DrawnCase, i: int = 0, name: str = "block_amax") -> Any:
-    """block_amax of array i; None where it is not given."""
+    """Return block_amax for array ``i``: a reference to an array, or None."""
     o = case.options
     if not (o.block_amax and case.r.static) and o.fault != "block_amax":
         return None
@@ -66,8 +66,8 @@ def block_amax(p: Program, case: DrawnCase, i: int = 0, name: str = "block_amax"
     return p.make(name, auxiliary("amaxes", "float32", scale_shape(moved, case.r), o.seed + 99 + i))
 
 
-def random_options(p: Program, case: DrawnCase) -> dict[str, Any]:
-    """rounding and seed, where the rounding is stochastic."""
+def rounding_options(p: Program, case: DrawnCase) -> dict[str, Any]:
+    """Return the options rounding and seed. Empty for rounding to nearest."""
     o = case.options
     if o.fault == "seed":
         return {"seed": 5}
@@ -82,20 +82,20 @@ def random_options(p: Program, case: DrawnCase) -> dict[str, Any]:
 
 
 def codes_options(p: Program, case: DrawnCase) -> dict[str, Any]:
-    """Options that quantize and its kin share, but for the amaxes."""
+    """Return the options that quantize and its variants share, except amaxes."""
     o = case.options
     layout = "swizzled" if o.fault == "layout" else o.layout
     found = {"axis": case.axis, "scale_layout": layout if layout != "linear" else None, "hadamard": o.hadamard or None}
-    return {name: value for name, value in found.items() if value is not None} | random_options(p, case)
+    return {name: value for name, value in found.items() if value is not None} | rounding_options(p, case)
 
 
-def decoded(o: DrawnOptions) -> Dtype | None:
-    """The dtype to decode to; None for the array's own."""
+def decode_dtype(o: DrawnOptions) -> Dtype | None:
+    """Return the dtype to decode to. None: the dtype of the array."""
     return Dtype(o.decoded) if o.decoded else None
 
 
-def into(p: Program, o: DrawnOptions, expected: Ref, function: str, *arguments: Any, **options: Any) -> None:
-    """The same call with guarded outputs, twice."""
+def call_with_out(p: Program, o: DrawnOptions, expected: Ref, function: str, *arguments: Any, **options: Any) -> None:
+    """Repeat a call twice with guarded outputs. Results must equal ``expected``, and guards must stay intact."""
     step = 2 if o.out == "strided" else 1
     host_only = step > 1 and function == "fp4kit.quantize"
     out = p.call("out", "guarded", expected, *((step,) if step > 1 else ()))

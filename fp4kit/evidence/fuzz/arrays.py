@@ -1,7 +1,9 @@
-"""Arrays that are drawn: values of many kinds from a seed, placed in memory with steps, orders and offsets; and guarded
-outputs.
+"""Draw arrays: values of many kinds from a seed, with strides, orders and offsets in memory; and guarded outputs.
 
-Printed reproductions call these functions, so that what they build is what was compared.
+Printed reproductions call these functions, so they build the same arrays that were compared.
+
+Local words: filler is the byte 0x5A around and between the elements of a view. Guards are filler around an output,
+which a call must not change.
 """
 
 from __future__ import annotations
@@ -22,14 +24,18 @@ from fp4kit.quantized.container import Quantized
 DTYPES = {
     name: np.dtype(getattr(ml_dtypes, name, name)) for name in ("float32", "float16", "bfloat16", "float64", "uint8")
 }
-FILLER = 0x5A  # the byte of gaps, margins and guards: a large number in every dtype
-MARGIN = 64  # bytes of guards before and behind an output, which stays at a multiple of 16
+FILLER = 0x5A  # a byte that gives a large number in every dtype
+MARGIN = 64  # bytes of guards before and behind an output; keeps the output aligned to 16 bytes
 
 
 @dataclass(frozen=True)
 class View:
-    """How an array lies in memory. order: its axes, slowest first; steps: of each axis; offset: elements in front of
-    it.
+    """Describe the memory layout of an array, which is a view of a larger array.
+
+    Attributes:
+        order: the axes, slowest first.
+        steps: the step along each axis of the larger array; a negative step reverses the axis.
+        offset: elements in front of the view.
     """
 
     order: tuple[int, ...]
@@ -38,17 +44,24 @@ class View:
 
     @classmethod
     def plain(cls, ndim: int) -> View:
-        """C order without gaps."""
+        """Return the layout in C order without gaps."""
         return cls(tuple(range(ndim)), (1,) * ndim)
 
     @property
     def is_plain(self) -> bool:
+        """True for C order without gaps and without an offset."""
         return self == View.plain(len(self.order))
 
 
 @dataclass(frozen=True)
 class DrawnArray:
-    """An array as data. kind: of VALUES, drawn from seed; or "given": bits, the bytes of its elements in C order."""
+    """Describe an array as data.
+
+    Attributes:
+        kind: a key of VALUES, drawn from ``seed``; or "given": ``bits`` are the elements.
+        view: its layout in memory.
+        bits: the bytes of the elements in C order, for the kind "given".
+    """
 
     kind: str
     dtype: str
@@ -66,32 +79,34 @@ class DrawnArray:
         return prod(self.shape)
 
     def values(self) -> np.ndarray:
-        """The elements, in C order."""
+        """Return the elements, in C order."""
         if self.kind == "given":
             return np.frombuffer(self.bits, DTYPES[self.dtype]).reshape(self.shape)
         return drawn(self.kind, self.dtype, self.shape, self.seed)
 
     def with_values(self, values: np.ndarray, view: View | None = None) -> DrawnArray:
-        """The same array of other elements."""
+        """Return an array with the same dtype and other elements, in the layout ``view`` (default: plain)."""
         view = View.plain(values.ndim) if view is None else view
         return replace(self, kind="given", shape=values.shape, bits=np.ascontiguousarray(values).tobytes(), view=view)
 
 
 def strided(values: np.ndarray, view: View, asarray: Callable[[np.ndarray], Any] = np.asarray) -> Any:
-    """values as a view of a larger array that asarray moved, with filler around and between them."""
+    """Return the values as a view of a larger array. ``asarray`` moves that array to its library."""
     flat, cut = memory(values, view)
     return cut(asarray(flat))
 
 
 def memory(values: np.ndarray, view: View) -> tuple[np.ndarray, Callable[[Any], Any]]:
-    """A flat array that holds values and filler, and the function that cuts the view from it."""
+    """Return (flat array of values and filler, function that cuts the view from it)."""
     shape = [values.shape[i] * abs(view.steps[i]) for i in view.order]
     end = view.offset + prod(shape)
     back = np.argsort(view.order).tolist()
 
     def cut(flat: Any) -> Any:
         whole = flat[view.offset : end].reshape(shape).transpose(back)
-        return whole[(*(slice(None, None, step) for step in view.steps), ...)]  # ...: a view also of no axes
+        return whole[
+            (*(slice(None, None, step) for step in view.steps), ...)
+        ]  # the ellipsis makes a view even without axes
 
     flat = np.full((end + view.offset) * values.dtype.itemsize, FILLER, np.uint8).view(values.dtype)
     cut(flat)[...] = values
@@ -99,8 +114,10 @@ def memory(values: np.ndarray, view: View) -> tuple[np.ndarray, Callable[[Any], 
 
 
 def given(dtype: str, shape: tuple[int, ...], nonzero: dict[int, int] | str) -> np.ndarray:
-    """An array of zeros but for the bit patterns at some flat indices; or of the bytes that a string of hexadecimals
-    names.
+    """Return an array with the given bits.
+
+    ``nonzero`` maps flat indices to bit patterns, with zeros elsewhere; or it is a string of hexadecimal digits for all
+    bytes.
     """
     if isinstance(nonzero, str):
         return np.frombuffer(bytes.fromhex(nonzero), DTYPES[dtype]).reshape(shape)
@@ -114,33 +131,35 @@ def given(dtype: str, shape: tuple[int, ...], nonzero: dict[int, int] | str) -> 
 
 
 def drawn(kind: str, dtype: str, shape: tuple[int, ...], seed: int) -> np.ndarray:
-    """Values of a kind: one of VALUES, of a dtype and shape."""
+    """Return values of a kind in VALUES, of the given dtype and shape."""
     rng = np.random.default_rng(seed)
     with np.errstate(all="ignore"):
         return VALUES[kind](rng, shape, DTYPES[dtype])
 
 
 def _ordinary(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """Normal values whose size changes from row to row, a few of them zeros."""
+    """Return normally distributed values whose magnitude varies from row to row, with a few zeros."""
     x = rng.standard_normal(shape, np.float32) * np.exp2(rng.integers(-6, 7, (*shape[:-1], 1))).astype(np.float32)
     x[rng.random(shape) < 0.02] = rng.choice([0.0, -0.0])
     return x.astype(dtype)
 
 
 def _bits(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """Every bit pattern is as likely as any other."""
+    """Return uniformly distributed bit patterns."""
     return rng.integers(0, 1 << 8 * dtype.itemsize, shape, unsigned(dtype)).view(dtype)
 
 
 def _finite(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """Every bit pattern of a finite number."""
+    """Return uniformly distributed bit patterns, with zeros instead of infinities and NaN."""
     x = _bits(rng, shape, dtype)
     return np.where(np.isfinite(x.astype(np.float32)), x, np.zeros((), dtype))
 
 
 def _ties(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """Values half way between two codes, and their neighbours, in runs of 8 under one power of two whose largest is
-    known.
+    """Return values half way between two codes, and their neighbours.
+
+    They come in runs of 8 that share a power of two. In most runs the first element is the largest, with a known
+    mantissa.
     """
     element = (E2M1, E2M1, E2M3, E3M2, E4M3, E5M2, INT8)[rng.integers(7)]
     info = ml_dtypes.finfo(dtype)
@@ -155,13 +174,13 @@ def _ties(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype) -> 
 
 
 def _tiny(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """Subnormals and the smallest normal values, of both signs."""
+    """Return subnormals and the smallest normal values, of both signs."""
     bits = rng.integers(0, 3 << ml_dtypes.finfo(dtype).nmant, shape).astype(unsigned(dtype))
     return np.where(rng.random(shape) < 0.5, bits.view(dtype), -bits.view(dtype))
 
 
 def _zeros(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """Runs of 16 zeros of either sign, or of both, among runs of ordinary values."""
+    """Return runs of 16 zeros (positive, negative or mixed) among runs of ordinary values."""
     runs = (*shape[:-1], -(-shape[-1] // 16))
     kinds = np.repeat(rng.integers(0, 4, runs), 16, axis=-1)[..., : shape[-1]]
     signs = np.where(kinds == 2, rng.choice([0.0, -0.0], shape), np.where(kinds == 1, -0.0, 0.0))
@@ -169,7 +188,7 @@ def _zeros(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype) ->
 
 
 def _outlier(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """Ordinary values and one that is far larger."""
+    """Return ordinary values, and one that is far larger."""
     x = _ordinary(rng, shape, dtype)
     if x.size:
         x.reshape(-1)[rng.integers(x.size)] = rng.choice([1e4, -6e4, float(ml_dtypes.finfo(dtype).max)])
@@ -177,7 +196,7 @@ def _outlier(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype) 
 
 
 def _constant(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """One value, of either sign."""
+    """Return one magnitude with random signs."""
     value = rng.choice(
         [1.0, 6.0, 448.0, 0.1, 2688.0, float(ml_dtypes.finfo(dtype).tiny), float(ml_dtypes.finfo(dtype).max)]
     )
@@ -185,24 +204,27 @@ def _constant(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype)
 
 
 def _sprinkled(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """Ordinary values among which are infinities and NaN."""
+    """Return ordinary values with some infinities and NaN."""
     x = _ordinary(rng, shape, dtype)
     x[rng.random(shape) < rng.choice([0.002, 0.05, 0.6])] = rng.choice([np.nan, np.inf, -np.inf])
     return np.where(rng.random(shape) < 0.002, np.asarray(np.nan, dtype), x)
 
 
 def _infinite(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """Ordinary values among which are infinities of both signs."""
+    """Return ordinary values with some infinities of either sign."""
     x = _ordinary(rng, shape, dtype)
     x[rng.random(shape) < rng.choice([0.002, 0.05])] = rng.choice([np.inf, -np.inf])
     return x
 
 
 def _bytes(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """Return uniformly distributed bytes."""
     return rng.integers(0, 256, shape, np.uint8)
 
 
 def _below(limit: int) -> Callable[..., np.ndarray]:
+    """Return a kind of uniformly distributed codes below ``limit``."""
+
     def codes(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
         return rng.integers(0, limit, shape, np.uint8)
 
@@ -210,20 +232,23 @@ def _below(limit: int) -> Callable[..., np.ndarray]:
 
 
 def _amaxes(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """Return what an amax can be: ordinary, but also 0, -0, tiny, huge, infinite."""
+    """Return amaxes: ordinary ones, and 0, -0, tiny, huge and infinite ones."""
     x = np.abs(rng.standard_normal(shape, np.float32)) * np.exp2(rng.integers(-8, 9, shape)).astype(np.float32)
     special = rng.choice(np.array([0, -0.0, 2.0**-149, 2.0**-126, 1e-6, 3e38, np.inf], np.float32), shape)
     return np.where(rng.random(shape) < rng.choice([0, 0.2, 1]), special, x).astype(np.float32)
 
 
 def _weights(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """Finite ones, not negative: ordinary, some zeros, some far from the others, some where squares are lost."""
+    """Return nonnegative finite weights: ordinary ones, zeros, outliers, and tiny ones whose squares underflow."""
     x = rng.random(shape) ** 3 * rng.choice([1, 1, 1e-38, 1e30]) * rng.choice([0, 1, 1, 1, 2.0**20], shape)
     return x.astype(dtype)
 
 
 def _hessians(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """Symmetric ones: of few or many samples, with negative values of one too."""
+    """Return symmetric matrices from few or many samples.
+
+    In some of them the diagonal is lowered by 2, which can make values negative.
+    """
     samples = rng.standard_normal((shape[0], rng.choice([3, 40]), 16)) * rng.choice([1, 1, 1e-15, 1e10])
     x = samples.transpose(0, 2, 1) @ samples - rng.choice([0, 0, 2]) * np.eye(16)
     return (x + x.transpose(0, 2, 1)).astype(dtype)
@@ -258,8 +283,11 @@ VALUES: dict[str, Callable[..., np.ndarray]] = {
 
 
 class Guarded(NamedTuple):
-    """value: a copy of an array or Quantized whose arrays lie inside buffers, of bytes; of each, shape, step and
-    dtype.
+    """Hold a copy of an array or Quantized whose arrays lie inside buffers with guards.
+
+    Attributes:
+        value: the copy.
+        buffers: (bytes, shape, step, dtype) of each array.
     """
 
     value: Any
@@ -267,7 +295,7 @@ class Guarded(NamedTuple):
 
 
 def guarded(a: Any, step: int = 1) -> Guarded:
-    """A copy of an array, or of the arrays of a Quantized, with guards before, behind and, for a step of 2, between."""
+    """Return a copy with guards before and behind it and, for a step of 2, between its elements."""
     if isinstance(a, Quantized):
         parts = {name: guarded(getattr(a, name), step) for name in PARTS if getattr(a, name) is not None}
         buffers = [buffer for part in parts.values() for buffer in part.buffers]
@@ -279,16 +307,17 @@ def guarded(a: Any, step: int = 1) -> Guarded:
 
 
 def _module(a: Any) -> Any:
-    """NumPy or CuPy, as the array is."""
+    """Return the library of an array: numpy or cupy."""
     return np if isinstance(a, np.ndarray) else imports.cupy()
 
 
 def _inside(whole: Any, shape: tuple[int, ...], step: int, dtype: np.dtype) -> Any:
+    """Return the array inside a buffer."""
     return whole[MARGIN:-MARGIN].view(dtype).reshape(*shape, step)[..., 0]
 
 
 def touched(g: Guarded) -> int:
-    """How many bytes of guards were written to."""
+    """Return the number of guard bytes that have changed."""
     total = 0
     for whole, shape, step, dtype in g.buffers:
         now, before = whole.copy(), _module(whole).full(whole.shape, FILLER, np.uint8)
@@ -298,17 +327,17 @@ def touched(g: Guarded) -> int:
     return total
 
 
-# ---- calls that programs make beside fp4kit's
+# ---- functions that programs call besides those of fp4kit
 # ---------------------------------------------------------------------------
 
 
 def overwrite(target: Any, values: Any) -> None:
-    """Write values into an array that a plan holds."""
+    """Overwrite an array that a plan holds."""
     target[...] = values
 
 
 def largest(arrays: list[Any]) -> Any:
-    """Elementwise maximum of float32 amaxes, by their bits: CuPy's own takes subnormals for zero."""
+    """Return the elementwise maximum of float32 amaxes, compared by bits, because CuPy's maximum flushes subnormals."""
     result = arrays[0].copy()
     bits = result.view(np.uint32)
     for a in arrays[1:]:
@@ -317,14 +346,18 @@ def largest(arrays: list[Any]) -> Any:
 
 
 def with_codes(before: Any, packed: Any, pieces: list[tuple[int, int]], per_byte: int) -> Any:
-    """before, with the codes of packed in elements [start, stop) of each piece, and no other one."""
-    old, new = (_one_a_byte(a, per_byte) for a in (before, packed))
+    """Return ``before`` with the codes of ``packed`` in some elements.
+
+    ``pieces`` are the ranges [start, stop) of elements to replace; ``per_byte`` is the number of codes per byte.
+    """
+    old, new = (_one_per_byte(array, per_byte) for array in (before, packed))
     for start, stop in pieces:
         old[start:stop] = new[start:stop]
     return (old if per_byte == 1 else old[0::2] | old[1::2] << 4).reshape(before.shape)
 
 
-def _one_a_byte(a: Any, per_byte: int) -> Any:
+def _one_per_byte(a: Any, per_byte: int) -> Any:
+    """Return the codes with one code per byte."""
     flat = a.reshape(-1).copy()
     if per_byte == 1:
         return flat

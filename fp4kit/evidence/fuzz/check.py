@@ -1,5 +1,6 @@
-"""Running a program on the specification, and on a second engine step by step: equal, refused by both, declined, or
-wrong.
+"""Run a program on the specification and, step by step, on a second engine.
+
+A case ends as equal, rejected by both, declined by the engine (NotImplementedError), or failed.
 """
 
 from __future__ import annotations
@@ -28,14 +29,17 @@ FUNCTIONS = {name: getattr(arrays, name) for name in ("guarded", "touched", "ove
 
 
 class Verdict(NamedTuple):
-    """What came of a case.
+    """Hold the result of a case.
 
-    kind: "equal"; "refused": both engines raise ValueError or TypeError; "declined": NotImplementedError; else a
-    failure:
-        "differs", "broken" (a statement of sameness does not hold), "raised", "not refused", "message", "warning",
-        "written".
-    text: the reason, or what is wrong. function: what was called. step: number of the last statement.
-    calls, values, differing: how many calls were made, values compared, and found different.
+    Attributes:
+        kind: "equal"; "refused": both engines raise the same ValueError or TypeError; "declined": NotImplementedError.
+            Every other kind is a failure: "differs", "broken" (a Same statement does not hold), "raised", "not
+            refused", "message", "warning" or "written" (an input was written to).
+        text: the reason, or what is wrong.
+        function: the function that was called.
+        step: number of the last statement.
+        calls: number of calls made.
+        values, differing: number of values compared, and of those that differ.
     """
 
     kind: str
@@ -48,30 +52,31 @@ class Verdict(NamedTuple):
 
     @property
     def failed(self) -> bool:
+        """True if the kind is a failure."""
         return self.kind not in ("equal", "refused", "declined")
 
     @property
     def key(self) -> tuple[str, str]:
-        """What a smaller case must have in common with it to fail in the same way."""
+        """What a smaller case must share to count as the same failure: kind and function."""
         return self.kind, self.function
 
     @property
     def reason(self) -> str:
-        """The text without what changes from call to call: the same for all of one kind."""
+        """The text with recipes and numbers replaced by placeholders, so that equal reasons have equal texts."""
         text = re.sub(r"\b(nv|mx)?(fp|int)\d-[\w-]+", "RECIPE", self.text.partition(";")[0])
         text = re.sub(r"(?<![\w.])-?\d+(\.\d+)?(e[+-]?\d+)?", "N", text)
         return re.sub(r"[(]N?(, ?N?)*[)]", "(N)", text)[:150]
 
 
 class EngineRun:
-    """One engine's results, by name."""
+    """Run a program on one engine. ``names`` maps names to results."""
 
     def __init__(self, engine: ComparedEngine, host: bool) -> None:
         self.place = Place(engine, host)
         self.names: dict[str, Any] = {}
 
     def make(self, statement: Make, writable: bool) -> None:
-        """Build an array where the engine has its arrays, or a recipe."""
+        """Build an array on the engine, or a recipe."""
         name, value = statement
         if isinstance(value, Variant):
             self.names[name] = value.recipe
@@ -81,7 +86,7 @@ class EngineRun:
             self.names[name] = self.place.array(value.values(), value.view, name)
 
     def call(self, statement: ProgramCall) -> Exception | None:
-        """Make a call, and keep the result under its name; what it raised, if it did."""
+        """Make a call and store its result. Return the exception if it raised one, otherwise None."""
         options = {name: self.value(value) for name, value in statement.options.items()}
         arguments = [self.value(a) for a in statement.arguments]
         try:
@@ -93,30 +98,30 @@ class EngineRun:
         return None
 
     def _function(self, name: str) -> Any:
-        """fp4kit.name, a method of a result, or a function that programs use."""
+        """Return a function of fp4kit, a method of a result, or a function in FUNCTIONS."""
         owner, _, attribute = name.rpartition(".")
         if owner == "fp4kit":
             return getattr(fp4kit, attribute)
         return getattr(self.names[owner], attribute) if owner else FUNCTIONS[name]
 
     def value(self, argument: Any) -> Any:
-        """What an argument stands for."""
+        """Return the value that an argument refers to."""
         if isinstance(argument, Ref):
-            found = self.names[argument.name]
+            result = self.names[argument.name]
             for part in argument.path:
-                found = getattr(found, part) if isinstance(part, str) else found[part]
-            return found
+                result = getattr(result, part) if isinstance(part, str) else result[part]
+            return result
         if isinstance(argument, Dtype):
             return arrays.DTYPES[argument.name]
         return [self.value(a) for a in argument] if isinstance(argument, list) else argument
 
     def host(self, argument: Any) -> Any:
-        """The same as NumPy arrays."""
+        """Return the value that an argument refers to, with NumPy arrays."""
         return self.place.engine.get(self.value(argument))
 
 
 def check(case: DrawnCase, engine: ComparedEngine | None = None) -> Verdict:
-    """Run a case on the specification, and beside it on an engine where one is given."""
+    """Run a case on the specification and, if ``engine`` is given, on that engine. Return the verdict."""
     statements = program(case)
     checked = RunsInStep(
         [EngineRun(SPECIFICATION, True), *([] if engine is None else [EngineRun(engine, False)])],
@@ -125,7 +130,7 @@ def check(case: DrawnCase, engine: ComparedEngine | None = None) -> Verdict:
     for statement in statements:
         try:
             verdict = checked.step(statement)
-        except Exception as error:  # an engine's error that shows where results are read
+        except Exception as error:  # a GPU error may appear only when results are read
             return checked.verdict("raised", f"{type(error).__name__}: {error}", str(statement)[:50])
         if verdict is not None:
             return verdict
@@ -134,12 +139,12 @@ def check(case: DrawnCase, engine: ComparedEngine | None = None) -> Verdict:
 
 
 def written_names(statements: list[Statement]) -> set[str]:
-    """Arrays that some call may write to."""
+    """Return the names of arrays that some call may write to."""
     return {name for statement in statements if isinstance(statement, ProgramCall) for name in statement.writes}
 
 
 class RunsInStep:
-    """Runs of one program, in step; the first one is the specification's."""
+    """Run one program on several engines, statement by statement. The first one is the specification."""
 
     def __init__(self, runs: list[EngineRun], writable: set[str]) -> None:
         self.runs, self.writable = runs, writable
@@ -147,11 +152,11 @@ class RunsInStep:
         self.total = Outcome()
 
     def verdict(self, kind: str, text: str, function: str) -> Verdict:
-        """What came of the case, with the counts so far."""
+        """Return a verdict with the counts so far."""
         return Verdict(kind, text, function, self.number, self.calls, self.total.values, self.total.differing)
 
     def step(self, statement: Statement) -> Verdict | None:
-        """Run one statement on each; a verdict where that is the end."""
+        """Run one statement on every engine. Return a verdict if the case ends here, otherwise None."""
         if isinstance(statement, Make):
             for run in self.runs:
                 run.make(statement, statement.target in self.writable)
@@ -166,6 +171,7 @@ class RunsInStep:
         return self._compared(statement, runs)
 
     def _compared(self, statement: ProgramCall, runs: list[EngineRun]) -> Verdict | None:
+        """Compare the results of a call. Return a verdict if they differ, otherwise None."""
         if len(runs) < 2 or not comparable(runs[0].names[statement.target]):
             return None
         results = [Ref(statement.target), *map(Ref, statement.writes)]
@@ -177,6 +183,7 @@ class RunsInStep:
         return self.verdict("differs", outcome.first, statement.function) if outcome.differing else None
 
     def _same(self, statement: Same, runs: list[EngineRun]) -> Verdict | None:
+        """Check a Same statement on every engine. Return a verdict if it does not hold, otherwise None."""
         for run in runs:
             outcome = compare(run.host(statement.a), run.host(statement.b), str(statement.a))
             self.total += outcome
@@ -185,7 +192,7 @@ class RunsInStep:
         return None
 
     def written(self) -> Verdict | None:
-        """The failure that an input was written to."""
+        """Return a verdict if an input was written to, otherwise None."""
         for run in self.runs:
             name = run.place.written()
             if name:
@@ -194,7 +201,7 @@ class RunsInStep:
 
 
 def comparable(value: Any) -> bool:
-    """Whether a result is numbers, arrays or Quantized; CuPy arrays count where NumPy arrays stand."""
+    """Return whether a result consists of numbers, arrays and Quantized. The result is the specification's."""
     if isinstance(value, (list, tuple)):
         return all(map(comparable, value))
     return value is None or isinstance(value, (Quantized, np.ndarray, np.generic, bool, int, float))

@@ -1,4 +1,4 @@
-"""The fuzz in several processes: each with its own seed and engine, one report of all."""
+"""Run the fuzzer in several processes, each with its own seed and engine, and merge the reports."""
 
 from __future__ import annotations
 
@@ -11,24 +11,31 @@ from typing import Any, NamedTuple
 from fp4kit.evidence.fuzz import run as fuzz
 from fp4kit.evidence.fuzz.draw import Pool
 
-_EVERY = 0.2  # seconds between two reports of progress
-_counters: Any = None  # of calls and failures of all processes; set in each when it starts
+_EVERY = 0.2  # seconds between progress reports
+_counters: Any = None  # shared numbers of calls and failures; set when a process starts
 
 
 class WorkerTask(NamedTuple):
-    """What each process does."""
+    """Describe what each process does.
+
+    Attributes:
+        device: "gpu", "host", or None for the specification alone.
+    """
 
     seconds: float
     cases: int | None
     pool: Pool
     shrink_seconds: float
-    device: str | None  # "gpu", "host", or None for the specification alone
+    device: str | None
 
 
 def run(work: WorkerTask, seed: int, processes: int, progress: Callable[[int, int], None]) -> fuzz.Report:
-    """Run processes with seeds seed, seed + 1, ...; progress: called with the calls and failures since the call before.
+    """Run ``processes`` processes with the seeds seed, seed + 1, ... and return the merged report.
 
-    Processes are spawned, since a CUDA context does not survive a fork. Raises what a process raises.
+    Processes are spawned, because a CUDA context does not survive a fork. An exception in a process is raised here.
+
+    Args:
+        progress: called with the numbers of calls and failures since the previous call.
     """
     context = multiprocessing.get_context("spawn")
     counters = context.Array("q", 2)
@@ -43,11 +50,13 @@ def run(work: WorkerTask, seed: int, processes: int, progress: Callable[[int, in
 
 
 def _start(counters: Any) -> None:
+    """Store the shared counters in a new process."""
     global _counters
     _counters = counters
 
 
 def _follow(running: set[Future[fuzz.Report]], counters: Any, progress: Callable[[int, int], None]) -> None:
+    """Report progress until all processes have ended."""
     seen = (0, 0)
     while running:
         running = wait(running, _EVERY).not_done
@@ -57,9 +66,10 @@ def _follow(running: set[Future[fuzz.Report]], counters: Any, progress: Callable
 
 
 def _work(work: WorkerTask, seed: int) -> fuzz.Report:
+    """Run the fuzzer in this process."""
     engine = {"gpu": fuzz.device_engine, "host": fuzz.host_engine}[work.device]()[0] if work.device else None
     if work.device == "gpu" and engine is None:
-        raise OSError("fuzz: a process finds no GPU, which the first one found; run with --processes 1")
+        raise OSError("fuzz: this process finds no GPU, although the first process found one; run with --processes 1")
     done, last = [0, 0], time.monotonic()
 
     def progress(calls: int, failures: int) -> None:
@@ -83,6 +93,7 @@ def _work(work: WorkerTask, seed: int) -> fuzz.Report:
 
 
 def _report(done: list[int]) -> None:
+    """Add calls and failures to the shared counters."""
     with _counters.get_lock():
         for i, number in enumerate(done):
             _counters[i] += number

@@ -1,4 +1,4 @@
-"""A program as the lines of Python that do the same: the reproduction of a failure."""
+"""Print a program as Python lines that do the same: the reproduction of a failure."""
 
 from __future__ import annotations
 
@@ -17,8 +17,13 @@ from fp4kit.evidence.fuzz.programs import program
 from fp4kit.evidence.fuzz.recipes import Variant
 from fp4kit.formats import ELEMENT_FORMATS, ElementFormat, unsigned
 
-LISTED = 64  # non-zero elements that are written out
-_UNCOMPARED = ("guarded", "fp4kit.GroupedPlan", "fp4kit.Shard", "SingleProcess")  # functions that give no numbers
+MAX_LISTED = 64  # nonzero elements that are written one by one
+_UNCOMPARED = (
+    "guarded",
+    "fp4kit.GroupedPlan",
+    "fp4kit.Shard",
+    "SingleProcess",
+)  # functions whose results are not compared
 _IMPORTS = (
     ("replace", "from dataclasses import replace"),
     ("ml_dtypes", "import ml_dtypes"),
@@ -34,7 +39,7 @@ _HELPERS = {
 
 
 def script(case: DrawnCase, verdict: Verdict, engine: ComparedEngine | None) -> str:
-    """Python that fails as the case did, and does nothing where it does not fail."""
+    """Return Python that fails as the case did. It ends without an error if the failure is gone."""
     statements = program(case)[: verdict.step + 1]
     kept = statements if verdict.kind == "written" else needed(statements)
     writable = written_names(kept)
@@ -51,6 +56,7 @@ def script(case: DrawnCase, verdict: Verdict, engine: ComparedEngine | None) -> 
 
 
 def _imports(text: str, module: str | None) -> list[str]:
+    """Return the import lines that the text needs."""
     used = set(re.findall(r"[A-Za-z_]\w*", text))
     lines = [line for name, line in _IMPORTS if name in used]
     lines += [f"import {module}"] if module not in (None, "np") else []
@@ -62,7 +68,7 @@ def _imports(text: str, module: str | None) -> list[str]:
 
 
 def needed(statements: list[Statement]) -> list[Statement]:
-    """The last statement, and those before that it depends on."""
+    """Return the last statement and the statements that it depends on."""
     kept = [statements[-1]]
     names = _names(statements[-1])
     for statement in reversed(statements[:-1]):
@@ -76,7 +82,7 @@ def needed(statements: list[Statement]) -> list[Statement]:
 
 
 def _names(statement: Any) -> set[str]:
-    """Names that a statement, or an argument of one, refers to."""
+    """Return the names that a statement or an argument refers to."""
     if isinstance(statement, Ref):
         return {statement.name}
     if isinstance(statement, Same):
@@ -87,7 +93,7 @@ def _names(statement: Any) -> set[str]:
 
 
 def _lines(statement: Statement, writable: set[str]) -> Iterator[str]:
-    """Lines of the program's body."""
+    """Yield the lines of a statement."""
     if isinstance(statement, Make):
         yield f"{statement.target} = {_made(statement, writable)}"
         return
@@ -104,6 +110,7 @@ def _lines(statement: Statement, writable: set[str]) -> Iterator[str]:
 
 
 def _made(statement: Make, writable: set[str]) -> str:
+    """Return the expression that makes an array or a recipe."""
     value = statement.value
     if isinstance(value, Variant):
         return text(value)
@@ -112,18 +119,18 @@ def _made(statement: Make, writable: set[str]) -> str:
 
 
 def _values(a: DrawnArray) -> str:
-    """The call that gives an array's elements."""
+    """Return the call that gives an array's elements."""
     if a.kind != "given":
         return f"drawn({a.kind!r}, {a.dtype!r}, {a.shape}, {a.seed})"
     bits = np.frombuffer(a.bits, unsigned(a.values().dtype))
     (nonzero,) = np.nonzero(bits)
-    if len(nonzero) > LISTED:
+    if len(nonzero) > MAX_LISTED:
         return f"given({a.dtype!r}, {a.shape}, {a.bits.hex()!r})"
     return f"given({a.dtype!r}, {a.shape}, {{{', '.join(f'{i}: {int(bits[i]):#x}' for i in nonzero)}}})"
 
 
 def text(value: Any) -> str:
-    """An argument as Python."""
+    """Return an argument as Python."""
     if isinstance(value, Variant):
         changes = "".join(f", {name}={text(field)}" for name, field in value.changes)
         return f'replace(fp4kit.recipe("{value.id}"){changes})' if changes else f'fp4kit.recipe("{value.id}")'

@@ -1,7 +1,6 @@
-"""Programs as data: recipes, arrays, calls, and statements that two results are the same.
+"""Represent programs as data: recipes, arrays, calls, and statements that two results are equal.
 
-A program is run on one engine beside another (check.py) and printed as Python (print_repro.py): what is printed is what
-ran.
+check.py runs a program on two engines, and print_repro.py prints it as Python, so what is printed is what ran.
 """
 
 from __future__ import annotations
@@ -15,42 +14,47 @@ from fp4kit.evidence.fuzz.recipes import Variant
 
 @dataclass(frozen=True, repr=False)
 class Ref:
-    """A result by name, or a part of it: attributes, indices and slices."""
+    """Refer to a result by name, or to a part of it by attributes, indices and slices."""
 
     name: str
     path: tuple[Any, ...] = ()
 
     def __getitem__(self, part: Any) -> Ref:
-        """ref["packed"] and ref[0] of a reference are references to that part."""
+        """Return a reference to a part: ref["packed"] is an attribute, ref[0] an item."""
         return Ref(self.name, (*self.path, part))
 
     def __repr__(self) -> str:
+        """Return the reference as Python."""
         return self.name + "".join(map(_access, self.path))
 
 
 def _access(part: Any) -> str:
+    """Return an attribute, index or slice as Python."""
     if isinstance(part, slice):
         return f"[{part.start}:{part.stop}]"
     return f".{part}" if isinstance(part, str) else f"[{part}]"
 
 
 class Dtype(NamedTuple):
-    """A dtype by name."""
+    """Name a dtype."""
 
     name: str
 
 
 class Make(NamedTuple):
-    """target = an Array or a recipe."""
+    """Statement: target = an array or a recipe."""
 
     target: str
     value: DrawnArray | Variant
 
 
 class ProgramCall(NamedTuple):
-    """target = function(*arguments, **options). function: fp4kit.name, name of arrays.py, or result.method.
+    """Statement: target = function(*arguments, **options).
 
-    host_only: CuPy arrays are refused by design. writes: names of arrays that may change.
+    Attributes:
+        function: fp4kit.name, the name of a function in arrays.py, or result.method.
+        host_only: True if CuPy arrays are rejected by design.
+        writes: names of arrays that the call may change.
     """
 
     target: str
@@ -62,7 +66,7 @@ class ProgramCall(NamedTuple):
 
 
 class Same(NamedTuple):
-    """Two results, or a result and a number, agree in every bit."""
+    """Statement: two results, or a result and a number, agree bit for bit."""
 
     a: Any
     b: Any
@@ -73,18 +77,18 @@ Statement = Make | ProgramCall | Same
 
 
 class Program:
-    """Statements, in order."""
+    """Collect statements in order."""
 
     def __init__(self) -> None:
         self.statements: list[Statement] = []
 
     def make(self, target: str, value: DrawnArray | Variant) -> Ref:
-        """target = value."""
+        """Append target = value. Return a reference to it."""
         self.statements.append(Make(target, value))
         return Ref(target)
 
     def call(self, target: str, function: str, *arguments: Any, **options: Any) -> Ref:
-        """target = function(...), without the options that are None."""
+        """Append target = function(...) without the options that are None. Return a reference to the result."""
         given = {name: value for name, value in options.items() if value is not None}
         self.statements.append(ProgramCall(target, function, arguments, given))
         return Ref(target)
@@ -94,5 +98,5 @@ class Program:
         self.statements[-1] = self.statements[-1]._replace(**fields)
 
     def same(self, a: Any, b: Any) -> None:
-        """a and b agree."""
+        """Append the statement that a and b are equal."""
         self.statements.append(Same(a, b))

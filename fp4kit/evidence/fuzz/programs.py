@@ -1,4 +1,7 @@
-"""What each operation calls, as a program. Its statements of sameness hold on every engine: they need no second one."""
+"""Write the program of each operation.
+
+Its Same statements hold on every engine, so they check even an engine that is run alone.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +15,13 @@ import numpy as np
 from fp4kit.evidence.fuzz.arguments import (
     auxiliary,
     block_amax,
+    call_with_out,
     codes_options,
-    decoded,
-    faulty,
-    into,
+    decode_dtype,
     moved_shape,
-    random_options,
+    rounding_options,
     tensor_amax,
+    with_fault,
 )
 from fp4kit.evidence.fuzz.draw import DrawnCase
 from fp4kit.evidence.fuzz.program_ir import Program, Ref, Statement
@@ -30,10 +33,10 @@ from fp4kit.recipes.schema import faking
 
 
 def program(case: DrawnCase) -> list[Statement]:
-    """The statements of a case."""
+    """Return the statements of a case."""
     p = Program()
     p.make("r", case.recipe)
-    _PROGRAMS[case.operation](p, faulty(case))
+    _PROGRAMS[case.operation](p, with_fault(case))
     return p.statements
 
 
@@ -42,20 +45,21 @@ def program(case: DrawnCase) -> list[Statement]:
 
 
 def _quantize(p: Program, case: DrawnCase) -> None:
+    """Quantize, decode, quantize a contiguous copy, and quantize into outputs."""
     x = p.make("x", case.x)
     options = codes_options(p, case) | {"tensor_amax": tensor_amax(p, case), "block_amax": block_amax(p, case)}
     q = p.call("q", "fp4kit.quantize", x, Ref("r"), **options)
-    p.call("v", "fp4kit.dequantize", q, decoded(case.options))
+    p.call("v", "fp4kit.dequantize", q, decode_dtype(case.options))
     if not case.x.view.is_plain:
         copy = p.call("copy", "x.copy", "C")
         p.same(q, p.call("q_copy", "fp4kit.quantize", copy, Ref("r"), **options))
     if case.options.out:
-        into(p, case.options, q, "fp4kit.quantize", x, Ref("r"), **options)
+        call_with_out(p, case.options, q, "fp4kit.quantize", x, Ref("r"), **options)
     _experts(p, case, q, x, options)
 
 
 def _experts(p: Program, case: DrawnCase, q: Ref, x: Ref, options: dict[str, Any]) -> None:
-    """Each expert's part, quantized by itself with the amax that is its own."""
+    """Quantize each expert of x by itself with its own amax; the result must be that expert's part."""
     amax, ndim = options["tensor_amax"], case.x.ndim
     alone = isinstance(amax, Ref) and case.r.tensor_scaling == "tensor" and case.x.shape[0] > 1 and case.axis % ndim > 0
     if not alone or case.options.rounding != "nearest" or options["block_amax"] is not None:
@@ -69,6 +73,7 @@ def _experts(p: Program, case: DrawnCase, q: Ref, x: Ref, options: dict[str, Any
 
 
 def _quantize_both(p: Program, case: DrawnCase) -> None:
+    """Quantize both directions at once, and each by itself."""
     x = p.make("x", case.x)
     options = codes_options(p, case)
     del options["axis"]
@@ -84,7 +89,7 @@ def _quantize_both(p: Program, case: DrawnCase) -> None:
 
 
 def _decode(p: Program, case: DrawnCase) -> None:
-    """Any codes under any scales, padding included."""
+    """Decode random codes under random scales, with random padding."""
     x, o = p.make("x", case.x), case.options
     q = p.call("q", "fp4kit.quantize", x, Ref("r"), **codes_options(p, case), tensor_amax=tensor_amax(p, case))
     moved, r = moved_shape(case, case.x), case.r
@@ -94,18 +99,19 @@ def _decode(p: Program, case: DrawnCase) -> None:
         shape = padded_shape(scale_shape(moved, r), o.layout)
         parts["block_scale"] = p.make("scales", auxiliary("bytes", "uint8", shape, o.seed + 2))
     q = p.call("q2", "replace", q, **parts)
-    v = p.call("v", "fp4kit.dequantize", q, decoded(o))
+    v = p.call("v", "fp4kit.dequantize", q, decode_dtype(o))
     if o.out:
-        into(p, o, v, "fp4kit.dequantize", q, decoded(o))
+        call_with_out(p, o, v, "fp4kit.dequantize", q, decode_dtype(o))
 
 
 def _fake_quantize(p: Program, case: DrawnCase) -> None:
+    """Fake-quantize; without a fake rule the result must be dequantize(quantize(x))."""
     x, r = p.make("x", case.x), case.r
     options = {
         "axis": case.axis,
         "tensor_amax": tensor_amax(p, case),
         "block_amax": block_amax(p, case),
-        **random_options(p, case),
+        **rounding_options(p, case),
     }
     v = p.call("v", "fp4kit.fake_quantize", x, Ref("r"), **options)
     if r.fake_rule is None and not r.fake_only and faking(r) == r:
@@ -114,7 +120,7 @@ def _fake_quantize(p: Program, case: DrawnCase) -> None:
 
 
 def _members(p: Program, case: DrawnCase) -> tuple[Any, list[Ref]]:
-    """The argument xs, and its members."""
+    """Return (argument xs, references to its members)."""
     if case.options.stacked:
         x = p.make("x", case.x)
         return x, [x[i] for i in range(case.x.shape[0])]
@@ -123,14 +129,16 @@ def _members(p: Program, case: DrawnCase) -> tuple[Any, list[Ref]]:
 
 
 def _per_member(p: Program, case: DrawnCase, make: Callable[..., Any], name: str, count: int) -> list[Any] | None:
+    """Return an argument for each member, or None if there is none."""
     found = [make(p, case, i, f"{name}{i}") for i in range(count)]
     return None if not found or found[0] is None else found
 
 
 def _grouped(p: Program, case: DrawnCase) -> None:
+    """Quantize a group, and each member by itself."""
     xs, members = _members(p, case)
     fake = case.operation == "fake_quantize_grouped"
-    options = {"axis": case.axis, **random_options(p, case)} if fake else codes_options(p, case)
+    options = {"axis": case.axis, **rounding_options(p, case)} if fake else codes_options(p, case)
     amaxes = _per_member(p, case, tensor_amax, "amax", len(members))
     blocks = _per_member(p, case, block_amax, "block_amax", len(members))
     function = "fp4kit.fake_quantize" if fake else "fp4kit.quantize"
@@ -143,10 +151,12 @@ def _grouped(p: Program, case: DrawnCase) -> None:
 
 
 def _at(values: list[Any] | None, i: int) -> Any:
+    """Return element i, or None without a list."""
     return None if values is None else values[i]
 
 
 def _amax_grouped(p: Program, case: DrawnCase) -> None:
+    """Reduce a group, and each member by itself."""
     xs, members = _members(p, case)
     recipe, axis = _reduced(case)
     found = p.call("found", "fp4kit.amax_grouped", xs, *recipe, axis=axis)
@@ -154,7 +164,7 @@ def _amax_grouped(p: Program, case: DrawnCase) -> None:
 
 
 def _reduced(case: DrawnCase) -> tuple[tuple[Any, ...], Any]:
-    """The recipe and the axis of amax: either may be left out."""
+    """Return the recipe and axis arguments of amax. Either may be absent."""
     if case.options.cuts:
         return (Ref("r"),), case.axis
     ndim = case.x.ndim - case.options.stacked
@@ -162,7 +172,7 @@ def _reduced(case: DrawnCase) -> tuple[tuple[Any, ...], Any]:
 
 
 def _plan(p: Program, case: DrawnCase) -> None:
-    """A plan twice, with other values in between."""
+    """Run a plan twice, with other values the second time."""
     o = case.options
     xs, members = _members(p, case)
     options = codes_options(p, case)
@@ -182,7 +192,7 @@ def _plan(p: Program, case: DrawnCase) -> None:
 
 
 def _overwrite(p: Program, case: DrawnCase, members: list[Ref]) -> None:
-    """Other values in the members of a group."""
+    """Overwrite the members of a group."""
     for i, x in enumerate(members):
         stacked = case.options.stacked
         a = case.arrays[0 if stacked else i]
@@ -192,17 +202,19 @@ def _overwrite(p: Program, case: DrawnCase, members: list[Ref]) -> None:
 
 
 def _requantize(p: Program, case: DrawnCase) -> None:
+    """Quantize with one recipe, then requantize with another."""
     x, o = p.make("x", case.x), case.options
     target = p.make("target", o.target or case.recipe)
     q = p.call("q", "fp4kit.quantize", x, Ref("r"), **codes_options(p, case), tensor_amax=tensor_amax(p, case))
     t = p.call("t", "fp4kit.requantize", q, target)
-    p.call("v", "fp4kit.dequantize", t["quantized"], decoded(o))
+    p.call("v", "fp4kit.dequantize", t["quantized"], decode_dtype(o))
 
 
 def _backward(p: Program, case: DrawnCase) -> None:
+    """Compute the gradient of fake_quantize."""
     x, o = p.make("x", case.x), case.options
     grad = p.make("grad", replace(case.x, kind="bits", seed=o.seed + 1, dtype=o.decoded or case.x.dtype, bits=b""))
-    one = replace(case, options=replace(o, tensor_amax=o.tensor_amax and "number"))  # not one per expert
+    one = replace(case, options=replace(o, tensor_amax=o.tensor_amax and "number"))  # one amax for all experts
     options = {"axis": case.axis, "amax": tensor_amax(p, one), "pass_through": o.pass_through}
     g = p.call("g", "fp4kit.fake_quantize_backward", grad, x, Ref("r"), **options)
     if o.pass_through:
@@ -210,6 +222,7 @@ def _backward(p: Program, case: DrawnCase) -> None:
 
 
 def _backward_grouped(p: Program, case: DrawnCase) -> None:
+    """Compute the gradients of a group, and of each member by itself."""
     xs, members = _members(p, case)
     o = case.options
     grads = [p.make(f"grad{i}", replace(a, kind="bits", seed=o.seed + i, bits=b"")) for i, a in enumerate(case.arrays)]
@@ -226,8 +239,9 @@ def _backward_grouped(p: Program, case: DrawnCase) -> None:
 
 
 def _transpose(p: Program, case: DrawnCase) -> None:
-    """Of rows and columns in their own arrays: elements of a NaN lane, and errors that 4over6 sums, follow the
-    direction.
+    """Transpose twice, and compare with quantizing the other axis.
+
+    The latter is left out for recipes that depend on the direction: NaN lanes, and the errors that 4over6 sums.
     """
     x, o = p.make("x", case.x), case.options
     options = {"scale_layout": o.layout if o.layout != "linear" else None, "tensor_amax": tensor_amax(p, case)}
@@ -239,6 +253,7 @@ def _transpose(p: Program, case: DrawnCase) -> None:
 
 
 def _swizzle(p: Program, case: DrawnCase) -> None:
+    """Convert between scale layouts, and back."""
     x, o = p.make("x", case.x), case.options
     q = p.call("q", "fp4kit.quantize", x, Ref("r"), **codes_options(p, case), tensor_amax=tensor_amax(p, case))
     s = p.call("s", "fp4kit.swizzle", q, o.target_layout)
@@ -249,18 +264,21 @@ def _swizzle(p: Program, case: DrawnCase) -> None:
 
 
 def _swizzle_bytes(p: Program, case: DrawnCase) -> None:
+    """Swizzle a byte matrix, and back."""
     x, layout = p.make("x", case.x), case.options.target_layout
     s = p.call("s", "fp4kit.swizzle", x, layout)
     p.same(p.call("back", "fp4kit.unswizzle", s, layout, case.x.shape), x)
 
 
 def _pack(p: Program, case: DrawnCase) -> None:
+    """Pack codes, and unpack them."""
     x = p.make("x", case.x)
     packed = p.call("packed", "fp4kit.pack", x)
     p.same(p.call("codes", "fp4kit.unpack", packed), x)
 
 
 def _amax_program(p: Program, case: DrawnCase) -> None:
+    """Reduce x, and a contiguous copy of it."""
     x = p.make("x", case.x)
     recipe, axis = _reduced(case)
     a = p.call("a", "fp4kit.amax", x, *recipe, axis=axis)
@@ -269,12 +287,16 @@ def _amax_program(p: Program, case: DrawnCase) -> None:
 
 
 def _pieces(case: DrawnCase) -> list[tuple[int, int]]:
+    """Return the ranges of elements between the cuts."""
     ends = [0, *(int(cut * case.x.size) for cut in case.options.cuts), case.x.size]
     return list(pairwise(ends))
 
 
 def _partial(p: Program, case: DrawnCase) -> None:
-    """Shards of any cuts: their amaxes together, and all codes but those of one shard, which must stay as they were."""
+    """Compute amaxes and codes of shards with arbitrary cuts.
+
+    The maximum of the shards' amaxes must be that of x. If one shard is left out, its codes must stay unchanged.
+    """
     x, r, shape = p.make("x", case.x), case.r, case.x.shape
     flat = p.call("flat", "x.reshape", -1)
     pieces = _pieces(case)
@@ -296,14 +318,16 @@ def _partial(p: Program, case: DrawnCase) -> None:
 
 
 def _scales_by_finite(case: DrawnCase) -> bool:
-    """Whether the amax of the tensor scale is not the largest of the block amaxes, as infinite elements do not
-    count.
+    """Return whether the amax of the tensor scale may be below the largest block amax.
+
+    That is the case if infinite elements do not count for the tensor scale.
     """
     finite = case.r.amax_nan == "lanes" and case.r.tensor_scaling == "tensor"
     return finite and bool(np.isinf(case.x.values().astype(np.float32)).any())
 
 
 def _master_weights(p: Program, case: DrawnCase) -> None:
+    """Cast master weights on one process, and quantize each matrix by itself."""
     columnwise = case.options.columnwise and case.r.block_rows == case.r.block_size
     shards, singles = [], []
     for i, a in enumerate(case.arrays):

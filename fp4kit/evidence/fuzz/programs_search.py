@@ -1,4 +1,4 @@
-"""Programs of searches of scales."""
+"""Write the programs of scale searches."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ SOME_CODES, SOME_POWERS, SOME_MULTIPLES = (-5, 3), (-3, 1), (0.5, 1.25, 0.25)
 
 
 def search_scales(p: Program, case: DrawnCase) -> None:
-    """What is found, of a copy in plain order too; squares under weights of one are those without."""
+    """Search scales of x, and of a contiguous copy of it.
+
+    Weights of one must give the result without weights.
+    """
     x, o, K = p.make("x", case.x), case.options, moved_shape(case, case.x)[-1]
     options = {"axis": case.axis, "tensor_amax": tensor_amax(p, case), "candidates": _candidates(case)}
     terms: dict[str, Any] = {"objective": o.objective if o.objective != "mse" else None}
@@ -32,7 +35,7 @@ def search_scales(p: Program, case: DrawnCase) -> None:
 
 
 def _candidates(case: DrawnCase) -> Any:
-    """A word, or ends that the recipe's candidates have."""
+    """Return the argument ``candidates``: None, a word, or limits that suit the recipe's candidates."""
     o, r = case.options, case.r
     if o.candidates == "near" and has_grid(r):
         return None

@@ -1,11 +1,19 @@
-"""Programs of codes under given scales."""
+"""Write the programs that quantize with given scales."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from fp4kit.call.amaxes import tensor_amax_shape
-from fp4kit.evidence.fuzz.arguments import auxiliary, block_amax, codes_options, decoded, into, moved_shape, tensor_amax
+from fp4kit.evidence.fuzz.arguments import (
+    auxiliary,
+    block_amax,
+    call_with_out,
+    codes_options,
+    decode_dtype,
+    moved_shape,
+    tensor_amax,
+)
 from fp4kit.evidence.fuzz.draw import DrawnCase
 from fp4kit.evidence.fuzz.program_ir import Program, Ref
 from fp4kit.layouts import padded_shape
@@ -13,11 +21,11 @@ from fp4kit.quantized.part_shapes import scale_shape
 from fp4kit.recipes import Recipe
 from fp4kit.reference.implied_amax import encodes_by_amax
 
-SCALES = (0.37, 1.0, 0.0, 1e-40, 3e38, float("inf"), 2.0**-12, 1e-6)  # of a tensor
+SCALES = (0.37, 1.0, 0.0, 1e-40, 3e38, float("inf"), 2.0**-12, 1e-6)  # tensor scales
 
 
 def with_scales(p: Program, case: DrawnCase) -> None:
-    """The scales of a quantize, which give its codes back, and any others."""
+    """Quantize with the scales of a previous quantize, which must give its codes again, and with random scales."""
     x, o, moved, r = p.make("x", case.x), case.options, moved_shape(case, case.x), case.r
     options = codes_options(p, case)
     q = p.call(
@@ -37,19 +45,21 @@ def with_scales(p: Program, case: DrawnCase) -> None:
         whole = SCALES[o.seed % len(SCALES)]
         given["tensor_scale"] = p.make("scale", auxiliary("amaxes", "float32", shape, o.seed + 3)) if shape else whole
     other = p.call("other", "fp4kit.quantize", x, Ref("r"), **options, **given)
-    p.call("v", "fp4kit.dequantize", other, decoded(o))
+    p.call("v", "fp4kit.dequantize", other, decode_dtype(o))
     if o.out:
-        into(p, o, other, "fp4kit.quantize", x, Ref("r"), **options, **given)
+        call_with_out(p, o, other, "fp4kit.quantize", x, Ref("r"), **options, **given)
 
 
 def _scales_of(r: Recipe) -> dict[str, bool]:
+    """Return which scales the recipe has."""
     return {"block_scale": r.scale is not None, "tensor_scale": r.tensor_scaling != "none"}
 
 
 def gives_back(r: Recipe, dtype: str) -> bool:
-    """Whether a recipe's scales tell its codes: where elements do not meet the encode scale, or 16 bits of an amax tell
-    that.
+    """Return whether quantizing with a recipe's own scales must give its codes again.
 
-    te_primary_weight makes 1 of an infinite amax and of 2688, and other encode scales.
+    That needs elements that are not multiplied by the encode scale, or a 16-bit amax, which the scale determines.
+    te_primary_weight is an exception, because it gives the tensor scale 1 to an infinite amax and to 2688, but
+    different encode scales.
     """
     return not encodes_by_amax(r) or (dtype != "float32" and r.tensor_rule != "te_primary_weight")

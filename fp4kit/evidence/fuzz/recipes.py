@@ -1,7 +1,7 @@
-"""Recipes that are drawn: those of the table, and variants of them that the specification defines.
+"""Draw recipes: those of the table, and variants of them that the specification defines.
 
-What a rule assumes stands here as data: whether its factor multiplies or divides, whether it flushes subnormals, what
-it is made for. A variant that Recipe refuses all the same is drawn anew, and counted.
+The functions here know what each rule assumes: whether its factor multiplies or divides, whether it flushes subnormals,
+what it is made for. A variant that Recipe still rejects is drawn again and counted.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ Rng = np.random.Generator
 
 @dataclass(frozen=True)
 class Variant:
-    """A recipe of the table with some fields changed."""
+    """Describe a recipe of the table with some fields changed."""
 
     id: str
     changes: tuple[tuple[str, Any], ...] = ()
 
     @lazy_property
     def recipe(self) -> Recipe:
-        """The Recipe; raises what Recipe raises."""
+        """The Recipe. Raises what Recipe raises."""
         base = RECIPES[self.id]
         return replace(base, **dict(self.changes)) if self.changes else base
 
     def simpler(self) -> Iterator[Variant]:
-        """The same with fewer changes."""
+        """Yield variants with fewer changes."""
         if len(self.changes) > 1:
             yield Variant(self.id)
         for i in range(len(self.changes)):
@@ -53,7 +53,7 @@ class Variant:
 
 
 def draw_variant(rng: Rng, id: str, changes: int) -> Variant:
-    """A variant of a recipe with up to `changes` changed fields; fewer where what is drawn does not apply to it."""
+    """Return a variant with up to ``changes`` changed fields. Changes that do not apply to the recipe are left out."""
     r: Any = RECIPES[id]
     found: dict[str, Any] = {}
     names = list(CHANGES)
@@ -65,16 +65,17 @@ def draw_variant(rng: Rng, id: str, changes: int) -> Variant:
 
 
 def _changed(r: Any, changes: dict[str, Any]) -> Any:
-    """The fields of a recipe with changes, which need not be valid yet."""
+    """Return the fields of a recipe with changes. They need not be valid yet."""
     return SimpleNamespace(**{name: getattr(r, name) for name in FIELDS} | changes)
 
 
 def _pick(rng: Rng, choices: Any) -> Any:
+    """Return one of the choices."""
     return choices[rng.integers(len(choices))]
 
 
 def _block(rng: Rng, r: Any) -> dict[str, Any]:
-    """Rows only where one factor covers them: not beside tensor scales of a row or block, nor in fake quantizers."""
+    """Change the block. Several rows need one factor for all: no tensor scale per row or block, and no fake rule."""
     if r.block is None:
         return {}
     one_row = r.fake_rule or r.search or r.tensor_scaling in ("row", "block")
@@ -84,7 +85,7 @@ def _block(rng: Rng, r: Any) -> dict[str, Any]:
 
 
 def _element(rng: Rng, r: Any) -> dict[str, Any]:
-    """Rules of E4M3 scales, and 4over6, are made for E2M1."""
+    """Change the element format. Rules of E4M3 scales, and 4over6, are made for E2M1."""
     if r.element.is_integer:
         return {"element": _pick(rng, (INT4, INT8))}
     if r.scale == E4M3 or r.nan_code or r.rounding == "rnw":
@@ -93,6 +94,7 @@ def _element(rng: Rng, r: Any) -> dict[str, Any]:
 
 
 def _tensor_scaling(rng: Rng, r: Any) -> dict[str, Any]:
+    """Change what a tensor scale covers."""
     if r.tensor_rule is None or r.four_over_six or (r.block is not None and r.block[0] > 1):
         return {}
     if r.scale is None and r.block is not None:
@@ -101,6 +103,7 @@ def _tensor_scaling(rng: Rng, r: Any) -> dict[str, Any]:
 
 
 def _rounding(rng: Rng, r: Any) -> dict[str, Any]:
+    """Change the rounding."""
     if r.four_over_six or r.apply == "compare":
         return {} if r.fast_error or not r.four_over_six else {"rounding": _pick(rng, ("rn", "rnw"))}
     unfit = {"first"} if r.element.is_integer or r.nan_is_max else set()
@@ -110,28 +113,31 @@ def _rounding(rng: Rng, r: Any) -> dict[str, Any]:
 
 
 def _sign(rng: Rng, r: Any) -> dict[str, Any]:
+    """Change the sign rule."""
     return {} if r.element.is_integer else {"sign": _pick(rng, rules.SIGNS)}
 
 
 def _nan_code(rng: Rng, r: Any) -> dict[str, Any]:
+    """Change the code of NaN."""
     return (
         {} if r.rounding == "first" else {"nan_code": _pick(rng, (None, 0, 3, r.element.max_code, r.element.sign_bit))}
     )
 
 
 def _amax_nan(rng: Rng, r: Any) -> dict[str, Any]:
+    """Change how NaN enters an amax."""
     return {"amax_nan": _pick(rng, ("ignore", "propagate", "lanes") if r.block else ("ignore", "propagate"))}
 
 
 def _static(rng: Rng, r: Any) -> dict[str, Any]:
-    """4over6 chooses scales by itself; a fake rule takes block amaxes only where there are block scales."""
+    """Change static. 4over6 chooses scales itself, and a fake rule takes block amaxes only with block scales."""
     if r.four_over_six or r.search or r.scale is None or rules.BLOCK_RULES[r.block_rule].reads_amax:
         return {}
     return {"static": bool(rng.random() < 0.5)}
 
 
 def _search(rng: Rng, r: Any) -> dict[str, Any]:
-    """Of blocks of one row that nothing else chooses the amax of."""
+    """Change the search, for blocks of one row whose amax nothing else chooses."""
     plain = r.block and r.block[0] == 1 and not (r.four_over_six or r.static or r.fake_rule or r.block[1] % 8)
     if not plain or r.scale is None:
         return {}
@@ -139,19 +145,22 @@ def _search(rng: Rng, r: Any) -> dict[str, Any]:
 
 
 def _narrow(rng: Rng, r: Any) -> dict[str, Any]:
+    """Change the integer range."""
     return {"narrow": not r.narrow} if r.element.is_integer else {}
 
 
 def _scale_max(rng: Rng, r: Any) -> dict[str, Any]:
+    """Change the largest block scale."""
     return {"scale_max": _pick(rng, (448, 256))} if r.scale == E4M3 else {}
 
 
 def _apply(rng: Rng, r: Any) -> dict[str, Any]:
-    """Only without a block rule are both the scale and its inverse there."""
+    """Change apply. Only without a block rule are both the scale and its inverse available."""
     return {"apply": _pick(rng, ("multiply", "divide"))} if r.block_rule is None else {}
 
 
 def _decode_rule(rng: Rng, r: Any) -> dict[str, Any]:
+    """Change the decode rule."""
     if r.scale == E8M0:
         return {"decode_rule": _pick(rng, E8M0_DECODE)}
     if r.scale is None:
@@ -161,7 +170,7 @@ def _decode_rule(rng: Rng, r: Any) -> dict[str, Any]:
 
 
 def _block_rule(rng: Rng, r: Any) -> dict[str, Any]:
-    """A rule and what it assumes; FlashInfer's and 4over6 stay, with their flushing."""
+    """Change the block rule and what it assumes. FlashInfer's rules and 4over6 stay, because they fix flush."""
     if r.block_rule is None or r.flush or r.four_over_six:
         return {}
     with_tensor = r.tensor_scaling != "none"
@@ -171,6 +180,7 @@ def _block_rule(rng: Rng, r: Any) -> dict[str, Any]:
 
 
 def _tensor_rule(rng: Rng, r: Any) -> dict[str, Any]:
+    """Change the tensor rule."""
     if r.tensor_rule is None or r.four_over_six:
         return {}
     if r.scale is None:
@@ -179,18 +189,22 @@ def _tensor_rule(rng: Rng, r: Any) -> dict[str, Any]:
 
 
 def _round_scaled(rng: Rng, r: Any) -> dict[str, Any]:
+    """Change round_scaled."""
     return {} if r.four_over_six or r.apply == "compare" else {"round_scaled": not r.round_scaled}
 
 
 def _repacked(rng: Rng, r: Any) -> dict[str, Any]:
+    """Change repacked."""
     return {"repacked": not r.repacked} if can_be_repacked(r) else {}
 
 
 def _nan_is_max(rng: Rng, r: Any) -> dict[str, Any]:
+    """Change nan_is_max."""
     return {} if r.four_over_six or r.element.is_integer or r.rounding == "first" else {"nan_is_max": not r.nan_is_max}
 
 
 def _four_over_six(rng: Rng, r: Any) -> dict[str, Any]:
+    """Change the error measure of 4over6 and how errors are added."""
     if not r.four_over_six:
         return {}
     exact = bool(not r.flush and rng.random() < 0.5)

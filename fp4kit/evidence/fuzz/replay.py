@@ -1,7 +1,6 @@
-"""What printed reproductions call: arrays where a module has them, sameness, and the agreement of a program on several
-modules.
+"""Support printed reproductions: place arrays on an engine, compare results, and run a program on several engines.
 
-A reproduction is a generator function that makes arrays, calls fp4kit, and yields what it gets:
+A reproduction is a generator function that makes arrays, calls fp4kit, and yields the results:
 
     def program(on):
         x = on.array(given("float32", (1, 16), {3: 0x3F800000}))
@@ -22,30 +21,30 @@ import numpy as np
 from fp4kit.evidence.engines import SPECIFICATION, ComparedEngine, compare
 from fp4kit.evidence.fuzz.arrays import View, memory
 
-Ended = tuple[str, str]  # kind and text, as in fuzz_check.Verdict
+Ended = tuple[str, str]  # kind and text, as in check.Verdict
 
 
 class Place:
-    """Arrays where an engine has them. host: whether those are the specification's."""
+    """Make arrays for an engine. ``host`` is True for the specification."""
 
     def __init__(self, engine: ComparedEngine, host: bool) -> None:
         self.engine, self.host = engine, host
         self._fixed: list[tuple[str, Any, np.ndarray]] = []
 
     def array(self, values: np.ndarray, view: View | None = None, name: str = "input") -> Any:
-        """values as a view of a larger array, which no call may write to."""
+        """Return the values as a view of a larger array that no call may write to."""
         flat, cut = memory(values, View.plain(values.ndim) if view is None else view)
         moved = self.engine.module.asarray(flat)
         self._fixed.append((name, moved, flat.copy()))
         return cut(moved)
 
     def writable(self, values: np.ndarray, view: View | None = None) -> Any:
-        """values as a view of a larger array that calls may write to."""
+        """Return the values as a view of a larger array that calls may write to."""
         flat, cut = memory(values, View.plain(values.ndim) if view is None else view)
         return cut(self.engine.module.asarray(flat))
 
     def written(self) -> str:
-        """An array that is not what it was; empty where there is none."""
+        """Return the name of an input that has changed, or ""."""
         for name, moved, before in self._fixed:
             now = np.ascontiguousarray(self.engine.get(moved))
             if (now.view(np.uint8) != before.view(np.uint8)).any():
@@ -54,18 +53,22 @@ class Place:
 
 
 def same(a: Any, b: Any) -> None:
-    """Raise AssertionError unless two results agree in every bit."""
+    """Raise AssertionError unless two results agree bit for bit."""
     get = ComparedEngine(np).get
     outcome = compare(get(a), get(b), "result")
     assert not outcome.differing, f"broken: {outcome.first}"
 
 
 def agree(program: Callable[[Place], Iterator[tuple[str, Any]]], *modules: Any) -> None:
-    """Raise AssertionError unless a program does on each module what the specification does, and writes to no input.
+    """Raise AssertionError unless a program gives the same results on every module and writes to no input.
 
-    modules: numpy for the specification; and, where they are compared with it, cupy, or numpy again for the host's fast
-    engine. A call that all modules refuse in the same words is agreement; so is one that a module declines with
-    NotImplementedError.
+    A call that every module rejects with the same message counts as agreement. So does a call that a module declines
+    with NotImplementedError.
+
+    Args:
+        program: the generator function.
+        modules: numpy for the specification, then the modules to compare with it: cupy, or numpy again for the host's
+            compiled engine.
     """
     places = [Place(ComparedEngine(module) if i else SPECIFICATION, host=i == 0) for i, module in enumerate(modules)]
     with warnings.catch_warnings():
@@ -87,7 +90,10 @@ def agree(program: Callable[[Place], Iterator[tuple[str, Any]]], *modules: Any) 
 
 
 def _next(steps: Iterator[tuple[str, Any]], place: Place) -> Any:
-    """What a program yields, None at its end, or what it raises; its own assertions are the answer."""
+    """Return what a program yields next, None at its end, or the exception that it raises.
+
+    An AssertionError is raised again, because it is the result of the program's own check.
+    """
     try:
         with place.engine.computing():
             return next(steps, None)
@@ -98,6 +104,7 @@ def _next(steps: Iterator[tuple[str, Any]], place: Place) -> Any:
 
 
 def _compare(steps: list[Any], places: list[Place]) -> None:
+    """Raise AssertionError unless all engines gave the same result."""
     (name, expected), *others = (
         (name, place.engine.get(value)) for (name, value), place in zip(steps, places, strict=True)
     )
@@ -107,9 +114,10 @@ def _compare(steps: list[Any], places: list[Place]) -> None:
 
 
 def ended(raised: list[Exception | None]) -> Ended:
-    """What it means that a call raised on some engines; the first one is the specification, which may be alone.
+    """Return (kind, text) of the verdict after a call raised an exception on some engines.
 
-    Its refusal must be everyone's, in the same words; an engine may decline what the specification does.
+    The first entry of ``raised`` is the specification's; it may be the only one. An engine may decline a call that the
+    specification computes, but a call that the specification rejects must be rejected with the same message.
     """
     first, last = raised[0], raised[-1]
     unexpected = [
@@ -130,4 +138,5 @@ def ended(raised: list[Exception | None]) -> Ended:
 
 
 def _text(error: Exception | None) -> str:
+    """Return type and message of an exception."""
     return f"{type(error).__name__}: {error}"

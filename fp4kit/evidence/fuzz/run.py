@@ -1,10 +1,11 @@
-"""Drawn calls of the public functions: the specification against an engine in every bit, and against itself.
+"""Run random calls of the public functions: the specification against an engine, and each against itself.
 
 A case is drawn from one integer (draw.py), written as a program (programs.py), and run on the specification and the
-engine in step (fuzz_check). What must hold without a second engine holds on each: round trips, a strided view as its
-copy, grouped as single calls, both directions as two calls, inputs and guards untouched. A failure is shrunk
-(fuzz_shrink) and printed as Python (print_repro.py). A call that both refuse in the same words is counted, and one that
-the engine declines with NotImplementedError.
+engine in step (check.py). Some checks need no second engine: round trips, strided views against copies, grouped against
+single calls, both directions against two calls, and untouched inputs and guards.
+
+A failure is shrunk (shrink.py) and printed as Python (print_repro.py). Calls that both engines reject with the same
+message, and calls that the engine declines with NotImplementedError, are counted.
 """
 
 from __future__ import annotations
@@ -28,15 +29,20 @@ from fp4kit.evidence.fuzz.print_repro import script
 from fp4kit.evidence.fuzz.shrink import shrink_case
 from fp4kit.ops.engines import engine as engine_name
 
-CASES_OF_A_SEED = 10**9  # case i of seed s is drawn from s * 10^9 + i
-SHOWN = 5  # failures of different kinds that are shrunk and printed
+CASES_PER_SEED = 10**9  # case i of seed s is drawn from s * 10^9 + i
+MAX_FAILURES = 5  # failures of different kinds that are shrunk and printed
 COUNTED = ("cases", "calls", "values", "refused", "declined", "failed")
 
 
 @dataclass(frozen=True)
 class Failure:
-    """case: the integer it is drawn from. text: what is wrong. drawn, shrunk: the case in words. script: its
-    reproduction.
+    """Describe a failure.
+
+    Attributes:
+        case: the integer that the case is drawn from.
+        text: what is wrong.
+        drawn, shrunk: the case in words, before and after shrinking.
+        script: its reproduction.
     """
 
     case: int
@@ -50,8 +56,13 @@ class Failure:
 
 @dataclass
 class Report:
-    """operations: counts by operation, of COUNTED. reasons: why calls were refused or declined. redrawn: variants that
-    Recipe refused. failures: the first of each kind and function, at most SHOWN.
+    """Hold the counts of a run.
+
+    Attributes:
+        operations: {operation: counts of COUNTED}.
+        reasons: how often each reason for a rejected or declined call occurred.
+        redrawn: number of variants that Recipe rejected.
+        failures: the first failure of each kind and function, at most MAX_FAILURES.
     """
 
     operations: dict[str, Counter[str]] = field(default_factory=dict)
@@ -61,11 +72,11 @@ class Report:
     failures: list[Failure] = field(default_factory=list)
 
     def total(self, name: str) -> int:
-        """A count over all operations."""
+        """Return a count over all operations."""
         return sum(counts[name] for counts in self.operations.values())
 
     def count(self, case: DrawnCase, verdict: Verdict, refused: int) -> None:
-        """Add a case; refused: variants that were drawn anew for it."""
+        """Add a case. ``refused`` is the number of variants that were drawn again for it."""
         counts = self.operations.setdefault(case.operation, Counter())
         counts.update(cases=1, calls=verdict.calls, values=verdict.values, failed=int(verdict.failed))
         self.redrawn += refused
@@ -74,7 +85,7 @@ class Report:
             self.reasons[f"{verdict.kind}: {verdict.reason}"] += 1
 
     def add(self, other: Report) -> None:
-        """Add what another process found."""
+        """Add the report of another process."""
         for operation, counts in other.operations.items():
             self.operations.setdefault(operation, Counter()).update(counts)
         self.reasons.update(other.reasons)
@@ -85,12 +96,12 @@ class Report:
                 self.failures.append(failure)
 
     def wants(self, failure: Failure | Verdict) -> bool:
-        """Whether a failure is of a new kind, and there is room to show it."""
+        """Return whether a failure is of a new kind and there is room to report it."""
         known = {(f.kind, f.function) for f in self.failures}
-        return len(known) < SHOWN and (failure.kind, failure.function) not in known
+        return len(known) < MAX_FAILURES and (failure.kind, failure.function) not in known
 
     def as_json(self) -> dict[str, Any]:
-        """Plain dicts, lists, numbers and strings."""
+        """Return the report as plain dicts, lists, numbers and strings."""
         found = {name: getattr(self, name) for name in ("redrawn", "seconds")}
         counts = {operation: dict(counts) for operation, counts in self.operations.items()}
         return found | {
@@ -110,11 +121,13 @@ def run(
     shrink_seconds: float = 10.0,
     progress: Callable[[int, int], None] | None = None,
 ) -> Report:
-    """Draw and check cases for some seconds, or until there were `cases` of them.
+    """Draw and check cases for ``seconds``, or until there were ``cases`` of them. A warning is a failure.
 
-    engine: where the calls of the specification are made a second time; None for the specification alone.
-    pool: what is drawn from; all there is if None. shrink_seconds: for each failure that is shown, beside `seconds`.
-    progress: called after each case with the numbers of calls and failures of that case. A warning is a failure.
+    Args:
+        engine: the engine to compare with the specification. None runs the specification alone.
+        pool: what cases are drawn from. None: everything.
+        shrink_seconds: time for shrinking each reported failure, in addition to ``seconds``.
+        progress: called after each case with its numbers of calls and failures.
     """
     report, start, spent = Report(), time.monotonic(), 0.0
     with warnings.catch_warnings():
@@ -122,11 +135,11 @@ def run(
         for number in count() if cases is None else range(cases):
             if time.monotonic() - start - spent > seconds:
                 break
-            case, verdict = checked(report, engine, seed * CASES_OF_A_SEED + number, pool or Pool())
+            case, verdict = checked(report, engine, seed * CASES_PER_SEED + number, pool or Pool())
             if verdict.failed and report.wants(verdict):
                 began = time.monotonic()
                 report.failures.append(
-                    reproduced(case, verdict, engine, seed * CASES_OF_A_SEED + number, shrink_seconds)
+                    reproduced(case, verdict, engine, seed * CASES_PER_SEED + number, shrink_seconds)
                 )
                 spent += time.monotonic() - began
             if progress is not None:
@@ -150,7 +163,7 @@ def run_case(
 
 
 def checked(report: Report, engine: ComparedEngine | None, number: int, pool: Pool) -> tuple[DrawnCase, Verdict]:
-    """Draw the case of an integer, check it and count it."""
+    """Draw the case of an integer, check it, and count it. Return (case, verdict)."""
     case, refused = draw(number, pool)
     verdict = check(case, engine)
     report.count(case, verdict, refused)
@@ -160,10 +173,10 @@ def checked(report: Report, engine: ComparedEngine | None, number: int, pool: Po
 def reproduced(
     case: DrawnCase, verdict: Verdict, engine: ComparedEngine | None, number: int, seconds: float
 ) -> Failure:
-    """The failure of a case, shrunk and printed."""
+    """Return the failure of a case, shrunk and printed."""
     smaller = shrink_case(case, verdict, engine, seconds)
     last = check(smaller, engine)
-    if last.key != verdict.key:  # it does not fail each time
+    if last.key != verdict.key:  # the shrunk case does not fail every time
         smaller, last = case, verdict
     return Failure(
         number, verdict.kind, verdict.function, last.text, str(case), str(smaller), script(smaller, last, engine)
@@ -171,11 +184,9 @@ def reproduced(
 
 
 def outcome(engine: ComparedEngine, pool: Pool, seed: int, cases: int) -> Outcome:
-    """Cases on an engine, as the self-test counts: values compared, and different; the first failure; what was left
-    out.
-    """
+    """Run cases on an engine, and return their result in the form of the self-test."""
     total, report = Outcome(), Report()
-    for number in range(seed * CASES_OF_A_SEED, seed * CASES_OF_A_SEED + cases):
+    for number in range(seed * CASES_PER_SEED, seed * CASES_PER_SEED + cases):
         case, verdict = checked(report, engine, number, pool)
         first = f"case {number}: {case}: {verdict.kind}: {verdict.text}" if verdict.failed else ""
         left_out = (f"{case.recipe.id}: {verdict.reason}",) if verdict.kind == "declined" else ()
@@ -184,16 +195,16 @@ def outcome(engine: ComparedEngine, pool: Pool, seed: int, cases: int) -> Outcom
 
 
 def device_engine() -> tuple[ComparedEngine | None, str]:
-    """CuPy's arrays on the current device, and its name; or None, and why there is none."""
+    """Return (engine of the current GPU, its name), or (None, why there is none)."""
     try:
         cupy = imports.cupy()
         name = cupy.cuda.runtime.getDeviceProperties(cupy.cuda.Device().id)["name"].decode()
-    except Exception as error:  # CuPy's own errors are known only where CuPy is
+    except Exception as error:  # CuPy's exception types exist only if CuPy is installed
         return None, str(error).partition("\n")[0]
     return ComparedEngine(cupy), f"{name}, CuPy {cupy.__version__}"
 
 
 def host_engine() -> tuple[ComparedEngine | None, str]:
-    """The host's compiled engine, and its name; or None, and why there is none."""
+    """Return (the host's compiled engine, its name), or (None, why there is none)."""
     found = library()
     return (None, found.level) if found.functions is None else (ComparedEngine(np), f"This processor, {engine_name()}")

@@ -1,5 +1,6 @@
-"""Shrinking a case that fails to a smaller one that fails in the same way: the first simpler one that does, again and
-again.
+"""Shrink a failing case to a smaller case that fails in the same way.
+
+The first simpler candidate that still fails is taken, again and again.
 """
 
 from __future__ import annotations
@@ -19,11 +20,14 @@ from fp4kit.evidence.fuzz.draw import DrawnCase, DrawnOptions
 from fp4kit.formats import bit_patterns
 
 T = TypeVar("T")
-FEW = 24  # elements that are made simple one by one
+MAX_ONE_BY_ONE = 24  # elements that are simplified one by one
 
 
 def shrink(value: T, simpler: Callable[[T], Iterable[T]], fails: Callable[[T], bool], seconds: float) -> T:
-    """The value that no simpler one of `simpler` fails instead of, or the one reached when time is over."""
+    """Return a value that fails although no value of ``simpler(value)`` does.
+
+    If ``seconds`` run out, return the simplest failing value so far.
+    """
     end = time.monotonic() + seconds
     again = True
     while again:
@@ -38,19 +42,19 @@ def shrink(value: T, simpler: Callable[[T], Iterable[T]], fails: Callable[[T], b
 
 
 def shrink_case(case: DrawnCase, verdict: Verdict, engine: ComparedEngine | None, seconds: float) -> DrawnCase:
-    """A simpler case with a verdict of the same kind from the same function."""
+    """Return a simpler case with a verdict of the same kind from the same function."""
 
     def fails(candidate: DrawnCase) -> bool:
         try:
             return check(candidate, engine).key == verdict.key
-        except Exception:  # a candidate need not be a case at all
+        except Exception:  # a candidate may be an invalid case
             return False
 
     return shrink(case, simpler_cases, fails, seconds)
 
 
 def simpler_cases(case: DrawnCase) -> Iterator[DrawnCase]:
-    """Cases with less of one thing, those that gain most first."""
+    """Yield cases that are simpler in one respect, the largest simplifications first."""
     yield from _fewer_arrays(case)
     for variant in case.recipe.simpler():
         yield replace(case, recipe=variant)
@@ -66,16 +70,19 @@ def simpler_cases(case: DrawnCase) -> Iterator[DrawnCase]:
 
 
 def _with_array(case: DrawnCase, i: int, a: DrawnArray) -> DrawnCase:
+    """Return the case with array i replaced."""
     return replace(case, arrays=(*case.arrays[:i], a, *case.arrays[i + 1 :]))
 
 
 def _fewer_arrays(case: DrawnCase) -> Iterator[DrawnCase]:
+    """Yield cases without one of the arrays."""
     if len(case.arrays) > 1:
         for i in range(len(case.arrays)):
             yield replace(case, arrays=case.arrays[:i] + case.arrays[i + 1 :])
 
 
 def _simpler_options(case: DrawnCase) -> Iterator[DrawnCase]:
+    """Yield cases with one option at its default, a simpler target, or one cut less."""
     defaults: dict[str, Any] = {f.name: f.default for f in fields(DrawnOptions)}
     for name in case.changed_options():
         yield replace(case, options=replace(case.options, **{name: defaults[name]}))
@@ -88,7 +95,7 @@ def _simpler_options(case: DrawnCase) -> Iterator[DrawnCase]:
 
 
 def _simpler_arrays(a: DrawnArray, case: DrawnCase, i: int) -> Iterator[DrawnArray]:
-    """A plain place in memory, fewer elements, float32."""
+    """Yield arrays with a simpler memory layout, fewer elements, or float32 elements."""
     if not a.view.is_plain:
         yield replace(a, view=View.plain(a.ndim))
         if a.view.offset:
@@ -107,7 +114,7 @@ def _simpler_arrays(a: DrawnArray, case: DrawnCase, i: int) -> Iterator[DrawnArr
 
 
 def _unit(case: DrawnCase, a: DrawnArray, axis: int) -> int:
-    """What lengths along an axis are tried in: blocks along the quantized one."""
+    """Return the step in which an axis is shortened: whole blocks along the quantized axis, otherwise 1."""
     shift = case.options.stacked
     along = case.axis % (a.ndim - shift) + shift if a.ndim > shift else 0
     if axis != along:
@@ -122,7 +129,10 @@ def _unit(case: DrawnCase, a: DrawnArray, axis: int) -> int:
 
 
 def _parts(n: int, unit: int) -> Iterator[slice]:
-    """Parts of a length: the first unit, halves, all but the last or first unit; in units, and in blocks of 16."""
+    """Yield slices of a length to keep: the first unit, each half, all but the last or first unit.
+
+    Steps of ``unit`` and of 16 elements are tried.
+    """
     for step in sorted({unit, 16 * (n > 16) or unit}):
         half = n // 2 // step * step
         for kept in (slice(0, step), slice(0, half), slice(half, n), slice(0, n - step), slice(step, n)):
@@ -131,7 +141,7 @@ def _parts(n: int, unit: int) -> Iterator[slice]:
 
 
 def _fewer_axes(case: DrawnCase) -> Iterator[DrawnCase]:
-    """Without an axis of length 1 that blocks do not run along."""
+    """Yield cases without an axis of length 1, except the quantized axis."""
     a, along = case.x, case.axis % case.x.ndim
     for axis in range(a.ndim):
         if a.shape[axis] == 1 and axis != along and a.ndim > 1:
@@ -140,7 +150,7 @@ def _fewer_axes(case: DrawnCase) -> Iterator[DrawnCase]:
 
 
 def _simpler_values(a: DrawnArray) -> Iterator[DrawnArray]:
-    """More zeros; of few values, some that are 1."""
+    """Yield arrays with more zeros; if few elements are nonzero, also with ones."""
     values = a.values()
     bits = bit_patterns(values).reshape(-1)
     (nonzero,) = np.nonzero(bits)
@@ -150,17 +160,18 @@ def _simpler_values(a: DrawnArray) -> Iterator[DrawnArray]:
             yield _with_bits(a, bits, nonzero[start : start + size], 0)
         size //= 2
     one = _ones(a, bits)
-    for i in nonzero[: FEW if len(nonzero) <= FEW else 0]:
+    for i in nonzero[: MAX_ONE_BY_ONE if len(nonzero) <= MAX_ONE_BY_ONE else 0]:
         if bits[i] != one[i]:
             yield _with_bits(a, bits, np.array([i]), int(one[i]))
 
 
 def _ones(a: DrawnArray, bits: np.ndarray) -> np.ndarray:
-    """Ones where elements are not zero."""
+    """Return the bits of ones where elements are nonzero."""
     return np.where(bits != 0, np.ones((), DTYPES[a.dtype]).view(bits.dtype), bits)
 
 
 def _with_bits(a: DrawnArray, bits: np.ndarray, at: np.ndarray, value: int) -> DrawnArray:
+    """Return the array with other bits at some flat indices."""
     changed = bits.copy()
     changed[at] = value
     return a.with_values(changed.view(DTYPES[a.dtype]).reshape(a.shape), a.view)

@@ -1,1 +1,1 @@
-"""Recorded outputs of the producers, and the comparison of recipes with them."""
+"""Compare recipes with recorded outputs of the producers (golden vectors)."""

@@ -1,5 +1,6 @@
-"""Where recipes agree: which ones give the same bytes on ordinary data (finite, no -0, no subnormals), by input
-dtype.
+"""Find which recipes give the same bytes on ordinary data, for each input dtype.
+
+Ordinary data is finite and contains no -0 and no subnormals.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ DTYPES: dict[str, Any] = {"float32": np.float32, "float16": np.float16, "bfloat1
 
 
 def ordinary_data(dtype: Any) -> list[np.ndarray]:
-    """Weights, heavy tails and wide ranges, deterministic, (256, 512) each; nothing subnormal, nothing -0."""
+    """Return arrays of (256, 512): weights, heavy tails, wide ranges and ties. They are always the same."""
     rng = np.random.default_rng(20)
     shape = (256, 512)
     normal = rng.standard_normal(shape)
@@ -33,8 +34,9 @@ def ordinary_data(dtype: Any) -> list[np.ndarray]:
 
 @cache
 def agreeing(dtype: Any) -> tuple[tuple[str, ...], ...]:
-    """Groups of two or more recipes with codes that give the same bytes on ordinary_data(dtype), in the order of the
-    table.
+    """Return groups of two or more recipe ids that give the same bytes on ordinary_data(dtype).
+
+    Groups and ids are in the order of the table.
     """
     data = ordinary_data(dtype)
     with specification():
@@ -42,8 +44,9 @@ def agreeing(dtype: Any) -> tuple[tuple[str, ...], ...]:
 
 
 def _agreeing(data: list[np.ndarray]) -> Iterator[tuple[str, ...]]:
-    """What one array tells apart is not asked about the next. A search gives what no other recipe does, and takes
-    long.
+    """Yield the groups. Recipes that one array separates are not compared on the next array.
+
+    Recipes with a search are left out: no other recipe gives their bytes, and they take long.
     """
     groups = [[r for r in RECIPES.values() if not r.fake_only and r.scale is not None and not r.search]]
     order = {r.id: i for i, r in enumerate(groups[0])}
@@ -53,7 +56,7 @@ def _agreeing(data: list[np.ndarray]) -> Iterator[tuple[str, ...]]:
 
 
 def _parts(group: list[Recipe], x: np.ndarray) -> list[list[Recipe]]:
-    """A group by the bytes that its recipes give of x."""
+    """Return the group split by the bytes that its recipes give for ``x``."""
     found: dict[bytes, list[Recipe]] = {}
     for r in group:
         q = quantize(x, r)
@@ -64,7 +67,7 @@ def _parts(group: list[Recipe], x: np.ndarray) -> list[list[Recipe]]:
 
 
 def agreement_rows() -> list[tuple[str, ...]]:
-    """Return one row per group of recipes: the input dtypes for which it holds, and its recipes."""
+    """Return one row per group of recipes: the input dtypes for which it agrees, and its recipes."""
     found: dict[tuple[str, ...], list[str]] = {}
     for name, dtype in DTYPES.items():
         for group in agreeing(dtype):

@@ -1,9 +1,11 @@
-"""Compare recipes with the recorded arrays of rows. `fp4kit recipes --check` prints it; the tests assert it.
+"""Compare recipes with the recorded arrays of rows. `fp4kit recipes --check` prints the result; the tests assert it.
 
-What is compared is the specification; with other Operations another engine (`fp4kit selftest`).
+Local words: a row (GoldenRow) says which recorded variant a recipe must equal; a case (RecordedCase) is one input of a
+row; a part is one recorded array of a case, such as "codes". Masks are True where a difference is excused.
 
-Every array is compared in every bit, but for what a row names in `skip` and `inputs` and for the sign bit of a NaN,
-which no producer keeps stable (fp4kit/evidence/recorded/README.md lists and explains these exceptions).
+By default the specification is compared. With other Operations another engine is (`fp4kit selftest`). Every array is
+compared bit for bit, except for what a row excuses by `skip` and `inputs`, and for the sign bit of a NaN, which no
+producer keeps stable. fp4kit/evidence/recorded/README.md lists and explains the exceptions.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ Mask = np.ndarray
 
 
 class Operations(NamedTuple):
-    """What is compared: the public functions of these names, with NumPy arrays in and out."""
+    """Hold the public functions of an engine, with NumPy arrays as input and output."""
 
     quantize: Callable[..., Any]
     fake_quantize: Callable[..., np.ndarray]
@@ -48,7 +50,7 @@ class Operations(NamedTuple):
 
     @classmethod
     def of(cls, engine: ComparedEngine) -> Operations:
-        """Those of an engine."""
+        """Return the operations of an engine."""
         functions = (quantize, fake_quantize, fake_quantize_backward, op_amax, dequantize, search_scales)
         return cls(*(partial(engine.call, function) for function in functions))
 
@@ -56,35 +58,35 @@ class Operations(NamedTuple):
 SPECIFIED = Operations.of(SPECIFICATION)
 
 
-# ---- exceptions: what of an array is not compared, as a mask over elements
-# ------------------------------------------------
+# ---- exceptions: masks of elements that are not compared
 
 
 def _block_amax(case: RecordedCase) -> np.ndarray:
+    """Return the amax of each element's block, in the shape of x."""
     x = np.abs(case.x.astype(np.float32))
     size = case.recipe.block_size
     return np.repeat(np.max(x.reshape(len(x), -1, size), axis=-1), size, axis=1)
 
 
 def _skip_nan_scale(case: RecordedCase) -> Mask:
-    """Codes under a NaN scale carry no meaning."""
+    """Excuse codes under a NaN scale, which carry no meaning."""
     scale = decode(case.q.block_scale, case.recipe.scale or E8M0)
     return np.repeat(np.isnan(scale), case.recipe.block_size, axis=1)
 
 
 def _skip_nonfinite_block(case: RecordedCase) -> Mask:
-    """Casts of inf and NaN to uint8 are undefined in C."""
+    """Excuse blocks with inf or NaN, whose casts to uint8 are undefined in C."""
     return ~np.isfinite(_block_amax(case))
 
 
 def _skip_overflowing_block(case: RecordedCase) -> Mask:
-    """compressed-tensors corrupts blocks whose amax rounds up to a power of two beyond the input dtype."""
+    """Excuse blocks whose amax rounds up to a power of two beyond the input dtype: compressed-tensors corrupts them."""
     limit = 1.75 * 2.0 ** (15 if case.x.dtype == np.float16 else 127)
     return ~(_block_amax(case) < limit)
 
 
 def _skip_uncertain(case: RecordedCase) -> Mask:
-    """Bytes that depend on which neighbour rcp.approx returns: the file marks those that do not."""
+    """Excuse bytes that depend on which neighbour rcp.approx returns. The file marks the bytes that do not."""
     certain = case.part("codes_certain")
     if certain is None:
         return np.zeros(case.x.shape, bool)
@@ -92,14 +94,18 @@ def _skip_uncertain(case: RecordedCase) -> Mask:
 
 
 def _skip_undefined(case: RecordedCase) -> Mask:
-    """NaN elements read an uninitialised variable there; the file marks what is defined."""
+    """Excuse NaN elements, for which the producer reads an uninitialized variable.
+
+    The file marks the valid elements.
+    """
     valid = case.part("valid")
     return np.zeros(case.x.shape, bool) if valid is None else ~valid
 
 
 def _skip_cpu_only_rows(case: RecordedCase) -> Mask:
-    """fp8-modelopt-channel: inputs recorded on a CPU alone, which evaluates 448 / amax as (1 / amax) * 448; a GPU
-    divides.
+    """Excuse rows of fp8-modelopt-channel where a CPU and a GPU divide differently, for inputs recorded on a CPU alone.
+
+    A CPU evaluates 448 / amax as (1 / amax) * 448.
     """
     cpu_only = case.recipe.id == "fp8-modelopt-channel" and case.part("amax") is None
     amax = np.max(np.abs(case.x.astype(np.float32)), axis=1, keepdims=True)
@@ -109,21 +115,27 @@ def _skip_cpu_only_rows(case: RecordedCase) -> Mask:
 
 
 def _skip_nonfinite_tensor(case: RecordedCase) -> Mask:
-    """fouroversix: of tensors with inf or NaN those in float32, where the processor decides the sign of a NaN scale,
-    and those that its Triton kernels quantize in blocks of 16x16, where rows with inf or NaN do not count.
+    """Excuse two kinds of tensors with inf or NaN in fouroversix.
+
+    In float32, the processor decides the sign of a NaN scale. In blocks of 16x16, its Triton kernels leave out rows
+    with inf or NaN.
     """
     undecided = case.x.dtype == np.float32 or (case.recipe.keep_infinity and case.recipe.block_rows > 1)
     return np.full(case.x.shape, undecided and not np.isfinite(_block_amax(case)).all())
 
 
 def _skip_nan_element(case: RecordedCase) -> Mask:
-    """triton_kernels: the sign of the code of an element that is NaN, or became it of inf * 0."""
+    """Excuse elements of triton_kernels that are not finite.
+
+    The sign of their code is undefined if they are NaN, or if inf * 0 makes them NaN.
+    """
     return ~np.isfinite(case.x.astype(np.float32))
 
 
 def _skip_infinite_quotient(case: RecordedCase) -> Mask:
-    """Quark packs an infinity as 4: a tensor with inf or NaN, and elements whose quotient overflows, under the scale
-    2^-23.
+    """Excuse infinities in Quark, which it packs as 4.
+
+    They occur in tensors with inf or NaN, and where an element divided by the scale 2^-23 overflows.
     """
     scale = case.part("global_scale")
     if scale is None or not np.isfinite(scale).all():
@@ -133,7 +145,10 @@ def _skip_infinite_quotient(case: RecordedCase) -> Mask:
 
 
 def _skip_applied_scale(case: RecordedCase) -> Mask:
-    """Quark's values under scales that it stores as others (the file has them), and blocks with inf or NaN."""
+    """Excuse Quark's values under scales that it stores as other scales, and blocks with inf or NaN.
+
+    The file has the applied scales.
+    """
     skip, applied = _skip_nonfinite_block(case), case.part("scale_applied")
     if applied is None:
         return skip
@@ -142,12 +157,11 @@ def _skip_applied_scale(case: RecordedCase) -> Mask:
 
 
 # ---- the comparison
-# -----------------------------------------------------------------------------------------------------
 
 
 @dataclass
 class RecordedCase:
-    """One input of a row: what the file recorded, and what the recipe gives."""
+    """Hold one input of a row: the recorded arrays, and what the recipe gives."""
 
     row: GoldenRow
     golden: GoldenSet
@@ -158,11 +172,14 @@ class RecordedCase:
     q: Any = None
 
     def key(self, part: str) -> str:
-        """Key of one recorded array."""
+        """Return the key of one recorded array."""
         return f"{self.name}/{self.row.variant}/{part}"
 
     def part(self, part: str) -> np.ndarray | None:
-        """A recorded array; the one that a GPU gave where there are two. bfloat16 comes typed."""
+        """Return a recorded array, or None if the file has none. bfloat16 arrays have the dtype bfloat16.
+
+        If an array was recorded on a CPU and on a GPU, the one of the GPU is returned.
+        """
         places = [(f"{self.row.file.removesuffix('_fake')}_h200", self.key(part)), (self.row.file, self.key(part))]
         if self.row.on_gpu:
             places.insert(0, ("producers_h200", f"{self.name}/{self.row.on_gpu}/{part}"))
@@ -173,20 +190,20 @@ class RecordedCase:
         return None
 
     def global_scale(self) -> np.ndarray | None:
-        """MLX's, which is an amax; its Metal variants have that of the CPU."""
+        """Return the global scale of MLX, which is an amax. The Metal variants use that of the CPU variant."""
         own = self.part("global_scale")
         key = f"{self.name}/{self.row.variant.removesuffix('_metal')}/global_scale"
         return self.golden.get(self.row.file, key) if own is None else own
 
     def arguments(self) -> dict[str, Any]:
-        """Arguments of the call: the row's options, and the amaxes that the file supplies."""
+        """Return the arguments of the call: the row's options, and the amaxes that the file supplies."""
         options = dict(self.row.options)
         amax = self.part("global_amax") if self.part("global_amax") is not None else self.part("amax")
-        amax = self.global_scale() if self.row.given == "global_scale" else amax
-        if self.row.given and amax is not None and not np.isnan(amax).any():
+        amax = self.global_scale() if self.row.given_amaxes == "global_scale" else amax
+        if self.row.given_amaxes and amax is not None and not np.isnan(amax).any():
             options["tensor_amax"] = amax.astype(np.float32)
         block = self.part("block_amax")
-        if self.row.given == "static" and block is not None and not np.isnan(block.astype(np.float32)).any():
+        if self.row.given_amaxes == "static" and block is not None and not np.isnan(block.astype(np.float32)).any():
             options["block_amax"] = block.astype(np.float32)
         return options
 
@@ -207,11 +224,11 @@ SKIPPED_SCALES = (
     "nonfinite_block",
     "overflowing_block",
     "nonfinite_tensor",
-)  # blocks whose scales are not compared either
+)  # exceptions that also excuse the scales of the blocks
 
 
 def cases(row: GoldenRow, golden: GoldenSet, ops: Operations = SPECIFIED) -> Iterator[RecordedCase]:
-    """The inputs that the set holds for a row."""
+    """Yield the inputs that the golden set holds for a row."""
     r = recipe(row.recipe)
     r = r if row.block is None else replace(r, block=row.block)
     for name in golden.variants(row.file).get(row.variant, ()):
@@ -221,7 +238,7 @@ def cases(row: GoldenRow, golden: GoldenSet, ops: Operations = SPECIFIED) -> Ite
 
 
 def check_recipe(name: str, golden: GoldenSet, ops: Operations = SPECIFIED) -> GoldenResult:
-    """Compare every recorded array of a recipe with what ops give: those of its rows, and those of bytes alone."""
+    """Compare every recorded array of a recipe with the results of ``ops``."""
     results = [check_row(row, golden, ops) for row in ROWS if row.recipe == name]
     results.append(check_bytes(name, golden, ops))
     differences = tuple(difference for result in results for difference in result.differences)
@@ -229,12 +246,12 @@ def check_recipe(name: str, golden: GoldenSet, ops: Operations = SPECIFIED) -> G
 
 
 def check_bytes(name: str, golden: GoldenSet, ops: Operations = SPECIFIED) -> GoldenResult:
-    """Compare what is recorded of a recipe's bytes alone."""
+    """Compare the arrays that were recorded from bytes alone (recorded_bytes.py)."""
     return result_of(name, byte_arrays(name, golden, ops.dequantize))
 
 
 def check_row(row: GoldenRow, golden: GoldenSet, ops: Operations = SPECIFIED) -> GoldenResult:
-    """Compare every recorded array of a row with what ops give."""
+    """Compare every recorded array of a row with the results of ``ops``."""
     arrays = searched_arrays if row.searched else _fake_arrays if row.fake else _arrays
     return result_of(
         row.recipe, ((row.file, compared) for case in cases(row, golden, ops) for compared in arrays(case))
@@ -242,6 +259,7 @@ def check_row(row: GoldenRow, golden: GoldenSet, ops: Operations = SPECIFIED) ->
 
 
 def _arrays(case: RecordedCase) -> Iterator[Compared]:
+    """Yield the comparisons of quantize: codes, scales, amaxes and stored bytes."""
     case.q = case.ops.quantize(case.x, case.recipe, **case.arguments())
     skip = SKIPS[case.row.skip](case) if case.row.skip else np.zeros(case.q.moved_shape, bool)
     codes, scales = case.part("codes"), case.part("scales")
@@ -252,7 +270,7 @@ def _arrays(case: RecordedCase) -> Iterator[Compared]:
         by_block = skip[:, :: case.recipe.block_size] if case.row.skip in SKIPPED_SCALES else np.False_
         yield (
             case.key("scales"),
-            _unsign_nan(np.maximum(ours, np.uint8(case.row.least_scale)), case.recipe.scale),
+            _unsign_nan(np.maximum(ours, np.uint8(case.row.min_scale)), case.recipe.scale),
             _unsign_nan(_crop(scales, ours), case.recipe.scale),
             by_block,
         )
@@ -261,7 +279,7 @@ def _arrays(case: RecordedCase) -> Iterator[Compared]:
 
 
 def _element_codes(case: RecordedCase, recorded: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Codes one per element, ours and the recorded ones."""
+    """Return (own codes, recorded codes), one code per element."""
     if case.recipe.element.packing.codes > 1:
         return unpack(case.q.packed), unpack(recorded)
     ours = case.q.packed.T if case.row.columnwise_in_place else case.q.packed
@@ -271,14 +289,17 @@ def _element_codes(case: RecordedCase, recorded: np.ndarray) -> tuple[np.ndarray
 
 
 def _tensor_arrays(case: RecordedCase) -> Iterator[Compared]:
-    """tensor amax and scale, in the direction that the file keeps."""
+    """Yield the comparisons of tensor amax, tensor scale and block amaxes.
+
+    Tensor scales are compared in the direction that the file uses.
+    """
     amax, scale, block = case.part("global_amax"), case.part("global_scale"), case.part("block_amax")
-    none = np.False_
-    if amax is not None and not case.row.given:
-        ours = np.maximum(case.q.tensor_amax, np.float32(case.row.least_amax))
-        yield case.key("global_amax"), ours.reshape(-1), amax.reshape(-1), none
-    if scale is not None and case.row.given == "global_scale":
-        yield case.key("global_scale"), case.q.tensor_amax.reshape(-1), scale, none
+    nothing = np.False_
+    if amax is not None and not case.row.given_amaxes:
+        ours = np.maximum(case.q.tensor_amax, np.float32(case.row.min_amax))
+        yield case.key("global_amax"), ours.reshape(-1), amax.reshape(-1), nothing
+    if scale is not None and case.row.given_amaxes == "global_scale":
+        yield case.key("global_scale"), case.q.tensor_amax.reshape(-1), scale, nothing
     elif scale is not None and case.q.tensor_amax is not None:
         ours = tensor_scale(case.q.tensor_amax, case.recipe, case.x.dtype)
         decode_direction = case.row.file in ("modelopt", "ao", "quark")
@@ -286,13 +307,14 @@ def _tensor_arrays(case: RecordedCase) -> Iterator[Compared]:
             case.key("global_scale"),
             (ours.decode if decode_direction else ours.encode).reshape(-1),
             scale.reshape(-1),
-            none,
+            nothing,
         )
-    if block is not None and not case.row.given:
-        yield case.key("block_amax"), case.ops.amax(case.x, case.recipe), block, none
+    if block is not None and not case.row.given_amaxes:
+        yield case.key("block_amax"), case.ops.amax(case.x, case.recipe), block, nothing
 
 
 def _fake_arrays(case: RecordedCase) -> Iterator[Compared]:
+    """Yield the comparisons of fake_quantize and of its gradient."""
     arguments = case.arguments()
     skip = SKIPS[case.row.skip](case) if case.row.skip else np.zeros(case.x.shape, bool)
     for name in case.row.values:
@@ -310,12 +332,12 @@ def _fake_arrays(case: RecordedCase) -> Iterator[Compared]:
 
 
 def _crop(recorded: np.ndarray, ours: np.ndarray) -> np.ndarray:
-    """Drop padding rows and columns of recorded scales."""
+    """Return the recorded scales without padding rows and columns."""
     if recorded.size == ours.size:
         return recorded.reshape(ours.shape)
     return recorded[: ours.shape[0], : ours.shape[1]]
 
 
 def _unsign_nan(codes: np.ndarray, fmt: Any) -> np.ndarray:
-    """NaN codes without their sign."""
+    """Return the codes with the sign removed from every NaN."""
     return np.where(np.isnan(decode(codes, fmt)), np.uint8(fmt.nan_code), codes)

@@ -1,8 +1,8 @@
-"""Recorded outputs of the producers (golden vectors): a directory of `<file>.npz`, one per producer.
+"""Read recorded outputs of the producers (golden vectors): a directory with one `<file>.npz` per producer.
 
-The keys of a file are `<input>/<variant>/<part>`; those of `inputs.npz` are the names of the inputs. A file is in its
-original form (numpy.savez) or packed (fp4kit/evidence/golden/packed.py); a directory may hold both.
-tools/pack_golden.py packs files; fp4kit/evidence/recorded/README.md says what the arrays are.
+The keys of a file are `<input>/<variant>/<part>`; the keys of `inputs.npz` are the names of the inputs. A file has the
+original form (numpy.savez) or the packed form (fp4kit/evidence/golden/packed.py); a directory may hold both.
+tools/pack_golden.py packs files. fp4kit/evidence/recorded/README.md describes the arrays.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ _BF16_SUFFIX = "__bf16"  # these inputs are stored as the uint16 bit patterns of
 
 
 class GoldenSet:
-    """One set of recorded outputs and of the inputs that they were computed from; its arrays are read-only.
+    """Read one set of recorded outputs, and the inputs that they were computed from. Arrays are read-only.
 
-    What a set does not hold is absent from `files`, `keys`, `inputs` and `variants`; only asking for it by name raises.
+    Missing data is absent from `files`, `keys`, `inputs` and `variants`. Asking for it by name raises KeyError.
     """
 
     def __init__(self, path: Path, names: tuple[str, ...], read: Callable[[str], Arrays]) -> None:
@@ -39,13 +39,13 @@ class GoldenSet:
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> GoldenSet:
-        """Open a directory of files, packed or original, or one file together with the `inputs.npz` beside it.
+        """Open a directory of files, or one file together with the `inputs.npz` beside it.
 
-        A file is read when something in it is first asked for, a packed file together with those it is stored as a
-        difference to.
+        A file is read when its contents are first requested. A packed file is read together with the files that it
+        stores differences to.
 
         Raises:
-            FileNotFoundError: `path` is neither.
+            FileNotFoundError: if `path` is neither a .npz file nor a directory with such files.
         """
         path = Path(path)
         is_one = path.is_file() and path.suffix == ".npz"
@@ -54,29 +54,29 @@ class GoldenSet:
         names = tuple(sorted({file.stem for file in files if file.is_file()}))
         if not names:
             raise FileNotFoundError(
-                f"GoldenSet.open: {path} is neither a .npz file of recorded outputs nor a directory of them; {RECORDED}"
-                " is one"
+                f"GoldenSet.open: {path} is neither a .npz file of recorded outputs nor a directory of them; "
+                f"{RECORDED} is one"
             )
         return cls(path, names, _Reader(directory))
 
     @classmethod
     def find(cls) -> GoldenSet:
-        """Open the set that the package carries: fp4kit/evidence/recorded."""
+        """Open the set that the package contains: fp4kit/evidence/recorded."""
         return cls.open(RECORDED)
 
     def files(self) -> tuple[str, ...]:
-        """The names of the files of outputs, sorted, such as "te"."""
+        """Return the sorted names of the files of outputs, such as "te"."""
         return tuple(name for name in self._names if name != INPUTS)
 
     def keys(self, file: str) -> tuple[str, ...]:
-        """The keys of one file; none if the set has no such file."""
+        """Return the keys of one file, or () if the set has no such file."""
         return tuple(self._file(file))
 
     def get(self, file: str, key: str) -> Array:
-        """The array under `key` in `file`.
+        """Return the array under `key` in `file`.
 
         Raises:
-            KeyError: the set has no such file or key.
+            KeyError: if the set has no such file or key.
         """
         arrays = self._file(file)
         if key not in arrays:
@@ -85,24 +85,25 @@ class GoldenSet:
         return arrays[key]
 
     def inputs(self) -> tuple[str, ...]:
-        """The names of the inputs, such as "normal__bf16"."""
+        """Return the names of the inputs, such as "normal__bf16"."""
         return self.keys(INPUTS)
 
     def input(self, name: str, file: str = INPUTS) -> Array:
-        """One input, a float32, float16 or bfloat16 array; of a file that keeps one of its own as
-        `<input>/input/values`, that.
+        """Return one input as a float32, float16 or bfloat16 array.
+
+        If `file` has an input of its own with this name, under `<input>/input/values`, that one is returned.
 
         Raises:
-            KeyError: the set has no such input.
+            KeyError: if the set has no such input.
         """
         own = name + _OWN_INPUT
         array = self.get(file, own) if own in self.keys(file) else self.get(INPUTS, name)
         return array.view(ml_dtypes.bfloat16) if name.endswith(_BF16_SUFFIX) else array
 
     def variants(self, file: str) -> dict[str, tuple[str, ...]]:
-        """{variant: the inputs it was computed from} of one file.
+        """Return {variant: names of the inputs it was computed from} of one file.
 
-        Keys that do not begin with the name of an input, of all files or of this one, are left out.
+        Keys that do not begin with the name of an input are left out.
         """
         own = (key.removesuffix(_OWN_INPUT) for key in self.keys(file) if key.endswith(_OWN_INPUT))
         inputs = frozenset((*self.inputs(), *own))
@@ -115,13 +116,14 @@ class GoldenSet:
         return {variant: tuple(names) for variant, names in found.items()}
 
     def _file(self, name: str) -> Arrays:
+        """Return the arrays of one file by key; empty if the set has no such file."""
         if name not in self._arrays:
             self._arrays[name] = self._read(name) if name in self._names else {}
         return self._arrays[name]
 
 
 class _Reader:
-    """Read files of one directory by name; what a packed file refers to is read once."""
+    """Read files of one directory by name. A file that packed files refer to is read once."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -135,6 +137,7 @@ class _Reader:
 
 
 def _read_original(path: Path) -> dict[str, Array]:
+    """Return the read-only arrays of a file in the original form."""
     with np.load(path, allow_pickle=False) as npz:
         arrays = {key: npz[key] for key in npz.files}
     for array in arrays.values():

@@ -1,14 +1,14 @@
-"""Read packed files of recorded outputs: one `<file>.npz` per producer, each holding every distinct array once.
+"""Read packed files of recorded outputs: one `<file>.npz` per producer, which stores every distinct array once.
 
 The member `index.json` of a packed file is
 
     {"arrays": [[dtype, start, shape], ...], "keys": {key: number of the array}}
 
-Array i is elements [start, start + size) of the member `<dtype>.npy`, in row-major order. An entry
-`[dtype, start, shape, file, key]` stores a difference: its bytes are the XOR of the array's bytes with those of the
-array `key` of another packed file in the same directory, which has as many bytes. Only files named in BASES are
-referred to, and each only by the files that come later, in the order of BASES or outside it. tools/pack_golden.py
-writes packed files.
+Array i consists of the elements [start, start + size) of the member `<dtype>.npy`, in row-major order. An entry
+`[dtype, start, shape, file, key]` stores a difference: the XOR of the array's bytes with the bytes of the array `key`
+in another packed file of the same directory. Both arrays have the same number of bytes. Only files in BASES are
+referred to. A file in BASES may refer only to files before it; any other file may refer to all of them.
+tools/pack_golden.py writes packed files.
 """
 
 from __future__ import annotations
@@ -32,14 +32,15 @@ BASES = (INPUTS, "ao", "modelopt", "modelopt_fake", "te", "mlx")
 
 
 def is_packed(path: Path) -> bool:
-    """Return True if the .npz file has an index; a file in the original form has none."""
+    """Return True if the .npz file is packed, so that it has an index."""
     with zipfile.ZipFile(path) as archive:
         return INDEX in archive.namelist()
 
 
 def references(path: Path) -> dict[str, tuple[str, ...]]:
-    """Return {key: (file, key) of the array that it is stored as a difference to, or ()}; {} for a file in the original
-    form.
+    """Return {key: (file, key) of the array that it is stored as a difference to, or ()}.
+
+    Returns {} for a file in the original form.
     """
     if not is_packed(path):
         return {}
@@ -49,8 +50,9 @@ def references(path: Path) -> dict[str, tuple[str, ...]]:
 
 
 def read_packed(path: Path, base: Callable[[str], Mapping[str, Array]]) -> dict[str, Array]:
-    """Return the arrays of one packed file by key, read-only. `base` returns the arrays of another file of its
-    directory.
+    """Return the read-only arrays of one packed file by key.
+
+    ``base`` returns the arrays of another file of the same directory.
     """
     with np.load(path, allow_pickle=False) as npz:
         index = json.loads(npz[INDEX])
@@ -60,6 +62,7 @@ def read_packed(path: Path, base: Callable[[str], Mapping[str, Array]]) -> dict[
 
 
 def _array(members: Mapping[str, Array], entry: list[Any], base: Callable[[str], Mapping[str, Array]]) -> Array:
+    """Return the array that an entry of the index describes."""
     dtype, start, shape = entry[:3]
     array = members[dtype][start : start + math.prod(shape)].reshape(shape)
     if len(entry) > 3:

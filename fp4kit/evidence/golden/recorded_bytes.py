@@ -1,5 +1,8 @@
-"""What producers recorded of bytes alone, without numbers that they were made of: values of all codes under all scales,
-and blocks of files that their converters made of other producers' codes."""
+"""Compare arrays that were recorded from bytes alone, without input values.
+
+These are the decoded values of all codes under all scales, and blocks of files that converters made from other
+producers' codes.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,14 @@ _TYPES = {"dequant": np.float32, "dequant_bf16": ml_dtypes.bfloat16, "dequant_f1
 
 
 class Bytes(NamedTuple):
-    """Of a recipe: the file, the variant of all bytes, and those of blocks."""
+    """Describe the recorded bytes of a recipe.
+
+    Attributes:
+        recipe: id of the recipe.
+        file: file of the golden set.
+        variant: variant that holds the decoded values of all codes under all scales.
+        blocks: variants that hold blocks of files.
+    """
 
     recipe: str
     file: str
@@ -35,7 +45,7 @@ BYTES = (
 
 
 def byte_arrays(name: str, golden: GoldenSet, dequantize: Callable[..., Any]) -> Iterator[tuple[str, Compared]]:
-    """Of a recipe, each with its file."""
+    """Yield (file, comparison) of the arrays that were recorded from bytes alone for a recipe."""
     for each in BYTES:
         if each.recipe == name:
             for key, ours, recorded in (*_values(each, golden, dequantize), *_blocks(each, golden)):
@@ -43,6 +53,7 @@ def byte_arrays(name: str, golden: GoldenSet, dequantize: Callable[..., Any]) ->
 
 
 def _values(each: Bytes, golden: GoldenSet, dequantize: Callable[..., Any]) -> Iterator[tuple[str, Any, Any]]:
+    """Yield the comparisons of decoded values, for each dtype that was recorded."""
     for part, dtype in _TYPES.items():
         key = f"all_bytes/{each.variant}/{part}"
         if key in golden.keys(each.file):
@@ -52,7 +63,7 @@ def _values(each: Bytes, golden: GoldenSet, dequantize: Callable[..., Any]) -> I
 
 
 def _blocks(each: Bytes, golden: GoldenSet) -> Iterator[tuple[str, Any, Any]]:
-    """Blocks of the codes and scales that are recorded with them, and these of the blocks."""
+    """Yield the comparisons of blocks packed from recorded codes and scales, and of blocks unpacked to them."""
     for key in golden.keys(each.file):
         head, _, part = key.rpartition("/")
         variant = head.rpartition("/")[2]
@@ -60,14 +71,15 @@ def _blocks(each: Bytes, golden: GoldenSet) -> Iterator[tuple[str, Any, Any]]:
             continue
         raw, codes, scales = (golden.get(each.file, f"{head}/{name}") for name in ("raw", "codes", "scales"))
         yield key, pack_gguf(codes, scales, each.variant), raw
-        if variant.startswith("repack_"):  # those of others are compared with what numbers give
+        if variant.startswith("repack_"):  # other variants are compared with the results of quantize
             ours = unpack_gguf(raw, each.variant)
             yield from ((f"{head}/codes", ours[0], codes), (f"{head}/scales", ours[1], scales))
 
 
 def all_bytes(r: Recipe, dtype: np.dtype) -> Quantized:
-    """All element codes, in a row, under every scale code; of a tensor of a dtype, and a tensor scale of 1 if there is
-    one.
+    """Return a Quantized with all element codes in a row under every scale code.
+
+    The tensor scale is 1 if the recipe has one. ``dtype`` is the dtype of the tensor.
     """
     count = 2**r.element.bits
     length = max(count, r.block_size)

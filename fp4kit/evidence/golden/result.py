@@ -1,4 +1,4 @@
-"""What a comparison with recorded arrays found."""
+"""Define the result of a comparison with recorded arrays."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import numpy as np
 
 from fp4kit.formats import bit_patterns
 
-Compared = tuple[str, Any, Any, Any]  # key, ours, recorded, mask of what is not compared
+Compared = tuple[str, Any, Any, Any]  # key, own array, recorded array, mask of elements that are not compared
 
 
 class ArrayDifference(NamedTuple):
-    """An array that is not equal: its key, and how many of its values differ."""
+    """Describe an array that differs: its key, the number of differing values, and its size."""
 
     key: str
     differing: int
@@ -21,7 +21,13 @@ class ArrayDifference(NamedTuple):
 
 
 class GoldenResult(NamedTuple):
-    """Outcome of one recipe or row: arrays compared, those that differ, and how many values the arrays hold."""
+    """Hold the result for one recipe or row.
+
+    Attributes:
+        compared: number of arrays compared.
+        differences: the arrays that differ.
+        values: number of values in all arrays.
+    """
 
     recipe: str
     compared: int
@@ -30,11 +36,12 @@ class GoldenResult(NamedTuple):
 
     @property
     def equal(self) -> int:
+        """The number of arrays that are equal."""
         return self.compared - len(self.differences)
 
 
 def result_of(recipe: str, arrays: Iterable[tuple[str, Compared]]) -> GoldenResult:
-    """Of arrays, each with its file."""
+    """Return the result of comparing arrays, each given with the name of its file."""
     compared, values, differences = 0, 0, []
     for file, (key, ours, recorded, skip) in arrays:
         compared, values = compared + 1, values + np.size(recorded)
@@ -47,6 +54,7 @@ def result_of(recipe: str, arrays: Iterable[tuple[str, Compared]]) -> GoldenResu
 
 
 def _differs(ours: np.ndarray, recorded: np.ndarray) -> np.ndarray:
+    """Return a mask of the elements that differ in a bit. A NaN equals a NaN, except among codes."""
     if ours.shape != recorded.shape or ours.dtype != recorded.dtype:
         return np.ones(recorded.shape, bool)
     bits = bit_patterns(ours) != bit_patterns(recorded)

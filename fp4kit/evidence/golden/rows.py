@@ -1,4 +1,4 @@
-"""Which recipe must equal which recorded arrays: the table behind check and `fp4kit recipes --check`."""
+"""List which recorded arrays each recipe must equal (`fp4kit recipes --check`, tests)."""
 
 from __future__ import annotations
 
@@ -11,17 +11,29 @@ from fp4kit.evidence.golden.rows_serving import serving_rows
 
 @dataclass(frozen=True)
 class GoldenRow:
-    """Variants of a file that a recipe must equal.
+    """Describe a recorded variant that a recipe must equal.
 
-    inputs: suffix that input names must have ("__bf16" where only that dtype is defined). block: another block size.
-    given: amaxes that the file supplies: "tensor" (global_amax or amax), "static" (and block_amax), "global_scale"
-    (which is an amax there), or "" (computed from x). widen: the producer takes float32 alone, to which inputs are
-    cast. decoded: values of the codes are compared, too. raw: how the file's own bytes are made, a key of stored.RAW.
-    options: further arguments of the call. skip: name of the exception, a key of SKIPS. columnwise_in_place: the file
-    keeps columnwise codes as (M, K) and their scales as (M/block, K). least_amax: what the file's global_amax is at
-    least. on_gpu: the variant of producers_h200 that has the arrays which differ on a GPU from those of the file.
-    values: parts that a fake row compares. least_scale: what the file's scale bytes are at least. searched: block
-    amaxes are what search_scales chooses, "by error", or "by hessian", those of the file for so many columns.
+    Attributes:
+        recipe: id of the recipe.
+        file: file of the golden set.
+        variant: variant in that file.
+        inputs: a suffix that input names must have, such as "__bf16" if only that dtype is defined.
+        block: a block size other than the recipe's.
+        given_amaxes: the amaxes that the file supplies. "tensor": global_amax or amax. "static": block_amax too.
+            "global_scale": an amax of that name. "": none, all are computed from x.
+        options: further arguments of the call.
+        skip: name of the exception, a key of SKIPS.
+        columnwise_in_place: True if the file keeps columnwise codes as (M, K) and their scales as (M/block, K).
+        fake: True if fake_quantize is compared instead of quantize.
+        widen: True if inputs are cast to float32, because the producer takes nothing else.
+        decoded: True if the decoded values of the codes are compared too.
+        raw: how to make the file's own bytes, a key of stored_bytes.RAW.
+        min_amax: the smallest value that the file's global_amax can have.
+        on_gpu: the variant of producers_h200 with the arrays that differ on a GPU.
+        values: parts that a fake row compares.
+        min_scale: the smallest scale byte that the file can have.
+        searched: how search_scales chooses the block amaxes. "by error", or "by hessian" with the file's Hessian for
+            that number of columns.
     """
 
     recipe: str
@@ -29,7 +41,7 @@ class GoldenRow:
     variant: str
     inputs: str = ""
     block: tuple[int, int] | None = None
-    given: str = ""
+    given_amaxes: str = ""
     options: dict[str, Any] = field(default_factory=dict)
     skip: str = ""
     columnwise_in_place: bool = False
@@ -37,14 +49,15 @@ class GoldenRow:
     widen: bool = False
     decoded: bool = False
     raw: str = ""
-    least_amax: float = 0.0
+    min_amax: float = 0.0
     on_gpu: str = ""
     values: tuple[str, ...] = ("output", "dequant")
-    least_scale: int = 0
+    min_scale: int = 0
     searched: str = ""
 
 
 def _te_rows() -> Iterator[GoldenRow]:
+    """Yield the rows of Transformer Engine, and FlashInfer's 4over6 rows."""
     pairs = (
         ("nvfp4-te-reference", "nvfp4_1d"),
         ("nvfp4-te-reference-2d", "nvfp4_2d"),
@@ -81,6 +94,7 @@ def _te_rows() -> Iterator[GoldenRow]:
 
 
 def _flashinfer_rows() -> Iterator[GoldenRow]:
+    """Yield the rows of FlashInfer."""
     for name, variant in (("nvfp4-flashinfer", "nvfp4"), ("mxfp4-flashinfer", "mxfp4"), ("mxfp8-flashinfer", "mxfp8")):
         yield GoldenRow(name, "flashinfer", f"{variant}_linear", skip="uncertain")
         yield GoldenRow(name, "flashinfer", f"{variant}_swizzled", options={"scale_layout": "swizzled_128x4"})
@@ -89,10 +103,11 @@ def _flashinfer_rows() -> Iterator[GoldenRow]:
 
 
 def _modelopt_rows() -> Iterator[GoldenRow]:
+    """Yield the rows of Model-Optimizer."""
     yield GoldenRow("nvfp4-modelopt", "modelopt", "nvfp4")
-    yield GoldenRow("nvfp4-modelopt", "modelopt", "nvfp4_amaxhalf", given="tensor")
-    yield GoldenRow("nvfp4-modelopt-static", "modelopt", "nvfp4_static", given="static")
-    yield GoldenRow("nvfp4-modelopt-static-4over6", "modelopt", "nvfp4_static_4over6", given="static")
+    yield GoldenRow("nvfp4-modelopt", "modelopt", "nvfp4_amaxhalf", given_amaxes="tensor")
+    yield GoldenRow("nvfp4-modelopt-static", "modelopt", "nvfp4_static", given_amaxes="static")
+    yield GoldenRow("nvfp4-modelopt-static-4over6", "modelopt", "nvfp4_static_4over6", given_amaxes="static")
     yield GoldenRow("nvfp4-modelopt-mse", "modelopt_sweep_h200", "nvfp4_mse_sweep", searched="by error")
     yield GoldenRow("nvfp4-modelopt-mse", "modelopt_sweep_h200", "nvfp4_hessian_sweep", searched="by hessian")
     yield GoldenRow("mxfp4-modelopt", "modelopt", "mxfp4", skip="nonfinite_block")
@@ -107,16 +122,21 @@ def _modelopt_rows() -> Iterator[GoldenRow]:
         "int4-modelopt": "int4_block32",
     }
     for name, variant in fakes.items():
-        yield GoldenRow(name, "modelopt_fake", f"fake_{variant}", given="tensor", fake=True, skip="cpu_only_rows")
-        yield GoldenRow(name, "modelopt_fake", f"fake_{variant}_clip", given="tensor", fake=True)
+        yield GoldenRow(
+            name, "modelopt_fake", f"fake_{variant}", given_amaxes="tensor", fake=True, skip="cpu_only_rows"
+        )
+        yield GoldenRow(name, "modelopt_fake", f"fake_{variant}_clip", given_amaxes="tensor", fake=True)
     for name, variant in (("nvfp4-modelopt-fake", "nvfp4"), ("nvfp4-modelopt-fake-cuda", "nvfp4_cuda")):
-        yield GoldenRow(name, "modelopt_fake", f"fake_{variant}", given="tensor", fake=True)
-    yield GoldenRow("nvfp4-modelopt-static-fake", "modelopt_fake", "fake_nvfp4_static", given="static", fake=True)
+        yield GoldenRow(name, "modelopt_fake", f"fake_{variant}", given_amaxes="tensor", fake=True)
+    yield GoldenRow(
+        "nvfp4-modelopt-static-fake", "modelopt_fake", "fake_nvfp4_static", given_amaxes="static", fake=True
+    )
     yield GoldenRow("mxfp4-modelopt-fake", "modelopt_fake", "fake_mxfp4", fake=True, skip="undefined")
     yield GoldenRow("mxfp8-modelopt-fake", "modelopt_fake", "fake_mxfp8", fake=True, skip="undefined")
 
 
 def _torchao_rows() -> Iterator[GoldenRow]:
+    """Yield the rows of torchao."""
     yield GoldenRow("nvfp4-torchao", "ao", "nvfp4_two_level", skip="nan_scale")
     yield GoldenRow("nvfp4-torchao-single", "ao", "nvfp4", skip="nan_scale")
     for mode in ("floor", "rceil", "ceil", "even"):
@@ -125,7 +145,7 @@ def _torchao_rows() -> Iterator[GoldenRow]:
 
 
 def _to_mx_rows(mode: str, file: str, release: str = "") -> Iterator[GoldenRow]:
-    """Rows of one mode of torchao's to_mx; release: the end of the ids of its recipes."""
+    """Yield the rows of one mode of torchao's to_mx. ``release`` is the suffix of the recipe ids."""
     name = "mxfp4-ocp" if mode == "floor" and not release else f"mxfp4-torchao-{mode}{release}"
     yield GoldenRow(name, file, f"mxfp4_{mode}", skip="nan_scale")
     for size in (16, 64):
@@ -137,6 +157,7 @@ def _to_mx_rows(mode: str, file: str, release: str = "") -> Iterator[GoldenRow]:
 
 
 def _other_rows() -> Iterator[GoldenRow]:
+    """Yield the rows of compressed-tensors and microxcaling."""
     yield GoldenRow("nvfp4-compressed-tensors", "compressed_tensors", "nvfp4_two_level", skip="nan_scale")
     for name, variant in (("mxfp4", "mxfp4"), ("mxfp6", "mxfp6_e2m3"), ("mxfp8", "mxfp8_e4m3")):
         yield GoldenRow(f"{name}-compressed-tensors", "compressed_tensors", variant, skip="overflowing_block")
@@ -147,17 +168,24 @@ def _other_rows() -> Iterator[GoldenRow]:
 
 
 def _gguf_rows() -> Iterator[GoldenRow]:
+    """Yield the rows of llama.cpp."""
     for name in ("mxfp4", "nvfp4"):
         yield GoldenRow(f"{name}-gguf", "gguf", name, widen=True, decoded=True, raw=f"gguf_{name}")
     yield GoldenRow("mxfp4-gguf", "gguf", "mxfp4_python", widen=True, decoded=True, skip="nonfinite_block")
 
 
 def _mlx_rows() -> Iterator[GoldenRow]:
+    """Yield the rows of MLX."""
     for name in ("mxfp4", "mxfp8", "nvfp4"):
         yield GoldenRow(f"{name}-mlx-cpu", "mlx", name, decoded=True, raw="mlx")
-    for version in ("", "-0322"):  # which decode recorded codes alike: no scale of theirs is NaN
+    for version in ("", "-0322"):  # both versions decode these codes alike, because none of the scales is NaN
         yield GoldenRow(
-            f"nvfp4-mlx-cpu{version}-global", "mlx", "nvfp4_global", given="global_scale", decoded=True, raw="mlx"
+            f"nvfp4-mlx-cpu{version}-global",
+            "mlx",
+            "nvfp4_global",
+            given_amaxes="global_scale",
+            decoded=True,
+            raw="mlx",
         )
     for name in ("mxfp8", "nvfp4"):
         yield GoldenRow(f"{name}-mlx-cpu-0322", "mlx", name, decoded=True)
@@ -167,7 +195,7 @@ def _mlx_rows() -> Iterator[GoldenRow]:
     yield GoldenRow("mxfp8-te", "mlx", "mxfp8_metal", skip="nonfinite_block")
     yield GoldenRow("mxfp4-mlx-metal-0321", "mlx", "mxfp4_metal_0321", skip="nonfinite_block")
     yield GoldenRow("nvfp4-mlx-metal", "mlx", "nvfp4_metal")
-    yield GoldenRow("nvfp4-mlx-metal-global", "mlx", "nvfp4_global_metal", given="global_scale")
+    yield GoldenRow("nvfp4-mlx-metal-global", "mlx", "nvfp4_global_metal", given_amaxes="global_scale")
 
 
 ROWS: tuple[GoldenRow, ...] = (

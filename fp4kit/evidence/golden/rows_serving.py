@@ -1,5 +1,6 @@
-"""Rows of vLLM, triton_kernels, Quark, auto-round, fouroversix, SGLang, DeepGEMM and qwix; rows.py says what a row
-is.
+"""List the rows of vLLM, triton_kernels, Quark, auto-round, fouroversix, SGLang, DeepGEMM and qwix.
+
+rows.py defines a row. Each function here takes its constructor as ``row``.
 """
 
 from __future__ import annotations
@@ -11,22 +12,24 @@ Rows = Iterator[Any]
 
 
 def serving_rows(row: Callable[..., Any]) -> Rows:
-    """All of them; row makes one."""
+    """Yield all rows of this module. ``row`` is the constructor of a row."""
     for family in (_vllm, _triton_kernels, _quark, _auto_round, _fouroversix, _others):
         yield from family(row)
 
 
 def _vllm(row: Callable[..., Any]) -> Rows:
-    yield row("nvfp4-vllm-emulation", "vllm", "nvfp4", least_amax=1e-8)
+    """Yield the rows of vLLM."""
+    yield row("nvfp4-vllm-emulation", "vllm", "nvfp4", min_amax=1e-8)
     yield row("nvfp4-vllm-emulation", "vllm", "nvfp4", fake=True)
     yield row("nvfp4-vllm-emulation-cuda", "producers_h200", "vllm_nvfp4_fake_gpu", fake=True, skip="nonfinite_block")
-    yield row("nvfp4-vllm-emulation-cuda", "producers_h200", "vllm_nvfp4_fake_gpu")  # its global_scale
+    yield row("nvfp4-vllm-emulation-cuda", "producers_h200", "vllm_nvfp4_fake_gpu")  # compares its global_scale
     yield row("mxfp4-vllm", "vllm", "mxfp4", on_gpu="vllm_mxfp4")
     yield row("mxfp4-vllm-cpu", "vllm", "mxfp4")
-    yield row("mxfp8-modelopt", "vllm", "mxfp8", skip="nonfinite_block")  # mxfp8-vllm
+    yield row("mxfp8-modelopt", "vllm", "mxfp8", skip="nonfinite_block")  # also named mxfp8-vllm
 
 
 def _triton_kernels(row: Callable[..., Any]) -> Rows:
+    """Yield the rows of triton_kernels."""
     for name, variant in (
         ("mxfp4-triton-kernels", "mxfp4_up"),
         ("mxfp4-triton-kernels-down", "mxfp4_down"),
@@ -40,6 +43,7 @@ def _triton_kernels(row: Callable[..., Any]) -> Rows:
 
 
 def _quark(row: Callable[..., Any]) -> Rows:
+    """Yield the rows of Quark."""
     yield row("nvfp4-quark", "quark", "nvfp4", skip="infinite_quotient")
     yield row("nvfp4-quark-file2file", "quark", "nvfp4_file2file", skip="infinite_quotient")
     for mode in ("even", "floor", "ceil"):
@@ -48,10 +52,11 @@ def _quark(row: Callable[..., Any]) -> Rows:
     for element in ("e2m3", "e3m2"):
         yield row(f"mxfp6-quark-{element}-even", "quark", f"mxfp6_{element}_even", skip="nonfinite_block")
     yield row("mxfp8-quark-even", "quark", "mxfp8_e4m3_even", fake=True, skip="nonfinite_block")
-    yield row("mxfp8-quark-even", "quark", "mxfp8_e4m3_even", least_scale=1, skip="nonfinite_block")
+    yield row("mxfp8-quark-even", "quark", "mxfp8_e4m3_even", min_scale=1, skip="nonfinite_block")
 
 
 def _auto_round(row: Callable[..., Any]) -> Rows:
+    """Yield the rows of auto-round."""
     yield row("nvfp4-auto-round", "auto_round", "nvfp4")
     yield row("nvfp4-auto-round-fake", "auto_round", "nvfp4", fake=True)
     yield row("nvfp4-auto-round-opt", "auto_round", "nvfp4_opt_rtn")
@@ -65,6 +70,7 @@ def _auto_round(row: Callable[..., Any]) -> Rows:
 
 
 def _fouroversix(row: Callable[..., Any]) -> Rows:
+    """Yield the rows of fouroversix."""
     for name, variant in (("", "mse"), ("-mae", "mae"), ("-absmax", "abs_max")):
         yield row(f"nvfp4-fouroversix{name}", "fouroversix", f"nvfp4_{variant}", skip="nonfinite_tensor", decoded=True)
     yield row("nvfp4-fouroversix", "fouroversix", "nvfp4_mse_2d", block=(16, 16), skip="nonfinite_tensor")
@@ -78,11 +84,12 @@ def _fouroversix(row: Callable[..., Any]) -> Rows:
         ("-mae", "mae", None),
         ("-6", "static_6", None),
     ):
-        known = {"block": block, "skip": "nonfinite_tensor", "on_gpu": f"fouroversix_triton_nvfp4_{variant}"}
-        yield row(f"nvfp4-fouroversix-triton{name}", "fouroversix", f"nvfp4_{variant}", **known)
+        fields = {"block": block, "skip": "nonfinite_tensor", "on_gpu": f"fouroversix_triton_nvfp4_{variant}"}
+        yield row(f"nvfp4-fouroversix-triton{name}", "fouroversix", f"nvfp4_{variant}", **fields)
 
 
 def _others(row: Callable[..., Any]) -> Rows:
+    """Yield the rows of SGLang, DeepGEMM and qwix."""
     yield row("mxfp4-sglang-util", "sglang", "mxfp4")
     yield row("mxfp4-sglang-kv", "sglang", "kv_mxfp4_b16")
     for name in ("mxfp4", "mxfp8"):

@@ -1,6 +1,4 @@
-"""What a row compares beside codes and scales: the bytes of the producer's files, and the values that they stand
-for.
-"""
+"""Compare what a row has besides codes and scales: stored bytes, decoded values, and searched amaxes."""
 
 from __future__ import annotations
 
@@ -17,7 +15,7 @@ from fp4kit.reference.blocks import block_amax
 from fp4kit.reference.codec import decode
 from fp4kit.reference.tensor_rules import tensor_scale
 
-RAW: dict[str, Callable[[Any], np.ndarray]] = {  # Row.raw: from a Quantized
+RAW: dict[str, Callable[[Any], np.ndarray]] = {  # {GoldenRow.raw: function from a Quantized to the bytes}
     "gguf_mxfp4": lambda q: pack_gguf(q.packed, q.block_scale, "mxfp4"),
     "gguf_nvfp4": lambda q: pack_gguf(q.packed, q.block_scale, "nvfp4"),
     "mlx": lambda q: pack_mlx(q.packed),
@@ -25,7 +23,7 @@ RAW: dict[str, Callable[[Any], np.ndarray]] = {  # Row.raw: from a Quantized
 
 
 def stored_arrays(case: Any, skip: np.ndarray) -> Iterator[tuple[str, Any, Any, Any]]:
-    """Of a Case: key, ours, recorded, and the mask of what is not compared."""
+    """Yield (key, own array, recorded array, mask of elements not compared) of a RecordedCase."""
     raw, values = case.part("raw"), case.part("dequant")
     if case.row.raw and raw is not None:
         yield case.key("raw"), RAW[case.row.raw](case.q), raw, np.False_
@@ -35,7 +33,7 @@ def stored_arrays(case: Any, skip: np.ndarray) -> Iterator[tuple[str, Any, Any, 
 
 
 def searched_arrays(case: Any) -> Iterator[tuple[str, Any, Any, Any]]:
-    """Of a Case, as stored_arrays: block amaxes that a search chooses, and the tensor's where it is there."""
+    """Yield the comparisons of the amaxes that a search chooses, in the form of stored_arrays."""
     amax, key = case.part("global_amax"), f"hessian_{case.x.shape[-1]}"
     terms = {"hessian": case.golden.get(case.row.file, key)} if case.row.searched == "by hessian" else {}
     if amax is not None:
@@ -49,7 +47,7 @@ def searched_arrays(case: Any) -> Iterator[tuple[str, Any, Any, Any]]:
 
 
 def _beside_codes(case: Any) -> Iterator[tuple[str, Any, Any, Any]]:
-    """What stands for codes that are not all there, and for scales that no byte has."""
+    """Yield the comparisons of applied scales that no scale byte holds, and of values recorded instead of codes."""
     for part in ("scale_applied", "scale"):
         if (applied := case.part(part)) is not None:
             yield case.key(part), applied_scales(case.x, case.recipe), applied, np.False_
@@ -59,13 +57,14 @@ def _beside_codes(case: Any) -> Iterator[tuple[str, Any, Any, Any]]:
             decode(unpack(case.q.packed), case.recipe.element),
             values,
             np.isnan(values),
-        )  # NaN has no code
+        )  # a NaN has no code
 
 
 @np.errstate(all="ignore")
 def applied_scales(x: np.ndarray, r: Recipe) -> np.ndarray:
-    """The scales of blocks (rows, blocks) that elements are divided by, whatever byte stands for them: of one level,
-    float32.
+    """Return the scales (rows, blocks), float32, that elements are divided by.
+
+    The stored scale byte may stand for another value. Only scales without a tensor scale are supported.
     """
     amax, tensor = block_amax(x.astype(np.float32), r), tensor_scale(None, r, x.dtype)
     rule = BLOCK_RULES[r.block_rule or ""]
@@ -74,7 +73,7 @@ def applied_scales(x: np.ndarray, r: Recipe) -> np.ndarray:
 
 
 def unpack_fp6(packed: np.ndarray) -> np.ndarray:
-    """compressed-tensors' 6-bit packing, 4 codes in 3 bytes, little-endian -> uint8 codes."""
+    """Return uint8 codes from compressed-tensors' 6-bit packing: 4 codes in 3 bytes, little-endian."""
     b = packed.reshape(*packed.shape[:-1], -1, 3).astype(np.uint32)
     word = b[..., 0] | b[..., 1] << 8 | b[..., 2] << 16
     return (

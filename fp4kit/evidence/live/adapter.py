@@ -1,4 +1,4 @@
-"""Adapters: a producer's calls as data, by the id of the recipe that must give the same bits.
+"""Define adapters: how to call a producer, as data, by the id of the recipe that must give the same bits.
 
 An adapter is a module of `producers/` with one Adapter named ADAPTER. Its functions import the producer when they are
 called.
@@ -14,23 +14,26 @@ import numpy as np
 
 from fp4kit.evidence.live.exceptions import Exempt
 
-Parts = Mapping[str, np.ndarray]  # a producer's arrays by the names of compare.PARTS
+Parts = Mapping[str, np.ndarray]  # {name in compare.PARTS: array of the producer}
 DTYPES = ("float32", "float16", "bfloat16")
-SATURATING_CASTS = {"torch": ("2.13", "")}  # before it, what overflows in a cast to E4M3 becomes NaN
+SATURATING_CASTS = {"torch": ("2.13", "")}  # before 2.13, values that overflow in a cast to E4M3 become NaN
 
 
 @dataclass(frozen=True)
 class ProducerCall:
-    """One function of a producer, and how its result is compared.
+    """Describe one function of a producer, and how its result is compared.
 
-    function: from an array of two dimensions, whole blocks along the last one, to the producer's Parts.
-    dtypes: those of x that the producer takes. columns: what the length of x's rows must be a multiple of.
-    exempt: named exceptions, which excuse differences and are counted.
-    first, last: the range of the producer's versions for which the recipe is stated; "" has no end.
-    beside: the same of other distributions, {name: (first, last)}: the torch whose casts, or the jax whose logarithm it
-    has. decode: from a Quantized to the values, in its dtype, that the producer decodes from its codes and scales; or
-    None. It is
-        given codes and scales that no quantizer makes, such as NaN scales. decodes: the dtypes that it takes.
+    Attributes:
+        function: takes a 2-d array whose last axis holds whole blocks, and returns the producer's Parts.
+        dtypes: the dtypes of x that the producer accepts.
+        columns: a number that the length of the rows of x must be a multiple of.
+        exempt: named exceptions. They excuse differences, and every use is counted.
+        first, last: the range of the producer's versions that the recipe is stated for. "" has no limit.
+        dependency_versions: {distribution: (first, last)} for other packages that determine the bits, such as the torch
+            that does the casts, or the jax that computes logarithms.
+        decode: a function from a Quantized to the values that the producer decodes, in the dtype of the Quantized; or
+            None. Its input also has codes and scales that no quantizer makes, such as NaN scales.
+        decodes: the dtypes that ``decode`` accepts.
     """
 
     function: Callable[[np.ndarray], Parts]
@@ -40,27 +43,30 @@ class ProducerCall:
     exempt: tuple[Exempt, ...] = ()
     first: str = ""
     last: str = ""
-    beside: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    dependency_versions: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     decode: Callable[[Any], np.ndarray] | None = None
     decodes: tuple[str, ...] = DTYPES
 
 
 @dataclass(frozen=True)
 class Adapter:
-    """A producer's package and its calls.
+    """Describe a producer's package and its calls.
 
-    name: the name of the distribution, whose version is reported. module: the package that must be importable.
-    beside: distributions whose versions the bits may depend on, too.
-    calls: by the ids of recipes. left_out: recipes of this producer that no call runs, and why.
-    title: what the report calls the producer, if that is not the distribution's name.
-    prepare: imports the producer; raises ImportError or OSError, with the reason, where that needs what the machine has
-    not.
+    Attributes:
+        name: the distribution, whose version is reported.
+        module: the package that must be importable.
+        calls: {recipe id: call}.
+        dependencies: distributions whose versions are reported too, because the bits may depend on them.
+        left_out: {recipe id: reason} of recipes of this producer that no call runs.
+        prepare: imports the producer. Raises ImportError or OSError with the reason if this machine lacks what it
+            needs.
+        title: the producer's name in the report, if it is not the name of the distribution.
     """
 
     name: str
     module: str
     calls: Mapping[str, ProducerCall]
-    beside: tuple[str, ...] = ()
+    dependencies: tuple[str, ...] = ()
     left_out: Mapping[str, str] = field(default_factory=dict)
     prepare: Callable[[], Any] | None = None
     title: str = ""

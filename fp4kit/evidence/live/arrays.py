@@ -1,4 +1,4 @@
-"""Arrays between NumPy and the libraries of producers, bit for bit."""
+"""Convert arrays between NumPy and the libraries of producers, bit for bit."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fp4kit.formats import ELEMENT_FORMATS
 
 
 def to_torch(x: np.ndarray) -> Any:
-    """Return a tensor with a copy of an array's elements; bfloat16 stays bfloat16."""
+    """Return a torch tensor with a copy of an array's elements. bfloat16 stays bfloat16."""
     import torch
 
     if x.dtype == ml_dtypes.bfloat16:
@@ -20,7 +20,7 @@ def to_torch(x: np.ndarray) -> Any:
 
 
 def to_numpy(tensor: Any) -> np.ndarray:
-    """Return an array with a tensor's elements: bfloat16 typed, float8 and narrower as uint8 bit patterns."""
+    """Return an array with a tensor's elements. bfloat16 keeps its dtype; 8-bit floats become uint8 bit patterns."""
     import torch
 
     tensor = tensor.detach().contiguous()
@@ -32,15 +32,18 @@ def to_numpy(tensor: Any) -> np.ndarray:
 
 
 def codes_of(values: np.ndarray, format: str) -> np.ndarray:
-    """Return the codes of values that an element format holds exactly, named as in formats.ELEMENT_FORMATS in small
-    letters.
+    """Return the codes of values that the element format represents exactly.
 
-    A value that is no number of the format has no code: ValueError.
+    ``format`` is a lower-case name in formats.ELEMENT_FORMATS. Raises ValueError for a value that the format cannot
+    represent.
     """
     fmt = next(f for f in ELEMENT_FORMATS if f.name.lower() == format)
     magnitudes = np.asarray(fmt.magnitudes, np.float64)
     size = np.abs(values.astype(np.float64))
     codes = np.minimum(np.searchsorted(magnitudes, size), len(magnitudes) - 1)
     if not np.array_equal(magnitudes[codes], size):
-        raise ValueError(f"codes_of: {values[magnitudes[codes] != size][0]} is no number of {fmt.name}")
+        raise ValueError(
+            f"codes_of: {values[magnitudes[codes] != size][0]} is not a value of {fmt.name}; needs "
+            "values that have a code"
+        )
     return (codes + np.signbit(values) * (1 << (fmt.bits - 1))).astype(np.uint8)

@@ -1,4 +1,8 @@
-"""The comparison of a producer's arrays with what fp4kit gives for the same input, in every bit."""
+"""Compare a producer's arrays with those of fp4kit for the same input, bit for bit.
+
+Local words: a part is one array of the result, such as "codes" (PARTS lists them). "theirs" is the producer's array of
+a part, "ours" is fp4kit's.
+"""
 
 from __future__ import annotations
 
@@ -14,24 +18,28 @@ from fp4kit.evidence.live.adapter import Parts, ProducerCall
 from fp4kit.formats import ElementFormat, bit_patterns
 from fp4kit.reference.codec import decode
 
-# The parts that a producer may give, and the fp4kit expression for each: q is the Quantized, v the producer's array.
+# {part that a producer may give: the fp4kit expression for it}. q is the Quantized, v the producer's array.
 PARTS = {
-    # one per element, also where bytes hold two
+    # one code per element, even if bytes hold two
     "codes": "fp4kit.unpack(q.packed) if q.recipe.is_packed else q.packed",
     "block_scale": "q.block_scale",  # bit patterns
-    "tensor_scale": "q.tensor_scale.reshape(v.shape)",  # float32, in the direction of decoding
-    "values": "fp4kit.dequantize(q, v.dtype)",  # decoded
+    "tensor_scale": "q.tensor_scale.reshape(v.shape)",  # float32, multiplies on decode
+    "values": "fp4kit.dequantize(q, v.dtype)",  # decoded values
     "values_float16": "fp4kit.dequantize(q, v.dtype)",
     "values_bfloat16": "fp4kit.dequantize(q, v.dtype)",
-    "fake": "fp4kit.fake_quantize(x, r).astype(v.dtype)",  # of a fake quantizer
+    "fake": "fp4kit.fake_quantize(x, r).astype(v.dtype)",  # values of a fake quantizer
 }
 
 
 @dataclass(frozen=True)
 class PartDifference:
-    """What differs in one part: how many of its elements, and the first of them on both sides.
+    """Describe the difference in one part.
 
-    at: the index of the first; None if the arrays differ in shape or dtype, which theirs and ours tell then.
+    Attributes:
+        part: name of the part.
+        differing, size: how many of its elements differ, and how many it has.
+        at: index of the first difference. None if the arrays differ in shape or dtype.
+        theirs, ours: the first differing element of each side, or dtype and shape.
     """
 
     part: str
@@ -42,15 +50,20 @@ class PartDifference:
     ours: str
 
     def __str__(self) -> str:
-        at = "" if self.at is None else f"at {self.at}, "
-        return (
-            f"{self.part}: {self.differing} of {self.size} differ, first {at}{self.theirs} there and {self.ours} here"
-        )
+        """Return the difference as one line."""
+        at = "" if self.at is None else f", first at {self.at}"
+        return f"{self.part}: {self.differing} of {self.size} differ{at}: producer {self.theirs}, fp4kit {self.ours}"
 
 
 @dataclass
 class Compared:
-    """The differences of one array, and which exceptions excused others."""
+    """Hold the result of comparing one array.
+
+    Attributes:
+        differences: the parts that differ.
+        excused: how often each exception excused a difference.
+        elements: number of elements of the array.
+    """
 
     differences: list[PartDifference] = field(default_factory=list)
     excused: Counter[str] = field(default_factory=Counter)
@@ -81,7 +94,7 @@ def _mask(
     ours: np.ndarray,
     excused: Counter[str],
 ) -> np.ndarray:
-    """Return where differences are excused, and count each exception that excuses one."""
+    """Return a mask of excused elements. Count each exception that excuses a difference in ``excused``."""
     shape = np.shape(theirs)
     masked = np.zeros(shape, bool)
     if not call.exempt or shape != np.shape(ours):
@@ -99,7 +112,7 @@ def _mask(
 
 
 def _over_part(part: str, where: np.ndarray, scales: bool, r: fp4kit.Recipe) -> np.ndarray | None:
-    """Return a mask over elements as one over a part; None if the exception says nothing about that part."""
+    """Return a mask over elements as a mask over a part, or None if the exception does not apply to that part."""
     if part in ("block_scale", "tensor_scale") and not scales:
         return None
     if part == "block_scale":
@@ -108,7 +121,7 @@ def _over_part(part: str, where: np.ndarray, scales: bool, r: fp4kit.Recipe) -> 
 
 
 def _differing(part: str, theirs: np.ndarray, ours: np.ndarray, r: fp4kit.Recipe) -> np.ndarray:
-    """Return where two arrays of one shape differ: in any bit, except that a NaN equals a NaN."""
+    """Return a mask of the elements in which two arrays of one shape differ. A NaN equals any other NaN."""
     fmt = {"codes": r.element, "block_scale": r.scale}.get(part)
     a, b = np.asarray(theirs), np.asarray(ours)
     differ = np.asarray(bit_patterns(a) != bit_patterns(b))
@@ -118,6 +131,7 @@ def _differing(part: str, theirs: np.ndarray, ours: np.ndarray, r: fp4kit.Recipe
 
 
 def _is_nan(a: np.ndarray, fmt: ElementFormat | None) -> np.ndarray:
+    """Return a mask of NaN. ``fmt`` is the format of codes, or None for values."""
     numbers = a.astype(np.float64) if fmt is None else decode(a, fmt)
     return np.isnan(numbers)
 
@@ -125,7 +139,7 @@ def _is_nan(a: np.ndarray, fmt: ElementFormat | None) -> np.ndarray:
 def difference_of(
     part: str, theirs: np.ndarray, ours: Any, masked: np.ndarray, r: fp4kit.Recipe
 ) -> PartDifference | None:
-    """Return what differs between two arrays that are one part, where it is not masked; None if nothing does."""
+    """Return the difference between two arrays of a part where ``masked`` is False, or None if there is none."""
     ours = np.asarray(ours)
     if theirs.shape != ours.shape or theirs.dtype != ours.dtype:
         kinds = f"{theirs.dtype} {theirs.shape}", f"{ours.dtype} {ours.shape}"
@@ -139,6 +153,7 @@ def difference_of(
 
 
 def _shown(value: Any) -> str:
+    """Return an element for a message: codes as integers, values with their bits."""
     return str(int(value)) if value.dtype == np.uint8 else f"{value} ({int(bit_patterns(np.asarray(value))):#x})"
 
 

@@ -1,4 +1,7 @@
-"""Decoders: what a producer makes of drawn codes and scales, which no quantizer need give, beside fp4kit.dequantize."""
+"""Compare a producer's decoder with fp4kit.dequantize on random codes and scales.
+
+Their codes and scales need not be ones that a quantizer can give.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +23,9 @@ EDGES = (0, 1, 0x7E, 0x7F, 0x80, 0xFE, 0xFF)  # the smallest, largest and NaN sc
 
 
 def draw_stored(r: fp4kit.Recipe, call: ProducerCall, seed: int, number: int) -> fp4kit.Quantized:
-    """Return drawn codes and scales: half of the blocks with a scale near 1, the others with any byte, or one of
-    EDGES.
+    """Return a Quantized with random codes and scales.
+
+    Half of the blocks have a scale near 1. The others have a random scale byte, or one of EDGES.
     """
     rng = np.random.default_rng([seed, number, zlib.crc32(r.id.encode())])
     rows, blocks = int(rng.choice(ROWS)) * r.block_rows, int(rng.choice(BLOCKS)) * max(1, call.columns // r.block_size)
@@ -36,13 +40,14 @@ def draw_stored(r: fp4kit.Recipe, call: ProducerCall, seed: int, number: int) ->
 
 
 def _stored(codes: np.ndarray, scales: np.ndarray, tensor: Any, dtype: np.dtype, r: fp4kit.Recipe) -> fp4kit.Quantized:
+    """Return a Quantized with the given codes and scales."""
     packed = fp4kit.pack(codes) if r.is_packed else codes
     tensor = None if tensor is None else np.asarray(tensor)
     return fp4kit.Quantized(packed, scales, tensor, None, codes.shape, dtype, -1, r)
 
 
 def compare_decoded(q: fp4kit.Quantized, call: ProducerCall) -> Compared:
-    """Run the producer's decoder and fp4kit's, and compare the values."""
+    """Decode with the producer and with fp4kit, and compare the values."""
     assert call.decode is not None
     with np.errstate(all="ignore"):
         theirs, ours = call.decode(q), fp4kit.dequantize(q)
@@ -51,8 +56,9 @@ def compare_decoded(q: fp4kit.Quantized, call: ProducerCall) -> Compared:
 
 
 def shrunk(q: fp4kit.Quantized, call: ProducerCall, differs: Callable[[fp4kit.Quantized], bool]) -> fp4kit.Quantized:
-    """Return the smallest part of q, and the one with the fewest codes that are not 0, for which `differs` still
-    holds.
+    """Return a smaller Quantized for which ``differs`` still holds.
+
+    It has as few blocks as possible, then as many zero codes as possible.
     """
     for candidate in _smaller(q, call):
         if differs(candidate):
@@ -67,7 +73,7 @@ def shrunk(q: fp4kit.Quantized, call: ProducerCall, differs: Callable[[fp4kit.Qu
 
 
 def _smaller(q: fp4kit.Quantized, call: ProducerCall) -> Iterator[fp4kit.Quantized]:
-    """Yield parts of q: as many blocks as the producer takes, of as many rows as share a scale."""
+    """Yield parts of q with one block row, and as few blocks as the producer accepts."""
     r = q.recipe
     codes = fp4kit.unpack(q.packed) if r.is_packed else q.packed
     step = max(1, call.columns // r.block_size)
@@ -78,7 +84,7 @@ def _smaller(q: fp4kit.Quantized, call: ProducerCall) -> Iterator[fp4kit.Quantiz
 
 
 def script(id: str, call: ProducerCall, q: fp4kit.Quantized, difference: PartDifference, versions: str) -> str:
-    """Return a program that raises AssertionError where the producer decodes q as it did."""
+    """Return a program that raises AssertionError if the producer still decodes q differently."""
     assert call.decode is not None
     parts = ["packed", "block_scale"] + ["tensor_scale"] * (q.tensor_scale is not None)
     body = [line for name in parts for line in lines_of(name, np.asarray(getattr(q, name)))]

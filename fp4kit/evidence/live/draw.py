@@ -1,4 +1,7 @@
-"""Drawn inputs: arrays of many kinds from a seed, each reproducible by its number."""
+"""Draw input arrays of many kinds from a seed. Each array is reproducible by its number.
+
+A "kind" (KINDS) is a distribution of values, such as "ties" or "near thresholds".
+"""
 
 from __future__ import annotations
 
@@ -17,21 +20,24 @@ from fp4kit.formats import E4M3, unsigned
 Shape = tuple[int, int]
 ROWS = (1, 2, 3, 5, 7, 16, 33)
 BLOCKS = (1, 2, 3, 5, 8, 13, 21)
-ULPS = 8  # how far from a threshold an amax is drawn, at most
-MOST = 8192  # elements of an array
+ULPS = 8  # the largest distance of an amax from a threshold, in bit patterns
+MAX_ELEMENTS = 8192  # of an array
 
 
 class Drawn(NamedTuple):
-    """An array, and the kind of values that it has."""
+    """Hold an array, and the kind of values that it has."""
 
     x: np.ndarray
     kind: str
 
 
 def draw(r: fp4kit.Recipe, dtypes: Sequence[str], seed: int, number: int, columns: int = 16) -> Drawn:
-    """Return the array of a number: dtypes and kinds take turns, the rest comes from the seed and the recipe's id.
+    """Return the array with this number.
 
-    columns: what the length of rows is a multiple of, besides whole blocks.
+    Dtypes and kinds take turns; everything else follows from the seed and the recipe's id.
+
+    Args:
+        columns: a number that the row length is a multiple of, besides whole blocks.
     """
     rng = np.random.default_rng([seed, number, zlib.crc32(r.id.encode())])
     kind = tuple(KINDS)[number // len(dtypes) % len(KINDS)]
@@ -42,21 +48,20 @@ def draw(r: fp4kit.Recipe, dtypes: Sequence[str], seed: int, number: int, column
 
 
 def _shape(rng: np.random.Generator, r: fp4kit.Recipe, multiple: int) -> Shape:
-    """Return a number of rows and of columns: odd numbers of whole blocks among them."""
+    """Return random numbers of rows and columns, including odd numbers of whole blocks."""
     while True:
         rows, columns = int(rng.choice(ROWS)) * r.block_rows, int(rng.choice(BLOCKS)) * lcm(r.length_multiple, multiple)
-        if rows * columns <= MOST:
+        if rows * columns <= MAX_ELEMENTS:
             return rows, columns
 
 
 # ---- kinds of values
-# ------------------------------------------------------------------------------------------------------
 
 Kind = Callable[[np.random.Generator, Shape, np.dtype, fp4kit.Recipe], np.ndarray]
 
 
 def _fuzzed(name: str) -> Kind:
-    """Return a kind of fuzz/arrays.py."""
+    """Return a kind of fuzz/arrays.py as a kind of this module."""
 
     def kind(rng: np.random.Generator, shape: Shape, dtype: np.dtype, r: fp4kit.Recipe) -> np.ndarray:
         return arrays.VALUES[name](rng, shape, dtype)
@@ -65,29 +70,29 @@ def _fuzzed(name: str) -> Kind:
 
 
 def _finite(x: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """Return x in a dtype, clipped to its finite numbers."""
+    """Return x in a dtype, clipped to its finite range."""
     top = float(ml_dtypes.finfo(dtype).max)
     return np.clip(x, -top, top).astype(dtype)
 
 
 def _weights(rng: np.random.Generator, shape: Shape, dtype: np.dtype, r: fp4kit.Recipe) -> np.ndarray:
-    """Normal values of the size of a model's weights."""
+    """Return normally distributed values with the magnitude of a model's weights."""
     return (rng.standard_normal(shape, np.float32) * np.float32(0.02)).astype(dtype)
 
 
 def _heavy_tails(rng: np.random.Generator, shape: Shape, dtype: np.dtype, r: fp4kit.Recipe) -> np.ndarray:
-    """Student's t with 1.5 degrees of freedom."""
+    """Return values of Student's t distribution with 1.5 degrees of freedom."""
     return _finite(rng.standard_t(1.5, shape), dtype)
 
 
 def _narrow(rng: np.random.Generator, shape: Shape, dtype: np.dtype, r: fp4kit.Recipe) -> np.ndarray:
-    """Numbers of bfloat16 or float16, held in the dtype."""
+    """Return values of bfloat16 or float16, stored in the dtype."""
     narrow = rng.choice([np.dtype(ml_dtypes.bfloat16), np.dtype(np.float16)])
     return arrays.VALUES["ordinary"](rng, shape, narrow).astype(np.float32).astype(dtype)
 
 
 def _subnormal(rng: np.random.Generator, shape: Shape, dtype: np.dtype, r: fp4kit.Recipe) -> np.ndarray:
-    """Subnormal numbers, from a largest magnitude that changes from block to block."""
+    """Return the bits of subnormal values whose largest magnitude varies from block to block."""
     bits = unsigned(dtype)
     largest = np.exp2(rng.uniform(0, ml_dtypes.finfo(dtype).nmant, _blocks(shape, r))).astype(np.int64)
     magnitudes = rng.integers(0, _spread(largest, shape, r) + 1).astype(bits)
@@ -95,7 +100,7 @@ def _subnormal(rng: np.random.Generator, shape: Shape, dtype: np.dtype, r: fp4ki
 
 
 def _powers(rng: np.random.Generator, shape: Shape, dtype: np.dtype, r: fp4kit.Recipe) -> np.ndarray:
-    """Exact powers of two: blocks of near exponents anywhere in the dtype's range."""
+    """Return exact powers of two: blocks with similar exponents anywhere in the dtype's range."""
     info = ml_dtypes.finfo(dtype)
     top = rng.integers(info.minexp - info.nmant, info.maxexp, _blocks(shape, r))
     exponents = _spread(top, shape, r) - rng.integers(0, 12, shape)
@@ -103,27 +108,27 @@ def _powers(rng: np.random.Generator, shape: Shape, dtype: np.dtype, r: fp4kit.R
 
 
 def _wide(rng: np.random.Generator, shape: Shape, dtype: np.dtype, r: fp4kit.Recipe) -> np.ndarray:
-    """Normal values in blocks of any size that the dtype holds."""
+    """Return normally distributed values in blocks of any magnitude that the dtype has."""
     info = ml_dtypes.finfo(dtype)
     exponents = rng.uniform(info.minexp - info.nmant, info.maxexp, _blocks(shape, r))
     return _finite(rng.standard_normal(shape) * np.exp2(_spread(exponents, shape, r)), dtype)
 
 
 def _large(rng: np.random.Generator, shape: Shape, dtype: np.dtype, r: fp4kit.Recipe) -> np.ndarray:
-    """Values within a factor of 64 of the dtype's largest."""
+    """Return values within a factor of 64 of the dtype's largest."""
     exponents = rng.uniform(-6, 0, _blocks(shape, r)) + np.log2(float(ml_dtypes.finfo(dtype).max))
     return _finite(rng.uniform(-1, 1, shape) * np.exp2(_spread(exponents, shape, r)), dtype)
 
 
 def _one_outlier(rng: np.random.Generator, shape: Shape, dtype: np.dtype, r: fp4kit.Recipe) -> np.ndarray:
-    """Small values, and one of 1e4."""
+    """Return small values, and one of 1e4."""
     x = rng.standard_normal(shape)
     x.reshape(-1)[rng.integers(x.size)] = 1e4
     return x.astype(dtype)
 
 
 def _near_powers(rng: np.random.Generator, shape: Shape, dtype: np.dtype, r: fp4kit.Recipe) -> np.ndarray:
-    """Blocks whose amax is within a few ulp of a power of two, or of one times the element's largest value or 1.75."""
+    """Return blocks whose amax is within a few ulp of a power of two times 1, 1.5, 1.75 or the element maximum."""
     info = ml_dtypes.finfo(dtype)
     mantissas = (1.0, 1.0, float(np.frexp(float(r.element.max))[0]) * 2, 1.75, 1.5)
     exponents = rng.integers(info.minexp - 2, info.maxexp, _blocks(shape, r)).astype(np.float64)
@@ -132,7 +137,7 @@ def _near_powers(rng: np.random.Generator, shape: Shape, dtype: np.dtype, r: fp4
 
 
 def _near_thresholds(rng: np.random.Generator, shape: Shape, dtype: np.dtype, r: fp4kit.Recipe) -> np.ndarray:
-    """Blocks whose amax is within a few ulp of where the recipe's block scale becomes the next one."""
+    """Return blocks whose amax is within a few ulp of a change of the recipe's block scale."""
     if r.fake_only or r.block is None:
         return _near_powers(rng, shape, dtype, r)
     rows, columns = _blocks(shape, r)
@@ -161,22 +166,21 @@ KINDS: dict[str, Kind] = {
 
 
 # ---- blocks
-# -----------------------------------------------------------------------------------------------------------------
 
 
 def _blocks(shape: Shape, r: fp4kit.Recipe) -> Shape:
-    """Return how many blocks a shape has in each direction; blocks of 16 if the recipe has none."""
+    """Return the number of blocks in each direction. Without blocks in the recipe, blocks of 16 are used."""
     return shape[0] // r.block_rows, shape[1] // max(r.block_size, 16 if r.block is None else 1)
 
 
 def _spread(per_block: np.ndarray, shape: Shape, r: fp4kit.Recipe) -> np.ndarray:
-    """Return a number per block as one per element."""
+    """Return a number per block as a number per element."""
     rows, columns = (shape[i] // per_block.shape[i] for i in (0, 1))
     return np.repeat(np.repeat(per_block, rows, axis=0), columns, axis=1)
 
 
 def _beside(rng: np.random.Generator, numbers: np.ndarray) -> np.ndarray:
-    """Return positive numbers that are at most ULPS bit patterns away, and finite."""
+    """Return positive finite numbers at most ULPS bit patterns away from the given ones."""
     bits = numbers.view(unsigned(numbers.dtype)).astype(np.int64) + rng.integers(-ULPS, ULPS + 1, numbers.shape)
     top = int(ml_dtypes.finfo(numbers.dtype).max.view(unsigned(numbers.dtype)))
     return np.clip(bits, 0, top).astype(unsigned(numbers.dtype)).view(numbers.dtype)
@@ -185,8 +189,9 @@ def _beside(rng: np.random.Generator, numbers: np.ndarray) -> np.ndarray:
 def _under(
     rng: np.random.Generator, amaxes: np.ndarray, shape: Shape, r: fp4kit.Recipe, tensor: np.ndarray | None = None
 ) -> np.ndarray:
-    """Return blocks of given amaxes, held by an element at a random place; the first element is the tensor's amax, if
-    given.
+    """Return blocks with the given amaxes, each reached by an element at a random position.
+
+    If ``tensor`` is given, the first element is set to it, so that it is the tensor amax.
     """
     x = (rng.uniform(-1, 1, shape) * _spread(amaxes.astype(np.float64), shape, r)).astype(amaxes.dtype)
     rows, columns = amaxes.shape
@@ -202,9 +207,7 @@ def _under(
 def _thresholds(
     rng: np.random.Generator, blocks: Shape, dtype: np.dtype, r: fp4kit.Recipe, tensor: np.ndarray | None
 ) -> np.ndarray:
-    """Return an amax for each block at which the scale code changes: bisection between two that have different
-    codes.
-    """
+    """Return an amax per block at which the scale code changes, found by bisection."""
     bits = unsigned(dtype)
     span = 1 << ml_dtypes.finfo(dtype).nmant
     bottom, top = _range(rng, dtype, r, tensor)
@@ -219,8 +222,9 @@ def _thresholds(
 
 
 def _range(rng: np.random.Generator, dtype: np.dtype, r: fp4kit.Recipe, tensor: np.ndarray | None) -> tuple[int, int]:
-    """Return bit patterns between which block amaxes have scale codes of their own: 20 binades for E4M3, else most
-    often all.
+    """Return the bit patterns (lowest, highest) of block amaxes to search for changes of the scale code.
+
+    For E4M3 scales the range is 20 binades. Otherwise it is that, or everything below the highest.
     """
     span = 1 << ml_dtypes.finfo(dtype).nmant
     largest = ml_dtypes.finfo(dtype).max if tensor is None else tensor
@@ -231,7 +235,7 @@ def _range(rng: np.random.Generator, dtype: np.dtype, r: fp4kit.Recipe, tensor: 
 
 
 def _scale_codes(amaxes: np.ndarray, dtype: np.dtype, r: fp4kit.Recipe, tensor: np.ndarray | None) -> np.ndarray:
-    """Return the scale codes of blocks that hold their amax, given as bit patterns, and zeros."""
+    """Return the scale codes of blocks that contain zeros and their amax. ``amaxes`` are bit patterns."""
     rows, columns = amaxes.shape
     x = np.zeros((rows * r.block_rows, (columns + 1) * r.block_size), dtype)
     x[:: r.block_rows, r.block_size :: r.block_size] = amaxes.astype(unsigned(dtype)).view(dtype)

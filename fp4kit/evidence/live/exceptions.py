@@ -1,4 +1,4 @@
-"""Named exceptions: elements of an array for which a recipe's `exact` claims no equality, as small predicates."""
+"""Define named exceptions: predicates for elements where a recipe's `exact` does not claim equality."""
 
 from __future__ import annotations
 
@@ -14,8 +14,12 @@ Where = Callable[[np.ndarray, Any], np.ndarray]  # from x and fp4kit's Quantized
 
 
 class Exempt(NamedTuple):
-    """Elements whose codes and values are not compared; scales: block scales of blocks with such elements are not,
-    either.
+    """Describe elements whose codes and values are not compared.
+
+    Attributes:
+        name: name of the exception in the report.
+        where: function from x and fp4kit's Quantized to a mask of x's shape.
+        scales: True if the block scales of blocks with such elements are not compared either.
     """
 
     name: str
@@ -24,41 +28,44 @@ class Exempt(NamedTuple):
 
 
 def block_amax(x: np.ndarray, size: int) -> np.ndarray:
-    """Return the largest magnitude of each element's block of one row, in float32, in the shape of x."""
+    """Return the largest magnitude of each element's block of one row, in float32 and in the shape of x."""
     blocks = np.abs(x.astype(np.float32)).reshape(*x.shape[:-1], -1, size)
     return np.repeat(blocks.max(axis=-1), size, axis=-1)
 
 
 def _amax(x: np.ndarray, q: Any) -> np.ndarray:
+    """Return the block amax of each element."""
     return block_amax(x, q.recipe.block_size)
 
 
 def _scale(x: np.ndarray, q: Any) -> np.ndarray:
+    """Return the block scale of each element, decoded."""
     scale = decode(q.block_scale, q.recipe.scale or E8M0)
     return np.repeat(scale, q.recipe.block_size, axis=-1)
 
 
 def _nan_scale(x: np.ndarray, q: Any) -> np.ndarray:
+    """Return a mask of elements under a NaN scale."""
     return np.isnan(_scale(x, q))
 
 
 def _rounds_beyond_dtype(x: np.ndarray, q: Any) -> np.ndarray:
-    """Where compressed-tensors rounds an amax to a power of two that the dtype of x does not hold."""
-    least = 1.9375 if q.recipe.element is E2M3 else 1.75
-    return ~(_amax(x, q) < least * 2.0 ** (15 if x.dtype == np.float16 else 127))
+    """Return a mask of blocks whose amax compressed-tensors rounds to a power of two that the dtype of x lacks."""
+    limit = 1.9375 if q.recipe.element is E2M3 else 1.75
+    return ~(_amax(x, q) < limit * 2.0 ** (15 if x.dtype == np.float16 else 127))
 
 
-def _least_scale(x: np.ndarray, q: Any) -> np.ndarray:
-    """Where Quark applies the scale 2^-127, and stores 2^-126."""
+def _smallest_scale(x: np.ndarray, q: Any) -> np.ndarray:
+    """Return a mask of elements under the scale 2^-127, which Quark applies but stores as 2^-126."""
     return _scale(x, q) <= 2.0**-126
 
 
 def _infinite_quotient(x: np.ndarray, q: Any) -> np.ndarray:
-    """Where Quark divides by its smallest scale, 2^-23, and gets an infinity, which it packs as 4."""
+    """Return a mask of elements that overflow when Quark divides by its smallest scale, 2^-23. It packs them as 4."""
     return (_scale(x, q) == 0) & (np.abs(x.astype(np.float64)) * 2.0**23 >= 2.0**128)
 
 
-QUARK_LEAST_SCALE = Exempt("values under 2^-127, which Quark stores as 2^-126", _least_scale)
+QUARK_SMALLEST_SCALE = Exempt("values under 2^-127, which Quark stores as 2^-126", _smallest_scale)
 QUARK_INFINITE = Exempt("quotients that overflow in Quark", _infinite_quotient)
 NAN_SCALE = Exempt("codes under a NaN scale", _nan_scale)
 ROUNDS_BEYOND_DTYPE = Exempt("block amax that rounds to a power beyond the dtype", _rounds_beyond_dtype, scales=True)

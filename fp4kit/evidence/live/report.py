@@ -1,4 +1,4 @@
-"""The report of running producers: tables of text."""
+"""Build the tables of the report on running producers."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Running producers on drawn inputs beside fp4kit: for some seconds each, every difference counted, some shrunk and
-printed.
+"""Run producers and fp4kit on random inputs, and count every difference.
+
+Each producer runs for some seconds. A few differences are shrunk to small inputs and printed as programs.
 """
 
 from __future__ import annotations
@@ -28,20 +29,25 @@ from fp4kit.evidence.live.draw import draw
 from fp4kit.evidence.live.script import script
 from fp4kit.evidence.live.shrink import shrink
 
-SHRINKING = 5.0  # seconds for one difference, at most
-QUICKLY = 0.5  # the same, after ALL_SHRINKING seconds of one producer
-ALL_SHRINKING = 30.0
-SHOWN = 3  # differences of a recipe that are shrunk and printed, at most
+SHRINK_SECONDS = 5.0  # limit per difference
+QUICK_SHRINK_SECONDS = 0.5  # limit per difference once a producer has used TOTAL_SHRINK_SECONDS
+TOTAL_SHRINK_SECONDS = 30.0
+MAX_SHRUNK = 3  # differences per recipe that are shrunk and printed
 
 
 class NotRun(Exception):
-    """A producer or recipe that cannot be run here; the text says why."""
+    """Report a producer or recipe that cannot run here. The text says why."""
 
 
 @dataclass
-class Found:
-    """One difference: which recipe, in which drawn array, what differs after shrinking, and the program that shows
-    it.
+class FoundDifference:
+    """Describe one difference.
+
+    Attributes:
+        recipe: id of the recipe.
+        kind, dtype, number: of the drawn array.
+        text: what differs after shrinking.
+        script: a program that shows it.
     """
 
     recipe: str
@@ -54,7 +60,7 @@ class Found:
 
 @dataclass
 class RecipeCounts:
-    """Counts of one recipe."""
+    """Hold the counts of one recipe."""
 
     arrays: int = 0
     elements: int = 0
@@ -64,12 +70,17 @@ class RecipeCounts:
 
 @dataclass
 class ProducerResult:
-    """What running one producer gave.
+    """Hold the result of running one producer.
 
-    reason: why it was not run, or "". versions: by the name of the distribution. seconds: without those of shrinking,
-    and of
-        the first array of each recipe and dtype.
-    seen: differences of which one was shrunk already, by recipe, dtype and parts. shrinking: seconds that this took.
+    Attributes:
+        reason: why it did not run, or "".
+        versions: {distribution: version}.
+        seconds: running time, without shrinking and without the first array of each recipe and dtype.
+        recipes: {recipe id: counts}.
+        found: the differences that were shrunk.
+        left_out: {recipe id: reason} of recipes that did not run.
+        seen: (recipe, dtype, parts) of which a difference has been shrunk.
+        shrinking: seconds spent on shrinking.
     """
 
     producer: str
@@ -78,7 +89,7 @@ class ProducerResult:
     reason: str = ""
     seconds: float = 0.0
     recipes: dict[str, RecipeCounts] = field(default_factory=dict)
-    found: list[Found] = field(default_factory=list)
+    found: list[FoundDifference] = field(default_factory=list)
     left_out: dict[str, str] = field(default_factory=dict)
     seen: set[tuple[str, ...]] = field(default_factory=set)
     shrinking: float = 0.0
@@ -102,11 +113,13 @@ def run(
     seed: int,
     tick: Callable[[int], None] = lambda differing: None,
 ) -> ProducerResult:
-    """Run the calls of an adapter that are among the ids, in turns, for so many seconds. Without any, nothing is
-    imported.
+    """Run the adapter's calls for ``ids`` in turns, for ``seconds``.
 
-    A result with a reason and no counts comes back if the producer is not installed or cannot be imported.
-    tick: called after each array, with the number of those that differ.
+    If the adapter has no such call, nothing is imported. If the producer is not installed or cannot be imported, the
+    result has a reason and no counts.
+
+    Args:
+        tick: called after each array with the number of arrays that differ.
     """
     result = ProducerResult(adapter.title or adapter.name)
     result.left_out = {id: reason for id, reason in adapter.left_out.items() if id in ids}
@@ -120,7 +133,7 @@ def run(
         return _not_run(result, adapter, ids, str(error))
     except (ImportError, OSError) as error:
         return _not_run(result, adapter, ids, f"cannot be imported: {_one_line(error)}")
-    calls = dict(_chosen(adapter, ids, result))
+    calls = dict(_calls_to_run(adapter, ids, result))
     number = 0
     while calls and (result.seconds < seconds or not number):
         for id, call in calls.items():
@@ -128,7 +141,7 @@ def run(
                 break
             start = time.monotonic()
             shrunk = _step(id, call, seed, number, result)
-            if number >= len(call.dtypes):  # the first of each dtype compiles, in JAX for instance
+            if number >= len(call.dtypes):  # not counted: the first array of each dtype, for which JAX compiles
                 result.seconds += time.monotonic() - start - shrunk
             tick(sum(tally.differing for tally in result.recipes.values()))
         number += 1
@@ -136,30 +149,32 @@ def run(
 
 
 def _not_run(result: ProducerResult, adapter: Adapter, ids: tuple[str, ...], reason: str) -> ProducerResult:
+    """Return the result with a reason why the producer did not run."""
     result.reason = reason
     result.left_out |= {id: f"{result.producer} {reason}" for id in adapter.calls if id in ids}
     return result
 
 
 def find(adapter: Adapter) -> tuple[str, dict[str, str]]:
-    """Return the version of an installed producer, and those of what its bits depend on; raises NotRun if it is not
-    installed.
+    """Return (version of the producer, {distribution: version} with its dependencies).
+
+    Raises NotRun if the producer is not installed.
     """
     if importlib.util.find_spec(adapter.module) is None:
         raise NotRun("is not installed")
     versions = {}
-    for name in (adapter.name, *adapter.beside):
+    for name in (adapter.name, *adapter.dependencies):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[name] = importlib.metadata.version(name)
     return versions.get(adapter.name, "unknown"), versions
 
 
-def _chosen(adapter: Adapter, ids: tuple[str, ...], result: ProducerResult) -> Iterator[tuple[str, ProducerCall]]:
-    """Yield the calls to run; what the installed version is not stated for is noted as left out."""
+def _calls_to_run(adapter: Adapter, ids: tuple[str, ...], result: ProducerResult) -> Iterator[tuple[str, ProducerCall]]:
+    """Yield the calls to run. Recipes that are not stated for an installed version are recorded as left out."""
     for id, call in adapter.calls.items():
         if id not in ids:
             continue
-        ranges = {adapter.name: (call.first, call.last), **call.beside}
+        ranges = {adapter.name: (call.first, call.last), **call.dependency_versions}
         installed = {**result.versions, adapter.name: result.version}
         outside = next(
             (name for name, range in ranges.items() if not _between(range[0], installed[name], range[1])), None
@@ -170,11 +185,11 @@ def _chosen(adapter: Adapter, ids: tuple[str, ...], result: ProducerResult) -> I
         else:
             first, last = ranges[outside]
             stated = " ".join([f"from {first}"] * bool(first) + [f"up to {last}"] * bool(last))
-            result.left_out[id] = f"is stated for {outside} {stated}; {installed[outside]} is installed"
+            result.left_out[id] = f"is stated for {outside} {stated}, but {installed[outside]} is installed"
 
 
 def _between(first: str, version: str, last: str) -> bool:
-    """Whether a version is in a range; one that is unknown is."""
+    """Return whether a version is in a range. An unknown version counts as inside."""
     if version == "unknown":
         return True
     return (not first or _key(first) <= _key(version)) and (not last or _key(version) <= _key(last))
@@ -191,8 +206,9 @@ def _key(version: str) -> tuple[int, ...]:
 
 
 def _step(id: str, call: ProducerCall, seed: int, number: int, result: ProducerResult) -> float:
-    """Compare one drawn array; count it, and shrink a difference of a kind that was not seen before. Return the time of
-    that.
+    """Compare one drawn array and count it. Return the seconds spent on shrinking.
+
+    A difference is shrunk if none with the same recipe, dtype and parts has been.
     """
     case = _drawn(id, call, seed, number)
     compared, failure = case.attempt(case.value)
@@ -205,19 +221,19 @@ def _step(id: str, call: ProducerCall, seed: int, number: int, result: ProducerR
     tally.differing += 1
     parts = "raises" if failure else ", ".join(difference.part for difference in compared.differences)
     signature = (id, case.dtype, parts)
-    if signature in result.seen or sum(found.recipe == id for found in result.found) >= SHOWN:
+    if signature in result.seen or sum(found.recipe == id for found in result.found) >= MAX_SHRUNK:
         return 0.0
     start = time.monotonic()
     result.seen.add(signature)
     text, script = _shrunk(case, compared, failure, result)
-    result.found.append(Found(id, case.kind, case.dtype, number, text, script))
+    result.found.append(FoundDifference(id, case.kind, case.dtype, number, text, script))
     taken = time.monotonic() - start
     result.shrinking += taken
     return taken
 
 
 def _drawn(id: str, call: ProducerCall, seed: int, number: int) -> LiveCase:
-    """Return what is drawn as a number: every fourth is for the decoder, if there is one."""
+    """Return the input with this number. Every fourth one is for the decoder, if there is one."""
     r = fp4kit.recipe(id)
     if call.decode is not None and number % 4 == 3:
         q = decoders.draw_stored(r, call, seed, number)
@@ -229,7 +245,7 @@ def _drawn(id: str, call: ProducerCall, seed: int, number: int) -> LiveCase:
 
 @dataclass
 class LiveCase:
-    """What is given to a producer: an array to be quantized, or a Quantized to be decoded."""
+    """Hold an input of a producer: an array to quantize, or a Quantized to decode."""
 
     id: str
     call: ProducerCall
@@ -238,39 +254,39 @@ class LiveCase:
     dtype: str
 
     def attempt(self, value: Any) -> tuple[Compared, str]:
-        """Return the comparison for a value; and, if the producer raises, what it raised."""
+        """Return (comparison, error text) for a value. The error text is "" unless the producer raises."""
         try:
             with quiet():
                 if isinstance(value, fp4kit.Quantized):
                     return decoders.compare_decoded(value, self.call), ""
                 theirs = self.call.function(value)
-        except Exception as error:  # whatever a changed producer raises is a difference
+        except Exception as error:  # any error of the producer counts as a difference
             return Compared(elements=int(np.prod(value.shape))), _one_line(error)
         return compare(self.id, value, self.call, theirs), ""
 
     def shrink(self, differs: Callable[[Any], bool], seconds: float) -> Any:
-        """Return a small value for which `differs` holds, found in so many seconds."""
+        """Return a small value for which ``differs`` holds, found within ``seconds``."""
         if isinstance(self.value, fp4kit.Quantized):
             return decoders.shrunk(self.value, self.call, differs)
         r = fp4kit.recipe(self.id)
         return shrink(self.value, r.block_rows, lcm(r.length_multiple, self.call.columns), differs, seconds)
 
     def script(self, value: Any, difference: PartDifference, versions: str) -> str:
-        """Return the program that shows a difference."""
+        """Return a program that shows a difference."""
         if isinstance(value, fp4kit.Quantized):
             return decoders.script(self.id, self.call, value, difference, versions)
         return script(self.id, self.call.function, value, difference, versions)
 
 
 def _shrunk(case: LiveCase, compared: Compared, failure: str, result: ProducerResult) -> tuple[str, str]:
-    """Return the difference in a shrunk value as text, and as a program."""
+    """Return a difference in a shrunk value as (text, program)."""
     parts = differing_parts(compared.differences)
 
     def differs(candidate: Any) -> bool:
         again, failed = case.attempt(candidate)
         return failed == failure if failure else bool(parts & differing_parts(again.differences))
 
-    small = case.shrink(differs, SHRINKING if result.shrinking < ALL_SHRINKING else QUICKLY)
+    small = case.shrink(differs, SHRINK_SECONDS if result.shrinking < TOTAL_SHRINK_SECONDS else QUICK_SHRINK_SECONDS)
     versions = ", ".join(f"{name} {version}" for name, version in result.versions.items())
     if failure:
         return f"raises: {failure}", f"# {case.id} and {versions}\n# raises {failure}\n"
@@ -279,13 +295,14 @@ def _shrunk(case: LiveCase, compared: Compared, failure: str, result: ProducerRe
 
 
 def _one_line(error: BaseException) -> str:
+    """Return the type and the first line of an error."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0] if lines else ''}"[:200]
 
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Keep what producers print, log and warn of away from the command's output."""
+    """Suppress what producers print, log and warn about."""
     level = logging.root.manager.disable
     with contextlib.ExitStack() as stack:
         stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
@@ -308,7 +325,7 @@ def adapters() -> tuple[Adapter, ...]:
 
 
 def document(results: list[ProducerResult], ids: tuple[str, ...], seconds: float, seed: int) -> dict[str, Any]:
-    """Return the results as JSON has them. ids: of the recipes that were to be run."""
+    """Return the results as JSON data. ``ids`` are the recipes that were requested."""
     return {
         "fp4kit": fp4kit.__version__,
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
@@ -320,6 +337,7 @@ def document(results: list[ProducerResult], ids: tuple[str, ...], seconds: float
 
 
 def _producer(result: ProducerResult) -> dict[str, Any]:
+    """Return the result of one producer as JSON data."""
     total = result.total
     return {
         "producer": result.producer,
@@ -336,14 +354,14 @@ def _producer(result: ProducerResult) -> dict[str, Any]:
 
 
 def not_run(results: list[ProducerResult], ids: tuple[str, ...]) -> dict[str, str]:
-    """Return why recipes were not run, by their ids; those that ran against any producer are absent."""
+    """Return {recipe id: reason} of the recipes that no producer ran."""
     ran = {id for result in results for id in result.recipes}
     reasons = {id: reason for result in results for id, reason in result.left_out.items()}
     return {id: reasons.get(id) or _without(id) for id in ids if id not in ran}
 
 
 def _without(id: str) -> str:
-    """Return why a recipe that no adapter mentions has none."""
+    """Return why no adapter runs a recipe."""
     from fp4kit.evidence.live.producers import WITHOUT
 
     return WITHOUT.get(fp4kit.recipe(id).producer, "no adapter runs it")

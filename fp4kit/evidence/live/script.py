@@ -1,5 +1,6 @@
-"""A difference as lines of Python that show it: the producer's call, with the source of the adapter's functions, and
-fp4kit's.
+"""Print a difference as a Python program that shows it.
+
+The program contains the producer's call, with the source of the adapter's functions, and fp4kit's call.
 """
 
 from __future__ import annotations
@@ -20,9 +21,7 @@ PER_LINE = 8
 
 
 def script(id: str, function: Callable[..., Any], x: np.ndarray, difference: PartDifference, versions: str) -> str:
-    """Return a program that raises AssertionError where the producer and fp4kit differ as they did, and nothing
-    otherwise.
-    """
+    """Return a program that raises AssertionError if the producer and fp4kit still differ on x."""
     body = [*lines_of("x", x), "", "theirs = {call}", f'r, v = fp4kit.recipe("{id}"), theirs["{difference.part}"]']
     if difference.part != "fake":
         body.append("q = fp4kit.quantize(x, r)")
@@ -33,9 +32,11 @@ def script(id: str, function: Callable[..., Any], x: np.ndarray, difference: Par
 def program(
     title: str, difference: PartDifference, function: Callable[..., Any], body: list[str], narrow: bool, argument: str
 ) -> str:
-    """Return the whole program: what differs, imports, the source of the producer's function, and the body.
+    """Return the whole program: a description, imports, the source of the producer's function, and the body.
 
-    body: lines, in which {call} stands for the call of the function with the argument. narrow: bfloat16 is used.
+    Args:
+        body: lines in which {call} stands for the call of the function with the argument.
+        narrow: True if the program uses bfloat16.
     """
     call, name = _call(function, argument)
     imports = ["import ml_dtypes"] * narrow + ["import numpy as np"]
@@ -46,11 +47,12 @@ def program(
 
 
 def _function(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function behind a partial."""
     return function.func if isinstance(function, partial) else function
 
 
 def _call(function: Callable[..., Any], argument: str) -> tuple[str, str]:
-    """Return the call of a function, or of a partial of one, with an argument; and the function's name."""
+    """Return (call of the function with an argument, name of the function)."""
     name = _function(function).__name__
     given = [repr(a) for a in function.args] if isinstance(function, partial) else []
     named = [f"{k}={v!r}" for k, v in function.keywords.items()] if isinstance(function, partial) else []
@@ -58,7 +60,7 @@ def _call(function: Callable[..., Any], argument: str) -> tuple[str, str]:
 
 
 def lines_of(name: str, x: np.ndarray) -> list[str]:
-    """Return a statement that makes an array from bit patterns, a few per line."""
+    """Return the lines of a statement that builds an array from bit patterns."""
     bits = bit_patterns(x)
     width = 2 * x.dtype.itemsize
     numbers = [f"{int(b):#0{width + 2}x}" for b in bits.reshape(-1)]
@@ -73,7 +75,7 @@ def lines_of(name: str, x: np.ndarray) -> list[str]:
 
 
 def _sorted(imports: set[str]) -> list[str]:
-    """Return import statements in the usual order: the standard library, installed packages, fp4kit."""
+    """Return import statements in the usual order: standard library, installed packages, fp4kit."""
     groups: tuple[list[str], ...] = ([], [], [])
     for line in sorted(imports, key=lambda line: (line.startswith("from"), line)):
         package = line.split()[1].split(".")[0]
@@ -82,9 +84,7 @@ def _sorted(imports: set[str]) -> list[str]:
 
 
 def _source(function: Callable[..., Any], name: str) -> tuple[set[str], list[str]]:
-    """Return what a function uses of its module: the imports, and the source of constants and functions, its own
-    too.
-    """
+    """Return (imports, source lines) of a function and of everything that it uses from its module."""
     text = inspect.getsource(sys.modules[function.__module__])
     statements = ast.parse(text).body
     wanted, kept = {name}, set()
@@ -105,7 +105,7 @@ def _source(function: Callable[..., Any], name: str) -> tuple[set[str], list[str
 
 
 def _defines(statement: ast.stmt) -> set[str]:
-    """Return the names that a statement of a module gives a meaning."""
+    """Return the names that a module-level statement defines."""
     if isinstance(statement, (ast.FunctionDef, ast.ClassDef)):
         return {statement.name}
     if isinstance(statement, (ast.Import, ast.ImportFrom)):
@@ -115,7 +115,7 @@ def _defines(statement: ast.stmt) -> set[str]:
 
 
 def _import(statement: ast.Import | ast.ImportFrom, wanted: set[str]) -> str:
-    """Return an import statement, of the names that are wanted only."""
+    """Return an import statement with the wanted names only."""
     if isinstance(statement, ast.Import):
         return ast.unparse(statement)
     names = [ast.unparse(alias) for alias in statement.names if (alias.asname or alias.name) in wanted]
@@ -123,6 +123,6 @@ def _import(statement: ast.Import | ast.ImportFrom, wanted: set[str]) -> str:
 
 
 def _segment(text: str, statement: ast.stmt) -> list[str]:
-    """Return the lines of a statement, with its decorators."""
+    """Return the source lines of a statement, with its decorators."""
     start = min([statement.lineno, *(d.lineno for d in getattr(statement, "decorator_list", []))])
     return text.splitlines()[start - 1 : statement.end_lineno]

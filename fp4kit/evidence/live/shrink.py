@@ -1,6 +1,4 @@
-"""Shrinking an array on which a producer and fp4kit differ, to one block with few numbers that differs in the same
-part.
-"""
+"""Shrink an array on which a producer and fp4kit differ: to one block with few nonzero elements."""
 
 from __future__ import annotations
 
@@ -11,23 +9,26 @@ import numpy as np
 from fp4kit.evidence.fuzz import shrink as fuzz_shrink
 from fp4kit.formats import bit_patterns
 
-FEW = 40  # numbers that are made simpler one by one, and blocks that are left out one by one
+MAX_ONE_BY_ONE = 40  # elements that are simplified one by one, and blocks that are removed one by one
 
 
 def shrink(x: np.ndarray, rows: int, columns: int, differs: Callable[[np.ndarray], bool], seconds: float) -> np.ndarray:
-    """Return the smallest array found in so many seconds for which `differs` holds. Blocks are rows x columns."""
+    """Return the smallest array found within ``seconds`` for which ``differs`` holds.
+
+    Blocks have ``rows`` x ``columns`` elements.
+    """
 
     def holds(candidate: np.ndarray) -> bool:
         try:
             return differs(candidate)
-        except Exception:  # a candidate need not be an input that the producer takes
+        except Exception:  # the producer may reject a candidate
             return False
 
     return fuzz_shrink.shrink(x, lambda a: simpler(a, rows, columns), holds, seconds)
 
 
 def simpler(x: np.ndarray, rows: int, columns: int) -> Iterator[np.ndarray]:
-    """Yield arrays with fewer blocks, then with more zeros, then with plainer numbers."""
+    """Yield arrays with fewer blocks, then with more zeros, then with simpler numbers."""
     for axis, unit in ((0, rows), (1, columns)):
         for kept in _parts(x.shape[axis] // unit):
             index = (kept[:, None] * unit + np.arange(unit)).reshape(-1)
@@ -38,22 +39,22 @@ def simpler(x: np.ndarray, rows: int, columns: int) -> Iterator[np.ndarray]:
         for start in range(0, len(nonzero), size):
             yield _with(x, nonzero[start : start + size], np.zeros((), x.dtype))
         size //= 2
-    if len(nonzero) <= FEW:
+    if len(nonzero) <= MAX_ONE_BY_ONE:
         yield from _plainer(x, nonzero)
 
 
 def _parts(blocks: int) -> Iterator[np.ndarray]:
-    """Yield which of several blocks to keep: either half, then all but one."""
+    """Yield indices of blocks to keep: each half, then all but one."""
     every = np.arange(blocks)
     if blocks > 1:
         yield every[: blocks // 2]
         yield every[blocks // 2 :]
-        for i in range(min(blocks, FEW)):
+        for i in range(min(blocks, MAX_ONE_BY_ONE)):
             yield np.delete(every, i)
 
 
 def _plainer(x: np.ndarray, nonzero: np.ndarray) -> Iterator[np.ndarray]:
-    """Yield arrays with one number positive, 1, or with the lower half of its bits cleared."""
+    """Yield arrays with one element made positive, or with the lower half of its bits cleared."""
     flat = x.reshape(-1)
     for i in nonzero:
         bits = int(bit_patterns(flat[i : i + 1])[0])
@@ -65,6 +66,7 @@ def _plainer(x: np.ndarray, nonzero: np.ndarray) -> Iterator[np.ndarray]:
 
 
 def _with(x: np.ndarray, at: np.ndarray, value: np.generic | np.ndarray) -> np.ndarray:
+    """Return a copy of x with one value at the given flat indices."""
     changed = x.copy()
     changed.reshape(-1)[at] = value
     return changed

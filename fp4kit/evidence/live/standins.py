@@ -1,7 +1,8 @@
-"""Loading one file of an installed package without the package, for files whose arithmetic is plain PyTorch.
+"""Load one file of an installed package without importing the package.
 
-Importing vLLM, SGLang or Transformer Engine needs CUDA libraries that the files with their reference arithmetic do not
-use.
+vLLM, SGLang and Transformer Engine need CUDA libraries when they are imported. The files with their reference
+arithmetic are plain PyTorch and do not use those libraries. Stand-ins are modules that take the place of what a file
+imports.
 """
 
 from __future__ import annotations
@@ -17,13 +18,17 @@ from typing import Any
 
 
 class Anything(ModuleType):
-    """A module that has every attribute. A call returns its only argument, as a decorator that changes nothing does."""
+    """Stand in for a module by having every attribute.
+
+    A call with one argument returns the argument, like a decorator that changes nothing.
+    """
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
-        self.__path__ = []  # of a package, so that its modules can be imported
+        self.__path__ = []  # marks a package, so that its modules can be imported
 
     def __getattr__(self, name: str) -> Any:
+        """Return a stand-in for the attribute, and store it."""
         if name.startswith("__"):
             raise AttributeError(name)
         found = Anything(f"{self.__name__}.{name}")
@@ -31,12 +36,12 @@ class Anything(ModuleType):
         return found
 
     def __call__(self, *given: Any, **options: Any) -> Any:
-        """Return the argument; of several or none, this module."""
+        """Return the argument. Return this module if there are several arguments or none."""
         return given[0] if len(given) == 1 and not options else self
 
 
 def triton() -> dict[str, ModuleType]:
-    """Return stand-ins of Triton, whose kernels are not run."""
+    """Return stand-ins for Triton, whose kernels are not run."""
     whole = Anything("triton")
     whole.cdiv = lambda a, b: -(-a // b)  # type: ignore[attr-defined]
     return {"triton": whole, "triton.language": whole.language}
@@ -44,8 +49,9 @@ def triton() -> dict[str, ModuleType]:
 
 @contextlib.contextmanager
 def _standing_in(modules: Mapping[str, ModuleType]) -> Iterator[None]:
-    """Put modules into sys.modules for a while; what is imported meanwhile from the same packages is removed again,
-    too.
+    """Put modules into sys.modules temporarily.
+
+    Modules of the same packages that are imported meanwhile are removed afterwards.
     """
     before = dict(sys.modules)
     tops = {name.partition(".")[0] for name in modules}
@@ -60,8 +66,9 @@ def _standing_in(modules: Mapping[str, ModuleType]) -> Iterator[None]:
 
 
 def directory(package: str) -> Path:
-    """Return the directory of an installed package, which is not imported. Raises ImportError if it is not
-    installed.
+    """Return the directory of an installed package without importing it.
+
+    Raises ImportError if it is not installed.
     """
     spec = importlib.util.find_spec(package)
     if spec is None or not spec.submodule_search_locations:
@@ -70,10 +77,15 @@ def directory(package: str) -> Path:
 
 
 def load(package: str, file: str, modules: Mapping[str, ModuleType] = {}) -> ModuleType:
-    """Return the module of a file in an installed package, e.g. ("vllm", "scalar_type.py").
+    """Return the module of a file in an installed package, such as ("vllm", "scalar_type.py").
 
-    modules: stand-ins for what the file imports, by name; they are gone when this returns.
-    Raises ImportError if the package or the file is not there, or the file needs something else.
+    Args:
+        package: the package.
+        file: path of the file in the package.
+        modules: stand-ins for what the file imports, by name. They are removed again before this returns.
+
+    Raises:
+        ImportError: if the package or the file is missing, or if the file imports something else.
     """
     path = directory(package) / file
     name = ".".join([package, *Path(file).with_suffix("").parts])
@@ -86,10 +98,10 @@ def load(package: str, file: str, modules: Mapping[str, ModuleType] = {}) -> Mod
     return module
 
 
-cached = lru_cache(None)  # for functions of an adapter that load a file
+cached = lru_cache(None)  # decorator for functions of an adapter that load a file
 
 
 @cached
 def packages(*names: str) -> dict[str, ModuleType]:
-    """Return stand-ins by the names of modules, for all of whose attributes nothing is needed but that they exist."""
+    """Return a stand-in for each module name. Use it for modules of which only the attributes must exist."""
     return {name: Anything(name) for name in names}

@@ -1,1 +1,1 @@
-"""Compare the engines of this machine with the specification."""
+"""Compare the engines of this machine with the specification (`fp4kit selftest`)."""

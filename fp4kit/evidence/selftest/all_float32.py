@@ -1,9 +1,9 @@
-"""Every float32 through a conversion on a device, against the runs of equal codes of the specification.
+"""Quantize every float32 on a device and compare the codes with those of the specification.
 
-Between the points where the specification changes its code it is constant: codes do not fall as magnitudes grow. So the
-2^31 magnitudes of a sign are a short list of runs, found by bisection on bit patterns, and the device compares each of
-its codes with the run that its input is in. A quick sweep takes every STEP-th magnitude, and all that are near the
-beginning of a run.
+A code does not decrease as the magnitude grows, so the 2^31 magnitudes of a sign fall into a short list of runs of
+equal codes. The beginnings of the runs are found by bisection on bit patterns of the specification. The device then
+compares each of its codes with the run that contains the input. A quick sweep takes every STEP-th magnitude, and all
+magnitudes near the beginning of a run.
 """
 
 from __future__ import annotations
@@ -21,14 +21,20 @@ from fp4kit.recipes import RECIPES, Recipe
 
 INFINITY = 0x7F800000
 SIGN = 0x80000000
-CHUNK = 1 << 24  # values at a time: 350 MB on the device
-STEP, NEAR = 61, 1 << 12  # of a quick sweep; a prime, so that every pattern of low bits comes
+CHUNK = 1 << 24  # values per step: 350 MB on the device
+# A quick sweep takes every STEP-th bit pattern and NEAR patterns around each change of code. STEP is a prime, so that
+# every pattern of low bits occurs.
+STEP, NEAR = 61, 1 << 12
 
 
 class Float32Sweep(NamedTuple):
-    """Float32 magnitudes with bits below `limit`, both signs, quantized by a recipe whose scale is 1 throughout.
+    """Describe a sweep: all float32 magnitudes with bits below ``limit``, of both signs, quantized with a scale of 1.
 
-    anchor: a value that ends each block and makes its scale 1; None where given amaxes do.
+    Attributes:
+        name: what the report calls the sweep.
+        recipe: id of the recipe.
+        limit: the first bit pattern that is left out.
+        anchor: a value at the end of each block that makes its scale 1. None: given amaxes do that.
     """
 
     name: str
@@ -38,12 +44,13 @@ class Float32Sweep(NamedTuple):
 
     @property
     def target(self) -> Recipe:
+        """The recipe."""
         return RECIPES[self.recipe]
 
 
 ALL = 1 << 31
-# For 4 <= amax < 8 an MXFP4 block has scale 1, for 256 <= amax < 512 an MXFP8 one; 448 is the last value with rounding
-# up.
+# An MXFP4 block has scale 1 if 4 <= amax < 8, an MXFP8 block if 256 <= amax < 512. mxfp8-te rounds the scale up, so
+# there the largest amax is 448.
 SWEEPS = (
     Float32Sweep("float32 to E2M1", "nvfp4-modelopt-static", ALL),
     Float32Sweep("float32 to E4M3", "fp8-modelopt", ALL),
@@ -53,25 +60,28 @@ SWEEPS = (
 
 
 def codes(module: Any, sweep: Float32Sweep, bits: Any) -> Any:
-    """Codes, one a byte, of float32 bit patterns (a 1-d uint32 array of a module: numpy, cupy); any number of them."""
+    """Return the codes of float32 bit patterns, one code per byte.
+
+    ``bits`` is a 1-d uint32 array of ``module`` (numpy or cupy), of any length.
+    """
     r = sweep.target
     size = r.block_size if r.block is not None else r.length_multiple
-    held = size if sweep.anchor is None else size - 1
-    rows = -(-bits.size // held)
+    used = size if sweep.anchor is None else size - 1
+    rows = -(-bits.size // used)
     x = module.zeros((rows, size), np.uint32)
     if sweep.anchor is not None:
-        x[:, held] = int(np.float32(sweep.anchor).view(np.uint32))
-    whole = bits.size // held
-    x[:whole, :held] = bits[: whole * held].reshape(whole, held)
-    if whole < rows:
-        x[whole, : bits.size - whole * held] = bits[whole * held :]
+        x[:, used] = int(np.float32(sweep.anchor).view(np.uint32))
+    full_rows = bits.size // used
+    x[:full_rows, :used] = bits[: full_rows * used].reshape(full_rows, used)
+    if full_rows < rows:
+        x[full_rows, : bits.size - full_rows * used] = bits[full_rows * used :]
     q = quantize(x.view(np.float32), r, **_amaxes(module, sweep, rows))
-    found = unpack(q.packed) if r.is_packed else q.packed
-    return found[:, :held].reshape(-1)[: bits.size]
+    unpacked = unpack(q.packed) if r.is_packed else q.packed
+    return unpacked[:, :used].reshape(-1)[: bits.size]
 
 
 def _amaxes(module: Any, sweep: Float32Sweep, rows: int) -> dict[str, Any]:
-    """Amaxes for which the scale of every block, and of the tensor, is 1."""
+    """Return the amax arguments that make the scales of every block and of the tensor 1."""
     r = sweep.target
     if r.tensor_scaling == "none":
         return {}
@@ -82,7 +92,11 @@ def _amaxes(module: Any, sweep: Float32Sweep, rows: int) -> dict[str, Any]:
 
 
 def runs(sweep: Float32Sweep, sign: int) -> tuple[np.ndarray, np.ndarray]:
-    """Bits of the magnitudes, uint32, ascending, from which the specification gives another code; and these codes."""
+    """Return (starts, codes) of the runs of equal codes in the specification.
+
+    starts: uint32, ascending, the first bit pattern of each run. codes: the code of each run. Raises ValueError if
+    codes decrease somewhere, which a sample of points checks.
+    """
 
     def specified(bits: np.ndarray) -> np.ndarray:
         with specification():
@@ -92,16 +106,19 @@ def runs(sweep: Float32Sweep, sign: int) -> tuple[np.ndarray, np.ndarray]:
     starts = np.unique(
         [0, 1, *_rises(specified, last, sweep.target.element.sign_bit), last, min(last + 1, sweep.limit - 1)]
     )
-    found = specified(starts)
+    start_codes = specified(starts)
     between = np.linspace(0, sweep.limit - 1, 1 << 14).astype(np.int64)
     inside = np.concatenate([starts[1:] - 1, [sweep.limit - 1], between])
-    if (specified(inside) != found[np.searchsorted(starts, inside, side="right") - 1]).any():
-        raise ValueError(f"selftest: the specification of {sweep.recipe} does not rise with the magnitude")
-    return starts.astype(np.uint32), found
+    if (specified(inside) != start_codes[np.searchsorted(starts, inside, side="right") - 1]).any():
+        raise ValueError(
+            f"selftest: the codes of {sweep.recipe} in the specification decrease as the magnitude "
+            "grows; needs a monotonic recipe"
+        )
+    return starts.astype(np.uint32), start_codes
 
 
 def _rises(specified: Callable[[np.ndarray], np.ndarray], last: int, sign_bit: int) -> np.ndarray:
-    """For each code above the first, the smallest bits up to `last` that reach it."""
+    """Return, for each code above the first, the smallest bit pattern up to ``last`` that reaches it."""
     first, top = (int(code) & ~sign_bit for code in specified(np.array([1, last])))
     wanted = np.arange(first + 1, top + 1)
     low, high = np.ones(len(wanted), np.int64), np.full(len(wanted), last, np.int64)
@@ -115,32 +132,40 @@ def _rises(specified: Callable[[np.ndarray], np.ndarray], last: int, sign_bit: i
 def differences(
     module: Any, sweep: Float32Sweep, chunk: int = CHUNK, chunks: slice = slice(None), quick: bool = False
 ) -> tuple[int, int, str]:
-    """Values compared, values whose code differs, and the first of them. chunks: which of the pieces to compare."""
+    """Return (values compared, values whose code differs, description of the first difference).
+
+    Args:
+        chunk: values per step on the device.
+        chunks: which of the steps to run.
+        quick: True to compare a sample of the magnitudes.
+    """
     compared, differing, first = 0, 0, ""
     for sign in (0, SIGN):
-        begins, given = runs(sweep, sign)
-        starts, expected = module.asarray(begins), module.asarray(given)
-        pieces = list(_quick_pieces(sweep.limit, chunk, begins) if quick else _pieces(sweep.limit, chunk))
-        for piece in pieces[chunks]:
-            bits = module.arange(piece.start, piece.stop, piece.step, dtype=np.uint32)
-            wanted = expected[module.searchsorted(starts, bits, side="right") - 1]
-            found = codes(module, sweep, bits | np.uint32(sign))
-            wrong = found != wanted
-            count = int(module.count_nonzero(wrong))
+        host_starts, host_codes = runs(sweep, sign)
+        starts, run_codes = module.asarray(host_starts), module.asarray(host_codes)
+        ranges = list(_quick_pieces(sweep.limit, chunk, host_starts) if quick else _pieces(sweep.limit, chunk))
+        for steps in ranges[chunks]:
+            bits = module.arange(steps.start, steps.stop, steps.step, dtype=np.uint32)
+            expected_codes = run_codes[module.searchsorted(starts, bits, side="right") - 1]
+            device_codes = codes(module, sweep, bits | np.uint32(sign))
+            differs = device_codes != expected_codes
+            count = int(module.count_nonzero(differs))
             if count and not first:
-                at = int(module.argmax(wrong))
+                index = int(module.argmax(differs))
                 first = (
-                    f"{sweep.recipe}: bits {piece[at] | sign:#010x} give {int(found[at]):#x} instead of"
-                    f" {int(wanted[at]):#x}"
+                    f"{sweep.recipe}: bits {steps[index] | sign:#010x} give {int(device_codes[index]):#x} instead of "
+                    f"{int(expected_codes[index]):#x}"
                 )
-            compared, differing = compared + len(piece), differing + count
+            compared, differing = compared + len(steps), differing + count
     return compared, differing, first
 
 
 def _pieces(limit: int, chunk: int, step: int = 1) -> Iterator[range]:
+    """Yield ranges of ``chunk`` bit patterns each, ``step`` apart, up to ``limit``."""
     yield from (range(low, min(low + chunk * step, limit), step) for low in range(0, limit, chunk * step))
 
 
-def _quick_pieces(limit: int, chunk: int, begins: np.ndarray) -> Iterator[range]:
+def _quick_pieces(limit: int, chunk: int, starts: np.ndarray) -> Iterator[range]:
+    """Yield ranges for a quick sweep: every STEP-th bit pattern, then all near the beginning of a run."""
     yield from _pieces(limit, chunk, STEP)
-    yield from (range(max(begin - NEAR, 0), min(begin + NEAR, limit)) for begin in map(int, begins))
+    yield from (range(max(start - NEAR, 0), min(start + NEAR, limit)) for start in map(int, starts))

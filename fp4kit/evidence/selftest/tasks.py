@@ -1,9 +1,7 @@
-"""The operations on a device against the NumPy specification, in every bit: what `fp4kit selftest` runs, as a list of
-tasks.
+"""List what `fp4kit selftest` runs: comparisons of the operations on a device with the specification, bit for bit.
 
-A task compares what an Engine gives (CuPy arrays on a GPU; NumPy arrays for the host's fast engine) with what the
-specification gives for the same input, or with the recorded output of a producer. A NaN equals a NaN; every other value
-must agree in all its bits.
+A task compares the results of an engine (the GPU, or the host's compiled engine) with those of the specification for
+the same input, or with recorded outputs of a producer. A NaN equals a NaN; every other value must agree in all bits.
 """
 
 from __future__ import annotations
@@ -49,7 +47,13 @@ SCALED = ("mxfp4-ocp", "mxfp4-flashinfer", "nvfp4-te", "nvfp4-flashinfer", "nvfp
 
 
 class Task(NamedTuple):
-    """A comparison: the part of the table that it belongs to, what it compares, and the call that does it."""
+    """Describe one comparison.
+
+    Attributes:
+        part: the row of the report that the task belongs to.
+        name: what it compares.
+        run: the call that does it.
+    """
 
     part: str
     name: str
@@ -57,7 +61,7 @@ class Task(NamedTuple):
 
 
 class Finished(NamedTuple):
-    """A task with its outcome and seconds; error: why it ended early, if it did."""
+    """Hold a task with its outcome, its seconds, and the error that ended it, if any."""
 
     task: Task
     outcome: Outcome
@@ -66,15 +70,15 @@ class Finished(NamedTuple):
 
     @property
     def failed(self) -> bool:
+        """True if a value differs or an error ended the task."""
         return bool(self.outcome.differing or self.error)
 
 
 # ---- inputs
-# -------------------------------------------------------------------------------------------------------------
 
 
 def ordinary(dtype: np.dtype, shape: tuple[int, ...], seed: int) -> np.ndarray:
-    """Normal values whose size changes from row to row."""
+    """Return normally distributed values whose magnitude varies from row to row."""
     rng = np.random.default_rng(seed)
     x = rng.standard_normal(shape, np.float32)
     x *= np.exp2(rng.integers(-6, 7, (*shape[:-1], 1))).astype(np.float32)
@@ -82,13 +86,13 @@ def ordinary(dtype: np.dtype, shape: tuple[int, ...], seed: int) -> np.ndarray:
 
 
 def random_bits(dtype: np.dtype, shape: tuple[int, ...], seed: int, finite: bool) -> np.ndarray:
-    """Every bit pattern is as likely as any other; finite: infinities and NaN become zeros."""
+    """Return uniformly distributed bit patterns. If ``finite``, infinities and NaN are replaced by zeros."""
     x = np.random.default_rng(seed).integers(0, 1 << 8 * dtype.itemsize, shape, unsigned(dtype)).view(dtype)
     return np.where(np.isfinite(x.astype(np.float32)), x, np.zeros((), dtype)) if finite else x
 
 
 def inputs(dtype: np.dtype) -> Iterator[tuple[str, np.ndarray]]:
-    """What every recipe is tried on: (rows, 512)."""
+    """Yield (name, array) of the inputs that every recipe is tested on. Each array has 512 columns."""
     yield "adversarial blocks", np.resize(adversarial_blocks(dtype), (128, 512))
     yield "normal values", ordinary(dtype, (64, 512), 1)
     yield "random bits", random_bits(dtype, (64, 512), 2, finite=True)
@@ -96,11 +100,10 @@ def inputs(dtype: np.dtype) -> Iterator[tuple[str, np.ndarray]]:
 
 
 # ---- comparisons
-# --------------------------------------------------------------------------------------------------------
 
 
 def recorded(engine: ComparedEngine, golden: GoldenSet, id: str) -> Outcome:
-    """Every recorded array of a recipe."""
+    """Compare every recorded array of a recipe."""
     ops, total = Operations.of(engine), Outcome()
     for row in ROWS:
         if row.recipe == id:
@@ -109,13 +112,14 @@ def recorded(engine: ComparedEngine, golden: GoldenSet, id: str) -> Outcome:
 
 
 def _checked(check: Callable[..., GoldenResult], *arguments: Any) -> Outcome:
+    """Return the result of a golden check as an Outcome."""
     result = check(*arguments)
     first = "".join(f"{d.key}: {d.differing} of {d.size}" for d in result.differences[:1])
     return Outcome(result.values, sum(d.differing for d in result.differences), first)
 
 
 def specification(engine: ComparedEngine, id: str, quick: bool) -> Outcome:
-    """quantize, dequantize and, unless quick, fake_quantize of each input in each dtype."""
+    """Compare quantize, dequantize and, unless ``quick``, fake_quantize for each input in each dtype."""
     total = Outcome()
     for dtype in FLOATS:
         for name, x in inputs(dtype):
@@ -129,7 +133,7 @@ def specification(engine: ComparedEngine, id: str, quick: bool) -> Outcome:
 def round_trip(
     engine: ComparedEngine, x: np.ndarray, r: Recipe, what: str, decoded: Iterable[np.dtype], **options: Any
 ) -> Outcome:
-    """quantize, and dequantize of the result to each dtype of decoded."""
+    """Compare quantize, then dequantize of the expected result to each dtype in ``decoded``."""
     expected = SPECIFICATION.call(quantize, x, r, **options)
     total = compare(engine.call(quantize, x, r, **options), expected, what)
     for dtype in decoded:
@@ -139,21 +143,22 @@ def round_trip(
 
 
 def _fake(engine: ComparedEngine, x: np.ndarray, r: Recipe, what: str) -> Outcome:
+    """Compare fake_quantize."""
     return compare(engine.call(fake_quantize, x, r), SPECIFICATION.call(fake_quantize, x, r), f"{what}: fake_quantize")
 
 
 def fuzzed(engine: ComparedEngine, ids: tuple[str, ...], seed: int, count: int, changes: int = 0) -> Outcome:
-    """Drawn calls of recipes, and of variants with up to `changes` changed fields."""
+    """Compare random calls with these recipes, and with variants that change up to ``changes`` fields."""
     return fuzz.outcome(engine, Pool(recipes=ids, changes=changes), seed, count)
 
 
 def large(engine: ComparedEngine, id: str, dtype: np.dtype, shape: tuple[int, int]) -> Outcome:
-    """Normal values, quantized and decoded."""
+    """Compare quantize and dequantize on a large array of normally distributed values."""
     return round_trip(engine, ordinary(dtype, shape, 4), RECIPES[id], f"{id} {dtype} {shape}", (BF16,))
 
 
 def every_bfloat16(engine: ComparedEngine, id: str) -> Outcome:
-    """All 65536 bfloat16 values in blocks beside a largest value that makes each reachable scale byte."""
+    """Compare all 65536 bfloat16 values, in blocks whose anchor value makes each reachable scale byte."""
     r = RECIPES[id]
     size = r.block_size
     bits = np.resize(np.arange(1 << 16, dtype=np.uint16), (-(-(1 << 16) // (size - 1)), size - 1))
@@ -167,7 +172,7 @@ def every_bfloat16(engine: ComparedEngine, id: str) -> Outcome:
 
 
 def _anchors(r: Recipe) -> np.ndarray:
-    """float32: the value that a block's largest element must have, for each byte of the scale format."""
+    """Return the largest element (float32) that a block must have to get each scale byte."""
     scale = np.arange(255, dtype=np.uint8).view(ml_dtypes.float8_e8m0fnu)
     if r.tensor_scaling != "none":
         scale = np.arange(127, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn)
@@ -176,31 +181,30 @@ def _anchors(r: Recipe) -> np.ndarray:
 
 
 def every_code(engine: ComparedEngine, id: str) -> Outcome:
-    """All 256 bytes of codes under all 256 bytes of scales, decoded to each dtype."""
+    """Compare dequantize of all 256 code bytes under all 256 scale bytes, to each dtype."""
     r = RECIPES[id]
     width = 256 * r.element.packing.codes
     codes = np.tile(np.arange(256, dtype=np.uint8), (256, 1))
     scales = np.repeat(np.arange(256, dtype=np.uint8)[:, None], width // r.block_size, axis=1)
-    limit = None if r.tensor_scaling == "none" else np.array(3.7, np.float32)
-    q = Quantized(codes, scales, limit, limit, (256, width), FLOATS[0], -1, r)
+    tensor = None if r.tensor_scaling == "none" else np.array(3.7, np.float32)
+    q = Quantized(codes, scales, tensor, tensor, (256, width), FLOATS[0], -1, r)
     total = Outcome()
     for dtype in FLOATS:
-        found, expected = (one.call(dequantize, q, dtype) for one in (engine, SPECIFICATION))
-        total += compare(found, expected, f"{id}: every code as {dtype}")
+        actual, expected = (each.call(dequantize, q, dtype) for each in (engine, SPECIFICATION))
+        total += compare(actual, expected, f"{id}: every code as {dtype}")
     return total
 
 
 def swept(engine: ComparedEngine, sweep: Float32Sweep, quick: bool) -> Outcome:
-    """Every float32 of a sweep; if quick, one of many, and all that are near a change of code."""
+    """Compare every float32 of a sweep, or a sample if ``quick``."""
     return Outcome(*differences(engine.module, sweep, quick=quick))
 
 
 # ---- the plan
-# -----------------------------------------------------------------------------------------------------------
 
 
 def plan(engine: ComparedEngine, golden: GoldenSet | None, quick: bool) -> list[Task]:
-    """All tasks, the long ones first. golden: None where there are no recorded outputs."""
+    """Return all tasks, the long ones first. ``golden`` is None if there are no recorded outputs."""
     with_codes = tuple(id for id, r in RECIPES.items() if not r.fake_only)
     ids = QUICK if quick else with_codes
     shape = (1024, 8192) if quick else (4096, 16384)
@@ -224,8 +228,9 @@ def plan(engine: ComparedEngine, golden: GoldenSet | None, quick: bool) -> list[
 
 
 def run(tasks: list[Task], threads: int | None = None) -> Iterator[Finished]:
-    """Run tasks on several threads (kernels compile, and the specification computes, side by side); each as it
-    finishes.
+    """Run tasks on several threads, and yield each result when it is ready.
+
+    Threads let kernels compile while the specification computes.
     """
     with ThreadPoolExecutor(threads or min(os.cpu_count() or 1, 16)) as pool:
         for future in as_completed([pool.submit(_finish, task) for task in tasks]):
@@ -233,6 +238,7 @@ def run(tasks: list[Task], threads: int | None = None) -> Iterator[Finished]:
 
 
 def _finish(task: Task) -> Finished:
+    """Run a task. An exception becomes the error of the result."""
     start = time.perf_counter()
     try:
         outcome, error = task.run(), ""

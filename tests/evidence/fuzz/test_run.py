@@ -82,12 +82,12 @@ def test_a_pool_restricts_what_is_drawn():
 
 
 def test_a_pool_of_unknown_names_is_an_error():
-    with pytest.raises(ValueError, match=r"fuzz: operations holds \['quantise'\]; needs some of quantize, "):
+    with pytest.raises(ValueError, match=r"fuzz: operations holds \['quantise'\]; needs one or more of quantize, "):
         Pool(operations=("quantise",))
-    with pytest.raises(ValueError, match="fuzz: layouts holds nothing; needs some of linear, "):
+    with pytest.raises(ValueError, match="fuzz: layouts holds nothing; needs one or more of linear, "):
         Pool(layouts=())
     with pytest.raises(
-        ValueError, match="fuzz: operations transpose are not defined for any of the recipes; take others"
+        ValueError, match="fuzz: operations transpose are not defined for any of the recipes; choose other recipes"
     ):
         draw(0, Pool(recipes=("mxfp4-ocp",), operations=("transpose",)))
 

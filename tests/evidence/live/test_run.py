@@ -30,7 +30,6 @@ def found(call, id="mxfp4-ocp", seconds=SECONDS, seed=0):
 
 
 # ---- what is drawn
-# ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -92,7 +91,6 @@ def test_kinds_are_what_their_names_say():
 
 
 # ---- what is found
-# ----------------------------------------------------------------------------------------------------------
 
 
 def test_a_sound_producer_does_not_differ():
@@ -105,7 +103,7 @@ def test_a_fault_is_found_shrunk_to_one_block_and_printed_as_a_program_that_show
     result = found(live_fault.FAULTY, seconds=1)
     assert 0 < result.total.differing < result.total.arrays
     first = result.found[0]
-    assert first.text.startswith(f"codes: 1 of 32 differ, first at (0, {live_fault.AT}), ")
+    assert first.text.startswith(f"codes: 1 of 32 differ, first at (0, {live_fault.AT}): ")
     assert "# mxfp4-ocp and numpy " in first.script and ".reshape((1, 32))" in first.script
     numbers = first.script.partition("np.array([")[2].partition("]")[0].split(",")
     assert sum(int(n, 16) != 0 for n in numbers if n.strip()) == 1  # the large number alone
@@ -142,7 +140,7 @@ def test_a_nan_equals_a_nan_and_other_shapes_differ():
     signed = {"codes": q.packed ^ np.uint8(0x80), "values": -fp4kit.dequantize(q, np.float32)}
     assert not compare("mxfp8-te", x, ProducerCall(live_fault.sound), signed).differences
     (difference,) = compare("mxfp8-te", x, ProducerCall(live_fault.sound), {"codes": q.packed[:, :16]}).differences
-    assert str(difference) == "codes: 32 of 32 differ, first uint8 (1, 16) there and uint8 (1, 32) here"
+    assert str(difference) == "codes: 32 of 32 differ: producer uint8 (1, 16), fp4kit uint8 (1, 32)"
 
 
 def test_decoders_are_compared_too(tmp_path):
@@ -207,7 +205,6 @@ def test_programs_hold_every_bit(tmp_path):
 
 
 # ---- which producers and recipes run
-# ------------------------------------------------------------------------------------------
 
 
 def test_every_recipe_is_run_or_left_out_with_a_reason():
@@ -245,10 +242,12 @@ def test_recipes_run_for_the_versions_that_they_are_stated_for():
     for first, last, runs in (("", "", 1), ("1.0", "", 1), ("99.0", "", 0), ("", "0.9", 0), ("2.0.0", "99", 1)):
         result = found(ProducerCall(live_fault.sound, first=first, last=last), seconds=0.01)
         assert len(result.recipes) == runs and ("mxfp4-ocp" in result.left_out) == (not runs), (first, last)
-    for beside, runs in (({"numpy": ("2", "")}, 1), ({"pytest": ("", "1.0")}, 0), ({"pytest": ("99", "")}, 0)):
-        adapter = live_fault.adapter(ProducerCall(live_fault.sound, beside=beside), beside=("pytest",))
+    for ranges, runs in (({"numpy": ("2", "")}, 1), ({"pytest": ("", "1.0")}, 0), ({"pytest": ("99", "")}, 0)):
+        adapter = live_fault.adapter(
+            ProducerCall(live_fault.sound, dependency_versions=ranges), dependencies=("pytest",)
+        )
         result = run.run(adapter, fp4kit.recipes(), 0.01, 0)
-        assert len(result.recipes) == runs and ("is stated for pytest" in str(result.left_out)) == (not runs), beside
+        assert len(result.recipes) == runs and ("is stated for pytest" in str(result.left_out)) == (not runs), ranges
     assert run._between("0.31.2", "0.32.4.dev1+cpu", "") and not run._between("", "0.19.0", "0.18.99")
 
 
@@ -265,7 +264,7 @@ def test_the_command(capsys, monkeypatch):
     assert producer["version"] == np.__version__ and producer["differing"] > 0
     assert "assert_same_bits" in producer["differences"][0]["script"]
     assert main(["recipes", "--live", "--seconds", "0.3"]) == 1
-    assert "at (0, 3), " in capsys.readouterr().out
+    assert "at (0, 3): " in capsys.readouterr().out
     assert main(["recipes", "--live", "int4-qat", "--seconds", "0.1"]) == 1  # nothing was compared
 
 

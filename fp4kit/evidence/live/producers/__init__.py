@@ -1,4 +1,4 @@
-"""One module per producer, each with an ADAPTER; their names; and why other producers have none."""
+"""List the adapters, one module per producer with an ADAPTER, and why other producers have none."""
 
 NAMES = (
     "auto_round",
@@ -17,7 +17,7 @@ NAMES = (
     "vllm",
 )
 
-WITHOUT = {  # by the producer that a recipe's id names
+WITHOUT = {  # {producer named by a recipe id: why it has no adapter}
     "deepgemm": "DeepGEMM needs CUDA to be imported; recorded outputs are compared by --check",
     "flashinfer": "FlashInfer quantizes with CUDA kernels, which need a GPU",
     "qat": "open training stacks have no package of their own",

@@ -1,4 +1,4 @@
-"""Intel auto-round: its data types, and their codes as QuantLinear.pack stores them."""
+"""Adapter of Intel auto-round: its data types, and their codes as QuantLinear.pack stores them."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from fp4kit.evidence.live.arrays import to_numpy, to_torch
 
 
 def _prepare() -> None:
+    """Import the modules of auto-round that the calls use."""
     import auto_round.data_type.mxfp
     import auto_round.data_type.nvfp
     import auto_round.export.export_to_autoround.qlinear_fp  # noqa: F401
@@ -22,7 +23,7 @@ def _prepare() -> None:
 def _packed(
     values: Any, scales: Any, bits: int, size: int, kind: str, global_scale: Any = None
 ) -> dict[str, np.ndarray]:
-    """Return what QuantLinear stores for quantized weights."""
+    """Return the parts that QuantLinear stores for quantized weights."""
     import torch
     from auto_round.export.export_to_autoround.qlinear_fp import QuantLinear
 
@@ -35,6 +36,7 @@ def _packed(
 
 
 def _mx(x: np.ndarray, function: str, bits: int) -> Parts:
+    """Quantize x to an MX format with a function of auto_round.data_type.mxfp."""
     from auto_round.data_type import mxfp
 
     values, exponents, _ = getattr(mxfp, function)(to_torch(x), bits=bits, group_size=32)
@@ -42,6 +44,7 @@ def _mx(x: np.ndarray, function: str, bits: int) -> Parts:
 
 
 def _nvfp4(x: np.ndarray, function: str, fake: bool = False) -> Parts:
+    """Quantize x to NVFP4 with a function of auto_round.data_type.nvfp. ``fake`` gives values only."""
     import torch
     from auto_round.data_type import nvfp
 
@@ -55,13 +58,14 @@ def _nvfp4(x: np.ndarray, function: str, fake: bool = False) -> Parts:
 
 
 def _mx_call(function: str, bits: int) -> ProducerCall:
+    """Return the call of an MX function."""
     return ProducerCall(partial(_mx, function=function, bits=bits))
 
 
 ADAPTER = Adapter(
     name="auto-round",
     module="auto_round",
-    beside=("torch",),
+    dependencies=("torch",),
     prepare=_prepare,
     calls={
         "nvfp4-auto-round": ProducerCall(partial(_nvfp4, function="nv_fp4")),
@@ -71,7 +75,7 @@ ADAPTER = Adapter(
         "mxfp4-auto-round-opt": _mx_call("quant_mx_opt_rtn", 4),
         "mxfp4-auto-round-rceil": _mx_call("quant_mx_rceil", 4),
         "mxfp4-auto-round-rceil-v2": _mx_call("quant_mx_rceil_v2", 4),
-        "mxfp8-auto-round": replace(_mx_call("quant_mx", 8), beside=SATURATING_CASTS),
-        "mxfp8-auto-round-rceil": replace(_mx_call("quant_mx_rceil", 8), beside=SATURATING_CASTS),
+        "mxfp8-auto-round": replace(_mx_call("quant_mx", 8), dependency_versions=SATURATING_CASTS),
+        "mxfp8-auto-round-rceil": replace(_mx_call("quant_mx_rceil", 8), dependency_versions=SATURATING_CASTS),
     },
 )

@@ -1,4 +1,4 @@
-"""compressed-tensors: its scales, and its compressors of weights."""
+"""Adapter of compressed-tensors: its scales, and its compressors of weights."""
 
 from __future__ import annotations
 
@@ -14,10 +14,12 @@ from fp4kit.evidence.live.exceptions import ROUNDS_BEYOND_DTYPE
 
 
 def _prepare() -> None:
+    """Import the compressors."""
     import compressed_tensors.compressors  # noqa: F401
 
 
 def _scheme(bits: int) -> Any:
+    """Return the quantization scheme of an MX format."""
     import torch
     from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 
@@ -27,6 +29,7 @@ def _scheme(bits: int) -> Any:
 
 
 def _nvfp4(x: np.ndarray) -> Parts:
+    """Quantize, compress and decompress x in NVFP4."""
     import torch
     from compressed_tensors.compressors import NVFP4PackedCompressor
     from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
@@ -50,7 +53,7 @@ def _nvfp4(x: np.ndarray) -> Parts:
 
 
 def _stored(x: np.ndarray, bits: int, compressor: Any) -> tuple[Any, Any]:
-    """Return the tensors that a compressor stores, and the values that it decodes from them."""
+    """Return (tensors that a compressor stores, values that it decodes from them)."""
     from compressed_tensors.quantization.utils import calculate_qparams
 
     scheme, weight = _scheme(bits), to_torch(x)
@@ -61,6 +64,7 @@ def _stored(x: np.ndarray, bits: int, compressor: Any) -> tuple[Any, Any]:
 
 
 def _mxfp4(x: np.ndarray) -> Parts:
+    """Compress x in MXFP4."""
     from compressed_tensors.compressors import MXFP4PackedCompressor
 
     stored, values = _stored(x, 4, MXFP4PackedCompressor)
@@ -69,6 +73,7 @@ def _mxfp4(x: np.ndarray) -> Parts:
 
 
 def _mxfp6(x: np.ndarray) -> Parts:
+    """Compress x in MXFP6 E2M3. Unpack the codes, 4 in 3 bytes."""
     from compressed_tensors.compressors import MXFP6PackedCompressor
 
     stored, values = _stored(x, 6, MXFP6PackedCompressor)
@@ -79,6 +84,7 @@ def _mxfp6(x: np.ndarray) -> Parts:
 
 
 def _mxfp8(x: np.ndarray) -> Parts:
+    """Compress x in MXFP8."""
     from compressed_tensors.compressors import MXFP8QuantizationCompressor
 
     stored, values = _stored(x, 8, MXFP8QuantizationCompressor)
@@ -93,7 +99,7 @@ _MX = partial(ProducerCall, exempt=(ROUNDS_BEYOND_DTYPE,))
 ADAPTER = Adapter(
     name="compressed-tensors",
     module="compressed_tensors",
-    beside=("torch",),
+    dependencies=("torch",),
     prepare=_prepare,
     calls={
         "nvfp4-compressed-tensors": ProducerCall(_nvfp4),

@@ -1,4 +1,7 @@
-"""fouroversix: its PyTorch back end, on a CPU; loaded without the package, whose installation needs CUDA."""
+"""Adapter of fouroversix: its PyTorch back end on a CPU.
+
+Its files are loaded without the package, whose installation needs CUDA.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ _QUANTIZE = "fouroversix.quantize"
 
 @cached
 def _modules() -> dict[str, ModuleType]:
-    """Return its modules that are plain PyTorch, by their names."""
+    """Return its plain PyTorch modules by name, with stand-ins for what they import."""
     found = packages(
         "fouroversix", _QUANTIZE, f"{_QUANTIZE}.pytorch", "fouroversix.kernels", "fouroversix.kernels.triton"
     )
@@ -30,6 +33,7 @@ def _modules() -> dict[str, ModuleType]:
 
 
 def _quantize(x: np.ndarray, rule: str, format: str = "nvfp4", both: bool = False) -> Parts:
+    """Quantize x with a scale rule. ``both`` selects 2-d blocks."""
     modules = _modules()
     kinds = modules["fouroversix.utils"]
     codes, scales, _ = modules[f"{_QUANTIZE}.pytorch.reference"].quantize_to_fp4(
@@ -47,15 +51,16 @@ def _quantize(x: np.ndarray, rule: str, format: str = "nvfp4", both: bool = Fals
 
 
 def _call(*arguments: Any, **options: Any) -> ProducerCall:
-    beside = {} if options.get("format") == "mxfp4" else SATURATING_CASTS
-    return ProducerCall(partial(_quantize, rule=arguments[0], **options), beside=beside)
+    """Return the call of a scale rule."""
+    dependency_versions = {} if options.get("format") == "mxfp4" else SATURATING_CASTS
+    return ProducerCall(partial(_quantize, rule=arguments[0], **options), dependency_versions=dependency_versions)
 
 
 _TRITON = "fouroversix's Triton kernels need a GPU; recorded outputs are compared by --check"
 ADAPTER = Adapter(
     name="fouroversix",
     module="fouroversix",
-    beside=("torch",),
+    dependencies=("torch",),
     prepare=_modules,
     calls={
         "nvfp4-fouroversix": _call("mse"),

@@ -1,4 +1,4 @@
-"""The gguf package: quantize_blocks and dequantize_blocks of gguf.quants, in NumPy."""
+"""Adapter of the gguf package: quantize_blocks and dequantize_blocks of gguf.quants, in NumPy."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from fp4kit.evidence.live.adapter import Adapter, Parts, ProducerCall
 
 
 def _mxfp4(x: np.ndarray) -> Parts:
+    """Quantize and dequantize x in MXFP4."""
     from gguf import quants
 
     blocks = quants.quantize(x, quants.GGMLQuantizationType.MXFP4)
@@ -22,6 +23,7 @@ def _mxfp4(x: np.ndarray) -> Parts:
 
 
 def _decode(q: fp4kit.Quantized) -> np.ndarray:
+    """Decode q, packed into GGUF blocks."""
     from gguf import quants
 
     codes = fp4kit.unpack(q.packed).reshape(*q.block_scale.shape, 2, 16)
@@ -32,7 +34,7 @@ def _decode(q: fp4kit.Quantized) -> np.ndarray:
 ADAPTER = Adapter(
     name="gguf",
     module="gguf",
-    beside=("numpy",),
+    dependencies=("numpy",),
     calls={"mxfp4-gguf": ProducerCall(_mxfp4, ("float32",), decode=_decode, decodes=("float32",))},
     left_out={"nvfp4-gguf": "gguf has no quantizer of NVFP4; the recipe is llama.cpp's C function"},
 )

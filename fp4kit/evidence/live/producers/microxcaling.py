@@ -1,4 +1,4 @@
-"""microxcaling: quantize_mx_op of its package mx, in PyTorch on a CPU."""
+"""Adapter of microxcaling: quantize_mx_op of its package mx, in PyTorch on a CPU."""
 
 from __future__ import annotations
 
@@ -12,11 +12,13 @@ from fp4kit.evidence.live.arrays import to_numpy, to_torch
 
 
 def _prepare() -> None:
+    """Import the modules of mx that the calls use."""
     import mx.mx_ops
     import mx.specs  # noqa: F401
 
 
 def _quantize(x: np.ndarray, element: str, rounding: str, flush: bool = False) -> Parts:
+    """Fake-quantize x with quantize_mx_op."""
     from mx.mx_ops import quantize_mx_op
     from mx.specs import finalize_mx_specs
 
@@ -33,13 +35,14 @@ def _quantize(x: np.ndarray, element: str, rounding: str, flush: bool = False) -
 
 
 def _call(element: str, rounding: str, **options: Any) -> ProducerCall:
+    """Return the call for an element format and a rounding."""
     return ProducerCall(partial(_quantize, element=element, rounding=rounding, **options), ("float32", "bfloat16"))
 
 
 ADAPTER = Adapter(
     name="microxcaling",
     module="mx",
-    beside=("torch",),
+    dependencies=("torch",),
     prepare=_prepare,
     calls={
         "mxfp4-microxcaling-nearest": _call("fp4_e2m1", "nearest"),

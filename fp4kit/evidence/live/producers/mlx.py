@@ -1,4 +1,4 @@
-"""MLX: mx.quantize and mx.dequantize of its CPU back end."""
+"""Adapter of MLX: mx.quantize and mx.dequantize of its CPU back end."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from fp4kit.evidence.live.adapter import Adapter, Parts, ProducerCall
 
 
 def _array(x: np.ndarray) -> Any:
+    """Return x as an MLX array."""
     import mlx.core as mx
 
     if x.dtype == ml_dtypes.bfloat16:
@@ -21,6 +22,7 @@ def _array(x: np.ndarray) -> Any:
 
 
 def _numpy(a: Any) -> np.ndarray:
+    """Return an MLX array as a NumPy array."""
     import mlx.core as mx
 
     if a.dtype == mx.bfloat16:
@@ -29,6 +31,7 @@ def _numpy(a: Any) -> np.ndarray:
 
 
 def _quantize(x: np.ndarray, mode: str, with_global: bool = False) -> Parts:
+    """Quantize and dequantize x. ``with_global`` passes the tensor amax as global_scale."""
     import mlx.core as mx
 
     with mx.stream(mx.cpu):
@@ -43,6 +46,7 @@ def _quantize(x: np.ndarray, mode: str, with_global: bool = False) -> Parts:
 
 
 def _decode(q: fp4kit.Quantized, mode: str) -> np.ndarray:
+    """Decode q with mx.dequantize."""
     import mlx.core as mx
 
     with mx.stream(mx.cpu):
@@ -51,6 +55,7 @@ def _decode(q: fp4kit.Quantized, mode: str) -> np.ndarray:
 
 
 def _call(mode: str, first: str, last: str = "", **options: Any) -> ProducerCall:
+    """Return the call of a mode for a range of versions."""
     decode = None if options else partial(_decode, mode=mode)
     return ProducerCall(partial(_quantize, mode=mode, **options), columns=32, first=first, last=last, decode=decode)
 
@@ -58,7 +63,7 @@ def _call(mode: str, first: str, last: str = "", **options: Any) -> ProducerCall
 ADAPTER = Adapter(
     name="mlx",
     module="mlx",
-    beside=("mlx-cpu",),
+    dependencies=("mlx-cpu",),
     calls={
         "nvfp4-mlx-cpu": _call("nvfp4", "0.32.3"),
         "nvfp4-mlx-cpu-global": _call("nvfp4", "0.32.3", with_global=True),

@@ -1,4 +1,4 @@
-"""NVIDIA Model-Optimizer: the quantized tensor classes, on a CPU."""
+"""Adapter of NVIDIA Model-Optimizer: its quantized tensor classes, on a CPU."""
 
 from __future__ import annotations
 
@@ -13,10 +13,12 @@ from fp4kit.evidence.live.arrays import to_numpy, to_torch
 
 
 def _prepare() -> None:
+    """Import the quantized tensor classes."""
     import modelopt.torch.quantization.qtensor  # noqa: F401
 
 
 def _values(t: Any, **scales: Any) -> dict[str, np.ndarray]:
+    """Return the values that a quantized tensor decodes to, in three dtypes."""
     import torch
 
     names = {"values": torch.float32, "values_float16": torch.float16, "values_bfloat16": torch.bfloat16}
@@ -24,6 +26,7 @@ def _values(t: Any, **scales: Any) -> dict[str, np.ndarray]:
 
 
 def _nvfp4(x: np.ndarray) -> Parts:
+    """Quantize x with NVFP4QTensor."""
     from modelopt.torch.quantization.qtensor import NVFP4QTensor
 
     t, scale, double_scale = NVFP4QTensor.quantize(to_torch(x), 16)
@@ -36,6 +39,7 @@ def _nvfp4(x: np.ndarray) -> Parts:
 
 
 def _mxfp4(x: np.ndarray) -> Parts:
+    """Quantize x with MXFP4QTensor."""
     from modelopt.torch.quantization.qtensor import MXFP4QTensor
 
     t, scale = MXFP4QTensor.quantize(to_torch(x), 32)
@@ -47,6 +51,7 @@ def _mxfp4(x: np.ndarray) -> Parts:
 
 
 def _mxfp8(x: np.ndarray) -> Parts:
+    """Quantize x with MXFP8QTensor."""
     from modelopt.torch.quantization.qtensor import MXFP8QTensor
 
     t, scale = MXFP8QTensor.quantize(to_torch(x))
@@ -54,6 +59,7 @@ def _mxfp8(x: np.ndarray) -> Parts:
 
 
 def _decode(q: fp4kit.Quantized, kind: str) -> np.ndarray:
+    """Decode q with the class named ``kind``."""
     import torch
     from modelopt.torch.quantization import qtensor
 
@@ -80,7 +86,7 @@ _DIVIDED = (
 ADAPTER = Adapter(
     name="nvidia-modelopt",
     module="modelopt",
-    beside=("torch",),
+    dependencies=("torch",),
     prepare=_prepare,
     calls={
         "nvfp4-modelopt": ProducerCall(_nvfp4, decode=partial(_decode, kind="NVFP4QTensor")),

@@ -1,5 +1,6 @@
-"""AMD Quark: weights as its quantizers observe them and its exporter packs them; its C++ code is compiled when it is
-imported.
+"""Adapter of AMD Quark: weights as its quantizers observe them and its exporter packs them.
+
+Quark compiles its C++ code when it is imported.
 """
 
 from __future__ import annotations
@@ -12,16 +13,17 @@ import numpy as np
 import fp4kit
 from fp4kit.evidence.live.adapter import SATURATING_CASTS, Adapter, Parts, ProducerCall
 from fp4kit.evidence.live.arrays import to_numpy, to_torch
-from fp4kit.evidence.live.exceptions import QUARK_INFINITE, QUARK_LEAST_SCALE
+from fp4kit.evidence.live.exceptions import QUARK_INFINITE, QUARK_SMALLEST_SCALE
 
 
 def _prepare() -> None:
+    """Import the modules of Quark that the calls use."""
     import quark.torch.export.nn.modules.realquantizer
     import quark.torch.quantization.tensor_quantize  # noqa: F401
 
 
 def _observed(t: Any, config: Any) -> Any:
-    """Return a quantizer that has seen a weight."""
+    """Return a quantizer that has observed a weight."""
     import torch
     from quark.torch.quantization.tensor_quantize import FakeQuantizeBase
 
@@ -34,6 +36,7 @@ def _observed(t: Any, config: Any) -> Any:
 
 
 def _exporter(t: Any, config: Any, quantizer: Any) -> Any:
+    """Return the exporter of an observed quantizer."""
     import torch
     from quark.torch.export.nn.modules.realquantizer import get_real_quantizer
 
@@ -42,6 +45,7 @@ def _exporter(t: Any, config: Any, quantizer: Any) -> Any:
 
 
 def _mx(x: np.ndarray, spec: str, mode: str) -> Parts:
+    """Quantize x with an MX spec and a scale mode."""
     from quark.torch.quantization.config import config as specs
 
     t = to_torch(x)
@@ -58,13 +62,14 @@ def _mx(x: np.ndarray, spec: str, mode: str) -> Parts:
 
 
 def _six_bits(packed: np.ndarray) -> np.ndarray:
-    """Return the codes of three bytes each, four of them, the first in the lowest bits."""
+    """Return 6-bit codes from bytes: four codes in three bytes, the first in the lowest bits."""
     triples = packed.reshape(len(packed), -1, 3).astype(np.uint32)
     words = triples[..., 0] | triples[..., 1] << 8 | triples[..., 2] << 16
     return (words[..., None] >> np.arange(0, 24, 6, dtype=np.uint32) & 63).astype(np.uint8).reshape(len(packed), -1)
 
 
 def _nvfp4(x: np.ndarray, realigned: bool) -> Parts:
+    """Quantize x to NVFP4. ``realigned`` selects the model flow instead of the file-to-file flow."""
     from quark.torch.quantization.config.template import FP4Block16ScaleE4M3Scheme
     from quark.torch.quantization.post_calibration import realign_single_sequential_quantizer
 
@@ -82,18 +87,21 @@ def _nvfp4(x: np.ndarray, realigned: bool) -> Parts:
 
 
 def _mx_call(spec: str, mode: str = "even") -> ProducerCall:
-    return ProducerCall(partial(_mx, spec=f"OCP_MX{spec}Spec", mode=mode), exempt=(QUARK_LEAST_SCALE,))
+    """Return the call of an MX spec."""
+    return ProducerCall(partial(_mx, spec=f"OCP_MX{spec}Spec", mode=mode), exempt=(QUARK_SMALLEST_SCALE,))
 
 
 ADAPTER = Adapter(
     name="amd-quark",
     module="quark",
-    beside=("torch",),
+    dependencies=("torch",),
     prepare=_prepare,
     calls={
-        "nvfp4-quark": ProducerCall(partial(_nvfp4, realigned=True), exempt=(QUARK_INFINITE,), beside=SATURATING_CASTS),
+        "nvfp4-quark": ProducerCall(
+            partial(_nvfp4, realigned=True), exempt=(QUARK_INFINITE,), dependency_versions=SATURATING_CASTS
+        ),
         "nvfp4-quark-file2file": ProducerCall(
-            partial(_nvfp4, realigned=False), exempt=(QUARK_INFINITE,), beside=SATURATING_CASTS
+            partial(_nvfp4, realigned=False), exempt=(QUARK_INFINITE,), dependency_versions=SATURATING_CASTS
         ),
         "mxfp4-quark-even": _mx_call("FP4"),
         "mxfp4-quark-floor": _mx_call("FP4", "floor"),

@@ -1,4 +1,4 @@
-"""qwix: qarray.quantize, as XLA computes it on a CPU."""
+"""Adapter of qwix: qarray.quantize, as XLA computes it on a CPU."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from functools import partial
 import numpy as np
 
 from fp4kit.evidence.live.adapter import Adapter, Parts, ProducerCall
-from fp4kit.evidence.live.draw import MOST
+from fp4kit.evidence.live.draw import MAX_ELEMENTS
 from fp4kit.rounding import exponent_field
 
 
 def _prepare() -> None:
+    """Import qwix, and check that JAX has a CPU device."""
     import jax
     import qwix._src.core.qarray  # noqa: F401
 
@@ -19,13 +20,14 @@ def _prepare() -> None:
 
 
 def _padded(x: np.ndarray, size: int) -> np.ndarray:
-    """Return the blocks of x, one per row, and zeros: a shape that XLA compiles once for all arrays that are drawn."""
-    blocks = np.zeros((max(MOST // size, x.size // size), size), x.dtype)
+    """Return the blocks of x, one per row, followed by zeros. All arrays get one shape, so XLA compiles once."""
+    blocks = np.zeros((max(MAX_ELEMENTS // size, x.size // size), size), x.dtype)
     blocks[: x.size // size] = x.reshape(-1, size)
     return blocks
 
 
 def _quantize(x: np.ndarray, kind: str) -> Parts:
+    """Quantize x with qarray.quantize."""
     import jax
     import jax.numpy as jnp
     from qwix._src.core import qarray
@@ -40,16 +42,23 @@ def _quantize(x: np.ndarray, kind: str) -> Parts:
         codes = codes.view(np.uint8)
     if kind == "nvfp4":
         return {"codes": codes, "block_scale": np.asarray(jnp.asarray(scale).astype(jnp.float8_e4m3fn)).view(np.uint8)}
-    return {"codes": codes, "block_scale": exponent_field(scale).astype(np.uint8), "fake": values}  # 255: inf and NaN
+    return {
+        "codes": codes,
+        "block_scale": exponent_field(scale).astype(np.uint8),
+        "fake": values,
+    }  # exponent 255: inf and NaN
 
 
-_ROUNDED_LOG = {"jax": ("", "0.10.99")}  # later ones do not round the steps of log2 to bfloat16
+_ROUNDED_LOG = {"jax": ("", "0.10.99")}  # later versions do not round the steps of log2 to bfloat16
 
 ADAPTER = Adapter(
     name="qwix",
     module="qwix",
-    beside=("jax", "jaxlib"),
+    dependencies=("jax", "jaxlib"),
     prepare=_prepare,
     calls={"nvfp4-qwix": ProducerCall(partial(_quantize, kind="nvfp4"))}
-    | {f"{kind}-qwix": ProducerCall(partial(_quantize, kind=kind), beside=_ROUNDED_LOG) for kind in ("mxfp4", "mxfp8")},
+    | {
+        f"{kind}-qwix": ProducerCall(partial(_quantize, kind=kind), dependency_versions=_ROUNDED_LOG)
+        for kind in ("mxfp4", "mxfp8")
+    },
 )

@@ -1,4 +1,4 @@
-"""SGLang: its MXFP4 utilities, loaded without the package."""
+"""Adapter of SGLang: its MXFP4 utilities, loaded without the package."""
 
 from __future__ import annotations
 
@@ -17,11 +17,13 @@ _QUANTIZATION = "srt/layers/quantization"
 
 @cached
 def _mxfp4_tensor() -> Any:
+    """Return SGLang's module mxfp4_tensor."""
     return load("sglang", f"{_QUANTIZATION}/mxfp4_tensor.py")
 
 
 @cached
 def _kvfp4_tensor() -> Any:
+    """Return SGLang's module kvfp4_tensor."""
     return load(
         "sglang", f"{_QUANTIZATION}/kvfp4_tensor.py", packages("sglang", "sglang.srt", "sglang.srt.runtime_context")
     )
@@ -29,13 +31,18 @@ def _kvfp4_tensor() -> Any:
 
 @cached
 def _stored() -> Any:
+    """Return MXFP4QuantizeUtil with the constructor that its methods expect."""
+
     def keep(self: Any, shape: Any, dtype: Any, data: Any) -> None:
         self.data = data
 
-    return type("Stored", (_mxfp4_tensor().MXFP4QuantizeUtil,), {"__init__": keep})  # as SGLang's fp8_utils.py has one
+    return type(
+        "Stored", (_mxfp4_tensor().MXFP4QuantizeUtil,), {"__init__": keep}
+    )  # SGLang's fp8_utils.py defines such a class
 
 
 def _mxfp4(x: np.ndarray) -> Parts:
+    """Quantize and dequantize x with MXFP4QuantizeUtil."""
     import torch
 
     t, scale = _stored().quantize(to_torch(x), 32)
@@ -48,12 +55,14 @@ def _mxfp4(x: np.ndarray) -> Parts:
 
 
 def _kv(x: np.ndarray) -> Parts:
+    """Quantize x with the utility for key-value caches, without torch.compile."""
     quantize = inspect.unwrap(_kvfp4_tensor().FP4MXBlock16KVQuantizeUtil.batched_quantize)  # without torch.compile
     codes, scale = quantize(to_torch(x)[None])
     return {"codes": fp4kit.unpack(to_numpy(codes[0])), "block_scale": to_numpy(scale).reshape(len(x), -1)}
 
 
 def _prepare() -> None:
+    """Load both modules."""
     _mxfp4_tensor()
     _kvfp4_tensor()
 
@@ -61,7 +70,7 @@ def _prepare() -> None:
 ADAPTER = Adapter(
     name="sglang",
     module="sglang",
-    beside=("torch",),
+    dependencies=("torch",),
     prepare=_prepare,
     calls={"mxfp4-sglang-util": ProducerCall(_mxfp4), "mxfp4-sglang-kv": ProducerCall(_kv)},
 )

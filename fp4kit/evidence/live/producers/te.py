@@ -1,4 +1,4 @@
-"""Transformer Engine: NVFP4QuantizerRef, its quantizer in PyTorch, loaded without the package."""
+"""Adapter of Transformer Engine: NVFP4QuantizerRef, its reference quantizer in PyTorch, loaded without the package."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ _RECIPES = "transformer_engine.pytorch.custom_recipes"
 
 @cached
 def _reference() -> Any:
-    class Quantizer:  # the constructor of transformer_engine.pytorch.quantized_tensor
+    """Return TE's module reference_nvfp4."""
+
+    class Quantizer:  # stands in for the class in transformer_engine.pytorch.quantized_tensor
         def __init__(self, *, rowwise: bool, columnwise: bool) -> None:
             self.rowwise_usage, self.columnwise_usage = rowwise, columnwise
 
@@ -33,6 +35,7 @@ def _reference() -> Any:
 
 
 def _nvfp4(x: np.ndarray, tile: tuple[int, int] = (1, 16), **options: Any) -> Parts:
+    """Quantize x with NVFP4QuantizerRef."""
     module = _reference()
     kind = module.reference_utils.Fp4Formats.E2M1
     quantizer = module.NVFP4QuantizerRef(kind, rowwise=True, columnwise=False, quant_tile_shape=tile, **options)
@@ -41,17 +44,20 @@ def _nvfp4(x: np.ndarray, tile: tuple[int, int] = (1, 16), **options: Any) -> Pa
 
 
 def _mxfp4(x: np.ndarray) -> Parts:
+    """Quantize x with power-of-two scales, TE's only MXFP4."""
     quantize = _reference().NVFP4QuantizerRef._quantize_blockwise_reference
     codes, scales = quantize(to_torch(x), None, 32, 1, pow_2_scales=True, eps=0.0)
-    exponents = np.frexp(to_numpy(scales).astype(np.float64))[1] + 126  # E8M0 of a power of two
+    exponents = np.frexp(to_numpy(scales).astype(np.float64))[1] + 126  # the E8M0 code of a power of two
     return {"codes": fp4kit.unpack(to_numpy(codes)), "block_scale": exponents.astype(np.uint8)}
 
 
 def _call(**options: Any) -> ProducerCall:
+    """Return the call with options of NVFP4QuantizerRef."""
     return ProducerCall(partial(_nvfp4, **options))
 
 
 def _four_over_six(error: str, scale_max: int, **options: Any) -> ProducerCall:
+    """Return the call of a 4over6 variant."""
     return _call(nvfp4_use_4over6=True, nvfp4_4over6_err_mode=error.upper(), nvfp4_e4m3_max=scale_max, **options)
 
 
@@ -59,7 +65,7 @@ _KERNELS = "Transformer Engine's CUDA kernels need a GPU; recorded outputs are c
 ADAPTER = Adapter(
     name="transformer_engine",
     module="transformer_engine",
-    beside=("torch",),
+    dependencies=("torch",),
     prepare=_reference,
     calls={
         "nvfp4-te-reference": _call(),

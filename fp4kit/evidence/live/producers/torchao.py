@@ -1,4 +1,4 @@
-"""torchao: MXTensor.to_mx and nvfp4_quantize, on a CPU."""
+"""Adapter of torchao: MXTensor.to_mx and nvfp4_quantize, on a CPU."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ from fp4kit.evidence.live.exceptions import NAN_SCALE
 
 
 def _mx(x: np.ndarray, element: str, mode: str) -> Parts:
+    """Quantize and dequantize x with MXTensor.to_mx."""
     import torch
     from torchao.prototype.mx_formats.mx_tensor import MXTensor, ScaleCalculationMode
 
-    dtype = getattr(torch, element, element)  # those of FP6 are strings
+    dtype = getattr(torch, element, element)  # FP6 formats are strings
     t = MXTensor.to_mx(to_torch(x), dtype, 32, ScaleCalculationMode(mode))
     codes = to_numpy(t.qdata.view(torch.uint8))
     return {
@@ -30,6 +31,7 @@ def _mx(x: np.ndarray, element: str, mode: str) -> Parts:
 
 
 def _nvfp4(x: np.ndarray, single: bool) -> Parts:
+    """Quantize and dequantize x with NVFP4Tensor. ``single`` leaves out the tensor scale."""
     import torch
     from torchao.prototype.mx_formats.nvfp4_tensor import NVFP4Tensor, per_tensor_amax_to_scale
 
@@ -46,6 +48,7 @@ def _nvfp4(x: np.ndarray, single: bool) -> Parts:
 
 
 def _decode_mx(q: fp4kit.Quantized, element: str) -> np.ndarray:
+    """Decode q with torchao's to_dtype."""
     import torch
     from torchao.prototype.mx_formats.mx_tensor import to_dtype
 
@@ -56,6 +59,7 @@ def _decode_mx(q: fp4kit.Quantized, element: str) -> np.ndarray:
 
 
 def _decode_nvfp4(q: fp4kit.Quantized) -> np.ndarray:
+    """Decode q with NVFP4Tensor."""
     import torch
     from torchao.prototype.mx_formats.nvfp4_tensor import NVFP4Tensor
 
@@ -66,8 +70,10 @@ def _decode_nvfp4(q: fp4kit.Quantized) -> np.ndarray:
 
 
 def _calls() -> dict[str, ProducerCall]:
-    """Return the calls by recipes: of two recipes, one ending in -018, for the same call, the installed version
-    chooses.
+    """Return {recipe id: call}.
+
+    Two recipes may describe one call, with one id ending in -018. The installed version decides which of them is
+    compared.
     """
     known = fp4kit.recipes()
     nvfp4: dict[str, tuple[Any, Any]] = {
@@ -79,17 +85,17 @@ def _calls() -> dict[str, ProducerCall]:
         for id, element in _ELEMENTS.items()
         for mode in ("floor", "rceil", "ceil", "even")
     }
-    found = {}
-    taken = ("float32", "bfloat16")
+    calls = {}
+    dtypes = ("float32", "bfloat16")
     for id, (function, decode) in {**nvfp4, **mx}.items():
-        call = ProducerCall(function, taken, exempt=(NAN_SCALE,), decode=decode, decodes=taken)
+        call = ProducerCall(function, dtypes, exempt=(NAN_SCALE,), decode=decode, decodes=dtypes)
         older = f"{id}-018"
         if older in known:
-            found[older] = replace(call, last="0.18.99")
+            calls[older] = replace(call, last="0.18.99")
         newer = fp4kit.recipe(id).id if id in _ALIASES or id in known else ""
         if newer:
-            found[newer] = replace(call, first="0.19" if older in known else "")
-    return found
+            calls[newer] = replace(call, first="0.19" if older in known else "")
+    return calls
 
 
 _ALIASES = ("mxfp4-torchao-floor",)
@@ -101,4 +107,4 @@ _ELEMENTS = {
     "mxfp8-torchao-{}-e5m2": "float8_e5m2",
 }
 
-ADAPTER = Adapter(name="torchao", module="torchao", beside=("torch",), calls=_calls())
+ADAPTER = Adapter(name="torchao", module="torchao", dependencies=("torch",), calls=_calls())

@@ -1,4 +1,7 @@
-"""triton_kernels: downcast_to_mxfp_torch, its PyTorch reference, as vLLM carries it; loaded without either package."""
+"""Adapter of triton_kernels: its PyTorch reference downcast_to_mxfp_torch, as vLLM includes it.
+
+The file is loaded without either package.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +20,7 @@ _DETAILS = "vllm.third_party.triton_kernels.numerics_details"
 
 @cached
 def _mxfp() -> Any:
+    """Return the module numerics_details.mxfp."""
     names = ("vllm", "vllm.third_party", "vllm.third_party.triton_kernels", _DETAILS, f"{_DETAILS}.mxfp_details")
     kernels = {f"{_DETAILS}.mxfp_details.{name}": None for name in ("_upcast_from_mxfp", "_downcast_to_mxfp")}
     stand_ins = packages(*names, *kernels)
@@ -26,6 +30,7 @@ def _mxfp() -> Any:
 
 
 def _downcast(x: np.ndarray, element: str, mode: str) -> Parts:
+    """Quantize x with downcast_to_mxfp_torch."""
     import torch
 
     rounding = getattr(_mxfp().DequantScaleRoundingMode, mode)
@@ -35,13 +40,14 @@ def _downcast(x: np.ndarray, element: str, mode: str) -> Parts:
 
 
 def _call(element: str, mode: str) -> ProducerCall:
+    """Return the call for an element format and a rounding mode of the scale."""
     return ProducerCall(partial(_downcast, element=element, mode=mode))
 
 
 ADAPTER = Adapter(
     name="vllm",
     module="vllm",
-    beside=("torch",),
+    dependencies=("torch",),
     prepare=_mxfp,
     calls={
         "mxfp4-triton-kernels": _call("uint8", "ROUND_UP"),

@@ -1,4 +1,4 @@
-"""vLLM: the PyTorch code with which it emulates NVFP4 and quantizes to MXFP8, loaded without the package."""
+"""Adapter of vLLM: the PyTorch code that emulates NVFP4 and quantizes to MXFP8, loaded without the package."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ _NAMES = ("vllm", "vllm.utils", "vllm.utils.torch_utils")
 
 @cached
 def _emulation() -> Any:
+    """Return vLLM's module nvfp4_emulation_utils."""
     platform = ModuleType("vllm.platforms")
     platform.current_platform = _Cpu()  # type: ignore[attr-defined]
     tools = ModuleType("vllm.triton_utils")
@@ -30,7 +31,7 @@ def _emulation() -> Any:
 
 
 class _Cpu:
-    """vLLM's platform where there is no GPU."""
+    """Stand in for vLLM's platform on a machine without a GPU."""
 
     def is_cuda_alike(self) -> bool:
         return False
@@ -38,10 +39,12 @@ class _Cpu:
 
 @cached
 def _mxfp8_utils() -> Any:
+    """Return vLLM's module mxfp8_utils."""
     return load("vllm", f"{_UTILS}/mxfp8_utils.py", packages(*_NAMES))
 
 
 def _nvfp4(x: np.ndarray) -> Parts:
+    """Quantize and fake-quantize x with the NVFP4 emulation."""
     import torch
 
     t = to_torch(x)
@@ -58,12 +61,14 @@ def _nvfp4(x: np.ndarray) -> Parts:
 
 
 def _mxfp8(x: np.ndarray) -> Parts:
+    """Quantize and dequantize x in MXFP8."""
     codes, scales = _mxfp8_utils()._mxfp8_e4m3_quantize_torch(to_torch(x))
     decoded = _mxfp8_utils().dequant_mxfp8_to_bf16(codes, scales)
     return {"codes": to_numpy(codes), "block_scale": to_numpy(scales), "values_bfloat16": to_numpy(decoded)}
 
 
 def _prepare() -> None:
+    """Load both modules."""
     _emulation()
     _mxfp8_utils()
 
@@ -71,11 +76,11 @@ def _prepare() -> None:
 ADAPTER = Adapter(
     name="vllm",
     module="vllm",
-    beside=("torch",),
+    dependencies=("torch",),
     prepare=_prepare,
     calls={
         "nvfp4-vllm-emulation": ProducerCall(_nvfp4),
-        "mxfp8-modelopt": ProducerCall(_mxfp8),  # mxfp8-vllm
+        "mxfp8-modelopt": ProducerCall(_mxfp8),  # also named mxfp8-vllm
     },
     left_out={
         "nvfp4-vllm-emulation-cuda": "vLLM's Triton kernels need a GPU",
