@@ -1,4 +1,4 @@
-"""fake_quantize and its straight-through gradient."""
+"""fake_quantize, and its straight-through gradient."""
 
 from __future__ import annotations
 
@@ -31,19 +31,37 @@ def fake_quantize(
     seed: Any = None,
     threads: int | None = None,
 ) -> ArrayT:
-    """x with the error of quantization: dequantize(quantize(x)), in the shape and dtype of x.
+    """Return x with the error of quantization: dequantize(quantize(x)), in the shape and dtype of x.
 
-    It differs where the producer's fake quantizer does: see Recipe.fake_rule, and MX of AMD Quark in float16.
+    A recipe with a fake_rule follows its producer's own fake quantizer instead. That one has no codes, and often
+    another arithmetic than the real quantizer (reference.fake states each). AMD Quark's MX recipes also differ, in
+    float16.
 
-    Arguments, errors and numerics are those of quantize. Recipes with a fake_rule follow their producer's own fake
-    quantizer instead, which has no codes and often another arithmetic than its real one (reference.fake states each);
-    on a GPU they need blocks of one row and 16, 32, ... 512 columns. Returns a new array of x's shape and dtype, in its
-    library. A tensor that requires grad is refused: fp4kit.torch has the
-        function that carries gradients.
+    Args:
+        x: float32, float16 or bfloat16 array of any shape, of any library. A tensor that requires grad is rejected:
+            fp4kit.torch.fake_quantize carries gradients.
+        recipe: a recipe id, an alias or a Recipe.
+        axis: the axis along which blocks run.
+        tensor_amax: as in quantize.
+        block_amax: as in quantize.
+        rounding: as in quantize. Recipes with a fake_rule accept only "nearest".
+        seed: as in quantize.
+        threads: the largest number of CPU threads, for NumPy arrays; None means fp4kit.num_threads(). Ignored on a GPU.
 
-    >>> import fp4kit, numpy as np
-    >>> fp4kit.fake_quantize(np.float32([[0.1, -6, 2.4, 0.6] * 8]), "mxfp4")[0, :4]
-    array([ 0. , -6. ,  2. ,  0.5], dtype=float32)
+    Returns:
+        A new array with the shape and dtype of x, in its library and on its device.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: as for quantize. On a GPU, recipes with a fake_rule need blocks of
+            one row and 16, 32, ... 512 columns.
+
+    Numerics:
+        As for quantize and dequantize.
+
+    Example:
+        >>> import fp4kit, numpy as np
+        >>> fp4kit.fake_quantize(np.float32([[0.1, -6, 2.4, 0.6] * 8]), "mxfp4")[0, :4]
+        array([ 0. , -6. ,  2. ,  0.5], dtype=float32)
     """
     key = None
     if seed is None and block_amax is None:
@@ -58,7 +76,7 @@ def fake_quantize(
 
 @returns_in_library
 def _fake_quantize(x: Any, recipe: str | Recipe, axis: int, options: QuantizeOptions, key: Any, **given: Any) -> Any:
-    """The full way, which leaves a prepared call under the key."""
+    """Return the values after all checks, and cache the prepared call under `key`."""
     call = fake_call("fake_quantize", x, recipe, axis, options, **given)
     values = run("fake_quantize", "fake_quantize", call.x, call)
     if key is not None:
@@ -67,7 +85,7 @@ def _fake_quantize(x: Any, recipe: str | Recipe, axis: int, options: QuantizeOpt
 
 
 def check_rounding(op: str, r: Recipe, rounding: str, seed: Any) -> None:
-    """A fake_rule rounds to nearest."""
+    """Raise ValueError if a recipe with a fake_rule is asked for another rounding than to nearest."""
     if r.fake_rule is not None and not is_one_of(rounding, ("nearest",)):
         raise ValueError(f"{op}: {r.id} rounds to nearest only; got rounding={rounding!r:.60}")
     if r.fake_rule is not None and seed is not None:
@@ -78,24 +96,40 @@ def check_rounding(op: str, r: Recipe, rounding: str, seed: Any) -> None:
 def fake_quantize_backward(
     grad: ArrayT, x: Array, recipe: RecipeId | Recipe, *, axis: int = -1, amax: Any = None, pass_through: bool = True
 ) -> ArrayT:
-    """Straight-through gradient of fake_quantize with respect to x.
+    """Return the straight-through gradient of fake_quantize with respect to x.
 
-        pass_through: grad        otherwise: grad where |x| <= amax, else 0
+        grad if pass_through, otherwise grad where |x| <= amax, and 0 elsewhere
 
-    grad: float32, float16 or bfloat16, shape of x. amax: float32 (), one per row of x (axis last), one per block, or
-    (E,), one per expert, as tensor_amax of quantize; None for what the recipe's tensor scale uses (MX recipes: the
-    tensor's amax). It is compared in float32, never rounded to x's dtype. On a GPU all arrays are there, and amax is a
-    number or a float32 array. Returns grad itself with pass_through, else a new array of grad's shape and dtype. Raises
-    ValueError if the shapes differ, amax fits neither, or is negative (on a GPU a device array is not read); TypeError
-    for
-        other dtypes.
-    Numerics: |x| = amax passes; NaN x gives 0, and so does a NaN amax, which no |x| is within.
-    Source: Model-Optimizer tensor_quant.py, FakeTensorQuantFunction.backward.
+    Args:
+        grad: float32, float16 or bfloat16, in the shape of x.
+        x: the array that was fake-quantized.
+        recipe: a recipe id, an alias or a Recipe.
+        axis: the axis along which blocks run.
+        amax: the clip limit, float32: (), one per row of x (axis last), one per block, or (E,) with one per expert, as
+            for tensor_amax of quantize. None takes the amax of the recipe's tensor scale; for MX recipes, the amax of
+            the tensor. On a GPU, a number or a float32 array there.
+        pass_through: whether to return grad unclipped.
 
-    >>> import fp4kit, numpy as np
-    >>> grad, x = np.float32([[1, 2] * 16]), np.float32([[0.5, -3] * 16])
-    >>> fp4kit.fake_quantize_backward(grad, x, "mxfp4", amax=1, pass_through=False)[0, :2]
-    array([1., 0.], dtype=float32)
+    Returns:
+        grad itself with pass_through, otherwise a new array with the shape and dtype of grad.
+
+    Raises:
+        TypeError: an array has another dtype.
+        ValueError: the shapes of grad and x differ, or amax has no fitting shape or is negative. Values of a device
+            array are not checked.
+
+    Numerics:
+        |x| is compared with amax in float32; amax is never rounded to the dtype of x. |x| = amax passes. A NaN in x
+        gives 0. A NaN amax gives 0 everywhere, because no comparison with it holds.
+
+    Source:
+        Model-Optimizer tensor_quant.py, FakeTensorQuantFunction.backward.
+
+    Example:
+        >>> import fp4kit, numpy as np
+        >>> grad, x = np.float32([[1, 2] * 16]), np.float32([[0.5, -3] * 16])
+        >>> fp4kit.fake_quantize_backward(grad, x, "mxfp4", amax=1, pass_through=False)[0, :2]
+        array([1., 0.], dtype=float32)
     """
     pass_through = as_flag("fake_quantize_backward", "pass_through", pass_through)
     call, given = backward_call("fake_quantize_backward", grad, x, recipe, axis, amax)
@@ -108,8 +142,9 @@ def fake_quantize_backward(
 
 
 def clip_amax(call: Call, given: Any) -> Any:
-    """The given amax as (1, 1), (rows, 1) or (rows, blocks), rows = all leading axes joined, where x is; None if not
-    given.
+    """Return the given amax as (1, 1), (rows, 1) or (rows, blocks), on the device of x. Return None if it is None.
+
+    rows is the number of rows if all leading axes are joined.
     """
     if given is None:
         return None
@@ -122,6 +157,7 @@ def clip_amax(call: Call, given: Any) -> Any:
 
 
 def _reshape_clip_amax(amax: Any, call: Call) -> Any:
+    """Return an amax as (1, 1), (rows, 1) or (rows, blocks). Raise ValueError if no such shape fits."""
     lead = call.moved.shape[:-1]
     rows = prod(lead)
     blocks = scale_shape(call.moved.shape, call.recipe)[-1]

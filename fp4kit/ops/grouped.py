@@ -1,4 +1,4 @@
-"""Grouped operations: N tensors in one call, equal to the loop of single calls bit for bit; on a GPU, in one launch."""
+"""Grouped operations: N tensors in one call, bit-identical to a loop of single calls, with a single launch on a GPU."""
 
 from __future__ import annotations
 
@@ -30,15 +30,27 @@ from fp4kit.types import Hadamard, RecipeId, RoundingMode, ScaleLayout
 def amax_grouped(
     xs: Any, recipe: RecipeId | Recipe | None = None, *, axis: Any = None, threads: int | None = None
 ) -> list[Any]:
-    """[amax(x, recipe, axis=axis) for x in xs]; on a GPU in one launch, whose results are views of one vector, unless
-    a thread has to see whole blocks (of several rows, or of a recipe with amax_nan="lanes").
+    """Return the amax of each array of a group: [amax(x, recipe, axis=axis) for x in xs].
 
-    threads: of the processor, at most, for NumPy arrays; None: fp4kit.num_threads(). Nothing on a GPU.
-    xs: a sequence of arrays of any shapes, or one stacked array (experts first). Raises what amax raises.
+    On a GPU this is one launch, and the results are views of one vector. The exception is a recipe whose blocks one
+    thread must read whole: blocks of several rows, or amax_nan="lanes".
 
-    >>> import fp4kit, numpy as np
-    >>> fp4kit.amax_grouped([np.float32([1, -2]), np.float32([3])])
-    [array(2., dtype=float32), array(3., dtype=float32)]
+    Args:
+        xs: a sequence of arrays of any shapes, or one stacked array, experts first.
+        recipe: as in amax.
+        axis: as in amax.
+        threads: the largest number of CPU threads, for NumPy arrays; None means fp4kit.num_threads(). Ignored on a GPU.
+
+    Returns:
+        A list of float32 arrays, one per array of xs.
+
+    Raises:
+        TypeError, ValueError: as for amax.
+
+    Example:
+        >>> import fp4kit, numpy as np
+        >>> fp4kit.amax_grouped([np.float32([1, -2]), np.float32([3])])
+        [array(2., dtype=float32), array(3., dtype=float32)]
     """
     arrays, _ = arrays_of("amax_grouped", xs)
     single = recipe is not None and by_blocks(recipe_of("amax_grouped", recipe))
@@ -49,7 +61,7 @@ def amax_grouped(
 
 
 def _amax_rows(x: Any, recipe: str | Recipe | None, axis: Any) -> AmaxRows:
-    """What launch.amax takes for one call of amax."""
+    """Return the input of a grouped amax launch for one array."""
     if recipe is not None:
         call, _ = array_call("amax_grouped", x, recipe, -1 if axis is None else axis)
         return amax_rows(call, imports.cupy().ascontiguousarray(call.moved))
@@ -72,23 +84,41 @@ def quantize_grouped(
     block_amax: Any = None,
     threads: int | None = None,
 ) -> list[Quantized]:
-    """[quantize(x, recipe, tensor_amax=a, ...) for each x and its a], bit for bit.
+    """Quantize each array of a group.
 
-    xs: a sequence of arrays of any shapes (zero rows included) and dtypes, or one stacked array (experts first).
-    tensor_amax: None (computed from each x), or one for each x: a sequence of N, or an array whose first axis is N;
-    each as in
-        quantize: a scalar, or one per row ([rows, 1] or [rows]) or block, as the recipe's tensor scale goes.
-    threads: of the processor, at most, for NumPy arrays; None: fp4kit.num_threads(). Nothing on a GPU.
-    block_amax: None, or one for each x. The other options are those of quantize, the same for all.
-    On a GPU: one launch for each dtype, after one for the amaxes where they are computed. A stacked array is not
-    copied, and its
-        results are views of stacked arrays. GroupedPlan does the same again and again without work for each tensor.
-    Raises what quantize raises; ValueError unless tensor_amax and block_amax have one entry per array.
+    On a GPU this is one launch per dtype, after one launch for the amaxes if they are computed. A stacked array is not
+    copied, and its results are views of stacked arrays. To repeat a grouped call without work per tensor, use
+    GroupedPlan.
 
-    >>> import fp4kit, numpy as np
-    >>> experts = [np.ones((16, 32), np.float32), np.zeros((0, 32), np.float32)]
-    >>> [q.shape for q in fp4kit.quantize_grouped(experts, "nvfp4")]
-    [(16, 32), (0, 32)]
+    Args:
+        xs: a sequence of arrays of any shapes (zero rows included) and dtypes, or one stacked array, experts first.
+        recipe: as in quantize, for all arrays.
+        axis: as in quantize, for all arrays.
+        tensor_amax: None to compute it from each array; or one per array: a sequence of N, or an array whose first axis
+            is N. Each is as in quantize: a scalar, or one per row ([rows, 1] or [rows]) or block if the recipe scales
+            so.
+        scale_layout: as in quantize, for all arrays.
+        rounding: as in quantize, for all arrays.
+        seed: as in quantize, for all arrays.
+        hadamard: as in quantize, for all arrays.
+        block_amax: None, or one per array, as in quantize.
+        threads: the largest number of CPU threads, for NumPy arrays; None means fp4kit.num_threads(). Ignored on a GPU.
+
+    Returns:
+        A list of Quantized, one per array of xs.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: as for quantize.
+        ValueError: tensor_amax or block_amax does not have one entry per array.
+
+    Exact:
+        Equals [quantize(x, recipe, tensor_amax=a, ...) for x, a in zip(xs, tensor_amax)] bit for bit.
+
+    Example:
+        >>> import fp4kit, numpy as np
+        >>> experts = [np.ones((16, 32), np.float32), np.zeros((0, 32), np.float32)]
+        >>> [q.shape for q in fp4kit.quantize_grouped(experts, "nvfp4")]
+        [(16, 32), (0, 32)]
     """
     options = {
         "scale_layout": scale_layout,
@@ -112,12 +142,33 @@ def fake_quantize_grouped(
     seed: Any = None,
     threads: int | None = None,
 ) -> list[Any]:
-    """[fake_quantize(x, recipe, tensor_amax=a, ...) for each x and its a], bit for bit; arguments as quantize_grouped.
+    """Return fake_quantize of each array of a group.
 
-    >>> import fp4kit, numpy as np
-    >>> [y[0, 0] for y in fp4kit.fake_quantize_grouped([np.full((1, 32), 5, np.float32), np.ones((2, 32), np.float32)], "mxfp4")]
-    [np.float32(4.0), np.float32(1.0)]
-    """  # noqa: E501
+    Args:
+        xs: a sequence of arrays of any shapes and dtypes, or one stacked array, experts first.
+        recipe: as in fake_quantize, for all arrays.
+        axis: as in fake_quantize, for all arrays.
+        tensor_amax: None, or one per array, as in quantize_grouped.
+        block_amax: None, or one per array, as in quantize_grouped.
+        rounding: as in fake_quantize, for all arrays.
+        seed: as in fake_quantize, for all arrays.
+        threads: the largest number of CPU threads, for NumPy arrays; None means fp4kit.num_threads(). Ignored on a GPU.
+
+    Returns:
+        A list of new arrays, one per array of xs.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: as for fake_quantize and quantize_grouped.
+
+    Exact:
+        Equals [fake_quantize(x, recipe, tensor_amax=a, ...) for x, a in zip(xs, tensor_amax)] bit for bit.
+
+    Example:
+        >>> import fp4kit, numpy as np
+        >>> xs = [np.full((1, 32), 5, np.float32), np.ones((2, 32), np.float32)]
+        >>> [y[0, 0] for y in fp4kit.fake_quantize_grouped(xs, "mxfp4")]
+        [np.float32(4.0), np.float32(1.0)]
+    """
     options = {"axis": axis, "tensor_amax": tensor_amax, "block_amax": block_amax, "rounding": rounding, "seed": seed}
     return GroupedPlan(xs, recipe, op="fake_quantize_grouped", **options).fake_quantize()
 
@@ -126,15 +177,31 @@ def fake_quantize_grouped(
 def fake_quantize_grouped_backward(
     grads: Any, xs: Any, recipe: RecipeId | Recipe, *, axis: int = -1, amax: Any = None, pass_through: bool = True
 ) -> list[Any]:
-    """[fake_quantize_backward(g, x, recipe, amax=a, pass_through=pass_through) for each], bit for bit.
+    """Return fake_quantize_backward of each gradient of a group.
 
-    amax: None, or one for each x, as tensor_amax of quantize_grouped; each as in fake_quantize_backward.
-    Raises what fake_quantize_backward raises; ValueError unless there are as many grads, and amaxes, as xs.
+    Args:
+        grads: a sequence of arrays in the shapes of xs.
+        xs: the arrays that were fake-quantized: a sequence, or one stacked array.
+        recipe: as in fake_quantize_backward, for all arrays.
+        axis: as in fake_quantize_backward, for all arrays.
+        amax: None, or one clip limit per array, each as in fake_quantize_backward.
+        pass_through: whether to return the gradients unclipped.
 
-    >>> import fp4kit, numpy as np
-    >>> x = np.float32([[0.5, -3] * 16])
-    >>> fp4kit.fake_quantize_grouped_backward([x, x], [x, x], "mxfp4", amax=[1, 4], pass_through=False)[0][0, :2]
-    array([0.5, 0. ], dtype=float32)
+    Returns:
+        A list of gradients: grads themselves with pass_through, otherwise new arrays.
+
+    Raises:
+        TypeError, ValueError: as for fake_quantize_backward.
+        ValueError: grads or amax does not have one entry per array.
+
+    Exact:
+        Equals [fake_quantize_backward(g, x, recipe, amax=a, ...) for g, x, a in zip(grads, xs, amax)] bit for bit.
+
+    Example:
+        >>> import fp4kit, numpy as np
+        >>> x = np.float32([[0.5, -3] * 16])
+        >>> fp4kit.fake_quantize_grouped_backward([x, x], [x, x], "mxfp4", amax=[1, 4], pass_through=False)[0][0, :2]
+        array([0.5, 0. ], dtype=float32)
     """
     op = "fake_quantize_grouped_backward"
     pass_through = as_flag(op, "pass_through", pass_through)

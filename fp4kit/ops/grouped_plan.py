@@ -26,22 +26,25 @@ from fp4kit.types import Hadamard, RecipeId, RoundingMode, ScaleLayout
 
 
 class PlanInput(NamedTuple):
-    """A sequence of N, or an array of N, as the caller gave it, and what it held when the plan was made."""
+    """An argument of a plan: a sequence or array of N, and what it held when the plan was made."""
 
     value: Any
     entries: list[Any]
-    tensors: list[Any]  # those of PyTorch, whose memory can be exchanged
+    tensors: list[Any]  # the entries that are PyTorch tensors, whose memory can be exchanged
     addresses: list[int]
 
     @classmethod
     def of(cls, name: str, value: Any) -> PlanInput:
-        """What a sequence or array, called by a name, holds now."""
+        """Return a PlanInput for what a sequence or array holds now. name: the argument's name."""
         entries = list(as_list("GroupedPlan", name, value))
         tensors = [a for a in entries if hasattr(a, "data_ptr")]
         return cls(value, entries, tensors, [a.data_ptr() for a in tensors])
 
     def changed(self, value: Any) -> str | None:
-        """What is different from when the plan was made; value: the sequence now, where it is another object."""
+        """Return what differs from when the plan was made, as the end of an error message; None if nothing does.
+
+        value: the sequence as it is now, if it is another object.
+        """
         now = as_list("GroupedPlan", "xs", self.value if value is None else value)
         if len(now) != len(self.entries):
             return f" has {len(now)} entries, and the plan {len(self.entries)}"
@@ -54,12 +57,12 @@ class PlanInput(NamedTuple):
 
 
 def as_list(op: str, name: str, value: Any) -> Any:
-    """A sequence as it is, a list of one array."""
+    """Return a sequence unchanged, and a single array as a list of it."""
     return [value] if is_array(value) else as_entries(op, name, value)
 
 
 def per_tensor(op: str, name: str, value: Any, count: int) -> list[Any]:
-    """What was given for each of `count` tensors: entries of a sequence, views of an array, or None."""
+    """Return one entry per tensor: the entries of a sequence, views of an array, or `count` times None."""
     if value is None:
         return [None] * count
     if not isinstance(value, Sequence) and getattr(value, "ndim", 0) == 0:
@@ -76,7 +79,7 @@ def per_tensor(op: str, name: str, value: Any, count: int) -> list[Any]:
 
 
 def arrays_of(op: str, xs: Any) -> tuple[list[Any], Any]:
-    """The arrays of a sequence, imported; or those of a stacked array, and the stack itself."""
+    """Return the imported arrays of a sequence and None, or those of a stacked array and the stack itself."""
     if not is_array(xs):
         return list(import_arrays(op, **{f"xs[{i}]": x for i, x in enumerate(as_entries(op, "xs", xs))})), None
     (stack,) = import_arrays(op, xs=xs)
@@ -85,8 +88,9 @@ def arrays_of(op: str, xs: Any) -> tuple[list[Any], Any]:
 
 
 def check_stack(op: str, stack: Any, kind: str = "array") -> None:
-    """Raise ValueError, which begins with op, for one array, or what kind says, that has no arrays along its first
-    axis.
+    """Raise ValueError unless an array has at least two dimensions, so that it is a stack of arrays.
+
+    kind: how the message calls it.
     """
     if stack.ndim < 2:
         raise ValueError(
@@ -95,38 +99,52 @@ def check_stack(op: str, stack: Any, kind: str = "array") -> None:
 
 
 class GroupedPlan:
-    """N tensors that are quantized again and again: their outputs and, on a GPU, the table of pointers are made once.
+    """A plan that quantizes N tensors again and again. Outputs and, on a GPU, the table of pointers are made once.
 
         plan = GroupedPlan(weights, "nvfp4-te")
         for step in range(steps):
-            values = plan.fake_quantize()        # of what weights hold now: one launch for the amaxes, one for the
-            values
-            ...                                  # changes weights in place
+            values = plan.fake_quantize()        # of the current weights: one launch for the amaxes, one for the values
+            ...                                  # changes the weights in place
 
-    xs: a sequence of arrays of any shapes (zero rows included), or one stacked array (experts first), as
-    quantize_grouped takes. recipe, axis, scale_layout, rounding, seed, hadamard: as in fp4kit.quantize, the same for
-    all tensors. tensor_amax: None: computed from xs in every call. Or a sequence of N, or an array of them: numbers are
-    read when the plan is
-        made; arrays are used where they are, so what is written into them later counts.
-    block_amax: for static recipes, None or a sequence of N. op: what errors begin with.
+    The methods return the plan's own arrays: the same objects in every call, which overwrites them. For a stacked array
+    on a GPU they are views of stacked arrays.
 
-    What the methods return equals single calls (fp4kit.quantize, fake_quantize) bit for bit, and is the plan's own: the
-    same arrays in every call, which overwrites them. On a GPU those of a stacked array are views of stacked arrays. A
-    plan keeps its tensors alive and sees what is written into them. It does not follow an array that takes the place of
-    another: if an entry of the sequence, or the memory of a PyTorch tensor, is another than when the plan was made,
-    methods raise ValueError before any work, and refresh() makes the plan anew. xs of a method: the sequence as it is
-    now, where it is another object. On a GPU: one launch, or two where amaxes are computed, for each dtype among xs; no
-    synchronization; the current stream. Once
-        a method has been called, later calls do no work for each tensor and can be captured in a CUDA graph. Tensors
-        that are not contiguous with `axis` last are copied first, each by itself.
-    Raises what quantize raises, when the plan is made or a method is called for the first time.
+    A plan keeps its tensors alive and sees what is written into them. It does not follow an array that is replaced by
+    another. If an entry of the sequence, or the memory of a PyTorch tensor, is not the one from when the plan was made,
+    the methods raise ValueError before any work; refresh() then makes the plan again. If the sequence itself is another
+    object, pass it to the method as xs.
 
-    >>> import fp4kit, numpy as np
-    >>> w = np.ones((16, 32), np.float32)
-    >>> plan = fp4kit.GroupedPlan([w], "nvfp4")
-    >>> w *= 3
-    >>> plan.fake_quantize()[0][0, 0]
-    np.float32(3.0)
+    On a GPU a call is one launch per dtype, or two if amaxes are computed, on the current stream, without
+    synchronization. From a method's second call on there is no work per tensor, and the call can be captured in a CUDA
+    graph. Tensors that are not contiguous with `axis` last are copied first, one by one.
+
+    Args:
+        xs: a sequence of arrays of any shapes (zero rows included), or one stacked array, experts first.
+        recipe: as in quantize, for all tensors.
+        axis: as in quantize, for all tensors.
+        tensor_amax: None to compute it from xs in every call; or a sequence or array with one per tensor. Numbers are
+            read when the plan is made. Arrays are used in place, so later writes to them count.
+        scale_layout: as in quantize, for all tensors.
+        rounding: as in quantize, for all tensors.
+        seed: as in quantize, for all tensors.
+        hadamard: as in quantize, for all tensors.
+        block_amax: None, or a sequence with one per tensor, for static recipes.
+        op: the name that error messages begin with.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: as for quantize, when the plan is made or a method is called for the
+            first time.
+
+    Exact:
+        Equals single calls of quantize and fake_quantize bit for bit.
+
+    Example:
+        >>> import fp4kit, numpy as np
+        >>> w = np.ones((16, 32), np.float32)
+        >>> plan = fp4kit.GroupedPlan([w], "nvfp4")
+        >>> w *= 3
+        >>> plan.fake_quantize()[0][0, 0]
+        np.float32(3.0)
     """
 
     def __init__(
@@ -149,8 +167,15 @@ class GroupedPlan:
         self.refresh(xs, tensor_amax=tensor_amax, block_amax=block_amax)
 
     def refresh(self, xs: Any = None, *, tensor_amax: Any = None, block_amax: Any = None) -> None:
-        """Make the plan anew: of what the sequences hold now, or of others where given. Earlier results are left
-        alone.
+        """Make the plan again, for what the sequences hold now. Earlier results stay unchanged.
+
+        Args:
+            xs: a new sequence or stacked array; None keeps the plan's.
+            tensor_amax: new tensor amaxes; None keeps the plan's.
+            block_amax: new block amaxes; None keeps the plan's.
+
+        Raises:
+            TypeError, ValueError, NotImplementedError: as for GroupedPlan.
         """
         new = {"xs": xs, "tensor_amax": tensor_amax, "block_amax": block_amax}
         values = {name: given.value for name, given in self._given.items()}
@@ -162,6 +187,7 @@ class GroupedPlan:
         self._home = home
 
     def _make(self, values: dict[str, Any]) -> None:
+        """Make the plan for the given arguments."""
         arrays, stack = arrays_of(self._op, values["xs"])
         self._calls = self._parse(arrays, values)
         self._given = {name: PlanInput.of(name, value) for name, value in values.items()}
@@ -175,7 +201,7 @@ class GroupedPlan:
         self._amaxes = cut(self._vector, shapes) if computed else []
 
     def _parse(self, xs: list[Any], values: dict[str, Any]) -> list[Call]:
-        """A call for each array, with the amaxes as they were given: what is written into them later counts."""
+        """Return one call per array. Amaxes stay the caller's arrays, so that later writes to them count."""
         amaxes, blocks = (
             per_tensor(self._op, name, values.get(name), len(xs)) for name in ("tensor_amax", "block_amax")
         )
@@ -189,6 +215,7 @@ class GroupedPlan:
         return each(self._op, parse_one, xs, amaxes, blocks)
 
     def _make_group(self, stack: Any) -> Group:
+        """Return the group that launches the calls on a GPU."""
         moved = None if stack is None else np.moveaxis(stack, self._calls[0].axis + 1, -1)
 
         def check_one(call: Call) -> Call:
@@ -199,9 +226,10 @@ class GroupedPlan:
     @property
     @returns_in_plan_library
     def amax_vector(self) -> Any:
-        """The amaxes of all tensors in one float32 vector, as the latest call computed them; None where they are given.
+        """The amaxes of all tensors in one float32 vector, as the latest call computed them; None if they are given.
 
-        A call with keep_amax=True takes what is there: maxima over several processes, or those of an earlier step.
+        A method called with keep_amax=True uses the current content, such as maxima over several processes, or the
+        amaxes of an earlier step.
         """
         if self._group is None:
             return self._vector
@@ -209,14 +237,23 @@ class GroupedPlan:
 
     @returns_in_plan_library
     def amax(self, xs: Any = None) -> list[Any]:
-        """What tensor scales are made from, of each tensor: float32 (), one per row or one per block; None without any.
+        """Return the amax that each tensor's scale is made from, computed now or as given.
 
-        Computed now, into amax_vector, in one launch on a GPU; or as given.
+        Args:
+            xs: the sequence as it is now, if it is another object than the plan's.
+
+        Returns:
+            A list of float32 arrays: (), one per row or one per block; None for recipes without a tensor scale.
+                Computed amaxes are in amax_vector; on a GPU one launch computes them.
+
+        Raises:
+            ValueError: an entry or its memory is not the one of the plan.
         """
         self._check_unchanged("amax", xs)
         return self._amax_now()
 
     def _amax_now(self) -> list[Any]:
+        """Return the amaxes, without checking whether the tensors are those of the plan."""
         if self._group is not None:
             return list(self._group.amax())
         if self._vector is None:
@@ -227,7 +264,18 @@ class GroupedPlan:
 
     @returns_in_plan_library
     def quantize(self, xs: Any = None, *, keep_amax: bool = False) -> list[Quantized]:
-        """[quantize(x) for x in xs]; keep_amax: with the amaxes that are in amax_vector, instead of computing them."""
+        """Return quantize of each tensor, in the plan's own arrays.
+
+        Args:
+            xs: the sequence as it is now, if it is another object than the plan's.
+            keep_amax: whether to use the amaxes in amax_vector instead of computing them.
+
+        Returns:
+            A list of Quantized, overwritten by the next call.
+
+        Raises:
+            ValueError: an entry or its memory is not the one of the plan; or as for fp4kit.quantize.
+        """
         keep_amax = as_flag(self._op, "keep_amax", keep_amax)
         self._check_unchanged("quantize", xs)
         if self._group is not None:
@@ -240,7 +288,19 @@ class GroupedPlan:
 
     @returns_in_plan_library
     def fake_quantize(self, xs: Any = None, *, keep_amax: bool = False) -> list[Any]:
-        """[fake_quantize(x) for x in xs]; keep_amax as in quantize. Raises ValueError for a plan with hadamard."""
+        """Return fake_quantize of each tensor, in the plan's own arrays.
+
+        Args:
+            xs: the sequence as it is now, if it is another object than the plan's.
+            keep_amax: whether to use the amaxes in amax_vector instead of computing them.
+
+        Returns:
+            A list of arrays, overwritten by the next call.
+
+        Raises:
+            ValueError: the plan has a hadamard option; an entry or its memory is not the one of the plan; or as for
+                fp4kit.fake_quantize.
+        """
         keep_amax = as_flag(self._op, "keep_amax", keep_amax)
         self._check_unchanged("fake_quantize", xs)
         if self._hadamard is not False:
@@ -260,10 +320,20 @@ class GroupedPlan:
 
     @returns_in_plan_library
     def fake_quantize_backward(self, grads: Sequence[Any], xs: Any = None, *, pass_through: bool = True) -> list[Any]:
-        """[fake_quantize_backward(g, x, amax=a) for each]: grads themselves, or clipped where |x| is above the plan's
-        amaxes.
+        """Return fake_quantize_backward of each gradient, clipped at the plan's amaxes unless pass_through is set.
 
-        grads: N arrays of the shapes of xs. On a GPU, the same ones as in the call before need no work for each.
+        Args:
+            grads: N arrays in the shapes of xs. On a GPU, passing the arrays of the last call again needs no work per
+                array.
+            xs: the sequence as it is now, if it is another object than the plan's.
+            pass_through: whether to return the gradients unclipped.
+
+        Returns:
+            A list of gradients: grads themselves with pass_through.
+
+        Raises:
+            ValueError: grads does not have one entry per tensor; an entry or its memory is not the one of the plan; or
+                as for fp4kit.fake_quantize_backward.
         """
         self._check_unchanged("fake_quantize_backward", xs)
         pass_through = as_flag(self._op, "pass_through", pass_through)
@@ -290,13 +360,17 @@ class GroupedPlan:
         return self._clip[1].clip()
 
     def _host_calls(self, keep: bool) -> list[Call]:
-        """The calls, with their amaxes: given, or in amax_vector; NaN is computed anew, because it cannot be given."""
+        """Return the calls with their amaxes, either given or from amax_vector.
+
+        A NaN amax is left out and computed again, because it cannot be passed.
+        """
         given = [call.tensor_amax for call in self._calls]
         if self._vector is not None:
             given = list(self._amaxes) if keep else [None if np.isnan(a).any() else a for a in self._amax_now()]
         return each(self._op, lambda call, a: with_amaxes(call, a, call.block_amax), self._calls, given)
 
     def _check_unchanged(self, method: str, xs: Any) -> None:
+        """Raise ValueError if an argument no longer holds what it held when the plan was made."""
         for name, given in self._given.items():
             changed = given.changed(xs if name == "xs" else None)
             if changed is not None:

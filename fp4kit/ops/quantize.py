@@ -1,4 +1,4 @@
-"""quantize and quantize_both."""
+"""quantize and quantize_both: an array to codes and scales."""
 
 from __future__ import annotations
 
@@ -37,59 +37,73 @@ def quantize(
 
         scale = block_rule(amax of the block, tensor scale);   code = encode(x * factor(scale, tensor scale))
 
-    in the producer's own order of operations, which the recipe's rules in fp4kit.reference.tensor_rules and block_rules
-    state.
+    The order of the operations is the producer's; fp4kit.reference.tensor_rules and block_rules state it. To quantize
+    with scales you already have (from GPTQ, AWQ or calibration), pass block_scale and tensor_scale; then only codes are
+    computed.
 
-    x: float32, float16 or bfloat16, any shape and strides: NumPy, CuPy, or any DLPack exporter. Never written to.
-    recipe: id, alias or Recipe. Blocks run along `axis`; 16x16 blocks span it and the last one of the other axes.
-    tensor_amax: what the tensor scale is made from; computed from x if None. Shape (), or (E,) for x of three or more
-        dimensions (one per index of the first moved axis); one per row for row-scaled recipes, per block for "block"
-        ones.
-    scale_layout: "linear", "swizzled_128x4" or "swizzled_8x4" (fp4kit.layouts), each (M, K/block) matrix by itself.
-    rounding: "nearest" (the recipe's own) or "stochastic" (float elements; up or down with probability by distance).
-    seed: for "stochastic": an int from 0 to 2^64 - 1, the key of the Philox4x32-10 stream of
-    reference.stochastic.stream_bytes.
-        Its counter is the element's index in x with `axis` moved last. Or the random bytes themselves, uint8 of x's
-        shape.
-    hadamard: True applies TE's randomized Hadamard transform in blocks of 16 along `axis` first, rounded to x's dtype,
-    and
-        takes every amax after it; "no_signs" leaves the sign mask out.
-    block_amax: static recipes, and E8M0 scales of blocks of one row: calibrated block amaxes, or those that
-    search_scales finds,
-        float32 in the shape of the linear block_scale, or flat in its order.
-    block_scale, tensor_scale: scales that there are, as GPTQ, AWQ and calibration have them: only codes are made. Both,
-    or the
-        one that the recipe has; not together with an amax. block_scale: uint8 bit patterns, float8_e4m3fn or
-        float8_e8m0fnu, in scale_layout, as the result has them; tensor_scale: float32, decode direction, of the shapes
-        of tensor_amax.
-    out: a Quantized of the same recipe, shape, axis and layout, whose arrays are overwritten, and share no memory with
-    x or each
-        other; without a tensor_amax for a given tensor_scale. Its scales take the bytes that are given.
-    threads: of the processor, at most, for NumPy arrays; None: fp4kit.num_threads(). Nothing on a GPU.
+    Args:
+        x: float32, float16 or bfloat16 array of any shape and strides: NumPy, CuPy, or any exporter of DLPack. It is
+            never written to.
+        recipe: a recipe id, an alias or a Recipe.
+        axis: the axis along which blocks run. 16x16 blocks also span the last one of the other axes.
+        tensor_amax: the amax that the tensor scale is made from; None computes it from x. Its shape is () for one per
+            tensor, (E,) for one per index of the first moved axis of an x with three or more dimensions; one per row or
+            per block for recipes that scale so.
+        scale_layout: "linear", "swizzled_128x4" or "swizzled_8x4" (fp4kit.layouts). Each (M, K/block) matrix is laid
+            out by itself.
+        rounding: "nearest", which is the recipe's own rounding, or "stochastic", which rounds float elements up or down
+            with a probability given by the distance.
+        seed: for "stochastic": an int from 0 to 2^64 - 1, the key of the Philox4x32-10 stream of
+            reference.stochastic.stream_bytes, whose counter is the element's index in x with `axis` moved last; or the
+            random bytes, uint8 in the shape of x.
+        hadamard: True first applies TE's randomized Hadamard transform in blocks of 16 along `axis`, rounded to the
+            dtype of x; every amax is then that of the transform. "no_signs" leaves the sign mask out. False applies
+            none.
+        block_amax: calibrated block amaxes, or those found by search_scales: float32 in the shape of the linear
+            block_scale, or flat in its order. Accepted by static recipes, and for E8M0 scales of blocks of one row.
+        block_scale: given block scales, in scale_layout: uint8 bit patterns, float8_e4m3fn or float8_e8m0fnu. Pass
+            every scale that the recipe has, block_scale, tensor_scale or both, and no amax.
+        tensor_scale: given tensor scale: float32, multiplies on decode, in a shape that tensor_amax may have.
+        out: a Quantized of the same recipe, shape, axis and layout, whose arrays are overwritten. They must not share
+            memory with x or each other. With a given tensor_scale, out must have no tensor_amax. Given scales are
+            copied into it.
+        threads: the largest number of CPU threads, for NumPy arrays; None means fp4kit.num_threads(). Ignored on a GPU.
 
-    Returns Quantized: packed uint8 (..., K/2) or (..., K); block_scale uint8 (..., K/block); tensor_scale, tensor_amax
-    float32. Raises TypeError for another dtype; ValueError for a length that is not whole blocks, an unknown recipe or
-    layout, a 0-d x,
-        a tensor_amax of the wrong shape, NaN or negative, scales in part or beside an amax, an out in the memory of x;
-        NotImplementedError for what has no CUDA kernel.
-    Numerics: ties, overflow, NaN, inf, zeros, -0 and subnormals follow the recipe's fields (see Recipe).
-        Under given scales an element and its scales alone make the code: code = encode(x * factor(block_scale,
-        tensor_scale)) by the recipe's rule, elements saturate under a scale that is too small; under one that is zero
-        or NaN they are what the rule makes of that; the sign bit of an E4M3 scale counts. FlashInfer's rules ask, too,
-        whether the block of x is zero.
-    Exact: the producer's bytes; recipe.exact names the exceptions. With its own scales given, q comes back in every
-    bit,
-        tensor_amax apart. Rules that multiply with the tensor's encode scale (nvfp4-flashinfer,
-        nvfp4-compressed-tensors, fp8-modelopt, int8-modelopt, ...) take that of the amax which tensor_scale implies: it
-        is x's for 16-bit elements; for float32 it may be an ulp off, and with it the code of an element that close to a
-        tie.
-    Source: recipe.source.
+    Returns:
+        A Quantized: packed is uint8 (..., K/2), or (..., K) for elements of more than 4 bits; block_scale is uint8
+            (..., K/block); tensor_scale and tensor_amax are float32. It is `out` if given.
 
-    >>> import fp4kit, numpy as np
-    >>> x = np.float32([[0.1, -6, 2.4, 0.6] * 8])
-    >>> q = fp4kit.quantize(x, "mxfp4")
-    >>> fp4kit.unpack(q.packed)[0, :4], fp4kit.dequantize(q)[0, :4]
-    (array([ 0, 15,  4,  1], dtype=uint8), array([ 0. , -6. ,  2. ,  0.5], dtype=float32))
+    Raises:
+        TypeError: x has another dtype.
+        ValueError: a length is not a whole number of blocks; the recipe or the layout is unknown; x is 0-d; tensor_amax
+            has the wrong shape, is NaN or negative; scales are incomplete or passed together with an amax; or out
+            shares memory with x.
+        NotImplementedError: there is no CUDA kernel for the call.
+
+    Numerics:
+        Ties, overflow, NaN, inf, zeros, -0 and subnormals follow the fields of the recipe (see Recipe).
+
+        With given scales, an element and its scales alone determine the code: code = encode(x * factor(block_scale,
+        tensor_scale)) by the recipe's rule. Elements saturate under a scale that is too small. Under a scale of zero or
+        NaN the rule decides. The sign bit of an E4M3 scale counts. FlashInfer's rules also check whether the block of x
+        is zero.
+
+    Exact:
+        Equals the producer's bytes; recipe.exact names the exceptions. If q's own scales are given, every bit of q
+        except tensor_amax is reproduced. Rules that multiply by the tensor's encode scale (nvfp4-flashinfer,
+        nvfp4-compressed-tensors, fp8-modelopt, int8-modelopt, ...) then use the amax that tensor_scale implies. For
+        16-bit elements it is the amax of x. For float32 elements its encode scale may be an ulp off, which can change
+        the code of an element that close to a tie.
+
+    Source:
+        recipe.source.
+
+    Example:
+        >>> import fp4kit, numpy as np
+        >>> x = np.float32([[0.1, -6, 2.4, 0.6] * 8])
+        >>> q = fp4kit.quantize(x, "mxfp4")
+        >>> fp4kit.unpack(q.packed)[0, :4], fp4kit.dequantize(q)[0, :4]
+        (array([ 0, 15,  4,  1], dtype=uint8), array([ 0. , -6. ,  2. ,  0.5], dtype=float32))
     """
     given_scales, key = block_scale is not None or tensor_scale is not None, None
     if hadamard is False and seed is None and block_amax is None and not given_scales:
@@ -107,8 +121,9 @@ def quantize(
 
 
 def _are_apart(x: Any, tensor_amax: Any, out: Quantized | None) -> bool:
-    """Whether a call that was checked before writes to nothing that it reads; out's own amax is written with what was
-    read.
+    """Return whether a call that was checked before writes to no memory that it reads.
+
+    If tensor_amax is out's own, it is written with the value that was read.
     """
     if out is None or tensor_amax is None or tensor_amax is out.tensor_amax:
         return is_apart(x, out)
@@ -117,7 +132,7 @@ def _are_apart(x: Any, tensor_amax: Any, out: Quantized | None) -> bool:
 
 @returns_in_library
 def _quantize(x: Any, recipe: str | Recipe, axis: int, options: QuantizeOptions, key: Any, **given: Any) -> Quantized:
-    """The full way, which leaves a prepared call under the key."""
+    """Return the result after all checks, and cache the prepared call under `key`."""
     call = quantize_call("quantize", x, recipe, axis, options, **given)
     q = run("quantize", "quantize", call.x, call)
     if key is not None:
@@ -136,6 +151,7 @@ def _quantize_with_scales(
     *,
     out: Quantized | None,
 ) -> Quantized:
+    """Return x quantized with given scales."""
     call = call_with_scales(
         "quantize", x, recipe, axis, options, block_scale, tensor_scale, import_out("quantize", out)
     )
@@ -144,6 +160,7 @@ def _quantize_with_scales(
 
 
 def _refuse_amaxes(tensor_amax: Any, block_amax: Any) -> None:
+    """Raise ValueError if an amax was passed together with scales."""
     for name, given in (("tensor_amax", tensor_amax), ("block_amax", block_amax)):
         if given is not None:
             raise ValueError(
@@ -163,19 +180,31 @@ def quantize_both(
     hadamard: Hadamard = False,
     threads: int | None = None,
 ) -> tuple[Quantized, Quantized]:
-    """Quantize x rowwise (axis -1) and columnwise (axis -2): (q_row, q_col), each as quantize gives it.
+    """Quantize x rowwise (axis -1) and columnwise (axis -2), reading it once on a GPU.
 
-    x: (..., M, K). tensor_amax serves both directions; row-scaled recipes compute one per row and per column, and take
-    none. hadamard: applies to the columnwise result only, as in TE. seed: 0 to 2^64 - 2; the columnwise result uses
-    seed + 1. threads: of the processor, at most, for NumPy arrays; None: fp4kit.num_threads(). Nothing on a GPU. Raises
-    what quantize raises, and ValueError for x of less than two dimensions, and for a tensor_amax of a recipe that has
-    one
-        for each row or block.
+    Args:
+        x: float32, float16 or bfloat16 array (..., M, K).
+        recipe: a recipe id, an alias or a Recipe.
+        tensor_amax: the amax for both directions; None computes it. Recipes with one tensor scale per row or block
+            accept none, because rows and columns have different ones.
+        scale_layout: as in quantize, for both results.
+        rounding: as in quantize, for both results.
+        seed: an int from 0 to 2^64 - 2. The columnwise result uses seed + 1.
+        hadamard: as in quantize, applied to the columnwise result only, as in TE.
+        threads: the largest number of CPU threads, for NumPy arrays; None means fp4kit.num_threads(). Ignored on a GPU.
 
-    >>> import fp4kit, numpy as np
-    >>> row, column = fp4kit.quantize_both(np.ones((32, 64), np.float32), "mxfp4")
-    >>> row.packed.shape, column.packed.shape
-    ((32, 32), (64, 16))
+    Returns:
+        The pair (q_row, q_col), each equal to the result of quantize.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: as for quantize.
+        ValueError: x has less than two dimensions, or tensor_amax is given for a recipe with one per row or block.
+
+    Example:
+        >>> import fp4kit, numpy as np
+        >>> row, column = fp4kit.quantize_both(np.ones((32, 64), np.float32), "mxfp4")
+        >>> row.packed.shape, column.packed.shape
+        ((32, 32), (64, 16))
     """
     op = "quantize_both"
     if getattr(seed, "ndim", 0):
@@ -193,7 +222,7 @@ def quantize_both(
 def _quantize_both(
     x: Any, recipe: str | Recipe, options: QuantizeOptions, key: Any, tensor_amax: Any
 ) -> tuple[Quantized, Quantized]:
-    """The full way, which leaves a prepared call under the key."""
+    """Return both results after all checks, and cache the prepared call under `key`."""
     op, seed = "quantize_both", options.seed
     row = quantize_call(op, x, recipe, -1, options._replace(hadamard=False), tensor_amax=tensor_amax)
     if row.x.ndim < 2:

@@ -13,9 +13,15 @@ from fp4kit.types import RecipeId
 
 
 class Requantized(NamedTuple):
-    """quantized: the result. exact: every value is the same, bit for bit. changed: how many values are not.
+    """The result of requantize.
 
-    On a GPU exact and changed are CuPy arrays, bool () and int64 (): bool(exact) and int(changed) wait for the device.
+    On a GPU, exact and changed are CuPy arrays, bool () and int64 (). Reading them, as bool(exact) and int(changed) do,
+    waits for the device.
+
+    Attributes:
+        quantized: the new Quantized.
+        exact: whether every value stayed the same, bit for bit.
+        changed: how many values did not.
     """
 
     quantized: Quantized
@@ -25,26 +31,37 @@ class Requantized(NamedTuple):
 
 @returns_in_library
 def requantize(q: Quantized, recipe: RecipeId | Recipe) -> Requantized:
-    """Quantize a quantized array with another recipe, and say whether every value stayed the same.
+    """Quantize a quantized array with another recipe, and report whether every value stayed the same.
 
-    MXFP4 -> NVFP4 keeps the codes: with k the exponents of the blocks that hold anything but zeros and m = max(k) - 8,
+    MXFP4 to NVFP4 keeps the codes. With k the exponents of the blocks that are not all zeros, and m = max(k) - 8,
 
         tensor_scale = 2^m,   block_scale = 2^(k - m) for both halves of a block of 32
 
-    which is exact iff max(k) - min(k) <= 17, because E4M3 holds 2^-9 ... 2^8 (and 2^m and 2688 * 2^m are float32).
-    Blocks of zeros get scale 0 and keep their codes. Everything else is quantize(dequantize(q, np.float32), recipe): no
-    value is rounded to q's dtype between.
+    This is exact if and only if max(k) - min(k) <= 17, because E4M3 holds 2^-9 ... 2^8, and 2^m and 2688 * 2^m are
+    float32 numbers. Blocks of zeros get scale 0 and keep their codes. Every other case is quantize(dequantize(q,
+    np.float32), recipe), so no value is rounded to q's dtype in between.
 
-    q: Quantized, of arrays of any library; its axis, dtype and scale layout are kept. recipe: the target.
-    Returns Requantized(quantized, exact, changed); exact is verified by decoding both to float32, NaN equal to NaN. On
-    a GPU nothing waits: exact and changed stay there, and both ways are gone, since which one applies is known on the
-    device only. Raises what quantize raises (a length that is not whole blocks of the target, ...). Source:
-    Model-Optimizer utils/numeric_utils.py, the closed-form cast.
+    Args:
+        q: a Quantized with arrays of any library. Its axis, dtype and scale layout are kept.
+        recipe: the id or Recipe to convert to.
 
-    >>> import fp4kit, numpy as np
-    >>> q = fp4kit.quantize(np.linspace(-9, 9, 64, dtype=np.float32).reshape(2, 32), "mxfp4")
-    >>> fp4kit.requantize(q, "nvfp4").exact
-    True
+    Returns:
+        A Requantized (quantized, exact, changed). exact is verified by decoding both arrays to float32; NaN equals NaN.
+        On a GPU nothing waits for the device: both methods are computed there, because only the device knows which one
+        applies, and exact and changed stay there.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: as for quantize, for example if a length is not a whole number of
+            the target's blocks.
+
+    Source:
+        Model-Optimizer utils/numeric_utils.py, the closed-form cast.
+
+    Example:
+        >>> import fp4kit, numpy as np
+        >>> q = fp4kit.quantize(np.linspace(-9, 9, 64, dtype=np.float32).reshape(2, 32), "mxfp4")
+        >>> fp4kit.requantize(q, "nvfp4").exact
+        True
     """
     q = checks.check_quantized("requantize", q)
     target = recipe_of("requantize", recipe)

@@ -1,4 +1,4 @@
-"""search_scales: the block amaxes whose scales have the least error."""
+"""search_scales: the block amaxes whose scales give the smallest error."""
 
 from __future__ import annotations
 
@@ -25,74 +25,87 @@ def search_scales(
     axis: int = -1,
     threads: int | None = None,
 ) -> Any:
-    """The amax of each block of x whose E4M3 scale has the least error, for quantize; or the tensor's amax of least
-    error.
+    """Search, for each block of x, the amax whose E4M3 scale gives the smallest error. Pass the result to quantize.
 
         scale(c) = amax * c / scale_max / 6;   loss(c) = sum over the block of weight * (x - q * scale(c))^2
-        block_amax = amax * c / scale_max,  c = the one of least loss of the candidates, the first of equal ones
+        block_amax = amax * c / scale_max,  c = the candidate of smallest loss, the first of equals
 
-    amax is the tensor's, c runs over the 126 E4M3 numbers above 0, ascending, and q is the E2M1 number nearest to x /
-    scale(c). With a Hessian H of the block's columns the loss is d^T H d, d = x - q * scale(c), and scale(c) is first
-    rounded to E4M3.
+    amax is the tensor's, c takes the 126 positive E4M3 values in ascending order, and q is the E2M1 value nearest to x
+    / scale(c). With a Hessian H of the block's columns, the loss is d^T H d, d = x - q * scale(c), and scale(c) is
+    first rounded to E4M3.
 
-    x: float32, float16 or bfloat16, any shape and strides, of any library. Never written to.
-    recipe: a static one of E2M1 in blocks of 16 under E4M3 scales, nvfp4-modelopt-static or
-    nvfp4-modelopt-static-4over6, or a
-        variant of nearest codes, scales of amax / 6 and one tensor scale; or nvfp4-modelopt-mse, which quantizes under
-        the same amaxes in one call. Blocks run along `axis`; the loss of a 16x16 block, where a variant has these, is
-        that of all its rows. Of FP8 and integers without block scales (fp8-modelopt, int8-modelopt-channel, ...) the
-        amax of the tensor, or of each expert or row, is searched; of E8M0 scales in blocks of one row (mxfp4-ocp,
-        mxfp8-te, ...) amax * 2^j of the block, in the recipe's own arithmetic.
-    objective: "mse", as above; "mae": sum of weight * |x - q * scale(c)|; "max": the largest of these; "p2.4", or
-    another number
-        from 1 to 16: sum of weight * |x - q * scale(c)|^2.4. "p1" is "mae", "p2" is "mse".
-    tensor_amax: as quantize takes it, and the same one must be given to both; computed from x if None.
-    weights: float32 (K,), finite and >= 0, one for each place along `axis`, such as the mean square of the activation
-    that it
-        meets; 0: this column does not matter. None: all 1, with the same result as ones.
-    hessian: float32 (K/16, 16, 16), symmetric, one for each 16 columns; not together with weights, which are its
-    diagonal. candidates: "all"; "near", codes of c from 8 below to 8 above the one that the block's own amax gives; or
-    those ends as two
-        ints (low, high), both inclusive. Codes beyond the 126 are the first or the last of them. Without block scales:
-        (start, stop, step), multiples of the amax from start to stop; "all" is (0.25, 4.0, 0.1), Model-Optimizer's. Of
-        E8M0 scales: ends of j; "all" is the floor, floor(log2(amax)) - floor(log2(largest element)), and one exponent
-        below and above it.
-    threads: of the processor, at most, for NumPy arrays; None: fp4kit.num_threads(). Nothing on a GPU.
+    For recipes with other scales, it searches something else:
 
-    Returns float32 (..., M, K/16), `axis` last, as the linear block_scale of quantize has it: quantize(x, recipe,
-    axis=axis,
-        tensor_amax=amax, block_amax=found) makes of it the scales, whose codes are those of c, in every normal range of
-        amax. Without block scales: float32 of the shape of tensor_amax, amax * the multiple whose values have the least
-        error, the first of equals, for quantize(..., tensor_amax=found); exact differences, added in float64 row by row
-        from the first.
-    Raises TypeError for another dtype; ValueError for another objective, one beside a Hessian that is not "mse", a
-    recipe that is
-        none of those, a length that is no multiple of 16, weights or a Hessian of another shape, with NaN, infinite or
-        (weights) negative values, a Hessian that is not symmetric within 1e-5 of its largest value, both at once, other
-        candidates; NotImplementedError for what has no CUDA kernel: E8M0 scales of blocks that are no multiple of 16
-        columns. Weights and Hessians on a GPU are not looked at, since that would wait.
-    Numerics: float32, one rounding an operation, in the order of the source's kernels: x / scale(c) by the GPU's
-    approximate
-        division (div.full.f32), x - q * scale(c) and sums of squares by fma, sums in a tree. Ties of x / scale(c) go to
-        even codes; above 6 it is 6. Losses that are equal after rounding count as equal: the least c wins. A scale(c)
-        that underflows to 0 counts as 1. A block with NaN or infinity, or whose losses all overflow, has no least one
-        and takes the first candidate; of E8M0 scales its own amax. What is made of an amax that is NaN is NaN, which
-        quantize refuses. Of a tensor of zeros all amaxes are 0; -0 is 0. Powers other than 1 and 2 are fp4kit's own, in
-        float64 of +, -, *, / and bits alone, rounded to float32 (of block scales): the same on every machine, within
-        (20 + 2 |log2 d|) 2^-53 of d^p.
-    Exact: the amaxes that Model-Optimizer 0.47 finds on an H200 by nvfp4_fp8_scale_sweep, without and with a Hessian.
-    Weights,
-        "near", scale_max 256 and other objectives follow the same arithmetic; the source has none of them there.
-    Source: Model-Optimizer 0.47 torch/kernels/quantization/gemm/nvfp4_fp8_sweep.py, torch/quantization/calib/mse.py
-    MseCalibrator
-        (the multiples and the choice); in NumPy: fp4kit.reference.search_scales, search_amaxes, power.
+    - E8M0 scales in blocks of one row (mxfp4-ocp, mxfp8-te, ...): amax * 2^j of each block, in the recipe's own
+      arithmetic.
+    - FP8 and integers without block scales (fp8-modelopt, int8-modelopt-channel, ...): multiples of the amax of the
+      tensor, or of each expert or row.
 
-    >>> import fp4kit, numpy as np
-    >>> x = np.random.default_rng(0).standard_normal((64, 64), dtype=np.float32)
-    >>> found = fp4kit.search_scales(x, "nvfp4-modelopt-static")
-    >>> usual, searched = (fp4kit.quantize(x, "nvfp4-modelopt-static", block_amax=amax) for amax in (None, found))
-    >>> [round(float(fp4kit.compare(x, fp4kit.dequantize(q)).sqnr), 1) for q in (usual, searched)]
-    [20.4, 21.8]
+    Args:
+        x: float32, float16 or bfloat16 array of any shape and strides, of any library. It is never written to.
+        recipe: nvfp4-modelopt-static, nvfp4-modelopt-static-4over6, or a variant with nearest codes, scales of amax / 6
+            and one tensor scale; nvfp4-modelopt-mse, which quantizes with the found amaxes in one call; or a recipe of
+            the list above. The loss of a 16x16 block, if a variant has such blocks, is that of all its rows.
+        objective: "mse", as above; "mae", sum of weight * |x - q * scale(c)|; "max", the largest weight * |x - q *
+            scale(c)|; or "p2.4" or another power from 1 to 16, sum of weight * |x - q * scale(c)|^2.4. "p1" is "mae",
+            and "p2" is "mse".
+        tensor_amax: as in quantize, and to be passed to both; None computes it from x.
+        weights: float32 (K,), finite and >= 0, one per place along `axis`, such as the mean square of the activation at
+            that place. 0 ignores the column. None means all ones.
+        hessian: float32 (K/16, 16, 16), symmetric, one per 16 columns. Not together with weights, which are its
+            diagonal.
+        candidates: "all"; "near", codes of c from 8 below to 8 above the code of the block's own amax; or that range as
+            two ints (low, high), both inclusive. Codes outside of the 126 count as the first or the last. For E8M0
+            scales, the range of j; "all" is floor(log2(amax)) - floor(log2(largest element)) and one exponent below and
+            above it. Without block scales, (start, stop, step) of the multiples; "all" is Model-Optimizer's (0.25, 4.0,
+            0.1).
+        axis: the axis along which blocks run.
+        threads: the largest number of CPU threads, for NumPy arrays; None means fp4kit.num_threads(). Ignored on a GPU.
+
+    Returns:
+        float32 (..., M, K/16), `axis` last, in the shape of quantize's linear block_scale. In every normal range of
+        amax, quantize(x, recipe, axis=axis, tensor_amax=amax, block_amax=found) makes the scales with the codes of c.
+        Without block scales: float32 in the shape of tensor_amax, for quantize(..., tensor_amax=found).
+
+    Raises:
+        TypeError: x has another dtype.
+        ValueError: the objective is unknown, or not "mse" together with a Hessian; the recipe is none of the above; a
+            length is not a multiple of the block; weights or hessian have another shape, hold NaN, infinite or
+            (weights) negative numbers, or are both given; the Hessian is not symmetric within 1e-5 of its largest
+            value; or candidates are invalid. Weights and Hessians on a GPU are not checked, because that would wait for
+            the device.
+        NotImplementedError: there is no CUDA kernel: for E8M0 scales of blocks that are not a multiple of 16 columns.
+
+    Numerics:
+        float32, with one rounding per operation, in the order of the source's kernels. x / scale(c) is the GPU's
+        approximate division (div.full.f32). x - q * scale(c) and sums of squares are computed by fma, and sums are
+        added in a tree. Ties of x / scale(c) go to even codes; above 6 it is 6. A scale(c) that underflows to 0 counts
+        as 1.
+
+        Losses that are equal after rounding count as equal, so the smallest c wins. A block with NaN or infinity, or
+        whose losses all overflow, takes the first candidate; for E8M0 scales, its own amax. A NaN amax gives NaN, which
+        quantize rejects. In a tensor of zeros all amaxes are 0; -0 counts as 0.
+
+        Powers other than 1 and 2 are fp4kit's own: float64 of +, -, *, / and bit operations, for block scales rounded
+        to float32. They are equal on every machine, within (20 + 2 |log2 d|) 2^-53 of d^p. Without block scales,
+        differences are exact and added in float64, row by row from the first.
+
+    Exact:
+        Equals the amaxes that Model-Optimizer 0.47 finds on an H200 by nvfp4_fp8_scale_sweep, without and with a
+        Hessian. Weights, "near", scale_max 256 and other objectives follow that arithmetic; the source does not have
+        them.
+
+    Source:
+        Model-Optimizer 0.47 torch/kernels/quantization/gemm/nvfp4_fp8_sweep.py; torch/quantization/calib/mse.py
+        MseCalibrator for the multiples and the choice. In NumPy: fp4kit.reference.search_scales, search_amaxes and pow.
+
+    Example:
+        >>> import fp4kit, numpy as np
+        >>> x = np.random.default_rng(0).standard_normal((64, 64), dtype=np.float32)
+        >>> found = fp4kit.search_scales(x, "nvfp4-modelopt-static")
+        >>> usual, searched = (fp4kit.quantize(x, "nvfp4-modelopt-static", block_amax=amax) for amax in (None, found))
+        >>> [round(float(fp4kit.compare(x, fp4kit.dequantize(q)).sqnr), 1) for q in (usual, searched)]
+        [20.4, 21.8]
     """
     wanted = SearchRequest(objective, weights, hessian, candidates)
     search = search_call("search_scales", x, recipe, axis, tensor_amax, wanted)

@@ -22,17 +22,28 @@ def swizzle(q_or_scales: Quantized, layout: ScaleLayout) -> Quantized: ...
 @overload
 def swizzle(q_or_scales: ArrayT, layout: ScaleLayout) -> ArrayT: ...
 def swizzle(q_or_scales: Any, layout: ScaleLayout) -> Any:
-    """Block scales in another layout: of a Quantized (any layout to any), or of an array of linear scales (..., R, C).
+    """Return block scales in another layout.
 
-    layout: "linear", "swizzled_128x4" or "swizzled_8x4"; fp4kit.layouts gives the offsets. Padding is zero.
-    Returns a Quantized, or uint8 (..., R padded, C padded), each (R, C) matrix by itself; in the library of the scales.
-    Raises ValueError for an unknown layout or an array of less than two dimensions; TypeError unless the scales are
-    uint8.
+    Args:
+        q_or_scales: a Quantized in any layout, or an array of linear scales, uint8 (..., R, C).
+        layout: "linear", "swizzled_128x4" or "swizzled_8x4". fp4kit.layouts states the byte offsets.
 
-    >>> import fp4kit, numpy as np
-    >>> q = fp4kit.quantize(np.ones((32, 64), np.float32), "nvfp4")
-    >>> q.block_scale.shape, fp4kit.swizzle(q, "swizzled_128x4").block_scale.shape
-    ((32, 4), (128, 4))
+    Returns:
+        A Quantized with its scales in that layout; or uint8 (..., R padded, C padded), each (R, C) matrix laid out by
+        itself. Padding is zero. The library and device are those of the scales.
+
+    Raises:
+        TypeError: the scales are not uint8.
+        ValueError: the layout is unknown, or an array has less than two dimensions.
+
+    Exact:
+        unswizzle is the inverse.
+
+    Example:
+        >>> import fp4kit, numpy as np
+        >>> q = fp4kit.quantize(np.ones((32, 64), np.float32), "nvfp4")
+        >>> q.block_scale.shape, fp4kit.swizzle(q, "swizzled_128x4").block_scale.shape
+        ((32, 4), (128, 4))
     """
     if isinstance(q_or_scales, Quantized):
         return _change("swizzle", q_or_scales, layout)
@@ -41,20 +52,21 @@ def swizzle(q_or_scales: Any, layout: ScaleLayout) -> Any:
 
 @returns_in_library
 def _swizzle_scales(scales: Any, layout: str) -> Any:
+    """Return an array of linear scales in another layout."""
     layouts.check_layout("swizzle", layout)
     scales = _scales("swizzle", scales, 2)
     return change_layout(scales, "linear", layout, scales.shape)
 
 
 def _change(op: str, q: Quantized, layout: ScaleLayout) -> Quantized:
-    """A Quantized with its scales in a layout."""
+    """Return a Quantized with its scales in a layout."""
     key, repeat = find(op, (q,), layout)
     return _change_fully(q, op, layout, key) if repeat is None else repeat(q)
 
 
 @returns_in_library
 def _change_fully(given: Quantized, op: str, layout: ScaleLayout, key: Any) -> Quantized:
-    """The full way, which leaves a prepared call under the key."""
+    """Return a Quantized with its scales in a layout, after all checks, and cache the prepared call under `key`."""
     layouts.check_layout(op, layout)
     q = given.imported()
     if q.block_scale is None:
@@ -77,16 +89,26 @@ def unswizzle(
     q_or_scales: ArrayT, layout: ScaleLayout | None = None, shape: tuple[int, ...] | None = None
 ) -> ArrayT: ...
 def unswizzle(q_or_scales: Any, layout: ScaleLayout | None = None, shape: tuple[int, ...] | None = None) -> Any:
-    """Linear block scales: of a Quantized, or of an array in `layout` whose linear shape (..., R, C) is `shape`.
+    """Return block scales in linear layout: the inverse of swizzle.
 
-    Returns a Quantized with scale_layout "linear", or uint8 of `shape`; padding is dropped. Inverse of swizzle.
-    Raises ValueError if the array has another size than shape with its padding, or layout or shape is missing for an
-    array, or given for a Quantized, which knows both.
+    Args:
+        q_or_scales: a Quantized, or an array of scales in `layout`, uint8.
+        layout: the layout of an array; leave it out for a Quantized, which knows it.
+        shape: the linear shape (..., R, C) of an array; leave it out for a Quantized.
 
-    >>> import fp4kit, numpy as np
-    >>> q = fp4kit.quantize(np.ones((32, 64), np.float32), "nvfp4", scale_layout="swizzled_8x4")
-    >>> fp4kit.unswizzle(q).scale_layout
-    'linear'
+    Returns:
+        A Quantized with scale_layout "linear", or uint8 of `shape`. The padding is dropped.
+
+    Raises:
+        TypeError: the scales are not uint8.
+        ValueError: an array has another size than shape with its padding; layout or shape is missing for an array, or
+            given for a Quantized.
+
+    Example:
+        >>> import fp4kit, numpy as np
+        >>> q = fp4kit.quantize(np.ones((32, 64), np.float32), "nvfp4", scale_layout="swizzled_8x4")
+        >>> fp4kit.unswizzle(q).scale_layout
+        'linear'
     """
     if isinstance(q_or_scales, Quantized):
         if layout is not None or shape is not None:
@@ -99,6 +121,7 @@ def unswizzle(q_or_scales: Any, layout: ScaleLayout | None = None, shape: tuple[
 
 @returns_in_library
 def _unswizzle_scales(scales: Any, layout: str | None, shape: tuple[int, ...] | None) -> Any:
+    """Return an array of scales in linear layout."""
     if layout is None or shape is None:
         raise ValueError(
             "unswizzle: an array of scales needs layout and shape (its linear one); a Quantized knows both"
@@ -110,8 +133,9 @@ def _unswizzle_scales(scales: Any, layout: str | None, shape: tuple[int, ...] | 
 
 
 def change_layout(scales: Any, source: str, target: str, shape: tuple[int, ...]) -> Any:
-    """Scales whose linear shape (..., R, C) is `shape`, from one layout to another; themselves where it is the same
-    one.
+    """Return scales in another layout; unchanged if the layout is the same.
+
+    shape: their linear shape (..., R, C).
     """
     if source == target:
         return scales
@@ -119,6 +143,7 @@ def change_layout(scales: Any, source: str, target: str, shape: tuple[int, ...])
 
 
 def _scales(op: str, scales: Any, ndim: int) -> Any:
+    """Return scales as a NumPy or CuPy array. Raise an error unless they are uint8 with at least ndim dimensions."""
     (array,) = import_arrays(op, scales=scales)
     if array.dtype != np.uint8:
         raise TypeError(f"{op}: scales are {array.dtype}; needs uint8 bit patterns; use scales.view(np.uint8)")

@@ -173,8 +173,8 @@ def test_plain_functions_under_vmap(name):
         name
     ]
     text = (
-        rf"^{name}: x is a Tensor without memory of its own on one device \(.*inside of torch.func, call what"
-        r" fp4kit.torch has"
+        rf"^{name}: x is a Tensor without memory of its own on one device \(.*inside torch.func, call"
+        r" fp4kit.torch's function"
     )
     with pytest.raises(BufferError, match=text):
         torch.vmap(lambda x: call(x, "mxfp4"))(to_torch(STACK))
