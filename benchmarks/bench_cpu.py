@@ -34,12 +34,14 @@ import cpu_loops
 import cpu_report
 import cpu_search
 import numpy as np
+from cpu_bars import SEVEN
 from cpu_cases import CpuCase, check, normal
 from cpu_loops import two_passes
-from cpu_rows import SEVEN, WARMED, CpuRow, Watch, alternate, watch
 from cpu_sweep import SHAPES, sweep
 from measure import BF16, F16, F32
 from records import head
+from rows import CpuRow
+from timing import WARMED, Watch, alternate, watch
 
 import fp4kit
 

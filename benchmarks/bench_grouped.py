@@ -84,7 +84,7 @@ def grouped(bench: Bench, tensors: Tensors, recipe: str, fake: bool, loop: Loop)
         None if amaxes is None else plan.amax_vector if r.tensor_scaling == "row" else fp4kit.amax(tensors.whole)
     )
     traffic = element_bytes(x=BF16) | (element_bytes(values=BF16) if fake else quantized_bytes(recipe))
-    one = Beside("one launch", bench.time(one_launch(tensors.whole, r, fake, whole_amax)).us, AT_MOST)
+    one = Beside("one launch", bench.time(one_launch(tensors.whole, r, fake, whole_amax)).median, AT_MOST)
     others: dict[str, Call] = {}
     if tensors.equal:
         pairs = [*zip(tensors.xs, amaxes or [None] * len(tensors.xs), strict=True)]
@@ -98,7 +98,7 @@ def grouped(bench: Bench, tensors: Tensors, recipe: str, fake: bool, loop: Loop)
 def with_amaxes(bench: Bench, tensors: Tensors, recipe: str, name: str, call: Call, traffic: Traffic) -> None:
     """Two launches, against the same two on the concatenation."""
     single = fp4kit.fake_quantize if name.startswith("fake") else fp4kit.quantize
-    one = Beside("one launch each", bench.time(lambda: single(tensors.whole, recipe)).us, AT_MOST)
+    one = Beside("one launch each", bench.time(lambda: single(tensors.whole, recipe)).median, AT_MOST)
     twice = element_bytes(**{"x for amax": BF16}) | traffic
     bench.row(f"{name} {tensors.name}, amax", recipe, tensors.whole, twice, call, beside=one)
 
@@ -108,7 +108,7 @@ def amaxes_alone(bench: Bench, tensors: Tensors) -> None:
     plan = fp4kit.GroupedPlan(tensors.xs, "fp8-modelopt")
     for i, amax in enumerate(plan.amax()):
         assert_same_bits(amax.get(), fp4kit.amax(tensors.xs[i]).get(), f"amax of {i}")
-    one = Beside("one launch", bench.time(lambda: fp4kit.amax(tensors.whole)).us, AT_MOST)
+    one = Beside("one launch", bench.time(lambda: fp4kit.amax(tensors.whole)).median, AT_MOST)
     bench.row(f"amax {tensors.name}", "fp8-modelopt", tensors.whole, element_bytes(x=BF16), plan.amax, beside=one)
 
 
@@ -119,7 +119,7 @@ def clipped(bench: Bench, tensors: Tensors) -> None:
     plan = fp4kit.GroupedPlan(tensors.xs, "fp8-modelopt", tensor_amax=[amax] * len(tensors.xs))
     one = bench.time(
         lambda: fp4kit.fake_quantize_backward(grad, whole, "fp8-modelopt", amax=amax, pass_through=False)
-    ).us
+    ).median
     bench.row(
         f"clip gradients {tensors.name}",
         "fp8-modelopt",

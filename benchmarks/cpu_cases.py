@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
-from cpu_rows import Call
 from measure import BF16, POISON
+from timing import Call
 
 import fp4kit
 from fp4kit.evidence.testing import assert_same_bits

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
-from cpu_rows import Call, Time, Watch, alternate, watch
+from timing import Call, Time, Watch, alternate, watch
 
 FIRST_USE = """
 import json, sys, time

@@ -23,7 +23,7 @@ from importlib import metadata
 from typing import Any, NamedTuple
 
 import numpy as np
-from cpu_rows import WARMED
+from timing import WARMED
 
 LARGEST_ERROR = {"nvfp4": 0.15, "mxfp4": 0.2, "mxfp8": 0.05}  # of the values, root mean square, against the input's
 PACKAGES = ("torch", "torchao", "compressed-tensors", "mlx", "numpy")

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import records
-from cpu_rows import SEVEN, Bar, CpuRow, bars
-from records import Record, head_text
-from report import COLOURS, PEER_COLOURS, SHORT
+from cpu_bars import SEVEN, Bar, bars
+from records import COLOURS, PEER_COLOURS, SHORT, Record, head_text
+from rows import CpuRow
 
 from fp4kit.cli.tables import markdown as table
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 from cpu_cases import CpuCase, dequantize, fake_quantize, normal, quantize, same
-from cpu_rows import alternate, watch
 from measure import BF16, F16, F32
+from timing import alternate, watch
 
 import fp4kit
 from fp4kit.cpu.coverage import not_faked

@@ -26,9 +26,7 @@ copy that moves as many bytes, measured in the same run). Arrays that are not se
 from __future__ import annotations
 
 import argparse
-import statistics
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from importlib import metadata
@@ -37,7 +35,8 @@ from typing import Any
 
 import numpy as np
 from records import head, output_of
-from rows import BenchmarkRow, Time, Traffic, formula, traffic_bytes
+from rows import BenchmarkRow, Traffic, formula, traffic_bytes
+from timing import Call, Time, alternate, batches
 
 import fp4kit
 from fp4kit.evidence.testing import assert_same_bits
@@ -53,8 +52,6 @@ SMALL_CALLS = 20  # calls in one CUDA graph
 POISON = 0xEE
 CHECKED = (slice(64), slice(-64, None))  # rows that are compared with the specification
 PACKAGES = ("fp4kit", "cupy-cuda13x", "cupy-cuda12x", "numpy", "torch", "triton", "torchao", "nvidia-modelopt")
-
-Call = Callable[[], object]
 
 
 def poison(*arrays: Any) -> None:
@@ -138,8 +135,7 @@ class Bench:
             call()
         number = len(calls) * max(round(min(CALLS, 3000 / self._events(calls)) / len(calls)), 1)
         turns = [calls[i % len(calls)] for i in range(number)]
-        times = [self._events(turns) for _ in range(self.repeat)]
-        return Time(statistics.median(times), max(times) - min(times))
+        return Time.of(self._events(turns) * 1e-6 for _ in range(self.repeat))
 
     def _events(self, calls: Sequence[Call]) -> float:
         """Microseconds of one of the calls, queued behind copies so that the device does not wait for the host."""
@@ -166,7 +162,7 @@ class Bench:
             graph.upload()
             found = self.time(graph.launch)
         stream.synchronize()
-        return Time(found.us / SMALL_CALLS, found.spread / SMALL_CALLS)
+        return Time(*(us / SMALL_CALLS for us in found))
 
     def host_time(self, call: Call) -> Time:
         """Time until a call returns, on the host."""
@@ -178,22 +174,15 @@ class Bench:
         The least of the batches, as timeit has it: on a host that others share, x * 2 of PyTorch takes 7.5 us now and
         11.5 a second later, and so does everything else.
         """
-        times: list[list[float]] = [[] for _ in calls]
-        for _ in range(2 * self.repeat):
-            for call, found in zip(calls, times, strict=True):
-                call()
-                self.cupy.cuda.Device().synchronize()
-                start = time.perf_counter()
-                for _ in range(batch):
-                    call()
-                found.append((time.perf_counter() - start) * 1e6 / batch)
-        return [Time(min(found), max(found) - min(found)) for found in times]
+        idle = self.cupy.cuda.Device().synchronize
+        watches = {i: batches(call, batch, lambda call=call: (call(), idle())) for i, call in enumerate(calls)}
+        return [*alternate(watches, 2 * self.repeat, float("inf")).values()]
 
     def copy_us(self, nbytes: int) -> float:
         """Time of a device-to-device copy that reads and writes nbytes together, measured once in a run."""
         if nbytes not in self._copies:
             source, target = (self.cupy.zeros(max(nbytes // 2, 1), np.uint8) for _ in range(2))
-            self._copies[nbytes] = self.time(lambda: self.cupy.copyto(target, source)).us
+            self._copies[nbytes] = self.time(lambda: self.cupy.copyto(target, source)).median
         return self._copies[nbytes]
 
     def row(
@@ -219,13 +208,22 @@ class Bench:
         nbytes = traffic_bytes(traffic, n)
         found = measure(*calls) if timed is None else timed
         row = BenchmarkRow(
-            operation, recipe, np.dtype(x.dtype).name, tuple(x.shape), formula(traffic), nbytes, *found, kind, **targets
+            operation=operation,
+            recipe=recipe,
+            dtype=np.dtype(x.dtype).name,
+            shape=tuple(x.shape),
+            formula=formula(traffic),
+            bytes=nbytes,
+            us=_reported(found, kind),
+            spread=found.spread,
+            kind=kind,
+            **targets,
         )
         if kind == "kernel":
             row.copy_us = self.copy_us(nbytes)
         for name, call in (peers or {}).items() if self.peers else ():
             try:
-                row.peers[name] = measure(call).us
+                row.peers[name] = _reported(measure(call), kind)
             except Exception as error:
                 row.failed[name] = (
                     f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"[:160]
@@ -245,6 +243,11 @@ class Bench:
             "copy_TB/s": round(large / copy / 1e6, 3),
         }
         return about | {"rows": [row.record() for row in self.rows]}
+
+
+def _reported(time: Time, kind: str) -> float:
+    """Return the microseconds that a row reports: the smallest for the host, the median for the device."""
+    return time.best if kind == "host" else time.median
 
 
 def describe() -> dict[str, Any]:

@@ -16,6 +16,10 @@ import fp4kit
 
 Record = Mapping[str, Any]
 
+SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
+COLOURS = {"bfloat16": "#1b6ca8", "float16": "#e08e0b", "float32": "#5a9e4b", "uint8": "#777777"}
+PEER_COLOURS = ("#b5443c", "#7a55a3", "#2f8f8b", "#c77f2a", "#555555", "#d06fa8", "#4a7a1f")
+
 
 def output_of(*command: str) -> str:
     """Return the first line that a command prints; "unknown" if the command fails."""

@@ -10,7 +10,7 @@ from typing import Any
 
 import records
 from below_target import REASONS, Reason, reason_of
-from records import Record, head_text
+from records import COLOURS, PEER_COLOURS, SHORT, Record, head_text
 from rows import BenchmarkRow
 
 from fp4kit.cli.tables import markdown as table
@@ -26,9 +26,6 @@ COLUMNS = (
     "target",
     "peers: their time / this one",
 )
-SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
-COLOURS = {"bfloat16": "#1b6ca8", "float16": "#e08e0b", "float32": "#5a9e4b", "uint8": "#777777"}
-PEER_COLOURS = ("#b5443c", "#7a55a3", "#2f8f8b", "#c77f2a", "#555555", "#d06fa8", "#4a7a1f")
 
 
 def rows_of(record: Record) -> list[BenchmarkRow]:

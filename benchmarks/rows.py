@@ -8,17 +8,11 @@ from fractions import Fraction
 from typing import Any, NamedTuple
 
 import numpy as np
+from timing import Time
 
 import fp4kit
 
 Traffic = Mapping[str, Fraction]
-
-
-class Time(NamedTuple):
-    """Microseconds of one call: the median, and largest minus smallest."""
-
-    us: float
-    spread: float
 
 
 class Beside(NamedTuple):
@@ -29,21 +23,28 @@ class Beside(NamedTuple):
     at_most: float
 
 
-@dataclass
-class BenchmarkRow:
-    """One timed operation. `bytes` is n elements times the bytes of `traffic`; `copy_us` is a copy that moves as many.
-
-    kind: "kernel" (events around calls in a row), "graph" (events around replays of a CUDA graph) or "host" (time until
-    the call returns). target: smallest efficiency wanted; target_us: largest time wanted. peers: {name: us}; failed:
-    {peer: why}.
-    """
+@dataclass(kw_only=True)
+class Row:
+    """One timed operation of a record. failed: {peer: why it could not be timed}."""
 
     operation: str
     recipe: str
     dtype: str
     shape: tuple[int, ...]
-    formula: str
     bytes: int
+    failed: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(kw_only=True)
+class BenchmarkRow(Row):
+    """One timed operation on a GPU. `bytes` is n elements times the bytes of `traffic`; `copy_us` is a copy that moves
+    as many.
+
+    kind: "kernel" (events around calls in a row), "graph" (events around replays of a CUDA graph) or "host" (time until
+    the call returns). target: smallest efficiency wanted; target_us: largest time wanted. peers: {name: us}.
+    """
+
+    formula: str
     us: float
     spread: float
     kind: str = "kernel"
@@ -52,7 +53,6 @@ class BenchmarkRow:
     target_us: float | None = None
     beside: Beside | None = None
     peers: dict[str, float] = field(default_factory=dict)
-    failed: dict[str, str] = field(default_factory=dict)
 
     @property
     def efficiency(self) -> float | None:
@@ -103,6 +103,56 @@ class BenchmarkRow:
         text += "".join(f"   {name}: {ratio:.2f}x" for name, ratio in self.ratios.items())
         text += "".join(f"   {name}: {why}" for name, why in self.failed.items())
         return text + ("" if self.met is not False else "   BELOW TARGET")
+
+
+@dataclass(kw_only=True)
+class CpuRow(Row):
+    """One timed operation on a CPU. bytes: of the input, or of the output of dequantize; a rate is bytes / time.
+
+    times: "one" and "all" (threads), "one into" and "all into" (memory that is there, by out=), "specification". peers:
+    {name: time} on all threads; in the group "ggml", "ggml" on one thread; in "sizes" a streaming loop. failed: {peer:
+    why}.
+    """
+
+    group: str
+    times: dict[str, Time]
+    peers: dict[str, Time] = field(default_factory=dict)
+
+    def rate(self, name: str) -> float | None:
+        """GB/s, by the median time."""
+        found = self.times.get(name)
+        return None if found is None else self.bytes / found.median / 1e3
+
+    def ratio(self, over: str, under: str) -> float | None:
+        """How many times as long one takes as the other, by the medians."""
+        if over not in self.times or under not in self.times:
+            return None
+        return self.times[over].median / self.times[under].median
+
+    @property
+    def fastest_peer(self) -> tuple[str, float] | None:
+        """The peer that takes least, and how many times as long it takes as this row on all threads."""
+        ours = self.times["all" if "all" in self.times else "one"].median
+        found = min(self.peers.items(), key=lambda pair: pair[1].median, default=None)
+        return None if found is None else (found[0], found[1].median / ours)
+
+    def record(self) -> dict[str, Any]:
+        """The row as it stands in the JSON file."""
+        timed = {part: {name: us[:2] for name, us in getattr(self, part).items()} for part in ("times", "peers")}
+        return asdict(self) | timed
+
+    @classmethod
+    def of(cls, record: Mapping[str, Any]) -> CpuRow:
+        """The row of a record."""
+        timed = {part: {name: Time(*us) for name, us in record[part].items()} for part in ("times", "peers")}
+        return cls(**{**record, **timed, "shape": tuple(record["shape"])})
+
+    def __str__(self) -> str:
+        text = f"{self.group:11}{self.operation:24}{self.recipe:33}{self.dtype:9}{'x'.join(map(str, self.shape)):>12}"
+        for name, us in self.times.items():
+            text += f"  {name} {us.median:.0f} us ({self.bytes / us.median / 1e3:.2f})"
+        text += "".join(f"  {name} {us.median:.0f} us" for name, us in self.peers.items())
+        return text + "".join(f"  {name}: {why}" for name, why in self.failed.items())
 
 
 def element_bytes(**dtypes: Any) -> dict[str, Fraction]:

@@ -178,7 +178,7 @@ def clock(monkeypatch):
 
 def test_time_is_that_of_one_call_and_calls_take_turns(clock):
     found = measure.Bench(repeat=3).time(clock.call("a", 10.0), clock.call("b", 20.0))
-    assert found.us == pytest.approx(15) and found.spread == pytest.approx(0)
+    assert found.median == pytest.approx(15) and found.spread == pytest.approx(0)
     assert clock.calls[4:] == ["a", "b"] * (len(clock.calls) // 2 - 2)
     assert len(clock.calls) == 4 + 2 + 3 * measure.CALLS
 

@@ -21,13 +21,15 @@ import fp4kit
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 import bench_cpu  # noqa: E402
+import cpu_bars  # noqa: E402
 import cpu_cases  # noqa: E402
 import cpu_ggml  # noqa: E402
 import cpu_peers  # noqa: E402
 import cpu_report  # noqa: E402
-import cpu_rows  # noqa: E402
 import cpu_search  # noqa: E402
 import cpu_sweep  # noqa: E402
+import rows as row_records  # noqa: E402
+import timing  # noqa: E402
 
 COMMITTED = BENCHMARKS / "results" / "cpu.json"
 
@@ -36,12 +38,21 @@ def a_row(
     group="recipes", operation="quantize", recipe="nvfp4-te", dtype="bfloat16", peers=None, nbytes=1 << 25, **times
 ):
     """us of each time."""
-    timed, others = ({name: cpu_rows.Time(us, us) for name, us in found.items()} for found in (times, peers or {}))
-    return cpu_rows.CpuRow(group, operation, recipe, dtype, (4096, 4096), nbytes, timed, others)
+    timed, others = ({name: timing.Time(us, us) for name, us in found.items()} for found in (times, peers or {}))
+    return row_records.CpuRow(
+        group=group,
+        operation=operation,
+        recipe=recipe,
+        dtype=dtype,
+        shape=(4096, 4096),
+        bytes=nbytes,
+        times=timed,
+        peers=others,
+    )
 
 
 def found_bars(*rows, loops=None, sweep=None):
-    return {bar.text.partition(":")[0]: bar for bar in cpu_rows.bars(list(rows), loops or {}, sweep)}
+    return {bar.text.partition(":")[0]: bar for bar in cpu_bars.bars(list(rows), loops or {}, sweep)}
 
 
 @pytest.mark.exhaustive
@@ -66,7 +77,7 @@ def test_a_quick_run_writes_record_and_table(tmp_path, capsys):
     assert (tmp_path / "cpu.md").read_text() == cpu_report.markdown(record) and (tmp_path / "cpu.svg").exists()
     rows = cpu_report.rows_of(record)
     assert [row.record() for row in rows] == [
-        cpu_rows.CpuRow.of(json.loads(json.dumps(row.record()))).record() for row in rows
+        row_records.CpuRow.of(json.loads(json.dumps(row.record()))).record() for row in rows
     ]
     assert {(row.group, row.operation) for row in rows if row.recipe.startswith("mxfp4-micro")} == {
         ("recipes", "fake_quantize")
@@ -103,20 +114,20 @@ def test_calls_take_turns_and_slow_ones_fewer():
     def watch(name):
         return lambda: calls.append(name) or 1.0
 
-    times = cpu_rows.alternate({"a": watch("a"), "b": watch("b")}, rounds=5, budget=0)
-    assert calls == ["a", "b"] * 3 and times["a"] == cpu_rows.Time(1e6, 1e6)
+    times = timing.alternate({"a": watch("a"), "b": watch("b")}, rounds=5, budget=0)
+    assert calls == ["a", "b"] * 3 and times["a"] == timing.Time(1e6, 1e6)
 
 
 def test_short_calls_come_after_one_that_is_not_timed(monkeypatch):
     calls, clock = [], [0.0]
-    monkeypatch.setattr(cpu_rows.time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: clock[0])
 
     def call(seconds):
         calls.append(seconds)
         clock[0] += seconds
 
     for seconds, below, number in ((0.04, 0.05, 2), (0.04, 0, 1), (0.06, 0.05, 1), (0.0009, 0.05, 3), (0.0009, 0, 2)):
-        found = cpu_rows.watch(lambda seconds=seconds: call(seconds), warm_below=below)
+        found = timing.watch(lambda seconds=seconds: call(seconds), warm_below=below)
         calls.clear()
         assert found() == pytest.approx(seconds) and len(calls) == number
 
@@ -128,7 +139,7 @@ def test_bars():
         bars["quantize bf16"].holds and bars["quantize bf16, the aim"].holds and bars["quantize bf16"].figure == "6.71"
     )
     assert bars["dequantize to bf16"].holds is None
-    assert bars["times faster than the fastest other library"] == cpu_rows.Bar(
+    assert bars["times faster than the fastest other library"] == cpu_bars.Bar(
         "times faster than the fastest other library: at least 5", "4.80", "quantize nvfp4-te bfloat16", False
     )
     assert bars["rate of one thread over all, quantize and dequantize"].figure == "0.62"
@@ -248,7 +259,7 @@ def test_the_committed_table_is_that_of_the_record():
     assert COMMITTED.with_suffix(".md").read_text() == cpu_report.markdown(record), (
         "run python benchmarks/cpu_report.py on it"
     )
-    assert {row.recipe for row in cpu_report.rows_of(record) if row.group == "recipes"} >= set(cpu_rows.SEVEN)
+    assert {row.recipe for row in cpu_report.rows_of(record) if row.group == "recipes"} >= set(cpu_bars.SEVEN)
 
 
 def test_the_plot_is_the_same_each_time(tmp_path):
@@ -271,8 +282,8 @@ def test_the_plot_is_the_same_each_time(tmp_path):
 
 def test_the_peers_script_needs_no_fp4kit():
     text = (BENCHMARKS / "cpu_peers.py").read_text()
-    assert "import fp4kit" not in text and "from cpu_" not in text.replace("from cpu_rows import", "")
-    assert "fp4kit" not in (BENCHMARKS / "cpu_rows.py").read_text()
+    assert "import fp4kit" not in text and "from cpu_" not in text and "from rows" not in text
+    assert "fp4kit" not in (BENCHMARKS / "timing.py").read_text()
     assert (
         "usage"
         in subprocess.run([sys.executable, BENCHMARKS / "cpu_peers.py", "-h"], capture_output=True, text=True).stdout

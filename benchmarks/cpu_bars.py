@@ -1,18 +1,12 @@
-"""What the CPU benchmarks share: stop-watches that take turns, the record of a row, and the bars that rows are held
-against.
-"""
+"""The bars that rows of the CPU benchmark are held against."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass, field
-from statistics import median
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-Call = Callable[[], object]
-Watch = Callable[[], float]  # seconds of one call
+from rows import CpuRow
+from timing import Time
 
 SEVEN = (
     "nvfp4-te",
@@ -23,115 +17,6 @@ SEVEN = (
     "mxfp4-flashinfer",
     "mxfp8-te",
 )
-BATCH_SECONDS = 2e-3  # calls are timed in batches of about as long
-WARMED = 0.05  # seconds
-BUDGET = 0.7  # seconds after which a slow call gets no further turn, where it had three
-
-
-class Time(NamedTuple):
-    """Microseconds of one call: the smallest, and the median."""
-
-    best: float
-    median: float
-
-    @classmethod
-    def of(cls, seconds: Iterable[float]) -> Time:
-        found = sorted(seconds)
-        return cls(round(found[0] * 1e6, 2), round(median(found) * 1e6, 2))
-
-
-def watch(
-    call: Call,
-    context: Callable[[], AbstractContextManager[Any]] = nullcontext,
-    lasting: float = BATCH_SECONDS,
-    warm_below: float = 0.0,
-) -> Watch:
-    """A stop-watch of a call, which it makes in a context: once or twice to warm up, then in batches lasting so long.
-
-    warm_below: calls that take fewer seconds come after one that is not timed: what the call before it left in caches,
-    of one thread or of a specification with gigabytes of temporaries, is not theirs to pay for.
-    """
-
-    def seconds(batch: int, warmed: bool = False) -> float:
-        with context():
-            if warmed:
-                call()
-            start = time.perf_counter()
-            for _ in range(batch):
-                call()
-            return (time.perf_counter() - start) / batch
-
-    first = seconds(1)
-    batch = 1 if first > 10 * lasting else max(1, min(50, int(lasting / max(seconds(1), 1e-9))))
-    return lambda: seconds(batch, first < warm_below)
-
-
-def alternate(watches: Mapping[str, Watch], rounds: int, budget: float = BUDGET) -> dict[str, Time]:
-    """Times of calls that take turns; one that has used its budget is left out from the fourth round on."""
-    found: dict[str, list[float]] = {name: [] for name in watches}
-    spent = dict.fromkeys(watches, 0.0)
-    for turn in range(rounds):
-        for name, seconds in watches.items():
-            if turn < 3 or spent[name] < budget:
-                start = time.perf_counter()
-                found[name].append(seconds())
-                spent[name] += time.perf_counter() - start
-    return {name: Time.of(times) for name, times in found.items()}
-
-
-@dataclass
-class CpuRow:
-    """One timed operation. bytes: of the input, or of the output of dequantize; a rate is bytes / time.
-
-    times: "one" and "all" (threads), "one into" and "all into" (memory that is there, by out=), "specification". peers:
-    {name: time} on all threads; in the group "ggml", "ggml" on one thread; in "sizes" a streaming loop. failed: {peer:
-    why}.
-    """
-
-    group: str
-    operation: str
-    recipe: str
-    dtype: str
-    shape: tuple[int, ...]
-    bytes: int
-    times: dict[str, Time]
-    peers: dict[str, Time] = field(default_factory=dict)
-    failed: dict[str, str] = field(default_factory=dict)
-
-    def rate(self, name: str) -> float | None:
-        """GB/s, by the median time."""
-        found = self.times.get(name)
-        return None if found is None else self.bytes / found.median / 1e3
-
-    def ratio(self, over: str, under: str) -> float | None:
-        """How many times as long one takes as the other, by the medians."""
-        if over not in self.times or under not in self.times:
-            return None
-        return self.times[over].median / self.times[under].median
-
-    @property
-    def fastest_peer(self) -> tuple[str, float] | None:
-        """The peer that takes least, and how many times as long it takes as this row on all threads."""
-        ours = self.times["all" if "all" in self.times else "one"].median
-        found = min(self.peers.items(), key=lambda pair: pair[1].median, default=None)
-        return None if found is None else (found[0], found[1].median / ours)
-
-    def record(self) -> dict[str, Any]:
-        """The row as it stands in the JSON file."""
-        return asdict(self)
-
-    @classmethod
-    def of(cls, record: Mapping[str, Any]) -> CpuRow:
-        """The row of a record."""
-        timed = {part: {name: Time(*us) for name, us in record[part].items()} for part in ("times", "peers")}
-        return cls(**{**record, **timed, "shape": tuple(record["shape"])})
-
-    def __str__(self) -> str:
-        text = f"{self.group:11}{self.operation:24}{self.recipe:33}{self.dtype:9}{'x'.join(map(str, self.shape)):>12}"
-        for name, us in self.times.items():
-            text += f"  {name} {us.median:.0f} us ({self.bytes / us.median / 1e3:.2f})"
-        text += "".join(f"  {name} {us.median:.0f} us" for name, us in self.peers.items())
-        return text + "".join(f"  {name}: {why}" for name, why in self.failed.items())
 
 
 class Bar(NamedTuple):

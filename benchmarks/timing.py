@@ -1,0 +1,84 @@
+"""Timers of the benchmarks: the times of a call, and stop-watches of calls that take turns.
+
+A *watch* is a function that returns the seconds of one call. Calls that are compared take turns, because a machine that
+others share is slower at one moment than at another.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from statistics import median
+from typing import Any, NamedTuple
+
+Call = Callable[[], object]
+Watch = Callable[[], float]
+
+BATCH_SECONDS = 2e-3  # watch times calls in batches of about this length
+WARMED = 0.05  # seconds: shorter calls are timed after an untimed one
+BUDGET = 0.7  # seconds after which a slow call gets no further turn, if it had three
+
+
+class Time(NamedTuple):
+    """Microseconds of one call over several timings: the smallest, the median, and largest minus smallest."""
+
+    best: float
+    median: float
+    spread: float = 0.0
+
+    @classmethod
+    def of(cls, seconds: Iterable[float]) -> Time:
+        """Return the time of some timings of one call."""
+        found = sorted(one * 1e6 for one in seconds)
+        return cls(round(found[0], 3), round(median(found), 3), round(found[-1] - found[0], 3))
+
+
+def batches(call: Call, size: int, before: Call = lambda: None) -> Watch:
+    """Return a watch that calls `before`, then times `size` calls in a row."""
+
+    def seconds() -> float:
+        before()
+        start = time.perf_counter()
+        for _ in range(size):
+            call()
+        return (time.perf_counter() - start) / size
+
+    return seconds
+
+
+def watch(
+    call: Call,
+    context: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    lasting: float = BATCH_SECONDS,
+    warm_below: float = 0.0,
+) -> Watch:
+    """Return a watch that makes a call inside a context, in batches of about `lasting` seconds. The call is made once
+    or twice first, to warm up.
+
+    warm_below: a call that takes fewer seconds is made once untimed before each batch, so that it does not pay for
+    cache lines that the previous call evicted.
+    """
+
+    def seconds(size: int, warmed: bool = False) -> float:
+        with context():
+            return batches(call, size, call if warmed else lambda: None)()
+
+    first = seconds(1)
+    size = 1 if first > 10 * lasting else max(1, min(50, int(lasting / max(seconds(1), 1e-9))))
+    return lambda: seconds(size, first < warm_below)
+
+
+def alternate(watches: Mapping[Any, Watch], rounds: int, budget: float = BUDGET) -> dict[Any, Time]:
+    """Return the time of each call. Calls take turns; one that has used its budget is left out from the fourth round
+    on.
+    """
+    found: dict[Any, list[float]] = {name: [] for name in watches}
+    spent = dict.fromkeys(watches, 0.0)
+    for turn in range(rounds):
+        for name, seconds in watches.items():
+            if turn < 3 or spent[name] < budget:
+                start = time.perf_counter()
+                found[name].append(seconds())
+                spent[name] += time.perf_counter() - start
+    return {name: Time.of(times) for name, times in found.items()}
