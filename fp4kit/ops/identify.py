@@ -1,4 +1,8 @@
-"""identify: which recipe made a quantized array."""
+"""identify: which recipe made a quantized array.
+
+A large array is first tried on a sample, a part of SAMPLE elements. Variations are first tried on a probe, a part of
+PROBE elements. Results that survive are proved on all bytes.
+"""
 
 from __future__ import annotations
 
@@ -27,15 +31,17 @@ from fp4kit.types import Hadamard
 
 _COLUMNS = ("recipe", "bytes equal", "codes differ", "scales differ")
 PROBE = 1 << 14  # elements on which variations are tried first
-SAMPLE = 1 << 18  # and recipes, of twice as many and more
-MOST_PROVED = 3  # recipes of which all bytes are compared where none makes those of the sample
-NEXT_TO_TIES = 1 / 1024  # share of codes that an ulp of the encode scale may change
-ELSEWHERE = 1 / 8  # least share of codes between two values that stochastic rounding puts where the nearest is not
+SAMPLE = 1 << 18  # elements on which recipes are tried first, if the array has at least twice as many
+MOST_PROVED = 3  # recipes that are proved on all bytes if no recipe makes all bytes of the sample
+NEXT_TO_TIES = 1 / 1024  # largest share of codes that an ulp of the encode scale may change
+# Of the elements between two values, stochastic rounding must move at least this share away from the nearest value.
+ELSEWHERE = 1 / 8
 
 
 class Variation(NamedTuple):
-    """What reproduces a quantized array although no recipe alone does: a recipe, a transform of x, stochastic
-    rounding.
+    """A combination that reproduces a quantized array although no recipe alone does.
+
+    recipe: its name. hadamard: the transform of x. stochastic: whether rounding was stochastic.
     """
 
     recipe: str
@@ -45,12 +51,14 @@ class Variation(NamedTuple):
 
 @dataclass(frozen=True)
 class Identification:
-    """Recipes by how many bytes they reproduce, best first. Those that reproduce all cannot be told apart on this
-    tensor.
+    """The recipes, ranked by how many bytes of a quantized array they reproduce. It prints as the verdict and a table.
 
-    matches: one a recipe. variations: where no recipe reproduces all, what does under a Hadamard transform, and what
-    may have
-        made every code by stochastic rounding.
+    Recipes that reproduce all bytes cannot be distinguished on this tensor. Iterating yields the matches.
+
+    Attributes:
+        matches: one Match per recipe, best first.
+        variations: if no recipe reproduces all bytes, the combinations that do with a Hadamard transform, and those
+            that may have made every code by stochastic rounding.
     """
 
     matches: tuple[Match, ...]
@@ -58,12 +66,12 @@ class Identification:
 
     @property
     def exact(self) -> tuple[str, ...]:
-        """Names of the recipes that reproduce every byte."""
+        """The names of the recipes that reproduce every byte."""
         return tuple(m.recipe for m in self.matches if m.whole and m.equal == m.total)
 
     @property
     def verdict(self) -> str:
-        """What the ranking means, in a sentence."""
+        """The meaning of the ranking, in one sentence."""
         if self.exact:
             return f"{either(self.exact)} made these bytes" + " (they agree on this tensor)" * (len(self.exact) > 1)
         if self.variations:
@@ -88,6 +96,7 @@ class Identification:
         return Panel(self.verdict, columns=_COLUMNS, rows=tuple(self._rows())).html()
 
     def _rows(self) -> Iterator[tuple[str, str, str, str]]:
+        """Yield the rows of the table."""
         for m in self.matches:
             share = "all" if m.equal == m.total else f"{100 * m.fraction:.4f}%"
             of = "" if m.whole else f" of {m.total:,} bytes"
@@ -95,12 +104,12 @@ class Identification:
 
 
 def either(names: Sequence[str]) -> str:
-    """a, b or c."""
+    """Return names as "a, b or c"."""
     return " or ".join(filter(None, (", ".join(names[:-1]), names[-1])))
 
 
 def _sentence(variations: Sequence[Variation]) -> str:
-    """Of the variations that are of the first one's kind."""
+    """Return a sentence about the variations that are of the kind of the first one."""
     _, hadamard, stochastic = variations[0]
     names = either([v.recipe for v in variations if v[1:] == (hadamard, stochastic)])
     given = f" with hadamard={hadamard!r}" if hadamard else ""
@@ -112,36 +121,46 @@ def _sentence(variations: Sequence[Variation]) -> str:
 
 @ieee("identify")
 def identify(q: Quantized, x: Any) -> Identification:
-    """Rank the recipes by how many bytes of q they reproduce from x, and say what made it.
+    """Rank the recipes by how many bytes of q they reproduce from x, and say which one made q.
 
-    q: codes and scales of unknown origin, under any recipe of the same format; x: the array they were made from, q's
-    shape and
-        the producer's dtype (float32, float16 or bfloat16: some recipes round to it).
-    The recipes are those of the table in q's format, and where q's own is a variant of one (dataclasses.replace), that,
-    and those of the table in blocks of its shape. The tensor's amax is q.tensor_amax where q's recipe makes
-    q.tensor_scale of it. Else, for each recipe, one that it makes
-        q.tensor_scale of: that of x, or one that the scale implies (reference/implied_amax.py).
-    Where no recipe reproduces all bytes, each is tried with hadamard=True and "no_signs", and with stochastic rounding,
-    with and
-        without them: q's scales must be the recipe's, in every byte, and each code one of the two that random bytes can
-        choose. An eighth of the codes between two values, at least, must not be the nearest. The random numbers remain
-        unknown.
-    Of 2 * SAMPLE elements and more, each recipe is tried on the first SAMPLE, or whole blocks of about as many; those
-    that make
-        all bytes there are proved on all bytes, and where none does, the MOST_PROVED best. The others keep the sample's
-        counts.
-    Time: a quantize of the sample, or of a small x, for each recipe and for each amax that its tensor scale leaves
-    open, and one
-        of the whole for those that are proved; the variations take three more for each recipe on PROBE elements, and on
-        the whole for those that fit there.
-    What is on a GPU is copied to the host, which waits for it; of 2 * SAMPLE elements and more, all bytes are proved on
-    the GPU. Returns Identification; print it for the verdict and a table. Raises ValueError if the shapes differ;
-    TypeError as quantize.
+    Candidates are the recipes of the table in q's format. If q's recipe is a variant of one (dataclasses.replace), they
+    also include q's recipe and the table's recipes with its block shape.
 
-    >>> import fp4kit, numpy as np
-    >>> x = np.random.default_rng(0).standard_normal((64, 64), dtype=np.float32)
-    >>> fp4kit.identify(fp4kit.quantize(x, "mxfp4-triton-kernels-down"), x).verdict
-    'mxfp4-triton-kernels-down made these bytes'
+    If no recipe reproduces all bytes, each is tried with hadamard=True and "no_signs", and with stochastic rounding,
+    alone and with those transforms. Such a variation counts if the recipe makes q's scales in every byte, and each code
+    is one of the two that random bytes can choose. Also, at least an eighth of the codes between two values must not be
+    the nearest. The random numbers remain unknown.
+
+    Args:
+        q: a Quantized of unknown origin, under any recipe of its format.
+        x: the array that it was made from, in q's shape and the producer's dtype: float32, float16 or bfloat16. The
+            dtype matters, because some recipes round to it.
+
+    Returns:
+        An Identification.
+
+    Raises:
+        TypeError: as for quantize.
+        ValueError: the shapes of q and x differ.
+
+    Numerics:
+        If q's recipe makes q.tensor_scale from q.tensor_amax, that amax is used. Otherwise each recipe is tried with an
+        amax from which it makes q.tensor_scale: that of x, or one that the scale implies (reference/implied_amax.py).
+
+        For 2 * SAMPLE or more elements, every recipe is first tried on about SAMPLE elements at the start, in whole
+        blocks. The recipes that reproduce this sample, or else the best MOST_PROVED ones, are then compared on all
+        bytes. The other matches keep the counts of the sample.
+
+        Time: one quantize of the sample, or of a small x, per recipe and per amax that its tensor scale allows, and one
+        of the whole array per proved recipe. Variations take three more per recipe on PROBE elements, and on the whole
+        array if they fit there. Arrays on a GPU are copied to the host, which waits for the device; for 2 * SAMPLE or
+        more elements, all bytes are proved on the GPU.
+
+    Example:
+        >>> import fp4kit, numpy as np
+        >>> x = np.random.default_rng(0).standard_normal((64, 64), dtype=np.float32)
+        >>> fp4kit.identify(fp4kit.quantize(x, "mxfp4-triton-kernels-down"), x).verdict
+        'mxfp4-triton-kernels-down made these bytes'
     """
     q = checks.check_quantized("identify", q)
     pair = pair_of(q, x)
@@ -159,7 +178,11 @@ def identify(q: Quantized, x: Any) -> Identification:
 
 
 def candidates_of(own: Recipe) -> Iterator[Recipe]:
-    """The recipes of the table in a recipe's format; beside a variant, itself, and the table's in its blocks."""
+    """Yield the recipes that q may be made with, given its own recipe.
+
+    These are the table's recipes in its format. For a variant they also include itself, and the table's recipes with
+    its blocks.
+    """
     yield from (r for r in RECIPES.values() if _comparable(own, r))
     if own in RECIPES.values() or own.fake_only:
         return
@@ -168,20 +191,22 @@ def candidates_of(own: Recipe) -> Iterator[Recipe]:
         if r.block and own.block and r.block_size != own.block_size:
             try:
                 variant = replace(r, block=own.block)
-            except ValueError:  # not in such blocks
+            except ValueError:  # the recipe does not allow such blocks
                 continue
             if _comparable(own, variant) and variant != own:
                 yield variant
 
 
 def _comparable(a: Recipe, b: Recipe) -> bool:
+    """Return whether codes and scales of two recipes can be compared."""
     same = a.element == b.element and a.scale == b.scale and a.block_size == b.block_size
     return same and not b.fake_only and (a.block is None or (b.block or (1, 1))[1] == a.block_size)
 
 
 class RecipeTrial(NamedTuple):
-    """What a recipe reproduces of a part under the best of the amaxes that may have been the tensor's; and all as good
-    ones.
+    """What a recipe reproduces of a part.
+
+    match: the result under the best amax. amaxes: all amaxes that give that result.
     """
 
     recipe: Recipe
@@ -190,12 +215,16 @@ class RecipeTrial(NamedTuple):
 
 
 def _matches(q: Quantized, x: np.ndarray, candidates: Sequence[Recipe]) -> list[Match]:
+    """Return the match of every candidate, on all bytes."""
     amaxes = CandidateAmaxes(q, x)
     return [best_match(q, x, r, amaxes.of(r)) for r in candidates]
 
 
 def _matches_by_sample(host: Pair, whole: Pair, candidates: Sequence[Recipe]) -> list[Match]:
-    """Of a large array: all candidates on a part, on the host, and those that make it on the whole, where that is."""
+    """Return the match of every candidate for a large array.
+
+    All candidates are tried on a part, on the host. The best are proved on all bytes, where the array is.
+    """
     box, amaxes = _part(host.q, SAMPLE), CandidateAmaxes(*host)
     trials = [_try_part(amaxes, r, box) for r in candidates]
     trials.sort(key=lambda t: -t.match.equal)
@@ -205,12 +234,12 @@ def _matches_by_sample(host: Pair, whole: Pair, candidates: Sequence[Recipe]) ->
 
 
 def _match(q: Quantized, x: np.ndarray, r: Recipe, hadamard: Hadamard = False) -> Match:
-    """The best of what r gives under each amax that may have been the tensor's."""
+    """Return the best match of a recipe over all amaxes that may have been the tensor's."""
     return best_match(q, x, r, CandidateAmaxes(q, x).of(r, hadamard), hadamard)
 
 
 def _try_part(whole: CandidateAmaxes, r: Recipe, box: Box) -> RecipeTrial:
-    """Under each amax of the whole, on a box of it."""
+    """Return the best trial of a recipe on a box, over all amaxes of the whole array."""
     q, x = whole.q, whole.x[box]
     best: RecipeTrial | None = None
     for amax in whole.of(r):
@@ -226,7 +255,10 @@ def _try_part(whole: CandidateAmaxes, r: Recipe, box: Box) -> RecipeTrial:
 
 
 def _of_tensor(whole: CandidateAmaxes, r: Recipe) -> np.ndarray | None:
-    """The amax of the whole where one covers it all, and a part would have another; None where it cannot be given."""
+    """Return the amax of the whole array if one covers it all, because that of a part may differ.
+
+    Return None if the recipe has no such amax, or it is NaN and cannot be passed.
+    """
     own = whole.own(r) if r.tensor_scaling == "tensor" else None
     return None if own is None or np.isnan(own).any() else own.max()
 
@@ -236,7 +268,10 @@ def _of_tensor(whole: CandidateAmaxes, r: Recipe) -> np.ndarray | None:
 
 
 def _variations(q: Quantized, x: np.ndarray, candidates: Sequence[Recipe]) -> Iterator[Variation]:
-    """Those of hadamard alone first, then of stochastic rounding."""
+    """Yield the variations that reproduce q.
+
+    Those with only a Hadamard transform come first, then those with stochastic rounding.
+    """
     box = _part(q, PROBE)
     probe, part = box_of(q, box), x[box]
     transforms: list[Hadamard] = [False, True, "no_signs"] if q.moved_shape[-1] % HADAMARD_BLOCK == 0 else [False]
@@ -254,8 +289,9 @@ def _variations(q: Quantized, x: np.ndarray, candidates: Sequence[Recipe]) -> It
 
 
 def _has_signs_of(q: Quantized, x: np.ndarray, hadamard: Hadamard) -> bool:
-    """Return whether codes have the signs of x, or of its transform. Every recipe keeps them; True if x is not
-    finite.
+    """Return whether codes have the signs of x, or of its transform. Return True if x is not finite.
+
+    Every recipe keeps signs.
     """
     if not np.isfinite(x).all():
         return True
@@ -269,13 +305,14 @@ def _has_signs_of(q: Quantized, x: np.ndarray, hadamard: Hadamard) -> bool:
 
 
 def _can_have(r: Recipe, tensor_scale: np.ndarray | None) -> bool:
-    """Whether r may have given a tensor scale: NaN not by a rule that gives numbers alone."""
+    """Return whether a recipe can give a tensor scale. One that never gives NaN cannot give a NaN scale."""
     return r.tensor_rule not in NEVER_NAN or tensor_scale is None or not np.isnan(tensor_scale).any()
 
 
 def _part(q: Quantized, elements: int) -> Box:
-    """A part of about so many elements: whole along the quantized axis, some of the first rows of the others, in whole
-    blocks.
+    """Return a box of about `elements` elements: whole along the quantized axis, and the first rows of the other axes.
+
+    It consists of whole blocks.
     """
     steps, left, rows = list(q.shape), max(elements // max(q.shape[q.axis], 1), 1), q.recipe.block_rows
     for axis in reversed(range(len(steps))):
@@ -286,7 +323,7 @@ def _part(q: Quantized, elements: int) -> Box:
 
 
 def _codes_under(q: Quantized, x: np.ndarray, r: Recipe, hadamard: Hadamard, byte: int | None) -> np.ndarray:
-    """Codes of x under the scales of q; byte: rounded stochastically, all by this random byte."""
+    """Return the codes of x under the scales of q. byte: the random byte of all elements, for stochastic rounding."""
     options: dict[str, Any] = {"block_scale": q.block_scale, "tensor_scale": q.tensor_scale, "hadamard": hadamard}
     if byte is not None:
         options |= {"rounding": "stochastic", "seed": np.full(x.shape, byte, np.uint8)}
@@ -296,15 +333,14 @@ def _codes_under(q: Quantized, x: np.ndarray, r: Recipe, hadamard: Hadamard, byt
 
 
 def _may_be(q: Quantized, x: np.ndarray, r: Recipe, hadamard: Hadamard, stochastic: bool) -> bool:
-    """Whether r makes the codes of q under q's own scales, but for a few that lie next to a tie."""
+    """Return whether a recipe makes the codes of q under q's own scales, except for a few next to a tie."""
     codes = unpacked(q.packed, r.element.packing)
     if stochastic:
         low, high = (_codes_under(q, x, r, hadamard, byte) for byte in (0, 255))
         wrong = (codes != low) & (codes != high)
         nearest = _codes_under(q, x, r, hadamard, None)
-        zeros = (codes | nearest) & (
-            r.element.sign_bit - 1
-        ) == 0  # of any sign: a sign rule of its own is no random rounding
+        # Zeros of any sign: a difference in sign comes from a sign rule, not from random rounding.
+        zeros = (codes | nearest) & (r.element.sign_bit - 1) == 0
         elsewhere = np.count_nonzero((codes != nearest) & ~zeros)
         if elsewhere < ELSEWHERE * np.count_nonzero(low != high):
             return False
@@ -314,7 +350,11 @@ def _may_be(q: Quantized, x: np.ndarray, r: Recipe, hadamard: Hadamard, stochast
 
 
 def _is(q: Quantized, x: np.ndarray, r: Recipe, hadamard: Hadamard, stochastic: bool) -> bool:
-    """Whether r makes all of q: every byte, or every scale, and codes that random bytes can choose."""
+    """Return whether a recipe makes all of q.
+
+    It must make every byte. For stochastic rounding, it must make every scale, and each code must be one that random
+    bytes can choose.
+    """
     match = _match(q, x, r, hadamard)
     if not stochastic:
         return match.equal == match.total

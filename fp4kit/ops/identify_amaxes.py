@@ -1,4 +1,4 @@
-"""The amaxes that a stored tensor scale leaves open: what identify quantizes with."""
+"""The amaxes that a stored tensor scale allows. identify quantizes with them."""
 
 from __future__ import annotations
 
@@ -15,32 +15,34 @@ from fp4kit.reference.implied_amax import NEAR, amax_interval, covered_range, im
 from fp4kit.reference.tensor_rules import tensor_scale
 from fp4kit.types import Hadamard
 
-MOST_NEIGHBOURS = 16  # amaxes of one tensor scale that are tried
+MOST_NEIGHBOURS = 16  # how many amaxes of one tensor scale are tried
 SIGN_MASKS: dict[Hadamard, int | None] = {False: None, True: TE_SIGN_MASK, "no_signs": 0}
 
 
 class CandidateAmaxes:
-    """The amaxes that may have been those of the tensor q, which x was."""
+    """The amaxes that may have been the tensor amax of q, a quantized array made from x."""
 
     def __init__(self, q: Quantized, x: np.ndarray) -> None:
         self.q, self.x = q, x
         self.found: dict[tuple[Any, ...], np.ndarray] = {}
 
     def own(self, r: Recipe, hadamard: Hadamard = False) -> np.ndarray:
-        """That of x, as r finds it."""
+        """Return the amax of x, as a recipe computes it."""
         key = (r.tensor_scaling, r.amax_nan, r.flush, r.block if r.tensor_scaling == "block" else None, hadamard)
         if key not in self.found:
             self.found[key] = compute_tensor_amax(np.moveaxis(self.x, self.q.axis, -1), r, SIGN_MASKS[hadamard])
         return self.found[key]
 
     def of(self, r: Recipe, hadamard: Hadamard = False) -> Iterator[np.ndarray | None]:
-        """The amaxes to quantize with, the likeliest first; None takes it from x.
+        """Yield the amaxes to quantize with, the most likely first. None stands for the amax of x.
 
-        The known one where it gives q's tensor scale; else, by r's own rule, that of x where it does, or the implied
-        one, and then others that give the same scale by another encode scale.
+        If q's recipe makes q's tensor scale from q.tensor_amax, only that amax is yielded. Otherwise, by the rule of r:
+        the amax of x if it gives the scale, or else the implied one; then others that give an equal scale with another
+        encode scale.
         """
         q = self.q
-        nan = any(a is not None and np.isnan(a).any() for a in (q.tensor_scale, q.tensor_amax))  # of x: cannot be given
+        # A NaN amax cannot be passed to quantize, which must then take it from x.
+        nan = any(a is not None and np.isnan(a).any() for a in (q.tensor_scale, q.tensor_amax))
         if r.tensor_rule is None or r.tensor_scaling != q.recipe.tensor_scaling or nan:
             yield None
             return
@@ -50,6 +52,7 @@ class CandidateAmaxes:
         yield from amaxes_of(q.tensor_scale, r, q.dtype, self._own_or_implied(r, hadamard))
 
     def _own_or_implied(self, r: Recipe, hadamard: Hadamard) -> np.ndarray:
+        """Return the amax of x where it gives the tensor scale, and the implied amax elsewhere."""
         q = self.q
         own, implied = self.own(r, hadamard), _implied(q.tensor_scale, r, q.dtype)
         if own.shape != implied.shape or np.isnan(own).any():
@@ -58,8 +61,9 @@ class CandidateAmaxes:
 
 
 def amaxes_of(scale: np.ndarray, r: Recipe, dtype: np.dtype, likely: np.ndarray | None = None) -> Iterator[np.ndarray]:
-    """Amaxes that r makes a stored tensor scale of: a likely one (None: the implied one), then those of other encode
-    scales.
+    """Yield amaxes from which a recipe makes a stored tensor scale.
+
+    The first is `likely`, or the implied amax if that is None. The others have other encode scales.
     """
     amax = _implied(scale, r, dtype) if likely is None else likely
     yield amax
@@ -72,15 +76,16 @@ def amaxes_of(scale: np.ndarray, r: Recipe, dtype: np.dtype, likely: np.ndarray 
 
 
 def _implied(scale: np.ndarray, r: Recipe, dtype: np.dtype) -> np.ndarray:
-    """The amax that the scale implies; where no amax gives it, the one that it covers."""
+    """Return the amax that a scale implies, or the amax that it covers if no amax gives the scale."""
     implied = implied_amax(scale, r, dtype)
     with np.errstate(over="ignore"):
         return np.where(implied >= 0, implied, np.asarray(scale * covered_range(r), np.float32))
 
 
 def _others(amax: np.ndarray, scale: np.ndarray, r: Recipe, dtype: np.dtype) -> Iterator[np.ndarray]:
-    """Amaxes of the same scales, one after the other: a few neighbours. A rule that rounds to 16 bits gives one encode
-    scale.
+    """Yield neighbouring amaxes of equal scale, in ascending order.
+
+    A rule that rounds to 16 bits gives all of them one encode scale.
     """
     first, last = amax_interval(scale, r, dtype, NEAR)
     usual = (scale > 0) & np.isfinite(scale) & (first <= last)
@@ -90,4 +95,5 @@ def _others(amax: np.ndarray, scale: np.ndarray, r: Recipe, dtype: np.dtype) -> 
 
 
 def _decode_scale(amax: np.ndarray, r: Recipe, q: Quantized) -> np.ndarray:
+    """Return the tensor scale that a recipe makes from an amax."""
     return tensor_scale(amax, r, q.dtype).decode

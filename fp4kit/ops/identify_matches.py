@@ -1,4 +1,4 @@
-"""How much of a quantized array a recipe reproduces: on the host, or where the array is."""
+"""Count how much of a quantized array a recipe reproduces, on the host or where the array is."""
 
 from __future__ import annotations
 
@@ -21,9 +21,15 @@ from fp4kit.types import Hadamard
 
 @dataclass(frozen=True)
 class Match:
-    """How much of a quantized array one recipe reproduces: bytes of codes and scales, and each by itself.
+    """How much of a quantized array one recipe reproduces.
 
-    whole: whether all bytes were compared; else those of a sample, where others reproduce more.
+    Attributes:
+        recipe: name of the recipe.
+        equal: how many bytes of codes and scales are equal.
+        total: how many bytes were compared.
+        codes_differ: how many codes differ.
+        scales_differ: how many block scales differ.
+        whole: whether all bytes were compared; if not, only those of a sample, on which other recipes do better.
     """
 
     recipe: str
@@ -35,11 +41,12 @@ class Match:
 
     @property
     def fraction(self) -> float:
+        """Share of equal bytes; 1 if there are no bytes."""
         return self.equal / self.total if self.total else 1.0
 
 
 def name_of(r: Recipe) -> str:
-    """A recipe's id, and the fields in which it is not the table's."""
+    """Return a recipe's id, followed by the fields in which it differs from the table's recipe."""
     base = RECIPES.get(r.id, r)
     changed = [f.name for f in fields(r) if getattr(r, f.name) != getattr(base, f.name)]
     return r.id + "".join(f"{', ' if i else ' with '}{name}={getattr(r, name)!r}" for i, name in enumerate(changed))
@@ -48,7 +55,7 @@ def name_of(r: Recipe) -> str:
 def best_match(
     q: Quantized, x: Any, r: Recipe, amaxes: Iterable[np.ndarray | None], hadamard: Hadamard = False
 ) -> Match:
-    """Of what r gives under each amax, until one makes all bytes."""
+    """Return the best match of a recipe over several amaxes. Stop at the first one that reproduces all bytes."""
     best = None
     for amax in amaxes:
         found = match_under(q, x, r, amax, hadamard)
@@ -60,8 +67,9 @@ def best_match(
 
 
 def match_under(q: Quantized, x: Any, r: Recipe, amax: np.ndarray | None, hadamard: Hadamard) -> Match:
-    """What r makes of q's bytes under an amax; None takes it from x. On a GPU, what has no kernel is refused, as by
-    quantize.
+    """Return how much of q a recipe reproduces with one amax. None takes it from x.
+
+    On a GPU it raises NotImplementedError for a recipe without a kernel, as quantize does.
     """
     with np.errstate(all="ignore"):
         ours = quantize(x, r, axis=q.axis, tensor_amax=amax, hadamard=hadamard)
@@ -74,18 +82,22 @@ def match_under(q: Quantized, x: Any, r: Recipe, amax: np.ndarray | None, hadama
 
 
 class Pair(NamedTuple):
-    """A quantized array, its scales linear, and what it may be of: of NumPy, or of CuPy on one device."""
+    """A quantized array with linear scales, and the array that it may be made from.
+
+    Both have NumPy arrays, or both CuPy arrays on one device.
+    """
 
     q: Quantized
     x: Any
 
     @property
     def on_gpu(self) -> bool:
+        """Whether the arrays are on a GPU."""
         return not isinstance(self.x, np.ndarray)
 
 
 def pair_of(q: Quantized, x: Any) -> Pair:
-    """Of arrays of any library, where they are; of NumPy if they are not on one device."""
+    """Return a Pair of arrays of any library, where they are; on the host if they are not on one device."""
     ours, (array,) = q.imported("identify: q"), imports.import_arrays("identify", x=x)
     arrays = [a for a in (*ours.parts().values(), array) if a is not None]
     if any(isinstance(a, np.ndarray) for a in arrays) or len({a.device.id for a in arrays}) > 1:
@@ -94,7 +106,10 @@ def pair_of(q: Quantized, x: Any) -> Pair:
 
 
 def prove(pair: Pair, host: Pair, r: Recipe, amaxes: Sequence[np.ndarray | None]) -> Match:
-    """best_match of all bytes, where they are; on the host where a GPU has no kernel for r, or not the memory."""
+    """Return best_match over all bytes, where the array is.
+
+    It runs on the host if the GPU has no kernel for the recipe, or not enough memory.
+    """
     if pair.on_gpu:
         with suppress(NotImplementedError, MemoryError), imports.making_current(pair.x.device.id):
             return best_match(*pair, r, [None if a is None else imports.to_device(a) for a in amaxes])
