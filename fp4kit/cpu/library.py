@@ -210,18 +210,26 @@ def functions() -> Any:
 
 
 def set_num_threads(count: int) -> None:
-    """The threads that a call of the host's engine takes at most, in this process from now on; 1 for the calling one
+    """Set how many threads a call of the host engine may use, in this process from now on.
+
+    The default is the number of CPUs that the process may run on, or OMP_NUM_THREADS if that is set, as in the workers
+    of joblib and dask. If two calls run at once, they do not share the threads: the second one runs on its own thread
     alone.
 
-    By default as many as the process may run on, or OMP_NUM_THREADS where that is set, as joblib and dask do in their
-    workers. Two calls at a time do not share them: the second one does its work alone.
+    Args:
+        count: a positive int; 1 uses only the calling thread.
 
-    >>> import fp4kit
-    >>> before = fp4kit.num_threads()
-    >>> fp4kit.set_num_threads(1)
-    >>> fp4kit.num_threads()
-    1
-    >>> fp4kit.set_num_threads(before)
+    Raises:
+        TypeError: count is not an int.
+        ValueError: count is not positive.
+
+    Example:
+        >>> import fp4kit
+        >>> before = fp4kit.num_threads()
+        >>> fp4kit.set_num_threads(1)
+        >>> fp4kit.num_threads()
+        1
+        >>> fp4kit.set_num_threads(before)
     """
     _default[:] = [_checked("set_num_threads", count)]
 
@@ -234,12 +242,17 @@ def _checked(op: str, count: Any) -> int:
 
 
 def num_threads() -> int:
-    """The threads that a call of the host's engine takes at most, here and now.
+    """Return how many threads a call of the host engine may use, here and now.
 
-    >>> import fp4kit
-    >>> with fp4kit.threads(3):
-    ...     fp4kit.num_threads()
-    3
+    Returns:
+        The number set by the innermost fp4kit.threads of this thread or task, or else by set_num_threads, or else the
+        default.
+
+    Example:
+        >>> import fp4kit
+        >>> with fp4kit.threads(3):
+        ...     fp4kit.num_threads()
+        3
     """
     within = _threads.get()
     if within is not None:
@@ -258,11 +271,25 @@ def _default_threads() -> int:
 
 
 def threads(count: int) -> AbstractContextManager[None]:
-    """Context manager: calls inside take so many threads at most: of this thread, or of this task, alone.
+    """Limit the threads of calls of the host engine within a with block.
 
-    >>> import fp4kit, numpy as np
-    >>> with fp4kit.threads(1):
-    ...     q = fp4kit.quantize(np.ones((4, 32), np.float32), "mxfp4")
+    It applies only to the current thread or task.
+
+    Args:
+        count: a positive int; 1 uses only the calling thread.
+
+    Returns:
+        A context manager.
+
+    Raises:
+        TypeError: count is not an int.
+        ValueError: count is not positive.
+
+    Example:
+        >>> import fp4kit
+        >>> with fp4kit.threads(1):
+        ...     fp4kit.num_threads()
+        1
     """
     return taking("threads", count)
 

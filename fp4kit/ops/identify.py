@@ -59,6 +59,13 @@ class Identification:
         matches: one Match per recipe, best first.
         variations: if no recipe reproduces all bytes, the combinations that do with a Hadamard transform, and those
             that may have made every code by stochastic rounding.
+
+    Example:
+        >>> import fp4kit, numpy as np
+        >>> x = np.random.default_rng(0).standard_normal((64, 64), dtype=np.float32)
+        >>> found = fp4kit.identify(fp4kit.quantize(x, "mxfp4-triton-kernels-down"), x)
+        >>> found.exact, found.matches[0].recipe, found.matches[0].fraction
+        (('mxfp4-triton-kernels-down',), 'mxfp4-triton-kernels-down', 1.0)
     """
 
     matches: tuple[Match, ...]

@@ -22,6 +22,13 @@ class Requantized(NamedTuple):
         quantized: the new Quantized.
         exact: whether every value stayed the same, bit for bit.
         changed: how many values did not.
+
+    Example:
+        >>> import fp4kit, numpy as np
+        >>> q = fp4kit.quantize(np.ones((2, 32), np.float32), "mxfp4")
+        >>> found = fp4kit.requantize(q, "nvfp4")
+        >>> found.quantized.recipe.id, found.exact, found.changed
+        ('nvfp4-te', True, 0)
     """
 
     quantized: Quantized
