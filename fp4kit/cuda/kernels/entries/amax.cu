@@ -1,19 +1,22 @@
-// amax: the largest magnitude of a whole array, of each row, or of each run of kBlock elements.
+// amax: the largest magnitude of a whole array or of each row. A caller that wants it per kBlock elements passes rows
+// of that length.
 //
-// Transform says whether each run goes through the Hadamard transform first; arrays then are whole runs.
-// Magnitudes are compared as bit patterns: unsigned integers that order as the values do, NaN above infinity.
+// Transform says whether each run of 16 goes through the Hadamard transform first; the array then consists of whole
+// runs. Magnitudes are compared as bits (amax.cuh).
 #include "amax.cuh"
 
 constexpr int kRun = kAmaxRun;
-constexpr int kShortRow = 1024;  // elements of a row that a thread block would share too thinly
+constexpr int kShortRow = 1024;  // rows up to this length are too short for a thread block each
 constexpr u32 kWarp = 32, kRowsAtOnce = 4;
 
+// Arguments of both kernels.
 struct AmaxArguments {
   const void* x;  // rows x columns elements, contiguous
-  u32* amax;      // bits of float32: one, set to 0 before; or one a row
+  u32* amax;      // bits of float32: one, set to 0 before; or one per row
   i64 rows, columns;
 };
 
+// Combine the largest magnitude of the whole array into *a.amax.
 template <class In, AmaxInput kInput, bool kAligned>
 FP4KIT_DEVICE void amax(const AmaxArguments& a, Grid grid) {
   const typename In::Bits* x = static_cast<const typename In::Bits*>(a.x);
@@ -22,12 +25,14 @@ FP4KIT_DEVICE void amax(const AmaxArguments& a, Grid grid) {
   if (threadIdx.x == 0) atomicMax(a.amax, largest);
 }
 
-// Elements of a row that a thread takes at a time. Rows are whole runs: kAligned says that each begins at 16 bytes.
+// Elements of a row that a thread takes at a time. Rows consist of whole runs. kAligned: each row begins at a multiple
+// of 16 bytes.
 template <class In, bool kAligned>
 constexpr int kRowRun = Transform::kHadamard ? kRun
                         : kAligned           ? 16 / sizeof(typename In::Bits)
                                              : 1;
 
+// Return the bits of the largest magnitude of a run of kRowRun elements.
 template <class In, AmaxInput kInput, bool kAligned>
 FP4KIT_DEVICE u32 largest_of_row_run(const typename In::Bits* x) {
   constexpr int kCount = kRowRun<In, kAligned>;
@@ -38,8 +43,8 @@ FP4KIT_DEVICE u32 largest_of_row_run(const typename In::Bits* x) {
   }
 }
 
-// Rows of at most kShortRow elements: a warp takes kRowsAtOnce groups of rows, and each row of a warp_rows has a power
-// of two of its lanes.
+// Compute the amax of each row of at most kShortRow elements. A power of two of a warp's lanes takes a row, so that a
+// warp takes warp_rows rows side by side, kRowsAtOnce times.
 template <class In, AmaxInput kInput, bool kAligned>
 FP4KIT_DEVICE void amax_short_rows(const AmaxArguments& a, Grid grid) {
   const typename In::Bits* x = static_cast<const typename In::Bits*>(a.x);
@@ -71,6 +76,7 @@ FP4KIT_DEVICE void amax_short_rows(const AmaxArguments& a, Grid grid) {
   }
 }
 
+// Compute the amax of each row: by a thread block per row, or by amax_short_rows.
 template <class In, AmaxInput kInput, bool kAligned>
 FP4KIT_DEVICE void amax_rows(const AmaxArguments& a, Grid grid) {
   if (a.columns <= kShortRow) {
@@ -85,10 +91,12 @@ FP4KIT_DEVICE void amax_rows(const AmaxArguments& a, Grid grid) {
   }
 }
 
+// Launch with any grid: the amax of the whole array.
 extern "C" __global__ void __launch_bounds__(kThreads) amax_kernel(AmaxArguments a) {
   amax<Input, kCounted, kAligned>(a, whole_grid());
 }
 
+// Launch with any grid: the amax of each row.
 extern "C" __global__ void __launch_bounds__(kThreads) amax_rows_kernel(AmaxArguments a) {
   amax_rows<Input, kCounted, kAligned>(a, whole_grid());
 }

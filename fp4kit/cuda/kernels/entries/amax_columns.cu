@@ -1,21 +1,21 @@
-// amax of the columns of matrices, as the rows lie: nothing is transposed.
+// amax_columns: the largest magnitude of each column of matrices, without transposing them.
 //
-// A thread block takes a strip of neighbouring columns down a stretch of rows. Each row of the strip is read by `lanes`
-// threads side by side, 16 bytes each where kAligned, else one element; the other threads take the next rows.
-// Magnitudes compare as bits.
+// A tile is neighboring columns of some rows. Each row of a tile is loaded by `lanes` threads side by side: 16 bytes
+// per thread if kAligned, otherwise one element. The other threads load the next rows. Magnitudes are compared as bits.
 #include "runs.cuh"
 
-constexpr int kThreadColumns = kAligned ? 16 / sizeof(Input::Bits) : 1;  // columns of a thread
+constexpr int kThreadColumns = kAligned ? 16 / sizeof(Input::Bits) : 1;  // columns per thread
 
+// Arguments of the kernel.
 struct AmaxColumnsArguments {
   const void* x;  // matrices x rows x columns elements, contiguous
   u32* amax;      // matrices x columns bits of float32, set to 0 before
   i64 matrices, rows, columns;
-  i64 lanes;      // a power of two that divides kThreads
-  i64 tile_rows;  // rows of a stretch, in 32 bits
+  i64 lanes;      // threads per row of a tile: a power of two that divides kThreads
+  i64 tile_rows;  // rows of a tile, below 2^32
 };
 
-// The largest of kCount columns in `rows` rows that lie `step` elements apart.
+// Update `largest` with kCount columns of `rows` rows that lie `step` elements apart.
 template <class In, int kCount>
 FP4KIT_DEVICE void largest_of_columns(const typename In::Bits* x, u32 rows, i64 step, u32 (&largest)[kCount]) {
 #pragma unroll 4
@@ -31,6 +31,7 @@ FP4KIT_DEVICE void largest_of_columns(const typename In::Bits* x, u32 rows, i64 
   }
 }
 
+// Launch with any grid.
 extern "C" __global__ void __launch_bounds__(kThreads) amax_columns_kernel(AmaxColumnsArguments a) {
   __shared__ u32 parts[kThreads * kThreadColumns];
   const u32 lanes = static_cast<u32>(a.lanes), tile_threads_down = kThreads / lanes, thread_row = threadIdx.x / lanes,

@@ -1,19 +1,20 @@
-// amax of a matrix whose columns go through the Hadamard transform, 16 rows at a time, as the rows lie: nothing is
-// transposed.
+// amax_hadamard: the amax of a matrix whose columns go through the Hadamard transform, 16 rows at a time, without
+// transposing the matrix.
 //
-// A thread takes 16 rows of the columns that one load of 4 bytes holds, or of one column where loads are not aligned.
+// A thread takes a patch: 16 rows of the columns in 4 bytes, or of one column if loads are not aligned.
 #include "amax.cuh"
 
 using Bits = Input::Bits;
-constexpr int kRows = 16, kColumns = kAligned ? 4 / sizeof(Bits) : 1;  // of a thread
+constexpr int kRows = 16, kColumns = kAligned ? 4 / sizeof(Bits) : 1;  // of a patch
 
+// Arguments of the kernel.
 struct AmaxHadamardArguments {
   const void* x;  // rows x columns elements, contiguous
   u32* amax;      // bits of float32, set to 0 before
   i64 rows, columns;
 };
 
-// Largest of the transforms of a patch_row's kColumns columns from x on.
+// Return the bits of the largest magnitude in the transforms of a patch's columns, from x on.
 FP4KIT_DEVICE u32 largest_of_patch(const Bits* x, i64 columns) {
   if constexpr (kColumns == 2) {
     u32 rows[kRows];
@@ -40,9 +41,10 @@ FP4KIT_DEVICE u32 largest_of_patch(const Bits* x, i64 columns) {
   }
 }
 
+// Launch with any grid.
 extern "C" __global__ void __launch_bounds__(kThreads) amax_hadamard_kernel(AmaxHadamardArguments a) {
   const u32 wide =
-      static_cast<u32>((a.columns / kColumns + kThreads - 1) / kThreads);  // thread blocks across a patch_row
+      static_cast<u32>((a.columns / kColumns + kThreads - 1) / kThreads);  // thread blocks that a row of patches needs
   const i64 items = a.rows / kRows * wide;
   u32 largest = 0u;
   for (i64 item = blockIdx.x; item < items; item += gridDim.x) {

@@ -1,16 +1,17 @@
-// fake_quantize_backward with a clip mask: grad where |x| <= amax, else +0. amax is compared in float32; NaN passes
-// nothing.
+// clip: fake_quantize_backward with a clip mask. Gives grad where |x| <= amax, compared in float32, and +0 elsewhere; a
+// NaN in x or amax gives +0.
 #include "runs.cuh"
 
-// Elements of a run: 16 bytes of the wider type, so that a warp reads and writes whole lines of it.
+// Elements of a run: 16 bytes of the wider type, so that a warp loads and stores whole lines of it.
 template <class In, class GradIn>
 constexpr int kClipRun = sizeof(typename In::Bits) + sizeof(typename GradIn::Bits) == 4 ? 8 : 4;
 
+// Arguments of the kernel.
 struct ClipArguments {
   const void* grad;   // count elements of the gradient's type, contiguous
-  const void* x;      // of x's type
-  const float* amax;  // one for every `covered` elements, in their order
-  void* out;          // of the gradient's type
+  const void* x;      // count elements of x's type
+  const float* amax;  // one per `covered` elements, in their order
+  void* out;          // count elements of the gradient's type
   i64 count, covered;
 };
 
@@ -27,7 +28,7 @@ FP4KIT_DEVICE void mask_run(Run<In, kRun>& run, const bool (&inside)[kRun]) {
   }
 }
 
-// Elements [first, last), one at a time, each with its own amax.
+// Clip elements [first, last) one at a time, each with its own amax.
 template <class In, class GradIn>
 FP4KIT_DEVICE void clip_elements(const ClipArguments& a, i64 first, i64 last) {
   i64 index = first / a.covered, next = (index + 1) * a.covered;
@@ -42,7 +43,7 @@ FP4KIT_DEVICE void clip_elements(const ClipArguments& a, i64 first, i64 last) {
   }
 }
 
-// Runs at multiples of 16 bytes, each within what one amax covers: one a thread, for more in flight is slower.
+// Clip runs at multiples of 16 bytes, each covered by one amax. One run per thread: more loads in flight are slower.
 template <class In, class GradIn>
 FP4KIT_DEVICE void clip_runs(const ClipArguments& a, Grid grid) {
   constexpr int kRun = kClipRun<In, GradIn>;
@@ -59,7 +60,7 @@ FP4KIT_DEVICE void clip_runs(const ClipArguments& a, Grid grid) {
   }
 }
 
-// kAligned: all arrays begin at multiples of 16 bytes.
+// Clip an array. kAligned: all arrays begin at multiples of 16 bytes.
 template <class In, class GradIn, bool kAligned>
 FP4KIT_DEVICE void clip_gradient(const ClipArguments& a, Grid grid) {
   constexpr i64 kRun = kClipRun<In, GradIn>;
@@ -72,6 +73,7 @@ FP4KIT_DEVICE void clip_gradient(const ClipArguments& a, Grid grid) {
     clip_elements<In, GradIn>(a, first, minimum(first + kRun, a.count));
 }
 
+// Launch with any grid.
 extern "C" __global__ void __launch_bounds__(kThreads) clip_kernel(ClipArguments a) {
   clip_gradient<Input, Gradient, kAligned>(a, whole_grid());
 }

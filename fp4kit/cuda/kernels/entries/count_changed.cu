@@ -1,13 +1,16 @@
-// How many float32 values two arrays do not share: other bits, unless both are NaN.
+// count_changed: how many float32 values differ between two arrays. Two values differ if their bits do, unless both are
+// NaN.
 #include "types.cuh"
 
+// Arguments of the kernel.
 struct CountChangedArguments {
   const u32* x;
   const u32* y;
-  u64* changed;  // added to
+  u64* changed;  // the count is added to this
   i64 count;
 };
 
+// Return how many of this thread's values differ.
 FP4KIT_DEVICE u32 count_changed(const CountChangedArguments& a, Grid grid) {
   u32 changed = 0u;
   for (i64 i = first_item(grid); i < a.count; i += item_stride(grid)) {
@@ -17,6 +20,7 @@ FP4KIT_DEVICE u32 count_changed(const CountChangedArguments& a, Grid grid) {
   return changed;
 }
 
+// Launch with any grid.
 extern "C" __global__ void __launch_bounds__(kThreads) count_changed_kernel(CountChangedArguments a) {
   u32 changed = count_changed(a, whole_grid());
 #pragma unroll

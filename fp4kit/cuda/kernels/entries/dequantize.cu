@@ -1,24 +1,27 @@
 // dequantize: codes and scales to values. A thread takes runs of as many codes as make 16 bytes of values, so that a
-// warp stores whole lines. A run never crosses a block; rows without blocks end anywhere, one element at a time.
+// warp stores whole lines. A run never crosses a block. Rows without blocks may end anywhere; the elements after the
+// last whole run are decoded one at a time.
 //
-// What limits it is the order in which the memory is asked. H200, 16384 x 16384 mxfp8 to bfloat16, 2026-11-21: 0.945 of
-// a copy with four runs a thread, 0.969 with two, those of a warp together, 0.982 with codes and scales fetched ahead.
+// The order of memory accesses limits the speed. H200, 16384 x 16384 mxfp8 to bfloat16, 2026-11-21, relative to a copy:
+// 0.945 with four runs per thread; 0.969 with two, adjacent within the warp; 0.982 if codes and scales are also
+// prefetched.
 #include "block.cuh"
 #include "implied_amax.cuh"
 #include "scale_layout.cuh"
 #include "pack.cuh"
 
+// Arguments of the kernel.
 struct DequantizeArguments {
   const u8* packed;
-  const u8* scales;           // in R's layout (null without)
-  void* values;               // rows x columns of the output type
-  const float* tensor_scale;  // by R::kTensorScaling (null without)
-  const float*
-      tensor_amax;  // as many, where they are known (null where not); one a row or block: of implied_amax_kernel
+  const u8* scales;           // in R's layout (null without block scales)
+  void* values;               // rows x columns elements of the output type
+  const float* tensor_scale;  // as many as R::kTensorScaling says (null without)
+  const float* tensor_amax;   // as many, if known (null otherwise); of rows or blocks: from implied_amax_kernel
   i64 rows, columns;
-  i64 ahead;  // steps from codes that are read to those that are fetched into the L2
+  i64 ahead;  // how many steps codes are prefetched into the L2 cache before they are read
 };
 
+// The sizes of runs and steps for a recipe and an output type.
 template <class R, class Out>
 struct DequantizeTraits {
   static constexpr int kRun = 16 / sizeof(typename Out::Bits);
@@ -27,17 +30,19 @@ struct DequantizeTraits {
       R::kTensorScaling == TensorScaling::none || R::kTensorScaling == TensorScaling::tensor;
   static constexpr bool kFlat = R::kLayout == ScaleLayout::linear && kOneScale;
   static constexpr bool kTable = R::kHasScales && R::Scale::kMantissaBits > 0 && kOneScale;
-  // Two runs a thread, or four where finding scales is much of the work: then a table and a row's number serve more.
+  // Runs per thread: two, or four if finding scales is much of the work, because a table and a row's number then serve
+  // more runs.
   static constexpr int kUnroll = kTable && !kFlat && sizeof(typename Out::Bits) == 2 ? 4 : 2;
 };
 
-// Where a run is: its row, its block in the row and its first column; in one long row where the row does not matter.
+// Where a run is: its row, its block in the row, and its first column. If the row does not matter, the matrix counts as
+// one long row.
 struct RunPosition {
   u32 row, block;
   i64 column;
 };
 
-// What the codes of a run are worth, times their scale.
+// Return the values of the codes of a run with a Scale.
 template <class R, class Out>
 FP4KIT_DEVICE Run<Out, DequantizeTraits<R, Out>::kRun> decode_run(u64 codes, typename R::DecodeRule::Scale scale) {
   constexpr int kRun = DequantizeTraits<R, Out>::kRun;
@@ -45,7 +50,7 @@ FP4KIT_DEVICE Run<Out, DequantizeTraits<R, Out>::kRun> decode_run(u64 codes, typ
                 FP4KIT_FAST_BF16X2) {
     Run<Out, kRun> run;
     decode_pairs_e2m1<kRun>(static_cast<u32>(codes), run.w);
-    const u32 half = bits_of(scale) >> 16;  // exact: a power of two, NaN or infinity
+    const u32 half = bits_of(scale) >> 16;  // exact: the scale is a power of two, NaN or infinity
 #pragma unroll
     for (int i = 0; i < run.kWords; ++i) run.w[i] = R::DecodeRule::apply_pair(run.w[i], half | half << 16);
     return run;
@@ -58,14 +63,14 @@ FP4KIT_DEVICE Run<Out, DequantizeTraits<R, Out>::kRun> decode_run(u64 codes, typ
   }
 }
 
-// The code of element `at`.
+// Return the code of element `index`.
 template <class R, class Out>
 FP4KIT_DEVICE u32 code_at(const DequantizeArguments& a, i64 index) {
   const u32 byte = a.packed[index / DequantizeTraits<R, Out>::kPerByte];
   return DequantizeTraits<R, Out>::kPerByte == 1 ? byte : byte >> (4 * (index % 2)) & 15u;
 }
 
-// One element at a time, for the end of a row.
+// Decode `count` elements one at a time, at the end of a row.
 template <class R, class Out>
 FP4KIT_DEVICE void decode_end(const DequantizeArguments& a, i64 first, int count, typename R::DecodeRule::Scale scale) {
   for (int i = 0; i < count; ++i) {
@@ -75,7 +80,7 @@ FP4KIT_DEVICE void decode_end(const DequantizeArguments& a, i64 first, int count
   }
 }
 
-// The bytes of a run, in the low end.
+// Return the bytes of a run, the first in the lowest bits.
 template <int kBytes>
 FP4KIT_DEVICE u64 load_bytes(const u8* in) {
   if constexpr (kBytes == 8) return load_streaming(reinterpret_cast<const u64*>(in));
@@ -83,8 +88,8 @@ FP4KIT_DEVICE u64 load_bytes(const u8* in) {
   return load_streaming(reinterpret_cast<const u16*>(in));
 }
 
-// Fetch the kStep whole runs of the step that comes a.ahead steps behind the one that begins with run `start`, as many
-// as the device has in hand: when it is read, it is near. Scales go with it where they lie in the order of the codes.
+// Prefetch the codes of kStep whole runs into the L2 cache: those that come a.ahead steps after run `start`, which is
+// as many as the device has in flight. Also prefetches their scales if these lie in the order of the codes.
 template <class R, class Out, u32 kStep>
 FP4KIT_DEVICE void fetch_ahead(const DequantizeArguments& a, u32 start, u32 runs) {
   using Traits = DequantizeTraits<R, Out>;
@@ -96,7 +101,8 @@ FP4KIT_DEVICE void fetch_ahead(const DequantizeArguments& a, u32 start, u32 runs
     prefetch_l2<kScales>(a.scales + next * Traits::kRun / R::kBlock);
 }
 
-// The tensor scale of all; each thread of the block calls it. What one search finds serves them all.
+// Return the tensor scale of a tensor that has one. All threads of the thread block must call this: one of them
+// searches an unknown amax for all.
 template <class R, class Original>
 FP4KIT_DEVICE TensorScale tensor_scale_of_all(const DequantizeArguments& a) {
   bool is_known;
@@ -112,8 +118,8 @@ FP4KIT_DEVICE TensorScale tensor_scale_of_all(const DequantizeArguments& a) {
   return t;
 }
 
-// The tensor scale of block `block` of row `row`, where each row or block has one. A rule that needs amaxes finds them
-// all in tensor_amax, kUnknownAmax among them: implied_amax_kernel wrote them.
+// Return the tensor scale of block `block` of row `row`, if each row or block has one. A rule that needs amaxes finds
+// them in tensor_amax, where implied_amax_kernel wrote them, kUnknownAmax among them.
 template <class R, class Original>
 FP4KIT_DEVICE TensorScale tensor_scale_at(const DequantizeArguments& a, u32 row, u32 block, u32 blocks) {
   const i64 index = R::kTensorScaling == TensorScaling::row ? row : static_cast<i64>(row) * blocks + block;
@@ -121,7 +127,7 @@ FP4KIT_DEVICE TensorScale tensor_scale_at(const DequantizeArguments& a, u32 row,
   return {1.0f, a.tensor_scale[index], 1.0f};
 }
 
-// Values of a run under a tensor scale that no amax gives, one element at a time.
+// Decode a run under a tensor scale that no amax gives, one element at a time.
 template <class R, class Out>
 FP4KIT_DEVICE void decode_product_run(const DequantizeArguments& a, i64 first, int count, u32 scale_code, i64 index) {
   const TensorScale t = {1.0f, a.tensor_scale[index], kUnknownAmax};
@@ -132,7 +138,8 @@ FP4KIT_DEVICE void decode_product_run(const DequantizeArguments& a, i64 first, i
   }
 }
 
-// Original: type of the array that was quantized, which some tensor rules round to. Out: type of the values.
+// Dequantize a matrix. Original: type of the array that was quantized, to which some tensor rules round. Out: type of
+// the values.
 template <class R, class Original, class Out>
 FP4KIT_DEVICE void dequantize(const DequantizeArguments& a, Grid grid) {
   using Traits = DequantizeTraits<R, Out>;
@@ -198,10 +205,10 @@ FP4KIT_DEVICE void dequantize(const DequantizeArguments& a, Grid grid) {
   }
 }
 
-// Thread blocks that a multiprocessor shall hold of integers, whose rare way would else take registers from the usual
-// one; 0: any.
+// How many thread blocks a multiprocessor must hold; 0 means any number. Integers need a minimum, because their rare
+// cases would otherwise take registers from the usual one.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
-constexpr int kIntegerBlocksPerMultiprocessor = 4;  // 1024 threads are all that a multiprocessor of sm_75 holds
+constexpr int kIntegerBlocksPerMultiprocessor = 4;  // a multiprocessor of sm_75 holds at most 1024 threads
 #else
 constexpr int kIntegerBlocksPerMultiprocessor = 6;
 #endif
@@ -209,6 +216,7 @@ template <class R>
 constexpr int kBlocksPerMultiprocessor =
     R::DecodeRule::kNeedsAmax && !R::kHasScales ? kIntegerBlocksPerMultiprocessor : 0;
 
+// Launch with any grid.
 extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor<R>)
     dequantize_kernel(DequantizeArguments a) {
   dequantize<R, Input, Output>(a, whole_grid());

@@ -1,23 +1,23 @@
-// fake_quantize for recipes with a rule of their own (fake.cuh): elements to the values of their quantization, in one
+// fake_quantize for recipes with a rule of their own (fake.cuh): elements to the values of their quantization in one
 // pass.
 //
-// A thread takes runs of 16 bytes, so that a warp reads and writes whole lines, and loads a few before it uses the
-// first. Neighbouring threads share a block and find its amax together.
+// A thread takes runs of 16 bytes, so that a warp loads and stores whole lines, and loads several runs before it uses
+// the first. Neighboring threads share a block and find its amax together.
 #include "amax.cuh"
 #include "fake.cuh"
 #include "quantize.cuh"
 
-// Two runs a thread are the fastest, unless a thread block makes a table or has a division for every row first.
+// Runs per thread. Two are fastest, unless a thread block first makes a table or divides per row.
 template <class R>
 constexpr u32 kFakeUnroll = R::kHasBlocks && !R::kHasTable ? 2 : 4;
 
-// Elements of a run: more where 32 threads would not do for a block.
+// Elements of a run: 16 bytes, or more if 32 threads would not cover a block.
 template <class R, class In>
 constexpr int kFakeRun = R::kHasBlocks && R::kBlock / 32 > 16 / static_cast<int>(sizeof(typename In::Bits))
                              ? R::kBlock / 32
                              : 16 / static_cast<int>(sizeof(typename In::Bits));
 
-// The scale of a block; `table` holds those of all codes where one tensor amax serves them.
+// Return the scale of a block. `table` holds the scales of all codes if R has a table.
 template <class R, class In>
 FP4KIT_DEVICE FakeScale fake_scale(float amax, float tensor_amax, const FakeScale* table) {
   using Rule = typename R::FakeRule;
@@ -29,7 +29,7 @@ FP4KIT_DEVICE FakeScale fake_scale(float amax, float tensor_amax, const FakeScal
   }
 }
 
-// Fill the table, with all threads of the block.
+// Fill the table if R has one. All threads of the thread block must call this.
 template <class R>
 FP4KIT_DEVICE void make_scale_table(FakeScale* table, float tensor_amax) {
   using Rule = typename R::FakeRule;
@@ -39,14 +39,14 @@ FP4KIT_DEVICE void make_scale_table(FakeScale* table, float tensor_amax) {
   }
 }
 
-// Values of a few elements at x, to y.
+// Store the values of `count` elements at x to y, one at a time.
 template <class R, class In>
 FP4KIT_DEVICE void write_values(const typename In::Bits* x, typename In::Bits* y, int count, FakeScale s) {
 #pragma unroll 1
   for (int i = 0; i < count; ++i) y[i] = In::narrow(R::FakeRule::template value<R, In>(In::widen(x[i]), s));
 }
 
-// Values of a run whose largest magnitude has the bits `largest`, and which begins at element `first` of a.x.
+// Store the values of a run that begins at element `first` of a.x. `largest` is the bits of its largest magnitude.
 template <class R, class In, bool kAligned, int kRun>
 FP4KIT_DEVICE void write_run_values(const QuantizeArguments& a, i64 first, const Run<In, kRun>& run, u32 largest,
                                     FakeScale s) {
@@ -62,7 +62,7 @@ FP4KIT_DEVICE void write_run_values(const QuantizeArguments& a, i64 first, const
   }
 }
 
-// The bits of the amax of a block of which this thread holds a run. All threads of the warp call it.
+// Return the bits of the amax of a block of which this thread holds a run. All threads of the warp must call this.
 template <class R, class In, int kRun>
 FP4KIT_DEVICE u32 amax_bits_of_block(const Run<In, kRun>& run, u32 largest) {
   u32 amax = largest;
@@ -77,7 +77,7 @@ FP4KIT_DEVICE u32 amax_bits_of_block(const Run<In, kRun>& run, u32 largest) {
   return amax;
 }
 
-// Blocks in a row, of 16 times a power of two elements, up to 512.
+// Fake-quantize blocks in a row, of 16 times a power of two elements, up to 512.
 template <class R, class In, bool kAligned>
 FP4KIT_DEVICE void fake_blocks(const QuantizeArguments& a, Grid grid) {
   constexpr int kRun = kFakeRun<R, In>;
@@ -111,7 +111,7 @@ FP4KIT_DEVICE void fake_blocks(const QuantizeArguments& a, Grid grid) {
   }
 }
 
-// One scale for the tensor or for a row, any length: the last run of a row may be short.
+// Fake-quantize with one scale for the tensor or for each row, of any length: the last run of a row may be short.
 template <class R, class In, bool kAligned>
 FP4KIT_DEVICE void fake_unblocked(const QuantizeArguments& a, Grid grid) {
   constexpr int kRun = kFakeRun<R, In>;
@@ -122,7 +122,7 @@ FP4KIT_DEVICE void fake_unblocked(const QuantizeArguments& a, Grid grid) {
   for (i64 from = grid.block * kStep; from < runs; from += grid.blocks * kStep) {
     const u32 start = static_cast<u32>(from);
     Run<In, kRun> x[kFakeUnroll<R>];
-    u32 rows[kFakeUnroll<R>], columns[kFakeUnroll<R>];  // of the run, counted in runs
+    u32 rows[kFakeUnroll<R>], columns[kFakeUnroll<R>];  // of the runs; columns are counted in runs
 #pragma unroll
     for (u32 k = 0; k < kFakeUnroll<R>; ++k) {
       const u32 run = minimum(start + k * kThreads + threadIdx.x, runs - 1);
@@ -149,6 +149,7 @@ FP4KIT_DEVICE void fake_unblocked(const QuantizeArguments& a, Grid grid) {
   }
 }
 
+// Fake-quantize a matrix, or a piece of a group.
 template <class R, class In, bool kAligned>
 FP4KIT_DEVICE void fake_quantize(const QuantizeArguments& a, Grid grid) {
   if constexpr (R::kHasBlocks) {
@@ -158,6 +159,7 @@ FP4KIT_DEVICE void fake_quantize(const QuantizeArguments& a, Grid grid) {
   }
 }
 
+// Launch with any grid, a multiple of R::kFinders if that is not 0.
 extern "C" __global__ void FP4KIT_CLUSTER __launch_bounds__(kThreads) fake_quantize_kernel(QuantizeArguments a) {
   find_amax<R, Input, kAligned>(a);
   fake_quantize<R, Input, kAligned>(a, whole_grid());

@@ -1,9 +1,11 @@
-// clip.cu for a group of tensors. kAligned: whether all of them are. kSmall: which group it is.
+// clip.cu for a group of tensors. kAligned: whether all tensors are aligned. kSmall: whether the group is small
+// (grouped.cuh).
 #include "grouped.cuh"
 #include "clip.cu"
 
 using Members = GroupOf<ClipArguments, kSmall>::Type;
 
+// Launch with any grid.
 extern "C" __global__ void __launch_bounds__(kThreads) grouped_clip_kernel(Members group) {
   for_each_piece(group, [](const ClipArguments& a, Grid grid, bool aligned) {
     if (kAligned || aligned) {

@@ -1,9 +1,11 @@
-// fake_quantize.cu for a group of tensors. kAligned: whether all of them are. kSmall: which group it is.
+// fake_quantize.cu for a group of tensors. kAligned: whether all tensors are aligned. kSmall: whether the group is
+// small (grouped.cuh).
 #include "grouped.cuh"
 #include "fake_quantize.cu"
 
 using Members = GroupOf<QuantizeArguments, kSmall>::Type;
 
+// Launch with any grid.
 extern "C" __global__ void __launch_bounds__(kThreads) grouped_fake_quantize_kernel(Members group) {
   for_each_piece(group, [](const QuantizeArguments& a, Grid grid, bool aligned) {
     if (kAligned || aligned) {

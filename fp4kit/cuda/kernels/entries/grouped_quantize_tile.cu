@@ -1,9 +1,11 @@
-// quantize_tile.cu for a group of tensors. kAligned: whether all of them are. kSmall: which group it is.
+// quantize_tile.cu for a group of tensors. kAligned: whether all tensors are aligned. kSmall: whether the group is
+// small (grouped.cuh).
 #include "grouped_quantize.cuh"
 #include "quantize_tile.cuh"
 
 using Members = GroupOf<QuantizeArguments, kSmall>::Type;
 
+// Launch with any grid.
 extern "C" __global__ void __launch_bounds__(kThreads) grouped_quantize_tile_kernel(Members group) {
   for_each_piece(group, [](const QuantizeArguments& a, Grid grid, bool aligned) {
     if (is_empty<R, Input>(a, grid)) return;

@@ -1,9 +1,11 @@
-// search.cu for a group of tensors. kAligned: whether all of them are. kSmall: which group it is.
+// search.cu for a group of tensors. kAligned: whether all tensors are aligned. kSmall: whether the group is small
+// (grouped.cuh).
 #include "grouped.cuh"
 #include "search.cu"
 
 using Members = GroupOf<SearchArguments, kSmall>::Type;
 
+// Launch with any grid.
 extern "C" __global__ void __launch_bounds__(kSearchThreads<kWeighted>, kWeighted ? 1 : 2)
     grouped_search_kernel(Members group) {
   __shared__ SearchMemory<kWeighted> memory;

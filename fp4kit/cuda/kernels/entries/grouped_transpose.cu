@@ -1,17 +1,19 @@
-// transpose.cu for a group of matrices with linear scales. kAligned: whether codes move by 16 bytes and scales by four
-// in all.
+// transpose.cu for a group of matrices with linear scales. kAligned: whether, in all matrices, codes move by 16 bytes
+// and scales by four.
 #include "grouped.cuh"
 #include "transpose.cu"
 
 using Members = GroupOf<TransposeArguments, kSmall>::Type;
 
-// What a member's `aligned` is made of.
+// The flags in a member's `aligned`: codes move by 16 bytes; scales move by four.
 constexpr u32 kWholeCodes = 1u, kWordScales = 2u;
 
+// S with scales that move one byte at a time.
 struct ByteScales : S {
   static constexpr bool kScaleWords = false;
 };
 
+// Launch with any grid.
 extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
     grouped_transpose_kernel(Members group) {
   for_each_piece(group, [](const TransposeArguments& a, Grid grid, u32 aligned) {

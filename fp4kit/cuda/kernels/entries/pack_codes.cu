@@ -1,15 +1,16 @@
-// pack and unpack: 4-bit codes between one a byte and two a byte, the even one in the low nibble.
+// pack and unpack: 4-bit codes between one per byte and two per byte, the even code in the low nibble.
 #include "runs.cuh"
 
-constexpr int kInFlight = 4;
+constexpr int kInFlight = 4;  // loads per thread
 
+// Arguments of both kernels.
 struct PackArguments {
   const u8* in;
   u8* out;
   i64 bytes;  // of packed codes
 };
 
-// 16 codes, one a byte -> 8 bytes, two a byte. What is above a code's low nibble is dropped.
+// Return 16 codes, one per byte, as 8 bytes of two codes each. Drops the high nibble of each code.
 FP4KIT_DEVICE u64 converted(const Chunk& codes) {
   u32 pairs[4];
 #pragma unroll
@@ -20,7 +21,7 @@ FP4KIT_DEVICE u64 converted(const Chunk& codes) {
   return prmt(pairs[0], pairs[1], 0x6420u) | static_cast<u64>(prmt(pairs[2], pairs[3], 0x6420u)) << 32;
 }
 
-// 8 bytes, two codes a byte -> 16 codes, one a byte.
+// Return 8 bytes of two codes each as 16 codes, one per byte.
 FP4KIT_DEVICE Chunk converted(u64 packed) {
   Chunk codes;
 #pragma unroll
@@ -31,7 +32,7 @@ FP4KIT_DEVICE Chunk converted(u64 packed) {
   return codes;
 }
 
-// Convert In to Out, several loads in flight a thread.
+// Convert `count` items of In to Out, with several loads in flight per thread.
 template <class In, class Out>
 FP4KIT_DEVICE void convert_all(const u8* from, u8* to, i64 count, Grid grid) {
   const In* in = reinterpret_cast<const In*>(from);
@@ -48,6 +49,7 @@ FP4KIT_DEVICE void convert_all(const u8* from, u8* to, i64 count, Grid grid) {
   }
 }
 
+// Pack all codes. kAligned: both arrays begin at multiples of 16 bytes.
 template <bool kAligned>
 FP4KIT_DEVICE void pack_codes(const PackArguments& a, Grid grid) {
   const i64 chunks = kAligned ? a.bytes / 8 : 0;
@@ -56,6 +58,7 @@ FP4KIT_DEVICE void pack_codes(const PackArguments& a, Grid grid) {
     a.out[i] = static_cast<u8>((a.in[2 * i] & 15) | a.in[2 * i + 1] << 4);
 }
 
+// Unpack all codes. kAligned: both arrays begin at multiples of 16 bytes.
 template <bool kAligned>
 FP4KIT_DEVICE void unpack_codes(const PackArguments& a, Grid grid) {
   const i64 chunks = kAligned ? a.bytes / 8 : 0;
@@ -66,10 +69,12 @@ FP4KIT_DEVICE void unpack_codes(const PackArguments& a, Grid grid) {
   }
 }
 
+// Launch with any grid.
 extern "C" __global__ void __launch_bounds__(kThreads) pack_codes_kernel(PackArguments a) {
   pack_codes<kAligned>(a, whole_grid());
 }
 
+// Launch with any grid.
 extern "C" __global__ void __launch_bounds__(kThreads) unpack_codes_kernel(PackArguments a) {
   unpack_codes<kAligned>(a, whole_grid());
 }

@@ -1,24 +1,26 @@
-// partial_amax: amaxes of blocks, and of the tensor, as far as a shard owns their elements. A thread takes a block, row
-// by row.
+// partial_amax: the amax of each block and of the tensor, over the elements that a shard owns. A thread takes a block,
+// row by row.
 #include "exact_path.cuh"
 #include "grouped.cuh"
 #include "partial.cuh"
 
+// Arguments of both kernels.
 struct PartialAmaxArguments {
   const void* values;  // elements [start, end) of the flattened matrix
   u32* block_amax;     // bits of float32, set to 0 before; those of this matrix begin at block_at
-  u32* tensor_amax;    // the same, at tensor_at (null: not wanted)
+  u32* tensor_amax;    // bits of float32, set to 0 before; at tensor_at (null: not wanted)
   i64 start, end;
   i64 rows, columns;  // of the matrix
   i64 block_at, tensor_at;
 };
 
-// What a thread has found: in its block, and in all of its blocks as the tensor's scale counts it.
+// The largest magnitudes that a thread has found: in its block, and in all of its blocks by the recipe's rule for
+// tensors.
 struct Largest {
   float block, tensor;
 };
 
-// One row of a block, from element p on. kWhole: all of it may be read 16 bytes at a time.
+// Update `found` with one row of a block, from element p on. kWhole: the row may be loaded 16 bytes at a time.
 template <class R, class In, bool kWhole, bool kAligned>
 FP4KIT_DEVICE void read_row(Largest& found, const Shard<In>& s, i64 p) {
   BlockAmax<R::kAmaxNan> row;
@@ -31,7 +33,7 @@ FP4KIT_DEVICE void read_row(Largest& found, const Shard<In>& s, i64 p) {
       widen_run(read_owned(s, p + start), x);
     }
     row.add(x);
-    if constexpr (R::kAmaxNan == AmaxNan::lanes) {  // the tensor's is that of finite elements
+    if constexpr (R::kAmaxNan == AmaxNan::lanes) {  // the tensor's amax is that of finite elements
 #pragma unroll
       for (int i = 0; i < kRun; ++i) found.tensor = fmaxf(found.tensor, is_finite(x[i]) ? magnitude_of(x[i]) : 0.0f);
     }
@@ -39,6 +41,7 @@ FP4KIT_DEVICE void read_row(Largest& found, const Shard<In>& s, i64 p) {
   found.block = R::kBlockRows == 1 ? row.result() : larger_of_rows<R>(found.block, row.result());
 }
 
+// Update `found` with a block of `rows` rows whose first element is p.
 template <class R, class In, bool kAligned>
 FP4KIT_DEVICE void read_block(Largest& found, const Shard<In>& s, i64 p, i64 columns, i64 rows) {
   const i64 end = p + (rows - 1) * columns + R::kBlock;
@@ -50,11 +53,13 @@ FP4KIT_DEVICE void read_block(Largest& found, const Shard<In>& s, i64 p, i64 col
   }
 }
 
+// Return the largest value of a warp, to all of its threads.
 FP4KIT_DEVICE u32 largest_of_warp(u32 own) {
   for (u32 distance = 16; distance > 0; distance /= 2) own = maximum(own, __shfl_xor_sync(0xFFFFFFFFu, own, distance));
   return own;
 }
 
+// Compute the amaxes of this thread's blocks, and return its part of the tensor's amax.
 template <class R, class In, bool kAligned>
 FP4KIT_DEVICE float amax_of_blocks(const PartialAmaxArguments& a, const Shard<In>& s, Grid grid) {
   constexpr i64 kRows = R::kBlockRows;
@@ -76,12 +81,13 @@ FP4KIT_DEVICE float amax_of_blocks(const PartialAmaxArguments& a, const Shard<In
     if (owned) {
       *out = bits_of(found.block);
     } else {
-      atomicMax(out, bits_of(found.block));  // another shard may own the rest
+      atomicMax(out, bits_of(found.block));  // another shard may own the other elements
     }
   }
   return found.tensor;
 }
 
+// Compute the amaxes of a shard's elements.
 template <class R, class In>
 FP4KIT_DEVICE void partial_amax(const PartialAmaxArguments& a, Grid grid) {
   if (a.start >= a.end) return;
@@ -92,10 +98,12 @@ FP4KIT_DEVICE void partial_amax(const PartialAmaxArguments& a, Grid grid) {
   if (threadIdx.x % 32 == 0) atomicMax(a.tensor_amax + a.tensor_at, largest);
 }
 
+// Launch with any grid.
 extern "C" __global__ void __launch_bounds__(kThreads) partial_amax_kernel(PartialAmaxArguments a) {
   partial_amax<R, Input>(a, whole_grid());
 }
 
+// Launch with any grid.
 extern "C" __global__ void __launch_bounds__(kThreads) grouped_partial_amax_kernel(Group<PartialAmaxArguments> group) {
   for_each_piece(group, [](const PartialAmaxArguments& a, Grid grid, bool) { partial_amax<R, Input>(a, grid); });
 }

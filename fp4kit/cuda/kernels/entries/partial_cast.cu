@@ -1,27 +1,28 @@
-// partial_cast: codes of the elements that a shard owns, and of no other, into a matrix. A thread takes a run of the
-// matrix.
+// partial_cast: store the codes of the elements that a shard owns, and no other bit, into a matrix. A thread takes a
+// run of the matrix.
 #include "fast_path.cuh"
 #include "grouped.cuh"
 #include "partial.cuh"
 
+// Arguments of both kernels.
 struct PartialCastArguments {
   const void* values;        // elements [start, end) of the flattened matrix
-  u8* packed;                // codes, a multiple of a run's bytes; run i of the matrix is there at place run_at + i
-  const float* factors;      // of all blocks, at factor_at; what partial_scales makes of their amaxes
-  const float* tensor_amax;  // at tensor_at (null without a tensor scale)
+  u8* packed;                // codes, a multiple of a run's bytes; run i of the matrix is at place run_at + i
+  const float* factors;      // of all blocks, at factor_at: the result of partial_scales
+  const float* tensor_amax;  // at tensor_at (null without tensor scale)
   i64 start, end;
   i64 columns;  // of the matrix
   i64 run_at, factor_at, tensor_at;
 };
 
-// by: of a block; then: the tensor's encode scale, where elements meet it by itself.
+// Return the Factor of a block from its value and, if elements meet it separately, the tensor's encode scale.
 template <class R>
 FP4KIT_DEVICE Factor factor_by(float value, float encode_scale) {
   if constexpr (R::kThenEncode) return {value, encode_scale};
   return {value, R::kDivide ? 1.0f / value : value};
 }
 
-// Codes of a run, packed. Finite elements take the short way where there is one.
+// Pack the codes of a run, by the fast path if it takes that.
 template <class R, class In>
 FP4KIT_DEVICE void encode_run(const Run<In, kRun>& run, Factor factor, u32 (&words)[kCodeWords<R, kRun>]) {
   if constexpr (FastPath<R, In>::kExists) {
@@ -36,18 +37,23 @@ FP4KIT_DEVICE void encode_run(const Run<In, kRun>& run, Factor factor, u32 (&wor
   exact_codes<R, In>(x, bytes, factor, words);
 }
 
-// A walk over the runs of a matrix, `stride` at a time: the block of each, blocks being numbered row by row.
+// A walk over the runs of a matrix, `stride` runs per step, which knows the block of each run. Blocks are numbered row
+// by row.
 template <class R>
 struct Walk {
   static constexpr u32 kRuns = R::kBlock / kRun;
-  u32 runs, row, column;  // runs of a row; where the walk is
+  u32 runs, row, column;  // runs per row; where the walk is
+  // How far a step goes.
   u32 rows_on, columns_on;
 
+  // Return the walk that begins at run `run`.
   FP4KIT_DEVICE Walk from(u32 run, u32 runs, u32 stride) {
     if constexpr (R::kBlockRows == 1) return {runs, 0u, run, 0u, stride};
     return {runs, run / runs, run % runs, stride / runs, stride % runs};
   }
+  // Return the number of the current run's block.
   FP4KIT_DEVICE_MEMBER u32 block() const { return row / R::kBlockRows * (runs / kRuns) + column / kRuns; }
+  // Go one step.
   FP4KIT_DEVICE_MEMBER void advance() {
     row += rows_on;
     column += columns_on;
@@ -57,6 +63,7 @@ struct Walk {
   }
 };
 
+// Encode and store all runs of a shard. kAligned: its runs begin at multiples of 16 bytes.
 template <class R, class In, bool kAligned>
 FP4KIT_DEVICE void cast_runs(const PartialCastArguments& a, const Shard<In>& s, Grid grid) {
   const u32 last = static_cast<u32>((a.end + kRun - 1) / kRun), stride = static_cast<u32>(item_stride(grid));
@@ -79,6 +86,7 @@ FP4KIT_DEVICE void cast_runs(const PartialCastArguments& a, const Shard<In>& s, 
   }
 }
 
+// Cast a shard's elements.
 template <class R, class In>
 FP4KIT_DEVICE void partial_cast(const PartialCastArguments& a, Grid grid) {
   if (a.start >= a.end) return;
@@ -90,10 +98,12 @@ FP4KIT_DEVICE void partial_cast(const PartialCastArguments& a, Grid grid) {
   }
 }
 
+// Launch with any grid.
 extern "C" __global__ void __launch_bounds__(kThreads) partial_cast_kernel(PartialCastArguments a) {
   partial_cast<R, Input>(a, whole_grid());
 }
 
+// Launch with any grid.
 extern "C" __global__ void __launch_bounds__(kThreads) grouped_partial_cast_kernel(Group<PartialCastArguments> group) {
   for_each_piece(group, [](const PartialCastArguments& a, Grid grid, bool) { partial_cast<R, Input>(a, grid); });
 }

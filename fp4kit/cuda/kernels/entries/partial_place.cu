@@ -1,8 +1,9 @@
-// partial_place: codes that other processes cast, from the gathered messages into the matrices; of each shard the owned
-// codes alone. A thread takes a run. R is any recipe of the same element size.
+// partial_place: copy the codes that other processes cast from the gathered messages into the matrices, only the codes
+// that each sender owns. A thread takes a run. R is any recipe of the same element size.
 #include "grouped.cuh"
 #include "partial.cuh"
 
+// Arguments of the kernel.
 struct PartialPlaceArguments {
   const u8* from;  // run i of the matrix is at place from_at + i
   u8* to;          // and goes to place to_at + i
@@ -10,6 +11,7 @@ struct PartialPlaceArguments {
   i64 from_at, to_at;
 };
 
+// Copy one sender's codes.
 template <int kWords>
 FP4KIT_DEVICE void partial_place(const PartialPlaceArguments& a, Grid grid) {
   const u32 last = static_cast<u32>((a.end + kRun - 1) / kRun), stride = static_cast<u32>(item_stride(grid));
@@ -33,8 +35,9 @@ FP4KIT_DEVICE void partial_place(const PartialPlaceArguments& a, Grid grid) {
   }
 }
 
-constexpr int kWords = kRun * R::Element::kStoredBits / 32;
+constexpr int kWords = kRun * R::Element::kStoredBits / 32;  // per run
 
+// Launch with any grid.
 extern "C" __global__ void __launch_bounds__(kThreads)
     grouped_partial_place_kernel(Group<PartialPlaceArguments> group) {
   for_each_piece(group, [](const PartialPlaceArguments& a, Grid grid, bool) { partial_place<kWords>(a, grid); });

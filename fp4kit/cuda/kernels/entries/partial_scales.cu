@@ -1,19 +1,21 @@
-// partial_scales: from the amaxes of a whole matrix to its tensor scale, its block scales and the factors that elements
-// meet. A thread takes a block; the scale of a block of several rows is written once a row, in rows of columns / kBlock
-// bytes.
+// partial_scales: from the amaxes of a whole matrix to its tensor scale, its block scales and the factors of its
+// blocks. A thread takes a block. The scale of a block of several rows is stored once per row, in rows of columns /
+// kBlock bytes.
 #include "block.cuh"
 #include "grouped.cuh"
 
+// Arguments of both kernels.
 struct PartialScalesArguments {
   const float* block_amax;   // at block_at
-  const float* tensor_amax;  // at tensor_at (null without a tensor scale)
-  float* factors;            // one a block, at factor_at
+  const float* tensor_amax;  // at tensor_at (null without tensor scale)
+  float* factors;            // one per block, at factor_at
   u8* scales;                // rows x columns / kBlock, at scale_at (null: not wanted)
   float* tensor_scale;       // the decode scale, at tensor_at (null: not wanted)
   i64 rows, columns;         // of the matrix
   i64 block_at, factor_at, scale_at, tensor_at;
 };
 
+// Compute the scales of a matrix.
 template <class R, class In>
 FP4KIT_DEVICE void partial_scales(const PartialScalesArguments& a, Grid grid) {
   const i64 wide = a.columns / R::kBlock, count = (a.rows + R::kBlockRows - 1) / R::kBlockRows * wide;
@@ -35,10 +37,12 @@ FP4KIT_DEVICE void partial_scales(const PartialScalesArguments& a, Grid grid) {
   }
 }
 
+// Launch with any grid.
 extern "C" __global__ void __launch_bounds__(kThreads) partial_scales_kernel(PartialScalesArguments a) {
   partial_scales<R, Input>(a, whole_grid());
 }
 
+// Launch with any grid.
 extern "C" __global__ void __launch_bounds__(kThreads)
     grouped_partial_scales_kernel(Group<PartialScalesArguments> group) {
   for_each_piece(group, [](const PartialScalesArguments& a, Grid grid, bool) { partial_scales<R, Input>(a, grid); });

@@ -1,47 +1,52 @@
-// quantize: elements to codes and block scales, blocks in a row (1 x kBlock). fake_quantize: the values of those codes.
+// quantize: elements to codes and block scales, for blocks in a row (1 x kBlock). fake_quantize: the values of those
+// codes.
 //
-// A thread takes a run of elements, neighbouring threads the runs of one block; a few runs are loaded before the first
-// is used. The factor of an E4M3 scale depends on its code alone, so each thread block makes a table of the factors
-// first: two divisions for each code instead of two for each block of elements.
+// A thread takes a run of elements, and neighboring threads take the runs of one block; several runs are loaded before
+// the first is used. The factor of an E4M3 scale depends only on its code. So each thread block first makes a table of
+// the factors: two divisions per code instead of two per block of elements.
 #include "amax.cuh"
 #include "quantize.cuh"
 
+// The sizes of runs and steps, and the order of runs, for a recipe and a type.
 template <class R, class In>
 struct QuantizeTraits {
-  // Values are stored 16 bytes a thread: whole lines a warp.
+  // 16 bytes of values per thread make whole lines per warp.
   static constexpr int kRun = !R::kFake ? 16 : R::kBlock > 128 ? 8 : 16 / static_cast<int>(sizeof(typename In::Bits));
   static constexpr int kLanes = R::kBlock / kRun;  // threads that share a block
   static constexpr int kUnroll = R::kFake && !R::kDivide ? 2 : 64 / (kRun * sizeof(typename In::Bits));
-  static constexpr int kStep = kThreads * kUnroll;  // runs that a thread block has in hand
+  static constexpr int kStep = kThreads * kUnroll;  // runs that a thread block has in flight
   static constexpr bool kLanesFit = (kLanes & (kLanes - 1)) == 0 && kLanes <= 32;
   static constexpr bool kHasFastPath = FastPath<R, In>::kExists && kLanesFit;
   static constexpr bool kOneScale =
       R::kTensorScaling == TensorScaling::none || R::kTensorScaling == TensorScaling::tensor;
   static constexpr bool kSwizzled = R::kLayout != ScaleLayout::linear;
-  static constexpr bool kFlat = !kSwizzled && R::kTensorScaling != TensorScaling::row;  // a row's number is not needed
-  // Threads take the runs in the order of swizzled scales: a warp then fills sectors of them, of 32 bytes, and reads
-  // whole lines of x. A thread's runs are in neighbouring tiles, so in one row. H200, 16384 x 16384 bfloat16,
-  // 2026-11-21: nvfp4-te takes 1.09 times as long as with linear scales in the order of x, 1.02 times in this order.
+  static constexpr bool kFlat =
+      !kSwizzled && R::kTensorScaling != TensorScaling::row;  // the number of a row is not needed
+  // Threads take the runs in the order of swizzled scales. A warp then fills 32-byte sectors of scales and still loads
+  // whole lines of x. A thread's runs are in neighboring scale tiles, so in one row. nvfp4-te on 16384 x 16384
+  // bfloat16, relative to linear scales: 1.09 of the time in the order of x, 1.02 in this order (H200, 2026-11-21).
   static constexpr bool kInSectors = kSwizzled && kLanesFit && kLanes <= kThreads / 32;
-  static constexpr int kSector = 32 * kLanes;                             // runs of a sector
-  static constexpr int kSectors = kInSectors ? kThreads / kSector : 1;    // that a thread block has
-  static constexpr int kTile = tile_bytes<R::kLayout>() / 32;             // sectors of a tile
-  static constexpr int kParts = kTile > kSectors ? kTile / kSectors : 1;  // of a tile, one for a thread block
+  static constexpr int kSector = 32 * kLanes;                             // runs per sector
+  static constexpr int kSectors = kInSectors ? kThreads / kSector : 1;    // sectors per thread block
+  static constexpr int kTile = tile_bytes<R::kLayout>() / 32;             // sectors per scale tile
+  static constexpr int kParts = kTile > kSectors ? kTile / kSectors : 1;  // thread blocks per scale tile
 };
 
+// Load run number `run` of the matrix.
 template <class R, class In, bool kAligned>
 FP4KIT_DEVICE auto read_run_of(const QuantizeArguments& a, u32 run) {
   constexpr int kRun = QuantizeTraits<R, In>::kRun;
   return read_run<In, kRun, kAligned>(static_cast<const typename In::Bits*>(a.x) + static_cast<i64>(run) * kRun);
 }
 
-// Transform a run where that is wanted; largest_bits_of the result.
+// Transform a run in place if R::kHadamard. Return the largest_bits_of the result.
 template <class R, class In, int kRun>
 FP4KIT_DEVICE u32 transform_run(Run<In, kRun>& x) {
   if constexpr (R::kHadamard) return hadamard_run<R::kSignMask>(x);
   return largest_bits_of(x);
 }
 
+// Load run number `run`, transformed if R::kHadamard.
 template <class R, class In, bool kAligned>
 FP4KIT_DEVICE auto load_run_of(const QuantizeArguments& a, u32 run) {
   auto x = read_run_of<R, In, kAligned>(a, run);
@@ -49,13 +54,14 @@ FP4KIT_DEVICE auto load_run_of(const QuantizeArguments& a, u32 run) {
   return x;
 }
 
-// The runs of a matrix, in steps of a thread block.
+// The runs of a matrix, divided into steps of a thread block.
 template <class R, class In>
 struct Walk {
   u32 rows, row_runs, runs, steps;
-  Divisor divisor;  // the runs of a row, or kInSectors the tiles of scales across the matrix
+  Divisor divisor;  // the runs per row or, if kInSectors, the scale tiles across the matrix
 };
 
+// Return the Walk over a matrix.
 template <class R, class In>
 FP4KIT_DEVICE Walk<R, In> walk_of(const QuantizeArguments& a) {
   using Traits = QuantizeTraits<R, In>;
@@ -71,14 +77,14 @@ FP4KIT_DEVICE Walk<R, In> walk_of(const QuantizeArguments& a) {
           Traits::kFlat ? Divisor{} : divisor_of(row_runs)};
 }
 
-// Where a run is. A thread beyond the last run takes one that another thread has too, and writes nothing, or the same.
+// Where a run is. A thread beyond the last run takes a run that another thread has too, and stores nothing or the same.
 struct RunPosition {
-  u32 run, row, block;  // the number of the run in the matrix; its row and the number of its block there, unless kFlat
+  u32 run, row, block;  // number of the run in the matrix; its row, and its block in the row (both 0 if kFlat)
   u64 scale;            // where the block's scale lies
   bool inside;
 };
 
-// Number of 32 bytes of swizzled scales, of those of run k of the threads of a warp.
+// Return the number of the 32-byte sector of swizzled scales in which a warp's k-th runs of a step lie.
 template <class R, class In>
 FP4KIT_DEVICE u32 sector_of(u32 step, int k) {
   using Traits = QuantizeTraits<R, In>;
@@ -86,7 +92,7 @@ FP4KIT_DEVICE u32 sector_of(u32 step, int k) {
   return part * Traits::kSectors + threadIdx.x / Traits::kSector;
 }
 
-// Whether a warp has nothing but padding: its later runs are not in rows before those of the first ones.
+// Return whether a warp has only padding in this step. Its later runs are not in earlier rows than the first ones.
 template <class R, class In>
 FP4KIT_DEVICE bool is_padding(const Walk<R, In>& walk, u32 step) {
   if constexpr (QuantizeTraits<R, In>::kInSectors)
@@ -94,6 +100,7 @@ FP4KIT_DEVICE bool is_padding(const Walk<R, In>& walk, u32 step) {
   return false;
 }
 
+// Return the position of this thread's k-th run of a step.
 template <class R, class In>
 FP4KIT_DEVICE RunPosition run_position(const Walk<R, In>& walk, u32 step, int k) {
   using Traits = QuantizeTraits<R, In>;
@@ -114,7 +121,7 @@ FP4KIT_DEVICE RunPosition run_position(const Walk<R, In>& walk, u32 step, int k)
   return {run, row, block, scale_offset<R::kLayout, u64>(row, block, walk.row_runs / kLanes), true};
 }
 
-// amax that the tensor scale of a run comes from.
+// Return the amax that the tensor scale of a run comes from; 0 if the tensor has one scale or none.
 template <class R, class In>
 FP4KIT_DEVICE float tensor_amax_of(const QuantizeArguments& a, const RunPosition& place) {
   if constexpr (R::kTensorScaling == TensorScaling::row) return amax_at(a.tensor_amax, place.row);
@@ -123,7 +130,8 @@ FP4KIT_DEVICE float tensor_amax_of(const QuantizeArguments& a, const RunPosition
   return 0.0f;
 }
 
-// What is written once for a block, by the thread of its first run.
+// Store what is stored once per block: its scale, and a tensor scale if the block begins a row or has its own. Only the
+// thread of the block's first run stores.
 template <class R, class In>
 FP4KIT_DEVICE void store_scales(const QuantizeArguments& a, const RunPosition& place, u32 code, TensorScale t) {
   if (R::kFake || place.run % QuantizeTraits<R, In>::kLanes != 0u) return;
@@ -135,8 +143,8 @@ FP4KIT_DEVICE void store_scales(const QuantizeArguments& a, const RunPosition& p
   }
 }
 
-// Quantize a run the short way; false if it has to go the exact way, and nothing is written then. Neighbours exchange
-// their amaxes, so every thread of a warp must come here. own: largest_bits_of(x).
+// Quantize a run by the fast path. Return false, and store nothing, if the run must take the exact path. Neighbors
+// exchange their amaxes, so all threads of a warp must call this. own: largest_bits_of(x).
 template <class R, class In, bool kAligned>
 FP4KIT_DEVICE bool quantize_finite(const QuantizeArguments& a, const RunPosition& place,
                                    const Run<In, QuantizeTraits<R, In>::kRun>& x, u32 own, TensorScale t,
@@ -163,7 +171,7 @@ FP4KIT_DEVICE bool quantize_finite(const QuantizeArguments& a, const RunPosition
   return true;
 }
 
-// amax of the block that run `run` is a part of.
+// Return the amax, by the recipe's own rule, of the block that run `run` belongs to.
 template <class R, class In, bool kAligned>
 FP4KIT_DEVICE float block_amax_of(const QuantizeArguments& a, u32 run) {
   constexpr int kRun = QuantizeTraits<R, In>::kRun;
@@ -172,7 +180,7 @@ FP4KIT_DEVICE float block_amax_of(const QuantizeArguments& a, u32 run) {
       1, [&](int, int j, float (&x)[kRun]) { widen_run(load_run_of<R, In, kAligned>(a, first + j / kRun), x); });
 }
 
-// Quantize a run of any elements.
+// Quantize a run by the exact path.
 template <class R, class In, bool kAligned>
 FP4KIT_DEVICE void quantize_any(const QuantizeArguments& a, const RunPosition& place, TensorScale t,
                                 const Factor* table) {
@@ -187,6 +195,7 @@ FP4KIT_DEVICE void quantize_any(const QuantizeArguments& a, const RunPosition& p
   store_scales<R, In>(a, place, code, t);
 }
 
+// Quantize a matrix, or a piece of a group.
 template <class R, class In, bool kAligned>
 FP4KIT_DEVICE void quantize(const QuantizeArguments& a, Grid grid) {
   using Traits = QuantizeTraits<R, In>;
@@ -210,11 +219,11 @@ FP4KIT_DEVICE void quantize(const QuantizeArguments& a, Grid grid) {
       if constexpr (Traits::kHasFastPath) x[k] = read_run_of<R, In, kAligned>(a, place.run);
       amaxes[k] = tensor_amax_of<R, In>(a, place);
     }
-    Words random[Traits::kUnroll] = {};  // of all runs at once, which have the keys of the rounds in common
+    Words random[Traits::kUnroll] = {};  // of all runs at once, so that they share the keys of the rounds
 #pragma unroll
     for (int k = 0; k < Traits::kUnroll && Traits::kHasFastPath && R::kStochastic; ++k)
       random[k] = random_words(a, static_cast<i64>(run_position<R, In>(walk, step, k).run) * Traits::kRun);
-    u32 pending = 0u;  // bit k: run k goes the exact way
+    u32 pending = 0u;  // bit k: run k must take the exact path
     TensorScale t = whole_scale;
 #pragma unroll
     for (int k = 0; k < Traits::kUnroll; ++k) {
@@ -235,6 +244,7 @@ FP4KIT_DEVICE void quantize(const QuantizeArguments& a, Grid grid) {
   }
 }
 
+// Launch with any grid, a multiple of R::kFinders if that is not 0.
 extern "C" __global__ void FP4KIT_CLUSTER __launch_bounds__(kThreads) quantize_kernel(QuantizeArguments a) {
   find_amax<R, Input, kAligned>(a);
   quantize<R, Input, kAligned>(a, whole_grid());

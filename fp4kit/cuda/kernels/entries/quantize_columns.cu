@@ -1,19 +1,20 @@
-// quantize a matrix along its columns, or both ways from one read; and blocks of several rows (16x16, 32x32) any way.
+// quantize a matrix along its columns, or along rows and columns from one read; and blocks of several rows (16x16,
+// 32x32) in any direction.
 //
-// A thread block takes a tile of 128 rows, a thread a patch of it, in registers, with its loads under way while the
-// table of factors is made. Blocks in a column: a patch is 16 rows of 8 bytes, so that no or one shuffle finds an amax,
-// of two columns of 16 bits at once. Codes along columns are gathered in shared memory, where a tile's columns are long
-// enough to be written in whole sectors. Blocks in a row: the tile is elements in shared memory too, and a thread takes
-// runs of it.
+// A thread block takes a tile of 128 rows. A thread takes a patch of it, in registers, and loads it while the table of
+// factors is made. For blocks in a column, a patch is 16 rows of 8 bytes: an amax then takes no shuffle or one, for two
+// 16-bit columns at once. Codes along columns are collected in shared memory, where a tile's columns are long enough to
+// be stored in whole sectors. For blocks in a row, the tile is kept in shared memory too, and a thread takes runs of
+// it.
 #include "amax.cuh"
 #include "patch_column_blocks.cuh"
 #include "patch_square_blocks.cuh"
 
-// The runs of 16 of a tile that a thread takes: kCount of them, kStep rows apart.
+// The runs of 16 elements of a tile that a thread takes: kCount runs that are kStep rows apart.
 template <class P>
 struct TileRuns {
   static constexpr int kAcross = P::kTileColumns / 16, kStep = kThreads / kAcross, kCount = kTileRows / kStep;
-  i32 row, column;  // of the first one
+  i32 row, column;  // of the first run
   int inside;       // how many are in the matrix
 
   FP4KIT_DEVICE_MEMBER TileRuns(const PatchArguments& a, Tile tile)
@@ -24,6 +25,7 @@ struct TileRuns {
   }
 };
 
+// Store the codes of run k, and the scale of its block if the run begins the block.
 template <class R, class P>
 FP4KIT_DEVICE void store_run(const PatchArguments& a, const TileRuns<P>& runs, int k, u8* out,
                              const u32 (&words)[16 / P::kPerWord], u32 code) {
@@ -34,8 +36,8 @@ FP4KIT_DEVICE void store_run(const PatchArguments& a, const TileRuns<P>& runs, i
       static_cast<u8>(code);
 }
 
-// The runs that do not go the short way, read again. out: where the codes of the first run go; pending: bit k for run
-// k.
+// Load the runs that do not take the fast path again, and quantize them by the exact path. out: where the codes of the
+// first run go; pending: bit k for run k.
 template <class R, class In, class P>
 FP4KIT_DEVICE void quantize_pending_runs(const PatchArguments& a, const TileRuns<P>& runs, u8* out, u32 pending,
                                          TensorScale t, const Factor* table) {
@@ -51,15 +53,15 @@ FP4KIT_DEVICE void quantize_pending_runs(const PatchArguments& a, const TileRuns
   }
 }
 
-// Blocks in a row, a run of 16 at a time; the runs of a block lie in neighbouring lanes.
+// Quantize the blocks in a row of a tile, a run of 16 elements at a time. The runs of a block are in neighboring lanes.
 template <class R, class In, bool kAligned, class P>
 FP4KIT_DEVICE void quantize_rows(const PatchArguments& a, Tile tile, TensorScale t, const Factor* table,
                                  const TileElements<P>& elements) {
   using Path = FastPath<R, In>;
-  constexpr int kUnroll = P::kKeepsElements ? 1 : TileRuns<P>::kCount;  // loads under way
+  constexpr int kUnroll = P::kKeepsElements ? 1 : TileRuns<P>::kCount;  // loads in flight
   const TileRuns<P> runs(a, tile);
   const PatchPosition first = {0, 0, runs.inside ? runs.row : 0,
-                               runs.inside ? runs.column : 0};  // any where there is none
+                               runs.inside ? runs.column : 0};  // any position if there is no run
   const typename In::Bits* from = first_element<In>(a, first);
   u8* const out = advanced(a.packed, row_bytes<P>(a), first.row) + static_cast<u32>(first.column) / 8 * P::kBits;
   u8* row_out = out;
@@ -74,7 +76,7 @@ FP4KIT_DEVICE void quantize_rows(const PatchArguments& a, Tile tile, TensorScale
       } else {
         x[i] = read_run<In, 16, kAligned>(from);
         from = advanced(from, opaque(i + 1 < runs.inside ? static_cast<u32>(a.columns) : 0u),
-                        runs.kStep);  // stays where none follows
+                        runs.kStep);  // stays in place if no run follows
       }
     }
 #pragma unroll
@@ -91,6 +93,7 @@ FP4KIT_DEVICE void quantize_rows(const PatchArguments& a, Tile tile, TensorScale
   if (pending) quantize_pending_runs<R, In>(a, runs, out, pending, t, table);
 }
 
+// Quantize a matrix, one tile after the other.
 template <class R, class In, bool kAligned>
 FP4KIT_DEVICE void quantize_columns(const PatchArguments& a, Grid grid) {
   using P = PatchTraits<R, In>;
@@ -102,7 +105,7 @@ FP4KIT_DEVICE void quantize_columns(const PatchArguments& a, Grid grid) {
   u32 i = grid.block;
   Tile tile = tiles.tile(i);
   Run<In, P::kPatchColumns> x[P::kPatchRows];
-  load_patch<In, kAligned, P>(a, patch_position<P>(tile), x);  // under way while the table is made
+  load_patch<In, kAligned, P>(a, patch_position<P>(tile), x);  // in flight while the table is made
   const TensorScale t = tensor_scale_of<R, In>(a.tensor_amax, 0, 0, 1);
   if constexpr (R::kHasTable) {
     if (threadIdx.x < kTableSize) table[threadIdx.x] = factor_of_code<R, In>(threadIdx.x, t);
@@ -138,13 +141,14 @@ FP4KIT_DEVICE void quantize_columns(const PatchArguments& a, Grid grid) {
   }
 }
 
-// Thread blocks of a multiprocessor: square patches of 32 bits take twice the registers; a transform takes more, and so
-// do quotients and finding the amax, of arrays that are too small for many blocks.
+// Thread blocks per multiprocessor. Square patches of 32-bit elements take twice the registers. A transform takes more
+// registers, and so do quotients and finding the amax, which is for arrays too small for many thread blocks.
 constexpr bool kIsLong = sizeof(Input::Bits) == 4;
 constexpr int kBlocksPerMultiprocessor = (kIsLong && R::kBlockRows > 1) || R::kFinders ? 2
                                          : R::kHadamard || (kIsLong && R::kDivide)     ? 3
                                                                                        : 4;
 
+// Launch with any grid, a multiple of R::kFinders if that is not 0.
 extern "C" __global__ void FP4KIT_CLUSTER __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
     quantize_columns_kernel(PatchArguments a) {
   find_amax<R, Input, kAligned>(a);

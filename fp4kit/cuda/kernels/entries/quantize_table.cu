@@ -1,18 +1,19 @@
-// 4over6 of a large matrix of bfloat16, by tables; blocks that these do not decide go the ways of quantize_tile.
+// 4over6 of a large bfloat16 matrix, by tables (four_over_six_table.cuh). Blocks that the tables do not decide take the
+// paths of quantize_tile.
 //
-// A multiprocessor has one table, and one thread block of many threads.
+// A multiprocessor has one table and one thread block of many threads.
 #include "four_over_six_table.cuh"
 #include "quantize_tile.cuh"
 
-constexpr int kTableThreads = 1024;
+constexpr int kTableThreads = 1024;  // threads per thread block
 
-// Scales of a block, and what the table says of a thread's elements.
+// The scales of a block, and the table entries of a thread's elements with their sum.
 template <class R>
 struct Lookup {
   u32 six, four, entries[R::kBlock], sum;
 };
 
-// False if the table does not have the block.
+// Look up a block's elements. Return false if the table does not cover the block.
 template <class R, class In>
 FP4KIT_DEVICE bool look_up_block(const PairTable& table, const Run<In, R::kBlock>& x, float amax, TensorScale t,
                                  Lookup<R>& found) {
@@ -23,18 +24,18 @@ FP4KIT_DEVICE bool look_up_block(const PairTable& table, const Run<In, R::kBlock
   return true;
 }
 
-// Whether a sum of differences says which scale is better.
+// Return whether a sum of differences proves which scale is better.
 FP4KIT_DEVICE bool is_beyond(u32 sum, u32 slack) {
   return sum + slack >= 2u * slack;
 }
 
-// Store a run of a block that the table decides; run: its number in the matrix.
+// Store a run of a block that the table decides. run: its number in the matrix.
 template <class R, class In>
 FP4KIT_DEVICE void store_found(const QuantizeArguments& a, u32 run, u32 scale_at, const Run<In, R::kBlock>& x,
                                const Lookup<R>& found, bool is_four) {
   const u32 shift = is_four ? 4u : 0u, scale = is_four ? found.four : found.six;
   const bool no_signs =
-      R::kFlush && found.four == 0u;  // FlashInfer leaves a zero block early, without the signs of its zeros
+      R::kFlush && found.four == 0u;  // FlashInfer returns early for a block of zeros, without their signs
   u32 words[2];
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
@@ -47,10 +48,11 @@ FP4KIT_DEVICE void store_found(const QuantizeArguments& a, u32 run, u32 scale_at
   a.scales[scale_at] = static_cast<u8>(scale);
 }
 
+// Quantize blocks of one row.
 template <class R, class In, bool kAligned>
 FP4KIT_DEVICE void quantize_rows_by_table(const QuantizeArguments& a, const PairTable& table, TensorScale t,
                                           bool has_table) {
-  constexpr bool kFlat = R::kLayout == ScaleLayout::linear;  // a row's number is not needed
+  constexpr bool kFlat = R::kLayout == ScaleLayout::linear;  // the number of a row is not needed
   const u32 blocks = static_cast<u32>(a.columns) / R::kBlock, runs = static_cast<u32>(a.rows) * blocks;
   const u32 step = gridDim.x * kTableThreads;
   u32 run = blockIdx.x * kTableThreads + threadIdx.x;
@@ -79,8 +81,8 @@ FP4KIT_DEVICE void quantize_rows_by_table(const QuantizeArguments& a, const Pair
   }
 }
 
-// Four warps that have eight square blocks side by side, a row of a block each: lane 8 i + j of warp w has row 4 w + i
-// of block j.
+// Four warps that take eight square blocks side by side, a row of a block per thread: lane 8 i + j of warp w has row 4
+// w + i of block j.
 struct Team {
   static constexpr u32 kThreads = 128, kBlocks = 8;
   u32* parts;  // 64 words of shared memory
@@ -92,8 +94,8 @@ struct Team {
   FP4KIT_DEVICE u32 lane() { return threadIdx.x % 32u; }
   FP4KIT_DEVICE void sync() { sync_group(number() + 1u, kThreads); }
 
-  // Of all rows of a block, in any order: by way of words 32 kHalf ... 32 kHalf + 31, which are free after the next
-  // barrier but one.
+  // Combine the values of all rows of a block, in any order. Uses words 32 kHalf to 32 kHalf + 31, which may be used
+  // again after the next barrier but one.
   template <class Operation, int kHalf>
   FP4KIT_DEVICE_MEMBER u32 reduce(u32 value) const {
     value = Operation::of(value, __shfl_xor_sync(0xFFFFFFFFu, value, 8));
@@ -104,7 +106,7 @@ struct Team {
     return Operation::of(Operation::of(chunk.w[0], chunk.w[1]), Operation::of(chunk.w[2], chunk.w[3]));
   }
 
-  // Sum of all rows of a block as a tree: row i with i + 8, then + 4, + 2, + 1.
+  // Return the sum over all rows of a block as a tree: row i and i + 8, then + 4, + 2, + 1.
   FP4KIT_DEVICE_MEMBER float sum_in_order(float value) const {
     float* sums = reinterpret_cast<float*>(parts);
     sync();
@@ -123,14 +125,16 @@ struct Team {
   }
 };
 
+// The larger of two bit patterns.
 struct LargestBits {
   FP4KIT_DEVICE u32 of(u32 a, u32 b) { return maximum(a, b); }
 };
+// The sum of two integers modulo 2^32.
 struct IntegerSum {
   FP4KIT_DEVICE u32 of(u32 a, u32 b) { return a + b; }
 };
 
-// Square blocks, whatever their elements are.
+// Quantize square blocks by the exact path.
 template <class R, class In, bool kAligned>
 FP4KIT_DEVICE void quantize_squares_any(const QuantizeArguments& a, const Team& team, BlockRow position, bool inside,
                                         Run<In, R::kBlock>& run, TensorScale t) {
@@ -153,6 +157,7 @@ FP4KIT_DEVICE void quantize_squares_any(const QuantizeArguments& a, const Team& 
   a.scales[scale_offset<R::kLayout>(position.row, position.block, position.blocks)] = scale;
 }
 
+// Quantize square blocks; a team takes eight at a time.
 template <class R, class In, bool kAligned>
 FP4KIT_DEVICE void quantize_squares_by_table(const QuantizeArguments& a, PairTable& table, TensorScale t,
                                              bool has_table) {
@@ -193,10 +198,11 @@ FP4KIT_DEVICE void quantize_squares_by_table(const QuantizeArguments& a, PairTab
       }
     }
     quantize_squares_any<R, In, kAligned>(a, team, BlockRow{row, block, blocks}, inside, x, t);
-    next = load(next_row, next_block);  // again, so that it took no registers
+    next = load(next_row, next_block);  // load it again, so that it took no registers meanwhile
   }
 }
 
+// Launch with any grid. One thread block per multiprocessor suffices.
 extern "C" __global__ void __launch_bounds__(kTableThreads, 1) quantize_table_kernel(QuantizeArguments a) {
   __shared__ PairTable table;
   const TensorScale t = tensor_scale_of<R, Input>(a.tensor_amax, 0, 0, 1);

@@ -1,16 +1,18 @@
-// quantize without block scales: one float32 scale for the tensor or for a row, any length (FP8, INT8, INT4 by tensor
-// or channel). A thread takes runs of neighbouring elements of one row, a few loaded before the first is used; ends of
-// rows, one element at a time.
+// quantize without block scales: one float32 scale per tensor or per row, of any length (FP8, INT8, INT4 by tensor or
+// channel). A thread takes runs of neighboring elements of one row and loads several before it uses the first. Elements
+// after the last whole run of a row are quantized one at a time.
 #include "amax.cuh"
 #include "quantize.cuh"
 
+// The sizes of runs and steps.
 template <class R, class In>
 struct UnblockedTraits {
-  static constexpr int kRun =
-      16 / (R::kFake ? sizeof(typename In::Bits) : 1);  // 16 bytes of values a thread: whole lines a warp
+  // 16 bytes of values per thread make whole lines per warp.
+  static constexpr int kRun = 16 / (R::kFake ? sizeof(typename In::Bits) : 1);
   static constexpr int kUnroll = 64 / (kRun * sizeof(typename In::Bits));
 };
 
+// Quantize a matrix, or a piece of a group.
 template <class R, class In, bool kAligned>
 FP4KIT_DEVICE void quantize_unblocked(const QuantizeArguments& a, Grid grid) {
   using Traits = UnblockedTraits<R, In>;
@@ -61,6 +63,7 @@ FP4KIT_DEVICE void quantize_unblocked(const QuantizeArguments& a, Grid grid) {
   }
 }
 
+// Launch with any grid, a multiple of R::kFinders if that is not 0.
 extern "C" __global__ void FP4KIT_CLUSTER __launch_bounds__(kThreads) quantize_unblocked_kernel(QuantizeArguments a) {
   find_amax<R, Input, kAligned>(a);
   quantize_unblocked<R, Input, kAligned>(a, whole_grid());

@@ -1,17 +1,19 @@
-// quantize_with_scales: codes of elements under block scales and tensor scales that are given: a.scales, in R's layout,
-// and a.tensor_scale are read. a.tensor_amax: the amaxes that the tensor scales imply, where elements meet the encode
-// scale (null elsewhere).
+// quantize_with_scales: codes of elements under given block scales and tensor scales. Reads a.scales, in R's layout,
+// and a.tensor_scale. a.tensor_amax: the amaxes that the tensor scales imply, if elements meet the encode scale (null
+// otherwise).
 //
-// A thread takes a run of 16 elements of a row and makes the factor of its block, as the recipe's rule makes it of a
-// code of its own. Only a rule that asks whether the block is of zeros reads the whole block.
+// A thread takes a run of 16 elements of a row, and computes the factor of its block as the recipe's rule does for a
+// code of its own. Only rules that ask whether the block is all zeros read the whole block.
 #include "four_over_six.cuh"
 #include "implied_amax.cuh"
 
 constexpr int kRun = 16;
 
+// Whether the recipe's rule asks for the amax of a block.
 template <class R>
 constexpr bool kReadsBlock = R::BlockRule::kReadsAmax || (R::kFourOverSix && R::kFlush);
 
+// Load the run at element `first`, transformed if R::kHadamard.
 template <class R, class In, bool kAligned>
 FP4KIT_DEVICE Run<In, kRun> load_given(const QuantizeArguments& a, i64 first) {
   Run<In, kRun> run = read_run<In, kRun, kAligned>(static_cast<const typename In::Bits*>(a.x) + first);
@@ -19,7 +21,7 @@ FP4KIT_DEVICE Run<In, kRun> load_given(const QuantizeArguments& a, i64 first) {
   return run;
 }
 
-// The tensor scale that covers block number `block` of a row.
+// Return the tensor scale that covers block number `block` of a row.
 template <class R, class In>
 FP4KIT_DEVICE TensorScale given_tensor_scale(const QuantizeArguments& a, i64 row, i64 block, i64 blocks) {
   if constexpr (R::kTensorScaling == TensorScaling::none) {
@@ -33,7 +35,7 @@ FP4KIT_DEVICE TensorScale given_tensor_scale(const QuantizeArguments& a, i64 row
   }
 }
 
-// amax of the block that an element of a row is in; 1 for rules that do not ask.
+// Return the amax of a block that contains row `row`; 1 for rules that do not ask.
 template <class R, class In, bool kAligned>
 FP4KIT_DEVICE float given_block_amax(const QuantizeArguments& a, i64 row, i64 block) {
   if constexpr (!kReadsBlock<R>) return 1.0f;
@@ -44,8 +46,8 @@ FP4KIT_DEVICE float given_block_amax(const QuantizeArguments& a, i64 row, i64 bl
   });
 }
 
-// Codes of a whole run. A negative factor, -0 too, goes the exact way: the short ways are for factors that rules make
-// of amaxes.
+// Encode and store a whole run. A negative factor, -0 included, takes the exact path, because fast paths are for
+// factors that rules compute from amaxes.
 template <class R, class In, bool kAligned>
 FP4KIT_DEVICE void encode_given(const QuantizeArguments& a, i64 first, Run<In, kRun>& run, float amax, u32 code,
                                 TensorScale t) {
@@ -60,7 +62,8 @@ FP4KIT_DEVICE void encode_given(const QuantizeArguments& a, i64 first, Run<In, k
   }
 }
 
-// Elements of a run that is not whole, or whose codes begin anywhere, one by one. There are no blocks then.
+// Encode and store elements one by one: of a run that is not whole, or whose codes may begin anywhere. Such recipes
+// have no blocks.
 template <class R, class In>
 FP4KIT_DEVICE void encode_elements(const QuantizeArguments& a, i64 first, int count, TensorScale t) {
   const typename In::Bits* from = static_cast<const typename In::Bits*>(a.x) + first;
@@ -69,6 +72,7 @@ FP4KIT_DEVICE void encode_elements(const QuantizeArguments& a, i64 first, int co
   quantize_elements<R, In>(a, first, count, from, factor_of_code<R, In>(0u, t), t);
 }
 
+// Quantize a matrix under its given scales.
 template <class R, class In, bool kAligned>
 FP4KIT_DEVICE void quantize_with_scales(const QuantizeArguments& a, Grid grid) {
   const i64 row_runs = (a.columns + kRun - 1) / kRun, runs = a.rows * row_runs, blocks = a.columns / R::kBlock;
@@ -90,6 +94,7 @@ FP4KIT_DEVICE void quantize_with_scales(const QuantizeArguments& a, Grid grid) {
   }
 }
 
+// Launch with any grid.
 extern "C" __global__ void __launch_bounds__(kThreads) quantize_with_scales_kernel(QuantizeArguments a) {
   quantize_with_scales<R, Input, kAligned>(a, whole_grid());
 }

@@ -1,23 +1,30 @@
-// requantize from blocks with E8M0 scales to blocks with E4M3 scales under a tensor scale 2^m, codes kept
+// requantize from blocks with E8M0 scales to blocks with E4M3 scales under a tensor scale 2^m, which keeps the codes
 // (ops/requantize.py).
 //
-// Two launches: exponents finds the range of the source's scales; keep decides by it, alike in every thread, whether
-// all of them fit, and if so overwrites codes, scales and tensor scale of a result that is right where they do not.
+// Two launches. requantize_range_kernel finds the range of the source's scales. requantize_keep_kernel decides by that
+// range, in the same way in every thread, whether all scales fit. If so, it overwrites the codes, scales and tensor
+// scale of a result that is right otherwise.
 #include "block.cuh"
 
+// Arguments of both kernels.
 struct RequantizeArguments {
-  const u8* source;         // packed codes of the source, two a byte, aligned to 8 bytes
-  const u8* source_scales;  // one for source_block codes
-  u32* extent;              // zeros at first; of blocks with values: largest scale code + 1, 256 - smallest; any NaN
-  u8* packed;               // what keep writes: codes,
-  u8* scales;               // scales of R::kBlock codes,
-  float* tensor_scale;      // 2^m,
-  float* tensor_amax;       // and what it is made from
+  const u8* source;         // packed codes of the source, two per byte, aligned to 8 bytes
+  const u8* source_scales;  // one per source_block codes
+  // Zeros before. For blocks with nonzero values: the largest scale code + 1 and 256 - the smallest. Then whether any
+  // scale is NaN.
+  u32* extent;
+  // What requantize_keep_kernel writes: codes; scales of R::kBlock codes each; the tensor scale 2^m; and the amax it is
+  // made from.
+  u8* packed;
+  u8* scales;
+  float* tensor_scale;
+  float* tensor_amax;
   i64 blocks, source_block;
 };
 
-constexpr u64 kMagnitudes = 0x7777777777777777u;
+constexpr u64 kMagnitudes = 0x7777777777777777u;  // the magnitude bits of sixteen E2M1 codes
 
+// Return whether a block of the source has a nonzero element.
 FP4KIT_DEVICE bool has_values(const RequantizeArguments& a, i64 block) {
   const u64* words = reinterpret_cast<const u64*>(a.source) + block * (a.source_block / 16);
   u64 any = 0u;
@@ -25,12 +32,14 @@ FP4KIT_DEVICE bool has_values(const RequantizeArguments& a, i64 block) {
   return any != 0u;
 }
 
+// Raise *maximum_address to the largest `own` of all threads.
 FP4KIT_DEVICE void raise_to_largest(u32* maximum_address, u32 own) {
 #pragma unroll
   for (int distance = 1; distance < 32; distance *= 2) own = maximum(own, __shfl_xor_sync(0xFFFFFFFFu, own, distance));
   if (threadIdx.x % 32 == 0 && own != 0u) atomicMax(maximum_address, own);
 }
 
+// Find the range of the source's scales.
 FP4KIT_DEVICE void find_scale_range(const RequantizeArguments& a, Grid grid) {
   u32 top = 0u, bottom = 0u, nan = 0u;
   for (i64 i = first_item(grid); i < a.blocks; i += item_stride(grid)) {
@@ -45,12 +54,13 @@ FP4KIT_DEVICE void find_scale_range(const RequantizeArguments& a, Grid grid) {
   raise_to_largest(a.extent + 2, nan);
 }
 
-FP4KIT_DEVICE float power_of_two(i32 exponent) {  // -149 to 127
+// Return 2^exponent for exponents of -149 to 127.
+FP4KIT_DEVICE float power_of_two(i32 exponent) {
   return float_of(exponent < -126 ? 1u << (exponent + 149) : static_cast<u32>(exponent + 127) << 23);
 }
 
-// Whether E4M3 holds every scale under the tensor scale 2^m that puts the largest at the top, and the tensor rule gives
-// 2^m.
+// Return whether E4M3 holds every scale under the tensor scale 2^m that makes the largest scale as large as possible,
+// and whether the tensor rule gives 2^m for some amax. Puts m and that amax into the arguments.
 template <class R, class In>
 FP4KIT_DEVICE bool can_keep(const u32* extent, i32& m, float& amax) {
   constexpr i32 kTop = R::Scale::kEmax, kBottom = R::Scale::kEmin - R::Scale::kMantissaBits;
@@ -62,6 +72,7 @@ FP4KIT_DEVICE bool can_keep(const u32* extent, i32& m, float& amax) {
   return is_finite(amax) && R::TensorRule::template scale<R, In>(amax).decode == power_of_two(m);
 }
 
+// Write codes, scales and tensor scale if can_keep. kUnsignedZero: zeros lose their signs.
 template <class R, class In, bool kUnsignedZero>
 FP4KIT_DEVICE void keep(const RequantizeArguments& a, Grid grid) {
   i32 m;
@@ -71,8 +82,8 @@ FP4KIT_DEVICE void keep(const RequantizeArguments& a, Grid grid) {
   for (i64 block = first_item(grid); block < a.blocks; block += item_stride(grid)) {
     for (i64 i = block * words; i < (block + 1) * words; ++i) {
       const u64 word = reinterpret_cast<const u64*>(a.source)[i];
-      const u64 signs =
-          kUnsignedZero ? (word & kMagnitudes) + kMagnitudes : ~kMagnitudes;  // kept where the magnitude is not 0
+      const u64 signs = kUnsignedZero ? (word & kMagnitudes) + kMagnitudes
+                                      : ~kMagnitudes;  // the sign is kept if the magnitude is not 0
       reinterpret_cast<u64*>(a.packed)[i] = word & (kMagnitudes | signs);
     }
     const i32 exponent = static_cast<i32>(a.source_scales[block]) - 127 - m;
@@ -85,10 +96,12 @@ FP4KIT_DEVICE void keep(const RequantizeArguments& a, Grid grid) {
   }
 }
 
+// First launch, with any grid.
 extern "C" __global__ void __launch_bounds__(kThreads) requantize_range_kernel(RequantizeArguments a) {
   find_scale_range(a, whole_grid());
 }
 
+// Second launch, with any grid.
 extern "C" __global__ void __launch_bounds__(kThreads) requantize_keep_kernel(RequantizeArguments a) {
   keep<R, Input, kUnsignedZero>(a, whole_grid());
 }

@@ -1,14 +1,14 @@
-// search: the amax of each block of 16 that gives the scale of least loss; nothing else of the matrix is written.
+// search: the amax of each block of 16 whose scale has the smallest loss. Nothing else of the matrix is written.
 #include "search_pruned.cuh"
 
-// What a warp's thread leaves for the others: a block that all of them search.
+// A block that its thread leaves for all threads of the warp to search.
 template <bool kWeighted>
 struct UnprovenBlock {
   SearchBlock<kWeighted> block;
   CandidateRange range;
 };
 
-// What the threads of a warp share, for one thing after the other.
+// What the threads of a warp share, for one purpose after the other.
 template <bool kWeighted>
 union WarpMemory {
   UnprovenBlock<kWeighted> unproven_block;
@@ -27,7 +27,7 @@ struct SearchMemory {
   WarpMemory<kWeighted> warps[kSearchThreads<kWeighted> / 32];
 };
 
-// The first code of least loss in a range, by all threads of a warp.
+// Return the first code of smallest loss in a range, by all threads of a warp.
 template <bool kWeighted>
 FP4KIT_DEVICE u32 search_fully(const UnprovenBlock<kWeighted>& unproven_block, const Candidates& shared) {
   BestCode best = {float_of(kInfinityBits), unproven_block.range.low};
@@ -45,6 +45,7 @@ FP4KIT_DEVICE u32 search_fully(const UnprovenBlock<kWeighted>& unproven_block, c
   return best.code;
 }
 
+// Load block number i, transformed if R::kHadamard, as magnitudes and weights.
 template <class R, class In, bool kAligned, bool kWeighted>
 FP4KIT_DEVICE SearchBlock<kWeighted> load_block(const SearchArguments& a, u32 i, u32 blocks) {
   SearchBlock<kWeighted> block;
@@ -60,6 +61,7 @@ FP4KIT_DEVICE SearchBlock<kWeighted> load_block(const SearchArguments& a, u32 i,
   return block;
 }
 
+// Search the amaxes of all blocks. kAll: all codes are candidates. kEight: at least eight codes in each direction are.
 template <class R, class In, bool kAligned, bool kWeighted, bool kAll, bool kEight>
 FP4KIT_DEVICE void search(const SearchArguments& a, Grid grid, SearchMemory<kWeighted>& memory) {
   Candidates& shared = memory.candidates;
@@ -69,16 +71,16 @@ FP4KIT_DEVICE void search(const SearchArguments& a, Grid grid, SearchMemory<kWei
   const u32 lane = threadIdx.x % 32u, warp = threadIdx.x / 32u;
   UnprovenBlock<kWeighted>& unproven_block = memory.warps[warp].unproven_block;
   const u32 blocks = static_cast<u32>(a.columns / kSearchBlockSize), count = static_cast<u32>(a.rows) * blocks;
-  // A block's own code is one of first ... first + 3: the nearest to a value of which first is no less than 6/7, or the
-  // last. So with eight codes each way or more around it, no more than two that a screen leaves open are no candidates:
-  // only where it does is the own code asked for.
+  // A block's own code is one of first ... first + 3: the code nearest to a value of which `first` is at least 6/7, or
+  // the last code. With eight codes or more in each direction, at most two of the codes that a screen leaves open are
+  // no candidates. The own code is therefore computed only if the screen does not decide.
   constexpr bool kLater = !kAll && kEight && !kWeighted;
   u32 unproven = 0u;
   const u32 stride = static_cast<u32>(item_stride(grid));
   for (u32 first = static_cast<u32>(first_item(grid)) - lane; first < count; first += stride) {
-    const u32 i = minimum(first + lane, count - 1u);  // of the last block, too, what is beyond
+    const u32 i = minimum(first + lane, count - 1u);  // threads beyond the last block repeat it
     SearchBlock<kWeighted> block = load_block<R, In, kAligned, kWeighted>(a, i, blocks);
-    if constexpr (!kWeighted)  // the block that the thread has next
+    if constexpr (!kWeighted)  // prefetch the thread's next block
       prefetch_sector(static_cast<const typename In::Bits*>(a.x) +
                       static_cast<i64>(minimum(i + stride, count - 1u)) * kSearchBlockSize);
     u32 largest = 0u;
@@ -102,7 +104,7 @@ FP4KIT_DEVICE void search(const SearchArguments& a, Grid grid, SearchMemory<kWei
       if (!normal) best.code = range.low;
     }
     if (!normal) {
-      proven = amax == 0.0f || !is_finite(amax);  // without errors, or with none but those
+      proven = amax == 0.0f || !is_finite(amax);  // all losses are 0 then, or none is below infinity
       if (!proven && shared.ordinary) proven = search_from_first(block, amax, range, shared, best);
     }
     for (u32 open = __ballot_sync(0xFFFFFFFFu, !proven); open; open &= open - 1u) {
@@ -118,6 +120,7 @@ FP4KIT_DEVICE void search(const SearchArguments& a, Grid grid, SearchMemory<kWei
   if (a.unproven && unproven) atomicAdd(a.unproven, static_cast<u64>(unproven));
 }
 
+// Launch with any grid.
 extern "C" __global__ void __launch_bounds__(kSearchThreads<kWeighted>, kWeighted ? 1 : 2)
     search_kernel(SearchArguments a) {
   __shared__ SearchMemory<kWeighted> memory;

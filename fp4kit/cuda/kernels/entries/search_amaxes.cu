@@ -1,26 +1,27 @@
-// search_amaxes: of tensors, experts or rows without block scales, the multiple of the amax whose values have the least
-// error.
+// search_amaxes: for tensors, experts or rows without block scales, the multiple of the amax whose values have the
+// smallest loss.
 //
 // Differences are added in float64 from the first element of a row to the last, and then from the first row to the
-// last, as in reference/search_amaxes.py: so a thread walks along a row under one multiple, and its neighbours along
-// the same row under the next ones. Then a warp adds the rows of an amax, a multiple a thread.
+// last, as in reference/search_amaxes.py. So a thread walks along a row with one multiple, and its neighbors walk along
+// the same row with the next multiples. Then a warp adds the rows of an amax, a multiple per thread.
 #include "exact_path.cuh"
 #include "fake.cuh"
 #include "search_losses.cuh"
 
+// Arguments of both kernels.
 struct SearchAmaxesArguments {
-  const void* x;             // rows x columns
-  const float* tensor_amax;  // of each rows_of_amax rows
-  const float* weights;      // of columns (null without)
-  const float* multiples;    // all of them
-  double* losses;            // rows x count, of the multiples first ... first + count - 1
-  double* least;             // of each amax, of the multiples up to there
-  float* out;                // of each amax, the amax times the multiple of that loss
+  const void* x;             // rows x columns elements
+  const float* tensor_amax;  // one per rows_of_amax rows
+  const float* weights;      // one per column (null without weights)
+  const float* multiples;    // all candidates
+  double* losses;            // rows x count, for the multiples first ... first + count - 1
+  double* least;             // per amax: the smallest loss of the multiples so far
+  float* out;                // per amax: the amax times the multiple of that loss
   i64 rows, columns, rows_of_amax, first, count;
-  double power;  // of |d| in a loss of powers
+  double power;  // of |d|, for losses of powers
 };
 
-// What elements become under an amax: the values of their codes.
+// The values that elements have after quantization under an amax.
 template <class R, bool kOwn>
 struct Values {
   Factor factor;
@@ -33,7 +34,7 @@ struct Values {
   FP4KIT_DEVICE_MEMBER float of(float x) const { return exact_value<R>(exact_code<R, Float32>(x, factor, 0u), scale); }
 };
 
-// The same by the recipe's own fake quantizer.
+// The same values by the recipe's own fake quantizer.
 template <class R>
 struct Values<R, true> {
   FakeScale scale;
@@ -42,14 +43,14 @@ struct Values<R, true> {
   FP4KIT_DEVICE_MEMBER float of(float x) const { return R::FakeRule::template value<R, Float32>(x, scale); }
 };
 
-// Losses of two parts together. The larger one is NaN where one is.
+// Return the loss of two parts together: their sum, or the larger one, which is NaN if one is.
 template <Objective kObjective>
 FP4KIT_DEVICE double combined_loss(double a, double b) {
   if constexpr (kObjective == Objective::largest) return a > b || a != a ? a : b;
   return a + b;
 }
 
-// The loss of an element, of which y is left.
+// Return the loss of an element whose residual is y.
 template <Objective kObjective, bool kWeighted>
 FP4KIT_DEVICE double loss_of_element(double y, const float* weight, double power) {
   const double size = y < 0.0 ? -y : y;
@@ -59,6 +60,7 @@ FP4KIT_DEVICE double loss_of_element(double y, const float* weight, double power
   return kWeighted ? static_cast<double>(*weight) * term : term;
 }
 
+// Compute the loss of each row under each multiple.
 template <class R, class In, Objective kObjective, bool kOwn, bool kWeighted>
 FP4KIT_DEVICE void put_row_losses(const SearchAmaxesArguments& a) {
   for (i64 i = first_item(whole_grid()); i < a.rows * a.count; i += item_stride(whole_grid())) {
@@ -76,15 +78,17 @@ FP4KIT_DEVICE void put_row_losses(const SearchAmaxesArguments& a) {
   }
 }
 
-// The first of least loss of an amax; none of a NaN.
+// A multiple and its loss. A NaN loss is never the smallest.
 struct Least {
   double loss;
   i64 multiple;
+  // Keep the better of two; of equal losses, the first multiple.
   FP4KIT_DEVICE_MEMBER void meet(Least other) {
     if (other.loss < loss || (other.loss == loss && other.multiple < multiple)) *this = other;
   }
 };
 
+// Find the best multiple of each amax. If no loss is below infinity, the first multiple is taken.
 template <Objective kObjective>
 FP4KIT_DEVICE void put_least(const SearchAmaxesArguments& a) {
   __shared__ Least all[kThreads];
@@ -114,9 +118,11 @@ FP4KIT_DEVICE void put_least(const SearchAmaxesArguments& a) {
 
 constexpr Objective kObjective = objective_of(kMagnitudes, kLargest, kPowers);
 
+// First launch, with any grid.
 extern "C" __global__ void __launch_bounds__(kThreads) row_losses_kernel(SearchAmaxesArguments a) {
   put_row_losses<R, Input, kObjective, kOwn, kWeighted>(a);
 }
+// Second launch, with any grid.
 extern "C" __global__ void __launch_bounds__(kThreads) least_losses_kernel(SearchAmaxesArguments a) {
   put_least<kObjective>(a);
 }

@@ -1,16 +1,17 @@
-// search_factors: of each block the multiple of its amax whose codes have the least squared error, a block a thread;
-// nothing else of the matrix is written. Operation by operation what reference/search_factors.py does, so that any
-// block is right; kFactors are the candidates, in their order.
+// search_factors: for each block the multiple of its amax whose codes have the smallest squared error, a block per
+// thread. Nothing else of the matrix is written. Equals reference/search_factors.py, operation by operation, so that
+// every block is right. kFactors holds the candidates in their order.
 //
-// A candidate whose scale is that of the one before it, or of the first, has the same error and would not win: factors
-// after the first rise, so that all of one scale follow each other, but for those beside the first. 102 factors from
-// 0.5 to 1.51 have 14 scales of E4M3 or so.
+// A candidate is skipped if its scale is that of the candidate before it or of the first: its error is the same, and it
+// would not win. The factors after the first one rise, so that all candidates of one scale are consecutive, except
+// those with the scale of the first. 102 factors from 0.5 to 1.51 have about 14 different E4M3 scales.
 #include "exact_path.cuh"
 #include "hadamard.cuh"
 #include "implied_amax.cuh"
 #include "runs.cuh"
 #include "summation_order.cuh"
 
+// Arguments of the kernel.
 struct SearchFactorsArguments {
   const void* x;
   const float* tensor_amax;
@@ -18,9 +19,9 @@ struct SearchFactorsArguments {
   i64 rows, columns;
 };
 
-constexpr int kRun = 16, kVector = 8;  // elements that are read, and summed, side by side
+constexpr int kRun = 16, kVector = 8;  // elements that are loaded, and added, side by side
 
-// Squared error of a block whose scale has a code. load(0, j, x): of the run from element j on.
+// Return the squared error of a block under a scale code. load(0, j, x) loads elements from j on.
 template <class R, class In, class Load>
 FP4KIT_DEVICE float error_under(u32 scale_code, Factor f, TensorScale t, const Load& load) {
   static_assert(R::kBlock % kRun == 0);
@@ -42,7 +43,7 @@ FP4KIT_DEVICE float error_under(u32 scale_code, Factor f, TensorScale t, const L
   return sums.result();
 }
 
-// The amax of a block that is chosen: the first of least error; the first of all where that is NaN.
+// Return the block amax of smallest error, the first of equal ones; that of the first candidate if its error is NaN.
 template <class R, class In, class Load>
 FP4KIT_DEVICE float best_multiple(float amax, TensorScale t, const Load& load) {
   u32 first = 0u, last = 0u;
@@ -61,6 +62,7 @@ FP4KIT_DEVICE float best_multiple(float amax, TensorScale t, const Load& load) {
   return chosen;
 }
 
+// Search all blocks of a matrix.
 template <class R, class In, bool kAligned>
 FP4KIT_DEVICE void search_factors(const SearchFactorsArguments& a) {
   const i64 blocks = a.columns / R::kBlock, count = a.rows * blocks;
@@ -77,6 +79,7 @@ FP4KIT_DEVICE void search_factors(const SearchFactorsArguments& a) {
   }
 }
 
+// Launch with any grid.
 extern "C" __global__ void __launch_bounds__(kThreads) search_factors_kernel(SearchFactorsArguments a) {
   search_factors<R, Input, kAligned>(a);
 }

@@ -1,7 +1,8 @@
-// search_sweep: the amax of each block whose scale has the least loss, of all candidates; that of a block in each of
-// its rows.
+// search_full: the amax of each block whose scale has the smallest loss, by trying all candidates. A block of several
+// rows stores its amax in each of its rows.
 #include "search_full.cuh"
 
+// Search all blocks of a matrix; Set::kLanes threads share a block.
 template <class R, class In, class Set, Objective kObjective, bool kAligned, bool kWeighted>
 FP4KIT_DEVICE void search_full(const FullSearchArguments& a) {
   constexpr u32 kLanes = Set::kLanes;
@@ -25,6 +26,7 @@ FP4KIT_DEVICE void search_full(const FullSearchArguments& a) {
   if (a.unproven && done) atomicAdd(a.unproven, done);
 }
 
+// The set of candidates that a recipe has: E4M3 codes, or powers of two.
 template <class R, class In, bool kHessian, bool kFromFloor, bool kHasPowers>
 struct SetOf {
   using Type = ScaleCodes<R, kHessian>;
@@ -37,6 +39,7 @@ struct SetOf<R, In, kHessian, kFromFloor, true> {
 using Set = SetOf<R, Input, kHessian, kFromFloor, R::Scale::kMantissaBits == 0>::Type;
 constexpr Objective kObjective = kHessian ? Objective::hessian : objective_of(kMagnitudes, kLargest, kPowers);
 
+// Launch with any grid.
 extern "C" __global__ void __launch_bounds__(kThreads) search_full_kernel(FullSearchArguments a) {
   search_full<R, Input, Set, kObjective, kAligned, kWeighted>(a);
 }

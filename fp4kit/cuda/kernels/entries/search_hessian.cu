@@ -1,13 +1,14 @@
-// search_hessian: search, where the loss of a block is d^T H d with the Hessian of its 16 columns. A thread block takes
-// one of them.
+// search_hessian: search if the loss of a block is d^T H d with the Hessian of its 16 columns. A thread block takes one
+// Hessian.
 #include "search_hessian.cuh"
 
+// Search the blocks of one Hessian's columns. The grid is a multiple of the number of Hessians.
 template <class R, class In, bool kAligned>
 FP4KIT_DEVICE void search_hessian(const SearchArguments& a) {
   __shared__ Candidates shared;
   __shared__ Hessian h;
-  __shared__ u32 positive;  // thirty-seconds of mu
-  const i64 blocks = a.columns / kSearchBlockSize, column = blockIdx.x % blocks, strips = gridDim.x / blocks;
+  __shared__ u32 positive;  // 32 times mu
+  const i64 blocks = a.columns / kSearchBlockSize, column = blockIdx.x % blocks, thread_blocks = gridDim.x / blocks;
   const float amax_of_tensor = amax_at(a.tensor_amax, 0);
   if (threadIdx.x == 0) positive = 0u;
   make_candidates<R>(shared, amax_of_tensor);
@@ -18,12 +19,12 @@ FP4KIT_DEVICE void search_hessian(const SearchArguments& a) {
   __syncthreads();
   if (threadIdx.x < 32u && is_positive(h, static_cast<float>(threadIdx.x) * 0x1p-5f)) atomicMax(&positive, threadIdx.x);
   __syncthreads();
-  const bool is_usual =
-      shared.ordinary && amax_of_tensor > 0x1p-20f && keeps_squares(h, shared);  // below, scales are not their codes'
+  const bool is_usual = shared.ordinary && amax_of_tensor > 0x1p-20f &&
+                        keeps_squares(h, shared);  // below, stored scales differ from those of their codes
   const float margin = is_usual ? static_cast<float>(positive) * 0x1p-5f - 0x1p-12f : 0.0f;
   const TensorScale t = R::TensorRule::template scale<R, Float32>(amax_of_tensor);
   u64 unproven = 0;
-  for (i64 row = blockIdx.x / blocks * kThreads + threadIdx.x; row < a.rows; row += strips * kThreads) {
+  for (i64 row = blockIdx.x / blocks * kThreads + threadIdx.x; row < a.rows; row += thread_blocks * kThreads) {
     float x[kSearchBlockSize];
     load_run<In, kSearchBlockSize, kAligned>(
         static_cast<const typename In::Bits*>(a.x) + row * a.columns + column * kSearchBlockSize, x);
@@ -32,8 +33,8 @@ FP4KIT_DEVICE void search_hessian(const SearchArguments& a) {
     for (int j = 0; j < kSearchBlockSize; ++j) largest = maximum(largest, bits_of(magnitude_of(x[j])));
     const float amax = float_of(largest);
     const CandidateRange range = candidate_range<R>(a, amax, t);
-    const float block_margin =
-        is_finite(amax) ? margin : 0.0f;  // a Hessian may make less of infinities than of anything
+    const float block_margin =            // with infinities, a Hessian may give any candidate the smallest loss
+        is_finite(amax) ? margin : 0.0f;  // with infinities, a Hessian may give any candidate the smallest loss
     u32 code = range.low;
     if (amax != 0.0f)
       code = search_by_hessian(x, amax, range, shared, h, block_margin).code, unproven += !(block_margin > 0.0f);
@@ -42,6 +43,7 @@ FP4KIT_DEVICE void search_hessian(const SearchArguments& a) {
   if (a.unproven && unproven) atomicAdd(a.unproven, unproven);
 }
 
+// Launch with a multiple of columns / 16 thread blocks.
 extern "C" __global__ void __launch_bounds__(kThreads, 2) search_hessian_kernel(SearchArguments a) {
   search_hessian<R, Input, kAligned>(a);
 }

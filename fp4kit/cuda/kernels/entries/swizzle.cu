@@ -1,11 +1,12 @@
-// swizzle and unswizzle: the block scales of a stack of matrices from layout kFrom to kTo, padding zero.
+// swizzle and unswizzle: convert the block scales of a stack of matrices from layout kFrom to kTo, with zero padding.
 //
-// 16 bytes of a swizzled layout are 4 columns of 4 rows, which lie 32 rows apart in 128x4 and follow one another in
-// 8x4. So four of them hold the same bytes as 16 columns of these rows: a thread moves those, and the exchange costs no
-// instruction.
+// 16 bytes of a swizzled layout are 4 columns of 4 rows. These rows are 32 apart in 128x4 and consecutive in 8x4. Four
+// such chunks hold the same bytes as 16 columns of those rows. A thread moves these 64 bytes, and rearranging them
+// costs no instruction.
 #include "scale_layout.cuh"
 #include "runs.cuh"
 
+// Arguments of the kernel.
 struct SwizzleArguments {
   const u8* in;
   u8* out;
@@ -14,10 +15,11 @@ struct SwizzleArguments {
 
 constexpr bool kFromLinear = kFrom == ScaleLayout::linear;
 
-// Addresses of four chunks of 16 bytes in each layout: rows of the linear one, tiles of the swizzled one.
+// Move four rows of 16 columns between the linear layout and the swizzled layout kTiled. `quad` is the number of the
+// four rows.
 template <ScaleLayout kTiled>
 FP4KIT_DEVICE void move_quad(const u8* in, u8* out, i64 quad, i64 column, i64 rows, i64 columns) {
-  constexpr int kStep = kTiled == ScaleLayout::swizzled_128x4 ? 32 : 1;  // between the four rows
+  constexpr int kStep = kTiled == ScaleLayout::swizzled_128x4 ? 32 : 1;  // distance of the four rows
   const i64 first = kStep == 1 ? 4 * quad : quad / 32 * 128 + quad % 32;
   Chunk read[4], written[4];
 #pragma unroll
@@ -47,8 +49,9 @@ FP4KIT_DEVICE void move_quad(const u8* in, u8* out, i64 quad, i64 column, i64 ro
   }
 }
 
-// Columns are a multiple of 16, pointers too. Threads go down kHigh quads, then along the chunks of 16 columns, so that
-// a warp reads and writes whole sectors; 8 and 2 were the fastest of 1 to 32 on an H200, 2026-11-21.
+// Convert by quads of rows. Columns and pointers are multiples of 16. Threads go down kHigh quads and then along the
+// chunks of 16 columns, so that a warp loads and stores whole sectors. kHigh = 8 and 2 were the fastest of 1 to 32
+// (H200, 2026-11-21).
 template <ScaleLayout kTiled>
 FP4KIT_DEVICE void swizzle_quads(const SwizzleArguments& a, Grid grid) {
   constexpr int kHigh = kTiled == ScaleLayout::swizzled_128x4 ? 8 : 2;
@@ -64,7 +67,7 @@ FP4KIT_DEVICE void swizzle_quads(const SwizzleArguments& a, Grid grid) {
   }
 }
 
-// Any columns and addresses, and from one swizzled layout to the other: four bytes a thread, one by one.
+// Convert between any two layouts, with any columns and addresses: four bytes per thread, one by one.
 template <ScaleLayout kSource, ScaleLayout kTarget>
 FP4KIT_DEVICE void swizzle_bytes(const SwizzleArguments& a, Grid grid) {
   const i64 tall = padded_rows<kTarget>(a.rows), wide = (a.columns + 3) / 4, count = a.matrices * tall * wide;
@@ -83,6 +86,7 @@ FP4KIT_DEVICE void swizzle_bytes(const SwizzleArguments& a, Grid grid) {
   }
 }
 
+// Launch with any grid.
 extern "C" __global__ void __launch_bounds__(kThreads) swizzle_kernel(SwizzleArguments a) {
   if constexpr (kQuads) {
     swizzle_quads<kFromLinear ? kTo : kFrom>(a, whole_grid());

@@ -1,31 +1,32 @@
-// transpose: codes and block scales of a stack of matrices with square blocks -> those of the transposed matrices. No
-// decoding.
+// transpose: codes and block scales of a stack of matrices with square blocks to those of the transposed matrices,
+// without decoding.
 //
-// S states: kBits of a code; kBlock; kLayout of the scales; kScaleWords: whether scales lie by words of four, in and
-// out. kAligned: lines of codes are whole chunks of 16 bytes, in and out.
+// S has kBits of a code, kBlock, kLayout of the scales, and kScaleWords: whether scales are aligned to words of four,
+// in and out. kAligned: lines of codes are whole chunks of 16 bytes, in and out.
 #include "transpose_codes.cuh"
 #include "transpose_scales.cuh"
 
 constexpr bool kLinear = S::kLayout == ScaleLayout::linear;
+// Whether scales are transposed separately from the tiles of codes.
 template <class S>
-constexpr bool kSeparateScales =
-    S::kLayout != ScaleLayout::swizzled_128x4 && S::kScaleWords;  // scales do not go with the tiles
-constexpr int kBlocksPerMultiprocessor = kLinear ? 3 : 4;  // thread blocks of a multiprocessor: 5 would spill registers
+constexpr bool kSeparateScales = S::kLayout != ScaleLayout::swizzled_128x4 && S::kScaleWords;
+constexpr int kBlocksPerMultiprocessor = kLinear ? 3 : 4;  // 5 would spill registers
 
+// Arguments of the kernel.
 struct TransposeArguments {
   const u8 *codes, *scales;
   u8 *codes_out, *scales_out;
   i64 matrices, rows, columns;  // of codes
 };
 
-// Room for a tile of codes, the same one in all instantiations that a kernel consists of.
+// Return shared memory for a tile of codes, the same memory in all instantiations in a kernel.
 template <int kBits>
 FP4KIT_DEVICE Chunk* tile_memory() {
   __shared__ Chunk tile[CodeTile<kBits>::kChunks];
   return tile;
 }
 
-// The tile of codes at (row, column), with its scales.
+// Transpose the tile of codes at (row, column), with its scales unless they are separate.
 template <class S, bool kAligned>
 FP4KIT_DEVICE void transpose_tile(const CodeMatrix& codes, const ScaleMatrix& scales, i64 row, i64 column) {
   using T = CodeTile<S::kBits>;
@@ -47,7 +48,7 @@ FP4KIT_DEVICE void transpose_tile(const CodeMatrix& codes, const ScaleMatrix& sc
   __syncthreads();
 }
 
-// Squares of 4 x 4 blocks of all matrices: a thread block takes kThreads of them at a time.
+// Transpose kThreads squares of 4 x 4 blocks' linear scales, by a thread block, from the squares of all matrices.
 template <class S>
 FP4KIT_DEVICE void transpose_squares(const TransposeArguments& a, i64 item, i64 squares) {
   const i64 unit = item * kThreads + threadIdx.x;
@@ -58,8 +59,8 @@ FP4KIT_DEVICE void transpose_squares(const TransposeArguments& a, i64 item, i64 
   transpose_linear_scales<S::kBlock>(s, unit - stripe * tall, stripe - matrix * wide);
 }
 
-// Scales in the order of 8x4, a large tile at a time. H200, 16384 x 16384 codes of 4 bits, 2026-11-21: 78.2 us, 79.4
-// where they go with the tiles of codes; those of 128x4 79.1 and 78.4.
+// Transpose a large tile of 8x4 scales. 16384 x 16384 codes of 4 bits on an H200, 2026-11-21: 78.2 us, or 79.4 us if
+// scales go with the tiles of codes. For 128x4 scales, 79.1 us and 78.4 us.
 template <class S>
 FP4KIT_DEVICE void transpose_large_tile(const TransposeArguments& a, i64 item, i64 tall, i64 wide, i64 items) {
   using U = LargeScaleTile<S::kLayout, S::kBlock>;
@@ -71,9 +72,9 @@ FP4KIT_DEVICE void transpose_large_tile(const TransposeArguments& a, i64 item, i
   transpose_scale_tile<U>(s, row, column, static_cast<int>(threadIdx.x));
 }
 
-// Tiles column by column: thread blocks that run at the same time write neighbouring lines. What limits it is the order
-// of addresses: tiles that are copied to their transposed place, with nothing transposed, reach 0.87 to 0.91 of the
-// speed of a copy (H200, 2026-11-21).
+// Transpose a stack of matrices, or a piece of a group, tile by tile down the columns: thread blocks that run at the
+// same time then store neighboring lines. The order of addresses limits the speed: copying tiles to their transposed
+// places, without transposing them, reaches 0.87 to 0.91 of the speed of a copy (H200, 2026-11-21).
 template <class S, bool kAligned>
 FP4KIT_DEVICE void transpose(const TransposeArguments& a, Grid grid) {
   using T = CodeTile<S::kBits>;
@@ -100,6 +101,7 @@ FP4KIT_DEVICE void transpose(const TransposeArguments& a, Grid grid) {
   }
 }
 
+// Launch with any grid.
 extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
     transpose_kernel(TransposeArguments a) {
   transpose<S, kAligned>(a, whole_grid());
