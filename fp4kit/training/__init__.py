@@ -1,1 +1,5 @@
-"""Training with FP4: primary weights from shards, settings of fake quantization, amax state."""
+"""Tools for training with FP4.
+
+master_weights.py quantizes weights whose master copies are sharded; settings.py configures fake quantization;
+amax_state.py collects and stores amaxes; communicators.py connects processes.
+"""

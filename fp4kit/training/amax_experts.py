@@ -1,5 +1,6 @@
-"""Experts in amax states: how many there are, their global numbers, one array for all of them, and the exchange among
-ranks.
+"""Handle experts in amax states: their number, global numbering, stacking into one array, and the exchange among ranks.
+
+A key without an expert number is a base; its experts are numbered 0 ... N - 1. ``op`` begins every error message.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ from fp4kit.training.communicators import Communicator, check_communicator
 def counts(
     named: Mapping[AmaxName, Any], op: str, count: int | None = None, same_shape: bool = False
 ) -> dict[AmaxName, int]:
-    """{name without number: N} of the numbered names: 0 ... N - 1 must be there, N = count or what the largest number
-    says.
+    """Return {base: N} of the numbered names. The experts 0 ... N - 1 must all be present.
 
-    Raises ValueError, naming the key, for a missing or surplus expert, and with same_shape for one that has not expert
-    0's shape.
+    N is ``count``, or one more than the largest number if ``count`` is None. Raises ValueError, naming the key, for a
+    missing or surplus expert. With ``same_shape``, raises it also for an expert whose shape differs from that of expert
+    0.
     """
     numbers: dict[AmaxName, set[int]] = {}
     for name in named:
@@ -35,23 +36,23 @@ def counts(
         odd = next((i for i in range(n) if np.shape(named[base.at(i)]) != first), None) if same_shape else None
         if odd is not None:
             raise ValueError(
-                f"{op}: {base.at(odd).key()} has shape {np.shape(named[base.at(odd)])}, and expert 0 has {first}; needs"
-                " one shape"
+                f"{op}: {base.at(odd).key()} has shape {np.shape(named[base.at(odd)])}, and expert 0 has {first}; "
+                "needs one shape for all experts"
             )
     return found
 
 
 def check_numbers(base: AmaxName, present: set[int], n: int, op: str) -> None:
-    """Raise ValueError unless the experts are 0 ... n - 1."""
+    """Raise ValueError unless the experts that are present are exactly 0 ... n - 1."""
     missing = next((i for i in range(n) if i not in present), None)
     if missing is not None:
-        more = n - sum(i < n for i in present) - 1  # n may be any number that a file names
+        more = n - sum(i < n for i in present) - 1  # do not enumerate: n comes from a file and may be huge
         rest = f" and {more} more are" if more else " is"
         raise ValueError(
             f"{op}: {base.at(missing).key()}{rest} missing; needs experts 0 to {n - 1}, and has {len(present)}"
         )
     if len(present) > n:
-        raise ValueError(f"{op}: {base.at(max(present)).key()} is surplus; there are {n} experts, 0 to {n - 1}")
+        raise ValueError(f"{op}: {base.at(max(present)).key()} is surplus; needs exactly {n} experts")
 
 
 def join(
@@ -62,20 +63,29 @@ def join(
     offsets: dict[AmaxName, int],
     rank: int,
 ) -> None:
-    """Put the values of a rank into named: its experts under their global numbers, maxima of all else."""
+    """Merge the values of one rank into ``named``.
+
+    Its experts are stored under their global numbers. For every other name, the maximum is stored.
+    """
     own = {name: value for name, value in values.items() if name.index is not None and name.matches(experts)}
     for name in values.keys() - own.keys():
         merge(named, name, values[name], f"gather: rank {rank}")
     for name, target in _global_names(own, numbers, offsets, f"gather: rank {rank}").items():
         if target in named:
-            raise ValueError(f"gather: {target.key()} is held twice; rank {rank} has it as local {name.index}")
+            raise ValueError(
+                f"gather: {target.key()} is present twice; rank {rank} has it as local expert "
+                f"{name.index}; give each expert one global number"
+            )
         named[target] = own[name]
 
 
 def _global_names(
     own: Mapping[AmaxName, Any], numbers: Sequence[int] | None, offsets: dict[AmaxName, int], op: str
 ) -> dict[AmaxName, AmaxName]:
-    """{local name: global name}; without numbers they follow those of the ranks before, which offsets counts."""
+    """Return {local name: global name}.
+
+    Without ``numbers``, a rank's experts follow those of the ranks before it; ``offsets`` counts them.
+    """
     if numbers is None:
         first = {base: offsets[base] for base in {name.at(None) for name in own}}
         for base, n in counts(own, op).items():
@@ -84,32 +94,35 @@ def _global_names(
     for name in own:
         if (name.index or 0) >= len(numbers) or min(numbers) < 0:
             raise ValueError(
-                f"{op}: {name.key()} has no global number: numbers is {list(numbers)}; needs one >= 0 for each"
+                f"{op}: {name.key()} has no global number: numbers is {list(numbers)}; needs one >= 0 for each local "
+                "expert"
             )
     return {name: name.at(numbers[name.index or 0]) for name in own}
 
 
 def unstack(
-    named: dict[AmaxName, np.ndarray], said: Any, given: Mapping[str, int], op: str
+    named: dict[AmaxName, np.ndarray], stated: Any, requested: Mapping[str, int], op: str
 ) -> dict[AmaxName, np.ndarray]:
-    """named with the arrays that stand for all experts cut into one for each; every expert must be there.
+    """Return ``named`` with every array that holds all experts split into one array per expert.
 
-    said: {key without number: N}, from the file. given: {wildcard: N}, from the caller.
+    Every expert must be present.
+
+    Args:
+        stated: {base key: N}, as the file states.
+        requested: {wildcard: N}, as the caller states.
     """
     named = dict(named)
-    for base, n in _wanted(named, said, given, op).items():
+    for base, n in _wanted(named, stated, requested, op).items():
         stack = named.pop(base, None)
         present = {name.index for name in named if name.index is not None and name.at(None) == base}
         if stack is None:
             check_numbers(base, present, n, op)
         elif stack.shape[:1] != (n,):
-            raise ValueError(
-                f"{op}: {base.key()} has shape {stack.shape}; needs ({n}, ...), one amax for each of {n} experts"
-            )
+            raise ValueError(f"{op}: {base.key()} has shape {stack.shape}; needs ({n}, ...), one amax per expert")
         elif present:
             raise ValueError(
-                f"{op}: {base.key()} stands there for all experts, and {base.at(min(present)).key()} for one; needs one"
-                " form"
+                f"{op}: {base.key()} holds all experts, but {base.at(min(present)).key()} is present too; needs one of "
+                "the two forms"
             )
         else:
             named |= {base.at(i): stack[i, ...] for i in range(n)}
@@ -117,26 +130,27 @@ def unstack(
     return named
 
 
-def _wanted(named: Mapping[AmaxName, Any], said: Any, given: Mapping[str, int], op: str) -> dict[AmaxName, int]:
-    if not isinstance(said, dict) or not all(
-        type(n) is int and n > 0 and AmaxName.find(key) for key, n in said.items()
+def _wanted(named: Mapping[AmaxName, Any], stated: Any, requested: Mapping[str, int], op: str) -> dict[AmaxName, int]:
+    """Return {base: N} from the file and the caller. Raises ValueError if they disagree."""
+    if not isinstance(stated, dict) or not all(
+        type(n) is int and n > 0 and AmaxName.find(key) for key, n in stated.items()
     ):
-        raise ValueError(f"{op}: its metadata says experts {said!r}; needs a positive number for each quantizer")
-    wanted = {AmaxName.parse(key): n for key, n in said.items()}
-    for pattern, number in as_mapping(op, "experts", given).items():
+        raise ValueError(f"{op}: its metadata says experts {stated!r}; needs a positive number per quantizer")
+    wanted = {AmaxName.parse(key): n for key, n in stated.items()}
+    for pattern, number in as_mapping(op, "experts", requested).items():
         n = as_index(op, f"experts[{pattern!r:.60}]", number)
         as_word(op, "a wildcard of experts", pattern)
         bases = {name.at(None) for name in (*named, *wanted) if name.matches(pattern)}
         if not bases:
-            raise ValueError(f"{op}: {pattern!r} matches no key")
+            raise ValueError(f"{op}: {pattern!r} matches no key; needs a wildcard that matches a quantizer")
         for base in bases:
             if wanted.setdefault(base, n) != n:
-                raise ValueError(f"{op}: {base.key()} has {wanted[base]} experts in this file; {n} were asked for")
+                raise ValueError(f"{op}: {base.key()} has {wanted[base]} experts in this file; {n} were requested")
     return wanted
 
 
 def all_gather_bytes(comm: Communicator, data: bytes) -> list[bytes]:
-    """The bytes of every rank, in two messages: how many, then all of them."""
+    """Return the bytes of every rank. Two messages are sent: the lengths, then the bytes."""
     check_communicator("gather", comm, "all_gather")
     counts = [int(n) for n in comm.all_gather(np.array([len(data)], np.int64))]
     flat = comm.all_gather(np.frombuffer(data, np.uint8).copy(), counts)

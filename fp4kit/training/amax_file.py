@@ -1,4 +1,4 @@
-"""Amax states as safetensors bytes: what files hold, and what processes send each other."""
+"""Encode amax states as safetensors bytes, for files and for messages between processes."""
 
 from __future__ import annotations
 
@@ -13,32 +13,37 @@ from safetensors.numpy import save
 from fp4kit.storage.json_object import parse_object
 from fp4kit.storage.safetensors_file import FLOAT_DTYPES, NUMPY_DTYPES, unusable
 
-FACTS = "fp4kit_amax"  # the metadata entry of our own files
+FACTS = "fp4kit_amax"  # the metadata entry that encode writes
 
 
 def encode(arrays: Mapping[str, np.ndarray], facts: Mapping[str, Any]) -> bytes:
-    """Arrays and facts (JSON, in one metadata entry) as a safetensors file; equal input gives equal bytes."""
-    metadata = {FACTS: json.dumps(facts, sort_keys=True)}  # the library shuffles entries, so there is one
+    """Return arrays and facts as a safetensors file. Equal input gives equal bytes.
+
+    Facts are stored as JSON in one metadata entry.
+    """
+    metadata = {FACTS: json.dumps(facts, sort_keys=True)}  # one entry, because the library shuffles entries
     return save({key: np.asarray(array, order="C") for key, array in arrays.items()}, metadata)
 
 
 def decode(data: bytes, label: str) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-    """The amax arrays (float32, keys sorted) and the facts that encode put into a file; other tensors are left out.
+    """Return (amax arrays, facts) of a safetensors file. Other tensors are left out.
 
-    Raises ValueError, beginning with label, for what is no safetensors file, a key that occurs twice, or another dtype.
+    The arrays are float32, with sorted keys. Raises ValueError, which begins with ``label``, if the data is not a
+    safetensors file, a key occurs twice, or an amax has another dtype than F32, F16 or BF16.
     """
     try:
         tensors = sorted((item for item in deserialize(data) if item[0].endswith("amax")), key=lambda item: item[0])
     except SafetensorError as error:
         raise unusable(label, error) from None
     header = parse_object(data[8 : 8 + int.from_bytes(data[:8], "little")], label)
-    facts = (header.get("__metadata__") or {}).get(FACTS, "{}")  # a producer's metadata may be anything
+    facts = (header.get("__metadata__") or {}).get(FACTS, "{}")  # a file from elsewhere may have any metadata
     return {key: _array(key, info, label) for key, info in tensors}, parse_object(
         facts.encode(), f"{label}: metadata {FACTS}"
     )
 
 
 def _array(key: str, info: Mapping[str, Any], label: str) -> np.ndarray:
+    """Return one amax as float32, with -0 replaced by +0."""
     if info["dtype"] not in FLOAT_DTYPES:
         raise ValueError(f"{label}: {key!r} is {info['dtype']}; needs F32, F16 or BF16")
     value = np.frombuffer(info["data"], NUMPY_DTYPES[info["dtype"]]).reshape(info["shape"]).astype(np.float32)

@@ -1,4 +1,4 @@
-"""Names of the amax buffers of quantizers, in both spellings that checkpoints use, and wildcards that match either."""
+"""Parse names of the amax buffers of quantizers, in both spellings of checkpoints, and match wildcards against them."""
 
 from __future__ import annotations
 
@@ -14,11 +14,15 @@ _NAME = re.compile(r"(?P<base>(?:.+\.)?\w*?quantizers?)(?:[._](?P<index>[0-9]{1,
 
 @dataclass(frozen=True)
 class AmaxName:
-    """One amax buffer: "<base>.<index>.<buffer>" or "<base>_<index>.<buffer>", or without the index where there is one
-    quantizer.
+    """Name one amax buffer: "<base>.<index>.<buffer>" or "<base>_<index>.<buffer>".
 
-    base: "<module>.weight_quantizer", or input_quantizer and the like. index: number of the expert, or None.
-    buffer: "_amax" or "_global_amax".
+    The index is absent if there is one quantizer for the module.
+
+    Attributes:
+        base: "<module>.weight_quantizer", or another quantizer of the module, such as input_quantizer.
+        index: number of the expert, or None.
+        buffer: "_amax" or "_global_amax".
+
     Source: Model-Optimizer's GroupedQuantizer writes ".<i>"; its pull request 1717 wrote "_<i>".
     """
 
@@ -28,7 +32,7 @@ class AmaxName:
 
     @classmethod
     def find(cls, key: Any) -> AmaxName | None:
-        """The name that a key spells; the buffer may be left out and is "_amax" then. None for anything else."""
+        """Return the name that a key spells, or None if it spells none. A missing buffer means "_amax"."""
         match = _NAME.fullmatch(key) if isinstance(key, str) else None
         if match is None:
             return None
@@ -37,30 +41,32 @@ class AmaxName:
 
     @classmethod
     def parse(cls, key: Any, op: str = "amax state") -> AmaxName:
-        """As find; raises ValueError, which begins with op, for anything else."""
+        """Return the name that a key spells. Raises ValueError, which begins with ``op``, if it spells none."""
         name = cls.find(key)
         if name is None:
             raise ValueError(f"{op}: {key!r:.200} names no quantizer; needs {_FORM}")
         return name
 
     def key(self, separator: str = ".") -> str:
-        """The name as a checkpoint spells it."""
+        """Return the name as a checkpoint spells it."""
         return f"{self._quantizer(separator)}.{self.buffer}"
 
     def at(self, index: int | None) -> AmaxName:
-        """The same buffer of another expert; None for that of all."""
+        """Return the name of the same buffer of another expert, or of all experts for None."""
         return replace(self, index=index)
 
     def matches(self, pattern: str) -> bool:
-        """Whether a wildcard (fnmatch, case counts) matches a spelling of the name, with or without number and
-        buffer.
+        """Return whether a wildcard matches a spelling of the name.
+
+        Spellings with and without number and buffer are tried. Wildcards are those of fnmatch; case matters.
         """
         spellings = {self.base, *(self._quantizer(separator) for separator in SEPARATORS)}
         return any(fnmatchcase(s, pattern) or fnmatchcase(f"{s}.{self.buffer}", pattern) for s in spellings)
 
     def order(self) -> tuple[str, str, int]:
-        """Sort key: experts by number."""
+        """Return a sort key that orders experts by number."""
         return self.base, self.buffer, -1 if self.index is None else self.index
 
     def _quantizer(self, separator: str) -> str:
+        """Return the name without the buffer."""
         return self.base if self.index is None else f"{self.base}{separator}{self.index}"

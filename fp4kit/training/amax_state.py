@@ -1,16 +1,20 @@
-"""amax state of many quantizers: collected during training, frozen, saved, and moved between numbers of ranks.
+"""Collect the amaxes of many quantizers during training; freeze, save, and redistribute them among ranks.
 
     collector = AmaxCollector()
-    collector.collect("layers.0.mlp.experts.fc1.weight_quantizer.3", fp4kit.amax(w))       # largest over the calls
-    collector.collect_grouped("layers.0.mlp.experts.fc1.weight_quantizer", amaxes)         # [N, ...]: experts 0 ... N -
-    1 state = collector.freeze(share=[("gate_proj", "up_proj"), ("q_proj", "k_proj", "v_proj")])
-    state.gather(comm).save("amax.safetensors")                                            # from any number of ranks
-    mine = AmaxState.load("amax.safetensors").part(comm.rank, comm.size)                   # to any other
+    # the maximum over all calls:
+    collector.collect("layers.0.mlp.experts.fc1.weight_quantizer.3", fp4kit.amax(w))
+    # [N, ...], one amax per expert 0 ... N - 1:
+    collector.collect_grouped("layers.0.mlp.experts.fc1.weight_quantizer", amaxes)
+    state = collector.freeze(share=[("gate_proj", "up_proj"), ("q_proj", "k_proj", "v_proj")])
+    state.gather(comm).save("amax.safetensors")                           # from any number of ranks
+    mine = AmaxState.load("amax.safetensors").part(comm.rank, comm.size)  # to any other number
 
-An amax is float32 of any shape: () for a tensor, [rows, 1] for channels, or one per block; the shape is kept. float16
-and bfloat16 come in exactly. A NaN, once collected, stays, and so does a negative value; both are errors that name the
-key where values reach the host: NumPy values in freeze, all in checked, save, gather and load. CuPy values are not
-copied there before.
+An amax is float32 of any shape: () for a tensor, [rows, 1] for channels, or one value per block. The shape is kept.
+float16 and bfloat16 values are converted exactly.
+
+NaN and negative values are errors, but they are found only on the host: for NumPy arrays in freeze, for all arrays in
+checked, save, gather and load. Once collected, such a value stays in the maximum, so it is found even if later values
+are valid. CuPy arrays stay on the GPU until then.
 """
 
 from __future__ import annotations
@@ -44,48 +48,70 @@ from fp4kit.training.communicators import Communicator
 
 
 class AmaxCollector:
-    """Running maxima, by name of the quantizer; see the module's docstring."""
+    """Keep running maxima by the name of the quantizer. The module docstring has an example."""
 
     def __init__(self) -> None:
         self._single: dict[AmaxName, Any] = {}
         self._grouped: dict[AmaxName, Any] = {}
 
     def collect(self, name: str, amax: Any) -> None:
-        """Take the amax of one call: the state becomes the elementwise maximum of this and all before.
+        """Include the amax of one call: the stored value becomes the elementwise maximum of all calls.
 
-        name: of the quantizer, such as "m.weight_quantizer.3" or "m.weight_quantizer_3._amax".
-        amax: float32, float16 or bfloat16, of the same shape and on the same device in every call.
-        Raises ValueError if the name is none, if shape or device change, or if collect_grouped has the same experts;
-        TypeError for other dtypes. On a GPU: a few small kernels, nothing waits.
+        On a GPU this launches a few small kernels and does not wait.
+
+        Args:
+            name: name of the quantizer, such as "m.weight_quantizer.3" or "m.weight_quantizer_3._amax".
+            amax: float32, float16 or bfloat16, with the same shape and device in every call.
+
+        Raises:
+            ValueError: if the name is not that of a quantizer, if shape or device change, or if collect_grouped has the
+                same experts.
+            TypeError: for another dtype.
         """
         key = AmaxName.parse(name)
         if key.index is not None and key.at(None) in self._grouped:
             raise ValueError(
-                f"collect: {key.key()} belongs to experts that collect_grouped collects; use one of the two"
+                f"collect: {key.key()} is collected by collect_grouped already; use one of the two functions"
             )
         merge(self._single, key, import_amax("collect", key, amax), "collect")
 
     def collect_grouped(self, name: str, amaxes: Any) -> None:
-        """Take the amaxes of all local experts in one array [N, ...]; as collect for each expert i of name.i."""
+        """Include the amaxes of all local experts in one array.
+
+        Equivalent to collect(f"{name}.{i}", amaxes[i]) for each expert i.
+
+        Args:
+            name: name of the quantizer without an expert number.
+            amaxes: [N, ...], with a dtype that collect accepts.
+
+        Raises:
+            ValueError: if the name has an expert number, if the array is 0-d, or if collect has some of these experts;
+                also as collect does.
+            TypeError: for another dtype.
+        """
         key = AmaxName.parse(name)
         if key.index is not None or any(other.at(None) == key for other in self._single):
             raise ValueError(
-                f"collect_grouped: {key.key()} names one quantizer, or collect has some of these; use one of the two"
+                f"collect_grouped: {key.key()} names one expert, or collect has some of its experts already; use one "
+                "of the two functions"
             )
         stack = import_amax("collect_grouped", key, amaxes)
         if stack.ndim == 0:
-            raise ValueError(f"collect_grouped: {key.key()} is 0-d; needs [N, ...], one amax for each expert")
+            raise ValueError(f"collect_grouped: {key.key()} is 0-d; needs [N, ...], one amax per expert")
         merge(self._grouped, key, stack, "collect_grouped")
 
     def freeze(self, share: Iterable[Collection[str]] = ()) -> AmaxState:
-        """The state so far; what is collected later does not change it.
+        """Return the current state. Amaxes that are collected later do not change it.
 
-        share: groups of modules whose tensors get one amax, the largest, by the last parts of their names, such as
-            ("gate_proj", "up_proj") and ("q_proj", "k_proj", "v_proj"): those of one parent and one expert share. Only
-            amaxes of one element are shared. fp4kit.checkpoint.selection.fused_layers.FUSIONS lists those that loaders
-            fuse.
-        Raises ValueError, naming the key, for NaN and negative values on the host (those on a GPU are checked later),
-        and for a name that stands in two groups; TypeError for a group that is one name, or holds what is none.
+        Args:
+            share: groups of modules whose tensors get one amax, the largest. A group lists the last parts of module
+                names, such as ("gate_proj", "up_proj"). Modules share if they have the same parent and the same expert
+                number, and only amaxes of one element are shared. fp4kit.checkpoint.selection.fused_layers.FUSIONS
+                lists the modules that loaders fuse.
+
+        Raises:
+            ValueError: naming the key, for NaN and negative values on the host; for a name that is in two groups.
+            TypeError: for a group that is a single name, or that contains something other than names.
         """
         experts = {key.at(i): stack[i, ...] for key, stack in self._grouped.items() for i in range(len(stack))}
         state = AmaxState(_share({**self._single, **experts}, _groups(share)))
@@ -94,31 +120,39 @@ class AmaxCollector:
 
 
 class AmaxState(Mapping[str, Any]):
-    """Frozen amaxes by key; either spelling of a key finds its value. `named` is the same by AmaxName."""
+    """Hold frozen amaxes by key. Either spelling of a key finds its value.
+
+    Attributes:
+        named: the same values by AmaxName.
+    """
 
     def __init__(self, named: Mapping[AmaxName, Any]) -> None:
         if not all(isinstance(name, AmaxName) for name in as_mapping("AmaxState", "named", named)):
-            raise TypeError("AmaxState: named has keys that are no AmaxName; needs what AmaxName.parse makes of them")
+            raise TypeError("AmaxState: named has keys that are not AmaxName; make them with AmaxName.parse")
         self.named: Mapping[AmaxName, Any] = MappingProxyType(
             {name: named[name] for name in sorted(named, key=AmaxName.order)}
         )
 
     def __getitem__(self, key: str) -> Any:
+        """Return the value of a key in either spelling."""
         name = AmaxName.find(key)
         if name is None or name not in self.named:
             raise KeyError(key)
         return self.named[name]
 
     def __iter__(self) -> Iterator[str]:
+        """Yield the keys, experts in the order of their numbers."""
         return (name.key() for name in self.named)
 
     def __len__(self) -> int:
+        """Return the number of keys."""
         return len(self.named)
 
     def select(self, *patterns: str) -> AmaxState:
-        """Those that one of the wildcards matches: "*weight_quantizer" means every expert in both spellings.
+        """Return the state with the keys that one of the wildcards matches.
 
-        Raises ValueError for a pattern that matches nothing.
+        "*weight_quantizer" matches every expert in both spellings. Raises ValueError for a pattern that matches
+        nothing.
         """
         for pattern in patterns:
             if not any(name.matches(as_word("select", "a pattern", pattern)) for name in self.named):
@@ -128,55 +162,63 @@ class AmaxState(Mapping[str, Any]):
         return AmaxState({name: v for name, v in self.named.items() if any(name.matches(p) for p in patterns)})
 
     def fit(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
-        """The value of every key of shapes, under the caller's spelling; single numbers fit any shape of one element.
+        """Return {key: value} for every key of ``shapes``, in the caller's spelling and with the given shape.
 
-        Raises ValueError, naming the key, for one that is missing, left over, of another shape, or there in both
-        spellings.
+        A value with one element fits any shape with one element.
+
+        Raises:
+            ValueError: naming the key, if a value is missing, is left over or has another shape, or if ``shapes`` has a
+                key in both spellings.
         """
         shapes = {key: as_shape("fit", shape) for key, shape in as_mapping("fit", "shapes", shapes).items()}
         wanted = _named(shapes, "fit")
         wanted = dict(zip(wanted, shapes, strict=True))
         for name in [*(n for n in wanted if n not in self.named), *(n for n in self.named if n not in wanted)]:
-            what = "missing in the state" if name in wanted else "in the state, but not asked for"
-            raise ValueError(f"fit: {name.key()} is {what}")
+            what = "missing in the state" if name in wanted else "in the state, but not requested"
+            raise ValueError(f"fit: {name.key()} is {what}; needs the same keys on both sides")
         return {key: _reshape(name, self.named[name], shapes[key]) for name, key in wanted.items()}
 
     def checked(self) -> AmaxState:
-        """The state with all values on the host, in one copy for each device; ValueError, naming the key, for NaN or <
-        0.
+        """Return the state with all values on the host, using one copy per device.
+
+        Raises ValueError, naming the key, for NaN and negative values.
         """
         return AmaxState(check("checked", on_host(self.named)))
 
     def stacked(self) -> dict[str, np.ndarray]:
-        """{"<base>._amax": [N, ...]} of all experts, and every other value under its key; on the host.
+        """Return {"<base>._amax": [N, ...]} with all experts in one array, and every other value under its key.
 
-        Raises ValueError as checked, and for missing experts or experts of different shapes.
+        All arrays are on the host. Raises ValueError as checked does, and for missing experts and experts of different
+        shapes.
         """
         named = check("stacked", on_host(self.named))
         numbers = counts(named, "stacked", same_shape=True)
         plain = {name.key(): value for name, value in named.items() if name.index is None}
         both = min((base.key() for base in numbers if base in named), default=None)
         if both is not None:
-            raise ValueError(f"stacked: {both} is there for all experts and for each")
+            raise ValueError(f"stacked: {both} is present for all experts and for each expert; remove one of the forms")
         return plain | {base.key(): np.stack([named[base.at(i)] for i in range(n)]) for base, n in numbers.items()}
 
     # ---- ranks
-    # ------------------------------------------------------------------------------------------------------------
 
     def gather(
         self, comm: Communicator, *, experts: str = "*", numbers: Sequence[int] | None = None, count: int | None = None
     ) -> AmaxState:
-        """The state of all expert-parallel ranks, on every rank and on the host; experts get their global numbers.
+        """Return the state of all expert-parallel ranks, on every rank and on the host.
 
-        experts: wildcard of the quantizers whose number is that of a local expert. All others are the same quantizer on
-        every
-            rank: the largest value holds.
-        numbers: global numbers of the local experts 0 ... n - 1, in any order; None: ranks hold consecutive experts,
-        rank 0 the
-            first.
-        count: how many experts there must be; None: as many as the largest number says.
-        Two messages travel, whatever the number of quantizers. Every rank raises the same ValueError, naming the key,
-        for an expert that is missing or held twice, shapes that differ, NaN, or a negative value.
+        Experts get their global numbers. Two messages are sent, whatever the number of quantizers.
+
+        Args:
+            comm: the group of processes.
+            experts: wildcard of quantizers whose number is that of a local expert. Any other quantizer is the same on
+                every rank, and its largest value is kept.
+            numbers: global numbers of the local experts 0 ... n - 1, in any order. None: each rank holds consecutive
+                experts, beginning with rank 0.
+            count: the number of experts that must be present. None: as many as the largest number implies.
+
+        Raises:
+            ValueError: on every rank alike, naming the key, for a missing or duplicate expert, for different shapes,
+                for NaN and for negative values.
         """
         as_word("gather", "experts", experts)
         count = None if count is None else as_index("gather", "count", count)
@@ -196,37 +238,51 @@ class AmaxState(Mapping[str, Any]):
             )
         matching = {name: value for name, value in named.items() if name.matches(experts)}
         if not counts(matching, "gather", count, same_shape=True) and count:
-            raise ValueError(f"gather: {experts!r} matches no expert of any rank; needs experts 0 to {count - 1}")
+            raise ValueError(f"gather: {experts!r} matches no expert on any rank; needs experts 0 to {count - 1}")
         return AmaxState(check("gather", named))
 
     def part(self, rank: int, size: int, *, experts: str = "*", numbers: Sequence[int] | None = None) -> AmaxState:
-        """What rank of size holds of a gathered state; its experts are numbered from 0 again.
+        """Return what one rank of ``size`` holds of a gathered state. Its experts are numbered from 0 again.
 
-        experts, numbers: as gather; None: N experts go in order to size ranks, N * rank // size being the first of a
-        rank, which gather undoes for any N. Quantizers that are no experts go to every rank. Raises ValueError for a
-        rank out of range, missing experts, and numbers that the state does not have or that repeat.
+        Quantizers that are not experts go to every rank.
+
+        Args:
+            rank, size: number of the rank, and of all ranks.
+            experts: as in gather.
+            numbers: global numbers of the rank's experts. None: N experts are distributed in order, with N * rank //
+                size as the first of a rank. gather reverses this for any N.
+
+        Raises:
+            ValueError: for a rank out of range, for missing experts, and for numbers that repeat or that the state
+                lacks.
         """
         rank, size = as_index("part", "rank", rank), as_index("part", "size", size)
-        wanted = None if numbers is None else as_indices("part", "numbers", numbers)
+        given_numbers = None if numbers is None else as_indices("part", "numbers", numbers)
         as_word("part", "experts", experts)
         if not 0 <= rank < size:
             raise ValueError(f"part: rank {rank} of {size}; needs 0 to {size - 1}")
         named = {name: v for name, v in self.named.items() if name.index is None or not name.matches(experts)}
         for base, n in counts({name: v for name, v in self.named.items() if name not in named}, "part").items():
-            held = range(n * rank // size, n * (rank + 1) // size) if wanted is None else wanted
-            if len(set(held)) != len(held) or not all(0 <= i < n for i in held):
-                raise ValueError(f"part: {base.key()}: numbers {list(held)}; needs different ones from 0 to {n - 1}")
-            named |= {base.at(local): self.named[base.at(i)] for local, i in enumerate(held)}
+            local_experts = range(n * rank // size, n * (rank + 1) // size) if given_numbers is None else given_numbers
+            if len(set(local_experts)) != len(local_experts) or not all(0 <= i < n for i in local_experts):
+                raise ValueError(
+                    f"part: {base.key()}: numbers {list(local_experts)}; needs different ones from 0 to {n - 1}"
+                )
+            named |= {base.at(local): self.named[base.at(i)] for local, i in enumerate(local_experts)}
         return AmaxState(named)
 
     # ---- files
-    # ------------------------------------------------------------------------------------------------------------
 
     def save(self, path: str | os.PathLike[str], *, separator: str = ".", stacked: bool = False) -> None:
-        """Write a safetensors file, whole or not at all.
+        """Write a safetensors file. It appears only when it is complete.
 
-        separator: "." or "_", between quantizer and expert. stacked: one [N, ...] for all experts, as stacked gives.
-        Raises ValueError, naming the key, as checked and stacked.
+        Args:
+            path: the file.
+            separator: "." or "_", between quantizer and expert number.
+            stacked: True to write one array [N, ...] for all experts, as stacked returns it.
+
+        Raises:
+            ValueError: naming the key, as checked and stacked do.
         """
         path, stacked = as_path("save", path), as_flag("save", "stacked", stacked)
         if not is_one_of(separator, SEPARATORS):
@@ -239,45 +295,57 @@ class AmaxState(Mapping[str, Any]):
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], *, experts: Mapping[str, int] | None = None) -> AmaxState:
-        """Read a safetensors file: of save, of Model-Optimizer in either spelling, or with one [N] or [N, ...] for all
-        experts.
+        """Read a safetensors file with amaxes.
 
-        experts: {wildcard: N}, where the file does not say that it holds N experts: an array without a number is the
-        stack of
-            them, and the numbers 0 ... N - 1 must be there. A file of save says so itself, and must agree.
-        Tensors whose names do not end in "amax" are left out.
-        Raises ValueError, naming file and key, for a wrong size, missing or surplus experts, two spellings of one key,
-        NaN and negative values, a wildcard that matches nothing, a file without any amax, or one that is no safetensors
-        file.
+        The file was written by save or by Model-Optimizer, in either spelling, or it holds one array [N] or [N, ...]
+        for all experts. Tensors whose names do not end in "amax" are left out.
+
+        Args:
+            path: the file.
+            experts: {wildcard: N} for files that do not state the number of experts. A matching array without a number
+                is a stack of N experts; numbered experts must be 0 ... N - 1. A file that save wrote states N itself,
+                and must agree.
+
+        Returns:
+            The AmaxState, with NumPy arrays.
+
+        Raises:
+            ValueError: naming file and key, for a wrong size, missing or surplus experts, two spellings of one key, NaN
+                and negative values; also for a wildcard that matches nothing, a file without an amax, and a file that
+                is not a safetensors file.
         """
         path = as_path("load", path)
         label = f"load: {path.name}"
         arrays, facts = decode(path.read_bytes(), label)
         if not arrays:
-            raise ValueError(f"{label}: holds no tensor whose name ends in 'amax'")
-        said, given = facts.get("experts", {}), {} if experts is None else experts
-        return cls(check(label, unstack(_named(arrays, label), said, given, label)))
+            raise ValueError(f"{label}: has no tensor whose name ends in 'amax'; needs a file with amaxes")
+        stated, requested = facts.get("experts", {}), {} if experts is None else experts
+        return cls(check(label, unstack(_named(arrays, label), stated, requested, label)))
 
 
 def _named(items: Mapping[str, Any], op: str) -> dict[AmaxName, Any]:
-    """What stands under keys, by name; the two spellings of a name may not both be there."""
+    """Return the items by AmaxName. Raises ValueError if a name occurs in both spellings."""
     named: dict[AmaxName, Any] = {}
     for key, item in items.items():
         name = AmaxName.parse(key, op)
         if name in named:
-            raise ValueError(f"{op}: {key!r} is there in both spellings; needs one")
+            raise ValueError(f"{op}: {key!r} is present in both spellings; needs one of them")
         named[name] = item
     return named
 
 
 def _reshape(name: AmaxName, value: Any, shape: tuple[int, ...]) -> Any:
+    """Return the value in a shape. Raises ValueError if it does not fit."""
     if value.shape != shape and not value.size == prod(shape) == 1:
         raise ValueError(f"fit: {name.key()} has shape {value.shape}; needs {shape}")
     return value.reshape(shape)
 
 
 def _groups(share: Any) -> list[tuple[str, ...]]:
-    """The groups of freeze; a name in the place of a group, ("up_proj"), would be a group of letters."""
+    """Return the groups of freeze as tuples.
+
+    Raises TypeError for a str in place of a group: ("up_proj") is a str, not a tuple.
+    """
     groups = as_entries("freeze", "share", share)
     for group in groups:
         if (
@@ -290,18 +358,22 @@ def _groups(share: Any) -> list[tuple[str, ...]]:
 
 
 def _share(named: dict[AmaxName, Any], groups: list[tuple[str, ...]]) -> dict[AmaxName, Any]:
-    """One maximum for the members of a group that have the same parent, quantizer and number, where they are single
-    numbers.
+    """Return the values with one maximum for all members of a group.
+
+    Members share if they have the same parent, quantizer and expert number, and if their amax has one element.
     """
     group_of = {member: group for group in groups for member in group}
     if len(group_of) != sum(map(len, groups)):
-        raise ValueError(f"freeze: share is {groups}; a name may stand in one group only, once")
+        raise ValueError(f"freeze: share is {groups}; needs each name in one group only, once")
     shared: dict[Any, Any] = {}
-    place = {}
+    shared_name = {}
     for name, value in named.items():
         module, _, quantizer = name.base.rpartition(".")
         parent, _, leaf = module.rpartition(".")
         if leaf in group_of and value.size == 1:
-            place[name] = AmaxName(f"{parent}.({'|'.join(group_of[leaf])}).{quantizer}", name.index, name.buffer)
-            merge(shared, place[name], value.reshape(()), "freeze")
-    return {name: shared[place[name]].reshape(value.shape) if name in place else value for name, value in named.items()}
+            shared_name[name] = AmaxName(f"{parent}.({'|'.join(group_of[leaf])}).{quantizer}", name.index, name.buffer)
+            merge(shared, shared_name[name], value.reshape(()), "freeze")
+    return {
+        name: shared[shared_name[name]].reshape(value.shape) if name in shared_name else value
+        for name, value in named.items()
+    }

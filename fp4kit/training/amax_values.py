@@ -1,8 +1,9 @@
-"""Values of amax states: float32 arrays on the host or a GPU, compared by their bits.
+"""Convert and compare values of amax states: float32 arrays on the host or a GPU, compared by their bits.
 
-Maxima are those of bit patterns: for numbers >= 0 the order is that of the values, and above them come infinity, NaN,
-and whatever has a sign. So a NaN or a negative value, once met, stays until a check on the host finds it. CuPy's float
-arithmetic takes subnormals for zero; bits are only moved and compared.
+The maximum of two amaxes is the maximum of their bit patterns. For nonnegative values this is the order of the values;
+infinity, NaN and negative values have larger bit patterns, in this order. So a NaN or a negative value, once collected,
+stays until a check on the host finds it. Values are moved and compared as bits only, because CuPy's float arithmetic
+flushes subnormals to zero.
 """
 
 from __future__ import annotations
@@ -22,12 +23,13 @@ from fp4kit.training.amax_names import AmaxName
 
 
 def _xp(value: Any) -> Any:
+    """Return the library of an array: numpy or cupy."""
     return np if isinstance(value, np.ndarray) else imports.cupy()
 
 
 @ieee("amax")
 def import_amax(op: str, name: AmaxName, amax: Any) -> Any:
-    """A float32 copy on the device of amax; -0 becomes +0, whose bits are the smallest."""
+    """Return a float32 copy on the device of ``amax``. -0 becomes +0, which has the smallest bit pattern."""
     (value,) = import_arrays(f"{op}: {name.key()}", amax=amax)
     check_float(f"{op}: {name.key()}", value, "amax")
     xp = _xp(value)
@@ -39,7 +41,7 @@ def import_amax(op: str, name: AmaxName, amax: Any) -> Any:
 
 
 def merge(named: dict[AmaxName, Any], name: AmaxName, value: Any, op: str) -> None:
-    """named[name] becomes the maximum of itself and value; ValueError if shape or device differ."""
+    """Store the maximum of named[name] and ``value``. Raises ValueError if shape or device differ."""
     old = named.get(name)
     if old is None:
         named[name] = value
@@ -50,19 +52,20 @@ def merge(named: dict[AmaxName, Any], name: AmaxName, value: Any, op: str) -> No
         or getattr(old, "device", 0) != getattr(value, "device", 0)
     ):
         raise ValueError(
-            f"{op}: {name.key()} is {_where(value)}, and was {_where(old)} before; needs one shape and one device in"
-            " all calls"
+            f"{op}: {name.key()} is {_where(value)}, but was {_where(old)} before; needs one shape and one device in "
+            "all calls"
         )
     xp = _xp(value)
     named[name] = xp.asarray(xp.maximum(old.view(xp.uint32), value.view(xp.uint32))).view(xp.float32)
 
 
 def _where(value: Any) -> str:
+    """Return shape and device of a value, for a message."""
     return f"{value.shape} on {'the CPU' if isinstance(value, np.ndarray) else value.device}"
 
 
 def on_host(named: Mapping[AmaxName, Any]) -> dict[AmaxName, np.ndarray]:
-    """All values on the host, in one copy for each device."""
+    """Return all values on the host, using one copy per device."""
     found = {name: value for name, value in named.items() if isinstance(value, np.ndarray)}
     devices: dict[int, list[AmaxName]] = defaultdict(list)
     for name in named.keys() - found.keys():
@@ -76,7 +79,7 @@ def on_host(named: Mapping[AmaxName, Any]) -> dict[AmaxName, np.ndarray]:
 
 
 def check(op: str, named: dict[AmaxName, np.ndarray]) -> dict[AmaxName, np.ndarray]:
-    """named, its arrays read-only; ValueError, naming the key, for NaN and negative values."""
+    """Return ``named`` with read-only arrays. Raises ValueError, naming the key, for NaN and negative values."""
     for name in sorted(named, key=AmaxName.order):
         value = named[name]
         bad = ~(value >= 0)

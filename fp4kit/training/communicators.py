@@ -1,11 +1,10 @@
-"""Communicators: what processes need to share amaxes and codes. NCCL through CuPy, MPI through mpi4py, and the group of
-one.
+"""Define communicators, with which processes exchange amaxes and codes: NCCL (CuPy), MPI (mpi4py), and one process.
 
     comm = SingleProcess()
-    comm = Mpi()                                          # mpiexec -n 4 python train.py; CPU arrays, and CuPy arrays
-    comm = Nccl.from_file(path, rank, size)               # a process for each GPU; or Nccl(rank, size, unique_id)
+    comm = Mpi()                                 # mpiexec -n 4 python train.py; NumPy and CuPy arrays
+    comm = Nccl.from_file(path, rank, size)      # one process per GPU; or Nccl(rank, size, unique_id)
 
-Every process of a group makes the same calls in the same order, as with MPI and NCCL themselves.
+Every process of a group must make the same calls in the same order, as with MPI and NCCL.
 """
 
 from __future__ import annotations
@@ -23,58 +22,69 @@ import numpy as np
 from fp4kit.arguments import as_index, as_indices
 from fp4kit.arrays import imports
 
-ID_BYTES = 128  # of an NCCL unique id
+ID_BYTES = 128  # length of an NCCL unique id
 
 
 def check_communicator(op: str, comm: Any, *names: str) -> None:
-    """Raise TypeError, which begins with op, for what has no rank, no size, or nothing of these names."""
+    """Raise TypeError, which begins with ``op``, if comm lacks rank, size, or one of ``names``."""
     if not all(hasattr(comm, name) for name in ("rank", "size", *names)):
         raise TypeError(f"{op}: comm is a {type(comm).__name__}; needs a Communicator of fp4kit.training.communicators")
 
 
 class Communicator(Protocol):
-    """A group of `size` processes, of which this is number `rank`."""
+    """A group of ``size`` processes. This process is number ``rank``."""
 
     @property
     def rank(self) -> int:
-        """Number of this process, from 0."""
+        """The number of this process, from 0."""
         ...
 
     @property
     def size(self) -> int:
-        """Number of processes."""
+        """The number of processes."""
         ...
 
     def all_reduce_max(self, array: Any) -> Any:
-        """Elementwise maximum over the group, on every process.
+        """Return the elementwise maximum over the group, on every process.
 
-        array: contiguous; uint8, int32, uint32, int64, uint64, float32 or float64, of the same shape and dtype on every
-        process. Returns the maximum, in array itself or in a new one. What NaN gives is not defined: magnitudes in
-        which NaN counts travel as their bit patterns, uint32, whose order is that of the values.
+        The result of comparing NaN is undefined. To let NaN count, send nonnegative values as their uint32 bit
+        patterns, which have the order of the values.
+
+        Args:
+            array: contiguous; uint8, int32, uint32, int64, uint64, float32 or float64; same shape and dtype on every
+                process.
+
+        Returns:
+            The maximum, in ``array`` itself or in a new array.
         """
         ...
 
     def all_gather(self, array: Any, counts: Sequence[int] | None = None, out: Any = None) -> Any:
-        """The 1-d arrays of all processes, one after the other in the order of ranks, on every process.
+        """Return the 1-d arrays of all processes, concatenated in the order of ranks, on every process.
 
-        array: 1-d, contiguous, of any dtype, the same on every process. counts: length of each process's array; None:
-        as long as this one's. out: 1-d, of the lengths' sum, where the result goes; None: a new array.
+        Args:
+            array: 1-d, contiguous, of any dtype, which must be the same on every process.
+            counts: the length of each process's array. None: all have the length of this one.
+            out: 1-d array for the result, with the sum of the lengths. None: a new array is made.
+
+        Returns:
+            The result.
         """
         ...
 
 
 class SingleProcess:
-    """The group of one process."""
+    """A group of one process."""
 
     rank = 0
     size = 1
 
     def all_reduce_max(self, array: Any) -> Any:
-        """The array itself."""
+        """Return the array itself."""
         return array
 
     def all_gather(self, array: Any, counts: Sequence[int] | None = None, out: Any = None) -> Any:
-        """The array itself, copied to out where there is one."""
+        """Return the array itself, or ``out`` with a copy of it."""
         if out is None:
             return array
         out[...] = array
@@ -82,16 +92,17 @@ class SingleProcess:
 
 
 def _is_host(array: Any) -> bool:
+    """Return whether an array is a NumPy array."""
     return isinstance(array, np.ndarray)
 
 
 def _check_gather(array: Any, counts: Sequence[int] | None, comm: Communicator) -> list[int]:
-    """Lengths of all processes' arrays."""
+    """Return the lengths of all processes' arrays. Raises ValueError if they do not fit this process's array."""
     found = [array.size] * comm.size if counts is None else as_indices("all_gather", "counts", counts)
     if array.ndim != 1 or len(found) != comm.size or found[comm.rank] != array.size:
         raise ValueError(
-            f"all_gather: array has shape {array.shape}, counts are {found}; rank {comm.rank} of {comm.size} needs a"
-            " 1-d array of its own count, and one count for each rank"
+            f"all_gather: array has shape {array.shape}, counts are {found}; rank {comm.rank} of {comm.size} needs a "
+            "1-d array of its own count, and one count for each rank"
         )
     return found
 
@@ -99,12 +110,16 @@ def _check_gather(array: Any, counts: Sequence[int] | None, comm: Communicator) 
 class Mpi:
     """A group of MPI processes.
 
-    comm: an mpi4py communicator; None takes MPI.COMM_WORLD.
-    cuda_aware: whether this MPI reads device memory (MPI has no portable way to ask; Open MPI: `ompi_info | grep
-    cuda`). If not,
-        CuPy arrays travel through the host, with a warning the first time. Either way the call waits for the current
-        stream, because MPI knows no streams; Nccl does not.
-    Raises RuntimeError, saying what to install, without mpi4py or without an MPI library.
+    CuPy arrays travel through the host unless MPI is CUDA-aware, with a warning the first time. In either case the call
+    waits for the current stream, because MPI does not know streams. Nccl does not wait.
+
+    Args:
+        comm: an mpi4py communicator. None: MPI.COMM_WORLD.
+        cuda_aware: True if this MPI can read device memory. MPI has no portable way to find out; for Open MPI run
+            `ompi_info | grep cuda`.
+
+    Raises:
+        RuntimeError: if mpi4py or an MPI library is missing. The message says what to install.
     """
 
     def __init__(self, comm: Any = None, *, cuda_aware: bool = False) -> None:
@@ -114,13 +129,13 @@ class Mpi:
         self._has_warned = False
 
     def all_reduce_max(self, array: Any) -> Any:
-        """See Communicator."""
+        """Return the elementwise maximum over the group; see Communicator."""
         return self._send(
             lambda mine, out: self._comm.Allreduce(mine, out, op=self._mpi.MAX), array, _empty(array, array.shape)
         )
 
     def all_gather(self, array: Any, counts: Sequence[int] | None = None, out: Any = None) -> Any:
-        """See Communicator."""
+        """Return the concatenated arrays of all processes; see Communicator."""
         counts = _check_gather(array, counts, self)
         sizes = [n * array.dtype.itemsize for n in counts]
         out = _empty(array, sum(counts)) if out is None else out
@@ -133,7 +148,7 @@ class Mpi:
         return out
 
     def _send(self, message: Callable[[Any, Any], None], array: Any, out: Any) -> Any:
-        """out, after message(array, out) on arrays that MPI can read."""
+        """Call message(array, out) on arrays that MPI can read. Return ``out``."""
         if _is_host(array):
             message(array, out)
             return out
@@ -145,7 +160,8 @@ class Mpi:
         if not self._has_warned:
             self._has_warned = True
             warnings.warn(
-                "Mpi: CuPy arrays travel through the host; use Nccl, or cuda_aware=True if this MPI is", stacklevel=4
+                "Mpi: CuPy arrays travel through the host; use Nccl, or pass cuda_aware=True if this MPI is CUDA-aware",
+                stacklevel=4,
             )
         received = np.empty(out.shape, out.dtype)
         message(array.get(), received)
@@ -154,10 +170,12 @@ class Mpi:
 
 
 def _empty(like: Any, shape: Any) -> Any:
+    """Return an uninitialized array with the dtype and library of ``like``."""
     return np.empty(shape, like.dtype) if _is_host(like) else imports.cupy().empty(shape, like.dtype)
 
 
 def _import_mpi() -> Any:
+    """Return mpi4py.MPI. Raises RuntimeError that says what to install."""
     try:
         from mpi4py import MPI
     except ImportError as error:
@@ -170,19 +188,25 @@ def _import_mpi() -> Any:
 
 
 # ---- NCCL
-# -----------------------------------------------------------------------------------------------------------------
 
 
 class Nccl:
-    """A group of processes with a GPU each, over NCCL: on the current stream, not waiting for it, capturable in a CUDA
-    graph.
+    """A group of processes with one GPU each, connected by NCCL.
 
-    rank, size: number of this process, and of all. The device that is current now is this process's; arrays must be
-    there. unique_id: the bytes that Nccl.unique_id() gave one process, the same for all. Nccl.from_file hands them
-    around. So does any
-        other way: a socket, a key-value store, mpi4py's comm.bcast, the arguments of a spawned process.
-    NumPy arrays may be sent too, by way of the device, and that waits.
-    Raises RuntimeError, saying what to install, without CuPy or NCCL; ValueError for a rank or id that cannot be.
+    Calls run on the current stream, do not wait for it, and can be captured in a CUDA graph. NumPy arrays are accepted
+    too; they travel through the device, and the call waits.
+
+    Args:
+        rank, size: the number of this process, and of all processes.
+        unique_id: the bytes that Nccl.unique_id() returned in one process, the same for all. Nccl.from_file distributes
+            them through a file; a socket, a key-value store, mpi4py's comm.bcast, or the arguments of a spawned process
+            work too.
+
+    The current device is this process's device; arrays must be on it.
+
+    Raises:
+        RuntimeError: if CuPy or NCCL is missing. The message says what to install.
+        ValueError: if the rank is out of range or the id has a wrong length.
     """
 
     def __init__(self, rank: int, size: int, unique_id: bytes) -> None:
@@ -190,8 +214,8 @@ class Nccl:
         rank, size = as_index("Nccl", "rank", rank), as_index("Nccl", "size", size)
         if not 0 <= rank < size or len(unique_id) != ID_BYTES:
             raise ValueError(
-                f"Nccl: rank {rank} of {size}, {len(unique_id)} bytes of id; needs 0 <= rank < size and the {ID_BYTES}"
-                " bytes that Nccl.unique_id() gave one process"
+                f"Nccl: rank {rank} of {size}, {len(unique_id)} bytes of id; needs 0 <= rank < size and the {ID_BYTES} "
+                "bytes that Nccl.unique_id() gave one process"
             )
         self.rank, self.size = rank, size
         self.device = imports.cupy().cuda.Device().id
@@ -199,28 +223,37 @@ class Nccl:
 
     @staticmethod
     def unique_id() -> bytes:
-        """A new group's id: make it in one process and give it to all."""
+        """Return the id of a new group. Call this in one process, and pass the id to all."""
         return bytes(_import_nccl().get_unique_id())
 
     @classmethod
     def from_file(cls, path: str | os.PathLike[str], rank: int, size: int, timeout: float = 300.0) -> Nccl:
-        """The group of processes that name the same path, on one machine or a shared file system; rank 0 writes the id
-        there.
+        """Return the group of all processes that name the same path. Rank 0 writes the id to it.
 
-        path: must not exist before the group is made, and does not afterwards. timeout: seconds to wait for rank 0.
-        Raises FileExistsError in rank 0 if path is there, TimeoutError in the others if it does not appear.
+        Args:
+            path: a file on one machine or on a shared file system. It must not exist before, and it is removed when the
+                group is complete.
+            rank, size: the number of this process, and of all processes.
+            timeout: seconds to wait for rank 0.
+
+        Returns:
+            The Nccl.
+
+        Raises:
+            FileExistsError: in rank 0, if the path exists.
+            TimeoutError: in the other ranks, if the file does not appear.
         """
         path = Path(path)
         if rank == 0:
             _write_new(path, cls.unique_id())
         unique_id = _read_when_there(path, timeout)
-        comm = cls(rank, size, unique_id)  # returns when all are there
+        comm = cls(rank, size, unique_id)  # returns when all processes have joined
         if rank == 0:
             path.unlink()
         return comm
 
     def all_reduce_max(self, array: Any) -> Any:
-        """See Communicator; a CuPy array is reduced in place."""
+        """Return the elementwise maximum over the group; see Communicator. A CuPy array is reduced in place."""
         if _is_host(array):
             return self.all_reduce_max(imports.to_device(array)).get()
         self._check(array)
@@ -232,7 +265,10 @@ class Nccl:
         return array
 
     def all_gather(self, array: Any, counts: Sequence[int] | None = None, out: Any = None) -> Any:
-        """See Communicator; one collective call for equal counts, else a send and a receive per pair of ranks."""
+        """Return the concatenated arrays of all processes; see Communicator.
+
+        For equal counts this is one collective call, otherwise one send and one receive per pair of ranks.
+        """
         counts = _check_gather(array, counts, self)
         if _is_host(array):
             found = self.all_gather(imports.to_device(array.view(np.uint8)), [n * array.dtype.itemsize for n in counts])
@@ -243,7 +279,7 @@ class Nccl:
         return out
 
     def _gather(self, source: int, target: int, sizes: list[int]) -> None:
-        """Bytes of all ranks from and to device addresses."""
+        """Gather the bytes of all ranks. ``source`` and ``target`` are device addresses."""
         stream, kind = self._stream(), self._nccl.NCCL_UINT8
         if len(set(sizes)) == 1:
             self._comm.allGather(source, target, sizes[0], kind, stream)
@@ -256,18 +292,21 @@ class Nccl:
         self._nccl.groupEnd()
 
     def _stream(self) -> int:
+        """Return the address of the current stream."""
         return int(imports.cupy().cuda.get_current_stream().ptr)
 
     def _check(self, array: Any) -> None:
+        """Raise ValueError unless the array is contiguous and on this process's device."""
         if array.device.id != self.device or not array.flags.c_contiguous:
             strided = "" if array.flags.c_contiguous else ", strided"
             raise ValueError(
-                f"Nccl: array is on cuda:{array.device.id}{strided}; needs a contiguous array on cuda:{self.device},"
-                " the device that was current when this communicator was made"
+                f"Nccl: array is on cuda:{array.device.id}{strided}; needs a contiguous array on cuda:{self.device}, "
+                "the device that was current when this communicator was made"
             )
 
 
 def _import_nccl() -> Any:
+    """Return CuPy's nccl module. Raises RuntimeError that says what to install."""
     imports.cupy()
     try:
         from cupy.cuda import nccl
@@ -282,22 +321,27 @@ _NCCL_WAY_OUT = 'run pip install "fp4kit[nccl12]" or "fp4kit[nccl13]", as your C
 
 
 def _write_new(path: Path, data: bytes) -> None:
-    """A file that others see whole or not at all."""
+    """Write a file that other processes see complete or not at all. Raises FileExistsError if it exists."""
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name)
     with os.fdopen(handle, "wb") as file:
         file.write(data)
     try:
-        os.link(temporary, path)  # unlike a rename, fails if path is there
+        os.link(temporary, path)  # unlike a rename, this fails if path exists
     except FileExistsError:
-        raise FileExistsError(f"Nccl: {path} exists; needs a path that no other group has used; remove it") from None
+        raise FileExistsError(
+            f"Nccl: {path} exists; needs a path that no other group has used; remove the file"
+        ) from None
     finally:
         os.unlink(temporary)
 
 
 def _read_when_there(path: Path, timeout: float) -> bytes:
+    """Return the bytes of a file once it exists. Raises TimeoutError after ``timeout`` seconds."""
     end = time.monotonic() + timeout
     while not path.exists():
         if time.monotonic() > end:
-            raise TimeoutError(f"Nccl: {path} did not appear within {timeout:g} s; rank 0 writes it: is it running?")
+            raise TimeoutError(
+                f"Nccl: {path} did not appear within {timeout:g} s; rank 0 writes it; check that rank 0 is running"
+            )
         time.sleep(0.01)
     return path.read_bytes()

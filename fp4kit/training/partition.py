@@ -1,4 +1,8 @@
-"""Who owns what of each matrix: the cuts of all processes, exchanged once and checked."""
+"""Exchange which elements of each matrix each process owns, and check that every element has one owner.
+
+Local words: the elements that a process owns of a matrix are its shard, [start, end) of the flattened matrix. A piece
+is the shard's part of a message.
+"""
 
 from __future__ import annotations
 
@@ -15,30 +19,34 @@ from fp4kit.training.communicators import Communicator
 
 
 class Partition(NamedTuple):
-    """starts, ends: int64 (processes, matrices): the elements of each flattened matrix that each process owns."""
+    """Hold the shards of all processes.
+
+    Attributes:
+        starts, ends: int64 (processes, matrices), the range of elements of each flattened matrix that each process
+            owns.
+    """
 
     starts: np.ndarray
     ends: np.ndarray
 
     def pieces(self, unit: int) -> np.ndarray:
-        """Length of each process's piece of each matrix in its message, which is cut at multiples of `unit`
-        elements.
-        """
+        """Return the length of each piece in units of ``unit`` elements. Pieces are cut at multiples of ``unit``."""
         return -(-self.ends // unit) - self.starts // unit
 
     def offsets(self, unit: int) -> np.ndarray:
-        """Return where each process's piece of each matrix begins in its message, in units."""
+        """Return where each piece begins in the concatenated messages of all processes."""
         lengths = self.pieces(unit)
         return np.cumsum(lengths, axis=1) - lengths
 
 
-_REFUSED = -1  # in the place of a number of matrices
+_REFUSED = -1  # sent instead of the number of matrices
 
 
 @contextmanager
 def refusing(comm: Communicator) -> Iterator[None]:
-    """Whatever is wrong with this process's arguments, the others, which wait in exchange_cuts, are told, and raise
-    too.
+    """Tell the other processes if an exception is raised inside.
+
+    They wait in exchange_cuts, and raise an error too.
     """
     try:
         yield
@@ -58,10 +66,10 @@ def exchange_cuts(
     *,
     on_host: bool,
 ) -> Partition:
-    """The cuts of all processes. Every process raises the same ValueError where they do not fit each other.
+    """Return the shards of all processes. Waits for the other processes.
 
-    Waits for the others. They must name the same recipe and matrices, of the same dtypes, all on hosts or all on
-    GPUs, and own every element of each once.
+    All processes must name the same recipe and the same matrices with the same dtypes, all on hosts or all on GPUs.
+    Together they must own every element once. Otherwise every process raises the same ValueError.
     """
     facts = repr((asdict(r), [tuple(s) for s in shapes], [str(d) for d in dtypes], on_host))
     digest = int.from_bytes(hashlib.sha256(facts.encode()).digest()[:7], "little")
@@ -69,12 +77,13 @@ def exchange_cuts(
     refused = np.flatnonzero(heads[:, 0] == _REFUSED).tolist()
     if refused:
         raise ValueError(
-            f"cast_master_weights: processes {refused} found their shards wrong; needs right ones; see their errors"
+            f"cast_master_weights: processes {refused} have invalid shards; see the errors that they raised"
         )
     if (heads != heads[0]).any():
         raise ValueError(
-            f"cast_master_weights: processes have {heads[:, 0].tolist()} matrices, or other shapes, dtypes or recipes; "
-            "needs the same list in the same order on each; pass empty shards of the right dtype where one owns nothing"
+            f"cast_master_weights: processes have {heads[:, 0].tolist()} matrices, or different shapes, dtypes or "
+            "recipes; needs the same list in the same order on each process; pass an empty shard of the right dtype "
+            "for a matrix of which a process owns nothing"
         )
     sizes = np.array([M * K for M, K in shapes], np.int64)
     begin = np.array(starts, np.int64)
@@ -85,12 +94,12 @@ def exchange_cuts(
 
 
 def _rows(comm: Communicator, mine: np.ndarray) -> np.ndarray:
-    """The arrays of all processes, one a row."""
+    """Return the arrays of all processes, one per row."""
     return np.asarray(comm.all_gather(mine)).reshape(comm.size, len(mine)) if comm.size > 1 else mine[None]
 
 
 def _check_covers(partition: Partition, sizes: np.ndarray) -> None:
-    """In the order of their starts, shards that are not empty begin where the one before ends."""
+    """Raise ValueError unless the nonempty shards, sorted by their starts, are adjacent and cover each matrix."""
     empty = partition.starts == partition.ends
     starts, ends = (np.where(empty, sizes, edge) for edge in partition)
     order = np.argsort(starts, axis=0, kind="stable")
@@ -103,5 +112,6 @@ def _check_covers(partition: Partition, sizes: np.ndarray) -> None:
         a, b = int(before[cut, tensor]), int(after[cut, tensor])
         what = f"no process owns elements [{a}, {b})" if a < b else f"more than one owns elements [{b}, {a})"
         raise ValueError(
-            f"cast_master_weights: matrix {tensor}: {what} of {int(sizes[tensor])}; needs each element in one shard"
+            f"cast_master_weights: matrix {tensor}: {what} of {int(sizes[tensor])}; needs each element in exactly one "
+            "shard"
         )

@@ -1,4 +1,4 @@
-"""Settings of fake-quantized training: which parameters, with which recipe, and how gradients pass."""
+"""Configure fake-quantized training: which parameters, with which recipe, and how gradients pass."""
 
 from __future__ import annotations
 
@@ -20,16 +20,19 @@ EXPERT_WEIGHTS = ("*.experts.*.weight", "*.experts.*.weight[0-9]*")
 
 @dataclass(frozen=True)
 class FakeQuantSettings:
-    """What is fake-quantized in training: parameters whose names match, with one recipe.
+    """Describe what is fake-quantized in training: the parameters whose names match, with one recipe.
 
-    recipe: id or Recipe, or None for no quantization at all.
-    block_size: elements that share a scale, where it is not the recipe's own.
-    parameters, exclude: wildcards (fnmatch, case counts) of names; a parameter is quantized if one of the first matches
-    and none
-        of the second does.
-    pass_through: whether the straight-through gradient comes through whole, or only where |w| <= amax.
-    Raises ValueError for an unknown recipe, for wildcards that are one string, and for a block size that does not fit
-    the recipe; TypeError for a pass_through that is no flag.
+    Attributes:
+        recipe: an id or a Recipe. None: nothing is quantized.
+        block_size: the number of elements that share a scale, if it differs from the recipe's.
+        parameters, exclude: wildcards (fnmatch; case matters) of parameter names. A parameter is quantized if it
+            matches one of ``parameters`` and none of ``exclude``.
+        pass_through: True if the straight-through gradient passes everywhere. False: only where |w| <= amax.
+
+    Raises:
+        ValueError: for an unknown recipe, for wildcards given as one string, and for a block size that does not fit the
+            recipe.
+        TypeError: if pass_through is not a bool.
     """
 
     recipe: str | Recipe | None = None
@@ -47,8 +50,8 @@ class FakeQuantSettings:
                 or not all(isinstance(p, str) for p in patterns)
             ):
                 raise ValueError(
-                    f"FakeQuantSettings: {field} is {patterns!r:.60}; needs a tuple of wildcards, such as"
-                    f" ({patterns!r:.60},)"
+                    f"FakeQuantSettings: {field} is {patterns!r:.60}; needs a tuple of wildcards, such as "
+                    f"({patterns!r:.60},)"
                 )
             object.__setattr__(self, field, tuple(patterns))
         object.__setattr__(self, "pass_through", as_flag("FakeQuantSettings", "pass_through", self.pass_through))
@@ -58,11 +61,12 @@ class FakeQuantSettings:
             self._check_block_size()
 
     def _check_block_size(self) -> None:
+        """Raise ValueError unless the recipe has blocks of one row and the block size is a positive even integer."""
         block = None if self.recipe is None else recipe_of("FakeQuantSettings", self.recipe).block
         if block is None or block[0] != 1:
             raise ValueError(
-                f"FakeQuantSettings: block_size is {self.block_size!r}, but recipe {self.recipe!r} has no blocks of one"
-                " row; leave it out"
+                f"FakeQuantSettings: block_size is {self.block_size!r}, but recipe {self.recipe!r} has no blocks of "
+                "one row; leave block_size out"
             )
         try:
             size = operator.index(self.block_size)  # type: ignore[arg-type]
@@ -80,26 +84,35 @@ class FakeQuantSettings:
         exclude: tuple[str, ...] = (),
         pass_through: bool = True,
     ) -> FakeQuantSettings:
-        """The settings that the flags of open training stacks ask for; off unless one of them is 1.
+        """Return the settings that the flags of open training stacks select.
 
-            OPEN_TRAINING_MXFP4_FAKE_QAT_FLAG   1: mxfp4-flashinfer, what the serving engine does to the weights
-            OPEN_TRAINING_MXFP4_BLOCK_SIZE      32
+        Nothing is quantized unless one of the flags is 1.
+
+            OPEN_TRAINING_MXFP4_FAKE_QAT_FLAG   1: mxfp4-flashinfer, which the serving engine applies to the weights
+            OPEN_TRAINING_MXFP4_BLOCK_SIZE      block size, 32 by default
             OPEN_TRAINING_INT4_FAKE_QAT_FLAG    1: int4-qat, clamp(round(w / s), -7, 7) * s with s = max(amax / 7, 1e-5)
-            OPEN_TRAINING_INT4_GROUP_SIZE       128
+            OPEN_TRAINING_INT4_GROUP_SIZE       block size, 128 by default
 
-        environ: where the flags stand; None for those of the process, which nothing else in fp4kit reads.
-        parameters, exclude, pass_through: as in FakeQuantSettings; by default the weights of routed experts.
-        Raises ValueError if both flags are on, for a flag other than 0, 1 and empty, and for a size that is no positive
-        even number, also where its flag is off. Source: slime's and miles' patch of Megatron (TEGroupedLinear) for
-        INT4, a fork of Megatron for MXFP4.
+        Args:
+            environ: the variables. None: those of the process. Nothing else in fp4kit reads them.
+            parameters, exclude, pass_through: as in FakeQuantSettings. By default the weights of routed experts match.
+
+        Returns:
+            The FakeQuantSettings.
+
+        Raises:
+            ValueError: if both flags are on, if a flag is not 0, 1 or empty, or if a size is not a positive even number
+                (also if its flag is off).
+
+        Source: slime's and miles' patch of Megatron (TEGroupedLinear) for INT4, a fork of Megatron for MXFP4.
         """
         env = os.environ if environ is None else as_mapping("from_environment", "environ", environ)
         mxfp4, int4 = (_flag(env, f"OPEN_TRAINING_{kind}_FAKE_QAT_FLAG") for kind in ("MXFP4", "INT4"))
         sizes = (_size(env, "OPEN_TRAINING_MXFP4_BLOCK_SIZE", 32), _size(env, "OPEN_TRAINING_INT4_GROUP_SIZE", 128))
         if mxfp4 and int4:
             raise ValueError(
-                "from_environment: OPEN_TRAINING_MXFP4_FAKE_QAT_FLAG and OPEN_TRAINING_INT4_FAKE_QAT_FLAG are both '1';"
-                " weights have one format: set one of them to 0"
+                "from_environment: OPEN_TRAINING_MXFP4_FAKE_QAT_FLAG and OPEN_TRAINING_INT4_FAKE_QAT_FLAG are both "
+                "'1'; weights have one format: set one of them to 0"
             )
         if not mxfp4 and not int4:
             return cls(None, None, parameters, exclude, pass_through)
@@ -108,22 +121,27 @@ class FakeQuantSettings:
 
     @property
     def resolved(self) -> Recipe | None:
-        """The recipe with its block size; None if nothing is quantized."""
+        """The recipe with its block size, or None if nothing is quantized."""
         if self.recipe is None:
             return None
         found = recipe_of("FakeQuantSettings", self.recipe)
         return found if self.block_size is None else replace(found, block=(1, operator.index(self.block_size)))
 
     def is_quantized(self, name: str) -> bool:
-        """Whether the parameter of this name is quantized."""
+        """Return whether the parameter with this name is quantized."""
         as_word("FakeQuantSettings", "the name of a parameter", name)
         matching = any(fnmatchcase(name, pattern) for pattern in self.parameters)
         return self.recipe is not None and matching and not any(fnmatchcase(name, pattern) for pattern in self.exclude)
 
     def fake_quantize(self, name: str, w: Any, *, tensor_amax: Any = None) -> Any:
-        """fp4kit.fake_quantize(w, recipe, tensor_amax=...) for a quantized parameter, else w itself.
+        """Return fp4kit.fake_quantize(w, recipe, tensor_amax=...) for a quantized parameter, otherwise ``w`` itself.
 
-        Raises what fp4kit.fake_quantize raises, with the parameter's name before it.
+        Raises what fp4kit.fake_quantize raises, with the parameter's name in front of the message.
+
+        Args:
+            name: the parameter's name.
+            w: the parameter.
+            tensor_amax: as in fp4kit.fake_quantize.
         """
         recipe = self.resolved
         if recipe is None or not self.is_quantized(name):
@@ -132,9 +150,15 @@ class FakeQuantSettings:
             return fake_quantize(w, recipe, tensor_amax=tensor_amax)
 
     def backward(self, name: str, grad: Any, w: Any, *, amax: Any = None) -> Any:
-        """Gradient with respect to w: fp4kit.fake_quantize_backward for a quantized parameter, else grad itself.
+        """Return the gradient with respect to ``w``.
 
-        amax: as there; what tensor_amax was in fake_quantize.
+        This is fp4kit.fake_quantize_backward for a quantized parameter, otherwise ``grad`` itself.
+
+        Args:
+            name: the parameter's name.
+            grad: the gradient with respect to the result of fake_quantize.
+            w: the parameter.
+            amax: the tensor_amax that was passed to fake_quantize.
         """
         recipe = self.resolved
         if recipe is None or self.pass_through or not self.is_quantized(name):
@@ -145,7 +169,7 @@ class FakeQuantSettings:
 
 @contextmanager
 def naming(parameter: str) -> Iterator[None]:
-    """Errors begin with the parameter's name."""
+    """Put the parameter's name in front of the message of every ValueError and TypeError raised inside."""
     try:
         yield
     except (ValueError, TypeError) as error:
@@ -153,10 +177,12 @@ def naming(parameter: str) -> Iterator[None]:
 
 
 def _word(env: Mapping[str, str], name: str) -> str:
+    """Return an environment variable without surrounding spaces."""
     return as_word("from_environment", name, env.get(name, "")).strip()
 
 
 def _flag(env: Mapping[str, str], name: str) -> bool:
+    """Return whether a flag is on."""
     value = _word(env, name)
     if value not in ("", "0", "1"):
         raise ValueError(f"from_environment: {name} is {env[name]!r}; needs 0 or 1")
@@ -164,6 +190,7 @@ def _flag(env: Mapping[str, str], name: str) -> bool:
 
 
 def _size(env: Mapping[str, str], name: str, default: int) -> int:
+    """Return the value of a size variable, or the default if it is empty."""
     value = _word(env, name)
     if not value:
         return default

@@ -85,9 +85,9 @@ def check_errors(comm: Mpi) -> None:
         fp4kit.cast_master_weights([Shard(ones, (1, 16), 16 - len(ones))], comm)
     with pytest.raises(ValueError, match=re.escape("matrix 0: more than one owns elements [0, 16) of 16")):
         fp4kit.cast_master_weights([Shard(np.ones(16, np.float32), (1, 16))], comm)
-    with pytest.raises(ValueError, match=r"processes have \[.*\] matrices, or other shapes, dtypes or recipes"):
+    with pytest.raises(ValueError, match=r"processes have \[.*\] matrices, or different shapes, dtypes or recipes"):
         fp4kit.cast_master_weights([], comm, "nvfp4-te" if last else "nvfp4-te-2d")
-    wrong = rf"elements \[1, 17\)|processes \[{comm.size - 1}\] found their shards wrong"
+    wrong = rf"elements \[1, 17\)|processes \[{comm.size - 1}\] have invalid shards"
     with pytest.raises(ValueError, match=wrong):
         fp4kit.cast_master_weights([Shard(np.ones(16, np.float32), (1, 16), int(last))], comm)
 

@@ -75,7 +75,7 @@ def test_faults_are_named_on_every_rank(data, n, ranks, fault):
         message = f"{key} is missing; needs experts 0 to {n - 1}, and has {n - 1}"
     elif fault == "duplicate":
         held[data.draw(st.integers(0, ranks - 1))].append(victim)
-        message = f"{key} is held twice"
+        message = f"{key} is present twice"
     elif fault == "shape":
         values[key.removesuffix("._amax")] = np.ones(2, np.float32)
         message = f"{key} has shape (2,), and expert 0 has (1,)"
@@ -142,10 +142,10 @@ def test_gather_errors():
     assert_same_state(state.gather(alone), experts_of(3))
     errors = [
         ({"count": 4}, f"gather: {FC1}.3._amax is missing"),
-        ({"count": 2}, f"gather: {FC1}.2._amax is surplus; there are 2 experts"),
+        ({"count": 2}, f"gather: {FC1}.2._amax is surplus; needs exactly 2 experts"),
         ({"numbers": [0, 1]}, f"gather: rank 0: {FC1}.2._amax has no global number: numbers is [0, 1]"),
         ({"numbers": [0, 1, -1]}, "needs one >= 0 for each"),
-        ({"numbers": [0, 1, 1]}, f"gather: {FC1}.1._amax is held twice; rank 0 has it as local 2"),
+        ({"numbers": [0, 1, 1]}, f"gather: {FC1}.1._amax is present twice; rank 0 has it as local expert 2"),
         ({"numbers": [0, 1, 3]}, f"gather: {FC1}.2._amax is missing"),
     ]
     for options, message in errors:
@@ -158,7 +158,7 @@ def test_gather_errors():
 
     def shapes(comm):
         with pytest.raises(
-            ValueError, match=re.escape(f"gather: rank 1: {QKV}._amax is (2,) on the CPU, and was (1,)")
+            ValueError, match=re.escape(f"gather: rank 1: {QKV}._amax is (2,) on the CPU, but was (1,)")
         ):
             state_of({QKV: [1] * (comm.rank + 1)}).gather(comm)
 

@@ -110,26 +110,26 @@ ONE = np.float32(1)
             {"*": 4},
             f"{BASE}.1._amax and 1 more are missing; needs experts 0 to 3",
         ),
-        ({f"{BASE}.{i}._amax": ONE for i in range(4)}, {"*": 3}, f"{BASE}.3._amax is surplus; there are 3 experts"),
+        ({f"{BASE}.{i}._amax": ONE for i in range(4)}, {"*": 3}, f"{BASE}.3._amax is surplus; needs exactly 3 experts"),
         ({f"{BASE}.{i}._amax": ONE for i in range(4)}, {"*": 5}, f"{BASE}.4._amax is missing"),
         (
             {f"{BASE}._amax": np.ones(4, np.float32)},
             {"*": 5},
-            f"{BASE}._amax has shape (4,); needs (5, ...), one amax for each of 5",
+            f"{BASE}._amax has shape (4,); needs (5, ...), one amax per expert",
         ),
         ({f"{BASE}._amax": ONE}, {"*": 1}, f"{BASE}._amax has shape (); needs (1, ...)"),
         (
             {f"{BASE}._amax": np.ones(2, np.float32), f"{BASE}_0._amax": ONE},
             {"*": 2},
-            "stands there for all experts, and",
+            "holds all experts, but",
         ),
-        ({f"{BASE}.0._amax": ONE, f"{BASE}_0._amax": ONE}, {}, "is there in both spellings; needs one"),
+        ({f"{BASE}.0._amax": ONE, f"{BASE}_0._amax": ONE}, {}, "is present in both spellings; needs one of them"),
         ({f"{BASE}.0._amax": ONE, f"{BASE}_1._amax": np.float32(np.nan)}, {}, f"{BASE}.1._amax holds NaN (1 of 1)"),
         ({f"{BASE}._amax": np.float32([1, np.nan])}, {"*": 2}, f"{BASE}.1._amax holds NaN (1 of 1)"),
         ({f"{BASE}._amax": np.float32([1, -2])}, {}, f"{BASE}._amax holds negative values (1 of 2)"),
         ({f"{BASE}._amax": np.ones(1)}, {}, f"'{BASE}._amax' is F64; needs F32, F16 or BF16"),
         ({f"{BASE}._amax": ONE}, {"x.*": 1}, "'x.*' matches no key"),
-        ({"m.weight": ONE}, {}, "holds no tensor whose name ends in 'amax'"),
+        ({"m.weight": ONE}, {}, "has no tensor whose name ends in 'amax'"),
         ({"m.weird_amax": ONE}, {}, "'m.weird_amax' names no quantizer"),
     ],
 )
@@ -144,7 +144,7 @@ def test_load_errors(tensors, experts, message, tmp_path):
 def test_our_files_know_how_many_experts_there_are(stacked, tmp_path):
     path = tmp_path / "a"
     state_of(experts_of(4)).save(path, stacked=stacked)
-    with pytest.raises(ValueError, match=re.escape(f"{FC1}._amax has 4 experts in this file; 5 were asked for")):
+    with pytest.raises(ValueError, match=re.escape(f"{FC1}._amax has 4 experts in this file; 5 were requested")):
         AmaxState.load(path, experts={"*": 5})
     kept = {key: ("F32", list(v.shape), v.tobytes()) for key, v in load_file(path).items()}
     said = {"fp4kit_amax": json.dumps({"experts": {f"{FC1}._amax": 4}})}
@@ -203,7 +203,7 @@ def test_save_errors(tmp_path):
         state_of({f"{BASE}.1": 1}).save(tmp_path / "a")
     with pytest.raises(ValueError, match=re.escape(f"stacked: {BASE}.1._amax has shape (2,), and expert 0 has ()")):
         state_of({f"{BASE}.0": 1, f"{BASE}.1": [1, 2]}).save(tmp_path / "a", stacked=True)
-    with pytest.raises(ValueError, match=re.escape(f"stacked: {BASE}._amax is there for all experts and for each")):
+    with pytest.raises(ValueError, match=re.escape(f"stacked: {BASE}._amax is present for all experts and for each")):
         state_of({f"{BASE}.0": 1, BASE: 1}).save(tmp_path / "a", stacked=True)
     bad = AmaxState({AmaxName(BASE): np.float32([np.nan, 1])})
     for act in (lambda: bad.save(tmp_path / "a"), bad.checked, bad.stacked):
@@ -227,11 +227,11 @@ def test_fit():
     found = state.fit({f"{BASE}_0._amax": (1,), f"{BASE}.1": (), QKV: (2, 1)})
     assert {key: value.shape for key, value in found.items()} == {f"{BASE}_0._amax": (1,), f"{BASE}.1": (), QKV: (2, 1)}
     for shapes, message in (
-        ({f"{BASE}.0": (), QKV: (2, 1)}, f"{BASE}.1._amax is in the state, but not asked for"),
+        ({f"{BASE}.0": (), QKV: (2, 1)}, f"{BASE}.1._amax is in the state, but not requested"),
         ({f"{BASE}.{i}": () for i in range(3)} | {QKV: (2, 1)}, f"{BASE}.2._amax is missing in the state"),
         ({f"{BASE}.0": (), f"{BASE}.1": (), QKV: (2,)}, f"{QKV}._amax has shape (2, 1); needs (2,)"),
         ({f"{BASE}.0": (2,), f"{BASE}.1": (), QKV: (2, 1)}, f"{BASE}.0._amax has shape (); needs (2,)"),
-        ({f"{BASE}.0": (), f"{BASE}_0": ()}, "is there in both spellings"),
+        ({f"{BASE}.0": (), f"{BASE}_0": ()}, "is present in both spellings"),
     ):
         with pytest.raises(
             ValueError, match=re.escape(f"fit: {message}") if "spell" not in message else re.escape(message)

@@ -173,9 +173,9 @@ def test_collect_errors():
         (
             f"{FC1}_0",
             np.ones(2, np.float32),
-            f"collect: {FC1}.0._amax is (2,) on the CPU, and was () on the CPU before",
+            f"collect: {FC1}.0._amax is (2,) on the CPU, but was () on the CPU before",
         ),
-        (f"{FC2}.1", np.ones(3, np.float32), "belongs to experts that collect_grouped collects"),
+        (f"{FC2}.1", np.ones(3, np.float32), "is collected by collect_grouped already"),
     ]
     for key, value, message in errors:
         with pytest.raises(ValueError, match=re.escape(message)):
@@ -185,7 +185,7 @@ def test_collect_errors():
     ):
         collector.collect(f"{FC1}.0", np.ones(1))
     grouped_errors = [
-        (f"{FC2}.1", np.ones(2, np.float32), "names one quantizer"),
+        (f"{FC2}.1", np.ones(2, np.float32), "names one expert"),
         (FC1, np.ones(2, np.float32), "has some"),
         (QKV, np.float32(1), "is 0-d; needs [N, ...]"),
         (FC2, np.ones((3, 3), np.float32), "(3, 3) on"),
@@ -238,7 +238,7 @@ def test_sharing():
     }.items():
         shared[key] = value
     assert_same_state(collector.freeze(SHARE), shared)
-    with pytest.raises(ValueError, match="a name may stand in one group only"):
+    with pytest.raises(ValueError, match="needs each name in one group only"):
         collector.freeze([("a", "b"), ("b", "c")])
 
 

@@ -112,7 +112,10 @@ def test_columnwise_and_plans(size) -> None:
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: cast((3, 5, 16)), "matrix 0: no process owns elements [0, 3) of 16; needs each element in one shard"),
+        (
+            lambda: cast((3, 5, 16)),
+            "matrix 0: no process owns elements [0, 3) of 16; needs each element in exactly one shard",
+        ),
         (lambda: cast((0, 5, 16)), "matrix 0: no process owns elements [5, 16) of 16"),
         (lambda: cast((0, 16, 16), recipe="nvfp4-te-4over6-mae-256-2d"), "chooses between scales by whole blocks"),
         (lambda: cast((0, 16, 16), recipe="nvfp4-te", columnwise=True), "nvfp4-te has 1x16 blocks; needs square ones"),
@@ -160,7 +163,7 @@ def test_processes_that_disagree(case) -> None:
         return str(caught.value)
 
     first, second = run_threads(2, error_of)
-    assert first == second and "processes have [1, 1] matrices, or other shapes, dtypes or recipes" in first
+    assert first == second and "processes have [1, 1] matrices, or different shapes, dtypes or recipes" in first
 
 
 def test_errors_come_before_anything_is_sent() -> None:
@@ -187,10 +190,7 @@ def test_whatever_one_process_gives_the_others_are_told(shards) -> None:
 
     texts = run_threads(3, work)
     for rank in (0, 2):
-        assert (
-            texts[rank]
-            == "cast_master_weights: processes [1] found their shards wrong; needs right ones; see their errors"
-        )
+        assert texts[rank] == "cast_master_weights: processes [1] have invalid shards; see the errors that they raised"
     assert "cast_master_weights: " in texts[1] and "found" not in texts[1]
 
 

@@ -116,7 +116,7 @@ def test_a_name_is_no_group(share):
 
 def test_a_key_that_is_no_string_is_not_there():
     assert STATE.get(3) is None and None not in STATE
-    with pytest.raises(TypeError, match="AmaxState: named has keys that are no AmaxName"):
+    with pytest.raises(TypeError, match="AmaxState: named has keys that are not AmaxName"):
         AmaxState({f"{FC1}._amax": np.float32(1)})
     assert AmaxName.find(3) is None
 
@@ -124,10 +124,10 @@ def test_a_key_that_is_no_string_is_not_there():
 def test_experts_that_no_rank_has():
     """count says how many there must be."""
     for count in (1, 1 << 40):
-        text = f"gather: '*' matches no expert of any rank; needs experts 0 to {count - 1}"
+        text = f"gather: '*' matches no expert on any rank; needs experts 0 to {count - 1}"
         with pytest.raises(ValueError, match=re.escape(text)):
             state_of({QKV: 1}).gather(ALONE, count=count)
-    with pytest.raises(ValueError, match=re.escape(f"gather: {FC1}.0._amax is surplus; there are 0 experts")):
+    with pytest.raises(ValueError, match=re.escape(f"gather: {FC1}.0._amax is surplus; needs exactly 0 experts")):
         state_of({f"{FC1}.0": 1}).gather(ALONE, count=0)
 
 
