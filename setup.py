@@ -20,7 +20,7 @@ from setuptools.modified import newer_group
 
 CPU = Path("fp4kit") / "cpu"
 SOURCES = [
-    str(CPU / "source" / f"{name}.cpp") for name in ("elements", "rules", "decoders", "engine")
+    str(CPU / "source" / f"{name}.cpp") for name in ("elements", "rules", "decoders", "c_api")
 ]  # the slowest first
 # No fused multiply-add: the rules say where a product is rounded. The flags after it keep values and let loops be
 # vectorized.
@@ -39,10 +39,10 @@ OPTIMIZATION = [
     "-fpredictive-commoning",
 ]
 OPTIMIZATION += ["-ftree-partial-pre", "-fgcse-after-reload", "-fipa-cp-clone"]
-ENGINE = ["-funswitch-loops", "-fsplit-paths"]  # up to 5% faster calls for engine.cpp, nothing for the others
+ENGINE = ["-funswitch-loops", "-fsplit-paths"]  # up to 5% faster calls for c_api.cpp, nothing for the others
 IS_X86 = platform.machine().lower() in ("x86_64", "amd64")
 LEVELS = {"base": []}
-# What a processor of a level has, as fp4kit_level of source/engine.cpp asks for it.
+# What a processor of a level has, as fp4kit_level of source/c_api.cpp asks for it.
 FEATURES = {"avx2": {"avx2", "fma", "bmi2"}, "avx512": {"avx512bw", "avx512vl", "avx512dq", "avx512cd"}}
 if IS_X86:
     LEVELS |= {"avx2": ["-march=x86-64-v3"], "avx512": ["-march=x86-64-v4", "-mprefer-vector-width=512"]}
@@ -157,7 +157,7 @@ class BuildEngine(build_ext):
         """Compile one file for a level and return the names of its objects."""
         folder = Path(self.build_temp) / one.name
         (folder / source).parent.mkdir(parents=True, exist_ok=True)
-        if optimization is OPTIMIZATION and source.endswith("engine.cpp"):
+        if optimization is OPTIMIZATION and source.endswith("c_api.cpp"):
             optimization = [*OPTIMIZATION, *ENGINE]
         options = [*optimization, *one.extra_compile_args]
         return self.compiler.compile([source], output_dir=str(folder), extra_postargs=options)

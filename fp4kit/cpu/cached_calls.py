@@ -88,7 +88,7 @@ def _like(call: Call, packed_step: int, scales_step: int) -> _Like | None:
     key = tensor_key(r)
     try:
         found = functions()
-        tensor = -1 if key is None else found.fp4kit_tensor(key.encode())
+        tensor = -1 if key is None else found.fp4kit_tensor_rule(key.encode())
         kernels = kernels_of(r)
         check_array(x)
     except Declined:

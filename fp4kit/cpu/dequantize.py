@@ -72,13 +72,13 @@ def _units_left(
 ) -> Iterator[tuple[slice, slice]]:
     """Does what the library does of a matrix, and gives the units that it leaves."""
     call = decode_call(out, r, packed.strides[0], None if scales is None else scales.strides[0])
-    shape = Shape(call.rows, call.columns, call.height, call.width)
+    shape = Shape(call.rows, call.columns, call.tile_rows, call.tile_columns)
     for rows, columns in shape.parts():
         unusual, blocks = np.zeros(shape.number(rows, columns), np.uint8), blocks_of(columns, r)
         cut, codes, values = tensor.cut(rows, blocks), packed[rows, bytes_of(columns, r)], out[rows, columns]
         _set_tensor(call, cut)
         call.packed, call.scales = address(codes), address(None if scales is None else scales[rows, blocks])
-        call.out, call.unusual = address(values), address(unusual)
+        call.out, call.needs_fallback = address(values), address(unusual)
         (call.rows, call.columns), call.threads = values.shape, threads_for(values.size, are_looked_up(r))
         functions().fp4kit_decode(ctypes.byref(call))
         if unusual.any():
@@ -128,10 +128,10 @@ def decode_call(values: np.ndarray, r: Recipe, packed_step: int, scales_step: in
         packed_step=packed_step,
         scales_step=scales_step or 0,
         out_step=values.strides[0] // values.itemsize,
-        height=max(UNIT // width, 1),
-        width=width,
+        tile_rows=max(UNIT // width, 1),
+        tile_columns=width,
         tables_from=TABLES_FROM,
         decoder=decoder_of(r, values.dtype),
-        kind=INPUTS[values.dtype],
+        output=INPUTS[values.dtype],
         block=block,
     )

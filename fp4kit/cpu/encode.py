@@ -57,7 +57,7 @@ def kernels_of(r: Recipe) -> Kernels:
     if (reason := not_encoded(r)) is not None:
         raise Declined(f"{r.id} has {reason}")
     block, key = r.block_size if r.block else GRAIN, rule_key(r)
-    rule = -1 if key is None else found.fp4kit_rule(key.encode())
+    rule = -1 if key is None else found.fp4kit_block_rule(key.encode())
     element = found.fp4kit_element(element_key(r).encode())
     if element < 0 or (key is not None and rule < 0):
         raise Declined(f"the compiled engine does not have the arithmetic of {r.id}")
@@ -138,17 +138,17 @@ def encode_call(x: np.ndarray, kernels: Kernels, packed_step: int, scales_step: 
     shape = Shape.of(x, kernels.block, kernels.block_rows, gathered=x.strides[1] != x.itemsize)
     like = source(x)
     like.data = None
-    least, most = kernels.kept[INPUTS[x.dtype]]
+    min_factor, max_factor = kernels.kept[INPUTS[x.dtype]]
     return EncodeCall(
         x=like,
-        least=least,
-        most=most,
+        min_factor=min_factor,
+        max_factor=max_factor,
         packed_step=packed_step,
         scales_step=scales_step,
-        height=shape.height,
-        width=shape.width,
+        tile_rows=shape.height,
+        tile_columns=shape.width,
         input=INPUTS[x.dtype],
-        rule=kernels.rule,
+        block_rule=kernels.rule,
         element=kernels.element,
         block=kernels.block,
         block_rows=kernels.block_rows,

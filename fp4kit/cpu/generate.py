@@ -26,7 +26,7 @@ def text() -> str:
     table = [recipe(name) for name in recipes()]
     formats = {f.name: f for r in table for f in (r.element, r.scale or E4M3)}
     rules = {key: r for r in reversed(table) if (key := rule_key(r)) is not None}
-    choices = {key: rules.pop(key) for key, r in tuple(rules.items()) if r.four_over_six}
+    four_over_six = {key: rules.pop(key) for key, r in tuple(rules.items()) if r.four_over_six}
     tensors = {key: r for r in reversed(table) if (key := tensor_key(r)) is not None}
     elements = {element_key(r): r for r in reversed(table)}
     decoded = [other for r in table for other in {faking(r), *(decoding(r, dtype) for dtype in ("float32", "float16"))}]
@@ -36,16 +36,16 @@ def text() -> str:
             "// Written by cpu/generate.py from the recipes of the table.",
             "// clang-format off",
             *(format_struct(f, _format(f)) for _, f in sorted(formats.items())),
-            *_structs("Rule", rules, _rule),
-            *_structs("Choice", choices, _choice),
-            *_structs("Tensor", tensors, _tensor),
+            *_structs("BlockRule", rules, _rule),
+            *_structs("FourOverSix", four_over_six, _four_over_six),
+            *_structs("TensorRule", tensors, _tensor),
             *_structs("Element", elements, _element),
-            *_structs("Decode", decodes, _decode),
-            _list("FP4KIT_RULES", "FP4KIT_RULE", "Rule", rules),
-            _list("FP4KIT_CHOICES", "FP4KIT_CHOICE", "Choice", choices),
-            _list("FP4KIT_TENSORS", "FP4KIT_TENSOR", "Tensor", tensors),
+            *_structs("Decoder", decodes, _decode),
+            _list("FP4KIT_BLOCK_RULES", "FP4KIT_BLOCK_RULE", "BlockRule", rules),
+            _list("FP4KIT_FOUR_OVER_SIX_RULES", "FP4KIT_FOUR_OVER_SIX_RULE", "FourOverSix", four_over_six),
+            _list("FP4KIT_TENSOR_RULES", "FP4KIT_TENSOR_RULE", "TensorRule", tensors),
             _list("FP4KIT_ELEMENTS", "FP4KIT_ELEMENT", "Element", elements),
-            _list("FP4KIT_DECODES", "FP4KIT_DECODE", "Decode", decodes),
+            _list("FP4KIT_DECODERS", "FP4KIT_DECODER", "Decoder", decodes),
             "",
         ]
     )
@@ -71,7 +71,7 @@ def _rule(r: Recipe) -> list[str]:
     ]
 
 
-def _choice(r: Recipe) -> list[str]:
+def _four_over_six(r: Recipe) -> list[str]:
     facts = {
         "kSquaredError": r.four_over_six == "mse",
         "kLargestError": r.four_over_six == "max",

@@ -38,7 +38,7 @@ class SourceMatrix(ctypes.Structure):
 
 
 class EncodeCall(ctypes.Structure):
-    """Of fp4kit_encode; see source/encoder.h."""
+    """Of fp4kit_encode; see source/encode_matrix.h."""
 
     _fields_ = [
         ("x", SourceMatrix),
@@ -46,16 +46,16 @@ class EncodeCall(ctypes.Structure):
         ("tensor_step", c_int64),
         *((name, c_void_p) for name in ("block_amax", "factors")),
         ("block_step", c_int64),
-        *((name, c_float) for name in ("least", "most")),
+        *((name, c_float) for name in ("min_factor", "max_factor")),
         ("random", c_void_p),
         ("random_step", c_int64),
         ("seed", POINTER(c_uint64)),
-        *((name, c_int64) for name in ("first", "stride")),
+        *((name, c_int64) for name in ("stream_first", "stream_stride")),
         *((name, c_void_p) for name in ("packed", "scales")),
         *((name, c_int64) for name in ("packed_step", "scales_step")),
-        ("unusual", c_void_p),
-        *((name, c_int64) for name in ("height", "width")),
-        *((name, c_int32) for name in ("input", "rule", "element", "block", "block_rows", "threads")),
+        ("needs_fallback", c_void_p),
+        *((name, c_int64) for name in ("tile_rows", "tile_columns")),
+        *((name, c_int32) for name in ("input", "block_rule", "element", "block", "block_rows", "threads")),
     ]
 
 
@@ -65,42 +65,42 @@ class AmaxCall(ctypes.Structure):
     _fields_ = [
         ("x", SourceMatrix),
         ("out", c_void_p),
-        *((name, c_int64) for name in ("out_step", "height", "width")),
+        *((name, c_int64) for name in ("out_step", "tile_rows", "tile_columns")),
         *((name, c_int32) for name in ("input", "block", "block_rows", "threads")),
     ]
 
 
 class DecodeCall(ctypes.Structure):
-    """Of fp4kit_decode; see source/decoder.h."""
+    """Of fp4kit_decode; see source/decode_matrix.h."""
 
     _fields_ = [
         *((name, c_void_p) for name in ("packed", "scales", "encode", "decode", "amax")),
         *((name, c_int64) for name in ("row_step", "block_step")),
         ("out", c_void_p),
         *((name, c_int64) for name in ("rows", "columns", "packed_step", "scales_step", "out_step")),
-        ("unusual", c_void_p),
-        *((name, c_int64) for name in ("height", "width", "tables_from")),
-        *((name, c_int32) for name in ("decoder", "kind", "block", "threads")),
+        ("needs_fallback", c_void_p),
+        *((name, c_int64) for name in ("tile_rows", "tile_columns", "tables_from")),
+        *((name, c_int32) for name in ("decoder", "output", "block", "threads")),
     ]
 
 
-class SearchCall(ctypes.Structure):
-    """Of fp4kit_search; see source/search.h."""
+class SearchScalesCall(ctypes.Structure):
+    """Of fp4kit_search_scales; see source/search_scales.h."""
 
     _fields_ = [
         ("x", SourceMatrix),
         *((name, c_void_p) for name in ("amaxes", "scales", "reciprocals", "weights", "hessian", "out")),
         ("out_step", c_int64),
         ("unproven", c_void_p),
-        *((name, c_int64) for name in ("height", "width", "lower", "upper")),
+        *((name, c_int64) for name in ("tile_rows", "tile_columns", "lower", "upper")),
         ("power", c_double),
         ("tensor_amax", c_float),
-        *((name, c_int32) for name in ("input", "rule", "block_rows", "bounded", "threads")),
+        *((name, c_int32) for name in ("input", "block_rule", "block_rows", "is_pruned", "threads")),
     ]
 
 
-class MultiplesCall(ctypes.Structure):
-    """Of fp4kit_search_multiples; see source/multiples.h."""
+class SearchFactorsCall(ctypes.Structure):
+    """Of fp4kit_search_factors; see source/search_factors.h."""
 
     _fields_ = [
         ("x", SourceMatrix),
@@ -108,9 +108,12 @@ class MultiplesCall(ctypes.Structure):
         *((name, c_int64) for name in ("tensor_step", "count")),
         ("out", c_void_p),
         ("out_step", c_int64),
-        ("unusual", c_void_p),
-        *((name, c_int64) for name in ("height", "width")),
-        *((name, c_int32) for name in ("input", "rule", "element", "decoder", "block", "by_code", "threads")),
+        ("needs_fallback", c_void_p),
+        *((name, c_int64) for name in ("tile_rows", "tile_columns")),
+        *(
+            (name, c_int32)
+            for name in ("input", "block_rule", "element", "decoder", "block", "factors_by_code", "threads")
+        ),
     ]
 
 
@@ -145,9 +148,9 @@ def _load(level: str) -> Any:
     if functions.fp4kit_digest().decode() != digest():
         raise OSError("it was compiled from other sources; install fp4kit again")
     for name, result, arguments in (
-        ("rule", c_int, [c_char_p]),
+        ("block_rule", c_int, [c_char_p]),
         ("element", c_int, [c_char_p]),
-        ("tensor", c_int, [c_char_p]),
+        ("tensor_rule", c_int, [c_char_p]),
         ("set_reciprocals", None, [c_void_p]),
         ("encode", None, [POINTER(EncodeCall)]),
         ("amax", c_uint32, [POINTER(AmaxCall)]),
@@ -156,8 +159,8 @@ def _load(level: str) -> Any:
         ("fake_quantize", c_int32, [POINTER(EncodeCall), POINTER(DecodeCall), *[c_void_p] * 3, c_int32, c_int32]),
         ("decode", None, [POINTER(DecodeCall)]),
         ("dequantize", c_int32, [POINTER(DecodeCall), *[c_void_p] * 4, c_int32]),
-        ("search", None, [POINTER(SearchCall)]),
-        ("search_multiples", None, [POINTER(MultiplesCall)]),
+        ("search_scales", None, [POINTER(SearchScalesCall)]),
+        ("search_factors", None, [POINTER(SearchFactorsCall)]),
         ("transpose", None, [c_void_p, c_void_p, c_int64, c_int64, c_int32, c_int32]),
     ):
         function = getattr(functions, f"fp4kit_{name}")

@@ -9,7 +9,7 @@ import numpy as np
 from fp4kit.cpu.buffers import address
 from fp4kit.cpu.dequantize import decoder_of
 from fp4kit.cpu.encode import INPUTS, Shape, blocks_of, kernels_of, source
-from fp4kit.cpu.library import MultiplesCall, functions, threads_for
+from fp4kit.cpu.library import SearchFactorsCall, functions, threads_for
 from fp4kit.recipes import Recipe, rules
 from fp4kit.reference import search_factors as specification
 from fp4kit.reference.tensor_rules import tensor_scale
@@ -33,7 +33,7 @@ def search_matrix(
         cut, found = x[rows, columns], out[rows, blocks_of(columns, recipe)]
         unusual = np.zeros(shape.number(rows, columns), np.uint8)
         above = [part[rows] if step else part for part in tensor]
-        call = MultiplesCall(
+        call = SearchFactorsCall(
             source(cut, hadamard),
             *map(address, (*above, factors)),
             step,
@@ -51,7 +51,7 @@ def search_matrix(
             by_code,
             threads_for(cut.size * cost),
         )
-        functions().fp4kit_search_multiples(ctypes.byref(call))
+        functions().fp4kit_search_factors(ctypes.byref(call))
         for some, others in (unit for unit, flag in zip(shape.units(rows, columns), unusual, strict=True) if flag):
             part = amax if amax is None or not step else amax.reshape(-1)[some]
             specification.search_matrix(x[some, others], out[some, blocks_of(others, recipe)], part, recipe, hadamard)

@@ -14,7 +14,7 @@ from fp4kit.cpu import search_factors
 from fp4kit.cpu.buffers import address
 from fp4kit.cpu.coverage import not_searched, rule_key
 from fp4kit.cpu.encode import INPUTS, Shape, source
-from fp4kit.cpu.library import SearchCall, functions, threads_for
+from fp4kit.cpu.library import SearchScalesCall, functions, threads_for
 from fp4kit.recipes import Recipe
 from fp4kit.reference import search_factors as searches
 from fp4kit.reference import search_scales as specification
@@ -47,7 +47,7 @@ def search_matrix(
         cut, blocks = x[rows, columns], slice(columns.start // RUN, columns.stop // RUN)
         weights = None if terms.weights is None else terms.weights[columns]
         hessian = None if terms.hessian is None else terms.hessian[blocks]
-        call = SearchCall(
+        call = SearchScalesCall(
             source(cut),
             *map(address, by_code),
             address(weights),
@@ -67,7 +67,7 @@ def search_matrix(
             bounded,
             threads_for(cut.size * cost),
         )
-        functions().fp4kit_search(ctypes.byref(call))
+        functions().fp4kit_search_scales(ctypes.byref(call))
 
 
 def searched(call: Call, amax: np.ndarray | None) -> Call:
@@ -88,7 +88,7 @@ def rule_of(r: Recipe, offsets: tuple[int, int] | None) -> int:
     if offsets is None:
         return -1
     key = rule_key(r) if r.block_rule == specification.OWN_RULE else None
-    rule = -1 if key is None else functions().fp4kit_rule(key.encode())
+    rule = -1 if key is None else functions().fp4kit_block_rule(key.encode())
     if rule < 0:
         raise Declined(f"the compiled engine does not have the codes of {r.id} beside which candidates are")
     return rule

@@ -57,9 +57,9 @@ static u64 quotients(int bits) {
 
 static u32 code_of_short(float a) { return nearest_e2m1_of<true>(a) & 7u; }
 
-static float by_rest(float x, float d) {
+static float by_correction(float x, float d) {
   const Divisor divisor = divisor_of(d);
-  return fma_rn(x, divisor.reciprocal, x * divisor.rest);
+  return fma_rn(x, divisor.reciprocal, x * divisor.correction);
 }
 
 // Elements of 24 bits within 8 ulp of what a divisor makes a midpoint, whose quotient has another code: by quotient_by, and
@@ -72,7 +72,7 @@ static u64 midpoints() {
       for (u32 i = 0; i < 1u << 23; ++i) {
         const float d = significand(i), x = float_of(bits_of(midpoint * d) + away);
         count += code_of_short(quotient_by(x, d, 1.0f / d)) != code_of_short(x / d);
-        count += !is_last_significand(d) && code_of_short(by_rest(x, d)) != code_of_short(x / d);
+        count += !is_last_significand(d) && code_of_short(by_correction(x, d)) != code_of_short(x / d);
       }
       wrong += count;
     }
@@ -89,17 +89,17 @@ static u64 products(int bits, u32 step, u32& missing) {
     for (u32 i = 0; i < 256u; ++i) divisors[i] = significand((first + i * step) & 0x7FFFFFu);
     Multipliers m;
     const u32 beyond = (1u << (24 - bits)) - 1u;
-    put_multipliers(divisors, beyond, m);
+    find_multipliers(divisors, beyond, m);
     bool has[256];
-    for (u32 i = 0; i < 256u; ++i) has[i] = serves(m.by_code[i], divisors[i], beyond), missing += !has[i];
+    for (u32 i = 0; i < 256u; ++i) has[i] = is_exact_multiplier(m.of_code[i], divisors[i], beyond), missing += !has[i];
     for (u32 x = 0; x < 1u << 23; x += 1u << (24 - bits))
       for (const float power : {0.125f, 0.25f, 0.5f, 1.0f, 2.0f, 4.0f, 8.0f}) {
         const float a = significand(x) * power;
         u32 count = 0;
         for (u32 i = 0; i < 256u; ++i) {
           const u32 code = nearest_e2m1_of<false>(a / divisors[i]) & 7u;
-          count += has[i] && (nearest_e2m1_of<false>(a * m.by_code[i]) & 7u) != code;
-          count += kHasFma && !is_last_significand(divisors[i]) && (nearest_e2m1_of<false>(by_rest(a, divisors[i])) & 7u) != code;
+          count += has[i] && (nearest_e2m1_of<false>(a * m.of_code[i]) & 7u) != code;
+          count += kHasFma && !is_last_significand(divisors[i]) && (nearest_e2m1_of<false>(by_correction(a, divisors[i])) & 7u) != code;
         }
         wrong += count;
       }
@@ -116,13 +116,13 @@ static u64 beside(int bits) {
   for (u32 first = 0; first < 1u << 23; first += 256u) {
     for (u32 i = 0; i < 256u; ++i) divisors[i] = significand(first + i);
     Multipliers m;
-    put_multipliers(divisors, beyond, m);
+    find_multipliers(divisors, beyond, m);
     for (u32 i = 0; i < 256u; ++i)
-      if (serves(m.by_code[i], divisors[i], beyond))
+      if (is_exact_multiplier(m.of_code[i], divisors[i], beyond))
         for (const float midpoint : {0.25f, 0.75f, 1.25f, 1.75f, 2.5f, 3.5f, 5.0f})
           for (i32 away = -4; away <= 4; ++away) {
             const float x = float_of((bits_of(midpoint * divisors[i]) & ~beyond) + away * static_cast<i32>(beyond + 1u));
-            wrong += (nearest_e2m1_of<false>(x / divisors[i]) & 7u) != (nearest_e2m1_of<false>(x * m.by_code[i]) & 7u);
+            wrong += (nearest_e2m1_of<false>(x / divisors[i]) & 7u) != (nearest_e2m1_of<false>(x * m.of_code[i]) & 7u);
           }
   }
   return wrong;

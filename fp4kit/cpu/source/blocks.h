@@ -1,58 +1,63 @@
-// Blocks of finite elements: their amaxes, scale codes and factors; loops that a compiler makes vectors of.
+// Amaxes, scale codes and factors of blocks of finite elements, in loops that the compiler vectorizes.
+//
+// Amax bits: the largest magnitude of some elements, as the integer that its bits are in the input's type. Segment: 16
+// or 32 neighbouring elements whose amax bits one loop finds; a block has one segment or several.
 #pragma once
 
 #include "input_types.h"
 
-constexpr i64 kWidth = 2048;              // elements of a row that are encoded together, at most
-constexpr i64 kMostBlocks = kWidth / 16;  // and their blocks
-constexpr int kRun = 16;                  // elements that have one factor
+constexpr i64 kPanelColumns = 2048;  // columns of a panel, at most (README.md): WIDTH of cpu/coverage.py
+constexpr i64 kMaxPanelBlocks = kPanelColumns / 16;  // blocks of a panel, at most
+constexpr int kRun = 16;                             // elements of a run, which share one factor
 
-// Elements that loops take together, as many as divide a block: 16 or 32.
-static i64 grain_of(i64 block) {
+// Returns the length of a block's segments: 16 for blocks of 16, else 32. Blocks are 16 or a multiple of 32 long.
+static i64 segment_of(i64 block) {
   return block == 16 ? 16 : 32;
 }
 
-// Magnitudes as integers of the largest element of each of `count` blocks of kBlock elements.
-template <class In, int kBlock>
-static void magnitudes(const void* elements, i64 count, u32* out) {
+// Stores the amax bits of each of `count` contiguous segments of kSegment elements.
+template <class In, int kSegment>
+static void segment_amax_bits(const void* elements, i64 count, u32* out) {
   using Bits = typename Input<In>::Bits;
   const Bits* x = static_cast<const Bits*>(elements);
-  i64 b = 0;
+  i64 s = 0;
 #if FP4KIT_HAS_LOOK_UP
-  // As many blocks as a row of sixteen bytes has elements, a row each: two rows are zipped, and the larger halves kept,
-  // until one is left.
+  // A vector of 16 bytes has kSide elements. Take kSide segments at a time and reduce each to one vector. Then
+  // interleave vectors in pairs and keep the larger elements, until one vector has the amax bits of all kSide segments.
   constexpr int kRow = kSide<Bits>;
-  for (; b + kRow <= count; b += kRow) {
+  for (; s + kRow <= count; s += kRow) {
     Bytes rows[kRow];
     for (int k = 0; k < kRow; ++k) {
-      const Bits* block = x + (b + k) * kBlock;
-      rows[k] = magnitudes_at(block);
-      for (int i = kRow; i < kBlock; i += kRow) rows[k] = larger_of<Bits>(rows[k], magnitudes_at(block + i));
+      const Bits* segment = x + (s + k) * kSegment;
+      rows[k] = magnitudes_at(segment);
+      for (int i = kRow; i < kSegment; i += kRow) rows[k] = larger_of<Bits>(rows[k], magnitudes_at(segment + i));
     }
     for (int half = kRow / 2; half; half /= 2)
       for (int k = 0; k < half; ++k)
         rows[k] = larger_of<Bits>(zip_elements_low<Bits>(rows[k], rows[k + half]),
                                   zip_elements_high<Bits>(rows[k], rows[k + half]));
-    Bits most[kRow];
-    store(reinterpret_cast<u8*>(most), rows[0]);
-    for (int k = 0; k < kRow; ++k) out[b + k] = most[k];
+    Bits largest[kRow];
+    store(reinterpret_cast<u8*>(largest), rows[0]);
+    for (int k = 0; k < kRow; ++k) out[s + k] = largest[k];
   }
 #endif
-  for (; b < count; ++b) {
-    Bits most = 0;
-    for (int i = 0; i < kBlock; ++i) {
-      const Bits a = x[b * kBlock + i] & Input<In>::kMagnitude;
-      most = a > most ? a : most;
+  for (; s < count; ++s) {
+    Bits largest = 0;
+    for (int i = 0; i < kSegment; ++i) {
+      const Bits magnitude = x[s * kSegment + i] & Input<In>::kMagnitude;
+      largest = magnitude > largest ? magnitude : largest;
     }
-    out[b] = most;
+    out[s] = largest;
   }
 }
 
-// The scale codes of blocks, and the factors of their elements, by the rules of R.
+// Stores the scale codes of `count` blocks by the block rule of R.
 template <class R, class In>
 static void scale_codes(const float* __restrict amax, i64 count, TensorScale t, u8* __restrict codes) {
   for (i64 b = 0; b < count; ++b) codes[b] = static_cast<u8>(R::BlockRule::template code<R, In>(amax[b], t));
 }
+
+// Stores the factors of `count` blocks by the block rule of R: what their elements are multiplied with or divided by.
 template <class R, class In>
 static void scale_factors(const u8* __restrict codes, const float* __restrict amax, i64 count, TensorScale t,
                           float* __restrict factors) {

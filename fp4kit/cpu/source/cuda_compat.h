@@ -1,5 +1,5 @@
-// The device-neutral rules of cuda/kernels/rules, compiled for the processor: what they ask of CUDA, for loops that
-// become vectors.
+// Compiles the rules of cuda/kernels/rules for a processor: defines the few names of CUDA that they use, in a form that
+// lets the compiler vectorize loops over them, and includes the rules that the CPU engine needs.
 #pragma once
 
 #include <cmath>
@@ -13,8 +13,10 @@
 struct NoIndex {
   unsigned x;
 };
-static const NoIndex threadIdx{}, blockIdx{}, blockDim{}, gridDim{};  // named by functions that nothing here calls
+// Functions that the CPU engine never calls mention these names; the compiler only has to find them.
+static const NoIndex threadIdx{}, blockIdx{}, blockDim{}, gridDim{};
 
+// Bit casts between numbers and integers, as CUDA names them.
 static __forceinline__ unsigned __float_as_uint(float x) {
   return __builtin_bit_cast(unsigned, x);
 }
@@ -28,20 +30,21 @@ static __forceinline__ double __longlong_as_double(long long bits) {
   return __builtin_bit_cast(double, bits);
 }
 
+// Returns the number of leading zero bits; 32 for 0.
 static __forceinline__ int __clz(unsigned x) {
   return x ? __builtin_clz(x) : 32;
 }
 
-// fminf and fmaxf as one instruction. Only the first operand may be NaN, as it may be wherever the rules say so: the
-// second is then the result, as C has it.
-static __forceinline__ float least_of(float a, float b) {
+// Replace fminf and fmaxf by one instruction each. If the first operand is NaN they return the second, as fminf and
+// fmaxf do. The second operand must not be NaN; the rules pass a possible NaN as the first one.
+static __forceinline__ float smaller_float(float a, float b) {
   return a < b ? a : b;
 }
-static __forceinline__ float most_of(float a, float b) {
+static __forceinline__ float larger_float(float a, float b) {
   return a > b ? a : b;
 }
-#define fminf least_of
-#define fmaxf most_of
+#define fminf smaller_float
+#define fmaxf larger_float
 
 #include "../../cuda/kernels/rules/block.cuh"
 #include "../../cuda/kernels/rules/block_rules_e4m3.cuh"
@@ -53,18 +56,22 @@ static __forceinline__ float most_of(float a, float b) {
 #include "../../cuda/kernels/rules/implied_amax.cuh"
 #include "../../cuda/kernels/rules/random.cuh"
 
-// rcp.approx.ftz.f32 of sm_90: its difference from the rounded reciprocal, in ulp, for every significand: the table of
-// reference/arith.py, which Python hands over before all else: from then on a result depends on x alone.
+// For each of the 2^23 significands: rcp.approx.ftz.f32 of sm_90 minus the correctly rounded reciprocal, in ulp. It is
+// the table of reference/arith.py. Python passes it (fp4kit_set_reciprocals) before any other call and never changes
+// it.
 inline const signed char* reciprocal_table = nullptr;
 
+// Returns what rcp.approx.ftz.f32 of sm_90 returns for x, in every bit. Subnormal operands and results are flushed to
+// zero. Attribute const holds because the table does not change.
 __attribute__((const, noinline)) inline float rcp_approx_ftz(float x) {
   const u32 bits = bits_of(x);
   const float exact = 1.0f / flush(x);
   if (!is_finite(exact) || !is_finite(x)) return exact;
   const float significand = float_of((bits & 0x7FFFFFu) | 0x3F800000u);
-  const u32 near = bits_of(1.0f / significand) + static_cast<u32>(static_cast<i32>(reciprocal_table[bits & 0x7FFFFFu]));
+  const u32 approximate =
+      bits_of(1.0f / significand) + static_cast<u32>(static_cast<i32>(reciprocal_table[bits & 0x7FFFFFu]));
   const double power = __builtin_bit_cast(double, static_cast<u64>(1023 + 127 - (bits >> 23 & 0xFFu)) << 52);
-  const double scaled = static_cast<double>(float_of(near)) * power;  // exact
+  const double scaled = static_cast<double>(float_of(approximate)) * power;  // exact
   const float magnitude = scaled < kFltMin ? 0.0f : static_cast<float>(scaled);
   return std::copysign(magnitude, x);
 }

@@ -1,10 +1,14 @@
-// Values of codes by the decode rules: of 4-bit ones by look-up in the sixteen that a block's scale gives, of others by
-// arithmetic.
+// Values of the codes of one block, by the decode rules: 4-bit codes by a look-up in the sixteen values that a block
+// scale gives them, 8-bit codes by arithmetic.
+//
+// Value table: the sixteen values of a 4-bit format under one block scale and one tensor scale. It is stored as byte
+// planes: first byte 0 (the lowest) of all sixteen values, then byte 1 of all, ..., so that one byte shuffle per plane
+// looks up sixteen codes. Nibble: a 4-bit code; two are stored per byte, the first one in the low half.
 #pragma once
 
 #include "input_types.h"
 
-// The value of a 4-bit code. Tables of sixteen values lie as planes: the lowest bytes of all, then the next ones, ...
+// Returns the value of a nibble in [0, 16) from a value table.
 template <class Value>
 static __forceinline__ Value value_of(const u8* planes, u32 code) {
   Value value = 0;
@@ -13,7 +17,7 @@ static __forceinline__ Value value_of(const u8* planes, u32 code) {
   return value;
 }
 
-// Values of `count` codes, two a byte, under one table.
+// Stores the values of `count` nibbles from one value table.
 template <class Value>
 static __forceinline__ void decode_nibbles(const u8* codes, i64 count, const u8* planes, Value* out) {
   i64 i = 0;
@@ -37,23 +41,28 @@ static __forceinline__ void decode_nibbles(const u8* codes, i64 count, const u8*
   for (; i < count; ++i) out[i] = value_of<Value>(planes, codes[i / 2] >> (i % 2 * 4) & 15u);
 }
 
-// The tensor scales of a matrix, one every row_step for rows, and every block_step for blocks.
+// The tensor scales of a matrix. row_step and block_step are the distances between the scales of neighbouring rows and
+// blocks; 0 where rows or blocks share one scale.
 struct TensorScales {
   const float *encode, *decode, *amax;
   i64 row_step, block_step;
+
+  // Returns the tensor scale of a block of a row.
   TensorScale at(i64 row, i64 block) const {
     const i64 i = row * row_step + block * block_step;
     return {encode[i], decode[i], amax[i]};
   }
 };
 
-// A function as a type, so that two can be told apart in a constant: g++ 12 cannot compare their addresses there under
-// a sanitizer.
+// Wraps a function in a type, so that two functions can be compared at compile time. Under a sanitizer g++ 12 cannot
+// compare their addresses there.
 template <auto kFunction>
 struct Function {};
 
-// What R's decode rule makes of elements under one block scale and one tensor scale. Where that may be NaN, it is not
-// for these loops, as compilers do not keep the sign of a NaN: the caller is told, and has the specification do it.
+// Decodes elements under one block scale and one tensor scale, by the decode rule of R, into the type Out.
+//
+// Values that may be NaN are left to the specification, because compilers do not keep the sign of a NaN. is_supported
+// and are_all_finite tell the caller.
 template <class R, class Out>
 struct Decoder {
   using Element = typename R::Element;
@@ -61,120 +70,133 @@ struct Decoder {
   struct Finite : Element {
     static constexpr bool kHasNan = false;
   };
-  static constexpr bool kFour = Element::kStoredBits == 4;
-  static constexpr int kPlanes = 16 * sizeof(Value);  // bytes of a table of sixteen values
-  const bool is_plain;                                // without block scales, and no amax gives the tensor's
+  static constexpr bool kIsNibble = Element::kStoredBits == 4;
+  static constexpr int kTableBytes = 16 * sizeof(Value);  // bytes of a value table
+  // True if a recipe without block scales has a tensor scale that comes from no amax (t.amax < 0): a value is then the
+  // element times t.decode.
+  const bool uses_decode_scale;
   const typename R::DecodeRule::Scale scale;
 
-  Decoder(u32 code, TensorScale t) : is_plain(!R::kHasScales && t.amax < 0.0f), scale(scale_of(code, t)) {}
+  // code: the block scale's code; ignored if the recipe has no block scales.
+  Decoder(u32 code, TensorScale t) : uses_decode_scale(!R::kHasScales && t.amax < 0.0f), scale(scale_of(code, t)) {}
 
+  // Returns what the decode rule applies to elements.
   static typename R::DecodeRule::Scale scale_of(u32 code, TensorScale t) {
     if constexpr (!R::kHasScales)
       if (t.amax < 0.0f) return t.decode;
     return stored_scale<R>(code, t);
   }
 
-  // What a code means. Where subnormal codes are frequent, not by the product of decode, whose operand they are:
-  // subnormal ones of float32 take some processors 150 cycles. All get an exponent of one more instead: half of that is
-  // the value of a normal code, and what is left without its first bit that of a subnormal one, whichever is less.
-  static __forceinline__ float meant(u32 code) {
+  // Returns the value of a code before scales. `decode` of the rules multiplies subnormal float32 numbers, which takes
+  // some processors 150 cycles. Formats with a small bias have many subnormal codes, so for them all codes are placed
+  // one exponent higher. Half of that number is the value of a normal code. That number without its leading 1 is the
+  // value of a subnormal code. The smaller of both is the value.
+  static __forceinline__ float unscaled_value(u32 code) {
     if constexpr (Element::kIsInteger || Element::kBias > 3) {
       return decode<Finite>(code);
     } else {
-      constexpr u32 kMore = static_cast<u32>(128 - Element::kBias) << 23;
-      const float moved = float_of(((code & (Element::kSignBit - 1u)) << (23 - Element::kMantissaBits)) + kMore);
-      const float half = moved * 0.5f, rest = moved - float_of(kMore);
-      return float_of(bits_of(half < rest ? half : rest) | (code & Element::kSignBit ? 0x80000000u : 0u));
+      constexpr u32 kOffset = static_cast<u32>(128 - Element::kBias) << 23;
+      const float raised = float_of(((code & (Element::kSignBit - 1u)) << (23 - Element::kMantissaBits)) + kOffset);
+      const float normal = raised * 0.5f, subnormal = raised - float_of(kOffset);
+      return float_of(bits_of(normal < subnormal ? normal : subnormal) | (code & Element::kSignBit ? 0x80000000u : 0u));
     }
   }
 
-  bool is_usual() const {
-    if constexpr (!R::kHasScales) return is_finite(scale) && scale != 0.0f;  // rules may divide
+  // Returns true if the scale gives finite elements values that are not NaN. Rules without block scales may divide by
+  // the scale, so 0 is excluded for them.
+  bool is_supported() const {
+    if constexpr (!R::kHasScales) return is_finite(scale) && scale != 0.0f;
     return is_finite(scale);
   }
 
+  // Returns the bits of the scaled value of an unscaled one, rounded to Out.
   __forceinline__ Value operator()(float value) const {
     if constexpr (!R::kHasScales)
-      if (is_plain) return Input<Out>::narrow(value * scale);
+      if (uses_decode_scale) return Input<Out>::narrow(value * scale);
     return Input<Out>::narrow(R::DecodeRule::apply(value, scale));
   }
 
-  // Whether values are products with the scale; or those of +0 where a code means -0.
+  // kIsProduct: values are products with the scale. kIsUnsigned: Model-Optimizer's rule, where code -0 decodes as +0.
   static constexpr bool kIsProduct = std::is_same_v<Function<&R::DecodeRule::apply>, Function<&decode_product::apply>>;
   static constexpr bool kIsUnsigned =
       std::is_same_v<Function<&R::DecodeRule::apply>, Function<&decode_modelopt::apply>>;
 
-  // The values of all 4-bit codes, as planes.
-  void put_table(u8* planes) const {
-    if constexpr (!kIsProduct && !kIsUnsigned) return put_any_table(planes);
+  // Stores the value table.
+  void fill_table(u8* planes) const {
+    if constexpr (!kIsProduct && !kIsUnsigned) return fill_table_unvectorized(planes);
     Value values[16];
-    for (u32 code = 0; code < 16; ++code) values[code] = (*this)(meant(code));
+    for (u32 code = 0; code < 16; ++code) values[code] = (*this)(unscaled_value(code));
     for (unsigned byte = 0; byte < sizeof(Value); ++byte)
       for (u32 code = 0; code < 16; ++code) planes[16 * byte + code] = static_cast<u8>(values[code] >> (8 * byte));
   }
 
-  // g++ 12 takes over a minute to make vectors of some rule's, for which there is no need.
-  __attribute__((optimize("no-tree-loop-vectorize"))) void put_any_table(u8* planes) const {
+  // Stores the value table without vectorization: g++ 12 takes over a minute to vectorize this loop for some rules.
+  __attribute__((optimize("no-tree-loop-vectorize"))) void fill_table_unvectorized(u8* planes) const {
     for (u32 code = 0; code < 16; ++code) {
-      const Value value = (*this)(meant(code));
+      const Value value = (*this)(unscaled_value(code));
       for (unsigned byte = 0; byte < sizeof(Value); ++byte)
         planes[16 * byte + code] = static_cast<u8>(value >> (8 * byte));
     }
   }
 
-  // Whether products with powers of two are found of codes' bits, as bfloat16 has them: in 16 bits, of which vectors
-  // have twice as many.
-  static constexpr bool kHasBits = Out::kIsBfloat16 && R::kHasScales && !kFour && !Element::kIsInteger && kIsProduct;
-  static constexpr int kLeastField = 128 - Element::kBias - Element::kMantissaBits,
-                       kMostField = 127 + Element::kEmax;  // of exponents, without scale
+  // True if bfloat16 products of 8-bit codes with a power of two are computed from the codes' bits, in 16-bit integers:
+  // a vector holds twice as many of these as of float32.
+  static constexpr bool kHasBitwiseProducts =
+      Out::kIsBfloat16 && R::kHasScales && !kIsNibble && !Element::kIsInteger && kIsProduct;
+  // Exponent fields of the smallest and largest unscaled values, as bfloat16 has them.
+  static constexpr int kMinField = 128 - Element::kBias - Element::kMantissaBits, kMaxField = 127 + Element::kEmax;
 
-  // Bits of the product of a code's value and a scale; least: those of the least value's. Up from code 2^k, k up to
-  // kMantissaBits, bits grow by 2^(7 - k) for a code, so that they are the least of these lines, and on the last of
-  // them for normal codes.
-  template <bool kNormal>
-  static __forceinline__ u16 bits_under(u8 code, u16 least) {
+  // Returns the bfloat16 bits of the product of a code's value with a power of two. min_bits: the bits of the product
+  // of the smallest positive value. kAllNormal: the code is normal.
+  //
+  // From code 2^k on, k up to kMantissaBits, the bits grow by 2^(7 - k) per code. So the bits are the minimum of these
+  // lines, and normal codes are on the last line.
+  template <bool kAllNormal>
+  static __forceinline__ u16 product_bits(u8 code, u16 min_bits) {
     constexpr int kLast = Element::kMantissaBits;
     const u16 magnitude = code & (Element::kSignBit - 1u);
-    u16 grown = static_cast<u16>((magnitude << (7 - kLast)) + (kLast - 1) * 128);
-    if constexpr (!kNormal) {
-      for (int k = 1; k < kLast; ++k) grown = minimum(grown, static_cast<u16>((magnitude << (7 - k)) + (k - 1) * 128));
-      grown = minimum(grown, static_cast<u16>((magnitude - 1u) << 7));
+    u16 above_min = static_cast<u16>((magnitude << (7 - kLast)) + (kLast - 1) * 128);
+    if constexpr (!kAllNormal) {
+      for (int k = 1; k < kLast; ++k)
+        above_min = minimum(above_min, static_cast<u16>((magnitude << (7 - k)) + (k - 1) * 128));
+      above_min = minimum(above_min, static_cast<u16>((magnitude - 1u) << 7));
     }
-    return static_cast<u16>((magnitude ? grown + least : 0u) |
+    return static_cast<u16>((magnitude ? above_min + min_bits : 0u) |
                             (code & Element::kSignBit) * (0x8000u / Element::kSignBit));
   }
 
-  // The bits of the least value; 0 where products are not found of bits: where the scale is no power of two, or one is
-  // subnormal or infinite.
-  __forceinline__ u16 least_bits_of_values() const {
+  // Returns min_bits of product_bits for this scale. Returns 0 if product_bits is not valid: if the scale is no
+  // positive power of two, or if a product would be subnormal or infinite.
+  __forceinline__ u16 min_product_bits() const {
     const int power = static_cast<int>(bits_of(scale) >> 23) - 127;
-    const bool is_usual_power =
-        !(bits_of(scale) & 0x807FFFFFu) & (kLeastField + power > 0) & (kMostField + power < 255);
-    return static_cast<u16>(is_usual_power ? (kLeastField + power) << 7 : 0);
+    const bool is_valid = !(bits_of(scale) & 0x807FFFFFu) & (kMinField + power > 0) & (kMaxField + power < 255);
+    return static_cast<u16>(is_valid ? (kMinField + power) << 7 : 0);
   }
 
-  // Values of codes, one a byte.
-  __forceinline__ void put_values(const u8* __restrict codes, i64 count, Value* __restrict out) const {
-    if constexpr (kHasBits)
-      if (const u16 least = least_bits_of_values()) {
-        for (i64 i = 0; i < count; ++i) out[i] = bits_under<false>(codes[i], least);
+  // Stores the values of `count` codes that are stored one per byte.
+  __forceinline__ void decode_codes(const u8* __restrict codes, i64 count, Value* __restrict out) const {
+    if constexpr (kHasBitwiseProducts)
+      if (const u16 min_bits = min_product_bits()) {
+        for (i64 i = 0; i < count; ++i) out[i] = product_bits<false>(codes[i], min_bits);
         return;
       }
-    for (i64 i = 0; i < count; ++i) out[i] = (*this)(meant(codes[i]));
+    for (i64 i = 0; i < count; ++i) out[i] = (*this)(unscaled_value(codes[i]));
   }
 
-  // Whether no code is subnormal.
-  static bool are_normal(const u8* codes, i64 count) {
-    u8 least = 0xFF;  // of magnitudes less 1, of which that of zero is the largest
-    for (i64 i = 0; i < count; ++i) least = minimum(least, static_cast<u8>((codes[i] & (Element::kSignBit - 1u)) - 1u));
-    return least >= (1u << Element::kMantissaBits) - 1u;
+  // Returns true if no code is subnormal; zeros are allowed. It compares magnitude - 1, which wraps to 255 for zeros.
+  static bool are_all_normal(const u8* codes, i64 count) {
+    u8 smallest = 0xFF;
+    for (i64 i = 0; i < count; ++i)
+      smallest = minimum(smallest, static_cast<u8>((codes[i] & (Element::kSignBit - 1u)) - 1u));
+    return smallest >= (1u << Element::kMantissaBits) - 1u;
   }
 
-  // Whether all codes of a row, one a byte, mean finite numbers.
-  static bool are_finite(const u8* codes, i64 count) {
-    u8 most = 0;
-    if constexpr (!kFour && Element::kHasNan && !R::DecodeRule::kReadsNanAsNumber)
-      for (i64 i = 0; i < count; ++i) most = maximum(most, static_cast<u8>(codes[i] & (Element::kSignBit - 1u)));
-    return most <= Element::kMaxCode;
+  // Returns true if all codes mean finite numbers. Formats without NaN, and rules that read NaN codes as numbers
+  // (kReadsNanAsNumber), need no look at the codes.
+  static bool are_all_finite(const u8* codes, i64 count) {
+    u8 largest = 0;
+    if constexpr (!kIsNibble && Element::kHasNan && !R::DecodeRule::kReadsNanAsNumber)
+      for (i64 i = 0; i < count; ++i) largest = maximum(largest, static_cast<u8>(codes[i] & (Element::kSignBit - 1u)));
+    return largest <= Element::kMaxCode;
   }
 };

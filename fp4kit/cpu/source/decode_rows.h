@@ -1,106 +1,113 @@
-// Values of rows of codes: by the tables of all scale codes, by bits, or block by block.
+// Values of the codes of a row: from the value tables of all block scales, by integer arithmetic on bits, or block by
+// block.
 #pragma once
 
 #include "decode_block.h"
 
-// The tables of all codes of a block scale under one tensor scale, and of which the values are not for look-up.
-// are_unsigned: rules have just made the codes, so that none has a sign.
-struct Tables {
+// The value tables of all 256 block scale codes under one tensor scale, at 16 * sizeof(value) bytes each.
+// needs_fallback: of each scale code, whether its values are left to the specification.
+struct DecodeTables {
   alignas(16) u8 planes[256 * 64];
-  bool is_unusual[256];
+  bool needs_fallback[256];
 };
 
+// Stores the value tables of all block scale codes. are_unsigned: a block rule has just made the scale codes, so none
+// has a sign bit; codes with a sign bit then get no table and are marked.
 template <class R, class Out>
-static void put_tables(TensorScale t, bool are_unsigned, Tables& tables) {
+static void fill_tables(TensorScale t, bool are_unsigned, DecodeTables& tables) {
   const u32 codes = are_unsigned && R::Scale::kSignBit ? R::Scale::kSignBit : 256u;
   for (u32 code = 0; code < codes; ++code) {
-    const Decoder<R, Out> way(code, t);
-    way.put_table(tables.planes + Decoder<R, Out>::kPlanes * code);
-    tables.is_unusual[code] = !way.is_usual();
+    const Decoder<R, Out> decoder(code, t);
+    decoder.fill_table(tables.planes + Decoder<R, Out>::kTableBytes * code);
+    tables.needs_fallback[code] = !decoder.is_supported();
   }
-  for (u32 code = codes; code < 256; ++code) tables.is_unusual[code] = true;
+  for (u32 code = codes; code < 256; ++code) tables.needs_fallback[code] = true;
 }
 
-// Values of whole blocks of kSize elements by their tables; false where some are not for look-up. A length that is
-// known takes half the time of one that is not (one x86-64 core with AVX-512, November 2026).
+// Stores the values of whole blocks of kSize nibbles from the tables of their scales. Returns false if a block needs
+// the fallback. A block length known at compile time halves the time (one x86-64 core with AVX-512, November 2026).
 template <class Value, int kSize>
-static bool decode_blocks(const u8* codes, const u8* scales, i64 blocks, const Tables& tables, Value* out) {
-  u32 unusual = 0;
+static bool decode_blocks(const u8* codes, const u8* scales, i64 blocks, const DecodeTables& tables, Value* out) {
+  u32 needs_fallback = 0;
   for (i64 b = 0; b < blocks; ++b) {
     const u32 code = scales[b];
-    unusual |= tables.is_unusual[code];
+    needs_fallback |= tables.needs_fallback[code];
     decode_nibbles(codes + b * (kSize / 2), kSize, tables.planes + 16 * sizeof(Value) * code, out + b * kSize);
   }
-  return unusual == 0;
+  return needs_fallback == 0;
 }
 
-// Values of blocks of 32 elements under scales that the tensor's do not change, by bits where all of some blocks are;
-// false where some are not for these loops.
+// Stores the bfloat16 values of whole blocks of 32 one-byte codes under one tensor scale. Up to 64 blocks at a time are
+// computed from bits, if Decoder::product_bits is valid for all of them. Returns false if a block needs the fallback.
 template <class R, class Out>
 static bool decode_bits(const u8* codes, const u8* scales, i64 blocks, TensorScale t, u16* __restrict out) {
-  using Way = Decoder<R, Out>;
-  constexpr int kTogether = 64, kSize = 32;
-  bool usual = true;
-  for (i64 first = 0; first < blocks; first += kTogether) {
-    const int count = static_cast<int>(minimum<i64>(kTogether, blocks - first));
-    u16 least[kTogether];
-    bool by_bits = true;
+  using BlockDecoder = Decoder<R, Out>;
+  constexpr int kBatch = 64, kSize = 32;
+  bool is_done = true;
+  for (i64 first = 0; first < blocks; first += kBatch) {
+    const int count = static_cast<int>(minimum<i64>(kBatch, blocks - first));
+    u16 min_bits[kBatch];
+    bool all_bitwise = true;
     for (int b = 0; b < count; ++b) {
-      const Way way(scales[first + b], t);
-      least[b] = way.least_bits_of_values();
-      usual &= way.is_usual();
-      by_bits &= least[b] != 0;
+      const BlockDecoder decoder(scales[first + b], t);
+      min_bits[b] = decoder.min_product_bits();
+      is_done &= decoder.is_supported();
+      all_bitwise &= min_bits[b] != 0;
     }
-    const u8* from = codes + first * kSize;
-    u16* to = out + first * kSize;
-    if (!by_bits)
-      for (int b = 0; b < count; ++b) Way(scales[first + b], t).put_values(from + b * kSize, kSize, to + b * kSize);
-    else if (Way::are_normal(from, count * kSize))
+    const u8* batch_codes = codes + first * kSize;
+    u16* batch_out = out + first * kSize;
+    if (!all_bitwise)
+      for (int b = 0; b < count; ++b)
+        BlockDecoder(scales[first + b], t).decode_codes(batch_codes + b * kSize, kSize, batch_out + b * kSize);
+    else if (BlockDecoder::are_all_normal(batch_codes, count * kSize))
       for (int b = 0; b < count; ++b)
         for (int i = 0; i < kSize; ++i)
-          to[b * kSize + i] = Way::template bits_under<true>(from[b * kSize + i], least[b]);
+          batch_out[b * kSize + i] = BlockDecoder::template product_bits<true>(batch_codes[b * kSize + i], min_bits[b]);
     else
       for (int b = 0; b < count; ++b)
         for (int i = 0; i < kSize; ++i)
-          to[b * kSize + i] = Way::template bits_under<false>(from[b * kSize + i], least[b]);
+          batch_out[b * kSize + i] =
+              BlockDecoder::template product_bits<false>(batch_codes[b * kSize + i], min_bits[b]);
   }
-  return usual;
+  return is_done;
 }
 
-// Values of `count` elements of a row, from block `block` of it on; false where some are not for these loops. scales: a
-// code for every `size` elements; nullptr: none. tables: of put_tables, or nullptr.
+// Stores the values of `count` elements of a row, from block `block` of row `row` on. Returns false if a value needs
+// the fallback; the stored values are then not valid. scales: one code per `size` elements, or nullptr for a recipe
+// without block scales. tables: of fill_tables, or nullptr.
 template <class R, class Out>
-static bool decode_row(const u8* codes, const u8* scales, i64 count, i64 size, const Tables* tables,
+static bool decode_row(const u8* codes, const u8* scales, i64 count, i64 size, const DecodeTables* tables,
                        const TensorScales& tensors, i64 row, i64 block, void* values) {
-  using Way = Decoder<R, Out>;
-  using Value = typename Way::Value;
+  using BlockDecoder = Decoder<R, Out>;
+  using Value = typename BlockDecoder::Value;
   auto* out = static_cast<Value*>(values);
-  if (Way::kFour && tables && count % size == 0) {
+  if (BlockDecoder::kIsNibble && tables && count % size == 0) {
     if (size == 16) return decode_blocks<Value, 16>(codes, scales, count / 16, *tables, out);
     if (size == 32) return decode_blocks<Value, 32>(codes, scales, count / 32, *tables, out);
   }
-  bool usual = Way::are_finite(codes, count);
-  if constexpr (Way::kHasBits)
+  bool is_done = BlockDecoder::are_all_finite(codes, count);
+  if constexpr (BlockDecoder::kHasBitwiseProducts)
     if (size == 32 && count % size == 0 && !tensors.block_step)
-      return decode_bits<R, Out>(codes, scales, count / size, tensors.at(row, block), out) & usual;
+      return decode_bits<R, Out>(codes, scales, count / size, tensors.at(row, block), out) & is_done;
   for (i64 first = 0; first < count; first += size, ++block) {
     const u32 code = scales ? *scales++ : 0u;
     const i64 length = count - first < size ? count - first : size;
-    if (Way::kFour && tables) {
-      usual &= !tables->is_unusual[code];
-      decode_nibbles(codes + first / 2, length, tables->planes + Way::kPlanes * code, out + first);
+    if (BlockDecoder::kIsNibble && tables) {
+      is_done &= !tables->needs_fallback[code];
+      decode_nibbles(codes + first / 2, length, tables->planes + BlockDecoder::kTableBytes * code, out + first);
       continue;
     }
-    const Way way(code, tensors.at(row, block));
-    usual &= way.is_usual();
-    if constexpr (Way::kFour) {
-      alignas(16) u8 own[Way::kPlanes];
-      way.put_table(own);
-      decode_nibbles(codes + first / 2, length, own, out + first);
+    const BlockDecoder decoder(code, tensors.at(row, block));
+    is_done &= decoder.is_supported();
+    if constexpr (BlockDecoder::kIsNibble) {
+      alignas(16) u8 table[BlockDecoder::kTableBytes];
+      decoder.fill_table(table);
+      decode_nibbles(codes + first / 2, length, table, out + first);
     } else {
-      length == 32 ? way.put_values(codes + first, 32, out + first)
-                   : way.put_values(codes + first, length, out + first);
+      // A length known at compile time lets the compiler unroll the loop.
+      length == 32 ? decoder.decode_codes(codes + first, 32, out + first)
+                   : decoder.decode_codes(codes + first, length, out + first);
     }
   }
-  return usual;
+  return is_done;
 }

@@ -1,29 +1,32 @@
-// The table of decoders: how the codes of a recipe become values.
+// The table of decoders: one entry for each decode rule that the recipes of recipes.inc need.
 #include "dispatch.h"
 
 #include "recipes.inc"  // needs the types of dispatch.h
 
 namespace {
 
+// Returns the function that fills value tables; nullptr for one-byte codes and for recipes without block scales.
 template <class R, class Out>
-constexpr PutTables tables_of() {
-  if constexpr (Decoder<R, Out>::kFour && R::kHasScales)
-    return put_tables<R, Out>;
+constexpr FillTablesFunction fill_tables_function() {
+  if constexpr (Decoder<R, Out>::kIsNibble && R::kHasScales)
+    return fill_tables<R, Out>;
   else
     return nullptr;
 }
+
+// Returns the entry of a decode rule under its key.
 template <class R>
-constexpr DecodeEntry decode_entry(const char* key) {
+constexpr DecoderEntry decoder_entry(const char* key) {
   return {key,
-          Decoder<R, Float32>::kFour,
-          {tables_of<R, Float32>(), tables_of<R, Float16>(), tables_of<R, Bfloat16>()},
+          Decoder<R, Float32>::kIsNibble,
+          {fill_tables_function<R, Float32>(), fill_tables_function<R, Float16>(), fill_tables_function<R, Bfloat16>()},
           {decode_row<R, Float32>, decode_row<R, Float16>, decode_row<R, Bfloat16>}};
 }
 
-constexpr DecodeEntry kDecodeEntries[] = {
-#define FP4KIT_DECODE(key, R) decode_entry<R>(key),
-    FP4KIT_DECODES};
+constexpr DecoderEntry kDecoderEntries[] = {
+#define FP4KIT_DECODER(key, R) decoder_entry<R>(key),
+    FP4KIT_DECODERS};
 
 }  // namespace
 
-constexpr Table<DecodeEntry> kDecodes = table_of(kDecodeEntries);
+constexpr Table<DecoderEntry> kDecoders = table_of(kDecoderEntries);

@@ -1,20 +1,22 @@
-// The table of elements: how each is encoded.
+// The table of elements: one entry for each arithmetic of elements that the recipes of recipes.inc need.
 #include "dispatch.h"
 
 #include "recipes.inc"  // needs the types of dispatch.h
 
 namespace {
 
-// What stochastic rounding depends on, of an element: not on how others are rounded, nor on their signs. There is none
-// of integers.
-template <class F, bool divides, bool flushes, bool rounds, bool then>
+// The facts of an element that stochastic rounding depends on. Elements that differ only in nearest rounding or in the
+// treatment of signs share one compiled function.
+template <class F, bool divides, bool flushes, bool rounds_scaled, bool then_encodes>
 struct Stochastic {
   using Format = F;
-  static constexpr bool kDivide = divides, kCompare = false, kFlush = flushes, kRoundScaled = rounds,
-                        kThenEncode = then;
+  static constexpr bool kDivide = divides, kCompare = false, kFlush = flushes, kRoundScaled = rounds_scaled,
+                        kThenEncode = then_encodes;
 };
+
+// Returns the function that encodes with stochastic rounding; nullptr for integers, which have none.
 template <class E, class In>
-constexpr Encode stochastic_of() {
+constexpr EncodeFunction stochastic_of() {
   if constexpr (E::Format::kIsInteger)
     return nullptr;
   else
@@ -22,26 +24,28 @@ constexpr Encode stochastic_of() {
                            true>;
 }
 template <class E>
-constexpr Encode kEncodes[2][kInputs] = {
+constexpr EncodeFunction kEncodes[2][kInputs] = {
     {encode_elements<E, Float32, false>, encode_elements<E, Float16, false>, encode_elements<E, Bfloat16, false>},
     {stochastic_of<E, Float32>(), stochastic_of<E, Float16>(), stochastic_of<E, Bfloat16>()}};
 
 template <class E>
-constexpr float kUsualBelow[kInputs] = {usual_below<E, Float32>(), usual_below<E, Float16>(),
-                                        usual_below<E, Bfloat16>()};
+constexpr float kFastBelow[kInputs] = {fast_below<E, Float32>(), fast_below<E, Float16>(), fast_below<E, Bfloat16>()};
+
+// Returns kUnusedBits of an input type if multipliers may replace divisors, else 0.
 template <class E, class In>
-constexpr u32 beyond_of() {
-  return may_multiply<E, In>() ? kBeyond<In> : 0u;
+constexpr u32 unused_bits_of() {
+  return may_use_multipliers<E, In>() ? kUnusedBits<In> : 0u;
 }
 template <class E>
-constexpr u32 kBeyondOf[kInputs] = {beyond_of<E, Float32>(), beyond_of<E, Float16>(), beyond_of<E, Bfloat16>()};
+constexpr u32 kUnusedBitsOf[kInputs] = {unused_bits_of<E, Float32>(), unused_bits_of<E, Float16>(),
+                                        unused_bits_of<E, Bfloat16>()};
 
 constexpr ElementEntry kElementEntries[] = {
 #define FP4KIT_ELEMENT(key, E)                     \
   {key,                                            \
    kEncodes<E>,                                    \
-   kUsualBelow<E>,                                 \
-   kBeyondOf<E>,                                   \
+   kFastBelow<E>,                                  \
+   kUnusedBitsOf<E>,                               \
    E::kDivide,                                     \
    !E::kDivide || E::kRounding == Rounding::first, \
    E::kThenEncode,                                 \

@@ -1,65 +1,73 @@
-// Codes of elements under the factors of their blocks; loops that a compiler makes vectors of.
+// Codes of elements under the factors of their blocks, in loops that the compiler vectorizes.
 //
-// The rules are those of cuda/kernels/rules, which know no thread. A block that holds NaN or infinity, or whose factor
-// is none that finite elements stay numbers under, is not for these loops: the caller is told, and has the
-// specification do it.
+// The arithmetic is that of cuda/kernels/rules. Two kinds of blocks are left to the specification (the fallback):
+// blocks that hold NaN or infinity, and blocks whose factor would turn finite elements into NaN. The caller finds them.
+//
+// Factor: what the elements of a block are multiplied with, or divided by (E::kDivide). Method: how that is computed
+// (enum Method). tensor_encode: the tensor's encode scale, which some recipes multiply with after the factor.
 #pragma once
 
 #include "blocks.h"
 #include "exact_division.h"
 
 #if defined(__AVX512F__)
-constexpr bool kHasSlowDivision = true;  // three products take less; with vectors of 32 bytes they do not
+constexpr bool kHasSlowDivision = true;  // three products are faster than a division of 64-byte vectors
 #else
-constexpr bool kHasSlowDivision = false;
+constexpr bool kHasSlowDivision = false;  // with vectors of 32 bytes they are not
 #endif
 
-// Whether elements may meet a factor here.
-static __forceinline__ bool is_usable(float factor, bool by_zero) {
-  return bits_of(factor) < kInfinityBits & (by_zero | (factor != 0.0f));
+// Returns true if these loops can apply a factor: it is not negative, infinite or NaN, and not 0 unless that is
+// allowed.
+static __forceinline__ bool is_usable(float factor, bool allows_zero_factor) {
+  return bits_of(factor) < kInfinityBits & (allows_zero_factor | (factor != 0.0f));
 }
 
-// Whether codes from 7 scales on wrap around, and are NaN where a product overflows.
+// True if codes wrap around from scaled elements of 7 on, and mean NaN if a product overflows.
 template <class E>
 constexpr bool kWraps = E::kRounding == Rounding::rnw;
 
-// Whether codes are nearest ones of E2M1, found of magnitudes; those that wrap, of elements below kShortMost scales
-// alone.
+// True if codes are the nearest E2M1 codes and can be found from magnitudes. For elements that wrap this holds only
+// below kFastScaledBelow.
 template <class E>
 constexpr bool kNearestE2m1 =
     E::Format::kIsE2m1 && (E::kRounding == Rounding::rn || kWraps<E>) && !E::kCompare && E::kSign != Sign::not_positive;
 
-// How elements meet their factors: as the recipe says; or, where what they are encoded from is below kShortMost and
-// factors are usual, without what cannot be then, and divisors by quotient_by or as divisor_of says; or divisors as
-// multipliers.
-enum class Way { any, usual, multiplied };
+// How elements are scaled by their factors.
+//   general     by the operations that the recipe names; valid for every usable factor
+//   fast        for scaled magnitudes below kFastScaledBelow and factors below fast_below: without the operations that
+//               have no effect then, and with quotients from quotient_by or from Divisor
+//   multiplier  as fast, but divisors are replaced by exact multipliers (exact_division.h)
+enum class Method { general, fast, multiplier };
 
-// Whether divisors may be multipliers.
+// Returns true if exact multipliers may replace the divisors of elements E of input type In.
 template <class E, class In>
-constexpr bool may_multiply() {
+constexpr bool may_use_multipliers() {
   if constexpr (!kNearestE2m1<E>) return false;
-  return E::kDivide && !E::kRoundScaled && !E::kThenEncode && kBeyond<In> != 0u;
+  return E::kDivide && !E::kRoundScaled && !E::kThenEncode && kUnusedBits<In> != 0u;
 }
 
-// Factors below this are usual; 0: there is no such way. None then underflows to a zero where that would lose a sign.
-// What would be flushed has the code of zero anyway.
+// Returns the bound below which factors may take a fast method; 0 if E has none. Below it no scaled element underflows
+// to a zero that would lose a sign. Elements that the recipe would flush have the code of zero in any case.
 template <class E, class In>
-constexpr float usual_below() {
+constexpr float fast_below() {
   if (!kNearestE2m1<E> || E::kThenEncode) return 0.0f;
   if (!E::kDivide) return E::kFlush ? 0x1p100f : 0x1p127f;
-  if (!kHasSlowDivision && !may_multiply<E, In>()) return 0.0f;
-  constexpr int kRoom =
-      E::kRoundScaled ? 0 : In::kLeastExponent + 149;  // binades from the least element down to the least quotient
-  return E::kSign == Sign::negative ? static_cast<float>(u64{1} << (kRoom < 63 ? kRoom : 63)) : kShortBelow;
+  if (!kHasSlowDivision && !may_use_multipliers<E, In>()) return 0.0f;
+  // Binades from the smallest element down to the smallest quotient.
+  constexpr int kRoom = E::kRoundScaled ? 0 : In::kLeastExponent + 149;
+  return E::kSign == Sign::negative ? static_cast<float>(u64{1} << (kRoom < 63 ? kRoom : 63)) : kFastDivisorBelow;
 }
-constexpr float kShortMost = 6.9f;  // by a product within 2^-22; rounded to 8 bits again it stays below 7
 
-// 1.5 * 2^23: floats from here to 2^24 are integers, whose last bits are those of the floats.
-constexpr float kIntegers = 0x1.8p23f;
+// Blocks whose scaled amax is below this may take a fast method: no scaled element reaches 7 then. The scaled amax is
+// compared by a product, which is within 2^-22 of itself exact; bfloat16 rounding of 6.9 stays below 7, too.
+constexpr float kFastScaledBelow = 6.9f;
 
-// The lesser of two positive floats, or of one and a NaN, as bits: integers are compared where that can be done, by
-// units that products leave free.
-static __forceinline__ u32 least_bits(float a, float b) {
+// 1.5 * 2^23. Floats from here to 2^24 are integers, so adding this rounds to an integer, which is in the last bits.
+constexpr float kRoundToInteger = 0x1.8p23f;
+
+// Returns the bits of the smaller one of two positive floats, or of a positive float and NaN. It compares integers
+// where the processor can, because products leave the integer units free.
+static __forceinline__ u32 min_bits(float a, float b) {
 #if defined(__x86_64__) && !defined(__SSE4_1__)
   return bits_of(fminf(a, b));
 #else
@@ -67,68 +75,71 @@ static __forceinline__ u32 least_bits(float a, float b) {
 #endif
 }
 
-// The code of the nearest value of E2M1, ties to even, in the last three bits; a >= 0, or NaN for 7. Below 2, 4 and 8
-// values are 1/2, 1 and 2 apart, so that codes are 2 a, a + 2 and a / 2 + 4, rounded: whichever is least, up to 7,
-// which values below 7 keep to.
+// Returns, in the last three bits, the nearest E2M1 code of a >= 0, ties to even; NaN gives 7. Other bits are not
+// defined. kBelow7: a < 7 is known.
+//
+// E2M1 values are 1/2 apart below 2, 1 apart below 4 and 2 apart below 8. So codes are 2 a, a + 2 and a / 2 + 4,
+// rounded, whichever is smallest, and at most 7. Values below 7 keep to 7 without that limit.
 template <bool kBelow7>
 static __forceinline__ u32 nearest_e2m1_of(float a) {
-  const auto plus = [=](float by, float more) {
-    return kHasFma ? fma_rn(a, by, kIntegers + more) : a * by + (kIntegers + more);
+  const auto rounded = [=](float times, float plus) {
+    return kHasFma ? fma_rn(a, times, kRoundToInteger + plus) : a * times + (kRoundToInteger + plus);
   };
-  const u32 low = least_bits(plus(2.0f, 0.0f), a + (kIntegers + 2.0f));
-  const float high = kBelow7 ? plus(0.5f, 4.0f) : float_of(least_bits(plus(0.5f, 4.0f), kIntegers + 7.0f));
-  return least_bits(float_of(low), high);
+  const u32 low = min_bits(rounded(2.0f, 0.0f), a + (kRoundToInteger + 2.0f));
+  const float high = kBelow7 ? rounded(0.5f, 4.0f) : float_of(min_bits(rounded(0.5f, 4.0f), kRoundToInteger + 7.0f));
+  return min_bits(float_of(low), high);
 }
 
-// What an element of E is encoded from.
-template <class E, class In, Way kWay>
-static __forceinline__ float scaled(float x, Divisor factor, float then) {
-  if constexpr (E::kFlush && kWay == Way::any) x = flush(x);
+// Returns the scaled element: what the code of x is found from.
+template <class E, class In, Method kMethod>
+static __forceinline__ float scaled(float x, Divisor factor, float tensor_encode) {
+  if constexpr (E::kFlush && kMethod == Method::general) x = flush(x);
   float y;
-  if constexpr (!E::kDivide || kWay == Way::multiplied) {
-    y = x * factor.by;
-  } else if constexpr (kWay == Way::any) {
-    y = x / factor.by;
+  if constexpr (!E::kDivide || kMethod == Method::multiplier) {
+    y = x * factor.value;
+  } else if constexpr (kMethod == Method::general) {
+    y = x / factor.value;
   } else if constexpr (E::kRoundScaled) {
-    y = quotient_by(x, factor.by, factor.reciprocal);
+    y = quotient_by(x, factor.value, factor.reciprocal);
   } else {
-    y = fma_rn(x, factor.reciprocal, x * factor.rest);
+    y = fma_rn(x, factor.reciprocal, x * factor.correction);
   }
   if constexpr (E::kRoundScaled) y = Input<In>::rounded(y);
-  if constexpr (E::kThenEncode) y = y * then;
+  if constexpr (E::kThenEncode) y = y * tensor_encode;
   return y;
 }
 
-// Whether elements have their signs but a negative zero, which is therefore none where elements are read.
-template <class E, Way kWay>
-constexpr bool spares_zeros() {
-  if constexpr (kWay != Way::any) return E::kSign == Sign::negative && E::kDivide;
+// Returns true if codes keep the signs of all elements except -0. A -0 is then replaced by 0 when elements are loaded.
+template <class E, Method kMethod>
+constexpr bool loads_without_negative_zero() {
+  if constexpr (kMethod != Method::general) return E::kSign == Sign::negative && E::kDivide;
   return false;
 }
 
-// The code of an element where kNearestE2m1, in the last four bits.
-template <class E, class In, Way kWay>
-static __forceinline__ u32 nearest_code_of(u32 bits, Divisor factor, float then) {
+// Returns the code of an element for which kNearestE2m1 holds, in the last four bits.
+template <class E, class In, Method kMethod>
+static __forceinline__ u32 nearest_code_of(u32 bits, Divisor factor, float tensor_encode) {
   using Bits = typename Input<In>::Bits;
   const float x = Input<In>::value(static_cast<Bits>(bits & Input<In>::kMagnitude)),
-              a = scaled<E, In, kWay>(x, factor, then);
-  const u32 code = nearest_e2m1_of<kWay != Way::any>(a), both = bits_from<7u, 8u>(code, bits >> (8 * sizeof(Bits) - 4));
-  if constexpr (E::kSign == Sign::negative && !spares_zeros<E, kWay>()) return a > 0.0f ? both : code & 7u;
-  if constexpr (E::kSign == Sign::unsigned_zero) return code & 7u ? both : 0u;
-  return both;
+              a = scaled<E, In, kMethod>(x, factor, tensor_encode);
+  const u32 code = nearest_e2m1_of<kMethod != Method::general>(a),
+            signed_code = bits_from<7u, 8u>(code, bits >> (8 * sizeof(Bits) - 4));
+  if constexpr (E::kSign == Sign::negative && !loads_without_negative_zero<E, kMethod>())
+    return a > 0.0f ? signed_code : code & 7u;
+  if constexpr (E::kSign == Sign::unsigned_zero) return code & 7u ? signed_code : 0u;
+  return signed_code;
 }
 
-// The code of an element, of one of four bits in the last four. then: the tensor's encode scale, where elements meet it
-// after their factors; random: a byte.
-template <class E, class In, bool kStochastic, Way kWay>
-static __forceinline__ u32 code_of(u32 bits, Divisor factor, float then, u32 random) {
+// Returns the code of an element; 4-bit codes are in the last four bits. random: a byte, used by stochastic rounding.
+template <class E, class In, bool kStochastic, Method kMethod>
+static __forceinline__ u32 code_of(u32 bits, Divisor factor, float tensor_encode, u32 random) {
   using Format = typename E::Format;
   if constexpr (!kStochastic)
-    if constexpr (kNearestE2m1<E> && (kWay != Way::any || !kWraps<E>))
-      return nearest_code_of<E, In, kWay>(bits, factor, then);
+    if constexpr (kNearestE2m1<E> && (kMethod != Method::general || !kWraps<E>))
+      return nearest_code_of<E, In, kMethod>(bits, factor, tensor_encode);
   const float x = Input<In>::value(static_cast<typename Input<In>::Bits>(bits));
-  if constexpr (E::kCompare) return encode<Format, E::kRounding, E::kSign, 0u>(x, factor.by);
-  const float y = scaled<E, In, Way::any>(x, factor, then);
+  if constexpr (E::kCompare) return encode<Format, E::kRounding, E::kSign, 0u>(x, factor.value);
+  const float y = scaled<E, In, Method::general>(x, factor, tensor_encode);
   if constexpr (kStochastic)
     return encode_stochastic<Format>(y, random);
   else if constexpr (Format::kIsInteger)
@@ -140,82 +151,93 @@ static __forceinline__ u32 code_of(u32 bits, Divisor factor, float then, u32 ran
     return encode<Format, E::kRounding, E::kSign, 0u>(y);
 }
 
-// The factors of runs of kRun elements, and their way. reciprocals, rests: of divisors that are usual (see Divisor).
-// codes, multipliers: those of the blocks that runs are, and what to multiply with by code.
+// The factors of runs, and the method that applies them.
+//   values                   one factor per run
+//   reciprocals, corrections   of each run's divisor (see Divisor), for Method::fast
+//   codes, multipliers       scale code of each run's block, and a multiplier per code, for Method::multiplier
 struct Factors {
-  const float *by, *reciprocals = nullptr, *rests = nullptr;
+  const float *values, *reciprocals = nullptr, *corrections = nullptr;
   const u8* codes = nullptr;
   const float* multipliers = nullptr;
-  Way way = Way::any;
+  Method method = Method::general;
 
-  template <Way kWay, bool kDivide>
+  // Returns the factor of a run; fields that the method does not use are 0.
+  template <Method kMethod, bool kDivide>
   __forceinline__ Divisor of(i64 run) const {
-    if constexpr (kWay == Way::multiplied) return {multipliers[codes[run]], 0.0f, 0.0f};
-    if constexpr (kWay == Way::usual && kDivide) return {by[run], reciprocals[run], rests[run]};
-    return {by[run], 0.0f, 0.0f};
+    if constexpr (kMethod == Method::multiplier) return {multipliers[codes[run]], 0.0f, 0.0f};
+    if constexpr (kMethod == Method::fast && kDivide) return {values[run], reciprocals[run], corrections[run]};
+    return {values[run], 0.0f, 0.0f};
   }
 };
 
-// Codes as they are stored. Two elements are a lane of what the loop becomes, and their codes together: to bring single
-// codes together, across lanes, would take as long as to find them.
-template <class E, class In, bool kStochastic, Way kWay>
-static void encode_runs(const void* elements, Factors factors, float then, i64 count, const u8* random, u8* out) {
+// Stores the codes of `count` elements as they are packed. Two neighbouring elements are computed in one 32-bit lane,
+// and their codes are put together there. To bring codes of separate lanes together would take as long as to find them.
+// random: one byte per element, used by stochastic rounding.
+template <class E, class In, bool kStochastic, Method kMethod>
+static void encode_runs(const void* elements, Factors factors, float tensor_encode, i64 count, const u8* random,
+                        u8* out) {
   using Bits = typename Input<In>::Bits;
-  constexpr bool kFour = E::Format::kStoredBits == 4;
-  using Stored = std::conditional_t<kFour, u8, u16>;
+  constexpr bool kIsNibble = E::Format::kStoredBits == 4;
+  using Stored = std::conditional_t<kIsNibble, u8, u16>;  // the codes of a pair
   const auto* x = static_cast<const Bits*>(elements);
-  const auto divisor = [=](i64 run) { return factors.of<kWay, E::kDivide>(run); };
-  const auto two = [=](i64 pair, Divisor factor) {
+  const auto divisor = [=](i64 run) { return factors.of<kMethod, E::kDivide>(run); };
+  // Returns the codes of elements 2 * pair and 2 * pair + 1.
+  const auto encode_pair = [=](i64 pair, Divisor factor) {
     u32 low, high;
-    load_two(x + 2 * pair, low, high, spares_zeros<E, kWay>());
+    load_pair(x + 2 * pair, low, high, loads_without_negative_zero<E, kMethod>());
     u16 bytes = 0;
     if constexpr (kStochastic) std::memcpy(&bytes, random + 2 * pair, 2);
-    const u32 first = code_of<E, In, kStochastic, kWay>(low, factor, then, bytes & 0xFFu);
-    const u32 second = code_of<E, In, kStochastic, kWay>(high, factor, then, bytes >> 8);
-    return kFour ? bits_from<0x0Fu, 0xF0u>(first, second << 4) & 0xFFu : first | second << 8;
+    const u32 first = code_of<E, In, kStochastic, kMethod>(low, factor, tensor_encode, bytes & 0xFFu);
+    const u32 second = code_of<E, In, kStochastic, kMethod>(high, factor, tensor_encode, bytes >> 8);
+    return kIsNibble ? bits_from<0x0Fu, 0xF0u>(first, second << 4) & 0xFFu : first | second << 8;
   };
-  const auto some = [=](i64 run, auto& found) {  // of whole runs, two for each sixteen that are found
-    for (int k = 0; k < static_cast<int>(sizeof found / sizeof(u32) / kRun); ++k) {
-      const i64 at = run + 2 * k;
-      const Divisor first = divisor(at), second = divisor(at + 1);
+  // Stores the codes of whole runs from `run` on; every 16 pairs of `pairs` are two runs.
+  const auto encode_whole_runs = [=](i64 run, auto& pairs) {
+    for (int k = 0; k < static_cast<int>(sizeof pairs / sizeof(u32) / kRun); ++k) {
+      const i64 first_run = run + 2 * k;
+      const Divisor first = divisor(first_run), second = divisor(first_run + 1);
       for (int j = 0; j < kRun; ++j) {
         const bool is_first = j < kRun / 2;
-        const Divisor factor{is_first ? first.by : second.by, is_first ? first.reciprocal : second.reciprocal,
-                             is_first ? first.rest : second.rest};
-        found[kRun * k + j] = two(at * (kRun / 2) + j, factor);
+        const Divisor factor{is_first ? first.value : second.value, is_first ? first.reciprocal : second.reciprocal,
+                             is_first ? first.correction : second.correction};
+        pairs[kRun * k + j] = encode_pair(first_run * (kRun / 2) + j, factor);
       }
     }
-    store_narrow<Stored>(found, out + run * (kRun / 2) * sizeof(Stored));
+    store_narrow<Stored>(pairs, out + run * (kRun / 2) * sizeof(Stored));
   };
-  constexpr int kMany = kNarrowed<Stored> / kRun * 2;
+  constexpr int kRunsAtOnce = kNarrowCount<Stored> / kRun * 2;
   const i64 runs = count / (2 * kRun) * 2;
   i64 run = 0;
-  for (; run + kMany <= runs; run += kMany) {
-    u32 found[kNarrowed<Stored>];
-    some(run, found);
+  for (; run + kRunsAtOnce <= runs; run += kRunsAtOnce) {
+    u32 pairs[kNarrowCount<Stored>];
+    encode_whole_runs(run, pairs);
   }
-  for (; kMany > 2 && run < runs; run += 2) {
-    u32 found[kRun];
-    some(run, found);
+  for (; kRunsAtOnce > 2 && run < runs; run += 2) {
+    u32 pairs[kRun];
+    encode_whole_runs(run, pairs);
   }
   for (i64 pair = runs * (kRun / 2); pair < count / 2; ++pair) {
-    const Stored found = static_cast<Stored>(two(pair, divisor(2 * pair / kRun)));
-    std::memcpy(out + pair * sizeof(Stored), &found, sizeof found);
+    const Stored codes = static_cast<Stored>(encode_pair(pair, divisor(2 * pair / kRun)));
+    std::memcpy(out + pair * sizeof(Stored), &codes, sizeof codes);
   }
-  if (kFour || count % 2 == 0) return;
+  if (kIsNibble || count % 2 == 0) return;
   const u32 byte = kStochastic ? random[count - 1] : 0u;
-  out[count - 1] = static_cast<u8>(code_of<E, In, kStochastic, kWay>(x[count - 1], divisor(count / kRun), then, byte));
+  out[count - 1] =
+      static_cast<u8>(code_of<E, In, kStochastic, kMethod>(x[count - 1], divisor(count / kRun), tensor_encode, byte));
 }
 
+// Stores the codes of `count` elements by the method that `factors` names. A method that is not compiled for E falls
+// back to the general one.
 template <class E, class In, bool kStochastic>
-static void encode_elements(const void* elements, Factors factors, float then, i64 count, const u8* random, u8* out) {
+static void encode_elements(const void* elements, Factors factors, float tensor_encode, i64 count, const u8* random,
+                            u8* out) {
   if constexpr (!kStochastic) {
-    if constexpr (may_multiply<E, In>())
-      if (factors.way == Way::multiplied)
-        return encode_runs<E, In, false, Way::multiplied>(elements, factors, then, count, random, out);
-    if constexpr (usual_below<E, In>() > 0.0f && (!E::kDivide || kHasSlowDivision))
-      if (factors.way == Way::usual)
-        return encode_runs<E, In, false, Way::usual>(elements, factors, then, count, random, out);
+    if constexpr (may_use_multipliers<E, In>())
+      if (factors.method == Method::multiplier)
+        return encode_runs<E, In, false, Method::multiplier>(elements, factors, tensor_encode, count, random, out);
+    if constexpr (fast_below<E, In>() > 0.0f && (!E::kDivide || kHasSlowDivision))
+      if (factors.method == Method::fast)
+        return encode_runs<E, In, false, Method::fast>(elements, factors, tensor_encode, count, random, out);
   }
-  encode_runs<E, In, kStochastic, Way::any>(elements, factors, then, count, random, out);
+  encode_runs<E, In, kStochastic, Method::general>(elements, factors, tensor_encode, count, random, out);
 }

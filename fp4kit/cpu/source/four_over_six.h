@@ -1,9 +1,11 @@
-// 4over6: of the two scales that a block may have, the one with the lesser error; sixteen blocks side by side, a lane
-// each.
+// 4over6: a block gets the one of two scales that leaves the smaller error.
 //
-// Signs do not matter: an element of the other sign has the code of the other sign and the same error. Nothing here is
-// NaN but where a tensor's amax is none or infinite; blocks with a factor that is NaN, infinite or negative are for the
-// specification.
+// Candidates: the scale that maps the block's amax to 6, and the one that maps it to 4. kLanes blocks are compared side
+// by side, one per lane: arrays of magnitudes and of error terms are stored by column, [column][lane].
+//
+// Magnitudes suffice, because an element of the other sign has the code of the other sign and the same error. NaN
+// occurs only if the tensor's amax is NaN or infinite. Blocks with a factor that is NaN, infinite or negative need the
+// fallback.
 #pragma once
 
 #include "../../cuda/kernels/rules/fake_arith.cuh"
@@ -11,38 +13,41 @@
 #include "../../cuda/kernels/rules/summation_order.cuh"
 #include "encode_elements.h"
 
-constexpr int kAcross = 16;    // columns of a block
-constexpr int kAbreast = 16;   // blocks side by side
-constexpr int kMostRows = 16;  // of a block: MOST_ROWS of cpu/coverage.py
-typedef float Lanes __attribute__((vector_size(kAbreast * sizeof(float))));
+constexpr int kBlockColumns = 16;  // columns of a block
+constexpr int kMaxBlockRows = 16;  // rows of a block, at most: MOST_ROWS of cpu/coverage.py
+typedef float LaneVector __attribute__((vector_size(kLanes * sizeof(float))));
 
-static __forceinline__ Lanes lanes_at(const float* from) {
-  Lanes found;
-  std::memcpy(&found, from, sizeof found);
-  return found;
+// Returns kLanes floats from memory of any alignment.
+static __forceinline__ LaneVector load_lanes(const float* from) {
+  LaneVector lanes;
+  std::memcpy(&lanes, from, sizeof lanes);
+  return lanes;
 }
 
-// Magnitudes of a row of sixteen blocks by column, the blocks of a column side by side: `count` blocks, the others are
-// of zeros.
+// Stores the magnitudes of one row of `count` blocks, which begin at element `first`, as [column][lane]. Lanes from
+// `count` on become 0.
 template <class In>
-static void put_magnitudes(const void* elements, i64 first, i64 count, float* __restrict out) {
+static void load_magnitudes(const void* elements, i64 first, i64 count, float* __restrict out) {
   using Bits = typename Input<In>::Bits;
   const Bits* x = static_cast<const Bits*>(elements) + first;
-  Bits few[kAcross * kAbreast], turned[kAcross * kAbreast];
-  if (count < kAbreast) {
-    std::memset(few, 0, sizeof few);
-    std::memcpy(few, x, count * kAcross * sizeof(Bits));
-    x = few;
+  Bits padded[kBlockColumns * kLanes], by_column[kBlockColumns * kLanes];
+  if (count < kLanes) {
+    std::memset(padded, 0, sizeof padded);
+    std::memcpy(padded, x, count * kBlockColumns * sizeof(Bits));
+    x = padded;
   }
-  for (int b = 0; b < kAbreast; b += kSide<Bits>)
-    for (int j = 0; j < kAcross; j += kSide<Bits>)
-      transpose_square(x + b * kAcross + j, kAcross, turned + j * kAbreast + b, kAbreast);
-  for (int i = 0; i < kAcross * kAbreast; ++i)
-    out[i] = Input<In>::value(static_cast<Bits>(turned[i] & Input<In>::kMagnitude));
+  for (int b = 0; b < kLanes; b += kSide<Bits>)
+    for (int j = 0; j < kBlockColumns; j += kSide<Bits>)
+      transpose_square(x + b * kBlockColumns + j, kBlockColumns, by_column + j * kLanes + b, kLanes);
+  for (int i = 0; i < kBlockColumns * kLanes; ++i)
+    out[i] = Input<In>::value(static_cast<Bits>(by_column[i] & Input<In>::kMagnitude));
 }
 
-// The value of a >= 0 whose error counts; where codes wrap, a < kUnboundedMost: 1.5 * 2^24 and more have steps of 2.
-constexpr float kUnboundedMost = 0x1p22f;
+// The bound of rounded_magnitude for codes that wrap: from 1.5 * 2^24 on, the float that it adds has steps of 2.
+constexpr float kUnboundedBelow = 0x1p22f;
+
+// Returns the value that a scaled magnitude a >= 0 is rounded to, as errors are measured. For codes that wrap, values
+// go on beyond the format's largest, and a must be below kUnboundedBelow.
 template <class R>
 static __forceinline__ float rounded_magnitude(float a) {
   using Element = typename R::Element;
@@ -51,67 +56,75 @@ static __forceinline__ float rounded_magnitude(float a) {
   return (a + magic) - magic;
 }
 
-// What a row of sixteen blocks adds to their errors under a scale and a factor each, by column as the magnitudes are.
+// Stores the error terms of one row of kLanes blocks, each under its own scale and factor, as [column][lane].
 template <class R>
-__attribute__((noinline)) static void put_terms(const float* x, const float* scale, const float* factor, TensorScale t,
-                                                float* __restrict terms) {
-  for (int j = 0; j < kAcross; ++j)
-    for (int lane = 0; lane < kAbreast; ++lane) {
-      const float a = x[j * kAbreast + lane], scaled = (R::kFlush ? flush(a) : a) * factor[lane];
+__attribute__((noinline)) static void find_error_terms(const float* x, const float* scale, const float* factor,
+                                                       TensorScale t, float* __restrict terms) {
+  for (int j = 0; j < kBlockColumns; ++j)
+    for (int lane = 0; lane < kLanes; ++lane) {
+      const float a = x[j * kLanes + lane], scaled = (R::kFlush ? flush(a) : a) * factor[lane];
       const float value = rounded_magnitude<R>(scaled);
-      terms[j * kAbreast + lane] = error_of<R>(a, compared<R>(value, scale[lane], t), t);
+      terms[j * kLanes + lane] = error_of<R>(a, compared<R>(value, scale[lane], t), t);
     }
 }
 
-// Errors of blocks of kRows rows at most, as the recipe puts those of elements together.
+// The errors of kLanes blocks of at most kRows rows, as a recipe combines the terms of their elements. There are three
+// kinds: add(row, terms) takes the terms of a row, result(block_rows) returns the errors.
+
+// Sums each row in order, then rows as a tree: row i with row i + 8, then + 4, + 2, + 1.
 template <int kRows>
-struct RowSums {  // each row in order, and the rows as a tree: row i with i + 8, then + 4, + 2, + 1
-  Lanes rows[kRows] = {};
+struct RowSums {
+  LaneVector rows[kRows] = {};
   __forceinline__ void add(i64 row, const float* terms) {
-    Lanes sum = lanes_at(terms);
-    for (int j = 1; j < kAcross; ++j) sum = sum + lanes_at(terms + j * kAbreast);
+    LaneVector sum = load_lanes(terms);
+    for (int j = 1; j < kBlockColumns; ++j) sum = sum + load_lanes(terms + j * kLanes);
     rows[row] = sum;
   }
-  __forceinline__ Lanes result(i64 block_rows) {
+  __forceinline__ LaneVector result(i64 block_rows) {
     for (i64 half = kRows == 1 ? 0 : block_rows / 2; half; half /= 2)
       for (i64 i = 0; i < half; ++i) rows[i] = rows[i] + rows[i + half];
     return rows[0];
   }
 };
+
+// Sums in the order of PyTorch's vectors of eight on a CPU (summation_order.cuh).
 template <int kRows>
 struct VectorSums {
-  LaneSums<kRows * kAcross, Lanes> sums;
+  LaneSums<kRows * kBlockColumns, LaneVector> sums;
   __forceinline__ void add(i64 row, const float* terms) {
     for (int half = 0; half < 2; ++half) {
-      Lanes eight[8];
-      for (int j = 0; j < 8; ++j) eight[j] = lanes_at(terms + (half * 8 + j) * kAbreast);
+      LaneVector eight[8];
+      for (int j = 0; j < 8; ++j) eight[j] = load_lanes(terms + (half * 8 + j) * kLanes);
       sums.add(static_cast<int>(row) * 2 + half, eight);
     }
   }
-  __forceinline__ Lanes result(i64) const { return sums.result(); }
+  __forceinline__ LaneVector result(i64) const { return sums.result(); }
 };
-struct Largest {
-  float most[kAbreast] = {};
+
+// Takes the largest term; NaN if one is NaN.
+struct LargestError {
+  float largest[kLanes] = {};
   __forceinline__ void add(i64, const float* terms) {
-    for (int j = 0; j < kAcross; ++j)
-      for (int lane = 0; lane < kAbreast; ++lane)
-        most[lane] = larger<AmaxNan::propagate>(most[lane], terms[j * kAbreast + lane]);
+    for (int j = 0; j < kBlockColumns; ++j)
+      for (int lane = 0; lane < kLanes; ++lane)
+        largest[lane] = larger<AmaxNan::propagate>(largest[lane], terms[j * kLanes + lane]);
   }
-  __forceinline__ Lanes result(i64) const { return lanes_at(most); }
+  __forceinline__ LaneVector result(i64) const { return load_lanes(largest); }
 };
 template <class R, int kRows>
-using Errors =
-    std::conditional_t<R::kLargestError, Largest, std::conditional_t<R::kLaneSums, VectorSums<kRows>, RowSums<kRows>>>;
+using Errors = std::conditional_t<R::kLargestError, LargestError,
+                                  std::conditional_t<R::kLaneSums, VectorSums<kRows>, RowSums<kRows>>>;
 
-// The candidates of blocks: amax at 6 and at 4.
+// The two candidates of each block of a panel: [0] maps the amax to 6, [1] to 4.
 struct SixAndFour {
-  u8 codes[2][kMostBlocks];
-  float scales[2][kMostBlocks] = {}, factors[2][kMostBlocks] = {};
+  u8 codes[2][kMaxPanelBlocks];
+  float scales[2][kMaxPanelBlocks] = {}, factors[2][kMaxPanelBlocks] = {};
 
-  // false where a factor is of no use.
+  // Stores the candidates of `count` blocks. Returns false if a factor is NaN, infinite or negative, or, for codes that
+  // wrap, if a scaled amax is not below kUnboundedBelow.
   template <class R>
-  bool put(const float* amax, i64 count, TensorScale t) {
-    u32 bad = 0;
+  bool find(const float* amax, i64 count, TensorScale t) {
+    u32 is_bad = 0;
     for (i64 b = 0; b < count; ++b) {
       u32 six, four;
       scales_of<R>(divide<R>(amax[b], max_of<typename R::Element>()), t, six, four);
@@ -122,51 +135,53 @@ struct SixAndFour {
       for (i64 b = 0; b < count; ++b) {
         scales[k][b] = decode_scale<R>(codes[k][b]);
         factors[k][b] = candidate_factor<R>(scales[k][b], t);
-        bad |= static_cast<u32>(bits_of(factors[k][b]) >= kInfinityBits);
+        is_bad |= static_cast<u32>(bits_of(factors[k][b]) >= kInfinityBits);
         if constexpr (R::kRounding == Rounding::rnw)
-          bad |= static_cast<u32>(!(amax[b] * factors[k][b] < kUnboundedMost));
+          is_bad |= static_cast<u32>(!(amax[b] * factors[k][b] < kUnboundedBelow));
       }
-    return bad == 0;
+    return is_bad == 0;
   }
 };
 
-// Rows of one row of blocks, of `step` elements each; load: put_magnitudes.
+// The elements of one row of blocks: `rows` rows, `step` elements apart. The last row of blocks of a matrix may have
+// fewer rows than block_rows. load: load_magnitudes of the input type.
 struct BlockRows {
   const void* data;
   i64 step, rows, blocks, block_rows;
   void (*load)(const void*, i64, i64, float*);
 };
 
-// The codes of the scales of sixteen blocks, from block `first` on, and their factors.
+// Stores the scale codes and factors of up to kLanes blocks, from block `first` on: the candidate of 4 if its error is
+// smaller, else that of 6.
 template <class R, int kRows>
-static void choose_sixteen(const BlockRows& x, i64 first, const SixAndFour& all, TensorScale t, u8* codes,
-                           float* factors) {
-  const i64 count = minimum<i64>(x.blocks - first, kAbreast);
+static void choose_lanes(const BlockRows& x, i64 first, const SixAndFour& candidates, TensorScale t, u8* codes,
+                         float* factors) {
+  const i64 count = minimum<i64>(x.blocks - first, kLanes);
   Errors<R, kRows> six, four;
   for (i64 i = 0; i < x.rows; ++i) {
-    float row[kAcross * kAbreast], terms[kAcross * kAbreast];
-    x.load(x.data, i * x.step + first * kAcross, count, row);
-    put_terms<R>(row, all.scales[0] + first, all.factors[0] + first, t, terms);
+    float row[kBlockColumns * kLanes], terms[kBlockColumns * kLanes];
+    x.load(x.data, i * x.step + first * kBlockColumns, count, row);
+    find_error_terms<R>(row, candidates.scales[0] + first, candidates.factors[0] + first, t, terms);
     six.add(i, terms);
-    put_terms<R>(row, all.scales[1] + first, all.factors[1] + first, t, terms);
+    find_error_terms<R>(row, candidates.scales[1] + first, candidates.factors[1] + first, t, terms);
     four.add(i, terms);
   }
-  float errors[2][kAbreast];
-  const Lanes found[2] = {six.result(x.block_rows), four.result(x.block_rows)};
-  std::memcpy(errors, found, sizeof errors);
+  float errors[2][kLanes];
+  const LaneVector results[2] = {six.result(x.block_rows), four.result(x.block_rows)};
+  std::memcpy(errors, results, sizeof errors);
   for (i64 b = 0; b < count; ++b) {
     const int k = errors[1][b] < errors[0][b];
-    codes[first + b] = all.codes[k][first + b];
-    factors[first + b] = all.factors[k][first + b];
+    codes[first + b] = candidates.codes[k][first + b];
+    factors[first + b] = candidates.factors[k][first + b];
   }
 }
 
-// The same of all blocks; false where they are not for these loops.
+// Stores the scale codes and factors of a row of blocks. Returns false if a block needs the fallback.
 template <class R>
 static bool choose_scales(const BlockRows& x, const float* amax, TensorScale t, u8* codes, float* factors) {
-  SixAndFour all;
-  if (!all.put<R>(amax, x.blocks, t)) return false;
-  for (i64 first = 0; first < x.blocks; first += kAbreast)
-    (x.block_rows == 1 ? choose_sixteen<R, 1> : choose_sixteen<R, kMostRows>)(x, first, all, t, codes, factors);
+  SixAndFour candidates;
+  if (!candidates.find<R>(amax, x.blocks, t)) return false;
+  for (i64 first = 0; first < x.blocks; first += kLanes)
+    (x.block_rows == 1 ? choose_lanes<R, 1> : choose_lanes<R, kMaxBlockRows>)(x, first, candidates, t, codes, factors);
   return true;
 }

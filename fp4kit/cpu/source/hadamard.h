@@ -1,11 +1,12 @@
-// The randomized Hadamard transform of runs of 16 elements, as reference/hadamard.py has it.
+// The randomized Hadamard transform of runs of 16 elements: reference/hadamard.py.
+//
+// kLanes runs are transformed side by side, stored by element (element i of all runs, then element i + 1), so that
+// loops over runs vectorize.
 #pragma once
 
 #include "input_types.h"
 
-constexpr int kLanes = 16;  // runs that are transformed together, element by element: loops over runs become vectors
-
-// A double rounded once, of no NaN.
+// Returns the bits of a double, not NaN, rounded once to the input's type.
 template <class In>
 static __forceinline__ typename Input<In>::Bits narrow_double(double x) {
   if constexpr (sizeof(typename Input<In>::Bits) == 4)
@@ -14,6 +15,7 @@ static __forceinline__ typename Input<In>::Bits narrow_double(double x) {
     return Input<In>::narrow(round_to_odd(x));
 }
 
+// Replaces a and b by a + b and a - b in every lane.
 static __forceinline__ void sum_and_difference(double* __restrict a, double* __restrict b) {
   for (int run = 0; run < kLanes; ++run) {
     const double low = a[run], high = b[run];
@@ -22,17 +24,17 @@ static __forceinline__ void sum_and_difference(double* __restrict a, double* __r
   }
 }
 
-// kLanes runs by element, x[i][run], to their transforms; to all NaN where one element is not finite. Bit i of mask:
-// element i's sign.
+// Transforms kLanes runs in place; x[i][run] is element i of a run. A run with an element that is not finite becomes
+// all NaN. Bit i of mask set: element i is negated first.
 template <class In, class Bits>
 static void hadamard_lanes(Bits (&x)[16][kLanes], u32 mask) {
   alignas(64) double y[16][kLanes];
-  Bits most[kLanes] = {};
+  Bits largest[kLanes] = {};
   for (int i = 0; i < 16; ++i) {
     const double sign = mask >> i & 1u ? -1.0 : 1.0;
     for (int run = 0; run < kLanes; ++run) {
       const Bits bits = x[i][run], magnitude = bits & Input<In>::kMagnitude;
-      most[run] = magnitude > most[run] ? magnitude : most[run];
+      largest[run] = magnitude > largest[run] ? magnitude : largest[run];
       y[i][run] = static_cast<double>(Input<In>::value(bits)) * sign;
     }
   }
@@ -42,17 +44,18 @@ static void hadamard_lanes(Bits (&x)[16][kLanes], u32 mask) {
   for (int i = 0; i < 16; ++i)
     for (int run = 0; run < kLanes; ++run) {
       const Bits value = narrow_double<In>(y[i][run] * 0.25);
-      x[i][run] = most[run] < Input<In>::kInfinity ? value : Input<In>::kMagnitude;
+      x[i][run] = largest[run] < Input<In>::kInfinity ? value : Input<In>::kMagnitude;
     }
 }
 
+// Transposes a 16 x kLanes array.
 template <class Bits>
 static __forceinline__ void transpose_lanes(const Bits (&from)[16][kLanes], Bits (&to)[16][kLanes]) {
   for (int i = 0; i < 16; i += kSide<Bits>)
     for (int j = 0; j < kLanes; j += kSide<Bits>) transpose_square(&from[i][j], kLanes, &to[j][i], kLanes);
 }
 
-// Runs of 16 elements, one after another, to their transforms.
+// Transforms `runs` contiguous runs of 16 elements in place.
 template <class In, class Bits>
 static void hadamard_runs(Bits* x, i64 runs, u32 mask) {
   for (i64 first = 0; first < runs; first += kLanes) {

@@ -1,35 +1,40 @@
-// The table of rules, which give the scales of blocks, and that of tensor rules.
+// The tables of block rules and of tensor rules: one entry for each rule that the recipes of recipes.inc need.
 #include "dispatch.h"
 
 #include "recipes.inc"  // needs the types of dispatch.h
 
 namespace {
 
-template <class R, class In>  // one function for all inputs, where the rule does not ask for them
-constexpr Scales scales_by() {
+// Returns the functions of a block rule. Rules that do not read the input's type share one function for all types.
+template <class R, class In>
+constexpr BlockScales block_scales() {
   using Kind = std::conditional_t<R::BlockRule::kReadsInput, In, Float32>;
   return {scale_codes<R, Kind>, scale_factors<R, Kind>};
 }
 template <class R>
-constexpr Scales kScalesOf[kInputs] = {scales_by<R, Float32>(), scales_by<R, Float16>(), scales_by<R, Bfloat16>()};
+constexpr BlockScales kBlockScales[kInputs] = {block_scales<R, Float32>(), block_scales<R, Float16>(),
+                                               block_scales<R, Bfloat16>()};
 
+// Returns the tensor scale of an amax by the tensor rule of R.
 template <class R, class In>
 TensorScale tensor_scale(float amax) {
   return R::TensorRule::template scale<R, In>(amax);
 }
 template <class R>
-constexpr Tensor kTensorOf[kInputs] = {tensor_scale<R, Float32>, tensor_scale<R, Float16>, tensor_scale<R, Bfloat16>};
+constexpr TensorScaleFunction kTensorScale[kInputs] = {tensor_scale<R, Float32>, tensor_scale<R, Float16>,
+                                                       tensor_scale<R, Bfloat16>};
 
-constexpr RuleEntry kRuleEntries[] = {
-#define FP4KIT_RULE(key, R) {key, kScalesOf<R>, nullptr, false, !R::BlockRule::kReadsAmax},
-#define FP4KIT_CHOICE(key, R) {key, nullptr, choose_scales<R>, R::kFlush, false},
-    FP4KIT_RULES FP4KIT_CHOICES};
-constexpr TensorEntry kTensorEntries[] = {
-#define FP4KIT_TENSOR(key, R) {key, kTensorOf<R>},
-    FP4KIT_TENSORS};
+constexpr BlockRuleEntry kBlockRuleEntries[] = {
+#define FP4KIT_BLOCK_RULE(key, R) {key, kBlockScales<R>, nullptr, false, !R::BlockRule::kReadsAmax},
+#define FP4KIT_FOUR_OVER_SIX_RULE(key, R) {key, nullptr, choose_scales<R>, R::kFlush, false},
+    FP4KIT_BLOCK_RULES FP4KIT_FOUR_OVER_SIX_RULES};
+constexpr TensorRuleEntry kTensorRuleEntries[] = {
+#define FP4KIT_TENSOR_RULE(key, R) {key, kTensorScale<R>},
+    FP4KIT_TENSOR_RULES};
 
 }  // namespace
 
-constexpr Table<RuleEntry> kRules = table_of(kRuleEntries);
-constexpr Load kLoads[kInputs] = {put_magnitudes<Float32>, put_magnitudes<Float16>, put_magnitudes<Bfloat16>};
-constexpr Table<TensorEntry> kTensors = table_of(kTensorEntries);
+constexpr Table<BlockRuleEntry> kBlockRules = table_of(kBlockRuleEntries);
+constexpr LoadMagnitudesFunction kLoadMagnitudes[kInputs] = {load_magnitudes<Float32>, load_magnitudes<Float16>,
+                                                             load_magnitudes<Bfloat16>};
+constexpr Table<TensorRuleEntry> kTensorRules = table_of(kTensorRuleEntries);

@@ -1,32 +1,37 @@
-// Block amaxes of recipes that choose among multiples of each, by the squared error of what they make:
-// reference/search_factors.py, row by row.
+// Searches block amaxes among multiples of each block's own amax, by the squared error of quantizing under them, row by
+// row: reference/search_factors.py (auto-round).
 //
-// Under each factor the blocks whose scale is new are brought together, encoded, decoded and measured side by side. A
-// scale is that of the factor before, or of the first, or it is new: factors after the first rise.
+// Factor: here, what an amax is multiplied with. Trial: the blocks of a row that are measured under one factor. Only
+// blocks with a new scale code are: they are gathered, encoded, decoded and measured together. Factors after the first
+// one rise, so a code that is not new is that of the trial before or of the first trial.
 #pragma once
 
 #include "../../cuda/kernels/rules/summation_order.cuh"
 #include "decode_matrix.h"
 
-// A search. factors: of the candidates; by_code: blocks of one scale have one error; encode, decode, amax: the tensor
-// scale, one, or (tensor_step 1) one a row; out: an amax a block; unusual: of each unit, whether it has to be done
-// otherwise.
-struct MultiplesCall {
+// Arguments of a search; cpu/library.py mirrors it.
+//   encode, decode, amax  the tensor scale: one, or one per row if tensor_step is 1
+//   factors, count        of the amaxes
+//   out                   one amax per block, rows out_step apart
+//   needs_fallback        out, one byte per tile: 1 if the specification has to compute the tile
+//   factors_by_code       1: blocks of one scale code have one error, so a code that is not new is not measured
+struct SearchFactorsCall {
   Source x;
   const float *encode, *decode, *amax, *factors;
   i64 tensor_step, count;
   float* out;
   i64 out_step;
-  u8* unusual;
-  i64 height, width;
-  i32 input, rule, element, decoder, block, by_code, threads;
+  u8* needs_fallback;
+  i64 tile_rows, tile_columns;
+  i32 input, block_rule, element, decoder, block, factors_by_code, threads;
 };
 
 namespace {
 
-// Squared errors of `count` blocks of kBlock elements, and of their values.
+// Stores the squared errors of `count` blocks of kBlock elements: the sums of (values - x)^2, in the order of
+// summation_order.cuh.
 template <class In, int kBlock>
-void put_errors(const typename Input<In>::Bits* x, const float* values, i64 count, float* errors) {
+void find_errors(const typename Input<In>::Bits* x, const float* values, i64 count, float* errors) {
   for (i64 b = 0; b < count; ++b) {
     LaneSums<kBlock> sums;
     FP4KIT_UNROLL
@@ -43,82 +48,90 @@ void put_errors(const typename Input<In>::Bits* x, const float* values, i64 coun
   }
 }
 
+// Searches the tiles of a call whose elements have type In. Functions that return bool return false if the elements
+// need the fallback.
 template <class In>
-struct Multiples {
+struct FactorSearch {
   using Bits = typename Input<In>::Bits;
-  const MultiplesCall& call;
-  const Tables* tables;
+  const SearchFactorsCall& call;
+  const DecodeTables* tables;
   const ElementEntry& element = kElements[call.element];
-  const DecodeEntry& decoder = kDecodes[call.decoder];
+  const DecoderEntry& decoder = kDecoders[call.decoder];
 
+  // Returns the tensor scale of a row.
   TensorScale tensor(i64 row) const {
     const i64 at = row * call.tensor_step;
     return {call.encode[at], call.decode[at], call.amax[at]};
   }
 
-  // Blocks of a row that are tried under a factor: which, their elements, scales and factors.
-  struct Tried {
-    i64 which[kMostBlocks], count;
-    Bits x[kWidth];
-    u8 scales[kMostBlocks];
-    float factors[kMostBlocks], errors[kMostBlocks];
+  // The blocks of a trial: their indices in the row, elements, scale codes, element factors and errors.
+  struct Trial {
+    i64 blocks[kMaxPanelBlocks], count;
+    Bits x[kPanelColumns];
+    u8 scales[kMaxPanelBlocks];
+    float element_factors[kMaxPanelBlocks], errors[kMaxPanelBlocks];
   };
 
-  bool measure(Tried& tried, i64 row) const {
-    float factors[kMostBlocks], values[kWidth];
-    u8 codes[kWidth];
-    const i64 count = tried.count * call.block;
-    for (i64 i = 0; i < tried.count; ++i) {
-      float& by = tried.factors[i];
-      if (!is_usable(by, element.by_zero) || element.wraps) return false;  // codes that wrap are for the specification
-      if (element.flushes) by = flush(by);
+  // Stores the errors of a trial. Elements whose codes wrap always need the fallback.
+  bool measure(Trial& trial, i64 row) const {
+    float run_factors[kMaxPanelBlocks], values[kPanelColumns];
+    u8 codes[kPanelColumns];
+    const i64 count = trial.count * call.block;
+    for (i64 i = 0; i < trial.count; ++i) {
+      float& factor = trial.element_factors[i];
+      if (!is_usable(factor, element.allows_zero_factor) || element.wraps) return false;
+      if (element.flushes) factor = flush(factor);
     }
-    for (i64 i = 0; i < count / kRun; ++i) factors[i] = tried.factors[i * kRun / call.block];
-    element.encodes[0][call.input](tried.x, {factors, nullptr}, tensor(row).encode, count, nullptr, codes);
+    for (i64 i = 0; i < count / kRun; ++i) run_factors[i] = trial.element_factors[i * kRun / call.block];
+    element.encodes[0][call.input](trial.x, {run_factors, nullptr}, tensor(row).encode, count, nullptr, codes);
     const TensorScales tensors{call.encode, call.decode, call.amax, call.tensor_step, 0};
-    if (!decoder.rows[kFloat32](codes, tried.scales, count, call.block, tables, tensors, row, 0, values)) return false;
-    (call.block == 16 ? put_errors<In, 16> : put_errors<In, 32>)(tried.x, values, tried.count, tried.errors);
+    if (!decoder.rows[kFloat32](codes, trial.scales, count, call.block, tables, tensors, row, 0, values)) return false;
+    (call.block == 16 ? find_errors<In, 16> : find_errors<In, 32>)(trial.x, values, trial.count, trial.errors);
     return true;
   }
 
-  // The amaxes of a row's blocks; false where it is not for these loops.
-  bool choose(const Bits* x, i64 row, i64 blocks, float* out) const {
-    u32 most[kMostBlocks], all = 0;
-    u8 first[kMostBlocks], last[kMostBlocks], codes[kMostBlocks];
-    float amax[kMostBlocks], candidates[kMostBlocks], by_block[kMostBlocks], least[kMostBlocks];
-    block_magnitudes<In>(View<Bits>{x, 0}, 1, blocks, call.block, most);
-    for (i64 b = 0; b < blocks; ++b) all = maximum(all, most[b]);
-    if (all >= Input<In>::kInfinity || (element.then && !is_usable(tensor(row).encode, true))) return false;
-    for (i64 b = 0; b < blocks; ++b) amax[b] = Input<In>::value(static_cast<Bits>(most[b]));
-    Tried tried;
+  // Stores the chosen amaxes of a row of at most kPanelColumns elements. Among factors of equal error the first one
+  // wins.
+  bool search_row(const Bits* x, i64 row, i64 blocks, float* out) const {
+    u32 bits[kMaxPanelBlocks], largest = 0;
+    u8 first_codes[kMaxPanelBlocks], last_codes[kMaxPanelBlocks], codes[kMaxPanelBlocks];
+    float amax[kMaxPanelBlocks], candidates[kMaxPanelBlocks], element_factors[kMaxPanelBlocks],
+        smallest_errors[kMaxPanelBlocks];
+    block_amax_bits<In>(View<Bits>{x, 0}, 1, blocks, call.block, bits);
+    for (i64 b = 0; b < blocks; ++b) largest = maximum(largest, bits[b]);
+    if (largest >= Input<In>::kInfinity || (element.then_encodes && !is_usable(tensor(row).encode, true))) return false;
+    for (i64 b = 0; b < blocks; ++b) amax[b] = Input<In>::value(static_cast<Bits>(bits[b]));
+    Trial trial;
     for (i64 k = 0; k < call.count; ++k) {
       for (i64 b = 0; b < blocks; ++b) candidates[b] = amax[b] * call.factors[k];
-      kRules[call.rule].scales[call.input](candidates, blocks, tensor(row), codes, by_block);
-      tried.count = 0;
+      kBlockRules[call.block_rule].scales[call.input](candidates, blocks, tensor(row), codes, element_factors);
+      trial.count = 0;
       for (i64 b = 0; b < blocks; ++b) {
-        if (k && call.by_code && (codes[b] == first[b] || codes[b] == last[b])) continue;
-        std::memcpy(tried.x + tried.count * call.block, x + b * call.block, call.block * sizeof(Bits));
-        tried.scales[tried.count] = last[b] = codes[b];
-        tried.factors[tried.count] = by_block[b];
-        tried.which[tried.count++] = b;
+        if (k && call.factors_by_code && (codes[b] == first_codes[b] || codes[b] == last_codes[b])) continue;
+        std::memcpy(trial.x + trial.count * call.block, x + b * call.block, call.block * sizeof(Bits));
+        trial.scales[trial.count] = last_codes[b] = codes[b];
+        trial.element_factors[trial.count] = element_factors[b];
+        trial.blocks[trial.count++] = b;
       }
-      if (!measure(tried, row)) return false;
-      for (i64 i = 0; i < tried.count; ++i) {
-        const i64 b = tried.which[i];
-        if (k && !(tried.errors[i] < least[b])) continue;
+      if (!measure(trial, row)) return false;
+      for (i64 i = 0; i < trial.count; ++i) {
+        const i64 b = trial.blocks[i];
+        if (k && !(trial.errors[i] < smallest_errors[b])) continue;
         out[b] = candidates[b];
-        least[b] = tried.errors[i];
+        smallest_errors[b] = trial.errors[i];
       }
-      if (!k) std::memcpy(first, codes, blocks);
+      if (!k) std::memcpy(first_codes, codes, blocks);
     }
     return true;
   }
 
-  bool unit(const Part& part) const {
-    const View<Bits> x = view<In>(call.x, part);
-    return each_panel(part, call.block, 1, [&](Part of) {
-      float* out = call.out + (part.row + of.row) * call.out_step + (part.column + of.column) / call.block;
-      return choose(x.data + of.row * x.step + of.column, part.row + of.row, of.columns / call.block, out);
+  // Stores the chosen amaxes of a tile.
+  bool search_tile(const Rectangle& tile) const {
+    const View<Bits> x = view<In>(call.x, tile);
+    return for_each_panel(tile, call.block, 1, [&](Rectangle panel) {
+      float* out = call.out + (tile.row + panel.row) * call.out_step + (tile.column + panel.column) / call.block;
+      return search_row(x.data + panel.row * x.step + panel.column, tile.row + panel.row, panel.columns / call.block,
+                        out);
     });
   }
 };

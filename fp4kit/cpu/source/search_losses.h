@@ -1,4 +1,5 @@
-// Losses of a row of a block under many candidates, side by side.
+// Losses of one row of a block under all candidates: sixteen candidates side by side, one per lane. They are the losses
+// of reference/search_scales.py, operation by operation. A block of several rows adds the losses of its rows.
 #pragma once
 
 #include "search_pruned.h"
@@ -6,53 +7,54 @@
 
 namespace {
 
-// The elements of a row of a block, infinities and NaN too.
+// Stores the elements of one row of a block as float32, infinities and NaN included.
 template <class In, class Bits = typename Input<In>::Bits>
-void put_row(const Bits* x, float* __restrict out) {
+void load_row(const Bits* x, float* __restrict out) {
   for (int j = 0; j < kSearchBlockSize; ++j) {
     const Bits bits = x[j];
     out[j] = Input<In>::value(bits);
-    if constexpr (std::is_same_v<In, Float16>) {
-      const u32 others = static_cast<u32>(bits & 0x8000u) << 16 | kInfinityBits | static_cast<u32>(bits & 0x3FFu) << 13;
-      out[j] = (bits & Input<In>::kMagnitude) < Input<In>::kInfinity ? out[j] : float_of(others);
+    if constexpr (std::is_same_v<In, Float16>) {  // whose value() is for finite elements only
+      const u32 special =
+          static_cast<u32>(bits & 0x8000u) << 16 | kInfinityBits | static_cast<u32>(bits & 0x3FFu) << 13;
+      out[j] = (bits & Input<In>::kMagnitude) < Input<In>::kInfinity ? out[j] : float_of(special);
     }
   }
 }
 
-// sum of (w) d^2 of a row of a block, under every candidate.
+// Stores the sum of (w) d^2 under every candidate; d is the error of an element, w the weight of its column.
 template <bool kWeighted>
-__attribute__((noinline)) void put_squares(const float* row, const float* weights, const Candidates& all,
-                                           float* __restrict losses) {
-  Sixteen<kWeighted> same;
+__attribute__((noinline)) void find_squared_losses(const float* row, const float* weights, const Candidates& candidates,
+                                                   float* __restrict losses) {
+  LaneBlocks<kWeighted> copies;  // the row in every lane
   for (int j = 0; j < kSearchBlockSize; ++j)
     for (int lane = 0; lane < kLanes; ++lane) {
-      same.a[j][lane] = magnitude_of(row[j]);
-      if constexpr (kWeighted) same.w[j][lane] = weights[j];
+      copies.a[j][lane] = magnitude_of(row[j]);
+      if constexpr (kWeighted) copies.w[j][lane] = weights[j];
     }
   for (int code = 0; code < kCandidates; code += kLanes)
-    put_losses<true>(same, all.scales + code, all.reciprocals + code, losses + code);
+    find_losses<true>(copies, candidates.scales + code, candidates.reciprocals + code, losses + code);
 }
 
-// sum of (w) |d|^p of a row of a block, or the largest (w) |d|, under sixteen candidates.
+// Stores the sum of (w) |d|^power, or the largest (w) |d|, under kLanes candidates.
 template <Objective kObjective, bool kWeighted>
-__attribute__((noinline)) void put_others(const float* row, const float* weights, const float* scales,
-                                          const float* reciprocals, double power, float* __restrict losses) {
+__attribute__((noinline)) void find_power_losses(const float* row, const float* weights, const float* scales,
+                                                 const float* reciprocals, double power, float* __restrict losses) {
   float sums[kSearchBlockSize / 4][kLanes];
   for (int j : {1, 0, 2, 3})
-    for (int four = 0; four < kSearchBlockSize / 4; ++four) {
-      const float a = magnitude_of(row[4 * four + j]);
+    for (int group = 0; group < kSearchBlockSize / 4; ++group) {
+      const float a = magnitude_of(row[4 * group + j]);
       float d[kLanes];
       for (int lane = 0; lane < kLanes; ++lane)
         d[lane] = magnitude_of(residual<true>(a, {scales[lane], reciprocals[lane]}, division_scaling(scales[lane])));
       if constexpr (kObjective == Objective::powers) {
-        double wide[kLanes];
-        for (int lane = 0; lane < kLanes; ++lane) wide[lane] = static_cast<double>(d[lane]);
-        raise_to_power(wide, power);
-        for (int lane = 0; lane < kLanes; ++lane) d[lane] = static_cast<float>(wide[lane]);
+        double powers[kLanes];
+        for (int lane = 0; lane < kLanes; ++lane) powers[lane] = static_cast<double>(d[lane]);
+        raise_to_power(powers, power);
+        for (int lane = 0; lane < kLanes; ++lane) d[lane] = static_cast<float>(powers[lane]);
       }
       for (int lane = 0; lane < kLanes; ++lane) {
-        const float term = kWeighted ? weights[4 * four + j] * d[lane] : d[lane];
-        sums[four][lane] = j == 1 ? term : combined_loss<kObjective>(sums[four][lane], term);
+        const float term = kWeighted ? weights[4 * group + j] * d[lane] : d[lane];
+        sums[group][lane] = j == 1 ? term : combined_loss<kObjective>(sums[group][lane], term);
       }
     }
   for (int lane = 0; lane < kLanes; ++lane)
@@ -60,15 +62,16 @@ __attribute__((noinline)) void put_others(const float* row, const float* weights
                                              combined_loss<kObjective>(sums[1][lane], sums[3][lane]));
 }
 
-// d^T H d of a row of a block under sixteen candidates: d^T H by fma, then pairs, the second first, then folded.
-__attribute__((noinline)) void put_quadratic(const float* row, const float* hessian, const float* scales,
-                                             const float* reciprocals, float* __restrict losses) {
+// Stores d^T H d under kLanes candidates; hessian is H, 16 x 16. Order of operations: d^T H by fused multiply-adds,
+// then the terms of two columns (the second one first), then these sums as a tree.
+__attribute__((noinline)) void find_hessian_losses(const float* row, const float* hessian, const float* scales,
+                                                   const float* reciprocals, float* __restrict losses) {
   float d[kSearchBlockSize][kLanes], pairs[kSearchBlockSize / 2][kLanes];
   for (int j = 0; j < kSearchBlockSize; ++j)
     for (int lane = 0; lane < kLanes; ++lane) {
-      const float left =
+      const float error =
           residual<true>(magnitude_of(row[j]), {scales[lane], reciprocals[lane]}, division_scaling(scales[lane]));
-      d[j][lane] = row[j] >= 0.0f ? left : -left;
+      d[j][lane] = row[j] >= 0.0f ? error : -error;
     }
   for (int j = 0; j < kSearchBlockSize; j += 2)
     for (int lane = 0; lane < kLanes; ++lane) {

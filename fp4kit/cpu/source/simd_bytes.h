@@ -1,5 +1,8 @@
-// Sixteen bytes at a time: look-up in a table of as many, the interleaving of two, and the larger elements of two;
-// small matrices transposed by it. Elements and codes of which two are a lane.
+// Vectors of sixteen bytes: table look-up, interleaving, the larger elements of two vectors, and square transposes
+// built from these. Also loads and stores of pairs of elements and codes that share a 32-bit lane.
+//
+// Zip: interleave two vectors. zip_low takes their first halves, zip_high their second halves; zip_pairs_* and
+// zip_fours_* interleave units of two and four bytes.
 #pragma once
 
 #include <type_traits>
@@ -9,12 +12,15 @@
 #if defined(__AVX__)
 #include <immintrin.h>
 #elif defined(__x86_64__)
-#include <tmmintrin.h>  // takes a tenth of the time of immintrin.h
+#include <tmmintrin.h>  // compiles in a tenth of the time of immintrin.h
 #elif defined(__ARM_NEON) && defined(__aarch64__)
 #include <arm_neon.h>
 #endif
 
-// Sixteen bytes, and the look-up of sixteen in a table of as many.
+constexpr int kLanes = 16;  // blocks, runs or candidates that a loop handles side by side, one per lane
+
+// Bytes: a vector of sixteen bytes, if the processor has a byte shuffle (FP4KIT_HAS_LOOK_UP). look_up(table, index)
+// returns table[index] for sixteen indices in [0, 16).
 #if defined(__SSSE3__)
 #define FP4KIT_HAS_LOOK_UP 1
 using Bytes = __m128i;
@@ -45,7 +51,7 @@ static __forceinline__ Bytes zip_fours_low(Bytes a, Bytes b) {
 static __forceinline__ Bytes zip_fours_high(Bytes a, Bytes b) {
   return _mm_unpackhi_epi32(a, b);
 }
-// Sixteen nibbles of eight bytes, the low one of each first.
+// Returns the sixteen nibbles of eight bytes, the low one of each byte first.
 static __forceinline__ Bytes nibbles(const u8* from) {
   const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(from)), mask = _mm_set1_epi8(15);
   return _mm_unpacklo_epi8(_mm_and_si128(bytes, mask), _mm_and_si128(_mm_srli_epi16(bytes, 4), mask));
@@ -93,6 +99,7 @@ static __forceinline__ Bytes nibbles(const u8* from) {
 #endif
 
 #if FP4KIT_HAS_LOOK_UP
+// Interleave two vectors of elements of 2 or 4 bytes.
 template <class Bits>
 static __forceinline__ Bytes zip_elements_low(Bytes a, Bytes b) {
   return sizeof(Bits) == 2 ? zip_pairs_low(a, b) : zip_fours_low(a, b);
@@ -102,7 +109,7 @@ static __forceinline__ Bytes zip_elements_high(Bytes a, Bytes b) {
   return sizeof(Bits) == 2 ? zip_pairs_high(a, b) : zip_fours_high(a, b);
 }
 
-// Elements without their signs.
+// Returns sixteen bytes of elements from memory of any alignment, without their signs.
 template <class Bits>
 static __forceinline__ Bytes magnitudes_at(const Bits* from) {
   typedef Bits Lanes __attribute__((vector_size(16)));
@@ -111,27 +118,28 @@ static __forceinline__ Bytes magnitudes_at(const Bits* from) {
   return __builtin_bit_cast(Bytes, x & static_cast<Bits>(static_cast<Bits>(-1) >> 1));
 }
 
-// The larger ones of elements without signs.
+// Returns, for each position, the larger one of two elements without signs.
 template <class Bits>
 static __forceinline__ Bytes larger_of(Bytes a, Bytes b) {
-  typedef std::make_signed_t<Bits> Lanes __attribute__((vector_size(16)));  // of which all processors have the larger
+  typedef std::make_signed_t<Bits> Lanes __attribute__((vector_size(16)));  // signed: all processors can compare these
   const Lanes x = __builtin_bit_cast(Lanes, a), y = __builtin_bit_cast(Lanes, b);
   return __builtin_bit_cast(Bytes, x > y ? x : y);
 }
 #endif
 
-// Rows and columns of a square that transpose_square takes: rows of sixteen bytes.
+// Rows and columns of a square whose rows have sixteen bytes.
 template <class Bits>
 constexpr int kSide = 16 / sizeof(Bits);
 
-// A square of elements of 2 or 4 bytes: element (i, j) at from[i * from_step + j] to to[j * to_step + i].
+// Transposes a square of elements of 2 or 4 bytes: copies from[i * from_step + j] to to[j * to_step + i].
 template <class Bits>
 static __forceinline__ void transpose_square(const Bits* from, i64 from_step, Bits* to, i64 to_step) {
   constexpr int kRows = kSide<Bits>;
 #if FP4KIT_HAS_LOOK_UP
   Bytes a[kRows], b[kRows];
   for (int i = 0; i < kRows; ++i) a[i] = load(reinterpret_cast<const u8*>(from + i * from_step));
-  for (int round = 1; round < kRows; round *= 2) {  // row i and row i + half interleaved are rows 2 i and 2 i + 1
+  for (int round = 1; round < kRows;
+       round *= 2) {  // rows i and i + kRows / 2, interleaved, become rows 2 i and 2 i + 1
     for (int i = 0; i < kRows / 2; ++i) {
       const Bytes one = a[i], other = a[i + kRows / 2];
       b[2 * i] = zip_elements_low<Bits>(one, other);
@@ -146,21 +154,22 @@ static __forceinline__ void transpose_square(const Bits* from, i64 from_step, Bi
 #endif
 }
 
-// Two neighbours in memory, each as an integer of 32 bits, of which those beyond an element's may be anything.
-// spares_zeros: a negative zero becomes zero.
-static __forceinline__ void load_two(const u32* from, u32& low, u32& high, bool spares_zeros) {
+// Loads two neighbouring elements, each into the low bits of a 32-bit integer; bits beyond an element's are not
+// defined. without_negative_zero: a -0 becomes 0.
+static __forceinline__ void load_pair(const u32* from, u32& low, u32& high, bool without_negative_zero) {
   low = from[0], high = from[1];
-  if (spares_zeros) low = low << 1 ? low : 0u, high = high << 1 ? high : 0u;
+  if (without_negative_zero) low = low << 1 ? low : 0u, high = high << 1 ? high : 0u;
 }
-static __forceinline__ void load_two(const u16* from, u32& low, u32& high, bool spares_zeros) {
+static __forceinline__ void load_pair(const u16* from, u32& low, u32& high, bool without_negative_zero) {
   std::memcpy(&low, from, 4);
-  if (spares_zeros)
-    low &=
-        ((low & 0x7FFF7FFFu) + 0x7FFF7FFFu) | 0x7FFF7FFFu;  // a magnitude and 0x7FFF have a carry but where that is 0
+  if (without_negative_zero)
+    low &= ((low & 0x7FFF7FFFu) + 0x7FFF7FFFu) |
+           0x7FFF7FFFu;  // magnitude + 0x7FFF carries into the sign bit unless the magnitude is 0
   high = low >> 16;
 }
 
-// The bits kLow of a, and kHigh of b; where one instruction selects them, others of b, too.
+// Returns the bits kLow of a and the bits kHigh of b. With AVX-512, where one instruction selects bits, the remaining
+// bits are those of b; elsewhere they are 0.
 template <u32 kLow, u32 kHigh>
 static __forceinline__ u32 bits_from(u32 a, u32 b) {
 #if defined(__AVX512F__)
@@ -170,12 +179,12 @@ static __forceinline__ u32 bits_from(u32 a, u32 b) {
 #endif
 }
 
-// Integers of 32 bits, which fit into a Narrow, as those: compilers take them one by one where it is not said. kCount:
-// 16, or 64 for bytes.
+// Stores kCount 32-bit integers, which fit into Narrow (u8 or u16), as Narrow. Without intrinsics compilers narrow them
+// one by one. kCount: 16, or 64 for bytes with AVX-512.
 template <class Narrow, int kCount>
 static __forceinline__ void store_narrow(const u32 (&from)[kCount], u8* to) {
 #if defined(__AVX512BW__)
-  if constexpr (kCount == 64) {  // in fours of a lane, which are then brought together
+  if constexpr (kCount == 64) {  // packing works within 128-bit lanes; a permutation then restores the order
     const auto four = [=](int i) { return _mm512_loadu_si512(from + 16 * i); };
     const __m512i bytes =
         _mm512_packus_epi16(_mm512_packus_epi32(four(0), four(1)), _mm512_packus_epi32(four(2), four(3)));
@@ -200,7 +209,7 @@ static __forceinline__ void store_narrow(const u32 (&from)[kCount], u8* to) {
   const auto* x = reinterpret_cast<const __m128i*>(from);
   const auto word = [=](int i) {
     return _mm_srai_epi32(_mm_slli_epi32(_mm_loadu_si128(x + i), 16), 16);
-  };  // packed with its sign
+  };  // sign-extended, because SSE2 packs signed integers only
   const __m128i low = _mm_packs_epi32(word(0), word(1)), high = _mm_packs_epi32(word(2), word(3));
   auto* out = reinterpret_cast<__m128i*>(to);
   if (sizeof(Narrow) == 1) return _mm_storeu_si128(out, _mm_packus_epi16(low, high));
@@ -212,16 +221,16 @@ static __forceinline__ void store_narrow(const u32 (&from)[kCount], u8* to) {
 #endif
 }
 
-// How many store_narrow takes best.
+// The kCount with which store_narrow is fastest.
 #if defined(__AVX512BW__)
 template <class Narrow>
-constexpr int kNarrowed = sizeof(Narrow) == 1 ? 64 : 16;
+constexpr int kNarrowCount = sizeof(Narrow) == 1 ? 64 : 16;
 #else
 template <class Narrow>
-constexpr int kNarrowed = 16;
+constexpr int kNarrowCount = 16;
 #endif
 
-// Two codes a byte, the first in the low nibble.
+// Packs `count` codes, an even number, two per byte, the first one in the low nibble.
 static void pack_codes(const u8* codes, i64 count, u8* out) {
   for (i64 i = 0; i < count / 2; ++i) {
     u16 pair;

@@ -1,4 +1,4 @@
-// Amaxes of matrices and of their blocks, and the tensor scales that an encoding finds by them.
+// Amaxes of matrices and of their blocks, and the tensor scales that a call finds from them.
 #pragma once
 
 #include <atomic>
@@ -10,64 +10,73 @@
 
 extern "C" {
 
-// The amax of a matrix; out: those of its blocks, too, (rows / block_rows, columns / block), or nullptr.
+// Arguments of a call that finds amaxes; cpu/library.py mirrors it. out: the amaxes of blocks too, float32
+// (rows / block_rows, columns / block), rows out_step apart; nullptr if they are not wanted.
 struct AmaxCall {
   Source x;
   float* out;
-  i64 out_step, height, width;
+  i64 out_step, tile_rows, tile_columns;
   i32 input, block, block_rows, threads;
 };
 
-// The largest magnitude of all, as an integer of the input's own width.
+// Returns the amax bits of a matrix, in the width of the input's type. The stored block amaxes are valid only if the
+// matrix is finite.
 FP4KIT_EXPORT u32 fp4kit_amax(const AmaxCall* call) {
-  const Units units{call->x.rows, call->x.columns, call->height, call->width};
-  std::atomic<u32> all{0};
-  by_input(call->input, [&](auto in) {
+  const Tiles tiles{call->x.rows, call->x.columns, call->tile_rows, call->tile_columns};
+  std::atomic<u32> largest{0};
+  with_input_type(call->input, [&](auto in) {
     using In = decltype(in);
     using Bits = typename Input<In>::Bits;
-    auto work = [&](i64 unit) {
-      const Part part = units.part(unit);
-      const View<Bits> x = view<In>(call->x, part);
-      u32 most = 0;
+    auto work = [&](i64 index) {
+      const Rectangle tile = tiles.tile(index);
+      const View<Bits> x = view<In>(call->x, tile);
+      u32 of_tile = 0;
       if (!call->out)
-        most = largest_of<In>(x, part.rows, part.columns);
+        of_tile = amax_bits<In>(x, tile.rows, tile.columns);
       else
-        each_panel(part, call->block, call->block_rows, [&](Part of) {
-          u32 found[kMostBlocks];
-          const i64 blocks = of.columns / call->block;
-          float* out = call->out + (part.row + of.row) / call->block_rows * call->out_step +
-                       (part.column + of.column) / call->block;
-          block_magnitudes<In>(View<Bits>{x.data + of.row * x.step + of.column, x.step}, of.rows, blocks, call->block,
-                               found);
-          for (i64 b = 0; b < blocks; ++b) most = found[b] > most ? found[b] : most;
-          for (i64 b = 0; b < blocks; ++b) out[b] = Input<In>::value(static_cast<Bits>(found[b]));
+        for_each_panel(tile, call->block, call->block_rows, [&](Rectangle panel) {
+          u32 bits[kMaxPanelBlocks];
+          const i64 blocks = panel.columns / call->block;
+          float* out = call->out + (tile.row + panel.row) / call->block_rows * call->out_step +
+                       (tile.column + panel.column) / call->block;
+          block_amax_bits<In>(View<Bits>{x.data + panel.row * x.step + panel.column, x.step}, panel.rows, blocks,
+                              call->block, bits);
+          for (i64 b = 0; b < blocks; ++b) of_tile = bits[b] > of_tile ? bits[b] : of_tile;
+          for (i64 b = 0; b < blocks; ++b) out[b] = Input<In>::value(static_cast<Bits>(bits[b]));
           return true;
         });
-      u32 seen = all.load(std::memory_order_relaxed);
-      while (most > seen && !all.compare_exchange_weak(seen, most)) {
+      u32 seen = largest.load(std::memory_order_relaxed);
+      while (of_tile > seen && !largest.compare_exchange_weak(seen, of_tile)) {
       }
     };
-    run_units(units.count(), call->threads, work);
+    run_tiles(tiles.count(), call->threads, work);
   });
-  return all;
+  return largest;
 }
 
 }  // extern "C"
 
 namespace {
 
-// The tensor scales of a call: one, or (tensor_step 1) one a row; and the amaxes of its blocks, or none.
-struct Found {
+// Memory for the tensor scales of a call: one, or one per row if tensor_step is 1; and for the amaxes of its blocks, or
+// nullptr if they were not kept.
+struct FoundScales {
   std::vector<float> encode, decode, amax;
-  std::unique_ptr<float[]> blocks;
-  explicit Found(const EncodeCall& call)
+  std::unique_ptr<float[]> block_amax;
+  explicit FoundScales(const EncodeCall& call)
       : encode(call.tensor_step ? call.x.rows : 1, 1.0f), decode(encode), amax(encode) {}
-  void set(EncodeCall& call) const {
+
+  // Points a call to the tensor scales.
+  void point(EncodeCall& call) const {
     call.encode = encode.data();
     call.decode = decode.data();
     call.amax = amax.data();
   }
-  Known known(const EncodeCall& call) const { return {blocks.get(), call.x.columns / call.block}; }
+
+  // Returns the block amaxes as the encoder takes them.
+  KnownAmaxes known(const EncodeCall& call) const { return {block_amax.get(), call.x.columns / call.block}; }
+
+  // Stores tensor scale i.
   void put(i64 i, TensorScale t) {
     encode[i] = t.encode;
     decode[i] = t.decode;
@@ -75,62 +84,67 @@ struct Found {
   }
 };
 
-// Those of rows, by the tensor rule `rule`; false where an element is not finite.
+// Stores the tensor scale of every row by a tensor rule. Returns false if an element is NaN or infinite.
 template <class In>
-bool find_rows(const EncodeCall& call, i32 rule, Found& found) {
+bool find_row_scales(const EncodeCall& call, i32 tensor_rule, FoundScales& found) {
   using Bits = typename Input<In>::Bits;
-  const Units units{call.x.rows, call.x.columns, call.height, call.x.columns};
-  std::atomic<bool> finite{true};
-  auto work = [&](i64 unit) {
-    const Part part = units.part(unit);
-    const View<Bits> x = view<In>(call.x, part);
-    for (i64 i = 0; i < part.rows; ++i) {
-      const Bits most = largest_of<In>(View<Bits>{x.data + i * x.step, x.step}, 1, part.columns);
-      if (most >= Input<In>::kInfinity) finite = false;
-      found.put(part.row + i, kTensors[rule].scale[call.input](Input<In>::value(most)));
+  const Tiles tiles{call.x.rows, call.x.columns, call.tile_rows, call.x.columns};
+  std::atomic<bool> is_finite{true};
+  auto work = [&](i64 index) {
+    const Rectangle tile = tiles.tile(index);
+    const View<Bits> x = view<In>(call.x, tile);
+    for (i64 i = 0; i < tile.rows; ++i) {
+      const Bits bits = amax_bits<In>(View<Bits>{x.data + i * x.step, x.step}, 1, tile.columns);
+      if (bits >= Input<In>::kInfinity) is_finite = false;
+      found.put(tile.row + i, kTensorRules[tensor_rule].scale[call.input](Input<In>::value(bits)));
     }
   };
-  run_units(units.count(), call.threads, work);
-  return finite;
+  run_tiles(tiles.count(), call.threads, work);
+  return is_finite;
 }
 
-// Those of amaxes that are given; false where one is infinite, NaN or negative.
-bool set_tensors(const EncodeCall& call, i32 rule, const float* given, Found& found) {
+// Stores the tensor scales of given tensor amaxes. Returns false if one is NaN, infinite or negative.
+bool scales_of_given(const EncodeCall& call, i32 tensor_rule, const float* given, FoundScales& found) {
   for (size_t i = 0; i < found.amax.size(); ++i) {
     if (bits_of(given[i]) >= kInfinityBits) return false;
-    found.put(static_cast<i64>(i), kTensors[rule].scale[call.input](given[i]));
+    found.put(static_cast<i64>(i), kTensorRules[tensor_rule].scale[call.input](given[i]));
   }
   return true;
 }
 
-// The tensor scales by the tensor rule `rule` (-1: none) of given amaxes or (nullptr) of those that are found; false
-// where an element, or a given one, is not finite. The amaxes of blocks are found, too, where they are few, or one
-// thread reads them again from its cache: to have many of another core takes longer than to find them anew.
-bool find_tensors(const EncodeCall& call, i32 rule, const float* given, Found& found) {
-  constexpr i64 kMostElements = 1 << 22;
-  if (rule < 0) return true;
-  if (given) return set_tensors(call, rule, given, found);
-  return by_input(call.input, [&](auto in) {
+// Stores the tensor scales of a call by a tensor rule, from given tensor amaxes or, if `given` is nullptr, from the
+// elements. Returns false if an element, or a given amax, is not finite. Without a rule (-1) it stores nothing.
+//
+// The amaxes of blocks are kept for the encoder if the matrix has at most 2^22 elements and either one thread does all
+// or blocks have several rows. Otherwise the encoder finds them again: to fetch many of them from another core's cache
+// takes longer.
+bool find_tensor_scales(const EncodeCall& call, i32 tensor_rule, const float* given, FoundScales& found) {
+  constexpr i64 kMaxElements = 1 << 22;
+  if (tensor_rule < 0) return true;
+  if (given) return scales_of_given(call, tensor_rule, given, found);
+  return with_input_type(call.input, [&](auto in) {
     using In = decltype(in);
-    if (call.tensor_step) return find_rows<In>(call, rule, found);
+    if (call.tensor_step) return find_row_scales<In>(call, tensor_rule, found);
     Source x = call.x;
-    i64 height = call.height, width = call.width;
-    const i64 blocks = call.x.columns / call.block, lines = call.x.rows / call.block_rows;
-    const bool is_whole = blocks * call.block == call.x.columns && lines * call.block_rows == call.x.rows;
-    if (call.rule >= 0 && (call.threads == 1 || call.block_rows > 1) && is_whole &&
-        call.x.rows * call.x.columns <= kMostElements) {
-      found.blocks.reset(new float[lines * blocks]);
-    } else {  // elements are read as they lie
+    i64 tile_rows = call.tile_rows, tile_columns = call.tile_columns;
+    const i64 blocks = call.x.columns / call.block, block_rows = call.x.rows / call.block_rows;
+    const bool is_whole = blocks * call.block == call.x.columns && block_rows * call.block_rows == call.x.rows;
+    if (call.block_rule >= 0 && (call.threads == 1 || call.block_rows > 1) && is_whole &&
+        call.x.rows * call.x.columns <= kMaxElements) {
+      found.block_amax.reset(new float[block_rows * blocks]);
+    } else {
+      // The order of elements does not matter: read columns as rows if those are contiguous, in long tiles.
       if (x.column_step != 1 && x.row_step == 1) x = {x.data, x.columns, x.rows, x.column_step, 1, x.hadamard};
       if (x.column_step == 1)
-        width = minimum(x.columns, call.height * call.width),
-        height = maximum<i64>(call.height * call.width / width, 1);
+        tile_columns = minimum(x.columns, call.tile_rows * call.tile_columns),
+        tile_rows = maximum<i64>(call.tile_rows * call.tile_columns / tile_columns, 1);
     }
-    const AmaxCall find{x,          found.blocks.get(), blocks,          height,      width,
-                        call.input, call.block,         call.block_rows, call.threads};
+    const AmaxCall find{x,          found.block_amax.get(), blocks,      tile_rows, tile_columns, call.input,
+                        call.block, call.block_rows,        call.threads};
     const u32 bits = fp4kit_amax(&find);
     if (bits >= Input<In>::kInfinity) return false;
-    found.put(0, kTensors[rule].scale[call.input](Input<In>::value(static_cast<typename Input<In>::Bits>(bits))));
+    found.put(
+        0, kTensorRules[tensor_rule].scale[call.input](Input<In>::value(static_cast<typename Input<In>::Bits>(bits))));
     return true;
   });
 }

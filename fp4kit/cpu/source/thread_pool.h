@@ -1,5 +1,8 @@
-// Threads that share the units of a call. One call at a time has them; another that comes meanwhile does its work
-// alone, so that programs with threads of their own do not end up with the product of both.
+// Threads that share the tiles of a call. One call at a time owns them. A call that comes meanwhile does its work
+// alone, so that a program with threads of its own does not end up with the product of both numbers.
+//
+// Round: one use of the threads, from for_each_index to its return. Owner: the thread that called it. Helpers: the
+// other threads that take part.
 #pragma once
 
 #include <cstdint>
@@ -18,35 +21,37 @@
 namespace {
 
 struct Pool {
-  std::mutex owner, mutex;  // owner: held by the call that has the threads
+  std::mutex owner,
+      mutex;  // owner: locked by the call that owns the threads; mutex: guards the fields that are not atomic
   std::condition_variable wake, done;
-  std::atomic<uint64_t> taken_units{0};  // by the owner, and by others in the upper half
-  int64_t units = 0;
+  std::atomic<uint64_t> claimed{0};  // indices claimed by the owner (lower 32 bits) and by helpers (upper 32 bits)
+  int64_t count = 0;                 // of indices in this round
   void (*work)(void*, int64_t) = nullptr;
   void* context = nullptr;
   std::atomic<uint64_t> round{0};
-  std::atomic<int> running{0};          // threads that still take part
-  std::atomic<int> place{0};            // the processor that the owner began a round on
-  int wanted = 0, taken = 0, size = 0;  // threads that a round wants, that took part, that exist
+  std::atomic<int> running{0};           // helpers that have not finished the round
+  std::atomic<int> owner_processor{0};   // the processor on which the owner began the round
+  int wanted = 0, joined = 0, size = 0;  // helpers that the round wants, that have joined it, that exist
 };
 
-Pool* pool = new Pool;  // never destroyed: threads may wait on it when the program ends
+Pool* pool = new Pool;  // never destroyed, because threads may wait on it when the program ends
 
-// The owner takes units from the first on, others from the last: so that those of two rounds, or calls, lie in the
-// cache of one processor.
-void take_units(Pool& p, bool is_owner) {
+// Claims indices and works on them until none is left. The owner takes them from the first on, helpers from the last
+// on. So a tile tends to be done by the same thread in two rounds or calls, and its elements are in that processor's
+// cache.
+void work_off(Pool& p, bool is_owner) {
   for (;;) {
-    const uint64_t taken = p.taken_units.fetch_add(is_owner ? 1 : uint64_t{1} << 32, std::memory_order_relaxed);
-    const int64_t first = taken & 0xFFFFFFFFu, last = taken >> 32;
-    if (first + last >= p.units) return;
-    p.work(p.context, is_owner ? first : p.units - 1 - last);
+    const uint64_t claimed = p.claimed.fetch_add(is_owner ? 1 : uint64_t{1} << 32, std::memory_order_relaxed);
+    const int64_t first = claimed & 0xFFFFFFFFu, last = claimed >> 32;
+    if (first + last >= p.count) return;
+    p.work(p.context, is_owner ? first : p.count - 1 - last);
   }
 }
 
-// Waits, 50 microseconds at most: a call of two rounds, or the next call of a loop, need not wake threads up, which
-// takes as long.
+// Waits actively until a condition is met, for at most 50 microseconds. So a second round, or the next call of a loop,
+// need not wake threads, which takes about as long.
 template <class Condition>
-void wait_briefly(Condition is_met) {
+void spin_briefly(Condition is_met) {
   const auto end = std::chrono::steady_clock::now() + std::chrono::microseconds(50);
   do {
     for (int i = 0; i < 32; ++i) {
@@ -58,7 +63,7 @@ void wait_briefly(Condition is_met) {
   } while (std::chrono::steady_clock::now() < end);
 }
 
-// The processor that this thread is on; -1 where the system does not tell.
+// Returns the number of the processor that runs this thread; -1 if the system does not tell.
 int processor() {
 #if defined(__linux__)
   return sched_getcpu();
@@ -67,67 +72,68 @@ int processor() {
 #endif
 }
 
-void serve(Pool* p) {
-  fesetenv(FE_DFL_ENV);  // a thread begins with the environment of the one that made it
+// Runs a helper thread: joins rounds for ever.
+void helper_loop(Pool* p) {
+  fesetenv(FE_DFL_ENV);  // a thread inherits the floating-point environment of its creator
   std::unique_lock<std::mutex> lock(p->mutex);
   for (uint64_t seen = 0;;) {
-    p->wake.wait(lock, [&] { return p->round != seen && p->taken < p->wanted; });
+    p->wake.wait(lock, [&] { return p->round != seen && p->joined < p->wanted; });
     seen = p->round;
-    ++p->taken;
+    ++p->joined;
     lock.unlock();
-    take_units(*p, false);
+    work_off(*p, false);
     lock.lock();
     if (--p->running == 0) p->done.notify_one();
     lock.unlock();
+    // Spin only on another processor than the owner's, which would have to wait for its turn.
     const int place = processor();
-    if (place < 0 || place != p->place)
-      wait_briefly([&] { return p->round != seen; });  // not where the owner waits for a turn
+    if (place < 0 || place != p->owner_processor) spin_briefly([&] { return p->round != seen; });
     lock.lock();
   }
 }
 
-// Threads up to a number; fewer where the system gives no more.
-void grow(Pool& p, int size) {
+// Starts threads until `size` helpers exist, or as many as the system gives.
+void ensure_helpers(Pool& p, int size) {
   try {
-    for (; p.size < size; ++p.size) std::thread(serve, &p).detach();
+    for (; p.size < size; ++p.size) std::thread(helper_loop, &p).detach();
   } catch (...) {
   }
 }
 
-// A forked child has none of the threads: it begins with a new pool.
-void forget() {
+// Gives a forked child a new pool, because it has none of the threads.
+void reset_after_fork() {
   pool = new Pool;
 }
-const int registered = pthread_atfork(nullptr, nullptr, forget);
+const int registered = pthread_atfork(nullptr, nullptr, reset_after_fork);
 
-// Calls work(context, unit) for every unit in [0, units), in any order, on `threads` threads at most, this one
-// included.
-void for_units(int64_t units, int threads, void (*work)(void*, int64_t), void* context) {
+// Calls work(context, index) for every index in [0, count), in any order, on at most `threads` threads, the calling one
+// included. Returns when all calls have returned.
+void for_each_index(int64_t count, int threads, void (*work)(void*, int64_t), void* context) {
   Pool& p = *pool;
-  const int helpers = static_cast<int>(units < threads ? units : threads) - 1;
+  const int helpers = static_cast<int>(count < threads ? count : threads) - 1;
   if (helpers < 1 || !p.owner.try_lock()) {
-    for (int64_t unit = 0; unit < units; ++unit) work(context, unit);
+    for (int64_t index = 0; index < count; ++index) work(context, index);
     return;
   }
   {
     std::lock_guard<std::mutex> lock(p.mutex);
-    grow(p, helpers);
-    p.units = units;
+    ensure_helpers(p, helpers);
+    p.count = count;
     p.work = work;
     p.context = context;
-    p.taken_units = 0;
-    p.taken = 0;
+    p.claimed = 0;
+    p.joined = 0;
     p.wanted = p.running = helpers < p.size ? helpers : p.size;
-    p.place = processor();
+    p.owner_processor = processor();
     ++p.round;
   }
   p.wake.notify_all();
-  take_units(p, true);
-  wait_briefly([&] { return p.running == 0; });
+  work_off(p, true);
+  spin_briefly([&] { return p.running == 0; });
   {
     std::unique_lock<std::mutex> lock(p.mutex);
-    p.running -= p.wanted - p.taken;  // those that have not come are not waited for
-    p.wanted = p.taken;
+    p.running -= p.wanted - p.joined;  // do not wait for helpers that have not joined
+    p.wanted = p.joined;
     p.done.wait(lock, [&] { return p.running == 0; });
   }
   p.owner.unlock();

@@ -1,0 +1,213 @@
+// The C functions that Python calls (cpu/library.py declares them). Each one takes a matrix, or as much of one as a
+// call may, and shares its tiles among threads.
+//
+// Prototype: a call with the shape, steps and recipe of a matrix but without addresses. Python keeps it and repeats the
+// call with new addresses (cpu/cached_calls.py).
+#include "decode_matrix.h"
+#include "search_factors.h"
+#include "search_scales.h"
+#include "tensor_scale.h"
+
+extern "C" {
+
+// Returns the digest of the sources that this library was compiled from: cpu/source_digest.py.
+FP4KIT_EXPORT const char* fp4kit_digest() {
+  return FP4KIT_DIGEST;
+}
+
+// Returns the highest level that this processor can run, by its name in setup.py.
+FP4KIT_EXPORT const char* fp4kit_level() {
+#if defined(__x86_64__)
+  __builtin_cpu_init();
+  if (!(__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("bmi2")))
+    return "base";
+  const bool wide = __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
+                    __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512cd");
+  return wide ? "avx512" : "avx2";
+#else
+  return "base";
+#endif
+}
+
+// Return the index of a block rule, tensor rule or element by its key; -1 for an unknown key.
+FP4KIT_EXPORT int fp4kit_block_rule(const char* key) {
+  return kBlockRules.index_of(key);
+}
+
+FP4KIT_EXPORT int fp4kit_tensor_rule(const char* key) {
+  return kTensorRules.index_of(key);
+}
+
+FP4KIT_EXPORT int fp4kit_element(const char* key) {
+  return kElements.index_of(key);
+}
+
+// Sets the table of rcp_approx_ftz (cuda_compat.h). Must be called before any call that computes.
+FP4KIT_EXPORT void fp4kit_set_reciprocals(const signed char* table) {
+  reciprocal_table = table;
+}
+
+}  // extern "C"
+
+namespace {
+
+// Encodes all tiles of a call.
+void encode_tiles(const EncodeCall& call, KnownAmaxes known) {
+  const Tiles tiles{call.x.rows, call.x.columns, call.tile_rows, call.tile_columns};
+  Multipliers memory;
+  const Multipliers* multipliers = multipliers_of_call(call, memory);
+  with_input_type(call.input, [&](auto in) {
+    const Encoder<decltype(in)> encoder{call, known, multipliers};
+    auto work = [&](i64 index) { call.needs_fallback[index] = !encoder.encode_tile(tiles.tile(index)); };
+    run_tiles(tiles.count(), call.threads, work);
+  });
+}
+
+// Returns a prototype with the elements at x.
+EncodeCall call_at(const EncodeCall& prototype, const void* x, i32 threads) {
+  EncodeCall call = prototype;
+  call.x.data = x;
+  call.threads = threads;
+  return call;
+}
+
+}  // namespace
+
+extern "C" {
+
+// Encodes a matrix.
+FP4KIT_EXPORT void fp4kit_encode(const EncodeCall* call) {
+  encode_tiles(*call, {});
+}
+
+// Quantizes a matrix: finds its tensor scales, and encodes it into packed and scales. Returns 1 if any of it needs the
+// fallback; the outputs are then not valid.
+//   given         tensor amaxes, or nullptr to find them
+//   decode, amax  out: the tensor's decode scales and amaxes; nullptr if not wanted
+//   tensor_rule   index in kTensorRules; -1 for a recipe without tensor scales
+FP4KIT_EXPORT i32 fp4kit_quantize(const EncodeCall* prototype, const void* x, const float* given, u8* packed,
+                                  u8* scales, float* decode, float* amax, i32 tensor_rule, i32 threads) {
+  EncodeCall call = call_at(*prototype, x, threads);
+  FoundScales found(call);
+  if (!find_tensor_scales(call, tensor_rule, given, found)) return 1;
+  found.point(call);
+  if (decode) std::memcpy(decode, found.decode.data(), found.decode.size() * sizeof(float));
+  if (amax) std::memcpy(amax, found.amax.data(), found.amax.size() * sizeof(float));
+  call.packed = packed;
+  call.scales = scales;
+  std::vector<u8> needs_fallback(
+      static_cast<size_t>(Tiles{call.x.rows, call.x.columns, call.tile_rows, call.tile_columns}.count()));
+  call.needs_fallback = needs_fallback.data();
+  encode_tiles(call, found.known(call));
+  return any_marked(needs_fallback);
+}
+
+// Fake-quantizes a matrix into `out`: encodes and decodes each tile, whose codes and scales are not kept. values: how
+// they are decoded. given, tensor_rule and the result: as for fp4kit_quantize.
+FP4KIT_EXPORT i32 fp4kit_fake_quantize(const EncodeCall* prototype, const DecodeCall* values, const void* x,
+                                       const float* given, void* out, i32 tensor_rule, i32 threads) {
+  EncodeCall call = call_at(*prototype, x, threads);
+  DecodeCall target = *values;
+  FoundScales found(call);
+  if (!find_tensor_scales(call, tensor_rule, given, found)) return 1;
+  found.point(call);
+  target.tensors = {call.encode, call.decode, call.amax, call.tensor_step, 0};
+  target.out = out;
+  DecodeTables memory;
+  const DecodeTables* tables = tables_of_call(target, true, memory);
+  const Tiles tiles{call.x.rows, call.x.columns, call.tile_rows, call.tile_columns};
+  const KnownAmaxes known = found.known(call);
+  Multipliers multipliers_memory;
+  const Multipliers* multipliers = multipliers_of_call(call, multipliers_memory);
+  std::atomic<bool> is_done{true};
+  with_input_type(call.input, [&](auto in) {
+    auto work = [&](i64 index) {
+      if (!fake_quantize_tile<decltype(in)>(call, target, tiles.tile(index), tables, known, multipliers))
+        is_done = false;
+    };
+    run_tiles(tiles.count(), threads, work);
+  });
+  return !is_done;
+}
+
+// Returns the index of a decoder by its key; -1 for an unknown key.
+FP4KIT_EXPORT int fp4kit_decoder(const char* key) {
+  return kDecoders.index_of(key);
+}
+
+// Decodes a matrix.
+FP4KIT_EXPORT void fp4kit_decode(const DecodeCall* call) {
+  DecodeTables memory;
+  const DecodeTables* tables = tables_of_call(*call, false, memory);
+  const Tiles tiles{call->rows, call->columns, call->tile_rows, call->tile_columns};
+  auto work = [&](i64 index) { call->needs_fallback[index] = !decode_tile(*call, tiles.tile(index), tables); };
+  run_tiles(tiles.count(), call->threads, work);
+}
+
+// Dequantizes a matrix. tensor: the encode scales of all tensor scales, then the decode scales, then the amaxes.
+// Returns 1 if any of it needs the fallback; `out` is then not valid.
+FP4KIT_EXPORT i32 fp4kit_dequantize(const DecodeCall* prototype, const u8* packed, const u8* scales,
+                                    const float* tensor, void* out, i32 threads) {
+  DecodeCall call = *prototype;
+  call.packed = packed;
+  call.scales = scales;
+  const i64 count = call.tensors.row_step ? call.rows * call.tensors.row_step : 1;
+  call.tensors = {tensor, tensor + count, tensor + 2 * count, call.tensors.row_step, call.tensors.block_step};
+  call.out = out;
+  call.threads = threads;
+  std::vector<u8> needs_fallback(
+      static_cast<size_t>(Tiles{call.rows, call.columns, call.tile_rows, call.tile_columns}.count()));
+  call.needs_fallback = needs_fallback.data();
+  fp4kit_decode(&call);
+  return any_marked(needs_fallback);
+}
+
+// Scale search: for every block of the matrix, stores the amax whose scale leaves the smallest loss.
+FP4KIT_EXPORT void fp4kit_search_scales(const SearchScalesCall* call) {
+  const Tiles tiles{call->x.rows, call->x.columns, call->tile_rows, call->tile_columns};
+  std::atomic<u64> unproven{0};
+  with_input_type(call->input, [&](auto in) {
+    const ScaleSearch<decltype(in)> search{*call};
+    auto work = [&](i64 index) { unproven += search.search_tile(tiles.tile(index)); };
+    run_tiles(tiles.count(), call->threads, work);
+  });
+  *call->unproven += unproven;
+}
+
+// Factor search: for every block of the matrix, tries the given multiples of its amax and stores the best one.
+FP4KIT_EXPORT void fp4kit_search_factors(const SearchFactorsCall* call) {
+  const Tiles tiles{call->x.rows, call->x.columns, call->tile_rows, call->tile_columns};
+  const FillTablesFunction fill = kDecoders[call->decoder].fill_tables[kFloat32];
+  DecodeTables memory;
+  const DecodeTables* tables = fill && !call->tensor_step ? &memory : nullptr;
+  if (tables) fill({*call->encode, *call->decode, *call->amax}, true, memory);
+  with_input_type(call->input, [&](auto in) {
+    const FactorSearch<decltype(in)> search{*call, tables};
+    auto work = [&](i64 index) { call->needs_fallback[index] = !search.search_tile(tiles.tile(index)); };
+    run_tiles(tiles.count(), call->threads, work);
+  });
+}
+
+// Transposes the packed codes of a (rows, columns) matrix. is_nibble: codes are two per byte, and rows and columns are
+// even.
+FP4KIT_EXPORT void fp4kit_transpose(const u8* codes, u8* out, i64 rows, i64 columns, i32 is_nibble, i32 threads) {
+  constexpr i64 kTileSide = 64;
+  const Tiles tiles{rows, columns, kTileSide, kTileSide};
+  const i64 per_byte = is_nibble ? 2 : 1;
+  auto work = [&](i64 index) {
+    const Rectangle tile = tiles.tile(index);
+    u8 by_column[kTileSide][kTileSide];
+    for (i64 i = 0; i < tile.rows; ++i) {
+      const u8* row = codes + (tile.row + i) * (columns / per_byte) + tile.column / per_byte;
+      for (i64 j = 0; j < tile.columns; ++j) by_column[j][i] = is_nibble ? row[j / 2] >> (j % 2 * 4) & 15u : row[j];
+    }
+    for (i64 j = 0; j < tile.columns; ++j) {
+      u8* target = out + (tile.column + j) * (rows / per_byte) + tile.row / per_byte;
+      is_nibble ? pack_codes(by_column[j], tile.rows, target)
+                : static_cast<void>(std::memcpy(target, by_column[j], tile.rows));
+    }
+  };
+  run_tiles(tiles.count(), threads, work);
+}
+
+}  // extern "C"

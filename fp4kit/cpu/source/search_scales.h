@@ -1,0 +1,195 @@
+// Searches the block amaxes whose E4M3 scales leave the smallest loss, tile by tile: reference/search_scales.py.
+//
+// Pruned search (search_pruned.h): bounds exclude most candidates; sixteen blocks side by side. Full search: all
+// candidates of one block are tried, sixteen side by side; used if the bounds do not apply, or did not prove a block.
+// Among candidates of equal loss the first one wins. If no loss is below infinity, the first candidate of all wins.
+#pragma once
+
+#include "search_losses.h"
+#include "dispatch.h"
+#include "tiles.h"
+
+// Arguments of a search; cpu/library.py mirrors it.
+//   candidates               three arrays of 128, by code
+//   weights, hessian         of columns: one weight per column, or a 16 x 16 Hessian per 16 columns; or nullptr
+//   out                      one amax per block, in each row of the block; rows are out_step apart
+//   unproven                 out: incremented by the number of blocks that had a full search
+//   lower, upper             candidates are the codes from lower to upper beside the code of the block's own amax
+//   power                    of errors in a loss: 2, 1, infinity (the largest error) or another number
+//   tensor_amax, block_rule  give the code of a block's own amax; block_rule -1: all codes are candidates
+//   is_pruned                0: every block has a full search
+struct SearchScalesCall {
+  Source x;
+  Candidates candidates;
+  const float *weights, *hessian;
+  float* out;
+  i64 out_step;
+  u64* unproven;
+  i64 tile_rows, tile_columns, lower, upper;
+  double power;
+  float tensor_amax;
+  i32 input, block_rule, block_rows, is_pruned, threads;
+};
+
+namespace {
+
+// The place of a block in a tile: the first row of its row of blocks, and its index there, below `across`.
+struct BlockPlace {
+  i64 row, block, across;
+
+  // Moves on to the next block, for blocks of one row.
+  void next() {
+    if (++block < across) return;
+    block = 0;
+    ++row;
+  }
+};
+
+// Searches the tiles of a call whose elements have type In.
+template <class In>
+struct ScaleSearch {
+  using Bits = typename Input<In>::Bits;
+  const SearchScalesCall& call;
+  const Objective objective = objective_of(call.power == 1.0, call.power > 0x1p1023, call.power != 2.0);
+  const bool is_pruned = call.is_pruned && objective == Objective::squares && !call.hessian && call.block_rows == 1 &&
+                         call.candidates.are_bounds_valid();
+
+  // Stores the first and last candidate of kLanes blocks.
+  void find_candidate_ranges(const float* amax, u32* min_code, u32* max_code) const {
+    u8 codes[kLanes] = {};
+    float factors[kLanes];
+    if (call.block_rule >= 0)
+      kBlockRules[call.block_rule].scales[kFloat32](amax, kLanes, {1.0f, 1.0f, call.tensor_amax}, codes, factors);
+    const i32 lower = call.block_rule < 0 ? 1 : static_cast<i32>(call.lower),
+              upper = call.block_rule < 0 ? 126 : static_cast<i32>(call.upper);
+    const auto clamped = [](i32 code) { return static_cast<u32>(minimum<i32>(maximum<i32>(code, 1), kLastCandidate)); };
+    for (int lane = 0; lane < kLanes; ++lane) {
+      min_code[lane] = clamped(codes[lane] + lower);
+      max_code[lane] = clamped(codes[lane] + upper);
+    }
+  }
+
+  // Returns the weights of a block's columns.
+  const float* weights_at(const Rectangle& tile, const BlockPlace& at) const {
+    return call.weights + tile.column + at.block * kSearchBlockSize;
+  }
+
+  // Stores the losses of one row of a block under all candidates, for an objective other than squares.
+  template <Objective kObjective>
+  void find_row_power_losses(const float* row, const Rectangle& tile, const BlockPlace& at, float* losses) const {
+    const Candidates& all = call.candidates;
+    const float* weights = call.weights ? weights_at(tile, at) : nullptr;
+    const auto find = weights ? find_power_losses<kObjective, true> : find_power_losses<kObjective, false>;
+    for (int code = 0; code < kCandidates; code += kLanes)
+      find(row, weights, all.scales + code, all.reciprocals + code, call.power, losses + code);
+  }
+
+  // Stores the losses of one row of a block under all candidates.
+  void find_row_losses(const float* row, const Rectangle& tile, const BlockPlace& at, float* losses) const {
+    const Candidates& all = call.candidates;
+    if (objective == Objective::magnitudes) return find_row_power_losses<Objective::magnitudes>(row, tile, at, losses);
+    if (objective == Objective::largest) return find_row_power_losses<Objective::largest>(row, tile, at, losses);
+    if (objective == Objective::powers) return find_row_power_losses<Objective::powers>(row, tile, at, losses);
+    if (call.weights) return find_squared_losses<true>(row, weights_at(tile, at), all, losses);
+    if (!call.hessian) return find_squared_losses<false>(row, nullptr, all, losses);
+    const float* hessian = call.hessian + (tile.column + at.block * kSearchBlockSize) * kSearchBlockSize;
+    for (int code = 0; code < kCandidates; code += kLanes)
+      find_hessian_losses(row, hessian, all.scales + code, all.reciprocals + code, losses + code);
+  }
+
+  // Returns the first code of smallest loss in min_code ... max_code, for a block of `rows` rows.
+  u32 search_fully(View<Bits> x, i64 rows, const Rectangle& tile, const BlockPlace& at, u32 min_code,
+                   u32 max_code) const {
+    float total[kCandidates], losses[kCandidates], row[kSearchBlockSize], smallest = float_of(kInfinityBits);
+    for (i64 i = 0; i < rows; ++i) {
+      load_row<In>(x.data + (at.row + i) * x.step + at.block * kSearchBlockSize, row);
+      find_row_losses(row, tile, at, i ? losses : total);
+      for (int code = 0; i && code < kCandidates; ++code)
+        total[code] = objective == Objective::largest ? combined_loss<Objective::largest>(total[code], losses[code])
+                                                      : total[code] + losses[code];
+    }
+    u32 found = min_code;
+    for (u32 code = min_code; code <= max_code; ++code)
+      if (total[code] < smallest) {
+        smallest = total[code];
+        found = code;
+      }
+    return found;
+  }
+
+  // Stores the block amax of a code in all rows of a block.
+  void store_amax(const Rectangle& tile, const BlockPlace& at, i64 rows, u32 code) const {
+    float* out = call.out + (tile.row + at.row) * call.out_step + tile.column / kSearchBlockSize + at.block;
+    for (i64 i = 0; i < rows; ++i) out[i * call.out_step] = call.candidates.amaxes[code];
+  }
+
+  // Searches up to kLanes blocks of one row each, by the pruned search: `count` blocks from `at` on, or kLanes if there
+  // are more. Moves `at` to the last of them, or behind the last of kLanes. Returns how many had a full search.
+  template <bool kWeighted>
+  u64 search_lanes(View<Bits> x, const Rectangle& tile, BlockPlace& at, i64 count) const {
+    LaneBlocks<kWeighted> blocks;
+    BlockPlace places[kLanes];
+    for (int lane = 0; lane < kLanes; ++lane) {
+      float row[kSearchBlockSize];
+      places[lane] = at;
+      load_row<In>(x.data + at.row * x.step + at.block * kSearchBlockSize, row);
+      for (int j = 0; j < kSearchBlockSize; ++j) blocks.a[j][lane] = magnitude_of(row[j]);
+      if constexpr (kWeighted)
+        for (int j = 0; j < kSearchBlockSize; ++j) blocks.w[j][lane] = weights_at(tile, at)[j];
+      if (lane + 1 < count) at.next();
+    }
+    for (int lane = 0; lane < kLanes; ++lane) {
+      u32 bits = 0;
+      FP4KIT_UNROLL
+      for (int j = 0; j < kSearchBlockSize; ++j) bits = maximum(bits, bits_of(blocks.a[j][lane]));
+      blocks.amax[lane] = float_of(bits);
+      // Zeros have no error under any candidate, and the errors of NaN and infinity are never finite.
+      blocks.is_open[lane] = lane < count && bits > 0u && bits < kInfinityBits;
+    }
+    find_candidate_ranges(blocks.amax, blocks.min_code, blocks.max_code);
+    PrunedSearch<kWeighted> search{blocks, call.candidates};
+    search.run();
+    u64 unproven = 0;
+    for (int lane = 0; lane < kLanes && lane < count; ++lane) {
+      if (!search.is_proven[lane])
+        search.code[lane] = search_fully(x, 1, tile, places[lane], blocks.min_code[lane], blocks.max_code[lane]);
+      unproven += !search.is_proven[lane];
+      store_amax(tile, places[lane], 1, search.code[lane]);
+    }
+    return unproven;
+  }
+
+  // Searches one block by a full search.
+  void search_block(View<Bits> x, const Rectangle& tile, const BlockPlace& at, i64 rows) const {
+    float amax[kLanes] = {}, row[kSearchBlockSize];
+    u32 min_code[kLanes], max_code[kLanes], bits = 0;
+    for (i64 i = 0; i < rows; ++i) {
+      load_row<In>(x.data + (at.row + i) * x.step + at.block * kSearchBlockSize, row);
+      for (int j = 0; j < kSearchBlockSize; ++j) bits = maximum(bits, bits_of(magnitude_of(row[j])));
+    }
+    amax[0] = float_of(bits);
+    find_candidate_ranges(amax, min_code, max_code);
+    store_amax(tile, at, rows, search_fully(x, rows, tile, at, min_code[0], max_code[0]));
+  }
+
+  // Searches the blocks of a tile. Returns how many of them had a full search.
+  u64 search_tile(const Rectangle& tile) const {
+    const View<Bits> x = view<In>(call.x, tile);
+    const i64 across = tile.columns / kSearchBlockSize,
+              count = across * ((tile.rows + call.block_rows - 1) / call.block_rows);
+    BlockPlace at{0, 0, across};
+    u64 unproven = 0;
+    if (is_pruned) {
+      for (i64 done = 0; done < count; done += kLanes)
+        unproven += call.weights ? search_lanes<true>(x, tile, at, count - done)
+                                 : search_lanes<false>(x, tile, at, count - done);
+      return unproven;
+    }
+    for (i64 row = 0; row < tile.rows; row += call.block_rows)
+      for (i64 block = 0; block < across; ++block)
+        search_block(x, tile, {row, block, across}, minimum<i64>(call.block_rows, tile.rows - row));
+    return static_cast<u64>(count);
+  }
+};
+
+}  // namespace

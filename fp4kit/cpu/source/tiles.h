@@ -1,0 +1,133 @@
+// Matrices cut into tiles, which threads take one by one; tiles cut into panels; and the elements of a tile in
+// contiguous rows. README.md has a picture.
+#pragma once
+
+#include <vector>
+
+#include "blocks.h"
+#include "hadamard.h"
+#include "thread_pool.h"
+
+namespace {
+
+// Returns memory for `count` values that belongs to this thread. The next call with the same T may reuse it.
+template <class T>
+T* scratch(size_t count) {
+  thread_local std::vector<T> memory;
+  if (memory.size() < count) memory.resize(count);
+  return memory.data();
+}
+
+// A rectangle of a matrix (a tile) or of a tile (a panel): first row, number of rows, first column, number of columns.
+struct Rectangle {
+  i64 row, rows, column, columns;
+};
+
+// The tiles of a rows x columns matrix. Those at the right and lower edges may be smaller.
+struct Tiles {
+  i64 rows, columns, tile_rows, tile_columns;
+  i64 across() const { return (columns + tile_columns - 1) / tile_columns; }
+  i64 count() const { return across() * ((rows + tile_rows - 1) / tile_rows); }
+
+  // Returns a tile by its index in row-major order.
+  Rectangle tile(i64 index) const {
+    const i64 row = index / across() * tile_rows, column = index % across() * tile_columns;
+    return {row, minimum(tile_rows, rows - row), column, minimum(tile_columns, columns - column)};
+  }
+};
+
+// Calls work(index) for every tile index in [0, count), on at most `threads` threads.
+template <class Work>
+void run_tiles(i64 count, int threads, Work& work) {
+  for_each_index(count, threads, [](void* context, int64_t index) { (*static_cast<Work*>(context))(index); }, &work);
+}
+
+// Returns true if a tile is marked.
+bool any_marked(const std::vector<u8>& marks) {
+  return std::memchr(marks.data(), 1, marks.size()) != nullptr;
+}
+
+// Returns true if the elements of a tile are copied, to make rows contiguous or to transform them, before they are
+// read.
+bool is_gathered(const Source& x) {
+  return x.column_step != 1 || x.hadamard >= 0;
+}
+
+// The elements of a tile or panel: contiguous rows, `step` elements apart.
+template <class Bits>
+struct View {
+  const Bits* data;
+  i64 step;
+};
+
+// Returns the elements of a tile: in place, or a copy in scratch memory if they have to be gathered.
+template <class In, class Bits = typename Input<In>::Bits>
+View<Bits> view(const Source& x, const Rectangle& tile) {
+  if (!is_gathered(x)) return {static_cast<const Bits*>(x.data) + tile.row * x.row_step + tile.column, x.row_step};
+  Bits* copy = scratch<Bits>(tile.rows * tile.columns);
+  gather<Bits>(x, tile.row, tile.rows, tile.column, tile.columns, tile.columns, copy);
+  if (x.hadamard >= 0) hadamard_runs<In>(copy, tile.rows * tile.columns / 16, static_cast<u32>(x.hadamard));
+  return {copy, tile.columns};
+}
+
+// Loads one element per cache line, row by row. Reading in the order of memory is faster than the order of panels, in
+// which the elements are then read from the cache.
+template <class Bits>
+void touch(View<Bits> x, i64 rows, i64 columns) {
+  u32 seen = 0;
+  for (i64 i = 0; i < rows; ++i)
+    for (i64 j = 0; j < columns; j += 64 / sizeof(Bits)) seen |= x.data[i * x.step + j];
+  asm volatile("" : : "r"(seen));
+}
+
+// Prefetches elements that are read next. The address need not be valid.
+template <class Bits>
+void prefetch(const Bits* data, i64 count) {
+  for (i64 i = 0; i < count; i += 64 / sizeof(Bits)) __builtin_prefetch(data + i, 0, 2);
+}
+
+// Calls work(panel) for the panels of a tile, in row-major order: block_rows rows and at most kPanelColumns columns,
+// whole blocks. Stops at the first call that returns false. Returns true if all calls returned true.
+template <class Work>
+bool for_each_panel(const Rectangle& tile, i64 block, i64 block_rows, Work work) {
+  const i64 columns = kPanelColumns / block * block;
+  for (i64 i = 0; i < tile.rows; i += block_rows)
+    for (i64 j = 0; j < tile.columns; j += columns)
+      if (!work(Rectangle{i, minimum(block_rows, tile.rows - i), j, minimum(columns, tile.columns - j)})) return false;
+  return true;
+}
+
+// Stores the amax bits of a row of blocks: `blocks` blocks of `rows` x `block` elements.
+template <class In, class Bits>
+void block_amax_bits(View<Bits> x, i64 rows, i64 blocks, i64 block, u32* out) {
+  const i64 segment = segment_of(block), per_block = block / segment, segments = blocks * per_block;
+  const auto find = segment == 16 ? segment_amax_bits<In, 16> : segment_amax_bits<In, 32>;
+  u32 memory[kMaxPanelBlocks], row[kMaxPanelBlocks];
+  u32* largest = per_block == 1 ? out : memory;  // of each segment
+  find(x.data, segments, largest);
+  for (i64 i = 1; i < rows; ++i) {
+    find(x.data + i * x.step, segments, row);
+    for (i64 s = 0; s < segments; ++s) largest[s] = row[s] > largest[s] ? row[s] : largest[s];
+  }
+  if (per_block == 1) return;
+  for (i64 b = 0; b < blocks; ++b) {
+    u32 of_block = largest[b * per_block];
+    for (i64 s = 1; s < per_block; ++s) of_block = maximum(of_block, largest[b * per_block + s]);
+    out[b] = of_block;
+  }
+}
+
+// Returns the amax bits of all elements of a view.
+template <class In, class Bits>
+Bits amax_bits(View<Bits> x, i64 rows, i64 columns) {
+  Bits largest = 0;
+  if (x.step == columns) columns *= rows, rows = 1;
+  for (i64 i = 0; i < rows; ++i)
+    for (i64 j = 0; j < columns; ++j) {
+      const Bits magnitude = x.data[i * x.step + j] & Input<In>::kMagnitude;
+      largest = magnitude > largest ? magnitude : largest;
+    }
+  return largest;
+}
+
+}  // namespace
