@@ -1,4 +1,6 @@
-"""What engines require of the configuration of a quantized checkpoint: config.json and hf_quant_config.json."""
+"""Check the configuration of a quantized checkpoint (config.json, hf_quant_config.json) against what engines
+require.
+"""
 
 from __future__ import annotations
 
@@ -14,35 +16,38 @@ _METHODS = {
     "sglang-mxfp8": "mxfp8",
     "gpt-oss": "mxfp4",
 }
-_READER = {"sglang-mxfp8": "SGLang"}  # whose demand it is; vLLM's, where it is not named
+_READER = {"sglang-mxfp8": "SGLang"}  # format -> the engine that requires its quant_method; vLLM for other formats
 _CONFIG, _HF = "config.json", "hf_quant_config.json"
 
 
 def _section(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    """Return the object under ``key``; an empty one if there is none."""
     value = config.get(key)
     return value if isinstance(value, Mapping) else {}
 
 
 def quantization_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return ``quantization_config`` of config.json, empty if there is none."""
+    """Return ``quantization_config`` of config.json; an empty mapping if there is none."""
     return _section(config, "quantization_config")
 
 
 def groups(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Return the ``config_groups`` of a config.json."""
+    """Return the ``config_groups`` of a config.json; an empty list if there are none."""
     found = quantization_config(config).get("config_groups")
     return [group for group in found.values() if isinstance(group, Mapping)] if isinstance(found, Mapping) else []
 
 
 def has_static_inputs(container: str, config: Mapping[str, Any]) -> bool:
-    """Return whether compressed-tensors stores a scale of the inputs: a group has some that are not wholly dynamic."""
+    """Return whether compressed-tensors stores input scales: some group has input activations that are not fully
+    dynamic.
+    """
     inputs = [_section(group, "input_activations") for group in groups(config)]
     stored = any(each and each.get("dynamic") is not True for each in inputs)
     return stored and container == "compressed-tensors nvfp4-pack-quantized"
 
 
 def _method(container: str, config: Mapping[str, Any]) -> Iterator[Finding]:
-    """Yield a finding if ``quant_method`` leads an engine elsewhere."""
+    """Yield a finding if ``quant_method`` makes the engine choose another loader."""
     used = CONTAINERS[container].format
     needed = _METHODS.get(used)
     method = str(quantization_config(config).get("quant_method", ""))
@@ -53,24 +58,26 @@ def _method(container: str, config: Mapping[str, Any]) -> Iterator[Finding]:
 
 
 def _modelopt(container: str, config: Mapping[str, Any]) -> Iterator[Finding]:
+    """Yield what is wrong with a Model-Optimizer config: algorithm, input activations, group size."""
     section = quantization_config(config)
     algo, needed = section.get("quant_algo"), container.removeprefix("modelopt ")
     text = f"quantization_config.quant_algo is {algo!r}; the tensors are {needed!r}"
     if str(algo).upper() != needed.upper():
         yield finding("vLLM", "error", _CONFIG, text)
     if algo != needed:
-        yield finding("SGLang", "error", _CONFIG, text)  # it minds the case
+        yield finding("SGLang", "error", _CONFIG, text)  # SGLang compares case-sensitively
     inputs = [_section(group, "input_activations") for group in groups(config)]
     if container == "modelopt NVFP4" and inputs and not any(inputs):
         text = (
-            "no group of config_groups has input_activations: NVFP4 is taken for W4A16_NVFP4, and input_scale is not"
-            " used"
+            "no group of config_groups has input_activations: the engine treats NVFP4 as W4A16_NVFP4 and ignores"
+            " input_scale"
         )
         yield finding("vLLM", "warning", _CONFIG, text)
     yield from _group_size(container, section)
 
 
 def _group_size(container: str, section: Mapping[str, Any]) -> Iterator[Finding]:
+    """Yield a finding per engine if the declared group size is not that of the tensors."""
     size, needed = section.get("group_size"), CONTAINERS[container].group_size
     if size is not None and size != needed:
         for engine in ("vLLM", "SGLang"):
@@ -87,6 +94,7 @@ _CT_WEIGHTS: dict[str, dict[str, Any]] = {
 
 
 def _compressed_tensors(container: str, config: Mapping[str, Any]) -> Iterator[Finding]:
+    """Yield what is wrong with a compressed-tensors config: format, groups, and the scheme of the weights."""
     needed_format = container.removeprefix("compressed-tensors ")
     if (found := quantization_config(config).get("format")) != needed_format:
         yield finding(
@@ -101,17 +109,19 @@ def _compressed_tensors(container: str, config: Mapping[str, Any]) -> Iterator[F
             f"{key} is {weights.get(key)!r} ({value!r})" for key, value in needed.items() if weights.get(key) != value
         ]
         if wrong:
-            text = f"weights of config_groups: {', '.join(wrong)}: no scheme for what the tensors are (in brackets)"
+            text = f"weights of config_groups: {', '.join(wrong)}: does not describe the tensors (values in brackets)"
             yield finding("vLLM", "error", _CONFIG, text)
 
 
 def _gpt_oss(container: str, config: Mapping[str, Any]) -> Iterator[Finding]:
+    """Yield a finding if the model is not gpt_oss."""
     if config.get("model_type") != "gpt_oss":
-        text = f"model_type is {config.get('model_type')!r}; blocks and scales are read for 'gpt_oss' alone"
+        text = f"model_type is {config.get('model_type')!r}; blocks and scales are read only for 'gpt_oss'"
         yield finding("vLLM", "error", _CONFIG, text)
 
 
 def _deepseek_v4(container: str, config: Mapping[str, Any]) -> Iterator[Finding]:
+    """Yield what is wrong with the config of a DeepSeek-V4 checkpoint."""
     method = quantization_config(config).get("quant_method")
     for key, value, needed in (
         ("model_type", config.get("model_type"), "deepseek_v4"),
@@ -134,26 +144,24 @@ _CHECKS = {
 
 
 def _nested(container: str, config: Mapping[str, Any], nested: Mapping[str, Any]) -> Iterator[Finding]:
-    """Yield what is wrong with hf_quant_config.json of a checkpoint of Model-Optimizer."""
+    """Yield what is wrong with hf_quant_config.json of a Model-Optimizer checkpoint."""
     section = _section(nested, "quantization")
     needed = ("kv_cache_quant_algo", "exclude_modules")
     keys = (*needed, "group_size") if CONTAINERS[container].kind == "nvfp4" else needed
     missing = [key for key in keys if key not in section]
     if missing:
-        yield finding("vLLM", "error", _HF, f"quantization lacks {', '.join(missing)}; loading fails without")
+        yield finding("vLLM", "error", _HF, f"quantization lacks {', '.join(missing)}; loading fails without it")
     outer = quantization_config(config)
     pairs = (("quant_algo", "quant_algo"), ("exclude_modules", "ignore"))
     for key, other in pairs:
         mine, theirs = section.get(key), outer.get(other)
         if mine is not None and theirs is not None and mine != theirs:
-            text = (
-                f"quantization.{key} differs from {other} of {_CONFIG}; which of the two counts depends on the engine"
-            )
+            text = f"quantization.{key} differs from {other} in {_CONFIG}; which one is used depends on the engine"
             yield finding("vLLM", "warning", _HF, text)
 
 
 def _kv_cache(config: Mapping[str, Any], nested: Mapping[str, Any], tensors: Collection[str]) -> Iterator[Finding]:
-    """Yield a finding if an FP8 KV cache is declared of which no scales are there."""
+    """Yield a finding if an FP8 KV cache is declared, but its scales are not stored."""
     scheme = _section(quantization_config(config), "kv_cache_scheme")
     declared = scheme.get("num_bits") == 8 or _section(nested, "quantization").get("kv_cache_quant_algo") == "FP8"
     if declared and not any(name.endswith((".k_scale", ".v_scale")) for name in tensors):
@@ -163,20 +171,20 @@ def _kv_cache(config: Mapping[str, Any], nested: Mapping[str, Any], tensors: Col
 def findings(
     container: str, config: Mapping[str, Any], hf_quant_config: Mapping[str, Any] | None, tensors: Collection[str]
 ) -> list[Finding]:
-    """Return what engines require of the configuration of a checkpoint in ``container`` and do not find.
+    """Return what engines require of a checkpoint's configuration and do not find.
 
-    config: config.json; hf_quant_config: that file, if there is one; tensors: the names of all tensors.
+    container: one of ``containers.CONTAINERS``. config: config.json. hf_quant_config: the content of that file, or
+    None. tensors: the names of all tensors.
     """
     used = CONTAINERS[container].format
     found = list(_method(container, config))
     if used in _CHECKS:
         found.extend(_CHECKS[used](container, config))
-    if hf_quant_config is not None and (
-        used == "modelopt" or container == "deepseek-v4 nvfp4"
-    ):  # Model-Optimizer writes both
+    # Model-Optimizer writes hf_quant_config.json for both of these.
+    if hf_quant_config is not None and (used == "modelopt" or container == "deepseek-v4 nvfp4"):
         found.extend(_nested(container, config, hf_quant_config))
     elif hf_quant_config is not None:
-        text = f"is left over from another format; {used} checkpoints have none"
+        text = f"belongs to another format; {used} checkpoints have no such file; remove it"
         found.append(finding("vLLM", "warning", _HF, text))
     found.extend(_kv_cache(config, hf_quant_config or {}, tensors))
     return found

@@ -1,6 +1,4 @@
-"""The containers as configs declare them: the ``--format`` and kind of recipe that lead to each, the syntax of its
-exclusions.
-"""
+"""List the containers that configs declare: for each, the ``--format`` and kind of recipe, and its exclusion syntax."""
 
 from __future__ import annotations
 
@@ -21,8 +19,10 @@ _SYNTAX = {
 
 @dataclass(frozen=True)
 class LoaderContainer:
-    """One container. ``kind``: of its recipes, None for unquantized weights; ``syntax``: of its exclusion list, None
-    without.
+    """Describe one container.
+
+    kind: the kind of its recipes; None for unquantized weights.
+    syntax: the syntax of its exclusion list; None if it has no list.
     """
 
     id: str
@@ -33,8 +33,9 @@ class LoaderContainer:
 
 
 def _declared() -> dict[str, LoaderContainer]:
-    """Of the forms that --format knows; NVFP4 of Model-Optimizer is declared in two ways, by whether activations have
-    scales.
+    """Return the containers of all formats that --format accepts.
+
+    NVFP4 of Model-Optimizer is declared in two ways, with or without scales of activations.
     """
     ids = [(container_id(MODELOPT_NVFP4, False), MODELOPT_NVFP4)]
     ids += [(container_id(form, True), form) for form in STORED if form.format in FORMATS]
@@ -48,15 +49,15 @@ CONTAINERS = _declared()
 
 
 def container(format: str, kind: str, *, input_scale: bool = False) -> LoaderContainer | None:
-    """Return the container in which ``format`` stores recipes of ``kind``; None: it stores none of them.
+    """Return the container in which ``format`` stores recipes of ``kind``, or None if it stores none.
 
-    format: one of FORMATS; kind: one of KINDS; "bf16" takes any. input_scale: with scales of 4-bit activations,
-        which makes "modelopt" NVFP4 instead of W4A16_NVFP4.
+    format: one of FORMATS. kind: one of KINDS; "bf16" accepts any. input_scale: whether 4-bit activations have scales,
+    which makes "modelopt" NVFP4 instead of W4A16_NVFP4.
     Raises ValueError for another format or kind.
     """
-    for name, value, known in (("format", format, FORMATS), ("recipe kind", kind, KINDS)):
-        if value not in known:
-            raise ValueError(f"container: {name} {value!r}; one of {', '.join(known)} is needed")
+    for name, value, allowed in (("format", format, FORMATS), ("recipe kind", kind, KINDS)):
+        if value not in allowed:
+            raise ValueError(f"container: {name} {value!r}; one of {', '.join(allowed)} is needed")
     if input_scale and (format, kind) == ("modelopt", "nvfp4"):
         return CONTAINERS["modelopt NVFP4"]
     return next((each for each in CONTAINERS.values() if each.format == format and each.kind in (kind, None)), None)

@@ -1,4 +1,4 @@
-"""The engines that load checkpoints, at the versions that were run or read, and what is found of one of them."""
+"""Name the engines that load checkpoints, at the versions that were run or read, and describe findings about them."""
 
 from __future__ import annotations
 
@@ -16,22 +16,25 @@ VERSIONS = {
 Status = Literal["loads", "fails", "wrong values", "unknown"]
 How = Literal["run", "read", ""]
 Severity = Literal["error", "warning"]
-SERVING = ("vLLM", "SGLang", "transformers")  # they run a model; the others are libraries that decode its tensors
+SERVING = ("vLLM", "SGLang", "transformers")  # engines that run a model; the others only decode its tensors
 
 
 def named(engines: Iterable[str]) -> str:
-    """Return engines with their versions: ``vLLM 0.33.0, SGLang 0.5.23``."""
+    """Return engines with their versions, such as ``vLLM 0.33.0, SGLang 0.5.23``."""
     return ", ".join(f"{engine} {VERSIONS[engine]}" for engine in engines)
 
 
 @dataclass(frozen=True)
 class Finding:
-    """What one engine would do with one part of a checkpoint that it should not."""
+    """Describe a fault that one engine would meet in one part of a checkpoint.
+
+    subject: a module, a tensor, a file, or "model".
+    """
 
     engine: str
     version: str
     severity: Severity
-    subject: str  # a module, a tensor, a file, or "model"
+    subject: str
     text: str
 
     def __str__(self) -> str:
@@ -39,5 +42,5 @@ class Finding:
 
 
 def finding(engine: str, severity: Severity, subject: str, text: str) -> Finding:
-    """Return a Finding of an engine at its known version."""
+    """Return a Finding about an engine at its version in VERSIONS."""
     return Finding(engine, VERSIONS[engine], severity, subject, text)

@@ -1,9 +1,10 @@
-"""Which modules an engine leaves unquantized, by the exclusion list of a checkpoint: one predicate for each engine.
+"""Decide which modules an engine leaves unquantized, by the exclusion list of a checkpoint: one predicate per engine.
 
-A predicate takes one module as the engine names it, a linear layer, a layer that fuses several (``...qkv_proj``) or a
-container of experts (``...mlp.experts``), and the patterns of the list. It raises PartsDisagree where the engine
-refuses to load because parts of a fused layer are treated differently, and ValueError for a pattern that the engine
-cannot compile. Names are those of the checkpoint; an engine that renames a model's modules renames the list alike.
+A predicate takes the patterns of the list and one module as the engine names it. The module is a linear layer, a fused
+layer that joins several (``...qkv_proj``), or a container of experts (``...mlp.experts``). A predicate raises
+PartsDisagree if the engine refuses to load because some parts of a fused layer are excluded and others are not. It
+raises ValueError for a pattern that the engine cannot compile. Names are those of the checkpoint; an engine that
+renames a model's modules renames the list in the same way.
 """
 
 from __future__ import annotations
@@ -24,15 +25,18 @@ SGLANG_FUSED: Mapping[str, tuple[str, ...]] = {**_QKV, "fused_qkv_a_proj_with_mq
 MLA_LEAVES = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")
 
 _VLLM_TOWERS = ("vision_tower", "vision_model", "vit_large_projector")
-_FIRST_EXPERT = ("0.gate_proj", "0.up_proj", "0.down_proj")  # what engines ask for, whatever the leaves are called
+# Engines look up these names below a container of experts, even if the experts' projections have other names.
+_FIRST_EXPERT = ("0.gate_proj", "0.up_proj", "0.down_proj")
 
 
 class PartsDisagree(ValueError):
-    """Parts of a fused layer, of which some are excluded and others not: the engine raises."""
+    """Report that some parts of a fused layer are excluded and others are not, so that the engine raises."""
 
 
 def container_of(module: str) -> str | None:
-    """Return the container of experts that ``module`` is or lies in, ``model.layers.0.mlp.experts``, or None."""
+    """Return the container of experts that ``module`` is or lies in, such as ``model.layers.0.mlp.experts``, or
+    None.
+    """
     if module.endswith(".experts"):
         return module
     cut = module.rfind(".experts.")
@@ -40,31 +44,39 @@ def container_of(module: str) -> str | None:
 
 
 class Patterns(tuple[str, ...]):
-    """An exclusion list that remembers what was made of it: predicates take any sequence, and this one quickly."""
+    """Hold an exclusion list with cached look-ups. Predicates accept any sequence, but are fast with this one."""
 
     @lazy_property
     def names(self) -> frozenset[str]:
+        """The patterns as a set."""
         return frozenset(self)
 
     @lazy_property
     def of_experts(self) -> tuple[str, ...]:
+        """The patterns that contain "experts"."""
         return tuple(pattern for pattern in self if "experts" in pattern)
 
     @lazy_property
     def mla_leaves(self) -> frozenset[str]:
+        """The last name parts of patterns that are MLA projections."""
         return frozenset(pattern.rpartition(".")[2] for pattern in self).intersection(MLA_LEAVES)
 
     @lazy_property
     def with_and_without_model(self) -> Patterns:
+        """Every pattern without and with a leading ``model.``."""
         bare = [pattern.removeprefix("model.") for pattern in self]
         return Patterns((*bare, *(f"model.{pattern}" for pattern in bare)))
 
     @lazy_property
     def _compiled(self) -> dict[Callable[[str], str | None], list[re.Pattern[str]]]:
+        """Compiled patterns per translation function."""
         return {}
 
     def expressions(self, translated: Callable[[str], str | None]) -> list[re.Pattern[str]]:
-        """Return what the patterns are ``translated`` to, compiled once, without those that it answers with None."""
+        """Return the compiled regular expressions of the patterns, cached per translation.
+
+        translated: maps a pattern to a regular expression, or to None to skip the pattern.
+        """
         if translated not in self._compiled:
             texts = ((pattern, translated(pattern)) for pattern in self)
             self._compiled[translated] = [_expression(text, pattern) for pattern, text in texts if text is not None]
@@ -72,6 +84,7 @@ class Patterns(tuple[str, ...]):
 
 
 def _expression(text: str, pattern: str) -> re.Pattern[str]:
+    """Compile a regular expression; raise ValueError that names the pattern if this fails."""
     try:
         return re.compile(text)
     except re.error as error:
@@ -79,17 +92,18 @@ def _expression(text: str, pattern: str) -> re.Pattern[str]:
 
 
 def _prepared(patterns: Iterable[str]) -> Patterns:
+    """Return the patterns as Patterns."""
     return patterns if isinstance(patterns, Patterns) else Patterns(patterns)
 
 
 def _parts(module: str, fused: Mapping[str, tuple[str, ...]]) -> list[str]:
-    """Return the modules that ``module`` fuses; none if it is not a fused layer."""
+    """Return the modules that ``module`` fuses; an empty list if it is not a fused layer."""
     parent, leaf = split_module(module)
     return [join_module(parent, part) for part in fused.get(leaf, ())]
 
 
 def _all_or_none(module: str, parts: Sequence[str], hit: Callable[[str], bool]) -> bool:
-    """Return whether all ``parts`` are excluded; raises PartsDisagree if only some are."""
+    """Return whether all ``parts`` are excluded; raise PartsDisagree if only some are."""
     hits = [part for part in parts if hit(part)]
     if hits and len(hits) < len(parts):
         others = [part for part in parts if part not in hits]
@@ -98,7 +112,10 @@ def _all_or_none(module: str, parts: Sequence[str], hit: Callable[[str], bool]) 
 
 
 def _vllm_skipped(module: str, known: Patterns, fused: Mapping[str, tuple[str, ...]]) -> bool:
-    """vLLM quant_utils.is_layer_skipped: exact names; a fused layer by its parts; experts also by one expert's name."""
+    """Apply vLLM's quant_utils.is_layer_skipped.
+
+    It compares exact names. A fused layer is judged by its parts, and experts also by the name of any one expert.
+    """
     parts = _parts(module, fused)
     if parts:
         return _all_or_none(module, parts, known.names.__contains__)
@@ -108,7 +125,7 @@ def _vllm_skipped(module: str, known: Patterns, fused: Mapping[str, tuple[str, .
 
 
 def _split_wildcards(patterns: Iterable[str]) -> Iterable[str]:
-    """Yield ``prefix`` and ``prefix.*`` for ``prefix*``, the others as they are."""
+    """Yield ``prefix`` and ``prefix.*`` for each ``prefix*``, and other patterns unchanged."""
     for pattern in patterns:
         if len(pattern) > 1 and pattern[-1] == "*" and pattern[-2] != ".":
             yield from (pattern[:-1], f"{pattern[:-1]}.*")
@@ -117,17 +134,23 @@ def _split_wildcards(patterns: Iterable[str]) -> Iterable[str]:
 
 
 def _fnmatch_glob(pattern: str) -> str | None:
-    """Return the expression of a glob of fnmatch; None: a plain name."""
+    """Return the regular expression of an fnmatch glob, or None for a plain name."""
     return translate(pattern) if re.search(r"[*?\[]", pattern) else None
 
 
 def vllm_modelopt(module: str, patterns: Sequence[str], *, mapped: bool = False) -> bool:
     """Return whether vLLM leaves ``module`` of a Model-Optimizer checkpoint unquantized.
 
-    A fused layer by the exact names of its parts; else an exact name, a pattern that is a substring of the name
-    (``model.layers.1`` is one of layer 10), or a glob; and whatever has vision_tower, vision_model or
-    vit_large_projector in its name. A substring test after dropping ``language_model.`` finds nothing more.
-    mapped: for a model whose names vLLM maps, where it first splits ``prefix*`` into ``prefix`` and ``prefix.*``.
+    A fused layer is excluded by the exact names of its parts. Any other module is excluded by:
+
+    - its exact name
+    - a pattern that is a substring of its name (``model.layers.1`` is one of layer 10)
+    - a glob
+    - vision_tower, vision_model or vit_large_projector in its name
+
+    vLLM's second substring test, after dropping ``language_model.``, finds nothing more.
+
+    mapped: True for a model whose names vLLM maps. vLLM then first splits ``prefix*`` into ``prefix`` and ``prefix.*``.
 
     Source: vLLM 0.33.0 layers/quantization/modelopt.py ModelOptQuantConfigBase.is_layer_excluded, get_quant_method,
     apply_vllm_mapper; utils/quant_utils.py is_layer_skipped.
@@ -141,7 +164,7 @@ def vllm_modelopt(module: str, patterns: Sequence[str], *, mapped: bool = False)
 
 
 def _paths(module: str) -> Iterable[str]:
-    """Yield every run of whole parts of a dotted name."""
+    """Yield every run of consecutive parts of a dotted name."""
     parts = module.split(".")
     for start in range(len(parts)):
         for end in range(start + 1, len(parts) + 1):
@@ -149,8 +172,9 @@ def _paths(module: str) -> Iterable[str]:
 
 
 def _sglang_skipped(module: str, known: Patterns) -> bool:
-    """SGLang quantization/utils.py is_layer_skipped: dotted paths anywhere in the name; parts of a fused layer
-    agree.
+    """Apply SGLang's quantization/utils.py is_layer_skipped.
+
+    A pattern is a dotted path that may occur anywhere in the name. The parts of a fused layer must agree.
     """
     parts = _parts(module, SGLANG_FUSED)
     if parts:
@@ -161,16 +185,21 @@ def _sglang_skipped(module: str, known: Patterns) -> bool:
 
 
 def _sglang_glob(pattern: str) -> str | None:
-    """Return the expression of a glob in which ``*`` alone is special; None: a plain name, which paths find."""
+    """Return the regular expression of a glob in which only ``*`` is special; None for a plain name, which is found as
+    a path.
+    """
     return pattern.replace(".", r"\.").replace("*", ".*") if re.search(r"[^\w.-]", pattern) else None
 
 
 def sglang_modelopt(module: str, patterns: Sequence[str]) -> bool:
     """Return whether SGLang leaves ``module`` of a Model-Optimizer NVFP4 checkpoint unquantized.
 
-    By a dotted path anywhere in the name; by a glob that matches the whole name, the name without
-    ``language_model.``, or any single part of it; and by the rule of MLA: a pattern whose last part is q_a_proj,
-    q_b_proj, kv_a_proj_with_mqa or kv_b_proj hits every module whose last part contains that, in every layer.
+    A module is excluded by:
+
+    - a dotted path anywhere in its name
+    - a glob that matches its whole name, its name without ``language_model.``, or any single part of it
+    - the MLA rule: a pattern whose last part is q_a_proj, q_b_proj, kv_a_proj_with_mqa or kv_b_proj excludes, in every
+      layer, each module whose last part contains that
 
     Source: SGLang 0.5.23 layers/quantization/modelopt_quant.py ModelOptQuantConfig.is_layer_excluded; utils.py
     is_layer_skipped, _module_path_match.
@@ -188,8 +217,8 @@ def sglang_modelopt(module: str, patterns: Sequence[str]) -> bool:
 def sglang_mxfp8(module: str, patterns: Sequence[str]) -> bool:
     """Return whether SGLang leaves ``module`` of an mxfp8 or fp8 checkpoint unquantized.
 
-    Patterns are dotted paths, found anywhere in the name, with and without a leading ``model.``; there are no
-    wildcards: ``model.visual.*`` finds nothing. Parts of a fused layer must agree.
+    Patterns are dotted paths, found anywhere in the name, with and without a leading ``model.``. There are no
+    wildcards: ``model.visual.*`` finds nothing. The parts of a fused layer must agree.
 
     Source: SGLang 0.5.23 layers/quantization/fp8.py Fp8Config.from_config; utils.py is_layer_skipped,
     _module_path_match.
@@ -198,6 +227,7 @@ def sglang_mxfp8(module: str, patterns: Sequence[str]) -> bool:
 
 
 def _ct_expression(pattern: str) -> str | None:
+    """Return the regular expression of a ``re:`` pattern, or None for a plain name."""
     return pattern.removeprefix("re:") if pattern.startswith("re:") else None
 
 
@@ -209,8 +239,8 @@ def _ct_name(module: str, known: Patterns) -> bool:
 def compressed_tensors(module: str, patterns: Sequence[str], classes: Sequence[str] = ("Linear", "Module")) -> bool:
     """Return whether compressed-tensors, and with it transformers, leaves a layer unquantized.
 
-    By its exact name, by ``re:`` and an expression that matches from the start of the name, or by the name of one of
-    its ``classes``.
+    A layer is excluded by its exact name, by a ``re:`` pattern that matches from the start of the name, or by the name
+    of one of its ``classes``.
 
     Source: compressed-tensors 0.20.0 utils/match.py is_match, match_name; transformers 5.23.0
     quantizers/quantizer_compressed_tensors.py, which applies the configuration through it.
@@ -220,6 +250,7 @@ def compressed_tensors(module: str, patterns: Sequence[str], classes: Sequence[s
 
 
 def _served_ct(module: str, patterns: Sequence[str], fused: Mapping[str, tuple[str, ...]]) -> bool:
+    """Return whether a serving engine leaves ``module`` of a compressed-tensors checkpoint unquantized."""
     known = _prepared(patterns)
     parts = _parts(module, fused)
     if split_module(module)[1] == "experts":
@@ -232,17 +263,19 @@ def _served_ct(module: str, patterns: Sequence[str], fused: Mapping[str, tuple[s
 def vllm_compressed_tensors(module: str, patterns: Sequence[str]) -> bool:
     """Return whether vLLM leaves ``module`` of a compressed-tensors checkpoint unquantized.
 
-    By its exact name or a ``re:`` expression; a fused layer by its parts, unless it is listed by its own name; a
-    container of experts by 0.gate_proj, 0.up_proj and 0.down_proj below it. Names of classes do not count.
+    A module is excluded by its exact name or a ``re:`` pattern. A fused layer is judged by its parts unless it is
+    listed by its own name, and a container of experts by 0.gate_proj, 0.up_proj and 0.down_proj below it. Names of
+    classes have no effect.
 
-    Source: vLLM 0.33.0 layers/quantization/compressed_tensors/utils.py should_ignore_layer;
-    compressed_tensors_moe get_moe_method.
+    Source: vLLM 0.33.0 layers/quantization/compressed_tensors/utils.py should_ignore_layer; compressed_tensors_moe
+    get_moe_method.
     """
     return _served_ct(module, patterns, VLLM_FUSED)
 
 
 def sglang_compressed_tensors(module: str, patterns: Sequence[str]) -> bool:
-    """Return whether SGLang leaves ``module`` of a compressed-tensors checkpoint unquantized: as vLLM does.
+    """Return whether SGLang leaves ``module`` of a compressed-tensors checkpoint unquantized; the rules are those of
+    vLLM.
 
     Source: SGLang 0.5.23 layers/quantization/compressed_tensors/utils.py should_ignore_layer.
     """
@@ -250,13 +283,14 @@ def sglang_compressed_tensors(module: str, patterns: Sequence[str]) -> bool:
 
 
 def _up_to_a_part(pattern: str) -> str:
+    """Return the pattern extended so that its match must end where a name part ends."""
     return rf"(?:{pattern})(?:(?<=\.)|(?=\.|$))"
 
 
 def transformers_listed(module: str, patterns: Sequence[str] | None) -> bool:
-    """Return whether a name is in ``modules_to_not_convert``.
+    """Return whether a name is listed in ``modules_to_not_convert``.
 
-    A pattern is an expression that matches from the start of the name up to the end of a part, or a plain suffix.
+    A pattern is a regular expression that matches from the start of the name to the end of a part, or a plain suffix.
     Source: transformers 5.23.0 quantizers/quantizers_utils.py should_convert_module, which also mxfp8 and fp8 use.
     """
     if patterns is None:
@@ -266,7 +300,8 @@ def transformers_listed(module: str, patterns: Sequence[str] | None) -> bool:
 
 
 def transformers_mxfp4(module: str, patterns: Sequence[str] | None) -> bool:
-    """Return whether transformers leaves ``module`` of a gpt-oss checkpoint unquantized: all but listed experts.
+    """Return whether transformers leaves ``module`` of a gpt-oss checkpoint unquantized: everything except unlisted
+    experts.
 
     Source: transformers 5.23.0 integrations/mxfp4.py replace_with_mxfp4_linear.
     """
@@ -276,7 +311,7 @@ def transformers_mxfp4(module: str, patterns: Sequence[str] | None) -> bool:
 def vllm_gpt_oss(module: str, patterns: Sequence[str]) -> bool:
     """Return whether vLLM leaves ``module`` of a gpt-oss checkpoint unquantized: linear layers always, experts never.
 
-    It does not read the list. Source: vLLM 0.33.0 layers/quantization/mxfp4.py Mxfp4Config.
+    vLLM does not read the list. Source: vLLM 0.33.0 layers/quantization/mxfp4.py Mxfp4Config.
     """
     return split_module(module)[1] != "experts"
 
@@ -291,26 +326,34 @@ def vllm_deepseek_v4(module: str, patterns: Sequence[str]) -> bool:
 
 @dataclass(frozen=True)
 class Reader:
-    """How one engine goes through a model: its predicate, what it fuses, and what it asks of experts."""
+    """Describe how one engine looks up the modules of a model.
+
+    excluded: the engine's predicate.
+    fused: fused layer -> its parts.
+    experts: whether the engine looks up the container of experts, each expert, or no experts.
+    linears: False if the engine looks up only experts.
+    head: True if the engine looks up lm_head, even if it is tied and has no tensor.
+    """
 
     engine: str
     excluded: Callable[[str, Sequence[str]], bool]
     fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     experts: Literal["container", "each", "not asked"] = "container"
-    linears: bool = True  # False: it asks experts alone
-    head: bool = False  # it asks for lm_head, even where that is tied and has no tensor
+    linears: bool = True
+    head: bool = False
 
-    def asked(self, modules: Iterable[str]) -> dict[str, list[str]]:
-        """Return what the engine asks for -> those of ``modules`` that it stands for."""
+    def lookups(self, modules: Iterable[str]) -> dict[str, list[str]]:
+        """Return name that the engine looks up -> those of ``modules`` that the name covers."""
         fused_of = {part: leaf for leaf, parts in self.fused.items() for part in parts}
         groups: dict[str, list[str]] = {}
         for module in modules:
-            name = self._asked(module, fused_of)
+            name = self._lookup(module, fused_of)
             if name is not None:
                 groups.setdefault(name, []).append(module)
         return groups
 
-    def _asked(self, module: str, fused_of: Mapping[str, str]) -> str | None:
+    def _lookup(self, module: str, fused_of: Mapping[str, str]) -> str | None:
+        """Return the name that the engine looks up for a module, or None."""
         container = container_of(module)
         if container is not None and self.experts != "each":
             return container if self.experts == "container" else None
@@ -325,7 +368,7 @@ _COMPRESSED_TENSORS = (
     Reader("vLLM", vllm_compressed_tensors, VLLM_FUSED),
     Reader("SGLang", sglang_compressed_tensors, SGLANG_FUSED),
     Reader("compressed-tensors", compressed_tensors, experts="each"),
-    Reader("transformers", compressed_tensors, experts="not asked"),  # its experts are no modules of their own
+    Reader("transformers", compressed_tensors, experts="not asked"),  # in transformers, experts are not modules
 )
 READERS: Mapping[str, tuple[Reader, ...]] = {
     "modelopt NVFP4": _MODELOPT,

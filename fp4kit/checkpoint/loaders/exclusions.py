@@ -1,9 +1,9 @@
-"""Exclusion lists: what a checkpoint tells loaders to leave unquantized, in each loader's own syntax, and its
-self-check.
+"""Write exclusion lists, which tell loaders what to leave unquantized, in each loader's syntax, and check them.
 
-A list names every copied linear layer, the fused name of layers that loaders fuse, and ``lm_head``, which loaders
-quantize even where it is tied and has no tensor. A subtree that is copied as a whole is named alone, without the
-layers below it: SGLang takes the name of an MLA projection for that projection in every layer.
+A list names every copied linear layer, the name of the fused layer that loaders make of it, and ``lm_head``. Loaders
+quantize ``lm_head`` even if it is tied and has no tensor. A subtree that is copied as a whole is listed by its prefix
+alone, without the layers below it, because SGLang applies the name of an MLA projection to that projection in every
+layer.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def _below(module: str, roots: Collection[str]) -> str | None:
 
 
 def _aliases(modules: Iterable[str], converted: Collection[str]) -> Iterator[str]:
-    """Yield the fused names of ``modules``, none of whose parts is converted."""
+    """Yield the names of fused layers that consist of ``modules``, if none of their parts is converted."""
     modules = list(modules)
     parents = {split_module(module)[0] for module in modules}
     beside = [module for module in converted if split_module(module)[0] in parents]
@@ -50,13 +50,15 @@ def _containers(copied: Iterable[str], converted: Iterable[str]) -> set[str]:
 
 
 def _mla_hits(names: Iterable[str], converted: Iterable[str]) -> bool:
-    """Return whether SGLang would take an MLA leaf of ``names`` for one that is converted."""
+    """Return whether SGLang would match an MLA projection in ``names`` with one that is converted."""
     leaves = {split_module(name)[1] for name in names}.intersection(MLA_LEAVES)
     return any(leaf in split_module(module)[1] for module in converted for leaf in leaves)
 
 
 def _starred(name: str) -> str:
-    """Return a glob of one MLA projection of one layer: it does not end in the leaf that SGLang looks for."""
+    """Return the pattern of one MLA projection in one layer. It ends in ``*``, so SGLang does not apply it to every
+    layer.
+    """
     parent, leaf = split_module(name)
     if leaf == _MLA_ALIAS:
         return join_module(parent, _MLA_ANY_ALIAS)
@@ -64,33 +66,41 @@ def _starred(name: str) -> str:
 
 
 def _modelopt(names: set[str], roots: set[str], containers: set[str], converted: Collection[str]) -> set[str]:
+    """Return the list as globs."""
     written = {_starred(name) for name in names} if _mla_hits(names, converted) else names
     return written | containers | {f"{root}.*" for root in roots | containers}
 
 
 def _expression(root: str) -> str:
+    """Return a ``re:`` pattern of everything below ``root``."""
     return rf"re:{re.escape(root)}\..*"
 
 
 def _mounted(root: str) -> str:
-    """Return where serving engines mount a subtree of a multimodal model: they map names, but no expressions."""
-    rest = root.removeprefix("model.")
-    if rest.startswith("language_model."):
-        return f"language_model.model.{rest.removeprefix('language_model.')}"
-    return root if rest.startswith("layers.") else rest
+    """Return the name that serving engines give a subtree of a multimodal model; they map names, but not
+    expressions.
+    """
+    name = root.removeprefix("model.")
+    if name.startswith("language_model."):
+        return f"language_model.model.{name.removeprefix('language_model.')}"
+    return root if name.startswith("layers.") else name
 
 
 def _compressed_tensors(names: set[str], roots: set[str], containers: set[str], converted: Collection[str]) -> set[str]:
+    """Return the list as names and ``re:`` patterns."""
     covered = roots | containers
     return names | containers | {_expression(root) for root in covered | set(map(_mounted, covered))}
 
 
 def _dotted(names: set[str], roots: set[str], containers: set[str], converted: Collection[str]) -> set[str]:
+    """Return the list as dotted paths."""
     return names | roots | containers
 
 
 def _mxfp4(names: set[str], roots: set[str], containers: set[str], converted: Collection[str]) -> set[str]:
-    """transformers takes names for expressions: what could be another one is escaped."""
+    """Return the list for transformers, which reads names as regular expressions: escape names with special
+    characters.
+    """
     return {name if re.fullmatch(r"[\w.-]+", name) else re.escape(name) for name in names | roots | containers}
 
 
@@ -108,14 +118,16 @@ def exclusion_list(
     """Return the exclusion list of a checkpoint, sorted.
 
     syntax: "modelopt" (globs: ``model.visual.*``), "compressed-tensors" (names and ``re:model\\.visual\\..*``),
-        "dotted" (paths without wildcards, of SGLang's mxfp8: ``model.visual``) or "mxfp4" (``modules_to_not_convert``
-        of gpt-oss, for transformers).
-    copied: linear layers, or stacks of experts, that stay as they are. subtrees: prefixes below which nothing is
-        converted. converted: the quantized layers.
-    Layers below a subtree, and experts of a container in which none is converted, are covered by that one prefix.
-        In "modelopt", an MLA projection that is copied in some layers and converted in others is written with a
-        final ``*``, which keeps SGLang from taking it for every layer's.
-    Raises ValueError for another syntax, and where a converted layer lies below a subtree.
+    "dotted" (SGLang's mxfp8, paths without wildcards: ``model.visual``) or "mxfp4" (``modules_to_not_convert`` of
+    gpt-oss, for transformers).
+    copied: linear layers, or stacks of experts, that stay unquantized.
+    subtrees: prefixes below which nothing is converted.
+    converted: the quantized layers.
+
+    One prefix covers all layers below a subtree, and all experts of a container in which none is converted. In
+    "modelopt", an MLA projection that is copied in some layers and converted in others is written with a final ``*``,
+    so that SGLang does not apply it to every layer.
+    Raises ValueError for another syntax, and if a converted layer lies below a subtree.
     """
     if syntax not in _SYNTAXES:
         raise ValueError(f"exclusion_list: syntax {syntax!r}; one of {', '.join(_SYNTAXES)} is needed")
@@ -142,10 +154,9 @@ _KEYS = {
 
 
 def listed(syntax: str, quantization_config: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the exclusion list that a ``quantization_config`` of config.json holds; the first key that is there
-    counts.
+    """Return the exclusion list in a ``quantization_config``; if it has several, the one of the first known key.
 
-    Raises ValueError if it is not a list of strings: engines fail on it.
+    Raises ValueError if it is not a list of strings, because engines fail on it.
     """
     for key in _KEYS[syntax]:
         patterns = quantization_config.get(key)
@@ -156,12 +167,12 @@ def listed(syntax: str, quantization_config: Mapping[str, Any]) -> tuple[str, ..
     return ()
 
 
-def _culprit(reader: Reader, asked: str, patterns: Sequence[str]) -> str:
-    """Return the pattern that excludes ``asked``, for a message; nothing if no single one does."""
-    if not reader.excluded(asked, ()):
+def _culprit(reader: Reader, name: str, patterns: Sequence[str]) -> str:
+    """Return `` by PATTERN`` for the pattern that excludes ``name``; an empty string if no single pattern does."""
+    if not reader.excluded(name, ()):
         for pattern in patterns:
             try:
-                if reader.excluded(asked, (pattern,)):
+                if reader.excluded(name, (pattern,)):
                     return f" by {pattern}"
             except ValueError:
                 continue
@@ -169,30 +180,31 @@ def _culprit(reader: Reader, asked: str, patterns: Sequence[str]) -> str:
 
 
 def _mla_advice(reader: Reader, culprit: str) -> str:
-    """Return the way out where SGLang drops the layer number."""
+    """Return advice if SGLang ignores the layer number of the pattern, else an empty string."""
     parent, leaf = split_module(culprit.removeprefix(" by "))
     if reader.engine != "SGLang" or leaf not in MLA_LEAVES:
         return ""
     return (
-        f"; it takes an exclusion that ends in {leaf} for every layer's: exclude {parent}.*, or {leaf}*,"
+        f"; it applies an exclusion that ends in {leaf} to every layer: exclude {parent}.*, or {leaf}*,"
         f" or the whole subtree of that layer"
     )
 
 
 def _verdict(
-    reader: Reader, asked: str, members: Sequence[str], converted: Collection[str], patterns: Sequence[str]
+    reader: Reader, name: str, members: Sequence[str], converted: Collection[str], patterns: Sequence[str]
 ) -> str | None:
-    """Return what would go wrong with one thing that an engine asks for, or None."""
+    """Return what would go wrong with one name that an engine looks up, or None."""
+    # members: the modules that the name covers.
     quantized = [member for member in members if member in converted]
     if quantized and len(quantized) < len(members):
         other = next(member for member in members if member not in converted)
         return f"{quantized[0]} is quantized, {other} is not; {reader.engine} loads them as one and needs all or none"
     try:
-        excluded = reader.excluded(asked, patterns)
+        excluded = reader.excluded(name, patterns)
     except ValueError as error:
         return f"loading fails: {error}"
     if excluded and quantized:
-        culprit = _culprit(reader, asked, patterns)
+        culprit = _culprit(reader, name, patterns)
         return f"is quantized, but excluded{culprit}: its packed weights do not fit{_mla_advice(reader, culprit)}"
     if not excluded and not quantized:
         return "is not quantized, but expected to be; add it to the exclusion list"
@@ -202,11 +214,12 @@ def _verdict(
 def check(
     container: str, patterns: Iterable[str], copied: Iterable[str], converted: Iterable[str]
 ) -> tuple[Finding, ...]:
-    """Return what every engine that reads ``container`` would get wrong by an exclusion list; empty: they all agree.
+    """Return what every engine that reads ``container`` would get wrong because of an exclusion list; empty if nothing.
 
-    patterns: the list, as the checkpoint has it. copied: linear layers and stacks of experts that are not quantized;
-    converted: those that are. A module of a finding is named as the engine asks for it: the fused layer, or the
-    container of experts. container: one of ``containers.CONTAINERS``; any other has no readers.
+    container: one of ``containers.CONTAINERS``; any other has no readers.
+    patterns: the list, as the checkpoint has it.
+    copied: linear layers and stacks of experts that are not quantized. converted: those that are.
+    A finding names the module as the engine does: the fused layer, or the container of experts.
     """
     converted = tuple(converted)
     modules = dict.fromkeys((*copied, *converted))
@@ -216,11 +229,12 @@ def check(
 def _check(
     container: str, patterns: Sequence[str], modules: Iterable[str], converted: Collection[str]
 ) -> Iterator[Finding]:
+    """Yield the findings of every engine that reads ``container``."""
     for reader in READERS.get(container, ()):
-        asked = reader.asked(modules)
+        lookups = reader.lookups(modules)
         if reader.head:
-            asked.setdefault(_HEAD, [_HEAD])
-        for name, members in asked.items():
+            lookups.setdefault(_HEAD, [_HEAD])
+        for name, members in lookups.items():
             text = _verdict(reader, name, members, converted, patterns)
             if text is not None:
                 yield finding(reader.engine, "error", name, text)

@@ -1,6 +1,6 @@
-"""What was seen of each engine: (containers, families, engine, status, how it is known, note).
+"""List what was observed of each engine: (containers, families, engine, status, how it is known, note).
 
-Sources: the engines of ``engines.VERSIONS``, run on a CPU with small models of every family, or read. A later row
+Sources: the engines in ``engines.VERSIONS``, run on a CPU with small models of every family, or read. A later row
 replaces an earlier one.
 """
 
@@ -21,12 +21,12 @@ _GPT_OSS = ("gpt-oss",)
 _DEEPSEEK_V4 = ("deepseek-v4",)
 _BF16 = ("bf16",)
 
-_HF = "dense moe deepseek_v3 vlm"  # families whose layers are linears of Hugging Face names; llama is as dense
-_NAMES = "its method, skipping, names, shapes and dtypes were run, not its values"
-_MTP = f"{_NAMES}; an exclusion that ends in an MLA projection hits that projection in every layer"
+_HF = "dense moe deepseek_v3 vlm"  # families of linear layers under Hugging Face names; dense also stands for llama
+_NAMES = "its choice of method, exclusions, names, shapes and dtypes were run; its values were not"
+_MTP = f"{_NAMES}; an exclusion that ends in an MLA projection applies to that projection in every layer"
 _NO_MODELOPT = "it has no modelopt quantizer: packed weights do not fit"
-_DEQUANTIZED = "run without a GPU, where it dequantizes to bfloat16"
-_NO_PACKED = "its attention alone was run packed; nothing is known to take its experts so"
+_DEQUANTIZED = "run without a GPU; there it dequantizes to bfloat16"
+_NO_PACKED = "only its attention was run with packed weights; no engine is known to load its experts packed"
 
 RUNS: tuple[Row, ...] = (
     (_NVFP4, _HF, "vLLM", "loads", "run", ""),
@@ -36,14 +36,14 @@ RUNS: tuple[Row, ...] = (
     (_NVFP4, "gpt_oss", "vLLM", "unknown", "", _NO_PACKED),
     (_NVFP4, "all", "Model-Optimizer", "loads", "run", ""),
     (_MXFP8, _HF, "vLLM", "loads", "run", ""),
-    (_MXFP8, _HF, "SGLang", "fails", "run", "its mxfp8 method wants weight_scale_inv, and weight_scale has no place"),
+    (_MXFP8, _HF, "SGLang", "fails", "run", "its mxfp8 method needs weight_scale_inv and rejects weight_scale"),
     (
         _MXFP8,
         "llama",
         "SGLang",
         "wrong values",
         "read",
-        "its mxfp8 method wants weight_scale_inv; the loader of Llama logs the missing name and goes on with scales "
+        "its mxfp8 method needs weight_scale_inv; the Llama loader logs the missing name and continues with scales "
         "of 0",
     ),
     (
@@ -52,14 +52,14 @@ RUNS: tuple[Row, ...] = (
         "transformers",
         "wrong values",
         "run",
-        "it has no modelopt quantizer: it warns, and takes the E4M3 codes for the weights",
+        "it has no modelopt quantizer: it warns, and uses the E4M3 codes as weights",
     ),
-    (_MXFP4, "all", "vLLM", "fails", "run", "its modelopt method knows no MXFP4"),
-    (_MXFP4, "all", "SGLang", "fails", "run", "its modelopt method knows no MXFP4"),
+    (_MXFP4, "all", "vLLM", "fails", "run", "its modelopt method does not support MXFP4"),
+    (_MXFP4, "all", "SGLang", "fails", "run", "its modelopt method does not support MXFP4"),
     (_MXFP4, "all", "transformers", "fails", "run", _NO_MODELOPT),
     (_MXFP4, "all", "Model-Optimizer", "loads", "run", ""),
     (_CT_NVFP4, _HF, "vLLM", "loads", "run", "it inverts the stored divisor: values are off by up to 2 float32 ulp"),
-    (_CT_NVFP4, _HF, "SGLang", "loads", "run", "its names and dtypes were run, not its values"),
+    (_CT_NVFP4, _HF, "SGLang", "loads", "run", "its names and dtypes were run; its values were not"),
     (_CT_NVFP4, "dense", "transformers", "loads", "run", ""),
     (
         _CT_NVFP4,
@@ -67,7 +67,7 @@ RUNS: tuple[Row, ...] = (
         "transformers",
         "wrong values",
         "run",
-        "it decodes experts without their global scale, in silence (transformers#48371)",
+        "it silently decodes experts without their global scale (transformers#48371)",
     ),
     (_CT_MXFP4, _HF, "vLLM", "loads", "run", ""),
     (
@@ -76,7 +76,7 @@ RUNS: tuple[Row, ...] = (
         "SGLang",
         "fails",
         "run",
-        "dense linears raise 'No compressed-tensors compatible scheme was found'; it has MXFP4 for experts only",
+        "dense linear layers raise 'No compressed-tensors compatible scheme was found'; it has MXFP4 for experts only",
     ),
     (
         _CT_MXFP4,
@@ -84,7 +84,7 @@ RUNS: tuple[Row, ...] = (
         "SGLang",
         "fails",
         "read",
-        "it has MXFP4 for experts only: loads if no other linear is quantized",
+        "it has MXFP4 for experts only: it loads the checkpoint if no other linear layer is quantized",
     ),
     (_CT_MXFP4, "dense moe deepseek_v3", "transformers", "loads", "run", ""),
     (_CT_MXFP8, "dense", "vLLM", "loads", "read", ""),
@@ -95,7 +95,7 @@ RUNS: tuple[Row, ...] = (
         "transformers",
         "fails",
         "run",
-        "it multiplies experts by their scales as if there were no blocks",
+        "it multiplies experts by their scales without regard to blocks",
     ),
     ((*_CT_NVFP4, *_CT_MXFP4, *_CT_MXFP8), "all", "compressed-tensors", "loads", "run", ""),
     (_SGLANG_MXFP8, "dense moe deepseek_v3 vlm", "SGLang", "loads", "run", ""),
@@ -105,15 +105,15 @@ RUNS: tuple[Row, ...] = (
         "SGLang",
         "wrong values",
         "read",
-        "the loader of Llama renames weight_scale_inv to weight_scale and finds no parameter (llama.py:723)",
+        "the Llama loader renames weight_scale_inv to weight_scale and finds no such parameter (llama.py:723)",
     ),
     (_SGLANG_MXFP8, "dense llama moe deepseek_v3", "transformers", "loads", "run", _DEQUANTIZED),
-    (_SGLANG_MXFP8, _HF, "vLLM", "fails", "run", "its mxfp8 method wants weight_scale and reads ignored_layers alone"),
+    (_SGLANG_MXFP8, _HF, "vLLM", "fails", "run", "its mxfp8 method needs weight_scale and reads only ignored_layers"),
     (_GPT_OSS, "gpt_oss", "vLLM", "loads", "run", ""),
-    (_GPT_OSS, "gpt_oss", "SGLang", "loads", "read", "intermediate_size has to be a multiple of 32"),
+    (_GPT_OSS, "gpt_oss", "SGLang", "loads", "read", "intermediate_size must be a multiple of 32"),
     (_GPT_OSS, "gpt_oss", "transformers", "loads", "run", _DEQUANTIZED),
-    (_GPT_OSS, _HF, "transformers", "fails", "read", "it replaces the experts of gpt_oss alone"),
-    (_DEEPSEEK_V4, "deepseek_v4", "vLLM", "loads", "read", "config.json has to say expert_dtype fp4"),
+    (_GPT_OSS, _HF, "transformers", "fails", "read", "it replaces only the experts of gpt_oss"),
+    (_DEEPSEEK_V4, "deepseek_v4", "vLLM", "loads", "read", "config.json must have expert_dtype fp4"),
     (_DEEPSEEK_V4, "deepseek_v4", "transformers", "loads", "run", _DEQUANTIZED),
     (
         ("deepseek-v4 nvfp4",),
@@ -121,7 +121,7 @@ RUNS: tuple[Row, ...] = (
         "vLLM",
         "loads",
         "read",
-        "quantization_config has to say moe_quant_algo NVFP4",
+        "quantization_config must have moe_quant_algo NVFP4",
     ),
     (_BF16, _HF, "vLLM", "loads", "read", ""),
     (_BF16, _HF, "SGLang", "loads", "read", ""),

@@ -1,20 +1,21 @@
-"""What engines require of the tensors of a container, and what they trip over: checked on plain data.
+"""Check the tensors of a container against what engines require, on plain data.
 
-Of a linear layer ``P`` of shape [N, K], or a stack of E experts with a leading E on every shape:
+The table lists the tensors of a linear layer ``P`` of shape [N, K]. A stack of E experts has a leading E on every
+shape.
 
 | container                | tensors                                                                             |
 |--------------------------|-------------------------------------------------------------------------------------|
 | modelopt W4A16_NVFP4     | weight U8 [N, K/2], weight_scale F8_E4M3 [N, K/16], weight_scale_2 F32 []           |
-| modelopt NVFP4           | the same, and input_scale F32 []                                                    |
+| modelopt NVFP4           | those of W4A16_NVFP4, and input_scale F32 []                                        |
 | modelopt MXFP8           | weight F8_E4M3 [N, K], weight_scale U8 [N, K/32]                                    |
 | modelopt mxfp4           | weight U8 [N, K/2], weight_scale U8 [N, K/32]                                       |
 | compressed-tensors nvfp4 | weight_packed U8 [N, K/2], weight_scale F8_E4M3 [N, K/16],                          |
-|                          | weight_global_scale F32 [1] (it divides), input_global_scale with static inputs     |
+|                          | weight_global_scale F32 [1] (a divisor), input_global_scale with static inputs      |
 | compressed-tensors mxfp4 | weight_packed U8 [N, K/2], weight_scale U8 [N, K/32]                                |
 | compressed-tensors mxfp8 | weight F8_E4M3 [N, K], weight_scale U8 [N, K/32]                                    |
 | sglang-mxfp8             | weight F8_E4M3 [N, K], weight_scale_inv U8 [N, K/32]                                |
 | gpt-oss                  | P_blocks U8 [E, N, K/32, 16], P_scales U8 [E, N, K/32]                              |
-| deepseek-v4              | weight I8 [N, K/2], scale F8_E8M0 [N, K/32]; of FP8 layers, scale [N/128, K/128]    |
+| deepseek-v4              | weight I8 [N, K/2], scale F8_E8M0 [N, K/32]; FP8 layers: scale [N/128, K/128]       |
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from fp4kit.checkpoint.selection.fused_layers import fused_groups, group_name, s
 from fp4kit.formats import FLT_MIN
 
 Tensor = tuple[str, tuple[int, ...]]  # dtype (a safetensors name) and shape
-Parts = Mapping[str, Tensor]  # of one layer: what follows its name -> its tensor
+Parts = Mapping[str, Tensor]  # the tensors of one layer: suffix of the name -> tensor
 
 _SUFFIX = re.compile(
     r"(.+?)(\.(?:weight|weight_packed|weight_scale|weight_scale_2|weight_scale_inv|weight_global_scale"
@@ -46,7 +47,10 @@ _QUANTIZED_WEIGHTS = ("U8", "I8", "F8_E4M3")
 
 @dataclass(frozen=True)
 class Required:
-    """One tensor that engines need of every quantized layer. ``shape``: rules over E, N, K; scalars also as [1]."""
+    """Describe a tensor that engines need for every quantized layer.
+
+    shape: a rule over E, N and K, such as "N, K/16"; "" for a scalar, which may also be stored as [1].
+    """
 
     suffix: str
     dtype: str
@@ -57,10 +61,12 @@ _CODES = {"packed": ("U8", "N, K/2"), "bytes": ("F8_E4M3", "N, K")}
 
 
 def _mx(weight: str, kind: str, scale: str) -> tuple[Required, ...]:
+    """Return the tensors of an MX layer: codes and scales."""
     return Required(weight, *_CODES[kind]), Required(scale, "U8", "N, K/32")
 
 
 def _nvfp4(weight: str, *scalars: str) -> tuple[Required, ...]:
+    """Return the tensors of an NVFP4 layer: codes, block scales and the given scalars."""
     scales = (Required(scalar, "F32", "") for scalar in scalars)
     return Required(weight, *_CODES["packed"]), Required(".weight_scale", "F8_E4M3", "N, K/16"), *scales
 
@@ -80,19 +86,20 @@ REQUIRED: Mapping[str, tuple[Required, ...]] = {
     "bf16": (),
 }
 _FP8_BLOCKS = (Required(".weight", "F8_E4M3", "N, K"), Required(".scale", "F8_E8M0", "N/128, K/128"))
-_OPTIONAL = {".input_scale", ".input_global_scale"}  # harmless where it is not used
+_OPTIONAL = {".input_scale", ".input_global_scale"}  # harmless if not used
 _INPUT_SCALE = Required(".input_global_scale", "F32", "")
 
 
 def _split(name: str) -> tuple[str, str] | None:
+    """Return a tensor's name as layer and suffix, or None if the suffix is not one of a quantized layer."""
     match = _SUFFIX.fullmatch(name)
     return (match[1], match[2]) if match else None
 
 
 def quantized_layers(tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
-    """Return layer -> suffix -> tensor of every layer, or stack of experts, that has packed weights or scales.
+    """Return layer -> suffix -> tensor, for every layer or stack of experts that has packed weights or scales.
 
-    Model-Optimizer's stacks ``P``, ``P_weight_scale`` (of Llama 4) are not known here.
+    Model-Optimizer's stacks ``P``, ``P_weight_scale`` (Llama 4) are not recognized.
     """
     layers: dict[str, dict[str, Tensor]] = defaultdict(dict)
     for name, tensor in tensors.items():
@@ -102,6 +109,7 @@ def quantized_layers(tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tenso
 
 
 def _is_quantized(parts: Parts) -> bool:
+    """Return whether the tensors of a layer hold packed weights or scales."""
     if set(parts) - {".weight"}:
         return True
     dtype, shape = parts[".weight"]
@@ -109,7 +117,7 @@ def _is_quantized(parts: Parts) -> bool:
 
 
 def _required(container: str, parts: Parts, config: Mapping[str, Any]) -> tuple[Required, ...]:
-    """Return what a layer needs; DeepSeek-V4 has FP8 layers, and MXFP4 experts, beside its own."""
+    """Return what a layer needs. A DeepSeek-V4 checkpoint also has FP8 layers and, in its NVFP4 form, MXFP4 experts."""
     dtype = parts.get(".weight", ("",))[0]
     if container.startswith("deepseek-v4") and dtype == "F8_E4M3":
         return _FP8_BLOCKS
@@ -120,14 +128,14 @@ def _required(container: str, parts: Parts, config: Mapping[str, Any]) -> tuple[
 
 
 def _evaluated(rule: str, rows: int, columns: int) -> tuple[int, ...]:
-    """Return a shape, of a rule such as ``N, K/2``; what does not divide is rounded up."""
+    """Return the shape that a rule such as ``N, K/2`` gives; quotients are rounded up."""
     sizes = {"N": rows, "K": columns}
     terms = [term.strip().partition("/") for term in rule.split(",")] if rule else []
     return tuple(-(-sizes[size] // int(over or 1)) if size in sizes else int(size) for size, _, over in terms)
 
 
 def _logical(weight: Required, shape: tuple[int, ...]) -> tuple[tuple[int, ...], int, int] | None:
-    """Return the leading sizes and the [N, K] of a stored weight, or None for a rank that holds none."""
+    """Return the leading sizes, N and K of a stored weight, or None if its rank is wrong."""
     if weight.suffix == "_blocks":
         return (shape[:-3], shape[-3], shape[-2] * 32) if len(shape) == 4 else None
     per_element = 2 if weight.shape.endswith("K/2") else 1
@@ -151,7 +159,7 @@ def _faults(container: str, parts: Parts, required: tuple[Required, ...]) -> Ite
     logical = _logical(weight, parts[weight.suffix][1]) if weight.suffix in parts else None
     if logical is None:
         if weight.suffix in parts:
-            yield f"{weight.suffix[1:]} has rank {len(parts[weight.suffix][1])}; no engine holds such a layer"
+            yield f"{weight.suffix[1:]} has rank {len(parts[weight.suffix][1])}; no engine loads such a layer"
         return
     lead, rows, columns = logical
     group = CONTAINERS[container].group_size
@@ -163,20 +171,15 @@ def _faults(container: str, parts: Parts, required: tuple[Required, ...]) -> Ite
 
 
 def _consequence(engine: str, layer: str, suffix: str) -> str:
-    """Return what an engine does about a missing tensor."""
+    """Return what an engine does if a tensor is missing."""
     if engine == "vLLM":
-        if container_of(layer):
-            return "the engine reads uninitialised memory in its place"
-        return (
-            'loading raises "was never loaded"'
-            if suffix == ".weight_scale"
-            else "the engine reads what its memory held"
-        )
+        raises = suffix == ".weight_scale" and not container_of(layer)
+        return 'loading raises "was never loaded"' if raises else "the engine uses uninitialised memory in its place"
     return "the layer cannot be decoded"
 
 
 def readers(container: str, family: str) -> tuple[str, ...]:
-    """Return the engines whose view of a checkpoint counts: those that load the container, or may."""
+    """Return the engines to check a checkpoint for: those known to load the container, else those that may."""
     loading = engines_for(container, family)
     serving = tuple(dict.fromkeys(each.engine for each in READERS[container] if each.engine in SERVING))
     return loading or serving or ("Model-Optimizer",)
@@ -185,7 +188,7 @@ def readers(container: str, family: str) -> tuple[str, ...]:
 def _layer_findings(
     container: str, layer: str, parts: Parts, required: tuple[Required, ...], engines: Iterable[str]
 ) -> Iterator[Finding]:
-    """Yield what is wrong with one layer, for every engine."""
+    """Yield what is wrong with one layer, per engine."""
     known = {part.suffix for part in required} | _OPTIONAL
     faults = list(_faults(container, parts, required)) if required else []
     foreign = [suffix[1:] for suffix in parts if suffix not in known]
@@ -196,15 +199,15 @@ def _layer_findings(
                 text = f"{part.suffix[1:]} is missing; {_consequence(engine, layer, part.suffix)}"
                 yield finding(engine, "error", layer, text)
         if foreign:
-            yield finding(engine, "error", layer, f"{', '.join(foreign)}: has no place in {container}")
+            yield finding(engine, "error", layer, f"{', '.join(foreign)}: not a tensor of {container}")
 
 
 def _unusable(name: str, value: float) -> tuple[Severity, str] | None:
-    """Return how bad a tensor scale is by itself, and why, or None."""
+    """Return severity and text if a tensor scale is unusable or at risk by itself, or None."""
     if not math.isfinite(value) or value <= 0:
         return "error", f"{name} is {value}; a positive finite number is needed"
     if value < float(FLT_MIN):
-        return "warning", f"{name} is {value}, a subnormal: engines that flush take it for 0"
+        return "warning", f"{name} is {value}, a subnormal: engines that flush subnormals read 0"
     return None
 
 
@@ -212,7 +215,7 @@ _KEPT = {".weight_scale_2": "the largest", ".weight_global_scale": "the largest 
 
 
 def _disagreement(members: list[str], suffix: str, scales: Mapping[str, float]) -> str | None:
-    """Return what vLLM makes of layers that it fuses, whose tensor scales differ, or None."""
+    """Return what vLLM makes of fused layers whose tensor scales differ, or None if they agree."""
     values = {split_module(member)[1]: scales[member + suffix] for member in members if member + suffix in scales}
     if len(set(values.values())) < 2 or not all(math.isfinite(value) and value > 0 for value in values.values()):
         return None
@@ -222,10 +225,12 @@ def _disagreement(members: list[str], suffix: str, scales: Mapping[str, float]) 
         which, kept = f"that of {gate}", values[gate]
     ratio = {leaf: (kept / value if suffix == ".weight_scale_2" else value / kept) for leaf, value in values.items()}
     off = ", ".join(f"{leaf} by {factor:.4g}" for leaf, factor in ratio.items() if factor != 1)
-    return f"{suffix[1:]} differs; {which} is used for all, so values are off: {off}; fp4kit reconcile repairs it"
+    text = f"{suffix[1:]} differs; {which} is used for all, so values are off by a factor: {off}"
+    return f"{text}; fp4kit reconcile repairs it"
 
 
 def _scale_findings(layers: Iterable[str], scales: Mapping[str, float], engines: Iterable[str]) -> Iterator[Finding]:
+    """Yield what is wrong with the tensor scales: unusable values, and differences within a fused layer."""
     for name, value in scales.items():
         layer, part = split_module(name)
         if fault := _unusable(part, value):
@@ -237,7 +242,7 @@ def _scale_findings(layers: Iterable[str], scales: Mapping[str, float], engines:
                     yield finding("vLLM", "error", group_name(*key), text)
 
 
-_EXPERTS_ALONE = (  # traps that only layers of experts, or only others, meet
+_EXPERTS_ALONE = (  # traps that apply only to experts (True), or only to other layers (False)
     ("compressed-tensors nvfp4-pack-quantized", "transformers", True),
     ("compressed-tensors mxfp8-quantized", "transformers", True),
     ("compressed-tensors mxfp4-pack-quantized", "SGLang", False),
@@ -245,11 +250,13 @@ _EXPERTS_ALONE = (  # traps that only layers of experts, or only others, meet
 
 
 def _traps(container: str, family: str, layers: Iterable[str]) -> Iterator[Finding]:
-    """Yield which engines cannot use the checkpoint, or would misread it, though nothing is wrong with it."""
+    """Yield which engines fail on the checkpoint or misread it, although nothing is wrong with it."""
     experts = {container_of(layer) is not None for layer in layers}
     for engine, each in known_traps(container, family):
-        met = next((among for known, name, among in _EXPERTS_ALONE if (known, name) == (container, engine)), None)
-        if each.status != "loads" and (met is None or met in experts):
+        applies_to_experts = next(
+            (of_experts for id, name, of_experts in _EXPERTS_ALONE if (id, name) == (container, engine)), None
+        )
+        if each.status != "loads" and (applies_to_experts is None or applies_to_experts in experts):
             yield finding(engine, "warning", "model", f"{each.status}: {each.note}")
 
 
@@ -260,16 +267,17 @@ def findings(
     config: Mapping[str, Any],
     hf_quant_config: Mapping[str, Any] | None = None,
 ) -> list[Finding]:
-    """Return what every engine would trip over in a checkpoint: its tensors, its tensor scales, its configuration.
+    """Return the faults that engines would meet in a checkpoint: its tensors, its tensor scales and its configuration.
 
-    container: one of ``containers.CONTAINERS``. tensors: name -> (safetensors dtype, shape) of all tensors.
-    tensor_scales: name of a tensor scale, such as ``P.weight_scale_2`` or ``P.weight_global_scale``, or of an input
-    scale -> the
-        value that is stored; those of one value suffice. config: config.json; hf_quant_config: that file, if there is
-        one.
-    Severity "error": the named engine refuses the checkpoint or decodes other values than it holds. "warning": the
-        checkpoint is sound, and the named engine cannot use it or will misread it, or a value is at risk.
-    Raises ValueError for another container. Exclusion lists are ``exclusions.check``'s.
+    container: one of ``containers.CONTAINERS``.
+    tensors: name -> (safetensors dtype, shape) of all tensors.
+    tensor_scales: name -> stored value, of tensor scales (``P.weight_scale_2``, ``P.weight_global_scale``) and input
+    scales; scales of stacks may be left out.
+    config: config.json. hf_quant_config: the content of that file, or None.
+
+    Severity "error": the named engine rejects the checkpoint or decodes wrong values. "warning": the checkpoint is
+    sound, but the named engine cannot use it or misreads it, or a value is at risk.
+    Raises ValueError for another container. Exclusion lists are checked by ``exclusions.check``.
     """
     if container not in CONTAINERS:
         raise ValueError(f"findings: container {container!r}; one of {', '.join(CONTAINERS)} is needed")

@@ -1,8 +1,9 @@
-"""Which engine loads which container for which family of models: a table, and what follows from it.
+"""Tell which engine loads which container for which family of models.
 
-A cell says what an engine does with a container, and how that is known: "run", its own code loaded such a file, or
-"read", in its source. What has no cell is unknown. From it come the default format, the refusal of pairs that
-nothing loads, the traps that a report mentions, and the table of the documentation.
+The table has one cell per engine, container and family. A cell says what the engine does, and how this is known: "run"
+(its own code loaded such a file) or "read" (in its source). Without a cell, the behaviour is unknown. The default
+format, the rejection of pairs that nothing loads, the traps in reports and the table in the docs follow from this
+table.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_exp
 
 @dataclass(frozen=True)
 class Cell:
-    """What one engine does with a container: ``how`` that is known ("run", "read", or "" if it is not), and a note."""
+    """Say what one engine does with a container. how: "run", "read", or "" if it is not known."""
 
     status: Status
     how: How = ""
@@ -42,7 +43,7 @@ _UNKNOWN = Cell("unknown")
 
 
 def _cells() -> dict[tuple[str, str, str], Cell]:
-    """Return (container, family, engine) -> cell; the table is written by groups."""
+    """Return (container, family, engine) -> cell."""
     table: dict[tuple[str, str, str], Cell] = {}
     for containers, families, engine, status, how, note in RUNS:
         for container_id in containers:
@@ -55,11 +56,15 @@ _CELLS = _cells()
 
 
 def cell(container_id: str, family: str, engine: str) -> Cell:
-    """Return what ``engine`` does with a container of a model of ``family``; "llama" is as "dense" unless it
-    differs.
+    """Return what ``engine`` does with a container of a model of ``family``; "llama" defaults to "dense".
+
+    Raises ValueError for a container, family or engine that is not in the table.
     """
     if container_id not in CONTAINERS or family not in FAMILIES or engine not in VERSIONS:
-        raise ValueError(f"cell: no container {container_id!r}, family {family!r} or engine {engine!r}")
+        raise ValueError(
+            f"cell: container {container_id!r}, family {family!r}, engine {engine!r}: at least one is unknown; see"
+            " CONTAINERS, FAMILIES and VERSIONS"
+        )
     found = _CELLS.get((container_id, family, engine))
     if found is None and family == "llama":
         found = _CELLS.get((container_id, "dense", engine))
@@ -67,13 +72,13 @@ def cell(container_id: str, family: str, engine: str) -> Cell:
 
 
 def engines_for(container_id: str, family: str) -> tuple[str, ...]:
-    """Return the serving engines, of vLLM, SGLang and transformers, that load a container of a model of ``family``."""
+    """Return the serving engines (vLLM, SGLang, transformers) that load a container of a model of ``family``."""
     return tuple(engine for engine in SERVING if cell(container_id, family, engine).status == "loads")
 
 
 def _rank(container_id: str, family: str) -> tuple[int, int, int]:
-    """Return how well a container does: engines that load it, less those that silently misread it; those that were
-    run.
+    """Return a sort key for a container: engines that load it, minus engines that silently misread it, engines that
+    were run.
     """
     cells = [cell(container_id, family, engine) for engine in SERVING]
     loads = [each for each in cells if each.status == "loads"]
@@ -81,6 +86,7 @@ def _rank(container_id: str, family: str) -> tuple[int, int, int]:
 
 
 def _candidates(kind: str) -> list[LoaderContainer]:
+    """Return the containers for recipes of ``kind``, except bf16."""
     found = (container(format, kind) for format in FORMATS if format != "bf16")
     return [each for each in found if each is not None]
 
@@ -88,8 +94,8 @@ def _candidates(kind: str) -> list[LoaderContainer]:
 def best_format(kind: str, family: str) -> str | None:
     """Return the format that most serving engines load for recipes of ``kind`` and a model of ``family``.
 
-    Of two, the one that fewer engines misread in silence, then the one that more engines were run with, then the
-    earlier of FORMATS. None: no engine is known to load any.
+    Ties are broken by fewer engines that silently misread it, then by more engines that were run, then by the order of
+    FORMATS. Return None if no engine is known to load any.
     """
     if kind not in KINDS:
         raise ValueError(f"best_format: recipe kind {kind!r}; one of {', '.join(KINDS)} is needed")
@@ -98,7 +104,7 @@ def best_format(kind: str, family: str) -> str | None:
 
 
 def _way_out(kind: str, family: str) -> str:
-    """Return the pair to use instead."""
+    """Return which recipe and format to use instead."""
     for other in (kind, *(each for each in KINDS if each != kind)):
         best = best_format(other, family)
         if best is not None:
@@ -109,15 +115,16 @@ def _way_out(kind: str, family: str) -> str:
 
 
 def _stored(format: str, kind: str) -> LoaderContainer:
+    """Return the container of a pair that is known to exist."""
     found = container(format, kind)
     assert found is not None
     return found
 
 
 def refusal(format: str, kind: str, family: str) -> str | None:
-    """Return why a conversion to ``format`` by a recipe of ``kind`` makes no sense, and the pair that works; or None.
+    """Return why a conversion to ``format`` by a recipe of ``kind`` is rejected and what to use instead, or None.
 
-    A pair is refused that the format cannot store, or that no serving engine is known to load.
+    A pair is rejected if the format cannot store it, or if no serving engine is known to load it.
     """
     target = container(format, kind)
     if target is None:
@@ -137,7 +144,7 @@ def refusal(format: str, kind: str, family: str) -> str | None:
 
 
 def known_traps(container_id: str, family: str) -> tuple[tuple[str, Cell], ...]:
-    """Return (engine, cell) for every engine that fails on the container or misreads it, or loads it with a
+    """Return (engine, cell) for every engine that fails on the container, misreads it, or loads it with a
     reservation.
     """
     cells = ((engine, cell(container_id, family, engine)) for engine in VERSIONS)
@@ -149,21 +156,21 @@ def family_of(config: Mapping[str, Any]) -> str:
     text = config.get("text_config")
     if isinstance(text, Mapping) or "vision_config" in config:
         return "vlm"
-    known = _FAMILY_OF.get(str(config.get("model_type", "")))
-    if known is None:
+    family = _FAMILY_OF.get(str(config.get("model_type", "")))
+    if family is None:
         listed = config.get("architectures")
         names = [name for name in listed if isinstance(name, str)] if isinstance(listed, list) else []
-        known = next(
+        family = next(
             (_FAMILY_OF_CLASS[start] for start in _FAMILY_OF_CLASS for name in names if name.startswith(start)), None
         )
-    if known is not None:
-        return known
+    if family is not None:
+        return family
     counts = (config.get(key) for key in _EXPERTS)
     return "moe" if any(isinstance(count, int) and count > 0 for count in counts) else "dense"
 
 
 def _row(container_id: str, families: list[str], notes: dict[str, int]) -> str:
-    """Return one row of the table; ``notes`` numbers the notes as they come."""
+    """Return one row of the table; ``notes`` maps each note to its number in order of appearance."""
     cells = []
     for engine in VERSIONS:
         found = cell(container_id, families[0], engine)
@@ -174,7 +181,7 @@ def _row(container_id: str, families: list[str], notes: dict[str, int]) -> str:
 
 
 def _alike(container_id: str) -> list[list[str]]:
-    """Return the families in groups that all engines treat alike, without those of which nothing is known."""
+    """Return the families in groups that all engines treat alike, without families of which nothing is known."""
     groups: dict[tuple[Cell, ...], list[str]] = {}
     for family in FAMILIES:
         groups.setdefault(tuple(cell(container_id, family, engine) for engine in VERSIONS), []).append(family)
@@ -182,7 +189,7 @@ def _alike(container_id: str) -> list[list[str]]:
 
 
 def markdown() -> str:
-    """Return the table of the documentation: containers and families by engines, with numbered notes below."""
+    """Return the table of the docs: containers and families by engines, with numbered notes below."""
     notes: dict[str, int] = {}
     head = f"| container | models | {' | '.join(f'{engine} {version}' for engine, version in VERSIONS.items())} |"
     rows = [_row(container_id, families, notes) for container_id in CONTAINERS for families in _alike(container_id)]

@@ -121,5 +121,5 @@ def test_errors(tmp_path):
     with synthetic.refused("no quantized layer of a known format"):
         identify_checkpoint(tmp_path / "in", tmp_path / "in")
     synthetic.bert(tmp_path / "bert")
-    with synthetic.refused("give its own source"):
+    with synthetic.refused("give the model that it was made from"):
         identify_checkpoint(tmp_path / "out", tmp_path / "bert")

@@ -197,17 +197,17 @@ def test_container_of() -> None:
 def test_what_an_engine_asks_for() -> None:
     vllm, sglang = m.READERS["modelopt NVFP4"]
     modules = [*QKV, *MLA_PAIR, f"{EXPERTS}.0.w1", f"{EXPERTS}.1.w1", "lm_head"]
-    assert vllm.asked(modules) == {
+    assert vllm.lookups(modules) == {
         f"{ATTENTION}.qkv_proj": list(QKV),
         f"{ATTENTION}.fused_qkv_a_proj": list(MLA_PAIR),
         EXPERTS: [f"{EXPERTS}.0.w1", f"{EXPERTS}.1.w1"],
         "lm_head": ["lm_head"],
     }
-    assert f"{ATTENTION}.fused_qkv_a_proj_with_mqa" in sglang.asked(modules)
-    assert set(m.READERS["deepseek-v4"][0].asked(modules)) == {EXPERTS}
+    assert f"{ATTENTION}.fused_qkv_a_proj_with_mqa" in sglang.lookups(modules)
+    assert set(m.READERS["deepseek-v4"][0].lookups(modules)) == {EXPERTS}
     library, transformers = m.READERS["compressed-tensors nvfp4-pack-quantized"][2:]
-    assert set(library.asked(modules)) == set(modules)
-    assert set(transformers.asked(modules)) == {name for name in modules if not name.startswith(EXPERTS)}
+    assert set(library.lookups(modules)) == set(modules)
+    assert set(transformers.lookups(modules)) == {name for name in modules if not name.startswith(EXPERTS)}
 
 
 def test_every_container_has_its_readers() -> None:

@@ -164,9 +164,9 @@ def test_an_mla_leaf_excludes_every_layer_in_sglang() -> None:
     by_subject = {each.subject: each.text for each in found}
     assert (
         by_subject["model.layers.0.self_attn.q_b_proj"]
-        == "is quantized, but excluded by model.layers.3.self_attn.q_b_proj: its packed weights do not fit; it takes an"
-        " exclusion that ends in q_b_proj for every layer's: exclude model.layers.3.self_attn.*, or q_b_proj*, or"
-        " the whole subtree of that layer"
+        == "is quantized, but excluded by model.layers.3.self_attn.q_b_proj: its packed weights do not fit; it "
+        "applies an exclusion that ends in q_b_proj to every layer: exclude model.layers.3.self_attn.*, or "
+        "q_b_proj*, or the whole subtree of that layer"
     )
     assert not check("modelopt NVFP4", ["model.layers.3.*", "lm_head"], copied, converted)
 
@@ -175,7 +175,7 @@ def test_the_way_out_is_for_sglang_alone() -> None:
     name = "model.layers.0.self_attn.q_b_proj"
     vllm, sglang = check("modelopt NVFP4", ["lm_head", name], [], [name])
     assert vllm.text == f"is quantized, but excluded by {name}: its packed weights do not fit"
-    assert sglang.text.startswith(f"{vllm.text}; it takes an exclusion that ends in q_b_proj for every layer's")
+    assert sglang.text.startswith(f"{vllm.text}; it applies an exclusion that ends in q_b_proj to every layer")
 
 
 @pytest.mark.parametrize("kept", [mla("model.layers.1"), mla("model.layers.1")[3:4], mla("model.layers.1")[:3:2]])

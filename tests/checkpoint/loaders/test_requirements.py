@@ -147,7 +147,7 @@ def test_weights_of_other_ranks(container: str, shape: tuple[int, ...]) -> None:
     tensors = layer(container, name_of(container))
     weight = next(iter(tensors))
     first, *_ = checked(container, {**tensors, weight: (tensors[weight][0], shape)})
-    assert first.text.endswith(f"has rank {len(shape)}; no engine holds such a layer")
+    assert first.text.endswith(f"has rank {len(shape)}; no engine loads such a layer")
 
 
 def test_k_that_is_not_whole_blocks() -> None:
@@ -168,9 +168,9 @@ def test_scalars_of_either_shape(container: str, shape: tuple[int, ...]) -> None
     ("name", "suffix", "text"),
     [
         (Q, ".weight_scale", 'weight_scale is missing; loading raises "was never loaded"'),
-        (Q, ".input_scale", "input_scale is missing; the engine reads what its memory held"),
-        (EXPERT, ".weight_scale", "weight_scale is missing; the engine reads uninitialised memory in its place"),
-        (EXPERT, ".input_scale", "input_scale is missing; the engine reads uninitialised memory in its place"),
+        (Q, ".input_scale", "input_scale is missing; the engine uses uninitialised memory in its place"),
+        (EXPERT, ".weight_scale", "weight_scale is missing; the engine uses uninitialised memory in its place"),
+        (EXPERT, ".input_scale", "input_scale is missing; the engine uses uninitialised memory in its place"),
     ],
 )
 def test_what_vllm_does_about_a_missing_tensor(name: str, suffix: str, text: str) -> None:
@@ -193,12 +193,12 @@ def test_what_vllm_does_about_a_missing_tensor(name: str, suffix: str, text: str
 )
 def test_names_of_other_containers(container: str, suffix: str) -> None:
     tensors = {**layer(container, Q), f"{Q}.{suffix}": ("U8", (96, 2))}
-    assert any(f"{suffix}: has no place in {container}" in each.text for each in checked(container, tensors))
+    assert any(f"{suffix}: not a tensor of {container}" in each.text for each in checked(container, tensors))
 
 
 def test_packed_weights_in_an_unquantized_checkpoint() -> None:
     assert [each.text for each in checked("bf16", {f"{Q}.weight": ("F8_E4M3", (96, 64))})] == [
-        "weight: has no place in bf16"
+        "weight: not a tensor of bf16"
     ] * 3
 
 
@@ -237,51 +237,50 @@ def pair(container: str, parent: str, leaves: tuple[str, ...]) -> Tensors:
             W4A16,
             "a.mlp",
             {"gate_proj": 1.0, "up_proj": 2.0},
-            "weight_scale_2 differs; the largest is used for all, so values are off: gate_proj by 2; fp4kit "
-            "reconcile repairs it",
+            "weight_scale_2 differs; the largest is used for all, so values are off by a factor: gate_proj by 2; "
+            "fp4kit reconcile repairs it",
         ),
         (
             W4A16,
             "a.mlp.experts.0",
             {"gate_proj": 1.0, "up_proj": 2.0},
-            "weight_scale_2 differs; that of gate_proj is used for all, so values are off: up_proj by 0.5; "
-            "fp4kit reconcile repairs it",
+            "weight_scale_2 differs; that of gate_proj is used for all, so values are off by a factor: up_proj by "
+            "0.5; fp4kit reconcile repairs it",
         ),
         (
             W4A16,
             "a.experts.0",
             {"w1": 4.0, "w3": 1.0},
-            "weight_scale_2 differs; that of w1 is used for all, so values are off: w3 by 4; fp4kit reconcile "
-            "repairs it",
+            "weight_scale_2 differs; that of w1 is used for all, so values are off by a factor: w3 by 4; fp4kit "
+            "reconcile repairs it",
         ),
         (
             W4A16,
             "a.self_attn",
             {"q_proj": 1.0, "k_proj": 1.0, "v_proj": 4.0},
-            "weight_scale_2 differs; the largest is used for all, so values are off: q_proj by 4, k_proj by 4; "
-            "fp4kit reconcile repairs it",
+            "weight_scale_2 differs; the largest is used for all, so values are off by a factor: q_proj by 4, "
+            "k_proj by 4; fp4kit reconcile repairs it",
         ),
         (
             W4A16,
             "a.self_attn",
             {"q_a_proj": 1.0, "kv_a_proj_with_mqa": 2.0},
-            "weight_scale_2 differs; the largest is used for all, so values are off: q_a_proj by 2; fp4kit "
-            "reconcile repairs it",
+            "weight_scale_2 differs; the largest is used for all, so values are off by a factor: q_a_proj by 2; "
+            "fp4kit reconcile repairs it",
         ),
         (
             CT_NVFP4,
             "a.mlp",
             {"gate_proj": 1.0, "up_proj": 2.0},  # divisors: scales 1 and 0.5; 0.5 is used for both
             "weight_global_scale differs; the largest divisor, which is the smallest scale, is used for all, so "
-            "values are off: "
-            "gate_proj by 0.5; fp4kit reconcile repairs it",
+            "values are off by a factor: gate_proj by 0.5; fp4kit reconcile repairs it",
         ),
         (
             CT_NVFP4,
             "a.mlp.experts.0",
             {"gate_proj": 1.0, "up_proj": 2.0},
-            "weight_global_scale differs; that of gate_proj is used for all, so values are off: up_proj by 2; "
-            "fp4kit reconcile repairs it",
+            "weight_global_scale differs; that of gate_proj is used for all, so values are off by a factor: up_proj "
+            "by 2; fp4kit reconcile repairs it",
         ),
     ],
 )
@@ -308,7 +307,7 @@ def test_tensor_scales_that_are_no_scales(value: float) -> None:
 def test_a_subnormal_tensor_scale_is_at_risk(value: float, subnormal: bool) -> None:
     found = findings(W4A16, layer(W4A16, Q), {f"{Q}.weight_scale_2": value}, config(W4A16))
     assert not errors(found)
-    assert any("a subnormal: engines that flush take it for 0" in each.text for each in found) is subnormal
+    assert any("a subnormal: engines that flush subnormals read 0" in each.text for each in found) is subnormal
 
 
 # Configurations.
@@ -347,15 +346,14 @@ CONFIGS: tuple[tuple[str, dict[str, Any], str], ...] = (
     (
         CT_NVFP4,
         changed(CT_NVFP4, config_groups=ct_config(CT_MXFP4)["config_groups"]),
-        "weights of config_groups: strategy is 'group' ('tensor_group'), group_size is 32 (16): no scheme for what "
-        "the tensors are "
-        "(in brackets)",
+        "weights of config_groups: strategy is 'group' ('tensor_group'), group_size is 32 (16): does not describe "
+        "the tensors (values in brackets)",
     ),
     (
         CT_MXFP8,
         changed(CT_MXFP8, config_groups={"a": {"weights": None}}),
         "weights of config_groups: strategy is None ('group'), num_bits is None (8), group_size is None (32), "
-        "type is None ('float'), symmetric is None (True): no scheme for what the tensors are (in brackets)",
+        "type is None ('float'), symmetric is None (True): does not describe the tensors (values in brackets)",
     ),
     (
         "sglang-mxfp8",
@@ -365,7 +363,7 @@ CONFIGS: tuple[tuple[str, dict[str, Any], str], ...] = (
     (
         "gpt-oss",
         {**config("gpt-oss"), "model_type": "qwen3_moe"},
-        "model_type is 'qwen3_moe'; blocks and scales are read for 'gpt_oss' alone",
+        "model_type is 'qwen3_moe'; blocks and scales are read only for 'gpt_oss'",
     ),
     ("deepseek-v4", {**config("deepseek-v4"), "expert_dtype": "fp8"}, "expert_dtype is 'fp8'; 'fp4' is needed"),
     (
@@ -423,7 +421,7 @@ def test_keys_of_hf_quant_config(container: str, hf: dict[str, Any], missing: st
     (found,) = checked(container, layer(container, Q), hf_quant_config=hf)
     assert (found.subject, found.text) == (
         "hf_quant_config.json",
-        f"quantization lacks {missing}; loading fails without",
+        f"quantization lacks {missing}; loading fails without it",
     )
 
 
@@ -438,24 +436,21 @@ def test_two_files_that_disagree() -> None:
     assert not warnings(NVFP4, config(NVFP4), nested())
     assert not warnings(NVFP4, config(NVFP4), nested(quant_algo="absent"))  # one of them suffices
     assert warnings(NVFP4, config(NVFP4), nested(exclude_modules=["a"], quant_algo="FP8")) == [
-        "quantization.quant_algo differs from quant_algo of config.json; which of the two counts depends on the engine",
-        (
-            "quantization.exclude_modules differs from ignore of config.json; which of the two counts depends on the"
-            " engine"
-        ),
+        "quantization.quant_algo differs from quant_algo in config.json; which one is used depends on the engine",
+        ("quantization.exclude_modules differs from ignore in config.json; which one is used depends on the engine"),
     ]
 
 
 def test_a_file_of_another_format() -> None:
     assert warnings(CT_MXFP4, config(CT_MXFP4), nested()) == [
-        "is left over from another format; compressed-tensors checkpoints have none"
+        "belongs to another format; compressed-tensors checkpoints have no such file; remove it"
     ]
 
 
 def test_nvfp4_that_is_taken_for_w4a16() -> None:
     groups = {"group_0": {"weights": {"num_bits": 4}, "input_activations": None}}
     (text,) = warnings(NVFP4, changed(NVFP4, config_groups=groups), None)
-    assert "NVFP4 is taken for W4A16_NVFP4" in text
+    assert "the engine treats NVFP4 as W4A16_NVFP4" in text
     groups["group_0"]["input_activations"] = {"num_bits": 4}
     assert not warnings(NVFP4, changed(NVFP4, config_groups=groups), None)
 
@@ -480,13 +475,15 @@ def traps(container: str, names: list[str], model: dict[str, Any]) -> dict[str, 
 
 def test_traps_are_warnings_of_the_engine_that_meets_them() -> None:
     moe = {"num_experts": 4}
-    assert traps(CT_NVFP4, [EXPERT], moe)["transformers"].startswith("wrong values: it decodes experts without")
+    assert traps(CT_NVFP4, [EXPERT], moe)["transformers"].startswith(
+        "wrong values: it silently decodes experts without"
+    )
     assert "transformers" not in traps(CT_NVFP4, [Q], moe)  # no experts are quantized
     assert traps(CT_MXFP4, [Q, EXPERT], moe)["SGLang"].startswith("fails: it has MXFP4 for experts only")
     assert "SGLang" not in traps(CT_MXFP4, [EXPERT], moe)
     assert "SGLang" in traps(CT_MXFP4, [Q], {})
     assert traps("sglang-mxfp8", [Q], {"model_type": "llama"})["SGLang"].startswith(
-        "wrong values: the loader of Llama renames"
+        "wrong values: the Llama loader renames"
     )
     assert set(traps(MXFP8, [Q], {})) == {"SGLang", "transformers"}
     assert set(traps(MXFP4, [Q], {})) == {"vLLM", "SGLang", "transformers"}

@@ -126,10 +126,10 @@ def test_refused_is_what_nothing_loads_and_the_way_out_works(used: str, kind: st
 def test_texts_of_refusals() -> None:
     assert (
         support.refusal("modelopt", "mxfp4", "dense")
-        == "--format modelopt with mxfp4: no engine is known to load it for dense models (vLLM 0.33.0: its modelopt"
-        " method knows no MXFP4; SGLang 0.5.23: its modelopt method knows no MXFP4; transformers 5.23.0: it has no"
-        " modelopt quantizer: packed weights do not fit); use --format compressed-tensors (vLLM 0.33.0, transformers"
-        " 5.23.0)"
+        == "--format modelopt with mxfp4: no engine is known to load it for dense models (vLLM 0.33.0: its modelopt "
+        "method does not support MXFP4; SGLang 0.5.23: its modelopt method does not support MXFP4; transformers "
+        "5.23.0: it has no modelopt quantizer: packed weights do not fit); use --format compressed-tensors (vLLM "
+        "0.33.0, transformers 5.23.0)"
     )
     assert (
         support.refusal("gpt-oss", "nvfp4", "moe")
@@ -200,7 +200,11 @@ def test_the_table_of_the_documentation() -> None:
 
 @pytest.mark.parametrize("call", [lambda: support.cell("x", "dense", "vLLM"), lambda: support.engines_for("bf16", "x")])
 def test_unknown_keys(call: object) -> None:
-    with pytest.raises(ValueError, match=r"^cell: no container '.*', family '.*' or engine '.*'$"):
+    with pytest.raises(
+        ValueError,
+        match=r"^cell: container '.*', family '.*', engine '.*': at least one is unknown; "
+        r"see CONTAINERS, FAMILIES and VERSIONS$",
+    ):
         call()  # type: ignore[operator]
 
 
