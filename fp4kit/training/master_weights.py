@@ -1,19 +1,19 @@
-"""Primary weights: quantize matrices whose master weights lie in flat shards, cut anywhere, on the processes of a
-group.
+"""Quantize weight matrices whose master weights are sharded over the processes of a group.
 
-Six stages, each for all matrices at once:
+A shard is a contiguous range of a flattened matrix; it may begin and end anywhere. Six stages run, each for all
+matrices at once:
 
-1. amax     block amaxes, and the tensor's, of the owned elements; 0 elsewhere
-2. reduce   their maximum over the group: one message of float32 bit patterns
-3. scales   tensor scale, block scales and factors, the same on every process
-4. cast     codes of the owned elements, into a message
-5. gather   the messages of all processes, one after the other: half a byte travels for an element, once
-6. place    codes from the messages into the matrices
+1. amax     compute block amaxes and tensor amaxes of the owned elements; 0 elsewhere
+2. reduce   take their maximum over the group, in one message of float32 bit patterns
+3. scales   compute tensor scales, block scales and factors, the same on every process
+4. cast     write the codes of the owned elements into a message
+5. gather   concatenate the messages of all processes; each 4-bit code is sent once, in half a byte
+6. place    copy the codes from the messages into the matrices
 
-A message holds, for each matrix, the bytes or runs in which the process owns a code. Two processes whose cut lies
-inside a byte both send that byte, each with its own nibble right; placing takes from each message the nibbles that its
-sender owns and no other, so both are right. Who owns what is exchanged once, when a plan is made, and checked: each
-element must have one owner.
+For each matrix, a message holds the bytes (on a host) or runs (on a GPU) in which the process owns a code. If a shard
+ends inside a byte, both neighbours send that byte, each with its own nibble valid. The place stage takes from each
+message only the nibbles that its sender owns. Ownership is exchanged and checked once, when a plan is made: each
+element must have exactly one owner.
 """
 
 from __future__ import annotations
@@ -39,9 +39,13 @@ from fp4kit.training.partition import exchange_cuts, refusing
 
 @dataclass(frozen=True)
 class Shard:
-    """What one process owns of a matrix: elements [start, start + n) of the flattened (M, K), n = 0 for none.
+    """Describe what one process owns of a matrix: elements [start, start + n) of the flattened (M, K).
 
-    values: float32, float16 or bfloat16 (n,), of the same dtype on every process, an empty shard too.
+    Attributes:
+        values: float32, float16 or bfloat16 (n,). The dtype must be the same on every process, also for an empty shard
+            (n = 0).
+        shape: (M, K) of the whole matrix.
+        start: index of the first owned element.
     """
 
     values: Any
@@ -52,40 +56,55 @@ class Shard:
 def cast_master_weights(
     shards: Sequence[Shard], comm: Communicator, recipe: str | Recipe = "nvfp4-te-2d", *, columnwise: bool = False
 ) -> list[Any]:
-    """Quantize matrices from the shards of all processes; every process gets the bytes that the whole matrices give.
+    """Quantize matrices from the shards of all processes.
 
-    shards: one per matrix, in the same order on every process; for each matrix the shards of the group must cover every
-    element
-        once. Any cut will do: odd offsets, inside a byte, a block or a row; empty shards; all of it on one process.
-    comm: the group. Its processes all hold arrays of the host, or all of GPUs, of any library; results are in that of
-    the shards. recipe: blocks under one tensor scale, or none; not 4over6. columnwise: also the transposed copies, for
-    square blocks and M a multiple of them. Returns a Quantized per matrix (rowwise, linear scales), equal to
-    quantize(whole matrix, recipe) in every byte; with
-        columnwise a pair (rowwise, columnwise), the second as fp4kit.transpose gives it.
-    Raises ValueError or TypeError as partial_amax does, before anything is sent; ValueError on every process where
-    shards leave
-        out or repeat an element, or processes name different matrices. NaN is a ValueError on a CPU; a GPU does not
-        look for it.
-    For training steps make a MasterWeightsPlan once: this function makes one for the call.
-    Source: the algorithm of TE's quantize_master_weights, right at odd offsets and for K % 64 != 0 too.
+    Every process gets the same bytes as quantize(whole matrix, recipe) gives. For training steps, make a
+    MasterWeightsPlan once; this function makes a new one per call.
 
-    >>> import fp4kit, numpy as np
-    >>> from fp4kit.training.communicators import SingleProcess
-    >>> w = np.ones((16, 32), np.float32)
-    >>> fp4kit.cast_master_weights([fp4kit.Shard(w.reshape(-1), w.shape)], SingleProcess())
-    [Quantized(nvfp4-te-2d, shape=(16, 32), dtype=float32, axis=1, scale_layout='linear', 4.56 bits a value)]
+    Args:
+        shards: one Shard per matrix, in the same order on every process. For each matrix, the shards of the group must
+            cover every element once. A shard may begin and end anywhere, also inside a byte, a block or a row, and may
+            be empty.
+        comm: the group. Its processes all hold host arrays or all hold GPU arrays, of any library. Results belong to
+            the library of the shards.
+        recipe: a recipe with blocks, with or without one tensor scale; not 4over6.
+        columnwise: True to return transposed copies too. Blocks must be square, and M a multiple of their size.
+
+    Returns:
+        A list with one Quantized per matrix, rowwise with linear scales. With ``columnwise``, a list of pairs (rowwise,
+        columnwise); the second is what fp4kit.transpose returns.
+
+    Raises:
+        TypeError, ValueError: as partial_amax, before anything is sent.
+        ValueError: on every process, if the shards miss or repeat an element, or if processes name different matrices.
+            On a CPU also for NaN, which a GPU does not check.
+
+    Exact: equals quantize of the whole matrix in every byte.
+
+    Source: the algorithm of TE's quantize_master_weights, also correct at odd offsets and for K % 64 != 0.
+
+    Example:
+        >>> import fp4kit, numpy as np
+        >>> from fp4kit.training.communicators import SingleProcess
+        >>> w = np.ones((16, 32), np.float32)
+        >>> fp4kit.cast_master_weights([fp4kit.Shard(w.reshape(-1), w.shape)], SingleProcess())
+        [Quantized(nvfp4-te-2d, shape=(16, 32), dtype=float32, axis=1, scale_layout='linear', 4.56 bits a value)]
     """
     return MasterWeightsPlan(shards, comm, recipe, columnwise=columnwise).cast()
 
 
 class MasterWeightsPlan:
-    """cast_master_weights of the same shards at every step: tables and buffers are made once.
+    """Run cast_master_weights repeatedly on shards of the same shapes, with tables and buffers made once.
 
-    Arguments and errors are those of cast_master_weights. The plan holds the arrays of the shards: change their values
-    in place, or pass new arrays to refresh. Making a plan exchanges the cuts and waits for that. On a GPU arrays must
-    be contiguous, and a step is one launch or message a stage (one launch a dtype), without work for each matrix on the
-    host, without copies to the host and without waiting; with Nccl a CUDA graph can capture it. stages: names and calls
-    of what cast does, in order.
+    Arguments and errors are those of cast_master_weights. The plan keeps references to the shards' arrays: change their
+    values in place, or pass new arrays to refresh. Making a plan exchanges the shard ranges and waits for the other
+    processes.
+
+    On a GPU, arrays must be contiguous. A step is one launch or message per stage (one launch per dtype). It does no
+    work per matrix on the host, copies nothing to the host, and does not wait. With Nccl, a CUDA graph can capture it.
+
+    Attributes:
+        stages: (name, function) of each stage of cast, in order.
     """
 
     def __init__(
@@ -104,6 +123,7 @@ class MasterWeightsPlan:
             self._make(shards, recipe, columnwise)
 
     def _make(self, shards: Sequence[Shard], recipe: str | Recipe, columnwise: bool) -> None:
+        """Check the shards, exchange the partition, and prepare the stages."""
         comm = self._comm
         with refusing(comm):
             r = recipe_of("cast_master_weights", recipe)
@@ -126,9 +146,13 @@ class MasterWeightsPlan:
         self._result = list(zip(*results, strict=True)) if columnwise else results[0]
 
     def refresh(self, values: Sequence[Any]) -> None:
-        """Take other arrays for the shards' values, of the same lengths, dtypes and device.
+        """Use other arrays as the shards' values.
 
-        Raises ValueError if they are not.
+        Args:
+            values: one array per shard, with the same lengths, dtypes and device as before.
+
+        Raises:
+            ValueError: if an array has another length, dtype or device.
         """
         arrays = _import(as_entries("refresh", "values", values))
         kinds = [_kind(v) for v in arrays]
@@ -138,17 +162,17 @@ class MasterWeightsPlan:
                 min(len(kinds), len(self._kinds)),
             )
             raise ValueError(
-                f"refresh: array {at} of {len(kinds)} has another dtype, length or device than the {len(self._kinds)}"
-                " shards"
+                f"refresh: array {at} of {len(kinds)} has another dtype, length or device than before; needs arrays "
+                f"like those of the {len(self._kinds)} shards"
             )
         if self._work is not None:
             self._work.replace(arrays)
 
     @returns_in_plan_library
     def cast(self) -> list[Any]:
-        """Quantize the values as they are now; what cast_master_weights returns.
+        """Quantize the current values. Return what cast_master_weights returns.
 
-        The arrays of the result belong to the plan, and the next call overwrites them.
+        The arrays of the result belong to the plan. The next call overwrites them.
         """
         with nullcontext() if self._work is None else self._work.device():
             for _, stage in self.stages:
@@ -156,6 +180,7 @@ class MasterWeightsPlan:
         return self._result
 
     def _make_stages(self, s: HostStages | DeviceStages) -> Iterator[tuple[str, Callable[[], None]]]:
+        """Yield (name, function) of each stage. One process needs no messages."""
         alone = self._comm.size == 1
         yield "amax", s.amax
         if not alone:
@@ -170,18 +195,19 @@ class MasterWeightsPlan:
 
 
 def _reduce(bits: Any, comm: Communicator) -> None:
-    """Maximum over the group, in place."""
+    """Replace ``bits`` by their maximum over the group."""
     reduced = comm.all_reduce_max(bits)
     if reduced is not bits:
         bits[...] = reduced
 
 
 def _gather(message: Any, counts: list[int], gathered: Any, comm: Communicator) -> None:
+    """Gather the messages of all processes into ``gathered``."""
     comm.all_gather(message, counts, gathered)
 
 
 def _check_shards(shards: Sequence[Shard], r: Recipe, columnwise: bool) -> tuple[list[Any], list[tuple[int, int]]]:
-    """Arrays and shapes, if they are right."""
+    """Return (arrays, shapes) of the shards. Raises TypeError or ValueError if they are invalid."""
     for i, shard in enumerate(shards):
         if not isinstance(shard, Shard):
             raise TypeError(f"cast_master_weights: shards[{i}] is a {type(shard).__name__}; needs a fp4kit.Shard")
@@ -194,9 +220,11 @@ def _check_shards(shards: Sequence[Shard], r: Recipe, columnwise: bool) -> tuple
 
 
 def _kind(values: Any) -> tuple[np.dtype, tuple[int, ...], str]:
+    """Return what refresh must not change: dtype, shape and device."""
     return values.dtype, values.shape, device_name(values)
 
 
 def _import(values: Sequence[Any]) -> list[Any]:
+    """Return the arrays as arrays of NumPy or CuPy."""
     named = {f"values of shard {i}": v for i, v in enumerate(values)}
     return list(import_arrays("cast_master_weights", **named))

@@ -1,5 +1,6 @@
-"""The stages of cast_master_weights on CuPy arrays: one launch each, from tables in device memory. See
-master_weights.py.
+"""Run the stages of cast_master_weights on CuPy arrays; master_weights.py describes them.
+
+Each stage is one launch per dtype, with its arguments in a table in device memory.
 """
 
 from __future__ import annotations
@@ -20,13 +21,18 @@ from fp4kit.quantized.part_shapes import packed_shape, scale_shape
 from fp4kit.recipes import Recipe
 from fp4kit.training.partition import Partition
 
-ALIGNMENT = 256  # bytes: where each matrix's part of a buffer begins
-MAX_PADDING = 1.1  # bytes of all padded messages, relative to those that are needed
+ALIGNMENT = 256  # bytes; each matrix's part of a buffer begins at a multiple of it
+MAX_PADDING = 1.1  # limit for the bytes of equally long messages, relative to those of aligned messages
 
 
 class DeviceStages:
-    """Buffers and stages. bits: what travels first, tensor amaxes and then block amaxes; message and gathered:
-    codes.
+    """Hold the buffers and stages of a plan.
+
+    Attributes:
+        bits: float32 bit patterns for the reduce stage: tensor amaxes, then block amaxes.
+        message: the codes that this process sends.
+        gathered: the messages of all processes.
+        counts: the length of each process's message.
     """
 
     def __init__(
@@ -51,21 +57,23 @@ class DeviceStages:
 
     @staticmethod
     def check(values: Sequence[Any], shapes: Sequence[tuple[int, int]], r: Recipe) -> None:
-        """Raise ValueError unless all shards are contiguous; NotImplementedError for blocks or sizes without
-        kernels.
+        """Raise ValueError unless all shards are contiguous.
+
+        Raise NotImplementedError for blocks or sizes without kernels.
         """
         with naming("cast_master_weights"):
             partial.check_matrices(shapes, r)
         for i, v in enumerate(values):
             if not v.flags.c_contiguous:
                 raise ValueError(
-                    f"cast_master_weights: values of shard {i} are strided; needs a contiguous array on a GPU"
+                    f"cast_master_weights: values of shard {i} are strided; needs a contiguous array on a GPU; make a "
+                    "contiguous copy"
                 )
 
-    # ---- what is made once
-    # ------------------------------------------------------------------------------------------------
+    # ---- preparation
 
     def _allocate(self, shapes: Sequence[tuple[int, int]]) -> None:
+        """Allocate the buffers of all matrices."""
         cupy, r, count = imports.cupy(), self._recipe, len(shapes)
         self._blocks = np.array([np.prod(amax_shape(s, r)) for s in shapes], np.int64)
         self._block_at = np.cumsum(self._blocks) - self._blocks
@@ -83,7 +91,7 @@ class DeviceStages:
         self.gathered = cupy.zeros(sum(self.counts), np.uint8)
 
     def _views(self, shapes: Sequence[tuple[int, int]], packed: Any, scales: Any, axis: int = -1) -> list[Quantized]:
-        """The Quantized of each matrix, over its parts of the buffers; with axis 0 of the transposed matrix."""
+        """Return the Quantized of each matrix as views of the buffers. With axis 0, of the transposed matrices."""
         found, r = [], self._recipe
         for t, shape in enumerate(shapes):
             moved = shape if axis == -1 else shape[::-1]
@@ -98,7 +106,7 @@ class DeviceStages:
         return found
 
     def _by_dtype(self, kernel: str, work: np.ndarray, fields: dict[str, Any], *held: Any) -> list[GroupedLaunch]:
-        """A launch for each dtype of the shards; matrices without work are left out."""
+        """Return one prepared launch per dtype of the shards. Matrices without work are left out."""
         table = partial.arguments(kernel, len(work), **fields)
         launches = []
         for dtype in sorted(set(self._dtypes), key=str):
@@ -110,15 +118,17 @@ class DeviceStages:
         return launches
 
     def _prepare_scales(self) -> None:
+        """Prepare the launches of the scales stage."""
         fields = {"block_amax": self._amax, "factors": self._factors, "scales": self._scales}
         if self._recipe.tensor_scaling != "none":
             fields |= {"tensor_amax": self._whole, "tensor_scale": self._decode}
         places = {"block_at": self._block_at, "factor_at": self._block_at, "scale_at": self._scale_at}
         places |= {"tensor_at": np.arange(len(self._blocks)), "rows": self._rows, "columns": self._columns}
-        # A matrix without elements has a tensor scale too.
+        # A matrix without elements also needs a launch, because it has a tensor scale.
         self._run_scales = self._by_dtype("partial_scales", np.maximum(self._blocks, 1), fields | places)
 
     def _prepare_shards(self) -> None:
+        """Prepare the launches that read the shards: amax and cast."""
         starts, ends = self._partition.starts[self._rank], self._partition.ends[self._rank]
         run_bytes = partial.run_bytes(self._recipe)
         common = {"values": np.array([v.data.ptr for v in self._values], np.uint64), "start": starts, "end": ends}
@@ -139,6 +149,7 @@ class DeviceStages:
         self._run_cast = self._by_dtype("partial_cast", work, common | fields, self._values)
 
     def _prepare_place(self) -> None:
+        """Prepare the launch of the place stage."""
         starts, ends = (edge.reshape(-1) for edge in self._partition)
         chosen = starts < ends
         self._run_place: GroupedLaunch | None = None
@@ -161,6 +172,7 @@ class DeviceStages:
         self._run_place = partial.prepare("partial_place", self._recipe, self._dtypes[0], table, work, self._device)
 
     def _prepare_columnwise(self, shapes: Sequence[tuple[int, int]], columnwise: bool) -> None:
+        """Prepare the columnwise copies and the launch that makes them."""
         self.columnwise: list[Quantized] = []
         self._run_transpose: GroupedLaunch | None = None
         if columnwise:
@@ -177,54 +189,54 @@ class DeviceStages:
                 self._run_transpose = transpose_group(matrices, self._recipe)
 
     def device(self) -> Any:
-        """What makes the buffers' device current."""
+        """Return a context that makes the device of the buffers current."""
         return imports.cupy().cuda.Device(self._device)
 
     def replace(self, values: Sequence[Any]) -> None:
-        """Other arrays of the same shapes, dtypes and device."""
+        """Use other arrays of the same shapes, dtypes and device as the shards' values."""
         self.check(values, (), self._recipe)
         self._values = list(values)
         with self.device():
             self._prepare_shards()
 
     # ---- stages
-    # -----------------------------------------------------------------------------------------------------------
 
     def amax(self) -> None:
-        """Fill bits from the owned elements."""
+        """Compute amaxes of the owned elements into ``bits``."""
         self.bits.data.memset_async(0, self.bits.nbytes)
         _run(self._run_amax)
 
     def scales(self) -> None:
-        """Tensor scales, block scales and factors from the reduced bits."""
+        """Compute tensor scales, block scales and factors from the reduced ``bits``."""
         _run(self._run_scales)
 
     def cast(self) -> None:
-        """Codes of the owned elements into the message, or into the matrices if one process owns all."""
+        """Write the codes of the owned elements into the message, or into the matrices if there is one process."""
         _run(self._run_cast)
 
     def place(self) -> None:
-        """Codes of all processes from gathered into the matrices."""
+        """Copy the codes of all processes from ``gathered`` into the matrices."""
         if self._run_place is not None:
             self._run_place()
 
     def transpose(self) -> None:
-        """The columnwise copies."""
+        """Update the columnwise copies."""
         if self._run_transpose is not None:
             self._run_transpose()
 
 
 def _run(launches: Sequence[GroupedLaunch]) -> None:
+    """Run launches in order."""
     for launch in launches:
         launch()
 
 
 def _message_sizes(sizes: Sequence[int]) -> list[int]:
-    """Return the bytes of each process's message; [0] for one process, which casts into the matrices.
+    """Return the number of bytes of each process's message, or [0] for one process, which casts into the matrices.
 
-    Every message is padded to a multiple of ALIGNMENT: NCCL takes 826 us in place of 560 us to gather 268 MB on two
-    H100s where messages are not aligned (2026-11-25). All messages are padded to one size if that adds at most a
-    tenth, because NCCL gathers equal messages in one collective call.
+    Every message is padded to a multiple of ALIGNMENT. To gather 268 MB on two H100s, NCCL takes 560 us with aligned
+    messages and 826 us without (2026-11-25). All messages are padded to one size if that adds at most a tenth, because
+    NCCL gathers messages of one size in one collective call.
     """
     if len(sizes) == 1:
         return [0]
@@ -234,6 +246,6 @@ def _message_sizes(sizes: Sequence[int]) -> list[int]:
 
 
 def _places(sizes: Sequence[int]) -> tuple[np.ndarray, int]:
-    """Where arrays of so many bytes begin in one buffer, and its size."""
+    """Return (where each array begins, total size) of one buffer for arrays of the given sizes in bytes."""
     padded = -(-np.array(sizes, np.int64) // ALIGNMENT) * ALIGNMENT
     return np.cumsum(padded) - padded, int(padded.sum())

@@ -1,4 +1,4 @@
-"""The stages of cast_master_weights on NumPy arrays. See master_weights.py."""
+"""Run the stages of cast_master_weights on NumPy arrays; master_weights.py describes them."""
 
 from __future__ import annotations
 
@@ -22,8 +22,13 @@ from fp4kit.training.partition import Partition
 
 
 class HostStages:
-    """Buffers and stages. bits: what travels first, tensor amaxes and then block amaxes; message and gathered:
-    codes.
+    """Hold the buffers and stages of a plan.
+
+    Attributes:
+        bits: float32 bit patterns for the reduce stage: tensor amaxes, then block amaxes.
+        message: the codes that this process sends.
+        gathered: the messages of all processes.
+        counts: the length of each process's message.
     """
 
     def __init__(
@@ -42,7 +47,7 @@ class HostStages:
         amaxes = np.split(self.bits.view(np.float32), ends)[1:-1]
         self._amaxes = [amax.reshape(shape) for amax, shape in zip(amaxes, blocks, strict=True)]
         self._whole = self.bits[: len(shapes)].view(np.float32)
-        self._unit = r.element.packing.codes  # elements of a byte: what the message is cut at
+        self._unit = r.element.packing.codes  # elements per byte; messages are cut at whole bytes
         lengths = partition.pieces(self._unit)
         self.counts = lengths.sum(axis=1).tolist()
         self.message = np.zeros(self.counts[rank], np.uint8)
@@ -51,6 +56,7 @@ class HostStages:
         self.columnwise = [transpose(q) for q in self.quantized] if columnwise else []
 
     def _allocate(self, shape: tuple[int, int], whole: np.ndarray, values: np.ndarray) -> Quantized:
+        """Return a Quantized with zeroed arrays for a matrix. ``whole`` is its tensor amax."""
         r = self._recipe
         packed = np.zeros(packed_shape(shape, r), np.uint8)
         scales = np.zeros(scale_shape(shape, r), np.uint8)
@@ -60,20 +66,21 @@ class HostStages:
         return Quantized(packed, scales, scale, amax, shape, values.dtype, -1, r)
 
     def device(self) -> AbstractContextManager[None]:
-        """What makes the buffers' device current."""
+        """Return a context that makes the device of the buffers current; on a host it does nothing."""
         return nullcontext()
 
     def replace(self, values: Sequence[np.ndarray]) -> None:
-        """Other arrays of the same shapes and dtypes."""
+        """Use other arrays of the same shapes and dtypes as the shards' values."""
         self._values = list(values)
 
     def _shards(self) -> list[tuple[int, np.ndarray, tuple[int, int], int]]:
+        """Return (number, values, shape, start) of each matrix's shard."""
         starts = self._partition.starts[self._rank].tolist()
         return list(zip(range(len(starts)), self._values, self._shapes, starts, strict=True))
 
     @ieee("cast_master_weights")
     def amax(self) -> None:
-        """Fill bits from the owned elements."""
+        """Compute amaxes of the owned elements into ``bits``."""
         for t, values, shape, start in self._shards():
             self._amaxes[t][...] = partial.partial_amax(values, shape, start, self._recipe)
             if self._recipe.tensor_scaling == "tensor":
@@ -81,11 +88,15 @@ class HostStages:
 
     @ieee("cast_master_weights")
     def scales(self) -> None:
-        """Tensor scales and block scales from the reduced bits. Raises ValueError for NaN, on every process alike."""
+        """Compute tensor scales and block scales from the reduced ``bits``.
+
+        Raises ValueError for NaN, on every process alike.
+        """
         for t, (amax, q) in enumerate(zip(self._amaxes, self.quantized, strict=True)):
             if np.isnan(amax).any() or np.isnan(self._whole[t]):
                 raise ValueError(
-                    f"cast_master_weights: matrix {t} has NaN; {q.recipe.id} has no scale for it; needs numbers"
+                    f"cast_master_weights: matrix {t} has NaN, for which {q.recipe.id} has no scale; needs values "
+                    "without NaN"
                 )
             tensor = tensor_scale(self._whole[t], q.recipe, q.dtype)
             with np.errstate(all="ignore"):
@@ -96,7 +107,7 @@ class HostStages:
 
     @ieee("cast_master_weights")
     def cast(self) -> None:
-        """Codes of the owned elements into the matrices, and from there into the message."""
+        """Write the codes of the owned elements into the matrices, and from there into the message."""
         whole = None if self._recipe.tensor_scaling == "none" else self._whole
         place = 0
         for t, values, shape, start in self._shards():
@@ -107,13 +118,13 @@ class HostStages:
             place += last - first
 
     def transpose(self) -> None:
-        """The columnwise copies."""
+        """Update the columnwise copies."""
         for q, copy in zip(self.quantized, self.columnwise, strict=True):
             moved = transpose(q)
             copy.packed[...], copy.block_scale[...] = moved.packed, moved.block_scale
 
     def place(self) -> None:
-        """Codes of the other processes from gathered into the matrices."""
+        """Copy the codes of the other processes from ``gathered`` into the matrices."""
         offsets = self._partition.offsets(self._unit)
         for rank, (starts, ends) in enumerate(zip(*self._partition, strict=True)):
             if rank == self._rank:
@@ -125,8 +136,9 @@ class HostStages:
 
 
 def place_codes(flat: np.ndarray, piece: np.ndarray, start: int, end: int, unit: int) -> None:
-    """Codes [start, end) of a flattened matrix from a piece that begins with the byte of the first; no other nibble
-    changes.
+    """Copy codes [start, end) into a flattened matrix. No other nibble changes.
+
+    ``piece`` begins with the byte of the first code; ``unit`` is the number of codes per byte.
     """
     if start == end:
         return

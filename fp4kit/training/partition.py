@@ -34,7 +34,7 @@ class Partition(NamedTuple):
         return -(-self.ends // unit) - self.starts // unit
 
     def offsets(self, unit: int) -> np.ndarray:
-        """Return where each piece begins in the concatenated messages of all processes."""
+        """Return where each piece begins in the message of its process, in units of ``unit`` elements."""
         lengths = self.pieces(unit)
         return np.cumsum(lengths, axis=1) - lengths
 

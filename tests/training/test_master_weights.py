@@ -73,7 +73,7 @@ def test_nan() -> None:
         assert_same_bits(quantized[0], fp4kit.quantize(x, "nvfp4-te-2d"))
 
     def raises(comm) -> None:
-        with pytest.raises(ValueError, match="matrix 0 has NaN; nvfp4-te-reference-2d has no scale for it"):
+        with pytest.raises(ValueError, match="matrix 0 has NaN, for which nvfp4-te-reference-2d has no scale"):
             fp4kit.cast_master_weights([shards[comm.rank]], comm, "nvfp4-te-reference-2d")
 
     run_threads(2, raises)
