@@ -1,0 +1,83 @@
+"""Docstrings and comments follow the rules of language in CONTRIBUTING.md, as far as patterns can tell."""
+
+from __future__ import annotations
+
+import ast
+import io
+import re
+import subprocess
+import tokenize
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+HEADS = re.compile(r"(What|Of|That|Those|The same|Whether|Where|As)\b")  # a docstring begins with a verb or a noun
+PER = re.compile(  # "two codes a byte"
+    r"\b(?:one|two|four|bytes?|bits?|scales?|codes?|runs?|elements?|values?)"
+    r" an? (?:thread|block|row|warp|element|byte)\b"
+)
+
+
+def tracked(*patterns: str) -> list[Path]:
+    """Return the files of the repository that match, without data."""
+    names = subprocess.run(
+        ["git", "ls-files", "-co", "--exclude-standard", "--", *patterns],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.split()
+    return [ROOT / name for name in names if (ROOT / name).exists()]
+
+
+def docstrings(text: str) -> Iterator[tuple[int, str]]:
+    """Yield the line and text of every docstring."""
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            found = ast.get_docstring(node)
+            if found:
+                yield node.body[0].lineno, found
+
+
+def python_comments(text: str) -> Iterator[tuple[int, str]]:
+    """Yield the line and text of every comment."""
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type == tokenize.COMMENT:
+            yield token.start[0], token.string.lstrip("# ")
+
+
+def cpp_comments(text: str) -> Iterator[tuple[int, str]]:
+    """Yield the line and text of every line comment of C++."""
+    for number, line in enumerate(text.splitlines(), 1):
+        if "//" in line:
+            yield number, line.partition("//")[2].strip()
+
+
+def wrong(path: Path) -> list[str]:
+    """Return the places of a file that break a rule."""
+    text, name = path.read_text(), path.relative_to(ROOT)
+    found = []
+    if path.suffix == ".py":
+        texts = [*docstrings(text), *python_comments(text)]
+        found += [
+            f"{name}:{line}: begins with {HEADS.match(doc)[1]!r}" for line, doc in docstrings(text) if HEADS.match(doc)
+        ]
+    else:
+        texts = list(cpp_comments(text))
+    return found + [f"{name}:{line}: {match[0]!r}; say per" for line, one in texts for match in PER.finditer(one)]
+
+
+@pytest.mark.parametrize("folder", ["fp4kit", "tests", "benchmarks", "tools", "examples"])
+def test_words(folder: str) -> None:
+    files = tracked(f"{folder}/*.py", f"{folder}/*.cu", f"{folder}/*.cuh", f"{folder}/*.h", f"{folder}/*.cpp")
+    assert files
+    found = [line for path in files for line in wrong(path)]
+    assert not found, "\n".join(found)
+
+
+def test_the_check_finds_what_it_is_for() -> None:
+    source = 'def f():\n    """What is left."""\n    # two codes a byte\n'
+    assert [HEADS.match(doc)[1] for _, doc in docstrings(source)] == ["What"]
+    assert [PER.search(one)[0] for _, one in python_comments(source)] == ["codes a byte"]
