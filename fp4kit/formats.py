@@ -70,7 +70,7 @@ class ElementFormat:
         TypeError: a field has another type.
         ValueError: the fields do not describe such a format.
 
-    Example:
+    Examples:
         >>> from fp4kit.formats import E2M1
         >>> E2M1.magnitudes.tolist()
         [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
@@ -281,7 +281,7 @@ class ElementFormat:
             rules for signs and NaN. "rs" is exact, whereas reference.stochastic.encode_stochastic adds in float32, as
             Transformer Engine does.
 
-        Example:
+        Examples:
             >>> from fp4kit.formats import E2M1
             >>> int(E2M1.encode(2.4))
             4
@@ -306,7 +306,7 @@ class ElementFormat:
             TypeError: codes are not integers.
             ValueError: a code is out of range.
 
-        Example:
+        Examples:
             >>> from fp4kit.formats import E2M1
             >>> E2M1.decode([1, 7, 15]).tolist()
             [0.5, 6.0, -6.0]
@@ -351,7 +351,7 @@ class BlockFormat:
         TypeError: element or scale is not an ElementFormat.
         ValueError: block_size is not a positive int.
 
-    Example:
+    Examples:
         >>> from fp4kit.formats import MXFP4, NVFP4
         >>> NVFP4.bits_per_value, NVFP4.max
         (4.5, 2688.0)

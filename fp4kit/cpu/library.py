@@ -226,7 +226,7 @@ def set_num_threads(count: int) -> None:
         TypeError: count is not an int.
         ValueError: count is not positive.
 
-    Example:
+    Examples:
         >>> import fp4kit
         >>> before = fp4kit.num_threads()
         >>> fp4kit.set_num_threads(1)
@@ -251,7 +251,7 @@ def num_threads() -> int:
         The number set by the innermost fp4kit.threads of this thread or task, or else by set_num_threads, or else the
         default.
 
-    Example:
+    Examples:
         >>> import fp4kit
         >>> with fp4kit.threads(3):
         ...     fp4kit.num_threads()
@@ -288,7 +288,7 @@ def threads(count: int) -> AbstractContextManager[None]:
         TypeError: count is not an int.
         ValueError: count is not positive.
 
-    Example:
+    Examples:
         >>> import fp4kit
         >>> with fp4kit.threads(1):
         ...     fp4kit.num_threads()

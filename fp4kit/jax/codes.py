@@ -61,7 +61,7 @@ def quantize(
     Exact:
         Equals fp4kit.quantize bit for bit.
 
-    Example:
+    Examples:
         >>> q = jax.jit(lambda x: quantize(x, "mxfp4"))(jax.numpy.array([[0.5, -6.0] * 16]))
         >>> q.packed[0, 0].item(), q.block_scale.tolist(), q.shape
         (241, [[127]], (1, 32))
@@ -101,7 +101,7 @@ def dequantize(q: Quantized, dtype: Any = None) -> jax.Array:
     Exact:
         Equals fp4kit.dequantize bit for bit.
 
-    Example:
+    Examples:
         >>> q = quantize(jax.numpy.array([[0.3, -5.0] * 16]), "mxfp4")
         >>> jax.jit(dequantize)(q)[0, :2].tolist()
         [0.5, -4.0]

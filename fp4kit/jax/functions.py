@@ -94,7 +94,7 @@ def fake_quantize(
         Equals fp4kit.fake_quantize bit for bit, subnormal numbers included, which XLA itself would flush. That function
         states the numerics.
 
-    Example:
+    Examples:
         >>> x = jax.numpy.array([[0.3, -5.0] * 16])
         >>> fake_quantize(x, "mxfp4")[0, :2].tolist()
         [0.5, -4.0]

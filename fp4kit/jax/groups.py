@@ -55,7 +55,7 @@ def fake_quantize_grouped(
     Exact:
         Equals [fake_quantize(x, recipe, tensor_amax=a, ...) for x, a in zip(xs, tensor_amax)] bit for bit.
 
-    Example:
+    Examples:
         >>> experts = [jax.numpy.full((2, 16), 0.3), jax.numpy.full((4, 16), 3.0)]
         >>> [y[0, 0].item() for y in fake_quantize_grouped(experts, "nvfp4")]
         [0.30000001192092896, 3.0]

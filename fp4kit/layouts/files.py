@@ -66,7 +66,7 @@ def pack_gguf(packed: Any, scales: Any, format: str) -> Any:
     Source:
         llama.cpp 0c1e57098, ggml-common.h block_mxfp4 and block_nvfp4.
 
-    Example:
+    Examples:
         >>> import numpy as np
         >>> from fp4kit import layouts
         >>> packed = layouts.pack(np.arange(32, dtype=np.uint8)[None] % 16)
@@ -111,7 +111,7 @@ def unpack_gguf(raw: Any, format: str) -> tuple[Any, Any]:
         TypeError: raw is not uint8.
         ValueError: the format is another, or the length of raw is not a whole number of blocks.
 
-    Example:
+    Examples:
         >>> import numpy as np
         >>> from fp4kit import layouts
         >>> packed, scales = layouts.unpack_gguf(np.arange(36, dtype=np.uint8), "nvfp4")
@@ -182,7 +182,7 @@ def pack_mlx(packed: Any) -> Any:
     Source:
         MLX 0.32.4, mx.quantize.
 
-    Example:
+    Examples:
         >>> import numpy as np
         >>> from fp4kit import layouts
         >>> [hex(word) for word in layouts.pack_mlx(np.uint8([0x10, 0x32, 0x54, 0x76]))]
@@ -206,7 +206,7 @@ def unpack_mlx(words: Any) -> Any:
         TypeError: words are not uint32.
         ValueError: words are a 0-d array.
 
-    Example:
+    Examples:
         >>> import numpy as np
         >>> from fp4kit import layouts
         >>> [hex(byte) for byte in layouts.unpack_mlx(np.uint32([0x76543210]))]

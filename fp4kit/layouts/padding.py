@@ -40,7 +40,7 @@ def pad(x: Any, multiple: int, axis: int = -1) -> Any:
         TypeError: x is a masked array or not an array.
         ValueError: multiple is not a positive int, or x does not have the axis.
 
-    Example:
+    Examples:
         >>> import numpy as np
         >>> from fp4kit import layouts
         >>> layouts.pad(np.float32([1, 2, 3]), 4)
@@ -78,7 +78,7 @@ def shuffle_rows(M: int, epilogue_tile: int) -> np.ndarray:
     Raises:
         ValueError: M is not a multiple of B, or epilogue_tile is not a positive int.
 
-    Example:
+    Examples:
         >>> from fp4kit import layouts
         >>> layouts.shuffle_rows(16, 64)[:9].tolist()
         [0, 2, 4, 6, 8, 10, 12, 14, 1]

@@ -51,7 +51,7 @@ def amax(x: Any, recipe: RecipeId | Recipe | None = None, *, axis: Any = None, t
     Numerics:
         Exact. NaN propagates, unless the recipe ignores NaN in its amax. An empty reduction gives 0.
 
-    Example:
+    Examples:
         >>> import fp4kit, numpy as np
         >>> x = np.float32([[1, -3] * 16, [0.5, 2] * 16])
         >>> fp4kit.amax(x), fp4kit.amax(x, axis=1), fp4kit.amax(x, "nvfp4").shape

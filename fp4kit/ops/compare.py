@@ -65,7 +65,7 @@ class Comparison:
             counts as 0, and NaN is left out. None if codes are not compared.
         element: name of the element format that max_steps refers to.
 
-    Example:
+    Examples:
         >>> import fp4kit, numpy as np
         >>> found = fp4kit.compare(np.float32([1, 2]), np.float32([1, 3]))
         >>> found.equal, found.values, found.first
@@ -153,7 +153,7 @@ def compare(a: Any, b: Any) -> Comparison:
         the boxes pairwise. If anything differs, a NaN, or equal infinities at one place, makes sqnr and max_error NaN.
         Needs at most 64 MiB beyond a and b, and a linear copy of swizzled scales.
 
-    Example:
+    Examples:
         >>> import fp4kit, numpy as np
         >>> x = np.linspace(-1, 1, 64, dtype=np.float32).reshape(2, 32)
         >>> print(fp4kit.compare(fp4kit.quantize(x, "mxfp4"), fp4kit.quantize(x, "mxfp4-te")))

@@ -50,7 +50,7 @@ def dequantize(q: Quantized, dtype: Any = None, *, out: Any = None, threads: int
     Exact:
         Equals what the recipe's producer decodes.
 
-    Example:
+    Examples:
         >>> import fp4kit, numpy as np
         >>> q = fp4kit.quantize(np.float32([[0.1, -6, 2.4, 0.6] * 8]), "mxfp4")
         >>> fp4kit.dequantize(q)[0, :4]

@@ -80,7 +80,7 @@ def engine() -> Engine:
         that it was compiled for. "reference" is the specification in NumPy. If a faster engine could run here, the
         attribute `why` says what is missing.
 
-    Example:
+    Examples:
         >>> import fp4kit
         >>> fp4kit.engine().partition("-")[0] in ("cpu", "reference")
         True
@@ -100,7 +100,7 @@ def specification() -> Iterator[None]:
 
     It applies to the current thread or task.
 
-    Example:
+    Examples:
         >>> import fp4kit, numpy as np
         >>> x = np.ones((4, 32), np.float32)
         >>> with fp4kit.specification():

@@ -58,7 +58,7 @@ def fake_quantize(
     Numerics:
         As for quantize and dequantize.
 
-    Example:
+    Examples:
         >>> import fp4kit, numpy as np
         >>> fp4kit.fake_quantize(np.float32([[0.1, -6, 2.4, 0.6] * 8]), "mxfp4")[0, :4]
         array([ 0. , -6. ,  2. ,  0.5], dtype=float32)
@@ -125,7 +125,7 @@ def fake_quantize_backward(
     Source:
         Model-Optimizer tensor_quant.py, FakeTensorQuantFunction.backward.
 
-    Example:
+    Examples:
         >>> import fp4kit, numpy as np
         >>> grad, x = np.float32([[1, 2] * 16]), np.float32([[0.5, -3] * 16])
         >>> fp4kit.fake_quantize_backward(grad, x, "mxfp4", amax=1, pass_through=False)[0, :2]

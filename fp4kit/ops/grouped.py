@@ -47,7 +47,7 @@ def amax_grouped(
     Raises:
         TypeError, ValueError: as for amax.
 
-    Example:
+    Examples:
         >>> import fp4kit, numpy as np
         >>> fp4kit.amax_grouped([np.float32([1, -2]), np.float32([3])])
         [array(2., dtype=float32), array(3., dtype=float32)]
@@ -114,7 +114,7 @@ def quantize_grouped(
     Exact:
         Equals [quantize(x, recipe, tensor_amax=a, ...) for x, a in zip(xs, tensor_amax)] bit for bit.
 
-    Example:
+    Examples:
         >>> import fp4kit, numpy as np
         >>> experts = [np.ones((16, 32), np.float32), np.zeros((0, 32), np.float32)]
         >>> [q.shape for q in fp4kit.quantize_grouped(experts, "nvfp4")]
@@ -163,7 +163,7 @@ def fake_quantize_grouped(
     Exact:
         Equals [fake_quantize(x, recipe, tensor_amax=a, ...) for x, a in zip(xs, tensor_amax)] bit for bit.
 
-    Example:
+    Examples:
         >>> import fp4kit, numpy as np
         >>> xs = [np.full((1, 32), 5, np.float32), np.ones((2, 32), np.float32)]
         >>> [y[0, 0] for y in fp4kit.fake_quantize_grouped(xs, "mxfp4")]
@@ -197,7 +197,7 @@ def fake_quantize_grouped_backward(
     Exact:
         Equals [fake_quantize_backward(g, x, recipe, amax=a, ...) for g, x, a in zip(grads, xs, amax)] bit for bit.
 
-    Example:
+    Examples:
         >>> import fp4kit, numpy as np
         >>> x = np.float32([[0.5, -3] * 16])
         >>> fp4kit.fake_quantize_grouped_backward([x, x], [x, x], "mxfp4", amax=[1, 4], pass_through=False)[0][0, :2]

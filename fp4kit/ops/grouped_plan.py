@@ -138,7 +138,7 @@ class GroupedPlan:
     Exact:
         Equals single calls of quantize and fake_quantize bit for bit.
 
-    Example:
+    Examples:
         >>> import fp4kit, numpy as np
         >>> w = np.ones((16, 32), np.float32)
         >>> plan = fp4kit.GroupedPlan([w], "nvfp4")

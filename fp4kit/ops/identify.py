@@ -60,7 +60,7 @@ class Identification:
         variations: if no recipe reproduces all bytes, the combinations that do with a Hadamard transform, and those
             that may have made every code by stochastic rounding.
 
-    Example:
+    Examples:
         >>> import fp4kit, numpy as np
         >>> x = np.random.default_rng(0).standard_normal((64, 64), dtype=np.float32)
         >>> found = fp4kit.identify(fp4kit.quantize(x, "mxfp4-triton-kernels-down"), x)
@@ -163,7 +163,7 @@ def identify(q: Quantized, x: Any) -> Identification:
         array if they fit there. Arrays on a GPU are copied to the host, which waits for the device; for 2 * SAMPLE or
         more elements, all bytes are proved on the GPU.
 
-    Example:
+    Examples:
         >>> import fp4kit, numpy as np
         >>> x = np.random.default_rng(0).standard_normal((64, 64), dtype=np.float32)
         >>> fp4kit.identify(fp4kit.quantize(x, "mxfp4-triton-kernels-down"), x).verdict

@@ -30,7 +30,7 @@ def pack(codes: Any) -> Any:
     Exact:
         unpack is the inverse.
 
-    Example:
+    Examples:
         >>> import fp4kit, numpy as np
         >>> fp4kit.pack(np.uint8([[1, 2, 3, 15]]))
         array([[ 33, 243]], dtype=uint8)
@@ -54,7 +54,7 @@ def unpack(packed: Any) -> Any:
         TypeError: packed is not uint8.
         ValueError: packed is 0-d.
 
-    Example:
+    Examples:
         >>> import fp4kit, numpy as np
         >>> fp4kit.unpack(np.uint8([[0x21, 0xF3]]))
         array([[ 1,  2,  3, 15]], dtype=uint8)

@@ -44,7 +44,7 @@ def partial_amax(shard: Any, shape: tuple[int, int], start: int, recipe: str | R
     Source:
         TE nvfp4_2d_compute_partial_amax. Unlike that kernel, this function is correct for every K.
 
-    Example:
+    Examples:
         >>> import fp4kit, numpy as np
         >>> w = np.arange(512, dtype=np.float32)  # a (16, 32) matrix, of which the shard owns elements 100 and up
         >>> fp4kit.partial_amax(w[100:], (16, 32), 100, "nvfp4-te-2d")
@@ -102,7 +102,7 @@ def partial_cast(
         other nibbles stay untouched, even while other launches write them, if out is contiguous and starts at a
         multiple of 8 bytes. Otherwise the call works on a copy and writes all of out.
 
-    Example:
+    Examples:
         >>> import fp4kit, numpy as np
         >>> w, out = np.arange(512, dtype=np.float32), np.zeros((16, 16), np.uint8)
         >>> amax = fp4kit.partial_amax(w, (16, 32), 0, "nvfp4-te-2d")

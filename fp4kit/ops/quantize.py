@@ -98,7 +98,7 @@ def quantize(
     Source:
         recipe.source.
 
-    Example:
+    Examples:
         >>> import fp4kit, numpy as np
         >>> x = np.float32([[0.1, -6, 2.4, 0.6] * 8])
         >>> q = fp4kit.quantize(x, "mxfp4")
@@ -200,7 +200,7 @@ def quantize_both(
         TypeError, ValueError, NotImplementedError: as for quantize.
         ValueError: x has less than two dimensions, or tensor_amax is given for a recipe with one per row or block.
 
-    Example:
+    Examples:
         >>> import fp4kit, numpy as np
         >>> row, column = fp4kit.quantize_both(np.ones((32, 64), np.float32), "mxfp4")
         >>> row.packed.shape, column.packed.shape

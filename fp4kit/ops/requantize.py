@@ -23,7 +23,7 @@ class Requantized(NamedTuple):
         exact: whether every value stayed the same, bit for bit.
         changed: how many values did not.
 
-    Example:
+    Examples:
         >>> import fp4kit, numpy as np
         >>> q = fp4kit.quantize(np.ones((2, 32), np.float32), "mxfp4")
         >>> found = fp4kit.requantize(q, "nvfp4")
@@ -64,7 +64,7 @@ def requantize(q: Quantized, recipe: RecipeId | Recipe) -> Requantized:
     Source:
         Model-Optimizer utils/numeric_utils.py, the closed-form cast.
 
-    Example:
+    Examples:
         >>> import fp4kit, numpy as np
         >>> q = fp4kit.quantize(np.linspace(-9, 9, 64, dtype=np.float32).reshape(2, 32), "mxfp4")
         >>> fp4kit.requantize(q, "nvfp4").exact

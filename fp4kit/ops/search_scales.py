@@ -99,7 +99,7 @@ def search_scales(
         Model-Optimizer 0.47 torch/kernels/quantization/gemm/nvfp4_fp8_sweep.py; torch/quantization/calib/mse.py
         MseCalibrator for the multiples and the choice. In NumPy: fp4kit.reference.search_scales, search_amaxes and pow.
 
-    Example:
+    Examples:
         >>> import fp4kit, numpy as np
         >>> x = np.random.default_rng(0).standard_normal((64, 64), dtype=np.float32)
         >>> found = fp4kit.search_scales(x, "nvfp4-modelopt-static")

@@ -39,7 +39,7 @@ def swizzle(q_or_scales: Any, layout: ScaleLayout) -> Any:
     Exact:
         unswizzle is the inverse.
 
-    Example:
+    Examples:
         >>> import fp4kit, numpy as np
         >>> q = fp4kit.quantize(np.ones((32, 64), np.float32), "nvfp4")
         >>> q.block_scale.shape, fp4kit.swizzle(q, "swizzled_128x4").block_scale.shape
@@ -104,7 +104,7 @@ def unswizzle(q_or_scales: Any, layout: ScaleLayout | None = None, shape: tuple[
         ValueError: an array has another size than shape with its padding; layout or shape is missing for an array, or
             given for a Quantized.
 
-    Example:
+    Examples:
         >>> import fp4kit, numpy as np
         >>> q = fp4kit.quantize(np.ones((32, 64), np.float32), "nvfp4", scale_layout="swizzled_8x4")
         >>> fp4kit.unswizzle(q).scale_layout

@@ -36,7 +36,7 @@ def transpose(q: Quantized) -> Quantized:
         where the scale depends on the direction: 4over6 sums errors along the rows (nvfp4-te-4over6-...-2d), and
         amax_nan "lanes" looks for NaN in every other element of a row.
 
-    Example:
+    Examples:
         >>> import fp4kit, numpy as np
         >>> q = fp4kit.quantize(np.ones((32, 64), np.float32), "nvfp4-te-2d")
         >>> t = fp4kit.transpose(q)

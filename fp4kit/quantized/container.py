@@ -59,7 +59,7 @@ class Quantized:
             devices; or, on the host, a tensor scale or amax is negative, or is NaN although the recipe's rule never
             gives NaN. Values on a device are not read.
 
-    Example:
+    Examples:
         >>> import fp4kit, numpy as np
         >>> q = fp4kit.quantize(np.float32([[6] * 32, [3] * 32]), "mxfp4")
         >>> q.packed.shape, q.block_scale.tolist(), q.tensor_scale
@@ -268,7 +268,7 @@ class Quantized:
             A divisor is stored as its reciprocal. Values equal the producer's unless the producer also writes another
             divisor with an equal reciprocal.
 
-        Example:
+        Examples:
             >>> import ml_dtypes, numpy as np
             >>> codes = np.array([[0x21, 0x43, 0x65, 0x87, 0, 0, 0, 0]], np.uint8)
             >>> scales = np.array([[2.0]], ml_dtypes.float8_e4m3fn)
@@ -316,7 +316,7 @@ class Quantized:
         Raises:
             TypeError: dtype is another dtype.
 
-        Example:
+        Examples:
             >>> import fp4kit, numpy as np
             >>> fp4kit.quantize(np.float32([[6] * 32, [3] * 32]), "mxfp4").dequantize()[:, 0]
             array([6., 3.], dtype=float32)
@@ -338,7 +338,7 @@ class Quantized:
             ValueError: target is anything else.
             RuntimeError: the library is not imported, or there is no GPU.
 
-        Example:
+        Examples:
             >>> import fp4kit, numpy as np
             >>> fp4kit.quantize(np.ones((4, 32), np.float32), "mxfp4").to("numpy").packed.shape
             (4, 16)
@@ -368,7 +368,7 @@ class Quantized:
             TypeError: rows is not a slice.
             ValueError: the slice has a step, or cuts a block or a tile.
 
-        Example:
+        Examples:
             >>> import fp4kit, numpy as np
             >>> q = fp4kit.quantize(np.ones((64, 32), np.float32), "nvfp4-te-2d")
             >>> q[16:48].shape, len(q[32:])
@@ -400,7 +400,7 @@ class Quantized:
         Raises:
             TypeError: other is not a Quantized.
 
-        Example:
+        Examples:
             >>> import fp4kit, numpy as np
             >>> q = fp4kit.quantize(np.ones((4, 32), np.float32), "nvfp4-te")
             >>> q.equals(q[0:4]), q.equals(q[0:2])

@@ -71,7 +71,7 @@ ALIASES = {
 def recipes() -> tuple[str, ...]:
     """Return the ids of all recipes, in the order of the table.
 
-    Example:
+    Examples:
         >>> import fp4kit
         >>> len(fp4kit.recipes()), fp4kit.recipes()[0]
         (151, 'nvfp4-te')
@@ -92,7 +92,7 @@ def recipe(id: str | Recipe) -> Recipe:
         ValueError: if the id is unknown; the message lists the nearest names.
         TypeError: if ``id`` is neither a str nor a Recipe.
 
-    Example:
+    Examples:
         >>> import fp4kit
         >>> fp4kit.recipe("nvfp4").id, fp4kit.recipe("mxfp4").block
         ('nvfp4-te', (1, 32))

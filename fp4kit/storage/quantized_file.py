@@ -82,7 +82,7 @@ def save(path: str | os.PathLike[str], arrays: Mapping[str, Quantized]) -> None:
         ValueError: if a name is empty or contains a lone surrogate, which UTF-8 cannot encode.
         OSError: if the file cannot be written.
 
-    Example:
+    Examples:
         >>> import tempfile, fp4kit, numpy as np
         >>> q = fp4kit.quantize(np.ones((4, 32), np.float32), "nvfp4-te")
         >>> with tempfile.TemporaryDirectory() as folder:
@@ -178,7 +178,7 @@ def load(path: str | os.PathLike[str]) -> dict[str, Quantized]:
             file and the fault. For a file from elsewhere, build a Quantized from its tensors with Quantized.from_parts.
         OSError: if the file cannot be read.
 
-    Example:
+    Examples:
         >>> import tempfile, fp4kit, numpy as np
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     fp4kit.save(f"{folder}/a.safetensors", {"w": fp4kit.quantize(np.ones((4, 32), np.float32), "mxfp4")})

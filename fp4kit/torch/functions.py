@@ -117,7 +117,7 @@ def fake_quantize(
     Exact:
         Equals fp4kit.fake_quantize bit for bit. That function states the numerics.
 
-    Example:
+    Examples:
         >>> x = torch.tensor([[0.3, -5.0] * 16], requires_grad=True)
         >>> y = fake_quantize(x, "mxfp4")
         >>> y[0, :2].tolist()
@@ -170,7 +170,7 @@ def fake_quantize_grouped(
     Exact:
         Equals [fake_quantize(x, recipe, tensor_amax=a, ...) for x, a in zip(xs, tensor_amax)] bit for bit.
 
-    Example:
+    Examples:
         >>> experts = [torch.full((2, 16), 0.3), torch.full((4, 16), 3.0)]
         >>> [y[0, 0].item() for y in fake_quantize_grouped(experts, "nvfp4")]
         [0.30000001192092896, 3.0]
@@ -242,7 +242,7 @@ def quantize(
     Exact:
         Equals fp4kit.quantize bit for bit.
 
-    Example:
+    Examples:
         >>> q = quantize(torch.tensor([[0.5, -6.0] * 16]), "mxfp4")
         >>> q.packed[0, 0].item(), q.block_scale.tolist(), q.shape
         (241, [[127]], (1, 32))
@@ -277,7 +277,7 @@ def dequantize(q: Quantized, dtype: torch.dtype | None = None) -> Tensor:
     Exact:
         Equals fp4kit.dequantize bit for bit.
 
-    Example:
+    Examples:
         >>> q = quantize(torch.tensor([[0.3, -5.0] * 16]), "mxfp4")
         >>> dequantize(q, torch.bfloat16)[0, :2]
         tensor([ 0.5000, -4.0000], dtype=torch.bfloat16)

@@ -27,7 +27,7 @@ class FakeQuantized(torch.nn.Module):
     Raises:
         TypeError: settings is not a FakeQuantSettings.
 
-    Example:
+    Examples:
         >>> FakeQuantized(FakeQuantSettings("mxfp4"), "weight")(torch.full((1, 32), 0.3))[0, 0].item()
         0.25
     """
@@ -71,7 +71,7 @@ def fake_quantize_model(model: torch.nn.Module, settings: FakeQuantSettings) -> 
         TypeError, ValueError: as for fake_quantize, with the parameter's name in front. After any error the model is
             unchanged.
 
-    Example:
+    Examples:
         >>> model = torch.nn.Sequential(torch.nn.Linear(32, 8), torch.nn.Linear(8, 2))
         >>> fake_quantize_model(model, FakeQuantSettings("mxfp4", parameters=("0.weight",)))
         ['0.weight']

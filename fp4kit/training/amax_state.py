@@ -247,7 +247,8 @@ class AmaxState(Mapping[str, Any]):
         Quantizers that are not experts go to every rank.
 
         Args:
-            rank, size: number of the rank, and of all ranks.
+            rank: the number of the rank.
+            size: the number of ranks.
             experts: as in gather.
             numbers: global numbers of the rank's experts. None: N experts are distributed in order, with N * rank //
                 size as the first of a rank. gather reverses this for any N.

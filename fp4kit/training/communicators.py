@@ -197,7 +197,8 @@ class Nccl:
     too; they travel through the device, and the call waits.
 
     Args:
-        rank, size: the number of this process, and of all processes.
+        rank: the number of this process.
+        size: the number of processes.
         unique_id: the bytes that Nccl.unique_id() returned in one process, the same for all. Nccl.from_file distributes
             them through a file; a socket, a key-value store, mpi4py's comm.bcast, or the arguments of a spawned process
             work too.
@@ -233,7 +234,8 @@ class Nccl:
         Args:
             path: a file on one machine or on a shared file system. It must not exist before, and it is removed when the
                 group is complete.
-            rank, size: the number of this process, and of all processes.
+            rank: the number of this process.
+            size: the number of processes.
             timeout: seconds to wait for rank 0.
 
         Returns:

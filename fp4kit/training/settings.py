@@ -95,7 +95,9 @@ class FakeQuantSettings:
 
         Args:
             environ: the variables. None: those of the process. Nothing else in fp4kit reads them.
-            parameters, exclude, pass_through: as in FakeQuantSettings. By default the weights of routed experts match.
+            parameters: as in FakeQuantSettings. By default the weights of routed experts match.
+            exclude: as in FakeQuantSettings.
+            pass_through: as in FakeQuantSettings.
 
         Returns:
             The FakeQuantSettings.
