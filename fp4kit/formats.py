@@ -92,8 +92,8 @@ class ElementFormat:
             raise ValueError(f"ElementFormat: name is {self.name!r}; needs an identifier, such as 'E2M1'")
         if self.exponent_bits < 0 or self.mantissa_bits < 0 or not 1 <= self.bits <= 8:
             raise ValueError(
-                f"ElementFormat {self.name}: exponent_bits is {self.exponent_bits}, mantissa_bits {self.mantissa_bits};"
-                " needs neither negative, and 1 to 8 bits with the sign"
+                f"ElementFormat {self.name}: exponent_bits is {self.exponent_bits}, mantissa_bits is"
+                f" {self.mantissa_bits}; needs both >= 0, and 1 to 8 bits including the sign"
             )
         if self.specials not in ("none", "nan", "ieee"):
             raise ValueError(f"ElementFormat {self.name}: specials is {self.specials!r}; needs 'none', 'nan' or 'ieee'")
@@ -116,24 +116,30 @@ class ElementFormat:
                 f"ElementFormat {self.name}: signed is False; needs True for an integer, which is two's complement"
             )
         if self.mantissa_bits == 0 or self.bias or self.specials != "none" or not self.has_zero:
-            raise ValueError(f"ElementFormat {self.name}: an integer has mantissa_bits, and no bias or specials")
+            raise ValueError(
+                f"ElementFormat {self.name}: exponent_bits is 0, so it is an integer; an integer needs mantissa_bits"
+                " > 0, bias 0, specials 'none' and has_zero True"
+            )
 
     def _check_float(self) -> None:
         """Raise ValueError unless the fields describe a float whose values are all float32 numbers."""
         facts = (self.exponent_bits, self.mantissa_bits, self.bias, self.specials, self.signed)
         if not self.has_zero and facts != (8, 0, 127, "nan", False):
-            raise ValueError(f"ElementFormat {self.name}: has_zero is False, which only E8M0's fields may have")
+            raise ValueError(f"ElementFormat {self.name}: has_zero is False; needs True for every format but E8M0")
         if self.specials == "ieee" and (self.mantissa_bits == 0 or self.exponent_bits == 1):
             raise ValueError(
-                f"ElementFormat {self.name}: specials is 'ieee'; needs mantissa bits, and exponents below the top"
+                f"ElementFormat {self.name}: specials is 'ieee'; needs mantissa_bits >= 1 and exponent_bits >= 2"
             )
         top = 2**self.exponent_bits - 1 - self.bias
         if self.has_zero and not (self.emin - self.mantissa_bits >= -149 and top <= 127):
             raise ValueError(
-                f"ElementFormat {self.name}: bias is {self.bias}; some values are no float32; needs 2^-149 to 2^127"
+                f"ElementFormat {self.name}: bias is {self.bias}, so some values are not float32 numbers; needs"
+                " exponents from -149 to 127"
             )
         if len(self.magnitudes) < 2:
-            raise ValueError(f"ElementFormat {self.name}: no finite value but zero")
+            raise ValueError(
+                f"ElementFormat {self.name}: zero is the only finite value; needs more exponent or mantissa bits"
+            )
 
     def __reduce__(self) -> tuple[Any, ...]:
         return ElementFormat, astuple(self)  # drop the derived arrays, which would be writeable after unpickling

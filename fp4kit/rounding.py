@@ -163,7 +163,7 @@ def _direction(op: str, rounding: str, random: Any, x: np.ndarray) -> _Direction
     if (random is None) == (rounding == "rs"):
         given = "was not given" if random is None else "was given"
         raise ValueError(
-            f"{op}: random {given} with rounding={rounding!r}; 'rs', and no other rounding, needs random bits"
+            f"{op}: random {given}, but rounding is {rounding!r}; pass random bits with 'rs' and with no other rounding"
         )
     if rounding == "rs":
         return _Direction(_stochastic(op, random, x))

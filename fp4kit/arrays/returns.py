@@ -69,7 +69,7 @@ def numpy_dtype(op: str, dtype: Any) -> np.dtype:
     try:
         return np.dtype(dtype)
     except TypeError:
-        raise TypeError(f"{op}: dtype is {dtype!r:.60}; needs one of NumPy, ml_dtypes or PyTorch") from None
+        raise TypeError(f"{op}: dtype is {dtype!r:.60}; needs a dtype of NumPy, ml_dtypes or PyTorch") from None
 
 
 def convert_arrays(result: Any, give: Give) -> Any:

@@ -135,7 +135,7 @@ def check_seed(op: str, seed: Any) -> None:
     """Raise TypeError for a single number that is not an integer: a fraction, a bool, or a key of jax.random."""
     if getattr(seed, "ndim", None) == 0 and not jax.numpy.issubdtype(seed.dtype, np.integer):
         raise TypeError(
-            f"{op}: seed is one {seed.dtype}; needs an int, a 0-d integer array, or random bytes, such as "
+            f"{op}: seed is a single {seed.dtype}; needs an int, a 0-d integer array, or random bytes, such as "
             "jax.random.bits(key, x.shape, 'uint8')"
         )
 

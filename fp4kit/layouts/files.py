@@ -82,7 +82,7 @@ def pack_gguf(packed: Any, scales: Any, format: str) -> Any:
     expected = (*packed.shape[:-1], packed.shape[-1] * 2 // block.group)
     if scales.shape != expected:
         raise ValueError(
-            f"pack_gguf: scales are {scales.shape}; packed {packed.shape} of {format} needs {expected}, linear"
+            f"pack_gguf: scales are {scales.shape}; packed {packed.shape} of {format} needs linear scales {expected}"
         )
     lead, blocks = packed.shape[:-1], packed.shape[-1] * 2 // block.elements
     raw = np.empty_like(packed, shape=(*lead, blocks, block.bytes))

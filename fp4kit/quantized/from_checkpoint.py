@@ -93,7 +93,7 @@ def codes(op: str, stored: Stored | None, recipe: Recipe, high_nibble_first: boo
         raise ValueError(f"{op}: packed is 0-d; needs at least one axis")
     alone = not shared or (stored.dtype == one)
     if alone and high_nibble_first:
-        raise ValueError(f"{op}: high_nibble_first is True, and packed holds one code a byte; leave it out")
+        raise ValueError(f"{op}: high_nibble_first is True, but packed holds one code per byte; leave it out")
     bits = _bits(stored.array)
     if stored.dtype == one:
         bits = bits if fmt.bits == 8 else bits & np.uint8(2**fmt.bits - 1)

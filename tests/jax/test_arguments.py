@@ -49,7 +49,7 @@ def test_seeds_that_are_no_integers(op, seed):
     x, given = jnp.asarray(SMALL), SEEDS[seed]()
     for call in (CALLS[op], jax.jit(CALLS[op], static_argnums=1, static_argnames="rounding")):
         with pytest.raises(
-            TypeError, match=rf"^{op}: seed is one {re.escape(str(given.dtype))}; needs an int, a 0-d integer"
+            TypeError, match=rf"^{op}: seed is a single {re.escape(str(given.dtype))}; needs an int, a 0-d integer"
         ):
             call(x, "mxfp4", seed=given, **STOCHASTIC)
 

@@ -93,7 +93,7 @@ ERRORS = {
     "scales that do not fit": (
         partial(layouts.pack_gguf, B(2, 32), B(2, 4), "mxfp4"),
         ValueError,
-        "pack_gguf: scales are (2, 4); packed (2, 32) of mxfp4 needs (2, 2), linear",
+        "pack_gguf: scales are (2, 4); packed (2, 32) of mxfp4 needs linear scales (2, 2)",
     ),
     "half a block": (
         partial(layouts.unpack_gguf, B(2, 16), "mxfp4"),

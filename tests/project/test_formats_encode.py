@@ -261,8 +261,8 @@ def test_nothing_is_written_to():
         (lambda: E2M1.encode(np.ma.array([1.0])), TypeError, "E2M1.encode: x is a masked array; needs plain numbers"),
         (lambda: E2M1.encode(2**53 + 1), ValueError, "E2M1.encode: x holds integers beyond 2^53"),
         (lambda: E2M1.encode(2**70), TypeError, "E2M1.encode: x is object; needs numbers"),
-        (lambda: E2M1.encode(1.0, "rs"), ValueError, "random was not given with rounding='rs'"),
-        (lambda: E2M1.encode(1.0, random=np.uint8(1)), ValueError, "random was given with rounding='rn'"),
+        (lambda: E2M1.encode(1.0, "rs"), ValueError, "random was not given, but rounding is 'rs'"),
+        (lambda: E2M1.encode(1.0, random=np.uint8(1)), ValueError, "random was given, but rounding is 'rn'"),
         (
             lambda: E2M1.encode([1.0], "rs", random=np.uint8(1)),
             ValueError,

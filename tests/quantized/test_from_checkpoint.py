@@ -259,13 +259,13 @@ WRONG = {  # arguments, the error, what it says
         MXFP8,
         {"high_nibble_first": True},
         ValueError,
-        "from_parts: high_nibble_first is True, and packed holds one code a byte; leave it out",
+        "from_parts: high_nibble_first is True, but packed holds one code per byte; leave it out",
     ),
     "nibbles of codes one a byte": (
         NVFP4,
         {"packed": np.zeros((4, 64), ml_dtypes.float4_e2m1fn), "high_nibble_first": True},
         ValueError,
-        "from_parts: high_nibble_first is True, and packed holds one code a byte; leave it out",
+        "from_parts: high_nibble_first is True, but packed holds one code per byte; leave it out",
     ),
     "scales of another format": (
         NVFP4,

@@ -345,7 +345,7 @@ ARRAYS = {  # facts of w, and what load says of them
     ),
     "a format of 999 bits": (
         {**FACTS, "recipe": {**VARIANT, "element": {"name": "X", "exponent_bits": 999, "mantissa_bits": 1}}},
-        "w: ElementFormat X: exponent_bits is 999, mantissa_bits 1; needs neither negative, and 1 to 8 bits",
+        "w: ElementFormat X: exponent_bits is 999, mantissa_bits is 1; needs both >= 0, and 1 to 8 bits",
     ),
     "a bias": (
         {
