@@ -46,7 +46,7 @@ FAKE = [
 AMAX = [GroupedAmax(Amax(dtype, counted)) for dtype, counted in ((F32, "all"), (F16, "no_nan"), (BF16, "finite"))]
 AMAX += [GroupedAmax(Amax(BF16, "all", by_row=True)), GroupedAmax(Amax(F32, "no_nan", by_row=True))]
 AMAX += [GroupedAmax(Amax(BF16, mask=TE_SIGN_MASK))]
-LARGE = GroupedAmax(Amax(BF16), times=grouped.FEW // 4 + 1)
+LARGE = GroupedAmax(Amax(BF16), times=grouped.SMALL_GROUP // 4 + 1)
 LARGE_QUANTIZE = quantize("nvfp4-te", times=LARGE.times)
 
 

@@ -174,8 +174,8 @@ def search_group(group: Sequence[tuple[Any, Any, Any]], r: Recipe, mask: int | N
     arguments["lower"], arguments["upper"] = _ALL
     options = {"kAligned": all(whole), "kWeighted": False, "kSmall": small} | _around(*_ALL)
     function = _function("grouped_search", r, xs[0].dtype, device, mask, **options)
-    parts = grouped.pieces_of(np.array([x.size for x in xs]), device)
-    launch = grouped.prepare_group(function, arguments, whole, parts, tuple(group), small)
+    pieces = grouped.pieces_of(np.array([x.size for x in xs]), device)
+    launch = grouped.prepare_group(function, arguments, whole, pieces, tuple(group), small)
     return replace(launch, grid=grid(launch.grid, device, SEARCH_BLOCKS), threads=SEARCH_THREADS)
 
 

@@ -24,14 +24,14 @@ from fp4kit.cuda.launch.dispatch import LaunchRequest, way_of
 from fp4kit.cuda.launch.geometry import THREADS, address, aligned, check_columns, check_count
 from fp4kit.cuda.launch.matrix import AMAX, Matrix, is_whole, struct_of, transform_struct
 
-_GROUP = np.dtype([("members", "u8"), ("count", "i8"), ("parts", "i8")])
+_GROUP = np.dtype([("members", "u8"), ("count", "i8"), ("pieces", "i8")])
 _PIECE = np.dtype([("member", "u4"), ("index", "u4")])
-FEW = 32  # members of a small group at most: grouped.cuh
-PARTS_PER_SM = 20  # pieces of work for each multiprocessor, where there is little work
-# Fewest and most elements of a piece: one and three turns of a thread block that takes 64 bytes of bfloat16 a thread.
-# More turns save what a piece begins with (a table of factors, loads of where it is), and make the end uneven. 8
-# tensors of 1856 x 2688 against one launch, by one turn, PARTS_PER_SM, three turns: nvfp4-te 1.10, 1.03, 1.05;
-# mxfp4-flashinfer 1.03, 1.05, 1.10 (H200, 2026-11-21).
+SMALL_GROUP = 32  # the most members of a small group: kSmallGroup of grouped.cuh
+PIECES_PER_MULTIPROCESSOR = 20  # if there is little work
+# Fewest and most elements of a piece: one and three turns of a thread block whose threads take 64 bytes of bfloat16
+# each. More turns amortize what a piece begins with (a table of factors, loads of its position), but make the end
+# uneven. Time of 8 tensors of 1856 x 2688 relative to one launch, with one turn, PIECES_PER_MULTIPROCESSOR and three
+# turns: nvfp4-te 1.10, 1.03, 1.05; mxfp4-flashinfer 1.03, 1.05, 1.10 (H200, 2026-11-21).
 FEWEST_ELEMENTS, MOST_ELEMENTS = 8192, 24576
 
 
@@ -51,42 +51,42 @@ class GroupedLaunch:
 
 def is_small(members: Sequence[Any]) -> bool:
     """Whether a group's members go with the kernel's arguments: which instantiation it takes (kSmall)."""
-    return len(members) <= FEW
+    return len(members) <= SMALL_GROUP
 
 
 def pieces_of(elements: np.ndarray, device: int, most: int = MOST_ELEMENTS) -> np.ndarray:
-    """Pieces that each tensor is cut into: of one size, as far as whole pieces allow, and one of a tensor without
-    elements.
+    """Return into how many pieces each tensor is divided. Pieces have one size, as far as whole pieces allow. A tensor
+    without elements has one piece.
 
-    most: elements of a piece, at most.
+    most: the most elements of a piece.
     """
     check_count(int(elements.max()))
-    share = int(elements.sum()) // (geometry.multiprocessors(device) * PARTS_PER_SM)
+    share = int(elements.sum()) // (geometry.multiprocessors(device) * PIECES_PER_MULTIPROCESSOR)
     return np.maximum(-(-elements // int(np.clip(share, FEWEST_ELEMENTS, most))), 1)
 
 
 def table_of(members: np.ndarray) -> np.ndarray:
-    """Members, then their pieces, as grouped.cuh declares them in device memory, in words of 8 bytes."""
-    parts = members["parts"]
-    work = np.empty(int(parts.sum()), _PIECE)
-    work["member"] = np.repeat(np.arange(len(parts)), parts)
-    work["index"] = np.arange(len(work)) - np.repeat(np.cumsum(parts) - parts, parts)
+    """Return the members, followed by their pieces, as grouped.cuh declares them in device memory, in 8-byte words."""
+    pieces = members["pieces"]
+    work = np.empty(int(pieces.sum()), _PIECE)
+    work["member"] = np.repeat(np.arange(len(pieces)), pieces)
+    work["index"] = np.arange(len(work)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
     return np.concatenate([members.view(np.uint64), work.view(np.uint64)])
 
 
 def prepare_group(
-    function: Any, arguments: np.ndarray, whole: ArrayLike, parts: np.ndarray, held: Any, small: bool = False
+    function: Any, arguments: np.ndarray, whole: ArrayLike, pieces: np.ndarray, held: Any, small: bool = False
 ) -> GroupedLaunch:
     """The launch of a grouped kernel: arguments, alignment and number of pieces of each member; small: kSmall of the
     kernel.
     """
-    member = np.dtype([("arguments", arguments.dtype), ("parts", "u4"), ("aligned", "u4")])
-    members, total, table = np.zeros(len(arguments), member), int(parts.sum()), None
-    members["arguments"], members["parts"], members["aligned"] = arguments, parts, whole
+    member = np.dtype([("arguments", arguments.dtype), ("pieces", "u4"), ("aligned", "u4")])
+    members, total, table = np.zeros(len(arguments), member), int(pieces.sum()), None
+    members["arguments"], members["pieces"], members["aligned"] = arguments, pieces, whole
     if small:
-        group = np.zeros(1, [("parts", "i8"), ("first", "u4", FEW), ("members", member, FEW)])
-        first = np.cumsum(parts) - parts
-        group["parts"], group["first"] = total, np.pad(first, (0, FEW - len(first)), constant_values=2**32 - 1)
+        group = np.zeros(1, [("pieces", "i8"), ("first", "u4", SMALL_GROUP), ("members", member, SMALL_GROUP)])
+        first = np.cumsum(pieces) - pieces
+        group["pieces"], group["first"] = total, np.pad(first, (0, SMALL_GROUP - len(first)), constant_values=2**32 - 1)
         group["members"][0, : len(members)] = members
     else:
         table = imports.cupy().asarray(table_of(members))
@@ -120,8 +120,8 @@ def quantize_group(matrices: Sequence[Matrix], works: Sequence[LaunchRequest], s
     device, small = first.x.device.id, is_small(matrices)
     function = _quantize_function(way.kernel, struct_of(works[0]), first.x.dtype, all(whole), small, device)
     simple = small and not has_table(r) and r.tensor_scaling != "row"  # a piece begins with little
-    parts = pieces_of(np.array([m.x.size for m in matrices]), device, FEWEST_ELEMENTS if simple else MOST_ELEMENTS)
-    return prepare_group(function, arguments, whole, parts, tuple(matrices), small)
+    pieces = pieces_of(np.array([m.x.size for m in matrices]), device, FEWEST_ELEMENTS if simple else MOST_ELEMENTS)
+    return prepare_group(function, arguments, whole, pieces, tuple(matrices), small)
 
 
 @cache
@@ -150,8 +150,8 @@ def amax_group(
     kernel = "grouped_amax_rows_kernel" if by_row else "grouped_amax_kernel"
     small = is_small(xs)
     function = _amax_function(kernel, xs[0].dtype, counted, all(whole), small, mask, device)
-    parts = pieces_of(np.array([x.size for x in xs]), device)
-    return prepare_group(function, arguments, whole, parts, (tuple(xs), tuple(outs)), small)
+    pieces = pieces_of(np.array([x.size for x in xs]), device)
+    return prepare_group(function, arguments, whole, pieces, (tuple(xs), tuple(outs)), small)
 
 
 class Clip(NamedTuple):
@@ -178,5 +178,5 @@ def clip_group(clips: Sequence[Clip]) -> GroupedLaunch:
     first = clips[0]
     device, small = first.x.device.id, is_small(clips)
     function = _clip_function(first.x.dtype, first.grad.dtype, all(whole), small, device)
-    parts = pieces_of(np.array([c.x.size for c in clips]), device, FEWEST_ELEMENTS)
-    return prepare_group(function, arguments, whole, parts, tuple(clips), small)
+    pieces = pieces_of(np.array([c.x.size for c in clips]), device, FEWEST_ELEMENTS)
+    return prepare_group(function, arguments, whole, pieces, tuple(clips), small)

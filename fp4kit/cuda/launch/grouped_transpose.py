@@ -43,5 +43,5 @@ def transpose_group(matrices: Sequence[TransposeMatrix], r: Recipe) -> GroupedLa
     small = is_small(matrices)
     function = _function(bits, r.block_size, all(map(all, found)), small, device)
     table = np.array([(*map(address, m[:4]), *shape) for m, shape in zip(matrices, shapes, strict=True)], ARGUMENTS)
-    parts = np.array([work_blocks(bits, r.block_size, "linear", shape) for shape in shapes])
-    return prepare_group(function, table, flags, parts, tuple(matrices), small)
+    pieces = np.array([work_blocks(bits, r.block_size, "linear", shape) for shape in shapes])
+    return prepare_group(function, table, flags, pieces, tuple(matrices), small)

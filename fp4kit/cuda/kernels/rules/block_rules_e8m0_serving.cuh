@@ -164,6 +164,7 @@ FP4KIT_DEVICE float quark_scale(float amax) {
   return scale == 0.0f ? 0x1p-23f : scale;
 }
 
+// Rules whose scale is a power of two from a rounded logarithm, up if kUp and down otherwise.
 template <bool kUp>
 struct quark_by_log : by_amax {
   static constexpr bool kReadsInput = true;

@@ -16,6 +16,7 @@ template <class F>
 struct WithoutNan : F {
   static constexpr bool kHasNan = false, kIsE4m3 = false, kIsE5m2 = false;
 };
+// F, or WithoutNan<F> if kReadsNanAsNumber.
 template <class F, bool kReadsNanAsNumber>
 struct DecodedFormat {
   using Format = F;
@@ -74,6 +75,7 @@ struct decode_vllm_cuda : decode_product {
 struct ScaleOfAmax {
   float scale, amax, range;
 };
+// Return whether both the scale and the amax are finite.
 FP4KIT_DEVICE bool is_finite(ScaleOfAmax s) {
   return is_finite(s.scale) && is_finite(s.amax);
 }

@@ -126,6 +126,7 @@ FP4KIT_DEVICE float fma_rn(float a, float b, float c) {
 #endif
 }
 
+// Return a * b + c in float64, rounded once to nearest even.
 FP4KIT_DEVICE double fma_rn(double a, double b, double c) {
 #ifdef __CUDA_ARCH__
   return __fma_rn(a, b, c);

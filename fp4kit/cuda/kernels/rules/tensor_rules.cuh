@@ -16,18 +16,18 @@ struct TensorScale {
 // The largest element value that a tensor rule maps the amax to; 0 means the largest value of the format.
 struct tensor_fouroversix_4;
 template <class Rule>
-struct Top {
+struct LargestElement {
   static constexpr float kValue = 0.0f;
 };
 template <>
-struct Top<tensor_fouroversix_4> {
+struct LargestElement<tensor_fouroversix_4> {
   static constexpr float kValue = 4.0f;
 };
 
 // Return the amax that a tensor scale of 1 covers: the largest element times the largest block scale that R uses.
 template <class R>
 FP4KIT_DEVICE float full_range() {
-  constexpr float kTop = Top<typename R::TensorRule>::kValue;
+  constexpr float kTop = LargestElement<typename R::TensorRule>::kValue;
   return (kTop > 0.0f ? kTop : max_of<typename R::Element>()) * static_cast<float>(R::kScaleMax);
 }
 

@@ -22,8 +22,7 @@ using i64 = long long;
 #endif
 
 // Threads per thread block, unless a kernel has its own number. Equals THREADS of cuda/launch/geometry.py.
-constexpr int kThreads =
-    256;  // threads per thread block, unless a kernel has its own number; equals THREADS of geometry.py
+constexpr int kThreads = 256;
 constexpr float kFltMax = 0x1.fffffep127f;
 constexpr float kFltMin = 0x1p-126f;  // smallest normal
 constexpr u32 kInfinityBits = 0x7F800000u;
@@ -36,9 +35,11 @@ FP4KIT_DEVICE u32 bits_of(float x) {
 FP4KIT_DEVICE float float_of(u32 bits) {
   return __uint_as_float(bits);
 }
+// Return the bits of a double.
 FP4KIT_DEVICE u64 double_bits_of(double x) {
   return static_cast<u64>(__double_as_longlong(x));
 }
+// Return the double of some bits.
 FP4KIT_DEVICE double double_of(u64 bits) {
   return __longlong_as_double(static_cast<i64>(bits));
 }
