@@ -74,15 +74,10 @@ def page(name: str, recipes: list[Recipe]) -> str:
         if compared
         else "No output of this producer is recorded; the recipes follow its source."
     )
-    rows = [(r.id, block_text(r), r.exact or "", _count(r), r.source or "") for r in recipes]
-    columns = ("recipe", "block", "equal bit for bit to", "recorded arrays", "source")
-    lines = [
-        f"# {TITLES[name]}",
-        "",
-        f"You get the arithmetic of {TITLES[name]}, as fp4kit computes it. {recorded}",
-        "",
-    ]
-    lines += [f"Versions checked: {_versions(recipes)}.", "", "## Recipes", "", markdown(columns, rows), ""]
+    about = f"You get the arithmetic of {TITLES[name]}, as fp4kit computes it. {recorded}"
+    lines = [f"# {TITLES[name]}", "", about, ""]
+    lines += [f"Versions checked: {_versions(recipes)}.", "", "## Recipes", ""]
+    lines += [*(_entry(r) for r in recipes), ""]
     lines += ["## Formulas", "", "Each rule is stated in NumPy; the engines equal it in every bit.", ""]
     lines += _rules("Block scale", {r.block_rule for r in recipes if r.block_rule in BLOCK_RULES}, _block_source)
     lines += _rules("Tensor scale", {r.tensor_rule for r in recipes if r.tensor_rule in TENSOR_RULES}, _tensor_source)
@@ -90,6 +85,14 @@ def page(name: str, recipes: list[Recipe]) -> str:
     if relative:
         lines += ["## Nearest relative", "", *relative]
     return "\n".join(lines) + "\n"
+
+
+def _entry(r: Recipe) -> str:
+    """Return one line of the list of recipes."""
+    equal, compared = _recorded(r)
+    counts = f"{equal} of {compared} recorded arrays equal" if compared else "no recorded arrays"
+    exact = f" Equal to: {r.exact}." if r.exact else ""
+    return f"- **`{r.id}`**, blocks of {block_text(r)}, {counts}.{exact} Source: {r.source}."
 
 
 def _versions(recipes: Iterable[Recipe]) -> str:
@@ -105,11 +108,6 @@ def _recorded(r: Recipe) -> tuple[int, int]:
 @cache
 def _golden() -> GoldenSet:
     return GoldenSet.find()
-
-
-def _count(r: Recipe) -> str:
-    equal, compared = _recorded(r)
-    return f"{equal} of {compared}" if compared else "none"
 
 
 def _rules(title: str, rules: Iterable[str], source: Callable[[str], str]) -> list[str]:
