@@ -48,7 +48,7 @@ LONG = (
     *("cuda/test_gpu_search_scales", "cuda/test_gpu_variants", "cuda/test_kernels_compile"),
     *("cuda/test_gpu_fake_quantize", "cuda/test_gpu_cached_calls", "evidence/fuzz/test_run_on_host"),
     *("project/test_train_example", "cuda/test_partial_on_host", "cuda/test_fake_on_host"),
-    *("cuda/test_quantize_patch_on_host", "project/test_wrappers", "training/test_communicators_mpi"),
+    *("cuda/test_quantize_columns_on_host", "project/test_wrappers", "training/test_communicators_mpi"),
     "project/test_readme",
 )
 

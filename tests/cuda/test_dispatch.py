@@ -42,7 +42,7 @@ CHOSEN = [
     (work("mxfp8-modelopt-fake", dtype=F32, values=True), "fake_quantize", 4096 * 8192 // 4 // 2 // 256),
     (work("int4-qat", values=True), "fake_quantize", 4096 * 8192 // 8 // 2 // 256),
     (work("mxfp4-microxcaling-even"), "quantize", None),
-    # quantize_patch: columns or square blocks, tiles of 128 x 256 bytes or 128 x 128, in whole bands of 2^shift tiles
+    # quantize_columns: columns or square blocks, tiles of 128 x 256 bytes or 128 x 128, in whole bands of 2^shift tiles
     (work(TE, columns=True), "quantize_columns", 32 * 64),
     (work(TE, (130, 144), columns=True), "quantize_columns", 2 * 2),
     (work(TE, (130, 144), F32, columns=True), "quantize_columns", 2 * 3),

@@ -17,7 +17,7 @@ pytestmark = ON_GPU
 
 X = ordinary(0, (32, 512))
 X[0] = 0
-X[1, 3] = np.inf  # of a run that goes the exact way
+X[1, 3] = np.inf  # its run takes the exact path
 SCALED = [name for name, r in RECIPES.items() if r.tensor_scaling != "none"]
 STATIC = [name for name, r in RECIPES.items() if r.static or has_given_powers(r)]
 FEW = (

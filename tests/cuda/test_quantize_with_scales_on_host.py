@@ -52,7 +52,7 @@ MUTATIONS = {  # file, text, what replaces it, what is said
         SEEN,
     ),
     "no zero blocks": ("quantize_with_scales.cu", "if constexpr (!kReadsBlock<R>) return 1.0f;", "return 1.0f;", SEEN),
-    "negative scales the short way": ("quantize_with_scales.cu", "if (sign_of(f.value) == 0u)", "if (true)", SEEN),
+    "negative scales on the fast path": ("quantize_with_scales.cu", "if (sign_of(f.value) == 0u)", "if (true)", SEEN),
     "a decode scale": (
         "implied_amax.cuh",
         "scale<R, In>(amax).encode, decode",
@@ -67,7 +67,7 @@ MUTATIONS = {  # file, text, what replaces it, what is said
     ),
 }
 RUN_ON = {
-    "negative scales the short way": WithScales(RECIPES["nvfp4-te"]),
+    "negative scales on the fast path": WithScales(RECIPES["nvfp4-te"]),
     "a row too far": WithScales(RECIPES["fp8-modelopt-channel"]),
 }
 

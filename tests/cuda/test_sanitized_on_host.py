@@ -13,7 +13,7 @@ import tests.cuda.test_hadamard_on_host as hadamard
 import tests.cuda.test_kernels_on_host as kernels
 import tests.cuda.test_layouts_on_host as layouts
 import tests.cuda.test_partial_on_host as partial
-import tests.cuda.test_quantize_patch_on_host as patch
+import tests.cuda.test_quantize_columns_on_host as patch
 import tests.cuda.test_search_on_host as search
 
 CHECKS_ALL = True

@@ -105,8 +105,8 @@ def search_matrix(
         blocks = grid(-(-x.size // RUN // threads), device, most)
     else:
         function = _function("search_hessian", r, x.dtype, device, kAligned=whole)
-        strips = max(min(-(-rows // THREADS), grid(rows * columns, device, 8) // (columns // RUN)), 1)
-        blocks = columns // RUN * strips
+        blocks_per_hessian = max(min(-(-rows // THREADS), grid(rows * columns, device, 8) // (columns // RUN)), 1)
+        blocks = columns // RUN * blocks_per_hessian
     sizes = (rows, columns, *(end & _WORD for end in offsets))
     launch = Launch(
         function, blocks, *((_SEARCH, *sizes) if pruned else (_SWEEP, *sizes, bits_of(terms.power))), threads=threads

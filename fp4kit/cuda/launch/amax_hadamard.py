@@ -31,8 +31,8 @@ def _function(dtype: np.dtype, counted: str, whole: bool, mask: int, device: int
 @lru_cache(KEPT)
 def _launch(dtype: np.dtype, counted: str, whole: bool, rows: int, columns: int, mask: int, device: int) -> Launch:
     wide = -(-columns // (THREADS * (_WORD // dtype.itemsize if whole else 1)))
-    function, strips = _function(dtype, counted, whole, mask, device), rows // HADAMARD_BLOCK
-    return Launch(function, grid(strips * wide, device), AMAX, rows, columns)
+    function, patch_rows = _function(dtype, counted, whole, mask, device), rows // HADAMARD_BLOCK
+    return Launch(function, grid(patch_rows * wide, device), AMAX, rows, columns)
 
 
 def amax_hadamard(x: Any, counted: str, mask: int) -> Any:

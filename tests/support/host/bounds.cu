@@ -1,6 +1,5 @@
-// Sums of lower bounds of the losses of first ... first + 7 for each block: for tests of search_loss_bounds.cuh alone.
-// Of 1
-// ... 8 codes in turn.
+// Test kernel of search_loss_bounds.cuh: stores the sums of lower bounds of the losses of first ... first + 7 for each
+// block. Block i has i % 8 + 1 candidates.
 struct Arguments {
   const float *x, *reciprocals;
   const u32* first;

@@ -229,7 +229,7 @@ class Thresholds(Quantize):
 
 @dataclass(frozen=True)
 class Guards(Quantize):
-    """Blocks on both sides of every guard of the short ways of 4over6 and of stochastic rounding, under many tensor
+    """Blocks on both sides of every guard of the fast paths of 4over6 and of stochastic rounding, under many tensor
     amaxes.
     """
 

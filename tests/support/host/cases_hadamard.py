@@ -19,7 +19,7 @@ from fp4kit.cuda.launch.amax_hadamard import amax_hadamard
 from fp4kit.cuda.launch.geometry import THREADS, address, grid
 from fp4kit.reference.hadamard import TE_SIGN_MASK, hadamard_blocks
 
-_ARGUMENTS = np.dtype([("x", "u8"), ("y", "u8"), ("columns", "u8"), ("is_short", "u8"), ("runs", "i8")])
+_ARGUMENTS = np.dtype([("x", "u8"), ("y", "u8"), ("columns", "u8"), ("is_fast", "u8"), ("runs", "i8")])
 SYLVESTER = np.array([[(-1) ** (i & j).bit_count() for j in range(BLOCK)] for i in range(BLOCK)])
 MANTISSA_BITS = {F16: 10, BF16: 7, F32: 23}
 LEAST_EXPONENT = {F16: -24, BF16: -133, F32: -149}
@@ -29,14 +29,14 @@ MOST_EXPONENT = {F16: 15, BF16: 127, F32: 127}
 def transform(x: DeviceArray, mask: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """The transforms of runs (n, 16), n even; the same as columns, by two; and which of them sums in float32 told."""
     y, columns = (DeviceArray.output(x.shape, x.dtype) for _ in range(2))
-    is_short = DeviceArray.zeros(len(x.array), np.uint8)
+    is_fast = DeviceArray.zeros(len(x.array), np.uint8)
     text = f'#include "hadamard.cuh"\nusing Input = {TYPES[x.dtype]};\nconstexpr u32 kSignMask = {mask}u;\n'
     function = loader.function(
         text + Path(__file__).with_name("hadamard.cu").read_text(), "hadamard_kernel", x.device.id
     )
-    arguments = np.array([(*map(address, (x, y, columns, is_short)), len(x.array))], _ARGUMENTS)
+    arguments = np.array([(*map(address, (x, y, columns, is_fast)), len(x.array))], _ARGUMENTS)
     function((grid(-(-x.size // (BLOCK * THREADS)), x.device.id),), (THREADS,), (arguments,))
-    return y.array, columns.array, is_short.array
+    return y.array, columns.array, is_fast.array
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Cases of quantize_patch: along columns, both ways, square blocks, their fake quantization."""
+"""Cases of quantize_columns: along columns, both ways, square blocks, their fake quantization."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def results(name: str, made: Side, q: Quantized) -> Iterator[Result]:
 
 @dataclass(frozen=True)
 class Patch:
-    """An instantiation of quantize_patch, on matrices of whole tiles and less, finite and not."""
+    """An instantiation of quantize_columns, on matrices of whole tiles and less, finite and not."""
 
     recipe: Recipe
     dtype: np.dtype = BF16

@@ -1,10 +1,9 @@
-// The Hadamard transform of each run of 16 elements, and whether sums in float32 told it: for tests of hadamard.cuh
-// alone.
+// Test kernel of hadamard.cuh: transforms each run of 16 elements, and stores whether its float32 sums were conclusive.
 struct Arguments {
   const void* x;  // runs x 16 elements
   void* y;        // their transforms
-  void* columns;  // the same, by two as columns
-  u8* is_short;   // one a run
+  void* columns;  // the same transforms, computed as two columns each
+  u8* is_fast;    // one per run
   i64 runs;       // even
 };
 
@@ -15,7 +14,7 @@ extern "C" __global__ void hadamard_kernel(Arguments a) {
     Run<Input, 16> x = read_run<Input, 16>(static_cast<const Bits*>(a.x) + 16 * i), y;
     u32 largest;
     if constexpr (sizeof(Bits) == 2) {
-      a.is_short[i] = hadamard_fast<kSignMask>(x, y, largest);
+      a.is_fast[i] = hadamard_fast<kSignMask>(x, y, largest);
       if (i % 2 == 0) {
         const u16* pair = static_cast<const u16*>(a.x) + 16 * i;
         u16* out = static_cast<u16*>(a.columns) + 16 * i;
@@ -25,13 +24,13 @@ extern "C" __global__ void hadamard_kernel(Arguments a) {
         const u32 both = hadamard_columns<kSignMask, Input>(rows, inconclusive);
         if (both != largest_pair<Input>(rows)) rows[0] ^= 1u;
         for (int j = 0; j < 2; ++j) {
-          Run<Input, 16> column = read_run<Input, 16>(static_cast<const Bits*>(a.x) + 16 * (i + j)), told;
-          const bool is_told = hadamard_fast<kSignMask>(column, told, largest);
-          if (!is_told) hadamard_run<kSignMask>(column);
+          Run<Input, 16> column = read_run<Input, 16>(static_cast<const Bits*>(a.x) + 16 * (i + j)), fast;
+          const bool is_conclusive = hadamard_fast<kSignMask>(column, fast, largest);
+          if (!is_conclusive) hadamard_run<kSignMask>(column);
           for (int k = 0; k < 16; ++k)
-            out[16 * j + k] =
-                is_told ? static_cast<u16>(rows[k] >> (16 * j)) : static_cast<u16>(column.w[k / 2] >> (k % 2 * 16));
-          if (is_told == (inconclusive >> j & 1u)) out[16 * j] ^= 1u;
+            out[16 * j + k] = is_conclusive ? static_cast<u16>(rows[k] >> (16 * j))
+                                            : static_cast<u16>(column.w[k / 2] >> (k % 2 * 16));
+          if (is_conclusive == (inconclusive >> j & 1u)) out[16 * j] ^= 1u;
         }
       }
     }

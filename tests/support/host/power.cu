@@ -1,4 +1,4 @@
-// d^p of each number: for tests of pow.cuh alone.
+// Test kernel of pow.cuh: raises each number to a power.
 struct Arguments {
   const double* d;
   double* out;

@@ -8,7 +8,8 @@ FP4KIT_DEVICE void search_hessian(const SearchArguments& a) {
   __shared__ Candidates shared;
   __shared__ Hessian h;
   __shared__ u32 positive;  // 32 times mu
-  const i64 blocks = a.columns / kSearchBlockSize, column = blockIdx.x % blocks, thread_blocks = gridDim.x / blocks;
+  const i64 blocks = a.columns / kSearchBlockSize, column = blockIdx.x % blocks,
+            blocks_per_hessian = gridDim.x / blocks;
   const float amax_of_tensor = amax_at(a.tensor_amax, 0);
   if (threadIdx.x == 0) positive = 0u;
   make_candidates<R>(shared, amax_of_tensor);
@@ -24,7 +25,7 @@ FP4KIT_DEVICE void search_hessian(const SearchArguments& a) {
   const float margin = is_usual ? static_cast<float>(positive) * 0x1p-5f - 0x1p-12f : 0.0f;
   const TensorScale t = R::TensorRule::template scale<R, Float32>(amax_of_tensor);
   u64 unproven = 0;
-  for (i64 row = blockIdx.x / blocks * kThreads + threadIdx.x; row < a.rows; row += thread_blocks * kThreads) {
+  for (i64 row = blockIdx.x / blocks * kThreads + threadIdx.x; row < a.rows; row += blocks_per_hessian * kThreads) {
     float x[kSearchBlockSize];
     load_run<In, kSearchBlockSize, kAligned>(
         static_cast<const typename In::Bits*>(a.x) + row * a.columns + column * kSearchBlockSize, x);

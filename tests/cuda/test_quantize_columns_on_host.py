@@ -19,7 +19,7 @@ SUPPORTED = [r for r in RECIPES.values() if not r.fake_only and is_patched(r)]
 
 
 @pytest.mark.parametrize("case", every(6, dict.fromkeys(patches(SUPPORTED))), ids=str)
-def test_quantize_patch(host, case):
+def test_quantize_columns(host, case):
     host.check(case)
 
 
