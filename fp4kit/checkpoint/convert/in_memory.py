@@ -21,7 +21,7 @@ from fp4kit.checkpoint.convert.quantize_rows import divisor_of, of_zeros
 from fp4kit.checkpoint.model.layers import Piece, pieces
 from fp4kit.checkpoint.model.megatron_names import hugging_face_names
 from fp4kit.checkpoint.model.weights import Weight, has_transposed_stacks, stack_shape
-from fp4kit.checkpoint.plan.request import NUMBERS, Request, check_input_scale, experts_only
+from fp4kit.checkpoint.plan.request import UNQUANTIZED, Request, check_input_scale, experts_only
 from fp4kit.checkpoint.selection import fused_layers
 from fp4kit.checkpoint.selection.name_rules import Candidate, candidate, model_facts
 from fp4kit.checkpoint.selection.selection import Decision, Wishes, decide
@@ -55,7 +55,7 @@ class Rules:
         return cls(recipe(recipe_id), **fields)
 
     def __post_init__(self) -> None:
-        if self.format == NUMBERS:
+        if self.format == UNQUANTIZED:
             raise CheckpointError("format bf16: tensors of a trainer are numbers already; leave the call out")
         mlx.check(self.form, self.config, ())  # what cannot be written is refused here
         check_input_scale(self.form, self.input_scale is not None)

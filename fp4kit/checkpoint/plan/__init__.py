@@ -1,1 +1,1 @@
-"""Decide what happens to each tensor, before any work starts."""
+"""Plan a conversion: decide what happens to each tensor before any tensor is converted."""

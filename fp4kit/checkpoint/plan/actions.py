@@ -1,4 +1,7 @@
-"""How each weight that is selected gets into the form that is written; those that share a tensor scale go one way."""
+"""Choose for each selected weight how it gets into the output container: by quantizing, renaming, casting and so on.
+
+Weights that share a tensor scale are treated alike.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +17,13 @@ from fp4kit.storage.errors import CheckpointError, shown
 def actions_of(
     selected: Mapping[str, Weight], groups: Mapping[str, Collection[str]], form: Container, request: Request
 ) -> dict[str, str]:
-    """Tensor -> action, one of those of jobs.
+    """Return tensor name -> action, one of the actions in job.py.
 
-    groups: of tensors that share a tensor scale, by name. Codes are kept only where the whole group keeps its own.
-    Raises CheckpointError for a loss that was not asked for.
+    Existing codes are kept only if all members of a group can keep theirs; otherwise they are requantized.
+
+    groups: group name -> names of the tensors that share a tensor scale.
+    form: the container to write.
+    Raises CheckpointError if requantizing would change values and the request does not allow it.
     """
     found = {name: action_of(weight.container, form) for name, weight in selected.items()}
     mixed: dict[str, str] = {}
@@ -33,18 +39,19 @@ def actions_of(
 
 
 def _loss(weight: Weight, form: Container, group: str | None) -> str:
-    why = f"{form} would have other values"
+    """Return the message for a weight that would lose precision. group: the group that is the reason, or None."""
+    why = f"quantizing it as {form} would change its values"
     if group is not None:
-        why = f"shares a tensor scale with layers that are stored otherwise: {shown(group)}"
-    way_out = "say --requantize for that, or start from the unquantized release"
-    return f"{shown(weight.name)}: is {weight.container} already, and {why}; {way_out}"
+        why = f"it shares a tensor scale with layers that are stored differently: {shown(group)}"
+    way_out = "use --requantize to allow that, or convert the unquantized release"
+    return f"{shown(weight.name)}: is already quantized as {weight.container}, and {why}; {way_out}"
 
 
 def _check_dtypes(group: str, weights: Collection[Weight], request: Request) -> None:
-    """Raise CheckpointError where the rule of the recipe gives the members of a group different scales."""
+    """Raise CheckpointError if the recipe's tensor scale depends on the dtype and the members' dtypes differ."""
     dtypes = sorted({weight.dtype if weight.container is None else "F32" for weight in weights})
     if len(dtypes) > 1 and request.recipe.tensor_rule == "compressed_tensors":
         raise CheckpointError(
-            f"{shown(group)}: shares a tensor scale, which {request.recipe.id} rounds to the dtype of each:"
-            f" {', '.join(dtypes)}; use another recipe"
+            f"{shown(group)}: these layers share a tensor scale, but {request.recipe.id} rounds it to each layer's"
+            f" dtype ({', '.join(dtypes)}); use another recipe"
         )

@@ -1,9 +1,10 @@
-"""Codes of a quantized model in place of the numbers of the same model in another kind of file: nothing is rounded
-again.
+"""Take codes from a quantized model of the other file kind in place of a model's own values (``--codes``).
 
-A GGUF file takes those of a model directory, and a model directory those of a GGUF file. Which layer is which, the gguf
-package's map of names says; in which order the rows of both are, row_orders.py. That they are the same numbers, some
-rows of both tell.
+If the source is a GGUF file, the codes come from a model directory, and the other way round. Because the codes are
+copied, nothing is rounded a second time.
+
+The gguf package's name map tells which layers correspond, and row_orders.py handles different row orders. Before codes
+are used, a few decoded rows are compared with the source's own values.
 """
 
 from __future__ import annotations
@@ -21,37 +22,38 @@ from fp4kit.checkpoint.model.model_files import Source
 from fp4kit.checkpoint.model.slabs import Readers
 from fp4kit.checkpoint.model.weights import HeadOrder, Rows, Weight, weights_of
 from fp4kit.checkpoint.plan.row_orders import (
-    by_turns,
+    alternate_rows,
     gate_first,
-    in_likest_order,
-    likeness,
+    has_alternating_rows,
+    in_closest_order,
     order_of_heads,
-    takes_turns,
+    sampled_sqnr_db,
 )
 from fp4kit.storage.errors import CheckpointError, listed, shown
 
-_Layer = tuple[str, int]  # a module, and which expert of a stack of a GGUF file
-_EXPERT = re.compile(r"(.*\.)(?:experts|switch_mlp)\.(\d+)\.(\w+)")  # mlx-lm's stacks are called switch_mlp
-_MIXTRAL = {
-    "gate_proj": "w1",
-    "down_proj": "w2",
-    "up_proj": "w3",
-}  # what the map of names has in its blocks; mlx-lm renames them
-_LEAST = 6.0  # decibels, of which 4 bits give 15 to 25 and other rows none
+_Layer = tuple[str, int]  # (module, index of the expert in a stack of a GGUF file)
+_EXPERT = re.compile(r"(.*\.)(?:experts|switch_mlp)\.(\d+)\.(\w+)")  # mlx-lm calls its stacks switch_mlp
+# mlx-lm's names of Mixtral experts -> the names in the gguf package's map.
+_MIXTRAL = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
+_MIN_SQNR_DB = 6.0  # 4-bit codes of the right rows give 15 to 25 dB; codes of other rows give about 0 dB
 _KINDS = ("mxfp4", "nvfp4")
 
 
-def with_codes(weights: Mapping[str, Weight], model: Source, beside: Source) -> dict[str, Weight]:
-    """The weights of a model; those whose codes another has, made of them, a stack of experts of all its layers.
+def borrow_codes(weights: Mapping[str, Weight], model: Source, donor: Source) -> dict[str, Weight]:
+    """Return the weights of ``model``, with the codes of ``donor`` in every weight that ``donor`` has quantized.
 
-    One of the two is a GGUF file. Raises CheckpointError where that is not so, without the gguf package, for an
-    architecture that it does not know, and where no layer is found.
+    Weights without counterpart in ``donor`` stay unchanged. A stack of experts takes codes only if all of its layers
+    have a counterpart.
+
+    Raises CheckpointError if not exactly one of the two is a GGUF file, if the gguf package is missing or does not know
+    the architecture, or if no layer corresponds.
     """
-    if _is_file(model) == _is_file(beside):
-        needed = "a GGUF file takes those of a model directory, or the other way round"
-        raise CheckpointError(f"--codes: {needed}; these are of one kind")
-    names, there = _Names(model if _is_file(model) else beside), _origins(beside)
-    found = {names.of(beside, layer): origin for layer, origin in there.items()}
+    if _is_file(model) == _is_file(donor):
+        raise CheckpointError(
+            "--codes: needs one GGUF file and one model directory; source and --codes are of the same kind"
+        )
+    names, origins = _Names(model if _is_file(model) else donor), _origins(donor)
+    found = {names.of(donor, layer): origin for layer, origin in origins.items()}
     taken = dict(weights)
     with Readers() as readers:
         for name, weight in weights.items():
@@ -66,19 +68,25 @@ def with_codes(weights: Mapping[str, Weight], model: Source, beside: Source) -> 
                     weight, container=form, parts=rows[0].weight.parts, members=rows, transposed=False
                 )
     if taken == weights:
-        layers_there = listed([module for module, _ in there]) or "none in MXFP4 or NVFP4"
+        available = listed([module for module, _ in origins]) or "none in MXFP4 or NVFP4"
         raise CheckpointError(
-            f"--codes {beside.root}: none of its quantized layers ({layers_there}) is in {model.root}"
+            f"--codes {donor.root}: none of its quantized layers ({available}) is in {model.root}; name a quantized"
+            " version of the same model"
         )
     return taken
 
 
 def _is_file(source: Source) -> bool:
+    """Return whether a source is a GGUF file."""
     return ARCHITECTURE in source.config
 
 
 def _origins(source: Source) -> dict[_Layer, Origin]:
-    """Layers with codes of 4 bits: of a directory as single layers, also those of stacks; of a GGUF file by expert."""
+    """Return layer -> rows with its 4-bit codes.
+
+    Stacks of a GGUF file give one layer per expert, with the stack's name and the expert's index. Stacks of a model
+    directory give the separate layers that they consist of.
+    """
     form, found = GGUF_NVFP4 if _is_file(source) else CT_NVFP4, {}
     for weight in weights_of(source.tensors, source.config).values():
         if weight.container is not None and weight.container.kind in _KINDS:
@@ -90,7 +98,7 @@ def _origins(source: Source) -> dict[_Layer, Origin]:
 
 
 def _layers(weight: Weight, model: Source) -> list[_Layer]:
-    """The layers that a weight is made of, in the order of its rows."""
+    """Return the layers that a weight consists of, in the order of its rows."""
     if len(weight.shape) == 2 or _is_file(model):
         return [(weight.name, e) for e in range(weight.experts)]
     stack = gate_first(weight, model.config)
@@ -98,7 +106,10 @@ def _layers(weight: Weight, model: Source) -> list[_Layer]:
 
 
 def _rows(weight: Weight, origins: Sequence[Origin]) -> tuple[Rows, ...]:
-    """All rows of a weight, of layers of one form and height; none where some are missing."""
+    """Return the rows of the given layers, if they make up the whole weight; otherwise ().
+
+    All layers must have one container and one shape.
+    """
     wanted = weight.experts * weight.shape[-2], weight.shape[-1]
     if len({(one.shape, one.weight.container) for one in origins}) != 1:
         return ()
@@ -113,32 +124,33 @@ def _rows(weight: Weight, origins: Sequence[Origin]) -> tuple[Rows, ...]:
 def _in_order(
     weight: Weight, rows: tuple[Rows, ...], model: Source, order: HeadOrder | None, readers: Readers
 ) -> tuple[Rows, ...]:
-    """Rows of layers in the order in which a weight has them. order: another one that q and k may have."""
-    if takes_turns(weight, model.config):
-        return tuple(by_turns(rows))
-    return rows if order is None else (in_likest_order(weight, rows[0], order, readers),)
+    """Return rows of layers in the row order of ``weight``. order: the alternative order that q and k may have."""
+    if has_alternating_rows(weight, model.config):
+        return tuple(alternate_rows(rows))
+    return rows if order is None else (in_closest_order(weight, rows[0], order, readers),)
 
 
 class _Names:
-    """Names of a GGUF file, of its own layers and of those of Hugging Face."""
+    """Translate layer names to the names in a GGUF file, by the gguf package's name map."""
 
     def __init__(self, file: Source) -> None:
         try:
             import gguf
         except ImportError:
             raise CheckpointError(
-                '--codes: names of layers need the gguf package; pip install "fp4kit[gguf]"'
+                '--codes: needs the gguf package to match layer names; run pip install "fp4kit[gguf]"'
             ) from None
         architecture = file.config[ARCHITECTURE]
         number: Any = {name: number for number, name in gguf.MODEL_ARCH_NAMES.items()}.get(architecture)
         if number is None:
-            known = shown(repr(architecture))
-            raise CheckpointError(f"--codes: the gguf package does not know the architecture {known}; update it")
+            raise CheckpointError(
+                f"--codes: the gguf package does not know the architecture {shown(repr(architecture))}; update gguf"
+            )
         self._config = file.config
         self._map = gguf.get_tensor_name_map(number, int(file.config.get("num_hidden_layers", 0)))
 
     def of(self, source: Source, layer: _Layer) -> _Layer | None:
-        """What a layer is called in the file, None where it has no name there."""
+        """Return the name of a layer in the GGUF file, or None if it has none. Layers of GGUF files keep theirs."""
         if _is_file(source):
             return layer
         module = layer[0].replace("language_model.", "")
@@ -151,28 +163,34 @@ class _Names:
         return None if name is None else (name, int(match[2]))
 
     def order(self, weight: Weight, source: Source) -> HeadOrder | None:
-        """The other order that the rows of a weight may have."""
+        """Return the alternative row order of a weight (q or k), or None for any other weight."""
         layer = self.of(source, (weight.name, 0)) if len(weight.shape) == 2 else None
         leaf = layer[0].rpartition(".")[2] if layer is not None else ""
         return order_of_heads(leaf, weight.shape[-2], self._config, _is_file(source))
 
 
 def recorded_recipe(source: Source) -> str:
-    """The id of the recipe that a model says it was made with, "" where it says none."""
+    """Return the id of the recipe that a model's config records, or "" if it records none."""
     declared = source.config.get("quantization_config")
     own = declared.get("fp4kit") if isinstance(declared, Mapping) else None
     found = own.get("recipe") if isinstance(own, Mapping) else None
     return found if isinstance(found, str) else ""
 
 
-def check_alike(converted: Iterable[str], numbers: Mapping[str, Weight], taken: Mapping[str, Weight]) -> None:
-    """Raise CheckpointError for a tensor whose codes do not decode to about its own numbers."""
+def check_values_agree(
+    converted: Iterable[str], unquantized: Mapping[str, Weight], taken: Mapping[str, Weight]
+) -> None:
+    """Raise CheckpointError if the borrowed codes of a tensor do not decode to about the tensor's own values.
+
+    converted: names of the tensors to check. unquantized: the weights of the source. taken: the weights with codes.
+    """
     with Readers() as readers:
         for name in converted:
             for at, rows in members(taken[name]).items():
-                found = likeness(numbers[name], at, rows, readers)
-                if found < _LEAST:
+                found = sampled_sqnr_db(unquantized[name], at, rows, readers)
+                if found < _MIN_SQNR_DB:
                     raise CheckpointError(
-                        f"{shown(name)}: is not what {shown(rows.weight.name)} decodes to (SQNR {found:.1f} dB):"
-                        " another model, or rows in an order that is not known here; leave it out with --keep"
+                        f"{shown(name)}: {shown(rows.weight.name)} decodes to other values (SQNR {found:.1f} dB);"
+                        " --codes is another model, or its rows are in an unknown order; use the right model, or keep"
+                        " this layer unquantized with --keep"
                     )

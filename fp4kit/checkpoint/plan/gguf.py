@@ -1,4 +1,4 @@
-"""GGUF files to GGUF files: which container; what llama.cpp could not use."""
+"""Plan conversions of GGUF files to GGUF files: choose the container, and reject what llama.cpp could not use."""
 
 from __future__ import annotations
 
@@ -17,24 +17,29 @@ FORMS = (GGUF_MXFP4, GGUF_SCALED, GGUF_NVFP4)
 
 
 def is_gguf_config(config: Mapping[str, Any]) -> bool:
-    """Whether a config stands for the header of a GGUF file."""
+    """Return whether a config was made from the header of a GGUF file (see ggml_names.config_of)."""
     return ggml_names.ARCHITECTURE in config
 
 
 def form_for(recipe: Recipe) -> Container:
-    """The blocks that hold the codes and scales of a recipe. Raises CheckpointError for one that has no place in
-    them.
+    """Return the GGUF container for a recipe's codes and scales.
+
+    Raises CheckpointError if no GGUF container can store them.
     """
     form = next((known for known in FORMS if known.stores(recipe)), None)
     if form is None:
         usable = ", ".join(id for id, known in RECIPES.items() if any(form.stores(known) for form in FORMS))
-        raise CheckpointError(f"recipe {recipe.id}: has no place in a GGUF file; use one of {usable}")
+        raise CheckpointError(f"recipe {recipe.id}: cannot be stored in a GGUF file; use one of {usable}")
     return form
 
 
 def check(source: Source, form: Container | None, modules: Collection[str]) -> None:
-    """Raise CheckpointError for a GGUF file that is no whole language model, or modules of no use to llama.cpp in a
-    form.
+    """Raise CheckpointError if a GGUF source cannot be converted. Sources of other kinds always pass.
+
+    Errors are: one file of a split model; an image or audio projector; modules whose tensor scales llama.cpp cannot
+    use.
+
+    form: the container to write, or None to write unquantized tensors. modules: the modules to quantize.
     """
     if not is_gguf_config(source.config):
         return
@@ -42,31 +47,31 @@ def check(source: Source, form: Container | None, modules: Collection[str]) -> N
     parts = file.metadata.get("split.count", "1")
     if parts not in ("0", "1"):
         raise CheckpointError(
-            f"{file.label}: one of {shown(parts)} files of a model; join them with llama-gguf-split --merge"
+            f"{file.label}: is one of {shown(parts)} files of a split model; join them with llama-gguf-split --merge"
         )
     if source.config[ggml_names.ARCHITECTURE] == "clip":
         raise CheckpointError(
-            f"{file.label}: a projector of images or sound, which is kept; convert the language model's file"
+            f"{file.label}: is an image or audio projector, which is never quantized; convert the language model's file"
         )
     if form is not None and form.has_tensor_scale:
         _check_scales(source, modules)
 
 
 def _check_scales(source: Source, modules: Collection[str]) -> None:
-    """Raise CheckpointError for modules that llama.cpp cannot use with tensor scales."""
+    """Raise CheckpointError if llama.cpp cannot use a tensor scale for one of the modules."""
     found = list(ggml_names.scale_troubles(source.config[ggml_names.ARCHITECTURE], modules, source.tensors))
     if found:
         module, text = found[0]
         more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
         plain = ", ".join(id for id, known in RECIPES.items() if GGUF_NVFP4.stores(known))
-        way_out = f"leave it out with --keep, or use a recipe without tensor scale: {plain}"
+        way_out = f"keep it unquantized with --keep, or use a recipe without tensor scale: {plain}"
         raise CheckpointError(f"{shown(module)}{more}: {ggml_names.ENGINE}: {text}; {way_out}")
 
 
 def left_out(
     source: Source, form: Container, weights: Mapping[str, Weight], decisions: Mapping[str, Decision]
 ) -> Iterator[str]:
-    """Yield a sentence for every matrix of a GGUF file that stays what it is because of the length of its rows."""
+    """Yield one message per matrix of a GGUF source that is not converted because of its row length."""
     for name, weight in weights.items():
         if is_gguf_config(source.config) and decisions[name].reason == no_multiple(weight.shape, form.row_multiple):
             yield f"{shown(weight.name)}: {decisions[name].reason}; it stays {source.tensors[name][1].dtype}"

@@ -1,4 +1,14 @@
-"""A job: what becomes of one tensor, or of one matrix of a weight, as data that any process can take up."""
+"""Define jobs: the conversion of one tensor, or of some rows of one matrix, as data that any process can execute.
+
+Actions, the values of Job.action:
+  copy: copy a tensor's bytes.
+  quantize: quantize unquantized values.
+  rename: keep codes and scales; only names, layout or direction of the tensor scale change.
+  cast: MXFP4 to NVFP4 with the same codes, if the exponents allow it.
+  carry: FP8 with 128x128 scales to MXFP8 with the same codes, if the scales are powers of two.
+  requantize: decode, then quantize.
+  dequantize: decode to unquantized values.
+"""
 
 from __future__ import annotations
 
@@ -21,23 +31,23 @@ COPY, QUANTIZE, RENAME, CAST, CARRY, REQUANTIZE, DEQUANTIZE = (
     "requantize",
     "dequantize",
 )
-SEARCHED = (QUANTIZE, REQUANTIZE, CAST)  # actions that may make new codes, whose scales can be searched
-ON_DEVICE = 32 << 20  # bytes of source elements that go to a GPU at a time
-Tick = Callable[[int], None]  # called with bytes that were read
+SEARCHED = (QUANTIZE, REQUANTIZE, CAST)  # actions that may compute new codes, so that a scale search applies
+DEVICE_SLAB_BYTES = 32 << 20  # bytes of source elements per slab that is sent to a GPU
+Tick = Callable[[int], None]  # called with the number of bytes after each read
 
 
 class Sink(Protocol):
-    """What takes the bytes of a job."""
+    """Receive the output bytes of a job."""
 
     def has(self, part: str) -> bool:
-        """Whether a part is wanted."""
+        """Return whether the sink accepts a part (codes, scales, ...)."""
 
     def put(self, part: str, array: Any) -> None:
-        """Take the next bytes of a part."""
+        """Write the next bytes of a part."""
 
 
 def action_of(have: Container | None, form: Container | None) -> str:
-    """How a weight that is stored in one form gets into another; None: numbers."""
+    """Return the action that converts a weight from the container ``have`` to ``form``; None means unquantized."""
     if have is None:
         return COPY if form is None else QUANTIZE
     if form is None:
@@ -48,8 +58,9 @@ def action_of(have: Container | None, form: Container | None) -> str:
 
 
 class Target(NamedTuple):
-    """Bytes of an output file: [position, position + nbytes), the part of a layer that they are, and their safetensors
-    dtype.
+    """Locate output bytes: [position, position + nbytes) of a file.
+
+    part: which part of the layer they are (codes, scales, ...). dtype: their safetensors dtype.
     """
 
     part: str
@@ -61,10 +72,21 @@ class Target(NamedTuple):
 
 @dataclass(frozen=True)
 class Job:
-    """What becomes of one tensor, or of the rows [span) of matrix `expert` of a weight. key: names it in a run.
+    """Describe the conversion of one tensor, or of the rows [span[0], span[1]) of matrix `expert` of a weight.
 
-    group: key of those that share a tensor scale. recipe: of quantized ones. form: what is written, None for numbers.
-    transposed: numbers are written as columns, [K, N].
+    key: identifies the job within a run and in its journal.
+    action: one of the actions at the head of this file.
+    source: the weight to read; for "copy", the tensor to read.
+    targets: where to write each part.
+    span: the rows to read; None for all.
+    group: identifies the jobs that share a tensor scale.
+    recipe: how new codes are computed.
+    form: the container to write; None to write unquantized values.
+    nonfinite: what to do with NaN and infinity, one of NONFINITE.
+    transposed: True to write unquantized values as [K, N].
+    device: the CUDA device that computes; None for the CPU.
+    search: the error that a search of block scales minimizes; "" for no search.
+    columns: the column weights of that error, or None.
     """
 
     key: str
@@ -79,62 +101,65 @@ class Job:
     input_scale: float | None = None
     nonfinite: str = "error"
     transposed: bool = False
-    device: int | None = None  # of CUDA; None: the CPU
-    search: str = ""  # of block scales: by which error
-    columns: Located | None = None  # the weights of that error
+    device: int | None = None
+    search: str = ""
+    columns: Located | None = None
 
     @property
     def name(self) -> str:
-        """The tensor that is read."""
+        """The name of the tensor that is read."""
         return self.source.entry.name if isinstance(self.source, Located) else self.source.tensor
 
     @property
     def weight(self) -> Weight:
-        """The weight that is read."""
+        """The weight that is read; the job must not be a copy of a tensor."""
         assert isinstance(self.source, Weight)
         return self.source
 
     @property
     def new_recipe(self) -> Recipe:
-        """The recipe of codes that are made anew."""
+        """The recipe for new codes; the job must have one."""
         assert self.recipe is not None
         return self.recipe
 
     @property
     def container(self) -> Container:
-        """The form that is written, where it is not numbers."""
+        """The container to write; the job must have one."""
         assert self.form is not None
         return self.form
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Rows and columns of the matrix, or of the rows, that the job is about."""
+        """(rows, columns) of the part of the matrix that the job converts."""
         rows, columns = self.weight.shape[-2:]
         first, end = self.span or (0, rows)
         return end - first, columns
 
     @property
     def slab_bytes(self) -> int | None:
-        """Source elements in memory at a time, in bytes; None: as the CPU likes it."""
-        return None if self.device is None else ON_DEVICE
+        """The slab size for reading, in bytes of source elements; None for the default on a CPU."""
+        return None if self.device is None else DEVICE_SLAB_BYTES
 
     @property
     def nbytes_in(self) -> int:
-        """Bytes that it reads, once."""
+        """The number of bytes that the job reads in one pass."""
         if isinstance(self.source, Located):
             return self.source.entry.nbytes
         return self.weight.nbytes * self.shape[0] // (self.weight.experts * self.weight.shape[-2])
 
     @property
     def is_measured(self) -> bool:
-        """Whether it is read first for what it holds."""
+        """Whether a first pass over the source measures its amax, exponents or non-finite values."""
         checked = {DEQUANTIZE: self.nonfinite != "keep", RENAME: self.nonfinite == "error"}
         return self.action in (QUANTIZE, CAST, CARRY, REQUANTIZE) or checked.get(self.action, False)
 
 
 class Measured(NamedTuple):
-    """What a job's weight holds. low, high: exponents of MX blocks that are not zero. exact: scales are powers of
-    two.
+    """Hold the result of a job's first pass over its source.
+
+    nonfinite: the number of NaN and infinite values.
+    low, high: the smallest and largest scale exponent of the nonzero blocks of an MX source.
+    exact: True if all scales are powers of two.
     """
 
     key: str
@@ -146,10 +171,12 @@ class Measured(NamedTuple):
 
 
 class Done(NamedTuple):
-    """A job that wrote its bytes: their CRC-32, of one target after the other; its action as it was; NaN and inf
-    replaced.
+    """Record a job that has written its output.
 
-    losses: of a search of scales: the sums of Losses.
+    crc32: the CRC-32 of the bytes written to each target, in order.
+    action: the action that was taken, which may differ from the planned one (a cast may become a requantization).
+    replaced: the number of NaN and infinite values that were replaced.
+    losses: for a scale search, the sums in scale_search.Losses.
     """
 
     key: str

@@ -1,8 +1,8 @@
-"""What a conversion will do: an action and its reason per tensor, the files, the exclusion list.
+"""Plan a conversion: an action and a reason per tensor, the files to write, and the exclusion list.
 
-Of headers alone; of scales, too, where they have to be powers of two.
-
-A plan is data. ``make_plan`` decides, ``convert.execute`` obeys, and in between a plan can be printed (``--dry-run``).
+A plan is plain data: ``make_plan`` creates it, ``convert.execute`` executes it, and ``--dry-run`` prints it. Planning
+reads only headers and JSON, with two exceptions: block scales that must be powers of two, and sample rows of borrowed
+codes.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from fp4kit.checkpoint.model.model_files import INDEX, Source, open_source
 from fp4kit.checkpoint.model.weights import Q8_0, Located, Weight, is_interleaved, located, part_names, weights_of
 from fp4kit.checkpoint.plan import gguf, scale_search
 from fp4kit.checkpoint.plan.actions import actions_of
-from fp4kit.checkpoint.plan.borrowed_codes import check_alike, recorded_recipe, with_codes
+from fp4kit.checkpoint.plan.borrowed_codes import borrow_codes, check_values_agree, recorded_recipe
 from fp4kit.checkpoint.plan.job import CARRY, CAST, COPY, DEQUANTIZE, QUANTIZE, RENAME, REQUANTIZE
 from fp4kit.checkpoint.plan.request import Request, check_input_scale, experts_only, is_deepseek_v4
 from fp4kit.checkpoint.selection import fused_layers
@@ -45,18 +45,23 @@ _WORDS = {
     RENAME: "same codes",
     CAST: "same codes where exponents allow",
     CARRY: "same codes where scales are powers of two",
-    REQUANTIZE: "decoded and quantized anew",
+    REQUANTIZE: "decoded and quantized again",
     DEQUANTIZE: "decoded",
 }
 
 
-_NO_CODES = Decision(False, "--codes has none of it", True)
+_NO_CODES = Decision(False, "not quantized in the --codes model", True)
 
 
 @dataclass(frozen=True)
 class TensorPlan:
-    """What happens to one tensor, or to one weight with all of its parts, and why. group: those that share its tensor
-    scale.
+    """Record what happens to one tensor, or to one weight with all of its parts, and why.
+
+    name, dtype, shape: those of the source tensor or weight.
+    action: one of the actions in job.py.
+    pieces: the units of work for a weight; empty for a tensor that is copied.
+    place: where to read a tensor that is copied; None for a weight.
+    group: output module -> group of modules that share its tensor scale; None or {} if there are no groups.
     """
 
     name: str
@@ -66,25 +71,25 @@ class TensorPlan:
     reason: str
     bytes_in: int
     pieces: tuple[Piece, ...]
-    place: Located | None = None  # of a tensor that is copied
-    group: Mapping[str, str] | None = None  # module -> group
+    place: Located | None = None
+    group: Mapping[str, str] | None = None
 
     @property
     def outputs(self) -> tuple[OutputTensor, ...]:
-        """The tensors that it becomes, each once."""
+        """The tensors that are written for it, without duplicates."""
         if self.place is not None:
             return (OutputTensor(self.name, self.dtype, self.shape),)
         return tuple(dict.fromkeys(output for piece in self.pieces for output in piece.outputs))
 
     @property
     def bytes_out(self) -> int:
-        """Bytes of those."""
+        """The number of bytes of all outputs."""
         return sum(output.nbytes for output in self.outputs)
 
 
 @dataclass(frozen=True)
 class ShardPlan:
-    """One file to write: what the tensors of one source file become, under its name."""
+    """Describe one file to write. It has the name of a source file and the results of that file's tensors."""
 
     name: str
     tensors: tuple[TensorPlan, ...]
@@ -92,14 +97,23 @@ class ShardPlan:
 
     @lazy_property
     def outputs(self) -> tuple[OutputTensor, ...]:
-        """All tensors of the file."""
+        """All tensors to write to the file."""
         return tuple(output for tensor in self.tensors for output in tensor.outputs)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A whole conversion. form: what is written, None for numbers. ignore: the exclusion list; warnings: for the
-    user.
+    """Describe a whole conversion.
+
+    Attributes:
+        source: the model to read.
+        request: what the user asked for.
+        form: the container to write; None to write unquantized tensors.
+        has_input_scale: whether every quantized layer gets an input scale.
+        shards: the files to write.
+        ignore: the exclusion list, which names the layers that loaders must treat as unquantized.
+        warnings: messages for the user.
+        auxiliary: the other files to copy or skip.
     """
 
     source: Source
@@ -113,37 +127,37 @@ class Plan:
 
     @property
     def recipe(self) -> Recipe:
-        """Of new codes."""
+        """The recipe used for newly quantized tensors."""
         return self.request.recipe
 
     @property
     def is_file(self) -> bool:
-        """Whether a file is written, a GGUF file, and no directory."""
+        """Whether the output is a single GGUF file; otherwise it is a directory."""
         return gguf.is_gguf_config(self.source.config)
 
     @property
     def tensors(self) -> tuple[TensorPlan, ...]:
-        """Of all files."""
+        """The plans of all tensors, in file order."""
         return tuple(tensor for shard in self.shards for tensor in shard.tensors)
 
     @property
     def converted(self) -> tuple[TensorPlan, ...]:
-        """Those that are not copied."""
+        """The plans of all tensors that are not copied."""
         return tuple(tensor for tensor in self.tensors if tensor.action != COPY)
 
     @property
     def format_name(self) -> str:
-        """What is written, in words."""
+        """The name of the output format, such as "modelopt NVFP4" or "bf16"."""
         return "bf16" if self.form is None else container_id(self.form, self.has_input_scale)
 
     @property
     def bytes_in(self) -> int:
-        """Bytes of all source tensors."""
+        """The number of bytes of all source tensors."""
         return sum(tensor.bytes_in for tensor in self.tensors)
 
     @property
     def bytes_out(self) -> int:
-        """Bytes of all output tensors."""
+        """The number of bytes of all output tensors."""
         return sum(tensor.bytes_out for tensor in self.tensors)
 
 
@@ -159,28 +173,37 @@ def make_plan(
     codes: str | Path | None = None,
     search: scale_search.ScaleSearch | None = None,
 ) -> Plan:
-    """Return the plan to convert the model ``source``; reads headers and JSON only.
+    """Return the plan to convert a model. Nothing is written.
 
-    source: a model directory, or a GGUF file, which becomes a GGUF file.
-    format: "modelopt", "compressed-tensors", "sglang-mxfp8", "gpt-oss", "deepseek-v4", "mlx", or "bf16" for numbers
-    again; None
-        takes the one that most engines load for this recipe and model. wishes: which layers; see selection.Wishes.
-    input_scale: a positive float32 written for every layer, which makes the checkpoint NVFP4 (4-bit activations)
-    instead of
-        W4A16_NVFP4. 1.0 is what loaders get that ignore it; nothing here is calibrated.
-    requantize: layers that are quantized already may get other codes, with a loss. Without it their values are kept,
-    but for
-        MXFP4 that becomes NVFP4 and whose exponents lie too far apart; the report names those.
-    nonfinite: "error", "keep" (as the recipe has it) or "saturate" (infinities to the largest finite magnitude, NaN to
-    0). codes: a quantized model whose codes are taken instead of the source's own numbers, which stay where it has
-    none: a directory
-        for a GGUF file, or the other way round. The recipe says into which form. Some rows of both are read: they must
-        be alike.
-    search: of each block the scale of least error instead of that of its amax: ScaleSearch.of("mse", column_weights),
-    with
-        nvfp4-modelopt-static into modelopt or compressed-tensors.
-    Raises CheckpointError for a source that cannot be converted, a format that no engine loads, an unmatched pattern, a
-    gate without its up projection, or when nothing is left to convert.
+    Reads headers and JSON files only, except for block scales that must be powers of two and, with ``codes``, a few
+    sample rows.
+
+    Args:
+        source: a model directory, or a GGUF file, which becomes a GGUF file.
+        recipe_id: the recipe for newly quantized tensors, or its id.
+        format: the output format: "modelopt", "compressed-tensors", "sglang-mxfp8", "gpt-oss", "deepseek-v4", "mlx", or
+            "bf16" to decode all layers. None chooses the format that most engines can load for this recipe and model.
+        wishes: which layers to quantize; None for the default, all linear layers.
+        input_scale: a positive float32 activation scale to write for every layer. It makes the checkpoint NVFP4 (4-bit
+            activations) instead of W4A16_NVFP4. fp4kit does not calibrate; 1.0 suits loaders that ignore the value.
+        requantize: True to allow changing the values of layers that are already quantized. If False, their values are
+            kept, except for MXFP4 layers that become NVFP4 and whose exponents are too far apart; the report names
+            these.
+        nonfinite: what to do with NaN and infinity: "error" raises, "keep" follows the recipe, "saturate" replaces
+            infinities by the largest finite magnitude and NaN by 0.
+        codes: a quantized version of the model, whose codes are used in place of the source's own values. It must be a
+            directory if the source is a GGUF file, and a GGUF file otherwise. ``recipe_id`` determines the container to
+            write. Layers that are not quantized there stay unquantized.
+        search: search the block scale of smallest error in place of computing it from the block's amax, for example
+            ScaleSearch.of("mse", column_weights). Needs nvfp4-modelopt-static and the format modelopt or
+            compressed-tensors.
+
+    Returns:
+        The plan, for ``execute``.
+
+    Raises:
+        CheckpointError: if the source cannot be converted, no engine loads the format, a pattern matches nothing, a
+            gate has no up projection, or nothing is left to convert.
     """
     request = Request(recipe(recipe_id), format, wishes or Wishes(), input_scale, requantize, nonfinite, search=search)
     model = open_source(Path(source))
@@ -188,15 +211,18 @@ def make_plan(
     check_declared(model, weights)
     if codes is None:
         return _Planner(model, request, weights).plan()
-    beside = open_source(Path(codes))
-    taken = with_codes(weights, model, beside)
-    plan = _Planner(model, replace(request, codes=identity(beside), made_by=recorded_recipe(beside)), taken).plan()
-    check_alike([tensor.name for tensor in plan.converted], weights, taken)
+    donor = open_source(Path(codes))
+    taken = borrow_codes(weights, model, donor)
+    plan = _Planner(model, replace(request, codes=identity(donor), made_by=recorded_recipe(donor)), taken).plan()
+    check_values_agree([tensor.name for tensor in plan.converted], weights, taken)
     return plan
 
 
 class _Planner:
-    """One source, one request: decides, and gathers what the decisions give."""
+    """Make the plan for one source and one request.
+
+    weights: the weights of the source, some of them perhaps with borrowed codes.
+    """
 
     def __init__(self, source: Source, request: Request, weights: Mapping[str, Weight]) -> None:
         self.source, self.request, self.weights = source, request, weights
@@ -216,9 +242,9 @@ class _Planner:
             fp8_to_mxfp8.check(self.selected[tensor] for tensor, action in self.actions.items() if action == CARRY)
 
     def _decisions(self) -> dict[str, Decision]:
-        """Of every tensor that is not a part of another one: converted or not, and why."""
+        """Return tensor name -> decision, for every tensor that is not merely a part (such as scales) of a weight."""
         if self.form is None:
-            return {name: Decision(w.container is not None, "stored as numbers") for name, w in self.weights.items()}
+            return {name: Decision(w.container is not None, "already unquantized") for name, w in self.weights.items()}
         wishes = self.request.wishes
         if experts_only(self.form) and wishes.preset != "experts":
             wishes = replace(wishes, preset="experts")
@@ -232,16 +258,18 @@ class _Planner:
             without = [name for name, one in decisions.items() if one.converted and not self._has_codes(name)]
             decisions |= dict.fromkeys(without, _NO_CODES)
         if experts_only(self.form):
-            alone = Decision(False, f"not a routed expert, which alone are {self.form}", True)
+            alone = Decision(False, f"not a routed expert; {self.form} stores nothing else", True)
             others = {one.name for one in found if one.kind != "routed expert"}
             decisions = {name: alone if one.converted and name in others else one for name, one in decisions.items()}
         check(found, wishes, decisions)
         return decisions
 
     def _has_codes(self, name: str) -> bool:
+        """Return whether a tensor has borrowed codes."""
         return name in self.weights and bool(self.weights[name].members)
 
     def _candidate(self, name: str, entry: TensorEntry, facts: Any) -> Candidate:
+        """Return a tensor as the selection rules see it. Q8_0 counts as float32 if requantizing is allowed."""
         weight = self.weights.get(name)
         if weight is None:
             return candidate(name, entry.dtype, entry.shape, facts)
@@ -249,14 +277,14 @@ class _Planner:
         return Candidate(name, weight.name, dtype, weight.shape, facts)
 
     def _has_input_scale(self) -> bool:
-        """Whether every layer gets an input scale: the user's, or those that all of them have."""
+        """Return whether every layer gets an input scale: the user's, or its own if all layers have one."""
         if self.form is None or not self.form.has_tensor_scale:
             return False
         have = [INPUT_SCALE in weight.parts for weight in self.selected.values()]
         return self.request.input_scale is not None or (bool(have) and all(have))
 
     def _groups(self) -> dict[str, str]:
-        """Module -> group, of the layers that share a tensor scale."""
+        """Return module -> group, for the modules that share a tensor scale with others."""
         if self.form is None or not self.form.has_tensor_scale:
             return {}
         modules = [name for weight in self.selected.values() for name in layer_names(weight, self.form, self.config)]
@@ -266,10 +294,11 @@ class _Planner:
         return fused_layers.shared_amax_groups(modules)
 
     def plan(self) -> Plan:
-        """The whole."""
+        """Return the plan. Raises CheckpointError if nothing is converted or two outputs have the same name."""
         if not any(True for _ in self.selected):
             raise CheckpointError(
-                "0 tensors to convert: nothing in the source is quantized; there is nothing to make numbers of"
+                "0 tensors to convert: nothing in the source is quantized, so there is nothing to decode; use another"
+                " format than bf16"
             )
         shards = tuple(self._shard(file) for file in self.source.files)
         _check_outputs(shards)
@@ -280,6 +309,7 @@ class _Planner:
         return Plan(self.source, self.request, self.form, self.has_input_scale, shards, ignore, warnings, beside)
 
     def _shard(self, file: SafetensorsFile) -> ShardPlan:
+        """Return the plan for the output file of one source file."""
         parts = part_names(self.weights.values()) - set(self.weights)
         tensors = tuple(self._tensor(file, entry) for entry in file.entries if entry.name not in parts)
         recorded = "" if self.form is None else self.request.recorded
@@ -290,35 +320,39 @@ class _Planner:
         return ShardPlan(file.name, tensors, {**taken_over, **own})
 
     def _tensor(self, file: SafetensorsFile, entry: TensorEntry) -> TensorPlan:
+        """Return the plan for one tensor: convert the weight, decode it, keep its container, or copy the bytes."""
         weight = self.weights.get(entry.name)
         if weight is not None and entry.name in self.selected:
             return self._converted(weight)
         reason = self.decisions[entry.name].reason if entry.name in self.decisions else "not a weight"
-        weight = None if self._has_codes(entry.name) else weight  # whose own numbers stay
+        weight = None if self._has_codes(entry.name) else weight  # not converted: its own values are copied
         if weight is not None and weight.container is not None and not self._stays_quantized():
-            return self._numbers(weight, f"{reason}; decoded, since its form is another one")
+            return self._decoded(weight, f"{reason}; decoded, because the output has another container")
         if weight is not None and weight.container is not None:
             return self._copied_whole(weight, reason)
         return TensorPlan(entry.name, entry.dtype, entry.shape, COPY, reason, entry.nbytes, (), located(file, entry))
 
     def _stays_quantized(self) -> bool:
-        """Whether loaders expect layers that are not converted as they are: DeepSeek-V4's FP8 beside its experts."""
+        """Return whether quantized layers that are not converted stay as they are, such as DeepSeek-V4's FP8 layers."""
         return is_deepseek_v4(self.config) and experts_only(self.form)
 
     def _copied_whole(self, weight: Weight, reason: str) -> TensorPlan:
+        """Return the plan to keep a quantized weight in its container."""
         assert weight.container is not None
         found = pieces(weight, weight.container, self.config, INPUT_SCALE in weight.parts)
         why = f"{reason}; as it is"
         return TensorPlan(weight.tensor, weight.dtype, weight.shape, RENAME, why, weight.nbytes, tuple(found))
 
-    def _numbers(self, weight: Weight, reason: str) -> TensorPlan:
+    def _decoded(self, weight: Weight, reason: str) -> TensorPlan:
+        """Return the plan to decode a weight to BF16; stacks get the axis order that models of this type store."""
         transposed = len(weight.shape) == 3 and (weight.transposed or is_interleaved(self.config))
         found = tuple(unquantized_pieces(weight, "BF16", transposed))
         return TensorPlan(weight.tensor, weight.dtype, weight.shape, DEQUANTIZE, reason, weight.nbytes, found)
 
     def _converted(self, weight: Weight) -> TensorPlan:
+        """Return the plan to convert a weight to the output container, or to decode it if there is none."""
         if self.form is None:
-            return self._numbers(weight, f"{weight.dtype}: decoded")
+            return self._decoded(weight, f"{weight.dtype}: decoded")
         action = self.actions[weight.tensor]
         found = tuple(pieces(weight, self.form, self.config, self.has_input_scale))
         groups = {piece.module: self.groups[piece.module] for piece in found if piece.module in self.groups}
@@ -328,7 +362,7 @@ class _Planner:
         return TensorPlan(weight.tensor, weight.dtype, weight.shape, action, reason, weight.nbytes, found, group=groups)
 
     def _actions(self) -> dict[str, str]:
-        """Tensor -> how its weight gets into the form that is written."""
+        """Return tensor name -> the action that brings its weight into the output container."""
         if self.form is None:
             return {}
         groups: dict[str, set[str]] = defaultdict(set)
@@ -339,8 +373,9 @@ class _Planner:
         return actions_of(self.selected, groups, self.form, self.request)
 
     def _exclusions(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """The exclusion list, and what loaders may trip over. Layers that stay quantized as they are, are quantized for
-        them.
+        """Return (exclusion list, warnings about what loaders may fail on).
+
+        Quantized layers that keep their container count as quantized, so they are not excluded.
         """
         if self.form is None:
             return (), ()
@@ -363,9 +398,11 @@ class _Planner:
 
 
 def _check_outputs(shards: Iterable[ShardPlan]) -> None:
-    """Raise if two tensors would be written under one name."""
+    """Raise CheckpointError if two tensors would be written under the same name."""
     seen: set[str] = set()
     for output in (output for shard in shards for output in shard.outputs):
         if output.name in seen:
-            raise CheckpointError(f"{shown(output.name)}: would be written twice; rename it in the source")
+            raise CheckpointError(
+                f"{shown(output.name)}: two tensors would be written under this name; rename one in the source"
+            )
         seen.add(output.name)

@@ -1,4 +1,4 @@
-"""The jobs of a plan, each with the bytes of the output files that it writes."""
+"""Turn a plan into jobs, each with the places in the output files that it writes."""
 
 from __future__ import annotations
 
@@ -14,16 +14,17 @@ from fp4kit.checkpoint.plan.plan import Plan, TensorPlan
 def jobs_of(
     plan: Plan, positions: Mapping[str, tuple[Path, int]], device: Sequence[int | None] = (None,)
 ) -> Iterator[Job]:
-    """The jobs of a plan; positions: output tensor -> its file and where it begins there. device: CUDA devices, in
-    turn.
+    """Yield the jobs of a plan.
+
+    positions: name of an output tensor -> (file, offset of its first byte).
+    device: CUDA devices to assign to jobs in turn; None in it stands for the CPU.
     """
     number = 0
     for tensor in plan.tensors:
         if tensor.place is not None:
             path, at = positions[tensor.name]
-            key = (
-                f"{tensor.name}#" if "#" in tensor.name else tensor.name
-            )  # no piece's, which ends with "#" and a number
+            # Keys of pieces end in "#" and a number; a trailing "#" keeps this key from being equal to one of them.
+            key = f"{tensor.name}#" if "#" in tensor.name else tensor.name
             yield Job(key, COPY, tensor.place, (Target(VALUES, path, at, tensor.bytes_in, tensor.dtype),))
             continue
         for piece in tensor.pieces:
@@ -34,6 +35,7 @@ def jobs_of(
 def _job(
     plan: Plan, tensor: TensorPlan, piece: Piece, positions: Mapping[str, tuple[Path, int]], device: int | None
 ) -> Job:
+    """Return the job that converts one piece of a tensor."""
     targets = []
     for output in piece.outputs:
         path, at = positions[output.name]

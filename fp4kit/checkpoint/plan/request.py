@@ -1,4 +1,7 @@
-"""What a user asks of a conversion, and what that means for one model: the container, the selection, or a refusal."""
+"""Hold the user's request for a conversion, and find the container that fits the request and the model.
+
+Combinations that no loader can read are rejected here.
+"""
 
 from __future__ import annotations
 
@@ -18,15 +21,22 @@ from fp4kit.formats import FLT_MAX, FLT_MIN
 from fp4kit.recipes import RECIPES, Recipe
 from fp4kit.storage.errors import CheckpointError
 
-NUMBERS = "bf16"
+UNQUANTIZED = "bf16"
 
 
 @dataclass(frozen=True)
 class Request:
-    """recipe: of new codes. format: None takes the one that most engines load. requantize: codes may become others,
-    with a loss.
+    """Hold what the user asks for.
 
-    nonfinite: what becomes of NaN and infinities. input_scale: of activations, written for every layer.
+    recipe: how new codes are computed.
+    format: the output format; None for the format that most engines can load.
+    wishes: which layers to quantize.
+    input_scale: an activation scale to write for every layer, or None.
+    requantize: True to allow changing the values of layers that are already quantized.
+    nonfinite: what to do with NaN and infinity: "error", "keep" or "saturate".
+    codes: identifies the model whose codes are taken in place of the source's values; "" if there is none.
+    made_by: the recipe that made those codes, if that model records it.
+    search: how to search block scales; None to compute them from each block's amax.
     """
 
     recipe: Recipe
@@ -35,18 +45,20 @@ class Request:
     input_scale: float | None = None
     requantize: bool = False
     nonfinite: str = "error"
-    codes: str = ""  # says which codes are taken, of a model beside the source
-    made_by: str = ""  # the recipe that made those, where that model says it
-    search: ScaleSearch | None = None  # of block scales; None: by the amax of each block
+    codes: str = ""
+    made_by: str = ""
+    search: ScaleSearch | None = None
 
     @property
     def recorded(self) -> str:
-        """The id of the recipe that made the codes that are written, as far as that is known."""
+        """The id of the recipe that made the written codes; "" if it is unknown."""
         return self.made_by if self.codes else self.recipe.id
 
     def __post_init__(self) -> None:
         if RECIPES.get(self.recipe.id, self.recipe) != self.recipe:  # the checkpoint names its recipe by id
-            raise CheckpointError(f"recipe {self.recipe.id}: changed from the one of that id; give it an id of its own")
+            raise CheckpointError(
+                f"recipe {self.recipe.id}: differs from fp4kit's recipe of this id; give it an id of its own"
+            )
         if self.format is not None and self.format not in ALL_FORMATS:
             raise CheckpointError(f"format {self.format}: unknown; use one of {', '.join(ALL_FORMATS)}")
         if self.nonfinite not in NONFINITE:
@@ -57,8 +69,11 @@ class Request:
             )
 
     def form_for(self, config: Mapping[str, Any]) -> Container | None:
-        """The container that is written for a model, None for numbers. Raises CheckpointError for a pair that no loader
-        reads.
+        """Return the container to write for a model, or None to write unquantized tensors.
+
+        config: the content of the model's config.json.
+        Raises CheckpointError if no loader can read this recipe and format for this model, or if a requested scale
+        search or input scale does not fit the container.
         """
         form = self._form_for(config)
         if self.search is not None:
@@ -66,16 +81,16 @@ class Request:
         return form
 
     def _form_for(self, config: Mapping[str, Any]) -> Container | None:
+        """Return the container for a model, without checking the scale search (see form_for)."""
         if gguf.is_gguf_config(config):
             return self._gguf_form()
-        if self.format == NUMBERS:
+        if self.format == UNQUANTIZED:
             return None
         if self.format == mlx.FORMAT:
             return self._mlx_form()
         kind, family = kind_of(self.recipe), support.family_of(config)
-        wanted = (
-            self.format or support.best_format(kind, family) or "modelopt"
-        )  # which is then refused, with the way out
+        # If no format fits, "modelopt" leads to a refusal that says what to do.
+        wanted = self.format or support.best_format(kind, family) or "modelopt"
         refused = support.refusal(wanted, kind, family)
         if refused:
             raise CheckpointError(refused)
@@ -83,52 +98,57 @@ class Request:
         if form is None:
             forms = [known for known in WRITTEN if known.format == wanted]
             usable = ", ".join(r.id for r in RECIPES.values() if any(known.stores(r) for known in forms))
-            raise CheckpointError(f"recipe {self.recipe.id}: has no place in {wanted}; use one of {usable}")
+            raise CheckpointError(f"recipe {self.recipe.id}: cannot be stored in {wanted}; use one of {usable}")
         if self.input_scale is not None and not form.has_tensor_scale:
-            raise CheckpointError(f"input scale: {self.recipe.id} stores none; leave it out, or use an NVFP4 recipe")
+            raise CheckpointError(
+                f"input scale: {self.recipe.id} has no input scale; leave it out, or use an NVFP4 recipe"
+            )
         return form
 
     def _mlx_form(self) -> Container:
+        """Return the MLX container for the recipe."""
         if self.input_scale is not None:
-            raise CheckpointError("input scale: mlx-lm reads none; leave it out")
+            raise CheckpointError("input scale: mlx-lm reads no input scales; leave it out")
         return mlx.form_for(self.recipe)
 
     def _gguf_form(self) -> Container | None:
-        """The blocks of the GGUF file that a GGUF file becomes, None for numbers."""
-        if self.format not in (None, NUMBERS):
+        """Return the GGUF container for the recipe, or None to write unquantized tensors."""
+        if self.format not in (None, UNQUANTIZED):
             raise CheckpointError(
-                f"format {self.format}: a GGUF file becomes a GGUF file; leave --format out, or say {NUMBERS}"
+                f"format {self.format}: a GGUF file can only become a GGUF file;"
+                f" leave --format out, or use {UNQUANTIZED}"
             )
         if self.input_scale is not None:
-            raise CheckpointError("input scale: llama.cpp reads none that is not calibrated; leave it out")
-        return None if self.format == NUMBERS else gguf.form_for(self.recipe)
+            raise CheckpointError("input scale: llama.cpp supports only calibrated input scales; leave it out")
+        return None if self.format == UNQUANTIZED else gguf.form_for(self.recipe)
 
 
 def kind_of(recipe: Recipe) -> str:
-    """Return "nvfp4", "mxfp4" or "mxfp8": the forms that store a recipe. Raises CheckpointError for one that none
-    does.
+    """Return the kind of container that stores a recipe: "nvfp4", "mxfp4" or "mxfp8".
+
+    Raises CheckpointError if no container can store the recipe.
     """
     form = next((known for known in WRITTEN if known.stores(recipe)), None)
     if form is None:
         usable = ", ".join(id for id, known in RECIPES.items() if any(form.stores(known) for form in WRITTEN))
-        raise CheckpointError(f"recipe {recipe.id}: has no place in a checkpoint; use one of {usable}")
+        raise CheckpointError(f"recipe {recipe.id}: cannot be stored in a checkpoint; use one of {usable}")
     return form.kind
 
 
 def check_input_scale(form: Container | None, has_input_scale: bool) -> None:
-    """Raise CheckpointError for a form that is loaded with scales of activations alone, and has none."""
+    """Raise CheckpointError if loaders of the container require an input scale and there is none."""
     if form is DEEPSEEK_V4_NVFP4 and not has_input_scale:
         raise CheckpointError(
-            "input scale: DeepSeek-V4 with NVFP4 experts is loaded with scales of activations alone; "
-            "give one, such as --input-scale 1.0, which is not calibrated"
+            "input scale: loaders of DeepSeek-V4 with NVFP4 experts require one; "
+            "add one, for example --input-scale 1.0 (not calibrated)"
         )
 
 
 def experts_only(form: Container | None) -> bool:
-    """Whether loaders of a form take quantized experts alone."""
+    """Return whether loaders of a container support quantization of routed experts only."""
     return form in (GPT_OSS, DEEPSEEK_V4, DEEPSEEK_V4_NVFP4)
 
 
 def is_deepseek_v4(config: Mapping[str, Any]) -> bool:
-    """Whether a model has DeepSeek-V4's own names and layers."""
+    """Return whether a model is DeepSeek-V4, judged by its model_type."""
     return config.get("model_type") == "deepseek_v4"

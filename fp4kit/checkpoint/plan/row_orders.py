@@ -1,8 +1,13 @@
-"""Rows that another kind of file has in another order: halves of heads of q and k, gate and up of gpt-oss.
+"""Match row orders between a model directory and a GGUF file, so that codes of one can be used in the other.
 
-llama.cpp's converter weaves the halves of every head of q and k where its graph turns neighbours (Llama, Granite,
-InternLM 2), not where a model has them so already (Mistral's own files) or the graph turns halves (Qwen). Which it was,
-the numbers tell. Source: llama.cpp 0c1e57098, conversion/llama.py permute and _repack_nvfp4, conversion/gpt_oss.py.
+Two kinds of layers can differ in row order:
+
+1. q and k: llama.cpp's converter interleaves the two halves of every head if llama.cpp's graph applies rotary
+   embedding to neighbouring elements (Llama, Granite, InternLM 2). It keeps the order if the model already has it
+   (Mistral's own files) or if the graph rotates halves (Qwen). Comparing values shows which order was used.
+2. gate_up of gpt-oss: rows of gate and up alternate in the model directory; in a GGUF file they are separate layers.
+
+Source: llama.cpp 0c1e57098, conversion/llama.py permute and _repack_nvfp4, conversion/gpt_oss.py.
 """
 
 from __future__ import annotations
@@ -20,27 +25,28 @@ from fp4kit.checkpoint.model.statistics import sqnr_db
 from fp4kit.checkpoint.model.weights import HeadOrder, Rows, Weight, is_interleaved
 from fp4kit.storage.errors import CheckpointError, shown
 
-_ROWS = 16  # of each end of a matrix
+_SAMPLE_ROWS = 16  # rows to compare at each end of a matrix
 
 
-def takes_turns(weight: Weight, config: Mapping[str, Any]) -> bool:
-    """Whether the rows of a stack are gate 0, up 0, gate 1, ..."""
+def has_alternating_rows(weight: Weight, config: Mapping[str, Any]) -> bool:
+    """Return whether a weight is a gate_up stack with alternating rows: gate 0, up 0, gate 1, ..."""
     return len(weight.shape) == 3 and is_interleaved(config) and weight.name.endswith("gate_up_proj")
 
 
 def gate_first(weight: Weight, config: Mapping[str, Any]) -> Weight:
-    """A weight, the rows of its gate before those of up, as they are or by its order."""
-    return replace(weight, order=HeadOrder(weight.shape[-2], False)) if takes_turns(weight, config) else weight
+    """Return a weight whose gate rows are read before its up rows; reorders the rows only if they alternate."""
+    return replace(weight, order=HeadOrder(weight.shape[-2], False)) if has_alternating_rows(weight, config) else weight
 
 
-def by_turns(rows: Sequence[Rows]) -> Iterator[Rows]:
-    """Pairs of layers, gate and up, as matrices in which their rows take turns. Raises CheckpointError for tensor
-    scales.
+def alternate_rows(rows: Sequence[Rows]) -> Iterator[Rows]:
+    """Yield one matrix with alternating rows per pair of layers (gate, up).
+
+    Raises CheckpointError if the layers have tensor scales, because one matrix can have only one.
     """
     for gate, up in zip(rows[::2], rows[1::2], strict=True):
         one, (begin, end) = gate.weight, gate.span
         if one.container is not None and one.container.has_tensor_scale:
-            why = "gate and up have tensor scales of their own, and are one layer where rows take turns"
+            why = "gate and up have separate tensor scales, but this model stores them as one layer"
             raise CheckpointError(f"{shown(one.name)}: {why}; use codes without tensor scales, such as MXFP4")
         height = 2 * (end - begin)
         shape, order = (height, one.shape[-1]), HeadOrder(height, True)
@@ -52,33 +58,41 @@ def by_turns(rows: Sequence[Rows]) -> Iterator[Rows]:
 
 
 def order_of_heads(leaf: str, rows: int, config: Mapping[str, Any], weaves: bool) -> HeadOrder | None:
-    """The other order that q or k may have. leaf: of its name in a GGUF file, whose config says how many heads there
-    are.
+    """Return the alternative row order that q or k may have, or None for other layers.
+
+    leaf: the leaf of the layer's name in a GGUF file.
+    config: the facts from the GGUF header, with the numbers of heads.
+    weaves: as in HeadOrder.
     """
     count = config.get(HEADS.get(leaf, ""), 0)
     head = rows // count if count else 0
     return HeadOrder(head, weaves) if head > 2 and head % 2 == 0 and head * count == rows else None
 
 
-def in_likest_order(numbers: Weight, rows: Rows, order: HeadOrder, readers: Readers) -> Rows:
-    """Rows as they are, or in an order, whichever is more like the numbers; where some rows do not tell, all of them
-    do.
+def in_closest_order(unquantized: Weight, rows: Rows, order: HeadOrder, readers: Readers) -> Rows:
+    """Return ``rows`` unchanged or reordered by ``order``, whichever is closer to the values of ``unquantized``.
+
+    Compares a few rows first, and all rows if those give a tie.
     """
-    other = rows._replace(weight=replace(rows.weight, order=order))
-    for most in (_ROWS, numbers.shape[-2]):
-        plain, woven = (likeness(numbers, 0, one, readers, most) for one in (rows, other))
-        if plain != woven:
-            return other if woven > plain else rows
+    reordered = rows._replace(weight=replace(rows.weight, order=order))
+    for max_rows in (_SAMPLE_ROWS, unquantized.shape[-2]):
+        plain_db, reordered_db = (sampled_sqnr_db(unquantized, 0, one, readers, max_rows) for one in (rows, reordered))
+        if plain_db != reordered_db:
+            return reordered if reordered_db > plain_db else rows
     return rows
 
 
-def likeness(numbers: Weight, at: int, rows: Rows, readers: Readers, most: int = _ROWS) -> float:
-    """The SQNR in decibels of some rows at both ends. at: the first of the numbers' rows, counted over all matrices."""
-    expert, first = divmod(at, numbers.shape[-2])
+def sampled_sqnr_db(unquantized: Weight, at: int, rows: Rows, readers: Readers, max_rows: int = _SAMPLE_ROWS) -> float:
+    """Return the SQNR in decibels of quantized rows against unquantized ones, over ``max_rows`` rows at each end.
+
+    unquantized: the unquantized weight.
+    at: the row of ``unquantized`` where ``rows`` begin, counted over all matrices.
+    """
+    expert, first = divmod(at, unquantized.shape[-2])
     height = rows.span[1] - rows.span[0]
-    pair = Origin(numbers, expert, (first, first + height)), Origin(*rows)
+    pair = Origin(unquantized, expert, (first, first + height)), Origin(*rows)
     signal = noise = 0.0
-    for part in (slice(0, min(most, height)), slice(max(height - most, 0), height)):
+    for part in (slice(0, min(max_rows, height)), slice(max(height - max_rows, 0), height)):
         x, y = (values_of(one.weight, one.slab(readers, part)).astype(np.float64) for one in pair)
         signal, noise = signal + float(np.sum(x**2)), noise + float(np.sum((x - y) ** 2))
     return sqnr_db(signal, noise)

@@ -1,5 +1,7 @@
-"""Block scales that are searched, instead of taken from the amax of their block: by which error, under which column
-weights.
+"""Configure the search of block scales: which error to minimize, and with which column weights.
+
+Without a search, a block scale follows from the block's amax. A search tries several scales per block and stores the
+one with the smallest error. Column weights give every column of a layer a weight in that error.
 """
 
 from __future__ import annotations
@@ -22,17 +24,21 @@ from fp4kit.recipes import Recipe
 from fp4kit.storage.errors import CheckpointError, listed, shown
 from fp4kit.storage.safetensors_file import SafetensorsFile, read_header
 
-RECIPE = "nvfp4-modelopt-static"  # whose scales may be any, and that by the amax of a block are those of nvfp4-modelopt
-RECORDED = "as recorded"  # in place of an error: the one that a checkpoint was made by
+# The recipe for searched scales: it accepts any block scale. Scales from the block amax equal those of nvfp4-modelopt.
+RECIPE = "nvfp4-modelopt-static"
+RECORDED = "as recorded"  # an objective for verify: use the objective that the checkpoint records
 _FORMATS = ("modelopt", "compressed-tensors")
-Layer = tuple[str, Weight]  # the module that is written, and what it is made of
+Layer = tuple[str, Weight]  # (module to write, weight that it is made from)
 
 
 @dataclass(frozen=True)
 class ColumnWeights:
-    """A safetensors file with a float32 vector (K,) for each layer, named as its weight or as its module.
+    """Hold a safetensors file with one float32 vector (K,) of column weights per layer.
 
-    A stack of experts may have one vector for all, by its own name. sha256: of the file.
+    A vector is named after the layer's weight or its module. The experts of a stack may share one vector, named after
+    the stack.
+
+    sha256: the SHA-256 of the file.
     """
 
     file: SafetensorsFile = field(repr=False)
@@ -40,26 +46,24 @@ class ColumnWeights:
 
     @lazy_property
     def places(self) -> Mapping[str, Located]:
-        """Name -> tensor; the rest of the header is not carried along."""
+        """Name -> tensor, without the file's header, so that jobs stay small."""
         alone = SafetensorsFile(self.file.path, self.file.name, self.file.size, (), {})
         return {entry.name: Located(alone, entry) for entry in self.file.entries}
 
     def of(self, layer: Layer) -> Located | None:
-        """The vector of a layer, by the first of its names that the file has."""
+        """Return the column weights of a layer, by the first of its names that is in the file; None if none is."""
         module, weight = layer
         names = (f"{module}.weight", module, weight.tensor, weight.name)
         return next((self.places[name] for name in names if name in self.places), None)
 
     def check(self, layers: Iterable[Layer]) -> None:
-        """Raise CheckpointError for layers without a vector, or with one that does not fit or holds what is no
-        weight.
-        """
+        """Raise CheckpointError if a layer has no vector, or a vector has the wrong shape or invalid weights."""
         layers = list(dict(layers).items())
         missing = [layer[0] for layer in layers if self.of(layer) is None]
         if missing:
             raise CheckpointError(
-                f"{self.file.label}: {len(missing)} layers have no column weights there: {listed(missing)}; needs a"
-                " float32 vector for each, by the name of its weight or of its module; leave others out with --keep"
+                f"{self.file.label}: {len(missing)} layers have no column weights: {listed(missing)}; add a float32"
+                " vector for each, named after its weight or module, or keep these layers unquantized with --keep"
             )
         with Readers() as readers:
             for module, weight in layers:
@@ -69,23 +73,30 @@ class ColumnWeights:
 
 
 def _check_vector(name: str, place: Located, columns: int, readers: Readers) -> None:
+    """Raise CheckpointError unless a tensor is a float32 vector of ``columns`` finite weights >= 0."""
     entry = place.entry
     if (entry.dtype, entry.shape) != ("F32", (columns,)):
         raise CheckpointError(
-            f"{name}: is {entry.dtype} {list(entry.shape)}; needs F32 [{columns}], a weight for each column"
+            f"{name}: is {entry.dtype} {list(entry.shape)}; needs F32 [{columns}], one weight per column"
         )
     values = readers.array(place)
     bad = int(np.count_nonzero(~(np.isfinite(values) & (values >= 0))))
     if bad:
         raise CheckpointError(
-            f"{name}: {bad} of {columns} weights are negative, NaN or infinite; needs finite ones >= 0"
+            f"{name}: {bad} of {columns} weights are negative, NaN or infinite; needs finite weights >= 0"
         )
 
 
 @dataclass(frozen=True)
 class ScaleSearch:
-    """How scales are searched. objective: the error, as of search_scales; RECORDED for verify. columns: its weights, or
-    None.
+    """Describe how block scales are searched.
+
+    Args:
+        objective: the error to minimize, as for fp4kit.search_scales, such as "mse". ``verify`` also accepts RECORDED.
+        columns: the column weights of that error; None weights all columns equally.
+
+    Raises:
+        CheckpointError: if the objective is unknown.
     """
 
     objective: str = "mse"
@@ -96,6 +107,7 @@ class ScaleSearch:
             self._check_objective()
 
     def _check_objective(self) -> None:
+        """Raise CheckpointError if the objective is unknown."""
         try:
             power_of("scale search", self.objective)
         except ValueError as error:
@@ -103,64 +115,84 @@ class ScaleSearch:
 
     @classmethod
     def of(cls, objective: str | None, columns: str | Path | None = None) -> ScaleSearch | None:
-        """What is asked for; None for no search. Raises CheckpointError for column weights without one, and without a
-        file.
+        """Return the search for an objective and a file of column weights; None if both are None.
+
+        Args:
+            objective: the error to minimize, or None for no search.
+            columns: the path of a safetensors file with column weights, or None.
+
+        Returns:
+            The search, or None if nothing is to be searched.
+
+        Raises:
+            CheckpointError: if there are column weights but no objective, or the file does not exist.
         """
         if columns is None:
             return None if objective is None else cls(objective)
         if objective is None:
-            raise CheckpointError("column weights: are of a search of scales; say --scale-search mse too")
+            raise CheckpointError("column weights: are used only by a scale search; add --scale-search mse")
         path = Path(columns)
         if not path.is_file():
-            raise CheckpointError(f"column weights {shown(str(path))}: is no file; a safetensors file is needed")
+            raise CheckpointError(f"column weights {shown(str(path))}: is not a file; a safetensors file is needed")
         return cls(objective, ColumnWeights(read_header(path), file_digest(path)))
 
     @property
     def words(self) -> str:
-        """For people: "searched by mse"."""
+        """A description for users, such as "searched by mse" or "searched by weighted mse"."""
         return f"searched by {'weighted ' * (self.columns is not None)}{self.objective}"
 
     def facts(self) -> dict[str, Any]:
-        """As JSON has it."""
+        """Return the search as JSON-serializable facts: objective, and name and SHA-256 of the column weights."""
         weights = (
             {} if self.columns is None else {"column_weights": self.columns.file.name, "sha256": self.columns.sha256}
         )
         return {"objective": self.objective, **weights}
 
     def check(self, recipe: Recipe, form: Container | None, nonfinite: str) -> None:
-        """Raise CheckpointError for a recipe, a form or a choice that goes without searched scales."""
+        """Raise CheckpointError if scales cannot be searched in this conversion.
+
+        Args:
+            recipe: the recipe for newly quantized tensors.
+            form: the container to write; None for unquantized output.
+            nonfinite: the treatment of NaN and infinity; "keep" does not work with a search.
+        """
         self._check_objective()
         self.check_recipe(recipe)
         if form is None or form.format not in _FORMATS:
             raise CheckpointError(
-                f"scale search: {form or 'bf16'} is not written with it; use --format {' or '.join(_FORMATS)}"
+                f"scale search: not supported for {form or 'bf16'}; use --format {' or '.join(_FORMATS)}"
             )
         if nonfinite == "keep":
             raise CheckpointError(
-                "scale search: a block with NaN or infinity has no least error; say --nonfinite saturate"
+                "scale search: a block with NaN or infinity has no smallest error; use --nonfinite saturate"
             )
 
     def check_recipe(self, recipe: Recipe) -> None:
-        """Raise CheckpointError for a recipe whose scales are not searched so."""
+        """Raise CheckpointError if the recipe does not accept searched scales, or already searches them itself."""
         try:
             check_searched("scale search", recipe)
         except ValueError as error:
             raise CheckpointError(str(error)) from None
         if recipe.search:
-            raise CheckpointError(f"scale search: {recipe.id} searches by itself; leave it out, or use {RECIPE}")
+            raise CheckpointError(
+                f"scale search: {recipe.id} already searches its scales; leave the scale search out, or use {RECIPE}"
+            )
 
     def columns_of(self, layer: Layer) -> Located | None:
-        """The column weights of a layer."""
+        """Return the column weights of a layer, or None if there are none."""
         return None if self.columns is None else self.columns.of(layer)
 
 
 def recorded_search(
     request: Mapping[str, Any], config: Mapping[str, Any], given: ScaleSearch | None
 ) -> tuple[ScaleSearch | None, bool, list[str]]:
-    """The search that made a checkpoint, whether it had column weights, and what is doubtful about that.
+    """Return (search that made a checkpoint, whether its column weights are missing here, messages about doubts).
 
-    request: of its manifest; config: what its config says of fp4kit, where there is no manifest. given: goes before
-    both.
+    The search is None if the checkpoint was made without one, or with one that this version does not know.
+
+    request: the request recorded in the checkpoint's manifest.
+    config: fp4kit's entry in the checkpoint's config, used if the manifest records no search.
+    given: the user's search, which takes precedence over both; None if the user gave none.
     """
     facts = request.get("scale_search")
     if not isinstance(facts, Mapping):
@@ -173,39 +205,41 @@ def recorded_search(
     if given is not None:
         if given.objective == RECORDED:
             given = replace(given, objective=facts.get("objective") or "mse")
-        known = given.columns is not None and facts.get("sha256") not in (None, given.columns.sha256)
-        return given, False, ["the column weights are not those that it was made with"] * known
+        differs = given.columns is not None and facts.get("sha256") not in (None, given.columns.sha256)
+        return given, False, ["the column weights differ from those that the checkpoint was made with"] * differs
     objective = facts.get("objective")
     if not objective:
         return None, False, []
     try:
         return ScaleSearch(objective), weighted, []
     except CheckpointError:
-        return None, weighted, [f"its search of scales is not known here: {shown(str(objective))}"]
+        return None, weighted, [f"the checkpoint records an unknown scale search: {shown(str(objective))}"]
 
 
 def check_layers(search: ScaleSearch | None, tensors: Iterable[Any]) -> None:
-    """Raise CheckpointError where a search finds no layer of a plan to search, or one without column weights."""
+    """Raise CheckpointError if a plan has no layer to search, or a layer without valid column weights."""
     if search is None:
         return
     layers = [
         (piece.module, piece.weight) for tensor in tensors if tensor.action in SEARCHED for piece in tensor.pieces
     ]
     if not layers:
-        raise CheckpointError("scale search: no layer gets new codes, whose scales it would find; leave it out")
+        raise CheckpointError("scale search: no layer gets new codes, so there are no scales to search; leave it out")
     if search.columns is not None:
         search.columns.check(layers)
 
 
 def words_of(search: ScaleSearch | None, action: str) -> str:
-    """What a plan says of the scales of a layer."""
+    """Return the addition to a plan's reason for a layer whose scales are searched; "" for all other layers."""
     return f", scales {search.words}" if search is not None and action in SEARCHED else ""
 
 
 class Losses(NamedTuple):
-    """Sums over a layer in float64, each weighted by column where there are weights: of x^2, and of the squared errors.
+    """Hold sums over a layer, in float64, weighted by column if there are column weights.
 
-    before: with scales by the amax of each block; after: with those that were found.
+    signal: the sum of x^2.
+    before: the sum of squared errors with scales from the block amax.
+    after: the sum of squared errors with the searched scales.
     """
 
     signal: float = 0.0
@@ -213,5 +247,5 @@ class Losses(NamedTuple):
     after: float = 0.0
 
     def plus(self, other: Losses) -> Losses:
-        """Their sums."""
+        """Return the element-wise sum of two results."""
         return Losses(*(a + b for a, b in zip(self, other, strict=True)))

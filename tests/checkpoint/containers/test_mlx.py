@@ -272,7 +272,7 @@ REFUSED = {
     "input scale": (
         "qwen3",
         {"recipe_id": "mxfp4-ocp", "input_scale": 1.0},
-        "input scale: mlx-lm reads none; leave it out",
+        "input scale: mlx-lm reads no input scales; leave it out",
     ),
     "model": (
         "nemotron_h",

@@ -167,7 +167,10 @@ def test_blocks_again(tmp_path: Path) -> None:
             x = np.stack([fp4kit.dequantize(one, np.float32) for one in q]).reshape(x.shape).astype(x.dtype)
         if "down_exps" not in name:
             assert (values + x.dtype.type(0)).tobytes() == (x + x.dtype.type(0)).tobytes(), name
-    with refused("is gguf NVFP4 scaled already, and gguf MXFP4 would have other values; say --requantize"):
+    with refused(
+        "is already quantized as gguf NVFP4 scaled, and quantizing it as gguf MXFP4 would change its values;"
+        " use --requantize"
+    ):
         make_plan(tmp_path / "c.gguf", "mxfp4-ocp")
 
 
@@ -240,7 +243,8 @@ def test_tensor_scales_that_llama_cpp_cannot_use_are_refused(module: str, tmp_pa
     tensors = {f"{module}.weight": gguf_files.plain(x), **{name: gguf_files.plain(x[0]) for name in more}}
     gguf_files.write(tmp_path / "m.gguf", tensors, keys)
     with refused(
-        f"{module}: llama.cpp 0c1e57098: {text}; leave it out with --keep, or use a recipe without tensor scale: nv"
+        f"{module}: llama.cpp 0c1e57098: {text};"
+        " keep it unquantized with --keep, or use a recipe without tensor scale: nv"
     ):
         run(tmp_path / "m.gguf", recipe="nvfp4-te")
     for recipe in ("nvfp4-torchao-single", "mxfp4-ocp"):
@@ -252,10 +256,10 @@ def test_tensor_scales_that_llama_cpp_cannot_use_are_refused(module: str, tmp_pa
 REFUSED = {
     "format": (
         {"format": "modelopt"},
-        "format modelopt: a GGUF file becomes a GGUF file; leave --format out, or say bf16",
+        "format modelopt: a GGUF file can only become a GGUF file; leave --format out, or use bf16",
     ),
-    "recipe": ({"recipe": "mxfp8-te"}, "recipe mxfp8-te: has no place in a GGUF file; use one of "),
-    "input scale": ({"input_scale": 1.0}, "input scale: llama.cpp reads none that is not calibrated; leave it out"),
+    "recipe": ({"recipe": "mxfp8-te"}, "recipe mxfp8-te: cannot be stored in a GGUF file; use one of "),
+    "input scale": ({"input_scale": 1.0}, "input scale: llama.cpp supports only calibrated input scales; leave it out"),
 }
 
 
@@ -269,10 +273,10 @@ def test_requests_that_are_refused(case: str, tmp_path: Path) -> None:
 
 def test_sources_that_are_refused(tmp_path: Path) -> None:
     gguf_files.write_model(tmp_path / "m.gguf", **{"split.count": 3})
-    with refused("m.gguf: one of 3 files of a model; join them with llama-gguf-split --merge"):
+    with refused("m.gguf: is one of 3 files of a split model; join them with llama-gguf-split --merge"):
         run(tmp_path / "m.gguf")
     gguf_files.write_model(tmp_path / "m.gguf", **{"general.architecture": "clip"})
-    with refused("m.gguf: a projector of images or sound, which is kept"):
+    with refused("m.gguf: is an image or audio projector, which is never quantized"):
         run(tmp_path / "m.gguf")
 
 

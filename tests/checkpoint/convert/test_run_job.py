@@ -98,7 +98,7 @@ CONTAINERS = [*QUANTIZED_TARGETS[:6], ("mxfp4-ocp", "deepseek-v4")]
 @pytest.mark.parametrize(("recipe", "format"), QUANTIZED_TARGETS)
 @pytest.mark.parametrize("name", by_default(("deepseek",), ("deepseek", "moe")))
 def test_each_container_into_each(tmp_path: Path, name: str, origin: tuple[str, str], recipe: str, format: str) -> None:
-    """One conversion after another: the same codes where both have them, else numbers decoded and quantized anew."""
+    """One conversion after another: the same codes where both have them, else numbers decoded and quantized again."""
     synthetic.MODELS[name](tmp_path / "m")
     convert(tmp_path / "m", tmp_path / "first", origin[0], format=origin[1])
     tensors = oracle.arrays(oracle.load(tmp_path / "first"))

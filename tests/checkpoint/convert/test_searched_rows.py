@@ -234,7 +234,7 @@ def test_verify_needs_the_column_weights(model, tmp_path: Path, run: Run) -> Non
     )
     others = column_weights(tmp_path / "v.safetensors", tensors, dense=np.ones(64, np.float32))
     found = verify(tmp_path / "d", source, search=ScaleSearch.of("mse", others))
-    assert not found.clean and "the column weights are not those that it was made with" in [
+    assert not found.clean and "the column weights differ from those that the checkpoint was made with" in [
         issue.text for issue in found.issues
     ]
 
@@ -263,7 +263,7 @@ def test_verify_takes_the_recorded_error_under_column_weights(model, tmp_path: P
     [
         ("nvfp4-te", "nvfp4-te cannot be searched, with static False"),
         ("mxfp8-te", "mxfp8-te cannot be searched, with element E4M3"),
-        ("nvfp4-modelopt-mse", "nvfp4-modelopt-mse searches by itself"),
+        ("nvfp4-modelopt-mse", "nvfp4-modelopt-mse already searches its scales"),
     ],
 )
 def test_verify_refuses_a_search_that_the_recipe_has_not(
@@ -341,11 +341,14 @@ def test_identify_tries_no_other_orders_of_searched_layers(model, tmp_path: Path
             {"recipe_id": "mxfp4-ocp"},
             "scale search: mxfp4-ocp cannot be searched, with scale E8M0; needs a static recipe",
         ),
-        ({"recipe_id": "nvfp4-modelopt-mse"}, f"nvfp4-modelopt-mse searches by itself; leave it out, or use {RECIPE}"),
-        ({"format": "bf16"}, "scale search: bf16 is not written with it; use --format modelopt or compressed-tensors"),
+        (
+            {"recipe_id": "nvfp4-modelopt-mse"},
+            f"nvfp4-modelopt-mse already searches its scales; leave the scale search out, or use {RECIPE}",
+        ),
+        ({"format": "bf16"}, "scale search: not supported for bf16; use --format modelopt or compressed-tensors"),
         (
             {"nonfinite": "keep"},
-            "scale search: a block with NaN or infinity has no least error; say --nonfinite saturate",
+            "scale search: a block with NaN or infinity has no smallest error; use --nonfinite saturate",
         ),
     ],
 )
@@ -356,33 +359,33 @@ def test_refused_requests(model, options: dict[str, str], message: str) -> None:
 
 def test_nothing_to_search(model, tmp_path: Path) -> None:
     convert(model[0], tmp_path / "d", RECIPE, format="modelopt")
-    with refused("scale search: no layer gets new codes, whose scales it would find; leave it out"):
+    with refused("scale search: no layer gets new codes, so there are no scales to search; leave it out"):
         make_plan(tmp_path / "d", RECIPE, format="compressed-tensors", search=ScaleSearch())
 
 
 def test_unknown_objectives_and_files(tmp_path: Path) -> None:
     with refused("scale search: objective is 'rmse'; needs 'mse', 'mae', 'max', or 'p' and a number from 1 to 16"):
         ScaleSearch.of("rmse")
-    with refused("column weights: are of a search of scales; say --scale-search mse too"):
+    with refused("column weights: are used only by a scale search; add --scale-search mse"):
         ScaleSearch.of(None, tmp_path / "w.safetensors")
-    with refused(f"column weights {tmp_path / 'w.safetensors'}: is no file; a safetensors file is needed"):
+    with refused(f"column weights {tmp_path / 'w.safetensors'}: is not a file; a safetensors file is needed"):
         ScaleSearch.of("mse", tmp_path / "w.safetensors")
     (tmp_path / "w.safetensors").write_text("no header")
     with refused("w.safetensors: not a usable safetensors file"):
         ScaleSearch.of("mse", tmp_path / "w.safetensors")
 
 
-BAD = "weights are negative, NaN or infinite; needs finite ones >= 0"
+BAD = "weights are negative, NaN or infinite; needs finite weights >= 0"
 NAMED, ONES = f"w.safetensors: {QUERY}.weight", np.ones(64, np.float32)
 
 
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"query": None, "key": None}, f"w.safetensors: 2 layers have no column weights there: {QUERY}, encoder"),
-        ({"query": np.ones(63, np.float32)}, f"{NAMED}: is F32 [63]; needs F32 [64], a weight for each column"),
-        ({"query": ONES.astype(np.float16)}, f"{NAMED}: is F16 [64]; needs F32 [64], a weight for each column"),
-        ({"query": ONES.reshape(1, 64)}, f"{NAMED}: is F32 [1, 64]; needs F32 [64], a weight for each column"),
+        ({"query": None, "key": None}, f"w.safetensors: 2 layers have no column weights: {QUERY}, encoder"),
+        ({"query": np.ones(63, np.float32)}, f"{NAMED}: is F32 [63]; needs F32 [64], one weight per column"),
+        ({"query": ONES.astype(np.float16)}, f"{NAMED}: is F16 [64]; needs F32 [64], one weight per column"),
+        ({"query": ONES.reshape(1, 64)}, f"{NAMED}: is F32 [1, 64]; needs F32 [64], one weight per column"),
         ({"query": -ONES}, f"{NAMED}: 64 of 64 {BAD}"),
         ({"query": np.where(np.arange(64) < 2, np.nan, ONES).astype(np.float32)}, f"{NAMED}: 2 of 64 {BAD}"),
     ],

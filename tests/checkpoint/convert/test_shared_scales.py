@@ -59,9 +59,7 @@ def test_layers_that_are_not_stored_alike(tmp_path: Path, name: str) -> None:
     """Where one of a group is quantized, all are: under the amax of all. That is a loss, which has to be asked for."""
     tensors = MIXED[name]
     synthetic.write_model(tmp_path / "refused", {"quantization_config": CT}, tensors)
-    with refused(
-        "already, and shares a tensor scale with layers that are stored otherwise: mlp.(gate_proj|up_proj); say"
-    ):
+    with refused("and it shares a tensor scale with layers that are stored differently: mlp.(gate_proj|up_proj); use"):
         convert(tmp_path / "refused", tmp_path / "out", format="modelopt")
     loaded, report = written(tmp_path, tensors, requantize=True)
     found = oracle.layers(tensors)
@@ -128,7 +126,7 @@ def test_dtypes_that_get_different_scales(tmp_path: Path) -> None:
     """compressed-tensors rounds its divisor to the dtype of the weight; other recipes do not ask for it."""
     tensors = {**numbers("mlp.gate_proj", np.float32), **numbers("mlp.up_proj")}
     synthetic.write_model(tmp_path / "m", {}, tensors)
-    with refused("nvfp4-compressed-tensors rounds to the dtype of each: BF16, F32; use another recipe"):
+    with refused("nvfp4-compressed-tensors rounds it to each layer's dtype (BF16, F32); use another recipe"):
         convert(tmp_path / "m", tmp_path / "out", "nvfp4-compressed-tensors", format="compressed-tensors")
     convert(tmp_path / "m", tmp_path / "out", "nvfp4-te", format="compressed-tensors")
     names = [f"{name}.weight" for name in ("mlp.gate_proj", "mlp.up_proj")]

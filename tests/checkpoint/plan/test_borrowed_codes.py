@@ -138,7 +138,7 @@ def test_what_the_directory_has_not_quantized_stays(tmp_path: Path) -> None:
     plan = make_plan(tmp_path / "m.gguf", codes=tmp_path / "q")
     reasons = {tensor.name: tensor.reason for tensor in plan.tensors if tensor.action == "copy"}
     for name in ("blk.0.attn_output.weight", "blk.1.ffn_up_exps.weight"):  # a stack is taken whole
-        assert reasons[name] == "--codes has none of it"
+        assert reasons[name] == "not quantized in the --codes model"
     assert reasons["blk.1.ffn_gate_inp.weight"] == "MoE router" and len(plan.converted) == 9
 
 
@@ -181,7 +181,7 @@ def test_experts_that_are_exchanged_are_refused(tmp_path: Path) -> None:
     directory(tmp_path / "q", tensors)
     tensors["blk.1.ffn_up_exps.weight"] = tensors["blk.1.ffn_up_exps.weight"][::-1]
     gguf_files.write(tmp_path / "m.gguf", {name: gguf_files.plain(x) for name, x in tensors.items()})
-    with refused("blk.1.ffn_up_exps.weight: is not what model.layers.1.mlp.experts.0.up_proj decodes to"):
+    with refused("blk.1.ffn_up_exps.weight: model.layers.1.mlp.experts.0.up_proj decodes to other values"):
         taken(tmp_path / "m.gguf", tmp_path / "q")
 
 
@@ -190,15 +190,13 @@ def test_what_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     directory(tmp_path / "q", tensors)
     with refused("none of its quantized layers (none in MXFP4 or NVFP4) is in"):
         taken(tmp_path / "m.gguf", tmp_path / "plain")
-    with refused(
-        "--codes: a GGUF file takes those of a model directory, or the other way round; these are of one kind"
-    ):
+    with refused("--codes: needs one GGUF file and one model directory; source and --codes are of the same kind"):
         convert(tmp_path / "plain", tmp_path / "out", codes=tmp_path / "q")
     gguf_files.write_model(tmp_path / "x.gguf", **{"general.architecture": "none"})
-    with refused("--codes: the gguf package does not know the architecture 'none'; update it"):
+    with refused("--codes: the gguf package does not know the architecture 'none'; update gguf"):
         taken(tmp_path / "x.gguf", tmp_path / "q")
     monkeypatch.setitem(__import__("sys").modules, "gguf", None)
-    with refused('--codes: names of layers need the gguf package; pip install "fp4kit[gguf]"'):
+    with refused('--codes: needs the gguf package to match layer names; run pip install "fp4kit[gguf]"'):
         taken(tmp_path / "m.gguf", tmp_path / "q")
 
 

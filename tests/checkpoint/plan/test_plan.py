@@ -128,7 +128,7 @@ def test_what_is_not_selected_is_numbers(tmp_path: Path) -> None:
     plan = plan_of(tmp_path, "deepseek_fp8", "mxfp8-te", requantize=True, wishes=Wishes(preset="experts"))
     o_proj = next(tensor for tensor in plan.tensors if tensor.name == "model.layers.0.self_attn.o_proj.weight")
     assert (o_proj.action, o_proj.outputs[0].dtype) == ("dequantize", "BF16")
-    assert o_proj.reason == "attention: not in preset experts; decoded, since its form is another one"
+    assert o_proj.reason == "attention: not in preset experts; decoded, because the output has another container"
     assert "model.layers.0.self_attn.o_proj" in plan.ignore
 
 
@@ -141,7 +141,7 @@ def test_formats_of_routed_experts_leave_the_others(tmp_path: Path) -> None:
         routed = ".experts." in tensor.name and not tensor.name.startswith("mtp.")
         assert tensor.reason.endswith("as it is") == (not routed), tensor
     shared = next(tensor for tensor in plan.tensors if "shared_experts" in tensor.name)
-    assert shared.reason == "not a routed expert, which alone are deepseek-v4; as it is"
+    assert shared.reason == "not a routed expert; deepseek-v4 stores nothing else; as it is"
 
 
 def test_partly_converted_fusion_warns(tmp_path: Path) -> None:
@@ -174,7 +174,9 @@ def test_names_that_meet(tmp_path: Path) -> None:
     synthetic.write_model(
         tmp_path / "m", {}, {"mlp.experts.down_proj": stack, "mlp.experts.0.down_proj.weight": single}
     )
-    with refused("mlp.experts.0.down_proj.weight: would be written twice; rename it in the source"):
+    with refused(
+        "mlp.experts.0.down_proj.weight: two tensors would be written under this name; rename one in the source"
+    ):
         make_plan(tmp_path / "m", format="modelopt")
 
 

@@ -87,7 +87,8 @@ def test_values_that_would_change(tmp_path: Path) -> None:
     """Without --requantize, codes become no others."""
     synthetic.deepseek_fp8(tmp_path / "fp8")
     with refused(
-        "model.layers.0.self_attn.q_a_proj: is fp8 128x128 already, and modelopt NVFP4 would have other values"
+        "model.layers.0.self_attn.q_a_proj: is already quantized as fp8 128x128,"
+        " and quantizing it as modelopt NVFP4 would change its values"
     ):
         make_plan(tmp_path / "fp8")
     with refused(
@@ -126,7 +127,7 @@ def test_a_weight_of_no_module_stays(tmp_path: Path, format: str) -> None:
 
 
 def test_nothing_to_decode(tmp_path: Path) -> None:
-    with refused("0 tensors to convert: nothing in the source is quantized; there is nothing to make numbers of"):
+    with refused("0 tensors to convert: nothing in the source is quantized, so there is nothing to decode"):
         make_plan(dense(tmp_path), format="bf16")
 
 
@@ -145,7 +146,7 @@ def test_unknown_recipe(tmp_path: Path) -> None:
     "recipe", ["nvfp4-te-rowscaled", "nvfp4-modelopt-fake", "mxfp8-te-e5m2", "int4-modelopt", "nvfp4-torchao-single"]
 )
 def test_recipe_without_a_place(tmp_path: Path, recipe: str) -> None:
-    with refused(f"recipe {recipe}: has no place in a checkpoint; use one of nvfp4-te, ") as caught:
+    with refused(f"recipe {recipe}: cannot be stored in a checkpoint; use one of nvfp4-te, ") as caught:
         make_plan(dense(tmp_path), recipe)
     assert recipe not in str(caught.value).partition(";")[2].split(", ")
 
@@ -153,7 +154,7 @@ def test_recipe_without_a_place(tmp_path: Path, recipe: str) -> None:
 def test_changed_recipe_needs_an_id_of_its_own(tmp_path: Path) -> None:
     synthetic.dense(tmp_path / "m")
     changed = replace(fp4kit.recipe("nvfp4-te"), sign="negative")
-    with refused("recipe nvfp4-te: changed from the one of that id; give it an id of its own"):
+    with refused("recipe nvfp4-te: differs from fp4kit's recipe of this id; give it an id of its own"):
         make_plan(tmp_path / "m", changed)
     assert make_plan(tmp_path / "m", replace(changed, id="nvfp4-mine")).recipe.id == "nvfp4-mine"
 
@@ -187,5 +188,5 @@ def test_input_scale_out_of_range(tmp_path: Path, value: float) -> None:
 
 
 def test_input_scale_of_a_recipe_without(tmp_path: Path) -> None:
-    with refused("input scale: mxfp4-ocp stores none; leave it out, or use an NVFP4 recipe"):
+    with refused("input scale: mxfp4-ocp has no input scale; leave it out, or use an NVFP4 recipe"):
         make_plan(dense(tmp_path), "mxfp4-ocp", input_scale=1.0)
