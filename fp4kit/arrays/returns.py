@@ -49,8 +49,8 @@ def library_of(a: Any) -> ArrayLibrary | None:
         return None
     a = first_array(a)
     for library, kind in ((TORCH, "Tensor"), (JAX, "Array")):
-        found = getattr(sys.modules.get(library.name), kind, None)
-        if found is not None and isinstance(a, found):
+        array_type = getattr(sys.modules.get(library.name), kind, None)
+        if array_type is not None and isinstance(a, array_type):
             return library
     return None
 
@@ -158,14 +158,14 @@ class PlanLibrary:
         If the arrays are the objects of the last call, return the tensors of that call.
         """
         arrays = result if isinstance(result, list) else [result]
-        known = self._known.get(name)
+        cached = self._known.get(name)
         if (
-            known is None
-            or len(known[0]) != len(arrays)
-            or any(a is not b for a, b in zip(known[0], arrays, strict=True))
+            cached is None
+            or len(cached[0]) != len(arrays)
+            or any(a is not b for a, b in zip(cached[0], arrays, strict=True))
         ):
-            known = self._known[name] = list(arrays), convert_arrays(list(arrays), give)
-        return list(known[1]) if isinstance(result, list) else known[1][0]
+            cached = self._known[name] = list(arrays), convert_arrays(list(arrays), give)
+        return list(cached[1]) if isinstance(result, list) else cached[1][0]
 
 
 def _as_it_is(array: Any) -> Any:

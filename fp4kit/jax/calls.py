@@ -72,12 +72,12 @@ def run(text: str, *arrays: Array) -> list[Array]:
 
     XLA's threads treat subnormal numbers as zero. fp4kit computes in IEEE arithmetic there, too.
     """
-    there = [a if type(a).__module__ == "cupy" else np.asarray(a) for a in arrays]
+    imported = [a if type(a).__module__ == "cupy" else np.asarray(a) for a in arrays]
     function, arguments = json.loads(text)
-    given = {name: _decoded(value, there) for name, value in arguments.items()}
-    if getattr(given.get("seed"), "ndim", None) == 0:
-        given["seed"] = int(given["seed"])
-    result = getattr(fp4kit, function)(**given)
+    keywords = {name: _decoded(value, imported) for name, value in arguments.items()}
+    if getattr(keywords.get("seed"), "ndim", None) == 0:
+        keywords["seed"] = int(keywords["seed"])
+    result = getattr(fp4kit, function)(**keywords)
     if isinstance(result, Quantized):
         return [array for array in result.parts().values() if array is not None]
     return result if isinstance(result, list) else [result]

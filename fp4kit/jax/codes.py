@@ -75,12 +75,12 @@ def quantize(
     if not is_traced(x, tensor_amax, block_amax, seed):
         arguments: dict[str, Any] = {**options, **amaxes, "seed": int(seed) if number else seed}
         return fp4kit.quantize(x, r, **arguments)
-    how = QuantizeOptions(scale_layout, rounding, 0 if number else outline(seed), hadamard)
+    quantize_options = QuantizeOptions(scale_layout, rounding, 0 if number else outline(seed), hadamard)
     given = outline(tensor_amax), outline(block_amax)
-    call = quantize_call("quantize", outline(x), r, axis, how, tensor_amax=given[0], block_amax=given[1])
-    found = {name: jax.ShapeDtypeStruct(*facts) for name, facts in parts(call).items()}
-    arrays = traced("quantize", list(found.values()), x=x, recipe=r, seed=seed, **options, **amaxes)
-    return unflatten(arrays, (tuple(found), call.x.shape, call.x.dtype, call.axis, r, scale_layout))
+    call = quantize_call("quantize", outline(x), r, axis, quantize_options, tensor_amax=given[0], block_amax=given[1])
+    shapes = {name: jax.ShapeDtypeStruct(*facts) for name, facts in parts(call).items()}
+    arrays = traced("quantize", list(shapes.values()), x=x, recipe=r, seed=seed, **options, **amaxes)
+    return unflatten(arrays, (tuple(shapes), call.x.shape, call.x.dtype, call.axis, r, scale_layout))
 
 
 def dequantize(q: Quantized, dtype: Any = None) -> jax.Array:

@@ -122,11 +122,11 @@ def _execute_on_cuda(frame: Any, run: Callable[..., list[Any]]) -> None:
 
     Memory allocated during the call is reused in the order of that stream.
     """
-    cupy, found = imports.cupy(), _StreamArguments(context=frame.context)
-    error = _api_call(frame, _STREAM_GET, found)
+    cupy, stream = imports.cupy(), _StreamArguments(context=frame.context)
+    error = _api_call(frame, _STREAM_GET, stream)
     if error:
         raise RuntimeError("fp4kit.jax: XLA returned an error instead of the program's stream; check the JAX version")
-    with cupy_stream(TorchStream(found.stream or 0, cupy.cuda.runtime.getDevice())):
+    with cupy_stream(TorchStream(stream.stream or 0, cupy.cuda.runtime.getDevice())):
         values = run(_text(frame), *map(device_array, _buffers(frame.arguments)))
         for out, value in zip(_buffers(frame.results), values, strict=True):
             device_array(out)[...] = value

@@ -18,7 +18,7 @@ from fp4kit.recipes import Recipe, recipe_of
 from fp4kit.types import RoundingMode
 
 
-class How(NamedTuple):
+class StaticOptions(NamedTuple):
     """The static arguments of a fake quantization: hashable, and equal if they mean the same.
 
     seed is an int, or None if there is no seed or it is an array.
@@ -102,10 +102,10 @@ def fake_quantize(
         [1.0, 1.0]
     """
     x = as_jax("fake_quantize", x)
-    how, seed = how_of("fake_quantize", recipe, axis, rounding, seed, pass_through)
+    static, seed = static_options("fake_quantize", recipe, axis, rounding, seed, pass_through)
     given = TracedOptions(tensor_amax, block_amax, seed, amax)
-    check_fake("fake_quantize", how, x, given)
-    return _fake_quantize(how, x, given)
+    check_fake("fake_quantize", static, x, given)
+    return _fake_quantize(static, x, given)
 
 
 def as_jax(op: str, x: Any, name: str = "x") -> jax.Array:
@@ -120,15 +120,17 @@ def as_jax(op: str, x: Any, name: str = "x") -> jax.Array:
     return x
 
 
-def how_of(
+def static_options(
     op: str, recipe: str | Recipe, axis: int, rounding: RoundingMode, seed: Any, pass_through: bool
-) -> tuple[How, Any]:
+) -> tuple[StaticOptions, Any]:
     """Return the static arguments, and the seed if it is an array."""
     check_seed(op, seed)
     number = None if seed is None or hasattr(seed, "dtype") else as_index(op, "seed", seed)
     r, axis = recipe_of(op, recipe), as_index(op, "axis", axis)
-    how = How(r, axis, cast(RoundingMode, str(rounding)), number, as_flag(op, "pass_through", pass_through))
-    return how, seed if number is None else None
+    static = StaticOptions(
+        r, axis, cast(RoundingMode, str(rounding)), number, as_flag(op, "pass_through", pass_through)
+    )
+    return static, seed if number is None else None
 
 
 def check_seed(op: str, seed: Any) -> None:
@@ -140,59 +142,68 @@ def check_seed(op: str, seed: Any) -> None:
         )
 
 
-def seed_of(how: How, given: Any) -> Any:
+def seed_of(static: StaticOptions, given: Any) -> Any:
     """Return the seed for fp4kit's function: an int, random bytes, or None."""
-    return how.seed if given is None else int(given) if given.ndim == 0 else given
+    return static.seed if given is None else int(given) if given.ndim == 0 else given
 
 
-def check_fake(op: str, how: How, x: Any, given: TracedOptions) -> None:
+def check_fake(op: str, static: StaticOptions, x: Any, given: TracedOptions) -> None:
     """Raise an error if the arguments of a fake quantization are invalid, whether arrays have values or are traced."""
     seed = 0 if getattr(given.seed, "ndim", None) == 0 else outline(given.seed)
-    seed = how.seed if seed is None else seed
-    check_rounding(op, how.recipe, how.rounding, seed)
+    seed = static.seed if seed is None else seed
+    check_rounding(op, static.recipe, static.rounding, seed)
     amaxes = {"tensor_amax": outline(given.tensor_amax), "block_amax": outline(given.block_amax)}
-    fake_call(op, outline(x), how.recipe, how.axis, QuantizeOptions(rounding=how.rounding, seed=seed), **amaxes)
-    if not how.pass_through and given.amax is not None:
-        call, limit = backward_call(op, outline(x), outline(x), how.recipe, how.axis, outline(given.amax))
+    fake_call(
+        op, outline(x), static.recipe, static.axis, QuantizeOptions(rounding=static.rounding, seed=seed), **amaxes
+    )
+    if not static.pass_through and given.amax is not None:
+        call, limit = backward_call(op, outline(x), outline(x), static.recipe, static.axis, outline(given.amax))
         clip_amax(call, limit)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _fake_quantize(how: How, x: Any, given: TracedOptions) -> Any:
+def _fake_quantize(static: StaticOptions, x: Any, given: TracedOptions) -> Any:
     """Return fake_quantize. _forward and _backward define its gradient."""
     amaxes = {"tensor_amax": given.tensor_amax, "block_amax": given.block_amax}
-    options = {"recipe": how.recipe, "axis": how.axis, "rounding": how.rounding, **amaxes}
+    options = {"recipe": static.recipe, "axis": static.axis, "rounding": static.rounding, **amaxes}
     if is_traced(x, given):
-        return traced("fake_quantize", [like(x)], x=x, seed=how.seed if given.seed is None else given.seed, **options)[
-            0
-        ]
-    return fp4kit.fake_quantize(x, seed=seed_of(how, given.seed), **options)
+        return traced(
+            "fake_quantize", [like(x)], x=x, seed=static.seed if given.seed is None else given.seed, **options
+        )[0]
+    return fp4kit.fake_quantize(x, seed=seed_of(static, given.seed), **options)
 
 
-def _forward(how: How, x: Any, given: TracedOptions) -> tuple[Any, Any]:
+def _forward(static: StaticOptions, x: Any, given: TracedOptions) -> tuple[Any, Any]:
     """Return fake_quantize, and what its gradient needs."""
     limit = given.tensor_amax if given.amax is None else given.amax
-    return _fake_quantize(how, x, given), None if how.pass_through else (x, limit)
+    return _fake_quantize(static, x, given), None if static.pass_through else (x, limit)
 
 
-def _backward(how: How, kept: Any, grad: Any) -> tuple[Any, None]:
+def _backward(static: StaticOptions, residuals: Any, grad: Any) -> tuple[Any, None]:
     """Return the gradient: grad, clipped unless pass_through is set."""
-    return grad if how.pass_through else _clip(how, grad, *kept), None
+    return grad if static.pass_through else _clip(static, grad, *residuals), None
 
 
 _fake_quantize.defvjp(_forward, _backward)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _clip(how: How, grad: Any, x: Any, amax: Any) -> Any:
+def _clip(static: StaticOptions, grad: Any, x: Any, amax: Any) -> Any:
     """Return the clipped gradient, which is linear in grad and constant in x almost everywhere."""
-    arguments = {"grad": grad, "x": x, "recipe": how.recipe, "axis": how.axis, "amax": amax, "pass_through": False}
+    arguments = {
+        "grad": grad,
+        "x": x,
+        "recipe": static.recipe,
+        "axis": static.axis,
+        "amax": amax,
+        "pass_through": False,
+    }
     if is_traced(grad, x, amax):
         return traced("fake_quantize_backward", [like(grad)], **arguments)[0]
     return fp4kit.fake_quantize_backward(**arguments)
 
 
 _clip.defvjp(
-    lambda how, grad, x, amax: (_clip(how, grad, x, amax), (x, amax)),
-    lambda how, kept, grad: (_clip(how, grad, *kept), None, None),
+    lambda static, grad, x, amax: (_clip(static, grad, x, amax), (x, amax)),
+    lambda static, residuals, grad: (_clip(static, grad, *residuals), None, None),
 )

@@ -11,7 +11,7 @@ import fp4kit
 from fp4kit.arguments import as_entries
 from fp4kit.call.grouped_errors import each
 from fp4kit.jax.calls import is_traced, like, traced
-from fp4kit.jax.functions import How, TracedOptions, as_jax, check_fake, how_of, seed_of
+from fp4kit.jax.functions import StaticOptions, TracedOptions, as_jax, check_fake, seed_of, static_options
 from fp4kit.ops.grouped_plan import check_stack, per_tensor
 from fp4kit.recipes import Recipe
 from fp4kit.types import RoundingMode
@@ -39,7 +39,7 @@ def fake_quantize_grouped(
         recipe: a recipe id or a Recipe, for all arrays.
         axis: the axis along which blocks run, in each array.
         tensor_amax: None, or one amax per array: a sequence, or an array whose first axis has that length.
-        block_amax: None, or calibrated block amaxes per array, likewise.
+        block_amax: None, or calibrated block amaxes per array, as a sequence or array like tensor_amax.
         rounding: "nearest" or "stochastic", for all arrays.
         seed: as in fake_quantize, for all arrays.
         pass_through: as in fake_quantize, for all arrays.
@@ -64,12 +64,12 @@ def fake_quantize_grouped(
     if hasattr(xs, "ndim"):
         check_stack(op, xs)
     xs = [as_jax(op, x, f"xs[{i}]") for i, x in enumerate(as_entries(op, "xs", xs))]
-    how, seed = how_of(op, recipe, axis, rounding, seed, pass_through)
+    static, seed = static_options(op, recipe, axis, rounding, seed, pass_through)
     names = {"tensor_amax": tensor_amax, "block_amax": block_amax, "amax": amax}
     columns = {name: None if a is None else per_tensor(op, name, a, len(xs)) for name, a in names.items()}
     given = TracedOptions(**columns, seed=seed)
-    each(op, lambda x, row: check_fake(op, how, x, row), xs, _rows(xs, given))
-    return list(_fake_quantize_grouped(how, xs, given))
+    each(op, lambda x, row: check_fake(op, static, x, row), xs, _rows(xs, given))
+    return list(_fake_quantize_grouped(static, xs, given))
 
 
 def _rows(xs: list[Any], given: TracedOptions) -> list[TracedOptions]:
@@ -79,38 +79,38 @@ def _rows(xs: list[Any], given: TracedOptions) -> list[TracedOptions]:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _fake_quantize_grouped(how: How, xs: Any, given: TracedOptions) -> Any:
+def _fake_quantize_grouped(static: StaticOptions, xs: Any, given: TracedOptions) -> Any:
     """Return fake_quantize_grouped. _forward and _backward define its gradient."""
     amaxes = {"tensor_amax": given.tensor_amax, "block_amax": given.block_amax}
-    options = {"recipe": how.recipe, "axis": how.axis, "rounding": how.rounding, **amaxes}
+    options = {"recipe": static.recipe, "axis": static.axis, "rounding": static.rounding, **amaxes}
     if is_traced(xs, given):
-        seed = how.seed if given.seed is None else given.seed
+        seed = static.seed if given.seed is None else given.seed
         return traced("fake_quantize_grouped", list(map(like, xs)), xs=xs, seed=seed, **options)
-    return fp4kit.fake_quantize_grouped(xs, seed=seed_of(how, given.seed), **options)
+    return fp4kit.fake_quantize_grouped(xs, seed=seed_of(static, given.seed), **options)
 
 
-def _forward(how: How, xs: Any, given: TracedOptions) -> tuple[Any, Any]:
+def _forward(static: StaticOptions, xs: Any, given: TracedOptions) -> tuple[Any, Any]:
     """Return fake_quantize_grouped, and what its gradient needs."""
     limits = given.tensor_amax if given.amax is None else given.amax
-    return _fake_quantize_grouped(how, xs, given), None if how.pass_through else (xs, limits)
+    return _fake_quantize_grouped(static, xs, given), None if static.pass_through else (xs, limits)
 
 
-def _backward(how: How, kept: Any, grads: Any) -> tuple[Any, None]:
+def _backward(static: StaticOptions, residuals: Any, grads: Any) -> tuple[Any, None]:
     """Return the gradients: grads, clipped unless pass_through is set."""
-    return grads if how.pass_through else _clip(how, grads, *kept), None
+    return grads if static.pass_through else _clip(static, grads, *residuals), None
 
 
 _fake_quantize_grouped.defvjp(_forward, _backward)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _clip(how: How, grads: Any, xs: Any, amaxes: Any) -> Any:
+def _clip(static: StaticOptions, grads: Any, xs: Any, amaxes: Any) -> Any:
     """Return the clipped gradients, which are linear in grads and constant in xs almost everywhere."""
     arguments = {
         "grads": grads,
         "xs": xs,
-        "recipe": how.recipe,
-        "axis": how.axis,
+        "recipe": static.recipe,
+        "axis": static.axis,
         "amax": amaxes,
         "pass_through": False,
     }
@@ -120,6 +120,6 @@ def _clip(how: How, grads: Any, xs: Any, amaxes: Any) -> Any:
 
 
 _clip.defvjp(
-    lambda how, grads, xs, amaxes: (_clip(how, grads, xs, amaxes), (xs, amaxes)),
-    lambda how, kept, grads: (_clip(how, grads, *kept), None, None),
+    lambda static, grads, xs, amaxes: (_clip(static, grads, xs, amaxes), (xs, amaxes)),
+    lambda static, residuals, grads: (_clip(static, grads, *residuals), None, None),
 )

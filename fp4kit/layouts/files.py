@@ -44,8 +44,8 @@ def pack_gguf(packed: Any, scales: Any, format: str) -> Any:
         nvfp4, 36 bytes for 64 elements:   s s s s   then for each of the 4 groups of 16   | c0 c8 | c1 c9 | ... | c7
         c15 |
 
-    Here s is a scale byte, and | a b | is a byte with code a in the low nibble. Bytes are not interpreted: a scale byte
-    is kept even if llama.cpp decodes it in its own way, as the recipes mxfp4-gguf and nvfp4-gguf do.
+    Here s is a scale byte, and | a b | is a byte with code a in the low nibble. The bytes of scales are not
+    interpreted. llama.cpp decodes some of them in its own way; the recipes mxfp4-gguf and nvfp4-gguf model that.
 
     Args:
         packed: uint8 (..., K/2), two codes per byte as in Quantized.packed. K is a multiple of 32 (mxfp4) or 64
@@ -58,7 +58,7 @@ def pack_gguf(packed: Any, scales: Any, format: str) -> Any:
 
     Raises:
         TypeError: packed or scales are not uint8.
-        ValueError: the format is another, K is not a multiple of the block, or the shapes do not fit together.
+        ValueError: the format is unknown, K is not a multiple of the block, or the shapes do not fit together.
 
     Exact:
         unpack_gguf is the inverse.
@@ -109,7 +109,7 @@ def unpack_gguf(raw: Any, format: str) -> tuple[Any, Any]:
 
     Raises:
         TypeError: raw is not uint8.
-        ValueError: the format is another, or the length of raw is not a whole number of blocks.
+        ValueError: the format is unknown, or the length of raw is not a whole number of blocks.
 
     Examples:
         >>> import numpy as np

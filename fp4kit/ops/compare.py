@@ -135,11 +135,13 @@ def compare(a: Any, b: Any) -> Comparison:
     Codes and scales are compared, in linear layout, if both arguments are Quantized with equal formats, block and axis.
     Values are always compared. Next to an array, a Quantized stands for its float32 values.
 
+    Two arrays of different dtypes are compared as numbers, exactly: in float64 if one of them is float64, otherwise in
+    float32. Arrays on a GPU are first copied to the host, which waits for the device. a and b may be on different
+    devices.
+
     Args:
         a: a Quantized, or an array of float64, float32, float16, bfloat16 or a narrower float.
-        b: likewise. Two arrays of different dtypes are compared as numbers, exactly: in float64 if one of them is
-            float64, otherwise in float32. Arrays on a GPU, also on two different ones, are first copied to the host,
-            which waits for the device.
+        b: a Quantized or an array, of any of these dtypes.
 
     Returns:
         A Comparison.

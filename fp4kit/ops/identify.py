@@ -262,9 +262,9 @@ def _try_part(whole: CandidateAmaxes, r: Recipe, box: Box) -> RecipeTrial:
 
 
 def _of_tensor(whole: CandidateAmaxes, r: Recipe) -> np.ndarray | None:
-    """Return the amax of the whole array if one covers it all, because that of a part may differ.
+    """Return the tensor amax of the whole array, for use on a part of it, whose own amax may differ.
 
-    Return None if the recipe has no such amax, or it is NaN and cannot be passed.
+    Return None if the recipe has no tensor-wide amax, or the amax is NaN and cannot be passed.
     """
     own = whole.own(r) if r.tensor_scaling == "tensor" else None
     return None if own is None or np.isnan(own).any() else own.max()
@@ -312,7 +312,7 @@ def _has_signs_of(q: Quantized, x: np.ndarray, hadamard: Hadamard) -> bool:
 
 
 def _can_have(r: Recipe, tensor_scale: np.ndarray | None) -> bool:
-    """Return whether a recipe can give a tensor scale. One that never gives NaN cannot give a NaN scale."""
+    """Return whether a recipe can give this tensor scale. Some recipes never give NaN."""
     return r.tensor_rule not in NEVER_NAN or tensor_scale is None or not np.isnan(tensor_scale).any()
 
 

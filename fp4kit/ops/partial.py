@@ -81,26 +81,28 @@ def partial_cast(
             partial_amax.
         shape: (M, K), K a multiple of the block.
         start: any offset, also inside a row, a block or a byte.
-        recipe: a recipe id or a Recipe with blocks. 4over6 recipes are rejected, because they need whole blocks for
-            their choice.
-        tensor_amax: float32 (); None takes the maximum of block_amax. Recipes without a tensor scale take none. It is
-            required if block_amax holds an infinity and the recipe's tensor scale counts only finite elements
+        recipe: a recipe id or a Recipe with blocks, but no 4over6 recipe, because 4over6 chooses scales from whole
+            blocks.
+        tensor_amax: float32 (); None uses the maximum of block_amax. Recipes without a tensor scale accept only None.
+            It is required if block_amax holds an infinity and the recipe's tensor scale counts only finite elements
             (nvfp4-flashinfer, ...).
 
     Raises:
         TypeError: shard has another dtype.
-        ValueError: as for partial_amax; out or block_amax has another shape or dtype; out shares memory with another
-            argument; block_amax holds NaN, or an infinity that needs tensor_amax; or the recipe is a 4over6 recipe.
+        ValueError: as for partial_amax, or the recipe is a 4over6 recipe.
+        ValueError: out or block_amax has another shape or dtype, or out shares memory with another argument.
+        ValueError: block_amax holds NaN, or an infinity that requires tensor_amax.
 
     Numerics:
         On a GPU all arrays must be on one device. NaN and infinities in block_amax are not checked there, because that
-        would wait for the device; an infinity then is taken as the tensor's amax.
+        would wait for the device. The tensor amax is then infinite if a block amax is.
 
     Exact:
-        Equals quantize on the whole matrix, for any partition. TE's kernel is wrong at odd offsets. If two shards share
-        a byte, each writes its own nibble, so exchange nibbles instead of bytes, or cut at even offsets. On a GPU,
-        other nibbles stay untouched, even while other launches write them, if out is contiguous and starts at a
-        multiple of 8 bytes. Otherwise the call works on a copy and writes all of out.
+        Equals quantize on the whole matrix, for any partition. TE's kernel is wrong at odd offsets.
+
+        If two shards share a byte, each writes its own nibble, so exchange nibbles instead of bytes, or cut at even
+        offsets. On a GPU, other nibbles stay untouched, even while other launches write them, if out is contiguous and
+        starts at a multiple of 8 bytes. Otherwise the call works on a copy and writes all of out.
 
     Examples:
         >>> import fp4kit, numpy as np

@@ -37,47 +37,50 @@ def quantize(
 
         scale = block_rule(amax of the block, tensor scale);   code = encode(x * factor(scale, tensor scale))
 
-    The order of the operations is the producer's; fp4kit.reference.tensor_rules and block_rules state it. To quantize
-    with scales you already have (from GPTQ, AWQ or calibration), pass block_scale and tensor_scale; then only codes are
-    computed.
+    The order of the operations is the producer's; fp4kit.reference.tensor_rules and block_rules state it.
+
+    To quantize with scales you already have (from GPTQ, AWQ or calibration), pass block_scale and tensor_scale. Then
+    only codes are computed. Pass every scale that the recipe has, and no amax.
 
     Args:
         x: float32, float16 or bfloat16 array of any shape and strides: NumPy, CuPy, or any exporter of DLPack. It is
             never written to.
         recipe: a recipe id, an alias or a Recipe.
         axis: the axis along which blocks run. 16x16 blocks also span the last one of the other axes.
-        tensor_amax: the amax that the tensor scale is made from; None computes it from x. Its shape is () for one per
-            tensor, (E,) for one per index of the first moved axis of an x with three or more dimensions; one per row or
-            per block for recipes that scale so.
+        tensor_amax: the amax that the tensor scale is made from; None computes it from x. Shape (); one per row or per
+            block if the recipe scales so; or (E,), one per expert, for x with three or more dimensions, where E is the
+            length of the first axis after `axis` is moved last.
         scale_layout: "linear", "swizzled_128x4" or "swizzled_8x4" (fp4kit.layouts). Each (M, K/block) matrix is laid
             out by itself.
         rounding: "nearest", which is the recipe's own rounding, or "stochastic", which rounds float elements up or down
             with a probability given by the distance.
-        seed: for "stochastic": an int from 0 to 2^64 - 1, the key of the Philox4x32-10 stream of
-            reference.stochastic.stream_bytes, whose counter is the element's index in x with `axis` moved last; or the
-            random bytes, uint8 in the shape of x.
-        hadamard: True first applies TE's randomized Hadamard transform in blocks of 16 along `axis`, rounded to the
-            dtype of x; every amax is then that of the transform. "no_signs" leaves the sign mask out. False applies
-            none.
+        seed: for "stochastic": an int from 0 to 2^64 - 1, or the random bytes, uint8 in the shape of x. An int is the
+            key of the Philox4x32-10 stream of reference.stochastic.stream_bytes. The position in the stream is the
+            element's index in x with `axis` moved last.
+        hadamard: True first applies TE's randomized Hadamard transform, in blocks of 16 along `axis`, and rounds to the
+            dtype of x. Every amax is then computed from the transform. "no_signs" applies the transform without the
+            sign mask.
         block_amax: calibrated block amaxes, or those found by search_scales: float32 in the shape of the linear
             block_scale, or flat in its order. Accepted by static recipes, and for E8M0 scales of blocks of one row.
-        block_scale: given block scales, in scale_layout: uint8 bit patterns, float8_e4m3fn or float8_e8m0fnu. Pass
-            every scale that the recipe has, block_scale, tensor_scale or both, and no amax.
-        tensor_scale: given tensor scale: float32, multiplies on decode, in a shape that tensor_amax may have.
+        block_scale: block scales to encode with, in scale_layout: uint8 bit patterns, float8_e4m3fn or float8_e8m0fnu.
+        tensor_scale: tensor scale to encode with: float32, in a shape that tensor_amax may have. It multiplies on
+            decode.
         out: a Quantized of the same recipe, shape, axis and layout, whose arrays are overwritten. They must not share
-            memory with x or each other. With a given tensor_scale, out must have no tensor_amax. Given scales are
-            copied into it.
+            memory with x or each other. If tensor_scale is given, out must have no tensor_amax, and the scales are
+            copied into out.
         threads: the largest number of CPU threads, for NumPy arrays; None means fp4kit.num_threads(). Ignored on a GPU.
 
     Returns:
-        A Quantized: packed is uint8 (..., K/2), or (..., K) for elements of more than 4 bits; block_scale is uint8
-            (..., K/block); tensor_scale and tensor_amax are float32. It is `out` if given.
+        `out` if given, otherwise a new Quantized. packed is uint8 (..., K/2), or (..., K) for elements of more than 4
+        bits; block_scale is uint8 (..., K/block); tensor_scale and tensor_amax are float32.
 
     Raises:
         TypeError: x has another dtype.
-        ValueError: a length is not a whole number of blocks; the recipe or the layout is unknown; x is 0-d; tensor_amax
-            has the wrong shape, is NaN or negative; scales are incomplete or passed together with an amax; or out
-            shares memory with x.
+        ValueError: x is 0-d, or a length is not a whole number of blocks.
+        ValueError: the recipe or the layout is unknown.
+        ValueError: tensor_amax has the wrong shape, is NaN or negative.
+        ValueError: scales are incomplete, or passed together with an amax.
+        ValueError: out shares memory with x.
         NotImplementedError: there is no CUDA kernel for the call.
 
     Numerics:
@@ -89,11 +92,12 @@ def quantize(
         is zero.
 
     Exact:
-        Equals the producer's bytes; recipe.exact names the exceptions. If q's own scales are given, every bit of q
-        except tensor_amax is reproduced. Rules that multiply by the tensor's encode scale (nvfp4-flashinfer,
-        nvfp4-compressed-tensors, fp8-modelopt, int8-modelopt, ...) then use the amax that tensor_scale implies. For
-        16-bit elements it is the amax of x. For float32 elements its encode scale may be an ulp off, which can change
-        the code of an element that close to a tie.
+        Equals the producer's bytes; recipe.exact names the exceptions.
+
+        If the scales of a result q are passed, q is reproduced in every bit, except for tensor_amax. Rules that
+        multiply by the tensor's encode scale (nvfp4-flashinfer, nvfp4-compressed-tensors, fp8-modelopt, int8-modelopt,
+        ...) then use the amax that tensor_scale implies. For 16-bit elements that is the amax of x. For float32
+        elements its encode scale may be an ulp off, which can change the code of an element that close to a tie.
 
     Source:
         recipe.source.

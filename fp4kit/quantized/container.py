@@ -166,9 +166,9 @@ class Quantized:
         if isinstance(array, np.ndarray) if host else kind is type(packed) and kind.__module__ == "cupy":
             if host or array is packed or array.data.device_id == packed.data.device_id:
                 return
-            found = (array.data.device_id, packed.data.device_id)
+            devices = (array.data.device_id, packed.data.device_id)
             raise ValueError(
-                f"Quantized: {name} is on device {found[0]} and packed on {found[1]}; move all parts to one"
+                f"Quantized: {name} is on device {devices[0]} and packed on {devices[1]}; move all parts to one"
             )
         if array is packed or not hasattr(array, "dtype"):
             raise TypeError(f"Quantized: {name} is a {kind.__module__}.{kind.__name__}; needs a NumPy or CuPy array")
@@ -195,8 +195,8 @@ class Quantized:
         """
         if isinstance(self.packed, np.ndarray) or type(self.packed).__module__ == "cupy":
             return self
-        there = {name: array for name, array in self.parts().items() if array is not None}
-        return replace(self, **dict(zip(there, import_arrays(op, **there), strict=True)))
+        present = {name: array for name, array in self.parts().items() if array is not None}
+        return replace(self, **dict(zip(present, import_arrays(op, **present), strict=True)))
 
     @property
     def moved_shape(self) -> tuple[int, ...]:
@@ -286,16 +286,16 @@ class Quantized:
         check_layout(op, scale_layout)
         high_nibble_first = as_flag(op, "high_nibble_first", high_nibble_first)
         tensor_scale_divides = as_flag(op, "tensor_scale_divides", tensor_scale_divides)
-        found = from_checkpoint.import_parts(op, packed=packed, block_scale=block_scale, tensor_scale=tensor_scale)
-        codes = from_checkpoint.codes(op, found["packed"], r, high_nibble_first)
+        tensors = from_checkpoint.import_parts(op, packed=packed, block_scale=block_scale, tensor_scale=tensor_scale)
+        codes = from_checkpoint.codes(op, tensors["packed"], r, high_nibble_first)
         shape = (
             from_checkpoint.shape_of(op, codes, r, as_index(op, "axis", axis)) if shape is None else as_shape(op, shape)
         )
-        wanted = wanted_parts(shape, as_index(op, "axis", axis), r, scale_layout)
-        padded = None if scale_layout == "linear" else wanted.block_scale
-        scales = from_checkpoint.block_scales(op, found["block_scale"], r, padded)
+        shapes = wanted_parts(shape, as_index(op, "axis", axis), r, scale_layout)
+        padded = None if scale_layout == "linear" else shapes.block_scale
+        scales = from_checkpoint.block_scales(op, tensors["block_scale"], r, padded)
         scale = from_checkpoint.tensor_scale(
-            op, found["tensor_scale"], codes, wanted.tensor_scale, tensor_scale_divides
+            op, tensors["tensor_scale"], codes, shapes.tensor_scale, tensor_scale_divides
         )
         q = cls(codes, scales, scale, None, shape, dtype, axis, r, scale_layout)
         library = library_of(packed)

@@ -47,9 +47,9 @@ def import_parts(op: str, **named: Any) -> dict[str, Stored | None]:
     as bytes, because CuPy and some PyTorch versions do not export the narrow floats.
     """
     names = [name for name, a in named.items() if a is not None and type(a) is not float]
-    found = import_arrays(op, **{name: _bytes_of_tensor(named[name], f"{op}: {name}") for name in names})
+    imported = import_arrays(op, **{name: _bytes_of_tensor(named[name], f"{op}: {name}") for name in names})
     arrays = {name: np.asarray(a) for name, a in named.items() if type(a) is float} | dict(
-        zip(names, found, strict=True)
+        zip(names, imported, strict=True)
     )
     return {
         name: Stored(arrays[name], _dtype_name(a, arrays[name])) if name in arrays else None
@@ -84,20 +84,20 @@ def codes(op: str, stored: Stored | None, recipe: Recipe, high_nibble_first: boo
     if stored is None:
         raise TypeError(f"{op}: packed is None; needs the array of codes")
     fmt = recipe.element
-    one, pair = DTYPES.get(fmt), _PAIRS.get(fmt)
-    shared = fmt.packing.codes > 1
-    if stored.dtype not in (one, *_BYTES, *([pair] if pair else [])):
-        usable = " or ".join(filter(None, (one, pair, *_BYTES)))
+    element_dtype, pair_dtype = DTYPES.get(fmt), _PAIRS.get(fmt)
+    is_packed = fmt.packing.codes > 1
+    if stored.dtype not in (element_dtype, *_BYTES, *([pair_dtype] if pair_dtype else [])):
+        usable = " or ".join(filter(None, (element_dtype, pair_dtype, *_BYTES)))
         raise TypeError(f"{op}: packed is {stored.dtype}; {recipe.id} has elements of {fmt}; needs {usable}")
     if not stored.array.ndim:
         raise ValueError(f"{op}: packed is 0-d; needs at least one axis")
-    alone = not shared or (stored.dtype == one)
-    if alone and high_nibble_first:
+    one_per_byte = not is_packed or (stored.dtype == element_dtype)
+    if one_per_byte and high_nibble_first:
         raise ValueError(f"{op}: high_nibble_first is True, but packed holds one code per byte; leave it out")
     bits = _bits(stored.array)
-    if stored.dtype == one:
+    if stored.dtype == element_dtype:
         bits = bits if fmt.bits == 8 else bits & np.uint8(2**fmt.bits - 1)
-        return _packed(op, bits) if shared else bits
+        return _packed(op, bits) if is_packed else bits
     check_codes(op, bits, fmt)
     return bits << np.uint8(4) | bits >> np.uint8(4) if high_nibble_first else bits
 
@@ -124,15 +124,15 @@ def block_scales(op: str, stored: Stored | None, recipe: Recipe, shape: tuple[in
     """
     if stored is None or recipe.scale is None:
         return stored and stored.array
-    wanted = DTYPES[recipe.scale]
-    if stored.dtype not in (wanted, *_BYTES):
+    scale_dtype = DTYPES[recipe.scale]
+    if stored.dtype not in (scale_dtype, *_BYTES):
         raise TypeError(
             f"{op}: block_scale is {stored.dtype}; {recipe.id} has block scales of {recipe.scale}; "
-            f"needs {wanted}, or uint8 or int8 of their bits; name the recipe that made them"
+            f"needs {scale_dtype}, or uint8 or int8 of their bits; name the recipe that made them"
         )
     bits = _bits(stored.array)
-    fits = shape is not None and bits.shape != shape and bits.size == _size(shape)
-    return bits.reshape(shape) if fits else bits
+    needs_reshape = shape is not None and bits.shape != shape and bits.size == _size(shape)
+    return bits.reshape(shape) if needs_reshape else bits
 
 
 def _size(shape: tuple[int, ...]) -> int:
@@ -180,11 +180,11 @@ def _exact(op: str, scale: np.ndarray) -> np.ndarray:
         raise TypeError(f"{op}: tensor_scale is {scale.dtype}; needs float32, or another float with the same numbers")
     with np.errstate(all="ignore"):
         exact = scale.astype(np.float32)
-        lost = (exact != scale) & ~np.isnan(scale)
-    if lost.any():
+        changed = (exact != scale) & ~np.isnan(scale)
+    if changed.any():
         raise ValueError(
-            f"{op}: tensor_scale holds {float(scale[lost][0])!r}, which is not a float32 number; needs the number that "
-            f"the file holds; or round it with np.float32(tensor_scale)"
+            f"{op}: tensor_scale holds {float(scale[changed][0])!r}, which is not a float32 number; needs the number"
+            " that the file holds; or round it with np.float32(tensor_scale)"
         )
     return exact
 

@@ -36,8 +36,8 @@ def fitting_shape(shape: tuple[int, ...], allowed: Iterable[tuple[int, ...]]) ->
 
     If shape itself is allowed, it is returned. Otherwise the first fitting one is.
     """
-    found = [other for other in allowed if _trimmed(other) == _trimmed(shape)]
-    return shape if shape in found else next(iter(found), None)
+    fitting = [other for other in allowed if _trimmed(other) == _trimmed(shape)]
+    return shape if shape in fitting else next(iter(fitting), None)
 
 
 def in_order(shape: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
@@ -46,8 +46,8 @@ def in_order(shape: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
     They are if they are flat, or if the last axes agree. Axes of length 1 do not count. Numbers along another axis,
     which may have equally many blocks, would be in another order.
     """
-    long, last = ([n for n in lengths if n != 1] for lengths in (shape, wanted))
-    return prod(shape) == prod(wanted) and (len(long) <= 1 or long[-1:] == last[-1:])
+    own_lengths, wanted_lengths = ([n for n in lengths if n != 1] for lengths in (shape, wanted))
+    return prod(shape) == prod(wanted) and (len(own_lengths) <= 1 or own_lengths[-1:] == wanted_lengths[-1:])
 
 
 def _trimmed(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -109,8 +109,8 @@ def check_codes(op: str, packed: Any, element: ElementFormat) -> None:
 
     Codes on a device are not read.
     """
-    alone = element.packing.codes == 1 and element.bits < 8
-    if alone and isinstance(packed, np.ndarray) and int(packed.max(initial=0)) >> element.bits:
+    one_per_byte = element.packing.codes == 1 and element.bits < 8
+    if one_per_byte and isinstance(packed, np.ndarray) and int(packed.max(initial=0)) >> element.bits:
         needed = f"needs one code of {element.bits} bits per byte; unpack the codes first"
         raise ValueError(f"{op}: packed holds bytes above {2**element.bits - 1}; {needed}")
 

@@ -155,11 +155,11 @@ def _given_to(q: Quantized, name: str) -> Quantized:
 
 def _on_gpu(q: Quantized, device: int | None) -> Quantized:
     """Return q with CuPy arrays on a device. None stands for the device that they are on, or else the current one."""
-    cupy, there = imports.cupy(), not isinstance(q.packed, np.ndarray)
-    if there and device in (None, q.packed.device.id):
+    cupy, is_on_gpu = imports.cupy(), not isinstance(q.packed, np.ndarray)
+    if is_on_gpu and device in (None, q.packed.device.id):
         return q
     with cupy.cuda.Device(cupy.cuda.runtime.getDevice() if device is None else device):
-        return q.with_parts(cupy.array if there else imports.to_device)
+        return q.with_parts(cupy.array if is_on_gpu else imports.to_device)
 
 
 def flatten(q: Quantized) -> tuple[tuple[Any, ...], tuple[Any, ...]]:

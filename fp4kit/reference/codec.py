@@ -89,27 +89,31 @@ def encode(
 ) -> np.ndarray:
     """Return the codes of x: uint8, in the shape of x.
 
+    Roundings:
+
+    - "rn": nearest, ties to even
+    - "rz": toward zero
+    - "rna": nearest, ties away from zero
+    - "rnz": nearest, ties toward zero
+    - "rns": nearest even through the rounded sum a + 0.5
+    - "rnw": nearest_unbounded, for E2M1. A magnitude of 8 or more has the last four bits of its code, and a negative
+      value sets bit 3, so 8 and -8 both have code 8.
+    - "first": the code of the nearest multiple of step, ties to the lowest code (first_of_least)
+
     Args:
         x: float32; float16 and bfloat16 are widened, exactly.
-        rounding: one of
-            "rn" nearest, ties to even;
-            "rz" toward zero;
-            "rna" nearest, ties away from zero;
-            "rnz" nearest, ties toward zero;
-            "rns" nearest even through the rounded sum a + 0.5;
-            "rnw" (E2M1) nearest_unbounded: the code of a magnitude of 8 or more is its last four bits, and a negative
-            value sets bit 3, so that 8 and -8 both have code 8;
-            "first" the code of the nearest multiple of step, ties to the lowest code (first_of_least).
+        fmt: the element format.
+        rounding: a name of the list above.
         sign: which elements get the sign bit: "signbit" (-0 has the code of -0), "negative" (only x < 0),
             "not_positive" (also +0) or "unsigned_zero" (only x < 0 that does not round to zero).
         nan_code: the code of NaN; by default fmt.nan_code.
-        step: what values are multiplied by before they are compared with x; used only by "first".
+        step: used only by "first": x is compared with the multiples value * step.
 
     Numerics:
-        Unless rounding is "rnw", finite values beyond the largest and +-inf become +-max, also in a format with an
-        infinity. Under "rnw", inf counts as NaN. Subnormal values and subnormal codes are kept. Integers are rounded
-        and then clamped to [-2^(bits-1), 2^(bits-1) - 1]. E8M0 is encoded by encode_e8m0, which has its own rounding
-        modes.
+        Finite values beyond the largest and +-inf become +-max, also in a format with an infinity. "rnw" is the
+        exception: it has no largest value, and treats inf as NaN. Subnormal values and subnormal codes are kept.
+        Integers are rounded and then clamped to [-2^(bits-1), 2^(bits-1) - 1]. E8M0 is encoded by encode_e8m0, which
+        has its own rounding modes.
     """
     if not fmt.has_zero:
         return encode_e8m0(x, rounding)

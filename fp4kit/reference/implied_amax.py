@@ -18,8 +18,8 @@ UNKNOWN = np.float32(-1)  # stands for the amax if no amax gives the scale
 # Search radius around tensor_scale * full_range, in float32 steps:
 NEAR = 8  # enough for a rule that makes a few float32 roundings
 FAR = 1 << 20  # enough for a rule that rounds to 16 bits: an eighth of the number
-# A rule that replaces a small amax by a larger number multiplies the scale by at least 65504. Within FAR steps, other
-# scales grow by at most 391 (2^20 subnormal steps from 2688 * 2^-149). JUMP separates the two cases.
+# A rule that replaces a small amax by a larger number multiplies the scale by at least 65504. Otherwise, FAR steps
+# multiply it by at most 391 (2^20 subnormal steps from 2688 * 2^-149). JUMP separates the two cases.
 JUMP = np.float32(4096)
 _LARGEST = int(FLT_MAX.view(np.int32))
 

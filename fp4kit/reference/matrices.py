@@ -13,8 +13,8 @@ from fp4kit.recipes import Recipe
 def stack(a: np.ndarray, recipe: Recipe, per_matrix: bool = False) -> Any:
     """Return a view of a (..., M, K) as matrices (B, M, K).
 
-    If all rows can be joined into one matrix without a copy, the result has a single matrix. It has one matrix per
-    leading index if blocks span several rows, if per_matrix is set, or if a is not contiguous.
+    If all rows can be joined into one matrix without a copy, the result has a single matrix. Otherwise it has one
+    matrix per leading index. That is so if blocks span several rows, if per_matrix is set, or if a is not contiguous.
     """
     if a.ndim == 1:
         return a[None, None]

@@ -153,7 +153,7 @@ def fake_quantize_grouped(
         recipe: a recipe id or a Recipe, for all tensors.
         axis: the axis along which blocks run, in each tensor.
         tensor_amax: None, or one amax per tensor: a sequence, or a tensor whose first axis has that length.
-        block_amax: None, or calibrated block amaxes per tensor, likewise.
+        block_amax: None, or calibrated block amaxes per tensor, as a sequence or tensor like tensor_amax.
         rounding: "nearest" or "stochastic", for all tensors.
         seed: as in fake_quantize, for all tensors.
         pass_through: as in fake_quantize, for all tensors.

@@ -92,8 +92,8 @@ def fake_quantize_grouped_backward(
     """Return the clipped gradients of fp4kit.fake_quantize_grouped_backward."""
     arrays, upstream = [x.detach() for x in xs], [g.detach() for g in grads]
     options: dict[str, Any] = {"axis": axis, "amax": all_detached(amax), "pass_through": False}
-    found = fp4kit.fake_quantize_grouped_backward(upstream, arrays, from_spec(recipe), **options)
-    return [own(g, grad) for g, grad in zip(found, grads, strict=True)]
+    gradients = fp4kit.fake_quantize_grouped_backward(upstream, arrays, from_spec(recipe), **options)
+    return [own(g, grad) for g, grad in zip(gradients, grads, strict=True)]
 
 
 @fake_quantize_grouped_backward.register_fake

@@ -78,10 +78,12 @@ def fake_quantize_model(model: torch.nn.Module, settings: FakeQuantSettings) -> 
     """
     _check_kind("fake_quantize_model", "model", model, torch.nn.Module)
     _check_kind("fake_quantize_model", "settings", settings, FakeQuantSettings)
-    named = [place for place in _parameters(model) if settings.is_quantized(place[0])]
-    found = list({(id(module), leaf): (name, module, leaf) for name, module, leaf in reversed(named)}.values())[::-1]
+    matching = [place for place in _parameters(model) if settings.is_quantized(place[0])]
+    selected = list({(id(module), leaf): (name, module, leaf) for name, module, leaf in reversed(matching)}.values())[
+        ::-1
+    ]
     recipe = settings.resolved
-    for name, module, leaf in found:
+    for name, module, leaf in selected:
         _check(name, module, leaf)
         with naming(name):
             check_fake(
@@ -93,9 +95,9 @@ def fake_quantize_model(model: torch.nn.Module, settings: FakeQuantSettings) -> 
                 ("nearest", None),
                 (None, True),
             )
-    for name, module, leaf in found:
+    for name, module, leaf in selected:
         parametrize.register_parametrization(module, leaf, FakeQuantized(settings, name))
-    return [name for name, _, _ in found]
+    return [name for name, _, _ in selected]
 
 
 def _parameters(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module, str]]:
@@ -104,13 +106,15 @@ def _parameters(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module, 
     A parametrized parameter has the name under which it is read. A module in several places is yielded under each of
     its names.
     """
-    inside = {id(part) for module in model.modules() if parametrize.is_parametrized(module) for part in _parts(module)}
+    parametrizing_modules = {
+        id(part) for module in model.modules() if parametrize.is_parametrized(module) for part in _parts(module)
+    }
     for prefix, module in model.named_modules(remove_duplicate=False):
-        if id(module) in inside:
+        if id(module) in parametrizing_modules:
             continue
-        own = [leaf for leaf, parameter in module._parameters.items() if parameter is not None]
+        leaves = [leaf for leaf, parameter in module._parameters.items() if parameter is not None]
         parametrizations: Any = module.parametrizations if parametrize.is_parametrized(module) else ()
-        yield from ((f"{prefix}.{leaf}" if prefix else leaf, module, leaf) for leaf in (*own, *parametrizations))
+        yield from ((f"{prefix}.{leaf}" if prefix else leaf, module, leaf) for leaf in (*leaves, *parametrizations))
 
 
 def _parts(module: torch.nn.Module) -> Iterator[torch.nn.Module]:

@@ -62,11 +62,11 @@ def loop_over(operator: Callable[..., Any]) -> Callable[..., Any]:
 
     def mapped(info: Any, dims: Sequence[Any], *arguments: Any) -> Any:
         columns = [_entries(a, d, info.batch_size or 1) for a, d in zip(arguments, dims, strict=True)]
-        found = [operator(*entries) for entries in zip(*columns, strict=True)]
+        results = [operator(*entries) for entries in zip(*columns, strict=True)]
         join = torch.stack if info.batch_size else lambda tensors: tensors[0].new_empty((0, *tensors[0].shape))
-        if isinstance(found[0], Tensor):
-            return join(found), 0
-        return [join(tensors) for tensors in zip(*found, strict=True)], [0] * len(found[0])
+        if isinstance(results[0], Tensor):
+            return join(results), 0
+        return [join(tensors) for tensors in zip(*results, strict=True)], [0] * len(results[0])
 
     return mapped
 

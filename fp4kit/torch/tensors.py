@@ -22,9 +22,9 @@ def outline(tensor: torch.Tensor | None) -> Outline | None:
 
 def check_devices(op: str, **tensors: torch.Tensor | None) -> None:
     """Raise ValueError unless all tensors are on one device."""
-    found = {name: tensor.detach() for name, tensor in tensors.items() if tensor is not None}
-    if len({tensor.device for tensor in found.values()}) > 1:
-        check_one_device(op, **found)
+    present = {name: tensor.detach() for name, tensor in tensors.items() if tensor is not None}
+    if len({tensor.device for tensor in present.values()}) > 1:
+        check_one_device(op, **present)
 
 
 def check_tensor(op: str, x: Any, name: str = "x") -> None:
@@ -42,5 +42,5 @@ def detached(tensor: torch.Tensor | None) -> torch.Tensor | None:
 
 def own(result: Any, *given: torch.Tensor | None) -> torch.Tensor:
     """Return a result that does not share memory with the given tensors, as operators must; copy it if it does."""
-    taken = {g.data_ptr() for g in given if g is not None}
-    return result.clone(memory_format=torch.contiguous_format) if result.data_ptr() in taken else result
+    addresses = {g.data_ptr() for g in given if g is not None}
+    return result.clone(memory_format=torch.contiguous_format) if result.data_ptr() in addresses else result
