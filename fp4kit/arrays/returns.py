@@ -118,7 +118,7 @@ def returns_in_library(function: Callable[P, T]) -> Callable[P, T]:
 def mark_written(out: Any) -> Any:
     """Return `out` after it was written to, and tell PyTorch's autograd about the write, as PyTorch's own functions do.
 
-    Without that, autograd would use changed values that an earlier function saved for its gradient, without an error.
+    Otherwise autograd would silently compute gradients from overwritten values that an earlier function had saved.
     """
     tensor: Any = getattr(sys.modules.get(TORCH.name), "Tensor", None)
     if tensor is not None and isinstance(getattr(out, "packed", out), tensor):

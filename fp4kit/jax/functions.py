@@ -52,7 +52,7 @@ def fake_quantize(
     pass_through: bool = True,
     amax: Any = None,
 ) -> jax.Array:
-    """Return x with the error of quantization. Differentiable.
+    """Return x with the error of quantization. The function is differentiable.
 
         forward: dequantize(quantize(x))
         backward: grad if pass_through, otherwise grad where |x| <= amax, and 0 elsewhere

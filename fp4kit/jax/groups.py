@@ -29,7 +29,7 @@ def fake_quantize_grouped(
     pass_through: bool = True,
     amax: Any = None,
 ) -> list[jax.Array]:
-    """Return fake_quantize of each array of a group. Differentiable, and a single launch on a GPU.
+    """Return fake_quantize of each array of a group. It is differentiable, and a single launch on a GPU.
 
     It works under the transforms of fake_quantize, and runs in the places that its docstring lists.
 

@@ -3,19 +3,24 @@
 A rule named in recipes/rules.py is a pair of functions, here and in CUDA (cuda/kernels/rules/block_rules_*.cuh):
 
     code_<rule>(amax, tensor, recipe, dtype)            the scale: uint8 bit patterns of the scale format
-    factor_<rule>(codes, amax, tensor, recipe, dtype)   float32; recipe.apply says how elements meet it
+    factor_<rule>(codes, amax, tensor, recipe, dtype)   the factor: float32
 
-Elements are multiplied by the factor (apply="multiply"), divided by it ("divide"), or compared with values times the
-factor ("compare"). The two functions also decide about zero blocks and NaN. A rule without a factor function of its own
-uses the default of its scale format: scale * S_dec for E4M3, 2^(127 - code) for E8M0.
+recipe.apply says what the factor is for. Elements are multiplied by it ("multiply"), divided by it ("divide"), or
+compared with values times the factor ("compare"). The two functions also decide about zero blocks and NaN. A rule
+without a factor function of its own uses the default of its scale format: scale * S_dec for E4M3, 2^(127 - code) for
+E8M0.
 
 Notation in the docstrings of all block_rules modules:
 
-- tensor: the TensorScale of the blocks; S_enc (or gs) is tensor.encode, S_dec is tensor.decode
-- scale: the value of the stored scale code; dtype: the dtype of the elements, the input dtype
-- max, emax: the largest element value and its exponent
+- tensor: the TensorScale of the blocks
+- S_enc (also gs) and S_dec: tensor.encode and tensor.decode
+- scale: the value of the stored scale code
+- max and emax: the largest element value and its exponent
+- dtype, the input dtype: the dtype of the elements
 - E4M3(t): the code of t, rounded to nearest even and saturated at 448
+- fp32(t): t rounded to float32
 - ftz: subnormal operands and results are flushed to zero
+- rcp(t): the approximate reciprocal, PTX rcp.approx.ftz.f32
 
 All arithmetic is float32 and rounds to nearest even after every written operation, unless a rule says that it flushes
 subnormals or rounds to the input dtype.
@@ -65,7 +70,7 @@ def _product(codes: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: R
 
 
 def _minimum(recipe: Recipe) -> np.ufunc:
-    """Return the minimum that the recipe's amax_nan implies: NaN propagates, or is dropped."""
+    """Return the minimum function for the recipe: it propagates NaN or drops it, as recipe.amax_nan says."""
     return np.minimum if recipe.amax_nan == "propagate" else np.fmin  # fminf drops the NaN of inf * 0
 
 
@@ -83,14 +88,14 @@ def factor_te(codes: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: 
 
 
 def code_flashinfer(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
-    """Return E4M3(gs * (amax * rcp(6))), ftz, where rcp is rcp.approx.ftz.f32."""
+    """Return E4M3(gs * (amax * rcp(6))), ftz."""
     return encode(multiply_ftz(tensor.encode, multiply_ftz(amax, reciprocal_approx_ftz(np.float32(6)))), E4M3)
 
 
 def factor_flashinfer(
     codes: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype
 ) -> np.ndarray:
-    """Return rcp(scale * rcp(gs)), or 0 for amax = 0; ftz, where rcp is rcp.approx.ftz.f32."""
+    """Return rcp(scale * rcp(gs)), or 0 for amax = 0; ftz."""
     factor = reciprocal_approx_ftz(multiply_ftz(decode_scale(codes), reciprocal_approx_ftz(tensor.encode)))
     return np.where(_is_zero(amax), ZERO, factor)
 
@@ -220,7 +225,7 @@ def code_e8m0_te_reference(amax: np.ndarray, tensor: TensorScale, recipe: Recipe
 
 
 def code_e8m0_flashinfer_fp4(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
-    """Return the code of amax * rcp(max), rounded up to a power of two; ftz, where rcp is rcp.approx.ftz.f32."""
+    """Return the code of amax * rcp(max), rounded up to a power of two; ftz."""
     return encode_e8m0(multiply_ftz(amax, reciprocal_approx_ftz(recipe.element.max)), "rp")
 
 

@@ -37,10 +37,7 @@ code_vllm_cuda = code_vllm
 def factor_vllm_cuda(
     codes: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype
 ) -> np.ndarray:
-    """Return gs * rcp(scale), or 0 under a scale of 0, where rcp is rcp.approx.ftz.f32.
-
-    Source: vLLM _nvfp4_quant_dequant_kernel (Triton).
-    """
+    """Return gs * rcp(scale), or 0 under a scale of 0. Source: vLLM _nvfp4_quant_dequant_kernel (Triton)."""
     scale = decode_scale(codes)
     return np.where(scale == 0, ZERO, tensor.encode * reciprocal_approx_ftz(scale))
 

@@ -1,6 +1,6 @@
-"""4over6: each block takes the better of two scales, which put its amax at code value 6 or at 4.
+"""4over6: each block takes the better of two scales. One puts its amax at the E2M1 value 6, the other at 4.
 
-Sources: TE, section a.8; FlashInfer, section a4.
+Sources: Transformer Engine; FlashInfer.
 """
 
 from __future__ import annotations

@@ -81,7 +81,7 @@ def fake_quantize(
     pass_through: bool = True,
     amax: Any = None,
 ) -> Tensor:
-    """Return x with the error of quantization. Differentiable.
+    """Return x with the error of quantization. The function is differentiable.
 
         forward: dequantize(quantize(x))
         backward: grad if pass_through, otherwise grad where |x| <= amax, and 0 elsewhere
@@ -145,7 +145,7 @@ def fake_quantize_grouped(
     pass_through: bool = True,
     amax: Any = None,
 ) -> list[Tensor]:
-    """Return fake_quantize of each tensor of a group. Differentiable, and a single launch on a GPU.
+    """Return fake_quantize of each tensor of a group. It is differentiable, and a single launch on a GPU.
 
     Args:
         xs: a sequence of tensors of any shapes and dtypes, such as the weights of experts; or one stacked tensor,
@@ -218,7 +218,7 @@ def quantize(
     hadamard: bool | str = False,
     block_amax: Any = None,
 ) -> Quantized:
-    """Quantize a tensor to codes and scales, as fp4kit.quantize does. Traceable, but not differentiable.
+    """Quantize a tensor to codes and scales, as fp4kit.quantize does. It is traceable, but not differentiable.
 
     Args:
         x: float32, float16 or bfloat16 tensor, on the CPU or a CUDA device. It may require grad.
@@ -262,7 +262,7 @@ def quantize(
 
 
 def dequantize(q: Quantized, dtype: torch.dtype | None = None) -> Tensor:
-    """Return the values of a Quantized as a tensor, as fp4kit.dequantize does. Traceable, but not differentiable.
+    """Return the values of a Quantized as a tensor, as fp4kit.dequantize does. It is traceable, not differentiable.
 
     Args:
         q: a Quantized of tensors.
