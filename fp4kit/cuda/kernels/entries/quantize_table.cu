@@ -98,12 +98,12 @@ struct Team {
   // again after the next barrier but one.
   template <class Operation, int kHalf>
   FP4KIT_DEVICE_MEMBER u32 reduce(u32 value) const {
-    value = Operation::of(value, __shfl_xor_sync(0xFFFFFFFFu, value, 8));
-    value = Operation::of(value, __shfl_xor_sync(0xFFFFFFFFu, value, 16));
+    value = Operation::combine(value, __shfl_xor_sync(0xFFFFFFFFu, value, 8));
+    value = Operation::combine(value, __shfl_xor_sync(0xFFFFFFFFu, value, 16));
     if (lane() < kBlocks) parts[32 * kHalf + block() * 4 + warp()] = value;
     sync();
     const Chunk chunk = reinterpret_cast<const Chunk*>(parts + 32 * kHalf)[block()];
-    return Operation::of(Operation::of(chunk.w[0], chunk.w[1]), Operation::of(chunk.w[2], chunk.w[3]));
+    return Operation::combine(Operation::combine(chunk.w[0], chunk.w[1]), Operation::combine(chunk.w[2], chunk.w[3]));
   }
 
   // Return the sum over all rows of a block as a tree: row i and i + 8, then + 4, + 2, + 1.
@@ -127,11 +127,11 @@ struct Team {
 
 // The larger of two bit patterns.
 struct LargestBits {
-  FP4KIT_DEVICE u32 of(u32 a, u32 b) { return maximum(a, b); }
+  FP4KIT_DEVICE u32 combine(u32 a, u32 b) { return maximum(a, b); }
 };
 // The sum of two integers modulo 2^32.
 struct IntegerSum {
-  FP4KIT_DEVICE u32 of(u32 a, u32 b) { return a + b; }
+  FP4KIT_DEVICE u32 combine(u32 a, u32 b) { return a + b; }
 };
 
 // Quantize square blocks by the exact path.

@@ -32,7 +32,7 @@ template <bool kWeighted>
 FP4KIT_DEVICE u32 search_fully(const UnprovenBlock<kWeighted>& unproven_block, const Candidates& shared) {
   BestCode best = {float_of(kInfinityBits), unproven_block.range.low};
   for (u32 code = unproven_block.range.low + threadIdx.x % 32u; code <= unproven_block.range.high; code += 32u) {
-    const Candidate c = shared.of[code];
+    const Candidate c = shared.by_code[code];
     const float loss = loss_of<true>(unproven_block.block, c, division_scaling(c.scale));
     if (loss < best.loss) best = {loss, code};
   }

@@ -27,11 +27,13 @@ struct Values {
   Factor factor;
   typename R::DecodeRule::Scale scale;
 
-  FP4KIT_DEVICE Values under(float amax) {
+  FP4KIT_DEVICE Values with_amax(float amax) {
     const TensorScale t = R::TensorRule::template scale<R, Float32>(amax);
     return {factor_of_code<R, Float32>(0u, t), R::DecodeRule::template scale<R>(0u, t)};
   }
-  FP4KIT_DEVICE_MEMBER float of(float x) const { return exact_value<R>(exact_code<R, Float32>(x, factor, 0u), scale); }
+  FP4KIT_DEVICE_MEMBER float value_of(float x) const {
+    return exact_value<R>(exact_code<R, Float32>(x, factor, 0u), scale);
+  }
 };
 
 // The same values by the recipe's own fake quantizer.
@@ -39,8 +41,8 @@ template <class R>
 struct Values<R, true> {
   FakeScale scale;
 
-  FP4KIT_DEVICE Values under(float amax) { return {R::FakeRule::template scale<R, Float32>(1.0f, amax)}; }
-  FP4KIT_DEVICE_MEMBER float of(float x) const { return R::FakeRule::template value<R, Float32>(x, scale); }
+  FP4KIT_DEVICE Values with_amax(float amax) { return {R::FakeRule::template scale<R, Float32>(1.0f, amax)}; }
+  FP4KIT_DEVICE_MEMBER float value_of(float x) const { return R::FakeRule::template value<R, Float32>(x, scale); }
 };
 
 // Return the loss of two parts together: their sum, or the larger one, which is NaN if one is.
@@ -66,12 +68,13 @@ FP4KIT_DEVICE void put_row_losses(const SearchAmaxesArguments& a) {
   for (i64 i = first_item(whole_grid()); i < a.rows * a.count; i += item_stride(whole_grid())) {
     const i64 row = i / a.count, multiple = a.first + i % a.count;
     const auto* x = static_cast<const typename In::Bits*>(a.x) + row * a.columns;
-    const auto values = Values<R, kOwn>::under(amax_at(a.tensor_amax, row / a.rows_of_amax) * a.multiples[multiple]);
+    const auto values =
+        Values<R, kOwn>::with_amax(amax_at(a.tensor_amax, row / a.rows_of_amax) * a.multiples[multiple]);
     double total = 0.0;
     for (i64 j = 0; j < a.columns; ++j) {
       const float element = In::widen(x[j]);
-      const double left = static_cast<double>(element) - static_cast<double>(values.of(element));
-      const double loss = loss_of_element<kObjective, kWeighted>(left, a.weights + j, a.power);
+      const double residual = static_cast<double>(element) - static_cast<double>(values.value_of(element));
+      const double loss = loss_of_element<kObjective, kWeighted>(residual, a.weights + j, a.power);
       total = j == 0 ? loss : combined_loss<kObjective>(total, loss);
     }
     a.losses[i] = total;
@@ -83,7 +86,7 @@ struct Least {
   double loss;
   i64 multiple;
   // Keep the better of two; of equal losses, the first multiple.
-  FP4KIT_DEVICE_MEMBER void meet(Least other) {
+  FP4KIT_DEVICE_MEMBER void keep_better(Least other) {
     if (other.loss < loss || (other.loss == loss && other.multiple < multiple)) *this = other;
   }
 };
@@ -107,7 +110,7 @@ FP4KIT_DEVICE void put_least(const SearchAmaxesArguments& a) {
     all[threadIdx.x] = least;
     __syncwarp();
     if (lane == 0u) {
-      for (u32 i = 1u; i < 32u; ++i) least.meet(all[threadIdx.x + i]);
+      for (u32 i = 1u; i < 32u; ++i) least.keep_better(all[threadIdx.x + i]);
       if (least.multiple >= 0 || a.first == 0)
         a.out[amax] = amax_at(a.tensor_amax, amax) * a.multiples[least.multiple < 0 ? 0 : least.multiple];
       a.least[amax] = least.loss;

@@ -14,8 +14,8 @@ FP4KIT_DEVICE void search_hessian(const SearchArguments& a) {
   if (threadIdx.x == 0) positive = 0u;
   make_candidates<R>(shared, amax_of_tensor);
   for (u32 code = 1u + threadIdx.x; code <= kLastCandidate; code += kThreads)
-    shared.of[code] = stored_candidate_of<R>(code, amax_of_tensor);
-  h.of[threadIdx.x / kSearchBlockSize][threadIdx.x % kSearchBlockSize] =
+    shared.by_code[code] = stored_candidate_of<R>(code, amax_of_tensor);
+  h.values[threadIdx.x / kSearchBlockSize][threadIdx.x % kSearchBlockSize] =
       a.column_weights[column * kThreads + threadIdx.x];
   __syncthreads();
   if (threadIdx.x < 32u && is_positive(h, static_cast<float>(threadIdx.x) * 0x1p-5f)) atomicMax(&positive, threadIdx.x);

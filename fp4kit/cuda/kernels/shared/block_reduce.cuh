@@ -22,11 +22,11 @@ struct TileMemory<R, true> {
 
 // The larger of two magnitudes, NaN above all.
 struct LargerOf {
-  FP4KIT_DEVICE float of(float a, float b) { return float_of(maximum(bits_of(a), bits_of(b))); }
+  FP4KIT_DEVICE float combine(float a, float b) { return float_of(maximum(bits_of(a), bits_of(b))); }
 };
 // The sum of two floats.
 struct SumOf {
-  FP4KIT_DEVICE float of(float a, float b) { return a + b; }
+  FP4KIT_DEVICE float combine(float a, float b) { return a + b; }
 };
 
 // Combine each value over all rows of a block, in any order, and return the results to all threads of the thread block.
@@ -40,7 +40,7 @@ FP4KIT_DEVICE void reduce_rows(TileMemory<R>& tile, float (&values)[kCount], int
   for (int k = 0; k < kCount; ++k) {
 #pragma unroll
     for (int distance = kColumns; distance < 32; distance *= 2)
-      values[k] = Operation::of(values[k], float_of(__shfl_xor_sync(0xFFFFFFFFu, bits_of(values[k]), distance)));
+      values[k] = Operation::combine(values[k], float_of(__shfl_xor_sync(0xFFFFFFFFu, bits_of(values[k]), distance)));
     if (lane < kColumns) tile.parts[kPart + k][warp][column] = values[k];
   }
   __syncthreads();
@@ -49,7 +49,7 @@ FP4KIT_DEVICE void reduce_rows(TileMemory<R>& tile, float (&values)[kCount], int
     values[k] = tile.parts[kPart + k][first][column];
 #pragma unroll
     for (int w = kWarps; w < kTileWarps; w += kWarps)
-      values[k] = Operation::of(values[k], tile.parts[kPart + k][first + w][column]);
+      values[k] = Operation::combine(values[k], tile.parts[kPart + k][first + w][column]);
   }
 }
 

@@ -38,7 +38,7 @@ struct SearchArguments {
 
 // What the threads of a thread block share: the candidates by code, and the numbers to find a block's first code.
 struct Candidates {
-  Candidate of[128];
+  Candidate by_code[128];
   float amaxes[128];
   float per_amax;           // codes of values above amax times this have scales above amax / 7
   float per_ordinary_amax;  // the same if the bounds hold, else NaN
@@ -49,7 +49,7 @@ struct Candidates {
 template <class R>
 FP4KIT_DEVICE void make_candidates(Candidates& shared, float amax) {
   for (u32 code = 1u + threadIdx.x; code <= kLastCandidate; code += blockDim.x) {
-    shared.of[code] = candidate_of<R>(code, amax);
+    shared.by_code[code] = candidate_of<R>(code, amax);
     shared.amaxes[code] = candidate_amax<R>(code, amax);
   }
   if (threadIdx.x == 0) {
@@ -93,15 +93,15 @@ FP4KIT_DEVICE bool search_from_first(const SearchBlock<kWeighted>& block, float 
   float second = float_of(kInfinityBits);
 #pragma unroll 1
   for (u32 code = first; code < end; ++code) {
-    const float loss = loss_of<false>(block, shared.of[code], 1.0f);
+    const float loss = loss_of<false>(block, shared.by_code[code], 1.0f);
     second = fminf(second, fmaxf(loss, best.loss));
     if (loss < best.loss) best = {loss, code};
   }
-  if (!keeps_squares(block, amax, shared.of[minimum(first, kLastCandidate)].scale)) return false;
+  if (!keeps_squares(block, amax, shared.by_code[minimum(first, kLastCandidate)].scale)) return false;
   const BestCode above = best;
 #pragma unroll 1
   for (u32 code = minimum(first, range.high + 1u) - 1u; code >= range.low; --code) {
-    const Candidate c = shared.of[code];
+    const Candidate c = shared.by_code[code];
     if (clipped_loss_of(block, amax, c.scale) > best.loss) break;
     const float loss = loss_of<true>(block, c, 1.0f);
     if (loss <= best.loss) best = {loss, code};
@@ -110,6 +110,6 @@ FP4KIT_DEVICE bool search_from_first(const SearchBlock<kWeighted>& block, float 
   if (kLossMargin * second < best.loss) return false;
   const u32 doubled = best.code + minimum(best.code, 8u);
   if (doubled < end || doubled > range.high) return true;
-  return kLossMargin * loss_of<false>(block, shared.of[doubled], 1.0f) >= best.loss ||
-         !is_near_tie(block, shared.of[best.code]);
+  return kLossMargin * loss_of<false>(block, shared.by_code[doubled], 1.0f) >= best.loss ||
+         !is_near_tie(block, shared.by_code[best.code]);
 }

@@ -2,12 +2,12 @@
 // of candidates.
 //
 // A set of candidates is a struct with
-//   kLanes            the threads that share a block, which take candidates in turn
-//   make(a, shared)   the set, with what all blocks share; called by all threads of a thread block
-//   begin(amax)       sets first and last, the candidates of a block, from its own amax
-//   tries(i, trial)   whether i is a candidate; `trial` receives what elements are encoded with
-//   left(x, trial)    the residual of an element; only a Hessian uses its sign
-//   amax_of(best)     the amax of the best candidate, or of a block without a loss below infinity
+//   kLanes                 the threads that share a block, which take candidates in turn
+//   make(a, shared)        the set, with what all blocks share; called by all threads of a thread block
+//   begin(amax)            sets first and last, the candidates of a block, from its own amax
+//   tries(i, trial)        whether i is a candidate; `trial` receives what elements are encoded with
+//   residual_of(x, trial)  the residual of an element; only a Hessian uses its sign
+//   amax_of(best)          the amax of the best candidate, or of a block without a loss below infinity
 #pragma once
 
 #include "exact_path.cuh"
@@ -23,7 +23,7 @@ struct Found {
   float loss;
   i32 candidate;
   // Keep the better of two; of equal losses, the first candidate.
-  FP4KIT_DEVICE_MEMBER void meet(Found other) {
+  FP4KIT_DEVICE_MEMBER void keep_better(Found other) {
     if (other.loss < loss || (other.loss == loss && other.candidate < candidate)) *this = other;
   }
 };
@@ -51,7 +51,7 @@ struct ScaleCodes {
     make_candidates<R>(shared, amax);
     if constexpr (kStored) {  // losses by a Hessian use scales as they are stored
       for (u32 code = 1u + threadIdx.x; code <= kLastCandidate; code += kThreads)
-        shared.of[code] = stored_candidate_of<R>(code, amax);
+        shared.by_code[code] = stored_candidate_of<R>(code, amax);
       __syncthreads();
     }
     return {a, shared, amax, 0, 0};
@@ -62,12 +62,12 @@ struct ScaleCodes {
     last = static_cast<i32>(range.high);
   }
   FP4KIT_DEVICE_MEMBER bool tries(i32 i, Trial& trial) const {
-    trial = shared.of[i];
+    trial = shared.by_code[i];
     return true;
   }
-  FP4KIT_DEVICE_MEMBER float left(float x, const Trial& trial) const {
-    const float left = residual<true>(magnitude_of(x), trial, division_scaling(trial.scale));
-    return x >= 0.0f ? left : -left;
+  FP4KIT_DEVICE_MEMBER float residual_of(float x, const Trial& trial) const {
+    const float error = residual<true>(magnitude_of(x), trial, division_scaling(trial.scale));
+    return x >= 0.0f ? error : -error;
   }
   FP4KIT_DEVICE_MEMBER float amax_of(Found best) const {
     return candidate_amax<R>(static_cast<u32>(best.candidate), of_tensor);
@@ -111,7 +111,7 @@ struct ScalePowers {
     trial.scale = R::DecodeRule::template scale<R>(found, unit_scale);
     return static_cast<i32>(found) == code + j;
   }
-  FP4KIT_DEVICE_MEMBER float left(float x, const Trial& trial) const {
+  FP4KIT_DEVICE_MEMBER float residual_of(float x, const Trial& trial) const {
     return exact_value<R>(exact_code<R, In>(x, trial.factor, 0u), trial.scale) - x;
   }
   FP4KIT_DEVICE_MEMBER float amax_of(Found best) const {
@@ -124,7 +124,7 @@ template <class Set, bool kWeighted>
 FP4KIT_DEVICE void run_residuals(const Set& set, const typename Set::Trial& trial, const SearchBlock<kWeighted>& run,
                                  float (&d)[kSearchBlockSize]) {
 #pragma unroll
-  for (int i = 0; i < kSearchBlockSize; ++i) d[i] = set.left(run.a[i], trial);
+  for (int i = 0; i < kSearchBlockSize; ++i) d[i] = set.residual_of(run.a[i], trial);
 }
 
 // Raise sixteen residuals to the power of the loss. The loop is not unrolled, because the code of a power is long.
@@ -158,9 +158,9 @@ FP4KIT_DEVICE float loss_of_row(const FullSearchArguments& a, const Set& set, co
     }
   }
 #pragma unroll
-  for (int left = kFours, half = (left + 1) / 2; left > 1; left = half, half = (left + 1) / 2) {
+  for (int count = kFours, half = (count + 1) / 2; count > 1; count = half, half = (count + 1) / 2) {
 #pragma unroll
-    for (int i = 0; i < left - half; ++i) sums[i] = combined_loss<kObjective>(sums[i], sums[i + half]);
+    for (int i = 0; i < count - half; ++i) sums[i] = combined_loss<kObjective>(sums[i], sums[i + half]);
   }
   return sums[0];
 }
@@ -211,7 +211,8 @@ FP4KIT_DEVICE Found search_all_candidates(const FullSearchArguments& a, Set& set
 #pragma unroll
   for (int distance = Set::kLanes / 2; distance > 0; distance /= 2) {
     const float loss = float_of(__shfl_xor_sync(0xFFFFFFFFu, bits_of(best.loss), distance));
-    best.meet({loss, static_cast<i32>(__shfl_xor_sync(0xFFFFFFFFu, static_cast<u32>(best.candidate), distance))});
+    best.keep_better(
+        {loss, static_cast<i32>(__shfl_xor_sync(0xFFFFFFFFu, static_cast<u32>(best.candidate), distance))});
   }
   return best;
 }

@@ -16,7 +16,7 @@
 
 // The Hessian of 16 columns.
 struct Hessian {
-  alignas(16) float of[kSearchBlockSize][kSearchBlockSize];
+  alignas(16) float values[kSearchBlockSize][kSearchBlockSize];
 };
 
 // Return the Candidate of a code whose scale was rounded to E4M3 under the tensor's scale.
@@ -33,11 +33,12 @@ FP4KIT_DEVICE Candidate stored_candidate_of(u32 code, float amax) {
 FP4KIT_DEVICE bool is_positive(const Hessian& h, float mu) {
   float a[kSearchBlockSize][kSearchBlockSize];
   for (int i = 0; i < kSearchBlockSize; ++i)
-    for (int j = 0; j <= i; ++j) a[i][j] = i == j ? (1.0f - mu) * h.of[i][i] : 0.5f * (h.of[i][j] + h.of[j][i]);
+    for (int j = 0; j <= i; ++j)
+      a[i][j] = i == j ? (1.0f - mu) * h.values[i][i] : 0.5f * (h.values[i][j] + h.values[j][i]);
   for (int k = 0; k < kSearchBlockSize; ++k) {
     const float pivot = a[k][k];
-    const bool is_none = h.of[k][k] == 0.0f;
-    if (!is_none && !(pivot > 0x1p-10f * h.of[k][k] && pivot < 0x1p100f)) return false;
+    const bool is_none = h.values[k][k] == 0.0f;
+    if (!is_none && !(pivot > 0x1p-10f * h.values[k][k] && pivot < 0x1p100f)) return false;
     for (int i = k + 1; i < kSearchBlockSize; ++i) {
       if (is_none && a[i][k] != 0.0f) return false;
       const float part = is_none ? 0.0f : a[i][k] / pivot;
@@ -49,9 +50,9 @@ FP4KIT_DEVICE bool is_positive(const Hessian& h, float mu) {
 
 // Return whether no square that decides underflows or overflows, for diagonals far from 1 and the scales of all codes.
 FP4KIT_DEVICE bool keeps_squares(const Hessian& h, const Candidates& shared) {
-  const float low = shared.of[1].scale, high = 7.0f * shared.of[kLastCandidate].scale;
+  const float low = shared.by_code[1].scale, high = 7.0f * shared.by_code[kLastCandidate].scale;
   for (int i = 0; i < kSearchBlockSize; ++i) {
-    const float weight = h.of[i][i];
+    const float weight = h.values[i][i];
     if (weight != 0.0f &&
         !(weight * low >= 0x1p-100f && weight * low * low >= 0x1p-100f && weight * high * high <= 0x1p100f))
       return false;
@@ -65,8 +66,8 @@ FP4KIT_DEVICE void row_residuals(const float (&x)[kSearchBlockSize], Candidate c
                                  float (&d)[kSearchBlockSize]) {
 #pragma unroll
   for (int i = 0; i < kSearchBlockSize; ++i) {
-    const float left = residual<kAny>(magnitude_of(x[i]), c, scaling);
-    d[i] = x[i] >= 0.0f ? left : -left;
+    const float error = residual<kAny>(magnitude_of(x[i]), c, scaling);
+    d[i] = x[i] >= 0.0f ? error : -error;
   }
 }
 
@@ -77,7 +78,7 @@ FP4KIT_DEVICE float quadratic_loss(const float (&d)[kSearchBlockSize], const Hes
 #pragma unroll
   for (int i = 0; i < kSearchBlockSize; ++i) {
 #pragma unroll
-    for (int j = 0; j < kSearchBlockSize; ++j) sums[j] = fma_rn(d[i], h.of[i][j], sums[j]);
+    for (int j = 0; j < kSearchBlockSize; ++j) sums[j] = fma_rn(d[i], h.values[i][j], sums[j]);
   }
 #pragma unroll
   for (int j = 0; j < kSearchBlockSize; j += 2) sums[j / 2] = fma_rn(d[j], sums[j], d[j + 1] * sums[j + 1]);
@@ -93,7 +94,7 @@ FP4KIT_DEVICE float quadratic_loss(const float (&d)[kSearchBlockSize], const Hes
 FP4KIT_DEVICE float diagonal_loss(const float (&d)[kSearchBlockSize], const Hessian& h) {
   float sum = 0.0f;
 #pragma unroll
-  for (int i = 0; i < kSearchBlockSize; ++i) sum = fma_rn(d[i] * d[i], h.of[i][i], sum);
+  for (int i = 0; i < kSearchBlockSize; ++i) sum = fma_rn(d[i] * d[i], h.values[i][i], sum);
   return sum;
 }
 
@@ -106,7 +107,7 @@ FP4KIT_DEVICE BestCode search_by_hessian(const float (&x)[kSearchBlockSize], flo
   if (!(margin > 0.0f)) {
 #pragma unroll 1
     for (u32 code = range.low; code <= range.high; ++code) {
-      const Candidate c = shared.of[code];
+      const Candidate c = shared.by_code[code];
       row_residuals<true>(x, c, division_scaling(c.scale), d);
       const float loss = quadratic_loss(d, h);
       if (loss < best.loss) best = {loss, code};
@@ -117,7 +118,7 @@ FP4KIT_DEVICE BestCode search_by_hessian(const float (&x)[kSearchBlockSize], flo
   u32 lost = 0u;  // how many codes in a row have lost
 #pragma unroll 1
   for (u32 code = first; code <= range.high && (lost < 8u || code < 16u); ++code) {
-    row_residuals<false>(x, shared.of[code], 1.0f, d);
+    row_residuals<false>(x, shared.by_code[code], 1.0f, d);
     const bool loses = margin * diagonal_loss(d, h) > best.loss;
     lost = loses ? lost + 1u : 0u;
     if (loses) continue;
@@ -127,10 +128,11 @@ FP4KIT_DEVICE BestCode search_by_hessian(const float (&x)[kSearchBlockSize], flo
   float largest = 0.0f;  // the smallest weight of an element whose magnitude is the amax
 #pragma unroll
   for (int i = 0; i < kSearchBlockSize; ++i)
-    largest = magnitude_of(x[i]) == amax ? (largest == 0.0f ? h.of[i][i] : fminf(largest, h.of[i][i])) : largest;
+    largest =
+        magnitude_of(x[i]) == amax ? (largest == 0.0f ? h.values[i][i] : fminf(largest, h.values[i][i])) : largest;
 #pragma unroll 1
   for (u32 code = first - 1u; code >= range.low; --code) {
-    const Candidate c = shared.of[code];
+    const Candidate c = shared.by_code[code];
     const float largest_residual = fma_rn(-6.0f, c.scale, amax);
     if (largest_residual > 0.0f && margin * largest * largest_residual * largest_residual > best.loss) break;
     row_residuals<true>(x, c, 1.0f, d);

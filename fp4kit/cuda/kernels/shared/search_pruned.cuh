@@ -74,10 +74,10 @@ FP4KIT_DEVICE u32 normal_first(float amax, CandidateRange range, const Candidate
 FP4KIT_DEVICE Screened screen(const SearchBlock<false>& block, float amax, CandidateRange range, u32 first, i32 unsure,
                               const Candidates& shared, const LossBounds& bounds) {
   const u32 end = minimum(first + 8u, range.high + 1u);
-  const float reciprocal = shared.of[first].reciprocal;
+  const float reciprocal = shared.by_code[first].reciprocal;
   const EightBounds sums = bounds_of(block, first, end - first, reciprocal, bounds);
   const u32 likely = index_of_smallest(sums);
-  const float loss = loss_of<false>(block, shared.of[first + likely], 1.0f);
+  const float loss = loss_of<false>(block, shared.by_code[first + likely], 1.0f);
   const u32 above = codes_within(sums, loss * reciprocal * reciprocal) & ~(0x1000000u << likely);
   const float threshold = amax - sqrt_approx(loss);  // 6 scales of a code that may win are not less
   const i32 low = maximum(normal_code_at_least(threshold * (shared.per_amax * (7.0f / 6.0f - 0x1p-11f))),
@@ -116,7 +116,7 @@ FP4KIT_DEVICE void try_open_codes(const SearchBlock<false>& block, Screened& s, 
 #pragma unroll
     for (int j = 0; j < kSearchBlockSize; ++j)
       other.a[j] = float_of(__shfl_sync(0xFFFFFFFFu, bits_of(block.a[j]), job % 32u));
-    const u32 rank = rank_of(loss_of<true>(other, shared.of[code], 1.0f), code);
+    const u32 rank = rank_of(loss_of<true>(other, shared.by_code[code], 1.0f), code);
     if (start + lane < total) {
       OpenCodes::Least& least = open_codes.least[job % 32u];
       atomicMin(&least.second, maximum(atomicMin(&least.rank, rank), rank));
@@ -132,7 +132,7 @@ FP4KIT_DEVICE bool is_proven(const SearchBlock<false>& block, const Screened& s,
   const bool is_alone = static_cast<i32>(s.least.second - s.least.rank) >= kMinRankGap;
   const u32 best = s.best(), doubled = best + 8u;
   if (!is_alone | doubled<s.end | doubled> range.high) return is_alone;
-  if (has_own_value(block, shared.of[best])) return true;
-  return kLossMargin * loss_of<false>(block, shared.of[doubled], 1.0f) >= float_of(s.least.rank | 15u) ||
-         !is_near_tie(block, shared.of[best]);
+  if (has_own_value(block, shared.by_code[best])) return true;
+  return kLossMargin * loss_of<false>(block, shared.by_code[doubled], 1.0f) >= float_of(s.least.rank | 15u) ||
+         !is_near_tie(block, shared.by_code[best]);
 }
