@@ -1,4 +1,6 @@
-"""The C++ text that instantiates one kernel: the recipe's structs, the types, and the kernel's own file."""
+"""Write the C++ text that instantiates one kernel: the recipe's structs, types and constants, then the kernel's
+file.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +10,15 @@ PRELUDE = '#include "block.cuh"\n#include "fake.cuh"\n#include "scale_layout.cuh
 
 
 def instantiation(file: str, struct: str = "", **names: str | bool) -> str:
-    """Source of one instantiation of file.cu; names are types (`Input="Bfloat16"`) and constants (`kAligned=True`)."""
+    """Return the C++ source that instantiates file.cu once.
+
+    struct: the text of recipe_struct. names: types (`Input="Bfloat16"`) and constants (`kAligned=True`) to define.
+    """
     return "\n".join([PRELUDE + struct, *_definitions(names), f'#include "{file}.cu"', ""])
 
 
 def _definitions(names: Mapping[str, str | bool]) -> list[str]:
+    """Return one C++ definition per name."""
     lines = []
     for name, value in names.items():
         if isinstance(value, bool):

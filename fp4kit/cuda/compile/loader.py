@@ -1,8 +1,9 @@
-"""The only place that compiles and loads kernels: one instantiation at a time, cached in memory and on disk.
+"""Compile and load kernels, one instantiation at a time, cached in memory and on disk. No other module does.
 
-A cubin's key covers the source with every header it includes, the options, the architecture and the version of NVRTC.
-Subnormals are kept and products are rounded before they are added (-ftz=false, -fmad=false): CuPy's own RawKernel
-appends -ftz=true, so CuPy only loads the finished cubin.
+The cache key of a cubin covers the source, every header that it includes, the options, the architecture and the version
+of NVRTC.
+Subnormals are kept, and products are rounded before they are added (-ftz=false, -fmad=false). CuPy's RawKernel would
+append -ftz=true, so CuPy only loads the finished cubin.
 """
 
 from __future__ import annotations
@@ -25,13 +26,13 @@ _INCLUDE = re.compile(r'^#include "([^"]+)"', re.MULTILINE)
 
 @cache
 def files(sources: Path) -> dict[str, Path]:
-    """The CUDA C++ files of a tree by their names, which are unique: includes name no folder."""
+    """Return the CUDA C++ files of a tree by file name. Names are unique, because includes name no folder."""
     return {path.name: path for path in sorted(sources.rglob("*.cu*"))}
 
 
 @cache
 def include_closure(names: tuple[str, ...]) -> dict[str, str]:
-    """Text of every kernel source that the named ones include, directly or not, themselves too."""
+    """Return the text of the named kernel sources and of every file that they include, directly or not, by name."""
     found: dict[str, str] = {}
     pending = list(names)
     while pending:
@@ -43,23 +44,30 @@ def include_closure(names: tuple[str, ...]) -> dict[str, str]:
 
 
 def architecture(capability: str) -> str:
-    """-arch of a compute capability such as "90": Blackwell's own instructions need the letter a."""
+    """Return NVRTC's -arch for a compute capability such as "90". From 100 on it ends in "a", which Blackwell's
+    FP4 instructions need.
+    """
     return f"sm_{capability}a" if int(capability) >= 100 else f"sm_{capability}"
 
 
 def compiler_version() -> tuple[int, int]:
-    """Major and minor version of NVRTC. Raises RuntimeError with what to install."""
+    """Return the major and minor version of NVRTC. Raises RuntimeError if it is missing."""
     return nvrtc.version()
 
 
 def compile_source(source: str, arch: str, name: str = "fp4kit.cu") -> tuple[bytes, str]:
-    """Cubin and log of an instantiation (see stub.instantiation) for an architecture such as "sm_90". Needs no GPU."""
+    """Return the cubin and the compiler's log of an instantiation, for an architecture such as "sm_90". Needs no GPU.
+
+    source: the text of instantiate.instantiation.
+    """
     headers = include_closure(tuple(_INCLUDE.findall(source)))
     return nvrtc.compile_cubin(source, headers, (*OPTIONS, f"-arch={arch}"), name)
 
 
 def cache_folder() -> Path:
-    """Folder of cached cubins: ~/.cache/fp4kit/cuda, or one in the temporary directory where that cannot be written."""
+    """Return the folder of cached cubins: ~/.cache/fp4kit/cuda, or one in the temporary directory if that is not
+    writable. Raises RuntimeError if neither is.
+    """
     for root in (Path.home() / ".cache", Path(tempfile.gettempdir()) / f"fp4kit-{os.getuid()}"):
         folder = root / "fp4kit" / "cuda"
         try:
@@ -68,17 +76,23 @@ def cache_folder() -> Path:
             continue
         if os.access(folder, os.W_OK) and folder.stat().st_uid == os.getuid():
             return folder
-    raise RuntimeError("fp4kit.cuda: no folder for compiled kernels can be written (~/.cache, temporary directory)")
+    raise RuntimeError(
+        "fp4kit.cuda: neither ~/.cache nor the temporary directory is writable; compiled kernels need one of them"
+    )
 
 
 def _key(source: str, arch: str) -> str:
+    """Return the cache key of an instantiation."""
     closure = include_closure(tuple(_INCLUDE.findall(source)))
     parts = [source, *(text for pair in closure.items() for text in pair), *OPTIONS, arch, str(nvrtc.version())]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
 
 
 def cubin_path(source: str, arch: str, rebuild: bool = False) -> Path:
-    """Path of the cubin of an instantiation, compiled now if the cache has none; written beside and renamed."""
+    """Return the path of an instantiation's cubin. If the cache has none, or with `rebuild`, compile it.
+
+    The cubin is written under another name and renamed, so that no process reads a part of it.
+    """
     path = cache_folder() / f"{_key(source, arch)}.cubin"
     if rebuild or not path.exists():
         cubin, _ = compile_source(source, arch)
@@ -91,8 +105,8 @@ def cubin_path(source: str, arch: str, rebuild: bool = False) -> Path:
 
 @cache
 def function(source: str, kernel: str, device: int) -> Any:
-    """CuPy function of a kernel of an instantiation, loaded on a device. A cache entry that does not load is built
-    again.
+    """Return the CuPy function of one kernel of an instantiation, loaded on a device. If its cached cubin does not
+    load, the cubin is compiled again.
     """
     module = imports.cupy()
     with module.cuda.Device(device) as current:

@@ -1,4 +1,4 @@
-"""NVRTC, NVIDIA's run-time compiler, through ctypes: source text in, cubin out. Needs no GPU."""
+"""Call NVRTC, NVIDIA's run-time compiler, through ctypes: source text in, cubin out. Needs no GPU."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class CompileError(RuntimeError):
 
 
 def _candidates() -> Iterator[str]:
-    """Paths of NVRTC: that of the wheels beside this Python first, newest first, then what the linker finds."""
+    """Yield paths of NVRTC: first those of wheels beside this Python, newest first, then names for the linker."""
     for folder in sys.path:
         root = Path(folder) / "nvidia"
         for pattern in ("cu13/lib/libnvrtc.so.13*", "cuda_nvrtc/lib/libnvrtc.so.12*"):
@@ -29,7 +29,7 @@ def _candidates() -> Iterator[str]:
 
 @cache
 def library() -> ctypes.CDLL:
-    """The NVRTC library. Raises RuntimeError with what to install."""
+    """Return the NVRTC library. Raises RuntimeError, which says what to install, if there is none."""
     for path in _candidates():
         try:
             if Path(path).is_absolute():
@@ -43,22 +43,24 @@ def library() -> ctypes.CDLL:
 
 @cache
 def version() -> tuple[int, int]:
-    """Major and minor version."""
+    """Return NVRTC's major and minor version."""
     major, minor = ctypes.c_int(), ctypes.c_int()
     _check(library().nvrtcVersion(ctypes.byref(major), ctypes.byref(minor)), "nvrtcVersion")
     return major.value, minor.value
 
 
 def _check(status: int, call: str) -> None:
+    """Raise CompileError if an NVRTC call failed."""
     if status:
         library().nvrtcGetErrorString.restype = ctypes.c_char_p
         raise CompileError(f"fp4kit.cuda: {call} failed: {library().nvrtcGetErrorString(status).decode()}")
 
 
 def compile_cubin(source: str, headers: Mapping[str, str], options: tuple[str, ...], name: str) -> tuple[bytes, str]:
-    """Compile source, with headers by name, to a cubin; returns it and the log.
+    """Compile a source to a cubin, and return the cubin and the compiler's log.
 
-    Raises CompileError with the log if it does not compile; RuntimeError if there is no NVRTC.
+    headers: the text of every file that may be included, by name. name: the file name in messages.
+    Raises CompileError, with the log, if the source does not compile; RuntimeError if NVRTC is missing.
     """
     nvrtc = library()
     program = ctypes.c_void_p()
@@ -78,6 +80,7 @@ def compile_cubin(source: str, headers: Mapping[str, str], options: tuple[str, .
 
 
 def _text(program: ctypes.c_void_p, what: str) -> bytes:
+    """Return one output of a compiled program: "CUBIN" or "ProgramLog"."""
     size = ctypes.c_size_t()
     _check(getattr(library(), f"nvrtcGet{what}Size")(program, ctypes.byref(size)), f"nvrtcGet{what}Size")
     buffer = ctypes.create_string_buffer(size.value)

@@ -1,6 +1,4 @@
-"""What a kernel is instantiated with, written as C++ from formats.py and recipes.py, so that no fact is stated
-twice.
-"""
+"""Write a recipe and its formats as C++ structs, so that kernels take each fact from formats.py and recipes/."""
 
 from __future__ import annotations
 
@@ -13,7 +11,8 @@ from fp4kit.formats import E2M1, E4M3, E5M2, ElementFormat
 from fp4kit.recipes import Recipe
 from fp4kit.recipes.rules import BLOCK_RULES
 
-# thread blocks of a cluster, which find the amax of a small array together: as many as every GPU with clusters has
+# Thread blocks of a cluster that find the amax of a small array together: the largest number that every GPU with
+# clusters supports.
 FINDERS = 8
 TYPES = {np.dtype(np.float32): "Float32", np.dtype(np.float16): "Float16", np.dtype(ml_dtypes.bfloat16): "Bfloat16"}
 
@@ -22,12 +21,12 @@ _NUMBERS = attrgetter("exponent_bits", "mantissa_bits", "bias", "specials", "sig
 
 
 def is_same(a: ElementFormat, b: ElementFormat) -> bool:
-    """Whether two formats have the same numbers under the same codes, whatever they are called."""
+    """Return whether two formats give every code the same value; their names may differ."""
     return bool(_NUMBERS(a) == _NUMBERS(b))
 
 
 def format_struct(f: ElementFormat, name: str) -> str:
-    """A struct of the facts of one format."""
+    """Return the C++ struct of one format."""
     facts = {
         "int kExponentBits": f.exponent_bits,
         "int kMantissaBits": f.mantissa_bits,
@@ -51,22 +50,25 @@ def format_struct(f: ElementFormat, name: str) -> str:
 
 
 def _constant(name: str, value: object) -> str:
+    """Return the C++ definition of a constant; `name` begins with its type."""
     text = str(value).lower() if isinstance(value, bool) else f"{value}u" if name.startswith("u32") else str(value)
     return f"static constexpr {name} = {text};"
 
 
 def has_table(r: Recipe) -> bool:
-    """Whether the factors of a tensor's blocks are a function of the scale's code that is worth a table."""
+    """Return whether kernels look up a block's factor by its scale code. That needs E4M3 scales of one-row blocks,
+    whose factor depends on the code and the tensor only.
+    """
     return r.scale == E4M3 and r.tensor_scaling in ("none", "tensor") and r.block_rows == 1
 
 
 def then_encodes(r: Recipe) -> bool:
-    """Whether elements meet the tensor's encode scale after the factor of their block."""
+    """Return whether elements are multiplied by the tensor's encode scale after the factor of their block."""
     return r.tensor_rule is not None and r.block_rule is not None and BLOCK_RULES[r.block_rule].then_encode
 
 
 def _recipe_facts(r: Recipe) -> dict[str, object]:
-    """Constants of R that are the recipe's own fields."""
+    """Return the constants of R that come from the recipe's fields."""
     return {
         "int kBlock": r.block_size if r.block else 16,
         "int kBlockRows": r.block_rows,
@@ -107,9 +109,11 @@ def recipe_struct(
     finds_amax: bool = False,
     calibrated: bool = False,
 ) -> str:
-    """The structs of a recipe's formats, and R, which names them and the recipe's rules and options.
+    """Return C++ structs of a recipe's formats, and R, which names formats, rules and options.
 
-    calibrated: block amaxes are given; those of a static recipe may be.
+    layout: of the block scales. fake: values are written in place of codes. stochastic: rounding by random bytes.
+    sign_mask: signs of the Hadamard transform; None without a transform. finds_amax: the kernel computes the tensor
+    amax itself. calibrated: block amaxes are given.
     """
     facts = _recipe_facts(r) | {
         "bool kStatic": r.static or calibrated,
@@ -135,7 +139,7 @@ def recipe_struct(
 
 
 def decode_rule(r: Recipe) -> str:
-    """The struct of a recipe's decode rule."""
+    """Return the name of the C++ struct of a recipe's decode rule."""
     if r.scale is None and r.decode_rule == "product":
         return "decode_tensor"
     return f"decode_{r.decode_rule}"
