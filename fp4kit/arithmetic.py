@@ -48,8 +48,8 @@ def ieee(op: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
     """Decorate a function so that it runs in IEEE arithmetic, whatever the mode of the calling thread.
 
     The check costs four products, 0.1 us. Only if the check fails, the thread's floating-point environment is set to
-    the default for the call. On return and on an exception the caller's mode, rounding and exception flags are
-    restored. The inexact and underflow flags are an exception, because the check may set them in any mode.
+    the default for the call. When the call returns or raises, the caller's mode, rounding and exception flags are
+    restored. Only the inexact and underflow flags may differ, because the check can set them in any mode.
 
     Args:
         op: the function name that an error message begins with.

@@ -304,7 +304,10 @@ def to_device(host: np.ndarray) -> Any:
 
 
 def making_current(device: int) -> AbstractContextManager[Any]:
-    """Return a context in which the device is the current one. It does nothing if the device already is."""
+    """Return a context in which the device is the current one.
+
+    It does nothing if the device already is the current one.
+    """
     cuda = cupy().cuda
     return _NOTHING if cuda.runtime.getDevice() == device else cuda.Device(device)
 

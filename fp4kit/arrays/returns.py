@@ -140,7 +140,7 @@ class PlanLibrary:
 
     def context(self) -> AbstractContextManager[Give]:
         """Return the context in which the plan's calls run."""
-        return nullcontext(_as_it_is) if self._library is None else self._library.call_context(self._like)
+        return nullcontext(_unchanged) if self._library is None else self._library.call_context(self._like)
 
     def call(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         """Call a method of the plan, and return its result in the plan's library."""
@@ -168,7 +168,8 @@ class PlanLibrary:
         return list(cached[1]) if isinstance(result, list) else cached[1][0]
 
 
-def _as_it_is(array: Any) -> Any:
+def _unchanged(array: Any) -> Any:
+    """Return the array."""
     return array
 
 

@@ -189,7 +189,7 @@ def _straight_maker(kind: str) -> Callable[..., Any] | None:
 
 @lru_cache(_CACHED_OUTLINES)
 def _outline(shape: tuple[int, ...], dtype: np.dtype, device: Any) -> Any:
-    """Return a contiguous tensor whose memory was freed."""
+    """Return a contiguous tensor without memory, which carries only shape, dtype and device."""
     tensor = _module().empty(shape, dtype=_torch_dtypes()[dtype], device=device)
     tensor.untyped_storage().resize_(0)
     return tensor

@@ -134,9 +134,9 @@ def _first(op: str, operation: str, array: Any, arguments: tuple[Any, ...]) -> A
         try:
             return getattr(engine, operation)(*arguments)
         except Declined as declined:
-            reason = str(
-                declined
-            )  # the error itself would hold this frame, which holds it, and the arrays until a collection
+            # Keep only the text: the error and this frame would refer to each other, and keep the arrays alive until
+            # the next garbage collection.
+            reason = str(declined)
     raise NotImplementedError(f"{op}: {reason}")
 
 

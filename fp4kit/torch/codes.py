@@ -17,7 +17,7 @@ from fp4kit.quantized.container import PARTS
 from fp4kit.quantized.slicing import unflatten
 from fp4kit.recipes.to_string import from_spec
 from fp4kit.torch.operators import loop_over, seed_of, seed_outline
-from fp4kit.torch.tensors import check_devices, detached, outline, own
+from fp4kit.torch.tensors import check_devices, copy_if_shared, detached, outline
 
 _HADAMARD = {"False": False, "True": True}  # other strings stay: "no_signs", or a value that the check rejects
 
@@ -42,7 +42,7 @@ def quantize(
     options |= {"hadamard": _flag(hadamard), "tensor_amax": detached(tensor_amax), "block_amax": detached(block_amax)}
     q = fp4kit.quantize(x.detach(), from_spec(recipe), axis=axis, **options)
     arrays = (q.packed, q.block_scale, q.tensor_scale, q.tensor_amax)
-    return [own(a, tensor_amax) for a in arrays if a is not None]
+    return [copy_if_shared(a, tensor_amax) for a in arrays if a is not None]
 
 
 def _flag(hadamard: str) -> Any:

@@ -14,7 +14,7 @@ import fp4kit
 from fp4kit.call.grouped_errors import each
 from fp4kit.recipes.to_string import from_spec
 from fp4kit.torch.operators import check_backward, check_fake, empty, loop_over, seed_of
-from fp4kit.torch.tensors import detached, own
+from fp4kit.torch.tensors import copy_if_shared, detached
 from fp4kit.types import RoundingMode
 
 
@@ -49,7 +49,7 @@ def fake_quantize_grouped(
     values = fp4kit.fake_quantize_grouped(
         arrays, from_spec(recipe), axis=axis, rounding=mode, seed=seed_of(seed), **amaxes
     )
-    return [own(value) for value in values]
+    return [copy_if_shared(value) for value in values]
 
 
 @fake_quantize_grouped.register_fake
@@ -63,7 +63,7 @@ def _(xs: list[Tensor], recipe: str, axis: int, *rest: Any) -> list[Tensor]:
     return each(op, one, xs, *columns)
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+def _save_inputs(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     """Store what the gradient of fake_quantize_grouped needs."""
     xs, recipe, axis, tensor_amax, block_amax, _, _, amax, pass_through = inputs
     ctx.how, ctx.pass_through, ctx.count = (recipe, axis), pass_through, len(xs)
@@ -81,7 +81,7 @@ def _backward(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
     return grads, None, None, tensor, block, None, None, limit, None
 
 
-fake_quantize_grouped.register_autograd(_backward, setup_context=_keep)
+fake_quantize_grouped.register_autograd(_backward, setup_context=_save_inputs)
 fake_quantize_grouped.register_vmap(loop_over(fake_quantize_grouped))
 
 
@@ -93,7 +93,7 @@ def fake_quantize_grouped_backward(
     arrays, upstream = [x.detach() for x in xs], [g.detach() for g in grads]
     options: dict[str, Any] = {"axis": axis, "amax": all_detached(amax), "pass_through": False}
     gradients = fp4kit.fake_quantize_grouped_backward(upstream, arrays, from_spec(recipe), **options)
-    return [own(g, grad) for g, grad in zip(gradients, grads, strict=True)]
+    return [copy_if_shared(g, grad) for g, grad in zip(gradients, grads, strict=True)]
 
 
 @fake_quantize_grouped_backward.register_fake
@@ -106,19 +106,19 @@ def _(grads: list[Tensor], xs: list[Tensor], recipe: str, axis: int, amax: list[
     return each(op, one, grads, xs, or_none(amax, len(xs)))
 
 
-def _keep_clip(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+def _save_clip_inputs(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     """Store what the gradient of fake_quantize_grouped_backward needs."""
     _, xs, recipe, axis, amax = inputs
     ctx.how, ctx.counts = (recipe, axis), (len(xs), len(amax))
     ctx.save_for_backward(*xs, *amax)
 
 
-def _backward_of_clip(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
+def _clip_backward(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
     """Return the gradient of the clipping, which is linear in grads."""
     count, limits = ctx.counts
     xs, amax = list(ctx.saved_tensors[:count]), list(ctx.saved_tensors[count:])
     return fake_quantize_grouped_backward(list(grads), xs, *ctx.how, amax), [None] * count, None, None, [None] * limits
 
 
-fake_quantize_grouped_backward.register_autograd(_backward_of_clip, setup_context=_keep_clip)
+fake_quantize_grouped_backward.register_autograd(_clip_backward, setup_context=_save_clip_inputs)
 fake_quantize_grouped_backward.register_vmap(loop_over(fake_quantize_grouped_backward))

@@ -19,7 +19,7 @@ import fp4kit
 from fp4kit.call.parse import Call, QuantizeOptions, backward_call, fake_call
 from fp4kit.ops.fake_quantize import check_rounding, clip_amax
 from fp4kit.recipes.to_string import from_spec
-from fp4kit.torch.tensors import check_devices, detached, outline, own
+from fp4kit.torch.tensors import check_devices, copy_if_shared, detached, outline
 from fp4kit.types import RoundingMode
 
 
@@ -93,7 +93,9 @@ def fake_quantize(
         check_backward("fake_quantize", x, x, recipe, axis, amax)
     amaxes: dict[str, Any] = {"tensor_amax": detached(tensor_amax), "block_amax": detached(block_amax)}
     mode = cast(RoundingMode, rounding)  # PyTorch's schemas have no Literal types
-    return own(fp4kit.fake_quantize(x, from_spec(recipe), axis=axis, rounding=mode, seed=seed_of(seed), **amaxes))
+    return copy_if_shared(
+        fp4kit.fake_quantize(x, from_spec(recipe), axis=axis, rounding=mode, seed=seed_of(seed), **amaxes)
+    )
 
 
 def check_backward(op: str, grad: Tensor, x: Tensor, recipe: str, axis: int, amax: Tensor | None) -> Call:
@@ -137,7 +139,7 @@ def _(x: Tensor, recipe: str, axis: int, *rest: Any) -> Tensor:
     return empty(x, check_fake("fake_quantize", x, recipe, axis, (tensor_amax, block_amax), tuple(random), clip))
 
 
-def keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+def save_inputs(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     """Store what the gradient of fake_quantize needs."""
     x, recipe, axis, tensor_amax, _, _, _, amax, pass_through = inputs
     ctx.how, ctx.pass_through = (recipe, axis), pass_through
@@ -156,7 +158,7 @@ def backward(ctx: Any, grad: Tensor, clip: Callable[..., Tensor] | None = None) 
     return (clip or fake_quantize_backward)(grad, x, *ctx.how, amax), *[None] * 8
 
 
-fake_quantize.register_autograd(backward, setup_context=keep)
+fake_quantize.register_autograd(backward, setup_context=save_inputs)
 fake_quantize.register_vmap(loop_over(fake_quantize))
 
 
@@ -164,7 +166,7 @@ fake_quantize.register_vmap(loop_over(fake_quantize))
 def fake_quantize_backward(grad: Tensor, x: Tensor, recipe: str, axis: int, amax: Tensor | None) -> Tensor:
     """Return the clipped gradient of fp4kit.fake_quantize_backward."""
     options: dict[str, Any] = {"axis": axis, "amax": detached(amax), "pass_through": False}
-    return own(fp4kit.fake_quantize_backward(grad.detach(), x.detach(), from_spec(recipe), **options), grad)
+    return copy_if_shared(fp4kit.fake_quantize_backward(grad.detach(), x.detach(), from_spec(recipe), **options), grad)
 
 
 @fake_quantize_backward.register_fake
@@ -172,18 +174,18 @@ def _(grad: Tensor, x: Tensor, recipe: str, axis: int, amax: Tensor | None) -> T
     return empty(grad, check_backward("fake_quantize_backward", grad, x, recipe, axis, amax))
 
 
-def keep_clip(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+def save_clip_inputs(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     """Store what the gradient of fake_quantize_backward needs."""
     _, x, recipe, axis, amax = inputs
     ctx.how = recipe, axis
     ctx.save_for_backward(x, amax)
 
 
-def backward_of_clip(ctx: Any, grad: Tensor, clip: Callable[..., Tensor] | None = None) -> tuple[Any, ...]:
+def clip_backward(ctx: Any, grad: Tensor, clip: Callable[..., Tensor] | None = None) -> tuple[Any, ...]:
     """Return the gradient of the clipping, which is linear in grad and constant in x almost everywhere."""
     x, amax = ctx.saved_tensors
     return (clip or fake_quantize_backward)(grad, x, *ctx.how, amax), *[None] * 4
 
 
-fake_quantize_backward.register_autograd(backward_of_clip, setup_context=keep_clip)
+fake_quantize_backward.register_autograd(clip_backward, setup_context=save_clip_inputs)
 fake_quantize_backward.register_vmap(loop_over(fake_quantize_backward))

@@ -40,7 +40,7 @@ def detached(tensor: torch.Tensor | None) -> torch.Tensor | None:
     return None if tensor is None else tensor.detach()
 
 
-def own(result: Any, *given: torch.Tensor | None) -> torch.Tensor:
+def copy_if_shared(result: Any, *given: torch.Tensor | None) -> torch.Tensor:
     """Return a result that does not share memory with the given tensors, as operators must; copy it if it does."""
     addresses = {g.data_ptr() for g in given if g is not None}
     return result.clone(memory_format=torch.contiguous_format) if result.data_ptr() in addresses else result

@@ -35,7 +35,7 @@ def fake_quantize_backward(*arguments: Any) -> torch.Tensor:
 class FakeQuantize(torch.autograd.Function):
     """operators.fake_quantize with its gradient, for use inside transforms."""
 
-    setup_context = staticmethod(operators.keep)
+    setup_context = staticmethod(operators.save_inputs)
     vmap = staticmethod(operators.loop_over(fake_quantize))
 
     @staticmethod
@@ -54,7 +54,7 @@ class FakeQuantize(torch.autograd.Function):
 class FakeQuantizeBackward(torch.autograd.Function):
     """operators.fake_quantize_backward with its gradient, for use inside transforms."""
 
-    setup_context = staticmethod(operators.keep_clip)
+    setup_context = staticmethod(operators.save_clip_inputs)
     vmap = staticmethod(operators.loop_over(fake_quantize_backward))
 
     @staticmethod
@@ -65,4 +65,4 @@ class FakeQuantizeBackward(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
         """Return the gradient, computed by a function that can itself be differentiated."""
-        return operators.backward_of_clip(ctx, grads[0], fake_quantize_backward)
+        return operators.clip_backward(ctx, grads[0], fake_quantize_backward)
