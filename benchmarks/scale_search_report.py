@@ -65,8 +65,7 @@ def markdown(record: Record) -> str:
     return "\n".join(("# Search of block scales", "", summary(record), "", figure, "", table(columns, rows))) + "\n"
 
 
-# ---- the figure
-# -------------------------------------------------------------------------------------------------------------
+# ---- the figure ----
 
 
 def losses(values: Any, scales: Any) -> np.ndarray:

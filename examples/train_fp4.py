@@ -51,8 +51,7 @@ class Result(NamedTuple):
     digest: str
 
 
-# ---- how weights become codes
-# ---------------------------------------------------------------------------------------------
+# ---- how weights become codes ----
 
 
 def whole(shards: Sequence[Shard], comm: Communicator) -> list[Quantized]:
@@ -85,8 +84,7 @@ def whole_on_gpu(shards: Sequence[Shard], comm: Communicator) -> list[Quantized]
     ]
 
 
-# ---- exact arithmetic
-# -------------------------------------------------------------------------------------------------------
+# ---- exact arithmetic ----
 
 
 def product(a: Any, unit_a: float, b: Any, unit_b: float) -> Any:
@@ -109,8 +107,7 @@ def factors(q: Quantized, xp: Any) -> tuple[Any, Any]:
     return codes * xp.repeat(scales, q.recipe.block_size, axis=1), xp.asarray(q.tensor_scale).astype(np.float64)
 
 
-# ---- the network
-# ------------------------------------------------------------------------------------------------------------
+# ---- the network ----
 
 
 def step(weights: Sequence[Quantized], x: Any, target: Any, xp: Any) -> Any:
@@ -180,8 +177,7 @@ def train(steps: int, quantizer: Quantizer, comm: Communicator | None = None, xp
     return Result(losses, hashlib.sha256(as_bytes).hexdigest()[:16])
 
 
-# ---- ranks
-# ------------------------------------------------------------------------------------------------------------------
+# ---- ranks ----
 
 
 class Thread:
@@ -236,8 +232,7 @@ def on_threads(size: int, work: Callable[[Communicator], Any]) -> list[Any]:
     return results
 
 
-# ---- the command
-# ------------------------------------------------------------------------------------------------------------
+# ---- the command ----
 
 
 def ways(ranks: Sequence[int], gpu: bool) -> dict[str, Callable[[int], list[Result]]]:

@@ -248,8 +248,7 @@ class ElementFormat:
         midpoints.setflags(write=False)
         return midpoints
 
-    # ---- encode and decode
-    # ----------------------------------------------------------------------------------------------
+    # ---- encode and decode ----
 
     @ieee("ElementFormat.encode")
     def encode(self, x: Any, rounding: str = "rn", *, saturate: bool = True, random: Any = None) -> Any:

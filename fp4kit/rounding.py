@@ -77,8 +77,7 @@ def codes_of(a: np.ndarray, emin: int, mantissa_bits: int, rounding: Rounding) -
     return (exponent - emin << mantissa_bits) + rounded.astype(bits)
 
 
-# ---- one number, rounded once, to any format
-# ------------------------------------------------------------------------------
+# ---- one number, rounded once, to any format ----
 
 # Roundings that ElementFormat.encode accepts. rm (down) and rp (up) also read the sign, rs (stochastic) random bits.
 # rns is left out, because it is defined in float32 only.

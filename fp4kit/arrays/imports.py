@@ -235,8 +235,7 @@ def _detached(x: Any) -> Any:
     return x.detach() if getattr(x, "requires_grad", False) else x
 
 
-# ---- torch.compile
-# ---------------------------------------------------------------------------------------------------------
+# ---- torch.compile ----
 
 
 def is_traced() -> bool:
@@ -269,8 +268,7 @@ def _leave_untraced() -> bool:
 _leave_untraced._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as torch._dynamo.assume_constant_result does
 
 
-# ---- CuPy
-# -----------------------------------------------------------------------------------------------------------------
+# ---- CuPy ----
 
 _NOTHING = nullcontext()
 

@@ -321,8 +321,7 @@ class _Bytes(NamedTuple):
         return cls() if part is None else cls(np.ascontiguousarray(part.bytes))
 
 
-# ---- amaxes
-# ---------------------------------------------------------------------------------------------------------------
+# ---- amaxes ----
 
 
 @np.errstate(all="ignore")
@@ -383,8 +382,7 @@ def largest(
     return np.float32(np.array(most, bits).view(x.dtype)) if most < infinity else None
 
 
-# ---- codes
-# ----------------------------------------------------------------------------------------------------------------
+# ---- codes ----
 
 
 def transpose_codes(stored: np.ndarray, packing: Packing) -> np.ndarray:
@@ -396,8 +394,7 @@ def transpose_codes(stored: np.ndarray, packing: Packing) -> np.ndarray:
     return out
 
 
-# ---- parts
-# ----------------------------------------------------------------------------------------------------------------
+# ---- parts ----
 
 
 def _strips(shape: tuple[int, int], block_rows: int = 1) -> Iterator[slice]:

@@ -59,8 +59,7 @@ __all__ = [
 ]
 
 
-# ---- amaxes
-# ---------------------------------------------------------------------------------------------------------------
+# ---- amaxes ----
 
 
 @np.errstate(all="ignore")
@@ -131,8 +130,7 @@ def search_scales(search: Search, by: Matrices = Matrices()) -> np.ndarray:  # n
     return search_call(search, _tensor_amax(search.call, by), by.search, fake_quantize)
 
 
-# ---- codes
-# ----------------------------------------------------------------------------------------------------------------
+# ---- codes ----
 
 
 def quantize(call: Call, by: Matrices = Matrices()) -> Quantized:  # noqa: B008  (a tuple)
@@ -227,8 +225,7 @@ def _random_bytes(random: Any, r: Recipe, i: int, shape: tuple[int, int]) -> Ran
     return RandomStream(random, i * prod(shape), shape[1])
 
 
-# ---- values
-# ---------------------------------------------------------------------------------------------------------------
+# ---- values ----
 
 
 def dequantize(
@@ -331,8 +328,7 @@ def clip(call: Call, amax: np.ndarray) -> np.ndarray:
     return np.moveaxis(out, -1, call.axis)
 
 
-# ---- layouts
-# --------------------------------------------------------------------------------------------------------------
+# ---- layouts ----
 
 
 def transpose(
@@ -367,8 +363,7 @@ def pack(codes: np.ndarray) -> np.ndarray:
 unpack = layouts.unpack
 
 
-# ---- shards
-# ---------------------------------------------------------------------------------------------------------------
+# ---- shards ----
 
 partial_amax = partial.partial_amax
 

@@ -270,8 +270,7 @@ def _of_tensor(whole: CandidateAmaxes, r: Recipe) -> np.ndarray | None:
     return None if own is None or np.isnan(own).any() else own.max()
 
 
-# ---- what no recipe alone reproduces
-# ----------------------------------------------------------------------------------------
+# ---- what no recipe alone reproduces ----
 
 
 def _variations(q: Quantized, x: np.ndarray, candidates: Sequence[Recipe]) -> Iterator[Variation]:

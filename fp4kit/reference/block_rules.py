@@ -60,8 +60,7 @@ def _is_zero(amax: np.ndarray) -> np.ndarray:
     return np.abs(amax) < FLT_MIN
 
 
-# ---- E4M3 scales
-# ----------------------------------------------------------------------------------------------------------
+# ---- E4M3 scales ----
 
 
 def _product(codes: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
@@ -158,8 +157,7 @@ def factor_compressed_tensors(
     return decode_scale(codes) / tensor.encode
 
 
-# ---- E8M0 scales
-# ----------------------------------------------------------------------------------------------------------
+# ---- E8M0 scales ----
 
 
 def _inverse(codes: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:

@@ -25,8 +25,7 @@ def _clipped(exponent: np.ndarray) -> np.ndarray:
     return (np.clip(np.where(np.isnan(exponent), -127, exponent), -127, 127) + 127).astype(np.uint8)
 
 
-# ---- from the bits of the amax
-# ------------------------------------------------------------------------------------------
+# ---- from the bits of the amax ----
 
 
 def _even_exponent(amax: np.ndarray, recipe: Recipe) -> np.ndarray:
@@ -125,8 +124,7 @@ def code_e8m0_deepgemm(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dt
     return np.clip(exponent_up(np.maximum(amax, np.float32(1e-4)) / recipe.element.max), 1, 254).astype(np.uint8)
 
 
-# ---- from a logarithm, in float32 or in the dtype of the elements
-# -----------------------------------------------------------
+# ---- from a logarithm, in float32 or in the dtype of the elements ----
 
 
 def _auto_round(exponent: np.ndarray, amax: np.ndarray, at_zero: float) -> np.ndarray:

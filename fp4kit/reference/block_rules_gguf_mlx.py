@@ -14,8 +14,7 @@ _MIN_NORMAL = 2.0**-126
 _FIRST_WRAPPED = 127 - 149 + 256  # the lowest code of a wrapped byte: exponents of float32 go down to -149
 
 
-# ---- llama.cpp 0c1e57098
-# --------------------------------------------------------------------------------------------------
+# ---- llama.cpp 0c1e57098 ----
 
 
 def code_gguf(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
@@ -59,8 +58,7 @@ def factor_e8m0_gguf(
     return np.ldexp(ONE, codes.astype(np.int32) - 127)
 
 
-# ---- MLX
-# ------------------------------------------------------------------------------------------------------------------
+# ---- MLX ----
 
 
 def _saturated(scaled: np.ndarray, amax: np.ndarray) -> np.ndarray:

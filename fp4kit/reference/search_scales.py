@@ -60,8 +60,7 @@ def _span(amaxes: np.ndarray, amax: np.float32, r: Recipe, terms: Terms) -> tupl
     return low, high
 
 
-# ---- scales
-# -----------------------------------------------------------------------------------------------------------------
+# ---- scales ----
 
 
 def candidate_amaxes(amax: np.float32, r: Recipe) -> np.ndarray:
@@ -90,8 +89,7 @@ def _through_e4m3(scales: np.ndarray, top: np.ndarray) -> np.ndarray:
     return decode(codes, E4M3) * (ONE / factor)
 
 
-# ---- losses
-# -----------------------------------------------------------------------------------------------------------------
+# ---- losses ----
 
 
 def losses(x: np.ndarray, scale: np.float32, r: Recipe, terms: Terms) -> np.ndarray:

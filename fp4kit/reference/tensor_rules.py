@@ -54,8 +54,7 @@ def round_to(x: np.ndarray, dtype: np.dtype) -> np.ndarray:
     return x if dtype == np.float32 else x.astype(dtype).astype(np.float32)
 
 
-# ---- tensor rules: tensor_amax -> TensorScale
-# ---------------------------------------------------------------------------
+# ---- tensor rules: tensor_amax -> TensorScale ----
 
 
 def full_range(recipe: Recipe) -> np.float32:

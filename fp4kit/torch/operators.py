@@ -71,8 +71,7 @@ def loop_over(operator: Callable[..., Any]) -> Callable[..., Any]:
     return mapped
 
 
-# ---- fake_quantize
-# --------------------------------------------------------------------------------------------------------
+# ---- fake_quantize ----
 
 
 @torch.library.custom_op("fp4kit::fake_quantize", mutates_args=())

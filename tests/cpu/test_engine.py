@@ -37,8 +37,7 @@ def tables(monkeypatch):
     as_large_ones(monkeypatch)
 
 
-# ---- what it covers
-# -----------------------------------------------------------------------------------------------------
+# ---- what it covers ----
 
 
 def test_what_is_left_to_the_specification():
@@ -63,8 +62,7 @@ def test_finite_elements_are_done_by_the_engine(name, monkeypatch):
         assert shapes == [], dtype
 
 
-# ---- views
-# --------------------------------------------------------------------------------------------------------------
+# ---- views ----
 
 
 @pytest.mark.parametrize("pair", half(PAIRS), ids=str)
@@ -105,8 +103,7 @@ def test_rows_of_every_number(rows):
         agree(fp4kit.dequantize, q, np.float16)
 
 
-# ---- operations
-# -----------------------------------------------------------------------------------------------------------
+# ---- operations ----
 
 
 def arrays(dtype):
@@ -187,8 +184,7 @@ def test_given_amaxes(name):
         agree(fp4kit.quantize, x, name, block_amax=given)
 
 
-# ---- outputs
-# --------------------------------------------------------------------------------------------------------------
+# ---- outputs ----
 
 
 @pytest.mark.parametrize("name", half(NAMES))
@@ -218,8 +214,7 @@ def test_swizzled_scales(name, layout):
             agree(fp4kit.quantize, x, name, scale_layout=layout, out=fp4kit.quantize(x, name, scale_layout=layout))
 
 
-# ---- shards and transposes
-# --------------------------------------------------------------------------------------------------
+# ---- shards and transposes ----
 
 SHARDED = [name for name in COVERED if RECIPES[name].block and RECIPES[name].tensor_scaling in ("none", "tensor")]
 SHARDED = [name for name in SHARDED if not (RECIPES[name].search or RECIPES[name].four_over_six)]

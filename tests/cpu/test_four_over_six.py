@@ -30,8 +30,7 @@ def small_arrays(monkeypatch):
     as_large_ones(monkeypatch)
 
 
-# ---- blocks
-# ---------------------------------------------------------------------------------------------------------------
+# ---- blocks ----
 
 
 def few_values():
@@ -167,8 +166,7 @@ def test_the_order_of_other_sums(name):
     check_turns(name, RECIPES[name].block_rows)
 
 
-# ---- shapes
-# ---------------------------------------------------------------------------------------------------------------
+# ---- shapes ----
 
 
 @pytest.mark.parametrize("name", half(ONE_ROW))
@@ -219,8 +217,7 @@ def test_fields_that_no_recipe_of_the_table_has_together_fall_to_the_specificati
     agree(fp4kit.quantize, ordinary(5, (64, 128)), r)
 
 
-# ---- drawn calls
-# ------------------------------------------------------------------------------------------------------------
+# ---- drawn calls ----
 
 
 @pytest.mark.parametrize("cases", [60, *exhaustive([400])])

@@ -116,8 +116,7 @@ def test_a_call_is_done_by_the_level_that_is_chosen(monkeypatch):
     assert any("decode" in name or "dequantize" in name for name in seen)
 
 
-# ---- no library
-# -----------------------------------------------------------------------------------------------------------
+# ---- no library ----
 
 
 def works_without(monkeypatch, reason, warns=False):
@@ -156,8 +155,7 @@ def test_a_file_that_is_no_library_is_not_used(monkeypatch, tmp_path):
     works_without(monkeypatch, "_base.cpython.so")
 
 
-# ---- a level that is missing
-# ------------------------------------------------------------------------------------------------
+# ---- a level that is missing ----
 
 
 @contextmanager
@@ -249,8 +247,7 @@ def test_the_digest_is_of_the_sources():
     assert native.library().functions.fp4kit_digest().decode() == native.digest()
 
 
-# ---- what is generated
-# ------------------------------------------------------------------------------------------------------
+# ---- what is generated ----
 
 
 def test_the_generated_file_is_what_the_recipes_make():

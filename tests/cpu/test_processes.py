@@ -32,8 +32,7 @@ def large(seed=0):
     return ordinary(seed, (256, 4096))
 
 
-# ---- processes
-# --------------------------------------------------------------------------------------------------------------
+# ---- processes ----
 
 
 def in_child(seed):
@@ -175,8 +174,7 @@ def test_processes_of_multiprocessing(method):
         assert pool.apply_async(in_child, (4,)).get(120) == expected
 
 
-# ---- Ctrl-C
-# ------------------------------------------------------------------------------------------------------------------
+# ---- Ctrl-C ----
 
 
 @pytest.fixture
@@ -257,8 +255,7 @@ def test_an_interrupt_from_outside():
     assert process.returncode == -signal.SIGINT and "KeyboardInterrupt" in errors
 
 
-# ---- memory
-# ------------------------------------------------------------------------------------------------------------------
+# ---- memory ----
 
 SIZE = 256 << 20  # bytes of the input
 

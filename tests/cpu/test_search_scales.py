@@ -53,8 +53,7 @@ def small_units(monkeypatch):
     encode.kernels_of.cache_clear()
 
 
-# ---- against the specification
-# ------------------------------------------------------------------------------------------------
+# ---- against the specification ----
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
@@ -156,8 +155,7 @@ def test_rows_and_columns_of_every_number(rows):
         agree(fp4kit.search_scales, ordinary(rows, (rows, columns)), STATIC, candidates="near")
 
 
-# ---- what is left, what is cut
-# ------------------------------------------------------------------------------------------
+# ---- what is left, what is cut ----
 
 
 def test_the_engine_does_it(monkeypatch):
@@ -198,8 +196,7 @@ def test_any_number_of_threads():
         assert_equal(fp4kit.search_scales(x, STATIC, tensor_amax=4.0, threads=threads), expected)
 
 
-# ---- bounds
-# ---------------------------------------------------------------------------------------------------------------
+# ---- bounds ----
 
 
 def by_bounds_and_all(x, amax, **options) -> float:
@@ -268,8 +265,7 @@ def test_drawn_calls(seed, dtype, form, rows, blocks, log_amax, log_size, recipe
     agree(fp4kit.search_scales, x, recipe, tensor_amax=top, candidates=candidates, **options)
 
 
-# ---- a recipe with a search
-# ----------------------------------------------------------------------------------------------------
+# ---- a recipe with a search ----
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)

@@ -37,8 +37,7 @@ def large(dtype=np.float32, seed=0):
     return ordinary(seed, (MANY // 4096, 4096), dtype)
 
 
-# ---- numbers
-# --------------------------------------------------------------------------------------------------------------
+# ---- numbers ----
 
 
 @pytest.mark.parametrize(
@@ -147,8 +146,7 @@ def test_the_default_number(asked, expected):
     assert threads == (processors if expected is None else expected)
 
 
-# ---- many at once
-# -----------------------------------------------------------------------------------------------------------
+# ---- many at once ----
 
 
 def test_many_python_threads_at_once():
@@ -169,8 +167,7 @@ def test_many_python_threads_at_once():
             assert_equal(found, expected[i % 6], names[i % 6])
 
 
-# ---- subnormals that are flushed
-# --------------------------------------------------------------------------------------------
+# ---- subnormals that are flushed ----
 
 
 @NEEDS_ENVIRONMENT

@@ -34,8 +34,7 @@ def small_units(monkeypatch):
     encode.kernels_of.cache_clear()
 
 
-# ---- shapes of units
-# ------------------------------------------------------------------------------------------------------
+# ---- shapes of units ----
 
 
 @pytest.mark.parametrize("gathered", [False, True])
@@ -95,8 +94,7 @@ def test_rows_that_follow_each_other_are_one(name, dtype):
     agree(fp4kit.dequantize, out, out=np.empty((900, 300), dtype)[:, :256])
 
 
-# ---- small units
-# ----------------------------------------------------------------------------------------------------------
+# ---- small units ----
 
 
 VIEWED = ("nvfp4-te-2d", "fp8-modelopt-channel")
@@ -158,8 +156,7 @@ def check_drawn(cases: int, pool: Pool) -> None:
     assert found.total("failed") == 0 and found.total("cases") == cases
 
 
-# ---- units that are left undone
-# ---------------------------------------------------------------------------------------------
+# ---- units that are left undone ----
 
 SPECIAL = {
     "nan": np.nan,

@@ -268,8 +268,7 @@ def test_a_prepared_fake_quantize_launches_what_the_full_way_does(gpu, monkeypat
     assert (b.shape, b.dtype) == (x.shape, x.dtype)
 
 
-# ---- keys
-# -----------------------------------------------------------------------------------------------------------------
+# ---- keys ----
 
 SHAPE = (64, 256)
 STRIDED = np.zeros((64, 512), BF16)[:, ::2]

@@ -179,8 +179,7 @@ def test_moves():
     assert turned.axis == 0 and turned.tensor_scale is q.tensor_scale
 
 
-# ---- keys
-# -----------------------------------------------------------------------------------------------------------------
+# ---- keys ----
 
 
 def key(x, amax=None, out=None):

@@ -32,8 +32,7 @@ def same(x: np.ndarray, name, **options) -> None:
     assert differing(y, fp4kit.fake_quantize(x, name, **options)) == 0
 
 
-# ---- fake_quantize
-# ----------------------------------------------------------------------------------------------------------
+# ---- fake_quantize ----
 
 
 @recipes
@@ -159,8 +158,7 @@ def test_graph_capture() -> None:
         assert differing(a, b.get()) == 0
 
 
-# ---- fake_quantize_backward
-# -------------------------------------------------------------------------------------------------
+# ---- fake_quantize_backward ----
 
 
 def same_gradient(grad: np.ndarray, x: np.ndarray, name: str, amax=None, **options) -> None:
@@ -232,8 +230,7 @@ def test_torch_tensors() -> None:
     assert torch.equal(grad, torch.where(x.abs() <= 0.5, x, 0))
 
 
-# ---- requantize, compare, identify
-# -------------------------------------------------------------------------------------------
+# ---- requantize, compare, identify ----
 
 
 def same_requantized(q: fp4kit.Quantized, target: str, exact: bool | None = None) -> None:

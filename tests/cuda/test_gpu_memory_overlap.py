@@ -155,8 +155,7 @@ def test_tensors_of_pytorch():
         fp4kit.quantize(x, "mxfp8-te", out=replace(q, packed=buffer[100 : 100 + 64 * 256].view(SHAPE)))
 
 
-# ---- elements of one output that overlap
-# ------------------------------------------------------------------------------------
+# ---- elements of one output that overlap ----
 
 
 def bytes_of(shape, strides, itemsize):

@@ -211,8 +211,7 @@ def test_recipe_equals_its_two_steps() -> None:
     assert (one.packed == two.packed).all() and (one.block_scale == two.block_scale).all()
 
 
-# ---- every candidate in turn
-# --------------------------------------------------------------------------------------------------
+# ---- every candidate in turn ----
 
 TALL = {rows: replace(RECIPES[STATIC], id=f"static-{rows}x16", block=(rows, 16)) for rows in (2, 16)}
 WEIGHTS = (np.random.default_rng(5).random(64) ** 3 * (np.arange(64) % 5 > 0)).astype(np.float32)
@@ -300,8 +299,7 @@ def test_arrays_at_any_address() -> None:
             assert differing(found, fp4kit.search_scales(x, r, **side)) == 0
 
 
-# ---- powers of two
-# ------------------------------------------------------------------------------------------------------------
+# ---- powers of two ----
 
 MX = ("mxfp4-ocp", "mxfp8-te", "mxfp4-torchao-even", "mxfp4-gguf", "mxfp6-torchao-floor-e2m3", "mxfp4-flashinfer")
 POWERS = [name for name, r in RECIPES.items() if has_given_powers(r)]
@@ -499,8 +497,7 @@ def test_block_amaxes_of_rules_that_ask_for_them(recipe) -> None:
     same_results(x, recipe, block_amax=amax)
 
 
-# ---- amaxes without block scales
-# ----------------------------------------------------------------------------------------------
+# ---- amaxes without block scales ----
 
 GRIDS = [name for name, r in RECIPES.items() if has_grid(r)]
 USUAL_GRIDS = ("fp8-modelopt", "fp8-modelopt-channel", "int8-modelopt-channel-narrow", "int4-modelopt-channel")

@@ -87,8 +87,7 @@ def test_amax(host, case):
     host.check(case)
 
 
-# ---- these tests can fail
-# -------------------------------------------------------------------------------------------------
+# ---- these tests can fail ----
 
 MUTATIONS = {  # file, text, what replaces it, a case that uses it, what is said
     "one part too few": (

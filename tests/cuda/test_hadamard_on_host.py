@@ -52,8 +52,7 @@ def test_any_bits(host, bits, shift):
             assert ((y.view(np.uint16) == expected.view(np.uint16)) | (np.isnan(y) & np.isnan(expected))).all()
 
 
-# ---- these tests can fail
-# -------------------------------------------------------------------------------------------------
+# ---- these tests can fail ----
 
 FILE, BFLOAT16, HALF = "hadamard.cuh", CASES[0], CASES[2]
 MUTATIONS = {

@@ -147,8 +147,7 @@ def test_search(host, case):
     host.check(case)
 
 
-# ---- these tests can fail
-# -------------------------------------------------------------------------------------------------
+# ---- these tests can fail ----
 
 MUTATIONS = {  # file, text, what replaces it, a case that uses it, what is said
     "scales in wrong places": (

@@ -19,8 +19,7 @@ SOURCE = '#include "quantize.cu"\n'
 CUBIN = b"a cubin"
 
 
-# ---- the include closure
-# --------------------------------------------------------------------------------------------------
+# ---- the include closure ----
 
 
 def test_include_closure_holds_what_is_included_and_nothing_else():
@@ -47,8 +46,7 @@ def test_headers_are_included_once():
         assert path.read_text().count("#pragma once\n") == 1, path.name
 
 
-# ---- the cache
-# ------------------------------------------------------------------------------------------------------------
+# ---- the cache ----
 
 
 @pytest.fixture
@@ -164,8 +162,7 @@ def test_no_folder_for_the_cache(monkeypatch, tmp_path):
         loader.cache_folder()
 
 
-# ---- loading, with a CuPy that takes CUBIN for a cubin
-# ---------------------------------------------------------------------
+# ---- loading, with a CuPy that takes CUBIN for a cubin ----
 
 
 class DriverError(Exception):
@@ -226,8 +223,7 @@ def test_architecture(capability, arch):
     assert loader.architecture(capability) == arch
 
 
-# ---- what is missing, and what to install
-# ---------------------------------------------------------------------------------
+# ---- what is missing, and what to install ----
 
 
 def with_runtime(monkeypatch, count):

@@ -50,8 +50,7 @@ def test_partial(host, case):
     host.check(case)
 
 
-# ---- these tests can fail
-# -------------------------------------------------------------------------------------------------
+# ---- these tests can fail ----
 
 SEEN = r"\d+ of \d+ differ|depends on the grid or on the order of threads"
 MUTATIONS = {  # file, text, what replaces it, what is said

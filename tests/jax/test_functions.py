@@ -216,8 +216,7 @@ def test_gradients_stop_at_codes():
     assert_same_bits(host(g), fp4kit.fake_quantize(SMALL, "nvfp4-te"))
 
 
-# ---- a Quantized is a pytree
-# ----------------------------------------------------------------------------------------------
+# ---- a Quantized is a pytree ----
 
 
 @pytest.mark.parametrize("recipe", ["nvfp4-te", "mxfp4", VARIANT], ids=str)
@@ -265,8 +264,7 @@ def test_in_a_scan_and_checkpointed():
     assert_same_bits(host(jax.jit(jax.grad(jax.checkpoint(plain)))(SMALL)), host(jax.jit(jax.grad(plain))(SMALL)))
 
 
-# ---- errors
-# ---------------------------------------------------------------------------------------------------------------
+# ---- errors ----
 
 BAD = {
     "length": (

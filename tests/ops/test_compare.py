@@ -302,8 +302,7 @@ def test_identify_needs_the_array() -> None:
         fp4kit.identify(q, X[:, :64])
 
 
-# ---- steps of the element format
-# --------------------------------------------------------------------------------------------
+# ---- steps of the element format ----
 
 
 @pytest.mark.parametrize(

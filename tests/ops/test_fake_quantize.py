@@ -24,8 +24,7 @@ X = ORDINARY
 inputs = pytest.mark.parametrize("x", INPUTS.values(), ids=INPUTS)
 
 
-# ---- forward
-# ----------------------------------------------------------------------------------------------------------
+# ---- forward ----
 
 
 @pytest.mark.parametrize("name", WITHOUT_RULE)
@@ -188,8 +187,7 @@ def test_zero_size(name, shape):
         assert fp4kit.fake_quantize_backward(x, x, name, pass_through=pass_through).shape == shape
 
 
-# ---- backward
-# -----------------------------------------------------------------------------------------------------------
+# ---- backward ----
 
 GRAD = np.random.default_rng(9).standard_normal((128, 128)).astype(np.float32)
 GRAD.setflags(write=False)

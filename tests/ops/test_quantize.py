@@ -18,7 +18,7 @@ from fp4kit.recipes import ALIASES, RECIPES
 
 recipes = pytest.mark.parametrize("name", NAMES)
 
-# ---- axes and shapes ----------------------------------------------------------------------------------------------
+# ---- axes and shapes ----
 
 
 @recipes
@@ -90,7 +90,7 @@ def test_zero_size_along_another_axis(name):
     assert q.packed.shape[0] == 0 and fp4kit.dequantize(q).shape == (128, 0)
 
 
-# ---- strides ------------------------------------------------------------------------------------------------------
+# ---- strides ----
 
 
 def as_reversed(x):
@@ -149,7 +149,7 @@ def test_the_input_is_not_modified(name):
         assert not np.shares_memory(q.packed, writable)
 
 
-# ---- dtypes -------------------------------------------------------------------------------------------------------
+# ---- dtypes ----
 
 
 IN_THE_DTYPE = (
@@ -171,7 +171,7 @@ def test_16_bit_inputs_are_widened_exactly(name, dtype):
     assert q.dtype == x.dtype and fp4kit.dequantize(q).dtype == x.dtype
 
 
-# ---- quantize_both, out, layouts ----------------------------------------------------------------------------------
+# ---- quantize_both, out, layouts ----
 
 
 @recipes
@@ -251,7 +251,7 @@ def test_scale_layouts(name, layout, shape):
     assert_same_bits(fp4kit.dequantize(q), fp4kit.dequantize(linear))
 
 
-# ---- tiles --------------------------------------------------------------------------------------------------------
+# ---- tiles ----
 
 
 def cases_for_tiles(name):
@@ -311,7 +311,7 @@ def test_blocks_are_independent(name):
         assert_same_bits(part.block_scale, whole.block_scale[rows, blocks])
 
 
-# ---- variants -----------------------------------------------------------------------------------------------------
+# ---- variants ----
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if RECIPES[name].scale is not None])

@@ -132,8 +132,7 @@ def unpacked(q):
     return fp4kit.unpack(q.packed) if q.recipe.is_packed else q.packed
 
 
-# ---- which part of the tensor scale a rule reads
-# --------------------------------------------------------------------------
+# ---- which part of the tensor scale a rule reads ----
 
 
 @names
@@ -219,8 +218,7 @@ def test_elements_of_16_bits_tell_the_encode_scale(name, dtype):
         assert_same_bits(encoding_scale(true.decode, r, np.dtype(dtype)).encode, true.encode)
 
 
-# ---- scales of every kind
-# -------------------------------------------------------------------------------------------------
+# ---- scales of every kind ----
 
 
 def codes_under(name, x, scale, tensor=None, **options):

@@ -60,8 +60,7 @@ def assert_least(every: np.ndarray, chosen: np.ndarray, tolerance: float = ROUND
     assert (loss <= every.min(axis=0) * (1 + tolerance)).all()
 
 
-# ---- what it promises
-# -------------------------------------------------------------------------------------------------------
+# ---- what it promises ----
 
 
 @pytest.mark.parametrize("recipe", [STATIC, WIDE])
@@ -220,8 +219,7 @@ def test_nothing_is_written_to() -> None:
     fp4kit.search_scales(x, STATIC, weights=weights, tensor_amax=9)
 
 
-# ---- powers of two
-# ----------------------------------------------------------------------------------------------------------
+# ---- powers of two ----
 
 
 def power_losses(x: np.ndarray, recipe: str, steps: range, weights=1.0) -> np.ndarray:
@@ -323,8 +321,7 @@ def test_groups_take_no_amaxes_for_powers() -> None:
         fp4kit.quantize_grouped([x], "mxfp4-ocp", block_amax=[fp4kit.amax(x, "mxfp4-ocp")])
 
 
-# ---- tensor amaxes
-# ----------------------------------------------------------------------------------------------------------
+# ---- tensor amaxes ----
 
 
 def best_multiples(
@@ -400,8 +397,7 @@ def test_multiples_are_those_of_torch() -> None:
         assert found.tobytes() == torch.linspace(*grid[:2], steps=found.size).numpy().tobytes()
 
 
-# ---- errors
-# -----------------------------------------------------------------------------------------------------------------
+# ---- errors ----
 
 NAN, INF = np.float32(np.nan), np.float32(np.inf)
 EYES = np.broadcast_to(np.eye(16, dtype=np.float32), (4, 16, 16))

@@ -30,8 +30,7 @@ every_format = pytest.mark.parametrize("fmt", ELEMENT_FORMATS + MORE, ids=str)
 every_rounding = pytest.mark.parametrize("rounding", [name for name in NAMES if name != "rs"])
 
 
-# ---- the oracle: lists of fractions
-# ---------------------------------------------------------------------------------------
+# ---- the oracle: lists of fractions ----
 
 
 @cache
@@ -91,8 +90,7 @@ def points(fmt):
     return np.concatenate([x, -x, [np.nan]])
 
 
-# ---- encode
-# ---------------------------------------------------------------------------------------------------------------
+# ---- encode ----
 
 
 @every_format
@@ -171,8 +169,7 @@ def test_new_formats_by_hand():
     assert E3M0.values[:8].tolist() == [0, 0.25, 0.5, 1, 2, 4, 8, 16]
 
 
-# ---- stochastic
-# -----------------------------------------------------------------------------------------------------------
+# ---- stochastic ----
 
 
 @pytest.mark.parametrize("fmt", [f for f in ELEMENT_FORMATS if f.has_zero], ids=str)
@@ -214,8 +211,7 @@ def test_stochastic_beyond_the_largest():
     assert E2M1.encode(0.3, "rs", random=np.uint8(200)) == 1
 
 
-# ---- arguments
-# ------------------------------------------------------------------------------------------------------------
+# ---- arguments ----
 
 
 def test_shapes_and_kinds():

@@ -126,8 +126,7 @@ def test_worker_processes(method):
         assert sent == VARIANT and sent.element == VARIANT.element
 
 
-# ---- what was pickled, and changed
-# ------------------------------------------------------------------------------------------
+# ---- what was pickled, and changed ----
 
 STATES = {  # fields of a Quantized of (4, 32) by mxfp4-ocp that are changed, and what is said
     "too few codes": ({"packed": np.zeros((4, 8), np.uint8)}, ValueError, r"packed is uint8 \(4, 8\)"),

@@ -80,8 +80,7 @@ def test_scales_that_are_nan():
         assert q.block_scale.tolist() == [[127, 0]] and not codes_of(q)[0, 16:].any()
 
 
-# ---- the compiled engine
-# --------------------------------------------------------------------------------------------------
+# ---- the compiled engine ----
 
 
 @NEEDS_ENGINE

@@ -51,8 +51,7 @@ def test_the_compiled_engine(name, monkeypatch):
         agree(fp4kit.quantize, x, name, block_scale=q.block_scale, tensor_scale=q.tensor_scale)
 
 
-# ---- MX: scales pass through the dtype of the weight on decode, not in the fake quantizer
-# -----------------------------------
+# ---- MX: scales pass through the dtype of the weight on decode, not in the fake quantizer ----
 
 
 @pytest.mark.parametrize(

@@ -98,8 +98,7 @@ def test_ftz_operations_on_any_floats(pair):
             assert_same_bits(divide_ftz(a, b), exact_ftz(np.divide, a, b))
 
 
-# ---- rcp.approx.ftz.f32
-# ---------------------------------------------------------------------------------------------------
+# ---- rcp.approx.ftz.f32 ----
 
 
 def test_reciprocal_of_every_significand():

@@ -34,8 +34,7 @@ def blocks_of(amaxes: np.ndarray) -> np.ndarray:
     return x
 
 
-# ---- compressed-tensors
-# ---------------------------------------------------------------------------------------------------
+# ---- compressed-tensors ----
 
 
 def masked_scales(amaxes: np.ndarray, element) -> np.ndarray:
@@ -68,8 +67,7 @@ def test_scales_of_compressed_tensors(bits, dtype, either_engine):
         assert bits == 8 or not (codes[is_lost] & (r.element.sign_bit - 1)).any()
 
 
-# ---- auto-round
-# -----------------------------------------------------------------------------------------------------------
+# ---- auto-round ----
 
 FP4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
 BY_MX = [(4, ""), (4, "-rceil"), (4, "-rceil-v2"), (8, ""), (8, "-rceil")]

@@ -49,8 +49,7 @@ def same_values(a, b):
     return (a.view(np.uint32) == b.view(np.uint32)) | (np.isnan(a) & np.isnan(b))
 
 
-# ---- decoders, and bytes of files
-# -----------------------------------------------------------------------------------------
+# ---- decoders, and bytes of files ----
 
 
 @pytest.mark.parametrize("name", ["mxfp4-mlx-cpu", "mxfp8-mlx-cpu", "mxfp4-fouroversix-6"])
@@ -117,8 +116,7 @@ def test_bytes_of_files(golden):
     assert count == 76
 
 
-# ---- the first of the nearest
-# ---------------------------------------------------------------------------------------------
+# ---- the first of the nearest ----
 
 
 def nearest_first(x, step, dtype=np.float32):
@@ -164,8 +162,7 @@ def test_errors_in_16_bits_give_the_same_codes(dtype):
     assert_same_bits(encode(y, E2M1, "first"), table.argmin(axis=1).astype(np.uint8))
 
 
-# ---- llama.cpp
-# ------------------------------------------------------------------------------------------------------------
+# ---- llama.cpp ----
 
 
 def ue4m3(d):
@@ -256,8 +253,7 @@ def test_products_that_overflow_are_not_near(either_engine):
     assert (q.block_scale[0, 0], first_codes(q)[0]) == (253, 5)
 
 
-# ---- MLX
-# ------------------------------------------------------------------------------------------------------------------
+# ---- MLX ----
 
 
 def exponent_of_mlx(amax, largest, dtype, old):

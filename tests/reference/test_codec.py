@@ -27,8 +27,7 @@ floats = pytest.mark.parametrize("fmt", FLOATS, ids=str)
 roundings = pytest.mark.parametrize("rounding", ROUNDINGS)
 
 
-# ---- the oracle
-# -----------------------------------------------------------------------------------------------------------
+# ---- the oracle ----
 
 
 def finite_magnitudes(fmt):
@@ -70,8 +69,7 @@ def nearest_by_fractions(x, fmt):
     return {code for code, distance in distances.items() if distance == least}
 
 
-# ---- inputs
-# ---------------------------------------------------------------------------------------------------------------
+# ---- inputs ----
 
 
 def edges(fmt):
@@ -91,8 +89,7 @@ def edges(fmt):
     return np.concatenate([x, -x])
 
 
-# ---- decode
-# ---------------------------------------------------------------------------------------------------------------
+# ---- decode ----
 
 
 @pytest.mark.parametrize("fmt", ELEMENT_FORMATS, ids=str)
@@ -108,8 +105,7 @@ def test_decode_ignores_higher_bits(fmt):
     assert_same_bits(decode(codes, fmt), fmt.values[codes % 2**fmt.bits])
 
 
-# ---- encode
-# ---------------------------------------------------------------------------------------------------------------
+# ---- encode ----
 
 
 @formats
@@ -300,8 +296,7 @@ def test_any_float32(fmt, rounding, x):
     assert_same_bits(encode(x, fmt, rounding), oracle(x, fmt, rounding))
 
 
-# ---- helpers
-# --------------------------------------------------------------------------------------------------------------
+# ---- helpers ----
 
 
 def test_power_of_two():

@@ -69,8 +69,7 @@ def assert_equal(found, expected):
     assert_same_bits(to_numpy(found), to_numpy(expected))
 
 
-# ---- fp4kit's functions of arrays, which are not traced
-# ---------------------------------------------------------------------
+# ---- fp4kit's functions of arrays, which are not traced ----
 
 STORED = fp4kit.quantize(tensor(5, (32, 64)), "nvfp4-te")
 UNTRACED = {
@@ -120,8 +119,7 @@ def test_what_they_call_is_not_traced_either():
     assert all("fp4kit.torch" in why for why in torch._dynamo.utils.counters["graph_break"])
 
 
-# ---- torch.compile
-# --------------------------------------------------------------------------------------------------------
+# ---- torch.compile ----
 
 OPTIONS = [
     {},
@@ -245,8 +243,7 @@ def test_compiled_groups(options):
     assert_equal(results[1], results[0])
 
 
-# ---- torch.export
-# ---------------------------------------------------------------------------------------------------------
+# ---- torch.export ----
 
 
 class Fake(torch.nn.Module):
@@ -301,8 +298,7 @@ def test_a_quantized_of_an_exported_program_is_saved_and_has_its_own_lengths(mod
         assert torch.equal(q.dequantize(), fp4kit.fake_quantize(other, q.recipe, axis=q.axis))
 
 
-# ---- torch.func, checkpointing, autocast
-# ----------------------------------------------------------------------------------
+# ---- torch.func, checkpointing, autocast ----
 
 STACK = tensor(9, (5, 32, 32))
 

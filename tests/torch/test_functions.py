@@ -204,8 +204,7 @@ def test_a_group_of_which_one_result_is_used():
     assert torch.equal(xs[0].grad, torch.ones(2, 32)) and not xs[1].grad.any()
 
 
-# ---- errors
-# ---------------------------------------------------------------------------------------------------------------
+# ---- errors ----
 
 T = to_torch(X)
 BAD = {
@@ -364,8 +363,7 @@ def test_tensors_of_two_devices():
             ft.fake_quantize(x, "nvfp4", tensor_amax=torch.empty((), device="cuda"))
 
 
-# ---- threads, lifetimes
-# ---------------------------------------------------------------------------------------------------
+# ---- threads, lifetimes ----
 
 
 def test_threads():

@@ -15,8 +15,7 @@ from fp4kit.evidence.testing import assert_same_bits
 from fp4kit.training.amax_names import AmaxName
 from fp4kit.training.amax_state import AmaxCollector
 
-# ---- names
-# ------------------------------------------------------------------------------------------------------------------
+# ---- names ----
 
 
 @pytest.mark.parametrize(
@@ -84,8 +83,7 @@ def test_wildcards_match_both_spellings(pattern, hits, separator):
         state.select(pattern, "*output*")
 
 
-# ---- collecting
-# -------------------------------------------------------------------------------------------------------------
+# ---- collecting ----
 
 
 @settings(max_examples=300)

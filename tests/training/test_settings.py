@@ -163,8 +163,7 @@ def test_tensor_amax_and_clipping():
     assert dataclasses.replace(settings, pass_through=True).backward("w", grad, w, amax=amax) is grad
 
 
-# ---- the formulas
-# -----------------------------------------------------------------------------------------------------------
+# ---- the formulas ----
 
 
 @pytest.mark.parametrize("size", [32, 128])

@@ -104,8 +104,7 @@ def amax_rows(call: Call, x: Any) -> tuple[Rows, tuple[int, ...]]:
     return in_blocks(x, r), (*x.shape[:-1], x.shape[-1] // r.block_size)
 
 
-# ---- without a recipe
-# -----------------------------------------------------------------------------------------------------
+# ---- without a recipe ----
 
 
 def plain_amax(x: Any, axis: Any) -> Any:

@@ -128,8 +128,7 @@ def value_blocks(rows: int, columns: int, dtype: np.dtype, runs: int) -> int:
     return -(-rows * -(-columns * dtype.itemsize // 16) // (runs * THREADS))
 
 
-# ---- what each way takes
-# ----------------------------------------------------------------------------------------------------
+# ---- what each way takes ----
 
 
 def has_own_values(w: LaunchRequest) -> bool:
@@ -196,8 +195,7 @@ def searches(w: LaunchRequest) -> bool:
     return bool(w.recipe.search) and not w.scaled
 
 
-# ---- geometry
-# ---------------------------------------------------------------------------------------------------------------
+# ---- geometry ----
 
 
 def _fake_grid(w: LaunchRequest, device: int) -> int:
@@ -250,8 +248,7 @@ def _scaled_grid(w: LaunchRequest, device: int) -> int:
     return grid(-(-rows * -(-columns // SCALED_RUN) // THREADS), device, UNLIMITED)
 
 
-# ---- the table
-# --------------------------------------------------------------------------------------------------------------
+# ---- the table ----
 
 WAYS = (
     # The producer's own arithmetic, which has no codes.

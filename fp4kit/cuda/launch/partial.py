@@ -80,8 +80,7 @@ def prepare(
     return prepare_group(function, table, np.ones(len(table), bool), pieces_of(RUN * work, device), held)
 
 
-# ---- what the kernels take
-# --------------------------------------------------------------------------------------------------
+# ---- what the kernels take ----
 
 
 def check_blocks(r: Recipe) -> None:
@@ -97,8 +96,7 @@ def check_matrices(shapes: Sequence[tuple[int, int]], r: Recipe) -> None:
             raise Declined(f"a matrix of {M * K} elements; the CUDA kernels take less than {RUN << 31}")
 
 
-# ---- one matrix
-# -----------------------------------------------------------------------------------------------------------
+# ---- one matrix ----
 
 
 def block_span(start: Any, end: Any, columns: Any, r: Recipe) -> tuple[Any, Any]:

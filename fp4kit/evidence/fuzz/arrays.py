@@ -126,8 +126,7 @@ def given(dtype: str, shape: tuple[int, ...], nonzero: dict[int, int] | str) -> 
     return bits.view(DTYPES[dtype]).reshape(shape)
 
 
-# ---- values
-# -------------------------------------------------------------------------------------------------------------
+# ---- values ----
 
 
 def drawn(kind: str, dtype: str, shape: tuple[int, ...], seed: int) -> np.ndarray:
@@ -278,8 +277,7 @@ VALUES: dict[str, Callable[..., np.ndarray]] = {
 }
 
 
-# ---- outputs
-# ------------------------------------------------------------------------------------------------------------
+# ---- outputs ----
 
 
 class Guarded(NamedTuple):
@@ -327,8 +325,7 @@ def touched(g: Guarded) -> int:
     return total
 
 
-# ---- functions that programs call besides those of fp4kit
-# ---------------------------------------------------------------------------
+# ---- functions that programs call besides those of fp4kit ----
 
 
 def overwrite(target: Any, values: Any) -> None:

@@ -248,8 +248,7 @@ class Draw:
         columns = "hessian" if by_hessian else self.pick(("", "weights"))
         return replace(options, objective=objective, columns=columns, candidates=self.pick(("", "", "near", "some")))
 
-    # ---- arrays
-    # ---------------------------------------------------------------------------------------------------------
+    # ---- arrays ----
 
     def array(self, operation: str, r: Recipe, ndim: int, axis: int, options: DrawnOptions) -> DrawnArray:
         """Return an array whose lengths fit the blocks. A stacked array has the experts on its first axis."""

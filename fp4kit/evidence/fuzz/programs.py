@@ -40,8 +40,7 @@ def program(case: DrawnCase) -> list[Statement]:
     return p.statements
 
 
-# ---- programs
-# -----------------------------------------------------------------------------------------------------------
+# ---- programs ----
 
 
 def _quantize(p: Program, case: DrawnCase) -> None:

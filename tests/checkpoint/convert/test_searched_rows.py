@@ -63,8 +63,7 @@ def run(capsys: pytest.CaptureFixture[str]) -> Run:
     return processes.in_this_process(capsys)
 
 
-# ---- bytes
-# ------------------------------------------------------------------------------------------------------------------
+# ---- bytes ----
 
 
 @pytest.mark.parametrize("format", ["modelopt", "compressed-tensors"])
@@ -133,8 +132,7 @@ def test_another_objective(model, tmp_path: Path, run: Run) -> None:
     assert report.clean and report.scales == "searched by mae"
 
 
-# ---- what is said of it
-# -----------------------------------------------------------------------------------------------------
+# ---- what is said of it ----
 
 
 def test_the_report_tells_errors_before_and_after(model, tmp_path: Path) -> None:
@@ -213,8 +211,7 @@ def test_compare_says_what_scales_are(model, tmp_path: Path) -> None:
     assert len(found.layers) == 5 and all(layer.scales for layer in found.layers)
 
 
-# ---- verify and identify
-# ----------------------------------------------------------------------------------------------------
+# ---- verify and identify ----
 
 
 def test_verify_needs_the_column_weights(model, tmp_path: Path, run: Run) -> None:
@@ -326,8 +323,7 @@ def test_identify_tries_no_other_orders_of_searched_layers(model, tmp_path: Path
     assert len(tried) == 5 and not any(layout.mishaps for layout in tried)
 
 
-# ---- refusals
-# ---------------------------------------------------------------------------------------------------------------
+# ---- refusals ----
 
 
 @pytest.mark.parametrize(

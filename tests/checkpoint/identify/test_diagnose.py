@@ -52,8 +52,7 @@ def stored(x, name, **fields) -> StoredLayer:
     return replace(StoredLayer(q.packed, q.block_scale, q.tensor_scale, RECIPES[name]), **fields)
 
 
-# ---- the faults, each written without the code under test
-# ------------------------------------------------------------------
+# ---- the faults, each written without the code under test ----
 
 
 def nibbles(layer):

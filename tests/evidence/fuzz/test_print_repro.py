@@ -22,8 +22,7 @@ from fp4kit.evidence.fuzz.print_repro import script
 from fp4kit.evidence.fuzz.recipes import Variant
 from fp4kit.evidence.fuzz.shrink import shrink
 
-# ---- shrinking and printing
-# ---------------------------------------------------------------------------------------------
+# ---- shrinking and printing ----
 
 
 def test_shrinking_is_greedy():
@@ -84,8 +83,7 @@ def test_agreement_compares_what_is_yielded(away):
     replay.agree(program, np)
 
 
-# ---- the command
-# --------------------------------------------------------------------------------------------------------
+# ---- the command ----
 
 
 @pytest.fixture

@@ -15,8 +15,7 @@ from fp4kit.evidence.fuzz.draw import OPERATIONS, Pool, draw
 from fp4kit.evidence.fuzz.recipes import CHANGES, Variant, draw_variant
 from fp4kit.recipes import RECIPES, Recipe
 
-# ---- the specification
-# --------------------------------------------------------------------------------------------------
+# ---- the specification ----
 
 
 def test_nothing_is_wrong_with_the_specification():
@@ -100,8 +99,7 @@ def test_a_pool_of_variants():
     assert {case.recipe for case in drawn if case.operation == "transpose"} == {variant}
 
 
-# ---- planted faults
-# -----------------------------------------------------------------------------------------------------
+# ---- planted faults ----
 
 
 def another_recipe(right, x, recipe, **options):

@@ -39,8 +39,7 @@ def typed(array):
     return array.view(ml_dtypes.bfloat16) if array.dtype == np.uint16 else array
 
 
-# ---- recipes
-# --------------------------------------------------------------------------------------------------------------
+# ---- recipes ----
 
 
 SLOW = (
@@ -87,8 +86,7 @@ def test_skips_leave_ordinary_data(golden):
     assert seen == set(golden_check.SKIPS)
 
 
-# ---- the checker can fail
-# -------------------------------------------------------------------------------------------------
+# ---- the checker can fail ----
 
 
 def altered(golden, file, key, change):
@@ -178,8 +176,7 @@ def test_the_sign_of_zero_counts_and_that_of_nan_does_not(golden):
     assert [difference.differing for difference in result.differences] == [zeros]
 
 
-# ---- decoders
-# -------------------------------------------------------------------------------------------------------------
+# ---- decoders ----
 
 
 @pytest.mark.parametrize(
@@ -239,8 +236,7 @@ def test_transformers_blocks_are_those_of_torchao(mode, recipe, golden, either_e
         assert_same_bits(ours.packed[meaningful], q.packed[meaningful], prefix)
 
 
-# ---- stochastic rounding
-# --------------------------------------------------------------------------------------------------
+# ---- stochastic rounding ----
 
 
 def test_stochastic_rounding_of_transformer_engine(golden):
@@ -267,8 +263,7 @@ def test_philox_words(golden):
         assert_same_bits(ours.reshape(-1), words)
 
 
-# ---- fake quantizers
-# ------------------------------------------------------------------------------------------------------
+# ---- fake quantizers ----
 
 GROUPED = {
     "fp8": "fp8-modelopt",

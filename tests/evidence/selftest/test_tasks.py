@@ -115,8 +115,7 @@ def test_every_bfloat16_reaches_every_scale_byte():
         assert len(np.unique(selftest.quantize(x, id, **options).block_scale)) >= fewest
 
 
-# ---- sweeps of float32
-# --------------------------------------------------------------------------------------------------
+# ---- sweeps of float32 ----
 
 
 @pytest.mark.parametrize("sweep", SWEEPS, ids=lambda sweep: sweep.recipe)
@@ -200,8 +199,7 @@ def test_a_specification_that_falls_is_an_error(monkeypatch):
         runs(SWEEPS[1], 0)
 
 
-# ---- the command
-# --------------------------------------------------------------------------------------------------------
+# ---- the command ----
 
 
 def test_the_full_plan_covers_every_recipe(golden):

@@ -26,8 +26,7 @@ DLPACK_CUDA = 2
 rehearsing = False  # whether launches are only noted: libraries.py
 
 
-# ---- the array
-# ------------------------------------------------------------------------------------------------------------
+# ---- the array ----
 
 
 class ndarray(np.lib.mixins.NDArrayOperatorsMixin):
@@ -215,8 +214,7 @@ def _placed(values: np.ndarray) -> ndarray:
     return new
 
 
-# ---- the module's functions
-# -----------------------------------------------------------------------------------------------
+# ---- the module's functions ----
 
 
 def asarray(a: Any, dtype: Any = None) -> ndarray:

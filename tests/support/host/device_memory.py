@@ -123,8 +123,7 @@ def alloc(size: int, device: int) -> MemoryPointer:
     return MemoryPointer(memory, memory.ptr, device)
 
 
-# ---- streams and graphs
-# ---------------------------------------------------------------------------------------------------
+# ---- streams and graphs ----
 
 
 class Graph:

@@ -50,8 +50,7 @@ class Instantiation(NamedTuple):
     kernel: str
 
 
-# ---- what runs under sanitizers
-# ----------------------------------------------------------------------------------------------
+# ---- what runs under sanitizers ----
 
 # What decides which bytes a kernel reads and writes; and the rules, whose arithmetic may be undefined.
 _SHAPING = re.compile(
@@ -74,8 +73,7 @@ def to_sanitize(instantiations: Iterable[Instantiation]) -> Iterator[Instantiati
         seen |= facts
 
 
-# ---- programs
-# -------------------------------------------------------------------------------------------------------------
+# ---- programs ----
 
 
 _INCLUDE = re.compile(r'^#include "(\w+\.cuh?)"', re.MULTILINE)
@@ -175,8 +173,7 @@ class Program:
         return process.returncode
 
 
-# ---- arrays and the device
-# ------------------------------------------------------------------------------------------------
+# ---- arrays and the device ----
 
 
 class DeviceArray:

@@ -100,8 +100,7 @@ def test_a_program_is_compiled_again_when_a_header_changes(host, tmp_path, monke
     assert len(compiled) == 3, "other flags make another program"
 
 
-# ---- what runs under sanitizers
-# -------------------------------------------------------------------------------------------
+# ---- what runs under sanitizers ----
 
 
 def instantiation(
@@ -123,8 +122,7 @@ def test_what_is_sanitized():
     )
 
 
-# ---- how the suite starts
-# -------------------------------------------------------------------------------------------------
+# ---- how the suite starts ----
 
 
 def test_long_files_come_first_and_exist():

@@ -23,8 +23,7 @@ from tests.support.host.test_harness import SUM
 pytestmark = pytest.mark.usefixtures("played_gpu")
 
 
-# ---- arrays
-# ---------------------------------------------------------------------------------------------------------------
+# ---- arrays ----
 
 
 def test_small_new_arrays_share_memory_and_large_ones_do_not():
@@ -83,8 +82,7 @@ def test_a_graph_does_its_work_when_it_is_launched():
     assert float(y) == 3 and doubled.get().tolist() == [2, -6] and x.get().tolist() == [5, 5]
 
 
-# ---- kernels
-# --------------------------------------------------------------------------------------------------------------
+# ---- kernels ----
 
 
 def amax_of(ptr: int, count: int, whole: bool = True) -> float:
@@ -146,8 +144,7 @@ def test_the_grid_must_not_matter_and_a_launch_leaves_what_its_grid_makes(monkey
     assert launch_sum("__syncthreads() ", 0) == sum(range(256))
 
 
-# ---- devices
-# --------------------------------------------------------------------------------------------------------------
+# ---- devices ----
 
 
 def test_results_are_where_x_is_whatever_device_is_current():

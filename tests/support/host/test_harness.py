@@ -81,8 +81,7 @@ def test_what_does_not_compile_shows_the_compiler_s_words(host):
         launch_sum(host, "nonsense()")
 
 
-# ---- the software twins of instructions
-# ------------------------------------------------------------------------------------
+# ---- the software twins of instructions ----
 
 TWINS = {  # an expression of p.a[i] and p.b[i], and the specification
     "mul_ftz(p.a[i], p.b[i])": multiply_ftz,
@@ -132,8 +131,7 @@ def test_twins_of_instructions(host, expression):
     assert_same_bits(np.where(both_nan, 0, out.array), np.where(both_nan, 0, expected), expression)
 
 
-# ---- the compiler
-# ---------------------------------------------------------------------------------------------------------
+# ---- the compiler ----
 
 
 @pytest.mark.parametrize("in_ci", ["true", ""])
