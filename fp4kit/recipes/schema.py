@@ -41,8 +41,8 @@ class Recipe:
         tensor_rule: name of the rule that computes the tensor scale, or None.
         decode_rule: name of the rule that decodes codes to values.
         fake_rule: name of the rule of fake_quantize. None: fake_quantize is dequantize(quantize(x)).
-        apply: "multiply" elements by the factor that the rules give, "divide" them by it, or "compare" them with the
-            values of all codes times it.
+        apply: how the factor that the rules give is applied. "multiply" or "divide": elements are multiplied or divided
+            by it, then rounded. "compare": the code is chosen whose value times the factor is nearest to the element.
         rounding: how a scaled element is rounded to a code; see reference.codec.encode.
         sign: which codes get the sign bit; see reference.codec.encode.
         nan_code: the code of a NaN element. None: the NaN of the element format.
@@ -50,23 +50,23 @@ class Recipe:
         amax_nan: how NaN enters an amax. "ignore": a NaN loses every comparison. "propagate": the amax is NaN. "lanes":
             NaN is ignored unless all even or all odd elements are NaN.
         flush: True if subnormal elements and products are replaced by zero (ftz).
-        round_scaled: True if scaled elements are rounded to the input dtype.
-        repacked: True if the codes are recomputed from the decoded values and the scales, rounded to the dtype of the
-            elements, as auto-round's packing does. Values that become infinite in this dtype lose their codes; so do
-            blocks whose scale becomes 0. Not available with stochastic rounding.
+        round_scaled: True if scaled elements are rounded to the input dtype before they are rounded to a code.
+        repacked: True if codes are recomputed as in auto-round's packing: the decoded values are rounded to the dtype
+            of the elements and encoded again. Values that become infinite in this dtype lose their codes; so do blocks
+            whose scale becomes 0 in it. Not available with stochastic rounding.
         four_over_six: None, or the error measure ("mae", "mse" or "max": mean absolute, mean squared, largest) by which
             each block chooses between two scales, with the block maximum at 6 or at 4.
         fast_error: True if 4over6 compares float16(code * scale) with the element times the tensor's encode scale.
         lane_sums: True if 4over6 adds errors in eight lanes, as PyTorch does on a CPU; elements under a scale of 0 are
             zeros (fouroversix).
         keep_infinity: True if an infinite factor is kept, so that its elements saturate (fouroversix's Triton kernels).
-            False: it becomes NaN, because fouroversix's masks on a CPU multiply infinities by 0. Only fouroversix's
-            rules have such factors.
+            False: the factor becomes NaN (fouroversix on a CPU, where masks multiply infinities by 0). Only
+            fouroversix's rules can give infinite factors.
         scale_max: the largest block scale that the tensor scale leaves room for: 448, or 256 for some 4over6 recipes.
         search: name of the search that chooses each block amax among candidates by the resulting error. "": the block
             amax is the largest magnitude.
-        static: True if block amaxes are calibrated state, given as block_amax. If none is given, the
-            largest magnitude of the block is used.
+        static: True if block amaxes are calibrated state, given as block_amax. If none is given, the largest magnitude
+            of the block is used.
         narrow: True if integers use [-max, max] instead of [-max - 1, max].
         fake_only: True if the recipe gives values only and has no codes.
 
@@ -163,8 +163,8 @@ class Recipe:
 
 def producer_of(id: str) -> str:
     """Return the producer that an id names: te, flashinfer, compressed-tensors, ..."""
-    rest = id.partition("-")[2]
-    return next((name for name in TWO_WORDS if rest.startswith(name)), rest.partition("-")[0])
+    without_format = id.partition("-")[2]
+    return next((name for name in TWO_WORDS if without_format.startswith(name)), without_format.partition("-")[0])
 
 
 @lru_cache(256)

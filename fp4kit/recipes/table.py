@@ -106,12 +106,12 @@ def recipe_of(op: str, id: Any) -> Recipe:
         return id
     if not isinstance(id, str):
         raise TypeError(f"{op}: recipe is a {type(id).__name__}; needs an id such as 'nvfp4-te' or a Recipe")
-    found = RECIPES.get(ALIASES.get(id, id))
-    if found is None:
-        near = difflib.get_close_matches(id.lower(), [*RECIPES, *ALIASES], n=3, cutoff=0.4)
-        hint = f"did you mean {' or '.join(map(repr, near))}?" if near else "see fp4kit.recipes()"
+    result = RECIPES.get(ALIASES.get(id, id))
+    if result is None:
+        nearest = difflib.get_close_matches(id.lower(), [*RECIPES, *ALIASES], n=3, cutoff=0.4)
+        hint = f"did you mean {' or '.join(map(repr, nearest))}?" if nearest else "see fp4kit.recipes()"
         raise ValueError(f"{op}: no recipe is called {id!r}; {hint}")
-    return found
+    return result
 
 
 def is_listed(r: Recipe) -> bool:

@@ -15,7 +15,7 @@ def shown(name: str) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in name)
 
 
-def listed(names: list[str], most: int = 3) -> str:
-    """Return the first ``most`` names as text for a message, followed by the number of names left out."""
-    head = ", ".join(shown(name) for name in names[:most])
-    return head if len(names) <= most else f"{head} and {len(names) - most} more"
+def listed(names: list[str], limit: int = 3) -> str:
+    """Return the first ``limit`` names as text for a message, followed by the number of names left out."""
+    shown_names = ", ".join(shown(name) for name in names[:limit])
+    return shown_names if len(names) <= limit else f"{shown_names} and {len(names) - limit} more"

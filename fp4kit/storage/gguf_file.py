@@ -72,7 +72,7 @@ class GgufFile(SafetensorsFile):
 
 
 def is_gguf(path: Path) -> bool:
-    """Return True if the path is a file that ends in .gguf or begins with the GGUF magic number."""
+    """Return True if the path ends in .gguf and is not a directory, or if it is a file that begins with "GGUF"."""
     if path.is_dir():
         return False
     if path.suffix.lower() == ".gguf":

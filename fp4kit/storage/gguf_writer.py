@@ -28,11 +28,11 @@ def gguf_header(
         specs: the tensors in the order of their bytes, each of a GGUF type.
         keys: additional string values. A key of the source file with the same name is dropped.
     """
-    kept = [field for field in file.fields if field.key not in keys]
+    copied = [field for field in file.fields if field.key not in keys]
     with file.path.open("rb") as stream:
-        head = b"".join(_part(stream, field.start, field.end) for field in kept)
+        head = b"".join(_part(stream, field.start, field.end) for field in copied)
     head += b"".join(_string(key) + struct.pack("<I", STRING) + _string(value) for key, value in keys.items())
-    head = MAGIC + struct.pack("<IQQ", file.version, len(specs), len(kept) + len(keys)) + head
+    head = MAGIC + struct.pack("<IQQ", file.version, len(specs), len(copied) + len(keys)) + head
     offsets, end = {}, 0
     for spec in specs:
         offsets[spec.name] = end

@@ -190,8 +190,8 @@ def load(path: str | os.PathLike[str]) -> dict[str, Quantized]:
     sums = _sums(file)
     described = _described(file)
     entries = {entry.name: entry for entry in file.entries}
-    wanted = {f"{name}.{part}" for name, facts in described.items() for part in facts["parts"]}
-    unlisted = [name for name in entries if name not in wanted]
+    listed_tensors = {f"{name}.{part}" for name, facts in described.items() for part in facts["parts"]}
+    unlisted = [name for name in entries if name not in listed_tensors]
     if unlisted:
         raise CheckpointError(
             f"{file.label}: its metadata does not list the tensors {listed(unlisted)}; write it with fp4kit.save"

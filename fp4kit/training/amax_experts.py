@@ -33,11 +33,11 @@ def counts(
     for base, n in found.items():
         check_numbers(base, numbers[base], n, op)
         first = np.shape(named[base.at(0)])
-        odd = next((i for i in range(n) if np.shape(named[base.at(i)]) != first), None) if same_shape else None
-        if odd is not None:
+        differing = next((i for i in range(n) if np.shape(named[base.at(i)]) != first), None) if same_shape else None
+        if differing is not None:
             raise ValueError(
-                f"{op}: {base.at(odd).key()} has shape {np.shape(named[base.at(odd)])}, and expert 0 has {first}; "
-                "needs one shape for all experts"
+                f"{op}: {base.at(differing).key()} has shape {np.shape(named[base.at(differing)])}, and expert 0 has "
+                f"{first}; needs one shape for all experts"
             )
     return found
 
@@ -47,9 +47,9 @@ def check_numbers(base: AmaxName, present: set[int], n: int, op: str) -> None:
     missing = next((i for i in range(n) if i not in present), None)
     if missing is not None:
         more = n - sum(i < n for i in present) - 1  # do not enumerate: n comes from a file and may be huge
-        rest = f" and {more} more are" if more else " is"
+        others = f" and {more} more are" if more else " is"
         raise ValueError(
-            f"{op}: {base.at(missing).key()}{rest} missing; needs experts 0 to {n - 1}, and has {len(present)}"
+            f"{op}: {base.at(missing).key()}{others} missing; needs experts 0 to {n - 1}, and has {len(present)}"
         )
     if len(present) > n:
         raise ValueError(f"{op}: {base.at(max(present)).key()} is surplus; needs exactly {n} experts")
@@ -73,8 +73,8 @@ def join(
     for name, target in _global_names(own, numbers, offsets, f"gather: rank {rank}").items():
         if target in named:
             raise ValueError(
-                f"gather: {target.key()} is present twice; rank {rank} has it as local expert "
-                f"{name.index}; give each expert one global number"
+                f"gather: {target.key()} is present twice; rank {rank} has it as local expert {name.index}; give each "
+                "expert one global number"
             )
         named[target] = own[name]
 
@@ -136,17 +136,17 @@ def _wanted(named: Mapping[AmaxName, Any], stated: Any, requested: Mapping[str, 
         type(n) is int and n > 0 and AmaxName.find(key) for key, n in stated.items()
     ):
         raise ValueError(f"{op}: its metadata says experts {stated!r}; needs a positive number per quantizer")
-    wanted = {AmaxName.parse(key): n for key, n in stated.items()}
+    count_of = {AmaxName.parse(key): n for key, n in stated.items()}
     for pattern, number in as_mapping(op, "experts", requested).items():
         n = as_index(op, f"experts[{pattern!r:.60}]", number)
         as_word(op, "a wildcard of experts", pattern)
-        bases = {name.at(None) for name in (*named, *wanted) if name.matches(pattern)}
+        bases = {name.at(None) for name in (*named, *count_of) if name.matches(pattern)}
         if not bases:
             raise ValueError(f"{op}: {pattern!r} matches no key; needs a wildcard that matches a quantizer")
         for base in bases:
-            if wanted.setdefault(base, n) != n:
-                raise ValueError(f"{op}: {base.key()} has {wanted[base]} experts in this file; {n} were requested")
-    return wanted
+            if count_of.setdefault(base, n) != n:
+                raise ValueError(f"{op}: {base.key()} has {count_of[base]} experts in this file; {n} were requested")
+    return count_of
 
 
 def all_gather_bytes(comm: Communicator, data: bytes) -> list[bytes]:

@@ -171,12 +171,12 @@ class AmaxState(Mapping[str, Any]):
                 key in both spellings.
         """
         shapes = {key: as_shape("fit", shape) for key, shape in as_mapping("fit", "shapes", shapes).items()}
-        wanted = _named(shapes, "fit")
-        wanted = dict(zip(wanted, shapes, strict=True))
-        for name in [*(n for n in wanted if n not in self.named), *(n for n in self.named if n not in wanted)]:
-            what = "missing in the state" if name in wanted else "in the state, but not requested"
+        key_of = _named(shapes, "fit")
+        key_of = dict(zip(key_of, shapes, strict=True))
+        for name in [*(n for n in key_of if n not in self.named), *(n for n in self.named if n not in key_of)]:
+            what = "missing in the state" if name in key_of else "in the state, but not requested"
             raise ValueError(f"fit: {name.key()} is {what}; needs the same keys on both sides")
-        return {key: _reshape(name, self.named[name], shapes[key]) for name, key in wanted.items()}
+        return {key: _reshape(name, self.named[name], shapes[key]) for name, key in key_of.items()}
 
     def checked(self) -> AmaxState:
         """Return the state with all values on the host, using one copy per device.

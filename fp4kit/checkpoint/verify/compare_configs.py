@@ -80,7 +80,7 @@ def _of_metadata(left: Checkpoint, right: Checkpoint) -> Iterator[ConfigDifferen
         for difference in _of_objects(METADATA, "", one[name], other[name]):
             places.setdefault(difference, []).append(name)
     for difference, names in places.items():
-        yield replace(difference, place=f"{METADATA} of {listed(names, most=1)}")
+        yield replace(difference, place=f"{METADATA} of {listed(names, limit=1)}")
 
 
 def _merged(checkpoint: Checkpoint) -> dict[str, Any]:

@@ -293,7 +293,7 @@ class Guarded(NamedTuple):
 
 
 def guarded(a: Any, step: int = 1) -> Guarded:
-    """Return a copy with guards before and behind it and, for a step of 2, between its elements."""
+    """Return a copy of an array or Quantized, with guards around it and, for a step of 2, between its elements."""
     if isinstance(a, Quantized):
         parts = {name: guarded(getattr(a, name), step) for name in PARTS if getattr(a, name) is not None}
         buffers = [buffer for part in parts.values() for buffer in part.buffers]

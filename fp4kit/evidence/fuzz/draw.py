@@ -81,10 +81,12 @@ class Pool:
     largest: int = 1 << 16
 
     def __post_init__(self) -> None:
-        for name, known in (("recipes", tuple(RECIPES)), ("operations", OPERATIONS), ("layouts", SCALE_LAYOUTS)):
-            unknown = [value for value in getattr(self, name) if value not in known]
+        for name, allowed in (("recipes", tuple(RECIPES)), ("operations", OPERATIONS), ("layouts", SCALE_LAYOUTS)):
+            unknown = [value for value in getattr(self, name) if value not in allowed]
             if unknown or not getattr(self, name):
-                raise ValueError(f"fuzz: {name} holds {unknown or 'nothing'}; needs one or more of {', '.join(known)}")
+                raise ValueError(
+                    f"fuzz: {name} holds {unknown or 'nothing'}; needs one or more of {', '.join(allowed)}"
+                )
 
 
 @dataclass(frozen=True)

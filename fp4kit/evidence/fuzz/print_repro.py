@@ -41,9 +41,9 @@ _HELPERS = {
 def script(case: DrawnCase, verdict: Verdict, engine: ComparedEngine | None) -> str:
     """Return Python that fails as the case did. It ends without an error if the failure is gone."""
     statements = program(case)[: verdict.step + 1]
-    kept = statements if verdict.kind == "written" else needed(statements)
-    writable = written_names(kept)
-    lines = [line for statement in kept for line in _lines(statement, writable)]
+    used_statements = statements if verdict.kind == "written" else needed(statements)
+    writable = written_names(used_statements)
+    lines = [line for statement in used_statements for line in _lines(statement, writable)]
     if not any(line.startswith("yield") for line in lines):
         lines.append("yield")
     module = None if engine is None else engine.module.__name__
@@ -69,16 +69,16 @@ def _imports(text: str, module: str | None) -> list[str]:
 
 def needed(statements: list[Statement]) -> list[Statement]:
     """Return the last statement and the statements that it depends on."""
-    kept = [statements[-1]]
+    needed_statements = [statements[-1]]
     names = _names(statements[-1])
     for statement in reversed(statements[:-1]):
         if isinstance(statement, Same):
             continue
         written = set(statement.writes) if isinstance(statement, ProgramCall) else set()
         if ({statement.target} | written) & names:
-            kept.insert(0, statement)
+            needed_statements.insert(0, statement)
             names |= _names(statement)
-    return kept
+    return needed_statements
 
 
 def _names(statement: Any) -> set[str]:

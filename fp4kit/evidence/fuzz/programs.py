@@ -308,12 +308,12 @@ def _partial(p: Program, case: DrawnCase) -> None:
     q = p.call("q", "fp4kit.quantize", x, Ref("r"), tensor_amax=given)
     amax = q["tensor_amax"] if given is None and _scales_by_finite(case) else given
     before = auxiliary("bytes", "uint8", packed_shape(shape, r), case.options.seed + 3)
-    out, kept = p.make("out", before), p.make("before", before)
-    done = pieces[: len(pieces) - (len(pieces) > 1 and case.options.pass_through)]
-    for i, (a, b) in enumerate(done):
+    out, unchanged = p.make("out", before), p.make("before", before)
+    cast_pieces = pieces[: len(pieces) - (len(pieces) > 1 and case.options.pass_through)]
+    for i, (a, b) in enumerate(cast_pieces):
         p.call(f"done{i}", "fp4kit.partial_cast", flat[a:b], out, whole, shape, a, Ref("r"), tensor_amax=amax)
         p.mark(writes=("out",))
-    p.same(out, p.call("wanted", "with_codes", kept, q["packed"], done, r.element.packing.codes))
+    p.same(out, p.call("wanted", "with_codes", unchanged, q["packed"], cast_pieces, r.element.packing.codes))
 
 
 def _scales_by_finite(case: DrawnCase) -> bool:

@@ -97,8 +97,8 @@ class Report:
 
     def wants(self, failure: Failure | Verdict) -> bool:
         """Return whether a failure is of a new kind and there is room to report it."""
-        known = {(f.kind, f.function) for f in self.failures}
-        return len(known) < MAX_FAILURES and (failure.kind, failure.function) not in known
+        reported = {(f.kind, f.function) for f in self.failures}
+        return len(reported) < MAX_FAILURES and (failure.kind, failure.function) not in reported
 
     def as_json(self) -> dict[str, Any]:
         """Return the report as plain dicts, lists, numbers and strings."""

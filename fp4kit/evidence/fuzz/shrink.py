@@ -104,9 +104,9 @@ def _simpler_arrays(a: DrawnArray, case: DrawnCase, i: int) -> Iterator[DrawnArr
         yield replace(a, view=View(tuple(range(a.ndim)), a.view.steps, a.view.offset))
     values = a.values()
     for axis in range(a.ndim):
-        for kept in _parts(a.shape[axis], _unit(case, a, axis)):
+        for part in _parts(a.shape[axis], _unit(case, a, axis)):
             index: list[Any] = [slice(None)] * a.ndim
-            index[axis] = kept
+            index[axis] = part
             yield a.with_values(values[tuple(index)], a.view)
     if a.dtype in ("float16", "bfloat16"):
         with np.errstate(all="ignore"):
@@ -135,9 +135,9 @@ def _parts(n: int, unit: int) -> Iterator[slice]:
     """
     for step in sorted({unit, 16 * (n > 16) or unit}):
         half = n // 2 // step * step
-        for kept in (slice(0, step), slice(0, half), slice(half, n), slice(0, n - step), slice(step, n)):
-            if 0 < len(range(*kept.indices(n))) < n:
-                yield kept
+        for part in (slice(0, step), slice(0, half), slice(half, n), slice(0, n - step), slice(step, n)):
+            if 0 < len(range(*part.indices(n))) < n:
+                yield part
 
 
 def _fewer_axes(case: DrawnCase) -> Iterator[DrawnCase]:

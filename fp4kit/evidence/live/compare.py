@@ -75,13 +75,13 @@ def compare(id: str, x: np.ndarray, call: ProducerCall, theirs: Parts | None = N
     theirs = call.function(x) if theirs is None else theirs
     r = fp4kit.recipe(id)
     q = None if r.fake_only else fp4kit.quantize(x, r)
-    found = Compared(elements=x.size)
+    result = Compared(elements=x.size)
     with np.errstate(all="ignore"):
         for part, v in theirs.items():
             ours = eval(PARTS[part], {"fp4kit": fp4kit}, {"q": q, "v": v, "x": x, "r": r})
-            difference = difference_of(part, v, ours, _mask(part, x, q, call, r, v, ours, found.excused), r)
-            found.differences += [difference] if difference else []
-    return found
+            difference = difference_of(part, v, ours, _mask(part, x, q, call, r, v, ours, result.excused), r)
+            result.differences += [difference] if difference else []
+    return result
 
 
 def _mask(

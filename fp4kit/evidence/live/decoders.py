@@ -51,8 +51,8 @@ def compare_decoded(q: fp4kit.Quantized, call: ProducerCall) -> Compared:
     assert call.decode is not None
     with np.errstate(all="ignore"):
         theirs, ours = call.decode(q), fp4kit.dequantize(q)
-        found = difference_of("values", theirs, ours, np.zeros(np.shape(theirs), bool), q.recipe)
-    return Compared([replace(found, part="decoded")] if found else [], elements=ours.size)
+        difference = difference_of("values", theirs, ours, np.zeros(np.shape(theirs), bool), q.recipe)
+    return Compared([replace(difference, part="decoded")] if difference else [], elements=ours.size)
 
 
 def shrunk(q: fp4kit.Quantized, call: ProducerCall, differs: Callable[[fp4kit.Quantized], bool]) -> fp4kit.Quantized:

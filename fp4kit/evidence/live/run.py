@@ -227,9 +227,9 @@ def _step(id: str, call: ProducerCall, seed: int, number: int, result: ProducerR
     result.seen.add(signature)
     text, script = _shrunk(case, compared, failure, result)
     result.found.append(FoundDifference(id, case.kind, case.dtype, number, text, script))
-    taken = time.monotonic() - start
-    result.shrinking += taken
-    return taken
+    seconds = time.monotonic() - start
+    result.shrinking += seconds
+    return seconds
 
 
 def _drawn(id: str, call: ProducerCall, seed: int, number: int) -> LiveCase:

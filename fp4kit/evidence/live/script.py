@@ -87,18 +87,18 @@ def _source(function: Callable[..., Any], name: str) -> tuple[set[str], list[str
     """Return (imports, source lines) of a function and of everything that it uses from its module."""
     text = inspect.getsource(sys.modules[function.__module__])
     statements = ast.parse(text).body
-    wanted, kept = {name}, set()
+    needed_names, used = {name}, set()
     while True:
-        found = {i for i, s in enumerate(statements) if i not in kept and _defines(s) & wanted}
-        if not found:
+        new = {i for i, s in enumerate(statements) if i not in used and _defines(s) & needed_names}
+        if not new:
             break
-        kept |= found
-        wanted |= {n.id for i in found for n in ast.walk(statements[i]) if isinstance(n, ast.Name)}
+        used |= new
+        needed_names |= {n.id for i in new for n in ast.walk(statements[i]) if isinstance(n, ast.Name)}
     imports, lines = set(), []
-    for i in sorted(kept):
+    for i in sorted(used):
         statement = statements[i]
         if isinstance(statement, (ast.Import, ast.ImportFrom)):
-            imports.add(_import(statement, wanted))
+            imports.add(_import(statement, needed_names))
         else:
             lines += ["", "", *_segment(text, statement)]
     return imports, lines

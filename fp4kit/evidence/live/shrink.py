@@ -30,8 +30,8 @@ def shrink(x: np.ndarray, rows: int, columns: int, differs: Callable[[np.ndarray
 def simpler(x: np.ndarray, rows: int, columns: int) -> Iterator[np.ndarray]:
     """Yield arrays with fewer blocks, then with more zeros, then with simpler numbers."""
     for axis, unit in ((0, rows), (1, columns)):
-        for kept in _parts(x.shape[axis] // unit):
-            index = (kept[:, None] * unit + np.arange(unit)).reshape(-1)
+        for blocks in _parts(x.shape[axis] // unit):
+            index = (blocks[:, None] * unit + np.arange(unit)).reshape(-1)
             yield np.ascontiguousarray(np.take(x, index, axis))
     (nonzero,) = np.nonzero(bit_patterns(x).reshape(-1))
     size = len(nonzero)

@@ -31,9 +31,9 @@ class Anything(ModuleType):
         """Return a stand-in for the attribute, and store it."""
         if name.startswith("__"):
             raise AttributeError(name)
-        found = Anything(f"{self.__name__}.{name}")
-        setattr(self, name, found)
-        return found
+        attribute = Anything(f"{self.__name__}.{name}")
+        setattr(self, name, attribute)
+        return attribute
 
     def __call__(self, *given: Any, **options: Any) -> Any:
         """Return the argument. Return this module if there are several arguments or none."""

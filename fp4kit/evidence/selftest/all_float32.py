@@ -120,11 +120,11 @@ def runs(sweep: Float32Sweep, sign: int) -> tuple[np.ndarray, np.ndarray]:
 def _rises(specified: Callable[[np.ndarray], np.ndarray], last: int, sign_bit: int) -> np.ndarray:
     """Return, for each code above the first, the smallest bit pattern up to ``last`` that reaches it."""
     first, top = (int(code) & ~sign_bit for code in specified(np.array([1, last])))
-    wanted = np.arange(first + 1, top + 1)
-    low, high = np.ones(len(wanted), np.int64), np.full(len(wanted), last, np.int64)
+    codes_above_first = np.arange(first + 1, top + 1)
+    low, high = np.ones(len(codes_above_first), np.int64), np.full(len(codes_above_first), last, np.int64)
     while (low < high).any():
         middle = (low + high) // 2
-        reached = (specified(middle) & np.uint8(~sign_bit & 0xFF)) >= wanted
+        reached = (specified(middle) & np.uint8(~sign_bit & 0xFF)) >= codes_above_first
         low, high = np.where(reached, low, middle + 1), np.where(reached, middle, high)
     return low
 

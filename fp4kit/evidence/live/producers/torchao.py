@@ -75,7 +75,7 @@ def _calls() -> dict[str, ProducerCall]:
     Two recipes may describe one call, with one id ending in -018. The installed version decides which of them is
     compared.
     """
-    known = fp4kit.recipes()
+    recipe_ids = fp4kit.recipes()
     nvfp4: dict[str, tuple[Any, Any]] = {
         id: (partial(_nvfp4, single=single), _decode_nvfp4)
         for id, single in (("nvfp4-torchao", False), ("nvfp4-torchao-single", True))
@@ -90,11 +90,11 @@ def _calls() -> dict[str, ProducerCall]:
     for id, (function, decode) in {**nvfp4, **mx}.items():
         call = ProducerCall(function, dtypes, exempt=(NAN_SCALE,), decode=decode, decodes=dtypes)
         older = f"{id}-018"
-        if older in known:
+        if older in recipe_ids:
             calls[older] = replace(call, last="0.18.99")
-        newer = fp4kit.recipe(id).id if id in _ALIASES or id in known else ""
+        newer = fp4kit.recipe(id).id if id in _ALIASES or id in recipe_ids else ""
         if newer:
-            calls[newer] = replace(call, first="0.19" if older in known else "")
+            calls[newer] = replace(call, first="0.19" if older in recipe_ids else "")
     return calls
 
 
