@@ -36,10 +36,13 @@ Environment = tuple[Callable[..., int], Callable[..., int]]  # fegetenv, feseten
 def is_ieee() -> bool:
     """Return whether this thread keeps subnormals, as operands and as results, and rounds to nearest even.
 
-    Two products of the smallest subnormal tell the modes apart. 1.5 steps round to two steps under nearest even, but to
-    one step when rounding down or toward zero. 1.25 steps round to one step, but to two when rounding up. The products
-    are scaled up before the comparison, because DAZ would also treat a compared subnormal as zero. float32 and float64
-    share the mode.
+    The check multiplies the smallest subnormal, one step, by 1.5 and by 1.25:
+
+    - 1.5 steps round to two steps under nearest even, but to one step when rounding down or toward zero.
+    - 1.25 steps round to one step under nearest even, but to two steps when rounding up.
+
+    The products are scaled up before the comparison, because DAZ would also treat a compared subnormal as zero. float32
+    and float64 share the mode.
     """
     return _TINY * 1.5 * _BIG == _TWO_STEPS and _TINY * 1.25 * _BIG == _ONE_STEP
 

@@ -36,9 +36,9 @@ class CandidateAmaxes:
     def of(self, r: Recipe, hadamard: Hadamard = False) -> Iterator[np.ndarray | None]:
         """Yield the amaxes to quantize with, the most likely first. None stands for the amax of x.
 
-        If q's recipe makes q's tensor scale from q.tensor_amax, only that amax is yielded. Otherwise, by the rule of r:
-        the amax of x if it gives the scale, or else the implied one; then others that give an equal scale with another
-        encode scale.
+        If q's recipe makes q's tensor scale from q.tensor_amax, that amax is the only one. Otherwise the rule of r
+        decides. The amax of x comes first if it gives the scale, or else the implied one. Other amaxes follow that give
+        an equal scale with another encode scale.
         """
         q = self.q
         # A NaN amax cannot be passed to quantize, which must then take it from x.
