@@ -1,1 +1,1 @@
-"""Check a checkpoint: integrity, loaders, values; compare two; reconcile scales."""
+"""Check a checkpoint: integrity, loaders, values. Compare two checkpoints, and reconcile tensor scales."""

@@ -1,7 +1,7 @@
-"""Two checkpoints, tensor by tensor: what is missing, what has another dtype or shape, how many bytes differ.
+"""Compare two checkpoints tensor by tensor: missing tensors, other dtypes or shapes, differing bytes.
 
-Quantized layers are compared as such too: codes, scales, decoded values, and how far apart the values are; also with
-the unquantized weights of the other checkpoint. So are the configs and the metadata of the files.
+Quantized layers are also compared as layers: codes, scales, decoded values and their SQNR. The layer may be unquantized
+in one of the checkpoints. Configs and the metadata of the files are compared as well (compare_configs.py).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from fp4kit.storage.safetensors_file import TensorEntry
 
 @dataclass(frozen=True)
 class TensorDifference:
-    """One tensor that is not the same. kind: "missing" (from b), "extra" (in b), "dtype", "shape" or "bytes"."""
+    """Describe one tensor that differs. kind: "missing" (from b), "extra" (in b), "dtype", "shape" or "bytes"."""
 
     name: str
     kind: str
@@ -36,9 +36,13 @@ class TensorDifference:
 
 @dataclass(frozen=True)
 class LayerDifference:
-    """How a layer differs that one or both have quantized: counts of codes, block scales and values (by bits), SQNR.
+    """Describe how a layer differs that one or both checkpoints have quantized.
 
-    codes, scales are None where one of them has the weights themselves; tensor_scales are None where there are none.
+    codes, scales: how many codes and block scales differ; None if one checkpoint has the layer unquantized.
+    values: how many decoded values differ in their bits.
+    tensor_scales: those of a and of b; None without a tensor scale.
+    sqnr_db: of b against a.
+    tensors: the tensors that the layer consists of in a and in b.
     """
 
     name: str
@@ -47,15 +51,15 @@ class LayerDifference:
     scales: int | None
     values: int
     tensor_scales: tuple[float | None, float | None]
-    sqnr_db: float  # of b against a
-    tensors: tuple[str, ...] = ()  # that it consists of, in a and in b
+    sqnr_db: float
+    tensors: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class CheckpointComparison:
-    """All differences; ``same`` tensors are equal in dtype, shape and every byte.
+    """Hold all differences between two checkpoints. How tensors are distributed over files is not compared.
 
-    How tensors are spread over files is not compared.
+    same: the number of tensors that are equal in dtype, shape and every byte.
     """
 
     same: int
@@ -65,19 +69,24 @@ class CheckpointComparison:
 
     @property
     def equal(self) -> bool:
-        """Whether tensors, configs and metadata are all the same."""
+        """Whether all tensors, configs and metadata are equal."""
         return not self.tensors and not self.configs
 
 
 def compare_checkpoints(
     a: str | Path, b: str | Path, progress: Callable[[int], None] | None = None
 ) -> CheckpointComparison:
-    """Compare two checkpoints, directories or .safetensors files, by name: configs, metadata, tensors, quantized
-    layers.
+    """Compare two checkpoints by name: configs, metadata, tensors and quantized layers.
 
-    progress: called with numbers of bytes of ``a`` that add up to those of its tensors.
-    Raises CheckpointError for what is malformed. The SQNR of a layer is 10 log10(sum a^2 / sum (a - b)^2) of its
-    values.
+    Args:
+        a, b: directories, .safetensors or .gguf files.
+        progress: called with numbers of bytes of ``a`` that add up to the bytes of its tensors.
+
+    Returns:
+        A CheckpointComparison. The SQNR of a layer is 10 log10(sum a^2 / sum (a - b)^2) over its values.
+
+    Raises:
+        CheckpointError: a checkpoint is malformed.
     """
     left, right = open_checkpoint(a), open_checkpoint(b)
     configs = compare_configs(left, right)
@@ -95,7 +104,7 @@ def compare_checkpoints(
 
 
 def _header_difference(name: str, left: Checkpoint, right: Checkpoint) -> TensorDifference | None:
-    """Return what the headers say on one tensor, or None if they agree."""
+    """Return how the headers of one tensor differ, or None if they agree."""
     if name not in right.tensors:
         return TensorDifference(name, "missing", _described(left.tensors[name][1]))
     if name not in left.tensors:
@@ -108,11 +117,12 @@ def _header_difference(name: str, left: Checkpoint, right: Checkpoint) -> Tensor
 
 
 def _described(entry: TensorEntry) -> str:
+    """Return a tensor's dtype and shape as text."""
     return f"{entry.dtype} {list(entry.shape)}"
 
 
 def _byte_difference(name: str, left: Checkpoint, right: Checkpoint, readers: Readers) -> TensorDifference | None:
-    """Return how many bytes of one tensor differ, or None if none do; bytes of one file are not read twice."""
+    """Return how many bytes of one tensor differ, or None if none do. Bytes of one and the same file are not read."""
     (file, entry), (other, place) = left.tensors[name], right.tensors[name]
     if entry.start == place.start and os.path.samefile(file.path, other.path):
         return None
@@ -122,8 +132,9 @@ def _byte_difference(name: str, left: Checkpoint, right: Checkpoint, readers: Re
 
 
 def _changed_layers(left: Checkpoint, right: Checkpoint, changed: set[str]) -> Iterator[tuple[str, Origin, Origin]]:
-    """Yield name and both sides of every layer of one shape that is quantized in one or both and owns a tensor that
-    differs.
+    """Yield the name and both sides of every layer to compare.
+
+    These layers are quantized in at least one checkpoint, have one shape, and own a tensor that differs.
     """
     forms = dict.fromkeys(weight.container for side in (right, left) for weight in side.layers.values())
     seen = set()
@@ -140,7 +151,7 @@ def _changed_layers(left: Checkpoint, right: Checkpoint, changed: set[str]) -> I
 
 
 class _Counts(NamedTuple):
-    """What differs in some rows; None: one side has no codes, or no scales."""
+    """Count what differs in some rows. codes, scales: None if one side has no codes."""
 
     values: int
     codes: int | None
@@ -151,7 +162,7 @@ class _Counts(NamedTuple):
 
 @ieee("compare")
 def _layer_difference(name: str, a: Origin, b: Origin, readers: Readers) -> LayerDifference:
-    """Return how one layer differs. Codes of different element formats all count as different."""
+    """Return how one layer differs. If the element formats differ, all codes count as different."""
     height = max(o.weight.container.block[0] for o in (a, b) if o.weight.container is not None)
     found = [_rows_difference(a, b, rows, readers) for rows in row_chunks(*a.shape, height)]
     codes, scales = (_total(getattr(one, kind) for one in found) for kind in ("codes", "scales"))
@@ -163,11 +174,13 @@ def _layer_difference(name: str, a: Origin, b: Origin, readers: Readers) -> Laye
 
 
 def _total(counts: Iterable[int | None]) -> int | None:
+    """Return the sum of the counts, or None if there are none."""
     known = [count for count in counts if count is not None]
     return sum(known) if known else None
 
 
 def _rows_difference(a: Origin, b: Origin, rows: slice, readers: Readers) -> _Counts:
+    """Return how some rows of a layer differ."""
     one, other = a.slab(readers, rows), b.slab(readers, rows)
     x, y = (values_of(o.weight, slab).astype(np.float32, copy=False) for o, slab in ((a, one), (b, other)))
     codes = scales = None
@@ -176,22 +189,26 @@ def _rows_difference(a: Origin, b: Origin, rows: slice, readers: Readers) -> _Co
         scales = _different(a.weight.container.scale, b.weight.container.scale, one.scales, other.scales, 0)
     values = int(np.count_nonzero(x.view(np.uint32) != y.view(np.uint32)))
     wide = x.astype(np.float64)
-    with np.errstate(invalid="ignore"):  # of infinities of both
+    with np.errstate(invalid="ignore"):  # inf - inf, if both have an infinity
         noise = float(np.sum((wide - y) ** 2))
     return _Counts(values, codes, scales, float(np.sum(wide**2)), noise)
 
 
 def _different(
-    format_a: Any, format_b: Any, x: Any, y: Any, most: int, a: Origin | None = None, b: Origin | None = None
+    format_a: Any, format_b: Any, x: Any, y: Any, total: int, a: Origin | None = None, b: Origin | None = None
 ) -> int:
-    """How many codes or scales differ: all, if they are not alike in format and number."""
+    """Return how many codes or scales differ.
+
+    If the formats or shapes differ, all count as different: ``most``, or the size of x if that is 0.
+    """
     if format_a != format_b or x.shape != y.shape:
-        return most or int(x.size)
+        return total or int(x.size)
     if a is not None and b is not None and a.weight.container is not None and b.weight.container is not None:
         x, y = codes_of(a.weight.container, x), codes_of(b.weight.container, y)
     return int(np.count_nonzero(x != y))
 
 
 def _tensor_scale(origin: Origin, readers: Readers) -> float | None:
+    """Return the tensor scale of a layer, or None."""
     scale = tensor_scale_of(readers, origin.weight, origin.expert)
     return None if scale is None else float(scale)

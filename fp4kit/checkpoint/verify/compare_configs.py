@@ -1,6 +1,4 @@
-"""What two checkpoints declare: config.json, hf_quant_config.json and the metadata of their safetensors files, key by
-key.
-"""
+"""Compare what two checkpoints declare: config.json, hf_quant_config.json and safetensors metadata, key by key."""
 
 from __future__ import annotations
 
@@ -18,11 +16,11 @@ METADATA = "__metadata__"
 
 @dataclass(frozen=True)
 class ConfigDifference:
-    """One entry that is not the same. kind: "missing" (from b), "extra" (in b) or "value".
+    """Describe one entry that differs. kind: "missing" (from b), "extra" (in b) or "value".
 
-    place: the file, or ``__metadata__`` with the safetensors files that have it. key: of nested objects
-    ``outer.inner``, empty
-        for the whole file. a, b: the values, None where there is none.
+    place: the file, or ``__metadata__`` with the safetensors files that hold it.
+    key: the key; ``outer.inner`` in nested objects; empty for a whole file.
+    a, b: the values; None if there is none.
     """
 
     place: str
@@ -42,17 +40,16 @@ class ConfigDifference:
 
 
 def compare_configs(left: Checkpoint, right: Checkpoint) -> tuple[ConfigDifference, ...]:
-    """Return what the configs and the metadata of two checkpoints say differently; the order of keys says nothing.
+    """Return the differences between the configs and the metadata of two checkpoints; the order of keys is ignored.
 
-    Values are the same only in one type: 1 is neither 1.0 nor true. Metadata is compared file by file where both have
-    files of
-        the same names, else all of a checkpoint's at once.
+    Values are equal only if their types are: 1 equals neither 1.0 nor true. Metadata is compared file by file if both
+    checkpoints have files of the same names, else merged over all files of a checkpoint.
     """
     try:
         return tuple(_differences(left, right))
     except RecursionError:
         raise CheckpointError(
-            f"{left.path}, {right.path}: their configs are nested too deeply to be compared"
+            f"{left.path}, {right.path}: the configs are nested too deeply to compare; compare them with another tool"
         ) from None
 
 
@@ -70,7 +67,7 @@ def _differences(left: Checkpoint, right: Checkpoint) -> Iterator[ConfigDifferen
 
 
 def _of_metadata(left: Checkpoint, right: Checkpoint) -> Iterator[ConfigDifference]:
-    """Yield the differences of the metadata; one that several files have is one difference."""
+    """Yield the differences of the metadata. A difference that several files share is yielded once."""
     one, other = ({file.name: file.metadata for file in checkpoint.files} for checkpoint in (left, right))
     if one.keys() != other.keys():
         yield from _of_objects(METADATA, "", _merged(left), _merged(right))
@@ -84,7 +81,7 @@ def _of_metadata(left: Checkpoint, right: Checkpoint) -> Iterator[ConfigDifferen
 
 
 def _merged(checkpoint: Checkpoint) -> dict[str, Any]:
-    """The metadata of all files: a value, or the list of those that occur."""
+    """Return the metadata of all files: key -> its value, or the list of its values if files disagree."""
     found: dict[str, set[str]] = {}
     for file in checkpoint.files:
         for key, value in file.metadata.items():
@@ -93,7 +90,7 @@ def _merged(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def _of_objects(place: str, prefix: str, a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[ConfigDifference]:
-    """Yield the differences of two objects; objects within them are compared entry by entry."""
+    """Yield the differences of two objects; nested objects are compared entry by entry."""
     for name in sorted({*a, *b}):
         key = f"{prefix}{name}"
         if name not in b:
@@ -107,22 +104,22 @@ def _of_objects(place: str, prefix: str, a: Mapping[str, Any], b: Mapping[str, A
 
 
 def _text(value: Any) -> str:
-    """A value as JSON, in which equal values of one type are equal texts."""
+    """Return a value as JSON text, which is equal exactly for equal values of equal types."""
     return json.dumps(value, sort_keys=True)
 
 
 def _brief(value: Any) -> str:
-    """A value in a few words."""
+    """Return a value in a few words."""
     if isinstance(value, (dict, list)) and len(_text(value)) > 40:
         return f"{len(value)} entries"
     return _text(value)
 
 
 def _entries(a: list[Any], b: list[Any]) -> str:
-    """How two lists differ."""
+    """Return how two lists differ."""
     one, other = ([_text(value) for value in values] for values in (a, b))
-    gone, new = sorted(set(one) - set(other)), sorted(set(other) - set(one))
-    if not gone and not new:
+    only_a, only_b = sorted(set(one) - set(other)), sorted(set(other) - set(one))
+    if not only_a and not only_b:
         return f"{len(a)} and {len(b)} entries, in another order or number"
-    parts = ((gone, "of a alone"), (new, "of b alone"))
+    parts = ((only_a, "only in a"), (only_b, "only in b"))
     return "; ".join(f"{len(names)} entries {where}, such as {names[0]}" for names, where in parts if names)

@@ -1,5 +1,5 @@
-"""What is wrong with a checkpoint by itself: tensors of no known form, scales that decode to nothing, and what loaders
-say.
+"""Check a checkpoint by itself: tensors of unknown form, scales that decode to nothing useful, and loader
+requirements.
 """
 
 from __future__ import annotations
@@ -26,10 +26,12 @@ from fp4kit.checkpoint.selection.selection import Wishes, decide
 
 @dataclass(frozen=True)
 class Issue:
-    """Something that is wrong, "error", or that one should know, "warning". loader: engine and version that would trip,
-    or "".
+    """Describe a fault ("error") or something worth knowing ("warning").
 
-    count: how often, of what the text names; 0 where that says nothing.
+    subject: the tensor, layer or file.
+    loader: the engine, with its version, that would fail or misread the checkpoint; "" if the issue is not about an
+    engine.
+    count: how many items the text is about; 0 if a number does not apply.
     """
 
     severity: str
@@ -45,24 +47,26 @@ class Issue:
 
 
 def strange_tensors(model: Checkpoint) -> Iterator[Issue]:
-    """Yield an issue for every tensor that looks like codes or scales and is part of no layer of a known form."""
+    """Yield an issue for every tensor that looks like codes or scales but belongs to no layer of a known form."""
     for name in model.unrecognised:
         entry = model.tensors[name][1]
-        yield Issue("error", name, f"{entry.dtype} {list(entry.shape)}: codes or scales of no form that is known here")
+        yield Issue(
+            "error", name, f"{entry.dtype} {list(entry.shape)}: looks like codes or scales, but of no known format"
+        )
 
 
 _FACTS = (
     ("nan_codes", "error", "codes that are NaN"),
     ("nan_scales", "error", "block scales that are NaN or infinite"),
-    ("negative_scales", "error", "block scales that are negative, so that signs are wrong"),
-    ("zero_scales", "warning", "block scales that are zero over codes that are not, which are lost"),
+    ("negative_scales", "error", "block scales that are negative, which inverts signs"),
+    ("zero_scales", "warning", "block scales that are zero although their codes are not; the values are lost"),
     ("nonfinite", "warning", "values of the source that are NaN or infinite"),
-    ("flushed_blocks", "warning", "blocks of zeros that are not zeros in the source: their scales underflow"),
+    ("flushed_blocks", "warning", "blocks that are zero although the source is not, because their scales underflow"),
 )
 
 
 def stored_issues(name: str, tally: StoredCounts) -> Iterator[Issue]:
-    """Yield what the numbers of a layer tell."""
+    """Yield the issues that the counts of a layer show."""
     for fact, severity, text in _FACTS:
         count = getattr(tally, fact)
         if count:
@@ -70,8 +74,9 @@ def stored_issues(name: str, tally: StoredCounts) -> Iterator[Issue]:
 
 
 def loader_issues(model: Checkpoint, tensor_scales: Mapping[str, float]) -> list[Issue]:
-    """Return what the engines that load this kind of checkpoint would trip over; tensor_scales: name -> number of
-    these, and of input scales, as stored.
+    """Return what the engines that load this kind of checkpoint would fail on.
+
+    tensor_scales: name -> stored value, of tensor scales and input scales.
     """
     form, config = _form(model.layers.values()), model.config or {}
     if ggml_names.ARCHITECTURE in config:
@@ -83,26 +88,31 @@ def loader_issues(model: Checkpoint, tensor_scales: Mapping[str, float]) -> list
         return [Issue("error", name, text, mlx.ENGINE) for name, text in mlx.troubles(config, forms)]
     name = "bf16" if form is None else _container_id(form, model.layers.values(), config)
     if name not in requirements.REQUIRED:
-        return [Issue("warning", "model", f"what loaders require of {name} is not known here")]
+        return [Issue("warning", "model", f"{name}: the requirements of loaders are not known, so not checked")]
     tensors = {tensor: (entry.dtype, entry.shape) for tensor, (_, entry) in model.tensors.items()}
     findings = requirements.findings(name, tensors, tensor_scales, config, model.hf_quant_config)
     return [_issue(one) for one in (*findings, *_exclusions(model, name, form))]
 
 
 def _issue(found: Finding) -> Issue:
+    """Return a finding about an engine as an issue."""
     return Issue(found.severity, found.subject, found.text, f"{found.engine} {found.version}")
 
 
 def _form(weights: Iterable[Weight]) -> Container | None:
-    """The container of most layers, of those that loaders know if there are any; None without a quantized layer."""
+    """Return the container of most layers, or None without a quantized layer.
+
+    Containers that loaders know take precedence over others.
+    """
     counts = Counter(weight.container for weight in weights if weight.container is not None)
     known = {form: count for form, count in counts.items() if form.format} or counts
     return max(known, key=lambda form: known[form], default=None)
 
 
 def _container_id(form: Container, weights: Iterable[Weight], config: Mapping[str, Any]) -> str:
-    """What loaders/ calls the form; whether NVFP4 has scales of activations is as declared, else as most layers have
-    it.
+    """Return the name of the container in loaders/.
+
+    For NVFP4, the config says whether activations have scales; without a declaration, the majority of layers decides.
     """
     declared = config.get("quantization_config")
     method = declared.get("quant_method") if isinstance(declared, Mapping) else None
@@ -116,7 +126,7 @@ def _container_id(form: Container, weights: Iterable[Weight], config: Mapping[st
 
 
 def _exclusions(model: Checkpoint, name: str, form: Container | None) -> Iterator[Finding]:
-    """Yield what engines get wrong by the exclusion list."""
+    """Yield what engines get wrong because of the exclusion list."""
     declared = (model.config or {}).get("quantization_config")
     syntax = CONTAINERS[name].syntax
     if form is None or not READERS.get(name) or syntax is None or not isinstance(declared, Mapping):
@@ -131,7 +141,7 @@ def _exclusions(model: Checkpoint, name: str, form: Container | None) -> Iterato
 
 
 def _unquantized(model: Checkpoint, form: Container) -> list[str]:
-    """Linear layers and stacks of experts that are plain numbers, which engines ask the exclusion list about."""
+    """Return the unquantized linear layers and stacks of experts, which engines look up in the exclusion list."""
     facts = model_facts(model.config or {})
     parts = part_names(model.layers.values())
     found = []
@@ -146,7 +156,7 @@ def _unquantized(model: Checkpoint, form: Container) -> list[str]:
 
 
 def grouped(issues: Iterable[Issue]) -> list[tuple[Issue, list[str]]]:
-    """Return issues that say the same once, their counts added up, with all of their subjects."""
+    """Return issues with equal text once, their counts added up, with all of their subjects."""
     found: dict[tuple[str, str, str], list[Issue]] = defaultdict(list)
     for issue in issues:
         found[issue.severity, issue.loader, issue.text].append(issue)

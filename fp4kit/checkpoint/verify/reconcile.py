@@ -1,10 +1,11 @@
-"""Repair a checkpoint whose fused layers disagree: parts that loaders take for one layer get one tensor scale.
+"""Repair a checkpoint whose fused layers disagree: give the layers that loaders join into one a common tensor scale.
 
-vLLM loads q, k, v, or gate and up, as one layer with one tensor scale and does not rescale the others. With s the
-tensor scales of a group's parts, which multiply on decode: t = max(s), and a part's block scales become
-E4M3(block_scale * (s / t)), each step rn, the first two in float32. Codes stay. A part with s = t keeps its codes and
-block scales. All store the number of the part that has t, in its bits. Values are exact where s / t is a power of two
-and no block scale becomes subnormal.
+A fused layer is a group of layers, its parts, that a loader joins into one: q, k and v, or gate and up. vLLM gives it
+one tensor scale and does not rescale the parts. Let s be the tensor scales of the parts, which multiply on decode, and
+t = max(s). The block scales of a part become E4M3(block_scale * (s / t)). Each step rounds to nearest even; the
+quotient and the product are float32. Codes stay. A part with s = t keeps its codes and block scales. All parts store
+the number of the part that has t, bit for bit. Values are exact if s / t is a power of two and no block scale becomes
+subnormal.
 """
 
 from __future__ import annotations
@@ -44,11 +45,13 @@ Progress = Callable[[int], None]
 
 @dataclass(frozen=True)
 class Repair:
-    """One layer that gets another tensor scale: the old and the new one, which multiply; its block scales; what it
-    costs.
+    """Describe one layer that gets another tensor scale.
 
-    sqnr_db: of the new values against the old ones; inf where none changed. underflow: block scales that were not zero
-    and are.
+    name, group: the layer, and the fused layer that it is part of.
+    before, after: the old and the new tensor scale, which multiply.
+    block_scales, changed: how many block scales the layer has, and how many changed.
+    underflow: block scales that were nonzero and became zero.
+    sqnr_db: of the new values against the old ones; inf if no value changed.
     """
 
     name: str
@@ -63,7 +66,12 @@ class Repair:
 
 @dataclass(frozen=True)
 class Reconciliation:
-    """What a reconciliation found and did. groups: of fused layers; repairs: of the layers that changed."""
+    """Report what a reconciliation found and did.
+
+    groups: the number of fused layers.
+    repairs: the layers that changed.
+    destination: where the copy was written; None if nothing was written.
+    """
 
     groups: int
     repairs: tuple[Repair, ...]
@@ -71,10 +79,10 @@ class Reconciliation:
 
 
 def disagreements(source: Source, readers: Readers) -> dict[str, dict[str, Weight]]:
-    """Group -> layer -> its weight, of the fused layers whose parts do not agree.
+    """Return group -> layer -> its weight, for the fused layers whose parts do not have one tensor scale.
 
-    What counts is the number that is stored: divisors that differ may have one reciprocal, and engines compare the
-    divisors.
+    The stored numbers are compared, not the scales: two different divisors may have one reciprocal, and engines compare
+    the divisors.
     """
     layers = {weight.name: weight for weight in _layers(source).values()}
     found: dict[str, dict[str, Weight]] = {}
@@ -86,13 +94,15 @@ def disagreements(source: Source, readers: Readers) -> dict[str, dict[str, Weigh
 
 
 def _stored(weight: Weight, readers: Readers) -> tuple[bytes, bool]:
-    """The bits of the tensor scale as it is stored, and whether it divides."""
+    """Return the bits of the stored tensor scale, and whether it divides."""
     assert weight.container is not None
     return scalar_of(readers, weight, TENSOR_SCALE).tobytes(), weight.container.divides
 
 
 def _largest(parts: Mapping[str, Weight], readers: Readers) -> Weight:
-    """The part whose tensor scale is the largest: of equal ones that divide, the one of the smallest divisor."""
+    """Return the part with the largest tensor scale; among equal ones that divide, the part with the smallest
+    divisor.
+    """
 
     def scale(part: Weight) -> tuple[float, float]:
         found = tensor_scale_of(readers, part)
@@ -103,7 +113,7 @@ def _largest(parts: Mapping[str, Weight], readers: Readers) -> Weight:
 
 
 def _layers(source: Source) -> dict[str, Weight]:
-    """Tensor -> layer, of the single layers that have a tensor scale."""
+    """Return tensor -> layer, for the single layers that have a tensor scale."""
     weights = weights_of(source.tensors, source.config)
     return {
         name: weight
@@ -118,21 +128,30 @@ def _layers(source: Source) -> dict[str, Weight]:
 def reconcile(source: str | Path, destination: str | Path | None, progress: Progress | None = None) -> Reconciliation:
     """Write a copy of an NVFP4 checkpoint in which the parts of every fused layer have one tensor scale.
 
-    source: a model directory of Model-Optimizer's or compressed-tensors' NVFP4. destination: a new directory; None only
-    reports,
-        and writes nothing. progress: called with bytes of tensors that were written.
-    Everything but the scales of layers that disagree is copied byte for byte, configs and index too.
-    Raises CheckpointError for a checkpoint without tensor scales, for one where a scale is no positive normal float32,
-    and what convert raises of a destination.
+    Everything except the scales of layers that disagree is copied byte for byte, including configs and index.
+
+    Args:
+        source: a model directory with Model-Optimizer's or compressed-tensors' NVFP4.
+        destination: a new directory; None to report only and write nothing.
+        progress: called with the number of bytes of tensors written since the last call.
+
+    Returns:
+        A Reconciliation.
+
+    Raises:
+        CheckpointError: the checkpoint has no tensor scales, or a scale is not a positive normal float32; and what
+            convert raises for a destination.
     """
     model = open_source(Path(source))
     if is_gguf_config(model.config):
         raise CheckpointError(
-            f"{source}: a GGUF file, whose layers llama.cpp does not fuse; there is nothing to reconcile"
+            f"{source}: is a GGUF file; llama.cpp does not fuse its layers, so there is nothing to reconcile"
         )
     layers = _layers(model)
     if not layers:
-        raise CheckpointError(f"{source}: no layer of it has a tensor scale; only NVFP4 checkpoints can disagree")
+        raise CheckpointError(
+            f"{source}: no layer has a tensor scale; an NVFP4 checkpoint with tensor scales is needed"
+        )
     with Readers() as readers:
         wrong = disagreements(model, readers)
         repaired = {
@@ -150,7 +169,7 @@ def reconcile(source: str | Path, destination: str | Path | None, progress: Prog
 
 
 class _Repaired:
-    """A layer and its new scales, which are in memory: a sixteenth of its codes' elements."""
+    """Hold a layer with its old and new scales in memory (one block scale per 16 elements)."""
 
     def __init__(self, weight: Weight, group: str, largest: Weight, readers: Readers) -> None:
         scale, shared = tensor_scale_of(readers, weight), tensor_scale_of(readers, largest)
@@ -167,19 +186,18 @@ class _Repaired:
         self.old: npt.NDArray[np.uint8] = readers.array(weight.parts[SCALES])
         self.new = _rescaled(self.form, self.old, scale, shared)
         self.was = scalar_of(readers, weight, TENSOR_SCALE)
-        self.stored = scalar_of(
-            readers, largest, TENSOR_SCALE
-        )  # in its bits: a reciprocal of its reciprocal may be another
+        # Copy the stored bits, because the reciprocal of a reciprocal may be another number.
+        self.stored = scalar_of(readers, largest, TENSOR_SCALE)
         if largest.container.direction != self.form.direction:
             self.stored = np.float32(1) / shared if self.form.divides else shared
 
     def tensors(self) -> Iterator[tuple[str, np.ndarray]]:
-        """The tensors that change."""
+        """Yield the tensors that change."""
         yield self.weight.parts[SCALES].entry.name, self.new
         yield self.weight.parts[TENSOR_SCALE].entry.name, np.array([self.stored], np.float32)
 
     def report(self, readers: Readers) -> Repair:
-        """What it costs: decoded before and after, a few rows at a time."""
+        """Return what the repair costs, comparing decoded values before and after, a few rows at a time."""
         assert self.form.scale is not None
         rows, columns = self.weight.shape
         width = columns * self.form.element.bits // 8
@@ -202,14 +220,14 @@ class _Repaired:
 def _rescaled(
     form: Container, codes: npt.NDArray[np.uint8], scale: np.float32, shared: np.float32
 ) -> npt.NDArray[np.uint8]:
-    """E4M3(block_scale * (scale / shared)) of scale <= shared: nothing overflows, NaN stays."""
+    """Return E4M3(block_scale * (scale / shared)). As scale <= shared, nothing overflows; NaN stays NaN."""
     assert form.scale is not None
     found: npt.NDArray[np.uint8] = form.scale.encode(form.scale.values[codes] * (scale / shared))
     return found
 
 
 def _write(model: Source, changed: Mapping[str, _Repaired], target: Path, readers: Readers, tick: Progress) -> None:
-    """Write all files: the old bytes but for those tensors."""
+    """Write all files; only the changed tensors have new bytes."""
     beside = side_files.scan(model.root, {file.name for file in model.files} | {INDEX})
     own = [name for name in (CONFIG, HF_QUANT_CONFIG, INDEX) if os.path.lexists(model.root / name)]
     configs = {name: existing_file(model.root, name) for name in own}
@@ -232,6 +250,8 @@ def _write(model: Source, changed: Mapping[str, _Repaired], target: Path, reader
 
 @dataclass(frozen=True)
 class _Spec:
+    """Describe a tensor for the header of a file."""
+
     name: str
     dtype: str
     shape: tuple[int, ...]
@@ -240,6 +260,7 @@ class _Spec:
 def _write_file(
     file: SafetensorsFile, folder: Path, new: Mapping[str, np.ndarray], readers: Readers, tick: Progress
 ) -> None:
+    """Write one safetensors file with the changed tensors."""
     specs = [_Spec(entry.name, entry.dtype, entry.shape) for entry in file.entries]
     with SafetensorsWriter(folder / file.name, specs, file.metadata) as writer:
         for entry in file.entries:
@@ -252,6 +273,7 @@ def _write_file(
 def _chunks(
     file: SafetensorsFile, entry: TensorEntry, new: Mapping[str, np.ndarray], readers: Readers
 ) -> Iterator[np.ndarray]:
+    """Yield the new bytes of a changed tensor, or the stored bytes of another one in chunks."""
     if entry.name in new:
         yield new[entry.name]
     else:

@@ -1,7 +1,8 @@
-"""A checkpoint beside its source: which layer was made of what, and every layer made anew and compared, byte by byte.
+"""Re-encode the layers of a checkpoint from its source, and compare them byte by byte.
 
-What is made is what a conversion makes (jobs.produce); the bytes go into a comparison with the file instead of into a
-file. The amax of a group that shares a tensor scale is measured in the source. Nothing larger than a slab is in memory.
+A layer is re-encoded by the code of a conversion (run_job.produce), whose bytes are compared with the file instead of
+written. The amax of a group that shares a tensor scale is measured in the source. At most a slab is in memory at a
+time.
 """
 
 from __future__ import annotations
@@ -33,18 +34,21 @@ _MADE_FROM_VALUES = (QUANTIZE, REQUANTIZE)
 
 
 def origins_of(stored: Iterable[Weight], original: Source) -> dict[tuple[str, int], Origin]:
-    """(Layer, expert) -> where it comes from, of the weights of a checkpoint; one of another shape is none."""
+    """Return (layer, expert) -> the rows of the source that it comes from, for the weights of a checkpoint.
+
+    A weight whose source has another shape is left out.
+    """
     stored = list(stored)
     whole = {weight.name: weight for weight in weights_of(original.tensors, original.config).values()}
     forms = {weight.container for weight in stored if weight.container is not None}
     by_form = {form: origins(original, form) for form in forms}
     found: dict[tuple[str, int], Origin] = {}
     for weight in stored:
-        same = whole.get(weight.name)
+        unquantized = whole.get(weight.name)
         for e in range(weight.experts):
             origin = None if weight.container is None else by_form[weight.container].get((weight.name, e))
-            if same is not None and same.shape == weight.shape:
-                origin = Origin(same, e, (0, same.shape[-2]))
+            if unquantized is not None and unquantized.shape == weight.shape:
+                origin = Origin(unquantized, e, (0, unquantized.shape[-2]))
             if origin is not None and origin.shape == weight.shape[-2:]:
                 found[weight.name, e] = origin
     return found
@@ -52,11 +56,14 @@ def origins_of(stored: Iterable[Weight], original: Source) -> dict[tuple[str, in
 
 @dataclass(frozen=True)
 class Settings:
-    """How the checkpoint was made. recipe: None where nothing says it. input_scale: written for every layer; None: not
-    known.
+    """Say how the checkpoint was made.
 
-    nonfinite: "keep" or "saturate"; None: not known, so that a layer may be either.
-    search: of block scales; weighted: whether it had column weights, which search has only where they are given.
+    recipe: None if nothing tells.
+    input_scale: the input scale written for every layer; None if unknown.
+    nonfinite: "keep" or "saturate"; None if unknown, so that each layer may be either.
+    devices: the CUDA devices to use in turn; None stands for the CPU.
+    search: the search of block scales, or None.
+    weighted: whether the search had column weights; ``search`` contains them only if the user gave them.
     """
 
     recipe: Recipe | None = None
@@ -69,9 +76,12 @@ class Settings:
 
 @dataclass(frozen=True)
 class Check:
-    """One matrix to look at. origin: None without a source. job: what makes it anew, None if nothing does. why: no job.
+    """Describe one matrix to check.
 
-    may_saturate: NaN and infinities of the source may have been replaced; the job keeps them.
+    stored, expert: the matrix in the checkpoint.
+    origin: the rows that it comes from; None without a source.
+    job: the job that re-encodes it, or None; why: why there is no job.
+    may_saturate: True if the conversion may have replaced NaN and infinities; the job keeps them.
     """
 
     stored: Weight
@@ -83,12 +93,12 @@ class Check:
 
     @property
     def key(self) -> str:
-        """Names it."""
+        """The key of the matrix among the checks."""
         return f"{self.stored.name}#{self.expert}"
 
     @property
     def needs_amax(self) -> bool:
-        """Whether its group is measured first."""
+        """Whether the group of the matrix is measured first."""
         job = self.job
         if job is None or not job.is_measured or job.action == DEQUANTIZE:
             return False
@@ -97,7 +107,7 @@ class Check:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its source, or of itself, once."""
+        """The bytes of the source rows that the matrix comes from; without a source, the bytes of the matrix itself."""
         if self.origin is None:
             return self.stored.nbytes // self.stored.experts
         source = self.origin.weight
@@ -105,14 +115,18 @@ class Check:
 
     @property
     def nbytes_read(self) -> int:
-        """Bytes of its source that are read: it is measured, made anew, and looked at."""
+        """The bytes that are read; a matrix that is measured first is read twice."""
         return self.nbytes * (1 + self.needs_amax)
 
 
 @dataclass(frozen=True)
 class ReencodedLayer:
-    """What came of a check. compared, differing: part -> bytes. action: as it was made anew, "" if it was not; error:
-    why not.
+    """Report the result of a check.
+
+    tally: counts of the stored values.
+    action: how the matrix was re-encoded; "" if it was not.
+    compared, differing: part -> number of bytes.
+    error: why re-encoding failed; "" if it did not.
     """
 
     check: Check
@@ -124,7 +138,7 @@ class ReencodedLayer:
 
 
 def checks_of(stored: Iterable[Weight], found: Mapping[tuple[str, int], Origin], settings: Settings) -> Iterator[Check]:
-    """The checks of quantized weights, and of those that were decoded from a quantized source."""
+    """Yield the checks of quantized weights, and of weights that were decoded from a quantized source."""
     stored = list(stored)
     groups = _groups(stored)
     number = 0
@@ -142,7 +156,7 @@ def checks_of(stored: Iterable[Weight], found: Mapping[tuple[str, int], Origin],
 
 
 def _groups(stored: Iterable[Weight]) -> dict[str, str]:
-    """Module -> group of those that share a tensor scale."""
+    """Return module -> its group, for layers that share a tensor scale."""
     return fused_layers.shared_amax_groups(
         [w.name for w in stored if w.container is not None and w.container.has_tensor_scale]
     )
@@ -151,20 +165,20 @@ def _groups(stored: Iterable[Weight]) -> dict[str, str]:
 def _job(
     stored: Weight, expert: int, origin: Origin, group: str, settings: Settings, device: int | None
 ) -> tuple[Job | None, str]:
-    """What makes a matrix anew, or why nothing can."""
+    """Return the job that re-encodes a matrix, or None and the reason."""
     form, recipe = stored.container, settings.recipe
     if form is not None and form.stack == "columns":
-        return None, f"{form} is only read"
+        return None, f"fp4kit reads {form}, but does not write it"
     action = action_of(origin.weight.container, form)
     if action not in (RENAME, DEQUANTIZE):
         if recipe is None:
-            return None, "no recipe is recorded; say --recipe"
+            return None, "no recipe is recorded; give one with --recipe"
         if form is None or not form.stores(recipe):
-            return None, f"{recipe.id} has no place in {form}; say --recipe"
+            return None, f"{form} cannot store {recipe.id}; give the right recipe with --recipe"
         if settings.weighted and (
             settings.search is None or settings.search.columns_of((stored.name, origin.weight)) is None
         ):
-            return None, "their scales were searched under column weights; give these with --column-weights"
+            return None, "their scales were searched with column weights; give the weights with --column-weights"
     search = settings.search
     searched = () if search is None else (search.objective, search.columns_of((stored.name, origin.weight)))
     nonfinite = "keep" if action == DEQUANTIZE else settings.nonfinite or "keep"
@@ -188,7 +202,9 @@ def _job(
 
 
 def _targets(weight: Weight, expert: int, has_input_scale: bool) -> tuple[Target, ...]:
-    """Where the bytes of one matrix begin in each part; an input scale only where it is known what it was to be."""
+    """Return where the bytes of one matrix begin in each part. An input scale is included only if its right value is
+    known.
+    """
     found = []
     for part, place in weight.parts.items():
         if part != INPUT_SCALE or has_input_scale:
@@ -198,7 +214,7 @@ def _targets(weight: Weight, expert: int, has_input_scale: bool) -> tuple[Target
 
 
 class _Comparison:
-    """Takes the bytes of a matrix, part by part in order, and counts those that the file has otherwise."""
+    """Compare the bytes of a matrix with the file, part by part in order, and count the differences."""
 
     def __init__(self, readers: Readers, weight: Weight, targets: Iterable[Target]) -> None:
         self._readers, self._weight = readers, weight
@@ -207,23 +223,24 @@ class _Comparison:
         self.differing = dict.fromkeys(self._targets, 0)
 
     def has(self, part: str) -> bool:
-        """Whether a part is compared."""
+        """Return whether a part is compared."""
         return part in self._targets
 
     def put(self, part: str, array: Any) -> None:
         """Compare the next bytes of a part."""
-        made: npt.NDArray[np.uint8] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+        encoded: npt.NDArray[np.uint8] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
         target, done = self._targets[part], self.compared[part]
-        if done + made.size > target.nbytes:
-            raise CheckpointError(f"{part}: more bytes than the {target.nbytes} that are stored")
-        stored = self._readers.bytes(self._weight.parts[part], target.position + done, made.size)
-        self.differing[part] += int(np.count_nonzero(stored != made))
-        self.compared[part] += made.size
+        if done + encoded.size > target.nbytes:
+            raise CheckpointError(f"{part}: re-encoding gives more bytes than the {target.nbytes} stored")
+        stored = self._readers.bytes(self._weight.parts[part], target.position + done, encoded.size)
+        self.differing[part] += int(np.count_nonzero(stored != encoded))
+        self.compared[part] += encoded.size
 
 
 def run(checks: Sequence[Check], executor: Executor | None, tick: Callable[[int], None]) -> Iterator[ReencodedLayer]:
-    """Measure the groups, then look at everything; results as they come. tick: called with bytes that add up to
-    nbytes_read.
+    """Measure the groups, then check every matrix, and yield the results as they arrive.
+
+    tick: called with numbers of bytes that add up to the checks' nbytes_read.
     """
     members: dict[str, list[Measured]] = defaultdict(list)
     wanted = {check.key: check for check in checks if check.needs_amax}
@@ -240,7 +257,10 @@ def run(checks: Sequence[Check], executor: Executor | None, tick: Callable[[int]
 
 
 def look(check: Check, shared: Measured | None) -> ReencodedLayer:
-    """Make one matrix anew, compare it, and count its values."""
+    """Re-encode one matrix, compare it with the file, and count its values.
+
+    If it differs and the conversion may have replaced NaN and infinities, it is also re-encoded with them replaced.
+    """
     with Readers() as readers:
         found = _tally(check, readers) if check.stored.container is not None else StoredCounts()
         if check.job is None:
@@ -260,7 +280,7 @@ def look(check: Check, shared: Measured | None) -> ReencodedLayer:
 
 
 def _compared(check: Check, job: Job, shared: Measured, found: StoredCounts, readers: Readers) -> ReencodedLayer:
-    """Make one matrix anew, and compare it."""
+    """Re-encode one matrix and compare it with the file."""
     comparison = _Comparison(readers, check.stored, job.targets)
     try:
         made = run_job.produce(job, shared, readers, comparison)
@@ -270,7 +290,7 @@ def _compared(check: Check, job: Job, shared: Measured, found: StoredCounts, rea
 
 
 def _tally(check: Check, readers: Readers) -> StoredCounts:
-    """Count the values of a matrix, against its source where there is one."""
+    """Count the values of a matrix, compared with its source if there is one."""
     form, origin = check.stored.container, check.origin
     assert form is not None
     height = 1 if origin is None or origin.weight.container is None else origin.weight.container.block[0]
@@ -283,12 +303,13 @@ def _tally(check: Check, readers: Readers) -> StoredCounts:
 
 
 def _rows(origin: Origin, start: int, count: int) -> Origin:
+    """Return ``count`` rows of an origin, beginning at ``start``."""
     first = origin.span[0] + start
     return replace(origin, span=(first, first + count))
 
 
 def differing_bytes(stored: Located, source: Located) -> int:
-    """How many bytes of a copied tensor are not those of its source."""
+    """Return how many bytes of a copied tensor differ from its source."""
     found = 0
     with Readers() as readers:
         for start in range(0, stored.entry.nbytes, run_job.PIECE):

@@ -1,7 +1,7 @@
 "use strict";
-// Sorts the table of layers by a column, and shows the rows whose text holds what is typed. Browsers take long for tables of ten
-// thousands of rows, so that the page has the first of them alone; the others are kept here.
-const MOST = 1000;
+// Sort the table of layers by a column, and show only the rows that contain the text of the filter. Browsers are slow with tables
+// of ten thousand rows, so the page shows at most MAX_ROWS of them. All rows are kept in `rows`.
+const MAX_ROWS = 1000;
 const words = new Intl.Collator("en", { numeric: true });
 const table = document.getElementById("layers");
 const input = document.getElementById("filter");
@@ -32,9 +32,9 @@ function show() {
   const wanted = input.value.toLowerCase();
   const found = rows.filter((row) => row.textContent.toLowerCase().includes(wanted));
   const body = document.createElement("tbody");
-  body.append(...found.slice(0, MOST).map((row) => row.cloneNode(true)));
+  body.append(...found.slice(0, MAX_ROWS).map((row) => row.cloneNode(true)));
   table.tBodies[0].replaceWith(body);
-  const more = found.length > MOST ? `, of which the first ${MOST} are shown` : "";
+  const more = found.length > MAX_ROWS ? `, of which the first ${MAX_ROWS} are shown` : "";
   document.getElementById("shown").textContent = `${found.length} of ${rows.length} layers${more}`;
 }
 

@@ -1,7 +1,6 @@
-"""A verification as one page of HTML that needs nothing else: no network, no other file, no fonts; charts are SVG.
+"""Write a verification as one self-contained HTML page: no network, no other files, no fonts; charts are SVG.
 
-All that comes from the checkpoint is escaped. The page's policy lets only its own style and its own script run, by
-their digests.
+All text from the checkpoint is escaped. The page's security policy admits only its own style and script, by digest.
 """
 
 from __future__ import annotations
@@ -23,12 +22,12 @@ from fp4kit.checkpoint.verify.verify import LayerReport, VerifyReport
 from fp4kit.storage.errors import listed, shown
 from fp4kit.storage.whole_file import whole_file
 
-_WIDTH, _HEIGHT, _LEFT, _EDGE = 900, 220, 48, 18  # of a chart, in pixels
-_DOT = 2.5
+_WIDTH, _HEIGHT, _LEFT, _EDGE = 900, 220, 48, 18  # of a chart, in pixels: size, left margin, other margins
+_DOT = 2.5  # radius of a point, in pixels
 
 
 def write_report(report: VerifyReport, path: str | Path) -> None:
-    """Write the page to a file, in whose place it appears whole."""
+    """Write the page to a file, which appears only when it is complete."""
     with whole_file(Path(path)) as temporary:
         temporary.write_bytes(page(report).encode("utf-8"))
 
@@ -49,15 +48,17 @@ def page(report: VerifyReport) -> str:
 
 
 def _digest(text: str) -> str:
+    """Return the digest of a text as the security policy needs it."""
     return f"sha256-{base64.b64encode(hashlib.sha256(text.encode('utf-8')).digest()).decode('ascii')}"
 
 
 def _text(value: object) -> str:
-    """Text of the page."""
+    """Return a value as escaped text."""
     return escape(shown(str(value)))
 
 
 def _head(report: VerifyReport) -> str:
+    """Return the title, the verdict and the facts."""
     verdict = "clean" if report.clean else "error"
     warnings = len(report.issues) - report.errors
     word = f"{_counted('error', report.errors)}, {_counted('warning', warnings)}"
@@ -68,7 +69,7 @@ def _head(report: VerifyReport) -> str:
     if report.source is not None:
         facts += [("SQNR", f"{_decibels(report.total.sqnr_db)} dB"), ("tensors copied", report.copied)]
         facts.append(
-            ("bytes that differ", sum(layer.differing for layer in report.layers) + sum(n for _, n in report.changed))
+            ("differing bytes", sum(layer.differing for layer in report.layers) + sum(n for _, n in report.changed))
         )
     items = "".join(f"<div><dt>{_text(name)}</dt><dd>{_text(value)}</dd></div>" for name, value in facts)
     return (
@@ -78,10 +79,12 @@ def _head(report: VerifyReport) -> str:
 
 
 def _counted(word: str, count: int) -> str:
+    """Return a count with its noun."""
     return f"{count} {word}{'' if count == 1 else 's'}"
 
 
 def _issues(report: VerifyReport) -> str:
+    """Return the table of issues."""
     if not report.issues:
         return ""
     rows = "".join(
@@ -95,7 +98,7 @@ def _issues(report: VerifyReport) -> str:
 
 
 class _Point(NamedTuple):
-    """Layers of one number and one kind, together."""
+    """Hold the counts of all layers of one number and one kind."""
 
     number: int
     kind: str
@@ -103,7 +106,10 @@ class _Point(NamedTuple):
 
 
 def _points(layers: Iterable[LayerReport]) -> list[_Point]:
-    """Layers by the first number in their name, and by the rest of it without numbers."""
+    """Return the points of the charts.
+
+    A layer's number is the first number in its name; its kind is its name without numbers.
+    """
     found: dict[tuple[int, str], list[StoredCounts]] = defaultdict(list)
     for layer in layers:
         parts = layer.name.split(".")
@@ -115,16 +121,18 @@ def _points(layers: Iterable[LayerReport]) -> list[_Point]:
 
 
 def _common_start(names: Iterable[str]) -> int:
-    """Characters of the dotted parts with which all names begin, but for the last part."""
+    """Return the length of the dotted prefix that all names share, not counting their last part."""
     levels = zip(*(name.split(".")[:-1] for name in names), strict=False)
     return sum(len(level[0]) + 1 for level in takewhile(lambda level: len(set(level)) == 1, levels))
 
 
 def _share(count: int, of: int) -> float:
+    """Return a percentage; 0 if ``of`` is 0."""
     return 100 * count / of if of else 0.0
 
 
 def _charts(report: VerifyReport) -> Iterator[str]:
+    """Yield the legend and the charts; nothing if no layer has a number."""
     points = _points(report.layers)
     if not points:
         return
@@ -138,6 +146,7 @@ def _charts(report: VerifyReport) -> Iterator[str]:
 
 
 def _patch(colour: str) -> str:
+    """Return the colour sample of a legend entry."""
     return f'<svg width="12" height="9"><rect width="9" height="9" fill="{colour}"/></svg>'
 
 
@@ -151,7 +160,7 @@ _VALUES: tuple[tuple[str, str, Callable[[StoredCounts], float]], ...] = (
 
 
 def _chart(name: str, title: str, points: Sequence[_Point], values: Sequence[float], colours: Mapping[str, str]) -> str:
-    """One chart: a line for each kind of layer over the layers' numbers."""
+    """Return one chart: one line per kind of layer, over the layer numbers."""
     ticks = _ticks([value for value in values if math.isfinite(value)])
     numbers = sorted({point.number for point in points})
     place = _Scale(numbers[0], max(numbers[-1], numbers[0] + 1), ticks[0], ticks[-1])
@@ -170,7 +179,7 @@ def _chart(name: str, title: str, points: Sequence[_Point], values: Sequence[flo
 
 
 def _ticks(values: Sequence[float]) -> list[float]:
-    """Round numbers around all values, at most about six, never of one alone."""
+    """Return about six round numbers that enclose all values, at least two."""
     low, high = min(values, default=0.0), max(values, default=0.0)
     rough = (high - low or abs(high) / 10 or 1.0) / 4
     power = 10.0 ** math.floor(math.log10(rough))
@@ -180,7 +189,7 @@ def _ticks(values: Sequence[float]) -> list[float]:
 
 
 class _Scale(NamedTuple):
-    """Where numbers are in a chart; infinities are at its edges."""
+    """Map numbers to positions in a chart; infinities are placed at its edges."""
 
     left: int
     right: int
@@ -188,16 +197,17 @@ class _Scale(NamedTuple):
     high: float
 
     def x(self, number: float) -> float:
-        """Pixels from the left."""
+        """Return the pixels from the left."""
         return _LEFT + (_WIDTH - _LEFT - _EDGE) * (number - self.left) / (self.right - self.left)
 
     def y(self, value: float) -> float:
-        """Pixels from the top."""
+        """Return the pixels from the top."""
         inside = min(max(value, self.low), self.high)
         return _HEIGHT - _EDGE - (_HEIGHT - 2 * _EDGE) * (inside - self.low) / (self.high - self.low)
 
 
 def _axes(place: _Scale, numbers: Sequence[int], ticks: Sequence[float]) -> str:
+    """Return grid lines and labels."""
     found = []
     for tick in ticks:
         y = place.y(tick)
@@ -209,6 +219,7 @@ def _axes(place: _Scale, numbers: Sequence[int], ticks: Sequence[float]) -> str:
 
 
 def _line(points: Sequence[tuple[float, float, str]], colour: str) -> str:
+    """Return the line and the points of one kind of layer."""
     path = " ".join(f"{x:.1f},{y:.1f}" for x, y, _ in points)
     dots = "".join(
         f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{_DOT}"><title>{_text(t)}</title></circle>' for x, y, t in points
@@ -217,11 +228,12 @@ def _line(points: Sequence[tuple[float, float, str]], colour: str) -> str:
 
 
 def _colours(kinds: Iterable[str]) -> Mapping[str, str]:
-    """A colour for each kind; neighbours are far apart on the circle of hues."""
+    """Return a colour per kind; the hues of neighbours are far apart."""
     return {kind: f"hsl({i * 137.508 % 360:.0f} 60% 48%)" for i, kind in enumerate(kinds)}
 
 
 def _decibels(value: float | None) -> str:
+    """Return decibels as text; "-" if unknown."""
     return "-" if value is None else f"{value:.2f}"
 
 
@@ -241,6 +253,7 @@ _COLUMNS = (
 
 
 def _table(report: VerifyReport) -> str:
+    """Return the table of layers."""
     if not report.layers:
         return ""
     heads = "".join(f'<th><button type="button">{name}</button></th>' for name in _COLUMNS)
@@ -253,6 +266,7 @@ def _table(report: VerifyReport) -> str:
 
 
 def _row(layer: LayerReport) -> str:
+    """Return the table row of one layer."""
     found = layer.tally
     cells = [
         _number(found.sqnr_db, _decibels(found.sqnr_db)),
@@ -271,7 +285,7 @@ def _row(layer: LayerReport) -> str:
 
 
 def _number(value: float | None, text: str | None = None) -> str:
-    """A cell that sorts as a number; what is not known comes last."""
+    """Return a table cell that sorts as a number; an unknown value sorts last."""
     if value is None:
         return '<td data-value="NaN">-</td>'
     exact = str(value).replace("inf", "Infinity").replace("nan", "NaN")

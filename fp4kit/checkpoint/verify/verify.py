@@ -1,4 +1,4 @@
-"""Verify a checkpoint: its files, what it stores, what loaders would make of it, and its bytes against the source."""
+"""Verify a checkpoint: its files, its stored values, what loaders make of it, and its bytes against the source."""
 
 from __future__ import annotations
 
@@ -34,11 +34,14 @@ from fp4kit.storage.json_object import load_object
 
 @dataclass(frozen=True)
 class LayerReport:
-    """One quantized layer or stack, or one that was decoded from such. format: of what is stored.
+    """Report on one layer or stack that is quantized, or was decoded from a quantized source.
 
-    action: how it was made anew, "" if it was not. codes, scales, others: bytes that differ from that, of bytes
-    compared; others
-        are tensor and input scales, and numbers. tensor_scale: multiplies; of a stack, that of its first expert.
+    format: the format in which it is stored.
+    action: how it was re-encoded; "" if it was not.
+    codes, scales, others: (bytes that differ, bytes compared) between the re-encoded layer and the file. ``others`` are
+    tensor scales, input scales and unquantized values.
+    tensor_scale: a multiplier; for a stack, that of the first expert.
+    tally: counts of the stored values.
     """
 
     name: str
@@ -53,16 +56,16 @@ class LayerReport:
 
     @property
     def differing(self) -> int:
-        """Bytes that differ."""
+        """The number of bytes that differ."""
         return self.codes[0] + self.scales[0] + self.others[0]
 
     @property
     def compared(self) -> int:
-        """Bytes that were made anew."""
+        """The number of bytes that were compared."""
         return self.codes[1] + self.scales[1] + self.others[1]
 
     def as_data(self) -> dict[str, Any]:
-        """The layer in the types of JSON."""
+        """Return the layer in types that JSON has."""
         parts = {"codes": self.codes, "scales": self.scales, "others": self.others}
         counts = {name: {"differing": differing, "compared": compared} for name, (differing, compared) in parts.items()}
         return {**asdict(self), **counts, "differing": self.differing, "sqnr_db": self.tally.sqnr_db}
@@ -70,10 +73,15 @@ class LayerReport:
 
 @dataclass(frozen=True)
 class VerifyReport:
-    """What was found. manifest: "equal", "differs" or "none". recipe: with which layers were made anew, None without.
+    """Report the result of a verification.
 
-    scales: "searched by mse", or as their search is called; "" for those of the recipe.
-    copied: tensors that are compared with the source as they are; changed: those that differ, with the count of bytes.
+    manifest: "equal", "differs" or "none".
+    recipe: the recipe with which layers were re-encoded, or None.
+    scales: how block scales were searched, such as "searched by mse"; "" if they are the recipe's.
+    formats: the formats of the layers.
+    copied: the number of unconverted tensors that are compared with the source.
+    changed: those that differ, with the number of bytes.
+    issues: errors, then warnings.
     """
 
     path: Path
@@ -89,21 +97,21 @@ class VerifyReport:
 
     @lazy_property
     def total(self) -> StoredCounts:
-        """Of all layers."""
+        """The counts of all layers together."""
         return total(layer.tally for layer in self.layers)
 
     @property
     def errors(self) -> int:
-        """Issues that are errors."""
+        """The number of issues that are errors."""
         return sum(issue.severity == "error" for issue in self.issues)
 
     @property
     def clean(self) -> bool:
-        """Whether nothing is wrong: no error, no byte that differs; warnings may be there."""
+        """Whether there are no errors. A byte that differs is an error; warnings are allowed."""
         return not self.errors
 
     def as_data(self) -> dict[str, Any]:
-        """The report in the types of JSON, but for infinities and paths."""
+        """Return the report in types that JSON has, except for infinities and paths."""
         layers = [layer.as_data() for layer in self.layers]
         whole = {**asdict(self.total), "sqnr_db": self.total.sqnr_db}
         changed = [{"name": name, "bytes": count} for name, count in self.changed]
@@ -113,7 +121,11 @@ class VerifyReport:
 
 @dataclass(frozen=True)
 class Verification:
-    """A verification that has read headers and configs alone. issues: what these tell."""
+    """Hold a prepared verification, for which only headers and configs were read.
+
+    checks: the matrices to check. copies: pairs of unconverted tensors to compare. issues: what headers and configs
+    show.
+    """
 
     root: Path
     source: Path | None
@@ -124,8 +136,8 @@ class Verification:
 
     @property
     def nbytes(self) -> int:
-        """Bytes to read, of source tensors, or of those of the checkpoint without a source: options.progress adds up to
-        it.
+        """The bytes to read, to which options.progress adds up: of source tensors, or without a source, of the
+        checkpoint.
         """
         return sum(check.nbytes_read for check in self.checks) + sum(stored.entry.nbytes for stored, _ in self.copies)
 
@@ -139,15 +151,23 @@ def verify(
 ) -> VerifyReport:
     """Return what is wrong with the checkpoint in the directory ``destination``, or with a GGUF file.
 
-    Files that a killed run left in a finished directory, or beside a finished file, are errors, too.
+    With a source, every layer is re-encoded from it, with the tensor amax that is measured there for the group that
+    shares a tensor scale. Every byte is compared, and the errors of the values are counted. Files that a killed run
+    left in a completed directory, or beside a completed file, are errors as well. Memory does not grow with the model.
 
-    source: the model that it was made of. Every layer is then made anew from it, under the tensor amax of the group
-    that shares a
-        tensor scale, as it is measured there; each byte is compared, and the errors of the values are counted.
-    recipe: of quantized layers; by default the one that the checkpoint records.
-    search: of block scales; by default the one that the checkpoint records. Its column weights must be given.
-    options: as of convert; resume means nothing here. Memory does not grow with the model.
-    Raises CheckpointError for directories that cannot be opened, and for a search that the recipe has not.
+    Args:
+        destination: model directory or GGUF file.
+        source: the model that it was made from.
+        recipe: the recipe of quantized layers; by default the one that the checkpoint records.
+        options: as for convert; ``resume`` has no effect.
+        search: the search of block scales; by default the one that the checkpoint records. If it had column weights,
+            they must be given.
+
+    Returns:
+        A VerifyReport.
+
+    Raises:
+        CheckpointError: a directory cannot be opened, or the recipe does not support the search.
     """
     return execute(prepare(destination, source, recipe, options, search), options)
 
@@ -159,7 +179,7 @@ def prepare(
     options: Options | None = None,
     search: ScaleSearch | None = None,
 ) -> Verification:
-    """Read headers and configs of both, match their layers, and see what loaders would say; see verify."""
+    """Read the headers and configs of both models, match their layers, and check loader requirements; see verify."""
     model = _opened(Path(destination))
     scales = _scalars(model.layers.values())
     issues = [*strange_tensors(model), *loader_issues(model, scales)]
@@ -174,7 +194,7 @@ def prepare(
 
 
 def _opened(root: Path) -> Checkpoint:
-    """A model directory; unlike inspect's, it must have a config."""
+    """Open a model directory, which must have a config (unlike for inspect)."""
     found = open_source(root)
     beside = (
         load_object(existing_file(root, HF_QUANT_CONFIG), HF_QUANT_CONFIG) if lexists(root / HF_QUANT_CONFIG) else None
@@ -183,7 +203,7 @@ def _opened(root: Path) -> Checkpoint:
 
 
 def _scalars(weights: Iterable[Weight]) -> dict[str, float]:
-    """Name -> number of the tensor scales and input scales of single layers, as they are stored."""
+    """Return name -> stored value, of the tensor scales and input scales of single layers."""
     single = [weight.parts for weight in weights if len(weight.shape) == 2]
     places = [parts[part] for parts in single for part in (TENSOR_SCALE, INPUT_SCALE) if part in parts]
     with Readers() as readers:
@@ -193,44 +213,49 @@ def _scalars(weights: Iterable[Weight]) -> dict[str, float]:
 def _settings(
     model: Checkpoint, wanted: str | Recipe | None, options: Options, search: ScaleSearch | None
 ) -> tuple[Settings, list[Issue]]:
-    """How the checkpoint was made, as its manifest and its config say."""
+    """Return how the checkpoint was made, as its manifest and its config say, and issues about them."""
     request = (load_manifest(model.path) or {}).get("request")
     request = request if isinstance(request, dict) else {}
     declared = (model.config or {}).get("quantization_config")
     own = declared.get("fp4kit") if isinstance(declared, dict) else None
-    said = request.get("recipe") or (own.get("recipe") if isinstance(own, dict) else None)
+    recorded = request.get("recipe") or (own.get("recipe") if isinstance(own, dict) else None)
     issues = []
     found = None if wanted is None else recipe(wanted)
-    if found is None and said is not None:
+    if found is None and recorded is not None:
         try:
-            found = from_data(said)
+            found = from_data(recorded)
         except (ValueError, TypeError) as error:
-            issues.append(Issue("warning", "config.json", f"its recipe is not known here: {error}"))
+            issues.append(
+                Issue("warning", "config.json", f"the recorded recipe is unknown: {error}; give one with --recipe")
+            )
     if search is not None and found is not None:
         search.check_recipe(found)
     scale = request.get("input_scale")
     nonfinite = ("saturate" if request["nonfinite"] == "saturate" else "keep") if "nonfinite" in request else None
-    known, weighted, told = recorded_search(request, own if isinstance(own, dict) else {}, search)
-    issues += [Issue("warning", MANIFEST, text) for text in told]
+    search_used, weighted, texts = recorded_search(request, own if isinstance(own, dict) else {}, search)
+    issues += [Issue("warning", MANIFEST, text) for text in texts]
     devices = tuple(options.devices) or (None,)
-    return Settings(found, scale if isinstance(scale, float) else None, nonfinite, devices, known, weighted), issues
+    return Settings(
+        found, scale if isinstance(scale, float) else None, nonfinite, devices, search_used, weighted
+    ), issues
 
 
 def _other_source(model: Checkpoint, original: Source) -> list[Issue]:
-    """Files of the source that are not those that the manifest names."""
+    """Return an issue for every file of the source that differs from the one recorded in the manifest."""
     facts, now = (load_manifest(model.path) or {}).get("source"), source_facts(original)
     if not isinstance(facts, dict):
         return []
     names = sorted(name for name in {*facts, *now} if facts.get(name) != now.get(name))
     return [
-        Issue("warning", name, "is not the file of the source that was converted: size or header differ")
+        Issue("warning", name, "is not the source file that was converted: its size or header differs")
         for name in names
     ]
 
 
 class _Beside:
-    """A checkpoint beside its source. checks: of quantized and decoded layers; copies: all other tensors that both
-    have.
+    """Compare a checkpoint with its source.
+
+    checks: of quantized and decoded layers. copies: all other tensors that both have.
     """
 
     def __init__(self, model: Checkpoint, original: Source, settings: Settings) -> None:
@@ -243,7 +268,7 @@ class _Beside:
         self.copies = tuple(self._alike.values())
 
     def _copied(self) -> tuple[dict[str, tuple[Located, Located]], dict[str, str]]:
-        """Tensors that both have under one name, and what is wrong with those that cannot be compared."""
+        """Return the tensors that both have under one name, and what is wrong with those that cannot be compared."""
         alike, unlike = {}, {}
         for name, (file, entry) in self._model.tensors.items():
             if name in self._made or name not in self._original.tensors:
@@ -256,21 +281,21 @@ class _Beside:
         return alike, unlike
 
     def issues(self) -> list[Issue]:
-        """Layers and tensors that only one of them has, and layers that cannot be made anew."""
+        """Return issues for layers and tensors that only one of them has, and for layers that cannot be re-encoded."""
         strange = [check.stored.name for check in self.checks if check.origin is None]
         extra = [name for name in self._model.tensors if name not in self._made and name not in self._original.tensors]
         known = {*self._used, *self._alike, *self._unlike}
         missing = [name for name in self._original.tensors if name not in known]
         found = [Issue("error", name, "is not in the source") for name in dict.fromkeys([*strange, *extra])]
-        found += [Issue("error", name, "is in the source, and not here") for name in missing]
+        found += [Issue("error", name, "is missing; the source has it") for name in missing]
         found += [Issue("error", name, text) for name, text in self._unlike.items()]
         whys = Counter(check.why for check in self.checks if check.why)
-        found += [Issue("warning", "model", f"{n} layers are not made anew: {why}") for why, n in whys.items()]
+        found += [Issue("warning", "model", f"{n} layers are not re-encoded: {why}") for why, n in whys.items()]
         return found
 
 
 def execute(prepared: Verification, options: Options | None = None) -> VerifyReport:
-    """Do what was prepared; see verify."""
+    """Execute a prepared verification; see verify."""
     options = options or Options()
     start_devices(options.devices, options.executor)
     tick = options.progress or (lambda count: None)
@@ -280,11 +305,12 @@ def execute(prepared: Verification, options: Options | None = None) -> VerifyRep
         for stored, count in run_all(executor, deque((_copy_differs, pair) for pair in prepared.copies)):
             tick(stored.entry.nbytes)
             changed += [(stored.entry.name, count)] if count else []
-        told = differences(prepared.root, executor)
-    return _report(prepared, found, sorted(changed), told)
+        file_differences = differences(prepared.root, executor)
+    return _report(prepared, found, sorted(changed), file_differences)
 
 
 def _copy_differs(stored: Located, source: Located) -> tuple[Located, int]:
+    """Return a copied tensor, and how many of its bytes differ from the source."""
     return stored, reencode.differing_bytes(stored, source)
 
 
@@ -292,22 +318,22 @@ def _report(
     prepared: Verification,
     found: Sequence[ReencodedLayer],
     changed: Sequence[tuple[str, int]],
-    told: Sequence[str] | None,
+    file_differences: Sequence[str] | None,
 ) -> VerifyReport:
-    """Everything together, in the order of the files."""
+    """Return the report, in the order of the files."""
     of_layer: dict[str, list[ReencodedLayer]] = defaultdict(list)
     for one in found:
         of_layer[one.check.stored.name].append(one)
     order = dict.fromkeys(check.stored.name for check in prepared.checks)
     with Readers() as readers:
         layers = tuple(_layer(of_layer[name], readers) for name in order)
-    parts = (line.rpartition(": ") for line in told or ())
+    parts = (line.rpartition(": ") for line in file_differences or ())
     issues = [Issue("error", name, text) for name, _, text in parts]
     issues += [Issue("error", path.name, _LEFT) for path in leftovers_of(prepared.root)]
     issues += prepared.issues
     issues += [issue for layer in layers for issue in stored_issues(layer.name, layer.tally)]
     issues += [
-        Issue("error", one.check.stored.name, f"cannot be made anew: {shown(one.error)}") for one in found if one.error
+        Issue("error", one.check.stored.name, f"cannot be re-encoded: {shown(one.error)}") for one in found if one.error
     ]
     settings = prepared.settings
     issues += [issue for layer in layers for issue in _differing(layer, settings.recipe, settings.search)]
@@ -320,7 +346,7 @@ def _report(
         settings.recipe.id if settings.recipe else None,
         settings.search.words if settings.search else "",
         tuple(dict.fromkeys(layer.format for layer in layers)),
-        "none" if told is None else "differs" if told else "equal",
+        "none" if file_differences is None else "differs" if file_differences else "equal",
         layers,
         len(prepared.copies),
         tuple(changed),
@@ -328,11 +354,11 @@ def _report(
     )
 
 
-_LEFT = "was left by a run that was killed when it had finished; fp4kit convert --remove-stale removes it"
+_LEFT = "was left by a run that was killed after it had completed; fp4kit convert --remove-stale removes it"
 
 
 def _layer(members: Sequence[ReencodedLayer], readers: Readers) -> LayerReport:
-    """One layer, of all of its matrices."""
+    """Return the report on one layer, from the results of all its matrices."""
     weight = members[0].check.stored
     compared, differing = Counter[str](), Counter[str]()
     for one in members:
@@ -356,13 +382,15 @@ def _layer(members: Sequence[ReencodedLayer], readers: Readers) -> LayerReport:
 
 
 def _differing(layer: LayerReport, used: Recipe | None, search: ScaleSearch | None) -> Iterator[Issue]:
-    """Yield what differs from the layer as it is made anew."""
+    """Yield an issue for each kind of part that differs from the re-encoded layer."""
     scales = f" with scales {search.words}" if search is not None else ""
-    made = f"what {used.id}{scales} makes of the source" if used and layer.action not in _AS_THEY_ARE else "the source"
-    parts = {"codes": layer.codes, "block scales": layer.scales, "tensor scales, input scales or numbers": layer.others}
+    expected = "the source"
+    if used is not None and layer.action not in _AS_THEY_ARE:
+        expected = f"the source encoded with {used.id}{scales}"
+    parts = {"codes": layer.codes, "block scales": layer.scales, "tensor scales, input scales or values": layer.others}
     for name, (different, _) in parts.items():
         if different:
-            yield Issue("error", layer.name, f"bytes of {name} that differ from {made}", count=different)
+            yield Issue("error", layer.name, f"bytes of {name} that differ from {expected}", count=different)
 
 
 _AS_THEY_ARE = (RENAME, DEQUANTIZE)

@@ -220,7 +220,8 @@ def test_verify_needs_the_column_weights(model, tmp_path: Path, run: Run) -> Non
     searched(source, tmp_path / "d", weights)
     without = verify(tmp_path / "d", source)
     needed = (
-        "5 layers are not made anew: their scales were searched under column weights; give these with --column-weights"
+        "5 layers are not re-encoded: their scales were searched with column weights; give the weights with "
+        "--column-weights"
     )
     assert without.clean and [issue.text for issue in without.issues] == [needed]
     code, text, _ = run("verify", tmp_path / "d", "--source", source, "--column-weights", weights)
@@ -285,7 +286,7 @@ def test_verify_of_a_changed_scale(model, tmp_path: Path) -> None:
     file = read_header(tmp_path / "d" / "model.safetensors")
     runs.flip(file.path, next(entry.start for entry in file.entries if entry.name == f"{QUERY}.weight_scale"))
     issues = [(issue.text, issue.count) for issue in verify(tmp_path / "d", source).issues if issue.subject == QUERY]
-    made = f"what {RECIPE} with scales searched by mse makes of the source"
+    made = f"the source encoded with {RECIPE} with scales searched by mse"
     assert issues == [(f"bytes of block scales that differ from {made}", 1)]
 
 

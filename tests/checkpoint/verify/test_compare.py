@@ -160,7 +160,7 @@ def test_compare_configs_key_by_key(tmp_path: Path) -> None:
         ("config.json", "model_type", "missing", '"qwen3"'),
         ("config.json", "new", "extra", '{"x": 1}'),
         ("config.json", "num_hidden_layers", "value", "2 and 2.0"),
-        ("config.json", "quantization_config.ignore", "value", '1 entries of b alone, such as "z"'),
+        ("config.json", "quantization_config.ignore", "value", '1 entries only in b, such as "z"'),
         ("config.json", "quantization_config.producer.name", "value", '"modelopt" and null'),
     ]
 

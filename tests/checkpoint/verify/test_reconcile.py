@@ -129,7 +129,7 @@ def test_only_a_report(quantized):
 def test_refusals(quantized, tmp_path):
     form, root = quantized
     convert(tmp_path / "in", tmp_path / "mx", "mxfp8-te", format="modelopt")
-    with synthetic.refused("no layer of it has a tensor scale"):
+    with synthetic.refused("no layer has a tensor scale"):
         reconcile(tmp_path / "mx", None)
     rewrite(root, scaled(form, {"up_proj": 0.3}))
     with synthetic.refused("exists"):

@@ -258,7 +258,7 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str, str]] = {
     "code": (
         lambda m: poke(m, f"{Q}.weight", 5, lambda b: b ^ 1),
         Q,
-        "codes that differ from what nvfp4-te makes of the source",
+        "codes that differ from the source encoded with nvfp4-te",
     ),
     "scale": (lambda m: poke(m, f"{Q}.weight_scale", 0, lambda b: b ^ 1), Q, "bytes of block scales that differ"),
     "NaN scale": (
@@ -360,10 +360,10 @@ def test_tensors_of_one_side(tmp_path: Path) -> None:
     tensors["model.embed_tokens.weight"] = tensors["model.embed_tokens.weight"].astype(np.float32)
     synthetic.write_model(source, {"model_type": "qwen3", "num_hidden_layers": 2}, tensors)
     found = {issue.subject: issue.text for issue in errors(verify(model, source))}
-    assert found["model.more.weight"] == "is in the source, and not here"
+    assert found["model.more.weight"] == "is missing; the source has it"
     assert found["model.norm.weight"] == found[Q] == "is not in the source"
     assert found["model.embed_tokens.weight"] == "is BF16 [128, 64]; the source has F32 [128, 64]"
-    assert any("is not the file of the source" in issue.text for issue in verify(model, source).issues)
+    assert any("is not the source file that was converted" in issue.text for issue in verify(model, source).issues)
 
 
 def test_recipe(tmp_path: Path) -> None:
@@ -372,14 +372,15 @@ def test_recipe(tmp_path: Path) -> None:
     assert verify(model, source).recipe == "nvfp4-te"
     assert not verify(model, source, "nvfp4-modelopt").clean
     other = [issue.text for issue in verify(model, source, "mxfp4-ocp").issues]
-    assert any("mxfp4-ocp has no place in modelopt NVFP4; say --recipe" in text for text in other)
+    assert any("modelopt NVFP4 cannot store mxfp4-ocp; give the right recipe with --recipe" in text for text in other)
     (model / MANIFEST).unlink()
     assert verify(model, source).recipe == "nvfp4-te"
     edit(model / "config.json", lambda c: c["quantization_config"].pop("fp4kit"))
     report = verify(model, source)
     assert (report.recipe, report.manifest, report.clean) == (None, "none", True)
     assert any(
-        "14 layers are not made anew: no recipe is recorded; say --recipe" == issue.text for issue in report.issues
+        "14 layers are not re-encoded: no recipe is recorded; give one with --recipe" == issue.text
+        for issue in report.issues
     )
     assert all(
         layer.compared == 0 and layer.tally.sqnr_db is not None and layer.tally.sqnr_db > 18 for layer in report.layers
@@ -503,7 +504,7 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         ),
         (["--html", "{model}/none/page.html"], "cannot be written; a file name in a directory that exists is needed"),
         (["--source", "{model}/none"], "does not exist; a Hugging Face model directory is needed"),
-        (["--source", "{source}", "--workers", "0"], "workers: got 0; a whole number of them, at least 1, is needed"),
+        (["--source", "{source}", "--workers", "0"], "workers: got 0; an integer of at least 1 is needed"),
     ],
 )
 def test_command_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], text: str) -> None:
