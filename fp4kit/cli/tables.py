@@ -74,7 +74,9 @@ def format_rows() -> list[tuple[str, ...]]:
 
 
 def _nan(f: ElementFormat) -> str:
-    """Return how a format encodes NaN and infinity: "-" if not at all, else the NaN code and whether there is more."""
+    """Return how a format encodes NaN: "-" if not at all, else the NaN code and whether there are more codes and
+    infinities.
+    """
     return "-" if f.specials == "none" else hex(f.nan_code) + (" and others, inf" if f.specials == "ieee" else "")
 
 

@@ -1,4 +1,4 @@
-"""Convert a checkpoint: execute a plan job by job, into a directory that appears whole or not at all."""
+"""Convert a checkpoint: execute a plan, job by job, into a directory that appears only when it is complete."""
 
 from __future__ import annotations
 
@@ -41,17 +41,23 @@ from fp4kit.storage.safetensors_file import nbytes_of
 from fp4kit.storage.whole_file import write_file
 from fp4kit.storage.writer import file_order, header_bytes
 
-_BESIDE, _FORMS = 128 << 20, 12  # bytes of the interpreter with its libraries; slabs that are in memory at a time
-# Processes take about a second to start. From so many workers and bytes to read on they are faster: threads of one
-# interpreter wait for each other, and eight are no faster than four (1.2 GB/s on 16 cores; eight processes 2.0, fifteen
-# 2.7: November 2026).
+_BASE_BYTES = 128 << 20  # memory of the interpreter with its libraries
+_SLABS_IN_MEMORY = 12  # a slab and its converted forms, in multiples of a slab
+# With at least FROM_WORKERS workers and FROM_BYTES bytes to read, processes are faster than threads. They take about a
+# second to start, but threads of one interpreter wait for each other. On 16 cores, four or eight threads convert
+# 1.2 GB/s, eight processes 2.0 and fifteen processes 2.7 (November 2026).
 FROM_WORKERS, FROM_BYTES, MOST_PROCESSES = 4, 4 << 30, 8
-Progress = Callable[[int], None]  # called with the bytes of source tensors done since the last call
+Progress = Callable[[int], None]  # called with the number of bytes of source tensors done since the last call
 
 
 @dataclass(frozen=True)
 class ConversionReport:
-    """What a conversion did: its plan, and every job as it was done."""
+    """Report what a conversion did.
+
+    plan: the plan that was executed.
+    destination: where the result is.
+    done: every job as it was done, in the order of the plan.
+    """
 
     plan: Plan
     destination: Path
@@ -59,21 +65,22 @@ class ConversionReport:
 
     @lazy_property
     def actions(self) -> dict[str, int]:
-        """Jobs by what became of them: quantize, cast, requantize, ...; a cast or a carry that was not exact is a
-        requantize.
+        """The number of jobs per action (quantize, cast, requantize, ...).
+
+        A cast or carry that could not keep its codes counts as requantize.
         """
         return dict(Counter(one.action for one in self.done))
 
     @property
     def inexact(self) -> tuple[str, ...]:
-        """Layers that were to keep their codes and could not: their scales do not fit."""
+        """The layers that were planned to keep their codes and could not, because their scales do not fit."""
         planned = {piece.module: tensor.action for tensor in self.plan.tensors for piece in tensor.pieces}
         again = (one.key.rpartition("#")[0] for one in self.done if one.action == REQUANTIZE)
         return tuple(dict.fromkeys(name for name in again if planned[name] != REQUANTIZE))
 
     @lazy_property
     def gains(self) -> dict[str, Losses]:
-        """Layer -> errors before and after the search of its scales, of those whose scales were searched."""
+        """Layer -> errors before and after the scale search, for the layers whose scales were searched."""
         found: dict[str, Losses] = {}
         for one in self.done:
             losses, name = Losses(*one.losses), one.key.rpartition("#")[0]
@@ -83,7 +90,7 @@ class ConversionReport:
 
     @property
     def replaced(self) -> int:
-        """NaN and infinities that were replaced."""
+        """The number of NaN and infinities that were replaced."""
         return sum(one.replaced for one in self.done)
 
 
@@ -101,13 +108,24 @@ def convert(
     search: ScaleSearch | None = None,
     options: Options | None = None,
 ) -> ConversionReport:
-    """Convert the model directory ``source`` into the new directory ``destination``, or a GGUF file into a new one.
+    """Convert the model directory ``source`` into the new directory ``destination``, or a GGUF file into a new GGUF
+    file.
 
-    Arguments are those of make_plan; options: how it is executed.
-    Raises CheckpointError before any work for what a plan can see, and as soon as it is read for NaN or infinity in a
-    tensor that is to be quantized; whatever is raised, ``destination`` does not exist afterwards. Exact: codes and
-    scales equal fp4kit.quantize of the whole tensor with the tensor amax of its sharing group, but for
-        sharing groups and tensors of zeros, whose tensor scale is 1.
+    Args:
+        source: the model directory or GGUF file to read.
+        destination: the directory or file to create.
+        recipe, format, wishes, input_scale, requantize, nonfinite, codes, search: as for make_plan.
+        options: how the plan is executed.
+
+    Returns:
+        A ConversionReport.
+
+    Raises:
+        CheckpointError: before any work, for everything that the plan shows; during the work, as soon as NaN or
+            infinity is read in a tensor that is to be quantized. After any exception, ``destination`` does not exist.
+
+    Exact: codes and scales equal those of fp4kit.quantize of the whole tensor with the tensor amax of its sharing
+    group. Only all-zero tensors and groups differ: their tensor scale is 1.
     """
     plan = make_plan(
         source,
@@ -125,14 +143,18 @@ def convert(
 
 @dataclass(frozen=True)
 class Options:
-    """How a plan is executed; the bytes that are written do not depend on it.
+    """Choose how a plan is executed. The bytes that are written do not depend on it.
 
-    workers: threads where GPUs or the compiled engine do the work, else processes on this machine; a script that asks
-    for processes needs ``if __name__ == "__main__":``. None: fp4kit.num_threads() threads, at least two; of processes
-    this one. processes: instead of the compiled engine's threads where they are faster, of many workers on large
-    models; None: at most 8. executor: any of concurrent.futures, instead of those; its workers see the files under the
-    same paths. devices: CUDA devices that quantize, in turn; none: the CPU. resume: go on with an interrupted run.
-    progress: called with bytes that add up to bytes_to_read.
+    workers: number of workers: threads if GPUs or the compiled engine do the work, else processes. None:
+    fp4kit.num_threads() threads, at least two; without the compiled engine, only this process. A script that uses
+    processes needs ``if __name__ == "__main__":``.
+    executor: an executor of concurrent.futures that is used instead. Its workers must see the files under the same
+    paths.
+    devices: CUDA devices that quantize in turn; empty for the CPU.
+    resume: continue an interrupted run.
+    progress: called with numbers of bytes that add up to bytes_to_read.
+    processes: use processes instead of the compiled engine's threads where they are faster, with many workers on large
+    models; at most 8 if ``workers`` is None.
     """
 
     workers: int | None = None
@@ -144,14 +166,14 @@ class Options:
 
     def __post_init__(self) -> None:
         if self.workers is not None and (type(self.workers) is not int or self.workers < 1):
-            raise CheckpointError(f"workers: got {self.workers!r}; a whole number of them, at least 1, is needed")
+            raise CheckpointError(f"workers: got {self.workers!r}; an integer of at least 1 is needed")
 
 
 def check(plan: Plan, destination: str | Path, resume: bool = False, removes: bool = False) -> None:
-    """Raise CheckpointError for all that can be refused before work: the destination, what is left there, the space.
+    """Raise CheckpointError for everything that can be rejected before work: destination, leftovers, disk space.
 
-    removes: what is left there is removed before, if that can be done. With ``resume``, a destination is no error if
-    the run that is to be resumed had finished it.
+    resume: accept a destination that the run to be resumed had completed.
+    removes: accept leftovers that the caller will remove first, if they can be removed.
     """
     target = Path(destination)
     _check_name(plan, target)
@@ -164,7 +186,7 @@ def check(plan: Plan, destination: str | Path, resume: bool = False, removes: bo
 
 
 def _check_name(plan: Plan, target: Path) -> None:
-    """Raise CheckpointError for a name that says something else than what is written."""
+    """Raise CheckpointError if the name of the destination does not match what is written."""
     if (target.suffix.lower() == ".gguf") != plan.is_file:
         made = (
             "a GGUF file becomes a GGUF file, whose name ends in .gguf"
@@ -178,7 +200,7 @@ def _check_name(plan: Plan, target: Path) -> None:
 
 
 def execute(plan: Plan, destination: str | Path, options: Options | None = None) -> ConversionReport:
-    """Execute ``plan`` into the new directory ``destination``; see convert."""
+    """Execute ``plan`` into the new directory ``destination`` and return the report; see convert."""
     options, target = options or Options(), Path(destination)
     done = finished_before(plan, target) if options.resume else None
     remove_leftovers(target)
@@ -193,8 +215,9 @@ def execute(plan: Plan, destination: str | Path, options: Options | None = None)
 
 
 def finished_before(plan: Plan, target: Path) -> tuple[Done, ...] | None:
-    """Return what a run of this plan did that was killed when its result had its name already. None if there was no
-    such run.
+    """Return what a run of this plan did if it was killed after its result had been renamed to ``target``.
+
+    Return None if there was no such run.
     """
     found = jobs_of_finished_run(target, key_of(plan.source, plan.request))
     keys = [job.key for job in jobs_of(plan, _nowhere(plan))]
@@ -202,7 +225,7 @@ def finished_before(plan: Plan, target: Path) -> tuple[Done, ...] | None:
 
 
 def _execute(plan: Plan, target: Path, options: Options) -> tuple[Done, ...]:
-    """Run a plan into a partial directory, which gets its name; gives what was done."""
+    """Execute a plan in a partial directory, which is renamed to ``target`` at the end; return what was done."""
     _check_planned(plan)
     key = key_of(plan.source, plan.request)
     file = plan.shards[0].name if plan.is_file else None
@@ -220,7 +243,7 @@ def _execute(plan: Plan, target: Path, options: Options) -> tuple[Done, ...]:
 
 
 def _check_planned(plan: Plan) -> None:
-    """Raise CheckpointError for a source that is not as it was when it was planned."""
+    """Raise CheckpointError if a file of the source has changed since the conversion was planned."""
     for file in plan.source.files:
         if read_any_header(file.path, file.name) != file:
             raise CheckpointError(
@@ -229,90 +252,95 @@ def _check_planned(plan: Plan) -> None:
 
 
 def bytes_to_read(plan: Plan) -> int:
-    """Bytes that execution reads from tensors: those that are measured first are read twice."""
+    """Return the bytes that execution reads from tensors. A weight that is measured first is read twice."""
     return sum(job.nbytes_in * (1 + job.is_measured) for job in jobs_of(plan, _nowhere(plan)))
 
 
 def _nowhere(plan: Plan) -> dict[str, tuple[Path, int]]:
-    """Return places for the outputs of a plan whose jobs are only looked at."""
+    """Return dummy places for the outputs of a plan whose jobs are only inspected."""
     return {output.name: (Path(), 0) for tensor in plan.tensors for output in tensor.outputs}
 
 
 def bytes_to_write(plan: Plan) -> int:
-    """Bytes of the tensors and of the files beside them that a result holds."""
+    """Return the bytes of the tensors, and of the files copied with them, in the result."""
     return plan.bytes_out + sum(file.nbytes for file in plan.auxiliary.copied)
 
 
 def memory_per_process(plan: Plan) -> int:
-    """About the bytes that a process needs: a slab in all its forms, and the largest matrix that is turned, twice."""
-    found = (
+    """Return about how many bytes a process needs: the base, a slab in all its forms, and the largest turned matrix
+    twice.
+    """
+    pieces = (
         piece for tensor in plan.converted for piece in tensor.pieces if piece.transposed or piece.weight.transposed
     )
-    turned = [prod(piece.weight.shape[-2:]) for piece in found]
-    return _BESIDE + _FORMS * SLAB_BYTES + 2 * 4 * max(turned, default=0)
+    turned = [prod(piece.weight.shape[-2:]) for piece in pieces]
+    return _BASE_BYTES + _SLABS_IN_MEMORY * SLAB_BYTES + 2 * 4 * max(turned, default=0)
 
 
 class _Run:
-    """One execution of a plan, in a partial directory."""
+    """Execute a plan once, in a partial directory."""
 
     def __init__(self, plan: Plan, folder: Path, options: Options, journal: Journal) -> None:
         self.plan, self.folder, self.journal, self.options = plan, folder, journal, options
 
     def run(self) -> tuple[Done, ...]:
-        """Write everything; returns what was done, in the order of the plan."""
+        """Write everything and return what was done, in the order of the plan."""
         kept = {shard.name for shard in self.plan.shards} | {staging.LOCK, staging.JOURNAL}
-        staging.clear(self.folder, kept)  # of what an interrupted run left
+        staging.clear(self.folder, kept)  # remove other files that an interrupted run left
         positions: dict[str, tuple[Path, int]] = {}
         for shard in self.plan.shards:
             positions |= _lay_out(self.plan, shard, self.folder)
-        given, devices = self.options.executor, tuple(self.options.devices)
+        executor_option, devices = self.options.executor, tuple(self.options.devices)
         workers, by_threads = self._workers()
         all_jobs = tuple(jobs_of(self.plan, positions, devices or (None,)))
         files = [self.folder / shard.name for shard in self.plan.shards]
-        sweep = JobScheduler(all_jobs, files, self.journal, self._check, self.options.progress or (lambda count: None))
-        with executor_of(given, workers, by_threads) as executor:
-            sweep.run(executor, pending_limit(given, workers))
+        scheduler = JobScheduler(
+            all_jobs, files, self.journal, self._check, self.options.progress or (lambda count: None)
+        )
+        with executor_of(executor_option, workers, by_threads) as executor:
+            scheduler.run(executor, pending_limit(executor_option, workers))
             if not self.plan.is_file:
                 self._write_beside()
-                digests = self._digests(sweep.digests, executor)
+                digests = self._digests(scheduler.digests, executor)
                 write_file(self.folder / MANIFEST, dump_object(manifest_of(digests, _facts(self.plan))))
-        return tuple(sweep.done[job.key] for job in all_jobs)
+        return tuple(scheduler.done[job.key] for job in all_jobs)
 
     def _workers(self) -> tuple[int, bool]:
-        """How many workers of this machine there are, and whether they are threads."""
-        asked = self.options.workers
+        """Return how many workers to use on this machine, and whether they are threads."""
+        wanted = self.options.workers
         if not self.options.devices and engine() == "reference":
-            return asked or 1, False
-        workers = asked or max(2, num_threads())
+            return wanted or 1, False
+        workers = wanted or max(2, num_threads())
         are_faster = workers >= FROM_WORKERS and bytes_to_read(self.plan) >= FROM_BYTES
         if self.options.devices or not (self.options.processes and are_faster):
             return workers, True
-        return asked or min(workers, MOST_PROCESSES), False
+        return wanted or min(workers, MOST_PROCESSES), False
 
     def _check(self, job: Job, found: Measured) -> None:
-        """Raise CheckpointError for what a measured weight may not hold."""
+        """Raise CheckpointError if a measured weight holds what the request does not allow."""
         run_job.check_finite(job, found)
         if job.action == CARRY and not found.exact and not self.plan.request.requantize:
             raise fp8_to_mxfp8.refused(job.name)
 
     def _write_beside(self) -> None:
-        """Write what lies beside the tensors."""
+        """Write the files that are not tensors: copies, index and configs."""
         for file in self.plan.auxiliary.copied:
             staging.copy_file(file.path, self.folder / file.name)
         for name, content in configs(self.plan).items():
             write_file(self.folder / name, dump_object(content, 4 if name == HF_QUANT_CONFIG else 2))
 
-    def _digests(self, known: Mapping[Path, Digest], executor: Executor | None) -> dict[str, Digest]:
-        """Of every file by its name, hashed where that is not known."""
+    def _digests(self, hashed: Mapping[Path, Digest], executor: Executor | None) -> dict[str, Digest]:
+        """Return the digest of every file by its name; files without a known digest are hashed."""
         paths = {name: self.folder / name for name in names_in(self.folder)}
-        new = run_all(executor, deque((digest_of, (path,)) for path in paths.values() if path not in known))
-        found = {**known, **{one.path: one for one in new}}
+        new = run_all(executor, deque((digest_of, (path,)) for path in paths.values() if path not in hashed))
+        found = {**hashed, **{one.path: one for one in new}}
         return {name: found[path] for name, path in paths.items()}
 
 
 def _lay_out(plan: Plan, shard: ShardPlan, folder: Path) -> dict[str, tuple[Path, int]]:
-    """Make a file of its final size with its header, over what an interrupted run left; returns tensor -> file and
-    position.
+    """Create a file with its final size and its header, or reuse the one that an interrupted run left.
+
+    Return tensor -> file and position.
     """
     path = folder / shard.name
     header, places, position = _header(plan, shard)
@@ -327,7 +355,7 @@ def _lay_out(plan: Plan, shard: ShardPlan, folder: Path) -> dict[str, tuple[Path
 
 
 def _header(plan: Plan, shard: ShardPlan) -> tuple[bytes, dict[str, int], int]:
-    """The header of a file, where each of its tensors begins, and its size."""
+    """Return the header of a file, the position of each of its tensors, and the file's size."""
     source = plan.source.files[0]
     if isinstance(source, GgufFile):
         return gguf_header(source, shard.outputs, shard.metadata)
@@ -341,13 +369,13 @@ def _header(plan: Plan, shard: ShardPlan) -> tuple[bytes, dict[str, int], int]:
 
 
 def _facts(plan: Plan) -> dict[str, Any]:
-    """What the manifest says of a run."""
+    """Return what the manifest records of a run."""
     facts = {"version": __version__, "format": plan.format_name, "source": source_facts(plan.source)}
     return facts | {"request": request_facts(plan.request)}
 
 
 def configs(plan: Plan) -> dict[str, dict[str, Any]]:
-    """File name -> content, of the index and the configs, which make the directory a model."""
+    """Return file name -> content, for the index and the configs that make the directory a model."""
     found: dict[str, dict[str, Any]] = {}
     if plan.source.has_index or len(plan.shards) > 1:
         weight_map = {output.name: shard.name for shard in plan.shards for output in shard.outputs}
@@ -372,7 +400,7 @@ def configs(plan: Plan) -> dict[str, dict[str, Any]]:
 
 
 def _without_declarations(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A config that declares no quantization."""
+    """Return a copy of a config without any declaration of quantization."""
     stale = ("quantization_config", "compression_config", "quantization")
     found = {key: value for key, value in config.items() if key not in stale}
     if isinstance(found.get("text_config"), dict):

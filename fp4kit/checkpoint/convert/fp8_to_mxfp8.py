@@ -1,5 +1,6 @@
-"""FP8 of 128x128 blocks -> MXFP8 without a loss, where the scales are powers of two: the codes stay, the scales are
-repeated.
+"""Convert FP8 with 128x128 blocks to MXFP8 without loss: the codes stay, and the scales are repeated.
+
+This is possible only if all scales are powers of two.
 """
 
 from __future__ import annotations
@@ -21,27 +22,30 @@ _FRACTION, _SIGN_AND_EXPONENT = np.uint32(0x007FFFFF), 23
 
 
 def _exponent_codes(scales: np.ndarray) -> npt.NDArray[np.int64]:
-    """E8M0 codes of scales that are powers of two, float32 or codes already; -1 for any other number."""
+    """Return the E8M0 codes of scales, which are float32 or already codes; -1 for a scale that is not a power
+    of two.
+    """
     if scales.dtype == np.uint8:
         return np.where(scales == E8M0.nan_code, -1, scales.astype(np.int64))
     bits = np.ascontiguousarray(scales, np.float32).view(np.uint32)
-    codes = (bits >> np.uint32(_SIGN_AND_EXPONENT)).astype(np.int64)  # of a negative number above 255
+    codes = (bits >> np.uint32(_SIGN_AND_EXPONENT)).astype(np.int64)  # above 255 for a negative scale
     usable = ((bits & _FRACTION) == 0) & (codes > 0) & (codes < E8M0.nan_code)
     return np.where(usable, codes, -1)
 
 
 def is_exact(weight: Weight, slab: Slab) -> bool:
-    """Whether all scales of a slab are powers of two that E8M0 has."""
+    """Return whether all scales of a slab are powers of two that E8M0 can represent."""
     assert slab.scales is not None
     return _are_exact(slab.scales)
 
 
 def _are_exact(scales: np.ndarray) -> bool:
+    """Return whether all scales are powers of two that E8M0 can represent."""
     return bool((_exponent_codes(scales) >= 0).all())
 
 
 def check(weights: Iterable[Weight]) -> None:
-    """Raise CheckpointError for the first weight whose scales are not all powers of two; they alone are read."""
+    """Raise CheckpointError for the first weight whose scales are not all powers of two. Only the scales are read."""
     with Readers() as readers:
         for weight in weights:
             scales = readers.array(weight.parts[SCALES])
@@ -50,13 +54,13 @@ def check(weights: Iterable[Weight]) -> None:
 
 
 def refused(tensor: str) -> CheckpointError:
-    """What is wrong with a tensor whose scales are not powers of two."""
-    why = "its scales are not powers of two, so that MXFP8 would have other values; say --requantize for that"
+    """Return the error for a tensor whose scales are not powers of two."""
+    why = "its scales are not powers of two, so MXFP8 cannot keep its values; use --requantize to accept the loss"
     return CheckpointError(f"{shown(tensor)}: {why}")
 
 
 def write(job: Job, readers: Readers, output: Sink) -> None:
-    """Write the codes as they are; scales of 1x32 for those of 128x128."""
+    """Write the codes unchanged, and one scale per 1x32 block in place of one per 128x128 block."""
     have, wide, columns = job.weight.container, job.container.group_size, job.weight.shape[-1]
     assert have is not None
     height, width = have.block

@@ -1,6 +1,4 @@
-"""convert_tensors: named tensors of a trainer in, named tensors of a quantized checkpoint out, by the rules of the
-converter.
-"""
+"""Convert named tensors in memory, such as those of a trainer, by the rules of the checkpoint converter."""
 
 from __future__ import annotations
 
@@ -38,9 +36,11 @@ _SAFETENSORS = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 
 @dataclass(frozen=True)
 class Rules:
-    """What convert_tensors does with every name: the recipe, the container, the selection; as make_plan has them.
+    """Hold the rules of convert_tensors: recipe, container and selection. The fields mean what make_plan's arguments
+    mean.
 
-    config: of the model (config.json), for its layers, heads and type. format: None takes what most engines load.
+    config: the model's config.json, for its layers, heads and type.
+    format: None for the container that most engines load.
     """
 
     recipe: Recipe
@@ -51,70 +51,88 @@ class Rules:
 
     @classmethod
     def of(cls, recipe_id: str | Recipe = "nvfp4-te", **fields: Any) -> Rules:
-        """With a recipe by its id."""
+        """Return rules with a recipe given by its id."""
         return cls(recipe(recipe_id), **fields)
 
     def __post_init__(self) -> None:
         if self.format == UNQUANTIZED:
-            raise CheckpointError("format bf16: tensors of a trainer are numbers already; leave the call out")
-        mlx.check(self.form, self.config, ())  # what cannot be written is refused here
+            raise CheckpointError(
+                "format bf16: the tensors are unquantized already; do not call convert_tensors for it"
+            )
+        mlx.check(self.form, self.config, ())  # reject early what cannot be written
         check_input_scale(self.form, self.input_scale is not None)
 
     @lazy_property
     def form(self) -> Container:
-        """What is written."""
+        """The container that is written."""
         found = Request(self.recipe, self.format, self.wishes, self.input_scale).form_for(self.config)
         assert found is not None
         return found
 
     @lazy_property
     def _facts(self) -> Any:
+        """What the selection needs to know of the model."""
         return model_facts(self.config)
 
     @lazy_property
     def _wishes(self) -> Wishes:
+        """The selection; only experts if the container holds nothing else."""
         return replace(self.wishes, preset="experts") if experts_only(self.form) else self.wishes
 
     def names(self, name: str) -> tuple[str, ...]:
-        """Names of Hugging Face that a name, of Megatron-Core or already one of those, stands for."""
+        """Return the Hugging Face names that a name stands for; the name may be Megatron-Core's or already Hugging
+        Face's.
+        """
         return hugging_face_names(name, layers=self._facts.layers)
 
     def decisions(self, tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> dict[str, Decision]:
-        """Name -> decision, of tensors given by name, safetensors dtype and shape: the converter's own."""
+        """Return name -> the converter's decision, for tensors given by name, safetensors dtype and shape."""
         return decide((self._candidate(*one) for one in tensors), self._wishes, self.form.row_multiple)
 
     def _candidate(self, name: str, dtype: str, shape: tuple[int, ...]) -> Candidate:
+        """Return a tensor as the selection expects it."""
         if len(shape) != 3:
             return candidate(name, dtype, shape, self._facts)
         return Candidate(name, name.removesuffix(".weight"), dtype, stack_shape(shape, self.config), self._facts)
 
 
 def convert_tensors(tensors: Iterable[Named], rules: Rules) -> Iterator[Named]:
-    """Yield the tensors of a quantized checkpoint for those of a model, by the rules that the converter goes by.
+    """Yield the tensors of a quantized checkpoint for those of a model, by the converter's rules.
 
-    tensors: (name, array), arrays of any library, on the host or a GPU; names of Hugging Face or of Megatron-Core,
-    whose fused
-        parameters are taken apart (linear_fc1 into gate and up, linear_qkv into q, k and v by the heads of
-        rules.config).
-    Each layer comes as its parts, under the names and dtypes of rules.form; what is not converted comes as it is.
-    Layers that share a tensor scale (gate and up; q, k and v) wait for each other; what stays alone comes last. Parts
-    are in the library of the array: 8-bit floats as PyTorch's or ml_dtypes', bit patterns (uint8) in CuPy. Raises
-    CheckpointError for a name of Megatron that is not known, a layer that mlx-lm would not find again, a gate without
-    its up projection, NaN or infinity in what is quantized (their amax is read from the device), and a scale that no
-    loader can use. Exact: the bytes that convert writes for the same tensors.
+    Each layer is yielded as its parts, under the names and dtypes of rules.form. A tensor that is not converted is
+    yielded unchanged. Layers that share a tensor scale (gate and up; q, k and v) wait for each other; incomplete groups
+    come last.
 
-    >>> import numpy as np
-    >>> from fp4kit.checkpoint import Rules, convert_tensors
-    >>> w = np.ones((32, 64), np.float32)
-    >>> for name, part in convert_tensors([("model.layers.0.self_attn.o_proj.weight", w)], Rules.of("mxfp4")):
-    ...     print(name, part.dtype, part.shape)
-    model.layers.0.self_attn.o_proj.weight_packed uint8 (32, 32)
-    model.layers.0.self_attn.o_proj.weight_scale uint8 (32, 2)
+    Args:
+        tensors: (name, array) pairs; arrays of any library, on the host or a GPU; names of Hugging Face or
+            Megatron-Core. Fused parameters of Megatron-Core are split: linear_fc1 into gate and up, linear_qkv into q,
+            k and v by the heads in rules.config.
+        rules: recipe, container and selection.
+
+    Yields:
+        (name, array) pairs in the library of the input: 8-bit floats as PyTorch's or ml_dtypes', bit patterns (uint8)
+            in CuPy.
+
+    Raises:
+        CheckpointError: an unknown Megatron name; a layer that mlx-lm would not find again; a gate without its up
+            projection; NaN or infinity in a tensor that is quantized (the amax is read from the device); a scale that
+            no loader can use.
+
+    Exact: the bytes are those that convert writes for these tensors.
+
+    Example:
+        >>> import numpy as np
+        >>> from fp4kit.checkpoint import Rules, convert_tensors
+        >>> w = np.ones((32, 64), np.float32)
+        >>> for name, part in convert_tensors([("model.layers.0.self_attn.o_proj.weight", w)], Rules.of("mxfp4")):
+        ...     print(name, part.dtype, part.shape)
+        model.layers.0.self_attn.o_proj.weight_packed uint8 (32, 32)
+        model.layers.0.self_attn.o_proj.weight_scale uint8 (32, 2)
     """
     waiting: dict[str, list[tuple[str, Any]]] = {}
     converted: list[str] = []
-    for given, array in tensors:
-        for name, part in _taken_apart(given, array, rules):
+    for original, array in tensors:
+        for name, part in _taken_apart(original, array, rules):
             kind = _SAFETENSORS.get(_dtype_name(part), "U8")
             decision = rules.decisions([(name, kind, tuple(part.shape))])[name]
             if not decision.converted:
@@ -132,32 +150,41 @@ def convert_tensors(tensors: Iterable[Named], rules: Rules) -> Iterator[Named]:
 
 
 def _dtype_name(array: Any) -> str:
+    """Return the name of an array's dtype without the library."""
     return str(array.dtype).removeprefix("torch.")
 
 
-def _taken_apart(given: str, array: Any, rules: Rules) -> Iterator[Named]:
-    """The tensors of Hugging Face that one of Megatron-Core holds."""
-    names = rules.names(given)
+def _taken_apart(megatron_name: str, array: Any, rules: Rules) -> Iterator[Named]:
+    """Yield the Hugging Face tensors that one Megatron-Core tensor holds."""
+    names = rules.names(megatron_name)
     if len(names) == 1 or not names:
         yield from ((name, array) for name in names)
     elif len(names) == 2:
         half = array.shape[0] // 2
         yield from zip(names, (array[:half], array[half:]), strict=True)
     else:
-        yield from zip(names, _heads(given, array, rules.config), strict=True)
+        yield from zip(names, _heads(megatron_name, array, rules.config), strict=True)
 
 
-def _heads(given: str, array: Any, config: Mapping[str, Any]) -> tuple[Any, Any, Any]:
-    """q, k and v of linear_qkv, whose rows are [heads of q, one of k, one of v] for every key-value head."""
+def _heads(megatron_name: str, array: Any, config: Mapping[str, Any]) -> tuple[Any, Any, Any]:
+    """Return q, k and v of linear_qkv.
+
+    For every key-value head, its rows are [query heads, one key head, one value head].
+    """
     text = config.get("text_config", config)
     heads, groups = text.get("num_attention_heads"), text.get("num_key_value_heads", text.get("num_attention_heads"))
     if not heads or not groups or heads % groups:
         needed = "num_attention_heads and num_key_value_heads"
-        raise CheckpointError(f"{shown(given)}: q, k and v are one; rules.config needs {needed}")
-    each = heads // groups
+        raise CheckpointError(
+            f"{shown(megatron_name)}: cannot be split into q, k and v; rules.config needs {needed}, and has {heads} and"
+            f" {groups}"
+        )
+    each = heads // groups  # query heads per key-value head
     size, rest = divmod(array.shape[0], groups * (each + 2))
     if rest:
-        raise CheckpointError(f"{shown(given)}: {array.shape[0]} rows are not {groups} groups of {each + 2} heads")
+        raise CheckpointError(
+            f"{shown(megatron_name)}: {array.shape[0]} rows are not divisible into {groups} groups of {each + 2} heads"
+        )
     blocks = array.reshape(groups, each + 2, size, *array.shape[1:])
     parts = (blocks[:, :each], blocks[:, each : each + 1], blocks[:, each + 1 :])
     q, k, v = (part.reshape(-1, *array.shape[1:]) for part in parts)
@@ -165,7 +192,7 @@ def _heads(given: str, array: Any, config: Mapping[str, Any]) -> tuple[Any, Any,
 
 
 def _layers(name: str, array: Any, rules: Rules) -> Iterator[tuple[str, Any]]:
-    """The matrices that become layers of their own; a stack that stays one comes whole."""
+    """Yield the matrices that become layers of their own; a stack that the container keeps is yielded whole."""
     shape = tuple(array.shape)
     module = name.removesuffix(".weight")
     if len(shape) == 2:
@@ -181,11 +208,12 @@ def _layers(name: str, array: Any, rules: Rules) -> Iterator[tuple[str, Any]]:
 
 
 def _pieces(module: str, name: str, shape: tuple[int, ...], rules: Rules) -> Iterator[Piece]:
+    """Return the layers that a stack is split into."""
     return pieces(Weight(module, name, shape, None, {}), rules.form, rules.config, False)
 
 
 def _gathered(module: str, matrix: Any, rules: Rules, waiting: dict[str, list[Named]]) -> Iterator[Named]:
-    """The parts of a layer, or of its group once all are there; nothing before."""
+    """Yield the parts of a layer, or of its whole group when the last member arrives; until then nothing."""
     group = fused_layers.group_of(module) if rules.form.has_tensor_scale else None
     if group is None:
         yield from _quantized([(module, matrix)], rules)
@@ -198,7 +226,7 @@ def _gathered(module: str, matrix: Any, rules: Rules, waiting: dict[str, list[Na
 
 
 def _quantized(members: list[Named], rules: Rules) -> Iterator[Named]:
-    """The parts of all members of a group, under one tensor amax."""
+    """Yield the parts of all members of a group, quantized with one tensor amax."""
     amaxes = [_finite_amax(module, matrix) for module, matrix in members]
     shared = max(amaxes) if rules.form.has_tensor_scale else None
     for module, matrix in members:
@@ -206,15 +234,17 @@ def _quantized(members: list[Named], rules: Rules) -> Iterator[Named]:
 
 
 def _finite_amax(module: str, matrix: Any) -> np.float32:
+    """Return the amax of a matrix; raise CheckpointError if it is NaN or infinite."""
     found = np.float32(float(amax_of(matrix)))
     if not np.isfinite(found):
         raise CheckpointError(
-            f"{shown(module)}: holds NaN or infinity; repair it, or leave it out with Wishes(keep=...)"
+            f"{shown(module)}: holds NaN or infinity; repair it, or keep it unquantized with Wishes(keep=...)"
         )
     return found
 
 
 def _parts(module: str, matrix: Any, shared: np.float32 | None, rules: Rules) -> Iterator[Named]:
+    """Yield the parts of one layer under the container's names: codes, block scales, tensor scale, input scale."""
     form = rules.form
     q = quantize(matrix, rules.recipe, tensor_amax=shared)
     packed, scales_of_blocks = q.packed, q.block_scale
@@ -234,18 +264,19 @@ def _parts(module: str, matrix: Any, shared: np.float32 | None, rules: Rules) ->
 
 
 def _stored_scale(module: str, q: Any, amax: np.float32, rules: Rules) -> np.float32:
+    """Return the tensor scale as the container stores it, as a multiplier or a divisor."""
     scale = np.float32(float(q.tensor_scale))
     divisor = divisor_of(rules.recipe, rules.form, amax, q.dtype)
     stored = scale if not rules.form.divides else np.float32(1) / scale if divisor is None else divisor
     if not usable_tensor_scale(scale) or not usable_tensor_scale(stored):
         raise CheckpointError(
-            f"{shown(module)}: tensor scale {scale}, not a positive normal float32; use another recipe"
+            f"{shown(module)}: tensor scale is {scale}; a positive normal float32 is needed; use another recipe"
         )
     return stored
 
 
 def _typed(array: Any, dtype: str) -> Any:
-    """Bytes as the dtype that a file says, where the library has it."""
+    """Return bytes viewed as the file's dtype, if the library has it."""
     if dtype == "U32":
         return pack_mlx(array) if library_of(array) is None else array.view(torch_arrays.dtype_named("uint32"))
     names = {"F8_E4M3": "float8_e4m3fn", "F8_E8M0": "float8_e8m0fnu", "I8": "int8"}
@@ -258,7 +289,7 @@ def _typed(array: Any, dtype: str) -> Any:
 
 
 def _in_library(value: np.ndarray, like: Any) -> Any:
-    """A host array where `like` is."""
+    """Return a host array in the library and on the device of ``like``."""
     if isinstance(like, np.ndarray):
         return value
     library = library_of(like)

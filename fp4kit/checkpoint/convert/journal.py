@@ -1,9 +1,8 @@
-"""What an interrupted run has done: lines of JSON beside the files that it fills, and the key that says which run it
-was.
+"""Record what an interrupted run has done: lines of JSON beside the files it fills, and a key that identifies the run.
 
-The key covers the source (name, size, time of change and header of every file, and its config), the request and the
-version. A job that is written down as done is believed only if its bytes are still those that it wrote: a line may
-reach the disk first.
+The key covers the source (name, size, modification time and header of every file, and its config), the request and the
+version. A job recorded as done is trusted only if its bytes still have the recorded CRC-32, because a line may reach
+the disk before the bytes do.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from fp4kit.storage.safetensors_file import SafetensorsFile
 
 
 def header_digest(file: SafetensorsFile) -> str:
-    """SHA-256 of the header of a file; of a safetensors file, its length included."""
+    """Return the SHA-256 of a file's header; for a safetensors file it includes the length of the header."""
     with file.path.open("rb") as stream:
         if isinstance(file, GgufFile):
             return hashlib.sha256(stream.read(file.data_start)).hexdigest()
@@ -38,18 +37,18 @@ def header_digest(file: SafetensorsFile) -> str:
 
 
 def source_facts(source: Source) -> dict[str, dict[str, Any]]:
-    """Of each file of a source: bytes, and the SHA-256 of its header."""
+    """Return file name -> its size in bytes and the SHA-256 of its header."""
     return {file.name: {"bytes": file.size, "header_sha256": header_digest(file)} for file in source.files}
 
 
 def identity(source: Source) -> str:
-    """Names a model directory and its headers."""
+    """Return a string that identifies a model directory and its headers."""
     facts = json.dumps(source_facts(source), sort_keys=True).encode()
     return f"{source.root.absolute()} {hashlib.sha256(facts).hexdigest()}"
 
 
 def request_facts(request: Request) -> dict[str, Any]:
-    """A request as JSON has it."""
+    """Return a request in types that JSON has."""
     recipe = as_data(request.recipe)
     codes = {"codes": request.codes, "recipe": request.made_by, "recipe_of_form": recipe} if request.codes else {}
     search = {} if request.search is None else {"scale_search": request.search.facts()}
@@ -66,21 +65,22 @@ def request_facts(request: Request) -> dict[str, Any]:
 
 
 def key_of(source: Source, request: Request) -> str:
-    """What names a run: equal for equal sources, requests and versions."""
+    """Return the key that identifies a run: equal for equal sources, requests and versions."""
     times = {file.name: file.path.stat().st_mtime_ns for file in source.files}
     facts = [__version__, source_facts(source), times, dict(source.config), request_facts(request)]
     return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()
 
 
-_LONGEST_KEY = 1 << 10  # bytes of the first line, which holds a SHA-256
+_LONGEST_KEY = 1 << 10  # upper bound in bytes of the first line, which holds a SHA-256
 
 
 class Journal:
-    """Lines that a run appends, each at once. measured, done: what the lines of an earlier run say, by the keys of
-    jobs.
+    """Append lines to the journal of a run, each in one write.
 
-    Raises CheckpointError for the journal of another run, and for one larger than any journal. Both stay as they are.
-    A line that was cut counts as not written.
+    measured, done: what the lines of an earlier run say, by the keys of the jobs. A line that was cut off counts as not
+    written.
+    Raises CheckpointError for the journal of another run, and for a file too large to be a journal. Both stay
+    unchanged.
     """
 
     def __init__(self, path: Path, key: str) -> None:
@@ -104,13 +104,11 @@ class Journal:
         os.close(self._file)
 
     def _begin(self, path: Path, key: str) -> None:
-        """Read the whole lines that are there, cut off what follows the last of them, and write the key of a new
-        journal.
-        """
+        """Read the complete lines, cut off what follows them, and write the key if the journal is new."""
         size = os.fstat(self._file).st_size
         if size > MAX_BYTES:
             raise CheckpointError(
-                f"{path}: has {size} bytes, and no journal has more than {MAX_BYTES}; it is damaged; "
+                f"{path}: has {size} bytes; a journal has at most {MAX_BYTES}, so it is damaged; "
                 "remove it with fp4kit convert --remove-stale, and start again"
             )
         text = path.read_bytes()
@@ -118,7 +116,7 @@ class Journal:
         lines = [_parsed(line) for line in text[:end].splitlines()]
         if lines and lines[0].get("key") != key:
             raise CheckpointError(
-                f"{path.parent}: was begun from another source, with other options or by another version; "
+                f"{path.parent}: was started from another source, with other options or by another version; "
                 "remove it with fp4kit convert --remove-stale, and start again"
             )
         os.ftruncate(self._file, end)
@@ -128,6 +126,7 @@ class Journal:
             self._write({"key": key})
 
     def _believe(self, line: Mapping[str, Any]) -> None:
+        """Take over a line of an earlier run."""
         with suppress(TypeError):  # a damaged line
             if "measured" in line:
                 self.measured[str(line["measured"][0])] = Measured(*line["measured"])
@@ -135,28 +134,29 @@ class Journal:
                 self.done[str(line["done"][0])] = Done(*line["done"])
 
     def _write(self, line: dict[str, Any]) -> None:
+        """Append one line."""
         data = json.dumps(line).encode() + b"\n"
         while data:
             data = data[os.write(self._file, data) :]
 
     def note_measured(self, found: Measured) -> None:
-        """A weight was measured."""
+        """Record that a weight was measured."""
         self._write({"measured": list(found)})
 
     def note_done(self, found: Done) -> None:
-        """A job wrote its bytes."""
+        """Record that a job has written its bytes."""
         self._write({"done": list(found)})
 
 
 def key_of_lines(path: Path) -> str | None:
-    """Return the key of the run that wrote a journal; None if it does not begin with one."""
+    """Return the key of the run that wrote a journal; None if the journal does not begin with a key."""
     with path.open("rb") as file:
         key = _parsed(file.readline(_LONGEST_KEY)).get("key")
     return key if isinstance(key, str) else None
 
 
 def _parsed(line: bytes) -> dict[str, Any]:
-    """A line; nothing of one that is damaged."""
+    """Return a line as an object; an empty one if the line is damaged."""
     try:
         value = json.loads(line)
     except (ValueError, RecursionError):

@@ -1,10 +1,9 @@
-"""MXFP4 -> NVFP4 without a loss: the codes stay, and powers of two become E4M3 block scales over a tensor scale that is
-one.
+"""Convert MXFP4 to NVFP4 without loss: the codes stay; power-of-two scales become E4M3 block scales and a tensor scale.
 
-With k the exponents of the blocks that hold anything but zeros and m = max(k) - 8 over all members of a group:
-tensor_scale = 2^m, block_scale = 2^(k - m) for both halves of a block of 32; exact iff max(k) - min(k) <= 17. As
-requantize does for one array; here for groups that share a tensor scale, slab by slab. Source: Model-Optimizer
-utils/numeric_utils.py.
+Let k be the exponents of the blocks that contain a nonzero code, and m = max(k) - 8 over all members of a group. Then
+tensor_scale = 2^m, and block_scale = 2^(k - m) for both halves of a block of 32. This is exact if and only if max(k) -
+min(k) <= 17. requantize does this for one array; this module does it slab by slab, for groups that share a tensor
+scale. Source: Model-Optimizer utils/numeric_utils.py.
 """
 
 from __future__ import annotations
@@ -20,16 +19,16 @@ from fp4kit.checkpoint.plan.job import Job, Sink
 from fp4kit.formats import E2M1, E4M3, E8M0
 
 _HIGHEST = 8  # exponent of 256, the largest power of two of E4M3
-_RANGE = 17  # 2^-9 ... 2^8
-_NIBBLES = (1 << (E2M1.bits - 1)) - 1
-_ANY_MAGNITUDE = np.uint8(_NIBBLES | _NIBBLES << 4)
-_POWERS = {
+_RANGE = 17  # E4M3 holds the powers of two from 2^-9 to 2^8
+_MAGNITUDE = (1 << (E2M1.bits - 1)) - 1  # a code without its sign bit
+_ANY_MAGNITUDE = np.uint8(_MAGNITUDE | _MAGNITUDE << 4)  # the magnitudes of both codes in a byte
+_POWERS = {  # exponent of a power of two -> its E4M3 code
     int(np.log2(value)): code for code, value in enumerate(E4M3.values[:128]) if value > 0 and np.log2(value) % 1 == 0
 }
 
 
 def _holds_something(weight: Weight, slab: Slab) -> npt.NDArray[np.bool_]:
-    """Of each block, whether a code is not zero."""
+    """Return for each block whether it contains a nonzero code."""
     assert weight.container is not None and slab.codes is not None and slab.scales is not None
     blocks = slab.codes.reshape(*slab.scales.shape, -1)
     found: npt.NDArray[np.bool_] = ((blocks & _ANY_MAGNITUDE) != 0).any(axis=-1)
@@ -37,15 +36,16 @@ def _holds_something(weight: Weight, slab: Slab) -> npt.NDArray[np.bool_]:
 
 
 def exponents(weight: Weight, slab: Slab) -> tuple[int, int]:
-    """Smallest and largest exponent of the blocks that are not zero; (2^20, -2^20) without any."""
+    """Return the smallest and the largest exponent of the nonzero blocks; (2^20, -2^20) if there are none."""
     assert slab.scales is not None
     used = slab.scales[_holds_something(weight, slab)]
     return (int(used.min()) - E8M0.bias, int(used.max()) - E8M0.bias) if used.size else (1 << 20, -(1 << 20))
 
 
 def is_exact(low: int, high: int) -> bool:
-    """Whether blocks of these exponents have exact block scales under one usable tensor scale; all-zero weights
-    have.
+    """Return whether blocks with these exponents have exact block scales under one usable tensor scale.
+
+    It is true for all-zero weights.
     """
     if high < low:
         return True
@@ -56,7 +56,7 @@ def is_exact(low: int, high: int) -> bool:
 
 
 def block_scales(weight: Weight, slab: Slab, high: int) -> npt.NDArray[np.uint8]:
-    """The E4M3 codes of a slab's blocks of 16, two for each block of 32."""
+    """Return the E4M3 codes of a slab's blocks of 16, two for each block of 32."""
     assert slab.scales is not None
     table = np.zeros(256, np.uint8)
     for code in range(256):
@@ -66,7 +66,7 @@ def block_scales(weight: Weight, slab: Slab, high: int) -> npt.NDArray[np.uint8]
 
 
 def write(job: Job, readers: Readers, output: Sink, high: int) -> None:
-    """Write the codes as they are, and the scales."""
+    """Write the codes unchanged, and the scales."""
     for slab in slabs(readers, job.weight, job.expert, job.span):
         put_rows(job, output, slab.codes, block_scales(job.weight, slab, high))
     scale = np.float32(1) if high < -(1 << 19) else np.ldexp(np.float32(1), high - _HIGHEST)

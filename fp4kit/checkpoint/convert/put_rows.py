@@ -1,4 +1,4 @@
-"""Rows of codes with their block scales, as a container has them: two tensors, or the blocks of one."""
+"""Write rows of codes and their block scales as a container stores them: as two tensors, or as the blocks of one."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fp4kit.layouts import pack_gguf
 
 
 def put_rows(job: Job, output: Sink, codes: Any, scales: Any) -> None:
-    """Write packed codes, (n, bytes of a row), and their scales."""
+    """Write packed codes (n, bytes per row) and their block scales."""
     form = job.container
     if form.in_blocks:
         output.put(CODES, pack_gguf(codes, scales, form.kind))

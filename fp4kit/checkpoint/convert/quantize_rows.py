@@ -1,4 +1,4 @@
-"""New codes: numbers quantized by a recipe, slab by slab, under the tensor amax of their group."""
+"""Quantize a weight by a recipe, slab by slab, with the tensor amax of its group."""
 
 from __future__ import annotations
 
@@ -23,8 +23,9 @@ from fp4kit.storage.errors import CheckpointError, shown
 
 
 def write(job: Job, readers: Readers, output: Sink, amax: np.float32) -> tuple[int, Losses]:
-    """Quantize and write a weight; returns how many NaN and infinities were replaced, and what a search of scales
-    gained.
+    """Quantize and write a weight.
+
+    Return how many NaN and infinities were replaced, and the errors before and after a scale search.
     """
     tensor_amax = None if job.new_recipe.tensor_scaling == "none" else amax
     replaced, q, losses = 0, None, Losses()
@@ -47,6 +48,7 @@ def write(job: Job, readers: Readers, output: Sink, amax: np.float32) -> tuple[i
 
 
 def _quantized(x: np.ndarray, job: Job, tensor_amax: np.float32 | None) -> Quantized:
+    """Quantize a slab on the job's device and return NumPy arrays."""
     if tensor_amax is not None and tensor_amax == 0:
         return of_zeros(quantize(x, job.new_recipe, tensor_amax=tensor_amax))
     if job.device is None:
@@ -56,19 +58,21 @@ def _quantized(x: np.ndarray, job: Job, tensor_amax: np.float32 | None) -> Quant
 
 
 def of_zeros(q: Quantized) -> Quantized:
-    """An all-zero tensor, of NumPy arrays, as loaders can read it: codes and block scales 0, tensor scale 1.
+    """Return an all-zero tensor of NumPy arrays in a form that loaders can read: codes and block scales 0, tensor scale
+    1.
 
-    Producers write 0, a subnormal or NaN scales there; nvfp4-te already gives this.
+    Producers write scales of 0, a subnormal or NaN there; nvfp4-te already gives the form returned here.
     """
     zeros = {"packed": np.zeros_like(q.packed), "block_scale": np.zeros_like(q.block_scale)}
     return replace(q, **zeros, tensor_scale=np.ones_like(q.tensor_scale), tensor_amax=None)
 
 
 def divisor_of(recipe: Recipe, form: Container, amax: np.float32, dtype: np.dtype) -> np.float32 | None:
-    """What the producer divides by, where the container stores that and the recipe is one that makes it; None
-    elsewhere.
+    """Return the number that the producer stores as tensor scale, or None if it follows from the scale.
 
-    The amax itself, as MLX stores it, where that is the recipe's tensor scale up to a rounding.
+    - For a container that stores the amax (MLX), the number is the amax itself, if it gives the recipe's tensor scale
+      up to one rounding.
+    - For a container that stores a divisor, the number is the recipe's own divisor, if the recipe computes one.
     """
     if form.tensor_scale_unit != 1 and amax > 0:
         made = np.float32(tensor_scale(np.asarray(amax), recipe, dtype).decode)
@@ -79,8 +83,9 @@ def divisor_of(recipe: Recipe, form: Container, amax: np.float32, dtype: np.dtyp
 
 
 def saturated(x: np.ndarray, amax: np.float32) -> tuple[np.ndarray, int]:
-    """Infinities become ``amax``, the largest finite magnitude of the group, as far as the dtype has it; NaN becomes
-    0.
+    """Replace infinities by ``amax`` and NaN by 0; return the values and the number of replacements.
+
+    amax: the largest finite magnitude of the group. It is limited to the largest value of the dtype.
     """
     wide = x.astype(np.float32)
     count = int(np.count_nonzero(~np.isfinite(wide)))
@@ -91,11 +96,14 @@ def saturated(x: np.ndarray, amax: np.float32) -> tuple[np.ndarray, int]:
 
 
 def _check_scales(job: Job, q: Quantized) -> None:
-    """Raise CheckpointError for scales that no loader can use; some recipes give them for zeros or subnormals."""
+    """Raise CheckpointError for NaN block scales, which no loader can use; some recipes give them for zeros or
+    subnormals.
+    """
     assert q.recipe.scale is not None and q.block_scale is not None
     bad = int(np.count_nonzero((q.block_scale & ~np.uint8(q.recipe.scale.sign_bit)) == q.recipe.scale.nan_code))
-    if bad and (job.nonfinite != "keep" or job.container.in_blocks):  # llama.cpp reads them as numbers
+    # --nonfinite keep allows them, except in GGUF blocks, because llama.cpp reads them as numbers.
+    if bad and (job.nonfinite != "keep" or job.container.in_blocks):
         raise CheckpointError(
-            f"{shown(job.name)}: {bad} block scales are NaN; leave it out with --keep, or use another recipe than"
-            f" {q.recipe.id}"
+            f"{shown(job.name)}: {bad} block scales are NaN; leave the layer out with --keep, or use another recipe"
+            f" than {q.recipe.id}"
         )

@@ -1,5 +1,5 @@
-"""The same codes and scales under other names; the tensor scale inverted where one form multiplies and the other
-divides.
+"""Write codes and scales unchanged under other names; the tensor scale is inverted if only one container stores a
+divisor.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from fp4kit.checkpoint.plan.job import Job, Sink
 
 
 def write(job: Job, readers: Readers, output: Sink) -> None:
-    """Write all parts of a weight; a number that stays what it was keeps its bits."""
-    have = job.weight.container
-    assert have is not None
+    """Write all parts of a weight. A number that does not change keeps its bits."""
+    source_form = job.weight.container
+    assert source_form is not None
     for slab in slabs(readers, job.weight, job.expert, job.span):
         put_rows(job, output, slab.codes, slab.scales)
     for part, put in ((TENSOR_SCALE, put_tensor_scale), (INPUT_SCALE, put_input_scale)):
         if output.has(part) and part in job.weight.parts:
             stored = scalar_of(readers, job.weight, part, job.expert)
-            if have.direction == job.container.direction:
+            if source_form.direction == job.container.direction:
                 output.put(part, np.array([stored], np.float32))
             else:
-                put(job, output, have.multiplier(stored))
+                put(job, output, source_form.multiplier(stored))
         elif output.has(part):
             put_given_input_scale(job, output)

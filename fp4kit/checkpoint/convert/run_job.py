@@ -1,6 +1,8 @@
-"""The work of a conversion, as jobs that know nothing of each other: they run in any order, in any process, on any
-machine that sees the files. A job writes its own bytes of the output files; before, all weights of its group that need
-it are measured.
+"""Run the jobs of a conversion.
+
+Jobs are independent: they run in any order, in any process, on any machine that sees the files. A job writes its own
+bytes of the output files. If it needs to know its group (the layers that share a tensor scale), all weights of the
+group are measured first.
 """
 
 from __future__ import annotations
@@ -38,11 +40,13 @@ from fp4kit.storage.errors import CheckpointError, shown
 from fp4kit.storage.safetensors_file import NUMPY_DTYPES
 
 PIECE = 2 << 20  # bytes of a copied tensor that are in memory at a time
-TURNED = 32 << 20  # decoded bytes of a matrix that are in memory at a time where it is written as columns
+TURNED = 32 << 20  # decoded bytes in memory at a time, if a matrix is written transposed (turned)
 
 
 def measure(job: Job, tick: Tick | None = None) -> Measured:
-    """Read a weight for its amax, its NaN and infinities, and what an exact rewriting needs to know."""
+    """Read a weight and return its amax, its number of NaN and infinities, and what a lossless conversion needs to
+    know.
+    """
     with Readers(tick) as readers:
         found = Measured(job.key)
         for slab in slabs(readers, job.weight, job.expert, job.span, max_bytes=job.slab_bytes):
@@ -51,11 +55,13 @@ def measure(job: Job, tick: Tick | None = None) -> Measured:
 
 
 def _joined(a: Measured, b: Measured) -> Measured:
+    """Return the measurements of two parts together."""
     low, high = min(a.low, b.low), max(a.high, b.high)
     return Measured(a.key, max(a.amax, b.amax), a.nonfinite + b.nonfinite, low, high, a.exact and b.exact)
 
 
 def _measured(job: Job, slab: Slab) -> Measured:
+    """Measure one slab."""
     if job.action == RENAME:
         return Measured(job.key, nonfinite=count_nonfinite(job.weight, slab))
     values = values_of(job.weight, slab)
@@ -70,7 +76,7 @@ def _measured(job: Job, slab: Slab) -> Measured:
 
 
 def join_group(found: list[Measured]) -> Measured:
-    """What the members of a group hold together."""
+    """Return the measurements of all members of a group together."""
     result = found[0]
     for one in found[1:]:
         result = _joined(result, one)
@@ -78,14 +84,16 @@ def join_group(found: list[Measured]) -> Measured:
 
 
 def write(job: Job, shared: Measured | None, tick: Tick | None = None) -> Done:
-    """Write the bytes of a job; shared: what its group holds, of one that is_measured."""
+    """Write the bytes of a job. shared: the measurements of its group, if the job is measured first."""
     with Readers(tick) as readers, _Output(job.targets) as output:
         made = produce(job, shared, readers, output)
         return Done(job.key, output.finish(), *made)
 
 
 class Made(NamedTuple):
-    """The action of a job as it was, how many NaN and infinities were replaced, and what a search of scales gained."""
+    """Report what became of a job: the action taken, how many NaN and infinities were replaced, and the scale search's
+    errors.
+    """
 
     action: str
     replaced: int = 0
@@ -93,18 +101,21 @@ class Made(NamedTuple):
 
 
 def produce(job: Job, shared: Measured | None, readers: Readers, output: Sink) -> Made:
-    """Make the bytes of a job and put them into output."""
+    """Produce the bytes of a job and put them into output.
+
+    A lossless action whose scales do not fit becomes a requantization.
+    """
     action, replaced, losses = job.action, 0, Losses()
-    as_it_is = shared is not None and not (shared.nonfinite and job.nonfinite == "saturate")
+    values_are_kept = shared is not None and not (shared.nonfinite and job.nonfinite == "saturate")
     if isinstance(job.source, Located):
         _copy(job.source, readers, output)
     elif action == DEQUANTIZE:
-        replaced = _dequantize(job, readers, output, None if as_it_is else shared)
+        replaced = _dequantize(job, readers, output, None if values_are_kept else shared)
     elif action == RENAME:
         rename.write(job, readers, output)
-    elif action == CARRY and shared is not None and as_it_is and shared.exact:
+    elif action == CARRY and shared is not None and values_are_kept and shared.exact:
         fp8_to_mxfp8.write(job, readers, output)
-    elif action == CAST and shared is not None and as_it_is and mxfp4_to_nvfp4.is_exact(shared.low, shared.high):
+    elif action == CAST and shared is not None and values_are_kept and mxfp4_to_nvfp4.is_exact(shared.low, shared.high):
         mxfp4_to_nvfp4.write(job, readers, output, shared.high)
     else:
         action = REQUANTIZE if action != QUANTIZE else action
@@ -114,15 +125,16 @@ def produce(job: Job, shared: Measured | None, readers: Readers, output: Sink) -
 
 
 def _copy(source: Located, readers: Readers, output: Sink) -> None:
+    """Copy a tensor in pieces."""
     for start in range(0, source.entry.nbytes, PIECE):
         output.put(VALUES, readers.bytes(source, start, min(PIECE, source.entry.nbytes - start)))
 
 
 def _dequantize(job: Job, readers: Readers, output: Sink, shared: Measured | None) -> int:
-    """Decoded numbers, rounded to the dtype that is written; of a stack that models keep as columns, some columns at a
-    time.
+    """Write decoded values, rounded to the target dtype.
 
-    shared: what they hold, where NaN and infinities are replaced; returns how many were.
+    A matrix that the model stores transposed is written some columns at a time.
+    shared: the measurements, if NaN and infinities are to be replaced; else None. Return how many were replaced.
     """
     dtype = NUMPY_DTYPES[job.targets[0].dtype]
     replaced = 0
@@ -148,13 +160,14 @@ def _dequantize(job: Job, readers: Readers, output: Sink, shared: Measured | Non
 
 
 def _rounded(values: np.ndarray, dtype: np.dtype, shared: Measured | None) -> tuple[np.ndarray, int]:
+    """Return values rounded to ``dtype``, and how many NaN and infinities were replaced."""
     values, count = (values, 0) if shared is None else quantize_rows.saturated(values, np.float32(shared.amax))
     with np.errstate(over="ignore", invalid="ignore"):
         return values.astype(dtype), count
 
 
 class _Output:
-    """The targets of a job, open for writing; pieces of a part come in order."""
+    """Write to the targets of a job; the pieces of each part arrive in order."""
 
     def __init__(self, targets: tuple[Target, ...]) -> None:
         self._targets = {target.part: target for target in targets}
@@ -177,7 +190,7 @@ class _Output:
             os.close(descriptor)
 
     def has(self, part: str) -> bool:
-        """Whether a part is written."""
+        """Return whether a part is written."""
         return part in self._targets
 
     def put(self, part: str, array: Any) -> None:
@@ -185,13 +198,13 @@ class _Output:
         raw = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
         target, position = self._targets[part], self._next[part]
         if position + raw.size > target.position + target.nbytes:
-            raise CheckpointError(f"{shown(target.path.name)}: more bytes than the {target.nbytes} that are planned")
+            raise CheckpointError(f"{shown(target.path.name)}: got more bytes than the planned {target.nbytes}")
         self._sums[part] = zlib.crc32(raw.data, self._sums[part])
         write_at(self._open[target.path], raw.data, position)
         self._next[part] += raw.size
 
     def finish(self) -> str:
-        """The CRC-32 of all parts, after a check that they are whole."""
+        """Check that all parts are complete and return their CRC-32 values."""
         for part, target in self._targets.items():
             missing = target.position + target.nbytes - self._next[part]
             if missing:
@@ -209,15 +222,17 @@ def write_at(descriptor: int, data: memoryview, position: int) -> None:
 
 
 def _joined_sums(sums: Iterable[int]) -> str:
+    """Return CRC-32 values joined as one text."""
     return "-".join(f"{one:08x}" for one in sums)
 
 
 def read_back(job: Job) -> Done:
-    """A job with the CRC-32 that its bytes in the files have now."""
+    """Return a job as done, with the CRC-32 that its bytes in the files have now."""
     return Done(job.key, _joined_sums(_sum_of(target) for target in job.targets), job.action)
 
 
 def _sum_of(target: Target) -> int:
+    """Return the CRC-32 of a target's bytes in its file."""
     found, left = 0, target.nbytes
     with target.path.open("rb", buffering=0) as file:
         file.seek(target.position)
@@ -227,9 +242,9 @@ def _sum_of(target: Target) -> int:
 
 
 def check_finite(job: Job, found: Measured) -> None:
-    """Raise CheckpointError where a weight holds NaN or infinity, and the user did not say what becomes of them."""
+    """Raise CheckpointError if a weight holds NaN or infinity, and the request does not say what to do with them."""
     if found.nonfinite and job.nonfinite == "error":
         raise CheckpointError(
             f"{shown(job.name)}: {found.nonfinite} of {prod(job.shape)} values are NaN or infinite; repair the source, "
-            "leave it out with --keep, or say --nonfinite keep or saturate"
+            "leave the layer out with --keep, or use --nonfinite keep or saturate"
         )

@@ -1,8 +1,7 @@
-"""The jobs of a conversion in one sweep over its source, so that reading, writing, the disk and hashing go on side by
-side.
+"""Schedule the jobs of a conversion in one pass over the source, so that reading, writing, syncing and hashing overlap.
 
-The jobs of a group, which share a tensor scale, write as soon as all of them are measured, while their bytes are in the
-page cache. A file is pushed to the disk, and hashed, as soon as all jobs that write into it are done.
+A group is the set of jobs that share a tensor scale. Its jobs write as soon as all of them are measured, while their
+bytes are still in the page cache. A file is synced to disk and hashed as soon as all jobs that write into it are done.
 """
 
 from __future__ import annotations
@@ -22,15 +21,18 @@ from fp4kit.checkpoint.run import staging
 from fp4kit.checkpoint.run.executors import Call, run_all
 
 T = TypeVar("T")
-Check = Callable[[Job, Measured], None]  # raises for what a measured weight may not hold
+Check = Callable[[Job, Measured], None]  # raises if a measured weight holds what the request does not allow
 
 
 class JobScheduler:
-    """The jobs of a run, in the order of the plan. files: those that they write into, in the partial directory.
+    """Run the jobs of a plan, in its order.
 
-    check: sees what a weight holds as soon as it is measured, before anything is written of its group.
-    tick: called with bytes of source tensors; a job that is measured counts twice.
-    After run: done has every job by its key, and digests has every file by its path.
+    all_jobs: the jobs.
+    files: the files of the partial directory that the jobs write into.
+    check: called with the measurements of a weight before anything of its group is written.
+    tick: called with numbers of bytes of source tensors; the bytes of a job that is measured count twice.
+
+    After ``run``, ``done`` holds every job by its key, and ``digests`` the digest of every file by its path.
     """
 
     def __init__(
@@ -52,7 +54,7 @@ class JobScheduler:
         self._unmeasured = {group: {job.key for job in members} for group, members in self._groups.items()}
 
     def run(self, executor: Executor | None, width: int) -> None:
-        """Do everything that an interrupted run has not done. width: passed to run_all as max_pending."""
+        """Do everything that an interrupted run has not done. width: as for run_all."""
         self._in_process = executor is None
         self._take_over(executor)
         queue = deque(self._first())
@@ -61,7 +63,7 @@ class JobScheduler:
                 queue.extendleft(reversed(self._after(one)))
 
     def _take_over(self, executor: Executor | None) -> None:
-        """Jobs of an interrupted run whose bytes are still those that they wrote."""
+        """Accept the jobs of an interrupted run whose bytes are still those that they wrote."""
         noted = self._journal.done
         for now in run_all(
             executor, deque((run_job.read_back, (job,)) for job in self._jobs.values() if job.key in noted)
@@ -71,7 +73,7 @@ class JobScheduler:
                 self._tick(self._jobs[now.key].nbytes_in)
 
     def _first(self) -> Iterator[Call[Any]]:
-        """The calls that need no result of this run."""
+        """Yield the calls that need no result of this run."""
         for path, waiting in self._unwritten.items():
             if not waiting:
                 yield from _last_calls(path)
@@ -84,29 +86,31 @@ class JobScheduler:
             elif job.key not in self.done:
                 yield self._call(run_job.write, job, None)
 
-    def _call(self, function: Callable[..., Any], job: Job, *rest: Any) -> Call[Any]:
-        """A job for run_all; in this process it ticks read by read."""
-        return (_metered, (self._tick, function, job, *rest)) if self._in_process else (function, (job, *rest))
+    def _call(self, function: Callable[..., Any], job: Job, *arguments: Any) -> Call[Any]:
+        """Return a job as a call for run_all. In this process, the call reports progress after every read."""
+        return (
+            (_metered, (self._tick, function, job, *arguments)) if self._in_process else (function, (job, *arguments))
+        )
 
-    def _after(self, one: Measured | Done | Digest | None) -> list[Call[Any]]:
-        """Write a result down; returns the calls that waited for it. None: a file that is on the disk."""
-        if one is None:
+    def _after(self, result: Measured | Done | Digest | None) -> list[Call[Any]]:
+        """Record a result and return the calls that waited for it. A result of None means that a file was synced."""
+        if result is None:
             return []
-        if isinstance(one, Digest):
-            self.digests[one.path] = one
+        if isinstance(result, Digest):
+            self.digests[result.path] = result
             return []
-        if isinstance(one, Measured):
-            self._journal.note_measured(one)
-            calls = self._take_measured(one)
+        if isinstance(result, Measured):
+            self._journal.note_measured(result)
+            calls = self._take_measured(result)
         else:
-            self._journal.note_done(one)
-            calls = self._take_done(one)
+            self._journal.note_done(result)
+            calls = self._take_done(result)
         if not self._in_process:
-            self._tick(self._jobs[one.key].nbytes_in)
+            self._tick(self._jobs[result.key].nbytes_in)
         return calls
 
     def _take_measured(self, found: Measured) -> list[Call[Any]]:
-        """What a weight holds; returns the writing of its group, if that was the last of it."""
+        """Record a measurement; if it was the last of its group, return the calls that write the group."""
         job = self._jobs[found.key]
         self._check(job, found)
         self._measured[found.key] = found
@@ -117,24 +121,26 @@ class JobScheduler:
         shared = run_job.join_group([self._measured[member.key] for member in members])
         return [self._call(run_job.write, member, shared) for member in members if member.key not in self.done]
 
-    def _take_done(self, one: Done) -> list[Call[Any]]:
-        """A job wrote its bytes; returns what is left to do for files that no other job writes into."""
-        self.done[one.key] = one
+    def _take_done(self, result: Done) -> list[Call[Any]]:
+        """Record that a job is done; return the final calls for files that no other job writes into."""
+        self.done[result.key] = result
         calls: list[Call[Any]] = []
-        for path in dict.fromkeys(target.path for target in self._jobs[one.key].targets):
-            self._unwritten[path].remove(one.key)
+        for path in dict.fromkeys(target.path for target in self._jobs[result.key].targets):
+            self._unwritten[path].remove(result.key)
             if not self._unwritten[path]:
                 calls += _last_calls(path)
         return calls
 
 
 def _last_calls(path: Path) -> list[Call[Any]]:
-    """What is left to do for a file: two calls, since one waits for the disk and the other for a processor."""
+    """Return the final calls for a file: sync and hash. They are separate, because one waits for the disk and one for a
+    CPU.
+    """
     return [(staging.sync_file, (path,)), (digest_of, (path,))]
 
 
-def _metered(tick: Tick, function: Callable[..., T], job: Job, *rest: Any) -> T:
-    """A call of a job with progress as it reads, but in sum what it is planned to read."""
+def _metered(tick: Tick, function: Callable[..., T], job: Job, *arguments: Any) -> T:
+    """Run a job's call and report progress as it reads; in total, the number of bytes that it is planned to read."""
     left = job.nbytes_in
 
     def count(nbytes: int) -> None:
@@ -144,6 +150,6 @@ def _metered(tick: Tick, function: Callable[..., T], job: Job, *rest: Any) -> T:
         if nbytes:
             tick(nbytes)
 
-    result = function(job, *rest, count)
+    result = function(job, *arguments, count)
     count(left)
     return result

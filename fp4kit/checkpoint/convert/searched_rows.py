@@ -1,4 +1,4 @@
-"""New codes under searched block scales, and what these gained over those of the amax."""
+"""Quantize with searched block scales, and measure the gain over the scales of the amax."""
 
 from __future__ import annotations
 
@@ -19,18 +19,20 @@ from fp4kit.types import Objective
 
 
 def quantized(x: np.ndarray, job: Job, amax: np.float32, weights: np.ndarray | None) -> tuple[Quantized, Losses]:
-    """x under the scales of least error, in NumPy arrays; and the errors before and after."""
+    """Return x quantized with the block scales of the smallest error, as NumPy arrays, and the errors before
+    and after.
+    """
     if job.device is None:
         before, after = _both(x, job, amax, weights)
     else:
         with making_current(job.device):
-            given = None if weights is None else to_device(weights)
-            before, after = (q.to("numpy") for q in _both(to_device(x), job, amax, given))
+            device_weights = None if weights is None else to_device(weights)
+            before, after = (q.to("numpy") for q in _both(to_device(x), job, amax, device_weights))
     return after, _losses(x, before, after, weights)
 
 
 def _both(x: Any, job: Job, amax: np.float32, weights: Any) -> tuple[Quantized, Quantized]:
-    """By the amax of each block, and by the amaxes that are found."""
+    """Quantize with the amax of each block, and with the block amaxes that the search found."""
     r = job.new_recipe
     found = search_scales(x, r, objective=cast(Objective, job.search), tensor_amax=amax, weights=weights)
     return quantize(x, r, tensor_amax=amax), quantize(x, r, tensor_amax=amax, block_amax=found)
@@ -38,7 +40,10 @@ def _both(x: Any, job: Job, amax: np.float32, weights: Any) -> tuple[Quantized, 
 
 @ieee("convert")
 def _losses(x: np.ndarray, before: Quantized, after: Quantized, weights: np.ndarray | None) -> Losses:
-    """Differences are exact in float64; sums run over chunks of rows in order."""
+    """Return the errors of both results.
+
+    Differences are exact in float64; sums are taken over chunks of rows, in order.
+    """
     values = [dequantize(q, np.float32) for q in (before, after)]
     found = Losses()
     for rows in row_chunks(*x.shape):
@@ -48,7 +53,7 @@ def _losses(x: np.ndarray, before: Quantized, after: Quantized, weights: np.ndar
 
 
 def _squares(x: np.ndarray, weights: np.ndarray | None) -> float:
-    """The sum of squares, each times the weight of its column, in one order on every machine."""
+    """Return the sum of squares, weighted per column, added in an order that does not depend on the machine."""
     if weights is None:
         flat = x.reshape(-1)
         return float(np.einsum("i,i->", flat, flat))

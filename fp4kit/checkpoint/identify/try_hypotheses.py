@@ -139,7 +139,7 @@ def try_layout(evidence: LayerEvidence, layout: Layout, orders: Iterable[CodeOrd
 def _blocks_stay_whole(layout: Layout, rows: int, height: int) -> bool:
     """Return whether blocks of rows lie where quantize puts them.
 
-    They do not in the second half of a pair if the first half ends within a block.
+    If the first half of a pair ends within a block, the blocks of the second half are shifted, so the answer is False.
     """
     return not rows % height or bool((layout.rows.source < rows).all())
 

@@ -77,8 +77,10 @@ def engines_for(container_id: str, family: str) -> tuple[str, ...]:
 
 
 def _rank(container_id: str, family: str) -> tuple[int, int, int]:
-    """Return a sort key for a container: engines that load it, minus engines that silently misread it, engines that
-    were run.
+    """Return a sort key for a container; a larger key is better.
+
+    It consists of the number of serving engines that load the container, minus the number that silently misread it, and
+    the number of loading engines that were run rather than read.
     """
     cells = [cell(container_id, family, engine) for engine in SERVING]
     loads = [each for each in cells if each.status == "loads"]

@@ -33,7 +33,8 @@ def test_nonfinite_values(tmp_path: Path, value: float, name: str) -> None:
     tensors[name][1, 2:5] = value
     synthetic.write_model(tmp_path / "m", {"model_type": "qwen3", "num_hidden_layers": 2}, tensors)
     with refused(
-        f"{name}: 3 of {tensors[name].size} values are NaN or infinite; repair the source, leave it out with --keep"
+        f"{name}: 3 of {tensors[name].size} values are NaN or infinite; repair the source, leave the layer out "
+        "with --keep"
     ):
         convert(tmp_path / "m", tmp_path / "out")
     _nothing_left(tmp_path)
@@ -58,7 +59,7 @@ def test_subnormal_tensor_scale(tmp_path: Path) -> None:
     synthetic.write_model(tmp_path / "m", {}, {"a.weight": np.full((16, 64), 1e-37, np.float32)})
     with refused("a.weight: tensor scale ") as caught:
         convert(tmp_path / "m", tmp_path / "out", "nvfp4-modelopt")
-    assert "not a positive normal float32; leave it out with --keep" in str(caught.value)
+    assert "a positive normal float32 is needed; leave the layer out with --keep" in str(caught.value)
     _nothing_left(tmp_path)
 
 

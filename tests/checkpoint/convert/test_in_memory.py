@@ -145,7 +145,7 @@ def test_names_of_megatron():
         (
             {"decoder.layers.0.self_attention.linear_qkv.weight": (66, 32)},
             CONFIG,
-            "66 rows are not 2 groups of 4 heads",
+            "66 rows are not divisible into 2 groups of 4 heads",
         ),
         ({"decoder.layers.0.self_attention.linear_strange.weight": (64, 32)}, CONFIG, "linear_strange"),
         ({"model.layers.0.mlp.gate_proj.weight": (64, 32)}, CONFIG, "has no up_proj beside it"),

@@ -103,7 +103,7 @@ def test_a_journal_that_grew_is_not_read(model: Model) -> None:
     model.interrupt(6)
     size = model.journal.stat().st_size
     os.truncate(model.journal, 1 << 40)
-    with refused(f"{model.journal}: has {1 << 40} bytes, and no journal has more than"):
+    with refused(f"{model.journal}: has {1 << 40} bytes; a journal has at most"):
         model.convert(resume=True)
     os.truncate(model.journal, size)
     model.resume()
@@ -177,7 +177,7 @@ def test_another_source_is_not_gone_on_with(model: Model, change: Callable[[Mode
     text = model.journal.read_bytes()
     change(model)
     with refused(
-        ".out.partial: was begun from another source, with other options or by another version; remove it with"
+        ".out.partial: was started from another source, with other options or by another version; remove it with"
     ):
         model.convert(resume=True)
     assert model.journal.read_bytes() == text and shard(model).exists()
@@ -196,7 +196,7 @@ OTHERS: list[dict[str, Any]] = [
 @pytest.mark.parametrize("changes", OTHERS, ids=str)
 def test_other_options_are_not_gone_on_with(model: Model, changes: dict[str, Any]) -> None:
     model.interrupt(5)
-    with refused("was begun from another source, with other options"):
+    with refused("was started from another source, with other options"):
         convert(model.source, model.out, **changes, options=Options(resume=True))
     model.resume()  # it is still there
 

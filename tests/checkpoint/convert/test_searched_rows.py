@@ -253,7 +253,7 @@ def test_verify_takes_the_recorded_error_under_column_weights(model, tmp_path: P
     code, text, _ = run(
         "verify", tmp_path / "d", "--source", source, "--column-weights", weights, "--scale-search", "mse"
     )
-    assert code == 1 and "with scales searched by weighted mse makes" in text
+    assert code == 1 and "with scales searched by weighted mse;" in text
 
 
 @pytest.mark.parametrize(

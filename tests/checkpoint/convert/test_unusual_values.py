@@ -123,7 +123,7 @@ def test_scales_that_no_loader_can_use_are_refused(tmp_path: Path) -> None:
     synthetic.write_model(tmp_path / "m", {}, {"a.weight": np.full((16, 64), 1e-37, np.float32)})
     with refused("a.weight: tensor scale ") as caught:
         convert(tmp_path / "m", tmp_path / "out", "nvfp4-modelopt", format="modelopt")
-    assert "not a positive normal float32; leave it out with --keep" in str(caught.value)
+    assert "a positive normal float32 is needed; leave the layer out with --keep" in str(caught.value)
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])

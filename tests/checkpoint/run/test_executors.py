@@ -182,7 +182,7 @@ def spawning(workers: int) -> ProcessPoolExecutor:
 
 @pytest.mark.parametrize("workers", [0, -1, True, 1.5, "2"])
 def test_number_of_workers(workers: Any) -> None:
-    with refused(f"workers: got {workers!r}; a whole number of them, at least 1, is needed"):
+    with refused(f"workers: got {workers!r}; an integer of at least 1 is needed"):
         Options(workers)
 
 

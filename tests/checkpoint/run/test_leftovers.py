@@ -58,7 +58,7 @@ def test_a_resume_that_is_refused_is_not_advised(model: Path, tmp_path: Path, ca
     run = called("convert", "--resume", "--recipe", "mxfp4", model / "m", out)
     assert (
         run.code == 2
-        and "was begun from another source, with other options or by another version; remove it" in run.err
+        and "was started from another source, with other options or by another version; remove it" in run.err
     )
     assert "continue it with" not in run.err and run.err.count("--remove-stale") == 1 and left.exists()
 
@@ -170,7 +170,7 @@ def test_killed_when_finished(
     _, out = finished(tmp_path, kind, event)
     assert left(out) == names
     run = called("verify", out)
-    said = "was left by a run that was killed when it had finished; fp4kit convert --remove-stale removes it"
+    said = "was left by a run that was killed after it had completed; fp4kit convert --remove-stale removes it"
     assert run.code == 1 and said in run.out and all(name in run.out for name in names)
     run = called("convert", "--remove-stale", "--dry-run", out)
     assert (
