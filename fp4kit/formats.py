@@ -254,12 +254,21 @@ class ElementFormat:
     def encode(self, x: Any, rounding: str = "rn", *, saturate: bool = True, random: Any = None) -> Any:
         """Return the codes of numbers, each rounded once.
 
+        Roundings:
+
+        - "rn": to nearest, ties to the even code
+        - "rna": to nearest, ties away from zero
+        - "rnz": to nearest, ties toward zero
+        - "rz": toward zero
+        - "rp": up
+        - "rm": down
+        - "rs": stochastic. The magnitude is rounded up if its distance from the code below, in steps, is at least 1 -
+          random / 2^n.
+
         Args:
             x: a number, or an array on the host: floats of at most 64 bits (ml_dtypes floats included) or integers up
                 to 2^53.
-            rounding: "rn" to nearest, ties to the even code; "rna" to nearest, ties away from zero; "rnz" to nearest,
-                ties toward zero; "rz" toward zero; "rp" up; "rm" down; "rs" stochastic. "rs" rounds the magnitude up if
-                its distance from the code below, in steps, is at least 1 - random / 2^n.
+            rounding: a name of the list above.
             saturate: if True, every number beyond the largest value becomes the largest value, infinities included. If
                 False, such a number becomes the format's infinity, or NaN if the format has NaN but no infinity. A
                 format with neither (E2M1, INT8, ...) always saturates.
@@ -275,11 +284,12 @@ class ElementFormat:
                 beyond 2^53.
 
         Numerics:
-            float64 is rounded directly, not through float32. Overflow is judged after rounding, as in IEEE 754: a
-            finite number that is rounded toward zero stays finite. -0, and negative numbers that round to zero, become
-            the code of -0; integers have a single zero. NaN becomes nan_code. E8M0 has neither a sign nor a zero:
-            negative numbers become NaN; zero and numbers below 2^-127 become 2^-127. In a format without mantissa bits
-            (E8M0, E3M0), "rn" rounds a tie between two powers of two up.
+            float64 is rounded directly, not through float32. Overflow is judged after rounding, as in IEEE 754, so a
+            finite number that is rounded toward zero stays finite. NaN becomes nan_code.
+
+            -0, and negative numbers that round to zero, become the code of -0. Integers have a single zero. E8M0 has
+            neither a sign nor a zero: negative numbers become NaN, and zero and numbers below 2^-127 become 2^-127. In
+            a format without mantissa bits (E8M0, E3M0), "rn" rounds a tie between two powers of two up.
 
         Exact:
             Equals PTX cvt .satfinite with the same rounding, if PTX has one. Recipes apply the same formula with other

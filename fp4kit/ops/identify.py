@@ -133,10 +133,14 @@ def identify(q: Quantized, x: Any) -> Identification:
     Candidates are the recipes of the table in q's format. If q's recipe is a variant of one (dataclasses.replace), they
     also include q's recipe and the table's recipes with its block shape.
 
-    If no recipe reproduces all bytes, each is tried with hadamard=True and "no_signs", and with stochastic rounding,
-    alone and with those transforms. Such a variation counts if the recipe makes q's scales in every byte, and each code
-    is one of the two that random bytes can choose. Also, at least an eighth of the codes between two values must not be
-    the nearest. The random numbers remain unknown.
+    If no recipe reproduces all bytes, each is tried in variations: with hadamard=True and "no_signs", and with
+    stochastic rounding, alone and with those transforms. A stochastic variation counts under three conditions:
+
+    - The recipe makes q's scales in every byte.
+    - Each code is one of the two that random bytes can choose.
+    - At least an eighth of the codes between two values are not the nearest.
+
+    The random numbers remain unknown.
 
     Args:
         q: a Quantized of unknown origin, under any recipe of its format.
@@ -151,17 +155,18 @@ def identify(q: Quantized, x: Any) -> Identification:
         ValueError: the shapes of q and x differ.
 
     Numerics:
-        If q's recipe makes q.tensor_scale from q.tensor_amax, that amax is used. Otherwise each recipe is tried with an
-        amax from which it makes q.tensor_scale: that of x, or one that the scale implies (reference/implied_amax.py).
+        If q's recipe makes q.tensor_scale from q.tensor_amax, that amax is used. Otherwise each recipe is tried with
+        amaxes from which it makes q.tensor_scale: the amax of x, or one that the scale implies
+        (reference/implied_amax.py).
 
-        For 2 * SAMPLE or more elements, every recipe is first tried on about SAMPLE elements at the start, in whole
-        blocks. The recipes that reproduce this sample, or else the best MOST_PROVED ones, are then compared on all
-        bytes. The other matches keep the counts of the sample.
+        SAMPLE, PROBE and MOST_PROVED are constants of this module. For 2 * SAMPLE or more elements, every recipe is
+        first tried on about SAMPLE elements at the start, in whole blocks. The recipes that reproduce this sample, or
+        else the best MOST_PROVED ones, are then compared on all bytes. The other matches keep the counts of the sample.
 
-        Time: one quantize of the sample, or of a small x, per recipe and per amax that its tensor scale allows, and one
-        of the whole array per proved recipe. Variations take three more per recipe on PROBE elements, and on the whole
-        array if they fit there. Arrays on a GPU are copied to the host, which waits for the device; for 2 * SAMPLE or
-        more elements, all bytes are proved on the GPU.
+        The time is one quantize of the sample, or of a small x, per recipe and per amax that its tensor scale allows,
+        and one of the whole array per proved recipe. Variations take three more per recipe on PROBE elements, and on
+        the whole array if they fit there. Arrays on a GPU are copied to the host, which waits for the device. For 2 *
+        SAMPLE or more elements, all bytes are proved on the GPU.
 
     Examples:
         >>> import fp4kit, numpy as np

@@ -100,10 +100,10 @@ def code_fouroversix_4(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dt
 
 def _ratio_code(ratio: np.ndarray, tensor: TensorScale) -> np.ndarray:
     """Return E4M3(ratio * S_enc), or 0 in a tensor of zeros."""
-    return encode(zero_in_zero_tensor(ratio * tensor.encode, tensor), E4M3)
+    return encode(zero_of_zeros(ratio * tensor.encode, tensor), E4M3)
 
 
-def zero_in_zero_tensor(ratio: np.ndarray, tensor: TensorScale) -> np.ndarray:
+def zero_of_zeros(ratio: np.ndarray, tensor: TensorScale) -> np.ndarray:
     """Return block scales before their encoding, with 0 in a tensor of zeros.
 
     There S_enc is infinite, and 0 * S_enc would be NaN.

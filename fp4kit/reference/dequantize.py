@@ -93,7 +93,7 @@ def decode_e8m0_flashinfer_host(
 
 
 def _unsigned_zero(values: np.ndarray, recipe: Recipe) -> np.ndarray:
-    """Return values with +0 in place of -0."""
+    """Return values with -0 replaced by +0."""
     return values + np.float32(0)  # -0 + 0 = +0 under rn; every other value is unchanged
 
 

@@ -13,7 +13,7 @@ import numpy as np
 from fp4kit.formats import E2M1, E4M3, FLT_MAX, FLT_MIN
 from fp4kit.recipes import Recipe
 from fp4kit.reference.arith import ONE, divide_ftz, flush, multiply_ftz
-from fp4kit.reference.block_rules_e4m3_serving import factor_fouroversix, zero_in_zero_tensor
+from fp4kit.reference.block_rules_e4m3_serving import factor_fouroversix, zero_of_zeros
 from fp4kit.reference.blocks import spread_rows
 from fp4kit.reference.codec import decode, encode, nearest_unbounded
 from fp4kit.reference.summation_order import sum_lanes
@@ -41,7 +41,7 @@ class _Candidate(NamedTuple):
 
 def _candidate(base: np.ndarray, blocks: np.ndarray, tensor: TensorScale, recipe: Recipe) -> _Candidate:
     """Return the candidate with block scale E4M3(min(base, 448))."""
-    scales = encode(zero_in_zero_tensor(base, tensor) if recipe.lane_sums else base, E4M3)
+    scales = encode(zero_of_zeros(base, tensor) if recipe.lane_sums else base, E4M3)
     scaled = _scaled(spread_rows(factor_of(scales, tensor, recipe), recipe, len(blocks)), blocks, recipe)
     codes = _codes_of(scaled, recipe)
     unbounded = recipe.rounding == "rnw"

@@ -117,7 +117,7 @@ def test_dtypes_of_pytorch_are_taken():
         fp4kit.dequantize(q, torch.float64)
 
 
-def test_out_is_given_back():
+def test_out_is_returned():
     x, other = tensor(X[BF16]), tensor(X[BF16][::-1])
     q, y = quantized(x), torch.empty_like(x)
     assert quantized(other, out=q) is q

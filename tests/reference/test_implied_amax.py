@@ -57,7 +57,7 @@ def test_one_is_found_wherever_one_is(r, dtype, amaxes):
 
 
 @cases
-def test_it_is_the_roundest(r, dtype):
+def test_it_has_the_fewest_significant_bits(r, dtype):
     """Of all amaxes within FAR steps of scale * covered_range, tried one by one in the middle, none has fewer bits."""
     amaxes = np.concatenate([RANDOM[:40], EVERY_BF16[5000:25000:997]])
     scale = decode_scale(amaxes, r, dtype)

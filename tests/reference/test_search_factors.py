@@ -116,7 +116,7 @@ def test_of_equal_errors_the_first_candidate_stays():
     assert chosen(x, MXFP4).item() == 15.0
 
 
-def test_least_by_block_keeps_the_first_where_errors_are_equal_or_nan():
+def test_best_by_block_keeps_the_first_where_errors_are_equal_or_nan():
     candidates = [np.float32([1, 1, 1]), np.float32([2, 2, 2]), np.float32([3, 3, 3])]
     errors = iter([np.float32([5, np.nan, 2]), np.float32([5, 1, 3]), np.float32([4, 0, 2])])
     assert best_by_block(candidates, lambda *_: next(errors)).tolist() == [3, 1, 1]
