@@ -329,7 +329,7 @@ def test_file_beside_that_becomes_a_link(tmp_path: Path) -> None:
     (tmp_path / "secret.txt").write_text("secret")
     plan = make_plan(tmp_path / "m")
     path = tmp_path / "m" / "tokenizer_config.json"
-    for text in ("symbolic links", "no regular file"):
+    for text in ("symbolic links", "is no longer a regular file"):
         path.unlink()
         path.symlink_to(tmp_path / "secret.txt") if text == "symbolic links" else os.mkfifo(path)
         with pytest.raises((OSError, CheckpointError), match=text):
