@@ -374,4 +374,4 @@ CONTAINERS = (
 
 def container(name: str) -> Container:
     """Return the container named ``name``, one of CONTAINERS; the name must exist."""
-    return next(known for known in CONTAINERS if known.name == name)
+    return next(candidate for candidate in CONTAINERS if candidate.name == name)

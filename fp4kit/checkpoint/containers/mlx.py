@@ -63,9 +63,9 @@ def form_for(recipe: Recipe) -> Container:
 
     Raises CheckpointError if linear layers of mlx-lm cannot store them.
     """
-    form = next((known for known in FORMS if known.stores(recipe)), None)
+    form = next((candidate for candidate in FORMS if candidate.stores(recipe)), None)
     if form is None:
-        usable = ", ".join(id for id, known in RECIPES.items() if any(form.stores(known) for form in FORMS))
+        usable = ", ".join(id for id, r in RECIPES.items() if any(form.stores(r) for form in FORMS))
         why = (
             "has a tensor scale, which linear layers of mlx-lm do not support"
             if MLX_GLOBAL.stores(recipe)

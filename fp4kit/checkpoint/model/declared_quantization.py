@@ -20,11 +20,11 @@ def check_declared(source: Source, weights: Mapping[str, Weight]) -> None:
     quantized.
     """
     stored = [weight for weight in weights.values() if weight.container is not None]
-    known = part_names(stored)
-    strange = [name for name, (_, entry) in source.tensors.items() if looks_quantized(entry) and name not in known]
-    if strange:
+    parts = part_names(stored)
+    unknown = [name for name, (_, entry) in source.tensors.items() if looks_quantized(entry) and name not in parts]
+    if unknown:
         raise CheckpointError(
-            f"{listed(strange)}: packed weights or scales in a format that fp4kit does not know; "
+            f"{listed(unknown)}: packed weights or scales in a format that fp4kit does not know; "
             "convert the unquantized release of the model"
         )
     declared = None if stored else next(_declarations(source), None)

@@ -50,8 +50,8 @@ def _factors(form: Container) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.f
     if not form.in_blocks:
         return elements, scales
     r, tensor = RECIPES[f"{form.kind}-gguf"], TensorScale(*np.ones((3, 1, 1), np.float32))
-    least = np.full((256, r.block_size), np.flatnonzero(elements == r.element.min_subnormal)[0], np.uint8)
-    return elements * 2 + np.float32(0), dequantize_tile(least, np.arange(256, dtype=np.uint8)[:, None], r, tensor)[
+    smallest = np.full((256, r.block_size), np.flatnonzero(elements == r.element.min_subnormal)[0], np.uint8)
+    return elements * 2 + np.float32(0), dequantize_tile(smallest, np.arange(256, dtype=np.uint8)[:, None], r, tensor)[
         :, 0
     ]
 
@@ -87,8 +87,8 @@ def decode(
     height, width = form.block
     rows, columns = codes.shape
     if height == 1:
-        numbers = elements[codes].reshape(*scale.shape, width)
-        values: npt.NDArray[np.float32] = (numbers * scale[..., None]).reshape(codes.shape)
+        element_values = elements[codes].reshape(*scale.shape, width)
+        values: npt.NDArray[np.float32] = (element_values * scale[..., None]).reshape(codes.shape)
         return values
     spread = np.repeat(np.repeat(scale, height, axis=0)[:rows], width, axis=1)[:, :columns]
     blocks: npt.NDArray[np.float32] = elements[codes] * spread

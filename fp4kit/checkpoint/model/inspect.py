@@ -49,8 +49,8 @@ class Checkpoint:
     @lazy_property
     def unrecognised(self) -> tuple[str, ...]:
         """Names of tensors that look like part of a quantized layer but belong to no known container."""
-        known = part_names(self.layers.values())
-        return tuple(name for name, (_, entry) in self.tensors.items() if name not in known and looks_quantized(entry))
+        parts = part_names(self.layers.values())
+        return tuple(name for name, (_, entry) in self.tensors.items() if name not in parts and looks_quantized(entry))
 
     @property
     def totals(self) -> dict[str, tuple[int, int]]:

@@ -109,7 +109,7 @@ def hugging_face_names(name: str, *, layers: int | None = None, gated: bool = Tr
             _refuse_unknown(name, match)
         return (name,) if found is None else found
     prefix = _prefix(match[1], int(match[2]), root, layers)
-    return tuple(f"{prefix}.{rest}" for rest in found)
+    return tuple(f"{prefix}.{suffix}" for suffix in found)
 
 
 def _prefix(list_name: str, number: int, root: str, layers: int | None) -> str:
@@ -130,17 +130,17 @@ def _outside(plain: str, root: str) -> tuple[str, ...] | None:
 
 
 @lru_cache(1 << 16)
-def _in_layer(rest: str, is_mtp: bool, gated: bool) -> tuple[str, ...] | None:
-    """Return the Hugging Face names, relative to the layer, of the parameter ``rest`` of a layer.
+def _in_layer(parameter: str, is_mtp: bool, gated: bool) -> tuple[str, ...] | None:
+    """Return the Hugging Face names, relative to the layer, of a layer's parameter.
 
     Return None if the parameter is unknown or not one of Megatron's.
     """
-    inner = next((inner for inner in _INNER if rest.startswith(inner)), "") if is_mtp else ""
-    rest = rest.removeprefix(inner)
-    if rest in _PARAMETERS:
-        return (_PARAMETERS[rest],)
-    expert = _expert(rest)
-    module, _, kind = rest.rpartition(".")
+    inner = next((inner for inner in _INNER if parameter.startswith(inner)), "") if is_mtp else ""
+    parameter = parameter.removeprefix(inner)
+    if parameter in _PARAMETERS:
+        return (_PARAMETERS[parameter],)
+    expert = _expert(parameter)
+    module, _, kind = parameter.rpartition(".")
     if kind.startswith("_extra_state"):
         return ()
     if kind in ("layer_norm_weight", "layer_norm_bias") and module in _FUSED_NORMS:
@@ -154,12 +154,12 @@ def _in_layer(rest: str, is_mtp: bool, gated: bool) -> tuple[str, ...] | None:
     return tuple(f"{name}.{kind}" for name in (names if gated or not module.endswith("linear_fc1") else names[1:]))
 
 
-def _expert(rest: str) -> tuple[str, tuple[str, ...], str] | None:
+def _expert(parameter: str) -> tuple[str, tuple[str, ...], str] | None:
     """Return (linear layer, Hugging Face modules, "weight" or "bias") of an expert's parameter.
 
     Both of Megatron's naming schemes, grouped and local experts, are understood. Return None for other parameters.
     """
-    grouped, local = _GROUPED_EXPERT.fullmatch(rest), _LOCAL_EXPERT.fullmatch(rest)
+    grouped, local = _GROUPED_EXPERT.fullmatch(parameter), _LOCAL_EXPERT.fullmatch(parameter)
     if grouped:
         linear, kind, number = grouped.groups()
     elif local:

@@ -191,13 +191,13 @@ def _check_no_duplicates(files: Iterable[SafetensorsFile]) -> None:
 
 def _check_index(weight_map: Mapping[str, str], files: Iterable[SafetensorsFile]) -> None:
     """Raise CheckpointError if the index and the shards disagree on which tensor is in which shard."""
-    held = {entry.name: file.name for file in files for entry in file.entries}
-    absent = [f"{name} in {shard}" for name, shard in weight_map.items() if held.get(name) != shard]
+    shard_of = {entry.name: file.name for file in files for entry in file.entries}
+    absent = [f"{name} in {shard}" for name, shard in weight_map.items() if shard_of.get(name) != shard]
     if absent:
         raise CheckpointError(
             f"{INDEX}: names {listed(absent)}, but the shard does not contain it; download the model again"
         )
-    unlisted = [f"{name} of {shard}" for name, shard in held.items() if name not in weight_map]
+    unlisted = [f"{name} of {shard}" for name, shard in shard_of.items() if name not in weight_map]
     if unlisted:
         raise CheckpointError(f"{INDEX}: does not name {listed(unlisted)}; download the model again")
 

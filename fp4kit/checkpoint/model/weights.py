@@ -181,7 +181,7 @@ def _by_config(config: Mapping[str, Any]) -> Iterable[Container]:
     """
     declared = config.get("quantization_config")
     method = str(declared.get("quant_method", "")) if isinstance(declared, Mapping) else ""
-    return sorted(CONTAINERS, key=lambda known: not known.format or known.format != method)
+    return sorted(CONTAINERS, key=lambda candidate: not candidate.format or candidate.format != method)
 
 
 def _stored(module: str, container: Container, places: Mapping[str, Located], damaged: bool) -> Weight | None:

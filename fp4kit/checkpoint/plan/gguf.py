@@ -26,9 +26,9 @@ def form_for(recipe: Recipe) -> Container:
 
     Raises CheckpointError if no GGUF container can store them.
     """
-    form = next((known for known in FORMS if known.stores(recipe)), None)
+    form = next((candidate for candidate in FORMS if candidate.stores(recipe)), None)
     if form is None:
-        usable = ", ".join(id for id, known in RECIPES.items() if any(form.stores(known) for form in FORMS))
+        usable = ", ".join(id for id, r in RECIPES.items() if any(form.stores(r) for form in FORMS))
         raise CheckpointError(f"recipe {recipe.id}: cannot be stored in a GGUF file; use one of {usable}")
     return form
 
@@ -63,7 +63,7 @@ def _check_scales(source: Source, modules: Collection[str]) -> None:
     if found:
         module, text = found[0]
         more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
-        plain = ", ".join(id for id, known in RECIPES.items() if GGUF_NVFP4.stores(known))
+        plain = ", ".join(id for id, r in RECIPES.items() if GGUF_NVFP4.stores(r))
         way_out = f"keep it unquantized with --keep, or use a recipe without tensor scale: {plain}"
         raise CheckpointError(f"{shown(module)}{more}: {ggml_names.ENGINE}: {text}; {way_out}")
 

@@ -305,8 +305,8 @@ class _Planner:
         scale_search.check_layers(self.request.search, (tensor for shard in shards for tensor in shard.tensors))
         ignore, warnings = self._exclusions()
         names = {file.name for file in self.source.files} | {INDEX}
-        beside = side_files.scan(self.source.root, names)
-        return Plan(self.source, self.request, self.form, self.has_input_scale, shards, ignore, warnings, beside)
+        auxiliary = side_files.scan(self.source.root, names)
+        return Plan(self.source, self.request, self.form, self.has_input_scale, shards, ignore, warnings, auxiliary)
 
     def _shard(self, file: SafetensorsFile) -> ShardPlan:
         """Return the plan for the output file of one source file."""

@@ -94,10 +94,12 @@ class Request:
         refused = support.refusal(wanted, kind, family)
         if refused:
             raise CheckpointError(refused)
-        form = next((known for known in WRITTEN if known.format == wanted and known.stores(self.recipe)), None)
+        form = next(
+            (candidate for candidate in WRITTEN if candidate.format == wanted and candidate.stores(self.recipe)), None
+        )
         if form is None:
-            forms = [known for known in WRITTEN if known.format == wanted]
-            usable = ", ".join(r.id for r in RECIPES.values() if any(known.stores(r) for known in forms))
+            forms = [candidate for candidate in WRITTEN if candidate.format == wanted]
+            usable = ", ".join(r.id for r in RECIPES.values() if any(candidate.stores(r) for candidate in forms))
             raise CheckpointError(f"recipe {self.recipe.id}: cannot be stored in {wanted}; use one of {usable}")
         if self.input_scale is not None and not form.has_tensor_scale:
             raise CheckpointError(
@@ -128,9 +130,9 @@ def kind_of(recipe: Recipe) -> str:
 
     Raises CheckpointError if no container can store the recipe.
     """
-    form = next((known for known in WRITTEN if known.stores(recipe)), None)
+    form = next((candidate for candidate in WRITTEN if candidate.stores(recipe)), None)
     if form is None:
-        usable = ", ".join(id for id, known in RECIPES.items() if any(form.stores(known) for form in WRITTEN))
+        usable = ", ".join(id for id, r in RECIPES.items() if any(form.stores(r) for form in WRITTEN))
         raise CheckpointError(f"recipe {recipe.id}: cannot be stored in a checkpoint; use one of {usable}")
     return form.kind
 

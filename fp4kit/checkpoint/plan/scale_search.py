@@ -184,7 +184,7 @@ class ScaleSearch:
 
 
 def recorded_search(
-    request: Mapping[str, Any], config: Mapping[str, Any], given: ScaleSearch | None
+    request: Mapping[str, Any], config: Mapping[str, Any], requested: ScaleSearch | None
 ) -> tuple[ScaleSearch | None, bool, list[str]]:
     """Return (search that made a checkpoint, whether its column weights are missing here, messages about doubts).
 
@@ -192,7 +192,7 @@ def recorded_search(
 
     request: the request recorded in the checkpoint's manifest.
     config: fp4kit's entry in the checkpoint's config, used if the manifest records no search.
-    given: the user's search, which takes precedence over both; None if the user gave none.
+    requested: the user's search, which takes precedence over both; None if the user gave none.
     """
     facts = request.get("scale_search")
     if not isinstance(facts, Mapping):
@@ -202,11 +202,11 @@ def recorded_search(
             **({"sha256": None} if said.startswith("weighted ") else {}),
         }
     weighted = "sha256" in facts
-    if given is not None:
-        if given.objective == RECORDED:
-            given = replace(given, objective=facts.get("objective") or "mse")
-        differs = given.columns is not None and facts.get("sha256") not in (None, given.columns.sha256)
-        return given, False, ["the column weights differ from those that the checkpoint was made with"] * differs
+    if requested is not None:
+        if requested.objective == RECORDED:
+            requested = replace(requested, objective=facts.get("objective") or "mse")
+        differs = requested.columns is not None and facts.get("sha256") not in (None, requested.columns.sha256)
+        return requested, False, ["the column weights differ from those that the checkpoint was made with"] * differs
     objective = facts.get("objective")
     if not objective:
         return None, False, []

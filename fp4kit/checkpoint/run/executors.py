@@ -44,13 +44,13 @@ _ONE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "VE
 _SECONDS = 30  # timeout for the dask scheduler, and for its first worker
 
 
-def start_devices(devices: Sequence[int], given: Executor | None) -> None:
+def start_devices(devices: Sequence[int], user_executor: Executor | None) -> None:
     """Initialize CUDA on the given devices, which takes about a second.
 
-    Does nothing if ``given``, the user's executor, is not None: its workers may run on other machines.
+    Does nothing if ``user_executor``, the user's executor, is not None: its workers may run on other machines.
     Raises CheckpointError if this machine lacks one of the devices.
     """
-    if not devices or given is not None:
+    if not devices or user_executor is not None:
         return
     try:
         count = imports.cupy().cuda.runtime.getDeviceCount()
@@ -65,20 +65,20 @@ def start_devices(devices: Sequence[int], given: Executor | None) -> None:
 
 
 @contextmanager
-def executor_of(given: Executor | None, workers: int, by_threads: bool = False) -> Iterator[Executor | None]:
+def executor_of(user_executor: Executor | None, workers: int, by_threads: bool = False) -> Iterator[Executor | None]:
     """Yield the executor for a run, or None to run in this process.
 
-    Yields ``given`` if it is not None, and leaves it open. Otherwise yields None for one worker, and a pool of threads
-    or processes for more. The pool ends with the run. If the run fails or is stopped, or if this process is killed, its
-    worker processes end at once.
+    Yields ``user_executor`` if it is not None, and leaves it open. Otherwise yields None for one worker, and a pool of
+    threads or processes for more. The pool ends with the run. If the run fails or is stopped, or if this process is
+    killed, its worker processes end at once.
 
-    given: the user's executor, or None.
+    user_executor: the user's executor, or None.
     by_threads: True for a pool of threads. They can work in parallel if a GPU or the compiled engine does the work,
         because both release Python's interpreter lock: one thread reads while another computes and a third writes.
         Each thread uses one thread of the compiled engine.
     """
-    if given is not None or workers == 1:
-        yield given
+    if user_executor is not None or workers == 1:
+        yield user_executor
         return
     if by_threads:
         threads = ThreadPoolExecutor(workers, initializer=alone)
@@ -192,12 +192,12 @@ def run_all(
             wait(begun)
 
 
-def pending_limit(given: Executor | None, workers: int) -> int:
+def pending_limit(user_executor: Executor | None, workers: int) -> int:
     """Return max_pending for the executor of executor_of: one running and one waiting call per worker.
 
     Short queues in the executor let calls that are added later start soon.
     """
-    return MAX_PENDING if given is not None else 2 * workers
+    return MAX_PENDING if user_executor is not None else 2 * workers
 
 
 def _submit(executor: Executor, run: str, call: Call[T], finished: SimpleQueue[Future[T]]) -> Future[T]:

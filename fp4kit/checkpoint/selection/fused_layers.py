@@ -109,27 +109,27 @@ def missing_gated_halves(converted: Iterable[str], present: Iterable[str] = ()) 
     present: other modules of the source, which may be the missing halves.
     """
     converted = list(converted)
-    known = {*converted, *present}
+    all_modules = {*converted, *present}
     gated: set[str] | None = None
     found = []
     for module in converted:
         parent, leaf = split_module(module)
         other = _OTHER_OF.get(leaf)
-        if other is None or join_module(parent, other) in known:
+        if other is None or join_module(parent, other) in all_modules:
             continue
         if leaf in _GATE_OF:
-            gated = _up_names_with_gate(known) if gated is None else gated
-        if _is_half(parent, leaf, known) if leaf in _PAIRS else _without_numbers(module) in (gated or ()):
+            gated = _up_names_with_gate(all_modules) if gated is None else gated
+        if _is_half(parent, leaf, all_modules) if leaf in _PAIRS else _without_numbers(module) in (gated or ()):
             found.append(
                 f"{shown(module)}: has no {other} beside it, with which it must share a tensor amax; add {other}"
             )
     return found
 
 
-def _is_half(parent: str, gate: str, known: Collection[str]) -> bool:
+def _is_half(parent: str, gate: str, all_modules: Collection[str]) -> bool:
     """Return whether a gate belongs to a gated MLP whose other half has the usual name (see missing_gated_halves)."""
     attends = "attn" in parent or "attention" in parent.lower()
-    return not attends and not (gate == "w1" and join_module(parent, "c_proj") in known)
+    return not attends and not (gate == "w1" and join_module(parent, "c_proj") in all_modules)
 
 
 def _without_numbers(module: str) -> str:
@@ -137,12 +137,12 @@ def _without_numbers(module: str) -> str:
     return _NUMBER.sub("#", module)
 
 
-def _up_names_with_gate(known: Collection[str]) -> set[str]:
+def _up_names_with_gate(all_modules: Collection[str]) -> set[str]:
     """Return the names of the up_proj and w3 that have a gate in some layer or expert, as _without_numbers writes them.
 
-    known: all module names.
+    all_modules: the names of all modules.
     """
-    gates = (split_module(module) for module in known if module.endswith(tuple(_PAIRS)))
+    gates = (split_module(module) for module in all_modules if module.endswith(tuple(_PAIRS)))
     return {_without_numbers(join_module(parent, _PAIRS[leaf])) for parent, leaf in gates if leaf in _PAIRS}
 
 

@@ -5,7 +5,7 @@ facts from config.json, never at other tensors. The converter (which sees all te
 one at a time) therefore decide identically.
 
 A part is one component of a dotted name; a role is what a part says about its tensor, such as "router" or "experts".
-A tower is an encoder or decoder for images, sound or video. MTP is multi-token prediction.
+A tower is an encoder or decoder for images, sound or video, with its projector. MTP is multi-token prediction.
 """
 
 from __future__ import annotations
@@ -220,11 +220,11 @@ def _layer_count(section: Mapping[str, Any]) -> int | None:
 
     Raises CheckpointError if a count is not a whole number from 1 to _MAX_LAYERS.
     """
-    given = {key: section[key] for key in (*_LAYER_COUNTS, "encoder_layers") if section.get(key) is not None}
-    for key, value in given.items():
+    counts = {key: section[key] for key in (*_LAYER_COUNTS, "encoder_layers") if section.get(key) is not None}
+    for key, value in counts.items():
         if type(value) is not int or not 1 <= value <= _MAX_LAYERS:
             raise CheckpointError(f"config.json: {key} is {value!r}; a whole number from 1 to {_MAX_LAYERS} is needed")
-    return next(iter(given.values()), None)
+    return next(iter(counts.values()), None)
 
 
 def _sections(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
@@ -260,6 +260,7 @@ def _other_stack(tensor: Candidate) -> str | None:
 
 
 def _not_a_weight(tensor: Candidate) -> str | None:
+    """Keep tensors that are not weights, such as biases."""
     return None if tensor.is_weight else "not a weight"
 
 
@@ -272,19 +273,23 @@ def _rank(tensor: Candidate) -> str | None:
 
 
 def _tower_prefix(tensor: Candidate) -> str | None:
+    """Return the prefix of the tower that the tensor belongs to, or None."""
     return tensor.up_to("tower")
 
 
 def _tower(tensor: Candidate) -> str | None:
+    """Keep vision and audio towers."""
     prefix = _tower_prefix(tensor)
     return f"vision or audio tower ({prefix})" if prefix else None
 
 
 def _mtp_prefix(tensor: Candidate) -> str | None:
+    """Return the prefix of the MTP module that the tensor belongs to, or None."""
     return tensor.mtp_prefix
 
 
 def _mtp(tensor: Candidate) -> str | None:
+    """Keep MTP modules."""
     prefix = tensor.mtp_prefix
     return f"multi-token prediction ({prefix})" if prefix else None
 
@@ -359,6 +364,7 @@ def _dtype(tensor: Candidate) -> str | None:
 
 
 def _empty(tensor: Candidate) -> str | None:
+    """Keep tensors without elements."""
     return "has no elements" if 0 in tensor.shape else None
 
 

@@ -25,8 +25,8 @@ _EXPERTS = ".experts."
 
 def _without_expert_number(module: str) -> str:
     """Return a name with the number of the expert replaced by ``#``, because no rule depends on it."""
-    parent, _, rest = module.partition(_EXPERTS)
-    number, dot, leaf = rest.partition(".")
+    parent, _, suffix = module.partition(_EXPERTS)
+    number, dot, leaf = suffix.partition(".")
     return f"{parent}{_EXPERTS}#.{leaf}" if dot and number.isdecimal() else module
 
 
@@ -245,7 +245,7 @@ def _nothing_converted(pattern: str, first: Candidate, decision: Decision) -> st
 
 
 def _check_count(wishes: Wishes, count: int | None) -> None:
-    """Raise CheckpointError if the layer count is unknown (None) or smaller than the number of layers to keep."""
+    """Raise CheckpointError if layers are to be kept and the layer count is unknown (None) or too small."""
     for option, wanted in (("--keep-first", wishes.keep_first), ("--keep-last", wishes.keep_last)):
         if wanted and count is None:
             raise CheckpointError(
