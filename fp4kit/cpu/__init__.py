@@ -1,3 +1,3 @@
-"""The fast engine of the host: compiled loops with the rules of the kernels, for what they cover; equal to the
-specification.
+"""The CPU engine: compiled loops around the rules of the CUDA kernels. Its results equal the specification in every
+bit.
 """

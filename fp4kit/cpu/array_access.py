@@ -1,6 +1,4 @@
-"""How a cached call handles the arrays of a library in host memory: addresses, new arrays, results. NumPy, PyTorch,
-JAX.
-"""
+"""How a cached call handles arrays of NumPy, PyTorch and JAX in host memory: addresses, new arrays, results."""
 
 from __future__ import annotations
 
@@ -24,12 +22,11 @@ class ArrayAccess(NamedTuple):
 
     address(array): the address of its first element; None for None.
     maker(shape, dtype, reused): a function without arguments that returns a new uninitialized array; dtype is NumPy's.
-    reused:
-        the memory of a large array, once freed, serves the next one (see cpu/buffers.py).
+        reused: the memory of a large array is reused after it is freed (see cpu/buffers.py).
     is_float32(array): whether it is a contiguous, aligned float32 array, which the C library can read in place.
     to_bytes(array): its elements in row-major order.
     move_last(array, axis): a view whose last axis is moved to `axis`.
-    result(array): the caller's array for one that a maker made; None where it is that array itself.
+    result(array): the array that the caller gets for one that a maker made; None if that is the same array.
     """
 
     address: Callable[[Any], int | None]
@@ -79,7 +76,7 @@ def _torch() -> ArrayAccess:
         return None if a is None else pointer(a)
 
     def maker(shape: tuple[int, ...], dtype: np.dtype, reused: bool) -> Callable[[], Any]:
-        if reused and prod(shape) * dtype.itemsize >= buffers.LEAST:
+        if reused and prod(shape) * dtype.itemsize >= buffers.MIN_BYTES:
             return lambda: torch_arrays.tensor_of(buffers.empty(shape, dtype))
         return torch_arrays.maker(torch_arrays.host_device(), shape, dtype, False)
 

@@ -1,10 +1,11 @@
-"""Where arrays lie; and memory of large results: whole huge pages, and that of a result that is gone serves the next
-one.
+"""Addresses of arrays, and memory for large results, which is reused.
 
-A page that is new costs a fault and is filled with zeros: 4096 x 4096 bfloat16 are decoded in 1.4 ms into pages that
-are there, and in 3.1 into new ones (two cores of an x86-64 machine, November 2026). malloc keeps what was freed below
-32 MiB; here one piece of at most MOST bytes is kept in a process, so that a loop over layers, or over steps, does not
-ask for new pages each time.
+Results of MIN_BYTES to MAX_BYTES are allocated in memory that is aligned to huge pages. When the last array that uses
+such memory is freed, the memory is kept for the next result; a process keeps at most one.
+
+The first write to a new page costs a page fault and fills the page with zeros. Decoding 4096 x 4096 bfloat16 values
+takes 1.4 ms into used pages and 3.1 ms into new ones (two cores of an x86-64 machine, November 2026). malloc itself
+keeps freed memory below 32 MiB only.
 """
 
 from __future__ import annotations
@@ -16,15 +17,13 @@ from math import prod
 
 import numpy as np
 
-LEAST, MOST = 1 << 22, 1 << 26  # bytes of a result that it is done for
-HUGE_PAGE = 1 << 21  # bytes; elsewhere they are larger, or there are none
-_kept: list[np.ndarray] = []  # bytes that nothing else holds: one piece, or none
+MIN_BYTES, MAX_BYTES = 1 << 22, 1 << 26  # of a result whose memory is reused
+HUGE_PAGE = 1 << 21  # bytes, on x86-64; on other processors the alignment has no effect
+_kept: list[np.ndarray] = []  # the memory that is kept for the next result: one array of bytes, or none
 
 
 class _Owner:
-    """What an array has as its base: as long as it, or a view of it, is there. Then its memory is kept, in the place of
-    other.
-    """
+    """The base of an array and of its views. When the last of them is freed, its memory replaces the kept memory."""
 
     __slots__ = ("__array_interface__", "memory")
 
@@ -36,49 +35,50 @@ class _Owner:
 
 
 def _reader() -> Callable[[np.ndarray], int]:
-    """What gives the address of an array's first element.
+    """Return a function that returns the address of an array's first element.
 
-    ndarray.ctypes makes an object for that, in 0.8 us, of which a call has five. NumPy's ABI has the address behind the
-    head of every Python object, where compiled extensions read it (PyArray_DATA); in CPython it takes 0.13 us.
+    ndarray.ctypes allocates an object, which takes 0.8 us; a call needs five addresses. In NumPy's ABI the address
+    follows the head of the Python object (PyArray_DATA). Reading it there takes 0.13 us in CPython. The function falls
+    back to ndarray.ctypes if that does not give the right addresses.
     """
     head, read = object.__basicsize__, ctypes.c_size_t.from_address
 
-    def found(a: np.ndarray) -> int:
+    def data_pointer(a: np.ndarray) -> int:
         return read(id(a) + head).value
 
     probes = np.zeros(3)[1:], np.zeros((), np.uint8), np.zeros((2, 2), np.float32).T[::-1]
-    is_so = sys.implementation.name == "cpython" and all(found(a) == a.ctypes.data for a in probes)
-    return found if is_so else lambda a: int(a.ctypes.data)
+    is_right = sys.implementation.name == "cpython" and all(data_pointer(a) == a.ctypes.data for a in probes)
+    return data_pointer if is_right else lambda a: int(a.ctypes.data)
 
 
 _read = _reader()
 
 
 def address(a: np.ndarray | None) -> int | None:
-    """Of an array's first element; None for none."""
+    """Return the address of an array's first element; None for None."""
     return None if a is None else _read(a)
 
 
 def empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """np.empty(shape, dtype), which does not own its data where it is large."""
+    """Return an uninitialized array. A large one does not own its data, which is reused after it is freed."""
     nbytes = prod(shape) * dtype.itemsize
-    if not LEAST <= nbytes <= MOST:
+    if not MIN_BYTES <= nbytes <= MAX_BYTES:
         return np.empty(shape, dtype)
     memory: np.ndarray = np.asarray(_Owner(_memory(nbytes)))
     return memory[:nbytes].view(dtype).reshape(shape)
 
 
 def _memory(nbytes: int) -> np.ndarray:
-    """The piece that is kept, if no more than half of it were idle; else a new one."""
+    """Return memory of at least nbytes: the kept memory if at most half of it would be idle, else new memory."""
     try:
-        found = _kept.pop()  # no other thread has it from here on
+        found = _kept.pop()  # atomic: no other thread gets this memory
     except IndexError:
         return _new(nbytes)
     return found if nbytes <= found.size <= 2 * nbytes else _new(nbytes)
 
 
 def _new(nbytes: int) -> np.ndarray:
-    """Bytes that begin where a huge page does."""
+    """Return new memory that begins at a huge page."""
     memory = np.empty(nbytes + HUGE_PAGE, np.uint8)
     first = -_read(memory) % HUGE_PAGE
     return memory[first : first + nbytes]

@@ -1,8 +1,10 @@
-"""Calls on arrays in host memory as call/call_cache.py keeps them: one call of the library, which gets only addresses.
+"""Cached calls (call/call_cache.py) on arrays in host memory: one call of the library with new addresses.
 
-Those of quantize, dequantize and fake_quantize on whole matrices are kept, whatever their strides and axis, and on
-contiguous arrays. What holds NaN or infinities goes the full way, and so does a call in a thread whose arithmetic is
-not IEEE's.
+Cached are quantize, dequantize and fake_quantize of matrices, with any strides and axis, and of contiguous arrays. A
+cached call returns None if it cannot compute the result: if an element is NaN or infinite, or if the thread's
+arithmetic is not IEEE's (flushed subnormals, another rounding). The caller then makes the uncached call.
+
+Prototype: a call of the library without addresses.
 """
 
 from __future__ import annotations
@@ -26,16 +28,20 @@ from fp4kit.quantized.container import Quantized, assembled
 from fp4kit.quantized.part_shapes import packed_shape, scale_shape
 from fp4kit.recipes.schema import faking
 
-MOST_TENSORS = 1 << 12  # tensor scales of a dequantize that is repeated: they are looked at whenever it is
+MAX_TENSORS = 1 << 12  # tensor scales of a cached dequantize, at most: every call reads them
 _UINT8, _FLOAT32 = np.dtype(np.uint8), np.dtype(np.float32)
 
 
 @dataclass(frozen=True, slots=True)
 class QuantizeCall:
-    """quantize with nearest rounding and linear scales; tensor: index of the tensor rule, -1 without."""
+    """A cached quantize with nearest rounding and linear scales.
 
-    like: EncodeCall
-    tensor: int
+    tensor_rule: index of the tensor rule; -1 for a recipe without tensor scales.
+    size: number of elements. new: functions that make the parts of a result. fields: its other fields.
+    """
+
+    prototype: EncodeCall
+    tensor_rule: int
     size: int
     access: ArrayAccess
     new: dict[str, Callable[[], Any]]
@@ -49,26 +55,27 @@ class QuantizeCall:
             return None
         q = assembled({name: make() for name, make in self.new.items()} | self.fields) if out is None else out
         address = access.address
-        tensor = (address(q.tensor_scale), address(q.tensor_amax)) if self.tensor >= 0 else (None, None)
+        tensor = (address(q.tensor_scale), address(q.tensor_amax)) if self.tensor_rule >= 0 else (None, None)
         packed, scales, threads = address(q.packed), address(q.block_scale), threads_for(self.size)
-        if self.library(self.like, address(x), amax, packed, scales, *tensor, self.tensor, threads):
+        if self.library(self.prototype, address(x), amax, packed, scales, *tensor, self.tensor_rule, threads):
             return None
         return q if access.result is None else q.with_parts(access.result)
 
 
 def _is_whole(*arrays: Any) -> bool:
+    """Return whether all arrays that are not None have elements and are contiguous and aligned."""
     return all(a is None or (a.size and a.flags.c_contiguous and a.flags.aligned) for a in arrays)
 
 
-class _Like(NamedTuple):
-    """What the calls of a kind share: the matrix and its kernels, and the index of the tensor rule, -1 without."""
+class _Prepared(NamedTuple):
+    """The part that cached quantize and fake_quantize share; tensor_rule: its index, -1 without tensor scales."""
 
-    call: EncodeCall
-    tensor: int
+    prototype: EncodeCall
+    tensor_rule: int
 
 
 def _matrix(call: Call) -> np.ndarray | None:
-    """x as one matrix, whose rows are quantized; None where it is none, or too large for one call of the library."""
+    """Return x as one matrix whose rows are quantized; None if that takes more than one call of the library."""
     moved, r = call.moved, call.recipe
     if not 0 < moved.size <= ELEMENTS_PER_CALL or (
         moved.ndim > 2 and not (moved.flags.c_contiguous and r.block_rows == 1)
@@ -79,53 +86,56 @@ def _matrix(call: Call) -> np.ndarray | None:
     return matrix if covered == 1 else None
 
 
-def _like(call: Call, packed_step: int, scales_step: int) -> _Like | None:
-    """That of a call on a matrix, None where it would not be one call of the library."""
+def _prepared(call: Call, packed_step: int, scales_step: int) -> _Prepared | None:
+    """Return the prototype of a call on a matrix; None if it is not one call of the library."""
     r, x = call.recipe, _matrix(call)
-    plain = all(a is None for a in (call.random, call.mask, call.block_amax)) and not r.search
-    if x is None or not plain or r.tensor_scaling == "block":
+    is_plain = all(a is None for a in (call.random, call.mask, call.block_amax)) and not r.search
+    if x is None or not is_plain or r.tensor_scaling == "block":
         return None
     key = tensor_key(r)
     try:
         found = functions()
-        tensor = -1 if key is None else found.fp4kit_tensor_rule(key.encode())
+        tensor_rule = -1 if key is None else found.fp4kit_tensor_rule(key.encode())
         kernels = kernels_of(r)
         check_array(x)
     except Declined:
         return None
-    if key is not None and tensor < 0:
+    if key is not None and tensor_rule < 0:
         return None
-    like = encode_call(x, kernels, packed_step, scales_step)
-    like.tensor_step = r.tensor_scaling == "row"
-    return _Like(like, tensor)
+    prototype = encode_call(x, kernels, packed_step, scales_step)
+    prototype.tensor_step = r.tensor_scaling == "row"
+    return _Prepared(prototype, tensor_rule)
 
 
 def quantize(call: Call, x: Any, both: bool = False) -> QuantizeCall | None:
-    """What repeats a call that went the full way; None where it would not be one call of the library."""
+    """Return the cached call for a call on x; None if it is not one call of the library."""
     r, out, shape = call.recipe, call.out, call.moved.shape
     parts = () if out is None else (out.packed, out.block_scale, out.tensor_scale, out.tensor_amax)
     if both or call.layout != "linear" or not _is_whole(*parts):
         return None
     packed, scales = packed_shape(shape, r), None if r.scale is None else scale_shape(shape, r)
-    like = _like(call, packed[-1], 0 if scales is None else scales[-1])
-    if like is None:
+    prepared = _prepared(call, packed[-1], 0 if scales is None else scales[-1])
+    if prepared is None:
         return None
-    access, tensors = access_to(x), tensor_amax_shape(shape, r) if like.tensor >= 0 else None
+    access, tensors = access_to(x), tensor_amax_shape(shape, r) if prepared.tensor_rule >= 0 else None
     shapes = {"packed": packed, "block_scale": scales, "tensor_scale": tensors, "tensor_amax": tensors}
     codes = ("packed", "block_scale")
     kinds = {name: _UINT8 if name in codes else _FLOAT32 for name in shapes}
     new = {name: access.maker(made, kinds[name], False) for name, made in shapes.items() if made is not None}
     fields = {"shape": call.x.shape, "dtype": call.x.dtype, "axis": call.axis, "recipe": r, "scale_layout": "linear"}
     fields |= {name: None for name in shapes if name not in new}
-    return QuantizeCall(*like, call.x.size, access, new, fields, functions().fp4kit_quantize)
+    return QuantizeCall(*prepared, call.x.size, access, new, fields, functions().fp4kit_quantize)
 
 
 @dataclass(frozen=True, slots=True)
 class FakeQuantizeCall:
-    """fake_quantize by codes and with nearest rounding; shape: that of the values with their axis last."""
+    """A cached fake_quantize with nearest rounding, for recipes whose values are those of codes.
 
-    like: EncodeCall
-    tensor: int
+    values: prototype of the decoding. new: makes the values, with the quantized axis last. axis: its place in x.
+    """
+
+    prototype: EncodeCall
+    tensor_rule: int
     values: DecodeCall
     access: ArrayAccess
     new: Callable[[], Any]
@@ -139,7 +149,8 @@ class FakeQuantizeCall:
         if not is_ieee() or (given is not None and amax is None):
             return None
         out, threads = self.new(), threads_for(self.size)
-        if self.library(self.like, self.values, access.address(x), amax, access.address(out), self.tensor, threads):
+        address = access.address
+        if self.library(self.prototype, self.values, address(x), amax, address(out), self.tensor_rule, threads):
             return None
         return _result(access, out, self.axis)
 
@@ -151,10 +162,10 @@ def _result(access: ArrayAccess, values: Any, axis: int) -> Any:
 
 
 def fake_quantize(call: Call, x: Any, values: Any) -> FakeQuantizeCall | None:
-    """What repeats the call that gave `values`."""
+    """Return the cached call for the call that returned `values`; None if it is not one call of the library."""
     r, shape = call.recipe, call.moved.shape
-    like = None if r.fake_rule is not None else _like(call, 0, 0)
-    if like is None:
+    prepared = None if r.fake_rule is not None else _prepared(call, 0, 0)
+    if prepared is None:
         return None
     try:
         found = functions().fp4kit_fake_quantize
@@ -164,15 +175,19 @@ def fake_quantize(call: Call, x: Any, values: Any) -> FakeQuantizeCall | None:
         return None
     access = access_to(x)
     return FakeQuantizeCall(
-        *like, decode, access, access.maker(shape, call.x.dtype, True), call.axis, call.x.size, found
+        *prepared, decode, access, access.maker(shape, call.x.dtype, True), call.axis, call.x.size, found
     )
 
 
 @dataclass(frozen=True, slots=True)
 class DequantizeCall:
-    """dequantize of linear scales; shape: that of the values with their axis last."""
+    """A cached dequantize of linear scales.
 
-    like: DecodeCall
+    new: makes the values, with the quantized axis last. axis: its place in the result. size: number of values.
+    is_quick: values are looked up in tables that the matrix shares.
+    """
+
+    prototype: DecodeCall
     access: ArrayAccess
     new: Callable[[], Any]
     axis: int
@@ -188,17 +203,20 @@ class DequantizeCall:
         packed, scales = access.address(q.packed), access.address(q.block_scale)
         tensor = NUMPY.address(tensors_of(q, access.to_bytes))
         threads = threads_for(self.size, self.is_quick)
-        if self.library(self.like, packed, scales, tensor, access.address(values), threads):
+        if self.library(self.prototype, packed, scales, tensor, access.address(values), threads):
             return None
         return _result(access, values, self.axis) if out is None else out
 
 
 def dequantize(q: Quantized, like: Any, values: Any) -> DequantizeCall | None:
-    """The call that gave `values`, in its out or new; None where it would not be one call of the library."""
+    """Return the cached call for the call that returned `values`, new or its `out`; None if it is not one library call.
+
+    like: an array of the library that results are made in.
+    """
     r, tensors = q.recipe, 1 if q.tensor_scale is None else q.tensor_scale.size
-    few = values.size <= ELEMENTS_PER_CALL and tensors <= (1 if r.tensor_scaling == "tensor" else MOST_TENSORS)
-    moved = np.moveaxis(values, q.axis, -1)  # of an out, perhaps strided
-    if not (few and q.scale_layout == "linear" and _is_whole(q.packed, q.block_scale, moved)):
+    is_small = values.size <= ELEMENTS_PER_CALL and tensors <= (1 if r.tensor_scaling == "tensor" else MAX_TENSORS)
+    moved = np.moveaxis(values, q.axis, -1)  # may be strided, if it is an `out`
+    if not (is_small and q.scale_layout == "linear" and _is_whole(q.packed, q.block_scale, moved)):
         return None
     flat = moved.reshape(prod(q.moved_shape[:-1]), q.moved_shape[-1])
     try:
@@ -212,8 +230,8 @@ def dequantize(q: Quantized, like: Any, values: Any) -> DequantizeCall | None:
     return DequantizeCall(call, access, new, q.axis, values.size, are_looked_up(r), found)
 
 
-def _goes_the_full_way(*arguments: Any) -> None:
-    """What is not repeated."""
+def _not_cached(*arguments: Any) -> None:
+    """Return None: operations that are never cached."""
 
 
-transpose = swizzle = _goes_the_full_way
+transpose = swizzle = _not_cached

@@ -1,7 +1,7 @@
-"""Names of what the compiled engine has: rules of scales, and the arithmetic of elements, by the fields that they
-depend on.
+"""Support of recipes by the CPU engine: keys of its compiled rules, and why it leaves a recipe to the specification.
 
-A variant of a recipe whose fields have a name there is computed by it, whatever its other fields are.
+A key lists the fields of a recipe that a rule's results depend on. A variant of a recipe whose keys are compiled is
+supported, whatever its other fields are.
 """
 
 from __future__ import annotations
@@ -22,9 +22,7 @@ from fp4kit.reference.search_factors import FACTORS
 
 
 def rule_key(r: Recipe) -> str | None:
-    """Of the rule that makes block scales of amaxes, or by the errors that they leave; None for a recipe without
-    one.
-    """
+    """Return the key of a recipe's block rule, 4over6 included; None for a recipe without block scales."""
     if r.block_rule is None or r.scale is None:
         return None
     if r.four_over_six:
@@ -40,12 +38,12 @@ def rule_key(r: Recipe) -> str | None:
 
 
 def tensor_key(r: Recipe) -> str | None:
-    """Of the rule that makes a tensor's scale of its amax; None for a recipe without one."""
+    """Return the key of a recipe's tensor rule; None for a recipe without one."""
     return None if r.tensor_rule is None else f"{r.tensor_rule} {_name(r.element)} {r.scale_max}"
 
 
 def element_key(r: Recipe) -> str:
-    """Of what makes a code of an element and a factor, where both are finite."""
+    """Return the key of the arithmetic that makes the code of a finite element under a finite factor."""
     flags = [name for name in ("flush", "round_scaled", "narrow") if getattr(r, name)] + ["then_encode"] * then_encodes(
         r
     )
@@ -53,73 +51,71 @@ def element_key(r: Recipe) -> str:
 
 
 def decode_key(r: Recipe) -> str:
-    """Of what makes a value of a code, a block scale's code and a tensor scale."""
+    """Return the key of the arithmetic that makes the value of a code under a block scale and a tensor scale."""
     scale = "none" if r.scale is None else _name(r.scale)
     return f"{r.decode_rule} {_name(r.element)} {scale} {r.scale_max} {top_rule(r)}"
 
 
 def top_rule(r: Recipe) -> str:
-    """The tensor rule where it says what a scale of 1 covers; else "none"."""
+    """Return the tensor rule if it decides what a tensor scale of 1 covers; else "none"."""
     return r.tensor_rule if r.tensor_rule in TOPS else "none"
 
 
 def kept_factors(r: Recipe, dtype: np.dtype) -> tuple[float, float]:
-    """The least and the largest factor of a block under which codes that are found again (repacked) are those that they
-    were.
+    """Return the smallest and the largest factor under which re-encoding a repacked recipe's values keeps their codes.
 
-    The least one is negative if a factor of 0 keeps codes, too. See keeps_codes of cuda/kernels/rules/fast_path.cuh.
+    Recipes that are not repacked have no limits: (0, inf). If a factor of 0 keeps codes too, the smallest factor is
+    returned with a negative sign. See keeps_codes of cuda/kernels/rules/fast_path.cuh.
     """
     if not r.repacked:
         return 0.0, math.inf
-    f, info, power = r.element, ml_dtypes.finfo(dtype), r.scale == E8M0
-    least_exponent = info.minexp - info.nmant
-    most = -least_exponent if power else f.emin - f.mantissa_bits - least_exponent - 1
-    least = 2.0 ** (f.emax - (info.maxexp - 1) + (not power))
-    return least if power else -least, 2.0 ** min(most, 127)
+    f, info, is_power = r.element, ml_dtypes.finfo(dtype), r.scale == E8M0
+    min_exponent = info.minexp - info.nmant
+    max_power = -min_exponent if is_power else f.emin - f.mantissa_bits - min_exponent - 1
+    min_factor = 2.0 ** (f.emax - (info.maxexp - 1) + (not is_power))
+    return min_factor if is_power else -min_factor, 2.0 ** min(max_power, 127)
 
 
-GRAIN = 32  # elements that lie in a block, where it has not 16
-WIDTH = 2048  # columns of a panel, and of a block, at most: kWidth of source/blocks.h
-MOST_ROWS = 16  # of a block whose scale is chosen by errors: kMostRows of source/four_over_six.h
+# A block has 16 columns or a multiple of SEGMENT: source/blocks.h.
+SEGMENT = 32
+PANEL_COLUMNS = 2048  # columns of a panel, and of a block, at most: kPanelColumns of source/blocks.h
+MAX_BLOCK_ROWS = 16  # rows of a 4over6 block, at most: kMaxBlockRows of source/four_over_six.h
 
 
-# Below so many elements, what is not one call of the library (see cached_calls.py) is no faster by it than by the
-# specification, because of the work around it; by what a tensor scale covers. Two cores of an x86-64 machine with
-# AVX-512, November 2026.
-FEW = {"none": 1 << 12, "tensor": 1 << 12, "row": 1 << 15, "block": 1 << 11}
-FEW_VALUES, FEW_AMAX, FEW_COLUMNS = (
-    1 << 11,
-    1 << 11,
-    16,
-)  # bytes of codes to be decoded; elements of an amax, and of a row
+# Elements below which the specification is as fast, because of the Python work around the library; by tensor_scaling.
+# They do not hold for cached calls (cached_calls.py). Two cores of an x86-64 machine with AVX-512, November 2026.
+MIN_ELEMENTS = {"none": 1 << 12, "tensor": 1 << 12, "row": 1 << 15, "block": 1 << 11}
+MIN_CODE_BYTES = 1 << 11  # of codes to be decoded
+MIN_AMAX_ELEMENTS = 1 << 11
+MIN_COLUMNS = 16
 
 
 @lru_cache(256)
 def not_encoded(r: Recipe) -> str | None:
-    """Why the compiled engine makes no codes of a recipe; None where its arithmetic is all that it has to have."""
-    if r.four_over_six and (r.block_size != 16 or r.block_rows > MOST_ROWS):
+    """Return why the engine cannot encode by a recipe; None if it can whenever it has the recipe's keys."""
+    if r.four_over_six and (r.block_size != 16 or r.block_rows > MAX_BLOCK_ROWS):
         return (
-            f"4over6 of blocks of {r.block_rows} x {r.block_size}, which are not of 16 columns and of {MOST_ROWS} rows"
-            " at most"
+            f"4over6 of blocks of {r.block_rows} x {r.block_size}, which are not of 16 columns and of"
+            f" {MAX_BLOCK_ROWS} rows at most"
         )
-    if r.block and ((r.block_size != 16 and r.block_size % GRAIN) or r.block_size > WIDTH):
-        return f"blocks of {r.block_size}, neither 16 nor a multiple of {GRAIN} up to {WIDTH}"
+    if r.block and ((r.block_size != 16 and r.block_size % SEGMENT) or r.block_size > PANEL_COLUMNS):
+        return f"blocks of {r.block_size}, neither 16 nor a multiple of {SEGMENT} up to {PANEL_COLUMNS}"
     return None
 
 
 @lru_cache(256)
 def not_faked(r: Recipe) -> str | None:
-    """Why it does not fake-quantize by a recipe."""
+    """Return why the engine cannot fake-quantize by a recipe; None if it can."""
     return "a fake_rule of its own" if r.fake_rule is not None else not_encoded(r)
 
 
-MULTIPLIED = (16, 32)  # elements of the blocks whose multiples it searches
+FACTOR_SEARCH_BLOCKS = (16, 32)  # block sizes that source/search_factors.h supports
 
 
 def not_searched(r: Recipe) -> str | None:
-    """Why it does not find the amaxes of a recipe's blocks, under which it makes codes."""
-    wide = r.search in FACTORS and r.block_size not in MULTIPLIED
-    return f"a search of blocks of {r.block_size}, neither 16 nor 32" if wide else None
+    """Return why the engine cannot search a recipe's block amaxes; None if it can."""
+    is_refused = r.search in FACTORS and r.block_size not in FACTOR_SEARCH_BLOCKS
+    return f"a search of blocks of {r.block_size}, neither 16 nor 32" if is_refused else None
 
 
 COVERAGE: dict[str, Callable[[Recipe], str | None]] = {
@@ -131,7 +127,7 @@ COVERAGE_COLUMNS = ("operation", "recipes", "why")
 
 
 def uncovered_rows(recipes: Iterable[Recipe]) -> list[tuple[str, str, str]]:
-    """What of these recipes falls to the specification: operation, recipes, why."""
+    """Return what the engine leaves to the specification, of some recipes: (operation, recipe ids, reason) rows."""
     found: dict[tuple[str, str], list[str]] = {}
     for operation, why in COVERAGE.items():
         for r in recipes:
@@ -142,6 +138,6 @@ def uncovered_rows(recipes: Iterable[Recipe]) -> list[tuple[str, str, str]]:
 
 
 def _name(f: ElementFormat) -> str:
-    """Of a format that fp4kit has, which another of the same numbers may be; else its own, that no key has."""
+    """Return a format's name if fp4kit has an equal format of that name; else a name that no compiled key has."""
     known = getattr(formats, f.name, None)
     return f.name if isinstance(known, ElementFormat) and is_same(f, known) else f"other {f.name}"

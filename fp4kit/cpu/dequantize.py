@@ -1,4 +1,4 @@
-"""Values of codes by the compiled library."""
+"""Decoding of matrices by the compiled library."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 from fp4kit.call.parse import Declined
 from fp4kit.cpu.buffers import address
 from fp4kit.cpu.coverage import decode_key
-from fp4kit.cpu.encode import INPUTS, UNIT, Shape, blocks_of, bytes_of
+from fp4kit.cpu.encode import INPUTS, TILE_ELEMENTS, Tiles, blocks_of, bytes_of
 from fp4kit.cpu.library import DecodeCall, functions, threads_for
 from fp4kit.quantized.container import Quantized
 from fp4kit.recipes import Recipe
@@ -21,14 +21,13 @@ from fp4kit.reference import dequantize as specification
 from fp4kit.reference.implied_amax import stored_tensor_scale
 from fp4kit.reference.tensor_rules import TensorScale
 
-TABLES_FROM = (
-    256  # blocks of a matrix, as many as scales have codes: then tables of all scales cost less than one a block
-)
+# Blocks of a matrix from which on value tables of all 256 scale codes cost less than one table per block.
+TABLES_FROM = 256
 
 
 @lru_cache(256)
 def decoder_of(r: Recipe, dtype: np.dtype) -> int:
-    """The library's index of what decodes a recipe to a dtype. Raises Declined where it has none."""
+    """Return the library's index of the decoder of a recipe and dtype. Raises Declined if it has none."""
     found = functions().fp4kit_decoder(decode_key(decoding(r, dtype)).encode())
     if found < 0:
         raise Declined(f"the compiled engine does not have the values of {r.id}")
@@ -36,17 +35,17 @@ def decoder_of(r: Recipe, dtype: np.dtype) -> int:
 
 
 def are_looked_up(r: Recipe) -> bool:
-    """Whether the values of codes lie in tables that serve a whole matrix, if it is not small."""
+    """Return whether values are looked up in tables that a whole matrix shares, unless the matrix is small."""
     return r.element.bits == 4 and r.scale is not None and r.tensor_scaling in ("none", "tensor")
 
 
 def dequantize_matrix(
     packed: np.ndarray, scales: np.ndarray | None, recipe: Recipe, tensor: TensorScale, out: np.ndarray
 ) -> None:
-    """reference.dequantize.dequantize_matrix."""
+    """Do what reference.dequantize.dequantize_matrix does."""
     tensor, packed = _spread(tensor.columns(recipe)), _in_rows(packed)
     scales = None if scales is None else _in_rows(scales)
-    for rows, columns in _units_left(packed, scales, recipe, tensor, out):
+    for rows, columns in _decode(packed, scales, recipe, tensor, out):
         blocks = blocks_of(columns, recipe)
         specification.dequantize_matrix(
             packed[rows, bytes_of(columns, recipe)],
@@ -58,34 +57,34 @@ def dequantize_matrix(
 
 
 def _in_rows(bytes_: np.ndarray) -> np.ndarray:
-    """With the bytes of a row one after the other, as the library reads them."""
+    """Return an array whose rows are contiguous, as the library reads them: the array itself, or a copy."""
     return bytes_ if bytes_.strides[-1] == 1 else np.ascontiguousarray(bytes_)
 
 
 def _spread(tensor: TensorScale) -> TensorScale:
-    """The parts in one shape: (1, 1), (rows, 1) or (rows, blocks)."""
+    """Return tensor scales whose parts have one shape: (1, 1), (rows, 1) or (rows, blocks)."""
     return TensorScale(*(np.ascontiguousarray(part, np.float32) for part in np.broadcast_arrays(*tensor)))
 
 
-def _units_left(
+def _decode(
     packed: np.ndarray, scales: np.ndarray | None, r: Recipe, tensor: TensorScale, out: np.ndarray
 ) -> Iterator[tuple[slice, slice]]:
-    """Does what the library does of a matrix, and gives the units that it leaves."""
+    """Decode a matrix by the library, and yield the rows and columns of the tiles that need the fallback."""
     call = decode_call(out, r, packed.strides[0], None if scales is None else scales.strides[0])
-    shape = Shape(call.rows, call.columns, call.tile_rows, call.tile_columns)
-    for rows, columns in shape.parts():
-        unusual, blocks = np.zeros(shape.number(rows, columns), np.uint8), blocks_of(columns, r)
+    tiles = Tiles(call.rows, call.columns, call.tile_rows, call.tile_columns)
+    for rows, columns in tiles.slabs():
+        needs_fallback, blocks = np.zeros(tiles.count_tiles(rows, columns), np.uint8), blocks_of(columns, r)
         cut, codes, values = tensor.cut(rows, blocks), packed[rows, bytes_of(columns, r)], out[rows, columns]
         _set_tensor(call, cut)
         call.packed, call.scales = address(codes), address(None if scales is None else scales[rows, blocks])
-        call.out, call.needs_fallback = address(values), address(unusual)
+        call.out, call.needs_fallback = address(values), address(needs_fallback)
         (call.rows, call.columns), call.threads = values.shape, threads_for(values.size, are_looked_up(r))
         functions().fp4kit_decode(ctypes.byref(call))
-        if unusual.any():
-            yield from (unit for unit, flag in zip(shape.units(rows, columns), unusual, strict=True) if flag)
+        yield from tiles.marked(rows, columns, needs_fallback)
 
 
 def _set_tensor(call: DecodeCall, tensor: TensorScale) -> None:
+    """Point a call to the tensor scales of its rows and blocks."""
     call.encode, call.decode, call.amax = map(address, tensor)
     rows, blocks = tensor.decode.shape
     row_step, block_step = (step // 4 for step in tensor.decode.strides)
@@ -95,9 +94,12 @@ def _set_tensor(call: DecodeCall, tensor: TensorScale) -> None:
 @lru_cache(64)
 @np.errstate(all="ignore")
 def _stored(r: Recipe, dtype: np.dtype, scale: bytes, amax: bytes | None) -> np.ndarray:
-    """encode, decode and amax of the tensor scales of a Quantized, whose scales and amaxes are given by their bytes."""
-    known = None if amax is None else np.frombuffer(amax, np.float32)
-    found = stored_tensor_scale(np.frombuffer(scale, np.float32), known, r, dtype)
+    """Return the tensor scales of a Quantized: all encode scales, then decode scales, then amaxes.
+
+    scale, amax: the bytes of its tensor_scale and tensor_amax, so that results can be cached.
+    """
+    given = None if amax is None else np.frombuffer(amax, np.float32)
+    found = stored_tensor_scale(np.frombuffer(scale, np.float32), given, r, dtype)
     return np.concatenate([np.ravel(part) for part in np.broadcast_arrays(*found)], dtype=np.float32)
 
 
@@ -116,19 +118,20 @@ def tensors_of(q: Quantized, to_bytes: Callable[[Any], bytes] = np.ndarray.tobyt
 
 
 def decode_call(values: np.ndarray, r: Recipe, packed_step: int, scales_step: int | None) -> DecodeCall:
-    """A call for a matrix of values under one tensor scale, without addresses. scales_step: None without block
-    scales.
+    """Return a prototype (source/README.md) for decoding into arrays like `values`, under one tensor scale.
+
+    scales_step: None for a recipe without block scales.
     """
     M, K = values.shape
     block = r.block_size if r.block else max(K, 1)
-    width = max(min(max(UNIT // block, 1) * block, K), 1)
+    width = max(min(max(TILE_ELEMENTS // block, 1) * block, K), 1)
     return DecodeCall(
         rows=M,
         columns=K,
         packed_step=packed_step,
         scales_step=scales_step or 0,
         out_step=values.strides[0] // values.itemsize,
-        tile_rows=max(UNIT // width, 1),
+        tile_rows=max(TILE_ELEMENTS // width, 1),
         tile_columns=width,
         tables_from=TABLES_FROM,
         decoder=decoder_of(r, values.dtype),

@@ -1,6 +1,8 @@
-"""One matrix by the compiled library, with the arguments that the functions of the specification take.
+"""Encoding, amaxes and transposes of a matrix by the compiled library, with the arguments of the specification.
 
-What the library leaves undone, units that hold NaN, infinities or factors that are of no use, the specification does.
+A matrix is cut into slabs, one per call of the library, and slabs into tiles, one per thread at a time
+(source/README.md). The specification computes the tiles that need the fallback: those with NaN, infinities or factors
+that the library cannot use.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ import numpy as np
 
 from fp4kit.call.parse import Declined
 from fp4kit.cpu.buffers import address
-from fp4kit.cpu.coverage import GRAIN, WIDTH, element_key, kept_factors, not_encoded, rule_key
+from fp4kit.cpu.coverage import PANEL_COLUMNS, SEGMENT, element_key, kept_factors, not_encoded, rule_key
 from fp4kit.cpu.library import ELEMENTS_PER_CALL, AmaxCall, EncodeCall, SourceMatrix, functions, threads_for
 from fp4kit.formats import Packing
 from fp4kit.recipes import Recipe
@@ -27,23 +29,22 @@ from fp4kit.reference.quantize import EncodeOptions
 from fp4kit.reference.stochastic import RandomBytes, RandomStream
 from fp4kit.reference.tensor_rules import TensorScale, tensor_scale
 
-UNIT = 1 << 15  # elements of a unit, about
-TILE_COLUMNS, TILE_ROWS = 512, 64  # of a unit that is read across the rows of memory
+TILE_ELEMENTS = 1 << 15  # of a tile, about
+TILE_COLUMNS, TILE_ROWS = 512, 64  # of a tile whose elements are gathered before they are read
 INPUTS = {np.dtype(np.float32): 0, np.dtype(np.float16): 1, np.dtype(ml_dtypes.bfloat16): 2}
-_BITS = {
-    0: (np.uint32, 0x7F800000),
-    1: (np.uint16, 0x7C00),
-    2: (np.uint16, 0x7F80),
-}  # dtype of a magnitude's bits, infinity's
+# By input: the integer dtype of an element's bits, and the bits of infinity.
+_BITS = {0: (np.uint32, 0x7F800000), 1: (np.uint16, 0x7C00), 2: (np.uint16, 0x7F80)}
 
 
 class Kernels(NamedTuple):
-    """What of the library computes a recipe: its indices of the rule (-1: no block scales) and of the elements; blocks.
+    """The indices, block shape and limits with which the library encodes by a recipe.
 
-    kept: the least and the largest factor that it is used for, by kind of input.
+    block_rule: index of the block rule; -1 for a recipe without block scales.
+    element: index of the arithmetic of elements.
+    kept: by input dtype, the smallest and largest factor (kept_factors of coverage.py).
     """
 
-    rule: int
+    block_rule: int
     element: int
     block: int
     block_rows: int
@@ -52,81 +53,85 @@ class Kernels(NamedTuple):
 
 @lru_cache(256)
 def kernels_of(r: Recipe) -> Kernels:
-    """Those of a recipe. Raises Declined where the library has not all of them."""
+    """Return the kernels of a recipe. Raises Declined if the library does not have all of them."""
     found = functions()
     if (reason := not_encoded(r)) is not None:
         raise Declined(f"{r.id} has {reason}")
-    block, key = r.block_size if r.block else GRAIN, rule_key(r)
-    rule = -1 if key is None else found.fp4kit_block_rule(key.encode())
+    block, key = r.block_size if r.block else SEGMENT, rule_key(r)
+    block_rule = -1 if key is None else found.fp4kit_block_rule(key.encode())
     element = found.fp4kit_element(element_key(r).encode())
-    if element < 0 or (key is not None and rule < 0):
+    if element < 0 or (key is not None and block_rule < 0):
         raise Declined(f"the compiled engine does not have the arithmetic of {r.id}")
-    return Kernels(rule, element, block, r.block_rows, tuple(kept_factors(r, dtype) for dtype in INPUTS))
+    return Kernels(block_rule, element, block, r.block_rows, tuple(kept_factors(r, dtype) for dtype in INPUTS))
 
 
 def check_array(x: np.ndarray) -> None:
-    """Raise Declined for elements that do not lie at whole elements of memory."""
+    """Raise Declined if the elements of an array are not aligned."""
     if not x.flags.aligned or any(step % x.itemsize for step in x.strides):
         raise Declined("the compiled engine needs aligned elements")
 
 
-class Shape(NamedTuple):
-    """The units of a matrix."""
+class Tiles(NamedTuple):
+    """The tiles of a matrix, as the library numbers them. Every method gives rows and columns as slices."""
 
     rows: int
     columns: int
-    height: int
-    width: int
+    tile_rows: int
+    tile_columns: int
 
     @classmethod
-    def of(cls, x: np.ndarray, block: int, block_rows: int, gathered: bool) -> Shape:
-        """For whole blocks; gathered: elements are brought together first, in tiles that fill lines of the cache.
+    def of(cls, x: np.ndarray, block: int, block_rows: int, gathered: bool) -> Tiles:
+        """Return tiles of whole blocks.
 
-        Others are read row by row: of rows in pieces of half a page, a processor reads nothing ahead, and takes twice
-        the time.
+        gathered: elements are copied together before they are read; their tiles fill cache lines. Other tiles have long
+        rows: a processor does not prefetch rows of half a page, which doubles the time.
         """
         M, K = x.shape
-        step = lcm(block, GRAIN)
-        most = UNIT if block_rows == 1 else max(2 * UNIT // block_rows, WIDTH)
-        width = max(min(TILE_COLUMNS if gathered else most, K) // step, 1) * step
-        high = -(-TILE_ROWS // block_rows) if gathered else max(UNIT // (min(width, K) * block_rows), 1)
-        return cls(M, K, high * block_rows, width)
+        step = lcm(block, SEGMENT)
+        max_columns = TILE_ELEMENTS if block_rows == 1 else max(2 * TILE_ELEMENTS // block_rows, PANEL_COLUMNS)
+        tile_columns = max(min(TILE_COLUMNS if gathered else max_columns, K) // step, 1) * step
+        if gathered:
+            rows_of_blocks = -(-TILE_ROWS // block_rows)
+        else:
+            rows_of_blocks = max(TILE_ELEMENTS // (min(tile_columns, K) * block_rows), 1)
+        return cls(M, K, rows_of_blocks * block_rows, tile_columns)
 
-    def parts(self, cost: int = 1) -> Iterator[tuple[slice, slice]]:
-        """Rows and columns of one call of the library at a time: whole units. cost: of the time that codes of an
-        element take.
-        """
-        most = ELEMENTS_PER_CALL // cost
-        across = max(most // self.height // self.width, 1) * self.width
-        down = max(most // min(across, self.columns) // self.height, 1) * self.height
+    def slabs(self, cost: int = 1) -> Iterator[tuple[slice, slice]]:
+        """Yield the slabs of the matrix, which are whole tiles. cost: time per element, relative to encoding."""
+        max_elements = ELEMENTS_PER_CALL // cost
+        across = max(max_elements // self.tile_rows // self.tile_columns, 1) * self.tile_columns
+        down = max(max_elements // min(across, self.columns) // self.tile_rows, 1) * self.tile_rows
         for row in range(0, self.rows, down):
             for column in range(0, self.columns, across):
                 yield slice(row, min(row + down, self.rows)), slice(column, min(column + across, self.columns))
 
-    def units(self, rows: slice, columns: slice) -> Iterator[tuple[slice, slice]]:
-        """Those of a part, in the order of the library."""
-        for row in range(rows.start, rows.stop, self.height):
-            for column in range(columns.start, columns.stop, self.width):
+    def tiles(self, rows: slice, columns: slice) -> Iterator[tuple[slice, slice]]:
+        """Yield the tiles of a slab in the library's order."""
+        for row in range(rows.start, rows.stop, self.tile_rows):
+            for column in range(columns.start, columns.stop, self.tile_columns):
                 yield (
-                    slice(row, min(row + self.height, rows.stop)),
-                    slice(column, min(column + self.width, columns.stop)),
+                    slice(row, min(row + self.tile_rows, rows.stop)),
+                    slice(column, min(column + self.tile_columns, columns.stop)),
                 )
 
-    def number(self, rows: slice, columns: slice) -> int:
-        """How many they are."""
-        return -(-(rows.stop - rows.start) // self.height) * -(-(columns.stop - columns.start) // self.width)
+    def count_tiles(self, rows: slice, columns: slice) -> int:
+        """Return the number of tiles of a slab."""
+        return -(-(rows.stop - rows.start) // self.tile_rows) * -(-(columns.stop - columns.start) // self.tile_columns)
+
+    def marked(self, rows: slice, columns: slice, marks: np.ndarray) -> Iterator[tuple[slice, slice]]:
+        """Yield the tiles of a slab whose mark is not 0."""
+        if marks.any():
+            yield from (tile for tile, mark in zip(self.tiles(rows, columns), marks, strict=True) if mark)
 
 
 def source(x: np.ndarray, hadamard: int | None = None) -> SourceMatrix:
-    """A matrix as the library takes it."""
+    """Return a matrix as the library takes it. hadamard: sign mask of the transform, None for no transform."""
     steps = (step // x.itemsize for step in x.strides)
     return SourceMatrix(address(x), *x.shape, *steps, -1 if hadamard is None else hadamard)
 
 
 class _Scales(NamedTuple):
-    """What stands over the elements of a matrix: the tensor's scale, block amaxes or factors that are given instead of
-    found.
-    """
+    """The tensor scale of a matrix, and the block amaxes or factors that are given instead of found."""
 
     tensor: TensorScale
     block_amax: np.ndarray | None = None
@@ -134,21 +139,21 @@ class _Scales(NamedTuple):
 
 
 def encode_call(x: np.ndarray, kernels: Kernels, packed_step: int, scales_step: int) -> EncodeCall:
-    """A call for a matrix like x, and one tensor scale, without addresses."""
-    shape = Shape.of(x, kernels.block, kernels.block_rows, gathered=x.strides[1] != x.itemsize)
-    like = source(x)
-    like.data = None
+    """Return a prototype (source/README.md) for matrices with the shape and strides of x, under one tensor scale."""
+    tiles = Tiles.of(x, kernels.block, kernels.block_rows, gathered=x.strides[1] != x.itemsize)
+    matrix = source(x)
+    matrix.data = None
     min_factor, max_factor = kernels.kept[INPUTS[x.dtype]]
     return EncodeCall(
-        x=like,
+        x=matrix,
         min_factor=min_factor,
         max_factor=max_factor,
         packed_step=packed_step,
         scales_step=scales_step,
-        tile_rows=shape.height,
-        tile_columns=shape.width,
+        tile_rows=tiles.tile_rows,
+        tile_columns=tiles.tile_columns,
         input=INPUTS[x.dtype],
-        block_rule=kernels.rule,
+        block_rule=kernels.block_rule,
         element=kernels.element,
         block=kernels.block,
         block_rows=kernels.block_rows,
@@ -164,13 +169,13 @@ def quantize_matrix(
     scales: np.ndarray | None,
     options: EncodeOptions,
 ) -> None:
-    """reference.quantize.quantize_matrix."""
+    """Do what reference.quantize.quantize_matrix does."""
     tensor = tensor_scale(amax, recipe, x.dtype).columns(recipe)
-    above = _Scales(tensor, options.block_amax)
+    given = _Scales(tensor, options.block_amax)
     if recipe.tensor_scaling == "block":
-        own = tensor.decode if recipe.apply == "divide" else tensor.encode
-        above = _Scales(TensorScale(*(part[:1, :1] for part in tensor)), options.block_amax, own)
-    for rows, columns in _encode(x, recipe, kernels_of(recipe), above, packed, scales, options):
+        factors = tensor.decode if recipe.apply == "divide" else tensor.encode
+        given = _Scales(TensorScale(*(part[:1, :1] for part in tensor)), options.block_amax, factors)
+    for rows, columns in _encode(x, recipe, kernels_of(recipe), given, packed, scales, options):
         blocks = blocks_of(columns, recipe)
         specification.quantize_matrix(
             x[rows, columns],
@@ -191,9 +196,9 @@ def encode_matrix(
     packed: np.ndarray,
     options: EncodeOptions,
 ) -> None:
-    """reference.quantize.encode_matrix."""
-    kernels = kernels_of(recipe)._replace(rule=-1, block_rows=1)
-    for rows in _strips(x.shape, recipe.block_rows):
+    """Do what reference.quantize.encode_matrix does."""
+    kernels = kernels_of(recipe)._replace(block_rule=-1, block_rows=1)
+    for rows in _row_slices(x.shape, recipe.block_rows):
         part = TensorScale(*(a[rows] if a.ndim and len(a) > 1 else a for a in (np.asarray(p) for p in tensor)))
         cut = cut_options(options, rows, slice(0, x.shape[1]), recipe)
         _encode_rows(x[rows], recipe, kernels, part, None if scales is None else scales[rows], packed[rows], cut)
@@ -208,8 +213,9 @@ def _encode_rows(
     packed: np.ndarray,
     options: EncodeOptions,
 ) -> None:
-    above = _given_scales(x, r, tensor, scales, options.hadamard)
-    for rows, columns in _encode(x, r, kernels, above, packed, None, options):
+    """Encode some rows under given scales."""
+    given = _given_scales(x, r, tensor, scales, options.hadamard)
+    for rows, columns in _encode(x, r, kernels, given, packed, None, options):
         blocks = blocks_of(columns, r)
         part = tensor.columns(r).cut(rows, blocks)
         specification.encode_matrix(
@@ -228,11 +234,11 @@ def _encode_rows(
 def _given_scales(
     x: np.ndarray, r: Recipe, tensor: TensorScale, scales: np.ndarray | None, hadamard: int | None
 ) -> _Scales:
-    """The factors under scales that there are."""
+    """Return the factors of blocks under given scale codes and tensor scales."""
     tensor = tensor.columns(r)
     if r.block_rule is None or scales is None:
-        own = tensor.decode if r.apply == "divide" else tensor.encode
-        return _Scales(TensorScale(*(p[:, :1] for p in tensor)), factors=own if own.shape[1] > 1 else None)
+        of_tensor = tensor.decode if r.apply == "divide" else tensor.encode
+        return _Scales(TensorScale(*(p[:, :1] for p in tensor)), factors=of_tensor if of_tensor.shape[1] > 1 else None)
     if r.four_over_six:
         factors = four_over_six.factor_of(scales, tensor, r)
     else:
@@ -241,7 +247,7 @@ def _given_scales(
 
 
 def _amax_by_row(x: np.ndarray, r: Recipe, hadamard: int | None) -> np.ndarray:
-    """Block amaxes (M, blocks)."""
+    """Return block amaxes, one row per row of x: float32 (M, blocks)."""
     elements = x if hadamard is None else specification.widen(x, r, hadamard)
     return np.repeat(block_amax(elements, r), r.block_rows, axis=0)[: len(x)]
 
@@ -250,28 +256,28 @@ def _encode(
     x: np.ndarray,
     r: Recipe,
     kernels: Kernels,
-    above: _Scales,
+    given: _Scales,
     packed: np.ndarray,
     scales: np.ndarray | None,
     options: EncodeOptions,
 ) -> Iterator[tuple[slice, slice]]:
-    """Codes and scales of a matrix; gives the rows and columns of the units that are not done."""
-    shape = Shape.of(x, kernels.block, kernels.block_rows, x.strides[1] != x.itemsize or options.hadamard is not None)
-    tensor = [np.ascontiguousarray(part.reshape(-1), np.float32) for part in above.tensor]
+    """Encode a matrix by the library, and yield the rows and columns of the tiles that need the fallback."""
+    tiles = Tiles.of(x, kernels.block, kernels.block_rows, x.strides[1] != x.itemsize or options.hadamard is not None)
+    tensor = [np.ascontiguousarray(part.reshape(-1), np.float32) for part in given.tensor]
     step = max(part.size for part in tensor) > 1
     if step:
         tensor = [np.ascontiguousarray(np.broadcast_to(part, x.shape[0])) for part in tensor]
     factors, amax = (
-        None if a is None else np.ascontiguousarray(a, np.float32) for a in (above.factors, above.block_amax)
+        None if a is None else np.ascontiguousarray(a, np.float32) for a in (given.factors, given.block_amax)
     )
-    for rows, columns in shape.parts():
-        unusual = np.zeros(shape.number(rows, columns), np.uint8)
-        given = slice(rows.start // kernels.block_rows, -(-rows.stop // kernels.block_rows)), blocks_of(columns, r)
-        cut_factors, cut_amax = (None if a is None else a[given] for a in (factors, amax))
+    for rows, columns in tiles.slabs():
+        needs_fallback = np.zeros(tiles.count_tiles(rows, columns), np.uint8)
+        blocks = slice(rows.start // kernels.block_rows, -(-rows.stop // kernels.block_rows)), blocks_of(columns, r)
+        cut_factors, cut_amax = (None if a is None else a[blocks] for a in (factors, amax))
         cut_tensor = [part[rows] if step else part for part in tensor]
         codes, cut = packed[rows, bytes_of(columns, r)], x[rows, columns]
         scale_rows = None if scales is None else scales[rows, blocks_of(columns, r)]
-        random = _Bytes.of(options.random, rows, columns)
+        random = _RandomBytes.of(options.random, rows, columns)
         call = EncodeCall(
             source(cut, options.hadamard),
             *map(address, cut_tensor),
@@ -287,24 +293,25 @@ def _encode(
             address(scale_rows),
             codes.strides[0],
             0 if scale_rows is None else scale_rows.strides[0],
-            address(unusual),
-            shape.height,
-            shape.width,
+            address(needs_fallback),
+            tiles.tile_rows,
+            tiles.tile_columns,
             INPUTS[x.dtype],
-            kernels.rule,
+            kernels.block_rule,
             kernels.element,
             kernels.block,
             kernels.block_rows,
             threads_for(cut.size),
         )
         functions().fp4kit_encode(ctypes.byref(call))
-        if unusual.any():
-            yield from (unit for unit, flag in zip(shape.units(rows, columns), unusual, strict=True) if flag)
+        yield from tiles.marked(rows, columns, needs_fallback)
 
 
-class _Bytes(NamedTuple):
-    """Where random bytes come from: an array, or a seed, with the place of a part's first element in its stream and of
-    a row.
+class _RandomBytes(NamedTuple):
+    """The random bytes of a slab, in the order of EncodeCall's fields; neither array nor seed for nearest rounding.
+
+    array: the bytes. seed: of the stream that they come from.
+    first, stride: place of the slab's first element in the stream, and distance of two rows.
     """
 
     array: np.ndarray | None = None
@@ -313,8 +320,8 @@ class _Bytes(NamedTuple):
     stride: int = 0
 
     @classmethod
-    def of(cls, random: RandomBytes | None, rows: slice, columns: slice) -> _Bytes:
-        """Of a part of a matrix."""
+    def of(cls, random: RandomBytes | None, rows: slice, columns: slice) -> _RandomBytes:
+        """Return the random bytes of some rows and columns of a matrix."""
         part = None if random is None else random.cut(rows, columns)
         if isinstance(part, RandomStream):
             return cls(None, ctypes.pointer(ctypes.c_uint64(part.seed)), part.first, part.K)
@@ -326,28 +333,30 @@ class _Bytes(NamedTuple):
 
 @np.errstate(all="ignore")
 def block_amax(x: np.ndarray, r: Recipe) -> np.ndarray:
-    """Largest magnitudes of the blocks of a matrix: float32 (ceil(M / block rows), K / block columns); as the recipe
-    has NaN.
+    """Return the amaxes of the blocks of a matrix: float32 (ceil(M / block_rows), K / block_size).
+
+    If an element is NaN or infinite, the specification computes them, with the recipe's rule for NaN.
     """
     out = np.empty((-(-x.shape[0] // r.block_rows), x.shape[1] // r.block_size), np.float32)
     if largest(x, out, r.block_size, r.block_rows) is None:
-        for rows in _strips(x.shape, r.block_rows):
+        for rows in _row_slices(x.shape, r.block_rows):
             tile = np.ascontiguousarray(x[rows], np.float32)
             out[rows.start // r.block_rows : -(-rows.stop // r.block_rows)] = specification.block_amax(tile, r)
     return out
 
 
 def tensor_amax(x: np.ndarray, r: Recipe, mask: int | None) -> np.ndarray | None:
-    """reference.quantize.tensor_amax; None where it is to be found otherwise: of NaN, infinities, rows of no whole
-    grains.
+    """Return what reference.quantize.tensor_amax returns; None if the library cannot find it.
+
+    It cannot if an element is NaN or infinite, or for amaxes of rows and blocks that are not whole segments.
     """
     if r.tensor_scaling in ("none", "tensor"):
         return None if (found := largest(x, hadamard=mask)) is None else np.asarray(found)
-    size = r.block_size if r.tensor_scaling == "block" else GRAIN
-    if mask is not None or x.shape[1] % size or (size != 16 and size % GRAIN) or size > WIDTH:
+    size = r.block_size if r.tensor_scaling == "block" else SEGMENT
+    if mask is not None or x.shape[1] % size or (size != 16 and size % SEGMENT) or size > PANEL_COLUMNS:
         return None
     parts = []
-    for rows in _strips(x.shape):
+    for rows in _row_slices(x.shape):
         blocks = np.empty((rows.stop - rows.start, x.shape[1] // size), np.float32)
         if largest(x[rows], blocks, size) is None:
             return None
@@ -356,72 +365,73 @@ def tensor_amax(x: np.ndarray, r: Recipe, mask: int | None) -> np.ndarray | None
 
 
 def largest(
-    x: np.ndarray, out: np.ndarray | None = None, block: int = GRAIN, block_rows: int = 1, hadamard: int | None = None
+    x: np.ndarray, out: np.ndarray | None = None, block: int = SEGMENT, block_rows: int = 1, hadamard: int | None = None
 ) -> np.float32 | None:
-    """The largest magnitude of a matrix; None where one is NaN or infinite. out: those of its blocks, if all are
-    finite.
+    """Return the largest magnitude of a matrix; None if an element is NaN or infinite.
+
+    out: gets the amaxes of blocks too; not valid if the result is None.
     """
-    shape = Shape.of(x, block, block_rows, x.strides[1] != x.itemsize or hadamard is not None)
-    kind, most = INPUTS[x.dtype], 0
-    for rows, columns in shape.parts():
+    tiles = Tiles.of(x, block, block_rows, x.strides[1] != x.itemsize or hadamard is not None)
+    input_kind, amax_bits = INPUTS[x.dtype], 0
+    for rows, columns in tiles.slabs():
         cut = x[rows, columns]
         target = None if out is None else out[rows.start // block_rows :, columns.start // block :]
         call = AmaxCall(
             source(cut, hadamard),
             address(target),
             0 if out is None else out.strides[0] // 4,
-            shape.height,
-            shape.width,
-            kind,
+            tiles.tile_rows,
+            tiles.tile_columns,
+            input_kind,
             block,
             block_rows,
             threads_for(cut.size, is_quick=True),
         )
-        most = max(most, functions().fp4kit_amax(ctypes.byref(call)))
-    bits, infinity = _BITS[kind]
-    return np.float32(np.array(most, bits).view(x.dtype)) if most < infinity else None
+        amax_bits = max(amax_bits, functions().fp4kit_amax(ctypes.byref(call)))
+    bits_dtype, infinity = _BITS[input_kind]
+    return np.float32(np.array(amax_bits, bits_dtype).view(x.dtype)) if amax_bits < infinity else None
 
 
 # ---- codes ----
 
 
 def transpose_codes(stored: np.ndarray, packing: Packing) -> np.ndarray:
-    """reference.transpose.transpose_codes."""
-    stored, four = np.ascontiguousarray(stored), packing.codes == 2
+    """Return what reference.transpose.transpose_codes returns."""
+    stored, is_nibble = np.ascontiguousarray(stored), packing.codes == 2
     M, K = stored.shape[0], stored.shape[1] // packing.bytes * packing.codes
     out = np.empty((K, packing.length(M)), np.uint8)
-    functions().fp4kit_transpose(address(stored), address(out), M, K, int(four), threads_for(M * K))
+    functions().fp4kit_transpose(address(stored), address(out), M, K, int(is_nibble), threads_for(M * K))
     return out
 
 
 # ---- parts ----
 
 
-def _strips(shape: tuple[int, int], block_rows: int = 1) -> Iterator[slice]:
-    """Rows of a matrix, some MB of elements at a time."""
+def _row_slices(shape: tuple[int, int], block_rows: int = 1) -> Iterator[slice]:
+    """Return the rows of a matrix, about 2^20 elements at a time, as slices."""
     step = max((1 << 20) // max(shape[1], 1) // block_rows, 1) * block_rows
     return (slice(first, min(first + step, shape[0])) for first in range(0, shape[0], step))
 
 
 def blocks_of(columns: slice, r: Recipe) -> slice:
-    """The blocks of some columns."""
+    """Return the blocks of some columns."""
     return slice(columns.start // r.block_size, columns.stop // r.block_size)
 
 
 def bytes_of(columns: slice, r: Recipe) -> slice:
-    """The bytes that hold the codes of some columns."""
+    """Return the bytes that hold the codes of some columns."""
     return slice(*map(r.element.packing.length, (columns.start, columns.stop)))
 
 
 def _cut(amax: np.ndarray | None, rows: slice, blocks: slice) -> np.ndarray | None:
-    """The part of a tensor_amax, one, one a row, or one a block, for some rows and blocks."""
+    """Return the part of a tensor_amax, which has one per tensor, row or block, for some rows and blocks."""
     if amax is None or amax.size == 1:
         return amax
     return amax[rows] if amax.ndim == 1 or amax.shape[1] == 1 else amax[rows, blocks]
 
 
 def cut_options(options: EncodeOptions, rows: slice, columns: slice, r: Recipe) -> EncodeOptions:
-    """The options of some rows and columns of a matrix."""
+    """Return the options for some rows and columns of a matrix."""
     amax, random = options.block_amax, options.random
     if amax is not None:
         amax = amax[rows.start // r.block_rows : -(-rows.stop // r.block_rows), blocks_of(columns, r)]

@@ -1,8 +1,7 @@
-"""The fast engine of the host: functions of reference.engine by compiled loops, for what those cover; it declines all
-else.
+"""The CPU engine: the functions of host/engine.py by compiled loops. It declines what these do not support.
 
-Its results are the specification's in every bit: codes, scales and values are computed by the kernels' own rules
-(cuda/kernels/rules), and what holds NaN or infinities goes to the specification.
+Its results equal the specification's in every bit. Codes, scales and values are computed by the kernels' rules
+(cuda/kernels/rules); the specification computes tiles that hold NaN or infinities. `reference` is host/engine.py here.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from fp4kit.reference.matrices import stack
 
 
 def tensor_amax(moved: np.ndarray, r: Recipe, mask: int | None = None) -> np.ndarray:
-    """reference.engine.compute_tensor_amax."""
+    """Return what reference.compute_tensor_amax returns."""
     found = [encode.tensor_amax(part, r, mask) for part in stack(moved, r)] if moved.size else []
     finite = [amax for amax in found if amax is not None]
     if not moved.size or len(finite) < len(found):
@@ -37,7 +36,7 @@ def tensor_amax(moved: np.ndarray, r: Recipe, mask: int | None = None) -> np.nda
     return np.asarray(parts, np.float32).reshape(tensor_amax_shape(moved.shape, r))
 
 
-PIECE = 1 << 22  # elements of x that have codes at a time where only their values are wanted
+FAKE_ELEMENTS = 1 << 22  # elements whose codes are held at a time by fake_quantize
 _MATRICES = reference.Matrices(
     tensor_amax,
     encode.quantize_matrix,
@@ -49,43 +48,46 @@ _MATRICES = reference.Matrices(
 
 
 def quantize(call: Call) -> Quantized:
-    """reference.engine.quantize."""
+    """Return what reference.quantize returns."""
     _check(call, None if coverage.not_searched(call.recipe) or not call.recipe.search else 0)
     return reference.quantize(call, _MATRICES)
 
 
 def quantize_both(row: Call, column: Call) -> tuple[Quantized, Quantized]:
-    """quantize of the rowwise and of the columnwise call."""
+    """Return the results of quantize for the rowwise and for the columnwise call."""
     return quantize(row), quantize(column)
 
 
 def quantize_with_scales(call: Call) -> Quantized:
-    """reference.engine.quantize_with_scales."""
+    """Return what reference.quantize_with_scales returns."""
     _check(call)
     return reference.quantize_with_scales(call, _MATRICES)
 
 
-def _check(call: Call, few: int | None = None) -> None:
-    """few: elements below which it declines; those of keys.FEW by default. That comes first: what is done in vain takes
-    time.
+def _check(call: Call, min_elements: int | None = None) -> None:
+    """Raise Declined if the engine does not support a call, or is not faster for it.
+
+    min_elements: number of elements from which on the engine is faster; by default that of coverage.MIN_ELEMENTS. It is
+    checked first, because the other checks take time.
     """
-    least = coverage.FEW[call.recipe.tensor_scaling] if few is None else few
-    if call.x.size < least or call.moved.shape[-1] < coverage.FEW_COLUMNS:
+    if min_elements is None:
+        min_elements = coverage.MIN_ELEMENTS[call.recipe.tensor_scaling]
+    if call.x.size < min_elements or call.moved.shape[-1] < coverage.MIN_COLUMNS:
         raise Declined("the specification is as quick with so few elements")
     encode.kernels_of(call.recipe)
     encode.check_array(call.x)
 
 
 def dequantize(q: Quantized, dtype: np.dtype, out: np.ndarray | None = None) -> np.ndarray:
-    """reference.engine.dequantize."""
+    """Return what reference.dequantize returns."""
     decoding.decoder_of(q.recipe, dtype)
-    if q.packed.size < coverage.FEW_VALUES:
+    if q.packed.size < coverage.MIN_CODE_BYTES:
         raise Declined("the specification is as quick with so few values")
     return reference.dequantize(q, dtype, out, _MATRICES)
 
 
 def requantize(q: Quantized, target: Recipe) -> tuple[Quantized, int]:
-    """reference.engine.requantize."""
+    """Return what reference.requantize returns."""
     for r in (q.recipe, target):
         decoding.decoder_of(r, np.dtype(np.float32))
     encode.kernels_of(target)
@@ -93,7 +95,7 @@ def requantize(q: Quantized, target: Recipe) -> tuple[Quantized, int]:
 
 
 def fake_quantize(call: Call) -> np.ndarray:
-    """reference.engine.fake_quantize, some MB of elements at a time."""
+    """Return what reference.fake_quantize returns, computed FAKE_ELEMENTS elements at a time."""
     if (reason := coverage.not_faked(call.recipe)) is not None:
         raise Declined(f"{call.recipe.id} has {reason}")
     _check(call)
@@ -102,30 +104,33 @@ def fake_quantize(call: Call) -> np.ndarray:
         call = call._replace(tensor_amax=tensor_amax(call.moved, call.recipe, call.mask))
     values = np.empty(call.moved.shape, call.x.dtype)
     whole = call._replace(x=call.moved, axis=call.moved.ndim - 1, out=None)
-    for part, target in _pieces(whole, values):
+    for part, target in _slabs(whole, values):
         dequantize(quantize(part), target.dtype, target)
     return np.moveaxis(values, -1, call.axis)
 
 
-def _pieces(call: Call, values: np.ndarray) -> Iterator[tuple[Call, np.ndarray]]:
-    """A call whose blocks lie along the last axis, in pieces along the first ones, each with its part of the values."""
+def _slabs(call: Call, values: np.ndarray) -> Iterator[tuple[Call, np.ndarray]]:
+    """Yield the slabs of a call along its first axes, each with its part of `values`.
+
+    Blocks lie along the last axis. A seeded call is one slab, because random bytes go by the place in the whole of x.
+    """
     x, r = call.x, call.recipe
-    if x.size <= PIECE or x.ndim < 2 or isinstance(call.random, int):  # a stream goes by the place in the whole
+    if x.size <= FAKE_ELEMENTS or x.ndim < 2 or isinstance(call.random, int):
         yield call, values
         return
-    if x.ndim > 2 and x[0].size > PIECE:
+    if x.ndim > 2 and x[0].size > FAKE_ELEMENTS:
         for i, one in enumerate(values):
-            yield from _pieces(_cut(call, i), one)
+            yield from _slabs(_cut(call, i), one)
         return
     multiple = r.block_rows if x.ndim == 2 else 1
-    step = max(PIECE // x[0].size // multiple, 1) * multiple
+    step = max(FAKE_ELEMENTS // x[0].size // multiple, 1) * multiple
     for first in range(0, len(x), step):
         rows = slice(first, first + step)
         yield _cut(call, rows), values[rows]
 
 
 def _cut(call: Call, index: Any) -> Call:
-    """The call on x[index], whose amaxes and random bytes are cut as x is."""
+    """Return the call on x[index]; amaxes and random bytes are cut as x is."""
     x, tensor, blocks, random = (
         a if a is None or not a.ndim else a[index] for a in (call.x, call.tensor_amax, call.block_amax, call.random)
     )
@@ -134,13 +139,13 @@ def _cut(call: Call, index: Any) -> Call:
 
 
 def transpose(packed: np.ndarray, scales: np.ndarray, q: Quantized) -> tuple[np.ndarray, np.ndarray]:
-    """reference.engine.transpose."""
+    """Return what reference.transpose returns."""
     functions()
     return reference.transpose(packed, scales, q, encode.transpose_codes)
 
 
 def partial_amax(shard: np.ndarray, shape: tuple[int, int], start: int, r: Recipe) -> np.ndarray:
-    """reference.engine.partial_amax."""
+    """Return what reference.partial_amax returns."""
     encode.kernels_of(r)
     encode.check_array(shard)
     return partial.partial_amax(shard, shape, start, r)
@@ -149,17 +154,17 @@ def partial_amax(shard: np.ndarray, shape: tuple[int, int], start: int, r: Recip
 def partial_cast(
     shard: np.ndarray, out: np.ndarray, block_amax: np.ndarray, shape: tuple[int, int], start: int, r: Recipe, amax: Any
 ) -> None:
-    """reference.engine.partial_cast."""
+    """Do what reference.partial_cast does."""
     encode.kernels_of(r)
     encode.check_array(shard)
     reference.partial_cast(shard, out, block_amax, shape, start, r, amax, partial.partial_cast)
 
 
 def amax(call: Call) -> np.ndarray:
-    """reference.engine.amax."""
-    _check(call, coverage.FEW_AMAX)
+    """Return what reference.amax returns, for recipes with blocks."""
+    _check(call, coverage.MIN_AMAX_ELEMENTS)
     if call.recipe.block is None or not call.x.size:
-        raise Declined("the specification has the amax of what has no blocks")
+        raise Declined("only the specification finds amaxes without blocks or of empty arrays")
     matrices = stack(call.moved, call.recipe)
     *lead, K = call.moved.shape
     height, width = call.recipe.block
@@ -168,32 +173,35 @@ def amax(call: Call) -> np.ndarray:
 
 
 def plain_amax(x: np.ndarray, axis: Any) -> np.ndarray:
-    """reference.engine.plain_amax."""
+    """Return what reference.plain_amax returns, for whole arrays."""
     functions()
     if axis is not None or not x.size:
-        raise Declined("the specification reduces along axes")
+        raise Declined("only the specification finds amaxes along axes or of empty arrays")
     encode.check_array(x)
     found = encode.largest(x.reshape(1, -1) if x.flags.c_contiguous else _as_matrix(x))
     return reference.plain_amax(x, axis) if found is None else np.asarray(found)
 
 
 def search_scales(search: Search) -> np.ndarray:
-    """reference.engine.search_scales."""
+    """Return what reference.search_scales returns, for searches over E4M3 scales."""
     functions()
     if not search.is_swept:
-        raise Declined("the specification has searches of powers of two and of amaxes")
+        raise Declined("only the specification searches E8M0 scales and tensor amaxes")
     searching.rule_of(search.call.recipe, search.terms.offsets)
     encode.check_array(search.call.x)
     return reference.search_scales(search, _MATRICES)
 
 
 def _as_matrix(x: np.ndarray) -> np.ndarray:
+    """Return an array of at most two dimensions as a matrix. Raises Declined for others."""
     if x.ndim > 2:
         raise Declined("the compiled engine takes a matrix where memory is not contiguous")
     return x.reshape(1, -1) if x.ndim < 2 else x
 
 
-def _falls_to_the_specification(name: str) -> Any:
+def _declining(name: str) -> Any:
+    """Return a function that raises Declined."""
+
     def declined(*arguments: Any) -> Any:
         raise Declined(f"the compiled engine has no {name}")
 
@@ -201,7 +209,7 @@ def _falls_to_the_specification(name: str) -> Any:
 
 
 def __getattr__(name: str) -> Any:
-    """Operations that are the specification's alone."""
+    """Return a function that declines, for operations that only the specification has."""
     if name in reference.__all__:
-        return _falls_to_the_specification(name)
+        return _declining(name)
     raise AttributeError(name)

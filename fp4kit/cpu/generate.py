@@ -1,9 +1,8 @@
-"""Writes source/recipes.inc: the rules and the arithmetic of elements that the recipes of the table need, as C++ from
-their data.
+"""Writes source/recipes.inc: a C++ struct for each rule that a recipe of the table needs, and lists of their keys.
 
     python -m fp4kit.cpu.generate
 
-A test compares the file with what this makes.
+A test fails if the file is not up to date.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ PATH = Path(__file__).parent / "source" / "recipes.inc"
 
 
 def text() -> str:
-    """The file."""
+    """Return the text of recipes.inc."""
     table = [recipe(name) for name in recipes()]
     formats = {f.name: f for r in table for f in (r.element, r.scale or E4M3)}
     rules = {key: r for r in reversed(table) if (key := rule_key(r)) is not None}

@@ -1,4 +1,8 @@
-"""The compiled library: which one is loaded, its functions, and the number of threads that they take."""
+"""The compiled library: which level is loaded, its functions, their arguments, and the number of threads they use.
+
+Level: the library for one kind of processor (base, avx2, avx512). The structures mirror those of source/, field by
+field; source/ says what the fields mean.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +22,11 @@ from fp4kit.call.parse import Declined
 from fp4kit.cpu.source_digest import digest
 from fp4kit.reference.arith import reciprocal_table
 
-ELEMENTS_PER_THREAD = 1 << 16  # another thread is worth its waking from here on
-QUICK = 4  # times as many of those that take so much less time: of amaxes, and of codes that are looked up
-ELEMENTS_PER_CALL = (
-    1 << 26
-)  # of one call of the library, some tens of milliseconds: between two, Python hears of Ctrl-C
+ELEMENTS_PER_THREAD = 1 << 16  # with fewer elements per thread, waking another thread costs more than it saves
+QUICK_FACTOR = 4  # quick operations (amaxes, codes that are looked up) need this many times as many elements per thread
+# Elements per call of the library, at most. Such a call takes some tens of milliseconds. Between calls Python handles
+# Ctrl-C.
+ELEMENTS_PER_CALL = 1 << 26
 _threads: ContextVar[int | None] = ContextVar("threads", default=None)
 _default: list[int] = []
 _warned: list[str] = []
@@ -32,13 +36,13 @@ _SOURCE = ("data", "rows", "columns", "row_step", "column_step", "hadamard")
 
 
 class SourceMatrix(ctypes.Structure):
-    """A matrix anywhere in memory; steps are in elements."""
+    """A matrix in memory, with steps in elements: Source of source/input_types.h."""
 
     _fields_ = [(name, c_void_p if name == "data" else c_int64) for name in _SOURCE]
 
 
 class EncodeCall(ctypes.Structure):
-    """Of fp4kit_encode; see source/encode_matrix.h."""
+    """Arguments of fp4kit_encode: source/encode_matrix.h."""
 
     _fields_ = [
         ("x", SourceMatrix),
@@ -60,7 +64,7 @@ class EncodeCall(ctypes.Structure):
 
 
 class AmaxCall(ctypes.Structure):
-    """Of fp4kit_amax."""
+    """Arguments of fp4kit_amax: source/tensor_scale.h."""
 
     _fields_ = [
         ("x", SourceMatrix),
@@ -71,7 +75,7 @@ class AmaxCall(ctypes.Structure):
 
 
 class DecodeCall(ctypes.Structure):
-    """Of fp4kit_decode; see source/decode_matrix.h."""
+    """Arguments of fp4kit_decode: source/decode_matrix.h."""
 
     _fields_ = [
         *((name, c_void_p) for name in ("packed", "scales", "encode", "decode", "amax")),
@@ -85,7 +89,7 @@ class DecodeCall(ctypes.Structure):
 
 
 class SearchScalesCall(ctypes.Structure):
-    """Of fp4kit_search_scales; see source/search_scales.h."""
+    """Arguments of fp4kit_search_scales: source/search_scales.h."""
 
     _fields_ = [
         ("x", SourceMatrix),
@@ -100,7 +104,7 @@ class SearchScalesCall(ctypes.Structure):
 
 
 class SearchFactorsCall(ctypes.Structure):
-    """Of fp4kit_search_factors; see source/search_factors.h."""
+    """Arguments of fp4kit_search_factors: source/search_factors.h."""
 
     _fields_ = [
         ("x", SourceMatrix),
@@ -121,9 +125,11 @@ LEVELS = ("base", "avx2", "avx512")  # from the lowest to the highest
 
 
 class CompiledLibrary(NamedTuple):
-    """The functions of a library, its level, and why no higher level is used ("" for the processor's own).
+    """A loaded library.
 
-    Without a library, `functions` is None and `level` says why.
+    functions: its C functions; None if no library can be used.
+    level: its level; if no library can be used, the reason.
+    why: why no higher level is used; "" if this is the highest level that the processor has.
     """
 
     functions: Any
@@ -132,7 +138,10 @@ class CompiledLibrary(NamedTuple):
 
 
 def _open(level: str) -> Any:
-    """Open the library of a level. Raises OSError if there is none."""
+    """Open the library of a level, without a check of its sources.
+
+    Raises OSError if it is not compiled.
+    """
     found = [path for path in Path(__file__).parent.glob(f"_{level}.*") if path.suffix in (".so", ".dylib")]
     if not found:
         where = "where there is a C++ compiler" if level == "base" else "on this machine, or with FP4KIT_CPU_LEVELS=all"
@@ -143,7 +152,10 @@ def _open(level: str) -> Any:
 
 
 def _load(level: str) -> Any:
-    """Return the library of a level. Raises OSError if there is none, or if it was compiled from other sources."""
+    """Return the functions of a level's library, with their argument types.
+
+    Raises OSError if the library is not compiled, or if it was compiled from other sources.
+    """
     functions = _open(level)
     if functions.fp4kit_digest().decode() != digest():
         raise OSError("it was compiled from other sources; install fp4kit again")
@@ -170,12 +182,12 @@ def _load(level: str) -> Any:
 
 @cache
 def library() -> CompiledLibrary:
-    """Return the best library for this processor.
+    """Return the library of the highest usable level for this processor.
 
-    Warns, once per process, if a higher level is missing, or if libraries are there and none can be used.
+    Warns once per process if a higher level is missing, or if libraries are compiled but none can be used.
     """
     try:
-        best = _open("base").fp4kit_level().decode()  # a stale library knows the processor, too
+        best = _open("base").fp4kit_level().decode()  # a library of other sources knows the processor, too
     except (OSError, AttributeError) as error:
         return CompiledLibrary(None, str(error))
     functions, missing = None, []
@@ -199,13 +211,14 @@ def library() -> CompiledLibrary:
 
 
 def _warn_once(text: str) -> None:
+    """Warn, unless this process has warned before."""
     if not _warned:
-        _warned.append(text)  # first, since a filter may raise the warning
+        _warned.append(text)  # before the warning, because a filter may turn it into an exception
         warnings.warn(text, RuntimeWarning, stacklevel=3)
 
 
 def functions() -> Any:
-    """The library's functions. Raises Declined where there is no library."""
+    """Return the library's functions. Raises Declined if there is no library."""
     found = library()
     if found.functions is None:
         raise Declined(f"the compiled engine is not there: {found.level}")
@@ -238,6 +251,7 @@ def set_num_threads(count: int) -> None:
 
 
 def _checked(op: str, count: Any) -> int:
+    """Return a number of threads as an int. Raises ValueError, which names op, if it is below 1."""
     number = as_index(op, "threads", count)
     if number < 1:
         raise ValueError(f"{op}: threads is {number}; needs 1 or more")
@@ -257,18 +271,19 @@ def num_threads() -> int:
         ...     fp4kit.num_threads()
         3
     """
-    within = _threads.get()
-    if within is not None:
-        return within
+    in_context = _threads.get()
+    if in_context is not None:
+        return in_context
     if not _default:
         _default[:] = [_default_threads()]
     return _default[0]
 
 
 def _default_threads() -> int:
-    asked = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
-    if asked.isdecimal() and int(asked) > 0:
-        return int(asked)
+    """Return OMP_NUM_THREADS if it is a positive number, else the number of processors of this process."""
+    requested = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
+    if requested.isdecimal() and int(requested) > 0:
+        return int(requested)
     affinity = getattr(os, "sched_getaffinity", None)
     return len(affinity(0)) if affinity else os.cpu_count() or 1
 
@@ -299,7 +314,7 @@ def threads(count: int) -> AbstractContextManager[None]:
 
 @contextmanager
 def taking(op: str, count: int) -> Iterator[None]:
-    """threads(count), whose errors begin with op."""
+    """Do what threads(count) does; errors begin with op."""
     token = _threads.set(_checked(op, count))
     try:
         yield
@@ -308,10 +323,10 @@ def taking(op: str, count: int) -> Iterator[None]:
 
 
 def alone() -> None:
-    """Calls of this thread take no other ones from now on: it is one of many that a program has of its own."""
+    """Make calls of this thread use no other threads from now on, for programs with many threads of their own."""
     _threads.set(1)
 
 
 def threads_for(elements: int, is_quick: bool = False) -> int:
-    """Threads of a call on so many elements; is_quick: each takes little time."""
-    return max(1, min(num_threads(), elements // (ELEMENTS_PER_THREAD * (QUICK if is_quick else 1))))
+    """Return the number of threads for a call on this many elements; is_quick: each element takes little time."""
+    return max(1, min(num_threads(), elements // (ELEMENTS_PER_THREAD * (QUICK_FACTOR if is_quick else 1))))

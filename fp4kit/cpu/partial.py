@@ -1,5 +1,6 @@
-"""Shards by the compiled library: the whole rows of blocks in them. What is cut off before and after is the
-specification's.
+"""Shards of primary weights by the compiled library.
+
+The library takes the whole rows of blocks of a shard. The specification computes the elements before and after them.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from fp4kit.reference.quantize import EncodeOptions
 
 
 class _Cut(NamedTuple):
-    """Elements [first, last) of a shard are whole rows of blocks: rows [row, row + rows) of the matrix."""
+    """The whole rows of blocks of a shard: its elements [first, last), rows [row, row + rows) of the matrix."""
 
     first: int
     last: int
@@ -24,29 +25,29 @@ class _Cut(NamedTuple):
 
 
 def _cut(length: int, start: int, shape: tuple[int, int], height: int) -> _Cut:
-    """Where a shard from element `start` on is cut."""
+    """Return the whole rows of blocks of a shard that begins at element `start`; no rows if it has none."""
     M, K = shape
     if not length:
         return _Cut(0, 0, 0, 0)
     row = -(-start // (K * height)) * height
     end = (start + length) // K
     end = end if end == M else end // height * height
-    if end <= row:  # no whole one
+    if end <= row:  # no whole row of blocks
         return _Cut(length, length, 0, 0)
     return _Cut(row * K - start, end * K - start, row, end - row)
 
 
 def partial_amax(shard: np.ndarray, shape: tuple[int, int], start: int, r: Recipe) -> np.ndarray:
-    """reference.partial.partial_amax."""
+    """Return what reference.partial.partial_amax returns."""
     cut = _cut(len(shard), start, shape, r.block_rows)
     out = specification.partial_amax(shard[: cut.first], shape, start, r)
     if cut.rows:
         rows = slice(cut.row // r.block_rows, -(-(cut.row + cut.rows) // r.block_rows))
         out[rows] = encode.block_amax(shard[cut.first : cut.last].reshape(cut.rows, shape[1]), r)
     if cut.last < len(shard):
-        rest = specification.partial_amax(shard[cut.last :], shape, start + cut.last, r)
+        tail = specification.partial_amax(shard[cut.last :], shape, start + cut.last, r)
         first = (start + cut.last) // shape[1] // r.block_rows
-        out[first:] = rest[first:]
+        out[first:] = tail[first:]
     return out
 
 
@@ -59,10 +60,9 @@ def partial_cast(
     recipe: Recipe,
     tensor_amax: np.ndarray | None,
 ) -> None:
-    """reference.partial.partial_cast."""
+    """Do what reference.partial.partial_cast does."""
     cut = _cut(len(shard), start, shape, recipe.block_rows)
-    direct = out.strides[1] == 1  # the library writes rows of neighbouring bytes
-    if not direct:
+    if out.strides[1] != 1:  # the library writes rows of contiguous bytes only
         cut = _Cut(len(shard), len(shard), 0, 0)
     specification.partial_cast(shard[: cut.first], out, amax, shape, start, recipe, tensor_amax)
     if cut.rows:

@@ -1,4 +1,4 @@
-"""Block amaxes of least loss by the compiled library."""
+"""Search of the block amaxes whose scales leave the smallest loss, by the compiled library."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ from fp4kit.call.search_scales import RUN, Search, Terms
 from fp4kit.cpu import search_factors
 from fp4kit.cpu.buffers import address
 from fp4kit.cpu.coverage import not_searched, rule_key
-from fp4kit.cpu.encode import INPUTS, Shape, source
+from fp4kit.cpu.encode import INPUTS, Tiles, source
 from fp4kit.cpu.library import SearchScalesCall, functions, threads_for
 from fp4kit.recipes import Recipe
 from fp4kit.reference import search_factors as searches
 from fp4kit.reference import search_scales as specification
 from fp4kit.reference.arith import moved_by, reciprocal_approx_ftz
 
-COST, SWEEP_COST, POWER_COST = 16, 256, 1024  # of the time that codes of an element take, about
+# Time of a search, relative to encoding, about: pruned; full; full with powers other than 1, 2 and infinity.
+PRUNED_COST, FULL_COST, POWER_COST = 16, 256, 1024
 
 
 @np.errstate(all="ignore")
@@ -32,31 +33,32 @@ def search_matrix(
     unproven: np.ndarray | None = None,
     bounded: bool = True,
 ) -> None:
-    """reference.search_scales.search_matrix; unproven: a uint64 to add the blocks to that had all candidates tried.
+    """Do what reference.search_scales.search_matrix does.
 
-    bounded: by bounds, where those hold; else all of them have.
+    unproven: a uint64 that is incremented by the number of blocks that had a full search.
+    bounded: use the pruned search where its bounds are valid; if False, every block has a full search.
     """
     r, terms = search.call.recipe, search.terms
-    plain = terms.power in (1, 2, np.inf)
-    cost = (COST if terms.power == 2 and terms.hessian is None else SWEEP_COST) if plain else POWER_COST
+    is_simple = terms.power in (1, 2, np.inf)
+    cost = (PRUNED_COST if terms.power == 2 and terms.hessian is None else FULL_COST) if is_simple else POWER_COST
     rule, (lower, upper) = rule_of(r, terms.offsets), terms.offsets or (0, 0)
-    by_code = _candidates(np.float32(amax.reshape(())), r, terms)
+    candidates = _candidates(np.float32(amax.reshape(())), r, terms)
     counted = np.zeros(1, np.uint64) if unproven is None else unproven
-    shape = Shape.of(x, RUN, r.block_rows, x.strides[1] != x.itemsize)
-    for rows, columns in shape.parts(cost):
+    tiles = Tiles.of(x, RUN, r.block_rows, x.strides[1] != x.itemsize)
+    for rows, columns in tiles.slabs(cost):
         cut, blocks = x[rows, columns], slice(columns.start // RUN, columns.stop // RUN)
         weights = None if terms.weights is None else terms.weights[columns]
         hessian = None if terms.hessian is None else terms.hessian[blocks]
         call = SearchScalesCall(
             source(cut),
-            *map(address, by_code),
+            *map(address, candidates),
             address(weights),
             address(hessian),
             address(out[rows, blocks]),
             out.strides[0] // out.itemsize,
             address(counted),
-            shape.height,
-            shape.width,
+            tiles.tile_rows,
+            tiles.tile_columns,
             lower,
             upper,
             terms.power,
@@ -71,19 +73,20 @@ def search_matrix(
 
 
 def searched(call: Call, amax: np.ndarray | None) -> Call:
-    """reference.search.searched."""
-    r, multiplied = call.recipe, call.recipe.search in searches.FACTORS
-    if not r.search or not_searched(r) or not call.x.size or (call.mask is not None and not multiplied):
+    """Return what reference.search_factors.searched returns: the call with the block amaxes that its search chooses."""
+    r, is_factor_search = call.recipe, call.recipe.search in searches.FACTORS
+    if not r.search or not_searched(r) or not call.x.size or (call.mask is not None and not is_factor_search):
         return searches.searched(call, amax)
-    by: Callable[..., None] = partial(search_matrix, search=Search(call))
-    if multiplied:
-        by = partial(search_factors.search_matrix, recipe=r, hadamard=call.mask)
-    return call._replace(block_amax=searches.chosen_amaxes(call, amax, by))
+    search: Callable[..., None] = partial(search_matrix, search=Search(call))
+    if is_factor_search:
+        search = partial(search_factors.search_matrix, recipe=r, hadamard=call.mask)
+    return call._replace(block_amax=searches.chosen_amaxes(call, amax, search))
 
 
 def rule_of(r: Recipe, offsets: tuple[int, int] | None) -> int:
-    """The library's index of the rule of the code that a block's own amax has; -1 where none is asked for. Raises
-    Declined.
+    """Return the library's index of the block rule that gives the code beside which candidates are.
+
+    Returns -1 without offsets: all codes are candidates then. Raises Declined if the library does not have the rule.
     """
     if offsets is None:
         return -1
@@ -95,8 +98,9 @@ def rule_of(r: Recipe, offsets: tuple[int, int] | None) -> int:
 
 
 def _candidates(amax: np.float32, r: Recipe, terms: Terms) -> np.ndarray:
-    """float32 (3, 128), by code: block amaxes, scales, what elements are multiplied with in place of a division by
-    those.
+    """Return, by code, block amaxes, scales, and approximate reciprocals of the scales: float32 (3, 128).
+
+    Elements are multiplied with the reciprocals instead of a division by the scales.
     """
     found = np.ones((3, 128), np.float32)
     codes = specification.CODES

@@ -20,7 +20,7 @@ F32, U8 = np.dtype(np.float32), np.dtype(np.uint8)
 @pytest.fixture(autouse=True)
 def nothing_kept(monkeypatch):
     """Results of any size are kept, and none is yet."""
-    monkeypatch.setattr(buffers, "LEAST", 1)
+    monkeypatch.setattr(buffers, "MIN_BYTES", 1)
     buffers._kept.clear()
     yield
     buffers._kept.clear()
@@ -76,7 +76,7 @@ def test_one_piece_is_kept_and_no_large_one():
     assert kept_after(16, 8, 4) == [16 * 64]  # that of the last one to go
     assert kept_after(9) == [16 * 64]
     assert kept_after(7) == [7 * 64]  # more than half of the piece would have been idle
-    assert buffers.empty((buffers.MOST + 1,), U8).flags.owndata and kept_after() == [7 * 64]
+    assert buffers.empty((buffers.MAX_BYTES + 1,), U8).flags.owndata and kept_after() == [7 * 64]
 
 
 def test_calls_of_many_threads(monkeypatch):

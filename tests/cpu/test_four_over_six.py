@@ -7,7 +7,7 @@ from dataclasses import replace
 import ml_dtypes
 import numpy as np
 import pytest
-from engine_cases import NEEDS_ENGINE, VIEWS, agree, as_large_ones, counted, covered, shrink_units
+from engine_cases import NEEDS_ENGINE, VIEWS, agree, as_large_ones, counted, covered, shrink_tiles
 from exhaustive import every, exhaustive, half
 from inputs import extreme, nonfinite, ordinary
 
@@ -194,8 +194,8 @@ def test_any_number_of_blocks(blocks):
 
 
 @pytest.mark.parametrize("name", every(6, NAMES))
-def test_views_in_small_units(name, monkeypatch):
-    shrink_units(monkeypatch)
+def test_views_in_small_tiles(name, monkeypatch):
+    shrink_tiles(monkeypatch)
     for of in VIEWS.values():
         x = of(ordinary(6, (128, 256), FLOATS[NAMES.index(name) % 3]))
         for axis in range(-1, x.ndim - 1):

@@ -201,7 +201,7 @@ def test_an_interrupt_ends_a_long_call(function, monkeypatch, interruptible):
     with monkeypatch.context() as patch:
         for module in (encode, cached_calls, native):
             patch.setattr(module, "ELEMENTS_PER_CALL", 1 << 10)
-        patch.setattr(engine, "PIECE", 1 << 12)
+        patch.setattr(engine, "FAKE_ELEMENTS", 1 << 12)
         patch.setattr(call_cache, "_CALLS", {})
         calls = interrupted_at(patch, 20)
         with pytest.raises(KeyboardInterrupt):

@@ -33,7 +33,7 @@ OPTIONS = {
     "UBSAN_OPTIONS": "print_stacktrace=1",
     "TSAN_OPTIONS": "halt_on_error=1:report_signal_unsafe=0",
 }
-# Drawn calls and all operations, in units as they are and in small ones, on several threads.
+# Drawn calls and all operations, in tiles as they are and in small ones, on several threads.
 WORK = """
 import sys
 sys.path.insert(0, {tests!r})
@@ -41,7 +41,7 @@ import numpy as np, pytest
 from fp4kit.cpu import library as native
 native.__file__ = {folder!r} + "/library.py"
 import fp4kit
-from engine_cases import assert_equal, shrink_units
+from engine_cases import assert_equal, shrink_tiles
 from everything import everything
 from fp4kit.evidence.fuzz import run as fuzz
 from fp4kit.evidence.fuzz.draw import Pool
@@ -52,7 +52,7 @@ fp4kit.set_num_threads(4)
 native.ELEMENTS_PER_THREAD = 1
 for small in (False, True):
     if small:
-        shrink_units(pytest.MonkeyPatch())
+        shrink_tiles(pytest.MonkeyPatch())
     found = fuzz.run(fuzz.host_engine()[0], 3600, 1, cases={cases}, pool=Pool(largest=1 << 12))
     assert not found.failures, found.failures[0].text
     names = ("nvfp4-te", "nvfp4-te-2d", "nvfp4-flashinfer", "mxfp4-ocp", "mxfp8-te", "int8-modelopt-channel")

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from engine_cases import assert_equal, shrink_units
+from engine_cases import assert_equal, shrink_tiles
 from inputs import BF16, extreme, nonfinite, ordinary
 from searched import of_nearly_equal_errors, searched_blocks
 
@@ -39,7 +39,7 @@ def test_every_kind_of_block(name, dtype, monkeypatch) -> None:
     for x in arrays:
         agree(x, name, **above)
     agree(np.ascontiguousarray(ordinary(1, (48, 96), dtype).T), name, axis=0)
-    shrink_units(monkeypatch)
+    shrink_tiles(monkeypatch)
     agree(arrays[0], name, hadamard="no_signs", **above)
     agree(ordinary(2, (9, 288), dtype), name)
 
@@ -50,7 +50,7 @@ def test_the_order_of_a_sum_decides() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_shapes(name) -> None:
-    """Wider than a unit, rows of one block, views, stacks with amaxes of their own, none."""
+    """Wider than a tile, rows of one block, views, stacks with amaxes of their own, none."""
     for shape in ((3, 4160), (70, 32), (1, 64), (2, 3, 8, 64), (0, 64)):
         agree(ordinary(2, shape), name)
     agree(ordinary(3, (64, 256))[::2, 64:192], name)

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from engine_cases import NEEDS_ENGINE, VIEWS, agree, assert_equal, shrink_units, unaligned
+from engine_cases import NEEDS_ENGINE, VIEWS, agree, assert_equal, shrink_tiles, unaligned
 from exhaustive import exhaustive, half, sampled
 from hypothesis import strategies as st
 from inputs import BF16, extreme, ordinary
@@ -47,8 +47,8 @@ def cut(x: np.ndarray) -> np.ndarray:
 
 
 @pytest.fixture
-def small_units(monkeypatch):
-    shrink_units(monkeypatch)
+def small_tiles(monkeypatch):
+    shrink_tiles(monkeypatch)
     yield
     encode.kernels_of.cache_clear()
 
@@ -173,7 +173,7 @@ def test_near_codes_that_the_library_has_not():
 
 
 @pytest.mark.parametrize("view", VIEWS)
-def test_views_in_small_units(view, small_units):
+def test_views_in_small_tiles(view, small_tiles):
     """Weights and Hessians follow their columns."""
     x = cut(VIEWS[view](ordinary(6, (128, 256))))
     for axis in range(-1, x.ndim - 1):
@@ -184,7 +184,7 @@ def test_views_in_small_units(view, small_units):
 
 
 @pytest.mark.parametrize("side", SIDES)
-def test_blocks_in_small_units(side, small_units):
+def test_blocks_in_small_tiles(side, small_tiles):
     for dtype in FLOATS:
         agree(fp4kit.search_scales, searched_blocks(dtype), STATIC, tensor_amax=4.0, candidates="near", **SIDES[side])
 

@@ -83,7 +83,7 @@ def seen_threads(monkeypatch):
 
 def test_threads_of_one_call(default_threads, monkeypatch):
     """In a first call and in a repeated one; the default before and after it."""
-    monkeypatch.setattr(library, "QUICK", 1)
+    monkeypatch.setattr(library, "QUICK_FACTOR", 1)
     x, seen = large(), seen_threads(monkeypatch)
     q = fp4kit.quantize(x, "mxfp4-ocp")
     calls = {

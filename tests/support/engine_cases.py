@@ -1,4 +1,4 @@
-"""What the tests of the compiled engine share: its results beside the specification's, small units, and views of an
+"""What the tests of the compiled engine share: its results beside the specification's, small tiles, and views of an
 array.
 """
 
@@ -69,26 +69,26 @@ def as_large_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     scales.
     """
     monkeypatch.setattr(dequantize, "TABLES_FROM", 0)
-    monkeypatch.setattr(coverage, "FEW", dict.fromkeys(coverage.FEW, 0))
-    monkeypatch.setattr(coverage, "FEW_VALUES", 0)
-    monkeypatch.setattr(coverage, "FEW_AMAX", 0)
-    monkeypatch.setattr(coverage, "FEW_COLUMNS", 0)
+    monkeypatch.setattr(coverage, "MIN_ELEMENTS", dict.fromkeys(coverage.MIN_ELEMENTS, 0))
+    monkeypatch.setattr(coverage, "MIN_CODE_BYTES", 0)
+    monkeypatch.setattr(coverage, "MIN_AMAX_ELEMENTS", 0)
+    monkeypatch.setattr(coverage, "MIN_COLUMNS", 0)
 
 
-def shrink_units(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Small arrays have many units, calls of the library, pieces and threads."""
+def shrink_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small arrays have many tiles, slabs and threads."""
     for module in (encode, dequantize):
-        monkeypatch.setattr(module, "UNIT", 64)
-    monkeypatch.setattr(encode, "WIDTH", 128)  # the longest block
+        monkeypatch.setattr(module, "TILE_ELEMENTS", 64)
+    monkeypatch.setattr(encode, "PANEL_COLUMNS", 128)  # the longest block
     monkeypatch.setattr(encode, "TILE_COLUMNS", 32)
     monkeypatch.setattr(encode, "TILE_ROWS", 4)
     for module in (encode, native):
         monkeypatch.setattr(module, "ELEMENTS_PER_CALL", 300)
     monkeypatch.setattr(native, "ELEMENTS_PER_THREAD", 1)
-    monkeypatch.setattr(engine, "PIECE", 200)
+    monkeypatch.setattr(engine, "FAKE_ELEMENTS", 200)
     monkeypatch.setattr(native, "_default", [3])
     as_large_ones(monkeypatch)
-    monkeypatch.setattr(call_cache, "_CALLS", {})  # calls that are kept have larger units
+    monkeypatch.setattr(call_cache, "_CALLS", {})  # calls that are kept have larger tiles
     encode.kernels_of.cache_clear()  # which kernels a block has depends on the width
 
 

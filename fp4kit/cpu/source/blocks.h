@@ -10,12 +10,12 @@ constexpr i64 kPanelColumns = 2048;  // columns of a panel, at most (README.md):
 constexpr i64 kMaxPanelBlocks = kPanelColumns / 16;  // blocks of a panel, at most
 constexpr int kRun = 16;                             // elements of a run, which share one factor
 
-// Returns the length of a block's segments: 16 for blocks of 16, else 32. Blocks are 16 or a multiple of 32 long.
+// Return the length of a block's segments: 16 for blocks of 16, else 32. Blocks are 16 or a multiple of 32 long.
 static i64 segment_of(i64 block) {
   return block == 16 ? 16 : 32;
 }
 
-// Stores the amax bits of each of `count` contiguous segments of kSegment elements.
+// Store the amax bits of each of `count` contiguous segments of kSegment elements.
 template <class In, int kSegment>
 static void segment_amax_bits(const void* elements, i64 count, u32* out) {
   using Bits = typename Input<In>::Bits;
@@ -51,13 +51,13 @@ static void segment_amax_bits(const void* elements, i64 count, u32* out) {
   }
 }
 
-// Stores the scale codes of `count` blocks by the block rule of R.
+// Store the scale codes of `count` blocks by the block rule of R.
 template <class R, class In>
 static void scale_codes(const float* __restrict amax, i64 count, TensorScale t, u8* __restrict codes) {
   for (i64 b = 0; b < count; ++b) codes[b] = static_cast<u8>(R::BlockRule::template code<R, In>(amax[b], t));
 }
 
-// Stores the factors of `count` blocks by the block rule of R: what their elements are multiplied with or divided by.
+// Store the factors of `count` blocks by the block rule of R: what their elements are multiplied with or divided by.
 template <class R, class In>
 static void scale_factors(const u8* __restrict codes, const float* __restrict amax, i64 count, TensorScale t,
                           float* __restrict factors) {

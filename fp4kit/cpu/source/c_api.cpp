@@ -10,12 +10,12 @@
 
 extern "C" {
 
-// Returns the digest of the sources that this library was compiled from: cpu/source_digest.py.
+// Return the digest of the sources that this library was compiled from: cpu/source_digest.py.
 FP4KIT_EXPORT const char* fp4kit_digest() {
   return FP4KIT_DIGEST;
 }
 
-// Returns the highest level that this processor can run, by its name in setup.py.
+// Return the highest level that this processor can run, by its name in setup.py.
 FP4KIT_EXPORT const char* fp4kit_level() {
 #if defined(__x86_64__)
   __builtin_cpu_init();
@@ -42,7 +42,7 @@ FP4KIT_EXPORT int fp4kit_element(const char* key) {
   return kElements.index_of(key);
 }
 
-// Sets the table of rcp_approx_ftz (cuda_compat.h). Must be called before any call that computes.
+// Set the table of rcp_approx_ftz (cuda_compat.h). It must be called before any call that computes.
 FP4KIT_EXPORT void fp4kit_set_reciprocals(const signed char* table) {
   reciprocal_table = table;
 }
@@ -51,7 +51,7 @@ FP4KIT_EXPORT void fp4kit_set_reciprocals(const signed char* table) {
 
 namespace {
 
-// Encodes all tiles of a call.
+// Encode all tiles of a call.
 void encode_tiles(const EncodeCall& call, KnownAmaxes known) {
   const Tiles tiles{call.x.rows, call.x.columns, call.tile_rows, call.tile_columns};
   Multipliers memory;
@@ -63,7 +63,7 @@ void encode_tiles(const EncodeCall& call, KnownAmaxes known) {
   });
 }
 
-// Returns a prototype with the elements at x.
+// Return a prototype with the elements at x.
 EncodeCall call_at(const EncodeCall& prototype, const void* x, i32 threads) {
   EncodeCall call = prototype;
   call.x.data = x;
@@ -75,12 +75,12 @@ EncodeCall call_at(const EncodeCall& prototype, const void* x, i32 threads) {
 
 extern "C" {
 
-// Encodes a matrix.
+// Encode a matrix.
 FP4KIT_EXPORT void fp4kit_encode(const EncodeCall* call) {
   encode_tiles(*call, {});
 }
 
-// Quantizes a matrix: finds its tensor scales, and encodes it into packed and scales. Returns 1 if any of it needs the
+// Quantize a matrix: find its tensor scales, and encode it into packed and scales. Return 1 if any of it needs the
 // fallback; the outputs are then not valid.
 //   given         tensor amaxes, or nullptr to find them
 //   decode, amax  out: the tensor's decode scales and amaxes; nullptr if not wanted
@@ -102,7 +102,7 @@ FP4KIT_EXPORT i32 fp4kit_quantize(const EncodeCall* prototype, const void* x, co
   return any_marked(needs_fallback);
 }
 
-// Fake-quantizes a matrix into `out`: encodes and decodes each tile, whose codes and scales are not kept. values: how
+// Fake-quantize a matrix into `out`: encode and decode each tile, whose codes and scales are not kept. values: how
 // they are decoded. given, tensor_rule and the result: as for fp4kit_quantize.
 FP4KIT_EXPORT i32 fp4kit_fake_quantize(const EncodeCall* prototype, const DecodeCall* values, const void* x,
                                        const float* given, void* out, i32 tensor_rule, i32 threads) {
@@ -130,12 +130,12 @@ FP4KIT_EXPORT i32 fp4kit_fake_quantize(const EncodeCall* prototype, const Decode
   return !is_done;
 }
 
-// Returns the index of a decoder by its key; -1 for an unknown key.
+// Return the index of a decoder by its key; -1 for an unknown key.
 FP4KIT_EXPORT int fp4kit_decoder(const char* key) {
   return kDecoders.index_of(key);
 }
 
-// Decodes a matrix.
+// Decode a matrix.
 FP4KIT_EXPORT void fp4kit_decode(const DecodeCall* call) {
   DecodeTables memory;
   const DecodeTables* tables = tables_of_call(*call, false, memory);
@@ -145,7 +145,7 @@ FP4KIT_EXPORT void fp4kit_decode(const DecodeCall* call) {
 }
 
 // Dequantizes a matrix. tensor: the encode scales of all tensor scales, then the decode scales, then the amaxes.
-// Returns 1 if any of it needs the fallback; `out` is then not valid.
+// Return 1 if any of it needs the fallback; `out` is then not valid.
 FP4KIT_EXPORT i32 fp4kit_dequantize(const DecodeCall* prototype, const u8* packed, const u8* scales,
                                     const float* tensor, void* out, i32 threads) {
   DecodeCall call = *prototype;
@@ -162,7 +162,7 @@ FP4KIT_EXPORT i32 fp4kit_dequantize(const DecodeCall* prototype, const u8* packe
   return any_marked(needs_fallback);
 }
 
-// Scale search: for every block of the matrix, stores the amax whose scale leaves the smallest loss.
+// Scale search: for every block of the matrix, store the amax whose scale leaves the smallest loss.
 FP4KIT_EXPORT void fp4kit_search_scales(const SearchScalesCall* call) {
   const Tiles tiles{call->x.rows, call->x.columns, call->tile_rows, call->tile_columns};
   std::atomic<u64> unproven{0};
@@ -174,7 +174,7 @@ FP4KIT_EXPORT void fp4kit_search_scales(const SearchScalesCall* call) {
   *call->unproven += unproven;
 }
 
-// Factor search: for every block of the matrix, tries the given multiples of its amax and stores the best one.
+// Factor search: for every block of the matrix, try the given multiples of its amax and store the best one.
 FP4KIT_EXPORT void fp4kit_search_factors(const SearchFactorsCall* call) {
   const Tiles tiles{call->x.rows, call->x.columns, call->tile_rows, call->tile_columns};
   const FillTablesFunction fill = kDecoders[call->decoder].fill_tables[kFloat32];
@@ -188,7 +188,7 @@ FP4KIT_EXPORT void fp4kit_search_factors(const SearchFactorsCall* call) {
   });
 }
 
-// Transposes the packed codes of a (rows, columns) matrix. is_nibble: codes are two per byte, and rows and columns are
+// Transpose the packed codes of a (rows, columns) matrix. is_nibble: codes are two per byte, and rows and columns are
 // even.
 FP4KIT_EXPORT void fp4kit_transpose(const u8* codes, u8* out, i64 rows, i64 columns, i32 is_nibble, i32 threads) {
   constexpr i64 kTileSide = 64;

@@ -1,5 +1,5 @@
-// Compiles the rules of cuda/kernels/rules for a processor: defines the few names of CUDA that they use, in a form that
-// lets the compiler vectorize loops over them, and includes the rules that the CPU engine needs.
+// The rules of cuda/kernels/rules, compiled for a processor: definitions of the few names of CUDA that they use, in a
+// form that lets the compiler vectorize loops, and the rules that the CPU engine needs.
 #pragma once
 
 #include <cmath>
@@ -30,7 +30,7 @@ static __forceinline__ double __longlong_as_double(long long bits) {
   return __builtin_bit_cast(double, bits);
 }
 
-// Returns the number of leading zero bits; 32 for 0.
+// Return the number of leading zero bits; 32 for 0.
 static __forceinline__ int __clz(unsigned x) {
   return x ? __builtin_clz(x) : 32;
 }
@@ -61,7 +61,7 @@ static __forceinline__ float larger_float(float a, float b) {
 // it.
 inline const signed char* reciprocal_table = nullptr;
 
-// Returns what rcp.approx.ftz.f32 of sm_90 returns for x, in every bit. Subnormal operands and results are flushed to
+// Return what rcp.approx.ftz.f32 of sm_90 returns for x, in every bit. Subnormal operands and results are flushed to
 // zero. Attribute const holds because the table does not change.
 __attribute__((const, noinline)) inline float rcp_approx_ftz(float x) {
   const u32 bits = bits_of(x);

@@ -8,7 +8,7 @@
 
 #include "input_types.h"
 
-// Returns the value of a nibble in [0, 16) from a value table.
+// Return the value of a nibble in [0, 16) from a value table.
 template <class Value>
 static __forceinline__ Value value_of(const u8* planes, u32 code) {
   Value value = 0;
@@ -17,7 +17,7 @@ static __forceinline__ Value value_of(const u8* planes, u32 code) {
   return value;
 }
 
-// Stores the values of `count` nibbles from one value table.
+// Store the values of `count` nibbles from one value table.
 template <class Value>
 static __forceinline__ void decode_nibbles(const u8* codes, i64 count, const u8* planes, Value* out) {
   i64 i = 0;
@@ -47,19 +47,19 @@ struct TensorScales {
   const float *encode, *decode, *amax;
   i64 row_step, block_step;
 
-  // Returns the tensor scale of a block of a row.
+  // Return the tensor scale of a block of a row.
   TensorScale at(i64 row, i64 block) const {
     const i64 i = row * row_step + block * block_step;
     return {encode[i], decode[i], amax[i]};
   }
 };
 
-// Wraps a function in a type, so that two functions can be compared at compile time. Under a sanitizer g++ 12 cannot
+// Wrap a function in a type, so that two functions can be compared at compile time. Under a sanitizer g++ 12 cannot
 // compare their addresses there.
 template <auto kFunction>
 struct Function {};
 
-// Decodes elements under one block scale and one tensor scale, by the decode rule of R, into the type Out.
+// Decode elements under one block scale and one tensor scale, by the decode rule of R, into the type Out.
 //
 // Values that may be NaN are left to the specification, because compilers do not keep the sign of a NaN. is_supported
 // and are_all_finite tell the caller.
@@ -80,14 +80,14 @@ struct Decoder {
   // code: the block scale's code; ignored if the recipe has no block scales.
   Decoder(u32 code, TensorScale t) : uses_decode_scale(!R::kHasScales && t.amax < 0.0f), scale(scale_of(code, t)) {}
 
-  // Returns what the decode rule applies to elements.
+  // Return what the decode rule applies to elements.
   static typename R::DecodeRule::Scale scale_of(u32 code, TensorScale t) {
     if constexpr (!R::kHasScales)
       if (t.amax < 0.0f) return t.decode;
     return stored_scale<R>(code, t);
   }
 
-  // Returns the value of a code before scales. `decode` of the rules multiplies subnormal float32 numbers, which takes
+  // Return the value of a code before scales. `decode` of the rules multiplies subnormal float32 numbers, which takes
   // some processors 150 cycles. Formats with a small bias have many subnormal codes, so for them all codes are placed
   // one exponent higher. Half of that number is the value of a normal code. That number without its leading 1 is the
   // value of a subnormal code. The smaller of both is the value.
@@ -102,14 +102,14 @@ struct Decoder {
     }
   }
 
-  // Returns true if the scale gives finite elements values that are not NaN. Rules without block scales may divide by
+  // Return true if the scale gives finite elements values that are not NaN. Rules without block scales may divide by
   // the scale, so 0 is excluded for them.
   bool is_supported() const {
     if constexpr (!R::kHasScales) return is_finite(scale) && scale != 0.0f;
     return is_finite(scale);
   }
 
-  // Returns the bits of the scaled value of an unscaled one, rounded to Out.
+  // Return the bits of the scaled value of an unscaled one, rounded to Out.
   __forceinline__ Value operator()(float value) const {
     if constexpr (!R::kHasScales)
       if (uses_decode_scale) return Input<Out>::narrow(value * scale);
@@ -121,7 +121,7 @@ struct Decoder {
   static constexpr bool kIsUnsigned =
       std::is_same_v<Function<&R::DecodeRule::apply>, Function<&decode_modelopt::apply>>;
 
-  // Stores the value table.
+  // Store the value table.
   void fill_table(u8* planes) const {
     if constexpr (!kIsProduct && !kIsUnsigned) return fill_table_unvectorized(planes);
     Value values[16];
@@ -130,7 +130,7 @@ struct Decoder {
       for (u32 code = 0; code < 16; ++code) planes[16 * byte + code] = static_cast<u8>(values[code] >> (8 * byte));
   }
 
-  // Stores the value table without vectorization: g++ 12 takes over a minute to vectorize this loop for some rules.
+  // Store the value table without vectorization: g++ 12 takes over a minute to vectorize this loop for some rules.
   __attribute__((optimize("no-tree-loop-vectorize"))) void fill_table_unvectorized(u8* planes) const {
     for (u32 code = 0; code < 16; ++code) {
       const Value value = (*this)(unscaled_value(code));
@@ -146,7 +146,7 @@ struct Decoder {
   // Exponent fields of the smallest and largest unscaled values, as bfloat16 has them.
   static constexpr int kMinField = 128 - Element::kBias - Element::kMantissaBits, kMaxField = 127 + Element::kEmax;
 
-  // Returns the bfloat16 bits of the product of a code's value with a power of two. min_bits: the bits of the product
+  // Return the bfloat16 bits of the product of a code's value with a power of two. min_bits: the bits of the product
   // of the smallest positive value. kAllNormal: the code is normal.
   //
   // From code 2^k on, k up to kMantissaBits, the bits grow by 2^(7 - k) per code. So the bits are the minimum of these
@@ -165,7 +165,7 @@ struct Decoder {
                             (code & Element::kSignBit) * (0x8000u / Element::kSignBit));
   }
 
-  // Returns min_bits of product_bits for this scale. Returns 0 if product_bits is not valid: if the scale is no
+  // Return min_bits of product_bits for this scale. Return 0 if product_bits is not valid: if the scale is no
   // positive power of two, or if a product would be subnormal or infinite.
   __forceinline__ u16 min_product_bits() const {
     const int power = static_cast<int>(bits_of(scale) >> 23) - 127;
@@ -173,7 +173,7 @@ struct Decoder {
     return static_cast<u16>(is_valid ? (kMinField + power) << 7 : 0);
   }
 
-  // Stores the values of `count` codes that are stored one per byte.
+  // Store the values of `count` codes that are stored one per byte.
   __forceinline__ void decode_codes(const u8* __restrict codes, i64 count, Value* __restrict out) const {
     if constexpr (kHasBitwiseProducts)
       if (const u16 min_bits = min_product_bits()) {
@@ -183,7 +183,7 @@ struct Decoder {
     for (i64 i = 0; i < count; ++i) out[i] = (*this)(unscaled_value(codes[i]));
   }
 
-  // Returns true if no code is subnormal; zeros are allowed. It compares magnitude - 1, which wraps to 255 for zeros.
+  // Return true if no code is subnormal; zeros are allowed. It compares magnitude - 1, which wraps to 255 for zeros.
   static bool are_all_normal(const u8* codes, i64 count) {
     u8 smallest = 0xFF;
     for (i64 i = 0; i < count; ++i)
@@ -191,7 +191,7 @@ struct Decoder {
     return smallest >= (1u << Element::kMantissaBits) - 1u;
   }
 
-  // Returns true if all codes mean finite numbers. Formats without NaN, and rules that read NaN codes as numbers
+  // Return true if all codes mean finite numbers. Formats without NaN, and rules that read NaN codes as numbers
   // (kReadsNanAsNumber), need no look at the codes.
   static bool are_all_finite(const u8* codes, i64 count) {
     u8 largest = 0;

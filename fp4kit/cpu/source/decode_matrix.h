@@ -1,4 +1,4 @@
-// Decodes a matrix tile by tile; and fake-quantizes one.
+// Decoding a matrix, and fake-quantizing one, tile by tile.
 #pragma once
 
 #include "encode_matrix.h"
@@ -22,7 +22,7 @@ struct DecodeCall {
 
 namespace {
 
-// Returns the value tables that all tiles of a call share, stored in `memory`. Returns nullptr if each block makes its
+// Return the value tables that all tiles of a call share, stored in `memory`. Return nullptr if each block makes its
 // own: for codes that are not looked up, for more than one tensor scale, or for fewer than tables_from blocks.
 const DecodeTables* tables_of_call(const DecodeCall& call, bool are_unsigned, DecodeTables& memory) {
   const FillTablesFunction fill = kDecoders[call.decoder].fill_tables[call.output];
@@ -33,7 +33,7 @@ const DecodeTables* tables_of_call(const DecodeCall& call, bool are_unsigned, De
   return &memory;
 }
 
-// Stores the values of a tile. Returns false if it needs the fallback.
+// Store the values of a tile. Return false if it needs the fallback.
 bool decode_tile(const DecodeCall& call, const Rectangle& tile, const DecodeTables* tables) {
   const DecoderEntry& entry = kDecoders[call.decoder];
   const i64 block = tile.column / call.block, itemsize = call.output == kFloat32 ? 4 : 2,
@@ -54,7 +54,7 @@ bool decode_tile(const DecodeCall& call, const Rectangle& tile, const DecodeTabl
   return is_done;
 }
 
-// Fake-quantizes a tile: encodes it into the thread's scratch memory and decodes that into values.out. Returns false if
+// Fake-quantize a tile: encode it into the thread's scratch memory, and decode that into values.out. Return false if
 // the tile needs the fallback.
 template <class In>
 bool fake_quantize_tile(const EncodeCall& call, const DecodeCall& values, const Rectangle& tile,

@@ -11,7 +11,7 @@ struct DecodeTables {
   bool needs_fallback[256];
 };
 
-// Stores the value tables of all block scale codes. are_unsigned: a block rule has just made the scale codes, so none
+// Store the value tables of all block scale codes. are_unsigned: a block rule has just made the scale codes, so none
 // has a sign bit; codes with a sign bit then get no table and are marked.
 template <class R, class Out>
 static void fill_tables(TensorScale t, bool are_unsigned, DecodeTables& tables) {
@@ -24,7 +24,7 @@ static void fill_tables(TensorScale t, bool are_unsigned, DecodeTables& tables) 
   for (u32 code = codes; code < 256; ++code) tables.needs_fallback[code] = true;
 }
 
-// Stores the values of whole blocks of kSize nibbles from the tables of their scales. Returns false if a block needs
+// Store the values of whole blocks of kSize nibbles from the tables of their scales. Return false if a block needs
 // the fallback. A block length known at compile time halves the time (one x86-64 core with AVX-512, November 2026).
 template <class Value, int kSize>
 static bool decode_blocks(const u8* codes, const u8* scales, i64 blocks, const DecodeTables& tables, Value* out) {
@@ -37,8 +37,8 @@ static bool decode_blocks(const u8* codes, const u8* scales, i64 blocks, const D
   return needs_fallback == 0;
 }
 
-// Stores the bfloat16 values of whole blocks of 32 one-byte codes under one tensor scale. Up to 64 blocks at a time are
-// computed from bits, if Decoder::product_bits is valid for all of them. Returns false if a block needs the fallback.
+// Store the bfloat16 values of whole blocks of 32 one-byte codes under one tensor scale. Up to 64 blocks at a time are
+// computed from bits, if Decoder::product_bits is valid for all of them. Return false if a block needs the fallback.
 template <class R, class Out>
 static bool decode_bits(const u8* codes, const u8* scales, i64 blocks, TensorScale t, u16* __restrict out) {
   using BlockDecoder = Decoder<R, Out>;
@@ -72,7 +72,7 @@ static bool decode_bits(const u8* codes, const u8* scales, i64 blocks, TensorSca
   return is_done;
 }
 
-// Stores the values of `count` elements of a row, from block `block` of row `row` on. Returns false if a value needs
+// Store the values of `count` elements of a row, from block `block` of row `row` on. Return false if a value needs
 // the fallback; the stored values are then not valid. scales: one code per `size` elements, or nullptr for a recipe
 // without block scales. tables: of fill_tables, or nullptr.
 template <class R, class Out>

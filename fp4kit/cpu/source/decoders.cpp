@@ -5,7 +5,7 @@
 
 namespace {
 
-// Returns the function that fills value tables; nullptr for one-byte codes and for recipes without block scales.
+// Return the function that fills value tables; nullptr for one-byte codes and for recipes without block scales.
 template <class R, class Out>
 constexpr FillTablesFunction fill_tables_function() {
   if constexpr (Decoder<R, Out>::kIsNibble && R::kHasScales)
@@ -14,7 +14,7 @@ constexpr FillTablesFunction fill_tables_function() {
     return nullptr;
 }
 
-// Returns the entry of a decode rule under its key.
+// Return the entry of a decode rule under its key.
 template <class R>
 constexpr DecoderEntry decoder_entry(const char* key) {
   return {key,

@@ -14,7 +14,7 @@
 // Types of elements and values: INPUTS of cpu/encode.py.
 enum InputKind { kFloat32, kFloat16, kBfloat16, kInputs };
 
-// Calls f with a value of the type that an InputKind names, and returns its result.
+// Call f with a value of the type that an InputKind names, and return its result.
 template <class F>
 auto with_input_type(int kind, F f) {
   if (kind == kFloat32) return f(Float32{});
@@ -24,10 +24,12 @@ auto with_input_type(int kind, F f) {
 using ScaleCodesFunction = void (*)(const float*, i64, TensorScale, u8*);                  // scale_codes
 using ScaleFactorsFunction = void (*)(const u8*, const float*, i64, TensorScale, float*);  // scale_factors
 
-// The two functions of a block rule; a call stores the scale codes and the factors of blocks.
+// The two functions of a block rule.
 struct BlockScales {
   ScaleCodesFunction codes;
   ScaleFactorsFunction factors;
+
+  // Store the scale codes and the factors of `count` blocks.
   void operator()(const float* amax, i64 count, TensorScale t, u8* to_codes, float* to_factors) const {
     codes(amax, count, t, to_codes);
     factors(to_codes, amax, count, t, to_factors);
@@ -90,9 +92,10 @@ struct Table {
   const Entry* entries;
   int count;
 
+  // Return an entry by its index.
   const Entry& operator[](int index) const { return entries[index]; }
 
-  // Returns the index of a key; -1 for an unknown key.
+  // Return the index of a key; -1 for an unknown key.
   int index_of(const char* key) const {
     for (int i = 0; i < count; ++i)
       if (!std::strcmp(entries[i].key, key)) return i;
@@ -100,7 +103,7 @@ struct Table {
   }
 };
 
-// Returns the table of an array of entries.
+// Return the table of an array of entries.
 template <class Entry, int kCount>
 constexpr Table<Entry> table_of(const Entry (&entries)[kCount]) {
   return {entries, kCount};

@@ -14,7 +14,7 @@ struct Stochastic {
                         kThenEncode = then_encodes;
 };
 
-// Returns the function that encodes with stochastic rounding; nullptr for integers, which have none.
+// Return the function that encodes with stochastic rounding; nullptr for integers, which have none.
 template <class E, class In>
 constexpr EncodeFunction stochastic_of() {
   if constexpr (E::Format::kIsInteger)
@@ -23,6 +23,8 @@ constexpr EncodeFunction stochastic_of() {
     return encode_elements<Stochastic<typename E::Format, E::kDivide, E::kFlush, E::kRoundScaled, E::kThenEncode>, In,
                            true>;
 }
+
+// Fields of an entry, by input type.
 template <class E>
 constexpr EncodeFunction kEncodes[2][kInputs] = {
     {encode_elements<E, Float32, false>, encode_elements<E, Float16, false>, encode_elements<E, Bfloat16, false>},
@@ -31,7 +33,7 @@ constexpr EncodeFunction kEncodes[2][kInputs] = {
 template <class E>
 constexpr float kFastBelow[kInputs] = {fast_below<E, Float32>(), fast_below<E, Float16>(), fast_below<E, Bfloat16>()};
 
-// Returns kUnusedBits of an input type if multipliers may replace divisors, else 0.
+// Return kUnusedBits of an input type if multipliers may replace divisors, else 0.
 template <class E, class In>
 constexpr u32 unused_bits_of() {
   return may_use_multipliers<E, In>() ? kUnusedBits<In> : 0u;

@@ -16,7 +16,7 @@ constexpr bool kHasSlowDivision = true;  // three products are faster than a div
 constexpr bool kHasSlowDivision = false;  // with vectors of 32 bytes they are not
 #endif
 
-// Returns true if these loops can apply a factor: it is not negative, infinite or NaN, and not 0 unless that is
+// Return true if these loops can apply a factor: it is not negative, infinite or NaN, and not 0 unless that is
 // allowed.
 static __forceinline__ bool is_usable(float factor, bool allows_zero_factor) {
   return bits_of(factor) < kInfinityBits & (allows_zero_factor | (factor != 0.0f));
@@ -39,14 +39,14 @@ constexpr bool kNearestE2m1 =
 //   multiplier  as fast, but divisors are replaced by exact multipliers (exact_division.h)
 enum class Method { general, fast, multiplier };
 
-// Returns true if exact multipliers may replace the divisors of elements E of input type In.
+// Return true if exact multipliers may replace the divisors of elements E of input type In.
 template <class E, class In>
 constexpr bool may_use_multipliers() {
   if constexpr (!kNearestE2m1<E>) return false;
   return E::kDivide && !E::kRoundScaled && !E::kThenEncode && kUnusedBits<In> != 0u;
 }
 
-// Returns the bound below which factors may take a fast method; 0 if E has none. Below it no scaled element underflows
+// Return the bound below which factors may take a fast method; 0 if E has none. Below it no scaled element underflows
 // to a zero that would lose a sign. Elements that the recipe would flush have the code of zero in any case.
 template <class E, class In>
 constexpr float fast_below() {
@@ -65,7 +65,7 @@ constexpr float kFastScaledBelow = 6.9f;
 // 1.5 * 2^23. Floats from here to 2^24 are integers, so adding this rounds to an integer, which is in the last bits.
 constexpr float kRoundToInteger = 0x1.8p23f;
 
-// Returns the bits of the smaller one of two positive floats, or of a positive float and NaN. It compares integers
+// Return the bits of the smaller one of two positive floats, or of a positive float and NaN. It compares integers
 // where the processor can, because products leave the integer units free.
 static __forceinline__ u32 min_bits(float a, float b) {
 #if defined(__x86_64__) && !defined(__SSE4_1__)
@@ -90,7 +90,7 @@ static __forceinline__ u32 nearest_e2m1_of(float a) {
   return min_bits(float_of(low), high);
 }
 
-// Returns the scaled element: what the code of x is found from.
+// Return the scaled element: what the code of x is found from.
 template <class E, class In, Method kMethod>
 static __forceinline__ float scaled(float x, Divisor factor, float tensor_encode) {
   if constexpr (E::kFlush && kMethod == Method::general) x = flush(x);
@@ -109,14 +109,14 @@ static __forceinline__ float scaled(float x, Divisor factor, float tensor_encode
   return y;
 }
 
-// Returns true if codes keep the signs of all elements except -0. A -0 is then replaced by 0 when elements are loaded.
+// Return true if codes keep the signs of all elements except -0. A -0 is then replaced by 0 when elements are loaded.
 template <class E, Method kMethod>
 constexpr bool loads_without_negative_zero() {
   if constexpr (kMethod != Method::general) return E::kSign == Sign::negative && E::kDivide;
   return false;
 }
 
-// Returns the code of an element for which kNearestE2m1 holds, in the last four bits.
+// Return the code of an element for which kNearestE2m1 holds, in the last four bits.
 template <class E, class In, Method kMethod>
 static __forceinline__ u32 nearest_code_of(u32 bits, Divisor factor, float tensor_encode) {
   using Bits = typename Input<In>::Bits;
@@ -130,7 +130,7 @@ static __forceinline__ u32 nearest_code_of(u32 bits, Divisor factor, float tenso
   return signed_code;
 }
 
-// Returns the code of an element; 4-bit codes are in the last four bits. random: a byte, used by stochastic rounding.
+// Return the code of an element; 4-bit codes are in the last four bits. random: a byte, used by stochastic rounding.
 template <class E, class In, bool kStochastic, Method kMethod>
 static __forceinline__ u32 code_of(u32 bits, Divisor factor, float tensor_encode, u32 random) {
   using Format = typename E::Format;
@@ -161,7 +161,7 @@ struct Factors {
   const float* multipliers = nullptr;
   Method method = Method::general;
 
-  // Returns the factor of a run; fields that the method does not use are 0.
+  // Return the factor of a run; fields that the method does not use are 0.
   template <Method kMethod, bool kDivide>
   __forceinline__ Divisor of(i64 run) const {
     if constexpr (kMethod == Method::multiplier) return {multipliers[codes[run]], 0.0f, 0.0f};
@@ -170,7 +170,7 @@ struct Factors {
   }
 };
 
-// Stores the codes of `count` elements as they are packed. Two neighbouring elements are computed in one 32-bit lane,
+// Store the codes of `count` elements as they are packed. Two neighbouring elements are computed in one 32-bit lane,
 // and their codes are put together there. To bring codes of separate lanes together would take as long as to find them.
 // random: one byte per element, used by stochastic rounding.
 template <class E, class In, bool kStochastic, Method kMethod>
@@ -181,7 +181,7 @@ static void encode_runs(const void* elements, Factors factors, float tensor_enco
   using Stored = std::conditional_t<kIsNibble, u8, u16>;  // the codes of a pair
   const auto* x = static_cast<const Bits*>(elements);
   const auto divisor = [=](i64 run) { return factors.of<kMethod, E::kDivide>(run); };
-  // Returns the codes of elements 2 * pair and 2 * pair + 1.
+  // Return the codes of elements 2 * pair and 2 * pair + 1.
   const auto encode_pair = [=](i64 pair, Divisor factor) {
     u32 low, high;
     load_pair(x + 2 * pair, low, high, loads_without_negative_zero<E, kMethod>());
@@ -191,7 +191,7 @@ static void encode_runs(const void* elements, Factors factors, float tensor_enco
     const u32 second = code_of<E, In, kStochastic, kMethod>(high, factor, tensor_encode, bytes >> 8);
     return kIsNibble ? bits_from<0x0Fu, 0xF0u>(first, second << 4) & 0xFFu : first | second << 8;
   };
-  // Stores the codes of whole runs from `run` on; every 16 pairs of `pairs` are two runs.
+  // Store the codes of whole runs from `run` on; every 16 pairs of `pairs` are two runs.
   const auto encode_whole_runs = [=](i64 run, auto& pairs) {
     for (int k = 0; k < static_cast<int>(sizeof pairs / sizeof(u32) / kRun); ++k) {
       const i64 first_run = run + 2 * k;
@@ -226,7 +226,7 @@ static void encode_runs(const void* elements, Factors factors, float tensor_enco
       static_cast<u8>(code_of<E, In, kStochastic, kMethod>(x[count - 1], divisor(count / kRun), tensor_encode, byte));
 }
 
-// Stores the codes of `count` elements by the method that `factors` names. A method that is not compiled for E falls
+// Store the codes of `count` elements by the method that `factors` names. A method that is not compiled for E falls
 // back to the general one.
 template <class E, class In, bool kStochastic>
 static void encode_elements(const void* elements, Factors factors, float tensor_encode, i64 count, const u8* random,

@@ -1,4 +1,4 @@
-// Encodes a matrix tile by tile: amaxes, scales and codes of its blocks.
+// Encoding a matrix tile by tile: amaxes, scales and codes of its blocks.
 #pragma once
 
 #include "dispatch.h"
@@ -38,7 +38,7 @@ struct EncodeCall {
 
 namespace {
 
-// Returns the random bytes of `count` elements of a stream, from element `start` on, stored within `out`. out needs
+// Return the random bytes of `count` elements of a stream, from element `start` on, stored within `out`. out needs
 // room for count + 31 bytes, because the stream comes in groups of 16.
 const u8* stream_bytes(u64 seed, i64 start, i64 count, u8* out) {
   const i64 first = start / 16, last = (start + count + 15) / 16;
@@ -56,7 +56,7 @@ struct KnownAmaxes {
   i64 step = 0;
 };
 
-// Returns the multipliers that replace the divisors of a call, stored in `memory`. Returns nullptr if the call cannot
+// Return the multipliers that replace the divisors of a call, stored in `memory`. Return nullptr if the call cannot
 // use them (a divisor depends on more than its scale's code, or has no exact multiplier) or has fewer than 2^14
 // elements.
 const Multipliers* multipliers_of_call(const EncodeCall& call, Multipliers& memory) {
@@ -75,7 +75,7 @@ const Multipliers* multipliers_of_call(const EncodeCall& call, Multipliers& memo
   return memory.all_exact ? &memory : nullptr;
 }
 
-// Encodes the tiles of a call whose elements have type In. Functions that return bool return false if the elements need
+// Encode the tiles of a call whose elements have type In. Functions that return bool return false if the elements need
 // the fallback; what they have stored is then not valid.
 template <class In>
 struct Encoder {
@@ -95,13 +95,13 @@ struct Encoder {
            (!c.random || c.random_step == columns) && (!c.seed || c.stream_stride == columns);
   }(call, element.is_nibble);
 
-  // Returns the tensor scale of a row.
+  // Return the tensor scale of a row.
   TensorScale tensor(i64 row) const {
     const i64 at = row * call.tensor_step;
     return {call.encode[at], call.decode[at], call.amax[at]};
   }
 
-  // Stores the amaxes of a row of blocks. Returns false if an element is NaN or infinite.
+  // Store the amaxes of a row of blocks. Return false if an element is NaN or infinite.
   bool find_block_amaxes(View<Bits> x, i64 rows, i64 blocks, float* amax) const {
     u32 bits[kMaxPanelBlocks], largest = 0;
     block_amax_bits<In>(x, rows, blocks, call.block, bits);
@@ -110,7 +110,7 @@ struct Encoder {
     return largest < Input<In>::kInfinity;
   }
 
-  // Returns the fastest method that is valid for all of `count` blocks, from their amaxes and factors.
+  // Return the fastest method that is valid for all of `count` blocks, from their amaxes and factors.
   Method method_of(const float* amax, const float* factors, i64 count) const {
     const float below = call.random || call.seed ? 0.0f : element.fast_below[call.input];
     if (below == 0.0f) return Method::general;
@@ -126,8 +126,8 @@ struct Encoder {
     return element.divides && !kHasSlowDivision ? Method::general : Method::fast;
   }
 
-  // Returns the factors of runs: block_factors itself if a block is one run, else `run_factors`, filled. Returns
-  // nullptr if a factor is not usable or outside of min_factor ... max_factor. Flushes subnormal block_factors if the
+  // Return the factors of runs: block_factors itself if a block is one run, else `run_factors`, filled. Returns
+  // nullptr if a factor is not usable or outside of min_factor ... max_factor. Flush subnormal block_factors if the
   // recipe does.
   const float* spread_factors(float* block_factors, i64 count, float* run_factors) const {
     u32 is_bad = 0;
@@ -149,7 +149,7 @@ struct Encoder {
     return run_factors;
   }
 
-  // Returns true if the scaled elements of all blocks are finite. Checks only elements whose codes wrap, for which an
+  // Return true if the scaled elements of all blocks are finite. Check only elements whose codes wrap, for which an
   // infinite scaled element has the code of NaN. The amax of block b is amax[b * step].
   bool keeps_finite(const float* amax, i64 step, const float* factors, i64 count) const {
     u32 is_bad = 0;
@@ -160,7 +160,7 @@ struct Encoder {
     return !is_bad;
   }
 
-  // Stores the packed codes of one row of a panel.
+  // Store the packed codes of one row of a panel.
   void encode_row(const Bits* x, const Rectangle& panel, i64 row, Factors factors) const {
     u8 stream[kPanelColumns + 32];
     const u8* random = call.random ? call.random + row * call.random_step + panel.column : nullptr;
@@ -171,14 +171,14 @@ struct Encoder {
     encode(x, factors, tensor(row).encode, panel.columns, random, out);
   }
 
-  // Stores the factors of `count` blocks that get no scales: the given ones from index `first` on, or the tensor's.
+  // Store the factors of `count` blocks that get no scales: the given ones from index `first` on, or the tensor's.
   void fill_factors(const Rectangle& panel, i64 first, i64 count, float* factors) const {
     const TensorScale t = tensor(panel.row);
     const float tensor_factor = element.divides ? t.decode : t.encode;
     for (i64 b = 0; b < count; ++b) factors[b] = call.factors ? call.factors[first + b] : tensor_factor;
   }
 
-  // Stores the scale codes and the factors of a row of blocks, by the block rule.
+  // Store the scale codes and the factors of a row of blocks, by the block rule.
   bool find_scales(View<Bits> x, i64 rows, i64 blocks, const float* amax, TensorScale t, u8* codes,
                    float* factors) const {
     const BlockRuleEntry& rule = kBlockRules[call.block_rule];
@@ -189,7 +189,7 @@ struct Encoder {
     return true;
   }
 
-  // Stores codes 0 for the blocks whose amax is below kFltMin. The recipe leaves such blocks before it reads signs.
+  // Store codes 0 for the blocks whose amax is below kFltMin. The recipe leaves such blocks before it reads signs.
   void clear_zero_blocks(const Rectangle& panel, const float* amax, i64 blocks) const {
     const i64 bytes = call.block / 2;
     for (i64 b = 0; b < blocks; ++b)
@@ -197,7 +197,7 @@ struct Encoder {
         std::memset(call.packed + (panel.row + i) * call.packed_step + panel.column / 2 + b * bytes, 0, bytes);
   }
 
-  // Stores the scales and codes of a panel.
+  // Store the scales and codes of a panel.
   bool encode_panel(View<Bits> x, const Rectangle& panel) const {
     float found[kMaxPanelBlocks], block_factors[kMaxPanelBlocks], run_factors[kMaxPanelBlocks],
         reciprocals[kMaxPanelBlocks], corrections[kMaxPanelBlocks];
@@ -244,7 +244,7 @@ struct Encoder {
     return true;
   }
 
-  // Stores the scales and codes of a tile.
+  // Store the scales and codes of a tile.
   bool encode_tile(Rectangle tile) const {
     const View<Bits> x = view<In>(call.x, tile);
     if (is_flat && tile.columns == call.x.columns) tile = {0, 1, tile.row * tile.columns, tile.rows * tile.columns};

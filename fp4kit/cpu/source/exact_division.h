@@ -23,13 +23,13 @@ struct Divisor {
   float value, reciprocal, correction;
 };
 
-// Returns a divisor with its reciprocal and correction; the correction is 0 without fused multiply-add.
+// Return a divisor with its reciprocal and correction; the correction is 0 without fused multiply-add.
 static __forceinline__ Divisor divisor_of(float value) {
   const float reciprocal = 1.0f / value;
   return {value, reciprocal, kHasFma ? fma_rn(-value, reciprocal, 1.0f) * reciprocal : 0.0f};
 }
 
-// Returns true if all 23 bits of the significand are 1.
+// Return true if all 23 bits of the significand are 1.
 static __forceinline__ bool is_last_significand(float value) {
   return (~bits_of(value) & 0x7FFFFFu) == 0u;
 }
@@ -38,14 +38,14 @@ static __forceinline__ bool is_last_significand(float value) {
 template <class In>
 constexpr u32 kUnusedBits = sizeof(typename Input<In>::Bits) == 2 ? (1u << (23 - In::kMantissaBits)) - 1u : 0u;
 
-// Returns true if a value near a midpoint of E2M1 is rounded up. The midpoint is `odd` times a power of two, and
+// Return true if a value near a midpoint of E2M1 is rounded up. The midpoint is `odd` times a power of two, and
 // `value` is scaled by that power. At a midpoint, ties to even round 1/4, 5/4, 5/2 and 5 down, and 3/4, 7/4 and 7/2 up.
 static __forceinline__ bool rounds_up(float value, u32 odd) {
   const float midpoint = static_cast<float>(odd);
   return (value > midpoint) | ((value == midpoint) & (odd % 4u == 3u));
 }
 
-// Returns true if x * multiplier has the E2M1 code of x / d for every x whose unused_bits are 0.
+// Return true if x * multiplier has the E2M1 code of x / d for every x whose unused_bits are 0.
 //
 // Midpoints are 1, 3, 5 and 7 times powers of two. For each of these, the x nearest to that multiple of d is tried, if
 // it is within 8 ulp of it. Any other x needs no trial: its quotient is more than 7 * 2^-24 of itself from the
@@ -70,7 +70,7 @@ struct Multipliers {
   bool all_exact;
 };
 
-// Stores a multiplier for each of 256 divisors. Candidates are the rounded reciprocal and its two neighbours, in the
+// Store a multiplier for each of 256 divisors. Candidates are the rounded reciprocal and its two neighbours, in the
 // order nearest, below, above; the last one is stored if none is exact.
 static void find_multipliers(const float* __restrict divisors, u32 unused_bits, Multipliers& out) {
   u32 missing = 0;

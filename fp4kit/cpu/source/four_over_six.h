@@ -17,14 +17,14 @@ constexpr int kBlockColumns = 16;  // columns of a block
 constexpr int kMaxBlockRows = 16;  // rows of a block, at most: MOST_ROWS of cpu/coverage.py
 typedef float LaneVector __attribute__((vector_size(kLanes * sizeof(float))));
 
-// Returns kLanes floats from memory of any alignment.
+// Return kLanes floats from memory of any alignment.
 static __forceinline__ LaneVector load_lanes(const float* from) {
   LaneVector lanes;
   std::memcpy(&lanes, from, sizeof lanes);
   return lanes;
 }
 
-// Stores the magnitudes of one row of `count` blocks, which begin at element `first`, as [column][lane]. Lanes from
+// Store the magnitudes of one row of `count` blocks, which begin at element `first`, as [column][lane]. Lanes from
 // `count` on become 0.
 template <class In>
 static void load_magnitudes(const void* elements, i64 first, i64 count, float* __restrict out) {
@@ -46,7 +46,7 @@ static void load_magnitudes(const void* elements, i64 first, i64 count, float* _
 // The bound of rounded_magnitude for codes that wrap: from 1.5 * 2^24 on, the float that it adds has steps of 2.
 constexpr float kUnboundedBelow = 0x1p22f;
 
-// Returns the value that a scaled magnitude a >= 0 is rounded to, as errors are measured. For codes that wrap, values
+// Return the value that a scaled magnitude a >= 0 is rounded to, as errors are measured. For codes that wrap, values
 // go on beyond the format's largest, and a must be below kUnboundedBelow.
 template <class R>
 static __forceinline__ float rounded_magnitude(float a) {
@@ -56,7 +56,7 @@ static __forceinline__ float rounded_magnitude(float a) {
   return (a + magic) - magic;
 }
 
-// Stores the error terms of one row of kLanes blocks, each under its own scale and factor, as [column][lane].
+// Store the error terms of one row of kLanes blocks, each under its own scale and factor, as [column][lane].
 template <class R>
 __attribute__((noinline)) static void find_error_terms(const float* x, const float* scale, const float* factor,
                                                        TensorScale t, float* __restrict terms) {
@@ -71,7 +71,7 @@ __attribute__((noinline)) static void find_error_terms(const float* x, const flo
 // The errors of kLanes blocks of at most kRows rows, as a recipe combines the terms of their elements. There are three
 // kinds: add(row, terms) takes the terms of a row, result(block_rows) returns the errors.
 
-// Sums each row in order, then rows as a tree: row i with row i + 8, then + 4, + 2, + 1.
+// Sum each row in order, then rows as a tree: row i with row i + 8, then + 4, + 2, + 1.
 template <int kRows>
 struct RowSums {
   LaneVector rows[kRows] = {};
@@ -87,7 +87,7 @@ struct RowSums {
   }
 };
 
-// Sums in the order of PyTorch's vectors of eight on a CPU (summation_order.cuh).
+// Sum in the order of PyTorch's vectors of eight on a CPU (summation_order.cuh).
 template <int kRows>
 struct VectorSums {
   LaneSums<kRows * kBlockColumns, LaneVector> sums;
@@ -101,7 +101,7 @@ struct VectorSums {
   __forceinline__ LaneVector result(i64) const { return sums.result(); }
 };
 
-// Takes the largest term; NaN if one is NaN.
+// Take the largest term; NaN if one is NaN.
 struct LargestError {
   float largest[kLanes] = {};
   __forceinline__ void add(i64, const float* terms) {
@@ -120,7 +120,7 @@ struct SixAndFour {
   u8 codes[2][kMaxPanelBlocks];
   float scales[2][kMaxPanelBlocks] = {}, factors[2][kMaxPanelBlocks] = {};
 
-  // Stores the candidates of `count` blocks. Returns false if a factor is NaN, infinite or negative, or, for codes that
+  // Store the candidates of `count` blocks. Return false if a factor is NaN, infinite or negative, or, for codes that
   // wrap, if a scaled amax is not below kUnboundedBelow.
   template <class R>
   bool find(const float* amax, i64 count, TensorScale t) {
@@ -151,7 +151,7 @@ struct BlockRows {
   void (*load)(const void*, i64, i64, float*);
 };
 
-// Stores the scale codes and factors of up to kLanes blocks, from block `first` on: the candidate of 4 if its error is
+// Store the scale codes and factors of up to kLanes blocks, from block `first` on: the candidate of 4 if its error is
 // smaller, else that of 6.
 template <class R, int kRows>
 static void choose_lanes(const BlockRows& x, i64 first, const SixAndFour& candidates, TensorScale t, u8* codes,
@@ -176,7 +176,7 @@ static void choose_lanes(const BlockRows& x, i64 first, const SixAndFour& candid
   }
 }
 
-// Stores the scale codes and factors of a row of blocks. Returns false if a block needs the fallback.
+// Store the scale codes and factors of a row of blocks. Return false if a block needs the fallback.
 template <class R>
 static bool choose_scales(const BlockRows& x, const float* amax, TensorScale t, u8* codes, float* factors) {
   SixAndFour candidates;

@@ -6,7 +6,7 @@
 
 #include "input_types.h"
 
-// Returns the bits of a double, not NaN, rounded once to the input's type.
+// Return the bits of a double, not NaN, rounded once to the input's type.
 template <class In>
 static __forceinline__ typename Input<In>::Bits narrow_double(double x) {
   if constexpr (sizeof(typename Input<In>::Bits) == 4)
@@ -15,7 +15,7 @@ static __forceinline__ typename Input<In>::Bits narrow_double(double x) {
     return Input<In>::narrow(round_to_odd(x));
 }
 
-// Replaces a and b by a + b and a - b in every lane.
+// Replace a and b by a + b and a - b in every lane.
 static __forceinline__ void sum_and_difference(double* __restrict a, double* __restrict b) {
   for (int run = 0; run < kLanes; ++run) {
     const double low = a[run], high = b[run];
@@ -24,7 +24,7 @@ static __forceinline__ void sum_and_difference(double* __restrict a, double* __r
   }
 }
 
-// Transforms kLanes runs in place; x[i][run] is element i of a run. A run with an element that is not finite becomes
+// Transform kLanes runs in place; x[i][run] is element i of a run. A run with an element that is not finite becomes
 // all NaN. Bit i of mask set: element i is negated first.
 template <class In, class Bits>
 static void hadamard_lanes(Bits (&x)[16][kLanes], u32 mask) {
@@ -48,14 +48,14 @@ static void hadamard_lanes(Bits (&x)[16][kLanes], u32 mask) {
     }
 }
 
-// Transposes a 16 x kLanes array.
+// Transpose a 16 x kLanes array.
 template <class Bits>
 static __forceinline__ void transpose_lanes(const Bits (&from)[16][kLanes], Bits (&to)[16][kLanes]) {
   for (int i = 0; i < 16; i += kSide<Bits>)
     for (int j = 0; j < kLanes; j += kSide<Bits>) transpose_square(&from[i][j], kLanes, &to[j][i], kLanes);
 }
 
-// Transforms `runs` contiguous runs of 16 elements in place.
+// Transform `runs` contiguous runs of 16 elements in place.
 template <class In, class Bits>
 static void hadamard_runs(Bits* x, i64 runs, u32 mask) {
   for (i64 first = 0; first < runs; first += kLanes) {

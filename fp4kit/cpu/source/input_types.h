@@ -52,7 +52,7 @@ struct Source {
   i64 rows, columns, row_step, column_step, hadamard;
 };
 
-// Copies rows [row, row + rows) and columns [column, column + columns) of a matrix into contiguous rows that are
+// Copy rows [row, row + rows) and columns [column, column + columns) of a matrix into contiguous rows that are
 // `width` elements apart.
 //
 // If the columns of x are contiguous instead of its rows, a strip of 64 bytes of each column, a cache line, is copied

@@ -5,7 +5,7 @@
 
 namespace {
 
-// Returns the functions of a block rule. Rules that do not read the input's type share one function for all types.
+// Return the functions of a block rule. Rules that do not read the input's type share one function for all types.
 template <class R, class In>
 constexpr BlockScales block_scales() {
   using Kind = std::conditional_t<R::BlockRule::kReadsInput, In, Float32>;
@@ -15,7 +15,7 @@ template <class R>
 constexpr BlockScales kBlockScales[kInputs] = {block_scales<R, Float32>(), block_scales<R, Float16>(),
                                                block_scales<R, Bfloat16>()};
 
-// Returns the tensor scale of an amax by the tensor rule of R.
+// Return the tensor scale of an amax by the tensor rule of R.
 template <class R, class In>
 TensorScale tensor_scale(float amax) {
   return R::TensorRule::template scale<R, In>(amax);

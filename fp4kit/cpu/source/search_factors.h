@@ -1,9 +1,9 @@
-// Searches block amaxes among multiples of each block's own amax, by the squared error of quantizing under them, row by
-// row: reference/search_factors.py (auto-round).
+// The search for block amaxes among multiples of each block's own amax, by the squared error of quantizing under them,
+// row by row: reference/search_factors.py (auto-round).
 //
 // Factor: here, what an amax is multiplied with. Trial: the blocks of a row that are measured under one factor. Only
-// blocks with a new scale code are: they are gathered, encoded, decoded and measured together. Factors after the first
-// one rise, so a code that is not new is that of the trial before or of the first trial.
+// blocks with a new scale code take part: they are gathered, encoded, decoded and measured together. Factors after the
+// first one rise, so a code that is not new is that of the trial before or of the first trial.
 #pragma once
 
 #include "../../cuda/kernels/rules/summation_order.cuh"
@@ -28,7 +28,7 @@ struct SearchFactorsCall {
 
 namespace {
 
-// Stores the squared errors of `count` blocks of kBlock elements: the sums of (values - x)^2, in the order of
+// Store the squared errors of `count` blocks of kBlock elements: the sums of (values - x)^2, in the order of
 // summation_order.cuh.
 template <class In, int kBlock>
 void find_errors(const typename Input<In>::Bits* x, const float* values, i64 count, float* errors) {
@@ -48,7 +48,7 @@ void find_errors(const typename Input<In>::Bits* x, const float* values, i64 cou
   }
 }
 
-// Searches the tiles of a call whose elements have type In. Functions that return bool return false if the elements
+// Search the tiles of a call whose elements have type In. Functions that return bool return false if the elements
 // need the fallback.
 template <class In>
 struct FactorSearch {
@@ -58,7 +58,7 @@ struct FactorSearch {
   const ElementEntry& element = kElements[call.element];
   const DecoderEntry& decoder = kDecoders[call.decoder];
 
-  // Returns the tensor scale of a row.
+  // Return the tensor scale of a row.
   TensorScale tensor(i64 row) const {
     const i64 at = row * call.tensor_step;
     return {call.encode[at], call.decode[at], call.amax[at]};
@@ -72,7 +72,7 @@ struct FactorSearch {
     float element_factors[kMaxPanelBlocks], errors[kMaxPanelBlocks];
   };
 
-  // Stores the errors of a trial. Elements whose codes wrap always need the fallback.
+  // Store the errors of a trial. Elements whose codes wrap always need the fallback.
   bool measure(Trial& trial, i64 row) const {
     float run_factors[kMaxPanelBlocks], values[kPanelColumns];
     u8 codes[kPanelColumns];
@@ -90,7 +90,7 @@ struct FactorSearch {
     return true;
   }
 
-  // Stores the chosen amaxes of a row of at most kPanelColumns elements. Among factors of equal error the first one
+  // Store the chosen amaxes of a row of at most kPanelColumns elements. Among factors of equal error the first one
   // wins.
   bool search_row(const Bits* x, i64 row, i64 blocks, float* out) const {
     u32 bits[kMaxPanelBlocks], largest = 0;
@@ -125,7 +125,7 @@ struct FactorSearch {
     return true;
   }
 
-  // Stores the chosen amaxes of a tile.
+  // Store the chosen amaxes of a tile.
   bool search_tile(const Rectangle& tile) const {
     const View<Bits> x = view<In>(call.x, tile);
     return for_each_panel(tile, call.block, 1, [&](Rectangle panel) {

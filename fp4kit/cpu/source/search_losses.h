@@ -7,7 +7,7 @@
 
 namespace {
 
-// Stores the elements of one row of a block as float32, infinities and NaN included.
+// Store the elements of one row of a block as float32, infinities and NaN included.
 template <class In, class Bits = typename Input<In>::Bits>
 void load_row(const Bits* x, float* __restrict out) {
   for (int j = 0; j < kSearchBlockSize; ++j) {
@@ -21,7 +21,7 @@ void load_row(const Bits* x, float* __restrict out) {
   }
 }
 
-// Stores the sum of (w) d^2 under every candidate; d is the error of an element, w the weight of its column.
+// Store the sum of (w) d^2 under every candidate; d is the error of an element, w the weight of its column.
 template <bool kWeighted>
 __attribute__((noinline)) void find_squared_losses(const float* row, const float* weights, const Candidates& candidates,
                                                    float* __restrict losses) {
@@ -35,7 +35,7 @@ __attribute__((noinline)) void find_squared_losses(const float* row, const float
     find_losses<true>(copies, candidates.scales + code, candidates.reciprocals + code, losses + code);
 }
 
-// Stores the sum of (w) |d|^power, or the largest (w) |d|, under kLanes candidates.
+// Store the sum of (w) |d|^power, or the largest (w) |d|, under kLanes candidates.
 template <Objective kObjective, bool kWeighted>
 __attribute__((noinline)) void find_power_losses(const float* row, const float* weights, const float* scales,
                                                  const float* reciprocals, double power, float* __restrict losses) {
@@ -62,7 +62,7 @@ __attribute__((noinline)) void find_power_losses(const float* row, const float* 
                                              combined_loss<kObjective>(sums[1][lane], sums[3][lane]));
 }
 
-// Stores d^T H d under kLanes candidates; hessian is H, 16 x 16. Order of operations: d^T H by fused multiply-adds,
+// Store d^T H d under kLanes candidates; hessian is H, 16 x 16. Order of operations: d^T H by fused multiply-adds,
 // then the terms of two columns (the second one first), then these sums as a tree.
 __attribute__((noinline)) void find_hessian_losses(const float* row, const float* hessian, const float* scales,
                                                    const float* reciprocals, float* __restrict losses) {

@@ -18,10 +18,10 @@ constexpr int kCandidates = 128;  // E4M3 codes; codes 0 and 127 are no candidat
 struct Candidates {
   const float *amaxes, *scales, *reciprocals;
 
-  // Returns true if the scales are in the range for which the bounds of the pruned search are proven.
+  // Return true if the scales are in the range for which the bounds of the pruned search are proven.
   bool are_bounds_valid() const { return amaxes[1] > 0x1p-57f && amaxes[kLastCandidate] < 0x1p50f; }
 
-  // Returns f such that codes of values above amax * f have scales above amax / 7. The last candidate is the code of
+  // Return f such that codes of values above amax * f have scales above amax / 7. The last candidate is the code of
   // 448.
   float per_amax() const { return 448.0f * (6.0f / 7.0f) * (1.0f + 0x1p-12f) / amaxes[kLastCandidate]; }
 };
@@ -36,7 +36,7 @@ struct LaneBlocks {
   float a[kSearchBlockSize][kLanes], w[kWeighted ? kSearchBlockSize : 1][kLanes], amax[kLanes];
   u32 min_code[kLanes], max_code[kLanes], is_open[kLanes];
 
-  // Returns the block of a lane.
+  // Return the block of a lane.
   __forceinline__ SearchBlock<kWeighted> block(int lane) const {
     SearchBlock<kWeighted> of_lane;
     FP4KIT_UNROLL
@@ -49,7 +49,7 @@ struct LaneBlocks {
   }
 };
 
-// Stores the loss of each block under its own candidate. kAny: any magnitudes and scales; else magnitudes are below
+// Store the loss of each block under its own candidate. kAny: any magnitudes and scales; else magnitudes are below
 // 7 scales. noinline: compiled once instead of into each call, which took a minute.
 template <bool kAny, bool kWeighted>
 __attribute__((noinline)) void find_losses(const LaneBlocks<kWeighted>& blocks, const float* scales,
@@ -81,7 +81,7 @@ struct PrunedSearch {
   u32 tried[kLanes];
   float scale[kLanes], reciprocal[kLanes], tried_loss[kLanes];
 
-  // Looks up scale and reciprocal of the tried codes; codes beyond the last candidate get those of the last.
+  // Look up scale and reciprocal of the tried codes; codes beyond the last candidate get those of the last.
   void look_up() {
     for (int lane = 0; lane < kLanes; ++lane) {
       const i32 index = static_cast<i32>(minimum(tried[lane], kLastCandidate));
@@ -90,7 +90,7 @@ struct PrunedSearch {
     }
   }
 
-  // Sets the upward codes and the initial state.
+  // Set the upward codes and the initial state.
   void begin() {
     const float per_amax = candidates.per_amax();
     for (int lane = 0; lane < kLanes; ++lane) {
@@ -108,7 +108,7 @@ struct PrunedSearch {
     }
   }
 
-  // Tries all upward codes.
+  // Try all upward codes.
   void search_upward() {
     u32 steps = 0;
     for (int lane = 0; lane < kLanes; ++lane)
@@ -126,7 +126,7 @@ struct PrunedSearch {
     }
   }
 
-  // Tries downward codes until none is left whose clipped loss is at most the smallest loss.
+  // Try downward codes until none is left whose clipped loss is at most the smallest loss.
   void search_downward() {
     u32 is_open[kLanes];
     for (int lane = 0; lane < kLanes; ++lane) {
@@ -154,7 +154,7 @@ struct PrunedSearch {
     }
   }
 
-  // Clears is_proven in lanes whose code may not be the first one of smallest loss among all candidates. The winner's
+  // Clear is_proven in lanes whose code may not be the first one of smallest loss among all candidates. The winner's
   // lead over the other upward codes must be certain. If twice the winner's scale is no upward code, either the lead
   // over it is certain too, or no element of the winner is near a tie.
   void prove() {
@@ -185,7 +185,7 @@ struct PrunedSearch {
           is_doubtful[lane] && is_near_tie(blocks.block(lane), {scale[lane], reciprocal[lane]}) ? 0u : is_proven[lane];
   }
 
-  // Searches all lanes. Afterwards `code` is the first code of smallest loss in every lane where is_proven is 1.
+  // Search all lanes. Afterwards `code` is the first code of smallest loss in every lane where is_proven is 1.
   __attribute__((noinline)) void run() {
     begin();
     search_upward();

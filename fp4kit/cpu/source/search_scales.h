@@ -1,4 +1,4 @@
-// Searches the block amaxes whose E4M3 scales leave the smallest loss, tile by tile: reference/search_scales.py.
+// The search for the block amaxes whose E4M3 scales leave the smallest loss, tile by tile: reference/search_scales.py.
 //
 // Pruned search (search_pruned.h): bounds exclude most candidates; sixteen blocks side by side. Full search: all
 // candidates of one block are tried, sixteen side by side; used if the bounds do not apply, or did not prove a block.
@@ -37,7 +37,7 @@ namespace {
 struct BlockPlace {
   i64 row, block, across;
 
-  // Moves on to the next block, for blocks of one row.
+  // Move on to the next block, for blocks of one row.
   void next() {
     if (++block < across) return;
     block = 0;
@@ -45,7 +45,7 @@ struct BlockPlace {
   }
 };
 
-// Searches the tiles of a call whose elements have type In.
+// Search the tiles of a call whose elements have type In.
 template <class In>
 struct ScaleSearch {
   using Bits = typename Input<In>::Bits;
@@ -54,7 +54,7 @@ struct ScaleSearch {
   const bool is_pruned = call.is_pruned && objective == Objective::squares && !call.hessian && call.block_rows == 1 &&
                          call.candidates.are_bounds_valid();
 
-  // Stores the first and last candidate of kLanes blocks.
+  // Store the first and last candidate of kLanes blocks.
   void find_candidate_ranges(const float* amax, u32* min_code, u32* max_code) const {
     u8 codes[kLanes] = {};
     float factors[kLanes];
@@ -69,12 +69,12 @@ struct ScaleSearch {
     }
   }
 
-  // Returns the weights of a block's columns.
+  // Return the weights of a block's columns.
   const float* weights_at(const Rectangle& tile, const BlockPlace& at) const {
     return call.weights + tile.column + at.block * kSearchBlockSize;
   }
 
-  // Stores the losses of one row of a block under all candidates, for an objective other than squares.
+  // Store the losses of one row of a block under all candidates, for an objective other than squares.
   template <Objective kObjective>
   void find_row_power_losses(const float* row, const Rectangle& tile, const BlockPlace& at, float* losses) const {
     const Candidates& all = call.candidates;
@@ -84,7 +84,7 @@ struct ScaleSearch {
       find(row, weights, all.scales + code, all.reciprocals + code, call.power, losses + code);
   }
 
-  // Stores the losses of one row of a block under all candidates.
+  // Store the losses of one row of a block under all candidates.
   void find_row_losses(const float* row, const Rectangle& tile, const BlockPlace& at, float* losses) const {
     const Candidates& all = call.candidates;
     if (objective == Objective::magnitudes) return find_row_power_losses<Objective::magnitudes>(row, tile, at, losses);
@@ -97,7 +97,7 @@ struct ScaleSearch {
       find_hessian_losses(row, hessian, all.scales + code, all.reciprocals + code, losses + code);
   }
 
-  // Returns the first code of smallest loss in min_code ... max_code, for a block of `rows` rows.
+  // Return the first code of smallest loss in min_code ... max_code, for a block of `rows` rows.
   u32 search_fully(View<Bits> x, i64 rows, const Rectangle& tile, const BlockPlace& at, u32 min_code,
                    u32 max_code) const {
     float total[kCandidates], losses[kCandidates], row[kSearchBlockSize], smallest = float_of(kInfinityBits);
@@ -117,14 +117,14 @@ struct ScaleSearch {
     return found;
   }
 
-  // Stores the block amax of a code in all rows of a block.
+  // Store the block amax of a code in all rows of a block.
   void store_amax(const Rectangle& tile, const BlockPlace& at, i64 rows, u32 code) const {
     float* out = call.out + (tile.row + at.row) * call.out_step + tile.column / kSearchBlockSize + at.block;
     for (i64 i = 0; i < rows; ++i) out[i * call.out_step] = call.candidates.amaxes[code];
   }
 
-  // Searches up to kLanes blocks of one row each, by the pruned search: `count` blocks from `at` on, or kLanes if there
-  // are more. Moves `at` to the last of them, or behind the last of kLanes. Returns how many had a full search.
+  // Search up to kLanes blocks of one row each, by the pruned search: `count` blocks from `at` on, or kLanes if there
+  // are more. Move `at` to the last of them, or behind the last of kLanes. Return how many had a full search.
   template <bool kWeighted>
   u64 search_lanes(View<Bits> x, const Rectangle& tile, BlockPlace& at, i64 count) const {
     LaneBlocks<kWeighted> blocks;
@@ -159,7 +159,7 @@ struct ScaleSearch {
     return unproven;
   }
 
-  // Searches one block by a full search.
+  // Search one block by a full search.
   void search_block(View<Bits> x, const Rectangle& tile, const BlockPlace& at, i64 rows) const {
     float amax[kLanes] = {}, row[kSearchBlockSize];
     u32 min_code[kLanes], max_code[kLanes], bits = 0;
@@ -172,7 +172,7 @@ struct ScaleSearch {
     store_amax(tile, at, rows, search_fully(x, rows, tile, at, min_code[0], max_code[0]));
   }
 
-  // Searches the blocks of a tile. Returns how many of them had a full search.
+  // Search the blocks of a tile. Return how many of them had a full search.
   u64 search_tile(const Rectangle& tile) const {
     const View<Bits> x = view<In>(call.x, tile);
     const i64 across = tile.columns / kSearchBlockSize,

@@ -51,7 +51,7 @@ static __forceinline__ Bytes zip_fours_low(Bytes a, Bytes b) {
 static __forceinline__ Bytes zip_fours_high(Bytes a, Bytes b) {
   return _mm_unpackhi_epi32(a, b);
 }
-// Returns the sixteen nibbles of eight bytes, the low one of each byte first.
+// Return the sixteen nibbles of eight bytes, the low one of each byte first.
 static __forceinline__ Bytes nibbles(const u8* from) {
   const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(from)), mask = _mm_set1_epi8(15);
   return _mm_unpacklo_epi8(_mm_and_si128(bytes, mask), _mm_and_si128(_mm_srli_epi16(bytes, 4), mask));
@@ -109,7 +109,7 @@ static __forceinline__ Bytes zip_elements_high(Bytes a, Bytes b) {
   return sizeof(Bits) == 2 ? zip_pairs_high(a, b) : zip_fours_high(a, b);
 }
 
-// Returns sixteen bytes of elements from memory of any alignment, without their signs.
+// Return sixteen bytes of elements from memory of any alignment, without their signs.
 template <class Bits>
 static __forceinline__ Bytes magnitudes_at(const Bits* from) {
   typedef Bits Lanes __attribute__((vector_size(16)));
@@ -131,7 +131,7 @@ static __forceinline__ Bytes larger_of(Bytes a, Bytes b) {
 template <class Bits>
 constexpr int kSide = 16 / sizeof(Bits);
 
-// Transposes a square of elements of 2 or 4 bytes: copies from[i * from_step + j] to to[j * to_step + i].
+// Transpose a square of elements of 2 or 4 bytes: copy from[i * from_step + j] to to[j * to_step + i].
 template <class Bits>
 static __forceinline__ void transpose_square(const Bits* from, i64 from_step, Bits* to, i64 to_step) {
   constexpr int kRows = kSide<Bits>;
@@ -154,7 +154,7 @@ static __forceinline__ void transpose_square(const Bits* from, i64 from_step, Bi
 #endif
 }
 
-// Loads two neighbouring elements, each into the low bits of a 32-bit integer; bits beyond an element's are not
+// Load two neighbouring elements, each into the low bits of a 32-bit integer; bits beyond an element's are not
 // defined. without_negative_zero: a -0 becomes 0.
 static __forceinline__ void load_pair(const u32* from, u32& low, u32& high, bool without_negative_zero) {
   low = from[0], high = from[1];
@@ -168,7 +168,7 @@ static __forceinline__ void load_pair(const u16* from, u32& low, u32& high, bool
   high = low >> 16;
 }
 
-// Returns the bits kLow of a and the bits kHigh of b. With AVX-512, where one instruction selects bits, the remaining
+// Return the bits kLow of a and the bits kHigh of b. With AVX-512, where one instruction selects bits, the remaining
 // bits are those of b; elsewhere they are 0.
 template <u32 kLow, u32 kHigh>
 static __forceinline__ u32 bits_from(u32 a, u32 b) {
@@ -179,7 +179,7 @@ static __forceinline__ u32 bits_from(u32 a, u32 b) {
 #endif
 }
 
-// Stores kCount 32-bit integers, which fit into Narrow (u8 or u16), as Narrow. Without intrinsics compilers narrow them
+// Store kCount 32-bit integers, which fit into Narrow (u8 or u16), as Narrow. Without intrinsics compilers narrow them
 // one by one. kCount: 16, or 64 for bytes with AVX-512.
 template <class Narrow, int kCount>
 static __forceinline__ void store_narrow(const u32 (&from)[kCount], u8* to) {
@@ -230,7 +230,7 @@ template <class Narrow>
 constexpr int kNarrowCount = 16;
 #endif
 
-// Packs `count` codes, an even number, two per byte, the first one in the low nibble.
+// Pack `count` codes, an even number, two per byte, the first one in the low nibble.
 static void pack_codes(const u8* codes, i64 count, u8* out) {
   for (i64 i = 0; i < count / 2; ++i) {
     u16 pair;

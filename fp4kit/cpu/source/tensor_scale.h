@@ -19,7 +19,7 @@ struct AmaxCall {
   i32 input, block, block_rows, threads;
 };
 
-// Returns the amax bits of a matrix, in the width of the input's type. The stored block amaxes are valid only if the
+// Return the amax bits of a matrix, in the width of the input's type. The stored block amaxes are valid only if the
 // matrix is finite.
 FP4KIT_EXPORT u32 fp4kit_amax(const AmaxCall* call) {
   const Tiles tiles{call->x.rows, call->x.columns, call->tile_rows, call->tile_columns};
@@ -66,17 +66,17 @@ struct FoundScales {
   explicit FoundScales(const EncodeCall& call)
       : encode(call.tensor_step ? call.x.rows : 1, 1.0f), decode(encode), amax(encode) {}
 
-  // Points a call to the tensor scales.
+  // Point a call to the tensor scales.
   void point(EncodeCall& call) const {
     call.encode = encode.data();
     call.decode = decode.data();
     call.amax = amax.data();
   }
 
-  // Returns the block amaxes as the encoder takes them.
+  // Return the block amaxes as the encoder takes them.
   KnownAmaxes known(const EncodeCall& call) const { return {block_amax.get(), call.x.columns / call.block}; }
 
-  // Stores tensor scale i.
+  // Store tensor scale i.
   void put(i64 i, TensorScale t) {
     encode[i] = t.encode;
     decode[i] = t.decode;
@@ -84,7 +84,7 @@ struct FoundScales {
   }
 };
 
-// Stores the tensor scale of every row by a tensor rule. Returns false if an element is NaN or infinite.
+// Store the tensor scale of every row by a tensor rule. Return false if an element is NaN or infinite.
 template <class In>
 bool find_row_scales(const EncodeCall& call, i32 tensor_rule, FoundScales& found) {
   using Bits = typename Input<In>::Bits;
@@ -103,7 +103,7 @@ bool find_row_scales(const EncodeCall& call, i32 tensor_rule, FoundScales& found
   return is_finite;
 }
 
-// Stores the tensor scales of given tensor amaxes. Returns false if one is NaN, infinite or negative.
+// Store the tensor scales of given tensor amaxes. Return false if one is NaN, infinite or negative.
 bool scales_of_given(const EncodeCall& call, i32 tensor_rule, const float* given, FoundScales& found) {
   for (size_t i = 0; i < found.amax.size(); ++i) {
     if (bits_of(given[i]) >= kInfinityBits) return false;
@@ -112,8 +112,8 @@ bool scales_of_given(const EncodeCall& call, i32 tensor_rule, const float* given
   return true;
 }
 
-// Stores the tensor scales of a call by a tensor rule, from given tensor amaxes or, if `given` is nullptr, from the
-// elements. Returns false if an element, or a given amax, is not finite. Without a rule (-1) it stores nothing.
+// Store the tensor scales of a call by a tensor rule, from given tensor amaxes or, if `given` is nullptr, from the
+// elements. Return false if an element, or a given amax, is not finite. Store nothing without a rule (-1).
 //
 // The amaxes of blocks are kept for the encoder if the matrix has at most 2^22 elements and either one thread does all
 // or blocks have several rows. Otherwise the encoder finds them again: to fetch many of them from another core's cache

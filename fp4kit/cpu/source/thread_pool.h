@@ -36,7 +36,7 @@ struct Pool {
 
 Pool* pool = new Pool;  // never destroyed, because threads may wait on it when the program ends
 
-// Claims indices and works on them until none is left. The owner takes them from the first on, helpers from the last
+// Claim indices and work on them until none is left. The owner takes them from the first on, helpers from the last
 // on. So a tile tends to be done by the same thread in two rounds or calls, and its elements are in that processor's
 // cache.
 void work_off(Pool& p, bool is_owner) {
@@ -48,7 +48,7 @@ void work_off(Pool& p, bool is_owner) {
   }
 }
 
-// Waits actively until a condition is met, for at most 50 microseconds. So a second round, or the next call of a loop,
+// Wait actively until a condition is met, for at most 50 microseconds. So a second round, or the next call of a loop,
 // need not wake threads, which takes about as long.
 template <class Condition>
 void spin_briefly(Condition is_met) {
@@ -63,7 +63,7 @@ void spin_briefly(Condition is_met) {
   } while (std::chrono::steady_clock::now() < end);
 }
 
-// Returns the number of the processor that runs this thread; -1 if the system does not tell.
+// Return the number of the processor that runs this thread; -1 if the system does not tell.
 int processor() {
 #if defined(__linux__)
   return sched_getcpu();
@@ -72,7 +72,7 @@ int processor() {
 #endif
 }
 
-// Runs a helper thread: joins rounds for ever.
+// Run a helper thread: join rounds for ever.
 void helper_loop(Pool* p) {
   fesetenv(FE_DFL_ENV);  // a thread inherits the floating-point environment of its creator
   std::unique_lock<std::mutex> lock(p->mutex);
@@ -92,7 +92,7 @@ void helper_loop(Pool* p) {
   }
 }
 
-// Starts threads until `size` helpers exist, or as many as the system gives.
+// Start threads until `size` helpers exist, or as many as the system gives.
 void ensure_helpers(Pool& p, int size) {
   try {
     for (; p.size < size; ++p.size) std::thread(helper_loop, &p).detach();
@@ -100,14 +100,14 @@ void ensure_helpers(Pool& p, int size) {
   }
 }
 
-// Gives a forked child a new pool, because it has none of the threads.
+// Give a forked child a new pool, because it has none of the threads.
 void reset_after_fork() {
   pool = new Pool;
 }
 const int registered = pthread_atfork(nullptr, nullptr, reset_after_fork);
 
-// Calls work(context, index) for every index in [0, count), in any order, on at most `threads` threads, the calling one
-// included. Returns when all calls have returned.
+// Call work(context, index) for every index in [0, count), in any order, on at most `threads` threads, the calling one
+// included. Return when all calls have returned.
 void for_each_index(int64_t count, int threads, void (*work)(void*, int64_t), void* context) {
   Pool& p = *pool;
   const int helpers = static_cast<int>(count < threads ? count : threads) - 1;

@@ -10,7 +10,7 @@
 
 namespace {
 
-// Returns memory for `count` values that belongs to this thread. The next call with the same T may reuse it.
+// Return memory for `count` values that belongs to this thread. The next call with the same T may reuse it.
 template <class T>
 T* scratch(size_t count) {
   thread_local std::vector<T> memory;
@@ -26,28 +26,30 @@ struct Rectangle {
 // The tiles of a rows x columns matrix. Those at the right and lower edges may be smaller.
 struct Tiles {
   i64 rows, columns, tile_rows, tile_columns;
+
+  // Return the number of tiles side by side, and of all tiles.
   i64 across() const { return (columns + tile_columns - 1) / tile_columns; }
   i64 count() const { return across() * ((rows + tile_rows - 1) / tile_rows); }
 
-  // Returns a tile by its index in row-major order.
+  // Return a tile by its index in row-major order.
   Rectangle tile(i64 index) const {
     const i64 row = index / across() * tile_rows, column = index % across() * tile_columns;
     return {row, minimum(tile_rows, rows - row), column, minimum(tile_columns, columns - column)};
   }
 };
 
-// Calls work(index) for every tile index in [0, count), on at most `threads` threads.
+// Call work(index) for every tile index in [0, count), on at most `threads` threads.
 template <class Work>
 void run_tiles(i64 count, int threads, Work& work) {
   for_each_index(count, threads, [](void* context, int64_t index) { (*static_cast<Work*>(context))(index); }, &work);
 }
 
-// Returns true if a tile is marked.
+// Return true if a tile is marked.
 bool any_marked(const std::vector<u8>& marks) {
   return std::memchr(marks.data(), 1, marks.size()) != nullptr;
 }
 
-// Returns true if the elements of a tile are copied, to make rows contiguous or to transform them, before they are
+// Return true if the elements of a tile are copied, to make rows contiguous or to transform them, before they are
 // read.
 bool is_gathered(const Source& x) {
   return x.column_step != 1 || x.hadamard >= 0;
@@ -60,7 +62,7 @@ struct View {
   i64 step;
 };
 
-// Returns the elements of a tile: in place, or a copy in scratch memory if they have to be gathered.
+// Return the elements of a tile: in place, or a copy in scratch memory if they have to be gathered.
 template <class In, class Bits = typename Input<In>::Bits>
 View<Bits> view(const Source& x, const Rectangle& tile) {
   if (!is_gathered(x)) return {static_cast<const Bits*>(x.data) + tile.row * x.row_step + tile.column, x.row_step};
@@ -70,7 +72,7 @@ View<Bits> view(const Source& x, const Rectangle& tile) {
   return {copy, tile.columns};
 }
 
-// Loads one element per cache line, row by row. Reading in the order of memory is faster than the order of panels, in
+// Load one element per cache line, row by row. Reading in the order of memory is faster than the order of panels, in
 // which the elements are then read from the cache.
 template <class Bits>
 void touch(View<Bits> x, i64 rows, i64 columns) {
@@ -80,14 +82,14 @@ void touch(View<Bits> x, i64 rows, i64 columns) {
   asm volatile("" : : "r"(seen));
 }
 
-// Prefetches elements that are read next. The address need not be valid.
+// Prefetch elements that are read next. The address need not be valid.
 template <class Bits>
 void prefetch(const Bits* data, i64 count) {
   for (i64 i = 0; i < count; i += 64 / sizeof(Bits)) __builtin_prefetch(data + i, 0, 2);
 }
 
-// Calls work(panel) for the panels of a tile, in row-major order: block_rows rows and at most kPanelColumns columns,
-// whole blocks. Stops at the first call that returns false. Returns true if all calls returned true.
+// Call work(panel) for the panels of a tile, in row-major order: block_rows rows and at most kPanelColumns columns,
+// whole blocks. Stop at the first call that returns false. Return true if all calls returned true.
 template <class Work>
 bool for_each_panel(const Rectangle& tile, i64 block, i64 block_rows, Work work) {
   const i64 columns = kPanelColumns / block * block;
@@ -97,7 +99,7 @@ bool for_each_panel(const Rectangle& tile, i64 block, i64 block_rows, Work work)
   return true;
 }
 
-// Stores the amax bits of a row of blocks: `blocks` blocks of `rows` x `block` elements.
+// Store the amax bits of a row of blocks: `blocks` blocks of `rows` x `block` elements.
 template <class In, class Bits>
 void block_amax_bits(View<Bits> x, i64 rows, i64 blocks, i64 block, u32* out) {
   const i64 segment = segment_of(block), per_block = block / segment, segments = blocks * per_block;
@@ -117,7 +119,7 @@ void block_amax_bits(View<Bits> x, i64 rows, i64 blocks, i64 block, u32* out) {
   }
 }
 
-// Returns the amax bits of all elements of a view.
+// Return the amax bits of all elements of a view.
 template <class In, class Bits>
 Bits amax_bits(View<Bits> x, i64 rows, i64 columns) {
   Bits largest = 0;

@@ -1,19 +1,17 @@
-"""Where the compiled engine cuts: units, calls of the library, pieces, strips and threads; and units that it leaves
-undone.
-"""
+"""How the CPU engine cuts matrices: slabs, tiles, panels and threads; and tiles that need the fallback."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
-from engine_cases import COVERED, NEEDS_ENGINE, VIEWS, agree, assert_equal, counted, shrink_units
+from engine_cases import COVERED, NEEDS_ENGINE, VIEWS, agree, assert_equal, counted, shrink_tiles
 from everything import everything
 from exhaustive import by_default, every, exhaustive
 from inputs import BF16, STOCHASTIC, ordinary
 
 import fp4kit
 from fp4kit.cpu import encode
-from fp4kit.cpu.encode import Shape
+from fp4kit.cpu.encode import Tiles
 from fp4kit.evidence.fuzz import run as fuzz
 from fp4kit.evidence.fuzz.draw import Pool
 from fp4kit.formats import FLOATS
@@ -28,13 +26,13 @@ EIGHTH = every(4, COVERED[::2]) + exhaustive(COVERED[1::2])
 
 
 @pytest.fixture
-def small_units(monkeypatch):
-    shrink_units(monkeypatch)
+def small_tiles(monkeypatch):
+    shrink_tiles(monkeypatch)
     yield
     encode.kernels_of.cache_clear()
 
 
-# ---- shapes of units ----
+# ---- shapes of tiles ----
 
 
 @pytest.mark.parametrize("gathered", [False, True])
@@ -42,17 +40,17 @@ def small_units(monkeypatch):
     "block, block_rows", [(16, 1), (16, 16), (32, 1), (32, 32), (32, 2), (96, 1), (1024, 1), (2048, 3)]
 )
 @pytest.mark.parametrize("blocks", [(1, 1), (3, 5), (70, 1), (5, 300)])
-def test_units_cover_a_matrix_once(block, block_rows, blocks, gathered, monkeypatch):
-    """And are whole blocks, but for the last rows; of no more elements than a unit, or one row of panels, has."""
+def test_tiles_cover_a_matrix_once(block, block_rows, blocks, gathered, monkeypatch):
+    """And are whole blocks, but for the last rows; of no more elements than a tile, or one row of panels, has."""
     monkeypatch.setattr(encode, "ELEMENTS_PER_CALL", 1 << 14)
     M, K = blocks[0] * block_rows - (block_rows > 1), blocks[1] * block
-    shape = Shape.of(np.broadcast_to(np.float32(0), (M, K)), block, block_rows, gathered)
+    tiles = Tiles.of(np.broadcast_to(np.float32(0), (M, K)), block, block_rows, gathered)
     seen = np.zeros((M, K), np.uint8)
-    assert shape.width <= max((1 + (block_rows > 1)) * encode.UNIT // block_rows, 2048)
-    for part in shape.parts():
-        units = list(shape.units(*part))
-        assert len(units) == shape.number(*part)
-        for rows, columns in units:
+    assert tiles.tile_columns <= max((1 + (block_rows > 1)) * encode.TILE_ELEMENTS // block_rows, 2048)
+    for slab in tiles.slabs():
+        found = list(tiles.tiles(*slab))
+        assert len(found) == tiles.count_tiles(*slab)
+        for rows, columns in found:
             seen[rows, columns] += 1
             assert rows.start % block_rows == 0 and columns.start % block == 0
             assert columns.stop % block == 0 and (rows.stop % block_rows == 0 or rows.stop == M)
@@ -77,7 +75,7 @@ def test_rows_of_several_panels(name, dtype):
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("name", by_default(PANELS, dict.fromkeys((*PANELS, *COVERED[1::3]))))
 def test_rows_that_follow_each_other_are_one(name, dtype):
-    """Units of short rows are panels across them where those follow each other; an infinity in one unit; and rows that
+    """Tiles of short rows are panels across them where those follow each other; an infinity in one tile; and rows that
     do not.
     """
     x = ordinary(9, (1000, 2 * 128), dtype)
@@ -94,14 +92,14 @@ def test_rows_that_follow_each_other_are_one(name, dtype):
     agree(fp4kit.dequantize, out, out=np.empty((900, 300), dtype)[:, :256])
 
 
-# ---- small units ----
+# ---- small tiles ----
 
 
 VIEWED = ("nvfp4-te-2d", "fp8-modelopt-channel")
 
 
 @pytest.mark.parametrize("name", by_default(VIEWED, dict.fromkeys((*VIEWED, *COVERED[::8]))))
-def test_views_in_small_units(name, small_units):
+def test_views_in_small_tiles(name, small_tiles):
     whole = ordinary(6, (128, 256), FLOATS[COVERED.index(name) % 3])
     for of in VIEWS.values():
         x = of(whole)
@@ -113,7 +111,7 @@ def test_views_in_small_units(name, small_units):
 
 
 @pytest.mark.parametrize("name", by_default(FEW, RECIPES))
-def test_every_operation_in_small_units(name, small_units):
+def test_every_operation_in_small_tiles(name, small_tiles):
     x = ordinary(4, (32, 128), BF16)
     nonfinite = x.copy()
     nonfinite[3, 5], nonfinite[17, 64], nonfinite[31] = np.inf, np.nan, -np.inf
@@ -126,8 +124,8 @@ def test_every_operation_in_small_units(name, small_units):
 @pytest.mark.parametrize(
     "name", by_default(("nvfp4-te", "mxfp8-te-2d"), [name for name in STOCHASTIC if name in COVERED])
 )
-def test_random_bytes_follow_their_elements(name, small_units):
-    """Each unit takes those of its own place, of a stream and of an array, in a stack of wide matrices and along both
+def test_random_bytes_follow_their_elements(name, small_tiles):
+    """Each tile takes those of its own place, of a stream and of an array, in a stack of wide matrices and along both
     axes.
     """
     x = ordinary(7, (2, 64, 256))
@@ -137,7 +135,7 @@ def test_random_bytes_follow_their_elements(name, small_units):
 
 
 @pytest.mark.parametrize("cases", [100, *exhaustive([400])])
-def test_drawn_calls_in_small_units(cases, small_units):
+def test_drawn_calls_in_small_tiles(cases, small_tiles):
     check_drawn(cases, Pool(largest=1 << 12))
 
 
@@ -156,7 +154,7 @@ def check_drawn(cases: int, pool: Pool) -> None:
     assert found.total("failed") == 0 and found.total("cases") == cases
 
 
-# ---- units that are left undone ----
+# ---- tiles that need the fallback ----
 
 SPECIAL = {
     "nan": np.nan,
@@ -170,8 +168,8 @@ SPECIAL = {
 
 
 @pytest.mark.parametrize("name", EIGHTH)
-def test_a_special_element_in_one_unit(name, small_units, monkeypatch):
-    """Its unit falls to the specification where it must, and its neighbours do not; every byte is right."""
+def test_a_special_element_in_one_tile(name, small_tiles, monkeypatch):
+    """Its tile falls to the specification where it must, and its neighbours do not; every byte is right."""
     r = RECIPES[name]
     for special, value in SPECIAL.items():
         x = ordinary(2, (64, 256))
@@ -189,7 +187,7 @@ def test_a_special_element_in_one_unit(name, small_units, monkeypatch):
 
 @pytest.mark.parametrize("name", EIGHTH)
 @pytest.mark.parametrize("dtype", [FLOATS[0], FLOATS[2]], ids=str)
-def test_factors_of_no_use_in_some_units(name, dtype, small_units):
+def test_factors_of_no_use_in_some_tiles(name, dtype, small_tiles):
     """Blocks of zeros, of subnormals, of the largest values, alone and beside ordinary ones; under many tensor
     amaxes.
     """
