@@ -262,6 +262,6 @@ def test_the_seed_of_both_leaves_one_for_columns():
 def test_paths_without_a_name(path):
     for call in (lambda: fp4kit.save(path, {"w": Q}), lambda: fp4kit.load(path)):
         with pytest.raises(
-            ValueError, match=r"^(save|load): path is '.?'; needs one that ends with the name of a file"
+            ValueError, match=r"^(save|load): path is '.?'; needs a path that ends with the name of a file"
         ):
             call()
