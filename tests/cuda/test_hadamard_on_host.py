@@ -56,11 +56,17 @@ def test_any_bits(host, bits, shift):
 
 FILE, BFLOAT16, HALF = "hadamard.cuh", CASES[0], CASES[2]
 MUTATIONS = {
-    "one bit too many for float32": (FILE, "kMaxExponentGap = 21", "kMaxExponentGap = 22", BFLOAT16, "ties: "),
-    "the same of float16": (FILE, "kMaxExponentGap = 21", "kMaxExponentGap = 22", HALF, "ties: "),
+    "one bit too many for float32": (FILE, "21 - In::kMantissaBits", "22 - In::kMantissaBits", BFLOAT16, "ties: "),
+    "the same of float16": (FILE, "21 - In::kMantissaBits", "22 - In::kMantissaBits", HALF, "ties: "),
     "half the error of the sums": (FILE, "0x1.1p-20f", "0x1.1p-26f", BFLOAT16, r"\w+: \d+ of \d+ differ"),
     "sums that overflow": (FILE, "if (largest >= kInfinityBits) return false;", "", BFLOAT16, "edges: "),
-    "half of the least": (FILE, "minimum(least & 0xFFFFu, least >> 16)", "(least & 0xFFFFu)", BFLOAT16, "as columns: "),
+    "half of the least": (
+        FILE,
+        "minimum(smallest & 0xFFFFu, smallest >> 16)",
+        "(smallest & 0xFFFFu)",
+        BFLOAT16,
+        "as columns: ",
+    ),
     "the other column is told": (FILE, "inconclusive |= 1u << j", "inconclusive |= 2u >> j", BFLOAT16, "as columns: "),
     "one column of two": ("amax_hadamard.cu", "j ? 0x7632u : 0x5410u", "0x5410u", STRIPS[0], "amax of"),
     "one sign": (FILE, "kSignMask >> (i + 1)", "kSignMask >> i", BFLOAT16, "signs: "),
