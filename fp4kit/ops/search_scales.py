@@ -25,56 +25,69 @@ def search_scales(
     axis: int = -1,
     threads: int | None = None,
 ) -> Any:
-    """Search, for each block of x, the amax whose E4M3 scale gives the smallest error. Pass the result to quantize.
+    """Search the amaxes whose scales give the smallest error. Pass the result to quantize.
 
-        scale(c) = amax * c / scale_max / 6;   loss(c) = sum over the block of weight * (x - q * scale(c))^2
-        block_amax = amax * c / scale_max,  c = the candidate of smallest loss, the first of equals
+    What is searched depends on the recipe:
 
-    amax is the tensor's, c takes the 126 positive E4M3 values in ascending order, and q is the E2M1 value nearest to x
-    / scale(c). With a Hessian H of the block's columns, the loss is d^T H d, d = x - q * scale(c), and scale(c) is
-    first rounded to E4M3.
-
-    For recipes with other scales, it searches something else:
-
+    - E4M3 scales: an amax per block. The recipe is nvfp4-modelopt-static, nvfp4-modelopt-static-4over6, or a variant
+      with nearest codes, scales of amax / 6 and one tensor scale. nvfp4-modelopt-mse quantizes with the found amaxes in
+      one call.
     - E8M0 scales in blocks of one row (mxfp4-ocp, mxfp8-te, ...): amax * 2^j of each block, in the recipe's own
       arithmetic.
     - FP8 and integers without block scales (fp8-modelopt, int8-modelopt-channel, ...): multiples of the amax of the
       tensor, or of each expert or row.
 
+    For E4M3 scales,
+
+        scale(c) = amax * c / scale_max / 6;   loss(c) = sum over the block of weight * (x - q * scale(c))^2
+        block_amax = amax * c / scale_max,  c = the candidate of smallest loss, the first of equals
+
+    Here amax is that of the tensor, c takes the 126 positive E4M3 values in ascending order, and q is the E2M1 value
+    nearest to x / scale(c). The loss of a 16x16 block is that of all its rows. With a Hessian H of the block's columns,
+    the loss is d^T H d, d = x - q * scale(c), and scale(c) is first rounded to E4M3.
+
+    Objectives, with d = |x - q * scale(c)|:
+
+    - "mse": sum of weight * d^2, as above
+    - "mae": sum of weight * d
+    - "max": the largest weight * d
+    - "p2.4", or another power from 1 to 16: sum of weight * d^2.4. "p1" is "mae", and "p2" is "mse".
+
+    Candidates:
+
+    - E4M3 scales: "all"; "near", the codes from 8 below to 8 above the code of the block's own amax; or two ints (low,
+      high), such a range with both ends included. Codes outside of the 126 count as the first or the last.
+    - E8M0 scales: two ints (low, high), the range of j. "all" is floor(log2(amax)) - floor(log2(largest element)) and
+      one exponent below and above it.
+    - Without block scales: (start, stop, step) of the multiples. "all" is Model-Optimizer's (0.25, 4.0, 0.1).
+
     Args:
         x: float32, float16 or bfloat16 array of any shape and strides, of any library. It is never written to.
-        recipe: nvfp4-modelopt-static, nvfp4-modelopt-static-4over6, or a variant with nearest codes, scales of amax / 6
-            and one tensor scale; nvfp4-modelopt-mse, which quantizes with the found amaxes in one call; or a recipe of
-            the list above. The loss of a 16x16 block, if a variant has such blocks, is that of all its rows.
-        objective: "mse", as above; "mae", sum of weight * |x - q * scale(c)|; "max", the largest weight * |x - q *
-            scale(c)|; or "p2.4" or another power from 1 to 16, sum of weight * |x - q * scale(c)|^2.4. "p1" is "mae",
-            and "p2" is "mse".
-        tensor_amax: as in quantize, and to be passed to both; None computes it from x.
+        recipe: a recipe of the list above.
+        objective: an objective of the list above.
+        tensor_amax: as in quantize; pass the same one to both. None computes it from x.
         weights: float32 (K,), finite and >= 0, one per place along `axis`, such as the mean square of the activation at
             that place. 0 ignores the column. None means all ones.
         hessian: float32 (K/16, 16, 16), symmetric, one per 16 columns. Not together with weights, which are its
             diagonal.
-        candidates: "all"; "near", codes of c from 8 below to 8 above the code of the block's own amax; or that range as
-            two ints (low, high), both inclusive. Codes outside of the 126 count as the first or the last. For E8M0
-            scales, the range of j; "all" is floor(log2(amax)) - floor(log2(largest element)) and one exponent below and
-            above it. Without block scales, (start, stop, step) of the multiples; "all" is Model-Optimizer's (0.25, 4.0,
-            0.1).
+        candidates: candidates of the list above.
         axis: the axis along which blocks run.
         threads: the largest number of CPU threads, for NumPy arrays; None means fp4kit.num_threads(). Ignored on a GPU.
 
     Returns:
-        float32 (..., M, K/16), `axis` last, in the shape of quantize's linear block_scale. In every normal range of
-        amax, quantize(x, recipe, axis=axis, tensor_amax=amax, block_amax=found) makes the scales with the codes of c.
-        Without block scales: float32 in the shape of tensor_amax, for quantize(..., tensor_amax=found).
+        The found amaxes. With block scales: float32 in the shape of quantize's linear block_scale, such as (..., M,
+        K/16), with `axis` last. Pass them as quantize(x, recipe, axis=axis, tensor_amax=amax, block_amax=found); in
+        every normal range of amax, this gives the scale codes of c. Without block scales: float32 in the shape of
+        tensor_amax, for quantize(..., tensor_amax=found).
 
     Raises:
         TypeError: x has another dtype.
-        ValueError: the objective is unknown, or not "mse" together with a Hessian; the recipe is none of the above; a
-            length is not a multiple of the block; weights or hessian have another shape, hold NaN, infinite or
-            (weights) negative numbers, or are both given; the Hessian is not symmetric within 1e-5 of its largest
-            value; or candidates are invalid. Weights and Hessians on a GPU are not checked, because that would wait for
-            the device.
-        NotImplementedError: there is no CUDA kernel: for E8M0 scales of blocks that are not a multiple of 16 columns.
+        ValueError: the recipe is none of the above, or a length is not a multiple of the block.
+        ValueError: the objective is unknown, or not "mse" together with a Hessian; or candidates are invalid.
+        ValueError: weights or hessian have another shape, hold NaN, infinite or (weights) negative numbers, or are both
+            given; or the Hessian is not symmetric within 1e-5 of its largest value. On a GPU they are not checked,
+            because that would wait for the device.
+        NotImplementedError: there is no CUDA kernel for E8M0 scales of blocks that are not a multiple of 16 columns.
 
     Numerics:
         float32, with one rounding per operation, in the order of the source's kernels. x / scale(c) is the GPU's

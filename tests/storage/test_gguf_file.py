@@ -256,7 +256,7 @@ def test_verify_sees_one_flipped_bit(tmp_path: Path) -> None:
 
 def test_nothing_is_reconciled(tmp_path: Path) -> None:
     quantized(tmp_path / "q.gguf", "nvfp4-te")
-    with refused("q.gguf: a GGUF file, whose layers llama.cpp does not fuse; there is nothing to reconcile"):
+    with refused("q.gguf: is a GGUF file; llama.cpp does not fuse its layers, so there is nothing to reconcile"):
         reconcile(tmp_path / "q.gguf", tmp_path / "out")
 
 
