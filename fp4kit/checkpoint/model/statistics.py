@@ -73,7 +73,7 @@ class StoredCounts:
 
     @property
     def sqnr_db(self) -> float | None:
-        """Signal to noise in decibels; None without a source."""
+        """The signal-to-noise ratio in decibels; None without a source."""
         return sqnr_db(self.signal, self.noise) if self.compared else None
 
 

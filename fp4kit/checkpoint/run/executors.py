@@ -125,7 +125,10 @@ class _Worker(multiprocessing.context.SpawnProcess):
     """
 
     def start(self) -> None:
-        """Start the process. It inherits the thread limits and the blocked SIGINT, which are set only meanwhile."""
+        """Start the process with one thread per numerical library and with SIGINT blocked.
+
+        Both settings are inherited from this process, which has them only while the worker starts.
+        """
         before = {name: os.environ.get(name) for name in _ONE_THREAD}
         blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         os.environ.update(dict.fromkeys(_ONE_THREAD, "1"))
@@ -160,9 +163,9 @@ def run_all(
 
     The caller may add calls to the queue between results. Calls are taken from the left.
 
-    After an error, or if the caller stops iterating, calls that have not started are cancelled. Running calls are
-    waited for, so that nothing is written after this generator ends; worker processes of executor_of are not, because
-    it kills them.
+    After an error, or if the caller stops iterating, calls that have not started are cancelled. This generator then
+    waits for the running calls, so that nothing is written after it ends. It does not wait for the worker processes of
+    executor_of, because executor_of kills them.
 
     executor: where to run the calls; None for this process.
     max_pending: how many calls are submitted to the executor at a time.
