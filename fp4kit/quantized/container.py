@@ -423,7 +423,7 @@ class Quantized:
 
     def __repr__(self) -> str:
         try:
-            bits = f", {self.bits_per_value:.3g} bits a value"
+            bits = f", {self.bits_per_value:.3g} bits per value"
         except (TypeError, AttributeError):  # in a tree of shapes, shardings, ... the parts are not arrays
             bits = ""
         return (

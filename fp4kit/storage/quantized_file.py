@@ -183,7 +183,7 @@ def load(path: str | os.PathLike[str]) -> dict[str, Quantized]:
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     fp4kit.save(f"{folder}/a.safetensors", {"w": fp4kit.quantize(np.ones((4, 32), np.float32), "mxfp4")})
         ...     fp4kit.load(f"{folder}/a.safetensors")
-        {'w': Quantized(mxfp4-ocp, shape=(4, 32), dtype=float32, axis=1, scale_layout='linear', 4.25 bits a value)}
+        {'w': Quantized(mxfp4-ocp, shape=(4, 32), dtype=float32, axis=1, scale_layout='linear', 4.25 bits per value)}
     """
     source = as_path("load", path)
     file = read_header(source, f"load: {source.name}")

@@ -88,7 +88,7 @@ def cast_master_weights(
         >>> from fp4kit.training.communicators import SingleProcess
         >>> w = np.ones((16, 32), np.float32)
         >>> fp4kit.cast_master_weights([fp4kit.Shard(w.reshape(-1), w.shape)], SingleProcess())
-        [Quantized(nvfp4-te-2d, shape=(16, 32), dtype=float32, axis=1, scale_layout='linear', 4.56 bits a value)]
+        [Quantized(nvfp4-te-2d, shape=(16, 32), dtype=float32, axis=1, scale_layout='linear', 4.56 bits per value)]
     """
     return MasterWeightsPlan(shards, comm, recipe, columnwise=columnwise).cast()
 
