@@ -30,7 +30,7 @@ def decoder_of(r: Recipe, dtype: np.dtype) -> int:
     """Return the library's index of the decoder of a recipe and dtype. Raises Declined if it has none."""
     found = functions().fp4kit_decoder(decode_key(decoding(r, dtype)).encode())
     if found < 0:
-        raise Declined(f"the compiled engine does not have the values of {r.id}")
+        raise Declined(f"the CPU engine has no decoder for {r.id}")
     return found
 
 

@@ -61,14 +61,14 @@ def kernels_of(r: Recipe) -> Kernels:
     block_rule = -1 if key is None else found.fp4kit_block_rule(key.encode())
     element = found.fp4kit_element(element_key(r).encode())
     if element < 0 or (key is not None and block_rule < 0):
-        raise Declined(f"the compiled engine does not have the arithmetic of {r.id}")
+        raise Declined(f"the CPU engine has no compiled rules for {r.id}")
     return Kernels(block_rule, element, block, r.block_rows, tuple(kept_factors(r, dtype) for dtype in INPUTS))
 
 
 def check_array(x: np.ndarray) -> None:
     """Raise Declined if the elements of an array are not aligned."""
     if not x.flags.aligned or any(step % x.itemsize for step in x.strides):
-        raise Declined("the compiled engine needs aligned elements")
+        raise Declined("the CPU engine needs aligned elements")
 
 
 class Tiles(NamedTuple):

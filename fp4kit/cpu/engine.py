@@ -73,7 +73,7 @@ def _check(call: Call, min_elements: int | None = None) -> None:
     if min_elements is None:
         min_elements = coverage.MIN_ELEMENTS[call.recipe.tensor_scaling]
     if call.x.size < min_elements or call.moved.shape[-1] < coverage.MIN_COLUMNS:
-        raise Declined("the specification is as quick with so few elements")
+        raise Declined("the specification is as fast for so few elements")
     encode.kernels_of(call.recipe)
     encode.check_array(call.x)
 
@@ -82,7 +82,7 @@ def dequantize(q: Quantized, dtype: np.dtype, out: np.ndarray | None = None) -> 
     """Return what reference.dequantize returns."""
     decoding.decoder_of(q.recipe, dtype)
     if q.packed.size < coverage.MIN_CODE_BYTES:
-        raise Declined("the specification is as quick with so few values")
+        raise Declined("the specification is as fast for so few values")
     return reference.dequantize(q, dtype, out, _MATRICES)
 
 
@@ -195,7 +195,7 @@ def search_scales(search: Search) -> np.ndarray:
 def _as_matrix(x: np.ndarray) -> np.ndarray:
     """Return an array of at most two dimensions as a matrix. Raises Declined for others."""
     if x.ndim > 2:
-        raise Declined("the compiled engine takes a matrix where memory is not contiguous")
+        raise Declined("the CPU engine takes non-contiguous arrays of at most two dimensions")
     return x.reshape(1, -1) if x.ndim < 2 else x
 
 
@@ -203,7 +203,7 @@ def _declining(name: str) -> Any:
     """Return a function that raises Declined."""
 
     def declined(*arguments: Any) -> Any:
-        raise Declined(f"the compiled engine has no {name}")
+        raise Declined(f"the CPU engine does not implement {name}")
 
     return declined
 

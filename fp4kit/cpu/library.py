@@ -221,7 +221,7 @@ def functions() -> Any:
     """Return the library's functions. Raises Declined if there is no library."""
     found = library()
     if found.functions is None:
-        raise Declined(f"the compiled engine is not there: {found.level}")
+        raise Declined(f"the CPU engine is not available: {found.level}")
     return found.functions
 
 

@@ -93,7 +93,7 @@ def rule_of(r: Recipe, offsets: tuple[int, int] | None) -> int:
     key = rule_key(r) if r.block_rule == specification.OWN_RULE else None
     rule = -1 if key is None else functions().fp4kit_block_rule(key.encode())
     if rule < 0:
-        raise Declined(f"the compiled engine does not have the codes of {r.id} beside which candidates are")
+        raise Declined(f"the CPU engine has no rule for the codes beside which {r.id} has its candidates")
     return rule
 
 
