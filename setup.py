@@ -100,7 +100,11 @@ def extension(level: str) -> Extension:
         extra_compile_args=[*FLAGS, *LEVELS[level], f'-DFP4KIT_DIGEST="{digest}"'],
         extra_link_args=["-pthread"],
         optional=True,
-        depends=[str(path) for path in (*(CPU / "source").iterdir(), *Path("fp4kit/cuda/kernels/rules").iterdir())],
+        depends=[
+            str(path)
+            for path in (*(CPU / "source").iterdir(), *Path("fp4kit/cuda/kernels/rules").iterdir())
+            if path.suffix != ".md"
+        ],
     )
 
 
