@@ -8,6 +8,7 @@ scales).
 from __future__ import annotations
 
 from dataclasses import astuple, dataclass
+from operator import attrgetter
 from typing import Any, Literal, NamedTuple
 
 import ml_dtypes
@@ -335,6 +336,14 @@ class ElementFormat:
                 f"{op}: codes hold {beyond}; needs 0 to {2**self.bits - 1}; if the bytes are packed, call fp4kit.unpack"
             )
         return np.take(self.values, array)
+
+
+_NUMBERS = attrgetter("exponent_bits", "mantissa_bits", "bias", "specials", "signed", "has_zero")
+
+
+def is_same(a: ElementFormat, b: ElementFormat) -> bool:
+    """Return whether two formats have the same value for every code, whatever their names are."""
+    return bool(_NUMBERS(a) == _NUMBERS(b))
 
 
 E2M1 = ElementFormat("E2M1", 2, 1, 1)

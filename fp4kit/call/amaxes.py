@@ -4,6 +4,7 @@ gives.
 
 from __future__ import annotations
 
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -12,14 +13,8 @@ from fp4kit.arithmetic import ieee
 from fp4kit.arrays import imports
 from fp4kit.call.abstract_array import Outline
 from fp4kit.formats import E8M0, FLOATS
-from fp4kit.quantized.part_shapes import fitting_shape, in_order, scale_shape
+from fp4kit.quantized.part_shapes import fitting_shape, in_order, scale_shape, tensor_amax_shape
 from fp4kit.recipes import Recipe
-
-
-def tensor_amax_shape(moved_shape: tuple[int, ...], recipe: Recipe) -> tuple[int, ...]:
-    """Shape of tensor_amax for an array whose quantized axis is last: (), rows or blocks."""
-    *lead, K = moved_shape
-    return {"row": tuple(lead), "block": (*lead, K // recipe.block_size)}.get(recipe.tensor_scaling, ())
 
 
 def is_per_expert(amax: Any, recipe: Recipe) -> bool:
@@ -161,3 +156,37 @@ def given_block_amax(op: str, given: Any, moved_shape: tuple[int, ...], recipe: 
     if not isinstance(amax, Outline) and (np.isnan(amax).any() or (amax < 0).any()):
         raise ValueError(f"{op}: block_amax holds NaN or negative values; needs amax >= 0")
     return (amax if isinstance(amax, Outline) else without_sign(amax)).reshape(wanted)
+
+
+def clip_amax(call: Any, given: Any) -> Any:
+    """Return the amax that a gradient is clipped at, checked and where x is; None if it was not given.
+
+    Its shape is (1, 1), (rows, 1) or (rows, blocks), where rows are all leading axes joined.
+    """
+    if given is None:
+        return None
+    if call.on_device and isinstance(given, type(call.x)):
+        if given.dtype != np.float32:
+            raise TypeError(f"{call.op}: amax is {given.dtype}; needs float32 on a device")
+        return reshape_clip_amax(given, call)
+    host = reshape_clip_amax(check_clip_amax(call.op, given), call)
+    return imports.to_device(host) if call.on_device else host
+
+
+def reshape_clip_amax(amax: Any, call: Any) -> Any:
+    """Return an amax as (1, 1), (rows, 1) or (rows, blocks). Raise ValueError if no such shape fits."""
+    lead = call.moved.shape[:-1]
+    rows = prod(lead)
+    blocks = scale_shape(call.moved.shape, call.recipe)[-1]
+    if amax.size == 1:
+        return amax.reshape(1, 1)
+    if amax.shape == (rows, 1) or (amax.shape[: len(lead)] == lead and amax.size == rows):
+        return amax.reshape(rows, 1)
+    if call.recipe.tensor_scaling == "tensor" and len(lead) > 1 and amax.shape[:1] == lead[:1] and amax.size == lead[0]:
+        return amax.reshape(lead[0], 1).repeat(prod(lead[1:]), axis=0)
+    if call.recipe.block and amax.size == rows * blocks:
+        return amax.reshape(rows, blocks)
+    raise ValueError(
+        f"{call.op}: amax has shape {amax.shape}; x {call.x.shape} needs (), {lead} (rows) or {(*lead, blocks)}"
+        " (blocks)"
+    )

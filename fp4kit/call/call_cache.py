@@ -29,8 +29,9 @@ by_specification: ContextVar[bool] = ContextVar(
 
 
 def find(op: str, arrays: tuple[Any, ...], *others: Hashable) -> tuple[Key | None, Callable[..., Any] | None]:
-    """Key of a call of op, None if nothing is to be kept; and the prepared call, None where the call has to go the full
-    way.
+    """Return the key of a call of op, and its cached call.
+
+    The key is None if no cached call is to be made. The cached call is None if there is none yet, or none can be made.
 
     arrays: of NumPy, CuPy, PyTorch or JAX, all of one library, and Quantized of them; None for an array that is not
     given; on the host a float as a tensor_amax. A call with any others has no key. others: all other arguments that a
@@ -56,13 +57,21 @@ def find(op: str, arrays: tuple[Any, ...], *others: Hashable) -> tuple[Key | Non
         return None, None
 
 
-def keep(key: Key | None, call: Callable[..., Any] | None) -> None:
-    """Keep a prepared call under its key, or that there is none; nothing without a key."""
-    if key is None:
-        return
-    if len(_CALLS) >= MOST:
-        _CALLS.clear()
-    _CALLS[key] = call
+def run_first(
+    key: Key | None, call: Callable[..., Any] | None, arguments: tuple[Any, ...], driver: Callable[[], Any]
+) -> Any:
+    """Run the first call with a key: by its new cached call, or by the driver if that is None or returns None.
+
+    Then store the cached call, unless an error was raised. A `call` of None is stored, too: such calls have none.
+    """
+    result = None if call is None else call(*arguments)
+    if result is None:
+        result = driver()
+    if key is not None:
+        if len(_CALLS) >= MOST:
+            _CALLS.clear()
+        _CALLS[key] = call
+    return result
 
 
 def _facts(a: Any, facts: Callable[[Any], Hashable]) -> Hashable:

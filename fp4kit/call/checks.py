@@ -25,7 +25,7 @@ def check_axis(op: str, axis: int, ndim: int) -> int:
     """axis as a non-negative number."""
     if ndim == 0:
         raise ValueError(f"{op}: x is 0-d; blocks run along an axis, so it needs at least one; use x.reshape(1)")
-    axis = as_index(op, "axis", axis)
+    axis = axis if type(axis) is int else as_index(op, "axis", axis)
     if not -ndim <= axis < ndim:
         raise ValueError(f"{op}: axis {axis} of a {ndim}-d array; needs {-ndim} to {ndim - 1}")
     return axis % ndim

@@ -8,12 +8,11 @@ import numpy as np
 
 from fp4kit.arrays.imports import import_arrays
 from fp4kit.arrays.returns import library_of
-from fp4kit.call.amaxes import tensor_amax_shape
 from fp4kit.call.checks import check_is_quantized
 from fp4kit.call.memory_overlap import check_apart, overlaps_itself
 from fp4kit.layouts import padded_shape
 from fp4kit.quantized.container import Quantized
-from fp4kit.quantized.part_shapes import packed_shape, scale_shape
+from fp4kit.quantized.part_shapes import packed_shape, scale_shape, tensor_amax_shape
 
 ALIGNMENT = 16  # bytes: what a kernel stores at a time
 

@@ -19,7 +19,7 @@ from fp4kit.call.given_scales import check_complete, given_block_scale, given_te
 from fp4kit.call.outputs import check_quantized_out, import_out
 from fp4kit.layouts import check_layout
 from fp4kit.quantized.container import Quantized
-from fp4kit.recipes import Recipe, recipe_of
+from fp4kit.recipes import RECIPES, Recipe, recipe_of
 from fp4kit.types import Hadamard, RoundingMode, ScaleLayout
 
 HADAMARD_BLOCK = 16
@@ -87,10 +87,12 @@ def array_call(op: str, x: Any, recipe: str | Recipe, axis: int, **given: Any) -
     """The call with x imported, its dtype, axis and length checked; and the other arrays, imported (None and numbers
     stay).
     """
-    r = recipe_of(op, recipe)
-    arrays = {name: a for name, a in given.items() if is_array(a)}
-    x, *imported = (x,) if isinstance(x, Outline) else import_arrays(op, x=x, **arrays)
-    given |= dict(zip(arrays, imported, strict=True))
+    r = RECIPES.get(recipe) if type(recipe) is str else None
+    r = recipe_of(op, recipe) if r is None else r
+    arrays = {name: a for name, a in given.items() if a is not None and is_array(a)}
+    if arrays or type(x) is not np.ndarray:
+        x, *imported = (x,) if isinstance(x, Outline) else import_arrays(op, x=x, **arrays)
+        given |= dict(zip(arrays, imported, strict=True))
     checks.check_float(op, x)
     axis = checks.check_axis(op, axis, x.ndim)
     checks.check_length(op, axis, x.shape[axis], r)
@@ -116,9 +118,11 @@ def quantize_call(
     arrays = {"tensor_amax": tensor_amax, "block_amax": block_amax, "seed": options.seed}
     call, given = array_call(op, x, recipe, axis, **arrays)
     check_codes(call, options.scale_layout)
-    call = with_options(call, options._replace(seed=given["seed"]))._replace(out=import_out(op, out))
-    call = with_amaxes(call, given["tensor_amax"], given["block_amax"])
+    call = with_amaxes(
+        with_options(call, options._replace(seed=given["seed"])), given["tensor_amax"], given["block_amax"]
+    )
     if out is not None:
+        call = call._replace(out=import_out(op, out))
         check_quantized_out(call)
     return call
 
@@ -188,6 +192,8 @@ def columnwise(call: Call, options: QuantizeOptions) -> Call:
 
 def with_amaxes(call: Call, tensor_amax: Any, block_amax: Any) -> Call:
     """The call with the amaxes that were given, checked and where x is."""
+    if tensor_amax is None and block_amax is None:
+        return call._replace(tensor_amax=None, block_amax=None)
     op, shape, r = call.op, call.moved.shape, call.recipe
     tensor = given_tensor_amax(op, tensor_amax, shape, r, call.on_device)
     return call._replace(tensor_amax=tensor, block_amax=given_block_amax(op, block_amax, shape, r, call.on_device))
@@ -195,13 +201,17 @@ def with_amaxes(call: Call, tensor_amax: Any, block_amax: Any) -> Call:
 
 def with_options(call: Call, options: QuantizeOptions) -> Call:
     """The call with its layout, random source and Hadamard transform."""
-    random = _random_source(call, options.rounding, options.seed)
+    rounding: Any = options.rounding
+    usual = options.seed is None and type(rounding) is str and rounding == "nearest"
+    random = None if usual else _random_source(call, rounding, options.seed)
     return call._replace(layout=options.scale_layout, random=random, mask=_sign_mask(call, options.hadamard))
 
 
 def check_codes(call: Call, layout: str) -> None:
     """The recipe must have codes, and x what the scale layout needs."""
     checks.check_has_codes(call.op, call.recipe)
+    if type(layout) is str and layout == "linear":
+        return
     check_layout(call.op, layout)
     if layout != "linear" and call.x.ndim < 2:
         raise ValueError(f"{call.op}: x is 1-d; {layout} scales need the rows of a matrix; use x.reshape(1, -1)")

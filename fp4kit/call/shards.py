@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from fp4kit.arguments import as_index, as_shape
 from fp4kit.call import checks
@@ -51,3 +53,24 @@ def square_block(op: str, r: Recipe, length: int) -> int:
     if length % size:
         raise ValueError(f"{op}: the other axis has length {length}; needs a multiple of {size}")
     return size
+
+
+class Partition(NamedTuple):
+    """Hold the shards of all processes.
+
+    Attributes:
+        starts, ends: int64 (processes, matrices), the range of elements of each flattened matrix that each process
+            owns.
+    """
+
+    starts: np.ndarray
+    ends: np.ndarray
+
+    def pieces(self, unit: int) -> np.ndarray:
+        """Return the length of each piece in units of ``unit`` elements. Pieces are cut at multiples of ``unit``."""
+        return -(-self.ends // unit) - self.starts // unit
+
+    def offsets(self, unit: int) -> np.ndarray:
+        """Return where each piece begins in the message of its process, in units of ``unit`` elements."""
+        lengths = self.pieces(unit)
+        return np.cumsum(lengths, axis=1) - lengths

@@ -12,7 +12,7 @@ import numpy as np
 
 from fp4kit.arrays import jax_arrays, torch_arrays
 from fp4kit.cpu import buffers
-from fp4kit.cpu.buffers import address
+from fp4kit.cpu.library import address
 
 _FLOAT32 = np.dtype(np.float32)
 

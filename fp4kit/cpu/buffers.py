@@ -1,4 +1,4 @@
-"""Addresses of arrays, and memory for large results, which is reused.
+"""Memory for large results, which is reused.
 
 Results of MIN_BYTES to MAX_BYTES are allocated in memory that is aligned to huge pages. When the last array that uses
 such memory is freed, the memory is kept for the next result; a process keeps at most one.
@@ -10,9 +10,6 @@ keeps freed memory below 32 MiB only.
 
 from __future__ import annotations
 
-import ctypes
-import sys
-from collections.abc import Callable
 from math import prod
 
 import numpy as np
@@ -32,31 +29,6 @@ class _Owner:
 
     def __del__(self, kept: list[np.ndarray] = _kept) -> None:
         kept[:] = [self.memory]
-
-
-def _reader() -> Callable[[np.ndarray], int]:
-    """Return a function that returns the address of an array's first element.
-
-    ndarray.ctypes allocates an object, which takes 0.8 us; a call needs five addresses. In NumPy's ABI the address
-    follows the head of the Python object (PyArray_DATA). Reading it there takes 0.13 us in CPython. The function falls
-    back to ndarray.ctypes if that does not give the right addresses.
-    """
-    head, read = object.__basicsize__, ctypes.c_size_t.from_address
-
-    def data_pointer(a: np.ndarray) -> int:
-        return read(id(a) + head).value
-
-    probes = np.zeros(3)[1:], np.zeros((), np.uint8), np.zeros((2, 2), np.float32).T[::-1]
-    is_right = sys.implementation.name == "cpython" and all(data_pointer(a) == a.ctypes.data for a in probes)
-    return data_pointer if is_right else lambda a: int(a.ctypes.data)
-
-
-_read = _reader()
-
-
-def address(a: np.ndarray | None) -> int | None:
-    """Return the address of an array's first element; None for None."""
-    return None if a is None else _read(a)
 
 
 def empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
@@ -80,5 +52,5 @@ def _memory(nbytes: int) -> np.ndarray:
 def _new(nbytes: int) -> np.ndarray:
     """Return new memory that begins at a huge page."""
     memory = np.empty(nbytes + HUGE_PAGE, np.uint8)
-    first = -_read(memory) % HUGE_PAGE
+    first = -memory.ctypes.data % HUGE_PAGE
     return memory[first : first + nbytes]

@@ -2,7 +2,8 @@
 
 Cached are quantize, dequantize and fake_quantize of matrices, with any strides and axis, and of contiguous arrays. A
 cached call returns None if it cannot compute the result: if an element is NaN or infinite, or if the thread's
-arithmetic is not IEEE's (flushed subnormals, another rounding). The caller then makes the uncached call.
+arithmetic is not IEEE's (flushed subnormals, another rounding). The driver (cpu/engine.py, host/engine.py) then does
+the call.
 
 Prototype: a call of the library without addresses.
 """
@@ -17,15 +18,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fp4kit.arithmetic import is_ieee
-from fp4kit.call.amaxes import tensor_amax_shape
-from fp4kit.call.parse import Call, Declined
+from fp4kit.call.parse import Call
 from fp4kit.cpu.array_access import NUMPY, ArrayAccess, access_to
 from fp4kit.cpu.coverage import tensor_key
 from fp4kit.cpu.dequantize import are_looked_up, decode_call, tensors_of
 from fp4kit.cpu.encode import check_array, encode_call, kernels_of
 from fp4kit.cpu.library import ELEMENTS_PER_CALL, DecodeCall, EncodeCall, functions, threads_for
 from fp4kit.quantized.container import Quantized, assembled
-from fp4kit.quantized.part_shapes import packed_shape, scale_shape
+from fp4kit.quantized.part_shapes import packed_shape, scale_shape, tensor_amax_shape
 from fp4kit.recipes.schema import faking
 
 MAX_TENSORS = 1 << 12  # tensor scales of a cached dequantize, at most: every call reads them
@@ -92,14 +92,10 @@ def _prepared(call: Call, packed_step: int, scales_step: int) -> _Prepared | Non
     is_plain = all(a is None for a in (call.random, call.mask, call.block_amax)) and not r.search
     if x is None or not is_plain or r.tensor_scaling == "block":
         return None
-    key = tensor_key(r)
-    try:
-        found = functions()
-        tensor_rule = -1 if key is None else found.fp4kit_tensor_rule(key.encode())
-        kernels = kernels_of(r)
-        check_array(x)
-    except Declined:
-        return None
+    key, found = tensor_key(r), functions()
+    tensor_rule = -1 if key is None else found.fp4kit_tensor_rule(key.encode())
+    kernels = kernels_of(r)
+    check_array(x)
     if key is not None and tensor_rule < 0:
         return None
     prototype = encode_call(x, kernels, packed_step, scales_step)
@@ -108,7 +104,7 @@ def _prepared(call: Call, packed_step: int, scales_step: int) -> _Prepared | Non
 
 
 def quantize(call: Call, x: Any, both: bool = False) -> QuantizeCall | None:
-    """Return the cached call for a call on x; None if it is not one call of the library."""
+    """Return the cached call of a call on x, the array as the caller gave it; None if it is not one library call."""
     r, out, shape = call.recipe, call.out, call.moved.shape
     parts = () if out is None else (out.packed, out.block_scale, out.tensor_scale, out.tensor_amax)
     if both or call.layout != "linear" or not _is_whole(*parts):
@@ -117,7 +113,9 @@ def quantize(call: Call, x: Any, both: bool = False) -> QuantizeCall | None:
     prepared = _prepared(call, packed[-1], 0 if scales is None else scales[-1])
     if prepared is None:
         return None
-    access, tensors = access_to(x), tensor_amax_shape(shape, r) if prepared.tensor_rule >= 0 else None
+    access, tensors = access_to(x), None
+    if prepared.tensor_rule >= 0:
+        tensors = tensor_amax_shape(shape, r) if call.tensor_amax is None else call.tensor_amax.shape
     shapes = {"packed": packed, "block_scale": scales, "tensor_scale": tensors, "tensor_amax": tensors}
     codes = ("packed", "block_scale")
     kinds = {name: _UINT8 if name in codes else _FLOAT32 for name in shapes}
@@ -161,18 +159,14 @@ def _result(access: ArrayAccess, values: Any, axis: int) -> Any:
     return moved if access.result is None else access.result(moved)
 
 
-def fake_quantize(call: Call, x: Any, values: Any) -> FakeQuantizeCall | None:
-    """Return the cached call for the call that returned `values`; None if it is not one call of the library."""
+def fake_quantize(call: Call, x: Any) -> FakeQuantizeCall | None:
+    """Return the cached call of a call on x, the array as the caller gave it; None if it is not one library call."""
     r, shape = call.recipe, call.moved.shape
     prepared = None if r.fake_rule is not None else _prepared(call, 0, 0)
     if prepared is None:
         return None
-    try:
-        found = functions().fp4kit_fake_quantize
-        flat = np.moveaxis(values, call.axis, -1).reshape(-1, shape[-1])
-        decode = decode_call(flat, faking(r), 0, None if r.scale is None else 0)
-    except Declined:
-        return None
+    found, K = functions().fp4kit_fake_quantize, shape[-1]
+    decode = decode_call((call.x.size // K, K), call.x.dtype, faking(r), K, 0, 0)
     access = access_to(x)
     return FakeQuantizeCall(
         *prepared, decode, access, access.maker(shape, call.x.dtype, True), call.axis, call.x.size, found
@@ -208,26 +202,20 @@ class DequantizeCall:
         return _result(access, values, self.axis) if out is None else out
 
 
-def dequantize(q: Quantized, like: Any, values: Any) -> DequantizeCall | None:
-    """Return the cached call for the call that returned `values`, new or its `out`; None if it is not one library call.
-
-    like: an array of the library that results are made in.
-    """
-    r, tensors = q.recipe, 1 if q.tensor_scale is None else q.tensor_scale.size
-    is_small = values.size <= ELEMENTS_PER_CALL and tensors <= (1 if r.tensor_scaling == "tensor" else MAX_TENSORS)
-    moved = np.moveaxis(values, q.axis, -1)  # may be strided, if it is an `out`
+def dequantize(q: Quantized, given: Quantized, dtype: np.dtype, out: np.ndarray | None) -> DequantizeCall | None:
+    """Return the cached call of a call on q, which the caller gave as `given`; None if it is not one library call."""
+    r, tensors, size = q.recipe, 1 if q.tensor_scale is None else q.tensor_scale.size, prod(q.shape)
+    is_small = 0 < size <= ELEMENTS_PER_CALL and tensors <= (1 if r.tensor_scaling == "tensor" else MAX_TENSORS)
+    moved = None if out is None else np.moveaxis(out, q.axis, -1)  # may be strided
     if not (is_small and q.scale_layout == "linear" and _is_whole(q.packed, q.block_scale, moved)):
         return None
-    flat = moved.reshape(prod(q.moved_shape[:-1]), q.moved_shape[-1])
-    try:
-        found = functions().fp4kit_dequantize
-        call = decode_call(flat, r, q.packed.shape[-1], None if q.block_scale is None else q.block_scale.shape[-1])
-    except Declined:
-        return None
-    call.row_step, call.block_step = {"row": (1, 0), "block": (tensors // len(flat), 1)}.get(r.tensor_scaling, (0, 0))
-    access = access_to(like)
-    new = access.maker(q.moved_shape, values.dtype, True)
-    return DequantizeCall(call, access, new, q.axis, values.size, are_looked_up(r), found)
+    found, rows, K = functions().fp4kit_dequantize, size // q.moved_shape[-1], q.moved_shape[-1]
+    scales_step = 0 if q.block_scale is None else q.block_scale.shape[-1]
+    call = decode_call((rows, K), dtype, r, K, q.packed.shape[-1], scales_step)
+    call.row_step, call.block_step = {"row": (1, 0), "block": (tensors // rows, 1)}.get(r.tensor_scaling, (0, 0))
+    access = access_to(given.packed)
+    new = access.maker(q.moved_shape, dtype, True)
+    return DequantizeCall(call, access, new, q.axis, size, are_looked_up(r), found)
 
 
 def _not_cached(*arguments: Any) -> None:

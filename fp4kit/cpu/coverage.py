@@ -14,10 +14,10 @@ import ml_dtypes
 import numpy as np
 
 from fp4kit import formats
-from fp4kit.cuda.compile.traits import is_same, then_encodes
-from fp4kit.formats import E8M0, ElementFormat
+from fp4kit.formats import E8M0, ElementFormat, is_same
 from fp4kit.recipes import Recipe
 from fp4kit.recipes.rules import TOPS
+from fp4kit.recipes.schema import then_encodes
 from fp4kit.reference.search_factors import FACTORS
 
 

@@ -10,10 +10,9 @@ from typing import Any
 import numpy as np
 
 from fp4kit.call.parse import Declined
-from fp4kit.cpu.buffers import address
 from fp4kit.cpu.coverage import decode_key
 from fp4kit.cpu.encode import INPUTS, TILE_ELEMENTS, Tiles, blocks_of, bytes_of
-from fp4kit.cpu.library import DecodeCall, functions, threads_for
+from fp4kit.cpu.library import DecodeCall, address, functions, threads_for
 from fp4kit.quantized.container import Quantized
 from fp4kit.recipes import Recipe
 from fp4kit.recipes.schema import decoding
@@ -70,7 +69,8 @@ def _decode(
     packed: np.ndarray, scales: np.ndarray | None, r: Recipe, tensor: TensorScale, out: np.ndarray
 ) -> Iterator[tuple[slice, slice]]:
     """Decode a matrix by the library, and yield the rows and columns of the tiles that need the fallback."""
-    call = decode_call(out, r, packed.strides[0], None if scales is None else scales.strides[0])
+    steps = out.strides[0] // out.itemsize, packed.strides[0], 0 if scales is None else scales.strides[0]
+    call = decode_call(out.shape, out.dtype, r, *steps)
     tiles = Tiles(call.rows, call.columns, call.tile_rows, call.tile_columns)
     for rows, columns in tiles.slabs():
         needs_fallback, blocks = np.zeros(tiles.count_tiles(rows, columns), np.uint8), blocks_of(columns, r)
@@ -117,24 +117,26 @@ def tensors_of(q: Quantized, to_bytes: Callable[[Any], bytes] = np.ndarray.tobyt
     return _stored(q.recipe, q.dtype, to_bytes(q.tensor_scale), amax)
 
 
-def decode_call(values: np.ndarray, r: Recipe, packed_step: int, scales_step: int | None) -> DecodeCall:
-    """Return a prototype (source/README.md) for decoding into arrays like `values`, under one tensor scale.
+def decode_call(
+    shape: tuple[int, int], dtype: np.dtype, r: Recipe, out_step: int, packed_step: int, scales_step: int
+) -> DecodeCall:
+    """Return a prototype (source/README.md) for a matrix of values under one tensor scale.
 
-    scales_step: None for a recipe without block scales.
+    The steps are from row to row: of the values in elements, of codes and block scales in bytes (0 without scales).
     """
-    M, K = values.shape
+    M, K = shape
     block = r.block_size if r.block else max(K, 1)
     width = max(min(max(TILE_ELEMENTS // block, 1) * block, K), 1)
     return DecodeCall(
         rows=M,
         columns=K,
         packed_step=packed_step,
-        scales_step=scales_step or 0,
-        out_step=values.strides[0] // values.itemsize,
+        scales_step=scales_step,
+        out_step=out_step,
         tile_rows=max(TILE_ELEMENTS // width, 1),
         tile_columns=width,
         tables_from=TABLES_FROM,
-        decoder=decoder_of(r, values.dtype),
-        output=INPUTS[values.dtype],
+        decoder=decoder_of(r, dtype),
+        output=INPUTS[dtype],
         block=block,
     )

@@ -17,9 +17,8 @@ import ml_dtypes
 import numpy as np
 
 from fp4kit.call.parse import Declined
-from fp4kit.cpu.buffers import address
 from fp4kit.cpu.coverage import PANEL_COLUMNS, SEGMENT, element_key, kept_factors, not_encoded, rule_key
-from fp4kit.cpu.library import ELEMENTS_PER_CALL, AmaxCall, EncodeCall, SourceMatrix, functions, threads_for
+from fp4kit.cpu.library import ELEMENTS_PER_CALL, AmaxCall, EncodeCall, SourceMatrix, address, functions, threads_for
 from fp4kit.formats import Packing
 from fp4kit.recipes import Recipe
 from fp4kit.reference import four_over_six

@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 
-from fp4kit.call.amaxes import tensor_amax_shape
 from fp4kit.call.parse import Call, Declined
 from fp4kit.call.search_scales import Search
 from fp4kit.cpu import coverage, encode, partial
@@ -20,6 +19,7 @@ from fp4kit.cpu import search_scales as searching
 from fp4kit.cpu.library import functions
 from fp4kit.host import engine as reference
 from fp4kit.quantized.container import Quantized
+from fp4kit.quantized.part_shapes import tensor_amax_shape
 from fp4kit.recipes import Recipe
 from fp4kit.recipes.schema import faking
 from fp4kit.reference.matrices import stack

@@ -11,10 +11,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 from fp4kit.cpu.coverage import decode_key, element_key, rule_key, tensor_key, top_rule
-from fp4kit.cuda.compile.traits import decode_rule, format_struct, then_encodes
+from fp4kit.cuda.compile.traits import decode_rule, format_struct
 from fp4kit.formats import E4M3, ElementFormat
 from fp4kit.recipes import Recipe, recipes
-from fp4kit.recipes.schema import decoding, faking
+from fp4kit.recipes.schema import decoding, faking, then_encodes
 from fp4kit.recipes.table import recipe
 
 PATH = Path(__file__).parent / "source" / "recipes.inc"

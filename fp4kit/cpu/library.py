@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import ctypes
 import os
+import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from ctypes import POINTER, c_char_p, c_double, c_float, c_int, c_int32, c_int64, c_uint32, c_uint64, c_void_p
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from fp4kit.arguments import as_index
 from fp4kit.call.parse import Declined
@@ -330,3 +333,28 @@ def alone() -> None:
 def threads_for(elements: int, is_quick: bool = False) -> int:
     """Return the number of threads for a call on this many elements; is_quick: each element takes little time."""
     return max(1, min(num_threads(), elements // (ELEMENTS_PER_THREAD * (QUICK_FACTOR if is_quick else 1))))
+
+
+def _reader() -> Callable[[np.ndarray], int]:
+    """Return a function that returns the address of an array's first element.
+
+    ndarray.ctypes allocates an object, which takes 0.8 us; a call needs five addresses. In NumPy's ABI the address
+    follows the head of the Python object (PyArray_DATA). Reading it there takes 0.13 us in CPython. The function falls
+    back to ndarray.ctypes if that does not give the right addresses.
+    """
+    head, read = object.__basicsize__, ctypes.c_size_t.from_address
+
+    def data_pointer(a: np.ndarray) -> int:
+        return read(id(a) + head).value
+
+    probes = np.zeros(3)[1:], np.zeros((), np.uint8), np.zeros((2, 2), np.float32).T[::-1]
+    is_right = sys.implementation.name == "cpython" and all(data_pointer(a) == a.ctypes.data for a in probes)
+    return data_pointer if is_right else lambda a: int(a.ctypes.data)
+
+
+_read = _reader()
+
+
+def address(a: np.ndarray | None) -> int | None:
+    """Return the address of an array's first element; None for None."""
+    return None if a is None else _read(a)

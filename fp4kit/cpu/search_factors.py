@@ -6,10 +6,9 @@ import ctypes
 
 import numpy as np
 
-from fp4kit.cpu.buffers import address
 from fp4kit.cpu.dequantize import decoder_of
 from fp4kit.cpu.encode import INPUTS, Tiles, blocks_of, kernels_of, source
-from fp4kit.cpu.library import SearchFactorsCall, functions, threads_for
+from fp4kit.cpu.library import SearchFactorsCall, address, functions, threads_for
 from fp4kit.recipes import Recipe, rules
 from fp4kit.reference import search_factors as specification
 from fp4kit.reference.tensor_rules import tensor_scale

@@ -11,10 +11,9 @@ import numpy as np
 from fp4kit.call.parse import Call, Declined
 from fp4kit.call.search_scales import RUN, Search, Terms
 from fp4kit.cpu import search_factors
-from fp4kit.cpu.buffers import address
 from fp4kit.cpu.coverage import not_searched, rule_key
 from fp4kit.cpu.encode import INPUTS, Tiles, source
-from fp4kit.cpu.library import SearchScalesCall, functions, threads_for
+from fp4kit.cpu.library import SearchScalesCall, address, functions, threads_for
 from fp4kit.recipes import Recipe
 from fp4kit.reference import search_factors as searches
 from fp4kit.reference import search_scales as specification

@@ -14,13 +14,13 @@ import numpy as np
 
 from fp4kit import layouts
 from fp4kit.arithmetic import ieee
-from fp4kit.call.amaxes import is_per_expert, part_of, tensor_amax_shape
+from fp4kit.call.amaxes import is_per_expert, part_of
 from fp4kit.call.parse import Call, QuantizeOptions, quantize_call
 from fp4kit.call.search_scales import Search
 from fp4kit.host.search import search_call
 from fp4kit.layouts import swizzle_scales, unswizzle_scales
-from fp4kit.quantized.container import Quantized
-from fp4kit.quantized.part_shapes import packed_shape, scale_shape
+from fp4kit.quantized.container import Quantized, assembled
+from fp4kit.quantized.part_shapes import packed_shape, scale_shape, tensor_amax_shape
 from fp4kit.recipes.schema import Recipe, faking
 from fp4kit.reference import partial
 from fp4kit.reference.blocks import TILE_ELEMENTS, block_amax, tiles
@@ -140,10 +140,14 @@ def quantize(call: Call, by: Matrices = Matrices()) -> Quantized:  # noqa: B008 
     packed, scales = _direct_outputs(call)
     if call.x.size:
         _quantize_matrices(call, amax, packed, scales, by)
-    swizzled = None if scales is None else swizzle_scales(scales, call.layout)
+    swizzled = scales if scales is None or call.layout == "linear" else swizzle_scales(scales, call.layout)
     decode_scale = None if amax is None else np.asarray(tensor_scale(amax, r, call.x.dtype).decode, np.float32)
     if call.out is None:
-        return Quantized(packed, swizzled, decode_scale, amax, call.x.shape, call.x.dtype, call.axis, r, call.layout)
+        return assembled(
+            {"packed": packed, "block_scale": swizzled, "tensor_scale": decode_scale, "tensor_amax": amax}
+            | {"shape": call.x.shape, "dtype": call.x.dtype, "axis": call.axis, "recipe": r}
+            | {"scale_layout": call.layout}
+        )
     out = call.out
     for target, part in ((out.packed, packed), (out.block_scale, swizzled)):
         if part is not None and part is not target:

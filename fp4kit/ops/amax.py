@@ -57,9 +57,15 @@ def amax(x: Any, recipe: RecipeId | Recipe | None = None, *, axis: Any = None, t
         >>> fp4kit.amax(x), fp4kit.amax(x, axis=1), fp4kit.amax(x, "nvfp4").shape
         (array(3., dtype=float32), array([3., 2.], dtype=float32), (2, 2))
     """
+    call = amax_call("amax", x, recipe, axis)
+    return run("amax", "plain_amax" if recipe is None else "amax", call[0], *call[1])
+
+
+def amax_call(op: str, x: Any, recipe: RecipeId | Recipe | None, axis: Any) -> tuple[Any, tuple[Any, ...]]:
+    """Return x as an engine takes it, and the arguments of the engine's plain_amax (without a recipe) or amax."""
     if recipe is None:
-        (x,) = import_arrays("amax", x=x)
-        checks.check_float("amax", x)
-        return run("amax", "plain_amax", x, x, checks.check_axes("amax", axis, x.ndim))
-    call, _ = array_call("amax", x, recipe, -1 if axis is None else axis)
-    return run("amax", "amax", call.x, call)
+        (x,) = import_arrays(op, x=x)
+        checks.check_float(op, x)
+        return x, (x, checks.check_axes(op, axis, x.ndim))
+    call, _ = array_call(op, x, recipe, -1 if axis is None else axis)
+    return call.x, (call,)

@@ -6,10 +6,10 @@ from typing import Any, overload
 
 from fp4kit.arrays.returns import mark_written, numpy_dtype, returns_in_library
 from fp4kit.call import checks
-from fp4kit.call.call_cache import find, keep
+from fp4kit.call.call_cache import find, run_first
 from fp4kit.call.memory_overlap import check_apart, is_apart
 from fp4kit.call.outputs import check_values_out, import_out
-from fp4kit.ops.engines import prepared_by, run, with_threads
+from fp4kit.ops.engines import new_cached_call, run, with_threads
 from fp4kit.quantized.container import Quantized
 from fp4kit.types import ArrayT
 
@@ -56,23 +56,22 @@ def dequantize(q: Quantized, dtype: Any = None, *, out: Any = None, threads: int
         >>> fp4kit.dequantize(q)[0, :4]
         array([ 0. , -6. ,  2. ,  0.5], dtype=float32)
     """
-    key, repeat = find("dequantize", (q, out), dtype)
-    found = repeat(q, out) if repeat and is_apart(q, out) else None
-    values = _dequantize(q, dtype, key, out=out) if found is None else found
+    key, cached = find("dequantize", (q, out), dtype)
+    values = cached(q, out) if cached and is_apart(q, out) else None
+    if values is None:
+        values = _dequantize(q, dtype, None if cached else key, out=out)
     return values if out is None else mark_written(out)
 
 
 @returns_in_library
 def _dequantize(q: Quantized, dtype: Any, key: Any, *, out: Any) -> Any:
-    """Return the values after all checks, and cache the prepared call under `key`."""
-    like = q
+    """Parse the call and do it; key: where its cached call is stored, or None."""
+    given, arguments = q, (q, out)
     q, out = checks.check_quantized("dequantize", q), import_out("dequantize", out)
     wanted = numpy_dtype("dequantize", q.dtype if dtype is None else dtype)
     checks.check_values_dtype("dequantize", wanted)
     check_values_out("dequantize", out, q.shape, wanted, q.packed)
     if out is not None:
         check_apart("dequantize", {f"q.{name}": part for name, part in q.parts().items()}, {"out": out})
-    values = run("dequantize", "dequantize", q.packed, q, wanted, out)
-    if key is not None:
-        keep(key, prepared_by(q.packed).dequantize(q, like.packed, values))
-    return values
+    cached = None if key is None else new_cached_call("dequantize", q.packed, q, given, wanted, out)
+    return run_first(key, cached, arguments, lambda: run("dequantize", "dequantize", q.packed, q, wanted, out))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import wraps
+from functools import partial, wraps
 from sys import modules
 from typing import Any, ParamSpec, TypeVar
 
@@ -13,13 +13,17 @@ import numpy as np
 from fp4kit.arithmetic import default_environment, is_ieee
 from fp4kit.arrays import imports
 from fp4kit.call.call_cache import by_specification
+from fp4kit.call.grouped_errors import each
 from fp4kit.call.parse import Call, Declined
-from fp4kit.cpu import cached_calls as cpu_prepared
+from fp4kit.cpu import cached_calls as cpu_cached
 from fp4kit.cpu import engine as cpu
 from fp4kit.cpu.library import library, taking
 from fp4kit.cuda import engine as cuda
-from fp4kit.cuda.engine import cached_calls as cuda_prepared
+from fp4kit.cuda.engine import cached_calls as cuda_cached
 from fp4kit.host import engine as reference
+from fp4kit.host import group as host_group
+from fp4kit.host.master_weights import HostStages
+from fp4kit.recipes import Recipe
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -32,9 +36,21 @@ def engines_of(array: Any) -> tuple[Any, ...]:
     return (reference,) if by_specification.get() else (cpu, reference)
 
 
-def prepared_by(array: Any) -> Any:
-    """Return the module that prepares calls on a NumPy or CuPy array."""
-    return cpu_prepared if isinstance(array, np.ndarray) else cuda_prepared
+def new_cached_call(operation: str, array: Any, *arguments: Any) -> Callable[..., Any] | None:
+    """Return the cached call that the engine of an array makes for an operation; None if it makes none."""
+    engine = cpu_cached if isinstance(array, np.ndarray) else cuda_cached
+    try:
+        call: Callable[..., Any] | None = getattr(engine, operation)(*arguments)
+        return call
+    except Declined:
+        return None
+
+
+def at_home(function: Callable[..., T], x: Any, *args: Any, **kwargs: Any) -> T:
+    """Call function, which returns_in_library decorates, on x; call what it decorates if x is a NumPy or CuPy array."""
+    is_home = type(x) is np.ndarray or type(x).__module__ == "cupy"
+    called: Callable[..., T] = getattr(function, "__wrapped__", function) if is_home else function
+    return called(x, *args, **kwargs)
 
 
 def with_threads(function: Callable[P, T]) -> Callable[P, T]:
@@ -68,6 +84,11 @@ class Engine(str):
 
     def __repr__(self) -> str:
         return f"{str(self)!r} ({self.why})" if self.why else repr(str(self))
+
+
+def is_compiled() -> bool:
+    """Return whether the compiled engine computes on NumPy arrays, here and now; it uses threads of its own."""
+    return not by_specification.get() and library().functions is not None
 
 
 def engine() -> Engine:
@@ -140,10 +161,56 @@ def _first(op: str, operation: str, array: Any, arguments: tuple[Any, ...]) -> A
     raise NotImplementedError(f"{op}: {reason}")
 
 
-def repeated(call: Call, x: Any, operation: str) -> Callable[..., Any] | None:
-    """Return a function that repeats a call on a NumPy array without parsing it again.
+def run_group(op: str, operation: str, calls: list[tuple[Any, tuple[Any, ...]]]) -> list[Any]:
+    """Run an operation on N arrays: at once if their engine can, otherwise one after the other.
 
-    Return None if x, the array that the caller passed, is not a NumPy array, or if the call has a tensor_amax.
+    calls: for each, the array and the arguments of the operation.
+    """
+    if calls and not isinstance(calls[0][0], np.ndarray):
+        try:
+            results: list[Any] = getattr(cuda, f"{operation}_group")([arguments for _, arguments in calls])
+            return results
+        except Declined:
+            pass
+    return each(op, lambda call: run(op, operation, call[0], *call[1]), calls)
+
+
+def _run_call(operation: str, call: Call, *arguments: Any) -> Any:
+    return run(call.op, operation, call.x, call, *arguments)
+
+
+def new_group(op: str, calls: list[Call], r: Recipe, stack: Any) -> Any:
+    """Return the Group of N calls; stack: the one device array that the arrays are parts of, or None."""
+    return cuda.Group(calls, stack) if calls and calls[0].on_device else host_group.Group(op, calls, r, _run_call)
+
+
+def new_clip_group(calls: list[Call], amaxes: list[Any]) -> Any:
+    """Return the ClipGroup of N calls."""
+    if calls and calls[0].on_device:
+        return cuda.ClipGroup(calls, amaxes)
+    return host_group.ClipGroup(calls, amaxes, _run_call)
+
+
+def check_master_weights(values: list[Any], shapes: list[tuple[int, int]], r: Recipe) -> bool:
+    """Return whether the shards of cast_master_weights are in host memory. Raise an error if no engine takes them."""
+    if not values or isinstance(values[0], np.ndarray):
+        return True
+    cuda.DeviceStages.check(values, shapes, r)
+    return False
+
+
+def new_master_weights(values: list[Any], *facts: Any) -> Any:
+    """Return the stages of cast_master_weights for shards, which an engine computes. facts: what both classes take."""
+    if isinstance(values[0], np.ndarray):
+        make: Any = HostStages
+        return make(values, *facts, run=partial(run, "cast_master_weights"))
+    return cuda.DeviceStages(values, *facts)
+
+
+def cached_driver_call(call: Call, x: Any, operation: str) -> Callable[..., Any] | None:
+    """Return a cached call that the engines' drivers do: it saves the parse.
+
+    Return None if x, the array as it was given, is not a NumPy array, or if the call gives an amax.
     """
     if not isinstance(x, np.ndarray) or call.tensor_amax is not None:
         return None

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from math import prod
 from typing import Any
 
-import numpy as np
-
 from fp4kit.arguments import as_flag, is_one_of
-from fp4kit.arrays import imports
 from fp4kit.arrays.returns import library_of, returns_in_library
-from fp4kit.call.amaxes import check_clip_amax
-from fp4kit.call.call_cache import find, keep
-from fp4kit.call.parse import SEED_WITHOUT_USE, Call, QuantizeOptions, backward_call, fake_call
-from fp4kit.ops.engines import prepared_by, repeated, run, with_threads
-from fp4kit.quantized.part_shapes import scale_shape
+from fp4kit.call.amaxes import clip_amax, reshape_clip_amax
+from fp4kit.call.call_cache import find, run_first
+from fp4kit.call.parse import SEED_WITHOUT_USE, QuantizeOptions, backward_call, fake_call
+from fp4kit.ops.engines import at_home, cached_driver_call, new_cached_call, run, with_threads
 from fp4kit.recipes import Recipe, recipe_of
 from fp4kit.types import Array, ArrayT, RecipeId, RoundingMode
 
@@ -65,23 +60,25 @@ def fake_quantize(
     """
     key = None
     if seed is None and block_amax is None:
-        key, repeat = find("fake_quantize", (x, tensor_amax), recipe, axis, rounding)
-        found = repeat and repeat(x, tensor_amax)
-        if found is not None:
-            return found
+        key, cached = find("fake_quantize", (x, tensor_amax), recipe, axis, rounding)
+        values: Any = cached and cached(x, tensor_amax)
+        if values is not None:
+            return values
+        key = None if cached else key
     check_rounding("fake_quantize", recipe_of("fake_quantize", recipe), rounding, seed)
     options = QuantizeOptions(rounding=rounding, seed=seed)
-    return _fake_quantize(x, recipe, axis, options, key, tensor_amax=tensor_amax, block_amax=block_amax)
+    given = {"tensor_amax": tensor_amax, "block_amax": block_amax}
+    return at_home(_fake_quantize, x, recipe, axis, options, key, **given)
 
 
 @returns_in_library
 def _fake_quantize(x: Any, recipe: str | Recipe, axis: int, options: QuantizeOptions, key: Any, **given: Any) -> Any:
-    """Return the values after all checks, and cache the prepared call under `key`."""
-    call = fake_call("fake_quantize", x, recipe, axis, options, **given)
-    values = run("fake_quantize", "fake_quantize", call.x, call)
+    """Parse the call and do it; key: where its cached call is stored, or None."""
+    op = "fake_quantize"
+    call, cached = fake_call(op, x, recipe, axis, options, **given), None
     if key is not None:
-        keep(key, prepared_by(call.x).fake_quantize(call, x, values) or repeated(call, x, "fake_quantize"))
-    return values
+        cached = new_cached_call(op, call.x, call, x) or cached_driver_call(call, x, op)
+    return run_first(key, cached, (x, given["tensor_amax"]), lambda: run(op, op, call.x, call))
 
 
 def check_rounding(op: str, r: Recipe, rounding: str, seed: Any) -> None:
@@ -137,39 +134,5 @@ def fake_quantize_backward(
     if pass_through or not call.grad.size:
         return grad if library_of(grad) else call.grad
     if limit is None:
-        limit = _reshape_clip_amax(run(call.op, "clip_amax", call.x, call), call)
+        limit = reshape_clip_amax(run(call.op, "clip_amax", call.x, call), call)
     return run(call.op, "clip", call.x, call, limit)
-
-
-def clip_amax(call: Call, given: Any) -> Any:
-    """Return the given amax as (1, 1), (rows, 1) or (rows, blocks), on the device of x. Return None if it is None.
-
-    rows is the number of rows if all leading axes are joined.
-    """
-    if given is None:
-        return None
-    if call.on_device and isinstance(given, type(call.x)):
-        if given.dtype != np.float32:
-            raise TypeError(f"{call.op}: amax is {given.dtype}; needs float32 on a device")
-        return _reshape_clip_amax(given, call)
-    host = _reshape_clip_amax(check_clip_amax(call.op, given), call)
-    return imports.to_device(host) if call.on_device else host
-
-
-def _reshape_clip_amax(amax: Any, call: Call) -> Any:
-    """Return an amax as (1, 1), (rows, 1) or (rows, blocks). Raise ValueError if no such shape fits."""
-    lead = call.moved.shape[:-1]
-    rows = prod(lead)
-    blocks = scale_shape(call.moved.shape, call.recipe)[-1]
-    if amax.size == 1:
-        return amax.reshape(1, 1)
-    if amax.shape == (rows, 1) or (amax.shape[: len(lead)] == lead and amax.size == rows):
-        return amax.reshape(rows, 1)
-    if call.recipe.tensor_scaling == "tensor" and len(lead) > 1 and amax.shape[:1] == lead[:1] and amax.size == lead[0]:
-        return amax.reshape(lead[0], 1).repeat(prod(lead[1:]), axis=0)
-    if call.recipe.block and amax.size == rows * blocks:
-        return amax.reshape(rows, blocks)
-    raise ValueError(
-        f"{call.op}: amax has shape {amax.shape}; x {call.x.shape} needs (), {lead} (rows) or {(*lead, blocks)}"
-        " (blocks)"
-    )

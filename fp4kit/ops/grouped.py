@@ -4,24 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-
 from fp4kit.arguments import as_entries, as_flag
-from fp4kit.arrays import imports
 from fp4kit.arrays.returns import returns_in_library
-from fp4kit.call import checks
+from fp4kit.call.amaxes import clip_amax
 from fp4kit.call.grouped_errors import each
-from fp4kit.call.parse import array_call, backward_call
-from fp4kit.cuda.engine.amax import amax_rows, by_blocks, reduced_rows
-from fp4kit.cuda.engine.clip_group import ClipGroup
-from fp4kit.cuda.engine.group import AmaxRows
-from fp4kit.cuda.engine.group import amaxes as device_amaxes
-from fp4kit.ops.amax import amax as single_amax
-from fp4kit.ops.engines import with_threads
-from fp4kit.ops.fake_quantize import clip_amax, fake_quantize_backward
+from fp4kit.call.parse import backward_call
+from fp4kit.ops.amax import amax_call
+from fp4kit.ops.engines import new_clip_group, run_group, with_threads
+from fp4kit.ops.fake_quantize import fake_quantize_backward
 from fp4kit.ops.grouped_plan import GroupedPlan, arrays_of, per_tensor
 from fp4kit.quantized.container import Quantized
-from fp4kit.recipes import Recipe, recipe_of
+from fp4kit.recipes import Recipe
 from fp4kit.types import Hadamard, RecipeId, RoundingMode, ScaleLayout
 
 
@@ -53,21 +46,8 @@ def amax_grouped(
         [array(2., dtype=float32), array(3., dtype=float32)]
     """
     arrays, _ = arrays_of("amax_grouped", xs)
-    single = recipe is not None and by_blocks(recipe_of("amax_grouped", recipe))
-    if single or not arrays or isinstance(arrays[0], np.ndarray):
-        return each("amax_grouped", lambda x: single_amax(x, recipe, axis=axis), arrays)
-    with imports.cupy().cuda.Device(arrays[0].device.id):
-        return device_amaxes(each("amax_grouped", lambda x: _amax_rows(x, recipe, axis), arrays))
-
-
-def _amax_rows(x: Any, recipe: str | Recipe | None, axis: Any) -> AmaxRows:
-    """Return the input of a grouped amax launch for one array."""
-    if recipe is not None:
-        call, _ = array_call("amax_grouped", x, recipe, -1 if axis is None else axis)
-        return amax_rows(call, imports.cupy().ascontiguousarray(call.moved))
-    checks.check_float("amax_grouped", x)
-    rows, shape = reduced_rows(x, checks.check_axes("amax_grouped", axis, x.ndim))
-    return (rows, "all", axis is not None), shape
+    calls = each("amax_grouped", lambda x: amax_call("amax_grouped", x, recipe, axis), arrays)
+    return run_group("amax_grouped", "amax" if recipe is not None else "plain_amax", calls)
 
 
 @with_threads
@@ -210,11 +190,13 @@ def fake_quantize_grouped_backward(
     grads = as_entries(op, "grads", grads)
     if len(grads) != len(arrays):
         raise ValueError(f"{op}: grads has {len(grads)} arrays and xs {len(arrays)}; needs as many of each")
-    if pass_through or not arrays or isinstance(arrays[0], np.ndarray):
+    if pass_through:
 
         def backward_one(g: Any, x: Any, a: Any) -> Any:
             return fake_quantize_backward(g, x, recipe, axis=axis, amax=a, pass_through=pass_through)
 
         return each(op, backward_one, grads, arrays, amaxes)
     calls = each(op, lambda g, x, a: backward_call(op, g, x, recipe, axis, a), grads, arrays, amaxes)
-    return ClipGroup([call for call, _ in calls], each(op, lambda pair: clip_amax(*pair), calls)).clip()
+    limits = each(op, lambda pair: clip_amax(*pair), calls)
+    clipped: list[Any] = new_clip_group([call for call, _ in calls], limits).clip()
+    return clipped

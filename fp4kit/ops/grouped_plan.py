@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator, Sequence
-from math import prod
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,14 +11,11 @@ import numpy as np
 from fp4kit.arguments import as_entries, as_flag
 from fp4kit.arrays.imports import import_arrays, is_array
 from fp4kit.arrays.returns import PlanLibrary, returns_in_plan_library
-from fp4kit.call.amaxes import tensor_amax_shape
+from fp4kit.call.amaxes import clip_amax
 from fp4kit.call.grouped_errors import each
-from fp4kit.call.parse import Call, QuantizeOptions, array_call, backward_call, check_codes, with_amaxes, with_options
-from fp4kit.cuda.engine.clip_group import ClipGroup
-from fp4kit.cuda.engine.group import Group, cut
-from fp4kit.host.engine import compute_tensor_amax
-from fp4kit.ops.engines import run
-from fp4kit.ops.fake_quantize import check_rounding, clip_amax, fake_quantize_backward
+from fp4kit.call.parse import Call, QuantizeOptions, array_call, backward_call, with_amaxes, with_options
+from fp4kit.ops.engines import new_clip_group, new_group
+from fp4kit.ops.fake_quantize import check_rounding, fake_quantize_backward
 from fp4kit.quantized.container import Quantized
 from fp4kit.recipes import Recipe, recipe_of
 from fp4kit.types import Hadamard, RecipeId, RoundingMode, ScaleLayout
@@ -191,14 +187,15 @@ class GroupedPlan:
         arrays, stack = arrays_of(self._op, values["xs"])
         self._calls = self._parse(arrays, values)
         self._given = {name: PlanInput.of(name, value) for name, value in values.items()}
-        self._codes: list[Quantized] | None = None
-        self._values: list[Any] | None = None
-        self._clip: tuple[PlanInput, ClipGroup] | None = None
-        self._group = self._make_group(stack) if self._calls and self._calls[0].on_device else None
-        shapes = [tensor_amax_shape(call.moved.shape, self.recipe) for call in self._calls]
-        computed = self._group is None and self.recipe.tensor_scaling != "none" and "tensor_amax" not in values
-        self._vector = np.zeros(sum(map(prod, shapes)), np.float32) if computed else None
-        self._amaxes = cut(self._vector, shapes) if computed else []
+        self._clip: tuple[PlanInput, Any] | None = None
+        self._on_device = bool(self._calls) and self._calls[0].on_device
+        calls, moved = self._calls, None
+        if self._on_device:
+            calls = each(
+                self._op, lambda c: with_amaxes(c, None, c.block_amax)._replace(tensor_amax=c.tensor_amax), calls
+            )
+            moved = None if stack is None else np.moveaxis(stack, calls[0].axis + 1, -1)
+        self._group = new_group(self._op, calls, self.recipe, moved)
 
     def _parse(self, xs: list[Any], values: dict[str, Any]) -> list[Call]:
         """Return one call per array. Amaxes stay the caller's arrays, so that later writes to them count."""
@@ -214,15 +211,6 @@ class GroupedPlan:
 
         return each(self._op, parse_one, xs, amaxes, blocks)
 
-    def _make_group(self, stack: Any) -> Group:
-        """Return the group that launches the calls on a GPU."""
-        moved = None if stack is None else np.moveaxis(stack, self._calls[0].axis + 1, -1)
-
-        def check_one(call: Call) -> Call:
-            return with_amaxes(call, None, call.block_amax)._replace(tensor_amax=call.tensor_amax)
-
-        return Group(each(self._op, check_one, self._calls), moved)
-
     @property
     @returns_in_plan_library
     def amax_vector(self) -> Any:
@@ -231,8 +219,6 @@ class GroupedPlan:
         A method called with keep_amax=True uses the current content, such as maxima over several processes, or the
         amaxes of an earlier step.
         """
-        if self._group is None:
-            return self._vector
         return self._group.vector if self._group.computes_amaxes else None
 
     @returns_in_plan_library
@@ -250,17 +236,7 @@ class GroupedPlan:
             ValueError: an entry or its memory is not the one of the plan.
         """
         self._check_unchanged("amax", xs)
-        return self._amax_now()
-
-    def _amax_now(self) -> list[Any]:
-        """Return the amaxes, without checking whether the tensors are those of the plan."""
-        if self._group is not None:
-            return list(self._group.amax())
-        if self._vector is None:
-            return each(self._op, lambda c: with_amaxes(c, c.tensor_amax, None).tensor_amax, self._calls)
-        for call, amax in zip(self._calls, self._amaxes, strict=True):
-            amax[...] = compute_tensor_amax(call.moved, self.recipe, call.mask)
-        return list(self._amaxes)
+        return list(self._group.amax())
 
     @returns_in_plan_library
     def quantize(self, xs: Any = None, *, keep_amax: bool = False) -> list[Quantized]:
@@ -278,13 +254,7 @@ class GroupedPlan:
         """
         keep_amax = as_flag(self._op, "keep_amax", keep_amax)
         self._check_unchanged("quantize", xs)
-        if self._group is not None:
-            return list(self._group.quantize(not keep_amax))
-        each(self._op, lambda call: check_codes(call, call.layout), self._calls)
-        calls = self._host_calls(keep_amax)
-        outs: Sequence[Quantized | None] = self._codes or [None] * len(calls)
-        self._codes = [run(self._op, "quantize", c.x, c._replace(out=out)) for c, out in zip(calls, outs, strict=True)]
-        return list(self._codes)
+        return list(self._group.quantize(not keep_amax))
 
     @returns_in_plan_library
     def fake_quantize(self, xs: Any = None, *, keep_amax: bool = False) -> list[Any]:
@@ -308,15 +278,7 @@ class GroupedPlan:
                 f"{self._op}: hadamard is {self._hadamard!r}, which fake_quantize does not have; make a plan without"
             )
         check_rounding(self._op, self.recipe, self._options.rounding, self._options.seed)
-        if self._group is not None:
-            return list(self._group.fake_quantize(not keep_amax))
-        values = [run(self._op, "fake_quantize", call.x, call) for call in self._host_calls(keep_amax)]
-        if self._values is None:
-            self._values = values
-        else:
-            for target, value in zip(self._values, values, strict=True):
-                target[...] = value
-        return list(self._values)
+        return list(self._group.fake_quantize(not keep_amax))
 
     @returns_in_plan_library
     def fake_quantize_backward(self, grads: Sequence[Any], xs: Any = None, *, pass_through: bool = True) -> list[Any]:
@@ -342,32 +304,23 @@ class GroupedPlan:
             raise ValueError(
                 f"{self._op}: grads has {len(grads)} arrays and xs {len(self._calls)}; needs as many of each"
             )
-        if self._group is None or pass_through:
+        if pass_through:
 
             def backward_one(g: Any, c: Call) -> Any:
                 options = {"axis": self._axis, "amax": c.tensor_amax, "pass_through": pass_through}
                 return fake_quantize_backward(g, c.x, self.recipe, **options)
 
             return each(self._op, backward_one, grads, self._calls)
-        if self._clip is None or self._clip[0].changed(grads):
+        if not self._on_device or self._clip is None or self._clip[0].changed(grads):
 
             def parse_one(g: Any, c: Call) -> tuple[Call, Any]:
                 return backward_call(self._op, g, c.x, self.recipe, self._axis, c.tensor_amax)
 
             found = each(self._op, parse_one, grads, self._calls)
             limits = each(self._op, lambda pair: clip_amax(*pair), found)
-            self._clip = PlanInput.of("grads", grads), ClipGroup([call for call, _ in found], limits)
-        return self._clip[1].clip()
-
-    def _host_calls(self, keep: bool) -> list[Call]:
-        """Return the calls with their amaxes, either given or from amax_vector.
-
-        A NaN amax is left out and computed again, because it cannot be passed.
-        """
-        given = [call.tensor_amax for call in self._calls]
-        if self._vector is not None:
-            given = list(self._amaxes) if keep else [None if np.isnan(a).any() else a for a in self._amax_now()]
-        return each(self._op, lambda call, a: with_amaxes(call, a, call.block_amax), self._calls, given)
+            self._clip = PlanInput.of("grads", grads), new_clip_group([call for call, _ in found], limits)
+        clipped: list[Any] = self._clip[1].clip()
+        return clipped
 
     def _check_unchanged(self, method: str, xs: Any) -> None:
         """Raise ValueError if an argument no longer holds what it held when the plan was made."""

@@ -6,11 +6,11 @@ from typing import Any
 
 from fp4kit.arguments import as_index
 from fp4kit.arrays.returns import mark_written, returns_in_library
-from fp4kit.call.call_cache import find, keep
+from fp4kit.call.call_cache import find, run_first
 from fp4kit.call.memory_overlap import is_apart
 from fp4kit.call.outputs import import_out
 from fp4kit.call.parse import QuantizeOptions, call_with_scales, check_seed, columnwise, quantize_call
-from fp4kit.ops.engines import prepared_by, repeated, run, with_threads
+from fp4kit.ops.engines import at_home, cached_driver_call, new_cached_call, run, with_threads
 from fp4kit.quantized.container import Quantized
 from fp4kit.recipes import Recipe
 from fp4kit.types import Array, Hadamard, RecipeId, RoundingMode, ScaleLayout
@@ -111,16 +111,17 @@ def quantize(
     """
     given_scales, key = block_scale is not None or tensor_scale is not None, None
     if hadamard is False and seed is None and block_amax is None and not given_scales:
-        key, repeat = find("quantize", (x, tensor_amax, out), recipe, axis, scale_layout, rounding)
-        found = repeat(x, tensor_amax, out) if repeat and _are_apart(x, tensor_amax, out) else None
-        if found is not None:
-            return found if out is None else mark_written(out)
+        key, cached = find("quantize", (x, tensor_amax, out), recipe, axis, scale_layout, rounding)
+        q = cached(x, tensor_amax, out) if cached and _are_apart(x, tensor_amax, out) else None
+        if q is not None:
+            return q if out is None else mark_written(out)
+        key = None if cached else key
     options = QuantizeOptions(scale_layout, rounding, seed, hadamard)
     if given_scales:
         _refuse_amaxes(tensor_amax, block_amax)
-        q = _quantize_with_scales(x, recipe, axis, options, block_scale, tensor_scale, out=out)
+        q = at_home(_quantize_with_scales, x, recipe, axis, options, block_scale, tensor_scale, out=out)
     else:
-        q = _quantize(x, recipe, axis, options, key, tensor_amax=tensor_amax, block_amax=block_amax, out=out)
+        q = at_home(_quantize, x, recipe, axis, options, key, tensor_amax=tensor_amax, block_amax=block_amax, out=out)
     return q if out is None else mark_written(out)
 
 
@@ -129,18 +130,22 @@ def _are_apart(x: Any, tensor_amax: Any, out: Quantized | None) -> bool:
 
     If tensor_amax is out's own, it is written with the value that was read.
     """
-    if out is None or tensor_amax is None or tensor_amax is out.tensor_amax:
+    if out is None:
+        return True
+    if tensor_amax is None or tensor_amax is out.tensor_amax:
         return is_apart(x, out)
     return is_apart(x, out) and is_apart(tensor_amax, out)
 
 
 @returns_in_library
 def _quantize(x: Any, recipe: str | Recipe, axis: int, options: QuantizeOptions, key: Any, **given: Any) -> Quantized:
-    """Return the result after all checks, and cache the prepared call under `key`."""
+    """Parse the call and do it; key: where its cached call is stored, or None."""
     call = quantize_call("quantize", x, recipe, axis, options, **given)
-    q = run("quantize", "quantize", call.x, call)
+    cached = None
     if key is not None:
-        keep(key, prepared_by(call.x).quantize(call, x) or repeated(call, x, "quantize"))
+        cached = new_cached_call("quantize", call.x, call, x) or cached_driver_call(call, x, "quantize")
+    arguments = x, given["tensor_amax"], given["out"]
+    q: Quantized = run_first(key, cached, arguments, lambda: run("quantize", "quantize", call.x, call))
     return q
 
 
@@ -214,19 +219,19 @@ def quantize_both(
     if getattr(seed, "ndim", 0):
         raise TypeError(f"{op}: seed is an array; needs an int, since one array of bytes cannot serve both directions")
     seed = None if seed is None else check_seed(op, as_index(op, "seed", seed), 2**64 - 2)  # columns use seed + 1
-    key = repeat = None
+    key = cached = None
     if hadamard is False and seed is None:
-        key, repeat = find(op, (x, tensor_amax), recipe, scale_layout, rounding)
-    if repeat is not None:
-        return repeat(x, tensor_amax, None)
-    return _quantize_both(x, recipe, QuantizeOptions(scale_layout, rounding, seed, hadamard), key, tensor_amax)
+        key, cached = find(op, (x, tensor_amax), recipe, scale_layout, rounding)
+    if cached is not None:
+        return cached(x, tensor_amax, None)
+    return at_home(_quantize_both, x, recipe, QuantizeOptions(scale_layout, rounding, seed, hadamard), key, tensor_amax)
 
 
 @returns_in_library
 def _quantize_both(
     x: Any, recipe: str | Recipe, options: QuantizeOptions, key: Any, tensor_amax: Any
 ) -> tuple[Quantized, Quantized]:
-    """Return both results after all checks, and cache the prepared call under `key`."""
+    """Parse the call and do it; key: where its cached call is stored, or None."""
     op, seed = "quantize_both", options.seed
     row = quantize_call(op, x, recipe, -1, options._replace(hadamard=False), tensor_amax=tensor_amax)
     if row.x.ndim < 2:
@@ -237,7 +242,9 @@ def _quantize_both(
             f"{op}: tensor_amax was given, but {why}; leave it out, or call quantize with axis=-1 and with axis=-2"
         )
     column = columnwise(row, options._replace(seed=None if seed is None else seed + 1))
-    both: tuple[Quantized, Quantized] = run(op, "quantize_both", row.x, row, column)
-    if key is not None:
-        keep(key, prepared_by(column.x).quantize(column, x, both=True))
+    cached = None if key is None else new_cached_call("quantize", row.x, column, x, True)
+    arguments = x, tensor_amax, None
+    both: tuple[Quantized, Quantized] = run_first(
+        key, cached, arguments, lambda: run(op, "quantize_both", row.x, row, column)
+    )
     return both

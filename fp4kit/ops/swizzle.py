@@ -11,8 +11,8 @@ from fp4kit import layouts
 from fp4kit.arguments import as_shape
 from fp4kit.arrays.imports import import_arrays
 from fp4kit.arrays.returns import returns_in_library
-from fp4kit.call.call_cache import find, keep
-from fp4kit.ops.engines import prepared_by, run
+from fp4kit.call.call_cache import find, run_first
+from fp4kit.ops.engines import new_cached_call, run
 from fp4kit.quantized.container import Quantized
 from fp4kit.types import ArrayT, ScaleLayout
 
@@ -60,8 +60,8 @@ def _swizzle_scales(scales: Any, layout: str) -> Any:
 
 def _change(op: str, q: Quantized, layout: ScaleLayout) -> Quantized:
     """Return a Quantized with its scales in a layout."""
-    key, repeat = find(op, (q,), layout)
-    return _change_fully(q, op, layout, key) if repeat is None else repeat(q)
+    key, cached = find(op, (q,), layout)
+    return _change_fully(q, op, layout, key) if cached is None else cached(q)
 
 
 @returns_in_library
@@ -73,10 +73,13 @@ def _change_fully(given: Quantized, op: str, layout: ScaleLayout, key: Any) -> Q
         raise ValueError(f"{op}: {q.recipe.id} has no block scales")
     if len(q.shape) < 2 and layout != "linear":
         raise ValueError(f"{op}: q is 1-d; {layout} scales need the rows of a matrix; quantize x.reshape(1, -1)")
-    scales = change_layout(q.block_scale, q.scale_layout, layout, q.scale_shape)
-    result = replace(q, block_scale=scales, scale_layout=layout)
-    if key is not None:
-        keep(key, prepared_by(q.packed).swizzle(q, given.block_scale, result))
+
+    def driver() -> Quantized:
+        scales = change_layout(q.block_scale, q.scale_layout, layout, q.scale_shape)
+        return replace(q, block_scale=scales, scale_layout=layout)
+
+    cached = None if key is None else new_cached_call("swizzle", q.packed, q, given, layout)
+    result: Quantized = run_first(key, cached, (given,), driver)
     return result
 
 

@@ -7,9 +7,9 @@ from typing import Any
 
 from fp4kit.arrays.returns import returns_in_library
 from fp4kit.call import checks
-from fp4kit.call.call_cache import find, keep
+from fp4kit.call.call_cache import find, run_first
 from fp4kit.call.shards import square_block
-from fp4kit.ops.engines import prepared_by, run
+from fp4kit.ops.engines import new_cached_call, run
 from fp4kit.quantized.container import Quantized
 
 
@@ -43,8 +43,8 @@ def transpose(q: Quantized) -> Quantized:
         >>> q.packed.shape, t.packed.shape, t.axis
         ((32, 32), (64, 16), 0)
     """
-    key, repeat = find("transpose", (q,))
-    return _transpose(q, key) if repeat is None else repeat(q)
+    key, cached = find("transpose", (q,))
+    return _transpose(q, key) if cached is None else cached(q)
 
 
 @returns_in_library
@@ -53,10 +53,14 @@ def _transpose(q: Quantized, key: Any) -> Quantized:
     given = q
     q = checks.check_quantized("transpose", q)
     _check_square_blocks(q)
-    codes, block_scale = run("transpose", "transpose", q.packed, q.packed, q.block_scale, q)
-    result = replace(q, packed=codes, block_scale=block_scale, axis=2 * len(q.shape) - 3 - q.axis)
-    if key is not None:
-        keep(key, prepared_by(q.packed).transpose(q, given.packed, result))
+    axis = 2 * len(q.shape) - 3 - q.axis
+
+    def driver() -> Quantized:
+        codes, block_scale = run("transpose", "transpose", q.packed, q.packed, q.block_scale, q)
+        return replace(q, packed=codes, block_scale=block_scale, axis=axis)
+
+    cached = None if key is None else new_cached_call("transpose", q.packed, q, given, axis)
+    result: Quantized = run_first(key, cached, (given,), driver)
     return result
 
 

@@ -31,6 +31,12 @@ def scale_shape(moved_shape: tuple[int, ...], recipe: Recipe) -> tuple[int, ...]
     return (*lead, K // recipe.block_size)
 
 
+def tensor_amax_shape(moved_shape: tuple[int, ...], recipe: Recipe) -> tuple[int, ...]:
+    """Shape of tensor_amax for an array whose quantized axis is last: (), rows or blocks."""
+    *lead, K = moved_shape
+    return {"row": tuple(lead), "block": (*lead, K // recipe.block_size)}.get(recipe.tensor_scaling, ())
+
+
 def fitting_shape(shape: tuple[int, ...], allowed: Iterable[tuple[int, ...]]) -> tuple[int, ...] | None:
     """Return the allowed shape that differs from `shape` only by axes of length 1 at the end, or None if there is none.
 
@@ -88,7 +94,9 @@ def wanted_parts(shape: tuple[int, ...], axis: int, r: Recipe, layout: str) -> P
         raise ValueError(
             f"Quantized: scale_layout is {layout!r} of a 1-d array; needs the rows of a matrix, or 'linear'"
         )
-    scales = None if r.scale is None else padded_shape(scale_shape(moved, r), layout)
+    scales = None if r.scale is None else scale_shape(moved, r)
+    if scales is not None and layout != "linear":
+        scales = padded_shape(scales, layout)
     return PartShapes(axis, packed_shape(moved, r), scales, tuple(_tensor_shapes(moved, r)))
 
 

@@ -187,6 +187,11 @@ def faking(r: Recipe) -> Recipe:
     return replace(r, decode_rule=rule) if rule else r
 
 
+def then_encodes(r: Recipe) -> bool:
+    """Return whether elements are multiplied by the tensor's encode scale after the factor of their block."""
+    return r.tensor_rule is not None and r.block_rule is not None and rules.BLOCK_RULES[r.block_rule].then_encode
+
+
 class Alias(NamedTuple):
     """Name a producer whose codes and scales equal those of another producer's recipe.
 

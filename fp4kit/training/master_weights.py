@@ -30,10 +30,9 @@ from fp4kit.arguments import as_entries, as_flag
 from fp4kit.arrays.imports import device_name, import_arrays
 from fp4kit.arrays.returns import PlanLibrary, returns_in_plan_library
 from fp4kit.call.shards import check_castable, check_shard, square_block
+from fp4kit.ops.engines import check_master_weights, new_master_weights
 from fp4kit.recipes import Recipe, recipe_of
 from fp4kit.training.communicators import Communicator, check_communicator
-from fp4kit.training.master_weights_device import DeviceStages
-from fp4kit.training.master_weights_host import HostStages
 from fp4kit.training.partition import exchange_cuts, refusing
 
 
@@ -129,9 +128,7 @@ class MasterWeightsPlan:
             r = recipe_of("cast_master_weights", recipe)
             columnwise = as_flag("cast_master_weights", "columnwise", columnwise)
             values, shapes = _check_shards(shards, r, columnwise)
-            on_host = all(isinstance(v, np.ndarray) for v in values)
-            if not on_host:
-                DeviceStages.check(values, shapes, r)
+            on_host = check_master_weights(values, shapes, r)
         dtypes, lengths, starts = (
             [v.dtype for v in values],
             [v.size for v in values],
@@ -139,8 +136,7 @@ class MasterWeightsPlan:
         )
         partition = exchange_cuts(shapes, dtypes, starts, lengths, r, comm, on_host=on_host)
         self._kinds = [_kind(v) for v in values]
-        make = HostStages if on_host else DeviceStages
-        self._work = make(values, shapes, r, partition, comm.rank, columnwise) if shards else None
+        self._work = new_master_weights(values, shapes, r, partition, comm.rank, columnwise) if shards else None
         self.stages = tuple(self._make_stages(self._work)) if self._work else ()
         results = (self._work.quantized, self._work.columnwise) if self._work else ([], [])
         self._result = list(zip(*results, strict=True)) if columnwise else results[0]
@@ -179,7 +175,7 @@ class MasterWeightsPlan:
                 stage()
         return self._result
 
-    def _make_stages(self, s: HostStages | DeviceStages) -> Iterator[tuple[str, Callable[[], None]]]:
+    def _make_stages(self, s: Any) -> Iterator[tuple[str, Callable[[], None]]]:
         """Yield (name, function) of each stage. One process needs no messages."""
         alone = self._comm.size == 1
         yield "amax", s.amax

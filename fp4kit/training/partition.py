@@ -10,34 +10,12 @@ import hashlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
-from typing import NamedTuple
 
 import numpy as np
 
+from fp4kit.call.shards import Partition
 from fp4kit.recipes import Recipe
 from fp4kit.training.communicators import Communicator
-
-
-class Partition(NamedTuple):
-    """Hold the shards of all processes.
-
-    Attributes:
-        starts, ends: int64 (processes, matrices), the range of elements of each flattened matrix that each process
-            owns.
-    """
-
-    starts: np.ndarray
-    ends: np.ndarray
-
-    def pieces(self, unit: int) -> np.ndarray:
-        """Return the length of each piece in units of ``unit`` elements. Pieces are cut at multiples of ``unit``."""
-        return -(-self.ends // unit) - self.starts // unit
-
-    def offsets(self, unit: int) -> np.ndarray:
-        """Return where each piece begins in the message of its process, in units of ``unit`` elements."""
-        lengths = self.pieces(unit)
-        return np.cumsum(lengths, axis=1) - lengths
-
 
 _REFUSED = -1  # sent instead of the number of matrices
 

@@ -10,7 +10,7 @@ import pytest
 from inputs import BF16, ordinary
 
 import fp4kit
-from fp4kit.cpu import buffers
+from fp4kit.cpu import buffers, library
 from fp4kit.cpu import library as native
 
 pytestmark = pytest.mark.skipif(native.library().functions is None, reason="the compiled engine is not there")
@@ -114,11 +114,11 @@ def test_addresses_are_those_of_numpy():
         np.broadcast_to(x[:1], (9, 6)),
     )
     for a in (*views, np.empty((0, 3), np.float32)):
-        assert buffers.address(a) == a.ctypes.data
-    assert buffers.address(None) is None
+        assert library.address(a) == a.ctypes.data
+    assert library.address(None) is None
 
 
 def test_addresses_where_arrays_are_otherwise(monkeypatch):
-    monkeypatch.setattr(buffers.sys, "implementation", SimpleNamespace(name="another"))
+    monkeypatch.setattr(library.sys, "implementation", SimpleNamespace(name="another"))
     x = np.zeros(3, np.float32)[1:]
-    assert buffers._reader()(x) == x.ctypes.data
+    assert library._reader()(x) == x.ctypes.data

@@ -140,10 +140,21 @@ def logged(gpu, call):
     return list(gpu.log), value
 
 
+def by_driver(gpu, monkeypatch, call):
+    """Return what `logged` returns for a call that the engine's driver does, as if it had no key."""
+
+    def no_facts(array):
+        raise TypeError
+
+    with monkeypatch.context() as patched:
+        patched.setattr(call_cache, "_facts_of", no_facts)
+        return logged(gpu, call)
+
+
 def forbid(monkeypatch):
-    """The full way must not be gone again."""
+    """Fail if the engine's driver does a call."""
     for name in ("quantize", "dequantize", "fake_quantize"):
-        monkeypatch.setattr(engine, name, lambda *a, **k: pytest.fail("the call went the full way"))
+        monkeypatch.setattr(engine, name, lambda *a, **k: pytest.fail("the driver did the call"))
 
 
 @pytest.mark.parametrize("layout", ["linear", "swizzled_128x4"])
@@ -152,7 +163,7 @@ def test_a_prepared_quantize_launches_what_the_full_way_does(gpu, monkeypatch, r
     x, out = Array((64, 256), BF16), result(recipe, layout=layout)
     amax = Array(()) if given else None
     call = lambda: fp4kit.quantize(x, recipe, tensor_amax=amax, scale_layout=layout, out=out)  # noqa: E731
-    first, q = logged(gpu, call)
+    first, q = by_driver(gpu, monkeypatch, call)
     assert q is out and len(first) == 1
     forbid(monkeypatch)
     second, q = logged(gpu, call)
@@ -176,7 +187,7 @@ def with_arguments(line, **addresses):
 def test_the_amax_of_x_is_found_in_out(gpu, monkeypatch):
     """Of an array that is not small, by a launch of its own."""
     x, out = Array((2048, 512), BF16), result("nvfp4-te", (2048, 512))
-    first, _ = logged(gpu, lambda: fp4kit.quantize(x, "nvfp4-te", out=out))
+    first, _ = by_driver(gpu, monkeypatch, lambda: fp4kit.quantize(x, "nvfp4-te", out=out))
     forbid(monkeypatch)
     second, _ = logged(gpu, lambda: fp4kit.quantize(x, "nvfp4-te", out=out))
     at = out.tensor_amax.data.ptr
@@ -193,7 +204,7 @@ def test_the_amax_of_x_is_found_in_out(gpu, monkeypatch):
 
 def test_the_kernel_finds_the_amax_of_a_small_array_in_out(gpu, monkeypatch):
     x, out = Array((64, 256), BF16), result("nvfp4-te")
-    first, _ = logged(gpu, lambda: fp4kit.quantize(x, "nvfp4-te", out=out))
+    first, _ = by_driver(gpu, monkeypatch, lambda: fp4kit.quantize(x, "nvfp4-te", out=out))
     forbid(monkeypatch)
     second, _ = logged(gpu, lambda: fp4kit.quantize(x, "nvfp4-te", out=out))
     assert [line[0] for line in first] == ["quantize_kernel"] and "#define FP4KIT_FINDERS 8" in first[0][1]
@@ -210,7 +221,7 @@ def test_a_prepared_quantize_allocates_as_the_full_way_does(gpu, monkeypatch, re
     x = Array((2, 40, 256) if layout == "linear" else (40, 256), BF16)
     options = {"tensor_amax": Array((1,))} if given and recipe == "nvfp4-te" else {}
     call = lambda: fp4kit.quantize(x, recipe, scale_layout=layout, **options)  # noqa: E731
-    first, a = logged(gpu, call)
+    first, a = by_driver(gpu, monkeypatch, call)
     forbid(monkeypatch)
     second, b = logged(gpu, call)
     pairs = [(getattr(a, name), getattr(b, name)) for name in ("packed", "block_scale", "tensor_scale", "tensor_amax")]
@@ -241,7 +252,7 @@ def test_an_amax_that_is_that_of_out_is_not_copied(gpu):
 @pytest.mark.parametrize("recipe", ["mxfp4-ocp", "nvfp4-te"])
 def test_a_prepared_dequantize_launches_what_the_full_way_does(gpu, monkeypatch, recipe):
     q, out = result(recipe), Array((64, 256), np.float32)
-    first, y = logged(gpu, lambda: fp4kit.dequantize(q, np.float32, out=out))
+    first, y = by_driver(gpu, monkeypatch, lambda: fp4kit.dequantize(q, np.float32, out=out))
     assert y is out and len(first) == 1
     forbid(monkeypatch)
     assert logged(gpu, lambda: fp4kit.dequantize(q, np.float32, out=out)) == (first, out)
@@ -260,7 +271,7 @@ def test_dequantize_allocates_where_no_out_is_given(gpu, monkeypatch):
 )
 def test_a_prepared_fake_quantize_launches_what_the_full_way_does(gpu, monkeypatch, recipe, given):
     x, options = Array((64, 256), BF16), {"tensor_amax": Array(())} if given else {}
-    first, a = logged(gpu, lambda: fp4kit.fake_quantize(x, recipe, **options))
+    first, a = by_driver(gpu, monkeypatch, lambda: fp4kit.fake_quantize(x, recipe, **options))
     forbid(monkeypatch)
     second, b = logged(gpu, lambda: fp4kit.fake_quantize(x, recipe, **options))
     here, there = (np.uint64(y.data.ptr).tobytes() for y in (a, b))
@@ -355,10 +366,19 @@ def test_numpy_arrays_do_not_ask_for_cupy(monkeypatch):
 
 def test_no_more_than_so_many_are_kept(gpu):
     for i in range(3 * call_cache.MOST):
-        call_cache.keep((i,), print)
+        assert call_cache.run_first((i,), lambda: "cached", (), lambda: "driver") == "cached"
         assert (i,) in call_cache._CALLS and len(call_cache._CALLS) <= call_cache.MOST
-    call_cache.keep(None, print)
+    assert call_cache.run_first(None, lambda: "cached", (), lambda: "driver") == "cached"
     assert None not in call_cache._CALLS
+
+
+@pytest.mark.parametrize("call", [None, lambda: None])
+def test_the_driver_does_what_a_cached_call_does_not(gpu, call):
+    assert call_cache.run_first(("key",), call, (), lambda: "driver") == "driver"
+    assert call_cache._CALLS == {("key",): call}
+    with pytest.raises(ZeroDivisionError):
+        call_cache.run_first(("other",), call, (), lambda: 1 / 0)
+    assert ("other",) not in call_cache._CALLS
 
 
 def test_what_cannot_be_prepared_is_not_tried_again(monkeypatch):
@@ -388,7 +408,7 @@ def test_the_unusual_is_not_prepared(gpu, case):
     axis, layout = options.get("axis", x.ndim - 1), options.get("layout", "linear")
     call = Call("quantize", x, fp4kit.recipe(recipe), axis, x, options.get("amax"), layout=layout)
     assert prepared_call.quantize(call, x) is None
-    assert prepared_call.fake_quantize(call, x, x) is None or layout != "linear"
+    assert prepared_call.fake_quantize(call, x) is None or layout != "linear"
 
 
 def test_an_error_is_not_kept(gpu):

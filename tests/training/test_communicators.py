@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 
 from fp4kit.arrays import imports
+from fp4kit.cuda.engine.master_weights import _message_sizes
 from fp4kit.evidence.testing import assert_same_bits
 from fp4kit.training import communicators
 from fp4kit.training.communicators import ID_BYTES, Mpi, Nccl, SingleProcess
-from fp4kit.training.master_weights_device import _message_sizes
 
 ID = bytes(range(ID_BYTES))
 

@@ -31,7 +31,7 @@ from fp4kit.checkpoint.run.prefetch import Prefetcher
 from fp4kit.checkpoint.selection.selection import Wishes
 from fp4kit.cpu.library import num_threads
 from fp4kit.lazy import lazy_property
-from fp4kit.ops.engines import engine
+from fp4kit.ops.engines import is_compiled
 from fp4kit.recipes import Recipe
 from fp4kit.storage.errors import CheckpointError
 from fp4kit.storage.gguf_file import GgufFile, read_any_header
@@ -308,7 +308,7 @@ class _Run:
     def _workers(self) -> tuple[int, bool]:
         """Return how many workers to use on this machine, and whether they are threads."""
         wanted = self.options.workers
-        if not self.options.devices and engine() == "reference":
+        if not (self.options.devices or is_compiled()):
             return wanted or 1, False
         workers = wanted or max(2, num_threads())
         are_faster = workers >= FROM_WORKERS and bytes_to_read(self.plan) >= FROM_BYTES

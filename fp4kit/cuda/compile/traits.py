@@ -2,27 +2,17 @@
 
 from __future__ import annotations
 
-from operator import attrgetter
-
 import ml_dtypes
 import numpy as np
 
-from fp4kit.formats import E2M1, E4M3, E5M2, ElementFormat
+from fp4kit.formats import E2M1, E4M3, E5M2, ElementFormat, is_same
 from fp4kit.recipes import Recipe
-from fp4kit.recipes.rules import BLOCK_RULES
+from fp4kit.recipes.schema import then_encodes
 
 # Thread blocks of a cluster that find the amax of a small array together: the largest number that every GPU with
 # clusters supports.
 FINDERS = 8
 TYPES = {np.dtype(np.float32): "Float32", np.dtype(np.float16): "Float16", np.dtype(ml_dtypes.bfloat16): "Bfloat16"}
-
-
-_NUMBERS = attrgetter("exponent_bits", "mantissa_bits", "bias", "specials", "signed", "has_zero")
-
-
-def is_same(a: ElementFormat, b: ElementFormat) -> bool:
-    """Return whether two formats give every code the same value; their names may differ."""
-    return bool(_NUMBERS(a) == _NUMBERS(b))
 
 
 def format_struct(f: ElementFormat, name: str) -> str:
@@ -60,11 +50,6 @@ def has_table(r: Recipe) -> bool:
     whose factor depends on the code and the tensor only.
     """
     return r.scale == E4M3 and r.tensor_scaling in ("none", "tensor") and r.block_rows == 1
-
-
-def then_encodes(r: Recipe) -> bool:
-    """Return whether elements are multiplied by the tensor's encode scale after the factor of their block."""
-    return r.tensor_rule is not None and r.block_rule is not None and BLOCK_RULES[r.block_rule].then_encode
 
 
 def _recipe_facts(r: Recipe) -> dict[str, object]:

@@ -3,9 +3,12 @@ waiting.
 """
 
 from fp4kit.cuda.engine.amax import amax, clip_amax, plain_amax
+from fp4kit.cuda.engine.clip_group import ClipGroup
 from fp4kit.cuda.engine.dequantize import dequantize
 from fp4kit.cuda.engine.fake_quantize import clip, fake_quantize
+from fp4kit.cuda.engine.group import Group, amax_group, plain_amax_group
 from fp4kit.cuda.engine.layouts import pack, swizzle, transpose, unpack
+from fp4kit.cuda.engine.master_weights import DeviceStages
 from fp4kit.cuda.engine.partial import partial_amax, partial_cast
 from fp4kit.cuda.engine.quantize import quantize, quantize_both
 from fp4kit.cuda.engine.quantize_with_scales import quantize_with_scales
@@ -13,7 +16,11 @@ from fp4kit.cuda.engine.requantize import requantize
 from fp4kit.cuda.engine.search_scales import search_scales
 
 __all__ = [
+    "ClipGroup",
+    "DeviceStages",
+    "Group",
     "amax",
+    "amax_group",
     "clip",
     "clip_amax",
     "dequantize",
@@ -22,6 +29,7 @@ __all__ = [
     "partial_amax",
     "partial_cast",
     "plain_amax",
+    "plain_amax_group",
     "quantize",
     "quantize_both",
     "quantize_with_scales",

@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 
 from fp4kit.arrays import imports
-from fp4kit.call.amaxes import tensor_amax_shape
 from fp4kit.call.parse import Call
 from fp4kit.cuda.launch import matrix, partial
 from fp4kit.cuda.launch.amax_columns import amax_columns
 from fp4kit.cuda.launch.amax_hadamard import amax_hadamard
 from fp4kit.cuda.launch.geometry import THREADS
+from fp4kit.quantized.part_shapes import tensor_amax_shape
 from fp4kit.recipes import Recipe
 
 Rows = tuple[Any, str, bool]  # what launch.amax takes: an array, which elements count, whether by row
@@ -116,6 +116,12 @@ def plain_amax(x: Any, axis: Any) -> Any:
             return amax_columns(matrices).reshape(shape)
         rows, shape = reduced_rows(x, axis)
         return matrix.amax(rows, by_row=axis is not None).reshape(shape)
+
+
+def plain_amax_rows(x: Any, axis: Any) -> tuple[Rows, tuple[int, ...]]:
+    """Return what launch.amax takes for plain_amax, and the shape of the result."""
+    rows, shape = reduced_rows(x, axis)
+    return (rows, "all", axis is not None), shape
 
 
 def reduced_columns(x: Any, axis: Any) -> tuple[Any, tuple[int, ...]] | None:

@@ -1,7 +1,7 @@
-"""Calls on a GPU as call/call_cache.py keeps them: launched at once.
+"""Cached calls on a GPU: each is one launch on one whole matrix, after another one for its amax where needed.
 
-Only calls that are one launch on one whole matrix are kept; all others go the full way each time. Arrays are CuPy's, or
-tensors of PyTorch: then their memory is PyTorch's, and launches go to its current stream.
+All other calls are done by the drivers, the other modules of this package. Arrays are CuPy arrays, or tensors of
+PyTorch: then memory comes from PyTorch's allocator, and launches go to PyTorch's current stream.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from math import prod
 from operator import itemgetter
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from fp4kit.arrays import imports
 from fp4kit.call.parse import Call
@@ -23,6 +25,8 @@ from fp4kit.cuda.launch.dispatch import Arguments, LaunchRequest
 from fp4kit.cuda.launch.dispatch import find as find_way
 from fp4kit.cuda.launch.geometry import Launch, aligned
 from fp4kit.cuda.launch.matrix import Matrix, is_whole, launch_by
+from fp4kit.cuda.launch.supported import check_formats
+from fp4kit.layouts import padded_shape
 from fp4kit.quantized.container import PARTS, Quantized, assembled
 from fp4kit.quantized.part_shapes import wanted_parts
 
@@ -173,9 +177,10 @@ class QuantizeCall:
 
 
 def quantize(call: Call, x: Any, both: bool = False) -> QuantizeCall | None:
-    """What repeats a call of nearest rounding, without Hadamard transform or block amaxes, on x as the caller gave it.
+    """Return the cached call of a call on x, the array as the caller gave it; None if it is not one launch.
 
-    both: of quantize_both, by its call for the columns.
+    The call rounds to nearest, without a Hadamard transform or block amaxes. both: quantize_both, by its call for the
+    columns.
     """
     last, columns = call.x.ndim - 1, call.axis == call.x.ndim - 2
     work = work_of(call, columns=columns)
@@ -223,9 +228,10 @@ class FakeQuantizeCall:
         return arrays[0]
 
 
-def fake_quantize(call: Call, x: Any, values: Any) -> FakeQuantizeCall | None:
-    """What repeats a call of nearest rounding and without block amaxes on x as the caller gave it, whose result was
-    `values`.
+def fake_quantize(call: Call, x: Any) -> FakeQuantizeCall | None:
+    """Return the cached call of a call on x, the array as the caller gave it; None if it is not one launch.
+
+    The call rounds to nearest, without block amaxes.
     """
     work = work_of(call, values=True)
     one = _is_one_matrix(call.x, call.recipe, call.tensor_amax) and call.axis == call.x.ndim - 1
@@ -233,7 +239,7 @@ def fake_quantize(call: Call, x: Any, values: Any) -> FakeQuantizeCall | None:
     if way is None or not one or count(call, work, call.tensor_amax) != 1:
         return None
     work = finding(call, work, call.x)
-    found = launch_by(way, work, is_whole(Matrix(call.x, values=values), work), call.x.device.id)
+    found = launch_by(way, work, is_whole(Matrix(call.x), work), call.x.device.id)  # new values are aligned
     return FakeQuantizeCall.of(memory_of(x), _amax(call, work), found, way.arguments, New(call.x.shape, call.x.dtype))
 
 
@@ -260,18 +266,19 @@ class DequantizeCall:
         return values
 
 
-def dequantize(q: Quantized, like: Any, values: Any) -> DequantizeCall | None:
-    """The call that gave `values`, in its out or new; like: codes as the caller gave them."""
+def dequantize(q: Quantized, given: Quantized, dtype: np.dtype, out: Any) -> DequantizeCall | None:
+    """Return the cached call of a call on q, which the caller gave as `given`; None if it is not one launch."""
     r = q.recipe
-    one = _is_one_matrix(values, r, q.tensor_scale) and q.axis == len(q.shape) - 1
-    joined = values.ndim <= 2 or q.scale_layout == "linear"
-    codes = [a for a in (q.packed, q.block_scale) if a is not None]
-    if not one or not joined or not all(a.flags.c_contiguous and aligned(a, 16) for a in (*codes, values)):
+    one = _is_one_matrix(q.packed, r, q.tensor_scale) and q.axis == len(q.shape) - 1
+    joined = len(q.shape) <= 2 or q.scale_layout == "linear"
+    arrays = [a for a in (q.packed, q.block_scale, out) if a is not None]
+    if not one or not joined or not all(a.flags.c_contiguous and aligned(a, 16) for a in arrays):
         return None
-    shape = values.size // values.shape[-1], values.shape[-1]
-    found = matrix.dequantize_launch(r, q.scale_layout, q.dtype, values.dtype, shape, values.device.id)
-    memory = memory_of(like)
-    return DequantizeCall(memory, found, memory.maker([New(values.shape, values.dtype)]))
+    check_formats(r)
+    shape = prod(q.shape[:-1]), q.shape[-1]
+    found = matrix.dequantize_launch(r, q.scale_layout, q.dtype, dtype, shape, q.packed.device.id)
+    memory = memory_of(given.packed)
+    return DequantizeCall(memory, found, memory.maker([New(q.shape, dtype)]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,29 +298,35 @@ class MoveCall:
         return assembled({**old, **self.fields, **made})
 
 
-def transpose(q: Quantized, like: Any, result: Quantized) -> MoveCall | None:
-    """The call that gave `result`; like: codes as the caller gave them."""
-    if not _is_whole_here(q.packed, q.block_scale):
+def transpose(q: Quantized, given: Quantized, axis: int) -> MoveCall | None:
+    """Return the cached call that transposes q, which the caller gave as `given`; None if it is not one launch.
+
+    axis: the axis of the result.
+    """
+    if q.recipe.block_size not in transpose_launcher.BLOCKS or not _is_whole_here(q.packed, q.block_scale):
         return None
     *lead, M, K = q.moved_shape
-    arrays = (q.packed, q.block_scale, q.recipe, q.scale_layout, result.packed, result.block_scale)
-    found = transpose_launcher.launch_of(*arrays, (prod(lead), M, K))
-    memory = memory_of(like)
-    new = memory.maker([New(a.shape, UINT8) for a in (result.packed, result.block_scale)])
-    return MoveCall(memory, found, ("packed", "block_scale"), new, {"axis": result.axis})
+    found = transpose_launcher.launch_of(
+        q.packed, q.block_scale, q.recipe, q.scale_layout, None, None, (prod(lead), M, K)
+    )
+    _, packed, scales, _ = wanted_parts(q.shape, axis, q.recipe, q.scale_layout)
+    memory = memory_of(given.packed)
+    new = memory.maker([New(packed, UINT8), New(scales or (), UINT8)])
+    return MoveCall(memory, found, ("packed", "block_scale"), new, {"axis": axis})
 
 
-def swizzle(q: Quantized, like: Any, result: Quantized) -> MoveCall | None:
-    """The same of a change of the scales' layout."""
-    if not _is_whole_here(q.block_scale) or q.scale_layout == result.scale_layout:
+def swizzle(q: Quantized, given: Quantized, layout: str) -> MoveCall | None:
+    """Return the cached call that changes the layout of q's block scales; None if it is not one launch.
+
+    given: q as the caller gave it.
+    """
+    if not _is_whole_here(q.block_scale) or q.scale_layout == layout:
         return None
     *lead, R, C = q.scale_shape
-    found = swizzle_launcher.launch_of(
-        q.block_scale, q.scale_layout, result.block_scale, result.scale_layout, (prod(lead), R, C)
-    )
-    memory = memory_of(like)
-    new = memory.maker([New(result.block_scale.shape, UINT8)])
-    return MoveCall(memory, found, ("block_scale",), new, {"scale_layout": result.scale_layout})
+    found = swizzle_launcher.launch_of(q.block_scale, q.scale_layout, None, layout, (prod(lead), R, C))
+    memory = memory_of(given.block_scale)
+    new = memory.maker([New(padded_shape(q.scale_shape, layout), UINT8)])
+    return MoveCall(memory, found, ("block_scale",), new, {"scale_layout": layout})
 
 
 def _is_whole_here(*arrays: Any) -> bool:

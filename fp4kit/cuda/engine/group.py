@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 
 from fp4kit.arrays import imports
-from fp4kit.call.amaxes import check_tensor_amax, given_tensor_amax, tensor_amax_shape
+from fp4kit.call.amaxes import check_tensor_amax, given_tensor_amax
 from fp4kit.call.grouped_errors import each
-from fp4kit.call.parse import Call, check_codes, naming
-from fp4kit.cuda.engine.amax import Rows, covered_by_scales
+from fp4kit.call.parse import Call, Declined, check_codes, naming
+from fp4kit.cuda.engine.amax import Rows, amax_rows, by_blocks, covered_by_scales, plain_amax_rows
 from fp4kit.cuda.engine.matrices import split, work_of
 from fp4kit.cuda.engine.search_scales import group_launches, searched_matrices, without_search
 from fp4kit.cuda.launch import grouped
@@ -23,7 +23,7 @@ from fp4kit.cuda.launch.dispatch import LaunchRequest
 from fp4kit.cuda.launch.grouped import GroupedLaunch
 from fp4kit.cuda.launch.matrix import Matrix, empty_scales
 from fp4kit.quantized.container import Quantized
-from fp4kit.quantized.part_shapes import packed_shape, scale_shape
+from fp4kit.quantized.part_shapes import packed_shape, scale_shape, tensor_amax_shape
 
 AmaxRows = tuple[Rows, tuple[int, ...]]  # what launch.amax takes, and the shape of its result
 
@@ -59,6 +59,21 @@ def amaxes(rows: Sequence[AmaxRows]) -> list[Any]:
     for call in amax_launches(rows, outs):
         call()
     return outs
+
+
+def amax_group(calls: Sequence[tuple[Call]]) -> list[Any]:
+    """Return amax of N calls. Raise Declined if a thread has to see whole blocks, which takes a launch per call."""
+    ((first,), *_) = calls
+    if by_blocks(first.recipe):
+        raise Declined("blocks of several rows take one launch for each array")
+    with imports.cupy().cuda.Device(first.x.device.id):
+        return amaxes([amax_rows(call, imports.cupy().ascontiguousarray(call.moved)) for (call,) in calls])
+
+
+def plain_amax_group(calls: Sequence[tuple[Any, Any]]) -> list[Any]:
+    """Return plain_amax of N arrays, each with its axes."""
+    with imports.cupy().cuda.Device(calls[0][0].device.id):
+        return amaxes([plain_amax_rows(x, axis) for x, axis in calls])
 
 
 def readable(a: Any, copies: list[tuple[Any, Any]]) -> Any:

@@ -237,7 +237,8 @@ def _row_grid(w: LaunchRequest, device: int) -> int:
     r, (rows, columns) = w.recipe, w.seen_shape
     if w.values and r.block and r.apply == "multiply":
         return grid(value_blocks(rows, columns, w.dtype, VALUE_RUNS), device, UNLIMITED)
-    rows, _ = padded_shape((rows, columns), w.layout)  # threads go through the padding too
+    if w.layout != "linear":
+        rows, _ = padded_shape((rows, columns), w.layout)  # threads go through the padding too
     work = -(-rows * (-(-columns // 16) * 16) * w.dtype.itemsize // (THREAD_BYTES * THREADS))
     prepares = has_table(r) or w.layout != "linear" or (r.block is not None and r.tensor_scaling == "row")
     return grid(work, device, 96 if prepares else UNLIMITED)

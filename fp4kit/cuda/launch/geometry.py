@@ -144,8 +144,11 @@ def address(array: Any) -> int:
 
 
 def aligned(array: Any, run_bytes: int) -> bool:
-    """Whether runs of run_bytes from the array's start all begin at multiples of 16 bytes."""
-    return array.data.ptr % 16 == 0 and run_bytes % 16 == 0
+    """Return whether runs of run_bytes from the array's start all begin at multiples of 16 bytes.
+
+    None stands for an array that is allocated later, which begins at such a multiple.
+    """
+    return (array is None or array.data.ptr % 16 == 0) and run_bytes % 16 == 0
 
 
 def ready(array: Any) -> Any:

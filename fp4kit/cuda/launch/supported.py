@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from functools import lru_cache
 
 from fp4kit.call.parse import Declined
-from fp4kit.cuda.compile.traits import is_same
-from fp4kit.formats import E2M1, ElementFormat
+from fp4kit.formats import E2M1, ElementFormat, is_same
 from fp4kit.recipes import Recipe
 
 WIDEST = 100  # exponents of values of elements, of either sign: then no step of encode or decode leaves float32

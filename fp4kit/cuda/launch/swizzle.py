@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache, lru_cache
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ from fp4kit.cuda.compile import loader
 from fp4kit.cuda.compile.instantiate import instantiation
 from fp4kit.cuda.launch.dispatch import KEPT
 from fp4kit.cuda.launch.geometry import THREADS, UNLIMITED, Launch, aligned, grid
+from fp4kit.layouts import padded_shape
 
 _ARGUMENTS = np.dtype([("in", "u8"), ("out", "u8"), ("matrices", "i8"), ("rows", "i8"), ("columns", "i8")])
 
@@ -40,6 +42,7 @@ def swizzle(scales: Any, layout: str, out: Any, target: str, shape: tuple[int, i
 
 
 def launch_of(scales: Any, layout: str, out: Any, target: str, shape: tuple[int, int, int]) -> Launch:
-    """The launch for such arrays; called with their addresses."""
+    """Return the launch for such arrays, which is called with their addresses; out is None before it exists."""
     quads = "linear" in (layout, target) and aligned(scales, shape[-1]) and aligned(out, 16)
-    return _launch(layout, target, quads, max(scales.size, out.size), shape, out.device.id)
+    size = max(prod(padded_shape(shape, name)) for name in (layout, target))
+    return _launch(layout, target, quads, size, shape, scales.device.id)

@@ -55,9 +55,9 @@ def transpose(
 def launch_of(
     codes: Any, scales: Any, r: Recipe, layout: str, out: Any, scales_out: Any, shape: tuple[int, int, int]
 ) -> Launch:
-    """The launch for such arrays; called with their addresses."""
+    """Return the launch for such arrays, which is called with their addresses; outs are None before they exist."""
     whole, words = moves(codes, scales, r, layout, out, scales_out, shape)
-    return _launch(r.element.packing.stored_bits, r.block_size, layout, whole, words, shape, out.device.id)
+    return _launch(r.element.packing.stored_bits, r.block_size, layout, whole, words, shape, codes.device.id)
 
 
 def moves(

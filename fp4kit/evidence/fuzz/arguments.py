@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from fp4kit.call.amaxes import tensor_amax_shape
 from fp4kit.evidence.fuzz.arrays import DrawnArray, View
 from fp4kit.evidence.fuzz.draw import DrawnCase, DrawnOptions
 from fp4kit.evidence.fuzz.program_ir import Dtype, Program, Ref
-from fp4kit.quantized.part_shapes import scale_shape
+from fp4kit.quantized.part_shapes import scale_shape, tensor_amax_shape
 
 
 def with_fault(case: DrawnCase) -> DrawnCase:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from fp4kit.call.amaxes import tensor_amax_shape
 from fp4kit.evidence.fuzz.arguments import (
     auxiliary,
     block_amax,
@@ -17,7 +16,7 @@ from fp4kit.evidence.fuzz.arguments import (
 from fp4kit.evidence.fuzz.draw import DrawnCase
 from fp4kit.evidence.fuzz.program_ir import Program, Ref
 from fp4kit.layouts import padded_shape
-from fp4kit.quantized.part_shapes import scale_shape
+from fp4kit.quantized.part_shapes import scale_shape, tensor_amax_shape
 from fp4kit.recipes import Recipe
 from fp4kit.reference.implied_amax import encodes_by_amax
 

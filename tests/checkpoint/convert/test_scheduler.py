@@ -195,7 +195,7 @@ def test_nothing_is_left_where_a_disk_fails(tmp_path: Path, monkeypatch: pytest.
     synthetic.dense(tmp_path / "m")
     whole = files_of(convert(tmp_path / "m", tmp_path / "whole").destination)
     with monkeypatch.context() as patch, ThreadPoolExecutor(2) as pool:
-        patch.setattr(import_module("fp4kit.checkpoint.convert.convert"), "engine", lambda: "reference")
+        patch.setattr(import_module("fp4kit.checkpoint.convert.convert"), "is_compiled", lambda: False)
         patch.setattr(staging, "sync_file", on_a_bad_disk)
         options = {"one process": Options(), "processes": Options(2), "threads": Options(executor=pool)}[where]
         with pytest.raises(OSError, match="Input/output error"):

@@ -48,7 +48,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, str
 @pytest.fixture
 def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
     """Workers are processes, as where the compiled engine is not there."""
-    monkeypatch.setattr(import_module("fp4kit.checkpoint.convert.convert"), "engine", lambda: "reference")
+    monkeypatch.setattr(import_module("fp4kit.checkpoint.convert.convert"), "is_compiled", lambda: False)
 
 
 @pytest.mark.parametrize("workers", [None, 1, 3])
@@ -64,7 +64,7 @@ def test_worker_threads(
         return quantized(*arguments)
 
     monkeypatch.setattr(quantize_rows, "write", noted)
-    monkeypatch.setattr(import_module("fp4kit.checkpoint.convert.convert"), "engine", lambda: "cpu-base")
+    monkeypatch.setattr(import_module("fp4kit.checkpoint.convert.convert"), "is_compiled", lambda: True)
     convert(model[0], tmp_path / "out", options=Options(workers))
     assert files_of(tmp_path / "out") == model[1]
     alone = {(threading.get_ident(), num_threads())}
@@ -113,7 +113,7 @@ def test_processes_where_they_are_faster(
         yield given
 
     monkeypatch.setattr(module, "executor_of", noted)
-    monkeypatch.setattr(module, "engine", lambda: "cpu-avx2")
+    monkeypatch.setattr(module, "is_compiled", lambda: True)
     monkeypatch.setattr(module, "num_threads", lambda: cores)
     plan = make_plan(model[0])
     for i, least in enumerate((bytes_to_read(plan), bytes_to_read(plan) + 1)):
@@ -134,7 +134,7 @@ def test_the_command_takes_processes_for_large_models(
     start = executors._Worker.start
     monkeypatch.setattr(executors._Worker, "start", lambda worker: (started.append(worker), start(worker)))
     monkeypatch.setattr(module, "FROM_BYTES", 1)
-    monkeypatch.setattr(module, "engine", lambda: "cpu-avx2")
+    monkeypatch.setattr(module, "is_compiled", lambda: True)
     assert main(["convert", str(model[0]), str(tmp_path / "out"), "--workers", "4"]) == 0
     assert files_of(tmp_path / "out") == model[1]
     assert len(started) == 4 and not any(worker.is_alive() for worker in started)

@@ -23,7 +23,7 @@ def main() -> None:
     source, destination, workers = sys.argv[1:]
     signal.signal(signal.SIGTERM, _stop)
     if workers != "threads":
-        import_module("fp4kit.checkpoint.convert.convert").engine = lambda: "reference"  # as where that is not compiled
+        import_module("fp4kit.checkpoint.convert.convert").is_compiled = lambda: False  # as where that is not compiled
     with cluster() as executor:
         report = convert(source, destination, options=Options(2 if workers == "threads" else int(workers), executor))
         others = set(run_all(executor, deque([(os.getpid, ())] * 50))) - {os.getpid()}

@@ -1,4 +1,4 @@
-"""Run the stages of cast_master_weights on CuPy arrays; master_weights.py describes them.
+"""Run the stages of cast_master_weights on CuPy arrays; training/master_weights.py describes them.
 
 Each stage is one launch per dtype, with its arguments in a table in device memory.
 """
@@ -12,14 +12,13 @@ import numpy as np
 
 from fp4kit.arrays import imports
 from fp4kit.call.parse import naming
-from fp4kit.call.shards import amax_shape
+from fp4kit.call.shards import Partition, amax_shape
 from fp4kit.cuda.launch import partial
 from fp4kit.cuda.launch.grouped import GroupedLaunch
 from fp4kit.cuda.launch.grouped_transpose import TransposeMatrix, transpose_group
 from fp4kit.quantized.container import Quantized
 from fp4kit.quantized.part_shapes import packed_shape, scale_shape
 from fp4kit.recipes import Recipe
-from fp4kit.training.partition import Partition
 
 ALIGNMENT = 256  # bytes; each matrix's part of a buffer begins at a multiple of it
 MAX_PADDING = 1.1  # limit for the bytes of equally long messages, relative to those of aligned messages

@@ -1,15 +1,16 @@
-"""Run the stages of cast_master_weights on NumPy arrays; master_weights.py describes them."""
+"""Run the stages of cast_master_weights on NumPy arrays; training/master_weights.py describes them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
 from fp4kit.arithmetic import ieee
-from fp4kit.call.shards import amax_shape
-from fp4kit.ops.transpose import transpose
+from fp4kit.call.shards import Partition, amax_shape
 from fp4kit.quantized.container import Quantized
 from fp4kit.quantized.part_shapes import packed_shape, scale_shape
 from fp4kit.recipes import Recipe
@@ -18,7 +19,8 @@ from fp4kit.reference.block_rules import BLOCK_RULES
 from fp4kit.reference.blocks import spread_rows
 from fp4kit.reference.quantize import tensor_amax
 from fp4kit.reference.tensor_rules import tensor_scale
-from fp4kit.training.partition import Partition
+
+Run = Callable[..., Any]  # run(operation, array, ...): the operation by the first host engine that takes it
 
 
 class HostStages:
@@ -39,7 +41,9 @@ class HostStages:
         partition: Partition,
         rank: int,
         columnwise: bool,
+        run: Run,
     ) -> None:
+        self._run = run
         self._values, self._shapes, self._recipe, self._partition, self._rank = list(values), shapes, r, partition, rank
         blocks = [amax_shape(shape, r) for shape in shapes]
         ends = np.cumsum([len(shapes), *(rows * columns for rows, columns in blocks)])
@@ -53,7 +57,7 @@ class HostStages:
         self.message = np.zeros(self.counts[rank], np.uint8)
         self.gathered = np.zeros(sum(self.counts), np.uint8)
         self.quantized = [self._allocate(*item) for item in zip(shapes, self._whole, values, strict=True)]
-        self.columnwise = [transpose(q) for q in self.quantized] if columnwise else []
+        self.columnwise = [self._transposed(q) for q in self.quantized] if columnwise else []
 
     def _allocate(self, shape: tuple[int, int], whole: np.ndarray, values: np.ndarray) -> Quantized:
         """Return a Quantized with zeroed arrays for a matrix. ``whole`` is its tensor amax."""
@@ -120,8 +124,12 @@ class HostStages:
     def transpose(self) -> None:
         """Update the columnwise copies."""
         for q, copy in zip(self.quantized, self.columnwise, strict=True):
-            moved = transpose(q)
+            moved = self._transposed(q)
             copy.packed[...], copy.block_scale[...] = moved.packed, moved.block_scale
+
+    def _transposed(self, q: Quantized) -> Quantized:
+        codes, scales = self._run("transpose", q.packed, q.packed, q.block_scale, q)
+        return replace(q, packed=codes, block_scale=scales, axis=0)
 
     def place(self) -> None:
         """Copy the codes of the other processes from ``gathered`` into the matrices."""
