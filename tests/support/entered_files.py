@@ -1,0 +1,76 @@
+"""Which files of fp4kit a call enters. As a script: python entered_files.py ENGINE prints them for quantize.
+
+For ENGINE compiled, specification, torch or cuda, it prints the files of a first and of a later call, as JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+import fp4kit
+
+PACKAGE = Path(fp4kit.__file__).parent
+SHAPE = (64, 4096)
+
+
+def entered(call: Callable[[], Any]) -> list[str]:
+    """Return the files of the package, in the order in which the call enters them."""
+    found: dict[str, None] = {}
+
+    def note(frame: FrameType, event: str, argument: Any) -> None:
+        path = Path(frame.f_code.co_filename)
+        if event == "call" and path.is_relative_to(PACKAGE):
+            found[path.relative_to(PACKAGE).as_posix()] = None
+
+    sys.setprofile(note)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return list(found)
+
+
+def first_and_later(x: Any) -> list[list[str]]:
+    """Return the files that quantize enters in a first call, and in another one with the same signature."""
+    return [entered(lambda: fp4kit.quantize(x, "nvfp4-te")) for _ in range(2)]
+
+
+def on_cuda() -> list[list[str]]:
+    """Return the files of calls on a CuPy array, with the host as the GPU."""
+    from host.compiler import require_compiler
+    from host.libraries import Libraries
+
+    with tempfile.TemporaryDirectory() as folder:
+        libraries = Libraries(Path(folder), require_compiler(Path(folder)))
+        with libraries.playing() as cupy:
+            found = first_and_later(cupy.asarray(np.ones(SHAPE, ml_dtypes.bfloat16)))
+        libraries.close()
+    return found
+
+
+def main(engine: str) -> list[list[str]]:
+    """Return the files of a first and of a later call of quantize on an engine."""
+    fp4kit.engine()  # load the compiled library
+    if engine == "cuda":
+        return on_cuda()
+    x: Any = np.ones(SHAPE, np.float32)
+    if engine == "torch":
+        import torch
+
+        x = torch.from_numpy(x)
+    with fp4kit.specification() if engine == "specification" else nullcontext():
+        return first_and_later(x)
+
+
+if __name__ == "__main__":
+    print(json.dumps(main(*sys.argv[1:])))
