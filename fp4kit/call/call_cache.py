@@ -1,9 +1,9 @@
-"""Calls that were checked before are done at once: on small arrays, the checks cost more than the work.
+"""The cache of calls: a later call with the same key needs no checks, which cost more than the work on small arrays.
 
-The key of a call holds all that its checks and its work depend on: of each array its type, shape, dtype, strides,
-device and alignment, and every other argument. So a call with the key of one that went the full way, and was right, is
-right too. What is kept under a key is made by an engine (cuda/engine/cached_calls.py, cpu/cached_calls.py), and may
-return None: then the call is parsed in full.
+The key holds whatever the checks and the work depend on: the type, shape, dtype, strides, device and alignment of each
+array, and every other argument. If a call passed its checks, then every call with its key passes them. An engine makes
+the cached call (cuda/engine/cached_calls.py, cpu/cached_calls.py). A cached call returns None if it cannot do a call;
+then the call is parsed, and the engine's driver does it.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ import numpy as np
 from fp4kit.arrays import imports, jax_arrays, torch_arrays
 from fp4kit.quantized.container import Quantized
 
-MOST = 256  # calls that are kept; a program that uses more in turn finds them forgotten now and then
+MOST = 256  # cached calls; one more clears the cache
 Key = tuple[Hashable, ...]
 _UNKNOWN: Any = object()
 _CALLS: dict[
     Key, Callable[..., Any] | None
-] = {}  # None: such calls go the full way, and no engine is to be asked again
+] = {}  # None: the driver does such calls, and no engine is asked for a cached call again
 by_specification: ContextVar[bool] = ContextVar(
     "by_specification", default=False
 )  # whether that alone computes on NumPy arrays

@@ -66,7 +66,7 @@ def _change(op: str, q: Quantized, layout: ScaleLayout) -> Quantized:
 
 @returns_in_library
 def _change_fully(given: Quantized, op: str, layout: ScaleLayout, key: Any) -> Quantized:
-    """Return a Quantized with its scales in a layout, after all checks, and cache the prepared call under `key`."""
+    """Parse the call and do it; key: where its cached call is stored, or None."""
     layouts.check_layout(op, layout)
     q = given.imported()
     if q.block_scale is None:

@@ -49,7 +49,7 @@ def transpose(q: Quantized) -> Quantized:
 
 @returns_in_library
 def _transpose(q: Quantized, key: Any) -> Quantized:
-    """Return the transpose after all checks, and cache the prepared call under `key`."""
+    """Parse the call and do it; key: where its cached call is stored, or None."""
     given = q
     q = checks.check_quantized("transpose", q)
     _check_square_blocks(q)

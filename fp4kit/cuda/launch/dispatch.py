@@ -1,6 +1,6 @@
 """Which kernel quantizes a matrix: one ordered table, of which the first way that takes the work does it.
 
-Single, prepared and grouped calls all ask it. A way names its kernel, says what it takes, and gives the geometry of a
+Drivers, cached calls and groups all ask it. A way names its kernel, says what it takes, and gives the geometry of a
 launch; the reason of each row is beside it.
 """
 
