@@ -36,7 +36,7 @@ struct Values {
   }
 };
 
-// The same values by the recipe's own fake quantizer.
+// The values that the recipe's own fake quantizer gives under an amax.
 template <class R>
 struct Values<R, true> {
   FakeScale scale;

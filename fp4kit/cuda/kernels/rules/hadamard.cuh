@@ -6,11 +6,11 @@
 // type.
 //
 // 1. No sum rounds. Sums of 2, 4 and 8 elements are means of two sums of twice as many. So no sum exceeds the largest
-// sum of 16, which is 4 max |y|. If that is below 2^24 u, all sums are multiples of u with at most 24 bits: exact in
-// float32 and in float64, with the same signs of zeros. The computed max |y| has 15 roundings and is within 2^-20 of
-// the true one. It suffices that its exponent, after rounding to the type, is at most e + 21 - M, because rounding
-// leaves it below the next power of two by at least 2^-12. The factor 1/4 is exact, because u >= 2^-133. 2. No y is
-// close to a rounding boundary. 15 sums round on the way to y, each by at most 2^-24 of the largest sum.
+//    sum of 16, which is 4 max |y|. If that is below 2^24 u, all sums are multiples of u with at most 24 bits: exact in
+//    float32 and in float64, with the same signs of zeros. The computed max |y| has 15 roundings and is within 2^-20 of
+//    the true one. It suffices that its exponent, after rounding to the type, is at most e + 21 - M, because rounding
+//    leaves it below the next power of two by at least 2^-12. The factor 1/4 is exact, because u >= 2^-133.
+// 2. No y is close to a rounding boundary. 15 sums round on the way to y, each by at most 2^-24 of the largest sum.
 //
 // Sums that overflow float32 make some y infinite or NaN, because every y depends on every sum. Such runs take the
 // exact path.

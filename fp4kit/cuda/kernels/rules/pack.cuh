@@ -50,7 +50,7 @@ FP4KIT_DEVICE u32 encode_e2m1x8(const float* a, Signs signs) {
   for (int i = 0; i < 8; ++i) c[i] = code_bits_e2m1<kClamp>(a[i]);
   const u32 low = mad(mad(c[3], 16u, c[2]), 256u, mad(c[1], 16u, c[0]));
   const u32 high = mad(mad(c[7], 16u, c[6]), 256u, mad(c[5], 16u, c[4]));
-  return prmt(low, high, 0x5410u) | signs;  // the upper halves hold what 2^23 left
+  return prmt(low, high, 0x5410u) | signs;  // drop the upper halves, which hold the rest of 2^23
 }
 
 // Return the float bits of 2^23 + 256 times the fractional code of a = 8 x in [0, 8], rounded toward zero. The

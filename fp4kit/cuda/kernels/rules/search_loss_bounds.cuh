@@ -19,7 +19,7 @@ constexpr u32 kClosed = 0x4000u;  // added to a code that is no candidate: more 
 
 // The tables, and the codes in their order.
 struct LossBounds {
-  HalfChunk of[8][kRows];  // by the mantissa of the first code; bytes for first + 0, 1, 4, 5, 2, 3, 6, 7
+  HalfChunk rows[8][kRows];  // by the mantissa of the first code; bytes for first + 0, 1, 4, 5, 2, 3, 6, 7
   Chunk codes[9];  // by the number of candidates: codes 0 to 7 in the order of EightBounds, plus kClosed for a code
                    // that is no candidate
 };
@@ -38,8 +38,7 @@ FP4KIT_DEVICE u32 least_units(float u, float scale, float reciprocal) {
   return bits_of(fma_rz(distance * distance, kUnits, 0x1p23f));
 }
 
-// Fill the tables, with all threads of a thread block. A thread makes half of the bytes of every 16th part of the rows
-// of one mantissa.
+// Fill the tables, with all threads of a thread block. A thread makes half of the bytes of some rows of one mantissa.
 template <class Scale>
 FP4KIT_DEVICE void make_bounds(LossBounds& bounds) {
   const u32 half = threadIdx.x % 2u, mantissa = threadIdx.x / 2u % 8u, code = 64u + mantissa;
@@ -55,7 +54,7 @@ FP4KIT_DEVICE void make_bounds(LossBounds& bounds) {
     FP4KIT_UNROLL
     for (u32 i = 0u; i < 4u; ++i)
       units[i] = least_units(static_cast<float>(row) * (1.0f / kSteps), scales[i], reciprocals[i]);
-    bounds.of[mantissa][row].w[half] =
+    bounds.rows[mantissa][row].w[half] =
         prmt(prmt(units[0], units[1], 0x0040u), prmt(units[2], units[3], 0x0040u), 0x5410u);
   }
   if (threadIdx.x < 36u) {
@@ -72,7 +71,7 @@ FP4KIT_DEVICE EightBounds bounds_of(const SearchBlock<false>& block, u32 first, 
   constexpr float kOffset = 0x1p-146f * kSteps;
   // The offset of a row, eight bytes per step, is computed as the bits of a subnormal float. Integer instructions would
   // be the bottleneck.
-  const float begin = fma_rn(-kWhole, kOffset, float_of(shared_offset(bounds, bounds.of[first % 8u])));
+  const float begin = fma_rn(-kWhole, kOffset, float_of(shared_offset(bounds, bounds.rows[first % 8u])));
   EightBounds sums = {};
   FP4KIT_UNROLL
   for (int i = 0; i < kSearchBlockSize; i += 3) {

@@ -54,7 +54,8 @@ FP4KIT_DEVICE Choice choose_scale(const Run<In, R::kBlock>& run, TensorScale t, 
     const bool is_fast = amax[0] * maximum(six.factor, four.factor) < 6.99f && is_decided<R>(six, four, errors);
     const float factor = is_zero ? 1.0f : is_four ? four.factor : six.factor;
     constexpr bool kZerosUnsigned =
-        R::kFlush && R::kSign == Sign::not_positive;  // codes are 0 for which the fast path gives those of -0
+        R::kFlush &&
+        R::kSign == Sign::not_positive;  // the reference gives code 0 where the fast path gives the code of -0
     return {kZerosUnsigned ? is_fast && !is_zero : is_fast || is_zero,
             is_zero,
             is_four ? four_code : six_code,
