@@ -184,9 +184,11 @@ class ElementFormat:
         return values
 
     def _integer_values(self, codes: np.ndarray) -> np.ndarray:
+        """Return the values of two's complement codes."""
         return np.where(codes & self.sign_bit, codes - 2**self.bits, codes)
 
     def _float_values(self, codes: np.ndarray) -> np.ndarray:
+        """Return the values of float codes, as float64."""
         # bit picture: [s] e..e m..m ; value = (-1)^s * 2^(max(e, 1) - bias - M) * ((e > 0) * 2^M + m)
         mantissa = codes & (2**self.mantissa_bits - 1)
         field = (codes >> self.mantissa_bits) & (2**self.exponent_bits - 1)

@@ -96,6 +96,7 @@ class Comparison:
         return "\n".join([self._title(), *(f"  {name:15}{text}".rstrip() for name, text in self._facts())])
 
     def _repr_html_(self) -> str:
+        """Return the table as a notebook shows it."""
         return Panel(self._title(), tuple(self._facts())).html()
 
     def _title(self) -> str:

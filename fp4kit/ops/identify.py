@@ -100,6 +100,7 @@ class Identification:
         return "\n".join([self.verdict, *lines])
 
     def _repr_html_(self) -> str:
+        """Return the verdict and the table as a notebook shows them."""
         return Panel(self.verdict, columns=_COLUMNS, rows=tuple(self._rows())).html()
 
     def _rows(self) -> Iterator[tuple[str, str, str, str]]:
