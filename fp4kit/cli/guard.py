@@ -53,8 +53,8 @@ class GuardedCommand:
         say(f"{prefix}: {shown(' '.join(text.split()))}")
 
     def outcome(self, stopped: bool) -> str:
-        """Return what became of the destination, as a clause that continues the closing line; "" if there is nothing to
-        say.
+        """Return what became of the destination, as a clause to append to the closing line; empty if there is nothing
+        to say.
         """
         if self.destination is None:
             return ""
@@ -93,15 +93,13 @@ class _Signals:
                 signal.signal(number, self._handle)
 
     def stop_listening(self, number: int) -> int:
-        """Ignore further signals until ``fix_exit_code``. Return the first signal received, or ``number`` if there was
-        none.
-        """
+        """Ignore signals from now on. Return the first signal received, or ``number`` if there was none."""
         self._ignoring = True
         return self.number or number
 
     def fix_exit_code(self, code: int) -> None:
-        """Fix the exit code, so that later signals do not change it. Restore the old handlers if the process
-        continues.
+        """Fix the exit code, so that later signals cannot change it. Restore the old handlers if the process
+        goes on.
         """
         self.code = code
         if not self._keep_handling:
@@ -136,7 +134,7 @@ def run(command: Callable[[GuardedCommand], int], process: bool) -> int:
     """Run ``command`` and return its exit code. If it fails or is stopped, write one line that says why.
 
     process: True if the process ends with the command. Signals then stay handled, because one that arrives during
-    Python's shutdown would leave a traceback.
+        Python's shutdown would leave a traceback.
     """
     task, signals = GuardedCommand(), _Signals(process)
     try:
@@ -177,9 +175,7 @@ def _stopped(task: GuardedCommand, signals: _Signals, number: int) -> int:
 
 
 def _failed(task: GuardedCommand, signals: _Signals, error: Exception) -> int:
-    """Report an error and return the exit code. An error that users cannot cause is a defect: print its
-    traceback too.
-    """
+    """Report an error and return the exit code. A defect, which users cannot cause, is printed with its traceback."""
     signals.stop_listening(0)
     if isinstance(error, OutputError):
         _drop_stdout()

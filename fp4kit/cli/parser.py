@@ -128,10 +128,10 @@ def add_command(
     """Add a command with the options --json and --quiet, and return its parser.
 
     command: called with the parsed arguments and an Output. It prints through the Output only and returns the exit
-    code.
+        code.
     help: one line for the list of commands.
     writes: returns the directory or file that the command will create with staging.staged_directory, or None. If the
-    command ends early, the last line on stderr says what became of it.
+        command ends early, the last line on stderr says what became of it.
     options: further arguments of ArgumentParser: description, usage, epilog.
     """
     parser: argparse.ArgumentParser = subparsers.add_parser(name, help=help, **{"description": help, **options})

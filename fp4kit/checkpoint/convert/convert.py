@@ -146,15 +146,15 @@ class Options:
     """Choose how a plan is executed. The bytes that are written do not depend on it.
 
     workers: number of workers: threads if GPUs or the compiled engine do the work, else processes. None:
-    fp4kit.num_threads() threads, at least two; without the compiled engine, only this process. A script that uses
-    processes needs ``if __name__ == "__main__":``.
+        fp4kit.num_threads() threads, at least two; without the compiled engine, only this process. A script that uses
+        processes needs ``if __name__ == "__main__":``.
     executor: an executor of concurrent.futures that is used instead. Its workers must see the files under the same
-    paths.
+        paths.
     devices: CUDA devices that quantize in turn; empty for the CPU.
     resume: continue an interrupted run.
     progress: called with numbers of bytes that add up to bytes_to_read.
     processes: use processes instead of the compiled engine's threads where they are faster, with many workers on large
-    models; at most 8 if ``workers`` is None.
+        models; at most 8 if ``workers`` is None.
     """
 
     workers: int | None = None

@@ -142,9 +142,9 @@ def convert_tensors(tensors: Iterable[Named], rules: Rules) -> Iterator[Named]:
             for module, matrix in _layers(name, part, rules):
                 converted.append(module)
                 yield from _gathered(module, matrix, rules, waiting)
-    alone = fused_layers.missing_gated_halves(converted)
-    if alone:
-        raise CheckpointError("; ".join(alone[:3]))
+    incomplete = fused_layers.missing_gated_halves(converted)
+    if incomplete:
+        raise CheckpointError("; ".join(incomplete[:3]))
     for members in waiting.values():
         yield from _quantized(members, rules)
 
@@ -179,14 +179,19 @@ def _heads(megatron_name: str, array: Any, config: Mapping[str, Any]) -> tuple[A
             f"{shown(megatron_name)}: cannot be split into q, k and v; rules.config needs {needed}, and has {heads} and"
             f" {groups}"
         )
-    each = heads // groups  # query heads per key-value head
-    size, rest = divmod(array.shape[0], groups * (each + 2))
-    if rest:
+    heads_per_group = heads // groups  # query heads per key-value head
+    size, remainder = divmod(array.shape[0], groups * (heads_per_group + 2))
+    if remainder:
         raise CheckpointError(
-            f"{shown(megatron_name)}: {array.shape[0]} rows are not divisible into {groups} groups of {each + 2} heads"
+            f"{shown(megatron_name)}: {array.shape[0]} rows are not divisible into {groups} groups of"
+            f" {heads_per_group + 2} heads"
         )
-    blocks = array.reshape(groups, each + 2, size, *array.shape[1:])
-    parts = (blocks[:, :each], blocks[:, each : each + 1], blocks[:, each + 1 :])
+    blocks = array.reshape(groups, heads_per_group + 2, size, *array.shape[1:])
+    parts = (
+        blocks[:, :heads_per_group],
+        blocks[:, heads_per_group : heads_per_group + 1],
+        blocks[:, heads_per_group + 1 :],
+    )
     q, k, v = (part.reshape(-1, *array.shape[1:]) for part in parts)
     return q, k, v
 
@@ -256,8 +261,8 @@ def _parts(module: str, matrix: Any, shared: np.float32 | None, rules: Rules) ->
     yield module + form.suffixes[SCALES], _typed(scales_of_blocks, form.scales_dtype)
     scales = [] if shared is None else [(TENSOR_SCALE, _stored_scale(module, q, shared, rules))]
     if rules.input_scale is not None:
-        given = np.float32(rules.input_scale)
-        scales.append((INPUT_SCALE, np.float32(1) / given if form.divides else given))
+        input_scale = np.float32(rules.input_scale)
+        scales.append((INPUT_SCALE, np.float32(1) / input_scale if form.divides else input_scale))
     for part, value in scales:
         array = np.full(form.tensor_scale_shape, value, np.float32)
         yield module + form.suffixes[part], _in_library(array, packed)

@@ -78,7 +78,7 @@ class Journal:
     """Append lines to the journal of a run, each in one write.
 
     measured, done: what the lines of an earlier run say, by the keys of the jobs. A line that was cut off counts as not
-    written.
+        written.
     Raises CheckpointError for the journal of another run, and for a file too large to be a journal. Both stay
     unchanged.
     """

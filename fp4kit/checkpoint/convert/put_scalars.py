@@ -21,26 +21,26 @@ def usable_tensor_scale(scale: Any) -> bool:
     return bool(FLT_MIN <= scale <= FLT_MAX)
 
 
-def put_scalars(job: Job, output: Sink, tensor_scale: np.float32 | None, known: np.float32 | None = None) -> None:
+def put_scalars(job: Job, output: Sink, tensor_scale: np.float32 | None, stored: np.float32 | None = None) -> None:
     """Write the tensor scale, which multiplies on decode, and the input scale, if the container has them.
 
-    known: the number to store, if it is not the one computed from the scale; see put_tensor_scale.
+    stored: the number to store, if it is not the one computed from the scale; see put_tensor_scale.
     """
     if tensor_scale is not None:
-        put_tensor_scale(job, output, tensor_scale, known)
+        put_tensor_scale(job, output, tensor_scale, stored)
     if output.has(INPUT_SCALE):
         put_given_input_scale(job, output)
 
 
-def put_tensor_scale(job: Job, output: Sink, scale: np.float32, known: np.float32 | None = None) -> None:
+def put_tensor_scale(job: Job, output: Sink, scale: np.float32, stored: np.float32 | None = None) -> None:
     """Write a tensor scale.
 
-    known: the number to store, exactly as the producer stores it; None to compute it from the scale.
+    stored: the number to store, exactly as the producer stores it; None to compute it from the scale.
     """
     form = job.container
     with np.errstate(over="ignore", divide="ignore"):  # an unusable result is rejected below
         computed = np.float32(1) / scale if form.divides else scale * np.float32(form.tensor_scale_unit)
-    stored = computed if known is None else known
+    stored = computed if stored is None else stored
     if not usable_tensor_scale(scale) or not usable_tensor_scale(stored):
         raise CheckpointError(
             f"{shown(job.name)}: tensor scale is {scale}; a positive normal float32 is needed; "

@@ -37,7 +37,7 @@ class StoredLayer:
     codes: uint8 (N, bytes per row); two 4-bit codes per byte, else one code per byte.
     block_scale: uint8 bit patterns, of any shape.
     tensor_scale: float32, a scalar or one per row, which multiplies on decode as the container declares; None if the
-    file has none.
+        file has none.
     recipe: any recipe of the format; only its element format, scale format and block size are used.
     scale_layout: the layout of the block scales that the container declares.
 
@@ -196,7 +196,7 @@ class Scales(NamedTuple):
     mishap: what was undone, or None.
     values: the block scales.
     present: which of them are in the file, as a mask (N, B); None if all are. Some are lost if padding was cut off
-    wrongly.
+        wrongly.
     """
 
     mishap: str | None
@@ -338,13 +338,13 @@ def row_orders(rows: int, heads: Sequence[int] = (), other: bool = False, second
 def _halves_of_pair(rows: int, second: bool) -> Iterator[CorruptedRows]:
     """Yield what one half of a pair holds if the stack of both was in a wrong order or was cut in the wrong place."""
     for mishap, index in _stacks(2 * rows):
-        mine = index[rows:] if second else index[:rows]
+        own = index[rows:] if second else index[:rows]
         name = (
             "holds the other half of its pair: gate and up are exchanged"
             if "interleaved" not in (mishap or "")
             else mishap
         )
-        yield CorruptedRows(name, (mine + rows) % (2 * rows) if second else mine)
+        yield CorruptedRows(name, (own + rows) % (2 * rows) if second else own)
 
 
 def name_of_rows(index: np.ndarray) -> str:

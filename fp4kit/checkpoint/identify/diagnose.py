@@ -53,7 +53,7 @@ class Explanation:
     recipes: all recipes that give these bytes.
     mishap: what went wrong between quantizer and file, several joined by "; "; None if nothing did.
     codes_equal, scales_equal: bytes of codes and of block scales that the explanation gives, or else the nearest
-    hypothesis.
+        hypothesis.
     total: bytes of codes and block scales together.
     blank: True if all codes and scales are zeros, so that no order of bytes can be told from another.
     searched: True if no recipe gives the block scales, but one gives all codes under them.
@@ -207,7 +207,7 @@ def _scales_that_do_not_fit(layer: StoredLayer, shape: tuple[int, int]) -> str:
 
 
 def _try_all(evidence: LayerEvidence, layouts: list[Layout], unnamed: bool) -> Explanation:
-    """Try the plain layout, then the other layouts, then orders without a name.
+    """Try the plain layout (codes read as declared, rows in place), then the other layouts, then orders without a name.
 
     The other layouts are tried if the plain one needs more than one mishap. They are skipped if the codes are right in
     the plain layout under block scales of no known rule. Orders without a name are tried if ``unnamed`` and nothing

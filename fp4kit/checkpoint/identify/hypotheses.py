@@ -52,11 +52,11 @@ class LayerEvidence:
         """
         if turned:
             return np.ascontiguousarray(self.x[columns][:, index].T)
-        mine = index < len(self.x)
-        if self.other is None or mine.all():
+        in_own_half = index < len(self.x)
+        if self.other is None or in_own_half.all():
             return np.ascontiguousarray(self.x[index, columns])
-        values = np.array(self.x[np.where(mine, index, 0), columns])
-        values[~mine] = self.other[index[~mine] - len(self.x), columns]
+        values = np.array(self.x[np.where(in_own_half, index, 0), columns])
+        values[~in_own_half] = self.other[index[~in_own_half] - len(self.x), columns]
         return values
 
 

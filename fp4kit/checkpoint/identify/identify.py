@@ -91,10 +91,10 @@ class CheckpointVerdict:
             return "there are no quantized layers"
         if not self.recipes:
             return self._without_recipe()
-        among, total = len(self.layers) - len(self.exceptions), len(self.layers)
-        whom = _layers(total) if among == total else f"{among:,} of {_layers(total)}"
+        explained, total = len(self.layers) - len(self.exceptions), len(self.layers)
+        which_layers = _layers(total) if explained == total else f"{explained:,} of {_layers(total)}"
         agree = " (they agree on these layers)" if len(self.recipes) > 1 else ""
-        return f"{either(self.recipes)} made {whom}{agree}" + (f"; then: {self.mishap}" if self.mishap else "")
+        return f"{either(self.recipes)} made {which_layers}{agree}" + (f"; then: {self.mishap}" if self.mishap else "")
 
     @property
     def hint(self) -> str | None:
@@ -112,9 +112,11 @@ class CheckpointVerdict:
         searched, total = sum(layer.explanation.searched for layer in self.layers), len(self.layers)
         if not searched:
             return f"nothing explains any of {_layers(total)}"
-        whom = _layers(total) if searched == total else f"{searched:,} of {_layers(total)}"
+        which_layers = _layers(total) if searched == total else f"{searched:,} of {_layers(total)}"
         others = "; nothing explains the others" * (searched < total)
-        return f"searched scales in {whom}: codes are right under them, and no rule known here gives them{others}"
+        return (
+            f"searched scales in {which_layers}: codes are right under them, and no rule known here gives them{others}"
+        )
 
     def __str__(self) -> str:
         hint = [self.hint] if self.hint else []

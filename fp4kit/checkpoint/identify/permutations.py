@@ -69,12 +69,12 @@ def _nearest_sources(
     """
     element, columns = evidence.layer.recipe.element, slice(0, values.shape[1])
     codes = order.undo(plain.reading.read(evidence.layer, rows, columns))
-    mine = np.nan_to_num(element.values[codes], posinf=0, neginf=0)
-    signs = np.sign(mine)
-    mine += np.copysign(SIGNED_ZERO_WEIGHT, mine)
+    decoded = np.nan_to_num(element.values[codes], posinf=0, neginf=0)
+    signs = np.sign(decoded)
+    decoded += np.copysign(SIGNED_ZERO_WEIGHT, decoded)
     agree = signs @ np.where(np.signbit(values), np.float32(-1), np.float32(1)).T  # twice the agreements, less all
     size = np.count_nonzero(signs, axis=1)
-    likeness = mine @ (values / np.maximum(np.linalg.norm(values, axis=1, keepdims=True), FLT_MIN)).T
+    likeness = decoded @ (values / np.maximum(np.linalg.norm(values, axis=1, keepdims=True), FLT_MIN)).T
     best = np.where(agree >= (2 * SIGNS_AGREE - 1) * size[:, None], likeness, -np.inf)
     nearest = best.argmax(axis=1)
     return np.where(size == 0, -2 - nearest, np.where(best.max(axis=1) > -np.inf, nearest, -1))

@@ -154,8 +154,8 @@ def _nested(container: str, config: Mapping[str, Any], nested: Mapping[str, Any]
     outer = quantization_config(config)
     pairs = (("quant_algo", "quant_algo"), ("exclude_modules", "ignore"))
     for key, other in pairs:
-        mine, theirs = section.get(key), outer.get(other)
-        if mine is not None and theirs is not None and mine != theirs:
+        nested_value, config_value = section.get(key), outer.get(other)
+        if nested_value is not None and config_value is not None and nested_value != config_value:
             text = f"quantization.{key} differs from {other} in {_CONFIG}; which one is used depends on the engine"
             yield finding("vLLM", "warning", _HF, text)
 
@@ -174,7 +174,7 @@ def findings(
     """Return what engines require of a checkpoint's configuration and do not find.
 
     container: one of ``containers.CONTAINERS``. config: config.json. hf_quant_config: the content of that file, or
-    None. tensors: the names of all tensors.
+        None. tensors: the names of all tensors.
     """
     used = CONTAINERS[container].format
     found = list(_method(container, config))

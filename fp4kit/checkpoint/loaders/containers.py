@@ -52,7 +52,7 @@ def container(format: str, kind: str, *, input_scale: bool = False) -> LoaderCon
     """Return the container in which ``format`` stores recipes of ``kind``, or None if it stores none.
 
     format: one of FORMATS. kind: one of KINDS; "bf16" accepts any. input_scale: whether 4-bit activations have scales,
-    which makes "modelopt" NVFP4 instead of W4A16_NVFP4.
+        which makes "modelopt" NVFP4 instead of W4A16_NVFP4.
     Raises ValueError for another format or kind.
     """
     for name, value, allowed in (("format", format, FORMATS), ("recipe kind", kind, KINDS)):

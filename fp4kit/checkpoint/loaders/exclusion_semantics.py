@@ -111,17 +111,17 @@ def _all_or_none(module: str, parts: Sequence[str], hit: Callable[[str], bool]) 
     return bool(hits)
 
 
-def _vllm_skipped(module: str, known: Patterns, fused: Mapping[str, tuple[str, ...]]) -> bool:
+def _vllm_skipped(module: str, prepared: Patterns, fused: Mapping[str, tuple[str, ...]]) -> bool:
     """Apply vLLM's quant_utils.is_layer_skipped.
 
     It compares exact names. A fused layer is judged by its parts, and experts also by the name of any one expert.
     """
     parts = _parts(module, fused)
     if parts:
-        return _all_or_none(module, parts, known.names.__contains__)
+        return _all_or_none(module, parts, prepared.names.__contains__)
     if "experts" in module:
-        return any(module in pattern for pattern in known.of_experts)
-    return module in known.names
+        return any(module in pattern for pattern in prepared.of_experts)
+    return module in prepared.names
 
 
 def _split_wildcards(patterns: Iterable[str]) -> Iterable[str]:
@@ -155,12 +155,12 @@ def vllm_modelopt(module: str, patterns: Sequence[str], *, mapped: bool = False)
     Source: vLLM 0.33.0 layers/quantization/modelopt.py ModelOptQuantConfigBase.is_layer_excluded, get_quant_method,
     apply_vllm_mapper; utils/quant_utils.py is_layer_skipped.
     """
-    known = _prepared(_split_wildcards(patterns) if mapped else patterns)
-    if _vllm_skipped(module, known, VLLM_FUSED) or any(tower in module for tower in _VLLM_TOWERS):
+    prepared = _prepared(_split_wildcards(patterns) if mapped else patterns)
+    if _vllm_skipped(module, prepared, VLLM_FUSED) or any(tower in module for tower in _VLLM_TOWERS):
         return True
-    if any(pattern in module for pattern in known if pattern != module):
+    if any(pattern in module for pattern in prepared if pattern != module):
         return True
-    return module in known.names or any(glob.match(module) for glob in known.expressions(_fnmatch_glob))
+    return module in prepared.names or any(glob.match(module) for glob in prepared.expressions(_fnmatch_glob))
 
 
 def _paths(module: str) -> Iterable[str]:
@@ -171,17 +171,17 @@ def _paths(module: str) -> Iterable[str]:
             yield ".".join(parts[start:end])
 
 
-def _sglang_skipped(module: str, known: Patterns) -> bool:
+def _sglang_skipped(module: str, prepared: Patterns) -> bool:
     """Apply SGLang's quantization/utils.py is_layer_skipped.
 
     A pattern is a dotted path that may occur anywhere in the name. The parts of a fused layer must agree.
     """
     parts = _parts(module, SGLANG_FUSED)
     if parts:
-        return _all_or_none(module, parts, lambda part: not known.names.isdisjoint(_paths(part)))
-    if not known.names.isdisjoint(_paths(module)):
+        return _all_or_none(module, parts, lambda part: not prepared.names.isdisjoint(_paths(part)))
+    if not prepared.names.isdisjoint(_paths(module)):
         return True
-    return "experts" in module and any(module in pattern for pattern in known.of_experts)
+    return "experts" in module and any(module in pattern for pattern in prepared.of_experts)
 
 
 def _sglang_glob(pattern: str) -> str | None:
@@ -204,14 +204,14 @@ def sglang_modelopt(module: str, patterns: Sequence[str]) -> bool:
     Source: SGLang 0.5.23 layers/quantization/modelopt_quant.py ModelOptQuantConfig.is_layer_excluded; utils.py
     is_layer_skipped, _module_path_match.
     """
-    known = _prepared(patterns)
-    if _sglang_skipped(module, known):
+    prepared = _prepared(patterns)
+    if _sglang_skipped(module, prepared):
         return True
     names = (module, module.removeprefix("language_model."), *module.split("."))
-    if any(glob.fullmatch(name) for glob in known.expressions(_sglang_glob) for name in names):
+    if any(glob.fullmatch(name) for glob in prepared.expressions(_sglang_glob) for name in names):
         return True
     leaf = split_module(module)[1]
-    return any(tail in leaf for tail in known.mla_leaves)
+    return any(tail in leaf for tail in prepared.mla_leaves)
 
 
 def sglang_mxfp8(module: str, patterns: Sequence[str]) -> bool:
@@ -231,9 +231,9 @@ def _ct_expression(pattern: str) -> str | None:
     return pattern.removeprefix("re:") if pattern.startswith("re:") else None
 
 
-def _ct_name(module: str, known: Patterns) -> bool:
+def _ct_name(module: str, prepared: Patterns) -> bool:
     """Return whether a name is listed, exactly or by a ``re:`` pattern that matches from its start."""
-    return module in known.names or any(each.match(module) for each in known.expressions(_ct_expression))
+    return module in prepared.names or any(each.match(module) for each in prepared.expressions(_ct_expression))
 
 
 def compressed_tensors(module: str, patterns: Sequence[str], classes: Sequence[str] = ("Linear", "Module")) -> bool:
@@ -245,19 +245,19 @@ def compressed_tensors(module: str, patterns: Sequence[str], classes: Sequence[s
     Source: compressed-tensors 0.20.0 utils/match.py is_match, match_name; transformers 5.23.0
     quantizers/quantizer_compressed_tensors.py, which applies the configuration through it.
     """
-    known = _prepared(patterns)
-    return _ct_name(module, known) or not known.names.isdisjoint(classes)
+    prepared = _prepared(patterns)
+    return _ct_name(module, prepared) or not prepared.names.isdisjoint(classes)
 
 
 def _served_ct(module: str, patterns: Sequence[str], fused: Mapping[str, tuple[str, ...]]) -> bool:
     """Return whether a serving engine leaves ``module`` of a compressed-tensors checkpoint unquantized."""
-    known = _prepared(patterns)
+    prepared = _prepared(patterns)
     parts = _parts(module, fused)
     if split_module(module)[1] == "experts":
         parts = [f"{module}.{leaf}" for leaf in _FIRST_EXPERT]
-    elif module in known.names:
+    elif module in prepared.names:
         parts = []
-    return _all_or_none(module, parts, lambda part: _ct_name(part, known)) if parts else _ct_name(module, known)
+    return _all_or_none(module, parts, lambda part: _ct_name(part, prepared)) if parts else _ct_name(module, prepared)
 
 
 def vllm_compressed_tensors(module: str, patterns: Sequence[str]) -> bool:
@@ -295,8 +295,8 @@ def transformers_listed(module: str, patterns: Sequence[str] | None) -> bool:
     """
     if patterns is None:
         return False
-    known = _prepared(patterns)
-    return module.endswith(known) or any(each.match(module) for each in known.expressions(_up_to_a_part))
+    prepared = _prepared(patterns)
+    return module.endswith(prepared) or any(each.match(module) for each in prepared.expressions(_up_to_a_part))
 
 
 def transformers_mxfp4(module: str, patterns: Sequence[str] | None) -> bool:
@@ -319,6 +319,7 @@ def vllm_gpt_oss(module: str, patterns: Sequence[str]) -> bool:
 def vllm_deepseek_v4(module: str, patterns: Sequence[str]) -> bool:
     """Return whether vLLM leaves the experts ``module`` of a native DeepSeek-V4 checkpoint unquantized.
 
+    They are excluded by the exact name of their container, or by the name of any one expert.
     Source: vLLM 0.33.0 models/deepseek_v4/quant_config.py DeepseekV4FP8Config.get_quant_method.
     """
     return _vllm_skipped(module, _prepared(patterns), {})

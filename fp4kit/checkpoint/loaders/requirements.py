@@ -189,9 +189,9 @@ def _layer_findings(
     container: str, layer: str, parts: Parts, required: tuple[Required, ...], engines: Iterable[str]
 ) -> Iterator[Finding]:
     """Yield what is wrong with one layer, per engine."""
-    known = {part.suffix for part in required} | _OPTIONAL
+    expected = {part.suffix for part in required} | _OPTIONAL
     faults = list(_faults(container, parts, required)) if required else []
-    foreign = [suffix[1:] for suffix in parts if suffix not in known]
+    foreign = [suffix[1:] for suffix in parts if suffix not in expected]
     for engine in engines:
         yield from (finding(engine, "error", layer, text) for text in faults)
         for part in required:
@@ -272,7 +272,7 @@ def findings(
     container: one of ``containers.CONTAINERS``.
     tensors: name -> (safetensors dtype, shape) of all tensors.
     tensor_scales: name -> stored value, of tensor scales (``P.weight_scale_2``, ``P.weight_global_scale``) and input
-    scales; scales of stacks may be left out.
+        scales; scales of stacks may be left out.
     config: config.json. hf_quant_config: the content of that file, or None.
 
     Severity "error": the named engine rejects the checkpoint or decodes wrong values. "warning": the checkpoint is

@@ -140,9 +140,9 @@ def _changed_layers(left: Checkpoint, right: Checkpoint, changed: set[str]) -> I
     seen = set()
     for form in forms:
         assert form is not None
-        ours, theirs = origins(left, form), origins(right, form)
-        for key in sorted(ours.keys() & theirs.keys(), key=lambda key: (natural_order(key[0]), key[1])):
-            a, b = ours[key], theirs[key]
+        left_origins, right_origins = origins(left, form), origins(right, form)
+        for key in sorted(left_origins.keys() & right_origins.keys(), key=lambda key: (natural_order(key[0]), key[1])):
+            a, b = left_origins[key], right_origins[key]
             quantized = a.weight.container is not None or b.weight.container is not None
             if key not in seen and quantized and a.shape == b.shape and not changed.isdisjoint((*a.names, *b.names)):
                 seen.add(key)
@@ -175,8 +175,8 @@ def _layer_difference(name: str, a: Origin, b: Origin, readers: Readers) -> Laye
 
 def _total(counts: Iterable[int | None]) -> int | None:
     """Return the sum of the counts, or None if there are none."""
-    known = [count for count in counts if count is not None]
-    return sum(known) if known else None
+    present = [count for count in counts if count is not None]
+    return sum(present) if present else None
 
 
 def _rows_difference(a: Origin, b: Origin, rows: slice, readers: Readers) -> _Counts:

@@ -42,8 +42,8 @@ class ConfigDifference:
 def compare_configs(left: Checkpoint, right: Checkpoint) -> tuple[ConfigDifference, ...]:
     """Return the differences between the configs and the metadata of two checkpoints; the order of keys is ignored.
 
-    Values are equal only if their types are: 1 equals neither 1.0 nor true. Metadata is compared file by file if both
-    checkpoints have files of the same names, else merged over all files of a checkpoint.
+    Values of different types always differ: 1 equals neither 1.0 nor true. Metadata is compared file by file if both
+    checkpoints have files of the same names. Otherwise it is merged over all files of each checkpoint.
     """
     try:
         return tuple(_differences(left, right))

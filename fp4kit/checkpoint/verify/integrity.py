@@ -30,7 +30,7 @@ class Issue:
 
     subject: the tensor, layer or file.
     loader: the engine, with its version, that would fail or misread the checkpoint; "" if the issue is not about an
-    engine.
+        engine.
     count: how many items the text is about; 0 if a number does not apply.
     """
 
@@ -105,8 +105,8 @@ def _form(weights: Iterable[Weight]) -> Container | None:
     Containers that loaders know take precedence over others.
     """
     counts = Counter(weight.container for weight in weights if weight.container is not None)
-    known = {form: count for form, count in counts.items() if form.format} or counts
-    return max(known, key=lambda form: known[form], default=None)
+    usable = {form: count for form, count in counts.items() if form.format} or counts
+    return max(usable, key=lambda form: usable[form], default=None)
 
 
 def _container_id(form: Container, weights: Iterable[Weight], config: Mapping[str, Any]) -> str:
@@ -160,5 +160,5 @@ def grouped(issues: Iterable[Issue]) -> list[tuple[Issue, list[str]]]:
     found: dict[tuple[str, str, str], list[Issue]] = defaultdict(list)
     for issue in issues:
         found[issue.severity, issue.loader, issue.text].append(issue)
-    sums = (replace(alike[0], count=sum(issue.count for issue in alike)) for alike in found.values())
-    return [(issue, [one.subject for one in alike]) for issue, alike in zip(sums, found.values(), strict=True)]
+    sums = (replace(same_text[0], count=sum(issue.count for issue in same_text)) for same_text in found.values())
+    return [(issue, [one.subject for one in same_text]) for issue, same_text in zip(sums, found.values(), strict=True)]

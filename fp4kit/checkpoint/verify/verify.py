@@ -39,7 +39,7 @@ class LayerReport:
     format: the format in which it is stored.
     action: how it was re-encoded; "" if it was not.
     codes, scales, others: (bytes that differ, bytes compared) between the re-encoded layer and the file. ``others`` are
-    tensor scales, input scales and unquantized values.
+        tensor scales, input scales and unquantized values.
     tensor_scale: a multiplier; for a stack, that of the first expert.
     tally: counts of the stored values.
     """
@@ -124,7 +124,7 @@ class Verification:
     """Hold a prepared verification, for which only headers and configs were read.
 
     checks: the matrices to check. copies: pairs of unconverted tensors to compare. issues: what headers and configs
-    show.
+        show.
     """
 
     root: Path
@@ -183,13 +183,13 @@ def prepare(
     model = _opened(Path(destination))
     scales = _scalars(model.layers.values())
     issues = [*strange_tensors(model), *loader_issues(model, scales)]
-    settings, said = _settings(model, recipe, options or Options(), search)
+    settings, settings_issues = _settings(model, recipe, options or Options(), search)
     if source is None:
         checks = tuple(reencode.checks_of(model.layers.values(), {}, settings))
-        return Verification(model.path, None, settings, checks, (), (*issues, *said))
+        return Verification(model.path, None, settings, checks, (), (*issues, *settings_issues))
     original = open_source(Path(source))
-    beside = _Beside(model, original, settings)
-    found = (*issues, *said, *_other_source(model, original), *beside.issues())
+    beside = _SourceComparison(model, original, settings)
+    found = (*issues, *settings_issues, *_other_source(model, original), *beside.issues())
     return Verification(model.path, original.root, settings, beside.checks, beside.copies, found)
 
 
@@ -252,7 +252,7 @@ def _other_source(model: Checkpoint, original: Source) -> list[Issue]:
     ]
 
 
-class _Beside:
+class _SourceComparison:
     """Compare a checkpoint with its source.
 
     checks: of quantized and decoded layers. copies: all other tensors that both have.
@@ -284,8 +284,8 @@ class _Beside:
         """Return issues for layers and tensors that only one of them has, and for layers that cannot be re-encoded."""
         strange = [check.stored.name for check in self.checks if check.origin is None]
         extra = [name for name in self._model.tensors if name not in self._made and name not in self._original.tensors]
-        known = {*self._used, *self._alike, *self._unlike}
-        missing = [name for name in self._original.tensors if name not in known]
+        accounted_for = {*self._used, *self._alike, *self._unlike}
+        missing = [name for name in self._original.tensors if name not in accounted_for]
         found = [Issue("error", name, "is not in the source") for name in dict.fromkeys([*strange, *extra])]
         found += [Issue("error", name, "is missing; the source has it") for name in missing]
         found += [Issue("error", name, text) for name, text in self._unlike.items()]
@@ -329,7 +329,7 @@ def _report(
         layers = tuple(_layer(of_layer[name], readers) for name in order)
     parts = (line.rpartition(": ") for line in file_differences or ())
     issues = [Issue("error", name, text) for name, _, text in parts]
-    issues += [Issue("error", path.name, _LEFT) for path in leftovers_of(prepared.root)]
+    issues += [Issue("error", path.name, _LEFTOVER_TEXT) for path in leftovers_of(prepared.root)]
     issues += prepared.issues
     issues += [issue for layer in layers for issue in stored_issues(layer.name, layer.tally)]
     issues += [
@@ -354,7 +354,7 @@ def _report(
     )
 
 
-_LEFT = "was left by a run that was killed after it had completed; fp4kit convert --remove-stale removes it"
+_LEFTOVER_TEXT = "was left by a run that was killed after it had completed; fp4kit convert --remove-stale removes it"
 
 
 def _layer(members: Sequence[ReencodedLayer], readers: Readers) -> LayerReport:
@@ -385,7 +385,7 @@ def _differing(layer: LayerReport, used: Recipe | None, search: ScaleSearch | No
     """Yield an issue for each kind of part that differs from the re-encoded layer."""
     scales = f" with scales {search.words}" if search is not None else ""
     expected = "the source"
-    if used is not None and layer.action not in _AS_THEY_ARE:
+    if used is not None and layer.action not in _WITHOUT_RECIPE:
         expected = f"the source encoded with {used.id}{scales}"
     parts = {"codes": layer.codes, "block scales": layer.scales, "tensor scales, input scales or values": layer.others}
     for name, (different, _) in parts.items():
@@ -393,4 +393,4 @@ def _differing(layer: LayerReport, used: Recipe | None, search: ScaleSearch | No
             yield Issue("error", layer.name, f"bytes of {name} that differ from {expected}", count=different)
 
 
-_AS_THEY_ARE = (RENAME, DEQUANTIZE)
+_WITHOUT_RECIPE = (RENAME, DEQUANTIZE)
