@@ -15,7 +15,6 @@ import pytest
 from exhaustive import USUAL, lot, seldom
 from fuzz_faults import engine_away
 from host.compiler import require_compiler
-from host.harness import Host
 from host.libraries import Libraries
 from hypothesis import settings
 from specified import compiled_here, needs_specification, specification_everywhere
@@ -44,12 +43,15 @@ sys.dont_write_bytecode = False
 
 # Files that take longest, longest first, so that workers which take a file at a time (--dist loadfile) end together.
 LONG = (
-    *("cuda/test_sanitized_on_host", "cuda/test_kernels_on_host", "project/test_notebooks"),
-    *("cuda/test_gpu_search_scales", "cuda/test_gpu_variants", "cuda/test_kernels_compile"),
-    *("cuda/test_gpu_fake_quantize", "cuda/test_gpu_cached_calls", "evidence/fuzz/test_run_on_host"),
-    *("project/test_train_example", "cuda/test_partial_on_host", "cuda/test_fake_on_host"),
-    *("cuda/test_quantize_columns_on_host", "project/test_wrappers", "training/test_communicators_mpi"),
-    "project/test_readme",
+    *("project/test_notebooks", "cuda/test_gpu_search_scales", "cuda/test_gpu_variants", "cuda/test_kernels_compile"),
+    *(
+        "cuda/test_gpu_fake_quantize",
+        "cuda/test_gpu_edges",
+        "cuda/test_gpu_cached_calls",
+        "cuda/test_mutations_on_host",
+    ),
+    *("evidence/fuzz/test_run_on_host", "project/test_train_example", "project/test_wrappers"),
+    *("training/test_communicators_mpi", "project/test_readme"),
 )
 
 
@@ -178,25 +180,6 @@ def either_engine(request):
 def golden():
     """The producers' recorded outputs, as the package carries them."""
     return GoldenSet.find()
-
-
-@pytest.fixture(scope="module")
-def host(request, tmp_path_factory):
-    """The host that plays the GPU; it compiles what the selected tests of the module launch in a `case`.
-
-    A module with CHECKS_ALL = True runs all of them under sanitizers.
-    """
-    folder = tmp_path_factory.mktemp("host")
-    compiler = require_compiler(folder)
-    selected = (
-        item.callspec.params
-        for item in request.session.items
-        if item.module is request.module and hasattr(item, "callspec")
-    )
-    cases = [params["case"] for params in selected if "case" in params]
-    with Host(folder, compiler, checks_all=getattr(request.module, "CHECKS_ALL", False)) as host:
-        host.build(lambda case=case: list(case.run()) for case in cases)
-        yield host
 
 
 @pytest.fixture(scope="session")

@@ -6,7 +6,7 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 from exhaustive import exhaustive, half
-from host.cases_hadamard import KINDS, Hadamard
+from hadamard_runs import KINDS, Runs
 from inputs import BF16
 from on_gpu import ON_GPU, check, cupy, differing
 
@@ -21,9 +21,8 @@ ROW = 64  # elements
 @pytest.mark.parametrize("dtype", [BF16, *exhaustive([np.dtype(np.float16), np.dtype(np.float32)])], ids=str)
 @pytest.mark.parametrize("kind", half(KINDS))
 def test_every_kind_of_runs(kind, dtype):
-    runs = KINDS[kind](Hadamard(dtype, TE_SIGN_MASK), np.random.default_rng(7))
+    x = Runs(dtype).of_kind(kind).reshape(-1, ROW)
     with np.errstate(all="ignore"):
-        x = np.ascontiguousarray(runs.astype(dtype, copy=False)).reshape(-1, ROW)
         transformed = hadamard_blocks(x)
         check(x, "nvfp4-te", hadamard=True, tensor_amax=np.float32(3.0))
         check(x[: len(x) // 32 * 32], "mxfp4-te", axis=0, hadamard=True)

@@ -5,19 +5,36 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from itertools import product
+from math import prod
 
 import numpy as np
 import pytest
-from host.cases_layouts import random_bytes, square_blocks
 from on_gpu import ON_GPU, assert_same, cupy, differing, gpu_only
 
 import fp4kit
 from fp4kit.layouts import SCALE_LAYOUTS, pack, pack_gguf, pack_mlx, swizzle_scales, unpack, unpack_gguf, unpack_mlx
-from fp4kit.recipes import RECIPES
+from fp4kit.quantized.part_shapes import packed_shape, scale_shape
+from fp4kit.recipes import RECIPES, Recipe
 
 pytestmark = ON_GPU
 
 SQUARE = ("nvfp4-te-2d", "mxfp8-te-2d")
+
+
+def random_bytes(shape: tuple[int, ...]) -> np.ndarray:
+    """Return bytes of which none is zero, so that padding is seen."""
+    return np.random.default_rng(prod(shape)).integers(1, 256, shape, np.uint8)
+
+
+def square_blocks(r: Recipe, layout: str, shape: tuple[int, ...]) -> fp4kit.Quantized:
+    """Return random codes, and scales that are equal in all rows of a block, with padding that is not zero."""
+    linear = scale_shape(shape, r)
+    scales = np.repeat(random_bytes((*linear[:-2], linear[-2] // r.block_size, linear[-1])), r.block_size, axis=-2)
+    padding = swizzle_scales(np.ones_like(scales), layout) == 0
+    laid_out = swizzle_scales(scales, layout) | padding * np.uint8(0xEE)
+    packed = random_bytes(packed_shape(shape, r))
+    amax = None if r.tensor_rule is None else np.ones((), np.float32)
+    return fp4kit.Quantized(packed, laid_out, amax, amax, shape, np.float32, len(shape) - 1, r, layout)
 
 
 def moved(q: fp4kit.Quantized, move=None) -> fp4kit.Quantized:

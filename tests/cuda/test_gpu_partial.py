@@ -42,7 +42,7 @@ def cast_both(x: np.ndarray, name: str, edges: list[int]) -> None:
         whole.tensor_amax if np.isinf(amax).any() and RECIPES[name].amax_nan == "lanes" else None
     )  # of finite elements
     cpu = np.full(whole.packed.shape, 0xA5, np.uint8)
-    gpu = cupy.asarray(cpu)
+    gpu = cupy.full(cpu.shape, 0xA5, np.uint8)
     for a, b in list(pairwise(edges))[::2]:  # every other one, so that neighbours of each stay as they are
         fp4kit.partial_cast(flat[a:b], cpu, amax, x.shape, a, name, tensor_amax=limit)
         fp4kit.partial_cast(on_gpu[a:b], gpu, cupy.asarray(amax), x.shape, a, name, tensor_amax=limit)

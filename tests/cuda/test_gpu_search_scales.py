@@ -11,7 +11,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from exhaustive import by_default, exhaustive
-from host.cases_search import put_powers
+from host.alone import put_powers
 from inputs import extreme, ordinary
 from on_gpu import ON_GPU, all_or_few, assert_same, cupy, differing
 from on_gpu import check as gpu_check

@@ -9,25 +9,17 @@ from pathlib import Path
 
 import pytest
 from exhaustive import every, exhaustive
+from host import cupy_on_host as cupy
 from host.cache import shared
-from host.cases import F16, F32, Amax, AmaxColumns, ByTable, Dequantize, Quantize
-from host.cases_fake import Changed, Clip, Fake, Keep
-from host.cases_grouped import EVERY_KIND
-from host.cases_hadamard import AmaxStrips
-from host.cases_layouts import Pack, Swizzle, Transpose
-from host.cases_partial import GroupedTranspose, Partial
-from host.cases_patch import Patch
-from host.cases_scales import WithScales
-from host.cases_search import AMAXES, GroupedSearch, Multiples, Power, Search
-from host.cases_search import KINDS as SEARCHES
-from host.harness import Instantiation, recorded
+from host.instantiations import Instantiation
+from host.libraries import recorded
 from inputs import BF16
+from kernel_calls import F16, F32, KINDS, KernelCall, dequantize, fake_quantize, of, quantize
 
 from fp4kit.cuda.compile import loader, nvrtc
 from fp4kit.cuda.compile.instantiate import instantiation
 from fp4kit.cuda.compile.traits import TYPES, recipe_struct
 from fp4kit.recipes import RECIPES
-from fp4kit.reference.hadamard import TE_SIGN_MASK
 
 OTHERS = (
     "sm_80",
@@ -40,59 +32,9 @@ WITH_CODES = [
     r for r in RECIPES.values() if not r.fake_only and not r.search
 ]  # a search is a kernel before one of these
 DTYPES = dict(zip(WITH_CODES, cycle((BF16, F32, F16)), strict=False))
-ALL = [Quantize(r, dtype) for r, dtype in DTYPES.items()] + [Dequantize(r, outputs=(F16,)) for r in WITH_CODES[::3]]
-ALL += [Quantize(r, dtype, fake=True) for r, dtype in DTYPES.items() if r.fake_rule is None][1::3]
-ALL += [Fake(r, dtype) for r in RECIPES.values() if r.fake_rule for dtype in (BF16, F32)]
-KINDS = [
-    Quantize(RECIPES["nvfp4-te"]),
-    Quantize(RECIPES["mxfp4-ocp"], F32),
-    Quantize(RECIPES["mxfp8-te-e5m2"], F16),
-    Quantize(RECIPES["nvfp4-flashinfer"], fake=True),
-    Quantize(RECIPES["nvfp4-te-2d"], layout="swizzled_128x4"),
-    Quantize(RECIPES["nvfp4-flashinfer-4over6-mse-256"], F16),
-    ByTable(RECIPES["nvfp4-te-4over6-mse-448-2d"]),
-    Quantize(RECIPES["int8-modelopt-channel"]),
-    Quantize(RECIPES["mxfp8-te"], rounding="seed"),
-    Quantize(RECIPES["nvfp4-te-reference"], hadamard=True),
-    Dequantize(RECIPES["nvfp4-te"]),
-    Dequantize(RECIPES["int8-modelopt-channel"]),
-    Amax(BF16, "no_nan"),
-    Amax(F32, by_row=True, mask=TE_SIGN_MASK),
-    Amax(F16, by_row=True),
-    AmaxColumns(BF16),
-    AmaxStrips(F16),
-    Patch(RECIPES["nvfp4-te"]),
-    Patch(RECIPES["nvfp4-te"], hadamard=True),
-    Patch(RECIPES["mxfp8-te"], F32),
-    Patch(RECIPES["nvfp4-te-2d"], layout="swizzled_128x4"),
-    Patch(RECIPES["mxfp8-te-2d"], F16, fake=True, misaligned=True),
-    WithScales(RECIPES["nvfp4-flashinfer"], rounding="seed"),
-    WithScales(RECIPES["nvfp4-flashinfer-4over6-mse-256"], F16),
-    WithScales(RECIPES["int4-modelopt-channel"], F32, misaligned=True),
-    WithScales(RECIPES["mxfp8-te-2d"], layout="swizzled_128x4", hadamard=True),
-    Partial(RECIPES["nvfp4-te-2d"], F32),
-    Partial(RECIPES["mxfp8-te"], BF16),
-    Fake(RECIPES["nvfp4-modelopt-fake-cuda"], misaligned=True),
-    Fake(RECIPES["mxfp8-modelopt-fake"], F16),
-    Fake(RECIPES["mxfp4-microxcaling-even"], F32),
-    Fake(RECIPES["int8-modelopt-channel"]),
-    Clip(F16, BF16),
-    Keep(RECIPES["nvfp4-te"]),
-    Changed(),
-    Transpose(RECIPES["nvfp4-te-2d"]),
-    Transpose(RECIPES["mxfp8-te-2d"], "swizzled_128x4"),
-    Swizzle("linear", "swizzled_128x4"),
-    *(Search(BF16, kind) for kind in SEARCHES),
-    GroupedSearch(BF16, mask=TE_SIGN_MASK),
-    Multiples(RECIPES["nvfp4-auto-round-opt"], BF16),
-    Multiples(RECIPES["mxfp4-auto-round-opt"], F32, TE_SIGN_MASK),
-    *AMAXES,
-    Power(),
-    Swizzle("swizzled_8x4", "linear"),
-    Pack(),
-    GroupedTranspose(RECIPES["nvfp4-te-2d"], ((32, 64), (16, 48))),
-    *EVERY_KIND,
-]
+ALL = [of(quantize, r, dtype) for r, dtype in DTYPES.items()] + [of(dequantize, r) for r in WITH_CODES[::3]]
+ALL += [of(fake_quantize, r, dtype) for r, dtype in DTYPES.items() if r.fake_rule is None][1::3]
+ALL += [of(fake_quantize, r, dtype) for r in RECIPES.values() if r.fake_rule for dtype in (BF16, F32)]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -104,14 +46,14 @@ def compiler():
         (pytest.fail if os.environ.get("CI") == "true" else pytest.skip)(str(error))
 
 
-def sources_of(case: Quantize | Dequantize | Amax | AmaxColumns) -> list[Instantiation]:
-    """What a case launches: source and kernel of each."""
-    found = recorded([lambda: list(case.run())])
+def sources_of(case: KernelCall) -> list[Instantiation]:
+    """Return what a call launches: source and kernel of each."""
+    found = recorded([lambda: case.run(cupy.asarray)])
     assert found
     return found
 
 
-def check_compiles(case: Quantize | Dequantize | Amax | AmaxColumns, arch: str) -> None:
+def check_compiles(case: KernelCall, arch: str) -> None:
     for source, kernel in sources_of(case):
         cubin = shared().get(f"cubin-{loader._key(source, arch)}", partial(make_cubin, source, arch)).read_bytes()
         assert cubin.startswith(b"\x7fELF") and kernel.encode() in cubin

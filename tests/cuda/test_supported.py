@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from host.cases_variants import E2M1_BIAS0, E2M1_BIAS3, E3M4, E4M3_IEEE, of_elements
 from together import together
+from variants import E2M1_BIAS0, E2M1_BIAS3, E3M4, E4M3_IEEE, of_elements
 
 from fp4kit.call.parse import Declined
 from fp4kit.cuda import engine

@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from engine_cases import agree
-from host.cases_variants import TE_CODES, blocks_at_ties
+from variants import TE_CODES, blocks_at_ties
 
 import fp4kit
 from fp4kit.cuda.compile import loader

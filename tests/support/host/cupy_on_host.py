@@ -221,7 +221,9 @@ def asarray(a: Any, dtype: Any = None) -> ndarray:
     """The array itself, or a copy on the device."""
     if isinstance(a, ndarray):
         return a if dtype in (None, a.dtype) else a.astype(dtype)
-    return _placed(np.asarray(a, dtype))
+    new = _placed(np.asarray(a, dtype))
+    new._memory.is_input = True
+    return new
 
 
 def asnumpy(a: Any) -> np.ndarray:

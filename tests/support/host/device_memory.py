@@ -1,7 +1,9 @@
 """Memory, streams and graphs of the device that the host plays: see cupy_on_host.py.
 
-An allocation starts at a multiple of 512 bytes, as CuPy's do, is filled with 0xEE and lies between pages that nobody
-may touch. What is left between its bytes and those pages, less than 512 bytes behind it, must stay as it is.
+An allocation is filled with 0xEE and lies between two guard pages, which nobody may touch. It starts at a multiple of
+16 bytes, the largest alignment that kernels ask for, so at most 15 bytes separate its end from the guard page behind
+it. Those bytes, and the ones between the guard page before it and its start, are its margins: a kernel must not write
+them, and what it writes elsewhere must not depend on them.
 """
 
 from __future__ import annotations
@@ -16,9 +18,10 @@ from weakref import WeakSet
 
 import numpy as np
 
-UNIT = 512  # bytes that allocations begin and end at multiples of
+UNIT = 512  # bytes that CuPy allocates in
 PAGE = mmap.PAGESIZE
 UNWRITTEN = 0xEE
+ALIGNMENT = 16
 _mprotect = ctypes.CDLL(None, use_errno=True).mprotect
 _mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 _NO_ACCESS = 0
@@ -29,6 +32,8 @@ class Memory:
     """An allocation of `size` bytes between two guard pages."""
 
     live: ClassVar[WeakSet[Memory]] = WeakSet()
+    margin: ClassVar[int] = UNWRITTEN  # what the margins of all of them hold
+    is_input = False  # whether the host has put values there, which no kernel may change
 
     def __init__(self, size: int) -> None:
         room = -(-size // UNIT) * UNIT
@@ -36,10 +41,11 @@ class Memory:
         pages = np.frombuffer(mmap.mmap(-1, inner + 2 * PAGE), np.uint8)
         for guard in (0, PAGE + inner):
             assert _mprotect(pages.ctypes.data + guard, PAGE, _NO_ACCESS) == 0
-        pages[PAGE : PAGE + inner].fill(UNWRITTEN)
-        start = PAGE + inner - room
+        start = PAGE + inner - -(-size // ALIGNMENT) * ALIGNMENT
         self.bytes, self.size = pages[start : start + size], room
         self._around = pages[PAGE:start], pages[start + size : PAGE + inner]
+        self.bytes.fill(UNWRITTEN)
+        self.fill_margins()
         self.ptr = self.bytes.ctypes.data if size else 0
         with _lock:
             self.live.add(self)
@@ -49,16 +55,32 @@ class Memory:
         """Whether an array lies in this memory."""
         return bool(self.size) and 0 <= array.ctypes.data - self.ptr < self.size
 
+    def fill_margins(self) -> None:
+        """Fill the margins with their current value."""
+        for rest in self._around:
+            rest.fill(self.margin)
+
     def check_around(self) -> None:
         """Raise AssertionError if something was written before the first byte or behind the last one."""
         for rest, where in zip(self._around, ("before the start", "behind the end"), strict=True):
-            assert (rest == UNWRITTEN).all(), f"a kernel wrote {where} of an array"
+            assert (rest == self.margin).all(), f"a kernel wrote {where} of an array"
 
 
 def live_memory() -> list[Memory]:
     """All that is allocated."""
     with _lock:
         return list(Memory.live)
+
+
+@contextmanager
+def margins_of(value: int) -> Iterator[None]:
+    """Fill the margins of all that is allocated with another value."""
+    for margin in (value, UNWRITTEN):
+        Memory.margin = margin
+        for memory in live_memory():
+            memory.fill_margins()
+        if margin == value:
+            yield
 
 
 def check_around_all() -> None:

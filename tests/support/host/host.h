@@ -18,14 +18,56 @@
 #define __forceinline__ inline
 #define __noinline__
 #define __launch_bounds__(...)
-#define __shared__ static
+
+// Bytes that no kernel may use, between two variables in shared memory: an edge, which begins where the variable before
+// it ends, and a gap, which ends where the variable after it begins. A launch fills both with a value and checks
+// afterwards that they still hold it. A read of them shows because that value differs between the launches that must
+// give equal results.
+struct __attribute__((packed, aligned(1))) HostEdge {
+  unsigned char bytes[2048];
+};
+struct alignas(64) HostGap {
+  static inline HostGap* last = nullptr;
+  static inline unsigned char value = 0xEE;
+  HostEdge* edge;
+  HostGap* next;
+  unsigned char bytes[2048 - 2 * sizeof(void*)];
+  void enter(HostEdge& before) {
+    if (edge) return;
+    edge = &before;
+    next = last;
+    last = this;
+    fill();
+  }
+  void fill() {
+    std::memset(bytes, value, sizeof bytes);
+    std::memset(edge->bytes, value, sizeof edge->bytes);
+  }
+  bool is_intact() const { return is_filled(bytes, sizeof bytes) && is_filled(edge->bytes, sizeof edge->bytes); }
+  static bool is_filled(const unsigned char* bytes, size_t count) {
+    return bytes[0] == value && !std::memcmp(bytes, bytes + 1, count - 1);
+  }
+};
+#define HOST_JOIN_(a, b) a##b
+#define HOST_JOIN(a, b) HOST_JOIN_(a, b)
+#define HOST_GAP(number)                         \
+  static HostEdge HOST_JOIN(host_edge_, number); \
+  static HostGap HOST_JOIN(host_gap_, number);   \
+  HOST_JOIN(host_gap_, number).enter(HOST_JOIN(host_edge_, number));
+#define __shared__ HOST_GAP(__COUNTER__) static
+
+// The gap behind the last variable of templates.
+template <int>
+void host_last_gap() {
+  HOST_GAP(0)
+}
 
 struct Index {
   unsigned x = 0, y = 0, z = 0;
 };
 inline Index threadIdx, blockIdx, blockDim, gridDim;
 
-[[noreturn]] void host_stop(const char* message);  // ends the program, or the launch: serve.h, library.h
+[[noreturn]] void host_stop(const char* message);  // ends the launch: library.h
 
 [[noreturn]] inline void host_fail(const char* message) {
   char text[256];

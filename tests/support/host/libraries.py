@@ -18,8 +18,9 @@ from unittest.mock import patch
 
 import numpy as np
 from host import cupy_on_host
-from host.device_memory import check_around_all, live_memory, on_stream
-from host.harness import MORE_BLOCKS, SANITIZERS, Compiler, Instantiation, launching_on, program_text
+from host.compiler import Compiler
+from host.device_memory import Memory, check_around_all, live_memory, margins_of, on_stream
+from host.instantiations import Instantiation, launching_on, program_text
 
 from fp4kit.call import call_cache
 from fp4kit.cuda.compile import loader
@@ -27,13 +28,29 @@ from fp4kit.reference.arith import reciprocal_table
 
 # Each library keeps its symbols to itself: two of them have templates of one name and other types.
 FLAGS = ("-DHOST_LIBRARY", "-shared", "-fPIC", "-fvisibility=hidden", "-fno-gnu-unique", "-g0")
-# The sanitizer of undefined behaviour can trap, and then needs no library that the process must be started with. It
-# also sees an address that is not aligned: a GPU refuses that, the host's CPU takes it. Of address 0 the signal tells
-# more.
-TRAPS = ("-fsanitize=undefined", "-fno-sanitize=null", "-fsanitize-undefined-trap-on-error")
+OTHER_MARGIN = 0x11  # what margins and gaps hold in repeated launches: small numbers, where 0xEE bytes are large ones
+MORE_BLOCKS = 3  # than there is work, in one of the launches
 OF_ONE_GRID = ("search_hessian_kernel",)  # kernels that need a grid of so many blocks
+# Kernels that change bytes of an array that the caller has filled: the codes of other shards in it stay.
+UPDATING = ("partial_cast_kernel", "grouped_partial_cast_kernel")
 # instantiations of a library, of one .cu file: headers of several may not stand together; to read them costs as six
 BATCH = 32
+
+
+def recorded(calls: Iterable[Callable[[], object]]) -> list[Instantiation]:
+    """Return what calls on arrays of `cupy_on_host` would launch; nothing is launched."""
+    wanted: dict[Instantiation, None] = {}
+
+    def record(source: str, kernel: str, device: int) -> Callable[..., None]:
+        wanted[Instantiation(source, kernel)] = None
+        return lambda *arguments, **options: None
+
+    call_cache._CALLS.clear()
+    with cupy_on_host.installed(), launching_on(record, cupy_on_host), patch.object(cupy_on_host, "rehearsing", True):
+        for call in calls:
+            call()
+    call_cache._CALLS.clear()
+    return list(wanted)
 
 
 class Library:
@@ -51,34 +68,42 @@ class Library:
             ctypes.c_uint,
             ctypes.c_uint,
             ctypes.c_bool,
+            ctypes.c_ubyte,
         ]
         self._launch.restype = ctypes.c_char_p
         handle.main(0, (ctypes.c_void_p * 1)(table.ctypes.data), None)
 
     def launch(self, kernel: int, arguments: bytes, grid: int, threads: int, descending: bool = False) -> None:
         """Launch a kernel; descending: the last thread first. Raises AssertionError if it is stopped, with why."""
-        stopped = self._launch(kernel, arguments, len(arguments), grid, threads, descending)
+        stopped = self._launch(kernel, arguments, len(arguments), grid, threads, descending, Memory.margin)
         assert stopped is None, f"a kernel was stopped: {stopped.decode()}"
         check_around_all()
 
 
-def launch_in_every_order(launch: Callable[[int, bool], None], grid: int, others: Sequence[int]) -> None:
-    """launch(blocks, descending) with the launcher's grid; then, from the same memory, each of the others, last thread
-    first.
+def launch_in_every_order(
+    launch: Callable[[int, bool], None], grid: int, others: Sequence[int], updates: bool = False
+) -> None:
+    """launch(blocks, descending) with the launcher's grid; then, from the memory as it was, each of the others, last
+    thread first and with other bytes in the margins of arrays and the gaps of shared memory.
 
-    Raises AssertionError unless all leave the same bytes everywhere.
+    Raises AssertionError unless all leave the same bytes everywhere and inputs as they were. updates: the kernel may
+    change what the host has put into an array.
     """
     live = live_memory()
     before = [memory.bytes.copy() for memory in live]
     launch(grid, False)
     after = [memory.bytes.copy() for memory in live]
+    for memory, was, is_now in zip(live, before, after, strict=True):
+        assert updates or not memory.is_input or np.array_equal(was, is_now), "a kernel wrote to an input"
     for blocks in others:
         for memory, values in zip(live, before, strict=True):
             memory.bytes[...] = values
-        launch(blocks, True)
+        with margins_of(OTHER_MARGIN):
+            launch(blocks, True)
         same = all(np.array_equal(memory.bytes, values) for memory, values in zip(live, after, strict=True))
         assert same, (
-            f"what a kernel wrote depends on the grid or on the order of threads: {grid} blocks, {blocks} from the last"
+            "what a kernel wrote depends on the grid, on the order of threads or on bytes beside an array: "
+            f"{grid} blocks, {blocks} from the last"
         )
 
 
@@ -86,8 +111,7 @@ class Libraries:
     """Compiles and loads what is launched; while it rehearses, launches are noted and nothing runs."""
 
     def __init__(self, folder: Path, compiler: Compiler, sources: Path = loader.SOURCES) -> None:
-        plain = tuple(flag for flag in compiler.command if flag not in SANITIZERS)
-        self._compiler, self._folder, self._sources = Compiler((*plain, *FLAGS, *TRAPS)), folder, sources
+        self._compiler, self._folder, self._sources = Compiler((*compiler.command, *FLAGS)), folder, sources
         self._table = reciprocal_table()
         self._pool = ThreadPoolExecutor(min(os.cpu_count() or 1, 8))
         self._found: dict[Instantiation, tuple[Future[Library], int]] = {}
@@ -122,9 +146,8 @@ class Libraries:
             launch(grid, False)
         else:
             self._launched.add((instantiation, grid))
-            launch_in_every_order(
-                launch, grid, [grid] if instantiation.kernel in OF_ONE_GRID else [1, grid + MORE_BLOCKS]
-            )
+            others = [grid] if instantiation.kernel in OF_ONE_GRID else [1, grid + MORE_BLOCKS]
+            launch_in_every_order(launch, grid, others, instantiation.kernel in UPDATING)
 
     def rehearse(self, calls: Iterable[Callable[[], object]]) -> None:
         """Make the calls without running a kernel, and compile what they launch, many instantiations a library."""

@@ -1,12 +1,26 @@
-// A test program as a shared library: it launches kernels in the process that loaded it, on that process's memory. See
+// A shared library of kernels: it launches them in the process that loaded it, on that process's memory. See
 // README.md.
 //
 // An access outside of mapped memory, one that is not aligned (which a GPU refuses), and what the undefined-behaviour
 // sanitizer traps at end the launch with a message.
 #pragma once
 
+#include <unistd.h>
+
 #include <csetjmp>
 #include <csignal>
+
+#include "host.h"
+
+using Launch = void (*)(const unsigned char* arguments, size_t bytes, unsigned grid, unsigned threads, bool descending);
+
+template <class Arguments, void (*kKernel)(Arguments)>
+void launch(const unsigned char* bytes, size_t size, unsigned grid, unsigned threads, bool descending) {
+  if (size != sizeof(Arguments)) host_fail("the launcher's arguments and the kernel's have different sizes");
+  Arguments arguments;
+  std::memcpy(&arguments, bytes, size);
+  host_launch(kKernel, arguments, grid, threads, descending);
+}
 
 inline const Launch* host_library;
 inline sigjmp_buf host_escape;
@@ -57,15 +71,22 @@ inline void host_reset() {
   host_block = {};
 }
 
-// Launches a kernel; null, or why it was stopped.
-extern "C" __attribute__((used, visibility("default"))) const char* host_launch_here(
-    unsigned kernel, const unsigned char* arguments, size_t bytes, unsigned grid, unsigned threads, bool descending) {
+// Launches a kernel with gaps of shared memory that hold a value; returns null, or why the kernel was stopped.
+extern "C" __attribute__((used, visibility("default"))) const char* host_launch_here(unsigned kernel,
+                                                                                     const unsigned char* arguments,
+                                                                                     size_t bytes, unsigned grid,
+                                                                                     unsigned threads, bool descending,
+                                                                                     unsigned char gap_value) {
   HostSignals signals;
+  HostGap::value = gap_value;
+  for (HostGap* gap = HostGap::last; gap; gap = gap->next) gap->fill();
   if (sigsetjmp(host_escape, 1)) {
     host_reset();
     return host_message;
   }
   host_library[kernel](arguments, bytes, grid, threads, descending);
+  for (HostGap* gap = HostGap::last; gap; gap = gap->next)
+    if (!gap->is_intact()) return "it wrote outside of a variable in shared memory";
   return nullptr;
 }
 

@@ -1,4 +1,4 @@
-"""What tests keep between runs (host/cache.py), what they build under sanitizers, and how the suite starts."""
+"""What tests keep between runs (cache.py), and how the suite starts."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from types import SimpleNamespace
 import pytest
 from exhaustive import by_default, sampled
 from host.cache import IN_USE, Cache, key_of
-from host.compiler import Compiler, closure
-from host.harness import Instantiation, to_sanitize
+from host.compiler import Compiler, closure, require_compiler
 from hypothesis import strategies as st
 
 from tests import conftest
@@ -83,43 +82,18 @@ def test_closure(tmp_path):
     assert closure('#include "a.h"', (tmp_path / "two",)) != found[0]
 
 
-def test_a_program_is_compiled_again_when_a_header_changes(host, tmp_path, monkeypatch):
+def test_a_program_is_compiled_again_when_a_header_changes(tmp_path, monkeypatch):
+    compiler = Compiler((require_compiler(tmp_path).command[0],))
     monkeypatch.setattr("host.compiler.shared", lambda: Cache(tmp_path / "kept"))
     compiled, real = [], Compiler._compile
     monkeypatch.setattr(Compiler, "_compile", lambda *args: compiled.append(args[0]) or real(*args))
     text = '#include "answer.h"\nint main() { return ANSWER; }\n'
-    for answer, times, compiler in (
-        (3, 1, host.compiler.plain),
-        (3, 1, host.compiler.plain),
-        (4, 2, host.compiler.plain),
-    ):
+    for answer, times in ((3, 1), (3, 1), (4, 2)):
         (tmp_path / "answer.h").write_text(f"#define ANSWER {answer}\n")
         compiler.build(text, tmp_path / "program", tmp_path)
         assert (subprocess.run([tmp_path / "program"]).returncode, len(compiled)) == (answer, times)
-    Compiler((*host.compiler.plain.command, "-O1")).build(text, tmp_path / "program", tmp_path)
+    Compiler((*compiler.command, "-O1")).build(text, tmp_path / "program", tmp_path)
     assert len(compiled) == 3, "other flags make another program"
-
-
-# ---- what runs under sanitizers ----
-
-
-def instantiation(
-    aligned: bool = True, columns: int = 16, rule: str = "block_te", type: str = "Float32"
-) -> Instantiation:
-    recipe = f"struct R {{ using BlockRule = {rule}; static constexpr int kBlock = {columns}; }};"
-    return Instantiation(
-        f"{recipe}\nusing Input = {type};\nconstexpr bool kAligned = {str(aligned).lower()};\n", "some_kernel"
-    )
-
-
-def test_what_is_sanitized():
-    """The first of a kind, of a block and of a rule, and all that are misaligned; other types of the same are not."""
-    wanted = [instantiation(), instantiation(columns=32), instantiation(rule="block_mx")]
-    wanted += [instantiation(aligned=False), instantiation(aligned=False, type="Float16")]
-    assert (
-        list(to_sanitize([*wanted, instantiation(type="Bfloat16"), instantiation(columns=32, rule="block_mx")]))
-        == wanted
-    )
 
 
 # ---- how the suite starts ----
@@ -143,12 +117,12 @@ def test_by_default():
 @pytest.mark.parametrize(("arguments", "sees"), [((), False), (("-m", "exhaustive"), True), (("-m", "not gpu"), True)])
 def test_the_long_rest_runs_when_it_is_asked_for(arguments, sees):
     run = subprocess.run(
-        [sys.executable, "-m", "pytest", "--collect-only", "-qq", *arguments, "tests/cuda/test_sanitized_on_host.py"],
+        [sys.executable, "-m", "pytest", "--collect-only", "-qq", *arguments, "tests/cpu/test_sanitized.py"],
         capture_output=True,
         text=True,
         cwd=ROOT,
     )
-    assert ("test_sanitized_on_host.py: " in run.stdout) == sees, run.stdout + run.stderr
+    assert ("test_sanitized.py: " in run.stdout) == sees, run.stdout + run.stderr
 
 
 # What pytest-benchmark does where xdist is active: a warning of a class of its own, while pytest starts.

@@ -9,16 +9,14 @@ from contextlib import nullcontext
 import numpy as np
 import pytest
 from host import cupy_on_host as cupy
-from host.device_memory import PAGE, UNIT, UNWRITTEN, check_around_all
+from host.device_memory import ALIGNMENT, PAGE, UNIT, UNWRITTEN, check_around_all
 from inputs import BF16, ordinary
 
 import fp4kit
-from fp4kit.cuda.compile import loader
 from fp4kit.cuda.engine.buffers import FLOAT32, UINT8, New, memory_of
 from fp4kit.cuda.launch import geometry, matrix, pack_codes
 from fp4kit.cuda.launch.dispatch import LaunchRequest, way_of
 from fp4kit.evidence.testing import assert_same_bits
-from tests.support.host.test_harness import SUM
 
 pytestmark = pytest.mark.usefixtures("played_gpu")
 
@@ -31,7 +29,7 @@ def test_small_new_arrays_share_memory_and_large_ones_do_not():
     make = memory_of(cupy.empty(1, np.uint8)).maker([plain, cleared, scalar])
     first, second = make(), make()
     starts = [a.data.ptr for a in first]
-    assert [p - starts[0] for p in starts] == [0, 256, 768] and starts[0] % UNIT == 0
+    assert [p - starts[0] for p in starts] == [0, 256, 768] and starts[0] % ALIGNMENT == 0
     assert [(a.shape, a.dtype) for a in first] == [(new.shape, new.dtype) for new in (plain, cleared, scalar)]
     assert not first[1].get().any() and (first[0].get() == UNWRITTEN).all()
     assert second[0].data.mem is not first[0].data.mem is first[2].data.mem
@@ -53,9 +51,9 @@ def test_an_array_is_no_numpy_array():
     assert (a * np.float32(2) + 1).get().tolist() == [1, 3, 5, 7, 9, 11]
 
 
-def test_memory_begins_where_cupy_s_does_and_views_share_it():
+def test_memory_begins_at_an_alignment_and_views_share_it():
     a = cupy.empty((3, 5), BF16)
-    assert a.data.ptr % UNIT == 0 and (a.get().view(np.uint8) == UNWRITTEN).all()
+    assert a.data.ptr % ALIGNMENT == 0 and (a.get().view(np.uint8) == UNWRITTEN).all()
     assert a[1].data.ptr == a.data.ptr + 10 and a[1, 2].data.ptr == a.data.ptr + 14
     a[1, 2].fill(7)
     assert float(a.reshape(-1)[7]) == 7 and a.T.data.ptr == a.data.ptr and not a.T.flags.c_contiguous
@@ -113,35 +111,6 @@ def test_what_is_written_behind_an_array_is_seen():
         pack_codes._run("pack_codes_kernel", codes, packed, 32)
     del packed
     check_around_all()
-
-
-FAULTS = {  # of support/host/test_harness.py's kernel, what stands for BARRIER and PLACE: what is said
-    ("", 0): "depends on the grid or on the order of threads",
-    ("if (threadIdx.x < 128) __syncthreads()", 0): "waits at a barrier that not every thread reaches",
-    ("__syncthreads(); sum <<= blockDim.x", 0): "undefined behaviour",
-    ("__syncthreads()", UNIT // 4): "is outside of every array",
-}
-
-
-def launch_sum(barrier: str, place: int) -> int:
-    y = cupy.zeros(1, np.uint32)
-    source = SUM.replace("BARRIER", barrier).replace("PLACE", str(place))
-    loader.function(source, "sum_kernel", 0)((1,), (256,), (np.array([(y.data.ptr,)], [("y", "u8")]),))
-    return int(y[0])
-
-
-@pytest.mark.parametrize(("fault", "seen"), FAULTS.items(), ids=FAULTS.values())
-def test_faults_of_a_kernel_are_seen(monkeypatch, fault, seen):
-    monkeypatch.setattr("host.libraries.MORE_BLOCKS", 0)  # the sum depends on the number of blocks
-    with pytest.raises(AssertionError, match=seen):
-        launch_sum(*fault)
-
-
-def test_the_grid_must_not_matter_and_a_launch_leaves_what_its_grid_makes(monkeypatch):
-    with pytest.raises(AssertionError, match="depends on the grid"):
-        launch_sum("__syncthreads()", 0)
-    monkeypatch.setattr("host.libraries.MORE_BLOCKS", 0)
-    assert launch_sum("__syncthreads() ", 0) == sum(range(256))
 
 
 # ---- devices ----

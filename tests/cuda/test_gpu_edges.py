@@ -1,0 +1,146 @@
+"""Values at the edges of the fast paths of kernels: CuPy arrays give the bytes of the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import ml_dtypes
+import numpy as np
+import pytest
+from exhaustive import every, exhaustive
+from inputs import BF16, ordinary
+from on_gpu import ON_GPU, all_or_few, assert_same, blocks, check, cupy, differing
+from variants import E2M1_BIAS0, E2M1_BIAS3, E3M4, E4M3_IEEE, of_elements, square
+
+import fp4kit
+from fp4kit.call.amaxes import tensor_amax_shape
+from fp4kit.quantized.container import Quantized
+from fp4kit.quantized.part_shapes import packed_shape, scale_shape
+from fp4kit.recipes import RECIPES
+from fp4kit.recipes.rules import DECODE_RULES
+from fp4kit.reference.tensor_rules import tensor_scale
+
+pytestmark = ON_GPU
+F16, F32 = np.dtype(np.float16), np.dtype(np.float32)
+
+
+def guarded(dtype: np.dtype) -> Iterator[np.ndarray]:
+    """Yield matrices (32, 160) of blocks far apart, of one magnitude, few, zeros, large and tiny ones; one with NaN."""
+    rng = np.random.default_rng(5)
+    x = rng.standard_normal((32, 10, 16)) * np.exp2(rng.integers(-24, 1, (1, 10, 1)))
+    x[:, 1] = rng.choice([-1.0, 0.0, 1.0], (32, 16))  # one magnitude: the same error under both scales
+    x[:, 2] = np.copysign(0.0, x[:, 2])
+    x[16:, 3] = np.copysign(0.0, x[16:, 3])  # zero in part
+    x[:, 4] = np.round(x[:, 4] / np.abs(x[:, 4]).max() * 12) / 2  # few values
+    x[:, 5] *= np.where(rng.random((32, 16)) < 0.1, 1, 2.0**-130)
+    x = x.reshape(32, 160)
+    top = float(ml_dtypes.finfo(dtype).max)
+    for scale in (1.0, 40.0, 2.0**70, 2.0**126, 2.0**-70, 2.0**-130):
+        yield np.clip(x * scale, -top, top).astype(dtype)
+    x[::7, ::13] = rng.choice([np.nan, np.inf, -np.inf], x[::7, ::13].shape)
+    yield x.astype(dtype)
+
+
+SIX = ("te-4over6-mse-448", "te-4over6-mae-256-2d", "te-4over6-mse-256-fasterr", "flashinfer-4over6-mae-448")
+GUARDED = [(RECIPES[f"nvfp4-{id}"], {}) for id in SIX]
+GUARDED += [(replace(RECIPES["nvfp4-te-4over6-mse-448"], tensor_scaling="row"), {})]
+GUARDED += [(square("nvfp4-flashinfer-4over6-mae-448"), {})]
+GUARDED += [(RECIPES[id], {"rounding": "stochastic", "seed": 7}) for id in ("nvfp4-te", "nvfp4-flashinfer", "mxfp8-te")]
+AMAXES = (0.02, 1e-38, 2.0**-61, 2.0**-59, 2.0**61, 3e38, 0.0, np.inf)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "options"), GUARDED, ids=[f"{r.id}-{r.tensor_scaling}-{r.block}" for r, _ in GUARDED]
+)
+@pytest.mark.parametrize("dtype", [BF16, *exhaustive([F32, F16])], ids=str)
+def test_both_sides_of_every_guard(recipe, options, dtype) -> None:
+    """The fast paths of 4over6 and of stochastic rounding, under many tensor amaxes."""
+    for x in guarded(dtype):
+        for amax in (None, *(AMAXES if recipe.tensor_scaling == "tensor" else ())):
+            with np.errstate(all="ignore"):
+                check(x, recipe, tensor_amax=amax, **options)
+
+
+@pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
+def test_random_bytes_about_which_codes_change(dtype) -> None:
+    """Every element below 8 under a scale of 1, with the random bytes about which its code of E2M1 changes."""
+    bits = np.arange(np.array(8, dtype).view(np.uint16), dtype=np.uint16)
+    signs = np.random.default_rng(0).integers(0, 2, bits.size * 4, np.uint16) << 15
+    x = np.resize(np.repeat(bits, 4) | signs, (-(-bits.size * 4 // 124), 124)).view(dtype)
+    four = np.full((len(x) * 4, 1), 4, dtype)  # the scale of amaxes from 4 to 8 is 1
+    x = np.concatenate([x.reshape(-1, 31), four], 1).reshape(-1, 128)
+    a = np.abs(x.astype(np.float64))
+    step = np.exp2(np.maximum(np.floor(np.log2(np.maximum(a, 0.5))), 0) - 1)
+    first = np.ceil((1 - a / step % 1) * 256)  # that rounds up; 256: none does
+    turns = np.arange(x.shape[1]) % 4
+    seed = np.select([turns == 0, turns == 1, turns == 2], [first - 1, np.minimum(first, 255), np.zeros_like(a)], 255)
+    check(x, "mxfp4-ocp", rounding="stochastic", seed=cupy.asarray(seed.astype(np.uint8)))
+
+
+WITH_CODES = [name for name, r in RECIPES.items() if not r.fake_only and not r.search]
+
+
+def tensor_scales(name: str, shape: tuple[int, int]) -> Iterator[tuple[np.ndarray | None, np.ndarray | None]]:
+    """Yield tensor scales and amaxes: what an amax can be; unknown, wrong and impossible ones."""
+    r = RECIPES[name]
+    if r.tensor_scaling == "none":
+        yield None, None
+        return
+    covered = tensor_amax_shape(shape, r)
+
+    def decode_scale(amax: np.ndarray) -> np.ndarray:
+        return np.asarray(tensor_scale(amax, r, BF16).decode, np.float32)
+
+    for amax in (3.7, 0.0, 1e-45, np.inf) + (np.nan,) * (r.amax_nan == "propagate"):
+        full = np.full(covered, amax, np.float32)
+        yield decode_scale(full), full
+    if not DECODE_RULES[r.decode_rule].needs_amax:
+        return
+    rng = np.random.default_rng(7)
+    for size in (3.7, 1e-3, 1e30, 1e-37):
+        amax = np.asarray(rng.uniform(1, 2, covered) * size, np.float32)
+        for amaxes in (amax, np.asarray(amax.astype(BF16), np.float32)):
+            yield decode_scale(amaxes), None
+    shifts, wrong = rng.integers(-1, 2, covered), np.where(rng.random(covered) < 0.5, amax, np.float32(5))
+    scale = np.asarray(rng.uniform(1e-4, 1, covered), np.float32)
+    yield scale, None
+    yield np.asarray((scale.view(np.int32) + shifts).astype(np.int32).view(np.float32)), np.asarray(wrong, np.float32)
+
+
+@pytest.mark.parametrize("name", all_or_few(WITH_CODES))
+def test_values_of_any_codes_under_any_scales(name) -> None:
+    """Random codes, every scale byte, and tensor scales of known, unknown, wrong and impossible amaxes."""
+    r, rng = RECIPES[name], np.random.default_rng(3)
+    for shape in ((64, 256), (3, 3 * r.block_size) if r.block else (5, 38)):
+        packed = rng.integers(0, 2 ** (8 if r.is_packed else r.element.bits), packed_shape(shape, r), np.uint8)
+        scales = None if r.scale is None else np.resize(np.arange(256, dtype=np.uint8), scale_shape(shape, r))
+        for scale, amax in tensor_scales(name, shape):
+            cpu = Quantized(packed, scales, scale, amax, shape, BF16, 1, r)
+            moved = (None if a is None else cupy.asarray(a) for a in (packed, scales, scale, amax))
+            gpu = Quantized(*moved, shape, BF16, 1, r)
+            for dtype in (F32, F16):
+                with np.errstate(all="ignore"):
+                    assert differing(fp4kit.dequantize(gpu, dtype), fp4kit.dequantize(cpu, dtype)) == 0
+
+
+OTHERS = [("nvfp4-torchao", E2M1_BIAS0), ("mxfp4-te", E2M1_BIAS3), ("mxfp8-te", E3M4), ("mxfp8-te", E4M3_IEEE)]
+OTHERS += [
+    ("nvfp4-torchao-2d", E2M1_BIAS3),
+    ("mxfp8-te-2d", E3M4),
+    ("fp8-modelopt", E3M4),
+    ("fp8-modelopt", E2M1_BIAS0),
+]
+TALL = [("nvfp4-te", 2, 16), ("nvfp4-te", 4, 32), ("nvfp4-te", 8, 16), ("nvfp4-te", 64, 16), ("mxfp8-te", 128, 32)]
+TALL += [("nvfp4-te-4over6-mse-448", 4, 16), ("nvfp4-te-4over6-mse-448", 32, 16)]
+VARIANTS = [of_elements(*other) for other in OTHERS] + [square(*block) for block in TALL]
+
+
+@pytest.mark.parametrize("recipe", every(3, VARIANTS), ids=lambda r: r.id)
+@pytest.mark.parametrize("dtype", [BF16, *exhaustive([F32, F16])], ids=str)
+def test_other_biases_and_heights_of_blocks(recipe, dtype) -> None:
+    for x in (blocks(dtype, 64, 256), ordinary(4, (37, 288), dtype)):
+        gpu = check(x, recipe)
+        assert differing(fp4kit.dequantize(gpu, BF16), fp4kit.dequantize(fp4kit.quantize(x, recipe), BF16)) == 0
+        [in_group] = fp4kit.quantize_grouped([cupy.asarray(x)], recipe)
+        assert_same(in_group, fp4kit.quantize(x, recipe))

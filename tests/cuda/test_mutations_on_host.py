@@ -1,0 +1,280 @@
+"""Faults planted in the kernels: the comparison with the specification, or the played device, sees each of them."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from exhaustive import by_default
+from hadamard_runs import F16, F32, Runs
+from host import cupy_on_host as cupy
+from host.alone import transform
+from host.compiler import require_compiler
+from host.libraries import Libraries
+from inputs import BF16, ordinary
+from kernel_calls import (
+    amax_grouped,
+    dequantize,
+    dequantize_without_amax,
+    master_weights,
+    of,
+    partial,
+    quantize,
+    quantize_by_table,
+    quantize_grouped,
+    quantize_large_group,
+    quantize_searched,
+    quantize_with_scales,
+    search_scales,
+)
+from on_gpu import differing
+from searched import STATIC
+from variants import blocks_at_ties
+
+import fp4kit
+from fp4kit.cuda.compile import loader
+from fp4kit.cuda.launch.amax_hadamard import amax_hadamard
+from fp4kit.reference.hadamard import TE_SIGN_MASK, hadamard_blocks
+
+DIFFERS = "a result differs"
+ORDER = "depends on the grid, on the order of threads or on bytes beside an array"
+OUTSIDE = "is outside of every array"
+SEEN = f"{DIFFERS}|{ORDER}|{OUTSIDE}"
+
+
+def transformed(dtype: np.dtype, kind: str, part: int = 0) -> Callable[[], None]:
+    """Compare the transforms of runs; part 1: those by columns."""
+
+    def check() -> None:
+        x = Runs(dtype).of_kind(kind)
+        with np.errstate(all="ignore"):
+            expected = hadamard_blocks(x)
+        assert differing(transform(cupy.asarray(x), TE_SIGN_MASK)[part], expected) == 0, DIFFERS
+
+    return check
+
+
+def scales_at_ties() -> None:
+    x = blocks_at_ties(F32)
+    q = fp4kit.quantize(cupy.asarray(x), "nvfp4-te", tensor_amax=3.0)
+    assert differing(q.block_scale, fp4kit.quantize(x, "nvfp4-te", tensor_amax=3.0).block_scale) == 0, DIFFERS
+
+
+def unknown_amaxes() -> None:
+    """Compare values under tensor scales of many amaxes, none of which is given."""
+    q = fp4kit.quantize(ordinary(1, (16, 64), F32), "nvfp4-te")
+    for amax in np.random.default_rng(7).uniform(1e-3, 2e-3, 16).astype(F32):
+        scale = np.asarray(fp4kit.quantize(ordinary(1, (16, 64), F32), "nvfp4-te", tensor_amax=amax).tensor_scale)
+        cpu = replace(q, tensor_scale=scale, tensor_amax=None)
+        parts = (cupy.asarray(a) for a in (q.packed, q.block_scale, scale))
+        gpu = fp4kit.Quantized(*parts, None, q.shape, q.dtype, q.axis, q.recipe)
+        assert differing(fp4kit.dequantize(gpu), fp4kit.dequantize(cpu)) == 0, DIFFERS
+
+
+def negative_scales() -> None:
+    """Compare codes under a tensor scale of either sign."""
+    x = ordinary(1, (16, 64), BF16)
+    q = fp4kit.quantize(x, "nvfp4-te")
+    signs = q.block_scale ^ np.resize(np.array([0, 0x80], np.uint8), q.block_scale.shape)
+    found = fp4kit.quantize(cupy.asarray(x), "nvfp4-te", block_scale=cupy.asarray(signs), tensor_scale=0.01)
+    assert differing(found.packed, fp4kit.quantize(x, "nvfp4-te", block_scale=signs, tensor_scale=0.01).packed) == 0, (
+        DIFFERS
+    )
+
+
+def scale_of_nothing() -> None:
+    xs = [ordinary(1, (16, 64), BF16), np.zeros((0, 64), BF16)]
+    pairs = zip(
+        fp4kit.quantize_grouped([cupy.asarray(x) for x in xs], "nvfp4-te", tensor_amax=[3.0, 0.7]),
+        fp4kit.quantize_grouped(xs, "nvfp4-te", tensor_amax=[3.0, 0.7]),
+        strict=True,
+    )
+    for gpu, cpu in pairs:
+        assert differing(gpu.tensor_scale, cpu.tensor_scale) == 0, DIFFERS
+
+
+def strips() -> None:
+    x = np.resize(Runs(BF16).of_kind("spread")[::-1], (32, 530))
+    x[:, 0] = 0  # the largest element is in an odd column
+    x[7, 1] = 2.0**100
+    expected = np.abs(hadamard_blocks(np.ascontiguousarray(x.T))).astype(np.float32).max()
+    assert differing(amax_hadamard(cupy.asarray(x), "no_nan", TE_SIGN_MASK), expected) == 0, DIFFERS
+
+
+BYTES = np.random.default_rng(2).integers(0, 256, (64, 256), np.uint8)
+SWIZZLED = of(quantize, "nvfp4-te-2d", rounding="stochastic", seed=7, scale_layout="swizzled_128x4", shape=(299, 160))
+ROWS_SWIZZLED = of(quantize, "nvfp4-te", scale_layout="swizzled_128x4", shape=(299, 160))
+RANDOM = of(quantize, "mxfp4-te", rounding="stochastic", seed=BYTES)
+TABLE = of(quantize_by_table, "nvfp4-te-4over6-mse-448", shape=(96, 512))
+SQUARE_TABLE = of(quantize_by_table, "nvfp4-te-4over6-mae-256-2d", shape=(96, 512))
+UNKNOWN = of(dequantize_without_amax, "nvfp4-te")
+GROUP = of(quantize_large_group, "nvfp4-te-2d")
+SCALED = of(quantize_with_scales, "nvfp4-flashinfer")
+SHARD = of(partial, "nvfp4-te-2d", F32)
+GROUP_AMAX = of(amax_grouped, "nvfp4-te", F32, shape=(3, 37))
+MULTIPLES = of(quantize_searched, "nvfp4-auto-round-opt", F32, tensor_amax=4.0)
+NEAR = of(search_scales, STATIC, F32, tensor_amax=4.0, candidates="near")
+MUTATIONS: dict[str, tuple[str, str, str, Any, str]] = {  # file, text, what replaces it, a call, what is said
+    # Order of bytes and arithmetic.
+    "scales in wrong places": ("scale_layout.cuh", "r % 128 / 32 * 4", "(r % 128 / 32 ^ 1) * 4", SWIZZLED, DIFFERS),
+    "rows in wrong places": ("scale_layout.cuh", "* 2 + byte / 16", "* 2 + byte / 8", ROWS_SWIZZLED, SEEN),
+    "a byte too many": ("pack.cuh", "8388608.0f + 512.0f", "8388608.0f + 513.0f", RANDOM, DIFFERS),
+    "a constant one ulp off": ("tensor_rules.cuh", "1.0f / 6.0f", "0.16666666f", scales_at_ties, DIFFERS),
+    "another order of products": (
+        *("block_rules_e4m3.cuh", "amax * (t.encode * kInv6)", "(amax * t.encode) * kInv6"),
+        *(scales_at_ties, DIFFERS),
+    ),
+    "no margin around equal errors": ("four_over_six_table.cuh", "28u << 8", "1u", TABLE, DIFFERS),
+    "a sum of the wrong rows": ("quantize_table.cu", "sums[warp() * 32 + lane()]", "sums[lane()]", SQUARE_TABLE, SEEN),
+    "another amax of the same scale": ("implied_amax.cuh", "last & ~below", "first", unknown_amaxes, DIFFERS),
+    "a known amax that is wrong": ("implied_amax.cuh", "tensor_amax != nullptr && ", "true || ", UNKNOWN, SEEN),
+    "another order of a sum": (
+        *("summation_order.cuh", "j = 0; j < 8; ++j) sum =", "j = 7; j >= 0; --j) sum ="),
+        *(MULTIPLES, DIFFERS),
+    ),
+    "the last of equal errors": ("search_factors.cu", "error < least", "error <= least", MULTIPLES, DIFFERS),
+    "a scale that is not tried": ("search_factors.cu", "code == last)", "code <= last)", MULTIPLES, DIFFERS),
+    # Barriers.
+    "no barriers": (
+        "block_reduce.cuh",
+        "__syncthreads();",
+        "",
+        of(quantize, "nvfp4-te-2d", F32, rounding="stochastic", seed=7),
+        ORDER,
+    ),
+    # Arrays and shared memory.
+    "codes fetched too far": (
+        *("dequantize.cu", "if (next + kStep >= runs) return;", ""),
+        *(of(dequantize, "mxfp8-te", shape=(512, 256)), OUTSIDE),
+    ),
+    "a run too far": (
+        *("dequantize.cu", "minimum<i64>(kRun, columns - column)", "kRun"),
+        *(of(dequantize, "fp8-modelopt-channel", shape=(5, 38)), SEEN + "|wrote behind"),
+    ),
+    "a row too far": (
+        *("patch.cuh", "const i32 last = static_cast<i32>(a.rows) - 1;"),
+        *("const i32 last = static_cast<i32>(a.rows);", of(quantize, "nvfp4-te-2d", shape=(33, 256)), SEEN),
+    ),
+    # Groups.
+    "one part too few": (
+        "grouped.cuh",
+        "turn < count; turn",
+        "turn + 1 < count; turn",
+        GROUP_AMAX,
+        SEEN,
+    ),
+    "the member before": ("grouped.cuh", "% kSmallGroup] <= i", "% kSmallGroup] < i", GROUP_AMAX, SEEN),
+    "the next member too soon": (
+        *("grouped.cuh", "if (turn + gridDim.x < count) __syncthreads();  // before", "//"),
+        *(GROUP, SEEN + "|a kernel was stopped"),
+    ),
+    "misaligned runs": (
+        *("grouped_quantize.cu", "kAligned || aligned", "true"),
+        *(of(quantize_grouped, "nvfp4-te", F32, misaligned=True), "misaligned address"),
+    ),
+    "the first member": (
+        *("grouped.cuh", "group.members + piece.member", "group.members"),
+        *(of(quantize_large_group, "nvfp4-te"), SEEN),
+    ),
+    "no scale of an empty tensor": ("grouped_quantize.cuh", "i < a.rows", "i < 0", scale_of_nothing, DIFFERS),
+    # Shards.
+    "a neighbour's nibble": ("partial.cuh", "atomicAnd(word, ~owned)", "atomicAnd(word, 0u)", SHARD, SEEN),
+    "a wrong shift": ("partial.cuh", "move_down<2>(", "move_down<1>(", SHARD, SEEN),
+    "a row too few": ("partial_amax.cu", "r < R::kBlockRows", "r < R::kBlockRows - 1", SHARD, SEEN),
+    "a scale row too far": (
+        *("partial_scales.cu", "minimum<i64>(R::kBlockRows, a.rows - row)", "R::kBlockRows"),
+        *(of(master_weights, "nvfp4-te-2d", F32), SEEN),
+    ),
+    # Given scales.
+    "a wrong block": (
+        *("quantize_with_scales.cu", "block = column / R::kBlock;", "block = column / (2 * R::kBlock);"),
+        *(SCALED, SEEN),
+    ),
+    "no zero blocks": (
+        *("quantize_with_scales.cu", "if constexpr (!kReadsBlock<R>) return 1.0f;", "return 1.0f;"),
+        *(SCALED, SEEN),
+    ),
+    "a decode scale": (
+        *("implied_amax.cuh", "scale<R, In>(amax).encode, decode", "scale<R, In>(amax).decode, decode"),
+        *(SCALED, SEEN),
+    ),
+    "a scaled run too far": (
+        *("quantize_with_scales.cu", "minimum<i64>(kRun, a.columns - column)", "kRun"),
+        *(of(quantize_with_scales, "fp8-modelopt-channel", shape=(5, 38)), SEEN + "|wrote behind"),
+    ),
+    "negative scales on the fast path": (
+        *("quantize_with_scales.cu", "if (sign_of(f.value) == 0u)", "if (true)"),
+        *(negative_scales, DIFFERS),
+    ),
+    # The Hadamard transform.
+    "one bit too many for float32": (
+        "hadamard.cuh",
+        "21 - In::kMantissaBits",
+        "22 - In::kMantissaBits",
+        transformed(BF16, "ties"),
+        DIFFERS,
+    ),
+    "one bit too many for float16": (
+        "hadamard.cuh",
+        "21 - In::kMantissaBits",
+        "22 - In::kMantissaBits",
+        transformed(F16, "ties"),
+        DIFFERS,
+    ),
+    "half the error of the sums": (
+        *("hadamard.cuh", "0x1.1p-20f", "0x1.1p-26f"),
+        *(transformed(BF16, "ties"), DIFFERS),
+    ),
+    "sums that overflow": (
+        *("hadamard.cuh", "if (largest >= kInfinityBits) return false;", ""),
+        *(transformed(BF16, "edges"), DIFFERS),
+    ),
+    "half of the least": (
+        *("hadamard.cuh", "minimum(smallest & 0xFFFFu, smallest >> 16)", "(smallest & 0xFFFFu)"),
+        *(transformed(BF16, "ties", 1), DIFFERS),
+    ),
+    "the other column is told": (
+        *("hadamard.cuh", "inconclusive |= 1u << j", "inconclusive |= 2u >> j"),
+        *(transformed(BF16, "spread", 1), DIFFERS),
+    ),
+    "one column of two": (
+        *("amax_hadamard.cu", "j ? 0x7632u : 0x5410u", "0x5410u"),
+        *(strips, DIFFERS),
+    ),
+    "one sign": ("hadamard.cuh", "kSignMask >> (i + 1)", "kSignMask >> i", transformed(BF16, "signs"), DIFFERS),
+}
+SOON = ("no barriers", "a row too far", "misaligned runs", "a neighbour's nibble")
+
+
+def compare(call: Any) -> None:
+    """Make a call on the device that is played, and on NumPy arrays."""
+    if not hasattr(call, "run"):
+        call()
+        return
+    for gpu, cpu in zip(call.run(cupy.asarray), call.run(), strict=True):
+        assert differing(gpu, cpu) == 0, DIFFERS
+
+
+def mutated(folder: Path, file: str, text: str, changed: str) -> Path:
+    """Return a copy of the sources in which `text` of one file is `changed`."""
+    sources = folder / "cuda"
+    shutil.copytree(loader.SOURCES, sources)
+    path = loader.files(sources)[file]
+    original = path.read_text()
+    assert text in original, f"{file} has no {text!r} any more; choose another line to change"
+    path.write_text(original.replace(text, changed))
+    return sources
+
+
+@pytest.mark.parametrize("name", by_default(SOON, MUTATIONS))
+def test_a_changed_line_is_seen(tmp_path, name):
+    *change, call, seen = MUTATIONS[name]
+    mutant = Libraries(tmp_path, require_compiler(tmp_path), mutated(tmp_path, *change))
+    with mutant.playing(), pytest.raises(AssertionError, match=seen):
+        compare(call)
+    mutant.close()

@@ -1,0 +1,96 @@
+"""Runs of 16 elements for the Hadamard transform: on both sides of what its sums in float32 can tell, and others."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import ml_dtypes
+import numpy as np
+from inputs import BF16
+
+from fp4kit.call.parse import HADAMARD_BLOCK as BLOCK
+from fp4kit.reference.hadamard import TE_SIGN_MASK
+
+F16, F32 = np.dtype(np.float16), np.dtype(np.float32)
+SYLVESTER = np.array([[(-1) ** (i & j).bit_count() for j in range(BLOCK)] for i in range(BLOCK)])
+MANTISSA_BITS = {F16: 10, BF16: 7, F32: 23}
+LEAST_EXPONENT = {F16: -24, BF16: -133, F32: -149}
+MOST_EXPONENT = {F16: 15, BF16: 127, F32: 127}
+
+
+class Runs(NamedTuple):
+    """Of which dtype the runs are, and the mask of signs of the transform that they are made for."""
+
+    dtype: np.dtype
+    mask: int = TE_SIGN_MASK
+
+    def signs(self, j: int) -> np.ndarray:
+        """Return the signs with which the elements of a run are added for y_j."""
+        return SYLVESTER[j] * (1 - 2 * (self.mask >> np.arange(BLOCK) & 1))
+
+    def of_kind(self, kind: str) -> np.ndarray:
+        """Return the runs (n, 16) of a kind, in the dtype."""
+        with np.errstate(all="ignore"):
+            return np.ascontiguousarray(KINDS[kind](self, np.random.default_rng(7)).astype(self.dtype, copy=False))
+
+
+def signs(case: Runs, rng: np.random.Generator) -> np.ndarray:
+    """Every pattern of signs of ones, of zeros, and of one number too small to halve."""
+    patterns = 1.0 - 2.0 * (np.arange(1 << BLOCK)[:, None] >> np.arange(BLOCK) & 1)
+    return np.concatenate([patterns, np.copysign(0.0, patterns), patterns * 2.0 ** LEAST_EXPONENT[case.dtype]])
+
+
+def spread(case: Runs, rng: np.random.Generator) -> np.ndarray:
+    """Random elements whose exponents lie up to `s` apart, for every s, at many magnitudes; some with zeros of both
+    signs.
+    """
+    s = np.repeat(np.arange(48), 400)[:, None]
+    x = rng.standard_normal((len(s), BLOCK)) * np.exp2(-rng.integers(0, s + 1, (len(s), BLOCK)))
+    x[::3] *= rng.random(x[::3].shape) < 0.7
+    return x * np.exp2(rng.integers(-30, 8, (len(s), 1)).astype(np.float64))
+
+
+def normal(case: Runs, rng: np.random.Generator) -> np.ndarray:
+    return rng.standard_normal((4096, BLOCK))
+
+
+def bits(case: Runs, rng: np.random.Generator) -> np.ndarray:
+    """Random bit patterns: all magnitudes at once, infinities and NaN."""
+    unsigned = np.dtype(f"u{case.dtype.itemsize}")
+    return rng.integers(0, 2 ** (8 * unsigned.itemsize), (8192, BLOCK), unsigned).view(case.dtype)
+
+
+def edges(case: Runs, rng: np.random.Generator) -> np.ndarray:
+    """At both ends of the type: subnormal elements and results, results that overflow, few infinities and NaN among
+    others.
+    """
+    low = rng.integers(-300, 301, (4096, BLOCK)) * 2.0 ** (LEAST_EXPONENT[case.dtype] + rng.integers(0, 6, (4096, 1)))
+    high = rng.standard_normal((4096, BLOCK)) * 2.0 ** (MOST_EXPONENT[case.dtype] + rng.integers(-4, 1, (4096, 1)))
+    high = np.clip(high, *(s * float(ml_dtypes.finfo(case.dtype).max) for s in (-1, 1)))
+    high[:1024] = np.sign(high[:1024]) * float(ml_dtypes.finfo(case.dtype).max)
+    high[:256] = case.signs(3) * high[0, 0] * np.exp2(-rng.integers(0, 3, (256, BLOCK)))  # y_3 is 4 times an element
+    few = rng.standard_normal((2048, BLOCK))
+    few[np.arange(2048), rng.integers(0, BLOCK, 2048)] = rng.choice([np.inf, -np.inf, np.nan], 2048)
+    few[::5, ::7] = np.inf
+    return np.concatenate([low, high, few])
+
+
+def ties(case: Runs, rng: np.random.Generator) -> np.ndarray:
+    """One y a tie but for a little: 2^n + 2^(n - M - 1) +- 1 quarters of the least bit of an element, n on both sides
+    of 24.
+
+    Exact in float32 for n < 24; one more bit, and the sum rounds to the tie, which goes the other way.
+    """
+    M, count = MANTISSA_BITS[case.dtype], 6000
+    least, n = 2.0 ** rng.integers(-9, 4, (count, 1)), rng.integers(20, 28, (count, 1))
+    x = np.zeros((count, BLOCK))
+    x[:, :8] = 2.0 ** (n - 3)
+    x[:, 8:9] = 2.0 ** (n - M - 1) * rng.choice([1, 3, -1], (count, 1))
+    x[:, 9:10] = 2.0**M + 1
+    x[:, 10:11] = -(2.0**M) - rng.choice([0, 2], (count, 1))
+    rows = rng.integers(0, BLOCK, count)
+    by_row = np.array([case.signs(j) for j in range(BLOCK)])[rows]
+    return rng.permuted(x, axis=1) * by_row * least * rng.choice([-1, 1], (count, 1))
+
+
+KINDS = {f.__name__: f for f in (signs, spread, normal, bits, edges, ties)}

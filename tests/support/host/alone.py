@@ -1,0 +1,53 @@
+"""Headers of the kernels launched alone, by kernels of their own: the Hadamard transform, powers, bounds of losses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from host import cupy_on_host as cupy
+from searched import STATIC
+
+from fp4kit.call.parse import HADAMARD_BLOCK
+from fp4kit.cuda.compile import loader
+from fp4kit.cuda.compile.instantiate import instantiation
+from fp4kit.cuda.compile.traits import TYPES, recipe_struct
+from fp4kit.cuda.engine.search_amaxes import bits_of
+from fp4kit.cuda.engine.search_scales import SEARCH_THREADS
+from fp4kit.cuda.launch.geometry import THREADS, Launch, address, grid
+from fp4kit.recipes import RECIPES
+
+HERE = Path(__file__).parent
+
+
+def transform(x: Any, mask: int) -> tuple[Any, Any, Any]:
+    """Transform runs (n, 16), n even, by hadamard.cuh.
+
+    Returns the transforms; the transforms by the code for columns, two at a time; and 1 for each run that sums in
+    float32 decided, else 0.
+    """
+    y, columns, is_short = cupy.empty_like(x), cupy.empty_like(x), cupy.zeros(len(x), np.uint8)
+    text = f'#include "hadamard.cuh"\nusing Input = {TYPES[x.dtype]};\nconstexpr u32 kSignMask = {mask}u;\n'
+    fields = np.dtype([("x", "u8"), ("y", "u8"), ("columns", "u8"), ("is_short", "u8"), ("runs", "i8")])
+    function = loader.function(text + (HERE / "hadamard.cu").read_text(), "hadamard_kernel", x.device.id)
+    blocks = grid(-(-x.size // (HADAMARD_BLOCK * THREADS)), x.device.id)
+    Launch(function, blocks, fields, len(x))(*map(address, (x, y, columns, is_short)))
+    return y, columns, is_short
+
+
+def put_bounds(x: Any, reciprocals: Any, first: Any, out: Any) -> None:
+    """Write the sums of bounds of search_loss_bounds.cuh to out."""
+    text = instantiation("search", recipe_struct(RECIPES[STATIC])).replace("search.cu", "search_loss_bounds.cuh")
+    text += (HERE / "bounds.cu").read_text()
+    fields = np.dtype([(name, "u8") for name in ("x", "reciprocals", "first", "out", "count")])
+    function = loader.function(text, "bounds_kernel", x.device.id)
+    Launch(function, 2, fields, len(x), threads=SEARCH_THREADS)(*map(address, (x, reciprocals, first, out)))
+
+
+def put_powers(d: Any, out: Any, p: float) -> None:
+    """Write d^p, by pow.cuh, to out: float64."""
+    text = '#include "pow.cuh"\n' + (HERE / "power.cu").read_text()
+    fields = np.dtype([("d", "u8"), ("out", "u8"), ("count", "i8"), ("power", "f8")])
+    function = loader.function(text, "power_kernel", d.device.id)
+    Launch(function, grid(-(-d.size // THREADS), d.device.id), fields, d.size, bits_of(p))(address(d), address(out))

@@ -1,0 +1,89 @@
+"""What launchers of fp4kit.cuda ask for, noted or built for the CPU: instantiations of kernels, and a text of many."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import fp4kit.cuda
+from fp4kit.arrays import imports
+from fp4kit.cuda.compile import loader
+from fp4kit.cuda.launch import geometry
+
+MULTIPROCESSORS = 2  # of the device that is played: few, so that the grid is smaller than the work
+
+
+class Instantiation(NamedTuple):
+    """What loader.function is asked for: the stub's text, and the name of a kernel in it."""
+
+    source: str
+    kernel: str
+
+
+_INCLUDE = re.compile(r'^#include "(\w+\.cuh?)"', re.MULTILINE)
+
+
+def included(names: Iterable[str], tree: Mapping[str, str]) -> list[str]:
+    """Those of the files of a tree, texts by name, that are named or included by one of them, directly or not."""
+    found, pending = dict[str, None](), [*names]
+    while pending:
+        name = pending.pop()
+        if name in tree and name not in found:
+            found[name] = None
+            pending += _INCLUDE.findall(tree[name])
+    return sorted(found)
+
+
+def program_text(instantiations: Iterable[Instantiation], sources: Path) -> str:
+    """One translation unit: headers once, then each instantiation in a namespace, its kernel under a name of its
+    own.
+    """
+    instantiations = list(instantiations)
+    tree = {name: path.read_text() for name, path in loader.files(sources).items()}
+    files = cache(lambda names: included(names, tree))  # few sets of names for many instantiations
+    needed = [files(tuple(_INCLUDE.findall(source))) for source, _ in instantiations]
+    headers = sorted({name for names in needed for name in names if name.endswith(".cuh")})
+    lines = ['#include "library.h"', *(f'#include "{name}"' for name in headers)]
+    entries = []
+    for i, ((source, kernel), names) in enumerate(zip(instantiations, needed, strict=True)):
+        text = "".join([source, *(tree[name] for name in names if name.endswith(".cu"))])
+        every, (arguments,) = re.findall(r"\b(\w+_kernel)\(", text), re.findall(rf"\b{kernel}\(([\w<>]+) ", text)
+        lines += [f"namespace instance_{i} {{", *(f"#define {name} {name}_{i}" for name in every), source]
+        lines += [
+            *(f"#undef {name}" for name in every),
+            f"constexpr Launch entry = launch<{arguments}, {kernel}_{i}>;",
+            "}",
+        ]
+        entries.append(f"instance_{i}::entry")
+    table = f"static const Launch launches[] = {{{', '.join(entries)}}};"
+    return "\n".join(
+        [
+            *lines,
+            f"int main(int argc, char** argv) {{ {table}",
+            "HOST_GAP(0) host_last_gap<0>(); return host_main(argc, argv, launches); }",
+            "",
+        ]
+    )
+
+
+@contextmanager
+def launching_on(function: Callable[[str, str, int], Callable[..., None]], cupy: Any) -> Iterator[None]:
+    """Let launchers of fp4kit.cuda take kernels from `function`(source, kernel, device), and `cupy` as their CuPy."""
+    modules = pkgutil.walk_packages(fp4kit.cuda.__path__, "fp4kit.cuda.")
+    launchers = [importlib.import_module(module.name) for module in modules]
+    caches = {f for m in launchers if m is not loader for f in vars(m).values() if hasattr(f, "cache_clear")}
+    with ExitStack() as stack:
+        for cached in caches:  # they hold functions of another device
+            cached.cache_clear()
+            stack.callback(cached.cache_clear)
+        stack.enter_context(patch.object(loader, "function", function))
+        stack.enter_context(patch.object(imports, "cupy", lambda: cupy))
+        stack.enter_context(patch.object(geometry, "multiprocessors", lambda device: MULTIPROCESSORS))
+        yield

@@ -1,0 +1,314 @@
+"""Calls of the public functions that together launch every kind of kernel: on NumPy arrays or on those of a device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import numpy as np
+from inputs import BF16, ordinary
+from searched import STATIC, hessians, of_nearly_equal_errors, searched_blocks
+from thread_group import ThreadGroup, run_threads
+
+import fp4kit
+from fp4kit import Shard
+from fp4kit.cuda.launch import dispatch, grouped
+from fp4kit.evidence.testing import adversarial_blocks
+from fp4kit.recipes import RECIPES, Recipe
+from fp4kit.training.communicators import SingleProcess
+from fp4kit.training.master_weights import MasterWeightsPlan
+
+F16, F32 = np.dtype(np.float16), np.dtype(np.float32)
+Place = Callable[[Any], Any]  # what moves an array of NumPy to where a call shall run
+SHAPE = (64, 256)
+
+
+class KernelCall(NamedTuple):
+    """A call. make(place, call): its results. misaligned: x begins one element behind a multiple of 16 bytes."""
+
+    make: Callable[[Place, KernelCall], list[Any]]
+    recipe: Recipe
+    dtype: np.dtype = BF16
+    options: tuple[tuple[str, Any], ...] = ()
+    shape: tuple[int, ...] = SHAPE
+    misaligned: bool = False
+
+    def __str__(self) -> str:
+        options = [
+            f"{name}_{value if isinstance(value, (str, int)) else type(value).__name__}" for name, value in self.options
+        ]
+        parts = (self.make.__name__, self.recipe.id, str(self.dtype), *options, "misaligned" * self.misaligned)
+        return "-".join(filter(None, parts))
+
+    def run(self, place: Place = lambda a: a) -> list[Any]:
+        """Make the call; return its arrays."""
+        with np.errstate(all="ignore"):
+            return self.make(place, self)
+
+    def x(self, place: Place) -> Any:
+        """Return the array that the call is on."""
+        x = np.resize(adversarial_blocks(self.dtype), self.shape)
+        x.reshape(-1)[-1] = 100  # the largest of a small array comes last
+        if not self.misaligned:
+            return place(x)
+        flat = place(np.concatenate([np.zeros(1, self.dtype), x.reshape(-1)]))
+        return flat[1:].reshape(self.shape)
+
+    def given(self, place: Place) -> dict[str, Any]:
+        """Return the options, arrays among them in their place."""
+        return {name: place(value) if isinstance(value, np.ndarray) else value for name, value in self.options}
+
+
+def parts(q: Any) -> list[Any]:
+    found = [q.packed, q.block_scale, q.tensor_scale, q.tensor_amax]
+    return [a for a in found if a is not None]
+
+
+def quantize(place: Place, call: KernelCall) -> list[Any]:
+    return parts(fp4kit.quantize(call.x(place), call.recipe, **call.given(place)))
+
+
+def quantize_by_table(place: Place, call: KernelCall) -> list[Any]:
+    """By the kernel with tables of 4over6, which is made for large matrices."""
+    with patch.object(dispatch, "TABLE_LEAST", 0):
+        return quantize(place, call)
+
+
+def quantize_both(place: Place, call: KernelCall) -> list[Any]:
+    return [a for q in fp4kit.quantize_both(call.x(place), call.recipe, **call.given(place)) for a in parts(q)]
+
+
+def fake_quantize(place: Place, call: KernelCall) -> list[Any]:
+    return [fp4kit.fake_quantize(call.x(place), call.recipe, **call.given(place))]
+
+
+def fake_quantize_backward(place: Place, call: KernelCall) -> list[Any]:
+    grad = place(ordinary(9, call.shape))
+    return [fp4kit.fake_quantize_backward(grad, call.x(place), call.recipe, pass_through=False, **call.given(place))]
+
+
+def quantized(place: Place, call: KernelCall, **options: Any) -> Any:
+    """Return codes of the specification, their parts in their place."""
+    q = fp4kit.quantize(call.x(lambda a: a), call.recipe, **options)
+    moved = {
+        name: None if (a := getattr(q, name)) is None else place(a)
+        for name in ("packed", "block_scale", "tensor_scale", "tensor_amax")
+    }
+    return replace(q, **moved)
+
+
+def dequantize(place: Place, call: KernelCall) -> list[Any]:
+    return [fp4kit.dequantize(quantized(place, call, **call.given(lambda a: a)), F32)]
+
+
+def dequantize_without_amax(place: Place, call: KernelCall) -> list[Any]:
+    return [fp4kit.dequantize(replace(quantized(place, call), tensor_amax=None), F32)]
+
+
+def quantize_with_scales(place: Place, call: KernelCall) -> list[Any]:
+    given = call.given(place)
+    q = quantized(place, call, **{k: v for k, v in call.given(lambda a: a).items() if k != "seed" and k != "rounding"})
+    return [
+        fp4kit.quantize(
+            call.x(place), call.recipe, block_scale=q.block_scale, tensor_scale=q.tensor_scale, **given
+        ).packed
+    ]
+
+
+def amax(place: Place, call: KernelCall) -> list[Any]:
+    return [fp4kit.amax(call.x(place), **call.given(place))]
+
+
+def amax_of_blocks(place: Place, call: KernelCall) -> list[Any]:
+    return [fp4kit.amax(call.x(place), call.recipe)]
+
+
+def transpose(place: Place, call: KernelCall) -> list[Any]:
+    return parts(fp4kit.transpose(quantized(place, call, **call.given(lambda a: a))))
+
+
+def swizzle(place: Place, call: KernelCall) -> list[Any]:
+    return [fp4kit.unswizzle(fp4kit.swizzle(quantized(place, call), "swizzled_128x4")).block_scale]
+
+
+def pack(place: Place, call: KernelCall) -> list[Any]:
+    return [fp4kit.pack(fp4kit.unpack(quantized(place, call).packed))]
+
+
+def requantize(place: Place, call: KernelCall) -> list[Any]:
+    found = fp4kit.requantize(quantized(place, call), "nvfp4-te")
+    return [*parts(found.quantized), found.changed]
+
+
+def search_scales(place: Place, call: KernelCall) -> list[Any]:
+    x = np.nan_to_num(searched_blocks(call.dtype)[:43].astype(np.float32), nan=1, posinf=1, neginf=1)
+    return [fp4kit.search_scales(place(x.astype(call.dtype)), call.recipe, **call.given(place))]
+
+
+def search_amaxes(place: Place, call: KernelCall) -> list[Any]:
+    return [fp4kit.search_scales(place(ordinary(3, (36, 64), call.dtype)), call.recipe, **call.given(place))]
+
+
+def group(place: Place, call: KernelCall) -> list[Any]:
+    """Return unequal tensors, each of which ends with its largest element."""
+    others = [ordinary(4 + i, shape, call.dtype) for i, shape in enumerate(((33, 64), (1, 128), (64, 144)))]
+    for x in others:
+        x[-1, -1] = 100
+    return [call.x(place), *map(place, others)]
+
+
+def quantize_grouped(place: Place, call: KernelCall) -> list[Any]:
+    found = fp4kit.quantize_grouped(group(place, call), call.recipe, **call.given(place))
+    return [a for q in found for a in parts(q)]
+
+
+def quantize_large_group(place: Place, call: KernelCall) -> list[Any]:
+    """A group of so many members that they are a table in device memory."""
+    xs = [a for _ in range(grouped.SMALL_GROUP // 4 + 1) for a in group(place, call)]
+    amaxes = [1.0 + i for i in range(len(xs))]
+    return [a for q in fp4kit.quantize_grouped(xs, call.recipe, tensor_amax=amaxes) for a in parts(q)]
+
+
+def quantize_searched(place: Place, call: KernelCall) -> list[Any]:
+    """Blocks of every kind, and blocks whose candidates have nearly equal errors."""
+    x = np.concatenate([searched_blocks(call.dtype)[:48], of_nearly_equal_errors().astype(call.dtype)])
+    return parts(fp4kit.quantize(place(x), call.recipe, **call.given(place)))
+
+
+def fake_quantize_grouped(place: Place, call: KernelCall) -> list[Any]:
+    return fp4kit.fake_quantize_grouped(group(place, call), call.recipe, **call.given(place))
+
+
+def fake_quantize_grouped_backward(place: Place, call: KernelCall) -> list[Any]:
+    xs = group(place, call)
+    grads = [place(ordinary(9, a.shape)) for a in xs]
+    return fp4kit.fake_quantize_grouped_backward(grads, xs, call.recipe, pass_through=False)
+
+
+def amax_grouped(place: Place, call: KernelCall) -> list[Any]:
+    return fp4kit.amax_grouped(group(place, call), **call.given(place))
+
+
+def partial(place: Place, call: KernelCall) -> list[Any]:
+    """Amaxes and codes of shards that begin at every distance from a multiple of 16 bytes."""
+    x, r = np.resize(adversarial_blocks(call.dtype), call.shape), call.recipe
+    amaxes, packed = fp4kit.amax(x, r), place(np.full(fp4kit.quantize(x, r).packed.shape, 0xA5, np.uint8))
+    found: list[Any] = []
+    for start, end in ((0, x.size), (5, x.size), (6, x.size - 3), (7, x.size - 32), (18, 335)):
+        shard, out = place(x.reshape(-1)[start:end].copy()), packed.copy()
+        fp4kit.partial_cast(shard, out, place(np.nan_to_num(amaxes, nan=np.inf)), x.shape, start, r)
+        found += [fp4kit.partial_amax(shard, x.shape, start, r), out]
+    return found
+
+
+def master_weights(place: Place, call: KernelCall) -> list[Any]:
+    """Whole blocks in both directions; and matrices whose last blocks have few rows."""
+    found: list[Any] = []
+    for shapes, columnwise in ((((64, 80), (16, 16), (48, 64)), True), (((33, 240), (3, 48)), False)):
+        shards = [Shard(place(ordinary(6, shape, call.dtype).reshape(-1)), shape) for shape in shapes]
+        made = MasterWeightsPlan(shards, SingleProcess(), call.recipe, columnwise=columnwise).cast()
+        found += [a for q in made for one in (q if columnwise else (q,)) for a in parts(one)]
+    return found
+
+
+def cast_by_two(place: Place, call: KernelCall) -> list[Any]:
+    """Primary weights of a matrix whose halves two processes have."""
+    x = ordinary(6, call.shape, call.dtype)
+
+    def cast(comm: ThreadGroup) -> list[Any]:
+        half = x.size // 2
+        shard = Shard(place(x.reshape(-1)[comm.rank * half : (comm.rank + 1) * half]), x.shape, comm.rank * half)
+        return parts(fp4kit.cast_master_weights([shard], comm, call.recipe)[0])
+
+    return run_threads(2, cast)[0]
+
+
+def of(
+    make: Any, id: str | Recipe, dtype: np.dtype = BF16, *, misaligned: bool = False, shape: Any = SHAPE, **options: Any
+) -> KernelCall:
+    r = RECIPES[id] if isinstance(id, str) else id
+    return KernelCall(make, r, dtype, tuple(options.items()), shape, misaligned)
+
+
+BYTES = np.random.default_rng(2).integers(0, 256, SHAPE, np.uint8)
+WEIGHTS = np.linspace(0, 2, 64, dtype=np.float32)
+SQUARE = replace(RECIPES[STATIC], id="static-16x16", block=(16, 16))
+SEARCHES = [
+    of(search_scales, STATIC, tensor_amax=4.0),
+    of(search_scales, STATIC, tensor_amax=4.0, candidates="near"),
+    of(search_scales, STATIC, tensor_amax=4.0, weights=WEIGHTS),
+    of(search_scales, STATIC, tensor_amax=4.0, hessian=hessians(64)),
+    of(search_scales, SQUARE, tensor_amax=4.0, candidates="near"),
+    of(search_scales, SQUARE, tensor_amax=4.0, objective="max"),
+    of(search_scales, STATIC, tensor_amax=4.0, objective="mae", weights=WEIGHTS),
+    of(search_scales, STATIC, tensor_amax=4.0, objective="p2.4", weights=WEIGHTS),
+    of(search_scales, "mxfp4-ocp", weights=WEIGHTS),
+    of(search_scales, "mxfp8-te", objective="mae", candidates=(-3, 4)),
+    of(search_amaxes, "fp8-modelopt", F32, weights=WEIGHTS),
+    of(search_amaxes, "int8-modelopt-channel", F16, objective="max"),
+    of(search_amaxes, "fp8-modelopt-channel", F32, objective="p1.5", weights=WEIGHTS),
+    of(quantize_searched, "nvfp4-auto-round-opt", tensor_amax=4.0),
+    of(quantize_searched, "mxfp4-auto-round-opt", F32),
+    of(quantize_grouped, "nvfp4-modelopt-mse"),
+]
+KINDS = [
+    of(quantize, "nvfp4-te"),
+    of(quantize, "mxfp4-ocp", F32),
+    of(quantize, "mxfp8-te-e5m2", F16),
+    of(fake_quantize, "nvfp4-flashinfer"),
+    of(quantize, "nvfp4-te-2d", scale_layout="swizzled_128x4"),
+    of(quantize, "nvfp4-flashinfer-4over6-mse-256", F16),
+    of(quantize, "nvfp4-te-4over6-mse-448-2d"),
+    of(quantize_by_table, "nvfp4-te-4over6-mse-448", shape=(96, 512)),
+    of(quantize_by_table, "nvfp4-te-4over6-mae-256-2d", shape=(96, 512)),
+    of(quantize, "int8-modelopt-channel"),
+    of(quantize, "mxfp8-te", rounding="stochastic", seed=7),
+    of(quantize, "nvfp4-te", rounding="stochastic", seed=BYTES),
+    of(quantize, "nvfp4-te-reference", hadamard=True),
+    of(quantize, "nvfp4-te", F32, misaligned=True),
+    of(dequantize, "nvfp4-te"),
+    of(dequantize, "mxfp8-te", shape=(512, 256)),
+    of(dequantize, "fp8-modelopt", shape=(5, 38)),
+    of(dequantize, "int8-modelopt-channel"),
+    of(dequantize_without_amax, "nvfp4-flashinfer"),
+    of(amax, "nvfp4-te"),
+    of(amax, "nvfp4-te", F16, axis=1),
+    of(amax, "nvfp4-te", axis=0),
+    of(amax_of_blocks, "mxfp4-flashinfer"),
+    of(quantize, "nvfp4-te", axis=0, hadamard=True),
+    of(quantize_both, "nvfp4-te"),
+    of(quantize, "mxfp8-te", F32, axis=0),
+    of(quantize_both, "mxfp8-te-2d", F16, misaligned=True),
+    of(quantize_with_scales, "nvfp4-flashinfer", rounding="stochastic", seed=7),
+    of(quantize_with_scales, "nvfp4-flashinfer-4over6-mse-256", F16),
+    of(quantize_with_scales, "int4-modelopt-channel", F32, misaligned=True),
+    of(quantize_with_scales, "fp8-modelopt-channel", shape=(5, 38)),
+    of(quantize_with_scales, "mxfp8-te-2d", scale_layout="swizzled_128x4", hadamard=True),
+    of(partial, "nvfp4-te-2d", F32),
+    of(partial, "mxfp8-te"),
+    of(master_weights, "nvfp4-te-2d", F32),
+    of(cast_by_two, "nvfp4-te-2d", F32),
+    of(fake_quantize, "nvfp4-modelopt-fake-cuda", misaligned=True),
+    of(fake_quantize, "mxfp8-modelopt-fake", F16),
+    of(fake_quantize, "mxfp4-microxcaling-even", F32),
+    of(fake_quantize, "int8-modelopt-channel"),
+    of(fake_quantize_backward, "nvfp4-te", F16),
+    of(requantize, "mxfp4-ocp"),
+    of(transpose, "nvfp4-te-2d"),
+    of(transpose, "mxfp8-te-2d", scale_layout="swizzled_128x4"),
+    of(swizzle, "nvfp4-te"),
+    of(pack, "nvfp4-te"),
+    *SEARCHES,
+    of(quantize_grouped, "nvfp4-te"),
+    of(quantize_large_group, "nvfp4-te"),
+    of(quantize_grouped, "nvfp4-te-2d", F32),
+    of(quantize_grouped, "fp8-modelopt", F16),
+    of(quantize_grouped, "nvfp4-te-4over6-mse-448"),
+    of(fake_quantize_grouped, "int8-modelopt-channel"),
+    of(fake_quantize_grouped, "nvfp4-modelopt-fake", F32),
+    of(fake_quantize_grouped_backward, "nvfp4-te"),
+    of(amax_grouped, "nvfp4-te"),
+    of(amax_grouped, "nvfp4-te", axis=1),
+]

@@ -1,0 +1,39 @@
+"""Variants of recipes that the table does not have: other element formats, and blocks of several rows."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from fp4kit.formats import ElementFormat
+from fp4kit.recipes import RECIPES, Recipe
+
+E2M1_BIAS0 = ElementFormat("E2M1", 2, 1, 0)  # the name does not tell
+E2M1_BIAS3 = ElementFormat("E2M1_BIAS3", 2, 1, 3)
+E3M4 = ElementFormat("E3M4", 3, 4, 3)
+E4M3_IEEE = ElementFormat("E4M3_IEEE", 4, 3, 7, specials="ieee")
+
+
+def of_elements(id: str, element: ElementFormat) -> Recipe:
+    """Return a recipe with other elements. An id that the table lacks and that ends in -2d gets blocks of 16x16."""
+    base = RECIPES.get(id) or replace(RECIPES[id.removesuffix("-2d")], block=(16, 16))
+    return replace(base, id=f"{id}-{element.name}-{element.bias}", element=element)
+
+
+def square(id: str, rows: int = 16, columns: int = 16) -> Recipe:
+    """Return a recipe with blocks of several rows."""
+    return replace(RECIPES[id], id=f"{id}-{rows}x{columns}", block=(rows, columns))
+
+
+# Under a tensor amax of 3, whose encode scale is 896: 896 TIE / 6 = 21 / 256 is a tie of E4M3, whose even neighbour is
+# below.
+TIE = 9 * 2.0**-14
+# te's product is above the tie; (amax * S_enc) * (1 / 6) is not, and has 26 + 8 k.
+TE_CODES = [27 + 8 * k for k in range(12)]
+
+
+def blocks_at_ties(dtype: np.dtype) -> np.ndarray:
+    """Return a matrix (12, 16): block k has the amax 2^k TIE, which every type holds."""
+    x = np.outer(np.exp2(np.arange(12)) * TIE, np.linspace(-0.5, 1, 16))
+    return x.astype(dtype)
