@@ -77,8 +77,8 @@ def register(subparsers: Any) -> None:
 def add_scale_search(parser: Any) -> None:
     """Add the options that choose how block scales are searched."""
     text = (
-        "search the block scales with the smallest error, instead of computing them from the amax: mse, mae, max or a"
-        " p-norm (p2.4); NVFP4 only"
+        "search for the block scales with the smallest error, instead of computing them from the amax. The error is"
+        " mse, mae, max or a p-norm (p2.4). NVFP4 only"
     )
     parser.add_argument("--scale-search", metavar="ERROR", help=text)
     text = (
@@ -149,8 +149,8 @@ def _add_execution(parser: argparse.ArgumentParser) -> None:
 def add_workers(parser: Any) -> None:
     """Add the options that choose where the work is done."""
     text = (
-        "number of threads or processes (default: depends on the machine). Processes are used by verify, without the"
-        " compiled engine, and for 4 or more workers that convert a large model on the CPU"
+        "number of workers (default: depends on the machine). Workers are threads, with three exceptions: verify on the"
+        " CPU, a missing compiled engine, and 4 or more workers that convert a large model on the CPU use processes"
     )
     parser.add_argument("--workers", type=int, metavar="N", help=text)
     parser.add_argument(

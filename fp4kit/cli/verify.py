@@ -28,8 +28,8 @@ def register(subparsers: Any) -> None:
         "verify",
         _verify,
         "check that a checkpoint is intact, loads, and is exact",
-        description="Check the files of a checkpoint against its manifest, its scales and configs against what engines"
-        " require, and, with --source, every byte against a new encoding of the source.",
+        description="Check the files of a checkpoint against its manifest, and its scales and configs against what"
+        " engines require. With --source, encode the source again and compare every byte.",
         epilog="Exit codes: 0 no errors, perhaps warnings; 1 errors, such as bytes that differ; 2 the checkpoint cannot"
         " be read.",
     )
