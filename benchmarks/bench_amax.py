@@ -1,4 +1,4 @@
-"""amax of a tensor, of rows, of columns and of a recipe's blocks."""
+"""Benchmark amax: of a tensor, of its rows, of its columns and of a recipe's blocks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ from fp4kit.evidence.testing import assert_same_bits
 
 
 def run(bench: Bench) -> None:
-    """One row per kind of amax; reading alone is the floor, and the copy's bytes per second the ceiling."""
+    """Add one row per kind of amax. Each is compared with a copy of as many bytes; the smallest possible time is that
+    of reading x once.
+    """
     for dtype in (F32, F16, BF16):
         x = bench.normal(dtype)
         bits = f"i{dtype.itemsize}"

@@ -1,15 +1,19 @@
-"""Throughput of a conversion without its verification: bytes a second, peak memory, and what it costs beside quantize.
+"""Measure the throughput, peak memory and overhead of a checkpoint conversion without its verification.
 
     python benchmarks/bench_checkpoint.py [--gb 2] [--workers 2] [--recipe nvfp4-te] [--repeat 3] [--folder DIR] [--json
     FILE]
 
-A Llama-like model of bfloat16 normal values is generated in the folder (kept for the next run). A run plans it,
-converts it with so many workers and removes the result. Beside it, in as many processes, fp4kit.quantize runs on the
-same arrays, which are in memory before the clock starts: overhead = conversion / that - 1, by the clock and in seconds
-of processors. The conversion includes plan, start of processes, reading, measuring, writing, fsync and SHA-256. What no
-tool that writes such a result can leave out is timed, too: one loop that reads the model, and writes, pushes to the
-disk and hashes as many bytes as the result has. All are medians of runs that take turns; files of the model are in the
-page cache. Last, what the rules of conversion take for the names of a model of 61 layers of 550 experts.
+The input is a Llama-like model of normal bfloat16 values. It is generated in the folder and kept for the next run.
+Three things are timed; they take turns, and medians are reported. Model files are in the page cache.
+
+- Conversion (`convert_run`): plan, start of the workers, reading, measuring, writing, fsync and SHA-256.
+- quantize (`quantize_run`): fp4kit.quantize of the same arrays in as many processes. The arrays are loaded before the
+  clock starts. overhead = conversion / quantize - 1, both for elapsed time and for CPU time.
+- Bytes alone (`bytes_run`): a loop that reads the model, then writes, fsyncs and hashes as many bytes as the result
+  has. No tool that writes such a result can do less.
+
+Last, `names_run` times how long the rules of convert_tensors take to decide on the tensor names of a model with 61
+layers of 550 experts.
 """
 
 from __future__ import annotations
@@ -56,12 +60,17 @@ LAYER = {
     "mlp.down_proj": (HIDDEN, INNER),
 }
 LAYERS_PER_FILE = 4
-CHUNK = 2 << 20  # bytes that are read at a time where nothing is computed
+CHUNK = 2 << 20  # bytes per read in bytes_run, which computes nothing but hashes
 
 
 class ProcessCost(NamedTuple):
-    """Seconds by the clock and of processors; peaks of memory in MB: of the process, and of the largest one that it
-    started.
+    """Cost of one timed run.
+
+    Attributes:
+        seconds: elapsed time
+        cpu: CPU time
+        peak: peak memory in MB of the process
+        peak_of_workers: peak memory in MB of the largest process that it started
     """
 
     seconds: float
@@ -71,14 +80,14 @@ class ProcessCost(NamedTuple):
 
 
 class Spec:
-    """A tensor to write."""
+    """Describe a tensor to write: name, shape and dtype."""
 
     def __init__(self, name: str, shape: tuple[int, ...]) -> None:
         self.name, self.dtype, self.shape = name, "BF16", shape
 
 
 def generate(root: Path, nbytes: int) -> None:
-    """Write a model of about so many bytes."""
+    """Write a model of about nbytes bytes into root."""
     per_layer = sum(2 * rows * columns for rows, columns in LAYER.values())
     layers = max(round((nbytes - 2 * VOCABULARY * HIDDEN) / per_layer), 1)
     files: dict[int, list[Spec]] = {0: [Spec("model.embed_tokens.weight", (VOCABULARY, HIDDEN))]}
@@ -99,13 +108,13 @@ def generate(root: Path, nbytes: int) -> None:
 
 
 def alone(function: Callable[..., T], calls: Sequence[tuple[Any, ...]]) -> list[T]:
-    """Results of calls at once, each in a new process."""
+    """Run the function once per argument tuple, all at once, each in a new process. Return the results in order."""
     with ProcessPoolExecutor(len(calls), mp_context=multiprocessing.get_context("spawn")) as pool:
         return list(pool.map(function, *zip(*calls, strict=True)))
 
 
 def quantize_run(plan: Plan, workers: int) -> ProcessCost:
-    """quantize of the plan's arrays, shared out over processes; reading is not timed."""
+    """Time quantize of the plan's arrays, divided among `workers` processes. Reading is not timed."""
     source = open_source(plan.source.root)
     names = sorted((t.name for t in plan.converted), key=lambda name: -source.tensors[name][1].nbytes)
     runs = alone(quantize_share, [(str(plan.source.root), plan.recipe.id, names[i::workers]) for i in range(workers)])
@@ -113,7 +122,7 @@ def quantize_run(plan: Plan, workers: int) -> ProcessCost:
 
 
 def quantize_share(root: str, recipe: str, names: list[str]) -> ProcessCost:
-    """quantize of these tensors, one after the other."""
+    """Time quantize of the named tensors, one after the other, in this process."""
     tensors, seconds, cpu = open_source(Path(root)).tensors, 0.0, 0.0
     for name in names:
         file, entry = tensors[name]
@@ -126,8 +135,8 @@ def quantize_share(root: str, recipe: str, names: list[str]) -> ProcessCost:
 
 
 def bytes_run(plan: Plan, folder: Path) -> ProcessCost:
-    """Reading the model, and writing, pushing and hashing as many bytes as the result has, file by file, in one
-    thread.
+    """Time the bytes alone: read the model, then write, fsync and hash as many bytes as the result has, file by file,
+    in one thread.
     """
     start, before, buffer = time.perf_counter(), time.process_time(), memoryview(bytearray(CHUNK))
     share = plan.bytes_out / plan.bytes_in
@@ -144,7 +153,9 @@ def bytes_run(plan: Plan, folder: Path) -> ProcessCost:
 
 
 def convert_run(source: Path, folder: Path, recipe: str, workers: int) -> ProcessCost:
-    """From the plan to the directory's name, with the workers that it starts."""
+    """Time a conversion from making the plan to the rename of the finished directory, workers included. Remove the
+    result.
+    """
     start, before = time.perf_counter(), os.times()
     execute(make_plan(source, recipe), folder / "out", Options(workers))
     seconds, after = time.perf_counter() - start, os.times()
@@ -155,7 +166,9 @@ def convert_run(source: Path, folder: Path, recipe: str, workers: int) -> Proces
 
 
 def names_run(recipe: str) -> tuple[int, float]:
-    """How many names, and the seconds in which convert_tensors' rules decide on all of them; the best of five."""
+    """Return the number of tensor names and the seconds that the rules of convert_tensors take to decide on all of them
+    (best of five).
+    """
     leaves = ("gate_proj", "up_proj", "down_proj")
     names = [
         f"model.layers.{i}.mlp.experts.{e}.{leaf}.weight" for i in range(61) for e in range(550) for leaf in leaves
@@ -169,15 +182,17 @@ def names_run(recipe: str) -> tuple[int, float]:
 
 
 def peak(who: int) -> int:
-    """Largest resident set in MB: of this process, or of the largest that it has waited for."""
-    if who == resource.RUSAGE_SELF:  # ru_maxrss has the peak of the process that started this one
+    """Return the peak resident memory in MB: of this process (RUSAGE_SELF), or of the largest child that it has waited
+    for.
+    """
+    if who == resource.RUSAGE_SELF:  # ru_maxrss includes the peak of the parent process, so VmHWM is read instead
         found = re.search(r"VmHWM:\s*(\d+)", Path("/proc/self/status").read_text())
         return (int(found[1]) << 10) // 10**6 if found else 0
     return (resource.getrusage(who).ru_maxrss << 10) // 10**6
 
 
 def main() -> None:
-    """Print the rows, and write them where asked."""
+    """Time the three runs and report them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gb", type=float, default=2)
     parser.add_argument("--workers", type=int, default=2)
@@ -191,7 +206,7 @@ def main() -> None:
         generate(source, int(args.gb * 1e9))
     compileall.compile_dir(
         Path(fp4kit.__file__).parent, quiet=2
-    )  # as pip leaves it: workers do not compile it, each anew
+    )  # as pip does, so that no worker compiles the modules to bytecode
     plan = make_plan(source, args.recipe)
     own, whole, moved = [], [], []
     for _ in range(args.repeat):
@@ -209,7 +224,9 @@ def report(
     whole: list[ProcessCost],
     named: tuple[int, float],
 ) -> None:
-    """The figures, with the spread from the fastest run to the slowest."""
+    """Print the record, and write it if --json is given. Sorted lists show the spread from the fastest run to the
+    slowest.
+    """
     seconds = [median(run.seconds for run in runs) for runs in (whole, own)]
     cpu = [median(run.cpu for run in runs) for runs in (whole, own)]
     found = {

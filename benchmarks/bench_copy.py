@@ -1,4 +1,4 @@
-"""The copy that is the ceiling of every other row, at three sizes, and torch's."""
+"""Benchmark the device-to-device copy that is the ceiling of every other row, at three sizes, next to torch's copy."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from rows import element_bytes
 
 
 def run(bench: Bench) -> None:
-    """cupy.copyto of bfloat16: the full size, half and a quarter of its rows and columns; small buffers take turns."""
+    """Time cupy.copyto of bfloat16 at the full size, and with half and a quarter of the rows and columns. Small buffers
+    take turns.
+    """
     for size in (bench.size, bench.size // 2, bench.size // 4):
         x = bench.normal(BF16, (size, size))
         pairs = [(bench.cupy.array(x), bench.cupy.empty_like(x)) for _ in range(max((1 << 28) // x.nbytes, 1))]

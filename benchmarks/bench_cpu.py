@@ -1,14 +1,18 @@
-"""The engine of the host beside the specification, other libraries, ggml and streaming loops; writes results/cpu.json,
-.md, .svg.
+"""Benchmark the CPU engine against the specification, other libraries, ggml and streaming loops.
 
     python benchmarks/bench_cpu.py [--peers PYTHON] [--ggml FOLDER] [--only GROUP ...] [--quick] [--output DIR] [RECIPE
     ...]
 
-Before a row is timed, its results are compared in every bit with the specification's, written over 0xEE where it takes
-`out`. The calls of a row take turns: one thread, all threads, into memory that is there, the specification, the other
-libraries; short ones after one that is not timed, and all those of sizes. Times are medians, with the smallest beside
-them. --peers: a Python that has the other libraries (cpu_peers.py); --ggml: cpu_ggml.py. Parts of the benchmark, of the
-recipes, and quick runs are written only to a DIR that was named. Nothing is asserted of a time.
+Writes results/cpu.json, cpu.md and cpu.svg. A partial run (--only, --quick or named recipes) is written only if
+--output names a folder. --peers names a Python that has the other libraries (cpu_peers.py); --ggml names the sources of
+ggml (cpu_ggml.py).
+
+Before a row is timed, its results are compared bit for bit with the specification's. Calls that take `out` write over
+bytes 0xEE.
+
+The calls of a row take turns: on one thread, on all threads, into preallocated memory (`out=`), the specification, the
+other libraries. Short calls, and all calls of the group "sizes", follow an untimed call. Reported times are medians;
+the smallest time is reported too. No time is asserted.
 """
 
 from __future__ import annotations
@@ -49,11 +53,11 @@ HERE = Path(__file__).resolve().parent
 SIZES = (1 << 20, 1 << 25, 1 << 30, 1 << 33)  # bytes of bfloat16 input
 COLUMNS = 4096
 SMALL = (64, 4096)
-SPARE = 1 << 30  # bytes of memory that a large array leaves
+SPARE = 1 << 30  # bytes of memory that stay free beside a large array
 
 
 class Peers:
-    """A process that has other libraries and times their calls on demand."""
+    """Run the other libraries in a process and time their calls on demand."""
 
     def __init__(self, python: str, size: int, threads: int, quick: bool) -> None:
         command = [python, str(HERE / "cpu_peers.py"), str(size), str(threads), *(["--quick"] if quick else [])]
@@ -63,15 +67,16 @@ class Peers:
         self.about = self._answer()
 
     def _answer(self) -> dict[str, Any]:
+        """Read one line of JSON. Raises RuntimeError if the process has ended."""
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         if not line:
-            raise RuntimeError(f"the process of the other libraries ended with {self.process.wait()}")
+            raise RuntimeError(f"the process of the other libraries ended with exit status {self.process.wait()}")
         found: dict[str, Any] = json.loads(line)
         return found
 
     def seconds(self, name: str) -> float:
-        """Of one call; RuntimeError with what it raised there."""
+        """Return the seconds of one call. Raises RuntimeError with the error that the call raised there."""
         assert self.process.stdin is not None
         self.process.stdin.write(name + "\n")
         self.process.stdin.flush()
@@ -82,8 +87,8 @@ class Peers:
         return float(answer["seconds"])
 
     def _rest(self) -> None:
-        """Wait until its threads look for work no longer, a second at most: some do so for long, on a processor of
-        their own.
+        """Wait, at most a second, until the threads of the process are idle. Some libraries let them spin for long
+        after a call, which occupies a processor.
         """
         for _ in range(50):
             before = self._ticks()
@@ -92,12 +97,14 @@ class Peers:
                 return
 
     def _ticks(self) -> list[str]:
-        """Of processors: what the process, and what it started, has used. Nothing where there is no /proc."""
+        """Return the CPU times of the process and its children, or an empty list if there is no /proc."""
         stat = Path(f"/proc/{self.process.pid}/stat")
         return stat.read_text().rpartition(")")[2].split()[11:15] if stat.exists() else []
 
     def watches(self, operation: str, kind: str) -> tuple[dict[str, Watch], dict[str, str]]:
-        """{library: stop-watch} of the calls of a kind, tried once, and why others fail."""
+        """Return {library: watch} for an operation and kind of format, and {library: error} for libraries whose call
+        fails. Each call is tried once.
+        """
         found: dict[str, Watch] = {}
         failed: dict[str, str] = {}
         for call in self.about["calls"]:
@@ -119,7 +126,7 @@ class Peers:
 
 
 class Bench:
-    """A run: its options, and the rows so far."""
+    """Hold a run: its options and the rows so far."""
 
     def __init__(self, args: argparse.Namespace, peers: Peers | None) -> None:
         self.args, self.peers, self.rows = args, peers, list[CpuRow]()
@@ -127,7 +134,7 @@ class Bench:
         self.extra: dict[str, Any] = {}
 
     def watches(self, case: CpuCase, specification: bool = True, warm_below: float = WARMED) -> dict[str, Watch]:
-        """Stop-watches of a case by the names of CpuRow.times."""
+        """Return the watches of a case. The keys are the names of CpuRow.times."""
         found: dict[str, Watch] = {}
         for name, count in (("one", 1), ("all", self.threads)):
             for what, call in case.calls.items():
@@ -136,7 +143,9 @@ class Bench:
         return found | ({"specification": watch(case.call, fp4kit.specification)} if specification else {})
 
     def row(self, group: str, case: CpuCase, recipe: str, x: np.ndarray, beside: bool = False) -> None:
-        """Check, time and keep a case; beside: with the other libraries' calls of the kind."""
+        """Check a case, time it and keep its row. If `beside` is true, also time the other libraries' calls of the same
+        kind.
+        """
         check(case)
         others, failed = {}, {}
         if beside and self.peers is not None:
@@ -152,7 +161,7 @@ class Bench:
 
 
 def recipes(bench: Bench) -> None:
-    """Every recipe on bfloat16; seven of them beside the other libraries."""
+    """Time every recipe on bfloat16, seven of them next to the other libraries."""
     x = normal((bench.args.size, bench.args.size))
     for recipe in bench.args.recipes:
         for case in cpu_cases.of_recipe(recipe, x):
@@ -160,7 +169,7 @@ def recipes(bench: Bench) -> None:
 
 
 def operations(bench: Bench) -> None:
-    """The other operations and dtypes."""
+    """Time the other operations and dtypes."""
     shape = (bench.args.size, bench.args.size)
     x = normal(shape)
     for recipe in _seven(bench):
@@ -174,7 +183,7 @@ def operations(bench: Bench) -> None:
 
 
 def small(bench: Bench) -> None:
-    """64 x 4096: what a call costs."""
+    """Time calls on 64 x 4096 arrays, where the cost of the call dominates."""
     x = normal(SMALL)
     for recipe in _seven(bench):
         for case in (
@@ -186,20 +195,21 @@ def small(bench: Bench) -> None:
 
 
 def _seven(bench: Bench) -> Iterator[str]:
+    """Return the recipes of SEVEN that this run times."""
     return (recipe for recipe in SEVEN if recipe in bench.args.recipes)
 
 
 def touch() -> None:
-    """Write to all memory but SPARE once: a virtual machine's host may give it then alone, at half a gigabyte a
-    second.
+    """Write to all available memory except SPARE once. A virtual machine's host may provide pages only when they are
+    first written, at half a gigabyte per second.
     """
     memory = np.empty(max(available() - SPARE, 0), np.uint8)
     memory[::4096] = 1
 
 
 def sizes(bench: Bench) -> None:
-    """quantize from 1 MB to 8 GB of input, beside a streaming loop over as many bytes, in memory that the machine
-    has.
+    """Time quantize of 1 MB to 8 GB of input, next to a streaming loop over as many bytes. Sizes that do not fit in
+    memory are left out.
     """
     left_out = bench.extra.setdefault("left out", {})
     if not bench.args.quick:
@@ -219,17 +229,18 @@ def sizes(bench: Bench) -> None:
                 targets = {"loop": None, "loop into": np.zeros(len(words) // 4, np.int64)}
                 passes = {name: two_passes(words, target, bench.threads, pool) for name, target in targets.items()}
                 loops = {name: watch(call, warm_below=inf) for name, call in passes.items()}
-                mine = bench.watches(
-                    case, nbytes <= SIZES[1], warm_below=inf
-                )  # a host may take back what is free for seconds
+                # Warm every call, because a virtual machine's host may take back pages that were free for seconds.
+                mine = bench.watches(case, nbytes <= SIZES[1], warm_below=inf)
                 times = alternate(mine | loops, bench.args.repeat)
             peers = {name: times.pop(name) for name in loops}
             bench.keep(CpuRow("sizes", "quantize", recipe, "bfloat16", x.shape, x.nbytes, times, peers))
-            del case, loops, passes, targets  # and what they write to
+            del case, loops, passes, targets  # and the arrays that they write to
 
 
 def ggml(bench: Bench) -> None:
-    """ggml's encoders and decoders, one thread, float32, beside one thread of this one's from bfloat16 and float32."""
+    """Time ggml's encoders and decoders on float32 with one thread, next to fp4kit with one thread from bfloat16 and
+    float32.
+    """
     if bench.args.ggml is None:
         return
     x = normal((bench.args.size, bench.args.size), F32)
@@ -253,8 +264,8 @@ def ggml(bench: Bench) -> None:
 
 
 def searches(bench: Bench) -> None:
-    """Searches of block scales, beside a loop over candidates in NumPy; the share of blocks that bounds do not
-    prove.
+    """Time searches of block scales next to a NumPy loop over the candidates, and count the blocks for which the bounds
+    do not exclude enough candidates.
     """
     x = normal((min(bench.args.size, 512), bench.args.size))
     for case in cpu_search.cases(x):
@@ -266,18 +277,18 @@ def searches(bench: Bench) -> None:
             CpuRow("searches", case.operation, cpu_search.RECIPE, x.dtype.name, x.shape, case.bytes, times, peers)
         )
     bench.extra["unproven"] = cpu_search.unproven(x)
-    print(f"blocks of which all candidates were tried: {bench.extra['unproven']:.3%}", flush=True)
+    print(f"blocks for which all candidates were tried: {bench.extra['unproven']:.3%}", flush=True)
 
 
 def loops(bench: Bench) -> None:
-    """What memory gives, at the size of the rows."""
+    """Measure memory throughput with streaming loops, at the size of the rows."""
     nbytes = max(2 * bench.args.size**2 // (32 * bench.threads), 1) * 32 * bench.threads
     bench.extra["loops"] = cpu_loops.streaming(nbytes, bench.threads, bench.args.repeat)
     print(f"loops, GB/s: {bench.extra['loops']}", flush=True)
 
 
 def first(bench: Bench) -> None:
-    """What a fresh process pays, in time and in memory."""
+    """Measure the time and memory that a fresh process needs."""
     bench.extra["first use, ms"] = cpu_loops.first_use(1 if bench.args.quick else bench.args.repeat)
     nbytes = SIZES[1 if bench.args.quick else 2]
     bench.extra["MiB beyond"] = cpu_loops.beyond(("nvfp4-te", "mxfp4-ocp"), nbytes, COLUMNS)
@@ -285,7 +296,7 @@ def first(bench: Bench) -> None:
 
 
 def sweeps(bench: Bench) -> None:
-    """Whether a call is slower than the specification anywhere."""
+    """Look for calls that are slower than the specification."""
     bench.extra["sweep"] = sweep(bench.args.recipes, SHAPES[:3] if bench.args.quick else SHAPES)
     found = bench.extra["sweep"]
     print(f"sweep: {found['cases']} cases, {len(found['slower'])} slower; smallest {found['smallest'][:3]}", flush=True)
@@ -305,21 +316,21 @@ GROUPS: dict[str, Callable[[Bench], None]] = {
 
 
 def available() -> int:
-    """Bytes of memory that can be had."""
+    """Return the bytes of memory that can be allocated, or 0 if there is no /proc/meminfo."""
     lines = Path("/proc/meminfo").read_text().splitlines() if Path("/proc/meminfo").exists() else []
     found = [int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable")]
     return found[0] if found else 0
 
 
 def processor() -> str:
-    """Its name, as the system gives it."""
+    """Return the processor's name as the system gives it."""
     path = Path("/proc/cpuinfo")
     names = [line.partition(":")[2].strip() for line in path.read_text().splitlines() if line.startswith("model name")]
     return names[0] if names else platform.processor() or platform.machine()
 
 
 def describe(bench: Bench) -> dict[str, Any]:
-    """Machine, engine, versions, commit, date, and how busy the machine was when the run began."""
+    """Return the head of the record: machine, engine, versions, commit, date, and the load when the run began."""
     versions = {"python": platform.python_version(), "numpy": np.__version__}
     about = {} if bench.peers is None else bench.peers.about
     if bench.args.ggml is not None:
@@ -339,20 +350,31 @@ def describe(bench: Bench) -> dict[str, Any]:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Return the command-line parser."""
     result = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    result.add_argument("recipes", nargs="*", metavar="RECIPE", help="all of the table by default")
-    result.add_argument("--only", nargs="+", choices=GROUPS, metavar="GROUP", help=f"some of {', '.join(GROUPS)}")
+    result.add_argument("recipes", nargs="*", metavar="RECIPE", help="recipes to time (default: all)")
+    result.add_argument(
+        "--only",
+        nargs="+",
+        choices=GROUPS,
+        metavar="GROUP",
+        help=f"groups to run, of {', '.join(GROUPS)} (default: all)",
+    )
     result.add_argument(
         "--quick", action="store_true", help="3 rounds, few shapes and sizes, nothing compiled by torch.compile"
     )
     result.add_argument(
-        "--peers", metavar="PYTHON", default=sys.executable, help="what has the other libraries; this one"
+        "--peers",
+        metavar="PYTHON",
+        default=sys.executable,
+        help="Python that has the other libraries (default: this one)",
     )
-    result.add_argument("--no-peers", action="store_true", help="without other libraries")
-    result.add_argument("--ggml", type=Path, metavar="FOLDER", help="its sources")
+    result.add_argument("--no-peers", action="store_true", help="do not time other libraries")
+    result.add_argument(
+        "--ggml", type=Path, metavar="FOLDER", help="folder with the sources of ggml; without it, ggml is not timed"
+    )
     result.add_argument("--size", type=int, default=4096, help="rows and columns of the large matrix")
     result.add_argument("--repeat", type=int, default=15, help="rounds")
     result.add_argument("--output", type=Path, help="folder for the record, the table and the plot")

@@ -1,4 +1,4 @@
-"""dequantize to bfloat16 and float32."""
+"""Benchmark dequantize to bfloat16 and float32."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ RECIPES = (
 
 
 def _rows_of(q: fp4kit.Quantized, part: slice, dtype: object) -> object:
-    """The values of some rows, from the CPU."""
+    """Return the values of some rows, decoded on the CPU."""
     scales = None if q.block_scale is None else q.block_scale[part].get()
     packed = q.packed[part].get()
     amax = None if q.tensor_amax is None else q.tensor_amax.get()
@@ -34,7 +34,7 @@ def _rows_of(q: fp4kit.Quantized, part: slice, dtype: object) -> object:
 
 
 def run(bench: Bench) -> None:
-    """One row per recipe and dtype of the values."""
+    """Add one row per recipe and output dtype."""
     for recipe in RECIPES:
         q = fp4kit.quantize(bench.normal(BF16), recipe)
         for dtype in (BF16, F32):

@@ -1,4 +1,4 @@
-"""quantize along columns, and along both rows and columns from one read; square blocks; Hadamard transform."""
+"""Benchmark quantize along columns, quantize_both, square blocks and the Hadamard transform."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from rows import element_bytes, quantized_bytes, twice
 
 import fp4kit
 
-COLUMNWISE, BOTH = 0.85, 0.75  # efficiencies wanted
+COLUMNWISE, BOTH = 0.85, 0.75  # target efficiencies
 COLUMNS = ("nvfp4-te", "mxfp4-ocp", "mxfp8-te", "nvfp4-te-2d")
 IN_BOTH = {"nvfp4-te-2d": COLUMNWISE, "nvfp4-te": BOTH, "mxfp4-ocp": BOTH, "mxfp8-te": BOTH}
 
 
 def both(bench: Bench, x: Any, recipe: str, target: float, hadamard: bool = False) -> None:
-    """quantize_both, a tensor amax given, from one read of x."""
+    """Add a row of quantize_both with the tensor amax given. It reads x once."""
     amax = {"tensor_amax": fp4kit.amax(x)} if fp4kit.recipe(recipe).tensor_scaling == "tensor" else {}
     for q, options in zip(
         fp4kit.quantize_both(x, recipe, hadamard=hadamard, **amax), ({}, {"hadamard": hadamard}), strict=True
@@ -28,7 +28,7 @@ def both(bench: Bench, x: Any, recipe: str, target: float, hadamard: bool = Fals
 
 
 def run(bench: Bench) -> None:
-    """Every row is from bfloat16; amaxes are given."""
+    """Add the rows. Every input is bfloat16, and amaxes are given."""
     x = bench.normal(BF16)
     _, call = prepared(x, "nvfp4-te-2d")
     bench.row("quantize 16x16, amax given", "nvfp4-te-2d", x, traffic("nvfp4-te-2d", x), call, target=COLUMNWISE)

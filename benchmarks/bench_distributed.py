@@ -1,15 +1,20 @@
-"""cast_master_weights on several GPUs, a process each, over NCCL: equality on every rank, and the time of each stage.
+"""Benchmark cast_master_weights on several GPUs over NCCL, one process per GPU.
 
     python benchmarks/bench_distributed.py [--processes N] [--gigabytes 1] [--repeat 20] [--json FILE]
 
-The weights are those of layers of a transformer of width 4096 (float32 masters; --gigabytes counts them in bfloat16)
-and two small matrices of odd sizes. Partition "flat" cuts all matrices, one after the other, into N shards at odd
-elements, as optimizers that shard flat parameters do; "each" cuts every matrix so. Every rank compares every byte of
-every matrix with quantize of the whole.
+The weights are float32 masters with the shapes of transformer layers of width 4096, and two small matrices of odd
+sizes. --gigabytes counts their size in bfloat16. A *partition* says how the matrices are cut into one shard per
+process:
 
-Times are medians over --repeat steps of CUDA events on each rank, with a barrier before each step, and the slowest
-rank's is given: a stage that waits for another rank includes that. `step` is the whole step without events between its
-stages, `host` the time until it returns. NCCL_NVLS_ENABLE is set to 0, so that NVLink multicast stays off.
+- "flat" cuts the concatenation of all matrices at odd elements, as optimizers that shard flat parameters do;
+- "each" cuts every matrix at odd elements.
+
+Every rank compares every byte of every matrix with quantize of the whole matrix.
+
+Times come from CUDA events on each rank, with a barrier before each step. The medians over --repeat steps are taken per
+rank, and the slowest rank's is reported. If a stage waits for another rank, the wait is included. `step` is the whole
+step without events between its stages; `host` is the time until the call returns. NCCL_NVLS_ENABLE is set to 0, so that
+NVLink multicast stays off.
 """
 
 from __future__ import annotations
@@ -34,7 +39,7 @@ ODD = ((1040, 80), (48, 4112))
 
 
 def shapes_of(elements: int) -> list[tuple[int, int]]:
-    """Matrices of layers until there are enough elements, and the odd ones."""
+    """Return shapes of layer matrices until they have enough elements, then the two odd shapes."""
     found: list[tuple[int, int]] = []
     while sum(M * K for M, K in found) < elements:
         found.append(LAYER[len(found) % len(LAYER)])
@@ -42,7 +47,7 @@ def shapes_of(elements: int) -> list[tuple[int, int]]:
 
 
 def cuts_of(partition: str, sizes: Sequence[int], processes: int) -> np.ndarray:
-    """Edges (processes + 1, matrices) of the shards of each matrix."""
+    """Return the boundaries of the shards of each matrix, of shape (processes + 1, matrices)."""
     total, ends = sum(sizes), np.cumsum(sizes)
     if partition == "each":
         return np.array(
@@ -56,7 +61,7 @@ def cuts_of(partition: str, sizes: Sequence[int], processes: int) -> np.ndarray:
 
 
 class Rank:
-    """One process: its weights, its plan, its times."""
+    """Hold one process: its weights, its plan and its times."""
 
     def __init__(self, comm: Any, shapes: Sequence[tuple[int, int]], repeat: int) -> None:
         import cupy
@@ -67,7 +72,7 @@ class Rank:
         self._flag = cupy.zeros(1, np.uint32)
 
     def run(self, partition: str) -> dict[str, Any]:
-        """Equality and times of a partition."""
+        """Compare the results of a partition with the whole matrices, then time its stages."""
         from fp4kit import MasterWeightsPlan, Shard
 
         cuts, rank = cuts_of(partition, [w.size for w in self.weights], self.comm.size), self.comm.rank
@@ -92,7 +97,9 @@ class Rank:
         }
 
     def compare(self, result: Sequence[Any]) -> int:
-        """Raise AssertionError unless every matrix is that of the whole; gives the number of bytes compared."""
+        """Return the number of bytes compared. Raises AssertionError unless every matrix equals quantize of the whole
+        matrix.
+        """
         import fp4kit
 
         count = 0
@@ -111,11 +118,11 @@ class Rank:
         return count
 
     def barrier(self) -> None:
-        """Wait on the device until all ranks are here."""
+        """Wait on the device until all ranks have arrived."""
         self.comm.all_reduce_max(self._flag)
 
     def time(self, calls: Sequence[tuple[str, Any]]) -> dict[str, float]:
-        """Median microseconds of each call, in the order given, on the slowest rank."""
+        """Return the median microseconds of each call on the slowest rank. Calls are made in the order given."""
         cuda = self.cupy.cuda
         times: dict[str, list[float]] = {name: [] for name, _ in calls}
         for i in range(self.repeat + 3):
@@ -133,7 +140,7 @@ class Rank:
         return dict(zip(times, np.round(slowest, 1).tolist(), strict=True))
 
     def host_us(self, call: Any) -> float:
-        """Median time until a call returns."""
+        """Return the median microseconds until a call returns."""
         times = []
         for _ in range(self.repeat):
             self.cupy.cuda.Device().synchronize()
@@ -144,7 +151,7 @@ class Rank:
 
 
 def work(rank: int, processes: int, path: Path, args: argparse.Namespace) -> None:
-    """What each process does; rank 0 prints the record as one line."""
+    """Run one process. Rank 0 prints the record as one line."""
     import cupy
     import cupy.cuda.nccl
     from measure import describe
@@ -171,7 +178,7 @@ def work(rank: int, processes: int, path: Path, args: argparse.Namespace) -> Non
 
 
 def spawn(args: argparse.Namespace) -> dict[str, Any]:
-    """Start the processes; rank 0's record. One that fails ends the others."""
+    """Start the processes and return rank 0's record. If one process fails, end the others."""
     with tempfile.TemporaryDirectory() as folder:
         command = [
             sys.executable,
@@ -202,7 +209,7 @@ def spawn(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def table(record: dict[str, Any]) -> str:
-    """The record as text."""
+    """Return the record as text."""
     weights = f"{record['elements'] / 1e6:.0f} M weights, {record['matrices']} matrices"
     head = f"{record['processes']} x {record['device']}: {weights}: equal"
     stages = list(record["partitions"][-1]["us"])
@@ -213,7 +220,7 @@ def table(record: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    """Run, print, write."""
+    """Run the benchmark, print the table and, if --json is given, write the record."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--gigabytes", type=float, default=1.0)

@@ -1,4 +1,4 @@
-"""fake_quantize with its amax given, by codes and by the producers' own rules, and its gradient with a clip mask."""
+"""Benchmark fake_quantize with its amax given, and fake_quantize_backward with a clip mask."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rows import element_bytes
 
 import fp4kit
 
-TARGET, LESS_COMMON = 0.93, 0.70  # efficiencies wanted
+TARGET, LESS_COMMON = 0.93, 0.70  # target efficiencies
 BY_CODES = (
     "nvfp4-te",
     "nvfp4-flashinfer",
@@ -37,8 +37,8 @@ FROM_F32 = ("nvfp4-modelopt-fake", "mxfp4-modelopt-fake", "int8-modelopt-channel
 
 
 def forward(bench: Bench, recipe: str, x: Any, target: float) -> None:
-    """fake_quantize of x: read once, written once. Where tensor scales go by block, their amaxes are taken in the same
-    pass.
+    """Add a row of fake_quantize, which reads and writes x once. Recipes with a tensor scale per block find its amax in
+    the same pass.
     """
     scaling = fp4kit.recipe(recipe).tensor_scaling
     amax = {"tensor": fp4kit.amax(x), "row": fp4kit.amax(x, axis=1)}.get(scaling)
@@ -58,7 +58,7 @@ def forward(bench: Bench, recipe: str, x: Any, target: float) -> None:
 
 
 def backward(bench: Bench, recipe: str, x: Any, grad: Any, amax: Any) -> None:
-    """fake_quantize_backward with a clip mask: x and the gradient read, the gradient written."""
+    """Add a row of fake_quantize_backward with a clip mask. It reads x and the gradient, and writes the gradient."""
     out = fp4kit.fake_quantize_backward(grad, x, recipe, amax=amax, pass_through=False)
 
     def expected(rows: slice) -> np.ndarray:
@@ -73,7 +73,7 @@ def backward(bench: Bench, recipe: str, x: Any, grad: Any, amax: Any) -> None:
 
 
 def run(bench: Bench) -> None:
-    """Rows by dtype, since inputs are large."""
+    """Add the rows, grouped by dtype so that only one large input is in memory at a time."""
     x = bench.normal(F32)
     for recipe in FROM_F32:
         forward(bench, recipe, x, TARGET)

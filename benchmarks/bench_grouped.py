@@ -1,5 +1,5 @@
-"""Grouped operations by a plan: against one launch on the concatenation, a loop of single calls, and Model-Optimizer's
-loop.
+"""Benchmark grouped operations with a plan. They are compared with one launch on the concatenated tensors, with a loop
+of single calls, and with Model-Optimizer's loop.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from fp4kit.cuda.launch.matrix import Matrix, quantize_matrix
 from fp4kit.evidence.testing import assert_same_bits
 
 EXPERT = (1856, 2688)
-UNEQUAL, EQUAL = (8, 32, 128, 256), (32, 128)  # numbers of tensors; the equal ones beside the loops
+UNEQUAL, EQUAL = (8, 32, 128, 256), (32, 128)  # numbers of tensors; only equal ones are compared with loops
 FAKE = ("fp8-modelopt", "int8-modelopt-channel", "nvfp4-modelopt", "mxfp4-flashinfer")
 CODES = ("nvfp4-te", "mxfp4-flashinfer")
-WITH_AMAX = ("fp8-modelopt", "nvfp4-te")  # also in two launches, the first for the amaxes
-AT_MOST = 1.05  # of one launch on the concatenation
-STEP, HOST_US = 128, 50  # host time of a step of so many tensors
+WITH_AMAX = ("fp8-modelopt", "nvfp4-te")  # also timed with amaxes, which takes two launches
+AT_MOST = 1.05  # largest allowed ratio to one launch on the concatenation
+STEP, HOST_US = 128, 50  # tensors in a step, and the target for its host time
 
 
 class Tensors:
-    """N experts, equal or not (one of them without rows), as parts of one array."""
+    """Hold `count` experts as parts of one array. Their sizes are equal, or random with one expert that has no rows."""
 
     def __init__(self, bench: Bench, count: int, equal: bool, shape: tuple[int, int] = EXPERT) -> None:
         rows, K = shape
@@ -36,16 +36,16 @@ class Tensors:
         self.ends, self.equal = np.cumsum(sizes).tolist(), equal
         self.whole = bench.normal(BF16, (self.ends[-1], K))
         self.xs = self.parts(self.whole)
-        self.name = f"{count} {'equal' if equal else 'unequal'}"  # of a row's operation, with what is done to them
+        self.name = f"{count} {'equal' if equal else 'unequal'}"  # the operation of a row is named by this and a verb
 
     def parts(self, whole: Any) -> list[Any]:
-        """The experts' parts of an array of all rows."""
+        """Return the experts' parts of an array that has all rows."""
         return [whole[start:end] for start, end in zip([0, *self.ends], self.ends, strict=False)]
 
 
 def one_launch(x: Any, r: fp4kit.Recipe, fake: bool, amax: Any) -> Call:
-    """The launch for a whole array with its amaxes, by itself: a call's checks would take longer than the kernel of 8
-    tensors.
+    """Return a call that only launches the kernel on the whole array with its amaxes. It skips the checks of a public
+    call, which would take longer than the kernel of 8 tensors.
     """
     if fake:
         values = x.copy()
@@ -58,7 +58,7 @@ def one_launch(x: Any, r: fp4kit.Recipe, fake: bool, amax: Any) -> Call:
 
 
 def check(tensors: Tensors, results: list[Any], recipe: str, amaxes: Any) -> None:
-    """A few rows of some tensors, against the CPU."""
+    """Raise AssertionError unless a few rows of some tensors equal those of the CPU."""
     by_row = fp4kit.recipe(recipe).tensor_scaling == "row"
     for i in range(0, len(tensors.xs), max(len(tensors.xs) // 4, 1)):
         x, result = tensors.xs[i][-32:].get(), results[i]
@@ -74,7 +74,7 @@ def check(tensors: Tensors, results: list[Any], recipe: str, amaxes: Any) -> Non
 
 
 def grouped(bench: Bench, tensors: Tensors, recipe: str, fake: bool, loop: Loop) -> None:
-    """A plan with the amaxes as they are."""
+    """Add rows of a plan that is given the amaxes."""
     r, plan = fp4kit.recipe(recipe), fp4kit.GroupedPlan(tensors.xs, recipe)
     amaxes = None if r.tensor_scaling == "none" else plan.amax()
     method, single = (plan.fake_quantize, fp4kit.fake_quantize) if fake else (plan.quantize, fp4kit.quantize)
@@ -96,7 +96,7 @@ def grouped(bench: Bench, tensors: Tensors, recipe: str, fake: bool, loop: Loop)
 
 
 def with_amaxes(bench: Bench, tensors: Tensors, recipe: str, name: str, call: Call, traffic: Traffic) -> None:
-    """Two launches, against the same two on the concatenation."""
+    """Add rows of a plan that computes the amaxes, against the same two launches on the concatenation."""
     single = fp4kit.fake_quantize if name.startswith("fake") else fp4kit.quantize
     one = Beside("one launch each", bench.time(lambda: single(tensors.whole, recipe)).median, AT_MOST)
     twice = element_bytes(**{"x for amax": BF16}) | traffic
@@ -104,7 +104,7 @@ def with_amaxes(bench: Bench, tensors: Tensors, recipe: str, name: str, call: Ca
 
 
 def amaxes_alone(bench: Bench, tensors: Tensors) -> None:
-    """The amaxes of all tensors."""
+    """Add rows of grouped amaxes alone."""
     plan = fp4kit.GroupedPlan(tensors.xs, "fp8-modelopt")
     for i, amax in enumerate(plan.amax()):
         assert_same_bits(amax.get(), fp4kit.amax(tensors.xs[i]).get(), f"amax of {i}")
@@ -113,7 +113,7 @@ def amaxes_alone(bench: Bench, tensors: Tensors) -> None:
 
 
 def clipped(bench: Bench, tensors: Tensors) -> None:
-    """The backward pass with a clip mask."""
+    """Add rows of the backward pass with a clip mask."""
     whole, grad, amax = tensors.whole, tensors.whole.copy(), fp4kit.amax(tensors.whole) / 2
     grads = tensors.parts(grad)
     plan = fp4kit.GroupedPlan(tensors.xs, "fp8-modelopt", tensor_amax=[amax] * len(tensors.xs))
@@ -131,7 +131,9 @@ def clipped(bench: Bench, tensors: Tensors) -> None:
 
 
 def host(bench: Bench) -> None:
-    """Time of the host for a step, which does not depend on the sizes: two launches where amaxes are computed."""
+    """Add rows of the host time per step, which does not depend on the tensor sizes. A step that computes amaxes has
+    two launches.
+    """
     tensors = Tensors(bench, STEP, False, (16, EXPERT[1]))
     for recipe in (*FAKE, CODES[0]):
         plan = fp4kit.GroupedPlan(tensors.xs, recipe)
@@ -141,7 +143,9 @@ def host(bench: Bench) -> None:
 
 
 def run(bench: Bench) -> None:
-    """Experts of unequal sizes, one of them empty; then of one size, when what Model-Optimizer compiles is there."""
+    """Add the rows: experts of unequal sizes, one of them empty, then of equal sizes. The equal ones come last, when
+    Model-Optimizer's extensions have been compiled.
+    """
     loop = Loop(bench)
     host(bench)
     for count, equal in [*((n, False) for n in UNEQUAL), *((n, True) for n in EQUAL)]:

@@ -1,4 +1,4 @@
-"""pack and unpack of 4-bit codes, swizzle and unswizzle of block scales."""
+"""Benchmark pack and unpack of 4-bit codes, and swizzle and unswizzle of block scales."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ TARGET = 0.93
 
 
 def run(bench: Bench) -> None:
-    """Codes of (size, size), and as many scales."""
+    """Add the rows, for codes of shape (size, size) and as many scales."""
     codes = (bench.normal(np.int8) & np.int8(15)).view(np.uint8)
     packed = fp4kit.pack(codes)
     check_rows(packed, lambda rows: layouts.pack(codes[rows].get()), "packed codes")
@@ -25,7 +25,7 @@ def run(bench: Bench) -> None:
     traffic = {"scales": Fraction(1), "scales out": Fraction(1)}
     for layout in layouts.SCALE_LAYOUTS[1:]:
         scales = fp4kit.swizzle(codes, layout)
-        tiles = 128  # rows: whole tiles in either layout
+        tiles = 128  # rows of a tile of 128x4, which are whole tiles of 8x4 too
         few = layouts.swizzle_scales(codes[:tiles].get(), layout)
         assert (scales[:tiles].get() == few).all(), f"{layout} scales"
         check_rows(

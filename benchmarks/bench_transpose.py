@@ -1,4 +1,6 @@
-"""transpose of codes and block scales: 4-bit and 8-bit codes, scales in every layout, a stack of matrices."""
+"""Benchmark transpose of codes and block scales: 4-bit and 8-bit codes, scales in every layout, and a stack of
+matrices.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ TARGET = 0.90
 
 
 def traffic(recipe: str) -> dict[str, Fraction]:
-    """Bytes of one code: codes and scales are written once and read once, of the scales one row in every block."""
+    """Return the bytes moved per code. Codes and scales are written once; codes are read once, and one scale row per
+    block is read.
+    """
     r = fp4kit.recipe(recipe)
     codes = Fraction(1, 2) if r.is_packed else Fraction(1)
     scales = Fraction(1, r.block_size)
@@ -24,8 +28,8 @@ def traffic(recipe: str) -> dict[str, Fraction]:
 
 
 def check(q: fp4kit.Quantized, t: fp4kit.Quantized) -> None:
-    """Raise AssertionError unless the first and last rows of t are those of the transpose of q, of one matrix, on the
-    CPU.
+    """Raise AssertionError unless the first and last rows of t equal those of the transpose of q on the CPU. q is one
+    matrix.
     """
 
     def codes(rows: slice) -> Any:
@@ -42,10 +46,12 @@ def check(q: fp4kit.Quantized, t: fp4kit.Quantized) -> None:
 
 
 def torch_nibbles(bench: Bench, packed: Any) -> dict[str, Call]:
-    """The codes alone, in torch, which has bytes only: one a byte, transposed, two a byte."""
+    """Return {name: call} of a transpose of the codes alone in torch, which has no 4-bit type: unpack to one code per
+    byte, transpose, pack two per byte.
+    """
     if not bench.peers or peers.torch() is None:
         return {}
-    stack = peers.torch().stack  # looked up here: torch.compile does not follow peers.torch
+    stack = peers.torch().stack  # looked up outside the function, because torch.compile does not follow peers.torch
 
     def transpose(packed: Any) -> Any:
         codes = stack((packed & 15, packed >> 4), -1).reshape(packed.shape[0], -1).t()
@@ -55,14 +61,14 @@ def torch_nibbles(bench: Bench, packed: Any) -> dict[str, Call]:
 
 
 def run(bench: Bench) -> None:
-    """NVFP4 and MXFP8 of square blocks in each scale layout, and a stack of experts."""
+    """Add the rows: NVFP4 and MXFP8 with square blocks in each scale layout, and a stack of experts."""
     x = bench.normal(BF16)
     for recipe in ("nvfp4-te-2d", "mxfp8-te-2d"):
         for layout in SCALE_LAYOUTS:
             q = fp4kit.quantize(x, recipe, scale_layout=layout)
             out = fp4kit.transpose(q)
             poison(out)
-            del out  # the next result lies where the poison is
+            del out  # so that the next result is allocated in the poisoned memory
             check(q, fp4kit.transpose(q))
             first = recipe == "nvfp4-te-2d" and layout == "linear"
             others = torch_nibbles(bench, q.packed) if first else {}

@@ -1,4 +1,6 @@
-"""The bars that rows of the CPU benchmark are held against."""
+"""Compute the bars of the CPU benchmark. A *bar* is a target for a set of rows, checked against the row that comes
+closest to missing it.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +22,13 @@ SEVEN = (
 
 
 class Bar(NamedTuple):
-    """A target, the figure that comes nearest to missing it, where that is, and whether the target holds (None: not
-    measured).
+    """State a target and whether it holds.
+
+    Attributes:
+        text: the target
+        figure: the figure that comes closest to missing it
+        where: the row that has this figure
+        holds: whether the target holds, or None if no row was measured
     """
 
     text: str
@@ -31,13 +38,15 @@ class Bar(NamedTuple):
 
 
 def bars(rows: list[CpuRow], loops: Mapping[str, float], sweep: Mapping[str, Any] | None) -> list[Bar]:
-    """What the engine of the host is to reach. loops: GB/s of streaming loops, by name; see cpu_loops.py."""
+    """Return the bars of the CPU engine. `loops` is the GB/s of streaming loops by name (cpu_loops.py); a rate needs at
+    most 60% of its loop.
+    """
     of = {name: [row for row in rows if row.group == name] for name in ("recipes", "small", "sizes", "ggml")}
     seven = [row for row in of["recipes"] if row.recipe in SEVEN]
     quantize, dequantize = ([row for row in seven if row.operation == name] for name in ("quantize", "dequantize"))
     return [
         _rate_bar("quantize bf16", quantize, 2, loops.get("two passes")),
-        _rate_bar("quantize bf16, the aim", quantize, 5, loops.get("two passes")),
+        _rate_bar("quantize bf16, the goal", quantize, 5, loops.get("two passes")),
         _rate_bar("dequantize to bf16", dequantize, 5, loops.get("expand")),
         _least(
             "times faster than the specification, every row, noise 5%",
@@ -51,34 +60,38 @@ def bars(rows: list[CpuRow], loops: Mapping[str, float], sweep: Mapping[str, Any
             [(row, (row.fastest_peer or (0, None))[1]) for row in seven],
         ),
         *(_ggml_bar(of["ggml"], name, least) for name, least in (("quantize", 2), ("dequantize", 1))),
-        _rate_bar("one thread, quantize bf16, 55% of the bar of two", quantize, 0.55 * 2, None, "one"),
-        _rate_bar("one thread, dequantize to bf16, 55% of the bar of two", dequantize, 0.55 * 5, None, "one"),
+        _rate_bar("one thread, quantize bf16, 55% of the bar for all threads", quantize, 0.55 * 2, None, "one"),
+        _rate_bar("one thread, dequantize to bf16, 55% of the bar for all threads", dequantize, 0.55 * 5, None, "one"),
         _least(
             "rate of one thread over all, quantize and dequantize",
             0.55,
             [(row, row.ratio("all", "one")) for row in seven],
         ),
-        _most("a small call, us", 60, [(row, max(us.median for us in _ours(row))) for row in of["small"]]),
+        _most("small call, us", 60, [(row, max(us.median for us in _ours(row))) for row in of["small"]]),
         _linear_bar(of["sizes"], "all", "loop", 1 << 30, ""),
-        _linear_bar(of["sizes"], "all into", "loop into", 1 << 25, " into memory that is there"),
+        _linear_bar(of["sizes"], "all into", "loop into", 1 << 25, " into preallocated memory"),
     ]
 
 
 def _ours(row: CpuRow) -> list[Time]:
+    """Return the row's times on all threads."""
     return [us for name, us in row.times.items() if name.startswith("all")]
 
 
 def _where(row: CpuRow) -> str:
+    """Return the name of a row."""
     return f"{row.operation} {row.recipe} {row.dtype}"
 
 
 def _rate_bar(text: str, rows: list[CpuRow], least: float, loop: float | None, threads: str = "all") -> Bar:
+    """Return a bar for a rate: at least `least` GB/s, or 60% of `loop` if that is less."""
     wanted = least if loop is None else min(least, 0.6 * loop)
     given = "" if wanted == least else f", 60% of {loop:.1f}"
     return _least(f"{text}: GB/s", wanted, [(row, row.rate(threads)) for row in rows], given)
 
 
 def _least(text: str, wanted: float, found: list[tuple[CpuRow, float | None]], given: str = "") -> Bar:
+    """Return a bar for the smallest figure: at least `wanted`."""
     values = [(value, _where(row)) for row, value in found if value is not None]
     text = f"{text}: at least {wanted:g}{given}"
     if not values:
@@ -88,6 +101,7 @@ def _least(text: str, wanted: float, found: list[tuple[CpuRow, float | None]], g
 
 
 def _most(text: str, wanted: float, found: list[tuple[CpuRow, float]]) -> Bar:
+    """Return a bar for the largest figure: at most `wanted`."""
     text = f"{text}: at most {wanted:g}"
     if not found:
         return Bar(text, "", "", None)
@@ -96,7 +110,9 @@ def _most(text: str, wanted: float, found: list[tuple[CpuRow, float]]) -> Bar:
 
 
 def _ggml_bar(rows: list[CpuRow], operation: str, least: float) -> Bar:
-    """One thread each, from or to float32, into memory that is there."""
+    """Return a bar for the speed-up over ggml, with one thread each, float32 on ggml's side, and preallocated
+    results.
+    """
     found = [
         (row, row.peers["ggml"].median / row.times["one into"].median) for row in rows if row.operation == operation
     ]
@@ -105,6 +121,7 @@ def _ggml_bar(rows: list[CpuRow], operation: str, least: float) -> Bar:
 
 
 def _sweep_bar(sweep: Mapping[str, Any] | None) -> Bar:
+    """Return a bar for the smallest ratio that the sweep found."""
     text = "times faster than the specification, every recipe, dtype and shape from 1 KB: at least 1"
     if not sweep or not sweep["cases"]:
         return Bar(text, "", "", None)
@@ -113,12 +130,13 @@ def _sweep_bar(sweep: Mapping[str, Any] | None) -> Bar:
 
 
 def _linear_bar(rows: list[CpuRow], name: str, loop: str, least: int, text: str) -> Bar:
-    """What a byte of the largest size takes over one of the smallest from `least` bytes on, by the smallest times.
+    """Return a bar for the growth of the time per byte, from the smallest size of at least `least` bytes to the
+    largest.
 
-    What disturbs a machine meets every call that takes a second. Where a streaming loop over as many bytes grows too:
-    over that.
+    The smallest times are compared, because every call that takes a second meets some disturbance. If a streaming loop
+    over as many bytes grows too, the growth is divided by the loop's.
     """
-    text = f"time of a byte{text}, 8 GiB over {least >> 20} MiB, beside a streaming loop's: at most 1.25"
+    text = f"time per byte{text}, 8 GiB over {least >> 20} MiB, beside a streaming loop's: at most 1.25"
     large = sorted((row for row in rows if row.bytes >= least and name in row.times), key=lambda row: row.bytes)
     found = []
     for recipe in sorted({row.recipe for row in large}):
@@ -133,7 +151,9 @@ def _linear_bar(rows: list[CpuRow], name: str, loop: str, least: int, text: str)
 
 
 def _growth(rows: list[CpuRow], name: str) -> float:
-    """Of the smallest time of a byte, from the first row to the last; 1 where it was not taken."""
+    """Return the ratio of the smallest time per byte in the last row to that in the first row, or 1 if either was not
+    measured.
+    """
     first, last = (row.times | row.peers for row in (rows[0], rows[-1]))
     return (
         last[name].best / first[name].best / (rows[-1].bytes / rows[0].bytes) if name in first and name in last else 1.0

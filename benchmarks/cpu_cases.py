@@ -1,4 +1,4 @@
-"""The calls that bench_cpu.py times, each checked in every bit against the specification."""
+"""Define the calls that bench_cpu.py times. Each is checked bit for bit against the specification."""
 
 from __future__ import annotations
 
@@ -16,9 +16,14 @@ from fp4kit.quantized.container import PARTS
 
 
 class CpuCase(NamedTuple):
-    """A call, the bytes that its rate counts, and a call that writes the same into `target`, where there is one.
+    """Describe a call to time.
 
-    Where `call` itself writes into the target, `into` is None.
+    Attributes:
+        operation: the operation's name in the record
+        call: the call
+        bytes: the bytes that its rate counts
+        target: memory that `into` or `call` writes to, or None
+        into: a call that writes the same result into `target`, or None if there is none or `call` itself writes there
     """
 
     operation: str
@@ -29,17 +34,19 @@ class CpuCase(NamedTuple):
 
     @property
     def calls(self) -> dict[str, Call]:
-        """By what is added to a row's names of times."""
+        """Return the calls by the suffix that a row adds to its names of times."""
         return {"": self.call} if self.into is None else {"": self.call, " into": self.into}
 
 
 def normal(shape: tuple[int, ...], dtype: Any = BF16) -> np.ndarray:
-    """Normal values; those of cpu_peers.matrix for a square."""
+    """Return normal values. A square matrix equals cpu_peers.matrix."""
     return np.random.default_rng(0).standard_normal(shape, dtype=np.float32).astype(dtype)
 
 
 def poison(target: Any) -> None:
-    """Fill an array, or the codes and block scales of a Quantized, with bytes that no result consists of."""
+    """Fill an array, or the codes and block scales of a Quantized, with the byte 0xEE, which marks memory that a call
+    did not write.
+    """
     parts = (target.packed, target.block_scale) if isinstance(target, fp4kit.Quantized) else (target,)
     for part in parts:
         if part is not None:
@@ -47,7 +54,7 @@ def poison(target: Any) -> None:
 
 
 def check(case: CpuCase) -> None:
-    """Raise AssertionError unless the calls give what the specification gives."""
+    """Raise AssertionError unless every call gives the specification's result."""
     poison(case.target)
     with fp4kit.specification():
         wanted = case.call()
@@ -58,7 +65,7 @@ def check(case: CpuCase) -> None:
 
 
 def same(actual: Any, wanted: Any, name: str) -> None:
-    """Raise AssertionError unless two results, or tuples of them, agree in every bit."""
+    """Raise AssertionError unless two results, or two tuples of results, agree in every bit."""
     if not isinstance(wanted, tuple):
         assert_same_bits(actual, wanted, name)
         return
@@ -67,33 +74,35 @@ def same(actual: Any, wanted: Any, name: str) -> None:
 
 
 def quantize(recipe: str, x: np.ndarray, operation: str = "quantize", **options: Any) -> CpuCase:
-    """quantize with these options, also into arrays that are there."""
+    """Return the case of quantize with these options. It is also timed into preallocated arrays."""
     target = copy.deepcopy(fp4kit.quantize(x, recipe, **options))
     into = lambda: fp4kit.quantize(x, recipe, **options, out=target)  # noqa: E731
     return CpuCase(operation, lambda: fp4kit.quantize(x, recipe, **options), x.nbytes, target, into)
 
 
 def quantize_whole(recipe: str, x: np.ndarray) -> CpuCase:
-    """quantize of an array so large that there is one result beside the one that is made."""
+    """Return the case of quantize of a very large array. It needs memory for only two results: the target and a new
+    one.
+    """
     target = fp4kit.quantize(x, recipe)
     into = lambda: fp4kit.quantize(x, recipe, out=target)  # noqa: E731
     return CpuCase("quantize", lambda: fp4kit.quantize(x, recipe), x.nbytes, target, into)
 
 
 def dequantize(recipe: str, x: np.ndarray, dtype: Any = BF16) -> CpuCase:
-    """dequantize of what quantize gives."""
+    """Return the case of dequantize of a quantized x."""
     q, target = fp4kit.quantize(x, recipe), np.empty(x.shape, dtype)
     into = lambda: fp4kit.dequantize(q, dtype, out=target)  # noqa: E731
     return CpuCase("dequantize", lambda: fp4kit.dequantize(q, dtype), target.nbytes, target, into)
 
 
 def fake_quantize(recipe: str, x: np.ndarray) -> CpuCase:
-    """fake_quantize."""
+    """Return the case of fake_quantize."""
     return CpuCase("fake_quantize", lambda: fp4kit.fake_quantize(x, recipe), x.nbytes)
 
 
 def of_recipe(recipe: str, x: np.ndarray) -> Iterator[CpuCase]:
-    """What every recipe has: quantize and dequantize, or fake_quantize where it is a fake quantizer."""
+    """Yield quantize and dequantize, or fake_quantize if the recipe is only a fake quantizer."""
     if fp4kit.recipe(recipe).fake_only:
         yield fake_quantize(recipe, x)
         return
@@ -102,7 +111,7 @@ def of_recipe(recipe: str, x: np.ndarray) -> Iterator[CpuCase]:
 
 
 def operations(recipe: str, x: np.ndarray) -> Iterator[CpuCase]:
-    """The other operations on bfloat16."""
+    """Yield the other operations on bfloat16."""
     yield quantize(recipe, x, "quantize along columns", axis=0)
     yield fake_quantize(recipe, x)
     yield CpuCase("quantize_both", lambda: fp4kit.quantize_both(x, recipe), x.nbytes)
@@ -116,7 +125,7 @@ def operations(recipe: str, x: np.ndarray) -> Iterator[CpuCase]:
 
 
 def partial_cast(recipe: str, x: np.ndarray) -> CpuCase:
-    """All of a matrix but its first element, as a flat shard."""
+    """Return the case of partial_cast. Its flat shard is the whole matrix except the first element."""
     shard = x.reshape(-1)[1:]
     amax = fp4kit.partial_amax(shard, x.shape, 1, recipe)
     out = np.empty_like(fp4kit.quantize(x, recipe).packed)
@@ -129,7 +138,7 @@ def partial_cast(recipe: str, x: np.ndarray) -> CpuCase:
 
 
 def check_rows(q: fp4kit.Quantized, x: np.ndarray, rows: int = 64) -> None:
-    """Raise AssertionError unless the first and last rows of a large q are the specification's."""
+    """Raise AssertionError unless the first and last rows of a large q equal the specification's."""
     for part in (slice(rows), slice(-rows, None)):
         with fp4kit.specification():
             wanted = fp4kit.quantize(x[part], q.recipe, tensor_amax=q.tensor_amax)

@@ -1,5 +1,4 @@
-"""ggml's own C for MXFP4 and NVFP4 blocks, compiled for this processor from a folder that has its sources; one thread,
-float32.
+"""Compile ggml's own C code for MXFP4 and NVFP4 blocks for this processor, and time it with one thread on float32.
 
 The folder is that of ggml (with include/ and src/), such as vendor/llama.cpp/ggml in the source package of
 llama-cpp-python:
@@ -19,8 +18,8 @@ from pathlib import Path
 
 import numpy as np
 
-BLOCK_BYTES = {"mxfp4": (32, 17), "nvfp4": (64, 36)}  # elements of a block, bytes of it
-# What ggml-quants.c calls in other files of ggml, and not in the functions that are timed.
+BLOCK_BYTES = {"mxfp4": (32, 17), "nvfp4": (64, 36)}  # kind: (elements per block, bytes per block)
+# Stubs for functions in other files of ggml that ggml-quants.c refers to. The timed functions do not call them.
 STUBS = """
 #include <stdlib.h>
 void ggml_abort(const char * file, int line, const char * format, ...) { abort(); }
@@ -31,7 +30,9 @@ const char * ggml_type_name(int type) { abort(); }
 
 
 def build(folder: Path, target: Path) -> ctypes.CDLL:
-    """Compile ggml-quants.c, optimized as ggml's own build does, into a library in the target folder, and load it."""
+    """Compile ggml-quants.c into a library in the target folder, with the optimization of ggml's own build, and load
+    it.
+    """
     (target / "stubs.c").write_text(STUBS)
     out = target / "ggml.so"
     include = [f"-I{folder / part}" for part in ("include", "src", "src/ggml-cpu")]
@@ -56,7 +57,7 @@ def build(folder: Path, target: Path) -> ctypes.CDLL:
 
 
 class Ggml:
-    """Encoder and decoder of one kind of block on one float32 matrix: encode() writes self.blocks, decode()
+    """Encode and decode one float32 matrix in one kind of block. encode() writes self.blocks; decode() writes
     self.values.
     """
 
@@ -77,7 +78,7 @@ class Ggml:
         self._decode(self.blocks.ctypes.data, self.values.ctypes.data, self.x.size)
 
     def check(self) -> None:
-        """Raise AssertionError unless what it decodes is the input, to within the error of a 4-bit format."""
+        """Raise AssertionError unless the decoded values equal the input to within the error of a 4-bit format."""
         self.encode()
         self.decode()
         error = float(np.sqrt(np.mean((self.values - self.x) ** 2) / np.mean(self.x**2)))
@@ -85,14 +86,14 @@ class Ggml:
 
 
 def calls(library: ctypes.CDLL, kind: str, x: np.ndarray) -> dict[str, Callable[[], object]]:
-    """{"quantize": call, "dequantize": call}, checked."""
+    """Return {"quantize": call, "dequantize": call} after a check of their results."""
     found = Ggml(library, kind, x)
     found.check()
     return {"quantize": found.encode, "dequantize": found.decode}
 
 
 def version(folder: Path) -> str:
-    """What its CMakeLists.txt says, such as "0.25.3"; "unknown" if it does not."""
+    """Return the version in ggml's CMakeLists.txt, such as "0.25.3", or "unknown" if it is not there."""
     text = (folder / "CMakeLists.txt").read_text() if (folder / "CMakeLists.txt").exists() else ""
     parts = [re.search(rf"GGML_VERSION_{name}\s+(\d+)", text) for name in ("MAJOR", "MINOR", "PATCH")]
     return ".".join(part[1] for part in parts if part) or "unknown"

@@ -1,9 +1,13 @@
-"""What memory gives: loops of NumPy in threads over the bytes that an operation moves, and what a fresh process pays.
+"""Measure what memory allows: NumPy loops in threads over the bytes that an operation moves, and the cost of a fresh
+process.
 
-two passes: the largest of all 8-byte words (every byte is read), then one word of four copied (every line of the cache
-is read, a quarter written): what quantize does with a tensor scale. one pass: the second of them. expand: a quarter
-read, each word written four times: what dequantize does to bfloat16. copy: all read, all written. GB/s of the large
-array, arrays in memory.
+Rates are GB/s of the large array. All arrays are in memory. The loops are:
+
+- one pass: copy every fourth 8-byte word, so that every cache line is read and a quarter as many bytes are written
+- two passes: find the largest 8-byte word, so that every byte is read, then do "one pass". quantize with a tensor scale
+  moves the same bytes
+- expand: read a small array and write each word four times, as dequantize to bfloat16 does
+- copy: read everything and write everything
 """
 
 from __future__ import annotations
@@ -55,11 +59,14 @@ print((memory("VmHWM") - before) / 1024 - result.nbytes / 2**20)
 
 
 def _part(a: np.ndarray, i: int, parts: int) -> np.ndarray:
+    """Return the i-th of `parts` nearly equal parts of an array."""
     return a[len(a) * i // parts : len(a) * (i + 1) // parts]
 
 
 def two_passes(x: np.ndarray, quarter: np.ndarray | None, threads: int, pool: ThreadPoolExecutor) -> Call:
-    """That loop over an array of 8-byte words, into a quarter as many, or (None) into new ones each time."""
+    """Return the loop "two passes" over an array of 8-byte words. It writes to `quarter`, or to a new array per call if
+    `quarter` is None.
+    """
     words = range(threads)
 
     def call() -> None:
@@ -71,7 +78,7 @@ def two_passes(x: np.ndarray, quarter: np.ndarray | None, threads: int, pool: Th
 
 
 def loops(nbytes: int, threads: int, pool: ThreadPoolExecutor) -> dict[str, Call]:
-    """The loops on an array of so many bytes, in so many threads of a pool."""
+    """Return the loops on an array of nbytes bytes, in `threads` threads of a pool."""
     x = np.random.default_rng(0).integers(0, 2**62, nbytes // 8, dtype=np.int64)
     y, quarter = np.zeros_like(x), np.zeros(len(x) // 4, np.int64)
 
@@ -89,7 +96,7 @@ def loops(nbytes: int, threads: int, pool: ThreadPoolExecutor) -> dict[str, Call
 
 
 def streaming(nbytes: int, threads: int, rounds: int) -> dict[str, dict[str, float]]:
-    """{"one" or "all": {loop: GB/s by the median}}; nbytes a multiple of 32 * threads."""
+    """Return {"one" or "all" threads: {loop: GB/s by the median time}}. nbytes must be a multiple of 32 * threads."""
     found: dict[str, dict[str, float]] = {}
     for name, count in (("one", 1), ("all", threads)):
         with ThreadPoolExecutor(count) as pool:
@@ -100,8 +107,8 @@ def streaming(nbytes: int, threads: int, rounds: int) -> dict[str, dict[str, flo
 
 
 def beyond(recipes: Iterable[str], nbytes: int, columns: int) -> dict[str, float]:
-    """{call: MiB at the peak beyond input and result}, in a fresh process with no freed memory; empty where /proc is
-    not.
+    """Return {call: peak memory in MiB in excess of input and result}, each in a fresh process with no freed memory.
+    Return an empty dict if there is no /proc.
     """
     found = {}
     for operation in ("quantize", "dequantize"):
@@ -114,7 +121,9 @@ def beyond(recipes: Iterable[str], nbytes: int, columns: int) -> dict[str, float
 
 
 def first_use(rounds: int) -> dict[str, dict[str, float]]:
-    """Milliseconds of steps of a fresh process: {step: {"best", "median"}}, 64 x 4096 bfloat16, nvfp4-te."""
+    """Return the milliseconds of each step of a fresh process, {step: {"best", "median"}}, for 64 x 4096 bfloat16 and
+    nvfp4-te.
+    """
     runs = []
     for _ in range(rounds):
         printed = subprocess.run([sys.executable, "-c", FIRST_USE], capture_output=True, text=True, check=True).stdout

@@ -1,14 +1,16 @@
-"""Other libraries on the CPU, in a process of their own: PYTHON cpu_peers.py SIZE THREADS [--quick]; needs NumPy, not
-fp4kit.
+"""Time other libraries on the CPU in a separate process, which needs NumPy but not fp4kit.
 
-torchao (as it is and by torch.compile), compressed-tensors, microxcaling and MLX, as far as that PYTHON has them, on
-the matrix of bfloat16 that bench_cpu.py has. The process says in one line of JSON which calls there are, then reads the
-name of a call from each line, makes the call once and answers its seconds, so that whoever asks can take turns with it.
-A call's first time compiles it, and its values must be the input's to within the error of its format. With --quick
-nothing is compiled by torch.compile.
+    PYTHON cpu_peers.py SIZE THREADS [--quick]
 
-Versions tried: torch 2.13.0+cpu, torchao 0.18.0, compressed-tensors 0.20.0, mlx 0.32.4. microxcaling has no package:
-not tried.
+The libraries are torchao (eager and with torch.compile), compressed-tensors, microxcaling and MLX, if that PYTHON has
+them. Their input is the bfloat16 matrix of bench_cpu.py. With --quick, torch.compile is not used.
+
+The process prints one line of JSON that lists the available calls. Then it reads the name of a call from each line,
+makes the call once and prints its seconds. The caller can therefore let these calls take turns with its own. The first
+use of a call compiles it and checks that its values equal the input to within the error of the format.
+
+Versions tried: torch 2.13.0+cpu, torchao 0.18.0, compressed-tensors 0.20.0, mlx 0.32.4. microxcaling has no package, so
+it was not tried.
 """
 
 from __future__ import annotations
@@ -25,15 +27,15 @@ from typing import Any, NamedTuple
 import numpy as np
 from timing import WARMED
 
-LARGEST_ERROR = {"nvfp4": 0.15, "mxfp4": 0.2, "mxfp8": 0.05}  # of the values, root mean square, against the input's
+LARGEST_ERROR = {"nvfp4": 0.15, "mxfp4": 0.2, "mxfp8": 0.05}  # relative root mean square error that is accepted
 PACKAGES = ("torch", "torchao", "compressed-tensors", "mlx", "numpy")
 
 
 class Peer(NamedTuple):
-    """A library's arithmetic of one kind: what quantize() gives, dequantize(it) decodes, and values(it) are as float32
-    of NumPy.
+    """Describe how a library computes one kind of format.
 
-    Where quantize is None, there are values only: fake() gives them.
+    quantize() returns some object; dequantize(object) decodes it; values(decoded) converts to a float32 NumPy array. If
+    quantize is None, the library only computes decoded values, which fake() returns.
     """
 
     library: str
@@ -45,16 +47,17 @@ class Peer(NamedTuple):
 
 
 def matrix(size: int) -> np.ndarray:
-    """The normal values of bench_cpu.py, as float32."""
+    """Return the normal values of bench_cpu.py as float32."""
     return np.random.default_rng(0).standard_normal((size, size), dtype=np.float32)
 
 
 def _float32(y: Any) -> np.ndarray:
+    """Return a torch tensor's values as a float32 NumPy array."""
     return np.asarray(y.float().numpy())
 
 
 def torchao(x: np.ndarray, threads: int, quick: bool) -> Iterator[Peer]:
-    """to_mx and to_dtype, nvfp4_quantize with and without a tensor scale, NVFP4Tensor.dequantize."""
+    """Yield to_mx with to_dtype, and nvfp4_quantize with NVFP4Tensor.dequantize, with and without a tensor scale."""
     import torch
     from torchao.prototype.mx_formats import mx_tensor as mx
     from torchao.prototype.mx_formats import nvfp4_tensor as nv
@@ -84,7 +87,7 @@ def torchao(x: np.ndarray, threads: int, quick: bool) -> Iterator[Peer]:
 
 
 def compressed_tensors(x: np.ndarray, threads: int, quick: bool) -> Iterator[Peer]:
-    """What its observers and its NVFP4 compressor call for a weight."""
+    """Yield the calls that its observers and its NVFP4 compressor make for a weight."""
     import torch
     from compressed_tensors.compressors import quantize_and_pack_fp4, unpack_fp4_from_uint8
     from compressed_tensors.quantization import QuantizationArgs
@@ -112,7 +115,7 @@ def compressed_tensors(x: np.ndarray, threads: int, quick: bool) -> Iterator[Pee
 
 
 def microxcaling(x: np.ndarray, threads: int, quick: bool) -> Iterator[Peer]:
-    """quantize_mx_op, which gives values only."""
+    """Yield quantize_mx_op, which returns decoded values only."""
     import torch
     from mx.mx_ops import quantize_mx_op
     from mx.specs import finalize_mx_specs
@@ -126,7 +129,7 @@ def microxcaling(x: np.ndarray, threads: int, quick: bool) -> Iterator[Peer]:
 
 
 def mlx(x: np.ndarray, threads: int, quick: bool) -> Iterator[Peer]:
-    """mx.quantize and mx.dequantize on its CPU device, NVFP4 with and without a tensor scale."""
+    """Yield mx.quantize and mx.dequantize on MLX's CPU device, NVFP4 with and without a tensor scale."""
     import mlx.core as mx
 
     mx.set_default_device(mx.cpu)
@@ -157,7 +160,7 @@ LIBRARIES = (torchao, compressed_tensors, microxcaling, mlx)
 
 
 class Timed:
-    """A call that has been tried: its values are right, and what dequantize reads is there."""
+    """Time one call of a peer. The first use of `seconds` compiles the call and checks its values."""
 
     def __init__(self, peer: Peer, operation: str, x: np.ndarray) -> None:
         self.peer, self.operation, self.x = peer, operation, x
@@ -165,9 +168,7 @@ class Timed:
         self.last = 0.0
 
     def seconds(self) -> float:
-        """Of one call, after one that is not timed where that is short, as in bench_cpu.py; of the first after two
-        more.
-        """
+        """Return the seconds of one call. A short call is made once untimed first, as in bench_cpu.py."""
         if self.call is None:
             self._try()
         assert self.call is not None
@@ -179,19 +180,20 @@ class Timed:
         return self.last
 
     def _try(self) -> None:
+        """Check the peer's values and keep the call to time. Raises ValueError if the values are wrong."""
         peer, made = self.peer, self.peer.fake or self.peer.quantize
         assert made is not None
         q = made()
         y = peer.values(peer.dequantize(q))
         error = float(np.sqrt(np.mean((y - self.x) ** 2) / np.mean(self.x**2)))
         if not error < LARGEST_ERROR[peer.kind]:
-            raise ValueError(f"its values are {error:.2f} off")
+            raise ValueError(f"relative error {error:.2f}; at most {LARGEST_ERROR[peer.kind]} is accepted")
         self.call = (lambda: peer.dequantize(q)) if self.operation == "dequantize" else made
         self.call()
 
 
 def found(x: np.ndarray, threads: int, quick: bool) -> tuple[dict[str, Timed], dict[str, str]]:
-    """Calls by "operation/kind/library", and why libraries are not there."""
+    """Return the calls by "operation/kind/library", and {library: error} for libraries that are not available."""
     calls, missing = {}, {}
     for library in LIBRARIES:
         try:
@@ -204,12 +206,12 @@ def found(x: np.ndarray, threads: int, quick: bool) -> tuple[dict[str, Timed], d
 
 
 def first_line(error: BaseException) -> str:
-    """Kind and first line of an error."""
+    """Return the type and the first line of an error."""
     return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"[:160]
 
 
 def versions() -> dict[str, str]:
-    """Of the packages that are there."""
+    """Return the versions of the installed packages."""
     result = {}
     for name in PACKAGES:
         try:
@@ -220,7 +222,7 @@ def versions() -> dict[str, str]:
 
 
 def main() -> None:
-    """Answer one line for each line; what libraries print goes to the standard error."""
+    """Answer each input line with one line. What libraries print goes to standard error."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("size", type=int)
     parser.add_argument("threads", type=int)

@@ -1,4 +1,7 @@
-"""Markdown table and plot of a run of bench_cpu.py: python benchmarks/cpu_report.py benchmarks/results/cpu.json"""
+"""Write the Markdown table and the plot of a run of bench_cpu.py.
+
+python benchmarks/cpu_report.py benchmarks/results/cpu.json
+"""
 
 from __future__ import annotations
 
@@ -29,38 +32,38 @@ COLUMNS = (
 GROUPS = {
     "recipes": "Every recipe",
     "operations": "Other operations and dtypes",
-    "ggml": "Beside ggml, one thread each, G elements/s",
-    "small": "Small arrays, us a call",
+    "ggml": "Compared with ggml, one thread each, G elements/s",
+    "small": "Small arrays, us per call",
     "sizes": "Sizes",
-    "searches": "Searches of block scales, beside a loop over candidates in NumPy on one thread",
+    "searches": "Searches of block scales, compared with a loop over candidates in NumPy on one thread",
 }
 
 
 def rows_of(record: Record) -> list[CpuRow]:
-    """The rows of a run."""
+    """Return the rows of a run."""
     return [CpuRow.of(row) for row in record["rows"]]
 
 
 def bars_of(record: Record) -> list[Bar]:
-    """What a run is held against."""
+    """Return the bars of a run."""
     return bars(rows_of(record), record.get("loops", {}).get("all", {}), record.get("sweep"))
 
 
 def bar_lines(record: Record) -> list[str]:
-    """A line for each bar."""
+    """Return one line of text per bar."""
     said = {True: "holds", False: "MISSED", None: "not measured"}
     return [f"{said[bar.holds]:13}{bar.text}   {bar.figure}   {bar.where}" for bar in bars_of(record)]
 
 
 def heading(record: Record) -> str:
-    """Machine, engine, versions, commit, date and load in one line."""
-    load = f"load {record['load'][0]} when it began, {record['load at the end']} at the end"
+    """Return machine, engine, versions, commit, date and load in one line."""
+    load = f"load {record['load'][0]} at the start, {record['load at the end']} at the end"
     machine = f"{record['processor']}, {record['threads']} threads, {record['engine']}"
     return f"{machine}, {head_text(record)}; {load}"
 
 
 def markdown(record: Record) -> str:
-    """The run as a Markdown page."""
+    """Return the run as a Markdown page."""
     rows = rows_of(record)
     found = bars_of(record)
     others = ", ".join(f"{name} {version}" for name, version in record["versions of peers"].items())
@@ -71,15 +74,12 @@ def markdown(record: Record) -> str:
         f"Other libraries: {others or 'none'}."
         + "".join(f" No {name} ({why})." for name, why in record["missing"].items()),
         "",
-        (
-            f"{record['size']} x {record['size']} where no shape is given. GB/s of input (dequantize: of output), by"
-            " the median of"
-        ),
-        (
-            f"up to {record['repeat']} turns; best: by the smallest time. times: the specification's time over that of"
-            " all threads;"
-        ),
-        "others: the times of other libraries' calls over it.",
+        f"Matrices are {record['size']} x {record['size']} unless a shape is given. A rate in GB/s is the bytes of",
+        f"input (of output for dequantize) divided by the median time of up to {record['repeat']} calls. Columns:",
+        "",
+        "- best: the rate by the smallest time",
+        "- times: the specification's time divided by that of fp4kit on all threads",
+        "- others: the time of other libraries' calls divided by that of fp4kit on all threads",
         "",
         "![rates and speed-up](cpu.svg)",
         "",
@@ -96,16 +96,17 @@ def markdown(record: Record) -> str:
 
 
 def _bar_cells(bar: Bar) -> tuple[str, ...]:
+    """Return a bar's row of the Markdown table."""
     return bar.text, bar.figure, bar.where, {True: "holds", False: "missed", None: "not measured"}[bar.holds]
 
 
 def _machine(record: Record) -> list[str]:
-    """Streaming loops and a fresh process."""
+    """Return the lines about streaming loops and about a fresh process."""
     lines = []
     if "loops" in record:
         loops = record["loops"]
         cells = [(name, f"{loops['one'][name]:.1f}", f"{rate:.1f}") for name, rate in loops["all"].items()]
-        lines += ["", "## What memory gives, GB/s of the large array (cpu_loops.py)", ""]
+        lines += ["", "## Memory throughput, GB/s of the large array (cpu_loops.py)", ""]
         lines += [table(("loop", "1 thread", f"{record['threads']} threads"), cells)]
     if "first use, ms" in record:
         cells = [(step, f"{ms['median']:.2f}", f"{ms['best']:.2f}") for step, ms in record["first use, ms"].items()]
@@ -114,6 +115,7 @@ def _machine(record: Record) -> list[str]:
 
 
 def _groups(rows: list[CpuRow], record: Record) -> list[str]:
+    """Return one table per group of rows, and the notes below them."""
     lines = []
     for group, title in GROUPS.items():
         found = [row for row in rows if row.group == group]
@@ -122,24 +124,26 @@ def _groups(rows: list[CpuRow], record: Record) -> list[str]:
             head = _HEADS.get(group, tuple(name.format(n=record["threads"]) for name in COLUMNS))
             lines += ["", f"## {title}", "", table(head, [cells(row) for row in found])]
     beyond = [
-        f"\n{call}: {mib:.1f} MiB of memory beyond input and result."
+        f"\n{call}: {mib:.1f} MiB of peak memory in excess of input and result."
         for call, mib in record.get("MiB beyond", {}).items()
     ]
     return lines + beyond + [f"\nLeft out: {size}: {why}." for size, why in record.get("left out", {}).items()]
 
 
 def _gb(rate: float | None) -> str:
+    """Return a rate as text with three digits, or an empty text if there is none."""
     return "" if rate is None else f"{rate:.2f}" if rate < 10 else f"{rate:.1f}"
 
 
 def _others(row: CpuRow) -> str:
-    """Every library's time over ours, the fastest first."""
+    """Return each library's time divided by ours, the fastest library first."""
     ours = row.times["all" if "all" in row.times else "one"].median
     ratios = sorted((us.median / ours, name) for name, us in row.peers.items())
     return ", ".join([f"{name} {ratio:.1f}" for ratio, name in ratios] + [f"{name} fails" for name in row.failed])
 
 
 def _cells(row: CpuRow) -> tuple[str, ...]:
+    """Return a row of the tables "recipes" and "operations"."""
     smallest = row.bytes / row.times["all"].best / 1e3
     rates = (row.rate("all"), smallest, row.rate("one"), row.rate("all into"), row.rate("specification"))
     times = row.ratio("specification", "all")
@@ -148,7 +152,7 @@ def _cells(row: CpuRow) -> tuple[str, ...]:
 
 
 def _ggml_cells(row: CpuRow) -> tuple[str, ...]:
-    """G elements/s."""
+    """Return a row of the table "ggml", in G elements/s."""
     elements = row.bytes / (4 if row.operation == "dequantize" or row.dtype == "float32" else 2) / 1e3
     mine, into, theirs = row.times["one"].median, row.times["one into"].median, row.peers["ggml"].median
     rates = tuple(f"{elements / us:.2f}" for us in (mine, into, theirs))
@@ -156,12 +160,14 @@ def _ggml_cells(row: CpuRow) -> tuple[str, ...]:
 
 
 def _small_cells(row: CpuRow) -> tuple[str, ...]:
+    """Return a row of the table "small", in microseconds."""
     names = ("all", "all into", "one", "specification")
     found = (f"{row.times[name].median:.0f}" if name in row.times else "" for name in names)
     return row.operation, row.recipe, *found, f"{row.ratio('specification', 'all') or 0:.1f}"
 
 
 def _size_cells(row: CpuRow) -> tuple[str, ...]:
+    """Return a row of the table "sizes"."""
     size = f"{row.bytes >> 20} MiB" if row.bytes < 1 << 30 else f"{row.bytes >> 30} GiB"
     elements = row.bytes / 2
     names = ("all", "all into", "one")
@@ -172,15 +178,15 @@ def _size_cells(row: CpuRow) -> tuple[str, ...]:
 
 _HEADS = {
     "ggml": ("operation", "recipe", "from", "fp4kit", "into `out`", "ggml, from or to fp32", "times (into `out`)"),
-    "small": ("operation", "recipe", "a call", "into `out`", "1 thread", "specification", "times"),
+    "small": ("operation", "recipe", "new result", "into `out`", "1 thread", "specification", "times"),
     "sizes": (
         "recipe",
         "input",
-        "ns an element",
+        "ns per element",
         "into `out`",
         "1 thread",
-        "two passes of a loop",
-        "into what is there",
+        "streaming loop, two passes",
+        "loop into preallocated memory",
         "GB/s",
         "1 thread",
         "specification",
@@ -189,14 +195,15 @@ _HEADS = {
 
 
 def _sweep(record: Record) -> list[str]:
+    """Return the lines about the sweep."""
     if not record.get("sweep"):
         return []
     found = record["sweep"]
-    lines = ["", "## Against the specification, every recipe, dtype, operation and shape (cpu_sweep.py)", ""]
+    lines = ["", "## Compared with the specification: every recipe, dtype, operation and shape (cpu_sweep.py)", ""]
     lines += [
         (
-            f"{found['cases']} cases, {len(found['slower'])} slower by more than the noise of 5%. The smallest ratio of"
-            " each shape:"
+            f"{found['cases']} cases, {len(found['slower'])} slower by more than the noise of 5%. The smallest speed-up"
+            " per shape:"
         ),
         "",
     ]
@@ -204,11 +211,12 @@ def _sweep(record: Record) -> list[str]:
 
 
 def _shape(shape: str, entry: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return a row of the sweep's table."""
     return shape, f"{entry['ratio']:.2f}", entry["case"].rpartition(" ")[0]
 
 
 def summary(record: Record) -> str:
-    """For the README: the machine, the seven recipes, and how many bars hold."""
+    """Return the README's part: the machine, how many bars hold, and the seven recipes."""
     rows = {(row.operation, row.recipe): row for row in rows_of(record) if row.group == "recipes"}
     head = ["recipe"]
     for operation in ("quantize", "dequantize"):
@@ -226,13 +234,14 @@ def summary(record: Record) -> str:
 
 
 def _summary_cells(row: CpuRow) -> tuple[str, ...]:
+    """Return the README's cells for an operation and recipe."""
     peer = row.fastest_peer
     other = "" if peer is None else f"{peer[0]}: {peer[1]:.1f} times as long"
     return *(_gb(row.rate(name)) for name in ("all", "one", "specification")), other
 
 
 def plot(record: Record, path: Path) -> None:
-    """Rates of every recipe, and the seven beside other libraries."""
+    """Plot the rates of every recipe, and the seven recipes compared with other libraries."""
     plt = records.pyplot(path)
     rows = [row for row in rows_of(record) if row.group == "recipes"]
     seven = [row for row in rows if row.recipe in SEVEN]
@@ -247,6 +256,7 @@ def plot(record: Record, path: Path) -> None:
 
 
 def _plot_rates(axes: Any, rows: list[CpuRow], names: list[str], threads: int) -> None:
+    """Plot the rates of every recipe."""
     marks = {"quantize": "o", "dequantize": "D", "fake_quantize": "s"}
     colours = {"all": COLOURS["bfloat16"], "one": COLOURS["float16"], "specification": COLOURS["uint8"]}
     for row in rows:
@@ -261,6 +271,7 @@ def _plot_rates(axes: Any, rows: list[CpuRow], names: list[str], threads: int) -
 
 
 def _plot_others(axes: Any, rows: list[CpuRow]) -> None:
+    """Plot the times of other libraries divided by those of fp4kit."""
     lines = [f"{row.operation}   {row.recipe}" for row in rows]
     names = list(dict.fromkeys(name for row in rows for name in row.peers))
     colours = {name: PEER_COLOURS[i % len(PEER_COLOURS)] for i, name in enumerate(names)}
@@ -270,13 +281,14 @@ def _plot_others(axes: Any, rows: list[CpuRow]) -> None:
             axes.plot(us.median / row.times["all"].median, y, marks[name], markersize=4, color=colours[name])
     axes.axvline(1, color="#999999", linewidth=0.8)
     axes.axvline(5, color="#cc0000", linewidth=1)
-    _scale(axes, lines, "time of another library over that of fp4kit; red is the target")
+    _scale(axes, lines, "time of another library divided by that of fp4kit; red is the target")
     if names:
         handles = [axes.plot([], [], marks[name], color=colours[name], label=name)[0] for name in names]
         axes.legend(handles=handles, **LEGEND)
 
 
 def _scale(axes: Any, lines: list[str], label: str) -> None:
+    """Label the axes."""
     axes.set_yticks(range(len(lines)), lines, fontsize=7)
     axes.set_ylim(len(lines) - 0.4, -0.6)
     axes.set_xscale("log")
@@ -287,7 +299,9 @@ def _scale(axes: Any, lines: list[str], label: str) -> None:
 
 
 def write(record: Record, folder: Path) -> list[Path]:
-    """Write JSON, table and, with matplotlib, the plot of a run into a folder; returns their paths."""
+    """Write the JSON, the table and, if matplotlib is installed, the plot of a run into a folder. Return their
+    paths.
+    """
     plotted = any(row.group == "recipes" for row in rows_of(record))
     return records.write(record, folder, "cpu", markdown(record), plot if plotted else None)
 

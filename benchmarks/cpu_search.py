@@ -1,4 +1,6 @@
-"""Searches of block scales: the calls that bench_cpu.py times, beside a loop over the candidates in NumPy."""
+"""Define the searches of block scales that bench_cpu.py times, and a NumPy loop over the candidates to compare them
+with.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ RECIPE = "nvfp4-modelopt-mse"
 
 
 def cases(x: np.ndarray) -> Iterator[CpuCase]:
-    """Of a matrix: all candidates, those near the amax, with weights, with Hessians; and codes of what was found."""
+    """Yield searches of a matrix: all candidates, those near the amax, with weights, with Hessians. Then yield quantize
+    with the recipe.
+    """
     K, rng = x.shape[1], np.random.default_rng(1)
     weights = (rng.random(K) + 0.1).astype(np.float32)
     samples = rng.standard_normal((K // 16, 64, 16))
@@ -34,8 +38,8 @@ def cases(x: np.ndarray) -> Iterator[CpuCase]:
 
 
 def loop(x: np.ndarray) -> np.ndarray:
-    """The codes of least squared error, one after the other as one would in NumPy: of a few blocks not those of the
-    sweep.
+    """Return the code with the smallest squared error per block, found by trying one candidate after the other. A few
+    blocks differ from Model-Optimizer's sweep, which sums errors in another order.
     """
     a = np.abs(x.astype(np.float32)).reshape(-1, 16)
     scales = a.max() / E2M1.max * (decode(np.arange(1, 127, dtype=np.uint8), E4M3) / E4M3.max)
@@ -50,7 +54,7 @@ def loop(x: np.ndarray) -> np.ndarray:
 
 
 def unproven(x: np.ndarray) -> float:
-    """The share of blocks that the bounds do not prove."""
+    """Return the share of blocks for which the bounds do not decide, so that all candidates are tried."""
     search = search_call("search_scales", x, RECIPE, -1, None, SearchRequest())
     found, counted = np.zeros((len(x), x.shape[1] // 16), np.float32), np.zeros(1, np.uint64)
     search_matrix(x, found, fp4kit.amax(x), search, counted)

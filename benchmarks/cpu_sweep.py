@@ -1,4 +1,6 @@
-"""Is the compiled engine slower than the specification anywhere? Every recipe, dtype and operation, on many shapes."""
+"""Find out whether the compiled engine is slower than the specification anywhere: every recipe, dtype and operation, on
+many shapes.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ from timing import alternate, watch
 import fp4kit
 from fp4kit.cpu.coverage import not_faked
 
-# From 1 KB of bfloat16 upward; some short of a vector, a row, a block of rows, and some of three dimensions.
+# From 1 KB of bfloat16 upward. Some end within a vector, a row or a block of rows; some have three dimensions.
 SHAPES = (
     (1, 512),
     (8, 64),
@@ -28,22 +30,22 @@ SHAPES = (
     (1024, 1024),
 )
 DTYPES = (BF16, F16, F32)
-NOISE = 0.05  # calls that fall to the specification take its time, more or less
-FAR = 2.5  # a ratio that is believed of one call of the specification
+NOISE = 0.05  # a call that falls back to the specification takes about as long
+FAR = 2.5  # a ratio that is accepted after a single call of the specification
 TURNS = (
     (3, 0.02, 1.2),
     (15, 0.06, 1 - NOISE),
     (99, 0.5, 0.0),
-)  # rounds, seconds of each call, ratio from which it is believed
+)  # rounds, seconds per call, smallest ratio that is then accepted
 BATCH = 5e-4  # seconds
-KEPT = 20  # of the smallest ratios
+KEPT = 20  # how many of the smallest ratios are recorded
 MOST_DECLINED = (
     1 << 14
-)  # elements; a recipe that the engine declines takes the specification's time and that of asking first
+)  # elements; larger arrays are left out if the engine has no code for the recipe, since both calls are then the same
 
 
 def cases(recipe: str, x: np.ndarray) -> Iterator[Callable[[], CpuCase]]:
-    """What makes a call on x; making it raises ValueError where the recipe does not take the shape."""
+    """Yield functions that make a case on x. They raise ValueError if the recipe does not accept the shape."""
     r, few = fp4kit.recipe(recipe), x.size <= MOST_DECLINED
     if not r.fake_only:
         yield lambda: quantize(recipe, x)
@@ -54,8 +56,8 @@ def cases(recipe: str, x: np.ndarray) -> Iterator[Callable[[], CpuCase]]:
 
 
 def ratio(case: CpuCase) -> float:
-    """Time of the specification over that of the engine, both the smallest of turns: the more, the smaller the ratio
-    is.
+    """Return the time of the specification divided by that of the engine, both the smallest of several turns. The
+    smaller the ratio, the more turns are taken.
     """
     fast = min(_seconds(case.call) for _ in range(3))
     with fp4kit.specification():
@@ -72,13 +74,14 @@ def ratio(case: CpuCase) -> float:
 
 
 def _seconds(call: Callable[[], object]) -> float:
+    """Return the seconds of one call."""
     start = time.perf_counter()
     call()
     return time.perf_counter() - start
 
 
 def sweep(recipes: Sequence[str], shapes: Sequence[tuple[int, ...]] = SHAPES) -> dict[str, Any]:
-    """Number of cases, those that are slower, the smallest ratios, and the smallest one of each shape."""
+    """Return the number of cases, the slower ones, the smallest ratios, and the smallest ratio of each shape."""
     found: list[tuple[float, str, tuple[int, ...]]] = []
     for recipe in recipes:
         for dtype in DTYPES:
@@ -94,12 +97,13 @@ def sweep(recipes: Sequence[str], shapes: Sequence[tuple[int, ...]] = SHAPES) ->
 
 
 def _ratios(recipe: str, dtype: Any, shape: tuple[int, ...]) -> Iterator[tuple[str, float]]:
+    """Yield name and ratio of every case of a recipe, dtype and shape, after a check of its result."""
     for make in cases(recipe, normal(shape, dtype)):
         try:
             case = make()
             with fp4kit.specification():
                 wanted = case.call()
-        except ValueError:  # of the shape: no whole blocks
+        except ValueError:  # the shape has no whole blocks
             continue
         name = f"{case.operation} {recipe} {np.dtype(dtype).name} {'x'.join(map(str, shape))}"
         same(case.call(), wanted, name)
@@ -110,4 +114,5 @@ def _ratios(recipe: str, dtype: Any, shape: tuple[int, ...]) -> Iterator[tuple[s
 
 
 def _entry(value: float, name: str) -> dict[str, Any]:
+    """Return a case as it stands in the record."""
     return {"ratio": round(value, 3), "case": name}

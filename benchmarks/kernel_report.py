@@ -1,8 +1,8 @@
-"""Registers, spills and shared memory of the CUDA kernels, as NVRTC's assembler reports them. No GPU is needed.
+"""Report registers, spills and shared memory of the CUDA kernels, as NVRTC's assembler states them. No GPU is needed.
 
     python benchmarks/kernel_report.py [--arch sm_90] [--output FILE]
 
-Prints a table. Resident threads are those that fit a multiprocessor of 65,536 registers and 2,048 threads. The exit
+Prints a table. Resident threads are those that fit a multiprocessor with 65,536 registers and 2,048 threads. The exit
 status is 1 if a kernel spills registers.
 """
 
@@ -38,7 +38,7 @@ OTHER_INPUTS = ("nvfp4-te", "nvfp4-te-2d", "nvfp4-flashinfer", "mxfp4-ocp", "mxf
 
 
 class Kernel(NamedTuple):
-    """One instantiation, and the words that name it in the table."""
+    """Describe one instantiation of a kernel, with the words that name it in the table."""
 
     kernel: str
     recipe: str
@@ -50,7 +50,7 @@ class Kernel(NamedTuple):
 def quantize_kernel(
     r: Recipe, dtype: np.dtype, aligned: bool = True, layout: str = "linear", **options: object
 ) -> Kernel:
-    """The kernel that quantizes dtype to a recipe; options as those of recipe_struct."""
+    """Return the kernel that quantizes dtype to a recipe. `options` are those of recipe_struct."""
     file = way_of(LaunchRequest(r, dtype, (1024, 4096), layout, grouped=True)).kernel
     struct = recipe_struct(r, layout, **options)  # type: ignore[arg-type]
     names = [layout] * (layout != "linear") + ["misaligned"] * (not aligned)
@@ -60,25 +60,25 @@ def quantize_kernel(
 
 
 def table_kernel(r: Recipe) -> Kernel:
-    """The kernel that quantizes large matrices to a 4over6 recipe."""
+    """Return the kernel that quantizes large matrices to a 4over6 recipe."""
     source = instantiation("quantize_table", recipe_struct(r), Input=TYPES[BF16], kAligned=True)
     return Kernel("quantize_table_kernel", r.id, str(BF16), "", source)
 
 
 def dequantize_kernel(r: Recipe, dtype: np.dtype) -> Kernel:
-    """The kernel that decodes a recipe to dtype."""
+    """Return the kernel that decodes a recipe to dtype."""
     source = instantiation("dequantize", recipe_struct(r), Input=TYPES[dtype], Output=TYPES[dtype])
     return Kernel("dequantize_kernel", r.id, str(dtype), "", source)
 
 
 def patch_kernel(r: Recipe, dtype: np.dtype, mask: int | None = None) -> Kernel:
-    """The kernel that quantizes along columns, both ways, and square blocks."""
+    """Return the kernel that quantizes along columns, in both directions, and in square blocks."""
     source = instantiation("quantize_columns", recipe_struct(r, sign_mask=mask), Input=TYPES[dtype], kAligned=True)
     return Kernel("quantize_columns_kernel", r.id, str(dtype), "hadamard" * (mask is not None), source)
 
 
 def amax_kernel(dtype: np.dtype, hadamard: bool) -> Kernel:
-    """The kernel of the amax of a tensor."""
+    """Return the kernel that computes the amax of a tensor."""
     transform = f"struct Transform {{ static constexpr bool kHadamard = {str(hadamard).lower()}; "
     transform += f"static constexpr u32 kSignMask = {TE_SIGN_MASK}u; }};"
     source = instantiation("amax", transform, Input=TYPES[dtype], kCounted="AmaxInput::all", kAligned=True)
@@ -86,7 +86,9 @@ def amax_kernel(dtype: np.dtype, hadamard: bool) -> Kernel:
 
 
 def kernels() -> Iterator[Kernel]:
-    """Every recipe from bfloat16, some from other types and with options, dequantize, amax."""
+    """Yield the kernels of the report: every recipe from bfloat16, some from other dtypes and with options, dequantize,
+    amax, shards and layouts.
+    """
     for r in RECIPES.values():
         if not r.fake_only:
             yield quantize_kernel(r, BF16)
@@ -115,7 +117,7 @@ def kernels() -> Iterator[Kernel]:
 
 
 def partial_kernels() -> Iterator[Kernel]:
-    """The kernels of shards."""
+    """Yield the kernels for shards."""
     for id in ("nvfp4-te-2d", "nvfp4-te", "mxfp4-ocp", "mxfp8-te-2d"):
         for dtype in (F32, BF16):
             for file in ("partial_amax", "partial_cast"):
@@ -124,7 +126,7 @@ def partial_kernels() -> Iterator[Kernel]:
 
 
 def layout_kernels() -> Iterator[Kernel]:
-    """The kernels that move bytes: aligned, and not."""
+    """Yield the kernels that move bytes, for aligned and misaligned arrays."""
     for id in ("nvfp4-te-2d", "mxfp8-te-2d"):
         bits, size = (4 if RECIPES[id].is_packed else 8), RECIPES[id].block_size
         for layout in SCALE_LAYOUTS:
@@ -138,8 +140,8 @@ def layout_kernels() -> Iterator[Kernel]:
 
 
 class Usage(NamedTuple):
-    """What one kernel takes: registers a thread, bytes of spills and of stack a thread, bytes of shared memory a
-    block.
+    """State the resources of one kernel: registers per thread, bytes of spills and stack per thread, bytes of shared
+    memory per block.
     """
 
     registers: int
@@ -149,26 +151,28 @@ class Usage(NamedTuple):
 
     @property
     def resident_threads(self) -> int:
-        """Threads of a multiprocessor; registers are given out by eights a thread."""
+        """The threads that fit a multiprocessor. Registers are allocated to a thread in multiples of eight."""
         blocks = 65536 // (-(-self.registers // 8) * 8 * THREADS)
         return min(blocks * THREADS, 2048)
 
 
 def usage(kernel: Kernel, arch: str) -> Usage:
-    """Compile and read the assembler's report. Raises ValueError if it has another form."""
+    """Compile a kernel and read the assembler's report. Raises ValueError if the report has another form."""
     headers = loader.include_closure(tuple(re.findall(r'^#include "([^"]+)"', kernel.source, re.MULTILINE)))
     options = (*loader.OPTIONS, f"-arch={arch}", "--ptxas-options=-v")
     _, log = nvrtc.compile_cubin(kernel.source, headers, options, f"{kernel.kernel}.cu")
     log = log[log.find(f"'{kernel.kernel}'") :]
     found = REPORT.search(log)
     if found is None:
-        raise ValueError(f"kernel_report: no report of {kernel.kernel} in the log of NVRTC {nvrtc.version()}:\n{log}")
+        raise ValueError(
+            f"kernel_report: no resource usage for {kernel.kernel} in the log of NVRTC {nvrtc.version()}:\n{log}"
+        )
     stack, stores, loads, registers, shared = (int(number or 0) for number in found.groups())
     return Usage(registers, stores + loads, stack, shared)
 
 
 def table(rows: list[tuple[Kernel, Usage]], arch: str) -> str:
-    """The report as Markdown."""
+    """Return the report as Markdown."""
     version = ".".join(map(str, nvrtc.version()))
     spilling = [f"{k.kernel} of {k.recipe} from {k.types} {k.options}".rstrip() for k, u in rows if u.spills]
     lines = [
@@ -190,7 +194,7 @@ def table(rows: list[tuple[Kernel, Usage]], arch: str) -> str:
 
 
 def main() -> int:
-    """Print and write the report."""
+    """Print the report and, if --output is given, write it. Return the exit status."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--arch", default="sm_90", help="architecture, such as sm_100a (default: sm_90)")
     parser.add_argument("--output", type=Path, help="file to write the table to")

@@ -1,5 +1,4 @@
-"""What the GPU benchmarks share: the device, the copy that is the ceiling, timings, checks of results, and the record
-of a row.
+"""Provide what the GPU benchmarks share: inputs, the copy that is the ceiling, timings, checks of results, and rows.
 
 A script bench_<operation>.py has one function, `run(bench)`, which calls `bench.row(...)` for each thing that it times:
 
@@ -19,8 +18,11 @@ A script bench_<operation>.py has one function, `run(bench)`, which calls `bench
         main(run)
 
 efficiency = (fewest bytes the operation must move) / time / (bytes per second, read and written, of a device-to-device
-copy that moves as many bytes, measured in the same run). Arrays that are not several times the L2 take turns: give
-`row` several calls.
+copy that moves as many bytes, measured in the same run). If arrays are not several times the L2, give `row` several
+calls on different buffers; the calls then take turns.
+
+*Traffic* is the bytes per element that an operation must move, by array name. To *poison* memory is to fill it with
+bytes 0xEE, so that a result that was not written does not pass a check.
 """
 
 from __future__ import annotations
@@ -46,8 +48,8 @@ from fp4kit.layouts import unswizzle_scales
 F32, F16, BF16 = FLOATS
 SIZE = 16384
 REPEAT = 15
-CALLS = 10  # launches between two events, so that the launch of one hides behind the kernel of the one before
-LEAD_COPIES = 16  # before the first event, 2 ms: the host queues all calls meanwhile, even where one costs it 100 us
+CALLS = 10  # launches between two events, so that each launch is hidden by the previous kernel
+LEAD_COPIES = 16  # copies before the first event take 2 ms, in which the host queues all calls, even at 100 us per call
 SMALL_CALLS = 20  # calls in one CUDA graph
 POISON = 0xEE
 CHECKED = (slice(64), slice(-64, None))  # rows that are compared with the specification
@@ -55,7 +57,7 @@ PACKAGES = ("fp4kit", "cupy-cuda13x", "cupy-cuda12x", "numpy", "torch", "triton"
 
 
 def poison(*arrays: Any) -> None:
-    """Fill CuPy arrays, and the arrays of a Quantized, with bytes that no result consists of."""
+    """Fill CuPy arrays, and the arrays of a Quantized, with the byte 0xEE."""
     for array in arrays:
         parts = (array.packed, array.block_scale) if isinstance(array, fp4kit.Quantized) else (array,)
         for part in parts:
@@ -64,10 +66,11 @@ def poison(*arrays: Any) -> None:
 
 
 def check_quantized(q: fp4kit.Quantized, x: Any, **options: Any) -> None:
-    """Raise AssertionError unless the first and last rows of q (of axis moved last) are what the CPU specification
-    gives.
+    """Raise AssertionError unless the first and last rows of q equal the specification's. If q is quantized along
+    another axis, that axis is moved last first.
 
-    options: of quantize, but for axis, layout and tensor_amax, which are those of q. With a seed the first rows only.
+    `options` are those of quantize, except axis, layout and tensor_amax, which come from q. With a seed, only the first
+    rows are compared.
     """
     source = x if q.axis == x.ndim - 1 else x.swapaxes(q.axis, -1)
     scales = None if q.block_scale is None else unswizzle_scales(q.block_scale.get(), q.scale_layout, q.scale_shape)
@@ -81,16 +84,14 @@ def check_quantized(q: fp4kit.Quantized, x: Any, **options: Any) -> None:
 
 
 def check_rows(actual: Any, expected: Callable[[slice], Any], name: str) -> None:
-    """Raise AssertionError unless the first and last rows of a CuPy array are those that expected(rows) gives as
-    NumPy.
-    """
+    """Raise AssertionError unless the first and last rows of a CuPy array equal expected(rows), a NumPy array."""
     for rows in CHECKED:
         assert_same_bits(actual[rows].get(), expected(rows), f"{name}[{rows.start}:{rows.stop}]")
 
 
 class Bench:
-    """A run on one device: inputs, ceilings and timings, and the rows so far. quick: fewer repeats, no compiled
-    peers.
+    """Hold a run on one device: inputs, copies, timings and the rows so far. `quick`: fewer repeats, and no
+    torch.compile.
     """
 
     def __init__(self, size: int = SIZE, repeat: int = REPEAT, quick: bool = False, peers: bool = True) -> None:
@@ -107,11 +108,13 @@ class Bench:
 
     @cached_property
     def _lead(self) -> tuple[Any, Any]:
-        """Two buffers; copying one to the other keeps the device busy while the host gets ahead."""
+        """Two buffers. Copies between them keep the device busy while the host queues the calls to time."""
         return self.cupy.zeros(1 << 28, np.uint8), self.cupy.zeros(1 << 28, np.uint8)
 
     def normal(self, dtype: Any, shape: tuple[int, ...] | None = None) -> Any:
-        """Normal values of a dtype, (size, size) unless said; the same array each time, not to be written to."""
+        """Return normal values of a dtype, of shape (size, size) by default. Calls return the same array, so do not
+        write to it.
+        """
         shape = (self.size, self.size) if shape is None else shape
         key = np.dtype(dtype), shape
         if key not in self._inputs:
@@ -123,14 +126,14 @@ class Bench:
         return self._inputs[key]
 
     def release(self) -> None:
-        """Give back inputs and unused memory of the device, CuPy's and torch's."""
+        """Free the inputs and the unused device memory of CuPy and torch."""
         self._inputs.clear()
         self.cupy.get_default_memory_pool().free_all_blocks()
         if "torch" in sys.modules:
             sys.modules["torch"].cuda.empty_cache()
 
     def time(self, *calls: Call) -> Time:
-        """Event timings of one call; several calls (on other buffers) take turns."""
+        """Return the device time of a call, measured by events. Several calls (on different buffers) take turns."""
         for call in (*calls, *calls):
             call()
         number = len(calls) * max(round(min(CALLS, 3000 / self._events(calls)) / len(calls)), 1)
@@ -138,7 +141,7 @@ class Bench:
         return Time.of(self._events(turns) * 1e-6 for _ in range(self.repeat))
 
     def _events(self, calls: Sequence[Call]) -> float:
-        """Microseconds of one of the calls, queued behind copies so that the device does not wait for the host."""
+        """Return the microseconds per call, queued behind copies so that the device does not wait for the host."""
         start, stop = self.cupy.cuda.Event(), self.cupy.cuda.Event()
         for _ in range(LEAD_COPIES):
             self.cupy.copyto(*self._lead)
@@ -150,7 +153,7 @@ class Bench:
         return float(self.cupy.cuda.get_elapsed_time(start, stop)) * 1e3 / len(calls)
 
     def graph_time(self, call: Call) -> Time:
-        """Time of one call on the device, as part of a CUDA graph of several that is replayed."""
+        """Return the device time of one call inside a CUDA graph of several calls that is replayed."""
         self.cupy.cuda.Device().synchronize()
         stream = self.cupy.cuda.Stream(non_blocking=True)
         with stream:
@@ -165,21 +168,23 @@ class Bench:
         return Time(*(us / SMALL_CALLS for us in found))
 
     def host_time(self, call: Call) -> Time:
-        """Time until a call returns, on the host."""
+        """Return the time until a call returns, on the host."""
         return self.host_times([call])[0]
 
     def host_times(self, calls: Sequence[Call], batch: int = 200) -> list[Time]:
-        """The same of several calls, which take turns; the device is idle when a batch begins.
+        """Return the host time of each call. Calls take turns, and the device is idle when a batch begins.
 
-        The least of the batches, as timeit has it: on a host that others share, x * 2 of PyTorch takes 7.5 us now and
-        11.5 a second later, and so does everything else.
+        Rows report the smallest time of the batches, as timeit does, because a shared host varies: x * 2 of PyTorch
+        takes 7.5 us at one moment and 11.5 us a second later.
         """
         idle = self.cupy.cuda.Device().synchronize
         watches = {i: batches(call, batch, lambda call=call: (call(), idle())) for i, call in enumerate(calls)}
         return [*alternate(watches, 2 * self.repeat, float("inf")).values()]
 
     def copy_us(self, nbytes: int) -> float:
-        """Time of a device-to-device copy that reads and writes nbytes together, measured once in a run."""
+        """Return the time of a device-to-device copy that reads and writes nbytes in total. It is measured once per
+        run.
+        """
         if nbytes not in self._copies:
             source, target = (self.cupy.zeros(max(nbytes // 2, 1), np.uint8) for _ in range(2))
             self._copies[nbytes] = self.time(lambda: self.cupy.copyto(target, source)).median
@@ -197,11 +202,14 @@ class Bench:
         timed: Time | None = None,
         **targets: Any,
     ) -> BenchmarkRow:
-        """Time calls on x (an array, or anything with shape and dtype: n = elements of the shape), print the row and
-        keep it.
+        """Time calls on x, print the row and keep it. x is an array, or anything with shape and dtype; n is the number
+        of elements.
 
-        kind: see Row. peers: {name: call}, timed alike; one that raises is recorded as failed. timed: what they took,
-        if known. targets: target, target_us, beside.
+        Args:
+            kind: "kernel", "graph" or "host"; see BenchmarkRow
+            peers: {name: call}, timed in the same way; a call that raises is recorded as failed
+            timed: the time of the calls, if it is already known
+            targets: target, target_us or beside, see BenchmarkRow
         """
         measure = {"kernel": self.time, "graph": self.graph_time, "host": self.host_time}[kind]
         n = prod(x.shape)
@@ -233,7 +241,7 @@ class Bench:
         return row
 
     def record(self) -> dict[str, Any]:
-        """The run as it stands in the JSON file."""
+        """Return the run as it stands in the JSON file."""
         large = 4 * self.size * self.size  # bytes that a copy of a bfloat16 input moves
         copy = self.copy_us(large)
         about = describe() | {
@@ -251,7 +259,7 @@ def _reported(time: Time, kind: str) -> float:
 
 
 def describe() -> dict[str, Any]:
-    """Device, driver, versions, commit, date."""
+    """Return device, driver, versions, commit and date."""
     import cupy
 
     properties = cupy.cuda.runtime.getDeviceProperties(0)
@@ -275,11 +283,11 @@ def main(run: Callable[[Bench], None]) -> None:
     parser = argparse.ArgumentParser(allow_abbrev=False)
     parser.add_argument("--size", type=int, default=SIZE)
     parser.add_argument("--repeat", type=int, default=REPEAT)
-    parser.add_argument("--quick", action="store_true", help="5 repeats, no compiled peers")
+    parser.add_argument("--quick", action="store_true", help="5 repeats, no torch.compile")
     parser.add_argument("--no-peers", action="store_true")
     args = parser.parse_args()
     bench = Bench(args.size, args.repeat, args.quick, not args.no_peers)
-    with fp4kit.specification():  # what results are compared with
+    with fp4kit.specification():  # so that the CPU results to compare with are the specification's
         run(bench)
     record = bench.record()
     print(f"{record['device']}, driver {record['driver']}, copy {record['copy_TB/s']} TB/s, {record['date']}")

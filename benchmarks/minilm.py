@@ -1,6 +1,4 @@
-"""The demo model (fp4kit.checkpoint.convert.demo), run in NumPy: what its linear layers are given, for weights of
-columns.
-"""
+"""Run the demo model (fp4kit.checkpoint.convert.demo) in NumPy to collect the inputs of its linear layers."""
 
 from __future__ import annotations
 
@@ -12,33 +10,34 @@ import numpy as np
 
 from fp4kit.storage.safetensors_file import TensorReader, read_header
 
-HEADS, EPS, LENGTH = 12, 1e-12, 128  # of its config; tokens of a sequence
+HEADS, EPS, LENGTH = 12, 1e-12, 128  # attention heads and layer norm epsilon (config.json); tokens per sequence
 Seen = Callable[
     [str, np.ndarray], None
-]  # called with the name of a weight and the float32 (tokens, K) that it is given
+]  # called with a weight's name and its layer's input, float32 of shape (tokens, K)
 
 
 def tensors_of(folder: Path) -> dict[str, np.ndarray]:
-    """The float32 tensors of a model."""
+    """Return the float32 tensors of a model."""
     file = read_header(folder / "model.safetensors")
     with TensorReader(file) as reader:
         return {entry.name: reader.read(entry) for entry in file.entries if entry.dtype == "F32"}
 
 
 def linear_names(tensors: Mapping[str, np.ndarray]) -> list[str]:
-    """The weights of linear layers of the encoder, layer by layer."""
+    """Return the names of the encoder's linear weights, layer by layer."""
     return [name for name, x in tensors.items() if name.endswith(".weight") and x.ndim == 2 and ".layer." in name]
 
 
 def tokens_of(text: str, folder: Path) -> list[int]:
-    """Word pieces of a text by the model's vocabulary: words and signs in lower case, each by its longest known
-    beginning.
+    """Return the WordPiece tokens of a text: words and signs in lower case, each split greedily into the longest pieces
+    of the vocabulary.
     """
     known = {word: i for i, word in enumerate((folder / "vocab.txt").read_text(encoding="utf-8").splitlines())}
     return [known[piece] for word in re.findall(r"\w+|[^\w\s]", text.lower()) for piece in _pieces(word, known)]
 
 
 def _pieces(word: str, known: Mapping[str, int]) -> Iterator[str]:
+    """Yield the pieces of a word, the longest known beginning first, or "[UNK]" if no piece matches."""
     start = 0
     while start < len(word):
         beginnings = (("##" if start else "") + word[start:end] for end in range(len(word), start, -1))
@@ -51,8 +50,8 @@ def _pieces(word: str, known: Mapping[str, int]) -> Iterator[str]:
 
 
 def run(tensors: Mapping[str, np.ndarray], tokens: list[int], seen: Seen) -> None:
-    """The encoder on sequences of LENGTH tokens; GELU by its tanh form. seen: called for every linear layer of each
-    sequence.
+    """Run the encoder on sequences of LENGTH tokens, with GELU in its tanh form. Call `seen` for every linear layer of
+    each sequence.
     """
     for start in range(0, len(tokens) - LENGTH + 1, LENGTH):
         e = "embeddings"
@@ -64,6 +63,8 @@ def run(tensors: Mapping[str, np.ndarray], tokens: list[int], seen: Seen) -> Non
 
 
 def _layer(tensors: Mapping[str, np.ndarray], p: str, x: np.ndarray, seen: Seen) -> np.ndarray:
+    """Return the output of one encoder layer."""
+
     def linear(name: str, x: np.ndarray) -> np.ndarray:
         seen(f"{p}.{name}.weight", x)
         return x @ tensors[f"{p}.{name}.weight"].T + tensors[f"{p}.{name}.bias"]
@@ -83,6 +84,7 @@ def _layer(tensors: Mapping[str, np.ndarray], p: str, x: np.ndarray, seen: Seen)
 
 
 def _norm(tensors: Mapping[str, np.ndarray], name: str, x: np.ndarray) -> np.ndarray:
+    """Return the layer norm of x."""
     centred = x - x.mean(axis=-1, keepdims=True)
     scaled = centred / np.sqrt(np.square(centred).mean(axis=-1, keepdims=True) + EPS)
     found: np.ndarray = (scaled * tensors[f"{name}.weight"] + tensors[f"{name}.bias"]).astype(np.float32)

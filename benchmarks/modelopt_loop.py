@@ -1,4 +1,4 @@
-"""Model-Optimizer's quantizers, one a tensor, as its loop over experts runs them."""
+"""Run Model-Optimizer's quantizers in a loop, one quantizer per tensor, as Model-Optimizer does for experts."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ ATTRIBUTES: dict[str, dict[str, Any]] = {
     },  # by Triton
 }
 EXTENSIONS = {"fp8-modelopt": "get_cuda_ext_fp8", "int8-modelopt-channel": "get_cuda_ext"}
-PATIENCE = 120  # seconds for a build that is under way
+PATIENCE = 120  # seconds to wait for a build that has not finished
 NAME = "Model-Optimizer loop"
 
 
 class Loop:
-    """Model-Optimizer's loop. Its CUDA extensions, which take up to 45 s, are built in processes of their own from now
-    on.
+    """Provide Model-Optimizer's loop. Building its CUDA extensions takes up to 45 s, so it starts in background
+    processes at once.
 
-    Where an extension cannot be built, FP8 runs as operations of eager PyTorch, and INT8 fails, which is recorded.
+    If an extension cannot be built, FP8 runs as eager PyTorch operations, and INT8 fails, which is recorded.
     """
 
     def __init__(self, bench: Bench) -> None:
@@ -43,7 +43,9 @@ class Loop:
 
     @cached_property
     def _modules(self) -> tuple[Any, ...]:
-        """Quantizers and their settings, with the extensions loaded; nothing where Model-Optimizer is missing."""
+        """The modules with the quantizers and their settings, after loading the extensions. Empty if Model-Optimizer is
+        not installed.
+        """
         names = ("nn", "config", "extensions")
         found = [peers.module(f"modelopt.torch.quantization.{name}") for name in names] if self._builds else [None]
         if any(m is None for m in found):
@@ -54,8 +56,8 @@ class Loop:
 
     @staticmethod
     def _load(extension: Any, build: subprocess.Popen[bytes]) -> None:
-        """Call what loads an extension, once it is built; if it was not, tell it that there is none, or it would build
-        it.
+        """Load an extension once it is built. If the build failed, mark the extension as missing, because
+        Model-Optimizer would otherwise build it again.
         """
         try:
             built = build.wait(PATIENCE) == 0
@@ -69,14 +71,16 @@ class Loop:
             extension()
 
     def calls(self, recipe: str, xs: Sequence[Any], amaxes: Sequence[Any]) -> dict[str, Call]:
-        """{name: call} for the tensors with elements, their amaxes set; empty without quantizers for the recipe."""
+        """Return {name: call} that quantizes the tensors with their amaxes. Empty if there is no quantizer for the
+        recipe.
+        """
         if recipe not in ATTRIBUTES or not self._modules:
             return {}
         nn, config = self._modules
         pairs: list[tuple[Any, Any]] = []
 
         def loop() -> None:
-            if not pairs:  # here, so that what fails is recorded
+            if not pairs:  # created in the call, so that an error is recorded as a failed peer
                 for x, amax in zip(xs, amaxes, strict=True):
                     quantizer = nn.TensorQuantizer(config.QuantizerAttributeConfig(**ATTRIBUTES[recipe])).cuda()
                     limits = peers.tensor(amax.reshape(-1))

@@ -1,8 +1,8 @@
-"""Other libraries on the same device arrays, in this process: torch, torchao, Model-Optimizer, as far as they are
-installed.
+"""Call other libraries on the same device arrays in this process: torch, torchao and Model-Optimizer, if installed.
 
-Each function gives {name: call} for `Bench.row(peers=...)`, empty where the library is missing. With --quick nothing is
-compiled by torch.compile, which takes seconds for each. Versions tried: torch 2.11, torchao 0.18, nvidia-modelopt 0.47.
+Each function returns {name: call} for `Bench.row(peers=...)`, empty if the library is missing. With --quick,
+torch.compile is not used, because it takes seconds per function. Versions tried: torch 2.11, torchao 0.18,
+nvidia-modelopt 0.47.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from measure import BF16, F16, F32, Bench, Call
 
-MX_MODES = {  # the recipes that torchao's to_mx computes: its element dtype and scale mode
+MX_MODES = {  # recipes that torchao's to_mx computes, with its element dtype and scale mode
     "mxfp4-ocp": ("float4_e2m1fn_x2", "FLOOR"),
     "mxfp4-torchao-rceil": ("float4_e2m1fn_x2", "RCEIL"),
     "mxfp8-torchao-rceil": ("float8_e4m3fn", "RCEIL"),
@@ -26,7 +26,7 @@ MX_MODES = {  # the recipes that torchao's to_mx computes: its element dtype and
 
 @cache
 def module(name: str) -> Any:
-    """A module, or None where it cannot be imported; what it prints on the way is dropped."""
+    """Return a module, or None if it cannot be imported. Warnings during the import are suppressed."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         logging.getLogger("torchao").setLevel(logging.ERROR)
@@ -38,13 +38,13 @@ def module(name: str) -> Any:
 
 
 def torch() -> Any:
-    """torch with a CUDA device, or None."""
+    """Return torch if it has a CUDA device, else None."""
     found = module("torch")
     return found if found is not None and found.cuda.is_available() else None
 
 
 def tensor(x: Any) -> Any:
-    """A torch tensor on the memory of a contiguous CuPy array."""
+    """Return a torch tensor on the memory of a contiguous CuPy array."""
     signed = {1: np.int8, 2: np.int16, 4: np.int32}[x.dtype.itemsize]
     dtypes = {BF16: torch().bfloat16, F16: torch().float16, F32: torch().float32, np.dtype(np.uint8): torch().uint8}
     return torch().from_dlpack(x.view(signed)).view(dtypes[x.dtype])
@@ -52,24 +52,24 @@ def tensor(x: Any) -> Any:
 
 @cache
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """torch.compile for the one shape and dtype that it is called with; what it calls must not call this file's
-    functions.
+    """Return torch.compile of a function, for the one shape and dtype it is called with. The function must not call
+    functions of this module.
     """
     return torch().compile(function, dynamic=False, fullgraph=True)
 
 
 def both_ways(bench: Bench, name: str, function: Callable[..., Any], *arguments: Any) -> dict[str, Call]:
-    """A function of tensors as it is and, unless the run is a quick one, compiled."""
+    """Return calls of a function of tensors: eager and, except in a quick run, compiled."""
     calls: dict[str, Call] = {f"{name} eager": lambda: function(*arguments)}
     if not bench.quick:
-        torch().compiler.reset()  # another dtype or shape is compiled anew, and not as a dynamic one
+        torch().compiler.reset()  # otherwise another dtype or shape would be compiled as a dynamic one
         fast = compiled(function)
         calls[f"{name} compiled"] = lambda: fast(*arguments)
     return calls
 
 
 def copy(bench: Bench, x: Any, y: Any) -> dict[str, Call]:
-    """torch's y.copy_(x), which converts where the dtypes differ."""
+    """Return torch's y.copy_(x), which converts if the dtypes differ."""
     if not bench.peers or torch() is None:
         return {}
     source, target = tensor(x), tensor(y)
@@ -78,6 +78,7 @@ def copy(bench: Bench, x: Any, y: Any) -> dict[str, Call]:
 
 @cache
 def _to_mx(element: str, mode: str) -> Callable[[Any], Any]:
+    """Return a function that calls torchao's to_mx."""
     mx = module("torchao.prototype.mx_formats.mx_tensor")
     to_mx, dtype, scaling = mx.to_mx, getattr(torch(), element), getattr(mx.ScaleCalculationMode, mode)
     return lambda x: to_mx(x, dtype, 32, scaling)
@@ -85,23 +86,25 @@ def _to_mx(element: str, mode: str) -> Callable[[Any], Any]:
 
 @cache
 def _from_mx(element: str, dtype: Any) -> Callable[[Any, Any], Any]:
+    """Return a function that calls torchao's to_dtype."""
     to_dtype, element_dtype = module("torchao.prototype.mx_formats.mx_tensor").to_dtype, getattr(torch(), element)
     return lambda data, scale: to_dtype(data, scale, element_dtype, 32, dtype)
 
 
 def _has_torchao(bench: Bench) -> bool:
+    """Return True if torchao is installed and peers are to be timed."""
     return bench.peers and torch() is not None and module("torchao.prototype.mx_formats.mx_tensor") is not None
 
 
 def quantize_mx(bench: Bench, x: Any, recipe: str) -> dict[str, Call]:
-    """torchao's to_mx, for the recipes of MX_MODES and bfloat16 or float32."""
+    """Return torchao's to_mx, for the recipes of MX_MODES from bfloat16 or float32."""
     if recipe not in MX_MODES or x.dtype == F16 or not _has_torchao(bench):
         return {}
     return both_ways(bench, "torchao", _to_mx(*MX_MODES[recipe]), tensor(x))
 
 
 def dequantize_mx(bench: Bench, q: Any, dtype: Any) -> dict[str, Call]:
-    """torchao's to_dtype on codes and scales of MX_MODES."""
+    """Return torchao's to_dtype of codes and scales, for the recipes of MX_MODES."""
     if q.recipe.id not in MX_MODES or not _has_torchao(bench):
         return {}
     element, _ = MX_MODES[q.recipe.id]
@@ -121,7 +124,7 @@ def _nvfp4(given: bool) -> Callable[..., Any]:
 
 
 def quantize_nvfp4(bench: Bench, x: Any, amax: Any = None) -> dict[str, Call]:
-    """torchao's nvfp4_quantize with a tensor scale, from a given amax or with its own pass."""
+    """Return torchao's nvfp4_quantize with a tensor scale, from the given amax or with an amax pass of its own."""
     if x.dtype == F16 or not _has_torchao(bench):
         return {}
     if amax is None:
@@ -130,7 +133,7 @@ def quantize_nvfp4(bench: Bench, x: Any, amax: Any = None) -> dict[str, Call]:
 
 
 def modelopt_nvfp4(bench: Bench, x: Any, amax: Any = None) -> dict[str, Call]:
-    """Model-Optimizer's NVFP4QTensor.quantize, with the tensor scale of a given amax or its own."""
+    """Return Model-Optimizer's NVFP4QTensor.quantize, with the tensor scale of the given amax or of its own."""
     qtensor = module("modelopt.torch.quantization.qtensor") if bench.peers and torch() is not None else None
     if qtensor is None:
         return {}
@@ -142,7 +145,7 @@ def modelopt_nvfp4(bench: Bench, x: Any, amax: Any = None) -> dict[str, Call]:
 
 
 def modelopt_fake_nvfp4(bench: Bench, x: Any, amax: Any) -> dict[str, Call]:
-    """Model-Optimizer's Triton kernel fp4_fake_quant_block."""
+    """Return Model-Optimizer's Triton kernel fp4_fake_quant_block."""
     gemm = module("modelopt.torch.kernels.quantization.gemm") if bench.peers and torch() is not None else None
     if gemm is None or not hasattr(gemm, "fp4_fake_quant_block"):
         return {}
@@ -151,7 +154,7 @@ def modelopt_fake_nvfp4(bench: Bench, x: Any, amax: Any) -> dict[str, Call]:
 
 
 def amax(bench: Bench, x: Any) -> dict[str, Call]:
-    """torch's abs().max(), as it is and compiled."""
+    """Return torch's abs().max(), eager and compiled."""
     if not bench.peers or torch() is None:
         return {}
     return both_ways(bench, "torch", _abs_max, tensor(x))

@@ -1,6 +1,4 @@
-"""What the benchmarks share, on GPUs and CPUs: the head of a record, the files that are written from it, how plots are
-drawn.
-"""
+"""Provide what the GPU and CPU benchmarks share: the head of a record, the files written from it, and plot settings."""
 
 from __future__ import annotations
 

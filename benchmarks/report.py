@@ -1,5 +1,6 @@
-"""Markdown table and plot of a run that benchmarks/run.py recorded: python benchmarks/report.py
-benchmarks/results/h200.json
+"""Write the Markdown table and the plot of a run that benchmarks/run.py recorded.
+
+python benchmarks/report.py benchmarks/results/h200.json
 """
 
 from __future__ import annotations
@@ -29,12 +30,12 @@ COLUMNS = (
 
 
 def rows_of(record: Record) -> list[BenchmarkRow]:
-    """The rows of a run."""
+    """Return the rows of a run."""
     return [BenchmarkRow.of(row) for row in record["rows"]]
 
 
 def heading(record: Record) -> str:
-    """One line: device, driver, versions, commit, date, and the copy that is the ceiling."""
+    """Return device, driver, versions, commit, date and the time of the ceiling copy in one line."""
     return (
         f"{record['device']}, driver {record['driver']}, {head_text(record)}; a copy of {record['size']} x"
         f" {record['size']} bfloat16 takes {record['copy_us']:.1f} us, {record['copy_TB/s']:.2f} TB/s"
@@ -42,7 +43,7 @@ def heading(record: Record) -> str:
 
 
 def target_text(row: BenchmarkRow) -> str:
-    """What a row is held against, and whether it is there."""
+    """Return a row's target, and "(missed)" if the row misses it."""
     parts = [] if row.target is None else [f"{row.target:.2f}"]
     if row.target_us is not None:
         parts.append(f"{row.target_us:g} us")
@@ -52,7 +53,7 @@ def target_text(row: BenchmarkRow) -> str:
 
 
 def cells(row: BenchmarkRow) -> tuple[str, ...]:
-    """A row of the Markdown table."""
+    """Return a row of the Markdown table."""
     peers = [f"{name} {ratio:.2f}" for name, ratio in row.ratios.items()] + [f"{name} fails" for name in row.failed]
     operation = row.operation if row.kind == "kernel" else f"{row.operation} ({row.kind} time)"
     efficiency = "" if row.efficiency is None else f"{row.efficiency:.3f}"
@@ -71,18 +72,21 @@ def cells(row: BenchmarkRow) -> tuple[str, ...]:
 
 
 def markdown(record: Record) -> str:
-    """The run as a Markdown page."""
+    """Return the run as a Markdown page."""
     rows = rows_of(record)
     missed = sum(row.met is False for row in rows)
-    ours = (row for row in rows if not row.operation.startswith("copy,"))  # a copy is the ceiling, by CuPy
+    ours = (
+        row for row in rows if not row.operation.startswith("copy,")
+    )  # torch's copy is compared with CuPy's, which is the ceiling
     slower = [f"{row.operation} {row.recipe} {row.dtype}" for row in ours if row.faster]
     lines = [
         f"# {record['device']}",
         "",
         f"{heading(record)}.",
         "",
-        f"Medians of {record['repeat']} timings, n elements; spread is the largest minus the smallest.",
-        "Efficiency is the time of a copy that moves as many bytes, in the same run, over the time.",
+        f"Times are medians of {record['repeat']} timings; spread is the largest minus the smallest."
+        " n is the number of elements.",
+        "Efficiency is the time of a copy that moves as many bytes, in the same run, divided by the time.",
         (
             f"{sum(row.met is True for row in rows)} of {sum(row.met is not None for row in rows)} targets met,"
             f" {missed} missed. A peer is faster, by more than the spread, in: {'; '.join(slower) or 'no row'}."
@@ -98,7 +102,7 @@ def markdown(record: Record) -> str:
 
 
 def below_target(rows: Iterable[BenchmarkRow], reasons: Sequence[Reason] = REASONS) -> list[str]:
-    """Lines of Markdown: the rows that miss their target, why, and what else was tried."""
+    """Return Markdown lines with the rows that miss their target, the reason, and the other designs that were tried."""
     found: dict[Reason | None, list[BenchmarkRow]] = {}
     for row in rows:
         if row.met is False:
@@ -115,6 +119,7 @@ def below_target(rows: Iterable[BenchmarkRow], reasons: Sequence[Reason] = REASO
 
 
 def _shortfall(row: BenchmarkRow) -> str:
+    """Return what a row reached and what it should reach."""
     if row.beside is not None:
         return f"{row.us / row.beside.us:.3f} of {row.beside.name}, not {row.beside.at_most:.2f}"
     return (
@@ -125,12 +130,12 @@ def _shortfall(row: BenchmarkRow) -> str:
 
 
 def slug(record: Record) -> str:
-    """Base name of the files of a device: "NVIDIA H200" -> "h200"."""
+    """Return the base name of the files of a device: "NVIDIA H200" -> "h200"."""
     return record["device"].lower().removeprefix("nvidia ").replace(" ", "-").replace("/", "-")
 
 
 def plot(record: Record, path: Path) -> None:
-    """Efficiencies with their targets, and how many times faster than each peer, one line per operation and recipe."""
+    """Plot efficiencies with their targets, and speed-ups over each peer, one line per operation and recipe."""
     plt = records.pyplot(path)
     lines: dict[tuple[str, str], list[BenchmarkRow]] = {}
     for row in rows_of(record):
@@ -148,6 +153,7 @@ def plot(record: Record, path: Path) -> None:
 
 
 def _plot_efficiencies(axes: Any, lines: list[list[BenchmarkRow]]) -> None:
+    """Plot efficiencies with their targets."""
     for y, rows in enumerate(lines):
         axes.axhline(y, color="#eeeeee", linewidth=0.8, zorder=0)
         for row in rows:
@@ -165,6 +171,7 @@ def _plot_efficiencies(axes: Any, lines: list[list[BenchmarkRow]]) -> None:
 
 
 def _plot_peers(axes: Any, lines: list[list[BenchmarkRow]]) -> None:
+    """Plot the times of peers divided by those of fp4kit."""
     names = list(dict.fromkeys(name for rows in lines for row in rows for name in row.peers))
     colours = {name: PEER_COLOURS[i % len(PEER_COLOURS)] for i, name in enumerate(names)}
     for y, rows in enumerate(lines):
@@ -186,10 +193,10 @@ SUMMARY_COLUMNS = ("operation", "recipe", "from", "time", "efficiency", "fastest
 
 
 def summary(record: Record, wanted: Iterable[tuple[str, str]]) -> list[tuple[str, ...]]:
-    """Rows for the README: those of the wanted (operation, recipe), from bfloat16 (or the only dtype) and timed on the
-    device.
+    """Return the README's rows: those of the wanted (operation, recipe) pairs, from bfloat16 (or the only dtype), timed
+    on the device.
 
-    Raises ValueError where the run has no such row.
+    Raises ValueError if the run lacks one of these rows.
     """
     found = {
         (row.operation, row.recipe): row for row in rows_of(record) if row.kind == "kernel" and row.dtype == "float32"
@@ -204,6 +211,7 @@ def summary(record: Record, wanted: Iterable[tuple[str, str]]) -> list[tuple[str
 
 
 def _summary_cells(row: BenchmarkRow) -> tuple[str, ...]:
+    """Return a row of the README's table."""
     peer = min(row.ratios.items(), key=lambda pair: pair[1], default=None)
     against = "" if peer is None else f"{peer[0]}: {peer[1]:.1f} times as long"
     efficiency = "" if row.efficiency is None else f"{row.efficiency:.2f}"
@@ -211,7 +219,7 @@ def _summary_cells(row: BenchmarkRow) -> tuple[str, ...]:
 
 
 def write(record: Record, folder: Path, plotted: bool = True) -> list[Path]:
-    """Write JSON, table and, if plotted, the plot of a run into a folder; returns their paths."""
+    """Write the JSON, the table and, if `plotted`, the plot of a run into a folder. Return their paths."""
     return records.write(record, folder, slug(record), markdown(record), plot if plotted else None)
 
 

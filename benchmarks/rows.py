@@ -1,4 +1,7 @@
-"""The record of a benchmark's row, and the bytes that an operation must move. Needs no GPU."""
+"""Define the rows of benchmark records, and count the bytes that an operation must move. Needs no GPU.
+
+*Traffic* maps array names to the bytes that an operation must move per element.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ Traffic = Mapping[str, Fraction]
 
 
 class Beside(NamedTuple):
-    """Another time of this run that a row is held against: us <= at_most * other."""
+    """State another time of the same run that a row is compared with: us <= at_most * other."""
 
     name: str
     us: float
@@ -25,7 +28,7 @@ class Beside(NamedTuple):
 
 @dataclass(kw_only=True)
 class Row:
-    """One timed operation of a record. failed: {peer: why it could not be timed}."""
+    """Hold one timed operation of a record. `failed`: {peer: why it could not be timed}."""
 
     operation: str
     recipe: str
@@ -37,11 +40,15 @@ class Row:
 
 @dataclass(kw_only=True)
 class BenchmarkRow(Row):
-    """One timed operation on a GPU. `bytes` is n elements times the bytes of `traffic`; `copy_us` is a copy that moves
-    as many.
+    """Hold one timed operation on a GPU. `bytes` is n elements times the bytes of `traffic`. `copy_us` is the time of a
+    copy that moves as many bytes.
 
-    kind: "kernel" (events around calls in a row), "graph" (events around replays of a CUDA graph) or "host" (time until
-    the call returns). target: smallest efficiency wanted; target_us: largest time wanted. peers: {name: us}.
+    Attributes:
+        kind: "kernel" (events around consecutive calls), "graph" (events around replays of a CUDA graph) or "host"
+            (time until the call returns)
+        target: smallest efficiency wanted
+        target_us: largest time wanted
+        peers: {name: us}
     """
 
     formula: str
@@ -56,21 +63,22 @@ class BenchmarkRow(Row):
 
     @property
     def efficiency(self) -> float | None:
+        """The time of the copy divided by the row's time, or None for a row without traffic or copy."""
         return None if self.copy_us is None else self.copy_us / self.us
 
     @property
     def ratios(self) -> dict[str, float]:
-        """How many times longer each peer takes."""
+        """The time of each peer divided by the row's time."""
         return {name: us / self.us for name, us in self.peers.items()}
 
     @property
     def faster(self) -> list[str]:
-        """Peers that take less time, by more than this row's spread."""
+        """The peers that take less time, by more than the row's spread."""
         return [name for name, us in self.peers.items() if us + self.spread < self.us]
 
     @property
     def met(self) -> bool | None:
-        """Whether every target is reached; None without one."""
+        """True if every target is reached, None if the row has no target."""
         found = []
         if self.target is not None and self.efficiency is not None:
             found.append(self.efficiency >= self.target)
@@ -81,14 +89,14 @@ class BenchmarkRow(Row):
         return all(found) if found else None
 
     def record(self) -> dict[str, Any]:
-        """The row as it stands in the JSON file."""
+        """Return the row as it stands in the JSON file."""
         efficiency = None if self.efficiency is None else round(self.efficiency, 3)
         beside = None if self.beside is None else self.beside._asdict()
         return asdict(self) | {"beside": beside, "efficiency": efficiency, "met": self.met}
 
     @classmethod
     def of(cls, record: Mapping[str, Any]) -> BenchmarkRow:
-        """The row of a record."""
+        """Return the row of a JSON record."""
         given = {name: value for name, value in record.items() if name not in ("efficiency", "met")}
         beside = None if given["beside"] is None else Beside(**given["beside"])
         return cls(**given | {"beside": beside, "shape": tuple(given["shape"])})
@@ -107,11 +115,12 @@ class BenchmarkRow(Row):
 
 @dataclass(kw_only=True)
 class CpuRow(Row):
-    """One timed operation on a CPU. bytes: of the input, or of the output of dequantize; a rate is bytes / time.
+    """Hold one timed operation on a CPU. `bytes` counts the input, or the output of dequantize. A rate is bytes / time.
 
-    times: "one" and "all" (threads), "one into" and "all into" (memory that is there, by out=), "specification". peers:
-    {name: time} on all threads; in the group "ggml", "ggml" on one thread; in "sizes" a streaming loop. failed: {peer:
-    why}.
+    Attributes:
+        times: "one" and "all" (threads), "one into" and "all into" (preallocated memory, by out=), "specification"
+        peers: {name: time} on all threads; in the group "ggml", ggml on one thread; in "sizes", a streaming loop
+        failed: {peer: why it could not be timed}
     """
 
     group: str
@@ -119,31 +128,31 @@ class CpuRow(Row):
     peers: dict[str, Time] = field(default_factory=dict)
 
     def rate(self, name: str) -> float | None:
-        """GB/s, by the median time."""
+        """Return GB/s by the median time, or None if the call was not timed."""
         found = self.times.get(name)
         return None if found is None else self.bytes / found.median / 1e3
 
     def ratio(self, over: str, under: str) -> float | None:
-        """How many times as long one takes as the other, by the medians."""
+        """Return the median time `over` divided by the median time `under`, or None if either was not timed."""
         if over not in self.times or under not in self.times:
             return None
         return self.times[over].median / self.times[under].median
 
     @property
     def fastest_peer(self) -> tuple[str, float] | None:
-        """The peer that takes least, and how many times as long it takes as this row on all threads."""
+        """The fastest peer, and its time divided by the row's time on all threads. None if there are no peers."""
         ours = self.times["all" if "all" in self.times else "one"].median
         found = min(self.peers.items(), key=lambda pair: pair[1].median, default=None)
         return None if found is None else (found[0], found[1].median / ours)
 
     def record(self) -> dict[str, Any]:
-        """The row as it stands in the JSON file."""
+        """Return the row as it stands in the JSON file."""
         timed = {part: {name: us[:2] for name, us in getattr(self, part).items()} for part in ("times", "peers")}
         return asdict(self) | timed
 
     @classmethod
     def of(cls, record: Mapping[str, Any]) -> CpuRow:
-        """The row of a record."""
+        """Return the row of a JSON record."""
         timed = {part: {name: Time(*us) for name, us in record[part].items()} for part in ("times", "peers")}
         return cls(**{**record, **timed, "shape": tuple(record["shape"])})
 
@@ -156,30 +165,30 @@ class CpuRow(Row):
 
 
 def element_bytes(**dtypes: Any) -> dict[str, Fraction]:
-    """Bytes of one element of arrays that are read or written once: element_bytes(x=F32, values=BF16)."""
+    """Return the bytes per element of arrays that are read or written once: element_bytes(x=F32, values=BF16)."""
     return {name: Fraction(np.dtype(dtype).itemsize) for name, dtype in dtypes.items()}
 
 
 def quantized_bytes(recipe: str) -> dict[str, Fraction]:
-    """Bytes of codes and block scales for one element; a tensor's few float32 scales are left out."""
+    """Return the bytes of codes and block scales per element. The few float32 scales of a tensor are left out."""
     r = fp4kit.recipe(recipe)
     codes = {"codes": Fraction(1, 2) if r.is_packed else Fraction(1)}
     return codes if r.scale is None else codes | {"scales": Fraction(1, r.block_size)}
 
 
 def twice(traffic: Traffic, name: str = "columnwise") -> dict[str, Fraction]:
-    """The traffic, and the same again under other names: results in both directions."""
+    """Return the traffic of results in both directions: each entry, and once more under the name "columnwise ..."."""
     return dict(traffic) | {f"{name} {key}": value for key, value in traffic.items()}
 
 
-NO_BYTES: Traffic = {"nothing": Fraction(0)}  # of rows that time the host
+NO_BYTES: Traffic = {"nothing": Fraction(0)}  # traffic of rows that time the host
 
 
 def formula(traffic: Traffic) -> str:
-    """Such as "n (2 x + 1/2 codes + 1/16 scales)" for n elements."""
+    """Return the traffic of n elements as text, such as "n (2 x + 1/2 codes + 1/16 scales)"."""
     return f"n ({' + '.join(f'{value} {name}' for name, value in traffic.items())})"
 
 
 def traffic_bytes(traffic: Traffic, n: int) -> int:
-    """Bytes of n elements."""
+    """Return the bytes that n elements move."""
     return int(n * sum(traffic.values(), Fraction(0)))

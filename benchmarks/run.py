@@ -1,9 +1,9 @@
-"""Every GPU benchmark, bench_<operation>.py by bench_<operation>.py, and the record of the run.
+"""Run every GPU benchmark, bench_<operation>.py, and write the record of the run.
 
     python benchmarks/run.py [--only NAME ...] [--quick] [--no-peers] [--output DIR] [--commit HASH]
 
-Writes <device>.json, <device>.md and <device>.svg into benchmarks/results, or DIR; part of the benchmarks, and quick
-runs, are written only to a DIR that was named. The exit status is 1 if a benchmark stopped, such as at a wrong result.
+Writes <device>.json, <device>.md and <device>.svg into benchmarks/results. A partial run (--only or --quick) is written
+only if --output names a folder. The exit status is 1 if a benchmark stopped, for example because a result was wrong.
 """
 
 from __future__ import annotations
@@ -22,39 +22,45 @@ from measure import REPEAT, SIZE, Bench
 import fp4kit
 
 HERE = Path(__file__).resolve().parent
-ELSEWHERE = ("checkpoint", "cpu", "distributed", "scale_search")  # without a GPU; with several
-FIRST = ("small",)  # host times: other libraries, once loaded, keep threads and processes busy
+ELSEWHERE = ("checkpoint", "cpu", "distributed", "scale_search")  # scripts for the CPU or for several GPUs
+FIRST = (
+    "small",
+)  # measures host times, so it runs before other libraries are loaded, which keep threads and processes busy
 
 
 def names() -> list[str]:
-    """Operations with a script."""
+    """Return the names of the GPU benchmarks."""
     found = (path.stem.removeprefix("bench_") for path in HERE.glob("bench_*.py"))
     return sorted((name for name in found if name not in ELSEWHERE), key=lambda name: (name not in FIRST, name))
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Return the command-line parser."""
     result = argparse.ArgumentParser(description="Run the GPU benchmarks.", allow_abbrev=False)
-    result.add_argument("--only", nargs="+", choices=names(), metavar="NAME", help=f"some of {', '.join(names())}")
     result.add_argument(
-        "--quick", action="store_true", help="5 repeats instead of 15, nothing compiled by torch.compile"
+        "--only",
+        nargs="+",
+        choices=names(),
+        metavar="NAME",
+        help=f"benchmarks to run, of {', '.join(names())} (default: all)",
     )
-    result.add_argument("--no-peers", action="store_true", help="without other libraries")
+    result.add_argument("--quick", action="store_true", help="5 repeats instead of 15, no torch.compile")
+    result.add_argument("--no-peers", action="store_true", help="do not time other libraries")
     result.add_argument("--size", type=int, default=SIZE, help="rows and columns of the large tensors")
     result.add_argument("--repeat", type=int, default=REPEAT)
     result.add_argument("--output", type=Path, help="folder for the record, the table and the plot")
-    result.add_argument("--commit", help="the commit that is measured, where there is no repository to ask")
+    result.add_argument("--commit", help="commit that is measured (default: that of the repository)")
     return result
 
 
 def run(bench: Bench, chosen: list[str], save: Callable[[dict[str, str]], None]) -> dict[str, str]:
-    """Run the chosen benchmarks, and save after each; gives why, for those that stopped."""
+    """Run the chosen benchmarks and save after each. Return {name: error} of those that stopped."""
     errors = {}
     for name in chosen:
         start = time.perf_counter()
         print(f"== {name}", flush=True)
         try:
-            with fp4kit.specification():  # what results are compared with
+            with fp4kit.specification():  # so that the CPU results to compare with are the specification's
                 importlib.import_module(f"bench_{name}").run(bench)
         except Exception as error:
             traceback.print_exc(limit=-3)
@@ -66,7 +72,7 @@ def run(bench: Bench, chosen: list[str], save: Callable[[dict[str, str]], None])
 
 
 def main() -> int:
-    """Run, print, write."""
+    """Run the benchmarks, print their rows and write the record. Return the exit status."""
     args = parser().parse_args()
     bench = Bench(args.size, args.repeat, args.quick, not args.no_peers)
     output = args.output or (None if args.only or args.quick else HERE / "results")
@@ -80,7 +86,11 @@ def main() -> int:
     errors = run(bench, args.only or names(), save)
     save(errors, plotted=True)
     print(report.heading(bench.record()))
-    print(f"written to {output}" if output is not None else "not written: name a folder with --output")
+    print(
+        f"written to {output}"
+        if output is not None
+        else "not written, because the run is partial: name a folder with --output"
+    )
     return 1 if errors else 0
 
 

@@ -1,5 +1,8 @@
-"""Table and figure of a record of bench_scale_search.py: python benchmarks/scale_search_report.py
-results/scale-search.json
+"""Write the table and the figure of a record of bench_scale_search.py.
+
+    python benchmarks/scale_search_report.py benchmarks/results/scale-search.json
+
+A *way* is a method of choosing block scales, one of WAYS.
 """
 
 from __future__ import annotations
@@ -17,51 +20,56 @@ from fp4kit.cli.tables import markdown as table
 from fp4kit.formats import E2M1, E4M3
 
 WAYS = ("amax", "4over6", "mse", "weighted mse")
-COLOURS = {"amax": "#D55E00", "4over6": "#009E73", "mse": "#0072B2", "weighted mse": "#CC79A7"}  # as in the notebooks
+COLOURS = {
+    "amax": "#D55E00",
+    "4over6": "#009E73",
+    "mse": "#0072B2",
+    "weighted mse": "#CC79A7",
+}  # the notebooks use the same colours
 MARKS = {"amax": "o", "4over6": "s", "mse": "D", "weighted mse": "^"}
 
 
 def decibels(sums: Mapping[str, float], way: str) -> float:
-    """SQNR of one way."""
+    """Return the SQNR of one way."""
     return sqnr_db(sums["signal"], sums[way])
 
 
 def total(record: Record, of: str) -> dict[str, float]:
-    """Sums over all layers, of "weights" or of "outputs"."""
+    """Return the sums over all layers. `of` is "weights" or "outputs"."""
     return {key: sum(layer[of][key] for layer in record["layers"]) for key in ("signal", *WAYS)}
 
 
 def mean(record: Record, of: str, way: str) -> float:
-    """The mean over layers of their decibels."""
+    """Return the mean SQNR over layers."""
     return float(np.mean([decibels(layer[of], way) for layer in record["layers"]]))
 
 
 def heading(record: Record) -> str:
-    """What was measured, where and when."""
+    """Return what was measured, where and when, in one line."""
     values = sum(layer["shape"][0] * layer["shape"][1] for layer in record["layers"])
     model = f"{record['model']}, {len(record['layers'])} layers, {values:,} weights"
     return f"{model}, {head_text(record)}"
 
 
 def summary(record: Record) -> str:
-    """All layers together: of the weights, and of what layers make of text."""
+    """Return the README's table: the SQNR of weights and of layer outputs on text, over all layers."""
     rows = [
-        ("weights, all together", *(f"{decibels(total(record, 'weights'), way):.2f}" for way in WAYS)),
-        ("weights, mean of the layers", *(f"{mean(record, 'weights', way):.2f}" for way in WAYS)),
-        ("outputs on text, mean of the layers", *(f"{mean(record, 'outputs', way):.2f}" for way in WAYS)),
+        ("weights, all layers", *(f"{decibels(total(record, 'weights'), way):.2f}" for way in WAYS)),
+        ("weights, mean over layers", *(f"{mean(record, 'weights', way):.2f}" for way in WAYS)),
+        ("outputs on text, mean over layers", *(f"{mean(record, 'outputs', way):.2f}" for way in WAYS)),
     ]
     return f"{heading(record)}.\n\n{table(('SQNR, dB', *WAYS), rows)}"
 
 
 def markdown(record: Record) -> str:
-    """The record as a Markdown page."""
+    """Return the record as a Markdown page."""
     rows = []
     for layer in record["layers"]:
         name = layer["name"].removeprefix("encoder.").removesuffix(".weight")
         found = [[f"{decibels(layer[of], way):.2f}" for way in WAYS] for of in ("weights", "outputs")]
         rows.append((name, "x".join(map(str, layer["shape"])), *found[0], *found[1]))
     columns = ("layer", "shape", *WAYS, *(f"outputs: {way}" for way in WAYS))
-    figure = "![error of a block, SQNR of layers](scale-search.svg)"
+    figure = "![error of a block, SQNR per layer](scale-search.svg)"
     return "\n".join(("# Search of block scales", "", summary(record), "", figure, "", table(columns, rows))) + "\n"
 
 
@@ -69,8 +77,8 @@ def markdown(record: Record) -> str:
 
 
 def losses(values: Any, scales: Any) -> np.ndarray:
-    """Sum of squared errors of blocks (..., 16) under scales (...): each value goes to the nearest E2M1 value times the
-    scale.
+    """Return the sum of squared errors of blocks (..., 16) under scales (...). Each value is rounded to the nearest
+    E2M1 value times the scale.
     """
     x = np.abs(np.float64(values))[..., None]
     grid = np.float64(E2M1.magnitudes) * np.float64(scales)[..., None, None]
@@ -79,7 +87,7 @@ def losses(values: Any, scales: Any) -> np.ndarray:
 
 
 def plot(record: Record, path: Path) -> None:
-    """Error of one block over its scale; SQNR of the weights of every layer, and of what they make of text."""
+    """Plot the error of one block over its scale, and the SQNR of every layer's weights and outputs."""
     plt = records.pyplot(path)
     figure, (left, *others) = plt.subplots(1, 3, figsize=(12, 5.6), width_ratios=(5, 3, 3), layout="constrained")
     plot_block(left, record["block"])
@@ -88,7 +96,7 @@ def plot(record: Record, path: Path) -> None:
 
 
 def plot_block(axes: Any, block: Record) -> None:
-    """Error of one block over its scale, and where each of its "scales" lies, by way; "amax" is the tensor's."""
+    """Plot the error of one block over its scale, with the scale of each way. block["amax"] is the tensor's amax."""
     usual = np.abs(block["values"]).max() / 6
     energy = np.square(block["values"]).sum()
     ends = 0.7, 1.75
@@ -122,7 +130,7 @@ def plot_block(axes: Any, block: Record) -> None:
 
 
 def plot_layers(pair: Any, record: Record) -> None:
-    """On two axes, SQNR of the weights of every layer and of what they make of text."""
+    """Plot, on two axes, the SQNR of every layer's weights and outputs."""
     rows = np.arange(len(record["layers"]))[::-1]
     names = [layer["name"].removeprefix("encoder.layer.").removesuffix(".weight") for layer in record["layers"]]
     for axes, of, labels in zip(pair, ("weights", "outputs"), (names, []), strict=True):
@@ -132,6 +140,7 @@ def plot_layers(pair: Any, record: Record) -> None:
 
 
 def _plot_ways(axes: Any, record: Record, rows: np.ndarray, of: str) -> None:
+    """Plot the SQNR of every way and layer."""
     for way in WAYS:
         found = [decibels(layer[of], way) for layer in record["layers"]]
         axes.plot(
@@ -143,7 +152,7 @@ def _plot_ways(axes: Any, record: Record, rows: np.ndarray, of: str) -> None:
 
 
 def write(record: Record, folder: Path) -> list[Path]:
-    """Record, table and plot."""
+    """Write record, table and plot. Return their paths."""
     return records.write(record, folder, "scale-search", markdown(record), plot)
 
 
