@@ -1,4 +1,4 @@
-"""Guard every command: turn signals, closed pipes and errors into an exit code and one true closing line on stderr.
+"""Guard every command: turn signals, closed pipes and errors into an exit code and a last line that says what happened.
 
 | code | |
 | --- | --- |
