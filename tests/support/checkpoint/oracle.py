@@ -224,15 +224,18 @@ def plain(tensors: Mapping[str, np.ndarray], names: Iterable[str]) -> Loaded:
     return {name: (DTYPE_NAMES[tensors[name].dtype], tensors[name].shape, tensors[name].tobytes()) for name in names}
 
 
-@np.errstate(over="ignore")  # of float16: the divisor is then infinite
+@np.errstate(over="ignore")
 def divisor(recipe: str, shared: np.float32, dtype: np.dtype) -> np.float32 | None:
-    """What compressed-tensors divides by: rnd(rnd(1 / amax) * 2688), both roundings to the dtype; None of other
-    recipes.
+    """Return what compressed-tensors divides by; None for other recipes and for a tensor of zeros.
+
+    It is rnd(rnd(1 / amax) * 2688), both rounded to the dtype, and 1 if that overflows, as in float16 for an amax of
+    0.04 or less.
     """
     if recipe != "nvfp4-compressed-tensors" or shared == 0:
         return None
     reciprocal = (np.float32(1) / np.maximum(shared, np.float32(ml_dtypes.finfo(dtype).tiny))).astype(dtype)
-    return np.float32((reciprocal.astype(np.float32) * np.float32(6 * 448)).astype(dtype))
+    found = np.float32((reciprocal.astype(np.float32) * np.float32(6 * 448)).astype(dtype))
+    return found if np.isfinite(found) else np.float32(1)
 
 
 def _powers(layer: Layer) -> bool:
