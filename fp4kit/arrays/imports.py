@@ -15,7 +15,17 @@ import numpy as np
 
 from fp4kit.arrays import dlpack
 
-__all__ = ["as_array", "as_arrays", "cupy", "device_name", "import_arrays", "is_array", "making_current"]
+__all__ = [
+    "as_array",
+    "as_arrays",
+    "cupy",
+    "device_name",
+    "import_arrays",
+    "is_array",
+    "making_current",
+    "on_device",
+    "to_host",
+]
 
 T = TypeVar("T")
 _HOST_DEVICES = (1, 3, 11)  # kDLCPU, kDLCUDAHost and kDLROCMHost (page-locked host memory)
@@ -299,6 +309,16 @@ def to_device(host: np.ndarray) -> Any:
     A 0-d array is copied as a row and reshaped, because CuPy would otherwise compile a kernel, which takes seconds.
     """
     return cupy().asarray(host) if host.ndim else cupy().asarray(host.reshape(1)).reshape(())
+
+
+def on_device(array: Any) -> bool:
+    """Return whether an array, as import_arrays returns it, is a CuPy array; otherwise it is a NumPy array."""
+    return not isinstance(array, np.ndarray)
+
+
+def to_host(array: Any) -> Any:
+    """Return an array, as import_arrays returns it, as a NumPy array. A CuPy array is copied, which waits for it."""
+    return array.get() if on_device(array) else array
 
 
 def making_current(device: int) -> AbstractContextManager[Any]:

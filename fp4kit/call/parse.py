@@ -50,7 +50,8 @@ class Call(NamedTuple):
     be computed. grad: of the shape of x, for fake_quantize_backward. random: None for nearest rounding, a seed, or
     uint8 random bytes of the shape of moved. mask: sign mask of the Hadamard transform, None for none. out: a Quantized
     to write to, or None. block_scale, tensor_scale: given, uint8 in `layout` and float32 in their canonical shapes;
-    None where the recipe has none, or the call is to find them.
+    None where the recipe has none, or the call is to find them. on_device: whether the arrays are CuPy arrays, which
+    chooses the engine.
     """
 
     op: str
@@ -67,6 +68,7 @@ class Call(NamedTuple):
     out: Quantized | None = None
     block_scale: Any = None
     tensor_scale: Any = None
+    on_device: bool = False
 
     @property
     def has_scales(self) -> bool:
@@ -76,11 +78,6 @@ class Call(NamedTuple):
     def on(self, x: Any, out: Quantized | None = None) -> Call:
         """The same call on another array with all the facts of this one's, and another out."""
         return self._replace(x=x, moved=_last(x, self.axis), out=out)
-
-    @property
-    def on_device(self) -> bool:
-        """Whether the arrays are CuPy arrays."""
-        return not isinstance(self.x, (np.ndarray, Outline))
 
 
 def array_call(op: str, x: Any, recipe: str | Recipe, axis: int, **given: Any) -> tuple[Call, dict[str, Any]]:
@@ -96,7 +93,8 @@ def array_call(op: str, x: Any, recipe: str | Recipe, axis: int, **given: Any) -
     checks.check_float(op, x)
     axis = checks.check_axis(op, axis, x.ndim)
     checks.check_length(op, axis, x.shape[axis], r)
-    return Call(op, x, r, axis, _last(x, axis)), given
+    on_device = not isinstance(x, (np.ndarray, Outline))
+    return Call(op, x, r, axis, _last(x, axis), on_device=on_device), given
 
 
 def _last(a: Any, axis: int) -> Any:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from fp4kit.arrays.imports import import_arrays
+from fp4kit.arrays.imports import import_arrays, to_host
 from fp4kit.formats import ElementFormat
 from fp4kit.layouts import unswizzle_scales
 from fp4kit.quantized.container import Quantized
@@ -69,7 +69,7 @@ def _chunks(packed: Any, block_rows: int) -> Iterator[np.ndarray]:
     for matrix in matrices:
         for start in range(0, rows, step):
             chunk = matrix[start : start + step]
-            yield chunk if isinstance(chunk, np.ndarray) else chunk.get()
+            yield to_host(chunk)
 
 
 def _by_code(by_byte: np.ndarray, fmt: ElementFormat) -> np.ndarray:
@@ -98,7 +98,7 @@ def _scales(q: Quantized) -> tuple[np.ndarray, np.ndarray]:
     """Return the distinct scales as float32, and how often each occurs."""
     part = q.block_scale if q.block_scale is not None else q.tensor_scale
     (part,) = import_arrays("statistics", scales=part)
-    part = part if isinstance(part, np.ndarray) else part.get()
+    part = to_host(part)
     if q.block_scale is None or q.recipe.scale is None:
         return np.unique(part, return_counts=True)
     linear = unswizzle_scales(part, q.scale_layout, q.scale_shape)

@@ -20,7 +20,7 @@ from fp4kit.reference.blocks import spread_rows
 from fp4kit.reference.quantize import tensor_amax
 from fp4kit.reference.tensor_rules import tensor_scale
 
-Run = Callable[..., Any]  # run(operation, array, ...): the operation by the first host engine that takes it
+Run = Callable[..., Any]  # run(operation, ...): the operation by the first host engine that takes it
 
 
 class HostStages:
@@ -128,7 +128,7 @@ class HostStages:
             copy.packed[...], copy.block_scale[...] = moved.packed, moved.block_scale
 
     def _transposed(self, q: Quantized) -> Quantized:
-        codes, scales = self._run("transpose", q.packed, q.packed, q.block_scale, q)
+        codes, scales = self._run("transpose", q.packed, q.block_scale, q)
         return replace(q, packed=codes, block_scale=scales, axis=0)
 
     def place(self) -> None:

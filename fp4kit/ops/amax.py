@@ -7,7 +7,7 @@ from typing import Any, overload
 import numpy as np
 import numpy.typing as npt
 
-from fp4kit.arrays.imports import import_arrays
+from fp4kit.arrays.imports import import_arrays, on_device
 from fp4kit.arrays.returns import returns_in_library
 from fp4kit.call import checks
 from fp4kit.call.parse import array_call
@@ -66,6 +66,6 @@ def amax_call(op: str, x: Any, recipe: RecipeId | Recipe | None, axis: Any) -> t
     if recipe is None:
         (x,) = import_arrays(op, x=x)
         checks.check_float(op, x)
-        return x, (x, checks.check_axes(op, axis, x.ndim))
+        return on_device(x), (x, checks.check_axes(op, axis, x.ndim))
     call, _ = array_call(op, x, recipe, -1 if axis is None else axis)
-    return call.x, (call,)
+    return call.on_device, (call,)

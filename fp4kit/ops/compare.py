@@ -12,7 +12,7 @@ import ml_dtypes
 import numpy as np
 
 from fp4kit.arithmetic import ieee
-from fp4kit.arrays.imports import import_arrays
+from fp4kit.arrays.imports import import_arrays, to_host
 from fp4kit.display.panel import Panel
 from fp4kit.formats import ElementFormat
 from fp4kit.layouts import unpacked, unswizzle_scales
@@ -237,7 +237,7 @@ def on_host(name: str, a: Any) -> Any:
         return quantized_on_host(a, name)
     operation, _, argument = name.partition(": ")
     (array,) = import_arrays(operation, **{argument: a})
-    return array if isinstance(array, np.ndarray) else array.get()
+    return to_host(array)
 
 
 def _compare_parts(a: Quantized, b: Quantized) -> tuple[Count, Count, Count]:

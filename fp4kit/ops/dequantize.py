@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, overload
 
+from fp4kit.arrays.imports import on_device
 from fp4kit.arrays.returns import mark_written, numpy_dtype, returns_in_library
 from fp4kit.call import checks
 from fp4kit.call.call_cache import find, run_first
@@ -73,5 +74,6 @@ def _dequantize(q: Quantized, dtype: Any, key: Any, *, out: Any) -> Any:
     check_values_out("dequantize", out, q.shape, wanted, q.packed)
     if out is not None:
         check_apart("dequantize", {f"q.{name}": part for name, part in q.parts().items()}, {"out": out})
-    cached = None if key is None else new_cached_call("dequantize", q.packed, q, given, wanted, out)
-    return run_first(key, cached, arguments, lambda: run("dequantize", "dequantize", q.packed, q, wanted, out))
+    there = on_device(q.packed)
+    cached = None if key is None else new_cached_call("dequantize", there, q, given, wanted, out)
+    return run_first(key, cached, arguments, lambda: run("dequantize", "dequantize", there, q, wanted, out))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial, wraps
+from functools import wraps
 from sys import modules
 from typing import Any, ParamSpec, TypeVar
 
@@ -29,16 +29,9 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-def engines_of(array: Any) -> tuple[Any, ...]:
-    """Return the engines that can take an array, in the order in which they are tried."""
-    if not isinstance(array, np.ndarray):
-        return (cuda,)
-    return (reference,) if by_specification.get() else (cpu, reference)
-
-
-def new_cached_call(operation: str, array: Any, *arguments: Any) -> Callable[..., Any] | None:
-    """Return the cached call that the engine of an array makes for an operation; None if it makes none."""
-    engine = cpu_cached if isinstance(array, np.ndarray) else cuda_cached
+def new_cached_call(operation: str, on_device: bool, *arguments: Any) -> Callable[..., Any] | None:
+    """Return the cached call that an engine makes for an operation on arrays of its place; None if it makes none."""
+    engine = cuda_cached if on_device else cpu_cached
     try:
         call: Callable[..., Any] | None = getattr(engine, operation)(*arguments)
         return call
@@ -136,22 +129,24 @@ def specification() -> Iterator[None]:
         by_specification.reset(token)
 
 
-def run(op: str, operation: str, array: Any, *arguments: Any) -> Any:
-    """Return the result of the first engine that does not decline an operation.
+def run(op: str, operation: str, on_device: bool, *arguments: Any) -> Any:
+    """Return the result of an operation from the first engine that does not decline it.
 
     Host engines run in IEEE arithmetic. Raises NotImplementedError with the last engine's reason if all decline. op:
-    the public function that errors begin with.
+    the public function that error messages name. on_device: whether the arrays are CuPy arrays.
     """
-    if isinstance(array, np.ndarray) and not is_ieee():
-        with default_environment(op):
-            return _first(op, operation, array, arguments)
-    return _first(op, operation, array, arguments)
+    if on_device:
+        return _first(op, operation, (cuda,), arguments)
+    engines = (reference,) if by_specification.get() else (cpu, reference)
+    if is_ieee():
+        return _first(op, operation, engines, arguments)
+    with default_environment(op):
+        return _first(op, operation, engines, arguments)
 
 
-def _first(op: str, operation: str, array: Any, arguments: tuple[Any, ...]) -> Any:
-    """Return the result of the first engine that does not decline."""
+def _first(op: str, operation: str, engines: tuple[Any, ...], arguments: tuple[Any, ...]) -> Any:
     reason = ""
-    for engine in engines_of(array):
+    for engine in engines:
         try:
             return getattr(engine, operation)(*arguments)
         except Declined as declined:
@@ -161,12 +156,12 @@ def _first(op: str, operation: str, array: Any, arguments: tuple[Any, ...]) -> A
     raise NotImplementedError(f"{op}: {reason}")
 
 
-def run_group(op: str, operation: str, calls: list[tuple[Any, tuple[Any, ...]]]) -> list[Any]:
+def run_group(op: str, operation: str, calls: list[tuple[bool, tuple[Any, ...]]]) -> list[Any]:
     """Run an operation on N arrays: at once if their engine can, otherwise one after the other.
 
-    calls: for each, the array and the arguments of the operation.
+    calls: for each array, whether it is a CuPy array, and the arguments of the operation.
     """
-    if calls and not isinstance(calls[0][0], np.ndarray):
+    if calls and calls[0][0]:
         try:
             results: list[Any] = getattr(cuda, f"{operation}_group")([arguments for _, arguments in calls])
             return results
@@ -176,7 +171,7 @@ def run_group(op: str, operation: str, calls: list[tuple[Any, tuple[Any, ...]]])
 
 
 def _run_call(operation: str, call: Call, *arguments: Any) -> Any:
-    return run(call.op, operation, call.x, call, *arguments)
+    return run(call.op, operation, call.on_device, call, *arguments)
 
 
 def new_group(op: str, calls: list[Call], r: Recipe, stack: Any) -> Any:
@@ -193,7 +188,7 @@ def new_clip_group(calls: list[Call], amaxes: list[Any]) -> Any:
 
 def check_master_weights(values: list[Any], shapes: list[tuple[int, int]], r: Recipe) -> bool:
     """Return whether the shards of cast_master_weights are in host memory. Raise an error if no engine takes them."""
-    if not values or isinstance(values[0], np.ndarray):
+    if not values or not imports.on_device(values[0]):
         return True
     cuda.DeviceStages.check(values, shapes, r)
     return False
@@ -201,10 +196,10 @@ def check_master_weights(values: list[Any], shapes: list[tuple[int, int]], r: Re
 
 def new_master_weights(values: list[Any], *facts: Any) -> Any:
     """Return the stages of cast_master_weights for shards, which an engine computes. facts: what both classes take."""
-    if isinstance(values[0], np.ndarray):
-        make: Any = HostStages
-        return make(values, *facts, run=partial(run, "cast_master_weights"))
-    return cuda.DeviceStages(values, *facts)
+    if imports.on_device(values[0]):
+        return cuda.DeviceStages(values, *facts)
+    make: Any = HostStages
+    return make(values, *facts, run=lambda operation, *arrays: run("cast_master_weights", operation, False, *arrays))
 
 
 def cached_driver_call(call: Call, x: Any, operation: str) -> Callable[..., Any] | None:
@@ -212,7 +207,7 @@ def cached_driver_call(call: Call, x: Any, operation: str) -> Callable[..., Any]
 
     Return None if x, the array as it was given, is not a NumPy array, or if the call gives an amax.
     """
-    if not isinstance(x, np.ndarray) or call.tensor_amax is not None:
+    if type(x) is not np.ndarray or call.tensor_amax is not None:
         return None
     call = call._replace(x=None, moved=None, out=None)
-    return lambda x, amax, out=None: run(call.op, operation, x, call.on(x, out))
+    return lambda x, amax, out=None: run(call.op, operation, False, call.on(x, out))

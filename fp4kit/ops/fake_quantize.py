@@ -77,8 +77,8 @@ def _fake_quantize(x: Any, recipe: str | Recipe, axis: int, options: QuantizeOpt
     op = "fake_quantize"
     call, cached = fake_call(op, x, recipe, axis, options, **given), None
     if key is not None:
-        cached = new_cached_call(op, call.x, call, x) or cached_driver_call(call, x, op)
-    return run_first(key, cached, (x, given["tensor_amax"]), lambda: run(op, op, call.x, call))
+        cached = new_cached_call(op, call.on_device, call, x) or cached_driver_call(call, x, op)
+    return run_first(key, cached, (x, given["tensor_amax"]), lambda: run(op, op, call.on_device, call))
 
 
 def check_rounding(op: str, r: Recipe, rounding: str, seed: Any) -> None:
@@ -134,5 +134,5 @@ def fake_quantize_backward(
     if pass_through or not call.grad.size:
         return grad if library_of(grad) else call.grad
     if limit is None:
-        limit = reshape_clip_amax(run(call.op, "clip_amax", call.x, call), call)
-    return run(call.op, "clip", call.x, call, limit)
+        limit = reshape_clip_amax(run(call.op, "clip_amax", call.on_device, call), call)
+    return run(call.op, "clip", call.on_device, call, limit)

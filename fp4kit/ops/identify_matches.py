@@ -93,14 +93,14 @@ class Pair(NamedTuple):
     @property
     def on_gpu(self) -> bool:
         """Whether the arrays are on a GPU."""
-        return not isinstance(self.x, np.ndarray)
+        return imports.on_device(self.x)
 
 
 def pair_of(q: Quantized, x: Any) -> Pair:
     """Return a Pair of arrays of any library, where they are; on the host if they are not on one device."""
     ours, (array,) = q.imported("identify: q"), imports.import_arrays("identify", x=x)
     arrays = [a for a in (*ours.parts().values(), array) if a is not None]
-    if any(isinstance(a, np.ndarray) for a in arrays) or len({a.device.id for a in arrays}) > 1:
+    if not all(map(imports.on_device, arrays)) or len({a.device.id for a in arrays}) > 1:
         ours, array = on_host("identify: q", ours), on_host("identify: x", array)
     return Pair(ours if ours.block_scale is None else unswizzle(ours), array)
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from fp4kit import layouts
-from fp4kit.arrays.imports import import_arrays
+from fp4kit.arrays.imports import import_arrays, on_device
 from fp4kit.arrays.returns import returns_in_library
 from fp4kit.ops.engines import run
 
@@ -37,7 +37,7 @@ def pack(codes: Any) -> Any:
     """
     array = _bytes("pack", codes)
     layouts.check_pairs(array.shape)
-    return run("pack", "pack", array, array)
+    return run("pack", "pack", on_device(array), array)
 
 
 @returns_in_library
@@ -60,7 +60,7 @@ def unpack(packed: Any) -> Any:
         array([[ 1,  2,  3, 15]], dtype=uint8)
     """
     array = _bytes("unpack", packed)
-    return run("unpack", "unpack", array, array)
+    return run("unpack", "unpack", on_device(array), array)
 
 
 def _bytes(op: str, array: Any) -> Any:

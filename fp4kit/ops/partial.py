@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from fp4kit.arguments import as_index
-from fp4kit.arrays.imports import import_arrays
+from fp4kit.arrays.imports import import_arrays, on_device
 from fp4kit.arrays.returns import mark_written, returns_in_library
 from fp4kit.call.amaxes import given_tensor_amax, without_sign
 from fp4kit.call.memory_overlap import check_apart
@@ -54,7 +54,7 @@ def partial_amax(shard: Any, shape: tuple[int, int], start: int, recipe: str | R
     (array,) = import_arrays("partial_amax", shard=shard)
     start = as_index("partial_amax", "start", start)
     M, K = check_shard("partial_amax", array, shape, start, r)
-    return run("partial_amax", "partial_amax", array, array, (M, K), start, r)
+    return run("partial_amax", "partial_amax", on_device(array), array, (M, K), start, r)
 
 
 @returns_in_library
@@ -120,28 +120,31 @@ def partial_cast(
     start = as_index("partial_cast", "start", start)
     M, K = check_shard("partial_cast", array, shape, start, r)
     check_castable("partial_cast", r)
-    _check_cast_arrays(array, out, amax, (M, K), r)
+    there = on_device(array)
+    _check_cast_arrays(there, out, amax, (M, K), r)
     check_apart("partial_cast", {"shard": array, "block_amax": amax}, {"out": out})
-    if tensor_amax is None:
+    if tensor_amax is None and not there:
         _check_finite(amax, r)
-    whole = given_tensor_amax("partial_cast", tensor_amax, (M, K), r, not isinstance(array, np.ndarray))
-    amax = without_sign(amax) if isinstance(amax, np.ndarray) else amax
-    run("partial_cast", "partial_cast", array, array, out, amax, (M, K), start, r, whole)
+    whole = given_tensor_amax("partial_cast", tensor_amax, (M, K), r, there)
+    amax = amax if there else without_sign(amax)
+    run("partial_cast", "partial_cast", there, array, out, amax, (M, K), start, r, whole)
     mark_written(given)
 
 
-def _check_cast_arrays(shard: Any, out: Any, amax: Any, shape: tuple[int, int], r: Recipe) -> None:
-    """Raise an error unless out and block_amax of partial_cast are valid. Values on a device are not read."""
+def _check_cast_arrays(there: bool, out: Any, amax: Any, shape: tuple[int, int], r: Recipe) -> None:
+    """Raise an error unless out and block_amax of partial_cast are valid. Values on a device are not read.
+
+    there: whether the arrays are on a device.
+    """
     wanted, covered = packed_shape(shape, r), amax_shape(shape, r)
-    on_host = isinstance(shard, np.ndarray)
-    if on_host:
+    if not there:
         check_out("partial_cast", "out", out, wanted, np.uint8)
     elif out.shape != wanted or out.dtype != np.uint8:
         raise ValueError(f"partial_cast: out is {out.dtype} {out.shape}; needs uint8 {wanted}")
-    has_nan = on_host and amax.dtype == np.float32 and np.isnan(amax).any()
+    has_nan = not there and amax.dtype == np.float32 and np.isnan(amax).any()
     if amax.shape != covered or amax.dtype != np.float32 or has_nan:
         what = "float32 with NaN" if has_nan else f"{amax.dtype} {amax.shape}"
-        without = " without NaN" * on_host
+        without = " without NaN" * (not there)
         raise ValueError(f"partial_cast: block_amax is {what}; {r.id} needs float32 {covered}{without}")
 
 
@@ -150,7 +153,7 @@ def _check_finite(block_amax: Any, r: Recipe) -> None:
 
     A recipe with amax_nan "lanes" scales by the finite elements only.
     """
-    needs_finite = r.amax_nan == "lanes" and r.tensor_scaling != "none" and isinstance(block_amax, np.ndarray)
+    needs_finite = r.amax_nan == "lanes" and r.tensor_scaling != "none"
     if needs_finite and np.isinf(block_amax).any():
         raise ValueError(
             f"partial_cast: block_amax holds {int(np.isinf(block_amax).sum())} infinite value(s) of {block_amax.size},"

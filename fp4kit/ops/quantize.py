@@ -143,9 +143,9 @@ def _quantize(x: Any, recipe: str | Recipe, axis: int, options: QuantizeOptions,
     call = quantize_call("quantize", x, recipe, axis, options, **given)
     cached = None
     if key is not None:
-        cached = new_cached_call("quantize", call.x, call, x) or cached_driver_call(call, x, "quantize")
+        cached = new_cached_call("quantize", call.on_device, call, x) or cached_driver_call(call, x, "quantize")
     arguments = x, given["tensor_amax"], given["out"]
-    q: Quantized = run_first(key, cached, arguments, lambda: run("quantize", "quantize", call.x, call))
+    q: Quantized = run_first(key, cached, arguments, lambda: run("quantize", "quantize", call.on_device, call))
     return q
 
 
@@ -164,7 +164,7 @@ def _quantize_with_scales(
     call = call_with_scales(
         "quantize", x, recipe, axis, options, block_scale, tensor_scale, import_out("quantize", out)
     )
-    q: Quantized = run("quantize", "quantize_with_scales", call.x, call)
+    q: Quantized = run("quantize", "quantize_with_scales", call.on_device, call)
     return q
 
 
@@ -242,9 +242,9 @@ def _quantize_both(
             f"{op}: tensor_amax was given, but {why}; leave it out, or call quantize with axis=-1 and with axis=-2"
         )
     column = columnwise(row, options._replace(seed=None if seed is None else seed + 1))
-    cached = None if key is None else new_cached_call("quantize", row.x, column, x, True)
+    cached = None if key is None else new_cached_call("quantize", row.on_device, column, x, True)
     arguments = x, tensor_amax, None
     both: tuple[Quantized, Quantized] = run_first(
-        key, cached, arguments, lambda: run(op, "quantize_both", row.x, row, column)
+        key, cached, arguments, lambda: run(op, "quantize_both", row.on_device, row, column)
     )
     return both

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from fp4kit.arrays.imports import on_device
 from fp4kit.arrays.returns import returns_in_library
 from fp4kit.call import checks
 from fp4kit.ops.engines import run
@@ -73,5 +74,5 @@ def requantize(q: Quantized, recipe: RecipeId | Recipe) -> Requantized:
     q = checks.check_quantized("requantize", q)
     target = recipe_of("requantize", recipe)
     checks.check_has_codes("requantize", target)
-    result, changed = run("requantize", "requantize", q.packed, q, target)
+    result, changed = run("requantize", "requantize", on_device(q.packed), q, target)
     return Requantized(result, changed == 0, changed)

@@ -122,4 +122,4 @@ def search_scales(
     """
     wanted = SearchRequest(objective, weights, hessian, candidates)
     search = search_call("search_scales", x, recipe, axis, tensor_amax, wanted)
-    return run("search_scales", "search_scales", search.call.x, search)
+    return run("search_scales", "search_scales", search.call.on_device, search)

@@ -9,7 +9,7 @@ import numpy as np
 
 from fp4kit import layouts
 from fp4kit.arguments import as_shape
-from fp4kit.arrays.imports import import_arrays
+from fp4kit.arrays.imports import import_arrays, on_device
 from fp4kit.arrays.returns import returns_in_library
 from fp4kit.call.call_cache import find, run_first
 from fp4kit.ops.engines import new_cached_call, run
@@ -78,7 +78,7 @@ def _change_fully(given: Quantized, op: str, layout: ScaleLayout, key: Any) -> Q
         scales = change_layout(q.block_scale, q.scale_layout, layout, q.scale_shape)
         return replace(q, block_scale=scales, scale_layout=layout)
 
-    cached = None if key is None else new_cached_call("swizzle", q.packed, q, given, layout)
+    cached = None if key is None else new_cached_call("swizzle", on_device(q.packed), q, given, layout)
     result: Quantized = run_first(key, cached, (given,), driver)
     return result
 
@@ -142,7 +142,7 @@ def change_layout(scales: Any, source: str, target: str, shape: tuple[int, ...])
     """
     if source == target:
         return scales
-    return run("swizzle", "swizzle", scales, scales, source, target, shape)
+    return run("swizzle", "swizzle", on_device(scales), scales, source, target, shape)
 
 
 def _scales(op: str, scales: Any, ndim: int) -> Any:

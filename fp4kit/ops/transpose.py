@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from fp4kit.arrays.imports import on_device
 from fp4kit.arrays.returns import returns_in_library
 from fp4kit.call import checks
 from fp4kit.call.call_cache import find, run_first
@@ -53,13 +54,13 @@ def _transpose(q: Quantized, key: Any) -> Quantized:
     given = q
     q = checks.check_quantized("transpose", q)
     _check_square_blocks(q)
-    axis = 2 * len(q.shape) - 3 - q.axis
+    axis, there = 2 * len(q.shape) - 3 - q.axis, on_device(q.packed)
 
     def driver() -> Quantized:
-        codes, block_scale = run("transpose", "transpose", q.packed, q.packed, q.block_scale, q)
+        codes, block_scale = run("transpose", "transpose", there, q.packed, q.block_scale, q)
         return replace(q, packed=codes, block_scale=block_scale, axis=axis)
 
-    cached = None if key is None else new_cached_call("transpose", q.packed, q, given, axis)
+    cached = None if key is None else new_cached_call("transpose", there, q, given, axis)
     result: Quantized = run_first(key, cached, (given,), driver)
     return result
 

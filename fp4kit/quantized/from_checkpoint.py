@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fp4kit.arithmetic import ieee
-from fp4kit.arrays.imports import check_tensor, import_arrays, making_current, to_device
+from fp4kit.arrays.imports import check_tensor, import_arrays, making_current, to_device, to_host
 from fp4kit.formats import E2M1, E2M3, E3M2, E4M3, E5M2, E8M0, FLOATS, INT4, INT8
 from fp4kit.layouts import pack
 from fp4kit.quantized.part_shapes import check_codes, fitting_shape
@@ -156,7 +156,7 @@ def tensor_scale(op: str, given: Stored | None, packed: Any, shapes: tuple[tuple
         return None
     scale = given.array
     if scale.dtype != np.float32 or divides:
-        host = _exact(op, scale if isinstance(scale, np.ndarray) else scale.get())
+        host = _exact(op, to_host(scale))
         scale = _like(packed, _reciprocal(op, host) if divides else host)
     shape = fitting_shape(scale.shape, shapes)
     return scale if shape in (None, scale.shape) else scale.reshape(shape)

@@ -105,7 +105,7 @@ def on_host(q: Quantized, op: str = "Quantized") -> Quantized:
     Arrays on a GPU are copied, which waits for the device.
     """
     q = q.imported(op)
-    return q if isinstance(q.packed, np.ndarray) else q.with_parts(lambda array: array.get())
+    return q.with_parts(imports.to_host) if imports.on_device(q.packed) else q
 
 
 def same_bits(a: Quantized, b: Any) -> bool:
@@ -155,7 +155,7 @@ def _given_to(q: Quantized, name: str) -> Quantized:
 
 def _on_gpu(q: Quantized, device: int | None) -> Quantized:
     """Return q with CuPy arrays on a device. None stands for the device that they are on, or else the current one."""
-    cupy, is_on_gpu = imports.cupy(), not isinstance(q.packed, np.ndarray)
+    cupy, is_on_gpu = imports.cupy(), imports.on_device(q.packed)
     if is_on_gpu and device in (None, q.packed.device.id):
         return q
     with cupy.cuda.Device(cupy.cuda.runtime.getDevice() if device is None else device):

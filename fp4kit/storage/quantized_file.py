@@ -38,7 +38,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fp4kit.arguments import as_path
-from fp4kit.arrays.imports import import_arrays
+from fp4kit.arrays.imports import import_arrays, to_host
 from fp4kit.formats import FLOATS
 from fp4kit.quantized.container import PARTS, Quantized
 from fp4kit.recipes.to_dict import as_data, from_data
@@ -108,9 +108,7 @@ def save(path: str | os.PathLike[str], arrays: Mapping[str, Quantized]) -> None:
     ):
         for name, q, part in _parts(arrays):
             (array,) = import_arrays("save", **{part: getattr(q, part)})
-            raw = (
-                np.ascontiguousarray(array if isinstance(array, np.ndarray) else array.get()).reshape(-1).view(np.uint8)
-            )
+            raw = np.ascontiguousarray(to_host(array)).reshape(-1).view(np.uint8)
             later = second.submit(zlib.crc32, raw.data) if raw.size > _CHUNK else None
             writer.write(f"{name}.{part}", raw)
             sums[f"{name}.{part}"] = _digits(later.result() if later else zlib.crc32(raw.data))

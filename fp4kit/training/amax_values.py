@@ -24,7 +24,7 @@ from fp4kit.training.amax_names import AmaxName
 
 def _xp(value: Any) -> Any:
     """Return the library of an array: numpy or cupy."""
-    return np if isinstance(value, np.ndarray) else imports.cupy()
+    return imports.cupy() if imports.on_device(value) else np
 
 
 @ieee("amax")
@@ -61,12 +61,12 @@ def merge(named: dict[AmaxName, Any], name: AmaxName, value: Any, op: str) -> No
 
 def _where(value: Any) -> str:
     """Return shape and device of a value, for a message."""
-    return f"{value.shape} on {'the CPU' if isinstance(value, np.ndarray) else value.device}"
+    return f"{value.shape} on {value.device if imports.on_device(value) else 'the CPU'}"
 
 
 def on_host(named: Mapping[AmaxName, Any]) -> dict[AmaxName, np.ndarray]:
     """Return all values on the host, using one copy per device."""
-    found = {name: value for name, value in named.items() if isinstance(value, np.ndarray)}
+    found = {name: value for name, value in named.items() if not imports.on_device(value)}
     devices: dict[int, list[AmaxName]] = defaultdict(list)
     for name in named.keys() - found.keys():
         devices[named[name].device.id].append(name)

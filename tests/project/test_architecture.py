@@ -85,6 +85,20 @@ def test_imports_point_one_way(module):
         assert part(other) == part(module) or LAYER[part(other)] < LAYER[part(module)], f"{module} imports {other}"
 
 
+ENGINES = ("fp4kit.cpu", "fp4kit.cuda", "fp4kit.host")
+DISPATCHERS = {"fp4kit.ops.engines", "fp4kit.ops.identify_amaxes"}  # the latter computes on the host alone
+
+
+@together("module", [name for name in MODULES if part(name) in ("ops", "training")])
+def test_the_engine_is_chosen_in_one_place(module):
+    """The parse notes whether arrays are on a device, and ops/engines.py chooses the engine by that note."""
+    imported = {other for other in imported_modules(MODULES[module]) if other.startswith(ENGINES)}
+    assert not imported or module in DISPATCHERS, imported
+    if part(module) == "ops":
+        text = MODULES[module].read_text(encoding="utf-8")
+        assert not re.search(r"isinstance\([^)]*np\.ndarray", text), "call fp4kit.arrays.imports.on_device"
+
+
 def test_imports_have_no_cycles():
     graph = {module: set(imported_modules(MODULES[module])) - {module} for module in MODULES}
     graph = {
