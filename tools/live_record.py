@@ -1,7 +1,7 @@
-"""Keep which releases were found equal: fp4kit recipes --live --json | python tools/live_record.py
+"""Record which releases of producers were found equal: fp4kit recipes --live --json | python tools/live_record.py
 
-In docs/live-producers.json, the entry of a producer is replaced if nothing of it differed; the others stay. Then run
-tools/readme.py, which writes the table of the page.
+In docs/live-producers.json, the entry of a producer is replaced if all its arrays were equal. Other entries stay. Then
+run tools/readme.py, which writes the table of the page.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ KEPT = ("version", "versions", "seconds", "arrays", "elements", "exceptions")
 
 
 def merged(record: dict[str, Any], run: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Return the record with the producers of a run that were equal, and the names of those that were not."""
+    """Return the record with the run's equal producers, and the names of the producers that differed."""
     found = dict(record)
     differing = []
     for producer in run["producers"]:

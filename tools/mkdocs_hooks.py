@@ -1,7 +1,7 @@
-"""Hooks of the documentation site (mkdocs.yml): pages of producers, and links that leave docs/.
+"""Provide the hooks of the documentation site (mkdocs.yml): pages of producers, and links that leave docs/.
 
-`mkdocs build` calls these functions. Pages of producers are generated from the recipes at each build, so they cannot
-differ from the code.
+`mkdocs build` calls these functions. The pages of producers are generated from the recipes at each build, so they
+cannot differ from the code.
 """
 
 from __future__ import annotations

@@ -2,11 +2,14 @@
 
     python tools/pack_golden.py FILE... [--into DIRECTORY] [--replace]
 
-Each FILE is a producer's outputs, original (`te.npz`; `inputs.npz`: what they were computed from) or packed. It becomes
-DIRECTORY/<name of FILE>; if that exists, the arrays of FILE are added to it. --replace lets arrays of FILE replace
-others of the same key; without it, an array that differs is an error. fp4kit/evidence/golden/packed.py describes the
-packed form. Files that are stored as differences to a replaced array are packed again. The result is read back and
-compared before the program ends. The same arrays give the same bytes, with the same version of liblzma.
+Each FILE has the outputs of one producer, as recorded (`te.npz`) or packed. `inputs.npz` has the inputs from which they
+were computed. FILE becomes DIRECTORY/<name of FILE>. If that file exists, the arrays of FILE are added to it.
+
+An array of FILE that differs from the existing array with the same key is an error, unless --replace is given. If an
+array is replaced, files that store differences to it are packed again.
+
+fp4kit/evidence/golden/packed.py describes the packed form. The result is read back and compared before the program
+ends. The same arrays give the same bytes, if the version of liblzma is the same.
 """
 
 from __future__ import annotations
@@ -42,8 +45,8 @@ def arrays_of(golden: GoldenSet, name: str) -> dict[str, np.ndarray]:
 
 
 def merged(old: Arrays, new: Arrays, name: str, replace: bool = False) -> dict[str, np.ndarray]:
-    """Return the arrays of both. If two of one key differ, the new one counts with `replace`; without, raises
-    ValueError.
+    """Return the arrays of both. If they differ under one key, the new array replaces the old one if `replace` is true;
+    otherwise ValueError is raised.
     """
     for key in old.keys() & new.keys():
         if not replace and content(old[key]) != content(new[key]):
@@ -52,14 +55,14 @@ def merged(old: Arrays, new: Arrays, name: str, replace: bool = False) -> dict[s
 
 
 def content(array: np.ndarray) -> tuple[str, tuple[int, ...], bytes]:
-    """Return what makes two arrays equal: dtype, shape and bytes (NaNs compare by their bits)."""
+    """Return the dtype, shape and bytes of an array. Two arrays are equal if these are equal, so NaNs are compared by
+    their bits.
+    """
     return array.dtype.name, array.shape, array.tobytes()
 
 
 def similarity(key: str) -> tuple[str, str, str]:
-    """Return a sort key that puts the outputs for one input side by side, where the compressor finds what they
-    share.
-    """
+    """Return a sort key that puts outputs for one input side by side, so that the compressor finds common parts."""
     return key.split("/")[0], key.split("/")[-1], key
 
 
@@ -69,7 +72,7 @@ def rank(name: str) -> tuple[int, str]:
 
 
 def base_places(golden: GoldenSet, name: str) -> Places:
-    """Return the arrays that those of file `name` may be stored as differences to."""
+    """Return the arrays to which those of file `name` may be stored as differences."""
     files = [base for base in BASES if rank(base) < rank(name)]
     return {(file, key): array for file in files for key, array in arrays_of(golden, file).items()}
 
@@ -80,7 +83,7 @@ def raw(array: np.ndarray) -> np.ndarray:
 
 
 class Nearest:
-    """Find the array of the bases that differs least from a given one of the same input and size."""
+    """Find the base array that differs least from a given array of the same input and size."""
 
     def __init__(self, bases: Places) -> None:
         self._found: dict[tuple[str, str, int], dict[bytes, tuple[str, str]]] = {}
@@ -93,7 +96,7 @@ class Nearest:
         return key.split("/")[0], array.dtype.name, array.size
 
     def __call__(self, key: str, array: np.ndarray) -> tuple[tuple[str, str], np.ndarray] | None:
-        """Return its place and its bytes, or None if none is near enough."""
+        """Return the place and the bytes of the nearest base array, or None if no base array is near enough."""
         if array.nbytes < MIN_BYTES:
             return None
         own, best, limit = raw(array), None, array.nbytes * MAX_DIFFERING
@@ -136,7 +139,9 @@ def npy(array: np.ndarray) -> bytes:
 
 
 def write(members: dict[str, bytes], path: Path) -> None:
-    """Write the zip file under another name, then rename it; its dates and modes are fixed."""
+    """Write the zip file under a temporary name, then rename it. Its dates and modes are fixed, so that its bytes are
+    reproducible.
+    """
     temporary = path.with_suffix(".tmp")
     with zipfile.ZipFile(temporary, "w") as archive:
         for name, data in members.items():
@@ -167,9 +172,7 @@ def verify(source: Arrays, packed: GoldenSet, name: str) -> None:
 
 
 def dependents(directory: Path, name: str, changed: Iterable[str]) -> list[str]:
-    """Return the packed files with an array that is stored as a difference to one of the changed keys of file
-    `name`.
-    """
+    """Return the packed files that store an array as a difference to one of the changed keys of file `name`."""
     gone = {(name, key) for key in changed}
     return [path.stem for path in sorted(directory.glob("*.npz")) if gone & set(references(path).values())]
 

@@ -1,8 +1,8 @@
 """Draw the pictures of README.md and docs/ into docs/images: python tools/pictures.py
 
-Each picture is an SVG file that is computed from fp4kit or from a committed benchmark record, so tests/ can check that
-it is current. Colours follow the reader's light or dark setting; differences also have a thick border and bold text, so
-that they can be told apart without colour.
+Each picture is an SVG file that is computed from fp4kit or from a committed benchmark record, so a test can check that
+it is current. Colours follow the reader's light or dark setting. Differences also have a thick border and bold text, so
+that they are visible without colour.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def line(x1: float, y1: float, x2: float, y2: float, kind: str = "line") -> str:
 
 
 def picture(width: int, height: int, title: str, parts: Iterable[str]) -> str:
-    """Return an SVG document; `title` is what a screen reader says."""
+    """Return an SVG document. Screen readers read `title`."""
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" role="img"'
         f' aria-label="{escape(title)}">\n<title>{escape(title)}</title>\n<style>{STYLE}</style>\n'
@@ -70,7 +70,7 @@ def picture(width: int, height: int, title: str, parts: Iterable[str]) -> str:
 
 
 def two_producers() -> str:
-    """Return the picture of one block of sixteen weights, quantized by two producers of NVFP4."""
+    """Return the picture of one block of sixteen weights, quantized by two NVFP4 producers."""
     x = (np.random.default_rng(0).standard_normal((4096, 16)) * 0.02).astype(ml_dtypes.bfloat16)
     pair = [("Transformer Engine", "nvfp4-te"), ("compressed-tensors", "nvfp4-compressed-tensors")]
     found = [fp4kit.quantize(x, recipe) for _, recipe in pair]
@@ -113,7 +113,7 @@ def two_producers() -> str:
     return picture(width, 198, title, parts)
 
 
-SPEED = (  # operation, recipe of the GPU record, words
+SPEED = (  # (operation, recipe) of the GPU record, label
     ("quantize", "mxfp4-ocp", "quantize MXFP4"),
     ("quantize, amax given", "nvfp4-torchao", "quantize NVFP4, amax given"),
     ("quantize with amax", "nvfp4-modelopt", "quantize NVFP4 with amax"),
@@ -123,7 +123,7 @@ SPEED = (  # operation, recipe of the GPU record, words
 
 
 def speed() -> str:
-    """Return the picture of times beside a copy of as many bytes and beside the fastest other library."""
+    """Return the picture of times relative to a copy of as many bytes, for fp4kit and for the fastest other library."""
     record = json.loads((RESULTS / "h200.json").read_text())
     rows = {(row["operation"], row["recipe"]): row for row in record["rows"] if row["dtype"] == "bfloat16"}
     left, unit, top = 210, 92, 46
@@ -154,7 +154,7 @@ def speed() -> str:
             "small",
         )
     )
-    return picture(width, bottom + 48, "Times of fp4kit and of the fastest other library beside a copy", parts)
+    return picture(width, bottom + 48, "Times of fp4kit and of the fastest other library, relative to a copy", parts)
 
 
 def element() -> str:
@@ -177,7 +177,7 @@ def element() -> str:
 
 
 def block() -> str:
-    """Return the picture of one row that is cut into blocks of sixteen, with a scale for each."""
+    """Return the picture of one row that is cut into blocks of sixteen with one scale each."""
     parts = [text(12, 24, "A row of 48 elements in NVFP4: three blocks of 16, one scale byte per block", "title")]
     for b in range(3):
         x = 12 + b * 268
@@ -192,7 +192,7 @@ def block() -> str:
         text(
             12,
             136,
-            "MXFP4 has blocks of 32. 16 x 16 blocks share a scale between 16 rows, so that the transpose has it too.",
+            "MXFP4 has blocks of 32. A 16 x 16 block has one scale, so that the transposed matrix has the same scales.",
             "small",
         )
     )
@@ -217,15 +217,15 @@ def tensor_scale() -> str:
 
 
 def recipe() -> str:
-    """Return the steps of a recipe, with an example of what producers do differently at each."""
+    """Return the picture of the steps of a recipe, with an example of how producers differ at each step."""
     steps = (
         ("amax", "the largest magnitude", "with or without NaN"),
         ("scale", "amax / 6, as a byte", "floor, ceil, nearest"),
         ("quotient", "element / scale", "or × a rounded reciprocal"),
         ("code", "the nearest 4-bit value", "ties: even, zero, away"),
-        ("decode", "value × scales", "in any order, any dtype"),
+        ("decode", "value × scales", "order and dtype vary"),
     )
-    parts = [text(12, 24, "A recipe fixes every step; producers part at any of them", "title")]
+    parts = [text(12, 24, "A recipe fixes every step; producers may differ at each", "title")]
     for n, (name, does, differs) in enumerate(steps):
         x = 12 + n * 162
         parts += [box(x, 40, 150, 84, "cell"), text(x + 75, 62, name, "middle bold")]
@@ -236,7 +236,7 @@ def recipe() -> str:
 
 
 def container() -> str:
-    """Return the names under which two containers store one layer."""
+    """Return the picture of the names under which two containers store one layer."""
     rows = (
         ("", "Model-Optimizer", "compressed-tensors"),
         ("codes", "weight", "weight_packed"),
@@ -244,7 +244,7 @@ def container() -> str:
         ("tensor scale", "weight_scale_2", "weight_global_scale = 1 / scale"),
         ("config", "hf_quant_config.json", "config.json"),
     )
-    parts = [text(12, 24, "A container fixes names, dtypes and configs; the bytes of codes stay", "title")]
+    parts = [text(12, 24, "A container fixes names, dtypes and configs; the code bytes stay the same", "title")]
     for n, (what, left, right) in enumerate(rows):
         y = 38 + n * 30
         kind = "bold" if n == 0 else ""
@@ -258,7 +258,7 @@ def container() -> str:
 
 
 def packing() -> str:
-    """Return how two codes share a byte."""
+    """Return the picture of a byte with two codes."""
     parts = [text(12, 24, "Two codes per byte: the even element is in the low nibble", "title")]
     for n, words in enumerate(("high nibble: element 1", "low nibble: element 0")):
         parts += [box(12 + n * 210, 40, 200, 34, "cell"), text(112 + n * 210, 62, words, "middle")]
@@ -266,7 +266,7 @@ def packing() -> str:
         text(
             12,
             98,
-            "GGUF files order nibbles in another way; fp4kit converts them when it reads or writes such a file.",
+            "GGUF files order nibbles differently; fp4kit converts them when it reads or writes such a file.",
             "small",
         )
     )

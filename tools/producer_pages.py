@@ -62,7 +62,7 @@ def pages() -> dict[str, str]:
 def overview() -> str:
     """Return the page that lists all producers."""
     rows = [(f"[{TITLES[name]}]({name}.md)", str(len(rs)), _versions(rs)) for name, rs in producers().items()]
-    text = "You get, for each producer, its formulas, its recipes, and what fp4kit compared with it.\n\n"
+    text = "Each page states the formulas and recipes of one producer, and how many of its outputs were compared.\n\n"
     return f"# Producers\n\n{text}{markdown(('producer', '#recipes', 'versions checked'), rows)}\n"
 
 
@@ -74,11 +74,11 @@ def page(name: str, recipes: list[Recipe]) -> str:
         if compared
         else "No output of this producer is recorded; the recipes follow its source."
     )
-    about = f"You get the arithmetic of {TITLES[name]}, as fp4kit computes it. {recorded}"
+    about = f"This page states the arithmetic of {TITLES[name]} as fp4kit computes it. {recorded}"
     lines = [f"# {TITLES[name]}", "", about, ""]
     lines += [f"Versions checked: {_versions(recipes)}.", "", "## Recipes", ""]
     lines += [*(_entry(r) for r in recipes), ""]
-    lines += ["## Formulas", "", "Each rule is stated in NumPy; the engines equal it in every bit.", ""]
+    lines += ["## Formulas", "", "Each rule is defined by its NumPy code. The engines give the same bits.", ""]
     lines += _rules("Block scale", {r.block_rule for r in recipes if r.block_rule in BLOCK_RULES}, _block_source)
     lines += _rules("Tensor scale", {r.tensor_rule for r in recipes if r.tensor_rule in TENSOR_RULES}, _tensor_source)
     relative = _relative(recipes[0])
@@ -101,6 +101,7 @@ def _versions(recipes: Iterable[Recipe]) -> str:
 
 @cache
 def _recorded(r: Recipe) -> tuple[int, int]:
+    """Return how many recorded arrays of a recipe are equal, and how many were compared."""
     result = check_recipe(r.id, _golden())
     return result.equal, result.compared
 
@@ -111,6 +112,7 @@ def _golden() -> GoldenSet:
 
 
 def _rules(title: str, rules: Iterable[str], source: Callable[[str], str]) -> list[str]:
+    """Return Markdown lines with the source of each rule."""
     lines = []
     for rule in sorted(rules):
         lines += [f"### {title}: `{rule}`", "", "```python", source(rule).rstrip(), "```", ""]
@@ -118,6 +120,7 @@ def _rules(title: str, rules: Iterable[str], source: Callable[[str], str]) -> li
 
 
 def _block_source(rule: str) -> str:
+    """Return the source of a block rule's two functions."""
     found = BLOCK_RULES[rule]
     return "\n".join(inspect.getsource(f) for f in dict.fromkeys((found.code, found.factor)))
 
@@ -128,7 +131,9 @@ def _tensor_source(rule: str) -> str:
 
 @cache
 def _bytes_of(r: Recipe) -> tuple[np.ndarray, np.ndarray] | None:
-    """Return codes and block scales of one drawn matrix of bfloat16; None if the recipe has none."""
+    """Return codes and block scales of the matrix of `_drawn`. Return None for a fake quantizer, a recipe without block
+    scales, with a search or with square blocks.
+    """
     if r.fake_only or r.scale is None or r.search or r.block != (1, r.block_size):
         return None
     q = fp4kit.quantize(_drawn(), r)
@@ -137,12 +142,13 @@ def _bytes_of(r: Recipe) -> tuple[np.ndarray, np.ndarray] | None:
 
 @cache
 def _drawn() -> np.ndarray:
+    """Return a fixed random bfloat16 matrix."""
     weights = np.random.default_rng(5).standard_normal((256, 512)) * 0.02
     return weights.astype(ml_dtypes.bfloat16)
 
 
 def _relative(r: Recipe) -> list[str]:
-    """Return lines on the recipe that differs least from r, with one block where they part."""
+    """Return Markdown lines on the recipe that differs least from r, with one block in which they differ."""
     mine = _bytes_of(r)
     if mine is None:
         return []
@@ -166,13 +172,13 @@ def _relative(r: Recipe) -> list[str]:
         ]
     if parted:
         other = min(parted, key=parted.__getitem__)
-        lines += [f"The nearest recipe with other bytes is `{other}`. They part in this block:", ""]
+        lines += [f"The nearest recipe with other bytes is `{other}`. They differ in this block:", ""]
         lines += [_worked(r, other, mine, candidates[other]), ""]
     return lines
 
 
 def _worked(r: Recipe, other: str, mine: tuple[np.ndarray, np.ndarray], theirs: tuple[np.ndarray, np.ndarray]) -> str:
-    """Return a table of one block: elements, and the values and scale bytes of two recipes."""
+    """Return a table of the block that differs most: its elements, and the values and scale bytes of both recipes."""
     size = r.block_size
     differs = (mine[0] != theirs[0]).reshape(-1, size).sum(axis=1) + (mine[1] != theirs[1]).reshape(-1)
     at = int(differs.argmax())

@@ -1,6 +1,9 @@
-"""Rewrite the generated parts of README.md and docs/: python tools/readme.py.
+"""Rewrite the generated parts of README.md and docs/ from code and benchmark records.
 
-tests/project/test_readme.py checks that they are current.
+    python tools/readme.py
+
+A *part* is the text between `<!-- generated: NAME -->` and `<!-- end -->`. The function NAME of this file returns it.
+tests/project/test_readme.py checks that all parts are current.
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ ROOT = Path(__file__).resolve().parent.parent
 DOCS = ("benchmarks", "checkpoints", "live-producers", "processors", "recipes", "scale-search")
 PAGES = (ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in DOCS))
 RESULTS = ROOT / "benchmarks" / "results"
-MEASURED = (  # rows of the table of times: operation, recipe
+MEASURED = (  # rows of the table of times: (operation, recipe)
     ("quantize", "mxfp4-ocp"),
     ("quantize", "mxfp8-torchao-rceil"),
     ("quantize, amax given", "nvfp4-torchao"),
@@ -37,17 +40,17 @@ MEASURED = (  # rows of the table of times: operation, recipe
 
 
 def recipes() -> str:
-    """The table of recipes."""
+    """Return the table of recipes."""
     return markdown(RECIPE_COLUMNS, grouped_recipe_rows())
 
 
 def agreement() -> str:
-    """Which recipes give the same bytes."""
+    """Return the table of recipes that give the same bytes."""
     return markdown(COLUMNS, agreement_rows())
 
 
 def performance() -> str:
-    """Times of the recorded run: a line on the machine, and a table."""
+    """Return a line on the machine and the table of times on a GPU, from the committed record."""
     sys.path.insert(0, str(ROOT / "benchmarks"))
     import report
 
@@ -56,7 +59,7 @@ def performance() -> str:
 
 
 def cpu() -> str:
-    """Rates of the recorded run on a CPU."""
+    """Return a line on the machine and the table of rates on a CPU, from the committed record."""
     sys.path.insert(0, str(ROOT / "benchmarks"))
     import cpu_report
 
@@ -64,7 +67,7 @@ def cpu() -> str:
 
 
 def scale_search() -> str:
-    """What a search of scales gains on the demo model."""
+    """Return the table of errors of the demo model with and without a search of scales, from the committed record."""
     sys.path.insert(0, str(ROOT / "benchmarks"))
     import scale_search_report
 
@@ -84,13 +87,14 @@ LIVE_COLUMNS = (
 
 
 def live() -> str:
-    """Which releases of producers were found equal on drawn inputs."""
+    """Return the table of producer releases that were found equal on drawn inputs."""
     record = json.loads((ROOT / "docs" / "live-producers.json").read_text())
     names = sorted(adapter.title or adapter.name for adapter in adapters())
     return markdown(LIVE_COLUMNS, [_live_row(name, record.get(name)) for name in names])
 
 
 def _live_row(name: str, entry: dict[str, Any] | None) -> tuple[str, ...]:
+    """Return the row of one producer. It says "none recorded" if `entry` is None."""
     if entry is None:
         return (name, "none recorded", *[""] * 6)
     beside = ", ".join(
@@ -101,12 +105,12 @@ def _live_row(name: str, entry: dict[str, Any] | None) -> tuple[str, ...]:
 
 
 def loaders() -> str:
-    """Which engine loads which container."""
+    """Return the table of containers that each engine loads."""
     return support.markdown()
 
 
 def uncovered() -> str:
-    """What falls to the specification."""
+    """Return the table of calls that fall back to the specification."""
     return markdown(COVERAGE_COLUMNS, uncovered_rows(RECIPES.values()))
 
 
@@ -115,7 +119,9 @@ PARTS = {one.__name__: one for one in ALL}
 
 
 def with_output(text: str) -> str:
-    """Text whose fence after `<!-- output -->` holds what the one after `<!-- example -->` prints."""
+    """Return the text with the example's current output. The example is the fence after `<!-- example -->`; its output
+    goes to the fence after `<!-- output -->`. A text without an example is returned unchanged.
+    """
     example = re.search(r"<!-- example -->\n```python\n(.*?)```", text, re.DOTALL)
     if example is None:
         return text
@@ -126,10 +132,9 @@ def with_output(text: str) -> str:
 
 
 def rewritten(text: str) -> str:
-    """Text with the example's output, and each part between `<!-- generated: NAME -->` and `<!-- end -->`, as the code
-    gives it.
+    """Return the text with the example's current output and all generated parts.
 
-    Raises ValueError for a name that is not one of PARTS, and for a part that is there twice.
+    Raises ValueError for a name that is not in PARTS, and for a part that occurs twice.
     """
     names = re.findall(r"<!-- generated: (.*?) -->", text)
     wrong = {name for name in names if name not in PARTS or names.count(name) > 1}
