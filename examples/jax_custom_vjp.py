@@ -1,8 +1,8 @@
-"""Quantization-aware training in JAX with fp4kit.jax, under jit and grad.
+"""Train a network quantization-aware in JAX with fp4kit.jax, under jit and grad.
 
     python examples/jax_custom_vjp.py
 
-While JAX traces, fp4kit runs on the host, in jax.pure_callback, and gives its own values in every bit.
+In a traced function, fp4kit runs on the host in jax.pure_callback, so the values equal fp4kit's in every bit.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Quantization-aware training in PyTorch with fp4kit.torch: weights are read fake-quantized, and the optimizer updates
-them.
+"""Train a network quantization-aware in PyTorch with fp4kit.torch. The forward pass uses fake-quantized weights, and
+the optimizer updates the unquantized ones.
 
     python examples/torch_autograd.py
 
-To compile it, model = torch.compile(model, fullgraph=True).
+To compile the model, call model = torch.compile(model, fullgraph=True).
 """
 
 from __future__ import annotations

@@ -4,15 +4,22 @@
     python examples/train_fp4.py --gpu                    # also with CuPy: the quantizer alone, and everything
     mpiexec -n 4 python examples/train_fp4.py --mpi       # flat shards on MPI processes
 
-The network is y = relu(x A^T) B^T. Its float32 master weights are in one flat buffer, cut among the ranks at odd
-places, as optimizers that shard their state do. Every step quantizes the master weights (recipe nvfp4-te-2d),
-multiplies with what 4-bit codes and scales decode to, and updates the masters with the straight-through gradient. Ranks
-also share the samples of a step.
+The network is y = relu(x A^T) B^T. Its float32 master weights are in one flat buffer. The buffer is cut among the ranks
+at odd elements, as optimizers that shard their state do. Every step
 
-Why every bit can be compared: fp4kit gives the same codes and scales everywhere, but BLAS may add in any order. So all
-factors are multiples of a power of two (codes times block scales are; the tensor scale comes after the sum; activations
-and errors are rounded to multiples of GRID) and every sum stays below 2^53 of its unit. Then float64 sums are exact in
-any order, on any machine, number of ranks and device. `product` checks that bound.
+1. quantizes the master weights (recipe nvfp4-te-2d), 2. multiplies with the decoded 4-bit weights, 3. updates the
+master weights with the straight-through gradient.
+
+The samples of a step are divided among the ranks, too.
+
+Why every bit can be compared: fp4kit gives the same codes and scales everywhere, but BLAS may add in any order.
+Therefore every sum here is exact in float64, whatever its order:
+
+- All factors are multiples of a power of two. Codes times block scales are; the tensor scale is applied after the sum;
+  activations and errors are rounded to multiples of GRID.
+- Every sum stays below 2^53 units. `product` checks this bound.
+
+The results then do not depend on the machine, the number of ranks or the device.
 """
 
 from __future__ import annotations
@@ -39,13 +46,13 @@ SAMPLES, BATCH = 512, 128
 LEARNING_RATE, MOMENTUM = 0.5, 0.875
 GRID = 2.0**-16  # unit of activations and errors
 INPUT_UNIT = 2.0**-3
-WEIGHT_UNIT = E2M1.min_subnormal * E4M3.min_subnormal  # of codes times block scales
+WEIGHT_UNIT = E2M1.min_subnormal * E4M3.min_subnormal  # unit of codes times block scales
 
 Quantizer = Callable[[Sequence[Shard], Communicator], list[Quantized]]
 
 
 class Result(NamedTuple):
-    """Loss of every step, and a digest of the last codes and scales."""
+    """Hold the loss of every step, and a digest of the last codes and scales."""
 
     losses: list[float]
     digest: str
@@ -55,17 +62,17 @@ class Result(NamedTuple):
 
 
 def whole(shards: Sequence[Shard], comm: Communicator) -> list[Quantized]:
-    """Quantize whole matrices; for one rank, which has them."""
+    """Quantize whole matrices. Works with one rank only, which holds them entirely."""
     return [fp4kit.quantize(shard.values.reshape(shard.shape), RECIPE) for shard in shards]
 
 
 def sharded(shards: Sequence[Shard], comm: Communicator) -> list[Quantized]:
-    """The primary-weight path: from flat shards to whole codes on every rank."""
+    """Return the whole codes on every rank, from flat shards of the master weights."""
     return fp4kit.cast_master_weights(shards, comm, RECIPE)
 
 
 def whole_on_gpu(shards: Sequence[Shard], comm: Communicator) -> list[Quantized]:
-    """Quantize on the GPU what lies on the host, and take the codes back."""
+    """Quantize whole matrices on the GPU and return results in host memory."""
     import cupy
 
     on_gpu = [Shard(cupy.asarray(shard.values), shard.shape, shard.start) for shard in shards]
@@ -88,7 +95,10 @@ def whole_on_gpu(shards: Sequence[Shard], comm: Communicator) -> list[Quantized]
 
 
 def product(a: Any, unit_a: float, b: Any, unit_b: float) -> Any:
-    """a @ b, exact: elements are multiples of their units, and no sum reaches 2^53 of the product of units."""
+    """Return a @ b exactly. Elements are multiples of their units.
+
+    Raises OverflowError if a sum could reach 2^53 times the product of the units.
+    """
     largest = float(abs(a).max()) * float(abs(b).max()) * a.shape[1]
     if not largest < 2.0**53 * unit_a * unit_b:
         raise OverflowError(f"product: sums may reach {largest:g}; they are exact below {2.0**53 * unit_a * unit_b:g}")
@@ -96,12 +106,14 @@ def product(a: Any, unit_a: float, b: Any, unit_b: float) -> Any:
 
 
 def on_grid(x: Any, xp: Any) -> Any:
-    """x rounded to a multiple of GRID."""
+    """Return x rounded to multiples of GRID."""
     return xp.rint(x / GRID) * GRID
 
 
 def factors(q: Quantized, xp: Any) -> tuple[Any, Any]:
-    """Codes times block scales, float64 multiples of WEIGHT_UNIT, and the tensor scale: their product is the weight."""
+    """Return codes times block scales (float64 multiples of WEIGHT_UNIT) and the tensor scale. Their product is the
+    weight.
+    """
     codes = xp.asarray(E2M1.values, np.float64)[fp4kit.unpack(q.packed)]
     scales = xp.asarray(E4M3.values, np.float64)[q.block_scale]
     return codes * xp.repeat(scales, q.recipe.block_size, axis=1), xp.asarray(q.tensor_scale).astype(np.float64)
@@ -111,7 +123,9 @@ def factors(q: Quantized, xp: Any) -> tuple[Any, Any]:
 
 
 def step(weights: Sequence[Quantized], x: Any, target: Any, xp: Any) -> Any:
-    """Sum of squared errors and its gradients with respect to A and B, as one flat float64 array of exact sums."""
+    """Return the sum of squared errors and its gradients with respect to A and B, as one flat float64 array of exact
+    sums.
+    """
     (a, a_scale), (b, b_scale) = (factors(q, xp) for q in weights)
     hidden = on_grid(xp.maximum(product(x, INPUT_UNIT, a.T, WEIGHT_UNIT) * a_scale, 0), xp)
     error = on_grid(product(hidden, GRID, b.T, WEIGHT_UNIT) * b_scale, xp) - target
@@ -122,7 +136,7 @@ def step(weights: Sequence[Quantized], x: Any, target: Any, xp: Any) -> Any:
 
 
 def data(xp: Any) -> tuple[Any, Any, Any]:
-    """Inputs, what a teacher network answers, and the first master weights (flat, float32)."""
+    """Return inputs, the outputs of a teacher network, and the first master weights (flat, float32)."""
     rng = np.random.default_rng(4)
     x = rng.integers(-8, 9, (SAMPLES, SHAPES[0][1])) * INPUT_UNIT
     a, b = (on_grid(uniform(rng, *shape), np) for shape in SHAPES)
@@ -133,17 +147,21 @@ def data(xp: Any) -> tuple[Any, Any, Any]:
 
 
 def uniform(rng: np.random.Generator, m: int, k: int) -> np.ndarray:
-    """(m, k) of variance 1 / k; from integers, because logarithms (of normal numbers) differ between machines."""
+    """Return uniform values of shape (m, k) and variance 1 / k. They are made from integers, because the logarithms in
+    normal values differ between machines.
+    """
     return rng.integers(-(2**15), 2**15, (m, k)) * (2.0**-15 * np.sqrt(3 / k))
 
 
 def cuts(total: int, size: int) -> list[int]:
-    """Edges of the ranks' parts of the flat buffer: odd ones, so inside bytes and blocks."""
+    """Return the boundaries of the ranks' parts of the flat buffer. They are odd, so they lie inside bytes and
+    blocks.
+    """
     return [0, *((total * rank // size) | 1 for rank in range(1, size)), total]
 
 
 def shards_of(flat: Any, start: int) -> list[Shard]:
-    """What elements [start, start + n) of the flat buffer are of each matrix."""
+    """Return the shard of each matrix that lies in `flat`, which begins at element `start` of the flat buffer."""
     shards, begin = [], 0
     for m, k in SHAPES:
         low, high = (min(max(edge - begin, 0), m * k) for edge in (start, start + flat.size))
@@ -153,7 +171,7 @@ def shards_of(flat: Any, start: int) -> list[Shard]:
 
 
 def train(steps: int, quantizer: Quantizer, comm: Communicator | None = None, xp: Any = np) -> Result:
-    """Train on the ranks of comm, of which this is one; every rank returns the same."""
+    """Train on the ranks of comm; the caller is one of them. Every rank returns the same result."""
     comm = comm or SingleProcess()
     x, target, first = data(xp)
     edges = cuts(first.size, comm.size)
@@ -166,7 +184,9 @@ def train(steps: int, quantizer: Quantizer, comm: Communicator | None = None, xp
         sums = step(weights, x[samples], target[samples], xp)
         sums = comm.all_gather(sums).reshape(comm.size, -1).sum(axis=0) / (BATCH * SHAPES[1][0])
         losses.append(float(sums[0]))
-        velocity = MOMENTUM * velocity + sums[1:][mine]  # straight through: the gradient of the quantized weights
+        velocity = (
+            MOMENTUM * velocity + sums[1:][mine]
+        )  # straight-through: the gradient with respect to the quantized weights
         master = (master.astype(np.float64) - LEARNING_RATE * velocity).astype(np.float32)
     parts = [
         part
@@ -181,19 +201,19 @@ def train(steps: int, quantizer: Quantizer, comm: Communicator | None = None, xp
 
 
 class Thread:
-    """A rank of a group of threads; an fp4kit.training.communicators.Communicator. One that fails ends the wait of the
-    others.
+    """Act as one rank of a group of threads: an fp4kit.training.communicators.Communicator. If a rank fails, the others
+    stop waiting.
     """
 
     def __init__(self, rank: int, barrier: threading.Barrier, slots: list[Any]) -> None:
         self.rank, self.size, self._barrier, self._slots = rank, barrier.parties, barrier, slots
 
     def all_reduce_max(self, array: Any) -> Any:
-        """Elementwise maximum over the group."""
+        """Return the elementwise maximum over the group."""
         return functools.reduce(np.maximum, self._share(array)).reshape(array.shape)
 
     def all_gather(self, array: Any, counts: Sequence[int] | None = None, out: Any = None) -> Any:
-        """The arrays of all ranks, one after the other."""
+        """Return the concatenated arrays of all ranks."""
         found = (np if isinstance(array, np.ndarray) else sys.modules["cupy"]).concatenate(self._share(array))
         if out is None:
             return found
@@ -201,16 +221,16 @@ class Thread:
         return out
 
     def _share(self, array: Any) -> list[Any]:
-        """Copies of what all ranks gave, in the order of ranks."""
+        """Return copies of the arrays of all ranks, in the order of ranks."""
         self._slots[self.rank] = array.copy()
         self._barrier.wait()
         found = list(self._slots)
-        self._barrier.wait()  # nobody gives the next array before all have this one
+        self._barrier.wait()  # so that no rank overwrites its slot before all have copied the list
         return found
 
 
 def on_threads(size: int, work: Callable[[Communicator], Any]) -> list[Any]:
-    """work(rank's communicator) on each of size threads; what they return, or the first error."""
+    """Call work(communicator) on each of `size` threads. Return the results, or raise the first error."""
     barrier, slots = threading.Barrier(size), [None] * size
     results: list[Any] = [None] * size
     errors: list[BaseException] = []
@@ -236,7 +256,9 @@ def on_threads(size: int, work: Callable[[Communicator], Any]) -> list[Any]:
 
 
 def ways(ranks: Sequence[int], gpu: bool) -> dict[str, Callable[[int], list[Result]]]:
-    """Name of each way of training, and what gives the results of its ranks."""
+    """Return {name: function} of the ways to train. A function takes the number of steps and returns the results of all
+    ranks.
+    """
 
     def group(size: int, xp: Any) -> Callable[[int], list[Result]]:
         return lambda steps: on_threads(size, lambda comm: train(steps, sharded, comm, xp))
@@ -252,7 +274,7 @@ def ways(ranks: Sequence[int], gpu: bool) -> dict[str, Callable[[int], list[Resu
 
 
 def all_results(mine: Result, comm: Communicator) -> list[Result]:
-    """The results of all processes."""
+    """Return the results of all processes."""
     losses = comm.all_gather(np.array(mine.losses)).reshape(comm.size, -1).tolist()
     digests = comm.all_gather(np.frombuffer(bytes.fromhex(mine.digest), np.uint8).copy()).reshape(comm.size, -1)
     return [Result(*result) for result in zip(losses, (digest.tobytes().hex() for digest in digests), strict=True)]
@@ -269,12 +291,12 @@ def report(name: str, results: list[Result], expected: Result, seconds: float) -
 
 
 def main() -> int:
-    """Train in every way that was asked for; 0 if all are equal and the network learned."""
+    """Train in every requested way. Return 0 if all results are equal and the loss did not grow."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--ranks", type=int, nargs="*", default=[1, 2, 4], help="numbers of threads (default: 1 2 4)")
     parser.add_argument("--gpu", action="store_true", help="train with CuPy too")
-    parser.add_argument("--mpi", action="store_true", help="the ranks are MPI processes instead of threads")
+    parser.add_argument("--mpi", action="store_true", help="use MPI processes as ranks instead of threads")
     options = parser.parse_args()
 
     comm = Mpi() if options.mpi else SingleProcess()
