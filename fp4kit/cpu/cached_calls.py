@@ -67,7 +67,7 @@ def _is_whole(*arrays: Any) -> bool:
     return all(a is None or (a.size and a.flags.c_contiguous and a.flags.aligned) for a in arrays)
 
 
-class _Prepared(NamedTuple):
+class _MatrixCall(NamedTuple):
     """The part that cached quantize and fake_quantize share; tensor_rule: its index, -1 without tensor scales."""
 
     prototype: EncodeCall
@@ -86,7 +86,7 @@ def _matrix(call: Call) -> np.ndarray | None:
     return matrix if covered == 1 else None
 
 
-def _prepared(call: Call, packed_step: int, scales_step: int) -> _Prepared | None:
+def _matrix_call(call: Call, packed_step: int, scales_step: int) -> _MatrixCall | None:
     """Return the prototype of a call on a matrix; None if it is not one call of the library."""
     r, x = call.recipe, _matrix(call)
     is_plain = all(a is None for a in (call.random, call.mask, call.block_amax)) and not r.search
@@ -100,7 +100,7 @@ def _prepared(call: Call, packed_step: int, scales_step: int) -> _Prepared | Non
         return None
     prototype = encode_call(x, kernels, packed_step, scales_step)
     prototype.tensor_step = r.tensor_scaling == "row"
-    return _Prepared(prototype, tensor_rule)
+    return _MatrixCall(prototype, tensor_rule)
 
 
 def quantize(call: Call, x: Any, both: bool = False) -> QuantizeCall | None:
@@ -110,11 +110,11 @@ def quantize(call: Call, x: Any, both: bool = False) -> QuantizeCall | None:
     if both or call.layout != "linear" or not _is_whole(*parts):
         return None
     packed, scales = packed_shape(shape, r), None if r.scale is None else scale_shape(shape, r)
-    prepared = _prepared(call, packed[-1], 0 if scales is None else scales[-1])
-    if prepared is None:
+    matrix_call = _matrix_call(call, packed[-1], 0 if scales is None else scales[-1])
+    if matrix_call is None:
         return None
     access, tensors = access_to(x), None
-    if prepared.tensor_rule >= 0:
+    if matrix_call.tensor_rule >= 0:
         tensors = tensor_amax_shape(shape, r) if call.tensor_amax is None else call.tensor_amax.shape
     shapes = {"packed": packed, "block_scale": scales, "tensor_scale": tensors, "tensor_amax": tensors}
     codes = ("packed", "block_scale")
@@ -122,7 +122,7 @@ def quantize(call: Call, x: Any, both: bool = False) -> QuantizeCall | None:
     new = {name: access.maker(made, kinds[name], False) for name, made in shapes.items() if made is not None}
     fields = {"shape": call.x.shape, "dtype": call.x.dtype, "axis": call.axis, "recipe": r, "scale_layout": "linear"}
     fields |= {name: None for name in shapes if name not in new}
-    return QuantizeCall(*prepared, call.x.size, access, new, fields, functions().fp4kit_quantize)
+    return QuantizeCall(*matrix_call, call.x.size, access, new, fields, functions().fp4kit_quantize)
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,14 +162,14 @@ def _result(access: ArrayAccess, values: Any, axis: int) -> Any:
 def fake_quantize(call: Call, x: Any) -> FakeQuantizeCall | None:
     """Return the cached call of a call on x, the array as the caller gave it; None if it is not one library call."""
     r, shape = call.recipe, call.moved.shape
-    prepared = None if r.fake_rule is not None else _prepared(call, 0, 0)
-    if prepared is None:
+    matrix_call = None if r.fake_rule is not None else _matrix_call(call, 0, 0)
+    if matrix_call is None:
         return None
     found, K = functions().fp4kit_fake_quantize, shape[-1]
     decode = decode_call((call.x.size // K, K), call.x.dtype, faking(r), K, 0, 0)
     access = access_to(x)
     return FakeQuantizeCall(
-        *prepared, decode, access, access.maker(shape, call.x.dtype, True), call.axis, call.x.size, found
+        *matrix_call, decode, access, access.maker(shape, call.x.dtype, True), call.axis, call.x.size, found
     )
 
 

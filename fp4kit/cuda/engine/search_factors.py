@@ -23,11 +23,11 @@ def search_factors(matrices: Iterable[tuple[Any, Any, Any]], r: Recipe, mask: in
     """The chosen block amaxes of matrices: each x, where they go, and the tensor's amax. mask: of a Hadamard transform
     first.
     """
-    for launch in prepared(matrices, r, mask):
+    for launch in factor_launches(matrices, r, mask):
         launch()
 
 
-def prepared(
+def factor_launches(
     matrices: Iterable[tuple[Any, Any, Any]], r: Recipe, mask: int | None = None
 ) -> Iterator[Callable[[], None]]:
     """The launches of search_factors, which hold the arrays."""

@@ -20,7 +20,7 @@ from fp4kit.cuda.compile.traits import TYPES, recipe_struct
 from fp4kit.cuda.engine.amax import tensor_amax
 from fp4kit.cuda.engine.matrices import work_of
 from fp4kit.cuda.engine.search_amaxes import bits_of, objective_of, search_amaxes
-from fp4kit.cuda.engine.search_factors import prepared, search_factors
+from fp4kit.cuda.engine.search_factors import factor_launches, search_factors
 from fp4kit.cuda.launch import grouped
 from fp4kit.cuda.launch.dispatch import way_of
 from fp4kit.cuda.launch.geometry import THREADS, Launch, address, aligned, check_count, grid, ready
@@ -158,7 +158,7 @@ def group_launches(group: Sequence[tuple[Any, Any, Any]], r: Recipe, mask: int |
     """The launches of a recipe's search: of x, out and amax each; of one dtype and device. Multiples take one for
     each.
     """
-    return list(prepared(group, r, mask)) if r.search in FACTORS else [search_group(group, r, mask)]
+    return list(factor_launches(group, r, mask)) if r.search in FACTORS else [search_group(group, r, mask)]
 
 
 def search_group(group: Sequence[tuple[Any, Any, Any]], r: Recipe, mask: int | None = None) -> grouped.GroupedLaunch:
