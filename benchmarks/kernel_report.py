@@ -23,7 +23,7 @@ from fp4kit.cuda.compile import loader, nvrtc
 from fp4kit.cuda.compile.instantiate import instantiation
 from fp4kit.cuda.compile.traits import TYPES, recipe_struct
 from fp4kit.cuda.launch import pack_codes, swizzle, transpose
-from fp4kit.cuda.launch.dispatch import LaunchRequest, way_of
+from fp4kit.cuda.launch.dispatch import LaunchRequest, kernel_for
 from fp4kit.cuda.launch.geometry import THREADS
 from fp4kit.formats import FLOATS
 from fp4kit.layouts import SCALE_LAYOUTS
@@ -51,7 +51,7 @@ def quantize_kernel(
     r: Recipe, dtype: np.dtype, aligned: bool = True, layout: str = "linear", **options: object
 ) -> Kernel:
     """Return the kernel that quantizes dtype to a recipe. `options` are those of recipe_struct."""
-    file = way_of(LaunchRequest(r, dtype, (1024, 4096), layout, grouped=True)).kernel
+    file = kernel_for(LaunchRequest(r, dtype, (1024, 4096), layout, grouped=True)).kernel
     struct = recipe_struct(r, layout, **options)  # type: ignore[arg-type]
     names = [layout] * (layout != "linear") + ["misaligned"] * (not aligned)
     names += ["hadamard" if name == "sign_mask" else name for name in options]

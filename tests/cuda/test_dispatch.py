@@ -16,7 +16,7 @@ from inputs import BF16
 
 from fp4kit.call.parse import Declined
 from fp4kit.cuda.launch import geometry
-from fp4kit.cuda.launch.dispatch import TABLE_LEAST, LaunchRequest, way_of
+from fp4kit.cuda.launch.dispatch import TABLE_LEAST, LaunchRequest, kernel_for
 from fp4kit.recipes import RECIPES
 from fp4kit.reference.hadamard import TE_SIGN_MASK
 
@@ -93,9 +93,9 @@ CHOSEN = [
 @pytest.mark.parametrize(("work", "kernel", "blocks"), CHOSEN, ids=[f"{i}-{k}" for i, (_, k, _) in enumerate(CHOSEN)])
 def test_the_way_of_a_work(monkeypatch, work, kernel, blocks):
     monkeypatch.setattr(geometry, "multiprocessors", lambda device: 132)
-    way = way_of(work)
-    assert way.kernel == kernel
-    assert blocks is None or way.grid(work, 0) == blocks
+    choice = kernel_for(work)
+    assert choice.kernel == kernel
+    assert blocks is None or choice.grid(work, 0) == blocks
 
 
 NONE = [
@@ -120,4 +120,4 @@ NONE = [
 @pytest.mark.parametrize(("work", "text"), NONE, ids=[text[:24] for _, text in NONE])
 def test_no_way(work, text):
     with pytest.raises(Declined, match=re.escape(text)):
-        way_of(work)
+        kernel_for(work)

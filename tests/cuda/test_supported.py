@@ -9,7 +9,7 @@ from variants import E2M1_BIAS0, E2M1_BIAS3, E3M4, E4M3_IEEE, of_elements
 
 from fp4kit.call.parse import Declined
 from fp4kit.cuda import engine
-from fp4kit.cuda.launch.dispatch import LaunchRequest, find, way_of
+from fp4kit.cuda.launch.dispatch import LaunchRequest, find_kernel, kernel_for
 from fp4kit.cuda.launch.supported import unsupported
 from fp4kit.formats import E1M2, E2M3, E3M0, ElementFormat
 from fp4kit.quantized.container import Quantized
@@ -42,9 +42,9 @@ def test_what_no_kernel_has(name, fields, message):
         LaunchRequest(r, np.dtype(np.float32), (32, 64)),
         LaunchRequest(r, np.dtype(np.float32), (32, 64), columns=True),
     ):
-        assert find(work) is None
+        assert find_kernel(work) is None
         with pytest.raises(Declined, match=full):
-            way_of(work)
+            kernel_for(work)
 
 
 def test_dequantize_refuses_too():
@@ -66,4 +66,4 @@ def test_what_kernels_have(r: Recipe):
 def test_block_amax_of_four_over_six_is_refused():
     work = LaunchRequest(RECIPES[FOUR_OVER_SIX], np.dtype(np.float32), (1, 16), calibrated=True)
     with pytest.raises(Declined, match="block_amax of blocks of several rows, or of 4over6, has no CUDA kernel"):
-        way_of(work)
+        kernel_for(work)

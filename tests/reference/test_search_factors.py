@@ -12,7 +12,7 @@ from inputs import BF16, extreme, nonfinite, ordinary
 
 import fp4kit
 from fp4kit.call.parse import Declined
-from fp4kit.cuda.launch.dispatch import LaunchRequest, find, way_of
+from fp4kit.cuda.launch.dispatch import LaunchRequest, find_kernel, kernel_for
 from fp4kit.evidence.testing import assert_same_bits
 from fp4kit.formats import E2M1
 from fp4kit.host.engine import compute_tensor_amax
@@ -266,10 +266,10 @@ def test_a_kernel_of_codes_searches_nothing(name):
         LaunchRequest(RECIPES[name], F32, (32, 64)),
         LaunchRequest(RECIPES[name], F32, (32, 64), columns=True),
     ):
-        assert find(work) is None
+        assert find_kernel(work) is None
         with pytest.raises(Declined, match=message):
-            way_of(work)
-    assert find(LaunchRequest(RECIPES[name], F32, (32, 64), scaled=True)) is not None
+            kernel_for(work)
+    assert find_kernel(LaunchRequest(RECIPES[name], F32, (32, 64), scaled=True)) is not None
 
 
 def test_every_search_is_one_of_a_recipe():

@@ -21,10 +21,9 @@ from fp4kit.cuda.engine.matrices import count, finding, work_of
 from fp4kit.cuda.launch import matrix
 from fp4kit.cuda.launch import swizzle as swizzle_launcher
 from fp4kit.cuda.launch import transpose as transpose_launcher
-from fp4kit.cuda.launch.dispatch import Arguments, LaunchRequest
-from fp4kit.cuda.launch.dispatch import find as find_way
+from fp4kit.cuda.launch.dispatch import Arguments, LaunchRequest, find_kernel
 from fp4kit.cuda.launch.geometry import Launch, aligned
-from fp4kit.cuda.launch.matrix import Matrix, is_whole, launch_by
+from fp4kit.cuda.launch.matrix import Matrix, is_whole, quantize_launch
 from fp4kit.cuda.launch.supported import check_formats
 from fp4kit.layouts import padded_shape
 from fp4kit.quantized.container import PARTS, Quantized, assembled
@@ -184,18 +183,18 @@ def quantize(call: Call, x: Any, both: bool = False) -> QuantizeCall | None:
     """
     last, columns = call.x.ndim - 1, call.axis == call.x.ndim - 2
     work = work_of(call, columns=columns)
-    way = find_way(work) if columns or call.axis == last else None
+    choice = find_kernel(work) if columns or call.axis == last else None
     if (
-        way is None
+        choice is None
         or not _is_one_matrix(call.x, call.recipe, call.tensor_amax)
         or count(call, work, call.tensor_amax) != 1
     ):
         return None
     work = finding(call, work, call.x)
-    found = launch_by(way, work, is_whole(Matrix(call.x), work), call.x.device.id)
+    found = quantize_launch(choice, work, is_whole(Matrix(call.x), work), call.x.device.id)
     row = QuantizedResult.of(call, last) if both or not columns else None
     column = QuantizedResult.of(call, call.axis) if columns else None
-    return QuantizeCall.of(memory_of(x), _amax(call, work), found, way.arguments, row, column)
+    return QuantizeCall.of(memory_of(x), _amax(call, work), found, choice.arguments, row, column)
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,12 +234,14 @@ def fake_quantize(call: Call, x: Any) -> FakeQuantizeCall | None:
     """
     work = work_of(call, values=True)
     one = _is_one_matrix(call.x, call.recipe, call.tensor_amax) and call.axis == call.x.ndim - 1
-    way = find_way(work)
-    if way is None or not one or count(call, work, call.tensor_amax) != 1:
+    choice = find_kernel(work)
+    if choice is None or not one or count(call, work, call.tensor_amax) != 1:
         return None
     work = finding(call, work, call.x)
-    found = launch_by(way, work, is_whole(Matrix(call.x), work), call.x.device.id)  # new values are aligned
-    return FakeQuantizeCall.of(memory_of(x), _amax(call, work), found, way.arguments, New(call.x.shape, call.x.dtype))
+    found = quantize_launch(choice, work, is_whole(Matrix(call.x), work), call.x.device.id)  # new values are aligned
+    return FakeQuantizeCall.of(
+        memory_of(x), _amax(call, work), found, choice.arguments, New(call.x.shape, call.x.dtype)
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from fp4kit.cuda.engine.amax import empty_amax, tensor_amax
 from fp4kit.cuda.engine.matrices import count, finding, split, work_of
 from fp4kit.cuda.engine.search_scales import searched
 from fp4kit.cuda.launch.clip import clip_gradient
-from fp4kit.cuda.launch.dispatch import way_of
+from fp4kit.cuda.launch.dispatch import kernel_for
 from fp4kit.cuda.launch.matrix import Matrix, quantize_matrix
 
 
@@ -20,7 +20,7 @@ def fake_quantize(call: Call) -> Any:
     """Values of the recipe's fake_rule; without one, of the codes, in one pass."""
     call = searched(call)
     cupy, work = imports.cupy(), work_of(call, values=True)
-    way_of(work), count(call, work, call.tensor_amax)  # declined before any work
+    kernel_for(work), count(call, work, call.tensor_amax)  # declined before any work
     with imports.making_current(call.x.device.id):
         x = cupy.ascontiguousarray(call.moved)
         values = cupy.empty(x.shape, x.dtype)

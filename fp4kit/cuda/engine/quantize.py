@@ -11,7 +11,7 @@ from fp4kit.call.parse import Call
 from fp4kit.cuda.engine.amax import empty_amax, tensor_amax
 from fp4kit.cuda.engine.matrices import count, finding, split, work_of
 from fp4kit.cuda.engine.search_scales import searched
-from fp4kit.cuda.launch.dispatch import LaunchRequest, find, way_of
+from fp4kit.cuda.launch.dispatch import LaunchRequest, find_kernel, kernel_for
 from fp4kit.cuda.launch.matrix import Matrix, empty_scales, quantize_matrix
 from fp4kit.quantized.container import Quantized
 from fp4kit.reference.tensor_rules import tensor_scale
@@ -23,9 +23,9 @@ def quantize(call: Call) -> Quantized:
     """
     asked, call = call, searched(call)
     work = work_of(call, columns=_is_columnwise(call))
-    if find(work) is None:
+    if find_kernel(work) is None:
         work = work_of(call)
-    way_of(work), count(call, work, call.tensor_amax)  # declined before any work
+    kernel_for(work), count(call, work, call.tensor_amax)  # declined before any work
     with imports.making_current(call.x.device.id):
         x = imports.cupy().ascontiguousarray(call.x if work.columns else call.moved)
         work = finding(call, work, x)
@@ -44,7 +44,7 @@ def quantize_both(row: Call, column: Call) -> tuple[Quantized, Quantized]:
     """quantize of the rowwise and of the columnwise call, from one read where a way takes both under one amax."""
     work = work_of(column, columns=True)
     one_amax = column.mask is None or row.tensor_amax is not None or row.recipe.tensor_scaling == "none"
-    if find(work) is None or not one_amax:
+    if find_kernel(work) is None or not one_amax:
         return quantize(row), quantize(column)
     with imports.making_current(row.x.device.id):
         x = imports.cupy().ascontiguousarray(row.x)

@@ -9,7 +9,7 @@ import numpy as np
 from fp4kit.arrays import imports
 from fp4kit.call.parse import Call
 from fp4kit.cuda.engine.matrices import count, split, work_of
-from fp4kit.cuda.launch.dispatch import way_of
+from fp4kit.cuda.launch.dispatch import kernel_for
 from fp4kit.cuda.launch.matrix import Matrix, implied_amaxes, quantize_matrix
 from fp4kit.quantized.container import Quantized
 from fp4kit.quantized.part_shapes import packed_shape
@@ -21,7 +21,7 @@ def quantize_with_scales(call: Call) -> Quantized:
     Quantized.
     """
     work = work_of(call)
-    way_of(work), count(call, work, call.tensor_scale)  # declined before any work
+    kernel_for(work), count(call, work, call.tensor_scale)  # declined before any work
     with imports.making_current(call.x.device.id):
         result = _result(call)
         if call.x.size:

@@ -22,7 +22,7 @@ from fp4kit.cuda.engine.matrices import work_of
 from fp4kit.cuda.engine.search_amaxes import bits_of, objective_of, search_amaxes
 from fp4kit.cuda.engine.search_factors import factor_launches, search_factors
 from fp4kit.cuda.launch import grouped
-from fp4kit.cuda.launch.dispatch import way_of
+from fp4kit.cuda.launch.dispatch import kernel_for
 from fp4kit.cuda.launch.geometry import THREADS, Launch, address, aligned, check_count, grid, ready
 from fp4kit.cuda.launch.supported import check_formats
 from fp4kit.formats import E4M3, E8M0
@@ -135,7 +135,7 @@ def searched(call: Call) -> Call:
     if not r.search or call.has_scales:
         return call
     taking = call._replace(recipe=without_search(r))
-    way_of(work_of(taking)._replace(calibrated=True))  # declined before any work
+    kernel_for(work_of(taking)._replace(calibrated=True))  # declined before any work
     with imports.making_current(call.x.device.id):
         x = imports.cupy().ascontiguousarray(call.moved)
         amax, found = tensor_amax(call, x), imports.cupy().empty(scale_shape(x.shape, r), np.float32)

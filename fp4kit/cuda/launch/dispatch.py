@@ -110,7 +110,7 @@ class LaunchRequest(NamedTuple):
         return (1, rows * columns) if r.block is None and r.tensor_scaling != "row" else (rows, columns)
 
 
-class Way(NamedTuple):
+class KernelChoice(NamedTuple):
     """A kernel file, what it takes, its grid (of a work, on a device), its arguments, their sizes, and threads of a
     block.
     """
@@ -128,7 +128,7 @@ def value_blocks(rows: int, columns: int, dtype: np.dtype, runs: int) -> int:
     return -(-rows * -(-columns * dtype.itemsize // 16) // (runs * THREADS))
 
 
-# ---- what each way takes ----
+# ---- what each kernel takes ----
 
 
 def has_own_values(w: LaunchRequest) -> bool:
@@ -251,42 +251,46 @@ def _scaled_grid(w: LaunchRequest, device: int) -> int:
 
 # ---- the table ----
 
-WAYS = (
+KERNEL_CHOICES = (
     # The producer's own arithmetic, which has no codes.
-    Way("fake_quantize", _takes_fake, _fake_grid),
+    KernelChoice("fake_quantize", _takes_fake, _fake_grid),
     # Scales that are given: no amax, and a factor for each run of a block.
-    Way("quantize_with_scales", _takes_scaled, _scaled_grid),
+    KernelChoice("quantize_with_scales", _takes_scaled, _scaled_grid),
     # Blocks in columns, and both ways from one read: 0.95 and 0.78 - 0.82 of a copy, 0.4 by way of a transposed copy.
     # Square blocks: 0.995, 0.42 by tiles (H200, 2026-11-21).
-    Way("quantize_columns", _takes_patch, _patch_grid, PATCHES, _patch_sizes),
+    KernelChoice("quantize_columns", _takes_patch, _patch_grid, PATCHES, _patch_sizes),
     # 4over6 of many elements: scales from a table, 0.86 against 0.57 (H200, 2026-11-21).
-    Way("quantize_table", _takes_table, _table_grid, threads=TABLE_THREADS),
+    KernelChoice("quantize_table", _takes_table, _table_grid, threads=TABLE_THREADS),
     # A decision that spans threads: blocks of several rows, 4over6.
-    Way("quantize_tile", _takes_tile, _tile_grid),
+    KernelChoice("quantize_tile", _takes_tile, _tile_grid),
     # No blocks: any length, one scale for the tensor or a row.
-    Way("quantize_unblocked", _takes_plain, _row_grid),
+    KernelChoice("quantize_unblocked", _takes_plain, _row_grid),
     # Everything else: blocks in a row.
-    Way("quantize", _takes_rows, _row_grid),
+    KernelChoice("quantize", _takes_rows, _row_grid),
 )
 
 
 @lru_cache(KEPT)
-def find(w: LaunchRequest) -> Way | None:
+def find_kernel(w: LaunchRequest) -> KernelChoice | None:
     """The first way that takes the work; None where there is none."""
-    return None if unsupported(w.recipe) or searches(w) else next((way for way in WAYS if way.takes(w)), None)
+    return (
+        None
+        if unsupported(w.recipe) or searches(w)
+        else next((choice for choice in KERNEL_CHOICES if choice.takes(w)), None)
+    )
 
 
-def way_of(w: LaunchRequest) -> Way:
-    """The first way that takes the work. Raises Declined with what is needed where there is none."""
+def kernel_for(w: LaunchRequest) -> KernelChoice:
+    """Return the first kernel that takes the request. Raise Declined, with what is needed, if no kernel does."""
     check_formats(w.recipe)
-    way = find(w)
-    if way is None:
+    choice = find_kernel(w)
+    if choice is None:
         raise Declined(why_declined(w))
-    return way
+    return choice
 
 
 def why_declined(w: LaunchRequest) -> str:
-    """What no way takes, and what is needed."""
+    """Return the message for a request that no kernel takes: what is missing, and what is needed."""
     r = w.recipe
     rows, columns = r.block or (1, 1)
     if searches(w):

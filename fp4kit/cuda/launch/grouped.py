@@ -20,7 +20,7 @@ from fp4kit.cuda.compile.instantiate import instantiation
 from fp4kit.cuda.compile.traits import TYPES, has_table
 from fp4kit.cuda.launch import geometry
 from fp4kit.cuda.launch.clip import CLIP
-from fp4kit.cuda.launch.dispatch import LaunchRequest, way_of
+from fp4kit.cuda.launch.dispatch import LaunchRequest, kernel_for
 from fp4kit.cuda.launch.geometry import THREADS, address, aligned, check_columns, check_count
 from fp4kit.cuda.launch.matrix import AMAX, Matrix, is_whole, struct_of, transform_struct
 
@@ -107,10 +107,10 @@ def quantize_group(matrices: Sequence[Matrix], works: Sequence[LaunchRequest], s
     0), where n is how many tensor scales they have.
     """
     first, r = matrices[0], works[0].recipe
-    way = way_of(works[0]._replace(grouped=True))
+    choice = kernel_for(works[0]._replace(grouped=True))
     whole = [is_whole(m, w) for m, w in zip(matrices, works, strict=True)]
-    arguments = np.zeros(len(matrices), way.arguments.struct)
-    for name in way.arguments.pointers:
+    arguments = np.zeros(len(matrices), choice.arguments.struct)
+    for name in choice.arguments.pointers:
         arguments[name] = [address(getattr(m, name)) for m in matrices]
     arguments["seed"], arguments["group"] = seed, [m.group for m in matrices]
     sizes = [w.seen_shape if m.x.size else m.x.shape for m, w in zip(matrices, works, strict=True)]
@@ -118,7 +118,7 @@ def quantize_group(matrices: Sequence[Matrix], works: Sequence[LaunchRequest], s
     if r.block:
         check_columns(int(arguments["columns"].max()))
     device, small = first.x.device.id, is_small(matrices)
-    function = _quantize_function(way.kernel, struct_of(works[0]), first.x.dtype, all(whole), small, device)
+    function = _quantize_function(choice.kernel, struct_of(works[0]), first.x.dtype, all(whole), small, device)
     simple = small and not has_table(r) and r.tensor_scaling != "row"  # a piece begins with little
     pieces = pieces_of(np.array([m.x.size for m in matrices]), device, FEWEST_ELEMENTS if simple else MOST_ELEMENTS)
     return prepare_group(function, arguments, whole, pieces, tuple(matrices), small)

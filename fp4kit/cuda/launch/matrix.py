@@ -1,4 +1,4 @@
-"""Launchers: the launch of a way for a matrix, of dequantize, of amaxes. On the current stream; no synchronization
+"""Launchers: the launch of a choice for a matrix, of dequantize, of amaxes. On the current stream; no synchronization
 anywhere.
 
 Arrays are CuPy arrays of one device, contiguous, with the quantized axis last. A Launch depends on types, shapes and
@@ -16,7 +16,15 @@ from fp4kit.arrays import imports
 from fp4kit.cuda.compile import loader
 from fp4kit.cuda.compile.instantiate import instantiation
 from fp4kit.cuda.compile.traits import FINDERS, TYPES, recipe_struct
-from fp4kit.cuda.launch.dispatch import KEPT, MOST_RUNS, VALUE_RUNS, LaunchRequest, Way, value_blocks, way_of
+from fp4kit.cuda.launch.dispatch import (
+    KEPT,
+    MOST_RUNS,
+    VALUE_RUNS,
+    KernelChoice,
+    LaunchRequest,
+    kernel_for,
+    value_blocks,
+)
 from fp4kit.cuda.launch.geometry import (
     THREADS,
     UNLIMITED,
@@ -75,7 +83,7 @@ def is_whole(m: Matrix, work: LaunchRequest) -> bool:
 
 
 def struct_of(work: LaunchRequest) -> str:
-    """The structs that a kernel of a way is instantiated with."""
+    """The structs that a kernel of a choice is instantiated with."""
     options: dict[str, Any] = {"fake": work.values, "stochastic": work.stochastic, "calibrated": work.calibrated}
     r = decoding(faking(work.recipe), work.dtype) if work.values else work.recipe
     return recipe_struct(r, work.layout, **options, sign_mask=work.mask, finds_amax=work.finds_amax)
@@ -89,27 +97,27 @@ def _function(kernel: str, struct: str, dtype: np.dtype, whole: bool, device: in
 
 
 @lru_cache(KEPT)
-def launch_by(way: Way, work: LaunchRequest, whole: bool, device: int) -> Launch:
-    """The launch of a way for a work; called with the addresses of the way's pointers, and seed and group where it
+def quantize_launch(choice: KernelChoice, work: LaunchRequest, whole: bool, device: int) -> Launch:
+    """The launch of a choice for a work; called with the addresses of the way's pointers, and seed and group where it
     takes them.
     """
-    sizes = way.sizes(work)
+    sizes = choice.sizes(work)
     check_count(sizes[0] * sizes[1])
     if work.recipe.block:
         check_columns(sizes[1])
-    function = _function(way.kernel, struct_of(work), work.dtype, whole, device)
-    blocks = way.grid(work, device)
+    function = _function(choice.kernel, struct_of(work), work.dtype, whole, device)
+    blocks = choice.grid(work, device)
     if work.finds_amax:
         blocks = -(-blocks // FINDERS) * FINDERS
-    return Launch(function, blocks, way.arguments.struct, *sizes, threads=way.threads)
+    return Launch(function, blocks, choice.arguments.struct, *sizes, threads=choice.threads)
 
 
-def quantize_matrix(m: Matrix, work: LaunchRequest, seed: int = 0, way: Way | None = None) -> None:
+def quantize_matrix(m: Matrix, work: LaunchRequest, seed: int = 0, choice: KernelChoice | None = None) -> None:
     """Quantize a matrix by the way that takes the work, or by one that is named."""
-    way = way or way_of(work)
-    launch = launch_by(way, work, is_whole(m, work), m.x.device.id)
-    numbers = (seed, m.group) if way.arguments.words else ()
-    launch(*(address(getattr(m, name)) for name in way.arguments.pointers), *numbers)
+    choice = choice or kernel_for(work)
+    launch = quantize_launch(choice, work, is_whole(m, work), m.x.device.id)
+    numbers = (seed, m.group) if choice.arguments.words else ()
+    launch(*(address(getattr(m, name)) for name in choice.arguments.pointers), *numbers)
 
 
 @cache

@@ -17,7 +17,7 @@ from fp4kit.call.parse import Declined
 from fp4kit.cuda.compile import loader
 from fp4kit.cuda.compile.instantiate import instantiation
 from fp4kit.cuda.compile.traits import TYPES, recipe_struct
-from fp4kit.cuda.launch.dispatch import LaunchRequest, way_of
+from fp4kit.cuda.launch.dispatch import LaunchRequest, kernel_for
 from fp4kit.cuda.launch.geometry import THREADS, grid
 from fp4kit.cuda.launch.grouped import GroupedLaunch, pieces_of, prepare_group
 from fp4kit.recipes import Recipe
@@ -85,7 +85,7 @@ def prepare(
 
 def check_blocks(r: Recipe) -> None:
     """Raise Declined for blocks that the kernels do not have: theirs are those of quantize."""
-    way_of(LaunchRequest(r, FLOAT32, (r.block_rows, r.block_size)))
+    kernel_for(LaunchRequest(r, FLOAT32, (r.block_rows, r.block_size)))
 
 
 def check_matrices(shapes: Sequence[tuple[int, int]], r: Recipe) -> None:

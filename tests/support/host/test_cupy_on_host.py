@@ -15,7 +15,7 @@ from inputs import BF16, ordinary
 import fp4kit
 from fp4kit.cuda.engine.buffers import FLOAT32, UINT8, New, memory_of
 from fp4kit.cuda.launch import geometry, matrix, pack_codes
-from fp4kit.cuda.launch.dispatch import LaunchRequest, way_of
+from fp4kit.cuda.launch.dispatch import LaunchRequest, kernel_for
 from fp4kit.evidence.testing import assert_same_bits
 
 pytestmark = pytest.mark.usefixtures("played_gpu")
@@ -182,4 +182,4 @@ def test_a_row_that_is_too_long_for_a_kernel(monkeypatch, recipe):
         work = LaunchRequest(fp4kit.recipe(recipe), BF16, (2, columns))
         refused = pytest.raises(ValueError, match=r"a row of 4294967296 elements; .* at most 2\^32 - 1; reshape x")
         with refused if columns == 1 << 32 and work.recipe.block else nullcontext():
-            matrix.launch_by.__wrapped__(way_of(work), work, True, 0)
+            matrix.quantize_launch.__wrapped__(kernel_for(work), work, True, 0)
