@@ -1,7 +1,8 @@
 """Compile the CPU engine (fp4kit/cpu) on Linux and macOS. If it cannot be compiled, fp4kit installs as pure Python.
 
-FP4KIT_CPU_LEVELS names the levels to compile: "native" (the default), "all", "none", or some of LEVELS with commas
-between them.
+A *level* is a set of processor features: base, avx2 or avx512. Each level is compiled to a library of its own.
+FP4KIT_CPU_LEVELS names the levels to compile: "native" (the default), "all", "none", or names of LEVELS separated by
+commas.
 """
 
 import os
@@ -22,14 +23,14 @@ CPU = Path("fp4kit") / "cpu"
 SOURCES = [
     str(CPU / "source" / f"{name}.cpp") for name in ("elements", "rules", "decoders", "c_api")
 ]  # the slowest first
-# No fused multiply-add: the rules say where a product is rounded. The flags after it keep values and let loops be
-# vectorized.
+# -ffp-contract=off: no fused multiply-add, because the rules say where a product is rounded. The two -fno-*-math flags
+# change no result and let the compiler vectorize loops.
 FLAGS = ["-std=c++17", "-g0", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-fvisibility=hidden", "-w"]
 FLAGS += [
     "-fno-wrapv"
-]  # no sum overflows here; under -fwrapv, which Python's own flags have, 8-bit codes are decoded 10% slower
-# With g++ these take half of the time of -O3, a quarter for avx512, and the libraries are as fast (g++ 12, November
-# 2026).
+]  # Python's own flags have -fwrapv, which makes decoding 8-bit codes 10% slower; no integer sum overflows here
+# With g++, these flags compile in half the time of -O3 (a quarter for avx512), and the libraries are as fast (g++ 12,
+# November 2026).
 OPTIMIZATION = [
     "-O2",
     "-ftree-vectorize",
@@ -39,17 +40,20 @@ OPTIMIZATION = [
     "-fpredictive-commoning",
 ]
 OPTIMIZATION += ["-ftree-partial-pre", "-fgcse-after-reload", "-fipa-cp-clone"]
-ENGINE = ["-funswitch-loops", "-fsplit-paths"]  # up to 5% faster calls for c_api.cpp, nothing for the others
+ENGINE = [
+    "-funswitch-loops",
+    "-fsplit-paths",
+]  # calls are up to 5% faster with these for c_api.cpp; other files gain nothing
 IS_X86 = platform.machine().lower() in ("x86_64", "amd64")
 LEVELS = {"base": []}
-# What a processor of a level has, as fp4kit_level of source/c_api.cpp asks for it.
+# Features that a processor needs for a level. fp4kit_level in source/c_api.cpp checks the same features.
 FEATURES = {"avx2": {"avx2", "fma", "bmi2"}, "avx512": {"avx512bw", "avx512vl", "avx512dq", "avx512cd"}}
 if IS_X86:
     LEVELS |= {"avx2": ["-march=x86-64-v3"], "avx512": ["-march=x86-64-v4", "-mprefer-vector-width=512"]}
 
 
 def chosen_levels(text: str) -> list[str]:
-    """Return the levels to compile. base comes with any other, since it finds out which level the processor has."""
+    """Return the levels to compile. base is always included, because it finds out which level the processor has."""
     names = {name.strip() for name in text.split(",")} - {""} or {"native"}
     if unknown := names - {"native", "all", "none", *LEVELS}:
         sys.exit(
@@ -66,7 +70,7 @@ def chosen_levels(text: str) -> list[str]:
 
 
 def native_levels() -> set[str]:
-    """Return the best level of this machine's processor, or all levels if that cannot be found out."""
+    """Return the highest level of this machine's processor, or all levels if it cannot be determined."""
     features = features_of_processor() if IS_X86 else {""}
     if not features:
         return {*LEVELS}
@@ -79,7 +83,7 @@ def native_levels() -> set[str]:
 
 
 def features_of_processor() -> set[str]:
-    """Return the names of instruction sets in lower case, or nothing if the system does not list them."""
+    """Return the processor's feature names in lower case, or an empty set if the system does not list them."""
     try:
         if sys.platform == "darwin":
             command = ["sysctl", "-n", "machdep.cpu.features", "machdep.cpu.leaf7_features"]
@@ -112,6 +116,7 @@ class BuildEngine(build_ext):
     """Compile the sources of all levels in parallel, then link each level."""
 
     def build_extensions(self) -> None:
+        """Compile and link the levels whose library is stale."""
         self.parallel = None
         stale = [one for one in self.extensions if self.force or self.is_stale(one)]
         if not stale:
@@ -128,16 +133,17 @@ class BuildEngine(build_ext):
         super().build_extensions()
         failed = any(future.exception() for futures in self.objects.values() for future in futures)
         say(
-            "the engine, or a level of it, could not be compiled"
+            "the CPU engine, or one of its levels, could not be compiled; fp4kit works without it, but slower"
             if failed
             else f"compiled in {time.monotonic() - start:.0f} s"
         )
 
     def is_stale(self, one: Extension) -> bool:
+        """Return True if the library of a level is missing or older than its sources."""
         return newer_group([*one.sources, *one.depends], self.get_ext_fullpath(one.name), "newer")
 
     def optimization(self) -> list[str]:
-        """Return OPTIMIZATION, or -O3 for a compiler that does not know those flags, as clang."""
+        """Return OPTIMIZATION, or -O3 if the compiler (such as clang) does not support these flags."""
         compiler = getattr(self.compiler, "compiler_so_cxx", self.compiler.compiler_so)
         with tempfile.TemporaryDirectory() as folder:
             command = [
@@ -154,11 +160,11 @@ class BuildEngine(build_ext):
             try:
                 known = subprocess.run(command, capture_output=True).returncode == 0
             except OSError:
-                known = False  # there is no compiler, which compiled() will find, too
+                known = False  # there is no compiler; compiled() reports that
         return OPTIMIZATION if known else ["-O3"]
 
     def compiled(self, one: Extension, source: str, optimization: list[str]) -> list[str]:
-        """Compile one file for a level and return the names of its objects."""
+        """Compile one source file for a level. Return the names of the object files."""
         folder = Path(self.build_temp) / one.name
         (folder / source).parent.mkdir(parents=True, exist_ok=True)
         if optimization is OPTIMIZATION and source.endswith("c_api.cpp"):
@@ -167,7 +173,7 @@ class BuildEngine(build_ext):
         return self.compiler.compile([source], output_dir=str(folder), extra_postargs=options)
 
     def build_extension(self, one: Extension) -> None:
-        """Link the objects of a level. An error of their compilation is raised here, where setuptools reports it."""
+        """Link the object files of a level. Compilation errors are raised here, where setuptools reports them."""
         path = self.get_ext_fullpath(one.name)
         if one.name not in getattr(self, "objects", {}):
             return
@@ -177,11 +183,13 @@ class BuildEngine(build_ext):
 
 
 def cores_of_process() -> int:
+    """Return the number of processor cores that this process may use."""
     affinity = getattr(os, "sched_getaffinity", None)
     return len(affinity(0)) if affinity else os.cpu_count() or 1
 
 
 def say(text: str) -> None:
+    """Print a message; pip shows it only with -v."""
     print(f"fp4kit: {text}", flush=True)
 
 
