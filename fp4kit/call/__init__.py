@@ -1,3 +1,4 @@
-"""Calls of the public functions, parsed once: arrays as the engines take them, options, amaxes and outputs, all
-checked.
+"""The parse of public functions: it turns their arguments into a Call, in which everything is checked.
+
+A Call holds arrays as the engines take them, options, amaxes and outputs.
 """

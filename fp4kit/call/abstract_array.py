@@ -1,6 +1,7 @@
-"""Arrays without values: what a compiler knows of an array while it traces, so that calls are checked before they run.
+"""Arrays without values: the shape and dtype that a compiler (torch.compile, jax.jit) knows while it traces.
 
-The parse of a call takes an Outline in place of an array, and then checks everything but values.
+If the parse of a call gets an AbstractArray in place of an array, it checks everything except values. So errors appear
+while the compiler traces, not when the compiled program runs.
 """
 
 from __future__ import annotations
@@ -11,8 +12,8 @@ from typing import Any
 
 
 @dataclass(frozen=True)
-class Outline:
-    """Shape and dtype of an array. Lengths are ints, or symbols of a tracer that compute as ints do."""
+class AbstractArray:
+    """The shape and dtype of an array. Lengths are ints, or a tracer's symbols that support the arithmetic of ints."""
 
     shape: tuple[Any, ...]
     dtype: Any
@@ -25,14 +26,14 @@ class Outline:
     def size(self) -> Any:
         return prod(self.shape)
 
-    def reshape(self, *shape: Any) -> Outline:
-        """The outline of as many elements in another shape."""
+    def reshape(self, *shape: Any) -> AbstractArray:
+        """Return an AbstractArray with another shape, which is not checked to have as many elements."""
         return replace(self, shape=shape[0] if isinstance(shape[0], tuple) else shape)
 
-    def repeat(self, count: Any, axis: int) -> Outline:
-        """The outline of every entry along an axis so many times."""
+    def repeat(self, count: Any, axis: int) -> AbstractArray:
+        """Return an AbstractArray whose length along an axis is multiplied by count, as np.repeat does."""
         return replace(self, shape=(*self.shape[:axis], self.shape[axis] * count, *self.shape[axis + 1 :]))
 
-    def transpose(self, order: Any) -> Outline:
-        """The outline with its axes in another order, which is all that np.moveaxis needs."""
+    def transpose(self, order: Any) -> AbstractArray:
+        """Return an AbstractArray with its axes in another order. np.moveaxis calls this method."""
         return replace(self, shape=tuple(self.shape[axis] for axis in order))

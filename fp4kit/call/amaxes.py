@@ -11,7 +11,7 @@ import numpy as np
 
 from fp4kit.arithmetic import ieee
 from fp4kit.arrays import imports
-from fp4kit.call.abstract_array import Outline
+from fp4kit.call.abstract_array import AbstractArray
 from fp4kit.formats import E8M0, FLOATS
 from fp4kit.quantized.part_shapes import fitting_shape, in_order, scale_shape, tensor_amax_shape
 from fp4kit.recipes import Recipe
@@ -22,7 +22,7 @@ def is_per_expert(amax: Any, recipe: Recipe) -> bool:
     return amax is not None and amax.ndim > 0 and recipe.tensor_scaling == "tensor"
 
 
-def part_of(amax: Any, recipe: Recipe, i: int, shape: tuple[int, int]) -> Any:
+def part_for_matrix(amax: Any, recipe: Recipe, i: int, shape: tuple[int, int]) -> Any:
     """The part of a canonical tensor_amax, or tensor_scale, for matrix i of `shape` = (matrices, rows of each).
 
     () or (1,): that of the tensor, or of the matrix's expert, whose matrices lie together; (rows, 1), (rows, blocks):
@@ -36,7 +36,7 @@ def part_of(amax: Any, recipe: Recipe, i: int, shape: tuple[int, int]) -> Any:
     return amax.reshape(*shape, -1)[i]
 
 
-def given_tensor_amax(op: str, given: Any, moved_shape: tuple[int, ...], recipe: Recipe, on_device: bool) -> Any:
+def parse_tensor_amax(op: str, given: Any, moved_shape: tuple[int, ...], recipe: Recipe, on_device: bool) -> Any:
     """The tensor_amax of a call in its canonical shape, float32, where the call's arrays are; None where it is not
     given.
 
@@ -58,7 +58,7 @@ def given_tensor_amax(op: str, given: Any, moved_shape: tuple[int, ...], recipe:
 def check_tensor_amax(op: str, amax: Any, moved_shape: tuple[int, ...], recipe: Recipe) -> Any:
     """A tensor_amax of the host as float32 of its canonical shape: () or (E,), one a row, or one a block."""
     amax = reshape_amax(op, as_real(op, "tensor_amax", amax), moved_shape, recipe)
-    if isinstance(amax, Outline):
+    if isinstance(amax, AbstractArray):
         return amax
     bad = ~(amax >= 0)
     if bad.any():
@@ -78,11 +78,11 @@ def without_sign(amax: np.ndarray) -> np.ndarray:
 @ieee("amax")
 def as_real(op: str, name: str, amax: Any) -> Any:
     """A real number or array as float32; what is beyond its range becomes infinite, which the rules define."""
-    array = amax if isinstance(amax, Outline) else np.asarray(amax)
+    array = amax if isinstance(amax, AbstractArray) else np.asarray(amax)
     if array.dtype.kind not in "fiu" and array.dtype not in FLOATS:
         raise TypeError(f"{op}: {name} is {array.dtype}; needs a real number or a float array")
-    if isinstance(array, Outline):
-        return Outline(array.shape, np.dtype(np.float32))
+    if isinstance(array, AbstractArray):
+        return AbstractArray(array.shape, np.dtype(np.float32))
     with np.errstate(all="ignore"):
         return array.astype(np.float32)
 
@@ -90,7 +90,7 @@ def as_real(op: str, name: str, amax: Any) -> Any:
 def check_clip_amax(op: str, amax: Any) -> Any:
     """The amax that a gradient is clipped at as float32, of any shape: not negative. NaN is one that no x is within."""
     amax = as_real(op, "amax", amax)
-    if isinstance(amax, Outline):
+    if isinstance(amax, AbstractArray):
         return amax
     with np.errstate(invalid="ignore"):
         negative = int(np.count_nonzero(amax < 0))
@@ -117,19 +117,19 @@ def reshape_amax(op: str, amax: Any, moved_shape: tuple[int, ...], recipe: Recip
     raise ValueError(f"{op}: {name} has shape {amax.shape}; {recipe.id} needs {' or '.join(map(str, allowed))}")
 
 
-SINGLE = (
+OPERATIONS_WITH_E8M0_AMAXES = (
     "quantize",
     "fake_quantize",
 )  # what takes block amaxes for E8M0 scales; grouped kernels read those of static recipes
 
 
-def has_given_powers(r: Recipe) -> bool:
+def takes_e8m0_amaxes(r: Recipe) -> bool:
     """Whether a recipe takes block amaxes for its scales, E8M0, of blocks of one row: search_scales finds such ones."""
     own = r.fake_only or r.fake_rule or r.search or r.four_over_six
     return r.scale == E8M0 and r.block_rows == 1 and r.tensor_scaling == "none" and not own
 
 
-def given_block_amax(op: str, given: Any, moved_shape: tuple[int, ...], recipe: Recipe, on_device: bool) -> Any:
+def parse_block_amax(op: str, given: Any, moved_shape: tuple[int, ...], recipe: Recipe, on_device: bool) -> Any:
     """The calibrated block amaxes of a call, float32 (..., K/block), where its arrays are; None where they are not
     given.
 
@@ -137,7 +137,7 @@ def given_block_amax(op: str, given: Any, moved_shape: tuple[int, ...], recipe: 
     """
     if given is None:
         return None
-    if not recipe.static and not (has_given_powers(recipe) and op in SINGLE):
+    if not recipe.static and not (takes_e8m0_amaxes(recipe) and op in OPERATIONS_WITH_E8M0_AMAXES):
         raise ValueError(
             f"{op}: block_amax was given, but {recipe.id} takes it from x; leave it out or use a static recipe"
         )
@@ -153,9 +153,9 @@ def given_block_amax(op: str, given: Any, moved_shape: tuple[int, ...], recipe: 
     amax = as_real(op, "block_amax", given)
     if not in_order(amax.shape, wanted):
         raise ValueError(f"{op}: block_amax has shape {amax.shape}; {recipe.id} needs {wanted}")
-    if not isinstance(amax, Outline) and (np.isnan(amax).any() or (amax < 0).any()):
+    if not isinstance(amax, AbstractArray) and (np.isnan(amax).any() or (amax < 0).any()):
         raise ValueError(f"{op}: block_amax holds NaN or negative values; needs amax >= 0")
-    return (amax if isinstance(amax, Outline) else without_sign(amax)).reshape(wanted)
+    return (amax if isinstance(amax, AbstractArray) else without_sign(amax)).reshape(wanted)
 
 
 def clip_amax(call: Any, given: Any) -> Any:

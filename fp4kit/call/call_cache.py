@@ -17,14 +17,14 @@ import numpy as np
 from fp4kit.arrays import imports, jax_arrays, torch_arrays
 from fp4kit.quantized.container import Quantized
 
-MOST = 256  # cached calls; one more clears the cache
+MAX_CALLS = 256  # cached calls; one more clears the cache
 Key = tuple[Hashable, ...]
 _UNKNOWN: Any = object()
 _CALLS: dict[
     Key, Callable[..., Any] | None
 ] = {}  # None: the driver does such calls, and no engine is asked for a cached call again
-by_specification: ContextVar[bool] = ContextVar(
-    "by_specification", default=False
+specification_only: ContextVar[bool] = ContextVar(
+    "specification_only", default=False
 )  # whether that alone computes on NumPy arrays
 
 
@@ -41,7 +41,7 @@ def find(op: str, arrays: tuple[Any, ...], *others: Hashable) -> tuple[Key | Non
     own = type(x)
     try:
         facts, on_host = _facts_of(x.packed if own is Quantized else x)
-        if on_host and by_specification.get():
+        if on_host and specification_only.get():
             return None, None
         where = None if on_host else imports.cupy().cuda.runtime.getDevice()
         known = _facts(x, facts) if own is Quantized else facts(x)
@@ -68,7 +68,7 @@ def run_first(
     if result is None:
         result = driver()
     if key is not None:
-        if len(_CALLS) >= MOST:
+        if len(_CALLS) >= MAX_CALLS:
             _CALLS.clear()
         _CALLS[key] = call
     return result

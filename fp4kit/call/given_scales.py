@@ -29,7 +29,7 @@ def check_complete(op: str, r: Recipe, block_scale: Any, tensor_scale: Any) -> N
             raise ValueError(f"{op}: {other} was given without {name}; {r.id} has both; give both scales, or neither")
 
 
-def given_block_scale(op: str, given: Any, moved_shape: tuple[int, ...], r: Recipe, layout: str) -> Any:
+def parse_block_scale(op: str, given: Any, moved_shape: tuple[int, ...], r: Recipe, layout: str) -> Any:
     """block_scale as uint8 in its layout; None for a recipe without."""
     if r.scale is None:
         return None
@@ -44,7 +44,7 @@ def given_block_scale(op: str, given: Any, moved_shape: tuple[int, ...], r: Reci
     return given.view(np.uint8)
 
 
-def given_tensor_scale(op: str, given: Any, moved_shape: tuple[int, ...], r: Recipe, on_device: bool) -> Any:
+def parse_tensor_scale(op: str, given: Any, moved_shape: tuple[int, ...], r: Recipe, on_device: bool) -> Any:
     """tensor_scale as float32 in its canonical shape, where x is; None for a recipe without. Values on a device are not
     read.
     """

@@ -18,7 +18,7 @@ _MOST_SUMS = 1 << 20  # of overlaps_itself
 _MOST_WORK = 1000  # of NumPy's search for a byte of both, of two arrays with gaps; beyond it they count as one memory
 
 
-def check_apart(op: str, inputs: Mapping[str, Any], outputs: Mapping[str, Any]) -> None:
+def check_disjoint(op: str, inputs: Mapping[str, Any], outputs: Mapping[str, Any]) -> None:
     """Raise ValueError where the memory of an output is that of an input, or of another output. What is no array has
     none.
 
@@ -46,7 +46,7 @@ class _Memory(NamedTuple):
     arrays: tuple[Any, ...]
     spans: tuple[tuple[int, int], ...]
     whole: tuple[int, int]
-    is_apart: bool
+    parts_are_disjoint: bool
 
 
 _KNOWN: WeakKeyDictionary[Quantized, _Memory] = (
@@ -65,7 +65,7 @@ def _memory_of(q: Quantized) -> _Memory:
     return found
 
 
-def is_apart(read: Any, out: Any) -> bool:
+def are_disjoint(read: Any, out: Any) -> bool:
     """Whether the out of a call that was checked before, or one like it, is apart from what is read this time.
 
     One of the two is an array, of NumPy, CuPy or PyTorch, and the other one a Quantized; None as out is apart from
@@ -75,7 +75,7 @@ def is_apart(read: Any, out: Any) -> bool:
         return True
     written = type(out) is Quantized
     array, memory = (read, _memory_of(out)) if written else (out, _memory_of(read))
-    if written and not memory.is_apart:
+    if written and not memory.parts_are_disjoint:
         return False
     if type(array) is np.ndarray:
         return not any(shares_memory(array, part) for part in memory.arrays)

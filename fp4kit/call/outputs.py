@@ -9,7 +9,7 @@ import numpy as np
 from fp4kit.arrays.imports import import_arrays
 from fp4kit.arrays.returns import library_of
 from fp4kit.call.checks import check_is_quantized
-from fp4kit.call.memory_overlap import check_apart, overlaps_itself
+from fp4kit.call.memory_overlap import check_disjoint, overlaps_itself
 from fp4kit.layouts import padded_shape
 from fp4kit.quantized.container import Quantized
 from fp4kit.quantized.part_shapes import packed_shape, scale_shape, tensor_amax_shape
@@ -94,7 +94,7 @@ def check_quantized_out(call: Any) -> None:
             check_out(op, f"out.{name}", getattr(out, name), shape, dtype)
     inputs = {"x": call.x, "seed": call.random}
     given = {name: getattr(call, name) for name in ("block_amax", "block_scale", "tensor_scale", "tensor_amax")}
-    check_apart(op, inputs | given, {f"out.{name}": getattr(out, name) for name in parts(call)})
+    check_disjoint(op, inputs | given, {f"out.{name}": getattr(out, name) for name in parts(call)})
 
 
 def parts(call: Any) -> dict[str, tuple[tuple[int, ...], Any]]:

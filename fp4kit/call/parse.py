@@ -1,5 +1,7 @@
-"""The one parse of a call: import its arrays, find its recipe, check everything, and see x with the quantized axis
-last.
+"""Parse the arguments of a public function into a Call.
+
+The parse imports the arrays, finds the recipe, checks every argument and makes `moved`: a view of x with the quantized
+axis last. All operations share it.
 """
 
 from __future__ import annotations
@@ -13,9 +15,9 @@ import numpy as np
 from fp4kit.arguments import as_index, is_one_of
 from fp4kit.arrays.imports import import_arrays, is_array
 from fp4kit.call import checks
-from fp4kit.call.abstract_array import Outline
-from fp4kit.call.amaxes import given_block_amax, given_tensor_amax
-from fp4kit.call.given_scales import check_complete, given_block_scale, given_tensor_scale
+from fp4kit.call.abstract_array import AbstractArray
+from fp4kit.call.amaxes import parse_block_amax, parse_tensor_amax
+from fp4kit.call.given_scales import check_complete, parse_block_scale, parse_tensor_scale
 from fp4kit.call.outputs import check_quantized_out, import_out
 from fp4kit.layouts import check_layout
 from fp4kit.quantized.container import Quantized
@@ -23,18 +25,19 @@ from fp4kit.recipes import RECIPES, Recipe, recipe_of
 from fp4kit.types import Hadamard, RoundingMode, ScaleLayout
 
 HADAMARD_BLOCK = 16
-TE_SIGN_MASK = 0xD7E8  # Transformer Engine's: bit i set, input i of a block is negated
+TE_SIGN_MASK = 0xD7E8  # Transformer Engine's signs: if bit i is set, input i of a block is negated
 SEED_WITHOUT_USE = "seed was given with rounding='nearest', which is deterministic; pass rounding='stochastic'"
 
 
 class Declined(NotImplementedError):
-    """An engine has no way to do a call; the text says why. Raised before any work, so that the next engine can be
-    asked.
+    """An engine cannot do a call; the text says why.
+
+    It is raised before any work, so that the next engine can be tried.
     """
 
 
 class QuantizeOptions(NamedTuple):
-    """What a call of quantize adds to recipe and axis, as the caller gave it."""
+    """The options of quantize besides recipe and axis, as the caller passed them."""
 
     scale_layout: ScaleLayout = "linear"
     rounding: RoundingMode = "nearest"
@@ -43,15 +46,25 @@ class QuantizeOptions(NamedTuple):
 
 
 class Call(NamedTuple):
-    """A call that was parsed: what an engine needs, and nothing that it has to check.
+    """A parsed call: everything an engine needs, already checked.
 
-    x: the array as the engine takes it, NumPy or CuPy; or an Outline, for checks alone. axis: not negative. moved: x
-    with that axis last. tensor_amax, block_amax: float32 in their canonical shapes, where x is; None where they are to
-    be computed. grad: of the shape of x, for fake_quantize_backward. random: None for nearest rounding, a seed, or
-    uint8 random bytes of the shape of moved. mask: sign mask of the Hadamard transform, None for none. out: a Quantized
-    to write to, or None. block_scale, tensor_scale: given, uint8 in `layout` and float32 in their canonical shapes;
-    None where the recipe has none, or the call is to find them. on_device: whether the arrays are CuPy arrays, which
-    chooses the engine.
+    Attributes:
+        op: the public function, with which error messages begin.
+        x: the array as the engine takes it, NumPy or CuPy; or an AbstractArray, if the call is only checked.
+        recipe: the Recipe.
+        axis: the quantized axis of x, not negative.
+        moved: x with that axis last.
+        tensor_amax, block_amax: float32 in their canonical shapes, in the memory (host or device) of x; None if they
+            are to be computed.
+        grad: the gradient for fake_quantize_backward, in the shape of x.
+        layout: the layout of block_scale.
+        random: None for nearest rounding; for stochastic rounding, a seed or uint8 random bytes in the shape of moved.
+        mask: sign mask of the Hadamard transform; None for no transform.
+        out: a Quantized to write to, or None.
+        block_scale: the caller's block scales, uint8 in `layout`; None if the recipe has none or they are to be
+            computed.
+        tensor_scale: the caller's tensor scale, float32 in its canonical shape; None as for block_scale.
+        on_device: whether the arrays are CuPy arrays. It decides which engines are tried.
     """
 
     op: str
@@ -72,32 +85,34 @@ class Call(NamedTuple):
 
     @property
     def has_scales(self) -> bool:
-        """Whether the scales are given."""
+        """Whether the caller passed scales, so that only codes are computed."""
         return self.block_scale is not None or self.tensor_scale is not None
 
-    def on(self, x: Any, out: Quantized | None = None) -> Call:
-        """The same call on another array with all the facts of this one's, and another out."""
-        return self._replace(x=x, moved=_last(x, self.axis), out=out)
+    def with_array(self, x: Any, out: Quantized | None = None) -> Call:
+        """Return this call with another array and out. x must match the parsed array in all that the checks read."""
+        return self._replace(x=x, moved=_axis_last(x, self.axis), out=out)
 
 
 def array_call(op: str, x: Any, recipe: str | Recipe, axis: int, **given: Any) -> tuple[Call, dict[str, Any]]:
-    """The call with x imported, its dtype, axis and length checked; and the other arrays, imported (None and numbers
-    stay).
+    """Import the arrays of a call. Return the Call, and the dict of the other arguments with their arrays imported.
+
+    The dtype, axis and length of x are checked. In the dict, None and numbers stay unchanged.
     """
     r = RECIPES.get(recipe) if type(recipe) is str else None
     r = recipe_of(op, recipe) if r is None else r
     arrays = {name: a for name, a in given.items() if a is not None and is_array(a)}
     if arrays or type(x) is not np.ndarray:
-        x, *imported = (x,) if isinstance(x, Outline) else import_arrays(op, x=x, **arrays)
+        x, *imported = (x,) if isinstance(x, AbstractArray) else import_arrays(op, x=x, **arrays)
         given |= dict(zip(arrays, imported, strict=True))
     checks.check_float(op, x)
     axis = checks.check_axis(op, axis, x.ndim)
     checks.check_length(op, axis, x.shape[axis], r)
-    on_device = not isinstance(x, (np.ndarray, Outline))
-    return Call(op, x, r, axis, _last(x, axis), on_device=on_device), given
+    on_device = not isinstance(x, (np.ndarray, AbstractArray))
+    return Call(op, x, r, axis, _axis_last(x, axis), on_device=on_device), given
 
 
-def _last(a: Any, axis: int) -> Any:
+def _axis_last(a: Any, axis: int) -> Any:
+    """Return a view of an array with an axis moved last."""
     return a if axis == a.ndim - 1 else np.moveaxis(a, axis, -1)
 
 
@@ -112,7 +127,7 @@ def quantize_call(
     block_amax: Any = None,
     out: Quantized | None = None,
 ) -> Call:
-    """A call that gives codes."""
+    """Return the Call of an operation that returns codes."""
     arrays = {"tensor_amax": tensor_amax, "block_amax": block_amax, "seed": options.seed}
     call, given = array_call(op, x, recipe, axis, **arrays)
     check_codes(call, options.scale_layout)
@@ -135,7 +150,7 @@ def call_with_scales(
     tensor_scale: Any,
     out: Quantized | None,
 ) -> Call:
-    """A call that gives codes for scales that there are, one of which is given at least."""
+    """Return the Call of quantize with given scales. At least one of block_scale and tensor_scale is not None."""
     arrays = {"block_scale": block_scale, "tensor_scale": tensor_scale, "seed": options.seed}
     call, given = array_call(op, x, recipe, axis, **arrays)
     check_codes(call, options.scale_layout)
@@ -144,8 +159,8 @@ def call_with_scales(
     shape, r = call.moved.shape, call.recipe
     call = call._replace(
         out=out,
-        block_scale=given_block_scale(op, given["block_scale"], shape, r, call.layout),
-        tensor_scale=given_tensor_scale(op, given["tensor_scale"], shape, r, call.on_device),
+        block_scale=parse_block_scale(op, given["block_scale"], shape, r, call.layout),
+        tensor_scale=parse_tensor_scale(op, given["tensor_scale"], shape, r, call.on_device),
     )
     if out is not None:
         check_quantized_out(call)
@@ -162,7 +177,7 @@ def fake_call(
     tensor_amax: Any = None,
     block_amax: Any = None,
 ) -> Call:
-    """A call that gives fake-quantized values."""
+    """Return the Call of an operation that returns fake-quantized values."""
     arrays = {"tensor_amax": tensor_amax, "block_amax": block_amax, "seed": options.seed}
     call, given = array_call(op, x, recipe, axis, **arrays)
     call = with_options(call, options._replace(seed=given["seed"]))
@@ -170,7 +185,7 @@ def fake_call(
 
 
 def backward_call(op: str, grad: Any, x: Any, recipe: str | Recipe, axis: int, amax: Any) -> tuple[Call, Any]:
-    """A call with a gradient of the shape of x, and the amax that it is clipped at, as it was given."""
+    """Return the Call of a gradient, and the imported amax that the gradient is clipped at (None if not given)."""
     call, given = array_call(op, x, recipe, axis, grad=grad, amax=amax)
     (grad,) = (given["grad"],) if isinstance(given["grad"], type(call.x)) else import_arrays(op, grad=grad)
     checks.check_float(op, grad, "grad")
@@ -180,33 +195,34 @@ def backward_call(op: str, grad: Any, x: Any, recipe: str | Recipe, axis: int, a
 
 
 def columnwise(call: Call, options: QuantizeOptions) -> Call:
-    """The call of quantize_both for its columns: axis -2, with options of its own. What covers the tensor serves
-    both.
+    """Return the columnwise Call of quantize_both (axis -2), given its rowwise Call.
+
+    The columnwise Call has its own options. It shares the tensor amax, because both directions cover the whole tensor.
     """
     axis = checks.check_axis(call.op, -2, call.x.ndim)
     checks.check_length(call.op, axis, call.x.shape[axis], call.recipe)
-    return with_options(call._replace(axis=axis, moved=_last(call.x, axis)), options)
+    return with_options(call._replace(axis=axis, moved=_axis_last(call.x, axis)), options)
 
 
 def with_amaxes(call: Call, tensor_amax: Any, block_amax: Any) -> Call:
-    """The call with the amaxes that were given, checked and where x is."""
+    """Return the call with the caller's amaxes, checked and in the memory of x. None means that an amax is computed."""
     if tensor_amax is None and block_amax is None:
         return call._replace(tensor_amax=None, block_amax=None)
     op, shape, r = call.op, call.moved.shape, call.recipe
-    tensor = given_tensor_amax(op, tensor_amax, shape, r, call.on_device)
-    return call._replace(tensor_amax=tensor, block_amax=given_block_amax(op, block_amax, shape, r, call.on_device))
+    tensor = parse_tensor_amax(op, tensor_amax, shape, r, call.on_device)
+    return call._replace(tensor_amax=tensor, block_amax=parse_block_amax(op, block_amax, shape, r, call.on_device))
 
 
 def with_options(call: Call, options: QuantizeOptions) -> Call:
-    """The call with its layout, random source and Hadamard transform."""
+    """Return the call with the layout, random source and Hadamard transform that the options name."""
     rounding: Any = options.rounding
-    usual = options.seed is None and type(rounding) is str and rounding == "nearest"
-    random = None if usual else _random_source(call, rounding, options.seed)
+    is_default = options.seed is None and type(rounding) is str and rounding == "nearest"
+    random = None if is_default else _random_source(call, rounding, options.seed)
     return call._replace(layout=options.scale_layout, random=random, mask=_sign_mask(call, options.hadamard))
 
 
 def check_codes(call: Call, layout: str) -> None:
-    """The recipe must have codes, and x what the scale layout needs."""
+    """Raise ValueError unless the recipe has codes and x has enough dimensions for the scale layout."""
     checks.check_has_codes(call.op, call.recipe)
     if type(layout) is str and layout == "linear":
         return
@@ -216,13 +232,13 @@ def check_codes(call: Call, layout: str) -> None:
 
 
 def check_hadamard(op: str, hadamard: Any) -> None:
-    """Raise ValueError, which begins with op, for what is no transform: the text "True" is none."""
+    """Raise ValueError unless hadamard is False, True or "no_signs". The string "True" is rejected."""
     if not isinstance(hadamard, bool) and not is_one_of(hadamard, ("no_signs",)):
         raise ValueError(f"{op}: hadamard is {hadamard!r:.60}; needs False, True or 'no_signs'")
 
 
 def _sign_mask(call: Call, hadamard: Hadamard) -> int | None:
-    """Sign mask of the Hadamard transform; None for no transform."""
+    """Return the sign mask of the Hadamard transform; None for no transform."""
     check_hadamard(call.op, hadamard)
     if hadamard is False:
         return None
@@ -236,7 +252,7 @@ def _sign_mask(call: Call, hadamard: Hadamard) -> int | None:
 
 
 def _random_source(call: Call, rounding: str, seed: Any) -> Any:
-    """The seed as an int, or random bytes with the quantized axis last; None for nearest rounding."""
+    """Return the seed as an int, or the random bytes with the quantized axis last; None for nearest rounding."""
     op, r = call.op, call.recipe
     if not is_one_of(rounding, ("nearest", "stochastic")):
         raise ValueError(f"{op}: rounding is {rounding!r:.60}; needs 'nearest' or 'stochastic'")
@@ -258,19 +274,20 @@ def _random_source(call: Call, rounding: str, seed: Any) -> Any:
 
 
 def _seed(op: str, seed: Any) -> int:
+    """Return a seed as an int."""
     return check_seed(op, as_index(op, "seed", seed))
 
 
 def check_seed(op: str, seed: int, most: int = 2**64 - 1) -> int:
-    """Return a seed. Raises ValueError for one that the key of the stream, of 64 bits, has no room for."""
+    """Return a seed unchanged. Raise ValueError unless it is from 0 to `most`: the key of the stream has 64 bits."""
     if not 0 <= seed <= most:
         raise ValueError(f"{op}: seed is {seed}; needs 0 to 2^64 - {2**64 - most}")
     return seed
 
 
 @contextmanager
-def naming(op: str) -> Iterator[None]:
-    """What is declined inside is refused in the name of an operation."""
+def declined_as_error(op: str) -> Iterator[None]:
+    """Turn Declined, raised in the with block, into a NotImplementedError whose message begins with op."""
     try:
         yield
     except Declined as reason:

@@ -8,21 +8,21 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fp4kit.arguments import as_index
-from fp4kit.call.amaxes import as_real, has_given_powers
+from fp4kit.call.amaxes import as_real, takes_e8m0_amaxes
 from fp4kit.call.checks import check_has_codes
 from fp4kit.call.parse import Call, array_call, with_amaxes
 from fp4kit.formats import E8M0
 from fp4kit.recipes import Recipe, recipe_of
 from fp4kit.recipes.validate import unfit_for_sweep
 
-NEAR = (-8, 8)  # codes beside that of the amax
-WIDEST = 126  # codes beside one that all candidates are among
+NEAR_OFFSETS = (-8, 8)  # codes beside that of the amax
+MAX_OFFSET = 126  # codes beside one that all candidates are among
 AROUND_FLOOR = (-1, 1)  # exponents beside floor(log2(amax)) - that of the largest element
-RUN = 16  # elements of a row of a block
+BLOCK_COLUMNS = 16  # elements of a row of a block
 POWERS = {"mse": 2.0, "mae": 1.0, "max": np.inf}
 GRID = (0.25, 4.0, 0.1)  # of Model-Optimizer's MseCalibrator
-MOST = 10000
-HIGHEST = 16  # of powers: float32 sums of higher ones leave its range
+MAX_MULTIPLES = 10000
+MAX_POWER = 16  # of powers: float32 sums of higher ones leave its range
 _POWER = re.compile(r"p\d+(\.\d+)?")
 
 
@@ -40,7 +40,7 @@ class Terms(NamedTuple):
     grid: tuple[float, float, float] | None = None
 
 
-PLAIN = Terms()
+DEFAULT_TERMS = Terms()
 
 
 class SearchRequest(NamedTuple):
@@ -56,17 +56,17 @@ class Search(NamedTuple):
     """A call, and what is searched."""
 
     call: Call
-    terms: Terms = PLAIN
+    terms: Terms = DEFAULT_TERMS
 
     @property
-    def has_powers(self) -> bool:
+    def searches_e8m0(self) -> bool:
         """Whether block scales are powers of two."""
         return self.call.recipe.scale == E8M0
 
     @property
-    def is_swept(self) -> bool:
+    def searches_e4m3(self) -> bool:
         """Whether E4M3 scales are searched."""
-        return self.terms.grid is None and not self.has_powers
+        return self.terms.grid is None and not self.searches_e8m0
 
 
 def search_call(op: str, x: Any, recipe: str | Recipe, axis: int, tensor_amax: Any, wanted: SearchRequest) -> Search:
@@ -77,10 +77,10 @@ def search_call(op: str, x: Any, recipe: str | Recipe, axis: int, tensor_amax: A
         grid = _grid(op, candidates)
         _check_no_hessian(op, hessian, r)
     else:
-        if has_given_powers(r):
+        if takes_e8m0_amaxes(r):
             _check_no_hessian(op, hessian, r)
         else:
-            check_searched(op, r)
+            check_e4m3_search(op, r)
         offsets = _offsets(op, candidates)
     power = power_of(op, objective)
     if hessian is not None and power != 2:
@@ -95,7 +95,7 @@ def search_call(op: str, x: Any, recipe: str | Recipe, axis: int, tensor_amax: A
     K = call.moved.shape[-1]
     found = (
         _float32(call, "weights", given["weights"], (K,)),
-        _float32(call, "hessian", given["hessian"], (K // RUN, RUN, RUN)),
+        _float32(call, "hessian", given["hessian"], (K // BLOCK_COLUMNS, BLOCK_COLUMNS, BLOCK_COLUMNS)),
     )
     for name, array in zip(("weights", "hessian"), found, strict=True):
         if isinstance(array, np.ndarray):
@@ -105,7 +105,7 @@ def search_call(op: str, x: Any, recipe: str | Recipe, axis: int, tensor_amax: A
 
 def is_searchable(r: Recipe) -> bool:
     """Whether search_scales takes a recipe."""
-    return has_grid(r) or has_given_powers(r) or (not r.fake_only and unfit_for_search(r) is None)
+    return has_grid(r) or takes_e8m0_amaxes(r) or (not r.fake_only and unfit_for_search(r) is None)
 
 
 def has_grid(r: Recipe) -> bool:
@@ -119,9 +119,11 @@ def _grid(op: str, candidates: Any) -> tuple[float, float, float]:
         return GRID
     if isinstance(candidates, (tuple, list)) and len(candidates) == 3:
         start, stop, step = (_number(op, number) for number in candidates)
-        if 0 < start <= stop < np.inf and 0 < step < np.inf and (stop - start) / step < MOST:
+        if 0 < start <= stop < np.inf and 0 < step < np.inf and (stop - start) / step < MAX_MULTIPLES:
             return start, stop, step
-    needed = f"three numbers (start, stop, step) with 0 < start <= stop, of at most {MOST} multiples of the amax"
+    needed = (
+        f"three numbers (start, stop, step) with 0 < start <= stop, of at most {MAX_MULTIPLES} multiples of the amax"
+    )
     raise ValueError(f"{op}: candidates is {candidates!r:.60}; needs 'all', which is {GRID}, or {needed}")
 
 
@@ -143,13 +145,13 @@ def power_of(op: str, objective: Any) -> float:
     if isinstance(objective, str):
         if objective in POWERS:
             return POWERS[objective]
-        if _POWER.fullmatch(objective) and 1 <= float(objective[1:]) <= HIGHEST:
+        if _POWER.fullmatch(objective) and 1 <= float(objective[1:]) <= MAX_POWER:
             return float(objective[1:])
-    needed = f"'mse', 'mae', 'max', or 'p' and a number from 1 to {HIGHEST}, such as 'p2.4'"
+    needed = f"'mse', 'mae', 'max', or 'p' and a number from 1 to {MAX_POWER}, such as 'p2.4'"
     raise ValueError(f"{op}: objective is {objective!r:.60}; needs {needed}")
 
 
-def check_searched(op: str, r: Recipe) -> None:
+def check_e4m3_search(op: str, r: Recipe) -> None:
     """Recipes whose block amaxes can be chosen among those that give an E4M3 scale each."""
     check_has_codes(op, r)
     unfit = unfit_for_search(r)
@@ -170,11 +172,11 @@ def _offsets(op: str, candidates: Any) -> tuple[int, int] | None:
     """Codes beside that of the amax; None for all."""
     if isinstance(candidates, str):
         if candidates in ("all", "near"):
-            return None if candidates == "all" else NEAR
+            return None if candidates == "all" else NEAR_OFFSETS
     elif isinstance(candidates, (tuple, list)) and len(candidates) == 2:
         low, high = (as_index(op, "candidates", end) for end in candidates)
         if low <= high:
-            return max(min(low, WIDEST), -WIDEST), max(min(high, WIDEST), -WIDEST)
+            return max(min(low, MAX_OFFSET), -MAX_OFFSET), max(min(high, MAX_OFFSET), -MAX_OFFSET)
     needed = "'all', 'near', or two ints (low, high): codes beside that of the amax"
     raise ValueError(f"{op}: candidates is {candidates!r:.60}; needs {needed}")
 

@@ -185,7 +185,7 @@ def plain_amax(x: np.ndarray, axis: Any) -> np.ndarray:
 def search_scales(search: Search) -> np.ndarray:
     """Return what reference.search_scales returns, for searches over E4M3 scales."""
     functions()
-    if not search.is_swept:
+    if not search.searches_e4m3:
         raise Declined("only the specification searches E8M0 scales and tensor amaxes")
     searching.rule_of(search.call.recipe, search.terms.offsets)
     encode.check_array(search.call.x)

@@ -9,7 +9,7 @@ from functools import partial
 import numpy as np
 
 from fp4kit.call.parse import Call, Declined
-from fp4kit.call.search_scales import RUN, Search, Terms
+from fp4kit.call.search_scales import BLOCK_COLUMNS, Search, Terms
 from fp4kit.cpu import search_factors
 from fp4kit.cpu.coverage import not_searched, rule_key
 from fp4kit.cpu.encode import INPUTS, Tiles, source
@@ -43,9 +43,9 @@ def search_matrix(
     rule, (lower, upper) = rule_of(r, terms.offsets), terms.offsets or (0, 0)
     candidates = _candidates(np.float32(amax.reshape(())), r, terms)
     counted = np.zeros(1, np.uint64) if unproven is None else unproven
-    tiles = Tiles.of(x, RUN, r.block_rows, x.strides[1] != x.itemsize)
+    tiles = Tiles.of(x, BLOCK_COLUMNS, r.block_rows, x.strides[1] != x.itemsize)
     for rows, columns in tiles.slabs(cost):
-        cut, blocks = x[rows, columns], slice(columns.start // RUN, columns.stop // RUN)
+        cut, blocks = x[rows, columns], slice(columns.start // BLOCK_COLUMNS, columns.stop // BLOCK_COLUMNS)
         weights = None if terms.weights is None else terms.weights[columns]
         hessian = None if terms.hessian is None else terms.hessian[blocks]
         call = SearchScalesCall(

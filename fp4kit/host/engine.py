@@ -14,7 +14,7 @@ import numpy as np
 
 from fp4kit import layouts
 from fp4kit.arithmetic import ieee
-from fp4kit.call.amaxes import is_per_expert, part_of
+from fp4kit.call.amaxes import is_per_expert, part_for_matrix
 from fp4kit.call.parse import Call, QuantizeOptions, quantize_call
 from fp4kit.call.search_scales import Search
 from fp4kit.host.search import search_call
@@ -189,7 +189,7 @@ def _encode_matrices(call: Call, packed: np.ndarray, by: Matrices) -> None:
     codes, tensor = packed.reshape(B, M, -1), encoding_scale(call.tensor_scale, r, call.x.dtype)
     scales = None if r.scale is None else unswizzle_scales(call.block_scale, call.layout, shape).reshape(B, M, -1)
     for i, matrix in enumerate(x):
-        part = TensorScale(*(part_of(np.asarray(p), r, i, (B, M)) for p in tensor))
+        part = TensorScale(*(part_for_matrix(np.asarray(p), r, i, (B, M)) for p in tensor))
         options = MatrixOptions(None, _random_bytes(call.random, r, i, (M, K)), call.mask)
         by.encode(matrix, r, part, None if scales is None else scales[i], codes[i], options)
 
@@ -217,7 +217,7 @@ def _quantize_matrices(
         blocks = None if blocks_of is None else blocks_of[i][:: r.block_rows]
         options = MatrixOptions(blocks, _random_bytes(call.random, r, i, (M, K)), call.mask)
         out_scales = None if scale_rows is None else scale_rows[i]
-        by.quantize(matrix, r, part_of(amax, r, i, (B, M)), codes[i], out_scales, options)
+        by.quantize(matrix, r, part_for_matrix(amax, r, i, (B, M)), codes[i], out_scales, options)
 
 
 def _random_bytes(random: Any, r: Recipe, i: int, shape: tuple[int, int]) -> RandomBytes | None:
@@ -261,7 +261,7 @@ def _dequantize_matrices(q: Quantized, moved: np.ndarray, by: Matrices) -> None:
     )
     tensor = stored_tensor_scale(q.tensor_scale, q.tensor_amax, q.recipe, q.dtype)
     for i in range(B):
-        part = TensorScale(*(part_of(np.asarray(p), q.recipe, i, (B, M)) for p in tensor))
+        part = TensorScale(*(part_for_matrix(np.asarray(p), q.recipe, i, (B, M)) for p in tensor))
         by.dequantize(packed[i], None if scales is None else scales[i], q.recipe, part, values[i])
 
 
@@ -287,7 +287,7 @@ def fake_quantize(call: Call) -> np.ndarray:
         values = moved.reshape(x.shape)
         blocks = None if call.block_amax is None else call.block_amax.reshape(*x.shape[:2], -1)
         for i, matrix in enumerate(x):
-            part = part_of(amax, r, i, (x.shape[0], x.shape[1]))
+            part = part_for_matrix(amax, r, i, (x.shape[0], x.shape[1]))
             _fake_matrix(matrix, r, part, None if blocks is None else blocks[i], values[i])
     return np.moveaxis(moved, -1, call.axis)
 

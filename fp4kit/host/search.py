@@ -21,5 +21,5 @@ def search_call(
     """
     if search.terms.grid is not None:
         return search_amaxes(search, amax, fake_quantize)
-    of_matrix: Callable[..., None] = search_powers if search.has_powers else sweep
+    of_matrix: Callable[..., None] = search_powers if search.searches_e8m0 else sweep
     return chosen_amaxes(search.call, amax, lambda *matrix: of_matrix(*matrix, search))

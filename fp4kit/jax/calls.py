@@ -18,7 +18,7 @@ import jax
 import numpy as np
 
 import fp4kit
-from fp4kit.call.abstract_array import Outline
+from fp4kit.call.abstract_array import AbstractArray
 from fp4kit.jax import ffi
 from fp4kit.quantized.container import Quantized
 from fp4kit.recipes.to_string import from_spec, to_spec
@@ -34,7 +34,7 @@ def is_traced(*arguments: Any) -> bool:
 
 def outline(a: Any) -> Any:
     """Return shape and dtype of an array, and anything else unchanged."""
-    return Outline(tuple(a.shape), np.dtype(a.dtype)) if isinstance(a, (jax.Array, np.ndarray)) else a
+    return AbstractArray(tuple(a.shape), np.dtype(a.dtype)) if isinstance(a, (jax.Array, np.ndarray)) else a
 
 
 def like(a: Any) -> jax.ShapeDtypeStruct:

@@ -8,7 +8,7 @@ from fp4kit.arrays.imports import on_device
 from fp4kit.arrays.returns import mark_written, numpy_dtype, returns_in_library
 from fp4kit.call import checks
 from fp4kit.call.call_cache import find, run_first
-from fp4kit.call.memory_overlap import check_apart, is_apart
+from fp4kit.call.memory_overlap import are_disjoint, check_disjoint
 from fp4kit.call.outputs import check_values_out, import_out
 from fp4kit.ops.engines import new_cached_call, run, with_threads
 from fp4kit.quantized.container import Quantized
@@ -58,7 +58,7 @@ def dequantize(q: Quantized, dtype: Any = None, *, out: Any = None, threads: int
         array([ 0. , -6. ,  2. ,  0.5], dtype=float32)
     """
     key, cached = find("dequantize", (q, out), dtype)
-    values = cached(q, out) if cached and is_apart(q, out) else None
+    values = cached(q, out) if cached and are_disjoint(q, out) else None
     if values is None:
         values = _dequantize(q, dtype, None if cached else key, out=out)
     return values if out is None else mark_written(out)
@@ -73,7 +73,7 @@ def _dequantize(q: Quantized, dtype: Any, key: Any, *, out: Any) -> Any:
     checks.check_values_dtype("dequantize", wanted)
     check_values_out("dequantize", out, q.shape, wanted, q.packed)
     if out is not None:
-        check_apart("dequantize", {f"q.{name}": part for name, part in q.parts().items()}, {"out": out})
+        check_disjoint("dequantize", {f"q.{name}": part for name, part in q.parts().items()}, {"out": out})
     there = on_device(q.packed)
     cached = None if key is None else new_cached_call("dequantize", there, q, given, wanted, out)
     return run_first(key, cached, arguments, lambda: run("dequantize", "dequantize", there, q, wanted, out))

@@ -12,7 +12,7 @@ import numpy as np
 
 from fp4kit.arithmetic import default_environment, is_ieee
 from fp4kit.arrays import imports
-from fp4kit.call.call_cache import by_specification
+from fp4kit.call.call_cache import specification_only
 from fp4kit.call.grouped_errors import each
 from fp4kit.call.parse import Call, Declined
 from fp4kit.cpu import cached_calls as cpu_cached
@@ -81,7 +81,7 @@ class Engine(str):
 
 def is_compiled() -> bool:
     """Return whether the compiled engine computes on NumPy arrays, here and now; it uses threads of its own."""
-    return not by_specification.get() and library().functions is not None
+    return not specification_only.get() and library().functions is not None
 
 
 def engine() -> Engine:
@@ -102,7 +102,7 @@ def engine() -> Engine:
         ...     fp4kit.engine()
         'reference' (within fp4kit.specification())
     """
-    if by_specification.get():
+    if specification_only.get():
         return Engine("reference", "within fp4kit.specification()")
     found = library()
     return Engine("reference", found.level) if found.functions is None else Engine(f"cpu-{found.level}", found.why)
@@ -122,11 +122,11 @@ def specification() -> Iterator[None]:
         >>> slow.equals(fp4kit.quantize(x, "mxfp4"))
         True
     """
-    token = by_specification.set(True)
+    token = specification_only.set(True)
     try:
         yield
     finally:
-        by_specification.reset(token)
+        specification_only.reset(token)
 
 
 def run(op: str, operation: str, on_device: bool, *arguments: Any) -> Any:
@@ -137,7 +137,7 @@ def run(op: str, operation: str, on_device: bool, *arguments: Any) -> Any:
     """
     if on_device:
         return _first(op, operation, (cuda,), arguments)
-    engines = (reference,) if by_specification.get() else (cpu, reference)
+    engines = (reference,) if specification_only.get() else (cpu, reference)
     if is_ieee():
         return _first(op, operation, engines, arguments)
     with default_environment(op):
@@ -210,4 +210,4 @@ def cached_driver_call(call: Call, x: Any, operation: str) -> Callable[..., Any]
     if type(x) is not np.ndarray or call.tensor_amax is not None:
         return None
     call = call._replace(x=None, moved=None, out=None)
-    return lambda x, amax, out=None: run(call.op, operation, False, call.on(x, out))
+    return lambda x, amax, out=None: run(call.op, operation, False, call.with_array(x, out))

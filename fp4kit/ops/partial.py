@@ -9,8 +9,8 @@ import numpy as np
 from fp4kit.arguments import as_index
 from fp4kit.arrays.imports import import_arrays, on_device
 from fp4kit.arrays.returns import mark_written, returns_in_library
-from fp4kit.call.amaxes import given_tensor_amax, without_sign
-from fp4kit.call.memory_overlap import check_apart
+from fp4kit.call.amaxes import parse_tensor_amax, without_sign
+from fp4kit.call.memory_overlap import check_disjoint
 from fp4kit.call.outputs import check_out, import_out
 from fp4kit.call.shards import amax_shape, check_castable, check_shard
 from fp4kit.ops.engines import run
@@ -122,10 +122,10 @@ def partial_cast(
     check_castable("partial_cast", r)
     there = on_device(array)
     _check_cast_arrays(there, out, amax, (M, K), r)
-    check_apart("partial_cast", {"shard": array, "block_amax": amax}, {"out": out})
+    check_disjoint("partial_cast", {"shard": array, "block_amax": amax}, {"out": out})
     if tensor_amax is None and not there:
         _check_finite(amax, r)
-    whole = given_tensor_amax("partial_cast", tensor_amax, (M, K), r, there)
+    whole = parse_tensor_amax("partial_cast", tensor_amax, (M, K), r, there)
     amax = amax if there else without_sign(amax)
     run("partial_cast", "partial_cast", there, array, out, amax, (M, K), start, r, whole)
     mark_written(given)

@@ -7,7 +7,7 @@ from typing import Any
 from fp4kit.arguments import as_index
 from fp4kit.arrays.returns import mark_written, returns_in_library
 from fp4kit.call.call_cache import find, run_first
-from fp4kit.call.memory_overlap import is_apart
+from fp4kit.call.memory_overlap import are_disjoint
 from fp4kit.call.outputs import import_out
 from fp4kit.call.parse import QuantizeOptions, call_with_scales, check_seed, columnwise, quantize_call
 from fp4kit.ops.engines import at_home, cached_driver_call, new_cached_call, run, with_threads
@@ -112,7 +112,7 @@ def quantize(
     given_scales, key = block_scale is not None or tensor_scale is not None, None
     if hadamard is False and seed is None and block_amax is None and not given_scales:
         key, cached = find("quantize", (x, tensor_amax, out), recipe, axis, scale_layout, rounding)
-        q = cached(x, tensor_amax, out) if cached and _are_apart(x, tensor_amax, out) else None
+        q = cached(x, tensor_amax, out) if cached and _is_out_disjoint(x, tensor_amax, out) else None
         if q is not None:
             return q if out is None else mark_written(out)
         key = None if cached else key
@@ -125,7 +125,7 @@ def quantize(
     return q if out is None else mark_written(out)
 
 
-def _are_apart(x: Any, tensor_amax: Any, out: Quantized | None) -> bool:
+def _is_out_disjoint(x: Any, tensor_amax: Any, out: Quantized | None) -> bool:
     """Return whether a call that was checked before writes to no memory that it reads.
 
     If tensor_amax is out's own, it is written with the value that was read.
@@ -133,8 +133,8 @@ def _are_apart(x: Any, tensor_amax: Any, out: Quantized | None) -> bool:
     if out is None:
         return True
     if tensor_amax is None or tensor_amax is out.tensor_amax:
-        return is_apart(x, out)
-    return is_apart(x, out) and is_apart(tensor_amax, out)
+        return are_disjoint(x, out)
+    return are_disjoint(x, out) and are_disjoint(tensor_amax, out)
 
 
 @returns_in_library

@@ -17,7 +17,7 @@ from functools import partial
 
 import numpy as np
 
-from fp4kit.call.amaxes import is_per_expert, part_of
+from fp4kit.call.amaxes import is_per_expert, part_for_matrix
 from fp4kit.call.parse import Call
 from fp4kit.quantized.part_shapes import scale_shape
 from fp4kit.recipes import Recipe, rules
@@ -180,5 +180,5 @@ def chosen_amaxes(call: Call, amax: np.ndarray | None, search: Callable[..., Non
         x = stack(call.moved, r, is_per_expert(amax, r))
         parts = chosen.reshape(len(x), -1, chosen.shape[-1])
         for i, matrix in enumerate(x):
-            search(matrix, parts[i], part_of(amax, r, i, x.shape[:2]))
+            search(matrix, parts[i], part_for_matrix(amax, r, i, x.shape[:2]))
     return chosen

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from fp4kit.call.search_scales import PLAIN, Search, Terms
+from fp4kit.call.search_scales import DEFAULT_TERMS, Search, Terms
 from fp4kit.formats import E2M1, E4M3
 from fp4kit.recipes import Recipe
 from fp4kit.reference.arith import ONE, divide_full, fma
@@ -38,7 +38,7 @@ def search_matrix(x: np.ndarray, out: np.ndarray, amax: np.ndarray, search: Sear
         out[first : first + rows] = np.repeat(chosen, r.block_rows, axis=0)[: len(part)]
 
 
-def best_amaxes(x: np.ndarray, amax: np.float32, r: Recipe, terms: Terms = PLAIN) -> np.ndarray:
+def best_amaxes(x: np.ndarray, amax: np.float32, r: Recipe, terms: Terms = DEFAULT_TERMS) -> np.ndarray:
     """Return the amax of smallest loss per block, for float32 x and the amax of its tensor; the first of equals."""
     candidates = candidate_amaxes(amax, r)
     low, high = _span(block_amax(x, r), amax, r, terms)

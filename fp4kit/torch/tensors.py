@@ -8,16 +8,16 @@ import torch
 
 from fp4kit.arrays.imports import check_one_device
 from fp4kit.arrays.returns import numpy_dtype
-from fp4kit.call.abstract_array import Outline
+from fp4kit.call.abstract_array import AbstractArray
 from fp4kit.formats import FLOATS
 
 NUMPY = {getattr(torch, dtype.name): dtype for dtype in FLOATS}  # dtypes that can be quantized
 TORCH = {dtype: tensor_dtype for tensor_dtype, dtype in NUMPY.items()}
 
 
-def outline(tensor: torch.Tensor | None) -> Outline | None:
+def outline(tensor: torch.Tensor | None) -> AbstractArray | None:
     """Return shape and dtype of a tensor. Its lengths may be symbols."""
-    return None if tensor is None else Outline(tuple(tensor.shape), numpy_dtype("fp4kit.torch", tensor.dtype))
+    return None if tensor is None else AbstractArray(tuple(tensor.shape), numpy_dtype("fp4kit.torch", tensor.dtype))
 
 
 def check_devices(op: str, **tensors: torch.Tensor | None) -> None:

@@ -11,14 +11,14 @@ from inputs import ordinary
 
 import fp4kit
 from fp4kit.call import call_cache
-from fp4kit.call.amaxes import has_given_powers, tensor_amax_shape
+from fp4kit.call.amaxes import takes_e8m0_amaxes, tensor_amax_shape
 from fp4kit.quantized.part_shapes import scale_shape
 from fp4kit.recipes import RECIPES
 
 X = ordinary(0, (32, 128))
 X[0] = 0
 SCALED = [name for name, r in RECIPES.items() if r.tensor_scaling != "none"]
-STATIC = [name for name, r in RECIPES.items() if r.static or has_given_powers(r)]
+STATIC = [name for name, r in RECIPES.items() if r.static or takes_e8m0_amaxes(r)]
 
 
 def zeros(shape):

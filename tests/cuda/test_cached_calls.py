@@ -365,9 +365,9 @@ def test_numpy_arrays_do_not_ask_for_cupy(monkeypatch):
 
 
 def test_no_more_than_so_many_are_kept(gpu):
-    for i in range(3 * call_cache.MOST):
+    for i in range(3 * call_cache.MAX_CALLS):
         assert call_cache.run_first((i,), lambda: "cached", (), lambda: "driver") == "cached"
-        assert (i,) in call_cache._CALLS and len(call_cache._CALLS) <= call_cache.MOST
+        assert (i,) in call_cache._CALLS and len(call_cache._CALLS) <= call_cache.MAX_CALLS
     assert call_cache.run_first(None, lambda: "cached", (), lambda: "driver") == "cached"
     assert None not in call_cache._CALLS
 

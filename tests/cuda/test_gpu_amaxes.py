@@ -9,7 +9,7 @@ from on_gpu import ON_GPU, all_or_few, assert_same, cupy, differing
 
 import fp4kit
 from fp4kit.call import call_cache
-from fp4kit.call.amaxes import has_given_powers, tensor_amax_shape
+from fp4kit.call.amaxes import takes_e8m0_amaxes, tensor_amax_shape
 from fp4kit.quantized.part_shapes import scale_shape
 from fp4kit.recipes import RECIPES
 
@@ -19,7 +19,7 @@ X = ordinary(0, (32, 512))
 X[0] = 0
 X[1, 3] = np.inf  # its run takes the exact path
 SCALED = [name for name, r in RECIPES.items() if r.tensor_scaling != "none"]
-STATIC = [name for name, r in RECIPES.items() if r.static or has_given_powers(r)]
+STATIC = [name for name, r in RECIPES.items() if r.static or takes_e8m0_amaxes(r)]
 FEW = (
     "nvfp4-modelopt",
     "nvfp4-te-rowscaled",

@@ -20,7 +20,7 @@ from powers import errors, nearly_equal
 from searched import STATIC, blocks_at_bounds, hessians, searched_blocks, where_twice_a_scale_wins
 
 import fp4kit
-from fp4kit.call.amaxes import has_given_powers
+from fp4kit.call.amaxes import takes_e8m0_amaxes
 from fp4kit.call.search_scales import has_grid
 from fp4kit.cuda.engine import search_amaxes
 from fp4kit.evidence.engines import ComparedEngine
@@ -302,7 +302,7 @@ def test_arrays_at_any_address() -> None:
 # ---- powers of two ----
 
 MX = ("mxfp4-ocp", "mxfp8-te", "mxfp4-torchao-even", "mxfp4-gguf", "mxfp6-torchao-floor-e2m3", "mxfp4-flashinfer")
-POWERS = [name for name, r in RECIPES.items() if has_given_powers(r)]
+POWERS = [name for name, r in RECIPES.items() if takes_e8m0_amaxes(r)]
 
 
 @pytest.mark.parametrize("recipe", by_default(MX, POWERS))

@@ -5,7 +5,7 @@ from math import sqrt
 import numpy as np
 from searched import STATIC
 
-from fp4kit.call.search_scales import PLAIN
+from fp4kit.call.search_scales import DEFAULT_TERMS
 from fp4kit.recipes import RECIPES
 from fp4kit.reference.pow import power
 from fp4kit.reference.search_scales import candidate_amaxes, left_of, scales_of
@@ -36,7 +36,7 @@ def nearly_equal(p: float, blocks: int) -> tuple[np.ndarray, np.ndarray]:
     """
     rng, r, amax = np.random.default_rng(0), RECIPES[STATIC], np.float32(4)
     candidates, codes = candidate_amaxes(amax, r), rng.integers(40, 110, 4 * blocks)
-    scales = scales_of(candidates, amax, r, PLAIN)
+    scales = scales_of(candidates, amax, r, DEFAULT_TERMS)
     pairs = (rng.random((2, 4 * blocks)) * candidates[codes - 1]).astype(np.float32)
     (a, b), (a_next, b_next) = (
         power(np.abs(left_of(pairs, scales[codes - 1 + i])).astype(np.float64), p) for i in (0, 1)

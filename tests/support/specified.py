@@ -38,16 +38,16 @@ def specification_everywhere() -> Iterator[None]:
     """fp4kit.specification() for all threads: those that begin inside do not inherit what the one that made them has
     set.
     """
-    always = ContextVar("by_specification", default=True)
-    with patch.object(engines, "by_specification", always), patch.object(call_cache, "by_specification", always):
+    always = ContextVar("specification_only", default=True)
+    with patch.object(engines, "specification_only", always), patch.object(call_cache, "specification_only", always):
         yield
 
 
 @contextmanager
 def compiled_here() -> Iterator[None]:
     """In this thread the compiled engine again: for what is only rehearsed, whose results nobody sees."""
-    token = engines.by_specification.set(False)
+    token = engines.specification_only.set(False)
     try:
         yield
     finally:
-        engines.by_specification.reset(token)
+        engines.specification_only.reset(token)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fp4kit.call.search_scales import check_searched, power_of
+from fp4kit.call.search_scales import check_e4m3_search, power_of
 from fp4kit.checkpoint.containers.container import Container
 from fp4kit.checkpoint.model.manifest import file_digest
 from fp4kit.checkpoint.model.slabs import Readers
@@ -170,7 +170,7 @@ class ScaleSearch:
     def check_recipe(self, recipe: Recipe) -> None:
         """Raise CheckpointError if the recipe does not accept searched scales, or already searches them itself."""
         try:
-            check_searched("scale search", recipe)
+            check_e4m3_search("scale search", recipe)
         except ValueError as error:
             raise CheckpointError(str(error)) from None
         if recipe.search:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from fp4kit.arrays import imports
-from fp4kit.call.amaxes import is_per_expert, part_of
+from fp4kit.call.amaxes import is_per_expert, part_for_matrix
 from fp4kit.cuda.launch.geometry import ready
 from fp4kit.cuda.launch.matrix import dequantize_matrix
 from fp4kit.cuda.launch.supported import check_formats
@@ -39,6 +39,6 @@ def _dequantize_matrices(q: Quantized, moved: Any) -> None:
     packed, values = ready(q.packed).reshape(B, -1), moved.reshape(B, -1)
     scales = None if q.block_scale is None else ready(q.block_scale).reshape(B, -1)
     for i in range(B):
-        scale, amax = (part_of(a, q.recipe, i, (B, moved.size // B // K)) for a in tensor)
+        scale, amax = (part_for_matrix(a, q.recipe, i, (B, moved.size // B // K)) for a in tensor)
         arrays = (packed[i], None if scales is None else scales[i], q.recipe, q.scale_layout, scale, amax)
         dequantize_matrix(*arrays, q.dtype, values[i].reshape(-1, K))

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 
 from fp4kit.arrays import imports
-from fp4kit.call.amaxes import check_tensor_amax, given_tensor_amax
+from fp4kit.call.amaxes import check_tensor_amax, parse_tensor_amax
 from fp4kit.call.grouped_errors import each
-from fp4kit.call.parse import Call, Declined, check_codes, naming
+from fp4kit.call.parse import Call, Declined, check_codes, declined_as_error
 from fp4kit.cuda.engine.amax import Rows, amax_rows, by_blocks, covered_by_scales, plain_amax_rows
 from fp4kit.cuda.engine.matrices import split, work_of
 from fp4kit.cuda.engine.search_scales import group_launches, searched_matrices, without_search
@@ -140,7 +140,7 @@ class Group:
             return cut(self.vector, wanted)
         if r.tensor_scaling == "none" or any(isinstance(a, cupy.ndarray) for a, _ in pairs):
             ready = [(readable(a, self._copies) if isinstance(a, cupy.ndarray) else a, shape) for a, shape in pairs]
-            return each(self._op, lambda pair: given_tensor_amax(self._op, pair[0], pair[1], r, True), ready)
+            return each(self._op, lambda pair: parse_tensor_amax(self._op, pair[0], pair[1], r, True), ready)
         checked = each(self._op, lambda pair: check_tensor_amax(self._op, pair[0], pair[1], r), pairs)
         self.vector = cupy.asarray(np.concatenate([a.ravel() for a in checked]))
         return cut(self.vector, [a.shape for a in checked])
@@ -253,7 +253,7 @@ class Group:
     def _launches(self, matrices: list[Matrix], values: bool) -> list[GroupedLaunch]:
         seed = next((call.random for call in self.calls if isinstance(call.random, int)), 0)
         found = []
-        with naming(self._op):
+        with declined_as_error(self._op):
             for numbers in by_dtype(self._xs):
                 group = [part for i in numbers for part in self._split(self.calls[i], matrices[i], values)]
                 if group:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from fp4kit.arrays import imports
-from fp4kit.call.parse import naming
+from fp4kit.call.parse import declined_as_error
 from fp4kit.call.shards import Partition, amax_shape
 from fp4kit.cuda.launch import partial
 from fp4kit.cuda.launch.grouped import GroupedLaunch
@@ -60,7 +60,7 @@ class DeviceStages:
 
         Raise NotImplementedError for blocks or sizes without kernels.
         """
-        with naming("cast_master_weights"):
+        with declined_as_error("cast_master_weights"):
             partial.check_matrices(shapes, r)
         for i, v in enumerate(values):
             if not v.flags.c_contiguous:

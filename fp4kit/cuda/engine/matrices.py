@@ -9,7 +9,7 @@ from math import prod
 from typing import Any
 
 from fp4kit.arrays import imports
-from fp4kit.call.amaxes import is_per_expert, part_of
+from fp4kit.call.amaxes import is_per_expert, part_for_matrix
 from fp4kit.call.parse import Call, Declined
 from fp4kit.cuda.launch.dispatch import LaunchRequest
 from fp4kit.cuda.launch.matrix import Matrix, is_whole
@@ -83,7 +83,7 @@ def split(call: Call, work: LaunchRequest, whole: Matrix) -> Iterator[tuple[Matr
     parts = {name: a.reshape(B, -1) for name, a in _arrays(whole) if name not in scales}
     for i in range(B):
         matrix = {name: a[i] for name, a in parts.items()}
-        matrix |= {name: part_of(getattr(whole, name), r, i, (B, rows)) for name in scales}
+        matrix |= {name: part_for_matrix(getattr(whole, name), r, i, (B, rows)) for name in scales}
         matrix["x"] = matrix["x"].reshape(rows, K)
         yield Matrix(**matrix, group=i * rows * K // GROUP), work._replace(shape=(rows, K))
 

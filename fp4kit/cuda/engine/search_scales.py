@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 
 from fp4kit.arrays import imports
-from fp4kit.call.amaxes import is_per_expert, part_of
+from fp4kit.call.amaxes import is_per_expert, part_for_matrix
 from fp4kit.call.parse import Call, Declined
-from fp4kit.call.search_scales import AROUND_FLOOR, PLAIN, RUN, WIDEST, Search, Terms
+from fp4kit.call.search_scales import AROUND_FLOOR, BLOCK_COLUMNS, DEFAULT_TERMS, MAX_OFFSET, Search, Terms
 from fp4kit.cuda.compile import loader
 from fp4kit.cuda.compile.instantiate import instantiation
 from fp4kit.cuda.compile.traits import TYPES, recipe_struct
@@ -33,7 +33,7 @@ from fp4kit.reference.search_factors import FACTORS
 _POINTERS = ("x", "tensor_amax", "column_weights", "block_amax", "unproven")  # column_weights: weights or Hessians
 _SEARCH = np.dtype([(n, "u8") for n in _POINTERS] + [(n, "i8") for n in ("rows", "columns", "lower", "upper")])
 _SWEEP = np.dtype([*_SEARCH.descr, ("power", "f8")])
-_ALL = (-WIDEST, WIDEST)
+_ALL = (-MAX_OFFSET, MAX_OFFSET)
 _ON_THE_CPU = "compute on the CPU with cupy.asnumpy(x)"
 LANES, POWER_LANES = 32, 4  # threads that share a block in a sweep: kLanes
 SEARCH_THREADS, SEARCH_BLOCKS = 512, 2  # where bounds are shared: threads of a thread block, those of a multiprocessor
@@ -44,7 +44,7 @@ _WORD = (1 << 64) - 1  # of a signed number
 def search_scales(search: Search) -> Any:
     """Block amaxes of least loss: float32 (..., K / block); tensor amaxes where there are no block scales."""
     call, r = search.call, search.call.recipe
-    check_searched(search)
+    check_e4m3_search(search)
     if search.terms.grid is not None:
         return search_amaxes(search)
     cupy = imports.cupy()
@@ -68,21 +68,21 @@ def searched_matrices(x: Any, out: Any, amaxes: Any, r: Recipe) -> Iterator[tupl
     apart, K = is_per_expert(amaxes, r) or (x.ndim > 2 and x.shape[-2] % r.block_rows), x.shape[-1]
     B = prod(x.shape[:-2]) if apart else 1
     for i, (part, found) in enumerate(zip(x.reshape(B, -1, K), out.reshape(B, -1, K // r.block_size), strict=True)):
-        yield part, found, part_of(amaxes, r, i, (B, len(part)))
+        yield part, found, part_for_matrix(amaxes, r, i, (B, len(part)))
 
 
-def check_searched(search: Search) -> None:
+def check_e4m3_search(search: Search) -> None:
     """Raise Declined for what no kernel searches."""
     r, terms = search.call.recipe, search.terms
-    if search.has_powers or terms.grid is not None:
+    if search.searches_e8m0 or terms.grid is not None:
         check_formats(r)
-    if search.has_powers and (r.block_size % RUN or r.block_size > WIDEST_BLOCK):
-        needed = f"needs a multiple of {RUN}, {WIDEST_BLOCK} at most"
+    if search.searches_e8m0 and (r.block_size % BLOCK_COLUMNS or r.block_size > WIDEST_BLOCK):
+        needed = f"needs a multiple of {BLOCK_COLUMNS}, {WIDEST_BLOCK} at most"
         raise Declined(f"no CUDA kernel searches blocks of {r.block_size} columns; {needed}; {_ON_THE_CPU}")
 
 
 def search_matrix(
-    x: Any, out: Any, amax: Any, r: Recipe, terms: Terms = PLAIN, unproven: Any = None, mask: int | None = None
+    x: Any, out: Any, amax: Any, r: Recipe, terms: Terms = DEFAULT_TERMS, unproven: Any = None, mask: int | None = None
 ) -> None:
     """Of one matrix into out; unproven: a uint64 to add the blocks to for which every candidate was tried.
 
@@ -102,11 +102,13 @@ def search_matrix(
         options = {"kAligned": whole, "kWeighted": weighted} | _around(*offsets)
         function = _function("search", r, x.dtype, device, mask, **options)
         threads, most = (THREADS, 8) if weighted else (SEARCH_THREADS, SEARCH_BLOCKS)
-        blocks = grid(-(-x.size // RUN // threads), device, most)
+        blocks = grid(-(-x.size // BLOCK_COLUMNS // threads), device, most)
     else:
         function = _function("search_hessian", r, x.dtype, device, kAligned=whole)
-        blocks_per_hessian = max(min(-(-rows // THREADS), grid(rows * columns, device, 8) // (columns // RUN)), 1)
-        blocks = columns // RUN * blocks_per_hessian
+        blocks_per_hessian = max(
+            min(-(-rows // THREADS), grid(rows * columns, device, 8) // (columns // BLOCK_COLUMNS)), 1
+        )
+        blocks = columns // BLOCK_COLUMNS * blocks_per_hessian
     sizes = (rows, columns, *(end & _WORD for end in offsets))
     launch = Launch(
         function, blocks, *((_SEARCH, *sizes) if pruned else (_SWEEP, *sizes, bits_of(terms.power))), threads=threads

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from fp4kit.call.amaxes import has_given_powers
+from fp4kit.call.amaxes import takes_e8m0_amaxes
 from fp4kit.call.search_scales import has_grid
 from fp4kit.evidence.fuzz.arguments import auxiliary, moved_shape, tensor_amax
 from fp4kit.evidence.fuzz.draw import DrawnCase
@@ -41,4 +41,4 @@ def _candidates(case: DrawnCase) -> Any:
         return None
     if o.candidates != "some":
         return o.candidates or None
-    return SOME_MULTIPLES if has_grid(r) else SOME_POWERS if has_given_powers(r) else SOME_CODES
+    return SOME_MULTIPLES if has_grid(r) else SOME_POWERS if takes_e8m0_amaxes(r) else SOME_CODES
