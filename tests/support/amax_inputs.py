@@ -1,6 +1,4 @@
-"""What the tests of amax states share: names of quantizers, values with an amax of its own for every expert,
-comparison.
-"""
+"""Provide names of quantizers, values with a different amax per expert, and a comparison, for tests of amax states."""
 
 import numpy as np
 
@@ -14,7 +12,7 @@ SHAPES = {"scalar": (), "rows": (6, 1), "blocks": (4, 3)}
 
 
 def state_of(values):
-    """A frozen state of {key: value}."""
+    """Return a frozen state of {key: value}."""
     collector = AmaxCollector()
     for key, value in values.items():
         collector.collect(key, np.asarray(value, np.float32))
@@ -22,13 +20,13 @@ def state_of(values):
 
 
 def experts_of(n, shape=(), base=FC1, seed=0):
-    """{base.i: a value of its own} for n experts."""
+    """Return {base.i: a different value} for n experts."""
     rng = np.random.default_rng(seed)
     return {f"{base}.{i}": (i + 1 + rng.random(shape)).astype(np.float32) for i in range(n)}
 
 
 def assert_same_state(state, values):
-    """The keys of values, in any spelling, and their bits."""
+    """Assert that a state has the keys of `values`, in any spelling, and the same bits."""
     assert len(state) == len(values)
     for key, value in values.items():
         assert_same_bits(state[key], np.asarray(value, np.float32), key)

@@ -1,10 +1,10 @@
-"""float32 values for the tests of codes: bit patterns of every kind, and NaN."""
+"""Provide float32 values for tests of codes: every kind of bit pattern, and NaN."""
 
 import numpy as np
 
 
 def sweep():
-    """All 65,536 upper halves of float32 with five lower halves; no NaN."""
+    """Return all 65,536 upper halves of float32 with five lower halves each, without NaN."""
     high = np.arange(0x10000, dtype=np.uint32) << 16
     x = np.concatenate([high | low for low in (0, 1, 0x7FFF, 0x8000, 0xFFFF)]).astype(np.uint32).view(np.float32)
     return x[~np.isnan(x)]

@@ -1,4 +1,4 @@
-"""What the tests of the compiled engine share: its results beside the specification's, small tiles, and views of an
+"""Provide what tests of the compiled engine share: comparison with the specification, small tiles, and views of an
 array.
 """
 
@@ -21,14 +21,14 @@ from fp4kit.evidence.testing import assert_same_bits
 from fp4kit.quantized.container import Quantized
 from fp4kit.recipes import RECIPES, Recipe
 
-# Where it is missing its tests are left out; in CI they fail.
+# Without the compiled engine, its tests are skipped; in CI they fail.
 NEEDS_ENGINE = pytest.mark.skipif(
     native.library().functions is None and os.environ.get("CI") != "true", reason="the engine is not compiled here"
 )
 
 
 def covered(r: Recipe) -> bool:
-    """Whether the engine quantizes under a recipe, and does not leave it to the specification."""
+    """Return True if the engine itself quantizes under a recipe, False if it falls back to the specification."""
     try:
         encode.kernels_of(r)
     except Declined:
@@ -40,7 +40,7 @@ COVERED = [id for id, r in RECIPES.items() if covered(r) and not r.fake_only]
 
 
 def assert_equal(found: Any, expected: Any, what: str = "array") -> None:
-    """Two results, or lists of them, in every bit and fact; NaN patterns included."""
+    """Assert that two results, or lists of results, agree in every bit (NaN included) and every attribute."""
     if isinstance(expected, (list, tuple)):
         assert len(found) == len(expected), what
         for i, pair in enumerate(zip(found, expected, strict=True)):
@@ -54,8 +54,8 @@ def assert_equal(found: Any, expected: Any, what: str = "array") -> None:
 
 
 def agree(function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-    """Assert that the engine gives what the specification gives, and give it; twice: a second call may be a repeated
-    one.
+    """Assert that the engine and the specification agree, and return the engine's result. The engine is called twice,
+    because the second call may be a cached one.
     """
     expected = SPECIFICATION.apply(function, *arguments, **options)
     for turn in ("first", "second"):
@@ -65,9 +65,7 @@ def agree(function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
 
 
 def as_large_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The engine does with small arrays what it does with large ones: it declines none, and makes tables of all
-    scales.
-    """
+    """Make the engine treat small arrays like large ones: it declines none, and makes tables of all scales."""
     monkeypatch.setattr(dequantize, "TABLES_FROM", 0)
     monkeypatch.setattr(coverage, "MIN_ELEMENTS", dict.fromkeys(coverage.MIN_ELEMENTS, 0))
     monkeypatch.setattr(coverage, "MIN_CODE_BYTES", 0)
@@ -76,10 +74,10 @@ def as_large_ones(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def shrink_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Small arrays have many tiles, slabs and threads."""
+    """Shrink tiles, so that small arrays have many tiles, slabs and threads."""
     for module in (encode, dequantize):
         monkeypatch.setattr(module, "TILE_ELEMENTS", 64)
-    monkeypatch.setattr(encode, "PANEL_COLUMNS", 128)  # the longest block
+    monkeypatch.setattr(encode, "PANEL_COLUMNS", 128)  # the length of the longest block
     monkeypatch.setattr(encode, "TILE_COLUMNS", 32)
     monkeypatch.setattr(encode, "TILE_ROWS", 4)
     for module in (encode, native):
@@ -88,13 +86,13 @@ def shrink_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine, "FAKE_ELEMENTS", 200)
     monkeypatch.setattr(native, "_default", [3])
     as_large_ones(monkeypatch)
-    monkeypatch.setattr(call_cache, "_CALLS", {})  # calls that are kept have larger tiles
-    encode.kernels_of.cache_clear()  # which kernels a block has depends on the width
+    monkeypatch.setattr(call_cache, "_CALLS", {})  # forget cached calls, which have larger tiles
+    encode.kernels_of.cache_clear()  # the kernels of a block depend on PANEL_COLUMNS
 
 
 @contextmanager
 def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[int, ...]]]:
-    """Shapes of the parts that the engine leaves to the specification."""
+    """Yield a list of the shapes of the parts that the engine leaves to the specification."""
     shapes: list[tuple[int, ...]] = []
     with monkeypatch.context() as patch:
         for module, name in ((encode, "quantize_matrix"), (encode, "encode_matrix"), (dequantize, "dequantize_matrix")):
@@ -109,7 +107,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[int, ...]]]:
 
 
 def unaligned(x: np.ndarray) -> np.ndarray:
-    """The same values one byte beside where elements lie."""
+    """Return a copy that begins one byte after an aligned address."""
     memory = np.empty(x.nbytes + 1, np.uint8)
     found = memory[1:].view(x.dtype) if x.itemsize == 1 else np.ndarray(x.shape, x.dtype, memory, 1)
     found[...] = x
@@ -117,13 +115,13 @@ def unaligned(x: np.ndarray) -> np.ndarray:
 
 
 def gaps(x: np.ndarray) -> np.ndarray:
-    """The same values with others between them."""
+    """Return a view with equal values that has other elements between its rows and columns."""
     big = np.full((2 * x.shape[0], 3 * x.shape[1]), 7, x.dtype)
     big[::2, 1::3] = x
     return big[::2, 1::3]
 
 
-# Arrays of the elements of a matrix (128, 256), as they may lie in memory.
+# Views and copies of a matrix (128, 256) with different layouts in memory.
 VIEWS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "whole": lambda x: x,
     "rows backwards": lambda x: x[::-1],

@@ -1,6 +1,9 @@
-"""Which files of fp4kit a call enters. As a script: python entered_files.py ENGINE prints them for quantize.
+"""Find out which files of fp4kit a call enters.
 
-For ENGINE compiled, specification, torch or cuda, it prints the files of a first and of a later call, as JSON.
+    python entered_files.py ENGINE
+
+For ENGINE compiled, specification, torch or cuda, the script prints the files that a first and a later call of quantize
+enter, as JSON.
 """
 
 from __future__ import annotations
@@ -41,12 +44,12 @@ def entered(call: Callable[[], Any]) -> list[str]:
 
 
 def first_and_later(x: Any) -> list[list[str]]:
-    """Return the files that quantize enters in a first call, and in another one with the same signature."""
+    """Return the files that a first call of quantize enters, and those of a later call with the same signature."""
     return [entered(lambda: fp4kit.quantize(x, "nvfp4-te")) for _ in range(2)]
 
 
 def on_cuda() -> list[list[str]]:
-    """Return the files of calls on a CuPy array, with the host as the GPU."""
+    """Return the files that calls on a CuPy array enter. Kernels run on the CPU."""
     from host.compiler import require_compiler
     from host.libraries import Libraries
 
@@ -59,7 +62,7 @@ def on_cuda() -> list[list[str]]:
 
 
 def main(engine: str) -> list[list[str]]:
-    """Return the files of a first and of a later call of quantize on an engine."""
+    """Return the files that a first and a later call of quantize enter on an engine."""
     fp4kit.engine()  # load the compiled library
     if engine == "cuda":
         return on_cuda()

@@ -1,6 +1,4 @@
-"""What all public functions of the host make of one array with one recipe: for tests that call them in unusual
-surroundings.
-"""
+"""Call all public functions on one array with one recipe, for tests that do so in unusual surroundings."""
 
 from __future__ import annotations
 
@@ -14,8 +12,8 @@ from fp4kit.training.communicators import SingleProcess
 
 
 def everything(name: str, x: np.ndarray) -> Iterator[object]:
-    """Arrays and Quantized that come of x (32, 128) and of its first 16 rows; NaN where an amax must be a number gives
-    none.
+    """Yield the results of all functions for x (32, 128) and for its first 16 rows. If an amax is NaN, functions that
+    need a number are left out.
     """
     r = RECIPES[name]
     part = np.ascontiguousarray(x[:16])
@@ -43,6 +41,7 @@ def everything(name: str, x: np.ndarray) -> Iterator[object]:
 
 
 def options(name: str, x: np.ndarray) -> Iterator[object]:
+    """Yield results of quantize with rounding, Hadamard and tensor amax options."""
     r = RECIPES[name]
     if not r.element.is_integer and not r.four_over_six:
         yield fp4kit.quantize(x, name, rounding="stochastic", seed=3)
@@ -52,6 +51,7 @@ def options(name: str, x: np.ndarray) -> Iterator[object]:
 
 
 def searches(name: str, x: np.ndarray) -> Iterator[object]:
+    """Yield results of search_scales, for two recipes that allow it."""
     if name in ("nvfp4-modelopt-static", "nvfp4-modelopt-static-4over6"):
         yield fp4kit.search_scales(x, name)
         yield fp4kit.search_scales(x[:15], name, tensor_amax=3, weights=np.arange(x.shape[1]) % 5, candidates="near")
@@ -63,6 +63,7 @@ def searches(name: str, x: np.ndarray) -> Iterator[object]:
 
 
 def shards(name: str, x: np.ndarray) -> Iterator[object]:
+    """Yield results of partial_amax, partial_cast and cast_master_weights."""
     r = RECIPES[name]
     if r.block is None or r.tensor_scaling not in ("none", "tensor") or r.four_over_six or r.search:
         return
@@ -78,7 +79,7 @@ def shards(name: str, x: np.ndarray) -> Iterator[object]:
 
 
 def readers(q: fp4kit.Quantized, x: np.ndarray) -> Iterator[object]:
-    """Of requantize and compare; identify is not quick enough for every recipe."""
+    """Yield results of requantize and compare. identify is left out, because it is too slow for every recipe."""
     for target in ("nvfp4-te", "mxfp4-ocp"):
         requantized = fp4kit.requantize(q, target)
         yield from (requantized.quantized, np.array([requantized.exact, requantized.changed]))

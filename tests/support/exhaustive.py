@@ -1,4 +1,7 @@
-"""Cases of the long rest (the marker exhaustive): `pytest -m exhaustive` runs them, and .ci/run does."""
+"""Divide test cases into those of every run and those of an exhaustive run.
+
+An *exhaustive run* is `pytest -m exhaustive`, which .ci/run makes too. Its cases have the marker exhaustive.
+"""
 
 from __future__ import annotations
 
@@ -16,25 +19,25 @@ _PARAMETER = type(pytest.param())
 
 
 def exhaustive(cases: Iterable[Any]) -> list[Any]:
-    """The cases as parameters that only an exhaustive run takes; a case that is such a parameter stays one."""
+    """Return the cases as parameters of exhaustive runs only. A case that already is a parameter stays unchanged."""
     return [
         case if isinstance(case, _PARAMETER) else pytest.param(case, marks=pytest.mark.exhaustive) for case in cases
     ]
 
 
 def half(cases: Iterable[Any]) -> list[Any]:
-    """Every other case in every run, the rest in an exhaustive one."""
+    """Return every other case for every run, and the rest for exhaustive runs."""
     return every(2, cases)
 
 
 def every(step: int, cases: Iterable[Any]) -> list[Any]:
-    """The first of each `step` cases in every run, the rest in an exhaustive one."""
+    """Return every `step`-th case, beginning with the first, for every run, and the rest for exhaustive runs."""
     cases = list(cases)
     return cases[::step] + exhaustive(case for i, case in enumerate(cases) if i % step)
 
 
 def by_default(chosen: Collection[str], names: Iterable[str]) -> list[Any]:
-    """The names as parameters: the chosen ones in every run, the others in an exhaustive one."""
+    """Return the chosen names for every run, and the other names for exhaustive runs."""
     names = list(names)
     assert set(chosen) <= set(names), f"no such names: {set(chosen) - set(names)}"
     return [*chosen, *exhaustive(name for name in names if name not in chosen)]
@@ -44,8 +47,8 @@ USUAL = ("nvfp4-te", "nvfp4-te-rowscaled", "nvfp4-modelopt", "mxfp4-ocp", "mxfp8
 
 
 def seldom() -> frozenset[str]:
-    """Recipes whose cases are exhaustive: all but the usual ones, and some that have every other value of a field among
-    them.
+    """Return the recipes that only exhaustive runs take. Other runs take the usual recipes, and some that together have
+    every other value of a recipe field.
     """
     facts = {
         r.id: {
@@ -56,21 +59,23 @@ def seldom() -> frozenset[str]:
     often = set(USUAL)
     missing = set[tuple[str, str]]().union(*facts.values()).difference(*(facts[name] for name in USUAL))
     while missing:
-        best = max(facts, key=lambda name: len(facts[name] & missing))  # the first in the table of those
+        best = max(facts, key=lambda name: len(facts[name] & missing))  # ties: the first in the table
         often.add(best)
         missing -= facts[best]
     return frozenset(facts.keys() - often)
 
 
 def lot(test: str, recipe: str) -> int:
-    """0 ... 11 for a test's case of a recipe, evenly over those of a test and those of a recipe."""
+    """Return a number from 0 to 11 for a test and a recipe. The numbers are evenly distributed over the recipes of a
+    test and the tests of a recipe.
+    """
     return crc32(f"{test} {recipe}".encode()) % 12
 
 
 def sampled(
     few: int, many: int, *arguments: Any, **strategies: Any
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Decorator in place of hypothesis's given: so few examples in every run, so many in an exhaustive one."""
+    """Return a decorator that replaces hypothesis's given: `few` examples in every run, `many` in exhaustive runs."""
 
     def decorate(body: Callable[..., None]) -> Callable[..., None]:
         runs = {count: settings(max_examples=count)(given(*arguments, **strategies)(body)) for count in (few, many)}

@@ -1,4 +1,4 @@
-"""Calls of the public functions that the tests of errors change one thing of."""
+"""Provide valid calls of the public functions. Tests of errors change one argument."""
 
 from dataclasses import replace
 
@@ -15,7 +15,7 @@ NAN = float("nan")
 
 
 class OnDevice:
-    """An array on another device, as DLPack announces it; it cannot be read."""
+    """Stand for an array on another device, as DLPack announces it. It cannot be read."""
 
     def __init__(self, kind=2, index=0):
         self.device = kind, index
@@ -28,6 +28,8 @@ class OnDevice:
 
 
 class CudaArray:
+    """Stand for an array with the CUDA array interface."""
+
     __cuda_array_interface__ = {"shape": (1,), "typestr": "<f4", "data": (1, False), "version": 3}  # noqa: RUF012
 
 
@@ -52,7 +54,7 @@ def dequantize(q=None, **options):
 
 
 def out(recipe="nvfp4-te", x=X, **changes):
-    """Makes a Quantized for the call's out, with changed fields."""
+    """Return a Quantized for the `out` of the call, with changed fields."""
     return lambda: replace(fp4kit.quantize(x, recipe), **changes)
 
 

@@ -1,5 +1,7 @@
-"""What the tests of the fuzz share: an engine that is NumPy elsewhere, in which faults are planted; scripts that it
-prints.
+"""Provide what tests of the fuzzer share: an engine in which faults are planted, and execution of the scripts that the
+fuzzer prints.
+
+The engine, named "away", is NumPy with an array type of its own.
 """
 
 from __future__ import annotations
@@ -18,11 +20,11 @@ SMALL = Pool(largest=1 << 12)
 
 
 class Away(np.ndarray):
-    """An array of another engine: NumPy's, but by its type."""
+    """Array of the engine "away": a NumPy array with another type."""
 
 
 def engine_away(monkeypatch):
-    """An engine that computes as the specification does, on arrays of a type of its own."""
+    """Return an engine that computes as the specification does, on arrays of type Away."""
     module = types.ModuleType("arrays_away")
     module.asarray = lambda a: np.array(a).view(Away)
     monkeypatch.setitem(sys.modules, "arrays_away", module)
@@ -30,14 +32,16 @@ def engine_away(monkeypatch):
 
 
 def is_away(value):
-    """Whether a call is one of the engine's."""
+    """Return True if a call's argument belongs to the engine "away"."""
     if isinstance(value, Quantized):
         return isinstance(value.packed, Away)
     return any(map(is_away, value)) if isinstance(value, (list, tuple)) else isinstance(value, Away)
 
 
 def plant(monkeypatch, name, fault):
-    """fault(right, *arguments, **options) in place of fp4kit.name, for the engine's calls; what takes it away again."""
+    """Replace fp4kit.name by fault(right, *arguments, **options) in calls of the engine "away". Return a function that
+    undoes it.
+    """
     right = getattr(fp4kit, name)
 
     def wrong(first, *arguments, **options):
@@ -49,7 +53,7 @@ def plant(monkeypatch, name, fault):
 
 
 def executed(text):
-    """Run a reproduction; the message of its assertion, empty where it passes."""
+    """Run a reproduction. Return the message of its AssertionError, or "" if it passes."""
     try:
         exec(compile(text, "reproduction", "exec"), {})
     except AssertionError as error:
@@ -58,7 +62,7 @@ def executed(text):
 
 
 def one_bit(right, x, *arguments, **options):
-    """The first code of a row that begins with a negative number."""
+    """Quantize with a fault: flip a bit of the last code if x has a negative element."""
     q = right(x, *arguments, **options)
     if q.packed.size and np.signbit(np.moveaxis(np.asarray(x), q.axis, -1).astype(np.float32)).any():
         q.packed.reshape(-1)[-1] ^= 1

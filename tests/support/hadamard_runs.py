@@ -1,4 +1,8 @@
-"""Runs of 16 elements for the Hadamard transform: on both sides of what its sums in float32 can tell, and others."""
+"""Provide runs of 16 elements for tests of the Hadamard transform.
+
+The fast path sums in float32 and decides whether the rounded result is certain. The runs lie on both sides of this
+decision.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +23,7 @@ MOST_EXPONENT = {F16: 15, BF16: 127, F32: 127}
 
 
 class Runs(NamedTuple):
-    """Of which dtype the runs are, and the mask of signs of the transform that they are made for."""
+    """Name the dtype of runs, and the sign mask of the transform they are made for."""
 
     dtype: np.dtype
     mask: int = TE_SIGN_MASK
@@ -35,14 +39,14 @@ class Runs(NamedTuple):
 
 
 def signs(case: Runs, rng: np.random.Generator) -> np.ndarray:
-    """Every pattern of signs of ones, of zeros, and of one number too small to halve."""
+    """Return every pattern of signs, for ones, for zeros, and for the smallest subnormal."""
     patterns = 1.0 - 2.0 * (np.arange(1 << BLOCK)[:, None] >> np.arange(BLOCK) & 1)
     return np.concatenate([patterns, np.copysign(0.0, patterns), patterns * 2.0 ** LEAST_EXPONENT[case.dtype]])
 
 
 def spread(case: Runs, rng: np.random.Generator) -> np.ndarray:
-    """Random elements whose exponents lie up to `s` apart, for every s, at many magnitudes; some with zeros of both
-    signs.
+    """Return random elements with exponents up to s apart, for every s below 48, at many magnitudes. Every third run
+    has zeros of both signs.
     """
     s = np.repeat(np.arange(48), 400)[:, None]
     x = rng.standard_normal((len(s), BLOCK)) * np.exp2(-rng.integers(0, s + 1, (len(s), BLOCK)))
@@ -51,18 +55,19 @@ def spread(case: Runs, rng: np.random.Generator) -> np.ndarray:
 
 
 def normal(case: Runs, rng: np.random.Generator) -> np.ndarray:
+    """Return runs of normal values."""
     return rng.standard_normal((4096, BLOCK))
 
 
 def bits(case: Runs, rng: np.random.Generator) -> np.ndarray:
-    """Random bit patterns: all magnitudes at once, infinities and NaN."""
+    """Return random bit patterns: all magnitudes, infinities and NaN."""
     unsigned = np.dtype(f"u{case.dtype.itemsize}")
     return rng.integers(0, 2 ** (8 * unsigned.itemsize), (8192, BLOCK), unsigned).view(case.dtype)
 
 
 def edges(case: Runs, rng: np.random.Generator) -> np.ndarray:
-    """At both ends of the type: subnormal elements and results, results that overflow, few infinities and NaN among
-    others.
+    """Return runs at both ends of the type: subnormal elements and results, results that overflow, and a few infinities
+    and NaN.
     """
     low = rng.integers(-300, 301, (4096, BLOCK)) * 2.0 ** (LEAST_EXPONENT[case.dtype] + rng.integers(0, 6, (4096, 1)))
     high = rng.standard_normal((4096, BLOCK)) * 2.0 ** (MOST_EXPONENT[case.dtype] + rng.integers(-4, 1, (4096, 1)))
@@ -76,10 +81,10 @@ def edges(case: Runs, rng: np.random.Generator) -> np.ndarray:
 
 
 def ties(case: Runs, rng: np.random.Generator) -> np.ndarray:
-    """One y a tie but for a little: 2^n + 2^(n - M - 1) +- 1 quarters of the least bit of an element, n on both sides
-    of 24.
+    """Return runs in which one y is nearly a tie.
 
-    Exact in float32 for n < 24; one more bit, and the sum rounds to the tie, which goes the other way.
+    y is 2^n + 2^(n - M - 1) +- 1 quarters of an element's lowest bit, for n on both sides of 24. It is exact in float32
+    for n < 24. With one more bit, the float32 sum rounds to the tie, which then rounds the other way.
     """
     M, count = MANTISSA_BITS[case.dtype], 6000
     least, n = 2.0 ** rng.integers(-9, 4, (count, 1)), rng.integers(20, 28, (count, 1))

@@ -1,5 +1,5 @@
-"""What the tests of the operations share: names of recipes, and arrays (128, 128), so that all blocks fit along both
-axes.
+"""Provide what tests of the operations share: names of recipes, and arrays (128, 128), which have whole blocks along
+both axes.
 """
 
 import ml_dtypes
@@ -11,7 +11,7 @@ from fp4kit.layouts import unpacked
 from fp4kit.recipes import RECIPES
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
-ML_DTYPES = {  # the element formats that ml_dtypes has too
+ML_DTYPES = {  # element formats that ml_dtypes has too
     E2M1: ml_dtypes.float4_e2m1fn,
     E2M3: ml_dtypes.float6_e2m3fn,
     E3M2: ml_dtypes.float6_e3m2fn,
@@ -23,7 +23,7 @@ STOCHASTIC = [name for name in NAMES if not RECIPES[name].element.is_integer and
 
 
 def ordinary(seed=0, shape=(128, 128), dtype=np.float32):
-    """Normal values of different sizes by row, with zeros of both signs and one block of zeros."""
+    """Return normal values with a different size per row, zeros of both signs, and one block of zeros."""
     rng = np.random.default_rng(seed)
     x = rng.standard_normal(shape) * np.exp2(rng.integers(-4, 5, (*shape[:-1], 1)))
     x[rng.random(shape) < 0.02] = 0
@@ -33,12 +33,12 @@ def ordinary(seed=0, shape=(128, 128), dtype=np.float32):
 
 
 def extreme():
-    """Ties, boundaries of scales, subnormals, the largest values: finite."""
+    """Return finite edge cases: ties, boundaries of scales, subnormals, and the largest values."""
     return np.concatenate([adversarial_blocks(np.float32, seed=seed) for seed in range(3)])[:128]
 
 
 def nonfinite():
-    """Infinities and NaN among ordinary values; some blocks hold nothing else."""
+    """Return ordinary values with infinities and NaN. Two blocks have nothing else."""
     x = ordinary(3)
     x[5, 7], x[40, 64], x[41, 65], x[100, 3], x[100, 4] = np.inf, -np.inf, np.nan, np.nan, np.inf
     x[60, 32:64], x[61, 96:128] = np.nan, np.inf
@@ -58,12 +58,12 @@ for _x in INPUTS.values():
 
 
 def as_strided(x):
-    """The same values with gaps along the last two axes."""
+    """Return a view with equal values and gaps along the last two axes."""
     big = np.full((*x.shape[:-2], 2 * x.shape[-2], 3 * x.shape[-1]), 7, x.dtype)
     big[..., ::2, 1::3] = x
     return big[..., ::2, 1::3]
 
 
 def codes_of(q):
-    """Codes one per element, in q.moved_shape."""
+    """Return one code per element, of shape q.moved_shape."""
     return unpacked(q.packed, q.recipe.element.packing)

@@ -1,4 +1,4 @@
-"""Calls of the public functions that together launch every kind of kernel: on NumPy arrays or on those of a device."""
+"""List calls of the public functions that together launch every kind of kernel, on NumPy arrays or on a device."""
 
 from __future__ import annotations
 
@@ -21,12 +21,14 @@ from fp4kit.training.communicators import SingleProcess
 from fp4kit.training.master_weights import MasterWeightsPlan
 
 F16, F32 = np.dtype(np.float16), np.dtype(np.float32)
-Place = Callable[[Any], Any]  # what moves an array of NumPy to where a call shall run
+Place = Callable[[Any], Any]  # moves a NumPy array to the device on which a call runs
 SHAPE = (64, 256)
 
 
 class KernelCall(NamedTuple):
-    """A call. make(place, call): its results. misaligned: x begins one element behind a multiple of 16 bytes."""
+    """Describe a call. make(place, call) returns its results. misaligned: x begins one element after a multiple of 16
+    bytes.
+    """
 
     make: Callable[[Place, KernelCall], list[Any]]
     recipe: Recipe
@@ -43,25 +45,26 @@ class KernelCall(NamedTuple):
         return "-".join(filter(None, parts))
 
     def run(self, place: Place = lambda a: a) -> list[Any]:
-        """Make the call; return its arrays."""
+        """Make the call and return its arrays."""
         with np.errstate(all="ignore"):
             return self.make(place, self)
 
     def x(self, place: Place) -> Any:
-        """Return the array that the call is on."""
+        """Return the input array of the call."""
         x = np.resize(adversarial_blocks(self.dtype), self.shape)
-        x.reshape(-1)[-1] = 100  # the largest of a small array comes last
+        x.reshape(-1)[-1] = 100  # the largest element of a small array is the last
         if not self.misaligned:
             return place(x)
         flat = place(np.concatenate([np.zeros(1, self.dtype), x.reshape(-1)]))
         return flat[1:].reshape(self.shape)
 
     def given(self, place: Place) -> dict[str, Any]:
-        """Return the options, arrays among them in their place."""
+        """Return the options. Arrays among them are moved by `place`."""
         return {name: place(value) if isinstance(value, np.ndarray) else value for name, value in self.options}
 
 
 def parts(q: Any) -> list[Any]:
+    """Return the arrays of a result."""
     found = [q.packed, q.block_scale, q.tensor_scale, q.tensor_amax]
     return [a for a in found if a is not None]
 
@@ -71,7 +74,7 @@ def quantize(place: Place, call: KernelCall) -> list[Any]:
 
 
 def quantize_by_table(place: Place, call: KernelCall) -> list[Any]:
-    """By the kernel with tables of 4over6, which is made for large matrices."""
+    """Quantize with the kernel that uses tables of 4over6. It is otherwise used for large matrices only."""
     with patch.object(dispatch, "TABLE_LEAST", 0):
         return quantize(place, call)
 
@@ -90,7 +93,7 @@ def fake_quantize_backward(place: Place, call: KernelCall) -> list[Any]:
 
 
 def quantized(place: Place, call: KernelCall, **options: Any) -> Any:
-    """Return codes of the specification, their parts in their place."""
+    """Return codes and scales of the specification, moved by `place`."""
     q = fp4kit.quantize(call.x(lambda a: a), call.recipe, **options)
     moved = {
         name: None if (a := getattr(q, name)) is None else place(a)
@@ -152,7 +155,7 @@ def search_amaxes(place: Place, call: KernelCall) -> list[Any]:
 
 
 def group(place: Place, call: KernelCall) -> list[Any]:
-    """Return unequal tensors, each of which ends with its largest element."""
+    """Return tensors of unequal sizes. Each ends with its largest element."""
     others = [ordinary(4 + i, shape, call.dtype) for i, shape in enumerate(((33, 64), (1, 128), (64, 144)))]
     for x in others:
         x[-1, -1] = 100
@@ -165,14 +168,14 @@ def quantize_grouped(place: Place, call: KernelCall) -> list[Any]:
 
 
 def quantize_large_group(place: Place, call: KernelCall) -> list[Any]:
-    """A group of so many members that they are a table in device memory."""
+    """Quantize a group with so many members that their arguments are a table in device memory."""
     xs = [a for _ in range(grouped.SMALL_GROUP // 4 + 1) for a in group(place, call)]
     amaxes = [1.0 + i for i in range(len(xs))]
     return [a for q in fp4kit.quantize_grouped(xs, call.recipe, tensor_amax=amaxes) for a in parts(q)]
 
 
 def quantize_searched(place: Place, call: KernelCall) -> list[Any]:
-    """Blocks of every kind, and blocks whose candidates have nearly equal errors."""
+    """Quantize with a search, on blocks of every kind and on blocks whose candidates have nearly equal errors."""
     x = np.concatenate([searched_blocks(call.dtype)[:48], of_nearly_equal_errors().astype(call.dtype)])
     return parts(fp4kit.quantize(place(x), call.recipe, **call.given(place)))
 
@@ -192,7 +195,7 @@ def amax_grouped(place: Place, call: KernelCall) -> list[Any]:
 
 
 def partial(place: Place, call: KernelCall) -> list[Any]:
-    """Amaxes and codes of shards that begin at every distance from a multiple of 16 bytes."""
+    """Return amaxes and codes of shards that begin at every distance from a multiple of 16 bytes."""
     x, r = np.resize(adversarial_blocks(call.dtype), call.shape), call.recipe
     amaxes, packed = fp4kit.amax(x, r), place(np.full(fp4kit.quantize(x, r).packed.shape, 0xA5, np.uint8))
     found: list[Any] = []
@@ -204,7 +207,7 @@ def partial(place: Place, call: KernelCall) -> list[Any]:
 
 
 def master_weights(place: Place, call: KernelCall) -> list[Any]:
-    """Whole blocks in both directions; and matrices whose last blocks have few rows."""
+    """Cast master weights: whole blocks in both directions, and matrices whose last blocks have few rows."""
     found: list[Any] = []
     for shapes, columnwise in ((((64, 80), (16, 16), (48, 64)), True), (((33, 240), (3, 48)), False)):
         shards = [Shard(place(ordinary(6, shape, call.dtype).reshape(-1)), shape) for shape in shapes]
@@ -214,7 +217,7 @@ def master_weights(place: Place, call: KernelCall) -> list[Any]:
 
 
 def cast_by_two(place: Place, call: KernelCall) -> list[Any]:
-    """Primary weights of a matrix whose halves two processes have."""
+    """Cast the master weights of a matrix that two processes hold in halves."""
     x = ordinary(6, call.shape, call.dtype)
 
     def cast(comm: ThreadGroup) -> list[Any]:
@@ -228,6 +231,7 @@ def cast_by_two(place: Place, call: KernelCall) -> list[Any]:
 def of(
     make: Any, id: str | Recipe, dtype: np.dtype = BF16, *, misaligned: bool = False, shape: Any = SHAPE, **options: Any
 ) -> KernelCall:
+    """Return a KernelCall."""
     r = RECIPES[id] if isinstance(id, str) else id
     return KernelCall(make, r, dtype, tuple(options.items()), shape, misaligned)
 

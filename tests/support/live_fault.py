@@ -1,6 +1,4 @@
-"""A producer for the tests of fp4kit.evidence.live: mxfp4-ocp with a fault, which an adapter holds beside sound
-calls.
-"""
+"""Provide a faulty producer for tests of fp4kit.evidence.live: mxfp4-ocp with planted faults, and correct calls."""
 
 from functools import partial
 
@@ -10,16 +8,17 @@ import fp4kit
 from fp4kit.evidence.live.adapter import Adapter, ProducerCall
 from fp4kit.evidence.live.exceptions import Exempt
 
-AT = 3  # the column whose codes are wrong
+AT = 3  # the column with wrong codes
 
 
 def sound(x, recipe="mxfp4-ocp"):
+    """Return the parts that the recipe gives."""
     q = fp4kit.quantize(x, recipe)
     return {"codes": fp4kit.unpack(q.packed), "block_scale": q.block_scale, "values": fp4kit.dequantize(q, np.float32)}
 
 
 def faulty(x, above):
-    """Give a wrong code at one column of blocks that hold a large number."""
+    """Return parts with a wrong code in one column of blocks that have an element larger than `above`."""
     parts = sound(x)
     large = np.abs(x.astype(np.float32)).reshape(len(x), -1, 32).max(axis=-1) > above
     parts["codes"].reshape(len(x), -1, 32)[..., AT] ^= large.astype(np.uint8)
@@ -27,6 +26,7 @@ def faulty(x, above):
 
 
 def one_byte_more(x):
+    """Return parts with one byte too many."""
     parts = sound(x)
     return {"block_scale": parts["block_scale"] + np.uint8(1)}
 
@@ -36,6 +36,7 @@ def changed(x):
 
 
 def large_blocks(x, q):
+    """Return which blocks have a large element."""
     amax = np.abs(x.astype(np.float32)).reshape(len(x), -1, 32).max(axis=-1)
     return np.repeat(amax > 8, 32, axis=-1)
 

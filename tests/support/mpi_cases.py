@@ -1,6 +1,6 @@
-"""What tests/training/test_communicators_mpi.py runs in every process of `mpiexec -n N`.
+"""Check communicators, and master weights from random partitions, in every process of `mpiexec -n N`.
 
-It checks communicators, and primary weights from random partitions.
+tests/training/test_communicators_mpi.py starts this script.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ CASES = 300
 
 
 def check_communicator(comm: Mpi) -> None:
-    """Maxima and gathered arrays, also of lengths that differ and of none."""
+    """Check maxima and gathered arrays, with different lengths and empty ones."""
     for dtype in (np.uint8, np.uint32, np.int64, np.float32):
         mine = np.arange(5, dtype=dtype) * (comm.rank + 1)
         assert_same_bits(comm.all_reduce_max(mine), np.arange(5, dtype=dtype) * comm.size)
@@ -39,7 +39,7 @@ def check_communicator(comm: Mpi) -> None:
 
 
 def check_partitions(comm: Mpi) -> None:
-    """The bytes of quantizing whole matrices, on every process, from cuts anywhere."""
+    """Check that every process gets the bytes of quantizing whole matrices, wherever they are cut."""
     for seed in range(CASES):
         rng = np.random.default_rng(seed)
         name, dtype = NAMES[seed % len(NAMES)], DTYPES[seed % len(DTYPES)]
@@ -51,7 +51,7 @@ def check_partitions(comm: Mpi) -> None:
         shards = []
         for x in xs:
             edges = [0, *sorted(rng.integers(0, x.size + 1, comm.size - 1).tolist()), x.size]
-            order = rng.permutation(comm.size)  # ranks need not own in their order
+            order = rng.permutation(comm.size)  # parts may be owned in any order of ranks
             a, b = edges[order[comm.rank]], edges[order[comm.rank] + 1]
             shards.append(Shard(x.reshape(-1)[a:b], x.shape, a))
         for q, x in zip(fp4kit.cast_master_weights(shards, comm, name), xs, strict=True):
@@ -59,7 +59,7 @@ def check_partitions(comm: Mpi) -> None:
 
 
 def check_steps(comm: Mpi) -> None:
-    """A plan follows values that change in place, and arrays that are replaced; columnwise copies too."""
+    """Check that a plan follows values changed in place, replaced arrays, and columnwise copies."""
     rng = np.random.default_rng(0)
     x = rng.standard_normal((32, 80)).astype(np.float32)
     cut = [0, *(x.size * rank // comm.size | 1 for rank in range(1, comm.size)), x.size]
@@ -78,7 +78,7 @@ def check_steps(comm: Mpi) -> None:
 
 
 def check_errors(comm: Mpi) -> None:
-    """One process's mistake is an error on all of them; none waits for ever."""
+    """Check that an error in one process is raised in all of them, so that none waits forever."""
     last = comm.rank == comm.size - 1
     ones = np.ones(16 // comm.size if last else 0, np.float32)
     with pytest.raises(ValueError, match=r"matrix 0: no process owns elements \[0, "):
@@ -93,7 +93,7 @@ def check_errors(comm: Mpi) -> None:
 
 
 def main() -> None:
-    """Run every check; one that fails ends all processes."""
+    """Run every check. A failure ends all processes."""
     comm = Mpi()
     try:
         assert comm.size == int(sys.argv[1]), f"{comm.size} processes; is mpiexec of the MPI that mpi4py has loaded?"

@@ -1,4 +1,4 @@
-"""What the tests on a GPU share. Without a GPU the host plays it, and the tests are the same: support/host/README.md.
+"""Provide what tests on a GPU share. Without a GPU, these tests run their kernels on the CPU (support/host/README.md).
 
 ON_GPU is their pytestmark.
 """
@@ -22,13 +22,12 @@ try:
     import cupy
 
     DEVICES = cupy.cuda.runtime.getDeviceCount()
-except (ImportError, RuntimeError):  # CuPy, or its driver, is missing
+except (ImportError, RuntimeError):  # CuPy or its driver is missing
     DEVICES = 0
 if not DEVICES:
     from host import cupy_on_host as cupy
 ON_GPU = [pytest.mark.gpu] if DEVICES else [pytest.mark.usefixtures("played_gpu")]
-# Recipes that stand for all where the host plays the GPU and time is short: one for each kind of kernel and of tensor
-# scale.
+# Recipes that stand for all in a default run on the CPU: one per kind of kernel and of tensor scale.
 REPRESENTATIVE = (
     *("nvfp4-te", "nvfp4-te-2d", "nvfp4-te-rowscaled", "nvfp4-te-4over6-mae-256", "nvfp4-te-4over6-mse-448-2d"),
     *(
@@ -52,32 +51,28 @@ REPRESENTATIVE = (
 
 
 def gpu_only(test: T) -> T:
-    """Decorator of a test that means nothing where the host plays the GPU: it skips there."""
+    """Return a decorator that skips a test if there is no GPU, because it means nothing on the CPU."""
     return pytest.mark.gpu(pytest.mark.skipif(DEVICES == 0, reason="no CUDA device")(test))
 
 
 def examples(count: int) -> settings:
-    """Hypothesis' settings of a test with so many examples on a GPU; on the host a twentieth, which it has compiled
-    before.
-    """
+    """Return Hypothesis settings with `count` examples on a GPU. On the CPU it is a twentieth."""
     return settings(max_examples=count if DEVICES else count // 20)
 
 
 def importable() -> AbstractContextManager[Any]:
-    """Where `import cupy` works, before a test runs."""
+    """Return a context in which `import cupy` works."""
     return nullcontext() if DEVICES else cupy.installed()
 
 
 def all_or_few(values: Iterable[T], few: Sequence[T] = REPRESENTATIVE) -> list[Any]:
-    """Parameters of a test: all of them on a GPU; on the host those among `few`, and the others in the exhaustive
-    rest.
-    """
+    """Return the parameters of a test: all values on a GPU. On the CPU, values not in `few` are for exhaustive runs."""
     rest = () if DEVICES else (pytest.mark.exhaustive,)
     return [value if value in few else pytest.param(value, marks=rest) for value in values]
 
 
 def differing(gpu, cpu) -> int:
-    """Values that differ in any bit; NaN equals NaN."""
+    """Return the number of values that differ in any bit. NaN equals NaN."""
     if getattr(cupy, "rehearsing", False):
         return 0  # no kernel has run
     a, b = gpu.get(), np.asarray(cpu)
@@ -89,7 +84,7 @@ def differing(gpu, cpu) -> int:
 
 
 def assert_same(gpu: fp4kit.Quantized, cpu: fp4kit.Quantized) -> None:
-    """Every part of two quantized arrays."""
+    """Assert that every part of two quantized arrays is equal."""
     for part in ("packed", "block_scale", "tensor_scale", "tensor_amax"):
         a, b = getattr(gpu, part), getattr(cpu, part)
         assert (a is None) == (b is None), part
@@ -99,7 +94,7 @@ def assert_same(gpu: fp4kit.Quantized, cpu: fp4kit.Quantized) -> None:
 
 
 def check(x: np.ndarray, name, **options) -> fp4kit.Quantized:
-    """quantize and dequantize of x on both sides."""
+    """Assert that quantize and dequantize of x are equal on GPU and CPU. Return the GPU's result."""
     on_host = {k: v.get() if isinstance(v, cupy.ndarray) else v for k, v in options.items()}
     cpu = fp4kit.quantize(x, name, **on_host)
     gpu = fp4kit.quantize(cupy.asarray(x), name, **options)
@@ -109,4 +104,5 @@ def check(x: np.ndarray, name, **options) -> fp4kit.Quantized:
 
 
 def blocks(dtype, rows: int = 64, columns: int = 512) -> np.ndarray:
+    """Return a matrix of adversarial blocks."""
     return np.resize(adversarial_blocks(dtype), (rows, columns))

@@ -1,4 +1,4 @@
-"""Errors that are raised to powers, and powers, in tests."""
+"""Provide errors to be raised to powers, and the powers, for tests."""
 
 from math import sqrt
 
@@ -14,8 +14,8 @@ POWERS = (1.0, 1.5, 2.0, 2.4, 3.0, 3.999999999, 7.25, 16.0)
 
 
 def errors() -> np.ndarray:
-    """Made of whole numbers: float64 of all exponents, of usual ones, beside powers of two and roots, 0, infinity,
-    NaN.
+    """Return float64 errors made from integers only: all exponents, usual exponents, neighbours of powers of two and of
+    roots, 0, infinity and NaN.
     """
     i = np.arange(4000, dtype=np.uint64)
     significands = (i * np.uint64(0x9E3779B97F4A7C15)) >> np.uint64(12)
@@ -29,10 +29,11 @@ def errors() -> np.ndarray:
 
 
 def nearly_equal(p: float, blocks: int) -> tuple[np.ndarray, np.ndarray]:
-    """A row of blocks for STATIC under a tensor amax of 4, and weights by which rounding chooses one of two scales.
+    """Return a row of blocks for STATIC under a tensor amax of 4, and weights for which rounding decides between two
+    scales.
 
-    The largest element, without a weight, makes a code. Of two others, with weights, one loses more by it, one by the
-    next code.
+    The largest element of a block has no weight and determines one scale code. Two other elements have weights: one has
+    a larger error under this code, the other under the next code.
     """
     rng, r, amax = np.random.default_rng(0), RECIPES[STATIC], np.float32(4)
     candidates, codes = candidate_amaxes(amax, r), rng.integers(40, 110, 4 * blocks)

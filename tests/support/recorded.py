@@ -1,6 +1,6 @@
-"""What the tests of recorded outputs share."""
+"""Provide what tests of recorded outputs share."""
 
 
 def groups(golden, file, suffix):
-    """Prefixes of the keys of a file that end in suffix."""
+    """Return the prefixes of a file's keys that end in suffix."""
     return [key.removesuffix(suffix) for key in golden.keys(file) if key.endswith(suffix)]

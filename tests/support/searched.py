@@ -1,4 +1,7 @@
-"""What is searched in tests: blocks, and Hessians of their columns."""
+"""Provide inputs of scale searches: blocks, and Hessians of their columns.
+
+The search excludes candidates by bounds of their losses. If the bounds do not decide, it computes exact losses.
+"""
 
 from typing import Any
 
@@ -11,8 +14,8 @@ STATIC = "nvfp4-modelopt-static"
 
 
 def searched_blocks(dtype, seed: int = 0) -> np.ndarray:
-    """Blocks that bounds prove, and others: spread, of few values, multiples of a scale, near ties, zero, not
-    finite.
+    """Return blocks for which the bounds decide, and others: wide spread, few distinct values, multiples of a scale,
+    near ties, zeros, NaN and infinity.
     """
     rng = np.random.default_rng(seed)
     x = rng.standard_normal((96, 64)) * 2.0 ** rng.integers(-9, 1, (96, 1))
@@ -27,11 +30,10 @@ def searched_blocks(dtype, seed: int = 0) -> np.ndarray:
 
 
 def blocks_at_bounds(amax: float, each: int, seed: int = 0) -> np.ndarray:
-    """float64 (12 each, 16) under a tensor amax: what bounds of losses are made for, and what they leave to exact
-    losses.
+    """Return float64 blocks (12 * each, 16) under a tensor amax, for which the bounds are tight or do not decide.
 
-    Multiples of a scale that are values, ties, or next to either; ends of a table's rows; equal elements; one that is
-    far larger.
+    They have multiples of a scale that are E2M1 values, ties or neighbours of either, values at the ends of table rows,
+    equal elements, and one element that is far larger than the others.
     """
     rng = np.random.default_rng(seed)
     values = decode(np.arange(8, dtype=np.uint8), E2M1).astype(np.float64)
@@ -69,21 +71,21 @@ def blocks_at_bounds(amax: float, each: int, seed: int = 0) -> np.ndarray:
 
 
 def where_twice_a_scale_wins() -> tuple[np.ndarray, np.float32, np.ndarray]:
-    """float32 (12, 16), tensor amax, and the amaxes of scales that lose to twice themselves: by a quotient that misses
-    a tie.
+    """Return blocks (12, 16), the tensor amax, and the amaxes of scales that lose to twice the scale, because a rounded
+    quotient misses a tie.
     """
     amax = np.float32(1.6369617)
     codes = np.arange(13, 109, 8, dtype=np.uint8)
     amaxes = amax * (decode(codes, E4M3) * np.float32(1 / 448))
     scales = amaxes * np.float32(1 / 6)
     x = np.resize(np.float32([6, 2, 4]), 16) * scales[:, None]
-    x[:, 5] = np.float32(1.75) * scales  # above 1.75 scales by less than a quotient is off
+    x[:, 5] = np.float32(1.75) * scales  # exceeds 1.75 scales by less than the error of a quotient
     return x, amax, amaxes
 
 
 def of_nearly_equal_errors() -> np.ndarray:
-    """Blocks of auto-round's recipes: the order of a sum decides between two scales (of NVFP4 under a tensor amax of
-    4).
+    """Return blocks for auto-round's recipes. The order of a sum decides between two scales (for NVFP4, under a tensor
+    amax of 4).
     """
     tenths = np.random.default_rng(0).integers(-9, 10, (4096, 64))[[702, 1047, 1658, 1694]] / np.float32(10)
     ninths = np.random.default_rng(0).integers(-36, 37, (8192, 32))[[2380, 5723, 5687, 5687]] / np.float32(9)
@@ -91,8 +93,8 @@ def of_nearly_equal_errors() -> np.ndarray:
 
 
 def hessians(K: int, seed: int = 0) -> np.ndarray:
-    """A usual one, one of few directions, a diagonal one with zeros, the identity, one with negative values, and usual
-    ones.
+    """Return Hessians: usual ones and, if there are more than four blocks, also a low-rank one, a diagonal one with
+    zeros, the identity, and one with negative eigenvalues.
     """
     rng = np.random.default_rng(seed)
     samples = rng.standard_normal((K // 16, 40, 16)) * rng.choice([0.3, 1, 4], (K // 16, 1, 16))

@@ -1,7 +1,7 @@
-"""Seconds of a processor that a call takes, for tests that its cost does not explode.
+"""Measure the CPU seconds of a call, for tests that its cost does not explode.
 
-The figures that users are told are those of benchmarks/, from quiet machines. A test may run on a slow one, beside
-others, under coverage: its bounds leave an order of magnitude, and see what is quadratic in 100,000 names or
+Figures for users come from benchmarks/ on idle machines. A test may run on a slow machine, beside others, under
+coverage. Its bounds therefore leave an order of magnitude. They detect a cost that is quadratic in 100,000 names or
 exponential in a pattern.
 """
 
@@ -9,11 +9,11 @@ import gc
 import time
 from collections.abc import Callable
 
-TEN = 10.0  # ten times what the slowest of these calls may take of a quiet machine
+TEN = 10.0  # ten times the seconds that the slowest of these calls takes on an idle machine
 
 
 def cpu_seconds(call: Callable[[], object], rounds: int = 1) -> float:
-    """The least of so many rounds; what other tests left is not searched for garbage meanwhile."""
+    """Return the smallest CPU seconds of several rounds. The garbage collector is off meanwhile."""
     found = []
     gc.disable()
     try:

@@ -1,8 +1,8 @@
-"""What kernels are compared with: the specification, never the compiled engine of the host, which has its rules from
-the kernels.
+"""Compare kernels with the specification, not with the compiled CPU engine, because that engine uses the kernels' own
+rules.
 
-Tests of the files that `holds_kernels` names, and those with a fixture of FIXTURES, run on the specification, whatever
-they call on NumPy arrays, in every thread (conftest.py).
+Tests in files for which `holds_kernels` is true, and tests with a fixture in FIXTURES, run under the specification.
+This holds for all calls on NumPy arrays, in every thread (conftest.py).
 """
 
 from __future__ import annotations
@@ -20,24 +20,22 @@ from fp4kit.call import call_cache
 from fp4kit.ops import engines
 
 KERNELS = re.compile(r".*/test_(gpu_\w+|\w+_on_host)|.*/support/host/test_\w+")
-FIXTURES = {"host", "played_gpu", "away"}  # devices, or what stands for one
+FIXTURES = {"host", "played_gpu", "away"}  # fixtures of devices, and of what stands for a device
 
 
 def holds_kernels(path: Path) -> bool:
-    """Return whether a file of tests, by its path, compares kernels with what NumPy gives."""
+    """Return True if the path is that of a test file that compares kernels with NumPy."""
     return KERNELS.fullmatch(path.with_suffix("").as_posix()) is not None
 
 
 def needs_specification(item: pytest.Item) -> bool:
-    """Whether a test runs on the specification alone."""
+    """Return True if a test runs under the specification."""
     return holds_kernels(item.path) or bool(FIXTURES.intersection(getattr(item, "fixturenames", ())))
 
 
 @contextmanager
 def specification_everywhere() -> Iterator[None]:
-    """fp4kit.specification() for all threads: those that begin inside do not inherit what the one that made them has
-    set.
-    """
+    """Use the specification in all threads. fp4kit.specification() alone does not affect threads that start inside."""
     always = ContextVar("specification_only", default=True)
     with patch.object(engines, "specification_only", always), patch.object(call_cache, "specification_only", always):
         yield
@@ -45,7 +43,7 @@ def specification_everywhere() -> Iterator[None]:
 
 @contextmanager
 def compiled_here() -> Iterator[None]:
-    """In this thread the compiled engine again: for what is only rehearsed, whose results nobody sees."""
+    """Use the compiled engine in this thread. For rehearsals, whose results are not used."""
     token = engines.specification_only.set(False)
     try:
         yield

@@ -1,4 +1,4 @@
-"""NumPy arrays as PyTorch's tensors and back, bfloat16 included."""
+"""Convert between NumPy arrays and PyTorch tensors, bfloat16 included."""
 
 from importlib import metadata
 
@@ -8,6 +8,7 @@ import pytest
 
 
 def to_torch(array):
+    """Return a tensor with the array's values."""
     import torch
 
     array = np.array(array)
@@ -17,6 +18,7 @@ def to_torch(array):
 
 
 def to_numpy(tensor):
+    """Return an array with the tensor's values."""
     import torch
 
     tensor = tensor.detach()
@@ -26,8 +28,8 @@ def to_numpy(tensor):
 
 
 def since_2_13():
-    """Mark of a test of what earlier versions of PyTorch do not trace: objects that are made without their
-    constructor.
+    """Return a mark for tests of objects made without their constructor, which earlier versions of PyTorch do not
+    trace.
     """
     try:
         version = metadata.version("torch")

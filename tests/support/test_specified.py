@@ -1,4 +1,4 @@
-"""Kernels are compared with the specification, in every file that has some, and in every thread."""
+"""Test that kernels are compared with the specification, in every file that has some, and in every thread."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from together import together
 import fp4kit
 
 TESTS = Path(__file__).resolve().parents[1]
-# What a file of tests that compares kernels takes: a device, or what stands for one.
+# A test file that compares kernels has a device, or what stands for a device.
 TAKES = re.compile(
     r"\bON_GPU\b|\bimportable\(\)|\bplayed_gpu\b|\bcupy_on_host\b|def test_\w+\([^)]*\bhost\b|import .*\bHost\b"
 )
-OTHERS = {"test_specified", "test_kernels_compile"}  # they compare nothing with what NumPy gives
+OTHERS = {"test_specified", "test_kernels_compile"}  # they do not compare with NumPy results
 
 
 @together("path", sorted(TESTS.rglob("test_*.py")), ids=lambda path: path.relative_to(TESTS).as_posix())
@@ -34,13 +34,13 @@ def test_the_names_of_files_with_kernels():
 
 
 def test_files_of_the_gpu_are_in_one_folder():
-    """The glob of CONTRIBUTING.md, tests/cuda/test_gpu_*.py, selects every file that runs on a GPU."""
+    """Check that the pattern in CONTRIBUTING.md, tests/cuda/test_gpu_*.py, selects every file that runs on a GPU."""
     found = {path for path in TESTS.rglob("test_*.py") if re.search(r"\bON_GPU\b", path.read_text(encoding="utf-8"))}
     assert found - {Path(__file__).resolve()} <= set((TESTS / "cuda").glob("test_gpu_*.py"))
 
 
 def engines_seen() -> list[str]:
-    """The engine of this thread and of a new one."""
+    """Return the engine of this thread and that of a new thread."""
     seen = [fp4kit.engine()]
     thread = threading.Thread(target=lambda: seen.append(fp4kit.engine()))
     thread.start()
@@ -59,8 +59,8 @@ def test_a_test_with_a_fixture_of_another_engine_runs_on_it(away):
 
 
 def test_helpers_of_tests_have_names_of_their_own():
-    """Python searches tests/support, tests/support/checkpoint and benchmarks for imports in turn: if two files had one
-    name, one would hide the other.
+    """Check that helper names are unique. Python searches tests/support, tests/support/checkpoint and benchmarks in
+    turn, so one of two files with the same name would be hidden.
     """
     folders = (TESTS / "support", TESTS / "support" / "checkpoint", TESTS.parent / "benchmarks")
     names = [path.stem for folder in folders for path in folder.glob("*.py")]

@@ -1,4 +1,4 @@
-"""One test of many cases (together.py) makes all of them and names those that fail."""
+"""Test that together.py makes every case of a test and names those that fail."""
 
 import pytest
 from together import together

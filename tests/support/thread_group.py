@@ -1,6 +1,4 @@
-"""A group whose processes are threads, for tests of what communicates: on NumPy arrays, and on CuPy arrays of one
-GPU.
-"""
+"""Provide a group of communicators whose ranks are threads, for NumPy arrays or CuPy arrays of one GPU."""
 
 from __future__ import annotations
 
@@ -10,30 +8,31 @@ from typing import Any
 
 import numpy as np
 
-WAIT = 60  # seconds; a thread that fails leaves the others waiting
+WAIT = 60  # seconds to wait for the others, since a thread may have failed
 
 
 class ThreadGroup:
-    """Communicator number `rank` of a group; all share barrier and slots."""
+    """Communicator of one rank. All ranks share barrier and slots."""
 
     def __init__(self, rank: int, slots: list[Any], barrier: threading.Barrier) -> None:
         self.rank, self.size, self._slots, self._barrier = rank, len(slots), slots, barrier
 
     def _share(self, array: Any) -> list[Any]:
+        """Return the arrays of all ranks."""
         self._barrier.wait(WAIT)
         self._slots[self.rank] = array.copy()
         self._barrier.wait(WAIT)
         return list(self._slots)
 
     def all_reduce_max(self, array: Any) -> Any:
-        """Maximum over the threads."""
+        """Return the elementwise maximum over the ranks."""
         result, *others = self._share(array)
         for other in others:
-            result = np.maximum(result, other)  # CuPy's own, for its arrays
+            result = np.maximum(result, other)  # np.maximum calls CuPy for CuPy arrays
         return result
 
     def all_gather(self, array: Any, counts=None, out=None) -> Any:
-        """Arrays of all threads."""
+        """Return the concatenated arrays of all ranks."""
         parts = self._share(array)
         assert counts is None or [part.size for part in parts] == list(counts)
         if out is None:
@@ -46,7 +45,7 @@ class ThreadGroup:
 
 
 def run_threads(size: int, work: Callable[[ThreadGroup], Any]) -> list[Any]:
-    """work(comm) of every thread, in the order of ranks; raises what one of them raised."""
+    """Call work(comm) in every thread. Return the results in the order of ranks, or raise an error of one of them."""
     barrier, slots, results = threading.Barrier(size), [None] * size, [None] * size
     errors: list[BaseException] = []
 

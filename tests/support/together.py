@@ -1,4 +1,6 @@
-"""Many quick cases as one test: pytest and xdist take some milliseconds for each test, more than such a case takes."""
+"""Combine many quick cases into one test, because pytest and xdist need some milliseconds per test, more than such a
+case.
+"""
 
 from __future__ import annotations
 
@@ -9,15 +11,19 @@ from typing import Any
 
 import pytest
 
-FAILURES = (Exception, pytest.fail.Exception, pytest.skip.Exception)  # a case that skips would hide those after it
+FAILURES = (
+    Exception,
+    pytest.fail.Exception,
+    pytest.skip.Exception,
+)  # a skip counts as a failure, because it would hide the cases after it
 
 
 def together(
     name: str, cases: Iterable[Any], ids: Callable[[Any], str] = str
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Decorator in place of pytest.mark.parametrize: one test makes every case, then fails if any did and names those.
+    """Return a decorator that replaces pytest.mark.parametrize: one test makes every case and names those that fail.
 
-    All cases get the same fixtures; a case may not skip.
+    All cases get the same fixtures. A case may not skip.
     """
     cases = list(cases)
     assert cases, "no cases"

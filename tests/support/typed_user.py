@@ -1,5 +1,5 @@
-"""A user's file, which mypy --strict checks against fp4kit (project/test_installation.py); "# wrong:" is what it must
-refuse.
+"""Use fp4kit as a user does, for a check by mypy --strict (project/test_installation.py). Code after "# wrong:" must be
+rejected.
 """
 
 import numpy as np

@@ -1,4 +1,4 @@
-"""Variants of recipes that the table does not have: other element formats, and blocks of several rows."""
+"""Provide variants of recipes that are not in the table: other element formats, and blocks of several rows."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import numpy as np
 from fp4kit.formats import ElementFormat
 from fp4kit.recipes import RECIPES, Recipe
 
-E2M1_BIAS0 = ElementFormat("E2M1", 2, 1, 0)  # the name does not tell
+E2M1_BIAS0 = ElementFormat("E2M1", 2, 1, 0)  # has the name of E2M1 but another bias
 E2M1_BIAS3 = ElementFormat("E2M1_BIAS3", 2, 1, 3)
 E3M4 = ElementFormat("E3M4", 3, 4, 3)
 E4M3_IEEE = ElementFormat("E4M3_IEEE", 4, 3, 7, specials="ieee")
 
 
 def of_elements(id: str, element: ElementFormat) -> Recipe:
-    """Return a recipe with other elements. An id that the table lacks and that ends in -2d gets blocks of 16x16."""
+    """Return a recipe with other elements. An id that ends in -2d and is not in the table gets blocks of 16x16."""
     base = RECIPES.get(id) or replace(RECIPES[id.removesuffix("-2d")], block=(16, 16))
     return replace(base, id=f"{id}-{element.name}-{element.bias}", element=element)
 
@@ -34,6 +34,6 @@ TE_CODES = [27 + 8 * k for k in range(12)]
 
 
 def blocks_at_ties(dtype: np.dtype) -> np.ndarray:
-    """Return a matrix (12, 16): block k has the amax 2^k TIE, which every type holds."""
+    """Return a matrix (12, 16). Block k has the amax 2^k TIE, which every type represents."""
     x = np.outer(np.exp2(np.arange(12)) * TIE, np.linspace(-0.5, 1, 16))
     return x.astype(dtype)

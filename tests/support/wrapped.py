@@ -1,12 +1,12 @@
-"""Inputs whose scaled elements reach 7 and more, where fouroversix's rounding goes on in steps of 2 and its codes wrap
-around.
+"""Provide inputs whose scaled elements reach 7 or more. fouroversix then rounds in steps of 2 beyond 6, and its codes
+wrap around.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-# Elements over their scale, and the code that fouroversix 1.0.5 packs (its PyTorch back end on a CPU, torch 2.13).
+# Element / scale, and the code that fouroversix 1.0.5 packs (its PyTorch back end on a CPU, torch 2.13).
 CODES = {
     6.9: 7,
     7.0: 8,
@@ -39,8 +39,8 @@ AMAXES = (0.4, 0.5, 0.6, 1.0, 1.3, 1.4, 1.4999999, 1.5, 2.3, 2.4, 2.5, 2.51, 3.4
 
 
 def over_scales() -> np.ndarray:
-    """Return float32 (1, 16 * n), each element of CODES times 448, alone in a block: with tensor_amax=2688 scales are
-    448.
+    """Return float32 (1, 16 * n). Each element of CODES, times 448, is alone in a block. With tensor_amax=2688 the
+    scales are 448.
     """
     x = np.zeros((len(CODES), 16), np.float32)
     x[:, 3] = np.float32([*CODES]) * np.float32(448)
@@ -48,7 +48,7 @@ def over_scales() -> np.ndarray:
 
 
 def tiny_scales(dtype: np.dtype, scale_max: int, rows: int = 32) -> np.ndarray:
-    """Return rows of blocks of AMAXES under the tensor amax that the first element is, so that scales are subnormal."""
+    """Return rows of blocks with AMAXES. The first element is the tensor amax, so that scales are subnormal."""
     rng = np.random.default_rng(rows)
     x = rng.uniform(-1, 1, (rows, 4 * len(AMAXES), 16))
     x[..., 0] = rng.choice([-1, 1], x.shape[:2])
