@@ -15,7 +15,7 @@ from fp4kit.arrays import imports, torch_arrays
 from fp4kit.call import call_cache
 from fp4kit.call.parse import Call
 from fp4kit.cuda.engine import buffers, cached_calls
-from fp4kit.cuda.engine.buffers import UINT8, New
+from fp4kit.cuda.engine.buffers import UINT8, NewArray
 from fp4kit.cuda.launch.dispatch import PATCHES, ROWS
 
 torch = pytest.importorskip("torch")
@@ -64,7 +64,7 @@ class Launched:
 
 
 def quantize_call(recipe, arguments, row, column, amax):
-    launch, on = Launched((*arguments.pointers, *arguments.words)), cached_calls.memory_of(tensor())
+    launch, on = Launched((*arguments.pointers, *arguments.words)), cached_calls.library_of(tensor())
     axes = ((1, row), (0, column))
     results = (
         cached_calls.QuantizedResult.of(call_of(recipe, axis), axis) if wanted else None for axis, wanted in axes
@@ -146,9 +146,9 @@ def test_an_amax_with_a_launch_of_its_own(gpu):
 
 
 def test_fake_quantize_and_dequantize():
-    x, on = tensor(), cached_calls.memory_of(tensor())
+    x, on = tensor(), cached_calls.library_of(tensor())
     launch = Launched((*ROWS.pointers, *ROWS.words))
-    fake = cached_calls.FakeQuantizeCall.of(on, FOUND_BY_THE_KERNEL, launch, ROWS, New(SHAPE, BF16))
+    fake = cached_calls.FakeQuantizeCall.of(on, FOUND_BY_THE_KERNEL, launch, ROWS, NewArray(SHAPE, BF16))
     y = fake(x, None)
     seen = launch.only()
     assert seen.pop("tensor_amax") not in (x.data_ptr(), y.data_ptr())
@@ -157,15 +157,15 @@ def test_fake_quantize_and_dequantize():
     decode = Launched(("packed", "scales", "values", "tensor_scale", "tensor_amax"))
     out = tensor()
     for target in (None, out):
-        values = cached_calls.DequantizeCall(on, decode, on.maker([New(SHAPE, BF16)]))(q, target)
+        values = cached_calls.DequantizeCall(on, decode, on.maker([NewArray(SHAPE, BF16)]))(q, target)
         assert target is None or values is out
         assert decode.only() == addresses(q) | {"values": values.data_ptr(), "tensor_amax": q.tensor_amax.data_ptr()}
 
 
 def test_moves():
-    on = cached_calls.memory_of(tensor())
+    on = cached_calls.library_of(tensor())
     q = quantize_call("nvfp4-te", ROWS, True, False, FOUND_BY_THE_KERNEL)(tensor(), None, None)
-    scales, codes = New((128, 16), UINT8), New((256, 32), UINT8)
+    scales, codes = NewArray((128, 16), UINT8), NewArray((256, 32), UINT8)
     move = Launched(("in", "out"))
     swizzled = cached_calls.MoveCall(
         on, move, ("block_scale",), on.maker([scales]), {"scale_layout": "swizzled_128x4"}

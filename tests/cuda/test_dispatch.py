@@ -16,7 +16,7 @@ from inputs import BF16
 
 from fp4kit.call.parse import Declined
 from fp4kit.cuda.launch import geometry
-from fp4kit.cuda.launch.dispatch import TABLE_LEAST, LaunchRequest, kernel_for
+from fp4kit.cuda.launch.dispatch import MIN_TABLE_ELEMENTS, LaunchRequest, kernel_for
 from fp4kit.recipes import RECIPES
 from fp4kit.reference.hadamard import TE_SIGN_MASK
 
@@ -55,9 +55,9 @@ CHOSEN = [
     # quantize_table: 4over6 of many bfloat16 elements; at most one thread block a multiprocessor
     (work(SIX), "quantize_table", 132),
     (work("nvfp4-te-4over6-mae-256-2d"), "quantize_table", 132),
-    (work(SIX, (2, TABLE_LEAST // 2)), "quantize_table", 132),
+    (work(SIX, (2, MIN_TABLE_ELEMENTS // 2)), "quantize_table", 132),
     # quantize_tile: the same of few elements, or where something else is asked for; other square blocks
-    (work(SIX, (2, TABLE_LEAST // 2 - 128)), "quantize_tile", 2 * 1024),
+    (work(SIX, (2, MIN_TABLE_ELEMENTS // 2 - 128)), "quantize_tile", 2 * 1024),
     (work(SIX, dtype=F32), "quantize_tile", 132 * 16),
     (work(SIX, values=True), "quantize_tile", 132 * 16),
     (work(SIX, grouped=True), "quantize_tile", 132 * 16),

@@ -8,12 +8,12 @@ import pytest
 from on_gpu import ON_GPU, all_or_few, check
 
 import fp4kit
-from fp4kit.cuda.launch.dispatch import TABLE_LEAST
+from fp4kit.cuda.launch.dispatch import MIN_TABLE_ELEMENTS
 from fp4kit.recipes import RECIPES
 
 pytestmark = ON_GPU
 NAMES = [r.id for r in RECIPES.values() if r.four_over_six]
-SHAPE = (2056, -(-TABLE_LEAST // 2048) + 48)  # rows and blocks are not whole tiles
+SHAPE = (2056, -(-MIN_TABLE_ELEMENTS // 2048) + 48)  # rows and blocks are not whole tiles
 
 
 def matrix(seed: int) -> np.ndarray:

@@ -8,11 +8,11 @@ import pytest
 from on_gpu import ON_GPU, all_or_few, assert_same, blocks, check, cupy
 
 import fp4kit
-from fp4kit.cuda.launch.dispatch import patches
+from fp4kit.cuda.launch.dispatch import has_patch_kernel
 from fp4kit.recipes import RECIPES
 
 pytestmark = ON_GPU
-SUPPORTED = [r.id for r in RECIPES.values() if not r.fake_only and patches(r)]
+SUPPORTED = [r.id for r in RECIPES.values() if not r.fake_only and has_patch_kernel(r)]
 DTYPES = (ml_dtypes.bfloat16, np.float16, np.float32)
 
 

@@ -556,7 +556,7 @@ def test_many_multiples_in_parts(monkeypatch) -> None:
     """Losses of few multiples fit into memory at a time; the first of equals stays, and of rows without any below
     infinity.
     """
-    monkeypatch.setattr(search_amaxes, "MOST_LOSSES", 200)
+    monkeypatch.setattr(search_amaxes, "MAX_LOSSES", 200)
     for recipe in ("fp8-modelopt", "fp8-modelopt-channel"):
         check(searched_blocks(np.float32)[20:60], recipe, candidates=(0.25, 2.0, 0.03))
         check(np.zeros((40, 16), np.float32), recipe)

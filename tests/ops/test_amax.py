@@ -6,7 +6,7 @@ import pytest
 from inputs import BF16, FINITE, INPUTS, ORDINARY, as_strided, ordinary
 
 import fp4kit
-from fp4kit.cuda.engine.amax import reduced_columns
+from fp4kit.cuda.engine.amax import columns_to_reduce
 from fp4kit.evidence.testing import assert_same_bits
 from fp4kit.recipes import RECIPES
 
@@ -35,14 +35,14 @@ def test_columns_that_need_no_transposed_copy():
     for shape in [(300, 70), (2, 3, 4), (3, 90, 64), (2, 3, 70, 40), (2, 0, 3), (4, 1)]:
         x = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
         for axis in [0, 1, -2, (0, 1), (1, 2), (2, 1), (0, 2)]:
-            if np.max(axis) < x.ndim and (found := reduced_columns(x, axis)):
+            if np.max(axis) < x.ndim and (found := columns_to_reduce(x, axis)):
                 result = np.max(np.abs(found[0]), axis=1, initial=0).reshape(found[1])
                 assert_same_bits(result, np.max(np.abs(x), axis=axis, initial=0))
     x = np.zeros((300, 70, 64), np.float32)
-    seen = {axis: reduced_columns(x, axis) for axis in (None, (), 0, 1, -2, (1, 0), 2, (1, 2), (0, 0))}
+    seen = {axis: columns_to_reduce(x, axis) for axis in (None, (), 0, 1, -2, (1, 0), 2, (1, 2), (0, 0))}
     assert [axis for axis, found in seen.items() if found] == [0, 1, -2, (1, 0)]
-    assert reduced_columns(x.T, 0) is None and reduced_columns(x[:, :2], 0) is None
-    assert reduced_columns(x[:, :2].copy(), 1) is None
+    assert columns_to_reduce(x.T, 0) is None and columns_to_reduce(x[:, :2], 0) is None
+    assert columns_to_reduce(x[:, :2].copy(), 1) is None
 
 
 def test_of_nothing_and_of_one():

@@ -75,7 +75,7 @@ def quantize(place: Place, call: KernelCall) -> list[Any]:
 
 def quantize_by_table(place: Place, call: KernelCall) -> list[Any]:
     """Quantize with the kernel that uses tables of 4over6. It is otherwise used for large matrices only."""
-    with patch.object(dispatch, "TABLE_LEAST", 0):
+    with patch.object(dispatch, "MIN_TABLE_ELEMENTS", 0):
         return quantize(place, call)
 
 

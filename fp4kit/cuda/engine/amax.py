@@ -18,7 +18,7 @@ from fp4kit.cuda.launch.geometry import THREADS
 from fp4kit.quantized.part_shapes import tensor_amax_shape
 from fp4kit.recipes import Recipe
 
-Rows = tuple[Any, str, bool]  # what launch.amax takes: an array, which elements count, whether by row
+AmaxOperands = tuple[Any, str, bool]  # what launch.amax takes: an array, which elements count, whether by row
 _COUNTED_BY_ROW = {name: counted.replace("finite", "no_nan") for name, counted in matrix.COUNTED.items()}
 
 
@@ -31,7 +31,7 @@ def tensor_amax(call: Call, x: Any, columnwise: bool = False) -> Any:
     r = call.recipe
     if call.tensor_amax is not None or r.tensor_scaling == "none":
         return call.tensor_amax
-    rows, counted, by_row = covered_by_scales(x, r)
+    rows, counted, by_row = tensor_amax_operands(x, r)
     if columnwise and call.mask is not None and x.size:
         return amax_hadamard(x.reshape(-1, x.shape[-1]), counted, call.mask)
     return matrix.amax(rows, counted, by_row, call.mask).reshape(tensor_amax_shape(x.shape, r))
@@ -42,18 +42,18 @@ def empty_amax() -> Any:
     return imports.cupy().empty((), np.float32)
 
 
-def covered_by_scales(x: Any, r: Recipe) -> Rows:
+def tensor_amax_operands(x: Any, r: Recipe) -> AmaxOperands:
     """What launch.amax takes for the amaxes of x's tensor scales: x, or a row for each; which elements count; whether
     by row.
     """
     if r.tensor_scaling not in ("row", "block"):
         return x, matrix.COUNTED[r.amax_nan], False
     if r.tensor_scaling == "block":
-        return in_blocks(x, r)
+        return block_amax_operands(x, r)
     return x.reshape(prod(x.shape[:-1]), x.shape[-1]), _COUNTED_BY_ROW[r.amax_nan], True
 
 
-def in_blocks(x: Any, r: Recipe) -> Rows:
+def block_amax_operands(x: Any, r: Recipe) -> AmaxOperands:
     """What launch.amax takes for the amaxes of x's blocks, which are parts of a row: as covered_by_scales."""
     return x.reshape(x.size // r.block_size, r.block_size), _COUNTED_BY_ROW[r.amax_nan], True
 
@@ -64,25 +64,25 @@ def clip_amax(call: Call) -> Any:
     """
     with imports.making_current(call.x.device.id):
         x = imports.cupy().ascontiguousarray(call.moved)
-        return matrix.amax(*covered_by_scales(x, call.recipe)).reshape(tensor_amax_shape(x.shape, call.recipe))
+        return matrix.amax(*tensor_amax_operands(x, call.recipe)).reshape(tensor_amax_shape(x.shape, call.recipe))
 
 
 def amax(call: Call) -> Any:
     """amax of each block that shares a block scale; without blocks, what tensor scales are made from."""
     with imports.making_current(call.x.device.id):
         x = imports.cupy().ascontiguousarray(call.moved)
-        if by_blocks(call.recipe):
-            return _tile_maxima(x, call.recipe)
-        rows, shape = amax_rows(call, x)
+        if needs_block_kernel(call.recipe):
+            return _block_maxima(x, call.recipe)
+        rows, shape = amax_operands(call, x)
         return matrix.amax(*rows).reshape(shape)
 
 
-def by_blocks(r: Recipe) -> bool:
+def needs_block_kernel(r: Recipe) -> bool:
     """Whether blocks are no parts of rows of which each element counts by itself: then a thread takes a block."""
     return r.block is not None and (r.block_rows > 1 or r.amax_nan == "lanes")
 
 
-def _tile_maxima(x: Any, r: Recipe) -> Any:
+def _block_maxima(x: Any, r: Recipe) -> Any:
     """amax of the blocks of contiguous x (..., M, K): float32 (..., ceil(M / block rows), K / block)."""
     partial.check_blocks(r)
     *lead, M, K = x.shape if x.ndim > 1 else (1, *x.shape)
@@ -94,14 +94,14 @@ def _tile_maxima(x: Any, r: Recipe) -> Any:
     return out if x.ndim > 1 else out[0]
 
 
-def amax_rows(call: Call, x: Any) -> tuple[Rows, tuple[int, ...]]:
+def amax_operands(call: Call, x: Any) -> tuple[AmaxOperands, tuple[int, ...]]:
     """What launch.amax takes for amax of contiguous x by the call's recipe, unless by_blocks; and the shape of the
     result.
     """
     r = call.recipe
     if r.block is None:
-        return covered_by_scales(x, r), tensor_amax_shape(x.shape, r)
-    return in_blocks(x, r), (*x.shape[:-1], x.shape[-1] // r.block_size)
+        return tensor_amax_operands(x, r), tensor_amax_shape(x.shape, r)
+    return block_amax_operands(x, r), (*x.shape[:-1], x.shape[-1] // r.block_size)
 
 
 # ---- without a recipe ----
@@ -110,21 +110,21 @@ def amax_rows(call: Call, x: Any) -> tuple[Rows, tuple[int, ...]]:
 def plain_amax(x: Any, axis: Any) -> Any:
     """Largest |x|, of all or along axes, NaN where there is one."""
     with imports.making_current(x.device.id):
-        columns = reduced_columns(x, axis)
+        columns = columns_to_reduce(x, axis)
         if columns is not None:
             matrices, shape = columns
             return amax_columns(matrices).reshape(shape)
-        rows, shape = reduced_rows(x, axis)
+        rows, shape = rows_to_reduce(x, axis)
         return matrix.amax(rows, by_row=axis is not None).reshape(shape)
 
 
-def plain_amax_rows(x: Any, axis: Any) -> tuple[Rows, tuple[int, ...]]:
+def plain_amax_operands(x: Any, axis: Any) -> tuple[AmaxOperands, tuple[int, ...]]:
     """Return what launch.amax takes for plain_amax, and the shape of the result."""
-    rows, shape = reduced_rows(x, axis)
+    rows, shape = rows_to_reduce(x, axis)
     return (rows, "all", axis is not None), shape
 
 
-def reduced_columns(x: Any, axis: Any) -> tuple[Any, tuple[int, ...]] | None:
+def columns_to_reduce(x: Any, axis: Any) -> tuple[Any, tuple[int, ...]] | None:
     """x as matrices (B, M, K) to reduce to (B, K), where it lies so and each keeps a thread block busy; as
     reduced_rows.
     """
@@ -142,7 +142,7 @@ def _axes(x: Any, axis: Any) -> tuple[int, ...]:
     return tuple(range(x.ndim)[a] for a in (axis if isinstance(axis, tuple) else (axis,)))
 
 
-def reduced_rows(x: Any, axis: Any) -> tuple[Any, tuple[int, ...]]:
+def rows_to_reduce(x: Any, axis: Any) -> tuple[Any, tuple[int, ...]]:
     """x contiguous, in rows (n, m) that are each reduced to one number where axis is not None; and the shape of the
     result.
     """

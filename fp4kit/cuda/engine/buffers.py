@@ -14,11 +14,11 @@ import numpy as np
 from fp4kit.arrays import imports, torch_arrays
 
 FLOAT32, UINT8 = np.dtype(np.float32), np.dtype(np.uint8)
-_SHARED = 1 << 20  # bytes of arrays that share an allocation, at most: one of them keeps all of it
-_APART = 256  # bytes that they begin at multiples of, as if allocated each
+_MAX_SHARED_BYTES = 1 << 20  # bytes of arrays that share an allocation, at most: one of them keeps all of it
+_ALIGNMENT = 256  # bytes that they begin at multiples of, as if allocated each
 
 
-class New(NamedTuple):
+class NewArray(NamedTuple):
     """An array that a call makes; dtype is NumPy's. zeros: it begins as zeros, else with any bytes."""
 
     shape: tuple[int, ...]
@@ -26,7 +26,7 @@ class New(NamedTuple):
     zeros: bool = False
 
 
-class Memory(NamedTuple):
+class ArrayLibrary(NamedTuple):
     """How a cached call handles the arrays of a library.
 
     These are functions of C where possible, because a function of Python takes 0.25 us on the host of an H200 (November
@@ -40,28 +40,28 @@ class Memory(NamedTuple):
     """
 
     address: Callable[[Any], int]
-    maker: Callable[[Sequence[New]], Callable[[], list[Any]]]
+    maker: Callable[[Sequence[NewArray]], Callable[[], list[Any]]]
     clear: Callable[[Any, Any], None]
     stream: Callable[[], Any]
 
 
-def memory_of(a: Any) -> Memory:
+def library_of(a: Any) -> ArrayLibrary:
     """Of a CuPy array or a tensor of PyTorch."""
     return _cupy_memory() if type(a).__module__ == "cupy" else _torch_memory(a.device)
 
 
-def _cupy_memory() -> Memory:
+def _cupy_memory() -> ArrayLibrary:
     def clear(a: Any, stream: Any) -> None:
         a.data.memset_async(0, FLOAT32.itemsize)
 
-    return Memory(attrgetter("data.ptr"), _cupy_maker, clear, imports.cupy().cuda.get_current_stream)
+    return ArrayLibrary(attrgetter("data.ptr"), _cupy_maker, clear, imports.cupy().cuda.get_current_stream)
 
 
-def _cupy_maker(wanted: Sequence[New]) -> Callable[[], list[Any]]:
+def _cupy_maker(wanted: Sequence[NewArray]) -> Callable[[], list[Any]]:
     """Small arrays share an allocation: that takes half of the host's time for an array."""
     cupy = imports.cupy()
-    sizes = [-(-prod(shape) * dtype.itemsize // _APART) * _APART for shape, dtype, _ in wanted]
-    if len(wanted) == 1 or sum(sizes) > _SHARED:
+    sizes = [-(-prod(shape) * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT for shape, dtype, _ in wanted]
+    if len(wanted) == 1 or sum(sizes) > _MAX_SHARED_BYTES:
         make = [partial(cupy.zeros if zeros else cupy.ndarray, shape, dtype) for shape, dtype, zeros in wanted]
         return lambda: [new() for new in make]
     places = [(new.shape, new.dtype, start) for new, start in zip(wanted, accumulate(sizes, initial=0), strict=False)]
@@ -90,7 +90,7 @@ def _array_at(cupy: Any) -> Callable[..., Any]:
         made._init(shape, dtype, memory)
         return made
 
-    memory = cupy.cuda.alloc(_APART) + 8
+    memory = cupy.cuda.alloc(_ALIGNMENT) + 8
     facts = attrgetter(
         "shape", "dtype", "strides", "size", "nbytes", "flags.c_contiguous", "data.ptr", "data.device_id", "base"
     )
@@ -105,14 +105,14 @@ def _array_at(cupy: Any) -> Callable[..., Any]:
 
 
 @cache
-def _torch_memory(device: Any) -> Memory:
+def _torch_memory(device: Any) -> ArrayLibrary:
     set_to = imports.cupy().cuda.runtime.memsetAsync
 
-    def maker(wanted: Sequence[New]) -> Callable[[], list[Any]]:
+    def maker(wanted: Sequence[NewArray]) -> Callable[[], list[Any]]:
         make = [torch_arrays.maker(device, *new) for new in wanted]
         return lambda: [new() for new in make]
 
     def clear(a: Any, stream: Any) -> None:
         set_to(a.data_ptr(), 0, FLOAT32.itemsize, stream.ptr)
 
-    return Memory(torch_arrays.address(), maker, clear, torch_arrays.streams_of(device))
+    return ArrayLibrary(torch_arrays.address(), maker, clear, torch_arrays.streams_of(device))

@@ -16,20 +16,20 @@ import numpy as np
 
 from fp4kit.arrays import imports
 from fp4kit.call.parse import Call
-from fp4kit.cuda.engine.buffers import FLOAT32, UINT8, Memory, New, memory_of
-from fp4kit.cuda.engine.matrices import count, finding, work_of
+from fp4kit.cuda.engine.buffers import FLOAT32, UINT8, ArrayLibrary, NewArray, library_of
+from fp4kit.cuda.engine.matrices import launch_request, matrix_count, with_kernel_amax
 from fp4kit.cuda.launch import matrix
 from fp4kit.cuda.launch import swizzle as swizzle_launcher
 from fp4kit.cuda.launch import transpose as transpose_launcher
 from fp4kit.cuda.launch.dispatch import Arguments, LaunchRequest, find_kernel
 from fp4kit.cuda.launch.geometry import Launch, aligned
-from fp4kit.cuda.launch.matrix import Matrix, is_whole, quantize_launch
+from fp4kit.cuda.launch.matrix import Matrix, has_aligned_runs, quantize_launch
 from fp4kit.cuda.launch.supported import check_formats
 from fp4kit.layouts import padded_shape
 from fp4kit.quantized.container import PARTS, Quantized, assembled
 from fp4kit.quantized.part_shapes import wanted_parts
 
-_NEW_AMAX = New((), FLOAT32)
+_NEW_AMAX = NewArray((), FLOAT32)
 
 
 class QuantizedResult(NamedTuple):
@@ -39,8 +39,8 @@ class QuantizedResult(NamedTuple):
 
     fields: dict[str, Any]
     names: tuple[str, ...]
-    wanted: tuple[New, ...]
-    amax: New | None
+    wanted: tuple[NewArray, ...]
+    amax: NewArray | None
 
     @classmethod
     def of(cls, call: Call, axis: int) -> QuantizedResult:
@@ -49,11 +49,11 @@ class QuantizedResult(NamedTuple):
         _, packed, scales, _ = wanted_parts(shape, axis, r, call.layout)
         fields = {"shape": shape, "dtype": call.x.dtype, "axis": axis, "recipe": r, "scale_layout": call.layout}
         covered = () if call.tensor_amax is None else call.tensor_amax.shape
-        wanted = {"packed": New(packed, UINT8)}
+        wanted = {"packed": NewArray(packed, UINT8)}
         if scales is not None:
-            wanted["block_scale"] = New(scales, UINT8, zeros=call.layout != "linear")
+            wanted["block_scale"] = NewArray(scales, UINT8, zeros=call.layout != "linear")
         if r.tensor_scaling != "none":
-            wanted["tensor_scale"] = New(covered, FLOAT32)
+            wanted["tensor_scale"] = NewArray(covered, FLOAT32)
         return cls(dict.fromkeys(PARTS) | fields, tuple(wanted), tuple(wanted.values()), wanted.get("tensor_scale"))
 
     def make(self, arrays: list[Any], amax: Any) -> Quantized:
@@ -67,7 +67,7 @@ class QuantizedResult(NamedTuple):
 
 def _is_one_matrix(x: Any, r: Any, amax: Any) -> bool:
     """Whether an array is read where it is, on the current device, under at most one tensor scale."""
-    return _is_whole_here(x) and r.tensor_scaling in ("none", "tensor") and (amax is None or amax.size == 1)
+    return _are_contiguous_here(x) and r.tensor_scaling in ("none", "tensor") and (amax is None or amax.size == 1)
 
 
 class Amax(NamedTuple):
@@ -75,24 +75,24 @@ class Amax(NamedTuple):
 
     launch: Launch | None
 
-    def find(self, memory: Memory, x: int, amax: Any, stream: Any) -> None:
+    def find(self, memory: ArrayLibrary, x: int, amax: Any, stream: Any) -> None:
         """Into amax, where a launch is needed."""
         if self.launch is not None:
             memory.clear(amax, stream)
             self.launch(x, memory.address(amax), stream=stream)
 
 
-def _amax(call: Call, work: LaunchRequest) -> Amax | None:
+def _amax(call: Call, request: LaunchRequest) -> Amax | None:
     """Of a call; None where it gives the amax, or needs none."""
     x, r = call.x, call.recipe
     if r.tensor_scaling == "none" or call.tensor_amax is not None:
         return None
-    if work.finds_amax:
+    if request.finds_amax:
         return Amax(None)
     return Amax(matrix.amax_launch(x.dtype, matrix.COUNTED[r.amax_nan], False, aligned(x, 16), 1, x.size, x.device.id))
 
 
-_OF_PARTS = {
+_KERNEL_NAMES = {
     "packed": "packed",
     "block_scale": "scales",
     "tensor_scale": "tensor_scale",
@@ -100,7 +100,7 @@ _OF_PARTS = {
 _GIVEN = ("tensor_amax", "")  # addresses that follow those of x and of new arrays; "": 0
 
 
-def _pick(arguments: Arguments, new: Sequence[str]) -> Callable[[list[int]], tuple[int, ...]]:
+def _argument_picker(arguments: Arguments, new: Sequence[str]) -> Callable[[list[int]], tuple[int, ...]]:
     """What takes the arguments of a kernel before the sizes from the addresses of x, of new arrays by name, and of
     _GIVEN.
     """
@@ -112,7 +112,7 @@ def _pick(arguments: Arguments, new: Sequence[str]) -> Callable[[list[int]], tup
 
 def _names(result: QuantizedResult | None, prefix: str = "") -> tuple[str, ...]:
     """The arrays of a result, as kernels name them."""
-    return () if result is None else tuple(prefix + _OF_PARTS[name] for name in result.names)
+    return () if result is None else tuple(prefix + _KERNEL_NAMES[name] for name in result.names)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +123,7 @@ class QuantizeCall:
     one.
     """
 
-    memory: Memory
+    memory: ArrayLibrary
     amax: Amax | None
     launch: Launch
     pick: Callable[[list[int]], tuple[int, ...]]
@@ -134,7 +134,7 @@ class QuantizeCall:
     @classmethod
     def of(
         cls,
-        memory: Memory,
+        memory: ArrayLibrary,
         amax: Amax | None,
         launch: Launch,
         arguments: Arguments,
@@ -147,7 +147,7 @@ class QuantizeCall:
         if results[0].amax is not None:
             wanted += [results[0].amax] * len(results)
             names += ["column_amax_out"] * (len(results) - 1) + ["amax_out" if amax is None else "tensor_amax"]
-        return cls(memory, amax, launch, _pick(arguments, names), row, column, memory.maker(wanted))
+        return cls(memory, amax, launch, _argument_picker(arguments, names), row, column, memory.maker(wanted))
 
     def __call__(self, x: Any, given: Any, out: Quantized | None) -> Any:
         memory = self.memory
@@ -182,26 +182,26 @@ def quantize(call: Call, x: Any, both: bool = False) -> QuantizeCall | None:
     columns.
     """
     last, columns = call.x.ndim - 1, call.axis == call.x.ndim - 2
-    work = work_of(call, columns=columns)
-    choice = find_kernel(work) if columns or call.axis == last else None
+    request = launch_request(call, columns=columns)
+    choice = find_kernel(request) if columns or call.axis == last else None
     if (
         choice is None
         or not _is_one_matrix(call.x, call.recipe, call.tensor_amax)
-        or count(call, work, call.tensor_amax) != 1
+        or matrix_count(call, request, call.tensor_amax) != 1
     ):
         return None
-    work = finding(call, work, call.x)
-    found = quantize_launch(choice, work, is_whole(Matrix(call.x), work), call.x.device.id)
+    request = with_kernel_amax(call, request, call.x)
+    found = quantize_launch(choice, request, has_aligned_runs(Matrix(call.x), request), call.x.device.id)
     row = QuantizedResult.of(call, last) if both or not columns else None
     column = QuantizedResult.of(call, call.axis) if columns else None
-    return QuantizeCall.of(memory_of(x), _amax(call, work), found, choice.arguments, row, column)
+    return QuantizeCall.of(library_of(x), _amax(call, request), found, choice.arguments, row, column)
 
 
 @dataclass(frozen=True, slots=True)
 class FakeQuantizeCall:
     """fake_quantize of one matrix; new: makes the values, and the amax where it is found."""
 
-    memory: Memory
+    memory: ArrayLibrary
     amax: Amax | None
     launch: Launch
     pick: Callable[[list[int]], tuple[int, ...]]
@@ -209,12 +209,16 @@ class FakeQuantizeCall:
 
     @classmethod
     def of(
-        cls, memory: Memory, amax: Amax | None, launch: Launch, arguments: Arguments, values: New
+        cls, memory: ArrayLibrary, amax: Amax | None, launch: Launch, arguments: Arguments, values: NewArray
     ) -> FakeQuantizeCall:
         """By a launch, called with the addresses of these arguments."""
         new = memory.maker([values] if amax is None else [values, _NEW_AMAX])
         return cls(
-            memory, amax, launch, _pick(arguments, ("values",) if amax is None else ("values", "tensor_amax")), new
+            memory,
+            amax,
+            launch,
+            _argument_picker(arguments, ("values",) if amax is None else ("values", "tensor_amax")),
+            new,
         )
 
     def __call__(self, x: Any, given: Any) -> Any:
@@ -232,15 +236,17 @@ def fake_quantize(call: Call, x: Any) -> FakeQuantizeCall | None:
 
     The call rounds to nearest, without block amaxes.
     """
-    work = work_of(call, values=True)
+    request = launch_request(call, values=True)
     one = _is_one_matrix(call.x, call.recipe, call.tensor_amax) and call.axis == call.x.ndim - 1
-    choice = find_kernel(work)
-    if choice is None or not one or count(call, work, call.tensor_amax) != 1:
+    choice = find_kernel(request)
+    if choice is None or not one or matrix_count(call, request, call.tensor_amax) != 1:
         return None
-    work = finding(call, work, call.x)
-    found = quantize_launch(choice, work, is_whole(Matrix(call.x), work), call.x.device.id)  # new values are aligned
+    request = with_kernel_amax(call, request, call.x)
+    found = quantize_launch(
+        choice, request, has_aligned_runs(Matrix(call.x), request), call.x.device.id
+    )  # new values are aligned
     return FakeQuantizeCall.of(
-        memory_of(x), _amax(call, work), found, choice.arguments, New(call.x.shape, call.x.dtype)
+        library_of(x), _amax(call, request), found, choice.arguments, NewArray(call.x.shape, call.x.dtype)
     )
 
 
@@ -248,7 +254,7 @@ def fake_quantize(call: Call, x: Any) -> FakeQuantizeCall | None:
 class DequantizeCall:
     """dequantize of one matrix."""
 
-    memory: Memory
+    memory: ArrayLibrary
     launch: Launch
     new: Callable[[], list[Any]]
 
@@ -278,15 +284,15 @@ def dequantize(q: Quantized, given: Quantized, dtype: np.dtype, out: Any) -> Deq
     check_formats(r)
     shape = prod(q.shape[:-1]), q.shape[-1]
     found = matrix.dequantize_launch(r, q.scale_layout, q.dtype, dtype, shape, q.packed.device.id)
-    memory = memory_of(given.packed)
-    return DequantizeCall(memory, found, memory.maker([New(q.shape, dtype)]))
+    memory = library_of(given.packed)
+    return DequantizeCall(memory, found, memory.maker([NewArray(q.shape, dtype)]))
 
 
 @dataclass(frozen=True, slots=True)
 class MoveCall:
     """transpose or swizzle of a Quantized: other arrays, by their names, and fields that differ."""
 
-    memory: Memory
+    memory: ArrayLibrary
     launch: Launch
     names: tuple[str, ...]
     new: Callable[[], list[Any]]
@@ -304,15 +310,15 @@ def transpose(q: Quantized, given: Quantized, axis: int) -> MoveCall | None:
 
     axis: the axis of the result.
     """
-    if q.recipe.block_size not in transpose_launcher.BLOCKS or not _is_whole_here(q.packed, q.block_scale):
+    if q.recipe.block_size not in transpose_launcher.BLOCKS or not _are_contiguous_here(q.packed, q.block_scale):
         return None
     *lead, M, K = q.moved_shape
     found = transpose_launcher.launch_of(
         q.packed, q.block_scale, q.recipe, q.scale_layout, None, None, (prod(lead), M, K)
     )
     _, packed, scales, _ = wanted_parts(q.shape, axis, q.recipe, q.scale_layout)
-    memory = memory_of(given.packed)
-    new = memory.maker([New(packed, UINT8), New(scales or (), UINT8)])
+    memory = library_of(given.packed)
+    new = memory.maker([NewArray(packed, UINT8), NewArray(scales or (), UINT8)])
     return MoveCall(memory, found, ("packed", "block_scale"), new, {"axis": axis})
 
 
@@ -321,16 +327,16 @@ def swizzle(q: Quantized, given: Quantized, layout: str) -> MoveCall | None:
 
     given: q as the caller gave it.
     """
-    if not _is_whole_here(q.block_scale) or q.scale_layout == layout:
+    if not _are_contiguous_here(q.block_scale) or q.scale_layout == layout:
         return None
     *lead, R, C = q.scale_shape
     found = swizzle_launcher.launch_of(q.block_scale, q.scale_layout, None, layout, (prod(lead), R, C))
-    memory = memory_of(given.block_scale)
-    new = memory.maker([New(padded_shape(q.scale_shape, layout), UINT8)])
+    memory = library_of(given.block_scale)
+    new = memory.maker([NewArray(padded_shape(q.scale_shape, layout), UINT8)])
     return MoveCall(memory, found, ("block_scale",), new, {"scale_layout": layout})
 
 
-def _is_whole_here(*arrays: Any) -> bool:
+def _are_contiguous_here(*arrays: Any) -> bool:
     """Whether arrays are read where they are, on the current device."""
     device = imports.cupy().cuda.runtime.getDevice()
     return all(a.size and a.flags.c_contiguous and a.device.id == device for a in arrays)

@@ -9,8 +9,8 @@ import numpy as np
 
 from fp4kit.arrays import imports
 from fp4kit.call.parse import Call
-from fp4kit.cuda.engine.amax import covered_by_scales
-from fp4kit.cuda.engine.group import amax_launches, clear, cut, launch_all, readable
+from fp4kit.cuda.engine.amax import tensor_amax_operands
+from fp4kit.cuda.engine.group import amax_launches, clear, contiguous_or_copy, cut, launch_all
 from fp4kit.cuda.launch import grouped
 from fp4kit.cuda.launch.grouped import Clip, GroupedLaunch
 
@@ -24,8 +24,8 @@ class ClipGroup:
         self._device = cupy.cuda.Device(calls[0].x.device.id)
         full = [(call, amax) for call, amax in zip(calls, amaxes, strict=True) if call.x.size]
         with self._device:
-            xs = [readable(call.moved, self._copies) for call, _ in full]
-            grads = [readable(np.moveaxis(call.grad, call.axis, -1), self._copies) for call, _ in full]
+            xs = [contiguous_or_copy(call.moved, self._copies) for call, _ in full]
+            grads = [contiguous_or_copy(np.moveaxis(call.grad, call.axis, -1), self._copies) for call, _ in full]
             outs = [cupy.empty(g.shape, g.dtype) for g in grads]
             limits = self._limits(full, xs)
             self._launches += clip_launches([Clip(*arrays) for arrays in zip(grads, xs, limits, outs, strict=True)])
@@ -36,9 +36,9 @@ class ClipGroup:
         """The amaxes, contiguous; those that are not given in parts of one vector, with the launches that compute
         them.
         """
-        given = [None if amax is None else readable(amax, self._copies) for _, amax in full]
+        given = [None if amax is None else contiguous_or_copy(amax, self._copies) for _, amax in full]
         places = [i for i, amax in enumerate(given) if amax is None]
-        rows = [covered_by_scales(xs[i], full[i][0].recipe) for i in places]
+        rows = [tensor_amax_operands(xs[i], full[i][0].recipe) for i in places]
         shapes = [(x.shape[0] if by_row else 1,) for x, _, by_row in rows]
         self._vector = imports.cupy().zeros(sum(shape[0] for shape in shapes), np.float32)
         for i, amax in zip(places, cut(self._vector, shapes), strict=True):

@@ -9,7 +9,7 @@ import numpy as np
 
 from fp4kit.arrays import imports
 from fp4kit.call.amaxes import is_per_expert, part_for_matrix
-from fp4kit.cuda.launch.geometry import ready
+from fp4kit.cuda.launch.geometry import as_aligned
 from fp4kit.cuda.launch.matrix import dequantize_matrix
 from fp4kit.cuda.launch.supported import check_formats
 from fp4kit.quantized.container import Quantized
@@ -36,8 +36,8 @@ def _dequantize_matrices(q: Quantized, moved: Any) -> None:
     tensor = [a if a is None or a.flags.c_contiguous else a.copy() for a in (q.tensor_scale, q.tensor_amax)]
     K, apart = moved.shape[-1], q.scale_layout != "linear" or is_per_expert(q.tensor_scale, q.recipe)
     B = prod(moved.shape[:-2]) if moved.ndim > 2 and apart else 1
-    packed, values = ready(q.packed).reshape(B, -1), moved.reshape(B, -1)
-    scales = None if q.block_scale is None else ready(q.block_scale).reshape(B, -1)
+    packed, values = as_aligned(q.packed).reshape(B, -1), moved.reshape(B, -1)
+    scales = None if q.block_scale is None else as_aligned(q.block_scale).reshape(B, -1)
     for i in range(B):
         scale, amax = (part_for_matrix(a, q.recipe, i, (B, moved.size // B // K)) for a in tensor)
         arrays = (packed[i], None if scales is None else scales[i], q.recipe, q.scale_layout, scale, amax)

@@ -9,8 +9,8 @@ import numpy as np
 from fp4kit.arrays import imports
 from fp4kit.call.parse import Call
 from fp4kit.cuda.engine.amax import empty_amax, tensor_amax
-from fp4kit.cuda.engine.matrices import count, finding, split, work_of
-from fp4kit.cuda.engine.search_scales import searched
+from fp4kit.cuda.engine.matrices import launch_request, matrix_count, split_matrices, with_kernel_amax
+from fp4kit.cuda.engine.search_scales import with_searched_amaxes
 from fp4kit.cuda.launch.clip import clip_gradient
 from fp4kit.cuda.launch.dispatch import kernel_for
 from fp4kit.cuda.launch.matrix import Matrix, quantize_matrix
@@ -18,17 +18,17 @@ from fp4kit.cuda.launch.matrix import Matrix, quantize_matrix
 
 def fake_quantize(call: Call) -> Any:
     """Values of the recipe's fake_rule; without one, of the codes, in one pass."""
-    call = searched(call)
-    cupy, work = imports.cupy(), work_of(call, values=True)
-    kernel_for(work), count(call, work, call.tensor_amax)  # declined before any work
+    call = with_searched_amaxes(call)
+    cupy, request = imports.cupy(), launch_request(call, values=True)
+    kernel_for(request), matrix_count(call, request, call.tensor_amax)  # declined before any work
     with imports.making_current(call.x.device.id):
         x = cupy.ascontiguousarray(call.moved)
         values = cupy.empty(x.shape, x.dtype)
-        work = finding(call, work, x)
-        amax = empty_amax() if work.finds_amax else None if takes_own_amaxes(call) else tensor_amax(call, x)
+        request = with_kernel_amax(call, request, x)
+        amax = empty_amax() if request.finds_amax else None if takes_own_amaxes(call) else tensor_amax(call, x)
         if x.size:
             seed = call.random if isinstance(call.random, int) else 0
-            for matrix, part in split(call, work, Matrix(x, values=values, tensor_amax=amax)):
+            for matrix, part in split_matrices(call, request, Matrix(x, values=values, tensor_amax=amax)):
                 quantize_matrix(matrix, part, seed)
         return cupy.moveaxis(values, -1, call.axis)
 

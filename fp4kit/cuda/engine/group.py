@@ -15,9 +15,15 @@ from fp4kit.arrays import imports
 from fp4kit.call.amaxes import check_tensor_amax, parse_tensor_amax
 from fp4kit.call.grouped_errors import each
 from fp4kit.call.parse import Call, Declined, check_codes, declined_as_error
-from fp4kit.cuda.engine.amax import Rows, amax_rows, by_blocks, covered_by_scales, plain_amax_rows
-from fp4kit.cuda.engine.matrices import split, work_of
-from fp4kit.cuda.engine.search_scales import group_launches, searched_matrices, without_search
+from fp4kit.cuda.engine.amax import (
+    AmaxOperands,
+    amax_operands,
+    needs_block_kernel,
+    plain_amax_operands,
+    tensor_amax_operands,
+)
+from fp4kit.cuda.engine.matrices import launch_request, split_matrices
+from fp4kit.cuda.engine.search_scales import group_launches, matrices_to_search, without_search
 from fp4kit.cuda.launch import grouped
 from fp4kit.cuda.launch.dispatch import LaunchRequest
 from fp4kit.cuda.launch.grouped import GroupedLaunch
@@ -25,7 +31,7 @@ from fp4kit.cuda.launch.matrix import Matrix, empty_scales
 from fp4kit.quantized.container import Quantized
 from fp4kit.quantized.part_shapes import packed_shape, scale_shape, tensor_amax_shape
 
-AmaxRows = tuple[Rows, tuple[int, ...]]  # what launch.amax takes, and the shape of its result
+ShapedOperands = tuple[AmaxOperands, tuple[int, ...]]  # what launch.amax takes, and the shape of its result
 
 
 def cut(vector: Any, shapes: Sequence[tuple[int, ...]]) -> list[Any]:
@@ -39,7 +45,7 @@ def by_dtype(arrays: Sequence[Any]) -> list[list[int]]:
     return [[i for i, a in enumerate(arrays) if a.dtype == dtype] for dtype in dict.fromkeys(a.dtype for a in arrays)]
 
 
-def amax_launches(rows: Sequence[AmaxRows], outs: Sequence[Any], mask: int | None = None) -> list[GroupedLaunch]:
+def amax_launches(rows: Sequence[ShapedOperands], outs: Sequence[Any], mask: int | None = None) -> list[GroupedLaunch]:
     """Launches that write the amaxes of arrays into outs, which hold zeros."""
     found = []
     for numbers in by_dtype([x for (x, *_), _ in rows]):
@@ -52,7 +58,7 @@ def amax_launches(rows: Sequence[AmaxRows], outs: Sequence[Any], mask: int | Non
     return found
 
 
-def amaxes(rows: Sequence[AmaxRows]) -> list[Any]:
+def amaxes(rows: Sequence[ShapedOperands]) -> list[Any]:
     """launch.amax of N arrays in one launch: views of one vector."""
     shapes = [shape for _, shape in rows]
     outs = cut(imports.cupy().zeros(sum(map(prod, shapes)), np.float32), shapes)
@@ -64,19 +70,19 @@ def amaxes(rows: Sequence[AmaxRows]) -> list[Any]:
 def amax_group(calls: Sequence[tuple[Call]]) -> list[Any]:
     """Return amax of N calls. Raise Declined if a thread has to see whole blocks, which takes a launch per call."""
     ((first,), *_) = calls
-    if by_blocks(first.recipe):
+    if needs_block_kernel(first.recipe):
         raise Declined("blocks of several rows take one launch for each array")
     with imports.cupy().cuda.Device(first.x.device.id):
-        return amaxes([amax_rows(call, imports.cupy().ascontiguousarray(call.moved)) for (call,) in calls])
+        return amaxes([amax_operands(call, imports.cupy().ascontiguousarray(call.moved)) for (call,) in calls])
 
 
 def plain_amax_group(calls: Sequence[tuple[Any, Any]]) -> list[Any]:
     """Return plain_amax of N arrays, each with its axes."""
     with imports.cupy().cuda.Device(calls[0][0].device.id):
-        return amaxes([plain_amax_rows(x, axis) for x, axis in calls])
+        return amaxes([plain_amax_operands(x, axis) for x, axis in calls])
 
 
-def readable(a: Any, copies: list[tuple[Any, Any]]) -> Any:
+def contiguous_or_copy(a: Any, copies: list[tuple[Any, Any]]) -> Any:
     """a where it is contiguous; else room for a copy, which joins `copies`."""
     if a.flags.c_contiguous:
         return a
@@ -124,7 +130,7 @@ class Group:
         self.vector: Any = None
         with self._device:
             arrays = [call.moved for call in calls] if stack is None else [stack]
-            self._xs = [readable(a, self._copies) for a in arrays]
+            self._xs = [contiguous_or_copy(a, self._copies) for a in arrays]
             self._xs = self._xs if stack is None else list(self._xs[0])
             self.amaxes = self._find_amaxes()
             self.calls, self._searches = self._find_searches()
@@ -139,7 +145,9 @@ class Group:
             self.vector = cupy.zeros(sum(map(prod, wanted)), np.float32)
             return cut(self.vector, wanted)
         if r.tensor_scaling == "none" or any(isinstance(a, cupy.ndarray) for a, _ in pairs):
-            ready = [(readable(a, self._copies) if isinstance(a, cupy.ndarray) else a, shape) for a, shape in pairs]
+            ready = [
+                (contiguous_or_copy(a, self._copies) if isinstance(a, cupy.ndarray) else a, shape) for a, shape in pairs
+            ]
             return each(self._op, lambda pair: parse_tensor_amax(self._op, pair[0], pair[1], r, True), ready)
         checked = each(self._op, lambda pair: check_tensor_amax(self._op, pair[0], pair[1], r), pairs)
         self.vector = cupy.asarray(np.concatenate([a.ravel() for a in checked]))
@@ -157,7 +165,7 @@ class Group:
         )
         launches: list[Callable[[], None]] = []
         for numbers in by_dtype(self._xs):
-            group = [part for i in numbers for part in searched_matrices(self._xs[i], blocks[i], self.amaxes[i], r)]
+            group = [part for i in numbers for part in matrices_to_search(self._xs[i], blocks[i], self.amaxes[i], r)]
             launches += group_launches(group, r, self._mask) if group else []
         return [
             call._replace(recipe=without_search(r), block_amax=b) for call, b in zip(calls, blocks, strict=True)
@@ -191,8 +199,8 @@ class Group:
                 self._launches_of_values[own] = self._prepare_values([None if own else a for a in self.amaxes])
             return self._run((self._values, self._launches_of_values[own]), compute_amaxes and not own)
 
-    def _run(self, prepared: tuple[list[Any], list[GroupedLaunch]], compute_amaxes: bool) -> list[Any]:
-        outputs, launches = prepared
+    def _run(self, factor_launches: tuple[list[Any], list[GroupedLaunch]], compute_amaxes: bool) -> list[Any]:
+        outputs, launches = factor_launches
         self._update(compute_amaxes)
         launch_all([], [*self._searches, *launches])
         return outputs
@@ -201,7 +209,7 @@ class Group:
         if not (compute_amaxes and self.computes_amaxes):
             return launch_all(self._copies, [])
         if self._amax_launches is None:
-            rows = [(covered_by_scales(x, self.recipe), a.shape) for x, a in zip(self._xs, self.amaxes, strict=True)]
+            rows = [(tensor_amax_operands(x, self.recipe), a.shape) for x, a in zip(self._xs, self.amaxes, strict=True)]
             self._amax_launches = amax_launches(rows, self.amaxes, self._mask)
         clear(self.vector)
         return launch_all(self._copies, self._amax_launches)
@@ -255,18 +263,18 @@ class Group:
         found = []
         with declined_as_error(self._op):
             for numbers in by_dtype(self._xs):
-                group = [part for i in numbers for part in self._split(self.calls[i], matrices[i], values)]
+                group = [part for i in numbers for part in self._matrices_of(self.calls[i], matrices[i], values)]
                 if group:
                     found.append(grouped.quantize_group([m for m, _ in group], [w for _, w in group], seed))
         return found
 
-    def _split(self, call: Call, m: Matrix, values: bool) -> list[tuple[Matrix, LaunchRequest]]:
+    def _matrices_of(self, call: Call, m: Matrix, values: bool) -> list[tuple[Matrix, LaunchRequest]]:
         """The matrices of an array, with their works; of one without elements, that of its tensor scales."""
-        work = work_of(call, values=values)
+        request = launch_request(call, values=values)
         if m.x.size:
-            return list(split(call, work, m))
+            return list(split_matrices(call, request, m))
         if m.tensor_scale is None or not m.tensor_amax.size:
             return []
         shape = (m.tensor_amax.size, 0)
         empty = Matrix(m.x.reshape(shape), tensor_amax=m.tensor_amax, tensor_scale=m.tensor_scale, amax_out=m.amax_out)
-        return [(empty, work._replace(shape=shape))]
+        return [(empty, request._replace(shape=shape))]

@@ -9,8 +9,8 @@ from fp4kit.call.amaxes import without_sign
 from fp4kit.call.outputs import empty_quantized
 from fp4kit.call.parse import Call
 from fp4kit.cuda.engine.amax import empty_amax, tensor_amax
-from fp4kit.cuda.engine.matrices import count, finding, split, work_of
-from fp4kit.cuda.engine.search_scales import searched
+from fp4kit.cuda.engine.matrices import launch_request, matrix_count, split_matrices, with_kernel_amax
+from fp4kit.cuda.engine.search_scales import with_searched_amaxes
 from fp4kit.cuda.launch.dispatch import LaunchRequest, find_kernel, kernel_for
 from fp4kit.cuda.launch.matrix import Matrix, empty_scales, quantize_matrix
 from fp4kit.quantized.container import Quantized
@@ -21,18 +21,18 @@ def quantize(call: Call) -> Quantized:
     """Codes and scales of call.moved, into call.out or a new Quantized. Columns are read where they lie, if a way takes
     them.
     """
-    asked, call = call, searched(call)
-    work = work_of(call, columns=_is_columnwise(call))
-    if find_kernel(work) is None:
-        work = work_of(call)
-    kernel_for(work), count(call, work, call.tensor_amax)  # declined before any work
+    asked, call = call, with_searched_amaxes(call)
+    request = launch_request(call, columns=_is_columnwise(call))
+    if find_kernel(request) is None:
+        request = launch_request(call)
+    kernel_for(request), matrix_count(call, request, call.tensor_amax)  # declined before any work
     with imports.making_current(call.x.device.id):
-        x = imports.cupy().ascontiguousarray(call.x if work.columns else call.moved)
-        work = finding(call, work, x)
-        amax = empty_amax() if work.finds_amax else tensor_amax(call, x, work.columns)
+        x = imports.cupy().ascontiguousarray(call.x if request.columns else call.moved)
+        request = with_kernel_amax(call, request, x)
+        amax = empty_amax() if request.finds_amax else tensor_amax(call, x, request.columns)
         new = allocate if asked.tensor_amax is None else _allocate_own
         result = new(asked, amax) if call.out is None else call.out
-        launch(call, work, x, amax, *((None, result) if work.columns else (result, None)))
+        launch(call, request, x, amax, *((None, result) if request.columns else (result, None)))
     return result
 
 
@@ -42,16 +42,16 @@ def _is_columnwise(call: Call) -> bool:
 
 def quantize_both(row: Call, column: Call) -> tuple[Quantized, Quantized]:
     """quantize of the rowwise and of the columnwise call, from one read where a way takes both under one amax."""
-    work = work_of(column, columns=True)
+    request = launch_request(column, columns=True)
     one_amax = column.mask is None or row.tensor_amax is not None or row.recipe.tensor_scaling == "none"
-    if find_kernel(work) is None or not one_amax:
+    if find_kernel(request) is None or not one_amax:
         return quantize(row), quantize(column)
     with imports.making_current(row.x.device.id):
         x = imports.cupy().ascontiguousarray(row.x)
-        work = finding(row._replace(mask=column.mask), work, x)
-        amax = empty_amax() if work.finds_amax else tensor_amax(row, x)
+        request = with_kernel_amax(row._replace(mask=column.mask), request, x)
+        amax = empty_amax() if request.finds_amax else tensor_amax(row, x)
         results = _allocate_own(row, amax), _allocate_own(column, amax)
-        launch(column, work, x, amax, *results)
+        launch(column, request, x, amax, *results)
     return results
 
 
@@ -65,7 +65,9 @@ def _allocate_own(call: Call, amax: Any) -> Quantized:
     return allocate(call, None if amax is None else imports.cupy().empty(amax.shape, amax.dtype))
 
 
-def launch(call: Call, work: LaunchRequest, x: Any, amax: Any, row: Quantized | None, column: Quantized | None) -> None:
+def launch(
+    call: Call, request: LaunchRequest, x: Any, amax: Any, row: Quantized | None, column: Quantized | None
+) -> None:
     """Quantize contiguous x into the codes and scales along its rows, its columns, or both."""
     if not x.size:
         return _fill_scales(call, amax, row, column)
@@ -81,7 +83,7 @@ def launch(call: Call, work: LaunchRequest, x: Any, amax: Any, row: Quantized | 
             "column_tensor_scale": column.tensor_scale,
         }
         arrays = arrays._replace(**parts, column_amax_out=None if column.tensor_amax is amax else column.tensor_amax)
-    for matrix, part in split(call, work, arrays):
+    for matrix, part in split_matrices(call, request, arrays):
         quantize_matrix(matrix, part, seed)
     return None
 

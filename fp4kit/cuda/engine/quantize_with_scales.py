@@ -8,7 +8,7 @@ import numpy as np
 
 from fp4kit.arrays import imports
 from fp4kit.call.parse import Call
-from fp4kit.cuda.engine.matrices import count, split, work_of
+from fp4kit.cuda.engine.matrices import launch_request, matrix_count, split_matrices
 from fp4kit.cuda.launch.dispatch import kernel_for
 from fp4kit.cuda.launch.matrix import Matrix, implied_amaxes, quantize_matrix
 from fp4kit.quantized.container import Quantized
@@ -20,8 +20,8 @@ def quantize_with_scales(call: Call) -> Quantized:
     """Codes of call.moved under the scales that are given, which the result has, too; into call.out or a new
     Quantized.
     """
-    work = work_of(call)
-    kernel_for(work), count(call, work, call.tensor_scale)  # declined before any work
+    request = launch_request(call)
+    kernel_for(request), matrix_count(call, request, call.tensor_scale)  # declined before any work
     with imports.making_current(call.x.device.id):
         result = _result(call)
         if call.x.size:
@@ -38,7 +38,7 @@ def quantize_with_scales(call: Call) -> Quantized:
                 tensor_scale=result.tensor_scale,
             )
             seed = call.random if isinstance(call.random, int) else 0
-            for matrix, part in split(call, work, arrays):
+            for matrix, part in split_matrices(call, request, arrays):
                 quantize_matrix(matrix, part, seed)
     return result
 

@@ -13,7 +13,7 @@ from fp4kit.cuda.engine.dequantize import dequantize
 from fp4kit.cuda.engine.layouts import swizzle
 from fp4kit.cuda.engine.quantize import quantize
 from fp4kit.cuda.launch import requantize as kernels
-from fp4kit.cuda.launch.geometry import ready
+from fp4kit.cuda.launch.geometry import as_aligned
 from fp4kit.quantized.container import Quantized
 from fp4kit.recipes import Recipe
 from fp4kit.reference.requantize import may_keep_codes
@@ -33,7 +33,10 @@ def requantize(q: Quantized, target: Recipe) -> tuple[Quantized, Any]:
         call = quantize_call("requantize", values, target, q.axis, QuantizeOptions(layout))
         result = replace(quantize(call), dtype=q.dtype)
         if may_keep:
-            source = (ready(q.packed), ready(_layout_changed(q.block_scale, q.scale_layout, "linear", q.scale_shape)))
+            source = (
+                as_aligned(q.packed),
+                as_aligned(_layout_changed(q.block_scale, q.scale_layout, "linear", q.scale_shape)),
+            )
             kernels.keep_codes(*source, q.recipe, result)
         before, after = (np.moveaxis(v, q.axis, -1) for v in (values, dequantize(result, FLOAT32)))
         changed = kernels.count_changed(before, after)

@@ -21,7 +21,7 @@ from fp4kit.reference.search_amaxes import multiples
 _POINTERS = ("x", "tensor_amax", "weights", "multiples", "losses", "least", "out")
 _SIZES = ("rows", "columns", "rows_of_amax", "first", "count")
 _SEARCH = np.dtype([(n, "u8") for n in _POINTERS] + [(n, "i8") for n in _SIZES] + [("power", "f8")])
-MOST_LOSSES = 1 << 25  # of rows under multiples, in memory at a time
+MAX_LOSSES = 1 << 25  # of rows under multiples, in memory at a time
 
 
 def search_amaxes(search: Search) -> Any:
@@ -43,24 +43,24 @@ def search_matrix(x: Any, amaxes: Any, out: Any, r: Recipe, terms: Terms, factor
     """Of the rows of x, as many for each of the amaxes, into out; factors: float32, the multiples."""
     check_count(x.size)
     cupy, device, (rows, columns) = imports.cupy(), x.device.id, x.shape
-    most = min(max(MOST_LOSSES // rows, 1), factors.size)
+    most = min(max(MAX_LOSSES // rows, 1), factors.size)
     losses, least = cupy.empty((rows, most), np.float64), cupy.empty(amaxes.shape, np.float64)
     arrays = tuple(map(address, (x, amaxes, terms.weights, factors, losses, least, out)))
-    rule = (r, x.dtype, terms.weights is not None, *objective_of(terms.power).items())
+    rule = (r, x.dtype, terms.weights is not None, *objective_options(terms.power).items())
     for first in range(0, factors.size, most):
         count = min(most, factors.size - first)
-        sizes = (rows, columns, rows // amaxes.size, first, count, bits_of(terms.power))
+        sizes = (rows, columns, rows // amaxes.size, first, count, float64_bits(terms.power))
         blocks = -(-rows * count // THREADS), -(-amaxes.size * 32 // THREADS)
         for kernel, work in zip(("row_losses_kernel", "least_losses_kernel"), blocks, strict=True):
             Launch(_function(kernel, *rule, device=device), grid(work, device), _SEARCH, *sizes)(*arrays)
 
 
-def objective_of(power: float) -> dict[str, bool]:
+def objective_options(power: float) -> dict[str, bool]:
     """What a loss adds; none of these: squares."""
     return {"kMagnitudes": power == 1, "kLargest": power == np.inf, "kPowers": power not in (1, 2, np.inf)}
 
 
-def bits_of(power: float) -> int:
+def float64_bits(power: float) -> int:
     """A float64 among the numbers of a launch."""
     return int(np.float64(power).view(np.uint64))
 

@@ -18,12 +18,12 @@ from fp4kit.cuda.compile import loader
 from fp4kit.cuda.compile.instantiate import instantiation
 from fp4kit.cuda.compile.traits import TYPES, recipe_struct
 from fp4kit.cuda.engine.amax import tensor_amax
-from fp4kit.cuda.engine.matrices import work_of
-from fp4kit.cuda.engine.search_amaxes import bits_of, objective_of, search_amaxes
+from fp4kit.cuda.engine.matrices import launch_request
+from fp4kit.cuda.engine.search_amaxes import float64_bits, objective_options, search_amaxes
 from fp4kit.cuda.engine.search_factors import factor_launches, search_factors
 from fp4kit.cuda.launch import grouped
 from fp4kit.cuda.launch.dispatch import kernel_for
-from fp4kit.cuda.launch.geometry import THREADS, Launch, address, aligned, check_count, grid, ready
+from fp4kit.cuda.launch.geometry import THREADS, Launch, address, aligned, as_aligned, check_count, grid
 from fp4kit.cuda.launch.supported import check_formats
 from fp4kit.formats import E4M3, E8M0
 from fp4kit.quantized.part_shapes import scale_shape
@@ -32,12 +32,12 @@ from fp4kit.reference.search_factors import FACTORS
 
 _POINTERS = ("x", "tensor_amax", "column_weights", "block_amax", "unproven")  # column_weights: weights or Hessians
 _SEARCH = np.dtype([(n, "u8") for n in _POINTERS] + [(n, "i8") for n in ("rows", "columns", "lower", "upper")])
-_SWEEP = np.dtype([*_SEARCH.descr, ("power", "f8")])
-_ALL = (-MAX_OFFSET, MAX_OFFSET)
+_FULL_SEARCH = np.dtype([*_SEARCH.descr, ("power", "f8")])
+_ALL_OFFSETS = (-MAX_OFFSET, MAX_OFFSET)
 _ON_THE_CPU = "compute on the CPU with cupy.asnumpy(x)"
 LANES, POWER_LANES = 32, 4  # threads that share a block in a sweep: kLanes
 SEARCH_THREADS, SEARCH_BLOCKS = 512, 2  # where bounds are shared: threads of a thread block, those of a multiprocessor
-WIDEST_BLOCK = 1024  # columns of a block in a sweep
+MAX_BLOCK_COLUMNS = 1024  # columns of a block in a sweep
 _WORD = (1 << 64) - 1  # of a signed number
 
 
@@ -52,13 +52,15 @@ def search_scales(search: Search) -> Any:
         x = cupy.ascontiguousarray(call.moved)
         amaxes = tensor_amax(call, x)
         out = cupy.empty(scale_shape(x.shape, r), np.float32)
-        terms = search.terms._replace(weights=ready(search.terms.weights), hessian=ready(search.terms.hessian))
-        for matrix in searched_matrices(x, out, amaxes, r):
+        terms = search.terms._replace(
+            weights=as_aligned(search.terms.weights), hessian=as_aligned(search.terms.hessian)
+        )
+        for matrix in matrices_to_search(x, out, amaxes, r):
             search_matrix(*matrix, r, terms, mask=call.mask)
         return out
 
 
-def searched_matrices(x: Any, out: Any, amaxes: Any, r: Recipe) -> Iterator[tuple[Any, Any, Any]]:
+def matrices_to_search(x: Any, out: Any, amaxes: Any, r: Recipe) -> Iterator[tuple[Any, Any, Any]]:
     """Contiguous x and out as matrices with elements, and the tensor amax of each.
 
     They are one but for experts, and for stacks in which a block would begin in one matrix and end in the next.
@@ -76,8 +78,8 @@ def check_e4m3_search(search: Search) -> None:
     r, terms = search.call.recipe, search.terms
     if search.searches_e8m0 or terms.grid is not None:
         check_formats(r)
-    if search.searches_e8m0 and (r.block_size % BLOCK_COLUMNS or r.block_size > WIDEST_BLOCK):
-        needed = f"needs a multiple of {BLOCK_COLUMNS}, {WIDEST_BLOCK} at most"
+    if search.searches_e8m0 and (r.block_size % BLOCK_COLUMNS or r.block_size > MAX_BLOCK_COLUMNS):
+        needed = f"needs a multiple of {BLOCK_COLUMNS}, {MAX_BLOCK_COLUMNS} at most"
         raise Declined(f"no CUDA kernel searches blocks of {r.block_size} columns; {needed}; {_ON_THE_CPU}")
 
 
@@ -91,15 +93,17 @@ def search_matrix(
     check_count(x.size)
     rows, columns = x.shape
     device, whole = x.device.id, aligned(x, 16)
-    offsets = terms.offsets or (AROUND_FLOOR if r.scale == E8M0 else _ALL)
+    offsets = terms.offsets or (AROUND_FLOOR if r.scale == E8M0 else _ALL_OFFSETS)
     weighted, column_weights = terms.weights is not None, terms.weights if terms.hessian is None else terms.hessian
     pruned, threads = _is_pruned(r, terms), THREADS
     if not pruned:
-        function = _function("search_full", r, x.dtype, device, kAligned=whole, kWeighted=weighted, **_loss(terms))
+        function = _function(
+            "search_full", r, x.dtype, device, kAligned=whole, kWeighted=weighted, **_loss_options(terms)
+        )
         lanes = POWER_LANES if r.scale == E8M0 else LANES
         blocks = grid(-(-rows // r.block_rows) * (columns // r.block_size) * lanes // THREADS, device)
     elif terms.hessian is None:
-        options = {"kAligned": whole, "kWeighted": weighted} | _around(*offsets)
+        options = {"kAligned": whole, "kWeighted": weighted} | _candidate_options(*offsets)
         function = _function("search", r, x.dtype, device, mask, **options)
         threads, most = (THREADS, 8) if weighted else (SEARCH_THREADS, SEARCH_BLOCKS)
         blocks = grid(-(-x.size // BLOCK_COLUMNS // threads), device, most)
@@ -111,7 +115,10 @@ def search_matrix(
         blocks = columns // BLOCK_COLUMNS * blocks_per_hessian
     sizes = (rows, columns, *(end & _WORD for end in offsets))
     launch = Launch(
-        function, blocks, *((_SEARCH, *sizes) if pruned else (_SWEEP, *sizes, bits_of(terms.power))), threads=threads
+        function,
+        blocks,
+        *((_SEARCH, *sizes) if pruned else (_FULL_SEARCH, *sizes, float64_bits(terms.power))),
+        threads=threads,
     )
     launch(*map(address, (x, amax, column_weights, out, unproven)))
 
@@ -121,27 +128,31 @@ def _is_pruned(r: Recipe, terms: Terms) -> bool:
     return r.scale == E4M3 and terms.power == 2 and r.block_rows == 1 and r.amax_nan == "propagate"
 
 
-def _around(lower: int, upper: int) -> dict[str, bool]:
+def _candidate_options(lower: int, upper: int) -> dict[str, bool]:
     """Which codes are candidates, as far as a pruned search depends on it: all, or eight at least each way."""
-    return {"kAll": (lower, upper) == _ALL, "kEight": lower <= -8 and upper >= 8}
+    return {"kAll": (lower, upper) == _ALL_OFFSETS, "kEight": lower <= -8 and upper >= 8}
 
 
-def _loss(terms: Terms) -> dict[str, bool]:
+def _loss_options(terms: Terms) -> dict[str, bool]:
     """What a sweep's loss is; kFromFloor: whether E8M0 scales are those around the floor."""
-    return {"kHessian": terms.hessian is not None, **objective_of(terms.power), "kFromFloor": terms.offsets is None}
+    return {
+        "kHessian": terms.hessian is not None,
+        **objective_options(terms.power),
+        "kFromFloor": terms.offsets is None,
+    }
 
 
-def searched(call: Call) -> Call:
+def with_searched_amaxes(call: Call) -> Call:
     """The call with the block amaxes that its recipe's search chooses, under the recipe without it; else as it is."""
     r = call.recipe
     if not r.search or call.has_scales:
         return call
     taking = call._replace(recipe=without_search(r))
-    kernel_for(work_of(taking)._replace(calibrated=True))  # declined before any work
+    kernel_for(launch_request(taking)._replace(calibrated=True))  # declined before any work
     with imports.making_current(call.x.device.id):
         x = imports.cupy().ascontiguousarray(call.moved)
         amax, found = tensor_amax(call, x), imports.cupy().empty(scale_shape(x.shape, r), np.float32)
-        matrices = searched_matrices(x, found, amax, r)
+        matrices = matrices_to_search(x, found, amax, r)
         if r.search in FACTORS:
             search_factors(matrices, r, call.mask)
         else:
@@ -173,10 +184,10 @@ def search_group(group: Sequence[tuple[Any, Any, Any]], r: Recipe, mask: int | N
     for name, arrays in (("x", xs), ("tensor_amax", amaxes), ("block_amax", outs)):
         arguments[name] = [address(array) for array in arrays]
     arguments["rows"], arguments["columns"] = zip(*(x.shape for x in xs), strict=True)
-    arguments["lower"], arguments["upper"] = _ALL
-    options = {"kAligned": all(whole), "kWeighted": False, "kSmall": small} | _around(*_ALL)
+    arguments["lower"], arguments["upper"] = _ALL_OFFSETS
+    options = {"kAligned": all(whole), "kWeighted": False, "kSmall": small} | _candidate_options(*_ALL_OFFSETS)
     function = _function("grouped_search", r, xs[0].dtype, device, mask, **options)
-    pieces = grouped.pieces_of(np.array([x.size for x in xs]), device)
+    pieces = grouped.piece_counts(np.array([x.size for x in xs]), device)
     launch = grouped.prepare_group(function, arguments, whole, pieces, tuple(group), small)
     return replace(launch, grid=grid(launch.grid, device, SEARCH_BLOCKS), threads=SEARCH_THREADS)
 

@@ -11,7 +11,7 @@ from fp4kit.arrays import imports
 from fp4kit.cuda.compile import loader
 from fp4kit.cuda.compile.instantiate import instantiation
 from fp4kit.cuda.compile.traits import TYPES
-from fp4kit.cuda.launch.dispatch import KEPT
+from fp4kit.cuda.launch.dispatch import CACHE_SIZE
 from fp4kit.cuda.launch.geometry import THREADS, UNLIMITED, Launch, aligned, grid
 
 _COLUMNS = np.dtype(
@@ -27,7 +27,7 @@ def _function(dtype: np.dtype, whole: bool, device: int) -> Any:
     return loader.function(source, "amax_columns_kernel", device)
 
 
-@lru_cache(KEPT)
+@lru_cache(CACHE_SIZE)
 def _launch(dtype: np.dtype, whole: bool, shape: tuple[int, int, int], device: int) -> Launch:
     matrices, rows, columns = shape
     width = 16 // dtype.itemsize if whole else 1  # columns of a thread

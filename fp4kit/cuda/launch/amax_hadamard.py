@@ -12,7 +12,7 @@ from fp4kit.call.parse import HADAMARD_BLOCK
 from fp4kit.cuda.compile import loader
 from fp4kit.cuda.compile.instantiate import instantiation
 from fp4kit.cuda.compile.traits import TYPES
-from fp4kit.cuda.launch.dispatch import KEPT
+from fp4kit.cuda.launch.dispatch import CACHE_SIZE
 from fp4kit.cuda.launch.geometry import THREADS, Launch, grid
 from fp4kit.cuda.launch.matrix import AMAX, transform_struct
 
@@ -28,7 +28,7 @@ def _function(dtype: np.dtype, counted: str, whole: bool, mask: int, device: int
     return loader.function(source, "amax_hadamard_kernel", device)
 
 
-@lru_cache(KEPT)
+@lru_cache(CACHE_SIZE)
 def _launch(dtype: np.dtype, counted: str, whole: bool, rows: int, columns: int, mask: int, device: int) -> Launch:
     wide = -(-columns // (THREADS * (_WORD // dtype.itemsize if whole else 1)))
     function, patch_rows = _function(dtype, counted, whole, mask, device), rows // HADAMARD_BLOCK

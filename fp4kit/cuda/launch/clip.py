@@ -10,7 +10,7 @@ import numpy as np
 from fp4kit.cuda.compile import loader
 from fp4kit.cuda.compile.instantiate import instantiation
 from fp4kit.cuda.compile.traits import TYPES
-from fp4kit.cuda.launch.dispatch import KEPT
+from fp4kit.cuda.launch.dispatch import CACHE_SIZE
 from fp4kit.cuda.launch.geometry import THREADS, UNLIMITED, Launch, address, grid
 
 CLIP = np.dtype([(name, "u8") for name in ("grad", "x", "amax", "out")] + [("count", "i8"), ("covered", "i8")])
@@ -22,7 +22,7 @@ def _clip_function(dtype: np.dtype, grad: np.dtype, whole: bool, device: int) ->
     return loader.function(source, "clip_kernel", device)
 
 
-@lru_cache(KEPT)
+@lru_cache(CACHE_SIZE)
 def _clip_launch(dtype: np.dtype, grad: np.dtype, whole: bool, count: int, covered: int, device: int) -> Launch:
     blocks = -(-count * max(dtype.itemsize, grad.itemsize) // (16 * THREADS))
     return Launch(_clip_function(dtype, grad, whole, device), grid(blocks, device, UNLIMITED), CLIP, count, covered)

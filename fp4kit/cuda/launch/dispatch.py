@@ -20,19 +20,19 @@ from fp4kit.cuda.launch.supported import check_formats, unsupported
 from fp4kit.layouts import padded_shape
 from fp4kit.recipes import Recipe
 
-KEPT = 1024  # choices and launches that are kept, of each kind: they depend on the shapes
+CACHE_SIZE = 1024  # choices and launches that are kept, of each kind: they depend on the shapes
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 THREAD_BYTES = 64  # of elements that a thread of quantize loads before it uses them
 VALUE_RUNS = 2  # of 16 bytes, that a thread of dequantize writes, and of fake_quantize where little is made ready first
-MOST_RUNS = 4  # where more is
-WIDEST_TILE = 32  # columns of a block of which a thread holds a row
+MORE_VALUE_RUNS = 4  # where more is
+MAX_TILE_BLOCK_COLUMNS = 32  # columns of a block of which a thread holds a row
 FAKE_BLOCKS = (16, 32, 64, 128, 256, 512)  # columns of which the threads of a warp find the amax
 TABLE_THREADS = 1024
 # Elements of a matrix that are worth a table. H200, 2026-11-21, microseconds with and without: 2^22 15.9, 12.8; 2^23
 # 17.6, 18.1; 2^24 22.3, 27.5; square blocks 9.1, 8.9; 12.7, 24.1; 20.4, 36.4.
-TABLE_LEAST = 1 << 23
+MIN_TABLE_ELEMENTS = 1 << 23
 PATCH_BLOCKS = ((1, 16), (1, 32), (16, 16), (32, 32))
-SPAN_BYTES = 32  # what rows are multiples of, for patches
+PATCH_ROW_UNIT = 32  # what rows are multiples of, for patches
 TILE_ROWS, TILE_COLUMNS, TILE_BYTES = (
     128,
     128,
@@ -104,7 +104,7 @@ class LaunchRequest(NamedTuple):
     scaled: bool = False
 
     @property
-    def seen_shape(self) -> tuple[int, int]:
+    def kernel_shape(self) -> tuple[int, int]:
         """Shape that a kernel sees: without blocks, and with one scale for all, one long row."""
         r, (rows, columns) = self.recipe, self.shape
         return (1, rows * columns) if r.block is None and r.tensor_scaling != "row" else (rows, columns)
@@ -119,7 +119,7 @@ class KernelChoice(NamedTuple):
     takes: Callable[[LaunchRequest], bool]
     grid: Callable[[LaunchRequest, int], int]
     arguments: Arguments = ROWS
-    sizes: Callable[[LaunchRequest], tuple[int, ...]] = lambda w: w.seen_shape
+    sizes: Callable[[LaunchRequest], tuple[int, ...]] = lambda request: request.kernel_shape
     threads: int = THREADS
 
 
@@ -131,121 +131,128 @@ def value_blocks(rows: int, columns: int, dtype: np.dtype, runs: int) -> int:
 # ---- what each kernel takes ----
 
 
-def has_own_values(w: LaunchRequest) -> bool:
+def uses_fake_rule(request: LaunchRequest) -> bool:
     """Whether values are wanted that follow the producer's own fake quantizer."""
-    return w.values and w.recipe.fake_rule is not None
+    return request.values and request.recipe.fake_rule is not None
 
 
-def _takes_fake(w: LaunchRequest) -> bool:
-    rows, columns = w.recipe.block or (1, FAKE_BLOCKS[0])
-    return has_own_values(w) and rows == 1 and columns in FAKE_BLOCKS and w.recipe.amax_nan != "lanes"
+def _takes_fake(request: LaunchRequest) -> bool:
+    rows, columns = request.recipe.block or (1, FAKE_BLOCKS[0])
+    return uses_fake_rule(request) and rows == 1 and columns in FAKE_BLOCKS and request.recipe.amax_nan != "lanes"
 
 
-def patches(r: Recipe) -> bool:
+def has_patch_kernel(r: Recipe) -> bool:
     """Whether a recipe's blocks are ones that a patch kernel has."""
     one_scale = r.tensor_scaling in ("none", "tensor") and r.four_over_six is None and not r.search
     return r.block in PATCH_BLOCKS and one_scale and not r.element.is_integer
 
 
-def _takes_patch(w: LaunchRequest) -> bool:
-    r, tall = w.recipe, w.recipe.block_rows > 1
-    unit = r.block_size if tall else SPAN_BYTES // w.dtype.itemsize
-    wanted = w.columns or tall
-    transform = w.mask is None or (w.columns and r.block == (1, HADAMARD_BLOCK))
-    plain = not (w.stochastic or w.calibrated or w.grouped or w.scaled or has_own_values(w)) and transform
-    return wanted and plain and patches(r) and w.shape[1] % unit == 0
+def _takes_patch(request: LaunchRequest) -> bool:
+    r, tall = request.recipe, request.recipe.block_rows > 1
+    unit = r.block_size if tall else PATCH_ROW_UNIT // request.dtype.itemsize
+    wanted = request.columns or tall
+    transform = request.mask is None or (request.columns and r.block == (1, HADAMARD_BLOCK))
+    plain = (
+        not (request.stochastic or request.calibrated or request.grouped or request.scaled or uses_fake_rule(request))
+        and transform
+    )
+    return wanted and plain and has_patch_kernel(r) and request.shape[1] % unit == 0
 
 
-def _takes_table(w: LaunchRequest) -> bool:
-    r = w.recipe
+def _takes_table(request: LaunchRequest) -> bool:
+    r = request.recipe
     square = r.block == (16, 16) and r.amax_nan == "propagate"
     sums = r.four_over_six in ("mae", "mse") and not r.lane_sums
     known = sums and (r.block == (1, 16) or square) and r.tensor_scaling == "tensor"
-    plain = _by_rows(w) and not (w.values or w.grouped)
-    return known and plain and w.dtype == BFLOAT16 and w.shape[0] * w.shape[1] >= TABLE_LEAST
+    plain = _by_rows(request) and not (request.values or request.grouped)
+    return known and plain and request.dtype == BFLOAT16 and request.shape[0] * request.shape[1] >= MIN_TABLE_ELEMENTS
 
 
-def _by_rows(w: LaunchRequest) -> bool:
-    return not w.columns and not has_own_values(w) and not w.scaled
+def _by_rows(request: LaunchRequest) -> bool:
+    return not request.columns and not uses_fake_rule(request) and not request.scaled
 
 
-def _takes_tile(w: LaunchRequest) -> bool:
-    r = w.recipe
+def _takes_tile(request: LaunchRequest) -> bool:
+    r = request.recipe
     rows, columns = r.block or (1, 0)
-    whole = columns in (HADAMARD_BLOCK, WIDEST_TILE) and THREADS % rows == 0
-    return _by_rows(w) and (rows > 1 or r.four_over_six is not None) and whole and not w.calibrated
+    whole = columns in (HADAMARD_BLOCK, MAX_TILE_BLOCK_COLUMNS) and THREADS % rows == 0
+    return _by_rows(request) and (rows > 1 or r.four_over_six is not None) and whole and not request.calibrated
 
 
-def _takes_scaled(w: LaunchRequest) -> bool:
-    return w.scaled and not w.columns and (w.recipe.block is None or w.recipe.block_size % SCALED_RUN == 0)
+def _takes_scaled(request: LaunchRequest) -> bool:
+    return (
+        request.scaled
+        and not request.columns
+        and (request.recipe.block is None or request.recipe.block_size % SCALED_RUN == 0)
+    )
 
 
-def _takes_plain(w: LaunchRequest) -> bool:
-    return _by_rows(w) and w.recipe.block is None
+def _takes_unblocked(request: LaunchRequest) -> bool:
+    return _by_rows(request) and request.recipe.block is None
 
 
-def _takes_rows(w: LaunchRequest) -> bool:
-    r = w.recipe
+def _takes_rows(request: LaunchRequest) -> bool:
+    r = request.recipe
     rows, columns = r.block or (0, 0)
-    return _by_rows(w) and rows == 1 and r.four_over_six is None and columns % (32 if columns > 32 else 16) == 0
+    return _by_rows(request) and rows == 1 and r.four_over_six is None and columns % (32 if columns > 32 else 16) == 0
 
 
-def searches(w: LaunchRequest) -> bool:
+def searches(request: LaunchRequest) -> bool:
     """Whether block amaxes are to be chosen; scales that are given need none."""
-    return bool(w.recipe.search) and not w.scaled
+    return bool(request.recipe.search) and not request.scaled
 
 
 # ---- geometry ----
 
 
-def _fake_grid(w: LaunchRequest, device: int) -> int:
-    runs = VALUE_RUNS if w.recipe.block and not has_table(w.recipe) else MOST_RUNS
-    return grid(value_blocks(*w.seen_shape, w.dtype, runs), device, UNLIMITED)
+def _fake_grid(request: LaunchRequest, device: int) -> int:
+    runs = VALUE_RUNS if request.recipe.block and not has_table(request.recipe) else MORE_VALUE_RUNS
+    return grid(value_blocks(*request.kernel_shape, request.dtype, runs), device, UNLIMITED)
 
 
-def _patch_sizes(w: LaunchRequest) -> tuple[int, ...]:
+def _patch_sizes(request: LaunchRequest) -> tuple[int, ...]:
     """Rows, columns, and the shift: bands of tiles are of 2^shift."""
-    return *w.shape, min((-(-w.shape[0] // TILE_ROWS) - 1).bit_length(), BAND_SHIFT)
+    return *request.shape, min((-(-request.shape[0] // TILE_ROWS) - 1).bit_length(), BAND_SHIFT)
 
 
-def _patch_grid(w: LaunchRequest, device: int) -> int:
-    rows, columns, shift = _patch_sizes(w)
+def _patch_grid(request: LaunchRequest, device: int) -> int:
+    rows, columns, shift = _patch_sizes(request)
     tall = -(-rows // TILE_ROWS)
-    wide = -(-columns // (TILE_COLUMNS if w.recipe.block_rows > 1 else TILE_BYTES // w.dtype.itemsize))
+    wide = -(-columns // (TILE_COLUMNS if request.recipe.block_rows > 1 else TILE_BYTES // request.dtype.itemsize))
     return grid(wide * ((tall + (1 << shift) - 1 >> shift) << shift), device, UNLIMITED)
 
 
-def _table_grid(w: LaunchRequest, device: int) -> int:
-    rows, columns = w.shape
-    work = -(-rows // w.recipe.block_rows) * w.recipe.block_rows * -(-columns // 128) * 8
+def _table_grid(request: LaunchRequest, device: int) -> int:
+    rows, columns = request.shape
+    work = -(-rows // request.recipe.block_rows) * request.recipe.block_rows * -(-columns // 128) * 8
     return grid(-(-work // TABLE_THREADS), device, 1)
 
 
-def _tile_grid(w: LaunchRequest, device: int) -> int:
-    rows, columns = w.shape
-    wide = -(-(columns // w.recipe.block_size) // (THREADS // w.recipe.block_rows))
-    return grid(-(-rows // w.recipe.block_rows) * wide, device)
+def _tile_grid(request: LaunchRequest, device: int) -> int:
+    rows, columns = request.shape
+    wide = -(-(columns // request.recipe.block_size) // (THREADS // request.recipe.block_rows))
+    return grid(-(-rows // request.recipe.block_rows) * wide, device)
 
 
-def _row_grid(w: LaunchRequest, device: int) -> int:
+def _row_grid(request: LaunchRequest, device: int) -> int:
     """As many thread blocks as keep the elements busy once; where each prepares something, what was fastest.
 
     H200, 16384 x 16384 bfloat16, 2026-11-21, of a copy: with 16, 24, 64, 96 a multiprocessor nvfp4-te 0.97, 0.99, 1.01,
     1.02; 0.91, 0.97, 0.99, 1.01 with swizzled scales. nvfp4-te-rowscaled with 96, with all that there is work for:
     1.03, 0.99.
     """
-    r, (rows, columns) = w.recipe, w.seen_shape
-    if w.values and r.block and r.apply == "multiply":
-        return grid(value_blocks(rows, columns, w.dtype, VALUE_RUNS), device, UNLIMITED)
-    if w.layout != "linear":
-        rows, _ = padded_shape((rows, columns), w.layout)  # threads go through the padding too
-    work = -(-rows * (-(-columns // 16) * 16) * w.dtype.itemsize // (THREAD_BYTES * THREADS))
-    prepares = has_table(r) or w.layout != "linear" or (r.block is not None and r.tensor_scaling == "row")
+    r, (rows, columns) = request.recipe, request.kernel_shape
+    if request.values and r.block and r.apply == "multiply":
+        return grid(value_blocks(rows, columns, request.dtype, VALUE_RUNS), device, UNLIMITED)
+    if request.layout != "linear":
+        rows, _ = padded_shape((rows, columns), request.layout)  # threads go through the padding too
+    work = -(-rows * (-(-columns // 16) * 16) * request.dtype.itemsize // (THREAD_BYTES * THREADS))
+    prepares = has_table(r) or request.layout != "linear" or (r.block is not None and r.tensor_scaling == "row")
     return grid(work, device, 96 if prepares else UNLIMITED)
 
 
-def _scaled_grid(w: LaunchRequest, device: int) -> int:
-    rows, columns = w.seen_shape
+def _scaled_grid(request: LaunchRequest, device: int) -> int:
+    rows, columns = request.kernel_shape
     return grid(-(-rows * -(-columns // SCALED_RUN) // THREADS), device, UNLIMITED)
 
 
@@ -264,40 +271,40 @@ KERNEL_CHOICES = (
     # A decision that spans threads: blocks of several rows, 4over6.
     KernelChoice("quantize_tile", _takes_tile, _tile_grid),
     # No blocks: any length, one scale for the tensor or a row.
-    KernelChoice("quantize_unblocked", _takes_plain, _row_grid),
+    KernelChoice("quantize_unblocked", _takes_unblocked, _row_grid),
     # Everything else: blocks in a row.
     KernelChoice("quantize", _takes_rows, _row_grid),
 )
 
 
-@lru_cache(KEPT)
-def find_kernel(w: LaunchRequest) -> KernelChoice | None:
+@lru_cache(CACHE_SIZE)
+def find_kernel(request: LaunchRequest) -> KernelChoice | None:
     """The first way that takes the work; None where there is none."""
     return (
         None
-        if unsupported(w.recipe) or searches(w)
-        else next((choice for choice in KERNEL_CHOICES if choice.takes(w)), None)
+        if unsupported(request.recipe) or searches(request)
+        else next((choice for choice in KERNEL_CHOICES if choice.takes(request)), None)
     )
 
 
-def kernel_for(w: LaunchRequest) -> KernelChoice:
+def kernel_for(request: LaunchRequest) -> KernelChoice:
     """Return the first kernel that takes the request. Raise Declined, with what is needed, if no kernel does."""
-    check_formats(w.recipe)
-    choice = find_kernel(w)
+    check_formats(request.recipe)
+    choice = find_kernel(request)
     if choice is None:
-        raise Declined(why_declined(w))
+        raise Declined(why_declined(request))
     return choice
 
 
-def why_declined(w: LaunchRequest) -> str:
+def why_declined(request: LaunchRequest) -> str:
     """Return the message for a request that no kernel takes: what is missing, and what is needed."""
-    r = w.recipe
+    r = request.recipe
     rows, columns = r.block or (1, 1)
-    if searches(w):
+    if searches(request):
         return (
             f"{r.id} has search={r.search!r}, which a kernel before those that make codes does; quantize launches both"
         )
-    if has_own_values(w):
+    if uses_fake_rule(request):
         if r.amax_nan == "lanes":
             what = "amax_nan='lanes'"
         else:
@@ -306,12 +313,12 @@ def why_declined(w: LaunchRequest) -> str:
             f"{what} with fake_rule={r.fake_rule!r} have no CUDA kernel; needs one row of 16, 32, 64, 128, 256 or 512"
             " columns, and amax_nan 'ignore' or 'propagate'; compute on the CPU with cupy.asnumpy(x)"
         )
-    if w.scaled:
+    if request.scaled:
         return (
             f"blocks of {rows}x{columns} under given scales have no CUDA kernel; needs a multiple of {SCALED_RUN}"
             " columns; compute on the CPU with cupy.asnumpy(x)"
         )
-    if w.calibrated and (rows > 1 or r.four_over_six):
+    if request.calibrated and (rows > 1 or r.four_over_six):
         return "block_amax of blocks of several rows, or of 4over6, has no CUDA kernel; compute on the CPU"
     return (
         f"blocks of {rows}x{columns} have no CUDA kernel; needs 16 columns or a multiple of 32 (at most 32 for blocks"

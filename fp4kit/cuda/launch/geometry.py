@@ -16,9 +16,9 @@ from fp4kit.arrays import imports
 
 THREADS = 256
 BLOCKS_PER_SM = 16
-MOST_THREADS = 2048  # of a multiprocessor
-MOST_ELEMENTS = 1 << 33  # of one launch
-MOST_COLUMNS = (1 << 32) - 1  # of a row of blocks
+MAX_THREADS = 2048  # of a multiprocessor
+MAX_ELEMENTS = 1 << 33  # of one launch
+MAX_COLUMNS = (1 << 32) - 1  # of a row of blocks
 UNLIMITED = 1 << 16  # blocks per multiprocessor where each takes one piece of the work
 
 
@@ -28,23 +28,23 @@ def multiprocessors(device: int) -> int:
     return int(imports.cupy().cuda.runtime.getDeviceProperties(device)["multiProcessorCount"])
 
 
-def resident(device: int) -> int:
+def resident_blocks(device: int) -> int:
     """Thread blocks that a device runs at a time, where nothing but their threads limits it."""
-    return multiprocessors(device) * (MOST_THREADS // THREADS)
+    return multiprocessors(device) * (MAX_THREADS // THREADS)
 
 
 def check_count(elements: int) -> None:
     """Raise ValueError for a matrix whose runs of 4 elements cannot be numbered in 32 bits, as kernels do."""
-    if elements > MOST_ELEMENTS:
+    if elements > MAX_ELEMENTS:
         raise ValueError(
-            f"fp4kit.cuda: a matrix of {elements} elements; a kernel takes at most {MOST_ELEMENTS} (2^33); cut the"
+            f"fp4kit.cuda: a matrix of {elements} elements; a kernel takes at most {MAX_ELEMENTS} (2^33); cut the"
             " first axis"
         )
 
 
 def check_columns(columns: int) -> None:
     """Raise ValueError for a row of blocks whose elements cannot be numbered in 32 bits, as kernels do."""
-    if columns > MOST_COLUMNS:
+    if columns > MAX_COLUMNS:
         raise ValueError(
             f"fp4kit.cuda: a row of {columns} elements; a kernel takes at most 2^32 - 1; reshape x to shorter rows"
         )
@@ -151,7 +151,7 @@ def aligned(array: Any, run_bytes: int) -> bool:
     return (array is None or array.data.ptr % 16 == 0) and run_bytes % 16 == 0
 
 
-def ready(array: Any) -> Any:
+def as_aligned(array: Any) -> Any:
     """A contiguous array at a multiple of 16 bytes, copied where it is not; None stays."""
     if array is None:
         return None

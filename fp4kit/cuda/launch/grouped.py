@@ -22,7 +22,7 @@ from fp4kit.cuda.launch import geometry
 from fp4kit.cuda.launch.clip import CLIP
 from fp4kit.cuda.launch.dispatch import LaunchRequest, kernel_for
 from fp4kit.cuda.launch.geometry import THREADS, address, aligned, check_columns, check_count
-from fp4kit.cuda.launch.matrix import AMAX, Matrix, is_whole, struct_of, transform_struct
+from fp4kit.cuda.launch.matrix import AMAX, Matrix, has_aligned_runs, kernel_structs, transform_struct
 
 _GROUP = np.dtype([("members", "u8"), ("count", "i8"), ("pieces", "i8")])
 _PIECE = np.dtype([("member", "u4"), ("index", "u4")])
@@ -32,7 +32,7 @@ PIECES_PER_MULTIPROCESSOR = 20  # if there is little work
 # each. More turns amortize what a piece begins with (a table of factors, loads of its position), but make the end
 # uneven. Time of 8 tensors of 1856 x 2688 relative to one launch, with one turn, PIECES_PER_MULTIPROCESSOR and three
 # turns: nvfp4-te 1.10, 1.03, 1.05; mxfp4-flashinfer 1.03, 1.05, 1.10 (H200, 2026-11-21).
-FEWEST_ELEMENTS, MOST_ELEMENTS = 8192, 24576
+MIN_ELEMENTS, MAX_ELEMENTS = 8192, 24576
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ def is_small(members: Sequence[Any]) -> bool:
     return len(members) <= SMALL_GROUP
 
 
-def pieces_of(elements: np.ndarray, device: int, most: int = MOST_ELEMENTS) -> np.ndarray:
+def piece_counts(elements: np.ndarray, device: int, most: int = MAX_ELEMENTS) -> np.ndarray:
     """Return into how many pieces each tensor is divided. Pieces have one size, as far as whole pieces allow. A tensor
     without elements has one piece.
 
@@ -62,10 +62,10 @@ def pieces_of(elements: np.ndarray, device: int, most: int = MOST_ELEMENTS) -> n
     """
     check_count(int(elements.max()))
     share = int(elements.sum()) // (geometry.multiprocessors(device) * PIECES_PER_MULTIPROCESSOR)
-    return np.maximum(-(-elements // int(np.clip(share, FEWEST_ELEMENTS, most))), 1)
+    return np.maximum(-(-elements // int(np.clip(share, MIN_ELEMENTS, most))), 1)
 
 
-def table_of(members: np.ndarray) -> np.ndarray:
+def group_table(members: np.ndarray) -> np.ndarray:
     """Return the members, followed by their pieces, as grouped.cuh declares them in device memory, in 8-byte words."""
     pieces = members["pieces"]
     work = np.empty(int(pieces.sum()), _PIECE)
@@ -89,7 +89,7 @@ def prepare_group(
         group["pieces"], group["first"] = total, np.pad(first, (0, SMALL_GROUP - len(first)), constant_values=2**32 - 1)
         group["members"][0, : len(members)] = members
     else:
-        table = imports.cupy().asarray(table_of(members))
+        table = imports.cupy().asarray(group_table(members))
         group = np.array([(table.data.ptr, len(members), total)], _GROUP)
     return GroupedLaunch(function, total, group.view(np.dtype((np.void, group.itemsize))), (table, held))
 
@@ -100,27 +100,27 @@ def _quantize_function(kernel: str, struct: str, dtype: np.dtype, whole: bool, s
     return loader.function(source, f"grouped_{kernel}_kernel", device)
 
 
-def quantize_group(matrices: Sequence[Matrix], works: Sequence[LaunchRequest], seed: int = 0) -> GroupedLaunch:
+def quantize_group(matrices: Sequence[Matrix], requests: Sequence[LaunchRequest], seed: int = 0) -> GroupedLaunch:
     """The launch that does launch.quantize_matrix of each matrix.
 
     works: of the matrices, the same but for their shapes; all of one device. Matrices without elements are of shape (n,
     0), where n is how many tensor scales they have.
     """
-    first, r = matrices[0], works[0].recipe
-    choice = kernel_for(works[0]._replace(grouped=True))
-    whole = [is_whole(m, w) for m, w in zip(matrices, works, strict=True)]
+    first, r = matrices[0], requests[0].recipe
+    choice = kernel_for(requests[0]._replace(grouped=True))
+    whole = [has_aligned_runs(m, w) for m, w in zip(matrices, requests, strict=True)]
     arguments = np.zeros(len(matrices), choice.arguments.struct)
     for name in choice.arguments.pointers:
         arguments[name] = [address(getattr(m, name)) for m in matrices]
     arguments["seed"], arguments["group"] = seed, [m.group for m in matrices]
-    sizes = [w.seen_shape if m.x.size else m.x.shape for m, w in zip(matrices, works, strict=True)]
+    sizes = [w.kernel_shape if m.x.size else m.x.shape for m, w in zip(matrices, requests, strict=True)]
     arguments["rows"], arguments["columns"] = zip(*sizes, strict=True)
     if r.block:
         check_columns(int(arguments["columns"].max()))
     device, small = first.x.device.id, is_small(matrices)
-    function = _quantize_function(choice.kernel, struct_of(works[0]), first.x.dtype, all(whole), small, device)
+    function = _quantize_function(choice.kernel, kernel_structs(requests[0]), first.x.dtype, all(whole), small, device)
     simple = small and not has_table(r) and r.tensor_scaling != "row"  # a piece begins with little
-    pieces = pieces_of(np.array([m.x.size for m in matrices]), device, FEWEST_ELEMENTS if simple else MOST_ELEMENTS)
+    pieces = piece_counts(np.array([m.x.size for m in matrices]), device, MIN_ELEMENTS if simple else MAX_ELEMENTS)
     return prepare_group(function, arguments, whole, pieces, tuple(matrices), small)
 
 
@@ -150,7 +150,7 @@ def amax_group(
     kernel = "grouped_amax_rows_kernel" if by_row else "grouped_amax_kernel"
     small = is_small(xs)
     function = _amax_function(kernel, xs[0].dtype, counted, all(whole), small, mask, device)
-    pieces = pieces_of(np.array([x.size for x in xs]), device)
+    pieces = piece_counts(np.array([x.size for x in xs]), device)
     return prepare_group(function, arguments, whole, pieces, (tuple(xs), tuple(outs)), small)
 
 
@@ -178,5 +178,5 @@ def clip_group(clips: Sequence[Clip]) -> GroupedLaunch:
     first = clips[0]
     device, small = first.x.device.id, is_small(clips)
     function = _clip_function(first.x.dtype, first.grad.dtype, all(whole), small, device)
-    pieces = pieces_of(np.array([c.x.size for c in clips]), device, FEWEST_ELEMENTS)
+    pieces = piece_counts(np.array([c.x.size for c in clips]), device, MIN_ELEMENTS)
     return prepare_group(function, arguments, whole, pieces, tuple(clips), small)

@@ -12,7 +12,7 @@ from fp4kit.cuda.compile import loader
 from fp4kit.cuda.compile.instantiate import instantiation
 from fp4kit.cuda.launch.geometry import address
 from fp4kit.cuda.launch.grouped import GroupedLaunch, is_small, prepare_group
-from fp4kit.cuda.launch.transpose import ARGUMENTS, moves, struct_of, work_blocks
+from fp4kit.cuda.launch.transpose import ARGUMENTS, kernel_structs, wide_copies, work_blocks
 from fp4kit.recipes import Recipe
 
 WHOLE_CODES, WORD_SCALES = 1, 2  # what a member's `aligned` is made of: grouped_transpose.cu
@@ -30,14 +30,14 @@ class TransposeMatrix(NamedTuple):
 
 @cache
 def _function(bits: int, block: int, whole: bool, small: bool, device: int) -> Any:
-    source = instantiation("grouped_transpose", struct_of(bits, block, "linear"), kAligned=whole, kSmall=small)
+    source = instantiation("grouped_transpose", kernel_structs(bits, block, "linear"), kAligned=whole, kSmall=small)
     return loader.function(source, "grouped_transpose_kernel", device)
 
 
 def transpose_group(matrices: Sequence[TransposeMatrix], r: Recipe) -> GroupedLaunch:
     """The launch that transposes each matrix, none of them empty; linear scales, all on one device."""
     shapes = [(1, *m.shape) for m in matrices]
-    found = [moves(*m[:2], r, "linear", *m[2:4], shape) for m, shape in zip(matrices, shapes, strict=True)]
+    found = [wide_copies(*m[:2], r, "linear", *m[2:4], shape) for m, shape in zip(matrices, shapes, strict=True)]
     flags = np.array(found) @ (WHOLE_CODES, WORD_SCALES)
     bits, device = r.element.packing.stored_bits, matrices[0].codes.device.id
     small = is_small(matrices)

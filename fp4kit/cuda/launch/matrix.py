@@ -17,8 +17,8 @@ from fp4kit.cuda.compile import loader
 from fp4kit.cuda.compile.instantiate import instantiation
 from fp4kit.cuda.compile.traits import FINDERS, TYPES, recipe_struct
 from fp4kit.cuda.launch.dispatch import (
-    KEPT,
-    MOST_RUNS,
+    CACHE_SIZE,
+    MORE_VALUE_RUNS,
     VALUE_RUNS,
     KernelChoice,
     LaunchRequest,
@@ -34,7 +34,7 @@ from fp4kit.cuda.launch.geometry import (
     check_columns,
     check_count,
     grid,
-    resident,
+    resident_blocks,
 )
 from fp4kit.formats import E4M3
 from fp4kit.layouts import padded_shape
@@ -74,19 +74,23 @@ class Matrix(NamedTuple):
     group: int = 0
 
 
-def is_whole(m: Matrix, work: LaunchRequest) -> bool:
+def has_aligned_runs(m: Matrix, request: LaunchRequest) -> bool:
     """Whether every run of a matrix begins at a multiple of 16 bytes, in values too where they are written."""
-    rows, columns = work.seen_shape
+    rows, columns = request.kernel_shape
     return aligned(m.x, columns * m.x.dtype.itemsize if rows > 1 else 16) and (
         m.values is None or m.values.data.ptr % 16 == 0
     )
 
 
-def struct_of(work: LaunchRequest) -> str:
+def kernel_structs(request: LaunchRequest) -> str:
     """The structs that a kernel of a choice is instantiated with."""
-    options: dict[str, Any] = {"fake": work.values, "stochastic": work.stochastic, "calibrated": work.calibrated}
-    r = decoding(faking(work.recipe), work.dtype) if work.values else work.recipe
-    return recipe_struct(r, work.layout, **options, sign_mask=work.mask, finds_amax=work.finds_amax)
+    options: dict[str, Any] = {
+        "fake": request.values,
+        "stochastic": request.stochastic,
+        "calibrated": request.calibrated,
+    }
+    r = decoding(faking(request.recipe), request.dtype) if request.values else request.recipe
+    return recipe_struct(r, request.layout, **options, sign_mask=request.mask, finds_amax=request.finds_amax)
 
 
 @cache
@@ -96,26 +100,26 @@ def _function(kernel: str, struct: str, dtype: np.dtype, whole: bool, device: in
     )
 
 
-@lru_cache(KEPT)
-def quantize_launch(choice: KernelChoice, work: LaunchRequest, whole: bool, device: int) -> Launch:
+@lru_cache(CACHE_SIZE)
+def quantize_launch(choice: KernelChoice, request: LaunchRequest, whole: bool, device: int) -> Launch:
     """The launch of a choice for a work; called with the addresses of the way's pointers, and seed and group where it
     takes them.
     """
-    sizes = choice.sizes(work)
+    sizes = choice.sizes(request)
     check_count(sizes[0] * sizes[1])
-    if work.recipe.block:
+    if request.recipe.block:
         check_columns(sizes[1])
-    function = _function(choice.kernel, struct_of(work), work.dtype, whole, device)
-    blocks = choice.grid(work, device)
-    if work.finds_amax:
+    function = _function(choice.kernel, kernel_structs(request), request.dtype, whole, device)
+    blocks = choice.grid(request, device)
+    if request.finds_amax:
         blocks = -(-blocks // FINDERS) * FINDERS
     return Launch(function, blocks, choice.arguments.struct, *sizes, threads=choice.threads)
 
 
-def quantize_matrix(m: Matrix, work: LaunchRequest, seed: int = 0, choice: KernelChoice | None = None) -> None:
+def quantize_matrix(m: Matrix, request: LaunchRequest, seed: int = 0, choice: KernelChoice | None = None) -> None:
     """Quantize a matrix by the way that takes the work, or by one that is named."""
-    choice = choice or kernel_for(work)
-    launch = quantize_launch(choice, work, is_whole(m, work), m.x.device.id)
+    choice = choice or kernel_for(request)
+    launch = quantize_launch(choice, request, has_aligned_runs(m, request), m.x.device.id)
     numbers = (seed, m.group) if choice.arguments.words else ()
     launch(*(address(getattr(m, name)) for name in choice.arguments.pointers), *numbers)
 
@@ -128,7 +132,7 @@ def _dequantize_function(r: Recipe, layout: str, original: np.dtype, dtype: np.d
     return loader.function(source, "dequantize_kernel", device)
 
 
-@lru_cache(KEPT)
+@lru_cache(CACHE_SIZE)
 def dequantize_launch(
     r: Recipe, layout: str, original: np.dtype, dtype: np.dtype, shape: tuple[int, int], device: int
 ) -> Launch:
@@ -138,9 +142,9 @@ def dequantize_launch(
     if layout == "linear" and r.tensor_scaling != "row":
         rows, columns = 1, rows * columns
     many = layout != "linear" and r.scale == E4M3 and r.tensor_scaling in ("none", "tensor") and dtype.itemsize == 2
-    blocks = grid(value_blocks(rows, columns, dtype, MOST_RUNS if many else VALUE_RUNS), device, UNLIMITED)
+    blocks = grid(value_blocks(rows, columns, dtype, MORE_VALUE_RUNS if many else VALUE_RUNS), device, UNLIMITED)
     function = _dequantize_function(r, layout, original, dtype, device)
-    return Launch(function, blocks, _DEQUANTIZE, rows, columns, resident(device))
+    return Launch(function, blocks, _DEQUANTIZE, rows, columns, resident_blocks(device))
 
 
 @cache
@@ -185,7 +189,7 @@ def _amax_function(kernel: str, dtype: np.dtype, counted: str, whole: bool, mask
     return loader.function(source, kernel, device)
 
 
-@lru_cache(KEPT)
+@lru_cache(CACHE_SIZE)
 def amax_launch(
     dtype: np.dtype,
     counted: str,

@@ -9,7 +9,7 @@ import numpy as np
 
 from fp4kit.cuda.compile import loader
 from fp4kit.cuda.compile.instantiate import instantiation
-from fp4kit.cuda.launch.dispatch import KEPT
+from fp4kit.cuda.launch.dispatch import CACHE_SIZE
 from fp4kit.cuda.launch.geometry import THREADS, UNLIMITED, Launch, aligned, grid
 
 _ARGUMENTS = np.dtype([("in", "u8"), ("out", "u8"), ("bytes", "i8")])
@@ -26,7 +26,7 @@ def _function(kernel: str, whole: bool, device: int) -> Any:
     return loader.function(source(whole), kernel, device)
 
 
-@lru_cache(KEPT)
+@lru_cache(CACHE_SIZE)
 def _launch(kernel: str, whole: bool, packed_bytes: int, device: int) -> Launch:
     blocks = -(-packed_bytes // (_BYTES_PER_THREAD * THREADS))
     return Launch(_function(kernel, whole, device), grid(blocks, device, UNLIMITED), _ARGUMENTS, packed_bytes)

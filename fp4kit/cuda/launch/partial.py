@@ -19,7 +19,7 @@ from fp4kit.cuda.compile.instantiate import instantiation
 from fp4kit.cuda.compile.traits import TYPES, recipe_struct
 from fp4kit.cuda.launch.dispatch import LaunchRequest, kernel_for
 from fp4kit.cuda.launch.geometry import THREADS, grid
-from fp4kit.cuda.launch.grouped import GroupedLaunch, pieces_of, prepare_group
+from fp4kit.cuda.launch.grouped import GroupedLaunch, piece_counts, prepare_group
 from fp4kit.recipes import Recipe
 
 FLOAT32 = np.dtype(np.float32)
@@ -69,7 +69,7 @@ def launch(kernel: str, r: Recipe, dtype: np.dtype, table: np.ndarray, work: int
     takes.
     """
     plain = table.view(np.dtype((np.void, table.itemsize)))  # CuPy is quicker with it: see geometry.Launch
-    _function(kernel, r, dtype, False, device)((grid(_up(work, THREADS), device, PER_SM),), (THREADS,), (plain,))
+    _function(kernel, r, dtype, False, device)((grid(_ceil_div(work, THREADS), device, PER_SM),), (THREADS,), (plain,))
 
 
 def prepare(
@@ -77,7 +77,7 @@ def prepare(
 ) -> GroupedLaunch:
     """The launch of a kernel for all matrices of a table. held: the arrays that the table points to."""
     function = _function(kernel, r, dtype, True, device)
-    return prepare_group(function, table, np.ones(len(table), bool), pieces_of(RUN * work, device), held)
+    return prepare_group(function, table, np.ones(len(table), bool), piece_counts(RUN * work, device), held)
 
 
 # ---- what the kernels take ----
@@ -105,17 +105,17 @@ def block_span(start: Any, end: Any, columns: Any, r: Recipe) -> tuple[Any, Any]
     """
     height, width = r.block or (1, 1)
     if height == 1:
-        return start // width, _up(end, width)
+        return start // width, _ceil_div(end, width)
     wide = columns // width
-    return start // columns // height * wide, _up(_up(end, columns), height) * wide
+    return start // columns // height * wide, _ceil_div(_ceil_div(end, columns), height) * wide
 
 
 def run_count(start: Any, end: Any) -> Any:
     """Number of runs that elements [start, end) lie in."""
-    return _up(end, RUN) - start // RUN
+    return _ceil_div(end, RUN) - start // RUN
 
 
-def _up(a: Any, b: Any) -> Any:
+def _ceil_div(a: Any, b: Any) -> Any:
     """a / b rounded up."""
     return -(-a // b)
 
@@ -132,7 +132,7 @@ def amax_shard(x: Any, block_amax: Any, shape: tuple[int, int], start: int, r: R
 def factor_rows(start: int, end: int, shape: tuple[int, int], r: Recipe) -> tuple[int, int]:
     """First and last + 1 of the rows of blocks that elements [start, end) of a matrix lie in."""
     K = shape[1]
-    return start // K // r.block_rows, _up(_up(end, K), r.block_rows)
+    return start // K // r.block_rows, _ceil_div(_ceil_div(end, K), r.block_rows)
 
 
 def cast_shard(

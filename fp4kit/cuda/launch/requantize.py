@@ -11,7 +11,7 @@ from fp4kit.arrays import imports
 from fp4kit.cuda.compile import loader
 from fp4kit.cuda.compile.instantiate import instantiation
 from fp4kit.cuda.compile.traits import TYPES, recipe_struct
-from fp4kit.cuda.launch.dispatch import KEPT
+from fp4kit.cuda.launch.dispatch import CACHE_SIZE
 from fp4kit.cuda.launch.geometry import THREADS, Launch, address, grid
 from fp4kit.quantized.container import Quantized
 from fp4kit.recipes import Recipe
@@ -28,7 +28,7 @@ def _keep_function(kernel: str, target: Recipe, dtype: np.dtype, unsigned_zero: 
     return loader.function(source, kernel, device)
 
 
-@lru_cache(KEPT)
+@lru_cache(CACHE_SIZE)
 def _keep_launch(
     kernel: str, target: Recipe, dtype: np.dtype, unsigned_zero: bool, blocks: int, source_block: int, device: int
 ) -> Launch:
@@ -52,7 +52,7 @@ def keep_codes(codes: Any, scales: Any, r: Recipe, result: Quantized) -> None:
         launch(*map(address, arrays))
 
 
-@lru_cache(KEPT)
+@lru_cache(CACHE_SIZE)
 def _changed_launch(count: int, device: int) -> Launch:
     function = loader.function(instantiation("count_changed"), "count_changed_kernel", device)
     return Launch(function, grid(-(-count // (4 * THREADS)), device), _CHANGED, count)

@@ -9,7 +9,7 @@ from fp4kit.call.parse import Declined
 from fp4kit.formats import E2M1, ElementFormat, is_same
 from fp4kit.recipes import Recipe
 
-WIDEST = 100  # exponents of values of elements, of either sign: then no step of encode or decode leaves float32
+MAX_EXPONENT = 100  # exponents of values of elements, of either sign: then no step of encode or decode leaves float32
 FOUR_OVER_SIX_COLUMNS = 16
 
 
@@ -46,4 +46,4 @@ def _limits(r: Recipe) -> Iterator[tuple[bool, str, str]]:
 def _has_kernels(e: ElementFormat) -> bool:
     if e.is_integer:
         return True
-    return -WIDEST <= e.emin - e.mantissa_bits and e.emax <= WIDEST and e.bias >= 0
+    return -MAX_EXPONENT <= e.emin - e.mantissa_bits and e.emax <= MAX_EXPONENT and e.bias >= 0

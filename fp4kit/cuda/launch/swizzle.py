@@ -10,7 +10,7 @@ import numpy as np
 
 from fp4kit.cuda.compile import loader
 from fp4kit.cuda.compile.instantiate import instantiation
-from fp4kit.cuda.launch.dispatch import KEPT
+from fp4kit.cuda.launch.dispatch import CACHE_SIZE
 from fp4kit.cuda.launch.geometry import THREADS, UNLIMITED, Launch, aligned, grid
 from fp4kit.layouts import padded_shape
 
@@ -29,7 +29,7 @@ def _function(layout: str, target: str, quads: bool, device: int) -> Any:
     return loader.function(source(layout, target, quads), "swizzle_kernel", device)
 
 
-@lru_cache(KEPT)
+@lru_cache(CACHE_SIZE)
 def _launch(layout: str, target: str, quads: bool, size: int, shape: tuple[int, int, int], device: int) -> Launch:
     blocks = -(-size // (THREADS * (64 if quads else 4)))
     function = _function(layout, target, quads, device)

@@ -9,7 +9,7 @@ import numpy as np
 
 from fp4kit.cuda.compile import loader
 from fp4kit.cuda.compile.instantiate import instantiation
-from fp4kit.cuda.launch.dispatch import KEPT
+from fp4kit.cuda.launch.dispatch import CACHE_SIZE
 from fp4kit.cuda.launch.geometry import THREADS, UNLIMITED, Launch, aligned, grid
 from fp4kit.recipes import Recipe
 
@@ -21,10 +21,10 @@ BLOCKS = (16, 32, 64)  # sizes of square blocks that the kernel has
 
 def source(bits: int, block: int, layout: str, whole: bool = True, words: bool = True) -> str:
     """Instantiation for codes of `bits` in square blocks; whole: codes move by 16 bytes; words: scales by four."""
-    return instantiation("transpose", struct_of(bits, block, layout, words), kAligned=whole)
+    return instantiation("transpose", kernel_structs(bits, block, layout, words), kAligned=whole)
 
 
-def struct_of(bits: int, block: int, layout: str, words: bool = True) -> str:
+def kernel_structs(bits: int, block: int, layout: str, words: bool = True) -> str:
     """S of the kernel."""
     struct = f"struct S {{ static constexpr int kBits = {bits}, kBlock = {block}; "
     struct += f"static constexpr ScaleLayout kLayout = ScaleLayout::{layout}; "
@@ -36,7 +36,7 @@ def _function(bits: int, block: int, layout: str, whole: bool, words: bool, devi
     return loader.function(source(bits, block, layout, whole, words), "transpose_kernel", device)
 
 
-@lru_cache(KEPT)
+@lru_cache(CACHE_SIZE)
 def _launch(
     bits: int, block: int, layout: str, whole: bool, words: bool, shape: tuple[int, int, int], device: int
 ) -> Launch:
@@ -56,11 +56,11 @@ def launch_of(
     codes: Any, scales: Any, r: Recipe, layout: str, out: Any, scales_out: Any, shape: tuple[int, int, int]
 ) -> Launch:
     """Return the launch for such arrays, which is called with their addresses; outs are None before they exist."""
-    whole, words = moves(codes, scales, r, layout, out, scales_out, shape)
+    whole, words = wide_copies(codes, scales, r, layout, out, scales_out, shape)
     return _launch(r.element.packing.stored_bits, r.block_size, layout, whole, words, shape, codes.device.id)
 
 
-def moves(
+def wide_copies(
     codes: Any, scales: Any, r: Recipe, layout: str, out: Any, scales_out: Any, shape: tuple[int, int, int]
 ) -> tuple[bool, bool]:
     """Whether codes move by 16 bytes, and scales by four."""

@@ -13,7 +13,7 @@ from fp4kit.call.parse import HADAMARD_BLOCK
 from fp4kit.cuda.compile import loader
 from fp4kit.cuda.compile.instantiate import instantiation
 from fp4kit.cuda.compile.traits import TYPES, recipe_struct
-from fp4kit.cuda.engine.search_amaxes import bits_of
+from fp4kit.cuda.engine.search_amaxes import float64_bits
 from fp4kit.cuda.engine.search_scales import SEARCH_THREADS
 from fp4kit.cuda.launch.geometry import THREADS, Launch, address, grid
 from fp4kit.recipes import RECIPES
@@ -50,4 +50,6 @@ def put_powers(d: Any, out: Any, p: float) -> None:
     text = '#include "pow.cuh"\n' + (HERE / "power.cu").read_text()
     fields = np.dtype([("d", "u8"), ("out", "u8"), ("count", "i8"), ("power", "f8")])
     function = loader.function(text, "power_kernel", d.device.id)
-    Launch(function, grid(-(-d.size // THREADS), d.device.id), fields, d.size, bits_of(p))(address(d), address(out))
+    Launch(function, grid(-(-d.size // THREADS), d.device.id), fields, d.size, float64_bits(p))(
+        address(d), address(out)
+    )

@@ -13,7 +13,7 @@ from host.device_memory import ALIGNMENT, PAGE, UNIT, UNWRITTEN, check_around_al
 from inputs import BF16, ordinary
 
 import fp4kit
-from fp4kit.cuda.engine.buffers import FLOAT32, UINT8, New, memory_of
+from fp4kit.cuda.engine.buffers import FLOAT32, UINT8, NewArray, library_of
 from fp4kit.cuda.launch import geometry, matrix, pack_codes
 from fp4kit.cuda.launch.dispatch import LaunchRequest, kernel_for
 from fp4kit.evidence.testing import assert_same_bits
@@ -25,15 +25,15 @@ pytestmark = pytest.mark.usefixtures("played_gpu")
 
 
 def test_small_new_arrays_share_memory_and_large_ones_do_not():
-    cleared, plain, scalar = New((128, 4), UINT8, zeros=True), New((3, 5), UINT8), New((), FLOAT32)
-    make = memory_of(cupy.empty(1, np.uint8)).maker([plain, cleared, scalar])
+    cleared, plain, scalar = NewArray((128, 4), UINT8, zeros=True), NewArray((3, 5), UINT8), NewArray((), FLOAT32)
+    make = library_of(cupy.empty(1, np.uint8)).maker([plain, cleared, scalar])
     first, second = make(), make()
     starts = [a.data.ptr for a in first]
     assert [p - starts[0] for p in starts] == [0, 256, 768] and starts[0] % ALIGNMENT == 0
     assert [(a.shape, a.dtype) for a in first] == [(new.shape, new.dtype) for new in (plain, cleared, scalar)]
     assert not first[1].get().any() and (first[0].get() == UNWRITTEN).all()
     assert second[0].data.mem is not first[0].data.mem is first[2].data.mem
-    large = memory_of(first[0]).maker([New((1 << 20,), UINT8), scalar, cleared])()
+    large = library_of(first[0]).maker([NewArray((1 << 20,), UINT8), scalar, cleared])()
     assert len({id(a.data.mem) for a in large}) == 3 and not large[2].get().any()
 
 
