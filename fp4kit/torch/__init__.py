@@ -2,7 +2,8 @@
 
 - fake_quantize and fake_quantize_grouped have gradients.
 - quantize returns a Quantized of tensors, and dequantize takes one.
-- fake_quantize_model trains a model with fake-quantized weights, by its parametrization FakeQuantized.
+- fake_quantize_model trains a model with fake-quantized weights, by its parametrization FakeQuantized. Its argument
+  FakeQuantSettings says which parameters, and with which recipe.
 
 All are custom operators. So torch.compile(fullgraph=True), torch.export, torch.func, checkpointing, autocast and CUDA
 graphs work, on CPU and CUDA. In compiled code, quantize, dequantize and recipes passed as Recipe objects need PyTorch
@@ -12,7 +13,16 @@ graphs work, on CPU and CUDA. In compiled code, quantize, dequantize and recipes
 from fp4kit.torch import trees
 from fp4kit.torch.functions import dequantize, fake_quantize, fake_quantize_grouped, quantize
 from fp4kit.torch.modules import FakeQuantized, fake_quantize_model
+from fp4kit.training.settings import FakeQuantSettings
 
-__all__ = ["FakeQuantized", "dequantize", "fake_quantize", "fake_quantize_grouped", "fake_quantize_model", "quantize"]
+__all__ = [
+    "FakeQuantSettings",
+    "FakeQuantized",
+    "dequantize",
+    "fake_quantize",
+    "fake_quantize_grouped",
+    "fake_quantize_model",
+    "quantize",
+]
 
 trees.register()

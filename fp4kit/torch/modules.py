@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import difflib
+import warnings
 from collections.abc import Iterator
+from contextlib import contextmanager
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
 from torch.nn.utils import parametrize
 
+from fp4kit.recipes import Recipe
 from fp4kit.recipes.to_string import to_spec
 from fp4kit.torch.functions import fake_quantize
 from fp4kit.torch.operators import check_fake
-from fp4kit.training.settings import FakeQuantSettings, naming
+from fp4kit.training.settings import EXPERT_WEIGHTS, FakeQuantSettings, naming
 
 
 class FakeQuantized(torch.nn.Module):
@@ -65,8 +70,13 @@ def fake_quantize_model(model: torch.nn.Module, settings: FakeQuantSettings) -> 
     Returns:
         The names of the parameters.
 
+    Warns:
+        UserWarning: one of the wildcards in settings.parameters matches no parameter, but another one does. The two
+            spellings of expert weights that FakeQuantSettings.from_environment uses never warn.
+
     Raises:
         TypeError: model is not a module, or settings is not a FakeQuantSettings.
+        ValueError: the settings have a recipe, but include no parameter of the model.
         ValueError: a parameter is already fake-quantized.
         TypeError, ValueError: as for fake_quantize, with the parameter's name in front. After any error the model is
             unchanged.
@@ -78,14 +88,17 @@ def fake_quantize_model(model: torch.nn.Module, settings: FakeQuantSettings) -> 
     """
     _check_kind("fake_quantize_model", "model", model, torch.nn.Module)
     _check_kind("fake_quantize_model", "settings", settings, FakeQuantSettings)
-    matching = [place for place in _parameters(model) if settings.is_quantized(place[0])]
+    places = list(_parameters(model))
+    matching = [place for place in places if settings.is_quantized(place[0])]
+    if settings.recipe is not None:
+        _check_patterns([name for name, _, _ in places], settings, bool(matching))
     selected = list({(id(module), leaf): (name, module, leaf) for name, module, leaf in reversed(matching)}.values())[
         ::-1
     ]
     recipe = settings.resolved
     for name, module, leaf in selected:
         _check(name, module, leaf)
-        with naming(name):
+        with _naming_the_way_out(name), naming(name):
             check_fake(
                 "fake_quantize",
                 getattr(module, leaf),
@@ -123,10 +136,52 @@ def _parts(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
     return found.modules()
 
 
+@contextmanager
+def _naming_the_way_out(parameter: str) -> Iterator[None]:
+    """Append to every ValueError raised inside how to leave the parameter out of the settings."""
+    try:
+        yield
+    except ValueError as error:
+        text = str(error).removesuffix("; pad with fp4kit.layouts.pad")
+        hint = f"leave the parameter out with FakeQuantSettings(..., exclude=({parameter!r},))"
+        raise ValueError(f"{text}; {hint}") from None
+
+
+def _check_patterns(names: list[str], settings: FakeQuantSettings, any_selected: bool) -> None:
+    """Raise ValueError if the settings include none of the names; warn about each wildcard that matches none."""
+    unused = [p for p in settings.parameters if not any(fnmatchcase(name, p) for name in names)]
+    if not any_selected:
+        state = f"none matches parameters={settings.parameters!r}"
+        if len(unused) < len(settings.parameters):
+            state = f"exclude={settings.exclude!r} leaves out all that match parameters={settings.parameters!r}"
+        raise ValueError(
+            f"fake_quantize_model: the settings include no parameter of the model: {state}; "
+            f"{_similar(names, unused)}; correct the wildcards, or pass FakeQuantSettings() to quantize nothing"
+        )
+    for pattern in unused:
+        if pattern not in EXPERT_WEIGHTS:
+            warnings.warn(
+                f"fake_quantize_model: no parameter matches {pattern!r}, so it quantizes nothing; "
+                f"{_similar(names, [pattern])}",
+                stacklevel=3,
+            )
+
+
+def _similar(names: list[str], patterns: list[str]) -> str:
+    """Return text that lists up to three of the names, those most similar to the patterns first."""
+    near = [name for pattern in patterns for name in difflib.get_close_matches(pattern, names, n=3, cutoff=0)]
+    shown = list(dict.fromkeys([*near, *names]))[:3]
+    return f"its parameters are {', '.join(map(repr, shown))}" + (", ..." if len(names) > len(shown) else "")
+
+
 def _check_kind(op: str, name: str, value: Any, kind: type) -> None:
     """Raise TypeError unless value is an instance of kind."""
-    if not isinstance(value, kind):
-        raise TypeError(f"{op}: {name} is {value!r:.60}; needs a {kind.__name__}")
+    if isinstance(value, kind):
+        return
+    text = f"{op}: {name} is {value!r:.60}; needs a {kind.__name__}"
+    if kind is FakeQuantSettings and isinstance(value, (str, Recipe)):
+        text += f"; pass fp4kit.torch.FakeQuantSettings({getattr(value, 'id', value)!r}, parameters=('*.weight',))"
+    raise TypeError(text)
 
 
 def _check(name: str, module: torch.nn.Module, leaf: str) -> None:

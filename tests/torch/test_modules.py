@@ -8,7 +8,7 @@ from tensors import to_numpy
 
 import fp4kit
 from fp4kit.evidence.testing import assert_same_bits
-from fp4kit.training.settings import FakeQuantSettings
+from fp4kit.training.settings import EXPERT_WEIGHTS, FakeQuantSettings
 
 torch = pytest.importorskip("torch")
 ft = importlib.import_module("fp4kit.torch")
@@ -84,3 +84,45 @@ def test_anything_but_a_model_and_settings():
         ft.FakeQuantized("mxfp4", "weight")
     with pytest.raises(TypeError, match=r"^FakeQuantSettings: pass_through is 'no'; needs True or False"):
         FakeQuantSettings("mxfp4", pass_through="no")
+
+
+def test_settings_that_include_no_parameter():
+    """A typo in a wildcard would otherwise train in full precision, in silence."""
+    with pytest.raises(
+        ValueError,
+        match=r"^fake_quantize_model: the settings include no parameter of the model: none matches parameters="
+        r"\('0\.wieght',\); its parameters are '0\.weight', '2\.weight', '\d\.bias', \.\.\.; correct the wildcards, "
+        r"or pass FakeQuantSettings\(\) to quantize nothing$",
+    ):
+        ft.fake_quantize_model(a_model(), FakeQuantSettings("nvfp4-te", parameters=("0.wieght",)))
+    with pytest.raises(ValueError, match=r"exclude=\('\*',\) leaves out all that match parameters=\('\*',\)"):
+        ft.fake_quantize_model(a_model(), FakeQuantSettings("nvfp4-te", exclude=("*",)))
+
+
+def test_one_wildcard_of_several_matches_nothing():
+    settings = FakeQuantSettings("nvfp4-te", parameters=("0.weight", "2.wieght"))
+    with pytest.warns(UserWarning, match=r"no parameter matches '2.wieght', so it quantizes nothing; its parameters"):
+        assert ft.fake_quantize_model(a_model(), settings) == ["0.weight"]
+    experts = torch.nn.ModuleDict({"experts": torch.nn.ModuleList([torch.nn.Linear(32, 32, bias=False)])})
+    model = torch.nn.ModuleDict({"mlp": experts})
+    assert ft.fake_quantize_model(model, FakeQuantSettings("mxfp4", parameters=EXPERT_WEIGHTS)) == [
+        "mlp.experts.0.weight"
+    ]
+
+
+def test_a_parameter_whose_length_does_not_fit():
+    model = torch.nn.Sequential(torch.nn.Linear(32, 50))
+    with pytest.raises(
+        ValueError,
+        match=r"^0.bias: fake_quantize: axis 0 has length 50; nvfp4-te needs a multiple of 16; leave the parameter out "
+        r"with FakeQuantSettings\(..., exclude=\('0.bias',\)\)$",
+    ):
+        ft.fake_quantize_model(model, FakeQuantSettings("nvfp4-te"))
+
+
+def test_an_id_in_place_of_the_settings():
+    with pytest.raises(
+        TypeError, match=r"needs a FakeQuantSettings; pass fp4kit.torch.FakeQuantSettings\('mxfp4', parameters="
+    ):
+        ft.fake_quantize_model(a_model(), "mxfp4")
+    assert ft.FakeQuantSettings is FakeQuantSettings
