@@ -1,4 +1,6 @@
-"""Headers of the kernels launched alone, by kernels of their own: the Hadamard transform, powers, bounds of losses."""
+"""Launch single headers of the kernels through kernels written for this purpose: Hadamard transform, powers, bounds of
+losses.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +26,8 @@ HERE = Path(__file__).parent
 def transform(x: Any, mask: int) -> tuple[Any, Any, Any]:
     """Transform runs (n, 16), n even, by hadamard.cuh.
 
-    Returns the transforms; the transforms by the code for columns, two at a time; and 1 for each run that sums in
-    float32 decided, else 0.
+    Returns three arrays: the transforms; the transforms by the code for columns, which transforms two at a time; and 1
+    per run for which the float32 sums were certain, else 0.
     """
     y, columns, is_short = cupy.empty_like(x), cupy.empty_like(x), cupy.zeros(len(x), np.uint8)
     text = f'#include "hadamard.cuh"\nusing Input = {TYPES[x.dtype]};\nconstexpr u32 kSignMask = {mask}u;\n'
@@ -37,7 +39,7 @@ def transform(x: Any, mask: int) -> tuple[Any, Any, Any]:
 
 
 def put_bounds(x: Any, reciprocals: Any, first: Any, out: Any) -> None:
-    """Write the sums of bounds of search_loss_bounds.cuh to out."""
+    """Write the sums of loss bounds of search_loss_bounds.cuh to out."""
     text = instantiation("search", recipe_struct(RECIPES[STATIC])).replace("search.cu", "search_loss_bounds.cuh")
     text += (HERE / "bounds.cu").read_text()
     fields = np.dtype([(name, "u8") for name in ("x", "reciprocals", "first", "out", "count")])
@@ -46,7 +48,7 @@ def put_bounds(x: Any, reciprocals: Any, first: Any, out: Any) -> None:
 
 
 def put_powers(d: Any, out: Any, p: float) -> None:
-    """Write d^p, by pow.cuh, to out: float64."""
+    """Write d^p, computed by pow.cuh in float64, to out."""
     text = '#include "pow.cuh"\n' + (HERE / "power.cu").read_text()
     fields = np.dtype([("d", "u8"), ("out", "u8"), ("count", "i8"), ("power", "f8")])
     function = loader.function(text, "power_kernel", d.device.id)

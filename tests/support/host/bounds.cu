@@ -1,5 +1,5 @@
-// Test kernel of search_loss_bounds.cuh: stores the sums of lower bounds of the losses of first ... first + 7 for each
-// block. Block i has i % 8 + 1 candidates.
+// Test kernel of search_loss_bounds.cuh: store, per block, the sums of lower bounds of the losses of candidates first
+// to first + 7. Block i has i % 8 + 1 candidates.
 struct Arguments {
   const float *x, *reciprocals;
   const u32* first;

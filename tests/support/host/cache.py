@@ -1,5 +1,5 @@
-"""Files that take long to make, kept between runs of the tests: programs and cubins, by a key of all they are made
-of.
+"""Keep files that take long to make (programs and cubins) between test runs, under a key of everything they are made
+from.
 """
 
 from __future__ import annotations
@@ -18,27 +18,29 @@ from fp4kit.cuda.compile import loader
 
 try:
     import fcntl
-except ImportError:  # not on this system: two processes may make one file, and the later one stays
+except ImportError:  # not on this system: two processes may then make the same file, and the later file stays
     fcntl = None
 
-LIMIT = 512 * 2**20  # bytes; a run of all tests, the exhaustive ones too, leaves less
-IN_USE = 3600  # seconds for which an entry stays after it was asked for
+LIMIT = 512 * 2**20  # bytes; a run of all tests, exhaustive ones included, leaves less
+IN_USE = 3600  # seconds for which a requested file stays
 
 
 def key_of(parts: Iterable[str]) -> str:
-    """A name for what is made of these texts; where one ends and the next begins counts."""
+    """Return a key for a list of texts. It also depends on where one text ends and the next begins."""
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
 
 
 class Cache:
-    """A folder of files by key. Processes share it: one makes a file while the others wait for it."""
+    """Folder of files by key, shared by processes. One process makes a file while the others wait for it."""
 
     def __init__(self, folder: Path, limit: int = LIMIT) -> None:
         self.folder, self._limit = folder, limit
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
 
     def get(self, key: str, make: Callable[[Path], object]) -> Path:
-        """Path of the file of a key; make(path) writes it where there is none yet, and what it raises leaves none."""
+        """Return the path of a key's file. If there is none yet, make(path) writes it. If make raises, no
+        file is left.
+        """
         path = self.folder / key
         with (self.folder / f"{key}.lock").open("wb") as lock:
             if fcntl is not None:
@@ -53,16 +55,16 @@ class Cache:
         return path
 
     def _shrink(self) -> None:
-        """Remove what was asked for longest ago until the rest fits, but nothing that may be in use."""
+        """Remove the least recently used files until the rest fits. Files that may be in use stay."""
         found = []
         for path in self.folder.iterdir():
-            with suppress(FileNotFoundError):  # another process shrinks, too
+            with suppress(FileNotFoundError):  # another process is shrinking the cache too
                 found.append((path.stat().st_mtime, path.stat().st_size, path))
         total, now = sum(size for _, size, _ in found), time.time()
         for used, size, path in sorted(found):
             if now - used < IN_USE:
                 break
-            if path.is_dir():  # of a process that was killed
+            if path.is_dir():  # left by a process that was killed
                 shutil.rmtree(path, ignore_errors=True)
             elif total > self._limit or path.suffix == ".lock":
                 path.unlink(missing_ok=True)
@@ -71,5 +73,7 @@ class Cache:
 
 @cache
 def shared() -> Cache:
-    """The cache of this user: ~/.cache/fp4kit/host, or one in the temporary directory where that cannot be written."""
+    """Return this user's cache: ~/.cache/fp4kit/host, or a folder in the temporary directory if that cannot be
+    written.
+    """
     return Cache(loader.cache_folder().parent / "host")

@@ -1,4 +1,4 @@
-"""The system's C++ compiler: found, tried out, and asked only for what no earlier run of the tests has built."""
+"""Find the system's C++ compiler, and compile only what no earlier run of the tests has compiled."""
 
 from __future__ import annotations
 
@@ -16,34 +16,34 @@ import pytest
 from host.cache import key_of, shared
 
 HERE = Path(__file__).parent
-# Not optimized: the short runs would not pay for it.
+# Not optimized, because optimizing takes longer than it saves in short runs.
 FLAGS = ("-std=c++20", "-O0", "-g1", "-ffp-contract=off", "-frounding-math", "-Wno-unknown-pragmas")
-# The sanitizer of undefined behaviour traps, so the process needs no library of a sanitizer. It also sees an address
-# that is not aligned, which a GPU refuses and the host's CPU takes. For address 0 the signal tells more.
+# The undefined-behaviour sanitizer traps, so the process needs no runtime library. It also detects misaligned
+# addresses, which a GPU rejects and the CPU accepts. Address 0 is left to the signal, whose message says more.
 TRAPS = ("-fsanitize=undefined", "-fno-sanitize=null", "-fsanitize-undefined-trap-on-error")
 PROBE = '#include "library.h"\nint main(int n, char**) { return static_cast<int>(static_cast<_Float16>(n - 1)); }\n'
 _INCLUDE = re.compile(r'^\s*#\s*include "([^"]+)"', re.MULTILINE)
 
 
 class Compiler(NamedTuple):
-    """A C++ compiler that can build the programs, and its flags."""
+    """Describe a C++ compiler that can build the programs, and its flags."""
 
     command: tuple[str, ...]
 
     @property
     def traps(self) -> bool:
-        """Whether kernels stop at undefined behaviour and at an address that is not aligned."""
+        """Return True if kernels stop at undefined behaviour and at misaligned addresses."""
         return TRAPS[0] in self.command
 
     def build(self, text: str, program: Path, *include: Path) -> None:
-        """Compile the text of a translation unit to a program, or copy what an earlier run compiled of the same.
+        """Compile the text of a translation unit to a program, or copy the result of an earlier identical compilation.
 
-        Raises AssertionError with what the compiler says.
+        Raises AssertionError with the compiler's output.
         """
         folders = (*include, HERE)
         key = key_of([*identity(self.command[0]), *self.command, text, *closure(text, folders)])
         found = shared().get(key, lambda path: self._compile(text, path, folders))
-        shutil.copy(found, program)  # its own copy: the cache may drop the other
+        shutil.copy(found, program)  # a copy, because the cache may remove its file
 
     def _compile(self, text: str, program: Path, folders: tuple[Path, ...]) -> None:
         source = program.with_suffix(".cpp")
@@ -54,7 +54,7 @@ class Compiler(NamedTuple):
 
 
 def closure(text: str, folders: tuple[Path, ...]) -> list[str]:
-    """Name and text of every file of the folders that a text includes, directly or not."""
+    """Return names and texts of all files in the folders that a text includes, directly or indirectly."""
     found: dict[Path, str] = {}
     pending = _INCLUDE.findall(text)
     while pending:
@@ -68,15 +68,15 @@ def closure(text: str, folders: tuple[Path, ...]) -> list[str]:
 
 @cache
 def identity(command: str) -> tuple[str, ...]:
-    """What tells one compiler from another: its path, its version, the C library, the processor."""
+    """Return what distinguishes one compiler from another: its path and version, the C library, the processor."""
     path = os.path.realpath(shutil.which(command) or command)
     version = subprocess.run([path, "--version"], capture_output=True, text=True).stdout
     return (path, version, *platform.libc_ver(), platform.machine())
 
 
 def find_compiler(folder: Path) -> Compiler | str:
-    """The first of $CXX, or c++, g++, clang++, that builds a probe in folder, with traps if one can; or why none
-    does.
+    """Return the first of $CXX, or c++, g++ and clang++, that builds a probe in folder, with traps if possible. If none
+    does, return the reason as text.
     """
     named = shlex.split(os.environ.get("CXX", ""))
     candidates = [named] if named else [[name] for name in ("c++", "g++", "clang++")]
@@ -96,7 +96,7 @@ def find_compiler(folder: Path) -> Compiler | str:
 
 
 def require_compiler(folder: Path) -> Compiler:
-    """The compiler; skips the test where there is none that fits, but fails under CI=true, which also needs
+    """Return the compiler. Skip the test if there is none. With CI=true, fail instead, also if the compiler has no
     traps.
     """
     compiler, in_ci = find_compiler(folder), os.environ.get("CI") == "true"

@@ -1,4 +1,4 @@
-"""cupy.cuda on the host: two devices of few multiprocessors, streams, memory pools. See cupy_on_host.py."""
+"""Replace cupy.cuda on the CPU: two devices with few multiprocessors, streams and memory pools. See cupy_on_host.py."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ MULTIPROCESSORS = 2  # few, so that the grid is smaller than the work
 
 
 class Device:
-    """cupy.cuda.Device."""
+    """Replace cupy.cuda.Device."""
 
     _current: ClassVar[list[int]] = [0]
 
@@ -38,16 +38,16 @@ class Device:
         return f"<CUDA Device {self.id}>"
 
     def synchronize(self) -> None:
-        """Nothing is left to wait for."""
+        """Do nothing, because all work is done already."""
         wait()
 
 
 class CUDARuntimeError(RuntimeError):
-    """cupy.cuda.runtime.CUDARuntimeError."""
+    """Replace cupy.cuda.runtime.CUDARuntimeError."""
 
 
 class CUDADriverError(RuntimeError):
-    """cupy.cuda.driver.CUDADriverError."""
+    """Replace cupy.cuda.driver.CUDADriverError."""
 
 
 def _properties(device: int) -> dict[str, Any]:

@@ -1,7 +1,7 @@
-"""A CuPy on the host: what fp4kit and its tests use of the module, over NumPy arrays that play the memory of a device.
+"""Replace CuPy on the CPU: what fp4kit and its tests use of the module, over NumPy arrays that stand for device memory.
 
-Its array is no numpy.ndarray, does not become one unless asked (`get`), and takes none in arithmetic, as CuPy's. See
-README.md.
+Its array is not a numpy.ndarray. As with CuPy's, only `get` converts it, and arithmetic with NumPy arrays is an error.
+See README.md.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ __all__ = ["cuda", "ndarray"]
 
 __version__ = "on the host"
 DLPACK_CUDA = 2
-rehearsing = False  # whether launches are only noted: libraries.py
+rehearsing = False  # True while launches are only recorded (libraries.py)
 
 
 # ---- the array ----
 
 
 class ndarray(np.lib.mixins.NDArrayOperatorsMixin):
-    """cupy.ndarray: a view of memory of a device."""
+    """Replace cupy.ndarray: a view of device memory."""
 
     __module__ = "cupy"
     __array_priority__ = 100
@@ -59,12 +59,12 @@ class ndarray(np.lib.mixins.NDArrayOperatorsMixin):
 
     @property
     def data(self) -> MemoryPointer:
-        """Where the array begins."""
+        """The address at which the array begins."""
         return MemoryPointer(self._memory, self._host.ctypes.data if self._memory.size else 0, self.device.id)
 
     @property
     def flags(self) -> Any:
-        """Whether it is contiguous."""
+        """The contiguity of the array."""
         return SimpleNamespace(c_contiguous=self._host.flags.c_contiguous, f_contiguous=self._host.flags.f_contiguous)
 
     @property
@@ -81,7 +81,7 @@ class ndarray(np.lib.mixins.NDArrayOperatorsMixin):
         return DLPACK_CUDA, self.device.id
 
     def __dlpack__(self, **options: Any) -> Any:
-        """Not a capsule, but what from_dlpack below takes: the memory is known to this module alone."""
+        """Return what from_dlpack below accepts instead of a capsule. Only this module knows the memory."""
         return SimpleNamespace(shared=self[...])
 
     def __array__(self, *arguments: Any, **options: Any) -> Any:
@@ -104,7 +104,7 @@ class ndarray(np.lib.mixins.NDArrayOperatorsMixin):
 
     def __getitem__(self, index: Any) -> ndarray:
         index = index if isinstance(index, tuple) else (index,)
-        whole = index if any(i is Ellipsis for i in index) else (*index, ...)  # an element is a view, too
+        whole = index if any(i is Ellipsis for i in index) else (*index, ...)  # so that a single element is a view, too
         return _apply(lambda a, *bare: a[bare], self, *whole)
 
     def __setitem__(self, index: Any, value: Any) -> None:
@@ -133,22 +133,22 @@ class ndarray(np.lib.mixins.NDArrayOperatorsMixin):
         return f"on the device: {self._host!r}"
 
     def get(self, *arguments: Any, **options: Any) -> np.ndarray:
-        """A copy on the host."""
+        """Return a copy on the host."""
         wait()
         return self._host.copy(order="K")
 
     def set(self, values: np.ndarray) -> None:
-        """Copy from the host."""
+        """Copy values from the host."""
         wait()
         assert self.shape == values.shape and self.dtype == values.dtype
         self._host[...] = values
 
     def item(self) -> Any:
-        """The element of an array that has one."""
+        """Return the element of an array with one element."""
         return self.get().item()
 
     def tolist(self) -> Any:
-        """All elements."""
+        """Return all elements as a list."""
         return self.get().tolist()
 
     def fill(self, value: Any) -> None:
@@ -156,7 +156,7 @@ class ndarray(np.lib.mixins.NDArrayOperatorsMixin):
         self[...] = value
 
     def copy(self, order: str = "C") -> ndarray:
-        """New memory with the same elements."""
+        """Return a copy in new memory."""
         return _apply(np.array, self, order=order)
 
 
@@ -169,7 +169,7 @@ for _name in ("all", "any", "astype", "max", "min", "ravel", "reshape", "squeeze
 
 
 def _bare(a: Any) -> Any:
-    """NumPy's views of the arrays in an argument. Raises TypeError for an array of the host, as CuPy does."""
+    """Return NumPy views of the arrays in an argument. Raises TypeError for a NumPy array, as CuPy does."""
     if isinstance(a, ndarray):
         return a._host
     if isinstance(a, np.ndarray):
@@ -178,20 +178,20 @@ def _bare(a: Any) -> Any:
 
 
 def _arrays(arguments: Any) -> list[ndarray]:
-    """The device's arrays among arguments."""
+    """Return the device arrays among the arguments."""
     if isinstance(arguments, ndarray):
         return [arguments]
     return [found for a in arguments for found in _arrays(a)] if isinstance(arguments, (list, tuple)) else []
 
 
 def _quietly(function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-    """A device gives no warnings."""
+    """Call a function without NumPy's warnings, because a device gives none."""
     with np.errstate(all="ignore"):
         return function(*arguments, **options)
 
 
 def _apply(function: Callable[..., Any], *arguments: Any, **options: Any) -> ndarray:
-    """What a function of NumPy gives of device arrays: a view where it is one, else new memory."""
+    """Apply a NumPy function to device arrays. The result is a view if NumPy's is, else new memory."""
     bare, bare_options = _bare(arguments), {name: _bare(value) for name, value in options.items()}
     found = np.asarray(_quietly(function, *bare, **bare_options))
     given = _arrays(arguments)
@@ -206,7 +206,7 @@ def _apply(function: Callable[..., Any], *arguments: Any, **options: Any) -> nda
 
 
 def _placed(values: np.ndarray) -> ndarray:
-    """Values of the host in new memory, in their own order of axes where they fill it."""
+    """Return host values in new device memory. Their axis order is kept if they are dense."""
     new = ndarray(values.size, values.dtype)
     like = np.empty_like(values)
     new._host = np.ndarray(values.shape, values.dtype, new._memory.bytes, strides=like.strides)
@@ -218,7 +218,7 @@ def _placed(values: np.ndarray) -> ndarray:
 
 
 def asarray(a: Any, dtype: Any = None) -> ndarray:
-    """The array itself, or a copy on the device."""
+    """Return the array itself, or a copy on the device."""
     if isinstance(a, ndarray):
         return a if dtype in (None, a.dtype) else a.astype(dtype)
     new = _placed(np.asarray(a, dtype))
@@ -227,22 +227,22 @@ def asarray(a: Any, dtype: Any = None) -> ndarray:
 
 
 def asnumpy(a: Any) -> np.ndarray:
-    """A copy on the host."""
+    """Return a copy on the host."""
     return a.get() if isinstance(a, ndarray) else np.asarray(a)
 
 
 def ascontiguousarray(a: ndarray) -> ndarray:
-    """The array itself where it is contiguous, else a copy."""
+    """Return the array itself if it is contiguous, else a contiguous copy."""
     return a if a.flags.c_contiguous else a.copy()
 
 
 def asfortranarray(a: ndarray) -> ndarray:
-    """The array itself where its first axis is the innermost, else a copy that is so."""
+    """Return the array itself if its first axis is innermost, else such a copy."""
     return a if a.flags.f_contiguous else a.copy(order="F")
 
 
 def from_dlpack(a: Any) -> ndarray:
-    """The array that another object exports, without a copy."""
+    """Return the array that another object exports, without a copy."""
     return a.__dlpack__().shared
 
 
@@ -252,44 +252,44 @@ def copyto(target: ndarray, source: Any) -> None:
 
 
 def empty(shape: Any, dtype: Any = float) -> ndarray:
-    """An array that nobody has written."""
+    """Return an unwritten array."""
     return ndarray(shape, dtype)
 
 
 def empty_like(a: ndarray, shape: Any = None) -> ndarray:
-    """An array of the dtype of another, and of its shape or a given one, that nobody has written."""
+    """Return an unwritten array with the dtype of another array, and its shape or a given one."""
     return ndarray(a.shape if shape is None else shape, a.dtype)
 
 
 def full(shape: Any, value: Any, dtype: Any = None) -> ndarray:
-    """An array of one value."""
+    """Return an array filled with one value."""
     new = ndarray(shape, np.asarray(value).dtype if dtype is None else dtype)
     new.fill(value)
     return new
 
 
 def zeros(shape: Any, dtype: Any = float) -> ndarray:
-    """An array of zeros."""
+    """Return an array of zeros."""
     return full(shape, 0, dtype)
 
 
 def ones(shape: Any, dtype: Any = float) -> ndarray:
-    """An array of ones."""
+    """Return an array of ones."""
     return full(shape, 1, dtype)
 
 
 def zeros_like(a: ndarray) -> ndarray:
-    """Zeros of the shape and dtype of an array."""
+    """Return zeros with the shape and dtype of an array."""
     return zeros(a.shape, a.dtype)
 
 
 def shape(a: Any) -> tuple[int, ...]:
-    """Shape of an array."""
+    """Return the shape of an array."""
     return a.shape
 
 
 def arange(*arguments: Any, **options: Any) -> ndarray:
-    """As numpy.arange."""
+    """Return what numpy.arange returns, on the device."""
     return _placed(np.arange(*arguments, **options))
 
 
@@ -306,10 +306,10 @@ for _name in ("bool_", "uint8", "uint16", "uint32", "int64", "float16", "float32
 
 @contextmanager
 def installed() -> Iterator[None]:
-    """This module is what `import cupy` gives; fp4kit forgets that it found it."""
+    """Make `import cupy` return this module, and make fp4kit import it again."""
     found = imports.cupy
     try:
-        with pytest.MonkeyPatch.context() as patch:  # not patch.dict, which forgets what is imported meanwhile
+        with pytest.MonkeyPatch.context() as patch:  # not patch.dict, which would drop modules imported meanwhile
             patch.setitem(sys.modules, "cupy", sys.modules[__name__])
             yield
     finally:

@@ -1,9 +1,9 @@
-"""Memory, streams and graphs of the device that the host plays: see cupy_on_host.py.
+"""Replace memory, streams and graphs of a device. See cupy_on_host.py.
 
-An allocation is filled with 0xEE and lies between two guard pages, which nobody may touch. It starts at a multiple of
-16 bytes, the largest alignment that kernels ask for, so at most 15 bytes separate its end from the guard page behind
-it. Those bytes, and the ones between the guard page before it and its start, are its margins: a kernel must not write
-them, and what it writes elsewhere must not depend on them.
+An allocation is filled with 0xEE and lies between two guard pages, which must not be accessed. It starts at a multiple
+of 16 bytes, the largest alignment that kernels need. At most 15 bytes therefore separate its end from the guard page
+after it. Those bytes, and the bytes between the preceding guard page and its start, are its margins. A kernel must not
+write margins, and its results must not depend on them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from weakref import WeakSet
 
 import numpy as np
 
-UNIT = 512  # bytes that CuPy allocates in
+UNIT = 512  # CuPy's allocation unit in bytes
 PAGE = mmap.PAGESIZE
 UNWRITTEN = 0xEE
 ALIGNMENT = 16
@@ -29,11 +29,11 @@ _lock = threading.Lock()
 
 
 class Memory:
-    """An allocation of `size` bytes between two guard pages."""
+    """Hold an allocation of `size` bytes between two guard pages."""
 
     live: ClassVar[WeakSet[Memory]] = WeakSet()
-    margin: ClassVar[int] = UNWRITTEN  # what the margins of all of them hold
-    is_input = False  # whether the host has put values there, which no kernel may change
+    margin: ClassVar[int] = UNWRITTEN  # current value of all margins
+    is_input = False  # True if the host has written values there, which no kernel may change
 
     def __init__(self, size: int) -> None:
         room = -(-size // UNIT) * UNIT
@@ -52,7 +52,7 @@ class Memory:
         _graph_keeps(self)
 
     def holds(self, array: np.ndarray) -> bool:
-        """Whether an array lies in this memory."""
+        """Return True if an array lies in this memory."""
         return bool(self.size) and 0 <= array.ctypes.data - self.ptr < self.size
 
     def fill_margins(self) -> None:
@@ -61,20 +61,20 @@ class Memory:
             rest.fill(self.margin)
 
     def check_around(self) -> None:
-        """Raise AssertionError if something was written before the first byte or behind the last one."""
+        """Raise AssertionError if a margin was written."""
         for rest, where in zip(self._around, ("before the start", "behind the end"), strict=True):
             assert (rest == self.margin).all(), f"a kernel wrote {where} of an array"
 
 
 def live_memory() -> list[Memory]:
-    """All that is allocated."""
+    """Return all live allocations."""
     with _lock:
         return list(Memory.live)
 
 
 @contextmanager
 def margins_of(value: int) -> Iterator[None]:
-    """Fill the margins of all that is allocated with another value."""
+    """Fill the margins of all live allocations with another value, inside the context."""
     for margin in (value, UNWRITTEN):
         Memory.margin = margin
         for memory in live_memory():
@@ -84,25 +84,25 @@ def margins_of(value: int) -> Iterator[None]:
 
 
 def check_around_all() -> None:
-    """Memory.check_around of all that lives."""
+    """Call Memory.check_around for all live allocations."""
     for memory in live_memory():
         memory.check_around()
 
 
 class MemoryPool:
-    """cupy.cuda.MemoryPool: counts what it gave."""
+    """Replace cupy.cuda.MemoryPool, which counts its allocations."""
 
     def __init__(self) -> None:
         self._given: WeakSet[Memory] = WeakSet()
 
     def malloc(self, size: int) -> Memory:
-        """New memory."""
+        """Return new memory."""
         memory = Memory(size)
         self._given.add(memory)
         return memory
 
     def used_bytes(self) -> int:
-        """Bytes of what is still in use."""
+        """Return the bytes of allocations that are still in use."""
         return sum(memory.size for memory in self._given)
 
 
@@ -110,13 +110,13 @@ _allocators: list[Callable[[int], Memory]] = [Memory]
 
 
 def allocate(size: int) -> Memory:
-    """Memory of the current allocator."""
+    """Return memory from the current allocator."""
     return _allocators[-1](size)
 
 
 @contextmanager
 def using_allocator(allocator: Callable[[int], Memory]) -> Iterator[None]:
-    """cupy.cuda.using_allocator."""
+    """Replace cupy.cuda.using_allocator."""
     _allocators.append(allocator)
     try:
         yield
@@ -125,7 +125,7 @@ def using_allocator(allocator: Callable[[int], Memory]) -> Iterator[None]:
 
 
 class MemoryPointer:
-    """cupy.cuda.MemoryPointer: `data` of an array, or an allocation."""
+    """Replace cupy.cuda.MemoryPointer: an array's `data`, or an allocation."""
 
     def __init__(self, memory: Memory, ptr: int, device: int) -> None:
         self.mem, self.ptr, self.device_id = memory, ptr, device
@@ -140,7 +140,7 @@ class MemoryPointer:
 
 
 def alloc(size: int, device: int) -> MemoryPointer:
-    """cupy.cuda.alloc on a device."""
+    """Replace cupy.cuda.alloc, on a given device."""
     memory = allocate(size)
     return MemoryPointer(memory, memory.ptr, device)
 
@@ -149,14 +149,14 @@ def alloc(size: int, device: int) -> MemoryPointer:
 
 
 class Graph:
-    """What a stream captured; memory that was allocated meanwhile is the graph's, as in a pool."""
+    """Hold captured work. Memory allocated during the capture belongs to the graph, as with a pool."""
 
     def __init__(self) -> None:
         self.work: list[Callable[[], Any]] = []
         self.memory: list[Memory] = []
 
     def launch(self, stream: Any = None) -> None:
-        """Do the work."""
+        """Do the captured work."""
         for action in self.work:
             action()
 
@@ -165,7 +165,7 @@ _graph: Graph | None = None
 
 
 def on_stream(action: Callable[[], Any]) -> None:
-    """Do what a device does, or keep it for a graph."""
+    """Do device work now, or store it if a graph is being captured."""
     if _graph is None:
         action()
     else:
@@ -173,13 +173,13 @@ def on_stream(action: Callable[[], Any]) -> None:
 
 
 def wait() -> None:
-    """What every read by the host does. Raises RuntimeError while a graph is captured, as CUDA does."""
+    """Synchronize, as every read by the host does. Raises RuntimeError while a graph is captured, as CUDA does."""
     if _graph is not None:
         raise RuntimeError("cudaErrorStreamCaptureUnsupported: operation not permitted when stream is capturing")
 
 
 def is_capturing() -> bool:
-    """Whether work is kept for a graph."""
+    """Return True while work is captured."""
     return _graph is not None
 
 
@@ -189,7 +189,7 @@ def _graph_keeps(memory: Memory) -> None:
 
 
 class Stream:
-    """cupy.cuda.Stream: all work is done when it is asked for, but for what is captured."""
+    """Replace cupy.cuda.Stream. Work is done at once, unless it is captured."""
 
     ptr = 0
 
@@ -201,21 +201,21 @@ class Stream:
 
     def __exit__(self, *exception: object) -> None:
         global _graph
-        _graph = None  # where a capture failed
+        _graph = None  # ends the capture after an exception, too
 
     def begin_capture(self) -> None:
-        """Keep the work from here on."""
+        """Capture the work from here on."""
         global _graph
         assert _graph is None
         _graph = Graph()
 
     def end_capture(self) -> Graph:
-        """The work that was kept."""
+        """Return the captured work."""
         global _graph
         graph, _graph = _graph, None
         assert graph is not None
         return graph
 
     def synchronize(self) -> None:
-        """Nothing is left to wait for."""
+        """Do nothing, because all work is done already."""
         wait()

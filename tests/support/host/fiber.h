@@ -1,6 +1,7 @@
-// A second stack for a function, and switches between stacks. On x86-64 a switch is the eight instructions that save
-// and restore what a call preserves; elsewhere, or with FIBER_UCONTEXT, it is ucontext, whose switch asks the kernel
-// twice about signals and lets the address sanitizer clear the shadow of a whole stack.
+// Run a function on a separate stack (a fiber), and switch between stacks. On x86-64 a switch is eight instructions
+// that save and restore the registers that a call preserves. Elsewhere, or with FIBER_UCONTEXT, it is ucontext, which
+// is slower: a switch makes two system calls for signals, and makes the address sanitizer clear the shadow of a whole
+// stack.
 #pragma once
 
 #include <cstdlib>
@@ -47,7 +48,7 @@ inline void fiber_switch(Fiber& from, Fiber& to) {
 // The first switch to the fiber calls run(), which never returns.
 inline void fiber_begin(Fiber& fiber, void (*run)()) {
   fiber.memory = static_cast<unsigned char*>(std::aligned_alloc(16, kFiberStack));
-  // | six registers | run | no return address |, the end a multiple of 16: as the stack is after a call of run
+  // | six registers | run | no return address |, aligned to 16 at the end, like the stack after a call of run
   fiber.top = reinterpret_cast<std::uintptr_t*>(fiber.memory + kFiberStack) - 8;
   for (unsigned i = 0; i < 8; ++i) fiber.top[i] = 0;
   fiber.top[6] = reinterpret_cast<std::uintptr_t>(run);

@@ -1,4 +1,4 @@
-// Test kernel of hadamard.cuh: transforms each run of 16 elements, and stores whether its float32 sums were conclusive.
+// Test kernel of hadamard.cuh: transform each run of 16 elements, and store whether its float32 sums were certain.
 struct Arguments {
   const void* x;  // runs x 16 elements
   void* y;        // their transforms

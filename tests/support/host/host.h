@@ -1,9 +1,9 @@
-// CUDA on the host, for tests: the kernels' own sources, compiled by the system's C++ compiler, with their launch
-// geometry.
+// Provide CUDA on the CPU, for tests: the system's C++ compiler compiles the unchanged kernels, which run with their
+// usual grids.
 //
-// A thread of a block is a fiber (fiber.h) that runs until it waits at a barrier or returns; blocks run one after the
-// other. So a launch is deterministic, and two launches in opposite orders of threads tell whether a barrier is
-// missing.
+// A thread of a block is a fiber (fiber.h) that runs until it waits at a barrier or returns. Blocks run one after the
+// other. A launch is therefore deterministic, and two launches with opposite orders of threads reveal a missing
+// barrier.
 #pragma once
 
 #include <cmath>
@@ -19,10 +19,10 @@
 #define __noinline__
 #define __launch_bounds__(...)
 
-// Bytes that no kernel may use, between two variables in shared memory: an edge, which begins where the variable before
-// it ends, and a gap, which ends where the variable after it begins. A launch fills both with a value and checks
-// afterwards that they still hold it. A read of them shows because that value differs between the launches that must
-// give equal results.
+// Bytes that no kernel may use, between two variables in shared memory: an edge, which begins at the end of the first
+// variable, and a gap, which ends at the beginning of the second. A launch fills both with a value and checks it
+// afterwards, which detects writes. The value differs between launches that must give equal results, which detects
+// reads.
 struct __attribute__((packed, aligned(1))) HostEdge {
   unsigned char bytes[2048];
 };
@@ -56,7 +56,7 @@ struct alignas(64) HostGap {
   HOST_JOIN(host_gap_, number).enter(HOST_JOIN(host_edge_, number));
 #define __shared__ HOST_GAP(__COUNTER__) static
 
-// The gap behind the last variable of templates.
+// The gap after the last variable of templates.
 template <int>
 void host_last_gap() {
   HOST_GAP(0)
@@ -123,7 +123,7 @@ inline void host_run_block(unsigned threads, bool descending) {
   for (unsigned t = 0; t < threads; ++t) {
     host_fibers[t].running = true;
     if (!host_fibers[t].stack.memory)
-      fiber_begin(host_fibers[t].stack, host_fiber);  // else it waits at the end of its call
+      fiber_begin(host_fibers[t].stack, host_fiber);  // otherwise it waits at the end of its function
   }
   for (bool any = true; any;) {
     any = host_progress = false;
@@ -137,8 +137,8 @@ inline void host_run_block(unsigned threads, bool descending) {
   }
 }
 
-// Run kernel(arguments) with `grid` blocks of `threads` threads; descending: the last block and the last thread go
-// first.
+// Run kernel(arguments) with `grid` blocks of `threads` threads. If `descending`, the last block and the last
+// thread go first.
 template <class Arguments>
 void host_launch(void (*kernel)(Arguments), const Arguments& arguments, unsigned grid, unsigned threads,
                  bool descending = false) {
@@ -173,8 +173,7 @@ inline float __uint_as_float(unsigned bits) {
   return __builtin_bit_cast(float, bits);
 }
 
-// As CUDA's: NaN of any kind gives way to a number, which a signaling one does not in the C library; -0 is less than
-// +0.
+// As in CUDA, a number wins over any NaN (in the C library, not over a signaling NaN), and -0 is less than +0.
 inline float host_least(float a, float b) {
   if (a != a || b != b) return a != a ? b : a;
   return a < b || (a == b && std::signbit(a)) ? a : b;
@@ -237,7 +236,7 @@ inline void __syncwarp() {
 inline int __any_sync(unsigned mask, int value) {
   return __ballot_sync(mask, value != 0) != 0;
 }
-// Atomics: a thread of a block is alone until it waits.
+// Atomics need no synchronization, because only one thread of a block runs until it waits.
 template <class T, class F>
 inline T host_atomic(T* at, F changed) {
   const T old = *at;

@@ -1,4 +1,6 @@
-"""What launchers of fp4kit.cuda ask for, noted or built for the CPU: instantiations of kernels, and a text of many."""
+"""Collect the instantiations of kernels that launchers of fp4kit.cuda request, and write the text of a library of
+many.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +19,11 @@ from fp4kit.arrays import imports
 from fp4kit.cuda.compile import loader
 from fp4kit.cuda.launch import geometry
 
-MULTIPROCESSORS = 2  # of the device that is played: few, so that the grid is smaller than the work
+MULTIPROCESSORS = 2  # multiprocessors of the simulated device: few, so that the grid is smaller than the work
 
 
 class Instantiation(NamedTuple):
-    """What loader.function is asked for: the stub's text, and the name of a kernel in it."""
+    """Describe a request to loader.function: the text of the stub, and the name of a kernel in it."""
 
     source: str
     kernel: str
@@ -31,7 +33,7 @@ _INCLUDE = re.compile(r'^#include "(\w+\.cuh?)"', re.MULTILINE)
 
 
 def included(names: Iterable[str], tree: Mapping[str, str]) -> list[str]:
-    """Those of the files of a tree, texts by name, that are named or included by one of them, directly or not."""
+    """Return the files of a tree (texts by name) that are in `names` or that these include, directly or indirectly."""
     found, pending = dict[str, None](), [*names]
     while pending:
         name = pending.pop()
@@ -42,12 +44,12 @@ def included(names: Iterable[str], tree: Mapping[str, str]) -> list[str]:
 
 
 def program_text(instantiations: Iterable[Instantiation], sources: Path) -> str:
-    """One translation unit: headers once, then each instantiation in a namespace, its kernel under a name of its
-    own.
+    """Return one translation unit: the headers once, then each instantiation in its own namespace with its own kernel
+    name.
     """
     instantiations = list(instantiations)
     tree = {name: path.read_text() for name, path in loader.files(sources).items()}
-    files = cache(lambda names: included(names, tree))  # few sets of names for many instantiations
+    files = cache(lambda names: included(names, tree))  # cached, because many instantiations include the same files
     needed = [files(tuple(_INCLUDE.findall(source))) for source, _ in instantiations]
     headers = sorted({name for names in needed for name in names if name.endswith(".cuh")})
     lines = ['#include "library.h"', *(f'#include "{name}"' for name in headers)]
@@ -75,12 +77,12 @@ def program_text(instantiations: Iterable[Instantiation], sources: Path) -> str:
 
 @contextmanager
 def launching_on(function: Callable[[str, str, int], Callable[..., None]], cupy: Any) -> Iterator[None]:
-    """Let launchers of fp4kit.cuda take kernels from `function`(source, kernel, device), and `cupy` as their CuPy."""
+    """Let launchers of fp4kit.cuda get kernels from `function`(source, kernel, device), and use `cupy` as CuPy."""
     modules = pkgutil.walk_packages(fp4kit.cuda.__path__, "fp4kit.cuda.")
     launchers = [importlib.import_module(module.name) for module in modules]
     caches = {f for m in launchers if m is not loader for f in vars(m).values() if hasattr(f, "cache_clear")}
     with ExitStack() as stack:
-        for cached in caches:  # they hold functions of another device
+        for cached in caches:  # they hold functions of a real device
             cached.cache_clear()
             stack.callback(cached.cache_clear)
         stack.enter_context(patch.object(loader, "function", function))

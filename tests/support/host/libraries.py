@@ -1,4 +1,4 @@
-"""Kernels as shared libraries in this process: the runner of the tests of the GPU where there is none. See
+"""Compile kernels to shared libraries and launch them in this process, for the GPU tests if there is no GPU. See
 README.md.
 """
 
@@ -26,19 +26,20 @@ from fp4kit.call import call_cache
 from fp4kit.cuda.compile import loader
 from fp4kit.reference.arith import reciprocal_table
 
-# Each library keeps its symbols to itself: two of them have templates of one name and other types.
+# Symbols are hidden, because two libraries may have templates with the same name and different types.
 FLAGS = ("-DHOST_LIBRARY", "-shared", "-fPIC", "-fvisibility=hidden", "-fno-gnu-unique", "-g0")
-OTHER_MARGIN = 0x11  # what margins and gaps hold in repeated launches: small numbers, where 0xEE bytes are large ones
-MORE_BLOCKS = 3  # than there is work, in one of the launches
-OF_ONE_GRID = ("search_hessian_kernel",)  # kernels that need a grid of so many blocks
-# Kernels that change bytes of an array that the caller has filled: the codes of other shards in it stay.
+OTHER_MARGIN = 0x11  # value of margins and gaps in repeated launches: small numbers, while bytes 0xEE are large ones
+MORE_BLOCKS = 3  # additional blocks in one of the launches
+OF_ONE_GRID = ("search_hessian_kernel",)  # kernels that need the launcher's grid
+# Kernels that may change an array that the caller has filled: other shards' codes in it stay.
 UPDATING = ("partial_cast_kernel", "grouped_partial_cast_kernel")
-# instantiations of a library, of one .cu file: headers of several may not stand together; to read them costs as six
+# Instantiations per library. All are of one .cu file, because headers of several files may conflict. Parsing the
+# headers takes as long as compiling six instantiations.
 BATCH = 32
 
 
 def recorded(calls: Iterable[Callable[[], object]]) -> list[Instantiation]:
-    """Return what calls on arrays of `cupy_on_host` would launch; nothing is launched."""
+    """Return the instantiations that calls on arrays of `cupy_on_host` would launch, without launching them."""
     wanted: dict[Instantiation, None] = {}
 
     def record(source: str, kernel: str, device: int) -> Callable[..., None]:
@@ -54,12 +55,12 @@ def recorded(calls: Iterable[Callable[[], object]]) -> list[Instantiation]:
 
 
 class Library:
-    """A loaded library; it launches kernels by number."""
+    """Load a library and launch its kernels by number."""
 
     def __init__(self, path: Path, table: np.ndarray) -> None:
         handle = ctypes.PyDLL(
             str(path)
-        )  # holds the interpreter's lock: fibers are the library's own, one launch at a time
+        )  # keeps the GIL, because a library has one set of fibers, so one launch at a time
         self._launch = handle.host_launch_here
         self._launch.argtypes = [
             ctypes.c_uint,
@@ -74,7 +75,9 @@ class Library:
         handle.main(0, (ctypes.c_void_p * 1)(table.ctypes.data), None)
 
     def launch(self, kernel: int, arguments: bytes, grid: int, threads: int, descending: bool = False) -> None:
-        """Launch a kernel; descending: the last thread first. Raises AssertionError if it is stopped, with why."""
+        """Launch a kernel; if `descending`, with the last thread first. Raises AssertionError with the reason if it is
+        stopped.
+        """
         stopped = self._launch(kernel, arguments, len(arguments), grid, threads, descending, Memory.margin)
         assert stopped is None, f"a kernel was stopped: {stopped.decode()}"
         check_around_all()
@@ -83,11 +86,11 @@ class Library:
 def launch_in_every_order(
     launch: Callable[[int, bool], None], grid: int, others: Sequence[int], updates: bool = False
 ) -> None:
-    """launch(blocks, descending) with the launcher's grid; then, from the memory as it was, each of the others, last
-    thread first and with other bytes in the margins of arrays and the gaps of shared memory.
+    """Call launch(blocks, descending) with the launcher's grid, then again with each grid of `others`.
 
-    Raises AssertionError unless all leave the same bytes everywhere and inputs as they were. updates: the kernel may
-    change what the host has put into an array.
+    The repeated launches start from the original memory, run the last thread first, and have other bytes in margins and
+    shared-memory gaps. Raises AssertionError unless all launches leave the same bytes everywhere and do not change
+    inputs. If `updates` is true, the kernel may change arrays that the host has filled.
     """
     live = live_memory()
     before = [memory.bytes.copy() for memory in live]
@@ -108,18 +111,18 @@ def launch_in_every_order(
 
 
 class Libraries:
-    """Compiles and loads what is launched; while it rehearses, launches are noted and nothing runs."""
+    """Compile and load the kernels that are launched. During a rehearsal, launches are recorded and nothing runs."""
 
     def __init__(self, folder: Path, compiler: Compiler, sources: Path = loader.SOURCES) -> None:
         self._compiler, self._folder, self._sources = Compiler((*compiler.command, *FLAGS)), folder, sources
         self._table = reciprocal_table()
         self._pool = ThreadPoolExecutor(min(os.cpu_count() or 1, 8))
         self._found: dict[Instantiation, tuple[Future[Library], int]] = {}
-        self._launched: set[tuple[Instantiation, int]] = set()  # with the grid
-        self._noted: dict[str, dict[Instantiation, None]] = defaultdict(dict)  # by the .cu file
+        self._launched: set[tuple[Instantiation, int]] = set()  # with its grid
+        self._noted: dict[str, dict[Instantiation, None]] = defaultdict(dict)  # by .cu file
 
     def function(self, source: str, kernel: str, device: int) -> Callable[..., None]:
-        """What stands in for loader.function: the kernel is compiled when it is launched."""
+        """Replace loader.function: return a kernel that is compiled when it is launched."""
         instantiation = Instantiation(source, kernel)
 
         def launch(grid: tuple[int], threads: tuple[int], arguments: tuple[np.ndarray], stream: Any = None) -> None:
@@ -132,6 +135,7 @@ class Libraries:
         return launch
 
     def _launch(self, instantiation: Instantiation, arguments: bytes, grid: int, threads: int) -> None:
+        """Launch a kernel. The first launch with a grid is repeated with other grids."""
         if instantiation not in self._found:
             self._submit([instantiation])
         library, number = self._found[instantiation]
@@ -141,7 +145,7 @@ class Libraries:
 
         is_alone = (
             threading.current_thread() is threading.main_thread()
-        )  # others write to memory between the launches of one
+        )  # otherwise other threads may write to memory between repeated launches
         if (instantiation, grid) in self._launched or not is_alone:
             launch(grid, False)
         else:
@@ -150,7 +154,7 @@ class Libraries:
             launch_in_every_order(launch, grid, others, instantiation.kernel in UPDATING)
 
     def rehearse(self, calls: Iterable[Callable[[], object]]) -> None:
-        """Make the calls without running a kernel, and compile what they launch, many instantiations a library."""
+        """Make the calls without running a kernel, then compile what they launch, many instantiations per library."""
         with patch.object(cupy_on_host, "rehearsing", True):
             for call in calls:
                 call()
@@ -158,19 +162,22 @@ class Libraries:
             self._submit(list(self._noted.pop(file)))
 
     def _note(self, instantiation: Instantiation) -> None:
+        """Record an instantiation, and compile a batch when it is full."""
         if instantiation in self._found:
             return
         file = instantiation.source.splitlines()[-1]
         self._noted[file][instantiation] = None
-        if len(self._noted[file]) == BATCH:  # compiled while the rehearsal goes on
+        if len(self._noted[file]) == BATCH:  # compile it while the rehearsal continues
             self._submit(list(self._noted.pop(file)))
 
     def _submit(self, batch: list[Instantiation]) -> None:
+        """Compile a batch in the background."""
         if batch:
             library = self._pool.submit(self._build, batch)
             self._found |= {instantiation: (library, i) for i, instantiation in enumerate(batch)}
 
     def _build(self, batch: list[Instantiation]) -> Library:
+        """Return a library with the instantiations of a batch."""
         text = program_text(batch, self._sources)
         path = self._folder / f"{hashlib.sha256(text.encode()).hexdigest()[:16]}.so"
         self._compiler.build(text, path, *sorted({file.parent for file in loader.files(self._sources).values()}))
@@ -178,12 +185,12 @@ class Libraries:
 
     @contextmanager
     def playing(self) -> Iterator[Any]:
-        """The host plays the GPU: fp4kit finds its CuPy, and launches here."""
+        """Let fp4kit use this module's CuPy and kernels, inside the context."""
         call_cache._CALLS.clear()
         with cupy_on_host.installed(), launching_on(self.function, cupy_on_host):
             yield cupy_on_host
         call_cache._CALLS.clear()
 
     def close(self) -> None:
-        """Compile nothing any more."""
+        """Cancel compilations that have not started."""
         self._pool.shutdown(cancel_futures=True)

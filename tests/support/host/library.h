@@ -1,8 +1,7 @@
-// A shared library of kernels: it launches them in the process that loaded it, on that process's memory. See
-// README.md.
+// Launch the kernels of a shared library in the process that loaded it, on its memory. See README.md.
 //
-// An access outside of mapped memory, one that is not aligned (which a GPU refuses), and what the undefined-behaviour
-// sanitizer traps at end the launch with a message.
+// A launch ends with a message at an access outside of mapped memory, at a misaligned access (which a GPU rejects), and
+// at a trap of the undefined-behaviour sanitizer.
 #pragma once
 
 #include <unistd.h>
@@ -39,7 +38,7 @@ inline void host_signalled(int signal, siginfo_t* info, void*) {
   host_fail(text);
 }
 
-// Catches what a kernel does wrong while it lives; on a stack of its own, since those of fibers are small.
+// Catch signals of a kernel during its lifetime, on a separate stack, because the stacks of fibers are small.
 struct HostSignals {
   static constexpr int kNumbers[] = {SIGSEGV, SIGBUS, SIGILL, SIGFPE, SIGALRM};
   struct sigaction before[5];
@@ -63,7 +62,7 @@ struct HostSignals {
   }
 };
 
-// After a launch that ended early, fibers wait where nobody goes on.
+// After a launch that ended early, drop the fibers that still wait.
 inline void host_reset() {
   for (HostFiber& fiber : host_fibers) fiber = {};
   for (HostBarrier& group : host_groups) group = {};
@@ -71,7 +70,7 @@ inline void host_reset() {
   host_block = {};
 }
 
-// Launches a kernel with gaps of shared memory that hold a value; returns null, or why the kernel was stopped.
+// Launch a kernel, with a value in the gaps of shared memory. Return null, or the reason why the kernel was stopped.
 extern "C" __attribute__((used, visibility("default"))) const char* host_launch_here(unsigned kernel,
                                                                                      const unsigned char* arguments,
                                                                                      size_t bytes, unsigned grid,
@@ -90,7 +89,7 @@ extern "C" __attribute__((used, visibility("default"))) const char* host_launch_
   return nullptr;
 }
 
-// Called once; argv[0]: the table of reciprocals.
+// Called once after loading. argv[0] is the table of reciprocals.
 __attribute__((visibility("default"))) int main(int argc, char** argv);
 
 inline int host_main(int, char** argv, const Launch* launches) {

@@ -1,4 +1,4 @@
-// Test kernel of pow.cuh: raises each number to a power.
+// Test kernel of pow.cuh: raise each number to a power.
 struct Arguments {
   const double* d;
   double* out;

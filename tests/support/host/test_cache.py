@@ -1,4 +1,4 @@
-"""What tests keep between runs (cache.py), and how the suite starts."""
+"""Test what is kept between test runs (cache.py), and how the suite starts."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_made_once(tmp_path):
 
     def make(path: Path) -> None:
         made.append(path)
-        time.sleep(0.05)  # the others ask meanwhile
+        time.sleep(0.05)  # meanwhile, the others request it
         path.write_text("text")
 
     with ThreadPoolExecutor(4) as pool:
@@ -70,7 +70,7 @@ def test_keys():
 
 
 def test_closure(tmp_path):
-    """Every included file counts, by its name and text; where the tree lies does not."""
+    """Check that the key depends on the name and text of every included file, but not on where the tree lies."""
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "a.h").write_text('  #  include "b.h"\n')
@@ -125,7 +125,7 @@ def test_the_long_rest_runs_when_it_is_asked_for(arguments, sees):
     assert ("test_sanitized.py: " in run.stdout) == sees, run.stdout + run.stderr
 
 
-# What pytest-benchmark does where xdist is active: a warning of a class of its own, while pytest starts.
+# Warn as pytest-benchmark does if xdist is active: with a class of its own, while pytest starts.
 PLUGIN = """
 import warnings
 class PytestBenchmarkWarning(Warning): ...
@@ -137,7 +137,7 @@ def pytest_configure(config):
 
 @pytest.mark.parametrize(("second", "status"), [("", 0), ("warnings.warn('another')", 3)])
 def test_it_starts_beside_pytest_benchmark(tmp_path, second, status):
-    """And any other warning is still an error."""
+    """Check that the suite ignores this warning and that any other warning is still an error."""
     (tmp_path / "benchmark_stand_in.py").write_text(PLUGIN.replace("SECOND", second))
     command = [
         sys.executable,

@@ -1,5 +1,5 @@
-"""The GPU that the host plays: its arrays keep CuPy's manners, its kernels stop at what a GPU refuses, its devices are
-two.
+"""Test the simulated GPU: its arrays behave like CuPy's, kernels stop at what a GPU rejects, and there are two
+devices.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def test_a_graph_does_its_work_when_it_is_launched():
 
 
 def amax_of(ptr: int, count: int, whole: bool = True) -> float:
-    """The amax of float32 at an address, by the launcher."""
+    """Return the amax of float32 values at an address, computed by the launcher."""
     out = cupy.zeros((), np.float32)
     matrix.amax_launch(np.dtype(np.float32), "all", False, whole, 1, count, 0)(ptr, out.data.ptr)
     return float(out)
@@ -149,7 +149,7 @@ def test_arrays_of_two_devices_are_refused():
 
 
 class Exporter:
-    """A tensor of another library on the device: it exports DLPack, and is no CuPy array."""
+    """Export a device tensor of another library through DLPack. It is not a CuPy array."""
 
     def __init__(self, array):
         self._array = array
@@ -176,7 +176,9 @@ def test_a_matrix_that_is_too_large_for_a_kernel():
 
 @pytest.mark.parametrize("recipe", ["nvfp4-te", "nvfp4-te-2d", "nvfp4-te-4over6-mse-256", "mxfp8-te", "fp8-modelopt"])
 def test_a_row_that_is_too_long_for_a_kernel(monkeypatch, recipe):
-    """Of blocks alone: without them all elements are one row, which kernels number in 64 bits."""
+    """Check recipes with blocks. Without blocks, all elements are one row, whose elements kernels number with
+    64 bits.
+    """
     monkeypatch.setattr(matrix, "_function", lambda *arguments: None)
     for columns in (1 << 32, (1 << 32) - 32, 1 << 12):
         work = LaunchRequest(fp4kit.recipe(recipe), BF16, (2, columns))

@@ -1,4 +1,4 @@
-"""Kernels that run in this process (libraries.py): threads, barriers and shuffles, and the faults that stop them."""
+"""Test kernels that run in this process (libraries.py): threads, barriers, shuffles, and the faults that stop them."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from fp4kit.reference.arith import divide_ftz, multiply_ftz, reciprocal_approx_f
 
 pytestmark = pytest.mark.usefixtures("played_gpu")
 
-# A sum over a block: by shuffles in a warp, then through shared memory. Threads must wait for each other, and y has
-# one element. READ is added to what a thread begins with.
+# Sum over a block: by shuffles within a warp, then through shared memory. Threads must wait for each other, and y has
+# one element. READ is added to the initial value of a thread.
 SUM = """
 struct Arguments { unsigned* y; const unsigned* x; };
 template <int kParts> __device__ unsigned* parts_of() {
@@ -39,7 +39,7 @@ extern "C" __global__ void sum_kernel(Arguments a) {
 """
 RIGHT = {"BARRIER": "__syncthreads()", "STORE": "atomicMax(a.y, total)", "READ": "0", "PARTS": "own"}
 BESIDE = "on bytes beside an array"
-FAULTS = {  # what replaces a part of the kernel, and what is said
+FAULTS = {  # replacements in the kernel, and the expected message
     "no barrier": ({"BARRIER": ""}, "depends on the grid, on the order of threads"),
     "half a barrier": (
         {"BARRIER": "if (threadIdx.x < 128) __syncthreads()"},
@@ -72,7 +72,7 @@ FAULTS = {  # what replaces a part of the kernel, and what is said
 
 @pytest.fixture
 def one_grid(monkeypatch):
-    """Repeat launches with the launcher's number of blocks, on which the sum depends."""
+    """Repeat launches with the launcher's number of blocks only, because the sum depends on it."""
     monkeypatch.setattr("host.libraries.MORE_BLOCKS", 0)
 
 
@@ -99,7 +99,7 @@ def test_the_grid_must_not_matter_and_a_launch_leaves_what_its_grid_makes(monkey
 
 
 def test_the_other_way_to_switch_stacks(one_grid, tmp_path):
-    """ucontext, which processors other than x86-64 use."""
+    """Check ucontext, which processors other than x86-64 use."""
     other = Libraries(tmp_path, Compiler((*require_compiler(tmp_path).command, "-DFIBER_UCONTEXT")))
     with other.playing():
         assert launch_sum() == sum(range(256))
@@ -134,7 +134,7 @@ def test_memory_ends_at_a_guard_page():
 
 # ---- the software twins of instructions ----
 
-TWINS = {  # an expression of p.a[i] and p.b[i], and the specification
+TWINS = {  # {expression of p.a[i] and p.b[i]: specification}
     "mul_ftz(p.a[i], p.b[i])": multiply_ftz,
     "div_ftz(p.a[i], p.b[i])": divide_ftz,
     "rcp_approx_ftz(p.a[i])": lambda a, b: reciprocal_approx_ftz(a),
@@ -151,8 +151,8 @@ extern "C" __global__ void twin_kernel(Arguments p) {
 
 
 def pairs() -> tuple[np.ndarray, np.ndarray]:
-    """Floats of all sizes, and partners that put products and quotients at and beside the smallest normal; edges with
-    edges.
+    """Return float32 pairs: all magnitudes, partners whose product or quotient is near the smallest normal, and edge
+    cases.
     """
     rng = np.random.default_rng(5)
     a = rng.integers(0, 2**32, 20000, np.uint32).view(np.float32)
@@ -189,7 +189,7 @@ def test_twins_of_instructions(expression):
 
 @pytest.mark.parametrize("in_ci", ["true", ""])
 def test_without_a_compiler(monkeypatch, tmp_path, in_ci):
-    """Skips with the reason; in CI it fails."""
+    """Check that tests skip with the reason, and fail in CI."""
     monkeypatch.setenv("CXX", "no-such-compiler")
     monkeypatch.setenv("CI", in_ci)
     outcome = pytest.fail.Exception if in_ci else pytest.skip.Exception
