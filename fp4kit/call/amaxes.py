@@ -1,5 +1,7 @@
-"""Amaxes of a call: their shapes, the part of them that a matrix needs, and the checks of those that the caller
-gives.
+"""The amaxes of a call: check the caller's amaxes, bring them to canonical shape, and take the part for one matrix.
+
+The canonical shape of a tensor_amax depends on the recipe. For an array (..., K) with the quantized axis last it is ()
+for the whole tensor, (E,) for one entry per expert, (...) for one per row, or (..., K / block) for one per block.
 """
 
 from __future__ import annotations
@@ -18,15 +20,17 @@ from fp4kit.recipes import Recipe
 
 
 def is_per_expert(amax: Any, recipe: Recipe) -> bool:
-    """Whether a tensor_amax in its canonical shape has one entry for each of several tensors: (E,)."""
+    """Return whether a canonical tensor_amax, or tensor_scale, has shape (E,): one entry per expert."""
     return amax is not None and amax.ndim > 0 and recipe.tensor_scaling == "tensor"
 
 
 def part_for_matrix(amax: Any, recipe: Recipe, i: int, shape: tuple[int, int]) -> Any:
-    """The part of a canonical tensor_amax, or tensor_scale, for matrix i of `shape` = (matrices, rows of each).
+    """Return the part of a canonical tensor_amax, or tensor_scale, that matrix i needs.
 
-    () or (1,): that of the tensor, or of the matrix's expert, whose matrices lie together; (rows, 1), (rows, blocks):
-    its rows'.
+    shape: (number of matrices, rows per matrix). The matrices of one expert are adjacent.
+
+    Returns () for one tensor, (1,) for the matrix's expert, (rows, 1) for one entry per row, (rows, blocks) for one per
+    block, and None for None.
     """
     if amax is None or amax.ndim == 0:
         return amax
@@ -37,10 +41,10 @@ def part_for_matrix(amax: Any, recipe: Recipe, i: int, shape: tuple[int, int]) -
 
 
 def parse_tensor_amax(op: str, given: Any, moved_shape: tuple[int, ...], recipe: Recipe, on_device: bool) -> Any:
-    """The tensor_amax of a call in its canonical shape, float32, where the call's arrays are; None where it is not
-    given.
+    """Return the caller's tensor_amax: float32 in its canonical shape, in the memory (host or device) of x.
 
-    Values on the host are checked; those on a device are not looked at, since that would wait.
+    Return None if the caller passed none. Values on the host are checked. Values on a device are not, because reading
+    them would wait for the device.
     """
     if given is None:
         return None
@@ -56,7 +60,7 @@ def parse_tensor_amax(op: str, given: Any, moved_shape: tuple[int, ...], recipe:
 
 
 def check_tensor_amax(op: str, amax: Any, moved_shape: tuple[int, ...], recipe: Recipe) -> Any:
-    """A tensor_amax of the host as float32 of its canonical shape: () or (E,), one a row, or one a block."""
+    """Return a host tensor_amax as float32 in its canonical shape. Raise ValueError for NaN or negative values."""
     amax = reshape_amax(op, as_real(op, "tensor_amax", amax), moved_shape, recipe)
     if isinstance(amax, AbstractArray):
         return amax
@@ -68,16 +72,16 @@ def check_tensor_amax(op: str, amax: Any, moved_shape: tuple[int, ...], recipe: 
 
 
 def without_sign(amax: np.ndarray) -> np.ndarray:
-    """A copy of float32 amaxes in which -0 is 0, because its sign would become that of scales and codes.
+    """Return a copy of float32 amaxes in which -0 is 0, because the sign of -0 would spread to scales and codes.
 
-    Bits are cleared, because float arithmetic may be set to take subnormals for zero.
+    The sign bit is cleared by integer arithmetic. Float arithmetic could flush subnormals to zero.
     """
     return np.asarray(amax.view(np.uint32) & np.uint32(0x7FFFFFFF)).view(np.float32)
 
 
 @ieee("amax")
 def as_real(op: str, name: str, amax: Any) -> Any:
-    """A real number or array as float32; what is beyond its range becomes infinite, which the rules define."""
+    """Return a real number or array as float32. Numbers beyond its range become infinite, which every rule handles."""
     array = amax if isinstance(amax, AbstractArray) else np.asarray(amax)
     if array.dtype.kind not in "fiu" and array.dtype not in FLOATS:
         raise TypeError(f"{op}: {name} is {array.dtype}; needs a real number or a float array")
@@ -88,7 +92,10 @@ def as_real(op: str, name: str, amax: Any) -> Any:
 
 
 def check_clip_amax(op: str, amax: Any) -> Any:
-    """The amax that a gradient is clipped at as float32, of any shape: not negative. NaN is one that no x is within."""
+    """Return the clip limit of a gradient as float32. Raise ValueError for negative values.
+
+    NaN is allowed: no |x| is below it, so the gradient is 0.
+    """
     amax = as_real(op, "amax", amax)
     if isinstance(amax, AbstractArray):
         return amax
@@ -102,7 +109,10 @@ def check_clip_amax(op: str, amax: Any) -> Any:
 
 
 def reshape_amax(op: str, amax: Any, moved_shape: tuple[int, ...], recipe: Recipe, name: str = "tensor_amax") -> Any:
-    """tensor_amax, or tensor_scale, in its canonical shape; trailing axes of length 1 may be missing or left over."""
+    """Return a tensor_amax, or tensor_scale, in its canonical shape. Raise ValueError if its shape does not fit.
+
+    Trailing axes of length 1 may be missing or left over. name: how the message calls the argument.
+    """
     wanted = tensor_amax_shape(moved_shape, recipe)
     allowed = [wanted]
     if recipe.tensor_scaling == "tensor":
@@ -117,29 +127,30 @@ def reshape_amax(op: str, amax: Any, moved_shape: tuple[int, ...], recipe: Recip
     raise ValueError(f"{op}: {name} has shape {amax.shape}; {recipe.id} needs {' or '.join(map(str, allowed))}")
 
 
-OPERATIONS_WITH_E8M0_AMAXES = (
-    "quantize",
-    "fake_quantize",
-)  # what takes block amaxes for E8M0 scales; grouped kernels read those of static recipes
+# The operations that accept block amaxes for E8M0 scales. Grouped kernels read block amaxes only for static recipes.
+OPERATIONS_WITH_E8M0_AMAXES = ("quantize", "fake_quantize")
 
 
 def takes_e8m0_amaxes(r: Recipe) -> bool:
-    """Whether a recipe takes block amaxes for its scales, E8M0, of blocks of one row: search_scales finds such ones."""
-    own = r.fake_only or r.fake_rule or r.search or r.four_over_six
-    return r.scale == E8M0 and r.block_rows == 1 and r.tensor_scaling == "none" and not own
+    """Return whether a recipe without tensor scale accepts block amaxes for its E8M0 scales, in blocks of one row.
+
+    search_scales finds such amaxes. Recipes that choose their scales by a search or rule of their own accept none.
+    """
+    chooses_scales = r.fake_only or r.fake_rule or r.search or r.four_over_six
+    return r.scale == E8M0 and r.block_rows == 1 and r.tensor_scaling == "none" and not chooses_scales
 
 
 def parse_block_amax(op: str, given: Any, moved_shape: tuple[int, ...], recipe: Recipe, on_device: bool) -> Any:
-    """The calibrated block amaxes of a call, float32 (..., K/block), where its arrays are; None where they are not
-    given.
+    """Return the caller's block amaxes: float32 (..., K/block), in the memory (host or device) of x.
 
-    Those on a device must be there as the kernels read them; their values are not looked at.
+    Return None if the caller passed none. If x is on a device, they must be a float32 CuPy array, and their values are
+    not checked.
     """
     if given is None:
         return None
     if not recipe.static and not (takes_e8m0_amaxes(recipe) and op in OPERATIONS_WITH_E8M0_AMAXES):
         raise ValueError(
-            f"{op}: block_amax was given, but {recipe.id} takes it from x; leave it out or use a static recipe"
+            f"{op}: block_amax was given, but {recipe.id} computes it from x; leave it out or use a static recipe"
         )
     wanted = scale_shape(moved_shape, recipe)
     if on_device:
@@ -148,7 +159,7 @@ def parse_block_amax(op: str, given: Any, moved_shape: tuple[int, ...], recipe: 
             or given.dtype != np.float32
             or not in_order(given.shape, wanted)
         ):
-            raise ValueError(f"{op}: block_amax needs a float32 CuPy array of shape {wanted}, as x is on a GPU")
+            raise ValueError(f"{op}: block_amax must be a float32 CuPy array of shape {wanted}, because x is on a GPU")
         return given.reshape(wanted)
     amax = as_real(op, "block_amax", given)
     if not in_order(amax.shape, wanted):
@@ -159,7 +170,7 @@ def parse_block_amax(op: str, given: Any, moved_shape: tuple[int, ...], recipe: 
 
 
 def clip_amax(call: Any, given: Any) -> Any:
-    """Return the amax that a gradient is clipped at, checked and where x is; None if it was not given.
+    """Return the clip limit of a gradient, checked and in the memory (host or device) of x; None if it was not given.
 
     Its shape is (1, 1), (rows, 1) or (rows, blocks), where rows are all leading axes joined.
     """

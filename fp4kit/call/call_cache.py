@@ -1,9 +1,11 @@
-"""The cache of calls: a later call with the same key needs no checks, which cost more than the work on small arrays.
+"""The cache of calls: a repeated call skips the checks, which take longer than the work on small arrays.
 
-The key holds whatever the checks and the work depend on: the type, shape, dtype, strides, device and alignment of each
-array, and every other argument. If a call passed its checks, then every call with its key passes them. An engine makes
-the cached call (cuda/engine/cached_calls.py, cpu/cached_calls.py). A cached call returns None if it cannot do a call;
-then the call is parsed, and the engine's driver does it.
+- Key: everything that the checks and the work depend on, except values. For each array that is its type, shape, dtype,
+  strides, device and alignment (its facts); all other arguments count whole. If one call passes its checks, every call
+  with an equal key passes them too.
+- Cached call: a function that an engine makes for a key (cuda/engine/cached_calls.py, cpu/cached_calls.py). It takes
+  the arrays and returns the result, or None if it cannot compute this call.
+- Driver: the function that computes a parsed call. It runs if there is no cached call or the cached call returns None.
 """
 
 from __future__ import annotations
@@ -17,52 +19,57 @@ import numpy as np
 from fp4kit.arrays import imports, jax_arrays, torch_arrays
 from fp4kit.quantized.container import Quantized
 
-MAX_CALLS = 256  # cached calls; one more clears the cache
+MAX_CALLS = 256  # the largest number of entries; adding another one first clears the cache
 Key = tuple[Hashable, ...]
 _UNKNOWN: Any = object()
-_CALLS: dict[
-    Key, Callable[..., Any] | None
-] = {}  # None: the driver does such calls, and no engine is asked for a cached call again
-specification_only: ContextVar[bool] = ContextVar(
-    "specification_only", default=False
-)  # whether that alone computes on NumPy arrays
+# The cached call of each key. None records that the engine made no cached call, so that it is not asked again.
+_CALLS: dict[Key, Callable[..., Any] | None] = {}
+# Whether only the specification computes on NumPy arrays, as within fp4kit.specification().
+specification_only: ContextVar[bool] = ContextVar("specification_only", default=False)
 
 
 def find(op: str, arrays: tuple[Any, ...], *others: Hashable) -> tuple[Key | None, Callable[..., Any] | None]:
     """Return the key of a call of op, and its cached call.
 
-    The key is None if no cached call is to be made. The cached call is None if there is none yet, or none can be made.
+    There are three results:
 
-    arrays: of NumPy, CuPy, PyTorch or JAX, all of one library, and Quantized of them; None for an array that is not
-    given; on the host a float as a tensor_amax. A call with any others has no key. others: all other arguments that a
-    check depends on.
+    - (key, None): the call is the first with its key. The caller passes the key to run_first.
+    - (key, cached call): the call is cached.
+    - (None, None): the call cannot be cached, or the engine has made no cached call for its key.
+
+    Args:
+        op: the public function.
+        arrays: the array arguments, of NumPy, CuPy, PyTorch or JAX, all of one library. An entry may also be a
+            Quantized of such arrays, None if it is not given, or on the host a float (a tensor_amax). With any other
+            entry the call cannot be cached.
+        others: all other arguments that a check depends on.
     """
     x = arrays[0]
-    own = type(x)
+    kind = type(x)
     try:
-        facts, on_host = _facts_of(x.packed if own is Quantized else x)
+        facts_of, on_host = _facts_function(x.packed if kind is Quantized else x)
         if on_host and specification_only.get():
             return None, None
-        where = None if on_host else imports.cupy().cuda.runtime.getDevice()
-        known = _facts(x, facts) if own is Quantized else facts(x)
-        rest = tuple([None if a is None else _facts(a, facts) for a in arrays[1:]])
-        key = (op, where, known, rest, others, tuple(map(type, others)))
-        found = _CALLS.get(key, _UNKNOWN)
-        return (key, None) if found is _UNKNOWN else (key if found else None, found)
-    except (
-        AttributeError,
-        TypeError,
-        RuntimeError,
-    ):  # no such array, one without memory, or an argument without a hash
-        return None, None
+        current_device = None if on_host else imports.cupy().cuda.runtime.getDevice()
+        first = _facts(x, facts_of) if kind is Quantized else facts_of(x)
+        rest = tuple([None if a is None else _facts(a, facts_of) for a in arrays[1:]])
+        key = (op, current_device, first, rest, others, tuple(map(type, others)))
+        cached = _CALLS.get(key, _UNKNOWN)
+        return (key, None) if cached is _UNKNOWN else (key if cached else None, cached)
+    except (AttributeError, TypeError, RuntimeError):
+        return None, None  # an array of another library, an array without memory, or an argument that is not hashable
 
 
 def run_first(
     key: Key | None, call: Callable[..., Any] | None, arguments: tuple[Any, ...], driver: Callable[[], Any]
 ) -> Any:
-    """Run the first call with a key: by its new cached call, or by the driver if that is None or returns None.
+    """Run the first call with a key, and store its cached call unless an error was raised.
 
-    Then store the cached call, unless an error was raised. A `call` of None is stored, too: such calls have none.
+    Args:
+        key: the key; None to store nothing.
+        call: the new cached call. None is stored, too: it records that this key has no cached call.
+        arguments: the arguments of the cached call.
+        driver: computes the call if `call` is None or returns None.
     """
     result = None if call is None else call(*arguments)
     if result is None:
@@ -74,17 +81,20 @@ def run_first(
     return result
 
 
-def _facts(a: Any, facts: Callable[[Any], Hashable]) -> Hashable:
-    """What checks and work depend on, of an array; facts: of those of one library, TypeError for others."""
+def _facts(a: Any, facts_of: Callable[[Any], Hashable]) -> Hashable:
+    """Return the facts of an array or a Quantized.
+
+    facts_of: returns the facts of one library's arrays and raises TypeError for anything else.
+    """
     if type(a) is Quantized:
         scales, tensor_scale, amax = a.block_scale, a.tensor_scale, a.tensor_amax
-        found = facts(a.packed), scales is None or facts(scales), tensor_scale is None or facts(tensor_scale)
-        return a.shape, a.dtype, a.axis, a.recipe, a.scale_layout, found, amax is None or facts(amax)
-    return facts(a)
+        parts = facts_of(a.packed), scales is None or facts_of(scales), tensor_scale is None or facts_of(tensor_scale)
+        return a.shape, a.dtype, a.axis, a.recipe, a.scale_layout, parts, amax is None or facts_of(amax)
+    return facts_of(a)
 
 
-def _facts_of(a: Any) -> tuple[Callable[[Any], Hashable], bool]:
-    """Return the function that gives the facts of an array like `a`, and whether the array is in host memory."""
+def _facts_function(a: Any) -> tuple[Callable[[Any], Hashable], bool]:
+    """Return the function that returns the facts of arrays of a's library, and whether `a` is in host memory."""
     kind = type(a)
     if kind is np.ndarray:
         return _numpy_facts, True
@@ -96,11 +106,13 @@ def _facts_of(a: Any) -> tuple[Callable[[Any], Hashable], bool]:
 
 
 def _torch_host_facts(a: Any) -> Hashable:
+    """Return the facts of a CPU tensor, or the type name of a number."""
     kind = type(a)
     return kind.__name__ if kind is float or kind is np.float32 else torch_arrays.facts(True)(a)
 
 
 def _cupy_facts(a: Any) -> Hashable:
+    """Return the facts of a CuPy array."""
     kind = type(a)
     if kind.__module__ != "cupy":
         raise TypeError(kind)
@@ -109,8 +121,9 @@ def _cupy_facts(a: Any) -> Hashable:
 
 
 def _numpy_facts(a: Any) -> Hashable:
-    if type(a) in (float, np.float32):  # an amax, whose value nothing that is kept depends on
+    """Return the facts of a NumPy array, or the type name of a number."""
+    if type(a) in (float, np.float32):  # an amax, whose value neither the checks nor the cached call depend on
         return type(a).__name__
     if type(a) is not np.ndarray:
         raise TypeError(type(a))
-    return np.ndarray, a.shape, a.dtype, a.strides, a.flags.num  # flags: alignment, and whether it can be written to
+    return np.ndarray, a.shape, a.dtype, a.strides, a.flags.num  # flags: alignment and writability

@@ -1,4 +1,8 @@
-"""Checks that every operation makes before any work. Each error says what came, what is needed and the way out."""
+"""Checks that operations make before any work.
+
+op is the public function that the error message begins with. Each message says what came, what is needed and what to
+do.
+"""
 
 from __future__ import annotations
 
@@ -13,16 +17,16 @@ from fp4kit.recipes import Recipe
 
 
 def check_float(op: str, x: np.ndarray, name: str = "x") -> None:
-    """x must be float32, float16 or bfloat16."""
+    """Raise TypeError unless x is float32, float16 or bfloat16. name: how the message calls x."""
     if x.dtype not in FLOATS:
         raise TypeError(
             f"{op}: {name} is {x.dtype}; needs float32, float16 or bfloat16; "
-            f"convert it first, e.g. {name}.astype(np.float32), so that the rounding is yours"
+            f"convert it first, e.g. {name}.astype(np.float32), so that you choose the rounding"
         )
 
 
 def check_axis(op: str, axis: int, ndim: int) -> int:
-    """axis as a non-negative number."""
+    """Return an axis as a non-negative int. Raise ValueError if an array of ndim axes has no such axis."""
     if ndim == 0:
         raise ValueError(f"{op}: x is 0-d; blocks run along an axis, so it needs at least one; use x.reshape(1)")
     axis = axis if type(axis) is int else as_index(op, "axis", axis)
@@ -32,17 +36,20 @@ def check_axis(op: str, axis: int, ndim: int) -> int:
 
 
 def check_axes(op: str, axis: Any, ndim: int) -> tuple[int, ...] | None:
-    """Axes that are reduced as non-negative numbers: one, or those of a tuple, each once; None stays."""
+    """Return the axes of a reduction, an int or a tuple, as a tuple of non-negative ints. Return None for None.
+
+    Raise ValueError if an axis does not exist or is named twice.
+    """
     if axis is None:
         return None
     axes = tuple(check_axis(op, a, ndim) for a in (axis if isinstance(axis, tuple) else (axis,)))
     if len(set(axes)) < len(axes):
-        raise ValueError(f"{op}: axis {axis} names one axis twice; needs different ones")
+        raise ValueError(f"{op}: axis {axis} names one axis twice; needs different axes")
     return axes
 
 
 def check_length(op: str, axis: int, length: int, recipe: Recipe) -> None:
-    """The length along the axis must be whole blocks (and whole bytes)."""
+    """Raise ValueError unless a length along the quantized axis is a whole number of blocks and of bytes."""
     multiple = recipe.length_multiple
     if length % multiple:
         raise ValueError(
@@ -52,13 +59,13 @@ def check_length(op: str, axis: int, length: int, recipe: Recipe) -> None:
 
 
 def check_has_codes(op: str, recipe: Recipe) -> None:
-    """Fake-only recipes have no codes."""
+    """Raise ValueError if a recipe is a fake quantizer, which has no codes."""
     if recipe.fake_only:
         raise ValueError(f"{op}: {recipe.id} is a fake quantizer and has values only; use fp4kit.fake_quantize")
 
 
 def check_values_dtype(op: str, dtype: Any) -> None:
-    """Values are float32, float16 or bfloat16."""
+    """Raise TypeError unless dtype, the dtype of dequantized values, is float32, float16 or bfloat16."""
     if dtype not in FLOATS:
         raise TypeError(
             f"{op}: dtype is {dtype}; needs float32, float16 or bfloat16; convert the float32 result further"
@@ -66,12 +73,12 @@ def check_values_dtype(op: str, dtype: Any) -> None:
 
 
 def check_quantized(op: str, q: Any, name: str = "q") -> Quantized:
-    """q, which must be a Quantized, with NumPy or CuPy arrays."""
+    """Return q with NumPy or CuPy arrays. Raise TypeError if q is not a Quantized."""
     check_is_quantized(op, q, name)
     return q.imported(op)
 
 
 def check_is_quantized(op: str, q: Any, name: str = "q") -> None:
-    """q must be a Quantized, of arrays of any library."""
+    """Raise TypeError if q is not a Quantized. Its arrays may be of any library."""
     if not isinstance(q, Quantized):
         raise TypeError(f"{op}: {name} is {type(q).__name__}; needs a Quantized, as fp4kit.quantize returns")

@@ -1,4 +1,4 @@
-"""Scales that the caller gives: of the shapes and types that the recipe has them in, where the call's arrays are."""
+"""Check the scales that a caller passes to quantize, and bring them to the dtype and shape that engines take."""
 
 from __future__ import annotations
 
@@ -18,19 +18,22 @@ _FLOAT8 = {E4M3: np.dtype(ml_dtypes.float8_e4m3fn), E8M0: np.dtype(ml_dtypes.flo
 
 
 def check_complete(op: str, r: Recipe, block_scale: Any, tensor_scale: Any) -> None:
-    """Raise ValueError unless the scales that the recipe has are given, and no others."""
+    """Raise ValueError unless the caller passed exactly the scales that the recipe has."""
     has = {"block_scale": r.scale is not None, "tensor_scale": r.tensor_scaling != "none"}
     given = {"block_scale": block_scale is not None, "tensor_scale": tensor_scale is not None}
-    for name, there in given.items():
-        if there and not has[name]:
+    for name, is_given in given.items():
+        if is_given and not has[name]:
             raise ValueError(f"{op}: {name} was given, but {r.id} has none; leave it out")
-        if has[name] and not there:
+        if has[name] and not is_given:
             other = next(iter(given.keys() - {name}))
             raise ValueError(f"{op}: {other} was given without {name}; {r.id} has both; give both scales, or neither")
 
 
 def parse_block_scale(op: str, given: Any, moved_shape: tuple[int, ...], r: Recipe, layout: str) -> Any:
-    """block_scale as uint8 in its layout; None for a recipe without."""
+    """Return the caller's block_scale as uint8 in its layout; None if the recipe has no block scales.
+
+    Raise TypeError unless it is uint8 or the recipe's float8 type, ValueError if its shape does not fit.
+    """
     if r.scale is None:
         return None
     shape = padded_shape(scale_shape(moved_shape, r), layout)
@@ -45,8 +48,10 @@ def parse_block_scale(op: str, given: Any, moved_shape: tuple[int, ...], r: Reci
 
 
 def parse_tensor_scale(op: str, given: Any, moved_shape: tuple[int, ...], r: Recipe, on_device: bool) -> Any:
-    """tensor_scale as float32 in its canonical shape, where x is; None for a recipe without. Values on a device are not
-    read.
+    """Return the caller's tensor_scale as float32 in its canonical shape, in the memory (host or device) of x.
+
+    Return None if the recipe has no tensor scale. Raise ValueError for negative values, and for NaN if the recipe never
+    gives NaN. Values on a device are not read.
     """
     if r.tensor_scaling == "none":
         return None

@@ -1,4 +1,4 @@
-"""Calls for each of N tensors, whose errors say which one."""
+"""Call a function for each tensor of a group, so that an error names the tensor that caused it."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ _ARGUMENT = re.compile(r"(x|grad|tensor_amax|block_amax|amax)\b")
 
 
 def each(op: str, function: Callable[..., Any], *columns: Iterable[Any]) -> list[Any]:
-    """[function(*entries) for each], for columns of one length; an error begins with op, and names the argument by its
-    number.
+    """Return [function(*entries) for entries in zip(*columns)], for columns of equal length.
 
-    "quantize: tensor_amax holds ..." of the second tensor becomes "quantize_grouped: tensor_amax[1] holds ...".
+    If a call raises an error, its message is changed to begin with op and to number the argument. For the second
+    tensor, "quantize: tensor_amax holds ..." becomes "quantize_grouped: tensor_amax[1] holds ...".
     """
     results: list[Any] = []
     try:
@@ -27,8 +27,8 @@ def each(op: str, function: Callable[..., Any], *columns: Iterable[Any]) -> list
 
 
 def numbered(op: str, i: int, text: str) -> str:
-    """The text of a single call's error for tensor i of a grouped call."""
-    text = re.sub(r"^\w+: ", "", text)  # the single function's name
+    """Return the error message of a single call, changed to be that of tensor i of the grouped operation op."""
+    text = re.sub(r"^\w+: ", "", text)  # remove the name of the single function
     argument = _ARGUMENT.match(text)
     if argument is None:
         return f"{op}: xs[{i}]: {text}"

@@ -1,5 +1,7 @@
-"""Whether what a call writes lies apart from what it reads: an engine may write a part of a result before it read all
-inputs.
+"""Check that the memory that a call writes is disjoint from the memory that it reads.
+
+Otherwise results could be wrong, because an engine may write part of a result before it has read all inputs. The span
+of an array is the range of addresses from its first byte to its last.
 """
 
 from __future__ import annotations
@@ -14,16 +16,15 @@ import numpy as np
 
 from fp4kit.quantized.container import Quantized
 
-_MOST_SUMS = 1 << 20  # of overlaps_itself
-_MOST_WORK = 1000  # of NumPy's search for a byte of both, of two arrays with gaps; beyond it they count as one memory
+_MAX_SUMS = 1 << 20  # the most sums that overlaps_itself computes; if it needs more, the array counts as overlapping
+_MAX_WORK = 1000  # limit of NumPy's search for a shared byte; if it is reached, the arrays count as sharing memory
 
 
 def check_disjoint(op: str, inputs: Mapping[str, Any], outputs: Mapping[str, Any]) -> None:
-    """Raise ValueError where the memory of an output is that of an input, or of another output. What is no array has
-    none.
+    """Raise ValueError if an output shares memory with an input or with another output.
 
-    The input of an output's own name (tensor_scale and out.tensor_scale) may be it: it is written with what was read
-    from it.
+    Entries that are not arrays share no memory. An output "out.NAME" may share memory with the input "NAME", such as
+    tensor_scale: the call writes there what it has read from there.
     """
     for name, out in outputs.items():
         for other, array in inputs.items():
@@ -35,12 +36,15 @@ def check_disjoint(op: str, inputs: Mapping[str, Any], outputs: Mapping[str, Any
 
 
 def _refuse(op: str, out: str, other: str) -> None:
+    """Raise the ValueError of check_disjoint."""
     raise ValueError(f"{op}: {out} shares memory with {other}, which is read or written too; needs memory of its own")
 
 
 class _Memory(NamedTuple):
-    """Of a Quantized: its arrays, on a device the spans that each and all lie in, and whether all are apart from each
-    other.
+    """The memory of a Quantized.
+
+    arrays: its parts. spans: on a device, the span of each part. whole: on a device, the span that contains all parts.
+    parts_are_disjoint: whether no two parts share memory.
     """
 
     arrays: tuple[Any, ...]
@@ -49,33 +53,33 @@ class _Memory(NamedTuple):
     parts_are_disjoint: bool
 
 
-_KNOWN: WeakKeyDictionary[Quantized, _Memory] = (
-    WeakKeyDictionary()
-)  # of the outs, and what is decoded, of repeated calls
+# The memory of each Quantized that cached calls have written to or read from.
+_MEMORIES: WeakKeyDictionary[Quantized, _Memory] = WeakKeyDictionary()
 
 
 def _memory_of(q: Quantized) -> _Memory:
-    found = _KNOWN.get(q)
-    if found is None:
+    """Return the memory of a Quantized. It is computed once per object."""
+    memory = _MEMORIES.get(q)
+    if memory is None:
         arrays = tuple(part for part in q.parts().values() if part is not None)
-        apart = not any(shares_memory(*pair) for pair in combinations(arrays, 2))
+        disjoint = not any(shares_memory(*pair) for pair in combinations(arrays, 2))
         spans = () if isinstance(q.packed, np.ndarray) else tuple(map(_span, arrays))
         whole = min((start for start, _ in spans), default=0), max((stop for _, stop in spans), default=0)
-        found = _KNOWN[q] = _Memory(arrays, spans, whole, apart)
-    return found
+        memory = _MEMORIES[q] = _Memory(arrays, spans, whole, disjoint)
+    return memory
 
 
 def are_disjoint(read: Any, out: Any) -> bool:
-    """Whether the out of a call that was checked before, or one like it, is apart from what is read this time.
+    """Return whether a cached call writes to no memory that it reads, and to no byte twice.
 
-    One of the two is an array, of NumPy, CuPy or PyTorch, and the other one a Quantized; None as out is apart from
-    anything.
+    One of `read` and `out` is an array of NumPy, CuPy or PyTorch, and the other one is a Quantized. If out is None, the
+    result is True. It is called with the new arrays of every cached call, because the cache's key holds no addresses.
     """
     if out is None:
         return True
-    written = type(out) is Quantized
-    array, memory = (read, _memory_of(out)) if written else (out, _memory_of(read))
-    if written and not memory.parts_are_disjoint:
+    writes_quantized = type(out) is Quantized
+    array, memory = (read, _memory_of(out)) if writes_quantized else (out, _memory_of(read))
+    if writes_quantized and not memory.parts_are_disjoint:
         return False
     if type(array) is np.ndarray:
         return not any(shares_memory(array, part) for part in memory.arrays)
@@ -85,7 +89,7 @@ def are_disjoint(read: Any, out: Any) -> bool:
 
 
 def shares_memory(a: Any, b: Any) -> bool:
-    """Whether two arrays have a byte in common; on a device, whether the spans do that they lie in."""
+    """Return whether two NumPy arrays have a byte in common; for arrays on a device, whether their spans overlap."""
     if isinstance(a, np.ndarray) and isinstance(b, np.ndarray):
         return np.may_share_memory(a, b) and _have_a_byte_in_common(a, b)
     first, second = _span(a), _span(b)
@@ -93,8 +97,9 @@ def shares_memory(a: Any, b: Any) -> bool:
 
 
 def _have_a_byte_in_common(a: np.ndarray, b: np.ndarray) -> bool:
+    """Return whether two arrays have a byte in common. Return True if finding out takes too much work."""
     try:
-        return np.shares_memory(a, b, max_work=_MOST_WORK)  # type: ignore[arg-type]  # NumPy's stubs know its two names alone
+        return np.shares_memory(a, b, max_work=_MAX_WORK)  # type: ignore[arg-type]  # NumPy's stubs allow no number
     except np.exceptions.TooHardError:
         return True
 
@@ -102,9 +107,10 @@ def _have_a_byte_in_common(a: np.ndarray, b: np.ndarray) -> bool:
 def overlaps_itself(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> bool:
     """Return whether two elements of an array have a byte in common, by an exact test. strides: in bytes.
 
-    Two elements overlap if |sum(d[k] * strides[k])| < itemsize for integers |d[k]| < shape[k] that are not all 0. Axes
-    are taken one by one: `sums` holds the sums of those before, and an axis overlaps if a multiple of its stride is
-    close to one of them. More than _MOST_SUMS of them, which take several axes that interleave, count as an overlap.
+    Two elements overlap if |sum(d[k] * strides[k])| < itemsize for integers |d[k]| < shape[k] that are not all 0. The
+    axes are added one by one. `sums` holds every such sum over the axes added so far. A new axis causes an overlap if a
+    nonzero multiple of its stride is within itemsize of one of these sums. If there are more than _MAX_SUMS sums, the
+    result is True.
     """
     axes = _interleaved_axes(shape, strides, itemsize)
     sums = np.zeros(1, np.int64)
@@ -117,17 +123,18 @@ def overlaps_itself(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: 
             if (close & (count != 0) & (np.abs(count) < length)).any():
                 return True
         if i + 1 < len(axes):
-            if len(sums) * 2 * length > _MOST_SUMS:
+            if len(sums) * 2 * length > _MAX_SUMS:
                 return True
             sums = np.unique(np.add.outer(sums, step * np.arange(1 - length, length)))
     return False
 
 
 def _interleaved_axes(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> list[tuple[int, int]]:
-    """Return (stride, length) of the axes that may overlap, short ones first; none for the strides of any usual view.
+    """Return (stride, length) of the axes whose elements may overlap, the shortest axis first.
 
-    Axes that continue one another are joined. The axis of the largest stride is left out if all others lie within that
-    stride.
+    The list is empty for contiguous arrays and for slices and transposes of them. Axes that together are evenly spaced
+    are joined into one. The axis with the largest stride is left out, repeatedly, if all other axes together fit into
+    that stride.
     """
     if 0 in shape:
         return []
@@ -143,8 +150,9 @@ def _interleaved_axes(shape: tuple[int, ...], strides: tuple[int, ...], itemsize
 
 
 def _span(a: Any) -> tuple[int, int]:
-    """Where an array of CuPy or PyTorch begins, and the address behind it; (0, 0) of anything else, and of no
-    elements.
+    """Return the span of a CuPy or PyTorch array: its first address, and the address after its last byte.
+
+    Return (0, 0) for an array without elements and for anything else.
     """
     if hasattr(a, "data_ptr"):
         start, is_dense, nbytes = a.data_ptr(), a.is_contiguous(), a.nbytes

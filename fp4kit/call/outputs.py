@@ -1,4 +1,4 @@
-"""Outputs that the caller gives: of the right kind, shape and dtype, where the call's arrays are."""
+"""Check the arrays that a caller passes as `out`: their type, shape, dtype, device and memory."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from fp4kit.layouts import padded_shape
 from fp4kit.quantized.container import Quantized
 from fp4kit.quantized.part_shapes import packed_shape, scale_shape, tensor_amax_shape
 
-ALIGNMENT = 16  # bytes: what a kernel stores at a time
+ALIGNMENT = 16  # bytes: the largest store of a kernel
 
 
 def check_out(op: str, name: str, out: Any, shape: tuple[int, ...], dtype: Any) -> None:
-    """An array of the host for a result: shape, dtype, writable."""
+    """Raise an error unless out is a writable NumPy array of this shape and dtype. name: how the message calls it."""
     if not isinstance(out, np.ndarray):
-        raise TypeError(f"{op}: {name} is {type(out).__name__}; needs a numpy array, as x is")
+        raise TypeError(f"{op}: {name} is {type(out).__name__}; needs a NumPy array, as x is")
     if out.shape != tuple(shape) or out.dtype != dtype:
         raise ValueError(f"{op}: {name} is {out.dtype} {out.shape}; needs {np.dtype(dtype)} {tuple(shape)}")
     if not out.flags.writeable:
@@ -28,14 +28,14 @@ def check_out(op: str, name: str, out: Any, shape: tuple[int, ...], dtype: Any) 
 
 
 def import_out(op: str, out: Any) -> Any:
-    """An array, or a Quantized, to write to, as NumPy's or CuPy's. Raises TypeError where a library's cannot be written
-    to.
+    """Return an output, an array or a Quantized, as NumPy or CuPy arrays on the same memory.
 
-    ValueError where elements overlap, as in an expanded tensor, because the last one written would stay.
+    Raise TypeError if the arrays of its library are immutable (JAX). Raise ValueError if elements share memory, as in
+    an expanded tensor, because only the element that is written last would remain.
     """
     library = library_of(out)
     if library is not None and not library.is_mutable:
-        raise TypeError(f"{op}: out is an array of {library.name}, which cannot be written to; leave out out")
+        raise TypeError(f"{op}: out is an array of {library.name}, which cannot be written to; call without out")
     if isinstance(out, Quantized):
         found = out.imported()
         for name, part in found.parts().items():
@@ -47,22 +47,26 @@ def import_out(op: str, out: Any) -> Any:
 
 
 def _check_places(op: str, name: str, array: Any) -> None:
-    """Raise ValueError if elements of an array overlap. What is no array, or cannot be written to, has an error of its
-    own.
+    """Raise ValueError if elements of an array share memory.
+
+    Accept anything that is not an array or not writable, because later checks reject it with a better message.
     """
     if not hasattr(array, "flags") or array.flags.c_contiguous or not _is_writeable(array):
         return
     if overlaps_itself(array.shape, array.strides, array.dtype.itemsize):
-        kept = f"strides {array.strides}; needs memory of each element's own"
-        raise ValueError(f"{op}: {name} has elements that overlap each other, shape {array.shape}, {kept}")
+        found = f"shape {array.shape}, strides {array.strides}"
+        raise ValueError(
+            f"{op}: {name} has elements that share memory, {found}; needs one place in memory for each element"
+        )
 
 
 def _is_writeable(array: Any) -> bool:
+    """Return whether an array can be written to. CuPy arrays always can."""
     return not isinstance(array, np.ndarray) or array.flags.writeable
 
 
 def check_values_out(op: str, out: Any, shape: tuple[int, ...], dtype: np.dtype, like: Any) -> None:
-    """An array for values, of the kind and on the device of `like`; None is fine."""
+    """Raise an error unless out is None, or an array of this shape and dtype, of the library and device of `like`."""
     if out is None:
         return
     if isinstance(like, np.ndarray):
@@ -74,18 +78,19 @@ def check_values_out(op: str, out: Any, shape: tuple[int, ...], dtype: np.dtype,
 
 
 def check_quantized_out(call: Any) -> None:
-    """The Quantized that a call shall write to: of its recipe, shape, dtype, axis and layout, every array as needed."""
+    """Raise an error unless call.out fits the call: recipe, shape, dtype, axis, layout and every array."""
     op, out, r = call.op, call.out, call.recipe
     check_is_quantized(op, out, "out")
     wanted = {"recipe": r, "shape": call.x.shape, "dtype": call.x.dtype, "axis": call.axis, "scale_layout": call.layout}
     for name, value in wanted.items():
         found = getattr(out, name)
         if found != value:
-            found, value = (repr(part) if name == "recipe" else part for part in (found, value))  # one line
+            found, value = (repr(part) if name == "recipe" else part for part in (found, value))  # str takes many lines
             raise ValueError(f"{op}: out has {name} {found}; needs {value}")
     if call.tensor_scale is not None and out.tensor_amax is not None:
         raise ValueError(
-            f"{op}: out has a tensor_amax, which tensor_scale does not tell; needs replace(out, tensor_amax=None)"
+            f"{op}: out has a tensor_amax, which a given tensor_scale does not determine; pass"
+            " dataclasses.replace(out, tensor_amax=None)"
         )
     for name, (shape, dtype) in parts(call).items():
         if call.on_device:
@@ -98,7 +103,7 @@ def check_quantized_out(call: Any) -> None:
 
 
 def parts(call: Any) -> dict[str, tuple[tuple[int, ...], Any]]:
-    """Shape and dtype of each array of a result of quantize, by its name in Quantized."""
+    """Return the shape and dtype of each array of a call's result, by its name in Quantized."""
     shape, r = call.moved.shape, call.recipe
     found: dict[str, tuple[tuple[int, ...], Any]] = {"packed": (packed_shape(shape, r), np.dtype(np.uint8))}
     if r.scale is not None:
@@ -112,7 +117,7 @@ def parts(call: Any) -> dict[str, tuple[tuple[int, ...], Any]]:
 
 
 def _check_device_out(op: str, name: str, array: Any, shape: tuple[int, ...], dtype: np.dtype, x: Any) -> None:
-    """An array of a device for a kernel: on the device of x, contiguous, at a multiple of what is stored at a time."""
+    """Raise ValueError unless a kernel can write an array: shape, dtype, device of x, contiguous, aligned."""
     fits = isinstance(array, type(x)) and (array.shape, array.dtype, array.device) == (shape, dtype, x.device)
     if not fits or not array.flags.c_contiguous:
         raise ValueError(f"{op}: {name} needs a contiguous CuPy array of {dtype} {shape} on the device of x")
@@ -121,8 +126,13 @@ def _check_device_out(op: str, name: str, array: Any, shape: tuple[int, ...], dt
 
 
 def empty_quantized(call: Any, amax: Any, empty: Any, empty_scales: Any) -> Quantized:
-    """A new Quantized for a call. amax: None without a tensor scale. empty(shape, dtype), empty_scales(shape,
-    layout).
+    """Return a new Quantized with uninitialized arrays for the result of a call.
+
+    Args:
+        call: the Call.
+        amax: its tensor amax; None if the recipe has no tensor scale.
+        empty: empty(shape, dtype) allocates an array.
+        empty_scales: empty_scales(shape, layout) allocates block scales.
     """
     r, shape = call.recipe, call.moved.shape
     packed = empty(packed_shape(shape, r), np.uint8)

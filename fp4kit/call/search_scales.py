@@ -1,4 +1,11 @@
-"""The parse of a call that searches block scales."""
+"""Parse the arguments of search_scales.
+
+Depending on the recipe, one of three things is searched:
+
+- E4M3 block scales. Candidates are offsets: codes relative to the code that the block's amax gives.
+- E8M0 block scales. Candidates are offsets, too: exponents relative to that of the block's amax.
+- Without block scales, tensor amaxes. Candidates are the multiples of the amax on a grid (start, stop, step).
+"""
 
 from __future__ import annotations
 
@@ -15,22 +22,26 @@ from fp4kit.formats import E8M0
 from fp4kit.recipes import Recipe, recipe_of
 from fp4kit.recipes.validate import unfit_for_sweep
 
-NEAR_OFFSETS = (-8, 8)  # codes beside that of the amax
-MAX_OFFSET = 126  # codes beside one that all candidates are among
-AROUND_FLOOR = (-1, 1)  # exponents beside floor(log2(amax)) - that of the largest element
-BLOCK_COLUMNS = 16  # elements of a row of a block
+NEAR_OFFSETS = (-8, 8)  # the offsets of candidates="near", both ends included
+MAX_OFFSET = 126  # offsets from -126 to 126 reach every positive E4M3 code from any other
+AROUND_FLOOR = (-1, 1)  # default offsets of E8M0 scales, relative to floor(log2(amax)) - floor(log2(largest element))
+BLOCK_COLUMNS = 16  # columns per block under E4M3 scales
 POWERS = {"mse": 2.0, "mae": 1.0, "max": np.inf}
-GRID = (0.25, 4.0, 0.1)  # of Model-Optimizer's MseCalibrator
-MAX_MULTIPLES = 10000
-MAX_POWER = 16  # of powers: float32 sums of higher ones leave its range
+GRID = (0.25, 4.0, 0.1)  # the default grid, that of Model-Optimizer's MseCalibrator
+MAX_MULTIPLES = 10000  # the most multiples in a grid
+MAX_POWER = 16  # higher powers would overflow float32 sums
 _POWER = re.compile(r"p\d+(\.\d+)?")
 
 
 class Terms(NamedTuple):
-    """What is searched: float32 weights (K,) or a Hessian (K/16, 16, 16), where x is; offsets: codes beside that of the
-    amax, both ends included, None for all. power: of the differences in the loss, 2 for squares, infinity for the
-    largest. grid: start, stop and step of the multiples of the amax that are tried where there are no block scales;
-    None where there are.
+    """The loss and the candidates of a search.
+
+    Attributes:
+        weights: float32 (K,), in the memory (host or device) of x; None for all ones.
+        hessian: float32 (K/16, 16, 16), in the memory of x; None for none.
+        offsets: the smallest and largest offset of the candidates; None for the default of the scale format.
+        power: the loss adds |difference|^power. Infinity means the largest |difference|.
+        grid: start, stop and step of the multiples of the amax; None if block scales are searched.
     """
 
     weights: Any = None
@@ -44,7 +55,7 @@ DEFAULT_TERMS = Terms()
 
 
 class SearchRequest(NamedTuple):
-    """What the caller asks for."""
+    """Options of search_scales, as the caller passed them."""
 
     objective: Any = "mse"
     weights: Any = None
@@ -53,26 +64,26 @@ class SearchRequest(NamedTuple):
 
 
 class Search(NamedTuple):
-    """A call, and what is searched."""
+    """A parsed call of search_scales."""
 
     call: Call
     terms: Terms = DEFAULT_TERMS
 
     @property
     def searches_e8m0(self) -> bool:
-        """Whether block scales are powers of two."""
+        """Whether the recipe's block scales are E8M0."""
         return self.call.recipe.scale == E8M0
 
     @property
     def searches_e4m3(self) -> bool:
-        """Whether E4M3 scales are searched."""
+        """Whether E4M3 block scales are searched."""
         return self.terms.grid is None and not self.searches_e8m0
 
 
-def search_call(op: str, x: Any, recipe: str | Recipe, axis: int, tensor_amax: Any, wanted: SearchRequest) -> Search:
-    """A call that finds block amaxes, or tensor amaxes where there are no block scales."""
+def search_call(op: str, x: Any, recipe: str | Recipe, axis: int, tensor_amax: Any, request: SearchRequest) -> Search:
+    """Return the parsed call of search_scales."""
     r, offsets, grid = recipe_of(op, recipe), None, None
-    objective, weights, hessian, candidates = wanted
+    objective, weights, hessian, candidates = request
     if has_grid(r):
         grid = _grid(op, candidates)
         _check_no_hessian(op, hessian, r)
@@ -85,12 +96,13 @@ def search_call(op: str, x: Any, recipe: str | Recipe, axis: int, tensor_amax: A
     power = power_of(op, objective)
     if hessian is not None and power != 2:
         raise ValueError(
-            f"{op}: objective is {objective!r} beside a hessian, whose loss is of squares; needs 'mse', or weights"
+            f"{op}: objective is {objective!r}, but a hessian was given, whose loss is a sum of squares; needs 'mse';"
+            " or pass weights instead of the hessian"
         )
     call, given = array_call(op, x, recipe, axis, tensor_amax=tensor_amax, weights=weights, hessian=hessian)
     call = with_amaxes(call, given["tensor_amax"], None)
     if weights is not None and hessian is not None:
-        why = "needs one of them, since a Hessian holds the weights on its diagonal"
+        why = "needs one of them, because the diagonal of a Hessian acts as weights"
         raise ValueError(f"{op}: weights and a hessian were given; {why}")
     K = call.moved.shape[-1]
     found = (
@@ -104,17 +116,17 @@ def search_call(op: str, x: Any, recipe: str | Recipe, axis: int, tensor_amax: A
 
 
 def is_searchable(r: Recipe) -> bool:
-    """Whether search_scales takes a recipe."""
+    """Return whether search_scales accepts a recipe."""
     return has_grid(r) or takes_e8m0_amaxes(r) or (not r.fake_only and unfit_for_search(r) is None)
 
 
 def has_grid(r: Recipe) -> bool:
-    """Whether all scales of a recipe come from its tensor amaxes, those of the tensor, of experts or of rows."""
+    """Return whether a recipe has no block scales, so that multiples of its tensor or row amaxes are searched."""
     return r.scale is None and r.tensor_scaling in ("tensor", "row") and not r.fake_only
 
 
 def _grid(op: str, candidates: Any) -> tuple[float, float, float]:
-    """Start, stop and step of multiples of the amax."""
+    """Return the start, stop and step that `candidates` names. Raise ValueError if it names none."""
     if isinstance(candidates, str) and candidates == "all":
         return GRID
     if isinstance(candidates, (tuple, list)) and len(candidates) == 3:
@@ -128,20 +140,22 @@ def _grid(op: str, candidates: Any) -> tuple[float, float, float]:
 
 
 def _number(op: str, value: Any) -> float:
+    """Return an entry of `candidates` as a float. Raise TypeError if it is not a number."""
     if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)):
         raise TypeError(f"{op}: candidates has {value!r:.60}; needs numbers")
     return float(value)
 
 
 def _check_no_hessian(op: str, hessian: Any, r: Recipe) -> None:
+    """Raise ValueError if a Hessian was given."""
     if hessian is not None:
         raise ValueError(
-            f"{op}: a hessian was given, and {r.id} has no blocks of 16 columns; leave it out, or give weights"
+            f"{op}: a hessian was given, but {r.id} has no blocks of 16 columns; leave it out, or pass weights"
         )
 
 
 def power_of(op: str, objective: Any) -> float:
-    """The power of differences that a loss adds: "mse", "mae", "max", or "p" and a number of at least 1."""
+    """Return the power that an objective names: "mse", "mae", "max", or "p" and a number from 1 to 16."""
     if isinstance(objective, str):
         if objective in POWERS:
             return POWERS[objective]
@@ -152,24 +166,24 @@ def power_of(op: str, objective: Any) -> float:
 
 
 def check_e4m3_search(op: str, r: Recipe) -> None:
-    """Recipes whose block amaxes can be chosen among those that give an E4M3 scale each."""
+    """Raise ValueError if the E4M3 block scales of a recipe cannot be searched."""
     check_has_codes(op, r)
     unfit = unfit_for_search(r)
     if unfit is not None:
         raise ValueError(
-            f"{op}: {r.id} cannot be searched, with {unfit} {getattr(r, unfit)!r}; needs a static recipe of nearest"
-            " E2M1 elements in blocks of 16 under E4M3 scales of amax / 6 and one tensor scale, such as"
-            " nvfp4-modelopt-static, one of E8M0 scales, or FP8 or integers without block scales"
+            f"{op}: {r.id} cannot be searched, because its {unfit} is {getattr(r, unfit)!r}; needs a static recipe with"
+            " nearest E2M1 elements, E4M3 scales of amax / 6 for blocks of 16, and one tensor scale, such as"
+            " nvfp4-modelopt-static; a recipe with E8M0 scales; or an FP8 or integer recipe without block scales"
         )
 
 
 def unfit_for_search(r: Recipe) -> str | None:
-    """The field for which a recipe of E4M3 scales cannot be searched."""
+    """Return the field because of which the E4M3 scales of a recipe cannot be searched; None if they can."""
     return unfit_for_sweep(r) or (None if r.static or r.search == "modelopt_sweep" else "static")
 
 
 def _offsets(op: str, candidates: Any) -> tuple[int, int] | None:
-    """Codes beside that of the amax; None for all."""
+    """Return the smallest and largest offset that `candidates` names; None for all. Raise ValueError otherwise."""
     if isinstance(candidates, str):
         if candidates in ("all", "near"):
             return None if candidates == "all" else NEAR_OFFSETS
@@ -177,42 +191,50 @@ def _offsets(op: str, candidates: Any) -> tuple[int, int] | None:
         low, high = (as_index(op, "candidates", end) for end in candidates)
         if low <= high:
             return max(min(low, MAX_OFFSET), -MAX_OFFSET), max(min(high, MAX_OFFSET), -MAX_OFFSET)
-    needed = "'all', 'near', or two ints (low, high): codes beside that of the amax"
+    needed = "'all', 'near', or two ints (low, high): codes relative to that of the amax"
     raise ValueError(f"{op}: candidates is {candidates!r:.60}; needs {needed}")
 
 
 def _float32(call: Call, name: str, given: Any, shape: tuple[int, ...]) -> Any:
-    """A float32 array of a shape, contiguous and where the call's arrays are; None stays."""
+    """Return an argument as a contiguous float32 array in the memory (host or device) of x; None for None.
+
+    Raise an error if its dtype or shape does not fit.
+    """
     if given is None:
         return None
     array = given if call.on_device and not isinstance(given, np.ndarray) else as_real(call.op, name, given)
     if array.dtype != np.float32:
         raise TypeError(f"{call.op}: {name} is {array.dtype}; needs float32 on a device")
     if array.shape != shape:
-        raise ValueError(f"{call.op}: {name} has shape {array.shape}; needs {shape} for {shape[0]} {_OF[name]}")
+        raise ValueError(f"{call.op}: {name} has shape {array.shape}; needs {shape} for {shape[0]} {_UNITS[name]}")
     return array if array.flags.c_contiguous else array.copy()
 
 
-_OF = {"weights": "columns", "hessian": "blocks of 16 columns"}
+_UNITS = {"weights": "columns", "hessian": "blocks of 16 columns"}
 
 
 def _check_weights(op: str, weights: np.ndarray) -> None:
+    """Raise ValueError unless all weights are finite and >= 0."""
     bad = np.count_nonzero(~(np.isfinite(weights) & (weights >= 0)))
     if bad:
-        what = "that are negative, NaN or infinite; needs finite weights >= 0"
-        raise ValueError(f"{op}: weights holds {bad} value(s) of {weights.size} {what}")
+        raise ValueError(
+            f"{op}: weights holds {bad} value(s) of {weights.size} that are negative, NaN or infinite; needs finite"
+            " weights >= 0"
+        )
 
 
 def _check_hessian(op: str, hessian: np.ndarray) -> None:
+    """Raise ValueError unless all values are finite and each matrix is symmetric within 1e-5 of its largest value."""
     if not np.isfinite(hessian).all():
         count = np.count_nonzero(~np.isfinite(hessian))
-        raise ValueError(f"{op}: hessian holds {count} value(s) that are NaN or infinite; needs finite ones")
-    apart = np.abs(hessian - hessian.transpose(0, 2, 1)).max(axis=(1, 2), initial=0)
-    bad = apart > 1e-5 * np.abs(hessian).max(axis=(1, 2), initial=0)
+        raise ValueError(f"{op}: hessian holds {count} value(s) that are NaN or infinite; needs finite values")
+    asymmetry = np.abs(hessian - hessian.transpose(0, 2, 1)).max(axis=(1, 2), initial=0)
+    bad = asymmetry > 1e-5 * np.abs(hessian).max(axis=(1, 2), initial=0)
     if bad.any():
-        where, most = int(bad.argmax()), apart.max()
+        index, largest = int(bad.argmax()), asymmetry.max()
         raise ValueError(
-            f"{op}: hessian[{where}] is not symmetric (by up to {most:.3g}); pass (H + H.transpose(0, 2, 1)) / 2"
+            f"{op}: hessian[{index}] is not symmetric (differences up to {largest:.3g}); pass"
+            " (H + H.transpose(0, 2, 1)) / 2"
         )
 
 

@@ -1,4 +1,7 @@
-"""Calls on a flat slice of a matrix: what it must be, and the shape of the amaxes of the whole."""
+"""Shards: check calls that quantize a part of a matrix, and say which elements each process owns.
+
+A shard is a contiguous range of elements of the flattened matrix. It may begin and end inside a row or a block.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +15,17 @@ from fp4kit.recipes import Recipe
 
 
 def check_castable(op: str, r: Recipe) -> None:
-    """The codes of a recipe that chooses between scales depend on whole blocks."""
+    """Raise ValueError if a recipe chooses between scales, because its codes then depend on whole blocks."""
     if r.four_over_six or r.search:
         raise ValueError(f"{op}: {r.id} chooses between scales by whole blocks; use quantize on the whole matrix")
 
 
 def check_shard(op: str, shard: Any, shape: Any, start: Any, r: Recipe) -> tuple[int, int]:
-    """(M, K), if the shard is a slice of such a matrix, and the recipe one that shards can be quantized with."""
+    """Return the shape (M, K) of a shard's matrix.
+
+    Raise an error unless the shard is a 1-d slice of such a matrix at offset `start`, and the recipe has blocks and at
+    most one tensor scale.
+    """
     checks.check_float(op, shard, "shard")
     checks.check_has_codes(op, r)
     if shard.ndim != 1:
@@ -35,28 +42,31 @@ def check_shard(op: str, shard: Any, shape: Any, start: Any, r: Recipe) -> tuple
     start = as_index(op, "start", start)
     if start < 0 or start + len(shard) > M * K:
         raise ValueError(
-            f"{op}: elements [{start}, {start + len(shard)}) of a matrix of {M * K}; needs a slice inside it"
+            f"{op}: shard is elements [{start}, {start + len(shard)}) of a matrix of {M * K}; needs a slice inside it"
         )
     return M, K
 
 
 def amax_shape(shape: tuple[int, int], r: Recipe) -> tuple[int, int]:
-    """Shape of the block amaxes of a matrix (M, K)."""
+    """Return the shape of the block amaxes of a matrix (M, K)."""
     return -(-shape[0] // r.block_rows), shape[1] // r.block_size
 
 
 def square_block(op: str, r: Recipe, length: int) -> int:
-    """Size of the square blocks of a recipe, of which the other axis, too, has whole ones."""
+    """Return the size of a recipe's square blocks.
+
+    Raise ValueError if its blocks are not square, or `length`, that of the other axis, is not a whole number of blocks.
+    """
     rows, size = r.block or (1, 1)
     if rows != size or size == 1:
-        raise ValueError(f"{op}: {r.id} has {rows}x{size} blocks; needs square ones, such as nvfp4-te-2d's 16x16")
+        raise ValueError(f"{op}: {r.id} has {rows}x{size} blocks; needs square blocks, such as nvfp4-te-2d's 16x16")
     if length % size:
         raise ValueError(f"{op}: the other axis has length {length}; needs a multiple of {size}")
     return size
 
 
 class Partition(NamedTuple):
-    """Hold the shards of all processes.
+    """The shards of all processes.
 
     Attributes:
         starts, ends: int64 (processes, matrices), the range of elements of each flattened matrix that each process

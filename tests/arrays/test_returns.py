@@ -303,7 +303,7 @@ def test_autograd_knows_of_what_is_written_to():
 
 def test_an_out_with_one_place_for_several_elements_is_refused():
     x = tensor(X[BF16])
-    q, text = quantized(x), "has elements that overlap each other, shape .*, strides"
+    q, text = quantized(x), "has elements that share memory, shape .*, strides"
     with pytest.raises(ValueError, match=f"^dequantize: out {text}"):
         fp4kit.dequantize(q, out=torch.zeros(x.shape[-1], dtype=x.dtype).expand(x.shape))
     same_rows = np.lib.stride_tricks.as_strided(np.zeros(x.shape[-1], np.float32), x.shape, (0, 4))

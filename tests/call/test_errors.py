@@ -158,7 +158,7 @@ ERRORS = {
     # block_amax
     "block_amax of a dynamic recipe": (
         quantize(block_amax=np.ones((32, 4))), ValueError,
-        "quantize: block_amax was given, but nvfp4-te takes it from x; leave it out or use a static recipe",
+        "quantize: block_amax was given, but nvfp4-te computes it from x; leave it out or use a static recipe",
     ),
     "block_amax shape": (
         quantize("nvfp4-modelopt-static", block_amax=np.ones((32, 2))), ValueError,
@@ -264,7 +264,7 @@ ERRORS = {
     ),
     "out no tensor_amax": (
         quantize(out=out(tensor_amax=None)), TypeError,
-        "quantize: out.tensor_amax is NoneType; needs a numpy array, as x is",
+        "quantize: out.tensor_amax is NoneType; needs a NumPy array, as x is",
     ),
     # quantize_both
     "both of 1-d": (

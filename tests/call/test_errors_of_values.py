@@ -37,7 +37,7 @@ ERRORS = {
     ),
     "dequantize out list": (
         dequantize(out=[0]), TypeError,
-        "dequantize: out is list; needs a numpy array, as x is",
+        "dequantize: out is list; needs a NumPy array, as x is",
     ),
     "dequantize out read-only": (
         dequantize(out=np.broadcast_to(np.float32(0), (32, 64))), ValueError,
@@ -70,7 +70,7 @@ ERRORS = {
     ),
     "fake, block_amax": (
         fake("nvfp4-modelopt-fake", block_amax=np.ones((32, 4))), ValueError,
-        "fake_quantize: block_amax was given, but nvfp4-modelopt-fake takes it from x; "
+        "fake_quantize: block_amax was given, but nvfp4-modelopt-fake computes it from x; "
         "leave it out or use a static recipe",
     ),
     # fake_quantize_backward
@@ -81,7 +81,7 @@ ERRORS = {
     "grad dtype": (
         backward(grad=X.astype(np.float64)), TypeError,
         "fake_quantize_backward: grad is float64; needs float32, float16 or bfloat16; "
-        "convert it first, e.g. grad.astype(np.float32), so that the rounding is yours",
+        "convert it first, e.g. grad.astype(np.float32), so that you choose the rounding",
     ),
     "backward, x dtype": (
         backward(x=X.astype(np.float64)), TypeError,

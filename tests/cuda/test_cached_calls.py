@@ -147,7 +147,7 @@ def by_driver(gpu, monkeypatch, call):
         raise TypeError
 
     with monkeypatch.context() as patched:
-        patched.setattr(call_cache, "_facts_of", no_facts)
+        patched.setattr(call_cache, "_facts_function", no_facts)
         return logged(gpu, call)
 
 

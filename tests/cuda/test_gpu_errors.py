@@ -60,7 +60,7 @@ CASES += [
     (f, grouped(f, "mxfp4-ocp", tensor_amax=[1.0, 1.0]), "tensor_amax[0] was given, but mxfp4-ocp") for f in QUANTIZERS
 ]
 CASES += [
-    (f, grouped(f, block_amax=[A, A]), "block_amax[0] was given, but nvfp4-te takes it from x") for f in QUANTIZERS
+    (f, grouped(f, block_amax=[A, A]), "block_amax[0] was given, but nvfp4-te computes it from x") for f in QUANTIZERS
 ]
 CASES += [
     (f, grouped(f, rounding="up"), "xs[0]: rounding is 'up'; needs 'nearest' or 'stochastic'") for f in QUANTIZERS
@@ -117,7 +117,7 @@ def test_grouped_functions_name_themselves(function, call, text) -> None:
     ("axis", "text"),
     [
         (2, "amax: axis 2 of a 2-d array; needs -2 to 1"),
-        ((0, -2), "amax: axis (0, -2) names one axis twice; needs different ones"),
+        ((0, -2), "amax: axis (0, -2) names one axis twice; needs different axes"),
     ],
 )
 def test_axes_of_amax(axis, text) -> None:

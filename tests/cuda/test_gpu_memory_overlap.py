@@ -215,7 +215,7 @@ def strided(a, shape, strides):
     return view
 
 
-TEXT = r" has elements that overlap each other, shape \(.*\), strides \(.*\); needs memory of each element's own$"
+TEXT = r" has elements that share memory, shape \(.*\), strides \(.*\); needs one place in memory for each element$"
 
 
 @pytest.mark.parametrize("part", ["packed", "block_scale", "tensor_scale", "tensor_amax"])

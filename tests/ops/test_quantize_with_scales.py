@@ -326,7 +326,7 @@ ERRORS = [
         "nvfp4-te",
         TE | {"out": fp4kit.quantize(X, "nvfp4-te")},
         ValueError,
-        "out has a tensor_amax, which tensor_scale does not",
+        "out has a tensor_amax, which a given tensor_scale does not determine",
     ),
 ]
 

@@ -316,7 +316,7 @@ def test_groups_take_no_amaxes_for_powers() -> None:
     """Their kernels read those of static recipes alone."""
     x = some(4, 32)
     with pytest.raises(
-        ValueError, match=r"^quantize_grouped: block_amax\[0\] was given, but mxfp4-ocp takes it from x"
+        ValueError, match=r"^quantize_grouped: block_amax\[0\] was given, but mxfp4-ocp computes it from x"
     ):
         fp4kit.quantize_grouped([x], "mxfp4-ocp", block_amax=[fp4kit.amax(x, "mxfp4-ocp")])
 
@@ -420,14 +420,14 @@ def variant(**fields) -> fp4kit.Recipe:
 
 BAD_WEIGHTS = "that are negative, NaN or infinite; needs finite weights >= 0"
 SEARCHED = (
-    "needs a static recipe of nearest E2M1 elements in blocks of 16 under E4M3 scales of amax / 6 and one tensor scale,"
-    " such as nvfp4-modelopt-static, one of E8M0 scales, or FP8 or integers without block scales"
+    "needs a static recipe with nearest E2M1 elements, E4M3 scales of amax / 6 for blocks of 16, and one tensor scale,"
+    " such as nvfp4-modelopt-static; a recipe with E8M0 scales; or an FP8 or integer recipe without block scales"
 )
 GRID = (
     "needs 'all', which is (0.25, 4.0, 0.1), or three numbers (start, stop, step) with 0 < start <= stop, "
     "of at most 10000 multiples of the amax"
 )
-CANDIDATES = "needs 'all', 'near', or two ints (low, high): codes beside that of the amax"
+CANDIDATES = "needs 'all', 'near', or two ints (low, high): codes relative to that of the amax"
 OBJECTIVES = "needs 'mse', 'mae', 'max', or 'p' and a number from 1 to 16, such as 'p2.4'"
 ERRORS = {
     "an unknown objective": ({"objective": "rmse"}, ValueError, f"objective is 'rmse'; {OBJECTIVES}"),
@@ -437,7 +437,8 @@ ERRORS = {
     "an objective beside a Hessian": (
         {"objective": "mae", "hessian": EYES},
         ValueError,
-        "objective is 'mae' beside a hessian, whose loss is of squares; needs 'mse', or weights",
+        "objective is 'mae', but a hessian was given, whose loss is a sum of squares; needs 'mse'; or pass weights"
+        " instead of the hessian",
     ),
     "negative weights": ({"weights": weighted(-1, 2, -3)}, ValueError, f"weights holds 2 value(s) of 64 {BAD_WEIGHTS}"),
     "NaN weights": ({"weights": weighted(NAN)}, ValueError, f"weights holds 1 value(s) of 64 {BAD_WEIGHTS}"),
@@ -464,12 +465,12 @@ ERRORS = {
     "a Hessian that is not symmetric": (
         {"hessian": hessian(_3_4=0.5)},
         ValueError,
-        "hessian[2] is not symmetric (by up to 0.5); pass (H + H.transpose(0, 2, 1)) / 2",
+        "hessian[2] is not symmetric (differences up to 0.5); pass (H + H.transpose(0, 2, 1)) / 2",
     ),
     "a Hessian with NaN": (
         {"hessian": hessian(_3_4=NAN, _4_3=INF)},
         ValueError,
-        "hessian holds 2 value(s) that are NaN or infinite; needs finite ones",
+        "hessian holds 2 value(s) that are NaN or infinite; needs finite values",
     ),
     "a Hessian of all columns": (
         {"hessian": np.eye(64, dtype=np.float32)},
@@ -479,7 +480,7 @@ ERRORS = {
     "weights and a Hessian": (
         {"weights": weighted(), "hessian": hessian()},
         ValueError,
-        "weights and a hessian were given; needs one of them, since a Hessian holds the weights on its diagonal",
+        "weights and a hessian were given; needs one of them, because the diagonal of a Hessian acts as weights",
     ),
     "unknown candidates": ({"candidates": "some"}, ValueError, f"candidates is 'some'; {CANDIDATES}"),
     "candidates from high to low": ({"candidates": (3, -3)}, ValueError, f"candidates is (3, -3); {CANDIDATES}"),
@@ -501,47 +502,47 @@ ERRORS = {
     "a Hessian on a grid": (
         {"recipe": FP8, "hessian": EYES},
         ValueError,
-        "a hessian was given, and fp8-modelopt has no blocks of 16 columns; leave it out, or give weights",
+        "a hessian was given, but fp8-modelopt has no blocks of 16 columns; leave it out, or pass weights",
     ),
     "no static recipe": (
         {"recipe": "nvfp4-te"},
         ValueError,
-        f"nvfp4-te cannot be searched, with static False; {SEARCHED}",
+        f"nvfp4-te cannot be searched, because its static is False; {SEARCHED}",
     ),
     "4over6": (
         {"recipe": "nvfp4-te-4over6-mse-256"},
         ValueError,
-        f"nvfp4-te-4over6-mse-256 cannot be searched, with static False; {SEARCHED}",
+        f"nvfp4-te-4over6-mse-256 cannot be searched, because its static is False; {SEARCHED}",
     ),
     "no tensor scale": (
         {"recipe": replace(fp4kit.recipe("nvfp4-qwix"), static=True)},
         ValueError,
-        f"nvfp4-qwix cannot be searched, with tensor_scaling 'none'; {SEARCHED}",
+        f"nvfp4-qwix cannot be searched, because its tensor_scaling is 'none'; {SEARCHED}",
     ),
     "a tensor scale a row": (
         {"recipe": variant(tensor_scaling="row")},
         ValueError,
-        f"{STATIC} cannot be searched, with tensor_scaling 'row'; {SEARCHED}",
+        f"{STATIC} cannot be searched, because its tensor_scaling is 'row'; {SEARCHED}",
     ),
     "scales of amax / 4": (
         {"recipe": replace(fp4kit.recipe("nvfp4-fouroversix-4"), static=True, tensor_rule="fouroversix")},
         ValueError,
-        f"nvfp4-fouroversix-4 cannot be searched, with block_rule 'fouroversix_4'; {SEARCHED}",
+        f"nvfp4-fouroversix-4 cannot be searched, because its block_rule is 'fouroversix_4'; {SEARCHED}",
     ),
     "a tensor scale of amax / 4": (
         {"recipe": variant(tensor_rule="fouroversix_4")},
         ValueError,
-        f"{STATIC} cannot be searched, with tensor_rule 'fouroversix_4'; {SEARCHED}",
+        f"{STATIC} cannot be searched, because its tensor_rule is 'fouroversix_4'; {SEARCHED}",
     ),
     "codes toward zero": (
         {"recipe": variant(rounding="rz")},
         ValueError,
-        f"{STATIC} cannot be searched, with rounding 'rz'; {SEARCHED}",
+        f"{STATIC} cannot be searched, because its rounding is 'rz'; {SEARCHED}",
     ),
     "a Hessian of other blocks": (
         {"recipe": "mxfp4", "hessian": EYES},
         ValueError,
-        "a hessian was given, and mxfp4-ocp has no blocks of 16 columns; leave it out, or give weights",
+        "a hessian was given, but mxfp4-ocp has no blocks of 16 columns; leave it out, or pass weights",
     ),
     "no codes": (
         {"recipe": "nvfp4-modelopt-static-fake"},
@@ -557,7 +558,7 @@ ERRORS = {
         {"x": np.ones((2, 16))},
         TypeError,
         "x is float64; needs float32, float16 or bfloat16; convert it first, e.g. x.astype(np.float32), "
-        "so that the rounding is yours",
+        "so that you choose the rounding",
     ),
     "negative amax": ({"tensor_amax": -1}, ValueError, "tensor_amax holds 1 negative value(s) of 1; needs amax >= 0"),
 }

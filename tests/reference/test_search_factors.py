@@ -249,7 +249,9 @@ def test_amax_is_the_largest_magnitude(name):
 def test_what_is_refused(name):
     x, out = ordinary(), np.zeros((128, 64), np.uint8)
     amax = fp4kit.amax(x, name)
-    with pytest.raises(ValueError, match=f"quantize: block_amax was given, but {name} takes it from x; leave it out"):
+    with pytest.raises(
+        ValueError, match=f"quantize: block_amax was given, but {name} computes it from x; leave it out"
+    ):
         fp4kit.quantize(x, name, block_amax=amax)
     with pytest.raises(ValueError, match=f"partial_cast: {name} chooses between scales by whole blocks; use quantize"):
         fp4kit.partial_cast(x.reshape(-1), out, amax, x.shape, 0, name)

@@ -72,5 +72,5 @@ def quantized(recipe="mxfp4-ocp", **changes):
     return lambda: Quantized(**fields | changes)
 
 
-WAY_OUT = "convert it first, e.g. x.astype(np.float32), so that the rounding is yours"
+WAY_OUT = "convert it first, e.g. x.astype(np.float32), so that you choose the rounding"
 SAME_DEVICE = "all arrays of one call must be on one device; move them to one first"

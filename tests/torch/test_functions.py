@@ -272,7 +272,7 @@ BAD = {
     "block_amax": (
         lambda x: ft.fake_quantize(x, "nvfp4", block_amax=torch.ones(64, 8)),
         ValueError,
-        "fake_quantize: block_amax was given, but nvfp4-te takes it from x",
+        "fake_quantize: block_amax was given, but nvfp4-te computes it from x",
     ),
     "codes": (
         lambda x: ft.quantize(x, "nvfp4-modelopt-fake"),

@@ -118,7 +118,10 @@ def test_columnwise_and_plans(size) -> None:
         ),
         (lambda: cast((0, 5, 16)), "matrix 0: no process owns elements [5, 16) of 16"),
         (lambda: cast((0, 16, 16), recipe="nvfp4-te-4over6-mae-256-2d"), "chooses between scales by whole blocks"),
-        (lambda: cast((0, 16, 16), recipe="nvfp4-te", columnwise=True), "nvfp4-te has 1x16 blocks; needs square ones"),
+        (
+            lambda: cast((0, 16, 16), recipe="nvfp4-te", columnwise=True),
+            "nvfp4-te has 1x16 blocks; needs square blocks",
+        ),
         (lambda: cast((0, 16, 16), columnwise=True), "the other axis has length 1; needs a multiple of 16"),
         (
             lambda: MasterWeightsPlan([Shard(np.ones(16, np.float32), (1, 16))], SingleProcess()).refresh([]),
@@ -171,7 +174,7 @@ def test_errors_come_before_anything_is_sent() -> None:
         def all_reduce_max(self, array):
             raise AssertionError("sent")
 
-    with pytest.raises(ValueError, match=re.escape("cast_master_weights: elements [1, 17) of a matrix of 16")):
+    with pytest.raises(ValueError, match=re.escape("cast_master_weights: shard is elements [1, 17) of a matrix of 16")):
         fp4kit.cast_master_weights([Shard(np.ones(16, np.float32), (1, 16), 1)], Silent())
 
 

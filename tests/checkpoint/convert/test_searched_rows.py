@@ -259,8 +259,8 @@ def test_verify_takes_the_recorded_error_under_column_weights(model, tmp_path: P
 @pytest.mark.parametrize(
     ("recipe", "text"),
     [
-        ("nvfp4-te", "nvfp4-te cannot be searched, with static False"),
-        ("mxfp8-te", "mxfp8-te cannot be searched, with element E4M3"),
+        ("nvfp4-te", "nvfp4-te cannot be searched, because its static is False"),
+        ("mxfp8-te", "mxfp8-te cannot be searched, because its element is E4M3"),
         ("nvfp4-modelopt-mse", "nvfp4-modelopt-mse already searches its scales"),
     ],
 )
@@ -332,11 +332,11 @@ def test_identify_tries_no_other_orders_of_searched_layers(model, tmp_path: Path
     [
         (
             {"recipe_id": "nvfp4-te"},
-            "scale search: nvfp4-te cannot be searched, with static False; needs a static recipe",
+            "scale search: nvfp4-te cannot be searched, because its static is False; needs a static recipe",
         ),
         (
             {"recipe_id": "mxfp4-ocp"},
-            "scale search: mxfp4-ocp cannot be searched, with scale E8M0; needs a static recipe",
+            "scale search: mxfp4-ocp cannot be searched, because its scale is E8M0; needs a static recipe",
         ),
         (
             {"recipe_id": "nvfp4-modelopt-mse"},
