@@ -93,7 +93,8 @@ def executor_of(user_executor: Executor | None, workers: int, by_threads: bool =
         yield pool
     except BaseException:
         for process in context.started:
-            process.kill()  # safe: a resumed run writes unfinished jobs again
+            if process.is_alive():  # Ctrl-C may come before it was started
+                process.kill()  # safe: a resumed run writes unfinished jobs again
         raise
     finally:
         pool.shutdown(wait=True, cancel_futures=True)

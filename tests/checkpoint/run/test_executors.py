@@ -141,6 +141,13 @@ def test_the_command_takes_processes_for_large_models(
     assert "wrote" in capsys.readouterr().out
 
 
+def test_a_worker_that_was_not_started_is_not_killed() -> None:
+    """Ctrl-C between making a worker and starting it ends the run as Ctrl-C, not with an error of the worker."""
+    with pytest.raises(KeyboardInterrupt), executor_of(None, 2, False) as pool:
+        pool._mp_context.Process(target=print)
+        raise KeyboardInterrupt
+
+
 class Backwards(Executor):
     """Runs calls when they are asked for, the last one first."""
 
