@@ -1,4 +1,4 @@
-"""What all tests share: hypothesis that tries the same examples in every run, and the recorded outputs."""
+"""Set up all tests: hypothesis with the same examples in every run, the selection of recipes, and shared fixtures."""
 
 import gc
 import inspect
@@ -27,21 +27,20 @@ settings.register_profile("fp4kit", derandomize=True, deadline=None, max_example
 settings.load_profile("fp4kit")
 
 
-# JAX would take most of a GPU's memory, which workers and CuPy share.
+# By default JAX would reserve most of a GPU's memory, which workers and CuPy share.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
-# Threads of PyTorch sleep when they wait. Beside the other workers they would wait most of their time: 10 s of an
-# example of 3 s.
+# PyTorch threads sleep while they wait. If they spun beside the other workers, a 3 s example would take 10 s.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-# Open MPI's mpiexec refuses root, which tests in a container often are.
+# Open MPI's mpiexec refuses to run as root, and tests in a container often do.
 os.environ |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 
-# Processes that the tests start, some hundreds, would each compile the package anew where the environment forbids
-# bytecode files, and so would the next run with these files.
+# The tests start some hundreds of processes. If the environment forbids bytecode files, each process and the next run
+# would compile the package again.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
-# Files that take longest, longest first, so that workers which take a file at a time (--dist loadfile) end together.
+# The slowest files, slowest first, so that workers that take one file at a time (--dist loadfile) finish together.
 LONG = (
     *("project/test_notebooks", "cuda/test_gpu_search_scales", "cuda/test_gpu_variants", "cuda/test_kernels_compile"),
     *(
@@ -56,16 +55,14 @@ LONG = (
 
 
 def pytest_configure(config):
-    """xdist keeps the order of pytest_collection_modifyitems; its own puts files of few but long tests last."""
+    """Keep the order of pytest_collection_modifyitems; xdist's own order would run files of few but slow tests last."""
     if hasattr(config.option, "loadscopereorder"):
         config.option.loadscopereorder = False
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection():
-    """The tens of thousands of items stay to the end: the garbage collector does not look through them, now or
-    later.
-    """
+    """Exclude the tens of thousands of collected items from garbage collection, because they live until the end."""
     gc.disable()
     try:
         return (yield)
@@ -74,7 +71,7 @@ def pytest_collection():
         gc.enable()
 
 
-MANY = 12  # cases of a test
+MANY = 12  # A test with more recipes than this runs only some of them.
 # Files whose tests run every recipe in every run.
 ALWAYS = ("evidence/golden/test_check", "recipes/test_table", "recipes/test_validate", "cli/test_recipes")
 
@@ -85,12 +82,12 @@ def pytest_addoption(parser):
     )
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest chooses by marker
+@pytest.hookimpl(tryfirst=True)  # before pytest selects by marker
 def pytest_collection_modifyitems(config, items):
-    """Of a test's many recipes a usual run takes the usual ones and a sixth of the others, an exhaustive run a twelfth
-    more.
+    """Select the recipes that each test runs.
 
-    Recipes that bring nothing of their own are exhaustive, and a twelfth of their cases is drawn.
+    A usual run takes the common recipes and a sixth of the others. An exhaustive run takes another twelfth. Recipes
+    that add nothing of their own run only in exhaustive runs, with a twelfth of their cases.
     """
     left_out = mark_recipes(items)
     if left_out and not config.getoption("every_recipe"):
@@ -106,8 +103,9 @@ PLAYS = re.compile(r"^(from|import) (on_gpu|host|fp4kit\.cuda)\b|played_gpu", re
 
 
 def mark_uncovered(items):
-    """What plays no GPU adds nothing to what --cov measures (pyproject.toml), and would take half as long again with
-    it.
+    """Exclude tests that do not play the GPU from --cov (pyproject.toml).
+
+    They add nothing to what --cov measures, and measuring them would take half as long again.
     """
     plays = {path: PLAYS.search(path.read_text(encoding="utf-8")) for path in {item.path for item in items}}
     for item in items:
@@ -116,7 +114,7 @@ def mark_uncovered(items):
 
 
 def mark_recipes(items):
-    """Mark what is exhaustive for its recipe; return what no run takes but with --every-recipe."""
+    """Mark the cases whose recipe makes them exhaustive; return the cases that run only with --every-recipe."""
     rare, left_out = seldom(), []
     cases = [(item, recipes_of(item)) for item in items]
     others = Counter(_test_of(item) for item, names in cases if names and rare.isdisjoint(names))
@@ -142,49 +140,47 @@ def _test_of(item):
 
 
 def recipes_of(item):
-    """The recipes among the parameters of a test that need not run through every one."""
+    """Return the recipes among a test's parameters; return none for tests that must run every recipe."""
     if module_of(item.path) in ALWAYS or not hasattr(item, "callspec"):
         return []
     return [case for case in item.callspec.params.values() if isinstance(case, str) and case in RECIPES]
 
 
 def sort_long_first(items):
-    """Files as LONG says, then the others as they come."""
+    """Sort items by file: the files of LONG first, then the others in their order."""
     places = {name: place for place, name in enumerate(LONG)}
     items.sort(key=lambda item: places.get(module_of(item.path), len(LONG)))
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item):
-    """Kernels are compared with the specification (specified.py); so is what the fixtures of a whole file compute for
-    them.
-    """
+    """Run kernel tests with the specification (specified.py), including what file-wide fixtures compute for them."""
     with specification_everywhere() if needs_specification(item) else nullcontext():
         return (yield)
 
 
 @pytest.fixture
 def away(monkeypatch):
-    """An engine that computes as the specification does, on arrays of a type of its own."""
+    """Install an engine that computes as the specification does, on arrays of a type of its own."""
     return engine_away(monkeypatch)
 
 
 @pytest.fixture(params=["specification", "compiled"])
 def either_engine(request):
-    """The test runs on the specification, and again on the host's compiled engine."""
+    """Run the test twice: on the specification and on the host's compiled engine."""
     with specification_everywhere() if request.param == "specification" else nullcontext():
         yield request.param
 
 
 @pytest.fixture(scope="session")
 def golden():
-    """The producers' recorded outputs, as the package carries them."""
+    """Return the recorded outputs of the producers that the package carries."""
     return GoldenSet.find()
 
 
 @pytest.fixture(scope="session")
 def libraries(tmp_path_factory):
-    """Kernels that the host launches where it plays the GPU: what one module compiled, the next ones launch too."""
+    """Yield the cache of kernels compiled for the host, shared by all modules that play the GPU."""
     folder = tmp_path_factory.mktemp("libraries")
     libraries = Libraries(folder, require_compiler(folder))
     yield libraries
@@ -193,7 +189,7 @@ def libraries(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def played_gpu(request, libraries, golden):
-    """The host plays the GPU for the tests of a module (on_gpu.py); what they launch is compiled in a rehearsal."""
+    """Play the GPU on the host for a module's tests (on_gpu.py); a rehearsal first compiles the kernels they launch."""
     with libraries.playing() as cupy:
         with compiled_here():
             libraries.rehearse(rehearsals(request, {"golden": golden}))
@@ -201,9 +197,7 @@ def played_gpu(request, libraries, golden):
 
 
 def rehearsals(request: pytest.FixtureRequest, fixtures: dict[str, object]) -> Iterator[Callable[[], object]]:
-    """The selected tests of a module, but for those with fixtures of their own; what a test raises is of no interest
-    yet.
-    """
+    """Yield the module's selected tests as calls that ignore errors; leave out tests with fixtures of their own."""
     for item in request.session.items:
         if item.module is not request.module or item.get_closest_marker("gpu"):
             continue
@@ -214,6 +208,6 @@ def rehearsals(request: pytest.FixtureRequest, fixtures: dict[str, object]) -> I
 
 
 def quietly(test: Callable[..., object], arguments: dict[str, object]) -> None:
-    """The test, whatever it raises."""
+    """Run the test and ignore whatever it raises."""
     with suppress(Exception, pytest.skip.Exception, pytest.fail.Exception):
         test(**arguments)

@@ -1,4 +1,6 @@
-"""DLPack import: every layout of a fake exporter, lifetimes, refusals, and the real PyTorch and JAX where installed."""
+"""Test the import of arrays by DLPack: every layout of a fake exporter, lifetimes, errors, and the real PyTorch and JAX
+if installed.
+"""
 
 import ctypes
 import gc
@@ -20,13 +22,13 @@ CPU, CUDA, CUDA_HOST, METAL, ROCM, CUDA_MANAGED = 1, 2, 3, 8, 10, 13  # DLDevice
 _capsule_new = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)(
     ("PyCapsule_New", ctypes.pythonapi)
 )
-# A destructor sees a capsule whose reference count is 0, so it must be handled as an address, never as an object.
+# A destructor sees a capsule whose reference count is 0. It must handle the capsule as an address, never as an object.
 _is_valid = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_char_p)(("PyCapsule_IsValid", ctypes.pythonapi))
 _get_pointer = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_char_p)(
     ("PyCapsule_GetPointer", ctypes.pythonapi)
 )
 
-_exports = {}  # address of a managed tensor -> everything that it points to; its deleter removes the entry
+_exports = {}  # maps the address of a managed tensor to everything it points to; the tensor's deleter removes the entry
 
 
 @ctypes.PYFUNCTYPE(None, ctypes.c_void_p)
@@ -37,7 +39,10 @@ def _delete_capsule(capsule):
 
 
 class Exporter:
-    """What a library of arrays does for DLPack, over the memory of a NumPy array of uint16 or another plain dtype."""
+    """Export the memory of a NumPy array by DLPack, as another array library would.
+
+    The memory has dtype uint16 (for bfloat16) or another plain dtype.
+    """
 
     def __init__(self, memory, shape, strides, code=BFLOAT, bits=16, lanes=1, offset=0, flags=None, version=(1, 0)):
         self.memory, self.shape, self.strides, self.offset = memory, shape, strides, offset
@@ -155,7 +160,7 @@ def test_read_only(memory):
         return as_array(exporter).flags.writeable
 
     assert not writeable(Exporter(memory, (24,), None, flags=1))
-    assert not writeable(Exporter(memory, (24,), None))  # DLPack before 1.0 cannot say
+    assert not writeable(Exporter(memory, (24,), None))  # DLPack before 1.0 cannot mark memory as read-only
     assert writeable(Exporter(memory, (24,), None, flags=0))
     assert writeable(Exporter(memory, (24,), None, flags=2))  # IS_COPIED
 
@@ -323,7 +328,7 @@ def test_torch_memory_outlives_the_tensor():
     tensor[5] = -1.0
     del tensor
     gc.collect()
-    torch.full((4096,), 7, dtype=torch.bfloat16)  # would take over freed memory
+    torch.full((4096,), 7, dtype=torch.bfloat16)  # would reuse the memory if it had been freed
     assert (array[5], array[17]) == (-1, 17)
     assert array.flags.writeable
 
@@ -339,7 +344,7 @@ def test_jax_shares_memory(dtype):
     jax = pytest.importorskip("jax")
     x = jax.device_put(
         jax.numpy.arange(24, dtype=dtype).reshape(4, 6), jax.devices("cpu")[0]
-    )  # where there is a GPU, too
+    )  # also runs where there is a GPU
     array = as_array(x)
     assert (array.dtype.name, array.shape, array.flags.writeable) == (dtype, (4, 6), False)
     assert array.ctypes.data == x.unsafe_buffer_pointer()

@@ -1,4 +1,4 @@
-"""Subclasses of ndarray, and tensors whose memory is not their values: taken as they are, or refused."""
+"""Test subclasses of ndarray and tensors whose memory is not their values: fp4kit uses their values or rejects them."""
 
 import re
 
@@ -41,7 +41,7 @@ def test_masked_arrays_are_refused(call):
 
 
 def same(a, b):
-    """Whether two results are the same in every bit, and plain arrays."""
+    """Return True if two results are bit-identical and consist of plain arrays."""
     if isinstance(a, (list, tuple)):
         return all(same(*pair) for pair in zip(a, b, strict=True))
     if isinstance(a, fp4kit.Quantized):
@@ -52,7 +52,8 @@ def same(a, b):
 
 
 @pytest.mark.filterwarnings("ignore:the matrix subclass:PendingDeprecationWarning")
-@pytest.mark.parametrize("name", [name for name in CALLS if name != "partial"])  # a matrix has no 1-d slice
+# partial takes a matrix, and a matrix has no 1-d slice
+@pytest.mark.parametrize("name", [name for name in CALLS if name != "partial"])
 def test_a_matrix_is_its_array(name):
     x = np.matrix(W, copy=False)
     assert same(CALLS[name](x), CALLS[name](W))
@@ -109,7 +110,7 @@ TENSORS = {
 }
 
 
-@pytest.mark.filterwarnings("ignore")  # PyTorch's own, of sparse, quantized and nested tensors
+@pytest.mark.filterwarnings("ignore")  # PyTorch warns about sparse, quantized and nested tensors
 @pytest.mark.parametrize("make, error, text", TENSORS.values(), ids=TENSORS)
 def test_tensors_whose_memory_is_not_their_values(make, error, text):
     torch = pytest.importorskip("torch")

@@ -1,5 +1,7 @@
-"""Arrays come back in the library they came in: PyTorch's on the host, with the bits that NumPy's get. JAX:
-tests/jax/test_functions.py.
+"""Test that results come back in the library of the argument: PyTorch tensors on the host give the bits that NumPy
+arrays give.
+
+For JAX, see tests/jax/test_functions.py.
 """
 
 import copy
@@ -24,19 +26,19 @@ X = {dtype: ordinary(3, dtype=dtype)[:32] for dtype in DTYPES}
 
 
 def tensor(a):
-    """A tensor with the bits of a NumPy array."""
+    """Return a tensor with the bits of a NumPy array."""
     a = np.ascontiguousarray(a)
     return torch.from_numpy(a.view(np.uint16)).view(torch.bfloat16) if a.dtype == BF16 else torch.from_numpy(a)
 
 
 def array(t):
-    """The NumPy array with the bits of a tensor."""
+    """Return a NumPy array with the bits of a tensor."""
     assert type(t) is torch.Tensor
     return t.view(torch.uint16).numpy().view(BF16) if t.dtype == torch.bfloat16 else t.numpy()
 
 
 def assert_equal(found, expected):
-    """The same structure, with tensors for arrays, and the same bits."""
+    """Assert that `found` has the structure and bits of `expected`, with tensors in place of arrays."""
     if isinstance(expected, fp4kit.Quantized):
         for name, part in expected.parts().items():
             assert_equal(getattr(found, name), part)
@@ -205,7 +207,7 @@ def test_the_first_argument_says_which_library():
 
 
 def memoryview_exporter(x):
-    """An array of a library that is not known: DLPack alone."""
+    """Return an array of an unknown library, which offers only DLPack."""
 
     class Exporter:
         __dlpack__, __dlpack_device__ = tensor(x).__dlpack__, tensor(x).__dlpack_device__
@@ -258,7 +260,7 @@ def test_to_a_library_that_is_not_imported(monkeypatch):
 
 
 def test_scales_of_tensors_are_taken():
-    """Of quantize with scales, as loaders have them."""
+    """Loaders pass their scales to quantize as tensors, as raw bytes or as float8."""
     q = quantized(tensor(X[BF16]))
     for scales in (q.block_scale, q.block_scale.view(torch.float8_e4m3fn)):
         found = quantized(tensor(X[BF16]), block_scale=scales, tensor_scale=q.tensor_scale)
@@ -270,7 +272,10 @@ def test_scales_of_tensors_are_taken():
 
 
 def test_autograd_knows_of_what_is_written_to():
-    """What a function saved for its gradient, and out= overwrote, gave other gradients without an error."""
+    """Writing to out= must tell autograd.
+
+    Otherwise the gradient of a function that saved the tensor is wrong without an error.
+    """
     x = tensor(X[BF16])
     q, packed = quantized(x), quantized(x).packed
     amax = fp4kit.partial_amax(x.reshape(-1), tuple(x.shape), 0, "mxfp4-ocp")
@@ -290,7 +295,7 @@ def test_autograd_knows_of_what_is_written_to():
         ),
     }
     for name, (out, write) in writes.items():
-        for _ in range(3):  # the way of a call that was made before, too
+        for _ in range(3):  # the later calls use the prepared call of the first
             w = torch.ones(out.shape, requires_grad=True)
             y = w * out
             write(out)
@@ -316,20 +321,23 @@ def test_an_out_with_one_place_for_several_elements_is_refused():
     )
     nothing = np.lib.stride_tricks.as_strided(
         np.zeros(0, np.float32), (0, x.shape[1]), (0, 0)
-    )  # no element shares a place
+    )  # so that no two elements share memory
     assert fp4kit.dequantize(quantized(x[:0]).to("numpy"), np.float32, out=nothing).size == 0
 
 
 @pytest.mark.parametrize("name", [name for name in CALLS if "plan" not in name and "cast" not in name])
 def test_calls_leave_no_cycles(name):
-    """What an engine declined held its frames, and their arrays, until a collection: memory grew by each call
-    meanwhile.
+    """Calls must free their arrays by reference counting alone.
+
+    A reference cycle through the frames of a declined engine would keep the arrays alive until a garbage collection.
     """
     x = X[BF16]
     CALLS[name](x)
     gc.disable()
     try:
-        gc.collect(0)  # of the youngest, where all stays that is made while it is off: the others take a second
+        # collects the youngest generation only, where all new objects stay while gc is off; a full collection takes a
+        # second
+        gc.collect(0)
         CALLS[name](x)
         assert gc.collect(0) == 0
     finally:

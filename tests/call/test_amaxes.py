@@ -1,4 +1,6 @@
-"""An amax of -0, which `-x.min()` makes of zeros, gives the bits that an amax of 0 gives, in tensor_amax too."""
+"""Test amaxes of -0, which `-x.min()` gives for zeros: the result, tensor_amax included, has the bits that an amax of
++0 gives.
+"""
 
 from __future__ import annotations
 
@@ -22,12 +24,14 @@ STATIC = [name for name, r in RECIPES.items() if r.static or takes_e8m0_amaxes(r
 
 
 def zeros(shape):
-    """Amaxes of 0, and those of -0."""
+    """Return amaxes of +0 and amaxes of -0."""
     return np.zeros(shape, np.float32), np.full(shape, -0.0, np.float32)
 
 
 def same_for_both(call, zero, negative):
-    """That a call gives the same bits for both amaxes, the first time and as one that repeats another."""
+    """Assert that a call gives the same bits for both amaxes, in its first run and in repeated runs from the call
+    cache.
+    """
     call_cache._CALLS.clear()
     expected = call(zero)
     for amax in (negative, zero, negative):
@@ -49,7 +53,7 @@ def test_of_a_tensor(name, either_engine):
 
 
 def test_in_place_of_another_amax(either_engine):
-    """A prepared call, into out, whose own amax is +0 then."""
+    """A prepared call that writes into out also stores +0 as the amax."""
     out = fp4kit.quantize(X, "nvfp4-te", tensor_amax=np.float32(3))
     expected = fp4kit.quantize(X, "nvfp4-te", tensor_amax=0.0)
     for _ in range(2):
@@ -81,7 +85,7 @@ def test_of_blocks(name, either_engine):
 
 @pytest.mark.parametrize("name", ["nvfp4-modelopt", "nvfp4-mlx-cpu-global", "int8-modelopt-channel"])
 def test_of_groups(name):
-    """Arrays that a plan reads when it is run."""
+    """A plan reads its amax arrays when it runs, so -0 may be written to them after the plan is made."""
     zero, negative = zeros(tensor_amax_shape(X.shape, RECIPES[name]))
     same_for_both(lambda amax: fp4kit.quantize_grouped([X, X], name, tensor_amax=[amax, amax]), zero, negative)
     amaxes = [np.ones_like(zero), np.ones_like(zero)]
@@ -107,7 +111,7 @@ def test_of_shards(name):
     assert_equal(cast(negative), cast(amax))
     if r.tensor_scaling != "none":
         assert_equal(cast(negative, tensor_amax=-0.0), cast(amax, tensor_amax=0.0))
-    assert np.signbit(negative).any()  # nothing is written to what was given
+    assert np.signbit(negative).any()  # the arrays of the caller are not written to
 
 
 def test_of_a_search(either_engine):
@@ -116,7 +120,7 @@ def test_of_a_search(either_engine):
 
 
 def test_in_other_arithmetic():
-    """Subnormal amaxes stay what they are, and no bit of an array that was given changes."""
+    """Another arithmetic mode leaves subnormal amaxes and all bits of a given array as they are."""
     amax = np.float32([1e-42] * 32)[:, None]
     given = amax.copy()
     q = fp4kit.quantize(X, "nvfp4-te-rowscaled", tensor_amax=given)

@@ -1,7 +1,8 @@
-"""Every error of quantize, dequantize, fake_quantize, their checks, Quantized, layouts and recipes, by its whole text.
+"""Test the whole text of every error of quantize, dequantize, fake_quantize, their checks, Quantized, layouts and
+recipes.
 
-Each says what came, what is needed and the way out. The errors of other operations are in their own tests, those of
-arrays that are no arrays in arrays/test_imports.py.
+Each error says what came, what is needed and what to do. Errors of other operations are in their own tests. Errors of
+arguments that are not arrays are in arrays/test_imports.py.
 """
 
 import re
@@ -301,7 +302,7 @@ def test_one_dimension_has_no_rows_to_swizzle():
 
 
 def test_both_takes_no_random_bytes():
-    """One array of bytes cannot serve both directions."""
+    """One array of random bytes cannot serve both directions."""
     with pytest.raises(TypeError, match=r"quantize_both: seed .* int"):
         fp4kit.quantize_both(X, "nvfp4-te", rounding="stochastic", seed=np.zeros(X.shape, np.uint8))
 
@@ -336,7 +337,7 @@ def test_nothing_is_written_before_an_error(changes):
 @pytest.mark.parametrize("x", [OnDevice(), CudaArray()], ids=["DLPack", "CUDA array interface"])
 @pytest.mark.parametrize("operation", ["quantize", "quantize_both", "fake_quantize", "amax"])
 def test_cuda_arrays_need_cupy(x, operation):
-    """OnDevice raises AssertionError when it is read."""
+    """The stand-in OnDevice raises AssertionError if it is read, so the error comes before any read."""
     with pytest.raises(RuntimeError, match=r'CuPy is missing; .*pip install "fp4kit\[cuda12\]" or "fp4kit\[cuda13\]"'):
         getattr(fp4kit, operation)(x, "nvfp4-te")
 

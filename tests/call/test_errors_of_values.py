@@ -1,4 +1,4 @@
-"""Errors of dequantize, of fake quantization, of Quantized and of layouts: their whole texts."""
+"""Test the whole text of every error of dequantize, fake quantization, Quantized and layouts."""
 
 import re
 

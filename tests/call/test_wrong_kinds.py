@@ -1,6 +1,4 @@
-"""Ints, strings and other things in the place of an argument: an error of the function that was called, before any
-work.
-"""
+"""Test arguments of the wrong kind, such as ints and strings: the called function raises an error before any work."""
 
 import inspect
 import re
@@ -65,14 +63,15 @@ WRONG = [
     np.zeros((2, 2), np.uint8),
     np.zeros((0, 16), np.float32),
 ]
-NOT_CALLED = {"recipes", "engine", "num_threads", "specification"}  # without arguments
-NOT_CALLED |= {"MasterWeightsPlan", "threads"}  # what cast_master_weights makes; what refuses when it is entered
+NOT_CALLED = {"recipes", "engine", "num_threads", "specification"}  # they take no arguments
+# MasterWeightsPlan is made by cast_master_weights; threads raises when it is entered
+NOT_CALLED |= {"MasterWeightsPlan", "threads"}
 
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(library, "_default", [1])  # what set_num_threads sets
+    monkeypatch.setattr(library, "_default", [1])  # set_num_threads changes this list
     fp4kit.save("w.safetensors", {"w": Q})
 
 
@@ -83,12 +82,15 @@ def test_every_function_is_here():
 
 @pytest.mark.parametrize("name", [*RIGHT, *FILES])
 def test_errors_carry_the_name(name):
-    """What is accepted, such as None for a default, is accepted; the rest is refused."""
+    """Accepted values, such as None for a default, are accepted.
+
+    Every other value raises an error with the function's name.
+    """
     function, right = getattr(fp4kit, name), (RIGHT | FILES)[name]
     function(**right)
     refused = 0
     for argument in inspect.signature(function).parameters:
-        if argument == "op":  # what errors begin with
+        if argument == "op":  # errors begin with `op`
             continue
         for value in WRONG:
             try:
@@ -121,7 +123,7 @@ def test_a_required_argument_is_never_anything(name):
 @pytest.mark.parametrize("flag", ["high_nibble_first", "tensor_scale_divides"])
 @pytest.mark.parametrize("value", ["False", 2, 0.5, None, [], np.zeros(2)], ids=str)
 def test_flags_of_from_parts(flag, value):
-    """Their truth would give other numbers."""
+    """A flag that is not a bool is rejected, because its truth value could give other numbers without an error."""
     with pytest.raises(TypeError, match=f"^from_parts: {flag} is .*; needs True or False"):
         fp4kit.Quantized.from_parts(Q.packed, Q.block_scale, Q.tensor_scale, recipe=Q.recipe, **{flag: value})
 
@@ -146,7 +148,7 @@ def test_seeds_that_are_memory():
 
 
 STOCHASTIC = {"x": X, "recipe": "nvfp4", "rounding": "stochastic"}
-INTS = {  # arguments that are ints: what takes one, its name, and a value that is right
+INTS = {  # arguments that are ints: the call that takes one, the argument's name, and a valid value
     "axis": (lambda n: fp4kit.quantize(X, "nvfp4", axis=n), "quantize: axis is {}; needs an int", 1),
     "axis of values": (
         lambda n: fp4kit.fake_quantize(X, "nvfp4", axis=n),
@@ -228,7 +230,7 @@ INTS = {  # arguments that are ints: what takes one, its name, and a value that 
 @pytest.mark.parametrize("value", [True, False, np.True_, np.False_, 1.0, np.float32(1), "1", object], ids=repr)
 @together("name", INTS)
 def test_ints_are_no_bools_and_no_floats(name, value):
-    """True would be 1, an axis or a seed that nobody meant."""
+    """True would count as 1, an axis or a seed that nobody meant."""
     call, text, _ = INTS[name]
     shown = re.escape(repr(value))
     with pytest.raises((TypeError, ValueError), match="^" + text.format(*[shown] * text.count("{}"))):

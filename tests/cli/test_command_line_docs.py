@@ -1,4 +1,4 @@
-"""docs/command-line.md says what the commands print."""
+"""Test that docs/command-line.md shows what the commands print."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_documents_have_their_entries(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(
         agreement, "agreeing", lambda dtype: (("nvfp4-te", "nvfp4-torchao"),)
-    )  # cli/test_recipes.py has the real ones
+    )  # the real recipes are in cli/test_recipes.py
     assert main([*COMMANDS[schema].split(), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["schema"] == f"fp4kit.{schema}" and list(found) == documented(schema)
@@ -71,7 +71,7 @@ def test_the_document_of_the_selftest(monkeypatch: pytest.MonkeyPatch, capsys: p
 
 
 def test_exit_codes_are_those_of_the_guard() -> None:
-    """One table, in the docs and in the module; the words differ in length only."""
+    """The docs and the module have the same table of exit codes; only the length of the words differs."""
     assert guard.__doc__ is not None
     tables = (re.findall(r"^\| ([\d, ]+) \|", text, re.MULTILINE) for text in (TEXT, guard.__doc__))
     first, second = tables

@@ -1,4 +1,4 @@
-"""The commands convert, inspect, compare: output, exit codes, errors on one line."""
+"""Test the commands convert, inspect and compare: output, exit codes, and errors on one line."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def rows(text: str) -> list[list[str]]:
 
 @pytest.mark.parametrize("destination", [".", "./", "", "/", ".."])
 def test_destinations_without_a_name(destination: str, tmp_path: Path, run: Run, monkeypatch) -> None:
-    """An empty variable of a shell is one. Nothing of them can be new."""
+    """An empty shell variable gives such a destination. None of these destinations can be a new folder."""
     synthetic.moe(tmp_path / "m")
     (tmp_path / "w" / "x").mkdir(parents=True)
     monkeypatch.chdir(tmp_path / "w" / "x")
@@ -181,7 +181,7 @@ def test_interrupt_and_termination_leave_nothing(tmp_path: Path, run: Run, monke
 
 
 def _signalled_execute(number: int) -> Callable[..., ConversionReport]:
-    """execute, with a signal that arrives after the first tensor."""
+    """Return an `execute` during which a signal arrives after the first tensor."""
     execute = cli_convert.execute
 
     def signalled(plan: Plan, destination: Path, options: Options) -> ConversionReport:
@@ -228,7 +228,10 @@ def test_compare(tmp_path: Path, run: Run) -> None:
 
 
 def test_compare_with_the_original(tmp_path: Path, run: Run) -> None:
-    """One row a layer, with the SQNR that the conversion reported; no rows for its tensors, which must differ."""
+    """The table has one row per layer, with the SQNR that the conversion reported.
+
+    Scale tensors, which must differ, have no rows.
+    """
     synthetic.bert(tmp_path / "m")
     report = convert(tmp_path / "m", tmp_path / "out", format="modelopt")
     result = run("compare", tmp_path / "m", tmp_path / "out")
@@ -337,7 +340,7 @@ def test_demo(tmp_path: Path, run: Run) -> None:
 
 
 def test_identify_differs_where_all_layers_have_one_mishap(tmp_path: Path, run: Run) -> None:
-    """Also where none is an exception: what is in the file is not what a recipe makes."""
+    """identify reports a difference also if every layer has the same fault, so that no layer is an exception."""
     synthetic.dense(tmp_path / "m")
     convert(tmp_path / "m", tmp_path / "q", "mxfp4-ocp")
     assert run("identify", tmp_path / "q", "--source", tmp_path / "m").code == 0

@@ -1,4 +1,4 @@
-"""Real signals: no traceback, an exit code that is documented, a last word that is true."""
+"""Test real signals: no traceback, a documented exit code, and a last line that is true."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def moments(model: Path) -> list[str]:
-    """The events of one conversion; its result is what every whole result must equal."""
+    """Return the events of one conversion; every complete result must equal its result."""
     return events(model, "convert", model / "m", model / "whole")
 
 
 def check_moment(model: Path, folder: Path, last: int, number: signal.Signals, after: tuple[str, str] = START) -> str:
-    """Convert with a signal at one moment; return what became of the destination."""
+    """Convert with a signal at one moment; return what happened to the destination."""
     out = folder / "out"
     run = signalled(folder, last, number, "convert", model / "m", out, after=after)
     assert "Traceback" not in run.err and "ignored" not in run.err, run.err
     left = [path.name for path in folder.iterdir() if path.name.startswith((".out", "out"))]
-    if run.code == 0:  # the command was over
+    if run.code == 0:  # the command had finished
         assert left == ["out"] and "wrote" in run.out and run.err == ""
         state = "over"
-    elif run.code == -number:  # the system's own way, while Python starts
+    elif run.code == -number:  # the system's default action, while Python starts
         assert left == [] and run.err == "" and number != signal.SIGINT
         state = "start"
     elif run.err == "fp4kit: interrupted while it started; nothing was written\n":
@@ -60,7 +60,7 @@ def check_moment(model: Path, folder: Path, last: int, number: signal.Signals, a
     return state
 
 
-PHASES = (  # the signal comes before the event of the audit takes place
+PHASES = (  # the signal comes just before this audit event
     ("import", START, 1, "start"),
     ("parse", ("import", "locale"), 1, "start"),
     ("mkdir", MKDIR, 1, "nothing"),
@@ -88,7 +88,7 @@ def test_signal_in_each_phase(
 
 
 def spread(moments: list[str], count: int) -> list[tuple[int, tuple[str, str]]]:
-    """Moments evenly among the events of the start, and of the work, and each one of the end, which are few."""
+    """Choose moments: some evenly spaced at the start and during the work, and every one at the end."""
     work = next(i for i, event in enumerate(moments) if event.startswith("os.mkdir ")) - 40
     end = next(i for i, event in enumerate(moments) if event.startswith("os.rename "))
     drawn = (*np.linspace(1, work, count // 4, dtype=int), *np.linspace(work, end, count - count // 4, dtype=int))
@@ -106,7 +106,7 @@ def test_signals_at_every_few_moments(model: Path, moments: list[str], tmp_path:
 
 
 def test_a_signal_that_the_parent_ignores_is_ignored(model: Path, moments: list[str], tmp_path: Path) -> None:
-    """As nohup does it."""
+    """nohup starts its command so."""
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         assert check_moment(model, tmp_path, 1, signal.SIGHUP, MKDIR) == "over"
@@ -127,7 +127,7 @@ sys.exit(status)
 
 
 def driven(code: str, *arguments: object, then: str = "") -> Run:
-    """Run the command in a process that does ``code`` first, and another thing at the end."""
+    """Run the command in a process that executes `code` first and `then` last."""
     words = [sys.executable, "-c", DRIVER.format(code=code, then=then), *map(str, arguments)]
     process = subprocess.run(words, capture_output=True, text=True, env=environment(), timeout=60)
     return Run(process.returncode, process.stdout, process.stderr)
@@ -214,7 +214,7 @@ convert.execute = broken
 
 
 def test_a_defect_is_no_difference(model: Path) -> None:
-    """Exit code 1 would say that something differs."""
+    """Exit code 1 would mean that something differs."""
     code = """
 from fp4kit.cli import inspect
 inspect._print = lambda *arguments: 1 / 0

@@ -1,4 +1,4 @@
-"""Readers that go away, full disks, closed streams, terminals of 60 columns."""
+"""Test the commands with readers that go away, full disks, closed streams and terminals of 60 columns."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fp4kit.checkpoint import convert
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a model, and what it converts to."""
+    """Return a folder with a model `m` and its converted form `whole`."""
     folder = tmp_path_factory.mktemp("streams")
     synthetic.bert(folder / "m")
     convert(folder / "m", folder / "whole")
@@ -27,7 +27,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def large(folder: Path) -> Path:
-    """A file whose listing is longer than a pipe holds."""
+    """Write a file whose listing does not fit into a pipe's buffer; return its path."""
     synthetic.write_file(
         folder / "large.safetensors", {f"layer.{i:04}.weight": np.zeros(1, np.float32) for i in range(4000)}
     )
@@ -75,7 +75,7 @@ def test_a_full_disk_behind_stdout(model: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("closed", ["1>&-", "1>&- 2>&-", "0<&- 1>&- 2>&-", "2>&-"])
 def test_streams_that_were_closed_before(model: Path, tmp_path: Path, closed: str) -> None:
-    """As if they were /dev/null: no file of the result takes their place."""
+    """Closed streams act like /dev/null, so no output file gets their file descriptors."""
     script = f'exec "{sys.executable}" -m fp4kit convert "{model / "m"}" "{tmp_path / "out"}" {closed}'
     run = subprocess.run(["sh", "-c", script], capture_output=True, text=True, env=environment(), timeout=60)
     assert (run.returncode, run.stderr) == (0, "")
@@ -90,7 +90,7 @@ def test_a_terminal_of_60_columns(model: Path, tmp_path: Path) -> None:
     drawn = re.findall(r"\rconverting \d+%  [\d.]+ \w+ of [\d.]+ \w+[^\r]*", text)
     assert drawn and all(len(line) <= 60 for line in drawn)
     lines = text.replace("\r\n", "\n").rpartition("\r")[2].splitlines()
-    assert max(len(line) for line in lines if str(tmp_path) not in line) <= 60  # a path is not broken
+    assert max(len(line) for line in lines if str(tmp_path) not in line) <= 60  # paths are not wrapped
     code, text = on_terminal(60, "convert", str(tmp_path / "m"), str(tmp_path / "new"), "--dry-run")
     lines = text.replace("\r\n", "\n").splitlines()
     assert code == 0 and max(map(len, lines)) <= 60 and "model.layers.1.mlp.experts.3.down_proj.weight" in lines
@@ -99,7 +99,10 @@ def test_a_terminal_of_60_columns(model: Path, tmp_path: Path) -> None:
 
 
 def test_interrupted_on_a_terminal(tmp_path: Path, model: Path) -> None:
-    """Ctrl-C goes to the process from the terminal, and the terminal is left as it was: no cursor hidden, no colour."""
+    """Ctrl-C reaches the process through the terminal.
+
+    The terminal is left without a hidden cursor and without color.
+    """
     x = {f"layers.{i}.weight": synthetic.random(str(i), (1024, 4096)) for i in range(6)}
     synthetic.write_model(tmp_path / "m", {}, x)
     process, other_end = with_terminal(80, "convert", tmp_path / "m", tmp_path / "out")

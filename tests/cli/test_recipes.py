@@ -1,4 +1,4 @@
-"""The commands recipes and formats; those on checkpoints are tested in tests/checkpoint."""
+"""Test the commands recipes and formats. Commands on checkpoints are tested in tests/checkpoint."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ def test_help_lists_each_command_on_one_line_under_a_heading(capsys, monkeypatch
 
 
 def test_every_command_takes_json_and_quiet() -> None:
-    """Those to come, too."""
+    """The loop also covers commands that are added later."""
     (commands,) = (action for action in parser()._actions if action.dest == "command")
     for command in commands.choices.values():
         assert {"--json", "--quiet"} <= command._option_string_actions.keys()
@@ -185,7 +185,7 @@ def test_json_of_recipes(capsys) -> None:
 
 
 def test_an_encoding_without_the_signs_of_names() -> None:
-    """What a terminal cannot show is escaped: no UnicodeEncodeError."""
+    """Characters that the terminal cannot show are escaped, so no UnicodeEncodeError is raised."""
     command = [sys.executable, "-m", "fp4kit", "inspect", "n\u00e4\udcffme"]
     run = subprocess.run(command, capture_output=True, env={**os.environ, "PYTHONIOENCODING": "ascii"})
     assert run.returncode == 2 and run.stderr.startswith(b"fp4kit inspect: n\\xe4\\udcffme: does not exist")

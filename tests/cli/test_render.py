@@ -1,4 +1,6 @@
-"""Tables that fit, names shortened in the middle, one JSON document, a line of progress."""
+"""Test rendering: tables that fit the terminal, names shortened in the middle, one JSON document, and the progress
+line.
+"""
 
 from __future__ import annotations
 
@@ -73,9 +75,7 @@ def drawn_rows(generator: random.Random) -> list[tuple[str, ...]]:
 
 @together("seed", range(300))
 def test_drawn_tables_fit(seed: int) -> None:
-    """Whatever the cells, wide characters among them: no line is wider than asked for, none ends in a space, none is
-    empty.
-    """
+    """For any cells, wide characters included, no line is too wide, ends in a space or is empty."""
     generator = random.Random(seed)
     rows = drawn_rows(generator)
     columns = tuple(generator.choice(("", "#")) + f"title {i}" for i in range(len(rows[0])))

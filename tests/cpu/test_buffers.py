@@ -1,4 +1,4 @@
-"""Memory of large results is that of one that is gone, and of none that is there."""
+"""Test that a large result reuses the memory of a freed result and never that of a live one."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ F32, U8 = np.dtype(np.float32), np.dtype(np.uint8)
 
 @pytest.fixture(autouse=True)
 def nothing_kept(monkeypatch):
-    """Results of any size are kept, and none is yet."""
+    """Keep buffers of any size, and start with none kept."""
     monkeypatch.setattr(buffers, "MIN_BYTES", 1)
     buffers._kept.clear()
     yield
@@ -73,14 +73,14 @@ def test_one_piece_is_kept_and_no_large_one():
             arrays.pop()
         return [piece.nbytes for piece in buffers._kept]
 
-    assert kept_after(16, 8, 4) == [16 * 64]  # that of the last one to go
+    assert kept_after(16, 8, 4) == [16 * 64]  # only the buffer that was freed last is kept
     assert kept_after(9) == [16 * 64]
-    assert kept_after(7) == [7 * 64]  # more than half of the piece would have been idle
+    assert kept_after(7) == [7 * 64]  # more than half of the buffer would have been unused
     assert buffers.empty((buffers.MAX_BYTES + 1,), U8).flags.owndata and kept_after() == [7 * 64]
 
 
 def test_calls_of_many_threads(monkeypatch):
-    """Each has its own result, whoever drops one meanwhile."""
+    """Every thread gets its own result, even if another thread frees one meanwhile."""
     monkeypatch.setattr(native, "ELEMENTS_PER_THREAD", 1 << 10)
     wrong = []
 

@@ -1,4 +1,4 @@
-"""Repeated calls on NumPy arrays, one call of the library each: right for other values, outputs, modes, and after
+"""Test repeated calls on NumPy arrays, each a single library call: other values, outputs and modes, and calls after
 errors.
 """
 
@@ -27,13 +27,15 @@ SHAPE = (32, 128)
 
 @pytest.fixture(autouse=True)
 def forgotten(monkeypatch):
-    """No call was made before a test."""
+    """Start each test with an empty call cache."""
     monkeypatch.setattr(call_cache, "_CALLS", {})
     as_large_ones(monkeypatch)
 
 
 def arrays(dtype):
-    """Of one shape: ordinary, zero, tiny, large, with NaN, with infinities; and ordinary again."""
+    """Yield arrays of one shape: ordinary, zero, tiny and large ones, with NaN, with infinities, and ordinary ones
+    again.
+    """
     x = ordinary(1, SHAPE, dtype)
     yield x
     yield np.zeros(SHAPE, dtype)
@@ -48,7 +50,9 @@ def arrays(dtype):
 
 
 def kept(op):
-    """Kinds of what repeats calls of an operation: one call of the library, or a function that asks the engines."""
+    """Return the types of an operation's prepared calls: a single library call, or a function that tries the
+    engines.
+    """
     return [type(call) for key, call in call_cache._CALLS.items() if key[0] == op]
 
 
@@ -74,9 +78,7 @@ def test_other_values(name, dtype):
 
 
 def check_repeated(x, name, **options):
-    """Results of the specification, of calls that go the full way, that are repeated, and that write to what is
-    there.
-    """
+    """Assert that first calls, repeated calls and calls with out= give the results of the specification."""
     q = SPECIFICATION.apply(fp4kit.quantize, x, name, **options)
     values = SPECIFICATION.apply(fp4kit.fake_quantize, x, name, **options)
     out = fp4kit.quantize(x, name, **options)
@@ -88,7 +90,7 @@ def check_repeated(x, name, **options):
 
 
 def are_by_library(name):
-    """Whether all that is kept is one call of the library; where the library has the recipe."""
+    """Return True if every prepared call is a single library call, or if the library does not have the recipe."""
     kinds = {cached_calls.QuantizeCall, cached_calls.FakeQuantizeCall, cached_calls.DequantizeCall}
     kept = {type(call) for call in call_cache._CALLS.values()}
     return kept == kinds or name not in COVERED or RECIPES[name].fake_rule is not None
@@ -130,9 +132,7 @@ def test_axes_of_three_dimensions(axis):
 
 
 def amaxes(own):
-    """Amaxes that a caller may have: of other values, kinds, dtypes, strides; those that the rules have no scale
-    for.
-    """
+    """Yield amaxes that a caller may have: other values, types, dtypes and strides, and amaxes without a scale."""
     for value in (1.0, 6.0, 448 * 6.0, 0.0, 1e-45, 1e-38, 3e38):
         yield np.full_like(own, value)
     spread = np.zeros((2 * own.size,), np.float32)
@@ -193,7 +193,7 @@ def test_an_amax_that_is_written_to_by_its_own_call():
 @pytest.mark.parametrize("value", [0.5, np.nan, np.inf])
 @pytest.mark.parametrize("name", ["nvfp4-te", "nvfp4-te-rowscaled", "int8-modelopt"])
 def test_an_amax_in_the_memory_of_a_result(name, value):
-    """A call that is not done by the library is done again, from what was given."""
+    """If the library declines a call, the call is done again from the original inputs, so out= must not change them."""
     x = ordinary(5, SHAPE)
     q = fp4kit.quantize(x, name)
     for part in ("tensor_scale", "tensor_amax"):
@@ -215,7 +215,7 @@ def test_results_are_arrays_of_their_own(name):
         if a is not None:
             assert not np.shares_memory(b, c) and b.strides == a.strides
             assert b.flags.writeable and b.flags.c_contiguous and b.flags.aligned
-    replace(second)  # it is checked as any Quantized
+    replace(second)  # it is checked as any Quantized is
     assert_equal(second, first)
 
 
@@ -252,7 +252,7 @@ def test_a_call_that_was_right_in_another_mode(changed):
 
 
 def test_scales_of_the_tensor_are_not_kept():
-    """Values follow what a Quantized holds at the time of the call."""
+    """Decoding uses the scales that a Quantized holds at the time of the call."""
     q = fp4kit.quantize(ordinary(3, SHAPE), "nvfp4-te")
     for scale in (1.0, 0.5, 0.0, 1e-45, 3e38, np.inf, np.nan):
         for amax in (None, q.tensor_amax, np.float32(7).reshape(())):
@@ -291,7 +291,7 @@ def test_a_wrong_call_after_a_right_one(name):
 
 
 def test_other_kinds_of_arrays_after_a_right_call():
-    """Of the same shape, but otherwise: other dtypes and byte orders, other strides, parts, subclasses, not aligned."""
+    """The arrays have the cached call's shape but another dtype, byte order, stride, type or alignment."""
     x = ordinary(3, SHAPE)
     expected = fp4kit.quantize(x, "mxfp4-ocp")
     fp4kit.quantize(x, "mxfp4-ocp")
@@ -311,5 +311,5 @@ def test_other_kinds_of_arrays_after_a_right_call():
 def test_more_calls_than_are_kept():
     for columns in range(32, 32 * (call_cache.MAX_CALLS + 40), 32):
         x = np.ones((1, columns), np.float32)
-        assert (fp4kit.quantize(x, "mxfp4-ocp").packed == 0x66).all()  # 4 under 2^-2
+        assert (fp4kit.quantize(x, "mxfp4-ocp").packed == 0x66).all()  # 4 with a scale of 2^-2
     assert 0 < len(call_cache._CALLS) <= call_cache.MAX_CALLS

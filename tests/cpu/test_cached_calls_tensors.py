@@ -1,4 +1,6 @@
-"""Repeated calls on CPU tensors of PyTorch and JAX: the bits of NumPy's calls, their errors, and almost their time."""
+"""Test repeated calls on CPU tensors of PyTorch and JAX: the bits, the errors and nearly the time of calls on NumPy
+arrays.
+"""
 
 import time
 
@@ -51,7 +53,7 @@ def no_cached_calls(monkeypatch):
 def test_repeated_calls_have_the_bits_of_numpy(make, recipe, dtype):
     rng = np.random.default_rng(5)
     for axis in (-1, 0):
-        for _ in range(3):  # the first call of a kind is parsed, later ones are looked up
+        for _ in range(3):  # the first call with a signature is parsed; later calls use the cache
             x = rng.standard_normal((64, 96)).astype(dtype)
             t = make(x)
             q, expected = fp4kit.quantize(t, recipe, axis=axis), fp4kit.quantize(x, recipe, axis=axis)
@@ -129,7 +131,7 @@ def test_nan_and_the_specification_go_the_full_way():
 
 
 def microseconds(call, *arguments):
-    """Return the least time of a call among 20 batches of 50."""
+    """Return the smallest time of a call among 20 batches of 50."""
     call(*arguments), call(*arguments)
     least = float("inf")
     for _ in range(20):

@@ -1,5 +1,6 @@
-"""Elements at and beside what a block's divisor makes a midpoint of E2M1: by multipliers, by reciprocals and what these
-leave.
+"""Test elements at and beside the midpoints of E2M1 for a block's divisor.
+
+The engine encodes by multipliers, by reciprocals, or by division for the elements these leave.
 """
 
 from __future__ import annotations
@@ -16,23 +17,28 @@ pytestmark = NEEDS_ENGINE
 DIVIDING = ("nvfp4-modelopt", "nvfp4-compressed-tensors", "nvfp4-quark")
 FULL = float(E2M1.max * E4M3.max)
 AWAY = (-2, -1, 0, 1, 2)  # in steps of the dtype
-MOST_ELEMENTS = 1 << 14  # from which on the engine has multipliers
-# The amax whose divisor is 0x1.996664p-12. For the float16 numbers next to 5/4, 5/2 and 5 times it, the product with
-# its rounded reciprocal has another code than the quotient, though they are more than 1 ulp of float32 from those
+MOST_ELEMENTS = 1 << 14  # from this number of elements on, the engine uses multipliers
+# With this amax the divisor is 0x1.996664p-12. Next to 5/4, 5/2 and 5 times it, there are float16 numbers whose product
+# with the rounded reciprocal has another code than the quotient, though they are more than 1 ulp of float32 from those
 # midpoints. No other significand does that.
 NARROW = 1.0494872331619263
 
 
 def last_significands(amaxes: np.ndarray) -> np.ndarray:
-    """Whether a divisor under an amax has the largest significand: a scale's value times amax / FULL."""
+    """Return a mask of the amaxes for which some divisor has the largest significand.
+
+    A divisor is a scale's value times amax / FULL.
+    """
     scales = amaxes.astype(np.float32) / np.float32(FULL)
     divisors = scales[:, None] * np.arange(8, 16, dtype=np.float32)
     return ((divisors.view(np.uint32) & 0x7FFFFF) == 0x7FFFFF).any(1)
 
 
 def amaxes() -> list[float]:
-    """Of 8 bits and more; such that scales are powers of two, one 3, 5 or 7 times it, or of the largest significand;
-    NARROW.
+    """Return amaxes of 8 bits and more, and special ones.
+
+    Some make scales powers of two, or make a divisor 3, 5 or 7 times a power of two or have the largest significand.
+    The last is NARROW.
     """
     drawn = np.random.default_rng(5)
     many = np.arange(1 << 21, dtype=np.uint32) + np.float32(1.5).view(np.uint32)
@@ -50,13 +56,13 @@ def amaxes() -> list[float]:
 
 
 def stepped(values: np.ndarray, steps: int) -> np.ndarray:
-    """Positive values, so many steps of their dtype on."""
+    """Return positive values moved by `steps` steps of their dtype."""
     bits = np.dtype(f"u{values.itemsize}")
     return (np.maximum(values.view(bits).astype(np.int64) + steps, 0)).astype(bits).view(values.dtype)
 
 
 def blocks_beside_midpoints(tensor_scale: float, dtype: np.dtype) -> np.ndarray:
-    """Rows of 16 for each scale code: its largest element, then elements at midpoints and beside them, and zeros."""
+    """Return rows of 16 per scale code: the largest element, then elements at and beside midpoints, and zeros."""
     codes = np.arange(1, 127, dtype=np.uint8)
     factors = E4M3.decode(codes).astype(np.float32) * np.float32(tensor_scale)
     midpoints = np.array(E2M1.midpoints, np.float32)
@@ -85,8 +91,8 @@ def test_elements_beside_midpoints(dtype):
 
 
 def test_the_narrow_divisor_is_narrow():
-    """Three float16 numbers have another code by the reciprocal of the divisor, so that its multiplier must be another
-    one.
+    """For three float16 numbers, the reciprocal of the divisor gives another code than division, so the multiplier must
+    differ from it.
     """
     divisor = np.float32(NARROW) / np.float32(FULL)
     assert divisor == np.float32(float.fromhex("0x1.996664p-12"))
@@ -96,7 +102,5 @@ def test_the_narrow_divisor_is_narrow():
 
 
 def test_the_largest_significand_is_tried():
-    """Under which a product with the reciprocal, and with what that leaves, is on a midpoint where the quotient is
-    not.
-    """
+    """With such a divisor, a product with the reciprocal is on a midpoint although the quotient is not."""
     assert last_significands(np.array(amaxes())).sum() == 2

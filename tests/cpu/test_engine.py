@@ -1,4 +1,6 @@
-"""The compiled engine against the specification: every recipe, dtype and view, every operation, option and output."""
+"""Test the compiled engine against the specification: every recipe, dtype and view, every operation, option
+and output.
+"""
 
 from __future__ import annotations
 
@@ -21,19 +23,19 @@ from tests.project.test_arithmetic import tiny
 pytestmark = NEEDS_ENGINE
 F32 = np.dtype(np.float32)
 X = {dtype: ordinary(8, (128, 256), dtype) for dtype in FLOATS}
-# One dtype of every other recipe in every run, another of each in an exhaustive one.
+# A usual run takes one dtype of every other recipe; an exhaustive run takes another dtype of each recipe.
 PAIRS = half((name, FLOATS[i % 3]) for i, name in enumerate(NAMES))
 PAIRS += exhaustive((name, FLOATS[(i + 1) % 3]) for i, name in enumerate(NAMES))
 
 
 def axes_of(x, r):
-    """Axes along which blocks fit."""
+    """Return the axes along which blocks fit."""
     return [axis for axis in range(-1, x.ndim - 1) if x.shape[axis] % r.length_multiple == 0]
 
 
 @pytest.fixture(autouse=True)
 def tables(monkeypatch):
-    """What the engine does with small arrays it does with large ones."""
+    """Use for small arrays the tables that the engine uses for large ones."""
     as_large_ones(monkeypatch)
 
 
@@ -41,16 +43,16 @@ def tables(monkeypatch):
 
 
 def test_what_is_left_to_the_specification():
-    """Nothing of the table."""
+    """The engine covers every recipe of the table."""
     assert [id for id, r in RECIPES.items() if not covered(r)] == []
     assert fp4kit.engine().startswith("cpu-")
 
 
 @pytest.mark.parametrize(
     "name", [name for name in COVERED if "mxfp4-fouroversix" not in name]
-)  # whose blocks of zeros are NaN
+)  # their blocks of zeros are NaN
 def test_finite_elements_are_done_by_the_engine(name, monkeypatch):
-    """The specification does none of them: a test of equality that it does alone would say nothing."""
+    """The engine computes these itself. If it fell back to the specification, comparing the two would prove nothing."""
     for dtype, x in X.items():
         x = x[:64, :128]
         with counted(monkeypatch) as shapes:
@@ -107,7 +109,7 @@ def test_rows_of_every_number(rows):
 
 
 def arrays(dtype):
-    """(32, 128): ordinary, tiny, at ties and boundaries, with NaN and infinities."""
+    """Yield (32, 128) arrays: ordinary, tiny, at ties and boundaries, with NaN and infinities."""
     yield ordinary(3, (32, 128), dtype)
     yield tiny(dtype)
     yield np.resize(adversarial_blocks(dtype, seed=2), (32, 128))
@@ -131,7 +133,7 @@ def test_every_operation(pair):
 
 @pytest.mark.parametrize("name", ["nvfp4-te", "mxfp8-te", "mxfp4-mlx-cpu"])
 def test_codes_and_scales_that_lie_otherwise(name):
-    """The library reads the bytes of a row one after the other."""
+    """The library reads the bytes of a row from contiguous memory, so other strides must be handled before."""
     q = fp4kit.quantize(ordinary(5, (64, 128)), name)
 
     def lies(a):
@@ -166,7 +168,10 @@ def test_hadamard(name, hadamard):
 
 @pytest.mark.parametrize("name", half(NAMES))
 def test_given_amaxes(name):
-    """Of the tensor, of each expert, of each row; of blocks. Zero, subnormal and infinite ones beside ordinary ones."""
+    """Amaxes are given for the tensor, for each expert, row or block.
+
+    Zero, subnormal and infinite amaxes stand beside ordinary ones.
+    """
     r, x = RECIPES[name], X[F32][:, :128].reshape(4, 32, 128)
     amaxes = np.array([3.0, 0.0, 1e-45, 3e38], np.float32)
     if r.tensor_scaling == "tensor":
@@ -189,7 +194,7 @@ def test_given_amaxes(name):
 
 @pytest.mark.parametrize("name", half(NAMES))
 def test_outputs_that_are_given(name):
-    """Values into arrays of any strides; codes and scales into a Quantized; what lies around them is left alone."""
+    """Values go to arrays of any strides, codes and scales to a Quantized. The memory around them is unchanged."""
     for x in X.values():
         q = agree(fp4kit.quantize, x, name)
         out = fp4kit.quantize(np.zeros_like(x), name)
@@ -218,7 +223,7 @@ def test_swizzled_scales(name, layout):
 
 SHARDED = [name for name in COVERED if RECIPES[name].block and RECIPES[name].tensor_scaling in ("none", "tensor")]
 SHARDED = [name for name in SHARDED if not (RECIPES[name].search or RECIPES[name].four_over_six)]
-# First elements and lengths of shards of a matrix (70, 128): inside of a row, whole rows, across many, the last ones.
+# First elements and lengths of shards of a matrix (70, 128): inside a row, whole rows, across many rows, the last rows.
 SHARDS = [
     (0, 8960),
     (0, 5),
@@ -237,7 +242,7 @@ SHARDS = [
 @pytest.mark.parametrize("name", half(SHARDED))
 @pytest.mark.parametrize("dtype", [FLOATS[0], FLOATS[2]], ids=str)
 def test_shards(name, dtype):
-    """Block amaxes and codes of what a process holds; the rest of out is left alone, whatever its strides."""
+    """Shards give block amaxes and codes of their elements. The rest of out is unchanged for any strides."""
     r, shape = RECIPES[name], (70, 128)
     x = ordinary(5, shape, dtype).reshape(-1)
     amax = SPECIFICATION.apply(fp4kit.partial_amax, x, shape, 0, name)

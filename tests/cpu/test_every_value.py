@@ -1,5 +1,5 @@
-"""What is finite, all of it: every element of 16 bits beside every scale byte, and every code under every scale
-byte.
+"""Test all finite sets of inputs: every 16-bit element beside every scale byte, and every code with every
+scale byte.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ WITH_CODES = [name for name, r in RECIPES.items() if not r.fake_only]
 
 
 def anchors(r, dtype):
-    """The largest elements of blocks, for each byte of the scale format that the dtype reaches."""
+    """Return the largest elements of blocks, one for each scale byte that the dtype reaches."""
     found = tasks._anchors(r)
     return found[found <= float(ml_dtypes.finfo(dtype).max)]
 
 
 def check_every_value(name, dtype, few):
-    """All 65536 bit patterns, NaN among them, in blocks beside each of the anchors, or each `few`-th one."""
+    """Compare all 65536 bit patterns, NaN included, in blocks beside each anchor or each `few`-th anchor."""
     r = RECIPES[name]
     held = r.block_size - 1
     rows = -(-(1 << 16) // held // r.block_rows) * r.block_rows
@@ -92,7 +92,7 @@ def test_every_value_of_16_bits_without_blocks(name, dtype):
     "name", by_default(("nvfp4-te", "mxfp8-te-e5m2", "int4-qat", "fp8-modelopt-channel"), WITH_CODES)
 )
 def test_every_code_under_every_scale_and_attacking_tensor_scales(name, tables_from, monkeypatch):
-    """NaN patterns included. amax -1 stands for a tensor scale that no amax gives."""
+    """NaN patterns are included. An amax of -1 stands for a tensor scale that no amax gives."""
     monkeypatch.setattr(dequantize, "TABLES_FROM", tables_from)
     r = RECIPES[name]
     stored, scales, length = every_code(r)
@@ -112,7 +112,7 @@ OF_A_BYTE = [name for name in WITH_CODES if RECIPES[name].element.bits > 4 and R
 
 @pytest.mark.parametrize("name", by_default(("mxfp8-te", "mxfp8-te-e5m2", "mxfp6-torchao-floor-e2m3"), OF_A_BYTE))
 def test_every_finite_code_under_every_scale(name):
-    """A matrix each: what holds NaN would have the specification do all beside it."""
+    """Use one matrix per code, because a NaN would make the whole matrix fall back to the specification."""
     r = RECIPES[name]
     stored, scales, length = every_code(r)
     finite = np.where(np.isfinite(value_of(stored, r.element)), stored, 0).astype(np.uint8)
@@ -129,7 +129,7 @@ ATTACKS = (1, 0, -0.0, np.inf, -np.inf, np.nan, 1e-38, 1e-45, 3e38, 0.3, -1, 7e-
 
 
 def every_code(r):
-    """Packed codes and scale codes of a matrix, each row of which has all codes under one scale code; and its
+    """Return packed codes and scale codes of a matrix with all codes per row and one scale code per row; and its
     columns.
     """
     count = 1 << r.element.packing.stored_bits

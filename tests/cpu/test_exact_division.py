@@ -1,5 +1,5 @@
-"""The arithmetic of the compiled engine for codes of E2M1, on every float32 value, and for quotients, under every
-divisor.
+"""Test the compiled engine's arithmetic for codes of E2M1 on every float32 value, and for quotients with
+every divisor.
 """
 
 from __future__ import annotations
@@ -143,10 +143,11 @@ int main() {
 
 @pytest.mark.exhaustive
 def test_codes_and_quotients(tmp_path: Path) -> None:
-    """Of all magnitudes; of elements of bfloat16 and float16 beside the midpoints, by the multipliers of all divisors.
+    """Run the program that compares all magnitudes and count its differences.
 
-    Of all significands of bfloat16 by every fifth multiplier, and of float16 by every 61st; quotients of all of them by
-    all divisors, and of float32 near the midpoints.
+    It also tests bfloat16 and float16 elements beside the midpoints with the multipliers of all divisors. It tests all
+    significands of bfloat16 with every fifth multiplier, and of float16 with every 61st. Quotients of all these and of
+    float32 near the midpoints are tested with all divisors.
     """
     native = () if platform.system() == "Darwin" else ("-march=native",)
     compiler = Compiler((require_compiler(tmp_path).command[0], *FLAGS, *native))

@@ -1,4 +1,6 @@
-"""4over6 by the compiled engine against the specification: blocks at every edge of the choice between two scales."""
+"""Test 4over6 in the compiled engine against the specification: blocks at every edge of the choice between
+two scales.
+"""
 
 from __future__ import annotations
 
@@ -34,13 +36,13 @@ def small_arrays(monkeypatch):
 
 
 def few_values():
-    """Multiples of a quarter, in whose blocks both errors are often equal, or differ by the order of their sums."""
+    """Return multiples of a quarter: the two errors of a block are often equal or differ only by the order of sums."""
     return np.round(np.random.default_rng(0).standard_normal((48, 512)) * 4) / 4
 
 
 def amaxes_at_limits(scale_max):
-    """Under a tensor scale of 1: a sixth or a fourth of them at and beside E4M3 numbers and midpoints, and beyond
-    those.
+    """Return blocks whose scale, at 6 or at 4, is at or beside an E4M3 number, midpoint or limit if the tensor scale is
+    1.
     """
     rng, blocks = np.random.default_rng(1), (24, 32)
     sixths = np.concatenate([E4M3.magnitudes, E4M3.midpoints, [scale_max, 480.0, 2.0**-10, 2.0**-11]]).astype(
@@ -57,7 +59,7 @@ def amaxes_at_limits(scale_max):
 
 
 def signed_zeros():
-    """Blocks of zeros of both signs, alone, beside a number, beside a subnormal of each dtype."""
+    """Return blocks of zeros of both signs: alone, beside a number, and beside a subnormal of each dtype."""
     x = np.copysign(np.zeros((32, 256)), np.random.default_rng(2).standard_normal((32, 256)))
     x[1::4, ::16], x[2::4, 3::16], x[3::4, 3::16] = 1.5, -1e-40, -6e-8
     return x
@@ -74,7 +76,7 @@ def blocks_of(name):
 
 
 def test_errors_and_products_that_are_subnormal():
-    """Flushed, or not, as the recipe has it; factors near the largest number, and beyond."""
+    """Errors and products are flushed or not, as the recipe says. Some factors are near or above the largest number."""
     rng = np.random.default_rng(6)
     for least, most, amax in ((-126, -114, -114), (-124, -116, -114), (-149, -120, -122), (-149, -124, -126)):
         x = rng.standard_normal((32, 16, 16)) * np.exp2(rng.integers(least, most, (32, 16, 1)))
@@ -84,7 +86,7 @@ def test_errors_and_products_that_are_subnormal():
 
 @pytest.mark.parametrize("pair", PAIRS, ids=str)
 def test_every_kind_of_block(pair):
-    """Under the tensor's own amax, one of a scale of 1, and those that make factors of no use."""
+    """Use the tensor's own amax, an amax with a scale of 1, and amaxes whose factors are zero or infinite."""
     name, dtype = pair
     with np.errstate(all="ignore"):
         top = float(ml_dtypes.finfo(dtype).max)
@@ -100,7 +102,7 @@ def test_every_kind_of_block(pair):
 
 
 def test_the_library_does_them(monkeypatch):
-    """Ordinary blocks are not left to the specification; nor are those of zeros, and of codes that are given."""
+    """The engine falls back to the specification neither for ordinary blocks, nor for zeros, nor for given codes."""
     for name in NAMES:
         with counted(monkeypatch) as shapes:
             for x in (few_values(), amaxes_at_limits(448), signed_zeros()):
@@ -110,7 +112,7 @@ def test_the_library_does_them(monkeypatch):
 
 
 def test_of_equal_errors_the_first_scale_wins():
-    """12 is 6 * 2 and 4 * 3: no error under both."""
+    """12 is 6 * 2 and 4 * 3, so both scales are exact."""
     x = np.random.default_rng(4).choice(np.float32([-12, 0, 12]), (16, 512))
     x[:, ::16] = 12
     for name in NAMES:
@@ -119,7 +121,7 @@ def test_of_equal_errors_the_first_scale_wins():
 
 
 def turning_points(r):
-    """Blocks on the way from one with the first scale to one with the second, at and beside where the choice turns."""
+    """Return blocks at and beside the point where the choice turns from the first scale to the second."""
     rng, high = np.random.default_rng(5), r.block_rows
 
     def fours(blocks):
@@ -127,7 +129,7 @@ def turning_points(r):
         return q.block_scale[0] != q.block_scale[0].min()
 
     drawn = rng.uniform(0, 1, (high, 512, 16)) * rng.choice([0.5, 1], (512, 1))
-    drawn[0, :, 0] = 1  # the amax of all
+    drawn[0, :, 0] = 1  # the amax of every block
     four = fours(drawn)
     count = min(four.sum(), (~four).sum())
     first, last = drawn[:, ~four][:, :count], drawn[:, four][:, :count]
@@ -144,7 +146,8 @@ def turning_points(r):
     )
 
 
-# All orders in every run: one row and 16 rows, in order and in lanes; a tree of few rows.
+# These run in every run, and cover all orders of sums: one row and 16 rows, in order and in lanes, and a tree of few
+# rows.
 TURNS = ["nvfp4-te-4over6-mse-256", "nvfp4-te-4over6-mae-448-2d", "nvfp4-te-4over6-mse-448-2d", "nvfp4-fouroversix-mae"]
 TALL = [("nvfp4-fouroversix", 16), ("nvfp4-fouroversix-mae", 4), ("nvfp4-flashinfer-4over6-mae-448", 2)]
 
@@ -172,7 +175,7 @@ def test_the_order_of_other_sums(name):
 @pytest.mark.parametrize("name", half(ONE_ROW))
 @pytest.mark.parametrize("rows", [2, 4, 8, 16])
 def test_blocks_of_several_rows(name, rows):
-    """Errors of rows are put together as the recipe does; the last row of blocks has fewer rows."""
+    """Errors of rows are combined as the recipe says. The last row of blocks has fewer rows."""
     r = replace(RECIPES[name], block=(rows, 16))
     assert covered(r)
     for height in (1, rows - 1, rows, 3 * rows + 1, 48):

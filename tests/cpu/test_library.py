@@ -1,5 +1,5 @@
-"""The compiled library: every level of processor gives the same bytes; without a library, or with a stale one, all
-works.
+"""Test the compiled library: every processor level gives the same bytes, and a missing or stale library is
+not fatal.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ HOLDERS = (
     engines,
     partial,
     cached_calls,
-)  # modules that may have `library` under their name
+)  # modules that may hold the name `library`
 FEW = ("nvfp4-te", "nvfp4-te-2d", "nvfp4-flashinfer", "mxfp4-ocp", "mxfp8-te", "int8-modelopt-channel")
 FEW += ("nvfp4-flashinfer-4over6-mae-448", "nvfp4-te-4over6-mse-448-2d", "nvfp4-fouroversix")
 
 
 @contextmanager
 def using(monkeypatch, library):
-    """Another library in the place of this processor's, with nothing kept of that one."""
+    """Use another library in place of this processor's, with an empty call cache."""
     with monkeypatch.context() as patch:
         for module in HOLDERS:
             if hasattr(module, "library"):
@@ -58,7 +58,7 @@ def using(monkeypatch, library):
 
 
 def library_of(level):
-    """The library of a level; skips where there is none, or this processor is not of that level."""
+    """Return the library of a level; skip if there is none or this processor does not have the level."""
     best = native.library()
     if best.functions is None or LEVELS.index(level) > LEVELS.index(best.level):
         pytest.skip(f"this processor is not one of {level}")
@@ -71,7 +71,7 @@ def library_of(level):
 
 
 def test_the_engine_is_there():
-    """Where it is not, the tests of it are left out; in CI that is a failure."""
+    """If the engine is missing, its tests are skipped, which is a failure in CI."""
     if os.environ.get("CI") != "true":
         pytest.skip("not in CI")
     assert fp4kit.engine().startswith("cpu-"), native.library().level
@@ -101,7 +101,7 @@ def test_levels_give_the_same_bytes(name, level, monkeypatch):
 
 @NEEDS_ENGINE
 def test_a_call_is_done_by_the_level_that_is_chosen(monkeypatch):
-    """The test above would say nothing if another library did the work."""
+    """Otherwise the comparison of levels would prove nothing, because another library might do the work."""
     seen, right = [], native.library().functions
 
     class Spy:
@@ -120,7 +120,7 @@ def test_a_call_is_done_by_the_level_that_is_chosen(monkeypatch):
 
 
 def works_without(monkeypatch, reason, warns=False):
-    """library() finds none, for a reason, and every kind of call is done by the specification."""
+    """Assert that library() finds none for this reason, and that the specification does every kind of call."""
     native.library.cache_clear()
     monkeypatch.setattr(native, "_warned", [])
     try:
@@ -160,7 +160,7 @@ def test_a_file_that_is_no_library_is_not_used(monkeypatch, tmp_path):
 
 @contextmanager
 def installed_levels(monkeypatch, folder, levels, stale=()):
-    """An installation with the libraries of these levels alone, some of them stale."""
+    """Imitate an installation with the libraries of these levels only, some of them stale."""
     for level in levels:
         (path,) = (path for path in native_folder().glob(f"_{level}.*") if path.suffix in (".so", ".dylib"))
         shutil.copy(path, folder / path.name)
@@ -187,11 +187,11 @@ def native_folder():
 
 
 def best_levels():
-    """The levels that this processor has, from the lowest on; skips where there is one alone."""
+    """Return the levels that this processor has, lowest first; skip if there is only one."""
     best = native.library()
     if best.functions is None or best.why or best.level == "base":
         pytest.skip(f"one level alone: {best}")
-    library_of("base")  # skips where it is stale
+    library_of("base")  # skips if it is stale
     return list(LEVELS[: LEVELS.index(best.level) + 1])
 
 
@@ -205,7 +205,7 @@ def test_the_next_lower_level_is_used_with_one_warning(monkeypatch, tmp_path):
             found = native.library()
         assert found.level == "base" and len(seen) == 1
         native.library.cache_clear()
-        assert native.library().level == "base"  # without a second warning, which would be an error here
+        assert native.library().level == "base"  # a second warning would be an error here
         monkeypatch.setattr(engines, "library", native.library)
         assert fp4kit.engine() == "cpu-base" and f"cpu-{best}: it is not compiled here" in fp4kit.engine().why
         assert repr(fp4kit.engine()).startswith("'cpu-base' (cpu-")

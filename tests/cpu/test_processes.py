@@ -1,5 +1,5 @@
-"""Processes, interrupts and memory: forks have threads of their own, Ctrl-C is heard between two calls, temporaries are
-small.
+"""Test processes, interrupts and memory: forks have their own threads, Ctrl-C is noticed between two calls, temporaries
+are small.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ pytestmark = NEEDS_ENGINE
 
 
 def large(seed=0):
-    """Enough elements for several threads."""
+    """Return enough elements for several threads."""
     return ordinary(seed, (256, 4096))
 
 
@@ -36,7 +36,7 @@ def large(seed=0):
 
 
 def in_child(seed):
-    """What a child process computes: on several threads, of its own pool."""
+    """Return what a child process computes on several threads of its own pool."""
     with fp4kit.threads(3):
         q = fp4kit.quantize(large(seed=seed), "nvfp4-te")
         return q.packed.tobytes() + q.block_scale.tobytes()
@@ -68,7 +68,7 @@ for _ in range(3):
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
 def test_a_forked_process_has_threads_of_its_own():
-    """The pool was used before; child, grandchild and parent go on."""
+    """The pool was used before the fork; child, grandchild and parent all continue."""
     found = subprocess.run([sys.executable, "-c", FORK], capture_output=True, text=True, timeout=120)
     assert found.stdout.split() == ["0"] * 3, found.stderr
 
@@ -136,7 +136,7 @@ print(*(one.exitcode for one in children))
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
 def test_a_process_that_is_forked_while_threads_compute():
-    """No lock is held over a fork, by which its children would wait without end."""
+    """If a lock were held over a fork, the child would wait for it forever."""
     found = subprocess.run([sys.executable, "-c", UNDER_LOAD], capture_output=True, text=True, timeout=120)
     assert found.stdout.split() == ["0"] * 20, found.stderr
 
@@ -159,8 +159,8 @@ print(*set(sys.modules) - before)
 
 
 def test_calls_import_nothing():
-    """A process that is forked while another thread imports a module waits without end if it imports that module,
-    too.
+    """If a process is forked while another thread imports a module, importing that module in the child waits
+    forever.
     """
     found = subprocess.run([sys.executable, "-c", IMPORTS], capture_output=True, text=True, timeout=120)
     assert (found.stdout.split(), found.stderr) == ([], "")
@@ -179,7 +179,9 @@ def test_processes_of_multiprocessing(method):
 
 @pytest.fixture
 def interruptible():
-    """Ctrl-C raises KeyboardInterrupt, also where the tests run in the background and a shell had it ignored."""
+    """Let Ctrl-C raise KeyboardInterrupt even if a shell started the tests in the background with the signal
+    ignored.
+    """
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
@@ -187,7 +189,7 @@ def interruptible():
 
 @pytest.mark.parametrize("function", ["quantize", "dequantize", "amax", "fake_quantize", "search_scales"])
 def test_an_interrupt_ends_a_long_call(function, monkeypatch, interruptible):
-    """Between two calls of the library; the next call of fp4kit is as before."""
+    """The call ends between two calls of the library; the next call of fp4kit works as usual."""
     x = large()
     q = fp4kit.quantize(x, "nvfp4-te", tensor_amax=4.0)
     call = {
@@ -206,12 +208,12 @@ def test_an_interrupt_ends_a_long_call(function, monkeypatch, interruptible):
         calls = interrupted_at(patch, 20)
         with pytest.raises(KeyboardInterrupt):
             call()
-        assert len(calls) <= 22  # of a thousand
+        assert len(calls) <= 22  # of a thousand calls
     assert_equal(call(), expected)
 
 
 def interrupted_at(patch, number):
-    """SIGINT comes while the library is in its `number`-th call; the list of its calls so far."""
+    """Send SIGINT during the library's `number`-th call; yield the list of its calls so far."""
     functions, level, _ = native.library()
     calls = []
 
@@ -244,7 +246,7 @@ while True:
 
 
 def test_an_interrupt_from_outside():
-    """A process that computes without end, and hears of Ctrl-C."""
+    """A process that computes forever notices Ctrl-C."""
     process = subprocess.Popen(
         [sys.executable, "-c", ENDLESS], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
@@ -265,7 +267,7 @@ SIZE = 256 << 20  # bytes of the input
 )
 @pytest.mark.parametrize("kind", ["whole", *exhaustive(["transposed"])])
 def test_temporaries_are_small(name, kind):
-    """64 MiB at most, beside a result, whatever the size of x."""
+    """Temporaries take at most 64 MiB beside the result, whatever the size of x."""
     x = np.broadcast_to(ordinary(0, (1, 4096)), (SIZE // 4 // 4096, 4096)).copy()
     x = x.T if kind == "transposed" else x
     q = fp4kit.quantize(x, name)
@@ -279,7 +281,7 @@ def test_temporaries_are_small(name, kind):
 
 
 def temporaries(call):
-    """Bytes that a call has beside its result, at most."""
+    """Return the peak of bytes that a call allocates beside its result."""
     tracemalloc.start()
     try:
         result = call()

@@ -1,4 +1,4 @@
-"""The compiled engine under sanitizers: addresses and undefined behaviour, and data races of its threads."""
+"""Run the compiled engine under sanitizers for addresses, undefined behavior, and data races between its threads."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fp4kit.cpu import source_digest
 
 ROOT = Path(__file__).resolve().parents[2]
 SUPPORT = str(ROOT / "tests" / "support")
-# Those of setup.py that change results; little optimized, so that what is seen is what is written.
+# The flags of setup.py that change results. Optimization is low, so that the sanitizer checks the code as written.
 FLAGS = (
     "-std=c++17",
     "-O1",
@@ -33,7 +33,7 @@ OPTIONS = {
     "UBSAN_OPTIONS": "print_stacktrace=1",
     "TSAN_OPTIONS": "halt_on_error=1:report_signal_unsafe=0",
 }
-# Drawn calls and all operations, in tiles as they are and in small ones, on several threads.
+# Drawn calls and all operations, with usual and small tiles, on several threads.
 WORK = """
 import sys
 sys.path.insert(0, {tests!r})
@@ -73,7 +73,7 @@ library.fp4kit_transpose(c_void_p(codes.ctypes.data), c_void_p(out.ctypes.data),
 
 
 def sanitized(folder: Path, kind: str) -> tuple[Path, str]:
-    """The library under a sanitizer, by the names of all levels; and the sanitizer's own library."""
+    """Build the library with a sanitizer, under the names of all levels; return it and the sanitizer's own library."""
     compiler = find_compiler(folder)
     command = compiler if isinstance(compiler, str) else compiler.command[0]
     runtime = "" if isinstance(compiler, str) else output(command, f"-print-file-name={KINDS[kind][1]}")

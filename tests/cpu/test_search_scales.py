@@ -1,4 +1,4 @@
-"""The search of block scales by the compiled engine: against the specification, and by bounds against all
+"""Test the compiled engine's search of block scales against the specification, and the search by bounds against all
 candidates.
 """
 
@@ -42,7 +42,7 @@ def finite(dtype, seed: int = 0) -> np.ndarray:
 
 
 def cut(x: np.ndarray) -> np.ndarray:
-    """A part, for the specification is slow: 48 along each axis that has more, between what there is beside it."""
+    """Return at most 48 indices from the middle of each axis, because the specification is slow."""
     return x[tuple(slice(16, 64) if n > 64 else slice(None) for n in x.shape)]
 
 
@@ -82,7 +82,7 @@ def test_candidates(recipe, candidates):
 
 @pytest.mark.parametrize("weight", [1e-45, 1e-40, 1e-38, 2.0**-60, 2.0**60, 1e38])
 def test_weights_far_from_1(weight):
-    """Losses of which squares are lost, or infinite."""
+    """Squares of the losses underflow or overflow."""
     x = finite(np.float32, 4)
     for amax in (1e-6, 4.0, 1e9):
         scaled = (x * np.float32(amax)).astype(np.float32)
@@ -109,7 +109,7 @@ OBJECTIVES = ("p2.4", "mae", "max", "p3", "p16", "p1.0001")
 @pytest.mark.parametrize("objective", half(OBJECTIVES))
 @pytest.mark.parametrize("side", ["", "weights with zeros"])
 def test_objectives(objective, side, monkeypatch):
-    """By the library; of losses that are zero, infinite or NaN, and of blocks of several rows."""
+    """The library does the search. Some losses are zero, infinite or NaN, and some blocks have several rows."""
     given = SIDES[side] | {"objective": objective}
     for dtype, amax in ((np.float32, 4.0), (BF16, 1e-12), (np.float16, 0.03)):
         agree(fp4kit.search_scales, searched_blocks(dtype)[:64], STATIC, tensor_amax=amax, **given)
@@ -150,7 +150,7 @@ def test_views(view):
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 15, 16, 17, 33])
 def test_rows_and_columns_of_every_number(rows):
-    """Groups of sixteen blocks that end in the middle of rows, and of nothing."""
+    """Groups of sixteen blocks may end in the middle of a row, and a group may be empty."""
     for columns in (16, 48, 272):
         agree(fp4kit.search_scales, ordinary(rows, (rows, columns)), STATIC, candidates="near")
 
@@ -159,7 +159,7 @@ def test_rows_and_columns_of_every_number(rows):
 
 
 def test_the_engine_does_it(monkeypatch):
-    """The specification does none: a test of equality that it does alone would say nothing."""
+    """The specification is not used. If it were, comparing the two would prove nothing."""
     monkeypatch.setattr(searching.specification, "losses", lambda *arguments: pytest.fail("by the specification"))
     for side in SIDES.values():
         fp4kit.search_scales(searched_blocks(BF16), STATIC, tensor_amax=4.0, candidates="near", **side)
@@ -174,7 +174,7 @@ def test_near_codes_that_the_library_has_not():
 
 @pytest.mark.parametrize("view", VIEWS)
 def test_views_in_small_tiles(view, small_tiles):
-    """Weights and Hessians follow their columns."""
+    """Weights and Hessians are matched to their columns."""
     x = cut(VIEWS[view](ordinary(6, (128, 256))))
     for axis in range(-1, x.ndim - 1):
         K = x.shape[axis]
@@ -200,7 +200,9 @@ def test_any_number_of_threads():
 
 
 def by_bounds_and_all(x, amax, **options) -> float:
-    """Assert that both give the same bits; the share of blocks that the bounds did not prove."""
+    """Assert that the search by bounds gives the bits of the full search; return the share of blocks that the bounds
+    left open.
+    """
     search = search_call("search_scales", x, STATIC, -1, amax, SearchRequest(**options))
     found, unproven = [], np.zeros((2, 1), np.uint64)
     for bounded, counted in zip((True, False), unproven, strict=True):
@@ -222,8 +224,9 @@ def test_bounds_against_all_candidates(blocks):
 
 
 def test_blocks_near_ties_are_not_proven():
-    """Of 1/4 of a scale and of values that twice that scale has too: both lose the same, if quotients near ties are
-    right.
+    """Elements of 1/4 of a scale are ties; all others also fit twice the scale.
+
+    Both scales lose the same if ties are computed right.
     """
     rng = np.random.default_rng(3)
     scales = decode(rng.integers(16, 100, (2000, 1, 1), np.uint8), E4M3)
@@ -270,7 +273,7 @@ def test_drawn_calls(seed, dtype, form, rows, blocks, log_amax, log_size, recipe
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_quantize_searches(dtype, monkeypatch):
-    """By the library: values, too, and columns and experts; what is transformed first, by the specification."""
+    """The library searches for values, columns and experts. If x is transformed first, the specification does."""
     x, others = finite(dtype), searched_blocks(dtype)
     with monkeypatch.context() as patch:
         patch.setattr(searching.specification, "losses", lambda *arguments: pytest.fail("by the specification"))

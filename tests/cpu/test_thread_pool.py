@@ -1,5 +1,5 @@
-"""Threads of the compiled engine: any number gives the same bytes, from many Python threads at once, in any mode of a
-thread.
+"""Test threads of the compiled engine: any number gives the same bytes, from many Python threads and in any arithmetic
+mode.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from fp4kit.recipes import RECIPES
 from tests.project.test_arithmetic import BITS, NEEDS_ENVIRONMENT, mode, tiny
 
 pytestmark = NEEDS_ENGINE
-MANY = 1 << 20  # elements: enough for several threads
+MANY = 1 << 20  # enough elements for several threads
 FEW = ("nvfp4-te", "mxfp4-ocp", "mxfp8-te", "int8-modelopt-channel")
 
 
 @pytest.fixture
 def default_threads(monkeypatch):
-    """A test may set the number of threads of the process."""
+    """Let a test set the number of threads of the process."""
     monkeypatch.setattr(library, "_default", [3])
 
 
@@ -72,7 +72,7 @@ def test_numbers_of_threads(default_threads):
 
 
 def seen_threads(monkeypatch):
-    """Numbers of threads of the calls of the library from here on."""
+    """Record the number of threads of every later call of the library."""
     seen, right = [], library.threads_for
     for module in (encode, dequantize, cached_calls):
         monkeypatch.setattr(
@@ -82,7 +82,7 @@ def seen_threads(monkeypatch):
 
 
 def test_threads_of_one_call(default_threads, monkeypatch):
-    """In a first call and in a repeated one; the default before and after it."""
+    """`threads=` applies to one call, first or repeated; before and after it the default applies."""
     monkeypatch.setattr(library, "QUICK_FACTOR", 1)
     x, seen = large(), seen_threads(monkeypatch)
     q = fp4kit.quantize(x, "mxfp4-ocp")
@@ -173,7 +173,10 @@ def test_many_python_threads_at_once():
 @NEEDS_ENVIRONMENT
 @pytest.mark.parametrize("changed", BITS)
 def test_modes_of_the_calling_thread(changed):
-    """The pool's threads have begun in it, or before; the calling thread works beside them."""
+    """The mode of the calling thread changes nothing.
+
+    The pool's threads may have been started before or in this mode.
+    """
     x = np.tile(tiny(np.dtype(np.float32)), (64, 4))
     for name in FEW:
         given = {"tensor_amax": 2e-39} if RECIPES[name].tensor_scaling == "tensor" else {}

@@ -1,4 +1,4 @@
-"""What print and notebooks show: counts that are right, HTML that is well formed, escaped and without colours of its
+"""Test what print and notebooks show: correct counts, and HTML that is well formed, escaped and without colors of its
 own.
 """
 
@@ -25,7 +25,7 @@ VOID = {"br", "img", "meta", "hr"}
 
 
 class Parsed(HTMLParser):
-    """Tags in order, text by itself; raises for what is not closed, or closed twice."""
+    """Parse HTML into tags in order and text; raise for a tag that is not closed or is closed twice."""
 
     def __init__(self, html):
         super().__init__()
@@ -56,7 +56,7 @@ def quantized(x, name, **options):
 
 
 def shown():
-    """One of each kind."""
+    """Return one object of each kind that can be displayed."""
     q = fp4kit.quantize(ORDINARY, "nvfp4-te")
     return {
         "quantized": q,
@@ -67,12 +67,11 @@ def shown():
     }
 
 
-# --- counts
-# -------------------------------------------------------------------------------------------------------------
+# --- counts ----------------------------------------------------------------------------------------------------------
 
 
 def by_definition(q):
-    """Saturated, NaN and zero blocks, element by element."""
+    """Count saturated elements, NaN, blocks and zero blocks element by element."""
     codes, fmt = codes_of(q), q.recipe.element
     values = np.abs(fmt.values[codes])
     used = values != 0
@@ -90,7 +89,7 @@ def by_definition(q):
 @pytest.mark.parametrize("chunk", [1 << 20, 100])
 @pytest.mark.parametrize("name", NAMES)
 def test_counts_are_those_of_the_definition(name, chunk, monkeypatch):
-    """Also where the rows of blocks end with the matrix, in chunks of few rows and of one."""
+    """Holds for matrices that do not fill the last row of blocks, and for chunks of few rows or one row."""
     monkeypatch.setattr(counting, "CHUNK_BYTES", chunk)
     for x in (ORDINARY[:120], INPUTS["extreme"], INPUTS["nonfinite"], np.zeros((64, 128), F32)):
         q = quantized(x, name)
@@ -143,8 +142,7 @@ def test_strided_parts():
     assert (statistics(part).saturated, 0, *by_definition(part)[2:]) == by_definition(part)
 
 
-# --- histograms
-# ---------------------------------------------------------------------------------------------------------
+# --- histograms ------------------------------------------------------------------------------------------------------
 
 
 def test_bars_by_exponent():
@@ -168,7 +166,7 @@ def test_bars_of_every_e8m0_scale():
 
 
 def test_an_outlier_does_not_squeeze_the_others():
-    """The 2^-127 of zero blocks: exponents far apart stand beside each other."""
+    """Zero blocks have the scale 2^-127. Its bin stands beside the others, without empty bins between."""
     assert by_exponent(F32([2.0**-127, 1, 2]), np.array([1, 2, 3])) == (("2^-127", 1), ("2^0", 2), ("2^1", 3))
 
 
@@ -191,8 +189,7 @@ def test_shares(count, total, text):
     assert share(count, total) == text
 
 
-# --- text
-# ---------------------------------------------------------------------------------------------------------------
+# --- text ------------------------------------------------------------------------------------------------------------
 
 
 def test_what_print_shows_of_a_quantized():
@@ -243,8 +240,7 @@ def test_reprs_stay_one_line():
     assert repr(fp4kit.recipe("nvfp4")) == "Recipe('nvfp4-te')"
 
 
-# --- HTML
-# ---------------------------------------------------------------------------------------------------------------
+# --- HTML ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", shown())
@@ -261,7 +257,7 @@ def test_html_is_well_formed_and_says_what_print_says(kind):
 
 @pytest.mark.parametrize("kind", shown())
 def test_html_has_no_colours_of_its_own(kind):
-    """It is right on light and dark pages since it takes the colour of the text around it."""
+    """The page uses the color of the surrounding text, so it is readable on light and dark pages."""
     page = Parsed(shown()[kind]._repr_html_())
     assert "color-scheme:light dark" in page.style and "background:currentColor" in page.style
     styles = page.style + "".join(value for name, value in page.attributes if name == "style")

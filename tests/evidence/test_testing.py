@@ -1,4 +1,4 @@
-"""The comparison that the other tests rest on: it sees a single bit, and says where."""
+"""Test assert_same_bits, on which the other tests rely: it finds a single wrong bit and says where."""
 
 import re
 from dataclasses import replace

@@ -1,5 +1,5 @@
-"""Arguments of fp4kit.jax that are wrong are refused in the function's name; where results are; print without
-values.
+"""Test the arguments of fp4kit.jax: errors carry the function's name, results are on the argument's device, and print
+works without values.
 """
 
 import importlib
@@ -45,7 +45,7 @@ SEEDS = {
 @pytest.mark.parametrize("op", CALLS)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_seeds_that_are_no_integers(op, seed):
-    """3.7 was 3, True 1, and a key an error of int()."""
+    """Without the check, 3.7 would count as 3, True as 1, and a key would give an error of int()."""
     x, given = jnp.asarray(SMALL), SEEDS[seed]()
     for call in (CALLS[op], jax.jit(CALLS[op], static_argnums=1, static_argnames="rounding")):
         with pytest.raises(
@@ -134,7 +134,7 @@ def test_errors_carry_the_name_of_the_function(case):
 
 
 def test_a_quantized_without_values_can_be_shown():
-    """repr of what jax.eval_shape gives was an AttributeError; print inside of a jitted function a TypeError."""
+    """repr must work on the result of jax.eval_shape, and print inside a jitted function."""
     q, shown = fj.quantize(jnp.asarray(SMALL), "nvfp4-te"), []
     trees = [
         jax.eval_shape(lambda x: fj.quantize(x, "nvfp4-te"), SMALL),
@@ -156,8 +156,8 @@ def test_a_quantized_without_values_can_be_shown():
 
 
 def test_results_are_where_the_argument_is_and_move_as_it_does():
-    """On two devices of the CPU. A result of an array that JAX may move was bound to its device; a sharded one is
-    refused.
+    """Test on two CPU devices: a result is committed to a device only if its argument is, and sharded arrays are
+    rejected.
     """
     program = """
         import jax, numpy as np, fp4kit, fp4kit.jax as fj

@@ -1,5 +1,6 @@
-"""The handler of XLA's foreign function interface, which fp4kit.jax has on CUDA, on the CPU: the same code but for the
-arrays.
+"""Test on the CPU the handler of XLA's foreign function interface that fp4kit.jax uses on CUDA.
+
+Only the arrays differ.
 """
 
 import importlib
@@ -26,14 +27,14 @@ RECIPES = ["nvfp4-te", "nvfp4-te-2d", "mxfp4", "mxfp8", "int8-modelopt-channel",
 
 @pytest.fixture(autouse=True)
 def on_the_cpu():
-    """Where JAX has a GPU, too: tests/cuda/test_gpu_wrappers.py are those of a GPU."""
+    """Run on the CPU even if JAX has a GPU; tests/cuda/test_gpu_wrappers.py runs these tests on a GPU."""
     with jax.default_device(jax.devices("cpu")[0]):
         yield
 
 
 @pytest.fixture(autouse=True)
 def handled(monkeypatch):
-    """Traced calls go to the handler instead of a callback; returns how many there were."""
+    """Send traced calls to the handler instead of a callback; return a list with one entry per call."""
     ffi.register("cpu", calls.run)
     count = []
 
@@ -107,7 +108,7 @@ def test_vmap_scan_and_subnormal_numbers():
 
 
 def test_errors_of_values_keep_their_text():
-    """Those that only a program that runs can find."""
+    """These are the errors that only a running program can find."""
     function = jax.jit(lambda x, amax: fj.fake_quantize(x, "nvfp4-te", tensor_amax=amax))
     with pytest.raises(
         jax.errors.JaxRuntimeError, match=r"ValueError: fake_quantize: tensor_amax holds 1 negative value\(s\)"

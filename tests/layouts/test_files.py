@@ -1,4 +1,4 @@
-"""pack_gguf, pack_mlx and their inverses: against the stated bytes, and each undoing the other."""
+"""Test pack_gguf, pack_mlx and their inverses against the documented bytes, and that each undoes the other."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def random_bytes(*shape):
 
 
 def stated_bytes(codes, scales, format):
-    """Bytes of one row, as the picture of pack_gguf has them, one by one."""
+    """Yield the bytes of one row one by one, as the picture in the docstring of pack_gguf shows them."""
     block, half = layouts.GGUF_BLOCKS[format], HALF[format]
     for first in range(0, len(codes), block.elements):
         yield from scales[first // (2 * half) :][: block.scales]

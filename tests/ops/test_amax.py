@@ -1,4 +1,4 @@
-"""amax: per tensor, along axes, per block of a recipe; against NumPy on blocks cut out by hand."""
+"""Test amax per tensor, along axes and per block of a recipe, against NumPy on blocks cut by hand."""
 
 import ml_dtypes
 import numpy as np
@@ -22,15 +22,16 @@ def test_along_axes(x, axis):
 
 
 def test_of_a_large_array():
-    """More than one tile: the parts are cut along the first axis, however long it is."""
+    """Arrays of more than one tile are cut along the first axis, however long it is."""
     for shape in [(600, 700), (1, 600_000), (600_000,), (3, 2, 100_000)]:
         x = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
         assert_same_bits(fp4kit.amax(x), np.asarray(np.abs(x).max()))
 
 
 def test_columns_that_need_no_transposed_copy():
-    """The view of x whose middle axis a GPU reduces; None where there is no such view, or its matrices are too
-    small.
+    """reduced_columns returns a view of x whose middle axis a GPU reduces.
+
+    It returns None if there is no such view or if its matrices are too small.
     """
     for shape in [(300, 70), (2, 3, 4), (3, 90, 64), (2, 3, 70, 40), (2, 0, 3), (4, 1)]:
         x = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
@@ -69,7 +70,7 @@ def test_of_blocks(name, x):
 
 @pytest.mark.parametrize("name", ["nvfp4-te", "nvfp4-te-2d", "mxfp8-te-2d"])
 def test_of_blocks_in_more_dimensions(name):
-    x = ordinary(1, (2, 3, 40, 64))  # 40 rows: the last blocks of 16 or 32 are short
+    x = ordinary(1, (2, 3, 40, 64))  # with 40 rows the last blocks of 16 or 32 are short
     height, width = RECIPES[name].block
     padded = np.pad(x, ((0, 0), (0, 0), (0, -40 % height), (0, 0)))
     expected = np.abs(padded).reshape(2, 3, -1, height, 64 // width, width).max(axis=(3, 5))
@@ -81,10 +82,10 @@ def test_of_blocks_in_more_dimensions(name):
 def test_nan_as_the_recipe_has_it():
     x = np.ones((1, 32), np.float32)
     x[0, :2] = np.nan, 5
-    assert fp4kit.amax(x, "nvfp4-te").tolist() == [[5, 1]]  # a NaN loses every comparison
+    assert fp4kit.amax(x, "nvfp4-te").tolist() == [[5, 1]]  # a comparison with NaN is false
     assert np.isnan(fp4kit.amax(x, "nvfp4-te-reference")[0, 0])
     assert fp4kit.amax(x, "nvfp4-flashinfer").tolist() == [[5, 1]]
-    x[0, 1:16:2] = np.nan  # a lane that is NaN throughout
+    x[0, 1:16:2] = np.nan  # one SIMD lane holds only NaN
     assert fp4kit.amax(x, "nvfp4-te").tolist() == [[1, 1]]
     assert np.isnan(fp4kit.amax(x, "nvfp4-flashinfer")[0, 0])
 

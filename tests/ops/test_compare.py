@@ -1,4 +1,4 @@
-"""compare counts what differs and prints it; identify names the recipe."""
+"""Test compare, which counts and prints differences, and identify, which names the recipe."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ FLOATS = [
 
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_narrow_floats_compare_as_numbers(dtype) -> None:
-    """Every value of a narrow format against itself in float32 and float64, and against its neighbour."""
+    """Compare every value of a narrow format with itself in float32 and float64, and with its neighbor."""
     if dtype.startswith(">"):
         x = np.array([1.5, -3.0, np.inf, np.nan], dtype)
     else:
@@ -91,7 +91,7 @@ def test_narrow_floats_compare_as_numbers(dtype) -> None:
         x = np.arange(256**dtype.itemsize, dtype=f"u{dtype.itemsize}").view(dtype)
         x = x[:16] if "float4" in dtype.name else x[:64] if "float6" in dtype.name else x
     for wide in (np.float32, np.float64):
-        with np.errstate(invalid="ignore"):  # signalling NaN
+        with np.errstate(invalid="ignore"):  # signaling NaN
             y = x.astype(wide)
         assert fp4kit.compare(x, y).equal and fp4kit.compare(y, x).equal
     shifted = np.roll(x, 1)
@@ -118,7 +118,7 @@ def test_float64_is_compared_in_its_own_precision() -> None:
 
 @pytest.mark.parametrize("size", [1e-320, 1e-200, 1e-40, 1.0, 1e160, 1e300])
 def test_sqnr_of_float64_of_any_size(size) -> None:
-    """Squares of 1e-200 and 1e200 are beyond float64; their ratio is not."""
+    """Squares of 1e-200 and 1e200 are beyond float64, but the ratio of the sums is not."""
     a = np.array([3.0, -4.0, 12.0]) * size
     b = a * (1 - 2.0**-10)
     signal, noise = (sum(Fraction(v) ** 2 for v in part.tolist()) for part in (a, a - b))
@@ -154,7 +154,7 @@ def test_what_is_no_float_is_refused(x) -> None:
 
 
 def whole(x, y):
-    """The differences of two float32 arrays, computed at once."""
+    """Compute the differences of two float32 arrays at once."""
     differ = (x.view(np.uint32) != y.view(np.uint32)) & ~(np.isnan(x) & np.isnan(y))
     first = tuple(int(i) for i in np.argwhere(differ)[0]) if differ.any() else None
     key = [np.where(b < 0, -(b & 0x7FFFFFFF) - 1, b) for b in (v.view(np.int32).astype(np.int64) for v in (x, y))]
@@ -219,7 +219,7 @@ def test_arrays_in_boxes(small_boxes, data) -> None:
 @pytest.mark.parametrize("name", half(NAMES))
 @pytest.mark.parametrize("small_boxes", [40, *exhaustive([1000])], indirect=True)
 def test_quantized_in_boxes(small_boxes, name) -> None:
-    """Any recipe, axis, layout and amax is read box by box as it is read whole."""
+    """For any recipe, axis, layout and amax, reading in boxes gives what reading at once gives."""
     r = RECIPES[name]
     unit = lcm(r.length_multiple, r.block_rows)
     x = np.resize(ordinary(5), (2, unit, 2 * unit) if unit > 2 else (2, 10, 34))
@@ -245,8 +245,8 @@ def test_quantized_in_boxes(small_boxes, name) -> None:
 
 
 def test_memory_is_bounded() -> None:
-    """On 2^22 values: arrays, a Quantized of one long row, one along another axis, and swizzled scales, copied
-    linear.
+    """Measure on 2^22 values: arrays, a Quantized of one long row, one along another axis, and one with swizzled
+    scales.
     """
     x = np.resize(X.astype(np.float32), (1024, 4096))
     y = x * np.float32(1.001)
@@ -266,8 +266,9 @@ def test_memory_is_bounded() -> None:
 
 
 def peak_of(call: Callable[[], object]) -> int:
-    """Bytes that Python and NumPy hold at most meanwhile: this process's, so what other threads of a test do may come
-    in.
+    """Return the peak of bytes that Python and NumPy hold during the call.
+
+    The count covers the whole process, so other threads of a test may add to it.
     """
     tracemalloc.start()
     try:
@@ -309,7 +310,7 @@ def test_identify_needs_the_array() -> None:
     "name", ["nvfp4-te", "mxfp6-torchao-floor-e2m3", "mxfp8-te", "mxfp8-te-e5m2", "int8-modelopt", "int4-modelopt"]
 )
 def test_steps_between_every_pair_of_codes(name) -> None:
-    """Against the place of each value in the sorted list of the format's numbers, in which -0 is 0."""
+    """Compare with each value's position in the sorted list of the format's numbers, where -0 equals 0."""
     r = RECIPES[name]
     numbers = sorted({float(v) for v in r.element.values if not np.isnan(v)})
     place = [None if np.isnan(v) else numbers.index(float(v)) for v in r.element.values]

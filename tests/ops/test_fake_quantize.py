@@ -1,7 +1,6 @@
-"""fake_quantize and its straight-through gradient: against dequantize(quantize(x)), and against plain statements of the
-formulas.
+"""Test fake_quantize and its straight-through gradient against dequantize(quantize(x)) and against the formulas.
 
-The recorded outputs of the producers' fake quantizers are in evidence/golden/test_check.py.
+The recorded outputs of the producers' fake quantizers are tested in evidence/golden/test_check.py.
 """
 
 import numpy as np
@@ -50,13 +49,16 @@ INTEGERS = [name for name in WITH_RULE if RECIPES[name].element.is_integer]
 @pytest.mark.parametrize("name", INTEGERS)
 @pytest.mark.parametrize("x", [X, INPUTS["extreme"], INPUTS["bf16"]], ids=["ordinary", "extreme", "bf16"])
 def test_integers_have_the_values_of_their_codes(name, x):
-    """The rules for integers differ from dequantize(quantize(x)) in signs of zeros and in NaN only."""
+    """The integer rules differ from dequantize(quantize(x)) only in signs of zeros and in NaN."""
     y, values = fp4kit.fake_quantize(x, name), fp4kit.dequantize(fp4kit.quantize(x, name))
     assert np.array_equal(y.astype(np.float32), values.astype(np.float32))
 
 
 def test_int4_qat_by_its_formula():
-    """clamp(round(w / s), -7, 7) * s, s = max(amax / 7, 1e-5), in groups of 128; no recorded array pins this recipe."""
+    """Compare with clamp(round(w / s), -7, 7) * s, s = max(amax / 7, 1e-5), in groups of 128.
+
+    No recorded array tests this recipe.
+    """
     x = ordinary(7, (32, 256))
     x[4], x[5, :128] = x[4] * 1e-9, 0
     groups = x.reshape(32, 2, 128)
@@ -70,7 +72,10 @@ def test_int4_qat_by_its_formula():
 
 @pytest.mark.parametrize("name, low, high", [("int8-modelopt", -128, 127), ("int8-modelopt-narrow", -127, 127)])
 def test_int8_by_its_formula(name, low, high):
-    """round(x * s) / s with s = 127 / amax, clamped; an amax given below the largest value makes elements saturate."""
+    """Compare with round(x * s) / s, clamped, with s = 127 / amax.
+
+    The given amax is below the largest value, so some elements saturate.
+    """
     amax = np.float32(20)
     s = np.float32(127) / amax
     expected = np.clip(np.rint(X * s), low, high) / s
@@ -82,8 +87,9 @@ def test_int8_by_its_formula(name, low, high):
 
 
 def test_nvfp4_modelopt_fake_loses_tiny_tensors():
-    """Its block scales below 1e-5 count as 1, so a tensor with an amax below 6e-5 becomes zero; real quantization keeps
-    it.
+    """Fake block scales below 1e-5 count as 1, so a tensor with an amax below 6e-5 becomes zero.
+
+    Real quantization keeps it.
     """
     x = X * np.float32(1e-6)
     assert not fp4kit.fake_quantize(x, "nvfp4-modelopt-fake").any()
@@ -94,7 +100,7 @@ def test_nvfp4_modelopt_fake_loses_tiny_tensors():
     "name", [name for name in WITH_RULE if RECIPES[name].block == (1, 16) and RECIPES[name].fake_only]
 )
 def test_fake_nvfp4_is_the_real_one_on_ordinary_data(name):
-    """Within the last bits of the scales: the rules differ in the order of their operations."""
+    """The values agree to the last bits of the scales, because the rules differ only in the order of operations."""
     x = np.random.default_rng(1).standard_normal((64, 64)).astype(np.float32)
     real = fp4kit.dequantize(fp4kit.quantize(x, "nvfp4-modelopt"))
     assert np.allclose(fp4kit.fake_quantize(x, name), real, rtol=4 * 2.0**-23, atol=0)
@@ -102,7 +108,9 @@ def test_fake_nvfp4_is_the_real_one_on_ordinary_data(name):
 
 @pytest.mark.parametrize("name", ["mxfp4-modelopt-fake", "mxfp4-microxcaling-even"])
 def test_fake_mxfp4_is_the_element_rounding_under_a_power_of_two(name):
-    """On ordinary float32 data y = decode(encode(x / s)) * s, s rounded up (Model-Optimizer) or down (microxcaling)."""
+    """On ordinary float32 data y = decode(encode(x / s)) * s; Model-Optimizer rounds s up, microxcaling
+    rounds it down.
+    """
     x = np.random.default_rng(1).standard_normal((64, 64)).astype(np.float32)
     blocks = x.reshape(64, 2, 32)
     amax = np.abs(blocks).max(axis=-1, keepdims=True).astype(np.float64)
@@ -201,7 +209,7 @@ def test_pass_through_returns_the_gradient(name):
 @recipes
 @inputs
 def test_clip_by_its_formula(name, x):
-    """grad where |x| <= amax, else 0: equality passes, NaN does not."""
+    """The gradient is grad where |x| <= amax, else 0: equality passes, NaN does not."""
     amax = np.float32(2)
     x = x.copy()
     x[0, :2], x[1, :2] = [2, -2], np.float32(np.nextafter(np.float32(2), np.float32(3))) * np.ones(2)
@@ -213,7 +221,7 @@ def test_clip_by_its_formula(name, x):
 
 @recipes
 def test_clip_at_the_amax_of_the_recipe(name):
-    """Without an amax it is what the tensor scale covers, which x does not exceed."""
+    """Without an amax, the gradient is clipped at the amax that the tensor scale covers. x never exceeds it."""
     out = fp4kit.fake_quantize_backward(GRAD, X, name, pass_through=False)
     assert out is not GRAD and not np.shares_memory(out, GRAD)
     assert_same_bits(out, GRAD)
@@ -258,7 +266,7 @@ def test_clip_at_the_computed_amax_of_strided_matrices(name):
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, BF16], ids=str)
 def test_the_gradient_keeps_its_dtype_and_amax_its_precision(dtype):
-    """amax is compared in float32: 1 + 2^-20 is not rounded to 1 for bfloat16 x, nor is 1 - 2^-20."""
+    """amax is compared in float32: for bfloat16 x, neither 1 + 2^-20 nor 1 - 2^-20 is rounded to 1."""
     x = np.array([[1.0] * 16], BF16)
     grad = np.arange(16).reshape(1, 16).astype(dtype)
     above = fp4kit.fake_quantize_backward(grad, x, "nvfp4-te", amax=np.float32(1 + 2.0**-20), pass_through=False)
@@ -293,7 +301,7 @@ def test_a_negative_amax_is_refused(amax, pass_through):
 
 
 def test_nothing_is_within_an_amax_of_nan():
-    """As where the producers compare: grad where |x| <= NaN, which is nowhere."""
+    """The producers compare |x| <= NaN, which is false for every element."""
     x = np.array([[0.0, 1.0, np.nan, np.inf] * 4], np.float32)
     out = fp4kit.fake_quantize_backward(np.ones_like(x), x, "nvfp4-te", amax=np.nan, pass_through=False)
     assert_same_bits(out, np.zeros_like(x))

@@ -1,5 +1,5 @@
-"""Grouped operations equal the loop of single calls, for lists and for one stacked array; plans follow their
-tensors.
+"""Test that grouped operations equal a loop of single calls, for lists and for one stacked array, and that plans follow
+their tensors.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ POOL = {dtype: np.resize(adversarial_blocks(dtype), 2**16) for dtype in map(np.d
 
 
 class Drawn(NamedTuple):
-    """A group of tensors and the options of a call."""
+    """Store a group of tensors and the options of a call."""
 
     xs: Any
     recipe: str
@@ -48,8 +48,9 @@ class Drawn(NamedTuple):
 
 @st.composite
 def groups(draw: st.DrawFn, names: tuple[str, ...] = GROUPS, dtypes: tuple[np.dtype, ...] = tuple(POOL)) -> Drawn:
-    """Lists of unequal tensors (some without rows, some of one or three dimensions, some strided), or a stack; amaxes
-    or none.
+    """Draw a list of unequal tensors or a stack, with or without amaxes.
+
+    Some tensors have no rows, one or three dimensions, or strides.
     """
     name = draw(st.sampled_from(names))
     r, n = RECIPES[name], draw(st.integers(1, 5))
@@ -341,7 +342,7 @@ def test_errors_say_which_tensor(call, text):
 @pytest.mark.parametrize("method", ["quantize", "fake_quantize"])
 @pytest.mark.parametrize("flag", ["no", None, 2, 1.0, [], np.ones(2)])
 def test_keep_amax_is_a_flag(method, flag) -> None:
-    """A word that is no flag would keep amaxes that nobody computed: zeros."""
+    """If another value counted as True, the plan would keep amaxes that were never computed, which are zero."""
     plan = fp4kit.GroupedPlan(XS, "nvfp4-te")
     with pytest.raises(TypeError, match=r"GroupedPlan: keep_amax is .*; needs True or False"):
         getattr(plan, method)(keep_amax=flag)

@@ -1,4 +1,4 @@
-"""identify says what it found: recipes, variants of them, Hadamard transforms, stochastic rounding, or the nearest."""
+"""Test that identify names recipes, their variants, Hadamard transforms, stochastic rounding, or the nearest recipe."""
 
 from __future__ import annotations
 
@@ -55,14 +55,15 @@ def test_stochastic(name, hadamard) -> None:
     start = "Hadamard-transformed, stochastic: " if hadamard else "stochastic: "
     assert found.verdict.startswith(f"{start}scales equal, and codes are each one of the two neighbours that ")
     codes = unpacked(q.packed.copy(), q.recipe.element.packing)
-    codes[np.unravel_index(np.argmax(q.recipe.element.decode(codes)), codes.shape)] = 0  # no neighbour any more
+    # this code is no longer a neighbor of its element
+    codes[np.unravel_index(np.argmax(q.recipe.element.decode(codes)), codes.shape)] = 0
     other = fp4kit.identify(replace(q, packed=packed(codes, q.recipe.element.packing)), x)
     assert not other.variations and other.verdict.startswith("no recipe reproduces all bytes; nearest is ")
 
 
 @pytest.mark.parametrize("name", [name for name in STOCHASTIC if RECIPES[name].scale is not None][::8])
 def test_stochastic_needs_every_scale(name) -> None:
-    """Codes of zeros are neighbours under any scale."""
+    """Codes of zeros are neighbors under any scale."""
     x = ordinary(4).astype(ml_dtypes.bfloat16)
     x[-1, -32:] = 0
     q = fp4kit.quantize(x, name, rounding="stochastic", seed=9)
@@ -73,7 +74,10 @@ def test_stochastic_needs_every_scale(name) -> None:
 
 
 def test_a_changed_code_is_not_stochastic() -> None:
-    """One code at the other neighbour: all are neighbours then, but rounding by chance would not be so regular."""
+    """Every code is a neighbor of its element, but only one is the upper one.
+
+    Stochastic rounding would not be so regular.
+    """
     q = fp4kit.quantize(X, "nvfp4-compressed-tensors")
     bytes_ = q.packed.copy()
     upper = fp4kit.quantize(X, q.recipe, rounding="stochastic", seed=np.full(X.shape, 255, np.uint8)).packed
@@ -87,7 +91,7 @@ def test_a_changed_code_is_not_stochastic() -> None:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("name", ["nvfp4-te", "mxfp8-te", "int8-modelopt"])
 def test_variations_are_tried_where_signs_agree(name, dtype, monkeypatch) -> None:
-    """A transform of x is tried if its signs are those of the codes; one wrong code does not matter, nor does NaN."""
+    """A transform of x is tried if its signs agree with those of the codes. One wrong code or a NaN does not matter."""
     tried, untried = set(), {False} if name == "int8-modelopt" else set()  # integers are not rounded stochastically
     monkeypatch.setattr("fp4kit.ops.identify._may_be", lambda q, x, r, hadamard, stochastic: bool(tried.add(hadamard)))
     mine, other = (np.random.default_rng(seed).standard_normal((32, 64)).astype(dtype) for seed in (1, 2))
@@ -129,7 +133,7 @@ def test_variants() -> None:
 
 
 def test_larger_than_the_probe_and_other_shapes() -> None:
-    """What is wrong beyond the first elements is seen."""
+    """A difference beyond the first elements is found."""
     x = ordinary(2, (3, 96, 128)).astype(ml_dtypes.bfloat16)
     for axis in (-1, 1):
         q = fp4kit.quantize(x, "nvfp4-te", axis=axis, hadamard=True)
@@ -144,7 +148,7 @@ def test_larger_than_the_probe_and_other_shapes() -> None:
 @pytest.mark.parametrize("name", by_default(("nvfp4-te", "nvfp4-te-2d", "nvfp4-te-rowscaled", "mxfp8-te"), NAMES))
 @pytest.mark.parametrize("known", [True, False])
 def test_large_arrays_by_a_sample(name, known, monkeypatch):
-    """What is exact by all bytes is exact by a sample and its proof, under a known tensor_amax and an implied one."""
+    """If all bytes are exact, a sample and its proof also give "exact", for a known and an implied tensor_amax."""
     x = ordinary(3, (64, 512), ml_dtypes.bfloat16)
     q = fp4kit.quantize(x, name)
     q = q if known else replace(q, tensor_amax=None)
@@ -176,7 +180,7 @@ def test_a_sample_alone_proves_nothing(axis, monkeypatch):
     "options", [{"hadamard": True}, {"rounding": "stochastic", "seed": 3}], ids=["hadamard", "stochastic"]
 )
 def test_tensor_scales_that_are_nan(recipe, options):
-    """No rule that gives numbers alone is tried under them."""
+    """Rules that only give finite scales are not tried for NaN tensor scales."""
     if "4over6" in recipe:
         options = {"hadamard": True}
     x = ordinary(3, (48, 64))

@@ -1,4 +1,4 @@
-"""Any partition of a matrix into flat shards gives the bytes of quantizing it whole."""
+"""Test that any partition of a matrix into flat shards gives the bytes of quantizing the whole matrix."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ DTYPES = (np.float32, np.float16, ml_dtypes.bfloat16)
 
 
 def _cast(x: np.ndarray, name: str, cuts: list[int]) -> tuple[np.ndarray, np.ndarray]:
-    """Block amax and codes from shards between cuts, into an output full of other bits."""
+    """Return the block amax and codes from the shards between cuts, written into an output full of other bits."""
     flat, edges = x.reshape(-1), [0, *sorted(cuts), x.size]
     pairs = list(pairwise(edges))
     parts = [fp4kit.partial_amax(flat[a:b], x.shape, a, name) for a, b in pairs]
@@ -85,8 +85,9 @@ def test_tensor_amax_given_and_strided_out() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_infinities(name) -> None:
-    """An infinite block amax: the tensor's amax is what quantize takes, and is given where that counts finite elements
-    only.
+    """A block amax is infinite.
+
+    The tensor amax is the one that quantize uses; it is given if quantize counts only finite elements.
     """
     x = np.random.default_rng(3).standard_normal((32, 64)).astype(np.float32)
     x[3, 5], x[20, 40] = np.inf, -np.inf

@@ -1,7 +1,7 @@
-"""quantize and quantize_both: what holds for every recipe, whatever the axis, shape, strides, tiles or layout.
+"""Test quantize and quantize_both: what holds for every recipe and for any axis, shape, strides, tiles and layout.
 
-tests/evidence/golden/test_check.py compares the bytes with the producers'. Here an array's bytes are compared with
-those of the same array seen otherwise.
+tests/evidence/golden/test_check.py compares the bytes with the producers'. These tests compare the bytes of an array
+with those of the same array in another view.
 """
 
 from dataclasses import replace
@@ -38,7 +38,7 @@ def test_negative_axes(name):
 
 @recipes
 def test_more_dimensions_are_a_stack_of_matrices(name):
-    """Blocks of a matrix depend on nothing but the matrix and the tensor_amax of all."""
+    """The blocks of a matrix depend only on the matrix and on the tensor_amax of the whole stack."""
     x = ordinary(4, (2, 3, 32, 128))
     q = fp4kit.quantize(x, name)
     whole = q.tensor_amax if RECIPES[name].tensor_scaling == "tensor" else None
@@ -159,7 +159,7 @@ IN_THE_DTYPE = (
     "sglang",
     "qwix",
     "mlx-cpu",
-)  # of x: intermediate results
+)  # intermediate results have the dtype of x
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if not any(part in name for part in IN_THE_DTYPE)])
@@ -196,7 +196,7 @@ def test_quantize_both_with_options(name):
 
 def empty_like(q):
     def garbage(a):
-        return None if a is None else np.full_like(a, 0x2A)  # in 6 bits, as codes of FP6 must be
+        return None if a is None else np.full_like(a, 0x2A)  # 0x2A fits in 6 bits, as codes of FP6 must
 
     parts = (garbage(part) for part in (q.packed, q.block_scale, q.tensor_scale, q.tensor_amax))
     return Quantized(*parts, q.shape, q.dtype, q.axis, q.recipe, q.scale_layout)
@@ -221,7 +221,7 @@ def test_out(name, layout):
 
 @recipes
 def test_out_of_any_strides(name):
-    """Views into larger arrays, as a caller has who fills one stack of experts piece by piece."""
+    """The outputs are views into larger arrays, as for a caller who fills one stack of experts piece by piece."""
     x = ordinary(13, (3, 16, 128))
     q = fp4kit.quantize(x, name)
     packed = np.zeros((3, 32, q.packed.shape[-1]), np.uint8)[:, :16]
@@ -255,7 +255,7 @@ def test_scale_layouts(name, layout, shape):
 
 
 def cases_for_tiles(name):
-    """Arrays and options under which a recipe's bytes must not depend on the tiles."""
+    """Yield arrays and options under which a recipe's bytes must not depend on the tiles."""
     r = RECIPES[name]
     x = ORDINARY[:32]
     yield x, {}
@@ -271,7 +271,7 @@ def cases_for_tiles(name):
 
 @recipes
 def test_tiles_do_not_matter(name, monkeypatch):
-    """Arrays are worked on in tiles of TILE_ELEMENTS; tiny ones give the same bytes, amaxes and values."""
+    """Tiles of 64 elements give the bytes, amaxes and values of tiles of TILE_ELEMENTS."""
     for x, options in cases_for_tiles(name):
         monkeypatch.undo()
         q = fp4kit.quantize(x, name, **options)
@@ -284,7 +284,7 @@ def test_tiles_do_not_matter(name, monkeypatch):
 @pytest.mark.parametrize("name", ["nvfp4-te-2d", "mxfp8-te-2d", "nvfp4-te-4over6-mse-448-2d"])
 @pytest.mark.parametrize("rows", [1, 15, 17, 40])
 def test_a_last_row_of_blocks_may_be_short(name, rows, monkeypatch):
-    """It is quantized as if zeros filled it."""
+    """The short row is quantized as if it were padded with zeros."""
     x = ordinary(15, (rows, 96))
     height = RECIPES[name].block[0]
     padded = np.pad(x, ((0, -rows % height), (0, 0)))
@@ -298,7 +298,7 @@ def test_a_last_row_of_blocks_may_be_short(name, rows, monkeypatch):
 
 @recipes
 def test_blocks_are_independent(name):
-    """A cut at block boundaries gives the cut of the bytes, the tensor's amax being given."""
+    """If the tensor amax is given, quantizing a cut at block boundaries gives the cut of the bytes."""
     r = RECIPES[name]
     whole = fp4kit.quantize(ORDINARY, name)
     rows, columns = slice(32, 96), slice(0, 128) if r.block_size in (1, 128) else slice(32, 96)
@@ -317,7 +317,7 @@ def test_blocks_are_independent(name):
 @pytest.mark.parametrize("name", [name for name in NAMES if RECIPES[name].scale is not None])
 @pytest.mark.parametrize("block", [(1, 8), (1, 64), (16, 16), (32, 8), (1, 128)], ids=str)
 def test_other_block_sizes(name, block):
-    """replace(recipe, block=...) is a recipe: each block is quantized as the only one of a smaller array would be."""
+    """replace(recipe, block=...) is a valid recipe: each block is quantized like the only block of a smaller array."""
     height, width = block
     if RECIPES[name].tensor_scaling == "row" and height > 1:
         with pytest.raises(ValueError, match="needs blocks of one row, because with tensor_scaling 'row'"):
@@ -349,9 +349,7 @@ def test_an_alias_is_its_recipe(alias):
     "name", ["nvfp4-te", "nvfp4-te-2d", "nvfp4-te-4over6-mae-256", "fp8-modelopt", "nvfp4-modelopt-fake"]
 )
 def test_each_expert_has_its_amax_alone(name):
-    """Experts come first: of three experts of two matrices each, matrices 0 and 1 are the first one's, in codes and in
-    values.
-    """
+    """Experts come first: for three experts of two matrices each, matrices 0 and 1 belong to the first expert."""
     x, amax = ORDINARY[:96, :64].reshape(3, 2, 16, 64), np.array([3, 500, 0.25], np.float32)
     for e in range(3):
         alone = {"recipe": name, "tensor_amax": amax[e]}

@@ -1,4 +1,6 @@
-"""tensor_amax, block_amax and tensor scales: given or computed, per tensor, row, block and expert, and by hand."""
+"""Test tensor_amax, block_amax and tensor scales, given or computed, per tensor, row, block and expert, against values
+computed by hand.
+"""
 
 import re
 from dataclasses import replace
@@ -84,7 +86,10 @@ def test_block_amaxes_can_be_given(name):
 
 @pytest.mark.parametrize("elements", [1 << 18, 64])
 def test_block_amaxes_of_tall_blocks(elements, monkeypatch):
-    """One per row of scales, as in block_scale: the rows of a block repeat it. The last blocks may be short."""
+    """There is one amax per row of scales, as in block_scale: the rows of a block repeat it.
+
+    The last blocks may be short.
+    """
     monkeypatch.setattr("fp4kit.reference.blocks.TILE_ELEMENTS", elements)
     r = replace(RECIPES["nvfp4-modelopt-static"], block=(16, 16))
     for rows in (64, 40):
@@ -96,7 +101,7 @@ def test_block_amaxes_of_tall_blocks(elements, monkeypatch):
 
 
 MAX = float(np.finfo(np.float32).max)
-# Decode scale of a tensor amax; the quotients are exact, or what float32 makes of them.
+# For each recipe: tensor amax to decode scale. The quotients are exact or rounded to float32.
 TENSOR_SCALES = {
     "nvfp4-te": {0: 1, 2688: 1, 5376: 2, 21: 1 / 128, 2.0**-149: 1 / MAX, np.inf: 1},
     "nvfp4-te-reference": {0: 1 / MAX, 2688: 1, 5376: 2, 2.0**-149: 1 / MAX, np.inf: 1},
@@ -122,15 +127,15 @@ def test_tensor_scales_by_hand(name):
         assert_same_bits(q.tensor_amax, np.full(shape, amax, np.float32))
 
 
-# amax * (encode * 1/6) in float32. Of a tensor amax of 3, encode is 896, and 896 * 1/6 is 149.33333 and a bit more:
-# 0.140625 times that is just above 21, a midpoint of E4M3. But 0.140625 * 896 is 126 exactly, a sixth of which is 21
-# and goes to the even code below.
+# Each scale code is amax * (encode * 1/6) in float32. For a tensor amax of 3, encode is 896, and 896 * 1/6 rounds to
+# slightly above 149.33333. So 0.140625 times it is just above 21, a midpoint of E4M3. In the other order, 0.140625 *
+# 896 is exactly 126; a sixth of it is 21, which rounds down to the even code.
 PRODUCTS = {0.140625: 91, 0.28125: 99, 0.5625: 107, 1.125: 115, 2.25: 123}
 
 
 @pytest.mark.parametrize("name", ["nvfp4-te", "nvfp4-te-2d"])
 def test_the_order_of_te_s_products(name):
-    """amax * (encode * 1/6), not (amax * encode) * 1/6."""
+    """TE computes amax * (encode * 1/6), not (amax * encode) * 1/6."""
     for amax, code in PRODUCTS.items():
         x = np.zeros((16, 16), np.float32)
         x[3, 5] = -amax
@@ -139,7 +144,10 @@ def test_the_order_of_te_s_products(name):
 
 @pytest.mark.parametrize("recipe", ["nvfp4-modelopt-static", "mxfp4-ocp"])
 def test_block_amaxes_of_the_other_axis_are_refused(recipe):
-    """There are as many of them, in another order. Flat ones, and those of joined leading axes, are in order."""
+    """Block amaxes of the other axis are as many but in another order.
+
+    Flat ones, and those with joined leading axes, are in order.
+    """
     x = ORDINARY[:64]
     rows, columns = fp4kit.amax(x, recipe), fp4kit.amax(x, recipe, axis=0)
     assert columns.size == rows.size and columns.shape != rows.shape

@@ -1,5 +1,5 @@
-"""quantize under given scales: its own scales give its own codes back; any scales give what the recipe's rule makes of
-them.
+"""Test quantize with given scales: a result's own scales give its own codes, and other scales give what the recipe's
+rule states.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from fp4kit.reference.quantize import encode_tile
 from fp4kit.reference.tensor_rules import ONE, TensorScale, tensor_scale
 
 names = pytest.mark.parametrize("name", NAMES)
-# Rules whose encode scale a stored decode scale does not always tell: decode = 1 / encode, or amax / max beside max /
-# amax.
+# For these rules a stored decode scale may not determine the encode scale: decode = 1 / encode, or amax / max beside
+# max / amax.
 AMBIGUOUS = ("nvfp4-flashinfer", "nvfp4-compressed-tensors", "fp8-modelopt", "fp8-modelopt-channel", "int8-modelopt")
 AMBIGUOUS += ("nvfp4-mlx-cpu-global", "nvfp4-mlx-metal-global")
 
 
 def again(x, q, name=None, **options):
-    """x under the scales of q."""
+    """Quantize x with the scales of q."""
     with np.errstate(all="ignore"):
         r, given = name or q.recipe, {"block_scale": q.block_scale, "tensor_scale": q.tensor_scale}
         return fp4kit.quantize(x, r, axis=q.axis, scale_layout=q.scale_layout, **given, **options)
@@ -52,8 +52,8 @@ def test_its_own_scales_give_it_back(name, dtype, make):
 
 @names
 def test_elements_are_coded_under_the_scales_that_are_given(name, either_engine):
-    """Not under those that the recipe would have: twice the E8M0 scales, or the next eight E4M3 ones, still hold the
-    numbers.
+    """The recipe's own scales are not used: with doubled E8M0 scales, or E4M3 scales eight codes up, the numbers still
+    fit.
     """
     x, r = ordinary(), RECIPES[name]
     if r.scale is not None:
@@ -99,7 +99,7 @@ def test_calibrated_block_amaxes_are_in_their_scales():
 
 @pytest.mark.parametrize("name", [name for name in NAMES if RECIPES[name].four_over_six])
 def test_both_candidates_of_4over6_follow_from_their_scale(name):
-    """Blocks at 6 and blocks at 4, each told by nothing but its scale."""
+    """Some blocks are scaled to 6 and some to 4; the given block scale alone decides which."""
     x = ordinary(6)
     q = fp4kit.quantize(x, name)
     largest = np.abs(fp4kit.formats.E2M1.decode(fp4kit.unpack(q.packed))).reshape(128, 8, 16).max(-1)
@@ -109,7 +109,7 @@ def test_both_candidates_of_4over6_follow_from_their_scale(name):
 
 @names
 def test_a_code_depends_on_its_element_and_its_scales_alone(name):
-    """As GPTQ needs it: any part of x, under its part of the scales, has its part of the codes, whatever the rest of x
+    """GPTQ needs this: any part of x, with its part of the scales, gets its part of the codes, whatever the rest of x
     holds.
     """
     r, x = RECIPES[name], ordinary(5)
@@ -137,7 +137,7 @@ def unpacked(q):
 
 @names
 def test_only_named_rules_read_the_encode_scale(name):
-    """Poison in the parts that a rule is said not to read changes no code."""
+    """Other values in the parts that a rule must not read change no code."""
     r, x = RECIPES[name], np.ascontiguousarray(ordinary(3)[:32])
     amax = np.float32(5.5) if r.tensor_scaling != "row" else np.full((32, 1), 5.5, np.float32)
     scale = tensor_scale(amax, r, x.dtype)
@@ -154,8 +154,9 @@ def test_only_named_rules_read_the_encode_scale(name):
 
 
 def test_the_encode_scale_of_a_stored_scale_that_no_amax_gives():
-    """1 / scale: of 2^-100 the tensor rule of compressed-tensors has none in float16, as its encode scale would be
-    infinite.
+    """For 2^-100, no float16 amax gives this scale in compressed-tensors, because its encode scale would be infinite.
+
+    So encode is 1 / scale.
     """
     r, scale = RECIPES["nvfp4-compressed-tensors"], np.float32(2.0**-100)
     assert implied_amax(scale, r, np.dtype(np.float16)) == -1
@@ -165,7 +166,7 @@ def test_the_encode_scale_of_a_stored_scale_that_no_amax_gives():
 
 @pytest.mark.parametrize("name", AMBIGUOUS)
 def test_float32_may_be_an_ulp_off_where_the_docstring_says(name):
-    """Two amaxes of float32 have one tensor scale and two encode scales, a few ulp apart."""
+    """Two float32 amaxes may have one tensor scale but two encode scales, a few ulp apart."""
     r, f32 = RECIPES[name], np.dtype(np.float32)
     amaxes = np.random.default_rng(0).uniform(1, 2, 20_000).astype(np.float32)
     true, implied = tensor_scale(amaxes, r, f32), encoding_scale(tensor_scale(amaxes, r, f32).decode, r, f32)
@@ -176,7 +177,7 @@ def test_float32_may_be_an_ulp_off_where_the_docstring_says(name):
 
 
 def test_a_code_that_such_an_ulp_changes():
-    """An element next to the tie 17 of E4M3, under the amaxes of float32 that share their scale with a rounder one."""
+    """The element is next to the tie 17 of E4M3; the amax shares its tensor scale with a rounder one."""
     differ = 0
     for amax in np.random.default_rng(0).uniform(1, 2, 400).astype(np.float32):
         tie = np.float32(17 * float(amax) / 448)
@@ -209,7 +210,9 @@ def test_no_other_recipe_has_two_encode_scales_that_its_codes_tell_apart(name, d
 @pytest.mark.parametrize("name", AMBIGUOUS)
 @pytest.mark.parametrize("dtype", [np.float16, BF16], ids=str)
 def test_elements_of_16_bits_tell_the_encode_scale(name, dtype):
-    """Every amax of these types, subnormal and infinite ones too: the implied amax has its encode scale."""
+    """For every amax of these dtypes, subnormal and infinite ones included, the implied amax has the encode scale of
+    the true one.
+    """
     r = RECIPES[name]
     top = 0x7C00 if dtype == np.float16 else 0x7F80
     amaxes = np.arange(1, top + 1, dtype=np.uint16).view(dtype).astype(np.float32)
@@ -232,16 +235,17 @@ def test_scales_by_hand():
     x = [0.0, -0.0, 1, -1, 3, 100, -100, 0.25] * 4
     assert codes_under("mxfp4-ocp", x, 127)[:8] == [0, 8, 2, 10, 5, 7, 15, 0]  # 0.25 ties to even; 100 saturates
     assert codes_under("mxfp4-ocp", x, 128)[:8] == [0, 8, 1, 9, 3, 7, 15, 0]
-    assert codes_under("mxfp4-ocp", x, 255)[:8] == [7] * 8  # a NaN scale: NaN elements, which are the largest code
+    # a NaN scale gives NaN elements, which become the largest code
+    assert codes_under("mxfp4-ocp", x, 255)[:8] == [7] * 8
     one, zero, nan = 0x38, 0x00, 0x7F
     assert codes_under("nvfp4-te", x[:16], one, 1.0)[:8] == [0, 8, 2, 10, 5, 7, 15, 0]
     assert codes_under("nvfp4-te", x[:16], one, 0.5)[:8] == [0, 8, 4, 12, 7, 7, 15, 1]
-    assert codes_under("nvfp4-te", x[:16], zero, 1.0)[:8] == [0, 8, 7, 15, 7, 7, 15, 7]  # factor FLT_MAX
+    assert codes_under("nvfp4-te", x[:16], zero, 1.0)[:8] == [0, 8, 7, 15, 7, 7, 15, 7]  # the factor is FLT_MAX
     assert codes_under("nvfp4-te", x[:16], 0xB8, 1.0)[:4] == [8, 0, 10, 2]  # -1
     assert codes_under("nvfp4-modelopt", x[:16], nan, 1.0)[:8] == [7] * 8
     assert codes_under("nvfp4-te-reference", x[:16], nan, 1.0)[:8] == [0] * 8
     assert codes_under("nvfp4-flashinfer", [0.0] * 16, zero, 1.0) == [0] * 16  # a block of zeros
-    assert codes_under("nvfp4-flashinfer", x[:16], zero, 1.0)[:4] == [7, 7, 7, 15]  # else 0 * inf is NaN
+    assert codes_under("nvfp4-flashinfer", x[:16], zero, 1.0)[:4] == [7, 7, 7, 15]  # otherwise 0 * inf would be NaN
 
 
 def test_dtypes_of_scales():

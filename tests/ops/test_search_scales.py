@@ -1,4 +1,4 @@
-"""search_scales: what it promises against a plain loop in float64, and its errors by their whole text."""
+"""Test search_scales against a plain loop in float64, and its errors by their whole text."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ POWERS_OF_TWO = (
 WITHOUT_BLOCKS = (FP8, "int8-modelopt", "fp8-modelopt-channel", "int8-modelopt-channel-narrow", "int4-modelopt-channel")
 SQUARE = replace(fp4kit.recipe(STATIC), id="static-16x16", block=(16, 16))
 SCALES = np.float64(E4M3.values[1:127])
-ROUNDING = 2.0**-18  # of a sum of some 256 products in float32, relative to sums of terms that are not negative
+ROUNDING = 2.0**-18  # relative rounding error of a float32 sum of some 256 products, for sums of non-negative terms
 
 
 def some(rows: int = 32, columns: int = 64, dtype=np.float32, seed: int = 0) -> np.ndarray:
@@ -34,13 +34,13 @@ def some(rows: int = 32, columns: int = 64, dtype=np.float32, seed: int = 0) -> 
 
 
 def nearest(a: np.ndarray) -> np.ndarray:
-    """The E2M1 value nearest to a >= 0: which of two that are as near makes no difference to an error."""
+    """Return the E2M1 value nearest to a >= 0; for a tie either neighbor, because both give the same error."""
     values = np.unique(np.abs(np.float64(E2M1.values)))
     return values[np.abs(a[..., None] - values).argmin(axis=-1)]
 
 
 def losses(x: np.ndarray, amax: float, scale_max: float, weights=1.0, power: float = 2) -> np.ndarray:
-    """float64 (126, M, K / 16): the error of each block under each scale, by the formula."""
+    """Return the error of each block under each scale by the formula, float64 (126, M, K / 16)."""
     wide, every = np.abs(np.float64(x)), []
     for scale in SCALES * (amax / scale_max / 6):
         d = np.abs(wide - nearest(wide / scale) * scale)
@@ -50,17 +50,17 @@ def losses(x: np.ndarray, amax: float, scale_max: float, weights=1.0, power: flo
 
 
 def code_of(found: np.ndarray, amax: float, scale_max: float) -> np.ndarray:
-    """Number of the candidate that each block amax is."""
+    """Return the index of the candidate that each block amax is."""
     return np.abs(np.float64(found)[..., None] / amax * scale_max - SCALES).argmin(axis=-1)
 
 
 def assert_least(every: np.ndarray, chosen: np.ndarray, tolerance: float = ROUNDING) -> None:
-    """The chosen one of each block is no worse than any other, but for rounding."""
+    """Assert that each block's chosen candidate is no worse than any other, except for rounding."""
     loss = np.take_along_axis(every, chosen[None], axis=0)[0]
     assert (loss <= every.min(axis=0) * (1 + tolerance)).all()
 
 
-# ---- what it promises ----
+# ---- the promise: smallest error ----
 
 
 @pytest.mark.parametrize("recipe", [STATIC, WIDE])
@@ -125,7 +125,7 @@ def test_a_column_of_weight_0_does_not_matter() -> None:
 
 
 def test_ties_take_the_least_code() -> None:
-    """24 is 6 * 4, 4 * 6, 3 * 8, ... exactly; a block of zeros is exact under every scale."""
+    """24 is exactly 6 * 4, 4 * 6 and 3 * 8, and a block of zeros is exact under every scale."""
     x = np.zeros((2, 16), np.float32)
     x[0, 3] = -24
     found = fp4kit.search_scales(x, WIDE, tensor_amax=6 * 256)
@@ -223,7 +223,7 @@ def test_nothing_is_written_to() -> None:
 
 
 def power_losses(x: np.ndarray, recipe: str, steps: range, weights=1.0) -> np.ndarray:
-    """float64 (steps, M, blocks): the error of each block whose amax is multiplied with powers of two."""
+    """Return the error of each block for amaxes multiplied by each power of two, float64 (steps, M, blocks)."""
     size, every = fp4kit.recipe(recipe).block_size, []
     own = fp4kit.amax(x, recipe)
     for step in steps:
@@ -233,7 +233,7 @@ def power_losses(x: np.ndarray, recipe: str, steps: range, weights=1.0) -> np.nd
 
 
 def floor_codes(x: np.ndarray, top: float) -> np.ndarray:
-    """E8M0 codes of floor(log2(amax)) - floor(log2(the largest element)), of blocks of 32."""
+    """Return the E8M0 codes of floor(log2(amax)) - floor(log2(largest element)) for blocks of 32."""
     return np.floor(np.log2(np.abs(x).reshape(len(x), -1, 32).max(axis=-1))).astype(int) - int(np.log2(top)) + 127
 
 
@@ -260,7 +260,7 @@ def test_the_best_of_three_powers_of_two(recipe, weighted) -> None:
 )
 @pytest.mark.parametrize("objective", ["mse", "max"])
 def test_powers_of_blocks_of_any_length(block, objective) -> None:
-    """Elements are added in pairs, of which there need not be a power of two."""
+    """Elements are added in pairs; the number of pairs need not be a power of two."""
     recipe, columns = block
     r = replace(fp4kit.recipe(recipe), block=(1, columns))
     x, weights = some(200, 2 * columns), np.random.default_rng(1).random(2 * columns, np.float32) ** 4 + 0.1
@@ -274,7 +274,7 @@ def test_powers_of_blocks_of_any_length(block, objective) -> None:
 
 
 def test_the_least_of_powers_that_are_as_good() -> None:
-    """2 is 4 * 0.5 and 2 * 1, and saturates under 0.25."""
+    """The block of 2 is exact as 4 * 0.5 and as 2 * 1, and saturates under 0.25."""
     x = np.zeros((1, 32), np.float32)
     x[0, 7] = -2
     assert fp4kit.search_scales(x, "mxfp4-ocp") == 2 == fp4kit.search_scales(x, "mxfp4-torchao-rceil")
@@ -313,7 +313,7 @@ def test_powers_at_the_ends_and_of_what_is_not_finite() -> None:
 
 
 def test_groups_take_no_amaxes_for_powers() -> None:
-    """Their kernels read those of static recipes alone."""
+    """Grouped kernels read block amaxes of static recipes only."""
     x = some(4, 32)
     with pytest.raises(
         ValueError, match=r"^quantize_grouped: block_amax\[0\] was given, but mxfp4-ocp computes it from x"
@@ -327,8 +327,9 @@ def test_groups_take_no_amaxes_for_powers() -> None:
 def best_multiples(
     x: np.ndarray, recipe: str, amax: np.ndarray, grid: np.ndarray, weights=1.0, axis=None
 ) -> np.ndarray:
-    """Multiples of least squared error, by the public fake_quantize, in float64; axis: of what has an amax of its
-    own.
+    """Return the multiples with the smallest squared error, by the public fake_quantize, in float64.
+
+    axis: the axes of x that share one amax.
     """
     every = []
     for factor in grid:
@@ -371,7 +372,7 @@ def test_a_grid_of_one_of_zeros_of_nothing_and_of_bfloat16() -> None:
 
 @pytest.mark.parametrize("recipe", WITHOUT_BLOCKS)
 def test_a_grid_of_what_is_not_finite(recipe, recwarn) -> None:
-    """No warning; rows that are finite are searched as ever, where they have amaxes of their own."""
+    """No warning is raised. If rows have amaxes of their own, finite rows are searched as usual."""
     x = some(4)
     x[0, 2], x[1, 5], x[2] = np.nan, np.inf, x[2] * np.float32(3e38)
     found = fp4kit.search_scales(x, recipe)

@@ -1,4 +1,4 @@
-"""swizzle, unswizzle, pack, unpack: against the stated offsets, and each undoing the other."""
+"""Test swizzle, unswizzle, pack and unpack against the stated offsets, and that each undoes the other."""
 
 from __future__ import annotations
 

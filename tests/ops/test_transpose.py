@@ -1,4 +1,4 @@
-"""transpose equals quantizing along the other axis, byte for byte, and undoes itself."""
+"""Test that transpose equals quantizing along the other axis, byte for byte, and undoes itself."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The shape of the package: imports point one way, importing it is quick and light, files are short, public names
-explained.
+"""Test the structure of the package: imports point one way, importing is quick and light, files are short, and public
+names have docstrings.
 """
 
 import ast
@@ -17,7 +17,7 @@ ROOT = Path(fp4kit.__file__).resolve().parent.parent
 PACKAGE = ROOT / "fp4kit"
 FILES = sorted(PACKAGE.rglob("*.py"))
 
-# A module or package may import from the layers above its own, and within its own package. "fp4kit" is
+# A module or package may import from the layers above its own and from its own package. "fp4kit" stands for
 # fp4kit/__init__.py.
 LAYERS = (
     {"startup", "registered"},
@@ -45,7 +45,10 @@ LAYER = {name: i for i, layer in enumerate(LAYERS) for name in layer}
 
 
 def module_name(path):
-    """fp4kit/ops/check.py -> "fp4kit.ops.check"; a package is named by its directory."""
+    """Return the module name of a file: fp4kit/ops/check.py is "fp4kit.ops.check".
+
+    A package is named by its directory.
+    """
     parts = path.relative_to(ROOT).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
@@ -59,7 +62,7 @@ def tree(path):
 
 
 def imported_modules(path):
-    """Modules of fp4kit that a file imports, wherever the import stands."""
+    """Yield the modules of fp4kit that a file imports, wherever the import stands."""
     for node in ast.walk(tree(path)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names if alias.name.split(".")[0] == "fp4kit")
@@ -72,7 +75,7 @@ def imported_modules(path):
 
 
 def part(module):
-    """The module or package of the layers that a module belongs to."""
+    """Return the name in LAYERS that a module belongs to."""
     parts = module.split(".")
     return parts[1] if len(parts) > 1 else parts[0]
 
@@ -111,7 +114,7 @@ def test_imports_have_no_cycles():
 
 
 def top_level_imports(path):
-    """Names of packages that importing a file imports."""
+    """Yield the names of the packages that importing a file imports."""
     for node in tree(path).body:
         if isinstance(node, ast.Import):
             yield from (alias.name.split(".")[0] for alias in node.names)
@@ -129,7 +132,7 @@ def test_optional_packages_are_imported_when_they_are_needed(path):
 
 
 def run(code):
-    """What a fresh process prints that runs code in the root of the checkout."""
+    """Run code in a new process in the root of the checkout; return the words it prints."""
     result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert result.stderr == ""
     return result.stdout.split()
@@ -141,14 +144,17 @@ def test_importing_fp4kit_is_light():
 
 
 def test_importing_fp4kit_takes_less_than_300_ms():
-    """Of a CPU, NumPy and ml_dtypes included; one of ten fresh processes, since other work may disturb the others."""
+    """The limit is CPU time with NumPy and ml_dtypes included.
+
+    One of ten new processes must meet it, because other work may slow the others.
+    """
     code = "import time; start = time.process_time(); import fp4kit; print(time.process_time() - start)"
     assert any(float(run(code)[0]) < 0.3 for _ in range(10))
 
 
 @together("path", FILES, ids=module_name)
 def test_no_attribute_is_computed_under_a_lock(path):
-    """functools.cached_property has one in Python 3.10 and 3.11, which a forked process inherits; fp4kit.lazy has
+    """In Python 3.10 and 3.11 functools.cached_property has a lock, which a forked process inherits. fp4kit.lazy has
     none.
     """
     names = {alias.name for node in ast.walk(tree(path)) if isinstance(node, ast.ImportFrom) for alias in node.names}
@@ -156,13 +162,15 @@ def test_no_attribute_is_computed_under_a_lock(path):
 
 
 def arguments(node):
-    """How many arguments a function takes, but self."""
+    """Return the number of a function's arguments without self."""
     names = [a.arg for a in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
     return len(names) - (names[:1] in (["self"], ["cls"]))
 
 
 def test_nothing_but_the_public_api_takes_more_than_eight_arguments():
-    """That of fp4kit.torch are its functions, and its operators, which take everything apart."""
+    """The public API of fp4kit.torch consists of its functions and of its operators, which take all settings as
+    separate arguments.
+    """
     wrappers = {path for path in FILES if part(module_name(path)) in ("torch", "jax")}
     nodes = ((path, node) for path in FILES if path not in wrappers for node in ast.walk(tree(path)))
     functions = ((path, node) for path, node in nodes if isinstance(node, ast.FunctionDef))
@@ -179,7 +187,7 @@ def test_nothing_but_the_public_api_takes_more_than_eight_arguments():
 
 
 def undocumented(path):
-    """Public functions, classes and methods without a docstring; properties and overloads may go without."""
+    """Return the public functions, classes and methods without a docstring; properties and overloads may lack one."""
 
     def explains_itself(node):
         decorators = {getattr(decorator, "id", "") for decorator in node.decorator_list}
@@ -213,8 +221,11 @@ def test_the_public_api():
 
 @together("path", FILES, ids=module_name)
 def test_no_environment_variable_changes_a_result(path):
-    """Exceptions: the documented flags of fake-quantized training, read when the caller asks for them by name; and the
-    number of threads, set for worker processes, and read by the compiled engine, whose results do not depend on it."""
+    """Two exceptions exist.
+
+    The documented flags of fake-quantized training are read if the caller asks for them by name. The number of threads
+    is set for worker processes and read by the compiled engine, whose results do not depend on it.
+    """
     if path.relative_to(PACKAGE).as_posix() not in (
         "training/settings.py",
         "checkpoint/run/executors.py",
@@ -230,7 +241,7 @@ def test_the_compiled_engine_reads_the_number_of_threads_alone():
 
 @together("path", FILES, ids=module_name)
 def test_kernels_are_compiled_in_one_place(path):
-    """cuda/compile/loader.py compiles, through cuda/compile/nvrtc.py, which is the binding."""
+    """Only cuda/compile/loader.py compiles, through the binding cuda/compile/nvrtc.py."""
     place = path.relative_to(PACKAGE).as_posix()
     if place not in ("cuda/compile/loader.py", "cuda/compile/nvrtc.py"):
         compiles = r"\b(RawModule|RawKernel|ElementwiseKernel|ReductionKernel|cupy\.fuse|cupyx\.jit|nvrtc)\b"

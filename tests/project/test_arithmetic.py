@@ -1,6 +1,4 @@
-"""Threads whose processor takes subnormals for zero, or rounds its own way: every function gives the bits of an
-ordinary one.
-"""
+"""Test threads whose processor flushes subnormals or rounds another way: every function gives its usual bits."""
 
 from __future__ import annotations
 
@@ -27,8 +25,8 @@ from fp4kit.recipes import RECIPES
 
 F32 = np.dtype(np.float32)
 DTYPES = {"f32": F32, "bf16": BF16, "f16": np.dtype(np.float16)}
-# x86-64: MXCSR is word 7 of a fenv_t: FTZ is bit 15, DAZ 6, rounding 13 and 14. aarch64: FPCR is word 0: FZ 24,
-# rounding 22, 23.
+# x86-64: MXCSR is word 7 of a fenv_t, with FTZ in bit 15, DAZ in bit 6, rounding in bits 13 and 14. aarch64: FPCR is
+# word 0, with FZ in bit 24, rounding in bits 22 and 23.
 WORD, BITS = {
     "x86_64": (
         7,
@@ -36,27 +34,28 @@ WORD, BITS = {
     ),
     "aarch64": (0, {"both": 1 << 24, "up": 1 << 22, "down": 1 << 23, "zero": 3 << 22}),
 }.get(platform.machine(), (0, {}))
-# Exception flags that the check sets, in any mode: inexact, underflow, subnormal operand. Words 7 and 1 hold the flags.
+# The check may set these exception flags in any mode: inexact, underflow, subnormal operand. Words 7 and 1 hold the
+# flags.
 SET_BY_CHECK = {"x86_64": {7: 0x32}, "aarch64": {1: 0x98}}.get(platform.machine(), {})
 NEEDS_ENVIRONMENT = pytest.mark.skipif(arithmetic.environment() is None, reason="the environment cannot be set here")
 FLUSHING = [mode for mode in ("ftz", "daz", "both") if mode in BITS]
 
 
 def words() -> ctypes.Array:
-    """This thread's floating-point environment."""
+    """Return this thread's floating-point environment."""
     found = (ctypes.c_uint32 * 64)()
     arithmetic.environment()[0](found)
     return found
 
 
 def kept(environment: ctypes.Array) -> list[int]:
-    """What a call must leave as it was: all but the flags that the check sets."""
+    """Return the words that a call must leave unchanged: all except the flags that the check sets."""
     return [word & ~SET_BY_CHECK.get(i, 0) for i, word in enumerate(environment)]
 
 
 @contextmanager
 def mode(name: str) -> Iterator[None]:
-    """FTZ, DAZ, both, or another rounding, in this thread."""
+    """Set FTZ, DAZ, both, or another rounding in this thread."""
     before, changed = words(), words()
     changed[WORD] |= BITS[name]
     _, set_ = arithmetic.environment()
@@ -68,14 +67,16 @@ def mode(name: str) -> Iterator[None]:
 
 
 def tiny(dtype: np.dtype, seed: int = 0) -> np.ndarray:
-    """(32, 128): every row of another size, from subnormals up to where scales and products are still tiny; and
-    ordinary rows.
+    """Return (32, 128) numbers whose size grows by row, from subnormals to numbers whose scales and products are still
+    tiny.
+
+    The last rows are ordinary.
     """
     rng = np.random.default_rng(seed)
     lowest = -24 if dtype == np.float16 else -149
     exponents = np.concatenate([np.linspace(lowest, lowest + 30, 28), [-10, 0, 10, 14]])
     x = (rng.standard_normal((32, 128)) * np.exp2(exponents)[:, None]).astype(dtype)
-    x[0, :32] = np.array(2.0**lowest, dtype)  # the smallest subnormal alone
+    x[0, :32] = np.array(2.0**lowest, dtype)  # only the smallest subnormal
     x[1, ::2] = -0.0
     return x
 
@@ -104,7 +105,7 @@ def test_every_recipe_in_every_mode(name, dtype):
 @pytest.mark.parametrize("name", ["nvfp4-te", "nvfp4-compressed-tensors", "mxfp4-ocp", "int8-modelopt-channel"])
 @pytest.mark.parametrize("changed", BITS)
 def test_what_reads_quantized_arrays(name, changed):
-    """compare, identify and requantize, whose float arithmetic is their own."""
+    """compare, identify and requantize have float arithmetic of their own."""
     q = fp4kit.quantize(X["f32"][:16], name)
     other = replace(q, packed=q.packed ^ np.uint8(1))
 
@@ -125,7 +126,7 @@ def test_what_reads_quantized_arrays(name, changed):
 
 @NEEDS_ENVIRONMENT
 def test_the_tests_modes_are_wrong():
-    """The modes that these tests set do change what NumPy computes."""
+    """The modes that these tests set do change the results of NumPy."""
     x = np.full(64, 3e-39, np.float32)
     half, one = np.float32(0.5), np.float32(1)
     for changed in FLUSHING:
@@ -142,7 +143,7 @@ def test_the_tests_modes_are_wrong():
 @NEEDS_ENVIRONMENT
 @pytest.mark.parametrize("changed", BITS)
 def test_the_callers_environment_comes_back(changed):
-    """Mode and exception flags, also after an error; and functions of NumPy's own behave inside."""
+    """The mode and the exception flags are restored, also after an error. NumPy's own functions work inside."""
 
     @arithmetic.ieee("test")
     def work(fail):
@@ -161,7 +162,7 @@ def test_the_callers_environment_comes_back(changed):
             work(True)
         last = kept(words())
     assert inside and product.all()
-    assert before == after == last  # no flag of the overflow inside
+    assert before == after == last  # the overflow inside leaves no flag
 
 
 def test_the_environment_is_left_alone_where_it_is_right(monkeypatch):
@@ -195,7 +196,9 @@ def test_other_platforms(monkeypatch, system, machine):
 
 @NEEDS_ENVIRONMENT
 def test_tables_are_right_whoever_asks_first():
-    """Values of E8M0 are kept from the first time; 2^-127 is a subnormal."""
+    """The values of E8M0 are cached at first use, and 2^-127 is a subnormal, so the first thread's mode must not
+    matter.
+    """
     with mode("both"):
         values = replace(E8M0, name="new").values.view(np.uint32).copy()
     assert values[0] == 0x00400000
@@ -252,7 +255,7 @@ def test_torch_flush_denormal():
 
 
 def test_callbacks_of_jax():
-    """XLA's threads flush subnormals; what fp4kit computes there is what it computes elsewhere."""
+    """XLA's threads flush subnormals. In them fp4kit computes the bits that it computes elsewhere."""
     jax = pytest.importorskip("jax")
     cpu = jax.devices("cpu")[0]
     modes = []
@@ -272,7 +275,7 @@ def test_callbacks_of_jax():
 
 
 def test_ml_dtypes_widening_needs_no_mode():
-    """Narrow floats become float32 by table or by bits, so importing an array is right in any mode."""
+    """Narrow floats become float32 by table or by bit operations, so an array is imported correctly in any mode."""
     codes = np.arange(1 << 16, dtype=np.uint16)
     expected = [codes.view(dtype).astype(np.float32) for dtype in (ml_dtypes.bfloat16, np.float16)]
     for changed in FLUSHING:

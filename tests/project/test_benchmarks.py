@@ -1,5 +1,5 @@
-"""The benchmarks without a GPU: bytes by formula, records, what targets mean, timing and checking, the table and the
-plot.
+"""Test the benchmarks without a GPU: bytes by formula, records, the meaning of targets, timing and checking, the table
+and the plot.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def test_targets(targets, met):
 
 
 class OnDevice(np.ndarray):
-    """A NumPy array that has to be fetched, as CuPy's."""
+    """A NumPy array that must be fetched with get(), like a CuPy array."""
 
     def get(self):
         return np.asarray(self)
@@ -138,7 +138,7 @@ def test_a_wrong_value_is_found():
 
 
 class Clock:
-    """A device whose copies take 100 us and whose calls take what they say."""
+    """A simulated device: a copy takes 100 us, and a call takes the time that it states."""
 
     def __init__(self):
         self.now = 0.0

@@ -1,5 +1,5 @@
-"""The CPU benchmark on tiny sizes: its rows, bars, table and plot, what it checks, and how other libraries' calls are
-timed.
+"""Test the CPU benchmark on tiny sizes: its rows, bars, table and plot, its checks, and the timing of other
+libraries.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ COMMITTED = BENCHMARKS / "results" / "cpu.json"
 def a_row(
     group="recipes", operation="quantize", recipe="nvfp4-te", dtype="bfloat16", peers=None, nbytes=1 << 25, **times
 ):
-    """us of each time."""
+    """Return a benchmark row with the given times in microseconds."""
     timed, others = ({name: timing.Time(us, us) for name, us in found.items()} for found in (times, peers or {}))
     return row_records.CpuRow(
         group=group,
@@ -180,7 +180,8 @@ def test_bars_of_ggml_sizes_and_sweep():
 
 def test_the_sweep_finds_slow_calls_and_leaves_out_shapes_that_do_not_fit(monkeypatch, capsys):
     monkeypatch.setattr(cpu_sweep, "ratio", lambda case: 0.5 if case.operation == "dequantize" else 3.0)
-    found = cpu_sweep.sweep(["mxfp4-ocp"], [(2, 48), (2, 64)])  # blocks of 32: no 48, and no 2 along columns
+    # blocks have 32 elements, so a length of 48, and columns of 2, are left out
+    found = cpu_sweep.sweep(["mxfp4-ocp"], [(2, 48), (2, 64)])
     assert found["cases"] == 9 and len(found["slower"]) == 3 and list(found["smallest of a shape"]) == ["2x64"]
     assert found["smallest"][0] == {"ratio": 0.5, "case": "dequantize mxfp4-ocp bfloat16 2x64"}
     assert "slower than the specification: dequantize mxfp4-ocp float16 2x64: 0.50" in capsys.readouterr().out

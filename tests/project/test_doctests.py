@@ -1,4 +1,4 @@
-"""Examples in docstrings: each is executed, and prints what it says."""
+"""Test that each example in a docstring runs and prints what it shows."""
 
 import doctest
 import importlib
@@ -32,7 +32,7 @@ def test_examples(module):
 
 
 def test_a_wrong_example_is_found():
-    """Of what is printed, and of what is raised."""
+    """Both a wrong output and a wrong error are found."""
     for text in (">>> 1 + 1\n3\n", ">>> int('x')\nTraceback (most recent call last):\nValueError: y\n"):
         test = doctest.DocTestParser().get_doctest(text, {}, "wrong", None, 0)
         assert doctest.DocTestRunner(optionflags=FLAGS, verbose=False).run(test, out=lambda line: None).failed == 1

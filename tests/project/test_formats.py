@@ -1,4 +1,6 @@
-"""Format facts: every derived number against tables written by hand, and against ml_dtypes where it has the format."""
+"""Test the facts of formats: every derived number against tables written by hand, and against ml_dtypes if it has the
+format.
+"""
 
 from dataclasses import FrozenInstanceError
 from fractions import Fraction

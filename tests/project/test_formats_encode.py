@@ -1,5 +1,5 @@
-"""ElementFormat.encode and decode: every code and midpoint with its float64 neighbours, every rounding, by exact
-fractions.
+"""Test ElementFormat.encode and decode with exact fractions: every code, every midpoint with its float64 neighbors,
+every rounding.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from fp4kit.reference import codec
 from fp4kit.reference.stochastic import encode_stochastic
 from fp4kit.rounding import NAMES, ROUNDINGS
 
-LOW = ElementFormat("E2M1_LOW", 2, 1, 149)  # float32 has no 1 / step of it
+LOW = ElementFormat("E2M1_LOW", 2, 1, 149)  # its 1 / step is beyond float32
 MORE = (LOW, ElementFormat("E2M1_HIGH", 2, 1, -90), ElementFormat("E4M3_IEEE", 4, 3, 7, specials="ieee"))
 every_format = pytest.mark.parametrize("fmt", ELEMENT_FORMATS + MORE, ids=str)
 every_rounding = pytest.mark.parametrize("rounding", [name for name in NAMES if name != "rs"])
@@ -35,17 +35,17 @@ every_rounding = pytest.mark.parametrize("rounding", [name for name in NAMES if 
 
 @cache
 def magnitudes_of(fmt):
-    """Magnitudes by code, and the one that would be next if the format went on."""
+    """Return the magnitudes by code, and one more: the next magnitude if the format continued."""
     if fmt.is_integer:
-        return [Fraction(i) for i in range(fmt.sign_bit + 2)]  # one more below zero
+        return [Fraction(i) for i in range(fmt.sign_bit + 2)]  # integers have one more value below zero
     found = [Fraction(float(v)) for v in fmt.values[: fmt.sign_bit or None] if np.isfinite(v)]
     return [*found, found[-1] + Fraction(2) ** (fmt.emax - fmt.mantissa_bits)]
 
 
 def index_of(a, magnitudes, rounding, negative):
-    """Index of the magnitude that a >= 0 rounds to; the last for what is beyond the largest."""
+    """Return the index of the magnitude that a >= 0 rounds to; return the last index if a is beyond the largest."""
     low = bisect_right(magnitudes, a) - 1
-    if low < 0:  # E8M0: nothing is below the least
+    if low < 0:  # E8M0 has no value below its smallest one
         return 0
     if low == len(magnitudes) - 1 or magnitudes[low] == a:
         return low
@@ -54,13 +54,13 @@ def index_of(a, magnitudes, rounding, negative):
     above = a - magnitudes[low] - (magnitudes[low + 1] - a)
     powers = (
         magnitudes[-1] == 2 * magnitudes[-2] == 4 * magnitudes[-3]
-    )  # no mantissa: the digit is the hidden 1, and odd
+    )  # without mantissa bits, the last digit is the hidden 1, which is odd
     up_at_tie = {"rn": low % 2 == 1 or (powers and magnitudes[low] > 0), "rna": True, "rnz": False}[rounding]
     return low + (above > 0 or (above == 0 and up_at_tie))
 
 
 def oracle(x, fmt, rounding, saturate):
-    """The code of a float."""
+    """Return the code of a float."""
     if np.isnan(x) or (x < 0 and not fmt.signed):
         return fmt.nan_code
     negative, magnitudes = bool(np.signbit(x)), magnitudes_of(fmt)
@@ -78,8 +78,10 @@ def oracle(x, fmt, rounding, saturate):
 
 
 def points(fmt):
-    """Every value and midpoint with both float64 neighbours, beyond the largest, tiny and huge numbers; both signs;
-    NaN.
+    """Return test numbers of both signs, and NaN.
+
+    They are every value and midpoint with both float64 neighbors, numbers beyond the largest, and tiny and huge
+    numbers.
     """
     magnitudes = magnitudes_of(fmt)
     middles = [(a + b) / 2 for a, b in pairwise(magnitudes)]
@@ -113,7 +115,7 @@ def test_every_code_comes_back(fmt, rounding):
 @every_format
 @pytest.mark.parametrize("rounding", [name for name in ROUNDINGS if name in NAMES])
 def test_float32_as_the_specification_has_it(fmt, rounding):
-    """Under its rules for signs and NaN that are no producer's own."""
+    """codec.encode's default rules for signs and NaN give the codes that ElementFormat.encode gives."""
     if fmt is LOW or (not fmt.has_zero and rounding not in ("rn", "rz")):
         return
     with np.errstate(all="ignore"):
@@ -121,7 +123,7 @@ def test_float32_as_the_specification_has_it(fmt, rounding):
 
 
 def test_float64_is_rounded_once():
-    """By way of float32 these are ties, which go down to even."""
+    """Rounded to float32 first, these numbers would be ties, which round down to even."""
     x = np.array([0.25, 1.25, 5.0]) * (1 + 2.0**-40)
     assert E2M1.encode(x).tolist() == [1, 3, 7] and E2M1.encode(x.astype(np.float32)).tolist() == [0, 2, 6]
     assert (E2M1.encode(0.25 + 2.0**-40), E2M1.encode(0.25)) == (1, 0)
@@ -129,12 +131,12 @@ def test_float64_is_rounded_once():
 
 @pytest.mark.parametrize("fmt", ML_DTYPES, ids=str)
 def test_ml_dtypes_where_it_rounds_once(fmt):
-    """Not saturated, ml_dtypes does the same to numbers of up to 32 bits, but for the sign of NaN."""
+    """Without saturation, ml_dtypes gives the same codes for numbers of up to 32 bits, except for the sign of NaN."""
     for x in (SWEEP, ALL_16_BITS.view(np.float16), ALL_16_BITS.view(BF16)):
         with np.errstate(all="ignore"):
             found, theirs = fmt.encode(x, saturate=False), x.astype(ML_DTYPES[fmt])
             number = ~np.isnan(theirs.astype(np.float32))
-            number |= fmt.specials == "none"  # their NaN is -0 there
+            number |= fmt.specials == "none"  # for these formats, the NaN of ml_dtypes is -0
             number &= ~np.isnan(x.astype(np.float32))
         assert number.sum() > 30_000
         assert_same_bits(found[number], theirs.view(np.uint8)[number])
@@ -182,7 +184,7 @@ def test_stochastic_goes_up_from_the_bits_that_reach_the_next_code(fmt, dtype):
         for share in (Fraction(1, 2), Fraction(1, 3), Fraction(1, 2**n), 1 - Fraction(1, 2**n)):
             x = float(Fraction(low) + share * Fraction(high - low))
             part = (Fraction(x) - Fraction(low)) / Fraction(high - low)
-            edge = int((1 - part) * 2**n)  # the last that may stay down
+            edge = int((1 - part) * 2**n)  # the last random number that may round down
             near = [0, edge - 1, edge, edge + 1, 2**n - 1, *rng.integers(0, 2**n, 5)]
             bits = np.unique(np.clip(near, 0, 2**n - 1)).astype(dtype)
             up = np.array([part + Fraction(int(b), 2**n) >= 1 for b in bits])
@@ -194,7 +196,7 @@ def test_stochastic_goes_up_from_the_bits_that_reach_the_next_code(fmt, dtype):
 
 
 def test_stochastic_as_transformer_engine_has_it():
-    """Of all numbers of 16 bits, whose sums with a byte's part are exact in float32."""
+    """The sum of a 16-bit number and the part from a random byte is exact in float32, so both ways agree."""
     for dtype in (np.float16, BF16):
         x = ALL_16_BITS.view(dtype)
         a = np.abs(x.astype(np.float32))

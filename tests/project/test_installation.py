@@ -1,4 +1,4 @@
-"""What an installation from source compiles, and how an editable one is found by type checkers."""
+"""Test what an installation from source compiles, and how type checkers find an editable installation."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ USER = ROOT / "tests" / "support" / "typed_user.py"
 
 @pytest.fixture(scope="module")
 def setup_py():
-    """The functions of setup.py, which is not run."""
+    """Return the functions of setup.py without running it."""
     return runpy.run_path(str(ROOT / "setup.py"), run_name="setup")
 
 
@@ -71,7 +71,7 @@ def test_every_source_is_compiled(setup_py):
 
 
 def test_an_editable_installation_is_a_path(tmp_path):
-    """A .pth file with the folder of fp4kit, and no finder, which type checkers do not run."""
+    """Type checkers do not run import finders, so the installation writes a .pth file with the folder of fp4kit."""
     source = tmp_path / "source"
     shutil.copytree(ROOT / "fp4kit", source / "fp4kit", ignore=shutil.ignore_patterns("__pycache__", "*.so", "*.npz"))
     for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
@@ -88,9 +88,7 @@ def test_an_editable_installation_is_a_path(tmp_path):
 
 @pytest.mark.exhaustive
 def test_mypy_checks_a_users_file(tmp_path):
-    """mypy --strict finds fp4kit by a .pth file, accepts a user's file, and refuses wrong arguments in it line by
-    line.
-    """
+    """mypy --strict finds fp4kit by a .pth file, accepts a user's file, and rejects wrong arguments line by line."""
     pytest.importorskip("mypy")
     venv.create(tmp_path / "venv", symlinks=True)
     python = tmp_path / "venv" / "bin" / "python"

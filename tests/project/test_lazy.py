@@ -1,4 +1,4 @@
-"""lazy_property: computed once, kept on the instance, and without a lock."""
+"""Test lazy_property: the value is computed once, stored on the instance, and needs no lock."""
 
 import threading
 
@@ -25,7 +25,7 @@ def test_it_is_computed_once():
 
 
 def test_threads_that_meet_get_one_value():
-    """Each waits in the method for the other one, which a lock would keep out."""
+    """Each thread waits inside the method for the other one. A lock would keep the other one out."""
     meeting = threading.Barrier(2)
 
     class Meeting:

@@ -1,4 +1,6 @@
-"""docs/life-of-a-call.md: its picture has the files that a call of quantize enters, and these are few."""
+"""Test docs/life-of-a-call.md: its picture shows the files that a call of quantize enters, and their number
+is small.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,7 @@ def entered(engine: str) -> list[list[str]]:
 
 
 def compare(engine: str, most: int) -> None:
-    """Check the picture of an engine, and that a first call enters at most so many files."""
+    """Assert that an engine's picture is current and that a first call enters at most `most` files."""
     first, later = entered(engine)
     formulas = {file for file in first if file.startswith("reference/")}
     assert len(set(first) - formulas) <= most

@@ -1,6 +1,6 @@
-"""The notebooks run in a fresh kernel without an error or a warning, and what is stored in them is what they print.
+"""Test that notebooks run in a new kernel without an error or a warning, and print the outputs that are stored in them.
 
-`python tests/project/test_notebooks.py` runs each of them and stores the new outputs.
+`python tests/project/test_notebooks.py` runs each notebook and stores the new outputs.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ METADATA = {
     "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
     "language_info": {"name": "python"},
 }
-TIMEOUT = 300  # seconds for a notebook
-# An absolute path: /name/..., not the slash of 16/32, of https://name/ or of </tag>; or a drive letter.
+TIMEOUT = 300  # seconds per notebook
+# An absolute path: /name/... or a drive letter. The slash of 16/32, https://name/ or </tag> does not count.
 ABSOLUTE_PATH = re.compile(r"(?<![\w.:/<)])/[A-Za-z_][\w.-]*/|\b[A-Za-z]:\\")
 
 
 def run_notebook(source: Path, target: Path) -> None:
-    """Execute source in a fresh kernel and write it with its outputs to target. Raises CellExecutionError at the first
+    """Execute source in a new kernel and write it with its outputs to target; raise CellExecutionError at the first
     error.
     """
     import matplotlib.font_manager  # noqa: F401  # builds the font cache now: a slow first import warns in the notebook
@@ -39,15 +39,15 @@ def run_notebook(source: Path, target: Path) -> None:
     NotebookClient(
         notebook, kernel_name="python3", timeout=TIMEOUT, record_timing=False, coalesce_streams=True
     ).execute()
-    notebook.metadata = METADATA  # the kernel adds its own version
+    notebook.metadata = METADATA  # the kernel would add its own version
     nbformat.validate(notebook)
     nbformat.write(notebook, target)
 
 
 def run_in_subprocess(source: Path, target: Path, work: Path) -> None:
-    """run_notebook in a process of its own, since pytest's filters would make errors of the warnings of the event loop.
+    """Run run_notebook in a new process, because pytest's filters would turn warnings of the event loop into errors.
 
-    The kernel imports the checkout, starts in the empty folder `work`, and knows no settings of the user.
+    The kernel imports the checkout, starts in the empty folder `work`, and sees no settings of the user.
     """
     kept = {
         name: value for name, value in os.environ.items() if name != "MPLBACKEND" and not name.startswith("JUPYTER")
@@ -69,7 +69,7 @@ def code_cells(notebook: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def texts(cell: dict[str, Any]) -> list[str]:
-    """Everything a reader reads in the outputs of a cell; an image counts as its kind."""
+    """Return all texts in the outputs of a cell; an image counts as the name of its type."""
     found = []
     for output in cell["outputs"]:
         found += ["".join(output[key]) for key in ("text", "evalue", "traceback") if key in output]
@@ -79,7 +79,7 @@ def texts(cell: dict[str, Any]) -> list[str]:
 
 
 NAMES = [path.stem for path in NOTEBOOKS]
-RUNS = exhaustive(NAMES)  # a kernel takes its time
+RUNS = exhaustive(NAMES)  # starting a kernel is slow
 
 
 def test_there_are_notebooks():
@@ -88,7 +88,9 @@ def test_there_are_notebooks():
 
 @pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
 def test_stored_notebook_is_a_clean_run(notebook):
-    """One run from top to bottom, no errors, nothing on stderr, no trace of the machine, and plain metadata."""
+    """A stored notebook was run once from top to bottom, without errors, stderr output or machine-specific paths, and
+    has plain metadata.
+    """
     stored = load(notebook)
     cells = code_cells(stored)
     assert stored["metadata"] == METADATA
@@ -104,7 +106,7 @@ def test_stored_notebook_is_a_clean_run(notebook):
 
 @pytest.mark.parametrize("name", RUNS)
 def test_fresh_run_prints_what_is_stored(name, tmp_path):
-    """No error, nothing on stderr, and every text equal to the stored one; of figures, that there is one."""
+    """A new run gives no error, no stderr output, and the stored texts. For figures only their presence is compared."""
     notebook = ROOT / "notebooks" / f"{name}.ipynb"
     run_in_subprocess(notebook, tmp_path / notebook.name, tmp_path)
     fresh = load(tmp_path / notebook.name)

@@ -1,4 +1,4 @@
-"""The README: its example prints what it says, its tables are what the code gives, its links lead to files."""
+"""Test the README: its example prints what it shows, its tables match the code, and its links lead to files."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_generated_parts_and_what_the_example_prints_are_current() -> None:
 
 
 def test_reads_in_five_minutes() -> None:
-    """README has at most 900 words beside code and tables."""
+    """Outside code and tables the README has at most 900 words."""
     prose = re.sub(r"```.*?```|<!--.*?-->|^\|.*?$", "", TEXT, flags=re.DOTALL | re.MULTILINE)
     assert len(re.findall(r"\w[\w'-]*", prose)) <= 900
 
@@ -38,12 +38,12 @@ PAGES = TEXT + "".join(path.read_text() for path in sorted((ROOT / "docs").rglob
 EXECUTED = re.findall(r"<!-- executed -->\n```python\n(.*?)```", PAGES, re.DOTALL)
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # of PyTorch, about itself
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # raised by PyTorch about its own code
 @pytest.mark.parametrize(
     "code", [pytest.param(code, marks=pytest.mark.exhaustive if "torch.compile" in code else ()) for code in EXECUTED]
 )
 def test_other_examples_run(code, tmp_path, monkeypatch) -> None:
-    """The one that torch.compile compiles takes its time."""
+    """One of the examples calls torch.compile and is slow."""
     if "import torch" in code:
         pytest.importorskip("torch")
     monkeypatch.chdir(tmp_path)

@@ -1,4 +1,4 @@
-"""The record of what a search of scales gains: its table is current, and a search of its block finds what the figure
+"""Test the record of what a scale search gains: its table is current, and a search gives the optimum that the figure
 shows.
 """
 
@@ -33,7 +33,7 @@ def test_the_figure_is_drawn(tmp_path) -> None:
 
 
 def test_the_searched_scale_is_the_lowest_point_of_the_figure() -> None:
-    """And is what search_scales finds for the values of the record, under the tensor's amax."""
+    """search_scales finds this scale for the recorded values with the tensor's amax."""
     block = RECORD["block"]
     values = np.float32(block["values"])[None]
     found = fp4kit.search_scales(values, "nvfp4-modelopt-static", tensor_amax=block["amax"])

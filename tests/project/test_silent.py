@@ -1,4 +1,6 @@
-"""Every function is silent and right under np.errstate(all="raise") and with warnings as errors, whatever the data."""
+"""Test that every function is silent and right under np.errstate(all="raise") and with warnings as errors, for any
+data.
+"""
 
 from __future__ import annotations
 
@@ -19,12 +21,12 @@ DTYPES = {"f32": np.dtype(np.float32), "bf16": BF16, "f16": np.dtype(np.float16)
 
 
 def bit_patterns(dtype: np.dtype) -> np.ndarray:
-    """Any bits, signalling NaN among them."""
+    """Return random bit patterns, including signaling NaN."""
     return np.random.default_rng(1).integers(0, 256, (32, 128 * dtype.itemsize), dtype=np.uint8).view(dtype)
 
 
 def inputs(dtype: np.dtype) -> dict[str, np.ndarray]:
-    """(32, 128) each."""
+    """Return named arrays of shape (32, 128)."""
     with np.errstate(all="ignore"):
         patterns = bit_patterns(dtype)
         finite = np.where(np.isfinite(patterns.astype(np.float32)), patterns, np.ones((), dtype))

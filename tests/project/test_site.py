@@ -1,6 +1,6 @@
-"""The documentation site: pictures are current, every public name has its place, every page is in the navigation.
+"""Test the documentation site: pictures are current, every public name has a page, every page is in the navigation.
 
-`.ci/run` builds the site, where a link or a name that leads nowhere is an error.
+`.ci/run` builds the site and fails if a link or a name leads nowhere.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def test_every_page_is_in_the_navigation() -> None:
 
 
 def test_pages_begin_with_what_the_reader_gets() -> None:
-    """A title, then a paragraph, before any section or table."""
+    """Every page has a title and then a paragraph, before any section or table."""
     for path in DOCS.rglob("*.md"):
         lines = [line for line in path.read_text().splitlines() if line]
         assert lines[0].startswith("# "), path
@@ -68,7 +68,9 @@ def test_pages_begin_with_what_the_reader_gets() -> None:
 
 @pytest.fixture(scope="module")
 def pages() -> dict[str, str]:
-    """Pages of two producers, without the counts of recorded arrays, which CI's build of the site computes."""
+    """Return the pages of two producers, without counts of recorded arrays, which CI computes when it builds
+    the site.
+    """
     module = tool("producer_pages")
     module._recorded = lambda r: (1, 1)
     return {name: module.page(name, module.producers()[name]) for name in ("te", "gguf")}

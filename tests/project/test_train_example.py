@@ -1,4 +1,4 @@
-"""examples/train_fp4.py trains, and every way of training gives the same loss in every bit."""
+"""Test that examples/train_fp4.py trains, and that every way of training gives a bit-identical loss."""
 
 import os
 import re
@@ -36,7 +36,7 @@ def run(*arguments, **environment):
 
 
 def test_500_steps():
-    """The losses are those of every machine, since all sums are exact; so they can stand here."""
+    """All sums are exact, so every machine gives these losses."""
     result = run()
     assert result.returncode == 0, result.stdout + result.stderr
     printed = {int(line.split()[1]): line.split()[-1] for line in result.stdout.splitlines() if line.startswith("step")}
@@ -50,7 +50,7 @@ def test_500_steps():
 
 @pytest.mark.parametrize("size", [2, *exhaustive([4])])
 def test_500_steps_on_mpi_processes(mpiexec, size):  # noqa: F811
-    """Real processes, each with a part of the master weights and of the samples."""
+    """Each process holds a part of the master weights and of the samples."""
     command = [*mpiexec, "-n", str(size), sys.executable, str(EXAMPLE), "--mpi"]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
     result = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
@@ -76,7 +76,7 @@ def test_it_says_when_a_way_differs(monkeypatch, capsys):
 
 
 def off_by_one_code(shards, comm):
-    """A quantizer with the lowest bit of one code flipped."""
+    """Quantize with the lowest bit of one code flipped."""
     first, second = train_fp4.whole(shards, comm)
     packed = second.packed.copy()
     packed[3, 5] ^= 1
@@ -98,7 +98,7 @@ def test_one_wrong_bit_is_seen(capsys):
 @settings(max_examples=300)
 @given(st.integers(1, 4), st.integers(1, 60), st.integers(1, 40), st.integers(0, 2**32))
 def test_products_are_exact_in_any_order(m, k, n, seed):
-    """Against integers, which do not round."""
+    """Compare with Python integers, which do not round."""
     rng = np.random.default_rng(seed)
     a, b = rng.integers(-(2**22), 2**22, (m, k)), rng.integers(-(2**24), 2**24, (k, n))
     order = rng.permutation(k)
@@ -138,7 +138,7 @@ def test_a_rank_that_fails_ends_all():
 
 
 def test_threads_are_a_group():
-    """all_gather of unequal parts, and maxima, on every rank."""
+    """Test all_gather of unequal parts and the maximum on every rank."""
 
     def work(comm):
         out = np.empty(6, np.int64)

@@ -1,5 +1,5 @@
-"""Formats, recipes and Quantized are values: what was pickled, copied or came back from a worker process is as good as
-new.
+"""Test that formats, recipes and Quantized are values: pickled, copied and sent between processes, they work like new
+ones.
 """
 
 import copy
@@ -39,7 +39,7 @@ def test_formats(fmt, copied):
 def test_equal_fields_are_an_equal_format():
     assert ElementFormat("E2M1", 2, 1, 1) == E2M1 and hash(ElementFormat("E2M1", 2, 1, 1)) == hash(E2M1)
     assert ElementFormat("E2M1", 2, 1, 2) != E2M1 != ElementFormat("E2M1b", 2, 1, 1)
-    assert len(pickle.dumps(E2M1)) < 200  # no arrays
+    assert len(pickle.dumps(E2M1)) < 200  # no arrays are pickled
 
 
 @copies
@@ -52,12 +52,12 @@ def test_recipes(r, copied):
 
 def test_a_recipe_of_the_table_pickles_small():
     assert max(len(pickle.dumps(r)) for r in RECIPES.values()) < 100
-    r = replace(RECIPES["nvfp4-te"], sign="negative")  # another recipe of the same id
+    r = replace(RECIPES["nvfp4-te"], sign="negative")  # another recipe with an existing id
     assert pickle.loads(pickle.dumps(r)) == r != RECIPES["nvfp4-te"]
 
 
 def rebuilt(r):
-    """A recipe equal to r that shares no object with it."""
+    """Return a recipe equal to r that shares no object with it."""
     again = {f.name: getattr(r, f.name) for f in fields(r)}
     formats = {name: ElementFormat(**vars_of(again[name])) for name in ("element", "scale") if again[name] is not None}
     return type(r)(**again | formats)
@@ -68,7 +68,7 @@ def vars_of(fmt):
 
 
 def works(q, x):
-    """What is asked of a Quantized anywhere: identify, requantize without loss, compare, decode, swizzle, write to."""
+    """Return which uses of q work: identify, lossless requantize, compare, decode, swizzle and write to."""
     mx = q if q.recipe.format_name == "MXFP4" else fp4kit.quantize(x, "mxfp4-ocp")
     found = fp4kit.requantize(mx, "nvfp4-te")
     comparison = fp4kit.compare(q, fp4kit.quantize(x, q.recipe.id))
@@ -91,13 +91,13 @@ def test_quantized(name, copied):
     facts = ("shape", "dtype", "axis", "recipe", "scale_layout")
     assert [getattr(other, f) for f in facts] == [getattr(q, f) for f in facts]
     if q.packed.flags.writeable and other.packed is q.packed:
-        other = copy.deepcopy(other)  # a shallow copy shares its arrays
+        other = copy.deepcopy(other)  # a shallow copy would share the arrays
     assert all(works(other, ORDINARY).values()), works(other, ORDINARY)
 
 
 @pytest.mark.parametrize("name", ["nvfp4-te", "mxfp4-ocp"])
 def test_no_comparison_is_by_identity(name):
-    """Recipes and formats that are equal, but not the same objects."""
+    """Recipes and formats that are equal but not identical objects must count as equal."""
     q = fp4kit.quantize(ORDINARY, name)
     other = replace(q, recipe=rebuilt(q.recipe), packed=q.packed.copy())
     assert other.recipe is not q.recipe and other.recipe.element is not q.recipe.element
@@ -110,10 +110,10 @@ def in_a_worker(q, x):
 
 @pytest.mark.filterwarnings(
     r"ignore:os\.fork\(\) was called:RuntimeWarning"
-)  # by JAX, where a test before this one used it
+)  # JAX warns about forks if an earlier test used it
 @pytest.mark.parametrize("method", METHODS)
 def test_worker_processes(method):
-    """There and back: the worker's own calls, and what it sends."""
+    """Test calls in the worker on what was sent, and the objects that it sends back."""
     with multiprocessing.get_context(method).Pool(1) as pool:
         for name in ("nvfp4-te", "mxfp4-ocp"):
             q = fp4kit.quantize(ORDINARY, name)
@@ -128,7 +128,7 @@ def test_worker_processes(method):
 
 # ---- what was pickled, and changed ----
 
-STATES = {  # fields of a Quantized of (4, 32) by mxfp4-ocp that are changed, and what is said
+STATES = {  # maps a case to the changed fields of a Quantized of (4, 32) by mxfp4-ocp, and the error
     "too few codes": ({"packed": np.zeros((4, 8), np.uint8)}, ValueError, r"packed is uint8 \(4, 8\)"),
     "flat": (
         {"shape": (128,), "axis": 0},
@@ -148,7 +148,7 @@ STATES = {  # fields of a Quantized of (4, 32) by mxfp4-ocp that are changed, an
 
 
 def with_state(q, changes):
-    """A Quantized with other fields, which nothing checked."""
+    """Return a Quantized with changed fields that nothing has checked."""
     return assembled(vars(q) | changes)
 
 
@@ -178,7 +178,10 @@ def test_a_block_format_is_checked_when_it_comes_back():
 
 @pytest.mark.parametrize("name", ["mxfp6-torchao-floor-e2m3", "mxfp6-torchao-floor-e3m2"])
 def test_codes_of_six_bits(name):
-    """One per byte, whose upper bits are 0: 64 has no value, and engines would not agree on one."""
+    """A byte holds one six-bit code, so its upper bits are 0.
+
+    The byte 64 has no value, and engines would not agree on one.
+    """
     q = fp4kit.quantize(ORDINARY, name)
     packed = q.packed.copy()
     packed[-1, -1] = 63

@@ -1,7 +1,6 @@
-"""The wheel has what the package needs: its commands run from it, with nothing of the checkout in sight.
+"""Test that the wheel holds what the package needs: its commands run from it without the checkout.
 
-The wheel of most tests is built without setup.py: what fp4kit is where there is no C++ compiler, Python alone, and
-works.
+Most tests build the wheel without setup.py, as it is without a C++ compiler: Python only.
 """
 
 from __future__ import annotations
@@ -20,8 +19,8 @@ from host.compiler import find_compiler
 
 ROOT = Path(__file__).resolve().parents[2]
 PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet"]
-# A process of its own, without site-packages' .pth files (-S), by which an editable installation is found, or this
-# folder (-I).
+# Isolate the process: -S ignores .pth files in site-packages, which an editable installation uses; -I ignores this
+# folder.
 COMMAND = """
 import sys
 sys.path[:0] = {folders!r}
@@ -34,7 +33,7 @@ sys.exit(main(sys.argv[1:]))
 
 
 def copied(folder, *more):
-    """A copy of what a wheel is built from, since a build leaves folders beside the sources; more: further files."""
+    """Copy what a wheel is built from, plus further files, because a build leaves folders beside the sources."""
     source = folder / "source"
     shutil.copytree(ROOT / "fp4kit", source / "fp4kit", ignore=shutil.ignore_patterns("__pycache__", "*.so"))
     for name in ("pyproject.toml", "README.md", "LICENSE", *more):
@@ -43,7 +42,7 @@ def copied(folder, *more):
 
 
 def built(source, folder):
-    """The wheel of a folder with sources, or of an archive of them."""
+    """Build the wheel of a folder with sources or of an archive of them; return its path."""
     build = ["wheel", "--no-deps", "--no-index", "--no-build-isolation", "--wheel-dir", str(folder), str(source)]
     subprocess.run([*PIP, *build], check=True, cwd=folder)
     (path,) = folder.glob("*.whl")
@@ -52,14 +51,14 @@ def built(source, folder):
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory):
-    """A wheel of the checkout, of Python alone."""
+    """Return a wheel of the checkout, pure Python."""
     folder = tmp_path_factory.mktemp("wheel")
     return built(copied(folder), folder)
 
 
 @pytest.fixture(scope="module")
 def compiled_wheel(tmp_path_factory):
-    """A wheel of a source distribution of the checkout, with the engine, where there is a C++ compiler."""
+    """Return a wheel with the engine, built from a source distribution of the checkout; skip without a C++ compiler."""
     folder = tmp_path_factory.mktemp("compiled")
     if isinstance(find_compiler(folder), str):
         pytest.skip("no C++ compiler")
@@ -76,7 +75,7 @@ def installed(wheel):
 
 
 def installation(wheel):
-    """A folder with the wheel's files, as an installation has them."""
+    """Install the wheel's files to a folder; return it."""
     folder = wheel.parent / "installed"
     install = ["install", "--no-deps", "--no-index", "--target", str(folder), str(wheel)]
     subprocess.run([*PIP, *install], check=True, cwd=wheel.parent)
@@ -84,7 +83,7 @@ def installation(wheel):
 
 
 def run(installed, *arguments, command=COMMAND):
-    """The command fp4kit of the installed wheel, or another program, without CuPy."""
+    """Run the installed wheel's command fp4kit, or another program, without CuPy."""
     needed = {Path(find_spec(name).origin).parent.parent for name in ("numpy", "ml_dtypes", "safetensors", "rich")}
     code = command.format(folders=[str(folder) for folder in (installed, *sorted(needed))])
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
@@ -96,7 +95,7 @@ def run(installed, *arguments, command=COMMAND):
 
 
 def files_of(wheel):
-    """Names of a wheel's files in the package."""
+    """Return the names of a wheel's files in the package."""
     return {name for name in zipfile.ZipFile(wheel).namelist() if name.startswith("fp4kit/")}
 
 
@@ -114,7 +113,7 @@ def test_recipes_are_checked_against_the_recorded_outputs(installed):
 
 
 def test_kernels_are_found(installed):
-    """The sources that an instantiation includes."""
+    """The wheel holds every source that a kernel instantiation includes."""
     sources = installed / "fp4kit" / "cuda" / "kernels"
     assert {path.name for path in sources.rglob("*.cu*")} == {path.name for path in (ROOT / "fp4kit").rglob("*.cu*")}
 
@@ -154,7 +153,9 @@ def test_without_a_compiler_the_specification_is_the_engine(installed):
 
 @pytest.mark.exhaustive
 def test_a_source_distribution_is_compiled(compiled_wheel, wheel):
-    """It holds what the compiler needs, and the wheel that is built of it what the engine is checked against."""
+    """The source distribution holds what the compiler needs, and the engine of the wheel built from it passes its
+    check.
+    """
     libraries = files_of(compiled_wheel) - files_of(wheel)
     assert files_of(wheel) < files_of(compiled_wheel)
     assert {name.partition(".")[0] for name in libraries} >= {"fp4kit/cpu/_base"}

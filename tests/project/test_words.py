@@ -1,4 +1,4 @@
-"""Docstrings and comments follow the rules of language in CONTRIBUTING.md, as far as patterns can tell."""
+"""Test that docstrings and comments follow the language rules in CONTRIBUTING.md, as far as patterns can tell."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-HEADS = re.compile(r"(What|Of|That|Those|The same|Whether|Where|As)\b")  # a docstring begins with a verb or a noun
+HEADS = re.compile(r"(What|Of|That|Those|The same|Whether|Where|As)\b")  # words that a docstring must not begin with
 PER = re.compile(  # "two codes a byte"
     r"\b(?:one|two|four|bytes?|bits?|scales?|codes?|runs?|elements?|values?)"
     r" an? (?:thread|block|row|warp|element|byte)\b"

@@ -1,5 +1,6 @@
-"""fp4kit.torch and fp4kit.jax alike: values and gradients are fp4kit's, and so the recorded ones, in every bit;
-examples.
+"""Test fp4kit.torch and fp4kit.jax alike: values and gradients are bit-identical to fp4kit's and to the recorded ones.
+
+Also run the examples.
 """
 
 import importlib
@@ -28,14 +29,14 @@ DTYPES = pytest.mark.parametrize("dtype", [np.float32, BF16, np.float16], ids=st
 
 
 class Torch:
-    """The wrapper of PyTorch, on NumPy arrays."""
+    """Call the PyTorch wrapper with NumPy arrays."""
 
     def __init__(self):
         pytest.importorskip("torch")
         self.module = importlib.import_module("fp4kit.torch")
 
     def __call__(self, w, grad, settings, name="w", amax=None):
-        """Value of fake_quantize(w) and gradient for the upstream one."""
+        """Return the value of fake_quantize(w) and the gradient for an upstream gradient `grad`."""
         w = to_torch(w).requires_grad_()
         if amax is None:
             y = self.module.FakeQuantized(settings, name)(w)
@@ -48,14 +49,14 @@ class Torch:
 
 
 class Jax:
-    """The wrapper of JAX, on NumPy arrays, with and without jit."""
+    """Call the JAX wrapper with NumPy arrays, with and without jit."""
 
     def __init__(self):
         self.jax = pytest.importorskip("jax")
         self.fake_quantize = importlib.import_module("fp4kit.jax").fake_quantize
 
     def __call__(self, w, grad, settings, name="w", amax=None):
-        """Value of fake_quantize(w) and gradient for the upstream one."""
+        """Return the value of fake_quantize(w) and the gradient for an upstream gradient `grad`."""
 
         def read(w, amax):
             if not settings.is_quantized(name):
@@ -100,8 +101,9 @@ def test_values_and_gradients(wrapped, recipe, dtype, pass_through):
 
 @pytest.mark.parametrize("recipe", CLIPPED)
 def test_recorded_gradients(wrapped, recipe, golden):
-    """What Model-Optimizer's clipped straight-through estimator returned; passing through, it returned the upstream
-    gradient.
+    """Compare with the gradients of Model-Optimizer's clipped straight-through estimator.
+
+    If it passes gradients through, it returns the upstream gradient.
     """
     compared = 0
     for case in cases(CLIPPED[recipe], golden):

@@ -1,4 +1,4 @@
-"""Quantized is checked when it is made: every part's kind, dtype and shape, on the host values too."""
+"""Test that Quantized checks every part when it is made: kind, dtype and shape, and values that are on the host."""
 
 import re
 from dataclasses import replace
@@ -21,13 +21,13 @@ FIELDS = ("packed", "block_scale", "tensor_scale", "tensor_amax", "shape", "dtyp
 
 
 def parts(name="nvfp4-te", rows=4, **changes):
-    """Arguments of a Quantized of (rows, 64) zeros, changed."""
+    """Return the arguments of a Quantized of (rows, 64) zeros, with some of them replaced."""
     q = fp4kit.quantize(np.zeros((rows, 64), F32), name)
     return {field: getattr(q, field) for field in FIELDS} | changes
 
 
 class Device:
-    """What Quantized looks at of a CuPy array."""
+    """Offer the attributes of a CuPy array that Quantized looks at."""
 
     def __init__(self, shape, dtype, device=0):
         self.shape, self.dtype, self.data = shape, np.dtype(dtype), SimpleNamespace(device_id=device)
@@ -45,7 +45,7 @@ def on_device(**changes):
 
 
 V, T = ValueError, TypeError
-WRONG = {  # arguments, the error, what it says
+WRONG = {  # maps a case to the arguments, the error and its text
     "recipe": (parts(recipe=None), T, "Quantized: recipe is a NoneType; needs an id such as 'nvfp4-te' or a Recipe"),
     "id": (parts(recipe="nvfp4-tee"), V, "Quantized: no recipe is called 'nvfp4-tee'; did you mean 'nvfp4-te'"),
     "int32": (
@@ -210,7 +210,7 @@ def test_a_device_s_values_are_not_read():
 
 @pytest.mark.parametrize("name", NAMES)
 def test_what_quantize_returns_is_one(name):
-    """Zeros, inf and NaN too, whose tensor scales are unusual numbers or NaN; with and without the amax."""
+    """quantize returns a valid Quantized also for zeros, inf and NaN, whose tensor scales are unusual or NaN."""
     for value in (0.0, np.inf, np.nan, -np.nan):
         x = np.full((32, 128), value, F32)
         x[16:] = ORDINARY[:16]

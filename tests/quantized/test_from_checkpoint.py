@@ -1,5 +1,5 @@
-"""Quantized.from_parts: the dtypes, orders, directions and shapes that checkpoints and loaders have, and what is
-refused.
+"""Test Quantized.from_parts: the dtypes, nibble orders, scale directions and shapes found in checkpoints, and its
+errors.
 """
 
 import re
@@ -24,14 +24,14 @@ X = ordinary(7, dtype=BF16)
 
 
 def built(q, packed=None, block_scale=None, tensor_scale=None, **options):
-    """from_parts of q's parts, some of them changed."""
+    """Call from_parts with the parts of q, some of them replaced."""
     given = [q.packed if packed is None else packed, q.block_scale if block_scale is None else block_scale]
     given.append(q.tensor_scale if tensor_scale is None else tensor_scale)
     return Quantized.from_parts(*given, **{"recipe": q.recipe, "dtype": q.dtype, "axis": q.axis} | options)
 
 
 def assert_same(found, q):
-    """All but the amax, which no checkpoint has."""
+    """Assert that two Quantized are equal in everything except the amax, which checkpoints do not store."""
     assert found.tensor_amax is None
     for part in ("packed", "block_scale", "tensor_scale"):
         if getattr(q, part) is not None:
@@ -43,7 +43,7 @@ def assert_same(found, q):
 @pytest.mark.parametrize("axis", [0, 1])
 @pytest.mark.parametrize("name", NAMES)
 def test_its_own_parts(name, axis):
-    """Without copies, and with the same values where the amax is the one that the scale implies."""
+    """from_parts makes no copies. The values are the same because they depend on the scale alone."""
     q = fp4kit.quantize(X, name, axis=axis)
     found = built(q)
     assert_same(found, q)
@@ -53,7 +53,9 @@ def test_its_own_parts(name, axis):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_dtypes_of_codes_and_scales(name):
-    """Bytes of either sign, and every dtype that says the format; 4 bits one a byte are packed."""
+    """Codes and scales may be bytes of either sign or have a dtype that names the format; unpacked 4-bit codes are
+    packed.
+    """
     q = fp4kit.quantize(X, name)
     assert_same(built(q, packed=q.packed.view(np.int8)), q)
     own = {**ML_DTYPES, INT4: ml_dtypes.int4, INT8: np.int8}[q.recipe.element]
@@ -66,7 +68,7 @@ def test_dtypes_of_codes_and_scales(name):
 
 
 def test_all_bytes_of_codes_and_scales():
-    """Every pair of codes in either order of nibbles, every code one a byte with bits above it, every scale."""
+    """Try every pair of codes in both nibble orders, every unpacked code with bits set above it, and every scale."""
     packed, scales = np.arange(256, dtype=np.uint8).reshape(16, 16), np.resize(np.arange(256, dtype=np.uint8), (16, 2))
     q = Quantized.from_parts(packed, scales, F32(1), recipe="nvfp4-te", dtype=F32)
     assert_same(built(q, packed=packed >> 4 | packed << 4, high_nibble_first=True), q)
@@ -88,7 +90,7 @@ def test_tensor_scales_of_other_dtypes(dtype):
 
 @pytest.mark.parametrize("bits", [1, 0x00400000, 0x00800000, 0x7F7FFFFF, 0x3EAAAAAB])
 def test_float64_that_is_a_float32(bits):
-    """Subnormals and the largest too."""
+    """Holds for subnormals and the largest float32, too."""
     scale = np.array(bits, np.uint32).view(F32)
     q = fp4kit.quantize(X, "nvfp4-te")
     assert_same_bits(built(q, tensor_scale=scale.astype(np.float64)).tensor_scale, scale)
@@ -113,7 +115,7 @@ def test_tensor_scales_of_rows_experts_and_blocks():
     for shape in ((2,), (2, 1), (2, 1, 1)):
         assert_same(built(experts, tensor_scale=experts.tensor_scale.reshape(shape)), experts)
     one = fp4kit.quantize(X[None], "nvfp4-te")
-    for shape in ((), (1,)):  # both are shapes of a stack of one
+    for shape in ((), (1,)):  # both are shapes of a stack of one matrix
         scale = one.tensor_scale.reshape(shape)
         assert_same(built(one, tensor_scale=scale), replace(one, tensor_amax=None, tensor_scale=scale))
     blocks = fp4kit.quantize(X, "int4-modelopt")
@@ -122,7 +124,10 @@ def test_tensor_scales_of_rows_experts_and_blocks():
 
 @pytest.mark.parametrize("dtype", [BF16, np.float16, F32])
 def test_a_divisor_gives_the_scale_and_the_values_of_its_producer(dtype):
-    """compressed-tensors stores the encode scale: of every tensor the reciprocal is the decode scale, in every bit."""
+    """compressed-tensors stores the encode scale.
+
+    The reciprocal of the stored value is bit-identical to the decode scale.
+    """
     rng = np.random.default_rng(5)
     for _ in range(50):
         x = (rng.standard_normal((4, 32)) * 2.0 ** rng.integers(-10, 10)).astype(dtype)
@@ -130,7 +135,7 @@ def test_a_divisor_gives_the_scale_and_the_values_of_its_producer(dtype):
         stored = tensor_scale(q.tensor_amax, q.recipe, q.dtype).encode.reshape(1)
         found = built(q, tensor_scale=stored, tensor_scale_divides=True)
         assert_same(found, q)
-        if dtype == BF16:  # a divisor of 8 significant bits is known by its reciprocal
+        if dtype == BF16:  # a divisor with 8 significant bits is recognized by its reciprocal
             assert_same_bits(found.dequantize(F32), q.dequantize(F32))
 
 
@@ -141,7 +146,7 @@ def test_a_divisor_is_inverted_as_float32():
     found = Quantized.from_parts(packed, scales, divisors, recipe="nvfp4-compressed-tensors", tensor_scale_divides=True)
     assert_same_bits(
         found.tensor_scale, (1 / divisors.astype(np.float64)).astype(F32)
-    )  # 53 bits: rounded twice as once
+    )  # with 53 bits, rounding twice gives what rounding once gives
     found = Quantized.from_parts(
         packed[0], scales[0], np.float64(2.0**127), recipe="nvfp4-te", tensor_scale_divides=True
     )
@@ -178,7 +183,9 @@ def test_the_dtype_is_bfloat16_by_default():
 
 @pytest.mark.parametrize("name", NAMES)
 def test_torch_tensors(name):
-    """With the dtypes of its loaders, without copies; a Parameter too. Values are those of NumPy's parts."""
+    """Tensors with the dtypes of PyTorch loaders, Parameters included, are taken without copies and give the same
+    values.
+    """
     torch = pytest.importorskip("torch")
     q = fp4kit.quantize(X, name)
     names = {
@@ -222,7 +229,7 @@ def test_memory_of_torch_outlives_its_tensors():
 NVFP4, MXFP8, FP6, INT = (
     fp4kit.quantize(X[:4, :64], name) for name in ("nvfp4-te", "mxfp8-te", "mxfp6-torchao-floor-e2m3", "int8-modelopt")
 )
-WRONG = {  # arguments, the error, what it says
+WRONG = {  # maps a case to the arguments, the error and its text
     "codes of another format": (
         MXFP8,
         {"packed": MXFP8.packed.view(ml_dtypes.float8_e5m2)},
@@ -403,7 +410,7 @@ def test_inputs_are_not_written_to():
 
 
 def test_every_format_has_a_dtype():
-    """So that a recipe of a new format gets one here, or is seen to have none."""
+    """A recipe with a new format either gets a dtype in this table or fails here."""
     from fp4kit.quantized.from_checkpoint import DTYPES
 
     assert {r.element for r in RECIPES.values()} | {r.scale for r in RECIPES.values() if r.scale} <= set(DTYPES)

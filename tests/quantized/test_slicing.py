@@ -1,4 +1,4 @@
-"""q[a:b], len, equals, dequantize, pickle and copies of a Quantized."""
+"""Test slicing, len, equals, dequantize, pickle and copies of a Quantized."""
 
 import copy
 import pickle
@@ -35,7 +35,7 @@ def values(q):
 
 
 def cuts(q):
-    """Where the first axis may be cut, by the definition of blocks."""
+    """Return the indices at which the first axis may be cut, by the definition of blocks."""
     step = q.recipe.length_multiple if q.axis == 0 else q.recipe.block_rows if len(q.shape) == 2 else 1
     return [*range(0, q.shape[0], step), q.shape[0]]
 
@@ -46,7 +46,7 @@ def cuts(q):
 @pytest.mark.parametrize("axis", [0, 1])
 @pytest.mark.parametrize("name", NAMES)
 def test_every_slice_between_blocks_has_the_values_of_its_rows(name, axis):
-    """Of ordinary and of unusual numbers, also where the length is no multiple of a block's rows."""
+    """Holds for ordinary and unusual numbers, and for lengths that are not a multiple of a block's rows."""
     rng = np.random.default_rng(len(name) + axis)
     for x in (INPUTS["nonfinite"], INPUTS["extreme"], ORDINARY if axis == 0 else ORDINARY[:120]):
         q = quantized(x, name, axis=axis)
@@ -62,7 +62,7 @@ def test_every_slice_between_blocks_has_the_values_of_its_rows(name, axis):
 
 @given(st.data())
 def test_slices_of_stacks(data):
-    """Three and four dimensions, any axis, scales of experts, rows and blocks."""
+    """Draw stacks of three and four dimensions, any axis, and scales per expert, row and block."""
     name = data.draw(st.sampled_from([name for name in REPRESENTATIVE if name in NAMES]))
     x = STACK if data.draw(st.booleans()) else STACK.reshape(3, 2, 64, 128)
     axis = data.draw(st.sampled_from([x.ndim - 2, x.ndim - 1]))
@@ -101,8 +101,9 @@ def test_slices_along_the_blocks_of_the_first_axis():
 
 @pytest.mark.parametrize("layout", SCALE_LAYOUTS[1:])
 def test_swizzled_slices(layout):
-    """Whole tiles are views; other cuts go through unswizzle, as the error says. Tensors of a stack may be cut
-    anywhere.
+    """Slices of whole tiles are views.
+
+    For other cuts the error says to unswizzle first. Stacks may be cut between any two tensors.
     """
     x = np.resize(ORDINARY, (300, 128))
     tile = 128 if layout == "swizzled_128x4" else 8
@@ -172,12 +173,11 @@ def test_steps_and_iteration():
             spread(q)
 
 
-# --- equality, copies
-# ---------------------------------------------------------------------------------------------------
+# --- equality, copies ------------------------------------------------------------------------------------------------
 
 
 def everything():
-    """Quantized arrays of all recipes, layouts, of NaN, of experts, of nothing."""
+    """Yield Quantized of every recipe and scale layout, with NaN, with scales per expert, and empty ones."""
     for name in NAMES:
         yield quantized(INPUTS["nonfinite"], name)
     for layout in SCALE_LAYOUTS:
@@ -213,7 +213,7 @@ def test_equality_sees_every_bit_of_every_part():
                 changed = array.copy()
                 changed.reshape(-1).view(np.uint8)[byte] ^= 1
                 other = copy.copy(q)
-                object.__setattr__(other, part, changed)  # a check of values may refuse it
+                object.__setattr__(other, part, changed)  # Quantized may reject the changed values
                 assert not q.equals(other) and not other.equals(q), part
     nan = np.array([0x7FC00000, 0x7FC00001], np.uint32).view(F32)
     q = replace(fp4kit.quantize(ORDINARY, "nvfp4-te"), tensor_scale=nan[0], tensor_amax=None)

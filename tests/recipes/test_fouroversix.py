@@ -1,4 +1,6 @@
-"""Elements from 7 scales on, which fouroversix does not clamp: the codes that it packs, the scales that it chooses."""
+"""Test fouroversix with elements of 7 scales and more, which it does not clamp: the codes it packs and the scales it
+chooses.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,8 @@ from fp4kit.reference.codec import encode, nearest_unbounded
 
 NAMES = [id for id, r in RECIPES.items() if r.producer == "fouroversix" and r.tensor_rule]
 WRAPPED = [id for id in NAMES if RECIPES[id].rounding == "rnw"]
-# The code of 1.4 * 2^-9 / 448, alone in its block beside a block of 1, and the scales of both.
+# For each recipe: the code of 1.4 * 2^-9 / 448, which is alone in a block beside a block of 1, and the scales of both
+# blocks.
 ONE_AND_TINY = {
     "nvfp4-fouroversix-6": (8, [126, 1]),
     "nvfp4-fouroversix-4": (7, [126, 1]),
@@ -26,8 +29,8 @@ ONE_AND_TINY = {
     "nvfp4-fouroversix-absmax": (6, [120, 1]),
     "nvfp4-fouroversix-triton-6": (7, [126, 1]),
 }
-# A block of these tenths of 2^-9 / 256 has the scale 2 and the value 8 first; if that were 6, 4 would be the better
-# scale.
+# A block of these tenths of 2^-9 / 256 has the scale 2 and a first value of 8. If that value were clamped to 6, 4 would
+# be the better scale.
 TENTHS = (24, -12, 15, 12, 0, 18, 0, 0, 0, 21, -15, 3, -18, 0, -18, -18)
 PACKED = "e8667000702e0fff"
 
@@ -66,9 +69,7 @@ def test_values_go_on_in_steps_of_two():
 
 
 def test_scales_that_are_nan():
-    """Those of zeros under an infinite encode scale, and of a block with inf; not of a tensor of zeros, nor of finite
-    blocks.
-    """
+    """Zeros under an infinite encode scale and blocks with inf give NaN. Tensors of zeros and finite blocks do not."""
     for name in NAMES:
         assert not fp4kit.quantize(np.zeros((1, 32), np.float32), name).block_scale.any()
         x = np.zeros((1, 32), np.float32)

@@ -1,4 +1,4 @@
-"""AMD Quark where block scales underflow, as its quantizers and its exporter gave them (0.13, PyTorch 2.13 on a
+"""Test AMD Quark where block scales underflow, against outputs of its quantizers and exporter (0.13, PyTorch 2.13 on a
 CPU).
 """
 
@@ -15,8 +15,9 @@ NAMES = ("nvfp4-quark", "nvfp4-quark-file2file")
 
 
 def underflowing() -> np.ndarray:
-    """Return blocks whose scales underflow under the tensor's: as a ratio to it, or as a product with it, which is
-    subnormal.
+    """Return blocks whose scales underflow when they are expressed relative to the tensor scale.
+
+    Some underflow as a ratio to the tensor scale. Others underflow as a product with it, which is subnormal.
     """
     x = np.random.default_rng(0).standard_normal((16, 256)) * np.exp2(-np.arange(16) * 3)[:, None]
     x[1, :16] = 0
@@ -51,7 +52,7 @@ def test_the_compiled_engine(name, monkeypatch):
         agree(fp4kit.quantize, x, name, block_scale=q.block_scale, tensor_scale=q.tensor_scale)
 
 
-# ---- MX: scales pass through the dtype of the weight on decode, not in the fake quantizer ----
+# ---- MX: decoding rounds scales to the dtype of the weight; the fake quantizer does not ----
 
 
 @pytest.mark.parametrize(

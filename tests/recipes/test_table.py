@@ -1,4 +1,4 @@
-"""The table of recipes: every name in it names something, and what one field promises the others keep."""
+"""Test the table of recipes: every name in it exists, and the fields of a recipe agree with each other."""
 
 import pickle
 import re
@@ -37,7 +37,7 @@ def test_ids():
     assert fp4kit.recipes() == tuple(RECIPES)
     assert [r.id for r in RECIPES.values()] == list(RECIPES)
     plain = {replace(r, id="any", source="", exact="", versions=None) for r in RECIPES.values()}
-    assert len(plain) == len(RECIPES)  # no rule under two names
+    assert len(plain) == len(RECIPES)  # no two names share one rule
     assert all(re.fullmatch(r"(nvfp4|mxfp[468]|fp8|int[48])(-[a-z0-9]+)+", name) for name in RECIPES)
 
 
@@ -54,7 +54,7 @@ def test_every_rule_is_used_or_decodes_recorded_arrays():
     used = {name for r in RECIPES.values() for name in (r.block_rule, r.tensor_rule, r.fake_rule, r.decode_rule)}
     used |= {rule.float16 for name, rule in rules.DECODE_RULES.items() if name in used}
     assert set(BLOCK_RULES) | set(TENSOR_RULES) | set(FAKE_RULES) <= used
-    assert set(DECODE_RULES) - used == {"e8m0_unbounded"}  # one more decoder of the same codes
+    assert set(DECODE_RULES) - used == {"e8m0_unbounded"}  # e8m0_unbounded is an alternative decoder of existing codes
 
 
 @recipes
@@ -112,7 +112,7 @@ def test_aliases_of_producers_say_what_differs():
 def test_versions_are_stated_everywhere(r):
     assert type(r.versions) is Versions and all(r.versions)
     assert any(version in r.exact for version in r.versions)
-    assert r.versions.last in r.source or r.producer == "qat"  # which has no versions
+    assert r.versions.last in r.source or r.producer == "qat"  # qat has no versions
     assert recipe_rows([r.id])[0][RECIPE_COLUMNS.index("versions")] == str(r.versions) and str(r.versions) in str(r)
 
 

@@ -1,4 +1,4 @@
-"""Recipes as strings: every recipe of the table and variants of every field come back equal; the same string in any
+"""Test recipes as strings: recipes and variants of every field survive the round trip, with the same string in any
 process.
 """
 
@@ -30,11 +30,11 @@ def test_a_recipe_of_the_table_is_its_id(id):
 
 
 def drawn():
-    """Variants of every recipe, with up to four fields changed."""
+    """Yield variants of every recipe, with up to four fields changed."""
     rng = np.random.default_rng(1)
     for id in RECIPES:
         for changes in range(1, 5):
-            with suppress(ValueError):  # fields that no rule takes together
+            with suppress(ValueError):  # no rule allows this combination of fields
                 yield draw_variant(rng, id, changes).recipe
 
 

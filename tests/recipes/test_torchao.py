@@ -1,5 +1,5 @@
-"""torchao's release 0.18.0: its steps stated anew, one number at a time, and where it differs from the development
-version.
+"""Test torchao's release 0.18.0: restate its steps one number at a time, and check where it differs from the
+development version.
 """
 
 from __future__ import annotations
@@ -21,12 +21,16 @@ MODES = ("floor", "rceil", "ceil", "even")
 
 
 def development(name):
-    """The recipe of 0.19 of the same call."""
+    """Return the recipe of the corresponding call in 0.19."""
     return fp4kit.recipe(name.removesuffix("-018"))
 
 
 def amaxes():
-    """bfloat16 numbers of small, middle and large exponents, inf and NaN; float32 numbers a few ulp above max * 2^k."""
+    """Return test amaxes.
+
+    They are bfloat16 numbers of small, middle and large exponents, inf and NaN, and float32 numbers a few ulp above max
+    * 2^k.
+    """
     codes = np.append(np.arange(0x7F81, dtype=np.uint16), np.uint16(0x7FC0))
     numbers = codes.view(ml_dtypes.bfloat16).astype(np.float32)
     field = exponent_field(numbers)
@@ -40,7 +44,7 @@ def amaxes():
 
 
 def stated(amax, mode, element):
-    """(scale byte, what elements are multiplied with) of a block, by mx_tensor.py of 0.18.0."""
+    """Return (scale byte, factor of the elements) of a block, by mx_tensor.py of 0.18.0."""
     if math.isnan(amax):
         return 255, math.nan if mode == "rceil" else 0.0
     if mode == "rceil":
@@ -116,7 +120,7 @@ def test_rceil_of_the_release_flushes_tiny_blocks_and_saturates_near_powers(eith
 
 
 def test_the_release_is_not_the_development_version_on_recorded_inputs(golden):
-    """The recorded arrays of either tell the two apart."""
+    """The recorded arrays of both versions distinguish the two."""
     for name in ("mxfp4-torchao-floor-018", "mxfp8-torchao-rceil-018"):
         r = RECIPES[name]
         assert not check_recipe(name, golden).differences
@@ -130,7 +134,10 @@ def test_the_release_is_not_the_development_version_on_recorded_inputs(golden):
 
 @pytest.mark.parametrize("mode", ["floor", "ceil", "even"])
 def test_other_elements_of_a_block_with_nan_become_zeros(mode, either_engine):
-    """They are divided by the infinity that stands for the byte of NaN; the values are NaN all the same."""
+    """The other elements are divided by the infinity that stands for the NaN byte.
+
+    All decoded values are NaN nevertheless.
+    """
     x = np.zeros((1, 32), np.float32)
     x[0, :3] = np.nan, 1, -2
     q = fp4kit.quantize(x, f"mxfp4-torchao-{mode}-018")

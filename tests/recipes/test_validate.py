@@ -1,5 +1,5 @@
-"""A Recipe is refused when it is made, with the field's name, unless the specification defines it: each field, then
-each pair.
+"""Test that a Recipe that the specification does not define is rejected when it is made, with the field's name: each
+field, then each pair.
 """
 
 import re
@@ -32,7 +32,7 @@ from fp4kit.rounding import ROUNDINGS
 V, T = ValueError, TypeError
 E1M2, E3M0 = ElementFormat("E1M2", 1, 2, 1), ElementFormat("E3M0", 3, 0, 3)
 
-WRONG = {  # recipe, what is replaced, the error, what it says after "Recipe <id>: "
+WRONG = {  # maps a case to the recipe, the replaced fields, the error, and its text after "Recipe <id>: "
     # each field by itself
     "id": ("nvfp4-te", {"id": ""}, V, "id is ''; needs a name"),
     "id of another type": ("nvfp4-te", {"id": 4}, T, "id is 4; needs a str"),
@@ -474,7 +474,7 @@ VARIANTS = [
 
 @pytest.mark.parametrize(("name", "changes"), VARIANTS, ids=str)
 def test_variants_come_near_their_input(name, changes):
-    """What is not refused does what its rules say: the error is that of the element format, not more."""
+    """An accepted combination does what its rules say: the error is that of the element format and not larger."""
     r = replace(RECIPES[name], **changes)
     y = fp4kit.dequantize(fp4kit.quantize(ORDINARY, r))
     x = ORDINARY.astype(np.float64)
@@ -486,9 +486,7 @@ PAIRED = [("nvfp4-te", 0), *exhaustive([("nvfp4-te", 1), ("nvfp4-te", 2), ("nvfp
 
 @pytest.mark.parametrize("paired", PAIRED, ids=str)
 def test_every_pair_of_rules_works_or_is_refused(paired):
-    """No pair of a scale, a block rule, a tensor rule and a decode rule is made and then fails, or gives values far
-    from x.
-    """
+    """Each combination of scale, block, tensor and decode rule is rejected at once, or works with values close to x."""
     name, part = paired  # every fourth of all pairs
     x = np.random.default_rng(1).standard_normal((32, 128)).astype(np.float32)
     made = 0
@@ -505,18 +503,18 @@ def test_every_pair_of_rules_works_or_is_refused(paired):
                 continue
             made += 1
             error = fp4kit.dequantize(fp4kit.quantize(x, r)).astype(np.float64) - x
-            clips = "down" in (block or "")  # to 6 what is up to 12 times the scale
+            clips = "down" in (block or "")  # this rule clips values of up to 12 times the scale to 6
             assert np.sum(error**2) < (0.2 if clips else 0.1) * np.sum(x.astype(np.float64) ** 2), r
     assert made > 5
 
 
 def named(module, prefix):
-    """Names of a module's rules: of the functions that begin so."""
+    """Return the names of a module's rules, which are the functions with this prefix."""
     return {name.removeprefix(prefix) for name in vars(module) if name.startswith(prefix)}
 
 
 def test_names_of_rules_are_those_of_the_specification():
-    """A function of a misspelled rule would be no error: the rule would have another one's."""
+    """Without this test, a misspelled rule function would raise no error; another rule would be used for its name."""
     modules = (
         block_rules,
         block_rules_gguf_mlx,
@@ -550,7 +548,7 @@ def test_names_of_rules_are_those_of_the_kernels():
         assert ("kNeedsAmax = true" in struct) == rule.needs_amax
 
 
-FORMATS = {  # fields, the error, what it says
+FORMATS = {  # maps a case to the fields, the error and its text
     "name": (("E 2", 2, 1, 1), V, "name is 'E 2'; needs an identifier"),
     "name's type": ((2, 2, 1, 1), T, "name is 2; needs str"),
     "bits": (("X", 5, 3, 1), V, "needs both >= 0, and 1 to 8 bits"),

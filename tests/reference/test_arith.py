@@ -1,5 +1,5 @@
-"""float32 arithmetic as GPUs do it: flushed subnormals, and the approximate reciprocal of sm_90 over all
-significands.
+"""Test float32 arithmetic as GPUs do it: flushed subnormals, and the approximate reciprocal of sm_90 for every
+significand.
 """
 
 import ml_dtypes
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from fp4kit.evidence.testing import assert_same_bits
 from fp4kit.reference.arith import INV6, divide_ftz, flush, multiply_ftz, narrow_float64, reciprocal_approx_ftz
 
-TINY = np.float32(2.0**-126)  # the smallest normal
+TINY = np.float32(2.0**-126)  # the smallest normal number
 SPECIAL = np.array(
     [
         0,
@@ -56,8 +56,9 @@ def test_flush_of_every_exponent_and_sign():
 
 
 def exact_ftz(operation, a, b):
-    """The operation in float64 on flushed operands, rounded to float32 and flushed; one operation rounded so is rounded
-    once.
+    """Return the operation in float64 on flushed operands, rounded to float32 and flushed.
+
+    For a single operation, this double rounding equals one rounding.
     """
     a, b = (np.where(np.abs(v) < TINY, np.copysign(0.0, v), v.astype(np.float64)) for v in (a, b))
     with np.errstate(all="ignore"):
@@ -78,8 +79,8 @@ def test_ftz_operations_on_special_values(ours, plain):
 
 def test_ftz_operations_flush():
     tiny, small = np.float32([2.0**-126]), np.float32([2.0**-130])
-    assert_same_bits(multiply_ftz(-small, np.float32([2.0**100])), np.float32([-0.0]))  # the operand
-    assert_same_bits(multiply_ftz(-tiny, np.float32([0.5])), np.float32([-0.0]))  # the result
+    assert_same_bits(multiply_ftz(-small, np.float32([2.0**100])), np.float32([-0.0]))  # the operand is flushed
+    assert_same_bits(multiply_ftz(-tiny, np.float32([0.5])), np.float32([-0.0]))  # the result is flushed
     assert_same_bits(multiply_ftz(tiny, np.float32([1.5])), np.float32([1.5 * 2.0**-126]))
     with np.errstate(divide="ignore"):
         assert_same_bits(divide_ftz(np.float32([1.0]), -small), np.float32([-np.inf]))
@@ -102,7 +103,10 @@ def test_ftz_operations_on_any_floats(pair):
 
 
 def test_reciprocal_of_every_significand():
-    """Within 1 ulp of the correctly rounded reciprocal; how often exact, above and below, as measured on an H200."""
+    """Each result is within 1 ulp of the correctly rounded reciprocal.
+
+    The counts of exact, lower and higher results are those of an H200.
+    """
     counts = np.zeros(3, np.int64)  # below, exact, above
     for start in range(0, 2**23, 2**20):
         x = (np.arange(start, start + 2**20, dtype=np.uint32) | 0x3F800000).view(np.float32)
@@ -155,7 +159,7 @@ def test_reciprocal_keeps_shape_and_input():
 
 
 def test_tiny_is_decided_before_rounding_to_subnormals():
-    """Measured on an H200: a product of (1 - 2^-24) * 2^-126 is flushed, one of (1 - 2^-26) * 2^-126 is 2^-126."""
+    """On an H200, a product of (1 - 2^-24) * 2^-126 is flushed; a product of (1 - 2^-26) * 2^-126 becomes 2^-126."""
     smallest, half = np.float32(2.0**-126), np.float32(2.0**-63)
     below = np.nextafter(np.float32(1), np.float32(0))
     assert multiply_ftz(below, smallest) == 0 and below * smallest == smallest
@@ -167,8 +171,10 @@ def test_tiny_is_decided_before_rounding_to_subnormals():
 
 
 def test_float64_is_rounded_once():
-    """Beside a tie of bfloat16 that float32 cannot tell from it; float16 and float32 go through NumPy."""
-    tie = 6096.0  # between the bfloat16 neighbours 6080 (even) and 6112
+    """Values beside a bfloat16 tie would round wrongly through float32. float16 and float32 results are rounded by
+    NumPy.
+    """
+    tie = 6096.0  # between the bfloat16 neighbors 6080 (even) and 6112
     x = np.array([tie, tie * (1 + 2.0**-40), tie * (1 - 2.0**-40), -tie * (1 + 2.0**-40), np.inf, np.nan, 0.0, 1e-300])
     found = narrow_float64(x, np.dtype(ml_dtypes.bfloat16)).astype(np.float64)
     np.testing.assert_array_equal(found, [6080, 6112, 6080, -6112, np.inf, np.nan, 0, 0])

@@ -1,5 +1,6 @@
-"""Block rules by themselves: names, the order of te's products, zeros, NaN that saturates. Golden files test the
-rest.
+"""Test block rules by themselves: names, the order of TE's products, zeros, and NaN that saturates.
+
+The golden files test the rest.
 """
 
 import re
@@ -23,7 +24,7 @@ from fp4kit.reference.tensor_rules import TENSOR_RULES, tensor_scale
 WRAPPING = (
     "e8m0_mlx",
     "e8m0_mlx_0321",
-)  # rules whose factor asks for the amax: a scale's byte has wrapped, or it is not finite
+)  # the factor of these rules depends on the amax if a scale's byte has wrapped or the amax is not finite
 F32 = np.dtype(np.float32)
 
 
@@ -43,7 +44,7 @@ def test_products_of_te_are_in_its_order():
 
 @pytest.mark.parametrize("name", [name for name in BLOCK_RULES if not rules.BLOCK_RULES[name].reads_amax])
 def test_a_factor_depends_on_the_code_and_on_zeros_alone(name):
-    """What a table by codes, made for blocks that are not of zeros, and one question about the block, may rely on."""
+    """A table of factors per scale code, made for nonzero blocks, and a test for blocks of zeros must suffice."""
     r = next(r for r in RECIPES.values() if r.block_rule == name)
     tensor = tensor_scale(np.float32(3.7), r, F32)
     codes = np.arange(256, dtype=np.uint8)
@@ -55,7 +56,8 @@ def test_a_factor_depends_on_the_code_and_on_zeros_alone(name):
         is_zero = name.startswith("flashinfer") and amax < 2.0**-126
         if name in WRAPPING:
             is_zero = not np.isfinite(amax)
-            factor = np.where((codes >= 234) & (0 < amax < 2.0**-125), factors[1.0], factor)  # test_gguf_mlx
+            # a wrapped byte; see test_block_rules_gguf_mlx.py
+            factor = np.where((codes >= 234) & (0 < amax < 2.0**-125), factors[1.0], factor)
         assert_same_bits(factor, np.zeros(256, np.float32) if is_zero else factors[1.0])
 
 
@@ -68,8 +70,8 @@ def test_nan_saturates_before_any_rounding(rounding):
 
 
 def test_qwix_multiplies_by_rounded_reciprocals():
-    """Elements at midpoints of E2M1 times a scale of 1.875, whose float32 reciprocal is too large: ties go up, as in
-    XLA.
+    """Elements are at midpoints of E2M1 times a scale of 1.875, whose float32 reciprocal is too large, so ties go up as
+    in XLA.
     """
     x = np.float32(1.875) * np.array([[6, 0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5] * 2], np.float32)
     q = agree(fp4kit.quantize, x, "nvfp4-qwix")
@@ -77,8 +79,8 @@ def test_qwix_multiplies_by_rounded_reciprocals():
     assert fp4kit.recipe("nvfp4-qwix-float16") is fp4kit.recipe("nvfp4-qwix")
 
 
-# Bytes that qwix 0.1.8 (JAX 0.10.2, on a CPU) and TE's reference quantizer (PyTorch 2.13) gave for amaxes beside max *
-# 2^k.
+# Scale bytes for amaxes beside max * 2^k, from qwix 0.1.8 (JAX 0.10.2, on a CPU) and TE's reference quantizer (PyTorch
+# 2.13).
 BESIDE_POWERS = [
     ("mxfp4-te", np.float32, 6 * 2.0**-60, {-1: 67, 0: 67, 3: 67, 14: 67, 30: 68}),
     ("mxfp4-qwix", np.float32, 6 * 2.0**-8, {-1: 119, 0: 119, 1: 119, 2: 120}),
@@ -96,7 +98,7 @@ def test_scales_beside_powers_of_two(name, dtype, amax, codes):
 
 
 def test_quotients_of_sglang_underflow_in_the_dtype():
-    """Every zero has code 8 there: a quotient of 3e-8 is 2^-25, half of the least float16, which rounds to 0."""
+    """Every zero has code 8. A quotient of 3e-8 is 2^-25, half of the smallest float16, so it rounds to 0."""
     x = np.zeros((1, 32), np.float16)
     x[0, :2] = 6 * 2.0**12, 2.0**-13
     for dtype, code in ((np.float16, 8), (np.float32, 0)):
@@ -107,7 +109,9 @@ def test_quotients_of_sglang_underflow_in_the_dtype():
 
 @pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
 def test_qwix_flushes_subnormals(dtype):
-    """An amax of 1e-18 has scale 0, whose reciprocal is inf: normal numbers saturate, zeros become NaN, of code 8."""
+    """An amax of 1e-18 has scale 0, whose reciprocal is inf: normal numbers saturate, and zeros become NaN, which has
+    code 8.
+    """
     x = np.zeros((1, 16), dtype)
     x[0, :6] = 1e-18, 2.0**-126, -(2.0**-125), 2.0**-127, -(2.0**-127), -0.0
     q = agree(fp4kit.quantize, x, "nvfp4-qwix")

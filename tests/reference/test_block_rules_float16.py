@@ -1,6 +1,6 @@
-"""Every block amax of float16 and bfloat16, under the rules of producers that compute in these dtypes.
+"""Test every block amax of float16 and bfloat16 under the rules of producers that compute in these dtypes.
 
-The producers' steps are stated here anew, from their sources.
+The producers' steps are restated here from their sources.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ F16 = np.dtype(np.float16)
 
 
 def every_amax(dtype) -> np.ndarray:
-    """All positive finite numbers of a dtype of 16 bits, ascending."""
+    """Return all positive finite numbers of a 16-bit dtype, ascending."""
     return np.arange(1, int(np.array(np.inf, dtype).view(np.uint16)), dtype=np.uint16).view(dtype)
 
 
 def blocks_of(amaxes: np.ndarray) -> np.ndarray:
-    """A block of 32 elements per amax: the amax, fractions of it of both signs, and zeros."""
+    """Return a block of 32 elements per amax: the amax, fractions of it of both signs, and zeros."""
     rng = np.random.default_rng(8)
     x = (rng.uniform(-1, 1, (len(amaxes), 32)) * amaxes.astype(np.float64)[:, None]).astype(amaxes.dtype)
     x[:, :4] = np.stack([amaxes, -amaxes, 0 * amaxes, -0 * amaxes], axis=1)
@@ -38,8 +38,9 @@ def blocks_of(amaxes: np.ndarray) -> np.ndarray:
 
 
 def masked_scales(amaxes: np.ndarray, element) -> np.ndarray:
-    """round_to_power_2 and generate_mx_scales, by the bits of the dtype: exponents of scales, and 0 where the scale is
-    0.
+    """Restate round_to_power_2 and generate_mx_scales on the bits of the dtype.
+
+    Return the exponents of scales; where the scale is 0, return exponent 0.
     """
     dtype = amaxes.dtype
     mantissa = {F16: 10, BF16: 7}[dtype]
@@ -74,13 +75,14 @@ BY_MX = [(4, ""), (4, "-rceil"), (4, "-rceil-v2"), (8, ""), (8, "-rceil")]
 
 
 def without_packing(x: np.ndarray, name: str):
-    """The codes that auto-round's fake quantizer rounds to, before it packs them."""
+    """Return the codes that auto-round's fake quantizer rounds to, before it packs them."""
     return fp4kit.quantize(x, replace(RECIPES[name], repacked=False))
 
 
 def pack_fp4(y: np.ndarray) -> np.ndarray:
-    """_pack_fp4_to_uint8: the first of the least distances, which is 0 for NaN, and the sign bit, which x86 sets in a
-    NaN.
+    """Restate _pack_fp4_to_uint8: the first of the smallest distances, and the sign bit.
+
+    For NaN the first distance counts as smallest, and x86 sets the sign bit.
     """
     distance = np.abs(np.abs(y.astype(np.float64))[..., None] - FP4)
     codes = np.argmin(np.where(np.isnan(distance), 0, distance), axis=-1)
@@ -88,7 +90,7 @@ def pack_fp4(y: np.ndarray) -> np.ndarray:
 
 
 def pack_fp8(y: np.ndarray) -> np.ndarray:
-    """y.to(float8_e4m3fn) of values of that type: saturating, FF for x86's NaN."""
+    """Restate y.to(float8_e4m3fn) for float8_e4m3fn values: saturating, and FF for the NaN of x86."""
     codes = np.clip(y.astype(np.float64), -448, 448).astype(np.float32).astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
     return np.where(np.isnan(y), 0xFF, codes)
 
@@ -96,8 +98,9 @@ def pack_fp8(y: np.ndarray) -> np.ndarray:
 @pytest.mark.parametrize("dtype", [F16, BF16, np.dtype(np.float32)], ids=str)
 @pytest.mark.parametrize(("bits", "rule"), BY_MX)
 def test_auto_round_packs_values_of_the_dtype(bits, rule, dtype, either_engine):
-    """QuantLinear.pack divides T(value) by T(2^e): both may be 0 or infinite in float16, values may be infinite in any
-    dtype.
+    """QuantLinear.pack divides T(value) by T(2^e).
+
+    In float16 both may be 0 or infinite; in any dtype values may be infinite.
     """
     name = f"mxfp{bits}-auto-round{rule}"
     amaxes = every_amax(BF16 if dtype == np.float32 else dtype)
@@ -118,7 +121,7 @@ def test_auto_round_packs_values_of_the_dtype(bits, rule, dtype, either_engine):
 
 @pytest.mark.parametrize(("bits", "rule", "top"), [(4, "-rceil", 3), (4, "-rceil-v2", 3), (8, "-rceil", 224)])
 def test_a_ratio_that_underflows_makes_nan(bits, rule, top, either_engine):
-    """float32: amax / max is 0, whose logarithm is -inf; auto-round's straight-through ceiling of that is NaN."""
+    """In float32 amax / max is 0, whose logarithm is -inf. auto-round's straight-through ceiling makes NaN of that."""
     name = f"mxfp{bits}-auto-round{rule}"
     amaxes = (np.arange(1, 400, dtype=np.uint32)).view(np.float32)
     q = fp4kit.quantize(blocks_of(amaxes), name)
@@ -129,12 +132,12 @@ def test_a_ratio_that_underflows_makes_nan(bits, rule, top, either_engine):
 SUBNORMAL = [
     (F16, 2.0**-24, (23, 29, 101)),
     (BF16, 2.0**-133, (6.8e6, 2.0**30)),
-]  # dtype, its least number, amaxes of tensors
+]  # dtype, its smallest number, amaxes of tensors
 
 
 @pytest.mark.parametrize(("dtype", "least", "tops"), SUBNORMAL, ids=str)
 def test_auto_round_packs_nvfp4_of_subnormal_values(dtype, least, tops, either_engine):
-    """The second pass begins with the values in the dtype, of which subnormal ones are rounded, or lost, again."""
+    """The second pass starts from values in the dtype, where subnormal values are rounded or lost once more."""
     rng, changed = np.random.default_rng(5), 0
     for top in tops:
         x = (rng.uniform(-1, 1, (256, 16)) * rng.integers(1, 17, (256, 1)) * least).astype(dtype)

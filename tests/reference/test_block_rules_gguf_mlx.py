@@ -1,7 +1,7 @@
-"""llama.cpp and MLX, what recorded arrays of blocks do not show: decoders of all bytes, bytes that wrap, edges of the
+"""Test what recorded blocks of llama.cpp and MLX do not show: decoders of all bytes, wrapped bytes, and edges of the
 rules.
 
-The producers' steps are stated here anew, one number at a time, from reference texts.
+The producers' steps are restated here one number at a time, from reference texts.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ F32 = np.dtype(np.float32)
 
 
 def blocks_of(amaxes, name, dtype=np.float32):
-    """A row of one element, and zeros, for each amax."""
+    """Return one row per amax: the amax followed by zeros."""
     x = np.zeros((len(amaxes), RECIPES[name].length_multiple), dtype)
     x[:, 0] = amaxes
     return x
@@ -54,11 +54,14 @@ def same_values(a, b):
 
 @pytest.mark.parametrize("name", ["mxfp4-mlx-cpu", "mxfp8-mlx-cpu", "mxfp4-fouroversix-6"])
 def test_float16_is_decoded_by_a_rule_of_its_own(name, golden, either_engine):
-    """Scales are rounded to float16 first: inf from 2^16 on, 0 below 2^-24. A value rounded once would be another."""
+    """Scales are rounded to float16 first: inf from 2^16 on, 0 below 2^-24.
+
+    Rounding only the value would give another result.
+    """
     r, count = RECIPES[name], 2 ** RECIPES[name].element.bits
     q = all_bytes(r, np.dtype(np.float16))
     found = fp4kit.dequantize(q)[:, :count]
-    if name == "mxfp4-mlx-cpu":  # whose zeros are those of the other one, too
+    if name == "mxfp4-mlx-cpu":  # its zeros also equal the recorded ones
         assert same_values(found, golden.get("mlx", "all_bytes/mxfp4/dequant_f16")).all()
     codes = fp4kit.unpack(q.packed) if r.is_packed else q.packed
     with np.errstate(all="ignore"):
@@ -74,9 +77,7 @@ def test_float16_is_decoded_by_a_rule_of_its_own(name, golden, either_engine):
     "older", ["nvfp4-mlx-cpu-0322", "nvfp4-mlx-cpu-0322-global", "mxfp8-mlx-cpu-0322", "mxfp8-mlx-cpu-0321"]
 )
 def test_what_is_nan_was_480_up_to_0_32_2(older, dtype, either_engine):
-    """mx.dequantize of 0.32.1, .2 and .4 on all bytes: E4M3 codes 7F and FF, of scales or of elements, are all that
-    differs.
-    """
+    """On all bytes, mx.dequantize of 0.32.1, .2 and .4 differs only for E4M3 codes 7F and FF, of scales or elements."""
     r, newer = RECIPES[older], RECIPES[re.sub("-032.", "", older)]
     q = all_bytes(r, np.dtype(dtype))
     found, now = (fp4kit.dequantize(replace(q, recipe=recipe)) for recipe in (r, newer))
@@ -100,7 +101,9 @@ def test_fake_values_of_float16_are_those_of_codes(name):
 
 
 def test_bytes_of_files(golden):
-    """All recorded blocks of GGUF, those that its converter made of other producers' bytes too, and words of MLX."""
+    """Test all recorded GGUF blocks, including those that the converter made from other producers' bytes, and words of
+    MLX.
+    """
     count = 0
     for file in ("gguf", "mlx"):
         for key in (key for key in golden.keys(file) if key.endswith("/raw")):
@@ -120,7 +123,7 @@ def test_bytes_of_files(golden):
 
 
 def nearest_first(x, step, dtype=np.float32):
-    """Code of x: of the 16 values times step, in code order, the first whose error in dtype is least."""
+    """Return the code of x: the first of the 16 values times step, in code order, with the smallest error in dtype."""
     best, least = 0, None
     for code, value in enumerate(E2M1.values):
         error = abs(dtype(dtype(value) * dtype(step)) - dtype(x))
@@ -154,7 +157,10 @@ def test_it_is_ties_toward_zero_where_errors_differ():
 
 @pytest.mark.parametrize("dtype", [BF16, np.float16], ids=str)
 def test_errors_in_16_bits_give_the_same_codes(dtype):
-    """MLX takes errors in the input dtype: alike for all numbers up to 8.5, which no block's own scale leaves."""
+    """MLX computes errors in the input dtype.
+
+    All numbers up to 8.5 get the same code; no block's own scale exceeds that.
+    """
     top = int(np.array(8.5, dtype).view(np.uint16))
     y = np.arange(0, top + 1, 3, dtype=np.uint16).view(dtype)
     y = np.append(y, y[-3000:])
@@ -166,7 +172,7 @@ def test_errors_in_16_bits_give_the_same_codes(dtype):
 
 
 def ue4m3(d):
-    """The scale byte of d, branch by branch."""
+    """Return the scale byte of d, branch by branch."""
     if not d > 0:
         return 0
     d = min(d, np.float32(448))
@@ -230,7 +236,7 @@ def test_log2_rounds_up_a_few_ulp_below_powers_of_two(either_engine):
 
 
 def test_log2_of_the_kernels_is_that_of_the_specification():
-    """The compiled engine has the kernels' closed form: all powers of two, subnormals too, and 60 floats on either
+    """Compare the compiled engine's closed form at all powers of two, subnormals included, and 60 floats on either
     side.
     """
     bits = np.float32(2.0 ** np.arange(-149, 128)).view(np.int32)[:, None] + np.arange(-60, 61)
@@ -248,7 +254,7 @@ def test_wrapped_bytes_of_gguf_are_blocks_of_zeros(either_engine):
 
 
 def test_products_that_overflow_are_not_near(either_engine):
-    """Next to 2^128 log2 rounds up; under the scale 2^126 the values 4 and 6 are inf, and 3 is the nearest."""
+    """Next to 2^128, log2 rounds up; with the scale 2^126, the values 4 and 6 are inf, so 3 is nearest."""
     q = fp4kit.quantize(blocks_of([np.finfo(np.float32).max], "mxfp4-gguf"), "mxfp4-gguf")
     assert (q.block_scale[0, 0], first_codes(q)[0]) == (253, 5)
 
@@ -257,8 +263,9 @@ def test_products_that_overflow_are_not_near(either_engine):
 
 
 def exponent_of_mlx(amax, largest, dtype, old):
-    """The exponent, in the input dtype throughout: the nearest integer to log2(s), and from 0.32.2 on one more if 2^n <
-    s.
+    """Return the exponent, computed in the input dtype: the integer nearest to log2(s).
+
+    From 0.32.2 on, it is one more if 2^n < s.
     """
     s = dtype(dtype(amax) / dtype(largest))
     if s == 0:
@@ -270,11 +277,11 @@ def exponent_of_mlx(amax, largest, dtype, old):
 @pytest.mark.parametrize("dtype", [np.float32, BF16, np.float16], ids=str)
 @pytest.mark.parametrize("name", ["mxfp4-mlx-cpu", "mxfp8-mlx-cpu", "mxfp4-mlx-cpu-0321", "mxfp8-mlx-cpu-0321"])
 def test_scales_of_mlx(name, dtype, either_engine):
-    """Bytes, those that wrap too; the largest element's code is as if none did."""
+    """Compare scale bytes, wrapped ones included. The largest element's code is not affected by wrapping."""
     scalar, largest = np.dtype(dtype).type, RECIPES[name].element.max
     top = {4: 120.0, 2: 15.0 if dtype == np.float16 else 120.0}[np.dtype(dtype).itemsize]
     amaxes = np.exp2(np.random.default_rng(2).uniform(-24 if dtype == np.float16 else -148, top, 300)).astype(dtype)
-    edges = (largest * 2.0 ** np.arange(-12, 7)).astype(dtype)  # s is a power of two, and next to one
+    edges = (largest * 2.0 ** np.arange(-12, 7)).astype(dtype)  # s is a power of two or next to one
     bits = edges.view(unsigned(edges.dtype))
     amaxes = np.concatenate([amaxes, edges, (bits + 1).view(dtype), (bits - 1).view(dtype)])
     exponents = [exponent_of_mlx(amax, largest, scalar, name.endswith("0321")) for amax in amaxes]
@@ -297,7 +304,7 @@ def test_zero_blocks_of_mlx(either_engine):
 
 @pytest.mark.parametrize("dtype", [BF16, np.float16], ids=str)
 def test_nvfp4_of_mlx_rounds_twice_in_16_bits(dtype, either_engine):
-    """s = T(amax / 6); y = f32(T(x / scale) * S_enc), which is not x under one factor in float32."""
+    """s = T(amax / 6) and y = f32(T(x / scale) * S_enc), which differs from x times one float32 factor."""
     x = np.random.default_rng(4).standard_normal((512, 64)).astype(dtype)
     amax = np.abs(x.astype(np.float32)).max()
     enc = np.float32(2688) / amax
@@ -327,7 +334,7 @@ def test_names_of_metal():
 
 
 def test_a_transform_decides_whether_a_byte_has_wrapped(either_engine):
-    """Under given scales the amax that is asked is that of what is encoded: here 2^-124, of elements of 2^-126."""
+    """With given scales, the amax of the transformed block decides: here 2^-124, from elements of 2^-126."""
     x, scales = np.full((1, 32), 2.0**-126, np.float32), np.full((1, 1), 250, np.uint8)
     assert fp4kit.quantize(x, "mxfp4-mlx-cpu", block_scale=scales).packed.any()
     assert not fp4kit.quantize(x, "mxfp4-mlx-cpu", block_scale=scales, hadamard="no_signs").packed.any()

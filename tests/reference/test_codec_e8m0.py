@@ -1,4 +1,4 @@
-"""Encoding of E8M0 scales: against Transformer Engine's function, ml_dtypes, recorded casts and the definition."""
+"""Test encoding of E8M0 scales against Transformer Engine's function, ml_dtypes, recorded casts and the definition."""
 
 import ml_dtypes
 import numpy as np
@@ -11,7 +11,7 @@ from fp4kit.reference.codec import decode, encode_e8m0
 
 
 def float_to_e8m0(bits):
-    """Transformer Engine's float_to_e8m0, as its source states it, for the bits of one float32 >= 0, inf or NaN."""
+    """Restate Transformer Engine's float_to_e8m0 for the bits of one float32 >= 0, inf or NaN."""
     exponent, mantissa = bits >> 23 & 0xFF, bits & 0x7FFFFF
     if exponent == 0xFF:
         return 0xFF if mantissa else 0xFE
@@ -32,7 +32,9 @@ def test_e8m0_rp_equals_transformer_engine():
 
 @pytest.mark.parametrize("rounding", ["rp", "rz", "rn"])
 def test_e8m0_equals_the_definition(rounding):
-    """Against the list of powers of two: the smallest not below, the largest not above, or the nearer, ties up."""
+    """Compare with the list of powers of two: the smallest not below, the largest not above, or the nearest with ties
+    up.
+    """
     powers = np.ldexp(1.0, np.arange(-127, 128))
     edges = np.concatenate([powers, powers[:-1] * 1.5]).astype(np.float32)
     edges = np.concatenate([edges, np.nextafter(edges, np.float32(0)), np.nextafter(edges, np.float32(np.inf))])
@@ -46,8 +48,10 @@ def test_e8m0_equals_the_definition(rounding):
 
 
 def same_rule(x):
-    """Where ml_dtypes and PyTorch round as "rn" does: not at 0 and above the range, nor where they round all between
-    2^-127 and 2^-126 up."""
+    """Return a mask of the numbers that ml_dtypes and PyTorch round as "rn" does.
+
+    They differ at 0 and above the range, and they round up all numbers between 2^-127 and 2^-126.
+    """
     return (x > 0) & (x < 1.5 * 2.0**127) & ~((x > 2.0**-127) & (x < 1.5 * 2.0**-127))
 
 

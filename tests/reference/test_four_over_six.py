@@ -1,4 +1,4 @@
-"""4over6 against a scalar statement of it; tests/evidence/golden/test_check.py compares it with the producers."""
+"""Test 4over6 against a scalar restatement; tests/evidence/golden/test_check.py compares it with the producers."""
 
 import ml_dtypes
 import numpy as np
@@ -12,10 +12,10 @@ from fp4kit.reference.codec import decode
 
 
 def four_over_six(x, amax, error, scale_max):
-    """Scale and values of one block (rows, 16), in scalar float32: its maximum at 6, or at 4 where that has the smaller
-    error.
+    """Return the scale and values of one block (rows, 16), in scalar float32.
 
-    Errors are summed along each row in order, and those of the 16 rows as a tree: i with i + 8, then + 4, + 2, + 1.
+    The block's maximum becomes 6, or 4 if that has the smaller error. Errors are summed along each row in order. The
+    sums of the 16 rows are added as a tree: i with i + 8, then + 4, + 2, + 1.
     """
     f, full = np.float32, np.float32(6 * scale_max)
     encode_scale = full / amax
@@ -32,10 +32,10 @@ def four_over_six(x, amax, error, scale_max):
         while len(rows) > 1:
             rows = [a + b for a, b in zip(rows[: len(rows) // 2], rows[len(rows) // 2 :], strict=True)]
         candidates.append((rows[0], scale, values))
-    return min(candidates, key=lambda candidate: candidate[0])[1:]  # the first of equals: at 6
+    return min(candidates, key=lambda candidate: candidate[0])[1:]  # for equal errors the first candidate, 6
 
 
-# Seed and number of a block where another order of the rows' sum would choose the other scale, and some ordinary ones.
+# Seeds and indices of blocks: some whose chosen scale depends on the order of the rows' sums, and some ordinary ones.
 SUMS = [(4, 3387), (8, 865), (0, 0), (0, 1), (0, 2), (1, 3999)]
 
 
@@ -44,7 +44,7 @@ SUMS = [(4, 3387), (8, 865), (0, 0), (0, 1), (0, 2), (1, 3999)]
 @pytest.mark.parametrize("seed, block", SUMS)
 def test_four_over_six_of_a_block(error, scale_max, seed, block):
     x = np.random.default_rng(seed).standard_normal((16, 64_000)).astype(np.float32)[:, 16 * block : 16 * block + 16]
-    x = np.round(x * 4) / 4  # few values, so that errors are often nearly equal
+    x = np.round(x * 4) / 4  # few distinct values, so that errors are often nearly equal
     amax = np.float32(5.3)
     for name, rows in ((f"nvfp4-te-4over6-{error}-{scale_max}-2d", x), (f"nvfp4-te-4over6-{error}-{scale_max}", x[:1])):
         q = fp4kit.quantize(rows, name, tensor_amax=amax)

@@ -1,4 +1,6 @@
-"""The randomized Hadamard transform against its matrix, its order of sums, and its place before everything else."""
+"""Test the randomized Hadamard transform against its matrix, its order of sums, and that it comes before all other
+steps.
+"""
 
 import numpy as np
 import pytest
@@ -17,7 +19,7 @@ SYLVESTER = np.array([[(-1) ** (i & j).bit_count() for j in range(16)] for i in 
 
 @pytest.mark.parametrize("hadamard, signs", [(True, TE_SIGNS), ("no_signs", np.ones(16))])
 def test_hadamard_of_impulses(hadamard, signs):
-    """Row i of diag(s) H / 4, which E2M1 holds exactly: +-0.25 is code 6 or -6 under a scale of 1 / 24."""
+    """The result is row i of diag(s) H / 4. E2M1 holds it exactly: with a scale of 1 / 24, +-0.25 is 6 or -6."""
     x = np.eye(16, dtype=np.float32)
     q = fp4kit.quantize(x, "nvfp4-te", hadamard=hadamard)
     assert q.tensor_amax == 0.25
@@ -27,7 +29,7 @@ def test_hadamard_of_impulses(hadamard, signs):
 @pytest.mark.parametrize("hadamard, signs", [(True, TE_SIGNS), ("no_signs", np.ones(16))])
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, BF16], ids=str)
 def test_hadamard_is_the_matrix_product(hadamard, signs, dtype):
-    """In float64, rounded once: integers below 2^8 in, so that every sum is exact."""
+    """Inputs are integers below 2^8, so every float64 sum is exact and the result is rounded once."""
     x = np.random.default_rng(0).integers(-255, 256, (8, 64)).astype(dtype)
     expected = x.astype(np.float64).reshape(-1, 16) @ (signs[:, None] * SYLVESTER / 4)
     transformed = hadamard_blocks(x) if hadamard is True else hadamard_blocks(x, 0)
@@ -35,9 +37,7 @@ def test_hadamard_is_the_matrix_product(hadamard, signs, dtype):
 
 
 def butterflies(block):
-    """The transform of 16 Python floats (float64): signs, then sums and differences over distances 1, 2, 4 and 8, then
-    / 4.
-    """
+    """Transform 16 Python floats (float64): signs, sums and differences over distances 1, 2, 4, 8, then / 4."""
     y = [float(v) * int(s) for v, s in zip(block, TE_SIGNS, strict=True)]
     for distance in (1, 2, 4, 8):
         y = [y[i ^ distance] - y[i] if i & distance else y[i] + y[i ^ distance] for i in range(16)]
@@ -45,7 +45,9 @@ def butterflies(block):
 
 
 def test_the_order_of_hadamard_sums():
-    """Stated, since it shows where float64 sums round and then cancel: every device must give the same bits."""
+    """Where float64 sums round and then cancel, their order decides the bits, and every device must give the
+    same bits.
+    """
     rng = np.random.default_rng(2)
     x = (1000 * rng.standard_normal((64, 16))).astype(np.float32)
     x[:, 3], x[:, 9] = 2.0**60, -(2.0**60)

@@ -1,4 +1,6 @@
-"""A tensor scale without its amax: the amax that it implies, and every function that takes a Quantized without one."""
+"""Test tensor scales without their amax: the amax that a scale implies, and every function that takes such a
+Quantized.
+"""
 
 from dataclasses import replace
 
@@ -20,7 +22,7 @@ from fp4kit.reference.tensor_rules import tensor_scale
 F32, F16 = np.dtype(np.float32), np.dtype(np.float16)
 WITH_TENSOR = [name for name in NAMES if RECIPES[name].tensor_rule]
 BY_RULE = {(r.tensor_rule, float(covered_range(r))): r for r in (RECIPES[name] for name in WITH_TENSOR)}
-DTYPES = {True: (F32, F16, BF16), False: (F32,)}  # by whether the rule rounds to them
+DTYPES = {True: (F32, F16, BF16), False: (F32,)}  # keyed by whether the rule rounds to the dtype
 CASES = [(r, dtype) for r in BY_RULE.values() for dtype in DTYPES[r.tensor_rule == "compressed_tensors"]]
 cases = pytest.mark.parametrize(("r", "dtype"), CASES, ids=[f"{r.id}-{dtype}" for r, dtype in CASES])
 EVERY_BF16 = np.arange(0x7F81, dtype=np.uint16).view(ml_dtypes.bfloat16).astype(np.float32)  # 0 to inf, and a NaN
@@ -34,7 +36,7 @@ def decode_scale(amax, r, dtype=F32):
 
 
 def significant(amax):
-    """Significant bits of positive float32."""
+    """Return the number of significant bits of positive float32 numbers."""
     bits = amax.view(np.int32) & 0x7FFFFF | np.where(amax < 2.0**-126, 0, 1 << 23)
     return (
         24
@@ -46,9 +48,7 @@ def significant(amax):
 @cases
 @pytest.mark.parametrize("amaxes", AMAXES.values(), ids=AMAXES)
 def test_one_is_found_wherever_one_is(r, dtype, amaxes):
-    """Every bfloat16, every float16, and random float32 from subnormal to inf: what is found gives the scale, in every
-    bit.
-    """
+    """For every bfloat16, every float16 and random float32 amaxes, the implied amax gives the scale, bit for bit."""
     scale = decode_scale(amaxes, r, dtype)
     found = implied_amax(scale, r, dtype)
     assert found.dtype == np.float32 and found.shape == scale.shape
@@ -58,7 +58,7 @@ def test_one_is_found_wherever_one_is(r, dtype, amaxes):
 
 @cases
 def test_it_has_the_fewest_significant_bits(r, dtype):
-    """Of all amaxes within FAR steps of scale * covered_range, tried one by one in the middle, none has fewer bits."""
+    """Trying all amaxes within FAR steps of scale * covered_range one by one finds none with fewer bits."""
     amaxes = np.concatenate([RANDOM[:40], EVERY_BF16[5000:25000:997]])
     scale = decode_scale(amaxes, r, dtype)
     found = implied_amax(scale, r, dtype)
@@ -73,8 +73,9 @@ def test_it_has_the_fewest_significant_bits(r, dtype):
 
 @cases
 def test_the_interval_is_all_of_them(r, dtype):
-    """Its ends give the scale and their neighbours do not, within FAR steps; the short search finds no other
-    interval.
+    """The interval's ends give the scale, and no other amax within FAR steps does.
+
+    The short search finds the same interval.
     """
     scale = decode_scale(np.exp2(np.random.default_rng(3).uniform(-12, 12, 2000)), r, dtype)
     scale = scale[(scale > 0) & np.isfinite(scale)]
@@ -93,7 +94,9 @@ def test_the_interval_is_all_of_them(r, dtype):
 
 @pytest.mark.parametrize("name", WITH_TENSOR)
 def test_bfloat16_amaxes_come_back(name):
-    """All 128 significands at several exponents: the amax itself, where no other bfloat16 gives the same scale."""
+    """For all 128 significands at several exponents, the amax itself is implied, because no other bfloat16 gives its
+    scale.
+    """
     r = RECIPES[name]
     amax = ((1 + np.arange(128) / 128) * np.exp2(np.arange(-12, 30, 3))[:, None]).astype(np.float32)
     assert_same_bits(implied_amax(decode_scale(amax, r), r, F32), amax)
@@ -117,7 +120,7 @@ def without(q):
 @pytest.mark.parametrize("name", WITH_TENSOR)
 @pytest.mark.parametrize("dtype", [F32, F16, BF16], ids=str)
 def test_decoding_needs_no_amax(name, dtype):
-    """Of bfloat16 amaxes, as those of bfloat16 data are: the same values in every bit."""
+    """bfloat16 data has a bfloat16 amax, which the scale implies, so the decoded values are bit-identical."""
     x = ORDINARY.astype(BF16).astype(dtype)
     q = fp4kit.quantize(x, name)
     assert_same_bits(fp4kit.dequantize(without(q)), fp4kit.dequantize(q))
@@ -125,7 +128,7 @@ def test_decoding_needs_no_amax(name, dtype):
 
 @pytest.mark.parametrize("name", WITH_TENSOR)
 def test_the_tensor_scale_is_the_truth(name):
-    """An amax that does not give the scale changes nothing; another scale does."""
+    """Decoding depends on the tensor scale, not on a tensor_amax that contradicts it."""
     q = fp4kit.quantize(ORDINARY.astype(BF16), name)
     wrong = replace(q, tensor_amax=q.tensor_amax * np.float32(3))
     assert_same_bits(fp4kit.dequantize(wrong, F32), fp4kit.dequantize(without(q), F32))
@@ -135,8 +138,9 @@ def test_the_tensor_scale_is_the_truth(name):
 
 @pytest.mark.parametrize("name", [name for name in WITH_TENSOR if DECODE_RULES[RECIPES[name].decode_rule].needs_amax])
 def test_scales_of_anywhere_decode_as_a_product(name):
-    """decode(code) * (block_scale * tensor_scale) where no amax gives the scale, beside rows and blocks where one
-    does.
+    """If no amax gives the scale, a value is decode(code) * (block_scale * tensor_scale).
+
+    Other rows or blocks of the array may have a scale that an amax gives.
     """
     r = RECIPES[name]
     q = without(fp4kit.quantize(ORDINARY, name))
@@ -154,7 +158,7 @@ def test_scales_of_anywhere_decode_as_a_product(name):
             128, 128
         )
         assert_same_bits(ours[unknown], product[unknown])
-        # Six roundings of TE (encode and decode scale, 1 / range, three products), two of the product.
+        # TE rounds six times (encode and decode scale, 1 / range, three products), the product rule twice.
         assert np.all(np.abs(ours - product) <= 8 * 2.0**-24 * np.abs(product))
 
 
@@ -177,7 +181,7 @@ def test_every_function_takes_it(name):
 
 
 def under(name, amax, x):
-    """x quantized by a recipe under one amax, which is forgotten."""
+    """Quantize x by a recipe with one amax, and drop the amax from the result."""
     r = RECIPES[name]
     shape = {"row": x.shape[:1], "block": (len(x), x.shape[1] // r.block_size)}.get(r.tensor_scaling, ())
     return without(fp4kit.quantize(x, name, tensor_amax=np.full(shape, amax, np.float32)))
@@ -196,14 +200,14 @@ NOT_OF_X = *(np.float32([1.0, 1.4140625, 1.9921875]) * np.float32([[64], [3000]]
 @pytest.mark.parametrize("amaxes", [NOT_OF_X[1::5], *exhaustive([NOT_OF_X])], ids=len)
 @pytest.mark.parametrize("name", WITH_TENSOR)
 def test_identify_finds_amaxes_that_are_not_of_x(name, amaxes):
-    """bfloat16 ones at several exponents, and float32 ones, of which several may give the scale."""
+    """Try bfloat16 amaxes at several exponents, and float32 amaxes, of which several may give the scale."""
     x = ORDINARY[:16].astype(BF16)
     for amax in amaxes:
         assert name in fp4kit.identify(under(name, amax, x), x).exact, amax
 
 
 def test_identify_takes_each_recipe_s_own_amax():
-    """An amax that is not the one of the scale is as good as none."""
+    """An amax that contradicts the scale is ignored."""
     x = ORDINARY.astype(BF16)
     q = fp4kit.quantize(x, "nvfp4-torchao")
     assert (

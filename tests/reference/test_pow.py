@@ -1,4 +1,4 @@
-"""d^p of errors: what it promises, and the bits that it has on every machine."""
+"""Test d^p of errors: its accuracy, and that every machine gives the same bits."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from powers import POWERS, errors
 
 from fp4kit.reference.pow import PART, power
 
-# Of the bits of power(errors(), p), a p after another, but for those of NaN: not this machine's alone.
+# Digest of the bits of power(errors(), p) for each p in turn, without NaN. It is the same on every machine.
 DIGEST = "7fc9ce2ee527ad23adfdf2c43fb6530c8634c542372e881e54edbf8f460bbaa8"
 
 
 @pytest.mark.parametrize("p", POWERS)
 def test_near_the_number_itself(p) -> None:
-    """By decimal numbers of 40 digits."""
+    """Compare with decimal numbers of 40 digits."""
     n, d = int(p), errors()[::37]
     d = d[(d > 1e-18) & (d < 1e18)]
     with localcontext() as context:
@@ -28,7 +28,8 @@ def test_near_the_number_itself(p) -> None:
     assert len(d) > 100 and (error <= (n + 4 + 2 * abs((p - n) * np.log2(d))) * 2.0**-53).all()
     with np.errstate(over="ignore", under="ignore"):
         singles = np.array([float(x) for x in exact]).astype(np.float32)
-        assert (power(d, p).astype(np.float32) == singles).all()  # of these numbers; of all, but for one in a million
+        # holds for all of these numbers; in general one in a million differs
+        assert (power(d, p).astype(np.float32) == singles).all()
 
 
 def test_the_same_bits_on_every_machine() -> None:

@@ -1,5 +1,5 @@
-"""Searched scales: a block takes the candidate amax of least error, in the producer's order of candidates and of
-sums.
+"""Test searched scales: each block takes the candidate amax with the smallest error, in the producer's order of
+candidates and sums.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from fp4kit.reference.summation_order import sum_lanes
 NAMES = [name for name, r in RECIPES.items() if r.search]
 FACTORED = [
     name for name in NAMES if RECIPES[name].search.startswith("auto_round")
-]  # whose candidates are multiples of the amax
+]  # their candidates are multiples of the amax
 NVFP4, MXFP4 = "nvfp4-auto-round-opt", "mxfp4-auto-round-opt"
 F32 = np.dtype(np.float32)
 
 
 def chosen(x, name, amax=None):
-    """Block amaxes that the search chooses."""
+    """Return the block amaxes that the search chooses."""
     r = RECIPES[name]
     out = np.empty((x.shape[0], x.shape[1] // r.block_size), np.float32)
     search_matrix(x, out, compute_tensor_amax(x, r) if amax is None else amax, r, None)
@@ -43,7 +43,7 @@ def chosen(x, name, amax=None):
 
 
 def sum_of(terms):
-    """Float32 terms of 16 or 32 elements as PyTorch adds them on a CPU: eight lanes of up to four partial sums."""
+    """Add float32 terms of 16 or 32 elements as PyTorch does on a CPU: eight lanes of up to four partial sums."""
     vectors = terms.reshape(-1, 8)
     whole = len(vectors) // 4 * 4
     partial = [np.zeros(8, np.float32) for _ in range(4)]
@@ -56,7 +56,7 @@ def sum_of(terms):
 
 
 def tried(x, factor, name, encode_scale):
-    """Values of one block whose amax counts as amax * factor, from auto-round's formulas in float32."""
+    """Return the values of one block whose amax counts as amax * factor, by auto-round's formulas in float32."""
     amax, one = np.max(np.abs(x)) * np.float32(factor), np.float32(1)
     if name == MXFP4:
         exponent = np.floor(np.log2(amax.astype(np.float64)).astype(np.float32)) - 2 if amax else np.float32(-1)
@@ -74,7 +74,7 @@ def nearest(y):
 
 
 def test_the_candidates():
-    """1.51, the last, wins so rarely that values would not miss it."""
+    """The last candidate, 1.51, wins so rarely that tests of values would not notice if it were missing."""
     assert list(AUTO_ROUND_PERCENTS) == FACTORS[NVFP4] and FACTORS[NVFP4][-1] == 1.51 and len(FACTORS[NVFP4]) == 102
     assert list(AUTO_ROUND_POWERS) == FACTORS[MXFP4]
 
@@ -85,7 +85,7 @@ FACTORS = {MXFP4: [1, 0.5, 2], NVFP4: [1, *(n / 100 for n in range(50, 152) if n
 @pytest.mark.parametrize("name", FACTORED)
 @pytest.mark.parametrize("x", [ordinary(7, (12, 64)), ordinary(8, (12, 64), BF16), extreme()[::12, :64]], ids=range(3))
 def test_it_is_the_first_of_the_least_errors(name, x):
-    """One block at a time, one candidate after the other."""
+    """Restate the search one block and one candidate at a time."""
     q = fp4kit.quantize(x, name)
     found = chosen(x, name)
     scale = (
@@ -101,16 +101,16 @@ def test_it_is_the_first_of_the_least_errors(name, x):
             best = FACTORS[name][min(range(len(errors)), key=lambda n: (errors[n], n))]
             assert found.reshape(-1)[i] == np.max(np.abs(block)) * np.float32(best), (i, best)
             other += best != 1
-    assert other > 0 or x.min() < -1e30  # a tensor scale for values so large makes the other blocks zeros
+    assert other > 0 or x.min() < -1e30  # the tensor scale for such large values makes zeros of the other blocks
 
 
 def test_of_equal_errors_the_first_candidate_stays():
-    """2 and 1 hold a block of ones exactly: the scales of amax * 1 and of amax * 2; 0.5 does, too."""
+    """A block of ones is exact with the scales of amax * 2, amax * 1 and amax * 0.5; the first candidate wins."""
     x = np.ones((1, 32), np.float32)
     assert chosen(x, MXFP4).item() == 1.0
-    x[0, :2] = 6, 0.5  # only amax * 1 holds both
+    x[0, :2] = 6, 0.5  # only amax * 1 holds both exactly
     assert chosen(x, MXFP4).item() == 6.0
-    x[0], x[0, 0] = 0.25, 4  # half the scale loses 1 of the 4, the scale itself all the others
+    x[0], x[0, 0] = 0.25, 4  # half the scale loses 1 of the 4; the scale itself loses all other elements
     assert chosen(x, MXFP4).item() == 2.0
     x[0], x[0, 0] = 0, 7.5  # twice the scale holds 8, the scale itself 6
     assert chosen(x, MXFP4).item() == 15.0
@@ -123,7 +123,7 @@ def test_best_by_block_keeps_the_first_where_errors_are_equal_or_nan():
 
 
 def test_each_scale_is_tried_once():
-    """The first candidate of a scale stands for all of it."""
+    """If several candidates give one scale, only the first is tried."""
     asked = []
 
     def error(candidate, which):
@@ -179,7 +179,7 @@ def both_ways():
     def check(call):
         with fp4kit.specification():
             expected = call()
-        for _ in range(2):  # what is repeated may be prepared
+        for _ in range(2):  # the second call may be a prepared one
             assert_same_bits(call(), expected)
 
     return check
@@ -213,7 +213,10 @@ def test_a_given_amax_is_that_of_the_search():
 
 @pytest.mark.parametrize("name", NAMES)
 def test_options(name):
-    """The search rounds to nearest; a transform is searched after."""
+    """The search rounds to nearest even if the codes are rounded stochastically.
+
+    A transform is applied before the search.
+    """
     x = ordinary(6)
     q = fp4kit.quantize(x, name)
     random = fp4kit.quantize(x, name, rounding="stochastic", seed=1)
@@ -260,7 +263,7 @@ def test_what_is_refused(name):
 
 @pytest.mark.parametrize("name", FACTORED)
 def test_a_kernel_of_codes_searches_nothing(name):
-    """A kernel before it does, and gives it the amaxes."""
+    """A separate kernel searches first and passes the amaxes on."""
     message = (
         f"{name} has search='auto_round_.*', which a kernel before those that make codes does; quantize launches both"
     )

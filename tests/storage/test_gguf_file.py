@@ -1,5 +1,5 @@
-"""GGUF files read: every malformed one is refused in words, good ones are inspected, compared, identified and
-verified.
+"""Test reading GGUF files: every malformed file gives an error in words; good files are inspected, compared, identified
+and verified.
 """
 
 from __future__ import annotations
@@ -109,12 +109,12 @@ def test_malformed_file_is_refused(case: str, tmp_path: Path, capsys: pytest.Cap
         ["convert", path, tmp_path / "o.gguf"],
     ):
         assert main([str(argument) for argument in arguments]) == 2
-        assert capsys.readouterr().err.count("\n") == 1  # one line, and no traceback
+        assert capsys.readouterr().err.count("\n") == 1  # one line and no traceback
     assert not (tmp_path / "o.gguf").exists()
 
 
 def test_every_prefix_and_every_flipped_byte_of_a_header(tmp_path: Path) -> None:
-    """Each is read, or refused by a CheckpointError; nothing else is raised."""
+    """Each changed header is read or raises CheckpointError; no other exception is raised."""
     path = tmp_path / "m.gguf"
     gguf_files.write(path, {"a.weight": gguf_files.plain(np.ones((2, 32), np.float32))}, {"k": ["x", "y"]})
     whole, size = path.read_bytes(), read_gguf(path).data_start
@@ -141,7 +141,7 @@ def test_a_header_is_read_as_it_was_written(tmp_path: Path) -> None:
     tensors = gguf_files.model()
     found = {name: gguf_files.plain(x) for name, x in tensors.items()}
     gguf_files.write(tmp_path / "m.gguf", found, {"general.alignment": 64, "n": 7, "long": "x" * 5000, "t": ["a"]}, 64)
-    (tmp_path / "m.gguf").rename(tmp_path / "renamed")  # the name does not matter
+    (tmp_path / "m.gguf").rename(tmp_path / "renamed")  # the file's name does not matter
     model = open_checkpoint(tmp_path / "renamed")
     assert {name: entry.shape for name, (_, entry) in model.tensors.items()} == {
         name: x.shape for name, x in tensors.items()
@@ -163,7 +163,7 @@ def test_a_header_is_read_as_it_was_written(tmp_path: Path) -> None:
 
 
 def blocks(kind: str, shape: tuple[int, ...], seed: int = 0) -> gguf_files.Info:
-    """Any bytes: every scale byte occurs."""
+    """Return a tensor of random blocks in which every scale byte occurs."""
     size, elements = (17, 32) if kind == "mxfp4" else (36, 64)
     raw = np.random.default_rng(seed).integers(0, 256, (int(np.prod(shape)) // elements, size)).astype(np.uint8)
     count = size // 9 if kind == "nvfp4" else 1
@@ -175,8 +175,9 @@ def blocks(kind: str, shape: tuple[int, ...], seed: int = 0) -> gguf_files.Info:
     ("kind", "form"), [("mxfp4", GGUF_MXFP4), ("nvfp4", GGUF_NVFP4), ("nvfp4", GGUF_SCALED)], ids=str
 )
 def test_values_are_those_that_llama_cpp_reads(kind: str, form: Container, tmp_path: Path) -> None:
-    """Of any bytes, in every bit: 255 of MXFP4 is 2^128, 0x7F of NVFP4 is 0, no code is a negative zero but of a zero
-    scale.
+    """The values are bit-identical for any bytes.
+
+    For MXFP4, scale byte 255 is 2^128; for NVFP4, 0x7F is 0. A code gives -0 only if the scale is zero.
     """
     infos = {"blk.0.ffn_up_exps.weight": blocks(kind, (2, 64, 128)), "output.weight": blocks(kind, (70, 192), 1)}
     scales = (
@@ -203,12 +204,12 @@ def test_values_are_those_that_llama_cpp_reads(kind: str, form: Container, tmp_p
 
 
 def synthetic_bits(x: np.ndarray) -> bytes:
-    """The bits, with one NaN."""
+    """Return the bytes of an array, with all NaN replaced by one NaN."""
     return np.where(np.isnan(x), np.float32(np.nan), x).astype(np.float32).tobytes()
 
 
 def encoded(x: np.ndarray, recipe: str, scale_name: str) -> dict[str, gguf_files.Info]:
-    """The blocks of a matrix or stack, and its tensor scales."""
+    """Return the GGUF blocks of a matrix or stack, and its tensor scales."""
     kind = recipe.partition("-")[0]
     qs = [fp4kit.quantize(part, recipe) for part in (x if x.ndim == 3 else x[None])]
     raw = np.concatenate([pack_gguf(q.packed, q.block_scale, kind).reshape(-1) for q in qs])
@@ -219,7 +220,7 @@ def encoded(x: np.ndarray, recipe: str, scale_name: str) -> dict[str, gguf_files
 
 
 def quantized(path: Path, recipe: str, **keys: Any) -> dict[str, np.ndarray]:
-    """A file whose matrices of layers are quantized by a recipe, and its source beside it."""
+    """Write a file whose layer matrices are quantized by a recipe, and its source beside it; return the source."""
     tensors = gguf_files.write_model(path.with_name("source.gguf"))
     found: dict[str, gguf_files.Info] = {}
     for name, x in tensors.items():
@@ -305,7 +306,7 @@ def test_the_table_of_types_is_that_of_the_gguf_package() -> None:
     ours = {number: tuple(kind) for number, kind in GGML_TYPES.items()}
     assert theirs.items() <= ours.items() and set(ours) - set(theirs) <= {
         42
-    }  # which llama.cpp has, and gguf 0.19.0 has not
+    }  # llama.cpp has these types, gguf 0.19.0 does not
 
 
 def test_the_documentation_names_the_architectures() -> None:

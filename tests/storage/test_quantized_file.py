@@ -1,4 +1,4 @@
-"""fp4kit.save and fp4kit.load: round trips of everything there is, what other readers see, and files that are wrong."""
+"""Test fp4kit.save and fp4kit.load: round trips of every kind of array, what other readers see, and malformed files."""
 
 import json
 import os
@@ -26,7 +26,7 @@ from fp4kit.storage.safetensors_file import read_header
 F32 = np.float32
 E2M1_BIAS3 = ElementFormat("E2M1_BIAS3", 2, 1, 3)
 VARIANTS = {
-    "block": replace(RECIPES["mxfp4-ocp"], block=(1, 16)),  # under the id of another
+    "block": replace(RECIPES["mxfp4-ocp"], block=(1, 16)),  # has the id of another recipe
     "id": replace(RECIPES["nvfp4-te"], id="nvfp4-mine", source="<b>\n\u00e9\u6f22", exact=""),
     "options": replace(RECIPES["nvfp4-te"], id="x-y", sign="negative", amax_nan="propagate", scale_max=256),
     "nan": replace(RECIPES["mxfp4-ocp"], id="nan", nan_code=0),
@@ -50,12 +50,11 @@ def round_trip(path, arrays):
     return found
 
 
-# --- round trips
-# --------------------------------------------------------------------------------------------------------
+# --- round trips -----------------------------------------------------------------------------------------------------
 
 
 def test_every_recipe(tmp_path):
-    """Ordinary and unusual numbers, along both axes, with and without the amax, in one file."""
+    """One file holds ordinary and unusual numbers along both axes, with and without the amax."""
     arrays = {}
     for name in NAMES:
         for kind in ("ordinary", "nonfinite", "bf16", "f16"):
@@ -140,8 +139,7 @@ def test_a_failure_leaves_what_was_there(tmp_path, monkeypatch):
     assert (tmp_path / "a").read_bytes() == before and os.listdir(tmp_path) == ["a"]
 
 
-# --- other readers
-# ------------------------------------------------------------------------------------------------------
+# --- other readers ---------------------------------------------------------------------------------------------------
 
 
 def test_safetensors_alone_reads_it(tmp_path):
@@ -202,12 +200,14 @@ def test_torch_reads_it(tmp_path):
     assert_same_bits(found.packed, q.packed)
 
 
-# --- recipes as data
-# ----------------------------------------------------------------------------------------------------
+# --- recipes as data -------------------------------------------------------------------------------------------------
 
 
 def test_recipes_as_data():
-    """Through JSON: the id of one of the table; all fields of another, also of one that has the id of another."""
+    """A recipe of the table is stored by its id.
+
+    A variant, even one with the id of a table recipe, is stored by all its fields.
+    """
     for r in (*RECIPES.values(), *VARIANTS.values()):
         data = json.loads(json.dumps(as_data(r)))
         assert from_data(data) == r and type(from_data(data).block) is type(r.block)
@@ -215,15 +215,14 @@ def test_recipes_as_data():
 
 
 def test_fields_with_a_default_may_be_missing():
-    """So that a later version of fp4kit, whose recipes have more of them, reads the files of this one."""
+    """So a later version of fp4kit, whose recipes have more fields, can read the files of this one."""
     data = as_data(VARIANTS["id"])
     assert (
         from_data({name: value for name, value in data.items() if name not in ("narrow", "rounding")}) == VARIANTS["id"]
     )
 
 
-# --- what save refuses
-# --------------------------------------------------------------------------------------------------
+# --- errors of save --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -255,8 +254,7 @@ def test_places_that_are_none(tmp_path):
         fp4kit.load(tmp_path)
 
 
-# --- what load refuses
-# --------------------------------------------------------------------------------------------------
+# --- errors of load --------------------------------------------------------------------------------------------------
 
 Q = fp4kit.quantize(ORDINARY[:4], "nvfp4-te")
 TENSORS = {f"w.{part}": getattr(Q, part) for part in ("packed", "block_scale", "tensor_scale", "tensor_amax")}
@@ -285,7 +283,7 @@ def without(fact):
     return {name: value for name, value in FACTS.items() if name != fact}
 
 
-METADATA = {  # the entry, and what load says of it
+METADATA = {  # maps a case to the metadata entry and the error of load
     "no JSON": ("{", "metadata fp4kit_quantized: not valid JSON (Expecting property name"),
     "a list": ("[]", "metadata fp4kit_quantized: holds a JSON list; an object is needed"),
     "a key twice": ('{"version": 1, "version": 1}', "metadata fp4kit_quantized: the key 'version' occurs twice"),
@@ -318,7 +316,7 @@ def test_metadata_that_is_wrong(case, tmp_path):
         fp4kit.load(tmp_path / "a.safetensors")
 
 
-ARRAYS = {  # facts of w, and what load says of them
+ARRAYS = {  # maps a case to the changed facts about w and the error of load
     "no object": (3, "w: its metadata has 3; needs recipe, shape, dtype, axis, scale_layout, parts"),
     "nothing": ({}, "w: its metadata has nothing; needs recipe, shape"),
     "a fact less": (
@@ -422,7 +420,7 @@ def test_facts_that_are_wrong(case, tmp_path):
         fp4kit.load(tmp_path / "a.safetensors")
 
 
-CONTENTS = {  # changes of the tensors, and what load says of them
+CONTENTS = {  # maps a case to the change of the tensors and the error of load
     "a tensor less": ({"w.packed": None}, "the tensor w.packed is missing; write the file again with fp4kit.save"),
     "a tensor more": ({"bias": F32([1])}, "its metadata does not list the tensors bias; write it with fp4kit.save"),
     "codes of another dtype": ({"w.packed": Q.packed.view(np.int8)}, "the tensor w.packed is I8; needs U8"),
@@ -479,19 +477,20 @@ def test_every_truncation(tmp_path):
 
 
 def test_every_byte_of_the_header_flipped(tmp_path):
-    """A clear error in each case; never another exception, and never an array."""
+    """Every flipped byte gives a CheckpointError or ValueError with a clear text, never another exception and never an
+    array.
+    """
     fp4kit.save(tmp_path / "whole", {"w": Q[:1]})
     whole = (tmp_path / "whole").read_bytes()
     for at in range(8 + struct.unpack("<Q", whole[:8])[0]):
         changed = bytearray(whole)
-        changed[at] ^= 1 << (5 if at % 2 else at // 2 % 8)  # 5: of upper and lower case
+        changed[at] ^= 1 << (5 if at % 2 else at // 2 % 8)  # bit 5 separates upper from lower case
         (tmp_path / "a").write_bytes(changed)
         with pytest.raises(ValueError, match=r"^load: a: "):
             fp4kit.load(tmp_path / "a")
 
 
-# --- checksums
-# ----------------------------------------------------------------------------------------------------------
+# --- checksums -------------------------------------------------------------------------------------------------------
 
 
 def test_every_bit_of_the_data_flipped(tmp_path):
@@ -509,7 +508,7 @@ def test_every_bit_of_the_data_flipped(tmp_path):
 
 
 def test_bits_of_large_tensors_flipped(tmp_path):
-    """Those that are read in more than one chunk: in each, and at its ends."""
+    """Tensors that are read in several chunks are checked in each chunk and at its ends."""
     q = fp4kit.quantize(np.resize(ORDINARY, (4100, 2048)), "nvfp4-te")
     fp4kit.save(tmp_path / "a", {"w": q})
     assert fp4kit.load(tmp_path / "a")["w"].equals(q) and q.packed.size > 2 * _CHUNK
@@ -530,7 +529,7 @@ def test_bits_of_large_tensors_flipped(tmp_path):
 
 
 def rewritten(path, change):
-    """The tensors and the metadata of a file, changed, in a new one that another program wrote."""
+    """Rewrite a file with changed tensors and metadata, as another program would."""
     tensors = load_file(path)
     with safe_open(path, "np") as file:
         metadata = file.metadata()
@@ -539,7 +538,7 @@ def rewritten(path, change):
 
 
 def facts_of_w(change):
-    """A change of what the metadata says of w."""
+    """Return a change of the metadata about w."""
 
     def do(tensors, metadata):
         facts = json.loads(metadata[ENTRY])
@@ -556,7 +555,7 @@ def renamed(tensors, metadata):
     metadata[SUMS] = metadata[SUMS].replace('"w.', '"v.')
 
 
-CHANGES = {  # of a file of mxfp4-ocp, of which each is an array, too
+CHANGES = {  # changes of a file of mxfp4-ocp, each of which still gives an array
     "recipe": facts_of_w(lambda facts: facts.update(recipe="mxfp4-te")),
     "dtype": facts_of_w(lambda facts: facts.update(dtype="float16")),
     "axis": facts_of_w(lambda facts: facts.update(axis=0)),
@@ -580,7 +579,7 @@ def test_headers_that_were_changed(change, tmp_path):
 
 
 def test_what_another_program_rewrote(tmp_path):
-    """With the same tensors and metadata, in whatever order, and the name of a library."""
+    """load accepts a file with the same tensors and metadata in another order, and with a library's name added."""
     q = fp4kit.quantize(ORDINARY, "nvfp4-te")
     fp4kit.save(tmp_path / "a", {"w": q})
     rewritten(tmp_path / "a", lambda tensors, metadata: metadata.update(format="pt"))
@@ -615,7 +614,10 @@ def test_checksums_that_are_none(case, tmp_path):
 
 
 def test_files_without_checksums(tmp_path):
-    """Those that were written before there were any are read; other metadata is not, which may be damaged checksums."""
+    """Files written before checksums existed are read.
+
+    Unknown metadata is rejected, because it may be damaged checksums.
+    """
     fp4kit.save(tmp_path / "a", {"w": Q})
     rewritten(tmp_path / "a", lambda tensors, metadata: metadata.pop(SUMS))
     assert fp4kit.load(tmp_path / "a")["w"].equals(Q)

@@ -1,6 +1,6 @@
-"""fp4kit.torch traced: torch.compile(fullgraph=True), torch.export and .func, checkpointing, autocast.
+"""Test fp4kit.torch under torch.compile(fullgraph=True), torch.export, torch.func, checkpointing and autocast.
 
-What a compiler makes of them is compared in every bit with eager calls, and those with calls on NumPy arrays.
+Compiled calls are bit-identical to eager calls, and eager calls to calls on NumPy arrays.
 """
 
 import importlib
@@ -24,7 +24,7 @@ torch = pytest.importorskip("torch")
 ft = importlib.import_module("fp4kit.torch")
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # of PyTorch's tracers
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # raised by PyTorch's tracers
     pytest.mark.filterwarnings("ignore::FutureWarning"),
 ]
 VARIANT = replace(fp4kit.recipe("mxfp4-ocp"), id="mxfp4-sixteen", block=(1, 16))
@@ -56,7 +56,7 @@ def value_and_gradient(function, x):
 
 
 def assert_equal(found, expected):
-    """Tensors, Quantized, or sequences of them: every bit, and strides."""
+    """Assert that tensors, Quantized or sequences of them have the same bits and strides."""
     if isinstance(expected, fp4kit.Quantized):
         assert [getattr(found, name) for name in FACTS] == [getattr(expected, name) for name in FACTS]
         found, expected = ([getattr(q, name) for name in PARTS] for q in (found, expected))
@@ -91,12 +91,12 @@ UNTRACED = {
 
 @pytest.mark.parametrize("function", UNTRACED.values(), ids=UNTRACED)
 def test_functions_of_arrays_break_the_graph(function):
-    """torch.compile failed with an assertion of its own where it traced how a tensor's memory is read."""
+    """If torch.compile traced how fp4kit reads a tensor's memory, it would fail with an internal assertion."""
     torch._dynamo.utils.counters.clear()
     x = tensor(2, (32, 64))
     assert_equal(torch.compile(function, backend="aot_eager")(x), function(x))
     breaks = torch._dynamo.utils.counters["graph_break"]
-    assert breaks and all("fp4kit.torch" in why for why in breaks)  # nothing that they call was traced
+    assert breaks and all("fp4kit.torch" in why for why in breaks)  # nothing inside these functions was traced
 
 
 @pytest.mark.parametrize("name", ["quantize", "dequantize", "fake_quantize", "amax", "swizzle"])
@@ -106,8 +106,8 @@ def test_where_no_break_is_allowed_the_error_names_what_can_be_traced(name):
 
 
 def test_what_they_call_is_not_traced_either():
-    """Once torch.compile leaves a function alone, because there is nothing in it to compile, it traces what that
-    calls.
+    """If torch.compile skips a function because it holds nothing to compile, it would trace the functions called inside
+    it.
     """
     function = torch.compile(
         lambda x, recipe: fp4kit.dequantize(fp4kit.quantize(x * 2, recipe)) * x, backend="aot_eager"
@@ -146,7 +146,7 @@ def test_compiled_is_eager(recipe):
 
 
 def train(model, steps=3):
-    """Losses and weights of quantization-aware training."""
+    """Return the losses and weights of quantization-aware training."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     x, target = tensor(3, (16, 64)), tensor(4, (16, 32))
     losses = []
@@ -170,8 +170,9 @@ def a_linear_layer(settings):
 @pytest.mark.parametrize("recipe", ["nvfp4-te", VARIANT], ids=str)
 @pytest.mark.parametrize("pass_through", [True, False])
 def test_training_of_a_linear_layer(backend, recipe, pass_through):
-    """Weights as the compiled graph reads them, after training, are eager's and NumPy's; with one backend the losses
-    too.
+    """After training, the weights as the compiled graph reads them equal those of eager and NumPy.
+
+    With one backend, the losses are equal too.
     """
     settings = FakeQuantSettings(recipe, parameters=("*.weight",), pass_through=pass_through)
     eager, model = a_linear_layer(settings), a_linear_layer(settings)
@@ -199,7 +200,7 @@ def test_lengths_that_change_are_traced_once(dim):
 
 
 def test_seeds_that_change_are_traced_twice():
-    """Once as a constant, once as a number."""
+    """The first trace treats the seed as a constant, the second as a number."""
     torch._dynamo.utils.counters.clear()
     function = compiled(lambda x, seed: ft.fake_quantize(x, "nvfp4-te", rounding="stochastic", seed=seed))
     for seed in (5, 7, 8, 9):
@@ -217,7 +218,7 @@ def test_another_recipe_is_traced_anew():
 @since_2_13()
 @pytest.mark.parametrize("recipe", VARIED, ids=str)
 def test_a_quantized_in_a_graph(recipe):
-    """As result, inside, and as argument."""
+    """A Quantized may be the result, an intermediate value, or an argument of the graph."""
     x = tensor(5, (32, 64))
     q = ft.quantize(x, recipe)
     assert_equal(compiled(lambda x: ft.quantize(x, recipe))(x), q)
@@ -285,7 +286,7 @@ class EncodeColumns(torch.nn.Module):
 
 @pytest.mark.parametrize("module", [Encode(), EncodeColumns()], ids=["rows", "columns"])
 def test_a_quantized_of_an_exported_program_is_saved_and_has_its_own_lengths(module):
-    """torch.export.save refused it, and its shape held symbols where lengths may change."""
+    """torch.export.save must accept it, and its shape must hold numbers, not symbols, also if lengths may change."""
     lengths = {0: 32 * torch.export.Dim("m", min=1), 1: 32 * torch.export.Dim("n", min=1)}
     x, other, file = tensor(7, (64, 128)), tensor(8, (96, 160)), io.BytesIO()
     program = torch.export.export(module, (x,), strict=False, dynamic_shapes=(lengths,))
@@ -379,7 +380,7 @@ def test_autocast_leaves_the_dtype():
 
 @pytest.mark.parametrize("pass_through", [True, False])
 def test_tangents_are_not_dropped_silently(pass_through):
-    """In a dual level a custom operator gave a result without a tangent, which counts as a derivative of 0."""
+    """A custom operator would give a result without a tangent, which counts as a derivative of 0."""
     forward_ad = torch.autograd.forward_ad
     with forward_ad.dual_level():
         x = forward_ad.make_dual(X, torch.ones_like(X))
@@ -390,7 +391,9 @@ def test_tangents_are_not_dropped_silently(pass_through):
 
 
 def test_gradients_inside_of_compiled_code_are_right_or_an_error():
-    """torch.compile takes a gradient of 0 for that of an autograd.Function under torch.func.grad."""
+    """torch.compile takes the gradient of an autograd.Function as 0 under torch.func.grad, so it must be right or an
+    error.
+    """
     gradient = torch.func.grad(lambda x: (ft.fake_quantize(x, "nvfp4-te", pass_through=False) * 3).sum())
     try:
         found = compiled(gradient)(X)

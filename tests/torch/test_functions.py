@@ -1,4 +1,6 @@
-"""fp4kit.torch: values and gradients are fp4kit's in every bit, for every recipe; errors; threads; lifetimes."""
+"""Test fp4kit.torch: values and gradients are bit-identical to fp4kit's for every recipe; errors, threads and
+lifetimes.
+"""
 
 import doctest
 import gc
@@ -30,7 +32,7 @@ rng = np.random.default_rng(5)
 
 
 def both(function, x, grad):
-    """Value and gradient of a function of a tensor."""
+    """Return the value and gradient of a function of a tensor."""
     w = to_torch(x).requires_grad_()
     y = function(w)
     y.backward(to_torch(grad))
@@ -52,7 +54,7 @@ def same_quantized(q, expected):
 @pytest.mark.parametrize("axis", [-1, 0])
 @DTYPES
 def test_every_recipe(name, axis, dtype):
-    """Forward, both gradients, codes and values equal those of NumPy arrays."""
+    """The forward result, both gradients, codes and values equal those of NumPy arrays."""
     shape = (128, 128)
     x, grad = ordinary(1, shape, dtype), ordinary(3, shape, dtype)
     if name in NAMES:
@@ -92,7 +94,10 @@ def test_the_same_seed_gives_the_same_bits(name):
     "recipe", ["nvfp4-te", "nvfp4-te-2d", "nvfp4-te-4over6-mae-256", "int8-modelopt", VARIANT], ids=str
 )
 def test_clipped_at_the_amax_that_is_used(recipe):
-    """amax, else tensor_amax, else what the recipe computes; given as a number, an array or a tensor."""
+    """The gradient is clipped at amax if given, else at tensor_amax, else at the amax that the recipe computes.
+
+    Each may be a number, an array or a tensor.
+    """
     takes = fp4kit.recipe(recipe).tensor_scaling == "tensor"
     for tensor_amax in (None, 2.5, np.float32(2.5), torch.tensor(2.5), 3) if takes else (None,):
         for amax in (None, 1.5, torch.tensor(1.5)):
@@ -119,7 +124,7 @@ def test_amaxes_of_experts_and_rows_clip_too():
 
 
 def test_gradients_are_those_of_the_rule():
-    """gradcheck's way: the Jacobian is diagonal, ones or the mask; its own derivative is the mask again."""
+    """The Jacobian is diagonal, with ones or the mask. The second derivative is the mask again."""
     x = to_torch(X[:2, :32]).requires_grad_()
     jacobian = torch.autograd.functional.jacobian(lambda x: ft.fake_quantize(x, "nvfp4-te"), x).reshape(64, 64)
     assert torch.equal(jacobian, torch.eye(64))
@@ -134,7 +139,9 @@ def test_gradients_are_those_of_the_rule():
 
 
 def test_special_values():
-    """Zeros of both signs, subnormals, infinities, NaN and the largest numbers, under every mode of the thread."""
+    """Holds for zeros of both signs, subnormals, infinities, NaN and the largest numbers, in every arithmetic mode of
+    the thread.
+    """
     specials = np.array([0, -0.0, 1e-45, -1e-38, np.inf, -np.inf, np.nan, 3.4e38] * 4, np.float32).reshape(1, 32)
     for name in ("nvfp4-te", "mxfp4-ocp", "mxfp8-te", "nvfp4-flashinfer"):
         y, g = both(lambda w, n=name: ft.fake_quantize(w, n, pass_through=False, amax=float("inf")), specials, specials)
@@ -333,7 +340,7 @@ def test_errors_before_any_work(case):
 
 @pytest.mark.parametrize("case", BAD)
 def test_the_same_errors_while_tracing(case):
-    """On tensors without values: the meta implementation raises them."""
+    """FakeTensors have no values, so the meta implementation raises the errors."""
     from torch._subclasses import FakeTensorMode
 
     call, kind, text = BAD[case]
@@ -389,7 +396,7 @@ def tensors_alive():
 
 @pytest.mark.parametrize("rounds", [5, *exhaustive([400])])
 def test_calls_leave_nothing_behind(rounds):
-    """1,600 calls in an exhaustive run: four each round."""
+    """Memory must not grow. An exhaustive run makes 1,600 calls, four per round."""
 
     def work():
         w = torch.randn(4, 32, requires_grad=True)
@@ -398,7 +405,7 @@ def test_calls_leave_nothing_behind(rounds):
         ft.dequantize(ft.quantize(w, "nvfp4-te", tensor_amax=2.0))
 
     tracemalloc.start()
-    for _ in range(20):  # the caches of a few tables are full then
+    for _ in range(20):  # afterwards the caches of a few tables are full
         work()
     alive, before = tensors_alive(), tracemalloc.get_traced_memory()[0]
     for _ in range(rounds):

@@ -1,4 +1,4 @@
-"""fp4kit.torch: models whose parameters are read fake-quantized."""
+"""Test fp4kit.torch on models whose parameters are read fake-quantized."""
 
 import copy
 import importlib
@@ -63,7 +63,7 @@ def test_a_model_that_does_not_fit_stays_as_it_was():
 
 @pytest.mark.parametrize("options", [{"parameters": ("b.*",)}, {"exclude": ("a.*",)}], ids=str)
 def test_a_module_with_several_names(options):
-    """PyTorch's names know its first one alone; that the settings leave out."""
+    """PyTorch lists a shared module under its first name only, which the settings exclude here."""
     layer = torch.nn.Linear(32, 32, bias=False)
     model = torch.nn.ModuleDict({"a": layer, "b": layer, "c": torch.nn.Linear(32, 32, bias=False)})
     settings = FakeQuantSettings("mxfp4-ocp", **options)

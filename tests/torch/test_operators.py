@@ -1,4 +1,4 @@
-"""The operators of fp4kit.torch: PyTorch's own opcheck of each, and meta implementations of every recipe."""
+"""Test the operators of fp4kit.torch: PyTorch's opcheck of each, and the meta implementation of every recipe."""
 
 import importlib
 from dataclasses import replace
@@ -15,7 +15,7 @@ torch = pytest.importorskip("torch")
 ft = importlib.import_module("fp4kit.torch")
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # of PyTorch's tracers
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # raised by PyTorch's tracers
     pytest.mark.filterwarnings("ignore::FutureWarning"),
 ]
 VARIANT = replace(fp4kit.recipe("mxfp4-ocp"), id="mxfp4-sixteen", block=(1, 16))
@@ -88,7 +88,7 @@ def parts_of(q):
 
 @pytest.mark.parametrize("case", CALLS)
 def test_opcheck(case):
-    """Schema, gradients, meta implementation, and all of them under AOT with dynamic shapes."""
+    """opcheck tests schema, gradients, the meta implementation, and all of them under AOT with dynamic shapes."""
     name, arguments = CALLS[case]
     found = torch.library.opcheck(getattr(torch.ops.fp4kit, name).default, arguments())
     assert set(found.values()) == {"SUCCESS"} and len(found) == 4
@@ -97,7 +97,7 @@ def test_opcheck(case):
 @pytest.mark.parametrize("name", RECIPES)
 @pytest.mark.parametrize("axis", [0, 1])
 def test_meta_of_every_recipe(name, axis):
-    """Shapes, dtypes and strides of the meta implementation are those of the real one."""
+    """The meta implementation gives the shapes, dtypes and strides of the real one."""
     x = tensor(1, (128, 256))
     assert_meta(lambda x: ft.fake_quantize(x, name, axis=axis), x)
     if not RECIPES[name].fake_only:

@@ -1,5 +1,5 @@
-"""amax states on ranks: experts gathered from any number of them and parted among any other; every fault names its
-key.
+"""Test amax states on several ranks: experts are gathered from any number of ranks and distributed to any other; every
+error names the key.
 """
 
 import re
@@ -24,7 +24,7 @@ RANKS = st.integers(1, 5)
 
 
 def local(values, held, base=FC1):
-    """The state of a rank that holds these experts as 0, 1, ..."""
+    """Return the state of a rank that holds these experts, numbered 0, 1, ..."""
     return state_of({f"{base}.{i}": values[f"{base}.{number}"] for i, number in enumerate(held)})
 
 
@@ -34,8 +34,8 @@ def edges(draw, n, ranks):
 
 @sampled(100, 400, st.data(), EXPERTS, RANKS, RANKS, st.sampled_from(list(SHAPES.values())), st.booleans())
 def test_any_reshard(data, n, ranks, others, shape, explicit):
-    """From any ranks with any experts, gathered, to any other number of ranks and back: every expert keeps its own
-    bits.
+    """Every expert keeps its bits through a gather from any ranks, a split among another number of ranks, and the way
+    back.
     """
     values = experts_of(n, shape, seed=n)
     if explicit:
@@ -65,7 +65,9 @@ def test_any_reshard(data, n, ranks, others, shape, explicit):
     st.data(), st.integers(2, 12), st.integers(1, 4), st.sampled_from(["drop", "duplicate", "nan", "negative", "shape"])
 )
 def test_faults_are_named_on_every_rank(data, n, ranks, fault):
-    """One expert dropped, held twice, NaN, negative or of another shape: the same error, with its key, on all ranks."""
+    """If an expert is missing, duplicate, NaN, negative or of another shape, all ranks raise the same error with its
+    key.
+    """
     values = {key: value.reshape(1) for key, value in experts_of(n).items()}
     held = [list(range(n))[rank::ranks] for rank in range(ranks)]
     victim = data.draw(st.integers(1 if fault == "shape" else 0, n - 1))
@@ -104,8 +106,9 @@ def test_parts_are_consecutive_and_balanced(n, ranks):
 
 
 def test_several_layers_and_shared_quantizers():
-    """Experts are renumbered layer by layer; quantizers without a number, and those left out of `experts`, become the
-    maximum.
+    """Experts are renumbered per layer.
+
+    Quantizers without a number, and those left out of `experts`, become the maximum.
     """
     sequential = "decoder.layers.0.mlp.linear_fc1.weight_quantizer"  # two quantizers in a row, not experts
 
@@ -181,7 +184,9 @@ def test_part_errors():
 
 
 def test_from_weights_to_another_number_of_ranks(tmp_path):
-    """The whole way: amaxes of weights on 2 ranks, gathered, saved, loaded on 4, and used there, expert by expert."""
+    """Test the whole path: amaxes of weights on 2 ranks are gathered, saved, loaded on 4 ranks and used there per
+    expert.
+    """
     weights = (
         np.random.default_rng(5).standard_normal((8, 32, 64)).astype(np.float32)
         * np.arange(1, 9, dtype=np.float32)[:, None, None]

@@ -1,6 +1,4 @@
-"""amax states in files: both spellings, experts singly or stacked, the flat vector of old, and what is wrong with a
-file.
-"""
+"""Test amax states in files: both spellings, single or stacked experts, the old flat vector, and malformed files."""
 
 import json
 import re
@@ -46,7 +44,7 @@ def test_save_and_load(shape, separator, stacked, tmp_path):
 
 @pytest.mark.parametrize("kind", ["scalar", "channel", "nvfp4_scalar", "nvfp4_static_block"])
 def test_experts_that_model_optimizer_saved(kind, golden, tmp_path):
-    """Its keys, one for each expert, and the flat vector of all of them."""
+    """The recording holds one key per expert and the flat vector of all experts."""
     prefix = f"experts_state/{kind}/"
     recorded = {
         k.removeprefix(prefix): golden.get("modelopt_fake", k)
@@ -83,7 +81,7 @@ def test_other_tensors_and_dtypes(tmp_path):
 
 
 def write_raw(path, tensors, metadata=None, twice=False):
-    """A safetensors file by hand: {key: (dtype, shape, bytes)}."""
+    """Write a safetensors file byte by byte from {key: (dtype, shape, bytes)}."""
     items, data = [] if metadata is None else [f'"__metadata__":{json.dumps(metadata)}'], b""
     for key, (dtype, shape, raw) in tensors.items():
         entry = {"dtype": dtype, "shape": shape, "data_offsets": [len(data), len(data) + len(raw)]}
@@ -158,7 +156,7 @@ def test_our_files_know_how_many_experts_there_are(stacked, tmp_path):
     write_raw(path, kept, said)
     with pytest.raises(ValueError, match=re.escape(message)):
         AmaxState.load(path)
-    write_raw(path, {f"{FC2}._amax": ("F32", [], ONE.tobytes())}, said)  # every expert is gone
+    write_raw(path, {f"{FC2}._amax": ("F32", [], ONE.tobytes())}, said)  # every expert is missing
     with pytest.raises(ValueError, match=re.escape(f"{FC1}.0._amax and 3 more are missing")):
         AmaxState.load(path)
 
@@ -192,7 +190,7 @@ def test_damaged_headers(tmp_path):
         write_raw(tmp_path / "a", entry, {"fp4kit_amax": text})
         with pytest.raises(ValueError, match=message):
             AmaxState.load(tmp_path / "a")
-    write_raw(tmp_path / "a", entry, {"experts": "{", "format": "pt"})  # somebody else's
+    write_raw(tmp_path / "a", entry, {"experts": "{", "format": "pt"})  # metadata of another program
     assert_same_state(AmaxState.load(tmp_path / "a"), {BASE: 1})
 
 

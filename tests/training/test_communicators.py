@@ -1,6 +1,6 @@
-"""Communicators without processes: the group of one, how NCCL processes find each other, and what errors say.
+"""Test communicators without processes: the group of one, how NCCL processes find each other, and the error messages.
 
-test_communicators_mpi.py runs processes of MPI; benchmarks/bench_distributed.py those of NCCL, on several GPUs.
+test_communicators_mpi.py runs MPI processes; benchmarks/bench_distributed.py runs NCCL processes on several GPUs.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def test_single_process() -> None:
 
 
 class FakeNccl:
-    """What Nccl needs of cupy.cuda.nccl and of CuPy; notes calls."""
+    """Record calls; offer the parts of cupy.cuda.nccl and CuPy that Nccl needs."""
 
     available = True
     NCCL_UINT8, NCCL_UINT32, NCCL_FLOAT32, NCCL_MAX = 1, 3, 7, 2
@@ -88,7 +88,7 @@ def test_nccl_calls_are_on_the_current_stream_and_in_place(nccl) -> None:
 
 
 def test_processes_find_each_other_by_a_file(nccl, tmp_path) -> None:
-    """Rank 1 waits for the file; rank 0 removes it when all are there."""
+    """Rank 1 waits for the file; rank 0 removes it when all ranks have joined."""
     path, found = tmp_path / "id", []
     other = threading.Thread(target=lambda: found.append(Nccl.from_file(path, 1, 2)))
     other.start()
@@ -150,7 +150,7 @@ def test_missing_packages_are_named(monkeypatch) -> None:
 
 
 class FakeMpi:
-    """An mpi4py communicator of one process, which sees host memory."""
+    """Stand in for an mpi4py communicator of one process that reads host memory only."""
 
     def Get_rank(self) -> int:
         return 0
@@ -185,7 +185,7 @@ def test_mpi_says_that_device_arrays_go_through_the_host(monkeypatch) -> None:
     comm = Mpi()
     with pytest.warns(UserWarning, match="CuPy arrays travel through the host"):
         assert_same_bits(comm.all_reduce_max(OnDevice()).values, np.arange(3, dtype=np.float32))
-    comm.all_reduce_max(OnDevice())  # warnings are errors here: it is said once
+    comm.all_reduce_max(OnDevice())  # warnings are errors here, so this shows that the warning is given only once
     assert_same_bits(comm.all_gather(np.arange(2)), np.arange(2))
 
 
@@ -194,7 +194,7 @@ def test_mpi_says_that_device_arrays_go_through_the_host(monkeypatch) -> None:
     [
         ([100], [0]),  # one process sends nothing
         ([1000, 1001], [1024, 1024]),
-        ([1016, 1032], [1024, 1280]),  # 1280 twice would be 11% more than is needed
+        ([1016, 1032], [1024, 1280]),  # 1280 twice would be 11% more than needed
         ([100_000, 99_992], [100_096, 100_096]),
         ([0, 5000], [0, 5120]),
         ([0, 0], [0, 0]),

@@ -1,5 +1,6 @@
-"""Real MPI processes: 2, 3 and 4 of them run mpi_cases.py. Skips, saying why, without an MPI, but fails under
-CI=true.
+"""Test real MPI processes: 2, 3 and 4 of them run mpi_cases.py.
+
+Without an MPI the tests are skipped with a reason; under CI=true they fail.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture(scope="module")
 def mpiexec() -> list[str]:
-    """The command that starts processes."""
+    """Return the path of the command that starts MPI processes."""
     missing = pytest.fail if os.environ.get("CI") == "true" else pytest.skip
     if importlib.util.find_spec("mpi4py") is None:
         missing('mpi4py is not installed; pip install -e ".[test]" brings it and an MPI')
-    # The MPI of this environment comes first: it is the one that its mpi4py loads.
+    # Prefer the MPI of this environment, because mpi4py loads that one.
     found = shutil.which(
         "mpiexec", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
     )

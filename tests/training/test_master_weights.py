@@ -1,4 +1,4 @@
-"""cast_master_weights gives every process the bytes of quantizing the whole matrices, for any partition."""
+"""Test that cast_master_weights gives every process the bytes of quantizing the whole matrices, for any partition."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_infinities_are_those_of_the_whole(name) -> None:
 
 
 def test_nan() -> None:
-    """Ignored where the recipe ignores it, an error on every process where it would be the scale."""
+    """NaN is ignored if the recipe ignores it. If NaN would be the scale, every process raises an error."""
     x = np.random.default_rng(3).standard_normal((32, 96)).astype(np.float32)
     x[3, 5] = np.nan
     shards = [Shard(x.reshape(-1)[:7], x.shape), Shard(x.reshape(-1)[7:], x.shape, 7)]
@@ -145,8 +145,8 @@ def cast(cut: tuple[int, int, int], **options) -> None:
     fp4kit.cast_master_weights([Shard(np.ones(end - start, np.float32), (1, size), start)], SingleProcess(), **options)
 
 
-VARIANT = replace(fp4kit.recipe("nvfp4-te-2d"), scale_max=256)  # under the id of the other
-DIFFERENT = {  # the dtypes and recipes of two processes
+VARIANT = replace(fp4kit.recipe("nvfp4-te-2d"), scale_max=256)  # has the id of another recipe
+DIFFERENT = {  # maps a case to the dtypes and recipes of two processes
     "dtypes": ((np.float32, ml_dtypes.bfloat16), ("nvfp4-te-2d", "nvfp4-te-2d")),
     "dtypes of 16 bits": ((np.float16, ml_dtypes.bfloat16), ("nvfp4-te-2d", "nvfp4-te-2d")),
     "recipes": ((np.float32, np.float32), ("nvfp4-te-2d", "nvfp4-te")),
@@ -156,7 +156,7 @@ DIFFERENT = {  # the dtypes and recipes of two processes
 
 @pytest.mark.parametrize("case", DIFFERENT)
 def test_processes_that_disagree(case) -> None:
-    """Each raises the same error, before any of them has cast."""
+    """Every process raises the same error before any process has cast."""
     dtypes, recipes = DIFFERENT[case]
 
     def error_of(comm) -> str:
@@ -180,7 +180,7 @@ def test_errors_come_before_anything_is_sent() -> None:
 
 @pytest.mark.parametrize("shards", [None, 3, "deleted"])
 def test_whatever_one_process_gives_the_others_are_told(shards) -> None:
-    """Each raises, and none waits for the others."""
+    """Every process raises an error and none hangs."""
     w = np.ones((16, 32), np.float32).reshape(-1)
 
     def work(comm):
@@ -198,7 +198,7 @@ def test_whatever_one_process_gives_the_others_are_told(shards) -> None:
 
 
 def deleted():
-    """An array that JAX has no memory for any more."""
+    """Return a JAX array whose memory has been deleted."""
     array = pytest.importorskip("jax.numpy").ones(256)
     array.delete()
     return array

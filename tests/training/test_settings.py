@@ -1,4 +1,4 @@
-"""FakeQuantSettings: which parameters, which recipe; the documented flags, and what their formulas say."""
+"""Test FakeQuantSettings: which parameters are quantized, by which recipe, the documented flags, and their formulas."""
 
 import dataclasses
 import re
@@ -90,7 +90,7 @@ def test_nonsense_sizes_also_where_the_flag_is_off(name, default, value, flags):
         ("decoder.layers.0.mlp.experts.linear_fc1.bias3", False),
         ("model.layers.0.mlp.shared_experts.gate_proj.weight", False),
         ("model.layers.0.self_attn.q_proj.weight", False),
-        ("model.layers.0.mlp.experts.gate_up_proj", False),  # stacks have either orientation
+        ("model.layers.0.mlp.experts.gate_up_proj", False),  # stacks of experts have either orientation
     ],
 )
 def test_experts_are_what_the_flags_mean(name, quantized):
@@ -169,8 +169,9 @@ def test_tensor_amax_and_clipping():
 @pytest.mark.parametrize("size", [32, 128])
 @pytest.mark.parametrize("kind", INPUTS)
 def test_int4_by_its_formula_in_torch(size, kind):
-    """clamp(round(w / s), -7, 7) * s, s = max(amax / 7, 1e-5), in float32 and rounded to w's dtype at the end, as in
-    PyTorch.
+    """Restate the formula in PyTorch: clamp(round(w / s), -7, 7) * s with s = max(amax / 7, 1e-5).
+
+    The arithmetic is float32; the result is rounded to the dtype of w.
     """
     torch = pytest.importorskip("torch")
     x = INPUTS[kind]
@@ -191,7 +192,10 @@ def test_int4_by_its_formula_in_torch(size, kind):
 
 @pytest.mark.parametrize("dtype", [np.float32, BF16, np.float16], ids=str)
 def test_mxfp4_values_are_those_that_the_server_decodes(dtype):
-    """dequantize of mxfp4-flashinfer's codes; every value has two bits of mantissa, so no dtype rounds it."""
+    """The values equal dequantize of mxfp4-flashinfer's codes.
+
+    Every value has two bits of mantissa, so no dtype rounds it.
+    """
     w = ordinary(4, (64, 128), dtype)
     q = fp4kit.quantize(w, "mxfp4-flashinfer")
     y = from_environment(**{MXFP4: "1"}).fake_quantize(EXPERT, w)

@@ -1,6 +1,4 @@
-"""Wrong kinds of arguments for amax states, settings and layouts: an error of the function that was called, and no
-silence.
-"""
+"""Test arguments of the wrong kind for amax states, settings and layouts: the called function raises an error."""
 
 import re
 
@@ -73,7 +71,8 @@ CALLS = {
     "unswizzle_scales shape": lambda wrong: layouts.unswizzle_scales(CODES, "linear", wrong),
     "padded_shape": lambda wrong: layouts.padded_shape(wrong, "linear"),
 }
-DEFAULTS = {"gather numbers", "gather count", "part numbers", "load experts", "environ"}  # None stands for one
+# for these arguments None means the default
+DEFAULTS = {"gather numbers", "gather count", "part numbers", "load experts", "environ"}
 
 
 @pytest.fixture(autouse=True)
@@ -109,7 +108,7 @@ def test_numbers_are_not_cut_to_ints():
 
 @pytest.mark.parametrize("share", [("gate_proj", "up_proj"), "up", ["gate_proj"]], ids=repr)
 def test_a_name_is_no_group(share):
-    """The letters of a name were a group of modules that nobody has, and nothing was shared."""
+    """The letters of a single name would count as module names that nobody has, and nothing would be shared."""
     with pytest.raises(TypeError, match=re.escape("needs groups of names, such as ('gate_proj', 'up_proj')")):
         collected().freeze(share)
 
@@ -122,7 +121,7 @@ def test_a_key_that_is_no_string_is_not_there():
 
 
 def test_experts_that_no_rank_has():
-    """count says how many there must be."""
+    """`count` says how many experts there must be."""
     for count in (1, 1 << 40):
         text = f"gather: '*' matches no expert on any rank; needs experts 0 to {count - 1}"
         with pytest.raises(ValueError, match=re.escape(text)):
@@ -133,13 +132,13 @@ def test_experts_that_no_rank_has():
 
 @pytest.mark.parametrize("count", [10**7, 1 << 62])
 def test_a_number_of_experts_takes_no_memory(count):
-    """A file, or an argument, may name any."""
+    """A file or an argument may name any number, so memory must not depend on it."""
     with pytest.raises(ValueError, match=re.escape(f"gather: {FC1}.3._amax and {count - 4} more are missing")):
         STATE.gather(ALONE, count=count)
 
 
 def test_patterns_are_gone_through_once_more():
-    """A generator was empty when it became a tuple: no parameter was quantized."""
+    """A generator would be empty after its first use, and no parameter would be quantized, so it is rejected."""
     with pytest.raises(ValueError, match=r"parameters is <generator .*; needs a tuple of wildcards"):
         FakeQuantSettings("nvfp4", parameters=(name for name in ("*",)))
 

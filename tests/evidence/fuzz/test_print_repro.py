@@ -1,4 +1,4 @@
-"""A failing case of the fuzz is shrunk and printed as Python; the command draws, counts and reports."""
+"""Test that a failing fuzz case is shrunk and printed as Python, and that the command draws, counts and reports."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ def test_shrinking_is_greedy():
 
 @pytest.mark.parametrize("number", range(60))
 def test_programs_are_printed_as_they_run(number, away):
-    """Whole programs, executed: they pass as they passed, or raise what is refused."""
+    """Printed programs are executed: they pass if the case passes, or raise the error of a rejected call."""
     case, _ = draw(number, replace(SMALL, largest=1 << 10))
     verdict = check(case, away)
     assert not verdict.failed
-    whole = Verdict("written", step=10**6)  # every statement is printed
+    whole = Verdict("written", step=10**6)  # so that every statement is printed
     assert executed(script(case, whole, away)) == ""
 
 

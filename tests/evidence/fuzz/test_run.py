@@ -1,4 +1,4 @@
-"""The fuzz: the specification passes; faults that are planted are found, shrunk, and reproduced by what is printed."""
+"""Test the fuzz: the specification passes; planted faults are found, shrunk, and reproduced by the printed program."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_two_engines_that_are_equal(away):
 
 @pytest.mark.parametrize("id", RECIPES)
 def test_every_recipe_is_drawn_right(id):
-    """Few refusals: what is drawn for a recipe is what the specification defines for it."""
+    """Few drawn calls are rejected, so what is drawn for a recipe is what the specification defines for it."""
     report = fuzz.run(None, 600, 3, cases=6, pool=replace(SMALL, recipes=(id,), faults=False))
     assert report.failures == [] and report.total("refused") <= 4
 
@@ -45,7 +45,7 @@ def test_a_case_is_drawn_from_its_number_alone():
 
 
 def test_every_field_is_changed():
-    """Variants differ from the table in each field that can be changed, and Recipe takes them."""
+    """Variants differ from the table in every field that can change, and Recipe accepts them."""
     rng = np.random.default_rng(0)
     changed, refused = set(), 0
     for id in RECIPES:
@@ -103,20 +103,20 @@ def test_a_pool_of_variants():
 
 
 def another_recipe(right, x, recipe, **options):
-    """Ties go away from zero."""
+    """Return quantize with ties rounded away from zero."""
     recipe = fp4kit.recipe(recipe)
     return right(x, recipe if recipe.four_over_six else replace(recipe, rounding="rna"), **options)
 
 
 def ignored_option(right, x, *arguments, scale_layout="linear", **options):
-    """Scales of 8x4 tiles are those of 128x4 tiles."""
+    """Return quantize with the scales of 8x4 tiles swizzled as 128x4 tiles."""
     return right(
         x, *arguments, scale_layout="swizzled_128x4" if scale_layout == "swizzled_8x4" else scale_layout, **options
     )
 
 
 def ignored_amax(right, x, *arguments, tensor_amax=None, **options):
-    """The second expert's amax is the first one's."""
+    """Return quantize with the first expert's amax used for every expert."""
     if np.ndim(tensor_amax):
         tensor_amax = np.full_like(tensor_amax, np.ravel(tensor_amax)[0]) if np.size(tensor_amax) else tensor_amax
     return right(x, *arguments, tensor_amax=tensor_amax, **options)
@@ -183,7 +183,7 @@ def test_one_bit_is_shrunk_to_one_block(away, monkeypatch):
 
 
 def test_a_fault_of_the_specification_alone_is_found(monkeypatch):
-    """An invariant finds what both engines would do wrong."""
+    """An invariant finds a fault that both engines share."""
     right = fp4kit.unswizzle
 
     def wrong(scales, *arguments):
@@ -206,7 +206,7 @@ def test_a_fault_of_the_specification_alone_is_found(monkeypatch):
     "operation", ["quantize_both", "quantize_grouped", "plan", "transpose", "partial", "master_weights"]
 )
 def test_invariants_find_a_wrong_quantize(operation, monkeypatch):
-    """The single call is wrong, and what it must agree with is right."""
+    """The single call is wrong; the operations it must agree with are right."""
     right = fp4kit.quantize
 
     def wrong(x, *arguments, **options):

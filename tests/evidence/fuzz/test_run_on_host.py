@@ -1,7 +1,7 @@
-"""The fuzz on kernels that the host runs: drawn calls of the public functions on played CuPy arrays, against the
+"""Test kernels that the host runs with the fuzz: drawn calls of public functions on played CuPy arrays, against the
 specification.
 
-Cases of a pool share few recipes, dtypes and layouts, so that few kernels are compiled for many cases. See
+The cases of a pool share few recipes, dtypes and layouts, so few kernels are compiled for many cases. See
 support/host/README.md.
 """
 
@@ -25,7 +25,7 @@ from fp4kit.formats import E1M2, E3M0
 pytestmark = pytest.mark.usefixtures("played_gpu")
 
 FLOATS = ("float32", "bfloat16")
-# name: recipes, variants, dtypes, and how many fields of a recipe are changed at most
+# maps a name to the recipes, variants, dtypes, and the largest number of changed recipe fields
 POOLS: dict[str, Pool] = {
     "te": Pool(
         recipes=("nvfp4-te", "nvfp4-te-2d", "nvfp4-te-4over6-mse-256", "nvfp4-te-4over6-mae-448-2d"),
@@ -88,7 +88,7 @@ FEW, MANY = 12, 60
 
 @contextmanager
 def all_is_equal() -> Iterator[None]:
-    """Comparisons find nothing: without kernels, each case goes on to its last launch."""
+    """Let comparisons find nothing, so that without kernels each case runs to its last launch."""
     with patch.object(check, "compare", lambda *_: Outcome()), patch.object(fuzz, "MAX_FAILURES", 0):
         yield
 
@@ -96,7 +96,7 @@ def all_is_equal() -> Iterator[None]:
 @pytest.mark.parametrize("cases", [FEW, *exhaustive([MANY])])
 @pytest.mark.parametrize("name", by_default(("te", "shapes"), POOLS))
 def test_drawn_calls(name, cases):
-    """Nothing differs, nothing is refused on one side, and no input is written to; warnings are failures, too."""
+    """No result differs, no call is rejected on one side only, no input is written to, and no warning is raised."""
     with all_is_equal() if cupy_on_host.rehearsing else nullcontext():
         found = fuzz.run(ComparedEngine(cupy_on_host), 3600, cases, cases=cases, pool=POOLS[name])
     assert not found.failures, "\n\n".join(

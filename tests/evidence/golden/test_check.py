@@ -1,4 +1,4 @@
-"""Every recipe, layout and decoder against the recorded outputs of its producer, bit for bit
+"""Test every recipe, layout and decoder against the recorded outputs of its producer, bit for bit
 (evidence/recorded/README.md).
 """
 
@@ -27,7 +27,7 @@ from fp4kit.reference.dequantize import dequantize_tile
 from fp4kit.reference.stochastic import encode_stochastic, philox4x32
 from fp4kit.reference.tensor_rules import ONE, TensorScale
 
-# Recipes that no recorded array pins: their parts are those of recipes that have some.
+# No recorded array tests these recipes directly. Their parts are tested through recipes that have recordings.
 UNRECORDED = (
     *("nvfp4-te-4over6-mae-448-2d", "nvfp4-te-4over6-mse-256-2d", "int8-modelopt-narrow", "int4-qat"),
     *("mxfp8-mlx-metal-0321", "mxfp4-triton-kernels-main"),
@@ -35,7 +35,7 @@ UNRECORDED = (
 
 
 def typed(array):
-    """bfloat16 arrays are stored as uint16."""
+    """View uint16 as bfloat16, because bfloat16 arrays are stored as uint16; return other arrays unchanged."""
     return array.view(ml_dtypes.bfloat16) if array.dtype == np.uint16 else array
 
 
@@ -44,7 +44,7 @@ def typed(array):
 
 SLOW = (
     "nvfp4-modelopt-mse",
-)  # whose search the specification takes half a minute for; the compiled engine does it in every run
+)  # the specification's search takes half a minute; the compiled engine searches in every run
 
 
 @pytest.mark.parametrize("name", by_default([name for name in RECIPES if name not in SLOW], RECIPES))
@@ -71,7 +71,7 @@ def test_rows_name_recorded_variants(golden):
 
 
 def test_skips_leave_ordinary_data(golden):
-    """An exception that hid everything would compare nothing."""
+    """An exception that covered all ordinary data would leave nothing to compare."""
     ordinary = ("normal", "weights", "heavy_tail", "wide_blocks", "amax_sweep")
     seen = set()
     for row in ROWS:
@@ -79,8 +79,8 @@ def test_skips_leave_ordinary_data(golden):
             if case.name.startswith(ordinary):
                 case.q = None if row.fake else fp4kit.quantize(case.x, case.recipe)
                 skipped = golden_check.SKIPS[row.skip](case).mean()
-                # Channels whose scale a CPU, which recorded them, rounds otherwise are left out whole: up to half of
-                # them.
+                # A CPU recorded these arrays and rounds some channel scales differently. Such channels, up to half of
+                # them, are left out whole.
                 assert skipped <= (0.5 if row.skip == "cpu_only_rows" else 0.01), (row, case.name)
                 seen.add(row.skip)
     assert seen == set(golden_check.SKIPS)
@@ -90,7 +90,7 @@ def test_skips_leave_ordinary_data(golden):
 
 
 def altered(golden, file, key, change):
-    """The same set but for one array, whose copy `change` edits or replaces."""
+    """Return the same set except for one array, whose copy `change` edits or replaces."""
 
     def read(name):
         arrays = {k: golden.get(name, k) for k in golden.keys(name)}
@@ -107,7 +107,7 @@ def flip_a_byte(array):
 
 
 def a_recorded_array(name, golden):
-    """File and key of an array that a recipe is compared with, on ordinary data."""
+    """Return the file and key of an array of ordinary data that a recipe is compared with."""
     for row in ROWS:
         for x in ("normal__bf16", "wide_blocks__f16", "normal__f32") if row.recipe == name else ():
             if not x.endswith(row.inputs):
@@ -188,7 +188,7 @@ def test_the_sign_of_zero_counts_and_that_of_nan_does_not(golden):
     ],
 )
 def test_every_scale_times_every_code(recorded, recipe, rule, golden):
-    """256 scale bytes (rows) times 256 code bytes (two columns each), as FlashInfer's dequantizers give them."""
+    """Compare 256 scale bytes (rows) times 256 code bytes (two columns each) with FlashInfer's dequantizers."""
     expected = golden.get("layouts", f"dequant_all/{recorded}")
     codes = unpack(np.broadcast_to(np.arange(256, dtype=np.uint8), (256, 256)))
     scales = np.arange(256, dtype=np.uint8)[:, None]
@@ -200,7 +200,7 @@ def test_every_scale_times_every_code(recorded, recipe, rule, golden):
 
 
 def transformers_quantized(golden, prefix):
-    """gpt-oss blocks (E, rows, K/32, 16) and scales (E, rows, K/32) as a Quantized of shape (E, rows, K)."""
+    """Return gpt-oss blocks (E, rows, K/32, 16) and scales (E, rows, K/32) as a Quantized of shape (E, rows, K)."""
     blocks, scales = (golden.get("transformers_mxfp4", f"{prefix}/{part}") for part in ("blocks", "scales"))
     E, rows, count, _ = blocks.shape
     r = replace(fp4kit.recipe("mxfp4-ocp"), decode_rule="e8m0_unbounded")
@@ -208,7 +208,9 @@ def transformers_quantized(golden, prefix):
 
 
 def test_transformers_decodes_gpt_oss(golden, either_engine):
-    """All codes under all scales, and every input: float32, bfloat16 and float16, transposed there."""
+    """Compare all codes under all scales and every input in float32, bfloat16 and float16; transformers returns them
+    transposed.
+    """
     prefixes = groups(golden, "transformers_mxfp4", "/blocks")
     assert len(prefixes) == 25 and "all_codes_all_scales/convert" in prefixes
     parts = {"dequant": np.float32, "dequant_bf16": ml_dtypes.bfloat16, "dequant_f16": np.float16}
@@ -248,12 +250,12 @@ def test_stochastic_rounding_of_transformer_engine(golden):
 
 
 def words_of(number):
-    """64 bits as two 32-bit words, the lower first."""
+    """Split 64 bits into two 32-bit words, the lower first."""
     return number & 0xFFFFFFFF, number >> 32
 
 
 def test_philox_words(golden):
-    """Four counters from each (seed, subsequence, offset)."""
+    """Compare the words of four counters for each (seed, subsequence, offset)."""
     parameters = golden.get("te_sr", "philox_seed_subseq_offset").astype(np.uint64)
     for (seed, subsequence, offset), words in zip(
         parameters.tolist(), golden.get("te_sr", "philox10_words"), strict=True
@@ -276,7 +278,10 @@ GROUPED = {
 
 
 def fp8_of_a_cpu(x, amax):
-    """fp8-modelopt as PyTorch on a CPU, which recorded these arrays, evaluates it: 448 / amax as (1 / amax) * 448."""
+    """Return fp8-modelopt as PyTorch on a CPU evaluates it: 448 / amax becomes (1 / amax) * 448.
+
+    A CPU recorded the arrays that this is compared with.
+    """
     scale = np.float32(1) / np.where(amax <= 2.0**-24, np.float32(1), amax) * np.float32(448)
     return decode(encode(x.astype(np.float32) * scale, E4M3), E4M3) * (np.float32(1) / scale)
 
@@ -285,7 +290,7 @@ def fp8_of_a_cpu(x, amax):
 @pytest.mark.parametrize("dtype", ["f32", "bf16", "f16"])
 @pytest.mark.parametrize("clip", ["", "_clip"])
 def test_experts_of_modelopt(kind, dtype, clip, golden, either_engine):
-    """Four experts with an amax each, which `_clip` puts below the largest value."""
+    """Each of four experts has its own amax; in the `_clip` cases it is below the largest value."""
     for i in range(4):
         x, grad, amax, output, grad_clip = (
             typed(golden.get("modelopt_fake", f"grouped_{dtype}/{part}{i}"))
@@ -309,12 +314,12 @@ def test_experts_of_modelopt(kind, dtype, clip, golden, either_engine):
 )
 @pytest.mark.parametrize("dtype", ["f32", "bf16"])
 def test_fake_quantized_linear_of_torchao(name, recipe, dtype, golden, either_engine):
-    """y = fake(x) @ fake(w)^T + b and its straight-through gradients grad @ fake(w) and grad^T @ fake(x).
+    """Compare y = fake(x) @ fake(w)^T + b and the straight-through gradients grad @ fake(w) and grad^T @ fake(x).
 
-    The order of the producer's sums is unknown, so products are compared with a bound. A float32 sum of n products, in
-    any order, is within n * 2^-24 / (1 - n * 2^-24) of the exact one, relative to the sum of magnitudes (Higham,
-    Accuracy and Stability, 3.5); adding the bias makes n + 1. bfloat16 results are rounded at most twice more, each by
-    2^-8 relative.
+    The order of the producer's sums is unknown, so products are compared with a bound. In any order, a float32 sum of n
+    products is within n * 2^-24 / (1 - n * 2^-24) of the exact sum, relative to the sum of magnitudes (Higham, Accuracy
+    and Stability, 3.5). The bias counts as one more product. bfloat16 results are rounded at most twice more, by 2^-8
+    relative each time.
     """
     x, w, b, y, grad, grad_x, grad_w = (
         golden.get("ao_qat", f"qat_{dtype}/{name}/{part}")
@@ -332,7 +337,7 @@ def test_fake_quantized_linear_of_torchao(name, recipe, dtype, golden, either_en
         assert np.all(np.abs(recorded - exact) <= bound)
         assert np.median(bound) < (
             0.06 if dtype == "bf16" else 1e-3
-        )  # the bound says something: values are about 1 to 10
+        )  # the bound is meaningful, because values are about 1 to 10
 
     close(y, fake_x, fake_w.T, b.astype(np.float64))
     close(grad_x, grad.astype(np.float64), fake_w, 0.0)
@@ -341,7 +346,7 @@ def test_fake_quantized_linear_of_torchao(name, recipe, dtype, golden, either_en
 
 @pytest.mark.exhaustive
 def test_the_original_recordings():
-    """The full set in its original form, where it lies beside the checkout."""
+    """Check the full set in its original form if it lies beside the checkout."""
     folder = Path(__file__).resolve().parents[4] / "shared" / "golden"
     if not folder.is_dir():
         pytest.skip("the original recordings are not beside this checkout; the package holds the same arrays")

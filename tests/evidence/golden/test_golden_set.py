@@ -1,4 +1,4 @@
-"""The reader of the golden vectors: both forms give the same arrays, and asking for what is absent says so."""
+"""Test the reader of the golden vectors: both forms give the same arrays, and a missing name gives a clear error."""
 
 import zipfile
 
@@ -13,7 +13,7 @@ from tools import pack_golden
 
 @pytest.fixture
 def original(tmp_path):
-    """A small directory of the original form: equal arrays, NaNs, 0-d, empty, several dtypes, and a file to exclude."""
+    """Write a small set in the original form: equal arrays, NaN, 0-d, empty, several dtypes, and a file to exclude."""
     codes = np.arange(12, dtype=np.uint8).reshape(3, 4)
     nan = np.array([0x7FC00000, 0xFFC00001], np.uint32).view(np.float32)
     directory = tmp_path / "original"
@@ -36,14 +36,14 @@ def original(tmp_path):
 
 @pytest.fixture(params=["original", "packed"])
 def small(request, original, tmp_path):
-    """The small set in either form."""
+    """Return the small set in either form."""
     if request.param == "original":
         return GoldenSet.open(original)
     return packed(original, tmp_path / "packed")
 
 
 def packed(original, folder):
-    """The files of an original set, packed into a folder."""
+    """Pack the files of an original set into a folder; return the packed set."""
     golden = GoldenSet.open(original)
     for name in ("inputs", "te"):
         assert pack_golden.add(folder, name, pack_golden.arrays_of(golden, name)) == [name]
@@ -78,7 +78,7 @@ def test_arrays_are_added_to_a_producers_file(tmp_path, original):
 
 @pytest.fixture
 def alike(tmp_path):
-    """A packed folder whose file "quark" holds an array that differs in one byte from one of "te"."""
+    """Return a packed folder whose file "quark" has an array that differs in one byte from an array of "te"."""
     codes = np.random.default_rng(0).integers(0, 256, 1000, np.uint8)
     near = codes.copy()
     near[7] ^= 1

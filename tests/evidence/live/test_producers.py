@@ -1,4 +1,4 @@
-"""The producers that are installed, for a second each: every drawn array is equal in every bit."""
+"""Test each installed producer for a second: every drawn array is bit-identical to fp4kit's."""
 
 import pytest
 
@@ -11,7 +11,10 @@ SECONDS = 1.0
 
 @pytest.mark.parametrize("name", ADAPTERS)
 def test_every_drawn_array_is_equal(name):
-    """What is not installed says so; what is installed runs, or cannot be imported on a CPU and says why."""
+    """A missing producer reports that it is missing.
+
+    An installed one runs, or reports why it cannot be imported on a CPU.
+    """
     result = run.run(ADAPTERS[name], fp4kit.recipes(), SECONDS, seed=0)
     if result.reason:
         try:
@@ -26,5 +29,5 @@ def test_every_drawn_array_is_equal(name):
 
 
 def test_gguf_runs():
-    """It comes with the extra for tests, so that the test above is never of nothing."""
+    """The test extra installs gguf, so test_every_drawn_array_is_equal compares at least one producer."""
     assert run.run(ADAPTERS["gguf"], ("mxfp4-gguf",), 0.1, seed=1).recipes["mxfp4-gguf"].arrays > 10

@@ -1,4 +1,4 @@
-"""fp4kit recipes --live: what is drawn, compared, shrunk and printed, with producers of which one has a fault."""
+"""Test fp4kit recipes --live with fake producers, one of them faulty: what is drawn, compared, shrunk and printed."""
 
 import json
 import subprocess
@@ -67,7 +67,7 @@ def test_thresholds_are_where_the_scale_changes(id, dtype):
     at = draw._thresholds(np.random.default_rng(0), (4, 5), kind, r, tensor)
     bits = at.view(draw.unsigned(kind)).astype(np.int64)
     below, here = (draw._scale_codes(b, kind, r, tensor) for b in (bits - 1, bits))
-    assert (below != here).mean() > 0.7  # in the rest, both ends of an octave have the same code
+    assert (below != here).mean() > 0.7  # otherwise both ends of an octave have the same code
 
 
 def test_kinds_are_what_their_names_say():
@@ -86,7 +86,7 @@ def test_kinds_are_what_their_names_say():
         fraction = 1 << info.nmant
         ulps = (
             bit_patterns(amax).astype(np.int64) + fraction // 2
-        ) % fraction - fraction // 2  # from the nearest power
+        ) % fraction - fraction // 2  # distance from the nearest power
         assert (np.abs(ulps) <= draw.ULPS).any() and (ulps != 0).any()
 
 
@@ -106,7 +106,7 @@ def test_a_fault_is_found_shrunk_to_one_block_and_printed_as_a_program_that_show
     assert first.text.startswith(f"codes: 1 of 32 differ, first at (0, {live_fault.AT}): ")
     assert "# mxfp4-ocp and numpy " in first.script and ".reshape((1, 32))" in first.script
     numbers = first.script.partition("np.array([")[2].partition("]")[0].split(",")
-    assert sum(int(n, 16) != 0 for n in numbers if n.strip()) == 1  # the large number alone
+    assert sum(int(n, 16) != 0 for n in numbers if n.strip()) == 1  # only the large number is left
     program = tmp_path / "program.py"
     program.write_text(first.script)
     ran = subprocess.run([sys.executable, program], capture_output=True, text=True)

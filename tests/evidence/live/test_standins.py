@@ -1,4 +1,6 @@
-"""Files of packages that cannot be imported as a whole: loaded alone, with stand-ins that are gone afterwards."""
+"""Test loading single files of packages that cannot be imported as a whole; the stand-in modules are removed
+afterwards.
+"""
 
 import sys
 
@@ -9,7 +11,7 @@ from fp4kit.evidence.live import standins
 
 @pytest.fixture
 def package(tmp_path, monkeypatch):
-    """A package that cannot be imported, with a file that can."""
+    """Write a package that cannot be imported but holds a file that can."""
     root = tmp_path / "needs_cuda"
     (root / "deep").mkdir(parents=True)
     (root / "__init__.py").write_text("raise OSError('libcuda.so.1: cannot open shared object file')")

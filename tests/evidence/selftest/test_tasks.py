@@ -1,6 +1,4 @@
-"""The self-test of the GPU, without one: on NumPy arrays it finds nothing, and it finds what is made wrong on
-purpose.
-"""
+"""Test the GPU's self-test without a GPU: it finds nothing on NumPy arrays, and it finds planted errors."""
 
 from __future__ import annotations
 
@@ -31,7 +29,7 @@ CHUNK = 1 << 16
 
 
 class Wrong(ComparedEngine):
-    """One bit of every resulting array is wrong."""
+    """Flip one bit of every resulting array."""
 
     def get(self, a):
         if a is None or isinstance(a, (Quantized, list, tuple)):
@@ -43,7 +41,7 @@ class Wrong(ComparedEngine):
 
 
 class Missing(ComparedEngine):
-    """A device that has no kernel for stochastic rounding and none to decode."""
+    """Stand in for a device without kernels for stochastic rounding and for decoding."""
 
     def call(self, function, *arguments, **options):
         if function is selftest.dequantize:
@@ -52,7 +50,7 @@ class Missing(ComparedEngine):
 
 
 def comparisons(engine, golden):
-    """A small case of each part but the sweeps."""
+    """Return a small case of each part except the sweeps."""
     return {
         "recorded": partial(selftest.recorded, engine, golden, "mxfp4-te"),
         "specification": partial(selftest.specification, engine, "nvfp4-te", quick=False),
@@ -105,7 +103,7 @@ def test_compare_takes_one_nan_for_another_but_not_for_a_number():
 
 
 def test_every_bfloat16_reaches_every_scale_byte():
-    """The anchors make each E8M0 byte that bfloat16 can reach, and each E4M3 byte up to 448."""
+    """The anchors reach every E8M0 byte that bfloat16 can reach, and every E4M3 byte up to 448."""
     for id, fewest in (("mxfp4-ocp", 253), ("nvfp4-te", 126)):
         anchors = selftest._anchors(RECIPES[id])
         size = RECIPES[id].block_size
@@ -120,8 +118,9 @@ def test_every_bfloat16_reaches_every_scale_byte():
 
 @pytest.mark.parametrize("sweep", SWEEPS, ids=lambda sweep: sweep.recipe)
 def test_runs_begin_at_the_midpoints(sweep):
-    """An even code below a midpoint keeps the tie, so that the next code begins one bit above; an odd one gives it
-    away.
+    """An even code below a midpoint keeps the tie, so the next code begins one bit above the midpoint.
+
+    An odd code gives the tie to the next one.
     """
     element = sweep.target.element
     midpoints = element.midpoints.astype(np.float32)
@@ -135,7 +134,7 @@ def test_runs_begin_at_the_midpoints(sweep):
 
 @pytest.mark.parametrize("sweep", SWEEPS, ids=lambda sweep: sweep.recipe)
 def test_pieces_of_a_sweep_agree(sweep):
-    """Around zero, one, the largest value, infinity and the last NaN."""
+    """Compare the pieces around zero, one, the largest value, infinity and the last NaN."""
     found = [
         bits // CHUNK for bits in (0, 0x3F800000, 0x40A00000, 0x43E00000, 0x7F800000, ALL - 1) if bits < sweep.limit
     ]
@@ -164,7 +163,7 @@ def test_one_wrong_code_in_a_sweep_is_found(sweep, monkeypatch):
 
 @pytest.mark.parametrize("limit", [1, 5 * STEP * CHUNK, ALL])
 def test_pieces_of_a_quick_sweep(limit):
-    """One of many from end to end, in pieces; then all around each change of code."""
+    """A quick sweep takes one of every STEP pieces from end to end, then every piece around each change of code."""
     begins = np.array([0, limit // 3, limit - 1])
     *spread, first, middle, last = selftest_sweep._quick_pieces(limit, CHUNK, begins)
     assert [piece[0] for piece in spread] == list(range(0, limit, STEP * CHUNK))
@@ -214,7 +213,7 @@ def test_the_full_plan_covers_every_recipe(golden):
 
 
 def test_the_quick_plan_sweeps_no_part_whole(golden, monkeypatch):
-    """All 2^32 took most of it: minutes on two cores."""
+    """Sweeping all 2^32 values took minutes on two cores, most of a quick run."""
     calls = []
     monkeypatch.setattr(
         selftest, "differences", lambda module, sweep, quick: calls.append((sweep, quick)) or (1, 0, "")
@@ -224,7 +223,7 @@ def test_the_quick_plan_sweeps_no_part_whole(golden, monkeypatch):
 
 
 def reported(monkeypatch, capsys, *outcomes):
-    """Exit status and output of a run whose tasks give these outcomes, or raise them."""
+    """Return the exit status and output of a run whose tasks give or raise these outcomes."""
 
     def give(outcome):
         if isinstance(outcome, Exception):
