@@ -1,4 +1,4 @@
-"""A headless Chromium, driven through the pipe of its DevTools protocol: messages of JSON that end in a zero byte."""
+"""Drive a headless Chromium through the pipe of its DevTools protocol. Messages are JSON and end in a zero byte."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ _SECONDS = 30
 
 
 def binary() -> str | None:
-    """The browser of this machine, or None."""
+    """Return the path of this machine's browser, or None."""
     return next(filter(None, map(shutil.which, NAMES)), None)
 
 
 @contextmanager
 def browser(folder: Path) -> Iterator[Page]:
-    """A page of a browser whose profile is in a folder."""
+    """Yield a page of a browser whose profile is in a folder."""
     found = binary()
     assert found is not None
     ours, theirs = os.pipe(), os.pipe()  # the browser reads descriptor 3 and writes descriptor 4
@@ -58,7 +58,7 @@ def browser(folder: Path) -> Iterator[Page]:
 
 
 class Page:
-    """The first tab. events: everything that the browser told, such as requests, messages of the console,
+    """Drive the first tab. `events` has everything that the browser reported, such as requests, console messages and
     exceptions.
     """
 
@@ -73,7 +73,7 @@ class Page:
             self.send(f"{domain}.enable")
 
     def send(self, method: str, **parameters: Any) -> dict[str, Any]:
-        """Call a method; returns its result."""
+        """Call a method and return its result."""
         self._number += 1
         message = {"id": self._number, "method": method, "params": parameters}
         if self._session is not None:
@@ -87,23 +87,24 @@ class Page:
                 return result
 
     def open(self, address: str) -> None:
-        """Go to an address, and wait until it is loaded."""
+        """Go to an address and wait until it is loaded."""
         self.events.clear()
         self.send("Page.navigate", url=address)
         while not any(event["method"] == "Page.loadEventFired" for event in self.events):
             self._receive()
 
     def run(self, expression: str) -> Any:
-        """The value of an expression of JavaScript."""
+        """Return the value of a JavaScript expression."""
         found = self.send("Runtime.evaluate", expression=expression, returnByValue=True)
         assert "exceptionDetails" not in found, found
         return found["result"].get("value")
 
     def told(self, *methods: str) -> list[dict[str, Any]]:
-        """Events of these kinds."""
+        """Return the events of these methods."""
         return [event["params"] for event in self.events if event["method"] in methods]
 
     def _receive(self) -> dict[str, Any]:
+        """Return the next message."""
         end = time.monotonic() + _SECONDS
         while b"\0" not in self._left:
             ready, _, _ = select.select([self._back], [], [], max(end - time.monotonic(), 0))

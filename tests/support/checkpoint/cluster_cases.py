@@ -1,4 +1,4 @@
-"""A conversion on a dask cluster of two worker processes: cluster_cases.py SOURCE DESTINATION WHOLE."""
+"""Convert on a dask cluster of two worker processes: cluster_cases.py SOURCE DESTINATION WHOLE."""
 
 from __future__ import annotations
 
@@ -20,18 +20,20 @@ from fp4kit.storage.errors import CheckpointError
 
 
 def die() -> None:
-    """End a worker."""
+    """End a worker process."""
     os._exit(1)
 
 
 def main() -> None:
-    """Convert, convert again, be interrupted and go on, fail, lose workers; the destination is a relative path."""
+    """Check conversions: twice, interrupted and resumed, failing, and with lost workers. The destination is a relative
+    path.
+    """
     source, out, whole = Path(sys.argv[1]), Path(os.path.relpath(sys.argv[2])), files_of(Path(sys.argv[3]))
     local = LocalCluster(n_workers=2, threads_per_worker=1, processes=True, dashboard_address=None)
     with local, cluster(local.scheduler_address) as executor:
         pids = set(run_all(executor, deque([(os.getpid, ())] * 20)))
         assert pids and os.getpid() not in pids
-        for _ in range(2):  # equal calls are done again, though dask may know their results
+        for _ in range(2):  # twice, because dask must not reuse the results of equal calls
             convert(source, out, options=Options(executor=executor))
             assert files_of(out) == whole
             shutil.rmtree(out)
@@ -66,7 +68,7 @@ def main() -> None:
         except ChildProcessError as error:
             print(error)
         with Client(local) as client:
-            client.wait_for_workers(2, timeout=60)  # closing fails while one that died begins again
+            client.wait_for_workers(2, timeout=60)  # because closing fails while a dead worker is restarted
         print("workers:", len(pids))
     executors._SECONDS = 1
     try:
@@ -77,6 +79,7 @@ def main() -> None:
 
 
 def _interrupt(at: int):
+    """Return a progress function that raises KeyboardInterrupt after `at` calls."""
     count = iter(range(at))
 
     def tick(nbytes: int) -> None:

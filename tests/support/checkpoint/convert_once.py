@@ -1,7 +1,6 @@
-"""A conversion as a process of its own: convert_once.py SOURCE DESTINATION WORKERS. SIGTERM unwinds it, as in the
-command.
+"""Convert in a separate process: convert_once.py SOURCE DESTINATION WORKERS. SIGTERM unwinds it, as in the command.
 
-WORKERS: so many processes; or "threads", those of the compiled engine.
+WORKERS is a number of processes, or "threads" for those of the compiled engine.
 """
 
 import os
@@ -19,11 +18,13 @@ def _stop(number: int, frame: object) -> None:
 
 
 def main() -> None:
-    """Convert with workers of this machine, or with those of MPI where mpi4py.futures runs this."""
+    """Convert with workers of this machine, or with MPI workers if mpi4py.futures runs this script."""
     source, destination, workers = sys.argv[1:]
     signal.signal(signal.SIGTERM, _stop)
     if workers != "threads":
-        import_module("fp4kit.checkpoint.convert.convert").is_compiled = lambda: False  # as where that is not compiled
+        import_module("fp4kit.checkpoint.convert.convert").is_compiled = lambda: (
+            False
+        )  # as if the engine were not compiled
     with cluster() as executor:
         report = convert(source, destination, options=Options(2 if workers == "threads" else int(workers), executor))
         others = set(run_all(executor, deque([(os.getpid, ())] * 50))) - {os.getpid()}

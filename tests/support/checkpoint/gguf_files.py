@@ -1,6 +1,4 @@
-"""Small GGUF files, written here from the format's description alone; and what their blocks hold, element by
-element.
-"""
+"""Write small GGUF files from the format's description alone, and decode their blocks element by element."""
 
 from __future__ import annotations
 
@@ -15,17 +13,18 @@ import synthetic
 from fp4kit.formats import E2M1, E4M3
 
 STRING, ARRAY, UINT32 = 8, 9, 4
-Info = tuple[int, np.ndarray, tuple[int, ...]]  # number of the type, bytes, shape as NumPy has it
+Info = tuple[int, np.ndarray, tuple[int, ...]]  # type number, bytes, shape in NumPy's order
 LAYERS, EXPERTS, HIDDEN = 2, 4, 128
 _NUMBERS = {"F32": 0, "F16": 1, "BF16": 30}
 
 
 def text(value: str) -> bytes:
+    """Return a GGUF string."""
     return struct.pack("<Q", len(value.encode())) + value.encode()
 
 
 def key(name: str, value: Any) -> bytes:
-    """A key of the header: a string, a number, or an array of strings."""
+    """Return a key of the header with its value: a string, a number, or an array of strings."""
     if isinstance(value, str):
         return text(name) + struct.pack("<I", STRING) + text(value)
     if isinstance(value, int):
@@ -34,7 +33,7 @@ def key(name: str, value: Any) -> bytes:
 
 
 def plain(x: np.ndarray) -> Info:
-    """A tensor of numbers."""
+    """Return an unquantized tensor."""
     name = synthetic.DTYPE_NAMES[x.dtype]
     return _NUMBERS[name], np.ascontiguousarray(x).reshape(-1).view(np.uint8), x.shape
 
@@ -55,7 +54,7 @@ def write(path: Path, tensors: Mapping[str, Info], keys: Mapping[str, Any] | Non
 
 
 def q8_0(x: np.ndarray) -> Info:
-    """A matrix in blocks of a float16 scale and 32 signed bytes."""
+    """Return a matrix in blocks with a float16 scale and 32 signed bytes."""
     blocks = x.astype(np.float32).reshape(-1, 32)
     scales = (np.abs(blocks).max(axis=1) / 127).astype(np.float16)
     codes = np.rint(blocks / scales.astype(np.float32)[:, None]).astype(np.int8)
@@ -63,15 +62,15 @@ def q8_0(x: np.ndarray) -> Info:
 
 
 def q8_0_values(info: Info) -> np.ndarray:
-    """What a matrix of q8_0 holds."""
+    """Return the values of a q8_0 matrix."""
     blocks = info[1].reshape(-1, 34)
     scales = np.ascontiguousarray(blocks[:, :2]).view(np.float16).astype(np.float32)
     return (blocks[:, 2:].view(np.int8).astype(np.float32) * scales).reshape(info[2])
 
 
 def model(dtype: np.dtype = synthetic.BF16, experts: bool = True) -> dict[str, np.ndarray]:
-    """Names of llama.cpp -> numbers: layer 0 is dense, layer 1 has experts, whose down has K = 96, no multiple of
-    64.
+    """Return {llama.cpp name: unquantized tensor}. Layer 0 is dense. Layer 1 has experts; their down projection has K =
+    96, which is not a multiple of 64.
     """
     shapes: dict[str, tuple[int, ...]] = {"token_embd.weight": (96, HIDDEN), "output.weight": (96, HIDDEN)}
     for i in range(LAYERS):
@@ -89,16 +88,18 @@ def model(dtype: np.dtype = synthetic.BF16, experts: bool = True) -> dict[str, n
 
 
 def write_model(path: Path, dtype: np.dtype = synthetic.BF16, **keys: Any) -> dict[str, np.ndarray]:
-    """Write model; returns its numbers."""
+    """Write `model` to a file and return its tensors."""
     found = model(dtype)
     write(path, {name: plain(x) for name, x in found.items()}, {"tokenizer.ggml.tokens": ["a", "bé", ""], **keys})
     return found
 
 
 def decoded(raw: np.ndarray, kind: str) -> np.ndarray:
-    """The values of one row of blocks, element by element, as llama.cpp reads them (ggml-quants.c dequantize_row_*)."""
+    """Return the values of one row of blocks, decoded element by element as llama.cpp does (ggml-quants.c
+    dequantize_row_*).
+    """
     size, scales, group = (17, 1, 32) if kind == "mxfp4" else (36, 4, 16)
-    doubled = [int(2 * value) for value in E2M1.values]  # an integer has one zero
+    doubled = [int(2 * value) for value in E2M1.values]  # integers have no -0
     found: list[float] = []
     for block in raw.reshape(-1, size):
         codes = block[scales:].reshape(scales, group // 2)
@@ -111,7 +112,7 @@ def decoded(raw: np.ndarray, kind: str) -> np.ndarray:
 
 
 def unsigned_e4m3(byte: int) -> float:
-    """ggml_ue4m3_to_fp32."""
+    """Return the value of a scale byte, as ggml_ue4m3_to_fp32 does."""
     if byte == 0xFF:
         return 480.0
     return 0.0 if byte == 0x7F else float(E4M3.values[byte & 0x7F])

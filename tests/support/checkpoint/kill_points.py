@@ -1,8 +1,11 @@
-"""SIGKILL at points of a conversion: kill_points.py SOURCE FOLDER POINTS SEED. Prints how the runs ended.
+"""Kill a conversion with SIGKILL at many points: kill_points.py SOURCE FOLDER POINTS SEED. Print how the runs ended.
 
-A child kills itself at the n-th call of a C function since it began to convert: half of the points are any call, half
-are of the system. After each: the source is as it was; what has the destination's name is the whole result, and what is
-left in it is tidied up by going on; going on gives the same bytes.
+A child process kills itself at the n-th call of a C function after the conversion began. For half of the points, only
+calls of the operating system count. After each kill the script checks:
+
+- the source is unchanged;
+- a directory with the destination's name has the whole result, and resuming removes whatever else is left in it;
+- resuming gives the same bytes as an undisturbed run.
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ from fp4kit.checkpoint.run.leftovers import leftovers_of, remove_leftovers
 
 
 def files_of(folder: Path) -> dict[str, str]:
-    """SHA-256 by name, manifest included."""
+    """Return {name: SHA-256} of the files, manifest included."""
     return {
         name: file_digest(folder / name)
         for name in [*names_in(folder), "fp4kit_manifest.json"]
@@ -34,7 +37,7 @@ def files_of(folder: Path) -> dict[str, str]:
 
 
 def counted(wanted: int | None, of_system: bool, call: Callable[[], object]) -> int:
-    """Calls of C functions during call; the process is killed at the one wanted."""
+    """Return the number of C function calls during `call`. The process is killed at the call with number `wanted`."""
     count = 0
 
     def see(frame: Any, event: str, function: Any) -> None:
@@ -54,7 +57,7 @@ def counted(wanted: int | None, of_system: bool, call: Callable[[], object]) -> 
 
 
 def kill_at(plan: Plan, out: Path, wanted: int, of_system: bool) -> None:
-    """Execute in a child that is killed."""
+    """Execute a plan in a child process that is killed."""
     child = os.fork()
     if child == 0:
         counted(wanted, of_system, lambda: execute(plan, out))
@@ -63,12 +66,12 @@ def kill_at(plan: Plan, out: Path, wanted: int, of_system: bool) -> None:
 
 
 def state_after(out: Path, whole: dict[str, str]) -> str:
-    """What a killed run left; then it is finished."""
+    """Return what a killed run left, then resume it."""
     partial = staging.partial_of(out)
     if out.exists():
         if staging.JOURNAL in {path.name for path in leftovers_of(out)}:
             convert(out.parent / "m", out, options=Options(resume=True))
-        remove_leftovers(out)  # of a run that was killed between the removal of its journal and that of its lock
+        remove_leftovers(out)  # a run that is killed between removing its journal and its lock leaves the lock
         assert not [path.name for path in out.iterdir() if path.name.startswith(".")], "not tidied up"
         assert files_of(out) == whole and not partial.exists(), "not whole under its name"
         return "whole"
@@ -80,7 +83,7 @@ def state_after(out: Path, whole: dict[str, str]) -> str:
 
 
 def main() -> None:
-    """Kill, look, go on, compare: at all points that are asked for."""
+    """Kill, check, resume and compare at all requested points."""
     source, folder, points, seed = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
     shutil.copytree(source, folder / "m")
     before, out = files_of(folder / "m"), folder / "out"

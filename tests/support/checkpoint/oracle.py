@@ -1,7 +1,7 @@
-"""What a conversion has to write, from the source's arrays and fp4kit's public functions alone: nothing of
-fp4kit.checkpoint.
+"""Compute what a conversion must write, from the source's arrays and fp4kit's public functions alone. Nothing of
+fp4kit.checkpoint is used.
 
-A layer is a matrix (N, K), or in gpt-oss a stack (E, N, K), that is written under one name.
+A layer is a matrix (N, K) that is written under one name, or in gpt-oss a stack (E, N, K).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import fp4kit
 from fp4kit import formats
 
 Loaded = dict[str, tuple[str, tuple[int, ...], bytes]]
-# format and kind -> codes, scales, tensor scale: end of the name and safetensors dtype
+# (format, kind): suffix and safetensors dtype of codes, scales and tensor scale
 LAYOUTS = {
     ("modelopt", "nvfp4"): ((".weight", "U8"), (".weight_scale", "F8_E4M3"), (".weight_scale_2", "F32")),
     ("modelopt", "mxfp4"): ((".weight", "U8"), (".weight_scale", "U8")),
@@ -49,7 +49,7 @@ _FUSED = (
 
 
 class Parts(NamedTuple):
-    """Codes (..., N, bytes) and scales of a layer; divisor: what divides on decode, where it is not 1 /
+    """Hold the codes (..., N, bytes) and scales of a layer. divisor: what decoding divides by, if it is not 1 /
     tensor_scale.
     """
 
@@ -60,8 +60,8 @@ class Parts(NamedTuple):
 
 
 class Layer(NamedTuple):
-    """x: numbers as they are, or decoded to float32. The rest: as stored, of layers that are quantized; kind: "" of
-    numbers.
+    """Hold one layer. x: its values, unquantized or decoded to float32. The other fields are the stored parts of a
+    quantized layer. kind: "" if it is unquantized.
     """
 
     x: np.ndarray
@@ -69,11 +69,11 @@ class Layer(NamedTuple):
     codes: np.ndarray | None = None
     scales: np.ndarray | None = None
     tensor_scale: np.float32 | None = None
-    divisor: np.float32 | None = None  # as stored, of compressed-tensors
+    divisor: np.float32 | None = None  # as stored by compressed-tensors
 
 
 def load(root: Path) -> Loaded:
-    """Every tensor of a directory as the safetensors library reads it: dtype, shape, bytes."""
+    """Return {name: (dtype, shape, bytes)} of every tensor in a directory, as the safetensors library reads it."""
     found: Loaded = {}
     for path in sorted(root.glob("*.safetensors")):
         for name, item in safetensors.deserialize(path.read_bytes()):
@@ -82,13 +82,13 @@ def load(root: Path) -> Loaded:
 
 
 def arrays(loaded: Loaded) -> Tensors:
-    """Loaded tensors as arrays."""
+    """Return loaded tensors as arrays."""
     dtypes = {name: dtype for dtype, name in DTYPE_NAMES.items()}
     return {name: np.frombuffer(data, dtypes[dtype]).reshape(shape) for name, (dtype, shape, data) in loaded.items()}
 
 
 def decoded(kind: str, codes: np.ndarray, scales: np.ndarray, tensor_scale: np.float32 | None = None) -> np.ndarray:
-    """value(code) * (block_scale * tensor_scale) in float32. codes: (..., N, bytes); scales: numbers, or their
+    """Return value(code) * (block_scale * tensor_scale) in float32. codes: (..., N, bytes). scales: numbers, or their
     codes.
     """
     if kind in ("nvfp4", "mxfp4"):
@@ -104,7 +104,7 @@ def decoded(kind: str, codes: np.ndarray, scales: np.ndarray, tensor_scale: np.f
 
 
 def _stored(tensors: Tensors) -> dict[str, tuple[str, Layer]]:
-    """Name of the codes -> module and layer, of all that is quantized."""
+    """Return {name of the codes: (module, layer)} of all quantized layers."""
     found = {}
     bits = {name: x.view(np.uint8) if x.dtype.itemsize == 1 else x for name, x in tensors.items()}
     for name in tensors:
@@ -134,7 +134,7 @@ def _stored(tensors: Tensors) -> dict[str, tuple[str, Layer]]:
 
 
 def layers(tensors: Tensors, *, columns: bool = False, whole: bool = False) -> dict[str, dict[str, Layer]]:
-    """Source tensor -> layers by name. columns: stacks of numbers are [E, K, N]; whole: stacks stay stacks."""
+    """Return {source tensor: {name: layer}}. columns: unquantized stacks are [E, K, N]. whole: stacks stay whole."""
     found = {name: {module: layer} for name, (module, layer) in _stored(tensors).items()}
     for name, x in tensors.items():
         if name in found or x.dtype not in (BF16, np.float32, np.float16):
@@ -149,6 +149,7 @@ def layers(tensors: Tensors, *, columns: bool = False, whole: bool = False) -> d
 
 
 def _split(module: str, x: np.ndarray) -> Iterable[tuple[str, Layer]]:
+    """Yield name and layer of each expert in a stack."""
     parent, leaf = module.rsplit(".", 1)
     halves = {"gate_up_proj": ("gate_proj", "up_proj"), "w13": ("w1", "w3")}.get(leaf, (leaf,))
     for expert, matrix in enumerate(x):
@@ -157,7 +158,7 @@ def _split(module: str, x: np.ndarray) -> Iterable[tuple[str, Layer]]:
 
 
 def partners(name: str, names: Iterable[str]) -> list[str]:
-    """Those of names that share a tensor scale with name, itself too, in their order."""
+    """Return those of `names` that share a tensor scale with `name`, itself included, in their order."""
     parent, _, leaf = name.rpartition(".")
     fused = next((group for group in _FUSED if leaf in group), (leaf,))
     wanted = {f"{parent}.{other}".removeprefix(".") for other in fused}
@@ -165,13 +166,15 @@ def partners(name: str, names: Iterable[str]) -> list[str]:
 
 
 def amax(xs: Iterable[np.ndarray]) -> np.float32:
-    """The largest finite magnitude."""
+    """Return the largest finite magnitude."""
     finite = [np.abs(x.astype(np.float32)[np.isfinite(x.astype(np.float32))]).max(initial=0) for x in xs]
     return np.float32(max(finite))
 
 
 def quantized(x: np.ndarray, recipe: str, shared: np.float32) -> Parts:
-    """What fp4kit.quantize gives for a whole layer; of zeros all 0, and 1."""
+    """Return what fp4kit.quantize gives for a whole layer. A layer of zeros has codes and scales 0 and the tensor scale
+    1.
+    """
     has_tensor = fp4kit.recipe(recipe).tensor_scaling == "tensor"
     q = fp4kit.quantize(x, recipe, tensor_amax=shared if has_tensor else None)
     codes, scales = np.asarray(q.packed), np.asarray(q.block_scale)
@@ -183,7 +186,9 @@ def quantized(x: np.ndarray, recipe: str, shared: np.float32) -> Parts:
 
 
 def cast(group: list[Layer]) -> list[Parts] | None:
-    """MXFP4 layers of a group -> NVFP4 by fp4kit.requantize of all their rows; None where that is not exact."""
+    """Return the MXFP4 layers of a group as NVFP4, by fp4kit.requantize of all their rows together. Return None if this
+    is not exact.
+    """
     rows = np.cumsum([len(layer.x) for layer in group])[:-1]
     codes, scales = (
         np.concatenate([np.asarray(getattr(layer, part)) for layer in group]) for part in ("codes", "scales")
@@ -197,7 +202,9 @@ def cast(group: list[Layer]) -> list[Parts] | None:
 
 
 def carried(layer: Layer) -> Parts:
-    """FP8 under powers of two -> MXFP8: the codes, and each scale for 128 rows of 4 blocks."""
+    """Return an FP8 layer with power-of-two scales as MXFP8: the same codes, and each scale repeated for 128 rows of 4
+    blocks.
+    """
     assert layer.scales is not None and layer.codes is not None
     codes = layer.scales if layer.scales.dtype == np.uint8 else (np.log2(layer.scales) + 127).astype(np.uint8)
     rows, columns = layer.x.shape
@@ -205,7 +212,7 @@ def carried(layer: Layer) -> Parts:
 
 
 def outputs(name: str, format: str, kind: str, parts: Parts) -> Loaded:
-    """The tensors of one layer in a format."""
+    """Return the tensors of one layer in a format."""
     codes, scales, tensor_scale, divisor = parts
     *lead, rows, width = codes.shape
     layout = LAYOUTS[format, kind]
@@ -220,7 +227,7 @@ def outputs(name: str, format: str, kind: str, parts: Parts) -> Loaded:
 
 
 def plain(tensors: Mapping[str, np.ndarray], names: Iterable[str]) -> Loaded:
-    """Tensors as they are."""
+    """Return unchanged tensors."""
     return {name: (DTYPE_NAMES[tensors[name].dtype], tensors[name].shape, tensors[name].tobytes()) for name in names}
 
 
@@ -239,14 +246,14 @@ def divisor(recipe: str, shared: np.float32, dtype: np.dtype) -> np.float32 | No
 
 
 def _powers(layer: Layer) -> bool:
-    """Whether all block scales are powers of two."""
+    """Return True if all block scales are powers of two."""
     assert layer.scales is not None
     scales = layer.scales if layer.scales.dtype == np.float32 else formats.E8M0.values[layer.scales]
     return bool((np.frexp(scales)[0] == 0.5).all())
 
 
 def rewritten(layer: Layer, group: list[Layer], recipe: str) -> Parts:
-    """What a layer becomes, among those that share its tensor scale."""
+    """Return what a layer becomes, together with the layers that share its tensor scale."""
     kind = recipe.partition("-")[0]
     if layer.kind == kind:
         assert layer.codes is not None and layer.scales is not None
@@ -261,7 +268,7 @@ def rewritten(layer: Layer, group: list[Layer], recipe: str) -> Parts:
 
 
 def numbers(name: str, layers_of: Mapping[str, Layer], columns: bool) -> Loaded:
-    """One layer that is decoded, rounded to bfloat16 once."""
+    """Return one decoded layer, rounded to bfloat16 once."""
     ((module, layer),) = layers_of.items()
     stack = layer.x.ndim == 3
     x = (np.swapaxes(layer.x, 1, 2) if stack and columns else layer.x).astype(BF16)
@@ -279,10 +286,10 @@ def expected(
     columns: bool = False,
     input_scale: float | None = None,
 ) -> Loaded:
-    """All tensors of the result. converted, decoded: source tensors, codes of those that are quantized; the rest is
-    copied.
+    """Return all tensors of the result.
 
-    input_scale: a multiplier, of formats that have it so.
+    converted, decoded: source tensors (the codes of quantized layers) to convert or to decode. The other tensors are
+    copied. input_scale: a multiplier, in formats that store it as one.
     """
     all_layers = layers(tensors, columns=columns, whole=format == "gpt-oss")
     chosen = {name: layer for tensor in converted for name, layer in all_layers[tensor].items()}
@@ -299,7 +306,7 @@ def expected(
 
 
 def parts_of(tensor: str, tensors: Mapping[str, object]) -> list[str]:
-    """The tensors of a layer whose values or codes are ``tensor``."""
+    """Return the tensors of the layer whose values or codes are ``tensor``."""
     module = re.sub(r"(\.weight|\.weight_packed|_blocks)$", "", tensor)
     ends = (
         "_scales",

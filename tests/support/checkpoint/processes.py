@@ -1,7 +1,7 @@
-"""The command in processes of its own: signals at given moments, pipes, terminals.
+"""Run the command in separate processes: with signals at given moments, pipes and terminals.
 
-A hook for audit events (files opened, modules imported, directories made and renamed) sends the signal to its own
-process at an event of a given number, so that moments are the same in every run.
+An audit hook sees files opened, modules imported, and directories made and renamed. It sends the signal to its own
+process at the event with a given number, so the moment is the same in every run.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from fp4kit.cli import main
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[2]
-START = ("import", "fp4kit.ops")  # by then fp4kit.startup has been imported
+START = ("import", "fp4kit.ops")  # fp4kit.startup has been imported before this event
 HOOK = """
 import json, os, sys
 first, text, last, number, log = json.loads(os.environ["FP4KIT_TEST_MOMENT"])
@@ -50,12 +50,12 @@ WORDS = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated", signal.SIGH
 for _number in CODES:
     if (
         signal.getsignal(_number) is signal.SIG_IGN
-    ):  # as a shell has it in the background; the command would ignore it, too
+    ):  # as for background jobs of a shell; the command must ignore the signal, too
         signal.signal(_number, signal.SIG_DFL if _number != signal.SIGINT else signal.default_int_handler)
 
 
 class Run(NamedTuple):
-    """What came of a process."""
+    """Hold the result of a process."""
 
     code: int
     out: str
@@ -63,24 +63,25 @@ class Run(NamedTuple):
 
 
 def environment(**more: str) -> dict[str, str]:
-    """That of a process whose streams are buffered, unless told otherwise."""
+    """Return the environment of a process. Its streams are buffered, unless `more` says otherwise."""
     inherited = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     return {**inherited, "PYTHONPATH": str(ROOT), **more}
 
 
 def command(*arguments: object, **options: object) -> subprocess.Popen[str]:
-    """Start fp4kit in a process of its own."""
+    """Start fp4kit in a separate process."""
     words = [sys.executable, "-m", "fp4kit", *map(str, arguments)]
     given = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "env": environment(), **options}
     return subprocess.Popen(words, **given)  # type: ignore[call-overload, no-any-return]
 
 
 def in_this_process(capsys: pytest.CaptureFixture[str]) -> Callable[..., Run]:
-    """What runs fp4kit here, which takes a tenth of the time."""
+    """Return a function that runs fp4kit in this process, which takes a tenth of the time."""
     return lambda *arguments: Run(main([str(argument) for argument in arguments]), *capsys.readouterr())
 
 
 def ended(process: subprocess.Popen[str]) -> Run:
+    """Wait for a process and return its result."""
     out, err = process.communicate(timeout=60)
     return Run(process.returncode, out, err)
 
@@ -91,8 +92,8 @@ MKDIR, RENAME = ("os.mkdir", ".out.partial"), ("os.rename", ".out.partial")
 def signalled(
     folder: Path, last: int, number: int, *arguments: object, after: tuple[str, str] = START, log: str = ""
 ) -> Run:
-    """Run fp4kit with a signal at its event of number ``last``; 1 is the first of ``after``, an event and what it is
-    about.
+    """Run fp4kit with a signal at its event number ``last``. Event 1 is the first ``after`` (an event and its
+    argument).
     """
     (folder / "hook").mkdir(exist_ok=True)
     (folder / "hook" / "sitecustomize.py").write_text(HOOK)
@@ -101,13 +102,14 @@ def signalled(
 
 
 def events(folder: Path, *arguments: object) -> list[str]:
-    """The events of a run without a signal, from the start of the imports on."""
+    """Return the events of a run without a signal, from the start of the imports on."""
     run = signalled(folder, -1, 0, *arguments, log=str(folder / "log"))
     assert run.code == 0, run.err
     return (folder / "log").read_text().splitlines()
 
 
 def content(folder: Path) -> dict[str, bytes]:
+    """Return {path: bytes} of the files in a folder."""
     return {
         path.relative_to(folder).as_posix(): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()
     }
@@ -122,8 +124,8 @@ os.execv(sys.executable, [sys.executable, "-m", "fp4kit", *sys.argv[1:]])
 
 
 def with_terminal(columns: int, *arguments: object) -> tuple[subprocess.Popen[bytes], int]:
-    """Start fp4kit with a terminal of so many columns, and return its other end. Without fork, which JAX does not
-    allow.
+    """Start fp4kit on a terminal of `columns` columns. Return the process and the terminal's other end. Does not fork,
+    because JAX forbids it.
     """
     other_end, terminal = pty.openpty()
     fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
@@ -135,7 +137,7 @@ def with_terminal(columns: int, *arguments: object) -> tuple[subprocess.Popen[by
 
 
 def read_to_the_end(other_end: int) -> bytes:
-    """What comes from a terminal until its last process is gone."""
+    """Return the output of a terminal until its last process has ended."""
     written = b""
     while True:
         try:
@@ -152,7 +154,7 @@ def read_to_the_end(other_end: int) -> bytes:
 
 @cache
 def on_terminal(columns: int, *arguments: str) -> tuple[int, str]:
-    """Exit code, and what the command writes on a terminal of so many columns."""
+    """Return exit code and output of the command on a terminal of `columns` columns."""
     process, other_end = with_terminal(columns, *arguments)
     written = read_to_the_end(other_end)
     return process.wait(60), written.decode()

@@ -1,5 +1,6 @@
-"""Names, dtypes and shapes of small models as published ones have them, as rules see them: E experts, M their width, H,
-V.
+"""List tensor names, dtypes and shapes of small models with the structure of published ones, for tests of name rules.
+
+Sizes: E experts, M their width, H the hidden size, V the vocabulary.
 """
 
 from __future__ import annotations
@@ -9,11 +10,11 @@ from collections.abc import Callable, Iterator
 from fp4kit.checkpoint.selection.name_rules import Candidate, Model, candidate, model_facts
 
 H, V, M, E = 64, 128, 96, 4
-Spec = tuple[str, tuple[int, ...]]  # name of a BF16 tensor without .weight, shape
+Spec = tuple[str, tuple[int, ...]]  # name (without .weight) and shape of a BF16 tensor
 
 
 def _of(config: dict[str, object], specs: Iterator[Spec], stored: str | None = None) -> list[Candidate]:
-    """Candidates of a model; stored: the container of its linear layers, of gpt-oss of its stacks."""
+    """Return the candidates of a model. stored: the container of its linear layers (of its stacks for gpt-oss)."""
     model = model_facts(config)
     held = ("proj", "w1", "w2", "w3", "wq_a", "wq_b", "wkv", "wo_a", "wo_b", "kv_a_proj_with_mqa")
     if stored == "gpt-oss":
@@ -25,6 +26,7 @@ def _of(config: dict[str, object], specs: Iterator[Spec], stored: str | None = N
 
 
 def _candidate(name: str, shape: tuple[int, ...], model: Model, stored: str | None) -> Candidate:
+    """Return one candidate."""
     if len(shape) == 3:
         return (
             Candidate(f"{name}_blocks", name, stored, shape, model) if stored else candidate(name, "BF16", shape, model)
@@ -35,32 +37,37 @@ def _candidate(name: str, shape: tuple[int, ...], model: Model, stored: str | No
 
 
 def attention(prefix: str) -> Iterator[Spec]:
+    """Yield the projections of attention."""
     for leaf, shape in (("q_proj", (64, H)), ("k_proj", (32, H)), ("v_proj", (32, H)), ("o_proj", (H, 64))):
         yield f"{prefix}.{leaf}", shape
     yield f"{prefix}.q_norm", (16,)
 
 
 def mla(prefix: str, leaves: tuple[str, ...]) -> Iterator[Spec]:
+    """Yield the projections of multi-head latent attention."""
     yield from ((f"{prefix}.{leaf}", (64, 32 if leaf.endswith("b") else H)) for leaf in leaves)
 
 
 def mlp(prefix: str, width: int = M, leaves: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")) -> Iterator[Spec]:
+    """Yield the projections of an MLP."""
     yield from zip((f"{prefix}.{leaf}" for leaf in leaves), ((width, H), (width, H), (H, width)), strict=True)
 
 
 def experts(prefix: str, leaves: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")) -> Iterator[Spec]:
+    """Yield the projections of every expert."""
     for expert in range(E):
         yield from mlp(f"{prefix}.{expert}", M, leaves)
 
 
 def base(prefix: str = "model", head: bool = True) -> Iterator[Spec]:
+    """Yield embeddings, norms and, if `head` is true, the output head."""
     yield from ((f"{prefix}.embed_tokens", (V, H)), (f"{prefix}.norm", (H,)))
     if head:
         yield "lm_head", (V, H)
 
 
 def qwen3_dense() -> list[Candidate]:
-    """Tied head; down_proj has K = 80, whole blocks of 16 and not of 32."""
+    """Return a dense model with a tied head. down_proj has K = 80: whole blocks of 16, but not of 32."""
 
     def specs() -> Iterator[Spec]:
         yield from base(head=False)
@@ -72,7 +79,7 @@ def qwen3_dense() -> list[Candidate]:
 
 
 def qwen3_moe() -> list[Candidate]:
-    """Layer 0 is dense."""
+    """Return a mixture of experts whose layer 0 is dense."""
 
     def specs() -> Iterator[Spec]:
         yield from base()
@@ -87,7 +94,7 @@ def qwen3_moe() -> list[Candidate]:
 
 
 def stacked(model_type: str, router: str, biases: bool = False, stored: str | None = None) -> list[Candidate]:
-    """Stacks of experts, names without .weight."""
+    """Return a model with stacks of experts, whose names lack .weight."""
 
     def specs() -> Iterator[Spec]:
         yield from base()
@@ -103,7 +110,9 @@ def stacked(model_type: str, router: str, biases: bool = False, stored: str | No
 
 
 def deepseek_v3(stored: str | None = None) -> list[Candidate]:
-    """MLA, layer 0 dense, shared experts, multi-token prediction as layer num_hidden_layers."""
+    """Return a model with MLA, a dense layer 0, shared experts, and multi-token prediction as layer
+    num_hidden_layers.
+    """
 
     def specs() -> Iterator[Spec]:
         yield from base()
@@ -126,7 +135,7 @@ def deepseek_v3(stored: str | None = None) -> list[Candidate]:
 
 
 def deepseek_v4() -> list[Candidate]:
-    """Native names: layers.N.attn, layers.N.ffn, mtp.0."""
+    """Return a model with its native names: layers.N.attn, layers.N.ffn, mtp.0."""
 
     def specs() -> Iterator[Spec]:
         yield from (("embed", (V, H)), ("head", (V, H)), ("norm", (H,)))
@@ -140,6 +149,8 @@ def deepseek_v4() -> list[Candidate]:
 
 
 def mixtral() -> list[Candidate]:
+    """Return a mixture of experts with Mixtral's names."""
+
     def specs() -> Iterator[Spec]:
         yield from base()
         for i in range(2):
@@ -151,6 +162,8 @@ def mixtral() -> list[Candidate]:
 
 
 def vlm_moe() -> list[Candidate]:
+    """Return a vision-language model with experts."""
+
     def specs() -> Iterator[Spec]:
         yield from base("model.language_model")
         for i in range(2):

@@ -1,4 +1,4 @@
-"""Runs that are stopped and gone on with, in this process and in processes of their own: what their tests share."""
+"""Stop and resume conversions, in this process and in separate ones."""
 
 from __future__ import annotations
 
@@ -20,15 +20,16 @@ from fp4kit.checkpoint.convert.convert import Options, convert
 from fp4kit.checkpoint.run import staging
 
 HERE = Path(__file__).resolve().parent
-JOBS = 20  # of synthetic.dense
+JOBS = 20  # jobs of synthetic.dense
 
 
 def environment() -> dict[str, str]:
+    """Return the environment of a process that imports this checkout."""
     return os.environ | {"PYTHONPATH": str(HERE.parents[2])}
 
 
 class Model:
-    """A source, what it becomes, and a destination beside."""
+    """Hold a source, its expected result, and a destination."""
 
     def __init__(self, folder: Path, make: Callable[[Path], object] = synthetic.dense) -> None:
         self.folder, self.source, self.out = folder, folder / "m", folder / "out"
@@ -38,10 +39,11 @@ class Model:
         self.whole = files_of(convert(self.source, folder / "whole").destination)
 
     def convert(self, **options: Any) -> None:
+        """Convert the source to the destination."""
         convert(self.source, self.out, options=Options(**options))
 
     def interrupt(self, at: int, error: type[BaseException] = KeyboardInterrupt) -> None:
-        """Stop a run when so many jobs have been written, as soon as it reads on."""
+        """Stop a run after `at` jobs have been written, at its next read."""
 
         def tick(nbytes: int) -> None:
             if self.journal.read_bytes().count(b'"done"') == at:
@@ -51,14 +53,14 @@ class Model:
             self.convert(progress=tick)
 
     def resume(self, **options: Any) -> None:
-        """Go on; all bytes are what they should be, and nothing else is left."""
+        """Resume the run. Check that all bytes are right and nothing else is left."""
         self.convert(resume=True, **options)
         assert files_of(self.out) == self.whole
         assert not self.partial.exists() and not [p.name for p in self.out.iterdir() if p.name.startswith(".")]
 
 
 def larger(root: Path) -> None:
-    """A model that takes two workers some tenths of a second."""
+    """Write a model that takes two workers some tenths of a second."""
     tensors = {f"model.layers.{i}.mlp.down_proj.weight": synthetic.random(str(i), (512, 1024)) for i in range(24)}
     config = {"model_type": "llama", "num_hidden_layers": 24}
     synthetic.write_model(root, config, tensors, lambda name: int(name.split(".")[2]) % 3)
@@ -66,8 +68,8 @@ def larger(root: Path) -> None:
 
 @contextmanager
 def running(model: Model, workers: int | str) -> Iterator[subprocess.Popen[str]]:
-    """A converting process that has begun to fill its directory, in a session of its own; all of it is gone at the
-    end.
+    """Yield a converting process that has begun to fill its directory. It has its own session, which is ended
+    afterwards.
     """
     command = [sys.executable, str(HERE / "convert_once.py"), str(model.source), str(model.out), str(workers)]
     with subprocess.Popen(
@@ -84,6 +86,7 @@ def running(model: Model, workers: int | str) -> Iterator[subprocess.Popen[str]]
 
 
 def until(condition: Callable[[], bool], seconds: float = 60) -> None:
+    """Wait until a condition is true."""
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "it does not come"
@@ -91,7 +94,7 @@ def until(condition: Callable[[], bool], seconds: float = 60) -> None:
 
 
 def is_running(session: int) -> bool:
-    """Whether a process of a session lives: an orphan, where the first one has ended."""
+    """Return True if the session has a live process. After its first process has ended, that is an orphan."""
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:
             fields = path.read_text().rpartition(")")[2].split()
@@ -103,6 +106,7 @@ def is_running(session: int) -> bool:
 
 
 def stopping(at: int) -> Callable[[int], None]:
+    """Return a progress function that raises KeyboardInterrupt after `at` calls."""
     count = iter(range(at))
 
     def tick(nbytes: int) -> None:
@@ -113,10 +117,12 @@ def stopping(at: int) -> Callable[[int], None]:
 
 
 def shard(model: Model) -> Path:
+    """Return the path of a file with weights."""
     return model.partial / "model-00001-of-00002.safetensors"
 
 
 def flip(path: Path, position: int) -> None:
+    """Flip a byte of a file."""
     data = bytearray(path.read_bytes())
     data[position] ^= 1
     path.write_bytes(data)

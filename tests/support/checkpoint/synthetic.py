@@ -1,7 +1,8 @@
-"""Small deterministic checkpoints in the shape of published models; each function writes one, returns its tensors.
+"""Write small deterministic checkpoints with the structure of published models. Each function writes one and returns
+its tensors.
 
-MODELS hold numbers in Hugging Face layers; GPT_OSS and QUANTIZED are those that few formats take, or that are quantized
-already.
+MODELS have unquantized Hugging Face layers. GPT_OSS and QUANTIZED are accepted by few formats, or are already
+quantized.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ def random(name: str, shape: tuple[int, ...], std: float = 0.02, dtype: np.dtype
 
 
 def write_file(path: Path, tensors: Mapping[str, np.ndarray], metadata: Mapping[str, str] | None = None) -> None:
-    """Write a safetensors file, tensors in the order given."""
+    """Write a safetensors file with the tensors in the given order."""
     header: dict[str, object] = {"__metadata__": dict(metadata or {"format": "pt"})}
     begin = 0
     for name, x in tensors.items():
@@ -67,7 +68,9 @@ def write_model(
     shard: Callable[[str], int] | None = None,
     index: bool = True,
 ) -> Tensors:
-    """Write a model directory: model.safetensors, or shards by ``shard(name)``, with an index unless told not to."""
+    """Write a model directory: model.safetensors, or shards numbered by ``shard(name)``, with an index unless ``index``
+    is false.
+    """
     root.mkdir(parents=True)
     (root / "config.json").write_text(json.dumps(config, indent=2))
     (root / "tokenizer_config.json").write_text('{"bos_token": "<s>"}')
@@ -86,15 +89,17 @@ def write_model(
 
 
 def _linear(tensors: Tensors, module: str, shape: tuple[int, int], std: float = 0.02, dtype: np.dtype = BF16) -> None:
+    """Add the weight of a linear layer."""
     tensors[f"{module}.weight"] = random(module, shape, std, dtype)
 
 
 def _norm(tensors: Tensors, module: str, size: int = HIDDEN) -> None:
+    """Add the weight of a norm."""
     tensors[f"{module}.weight"] = np.ones(size, BF16)
 
 
 def _attention(tensors: Tensors, module: str) -> None:
-    """q, k and v of different magnitudes, so that sharing an amax shows."""
+    """Add q, k and v with different magnitudes, so that a shared amax is noticed."""
     for name, rows, std in (("q_proj", 64, 0.02), ("k_proj", 32, 0.08), ("v_proj", 32, 0.01)):
         _linear(tensors, f"{module}.{name}", (rows, HIDDEN), std)
     _linear(tensors, f"{module}.o_proj", (HIDDEN, 64))
@@ -102,6 +107,7 @@ def _attention(tensors: Tensors, module: str) -> None:
 
 
 def _mlp(tensors: Tensors, module: str, inner: int) -> None:
+    """Add the projections of an MLP."""
     for name, shape, std in (
         ("gate_proj", (inner, HIDDEN), 0.02),
         ("up_proj", (inner, HIDDEN), 0.06),
@@ -111,6 +117,7 @@ def _mlp(tensors: Tensors, module: str, inner: int) -> None:
 
 
 def _base(head: bool = True) -> Tensors:
+    """Return embeddings, the final norm and, if `head` is true, the output head."""
     tensors: Tensors = {}
     _linear(tensors, "model.embed_tokens", (VOCABULARY, HIDDEN))
     _norm(tensors, "model.norm")
@@ -120,7 +127,9 @@ def _base(head: bool = True) -> Tensors:
 
 
 def dense(root: Path, index: bool = True) -> Tensors:
-    """Qwen3-like: tied head, 2 shards with gate and up, q and k apart; down_proj has K = 80, no multiple of 32."""
+    """Write a Qwen3-like model: tied head, and 2 shards that separate gate from up and q from k. down_proj has K = 80,
+    which is not a multiple of 32.
+    """
     tensors = _base(head=False)
     for i in range(2):
         _attention(tensors, f"model.layers.{i}.self_attn")
@@ -131,7 +140,9 @@ def dense(root: Path, index: bool = True) -> Tensors:
 
 
 def moe(root: Path) -> Tensors:
-    """Qwen3-MoE-like, one tensor per expert; layer 0 is dense; expert 3 is all zero, expert 2 has a zero gate."""
+    """Write a Qwen3-MoE-like model with one tensor per expert. Layer 0 is dense, expert 3 is all zero, expert 2 has a
+    zero gate.
+    """
     tensors = _base()
     for i in range(2):
         _attention(tensors, f"model.layers.{i}.self_attn")
@@ -150,7 +161,7 @@ def moe(root: Path) -> Tensors:
 
 
 def fused(root: Path) -> Tensors:
-    """MoE with 3-D expert stacks, names without .weight, a single file without index."""
+    """Write a mixture of experts with 3-D stacks, names without .weight, and a single file without index."""
     tensors = _base()
     _attention(tensors, "model.layers.0.self_attn")
     _linear(tensors, "model.layers.0.mlp.gate", (EXPERTS, HIDDEN))
@@ -161,7 +172,9 @@ def fused(root: Path) -> Tensors:
 
 
 def deepseek(root: Path) -> Tensors:
-    """DeepSeek-like: MLA, a router with a float32 bias, shared experts, the MTP module as layer num_hidden_layers."""
+    """Write a DeepSeek-like model: MLA, a router with a float32 bias, shared experts, and the MTP module as layer
+    num_hidden_layers.
+    """
     tensors = _base()
     for i in range(3):
         attention = f"model.layers.{i}.self_attn"
@@ -185,7 +198,7 @@ def deepseek(root: Path) -> Tensors:
 
 
 def bert(root: Path) -> Tensors:
-    """A sentence transformer: float32, query/key/value, position ids, a folder 1_Pooling."""
+    """Write a sentence transformer: float32, query/key/value, position ids, and a folder 1_Pooling."""
     tensors: Tensors = {"embeddings.position_ids": np.arange(16, dtype=np.int64)[None]}
     _linear(tensors, "embeddings.word_embeddings", (VOCABULARY, HIDDEN), dtype=np.dtype("f4"))
     tensors["embeddings.LayerNorm.weight"] = np.ones(HIDDEN, np.float32)
@@ -203,7 +216,9 @@ def bert(root: Path) -> Tensors:
 
 
 def vlm(root: Path) -> Tensors:
-    """A vision-language model: layers under model.language_model, the layer count in text_config, a vision tower."""
+    """Write a vision-language model: layers under model.language_model, the layer count in text_config, and a vision
+    tower.
+    """
     tensors: Tensors = {}
     _linear(tensors, "model.language_model.embed_tokens", (VOCABULARY, HIDDEN))
     _attention(tensors, "model.language_model.layers.0.self_attn")
@@ -220,7 +235,7 @@ def vlm(root: Path) -> Tensors:
 
 
 def mixtral(root: Path) -> Tensors:
-    """Experts w1, w2, w3 of their own, below block_sparse_moe."""
+    """Write a model with separate experts w1, w2 and w3 below block_sparse_moe."""
     tensors = _base()
     for i in range(2):
         _attention(tensors, f"model.layers.{i}.self_attn")
@@ -233,7 +248,9 @@ def mixtral(root: Path) -> Tensors:
 
 
 def vlm_moe(root: Path) -> Tensors:
-    """Experts of a vision-language model, one tensor each; a tower whose layers are named like those of an MLP."""
+    """Write a vision-language model with one tensor per expert. The layers of its tower are named like those
+    of an MLP.
+    """
     tensors: Tensors = {}
     _linear(tensors, "model.language_model.embed_tokens", (VOCABULARY, HIDDEN))
     for i in range(2):
@@ -248,6 +265,7 @@ def vlm_moe(root: Path) -> Tensors:
 
 
 def _gpt_oss_base(inner: int) -> Tensors:
+    """Return the tensors of gpt-oss other than the stacks."""
     tensors = _base()
     for i in range(2):
         layer = f"model.layers.{i}"
@@ -261,12 +279,13 @@ def _gpt_oss_base(inner: int) -> Tensors:
 
 
 def _gpt_oss_config(inner: int) -> dict[str, object]:
+    """Return the config of gpt-oss."""
     sizes = {"num_hidden_layers": 2, "num_local_experts": EXPERTS, "hidden_size": HIDDEN, "intermediate_size": inner}
     return {"architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", **sizes}
 
 
 def gpt_oss(root: Path, inner: int = 64) -> Tensors:
-    """Numbers of gpt-oss: stacks [E, K, N], gate and up interleaved, so that both are square where inner is 64."""
+    """Write an unquantized gpt-oss: stacks [E, K, N] with interleaved gate and up. Both are square if `inner` is 64."""
     tensors = _gpt_oss_base(inner)
     for i in range(2):
         for name, shape in (("gate_up_proj", (HIDDEN, 2 * inner)), ("down_proj", (inner, HIDDEN))):
@@ -276,12 +295,12 @@ def gpt_oss(root: Path, inner: int = 64) -> Tensors:
 
 
 def any_bytes(name: str, shape: tuple[int, ...], low: int = 0, high: int = 256) -> np.ndarray:
-    """Bytes of low <= value < high, seeded by their name."""
+    """Return bytes low <= value < high, seeded by their name."""
     return np.random.default_rng(zlib.crc32(name.encode())).integers(low, high, shape).astype(np.uint8)
 
 
 def gpt_oss_mxfp4(root: Path) -> Tensors:
-    """gpt-oss as published: blocks and scales; codes and scales of one stack in two files."""
+    """Write gpt-oss as published: blocks and scales. The codes and scales of a stack are in different files."""
     tensors = _gpt_oss_base(64)
     for i in range(2):
         for name, rows in (("gate_up_proj", 128), ("down_proj", HIDDEN)):
@@ -296,7 +315,9 @@ def gpt_oss_mxfp4(root: Path) -> Tensors:
 def _fp8(
     tensors: Tensors, module: str, shape: tuple[int, int], powers: bool, suffix: str = ".weight_scale_inv"
 ) -> None:
-    """E4M3 codes without NaN, and scales of 128x128: powers of two, as numbers or as E8M0, or any numbers."""
+    """Add E4M3 codes without NaN, and scales of 128x128 blocks. powers: the scales are powers of two, stored as numbers
+    or as E8M0.
+    """
     blocks = (-(-shape[0] // 128), -(-shape[1] // 128))
     tensors[f"{module}.weight"] = (any_bytes(module, shape, 0, 0x7F) | (any_bytes(module, shape) & 0x80)).view(E4M3)
     exponents = any_bytes(f"{module} scales", blocks, 112, 124)
@@ -311,7 +332,7 @@ _FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "w
 
 
 def deepseek_fp8(root: Path, powers: bool = False) -> Tensors:
-    """DeepSeek-V3 in FP8 of 128x128, of sizes that are no multiples of 128; its MTP layer too."""
+    """Write DeepSeek-V3 in FP8 with 128x128 blocks, with sizes that are not multiples of 128, MTP layer included."""
     tensors = deepseek(root / "numbers")
     for name in [name for name in tensors if re.search(r"_proj(_with_mqa)?\.weight$", name) and "eh_proj" not in name]:
         rows, columns = tensors.pop(name).shape
@@ -324,8 +345,8 @@ def deepseek_fp8(root: Path, powers: bool = False) -> Tensors:
 
 
 def deepseek_v4(root: Path) -> Tensors:
-    """Names of its own; experts MXFP4 in I8 with E8M0, FP8 beside them, MTP experts too; two experts' scales are
-    elsewhere.
+    """Write a model with DeepSeek-V4's names: experts in MXFP4 (I8 with E8M0), FP8 otherwise, MTP experts included. Two
+    experts have their scales in another file.
     """
     tensors: Tensors = {
         "embed.weight": random("emb", (VOCABULARY, HIDDEN)),
