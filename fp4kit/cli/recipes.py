@@ -15,13 +15,15 @@ from fp4kit.evidence.golden.check import check_recipe
 from fp4kit.evidence.golden.golden_set import GoldenSet
 from fp4kit.evidence.golden.result import GoldenResult
 from fp4kit.evidence.golden.rows import ROWS
-from fp4kit.recipes import recipe, recipes
+from fp4kit.recipes import ALIASES, RECIPES, family, recipe, recipes
 
 
 def register(commands: Any) -> None:
     """Add the commands recipes and formats."""
     listing = add_command(commands, "recipes", _recipes, "list the recipes, or check them")
-    listing.add_argument("ids", nargs="*", metavar="ID", help="recipes to show (default: all)")
+    listing.add_argument(
+        "ids", nargs="*", metavar="ID", help="recipes to show, by id, format or producer (default: all)"
+    )
     what = listing.add_mutually_exclusive_group()
     what.add_argument(
         "--check", action="store_true", help="compare with the producers' recorded outputs, array by array"
@@ -43,7 +45,7 @@ def register(commands: Any) -> None:
 
 def _recipes(args: argparse.Namespace, out: Output) -> int:
     """Run the command recipes; return 1 if a check finds a difference, else 0."""
-    ids = tuple(recipe(name).id for name in args.ids) or recipes()
+    ids = _named(args.ids, families=not (args.check or args.live)) or recipes()
     if args.golden is not None and not args.check:
         raise ValueError("--golden was given without --check; add --check")
     for name in ("seconds", "seed"):
@@ -65,6 +67,18 @@ def _recipes(args: argparse.Namespace, out: Output) -> int:
     listed = _objects(tables.RECIPE_COLUMNS[1:], [r[1:] for r in rows])
     out.document("recipes/1", {"recipes": [_listed(id, row) for id, row in zip(ids, listed, strict=True)]})
     return DONE
+
+
+def _named(names: Sequence[str], families: bool) -> tuple[str, ...]:
+    """Return the ids that the names stand for, each once.
+
+    A format or a producer stands for all its recipes if ``families``. Otherwise, "nvfp4" is an alias of one recipe.
+    """
+    found: dict[str, None] = {}
+    for name in names:
+        whole = name in RECIPES or (name in ALIASES and "-" in name)
+        found.update(dict.fromkeys((families and not whole and family(name)) or (recipe(name).id,)))
+    return tuple(found)
 
 
 def _listed(id: str, row: dict[str, str]) -> dict[str, Any]:

@@ -4,6 +4,6 @@ A producer is a library or standard that quantizes. There is one module per prod
 """
 
 from fp4kit.recipes.schema import Recipe
-from fp4kit.recipes.table import ALIASES, PRODUCER_ALIASES, RECIPES, recipe, recipe_of, recipes
+from fp4kit.recipes.table import ALIASES, PRODUCER_ALIASES, RECIPES, family, recipe, recipe_of, recipes, several
 
-__all__ = ["ALIASES", "PRODUCER_ALIASES", "RECIPES", "Recipe", "recipe", "recipe_of", "recipes"]
+__all__ = ["ALIASES", "PRODUCER_ALIASES", "RECIPES", "Recipe", "family", "recipe", "recipe_of", "recipes", "several"]

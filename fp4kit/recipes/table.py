@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copyreg
 import difflib
+from collections.abc import Iterable
 from dataclasses import fields, replace
 from typing import Any
 
@@ -105,13 +106,59 @@ def recipe_of(op: str, id: Any) -> Recipe:
     if isinstance(id, Recipe):
         return id
     if not isinstance(id, str):
-        raise TypeError(f"{op}: recipe is a {type(id).__name__}; needs an id such as 'nvfp4-te' or a Recipe")
+        way_out = "; the array is the first argument and the recipe the second" if hasattr(id, "__dlpack__") else ""
+        raise TypeError(f"{op}: recipe is a {type(id).__name__}; needs an id such as 'nvfp4-te' or a Recipe{way_out}")
     result = RECIPES.get(ALIASES.get(id, id))
     if result is None:
-        nearest = difflib.get_close_matches(id.lower(), [*RECIPES, *ALIASES], n=3, cutoff=0.4)
-        hint = f"did you mean {' or '.join(map(repr, nearest))}?" if nearest else "see fp4kit.recipes()"
-        raise ValueError(f"{op}: no recipe is called {id!r}; {hint}")
+        raise ValueError(f"{op}: no recipe is called {id!r}; {_hint(id)}")
     return result
+
+
+# {a name of the field that is no recipe: what to use instead}
+_ELSEWHERE = {
+    "nf4": "NF4 is a table of 16 values, not a float format, and no recipe computes it",
+    "gptq": "GPTQ chooses scales and codes; pass its scales to quantize as block_scale and tensor_scale",
+    "awq": "AWQ chooses scales; pass them to quantize as block_scale and tensor_scale",
+}
+
+
+def _hint(id: str) -> str:
+    """Return text that says which recipe an unknown id may mean: in another spelling, of a family, or a similar one."""
+    written = id.strip().lower().replace("_", "-")
+    if written in RECIPES or written in ALIASES:
+        similar = difflib.get_close_matches(written, [*RECIPES, *ALIASES], n=3, cutoff=0.4)
+        return _did_you_mean([written, *(name for name in similar if name != written)][:3])
+    if written in _ELSEWHERE:
+        return _ELSEWHERE[written]
+    members = family(written)
+    if members:
+        more = f" `fp4kit recipes {written}` lists all {len(members)}" if len(members) > 3 else ""
+        return _did_you_mean(sorted(members, key=lambda name: name.count("-"))[:3]) + more
+    nearest = difflib.get_close_matches(written, [*RECIPES, *ALIASES], n=3, cutoff=0.6)
+    return _did_you_mean(nearest) if nearest else "see fp4kit.recipes()"
+
+
+def _did_you_mean(names: list[str]) -> str:
+    """Return a question that offers the names."""
+    return f"did you mean {' or '.join(map(repr, names))}?"
+
+
+def family(words: str) -> tuple[str, ...]:
+    """Return the ids of the recipes of a format, a producer or both: "nvfp4", "modelopt", "mxfp4-torchao".
+
+    The words match consecutive words of the id. Case does not matter.
+    """
+    wanted = f"-{words.strip().lower().replace('_', '-')}-"
+    return tuple(id for id in RECIPES if wanted in f"-{id}-")
+
+
+def several(ids: Iterable[str], near: Recipe) -> str:
+    """Return up to five of the ids as text for a message, followed by the number of ids left out.
+
+    Ids of the format of ``near`` come first, and short ids before their variants.
+    """
+    ordered = sorted(ids, key=lambda id: (RECIPES[id].format_name != near.format_name, id.count("-")))
+    return ", ".join(ordered[:5]) + (f" and {len(ordered) - 5} more" if len(ordered) > 5 else "")
 
 
 def is_listed(r: Recipe) -> bool:

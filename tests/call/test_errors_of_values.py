@@ -243,6 +243,30 @@ def test_an_unknown_recipe_suggests_the_nearest(typo, name):
         fp4kit.quantize(X, typo)
 
 
+FAMILIES = {
+    "modelopt": "did you mean 'nvfp4-modelopt' or 'mxfp4-modelopt' or 'mxfp8-modelopt'? "
+    "`fp4kit recipes modelopt` lists all ",
+    "NVFP4": "did you mean 'nvfp4' or 'nvfp4-te'",
+    "int4": "did you mean 'int4-modelopt' or 'int4-qat' or 'int4-modelopt-channel'?",
+    "gguf": "did you mean 'nvfp4-gguf' or 'mxfp4-gguf'?",
+    "nf4": "NF4 is a table of 16 values, not a float format, and no recipe computes it",
+    "AWQ": "AWQ chooses scales; pass them to quantize as block_scale and tensor_scale",
+    "foo": "see fp4kit.recipes()",
+}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_format_or_a_producer_in_place_of_a_recipe(name):
+    with pytest.raises(ValueError, match=f"^{re.escape(f'recipe: no recipe is called {name!r}; {FAMILIES[name]}')}"):
+        fp4kit.recipe(name)
+
+
+def test_the_recipe_before_the_array():
+    text = "the array is the first argument and the recipe the second"
+    with pytest.raises(TypeError, match=f"^quantize: recipe is a ndarray; needs an id .* or a Recipe; {text}$"):
+        fp4kit.quantize("nvfp4", X)
+
+
 def test_a_recipe_unlike_any():
     text = "recipe: no recipe is called 'zzz'; see fp4kit.recipes()"
     with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):

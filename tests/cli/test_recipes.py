@@ -32,6 +32,22 @@ def test_recipes_shows_some(capsys) -> None:
     assert "nvfp4-te = nvfp4" in out and "mxfp4-ocp" not in out
 
 
+@pytest.mark.parametrize(
+    ("names", "ids"),
+    [
+        (["nvfp4"], [id for id in recipes() if id.startswith("nvfp4-")]),
+        (["ModelOpt"], [id for id in recipes() if "-modelopt" in id]),
+        (["mxfp4_quark"], ["mxfp4-quark-even", "mxfp4-quark-floor", "mxfp4-quark-ceil"]),
+        (["nvfp4-te", "nvfp4-te"], ["nvfp4-te"]),
+        (["mxfp4-torchao-floor"], ["mxfp4-ocp"]),
+    ],
+    ids=str,
+)
+def test_recipes_of_a_format_or_a_producer(capsys, names: list[str], ids: list[str]) -> None:
+    assert main(["recipes", *names, "--json"]) == 0
+    assert [one["id"] for one in json.loads(capsys.readouterr().out)["recipes"]] == ids
+
+
 def test_recipes_shows_versions(capsys) -> None:
     assert main(["recipes", "mxfp4-mlx-cpu-0321", "nvfp4-te", "--json"]) == 0
     found = [one["versions"] for one in json.loads(capsys.readouterr().out)["recipes"]]
@@ -179,7 +195,7 @@ def test_json(arguments, schema, key, count, capsys) -> None:
 
 
 def test_json_of_recipes(capsys) -> None:
-    main(["recipes", "nvfp4", "--json"])
+    main(["recipes", "nvfp4-te", "--json"])
     (found,) = json.loads(capsys.readouterr().out)["recipes"]
     assert found["id"] == "nvfp4-te" and found["block"] == "1x16" and "TE's CUDA" in found["equal_bit_for_bit_to"]
 

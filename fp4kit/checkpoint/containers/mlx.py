@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from fp4kit.checkpoint.containers.container import MLX_GLOBAL, MLX_MXFP4, MLX_MXFP8, MLX_NVFP4, Container
-from fp4kit.recipes import RECIPES, Recipe
+from fp4kit.recipes import RECIPES, Recipe, several
 from fp4kit.storage.errors import CheckpointError, shown
 
 FORMAT, ENGINE = MLX_MXFP4.format, "mlx-lm 0.32.2"
@@ -65,7 +65,7 @@ def form_for(recipe: Recipe) -> Container:
     """
     form = next((candidate for candidate in FORMS if candidate.stores(recipe)), None)
     if form is None:
-        usable = ", ".join(id for id, r in RECIPES.items() if any(form.stores(r) for form in FORMS))
+        usable = several([id for id, r in RECIPES.items() if any(form.stores(r) for form in FORMS)], recipe)
         why = (
             "has a tensor scale, which linear layers of mlx-lm do not support"
             if MLX_GLOBAL.stores(recipe)

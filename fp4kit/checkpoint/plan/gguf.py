@@ -10,7 +10,7 @@ from fp4kit.checkpoint.containers.container import GGUF_MXFP4, GGUF_NVFP4, GGUF_
 from fp4kit.checkpoint.model.model_files import Source
 from fp4kit.checkpoint.model.weights import Weight
 from fp4kit.checkpoint.selection.selection import Decision, no_multiple
-from fp4kit.recipes import RECIPES, Recipe
+from fp4kit.recipes import RECIPES, Recipe, several
 from fp4kit.storage.errors import CheckpointError, shown
 
 FORMS = (GGUF_MXFP4, GGUF_SCALED, GGUF_NVFP4)
@@ -21,6 +21,11 @@ def is_gguf_config(config: Mapping[str, Any]) -> bool:
     return ggml_names.ARCHITECTURE in config
 
 
+def stores(recipe: Recipe) -> bool:
+    """Return whether a GGUF container can store a recipe's codes and scales."""
+    return any(form.stores(recipe) for form in FORMS)
+
+
 def form_for(recipe: Recipe) -> Container:
     """Return the GGUF container for a recipe's codes and scales.
 
@@ -28,8 +33,10 @@ def form_for(recipe: Recipe) -> Container:
     """
     form = next((candidate for candidate in FORMS if candidate.stores(recipe)), None)
     if form is None:
-        usable = ", ".join(id for id, r in RECIPES.items() if any(form.stores(r) for form in FORMS))
-        raise CheckpointError(f"recipe {recipe.id}: cannot be stored in a GGUF file; use one of {usable}")
+        usable = [id for id, r in RECIPES.items() if any(form.stores(r) for form in FORMS)]
+        raise CheckpointError(
+            f"recipe {recipe.id}: cannot be stored in a GGUF file; use one of {several(usable, recipe)}"
+        )
     return form
 
 

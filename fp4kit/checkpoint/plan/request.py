@@ -18,7 +18,7 @@ from fp4kit.checkpoint.plan.job import NONFINITE
 from fp4kit.checkpoint.plan.scale_search import ScaleSearch
 from fp4kit.checkpoint.selection.selection import Wishes
 from fp4kit.formats import FLT_MAX, FLT_MIN
-from fp4kit.recipes import RECIPES, Recipe
+from fp4kit.recipes import RECIPES, Recipe, several
 from fp4kit.storage.errors import CheckpointError
 
 UNQUANTIZED = "bf16"
@@ -99,8 +99,10 @@ class Request:
         )
         if form is None:
             forms = [candidate for candidate in WRITTEN if candidate.format == wanted]
-            usable = ", ".join(r.id for r in RECIPES.values() if any(candidate.stores(r) for candidate in forms))
-            raise CheckpointError(f"recipe {self.recipe.id}: cannot be stored in {wanted}; use one of {usable}")
+            usable = [id for id, r in RECIPES.items() if any(candidate.stores(r) for candidate in forms)]
+            raise CheckpointError(
+                f"recipe {self.recipe.id}: cannot be stored in {wanted}; use one of {several(usable, self.recipe)}"
+            )
         if self.input_scale is not None and not form.has_tensor_scale:
             raise CheckpointError(
                 f"input scale: {self.recipe.id} has no input scale; leave it out, or use an NVFP4 recipe"
@@ -132,8 +134,9 @@ def kind_of(recipe: Recipe) -> str:
     """
     form = next((candidate for candidate in WRITTEN if candidate.stores(recipe)), None)
     if form is None:
-        usable = ", ".join(id for id, r in RECIPES.items() if any(form.stores(r) for form in WRITTEN))
-        raise CheckpointError(f"recipe {recipe.id}: cannot be stored in a checkpoint; use one of {usable}")
+        usable = [id for id, r in RECIPES.items() if any(form.stores(r) for form in WRITTEN)]
+        why = "can be stored only in a GGUF file" if gguf.stores(recipe) else "cannot be stored in a checkpoint"
+        raise CheckpointError(f"recipe {recipe.id}: {why}; use one of {several(usable, recipe)}")
     return form.kind
 
 
