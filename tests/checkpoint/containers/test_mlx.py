@@ -1,4 +1,6 @@
-"""MLX directories: written, read back by fp4kit, by MLX and by mlx-lm; those with a global scale read and rewritten."""
+"""Test MLX directories: written, read back by fp4kit, MLX and mlx-lm; those with a global scale are read and
+rewritten.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,7 @@ def config(kind: str, **more: Any) -> dict[str, object]:
 
 
 def qwen3(root: Path, kind: str = "qwen3") -> synthetic.Tensors:
-    """Whole, so that mlx-lm can load it."""
+    """Write a complete model, so that mlx-lm can load it; return its tensors."""
     tensors: synthetic.Tensors = {}
     shapes = {"model.embed_tokens": (128, 64), "lm_head": (128, 64)}
     for i in range(2):
@@ -145,7 +147,7 @@ def test_it_becomes_another_format_and_numbers(recipe: str, tmp_path: Path) -> N
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_mlx_decodes_it_to_the_values_of_fp4kit(recipe: str, tmp_path: Path) -> None:
-    """mx.load and mx.dequantize, in every bit."""
+    """mx.load and mx.dequantize give bit-identical values."""
     mx = pytest.importorskip("mlx.core")
     tensors = qwen3(tmp_path / "m")
     convert(tmp_path / "m", tmp_path / "out", recipe, format="mlx")
@@ -165,7 +167,7 @@ def test_mlx_decodes_it_to_the_values_of_fp4kit(recipe: str, tmp_path: Path) -> 
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("model", [qwen3, mixtral])
 def test_mlx_lm_loads_it(model: Any, recipe: str, tmp_path: Path) -> None:
-    """Its own loader: every layer is quantized as it is stored; experts are stacked with their scales."""
+    """In mlx-lm's loader every layer is quantized as it is stored, and experts are stacked with their scales."""
     mx, utils = pytest.importorskip("mlx.core"), pytest.importorskip("mlx_lm.utils")
     model(tmp_path / "m")
     convert(tmp_path / "m", tmp_path / "out", recipe, format="mlx")
@@ -189,8 +191,9 @@ def test_mlx_lm_loads_it(model: Any, recipe: str, tmp_path: Path) -> None:
 
 
 def with_global_scales(root: Path) -> dict[str, np.ndarray]:
-    """A directory as mlx-lm writes one with global scales: experts [E, N, K], with the amax of each; returns the
-    source's.
+    """Write a directory with global scales as mlx-lm does: experts [E, N, K], with one amax per expert.
+
+    Return the tensors of the source.
     """
     name = "model.layers.0.mlp.switch_mlp.up_proj"
     x = synthetic.random(name, (4, 96, 64))
@@ -205,7 +208,10 @@ def with_global_scales(root: Path) -> dict[str, np.ndarray]:
 
 
 def test_global_scales(tmp_path: Path) -> None:
-    """The amax of each expert stands for its tensor scale; renamed, it is that; again, it has the amax's own bits."""
+    """The stored amax of each expert implies its tensor scale.
+
+    Renaming stores that scale, and renaming back stores the amax's own bits.
+    """
     tensors = with_global_scales(tmp_path / "q")
     model = open_checkpoint(tmp_path / "q")
     assert [layer.dtype for layer in model.layers.values()] == ["mlx nvfp4 global"]
@@ -219,8 +225,8 @@ def test_global_scales(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("recipe", ["nvfp4-te", "nvfp4-te-4over6-mse-256"])
 def test_a_global_scale_is_made_anew(recipe: str, tmp_path: Path) -> None:
-    """What is stored is the amax where that is 2688 tensor scales up to a rounding, else those; mlx-lm would not read
-    it.
+    """The amax is stored if it equals 2688 tensor scales up to rounding, otherwise 2688 tensor scales. mlx-lm cannot
+    read it.
     """
     name = "model.layers.0.mlp.up_proj"
     x = synthetic.random(name, (96, 64))
@@ -315,7 +321,7 @@ def test_affine_layers_are_no_form_that_is_known(tmp_path: Path) -> None:
 
 
 def test_forms_are_told_apart_by_their_shapes() -> None:
-    """For any K: words and scales of one form fit no other."""
+    """For any K, the words and scales of one form fit no other form."""
     for a in FORMS:
         for b in FORMS:
             specs = a.specs((8, 192))

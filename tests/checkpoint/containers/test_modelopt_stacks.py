@@ -1,5 +1,5 @@
-"""Stacks of experts as Model-Optimizer exports them, codes [E, K/2, N]: read by every command, renamed and decoded by
-convert.
+"""Test stacks of experts as Model-Optimizer exports them, with codes [E, K/2, N]: every command reads them; convert
+renames and decodes them.
 """
 
 from __future__ import annotations
@@ -22,13 +22,16 @@ from fp4kit.checkpoint.verify.compare import compare_checkpoints
 from fp4kit.checkpoint.verify.verify import verify
 
 RECIPE, EXPERTS = "nvfp4-modelopt", "model.layers.0.feed_forward.experts"
-SHAPES = {"gate_up_proj": (128, 64), "down_proj": (64, 96)}  # N, K; unlike, so that no axis stands for another one
+# N and K of each stack; all differ, so that a swapped axis is noticed
+SHAPES = {"gate_up_proj": (128, 64), "down_proj": (64, 96)}
 Quantized = dict[str, list[fp4kit.Quantized]]
 
 
 def made(root: Path, experts: int = 3, each: bool = False, inputs: bool = True) -> Quantized:
-    """A model of such stacks in root / "q", and of the numbers, [E, K, N], in root / "x". each: scales of single
-    experts.
+    """Write a model of such stacks to root / "q" and of the unquantized [E, K, N] to root / "x"; return the quantized
+    stacks.
+
+    each: True for one tensor scale per expert.
     """
     config = {"model_type": "llama4_text", "num_hidden_layers": 1, "num_local_experts": experts}
     plain, stored, found = {}, {}, {}
@@ -53,7 +56,7 @@ def made(root: Path, experts: int = 3, each: bool = False, inputs: bool = True) 
 
 
 def layers(q: Quantized) -> dict[str, tuple[fp4kit.Quantized, slice]]:
-    """Layer -> the matrix that it is a part of, and its rows: gate, then up."""
+    """Map each layer to the matrix that it is part of and its rows in it: gate, then up."""
     found = {}
     for e, (both, down) in enumerate(zip(q["gate_up_proj"], q["down_proj"], strict=True)):
         half = both.packed.shape[0] // 2
@@ -72,7 +75,7 @@ def layers(q: Quantized) -> dict[str, tuple[fp4kit.Quantized, slice]]:
 def test_renamed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, experts: int, each: bool, inputs: bool, large: bool
 ) -> None:
-    """The same bytes, one layer an expert; also where a matrix is too large to be turned in memory."""
+    """The bytes are unchanged, with one layer per expert, also if a matrix is too large to be transposed in memory."""
     if large:
         monkeypatch.setattr(slabs, "WHOLE_EXPERT", 100 * 4 * 64)
     q = made(tmp_path, experts, each, inputs)
@@ -96,7 +99,7 @@ def test_renamed(
 
 @pytest.mark.parametrize("each", [False, True])
 def test_decoded(tmp_path: Path, each: bool) -> None:
-    """To [E, K, N], as the model has its numbers."""
+    """The values come back as [E, K, N], the order of the unquantized model."""
     q = made(tmp_path, each=each)
     convert(tmp_path / "q", tmp_path / "out", format="bf16")
     found = oracle.arrays(oracle.load(tmp_path / "out"))
@@ -104,7 +107,7 @@ def test_decoded(tmp_path: Path, each: bool) -> None:
     for leaf, matrices in q.items():
         values = np.stack([one.dequantize(np.float32).astype(ml_dtypes.bfloat16).T for one in matrices])
         assert found[f"{EXPERTS}.{leaf}"].shape == values.shape
-        zeros_without_sign = found[f"{EXPERTS}.{leaf}"] + values.dtype.type(0)  # Model-Optimizer decodes to +0
+        zeros_without_sign = found[f"{EXPERTS}.{leaf}"] + values.dtype.type(0)  # Model-Optimizer decodes zeros to +0
         assert zeros_without_sign.tobytes() == values.tobytes()
     assert verify(tmp_path / "out", tmp_path / "q").clean
 
@@ -149,7 +152,7 @@ def test_interleaved_stacks_have_no_place_elsewhere(tmp_path: Path, monkeypatch:
 
 
 def test_shapes_that_do_not_fit_are_refused(tmp_path: Path) -> None:
-    """Scales of rows beside codes of columns, and as many tensor scales as there are no experts."""
+    """Scales stored by row beside codes stored by column are rejected, and so is a wrong number of tensor scales."""
     changes = {"_weight_scale": lambda x: np.swapaxes(x, 1, 2), "_weight_scale_2": lambda x: np.ones(2, np.float32)}
     for part, change in changes.items():
         folder = tmp_path / part

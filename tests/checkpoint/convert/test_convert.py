@@ -1,4 +1,4 @@
-"""Conversion: configs, files, odd shapes; what does not depend on how it is executed."""
+"""Test conversion: configs, files, odd shapes, and that execution options change no byte."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from fp4kit.checkpoint.selection.selection import Wishes
 
 
 def load_json(path: Path) -> dict[str, Any]:
-    """The JSON object in a file."""
+    """Return the JSON object in a file."""
     value: dict[str, Any] = json.loads(path.read_text())
     return value
 
@@ -36,7 +36,9 @@ def expected(tensors: synthetic.Tensors, converted: list[str], recipe: str, form
 
 
 def test_input_scale(tmp_path: Path) -> None:
-    """It is written for every layer, as a multiplier or as a divisor, and says that activations are quantized."""
+    """The input scale is written for every layer, as a multiplier or a divisor, and the config says that activations
+    are quantized.
+    """
     synthetic.dense(tmp_path / "m")
     convert(tmp_path / "m", tmp_path / "out", format="modelopt", input_scale=0.3)
     convert(tmp_path / "m", tmp_path / "ct", format="compressed-tensors", input_scale=0.3)
@@ -54,7 +56,7 @@ def test_input_scale(tmp_path: Path) -> None:
 
 
 def test_sharing_across_shards(tmp_path: Path) -> None:
-    """q, k, v and gate, up of one layer get one weight_scale_2, although k and up are in the other file."""
+    """q, k, v and gate, up of one layer share one weight_scale_2, although k and up are in another file."""
     synthetic.dense(tmp_path / "m")
     convert(tmp_path / "m", tmp_path / "out", format="modelopt")
     loaded = load(tmp_path / "out")
@@ -82,7 +84,7 @@ TARGETS = st.sampled_from(
 def test_any_shape(
     data: st.DataObject, shape: tuple[int, int], target: tuple[str, str], dtype: Any, exponent: int
 ) -> None:
-    """Any rows, one too, and whole blocks of K, of any magnitude, in slabs of any height; w1 and w3 share a scale."""
+    """Draw any number of rows, whole blocks of K, any magnitude and any height of slabs. w1 and w3 share a scale."""
     recipe, format = target
     rows, columns = shape[0], shape[1] * fp4kit.recipe(recipe).block_size
     tensors: synthetic.Tensors = {}
@@ -158,7 +160,7 @@ def test_configs_of_others(tmp_path: Path, recipe: str, format: str, wanted: dic
 
 
 def test_numbers_again_have_a_plain_config(tmp_path: Path) -> None:
-    """Of a converted checkpoint: neither the declarations nor hf_quant_config.json are there any more."""
+    """After a converted checkpoint is decoded, its quantization declarations and hf_quant_config.json are gone."""
     synthetic.vlm(tmp_path / "m")
     convert(tmp_path / "m", tmp_path / "out", format="modelopt")
     convert(tmp_path / "out", tmp_path / "back", format="bf16")
@@ -247,7 +249,7 @@ CASES = [
 def test_slabs_do_not_show(
     tmp_path: Path, name: str, recipe: str, format: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Cut into slabs of a few rows, stacks of columns read column by column: not a byte of any file is another."""
+    """If slabs have only a few rows and stacks of columns are read column by column, every file keeps its bytes."""
     (synthetic.MODELS | synthetic.GPT_OSS | synthetic.QUANTIZED)[name](tmp_path / "m")
     ticks: list[int] = []
     options = Options(progress=ticks.append)

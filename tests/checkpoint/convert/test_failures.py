@@ -1,4 +1,4 @@
-"""Conversions that fail: before any work where possible, and never with anything that looks finished."""
+"""Test conversions that fail: before any work where possible, and without leaving anything that looks finished."""
 
 from __future__ import annotations
 
@@ -64,12 +64,12 @@ def test_subnormal_tensor_scale(tmp_path: Path) -> None:
 
 
 def _nothing_left(folder: Path) -> None:
-    """The destination and its partial directory are gone."""
+    """Assert that the destination and its partial directory are gone."""
     assert not [path.name for path in folder.iterdir() if path.name.startswith((".out", "out"))]
 
 
 class Boom(BaseException):
-    """Stands for signals: no Exception."""
+    """Stand for signals: a BaseException that is not an Exception."""
 
 
 PLACES = (
@@ -98,7 +98,10 @@ ERRORS = (Boom(), KeyboardInterrupt(), SystemExit(143), OSError("disk"), MemoryE
 @pytest.mark.parametrize("error", half(ERRORS), ids=lambda error: type(error).__name__)
 @pytest.mark.parametrize("place", half(PLACES))
 def test_failure_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str, error: BaseException) -> None:
-    """A verdict on the model leaves nothing; anything else leaves what can be gone on with."""
+    """If the model itself is rejected, nothing is left.
+
+    After any other error, a state is left that --resume can continue.
+    """
     synthetic.bert(tmp_path / "m")
     plan = make_plan(tmp_path / "m")
     whole = files_of(convert(tmp_path / "m", tmp_path / "whole").destination)
@@ -164,7 +167,7 @@ def test_destination_inside_source(tmp_path: Path) -> None:
 
 
 def test_source_inside_destination(tmp_path: Path) -> None:
-    """Only through a link can the destination hold the source and not exist."""
+    """The destination can hold the source and yet not exist only through a link."""
     synthetic.bert(tmp_path / "a" / "m")
     (tmp_path / "a" / "m").rename(tmp_path / "m")
     with refused("contains the source"):
@@ -217,7 +220,9 @@ def test_partial_directory_that_cannot_be_made(tmp_path: Path, monkeypatch: pyte
 
 @pytest.fixture
 def forbidden(tmp_path: Path) -> Iterator[Callable[[Path], None]]:
-    """Takes all rights of a file or directory away until the test ends; skips for users who have them anyway."""
+    """Yield a function that removes all permissions of a path until the test ends; skip for users who have
+    them anyway.
+    """
     taken: list[tuple[Path, int]] = []
 
     def forbid(path: Path) -> None:
@@ -246,7 +251,10 @@ def forbidden(tmp_path: Path) -> Iterator[Callable[[Path], None]]:
 def test_what_may_not_be_read_is_refused_by_the_plan(
     tmp_path: Path, forbidden: Callable[[Path], None], name: str, said: str
 ) -> None:
-    """And not at the end of the run; a directory would be passed over."""
+    """The error comes from the plan and not at the end of the run.
+
+    An unreadable directory would otherwise be ignored.
+    """
     synthetic.bert(tmp_path / "m")
     forbidden(tmp_path / "m" / name)
     with pytest.raises((CheckpointError, PermissionError), match=re.escape(said)):

@@ -1,5 +1,5 @@
-"""convert_tensors: the bytes of the converter, for tensors of NumPy and PyTorch, in any order, under names of either
-house.
+"""Test convert_tensors: it gives the converter's bytes for NumPy and PyTorch tensors, in any order, with Hugging Face
+or Megatron names.
 """
 
 import numpy as np
@@ -23,7 +23,7 @@ PAIRS = [
 
 
 def stored(root):
-    """Name -> bytes of every tensor of a checkpoint, and name -> array of those of a float dtype."""
+    """Return two dicts of a checkpoint: the bytes of every tensor, and the arrays of those with a float dtype."""
     model = open_source(root)
     raw, arrays = {}, {}
     with Readers() as readers:
@@ -64,7 +64,7 @@ def test_the_bytes_of_the_converter(tmp_path, name, recipe, form, library):
     wanted = stored(tmp_path / "out")[1]
     give = in_torch if library == "torch" else lambda a: a
     order = list(arrays)
-    np.random.default_rng(7).shuffle(order)  # a trainer's order is its own
+    np.random.default_rng(7).shuffle(order)  # a trainer sends tensors in any order
     found = convert_tensors(
         ((key, give(arrays[key])) for key in order), Rules.of(recipe, config=model.config, format=form)
     )
@@ -76,7 +76,7 @@ def test_the_bytes_of_the_converter(tmp_path, name, recipe, form, library):
 
 
 def test_groups_come_as_soon_as_they_are_whole():
-    """Of a whole model, one group of a kind is in memory at a time."""
+    """Only one group of layers that share a scale is in memory at a time."""
     rules, seen = Rules.of("nvfp4-te"), []
 
     def tensors():
@@ -94,7 +94,7 @@ def test_shared_scales_and_what_waits_to_the_end():
     rng = np.random.default_rng(3)
     q, k, v = (rng.standard_normal((16, 32), dtype=np.float32) * s for s in (1, 2, 3))
     named = [(f"model.layers.0.self_attn.{n}_proj.weight", w) for n, w in (("q", q), ("k", k))]
-    rules = Rules.of("nvfp4-modelopt", format="modelopt")  # whose tensor scale is amax / 2688, rounded once
+    rules = Rules.of("nvfp4-modelopt", format="modelopt")  # its tensor scale is amax / 2688, rounded once
     two = dict(convert_tensors(named, rules))
     three = dict(convert_tensors([*named, ("model.layers.0.self_attn.v_proj.weight", v)], rules))
     scale = "model.layers.0.self_attn.q_proj.weight_scale_2"
@@ -178,7 +178,7 @@ def test_rules_that_cannot_be():
 
 
 def test_what_the_converter_refuses_of_mlx_and_deepseek_v4():
-    """mlx-lm would lose the scales of these experts; vLLM needs scales of activations."""
+    """mlx-lm would drop the scales of these experts; vLLM needs scales of activations for DeepSeek-V4."""
     expert = "model.layers.0.mlp.experts.0.down_proj.weight"
     rules = Rules.of("mxfp4-ocp", format="mlx", config={"model_type": "qwen3_moe"})
     tensors = [

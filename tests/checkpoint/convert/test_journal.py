@@ -1,4 +1,4 @@
-"""Going on with an interrupted run gives the same bytes, whatever has become of its journal and its files."""
+"""Test that resuming an interrupted run gives the same bytes, whatever happened to its journal and files."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def model(tmp_path: Path) -> Model:
 
 @pytest.fixture
 def written(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Keys of the jobs that write."""
+    """Return a list that collects the keys of the jobs that write."""
     keys: list[str] = []
     write = run_job.write
 
@@ -56,7 +56,9 @@ def test_interrupted_again_and_again(model: Model) -> None:
 
 
 def test_interrupted_at_every_read(model: Model) -> None:
-    """Groups of which some are measured, or written, go on where they were; so do files that wait for the disk."""
+    """Groups that are partly measured or written continue where they stopped; so do files that still must be synced to
+    disk.
+    """
     reads: list[int] = []
     convert(model.source, model.folder / "again", options=Options(progress=reads.append))
     for at in range(len(reads)):
@@ -89,7 +91,7 @@ def test_journal_cut_anywhere(model: Model) -> None:
 
 
 def test_line_after_one_that_was_cut(tmp_path: Path) -> None:
-    """It begins on a line of its own."""
+    """The next entry begins on a line of its own."""
     for name in "ab":
         with journal.Journal(tmp_path / "j", "k") as one:
             one.note_done(run_job.Done(name, "0", "copy"))
@@ -99,7 +101,7 @@ def test_line_after_one_that_was_cut(tmp_path: Path) -> None:
 
 
 def test_a_journal_that_grew_is_not_read(model: Model) -> None:
-    """It may be sparse, and claim terabytes."""
+    """The journal may be sparse and claim terabytes."""
     model.interrupt(6)
     size = model.journal.stat().st_size
     os.truncate(model.journal, 1 << 40)
@@ -159,7 +161,7 @@ def test_damage_is_redone_alone(model: Model, written: list[str]) -> None:
     flip(shard(model), -1)
     before = len(written)
     model.resume()
-    assert len(written) - before == 2  # that with the last byte, and the one that was not written down
+    assert len(written) - before == 2  # the job whose last byte is missing, and the job whose entry was not written
 
 
 def touch_tensor(model: Model) -> None:
@@ -198,7 +200,7 @@ def test_other_options_are_not_gone_on_with(model: Model, changes: dict[str, Any
     model.interrupt(5)
     with refused("was started from another source, with other options"):
         convert(model.source, model.out, **changes, options=Options(resume=True))
-    model.resume()  # it is still there
+    model.resume()  # the partial directory still exists
 
 
 def test_other_version_is_not_gone_on_with(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -233,7 +235,7 @@ def test_measured_weights_are_not_read_again(model: Model, monkeypatch: pytest.M
 
 
 def test_amax_in_the_journal_is_exact(tmp_path: Path) -> None:
-    """Journals hold text; float32 comes back in every bit."""
+    """Journals hold text, from which float32 values come back bit-identical."""
     limits = np.finfo(np.float32)
     values = [np.float32(0.1), limits.smallest_subnormal, limits.max, np.float32(0)]
     with journal.Journal(tmp_path / "j", "k") as one:

@@ -1,4 +1,4 @@
-"""Every source form into every container: each byte is that of fp4kit.quantize of the whole layer, or of the old
+"""Test every source form in every container: each byte is that of fp4kit.quantize on the whole layer, or of the old
 codes.
 """
 
@@ -31,12 +31,12 @@ FLOAT_TARGETS = [
 
 @pytest.fixture(autouse=True)
 def every_pair(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bytes are right whether or not an engine is known to load them."""
+    """Allow every pair of recipe and container, because bytes must be right whether or not an engine loads them."""
     monkeypatch.setattr(support, "refusal", lambda *pair: None)
 
 
 def check(report: ConversionReport, tensors: synthetic.Tensors, columns: bool = False) -> None:
-    """The whole result against the oracle."""
+    """Compare the whole result with the oracle."""
     plan = report.plan
     decoded = [tensor.name for tensor in plan.tensors if tensor.action == "dequantize"]
     kept = [tensor.name for tensor in plan.tensors if tensor.reason.endswith("as it is")]
@@ -50,7 +50,7 @@ def check(report: ConversionReport, tensors: synthetic.Tensors, columns: bool = 
 
 
 def options_of(recipe: str, format: str) -> dict[str, Any]:
-    """DeepSeek-V4's NVFP4 is never without scales of activations."""
+    """Return the options that a container needs: DeepSeek-V4's NVFP4 always has scales of activations."""
     return {"input_scale": 0.3} if (recipe[:5], format) == ("nvfp4", "deepseek-v4") else {}
 
 
@@ -71,7 +71,10 @@ def test_numbers(tmp_path: Path, name: str, recipe: str, format: str) -> None:
 @pytest.mark.parametrize("inner", [64, 96])
 @pytest.mark.parametrize("recipe", ["mxfp4-ocp", "mxfp4-te", "mxfp4-modelopt"])
 def test_interleaved_stacks(tmp_path: Path, recipe: str, inner: int) -> None:
-    """gpt-oss: [E, K, N] becomes blocks along K, whose rows stay interleaved; square where inner is 64."""
+    """gpt-oss stacks [E, K, N] become blocks along K whose rows stay interleaved.
+
+    The stack is square if `inner` is 64.
+    """
     tensors = synthetic.gpt_oss(tmp_path / "m", inner)
     report = convert(tmp_path / "m", tmp_path / "out", recipe, format="gpt-oss")
     check(report, tensors, columns=True)
@@ -98,7 +101,10 @@ CONTAINERS = [*QUANTIZED_TARGETS[:6], ("mxfp4-ocp", "deepseek-v4")]
 @pytest.mark.parametrize(("recipe", "format"), QUANTIZED_TARGETS)
 @pytest.mark.parametrize("name", by_default(("deepseek",), ("deepseek", "moe")))
 def test_each_container_into_each(tmp_path: Path, name: str, origin: tuple[str, str], recipe: str, format: str) -> None:
-    """One conversion after another: the same codes where both have them, else numbers decoded and quantized again."""
+    """Run two conversions in a row.
+
+    Codes stay if both containers can hold them; otherwise they are decoded and quantized again.
+    """
     synthetic.MODELS[name](tmp_path / "m")
     convert(tmp_path / "m", tmp_path / "first", origin[0], format=origin[1])
     tensors = oracle.arrays(oracle.load(tmp_path / "first"))
@@ -138,7 +144,7 @@ def test_gpt_oss(tmp_path: Path, recipe: str, format: str) -> None:
 
 @pytest.mark.parametrize("model_type", ["llama4", "unheard_of"])
 def test_orientation_by_shapes(tmp_path: Path, model_type: str) -> None:
-    """[E, H, 2I] with [E, I, H]: stacks of columns, whatever the type of the model; gate is their first half."""
+    """[E, H, 2I] beside [E, I, H] means stacks of columns for any model type; gate is their first half."""
     layer = "model.layers.0.mlp.experts"
     shapes = {f"{layer}.gate_up_proj": (4, 64, 192), f"{layer}.down_proj": (4, 96, 64)}
     tensors = {name: synthetic.random(name, shape) for name, shape in shapes.items()}

@@ -1,4 +1,6 @@
-"""The order of a conversion: a group is written when it is measured, a file goes to the disk when it is written."""
+"""Test the order of a conversion: a group is written when it has been measured, a file is synced when it has been
+written.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,7 @@ SYNC = staging.sync_file
 
 
 class Inline(Executor):
-    """Does a call when it is submitted: the order of calls is the order of submission."""
+    """Run each call when it is submitted, so that calls run in the order of submission."""
 
     def submit(self, function: Callable[..., Any], /, *arguments: Any, **options: Any) -> Future[Any]:
         future: Future[Any] = Future()
@@ -44,7 +46,7 @@ class Inline(Executor):
 
 @pytest.fixture
 def seen(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any]]:
-    """What is done, in order: measure and write with their job; sync and hash with the name of their file."""
+    """Record what is done, in order: measure and write with their job, sync and hash with the name of their file."""
     found: list[tuple[str, Any]] = []
 
     def note(owner: Any, name: str, word: str) -> None:
@@ -79,8 +81,9 @@ def places(seen: list[tuple[str, Any]], word: str, wanted: Callable[[Any], bool]
 def test_a_group_is_written_as_soon_as_it_is_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seen: list[tuple[str, Any]], ahead: int
 ) -> None:
-    """Before anything else is read, but for what two workers have been given already: 2 x 2 - 1 calls, and their
-    groups.
+    """The group is written before anything else is read.
+
+    Exceptions are the 2 x 2 - 1 calls that two workers already hold, and their groups.
     """
     synthetic.dense(tmp_path / "m")
     if ahead:
@@ -114,7 +117,7 @@ def test_a_file_is_closed_as_soon_as_it_is_written(tmp_path: Path, seen: list[tu
 
 
 def test_a_file_that_nothing_is_written_into_is_closed(tmp_path: Path, seen: list[tuple[str, Any]]) -> None:
-    """All of its tensors are parts of weights in another one."""
+    """All tensors of the file are parts of weights in another file."""
     tensors = {"a.weight_packed": np.full((4, 32), 0x21, np.uint8), "a.weight_scale": np.full((4, 2), 127, np.uint8)}
     declared = {"quant_method": "compressed-tensors", "format": "mxfp4-pack-quantized"}
     synthetic.write_model(tmp_path / "m", {"quantization_config": declared}, tensors, lambda name: int("scale" in name))
@@ -126,7 +129,7 @@ def test_a_file_that_nothing_is_written_into_is_closed(tmp_path: Path, seen: lis
 
 
 def test_nan_ends_a_run_when_it_is_met(tmp_path: Path, seen: list[tuple[str, Any]]) -> None:
-    """What comes later is not read any more, and what was written is gone."""
+    """Later tensors are not read, and what was written is removed."""
     names = [f"model.layers.{i}.mlp.down_proj" for i in range(4)]
     tensors = {f"{name}.weight": synthetic.random(name, (64, 64)) for name in names}
     tensors[f"{names[2]}.weight"][1, 1] = np.nan
@@ -139,7 +142,7 @@ def test_nan_ends_a_run_when_it_is_met(tmp_path: Path, seen: list[tuple[str, Any
 
 
 def test_a_verdict_waits_for_what_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing writes any more when the directory is removed."""
+    """A job that still runs ends before the directory is removed, so nothing writes after that."""
     tensors = {f"{name}.weight": synthetic.random(name, (64, 64)) for name in "abcdefgh"}
     tensors["d.weight"][1, 1] = np.nan
     synthetic.write_model(tmp_path / "m", {}, tensors)
@@ -164,7 +167,7 @@ def test_a_verdict_waits_for_what_runs(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_names_that_look_like_those_of_jobs(tmp_path: Path) -> None:
-    """The bytes of each are its own."""
+    """Each tensor keeps its own bytes."""
     tensors = {
         "a.weight": synthetic.random("a", (64, 64)),
         "a#0": np.arange(5.0, dtype=np.float32),
@@ -179,7 +182,7 @@ def test_names_that_look_like_those_of_jobs(tmp_path: Path) -> None:
 
 
 def on_a_bad_disk(path: Path) -> None:
-    """In a worker: staging.sync_file where the disk fails."""
+    """Run staging.sync_file, in a worker, on a disk that fails."""
 
     def fail(descriptor: int) -> None:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
@@ -191,7 +194,7 @@ def on_a_bad_disk(path: Path) -> None:
 
 @pytest.mark.parametrize("where", ["one process", "processes", "threads"])
 def test_nothing_is_left_where_a_disk_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
-    """Whichever worker finds out: the journal is gone when the error comes."""
+    """The journal is removed before the error is raised, whichever worker finds the failure."""
     synthetic.dense(tmp_path / "m")
     whole = files_of(convert(tmp_path / "m", tmp_path / "whole").destination)
     with monkeypatch.context() as patch, ThreadPoolExecutor(2) as pool:
@@ -206,8 +209,9 @@ def test_nothing_is_left_where_a_disk_fails(tmp_path: Path, monkeypatch: pytest.
 
 @pytest.mark.parametrize("width", [0, 1, 2, 4])
 def test_what_is_added_at_the_left_is_next(width: int) -> None:
-    """But for width - 1 calls that the executor has already; 0: without one. Calls may be added with the last result,
-    too.
+    """A call added at the front runs next, after the width - 1 calls that the executor already holds.
+
+    A width of 0 means no executor. Calls may also be added along with the last result.
     """
     executor, width = Inline() if width else None, max(width, 1)
     queue = deque((int, (i,)) for i in range(10))
@@ -222,7 +226,7 @@ def test_what_is_added_at_the_left_is_next(width: int) -> None:
 
 def test_an_executor_has_no_more_calls_than_its_width() -> None:
     class Counting(Executor):
-        """Ends a call when so many are waiting as may."""
+        """Finish a call once the largest allowed number of calls is waiting."""
 
         def __init__(self) -> None:
             self.waiting: list[Future[Any]] = []
@@ -240,7 +244,7 @@ def test_an_executor_has_no_more_calls_than_its_width() -> None:
     results = run_all(executor, deque((int, (i,)) for i in range(20)), 3)
     assert [next(results) for _ in range(10)] == list(range(2, 12)) and executor.most == 3
     for future in executor.waiting:
-        assert future.cancel() and not future.set_running_or_notify_cancel()  # as an executor does
+        assert future.cancel() and not future.set_running_or_notify_cancel()  # an executor cancels in this way
     results.close()
 
 

@@ -1,5 +1,5 @@
-"""Searched block scales in the converter: the bytes, the plan, column weights, what verify, identify and compare say of
-them.
+"""Test searched block scales in the converter: bytes, plan, column weights, and the results of verify, identify and
+compare.
 """
 
 from __future__ import annotations
@@ -41,7 +41,10 @@ def searched(source: Path, target: Path, weights: Path | None = None, **options)
 def column_weights(
     path: Path, tensors: synthetic.Tensors, by_module: bool = False, **changed: np.ndarray | None
 ) -> Path:
-    """A file with random weights for every layer; changed: leaf of a module -> another vector, None for none."""
+    """Write a file with random weights for every layer; return its path.
+
+    changed: maps the last part of a module's name to another vector, or to None for no weights.
+    """
     rng, found = np.random.default_rng(5), {}
     for name in CONVERTED:
         vector = (rng.random(tensors[name].shape[1]) ** 4).astype(np.float32)
@@ -69,7 +72,7 @@ def run(capsys: pytest.CaptureFixture[str]) -> Run:
 @pytest.mark.parametrize("format", ["modelopt", "compressed-tensors"])
 @pytest.mark.parametrize("weighted", [False, True])
 def test_bytes_are_those_of_search_and_quantize(model, tmp_path: Path, format: str, weighted: bool) -> None:
-    """The tensor amax is that of the group, the search that of each block."""
+    """The tensor amax is that of the group; each block is searched on its own."""
     source, tensors = model
     weights = column_weights(tmp_path / "w.safetensors", tensors) if weighted else None
     searched(source, tmp_path / "d", weights, format=format)
@@ -132,7 +135,7 @@ def test_another_objective(model, tmp_path: Path, run: Run) -> None:
     assert report.clean and report.scales == "searched by mae"
 
 
-# ---- what is said of it ----
+# ---- what the plan and reports say ----
 
 
 def test_the_report_tells_errors_before_and_after(model, tmp_path: Path) -> None:
@@ -156,7 +159,7 @@ def test_weighted_errors(model, tmp_path: Path) -> None:
     np.testing.assert_allclose(
         losses.signal, 3 * np.sum(tensors[f"{QUERY}.weight"][:, 7].astype(np.float64) ** 2), rtol=1e-12
     )
-    assert losses.after < losses.before / 4  # of one column, which takes a scale of its own
+    assert losses.after < losses.before / 4  # the loss of one column, which gets a scale of its own
 
 
 def test_the_command(model, tmp_path: Path, run: Run) -> None:
@@ -267,7 +270,7 @@ def test_verify_takes_the_recorded_error_under_column_weights(model, tmp_path: P
 def test_verify_refuses_a_search_that_the_recipe_has_not(
     model, tmp_path: Path, run: Run, recipe: str, text: str
 ) -> None:
-    """Of bytes under powers of two it said that a search had made them."""
+    """Without the check, verify would say of bytes with power-of-two scales that a search had made them."""
     convert(model[0], tmp_path / "d", recipe)
     code, out, error = run("verify", tmp_path / "d", "--source", model[0], "--scale-search", "mse")
     assert (code, out) == (2, "") and error.startswith(f"fp4kit verify: scale search: {text}")
@@ -313,7 +316,7 @@ def test_identify_tells_searched_scales_of_no_known_rule(model, tmp_path: Path) 
 
 
 def test_identify_tries_no_other_orders_of_searched_layers(model, tmp_path: Path, monkeypatch) -> None:
-    """Each layer took as long as all mishaps together: 50 s of 48 layers of 32 rows."""
+    """Trying other row orders takes as long per layer as all other faults together: 50 s for 48 layers of 32 rows."""
     source, tensors = model
     searched(source, tmp_path / "d", column_weights(tmp_path / "w.safetensors", tensors))
     tried, right = [], diagnose.try_layout
@@ -324,7 +327,7 @@ def test_identify_tries_no_other_orders_of_searched_layers(model, tmp_path: Path
     assert len(tried) == 5 and not any(layout.mishaps for layout in tried)
 
 
-# ---- refusals ----
+# ---- errors ----
 
 
 @pytest.mark.parametrize(

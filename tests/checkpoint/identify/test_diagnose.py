@@ -1,4 +1,6 @@
-"""Every mishap, injected here by hand, is found and named; clean data has none, and unrelated data is not explained."""
+"""Test that every injected fault is found and named, that clean data has none, and that unrelated data is not
+explained.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,7 @@ HEADS = 4
 
 
 def weights(seed=0, shape=(64, 192), dtype=BF16):
-    """Normal values of different sizes by row, so that no two orders look alike."""
+    """Return normal values whose size differs by row, so that no two row orders look alike."""
     rng = np.random.default_rng(seed)
     return (rng.standard_normal(shape) * 0.02 * np.exp2(rng.integers(-2, 3, (shape[0], 1)))).astype(dtype)
 
@@ -60,7 +62,7 @@ def nibbles(layer):
 
 
 def halves(layer, half):
-    """Elements j and j + half share a byte."""
+    """Pack elements j and j + half to one byte."""
     out = np.zeros_like(layer.codes)
     codes = unpack(layer.codes)
     for byte in range(out.shape[1]):
@@ -142,7 +144,7 @@ def other_rows_scales(layer):
 
 
 def turned_blocks(layer):
-    """Blocks, codes and scale, in the reverse order."""
+    """Reverse the order of blocks, both their codes and their scales."""
     rows, blocks = layer.block_scale.shape
     codes = layer.codes.reshape(rows, blocks, -1)[:, ::-1].reshape(layer.codes.shape)
     return replace(layer, codes=codes, block_scale=layer.block_scale[:, ::-1])
@@ -277,7 +279,8 @@ def test_data_without_an_order_has_no_mishap(name) -> None:
 def test_all_zeros() -> None:
     x = np.zeros((16, 64), BF16)
     x[3] *= -1
-    for name in TESTED:  # as converters write them: producers make 0, NaN or a subnormal of such a tensor's scale
+    # zeros are stored as converters store them; producers make 0, NaN or a subnormal of their tensor scale
+    for name in TESTED:
         r = RECIPES[name]
         codes = np.zeros((16, r.element.packing.length(64)), np.uint8)
         scale = None if r.tensor_rule is None else np.float32(1)
@@ -355,7 +358,7 @@ def test_any_order_of_rows() -> None:
         x = weights(14)
         x[5] = 0
         assert_found(found(order(stored(x, name), "random"), x), name, "rows are permuted")
-        unnamed = found(order(stored(x, name), "rotary"), x)  # whose heads were not told
+        unnamed = found(order(stored(x, name), "rotary"), x)  # diagnose is not told the number of heads
         assert_found(unnamed, name, "rows are in GGUF's and Meta's rotary order of q and k (4 heads)")
 
 
@@ -377,7 +380,7 @@ def test_the_other_half_of_a_pair() -> None:
 
 @pytest.mark.exhaustive
 def test_an_amax_of_a_group() -> None:
-    """Known or implied; where the tensor scale is wrong, it must be known."""
+    """The group's amax may be known or implied. If the tensor scale is wrong, it must be known."""
     x = weights(17)
     for name in ("nvfp4-te", "nvfp4-modelopt", "nvfp4-compressed-tensors"):
         amax = np.float32(1.3359375)
@@ -395,7 +398,7 @@ def test_an_amax_of_a_group() -> None:
 
 
 def test_a_half_of_zeros_does_not_hide_a_dropped_tensor_scale() -> None:
-    """The tensor scale of zeros is 1, as is one that was dropped; a group of zeros alone it is not."""
+    """A tensor scale of 1 means zeros or a dropped scale. It means zeros only if the whole group is zero."""
     x = weights(23)
     q = fp4kit.quantize(x, "nvfp4-te")
     layer = StoredLayer(q.packed, q.block_scale, np.float32(1), RECIPES["nvfp4-te"])
@@ -417,7 +420,7 @@ def test_a_reciprocal_of_a_reciprocal_is_no_mishap() -> None:
 
 
 def test_a_tensor_scale_of_one_row_that_is_wrong() -> None:
-    """In the sample, or beyond it."""
+    """The wrong row may be in the sample or outside it."""
     x = weights(22, (320, 2048))
     layer = stored(x, "nvfp4-te-rowscaled")
     for row in (0, 170):
@@ -453,7 +456,7 @@ FAULTS = [None, *PACKED, *ANY]
     st.booleans(),
 )
 def test_random_sizes(name, rows, blocks, fault, seed, rounded) -> None:
-    """What is injected is explained by the recipe; a mishap is named where bytes changed, and none where none did."""
+    """An injected fault is explained with the right recipe. A fault is named only if it changed bytes."""
     r = RECIPES[name]
     x = weights(seed, (rows, blocks * r.block_size), BF16 if rounded else np.dtype(np.float32))
     layer = stored(x, name)
@@ -463,7 +466,7 @@ def test_random_sizes(name, rows, blocks, fault, seed, rounded) -> None:
             return
         try:
             changed = inject(layer)
-        except (IndexError, ValueError, ZeroDivisionError):  # not at this size
+        except (IndexError, ValueError, ZeroDivisionError):  # this fault cannot be injected at this size
             return
         if changed.codes.shape[0] == 0 or changed.codes.size != layer.codes.size:
             return
@@ -550,7 +553,7 @@ def test_sources_that_are_none() -> None:
 
 
 def test_memory_is_bounded() -> None:
-    """Beyond the arrays that came: chunks, not the layer."""
+    """Memory beyond the given arrays is bounded by chunks, not by the layer."""
     x = weights(21, (4096, 4096))
     layer = nibbles(stored(x, "mxfp4-ocp"))
     tracemalloc.start()

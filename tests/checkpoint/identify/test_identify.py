@@ -1,4 +1,6 @@
-"""Verdicts on layers and files: most layers speak for the file, exceptions are listed, zeros contradict nothing."""
+"""Test verdicts on layers and files: most layers decide for the file, exceptions are listed, and zeros contradict
+nothing.
+"""
 
 from __future__ import annotations
 
@@ -119,12 +121,15 @@ def test_zeros_contradict_no_mishap() -> None:
 
 
 def other_model(layers):
-    """Layers beside the sources of another model: nothing matches."""
+    """Return layers beside the sources of another model, so that nothing matches."""
     return [replace(pair, source=weights(50 + i)) for i, pair in enumerate(model("mxfp4-ocp", layers))]
 
 
 def test_nothing_matches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The verdict says so, and what costs most is done for the first layers alone, until one is explained."""
+    """The verdict says that nothing matches.
+
+    Costly attempts are made only for the first layers, until one is explained.
+    """
     tried: list[str] = []
     monkeypatch.setattr("fp4kit.checkpoint.identify.diagnose._permuted", lambda case, *rest: tried.append("rows"))
     monkeypatch.setattr("fp4kit.checkpoint.identify.diagnose._variation", lambda case, *rest: tried.append("variation"))
@@ -152,7 +157,9 @@ def test_the_command_says_that_nothing_matches(tmp_path: Path, capsys: pytest.Ca
 
 
 def test_quantizations_where_nothing_matches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """After the first layers, each recipe quantizes a sample twice: under its own scales and under the stored ones."""
+    """After the first layers, each recipe quantizes a sample only twice: with its own scales and with the
+    stored ones.
+    """
     calls, right = [], fp4kit.quantize
     for module in ("hypotheses", "searched_scales"):
         monkeypatch.setattr(
@@ -166,7 +173,7 @@ def test_quantizations_where_nothing_matches(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_signs_of_the_source_without_its_numbers() -> None:
-    """There is no hint that it is another model, where signs agree."""
+    """The hint about another model is absent, because the signs agree."""
     pair = model(layers=1)[0]
     found = identify_layers([replace(pair, source=np.copysign(weights(50), pair.source))])
     assert found.recipes == () and found.hint is None and "nothing explains" in str(found)
@@ -185,7 +192,9 @@ def test_block_scales_of_a_size_that_fits_no_layout(recipe: str, shape: tuple[in
 @pytest.mark.parametrize("form", ["nvfp4-te", "mxfp4-ocp"])
 @pytest.mark.parametrize("scales", ["of a matrix", "of a stack", "flat", "of another size", "none"])
 def test_a_stored_shape_of_one_expert(tmp_path: Path, form: str, scales: str) -> None:
-    """Codes stored as [1, 32, 32], with block scales of any shape; a share of the bytes that fits is taken."""
+    """Codes are stored as [1, 32, 32] with block scales of any shape; the report gives the share of equal bytes if
+    sizes fit.
+    """
     x = weights(1, (32, 64))
     q = fp4kit.quantize(x, form)
     shape = {"of a matrix": q.block_scale.shape, "of a stack": (1, *q.block_scale.shape), "flat": (q.block_scale.size,)}
@@ -211,7 +220,7 @@ def test_nothing_and_no_layers() -> None:
 
 
 def pairs_of(gate, up, recipe="nvfp4-te", moved=None):
-    """gate_proj and up_proj under one amax, of a stack whose rows were moved before it was cut in half."""
+    """Return gate_proj and up_proj with one amax, cut from a stack whose rows were moved before."""
     amax = np.float32(max(np.abs(gate).max(), np.abs(up).max())) if RECIPES[recipe].tensor_rule else None
     q = fp4kit.quantize(np.concatenate([gate, up]), recipe, tensor_amax=amax)
     rows = np.arange(2 * len(gate)) if moved is None else moved
@@ -236,7 +245,10 @@ def test_pairs(recipe) -> None:
 
 
 def test_queries_and_keys() -> None:
-    """Each with its own number of heads; without it the order is found all the same, and its heads with it."""
+    """q and k have their own numbers of heads.
+
+    If these are not given, the order is found all the same, and the heads with it.
+    """
     q, k = layer("q_proj", weights(3)), layer("k_proj", weights(4, (32, 128)))
     for known in (True, False):
         found = []
@@ -264,8 +276,9 @@ def test_layers_are_taken_one_at_a_time() -> None:
 @pytest.mark.parametrize("nonfinite", ["keep", "saturate"])
 @pytest.mark.parametrize("recipe", ["nvfp4-te", "mxfp4-ocp", *exhaustive(["mxfp8-te"])])
 def test_nan_and_infinities_of_the_source(recipe: str, nonfinite: str, tmp_path: Path, recwarn: Any) -> None:
-    """As they are, or replaced, infinities by the amax of the group: gate has the larger one, its partner the
-    infinity.
+    """NaN and infinities are kept, or infinities are replaced by the group's amax.
+
+    gate holds the larger amax, up the infinity.
     """
     tensors = {f"a.mlp.{part}_proj.weight": synthetic.random(part, (64, 128)) for part in ("gate", "up", "down")}
     gate, up, down = tensors.values()
@@ -287,8 +300,9 @@ def test_nan_and_infinities_of_the_source(recipe: str, nonfinite: str, tmp_path:
 
 
 def test_searched_scales_under_a_divisor(tmp_path: Path) -> None:
-    """compressed-tensors' divisor, inverted, is off by an ulp, which decides ties; the codes are those under the scale
-    before.
+    """Inverting compressed-tensors' divisor changes the scale by an ulp, which decides ties.
+
+    The codes fit the scale before that.
     """
     tensors = synthetic.dense(tmp_path / "m")
     lengths = {name: x.shape[-1] for name, x in tensors.items() if x.ndim == 2}

@@ -1,4 +1,4 @@
-"""identify of two directories: the recipe of every converted model, and mishaps that were done to its files."""
+"""Test identify on two directories: the recipe of every converted model, and faults injected to its files."""
 
 import json
 
@@ -22,7 +22,7 @@ RECIPES = [
 
 
 def rewrite(root, change):
-    """Write the files again; change(name, dtype, shape, bytes) -> (dtype, shape, bytes), or None to drop a tensor."""
+    """Rewrite the files; change(name, dtype, shape, bytes) returns (dtype, shape, bytes), or None to drop a tensor."""
     for path in root.glob("*.safetensors"):
         data = path.read_bytes()
         length = int.from_bytes(data[:8], "little")

@@ -1,7 +1,7 @@
-"""Converted checkpoints in the hands of those that load them: safetensors, compressed-tensors, transformers.
+"""Test that real loaders read converted checkpoints: safetensors, compressed-tensors and transformers.
 
-The models are made by transformers itself, from config objects, with random weights. The optional extra `interop` has
-all of it.
+transformers makes the models from config objects, with random weights. The optional extra `interop` installs all of
+these.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from safetensors import safe_open
 
 from fp4kit.checkpoint.convert.convert import convert
 
-os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before the import: nothing here is asked of a server
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # set before the import, so that no server is contacted
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-pytestmark = pytest.mark.filterwarnings("default")  # theirs
+pytestmark = pytest.mark.filterwarnings("default")  # warnings come from these libraries
 SIZES = {
     "vocab_size": 128,
     "hidden_size": 64,
@@ -46,9 +46,9 @@ TOKENS = torch.arange(48).reshape(2, 24) * 5 % 128
 
 @pytest.fixture(autouse=True, scope="module")
 def consumers() -> None:
-    """Seconds to import, so not where tests are collected."""
+    """Skip without the libraries. Importing them takes seconds, so it is not done at collection."""
     pytest.importorskip("compressed_tensors")
-    pytest.importorskip("accelerate")  # transformers asks for it where it loads FP8
+    pytest.importorskip("accelerate")  # transformers needs it to load FP8
 
 
 def _llama(**more: Any) -> Any:
@@ -81,13 +81,13 @@ MODELS: dict[str, Callable[[], Any]] = {
     "gpt_oss": _gpt_oss,
     "deepseek": _deepseek,
 }
-# Matrices that are quantized: of 2 layers of attention, of MLPs, and of 4 experts where there are any.
+# Number of quantized matrices per model: 2 layers of attention and MLPs, and 4 experts if there are any.
 COUNTS = {"llama": 14, "tied": 14, "qwen3_moe": 8 + 3 + 12, "gpt_oss": 2 * 2 * 4, "deepseek": 10 + 3 + 12 + 3}
 
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory with the models, by their names."""
+    """Write the models to a directory, by name; return it."""
     root = tmp_path_factory.mktemp("models")
     for name, make in MODELS.items():
         torch.manual_seed(len(name))
@@ -97,7 +97,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def converted(made: Path) -> Callable[[str, Target], Path]:
-    """The directory of a model that was converted, each once."""
+    """Return a function that converts each model at most once per target and returns the directory."""
     done: dict[tuple[str, Target], Path] = {}
 
     def get(name: str, target: Target) -> Path:
@@ -137,7 +137,7 @@ TARGETS: dict[str, list[Target]] = {
     ("name", "target"), [(name, target) for name, targets in TARGETS.items() for target in targets]
 )
 def test_safetensors_reads_every_tensor(converted: Any, name: str, target: Target) -> None:
-    """With the counts of COUNTS; torch gets every tensor with its bytes."""
+    """The files hold the numbers of tensors in COUNTS, and torch reads every tensor with its bytes."""
     root = converted(name, target)
     expected = oracle.load(root)
     for path in root.glob("*.safetensors"):
@@ -149,7 +149,9 @@ def test_safetensors_reads_every_tensor(converted: Any, name: str, target: Targe
 
 
 def _layers(converted: Any, name: str, recipe: str, format: str) -> dict[str, np.ndarray]:
-    """Layer -> values in float32 under the scale that fp4kit quantized with, which Model-Optimizer's form has."""
+    """Map each layer to its float32 values with the scale that fp4kit quantized with, as Model-Optimizer's form stores
+    it.
+    """
     kept = "modelopt" if recipe != "mxfp4-ocp" else format
     tensors = oracle.arrays(oracle.load(converted(name, (recipe, kept))))
     found = oracle.layers(tensors)
@@ -157,15 +159,16 @@ def _layers(converted: Any, name: str, recipe: str, format: str) -> dict[str, np
 
 
 def _ulp(a: np.ndarray, b: np.ndarray) -> int:
-    """The largest distance in float32 numbers between arrays of the same signs."""
+    """Return the largest distance in float32 steps between arrays with equal signs."""
     assert np.array_equal(np.signbit(a), np.signbit(b))
     distance = np.abs(a).view(np.int32).astype(np.int64) - np.abs(b).view(np.int32)
     return int(np.abs(distance).max())
 
 
 def _unpacked(stored: dict[str, Any], args: Any) -> Any:
-    """compressed-tensors' own decoding, carried out in float32; what it does in bfloat16 begins with the same
-    numbers.
+    """Decode by compressed-tensors' own code, in float32.
+
+    Its bfloat16 path begins with the same numbers.
     """
     from compressed_tensors.compressors.mx_utils import decompress_mx_scale
     from compressed_tensors.compressors.nvfp4.helpers import unpack_fp4_from_uint8
@@ -184,8 +187,9 @@ def _unpacked(stored: dict[str, Any], args: Any) -> Any:
 
 @pytest.mark.parametrize(("target", "ulp"), [(NVFP4, 2), (NVFP4_OWN, 2), (MXFP4, 0), (MXFP8, 0)])
 def test_compressed_tensors_decodes_our_values(converted: Any, target: Target, ulp: int) -> None:
-    """In float32: exactly, or 2 ulp apart where the stored divisor is a second rounding; in bfloat16, where it ends,
-    exactly.
+    """Float32 values are equal, or 2 ulp apart if the stored divisor is rounded a second time.
+
+    Final bfloat16 values are equal.
     """
     from compressed_tensors.compressors import BaseCompressor
     from compressed_tensors.quantization import QuantizationConfig
@@ -207,7 +211,7 @@ def test_compressed_tensors_decodes_our_values(converted: Any, target: Target, u
 
 
 def _back(root: Path, source: Path) -> Path:
-    """The checkpoint as numbers again, as fp4kit decodes it; `source` has the config of the plain model."""
+    """Return the checkpoint decoded by fp4kit; `source` has the config of the unquantized model."""
     out = root.with_name(f"{root.name}-back")
     if not out.exists():
         convert(root, out, format="bf16")
@@ -227,13 +231,13 @@ LOADED += [
 
 
 def _different(model: Any, numbers: Any) -> list[str]:
-    """Weights of ``numbers`` that a model, once it has run, has not with the same bits."""
+    """Return the names of the weights in ``numbers`` whose bits differ in a model that has run."""
     found = dict(model.named_parameters())
     return [name for name, x in numbers.named_parameters() if not torch.equal(_bits(found[name]), _bits(x))]
 
 
 def _of_weights_alone(root: Path, tmp_path: Path) -> Path:
-    """A copy whose config says nothing of activations."""
+    """Return a copy whose config does not mention activations."""
     copy = shutil.copytree(root, tmp_path / "copy")
     config = json.loads((copy / "config.json").read_text())
     config["quantization_config"]["config_groups"]["group_0"]["input_activations"] = None
@@ -243,10 +247,10 @@ def _of_weights_alone(root: Path, tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize(("name", "target"), LOADED)
 def test_transformers_loads_our_values(made: Path, converted: Any, tmp_path: Path, name: str, target: Target) -> None:
-    """Every weight, and the logits, equal those of the model of our dequantized weights, bit for bit; and not the
-    original's.
+    """Every weight and the logits are bit-identical to those of the model with fp4kit's dequantized weights.
 
-    The config of MXFP8 says that activations are quantized as they come, which vLLM asks for; here they are not.
+    They differ from those of the original model. The config of MXFP8 asks for dynamically quantized activations, which
+    vLLM needs; here it is removed.
     """
     root = converted(name, target)
     options = {"quantization_config": transformers.Mxfp4Config(dequantize=True)} if name == "gpt_oss" else {}
@@ -260,16 +264,18 @@ def test_transformers_loads_our_values(made: Path, converted: Any, tmp_path: Pat
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "deepseek"])
 def test_transformers_still_drops_the_global_scale_of_experts(made: Path, converted: Any, name: str) -> None:
-    """transformers#48371, for which such models get another format unless asked; all other layers are right."""
+    """Because of transformers#48371 such models get another format unless asked. All other layers are right."""
     root = converted(name, NVFP4)
     loaded, numbers = _loaded(root), _loaded(_back(root, made / name))
-    _logits(loaded)  # until then its weights are packed
+    _logits(loaded)  # weights stay packed until the model runs
     wrong = _different(loaded, numbers)
     assert wrong and all(".experts." in n for n in wrong), "repaired? then loaders/runs.py says too little"
 
 
 def test_a_gguf_file_of_the_same_codes_gives_the_same_logits(made: Path, converted: Any, tmp_path: Path) -> None:
-    """What gguf decodes, q and k in the order of Hugging Face again: every logit is that of the directory."""
+    """After decoding by gguf, with q and k in the row order of Hugging Face, the logits equal those of the
+    directory.
+    """
     gguf = pytest.importorskip("gguf")
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, SIZES["num_hidden_layers"])
     modules = {f"{names.get_name(name)}.weight": f"{name}.weight" for name in _layers(converted, "llama", *MXFP4)}
@@ -292,6 +298,6 @@ def heads_of(name: str) -> int:
 
 
 def woven(x: np.ndarray, heads: int, weaves: bool) -> np.ndarray:
-    """LlamaModel.permute of llama.cpp's converter, or its inverse."""
+    """Apply LlamaModel.permute of llama.cpp's converter, or its inverse."""
     pairs = (2, -1) if weaves else (-1, 2)
     return x.reshape(heads, *pairs, x.shape[1]).swapaxes(1, 2).reshape(x.shape) if heads else x

@@ -1,4 +1,4 @@
-"""Exclusion matchers: every case that is stated of an engine, and the real functions where they are installed."""
+"""Test exclusion matchers: every case stated about an engine, and the engines' real functions if installed."""
 
 from __future__ import annotations
 
@@ -23,53 +23,54 @@ VLLM_MODELOPT: tuple[Case, ...] = (
     (f"{MLP}.down_proj", [f"{MLP}.down_proj"], True),
     (f"{MLP}.down_proj", [], False),
     (f"{ATTENTION}.qkv_proj", QKV, True),
-    (f"{ATTENTION}.qkv_proj", [f"{ATTENTION}.qkv_proj"], True),  # as a glob: the exact test asks for the parts
+    # a glob matches the fused name; the exact test asks for the parts
+    (f"{ATTENTION}.qkv_proj", [f"{ATTENTION}.qkv_proj"], True),
     (f"{ATTENTION}.fused_qkv_a_proj", MLA_PAIR, True),
-    ("model.layers.10.mlp.down_proj", [LAYER], True),  # a substring
+    ("model.layers.10.mlp.down_proj", [LAYER], True),  # a substring matches
     (f"{MLP}.gate_up_proj", [f"{MLP}.gate"], True),
     (f"{MLP}.gate", [f"{MLP}.gate_up_proj"], False),
     ("language_model.model.layers.1.mlp.down_proj", [f"{MLP}.down_proj"], True),
     (f"{MLP}.down_proj", [f"{LAYER}.*"], True),
     ("model.layers.10.mlp.down_proj", [f"{LAYER}.*"], False),
     ("model.layers.10.mlp.down_proj", [f"{LAYER}*"], True),
-    (f"{MLP}.Down_proj", [f"{MLP}.d*"], False),  # globs mind the case
+    (f"{MLP}.Down_proj", [f"{MLP}.d*"], False),  # globs are case-sensitive
     (f"{MLP}.Down_proj", [f"{MLP}.D*"], True),
     (f"{MLP}.down_proj", ["*.mlp.[d]own_proj"], True),
-    (EXPERTS, [f"{EXPERTS}.3.up_proj"], True),  # one expert excludes the container
+    (EXPERTS, [f"{EXPERTS}.3.up_proj"], True),  # one excluded expert excludes the container
     (EXPERTS, [EXPERTS], True),
     (EXPERTS, [f"{EXPERTS}.*"], True),
     (EXPERTS, [f"{LAYER}.*"], True),
     ("model.vision_tower.blocks.0.qkv", [], True),
     ("vision_model.fc1", [], True),
     ("vit_large_projector", [], True),
-    ("model.visual.blocks.0.attn.qkv", [], False),  # not special any more
+    ("model.visual.blocks.0.attn.qkv", [], False),  # no longer special
     ("lm_head", [], False),
     ("lm_head", ["lm_head"], True),
 )
 
 SGLANG_MODELOPT: tuple[Case, ...] = (
     (f"{MLP}.down_proj", [f"{MLP}.down_proj"], True),
-    (f"{MLP}.down_proj", [MLP], True),  # a dotted path anywhere
+    (f"{MLP}.down_proj", [MLP], True),  # a dotted path matches anywhere
     (f"{MLP}.down_proj", ["mlp"], True),
-    ("model.layers.10.mlp.down_proj", [LAYER], False),  # whole parts
+    ("model.layers.10.mlp.down_proj", [LAYER], False),  # only whole parts match
     (f"{MLP}.gate_up_proj", [f"{MLP}.gate"], False),
     (f"{ATTENTION}.qkv_proj", QKV, True),
     (f"{ATTENTION}.fused_qkv_a_proj_with_mqa", MLA_PAIR, True),
     (f"{MLP}.down_proj", [f"{LAYER}.*"], True),
     ("model.layers.10.mlp.down_proj", [f"{LAYER}.*"], False),
     ("language_model.model.layers.1.mlp.down_proj", [f"{LAYER}.*"], True),
-    ("mtp_block.fc", ["mtp*"], True),  # a glob on one part
+    ("mtp_block.fc", ["mtp*"], True),  # a glob may match one part
     ("model.mtp_block.fc", ["mtp*"], True),
     ("model.amtp.fc", ["mtp*"], False),
     (EXPERTS, [EXPERTS], True),
     (EXPERTS, [f"{EXPERTS}.*"], True),
-    # the rule of MLA: the layer number is dropped
+    # MLA has a rule that drops the layer number
     ("model.layers.0.self_attn.q_a_proj", ["model.layers.3.self_attn.q_a_proj"], True),
     ("model.layers.0.self_attn.q_b_proj", ["model.layers.3.self_attn.q_b_proj"], True),
     ("model.layers.0.self_attn.kv_b_proj", ["model.layers.3.self_attn.kv_b_proj"], True),
     ("model.layers.0.self_attn.fused_qkv_a_proj_with_mqa", ["model.layers.3.self_attn.kv_a_proj_with_mqa"], True),
     ("model.layers.0.self_attn.o_proj", ["model.layers.3.self_attn.o_proj"], False),
-    # and the ways out
+    # these forms avoid the rule
     ("model.layers.0.self_attn.q_a_proj", ["model.layers.3.*"], False),
     ("model.layers.3.self_attn.q_a_proj", ["model.layers.3.*"], True),
     ("model.layers.0.self_attn.kv_b_proj", ["model.layers.3.self_attn.kv_b_proj*"], False),
@@ -78,9 +79,9 @@ SGLANG_MODELOPT: tuple[Case, ...] = (
 
 SGLANG_MXFP8: tuple[Case, ...] = (
     ("model.visual.blocks.0.attn.qkv", ["model.visual"], True),
-    ("visual.blocks.0.attn.qkv", ["model.visual"], True),  # with and without model.
+    ("visual.blocks.0.attn.qkv", ["model.visual"], True),  # with or without the prefix model.
     ("model.visual.blocks.0.attn.qkv", ["visual"], True),
-    ("model.visual.blocks.0.attn.qkv", ["model.visual.*"], False),  # no wildcards
+    ("model.visual.blocks.0.attn.qkv", ["model.visual.*"], False),  # wildcards are not supported
     ("model.visualize.fc", ["model.visual"], False),
     (f"{ATTENTION}.qkv_proj", QKV, True),
     (f"{MLP}.gate_up_proj", [f"{MLP}.gate"], False),
@@ -90,26 +91,27 @@ SGLANG_MXFP8: tuple[Case, ...] = (
 
 SERVED_CT: tuple[Case, ...] = (
     (f"{MLP}.down_proj", [f"{MLP}.down_proj"], True),
-    (f"{MLP}.down_proj", [f"{MLP}.*"], False),  # no globs
+    (f"{MLP}.down_proj", [f"{MLP}.*"], False),  # globs are not supported
     (f"{MLP}.down_proj", [r"re:model\.layers\.1\..*"], True),
-    ("a.model.layers.1.mlp.down_proj", [r"re:model\.layers\.1\..*"], False),  # from the start
-    (f"{MLP}.down_proj", ["Linear"], False),  # not by class
+    ("a.model.layers.1.mlp.down_proj", [r"re:model\.layers\.1\..*"], False),  # matched from the start
+    (f"{MLP}.down_proj", ["Linear"], False),  # classes are not matched
     (f"{ATTENTION}.qkv_proj", QKV, True),
     (f"{ATTENTION}.qkv_proj", [f"{ATTENTION}.qkv_proj"], True),
-    (f"{ATTENTION}.qkv_proj", [f"{ATTENTION}.qkv_proj", QKV[0]], True),  # its own name comes first
+    (f"{ATTENTION}.qkv_proj", [f"{ATTENTION}.qkv_proj", QKV[0]], True),  # its own name is tried first
     (f"{ATTENTION}.qkv_proj", [r"re:.*self_attn.*"], True),
     (EXPERTS, [r"re:.*experts\..*"], True),
-    (EXPERTS, [EXPERTS], False),  # it asks for the first expert
+    (EXPERTS, [EXPERTS], False),  # the engine asks for the first expert
     (EXPERTS, [f"{EXPERTS}.0.{leaf}" for leaf in ("gate_proj", "up_proj", "down_proj")], True),
-    (EXPERTS, [f"{EXPERTS}.0.{leaf}" for leaf in ("w1", "w2", "w3")], False),  # by these names, whatever they are
+    # by these names, whatever the experts' own names are
+    (EXPERTS, [f"{EXPERTS}.0.{leaf}" for leaf in ("w1", "w2", "w3")], False),
 )
 
 LIBRARY_CT: tuple[Case, ...] = (
     (f"{MLP}.down_proj", [f"{MLP}.down_proj"], True),
-    (f"{MLP}.down_proj", ["Linear"], True),  # by class
+    (f"{MLP}.down_proj", ["Linear"], True),  # classes are matched
     (f"{MLP}.down_proj", ["Module"], True),
     (f"{MLP}.down_proj", ["Embedding"], False),
-    (f"{MLP}.down_proj", [r"re:.*mlp\.down"], True),  # from the start, not to the end
+    (f"{MLP}.down_proj", [r"re:.*mlp\.down"], True),  # matched from the start, not to the end
     (f"{MLP}.down_proj", [r"re:mlp\.down_proj"], False),
     (f"{MLP}.down_proj", [f"{MLP}.*"], False),
 )
@@ -117,11 +119,11 @@ LIBRARY_CT: tuple[Case, ...] = (
 TRANSFORMERS: tuple[Case, ...] = (
     (EXPERTS, [LAYER], True),
     (EXPERTS, [f"{LAYER}."], True),  # a pattern may end with the dot
-    ("model.layers.11.mlp.experts", [LAYER], False),  # up to the end of a part
+    ("model.layers.11.mlp.experts", [LAYER], False),  # matched up to the end of a part
     ("model.layers.11.mlp.experts", ["model.layers.*"], True),
-    ("model.decoder.layers.23.fc1", ["fc1"], True),  # a suffix
+    ("model.decoder.layers.23.fc1", ["fc1"], True),  # a suffix matches
     ("model.decoder.layers.23.fc1", ["c1"], True),
-    ("model.decoder.layers.23.fc1", ["decoder"], False),  # neither
+    ("model.decoder.layers.23.fc1", ["decoder"], False),  # neither a suffix nor a prefix
     (f"{MLP}.gate_proj", [f"{MLP}.gate"], False),
 )
 
@@ -160,8 +162,9 @@ def test_projections_of_the_first_expert_have_to_agree() -> None:
 
 def test_vllm_splits_a_wildcard_where_it_maps_names() -> None:
     assert not m.vllm_modelopt("a.model.layers.1.fc", [f"{LAYER}*"])
-    assert m.vllm_modelopt("a.model.layers.1.fc", [f"{LAYER}*"], mapped=True)  # its prefix is a substring
-    assert not m.vllm_modelopt("a.model.layers.1.fc", [f"{LAYER}.*"], mapped=True)  # .* is left as it is
+    # the prefix of the pattern is a substring
+    assert m.vllm_modelopt("a.model.layers.1.fc", [f"{LAYER}*"], mapped=True)
+    assert not m.vllm_modelopt("a.model.layers.1.fc", [f"{LAYER}.*"], mapped=True)  # .* is not expanded
     assert not m.vllm_modelopt("model.visual", ["model.visual.*"], mapped=True)
 
 
@@ -169,8 +172,9 @@ def test_gpt_oss() -> None:
     published = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
     assert not m.transformers_mxfp4(EXPERTS, published) and not m.vllm_gpt_oss(EXPERTS, published)
     assert m.transformers_mxfp4(f"{ATTENTION}.q_proj", []) and m.vllm_gpt_oss(f"{ATTENTION}.q_proj", [])
-    assert m.transformers_mxfp4(EXPERTS, [LAYER]) and not m.vllm_gpt_oss(EXPERTS, [LAYER])  # vLLM does not read it
-    assert not m.transformers_mxfp4("model.layers.11.mlp.experts", [LAYER])  # up to the end of a part
+    # vLLM does not read the list
+    assert m.transformers_mxfp4(EXPERTS, [LAYER]) and not m.vllm_gpt_oss(EXPERTS, [LAYER])
+    assert not m.transformers_mxfp4("model.layers.11.mlp.experts", [LAYER])  # matched up to the end of a part
     assert not m.transformers_mxfp4(EXPERTS, None)
 
 
@@ -237,7 +241,7 @@ pieces = st.one_of(
 
 @st.composite
 def questions(draw: st.DrawFn, prefixes: tuple[str, ...]) -> tuple[str, list[str]]:
-    """A module, and patterns that may well concern it: pieces of its name, with pieces of expressions."""
+    """Draw a module and patterns that may concern it: pieces of its name and of regular expressions."""
     module = draw(names)
     cut = st.integers(0, len(module))
     near = st.one_of(
@@ -248,7 +252,7 @@ def questions(draw: st.DrawFn, prefixes: tuple[str, ...]) -> tuple[str, list[str
 
 
 def outcome(call: Callable[[], bool]) -> bool | str:
-    """What a call returns, or that it fails on a pattern."""
+    """Return what a call returns, or "fails" if a pattern is invalid."""
     try:
         return bool(call())
     except (ValueError, re.error):
@@ -264,7 +268,7 @@ def test_as_compressed_tensors_does(drawn: tuple[str, list[str]]) -> None:
     assert mine == theirs or {mine, theirs} == {
         True,
         "fails",
-    }  # it depends on what comes first, a hit or a broken pattern
+    }  # the result depends on which comes first: a match or an invalid pattern
 
 
 @given(drawn=questions(("",)))

@@ -1,4 +1,4 @@
-"""Exclusion lists in every syntax: what they say, and that every engine understands them."""
+"""Test exclusion lists in every syntax: their content, and that every engine understands them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fp4kit.checkpoint.loaders.exclusions import check, exclusion_list, listed
 
 SYNTAXES = ("modelopt", "compressed-tensors", "dotted", "mxfp4")
 LISTED = [container for container in CONTAINERS.values() if container.syntax and READERS[container.id]]
-LINEARS = [container for container in LISTED if container.format != "gpt-oss"]  # containers that hold linear layers
+LINEARS = [container for container in LISTED if container.format != "gpt-oss"]  # containers of linear layers
 
 
 def attention(layer: str) -> list[str]:
@@ -43,7 +43,7 @@ def layers(count: int, of: str = "model") -> list[str]:
 
 
 def wrong(container: str, patterns: Iterable[str], copied: Iterable[str], converted: Iterable[str]) -> list[str]:
-    """What engines would get wrong, in words."""
+    """Return what engines would misread, as texts."""
     return [str(found) for found in check(container, patterns, copied, converted)]
 
 
@@ -153,14 +153,14 @@ def test_converted_below_a_subtree() -> None:
         exclusion_list("dotted", [], ["model.visual"], ["model.visual.fc"])
 
 
-# MLA: what SGLang gets wrong by a leaf name, and how the list avoids it.
+# MLA: SGLang misreads a leaf name; the list avoids it.
 
 
 def test_an_mla_leaf_excludes_every_layer_in_sglang() -> None:
     copied, converted = mla("model.layers.3"), [name for layer in layers(3) for name in mla(layer)]
     found = check("modelopt NVFP4", [*copied, "lm_head"], copied, converted)
     assert {each.engine for each in found} == {"SGLang"}
-    assert len(found) == 3 * 3  # fused a, q_b and kv_b, of three layers
+    assert len(found) == 3 * 3  # fused a, q_b and kv_b in each of three layers
     by_subject = {each.subject: each.text for each in found}
     assert (
         by_subject["model.layers.0.self_attn.q_b_proj"]
@@ -195,13 +195,13 @@ def test_mla_leaves_are_named_plainly_where_none_is_converted() -> None:
     assert not wrong("modelopt NVFP4", patterns, copied, experts("model.layers.0"))
 
 
-# Every engine understands every list: models and selections drawn at random.
+# Every engine understands every list: random models and selections.
 
 units = st.sampled_from(["mlp", "attention", "mla", "experts", "shared", "mixtral", "router", "visual", "stack"])
 
 
 def modules_of(kind: str, layer: str) -> list[list[str]]:
-    """The layers of one part of a model, in groups that are converted together or not at all."""
+    """Return the layers of one part of a model, in groups that are converted together or not at all."""
     return {
         "mlp": [mlp(f"{layer}.mlp")[:2], mlp(f"{layer}.mlp")[2:]],
         "attention": [attention(layer)[:3], attention(layer)[3:]],
@@ -217,7 +217,7 @@ def modules_of(kind: str, layer: str) -> list[list[str]]:
 
 @st.composite
 def selections(draw: st.DrawFn) -> tuple[list[str], list[str], list[str]]:
-    """Copied modules, subtrees that are copied as a whole, converted modules."""
+    """Draw copied modules, subtrees copied as a whole, and converted modules."""
     kinds, count = draw(st.sets(units, min_size=1)), draw(st.integers(1, 12))
     subtrees = [layer for layer in layers(count) if draw(st.integers(0, 9)) == 0]
     copied: list[str] = []
@@ -232,7 +232,10 @@ def selections(draw: st.DrawFn) -> tuple[list[str], list[str], list[str]]:
 
 
 def router_hides_gate(copied: Iterable[str], converted: Iterable[str]) -> bool:
-    """A router ``mlp.gate`` beside a dense ``mlp.gate_up_proj``: no model has both, and vLLM goes by substring."""
+    """Return True for a router ``mlp.gate`` beside a dense ``mlp.gate_up_proj``.
+
+    No model has both, and vLLM, which matches substrings, would confuse them.
+    """
     parents = {name.removesuffix(".gate") for name in copied if name.endswith(".gate")}
     return any(name.rpartition(".")[0] in parents for name in converted)
 
@@ -258,7 +261,7 @@ def test_every_engine_misses_a_copied_layer_that_is_not_listed(module: str, cont
 
 
 def test_gpt_oss() -> None:
-    """Only its experts are ever asked for; linear layers are never quantized."""
+    """Engines look up only the experts of gpt-oss; its linear layers are never quantized."""
     stacks = [[f"{layer}.mlp.experts.gate_up_proj", f"{layer}.mlp.experts.down_proj"] for layer in layers(2)]
     copied = [name for layer in layers(2) for name in [*attention(layer), f"{layer}.mlp.router"]]
     patterns = exclusion_list("mxfp4", copied, [], stacks[0] + stacks[1])
@@ -272,7 +275,7 @@ def test_gpt_oss() -> None:
     ] * 2
 
 
-# check: what it finds in lists of others.
+# check: faults found in other lists.
 
 
 def test_a_tied_head_is_missed() -> None:

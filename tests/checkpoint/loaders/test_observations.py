@@ -1,4 +1,6 @@
-"""Rows of the table that the installed libraries can show: compressed-tensors decodes, transformers loads or fails."""
+"""Test the rows of the support table that installed libraries can show: compressed-tensors decodes, transformers loads
+or fails.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ from fp4kit.checkpoint.loaders import support
 
 torch = pytest.importorskip("torch")
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # theirs
+pytestmark = pytest.mark.filterwarnings("ignore")  # warnings come from these libraries
 E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
 SIZES: dict[str, Any] = {
     "vocab_size": 32,
@@ -29,12 +31,12 @@ EXPERTS = {"num_experts": 2, "num_experts_per_tok": 2, "moe_intermediate_size": 
 
 @pytest.fixture(autouse=True, scope="module")
 def compressed_tensors() -> None:
-    """Seconds to import, so not where tests are collected."""
+    """Skip without the library. Importing it takes seconds, so it is not done at collection."""
     pytest.importorskip("compressed_tensors")
 
 
 def weights(kind: str) -> dict[str, Any]:
-    """``weights`` of config_groups."""
+    """Return the entry ``weights`` of config_groups."""
     nv = kind == "nvfp4"
     return {
         "num_bits": 8 if kind == "mxfp8" else 4,
@@ -48,14 +50,14 @@ def weights(kind: str) -> dict[str, Any]:
 
 
 def mx(rows: int, columns: int) -> tuple[Any, Any, Any]:
-    """Random MXFP8 codes, scales, and the values that they stand for."""
+    """Return random MXFP8 codes, scales, and the values they decode to."""
     codes = torch.randint(0, 0x70, (rows, columns), dtype=torch.uint8).view(torch.float8_e4m3fn)
     scales = torch.randint(120, 124, (rows, columns // 32), dtype=torch.uint8)
     return codes, scales, codes.float() * torch.exp2(scales.float() - 127).repeat_interleave(32, 1)
 
 
 def unpacked(packed: Any) -> Any:
-    """E2M1 values, the even element in the low nibble."""
+    """Return E2M1 values; the even element is in the low nibble."""
     table = torch.tensor([*E2M1, *(-value for value in E2M1)])
     return torch.stack([table[(packed & 15).long()], table[(packed >> 4).long()]], -1).flatten(1)
 
@@ -74,7 +76,7 @@ def test_compressed_tensors_decodes(name: str) -> None:
         parts = {"weight_packed": packed, "weight_scale": scales}
         if name.startswith("nv"):
             block_scale = torch.randint(0x38, 0x50, (8, 4), dtype=torch.uint8).view(torch.float8_e4m3fn)
-            parts |= {"weight_scale": block_scale, "weight_global_scale": torch.tensor([256.0])}  # it divides
+            parts |= {"weight_scale": block_scale, "weight_global_scale": torch.tensor([256.0])}  # a divisor
             by_block = block_scale.float().repeat_interleave(16, 1) / 256
         expected = unpacked(packed) * by_block
     scheme = QuantizationScheme(targets=["Linear"], weights=weights(name[:5]), format=name)
@@ -121,7 +123,10 @@ def saved(root: Path, model_type: str, container: str) -> dict[str, Any]:
 
 
 def stored(state: dict[str, Any], name: str) -> Any:
-    """The weight of one linear layer in a model, also of an expert in a stack [E, N, K], gate rows first."""
+    """Return the weight of a linear layer in a model.
+
+    An expert is cut from its stack [E, N, K], in which gate rows come first.
+    """
     if name in state:
         return state[name]
     experts, index, leaf, _ = name.rsplit(".", 3)
@@ -141,7 +146,7 @@ def test_transformers(tmp_path: Path, model_type: str, family: str, container: s
     except RuntimeError:
         assert status == "fails"
         return
-    model(torch.arange(4)[None])  # compressed-tensors decodes weights when they are first used
+    model(torch.arange(4)[None])  # compressed-tensors decodes weights at their first use
     state = dict(model.state_dict())
     equal = {torch.equal(stored(state, name).float(), value.bfloat16().float()) for name, value in values.items()}
     assert status == {True: "loads", False: "wrong values"}[equal == {True}]

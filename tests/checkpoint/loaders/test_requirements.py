@@ -1,4 +1,4 @@
-"""What engines require of tensors, tensor scales and configurations, and every fault that they trip over."""
+"""Test what engines require of tensors, tensor scales and configurations, and every fault that makes them fail."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CT_NVFP4, CT_MXFP4, CT_MXFP8 = (
 
 
 def layer(container: str, name: str, lead: tuple[int, ...] = ()) -> Tensors:
-    """The tensors of one layer of [96, 64], written out by hand."""
+    """Return the tensors of one layer of [96, 64], written out by hand."""
     packed, codes = (*lead, 96, 32), (*lead, 96, 64)
     by_16, by_32, scalar = (*lead, 96, 4), (*lead, 96, 2), lead
     parts: dict[str, tuple[str, tuple[int, ...]]] = {
@@ -78,7 +78,7 @@ def ct_config(container: str, inputs: object = None) -> dict[str, Any]:
 
 
 def config(container: str) -> dict[str, Any]:
-    """A config.json that engines accept."""
+    """Return a config.json that engines accept."""
     used = CONTAINERS[container].format
     if used == "modelopt":
         return {"quantization_config": {"quant_method": "modelopt", "quant_algo": container.split()[1], "ignore": []}}
@@ -128,7 +128,7 @@ def test_a_stack_of_experts(container: str) -> None:
 
 @pytest.mark.parametrize("container", [each for each in CONTAINERS if each != "bf16"])
 def test_every_tensor_counts(container: str) -> None:
-    """One that is missing, of another dtype, of another shape."""
+    """A tensor that is missing or has another dtype or shape is reported."""
     tensors = layer(container, name_of(container))
     for name, (dtype, shape) in tensors.items():
         part = name.removeprefix(name_of(container))[1:]
@@ -211,7 +211,7 @@ def test_fp8_layers_beside_packed_experts() -> None:
 
 
 def test_static_inputs_need_their_scale() -> None:
-    """Inputs that are not wholly dynamic have a global scale in compressed-tensors NVFP4."""
+    """In compressed-tensors NVFP4, inputs that are not fully dynamic need a global scale."""
     tensors = layer(CT_NVFP4, Q)
     inputs = {"num_bits": 4, "dynamic": "local"}
     found = checked(CT_NVFP4, tensors, config={"quantization_config": ct_config(CT_NVFP4, inputs)})
@@ -271,7 +271,7 @@ def pair(container: str, parent: str, leaves: tuple[str, ...]) -> Tensors:
         (
             CT_NVFP4,
             "a.mlp",
-            {"gate_proj": 1.0, "up_proj": 2.0},  # divisors: scales 1 and 0.5; 0.5 is used for both
+            {"gate_proj": 1.0, "up_proj": 2.0},  # divisors 1 and 2 mean scales 1 and 0.5; engines use 0.5 for both
             "weight_global_scale differs; the largest divisor, which is the smallest scale, is used for all, so "
             "values are off by a factor: gate_proj by 0.5; fp4kit reconcile repairs it",
         ),
@@ -298,7 +298,8 @@ def test_tensor_scales_that_are_no_scales(value: float) -> None:
     found = checked(W4A16, layer(W4A16, Q), scales={f"{Q}.weight_scale_2": value})
     assert [each.text for each in found] == [f"weight_scale_2 is {value}; a positive finite number is needed"] * 2
     both = {f"a.mlp.{leaf}.weight_scale_2": number for leaf, number in (("gate_proj", value), ("up_proj", 1.0))}
-    assert len(checked(W4A16, pair(W4A16, "a.mlp", ("gate_proj", "up_proj")), scales=both)) == 2  # no ratio of it
+    # no ratio is reported for them
+    assert len(checked(W4A16, pair(W4A16, "a.mlp", ("gate_proj", "up_proj")), scales=both)) == 2
 
 
 @pytest.mark.parametrize(
@@ -434,7 +435,7 @@ def warnings(
 
 def test_two_files_that_disagree() -> None:
     assert not warnings(NVFP4, config(NVFP4), nested())
-    assert not warnings(NVFP4, config(NVFP4), nested(quant_algo="absent"))  # one of them suffices
+    assert not warnings(NVFP4, config(NVFP4), nested(quant_algo="absent"))  # one of the two is enough
     assert warnings(NVFP4, config(NVFP4), nested(exclude_modules=["a"], quant_algo="FP8")) == [
         "quantization.quant_algo differs from quant_algo in config.json; which one is used depends on the engine",
         ("quantization.exclude_modules differs from ignore in config.json; which one is used depends on the engine"),
@@ -464,7 +465,7 @@ def test_an_fp8_kv_cache_without_scales(in_config: bool) -> None:
     assert not warnings(NVFP4, given, hf, stored)
 
 
-# Engines that cannot use a sound checkpoint.
+# Engines that cannot load a valid checkpoint.
 
 
 def traps(container: str, names: list[str], model: dict[str, Any]) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""The table of engines, containers and families: what is stated, and what follows from it."""
+"""Test the table of engines, containers and model families: its entries, and what follows from them."""
 
 from __future__ import annotations
 

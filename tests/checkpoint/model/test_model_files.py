@@ -1,4 +1,6 @@
-"""Safetensors files and model directories: every malformed one is refused in words, good ones are read and written."""
+"""Test safetensors files and model directories: good ones are read and written; every malformed one gives an error in
+words.
+"""
 
 from __future__ import annotations
 
@@ -119,7 +121,7 @@ SPECS = [_spec(name, synthetic.DTYPE_NAMES[x.dtype], *x.shape) for name, x in AR
 
 
 def test_writer_equals_library(tmp_path: Path) -> None:
-    """Byte for byte what safetensors.numpy.save gives, tensors written in another order and in pieces."""
+    """Tensors written in another order and in pieces give the bytes of safetensors.numpy.save."""
     with SafetensorsWriter(tmp_path / "x.safetensors", SPECS, {"format": "pt"}) as writer:
         for name, x in ARRAYS.items():
             for piece in np.array_split(x.reshape(-1), 2):
@@ -299,7 +301,9 @@ def test_hugging_face_cache_links_are_followed(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("folder", ["snapshot", "revisions", "snapshots/abc"])
 def test_only_links_of_a_hugging_face_cache_are_followed(tmp_path: Path, folder: str) -> None:
-    """Those of snapshots/REVISION into the blobs beside snapshots, and of no other directory into blobs near it."""
+    """Links from snapshots/REVISION to the blobs beside snapshots are followed; links from any other
+    directory are not.
+    """
     root, blobs = tmp_path / "models--x" / folder / "1", tmp_path / "models--x" / "blobs"
     synthetic.dense(root)
     for place in (blobs, root.parent.parent / "blobs"):

@@ -1,5 +1,5 @@
-"""convert --codes: codes of a quantized directory in a GGUF file, and the other way round, byte for byte; or a
-refusal.
+"""Test convert --codes: a GGUF file takes the codes of a quantized directory, or the reverse, byte for byte, or is
+rejected.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _NAMES |= {f"ffn_{part}": f"mlp.{part}_proj" for part in ("gate", "up", "down")}
 def directory(
     root: Path, tensors: dict[str, np.ndarray], recipe: str = "nvfp4-te", format: str = "modelopt", **options: Any
 ) -> None:
-    """The model of gguf_files under Hugging Face's names, experts one by one, quantized."""
+    """Write the model of gguf_files as a quantized directory, with Hugging Face's names and single experts."""
     found: dict[str, np.ndarray] = {}
     for name, x in tensors.items():
         parts = name.split(".")
@@ -67,7 +67,10 @@ CODES = {"modelopt": (".weight", ".weight_scale_2"), "compressed-tensors": (".we
     [("nvfp4-te", "modelopt"), ("nvfp4-te", "compressed-tensors"), ("mxfp4-ocp", "compressed-tensors")],
 )
 def test_codes_and_scales_are_those_of_the_directory(recipe: str, format: str, tmp_path: Path) -> None:
-    """Of every layer that it has and the file can hold; tensor scales that divide are inverted; all else stays."""
+    """Every layer that the directory has and the file can hold gets its codes and scales.
+
+    Divisors are inverted; all else stays.
+    """
     tensors = gguf_files.write_model(tmp_path / "m.gguf")
     directory(tmp_path / "q", tensors, recipe, format)
     report = taken(tmp_path / "m.gguf", tmp_path / "q", recipe=recipe)
@@ -97,7 +100,10 @@ def test_codes_and_scales_are_those_of_the_directory(recipe: str, format: str, t
 
 
 def test_the_recipe_is_recorded_that_made_the_codes(tmp_path: Path) -> None:
-    """Not the one that says into which form; none, where the other model does not say it."""
+    """The file records the recipe that made the codes, not the recipe that names the form.
+
+    It records none if the recipe is unknown.
+    """
     tensors = gguf_files.write_model(tmp_path / "m.gguf")
     directory(tmp_path / "q", tensors, "nvfp4-torchao")
     taken(tmp_path / "m.gguf", tmp_path / "q")
@@ -115,7 +121,7 @@ def out_bytes(path: Path, name: str) -> bytes:
 
 @pytest.mark.parametrize("format", CODES)
 def test_input_scales_go_along(format: str, tmp_path: Path) -> None:
-    """Those that divide are inverted."""
+    """Input scales are copied; divisors are inverted."""
     tensors = gguf_files.write_model(tmp_path / "m.gguf")
     directory(tmp_path / "q", tensors, format=format, input_scale=0.5)
     taken(tmp_path / "m.gguf", tmp_path / "q")
@@ -137,13 +143,13 @@ def test_what_the_directory_has_not_quantized_stays(tmp_path: Path) -> None:
     directory(tmp_path / "q", tensors, wishes=Wishes(keep=("*.o_proj", "*.experts.2.*")))
     plan = make_plan(tmp_path / "m.gguf", codes=tmp_path / "q")
     reasons = {tensor.name: tensor.reason for tensor in plan.tensors if tensor.action == "copy"}
-    for name in ("blk.0.attn_output.weight", "blk.1.ffn_up_exps.weight"):  # a stack is taken whole
+    for name in ("blk.0.attn_output.weight", "blk.1.ffn_up_exps.weight"):  # stacks are taken as a whole
         assert reasons[name] == "not quantized in the --codes model"
     assert reasons["blk.1.ffn_gate_inp.weight"] == "MoE router" and len(plan.converted) == 9
 
 
 def test_mxfp4_codes_become_nvfp4_without_a_loss(tmp_path: Path) -> None:
-    """As the recipe says, which is NVFP4's by default."""
+    """The recipe, NVFP4 by default, decides the form of the result."""
     tensors = gguf_files.write_model(tmp_path / "m.gguf")
     directory(tmp_path / "q", tensors, "mxfp4-ocp", "compressed-tensors")
     report = taken(tmp_path / "m.gguf", tmp_path / "q")
@@ -158,7 +164,7 @@ def test_mxfp4_codes_become_nvfp4_without_a_loss(tmp_path: Path) -> None:
     ("recipe", "format"), [("nvfp4-te", "modelopt"), ("mxfp4-ocp", "compressed-tensors"), ("mxfp4-ocp", "mlx")]
 )
 def test_a_directory_takes_the_codes_of_a_file(recipe: str, format: str, tmp_path: Path) -> None:
-    """And gives them back: the file that is made of it has the same bytes."""
+    """A file made from the directory again has the bytes of the first file."""
     tensors = gguf_files.write_model(tmp_path / "m.gguf")
     directory(tmp_path / "unused", tensors)
     convert(tmp_path / "m.gguf", tmp_path / "q.gguf", recipe)

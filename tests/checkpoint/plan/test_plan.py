@@ -1,7 +1,7 @@
-"""Plans: what becomes of each tensor of each model in each format, what shares a scale, what loaders are told, what it
-takes.
+"""Test plans: the action for each tensor of each model in each format, shared scales, what loaders are told, and sizes.
 
-The rules, the selection, the groups and the exclusion lists have tests of their own; here is what a plan makes of them.
+The rules, the selection, the groups and the exclusion lists have tests of their own. Here their combination in a plan
+is tested.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def plan_of(tmp_path: Path, name: str, recipe: str = "nvfp4-te", **options: Any)
 
 
 def converted(plan: Plan) -> set[str]:
-    """Modules that are quantized in what is written."""
+    """Return the modules that are quantized in the output."""
     named = (
         layer_names(piece.weight, plan.form, plan.source.config)
         for t in plan.converted
@@ -43,8 +43,8 @@ def reasons(plan: Plan) -> dict[str, str]:
     return {tensor.name: tensor.reason for tensor in plan.tensors if tensor.action == "copy"}
 
 
-# Layers that are written quantized, of two decoder layers unless synthetic.py says otherwise: NVFP4, and formats of
-# blocks of 32.
+# Numbers of layers written quantized, for two decoder layers unless synthetic.py says otherwise: for NVFP4, and for
+# formats with blocks of 32.
 COUNTS = {
     "dense": (2 * 7, 2 * 6),
     "moe": (8 + 3 + 12, 8 + 3 + 12),
@@ -60,7 +60,7 @@ COUNTS = {
 @pytest.mark.parametrize("name", COUNTS)
 @pytest.mark.parametrize("recipe", ["nvfp4-te", "mxfp4-ocp", "mxfp8-te"])
 def test_counts_of_models(tmp_path: Path, name: str, recipe: str) -> None:
-    """In the format that is chosen; no engine that reads the exclusion list misunderstands it."""
+    """The counts hold in the default format, and every engine that reads the exclusion list understands it."""
     plan = plan_of(tmp_path, name, recipe)
     assert len(converted(plan)) == COUNTS[name][recipe != "nvfp4-te"]
     assert {tensor.action for tensor in plan.converted} == {"quantize"}
@@ -89,7 +89,7 @@ def test_counts_of_models(tmp_path: Path, name: str, recipe: str) -> None:
 def test_counts_of_others(
     tmp_path: Path, name: str, recipe: str, options: dict[str, Any], format: str, counts: dict[str, int]
 ) -> None:
-    """Models that few formats take, and those that are quantized already."""
+    """These models fit few formats, or are already quantized."""
     plan = plan_of(tmp_path, name, recipe, **options)
     assert plan.format_name == format and not plan.warnings
     assert Counter(tensor.action for tensor in plan.converted) == counts
@@ -111,7 +111,7 @@ def test_reason_of_a_group(tmp_path: Path) -> None:
 
 
 def test_stacks_become_experts(tmp_path: Path) -> None:
-    """Each expert with its halves is a layer of its own; gate and up of one expert share a scale, those of two do
+    """Each expert's gate and up are layers of their own. gate and up of one expert share a scale; different experts do
     not.
     """
     plan = plan_of(tmp_path, "fused")
@@ -124,7 +124,7 @@ def test_stacks_become_experts(tmp_path: Path) -> None:
 
 
 def test_what_is_not_selected_is_numbers(tmp_path: Path) -> None:
-    """Of a quantized source: decoded, and listed; loaders would take it for the new form."""
+    """A quantized tensor that is not selected is decoded and listed, because loaders would take it for the new form."""
     plan = plan_of(tmp_path, "deepseek_fp8", "mxfp8-te", requantize=True, wishes=Wishes(preset="experts"))
     o_proj = next(tensor for tensor in plan.tensors if tensor.name == "model.layers.0.self_attn.o_proj.weight")
     assert (o_proj.action, o_proj.outputs[0].dtype) == ("dequantize", "BF16")
@@ -133,8 +133,8 @@ def test_what_is_not_selected_is_numbers(tmp_path: Path) -> None:
 
 
 def test_formats_of_routed_experts_leave_the_others(tmp_path: Path) -> None:
-    """DeepSeek-V4 keeps the FP8 beside its experts, whatever the preset; so are those of multi-token prediction as they
-    are.
+    """For any preset, DeepSeek-V4 keeps the FP8 tensors beside its experts, and the experts of multi-token
+    prediction.
     """
     plan = plan_of(tmp_path, "deepseek_v4", "mxfp4-ocp", wishes=Wishes(preset="linear"))
     for tensor in plan.converted:
@@ -169,7 +169,7 @@ def test_interleaved_stacks_have_one_place(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_names_that_meet(tmp_path: Path) -> None:
-    """An expert of a stack and one of its own under the same name."""
+    """An expert of a stack and a single expert have one name, which is rejected."""
     stack, single = synthetic.random("s", (2, 64, 96)), synthetic.random("d", (64, 96))
     synthetic.write_model(
         tmp_path / "m", {}, {"mlp.experts.down_proj": stack, "mlp.experts.0.down_proj.weight": single}
@@ -187,7 +187,7 @@ def test_groups_only_where_a_tensor_scale_is_shared(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["dense", "fused", "gpt_oss_mxfp4", "deepseek_v4"])
 def test_sizes(tmp_path: Path, name: str) -> None:
-    """Bytes of what is read and of what is written, tensor by tensor and of files."""
+    """Bytes read and bytes written are right per tensor and per file."""
     tensors = ALL[name](tmp_path / "again")
     recipe = "mxfp4-ocp" if name in synthetic.QUANTIZED else "nvfp4-te"
     plan = plan_of(tmp_path, name, recipe)

@@ -1,5 +1,5 @@
-"""Requests that a plan refuses: sources of no known form, values that would change, recipes without a place, wrong
-options.
+"""Test requests that a plan rejects: sources of unknown form, values that would change, recipes without a container,
+wrong options.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from fp4kit.checkpoint.verify.verify import verify
 
 
 def dense(tmp_path: Path) -> Path:
-    """The path of a model that could be converted."""
+    """Write a model that can be converted; return its path."""
     synthetic.dense(tmp_path / "m")
     return tmp_path / "m"
 
@@ -72,7 +72,7 @@ NVFP4 = {"a.weight": np.zeros((8, 32), np.uint8), "a.weight_scale": np.zeros((8,
         {**FP8, "a.weight_scale_inv": np.ones((2, 1), synthetic.BF16)},
         {**NVFP4, "a.weight_scale": np.zeros((8, 2), synthetic.E4M3), "a.weight_scale_2": np.ones((), np.float32)},
         {**NVFP4, "a.weight_scale_2": np.ones(2, np.float32)},
-        NVFP4,  # without its tensor scale
+        NVFP4,  # lacks its tensor scale
         {"a.weight_packed": np.zeros((8, 20), np.uint8), "a.weight_scale": np.zeros((8, 1), np.uint8)},  # K = 40
         {"a_blocks": np.zeros((2, 8, 2, 8), np.uint8), "a_scales": np.zeros((2, 8, 2), np.uint8)},
     ],
@@ -85,7 +85,7 @@ def test_parts_that_do_not_fit(tmp_path: Path, tensors: synthetic.Tensors) -> No
 
 
 def test_values_that_would_change(tmp_path: Path) -> None:
-    """Without --requantize, codes become no others."""
+    """Without --requantize, quantized values are never changed."""
     synthetic.deepseek_fp8(tmp_path / "fp8")
     with refused(
         "model.layers.0.self_attn.q_a_proj: is already quantized as fp8 128x128,"
@@ -103,7 +103,7 @@ def test_values_that_would_change(tmp_path: Path) -> None:
 
 
 def test_scales_that_are_no_powers_of_two_any_more(tmp_path: Path) -> None:
-    """When the plan was made, they were."""
+    """The scales were powers of two when the plan was made."""
     synthetic.deepseek_fp8(tmp_path / "fp8", powers=True)
     plan = make_plan(tmp_path / "fp8", "mxfp8-te", format="sglang-mxfp8")
     shutil.rmtree(tmp_path / "fp8")
@@ -115,7 +115,7 @@ def test_scales_that_are_no_powers_of_two_any_more(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("format", ["modelopt", "compressed-tensors", "mlx"])
 def test_a_weight_of_no_module_stays(tmp_path: Path, format: str) -> None:
-    """What it would become, nothing would find again: its scales would be those of no name."""
+    """A tensor named ".weight" belongs to no module, so its scales would have no valid name; it is copied."""
     numbers = {".weight": synthetic.random("a", (64, 64)), "b.weight": synthetic.random("b", (64, 64))}
     synthetic.write_model(tmp_path / "m", {"model_type": "qwen3"}, numbers)
     convert(tmp_path / "m", tmp_path / "q", "mxfp4-ocp" if format == "mlx" else "nvfp4-te", format=format)
@@ -182,7 +182,7 @@ def test_options_that_are_none(tmp_path: Path, options: dict[str, Any], text: st
 
 
 def test_pair_that_no_engine_loads(tmp_path: Path) -> None:
-    """The way out works."""
+    """The suggested alternative works."""
     with refused("--format modelopt with mxfp4: no engine is known to load it for dense models") as caught:
         make_plan(dense(tmp_path), "mxfp4-ocp", format="modelopt")
     assert "use --format compressed-tensors (" in str(caught.value)

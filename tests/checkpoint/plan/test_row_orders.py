@@ -1,5 +1,5 @@
-"""convert --codes where rows lie otherwise: q and k of Llama, whose heads llama.cpp's converter weaves; stacks of
-experts.
+"""Test convert --codes with different row orders: q and k of Llama, whose rows llama.cpp permutes per head, and stacks
+of experts.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ FORMS = [
 
 
 def permuted(x: np.ndarray, heads: int) -> np.ndarray:
-    """LlamaModel.permute of llama.cpp's converter."""
+    """Apply LlamaModel.permute of llama.cpp's converter."""
     return x.reshape(heads, 2, len(x) // heads // 2, -1).swapaxes(1, 2).reshape(x.shape)
 
 
@@ -42,7 +42,7 @@ def heads_of(name: str) -> int:
 
 
 def llama(path: Path, **keys: Any) -> dict[str, np.ndarray]:
-    """The model as llama.cpp's converter writes it; returns it as Hugging Face has it."""
+    """Write the model with the row order of llama.cpp; return the tensors in the order of Hugging Face."""
     tensors, keys = gguf_files.model(), keys or COUNTS
     turned = {name: permuted(x, heads_of(name)) if heads_of(name) else x for name, x in tensors.items()}
     gguf_files.write(path, {name: gguf_files.plain(x) for name, x in turned.items()}, keys)
@@ -51,7 +51,7 @@ def llama(path: Path, **keys: Any) -> dict[str, np.ndarray]:
 
 @pytest.mark.parametrize(("recipe", "format"), FORMS[1:])
 def test_heads_are_woven_for_a_file(recipe: str, format: str, tmp_path: Path) -> None:
-    """Rows of codes and their scales; what gguf makes of them are the values of fp4kit, in the other order."""
+    """Rows of codes and scales are permuted together, and gguf decodes them to fp4kit's values in the new order."""
     tensors, kind = llama(tmp_path / "m.gguf"), recipe.partition("-")[0]
     wishes = Wishes(keep=("*.experts.*",)) if format == "mlx" else Wishes()
     directory(tmp_path / "q", tensors, recipe, format, wishes=wishes)
@@ -73,7 +73,10 @@ def test_heads_are_woven_for_a_file(recipe: str, format: str, tmp_path: Path) ->
 
 @pytest.mark.parametrize(("recipe", "format"), FORMS)
 def test_heads_are_unwoven_for_a_directory(recipe: str, format: str, tmp_path: Path) -> None:
-    """Its layers are what the recipe makes of its own numbers; the file that takes them back has the same bytes."""
+    """The layers equal those quantized from the directory's own weights.
+
+    The file made from them again has the first file's bytes.
+    """
     directory(tmp_path / "unused", llama(tmp_path / "m.gguf"))
     convert(tmp_path / "m.gguf", tmp_path / "q.gguf", recipe)
     wishes = Wishes(keep=("*.experts.*",)) if format == "mlx" else Wishes()
@@ -81,7 +84,7 @@ def test_heads_are_unwoven_for_a_directory(recipe: str, format: str, tmp_path: P
         tmp_path / "plain", tmp_path / "d", recipe, format=format, codes=tmp_path / "q.gguf", wishes=wishes
     )
     assert set(report.actions) <= {"rename", "copy"}
-    if recipe == "mxfp4-ocp":  # without tensor scales, which q, k and v of a file do not share
+    if recipe == "mxfp4-ocp":  # it has no tensor scales, which q, k and v of a file do not share
         verified = verify(tmp_path / "d", tmp_path / "plain")
         assert verified.recipe == recipe and all(layer.codes[0] == 0 for layer in verified.layers)
     options: dict[str, Any] = {"wishes": Wishes(keep=("*_exps",))} if format == "mlx" else {}
@@ -91,7 +94,7 @@ def test_heads_are_unwoven_for_a_directory(recipe: str, format: str, tmp_path: P
 
 
 def test_heads_that_tell_nothing(tmp_path: Path) -> None:
-    """Both ends of q are zeros: all rows tell. All of k is: it is taken as it is."""
+    """If both ends of q are zeros, all rows are compared. If all of k is zero, its order does not matter."""
     tensors = gguf_files.model()
     tensors["blk.0.attn_q.weight"][:32] = tensors["blk.0.attn_q.weight"][-32:] = tensors["blk.0.attn_k.weight"][:] = 0
     directory(tmp_path / "q", tensors, "mxfp4-ocp", "compressed-tensors")
@@ -106,7 +109,10 @@ def test_heads_that_tell_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("heads", [None, 8, 48, 0, "4.0", ["4", "4"]])
 def test_rows_in_an_order_that_is_not_known(heads: Any, tmp_path: Path) -> None:
-    """Without the number of heads, or with another one, they are refused by name; what is left out is not looked at."""
+    """Without the right number of heads, these layers are rejected by name.
+
+    Layers that are left out are not examined.
+    """
     keys: dict[str, Any] = {"llama.context_length": 8} if heads is None else {"llama.attention.head_count": heads}
     directory(tmp_path / "q", llama(tmp_path / "m.gguf", **keys))
     with refused("attn_q.weight: model.layers.0.self_attn.q_proj decodes to other values (SQNR "):
@@ -116,7 +122,10 @@ def test_rows_in_an_order_that_is_not_known(heads: Any, tmp_path: Path) -> None:
 
 
 def stacks(root: Path, tensors: dict[str, np.ndarray], kind: str) -> dict[str, np.ndarray]:
-    """Experts of layer 1 as transformers has them: gate before up, [E, 2I, H]; of gpt_oss by turns, and transposed."""
+    """Write the experts of layer 1 in the order of transformers: gate before up, [E, 2I, H].
+
+    For gpt_oss, rows of gate and up alternate, and the stacks are transposed.
+    """
     gate, up, down = (tensors[f"blk.1.ffn_{part}_exps.weight"] for part in ("gate", "up", "down"))
     both = np.concatenate([gate, up], axis=1)
     if kind == "gpt_oss":
@@ -128,7 +137,7 @@ def stacks(root: Path, tensors: dict[str, np.ndarray], kind: str) -> dict[str, n
 
 
 def experts_file(path: Path, architecture: str) -> dict[str, np.ndarray]:
-    """A file with stacks of experts alone."""
+    """Write a file that holds only stacks of experts; return its tensors."""
     tensors = {name: x for name, x in gguf_files.model().items() if name.endswith("_exps.weight")}
     keys = {"general.architecture": architecture, f"{architecture}.block_count": 2}
     gguf_files.write(path, {name: gguf_files.plain(x) for name, x in tensors.items()}, keys)
@@ -137,7 +146,7 @@ def experts_file(path: Path, architecture: str) -> dict[str, np.ndarray]:
 
 @pytest.mark.parametrize(("recipe", "format"), FORMS[:3])
 def test_stacks_of_a_file_in_a_directory_of_stacks(recipe: str, format: str, tmp_path: Path) -> None:
-    """They become what experts of their own become; and the file gets them back."""
+    """The stacks become what single experts become, and the file made from them again has the first file's bytes."""
     stacks(tmp_path / "m", experts_file(tmp_path / "m.gguf", "qwen3moe"), "qwen3_moe")
     convert(tmp_path / "m.gguf", tmp_path / "q.gguf", recipe)
     report = convert(tmp_path / "m", tmp_path / "d", recipe, format=format, codes=tmp_path / "q.gguf")
@@ -151,8 +160,9 @@ def test_stacks_of_a_file_in_a_directory_of_stacks(recipe: str, format: str, tmp
 
 
 def test_stacks_of_gpt_oss(tmp_path: Path) -> None:
-    """Gate and up by turns in one tensor of the directory, and apart in the file; bytes are those of a conversion, both
-    ways.
+    """Rows of gate and up alternate in one tensor of the directory, and are separate in the file.
+
+    Both ways give the bytes of a conversion.
     """
     stacks(tmp_path / "m", experts_file(tmp_path / "m.gguf", "gpt-oss"), "gpt_oss")
     convert(tmp_path / "m.gguf", tmp_path / "q.gguf", "mxfp4-ocp")
@@ -176,7 +186,7 @@ def test_gate_and_up_by_turns_have_one_tensor_scale(tmp_path: Path) -> None:
 @pytest.mark.parametrize("parent", ["mlp", "block_sparse_moe"])
 @pytest.mark.parametrize("scaled", [True, False])
 def test_stacks_of_mlx_lm(scaled: bool, parent: str, tmp_path: Path) -> None:
-    """switch_mlp, [E, N, K/8]; a global scale is 2688 tensor scales."""
+    """switch_mlp holds [E, N, K/8]; a global scale is 2688 tensor scales."""
     tensors, recipe = experts_file(tmp_path / "m.gguf", "llama"), "nvfp4-te" if scaled else "nvfp4-torchao-single"
     found: dict[str, np.ndarray] = {}
     for part in ("gate", "up"):
@@ -200,7 +210,9 @@ def test_stacks_of_mlx_lm(scaled: bool, parent: str, tmp_path: Path) -> None:
 
 
 def test_stacks_of_model_optimizer(tmp_path: Path) -> None:
-    """Codes [E, K/2, N] of Llama 4, gate before up, one tensor scale for all experts; names below language_model."""
+    """Llama 4 has codes [E, K/2, N], gate before up, one tensor scale for all experts, and names below
+    language_model.
+    """
     tensors = experts_file(tmp_path / "m.gguf", "llama4")
     both = np.concatenate([tensors[f"blk.1.ffn_{part}_exps.weight"] for part in ("gate", "up")], axis=1)
     name, amax = "language_model.model.layers.1.feed_forward.experts.gate_up_proj", np.float32(np.abs(both).max())

@@ -1,5 +1,5 @@
-"""Where a conversion runs makes no difference to its bytes: processes, threads, dask, MPI, GPUs; and workers end with
-it.
+"""Test that bytes do not depend on where a conversion runs: processes, threads, dask, MPI, GPUs; workers end with the
+run.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from fp4kit.cpu.library import num_threads
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, str]]:
-    """A source, and the files that one process makes of it."""
+    """Return a source and the files that a single process makes of it."""
     folder = tmp_path_factory.mktemp("model")
     synthetic.moe(folder / "m")
     return folder / "m", files_of(convert(folder / "m", folder / "whole").destination)
@@ -47,7 +47,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, str
 
 @pytest.fixture
 def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Workers are processes, as where the compiled engine is not there."""
+    """Pretend that the compiled engine is missing, so that workers are processes."""
     monkeypatch.setattr(import_module("fp4kit.checkpoint.convert.convert"), "is_compiled", lambda: False)
 
 
@@ -55,7 +55,7 @@ def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_worker_threads(
     model: tuple[Path, dict[str, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: int | None
 ) -> None:
-    """What the compiled engine computes, threads do, and each of them takes no others."""
+    """With the compiled engine, workers are threads, and none of them starts further threads."""
     used: set[tuple[int, int]] = set()
     quantized = quantize_rows.write
 
@@ -104,7 +104,7 @@ def test_processes_where_they_are_faster(
     processes: bool,
     expected: tuple[int, bool],
 ) -> None:
-    """Of a model that has the bytes: below, and where nobody asks for processes, they are threads."""
+    """Processes are used only for models of at least FROM_BYTES, and only if they are asked for; otherwise threads."""
     module, made = import_module("fp4kit.checkpoint.convert.convert"), list[tuple[int, bool]]()
 
     @contextmanager
@@ -129,7 +129,7 @@ def test_the_command_takes_processes_for_large_models(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """With the compiled engine, which has one thread in each."""
+    """The compiled engine uses one thread in each process."""
     module, started = import_module("fp4kit.checkpoint.convert.convert"), list[Any]()
     start = executors._Worker.start
     monkeypatch.setattr(executors._Worker, "start", lambda worker: (started.append(worker), start(worker)))
@@ -149,7 +149,7 @@ def test_a_worker_that_was_not_started_is_not_killed() -> None:
 
 
 class Backwards(Executor):
-    """Runs calls when they are asked for, the last one first."""
+    """Run calls only when their results are asked for, the last call first."""
 
     def __init__(self) -> None:
         self.waiting: list[tuple[Future[Any], Callable[..., Any], tuple[Any, ...]]] = []
@@ -180,7 +180,7 @@ def test_any_executor(model: tuple[Path, dict[str, str]], tmp_path: Path, make: 
             convert(model[0], tmp_path / "out", options=Options(executor=executor))
             assert files_of(tmp_path / "out") == model[1]
             shutil.rmtree(tmp_path / "out")
-        assert list(run_all(executor, deque([(abs, (-1,))]))) == [1]  # it stays open
+        assert list(run_all(executor, deque([(abs, (-1,))]))) == [1]  # the executor stays open
 
 
 def spawning(workers: int) -> ProcessPoolExecutor:
@@ -194,7 +194,7 @@ def test_number_of_workers(workers: Any) -> None:
 
 
 def settings() -> tuple[str | None, int]:
-    """In a worker: what is set for libraries with threads of their own, and the process."""
+    """Return, in a worker, the thread setting of other libraries and the process id."""
     return os.environ.get("OPENBLAS_NUM_THREADS"), os.getpid()
 
 
@@ -232,7 +232,7 @@ def die(job: Any, *rest: Any) -> None:
 
 @pytest.mark.usefixtures("uncompiled")
 def test_workers_that_die(model: tuple[Path, dict[str, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As the system ends them where memory is short: what is done is kept."""
+    """The system may kill workers when memory is short. What they finished is kept."""
     with monkeypatch.context() as patch:
         patch.setattr(run_job, "write", die)
         with pytest.raises(
@@ -256,7 +256,7 @@ def test_errors_of_workers_are_those_of_one_process(tmp_path: Path) -> None:
 
 
 def test_nothing_runs_after_an_error() -> None:
-    """What runs is waited for, what waits is dropped: nothing writes into the files of a later run."""
+    """Running calls are awaited and waiting ones dropped, so nothing writes to the files of a later run."""
     ran: list[int] = []
 
     def call(number: int) -> int:
@@ -294,14 +294,14 @@ def test_without_dask(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def missing(module: str) -> None:
-    """Skip a test without a library; fail it where CI has said that it installs them."""
+    """Skip a test if a library is missing; fail it in CI, which installs the library."""
     if importlib.util.find_spec(module) is None:
         (pytest.fail if os.environ.get("CI") == "true" else pytest.skip)(
             f'{module} is not installed; pip install -e ".[test]"'
         )
 
 
-@pytest.mark.filterwarnings("ignore")  # of distributed
+@pytest.mark.filterwarnings("ignore")  # raised by distributed
 @pytest.mark.parametrize("address", ["tcp://127.0.0.1:1", "nonsense://x", "tcp://"])
 def test_no_scheduler(monkeypatch: pytest.MonkeyPatch, address: str) -> None:
     missing("distributed")
@@ -312,9 +312,7 @@ def test_no_scheduler(monkeypatch: pytest.MonkeyPatch, address: str) -> None:
 
 @pytest.mark.exhaustive
 def test_dask(model: tuple[Path, dict[str, str]], tmp_path: Path) -> None:
-    """Workers of their own processes, with another directory than that of the process that plans: see
-    cluster_cases.py.
-    """
+    """dask workers are other processes in another directory than the planning process; see cluster_cases.py."""
     missing("distributed")
     command = [sys.executable, HERE / "cluster_cases.py", model[0], tmp_path / "out", model[0].parent / "whole"]
     result = subprocess.run(command, capture_output=True, text=True, env=environment(), cwd=tmp_path, timeout=300)
@@ -328,7 +326,7 @@ def test_dask(model: tuple[Path, dict[str, str]], tmp_path: Path) -> None:
 
 
 def under_mpi(size: int, *arguments: str | Path) -> list[str | Path]:
-    """The command line of so many processes of MPI, one of which runs Python with the arguments."""
+    """Return the command line that runs Python with the arguments in `size` MPI processes."""
     missing("mpi4py")
     found = shutil.which(
         "mpiexec", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
@@ -339,7 +337,7 @@ def under_mpi(size: int, *arguments: str | Path) -> list[str | Path]:
 
 
 def test_the_command_under_mpi(model: tuple[Path, dict[str, str]], tmp_path: Path) -> None:
-    """Its results, and the exit code of one that is refused."""
+    """The results are right, and a rejected command exits with its code."""
     calls = ((["convert", model[0], "out"], 0), (["verify", "out", "--source", model[0]], 0), (["verify", "no"], 2))
     for arguments, code in calls:
         command = under_mpi(2, "-m", "fp4kit", *arguments)

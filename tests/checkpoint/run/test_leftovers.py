@@ -1,4 +1,4 @@
-"""What killed runs leave: reported, removable, and never mixed up with what a live process fills."""
+"""Test what killed runs leave: it is reported, can be removed, and is never confused with files of a live process."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def called(capsys: pytest.CaptureFixture[str]) -> Callable[..., Run]:
 
 
 def killed(model: Path, folder: Path) -> Path:
-    """The partial directory that a killed run leaves."""
+    """Return the partial directory that a killed run leaves."""
     run = signalled(folder, 1, signal.SIGKILL, "convert", model / "m", folder / "out", after=RENAME)
     assert run.code == -signal.SIGKILL
     (left,) = folder.glob(".out.partial")
@@ -64,7 +64,7 @@ def test_a_resume_that_is_refused_is_not_advised(model: Path, tmp_path: Path, ca
 
 
 def test_a_dry_run_removes_nothing(model: Path, tmp_path: Path, called: Callable[..., Run]) -> None:
-    """It says what it would remove, and plans as if that were gone."""
+    """A dry run says what it would remove, and plans as if that were removed."""
     left, out = killed(model, tmp_path), tmp_path / "out"
     for paths in ((out,), (model / "m", out)):
         run = called("convert", "--remove-stale", "--dry-run", *paths)
@@ -76,7 +76,7 @@ def test_a_dry_run_removes_nothing(model: Path, tmp_path: Path, called: Callable
         and left.exists()
     )
     run = called("convert", "--remove-stale", tmp_path / "none", out)
-    assert run.code == 2 and left.exists()  # what cannot be planned removes nothing either
+    assert run.code == 2 and left.exists()  # a run that cannot be planned removes nothing
     (left / staging.LOCK).unlink()
     run = called("convert", "--remove-stale", "--dry-run", out)
     assert run.code == 2 and "was not made by fp4kit" in run.err
@@ -94,7 +94,7 @@ def test_a_killed_run_goes_on_or_begins_anew(model: Path, tmp_path: Path, called
 
 
 def test_a_killed_reconciliation_is_not_said_to_go_on(tmp_path: Path, called: Callable[..., Run]) -> None:
-    """There is no such option, and no journal."""
+    """reconcile has no --resume option and no journal."""
     left = tmp_path / ".out.partial"
     left.mkdir()
     (left / staging.LOCK).touch()
@@ -103,7 +103,7 @@ def test_a_killed_reconciliation_is_not_said_to_go_on(tmp_path: Path, called: Ca
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
             fused_layers, "shared_amax_groups", lambda names: dict.fromkeys(names, "all")
-        )  # which then disagree
+        )  # now the two parts disagree
         run = called("reconcile", tmp_path / "q", tmp_path / "out")
     assert (
         run.code == 2 and "left by an interrupted run; remove its files with fp4kit convert --remove-stale" in run.err
@@ -131,10 +131,10 @@ def test_directories_of_live_processes_are_let_alone(model: Path, tmp_path: Path
         ):
             run = called("convert", *arguments)
             assert run.code == 2 and "another run is writing to it" in run.err and stage.folder.is_dir()
-            assert "is left" not in run.err  # nor that it may be removed
+            assert "is left" not in run.err  # and no offer to remove it
 
 
-AFTER = ("os.rename", ".partial")  # of the result, to its name
+AFTER = ("os.rename", ".partial")  # the rename of the result to its final name
 KINDS = ("directory", "file")
 RECIPE = {"directory": (), "file": ("--recipe", "mxfp4-gguf")}
 MOMENTS = [
@@ -145,7 +145,7 @@ MOMENTS = [
 
 
 def finished(folder: Path, kind: str, event: int = 2) -> tuple[Path, Path]:
-    """A source, and what a run made of it that was killed right after that had its name."""
+    """Return a source and its result, whose run was killed right after the result got its final name."""
     source, out = (folder / "m.gguf", folder / "out.gguf") if kind == "file" else (folder / "m", folder / "out")
     if kind == "file":
         gguf_files.write_model(source)
@@ -157,7 +157,7 @@ def finished(folder: Path, kind: str, event: int = 2) -> tuple[Path, Path]:
 
 
 def left(out: Path) -> set[str]:
-    """Hidden files in a result, and what is hidden beside it."""
+    """Return the names of hidden files inside the result and beside it."""
     inside = out.iterdir() if out.is_dir() else ()
     return {path.name for path in (*inside, *out.parent.iterdir()) if path.name.startswith(".")}
 
@@ -166,7 +166,7 @@ def left(out: Path) -> set[str]:
 def test_killed_when_finished(
     tmp_path: Path, called: Callable[..., Run], kind: str, event: int, names: set[str]
 ) -> None:
-    """verify names what is left, and --remove-stale removes it, which --dry-run only says."""
+    """verify names the leftovers; --remove-stale removes them, and with --dry-run only lists them."""
     _, out = finished(tmp_path, kind, event)
     assert left(out) == names
     run = called("verify", out)
@@ -185,7 +185,7 @@ def test_killed_when_finished(
 
 
 def bytes_of(out: Path) -> object:
-    """What a result holds, but for hidden files."""
+    """Return the content of a result without hidden files."""
     return {name: data for name, data in content(out).items() if name[0] != "."} if out.is_dir() else out.read_bytes()
 
 
@@ -203,7 +203,10 @@ def place(out: Path, name: str) -> Path:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_resuming_what_was_finished(tmp_path: Path, called: Callable[..., Run], kind: str) -> None:
-    """Nothing is left to do but to tidy up, if source and options are the same; else the destination is in the way."""
+    """If source and options are the same, resuming only removes the leftovers.
+
+    Otherwise the existing destination is an error.
+    """
     source, out = finished(tmp_path, kind)
     whole = bytes_of(out)
     assert called("convert", *RECIPE[kind], "--resume", "--dry-run", source, out).code == 0 and left(out)
@@ -219,14 +222,14 @@ def test_resuming_what_was_finished(tmp_path: Path, called: Callable[..., Run], 
 def test_converting_again_what_was_finished(
     tmp_path: Path, called: Callable[..., Run], kind: str, extra: tuple[str, ...]
 ) -> None:
-    """It exists, which is an error, and is tidied up before."""
+    """The existing destination is an error; its leftovers are removed before."""
     source, out = finished(tmp_path, kind)
     run = called("convert", *RECIPE[kind], source, out, *extra)
     assert run.code == 2 and f"{out}: exists; name a new directory" in run.err and out.exists() and not left(out)
 
 
 def test_a_live_run_that_has_finished_is_let_alone(tmp_path: Path, called: Callable[..., Run]) -> None:
-    """Between the rename and the removal of its journal, it holds its lock."""
+    """Between the rename and the removal of its journal, a run still holds its lock."""
     _, out = finished(tmp_path, "directory")
     descriptor = os.open(out / staging.LOCK, os.O_RDWR)
     staging.fcntl.flock(descriptor, staging.fcntl.LOCK_EX)
@@ -237,9 +240,7 @@ def test_a_live_run_that_has_finished_is_let_alone(tmp_path: Path, called: Calla
 
 
 def test_hidden_files_of_others_stay(model: Path, tmp_path: Path, called: Callable[..., Run]) -> None:
-    """No lock that holds something, no journal of another kind, no link, and nothing in a directory without a
-    manifest.
-    """
+    """A lock with content, a journal of another kind, a link, and files in a directory without a manifest are kept."""
     out = tmp_path / "out"
     assert called("convert", model / "m", out).code == 0
     (out / staging.LOCK).write_text("mine")

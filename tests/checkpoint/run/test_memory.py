@@ -1,6 +1,4 @@
-"""Memory of converting processes, whatever the sizes of tensors: peaks of real ones on matrices that are larger than
-that.
-"""
+"""Test the peak memory of real converting processes, on matrices larger than that peak."""
 
 from __future__ import annotations
 
@@ -21,7 +19,7 @@ HIDDEN = 16384
 
 
 def write_sparse(root: Path, config: dict[str, object], tensors: dict[str, tuple[str, tuple[int, ...], int]]) -> None:
-    """A model of zeros that takes no space; tensors: name -> dtype, shape, bytes of an element."""
+    """Write a model of zeros as sparse files; `tensors` maps a name to dtype, shape and bytes per element."""
     header, end = {}, 0
     for name, (dtype, shape, size) in tensors.items():
         header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [end, end := end + prod(shape) * size]}
@@ -34,24 +32,24 @@ def write_sparse(root: Path, config: dict[str, object], tensors: dict[str, tuple
 
 
 def plain(root: Path) -> None:
-    """[E, N, K] of bfloat16, 256 MiB."""
+    """Write [E, N, K] of bfloat16, 256 MiB."""
     write_sparse(root, {"model_type": "qwen3_moe"}, {STACK: ("BF16", (1, HIDDEN // 2, HIDDEN), 2)})
 
 
 def turned(root: Path) -> None:
-    """[E, K, N] of bfloat16, 256 MiB an expert, which are read as rows."""
+    """Write [E, K, N] of bfloat16, 256 MiB per expert, which is read as rows."""
     write_sparse(root, {"model_type": "gpt_oss"}, {STACK: ("BF16", (1, HIDDEN // 2, HIDDEN), 2)})
 
 
 def codes(root: Path) -> None:
-    """MXFP4 that is written as [E, K, N] of bfloat16, 256 MiB an expert."""
+    """Write MXFP4 that decodes to [E, K, N] of bfloat16, 256 MiB per expert."""
     shape = (1, HIDDEN // 2, HIDDEN // 32)
     declared = {"quantization_config": {"quant_method": "mxfp4"}, "model_type": "gpt_oss"}
     write_sparse(root, declared, {f"{STACK}_blocks": ("U8", (*shape, 16), 1), f"{STACK}_scales": ("U8", shape, 1)})
 
 
 def copied(root: Path) -> None:
-    """An embedding of 512 MiB beside a small layer."""
+    """Write an embedding of 512 MiB beside a small layer."""
     small = ("BF16", (64, 64), 2)
     tensors = {
         "model.embed_tokens.weight": ("BF16", (HIDDEN, HIDDEN), 2),
@@ -77,7 +75,10 @@ print(re.search(r"VmHWM:\\s*(\\d+)", open("/proc/self/status").read())[1])  # ru
 
 @pytest.mark.parametrize("case", exhaustive(CASES))
 def test_memory_does_not_grow_with_a_tensor(tmp_path: Path, case: str) -> None:
-    """200 MiB suffice, 70 of which are Python's and NumPy's; a 100 GB stack is more matrices of this kind."""
+    """The limit is 200 MiB, of which Python and NumPy take 70.
+
+    A stack of 100 GB only has more matrices of this kind.
+    """
     make, recipe, form = CASES[case]
     make(tmp_path / "m")
     command = [sys.executable, "-c", SCRIPT, tmp_path / "m", tmp_path / "out", recipe, form or ""]

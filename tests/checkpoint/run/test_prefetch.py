@@ -1,5 +1,5 @@
-"""Files that are read into the page cache before a run needs them: which pieces, how far, and that no thread outlives
-it.
+"""Test reading files to the page cache before a run needs them: which pieces, how far ahead, and that no thread
+remains.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from fp4kit.storage.safetensors_file import SafetensorsFile
 
 
 def threads_of(module: Any, monkeypatch: pytest.MonkeyPatch) -> list[threading.Thread]:
-    """The threads that a module begins from now on."""
+    """Return a list that collects the threads which a module starts from now on."""
     begun: list[threading.Thread] = []
 
     class Noted(threading.Thread):
@@ -31,7 +31,7 @@ def threads_of(module: Any, monkeypatch: pytest.MonkeyPatch) -> list[threading.T
 
 
 def watch(monkeypatch: pytest.MonkeyPatch, noted: Callable[[Path, int], None]) -> None:
-    """Calls noted with the file and the place before the system is asked for what is there."""
+    """Call `noted` with the file and the offset before each request to the system."""
     ask = os.posix_fadvise
 
     def watched(descriptor: int, start: int, count: int, advice: int) -> None:
@@ -47,9 +47,7 @@ def watch(monkeypatch: pytest.MonkeyPatch, noted: Callable[[Path, int], None]) -
 def test_files_are_read_ahead(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stop_at: str | None, read: str, piece: int
 ) -> None:
-    """Piece by piece in their order until it is stopped; what is not there, or is no file, is passed over in
-    silence.
-    """
+    """Pieces are read in order until the reading is stopped. Missing files and directories are ignored."""
     monkeypatch.setattr(prefetch, "PIECE", piece)
     monkeypatch.setattr(prefetch, "STEP", 64)
     monkeypatch.setattr(prefetch, "THREADS", 1)
@@ -78,7 +76,7 @@ def test_files_are_read_ahead(
 
 
 def test_reading_ahead_by_many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every piece once, whichever thread takes it; no thread lives longer than it is waited for."""
+    """Each piece is read once, whichever thread takes it, and no thread outlives the wait for it."""
     monkeypatch.setattr(prefetch, "PIECE", 64)
     monkeypatch.setattr(prefetch, "STEP", 64)
     taken: list[int] = []
@@ -94,7 +92,7 @@ def test_reading_ahead_by_many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_no_further_than_a_window(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As the run comes on, by the share of what it reads; what it has passed is not read any more."""
+    """The window moves with the share that the run has read; pieces that the run has passed are not read."""
     monkeypatch.setattr(prefetch, "PIECE", 64)
     monkeypatch.setattr(prefetch, "STEP", 64)
     monkeypatch.setattr(prefetch, "THREADS", 1)
@@ -107,10 +105,10 @@ def test_no_further_than_a_window(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     (tmp_path / "a").write_bytes(bytes(6400))
     told: list[int] = []
     with prefetch.Prefetcher([SafetensorsFile(tmp_path / "a", "a", 6400, (), {})], 2 * 6400, told.append) as tick:
-        until(lambda: len(begun) == 11)  # places 0 to 640
+        until(lambda: len(begun) == 11)  # offsets 0 to 640
         tick(2 * 640)
         until(lambda: len(begun) == 21)
-        tick(2 * 3200)  # the run is at 3840
+        tick(2 * 3200)  # the run is at offset 3840
         until(lambda: begun[-1] == 4480)
         assert told == [1280, 6400]
     assert begun == [*range(0, 1281, 64), *range(3840, 4481, 64)]

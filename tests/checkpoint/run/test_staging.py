@@ -1,4 +1,4 @@
-"""The partial directory: one run at a time, full disks, links, and the removal of what is left."""
+"""Test the partial directory: one run at a time, full disks, links, and removal of leftovers."""
 
 from __future__ import annotations
 
@@ -85,9 +85,7 @@ def test_two_runs_at_once(model: Model, resume: bool) -> None:
 
 @pytest.mark.parametrize("moment", ["_locked", "_publish"])
 def test_second_run_at_the_first_one_s_edges(model: Model, monkeypatch: pytest.MonkeyPatch, moment: str) -> None:
-    """Before the first run has its lock, and while it gives the directory its name, a second one does not take it
-    over.
-    """
+    """A second run does not take the directory over before the first run has its lock, or during the final rename."""
     right = getattr(staging, moment)
 
     def between(*arguments: Any) -> Any:
@@ -102,7 +100,7 @@ def test_second_run_at_the_first_one_s_edges(model: Model, monkeypatch: pytest.M
 
 
 def test_lock_outlives_the_rename(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run that waited at the lock while the first one finished does not write into what is finished."""
+    """A run that waited for the lock while the first run finished does not write to the finished result."""
     rename = os.rename
 
     def between(a: Path, b: Path) -> None:
@@ -137,7 +135,7 @@ def test_source_that_changes_meanwhile(model: Model) -> None:
 
 
 class Full:
-    """Lets a number of calls through, then says that the disk is full."""
+    """Let a number of calls succeed, then raise the error of a full disk."""
 
     def __init__(self, call: Callable[..., Any], calls: int, code: int = errno.ENOSPC) -> None:
         self.call, self.left, self.code = call, calls, code
@@ -166,7 +164,7 @@ def test_full_disk(model: Model, monkeypatch: pytest.MonkeyPatch, name: str, cal
 
 @pytest.mark.parametrize("name", ["copy_file", "os.fsync", "sync_directory"])
 def test_full_disk_at_the_end(model: Model, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """Where fsync fails, nothing is known of what a disk has, and nothing is kept."""
+    """After fsync fails, the content of the disk is unknown, so nothing is kept."""
     owner: Any = os if name == "os.fsync" else staging
     name = name.removeprefix("os.")
     with monkeypatch.context() as patch:
@@ -180,7 +178,7 @@ def test_full_disk_at_the_end(model: Model, monkeypatch: pytest.MonkeyPatch, nam
 
 @pytest.mark.parametrize("short", [1, 7])
 def test_writes_that_take_less(model: Model, monkeypatch: pytest.MonkeyPatch, short: int) -> None:
-    """pwrite and write may write some bytes only."""
+    """pwrite and write may write only some of the bytes."""
     pwrite, write = os.pwrite, os.write
     monkeypatch.setattr(os, "pwrite", lambda fd, data, at: pwrite(fd, data[: max(len(data) // short, 1)], at))
     monkeypatch.setattr(os, "write", lambda fd, data: write(fd, data[: max(len(data) // short, 1)]))
@@ -195,7 +193,7 @@ def test_clean(model: Model) -> None:
     (model.partial / "link").symlink_to(model.source)
     assert staging.remove_partial(model.out) == model.partial
     assert not model.partial.exists() and model.source.exists()
-    model.partial.mkdir()  # a run that was killed at once
+    model.partial.mkdir()  # as if a run had been killed at once
     assert staging.remove_partial(model.out) == model.partial
     model.convert()
 

@@ -1,4 +1,4 @@
-"""Layers that loaders fuse: what shares a tensor amax, and halves of a gated MLP without the other."""
+"""Test layers that loaders fuse: which share a tensor amax, and gated MLPs of which only one half is selected."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fp4kit.checkpoint.selection.selection import Wishes, decide
 
 
 def groups_of(name: str) -> dict[str, set[str]]:
-    """Group name -> modules, of all that the preset linear converts."""
+    """Map each group to its modules, for all modules that the preset linear converts."""
     candidates = published.MODELS[name]()
     decisions = decide(candidates, Wishes(), 16)
     found: dict[str, set[str]] = {}

@@ -1,4 +1,4 @@
-"""Rules: what is converted of published models, what is copied and why, what config.json says."""
+"""Test name rules on published models: what is converted, what is copied and why, and what config.json says."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ MODEL = Model(7)
 def decision(
     name: str, shape: tuple[int, ...] = (16, 64), dtype: str = "BF16", model: Model = MODEL, preset: str = "linear"
 ) -> Decision:
-    """What becomes of one plain tensor."""
+    """Return the decision for one plain tensor."""
     (found,) = decide([candidate(name, dtype, shape, model)], Wishes(preset), 16).values()
     return found
 
 
-# experts, mlp, linear of each preset. A multi-token prediction is kept whole: with it, deepseek_v3 has 45 experts, not
-# 30.
+# Numbers of modules for the presets experts, mlp, linear. Multi-token prediction is left out; with it, deepseek_v3
+# would have 45 experts, not 30.
 COUNTS = {
     "qwen3_dense": (0, 3 * 3, 3 * 7),
     "qwen3_moe": (3 * 12, 3 * 12 + 3, 3 * 12 + 3 + 4 * 4),
@@ -285,7 +285,7 @@ def test_layers_of_an_encoder_are_none_of_the_decoder() -> None:
 
 
 def test_every_weight_of_published_models_is_converted_listed_or_no_linear_layer() -> None:
-    """Nothing falls through: what loaders could expect quantized is listed."""
+    """No tensor is missed: whatever loaders could expect to be quantized is listed."""
     for make in published.MODELS.values():
         candidates = {tensor.name: tensor for tensor in make()}
         for name, found in decide(candidates.values(), Wishes("experts"), 32).items():

@@ -1,6 +1,4 @@
-"""Selection: presets, layers that are kept, patterns, what is refused; what shares an amax; 100,000 names in
-seconds.
-"""
+"""Test selection: presets, kept layers, patterns, errors, shared amaxes, and 100,000 names in seconds."""
 
 from __future__ import annotations
 
@@ -23,7 +21,7 @@ from fp4kit.checkpoint.selection.selection import Decision, Selector, Wishes, ch
 
 
 def converted(candidates: list[Candidate], wishes: Wishes) -> set[str]:
-    """The modules that are converted, of wishes that can be met."""
+    """Return the modules that are converted for valid wishes."""
     decisions = decide(candidates, wishes, 16)
     check(candidates, wishes, decisions)
     return {tensor.module for tensor in candidates if decisions[tensor.name].converted}
@@ -135,7 +133,7 @@ def test_a_subtree_is_asked_for_by_its_name(pattern: str, asks: bool) -> None:
 
 
 def test_a_subtree_is_not_asked_for_by_a_name_that_only_begins_alike() -> None:
-    """Layer 30 is another than layer 3, and the second pattern matches all."""
+    """Layer 30 differs from layer 3; the second pattern matches all modules."""
     tensor = candidate("model.layers.3.mlp.up_proj.weight", "BF16", (16, 64), Model(3))
     assert not decide([tensor], Wishes(only=("model.layers.30.*", "*")), 16)[tensor.name].converted
 
@@ -217,7 +215,7 @@ def test_a_selection_of_nothing() -> None:
     ],
 )
 def test_tensors_may_come_one_at_a_time_and_in_any_order(name: str, wishes: Wishes) -> None:
-    """As a live export sends them: the converter, which sees all, decides alike."""
+    """A live export sends tensors one by one. The decisions equal those of the converter, which sees all tensors."""
     candidates = published.MODELS[name]()
     expected = decide(candidates, wishes, 16)
     shuffled = random.Random(0).sample(candidates, len(candidates))
@@ -227,8 +225,9 @@ def test_tensors_may_come_one_at_a_time_and_in_any_order(name: str, wishes: Wish
 
 
 def test_a_judge_of_two_models_does_not_mix_them_up() -> None:
-    """Layer 3 is of the decoder in one and multi-token prediction in the other; block, dtype and shape are told apart
-    too.
+    """Layer 3 belongs to the decoder in one model and to multi-token prediction in the other.
+
+    Block, dtype and shape are distinguished, too.
     """
     selector = Selector(Wishes(), 16)
     name = "model.layers.3.mlp.experts.0.up_proj.weight"
@@ -284,7 +283,7 @@ def _big_model(layers: int = 61, experts: int = 550) -> list[str]:
 
 
 def _decide_all(modules: list[str], wishes: Wishes) -> int:
-    """Everything that a plan asks about names."""
+    """Make every decision about names that a plan makes; return the number of converted modules."""
     model = Model(61, "deepseek_v3")
     candidates = [candidate(f"{module}.weight", "BF16", (2048, 7168), model) for module in modules]
     decisions = decide(candidates, wishes, 16)
@@ -296,7 +295,7 @@ def _decide_all(modules: list[str], wishes: Wishes) -> int:
 
 @pytest.mark.exhaustive
 def test_100_000_names_are_decided_in_seconds() -> None:
-    """With all rules, patterns and sharing."""
+    """All rules, patterns and shared scales are included."""
     modules = _big_model()
     wishes = Wishes("experts", 1, 1, ("*.layers.7.*", "*.experts.3.*"), ("*.experts.*", "model.layers.5.*"))
 

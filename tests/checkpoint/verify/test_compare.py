@@ -1,4 +1,4 @@
-"""Looking into checkpoints and comparing them."""
+"""Test inspecting and comparing checkpoints."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def test_compare_equal(tmp_path: Path) -> None:
 
 
 def config_differences(a: Path, b: Path) -> list[tuple[str, str, str, str]]:
-    """Of two copies of one checkpoint, in which tensors are the same."""
+    """Return the config differences of two copies of one checkpoint; assert that their tensors are equal."""
     comparison = compare_checkpoints(a, b)
     assert not comparison.tensors and comparison.equal is not bool(comparison.configs)
     return [(d.place, d.key, d.kind, d.detail) for d in comparison.configs]
@@ -150,7 +150,7 @@ def test_compare_configs_key_by_key(tmp_path: Path) -> None:
     shutil.copytree(tmp_path / "a", tmp_path / "b")
     config = tmp_path / "b" / "config.json"
     config.write_text(json.dumps(dict(reversed(json.loads(config.read_text()).items())), indent=7))
-    assert config_differences(tmp_path / "a", tmp_path / "b") == []  # neither order nor spaces
+    assert config_differences(tmp_path / "a", tmp_path / "b") == []  # neither order nor spaces count
     rewritten(config, lambda c: c.update(num_hidden_layers=2.0, new={"x": 1}))
     rewritten(config, lambda c: c.pop("model_type"))
     rewritten(config, lambda c: c["quantization_config"]["ignore"].append("z"))
@@ -191,7 +191,7 @@ def test_compare_configs_that_one_has_not(tmp_path: Path) -> None:
 
 
 def test_compare_configs_nested_deeply(tmp_path: Path) -> None:
-    """Compared, or refused: by the parser, or by what walks over it."""
+    """Deep nesting is compared, or rejected by the parser or by the comparison."""
     for name in "ab":
         synthetic.write_model(tmp_path / name, {}, {"a.weight": np.zeros(1, np.float32)})
     for depth in (100, *range(sys.getrecursionlimit() - 100, sys.getrecursionlimit() + 10, 2)):
@@ -202,7 +202,10 @@ def test_compare_configs_nested_deeply(tmp_path: Path) -> None:
 
 
 def test_compare_metadata(tmp_path: Path) -> None:
-    """File by file; one difference of several files is one; files of other names are compared at once."""
+    """Metadata is compared file by file.
+
+    One difference in several files is reported once. Differently named files are compared as a whole.
+    """
     x = {name: np.zeros(1, np.float32) for name in "pq"}
     for folder, metadata in (("a", ("1", "2")), ("b", ("2", "1")), ("c", ("1", "1"))):
         (tmp_path / folder).mkdir()
@@ -267,7 +270,7 @@ def test_compare_does_not_read_what_is_one_file(tmp_path: Path, monkeypatch: pyt
 
 @pytest.mark.parametrize("recipe", ["nvfp4-te", "mxfp4-ocp", "mxfp8-te"])
 def test_compare_original_and_quantized(tmp_path: Path, recipe: str) -> None:
-    """The SQNR of each layer is that of the values that fp4kit.dequantize gives, in either order of the two."""
+    """Each layer's SQNR is that of fp4kit.dequantize's values, for either order of the two checkpoints."""
     tensors = synthetic.moe(tmp_path / "m")
     report = convert(tmp_path / "m", tmp_path / "out", recipe)
     comparison = compare_checkpoints(tmp_path / "m", tmp_path / "out")
@@ -290,7 +293,7 @@ def test_compare_original_and_quantized(tmp_path: Path, recipe: str) -> None:
         wide = x.astype(np.float64)
         noise = np.sum((wide - y) ** 2)
         wanted = np.inf if noise == 0 else 10 * np.log10(np.sum(wide**2) / noise)
-        assert layer.sqnr_db == pytest.approx(wanted, abs=1e-4)  # decoding in another order is an ulp
+        assert layer.sqnr_db == pytest.approx(wanted, abs=1e-4)  # another order of decoding may differ by an ulp
         assert (layer.codes, layer.scales, layer.elements) == (None, None, tensors[f"{layer.name}.weight"].size)
     back = compare_checkpoints(tmp_path / "out", tmp_path / "m")
     assert {layer.name: layer.values for layer in back.layers} == {
@@ -324,7 +327,7 @@ def test_compare_plain_tensors(tmp_path: Path) -> None:
 
 
 def test_compare_quantized_layers(tmp_path: Path) -> None:
-    """Two recipes on one source, against the codes and scales of fp4kit.quantize."""
+    """Compare two recipes on one source with the codes and scales of fp4kit.quantize."""
     x = synthetic.random("x", (40, 64), dtype=np.dtype("f4"))
     synthetic.write_model(tmp_path / "m", {}, {"a.weight": x})
     recipes = ("nvfp4-te", "nvfp4-te-4over6-mse-256")
@@ -359,7 +362,7 @@ def test_compare_one_flipped_code(tmp_path: Path) -> None:
 
 
 def test_compare_formats(tmp_path: Path) -> None:
-    """NVFP4 against MXFP4: shapes differ, values can still be compared; against MXFP8 all codes count as different."""
+    """NVFP4 and MXFP4 have different shapes but comparable values. Against MXFP8 all codes count as different."""
     synthetic.bert(tmp_path / "m")
     for recipe in ("nvfp4-te", "mxfp4-ocp", "mxfp8-te"):
         convert(tmp_path / "m", tmp_path / recipe, recipe)

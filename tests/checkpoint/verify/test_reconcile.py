@@ -1,5 +1,5 @@
-"""reconcile: parts of a fused layer get one tensor scale; what it costs is what decoding says; all else keeps its
-bytes.
+"""Test reconcile: parts of a fused layer get one tensor scale, the reported cost is the decoded one, and other bytes
+stay.
 """
 
 import json
@@ -23,7 +23,7 @@ SCALE = {"modelopt": "weight_scale_2", "compressed-tensors": "weight_global_scal
 
 
 def rewrite(root, change):
-    """Change tensors in place: change(name, bytes) -> bytes of the same size."""
+    """Change tensors in place; change(name, bytes) returns bytes of the same size."""
     for path in root.glob("*.safetensors"):
         data = bytearray(path.read_bytes())
         length = int.from_bytes(data[:8], "little")
@@ -35,7 +35,7 @@ def rewrite(root, change):
 
 
 def scaled(form, factors):
-    """A change that multiplies tensor scales, as they decode, of layers whose names end in the keys of factors."""
+    """Return a change that multiplies decoded tensor scales, for layers whose names end in a key of `factors`."""
 
     def change(name, data):
         for leaf, factor in factors.items():
@@ -141,13 +141,13 @@ def test_refusals(quantized, tmp_path):
 
 
 def stored_scales(root):
-    """Layer -> bits of its tensor scale as the file has it."""
+    """Map each layer to the bits of its tensor scale as stored."""
     ends = tuple(f".{suffix}" for suffix in SCALE.values())
     return {name.rpartition(".")[0]: data for name, data in raw(root).items() if name.endswith(ends)}
 
 
 def fused(root):
-    """The sets of bits of the tensor scales of each fused layer."""
+    """Return, for each fused layer, the set of bits of its parts' tensor scales."""
     scales = stored_scales(root)
     groups = shared_amax_groups(scales)
     return [{scales[name] for name in groups if groups[name] == group} for group in dict.fromkeys(groups.values())]
@@ -155,8 +155,9 @@ def fused(root):
 
 @pytest.mark.parametrize("factor", [0.73, 0.9, 1.37])
 def test_parts_store_the_same_bits(tmp_path, factor):
-    """A reciprocal of a reciprocal is another number one time in six: the number that is there is stored, and verify
-    agrees.
+    """In one of six cases the reciprocal of a reciprocal is another number.
+
+    So the existing divisor is stored, and verify agrees.
     """
     synthetic.dense(tmp_path / "in")
     convert(tmp_path / "in", tmp_path / "q", "nvfp4-compressed-tensors", format="compressed-tensors")
@@ -167,7 +168,7 @@ def test_parts_store_the_same_bits(tmp_path, factor):
 
 
 def test_divisors_of_one_reciprocal_are_repaired(tmp_path):
-    """They differ for engines, which compare the divisors, though both decode alike."""
+    """Engines compare divisors, so two divisors count as different although both decode to one scale."""
     synthetic.dense(tmp_path / "in")
     convert(tmp_path / "in", tmp_path / "q", "nvfp4-compressed-tensors", format="compressed-tensors")
     one = np.float32(1)
@@ -202,7 +203,7 @@ def test_the_index_goes_along(quantized, tmp_path):
 
 
 def test_a_hugging_face_cache(quantized, tmp_path):
-    """Its files, config and index among them, are links to blobs."""
+    """All files, config and index included, are links to blobs."""
     form, root = quantized
     rewrite(root, scaled(form, {"up_proj": 0.3}))
     blobs, snapshot = tmp_path / "model" / "blobs", tmp_path / "model" / "snapshots" / "1"

@@ -1,4 +1,4 @@
-"""Verification: a conversion is clean and wholly compared; every fault that is put in is found, and named."""
+"""Test verification: a conversion is clean and fully compared, and every injected fault is found and named."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ ONES = [
 def made(
     root: Path, name: str = "dense", recipe: str = "nvfp4-te", format: str | None = "modelopt", **options: Any
 ) -> tuple[Path, Path]:
-    """A converted model and its source."""
+    """Convert a model; return the result and its source."""
     SOURCES[name](root / "m")
     convert(root / "m", root / "out", recipe, format=format, **options)
     return root / "out", root / "m"
@@ -96,13 +96,14 @@ def test_conversions_are_clean_and_every_byte_is_compared(tmp_path: Path, name: 
 def test_other_sources_and_targets_are_clean(
     tmp_path: Path, name: str, recipe: str, format: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(support, "refusal", lambda *pair: None)  # whether or not an engine is known to load them
-    scale = 1.0 if (recipe, format) == ("nvfp4-te", "deepseek-v4") else None  # which is not loaded without
+    monkeypatch.setattr(support, "refusal", lambda *pair: None)  # whether or not an engine is known to load the pair
+    # an engine loads this pair only with a scale
+    scale = 1.0 if (recipe, format) == ("nvfp4-te", "deepseek-v4") else None
     check_clean(*made(tmp_path, name, recipe, format, requantize=True, input_scale=scale))
 
 
 def check_clean(model: Path, source: Path) -> None:
-    """No error, and each byte of each tensor was compared with what the source gives."""
+    """Assert that there is no error and that each byte of each tensor was compared with what the source gives."""
     report = verify(model, source)
     assert report.clean and not errors(report) and report.manifest == "equal"
     tensors = open_source(model).tensors
@@ -115,7 +116,7 @@ def check_clean(model: Path, source: Path) -> None:
 def naive(
     form: Container, codes: np.ndarray, scales: np.ndarray, tensor_scale: np.float32 | None, x: np.ndarray
 ) -> StoredCounts:
-    """Element by element, as the docstring of Tally says."""
+    """Count element by element, as the docstring of Tally says."""
     bits, (height, width) = form.element.bits, form.block
     low, high = codes & 15, codes >> 4
     all_codes = np.stack([low, high], -1).reshape(len(codes), -1) if bits == 4 else codes
@@ -166,7 +167,7 @@ DRAWN = (
 @pytest.mark.parametrize("form", DRAWN, ids=str)
 @pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, *exhaustive([np.float32, np.float16])])
 def test_tally_is_that_of_single_elements(form: Container, dtype: type, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Any bytes as codes and scales, any values; chunks of rows do not show."""
+    """Codes, scales and values are random bytes. Counting in chunks of rows gives the same result."""
     monkeypatch.setattr(import_module("fp4kit.checkpoint.model.decode"), "CHUNK_ELEMENTS", 7 * 96)
     rng = np.random.default_rng(CONTAINERS.index(form))
     for case in range(12):
@@ -191,7 +192,7 @@ def test_tally_is_that_of_single_elements(form: Container, dtype: type, monkeypa
 def draw(
     rng: np.random.Generator, form: Container, rows: int, columns: int, case: int
 ) -> tuple[npt.NDArray[np.uint8], np.ndarray, np.float32 | None, npt.NDArray[np.float32]]:
-    """Codes, scales, tensor scale and values; some blocks of zeros, some scales that are special."""
+    """Draw codes, scales, tensor scale and values; some blocks are zero, some scales are special."""
     codes = rng.integers(0, 256, (rows, columns * form.element.bits // 8)).astype(np.uint8)
     codes[rng.random(codes.shape) < (0.9 if case % 2 else 0.2)] = 0x80 if case % 3 else 0
     if form.element.bits == 8 and case % 4:
@@ -206,7 +207,7 @@ def draw(
 
 
 def test_tally_exhausts_bytes_and_scales() -> None:
-    """Every byte of codes under every scale, for each container of 1-D blocks."""
+    """Every byte of codes is counted with every scale, for each container of 1-D blocks."""
     for form in DRAWN:
         if form.block[0] > 1:
             continue
@@ -312,7 +313,7 @@ def test_tensor_scales_that_disagree_name_the_loader_and_what_it_does(tmp_path: 
 
 @pytest.mark.parametrize("change", [lambda b: b | 0x80, lambda b: 0x7F, lambda b: 0xFF])
 def test_input_scales_that_no_engine_can_use(tmp_path: Path, change: Callable[[int], int]) -> None:
-    """Negative, NaN: without a source or a manifest, too."""
+    """A negative or NaN input scale is an error, also without a source or a manifest."""
     model, _ = made(tmp_path, input_scale=1.0)
     (model / MANIFEST).unlink()
     assert verify(model).clean
@@ -325,7 +326,7 @@ def test_input_scales_that_no_engine_can_use(tmp_path: Path, change: Callable[[i
 
 
 def test_both_configs_of_deepseek_v4_with_nvfp4_belong_there(tmp_path: Path) -> None:
-    """As Model-Optimizer's script writes them."""
+    """Model-Optimizer's script writes both configs."""
     model, source = made(tmp_path, "deepseek_v4", "nvfp4-te", "deepseek-v4", input_scale=1.0)
     assert (model / "hf_quant_config.json").exists()
     assert not [issue for issue in verify(model, source).issues if issue.subject == "hf_quant_config.json"]
@@ -334,7 +335,7 @@ def test_both_configs_of_deepseek_v4_with_nvfp4_belong_there(tmp_path: Path) -> 
 
 
 def test_a_layer_that_was_kept_and_is_not_listed(tmp_path: Path) -> None:
-    """No rule would keep it; engines ask the list about it all the same."""
+    """No rule would keep this layer, but engines look it up in the list."""
     model, source = made(tmp_path, wishes=Wishes(keep=("model.layers.1.mlp.down_proj",)))
     assert verify(model, source).clean
     exclude(model, "lm_head")
@@ -351,7 +352,7 @@ def test_traps_are_warnings_that_name_the_engine(tmp_path: Path) -> None:
 
 
 def test_tensors_of_one_side(tmp_path: Path) -> None:
-    """A layer that was added to the source, one that was taken away, one of another shape or dtype."""
+    """A layer was added to the source or removed from it, or has another shape or dtype there."""
     model, source = made(tmp_path)
     tensors = dict(oracle.arrays(oracle.load(source)))
     shutil.rmtree(source)
@@ -367,7 +368,7 @@ def test_tensors_of_one_side(tmp_path: Path) -> None:
 
 
 def test_recipe(tmp_path: Path) -> None:
-    """The recorded one, or the user's; without either, values are still counted."""
+    """The recipe is the recorded one or the user's. Without either, values are still counted."""
     model, source = made(tmp_path)
     assert verify(model, source).recipe == "nvfp4-te"
     assert not verify(model, source, "nvfp4-modelopt").clean
@@ -436,7 +437,7 @@ def test_workers_executors_and_slabs_do_not_show(tmp_path: Path, monkeypatch: py
 
 
 def without_sums(layer: LayerReport) -> LayerReport:
-    """The order of sums is that of the slabs."""
+    """Return the layer without its sums, whose order of additions depends on the slabs."""
     return replace(layer, tally=replace(layer.tally, signal=0.0, noise=0.0))
 
 
@@ -455,7 +456,7 @@ def test_memory_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_statistics_are_those_of_the_layer(tmp_path: Path) -> None:
-    """SQNR and saturation against arithmetic on whole arrays."""
+    """SQNR and saturation equal those computed on whole arrays."""
     model, source = made(tmp_path, "moe")
     tensors = oracle.arrays(oracle.load(source))
     loaded = oracle.arrays(oracle.load(model))
