@@ -1,1 +1,1 @@
-"""CUDA sources, their loader and launchers. Nothing here is imported before an array on a GPU arrives."""
+"""The CUDA engine: kernels, their compiler, their launchers. It is imported when the first array on a GPU arrives."""

@@ -18,11 +18,11 @@ from fp4kit.recipes import RECIPES, Recipe
 FAR = ElementFormat("E2M1", 2, 1, -1)
 FOUR_OVER_SIX = "nvfp4-te-4over6-mse-448"
 REFUSED = [  # recipe, what is replaced, the message
-    ("mxfp4-ocp", {"element": FAR}, "elements E2M1 with bias -1, which no CUDA kernel has; needs numbers within"),
+    ("mxfp4-ocp", {"element": FAR}, "elements E2M1 with bias -1, which no CUDA kernel supports; needs values from"),
     (
         "int4-modelopt",
         {"rounding": "rz", "fake_rule": None},
-        "rounding='rz' of INT4, which no CUDA kernel has; needs 'rn'",
+        "rounding='rz' of INT4, which no CUDA kernel supports; needs 'rn'",
     ),
     (
         "int4-modelopt",
@@ -30,7 +30,7 @@ REFUSED = [  # recipe, what is replaced, the message
         "amax_nan='lanes' with tensor_scaling='block', .*; needs 'ignore' or 'propagate'",
     ),
     ("nvfp4-fouroversix", {"block": (16, 16)}, "4over6 of blocks of 16 rows by lane_sums, which no .*; needs one row"),
-    (FOUR_OVER_SIX, {"block": (1, 32)}, "4over6 of blocks of 32 columns, which no CUDA kernel has; needs 16"),
+    (FOUR_OVER_SIX, {"block": (1, 32)}, "4over6 of blocks of 32 columns, which no CUDA kernel supports; needs 16"),
 ]
 
 

@@ -264,9 +264,7 @@ def test_what_is_refused(name):
 @pytest.mark.parametrize("name", FACTORED)
 def test_a_kernel_of_codes_searches_nothing(name):
     """A separate kernel searches first and passes the amaxes on."""
-    message = (
-        f"{name} has search='auto_round_.*', which a kernel before those that make codes does; quantize launches both"
-    )
+    message = f"{name} has search='auto_round_.*': a separate kernel chooses the block amaxes; call quantize"
     for work in (
         LaunchRequest(RECIPES[name], F32, (32, 64)),
         LaunchRequest(RECIPES[name], F32, (32, 64), columns=True),

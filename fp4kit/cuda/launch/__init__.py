@@ -1,1 +1,1 @@
-"""Choose and launch kernels: dispatch, geometry, one launcher per kernel."""
+"""Choose kernels, compute their grids, and launch them. One module per kernel or family of kernels."""

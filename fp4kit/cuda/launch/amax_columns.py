@@ -1,4 +1,4 @@
-"""Launcher of the amax of columns: from matrices as they lie, without a transposed copy."""
+"""Launch amax_columns.cu, which computes the amax of each column of matrices without transposing them."""
 
 from __future__ import annotations
 
@@ -17,20 +17,22 @@ from fp4kit.cuda.launch.geometry import THREADS, UNLIMITED, Launch, aligned, gri
 _COLUMNS = np.dtype(
     [("x", "u8"), ("amax", "u8")] + [(name, "i8") for name in ("matrices", "rows", "columns", "lanes", "height")]
 )
-_WARP = 32
-_ROWS = 16  # of a thread: enough loads under way, and few meetings of its stretch with others
+_WARP = 32  # threads per warp
+_ROWS = 16  # rows per thread: enough loads at a time, and few atomic updates per column
 
 
 @cache
 def _function(dtype: np.dtype, whole: bool, device: int) -> Any:
+    """Return the compiled kernel. whole: rows of every matrix begin at multiples of 16 bytes."""
     source = instantiation("amax_columns", Input=TYPES[dtype], kAligned=whole)
     return loader.function(source, "amax_columns_kernel", device)
 
 
 @lru_cache(CACHE_SIZE)
 def _launch(dtype: np.dtype, whole: bool, shape: tuple[int, int, int], device: int) -> Launch:
+    """Return the launch for matrices of a shape (B, M, K). whole: as for _function."""
     matrices, rows, columns = shape
-    width = 16 // dtype.itemsize if whole else 1  # columns of a thread
+    width = 16 // dtype.itemsize if whole else 1  # columns per thread
     lanes = min(1 << (-(-columns // width) - 1).bit_length(), _WARP)
     height = THREADS // lanes * _ROWS
     items = matrices * -(-rows // height) * -(-columns // (lanes * width))
@@ -38,7 +40,9 @@ def _launch(dtype: np.dtype, whole: bool, shape: tuple[int, int, int], device: i
 
 
 def amax_columns(x: Any) -> Any:
-    """Largest magnitude of each column of contiguous matrices (B, M, K): float32 (B, K), NaN where a column has one."""
+    """Return the largest magnitude per column of contiguous matrices (B, M, K): float32 (B, K). NaN if the column has a
+    NaN.
+    """
     matrices, _, columns = x.shape
     out = imports.cupy().zeros((matrices, columns), np.float32)
     if x.size:

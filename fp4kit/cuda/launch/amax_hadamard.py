@@ -1,4 +1,4 @@
-"""Launcher of the amax of a matrix whose columns go through the Hadamard transform: without a transposed copy."""
+"""Launch amax_hadamard.cu, which computes the amax of a matrix after the Hadamard transform of its columns."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ from fp4kit.cuda.launch.dispatch import CACHE_SIZE
 from fp4kit.cuda.launch.geometry import THREADS, Launch, grid
 from fp4kit.cuda.launch.matrix import AMAX, transform_struct
 
-_WORD = 4  # bytes that a thread takes of a row
+_WORD = 4  # bytes per thread and row
 
 
 @cache
 def _function(dtype: np.dtype, counted: str, whole: bool, mask: int, device: int) -> Any:
+    """Return the compiled kernel. whole: all loads are aligned to _WORD bytes."""
     struct = transform_struct(mask)
     source = instantiation(
         "amax_hadamard", struct, Input=TYPES[dtype], kCounted=f"AmaxInput::{counted}", kAligned=whole
@@ -30,16 +31,19 @@ def _function(dtype: np.dtype, counted: str, whole: bool, mask: int, device: int
 
 @lru_cache(CACHE_SIZE)
 def _launch(dtype: np.dtype, counted: str, whole: bool, rows: int, columns: int, mask: int, device: int) -> Launch:
+    """Return the launch for a matrix of `rows` rows and `columns` columns."""
     wide = -(-columns // (THREADS * (_WORD // dtype.itemsize if whole else 1)))
     function, patch_rows = _function(dtype, counted, whole, mask, device), rows // HADAMARD_BLOCK
     return Launch(function, grid(patch_rows * wide, device), AMAX, rows, columns)
 
 
 def amax_hadamard(x: Any, counted: str, mask: int) -> Any:
-    """Largest magnitude of a contiguous matrix (M, K), M a multiple of 16, after the transform of its columns: float32
-    ().
+    """Return the largest magnitude after the Hadamard transform of the columns: float32 ().
 
-    The same as cuda.launch.amax of the transposed matrix. counted: "all", "no_nan" or "finite". mask: sign mask.
+    It equals cuda.launch.amax, with this mask, of the transposed matrix, but transposes nothing.
+
+    x: contiguous (M, K); M is a multiple of 16. counted: the elements that count: "all", "no_nan" or "finite". mask:
+    the sign mask of the transform.
     """
     rows, columns = x.shape
     out = imports.cupy().zeros((), np.float32)

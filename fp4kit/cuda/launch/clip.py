@@ -1,4 +1,4 @@
-"""Launcher of the clip mask of fake_quantize's gradient."""
+"""Launch clip.cu, which applies the clip mask of fake_quantize_backward."""
 
 from __future__ import annotations
 
@@ -18,20 +18,23 @@ CLIP = np.dtype([(name, "u8") for name in ("grad", "x", "amax", "out")] + [("cou
 
 @cache
 def _clip_function(dtype: np.dtype, grad: np.dtype, whole: bool, device: int) -> Any:
+    """Return the compiled kernel. whole: all arrays begin at multiples of 16 bytes."""
     source = instantiation("clip", Input=TYPES[dtype], Gradient=TYPES[grad], kAligned=whole)
     return loader.function(source, "clip_kernel", device)
 
 
 @lru_cache(CACHE_SIZE)
 def _clip_launch(dtype: np.dtype, grad: np.dtype, whole: bool, count: int, covered: int, device: int) -> Launch:
+    """Return the launch for `count` elements, of which each amax covers `covered`."""
     blocks = -(-count * max(dtype.itemsize, grad.itemsize) // (16 * THREADS))
     return Launch(_clip_function(dtype, grad, whole, device), grid(blocks, device, UNLIMITED), CLIP, count, covered)
 
 
 def clip_gradient(grad: Any, x: Any, amax: Any, out: Any) -> None:
-    """grad where |x| <= amax, else 0, into out. grad, x, out: contiguous, of one size; out of grad's dtype.
+    """Write grad where |x| <= amax, and 0 elsewhere, into out.
 
-    amax: float32; each covers as many neighbouring elements of x as the next, so its size divides that of x.
+    grad, x, out: contiguous arrays of one size. out has the dtype of grad. amax: float32; each entry covers the same
+    number of consecutive elements of x, so its size divides the size of x.
     """
     whole = all(a.data.ptr % 16 == 0 for a in (grad, x, out))
     launch = _clip_launch(x.dtype, grad.dtype, whole, x.size, x.size // amax.size, x.device.id)

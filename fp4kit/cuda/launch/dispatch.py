@@ -1,7 +1,9 @@
-"""Which kernel quantizes a matrix: one ordered table, of which the first way that takes the work does it.
+"""Choose the kernel that quantizes a matrix.
 
-Drivers, cached calls and groups all ask it. A way names its kernel, says what it takes, and gives the geometry of a
-launch; the reason of each row is beside it.
+A LaunchRequest describes the work. KERNEL_CHOICES is an ordered table with one KernelChoice per kernel; the first
+kernel that takes a request does the work. The engine, its cached calls and its groups all choose by this table.
+
+The words run, tile, patch and band are defined in kernels/README.md.
 """
 
 from __future__ import annotations
@@ -20,30 +22,38 @@ from fp4kit.cuda.launch.supported import check_formats, unsupported
 from fp4kit.layouts import padded_shape
 from fp4kit.recipes import Recipe
 
-CACHE_SIZE = 1024  # choices and launches that are kept, of each kind: they depend on the shapes
+CACHE_SIZE = 1024  # entries in each cache of choices or launches; a new shape takes a new entry
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
-THREAD_BYTES = 64  # of elements that a thread of quantize loads before it uses them
-VALUE_RUNS = 2  # of 16 bytes, that a thread of dequantize writes, and of fake_quantize where little is made ready first
-MORE_VALUE_RUNS = 4  # where more is
-MAX_TILE_BLOCK_COLUMNS = 32  # columns of a block of which a thread holds a row
-FAKE_BLOCKS = (16, 32, 64, 128, 256, 512)  # columns of which the threads of a warp find the amax
-TABLE_THREADS = 1024
-# Elements of a matrix that are worth a table. H200, 2026-11-21, microseconds with and without: 2^22 15.9, 12.8; 2^23
-# 17.6, 18.1; 2^24 22.3, 27.5; square blocks 9.1, 8.9; 12.7, 24.1; 20.4, 36.4.
+THREAD_BYTES = 64  # bytes of elements that a thread of the quantize kernel loads at a time
+VALUE_RUNS = 2  # runs of 16 bytes that a thread of dequantize or fake_quantize writes
+MORE_VALUE_RUNS = 4  # the number of such runs if each thread block prepares more before its first run
+MAX_TILE_BLOCK_COLUMNS = 32  # quantize_tile holds a row of a block in one thread, so blocks cannot be wider
+FAKE_BLOCKS = (16, 32, 64, 128, 256, 512)  # block widths of fake_quantize, whose warps compute the amax of a block
+TABLE_THREADS = 1024  # threads per thread block of quantize_table
+# The smallest matrix for which quantize_table is used. Microseconds with and without its tables (H200, 2026-11-21):
+#     elements   1x16 blocks   16x16 blocks
+#     2^22       15.9, 12.8     9.1,  8.9
+#     2^23       17.6, 18.1    12.7, 24.1
+#     2^24       22.3, 27.5    20.4, 36.4
 MIN_TABLE_ELEMENTS = 1 << 23
-PATCH_BLOCKS = ((1, 16), (1, 32), (16, 16), (32, 32))
-PATCH_ROW_UNIT = 32  # what rows are multiples of, for patches
-TILE_ROWS, TILE_COLUMNS, TILE_BYTES = (
-    128,
-    128,
-    256,
-)  # of a thread block: columns of square blocks, bytes of a row of others
-SCALED_RUN = 16  # elements that a thread encodes under given scales
-BAND_SHIFT = 3  # bands of 2^3 tiles: as fast as 2^4, both 4% faster than rows of tiles (both ways, H200, 2026-11-21)
+PATCH_BLOCKS = ((1, 16), (1, 32), (16, 16), (32, 32))  # shapes of blocks that quantize_columns supports
+PATCH_ROW_UNIT = 32  # for blocks of one row, quantize_columns needs rows of a multiple of this many bytes
+TILE_ROWS = 128  # rows of a tile of quantize_columns
+TILE_COLUMNS, TILE_BYTES = 128, 256  # width of such a tile: columns for square blocks, bytes for blocks of one row
+SCALED_RUN = 16  # elements that a thread of quantize_with_scales encodes at a time
+# At most 2^3 tiles per band. To write rows and columns is then 4% faster than without bands, and as fast as with 2^4
+# tiles (H200, 2026-11-21).
+BAND_SHIFT = 3
 
 
 class Arguments(NamedTuple):
-    """A kernel's arguments, all of 8 bytes, in order: pointers to arrays, numbers of a call, sizes of a launch."""
+    """The names of a kernel's arguments, in order. Each argument has 8 bytes.
+
+    Attributes:
+        pointers: the addresses of arrays.
+        words: unsigned numbers that differ between calls.
+        sizes: numbers that are fixed when the launch is prepared, such as the shape of the matrix.
+    """
 
     pointers: tuple[str, ...]
     words: tuple[str, ...]
@@ -51,7 +61,7 @@ class Arguments(NamedTuple):
 
     @property
     def struct(self) -> np.dtype:
-        """The struct that the kernel takes."""
+        """Return the dtype of the struct of all arguments."""
         return np.dtype(
             [(name, "u8") for name in (*self.pointers, *self.words)] + [(name, "i8") for name in self.sizes]
         )
@@ -82,12 +92,22 @@ PATCHES = Arguments(
 
 
 class LaunchRequest(NamedTuple):
-    """What a launch is asked for: all that the choice of its kernel depends on.
+    """Everything that the choice of a kernel, its instantiation and its grid depend on.
 
-    shape: of the contiguous matrix. values: fake-quantized elements instead of codes. columns: codes along the columns,
-    alone or beside those along the rows; then mask is of a Hadamard transform of the columns. calibrated: block amaxes
-    are given. finds_amax: that of the whole array is found by the kernel, and written to tensor_amax. scaled: the
-    scales are given.
+    Attributes:
+        recipe: the recipe.
+        dtype: the dtype of x.
+        shape: the rows and columns of the contiguous matrix x.
+        layout: the layout of the block scales.
+        values: whether fake-quantized values are written instead of codes.
+        columns: whether codes along the columns are written, alone or together with those along the rows.
+        stochastic: whether rounding is stochastic.
+        mask: the sign mask of the Hadamard transform; None without a transform. With `columns`, only the columns are
+            transformed.
+        calibrated: whether block amaxes are given.
+        grouped: whether the launch is for a group of matrices.
+        finds_amax: whether the kernel itself computes the amax of x, and writes it to tensor_amax.
+        scaled: whether the scales are given.
     """
 
     recipe: Recipe
@@ -105,14 +125,24 @@ class LaunchRequest(NamedTuple):
 
     @property
     def kernel_shape(self) -> tuple[int, int]:
-        """Shape that a kernel sees: without blocks, and with one scale for all, one long row."""
+        """Return the rows and columns that the kernel receives.
+
+        Without blocks, the matrix counts as one long row, unless each row has its own scale.
+        """
         r, (rows, columns) = self.recipe, self.shape
         return (1, rows * columns) if r.block is None and r.tensor_scaling != "row" else (rows, columns)
 
 
 class KernelChoice(NamedTuple):
-    """A kernel file, what it takes, its grid (of a work, on a device), its arguments, their sizes, and threads of a
-    block.
+    """A kernel, with the requests that it takes and how it is launched.
+
+    Attributes:
+        kernel: the name of its file in kernels/entries, without the suffix.
+        takes: return whether the kernel can do a request.
+        grid: return the number of thread blocks for a request on a device.
+        arguments: the names of its arguments.
+        sizes: return the values of `arguments.sizes` for a request.
+        threads: threads per thread block.
     """
 
     kernel: str
@@ -124,15 +154,15 @@ class KernelChoice(NamedTuple):
 
 
 def value_blocks(rows: int, columns: int, dtype: np.dtype, runs: int) -> int:
-    """Thread blocks that write a matrix, `runs` of 16 bytes a thread."""
+    """Return how many thread blocks write a matrix of values if each thread writes `runs` runs of 16 bytes."""
     return -(-rows * -(-columns * dtype.itemsize // 16) // (runs * THREADS))
 
 
-# ---- what each kernel takes ----
+# ---- which requests each kernel takes ----
 
 
 def uses_fake_rule(request: LaunchRequest) -> bool:
-    """Whether values are wanted that follow the producer's own fake quantizer."""
+    """Return whether values are wanted for a recipe with a fake_rule, the producer's own fake quantizer."""
     return request.values and request.recipe.fake_rule is not None
 
 
@@ -142,7 +172,7 @@ def _takes_fake(request: LaunchRequest) -> bool:
 
 
 def has_patch_kernel(r: Recipe) -> bool:
-    """Whether a recipe's blocks are ones that a patch kernel has."""
+    """Return whether quantize_columns supports a recipe's blocks and scales."""
     one_scale = r.tensor_scaling in ("none", "tensor") and r.four_over_six is None and not r.search
     return r.block in PATCH_BLOCKS and one_scale and not r.element.is_integer
 
@@ -197,8 +227,8 @@ def _takes_rows(request: LaunchRequest) -> bool:
     return _by_rows(request) and rows == 1 and r.four_over_six is None and columns % (32 if columns > 32 else 16) == 0
 
 
-def searches(request: LaunchRequest) -> bool:
-    """Whether block amaxes are to be chosen; scales that are given need none."""
+def needs_search(request: LaunchRequest) -> bool:
+    """Return whether a search must choose the block amaxes. Given scales need no search."""
     return bool(request.recipe.search) and not request.scaled
 
 
@@ -211,7 +241,7 @@ def _fake_grid(request: LaunchRequest, device: int) -> int:
 
 
 def _patch_sizes(request: LaunchRequest) -> tuple[int, ...]:
-    """Rows, columns, and the shift: bands of tiles are of 2^shift."""
+    """Return the rows, the columns, and the shift: a band has 2^shift tiles."""
     return *request.shape, min((-(-request.shape[0] // TILE_ROWS) - 1).bit_length(), BAND_SHIFT)
 
 
@@ -235,17 +265,22 @@ def _tile_grid(request: LaunchRequest, device: int) -> int:
 
 
 def _row_grid(request: LaunchRequest, device: int) -> int:
-    """As many thread blocks as keep the elements busy once; where each prepares something, what was fastest.
+    """Return the grid of quantize and quantize_unblocked.
 
-    H200, 16384 x 16384 bfloat16, 2026-11-21, of a copy: with 16, 24, 64, 96 a multiprocessor nvfp4-te 0.97, 0.99, 1.01,
-    1.02; 0.91, 0.97, 0.99, 1.01 with swizzled scales. nvfp4-te-rowscaled with 96, with all that there is work for:
-    1.03, 0.99.
+    There is one thread per THREAD_BYTES of elements. Only if each thread block prepares something, such as a table, are
+    there at most 96 thread blocks per multiprocessor. Speed relative to a copy (H200, 16384 x 16384 bfloat16,
+    2026-11-21):
+
+        thread blocks per multiprocessor    16    24    64    96  no limit
+        nvfp4-te                          0.97  0.99  1.01  1.02
+        nvfp4-te, swizzled scales         0.91  0.97  0.99  1.01
+        nvfp4-te-rowscaled                                  1.03      0.99
     """
     r, (rows, columns) = request.recipe, request.kernel_shape
     if request.values and r.block and r.apply == "multiply":
         return grid(value_blocks(rows, columns, request.dtype, VALUE_RUNS), device, UNLIMITED)
     if request.layout != "linear":
-        rows, _ = padded_shape((rows, columns), request.layout)  # threads go through the padding too
+        rows, _ = padded_shape((rows, columns), request.layout)  # threads also write the padding of the scales
     work = -(-rows * (-(-columns // 16) * 16) * request.dtype.itemsize // (THREAD_BYTES * THREADS))
     prepares = has_table(r) or request.layout != "linear" or (r.block is not None and r.tensor_scaling == "row")
     return grid(work, device, 96 if prepares else UNLIMITED)
@@ -259,30 +294,31 @@ def _scaled_grid(request: LaunchRequest, device: int) -> int:
 # ---- the table ----
 
 KERNEL_CHOICES = (
-    # The producer's own arithmetic, which has no codes.
+    # Values by the fake quantizer of the producer. It has its own arithmetic, without codes.
     KernelChoice("fake_quantize", _takes_fake, _fake_grid),
-    # Scales that are given: no amax, and a factor for each run of a block.
+    # Codes under given scales. No amax is needed, and each thread computes the factor of its run.
     KernelChoice("quantize_with_scales", _takes_scaled, _scaled_grid),
-    # Blocks in columns, and both ways from one read: 0.95 and 0.78 - 0.82 of a copy, 0.4 by way of a transposed copy.
-    # Square blocks: 0.995, 0.42 by tiles (H200, 2026-11-21).
+    # Blocks along columns, also together with blocks along rows, and square blocks. Speed relative to a copy (H200,
+    # 2026-11-21): columns 0.95; rows and columns 0.78 to 0.82, or 0.4 with a transposed copy; square blocks 0.995, or
+    # 0.42 with quantize_tile.
     KernelChoice("quantize_columns", _takes_patch, _patch_grid, PATCHES, _patch_sizes),
-    # 4over6 of many elements: scales from a table, 0.86 against 0.57 (H200, 2026-11-21).
+    # 4over6 of a large matrix, with tables: 0.86 of the speed of a copy, or 0.57 with quantize_tile (H200, 2026-11-21).
     KernelChoice("quantize_table", _takes_table, _table_grid, threads=TABLE_THREADS),
-    # A decision that spans threads: blocks of several rows, 4over6.
+    # Blocks of several rows, and 4over6: several threads find the scale of a block together.
     KernelChoice("quantize_tile", _takes_tile, _tile_grid),
-    # No blocks: any length, one scale for the tensor or a row.
+    # No blocks: rows of any length, with one scale per tensor or row.
     KernelChoice("quantize_unblocked", _takes_unblocked, _row_grid),
-    # Everything else: blocks in a row.
+    # All other blocks of one row.
     KernelChoice("quantize", _takes_rows, _row_grid),
 )
 
 
 @lru_cache(CACHE_SIZE)
 def find_kernel(request: LaunchRequest) -> KernelChoice | None:
-    """The first way that takes the work; None where there is none."""
+    """Return the first kernel that takes the request, or None if no kernel does."""
     return (
         None
-        if unsupported(request.recipe) or searches(request)
+        if unsupported(request.recipe) or needs_search(request)
         else next((choice for choice in KERNEL_CHOICES if choice.takes(request)), None)
     )
 
@@ -297,12 +333,13 @@ def kernel_for(request: LaunchRequest) -> KernelChoice:
 
 
 def why_declined(request: LaunchRequest) -> str:
-    """Return the message for a request that no kernel takes: what is missing, and what is needed."""
+    """Return the message for a request that no kernel takes: what is unsupported, and what is needed."""
     r = request.recipe
     rows, columns = r.block or (1, 1)
-    if searches(request):
+    if needs_search(request):
         return (
-            f"{r.id} has search={r.search!r}, which a kernel before those that make codes does; quantize launches both"
+            f"{r.id} has search={r.search!r}: a separate kernel chooses the block amaxes; call quantize, which launches"
+            " both"
         )
     if uses_fake_rule(request):
         if r.amax_nan == "lanes":

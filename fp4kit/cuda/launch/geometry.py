@@ -1,5 +1,6 @@
-"""What all launchers share: grids, launches, addresses, alignment. Kernels stride over the grid, so any size is
-correct.
+"""The parts that all launchers share: grid sizes, launches, addresses, alignment.
+
+Kernels stride over the grid, so results do not depend on its size.
 """
 
 from __future__ import annotations
@@ -14,60 +15,63 @@ import numpy as np
 
 from fp4kit.arrays import imports
 
-THREADS = 256
-BLOCKS_PER_SM = 16
-MAX_THREADS = 2048  # of a multiprocessor
-MAX_ELEMENTS = 1 << 33  # of one launch
-MAX_COLUMNS = (1 << 32) - 1  # of a row of blocks
-UNLIMITED = 1 << 16  # blocks per multiprocessor where each takes one piece of the work
+THREADS = 256  # threads per thread block
+BLOCKS_PER_SM = 16  # thread blocks per multiprocessor, if a launcher does not choose another limit
+MAX_THREADS = 2048  # threads that run on a multiprocessor at a time
+MAX_ELEMENTS = 1 << 33  # elements per launch
+MAX_COLUMNS = (1 << 32) - 1  # elements per row, for recipes with blocks
+UNLIMITED = 1 << 16  # thread blocks per multiprocessor, so many that no thread block needs a second share of the work
 
 
 @cache
 def multiprocessors(device: int) -> int:
-    """Multiprocessors of a device."""
+    """Return the number of multiprocessors of a device."""
     return int(imports.cupy().cuda.runtime.getDeviceProperties(device)["multiProcessorCount"])
 
 
 def resident_blocks(device: int) -> int:
-    """Thread blocks that a device runs at a time, where nothing but their threads limits it."""
+    """Return how many thread blocks run on a device at a time if only their threads limit that."""
     return multiprocessors(device) * (MAX_THREADS // THREADS)
 
 
 def check_count(elements: int) -> None:
-    """Raise ValueError for a matrix whose runs of 4 elements cannot be numbered in 32 bits, as kernels do."""
+    """Raise ValueError if a matrix has too many elements. Kernels number runs of 4 elements with 32 bits."""
     if elements > MAX_ELEMENTS:
         raise ValueError(
-            f"fp4kit.cuda: a matrix of {elements} elements; a kernel takes at most {MAX_ELEMENTS} (2^33); cut the"
+            f"fp4kit.cuda: a matrix has {elements} elements; a kernel takes at most {MAX_ELEMENTS} (2^33); split the"
             " first axis"
         )
 
 
 def check_columns(columns: int) -> None:
-    """Raise ValueError for a row of blocks whose elements cannot be numbered in 32 bits, as kernels do."""
+    """Raise ValueError if a row is too long for blocks. Kernels number the elements of a row with 32 bits."""
     if columns > MAX_COLUMNS:
         raise ValueError(
-            f"fp4kit.cuda: a row of {columns} elements; a kernel takes at most 2^32 - 1; reshape x to shorter rows"
+            f"fp4kit.cuda: a row has {columns} elements; a kernel takes at most 2^32 - 1; reshape x to shorter rows"
         )
 
 
 def grid(work_blocks: int, device: int, per_multiprocessor: int = BLOCKS_PER_SM) -> int:
-    """Thread blocks to launch for work that keeps `work_blocks` busy once."""
+    """Return the number of thread blocks to launch.
+
+    work_blocks: the number of thread blocks among which the work can be divided. per_multiprocessor: the most thread
+    blocks per multiprocessor; with fewer than work_blocks in all, each takes several shares of the work.
+    """
     return max(min(work_blocks, multiprocessors(device) * per_multiprocessor), 1)
 
 
 class _Struct(np.ndarray):
-    """A struct that CuPy passes by value: one element of plain bytes, whose interface is made once.
+    """A struct of kernel arguments that CuPy passes by value: an array with one element of raw bytes.
 
-    CuPy asks for the __array_interface__ of the array in each launch, only for its address. NumPy would make it anew: 6
-    us of the host's time where it has to spell out the fields of a record, 1.5 us for plain bytes (the host of an H200,
-    November 2026).
+    At each launch, CuPy reads __array_interface__, to find the address. NumPy would create that dict every time: 6 us
+    for an array with named fields, 1.5 us for raw bytes (host of an H200, November 2026). This class stores it once.
     """
 
-    __array_interface__: Any = None  # in the place of NumPy's descriptor, so that an instance can have its own
+    __array_interface__: Any = None  # hides NumPy's descriptor, so that an instance can store its own value
 
     @classmethod
     def of(cls, memory: bytearray) -> _Struct:
-        """The struct in this memory."""
+        """Return the struct whose bytes are those of `memory`."""
         plain = np.frombuffer(memory, np.dtype((np.void, len(memory))))
         struct = plain.view(cls)
         struct.__array_interface__ = plain.__array_interface__
@@ -75,7 +79,14 @@ class _Struct(np.ndarray):
 
 
 class _Slot(NamedTuple):
-    """Memory of one launch's arguments: to be written, as CuPy takes them, and where the driver finds their address."""
+    """Memory for the arguments of one launch.
+
+    Attributes:
+        memory: the bytes, to be written.
+        struct: the same bytes as CuPy takes them.
+        parameters: the address of a void*[1] that points to the bytes, as the driver takes them.
+        held: the array behind `parameters`, kept alive.
+    """
 
     memory: bytearray
     struct: _Struct
@@ -84,7 +95,7 @@ class _Slot(NamedTuple):
 
     @classmethod
     def of(cls, size: int) -> _Slot:
-        """Of a struct of some bytes."""
+        """Allocate a slot for a struct of `size` bytes."""
         memory = bytearray(size)
         at = ctypes.addressof((ctypes.c_char * size).from_buffer(memory))
         pointers = (ctypes.c_void_p * 1)(at)
@@ -92,9 +103,15 @@ class _Slot(NamedTuple):
 
 
 class Launch:
-    """A kernel with its grid and the last of its arguments, the sizes; a call adds the first ones and launches it.
+    """A kernel with its grid and its last arguments, the sizes. A call adds the first arguments and launches the
+    kernel.
 
-    fields: dtype of the struct of arguments, all of 8 bytes. threads: of a block.
+    Args:
+        function: the CuPy function of the kernel.
+        blocks: the number of thread blocks.
+        fields: the dtype of the struct of arguments. Every field has 8 bytes.
+        sizes: the values of the last fields.
+        threads: threads per thread block.
     """
 
     __slots__ = ("_block", "_driver", "_free", "_function", "_grid", "_handle", "_layout", "_sizes")
@@ -103,13 +120,18 @@ class Launch:
         self, function: Callable[..., None], blocks: int, fields: np.dtype, *sizes: int, threads: int = THREADS
     ) -> None:
         self._function, self._grid, self._block, self._sizes = function, (blocks,), (threads,), sizes
-        self._handle: int | None = None  # the driver's, and the driver: known when it is first wanted
+        self._handle: int | None = (
+            None  # the driver's handle of the kernel; found, with the driver, at the first launch by it
+        )
         self._driver: Any = None
         self._layout = Struct(f"{len(fields.names or ())}Q")
-        self._free: list[_Slot] = []  # memory that no thread is using, since the driver copied it
+        self._free: list[_Slot] = []  # slots for reuse: the driver has copied their bytes
 
     def __call__(self, *values: int, stream: Any = None) -> None:
-        """stream: where to, CuPy's or PyTorch's; CuPy's current one if None."""
+        """Launch the kernel.
+
+        values: the values of the first fields. stream: a stream of CuPy or PyTorch; CuPy's current stream if None.
+        """
         try:
             slot = self._free.pop()
         except IndexError:
@@ -122,7 +144,11 @@ class Launch:
         self._free.append(slot)
 
     def _by_driver(self, slot: _Slot, stream: Any) -> bool:
-        """Without what CuPy's call does for arguments of any kind; False where a thread has no context yet."""
+        """Launch by the driver's function, which skips CuPy's conversion of arguments.
+
+        Return False, without a launch, if that fails: CuPy's function has no handle, or the thread has no CUDA context
+        yet.
+        """
         if self._handle is None:
             self._handle = getattr(getattr(self._function, "kernel", self._function), "ptr", 0)
             self._driver = imports.cupy().cuda.driver if self._handle else None
@@ -139,20 +165,24 @@ class Launch:
 
 
 def address(array: Any) -> int:
-    """Pointer of a CuPy array, 0 for None."""
+    """Return the address of a CuPy array, or 0 for None."""
     return 0 if array is None else array.data.ptr
 
 
 def aligned(array: Any, run_bytes: int) -> bool:
-    """Return whether runs of run_bytes from the array's start all begin at multiples of 16 bytes.
+    """Return whether all runs of run_bytes bytes, from the start of the array on, begin at multiples of 16 bytes.
 
-    None stands for an array that is allocated later, which begins at such a multiple.
+    None stands for an array that will be allocated, which begins at such a multiple.
     """
     return (array is None or array.data.ptr % 16 == 0) and run_bytes % 16 == 0
 
 
 def as_aligned(array: Any) -> Any:
-    """A contiguous array at a multiple of 16 bytes, copied where it is not; None stays."""
+    """Return the array itself if it is contiguous and begins at a multiple of 16 bytes, otherwise a copy that is and
+    does.
+
+    Return None for None.
+    """
     if array is None:
         return None
     array = imports.cupy().ascontiguousarray(array)

@@ -1,8 +1,8 @@
-"""Launchers: the launch of a choice for a matrix, of dequantize, of amaxes. On the current stream; no synchronization
-anywhere.
+"""Launch the kernels for one matrix: quantize, fake_quantize, dequantize and amax.
 
-Arrays are CuPy arrays of one device, contiguous, with the quantized axis last. A Launch depends on types, shapes and
-alignment alone, so it is kept.
+All functions launch on the current stream and none waits for the device. Arrays are contiguous CuPy arrays of one
+device, with the quantized axis last. Launches are cached, because a Launch depends on dtypes, shapes and alignment
+only.
 """
 
 from __future__ import annotations
@@ -51,11 +51,17 @@ AMAX = np.dtype([("x", "u8"), ("amax", "u8"), ("rows", "i8"), ("columns", "i8")]
 
 
 class Matrix(NamedTuple):
-    """The arrays of one matrix (M, K): those that its way needs, by the names of the kernels' arguments.
+    """The arrays of one matrix (M, K), named as the kernels name their arguments. A kernel reads those that it needs.
 
-    packed, scales, tensor_scale: along rows; column_...: along columns. values: fake-quantized elements instead.
-    amax_out and column_amax_out: where tensor_amax is copied to. group: the number of x's first 16 elements in the
-    array that a seed's random bytes are of.
+    Attributes:
+        x: the elements.
+        packed, scales, tensor_scale: codes and scales of blocks along the rows.
+        column_packed, column_scales, column_tensor_scale: codes and scales of blocks along the columns.
+        values: fake-quantized values, if they are written instead of codes.
+        tensor_amax, block_amax: the amaxes that scales are computed from.
+        amax_out, column_amax_out: where the kernel copies tensor_amax.
+        random: the random bytes of stochastic rounding; None if a seed is used.
+        group: the position of x in the random stream of a seed, in units of 16 elements.
     """
 
     x: Any
@@ -75,7 +81,7 @@ class Matrix(NamedTuple):
 
 
 def has_aligned_runs(m: Matrix, request: LaunchRequest) -> bool:
-    """Whether every run of a matrix begins at a multiple of 16 bytes, in values too where they are written."""
+    """Return whether every run of x, and of values if they are written, begins at a multiple of 16 bytes."""
     rows, columns = request.kernel_shape
     return aligned(m.x, columns * m.x.dtype.itemsize if rows > 1 else 16) and (
         m.values is None or m.values.data.ptr % 16 == 0
@@ -83,7 +89,7 @@ def has_aligned_runs(m: Matrix, request: LaunchRequest) -> bool:
 
 
 def kernel_structs(request: LaunchRequest) -> str:
-    """The structs that a kernel of a choice is instantiated with."""
+    """Return the C++ structs that the kernel of a request is instantiated with."""
     options: dict[str, Any] = {
         "fake": request.values,
         "stochastic": request.stochastic,
@@ -95,6 +101,7 @@ def kernel_structs(request: LaunchRequest) -> str:
 
 @cache
 def _function(kernel: str, struct: str, dtype: np.dtype, whole: bool, device: int) -> Any:
+    """Return a compiled kernel. whole: the result of has_aligned_runs."""
     return loader.function(
         instantiation(kernel, struct, Input=TYPES[dtype], kAligned=whole), f"{kernel}_kernel", device
     )
@@ -102,8 +109,10 @@ def _function(kernel: str, struct: str, dtype: np.dtype, whole: bool, device: in
 
 @lru_cache(CACHE_SIZE)
 def quantize_launch(choice: KernelChoice, request: LaunchRequest, whole: bool, device: int) -> Launch:
-    """The launch of a choice for a work; called with the addresses of the way's pointers, and seed and group where it
-    takes them.
+    """Return the launch of a chosen kernel for a request.
+
+    Call it with the addresses of `choice.arguments.pointers` and then, if `choice.arguments.words` is not empty, the
+    seed and the group. whole: the result of has_aligned_runs.
     """
     sizes = choice.sizes(request)
     check_count(sizes[0] * sizes[1])
@@ -117,7 +126,7 @@ def quantize_launch(choice: KernelChoice, request: LaunchRequest, whole: bool, d
 
 
 def quantize_matrix(m: Matrix, request: LaunchRequest, seed: int = 0, choice: KernelChoice | None = None) -> None:
-    """Quantize a matrix by the way that takes the work, or by one that is named."""
+    """Quantize a matrix. The kernel is `choice`, or by default the first one that takes the request."""
     choice = choice or kernel_for(request)
     launch = quantize_launch(choice, request, has_aligned_runs(m, request), m.x.device.id)
     numbers = (seed, m.group) if choice.arguments.words else ()
@@ -126,6 +135,7 @@ def quantize_matrix(m: Matrix, request: LaunchRequest, seed: int = 0, choice: Ke
 
 @cache
 def _dequantize_function(r: Recipe, layout: str, original: np.dtype, dtype: np.dtype, device: int) -> Any:
+    """Return the compiled dequantize kernel, from a quantized `original` dtype to `dtype`."""
     source = instantiation(
         "dequantize", recipe_struct(decoding(r, dtype), layout), Input=TYPES[original], Output=TYPES[dtype]
     )
@@ -136,7 +146,11 @@ def _dequantize_function(r: Recipe, layout: str, original: np.dtype, dtype: np.d
 def dequantize_launch(
     r: Recipe, layout: str, original: np.dtype, dtype: np.dtype, shape: tuple[int, int], device: int
 ) -> Launch:
-    """What dequantizes a matrix of a shape; called with the addresses of the first five of _DEQUANTIZE."""
+    """Return the launch that dequantizes a matrix of a shape.
+
+    Call it with the addresses of the first five fields of _DEQUANTIZE. original: the dtype that was quantized. dtype:
+    the dtype of the values.
+    """
     rows, columns = shape
     check_count(rows * columns)
     if layout == "linear" and r.tensor_scaling != "row":
@@ -149,13 +163,18 @@ def dequantize_launch(
 
 @cache
 def _implied_function(r: Recipe, original: np.dtype, device: int) -> Any:
+    """Return the compiled implied_amax kernel."""
     return loader.function(
         instantiation("implied_amax", recipe_struct(r), Input=TYPES[original]), "implied_amax_kernel", device
     )
 
 
 def implied_amaxes(tensor_scale: Any, amax: Any, r: Recipe, original: np.dtype) -> Any:
-    """The amaxes of contiguous tensor scales, as reference.implied finds them: float32, same shape."""
+    """Return the amaxes from which the given tensor scales follow: float32, same shape.
+
+    Equals reference.implied. amax: the amaxes if they are known, otherwise None. An entry that gives its tensor scale
+    is kept. original: the dtype that was quantized.
+    """
     device, count = tensor_scale.device.id, tensor_scale.size
     found = imports.cupy().empty(tensor_scale.shape, np.float32)
     launch = Launch(_implied_function(r, original, device), grid(-(-count // THREADS), device), _IMPLIED, count)
@@ -166,8 +185,10 @@ def implied_amaxes(tensor_scale: Any, amax: Any, r: Recipe, original: np.dtype) 
 def dequantize_matrix(
     packed: Any, scales: Any, r: Recipe, layout: str, tensor_scale: Any, amax: Any, original: np.dtype, values: Any
 ) -> None:
-    """Values of contiguous packed codes into values (M, K). tensor_scale: None without; amax: as many, or None if
-    unknown.
+    """Dequantize contiguous packed codes into values (M, K).
+
+    tensor_scale: None if the recipe has none. amax: the amaxes of the tensor scales, None if unknown. original: the
+    dtype that was quantized.
     """
     if r.tensor_scaling in ("row", "block") and DECODE_RULES[r.decode_rule].needs_amax:
         amax = implied_amaxes(tensor_scale, amax, r, original)
@@ -176,13 +197,14 @@ def dequantize_matrix(
 
 
 def transform_struct(mask: int | None) -> str:
-    """Transform, which says whether a Hadamard transform comes first, and with which signs."""
+    """Return the C++ struct Transform, which says whether a Hadamard transform comes first, and with which signs."""
     text = f"struct Transform {{ static constexpr bool kHadamard = {str(mask is not None).lower()}; "
     return text + f"static constexpr u32 kSignMask = {mask or 0}u; }};"
 
 
 @cache
 def _amax_function(kernel: str, dtype: np.dtype, counted: str, whole: bool, mask: int | None, device: int) -> Any:
+    """Return a compiled amax kernel. whole: every row that it reduces begins at a multiple of 16 bytes."""
     source = instantiation(
         "amax", transform_struct(mask), Input=TYPES[dtype], kCounted=f"AmaxInput::{counted}", kAligned=whole
     )
@@ -200,16 +222,21 @@ def amax_launch(
     device: int,
     mask: int | None = None,
 ) -> Launch:
-    """What finds an amax, or one a row; called with the addresses of x and of the result, which is zero before."""
+    """Return the launch that computes one amax, or with by_row one per row.
+
+    Call it with the addresses of x and of the result, which must hold zeros.
+    """
     function = _amax_function("amax_rows_kernel" if by_row else "amax_kernel", dtype, counted, whole, mask, device)
     work = min(rows, -(-rows * columns // (4 * THREADS))) if by_row else -(-columns // (16 * THREADS))
     return Launch(function, grid(work, device), AMAX, rows, columns)
 
 
 def amax(x: Any, counted: str = "all", by_row: bool = False, mask: int | None = None) -> Any:
-    """Largest magnitude of a contiguous array (float32 ()), or of each row (M,). counted: "all", "no_nan" or "finite".
+    """Return the largest magnitude of a contiguous array: float32 (); with by_row, that of each row of a matrix:
+    float32 (M,).
 
-    mask: sign mask of a Hadamard transform that each run of 16 goes through first.
+    counted: the elements that count: "all" (a NaN makes the result NaN), "no_nan" or "finite". mask: the sign mask of a
+    Hadamard transform that is applied to every 16 elements first; None without a transform.
     """
     cupy = imports.cupy()
     rows, columns = x.shape if by_row else (1, x.size)
@@ -220,10 +247,11 @@ def amax(x: Any, counted: str = "all", by_row: bool = False, mask: int | None = 
     return out
 
 
+# The elements that count for a tensor amax, by the amax_nan of the recipe.
 COUNTED = {"ignore": "no_nan", "propagate": "all", "lanes": "finite"}
 
 
 def empty_scales(shape: tuple[int, ...], layout: str) -> Any:
-    """Block scales in a layout, padding zero."""
+    """Return a new array of block scales in a layout. The padding of a swizzled layout is zero."""
     cupy = imports.cupy()
     return cupy.empty(shape, np.uint8) if layout == "linear" else cupy.zeros(padded_shape(shape, layout), np.uint8)

@@ -1,4 +1,4 @@
-"""Launcher of pack and unpack: 4-bit codes between one and two a byte, on the current stream."""
+"""Launch pack_codes.cu: pack 4-bit codes from one to two per byte, or unpack them."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from fp4kit.cuda.launch.dispatch import CACHE_SIZE
 from fp4kit.cuda.launch.geometry import THREADS, UNLIMITED, Launch, aligned, grid
 
 _ARGUMENTS = np.dtype([("in", "u8"), ("out", "u8"), ("bytes", "i8")])
-_BYTES_PER_THREAD = 32  # of packed codes: four loads
+_BYTES_PER_THREAD = 32  # bytes of packed codes; a thread loads them in four parts
 
 
 def source(whole: bool = True) -> str:
-    """Instantiation; whole: arrays begin at multiples of 16 bytes."""
+    """Return the C++ text of the instantiation. whole: both arrays begin at multiples of 16 bytes."""
     return instantiation("pack_codes", kAligned=whole)
 
 
@@ -33,15 +33,16 @@ def _launch(kernel: str, whole: bool, packed_bytes: int, device: int) -> Launch:
 
 
 def _run(kernel: str, given: Any, out: Any, packed_bytes: int) -> None:
+    """Launch one of the two kernels on the current stream."""
     launch = _launch(kernel, aligned(given, 16) and aligned(out, 16), packed_bytes, out.device.id)
     launch(given.data.ptr, out.data.ptr)
 
 
 def pack(codes: Any, packed: Any) -> None:
-    """Contiguous codes, one a byte, into packed, two a byte. The high nibble of a code is not looked at."""
+    """Pack contiguous codes, one per byte, into `packed`, two per byte. The high nibbles of codes are ignored."""
     _run("pack_codes_kernel", codes, packed, packed.size)
 
 
 def unpack(packed: Any, codes: Any) -> None:
-    """Contiguous packed codes, two a byte, into codes, one a byte."""
+    """Unpack contiguous packed codes, two per byte, into `codes`, one per byte."""
     _run("unpack_codes_kernel", packed, codes, packed.size)

@@ -1,4 +1,7 @@
-"""What no kernel has of a recipe, beside shapes of blocks: refused before a launch, with what is needed instead."""
+"""Reject recipes that no kernel supports, before any launch.
+
+The limits here hold for all kernels. The shapes of blocks that a kernel supports are in dispatch.py.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +12,12 @@ from fp4kit.call.parse import Declined
 from fp4kit.formats import E2M1, ElementFormat, is_same
 from fp4kit.recipes import Recipe
 
-MAX_EXPONENT = 100  # exponents of values of elements, of either sign: then no step of encode or decode leaves float32
-FOUR_OVER_SIX_COLUMNS = 16
+MAX_EXPONENT = 100  # largest |exponent| of an element; within it, no step of encode or decode overflows float32
+FOUR_OVER_SIX_COLUMNS = 16  # columns of a block of a 4over6 recipe
 
 
 def check_formats(r: Recipe) -> None:
-    """Raise Declined, with what is needed and the way out, where no kernel does as the recipe says."""
+    """Raise Declined, with what is needed and what to do instead, if no kernel supports the recipe."""
     wrong = unsupported(r)
     if wrong:
         raise Declined(f"{r.id} has {wrong}; compute on the CPU with cupy.asnumpy(x)")
@@ -22,16 +25,17 @@ def check_formats(r: Recipe) -> None:
 
 @lru_cache(256)
 def unsupported(r: Recipe) -> str | None:
-    """What of a recipe no CUDA kernel has, and what is needed instead; None where kernels have all of it."""
+    """Return what of a recipe no kernel supports, and what is needed instead; None if kernels support all of it."""
     return next(
-        (f"{what}, which no CUDA kernel has; needs {needed}" for is_wrong, what, needed in _limits(r) if is_wrong), None
+        (f"{what}, which no CUDA kernel supports; needs {needed}" for is_wrong, what, needed in _limits(r) if is_wrong),
+        None,
     )
 
 
 def _limits(r: Recipe) -> Iterator[tuple[bool, str, str]]:
-    """Whether something is wrong, what it is, and what is needed."""
+    """Yield one tuple per limit: whether the recipe exceeds it, what exceeds it, and what is needed."""
     e = r.element
-    yield not _has_kernels(e), f"elements {e} with bias {e.bias}", "numbers within 2^-100 ... 2^100"
+    yield not _has_kernels(e), f"elements {e} with bias {e.bias}", "values from 2^-100 to 2^100"
     yield e.is_integer and r.rounding != "rn", f"rounding={r.rounding!r} of {e}", "'rn'"
     lanes = r.amax_nan == "lanes" and r.tensor_scaling == "block"
     yield lanes, "amax_nan='lanes' with tensor_scaling='block'", "'ignore' or 'propagate'"
@@ -44,6 +48,7 @@ def _limits(r: Recipe) -> Iterator[tuple[bool, str, str]]:
 
 
 def _has_kernels(e: ElementFormat) -> bool:
+    """Return whether kernels can encode and decode an element format."""
     if e.is_integer:
         return True
     return -MAX_EXPONENT <= e.emin - e.mantissa_bits and e.emax <= MAX_EXPONENT and e.bias >= 0

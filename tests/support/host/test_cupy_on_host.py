@@ -170,7 +170,7 @@ def test_arrays_of_other_libraries_on_the_device():
 
 def test_a_matrix_that_is_too_large_for_a_kernel():
     geometry.check_count(1 << 33)
-    with pytest.raises(ValueError, match=r"a kernel takes at most 8589934592 \(2\^33\); cut the first axis"):
+    with pytest.raises(ValueError, match=r"a kernel takes at most 8589934592 \(2\^33\); split the first axis"):
         geometry.check_count((1 << 33) + 1)
 
 
