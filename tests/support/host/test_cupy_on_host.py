@@ -182,6 +182,6 @@ def test_a_row_that_is_too_long_for_a_kernel(monkeypatch, recipe):
     monkeypatch.setattr(matrix, "_function", lambda *arguments: None)
     for columns in (1 << 32, (1 << 32) - 32, 1 << 12):
         work = LaunchRequest(fp4kit.recipe(recipe), BF16, (2, columns))
-        refused = pytest.raises(ValueError, match=r"a row of 4294967296 elements; .* at most 2\^32 - 1; reshape x")
+        refused = pytest.raises(ValueError, match=r"a row has 4294967296 elements; .* at most 2\^32 - 1; reshape x")
         with refused if columns == 1 << 32 and work.recipe.block else nullcontext():
             matrix.quantize_launch.__wrapped__(kernel_for(work), work, True, 0)
