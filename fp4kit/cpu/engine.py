@@ -37,7 +37,7 @@ def tensor_amax(moved: np.ndarray, r: Recipe, mask: int | None = None) -> np.nda
 
 
 FAKE_ELEMENTS = 1 << 22  # elements whose codes are held at a time by fake_quantize
-_MATRICES = reference.Matrices(
+_FUNCTIONS = reference.MatrixFunctions(
     tensor_amax,
     encode.quantize_matrix,
     encode.encode_matrix,
@@ -50,7 +50,7 @@ _MATRICES = reference.Matrices(
 def quantize(call: Call) -> Quantized:
     """Return what reference.quantize returns."""
     _check(call, None if coverage.not_searched(call.recipe) or not call.recipe.search else 0)
-    return reference.quantize(call, _MATRICES)
+    return reference.quantize(call, _FUNCTIONS)
 
 
 def quantize_both(row: Call, column: Call) -> tuple[Quantized, Quantized]:
@@ -61,7 +61,7 @@ def quantize_both(row: Call, column: Call) -> tuple[Quantized, Quantized]:
 def quantize_with_scales(call: Call) -> Quantized:
     """Return what reference.quantize_with_scales returns."""
     _check(call)
-    return reference.quantize_with_scales(call, _MATRICES)
+    return reference.quantize_with_scales(call, _FUNCTIONS)
 
 
 def _check(call: Call, min_elements: int | None = None) -> None:
@@ -83,7 +83,7 @@ def dequantize(q: Quantized, dtype: np.dtype, out: np.ndarray | None = None) -> 
     decoding.decoder_of(q.recipe, dtype)
     if q.packed.size < coverage.MIN_CODE_BYTES:
         raise Declined("the specification is as fast for so few values")
-    return reference.dequantize(q, dtype, out, _MATRICES)
+    return reference.dequantize(q, dtype, out, _FUNCTIONS)
 
 
 def requantize(q: Quantized, target: Recipe) -> tuple[Quantized, int]:
@@ -91,7 +91,7 @@ def requantize(q: Quantized, target: Recipe) -> tuple[Quantized, int]:
     for r in (q.recipe, target):
         decoding.decoder_of(r, np.dtype(np.float32))
     encode.kernels_of(target)
-    return reference.requantize(q, target, _MATRICES)
+    return reference.requantize(q, target, _FUNCTIONS)
 
 
 def fake_quantize(call: Call) -> np.ndarray:
@@ -189,7 +189,7 @@ def search_scales(search: Search) -> np.ndarray:
         raise Declined("only the specification searches E8M0 scales and tensor amaxes")
     searching.rule_of(search.call.recipe, search.terms.offsets)
     encode.check_array(search.call.x)
-    return reference.search_scales(search, _MATRICES)
+    return reference.search_scales(search, _FUNCTIONS)
 
 
 def _as_matrix(x: np.ndarray) -> np.ndarray:

@@ -1,6 +1,8 @@
-"""The specification as an engine: calls on NumPy arrays, matrix by matrix. It declines none.
+"""The reference engine: run parsed calls on NumPy arrays, one matrix after the other. It never declines a call.
 
-cuda.engine has the same functions for CuPy arrays.
+Each matrix is computed by the functions of a MatrixFunctions: by default the specification (fp4kit.reference). The
+compiled engine (cpu/engine.py) calls this module with its own functions. cuda.engine has functions of equal names for
+CuPy arrays.
 """
 
 from __future__ import annotations
@@ -64,7 +66,7 @@ __all__ = [
 
 @np.errstate(all="ignore")
 def amax(call: Call) -> np.ndarray:
-    """amax of each block that shares a block scale; without blocks, what tensor scales are made from."""
+    """Return the amax of each block, float32; for a recipe without blocks, the amaxes of its tensor scales."""
     if call.recipe.block is None:
         return compute_tensor_amax(call.moved, call.recipe)
     height, width = call.recipe.block
@@ -86,7 +88,7 @@ def amax(call: Call) -> np.ndarray:
 
 @np.errstate(all="ignore")
 def plain_amax(x: np.ndarray, axis: Any) -> np.ndarray:
-    """Largest |x|, of all or along axes, NaN where there is one."""
+    """Return the largest |x|, float32, over all of x (axis None) or along axes. NaN in x gives NaN."""
     if axis is not None:
         return np.asarray(np.max(np.abs(x), axis=axis, initial=0)).astype(np.float32)
     chunks = np.nditer(x, flags=["external_loop", "buffered", "zerosize_ok"], buffersize=TILE_ELEMENTS)
@@ -95,8 +97,10 @@ def plain_amax(x: np.ndarray, axis: Any) -> np.ndarray:
 
 @ieee("amax")
 def compute_tensor_amax(moved: np.ndarray, r: Recipe, mask: int | None = None) -> np.ndarray:
-    """amax that the tensor scale needs, in its canonical shape: float32 (), one per row, or one per block. "none" as
-    "tensor".
+    """Return the amax that the tensor scale is made from: float32 in its canonical shape (call/amaxes.py).
+
+    For a recipe without tensor scale, return the amax of the whole array, float32 (). mask: sign mask of the Hadamard
+    transform; None for no transform.
     """
     shape = tensor_amax_shape(moved.shape, r)
     if moved.size == 0:
@@ -107,8 +111,17 @@ def compute_tensor_amax(moved: np.ndarray, r: Recipe, mask: int | None = None) -
     return np.asarray(parts, np.float32).reshape(shape)
 
 
-class Matrices(NamedTuple):
-    """What does a whole array, or one matrix: the specification, or an engine that uses the rest of this."""
+class MatrixFunctions(NamedTuple):
+    """The functions that an engine supplies to the driver; by default those of the specification.
+
+    Attributes:
+        tensor_amax: computes the tensor amax of a whole array.
+        quantize: writes the codes and scales of a matrix.
+        encode: writes the codes of a matrix under given scales.
+        dequantize: writes the values of a matrix.
+        search: writes the block amaxes that search_scales finds for a matrix, for E4M3 scales.
+        searched: returns a call with the block amaxes that its recipe's own search chooses.
+    """
 
     tensor_amax: Callable[..., np.ndarray] = compute_tensor_amax
     quantize: Callable[..., None] = quantize_matrix
@@ -118,28 +131,31 @@ class Matrices(NamedTuple):
     searched: Callable[..., Call] = searched
 
 
-def _tensor_amax(call: Call, by: Matrices) -> np.ndarray | None:
-    """The tensor_amax of a call, given or computed; None for recipes without a tensor scale."""
+def _tensor_amax(call: Call, functions: MatrixFunctions) -> np.ndarray | None:
+    """Return the tensor amax of a call, computed if it was not given; None if the recipe has no tensor scale."""
     if call.tensor_amax is not None or call.recipe.tensor_scaling == "none":
         return call.tensor_amax
-    return by.tensor_amax(call.moved, call.recipe, call.mask)
+    return functions.tensor_amax(call.moved, call.recipe, call.mask)
 
 
-def search_scales(search: Search, by: Matrices = Matrices()) -> np.ndarray:  # noqa: B008  (a tuple)
-    """Block amaxes of least loss, float32 (..., M, K / block); tensor amaxes where there are no block scales."""
-    return search_call(search, _tensor_amax(search.call, by), by.search, fake_quantize)
+def search_scales(search: Search, functions: MatrixFunctions = MatrixFunctions()) -> np.ndarray:  # noqa: B008  (a tuple)
+    """Return the block amaxes of smallest loss, float32 (..., M, K / block).
+
+    For a recipe without block scales, return tensor amaxes in their canonical shape.
+    """
+    return search_call(search, _tensor_amax(search.call, functions), functions.search, fake_quantize)
 
 
 # ---- codes ----
 
 
-def quantize(call: Call, by: Matrices = Matrices()) -> Quantized:  # noqa: B008  (a tuple)
-    """Codes and scales of call.moved, into call.out or a new Quantized."""
-    amax, r = _tensor_amax(call, by), call.recipe
-    call = by.searched(call, amax)
+def quantize(call: Call, functions: MatrixFunctions = MatrixFunctions()) -> Quantized:  # noqa: B008  (a tuple)
+    """Quantize call.moved. Return call.out with the result, or a new Quantized if call.out is None."""
+    amax, r = _tensor_amax(call, functions), call.recipe
+    call = functions.searched(call, amax)
     packed, scales = _direct_outputs(call)
     if call.x.size:
-        _quantize_matrices(call, amax, packed, scales, by)
+        _quantize_matrices(call, amax, packed, scales, functions)
     swizzled = scales if scales is None or call.layout == "linear" else swizzle_scales(scales, call.layout)
     decode_scale = None if amax is None else np.asarray(tensor_scale(amax, r, call.x.dtype).decode, np.float32)
     if call.out is None:
@@ -159,19 +175,20 @@ def quantize(call: Call, by: Matrices = Matrices()) -> Quantized:  # noqa: B008 
 
 
 def quantize_both(row: Call, column: Call) -> tuple[Quantized, Quantized]:
-    """quantize of the rowwise and of the columnwise call."""
+    """Return the results of quantize for the rowwise and for the columnwise call."""
     return quantize(row), quantize(column)
 
 
-def quantize_with_scales(call: Call, by: Matrices = Matrices()) -> Quantized:  # noqa: B008  (a tuple)
-    """Codes of call.moved under the scales that are given, which the result has, too; into call.out or a new
-    Quantized.
+def quantize_with_scales(call: Call, functions: MatrixFunctions = MatrixFunctions()) -> Quantized:  # noqa: B008  (a tuple)
+    """Encode call.moved with the scales of the call. Return call.out, or a new Quantized if call.out is None.
+
+    The result gets a copy of the scales.
     """
     out, r = call.out, call.recipe
     direct = out is not None and out.packed.flags.c_contiguous
     packed = out.packed if out is not None and direct else np.empty(packed_shape(call.moved.shape, r), np.uint8)
     if call.x.size:
-        _encode_matrices(call, packed, by)
+        _encode_matrices(call, packed, functions)
     scales, tensor = call.block_scale, call.tensor_scale
     if out is None:
         scales, tensor = (None if a is None else a.copy() for a in (scales, tensor))
@@ -182,7 +199,8 @@ def quantize_with_scales(call: Call, by: Matrices = Matrices()) -> Quantized:  #
     return out
 
 
-def _encode_matrices(call: Call, packed: np.ndarray, by: Matrices) -> None:
+def _encode_matrices(call: Call, packed: np.ndarray, functions: MatrixFunctions) -> None:
+    """Write the codes of all matrices, encoded with the scales of the call, into packed."""
     r, shape = call.recipe, scale_shape(call.moved.shape, call.recipe)
     x = stack(call.moved, r, is_per_expert(call.tensor_scale, r) or isinstance(call.random, np.ndarray))
     B, M, K = x.shape
@@ -191,11 +209,14 @@ def _encode_matrices(call: Call, packed: np.ndarray, by: Matrices) -> None:
     for i, matrix in enumerate(x):
         part = TensorScale(*(part_for_matrix(np.asarray(p), r, i, (B, M)) for p in tensor))
         options = MatrixOptions(None, _random_bytes(call.random, r, i, (M, K)), call.mask)
-        by.encode(matrix, r, part, None if scales is None else scales[i], codes[i], options)
+        functions.encode(matrix, r, part, None if scales is None else scales[i], codes[i], options)
 
 
 def _direct_outputs(call: Call) -> tuple[np.ndarray, np.ndarray | None]:
-    """Arrays for codes and linear block scales: those of out where they can be written directly, else new ones."""
+    """Return arrays for codes and linear block scales (None if the recipe has none).
+
+    They are the arrays of call.out if those are contiguous and linear, so that no copy is needed; otherwise new ones.
+    """
     out, shape, r = call.out, call.moved.shape, call.recipe
     direct = out is not None and out.packed.flags.c_contiguous
     packed = out.packed if out is not None and direct else np.empty(packed_shape(shape, r), np.uint8)
@@ -206,22 +227,23 @@ def _direct_outputs(call: Call) -> tuple[np.ndarray, np.ndarray | None]:
 
 
 def _quantize_matrices(
-    call: Call, amax: np.ndarray | None, packed: np.ndarray, scales: np.ndarray | None, by: Matrices
+    call: Call, amax: np.ndarray | None, packed: np.ndarray, scales: np.ndarray | None, functions: MatrixFunctions
 ) -> None:
+    """Write the codes and linear block scales of all matrices. amax: the tensor amax."""
     r = call.recipe
     x = stack(call.moved, r, is_per_expert(amax, r) or isinstance(call.random, np.ndarray))
     B, M, K = x.shape
     codes = packed.reshape(B, M, -1)
-    scale_rows, blocks_of = (None if a is None else a.reshape(B, -1, a.shape[-1]) for a in (scales, call.block_amax))
+    scale_rows, amax_rows = (None if a is None else a.reshape(B, -1, a.shape[-1]) for a in (scales, call.block_amax))
     for i, matrix in enumerate(x):
-        blocks = None if blocks_of is None else blocks_of[i][:: r.block_rows]
-        options = MatrixOptions(blocks, _random_bytes(call.random, r, i, (M, K)), call.mask)
+        block_amaxes = None if amax_rows is None else amax_rows[i][:: r.block_rows]
+        options = MatrixOptions(block_amaxes, _random_bytes(call.random, r, i, (M, K)), call.mask)
         out_scales = None if scale_rows is None else scale_rows[i]
-        by.quantize(matrix, r, part_for_matrix(amax, r, i, (B, M)), codes[i], out_scales, options)
+        functions.quantize(matrix, r, part_for_matrix(amax, r, i, (B, M)), codes[i], out_scales, options)
 
 
 def _random_bytes(random: Any, r: Recipe, i: int, shape: tuple[int, int]) -> RandomBytes | None:
-    """Random bytes of a tile of matrix i: cut from the given ones, or from the counter-based stream."""
+    """Return the source of matrix i's random bytes: the caller's bytes, or the stream of a seed; None for None."""
     if random is None:
         return None
     if isinstance(random, np.ndarray):
@@ -236,13 +258,13 @@ def dequantize(
     q: Quantized,
     dtype: np.dtype,
     out: np.ndarray | None = None,
-    by: Matrices = Matrices(),  # noqa: B008  (a tuple)
+    functions: MatrixFunctions = MatrixFunctions(),  # noqa: B008  (a tuple)
 ) -> np.ndarray:
-    """Values of q, rounded to dtype; in out, or a new array."""
+    """Return the values of q, rounded to dtype, in out or in a new array."""
     direct = out is not None and q.axis == len(q.shape) - 1 and out.flags.c_contiguous
     moved = out if out is not None and direct else np.empty(q.moved_shape, dtype)
     if moved.size:
-        _dequantize_matrices(q, moved, by)
+        _dequantize_matrices(q, moved, functions)
     values = np.moveaxis(moved, -1, q.axis)
     if out is None or direct:
         return values if out is None else out
@@ -250,7 +272,8 @@ def dequantize(
     return out
 
 
-def _dequantize_matrices(q: Quantized, moved: np.ndarray, by: Matrices) -> None:
+def _dequantize_matrices(q: Quantized, moved: np.ndarray, functions: MatrixFunctions) -> None:
+    """Write the values of all matrices of q into moved, whose last axis is the quantized one."""
     M, K = (1, *q.moved_shape)[-2:]
     B = moved.size // (M * K)
     packed, values = q.packed.reshape(B, M, -1), moved.reshape(B, M, K)
@@ -262,60 +285,65 @@ def _dequantize_matrices(q: Quantized, moved: np.ndarray, by: Matrices) -> None:
     tensor = stored_tensor_scale(q.tensor_scale, q.tensor_amax, q.recipe, q.dtype)
     for i in range(B):
         part = TensorScale(*(part_for_matrix(np.asarray(p), q.recipe, i, (B, M)) for p in tensor))
-        by.dequantize(packed[i], None if scales is None else scales[i], q.recipe, part, values[i])
+        functions.dequantize(packed[i], None if scales is None else scales[i], q.recipe, part, values[i])
 
 
-def requantize(q: Quantized, target: Recipe, by: Matrices = Matrices()) -> tuple[Quantized, int]:  # noqa: B008  (a tuple)
-    """q by another recipe, with its codes where they can be kept; and how many values are not the same."""
-    values, result = dequantize(q, np.dtype(np.float32), by=by), keep_codes(q, target)
+def requantize(q: Quantized, target: Recipe, functions: MatrixFunctions = MatrixFunctions()) -> tuple[Quantized, int]:  # noqa: B008  (a tuple)
+    """Return q converted to another recipe, and how many of its values changed.
+
+    The codes are kept if the two recipes allow it; otherwise the values of q are quantized again. NaN equals NaN.
+    """
+    values, result = dequantize(q, np.dtype(np.float32), functions=functions), keep_codes(q, target)
     if result is None:
         call = quantize_call("requantize", values, target, q.axis, QuantizeOptions(q.scale_layout))
-        result = replace(quantize(call, by), dtype=q.dtype)
-    found = dequantize(result, np.dtype(np.float32), by=by)
+        result = replace(quantize(call, functions), dtype=q.dtype)
+    found = dequantize(result, np.dtype(np.float32), functions=functions)
     same = (values.view(np.uint32) == found.view(np.uint32)) | (np.isnan(values) & np.isnan(found))
     return result, int(same.size - np.count_nonzero(same))
 
 
 def fake_quantize(call: Call) -> np.ndarray:
-    """Values of the recipe's fake_rule; without one, of the codes."""
+    """Return the fake-quantized values: those of the recipe's fake_rule, or without one dequantize(quantize(x))."""
     if call.recipe.fake_rule is None:
         return dequantize(quantize(call._replace(recipe=faking(call.recipe))), call.x.dtype)
-    amax, r = _tensor_amax(call, Matrices()), call.recipe
+    amax, r = _tensor_amax(call, MatrixFunctions()), call.recipe
     moved = np.empty(call.moved.shape, call.x.dtype)
     if moved.size:
         x = stack(call.moved, r, is_per_expert(amax, r))
         values = moved.reshape(x.shape)
-        blocks = None if call.block_amax is None else call.block_amax.reshape(*x.shape[:2], -1)
+        block_amax = None if call.block_amax is None else call.block_amax.reshape(*x.shape[:2], -1)
         for i, matrix in enumerate(x):
-            part = part_for_matrix(amax, r, i, (x.shape[0], x.shape[1]))
-            _fake_matrix(matrix, r, part, None if blocks is None else blocks[i], values[i])
+            matrix_amax = part_for_matrix(amax, r, i, (x.shape[0], x.shape[1]))
+            _fake_matrix(matrix, r, matrix_amax, None if block_amax is None else block_amax[i], values[i])
     return np.moveaxis(moved, -1, call.axis)
 
 
 def _fake_matrix(
-    x: np.ndarray, r: Recipe, amax: np.ndarray | None, blocks: np.ndarray | None, values: np.ndarray
+    x: np.ndarray, r: Recipe, amax: np.ndarray | None, block_amax: np.ndarray | None, values: np.ndarray
 ) -> None:
-    """Values of a matrix by r.fake_rule, into values."""
+    """Write the values of a matrix by r.fake_rule into values. amax: the tensor amax; block_amax: the caller's."""
     tensor, size = tensor_scale(amax, r, x.dtype).columns(r), r.block_size
     for rows, columns in tiles(x.shape, r.block):
         tile = np.ascontiguousarray(x[rows, columns], np.float32)
         cut = slice(columns.start // size, columns.stop // size)
-        given = None if blocks is None else blocks[rows, cut]
+        given = None if block_amax is None else block_amax[rows, cut]
         with np.errstate(all="ignore"):
             y = FAKE_RULES[r.fake_rule or ""](tile, r, tensor.cut(rows, cut).amax, given, x.dtype)
             values[rows, columns] = y.astype(x.dtype)
 
 
 def clip_amax(call: Call) -> np.ndarray:
-    """What fake_quantize_backward clips at without an amax: what the recipe's tensor scale covers, or the whole
-    array.
+    """Return the clip limit of fake_quantize_backward if the caller passes none.
+
+    It is the amax that the recipe's tensor scale is made from; without a tensor scale, the amax of the whole array.
     """
     return compute_tensor_amax(call.moved, call.recipe)
 
 
 def clip(call: Call, amax: np.ndarray) -> np.ndarray:
-    """call.grad where |call.x| <= amax, else 0. amax: (1, 1), (rows, 1) or (rows, blocks), rows = all leading axes
-    joined.
+    """Return call.grad where |call.x| <= amax, and 0 elsewhere.
+
+    amax: (1, 1), (rows, 1) or (rows, blocks), where rows are all leading axes joined.
     """
     grad, (M, K) = np.moveaxis(call.grad, call.axis, -1), (1, *call.moved.shape)[-2:]
     x, g = stack(call.moved, call.recipe, True), stack(grad, call.recipe, True)
@@ -338,7 +366,10 @@ def clip(call: Call, amax: np.ndarray) -> np.ndarray:
 def transpose(
     packed: np.ndarray, scales: np.ndarray, q: Quantized, codes_of: Callable[..., np.ndarray] = transpose_codes
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Codes and scales of q transposed: of the last two axes of q.moved_shape."""
+    """Return the codes and scales of q with the last two axes of q.moved_shape exchanged.
+
+    The scales stay in q's layout. codes_of(packed, packing) transposes the codes of a matrix.
+    """
     *lead, M, K = q.moved_shape
     B, size, shape = prod(lead), q.recipe.block_size, (*lead, K, M)
     packed = packed.reshape(B, M, packed.shape[-1])
@@ -353,14 +384,14 @@ def transpose(
 
 
 def swizzle(scales: np.ndarray, source: str, target: str, shape: tuple[int, ...]) -> np.ndarray:
-    """Scales whose linear shape (..., R, C) is `shape`, from one layout to another."""
+    """Return scales in another layout. shape: their linear shape (..., R, C)."""
     return swizzle_scales(unswizzle_scales(scales, source, shape), target)
 
 
 def pack(codes: np.ndarray) -> np.ndarray:
-    """4-bit codes, two a byte."""
+    """Return 4-bit codes packed, two per byte. Raise ValueError if a code is above 15."""
     if codes.size and codes.max() > 15:
-        raise ValueError(f"pack: the largest code is {codes.max()}; 4-bit codes are 0 to 15")
+        raise ValueError(f"pack: codes hold {codes.max()}; needs 4-bit codes, 0 to 15")
     return layouts.pack(codes)
 
 
@@ -382,7 +413,10 @@ def partial_cast(
     amax: Any,
     cast: Callable[..., None] = partial.partial_cast,
 ) -> None:
-    """Codes of a shard into out. amax: the tensor's, given; None for the largest of block_amax."""
+    """Write the codes of a shard into out.
+
+    amax: the tensor amax; None for the largest of block_amax. cast: the function that computes the codes.
+    """
     if r.tensor_scaling != "none" and amax is None:
         amax = np.max(block_amax, initial=np.float32(0))
     cast(shard, out, block_amax, shape, start, r, amax)

@@ -1,6 +1,6 @@
-"""Groups of NumPy arrays: N calls, their amaxes and their outputs, which every run overwrites.
+"""Groups of NumPy arrays: N calls with their amaxes and their outputs. Every run overwrites the outputs.
 
-cuda/engine/group.py has the same classes for CuPy arrays. Here the calls run one after the other.
+cuda/engine/group.py has classes of equal names for CuPy arrays. Here the calls run one after the other.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from fp4kit.quantized.container import Quantized
 from fp4kit.quantized.part_shapes import tensor_amax_shape
 from fp4kit.recipes import Recipe
 
-Run = Callable[..., Any]  # run(operation, call, ...): the operation by the first host engine that takes the call
+# run(operation, call, ...) returns the result of an operation, from the first host engine that does not decline it.
+Run = Callable[..., Any]
 
 
 class Group:
@@ -43,11 +44,11 @@ class Group:
 
     @property
     def computes_amaxes(self) -> bool:
-        """Whether the amaxes come from the arrays; else they were given."""
+        """Whether the amaxes are computed from the arrays, not given by the caller."""
         return self.vector is not None
 
     def amax(self) -> list[Any]:
-        """Compute the amaxes, unless they were given."""
+        """Return the amax of each array, computed if they were not given; None without a tensor scale."""
         if self.vector is None:
             return each(self._op, lambda c: with_amaxes(c, c.tensor_amax, None).tensor_amax, self._calls)
         for call, amax in zip(self._calls, self._amaxes, strict=True):
@@ -55,7 +56,10 @@ class Group:
         return list(self._amaxes)
 
     def quantize(self, compute_amaxes: bool) -> list[Quantized]:
-        """Write the codes, scales and tensor scales of all arrays."""
+        """Quantize all arrays, and return the group's own Quantized.
+
+        compute_amaxes: whether to compute the amaxes, or to use those that `vector` holds.
+        """
         each(self._op, lambda call: check_codes(call, call.layout), self._calls)
         calls = self._with_amaxes(compute_amaxes)
         outs: Sequence[Quantized | None] = self._codes or [None] * len(calls)
@@ -63,7 +67,7 @@ class Group:
         return self._codes
 
     def fake_quantize(self, compute_amaxes: bool) -> list[Any]:
-        """Write the values of all arrays."""
+        """Fake-quantize all arrays, and return the group's own values. compute_amaxes: as in quantize."""
         values = [self._run("fake_quantize", call) for call in self._with_amaxes(compute_amaxes)]
         if self._values is None:
             self._values = values
@@ -73,7 +77,10 @@ class Group:
         return self._values
 
     def _with_amaxes(self, compute: bool) -> list[Call]:
-        """Return the calls with their amaxes: given, or those of vector, except NaN, which a call cannot give."""
+        """Return the calls with their amaxes: the caller's, or those of `vector`.
+
+        A computed amax with NaN is left out, because calls reject a NaN amax. The engine then computes it again.
+        """
         given = [call.tensor_amax for call in self._calls]
         if self.vector is not None:
             given = [None if np.isnan(a).any() else a for a in self.amax()] if compute else list(self._amaxes)
@@ -81,7 +88,7 @@ class Group:
 
 
 class ClipGroup:
-    """N calls with gradients, and the amaxes that these are clipped at (None: computed)."""
+    """N calls with gradients, and the clip limit of each (None to compute it from x)."""
 
     def __init__(self, calls: Sequence[Call], amaxes: Sequence[Any], run: Run) -> None:
         self._calls, self._amaxes, self._run = calls, amaxes, run
@@ -91,6 +98,7 @@ class ClipGroup:
         return [self._clip(call, amax) for call, amax in zip(self._calls, self._amaxes, strict=True)]
 
     def _clip(self, call: Call, amax: Any) -> Any:
+        """Return the clipped gradient of one call."""
         if not call.grad.size:
             return call.grad
         limit = reshape_clip_amax(self._run("clip_amax", call), call) if amax is None else amax

@@ -20,14 +20,15 @@ from fp4kit.reference.blocks import spread_rows
 from fp4kit.reference.quantize import tensor_amax
 from fp4kit.reference.tensor_rules import tensor_scale
 
-Run = Callable[..., Any]  # run(operation, ...): the operation by the first host engine that takes it
+# run(operation, ...) returns the result of an operation, from the first host engine that does not decline it.
+Run = Callable[..., Any]
 
 
 class HostStages:
-    """Hold the buffers and stages of a plan.
+    """The buffers of a MasterWeightsPlan, and a method per stage.
 
     Attributes:
-        bits: float32 bit patterns for the reduce stage: tensor amaxes, then block amaxes.
+        bits: bit patterns of float32 amaxes, which the processes reduce by maximum: tensor amaxes, then block amaxes.
         message: the codes that this process sends.
         gathered: the messages of all processes.
         counts: the length of each process's message.
@@ -50,17 +51,17 @@ class HostStages:
         self.bits = np.zeros(int(ends[-1]), np.uint32)
         amaxes = np.split(self.bits.view(np.float32), ends)[1:-1]
         self._amaxes = [amax.reshape(shape) for amax, shape in zip(amaxes, blocks, strict=True)]
-        self._whole = self.bits[: len(shapes)].view(np.float32)
+        self._tensor_amaxes = self.bits[: len(shapes)].view(np.float32)
         self._unit = r.element.packing.codes  # elements per byte; messages are cut at whole bytes
         lengths = partition.pieces(self._unit)
         self.counts = lengths.sum(axis=1).tolist()
         self.message = np.zeros(self.counts[rank], np.uint8)
         self.gathered = np.zeros(sum(self.counts), np.uint8)
-        self.quantized = [self._allocate(*item) for item in zip(shapes, self._whole, values, strict=True)]
+        self.quantized = [self._allocate(*item) for item in zip(shapes, values, strict=True)]
         self.columnwise = [self._transposed(q) for q in self.quantized] if columnwise else []
 
-    def _allocate(self, shape: tuple[int, int], whole: np.ndarray, values: np.ndarray) -> Quantized:
-        """Return a Quantized with zeroed arrays for a matrix. ``whole`` is its tensor amax."""
+    def _allocate(self, shape: tuple[int, int], values: np.ndarray) -> Quantized:
+        """Return a Quantized with zeroed arrays for a matrix. ``values`` is its shard."""
         r = self._recipe
         packed = np.zeros(packed_shape(shape, r), np.uint8)
         scales = np.zeros(scale_shape(shape, r), np.uint8)
@@ -70,11 +71,11 @@ class HostStages:
         return Quantized(packed, scales, scale, amax, shape, values.dtype, -1, r)
 
     def device(self) -> AbstractContextManager[None]:
-        """Return a context that makes the device of the buffers current; on a host it does nothing."""
+        """Return a context that does nothing. The class for GPUs makes the device of its buffers current."""
         return nullcontext()
 
     def replace(self, values: Sequence[np.ndarray]) -> None:
-        """Use other arrays of the same shapes and dtypes as the shards' values."""
+        """Use other arrays as the shards, with the shapes and dtypes of the present ones."""
         self._values = list(values)
 
     def _shards(self) -> list[tuple[int, np.ndarray, tuple[int, int], int]]:
@@ -84,50 +85,51 @@ class HostStages:
 
     @ieee("cast_master_weights")
     def amax(self) -> None:
-        """Compute amaxes of the owned elements into ``bits``."""
+        """Write the amaxes of the owned elements into ``bits``."""
         for t, values, shape, start in self._shards():
             self._amaxes[t][...] = partial.partial_amax(values, shape, start, self._recipe)
             if self._recipe.tensor_scaling == "tensor":
-                self._whole[t] = tensor_amax(values[None], self._recipe)
+                self._tensor_amaxes[t] = tensor_amax(values[None], self._recipe)
 
     @ieee("cast_master_weights")
     def scales(self) -> None:
         """Compute tensor scales and block scales from the reduced ``bits``.
 
-        Raises ValueError for NaN, on every process alike.
+        If an amax is NaN, every process raises ValueError.
         """
         for t, (amax, q) in enumerate(zip(self._amaxes, self.quantized, strict=True)):
-            if np.isnan(amax).any() or np.isnan(self._whole[t]):
+            if np.isnan(amax).any() or np.isnan(self._tensor_amaxes[t]):
                 raise ValueError(
                     f"cast_master_weights: matrix {t} has NaN, for which {q.recipe.id} has no scale; needs values "
                     "without NaN"
                 )
-            tensor = tensor_scale(self._whole[t], q.recipe, q.dtype)
+            tensor = tensor_scale(self._tensor_amaxes[t], q.recipe, q.dtype)
             with np.errstate(all="ignore"):
                 codes = BLOCK_RULES[q.recipe.block_rule or ""].code(amax, tensor, q.recipe, q.dtype)
             q.block_scale[...] = spread_rows(codes, q.recipe, q.shape[0])
             if q.tensor_scale is not None:
-                q.tensor_scale[...], q.tensor_amax[...] = tensor.decode, self._whole[t]
+                q.tensor_scale[...], q.tensor_amax[...] = tensor.decode, self._tensor_amaxes[t]
 
     @ieee("cast_master_weights")
     def cast(self) -> None:
-        """Write the codes of the owned elements into the matrices, and from there into the message."""
-        whole = None if self._recipe.tensor_scaling == "none" else self._whole
+        """Write the codes of the owned elements into the matrices, and copy their bytes into the message."""
+        tensor_amaxes = None if self._recipe.tensor_scaling == "none" else self._tensor_amaxes
         place = 0
         for t, values, shape, start in self._shards():
-            packed, amax = self.quantized[t].packed, None if whole is None else whole[t]
+            packed, amax = self.quantized[t].packed, None if tensor_amaxes is None else tensor_amaxes[t]
             partial.partial_cast(values, packed, self._amaxes[t], shape, start, self._recipe, amax)
             first, last = start // self._unit, -(-(start + len(values)) // self._unit)
             self.message[place : place + last - first] = packed.reshape(-1)[first:last]
             place += last - first
 
     def transpose(self) -> None:
-        """Update the columnwise copies."""
+        """Update the columnwise copies of all matrices."""
         for q, copy in zip(self.quantized, self.columnwise, strict=True):
             moved = self._transposed(q)
             copy.packed[...], copy.block_scale[...] = moved.packed, moved.block_scale
 
     def _transposed(self, q: Quantized) -> Quantized:
+        """Return the columnwise copy of a matrix."""
         codes, scales = self._run("transpose", q.packed, q.block_scale, q)
         return replace(q, packed=codes, block_scale=scales, axis=0)
 
@@ -144,7 +146,7 @@ class HostStages:
 
 
 def place_codes(flat: np.ndarray, piece: np.ndarray, start: int, end: int, unit: int) -> None:
-    """Copy codes [start, end) into a flattened matrix. No other nibble changes.
+    """Copy codes [start, end) into `flat`, the packed bytes of a flattened matrix. No other nibble changes.
 
     ``piece`` begins with the byte of the first code; ``unit`` is the number of codes per byte.
     """

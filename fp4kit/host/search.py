@@ -1,4 +1,4 @@
-"""Calls of search_scales by what is searched: E4M3 scales, powers of two, or amaxes without block scales."""
+"""Run search_scales on NumPy arrays."""
 
 from __future__ import annotations
 
@@ -14,12 +14,20 @@ from fp4kit.reference.search_powers import search_powers
 
 
 def search_call(
-    search: Search, amax: np.ndarray | None, sweep: Callable[..., None], fake_quantize: Callable[[Call], np.ndarray]
+    search: Search,
+    amax: np.ndarray | None,
+    search_e4m3: Callable[..., None],
+    fake_quantize: Callable[[Call], np.ndarray],
 ) -> np.ndarray:
-    """Block amaxes, or tensor amaxes where there are no block scales. amax: of the tensor; sweep: of E4M3 scales, of a
-    matrix.
+    """Return the block amaxes that a search finds; tensor amaxes for a recipe without block scales.
+
+    Args:
+        search: the parsed call.
+        amax: the tensor amax.
+        search_e4m3: search_e4m3(x, out, amax, search) writes the block amaxes of a matrix x into out, for E4M3 scales.
+        fake_quantize: returns the fake-quantized values of a call.
     """
     if search.terms.grid is not None:
         return search_amaxes(search, amax, fake_quantize)
-    of_matrix: Callable[..., None] = search_powers if search.searches_e8m0 else sweep
-    return chosen_amaxes(search.call, amax, lambda *matrix: of_matrix(*matrix, search))
+    search_matrix: Callable[..., None] = search_powers if search.searches_e8m0 else search_e4m3
+    return chosen_amaxes(search.call, amax, lambda *matrix: search_matrix(*matrix, search))

@@ -81,7 +81,7 @@ def test_pad() -> None:
         (
             lambda: fp4kit.pack(np.full(2, 16, np.uint8)),
             ValueError,
-            "pack: the largest code is 16; 4-bit codes are 0 to 15",
+            "pack: codes hold 16; needs 4-bit codes, 0 to 15",
         ),
         (lambda: fp4kit.pack(np.zeros(2, int)), TypeError, "pack: codes are int64; needs uint8"),
         (lambda: fp4kit.unpack(np.uint8(3)), ValueError, "unpack: codes are 0-d; needs at least one axis"),
