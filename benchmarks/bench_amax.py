@@ -14,9 +14,7 @@ from fp4kit.evidence.testing import assert_same_bits
 
 
 def run(bench: Bench) -> None:
-    """Add one row per kind of amax. Each is compared with a copy of as many bytes; the smallest possible time is that
-    of reading x once.
-    """
+    """Add one row per kind of amax. The minimum traffic is one read of x; the ceiling is the rate of a copy."""
     for dtype in (F32, F16, BF16):
         x = bench.normal(dtype)
         bits = f"i{dtype.itemsize}"

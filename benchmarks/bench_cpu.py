@@ -264,8 +264,8 @@ def ggml(bench: Bench) -> None:
 
 
 def searches(bench: Bench) -> None:
-    """Time searches of block scales next to a NumPy loop over the candidates, and count the blocks for which the bounds
-    do not exclude enough candidates.
+    """Time searches of block scales next to a NumPy loop over the candidates, and count the blocks for which all
+    candidates are tried.
     """
     x = normal((min(bench.args.size, 512), bench.args.size))
     for case in cpu_search.cases(x):

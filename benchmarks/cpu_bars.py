@@ -136,7 +136,7 @@ def _linear_bar(rows: list[CpuRow], name: str, loop: str, least: int, text: str)
     The smallest times are compared, because every call that takes a second meets some disturbance. If a streaming loop
     over as many bytes grows too, the growth is divided by the loop's.
     """
-    text = f"time per byte{text}, 8 GiB over {least >> 20} MiB, beside a streaming loop's: at most 1.25"
+    text = f"time per byte{text}, 8 GiB over {least >> 20} MiB, relative to a streaming loop: at most 1.25"
     large = sorted((row for row in rows if row.bytes >= least and name in row.times), key=lambda row: row.bytes)
     found = []
     for recipe in sorted({row.recipe for row in large}):

@@ -38,8 +38,8 @@ def cases(x: np.ndarray) -> Iterator[CpuCase]:
 
 
 def loop(x: np.ndarray) -> np.ndarray:
-    """Return the code with the smallest squared error per block, found by trying one candidate after the other. A few
-    blocks differ from Model-Optimizer's sweep, which sums errors in another order.
+    """Return the code with the smallest squared error per block, found by trying one candidate after the other. For a
+    few blocks, it differs from that of search_scales.
     """
     a = np.abs(x.astype(np.float32)).reshape(-1, 16)
     scales = a.max() / E2M1.max * (decode(np.arange(1, 127, dtype=np.uint8), E4M3) / E4M3.max)

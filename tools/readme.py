@@ -77,7 +77,7 @@ def scale_search() -> str:
 LIVE_COLUMNS = (
     "producer",
     "equal at",
-    "beside",
+    "together with",
     "found on",
     "recipes",
     "arrays",

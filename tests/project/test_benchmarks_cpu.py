@@ -161,9 +161,9 @@ def test_bars_of_ggml_sizes_and_sweep():
     bars = found_bars(ggml, *sizes, sweep=sweep)
     encoders = bars["times faster than ggml's encoders, one thread each"]
     assert encoders.figure == "1.60" and not encoders.holds
-    linear = bars["time per byte, 8 GiB over 1024 MiB, beside a streaming loop's"]
+    linear = bars["time per byte, 8 GiB over 1024 MiB, relative to a streaming loop"]
     assert linear.figure == "1.56" and linear.where == "nvfp4-te: 1.56, the loop 1.00" and not linear.holds
-    there = "time per byte into preallocated memory, 8 GiB over 32 MiB, beside a streaming loop's"
+    there = "time per byte into preallocated memory, 8 GiB over 32 MiB, relative to a streaming loop"
     assert bars[there].holds is None
     into = [a_row(group="sizes", nbytes=n << 25, **{"all into": 5000 * n}) for n in (32, 1)]
     assert found_bars(*into)[there].figure == "1.00"

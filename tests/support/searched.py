@@ -93,8 +93,10 @@ def of_nearly_equal_errors() -> np.ndarray:
 
 
 def hessians(K: int, seed: int = 0) -> np.ndarray:
-    """Return Hessians: usual ones and, if there are more than four blocks, also a low-rank one, a diagonal one with
-    zeros, the identity, and one with negative eigenvalues.
+    """Return Hessians: usual ones and a low-rank one.
+
+    If there are more than four blocks, three others are a diagonal one with zeros, the identity, and one with negative
+    diagonal elements.
     """
     rng = np.random.default_rng(seed)
     samples = rng.standard_normal((K // 16, 40, 16)) * rng.choice([0.3, 1, 4], (K // 16, 1, 16))
