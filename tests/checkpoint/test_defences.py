@@ -1,4 +1,4 @@
-"""Defences against hostile and broken checkpoints, each attacked.
+"""Attack each defence against hostile and broken checkpoints.
 
 | defence | attacked in |
 | --- | --- |
@@ -11,11 +11,11 @@ cli/test_guard: test_kills*; run/test_staging: test_link*_in_the_partial_directo
 | 5 the index and the shards agree | model/test_model_files: test_index_*, test_tensor_in_two_files, test_unindexed_series_* |
 | 6 names are data | model/test_model_files: test_shown_*; here test_names_are_data, test_patterns_take_no_time |
 | 7 configs | model/test_model_files: test_source_with_bad_config; here test_hostile_config, test_config_of_any_size |
-| 8 files beside | test_files_beside |
+| 8 other files in the directory | test_files_beside |
 | 9 resource limits | test_hostile_header (2^40 elements), test_config_of_any_size, convert/test_failures: test_space_*, \
 run/test_memory |
 | 10 numbers | test_nan_scales, test_nan_tensor_scale; convert/test_failures: test_nonfinite_*, test_subnormal_* |
-| 11 locks; only the same run is gone on with | run/test_staging: test_two_runs_*, test_lock_*; \
+| 11 locks; only a run with equal source and options is resumed | run/test_staging: test_two_runs_*, test_lock_*; \
 convert/test_journal: test_other_* |
 | 12 strict flags; the environment changes no byte | cli/test_convert; run/test_executors: test_environment_* |
 | 13 manifest | model/test_manifest |

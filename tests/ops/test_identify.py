@@ -74,9 +74,9 @@ def test_stochastic_needs_every_scale(name) -> None:
 
 
 def test_a_changed_code_is_not_stochastic() -> None:
-    """Every code is a neighbor of its element, but only one is the upper one.
+    """One code is replaced by the other neighbor of its element, and all other codes are nearest.
 
-    Stochastic rounding would not be so regular.
+    Every code is a neighbor, but stochastic rounding would not choose the nearest one so regularly.
     """
     q = fp4kit.quantize(X, "nvfp4-compressed-tensors")
     bytes_ = q.packed.copy()

@@ -115,7 +115,7 @@ def test_every_code_comes_back(fmt, rounding):
 @every_format
 @pytest.mark.parametrize("rounding", [name for name in ROUNDINGS if name in NAMES])
 def test_float32_as_the_specification_has_it(fmt, rounding):
-    """codec.encode's default rules for signs and NaN give the codes that ElementFormat.encode gives."""
+    """With its default rules for signs and NaN, codec.encode gives the codes of ElementFormat.encode."""
     if fmt is LOW or (not fmt.has_zero and rounding not in ("rn", "rz")):
         return
     with np.errstate(all="ignore"):

@@ -14,7 +14,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 HEADS = re.compile(r"(What|Of|That|Those|The same|Whether|Where|As)\b")  # words that a docstring must not begin with
-PER = re.compile(  # "two codes a byte"
+PER = re.compile(  # an article in place of "per"
     r"\b(?:one|two|four|bytes?|bits?|scales?|codes?|runs?|elements?|values?)"
     r" an? (?:thread|block|row|warp|element|byte)\b"
 )

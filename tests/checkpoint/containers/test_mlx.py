@@ -225,8 +225,9 @@ def test_global_scales(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("recipe", ["nvfp4-te", "nvfp4-te-4over6-mse-256"])
 def test_a_global_scale_is_made_anew(recipe: str, tmp_path: Path) -> None:
-    """The amax is stored if it equals 2688 tensor scales up to rounding, otherwise 2688 tensor scales. mlx-lm cannot
-    read it.
+    """verify expects the amax if it equals 2688 tensor scales up to rounding, otherwise 2688 tensor scales.
+
+    It reports that mlx-lm does not read a global scale of this layer.
     """
     name = "model.layers.0.mlp.up_proj"
     x = synthetic.random(name, (96, 64))

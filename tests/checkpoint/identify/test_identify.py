@@ -192,9 +192,7 @@ def test_block_scales_of_a_size_that_fits_no_layout(recipe: str, shape: tuple[in
 @pytest.mark.parametrize("form", ["nvfp4-te", "mxfp4-ocp"])
 @pytest.mark.parametrize("scales", ["of a matrix", "of a stack", "flat", "of another size", "none"])
 def test_a_stored_shape_of_one_expert(tmp_path: Path, form: str, scales: str) -> None:
-    """Codes are stored as [1, 32, 32] with block scales of any shape; the report gives the share of equal bytes if
-    sizes fit.
-    """
+    """Codes are stored as [1, 32, 32]. Block scales of any shape are accepted if their number fits."""
     x = weights(1, (32, 64))
     q = fp4kit.quantize(x, form)
     shape = {"of a matrix": q.block_scale.shape, "of a stack": (1, *q.block_scale.shape), "flat": (q.block_scale.size,)}

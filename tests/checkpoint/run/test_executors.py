@@ -104,7 +104,7 @@ def test_processes_where_they_are_faster(
     processes: bool,
     expected: tuple[int, bool],
 ) -> None:
-    """Processes are used only for models of at least FROM_BYTES, and only if they are asked for; otherwise threads."""
+    """Workers are processes if requested, for models of FROM_BYTES and with enough workers; otherwise threads."""
     module, made = import_module("fp4kit.checkpoint.convert.convert"), list[tuple[int, bool]]()
 
     @contextmanager

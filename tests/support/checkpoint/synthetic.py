@@ -42,7 +42,7 @@ def refused(text: str) -> pytest.RaisesExc[CheckpointError]:
 
 
 def random(name: str, shape: tuple[int, ...], std: float = 0.02, dtype: np.dtype = BF16) -> np.ndarray:
-    """A normal tensor seeded by its name."""
+    """Return normal values seeded by the tensor's name."""
     generator = np.random.default_rng(zlib.crc32(name.encode()))
     return (generator.standard_normal(shape) * std).astype(dtype)
 
