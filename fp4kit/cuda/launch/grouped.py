@@ -1,7 +1,11 @@
-"""Launchers of groups: one kernel over many tensors, prepared once and launched as often as needed. See grouped.cuh.
+"""Launch one kernel over a group of tensors.
 
-A Launch holds the table of pointers on the device, and every array it points to; launching it does no work for each
-tensor.
+Words, as in kernels/shared/grouped.cuh: the tensors of a group are its members. The work on a member is divided into
+pieces, and one thread block takes one piece at a time. The members of a small group are passed as kernel arguments;
+those of a larger group are in a table in device memory.
+
+A GroupedLaunch is prepared once and launched as often as needed. It keeps the table and all arrays alive. Launching it
+does no work per tensor on the host.
 """
 
 from __future__ import annotations
@@ -26,39 +30,51 @@ from fp4kit.cuda.launch.matrix import AMAX, Matrix, has_aligned_runs, kernel_str
 
 _GROUP = np.dtype([("members", "u8"), ("count", "i8"), ("pieces", "i8")])
 _PIECE = np.dtype([("member", "u4"), ("index", "u4")])
-SMALL_GROUP = 32  # the most members of a small group: kSmallGroup of grouped.cuh
-PIECES_PER_MULTIPROCESSOR = 20  # if there is little work
-# Fewest and most elements of a piece: one and three turns of a thread block whose threads take 64 bytes of bfloat16
-# each. More turns amortize what a piece begins with (a table of factors, loads of its position), but make the end
-# uneven. Time of 8 tensors of 1856 x 2688 relative to one launch, with one turn, PIECES_PER_MULTIPROCESSOR and three
-# turns: nvfp4-te 1.10, 1.03, 1.05; mxfp4-flashinfer 1.03, 1.05, 1.10 (H200, 2026-11-21).
+SMALL_GROUP = 32  # the most members of a small group: kSmallGroup in grouped.cuh
+PIECES_PER_MULTIPROCESSOR = 20  # the aim, within the limits of the next line
+# The fewest and the most elements per piece: one and three turns of a thread block whose threads take 64 bytes of
+# bfloat16 per turn. More turns amortize the setup of a piece (a table of factors, loads of its position), but more
+# thread blocks then wait for the last one at the end. Time for 8 tensors of 1856 x 2688 relative to one launch per tensor (H200,
+# 2026-11-21):
+#     piece              one turn   PIECES_PER_MULTIPROCESSOR   three turns
+#     nvfp4-te           1.10       1.03                        1.05
+#     mxfp4-flashinfer   1.03       1.05                        1.10
 MIN_ELEMENTS, MAX_ELEMENTS = 8192, 24576
 
 
 @dataclass(frozen=True)
 class GroupedLaunch:
-    """A launch that is ready: call it to make it, on the current stream of the current device."""
+    """A prepared launch. Call it to launch the kernel on the current stream of the current device.
+
+    Attributes:
+        function: the CuPy function of the kernel.
+        grid: the number of thread blocks.
+        arguments: the struct of arguments, as an array with one element of raw bytes (see geometry.Launch).
+        held: the table and the arrays that it points to, kept alive.
+        threads: threads per thread block.
+    """
 
     function: Any
     grid: int
-    arguments: np.ndarray  # plain bytes: see geometry.Launch
-    held: tuple[Any, ...]  # the table, and the arrays it points to
-    threads: int = THREADS  # of a block
+    arguments: np.ndarray
+    held: tuple[Any, ...]
+    threads: int = THREADS
 
     def __call__(self) -> None:
+        """Launch the kernel."""
         self.function((self.grid,), (self.threads,), (self.arguments,))
 
 
 def is_small(members: Sequence[Any]) -> bool:
-    """Whether a group's members go with the kernel's arguments: which instantiation it takes (kSmall)."""
+    """Return whether a group is small enough for its members to be kernel arguments (kSmall)."""
     return len(members) <= SMALL_GROUP
 
 
 def piece_counts(elements: np.ndarray, device: int, most: int = MAX_ELEMENTS) -> np.ndarray:
-    """Return into how many pieces each tensor is divided. Pieces have one size, as far as whole pieces allow. A tensor
-    without elements has one piece.
+    """Return into how many pieces each tensor is divided. Pieces are about equally large.
 
-    most: the most elements of a piece.
+    A tensor without elements has one piece. elements: int64, the size of each tensor. most: the most elements per
+    piece.
     """
     check_count(int(elements.max()))
     share = int(elements.sum()) // (geometry.multiprocessors(device) * PIECES_PER_MULTIPROCESSOR)
@@ -66,7 +82,7 @@ def piece_counts(elements: np.ndarray, device: int, most: int = MAX_ELEMENTS) ->
 
 
 def group_table(members: np.ndarray) -> np.ndarray:
-    """Return the members, followed by their pieces, as grouped.cuh declares them in device memory, in 8-byte words."""
+    """Return the table of a large group, in 8-byte words: the members, then their pieces, as grouped.cuh declares."""
     pieces = members["pieces"]
     work = np.empty(int(pieces.sum()), _PIECE)
     work["member"] = np.repeat(np.arange(len(pieces)), pieces)
@@ -77,8 +93,11 @@ def group_table(members: np.ndarray) -> np.ndarray:
 def prepare_group(
     function: Any, arguments: np.ndarray, whole: ArrayLike, pieces: np.ndarray, held: Any, small: bool = False
 ) -> GroupedLaunch:
-    """The launch of a grouped kernel: arguments, alignment and number of pieces of each member; small: kSmall of the
-    kernel.
+    """Return the launch of a grouped kernel.
+
+    arguments: one struct per member. whole: per member, whether its runs are aligned to 16 bytes (or flags, for
+    grouped_transpose). pieces: the number of pieces per member. held: the arrays to keep alive. small: whether the
+    kernel was compiled for small groups (kSmall).
     """
     member = np.dtype([("arguments", arguments.dtype), ("pieces", "u4"), ("aligned", "u4")])
     members, total, table = np.zeros(len(arguments), member), int(pieces.sum()), None
@@ -96,15 +115,16 @@ def prepare_group(
 
 @cache
 def _quantize_function(kernel: str, struct: str, dtype: np.dtype, whole: bool, small: bool, device: int) -> Any:
+    """Return the compiled grouped kernel. whole: the runs of all members are aligned. small: see is_small."""
     source = instantiation(f"grouped_{kernel}", struct, Input=TYPES[dtype], kAligned=whole, kSmall=small)
     return loader.function(source, f"grouped_{kernel}_kernel", device)
 
 
 def quantize_group(matrices: Sequence[Matrix], requests: Sequence[LaunchRequest], seed: int = 0) -> GroupedLaunch:
-    """The launch that does launch.quantize_matrix of each matrix.
+    """Return the launch that quantizes every matrix as launch.matrix.quantize_matrix does.
 
-    works: of the matrices, the same but for their shapes; all of one device. Matrices without elements are of shape (n,
-    0), where n is how many tensor scales they have.
+    requests: one per matrix. They differ only in their shapes. All matrices are on one device. A matrix without
+    elements has the shape (n, 0), where n is the number of its tensor scales.
     """
     first, r = matrices[0], requests[0].recipe
     choice = kernel_for(requests[0]._replace(grouped=True))
@@ -119,7 +139,9 @@ def quantize_group(matrices: Sequence[Matrix], requests: Sequence[LaunchRequest]
         check_columns(int(arguments["columns"].max()))
     device, small = first.x.device.id, is_small(matrices)
     function = _quantize_function(choice.kernel, kernel_structs(requests[0]), first.x.dtype, all(whole), small, device)
-    simple = small and not has_table(r) and r.tensor_scaling != "row"  # a piece begins with little
+    simple = (
+        small and not has_table(r) and r.tensor_scaling != "row"
+    )  # a piece has little setup, so that small pieces are best
     pieces = piece_counts(np.array([m.x.size for m in matrices]), device, MIN_ELEMENTS if simple else MAX_ELEMENTS)
     return prepare_group(function, arguments, whole, pieces, tuple(matrices), small)
 
@@ -128,6 +150,7 @@ def quantize_group(matrices: Sequence[Matrix], requests: Sequence[LaunchRequest]
 def _amax_function(
     kernel: str, dtype: np.dtype, counted: str, whole: bool, small: bool, mask: int | None, device: int
 ) -> Any:
+    """Return the compiled grouped amax kernel. whole: the rows of all members are aligned. small: see is_small."""
     names: dict[str, str | bool] = {
         "Input": TYPES[dtype],
         "kCounted": f"AmaxInput::{counted}",
@@ -140,7 +163,10 @@ def _amax_function(
 def amax_group(
     xs: Sequence[Any], outs: Sequence[Any], counted: str, by_row: bool = False, mask: int | None = None
 ) -> GroupedLaunch:
-    """The launch that writes what launch.amax gives of each array into its out, which must hold zeros if not by_row."""
+    """Return the launch that writes launch.matrix.amax of each array into its out.
+
+    Without by_row, the outs must hold zeros at each launch.
+    """
     shapes = [x.shape if by_row else (1, x.size) for x in xs]
     whole = [aligned(x, shape[1] * x.dtype.itemsize if by_row else 16) for x, shape in zip(xs, shapes, strict=True)]
     arguments = np.array(
@@ -155,7 +181,7 @@ def amax_group(
 
 
 class Clip(NamedTuple):
-    """The arguments of clip.clip_gradient."""
+    """The arguments of launch.clip.clip_gradient."""
 
     grad: Any
     x: Any
@@ -165,13 +191,15 @@ class Clip(NamedTuple):
 
 @cache
 def _clip_function(dtype: np.dtype, grad: np.dtype, whole: bool, small: bool, device: int) -> Any:
+    """Return the compiled grouped clip kernel. whole: all arrays are aligned. small: see is_small."""
     source = instantiation("grouped_clip", Input=TYPES[dtype], Gradient=TYPES[grad], kAligned=whole, kSmall=small)
     return loader.function(source, "grouped_clip_kernel", device)
 
 
 def clip_group(clips: Sequence[Clip]) -> GroupedLaunch:
-    """The launch that does clip.clip_gradient of each; xs of one dtype, gradients of one, all with elements, on one
-    device.
+    """Return the launch that does launch.clip.clip_gradient for each item.
+
+    All x have one dtype, all gradients have one dtype, every array has elements, and all arrays are on one device.
     """
     whole = [all(a.data.ptr % 16 == 0 for a in (c.grad, c.x, c.out)) for c in clips]
     arguments = np.array([(*map(address, c), c.x.size, c.x.size // c.amax.size) for c in clips], CLIP)

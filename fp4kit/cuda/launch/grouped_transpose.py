@@ -1,4 +1,4 @@
-"""Launcher of transpose for a group of matrices: one launch for all."""
+"""Launch grouped_transpose.cu, which transposes the codes and block scales of a group of matrices."""
 
 from __future__ import annotations
 
@@ -15,11 +15,13 @@ from fp4kit.cuda.launch.grouped import GroupedLaunch, is_small, prepare_group
 from fp4kit.cuda.launch.transpose import ARGUMENTS, kernel_structs, wide_copies, work_blocks
 from fp4kit.recipes import Recipe
 
-WHOLE_CODES, WORD_SCALES = 1, 2  # what a member's `aligned` is made of: grouped_transpose.cu
+WHOLE_CODES, WORD_SCALES = 1, 2  # flags in a member's `aligned`, see grouped_transpose.cu
 
 
 class TransposeMatrix(NamedTuple):
-    """What transpose takes of one matrix: contiguous codes and scales, in and out, and its rows and columns."""
+    """The codes and scales of one matrix, those of its transposed copy, and the (rows, columns) of the matrix. All
+    contiguous.
+    """
 
     codes: Any
     scales: Any
@@ -30,12 +32,15 @@ class TransposeMatrix(NamedTuple):
 
 @cache
 def _function(bits: int, block: int, whole: bool, small: bool, device: int) -> Any:
+    """Return the compiled kernel. whole: the result of wide_copies is (True, True) for every member. small: see
+    is_small.
+    """
     source = instantiation("grouped_transpose", kernel_structs(bits, block, "linear"), kAligned=whole, kSmall=small)
     return loader.function(source, "grouped_transpose_kernel", device)
 
 
 def transpose_group(matrices: Sequence[TransposeMatrix], r: Recipe) -> GroupedLaunch:
-    """The launch that transposes each matrix, none of them empty; linear scales, all on one device."""
+    """Return the launch that transposes every matrix. No matrix is empty, scales are linear, all are on one device."""
     shapes = [(1, *m.shape) for m in matrices]
     found = [wide_copies(*m[:2], r, "linear", *m[2:4], shape) for m, shape in zip(matrices, shapes, strict=True)]
     flags = np.array(found) @ (WHOLE_CODES, WORD_SCALES)

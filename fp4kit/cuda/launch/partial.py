@@ -1,8 +1,16 @@
-"""Launchers of the partial kernels: amaxes of shards, scales from amaxes, codes of shards, codes into matrices.
+"""Launch the partial kernels, which quantize matrices of which each process owns a shard.
 
-Each kernel does its work for one matrix, with its arguments by value (`launch`), or for any number of matrices in one
-launch, with a table of arguments in device memory (`prepare`). Arrays of all matrices are one buffer, in which each has
-its place.
+Words: a shard is a range [start, end) of the elements of a flattened matrix; a run is 16 consecutive elements of a row.
+The kernels:
+
+- partial_amax: from a shard to amaxes of blocks and of the tensor;
+- partial_scales: from the amaxes of a matrix to its scales and the factors of its blocks;
+- partial_cast: from a shard and factors to codes;
+- partial_place: from received codes to matrices.
+
+`launch` launches a kernel for one matrix, with its arguments by value. `prepare` prepares a launch for many matrices,
+with a table of arguments in device memory. For many matrices, each kind of array is one buffer; fields such as block_at
+say where the part of a matrix begins in it.
 """
 
 from __future__ import annotations
@@ -23,16 +31,17 @@ from fp4kit.cuda.launch.grouped import GroupedLaunch, piece_counts, prepare_grou
 from fp4kit.recipes import Recipe
 
 FLOAT32 = np.dtype(np.float32)
-RUN = 16  # elements that a thread casts; matrices have rows of whole runs
-# thread blocks a multiprocessor: on an H200 (2026-11-21) 16 take 6% longer, one for each piece of work up to 20%
+RUN = 16  # elements per run; rows of matrices are whole runs
+# The most thread blocks per multiprocessor. 16 take 6% longer; no limit, up to 20% longer (H200, 2026-11-21).
 PER_SM = 64
 
 
 def _arguments(pointers: str, numbers: str) -> np.dtype:
+    """Return the dtype of a struct of pointers and numbers, of 8 bytes each."""
     return np.dtype([(name, "u8") for name in pointers.split()] + [(name, "i8") for name in numbers.split()])
 
 
-# The kernels' Arguments: see each .cu file.
+# The structs of arguments. Each .cu file describes its struct.
 ARGUMENTS: Mapping[str, np.dtype] = {
     "partial_amax": _arguments("values block_amax tensor_amax", "start end rows columns block_at tensor_at"),
     "partial_scales": _arguments(
@@ -44,13 +53,15 @@ ARGUMENTS: Mapping[str, np.dtype] = {
 
 
 def run_bytes(r: Recipe) -> int:
-    """Bytes of the codes of a run."""
+    """Return the number of bytes of the codes of a run."""
     return r.element.packing.length(RUN)
 
 
 def arguments(kernel: str, count: int = 1, **fields: Any) -> np.ndarray:
-    """Arguments of `count` matrices, each field a number, a CuPy array (its address) or one value a matrix; others are
-    0.
+    """Return a table of the kernel's arguments for `count` matrices.
+
+    A field is a number, a CuPy array (its address is stored), or a NumPy array with one value per matrix. Fields that
+    are not given are 0.
     """
     table = np.zeros(count, ARGUMENTS[kernel])
     for name, value in fields.items():
@@ -60,22 +71,27 @@ def arguments(kernel: str, count: int = 1, **fields: Any) -> np.ndarray:
 
 @cache
 def _function(kernel: str, r: Recipe, dtype: np.dtype, grouped: bool, device: int) -> Any:
+    """Return a compiled kernel: for many matrices if `grouped`, otherwise for one."""
     source = instantiation(kernel, recipe_struct(r), Input=TYPES[dtype])
     return loader.function(source, f"{'grouped_' * grouped}{kernel}_kernel", device)
 
 
 def launch(kernel: str, r: Recipe, dtype: np.dtype, table: np.ndarray, work: int, device: int) -> None:
-    """Launch a kernel for one matrix. dtype: of the shards. work: blocks or runs of the matrix, whatever a thread
-    takes.
+    """Launch a kernel for one matrix.
+
+    dtype: the dtype of shards. work: the number of blocks or runs, whichever a thread of the kernel takes.
     """
-    plain = table.view(np.dtype((np.void, table.itemsize)))  # CuPy is quicker with it: see geometry.Launch
+    plain = table.view(np.dtype((np.void, table.itemsize)))  # CuPy passes raw bytes faster, see geometry.Launch
     _function(kernel, r, dtype, False, device)((grid(_ceil_div(work, THREADS), device, PER_SM),), (THREADS,), (plain,))
 
 
 def prepare(
     kernel: str, r: Recipe, dtype: np.dtype, table: np.ndarray, work: np.ndarray, device: int, *held: Any
 ) -> GroupedLaunch:
-    """The launch of a kernel for all matrices of a table. held: the arrays that the table points to."""
+    """Return the launch of a kernel for all matrices of a table.
+
+    work: per matrix, the number of blocks or runs. held: the arrays that the table points to, kept alive.
+    """
     function = _function(kernel, r, dtype, True, device)
     return prepare_group(function, table, np.ones(len(table), bool), piece_counts(RUN * work, device), held)
 
@@ -84,24 +100,27 @@ def prepare(
 
 
 def check_blocks(r: Recipe) -> None:
-    """Raise Declined for blocks that the kernels do not have: theirs are those of quantize."""
+    """Raise Declined for blocks without kernels. The partial kernels support the blocks that quantize does."""
     kernel_for(LaunchRequest(r, FLOAT32, (r.block_rows, r.block_size)))
 
 
 def check_matrices(shapes: Sequence[tuple[int, int]], r: Recipe) -> None:
-    """Raise Declined for blocks, or sizes of a matrix, that the kernels do not have: they number runs with 31 bits."""
+    """Raise Declined for blocks without kernels, or for a matrix with too many elements: runs are numbered with 31
+    bits.
+    """
     check_blocks(r)
     for M, K in shapes:
         if M * K >= RUN << 31:
-            raise Declined(f"a matrix of {M * K} elements; the CUDA kernels take less than {RUN << 31}")
+            raise Declined(f"a matrix has {M * K} elements; the CUDA kernels take fewer than {RUN << 31}")
 
 
 # ---- one matrix ----
 
 
 def block_span(start: Any, end: Any, columns: Any, r: Recipe) -> tuple[Any, Any]:
-    """First and last + 1 of the blocks that elements [start, end) of a matrix lie in, whole rows of blocks if they are
-    tall.
+    """Return the first and the last + 1 of the blocks that elements [start, end) of a matrix lie in.
+
+    If blocks have several rows, the span is extended to whole rows of blocks.
     """
     height, width = r.block or (1, 1)
     if height == 1:
@@ -111,17 +130,17 @@ def block_span(start: Any, end: Any, columns: Any, r: Recipe) -> tuple[Any, Any]
 
 
 def run_count(start: Any, end: Any) -> Any:
-    """Number of runs that elements [start, end) lie in."""
+    """Return the number of runs that elements [start, end) lie in."""
     return _ceil_div(end, RUN) - start // RUN
 
 
 def _ceil_div(a: Any, b: Any) -> Any:
-    """a / b rounded up."""
+    """Return a / b, rounded up."""
     return -(-a // b)
 
 
 def amax_shard(x: Any, block_amax: Any, shape: tuple[int, int], start: int, r: Recipe) -> None:
-    """Block amaxes of a shard, contiguous and not empty, into block_amax, which must hold zeros."""
+    """Write the block amaxes of a contiguous, nonempty shard into block_amax, which must hold zeros."""
     M, K = shape
     end = start + x.size
     first, last = block_span(start, end, K, r)
@@ -130,7 +149,7 @@ def amax_shard(x: Any, block_amax: Any, shape: tuple[int, int], start: int, r: R
 
 
 def factor_rows(start: int, end: int, shape: tuple[int, int], r: Recipe) -> tuple[int, int]:
-    """First and last + 1 of the rows of blocks that elements [start, end) of a matrix lie in."""
+    """Return the first and the last + 1 of the rows of blocks that elements [start, end) of a matrix lie in."""
     K = shape[1]
     return start // K // r.block_rows, _ceil_div(_ceil_div(end, K), r.block_rows)
 
@@ -138,9 +157,10 @@ def factor_rows(start: int, end: int, shape: tuple[int, int], r: Recipe) -> tupl
 def cast_shard(
     x: Any, packed: Any, block_amax: Any, tensor_amax: Any, factors: Any, shape: tuple[int, int], start: int, r: Recipe
 ) -> None:
-    """Codes of a shard, contiguous and not empty, into packed, contiguous and at a multiple of 8 bytes.
+    """Write the codes of a contiguous, nonempty shard into packed.
 
-    factors: float32, uninitialised, for the rows of blocks that factor_rows names.
+    packed: contiguous, at a multiple of 8 bytes. factors: float32 memory for the rows of blocks of factor_rows; its
+    values are overwritten.
     """
     M, K = shape
     end, device = start + x.size, x.device.id

@@ -1,4 +1,6 @@
-"""Launchers of requantize: codes kept under other scales, where those can be, and the count of values that changed."""
+"""Launch requantize.cu, which keeps the codes of blocks under new scales if that changes no value, and
+count_changed.cu.
+"""
 
 from __future__ import annotations
 
@@ -24,6 +26,7 @@ _CHANGED = np.dtype([("x", "u8"), ("y", "u8"), ("changed", "u8"), ("count", "i8"
 
 @cache
 def _keep_function(kernel: str, target: Recipe, dtype: np.dtype, unsigned_zero: bool, device: int) -> Any:
+    """Return one of the two compiled kernels of requantize.cu."""
     source = instantiation("requantize", recipe_struct(target), Input=TYPES[dtype], kUnsignedZero=unsigned_zero)
     return loader.function(source, kernel, device)
 
@@ -32,15 +35,17 @@ def _keep_function(kernel: str, target: Recipe, dtype: np.dtype, unsigned_zero: 
 def _keep_launch(
     kernel: str, target: Recipe, dtype: np.dtype, unsigned_zero: bool, blocks: int, source_block: int, device: int
 ) -> Launch:
+    """Return the launch of one of the kernels for `blocks` blocks of the source with source_block codes each."""
     function = _keep_function(kernel, target, dtype, unsigned_zero, device)
     return Launch(function, grid(-(-blocks // THREADS), device), _KEEP, blocks, source_block)
 
 
 def keep_codes(codes: Any, scales: Any, r: Recipe, result: Quantized) -> None:
-    """Overwrite the arrays of a result with what keeps the codes of its source, if every value can be kept so; else
-    nothing.
+    """Overwrite the arrays of a result with the codes of the source, if scales of the target represent every value
+    exactly. Otherwise leave the result unchanged.
 
-    codes, scales: those of the source, contiguous, linear E8M0 scales of r, aligned to 8 bytes.
+    codes, scales: the source, contiguous and aligned to 8 bytes; scales are E8M0 in the linear layout. r: the recipe of
+    the source.
     """
     extent = imports.cupy().zeros(3, np.uint32)
     arrays = (codes, scales, extent, result.packed, result.block_scale, result.tensor_scale, result.tensor_amax)
@@ -54,13 +59,15 @@ def keep_codes(codes: Any, scales: Any, r: Recipe, result: Quantized) -> None:
 
 @lru_cache(CACHE_SIZE)
 def _changed_launch(count: int, device: int) -> Launch:
+    """Return the launch that compares `count` values."""
     function = loader.function(instantiation("count_changed"), "count_changed_kernel", device)
     return Launch(function, grid(-(-count // (4 * THREADS)), device), _CHANGED, count)
 
 
 def count_changed(x: Any, y: Any) -> Any:
-    """How many values of two contiguous float32 arrays differ in their bits, NaN equal to NaN: int64 (), on their
-    device.
+    """Return how many values of two contiguous float32 arrays differ: int64 (), on their device.
+
+    Values differ if their bits do, except that every NaN equals every NaN.
     """
     changed = imports.cupy().zeros((), np.int64)
     if x.size:

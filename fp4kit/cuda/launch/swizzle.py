@@ -1,4 +1,4 @@
-"""Launcher of swizzle and unswizzle: block scales between layouts, on the current stream."""
+"""Launch swizzle.cu, which copies block scales from one layout to another."""
 
 from __future__ import annotations
 
@@ -18,31 +18,37 @@ _ARGUMENTS = np.dtype([("in", "u8"), ("out", "u8"), ("matrices", "i8"), ("rows",
 
 
 def source(layout: str, target: str, quads: bool = True) -> str:
-    """Instantiation from a layout to another; quads: by 16 bytes of four rows, which one of the two being linear
-    allows.
+    """Return the C++ text of the instantiation that copies from `layout` to `target`.
+
+    quads: copy 16 bytes of four rows at a time, which needs one of the layouts to be linear.
     """
     return instantiation("swizzle", kFrom=f"ScaleLayout::{layout}", kTo=f"ScaleLayout::{target}", kQuads=quads)
 
 
 @cache
 def _function(layout: str, target: str, quads: bool, device: int) -> Any:
+    """Return the compiled kernel."""
     return loader.function(source(layout, target, quads), "swizzle_kernel", device)
 
 
 @lru_cache(CACHE_SIZE)
 def _launch(layout: str, target: str, quads: bool, size: int, shape: tuple[int, int, int], device: int) -> Launch:
+    """Return the launch for `size` bytes and matrices of linear shape (B, R, C)."""
     blocks = -(-size // (THREADS * (64 if quads else 4)))
     function = _function(layout, target, quads, device)
     return Launch(function, grid(blocks, device, UNLIMITED), _ARGUMENTS, *shape)
 
 
 def swizzle(scales: Any, layout: str, out: Any, target: str, shape: tuple[int, int, int]) -> None:
-    """Contiguous scales in a layout into out in layout `target`, another one; shape: the linear one, (B, R, C)."""
+    """Copy contiguous scales from `layout` into out, in another layout, `target`.
+
+    shape: the shape of the scales in the linear layout, (B, R, C). Launches on the current stream.
+    """
     launch_of(scales, layout, out, target, shape)(scales.data.ptr, out.data.ptr)
 
 
 def launch_of(scales: Any, layout: str, out: Any, target: str, shape: tuple[int, int, int]) -> Launch:
-    """Return the launch for such arrays, which is called with their addresses; out is None before it exists."""
+    """Return the launch for such arrays. Call it with their addresses. out: None if it is allocated later."""
     quads = "linear" in (layout, target) and aligned(scales, shape[-1]) and aligned(out, 16)
     size = max(prod(padded_shape(shape, name)) for name in (layout, target))
     return _launch(layout, target, quads, size, shape, scales.device.id)

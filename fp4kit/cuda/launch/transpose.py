@@ -1,4 +1,8 @@
-"""Launcher of transpose: codes and block scales of stacked matrices in one launch, on the current stream."""
+"""Launch transpose.cu, which transposes the codes and block scales of stacked matrices with square blocks.
+
+Two flags choose the instantiation. whole: rows of codes are copied 16 bytes at a time. words: scales are copied four
+bytes at a time.
+"""
 
 from __future__ import annotations
 
@@ -15,17 +19,17 @@ from fp4kit.recipes import Recipe
 
 _POINTERS = ("codes", "scales", "codes_out", "scales_out")
 ARGUMENTS = np.dtype([(name, "u8") for name in _POINTERS] + [(name, "i8") for name in ("matrices", "rows", "columns")])
-_TILE = (256, 128)  # rows, and bytes of codes, that a thread block transposes at a time: transpose_codes.cuh
-BLOCKS = (16, 32, 64)  # sizes of square blocks that the kernel has
+_TILE = (256, 128)  # rows of a tile, and bytes of codes per row, see transpose_codes.cuh
+BLOCKS = (16, 32, 64)  # the sizes of square blocks that the kernel supports
 
 
 def source(bits: int, block: int, layout: str, whole: bool = True, words: bool = True) -> str:
-    """Instantiation for codes of `bits` in square blocks; whole: codes move by 16 bytes; words: scales by four."""
+    """Return the C++ text of the instantiation for codes of `bits` bits in square blocks of `block` columns."""
     return instantiation("transpose", kernel_structs(bits, block, layout, words), kAligned=whole)
 
 
 def kernel_structs(bits: int, block: int, layout: str, words: bool = True) -> str:
-    """S of the kernel."""
+    """Return the C++ struct S, the options of the kernel."""
     struct = f"struct S {{ static constexpr int kBits = {bits}, kBlock = {block}; "
     struct += f"static constexpr ScaleLayout kLayout = ScaleLayout::{layout}; "
     return struct + f"static constexpr bool kScaleWords = {str(words).lower()}; }};"
@@ -33,6 +37,7 @@ def kernel_structs(bits: int, block: int, layout: str, words: bool = True) -> st
 
 @cache
 def _function(bits: int, block: int, layout: str, whole: bool, words: bool, device: int) -> Any:
+    """Return the compiled kernel."""
     return loader.function(source(bits, block, layout, whole, words), "transpose_kernel", device)
 
 
@@ -40,6 +45,7 @@ def _function(bits: int, block: int, layout: str, whole: bool, words: bool, devi
 def _launch(
     bits: int, block: int, layout: str, whole: bool, words: bool, shape: tuple[int, int, int], device: int
 ) -> Launch:
+    """Return the launch for matrices of a shape (B, M, K)."""
     function = _function(bits, block, layout, whole, words, device)
     return Launch(function, grid(work_blocks(bits, block, layout, shape), device, UNLIMITED), ARGUMENTS, *shape)
 
@@ -47,7 +53,10 @@ def _launch(
 def transpose(
     codes: Any, scales: Any, r: Recipe, layout: str, out: Any, scales_out: Any, shape: tuple[int, int, int]
 ) -> None:
-    """Contiguous codes and scales of matrices (B, M, K) of a recipe with square blocks into those of (B, K, M)."""
+    """Transpose the codes and scales of matrices (B, M, K) into those of matrices (B, K, M).
+
+    All arrays are contiguous. The recipe has square blocks. Launches on the current stream.
+    """
     launch = launch_of(codes, scales, r, layout, out, scales_out, shape)
     launch(codes.data.ptr, scales.data.ptr, out.data.ptr, scales_out.data.ptr)
 
@@ -55,7 +64,7 @@ def transpose(
 def launch_of(
     codes: Any, scales: Any, r: Recipe, layout: str, out: Any, scales_out: Any, shape: tuple[int, int, int]
 ) -> Launch:
-    """Return the launch for such arrays, which is called with their addresses; outs are None before they exist."""
+    """Return the launch for such arrays. Call it with their addresses. out, scales_out: None if allocated later."""
     whole, words = wide_copies(codes, scales, r, layout, out, scales_out, shape)
     return _launch(r.element.packing.stored_bits, r.block_size, layout, whole, words, shape, codes.device.id)
 
@@ -63,7 +72,7 @@ def launch_of(
 def wide_copies(
     codes: Any, scales: Any, r: Recipe, layout: str, out: Any, scales_out: Any, shape: tuple[int, int, int]
 ) -> tuple[bool, bool]:
-    """Whether codes move by 16 bytes, and scales by four."""
+    """Return the flags (whole, words) for such arrays."""
     _, M, K = shape
     bits = r.element.packing.stored_bits
     whole = all(aligned(array, length * bits // 8) for array, length in ((codes, K), (out, M)))
@@ -72,12 +81,14 @@ def wide_copies(
 
 
 def work_blocks(bits: int, block: int, layout: str, shape: tuple[int, int, int]) -> int:
-    """Thread blocks that matrices keep busy once: one a tile of codes, and those of linear and 8x4 scales by
-    themselves.
+    """Return how many thread blocks the work can be divided among.
+
+    Each tile of codes is work for one. In the layouts linear and swizzled_8x4, the transposition of the scales is
+    separate work.
     """
     B, M, K = shape
     rows, line = _TILE
     tiles = B * -(-M // rows) * -(-K // (line * 8 // bits))
-    squares = B * (M // block // 4) * (K // block // 4) if layout == "linear" else 0  # a thread each
+    squares = B * (M // block // 4) * (K // block // 4) if layout == "linear" else 0  # one thread per 4 x 4 scales
     large = B * -(-M // (4 * block * block)) * -(-K // 512) if layout == "swizzled_8x4" else 0  # LargeScaleTile
     return tiles + -(-squares // THREADS) + large
