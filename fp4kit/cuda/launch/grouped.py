@@ -34,8 +34,8 @@ SMALL_GROUP = 32  # the most members of a small group: kSmallGroup in grouped.cu
 PIECES_PER_MULTIPROCESSOR = 20  # the aim, within the limits of the next line
 # The fewest and the most elements per piece: one and three turns of a thread block whose threads take 64 bytes of
 # bfloat16 per turn. More turns amortize the setup of a piece (a table of factors, loads of its position), but more
-# thread blocks then wait for the last one at the end. Time for 8 tensors of 1856 x 2688 relative to one launch per tensor (H200,
-# 2026-11-21):
+# thread blocks then wait for the last one at the end. Time for 8 tensors of 1856 x 2688, relative to one launch on one
+# tensor of their total size (H200, 2026-11-21):
 #     piece              one turn   PIECES_PER_MULTIPROCESSOR   three turns
 #     nvfp4-te           1.10       1.03                        1.05
 #     mxfp4-flashinfer   1.03       1.05                        1.10
