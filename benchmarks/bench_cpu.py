@@ -217,7 +217,7 @@ def sizes(bench: Bench) -> None:
     for nbytes in SIZES[:1] if bench.args.quick else SIZES:
         needed, there = nbytes * 21 // 10 + SPARE, available()
         if there < needed:
-            left_out[f"{nbytes >> 20} MiB"] = f"needs {needed >> 20} MiB of memory, {there >> 20} were there"
+            left_out[f"{nbytes >> 20} MiB"] = f"needs {needed >> 20} MiB of memory, {there >> 20} MiB are available"
             continue
         few = normal((min(nbytes, SIZES[1]) // 2 // COLUMNS, COLUMNS))
         x = few if nbytes <= few.nbytes else np.tile(few, (nbytes // few.nbytes, 1))

@@ -19,7 +19,7 @@ ATTRIBUTES: dict[str, dict[str, Any]] = {
     "nvfp4-modelopt": {
         "num_bits": (2, 1),
         "block_sizes": {-1: 16, "type": "dynamic", "scale_bits": (4, 3)},
-    },  # by Triton
+    },  # computed by a Triton kernel
 }
 EXTENSIONS = {"fp8-modelopt": "get_cuda_ext_fp8", "int8-modelopt-channel": "get_cuda_ext"}
 PATIENCE = 120  # seconds to wait for a build that has not finished
