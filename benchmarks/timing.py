@@ -1,7 +1,7 @@
-"""Timers of the benchmarks: the times of a call, and stop-watches of calls that take turns.
+"""Time calls, one by one or in turns.
 
-A *watch* is a function that returns the seconds of one call. Calls that are compared take turns, because a machine that
-others share is slower at one moment than at another.
+A *watch* is a function that returns the seconds of one call. Calls that are compared take turns, because a shared
+machine is slower at one moment than at another.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ BUDGET = 0.7  # seconds after which a slow call gets no further turn, if it had 
 
 
 class Time(NamedTuple):
-    """Microseconds of one call over several timings: the smallest, the median, and largest minus smallest."""
+    """Hold the microseconds of one call over several timings: the smallest, the median, and the largest minus the
+    smallest.
+    """
 
     best: float
     median: float
