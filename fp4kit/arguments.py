@@ -7,7 +7,9 @@ message begins with, and `name` is its parameter.
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
+from difflib import get_close_matches
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +48,31 @@ def as_shape(op: str, shape: Any) -> tuple[int, ...]:
     if found and min(found) < 0:
         raise ValueError(f"{op}: shape is {shape!r}; needs lengths >= 0")
     return found
+
+
+# {a parameter that functions do not have: (the parameter that stands for it, what to do)}
+_OTHER_NAMES = {
+    "block_size": ("recipe", "the recipe sets it; pass dataclasses.replace(fp4kit.recipe(...), block=(1, 32))"),
+    "group_size": ("recipe", "the recipe sets it; pass dataclasses.replace(fp4kit.recipe(...), block=(1, 32))"),
+    "dim": ("axis", "use axis"),
+    "amax": ("tensor_amax", "use tensor_amax"),
+    "scale": ("block_scale", "use block_scale and tensor_scale"),
+    "scales": ("block_scale", "use block_scale and tensor_scale"),
+    "global_scale": ("tensor_scale", "use tensor_scale, which multiplies on decode"),
+    "stochastic": ("rounding", "use rounding='stochastic' with a seed"),
+}
+
+
+def check_keywords(function: Callable[..., Any], names: Iterable[str]) -> None:
+    """Raise TypeError, with the way out, if a function has no parameter of one of the names."""
+    known = signature(function).parameters
+    for name in names:
+        if name not in known:
+            parameter, way_out = _OTHER_NAMES.get(name, ("", ""))
+            if parameter not in known:
+                near = get_close_matches(name, known, n=1)
+                way_out = f"did you mean {near[0]}?" if near else f"the arguments are {', '.join(known)}"
+            raise TypeError(f"{function.__name__}: there is no argument {name}; {way_out}")
 
 
 def is_one_of(value: Any, names: Collection[str]) -> bool:

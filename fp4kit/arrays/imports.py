@@ -5,8 +5,9 @@ This module also imports CuPy, only when it is needed.
 
 from __future__ import annotations
 
+import os
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any, TypeVar
@@ -157,8 +158,26 @@ def device_name(x: Any, name: str = "x") -> str:
         )
     raise TypeError(
         f"{name} is a {type(x).__module__}.{type(x).__qualname__}; needed is a NumPy array or an array that exports "
-        f"DLPack (PyTorch, JAX, ...); pass np.asarray({_variable(name)}, np.float32)"
+        f"DLPack (PyTorch, JAX, ...); {way_to_array(x, _variable(name))}"
     )
+
+
+def way_to_array(x: Any, variable: str) -> str:
+    """Return text for an error message that says how to get an array from an object that is none.
+
+    variable: the expression of the object in the caller's code.
+    """
+    if hasattr(x, "named_parameters"):  # a torch.nn.Module
+        weight = "weight" if hasattr(x, "weight") else next((name for name, _ in x.named_parameters()), "weight")
+        expression = f"{variable}.{weight}" if "." not in weight else f"{variable}.get_parameter({weight!r})"
+        return f"pass one parameter, such as {expression}, or fake-quantize all with fp4kit.torch.fake_quantize_model"
+    if isinstance(x, Mapping):
+        return f"pass one of its arrays, such as {variable}[{next(iter(x), 'weight')!r:.60}]"
+    if hasattr(x, "packed") and hasattr(x, "dequantize"):  # a Quantized
+        return f"it is quantized already; pass {variable}.dequantize(), or call fp4kit.requantize"
+    if isinstance(x, (str, os.PathLike)):
+        return "load the file first: fp4kit.load for files of fp4kit.save, safetensors for models"
+    return "pass an array" if x is None else f"pass np.asarray({variable}, np.float32)"
 
 
 def _dlpack_device(x: Any, name: str) -> tuple[int, int]:

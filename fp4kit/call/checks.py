@@ -28,7 +28,10 @@ def check_float(op: str, x: np.ndarray, name: str = "x") -> None:
 def check_axis(op: str, axis: int, ndim: int) -> int:
     """Return an axis as a non-negative int. Raise ValueError if an array of ndim axes has no such axis."""
     if ndim == 0:
-        raise ValueError(f"{op}: x is 0-d; blocks run along an axis, so it needs at least one; use x.reshape(1)")
+        raise ValueError(
+            f"{op}: x is 0-d; blocks run along an axis, so it needs at least one; pass the elements of at least one"
+            " block in one array"
+        )
     axis = axis if type(axis) is int else as_index(op, "axis", axis)
     if not -ndim <= axis < ndim:
         raise ValueError(f"{op}: axis {axis} of a {ndim}-d array; needs {-ndim} to {ndim - 1}")

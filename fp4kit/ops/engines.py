@@ -10,6 +10,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 
+from fp4kit.arguments import check_keywords
 from fp4kit.arithmetic import default_environment, is_ieee
 from fp4kit.arrays import imports
 from fp4kit.call.call_cache import specification_only
@@ -54,10 +55,14 @@ def with_threads(function: Callable[P, T]) -> Callable[P, T]:
         if "torch._dynamo" in modules and imports.is_traced():
             return imports.untraced(call, *args, **kwargs)
         count: Any = kwargs.get("threads")
-        if count is None:
-            return function(*args, **kwargs)
-        with taking(function.__name__, count):
-            return function(*args, **kwargs)
+        try:
+            if count is None:
+                return function(*args, **kwargs)
+            with taking(function.__name__, count):
+                return function(*args, **kwargs)
+        except TypeError:
+            check_keywords(function, kwargs)
+            raise
 
     return call
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
@@ -26,6 +26,24 @@ from fp4kit.types import ScaleLayout
 PARTS = ("packed", "block_scale", "tensor_scale", "tensor_amax")  # fields that are arrays
 FACTS = ("shape", "dtype", "axis", "recipe", "scale_layout")  # the other fields
 _UINT8, _FLOAT32 = np.dtype(np.uint8), np.dtype(np.float32)
+
+_NO_NUMBERS = "Quantized: is not an array of numbers; call q.dequantize() for its values, or use q.packed for its codes"
+# {an attribute that users look for: what to use}
+_OTHER_NAMES = {
+    "scale": "use q.block_scale (bit patterns), q.tensor_scale or q.dequantize()",
+    "scales": "use q.block_scale (bit patterns), q.tensor_scale or q.dequantize()",
+    "data": "use q.packed, or q.dequantize() for the values",
+    "codes": "use fp4kit.unpack(q.packed), which gives one code per element, or q.packed",
+    "values": "call q.dequantize()",
+    "amax": "use q.tensor_amax",
+    "block_size": "use q.recipe.block",
+    "numpy": "call q.to('numpy') to move it, or q.dequantize() for the values",
+    "cpu": "call q.to('cpu')",
+    "cuda": "call q.to('cuda')",
+    "T": "call fp4kit.transpose(q)",
+    "transpose": "call fp4kit.transpose(q)",
+    "float": "call q.dequantize()",
+}
 
 
 @dataclass(frozen=True, eq=False)
@@ -379,11 +397,23 @@ class Quantized:
         """
         return FUNCTIONS["Quantized.__getitem__"](self, rows)
 
+    if not TYPE_CHECKING:  # type checkers know all attributes
+
+        def __getattr__(self, name: str) -> NoReturn:
+            """Raise AttributeError for an attribute that does not exist, with the name that users look for."""
+            hint = f"; {_OTHER_NAMES[name]}" if name in _OTHER_NAMES else ""
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{hint}", name=name, obj=self)
+
+    def _refuse_arithmetic(self, *others: Any) -> NoReturn:
+        """Raise TypeError, because a Quantized has no arithmetic."""
+        raise TypeError(_NO_NUMBERS)
+
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _refuse_arithmetic
+    __matmul__ = __rmatmul__ = __pow__ = __neg__ = __abs__ = __float__ = __int__ = _refuse_arithmetic
+
     def __array__(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Raise TypeError, because NumPy would otherwise make an object array of a Quantized."""
-        raise TypeError(
-            "Quantized: is not an array of numbers; call q.dequantize() for its values, or use q.packed for its codes"
-        )
+        raise TypeError(_NO_NUMBERS)
 
     def equals(self, other: Quantized) -> bool:
         """Return whether all fields are equal and all arrays agree in every bit.

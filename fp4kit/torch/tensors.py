@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from fp4kit.arrays.imports import check_one_device
+from fp4kit.arrays.imports import check_one_device, way_to_array
 from fp4kit.arrays.returns import numpy_dtype
 from fp4kit.call.abstract_array import AbstractArray
 from fp4kit.formats import FLOATS
@@ -30,9 +30,9 @@ def check_devices(op: str, **tensors: torch.Tensor | None) -> None:
 def check_tensor(op: str, x: Any, name: str = "x") -> None:
     """Raise TypeError unless x is a tensor."""
     if not isinstance(x, torch.Tensor):
-        raise TypeError(
-            f"{op}: {name} is {type(x).__name__}; needs a torch.Tensor; fp4kit.{op} takes arrays of other libraries"
-        )
+        is_array = hasattr(x, "__dlpack__") or isinstance(x, (list, tuple, float, int))
+        way_out = f"fp4kit.{op} takes arrays of other libraries" if is_array else way_to_array(x, name)
+        raise TypeError(f"{op}: {name} is {type(x).__name__}; needs a torch.Tensor; {way_out}")
 
 
 def detached(tensor: torch.Tensor | None) -> torch.Tensor | None:

@@ -218,7 +218,7 @@ def test_a_refused_import_frees_the_capsule(memory):
 # --- refusals ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("x", [[1.0, 2.0], 3.0, "text", object()], ids=lambda x: type(x).__name__)
+@pytest.mark.parametrize("x", [[1.0, 2.0], 3.0, object()], ids=lambda x: type(x).__name__)
 def test_what_is_no_array(x):
     text = rf"^quantize: x is a builtins\.{type(x).__name__}; .*; pass np\.asarray\(x, np\.float32\)$"
     with pytest.raises(TypeError, match=text):

@@ -55,7 +55,8 @@ ERRORS = {
     ),
     "0-d": (
         quantize(x=np.float32(1)), ValueError,
-        "quantize: x is 0-d; blocks run along an axis, so it needs at least one; use x.reshape(1)",
+        "quantize: x is 0-d; blocks run along an axis, so it needs at least one; pass the elements of at least "
+        "one block in one array",
     ),
     "axis too large": (
         quantize(axis=2), ValueError,

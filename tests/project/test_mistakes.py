@@ -1,0 +1,137 @@
+"""What users get wrong first: each message says what came, what is needed and what to do."""
+
+import dataclasses
+import re
+
+import numpy as np
+import pytest
+
+import fp4kit
+
+X = np.random.default_rng(0).standard_normal((32, 64)).astype(np.float32)
+
+
+def raises(kind, text):
+    """A context that expects an error whose message contains a text."""
+    return pytest.raises(kind, match=re.escape(text))
+
+
+class Module:
+    """A torch.nn.Module, as far as the messages look at one."""
+
+    def __init__(self, *names):
+        self.names = names
+        if "weight" in names:
+            self.weight = X
+
+    def named_parameters(self):
+        return ((name, X) for name in self.names)
+
+
+NO_ARRAYS = {
+    "layer": (Module("weight", "bias"), "pass one parameter, such as x.weight, or fake-quantize all with "),
+    "model": (Module("0.bias", "0.weight"), "pass one parameter, such as x.get_parameter('0.bias'), or fake-quantize"),
+    "state dict": ({"0.weight": X}, "pass one of its arrays, such as x['0.weight']"),
+    "empty dict": ({}, "pass one of its arrays, such as x['weight']"),
+    "Quantized": (
+        fp4kit.quantize(X, "nvfp4"),
+        "it is quantized already; pass x.dequantize(), or call fp4kit.requantize",
+    ),
+    "path": ("model.safetensors", "load the file first: fp4kit.load for files of fp4kit.save, safetensors for models"),
+    "None": (None, "pass an array"),
+    "list": ([1.0, 2.0], "pass np.asarray(x, np.float32)"),
+    "number": (3.0, "pass np.asarray(x, np.float32)"),
+}
+
+
+@pytest.mark.parametrize("name", NO_ARRAYS)
+def test_an_object_that_is_no_array(name):
+    x, way_out = NO_ARRAYS[name]
+    with raises(TypeError, f"; needed is a NumPy array or an array that exports DLPack (PyTorch, JAX, ...); {way_out}"):
+        fp4kit.quantize(x, "nvfp4")
+
+
+def test_a_layer_in_place_of_a_tensor():
+    torch = pytest.importorskip("torch")
+    import fp4kit.torch as ft
+
+    with raises(TypeError, "quantize: x is Linear; needs a torch.Tensor; pass one parameter, such as x.weight, or "):
+        ft.quantize(torch.nn.Linear(32, 32), "nvfp4")
+    with raises(TypeError, "quantize: x is ndarray; needs a torch.Tensor; fp4kit.quantize takes arrays of other lib"):
+        ft.quantize(X, "nvfp4")
+
+
+KEYWORDS = {
+    "block_size": "the recipe sets it; pass dataclasses.replace(fp4kit.recipe(...), block=(1, 32))",
+    "dim": "use axis",
+    "amax": "use tensor_amax",
+    "global_scale": "use tensor_scale, which multiplies on decode",
+    "stochastic": "use rounding='stochastic' with a seed",
+    "roundng": "did you mean rounding?",
+    "zzz": "the arguments are x, recipe, axis, tensor_amax, scale_layout, ",
+}
+
+
+@pytest.mark.parametrize("name", KEYWORDS)
+def test_an_argument_that_does_not_exist(name):
+    with raises(TypeError, f"quantize: there is no argument {name}; {KEYWORDS[name]}"):
+        fp4kit.quantize(X, "nvfp4", **{name: 1})
+    with raises(TypeError, f"quantize: there is no argument {name}; {KEYWORDS[name]}"):
+        fp4kit.quantize(X, "nvfp4", threads=1, **{name: 1})
+
+
+def test_an_argument_of_another_function():
+    with raises(TypeError, "dequantize: there is no argument scale; the arguments are q, dtype, out, threads"):
+        fp4kit.dequantize(fp4kit.quantize(X, "nvfp4"), scale=1)
+    with raises(TypeError, "quantize() missing 1 required positional argument: 'recipe'"):
+        fp4kit.quantize(X)
+
+
+def test_the_block_size_that_the_message_suggests():
+    wide = dataclasses.replace(fp4kit.recipe("nvfp4"), block=(1, 32))
+    assert fp4kit.quantize(X, wide).block_scale.shape == (32, 2)
+
+
+ATTRIBUTES = {
+    "scale": "use q.block_scale (bit patterns), q.tensor_scale or q.dequantize()",
+    "data": "use q.packed, or q.dequantize() for the values",
+    "codes": "use fp4kit.unpack(q.packed), which gives one code per element, or q.packed",
+    "T": "call fp4kit.transpose(q)",
+    "numpy": "call q.to('numpy') to move it, or q.dequantize() for the values",
+}
+
+
+@pytest.mark.parametrize("name", ATTRIBUTES)
+def test_an_attribute_that_does_not_exist(name):
+    q = fp4kit.quantize(X, "nvfp4")
+    with pytest.raises(AttributeError) as caught:
+        getattr(q, name)
+    assert str(caught.value) == f"'Quantized' object has no attribute {name!r}; {ATTRIBUTES[name]}"
+    assert caught.value.name == name and not hasattr(q, name)
+
+
+def test_an_attribute_without_a_hint():
+    with pytest.raises(AttributeError, match=r"^'Quantized' object has no attribute 'zzz'$"):
+        fp4kit.quantize(X, "nvfp4").zzz  # noqa: B018  (the access is what is tested)
+
+
+ARITHMETIC = {
+    "q * 2": lambda q: q * 2,
+    "2 * q": lambda q: 2 * q,
+    "x @ q": lambda q: X @ q,
+    "q @ x": lambda q: q @ X,
+    "q + q": lambda q: q + q,
+    "1 / q": lambda q: 1 / q,
+    "-q": lambda q: -q,
+    "q ** 2": lambda q: q**2,
+    "abs(q)": abs,
+    "float(q)": float,
+    "np.abs(q)": np.abs,
+}
+
+
+@pytest.mark.parametrize("name", ARITHMETIC)
+def test_arithmetic_of_a_quantized(name):
+    text = "Quantized: is not an array of numbers; call q.dequantize() for its values, or use q.packed for its codes"
+    with pytest.raises(TypeError, match=f"^{re.escape(text)}$"):
+        ARITHMETIC[name](fp4kit.quantize(X, "nvfp4"))
