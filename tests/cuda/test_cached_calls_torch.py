@@ -33,9 +33,9 @@ def gpu(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     monkeypatch.setattr(torch_arrays, "_raw_stream", lambda: lambda index: STREAM)
     monkeypatch.setattr(call_cache, "_CALLS", {})
-    buffers._torch_memory.cache_clear()
+    buffers._torch_library.cache_clear()
     yield cleared
-    buffers._torch_memory.cache_clear()
+    buffers._torch_library.cache_clear()
 
 
 def tensor(shape=SHAPE, dtype=torch.bfloat16):
@@ -77,7 +77,7 @@ def addresses(q, prefix=""):
     return {prefix + name: a.data_ptr() for name, a in named.items() if a is not None}
 
 
-FOUND_BY_THE_KERNEL = cached_calls.Amax(None)
+FOUND_BY_THE_KERNEL = cached_calls.AmaxStep(None)
 
 
 @pytest.mark.parametrize(("recipe", "amax"), [("mxfp4-ocp", None), ("nvfp4-te", FOUND_BY_THE_KERNEL)])
@@ -139,7 +139,7 @@ def test_columns_and_both(row):
 def test_an_amax_with_a_launch_of_its_own(gpu):
     launch = Launched(("x", "amax"))
     x = tensor()
-    call = quantize_call("nvfp4-te", ROWS, True, False, cached_calls.Amax(launch))
+    call = quantize_call("nvfp4-te", ROWS, True, False, cached_calls.AmaxStep(launch))
     q = call(x, None, None)
     assert launch.only() == {"x": x.data_ptr(), "amax": q.tensor_amax.data_ptr()}
     assert gpu == [(q.tensor_amax.data_ptr(), 0, 4, STREAM)]

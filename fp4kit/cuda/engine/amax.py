@@ -1,5 +1,7 @@
-"""amax on CuPy arrays: of tensors, rows, blocks and columns, and which of these a call's tensor scales are made
-from.
+"""Compute amaxes of CuPy arrays: per tensor, row, block or column.
+
+Operands, here, are the arguments of launch.matrix.amax except the mask: an array, which elements count ("all", "no_nan"
+or "finite"), and whether each row has an amax.
 """
 
 from __future__ import annotations
@@ -18,15 +20,15 @@ from fp4kit.cuda.launch.geometry import THREADS
 from fp4kit.quantized.part_shapes import tensor_amax_shape
 from fp4kit.recipes import Recipe
 
-AmaxOperands = tuple[Any, str, bool]  # what launch.amax takes: an array, which elements count, whether by row
+AmaxOperands = tuple[Any, str, bool]  # (array, elements that count, whether each row has an amax)
 _COUNTED_BY_ROW = {name: counted.replace("finite", "no_nan") for name, counted in matrix.COUNTED.items()}
 
 
 def tensor_amax(call: Call, x: Any, columnwise: bool = False) -> Any:
-    """The given tensor_amax, or that of contiguous x, in its canonical shape on the device; None without a tensor
-    scale.
+    """Return the amax of a call's tensor scales, in its canonical shape on the device; None without tensor scales.
 
-    call.mask is of a Hadamard transform of x's rows, or of the columns of its matrices.
+    That is the given tensor_amax, or the amax of contiguous x. call.mask is the mask of a Hadamard transform of the
+    rows of x or, with columnwise, of the columns of its matrices.
     """
     r = call.recipe
     if call.tensor_amax is not None or r.tensor_scaling == "none":
@@ -38,14 +40,12 @@ def tensor_amax(call: Call, x: Any, columnwise: bool = False) -> Any:
 
 
 def empty_amax() -> Any:
-    """For the amax of a tensor, which a kernel will write."""
+    """Return memory for the amax of a tensor, which a kernel will write."""
     return imports.cupy().empty((), np.float32)
 
 
 def tensor_amax_operands(x: Any, r: Recipe) -> AmaxOperands:
-    """What launch.amax takes for the amaxes of x's tensor scales: x, or a row for each; which elements count; whether
-    by row.
-    """
+    """Return the operands for the amaxes of the tensor scales of x: of the whole array, each row or each block."""
     if r.tensor_scaling not in ("row", "block"):
         return x, matrix.COUNTED[r.amax_nan], False
     if r.tensor_scaling == "block":
@@ -54,13 +54,14 @@ def tensor_amax_operands(x: Any, r: Recipe) -> AmaxOperands:
 
 
 def block_amax_operands(x: Any, r: Recipe) -> AmaxOperands:
-    """What launch.amax takes for the amaxes of x's blocks, which are parts of a row: as covered_by_scales."""
+    """Return the operands for the amaxes of the blocks of x, which must be parts of rows."""
     return x.reshape(x.size // r.block_size, r.block_size), _COUNTED_BY_ROW[r.amax_nan], True
 
 
 def clip_amax(call: Call) -> Any:
-    """What fake_quantize_backward clips at without an amax: what the recipe's tensor scale covers, or the whole
-    array.
+    """Return the amaxes at which fake_quantize_backward clips if the caller gives none.
+
+    They cover what the tensor scales of the recipe cover, or the whole array if the recipe has none.
     """
     with imports.making_current(call.x.device.id):
         x = imports.cupy().ascontiguousarray(call.moved)
@@ -68,7 +69,7 @@ def clip_amax(call: Call) -> Any:
 
 
 def amax(call: Call) -> Any:
-    """amax of each block that shares a block scale; without blocks, what tensor scales are made from."""
+    """Return the amax of each block that shares a block scale or, without blocks, the amaxes of the tensor scales."""
     with imports.making_current(call.x.device.id):
         x = imports.cupy().ascontiguousarray(call.moved)
         if needs_block_kernel(call.recipe):
@@ -78,16 +79,19 @@ def amax(call: Call) -> Any:
 
 
 def needs_block_kernel(r: Recipe) -> bool:
-    """Whether blocks are no parts of rows of which each element counts by itself: then a thread takes a block."""
+    """Return whether the amaxes of blocks need a kernel whose threads see whole blocks.
+
+    That is so if blocks have several rows, or if the elements that count depend on the block (amax_nan="lanes").
+    """
     return r.block is not None and (r.block_rows > 1 or r.amax_nan == "lanes")
 
 
 def _block_maxima(x: Any, r: Recipe) -> Any:
-    """amax of the blocks of contiguous x (..., M, K): float32 (..., ceil(M / block rows), K / block)."""
+    """Return the amax of each block of contiguous x (..., M, K): float32 (..., ceil(M / block rows), K / block)."""
     partial.check_blocks(r)
     *lead, M, K = x.shape if x.ndim > 1 else (1, *x.shape)
     out = imports.cupy().zeros((*lead, -(-M // r.block_rows), K // r.block_size), np.float32)
-    B = prod(lead) if M % r.block_rows else 1  # matrices of whole blocks are one tall matrix
+    B = prod(lead) if M % r.block_rows else 1  # matrices of whole blocks count as one tall matrix
     if x.size:
         for part, amaxes in zip(x.reshape(B, -1), out.reshape(B, -1), strict=True):
             partial.amax_shard(part, amaxes, (part.size // K, K), 0, r)
@@ -95,8 +99,9 @@ def _block_maxima(x: Any, r: Recipe) -> Any:
 
 
 def amax_operands(call: Call, x: Any) -> tuple[AmaxOperands, tuple[int, ...]]:
-    """What launch.amax takes for amax of contiguous x by the call's recipe, unless by_blocks; and the shape of the
-    result.
+    """Return the operands for the amax of contiguous x by the recipe of the call, and the shape of the result.
+
+    The recipe must not need a block kernel (needs_block_kernel).
     """
     r = call.recipe
     if r.block is None:
@@ -108,7 +113,7 @@ def amax_operands(call: Call, x: Any) -> tuple[AmaxOperands, tuple[int, ...]]:
 
 
 def plain_amax(x: Any, axis: Any) -> Any:
-    """Largest |x|, of all or along axes, NaN where there is one."""
+    """Return the largest |x| of the array, or along axes. NaN if an element is NaN."""
     with imports.making_current(x.device.id):
         columns = columns_to_reduce(x, axis)
         if columns is not None:
@@ -119,14 +124,16 @@ def plain_amax(x: Any, axis: Any) -> Any:
 
 
 def plain_amax_operands(x: Any, axis: Any) -> tuple[AmaxOperands, tuple[int, ...]]:
-    """Return what launch.amax takes for plain_amax, and the shape of the result."""
+    """Return the operands of plain_amax, and the shape of the result."""
     rows, shape = rows_to_reduce(x, axis)
     return (rows, "all", axis is not None), shape
 
 
 def columns_to_reduce(x: Any, axis: Any) -> tuple[Any, tuple[int, ...]] | None:
-    """x as matrices (B, M, K) to reduce to (B, K), where it lies so and each keeps a thread block busy; as
-    reduced_rows.
+    """Return x as matrices (B, M, K) to be reduced to (B, K), and the shape of the result.
+
+    Return None if x is not contiguous, if the reduced axes are not such consecutive axes before the last, or if a
+    matrix is too small to keep a thread block busy.
     """
     reduced = sorted(_axes(x, axis))
     if not reduced or not x.flags.c_contiguous or reduced != [*range(reduced[0], x.ndim - 1)][: len(reduced)]:
@@ -137,14 +144,16 @@ def columns_to_reduce(x: Any, axis: Any) -> tuple[Any, tuple[int, ...]] | None:
 
 
 def _axes(x: Any, axis: Any) -> tuple[int, ...]:
+    """Return the reduced axes as numbers that are not negative; () for None."""
     if axis is None:
         return ()
     return tuple(range(x.ndim)[a] for a in (axis if isinstance(axis, tuple) else (axis,)))
 
 
 def rows_to_reduce(x: Any, axis: Any) -> tuple[Any, tuple[int, ...]]:
-    """x contiguous, in rows (n, m) that are each reduced to one number where axis is not None; and the shape of the
-    result.
+    """Return x as contiguous rows (n, m), each to be reduced to one number, and the shape of the result.
+
+    If axis is None, return x as one contiguous array, to be reduced to one number.
     """
     cupy = imports.cupy()
     if axis is None:

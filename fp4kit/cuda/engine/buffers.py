@@ -1,4 +1,4 @@
-"""How cached calls handle CuPy arrays, and tensors of PyTorch on CUDA: addresses, new arrays, streams."""
+"""Allocate arrays, read addresses and find streams for cached calls: of CuPy arrays, and of PyTorch tensors on CUDA."""
 
 from __future__ import annotations
 
@@ -14,12 +14,18 @@ import numpy as np
 from fp4kit.arrays import imports, torch_arrays
 
 FLOAT32, UINT8 = np.dtype(np.float32), np.dtype(np.uint8)
-_MAX_SHARED_BYTES = 1 << 20  # bytes of arrays that share an allocation, at most: one of them keeps all of it
-_ALIGNMENT = 256  # bytes that they begin at multiples of, as if allocated each
+_MAX_SHARED_BYTES = 1 << 20  # limit for arrays that share an allocation, because any one of them keeps all of it alive
+_ALIGNMENT = 256  # bytes; such arrays begin at multiples of it, like separate allocations
 
 
 class NewArray(NamedTuple):
-    """An array that a call makes; dtype is NumPy's. zeros: it begins as zeros, else with any bytes."""
+    """The description of an array that a call allocates.
+
+    Attributes:
+        shape: its shape.
+        dtype: its NumPy dtype.
+        zeros: whether it is filled with zeros. Otherwise its bytes are arbitrary.
+    """
 
     shape: tuple[int, ...]
     dtype: np.dtype
@@ -27,14 +33,14 @@ class NewArray(NamedTuple):
 
 
 class ArrayLibrary(NamedTuple):
-    """How a cached call handles the arrays of a library.
+    """How a cached call uses the arrays of CuPy or PyTorch.
 
-    These are functions of C where possible, because a function of Python takes 0.25 us on the host of an H200 (November
-    2026).
+    The functions are implemented in C where possible, because a call of a Python function takes 0.25 us (host of an
+    H200, November 2026).
 
     Attributes:
-        address: from an array, the address of its first element.
-        maker: from shapes and dtypes, a function that allocates such arrays each time.
+        address: return the address of the first element of an array.
+        maker: from descriptions, return a function that allocates such arrays each time it is called.
         clear: set a float32 array with one element to 0, on a stream.
         stream: return the current stream.
     """
@@ -46,11 +52,13 @@ class ArrayLibrary(NamedTuple):
 
 
 def library_of(a: Any) -> ArrayLibrary:
-    """Of a CuPy array or a tensor of PyTorch."""
-    return _cupy_memory() if type(a).__module__ == "cupy" else _torch_memory(a.device)
+    """Return the ArrayLibrary of a CuPy array or a PyTorch tensor."""
+    return _cupy_library() if type(a).__module__ == "cupy" else _torch_library(a.device)
 
 
-def _cupy_memory() -> ArrayLibrary:
+def _cupy_library() -> ArrayLibrary:
+    """Return the ArrayLibrary of CuPy."""
+
     def clear(a: Any, stream: Any) -> None:
         a.data.memset_async(0, FLOAT32.itemsize)
 
@@ -58,7 +66,10 @@ def _cupy_memory() -> ArrayLibrary:
 
 
 def _cupy_maker(wanted: Sequence[NewArray]) -> Callable[[], list[Any]]:
-    """Small arrays share an allocation: that takes half of the host's time for an array."""
+    """Return a function that allocates the wanted CuPy arrays.
+
+    Small arrays share one allocation, because an allocation takes half of the host's time for an array.
+    """
     cupy = imports.cupy()
     sizes = [-(-prod(shape) * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT for shape, dtype, _ in wanted]
     if len(wanted) == 1 or sum(sizes) > _MAX_SHARED_BYTES:
@@ -79,8 +90,9 @@ def _cupy_maker(wanted: Sequence[NewArray]) -> Callable[[], list[Any]]:
 
 
 def _array_at(cupy: Any) -> Callable[..., Any]:
-    """What cupy.ndarray(shape, dtype, memory) does, without its __new__ and __init__ of Python where that comes to the
-    same.
+    """Return a fast equivalent of cupy.ndarray(shape, dtype, memory), which skips CuPy's Python-level constructors.
+
+    Return cupy.ndarray itself if the fast function fails or gives another result for two samples.
     """
     kind = cupy.ndarray
     new = kind.__mro__[1].__new__
@@ -105,7 +117,8 @@ def _array_at(cupy: Any) -> Callable[..., Any]:
 
 
 @cache
-def _torch_memory(device: Any) -> ArrayLibrary:
+def _torch_library(device: Any) -> ArrayLibrary:
+    """Return the ArrayLibrary of PyTorch tensors on a device."""
     set_to = imports.cupy().cuda.runtime.memsetAsync
 
     def maker(wanted: Sequence[NewArray]) -> Callable[[], list[Any]]:

@@ -1,7 +1,11 @@
-"""Cached calls on a GPU: each is one launch on one whole matrix, after another one for its amax where needed.
+"""Prepare and repeat calls on a GPU that need one launch on one matrix, or two if an amax must be computed first.
 
-All other calls are done by the drivers, the other modules of this package. Arrays are CuPy arrays, or tensors of
-PyTorch: then memory comes from PyTorch's allocator, and launches go to PyTorch's current stream.
+A function here (quantize, fake_quantize, dequantize, transpose, swizzle) takes a parsed call and returns a cached call,
+an object that repeats the work for other arrays of the same kind. It returns None if the call needs more launches; the
+other modules of this package then do it.
+
+Arrays are CuPy arrays or PyTorch tensors. For tensors, memory comes from PyTorch's allocator, and launches go to
+PyTorch's current stream.
 """
 
 from __future__ import annotations
@@ -33,8 +37,13 @@ _NEW_AMAX = NewArray((), FLOAT32)
 
 
 class QuantizedResult(NamedTuple):
-    """The Quantized that a call makes: its fields without arrays that are made, the names of these, and the amax beside
-    them.
+    """How a cached call builds a Quantized from new arrays.
+
+    Attributes:
+        fields: the fields of the Quantized; None for each array.
+        names: the names of the arrays that are allocated.
+        wanted: the descriptions of these arrays.
+        amax: the description of tensor_amax, which is allocated after all other arrays; None without a tensor scale.
     """
 
     fields: dict[str, Any]
@@ -44,7 +53,7 @@ class QuantizedResult(NamedTuple):
 
     @classmethod
     def of(cls, call: Call, axis: int) -> QuantizedResult:
-        """Of a call, with blocks along an axis."""
+        """Return the description for a call with blocks along `axis`."""
         shape, r = call.x.shape, call.recipe
         _, packed, scales, _ = wanted_parts(shape, axis, r, call.layout)
         fields = {"shape": shape, "dtype": call.x.dtype, "axis": axis, "recipe": r, "scale_layout": call.layout}
@@ -57,74 +66,88 @@ class QuantizedResult(NamedTuple):
         return cls(dict.fromkeys(PARTS) | fields, tuple(wanted), tuple(wanted.values()), wanted.get("tensor_scale"))
 
     def make(self, arrays: list[Any], amax: Any) -> Quantized:
-        """A new one of these arrays, or of as many of the first as it wants, and this amax."""
+        """Return a new Quantized with these arrays, in the order of `names`, and this tensor_amax.
+
+        Arrays beyond those of `names` are ignored.
+        """
         q = assembled(self.fields)
         parts = q.__dict__
-        parts.update(zip(self.names, arrays))  # noqa: B905 - further ones are of the columns, or amaxes
+        parts.update(zip(self.names, arrays))  # noqa: B905 - further arrays are those of the columns, or amaxes
         parts["tensor_amax"] = amax
         return q
 
 
 def _is_one_matrix(x: Any, r: Any, amax: Any) -> bool:
-    """Whether an array is read where it is, on the current device, under at most one tensor scale."""
+    """Return whether a kernel can read the array where it is, on the current device, with at most one tensor scale."""
     return _are_contiguous_here(x) and r.tensor_scaling in ("none", "tensor") and (amax is None or amax.size == 1)
 
 
-class Amax(NamedTuple):
-    """The amax that a call does not give: found by a launch of its own, or (None) by that of the codes."""
+class AmaxStep(NamedTuple):
+    """How a cached call computes an amax that the caller does not give.
+
+    Attributes:
+        launch: the launch that computes it; None if the kernel that writes the codes or values computes it itself.
+    """
 
     launch: Launch | None
 
-    def find(self, memory: ArrayLibrary, x: int, amax: Any, stream: Any) -> None:
-        """Into amax, where a launch is needed."""
+    def find(self, library: ArrayLibrary, x: int, amax: Any, stream: Any) -> None:
+        """Compute the amax of the elements at address x into the array `amax`, if that needs a launch of its own."""
         if self.launch is not None:
-            memory.clear(amax, stream)
-            self.launch(x, memory.address(amax), stream=stream)
+            library.clear(amax, stream)
+            self.launch(x, library.address(amax), stream=stream)
 
 
-def _amax(call: Call, request: LaunchRequest) -> Amax | None:
-    """Of a call; None where it gives the amax, or needs none."""
+def _amax_step(call: Call, request: LaunchRequest) -> AmaxStep | None:
+    """Return how the amax of a call is computed; None if it is given or not needed."""
     x, r = call.x, call.recipe
     if r.tensor_scaling == "none" or call.tensor_amax is not None:
         return None
     if request.finds_amax:
-        return Amax(None)
-    return Amax(matrix.amax_launch(x.dtype, matrix.COUNTED[r.amax_nan], False, aligned(x, 16), 1, x.size, x.device.id))
+        return AmaxStep(None)
+    return AmaxStep(
+        matrix.amax_launch(x.dtype, matrix.COUNTED[r.amax_nan], False, aligned(x, 16), 1, x.size, x.device.id)
+    )
 
 
-_KERNEL_NAMES = {
-    "packed": "packed",
-    "block_scale": "scales",
-    "tensor_scale": "tensor_scale",
-}  # a Quantized's, as kernels name them
-_GIVEN = ("tensor_amax", "")  # addresses that follow those of x and of new arrays; "": 0
+# From the fields of a Quantized to the names of the kernels' arguments.
+_KERNEL_NAMES = {"packed": "packed", "block_scale": "scales", "tensor_scale": "tensor_scale"}
+_GIVEN = ("tensor_amax", "")  # the last two addresses: the given tensor_amax, and 0 for arguments without an array
 
 
 def _argument_picker(arguments: Arguments, new: Sequence[str]) -> Callable[[list[int]], tuple[int, ...]]:
-    """What takes the arguments of a kernel before the sizes from the addresses of x, of new arrays by name, and of
-    _GIVEN.
+    """Return a function that orders addresses as a kernel's arguments.
+
+    It takes the addresses of x, of the new arrays (named by `new`) and of _GIVEN. It returns the pointers and words of
+    the kernel; those that are not among these names are 0.
     """
-    known = {
-        name: i for i, name in reversed(tuple(enumerate(("x", *new, *_GIVEN))))
-    }  # an amax that is new, not a given one
+    # Reversed, so that a new tensor_amax wins over a given one.
+    known = {name: i for i, name in reversed(tuple(enumerate(("x", *new, *_GIVEN))))}
     return itemgetter(*(known.get(name, known[""]) for name in (*arguments.pointers, *arguments.words)))
 
 
-def _names(result: QuantizedResult | None, prefix: str = "") -> tuple[str, ...]:
-    """The arrays of a result, as kernels name them."""
+def _kernel_names(result: QuantizedResult | None, prefix: str = "") -> tuple[str, ...]:
+    """Return the names of a result's arrays as kernels name them."""
     return () if result is None else tuple(prefix + _KERNEL_NAMES[name] for name in result.names)
 
 
 @dataclass(frozen=True, slots=True)
 class QuantizeCall:
-    """quantize or quantize_both of one matrix, into out or new arrays: along rows, along columns, or both.
+    """The cached call of quantize or quantize_both for one matrix.
 
-    new: makes the arrays of row and column, and then their amaxes, in the other order: found, or a copy of the given
-    one.
+    Attributes:
+        library: how arrays are allocated.
+        amax: how the amax is computed; None if it is given or not needed.
+        launch: the launch of the kernel.
+        pick: the order of the kernel's arguments, see _argument_picker.
+        row: the result along the rows, or None.
+        column: the result along the columns, or None.
+        new: allocate the arrays of row, then those of column, then one tensor_amax per result: that of column, then
+            that of row. The tensor_amax is computed, or is a copy of the given amax.
     """
 
-    memory: ArrayLibrary
-    amax: Amax | None
+    library: ArrayLibrary
+    amax: AmaxStep | None
     launch: Launch
     pick: Callable[[list[int]], tuple[int, ...]]
     row: QuantizedResult | None
@@ -134,39 +157,42 @@ class QuantizeCall:
     @classmethod
     def of(
         cls,
-        memory: ArrayLibrary,
-        amax: Amax | None,
+        library: ArrayLibrary,
+        amax: AmaxStep | None,
         launch: Launch,
         arguments: Arguments,
         row: QuantizedResult | None,
         column: QuantizedResult | None,
     ) -> QuantizeCall:
-        """By a launch, called with the addresses of these arguments."""
+        """Return the cached call around a launch whose first arguments are `arguments`."""
         results = [result for result in (row, column) if result]
-        wanted, names = [new for result in results for new in result.wanted], [*_names(row), *_names(column, "column_")]
+        wanted = [new for result in results for new in result.wanted]
+        names = [*_kernel_names(row), *_kernel_names(column, "column_")]
         if results[0].amax is not None:
             wanted += [results[0].amax] * len(results)
             names += ["column_amax_out"] * (len(results) - 1) + ["amax_out" if amax is None else "tensor_amax"]
-        return cls(memory, amax, launch, _argument_picker(arguments, names), row, column, memory.maker(wanted))
+        return cls(library, amax, launch, _argument_picker(arguments, names), row, column, library.maker(wanted))
 
     def __call__(self, x: Any, given: Any, out: Quantized | None) -> Any:
-        memory = self.memory
-        address, stream = memory.address, memory.stream()
-        arrays = self.new() if out is None else self._of(out)
+        """Quantize x. given: the tensor_amax that the caller gave, or None. out: the Quantized to write to, or None."""
+        library = self.library
+        address, stream = library.address, library.stream()
+        arrays = self.new() if out is None else self._arrays_of(out)
         addresses = [address(x), *map(address, arrays), 0 if given is None else address(given), 0]
         if self.amax is not None:
-            self.amax.find(memory, addresses[0], arrays[-1], stream)
+            self.amax.find(library, addresses[0], arrays[-1], stream)
         self.launch(*self.pick(addresses), stream=stream)
-        return self._made(arrays) if out is None else out
+        return self._results(arrays) if out is None else out
 
-    def _of(self, out: Quantized) -> list[Any]:
-        """Arrays of out in the place of new ones; out is never of both."""
+    def _arrays_of(self, out: Quantized) -> list[Any]:
+        """Return the arrays of out, in the order of new arrays. With out, there is only one result."""
         result: Any = self.row or self.column
         return [
             getattr(out, name) for name in (result.names if result.amax is None else (*result.names, "tensor_amax"))
         ]
 
-    def _made(self, arrays: list[Any]) -> Any:
+    def _results(self, arrays: list[Any]) -> Any:
+        """Return the Quantized of new arrays, or two if there are results along rows and columns."""
         first, second = self.row, self.column
         one: Any = second if first is None else first
         amax, other = (None, None) if one.amax is None else arrays[:-3:-1]
@@ -176,10 +202,10 @@ class QuantizeCall:
 
 
 def quantize(call: Call, x: Any, both: bool = False) -> QuantizeCall | None:
-    """Return the cached call of a call on x, the array as the caller gave it; None if it is not one launch.
+    """Return the cached call of a call on x, the array as the caller gave it; None if it needs several launches.
 
-    The call rounds to nearest, without a Hadamard transform or block amaxes. both: quantize_both, by its call for the
-    columns.
+    The call rounds to nearest, without a Hadamard transform or block amaxes. both: the call is the columnwise one of
+    quantize_both.
     """
     last, columns = call.x.ndim - 1, call.axis == call.x.ndim - 2
     request = launch_request(call, columns=columns)
@@ -194,27 +220,31 @@ def quantize(call: Call, x: Any, both: bool = False) -> QuantizeCall | None:
     found = quantize_launch(choice, request, has_aligned_runs(Matrix(call.x), request), call.x.device.id)
     row = QuantizedResult.of(call, last) if both or not columns else None
     column = QuantizedResult.of(call, call.axis) if columns else None
-    return QuantizeCall.of(library_of(x), _amax(call, request), found, choice.arguments, row, column)
+    return QuantizeCall.of(library_of(x), _amax_step(call, request), found, choice.arguments, row, column)
 
 
 @dataclass(frozen=True, slots=True)
 class FakeQuantizeCall:
-    """fake_quantize of one matrix; new: makes the values, and the amax where it is found."""
+    """The cached call of fake_quantize for one matrix.
 
-    memory: ArrayLibrary
-    amax: Amax | None
+    Attributes:
+        new: allocate the values and, if it is computed, the amax. The others are as in QuantizeCall.
+    """
+
+    library: ArrayLibrary
+    amax: AmaxStep | None
     launch: Launch
     pick: Callable[[list[int]], tuple[int, ...]]
     new: Callable[[], list[Any]]
 
     @classmethod
     def of(
-        cls, memory: ArrayLibrary, amax: Amax | None, launch: Launch, arguments: Arguments, values: NewArray
+        cls, library: ArrayLibrary, amax: AmaxStep | None, launch: Launch, arguments: Arguments, values: NewArray
     ) -> FakeQuantizeCall:
-        """By a launch, called with the addresses of these arguments."""
-        new = memory.maker([values] if amax is None else [values, _NEW_AMAX])
+        """Return the cached call around a launch whose first arguments are `arguments`."""
+        new = library.maker([values] if amax is None else [values, _NEW_AMAX])
         return cls(
-            memory,
+            library,
             amax,
             launch,
             _argument_picker(arguments, ("values",) if amax is None else ("values", "tensor_amax")),
@@ -222,17 +252,18 @@ class FakeQuantizeCall:
         )
 
     def __call__(self, x: Any, given: Any) -> Any:
-        memory, arrays = self.memory, self.new()
-        address, stream = memory.address, memory.stream()
+        """Return the values of x. given: the tensor_amax that the caller gave, or None."""
+        library, arrays = self.library, self.new()
+        address, stream = library.address, library.stream()
         addresses = [address(x), *map(address, arrays), 0 if given is None else address(given), 0]
         if self.amax is not None:
-            self.amax.find(memory, addresses[0], arrays[1], stream)
+            self.amax.find(library, addresses[0], arrays[1], stream)
         self.launch(*self.pick(addresses), stream=stream)
         return arrays[0]
 
 
 def fake_quantize(call: Call, x: Any) -> FakeQuantizeCall | None:
-    """Return the cached call of a call on x, the array as the caller gave it; None if it is not one launch.
+    """Return the cached call of a call on x, the array as the caller gave it; None if it needs several launches.
 
     The call rounds to nearest, without block amaxes.
     """
@@ -246,20 +277,21 @@ def fake_quantize(call: Call, x: Any) -> FakeQuantizeCall | None:
         choice, request, has_aligned_runs(Matrix(call.x), request), call.x.device.id
     )  # new values are aligned
     return FakeQuantizeCall.of(
-        library_of(x), _amax(call, request), found, choice.arguments, NewArray(call.x.shape, call.x.dtype)
+        library_of(x), _amax_step(call, request), found, choice.arguments, NewArray(call.x.shape, call.x.dtype)
     )
 
 
 @dataclass(frozen=True, slots=True)
 class DequantizeCall:
-    """dequantize of one matrix."""
+    """The cached call of dequantize for one matrix."""
 
-    memory: ArrayLibrary
+    library: ArrayLibrary
     launch: Launch
     new: Callable[[], list[Any]]
 
     def __call__(self, q: Quantized, out: Any) -> Any:
-        address, stream = self.memory.address, self.memory.stream()
+        """Return the values of q, in out if it is not None."""
+        address, stream = self.library.address, self.library.stream()
         (values,) = self.new() if out is None else (out,)
         scales, tensor_scale, amax = q.block_scale, q.tensor_scale, q.tensor_amax
         self.launch(
@@ -274,7 +306,10 @@ class DequantizeCall:
 
 
 def dequantize(q: Quantized, given: Quantized, dtype: np.dtype, out: Any) -> DequantizeCall | None:
-    """Return the cached call of a call on q, which the caller gave as `given`; None if it is not one launch."""
+    """Return the cached call that dequantizes q; None if it needs several launches.
+
+    given: q as the caller gave it, perhaps with PyTorch tensors.
+    """
     r = q.recipe
     one = _is_one_matrix(q.packed, r, q.tensor_scale) and q.axis == len(q.shape) - 1
     joined = len(q.shape) <= 2 or q.scale_layout == "linear"
@@ -284,31 +319,38 @@ def dequantize(q: Quantized, given: Quantized, dtype: np.dtype, out: Any) -> Deq
     check_formats(r)
     shape = prod(q.shape[:-1]), q.shape[-1]
     found = matrix.dequantize_launch(r, q.scale_layout, q.dtype, dtype, shape, q.packed.device.id)
-    memory = library_of(given.packed)
-    return DequantizeCall(memory, found, memory.maker([NewArray(q.shape, dtype)]))
+    library = library_of(given.packed)
+    return DequantizeCall(library, found, library.maker([NewArray(q.shape, dtype)]))
 
 
 @dataclass(frozen=True, slots=True)
 class MoveCall:
-    """transpose or swizzle of a Quantized: other arrays, by their names, and fields that differ."""
+    """The cached call of transpose or swizzle. It copies codes and scales of a Quantized to new places.
 
-    memory: ArrayLibrary
+    Attributes:
+        names: the arrays that are replaced.
+        new: allocate these arrays.
+        fields: the fields with other values.
+    """
+
+    library: ArrayLibrary
     launch: Launch
     names: tuple[str, ...]
     new: Callable[[], list[Any]]
     fields: dict[str, Any]
 
     def __call__(self, q: Quantized) -> Quantized:
-        address, stream = self.memory.address, self.memory.stream()
+        """Return the transposed or swizzled Quantized."""
+        address, stream = self.library.address, self.library.stream()
         made, old = dict(zip(self.names, self.new(), strict=True)), vars(q)
         self.launch(*(address(old[name]) for name in made), *map(address, made.values()), stream=stream)
         return assembled({**old, **self.fields, **made})
 
 
 def transpose(q: Quantized, given: Quantized, axis: int) -> MoveCall | None:
-    """Return the cached call that transposes q, which the caller gave as `given`; None if it is not one launch.
+    """Return the cached call that transposes q; None if it needs several launches.
 
-    axis: the axis of the result.
+    given: q as the caller gave it. axis: the axis of the result.
     """
     if q.recipe.block_size not in transpose_launcher.BLOCKS or not _are_contiguous_here(q.packed, q.block_scale):
         return None
@@ -317,13 +359,13 @@ def transpose(q: Quantized, given: Quantized, axis: int) -> MoveCall | None:
         q.packed, q.block_scale, q.recipe, q.scale_layout, None, None, (prod(lead), M, K)
     )
     _, packed, scales, _ = wanted_parts(q.shape, axis, q.recipe, q.scale_layout)
-    memory = library_of(given.packed)
-    new = memory.maker([NewArray(packed, UINT8), NewArray(scales or (), UINT8)])
-    return MoveCall(memory, found, ("packed", "block_scale"), new, {"axis": axis})
+    library = library_of(given.packed)
+    new = library.maker([NewArray(packed, UINT8), NewArray(scales or (), UINT8)])
+    return MoveCall(library, found, ("packed", "block_scale"), new, {"axis": axis})
 
 
 def swizzle(q: Quantized, given: Quantized, layout: str) -> MoveCall | None:
-    """Return the cached call that changes the layout of q's block scales; None if it is not one launch.
+    """Return the cached call that changes the layout of q's block scales; None if it needs several launches or none.
 
     given: q as the caller gave it.
     """
@@ -331,12 +373,12 @@ def swizzle(q: Quantized, given: Quantized, layout: str) -> MoveCall | None:
         return None
     *lead, R, C = q.scale_shape
     found = swizzle_launcher.launch_of(q.block_scale, q.scale_layout, None, layout, (prod(lead), R, C))
-    memory = library_of(given.block_scale)
-    new = memory.maker([NewArray(padded_shape(q.scale_shape, layout), UINT8)])
-    return MoveCall(memory, found, ("block_scale",), new, {"scale_layout": layout})
+    library = library_of(given.block_scale)
+    new = library.maker([NewArray(padded_shape(q.scale_shape, layout), UINT8)])
+    return MoveCall(library, found, ("block_scale",), new, {"scale_layout": layout})
 
 
 def _are_contiguous_here(*arrays: Any) -> bool:
-    """Whether arrays are read where they are, on the current device."""
+    """Return whether kernels can read the arrays in place: none is empty, all are contiguous on the current device."""
     device = imports.cupy().cuda.runtime.getDevice()
     return all(a.size and a.flags.c_contiguous and a.device.id == device for a in arrays)
