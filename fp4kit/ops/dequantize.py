@@ -74,6 +74,6 @@ def _dequantize(q: Quantized, dtype: Any, key: Any, *, out: Any) -> Any:
     check_values_out("dequantize", out, q.shape, wanted, q.packed)
     if out is not None:
         check_disjoint("dequantize", {f"q.{name}": part for name, part in q.parts().items()}, {"out": out})
-    there = on_device(q.packed)
-    cached = None if key is None else new_cached_call("dequantize", there, q, given, wanted, out)
-    return run_first(key, cached, arguments, lambda: run("dequantize", "dequantize", there, q, wanted, out))
+    is_on_device = on_device(q.packed)
+    cached = None if key is None else new_cached_call("dequantize", is_on_device, q, given, wanted, out)
+    return run_first(key, cached, arguments, lambda: run("dequantize", "dequantize", is_on_device, q, wanted, out))

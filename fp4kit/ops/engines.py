@@ -1,4 +1,7 @@
-"""Choose the engine for a call, by the place of the array. An engine may decline a call; then the next one is tried."""
+"""Choose the engine for a call by the place of its arrays: CUDA for CuPy arrays, a host engine for NumPy arrays.
+
+An engine may decline a call. Then the next engine is tried.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,7 @@ T = TypeVar("T")
 
 
 def new_cached_call(operation: str, on_device: bool, *arguments: Any) -> Callable[..., Any] | None:
-    """Return the cached call that an engine makes for an operation on arrays of its place; None if it makes none."""
+    """Return the cached call that the CUDA engine or the compiled host engine makes; None if it makes none."""
     engine = cuda_cached if on_device else cpu_cached
     try:
         call: Callable[..., Any] | None = getattr(engine, operation)(*arguments)
@@ -40,10 +43,13 @@ def new_cached_call(operation: str, on_device: bool, *arguments: Any) -> Callabl
         return None
 
 
-def at_home(function: Callable[..., T], x: Any, *args: Any, **kwargs: Any) -> T:
-    """Call function, which returns_in_library decorates, on x; call what it decorates if x is a NumPy or CuPy array."""
-    is_home = type(x) is np.ndarray or type(x).__module__ == "cupy"
-    called: Callable[..., T] = getattr(function, "__wrapped__", function) if is_home else function
+def convert_and_call(function: Callable[..., T], x: Any, *args: Any, **kwargs: Any) -> T:
+    """Call a function that returns_in_library decorates.
+
+    If x is a NumPy or CuPy array, nothing needs conversion, so the undecorated function is called, which saves time.
+    """
+    is_native = type(x) is np.ndarray or type(x).__module__ == "cupy"
+    called: Callable[..., T] = getattr(function, "__wrapped__", function) if is_native else function
     return called(x, *args, **kwargs)
 
 
@@ -85,12 +91,12 @@ class Engine(str):
 
 
 def is_compiled() -> bool:
-    """Return whether the compiled engine computes on NumPy arrays, here and now; it uses threads of its own."""
+    """Return whether the compiled engine computes on NumPy arrays in this thread or task. It starts its own threads."""
     return not specification_only.get() and library().functions is not None
 
 
 def engine() -> Engine:
-    """Return the name of the engine that computes on NumPy arrays, here and now.
+    """Return the name of the engine that computes on NumPy arrays in the current thread or task.
 
     All engines give equal bytes. Calls that the compiled engine does not cover are computed by the specification.
 
@@ -150,6 +156,7 @@ def run(op: str, operation: str, on_device: bool, *arguments: Any) -> Any:
 
 
 def _first(op: str, operation: str, engines: tuple[Any, ...], arguments: tuple[Any, ...]) -> Any:
+    """Return the result of an operation from the first of the engines that does not decline it."""
     reason = ""
     for engine in engines:
         try:
@@ -162,7 +169,7 @@ def _first(op: str, operation: str, engines: tuple[Any, ...], arguments: tuple[A
 
 
 def run_group(op: str, operation: str, calls: list[tuple[bool, tuple[Any, ...]]]) -> list[Any]:
-    """Run an operation on N arrays: at once if their engine can, otherwise one after the other.
+    """Return the results of an operation on N arrays: in one launch if the CUDA engine can, otherwise in a loop.
 
     calls: for each array, whether it is a CuPy array, and the arguments of the operation.
     """
@@ -176,6 +183,7 @@ def run_group(op: str, operation: str, calls: list[tuple[bool, tuple[Any, ...]]]
 
 
 def _run_call(operation: str, call: Call, *arguments: Any) -> Any:
+    """Return the result of an operation on a parsed call."""
     return run(call.op, operation, call.on_device, call, *arguments)
 
 
@@ -200,7 +208,10 @@ def check_master_weights(values: list[Any], shapes: list[tuple[int, int]], r: Re
 
 
 def new_master_weights(values: list[Any], *facts: Any) -> Any:
-    """Return the stages of cast_master_weights for shards, which an engine computes. facts: what both classes take."""
+    """Return the stages of cast_master_weights on the host or on a GPU, depending on where the shards are.
+
+    facts: the further arguments that HostStages and DeviceStages share.
+    """
     if imports.on_device(values[0]):
         return cuda.DeviceStages(values, *facts)
     make: Any = HostStages
@@ -208,9 +219,9 @@ def new_master_weights(values: list[Any], *facts: Any) -> Any:
 
 
 def cached_driver_call(call: Call, x: Any, operation: str) -> Callable[..., Any] | None:
-    """Return a cached call that the engines' drivers do: it saves the parse.
+    """Return a cached call that runs the engines' drivers, so that only the parse is saved.
 
-    Return None if x, the array as it was given, is not a NumPy array, or if the call gives an amax.
+    Return None if x, the array as the caller passed it, is not a NumPy array, or if the caller passed an amax.
     """
     if type(x) is not np.ndarray or call.tensor_amax is not None:
         return None

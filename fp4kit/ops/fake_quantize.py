@@ -9,7 +9,7 @@ from fp4kit.arrays.returns import library_of, returns_in_library
 from fp4kit.call.amaxes import clip_amax, reshape_clip_amax
 from fp4kit.call.call_cache import find, run_first
 from fp4kit.call.parse import SEED_WITHOUT_USE, QuantizeOptions, backward_call, fake_call
-from fp4kit.ops.engines import at_home, cached_driver_call, new_cached_call, run, with_threads
+from fp4kit.ops.engines import cached_driver_call, convert_and_call, new_cached_call, run, with_threads
 from fp4kit.recipes import Recipe, recipe_of
 from fp4kit.types import Array, ArrayT, RecipeId, RoundingMode
 
@@ -68,7 +68,7 @@ def fake_quantize(
     check_rounding("fake_quantize", recipe_of("fake_quantize", recipe), rounding, seed)
     options = QuantizeOptions(rounding=rounding, seed=seed)
     given = {"tensor_amax": tensor_amax, "block_amax": block_amax}
-    return at_home(_fake_quantize, x, recipe, axis, options, key, **given)
+    return convert_and_call(_fake_quantize, x, recipe, axis, options, key, **given)
 
 
 @returns_in_library
@@ -82,7 +82,7 @@ def _fake_quantize(x: Any, recipe: str | Recipe, axis: int, options: QuantizeOpt
 
 
 def check_rounding(op: str, r: Recipe, rounding: str, seed: Any) -> None:
-    """Raise ValueError if a recipe with a fake_rule is asked for another rounding than to nearest."""
+    """Raise ValueError if a recipe with a fake_rule gets a rounding other than "nearest", or a seed."""
     if r.fake_rule is not None and not is_one_of(rounding, ("nearest",)):
         raise ValueError(f"{op}: {r.id} rounds to nearest only; got rounding={rounding!r:.60}")
     if r.fake_rule is not None and seed is not None:

@@ -189,7 +189,7 @@ def fake_quantize_grouped_backward(
     amaxes = per_tensor(op, "amax", amax, len(arrays))
     grads = as_entries(op, "grads", grads)
     if len(grads) != len(arrays):
-        raise ValueError(f"{op}: grads has {len(grads)} arrays and xs {len(arrays)}; needs as many of each")
+        raise ValueError(f"{op}: grads has {len(grads)} arrays and xs {len(arrays)}; needs equally many")
     if pass_through:
 
         def backward_one(g: Any, x: Any, a: Any) -> Any:

@@ -22,33 +22,40 @@ from fp4kit.types import Hadamard, RecipeId, RoundingMode, ScaleLayout
 
 
 class PlanInput(NamedTuple):
-    """An argument of a plan: a sequence or array of N, and what it held when the plan was made."""
+    """An argument of a plan, and its content when the plan was made.
+
+    Attributes:
+        value: the argument: a sequence of N entries, or an array.
+        entries: its entries.
+        tensors: the entries that are PyTorch tensors, whose memory can be exchanged.
+        addresses: the address of each of these tensors.
+    """
 
     value: Any
     entries: list[Any]
-    tensors: list[Any]  # the entries that are PyTorch tensors, whose memory can be exchanged
+    tensors: list[Any]
     addresses: list[int]
 
     @classmethod
     def of(cls, name: str, value: Any) -> PlanInput:
-        """Return a PlanInput for what a sequence or array holds now. name: the argument's name."""
+        """Return a PlanInput with the present content of an argument. name: the argument's name."""
         entries = list(as_list("GroupedPlan", name, value))
         tensors = [a for a in entries if hasattr(a, "data_ptr")]
         return cls(value, entries, tensors, [a.data_ptr() for a in tensors])
 
     def changed(self, value: Any) -> str | None:
-        """Return what differs from when the plan was made, as the end of an error message; None if nothing does.
+        """Return what has changed since the plan was made, as the end of an error message; None if nothing has.
 
-        value: the sequence as it is now, if it is another object.
+        value: the present argument, if it is another object; None if it is the plan's object.
         """
         now = as_list("GroupedPlan", "xs", self.value if value is None else value)
         if len(now) != len(self.entries):
-            return f" has {len(now)} entries, and the plan {len(self.entries)}"
+            return f" has {len(now)} entries, but the plan was made for {len(self.entries)}"
         if not all(map(operator.is_, now, self.entries)):
-            number = [a is b for a, b in zip(now, self.entries, strict=True)].index(False)
-            return f"[{number}] is not the one of the plan"
+            index = [a is b for a, b in zip(now, self.entries, strict=True)].index(False)
+            return f"[{index}] was replaced after the plan was made"
         if [a.data_ptr() for a in self.tensors] != self.addresses:
-            return " holds a tensor whose memory is another than the plan's"
+            return " holds a tensor whose memory was replaced after the plan was made"
         return None
 
 
@@ -63,14 +70,14 @@ def per_tensor(op: str, name: str, value: Any, count: int) -> list[Any]:
         return [None] * count
     if not isinstance(value, Sequence) and getattr(value, "ndim", 0) == 0:
         raise ValueError(
-            f"{op}: {name} is {type(value).__name__}; needs a sequence with one for each of {count} arrays"
+            f"{op}: {name} is {type(value).__name__}; needs a sequence with one entry for each of {count} arrays"
         )
     if len(value) != count:
-        raise ValueError(f"{op}: {name} has {len(value)} entries and xs {count} arrays; needs one for each")
+        raise ValueError(f"{op}: {name} has {len(value)} entries and xs {count} arrays; needs one entry for each array")
     entries = [value[i, ...] for i in range(count)] if is_array(value) else list(value)
     missing = [i for i, entry in enumerate(entries) if entry is None]
     if missing:
-        raise ValueError(f"{op}: {name}[{missing[0]}] is None; needs one for each array, or None for all of them")
+        raise ValueError(f"{op}: {name}[{missing[0]}] is None; needs an entry for each array, or {name}=None")
     return entries
 
 
@@ -275,7 +282,8 @@ class GroupedPlan:
         self._check_unchanged("fake_quantize", xs)
         if self._hadamard is not False:
             raise ValueError(
-                f"{self._op}: hadamard is {self._hadamard!r}, which fake_quantize does not have; make a plan without"
+                f"{self._op}: hadamard is {self._hadamard!r}, which fake_quantize does not support; make a plan without"
+                " it"
             )
         check_rounding(self._op, self.recipe, self._options.rounding, self._options.seed)
         return list(self._group.fake_quantize(not keep_amax))
@@ -301,9 +309,7 @@ class GroupedPlan:
         pass_through = as_flag(self._op, "pass_through", pass_through)
         grads = as_entries(self._op, "grads", grads)
         if len(grads) != len(self._calls):
-            raise ValueError(
-                f"{self._op}: grads has {len(grads)} arrays and xs {len(self._calls)}; needs as many of each"
-            )
+            raise ValueError(f"{self._op}: grads has {len(grads)} arrays and xs {len(self._calls)}; needs equally many")
         if pass_through:
 
             def backward_one(g: Any, c: Call) -> Any:
@@ -323,10 +329,10 @@ class GroupedPlan:
         return clipped
 
     def _check_unchanged(self, method: str, xs: Any) -> None:
-        """Raise ValueError if an argument no longer holds what it held when the plan was made."""
+        """Raise ValueError if the content of an argument has changed since the plan was made."""
         for name, given in self._given.items():
             changed = given.changed(xs if name == "xs" else None)
             if changed is not None:
                 raise ValueError(
-                    f"{self._op}.{method}: {name}{changed}; call refresh() before, for a plan of what is there now"
+                    f"{self._op}.{method}: {name}{changed}; call refresh() first, which makes the plan again"
                 )

@@ -120,31 +120,28 @@ def partial_cast(
     start = as_index("partial_cast", "start", start)
     M, K = check_shard("partial_cast", array, shape, start, r)
     check_castable("partial_cast", r)
-    there = on_device(array)
-    _check_cast_arrays(there, out, amax, (M, K), r)
+    is_on_device = on_device(array)
+    _check_cast_arrays(is_on_device, out, amax, (M, K), r)
     check_disjoint("partial_cast", {"shard": array, "block_amax": amax}, {"out": out})
-    if tensor_amax is None and not there:
+    if tensor_amax is None and not is_on_device:
         _check_finite(amax, r)
-    whole = parse_tensor_amax("partial_cast", tensor_amax, (M, K), r, there)
-    amax = amax if there else without_sign(amax)
-    run("partial_cast", "partial_cast", there, array, out, amax, (M, K), start, r, whole)
+    whole = parse_tensor_amax("partial_cast", tensor_amax, (M, K), r, is_on_device)
+    amax = amax if is_on_device else without_sign(amax)
+    run("partial_cast", "partial_cast", is_on_device, array, out, amax, (M, K), start, r, whole)
     mark_written(given)
 
 
-def _check_cast_arrays(there: bool, out: Any, amax: Any, shape: tuple[int, int], r: Recipe) -> None:
-    """Raise an error unless out and block_amax of partial_cast are valid. Values on a device are not read.
-
-    there: whether the arrays are on a device.
-    """
+def _check_cast_arrays(is_on_device: bool, out: Any, amax: Any, shape: tuple[int, int], r: Recipe) -> None:
+    """Raise an error unless out and block_amax of partial_cast are valid. Values on a device are not read."""
     wanted, covered = packed_shape(shape, r), amax_shape(shape, r)
-    if not there:
+    if not is_on_device:
         check_out("partial_cast", "out", out, wanted, np.uint8)
     elif out.shape != wanted or out.dtype != np.uint8:
         raise ValueError(f"partial_cast: out is {out.dtype} {out.shape}; needs uint8 {wanted}")
-    has_nan = not there and amax.dtype == np.float32 and np.isnan(amax).any()
+    has_nan = not is_on_device and amax.dtype == np.float32 and np.isnan(amax).any()
     if amax.shape != covered or amax.dtype != np.float32 or has_nan:
         what = "float32 with NaN" if has_nan else f"{amax.dtype} {amax.shape}"
-        without = " without NaN" * (not there)
+        without = " without NaN" * (not is_on_device)
         raise ValueError(f"partial_cast: block_amax is {what}; {r.id} needs float32 {covered}{without}")
 
 
@@ -157,6 +154,6 @@ def _check_finite(block_amax: Any, r: Recipe) -> None:
     if needs_finite and np.isinf(block_amax).any():
         raise ValueError(
             f"partial_cast: block_amax holds {int(np.isinf(block_amax).sum())} infinite value(s) of {block_amax.size},"
-            f" and {r.id} scales by the finite elements; give tensor_amax, that of the finite elements of the whole"
-            " matrix"
+            f" but {r.id} scales by the finite elements only; pass tensor_amax, the amax of the finite elements of the"
+            " whole matrix"
         )

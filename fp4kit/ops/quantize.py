@@ -10,7 +10,7 @@ from fp4kit.call.call_cache import find, run_first
 from fp4kit.call.memory_overlap import are_disjoint
 from fp4kit.call.outputs import import_out
 from fp4kit.call.parse import QuantizeOptions, call_with_scales, check_seed, columnwise, quantize_call
-from fp4kit.ops.engines import at_home, cached_driver_call, new_cached_call, run, with_threads
+from fp4kit.ops.engines import cached_driver_call, convert_and_call, new_cached_call, run, with_threads
 from fp4kit.quantized.container import Quantized
 from fp4kit.recipes import Recipe
 from fp4kit.types import Array, Hadamard, RecipeId, RoundingMode, ScaleLayout
@@ -119,16 +119,17 @@ def quantize(
     options = QuantizeOptions(scale_layout, rounding, seed, hadamard)
     if given_scales:
         _refuse_amaxes(tensor_amax, block_amax)
-        q = at_home(_quantize_with_scales, x, recipe, axis, options, block_scale, tensor_scale, out=out)
+        q = convert_and_call(_quantize_with_scales, x, recipe, axis, options, block_scale, tensor_scale, out=out)
     else:
-        q = at_home(_quantize, x, recipe, axis, options, key, tensor_amax=tensor_amax, block_amax=block_amax, out=out)
+        amaxes = {"tensor_amax": tensor_amax, "block_amax": block_amax}
+        q = convert_and_call(_quantize, x, recipe, axis, options, key, **amaxes, out=out)
     return q if out is None else mark_written(out)
 
 
 def _is_out_disjoint(x: Any, tensor_amax: Any, out: Quantized | None) -> bool:
-    """Return whether a call that was checked before writes to no memory that it reads.
+    """Return whether a cached call writes to no memory that it reads.
 
-    If tensor_amax is out's own, it is written with the value that was read.
+    tensor_amax may be out.tensor_amax: the call writes there the value that it has read from there.
     """
     if out is None:
         return True
@@ -173,7 +174,8 @@ def _refuse_amaxes(tensor_amax: Any, block_amax: Any) -> None:
     for name, given in (("tensor_amax", tensor_amax), ("block_amax", block_amax)):
         if given is not None:
             raise ValueError(
-                f"quantize: {name} was given beside scales, which are all that codes need; leave it, or them, out"
+                f"quantize: {name} was given together with scales; needs either scales or amaxes, because scales alone"
+                " determine the codes; leave one of them out"
             )
 
 
@@ -217,14 +219,15 @@ def quantize_both(
     """
     op = "quantize_both"
     if getattr(seed, "ndim", 0):
-        raise TypeError(f"{op}: seed is an array; needs an int, since one array of bytes cannot serve both directions")
+        raise TypeError(f"{op}: seed is an array; needs an int, because random bytes cannot serve both directions")
     seed = None if seed is None else check_seed(op, as_index(op, "seed", seed), 2**64 - 2)  # columns use seed + 1
     key = cached = None
     if hadamard is False and seed is None:
         key, cached = find(op, (x, tensor_amax), recipe, scale_layout, rounding)
     if cached is not None:
         return cached(x, tensor_amax, None)
-    return at_home(_quantize_both, x, recipe, QuantizeOptions(scale_layout, rounding, seed, hadamard), key, tensor_amax)
+    options = QuantizeOptions(scale_layout, rounding, seed, hadamard)
+    return convert_and_call(_quantize_both, x, recipe, options, key, tensor_amax)
 
 
 @returns_in_library
@@ -237,7 +240,7 @@ def _quantize_both(
     if row.x.ndim < 2:
         raise ValueError(f"{op}: x is {row.x.ndim}-d; needs at least 2 dimensions, (..., M, K)")
     if tensor_amax is not None and row.recipe.tensor_scaling != "tensor":
-        why = f"{row.recipe.id} has one for each {row.recipe.tensor_scaling}, and other ones for columns"
+        why = f"{row.recipe.id} has one for each {row.recipe.tensor_scaling}, so rows and columns need different ones"
         raise ValueError(
             f"{op}: tensor_amax was given, but {why}; leave it out, or call quantize with axis=-1 and with axis=-2"
         )

@@ -70,7 +70,7 @@ def _change_fully(given: Quantized, op: str, layout: ScaleLayout, key: Any) -> Q
     layouts.check_layout(op, layout)
     q = given.imported()
     if q.block_scale is None:
-        raise ValueError(f"{op}: {q.recipe.id} has no block scales")
+        raise ValueError(f"{op}: {q.recipe.id} has no block scales; needs a recipe with block scales")
     if len(q.shape) < 2 and layout != "linear":
         raise ValueError(f"{op}: q is 1-d; {layout} scales need the rows of a matrix; quantize x.reshape(1, -1)")
 
@@ -116,7 +116,8 @@ def unswizzle(q_or_scales: Any, layout: ScaleLayout | None = None, shape: tuple[
     if isinstance(q_or_scales, Quantized):
         if layout is not None or shape is not None:
             raise ValueError(
-                "unswizzle: a Quantized knows its layout and shape; leave them out, or give its block_scale"
+                "unswizzle: layout or shape was given for a Quantized, which has both; leave them out, or pass its"
+                " block_scale"
             )
         return _change("unswizzle", q_or_scales, "linear")
     return _unswizzle_scales(q_or_scales, layout, shape)
@@ -127,7 +128,8 @@ def _unswizzle_scales(scales: Any, layout: str | None, shape: tuple[int, ...] | 
     """Return an array of scales in linear layout."""
     if layout is None or shape is None:
         raise ValueError(
-            "unswizzle: an array of scales needs layout and shape (its linear one); a Quantized knows both"
+            "unswizzle: layout or shape is missing; an array of scales needs its layout and its linear shape; a"
+            " Quantized needs neither"
         )
     layouts.check_layout("unswizzle", layout)
     scales, shape = _scales("unswizzle", scales, 0), as_shape("unswizzle", shape)

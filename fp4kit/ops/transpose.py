@@ -54,13 +54,13 @@ def _transpose(q: Quantized, key: Any) -> Quantized:
     given = q
     q = checks.check_quantized("transpose", q)
     _check_square_blocks(q)
-    axis, there = 2 * len(q.shape) - 3 - q.axis, on_device(q.packed)
+    axis, is_on_device = 2 * len(q.shape) - 3 - q.axis, on_device(q.packed)
 
     def driver() -> Quantized:
-        codes, block_scale = run("transpose", "transpose", there, q.packed, q.block_scale, q)
+        codes, block_scale = run("transpose", "transpose", is_on_device, q.packed, q.block_scale, q)
         return replace(q, packed=codes, block_scale=block_scale, axis=axis)
 
-    cached = None if key is None else new_cached_call("transpose", there, q, given, axis)
+    cached = None if key is None else new_cached_call("transpose", is_on_device, q, given, axis)
     result: Quantized = run_first(key, cached, (given,), driver)
     return result
 

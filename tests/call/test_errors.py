@@ -279,9 +279,8 @@ ERRORS = {
     ),
     "both, amaxes of rows": (
         both("int8-modelopt-channel", tensor_amax=np.ones(len(X), np.float32)), ValueError,
-        "quantize_both: tensor_amax was given, but int8-modelopt-channel has one for each row, and other ones for "
-        "columns; "
-        "leave it out, or call quantize with axis=-1 and with axis=-2",
+        "quantize_both: tensor_amax was given, but int8-modelopt-channel has one for each row, so rows and "
+        "columns need different ones; leave it out, or call quantize with axis=-1 and with axis=-2",
     ),
     "both, float64": (
         both(x=X.astype(np.float64)), TypeError,

@@ -88,7 +88,7 @@ CASES += [
 _BACKWARD = (
     ({"grads": [A, LONG]}, "grads[1] has shape (16, 32); needs that of x, (16, 64)"),
     ({"grads": [A, DOUBLE]}, "grads[1] is float64; needs float32, float16 or bfloat16"),
-    ({"grads": [A]}, "grads has 1 arrays and xs 2; needs as many of each"),
+    ({"grads": [A]}, "grads has 1 arrays and xs 2; needs equally many"),
     ({"amax": [1.0, -1.0]}, "amax[1] holds 1 negative value(s) of 1"),
     (
         {"amax": [np.ones(16, np.float32), np.ones(3, np.float32)]},

@@ -180,7 +180,8 @@ def test_replaced_tensors_are_noticed() -> None:
     plan.fake_quantize()
     d[1] = cupy.asarray(-x)
     with pytest.raises(
-        ValueError, match=r"GroupedPlan\.fake_quantize: xs\[1\] is not the one of the plan; call refresh\(\)"
+        ValueError,
+        match=r"GroupedPlan\.fake_quantize: xs\[1\] was replaced after the plan was made; call refresh",
     ):
         plan.fake_quantize()
     plan.refresh()
@@ -194,7 +195,7 @@ def test_memory_of_pytorch_tensors_is_noticed() -> None:
     plan = fp4kit.GroupedPlan(tensors, "fp8-modelopt")
     plan.fake_quantize()
     tensors[2].data = tensors[2].data.clone()
-    with pytest.raises(ValueError, match="xs holds a tensor whose memory is another than the plan's"):
+    with pytest.raises(ValueError, match="xs holds a tensor whose memory was replaced after the plan was made"):
         plan.fake_quantize()
 
 

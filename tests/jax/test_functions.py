@@ -343,7 +343,7 @@ BAD = {
     "amaxes": (
         lambda x: fj.fake_quantize_grouped([x, x], "nvfp4", tensor_amax=[1.0]),
         ValueError,
-        "fake_quantize_grouped: tensor_amax has 1 entries and xs 2 arrays; needs one for each",
+        "fake_quantize_grouped: tensor_amax has 1 entries and xs 2 arrays; needs one entry for each",
     ),
     "values": (
         lambda x: fj.dequantize(fj.quantize(x, "nvfp4"), "float64"),

@@ -196,18 +196,19 @@ def test_replaced_arrays_are_noticed() -> None:
     xs[2] = -XS[2]
     for method in (plan.amax, plan.quantize, plan.fake_quantize):
         name = f"GroupedPlan.{method.__name__}"
-        with pytest.raises(ValueError, match=re.escape(f"{name}: xs[2] is not the one of the plan; call refresh()")):
+        with pytest.raises(ValueError, match=re.escape(f"{name}: xs[2] was replaced after the plan was made; call")):
             method()
-    with pytest.raises(ValueError, match=re.escape("fake_quantize_backward: xs[2] is not the one")):
+    with pytest.raises(ValueError, match=re.escape("fake_quantize_backward: xs[2] was replaced")):
         plan.fake_quantize_backward(xs)
     plan.refresh()
     assert_same_bits(plan.quantize()[2], fp4kit.quantize(-XS[2], "nvfp4-te", tensor_amax=1.0))
     with pytest.raises(
-        ValueError, match=re.escape("GroupedPlan.quantize: xs has 3 entries, and the plan 4; call refresh()")
+        ValueError,
+        match=re.escape("GroupedPlan.quantize: xs has 3 entries, but the plan was made for 4; call"),
     ):
         plan.quantize(xs[:3])
     amaxes[1] = np.float32(2)
-    with pytest.raises(ValueError, match=re.escape("tensor_amax[1] is not the one of the plan")):
+    with pytest.raises(ValueError, match=re.escape("tensor_amax[1] was replaced after the plan was made")):
         plan.quantize()
     plan.refresh(xs[:2], tensor_amax=amaxes[:2])
     assert_same_bits(plan.quantize(tuple(xs[:2]))[0], fp4kit.quantize(XS[0], "nvfp4-te", tensor_amax=1.0))
@@ -219,7 +220,7 @@ def test_memory_of_pytorch_tensors_is_noticed() -> None:
     plan = fp4kit.GroupedPlan(tensors, "nvfp4-te")
     plan.quantize()
     tensors[1].data = torch.zeros(16, 32)
-    with pytest.raises(ValueError, match="xs holds a tensor whose memory is another than the plan's; call refresh"):
+    with pytest.raises(ValueError, match="xs holds a tensor whose memory was replaced after the plan was made; call"):
         plan.quantize()
     plan.refresh()
     assert plan.quantize()[1].tensor_amax == 0
@@ -227,11 +228,11 @@ def test_memory_of_pytorch_tensors_is_noticed() -> None:
 
 def test_errors() -> None:
     errors = {
-        "quantize_grouped: tensor_amax has 2 entries and xs 4 arrays; needs one for each": {"tensor_amax": [1.0, 2.0]},
-        "quantize_grouped: tensor_amax is float; needs a sequence with one for each of 4 arrays": {"tensor_amax": 1.0},
+        "quantize_grouped: tensor_amax has 2 entries and xs 4 arrays; needs one entry": {"tensor_amax": [1.0, 2.0]},
+        "quantize_grouped: tensor_amax is float; needs a sequence with one entry for each of": {"tensor_amax": 1.0},
         "quantize_grouped: block_amax has 1 entries and xs 4 arrays": {"block_amax": [1.0]},
         "quantize_grouped: tensor_amax[2] holds 1 negative value(s) of 1": {"tensor_amax": [1.0, 1.0, -1.0, 1.0]},
-        "quantize_grouped: tensor_amax[2] is None; needs one for each array": {"tensor_amax": [1.0, 1.0, None, 1.0]},
+        "quantize_grouped: tensor_amax[2] is None; needs an entry": {"tensor_amax": [1.0, 1.0, None, 1.0]},
         "quantize_grouped: xs[0]: axis 3 of a 2-d array": {"axis": 3},
     }
     for message, options in errors.items():
@@ -242,10 +243,10 @@ def test_errors() -> None:
     ):
         fp4kit.amax_grouped(XS[0][0])
     with pytest.raises(
-        ValueError, match=re.escape("fake_quantize_grouped_backward: grads has 1 arrays and xs 4; needs as many")
+        ValueError, match=re.escape("fake_quantize_grouped_backward: grads has 1 arrays and xs 4; needs equally many")
     ):
         fp4kit.fake_quantize_grouped_backward(XS[:1], XS, "nvfp4-te")
-    with pytest.raises(ValueError, match="hadamard is True, which fake_quantize does not have"):
+    with pytest.raises(ValueError, match="hadamard is True, which fake_quantize does not support"):
         fp4kit.GroupedPlan(XS, "nvfp4-te", hadamard=True).fake_quantize()
     with pytest.raises(TypeError, match=re.escape("quantize_grouped: xs[1]")):
         fp4kit.quantize_grouped([XS[0], [1.0]], "nvfp4-te")

@@ -165,8 +165,8 @@ OUT = np.zeros((4, 8), np.uint8)
             lambda: _call(OUT, np.array([[1], [np.inf], [2], [np.inf]], np.float32), "nvfp4-flashinfer"),
             ValueError,
             (
-                "partial_cast: block_amax holds 2 infinite value(s) of 4, and nvfp4-flashinfer scales by the finite"
-                " elements; give tensor_amax, that of the finite elements of the whole matrix"
+                "partial_cast: block_amax holds 2 infinite value(s) of 4, but nvfp4-flashinfer scales by the finite"
+                " elements only; pass tensor_amax, the amax of the finite elements of the whole matrix"
             ),
         ),
         (lambda: _call(OUT, name="nvfp4-te-4over6-mae-256-2d"), ValueError, "chooses between scales by whole blocks"),

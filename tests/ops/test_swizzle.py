@@ -103,7 +103,7 @@ def test_pad() -> None:
         (
             lambda: fp4kit.unswizzle(np.zeros(9, np.uint8)),
             ValueError,
-            "unswizzle: an array of scales needs layout and shape",
+            "unswizzle: layout or shape is missing; an array of scales needs its layout and its linear shape",
         ),
         (
             lambda: fp4kit.unswizzle(np.zeros(9, np.uint8), TILED[0], (3, 3)),
@@ -113,7 +113,7 @@ def test_pad() -> None:
         (
             lambda: fp4kit.swizzle(fp4kit.quantize(np.ones(4, np.float32), "fp8-modelopt"), TILED[0]),
             ValueError,
-            "swizzle: fp8-modelopt has no block scales",
+            "swizzle: fp8-modelopt has no block scales; needs a recipe with block scales",
         ),
         (
             lambda: fp4kit.swizzle(fp4kit.quantize(np.ones(32, np.float32), "nvfp4-te"), TILED[0]),
@@ -124,7 +124,7 @@ def test_pad() -> None:
             (
                 lambda facts=facts: fp4kit.unswizzle(fp4kit.quantize(np.ones((2, 32), np.float32), "nvfp4-te"), *facts),
                 ValueError,
-                "unswizzle: a Quantized knows its layout and shape; leave them out, or give its block_scale",
+                "unswizzle: layout or shape was given for a Quantized, which has both; leave them out, or pass its",
             )
             for facts in (["linear"], [None, (2, 2)])
         ),

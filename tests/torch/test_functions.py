@@ -309,7 +309,7 @@ BAD = {
     "amaxes": (
         lambda x: ft.fake_quantize_grouped([x, x], "nvfp4", tensor_amax=[1.0]),
         ValueError,
-        "fake_quantize_grouped: tensor_amax has 1 entries and xs 2 arrays; needs one for each",
+        "fake_quantize_grouped: tensor_amax has 1 entries and xs 2 arrays; needs one entry for each",
     ),
     "values": (
         lambda x: ft.dequantize(ft.quantize(x, "nvfp4"), torch.float64),
