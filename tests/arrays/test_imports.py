@@ -219,7 +219,7 @@ def test_a_refused_import_frees_the_capsule(memory):
 
 
 @pytest.mark.parametrize("x", [[1.0, 2.0], 3.0, object()], ids=lambda x: type(x).__name__)
-def test_what_is_no_array(x):
+def test_other_objects_are_rejected(x):
     text = rf"^quantize: x is a builtins\.{type(x).__name__}; .*; pass np\.asarray\(x, np\.float32\)$"
     with pytest.raises(TypeError, match=text):
         as_array(x, "quantize: x")
@@ -286,7 +286,7 @@ def test_one_other_device():
         as_arrays("quantize", x=OnDevice(CUDA), tensor_amax=OnDevice(CUDA), out=None)
 
 
-def test_what_is_no_array_among_several():
+def test_other_objects_among_arrays_are_rejected():
     with pytest.raises(TypeError, match=r"^quantize: tensor_amax is a builtins\.float; "):
         as_arrays("quantize", x=np.zeros(3), tensor_amax=1.0)
 

@@ -271,7 +271,7 @@ def test_scales_of_tensors_are_taken():
         )
 
 
-def test_autograd_knows_of_what_is_written_to():
+def test_autograd_notices_writes_to_out():
     """Writing to out= must tell autograd.
 
     Otherwise the gradient of a function that saved the tensor is wrong without an error.

@@ -41,7 +41,7 @@ def same_for_both(call, zero, negative):
 
 
 @pytest.mark.parametrize("name", SCALED)
-def test_of_a_tensor(name, either_engine):
+def test_minus_zero_tensor_amax(name, either_engine):
     r = RECIPES[name]
     forms = [zeros(tensor_amax_shape(X.shape, r))]
     if r.tensor_scaling == "tensor":
@@ -52,7 +52,7 @@ def test_of_a_tensor(name, either_engine):
             same_for_both(lambda amax: fp4kit.quantize(X, name, tensor_amax=amax), zero, negative)
 
 
-def test_in_place_of_another_amax(either_engine):
+def test_minus_zero_replaces_the_amax_in_out(either_engine):
     """A prepared call that writes into out also stores +0 as the amax."""
     out = fp4kit.quantize(X, "nvfp4-te", tensor_amax=np.float32(3))
     expected = fp4kit.quantize(X, "nvfp4-te", tensor_amax=0.0)
@@ -62,17 +62,17 @@ def test_in_place_of_another_amax(either_engine):
 
 
 @pytest.mark.parametrize("name", ["nvfp4-mlx-cpu-global", "nvfp4-modelopt", "int8-modelopt"])
-def test_of_some_experts(name, either_engine):
+def test_minus_zero_amaxes_of_experts(name, either_engine):
     x, amaxes = np.stack([X, X, X]), np.float32([[2, 0, 1], [2, -0.0, 1]])
     same_for_both(lambda amax: fp4kit.quantize(x, name, tensor_amax=amax), *amaxes)
 
 
-def test_of_both_directions(either_engine):
+def test_minus_zero_for_both_directions(either_engine):
     same_for_both(lambda amax: fp4kit.quantize_both(X, "nvfp4-modelopt", tensor_amax=amax), 0.0, -0.0)
 
 
 @pytest.mark.parametrize("name", STATIC)
-def test_of_blocks(name, either_engine):
+def test_minus_zero_block_amaxes(name, either_engine):
     r = RECIPES[name]
     given = np.abs(ordinary(1, scale_shape(X.shape, r)))
     given.ravel()[::3] = 0
@@ -84,7 +84,7 @@ def test_of_blocks(name, either_engine):
 
 
 @pytest.mark.parametrize("name", ["nvfp4-modelopt", "nvfp4-mlx-cpu-global", "int8-modelopt-channel"])
-def test_of_groups(name):
+def test_minus_zero_amaxes_of_groups(name):
     """A plan reads its amax arrays when it runs, so -0 may be written to them after the plan is made."""
     zero, negative = zeros(tensor_amax_shape(X.shape, RECIPES[name]))
     same_for_both(lambda amax: fp4kit.quantize_grouped([X, X], name, tensor_amax=[amax, amax]), zero, negative)
@@ -97,7 +97,7 @@ def test_of_groups(name):
 
 
 @pytest.mark.parametrize("name", ["nvfp4-te-2d", "nvfp4-modelopt", "nvfp4-qwix", "mxfp4-ocp"])
-def test_of_shards(name):
+def test_minus_zero_amax_of_shards(name):
     r = RECIPES[name]
     amax = fp4kit.partial_amax(X.ravel(), X.shape, 0, name)
     amax[0, ::2] = 0
@@ -114,12 +114,12 @@ def test_of_shards(name):
     assert np.signbit(negative).any()  # the arrays of the caller are not written to
 
 
-def test_of_a_search(either_engine):
+def test_minus_zero_amax_of_a_search(either_engine):
     search = partial(fp4kit.search_scales, X, "nvfp4-modelopt-static")
     same_for_both(lambda amax: search(tensor_amax=amax), 0.0, -0.0)
 
 
-def test_in_other_arithmetic():
+def test_subnormal_amaxes_in_other_arithmetic_modes():
     """Another arithmetic mode leaves subnormal amaxes and all bits of a given array as they are."""
     amax = np.float32([1e-42] * 32)[:, None]
     given = amax.copy()

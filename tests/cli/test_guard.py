@@ -238,5 +238,5 @@ inspect._print = lambda *arguments: 1 / 0
         ([], [], False),
     ],
 )
-def test_what_is_the_command(argv: list[str], original: list[str], expected: bool) -> None:
+def test_processes_that_count_as_the_command(argv: list[str], original: list[str], expected: bool) -> None:
     assert startup.is_command(argv, original) is expected

@@ -136,7 +136,7 @@ def test_formats_and_agreement(capsys) -> None:
         (["recipes", "nvfp4-tee"], "did you mean 'nvfp4-te' or "),
     ],
 )
-def test_what_was_meant(arguments, message, capsys) -> None:
+def test_errors_of_wrong_arguments(arguments, message, capsys) -> None:
     assert main(arguments) == 2
     out, err = capsys.readouterr()
     assert message in err and err.count("\n") == 1 and out == ""

@@ -143,7 +143,7 @@ def test_duration(seconds: float, text: str) -> None:
     assert render.duration(seconds) == text
 
 
-def test_what_the_meter_says() -> None:
+def test_text_of_the_progress_meter() -> None:
     meter = progress.Meter("converting", 10**10, 0.0)
     assert meter.text(0.0) == "converting 0%  0 bytes of 10.0 GB"
     meter.add(37 * 10**8)

@@ -30,7 +30,7 @@ def address(a):
     return a.__array_interface__["data"][0]
 
 
-def test_memory_of_a_result_that_is_gone_serves_the_next_one():
+def test_memory_of_a_freed_result_is_reused():
     first = buffers.empty((8, 4), F32)
     at = address(first)
     other = buffers.empty((8, 4), F32)
@@ -53,7 +53,7 @@ HOLDERS = {
 
 
 @pytest.mark.parametrize("hold", HOLDERS.values(), ids=HOLDERS)
-def test_what_is_held_is_not_given_away(hold):
+def test_memory_of_a_live_result_is_not_reused(hold):
     first = buffers.empty((8, 4), F32)
     first[...] = 3
     held = hold(first)
@@ -66,7 +66,7 @@ def test_what_is_held_is_not_given_away(hold):
     assert len(buffers._kept) == 1
 
 
-def test_one_piece_is_kept_and_no_large_one():
+def test_one_buffer_is_kept_and_no_large_one():
     def kept_after(*rows):
         arrays = [buffers.empty((n, 16), F32) for n in rows]
         while arrays:

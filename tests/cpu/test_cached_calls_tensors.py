@@ -99,7 +99,7 @@ def test_results_are_new_each_time():
     assert len({q.packed.data_ptr() for q in results}) == len({q.tensor_scale.data_ptr() for q in results}) == 3
 
 
-def test_what_a_tensor_cannot_give_is_refused_after_a_cached_call():
+def test_invalid_tensors_are_rejected_after_a_cached_call():
     torch = pytest.importorskip("torch")
     t = torch.ones(32, 64)
     for _ in range(2):

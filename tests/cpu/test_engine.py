@@ -42,7 +42,7 @@ def tables(monkeypatch):
 # ---- what it covers ----
 
 
-def test_what_is_left_to_the_specification():
+def test_every_recipe_is_covered():
     """The engine covers every recipe of the table."""
     assert [id for id, r in RECIPES.items() if not covered(r)] == []
     assert fp4kit.engine().startswith("cpu-")
@@ -92,7 +92,7 @@ def test_amax_of_views(view, dtype):
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 5, 7, 15, 17, 31, 33, 63, 65, 67])
-def test_rows_of_every_number(rows):
+def test_every_number_of_rows(rows):
     for name, columns in (
         ("nvfp4-te", 16),
         ("nvfp4-te-2d", 80),
@@ -132,7 +132,7 @@ def test_every_operation(pair):
 
 
 @pytest.mark.parametrize("name", ["nvfp4-te", "mxfp8-te", "mxfp4-mlx-cpu"])
-def test_codes_and_scales_that_lie_otherwise(name):
+def test_codes_and_scales_with_other_strides(name):
     """The library reads the bytes of a row from contiguous memory, so other strides must be handled before."""
     q = fp4kit.quantize(ordinary(5, (64, 128)), name)
 

@@ -101,7 +101,7 @@ def test_every_kind_of_block(pair):
         agree(fp4kit.quantize, arrays[0], name, tensor_amax=amax)
 
 
-def test_the_library_does_them(monkeypatch):
+def test_the_engine_does_not_fall_back(monkeypatch):
     """The engine falls back to the specification neither for ordinary blocks, nor for zeros, nor for given codes."""
     for name in NAMES:
         with counted(monkeypatch) as shapes:
@@ -111,7 +111,7 @@ def test_the_library_does_them(monkeypatch):
         assert shapes == [], name
 
 
-def test_of_equal_errors_the_first_scale_wins():
+def test_the_first_scale_wins_for_equal_errors():
     """12 is 6 * 2 and 4 * 3, so both scales are exact."""
     x = np.random.default_rng(4).choice(np.float32([-12, 0, 12]), (16, 512))
     x[:, ::16] = 12

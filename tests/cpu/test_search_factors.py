@@ -72,7 +72,7 @@ def test_variants(name) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_what_the_library_leaves(name, monkeypatch) -> None:
+def test_only_nonfinite_units_fall_back(name, monkeypatch) -> None:
     """Only units with NaN or infinity fall back to the specification."""
     left, own = [], specification.search_matrix
     monkeypatch.setattr(

@@ -149,7 +149,7 @@ def test_views(view):
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 15, 16, 17, 33])
-def test_rows_and_columns_of_every_number(rows):
+def test_every_number_of_rows_and_columns(rows):
     """Groups of sixteen blocks may end in the middle of a row, and a group may be empty."""
     for columns in (16, 48, 272):
         agree(fp4kit.search_scales, ordinary(rows, (rows, columns)), STATIC, candidates="near")

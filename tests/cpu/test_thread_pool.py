@@ -127,7 +127,7 @@ def test_threads_of_one_python_thread_are_not_those_of_another(default_threads):
         (None, TypeError, "threads is None; needs an int"),
     ],
 )
-def test_numbers_that_are_none(function, name, count, error, text, default_threads):
+def test_invalid_numbers_are_rejected(function, name, count, error, text, default_threads):
     with pytest.raises(error, match=f"^{re.escape(f'{name}: {text}')}$"):
         with function(count):
             pass

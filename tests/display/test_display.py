@@ -126,7 +126,7 @@ def test_padding_is_not_counted(layout):
 
 
 @pytest.mark.parametrize("shape", [(64,), (3, 20, 64), (0, 64), (4, 0), (2, 3, 16, 64)])
-def test_stacks_and_nothing(shape):
+def test_stacks_and_empty_arrays(shape):
     for name in ("nvfp4-te", "nvfp4-te-2d", "int4-modelopt", "fp8-modelopt"):
         q = fp4kit.quantize(np.zeros(shape, F32), name)
         found, last = statistics(q), q.recipe.block
@@ -256,7 +256,7 @@ def test_html_is_well_formed_and_says_what_print_says(kind):
 
 
 @pytest.mark.parametrize("kind", shown())
-def test_html_has_no_colours_of_its_own(kind):
+def test_html_has_no_colors_of_its_own(kind):
     """The page uses the color of the surrounding text, so it is readable on light and dark pages."""
     page = Parsed(shown()[kind]._repr_html_())
     assert "color-scheme:light dark" in page.style and "background:currentColor" in page.style

@@ -21,7 +21,7 @@ def test_along_axes(x, axis):
     assert_same_bits(result, np.asarray(np.abs(x.astype(np.float32)).max(axis=axis)))
 
 
-def test_of_a_large_array():
+def test_amax_of_a_large_array():
     """Arrays of more than one tile are cut along the first axis, however long it is."""
     for shape in [(600, 700), (1, 600_000), (600_000,), (3, 2, 100_000)]:
         x = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
@@ -46,7 +46,7 @@ def test_columns_that_need_no_transposed_copy():
     assert columns_to_reduce(x[:, :2].copy(), 1) is None
 
 
-def test_of_nothing_and_of_one():
+def test_amax_of_empty_and_one_element_arrays():
     assert_same_bits(fp4kit.amax(np.empty((0, 3), np.float32)), np.float32(0))
     assert_same_bits(fp4kit.amax(np.float32(-3)), np.float32(3))
     assert_same_bits(fp4kit.amax(np.empty((0, 64), BF16), "mxfp4"), np.empty((0, 2), np.float32))
@@ -60,7 +60,7 @@ def test_specials():
 
 @pytest.mark.parametrize("name", BLOCKED)
 @pytest.mark.parametrize("x", FINITE.values(), ids=FINITE)
-def test_of_blocks(name, x):
+def test_amax_of_blocks(name, x):
     height, width = RECIPES[name].block
     expected = np.abs(x.astype(np.float32)).reshape(128 // height, height, 128 // width, width).max(axis=(1, 3))
     assert_same_bits(fp4kit.amax(x, name), expected)
@@ -69,7 +69,7 @@ def test_of_blocks(name, x):
 
 
 @pytest.mark.parametrize("name", ["nvfp4-te", "nvfp4-te-2d", "mxfp8-te-2d"])
-def test_of_blocks_in_more_dimensions(name):
+def test_amax_of_blocks_in_more_dimensions(name):
     x = ordinary(1, (2, 3, 40, 64))  # with 40 rows the last blocks of 16 or 32 are short
     height, width = RECIPES[name].block
     padded = np.pad(x, ((0, 0), (0, 0), (0, -40 % height), (0, 0)))
@@ -79,7 +79,7 @@ def test_of_blocks_in_more_dimensions(name):
     assert_same_bits(fp4kit.amax(x[0, 0, :1], name)[0], fp4kit.amax(x[0, 0, 0], name))
 
 
-def test_nan_as_the_recipe_has_it():
+def test_nan_counts_as_the_recipe_says():
     x = np.ones((1, 32), np.float32)
     x[0, :2] = np.nan, 5
     assert fp4kit.amax(x, "nvfp4-te").tolist() == [[5, 1]]  # a comparison with NaN is false

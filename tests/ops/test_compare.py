@@ -142,7 +142,7 @@ def test_sqnr_of_float64_of_any_size(size) -> None:
     ],
     ids=lambda x: str(x.dtype),
 )
-def test_what_is_no_float_is_refused(x) -> None:
+def test_arrays_of_other_dtypes_are_rejected(x) -> None:
     q = fp4kit.quantize(np.zeros((1, 16), np.float32), "nvfp4-te")
     text = (
         "needs a Quantized, or float64, float32, float16, bfloat16 or a narrower float; count codes and other integers"

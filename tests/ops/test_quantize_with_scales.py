@@ -42,7 +42,7 @@ def assert_same(found, expected):
 @names
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, BF16], ids=str)
 @pytest.mark.parametrize("make", [ordinary, extreme, nonfinite])
-def test_its_own_scales_give_it_back(name, dtype, make):
+def test_own_scales_give_the_same_codes(name, dtype, make):
     with np.errstate(all="ignore"):
         x = make().astype(dtype)
         for axis in (-1, 0):
@@ -281,7 +281,7 @@ def test_out(name):
 
 
 @names
-def test_nothing_in_it(name):
+def test_empty_arrays(name):
     r = RECIPES[name]
     for shape in ((0, 128), (3, 0)):
         q = fp4kit.quantize(np.zeros(shape, np.float32), r)

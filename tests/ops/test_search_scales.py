@@ -65,7 +65,7 @@ def assert_least(every: np.ndarray, chosen: np.ndarray, tolerance: float = ROUND
 
 @pytest.mark.parametrize("recipe", [STATIC, WIDE])
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
-def test_no_scale_is_better(recipe, dtype) -> None:
+def test_the_found_scale_has_the_smallest_error(recipe, dtype) -> None:
     x, top = some(dtype=dtype), fp4kit.recipe(recipe).scale_max
     amax = float(np.abs(x).max())
     found = fp4kit.search_scales(x, recipe)
@@ -110,7 +110,7 @@ def test_objectives_of_square_blocks(objective, power) -> None:
     assert_least(np.repeat(whole, 16, axis=1), code_of(found, amax, 448), 1e-5)
 
 
-def test_weights_of_ones_are_none() -> None:
+def test_weights_of_one_change_nothing() -> None:
     x = some()
     found = fp4kit.search_scales(x, STATIC, weights=np.ones(64, np.float32))
     assert found.tobytes() == fp4kit.search_scales(x, STATIC).tobytes()
@@ -124,7 +124,7 @@ def test_a_column_of_weight_0_does_not_matter() -> None:
     assert found[0].tobytes() != fp4kit.search_scales(x, STATIC, tensor_amax=16).tobytes()
 
 
-def test_ties_take_the_least_code() -> None:
+def test_ties_take_the_smallest_code() -> None:
     """24 is exactly 6 * 4, 4 * 6 and 3 * 8, and a block of zeros is exact under every scale."""
     x = np.zeros((2, 16), np.float32)
     x[0, 3] = -24
@@ -201,7 +201,7 @@ def test_square_blocks_have_the_loss_of_all_rows() -> None:
     assert (found[:16] == found[0]).all() and (found[32:] == found[32]).all()
 
 
-def test_what_is_not_finite_takes_the_first_candidate() -> None:
+def test_nonfinite_blocks_take_the_first_candidate() -> None:
     x = some(3, 16)
     x[0, 2], x[1, 5] = np.nan, np.inf
     found = fp4kit.search_scales(x, STATIC, tensor_amax=10)
@@ -213,7 +213,7 @@ def test_zeros_and_nothing() -> None:
     assert fp4kit.search_scales(np.zeros((0, 32), np.float32), STATIC).shape == (0, 2)
 
 
-def test_nothing_is_written_to() -> None:
+def test_inputs_are_not_written_to() -> None:
     x, weights = some(), np.ones(64, np.float32)
     x.flags.writeable = weights.flags.writeable = False
     fp4kit.search_scales(x, STATIC, weights=weights, tensor_amax=9)
@@ -273,7 +273,7 @@ def test_powers_of_blocks_of_any_length(block, objective) -> None:
     assert_least(np.stack(every), np.log2(found / fp4kit.amax(x, r)).astype(int) + 2)
 
 
-def test_the_least_of_powers_that_are_as_good() -> None:
+def test_ties_take_the_smallest_power() -> None:
     """The block of 2 is exact as 4 * 0.5 and as 2 * 1, and saturates under 0.25."""
     x = np.zeros((1, 32), np.float32)
     x[0, 7] = -2
@@ -371,7 +371,7 @@ def test_a_grid_of_one_of_zeros_of_nothing_and_of_bfloat16() -> None:
 
 
 @pytest.mark.parametrize("recipe", WITHOUT_BLOCKS)
-def test_a_grid_of_what_is_not_finite(recipe, recwarn) -> None:
+def test_a_grid_for_nonfinite_values(recipe, recwarn) -> None:
     """No warning is raised. If rows have amaxes of their own, finite rows are searched as usual."""
     x = some(4)
     x[0, 2], x[1, 5], x[2] = np.nan, np.inf, x[2] * np.float32(3e38)

@@ -72,7 +72,7 @@ def test_errors(name, shape, axis, message) -> None:
 
 
 @pytest.mark.parametrize("shape", [(0, 32), (32, 0), (0, 32, 32), (2, 0, 16)])
-def test_of_nothing(shape) -> None:
+def test_transpose_of_empty_arrays(shape) -> None:
     x = np.zeros(shape, np.float32)
     q = fp4kit.quantize(x, "nvfp4-te-2d", scale_layout="swizzled_8x4")
     assert_same_bits(fp4kit.transpose(q), fp4kit.quantize(x, "nvfp4-te-2d", axis=-2, scale_layout="swizzled_8x4"))

@@ -104,7 +104,7 @@ def test_every_recipe_in_every_mode(name, dtype):
 @NEEDS_ENVIRONMENT
 @pytest.mark.parametrize("name", ["nvfp4-te", "nvfp4-compressed-tensors", "mxfp4-ocp", "int8-modelopt-channel"])
 @pytest.mark.parametrize("changed", BITS)
-def test_what_reads_quantized_arrays(name, changed):
+def test_operations_that_read_quantized_arrays(name, changed):
     """compare, identify and requantize have float arithmetic of their own."""
     q = fp4kit.quantize(X["f32"][:16], name)
     other = replace(q, packed=q.packed ^ np.uint8(1))
@@ -125,7 +125,7 @@ def test_what_reads_quantized_arrays(name, changed):
 
 
 @NEEDS_ENVIRONMENT
-def test_the_tests_modes_are_wrong():
+def test_modes_of_these_tests_change_results():
     """The modes that these tests set do change the results of NumPy."""
     x = np.full(64, 3e-39, np.float32)
     half, one = np.float32(0.5), np.float32(1)
@@ -195,7 +195,7 @@ def test_other_platforms(monkeypatch, system, machine):
 
 
 @NEEDS_ENVIRONMENT
-def test_tables_are_right_whoever_asks_first():
+def test_tables_are_right_in_any_mode_at_first_use():
     """The values of E8M0 are cached at first use, and 2^-127 is a subnormal, so the first thread's mode must not
     matter.
     """

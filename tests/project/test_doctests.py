@@ -50,5 +50,5 @@ def test_every_public_function_has_an_example():
 
 
 @pytest.mark.parametrize("module", EXAMPLES)
-def test_what_has_an_example(module):
+def test_named_functions_have_an_example(module):
     assert {test.name.rpartition(".")[2] for test in examples(module)} >= set(EXAMPLES[module])

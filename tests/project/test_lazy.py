@@ -17,7 +17,7 @@ class Counting:
         return [self.calls]
 
 
-def test_it_is_computed_once():
+def test_a_lazy_property_is_computed_once():
     one, other = Counting(), Counting()
     assert one.value is one.value and one.calls == 1 and other.calls == 0
     assert vars(one)["value"] == [1]

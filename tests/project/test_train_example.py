@@ -67,7 +67,7 @@ def test_the_number_of_blas_threads_does_not_matter():
     assert lines[0] == lines[1] and len(lines[0]) == 5
 
 
-def test_it_says_when_a_way_differs(monkeypatch, capsys):
+def test_a_different_loss_is_reported(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["train_fp4.py", "--steps", "3", "--ranks", "1"])
     assert train_fp4.main() == 0
     monkeypatch.setattr(train_fp4, "sharded", off_by_one_code)

@@ -186,7 +186,7 @@ WRONG = {  # maps a case to the arguments, the error and its text
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_what_is_no_quantized(case):
+def test_invalid_parts_are_rejected(case):
     arguments, kind, text = WRONG[case]
     with pytest.raises(kind, match=f"^{re.escape(text)}"):
         Quantized(**arguments)
@@ -209,7 +209,7 @@ def test_a_device_s_values_are_not_read():
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_what_quantize_returns_is_one(name):
+def test_results_of_quantize_are_valid(name):
     """quantize returns a valid Quantized also for zeros, inf and NaN, whose tensor scales are unusual or NaN."""
     for value in (0.0, np.inf, np.nan, -np.nan):
         x = np.full((32, 128), value, F32)

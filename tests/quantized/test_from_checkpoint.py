@@ -42,7 +42,7 @@ def assert_same(found, q):
 
 @pytest.mark.parametrize("axis", [0, 1])
 @pytest.mark.parametrize("name", NAMES)
-def test_its_own_parts(name, axis):
+def test_parts_of_a_quantized_give_it_back(name, axis):
     """from_parts makes no copies. The values are the same because they depend on the scale alone."""
     q = fp4kit.quantize(X, name, axis=axis)
     found = built(q)
@@ -381,7 +381,7 @@ WRONG = {  # maps a case to the arguments, the error and its text
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_what_is_refused(case):
+def test_invalid_parts_are_rejected(case):
     q, changes, kind, text = WRONG[case]
     with pytest.raises(kind, match=f"^{re.escape(text)}"):
         built(q, **changes)

@@ -74,7 +74,7 @@ def test_slices_of_stacks(data):
 
 
 @given(st.data())
-def test_boxes(data):
+def test_cuts_along_all_axes(data):
     """Cut along every axis at once, as compare does."""
     name = data.draw(st.sampled_from([name for name in REPRESENTATIVE if name in NAMES]))
     axis = data.draw(st.sampled_from([1, 2]))
@@ -152,7 +152,7 @@ def test_spellings_of_slices():
 
 
 @pytest.mark.parametrize("index", [0, -1, np.int64(2), (slice(0, 2), 0), ..., None, "a", [0, 1]])
-def test_what_is_no_slice(index):
+def test_invalid_slices_are_rejected(index):
     q = fp4kit.quantize(ORDINARY, "nvfp4-te-2d")
     text = r"^Quantized: q\[.*\] is not a slice; needs whole blocks of the first axis, such as q\[0:16\]$"
     with pytest.raises(TypeError, match=text):

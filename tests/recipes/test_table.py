@@ -83,7 +83,7 @@ def test_block_sizes(r):
 
 
 @recipes
-def test_words_for_the_tables(r):
+def test_text_fields_for_the_tables(r):
     assert r.source and r.exact
     assert r.format_name == r.id.split("-")[0].upper() and f"{r.id}-".startswith(
         f"{r.format_name.lower()}-{r.producer}-"

@@ -83,7 +83,7 @@ def test_scales_and_codes_are_those_of_its_steps(name, either_engine):
 
 
 @pytest.mark.parametrize("name", RELEASE)
-def test_it_differs_where_it_is_said_to_and_nowhere_else(name, either_engine):
+def test_release_and_development_version_differ_only_where_documented(name, either_engine):
     r, other = RECIPES[name], development(name)
     x = np.zeros((len(amaxes()), 32), np.float32)
     x[:, 0] = amaxes()

@@ -435,7 +435,7 @@ WRONG = {  # maps a case to the recipe, the replaced fields, the error, and its 
 
 
 @together("case", WRONG)
-def test_what_is_no_recipe(case):
+def test_invalid_recipes_are_rejected(case):
     name, changes, kind, text = WRONG[case]
     with pytest.raises(kind, match=re.escape(text)) as caught:
         replace(RECIPES[name], **changes)
@@ -485,7 +485,7 @@ PAIRED = [("nvfp4-te", 0), *exhaustive([("nvfp4-te", 1), ("nvfp4-te", 2), ("nvfp
 
 
 @pytest.mark.parametrize("paired", PAIRED, ids=str)
-def test_every_pair_of_rules_works_or_is_refused(paired):
+def test_every_pair_of_rules_works_or_is_rejected(paired):
     """Each combination of scale, block, tensor and decode rule is rejected at once, or works with values close to x."""
     name, part = paired  # every fourth of all pairs
     x = np.random.default_rng(1).standard_normal((32, 128)).astype(np.float32)
@@ -575,7 +575,7 @@ FORMATS = {  # maps a case to the fields, the error and its text
 
 
 @pytest.mark.parametrize("case", FORMATS)
-def test_what_is_no_format(case):
+def test_invalid_formats_are_rejected(case):
     arguments, kind, text = FORMATS[case]
     with pytest.raises(kind, match=re.escape(text)):
         ElementFormat(*arguments)

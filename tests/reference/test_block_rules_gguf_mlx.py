@@ -76,7 +76,7 @@ def test_float16_is_decoded_by_a_rule_of_its_own(name, golden, either_engine):
 @pytest.mark.parametrize(
     "older", ["nvfp4-mlx-cpu-0322", "nvfp4-mlx-cpu-0322-global", "mxfp8-mlx-cpu-0322", "mxfp8-mlx-cpu-0321"]
 )
-def test_what_is_nan_was_480_up_to_0_32_2(older, dtype, either_engine):
+def test_nan_codes_were_480_up_to_0_32_2(older, dtype, either_engine):
     """On all bytes, mx.dequantize of 0.32.1, .2 and .4 differs only for E4M3 codes 7F and FF, of scales or elements."""
     r, newer = RECIPES[older], RECIPES[re.sub("-032.", "", older)]
     q = all_bytes(r, np.dtype(dtype))
@@ -145,7 +145,7 @@ def test_the_first_of_the_nearest(step):
         assert ours.tolist() == [nearest_first(value, step) for value in x]
 
 
-def test_it_is_ties_toward_zero_where_errors_differ():
+def test_the_first_of_the_smallest_errors_rounds_ties_toward_zero():
     a = (
         np.random.default_rng(0)
         .integers(0, np.float32(2.0**20).view(np.int32), 50_000)

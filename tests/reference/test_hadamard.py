@@ -45,9 +45,7 @@ def butterflies(block):
 
 
 def test_the_order_of_hadamard_sums():
-    """Where float64 sums round and then cancel, their order decides the bits, and every device must give the
-    same bits.
-    """
+    """If float64 sums round and then cancel, their order decides the bits. Every device must give the same bits."""
     rng = np.random.default_rng(2)
     x = (1000 * rng.standard_normal((64, 16))).astype(np.float32)
     x[:, 3], x[:, 9] = 2.0**60, -(2.0**60)

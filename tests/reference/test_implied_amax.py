@@ -47,7 +47,7 @@ def significant(amax):
 
 @cases
 @pytest.mark.parametrize("amaxes", AMAXES.values(), ids=AMAXES)
-def test_one_is_found_wherever_one_is(r, dtype, amaxes):
+def test_an_amax_is_found_if_one_exists(r, dtype, amaxes):
     """For every bfloat16, every float16 and random float32 amaxes, the implied amax gives the scale, bit for bit."""
     scale = decode_scale(amaxes, r, dtype)
     found = implied_amax(scale, r, dtype)
@@ -57,7 +57,7 @@ def test_one_is_found_wherever_one_is(r, dtype, amaxes):
 
 
 @cases
-def test_it_has_the_fewest_significant_bits(r, dtype):
+def test_the_implied_amax_has_the_fewest_significant_bits(r, dtype):
     """Trying all amaxes within FAR steps of scale * covered_range one by one finds none with fewer bits."""
     amaxes = np.concatenate([RANDOM[:40], EVERY_BF16[5000:25000:997]])
     scale = decode_scale(amaxes, r, dtype)
@@ -72,7 +72,7 @@ def test_it_has_the_fewest_significant_bits(r, dtype):
 
 
 @cases
-def test_the_interval_is_all_of_them(r, dtype):
+def test_the_interval_holds_all_amaxes_of_a_scale(r, dtype):
     """The interval's ends give the scale, and no other amax within FAR steps does.
 
     The short search finds the same interval.
@@ -127,7 +127,7 @@ def test_decoding_needs_no_amax(name, dtype):
 
 
 @pytest.mark.parametrize("name", WITH_TENSOR)
-def test_the_tensor_scale_is_the_truth(name):
+def test_decoding_follows_the_tensor_scale(name):
     """Decoding depends on the tensor scale, not on a tensor_amax that contradicts it."""
     q = fp4kit.quantize(ORDINARY.astype(BF16), name)
     wrong = replace(q, tensor_amax=q.tensor_amax * np.float32(3))
@@ -137,7 +137,7 @@ def test_the_tensor_scale_is_the_truth(name):
 
 
 @pytest.mark.parametrize("name", [name for name in WITH_TENSOR if DECODE_RULES[RECIPES[name].decode_rule].needs_amax])
-def test_scales_of_anywhere_decode_as_a_product(name):
+def test_scales_without_an_amax_decode_as_a_product(name):
     """If no amax gives the scale, a value is decode(code) * (block_scale * tensor_scale).
 
     Other rows or blocks of the array may have a scale that an amax gives.
@@ -163,7 +163,7 @@ def test_scales_of_anywhere_decode_as_a_product(name):
 
 
 @pytest.mark.parametrize("name", WITH_TENSOR)
-def test_every_function_takes_it(name):
+def test_every_function_takes_a_scale_without_an_amax(name):
     x = ORDINARY.astype(BF16)
     q = fp4kit.quantize(x, name)
     bare, target = without(q), "nvfp4-modelopt"

@@ -17,7 +17,7 @@ DIGEST = "7fc9ce2ee527ad23adfdf2c43fb6530c8634c542372e881e54edbf8f460bbaa8"
 
 
 @pytest.mark.parametrize("p", POWERS)
-def test_near_the_number_itself(p) -> None:
+def test_power_is_near_the_exact_value(p) -> None:
     """Compare with decimal numbers of 40 digits."""
     n, d = int(p), errors()[::37]
     d = d[(d > 1e-18) & (d < 1e18)]
@@ -49,7 +49,7 @@ def test_whole_powers_are_products() -> None:
 
 
 @pytest.mark.parametrize("p", [1.0, 1.0000001, 1.5, 2.4, 2.9999999, 16.0])
-def test_ends(p) -> None:
+def test_powers_of_zero_infinity_and_nan(p) -> None:
     with np.errstate(all="ignore"):
         found = power(np.array([0, 2.0**-149, 1, 2.0**128, 2.0**1023, np.inf, np.nan, -np.nan]), p)
     assert found[0] == 0 and found[2] == 1 and found[5] == np.inf and np.isnan(found[6:]).all()

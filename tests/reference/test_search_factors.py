@@ -84,7 +84,7 @@ FACTORS = {MXFP4: [1, 0.5, 2], NVFP4: [1, *(n / 100 for n in range(50, 152) if n
 
 @pytest.mark.parametrize("name", FACTORED)
 @pytest.mark.parametrize("x", [ordinary(7, (12, 64)), ordinary(8, (12, 64), BF16), extreme()[::12, :64]], ids=range(3))
-def test_it_is_the_first_of_the_least_errors(name, x):
+def test_the_first_candidate_with_the_smallest_error_wins(name, x):
     """Restate the search one block and one candidate at a time."""
     q = fp4kit.quantize(x, name)
     found = chosen(x, name)
@@ -104,7 +104,7 @@ def test_it_is_the_first_of_the_least_errors(name, x):
     assert other > 0 or x.min() < -1e30  # the tensor scale for such large values makes zeros of the other blocks
 
 
-def test_of_equal_errors_the_first_candidate_stays():
+def test_the_first_of_equal_errors_wins():
     """A block of ones is exact with the scales of amax * 2, amax * 1 and amax * 0.5; the first candidate wins."""
     x = np.ones((1, 32), np.float32)
     assert chosen(x, MXFP4).item() == 1.0
@@ -143,7 +143,7 @@ def test_sums_are_those_of_lanes():
         assert (expected != terms[..., :size].sum(axis=-1)).any()
 
 
-def test_it_is_the_static_recipe_with_the_chosen_amaxes():
+def test_the_result_is_that_of_the_static_recipe_with_the_chosen_amaxes():
     x = ordinary(1)
     static = replace(RECIPES[NVFP4], search="", static=True)
     expected = fp4kit.quantize(x, static, block_amax=chosen(x, NVFP4))
@@ -249,7 +249,7 @@ def test_amax_is_the_largest_magnitude(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_what_is_refused(name):
+def test_invalid_arguments_are_rejected(name):
     x, out = ordinary(), np.zeros((128, 64), np.uint8)
     amax = fp4kit.amax(x, name)
     with pytest.raises(

@@ -109,7 +109,7 @@ def test_no_arrays_at_all(tmp_path):
     assert fp4kit.load(tmp_path / "a") == {}
 
 
-def test_what_was_loaded_may_be_written_to(tmp_path):
+def test_loaded_arrays_are_writable(tmp_path):
     fp4kit.save(tmp_path / "a", {"w": fp4kit.quantize(ORDINARY, "nvfp4-te")})
     found = fp4kit.load(str(tmp_path / "a"))["w"]
     found.packed[:] = 0
@@ -239,13 +239,13 @@ def test_fields_with_a_default_may_be_missing():
         ),
     ],
 )
-def test_what_save_refuses(arrays, kind, text, tmp_path):
+def test_save_rejects(arrays, kind, text, tmp_path):
     with pytest.raises(kind, match=f"^{re.escape(text)}"):
         fp4kit.save(tmp_path / "a", arrays)
     assert not list(tmp_path.iterdir())
 
 
-def test_places_that_are_none(tmp_path):
+def test_invalid_paths_are_rejected(tmp_path):
     with pytest.raises(FileNotFoundError):
         fp4kit.save(tmp_path / "missing" / "a", {})
     with pytest.raises(FileNotFoundError):
@@ -274,7 +274,7 @@ def written(path, facts, tensors=TENSORS, version=1):
     save_file({name: np.array(a) for name, a in tensors.items()}, path, {ENTRY: metadata})
 
 
-def test_what_is_written_here_is_right(tmp_path):
+def test_the_unchanged_test_file_is_valid(tmp_path):
     written(tmp_path / "a", {"w": FACTS})
     assert fp4kit.load(tmp_path / "a")["w"].equals(Q)
 
@@ -578,7 +578,7 @@ def test_headers_that_were_changed(change, tmp_path):
         fp4kit.load(tmp_path / "a")
 
 
-def test_what_another_program_rewrote(tmp_path):
+def test_files_rewritten_by_another_program(tmp_path):
     """load accepts a file with the same tensors and metadata in another order, and with a library's name added."""
     q = fp4kit.quantize(ORDINARY, "nvfp4-te")
     fp4kit.save(tmp_path / "a", {"w": q})
@@ -605,7 +605,7 @@ SUMS_THAT_ARE_NONE = {
 
 
 @pytest.mark.parametrize("case", SUMS_THAT_ARE_NONE)
-def test_checksums_that_are_none(case, tmp_path):
+def test_invalid_checksums_are_rejected(case, tmp_path):
     text, said = SUMS_THAT_ARE_NONE[case]
     fp4kit.save(tmp_path / "a", {"w": Q})
     rewritten(tmp_path / "a", lambda tensors, metadata: metadata.update({SUMS: text}))

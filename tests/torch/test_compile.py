@@ -105,7 +105,7 @@ def test_where_no_break_is_allowed_the_error_names_what_can_be_traced(name):
         compiled(UNTRACED[name])(tensor(2, (32, 64)))
 
 
-def test_what_they_call_is_not_traced_either():
+def test_functions_called_inside_are_not_traced():
     """If torch.compile skips a function because it holds nothing to compile, it would trace the functions called inside
     it.
     """

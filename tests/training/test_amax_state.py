@@ -53,7 +53,7 @@ def test_names(key, expected):
         "",
     ],
 )
-def test_what_is_no_name(key):
+def test_invalid_names_are_rejected(key):
     assert AmaxName.find(key) is None
     with pytest.raises(
         ValueError, match=re.escape(f"{key!r} names no quantizer; needs <module>.weight_quantizer.<i>._amax or")
@@ -145,7 +145,7 @@ def test_nan_is_never_hidden(shape):
                 collector.freeze()
 
 
-def test_what_is_collected_does_not_follow_its_array():
+def test_later_changes_of_an_array_do_not_count():
     value, collector = np.ones(3, np.float32), AmaxCollector()
     collector.collect("a.weight_quantizer", value)
     value[:] = 5

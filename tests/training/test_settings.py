@@ -105,7 +105,7 @@ def test_patterns():
     assert FakeQuantSettings("nvfp4-te").is_quantized("anything")
 
 
-def test_it_is_frozen_and_a_key():
+def test_settings_are_frozen_and_hashable():
     settings = FakeQuantSettings("mxfp4", block_size=64)
     with pytest.raises(dataclasses.FrozenInstanceError):
         settings.recipe = None

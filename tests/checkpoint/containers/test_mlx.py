@@ -249,7 +249,7 @@ def test_a_global_scale_is_made_anew(recipe: str, tmp_path: Path) -> None:
     ]
 
 
-def test_verify_says_what_mlx_lm_trips_over(tmp_path: Path) -> None:
+def test_verify_reports_what_mlx_lm_cannot_read(tmp_path: Path) -> None:
     qwen3(tmp_path / "m")
     convert(tmp_path / "m", tmp_path / "out", "mxfp4-ocp", format="mlx")
     path = tmp_path / "out" / "config.json"
@@ -290,7 +290,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_is_refused(case: str, tmp_path: Path) -> None:
+def test_invalid_requests_are_rejected(case: str, tmp_path: Path) -> None:
     kind, options, text = REFUSED[case]
     qwen3(tmp_path / "m", kind)
     with refused(text):

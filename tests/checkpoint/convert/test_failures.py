@@ -248,7 +248,7 @@ def forbidden(tmp_path: Path) -> Iterator[Callable[[Path], None]]:
         (".", "Permission denied"),
     ],
 )
-def test_what_may_not_be_read_is_refused_by_the_plan(
+def test_unreadable_files_are_rejected_by_the_plan(
     tmp_path: Path, forbidden: Callable[[Path], None], name: str, said: str
 ) -> None:
     """The error comes from the plan and not at the end of the run.

@@ -153,7 +153,7 @@ def test_q8_0_on_request(tmp_path: Path) -> None:
     assert content(tmp_path / "out.gguf") == expected(numbers, "mxfp4-ocp")
 
 
-def test_blocks_again(tmp_path: Path) -> None:
+def test_converting_a_quantized_file_again(tmp_path: Path) -> None:
     """MXFP4 blocks can be kept, cast to NVFP4 without loss, or decoded.
 
     NVFP4 blocks get other codes only on request.
@@ -309,7 +309,7 @@ def test_nan(tmp_path: Path) -> None:
         run(tmp_path / "m.gguf", recipe="mxfp4-ocp", nonfinite="keep")
 
 
-def test_an_interrupted_run_is_gone_on_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_run_is_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Until the file is complete it lies in a directory of its own, from which --resume continues."""
     tensors = gguf_files.write_model(tmp_path / "m.gguf")
     jobs = import_module("fp4kit.checkpoint.convert.run_job")

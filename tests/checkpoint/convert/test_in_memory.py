@@ -168,7 +168,7 @@ def test_nonfinite(bad):
         list(convert_tensors([("model.layers.0.self_attn.o_proj.weight", w)], Rules.of("mxfp4-ocp")))
 
 
-def test_rules_that_cannot_be():
+def test_invalid_rules_are_rejected():
     with synthetic.refused("format bf16"):
         Rules.of("nvfp4-te", format="bf16")
     with synthetic.refused("--format gpt-oss holds mxfp4 only"):
@@ -177,7 +177,7 @@ def test_rules_that_cannot_be():
         Rules.of("nvfp4-te", wishes=Wishes(preset="everything"))
 
 
-def test_what_the_converter_refuses_of_mlx_and_deepseek_v4():
+def test_models_that_mlx_and_deepseek_v4_formats_reject():
     """mlx-lm would drop the scales of these experts; vLLM needs scales of activations for DeepSeek-V4."""
     expert = "model.layers.0.mlp.experts.0.down_proj.weight"
     rules = Rules.of("mxfp4-ocp", format="mlx", config={"model_type": "qwen3_moe"})

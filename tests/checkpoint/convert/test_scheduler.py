@@ -141,7 +141,7 @@ def test_nan_ends_a_run_when_it_is_met(tmp_path: Path, seen: list[tuple[str, Any
     assert [path.name for path in tmp_path.iterdir()] == ["m"]
 
 
-def test_a_verdict_waits_for_what_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_removal_waits_for_running_jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A job that still runs ends before the directory is removed, so nothing writes after that."""
     tensors = {f"{name}.weight": synthetic.random(name, (64, 64)) for name in "abcdefgh"}
     tensors["d.weight"][1, 1] = np.nan
@@ -208,7 +208,7 @@ def test_nothing_is_left_where_a_disk_fails(tmp_path: Path, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("width", [0, 1, 2, 4])
-def test_what_is_added_at_the_left_is_next(width: int) -> None:
+def test_calls_added_at_the_front_run_next(width: int) -> None:
     """A call added at the front runs next, after the width - 1 calls that the executor already holds.
 
     A width of 0 means no executor. Calls may also be added along with the last result.

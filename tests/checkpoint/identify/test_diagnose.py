@@ -259,7 +259,7 @@ def test_quantized_transposed(name) -> None:
 
 
 @pytest.mark.parametrize("name", half(NAMES))
-def test_clean_data_has_no_mishap(name) -> None:
+def test_clean_data_has_no_fault(name) -> None:
     for x in (weights(3), weights(4, (33, 5 * 128), np.dtype(np.float32)), weights(5, (1, 128), np.dtype(np.float16))):
         e = found(stored(x, name), x, heads=(HEADS,), other=weights(6, x.shape, x.dtype))
         assert name in e.recipes and e.mishap is None
@@ -267,7 +267,7 @@ def test_clean_data_has_no_mishap(name) -> None:
 
 
 @pytest.mark.parametrize("name", half(NAMES))
-def test_data_without_an_order_has_no_mishap(name) -> None:
+def test_data_without_an_order_has_no_fault(name) -> None:
     constant, blocks, zeros = np.full((32, 256), 0.5, BF16), weights(7, (32, 256)), weights(8, (32, 256))
     blocks[:, 64:128] = 0
     zeros[3] = zeros[17] = 0
@@ -535,12 +535,12 @@ NO_LAYERS = (
 
 
 @pytest.mark.parametrize("fields, kind, message", NO_LAYERS)
-def test_layers_that_are_none(fields, kind, message) -> None:
+def test_invalid_layers_are_rejected(fields, kind, message) -> None:
     with pytest.raises(kind, match=re.escape(f"identify: {message}")):
         stored(weights(), "mxfp4-ocp", **fields)
 
 
-def test_sources_that_are_none() -> None:
+def test_invalid_sources_are_rejected() -> None:
     layer = stored(weights(), "mxfp4-ocp")
     with pytest.raises(
         ValueError, match=r"identify: x has shape \(4,\); \(N, K\) is needed; pass the source of one layer"

@@ -95,7 +95,7 @@ PAIRS = [(words, FORMS[(i + turn) % 2]) for turn in range(2) for i, words in enu
 
 
 @pytest.mark.parametrize("pair", by_default(PAIRS[: len(MISHAPS)], PAIRS), ids="-".join)
-def test_what_was_done_to_files_is_named(tmp_path, pair):
+def test_faults_in_files_are_named(tmp_path, pair):
     words, form = pair
     synthetic.dense(tmp_path / "in")
     convert(tmp_path / "in", tmp_path / "out", "nvfp4-modelopt", format=form)

@@ -198,7 +198,7 @@ def test_container_of() -> None:
     assert m.container_of("layers.0.block_sparse_moe.experts.3.w1") == "layers.0.block_sparse_moe.experts"
 
 
-def test_what_an_engine_asks_for() -> None:
+def test_names_that_an_engine_looks_up() -> None:
     vllm, sglang = m.READERS["modelopt NVFP4"]
     modules = [*QKV, *MLA_PAIR, f"{EXPERTS}.0.w1", f"{EXPERTS}.1.w1", "lm_head"]
     assert vllm.lookups(modules) == {

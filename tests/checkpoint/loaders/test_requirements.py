@@ -173,7 +173,7 @@ def test_scalars_of_either_shape(container: str, shape: tuple[int, ...]) -> None
         (EXPERT, ".input_scale", "input_scale is missing; the engine uses uninitialised memory in its place"),
     ],
 )
-def test_what_vllm_does_about_a_missing_tensor(name: str, suffix: str, text: str) -> None:
+def test_vllm_and_a_missing_tensor(name: str, suffix: str, text: str) -> None:
     tensors = layer(NVFP4, name)
     del tensors[name + suffix]
     vllm, sglang = checked(NVFP4, tensors)

@@ -43,7 +43,7 @@ STATED = [
 
 
 @pytest.mark.parametrize(("container_id", "family", "engine", "status"), STATED)
-def test_what_is_stated(container_id: str, family: str, engine: str, status: str) -> None:
+def test_entries_of_the_table(container_id: str, family: str, engine: str, status: str) -> None:
     assert support.cell(container_id, family, engine).status == status
 
 

@@ -66,7 +66,7 @@ def test_files_of_another_size_are_not_hashed(converted: Path) -> None:
                 os.truncate(converted / name, size)
 
 
-def test_a_manifest_with_sizes_that_are_none(converted: Path) -> None:
+def test_a_manifest_with_invalid_sizes(converted: Path) -> None:
     text = json.loads((converted / MANIFEST).read_text())
     for size, right in ((None, True), ("1", False), (True, False), (-1, False)):
         text["files"]["config.json"]["bytes"] = size
@@ -115,7 +115,7 @@ def test_manifest_of_a_hugging_face_cache(converted: Path, tmp_path: Path) -> No
         '{"fp4kit_manifest": 1, "files": {"a": {"sha256": 1}}}',
     ],
 )
-def test_manifest_that_is_none(converted: Path, text: str) -> None:
+def test_invalid_manifests_are_rejected(converted: Path, text: str) -> None:
     (converted / MANIFEST).write_text(text)
     with refused(f"{MANIFEST}: is malformed or not of version 1; convert the model again"):
         differences(converted)

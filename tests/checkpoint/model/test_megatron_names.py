@@ -80,7 +80,7 @@ def test_outside_of_layers(name: str, expected: list[str]) -> None:
         ("mlp.shared_experts.gate_weight", ["mlp.shared_expert_gate.weight"]),
     ],
 )
-def test_of_a_layer(rest: str, expected: list[str]) -> None:
+def test_names_of_a_layer(rest: str, expected: list[str]) -> None:
     """The layer may be in the decoder, in a language model inside another model, or in either place of multi-token
     prediction.
     """
@@ -97,7 +97,7 @@ def test_of_a_layer(rest: str, expected: list[str]) -> None:
     ("name", "expected"),
     [("eh_proj", "eh_proj"), ("enorm", "enorm"), ("hnorm", "hnorm"), ("final_layernorm", "shared_head.norm")],
 )
-def test_of_multi_token_prediction(name: str, expected: str) -> None:
+def test_names_of_multi_token_prediction(name: str, expected: str) -> None:
     assert hugging_face_names(f"mtp.layers.0.{name}.weight") == (f"mtp.layers.0.{expected}.weight",)
     assert hugging_face_names(f"mtp.layers.0.{name}.weight", layers=61) == (f"model.layers.61.{expected}.weight",)
 

@@ -138,7 +138,7 @@ def stored_scalars(path: Path) -> dict[str, np.ndarray]:
         return {name: readers.of(file).read(entry) for name, (file, entry) in tensors.items() if entry.dtype == "F32"}
 
 
-def test_what_the_directory_has_not_quantized_stays(tmp_path: Path) -> None:
+def test_tensors_that_the_directory_has_not_quantized_stay(tmp_path: Path) -> None:
     tensors = gguf_files.write_model(tmp_path / "m.gguf")
     directory(tmp_path / "q", tensors, wishes=Wishes(keep=("*.o_proj", "*.experts.2.*")))
     plan = make_plan(tmp_path / "m.gguf", codes=tmp_path / "q")
@@ -191,7 +191,7 @@ def test_experts_that_are_exchanged_are_refused(tmp_path: Path) -> None:
         taken(tmp_path / "m.gguf", tmp_path / "q")
 
 
-def test_what_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_requests_are_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tensors = gguf_files.write_model(tmp_path / "m.gguf")
     directory(tmp_path / "q", tensors)
     with refused("none of its quantized layers (none in MXFP4 or NVFP4) is in"):

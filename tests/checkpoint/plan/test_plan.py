@@ -123,7 +123,7 @@ def test_stacks_become_experts(tmp_path: Path) -> None:
     assert len(stack.outputs) == 3 * 2 * synthetic.EXPERTS
 
 
-def test_what_is_not_selected_is_numbers(tmp_path: Path) -> None:
+def test_quantized_tensors_that_are_not_selected_are_decoded(tmp_path: Path) -> None:
     """A quantized tensor that is not selected is decoded and listed, because loaders would take it for the new form."""
     plan = plan_of(tmp_path, "deepseek_fp8", "mxfp8-te", requantize=True, wishes=Wishes(preset="experts"))
     o_proj = next(tensor for tensor in plan.tensors if tensor.name == "model.layers.0.self_attn.o_proj.weight")
@@ -168,7 +168,7 @@ def test_interleaved_stacks_have_one_place(tmp_path: Path, monkeypatch: pytest.M
         plan_of(tmp_path, "gpt_oss", "mxfp4-ocp", format="compressed-tensors")
 
 
-def test_names_that_meet(tmp_path: Path) -> None:
+def test_two_tensors_of_one_output_name_are_rejected(tmp_path: Path) -> None:
     """An expert of a stack and a single expert have one name, which is rejected."""
     stack, single = synthetic.random("s", (2, 64, 96)), synthetic.random("d", (64, 96))
     synthetic.write_model(

@@ -146,7 +146,7 @@ def test_unknown_recipe(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "recipe", ["nvfp4-te-rowscaled", "nvfp4-modelopt-fake", "mxfp8-te-e5m2", "int4-modelopt", "nvfp4-torchao-single"]
 )
-def test_recipe_without_a_place(tmp_path: Path, recipe: str) -> None:
+def test_recipe_without_a_container(tmp_path: Path, recipe: str) -> None:
     first = "mxfp8-te" if recipe.startswith("mxfp8") else "nvfp4-te"
     with refused(f"recipe {recipe}: cannot be stored in a checkpoint; use one of {first}, ") as caught:
         make_plan(dense(tmp_path), recipe)
@@ -176,7 +176,7 @@ def test_changed_recipe_needs_an_id_of_its_own(tmp_path: Path) -> None:
         ({"format": "gpt-oss"}, "--format gpt-oss holds mxfp4 only, no nvfp4; use --format "),
     ],
 )
-def test_options_that_are_none(tmp_path: Path, options: dict[str, Any], text: str) -> None:
+def test_invalid_options_are_rejected(tmp_path: Path, options: dict[str, Any], text: str) -> None:
     with refused(text):
         make_plan(dense(tmp_path), **options)
 

@@ -39,7 +39,7 @@ def killed(model: Path, folder: Path) -> Path:
     return left
 
 
-def test_what_a_killed_run_left_is_reported_and_removable(
+def test_leftovers_of_a_killed_run_are_reported_and_removable(
     model: Path, tmp_path: Path, called: Callable[..., Run]
 ) -> None:
     left, out = killed(model, tmp_path), tmp_path / "out"
@@ -93,7 +93,7 @@ def test_a_killed_run_goes_on_or_begins_anew(model: Path, tmp_path: Path, called
         shutil.rmtree(tmp_path / "out")
 
 
-def test_a_killed_reconciliation_is_not_said_to_go_on(tmp_path: Path, called: Callable[..., Run]) -> None:
+def test_a_killed_reconcile_does_not_offer_to_resume(tmp_path: Path, called: Callable[..., Run]) -> None:
     """reconcile has no --resume option and no journal."""
     left = tmp_path / ".out.partial"
     left.mkdir()

@@ -123,7 +123,7 @@ def test_a_container_has_less_memory(tmp_path: Path, monkeypatch: pytest.MonkeyP
         assert prefetch.memory() == memory
 
 
-def test_where_the_system_takes_no_wishes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_systems_without_posix_fadvise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(os, "posix_fadvise")
     (tmp_path / "a").write_bytes(bytes(100))
     threads, told = threads_of(prefetch, monkeypatch), list[int]()

@@ -64,7 +64,7 @@ def test_linked_directory_in_the_partial_directory_is_not_followed(tmp_path: Pat
     assert not list((tmp_path / "victim").iterdir())
 
 
-def test_what_is_left_is_reported(model: Model) -> None:
+def test_leftovers_are_reported(model: Model) -> None:
     model.interrupt(5)
     with refused(f".out.partial: was left by an interrupted run; {staging.recovery_advice(model.out)}"):
         model.convert()

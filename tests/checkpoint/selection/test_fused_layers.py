@@ -115,7 +115,7 @@ def test_halves_of_different_experts_are_no_pair() -> None:
         ["m.experts.gate_up_proj", "m.experts.down_proj"],
     ],
 )
-def test_what_is_no_half(modules: list[str]) -> None:
+def test_names_that_are_not_halves(modules: list[str]) -> None:
     assert fused_layers.missing_gated_halves(modules) == []
 
 

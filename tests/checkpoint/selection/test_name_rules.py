@@ -134,7 +134,7 @@ def test_inputs_of_multi_token_prediction_are_copied_even_if_it_is_asked_for(mod
         ("model.layers.0.mamba.x_proj", "engines read it unquantized (x_proj)", True),
     ],
 )
-def test_what_is_left_out(module: str, reason: str, listed: bool) -> None:
+def test_layers_that_are_left_out(module: str, reason: str, listed: bool) -> None:
     found = decision(f"{module}.weight")
     assert (found.converted, found.reason, found.listed) == (False, reason, listed)
 
@@ -244,7 +244,7 @@ def test_facts_of_config(config: dict[str, object], model: Model) -> None:
 
 @pytest.mark.parametrize("value", ["1", 0, -1, 100_001, True, 2.0, float("nan")])
 @pytest.mark.parametrize("inside", [False, True])
-def test_layer_counts_that_are_none(value: object, inside: bool) -> None:
+def test_invalid_layer_counts_are_rejected(value: object, inside: bool) -> None:
     config = {"num_hidden_layers": value}
     with refused(f"config.json: num_hidden_layers is {value!r}; a whole number from 1 to 100000 is needed"):
         model_facts({"text_config": config} if inside else config)

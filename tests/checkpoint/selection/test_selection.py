@@ -78,14 +78,14 @@ def test_layers_that_cannot_be_kept(option: str) -> None:
 
 
 @pytest.mark.parametrize("count", [-1, True, 1.0, "1", None])
-def test_numbers_of_layers_that_are_none(count: object) -> None:
+def test_invalid_numbers_of_layers_are_rejected(count: object) -> None:
     with refused(f"--keep-first {count!r}: a whole number of layers, 0 or more, is needed"):
         Wishes(keep_first=count)  # type: ignore[arg-type]
     with refused(f"--keep-last {count!r}: a whole number of layers, 0 or more, is needed"):
         Wishes(keep_last=count)  # type: ignore[arg-type]
 
 
-def test_wishes_that_are_none() -> None:
+def test_invalid_wishes_are_rejected() -> None:
     with refused("preset 'expert': one of experts, mlp, linear is needed"):
         Wishes("expert")
     with refused("--only '*.experts.*': a tuple of patterns is needed, such as ('*.experts.*',)"):
@@ -224,7 +224,7 @@ def test_tensors_may_come_one_at_a_time_and_in_any_order(name: str, wishes: Wish
         assert decide([tensor], wishes, 16) == {tensor.name: expected[tensor.name]}
 
 
-def test_a_judge_of_two_models_does_not_mix_them_up() -> None:
+def test_one_selector_keeps_two_models_apart() -> None:
     """Layer 3 belongs to the decoder in one model and to multi-token prediction in the other.
 
     Block, dtype and shape are distinguished, too.

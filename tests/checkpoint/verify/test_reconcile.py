@@ -70,7 +70,7 @@ def quantized(request, tmp_path):
     return request.param, tmp_path / "q"
 
 
-def test_what_agrees_is_left_alone(quantized, tmp_path):
+def test_equal_scales_are_left_alone(quantized, tmp_path):
     _, root = quantized
     found = reconcile(root, tmp_path / "out")
     assert found.groups == 7 and found.repairs == () and found.destination is None and not (tmp_path / "out").exists()
@@ -89,7 +89,7 @@ def test_a_power_of_two_is_exact(quantized, tmp_path):
     assert differences(tmp_path / "out") == []
 
 
-def test_what_it_costs_is_reported(quantized, tmp_path):
+def test_the_loss_is_reported(quantized, tmp_path):
     form, root = quantized
     rewrite(root, scaled(form, {"up_proj": 0.3, "v_proj": 0.011}))
     before, old = decoded(root), raw(root)

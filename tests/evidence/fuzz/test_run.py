@@ -248,7 +248,7 @@ def test_a_warning_is_a_failure(monkeypatch):
     assert executed(report.failures[0].script).startswith("warning: RuntimeWarning: overflow")
 
 
-def test_what_is_declined_is_counted(away, monkeypatch):
+def test_declined_calls_are_counted(away, monkeypatch):
     def declines(right, *arguments, **options):
         raise NotImplementedError("no kernel for 17 of them")
 

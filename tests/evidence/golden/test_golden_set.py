@@ -168,7 +168,7 @@ def test_arrays_are_read_only(small):
         small.get("te", "a__f32/one/codes")[0] = 1
 
 
-def test_what_is_absent(small):
+def test_missing_names_are_reported(small):
     assert (small.keys("ao"), small.variants("ao")) == ((), {})
     with pytest.raises(KeyError, match=r"GoldenSet\.get: no 'x' in 'ao' of .*; files: .*te"):
         small.get("ao", "x")

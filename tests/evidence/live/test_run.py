@@ -218,7 +218,7 @@ def test_every_recipe_is_run_or_left_out_with_a_reason():
     assert {id for id in ids if id not in stated and fp4kit.recipe(id).producer not in WITHOUT} == set()
 
 
-def test_what_is_not_installed_is_reported():
+def test_missing_producers_are_reported():
     (adapter,) = (a for a in run.adapters() if a.name == "mlx")
     absent = run.Adapter("no-such-package", "no_such_package", adapter.calls)
     result = run.run(absent, ("mxfp4-mlx-cpu",), 1, 0)
@@ -229,7 +229,7 @@ def test_what_is_not_installed_is_reported():
     }
 
 
-def test_what_cannot_be_imported_is_reported():
+def test_producers_that_cannot_be_imported_are_reported():
     def prepare():
         raise ImportError("libcuda.so.1: cannot open shared object file")
 

@@ -45,7 +45,7 @@ def test_stand_ins_are_gone_afterwards(package):
         __import__(package)
 
 
-def test_what_is_not_there_is_an_import_error(package):
+def test_missing_files_are_an_import_error(package):
     with pytest.raises(ImportError, match="needs_cuda has no gone"):
         standins.load(package, "gone.py")
     with pytest.raises(ImportError, match="No module named 'no_such_package'"):

@@ -76,7 +76,7 @@ def test_a_wrong_bit_is_found(part, golden):
     assert outcome.differing > 0 and outcome.first
 
 
-def test_what_has_no_kernel_is_left_out_and_named():
+def test_operations_without_a_kernel_are_left_out_and_named():
     outcome = selftest.specification(Missing(np), "mxfp4-ocp", quick=True)
     assert outcome.values == 0 and len(outcome.skipped) == 12
     assert "mxfp4-ocp adversarial blocks float32: dequantize has no CUDA kernel" in outcome.skipped
