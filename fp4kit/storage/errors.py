@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 
 class CheckpointError(ValueError):
     """Report a checkpoint, request or destination that cannot be used: what came, what is needed, what to do."""
@@ -13,6 +15,29 @@ def shown(name: str) -> str:
     Names in a checkpoint are untrusted data and may contain terminal control codes.
     """
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in name)
+
+
+# {beginning of a file: what it is and what to do}
+_OTHER_FILES = {
+    b"version https://git-lfs": "it is a Git LFS pointer, not the file; run git lfs pull where it was cloned",
+    b"<!doctype html": "it is a web page, not the file; download it with hf download",
+    b"<html": "it is a web page, not the file; download it with hf download",
+    b"pk\x03\x04": "it is a file of torch.save; load it in PyTorch and write safetensors with model.save_pretrained",
+    b"gguf": "it is a GGUF file; give it a name that ends in .gguf",
+}
+
+
+def other_file(path: Path) -> str | None:
+    """Return what a file is and what to do, if it begins like a file that users often have in place of a model.
+
+    Otherwise, or if the file cannot be read, return None.
+    """
+    try:
+        with path.open("rb") as stream:
+            beginning = stream.read(64).lower()
+    except OSError:
+        return None
+    return next((text for start, text in _OTHER_FILES.items() if beginning.startswith(start)), None)
 
 
 def listed(names: list[str], limit: int = 3) -> str:

@@ -19,11 +19,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-from fp4kit.storage.errors import CheckpointError, shown
+from fp4kit.storage.errors import CheckpointError, other_file, shown
 from fp4kit.storage.ggml_types import GGML_TYPES, ggml_nbytes
 from fp4kit.storage.safetensors_file import SafetensorsFile, TensorEntry, read_header
 
 MAGIC = b"GGUF"
+_NO_MAGIC = "it does not begin with GGUF"
 _VERSIONS = (2, 3)
 _ALIGNMENT = ("general.alignment", 32)
 STRING, ARRAY = 8, 9  # type numbers of these values
@@ -140,7 +141,7 @@ class _Reader:
     def _preamble(self) -> tuple[int, int, int]:
         """Read the magic number, the version and both counts. Return (version, tensors, keys)."""
         if self._take(len(MAGIC)) != MAGIC:
-            raise self._unusable("it does not begin with GGUF")
+            raise self._unusable(_NO_MAGIC)
         version = self._number("<I")
         if version not in _VERSIONS:
             swapped = int.from_bytes(version.to_bytes(4, "little"), "big") in _VERSIONS
@@ -152,7 +153,10 @@ class _Reader:
         return version, tensors, keys
 
     def _unusable(self, why: str) -> CheckpointError:
-        return CheckpointError(f"{shown(self._name)}: not a usable GGUF file: {why}; download or copy it again")
+        problem = other_file(self._path) if why == _NO_MAGIC else None
+        return CheckpointError(
+            f"{shown(self._name)}: not a usable GGUF file: {problem or f'{why}; download or copy it again'}"
+        )
 
     def _check_count(self, count: int, min_bytes: int, what: str) -> None:
         """Raise CheckpointError if ``count`` items cannot fit in the rest of the file.

@@ -22,7 +22,7 @@ import numpy.typing as npt
 from safetensors import SafetensorError, safe_open
 
 from fp4kit.formats import FLOATS
-from fp4kit.storage.errors import CheckpointError, shown
+from fp4kit.storage.errors import CheckpointError, other_file, shown
 from fp4kit.storage.ggml_types import BLOCKED, ggml_nbytes
 from fp4kit.storage.json_object import parse_object
 
@@ -123,8 +123,14 @@ def _plain_words(message: str) -> str:
     return next(matching, "the safetensors library rejects it")
 
 
-def unusable(label: str, error: SafetensorError) -> CheckpointError:
-    """Return the CheckpointError for a file that the safetensors library rejects."""
+def unusable(label: str, error: SafetensorError, path: Path | None = None) -> CheckpointError:
+    """Return the CheckpointError for a file that the safetensors library rejects.
+
+    path: where the file is; None if only its bytes are known.
+    """
+    other = other_file(path) if path is not None else None
+    if other is not None:
+        return CheckpointError(f"{label}: not a usable safetensors file: {other}")
     message = shown(str(error)).removeprefix("Error while deserializing header: ")
     return CheckpointError(
         f"{label}: not a usable safetensors file: {_plain_words(message)} ({message}); download or copy it again"
@@ -137,7 +143,7 @@ def _check_with_library(path: Path, label: str) -> None:
         with safe_open(path, framework="numpy"):
             pass
     except SafetensorError as error:
-        raise unusable(label, error) from None
+        raise unusable(label, error, path) from None
 
 
 def _entry(name: str, info: Mapping[str, Any], data_start: int) -> TensorEntry:

@@ -12,7 +12,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fp4kit.checkpoint.model.model_files import CONFIG, HF_QUANT_CONFIG, existing_file, open_model_files, resolved
+from fp4kit.checkpoint.model.model_files import (
+    CONFIG,
+    HF_QUANT_CONFIG,
+    existing_file,
+    hint_on_path,
+    open_model_files,
+    resolved,
+)
 from fp4kit.checkpoint.model.weights import Weight, looks_quantized, part_names, weights_of
 from fp4kit.lazy import lazy_property
 from fp4kit.storage.errors import CheckpointError
@@ -72,7 +79,9 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
         files = open_model_files(place)[0]
         return Checkpoint(place, files, _optional(place, CONFIG), _optional(place, HF_QUANT_CONFIG))
     if not os.path.lexists(place):
-        raise CheckpointError(f"{place}: does not exist; a model directory, a .safetensors or a GGUF file is needed")
+        raise CheckpointError(
+            f"{place}: does not exist; a model directory, a .safetensors or a GGUF file is needed{hint_on_path(place)}"
+        )
     return Checkpoint(place, (read_any_header(place),), None, None)
 
 

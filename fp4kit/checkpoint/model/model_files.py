@@ -164,6 +164,7 @@ def model_file_names(root: Path, weight_map: Mapping[str, str] | None) -> list[s
     if not present:
         raise CheckpointError(
             f"{root}: no .safetensors file; a Hugging Face model directory with safetensors is needed"
+            f"{_hint_on_other_models(root)}"
         )
     _check_numbering(present)
     return present
@@ -202,6 +203,40 @@ def _check_index(weight_map: Mapping[str, str], files: Iterable[SafetensorsFile]
         raise CheckpointError(f"{INDEX}: does not name {listed(unlisted)}; download the model again")
 
 
+# {ending of a model file that fp4kit does not read: what to do}
+_OTHER_MODELS = {
+    ".gguf": "pass the GGUF file itself",
+    ".bin": "load the model with transformers and write safetensors with model.save_pretrained(DIR)",
+    ".pt": "load the model with PyTorch and write safetensors with model.save_pretrained(DIR)",
+    ".pth": "load the model with PyTorch and write safetensors with model.save_pretrained(DIR)",
+    ".onnx": "use the safetensors model that the ONNX file was exported from",
+}
+
+
+def _hint_on_other_models(root: Path) -> str:
+    """Return what to do with another model file in a directory, as the end of a message; "" if there is none."""
+    for name in sorted(os.listdir(root)):
+        if Path(name).suffix.lower() in _OTHER_MODELS:
+            return f"; there is {shown(name)}: {_OTHER_MODELS[Path(name).suffix.lower()]}"
+    return ""
+
+
+def hint_on_path(path: Path) -> str:
+    """Return what to do about a path that is no model directory, as the end of a message; "" if nothing is known.
+
+    The path is a model file of another kind, a file of a model directory, or the name of a model on the hub.
+    """
+    suffix = path.suffix.lower()
+    if path.is_file() and (suffix in (".safetensors", ".json")):
+        return f"; pass its directory, {shown(str(path.parent))}"
+    if path.is_file():
+        return f"; {_OTHER_MODELS[suffix]}" if suffix in _OTHER_MODELS else ""
+    name = re.fullmatch(r"(?:https?:/+)?(?:huggingface\.co/)?([\w-][\w.-]*/[\w.-]+)(?:/tree/.*)?", str(path))
+    if name is None or path.parent.is_dir() or os.path.lexists(path):
+        return ""
+    return f"; for the hub's {name[1]}, run hf download {name[1]} --local-dir DIR and pass DIR"
+
+
 def open_source(root: Path) -> Source:
     """Return the model in ``root``, a model directory or a GGUF file, after checking it.
 
@@ -212,7 +247,7 @@ def open_source(root: Path) -> Source:
         return Source(root, config_of(file.metadata), (file,), (), False)
     if not resolved(root).is_dir():
         state = "is a file" if root.exists() else "does not exist"
-        raise CheckpointError(f"{root}: {state}; a Hugging Face model directory is needed")
+        raise CheckpointError(f"{root}: {state}; a Hugging Face model directory is needed{hint_on_path(root)}")
     files, ignored, has_index = open_model_files(root)
     config = load_object(existing_file(root, CONFIG), CONFIG)
     return Source(root, config, files, ignored, has_index)

@@ -18,6 +18,7 @@ from seconds import TEN, cpu_seconds
 from synthetic import refused
 
 from fp4kit.checkpoint.containers import OutputTensor
+from fp4kit.checkpoint.model.inspect import open_checkpoint
 from fp4kit.checkpoint.model.model_files import check_shard_name, open_source
 from fp4kit.storage.errors import CheckpointError, shown
 from fp4kit.storage.json_object import parse_object
@@ -340,3 +341,66 @@ def test_names_that_differ_in_case(tmp_path: Path) -> None:
     if len(list((tmp_path / "m").glob("*xtra.safetensors"))) == 1:
         pytest.skip("this file system ignores case")
     _refused(tmp_path / "m", "extra.safetensors and Extra.safetensors differ only in case")
+
+
+def test_paths_that_users_often_give(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synthetic.dense(tmp_path / "m")
+    (tmp_path / "a.onnx").write_bytes(b"\x08\x07")
+    monkeypatch.chdir(tmp_path)
+    for name in ("meta-llama/Llama-3.1-8B", "https://huggingface.co/meta-llama/Llama-3.1-8B"):
+        hub = "meta-llama/Llama-3.1-8B"
+        needed = f"a Hugging Face model directory is needed; for the hub's {hub}, run hf download {hub} --local-dir DIR"
+        _refused(Path(name), f"does not exist; {needed} and pass DIR")
+        with refused(f"run hf download {hub} --local-dir DIR and pass DIR"):
+            open_checkpoint(name)
+    shard = next((tmp_path / "m").glob("*.safetensors")).relative_to(tmp_path)
+    for file in (str(shard), "m/config.json"):
+        _refused(Path(file), f"{file}: is a file; a Hugging Face model directory is needed; pass its directory, m")
+    _refused(Path("a.onnx"), "is a file; a Hugging Face model directory is needed; use the safetensors model that the")
+    with pytest.raises(CheckpointError, match=r"^m/none: does not exist; a Hugging Face model directory is needed$"):
+        open_source(Path("m/none"))
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("pytorch_model.bin", "load the model with transformers and write safetensors with model.save_pretrained(DIR)"),
+        ("model.gguf", "pass the GGUF file itself"),
+        ("model.onnx", "use the safetensors model that the ONNX file was exported from"),
+    ],
+)
+def test_directories_with_other_model_files(tmp_path: Path, name: str, text: str) -> None:
+    (tmp_path / name).write_bytes(b"")
+    (tmp_path / "config.json").write_text("{}")
+    _refused(
+        tmp_path,
+        f"no .safetensors file; a Hugging Face model directory with safetensors is needed; there is {name}: {text}",
+    )
+
+
+POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:0123456789abcdef\nsize 12345\n"
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        (POINTER, "it is a Git LFS pointer, not the file; run git lfs pull where it was cloned"),
+        ("<!DOCTYPE html><html>", "it is a web page, not the file; download it with hf download"),
+        (
+            "PK\x03\x04",
+            "it is a file of torch.save; load it in PyTorch and write safetensors with model.save_pretrained",
+        ),
+    ],
+)
+def test_files_that_are_no_model_files(tmp_path: Path, content: str, text: str) -> None:
+    synthetic.write_model(tmp_path / "m", {}, {"a.weight": synthetic.random("a", (16, 64))})
+    (tmp_path / "m" / "model.safetensors").write_text(content)
+    _refused(tmp_path / "m", f"model.safetensors: not a usable safetensors file: {text}")
+    (tmp_path / "a.gguf").write_text(content)
+    _refused(tmp_path / "a.gguf", f"a.gguf: not a usable GGUF file: {text}")
+
+
+def test_gguf_file_under_a_name_of_safetensors(tmp_path: Path) -> None:
+    synthetic.write_model(tmp_path / "m", {}, {"a.weight": synthetic.random("a", (16, 64))})
+    (tmp_path / "m" / "model.safetensors").write_bytes(b"GGUF" + bytes(60))
+    _refused(tmp_path / "m", "not a usable safetensors file: it is a GGUF file; give it a name that ends in .gguf")
