@@ -1,4 +1,4 @@
-"""Gradients of a group of CuPy arrays, clipped in one launch."""
+"""Clip the gradients of a group of CuPy arrays, with one launch per pair of dtypes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,13 @@ from fp4kit.cuda.launch.grouped import Clip, GroupedLaunch
 
 
 class ClipGroup:
-    """N calls with gradients, and amaxes (None: computed), and the launches that clip the gradients into outs."""
+    """N gradients, and the launches that clip them.
+
+    calls: fake_quantize_backward calls on one device. amaxes: one per call; None if the amax is computed from call.x.
+
+    Attributes:
+        outs: the clipped gradients, which clip() writes. The gradient itself if it has no elements.
+    """
 
     def __init__(self, calls: Sequence[Call], amaxes: Sequence[Any]) -> None:
         cupy = imports.cupy()
@@ -33,8 +39,9 @@ class ClipGroup:
         self.outs = [next(clipped) if call.x.size else call.grad for call in calls]
 
     def _limits(self, full: Sequence[tuple[Call, Any]], xs: list[Any]) -> list[Any]:
-        """The amaxes, contiguous; those that are not given in parts of one vector, with the launches that compute
-        them.
+        """Return the amaxes of the calls, contiguous.
+
+        Those that are not given are views of one vector, which the launches in self._launches compute.
         """
         given = [None if amax is None else contiguous_or_copy(amax, self._copies) for _, amax in full]
         places = [i for i, amax in enumerate(given) if amax is None]
@@ -49,7 +56,7 @@ class ClipGroup:
         return given
 
     def clip(self) -> list[Any]:
-        """Write the clipped gradients; those of arrays without elements are the gradients themselves."""
+        """Clip the gradients anew, from the current elements of all arrays, and return outs."""
         with self._device:
             clear(self._vector)
             launch_all(self._copies, self._launches)
@@ -57,6 +64,6 @@ class ClipGroup:
 
 
 def clip_launches(clips: Sequence[Clip]) -> list[GroupedLaunch]:
-    """A launch for each pair of dtypes, of arrays and of gradients."""
+    """Return one launch per pair of dtypes (of the array and the gradient)."""
     kinds = dict.fromkeys((c.x.dtype, c.grad.dtype) for c in clips)
     return [grouped.clip_group([c for c in clips if (c.x.dtype, c.grad.dtype) == kind]) for kind in kinds]

@@ -1,4 +1,4 @@
-"""dequantize on CuPy arrays."""
+"""Dequantize CuPy arrays."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fp4kit.quantized.container import Quantized
 
 
 def dequantize(q: Quantized, dtype: np.dtype, out: Any = None) -> Any:
-    """Values of q, rounded to dtype; in out, or a new array."""
+    """Return the values of q, rounded to dtype, in out or in a new array."""
     check_formats(q.recipe)
     cupy = imports.cupy()
     with imports.making_current(q.packed.device.id):
@@ -33,6 +33,9 @@ def dequantize(q: Quantized, dtype: np.dtype, out: Any = None) -> Any:
 
 
 def _dequantize_matrices(q: Quantized, moved: Any) -> None:
+    """Write the values of q into `moved`, which has the quantized axis last. One launch per matrix, or one for all if
+    they can be joined.
+    """
     tensor = [a if a is None or a.flags.c_contiguous else a.copy() for a in (q.tensor_scale, q.tensor_amax)]
     K, apart = moved.shape[-1], q.scale_layout != "linear" or is_per_expert(q.tensor_scale, q.recipe)
     B = prod(moved.shape[:-2]) if moved.ndim > 2 and apart else 1

@@ -1,4 +1,4 @@
-"""fake_quantize and the clip mask of its gradient on CuPy arrays."""
+"""Fake-quantize CuPy arrays, and clip gradients."""
 
 from __future__ import annotations
 
@@ -17,10 +17,12 @@ from fp4kit.cuda.launch.matrix import Matrix, quantize_matrix
 
 
 def fake_quantize(call: Call) -> Any:
-    """Values of the recipe's fake_rule; without one, of the codes, in one pass."""
+    """Return the fake-quantized values: by the recipe's fake_rule, or else the values of the codes. One pass over the
+    array.
+    """
     call = with_searched_amaxes(call)
     cupy, request = imports.cupy(), launch_request(call, values=True)
-    kernel_for(request), matrix_count(call, request, call.tensor_amax)  # declined before any work
+    kernel_for(request), matrix_count(call, request, call.tensor_amax)  # raise Declined before any work
     with imports.making_current(call.x.device.id):
         x = cupy.ascontiguousarray(call.moved)
         values = cupy.empty(x.shape, x.dtype)
@@ -34,15 +36,17 @@ def fake_quantize(call: Call) -> Any:
 
 
 def takes_own_amaxes(call: Call) -> bool:
-    """Whether the kernel finds the amaxes itself: of a fake_rule with a scale for each block, where they are not
-    given.
+    """Return whether the kernel computes the amaxes itself.
+
+    That is so for a fake_rule with one tensor scale per block, if the caller gives no amaxes.
     """
     return call.tensor_amax is None and call.recipe.tensor_scaling == "block" and call.recipe.fake_rule is not None
 
 
 def clip(call: Call, amax: Any) -> Any:
-    """call.grad where |call.x| <= amax, else 0. amax: (1, 1), (rows, 1) or (rows, blocks), rows = all leading axes
-    joined.
+    """Return call.grad where |call.x| <= amax, and 0 elsewhere.
+
+    amax: float32 (1, 1), (rows, 1) or (rows, blocks), where rows are all leading axes of call.moved, joined.
     """
     cupy = imports.cupy()
     with imports.making_current(call.x.device.id):

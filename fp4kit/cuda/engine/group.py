@@ -1,6 +1,9 @@
-"""Groups of CuPy arrays: what is made of N arrays in one launch, prepared once and launched as often as needed.
+"""Quantize groups of CuPy arrays: prepare one launch for N arrays once, and launch it as often as needed.
 
-A launch covers arrays of one dtype, so a group of several dtypes takes one for each. Nothing here waits for the device.
+A launch covers arrays of one dtype, so a group with several dtypes has one launch per dtype. No function waits for the
+device.
+
+AmaxOperands are defined in amax.py.
 """
 
 from __future__ import annotations
@@ -31,22 +34,26 @@ from fp4kit.cuda.launch.matrix import Matrix, empty_scales
 from fp4kit.quantized.container import Quantized
 from fp4kit.quantized.part_shapes import packed_shape, scale_shape, tensor_amax_shape
 
-ShapedOperands = tuple[AmaxOperands, tuple[int, ...]]  # what launch.amax takes, and the shape of its result
+ShapedOperands = tuple[AmaxOperands, tuple[int, ...]]  # the operands of an amax, and the shape of the result
 
 
 def cut(vector: Any, shapes: Sequence[tuple[int, ...]]) -> list[Any]:
-    """Views of consecutive parts of a vector, in these shapes."""
+    """Return views of consecutive parts of a vector, in these shapes."""
     ends = np.cumsum([prod(shape) for shape in shapes]).tolist()
     return [vector[end - prod(shape) : end].reshape(shape) for end, shape in zip(ends, shapes, strict=True)]
 
 
 def by_dtype(arrays: Sequence[Any]) -> list[list[int]]:
-    """Numbers of the arrays of each dtype."""
+    """Return one list per dtype: the indices of the arrays of that dtype."""
     return [[i for i, a in enumerate(arrays) if a.dtype == dtype] for dtype in dict.fromkeys(a.dtype for a in arrays)]
 
 
 def amax_launches(rows: Sequence[ShapedOperands], outs: Sequence[Any], mask: int | None = None) -> list[GroupedLaunch]:
-    """Launches that write the amaxes of arrays into outs, which hold zeros."""
+    """Return launches that write amaxes into outs, which must hold zeros.
+
+    rows: the operands per array. All have the same counted elements and by_row. mask: the mask of a Hadamard transform,
+    or None.
+    """
     found = []
     for numbers in by_dtype([x for (x, *_), _ in rows]):
         full = [i for i in numbers if rows[i][0][0].size]
@@ -59,7 +66,7 @@ def amax_launches(rows: Sequence[ShapedOperands], outs: Sequence[Any], mask: int
 
 
 def amaxes(rows: Sequence[ShapedOperands]) -> list[Any]:
-    """launch.amax of N arrays in one launch: views of one vector."""
+    """Return launch.matrix.amax of N arrays, computed in one launch per dtype, as views of one vector."""
     shapes = [shape for _, shape in rows]
     outs = cut(imports.cupy().zeros(sum(map(prod, shapes)), np.float32), shapes)
     for call in amax_launches(rows, outs):
@@ -68,10 +75,10 @@ def amaxes(rows: Sequence[ShapedOperands]) -> list[Any]:
 
 
 def amax_group(calls: Sequence[tuple[Call]]) -> list[Any]:
-    """Return amax of N calls. Raise Declined if a thread has to see whole blocks, which takes a launch per call."""
+    """Return the amaxes of N calls. Raise Declined if blocks need a launch per array (needs_block_kernel)."""
     ((first,), *_) = calls
     if needs_block_kernel(first.recipe):
-        raise Declined("blocks of several rows take one launch for each array")
+        raise Declined("blocks of several rows need one launch per array")
     with imports.cupy().cuda.Device(first.x.device.id):
         return amaxes([amax_operands(call, imports.cupy().ascontiguousarray(call.moved)) for (call,) in calls])
 
@@ -83,7 +90,7 @@ def plain_amax_group(calls: Sequence[tuple[Any, Any]]) -> list[Any]:
 
 
 def contiguous_or_copy(a: Any, copies: list[tuple[Any, Any]]) -> Any:
-    """a where it is contiguous; else room for a copy, which joins `copies`."""
+    """Return the array if it is contiguous, otherwise memory for a copy. Append (array, copy) to `copies` then."""
     if a.flags.c_contiguous:
         return a
     copies.append((a, imports.cupy().empty(a.shape, a.dtype)))
@@ -99,17 +106,19 @@ def launch_all(copies: list[tuple[Any, Any]], launches: Sequence[Callable[[], No
 
 
 def clear(vector: Any) -> None:
-    """Zeros, without a kernel."""
+    """Fill a vector with zeros, without a kernel."""
     if vector.size:
         vector.data.memset_async(0, vector.nbytes)
 
 
 class Group:
-    """N arrays of one device, their amaxes, codes and values, and the launches over them, each prepared when first
-    needed.
+    """N arrays of one device, with the launches that quantize them. Each launch is prepared when it is first needed.
 
-    amaxes: of each array, what its tensor scales are made from, or None. vector: all of them, in one array of the
-    group.
+    calls: one per array. stack: the array of all arrays if they are its parts, otherwise None.
+
+    Attributes:
+        amaxes: per array, the amax of its tensor scales; None if the recipe has none.
+        vector: all amaxes in one array that the group owns; None if the caller gave arrays or the recipe has none.
     """
 
     def __init__(self, calls: Sequence[Call], stack: Any) -> None:
@@ -119,13 +128,12 @@ class Group:
         self._device = imports.cupy().cuda.Device(first.x.device.id)
         self._copies: list[
             tuple[Any, Any]
-        ] = []  # (array, contiguous copy that the kernels read), made anew for each launch
+        ] = []  # (array, contiguous copy that kernels read); copied before each launch
         self._codes: tuple[list[Quantized], list[GroupedLaunch]] | None = None
-        self._raw_values: list[Any] = []  # as the kernels write them, with the axis last
+        self._raw_values: list[Any] = []  # the values with the quantized axis last, as the kernels write them
         self._values: list[Any] = []
-        self._launches_of_values: dict[
-            bool, list[GroupedLaunch]
-        ] = {}  # by whether the kernel computes the amaxes itself
+        # The launches that write values, by whether the kernel computes the amaxes itself.
+        self._launches_of_values: dict[bool, list[GroupedLaunch]] = {}
         self._amax_launches: list[GroupedLaunch] | None = None
         self.vector: Any = None
         with self._device:
@@ -136,6 +144,7 @@ class Group:
             self.calls, self._searches = self._find_searches()
 
     def _find_amaxes(self) -> list[Any]:
+        """Return the amaxes of all arrays: memory to compute them in, or the given ones, checked."""
         r, cupy = self.recipe, imports.cupy()
         pairs = [(call.tensor_amax, call.moved.shape) for call in self.calls]
         if pairs[0][0] is None:
@@ -154,8 +163,10 @@ class Group:
         return cut(self.vector, [a.shape for a in checked])
 
     def _find_searches(self) -> tuple[Sequence[Call], list[Callable[[], None]]]:
-        """The calls with room for the block amaxes that the recipe's search chooses, and what chooses them; else as
-        they are.
+        """Return the calls and the launches that must come before quantization.
+
+        If the recipe searches, the calls take block amaxes that these launches choose. Otherwise the calls are
+        unchanged and there are no launches.
         """
         r, calls = self.recipe, self.calls
         if not r.search:
@@ -173,24 +184,25 @@ class Group:
 
     @property
     def computes_amaxes(self) -> bool:
-        """Whether the amaxes come from the arrays; else they were given."""
+        """Whether the amaxes are computed from the arrays. Otherwise they were given, or the recipe has none."""
         return self.vector is not None and self.calls[0].tensor_amax is None
 
     def amax(self) -> list[Any]:
-        """Compute the amaxes, unless they were given."""
+        """Compute the amaxes, unless they were given, and return them."""
         with self._device:
             self._update(True)
         return self.amaxes
 
     def quantize(self, compute_amaxes: bool) -> list[Quantized]:
-        """Write the codes, scales and tensor scales of all arrays."""
+        """Write the codes, scales and tensor scales of all arrays, and return the Quantized of each."""
         with self._device:
             self._codes = self._codes or self._prepare_codes()
             return self._run(self._codes, compute_amaxes)
 
     def fake_quantize(self, compute_amaxes: bool) -> list[Any]:
-        """Write the values of all arrays. A fake_rule with a scale for each block computes its amaxes itself, where it
-        shall.
+        """Write the values of all arrays, and return them.
+
+        With a fake_rule and one tensor scale per block, the kernel itself computes the amaxes, if compute_amaxes.
         """
         with self._device:
             own = compute_amaxes and self.computes_amaxes and self.recipe.tensor_scaling == "block"
@@ -200,12 +212,14 @@ class Group:
             return self._run((self._values, self._launches_of_values[own]), compute_amaxes and not own)
 
     def _run(self, factor_launches: tuple[list[Any], list[GroupedLaunch]], compute_amaxes: bool) -> list[Any]:
+        """Update the amaxes, launch the prepared launches, and return the outputs."""
         outputs, launches = factor_launches
         self._update(compute_amaxes)
         launch_all([], [*self._searches, *launches])
         return outputs
 
     def _update(self, compute_amaxes: bool) -> None:
+        """Copy the arrays that are not contiguous. If compute_amaxes, and the amaxes were not given, compute them."""
         if not (compute_amaxes and self.computes_amaxes):
             return launch_all(self._copies, [])
         if self._amax_launches is None:
@@ -215,6 +229,7 @@ class Group:
         return launch_all(self._copies, self._amax_launches)
 
     def _prepare_codes(self) -> tuple[list[Quantized], list[GroupedLaunch]]:
+        """Allocate the codes and scales. Return the Quantized of each array, and the launches that write them."""
         r, layout, moved = self.recipe, self.calls[0].layout, [call.moved.shape for call in self.calls]
         each(self._op, lambda call: check_codes(call, layout), self.calls)
         packed = self._outputs([packed_shape(s, r) for s in moved], [np.uint8] * len(moved), imports.cupy().empty)
@@ -223,7 +238,7 @@ class Group:
             make: Callable[..., Any] = lambda shape, dtype: empty_scales(shape, layout)  # noqa: E731
             scales = self._outputs([scale_shape(s, r) for s in moved], [np.uint8] * len(moved), make)
         decode: list[Any] = [None] * len(moved)
-        given: list[Any] = [None] * len(moved)  # copies of the amaxes that a caller gave, who may change them
+        given: list[Any] = [None] * len(moved)  # copies of given amaxes, because the caller may change those
         if r.tensor_scaling != "none":
             shapes = [a.shape for a in self.amaxes]
             decode = cut(imports.cupy().empty(sum(map(prod, shapes)), np.float32), shapes)
@@ -241,6 +256,7 @@ class Group:
         ], launches
 
     def _prepare_values(self, amaxes: list[Any]) -> list[GroupedLaunch]:
+        """Return the launches that write the values. amaxes: None for each that the kernel computes itself."""
         cupy = imports.cupy()
         if not self._raw_values:
             self._raw_values = self._outputs([x.shape for x in self._xs], [x.dtype for x in self._xs], cupy.empty)
@@ -253,12 +269,13 @@ class Group:
         return self._launches(matrices, values=True)
 
     def _outputs(self, shapes: list[tuple[int, ...]], dtypes: list[Any], make: Callable[..., Any]) -> list[Any]:
-        """An array each; parts of one where the inputs are."""
+        """Return one new array per shape; if the inputs are parts of a stack, as parts of a stack."""
         if self._stacked:
             return list(make((len(shapes), *shapes[0]), dtypes[0]))
         return [make(shape, dtype) for shape, dtype in zip(shapes, dtypes, strict=True)]
 
     def _launches(self, matrices: list[Matrix], values: bool) -> list[GroupedLaunch]:
+        """Return one launch per dtype that quantizes these matrices."""
         seed = next((call.random for call in self.calls if isinstance(call.random, int)), 0)
         found = []
         with declined_as_error(self._op):
@@ -269,7 +286,10 @@ class Group:
         return found
 
     def _matrices_of(self, call: Call, m: Matrix, values: bool) -> list[tuple[Matrix, LaunchRequest]]:
-        """The matrices of an array, with their works; of one without elements, that of its tensor scales."""
+        """Return the matrices of an array, each with its request.
+
+        An array without elements has one matrix if it has tensor scales, because the kernel must still write those.
+        """
         request = launch_request(call, values=values)
         if m.x.size:
             return list(split_matrices(call, request, m))

@@ -1,4 +1,4 @@
-"""transpose, swizzle, pack and unpack on CuPy arrays."""
+"""Transpose, swizzle, unswizzle, pack and unpack CuPy arrays."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fp4kit.quantized.part_shapes import packed_shape, scale_shape
 
 
 def transpose(packed: Any, scales: Any, q: Quantized) -> tuple[Any, Any]:
-    """Codes and scales of q transposed: of the last two axes of q.moved_shape. One launch."""
+    """Return the codes and block scales of q with the last two axes of q.moved_shape exchanged. One launch."""
     cupy, size = imports.cupy(), q.recipe.block_size
     *lead, M, K = q.moved_shape
     shape = (*lead, K, M)
@@ -38,7 +38,9 @@ def transpose(packed: Any, scales: Any, q: Quantized) -> tuple[Any, Any]:
 
 
 def swizzle(scales: Any, source: str, target: str, shape: tuple[int, ...]) -> Any:
-    """Scales whose linear shape (..., R, C) is `shape`, from one layout to another."""
+    """Return scales, whose shape in the linear layout is `shape` (..., R, C), copied from layout `source` to layout
+    `target`.
+    """
     layouts.check_size(scales, source, shape)
     cupy = imports.cupy()
     with imports.making_current(scales.device.id):
@@ -50,17 +52,20 @@ def swizzle(scales: Any, source: str, target: str, shape: tuple[int, ...]) -> An
 
 
 def pack(codes: Any) -> Any:
-    """4-bit codes, two a byte; their high nibbles are dropped, since to look at them would be to wait."""
+    """Return 4-bit codes packed two per byte. Their high nibbles are dropped, because checking them would wait for the
+    device.
+    """
     layouts.check_pairs(codes.shape)
     return _repack(pack_codes.pack, codes, (*codes.shape[:-1], codes.shape[-1] // 2))
 
 
 def unpack(packed: Any) -> Any:
-    """4-bit codes, one a byte."""
+    """Return 4-bit codes unpacked to one per byte."""
     return _repack(pack_codes.unpack, packed, (*packed.shape[:-1], 2 * packed.shape[-1]))
 
 
 def _repack(launch: Any, array: Any, shape: tuple[int, ...]) -> Any:
+    """Return a new array of a shape that `launch` fills from a contiguous copy of `array`."""
     cupy = imports.cupy()
     with imports.making_current(array.device.id):
         out = cupy.empty(shape, np.uint8)

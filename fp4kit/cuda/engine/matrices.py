@@ -1,5 +1,8 @@
-"""From the arrays of a call to the matrices that kernels take: how a stack is split, and what part of each array is
-whose.
+"""Split the arrays of a call into the matrices that kernels take.
+
+A kernel quantizes one matrix (M, K). A stack (..., M, K) is one tall matrix if its rows can be joined; otherwise each
+matrix of the stack has a launch. The whole stack is described by one LaunchRequest, from which that of each matrix
+differs in shape only.
 """
 
 from __future__ import annotations
@@ -14,15 +17,17 @@ from fp4kit.call.parse import Call, Declined
 from fp4kit.cuda.launch.dispatch import LaunchRequest
 from fp4kit.cuda.launch.matrix import Matrix, has_aligned_runs
 
-# Elements of an array whose amax the kernel finds itself. 64, 128 and 256 x 4096 of bfloat16 to nvfp4-te on an H200,
-# 2026-11-22: one launch takes the device 4.5, 5.6 and 8.6 us, three take 5.9, 6.2 and 6.6; the host, one takes 5 us
-# less.
+# The most elements of which the kernel itself computes the amax. Device time in us, bfloat16 to nvfp4-te (H200,
+# 2026-11-22); on the host, one launch takes 5 us less than three:
+#     shape            64 x 4096   128 x 4096   256 x 4096
+#     one launch       4.5         5.6          8.6
+#     three launches   5.9         6.2          6.6
 MAX_KERNEL_AMAX_ELEMENTS = 1 << 19
-SEED_GROUP = 16  # elements that share the words of a seed's random bytes
+SEED_GROUP = 16  # elements whose random bytes come from one block of a seed's stream
 
 
 def launch_request(call: Call, *, values: bool = False, columns: bool = False) -> LaunchRequest:
-    """What the launches of a call are asked for; the shape is that of the whole, with its rows joined."""
+    """Return the LaunchRequest of a call. Its shape is that of the whole array, with all rows joined."""
     x = call.x if columns else call.moved
     K = x.shape[-1]
     return LaunchRequest(
@@ -40,14 +45,14 @@ def launch_request(call: Call, *, values: bool = False, columns: bool = False) -
 
 
 def matrix_count(call: Call, request: LaunchRequest, amax: Any) -> int:
-    """How many matrices a call is split into: one where the rows of a stack may be joined.
+    """Return into how many matrices a call is split: 1 if the rows of the stack can be joined.
 
-    Raises Declined where a matrix would begin inside a group of a seed's random bytes.
+    Raise Declined if a matrix would begin inside a group of SEED_GROUP elements of a seed's random stream. amax: the
+    tensor amax or tensor scale of the call, or None.
     """
     shape = call.x.shape if request.columns else call.moved.shape
-    apart = (
-        request.layout != "linear" or request.columns or request.recipe.block_rows > 1
-    )  # a transform along rows stays inside of them
+    # Whether rows of two matrices cannot be joined. A Hadamard transform along rows does not prevent it.
+    apart = request.layout != "linear" or request.columns or request.recipe.block_rows > 1
     if len(shape) < 3 or not (apart or is_per_expert(amax, request.recipe)):
         return 1
     B = prod(shape[:-2])
@@ -60,10 +65,11 @@ def matrix_count(call: Call, request: LaunchRequest, amax: Any) -> int:
 
 
 def with_kernel_amax(call: Call, request: LaunchRequest, x: Any) -> LaunchRequest:
-    """The work, with its amax found by the kernel itself where that is not given and x is one small matrix of whole
-    runs.
+    """Return the request with finds_amax, if the kernel can compute the amax of x itself and that is faster.
 
-    Each thread block then reads all of x, contiguous, which costs the device less than two more launches cost the host.
+    It needs a tensor amax that is not given, and x to be one small matrix of aligned runs. Each cluster of thread
+    blocks then reads all of x. That costs the device less time than two more launches cost the host. Otherwise return
+    the request unchanged.
     """
     r = call.recipe
     wanted = r.tensor_scaling == "tensor" and call.tensor_amax is None and call.mask is None
@@ -76,7 +82,9 @@ def with_kernel_amax(call: Call, request: LaunchRequest, x: Any) -> LaunchReques
 
 
 def split_matrices(call: Call, request: LaunchRequest, whole: Matrix) -> Iterator[tuple[Matrix, LaunchRequest]]:
-    """The matrices of contiguous arrays of a call, which have elements, and their works."""
+    """Yield each matrix of contiguous, nonempty arrays of a call, with its request. whole: the arrays of the whole
+    call.
+    """
     r, x = request.recipe, whole.x
     B = matrix_count(call, request, whole.tensor_scale if whole.tensor_amax is None else whole.tensor_amax)
     K, rows = x.shape[-1], x.size // B // x.shape[-1]
@@ -93,5 +101,5 @@ def split_matrices(call: Call, request: LaunchRequest, whole: Matrix) -> Iterato
 
 
 def _arrays(m: Matrix) -> Iterator[tuple[str, Any]]:
-    """Names and arrays of what is there."""
+    """Yield the names and arrays of a matrix that are not None."""
     return ((name, a) for name, a in zip(Matrix._fields[:-1], m[:-1], strict=True) if a is not None)

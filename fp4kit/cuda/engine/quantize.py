@@ -25,7 +25,7 @@ def quantize(call: Call) -> Quantized:
     request = launch_request(call, columns=_is_columnwise(call))
     if find_kernel(request) is None:
         request = launch_request(call)
-    kernel_for(request), matrix_count(call, request, call.tensor_amax)  # declined before any work
+    kernel_for(request), matrix_count(call, request, call.tensor_amax)  # raise Declined before any work
     with imports.making_current(call.x.device.id):
         x = imports.cupy().ascontiguousarray(call.x if request.columns else call.moved)
         request = with_kernel_amax(call, request, x)

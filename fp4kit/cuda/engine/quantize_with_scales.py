@@ -21,7 +21,7 @@ def quantize_with_scales(call: Call) -> Quantized:
     Quantized.
     """
     request = launch_request(call)
-    kernel_for(request), matrix_count(call, request, call.tensor_scale)  # declined before any work
+    kernel_for(request), matrix_count(call, request, call.tensor_scale)  # raise Declined before any work
     with imports.making_current(call.x.device.id):
         result = _result(call)
         if call.x.size:

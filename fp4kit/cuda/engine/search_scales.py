@@ -148,7 +148,7 @@ def with_searched_amaxes(call: Call) -> Call:
     if not r.search or call.has_scales:
         return call
     taking = call._replace(recipe=without_search(r))
-    kernel_for(launch_request(taking)._replace(calibrated=True))  # declined before any work
+    kernel_for(launch_request(taking)._replace(calibrated=True))  # raise Declined before any work
     with imports.making_current(call.x.device.id):
         x = imports.cupy().ascontiguousarray(call.moved)
         amax, found = tensor_amax(call, x), imports.cupy().empty(scale_shape(x.shape, r), np.float32)
