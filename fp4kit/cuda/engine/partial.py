@@ -1,4 +1,4 @@
-"""partial_amax and partial_cast on CuPy arrays."""
+"""Compute the amaxes and the codes of shards of a matrix that are CuPy arrays."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ from fp4kit.recipes import Recipe
 
 
 def partial_amax(shard: Any, shape: tuple[int, int], start: int, r: Recipe) -> Any:
-    """amax of the owned part of each block, 0 elsewhere: float32 (ceil(M / block rows), K / block)."""
+    """Return the amax of the elements of each block that the shard owns; 0 for blocks without such elements.
+
+    The result is float32 (ceil(M / block rows), K / block columns).
+    """
     partial.check_matrices([shape], r)
     cupy = imports.cupy()
     with imports.making_current(shard.device.id):
@@ -26,7 +29,10 @@ def partial_amax(shard: Any, shape: tuple[int, int], start: int, r: Recipe) -> A
 def partial_cast(
     shard: Any, out: Any, block_amax: Any, shape: tuple[int, int], start: int, r: Recipe, amax: Any
 ) -> None:
-    """Codes of a shard into out. amax: the tensor's, given; None for the largest of block_amax."""
+    """Write the codes of a shard into out, and no other bit.
+
+    block_amax: the amaxes of all blocks of the matrix. amax: the tensor amax; None for the largest of block_amax.
+    """
     partial.check_matrices([shape], r)
     cupy = imports.cupy()
     with imports.making_current(shard.device.id):

@@ -1,4 +1,4 @@
-"""quantize and quantize_both on CuPy arrays: choose, allocate, launch."""
+"""Quantize CuPy arrays, along rows, columns or both."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ from fp4kit.reference.tensor_rules import tensor_scale
 
 
 def quantize(call: Call) -> Quantized:
-    """Codes and scales of call.moved, into call.out or a new Quantized. Columns are read where they lie, if a way takes
-    them.
+    """Quantize call.moved into call.out, or into a new Quantized, and return it.
+
+    Blocks along columns are read from x in place if a kernel takes them. Otherwise x is transposed first.
     """
-    asked, call = call, with_searched_amaxes(call)
+    original, call = call, with_searched_amaxes(call)
     request = launch_request(call, columns=_is_columnwise(call))
     if find_kernel(request) is None:
         request = launch_request(call)
@@ -30,18 +31,23 @@ def quantize(call: Call) -> Quantized:
         x = imports.cupy().ascontiguousarray(call.x if request.columns else call.moved)
         request = with_kernel_amax(call, request, x)
         amax = empty_amax() if request.finds_amax else tensor_amax(call, x, request.columns)
-        new = allocate if asked.tensor_amax is None else _allocate_own
-        result = new(asked, amax) if call.out is None else call.out
+        new = allocate if original.tensor_amax is None else _allocate_own
+        result = new(original, amax) if call.out is None else call.out
         launch(call, request, x, amax, *((None, result) if request.columns else (result, None)))
     return result
 
 
 def _is_columnwise(call: Call) -> bool:
+    """Return whether blocks lie along the columns of the last two axes."""
     return call.axis == call.x.ndim - 2
 
 
 def quantize_both(row: Call, column: Call) -> tuple[Quantized, Quantized]:
-    """quantize of the rowwise and of the columnwise call, from one read where a way takes both under one amax."""
+    """Return the results of quantize for the rowwise and the columnwise call.
+
+    x is read once if a kernel takes both directions and both have the same tensor amax. Otherwise two calls do the
+    work.
+    """
     request = launch_request(column, columns=True)
     one_amax = column.mask is None or row.tensor_amax is not None or row.recipe.tensor_scaling == "none"
     if find_kernel(request) is None or not one_amax:
@@ -56,19 +62,24 @@ def quantize_both(row: Call, column: Call) -> tuple[Quantized, Quantized]:
 
 
 def allocate(call: Call, amax: Any) -> Quantized:
-    """What a call writes to; amax in its canonical shape, None without a tensor scale."""
+    """Return a new Quantized for the result of a call. amax: its tensor_amax, in canonical shape; None without a tensor
+    scale.
+    """
     return empty_quantized(call, amax, imports.cupy().empty, empty_scales)
 
 
 def _allocate_own(call: Call, amax: Any) -> Quantized:
-    """With memory of its own for the amax: what was given, or is another result's, must not change with this one."""
+    """Return a new Quantized for the result of a call, with new memory for its tensor_amax.
+
+    Memory that the caller gave, or that another result has, must not become part of this result.
+    """
     return allocate(call, None if amax is None else imports.cupy().empty(amax.shape, amax.dtype))
 
 
 def launch(
     call: Call, request: LaunchRequest, x: Any, amax: Any, row: Quantized | None, column: Quantized | None
 ) -> None:
-    """Quantize contiguous x into the codes and scales along its rows, its columns, or both."""
+    """Quantize contiguous x into the codes and scales along its rows (row), its columns (column), or both."""
     if not x.size:
         return _fill_scales(call, amax, row, column)
     seed = call.random if isinstance(call.random, int) else 0
@@ -89,7 +100,7 @@ def launch(
 
 
 def _fill_scales(call: Call, amax: Any, *results: Quantized | None) -> None:
-    """Write the tensor scales and amaxes of an array without elements."""
+    """Write the tensor scales and amaxes of results without elements."""
     for q in results:
         if q is not None and q.tensor_scale is not None:
             scale = tensor_scale(without_sign(amax.get()), call.recipe, call.x.dtype)

@@ -1,4 +1,4 @@
-"""quantize_with_scales on CuPy arrays: codes under scales that are given."""
+"""Quantize CuPy arrays with scales that the caller gives."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from fp4kit.reference.implied_amax import encodes_by_amax
 
 
 def quantize_with_scales(call: Call) -> Quantized:
-    """Codes of call.moved under the scales that are given, which the result has, too; into call.out or a new
-    Quantized.
+    """Quantize call.moved with the given scales, into call.out or a new Quantized, and return it. The result has these
+    scales.
     """
     request = launch_request(call)
     kernel_for(request), matrix_count(call, request, call.tensor_scale)  # raise Declined before any work
@@ -44,7 +44,7 @@ def quantize_with_scales(call: Call) -> Quantized:
 
 
 def _result(call: Call) -> Quantized:
-    """call.out, or a new Quantized, with the scales that are given."""
+    """Return call.out, or a new Quantized, with copies of the given scales."""
     out, r, scales = call.out, call.recipe, (call.block_scale, call.tensor_scale)
     if out is None:
         packed = imports.cupy().empty(packed_shape(call.moved.shape, r), np.uint8)
@@ -57,4 +57,5 @@ def _result(call: Call) -> Quantized:
 
 
 def _copied(a: Any) -> Any:
+    """Return a contiguous copy of an array, or None for None."""
     return None if a is None else a.copy(order="C")

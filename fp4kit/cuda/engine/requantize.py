@@ -1,4 +1,4 @@
-"""requantize on CuPy arrays."""
+"""Requantize CuPy arrays."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ FLOAT32 = np.dtype(np.float32)
 
 
 def requantize(q: Quantized, target: Recipe) -> tuple[Quantized, Any]:
-    """q by another recipe; and how many values are not the same, int64 () on the device.
+    """Return q quantized by another recipe, and how many of its values changed: int64 () on the device.
 
-    The values are quantized, then overwritten with the codes as they are, where the device finds that they can be kept.
+    The dequantized values are quantized. If the codes could perhaps be kept under scales of the target, the device then
+    checks that they can, and if so overwrites the result with them.
     """
     with imports.making_current(q.packed.device.id):
         values = dequantize(q, FLOAT32)
@@ -45,4 +46,5 @@ def requantize(q: Quantized, target: Recipe) -> tuple[Quantized, Any]:
 
 
 def _layout_changed(scales: Any, source: str, target: str, shape: tuple[int, ...]) -> Any:
+    """Return scales copied to another layout, or the scales themselves if the layouts are equal."""
     return scales if source == target else swizzle(scales, source, target, shape)

@@ -1,4 +1,8 @@
-"""search_scales on CuPy arrays where there are no block scales: the best of a grid of multiples of the amax."""
+"""Search the scales of recipes without block scales, on CuPy arrays.
+
+For each tensor amax, the candidates are a grid of multiples of it. The multiple whose values have the smallest loss
+wins.
+"""
 
 from __future__ import annotations
 
@@ -21,11 +25,11 @@ from fp4kit.reference.search_amaxes import multiples
 _POINTERS = ("x", "tensor_amax", "weights", "multiples", "losses", "least", "out")
 _SIZES = ("rows", "columns", "rows_of_amax", "first", "count")
 _SEARCH = np.dtype([(n, "u8") for n in _POINTERS] + [(n, "i8") for n in _SIZES] + [("power", "f8")])
-MAX_LOSSES = 1 << 25  # of rows under multiples, in memory at a time
+MAX_LOSSES = 1 << 25  # losses in memory at a time: one per row and multiple
 
 
 def search_amaxes(search: Search) -> Any:
-    """amax * multiple of least loss: float32 in the shape of the amax."""
+    """Return each amax times its best multiple: float32 in the shape of the amaxes."""
     call, cupy = search.call, imports.cupy()
     with imports.making_current(call.x.device.id):
         x = cupy.ascontiguousarray(call.moved)
@@ -40,15 +44,19 @@ def search_amaxes(search: Search) -> Any:
 
 
 def search_matrix(x: Any, amaxes: Any, out: Any, r: Recipe, terms: Terms, factors: Any) -> None:
-    """Of the rows of x, as many for each of the amaxes, into out; factors: float32, the multiples."""
+    """Write, for each amax, the amax times its best multiple into out.
+
+    Each amax covers the same number of consecutive rows of x. factors: the multiples, float32. The multiples are tried
+    in batches, so that at most MAX_LOSSES losses are in memory.
+    """
     check_count(x.size)
     cupy, device, (rows, columns) = imports.cupy(), x.device.id, x.shape
-    most = min(max(MAX_LOSSES // rows, 1), factors.size)
-    losses, least = cupy.empty((rows, most), np.float64), cupy.empty(amaxes.shape, np.float64)
+    batch = min(max(MAX_LOSSES // rows, 1), factors.size)
+    losses, least = cupy.empty((rows, batch), np.float64), cupy.empty(amaxes.shape, np.float64)
     arrays = tuple(map(address, (x, amaxes, terms.weights, factors, losses, least, out)))
     rule = (r, x.dtype, terms.weights is not None, *objective_options(terms.power).items())
-    for first in range(0, factors.size, most):
-        count = min(most, factors.size - first)
+    for first in range(0, factors.size, batch):
+        count = min(batch, factors.size - first)
         sizes = (rows, columns, rows // amaxes.size, first, count, float64_bits(terms.power))
         blocks = -(-rows * count // THREADS), -(-amaxes.size * 32 // THREADS)
         for kernel, work in zip(("row_losses_kernel", "least_losses_kernel"), blocks, strict=True):
@@ -56,12 +64,12 @@ def search_matrix(x: Any, amaxes: Any, out: Any, r: Recipe, terms: Terms, factor
 
 
 def objective_options(power: float) -> dict[str, bool]:
-    """What a loss adds; none of these: squares."""
+    """Return the kernel's options for a loss, which adds |difference|^power. No option is set for squares."""
     return {"kMagnitudes": power == 1, "kLargest": power == np.inf, "kPowers": power not in (1, 2, np.inf)}
 
 
 def float64_bits(power: float) -> int:
-    """A float64 among the numbers of a launch."""
+    """Return the bits of a float64 as an int, as an argument of a launch."""
     return int(np.float64(power).view(np.uint64))
 
 
@@ -69,6 +77,7 @@ def float64_bits(power: float) -> int:
 def _function(
     kernel: str, r: Recipe, dtype: np.dtype, weighted: bool, *objective: tuple[str, bool], device: int
 ) -> Any:
+    """Return a compiled kernel."""
     loss = {"kWeighted": weighted, "kOwn": r.fake_rule is not None, **dict(objective)}
     source = instantiation(
         "search_amaxes", recipe_struct(decoding(r, np.dtype(np.float32))), Input=TYPES[dtype], **loss

@@ -1,4 +1,7 @@
-"""Block amaxes of recipes that choose among multiples of each, on CuPy arrays."""
+"""Search the block amaxes of recipes whose producer tries a fixed list of multiples, on CuPy arrays.
+
+A matrix, here, is a tuple: contiguous x (M, K), the array for its block amaxes, and the tensor amax.
+"""
 
 from __future__ import annotations
 
@@ -20,9 +23,7 @@ _FACTORS = np.dtype([(n, "u8") for n in ("x", "tensor_amax", "block_amax")] + [(
 
 
 def search_factors(matrices: Iterable[tuple[Any, Any, Any]], r: Recipe, mask: int | None = None) -> None:
-    """The chosen block amaxes of matrices: each x, where they go, and the tensor's amax. mask: of a Hadamard transform
-    first.
-    """
+    """Write the chosen block amaxes of each matrix. mask: that of a Hadamard transform that comes first, or None."""
     for launch in factor_launches(matrices, r, mask):
         launch()
 
@@ -30,7 +31,7 @@ def search_factors(matrices: Iterable[tuple[Any, Any, Any]], r: Recipe, mask: in
 def factor_launches(
     matrices: Iterable[tuple[Any, Any, Any]], r: Recipe, mask: int | None = None
 ) -> Iterator[Callable[[], None]]:
-    """The launches of search_factors, which hold the arrays."""
+    """Yield one launch of search_factors per matrix. Each keeps its arrays alive."""
     for x, out, amax in matrices:
         check_count(x.size)
         device = x.device.id
@@ -40,17 +41,19 @@ def factor_launches(
 
 
 def _call(launch: Launch, arrays: tuple[Any, ...]) -> None:
+    """Launch with the addresses of arrays."""
     launch(*map(address, arrays))
 
 
 @cache
 def _function(r: Recipe, dtype: np.dtype, device: int, mask: int | None, is_aligned: bool) -> Any:
+    """Return the compiled kernel."""
     struct = f"{recipe_struct(replace(r, repacked=False), sign_mask=mask)}\n{factors_text(r)}"
     source = instantiation("search_factors", struct, Input=TYPES[dtype], kAligned=is_aligned)
     return loader.function(source, "search_factors_kernel", device)
 
 
 def factors_text(r: Recipe) -> str:
-    """The factors of a recipe's candidates, as C++."""
+    """Return the multiples that a recipe's search tries, as a C++ array."""
     values = (f"{float(np.float32(factor)).hex()}f" for factor in FACTORS[r.search])
     return f"static __device__ const float kFactors[] = {{{', '.join(values)}}};"

@@ -1,4 +1,9 @@
-"""search_scales on CuPy arrays."""
+"""Search block scales with the smallest loss, on CuPy arrays.
+
+Two kinds of kernel do this. The full search tries every candidate scale. The pruned search skips candidates that
+provably cannot win; it needs the conditions of _is_pruned. A matrix, here, is a tuple: contiguous x (M, K), the array
+for its block amaxes, and the tensor amax.
+"""
 
 from __future__ import annotations
 
@@ -35,14 +40,19 @@ _SEARCH = np.dtype([(n, "u8") for n in _POINTERS] + [(n, "i8") for n in ("rows",
 _FULL_SEARCH = np.dtype([*_SEARCH.descr, ("power", "f8")])
 _ALL_OFFSETS = (-MAX_OFFSET, MAX_OFFSET)
 _ON_THE_CPU = "compute on the CPU with cupy.asnumpy(x)"
-LANES, POWER_LANES = 32, 4  # threads that share a block in a sweep: kLanes
-SEARCH_THREADS, SEARCH_BLOCKS = 512, 2  # where bounds are shared: threads of a thread block, those of a multiprocessor
-MAX_BLOCK_COLUMNS = 1024  # columns of a block in a sweep
-_WORD = (1 << 64) - 1  # of a signed number
+LANES, POWER_LANES = 32, 4  # threads that share a block in a full search (kLanes), of E4M3 and of E8M0 scales
+# The pruned search without weights: threads per thread block, thread blocks per multiprocessor. The threads of a thread
+# block share tables of bounds.
+SEARCH_THREADS, SEARCH_BLOCKS = 512, 2
+MAX_BLOCK_COLUMNS = 1024  # the widest block of a full search of E8M0 scales
+_WORD = (1 << 64) - 1  # x & _WORD is a negative x as an unsigned 64-bit number
 
 
 def search_scales(search: Search) -> Any:
-    """Block amaxes of least loss: float32 (..., K / block); tensor amaxes where there are no block scales."""
+    """Return the block amaxes whose scales have the smallest loss: float32 (..., K / block).
+
+    Without block scales, return the tensor amaxes of the smallest loss.
+    """
     call, r = search.call, search.call.recipe
     check_e4m3_search(search)
     if search.terms.grid is not None:
@@ -61,9 +71,10 @@ def search_scales(search: Search) -> Any:
 
 
 def matrices_to_search(x: Any, out: Any, amaxes: Any, r: Recipe) -> Iterator[tuple[Any, Any, Any]]:
-    """Contiguous x and out as matrices with elements, and the tensor amax of each.
+    """Yield contiguous x and out as matrices.
 
-    They are one but for experts, and for stacks in which a block would begin in one matrix and end in the next.
+    All is one matrix, except that each expert with its own tensor amax is one, and each matrix of a stack if blocks
+    would otherwise cross from one to the next. Nothing is yielded if x has no elements.
     """
     if not x.size:
         return
@@ -86,9 +97,11 @@ def check_e4m3_search(search: Search) -> None:
 def search_matrix(
     x: Any, out: Any, amax: Any, r: Recipe, terms: Terms = DEFAULT_TERMS, unproven: Any = None, mask: int | None = None
 ) -> None:
-    """Of one matrix into out; unproven: a uint64 to add the blocks to for which every candidate was tried.
+    """Write the best block amaxes of x into out.
 
-    mask: signs of the Hadamard transform that comes first, in the search of squares alone.
+    unproven: None, or a uint64 to which the number of blocks is added for which the pruned search had to try every
+    candidate. mask: the mask of a Hadamard transform that comes first; only the pruned search without a Hessian
+    supports one.
     """
     check_count(x.size)
     rows, columns = x.shape
@@ -105,8 +118,8 @@ def search_matrix(
     elif terms.hessian is None:
         options = {"kAligned": whole, "kWeighted": weighted} | _candidate_options(*offsets)
         function = _function("search", r, x.dtype, device, mask, **options)
-        threads, most = (THREADS, 8) if weighted else (SEARCH_THREADS, SEARCH_BLOCKS)
-        blocks = grid(-(-x.size // BLOCK_COLUMNS // threads), device, most)
+        threads, max_per_multiprocessor = (THREADS, 8) if weighted else (SEARCH_THREADS, SEARCH_BLOCKS)
+        blocks = grid(-(-x.size // BLOCK_COLUMNS // threads), device, max_per_multiprocessor)
     else:
         function = _function("search_hessian", r, x.dtype, device, kAligned=whole)
         blocks_per_hessian = max(
@@ -124,17 +137,19 @@ def search_matrix(
 
 
 def _is_pruned(r: Recipe, terms: Terms) -> bool:
-    """Whether bounds hold: of squares under E4M3 scales of blocks of one row, whose amax is NaN if an element is."""
+    """Return whether the pruned search may be used: a squared loss, E4M3 scales, blocks of one row, and amaxes that are
+    NaN if an element is NaN.
+    """
     return r.scale == E4M3 and terms.power == 2 and r.block_rows == 1 and r.amax_nan == "propagate"
 
 
 def _candidate_options(lower: int, upper: int) -> dict[str, bool]:
-    """Which codes are candidates, as far as a pruned search depends on it: all, or eight at least each way."""
+    """Return the pruned kernel's options for candidates: kAll for all codes, kEight for at least 8 on either side."""
     return {"kAll": (lower, upper) == _ALL_OFFSETS, "kEight": lower <= -8 and upper >= 8}
 
 
 def _loss_options(terms: Terms) -> dict[str, bool]:
-    """What a sweep's loss is; kFromFloor: whether E8M0 scales are those around the floor."""
+    """Return the full kernel's options. kFromFloor: the E8M0 candidates are those around floor(log2(amax))."""
     return {
         "kHessian": terms.hessian is not None,
         **objective_options(terms.power),
@@ -143,12 +158,15 @@ def _loss_options(terms: Terms) -> dict[str, bool]:
 
 
 def with_searched_amaxes(call: Call) -> Call:
-    """The call with the block amaxes that its recipe's search chooses, under the recipe without it; else as it is."""
+    """Return the call with the block amaxes that its recipe's search chooses, and with the recipe without the search.
+
+    Return the call unchanged if its recipe has no search, or if its scales are given.
+    """
     r = call.recipe
     if not r.search or call.has_scales:
         return call
-    taking = call._replace(recipe=without_search(r))
-    kernel_for(launch_request(taking)._replace(calibrated=True))  # raise Declined before any work
+    without = call._replace(recipe=without_search(r))
+    kernel_for(launch_request(without)._replace(calibrated=True))  # raise Declined before any work
     with imports.making_current(call.x.device.id):
         x = imports.cupy().ascontiguousarray(call.moved)
         amax, found = tensor_amax(call, x), imports.cupy().empty(scale_shape(x.shape, r), np.float32)
@@ -158,26 +176,25 @@ def with_searched_amaxes(call: Call) -> Call:
         else:
             for matrix in matrices:
                 search_matrix(*matrix, r, mask=call.mask)
-        return taking._replace(tensor_amax=amax, block_amax=found)
+        return without._replace(tensor_amax=amax, block_amax=found)
 
 
 @cache
 def without_search(r: Recipe) -> Recipe:
-    """The recipe that takes block amaxes in place of one that searches them."""
+    """Return the recipe that takes block amaxes instead of searching them."""
     return replace(r, search="")
 
 
 def group_launches(group: Sequence[tuple[Any, Any, Any]], r: Recipe, mask: int | None) -> list[Callable[[], None]]:
-    """The launches of a recipe's search: of x, out and amax each; of one dtype and device. Multiples take one for
-    each.
+    """Return the launches of a recipe's search for matrices of one dtype and device.
+
+    A search among fixed multiples has one launch per matrix. Other searches have one launch for all.
     """
     return list(factor_launches(group, r, mask)) if r.search in FACTORS else [search_group(group, r, mask)]
 
 
 def search_group(group: Sequence[tuple[Any, Any, Any]], r: Recipe, mask: int | None = None) -> grouped.GroupedLaunch:
-    """The launch that searches as search_matrix does, without terms: of x, out and amax each; of one dtype and
-    device.
-    """
+    """Return one launch that does search_matrix, with default terms, for matrices of one dtype and device."""
     xs, outs, amaxes = zip(*group, strict=True)
     device, whole, small = xs[0].device.id, [aligned(x, 16) for x in xs], grouped.is_small(xs)
     arguments = np.zeros(len(xs), _SEARCH)
@@ -194,5 +211,6 @@ def search_group(group: Sequence[tuple[Any, Any, Any]], r: Recipe, mask: int | N
 
 @cache
 def _function(kernel: str, r: Recipe, dtype: np.dtype, device: int, mask: int | None = None, **options: bool) -> Any:
+    """Return a compiled kernel."""
     source = instantiation(kernel, recipe_struct(r, sign_mask=mask), Input=TYPES[dtype], **options)
     return loader.function(source, f"{kernel}_kernel", device)
