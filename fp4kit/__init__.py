@@ -7,6 +7,9 @@ recipe is the complete arithmetic of one producer, a library that writes such nu
 import fp4kit.startup  # noqa: F401  # first, so that Ctrl-C works while the other modules are imported
 
 # isort: split
+import sys
+from typing import TYPE_CHECKING, NoReturn
+
 from fp4kit.cpu.library import num_threads, set_num_threads, threads
 from fp4kit.display.quantized import html_of, text_of
 from fp4kit.display.recipe import panel
@@ -36,6 +39,32 @@ from fp4kit.recipes import Recipe, recipe, recipes
 from fp4kit.registered import FUNCTIONS
 from fp4kit.storage.quantized_file import load, save
 from fp4kit.training.master_weights import MasterWeightsPlan, Shard, cast_master_weights
+
+if not TYPE_CHECKING:  # type checkers know all attributes
+
+    def __getattr__(name: str) -> NoReturn:
+        """Raise AttributeError for an attribute that does not exist, with the import that provides it."""
+        way_out = _ELSEWHERE.get(name, "")
+        raise AttributeError(
+            f"module 'fp4kit' has no attribute {name!r}{way_out}", name=name, obj=sys.modules[__name__]
+        )
+
+
+def __dir__() -> list[str]:
+    """Return the public names, so that completion shows no others."""
+    return [*__all__, "__version__", "layouts"]
+
+
+# {an attribute that users look for: where it is}
+_ELSEWHERE = {
+    **{name: f"; run import fp4kit.{name} first" for name in ("torch", "jax", "checkpoint")},
+    **dict.fromkeys(
+        ("FakeQuantSettings", "FakeQuantized", "fake_quantize_model"),
+        "; it is in fp4kit.torch, after import fp4kit.torch",
+    ),
+    "pad": "; it is fp4kit.layouts.pad",
+    "convert": "; it is fp4kit.checkpoint.convert, after import fp4kit.checkpoint",
+}
 
 FUNCTIONS.update(
     {

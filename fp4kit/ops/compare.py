@@ -95,6 +95,15 @@ class Comparison:
     def __str__(self) -> str:
         return "\n".join([self._title(), *(f"  {name:15}{text}".rstrip() for name, text in self._facts())])
 
+    def __repr__(self) -> str:
+        """Return one line with the counts that differ."""
+        if self.equal:
+            return "Comparison(equal in every bit)"
+        parts = {"codes": self.codes, "block scales": self.scales, "tensor scales": self.tensor_scales}
+        counts = [f"{n:,} of {of:,} {name}" for name, (n, of) in {**parts, "values": self.values}.items() if n]
+        error = [f"max_error={self.max_error:.3g}, sqnr={self.sqnr:.4g}"] if self.values[0] else []
+        return f"Comparison({', '.join([*counts, *error])})"
+
     def _repr_html_(self) -> str:
         """Return the table as a notebook shows it."""
         return Panel(self._title(), tuple(self._facts())).html()

@@ -99,6 +99,10 @@ class Identification:
         lines = (f"{name:{width}}  {equal:>{wide}}  {codes:>12}  {scales:>13}" for name, equal, codes, scales in rows)
         return "\n".join([self.verdict, *lines])
 
+    def __repr__(self) -> str:
+        """Return the verdict in one line."""
+        return f"Identification({self.verdict})"
+
     def _repr_html_(self) -> str:
         """Return the verdict and the table as a notebook shows them."""
         return Panel(self.verdict, columns=_COLUMNS, rows=tuple(self._rows())).html()

@@ -2,6 +2,8 @@
 
 import dataclasses
 import re
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -135,3 +137,47 @@ def test_arithmetic_of_a_quantized(name):
     text = "Quantized: is not an array of numbers; call q.dequantize() for its values, or use q.packed for its codes"
     with pytest.raises(TypeError, match=f"^{re.escape(text)}$"):
         ARITHMETIC[name](fp4kit.quantize(X, "nvfp4"))
+
+
+MODULE = {
+    "torch": "run import fp4kit.torch first",
+    "jax": "run import fp4kit.jax first",
+    "checkpoint": "run import fp4kit.checkpoint first",
+    "FakeQuantSettings": "it is in fp4kit.torch, after import fp4kit.torch",
+    "pad": "it is fp4kit.layouts.pad",
+}
+
+
+@pytest.mark.parametrize("name", MODULE)
+def test_a_name_that_the_package_does_not_have(name):
+    """In a new process, because another test may have imported fp4kit.torch."""
+    code = f"import fp4kit\ntry: fp4kit.{name}\nexcept AttributeError as error: print(error, error.name, sep='|')"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert found == f"module 'fp4kit' has no attribute {name!r}; {MODULE[name]}|{name}\n"
+
+
+def test_a_misspelled_name_of_the_package():
+    with pytest.raises(AttributeError, match=r"^module 'fp4kit' has no attribute 'quantise'$"):
+        fp4kit.quantise  # noqa: B018  (the access is what is tested)
+
+
+def test_completion_shows_public_names_only():
+    assert set(dir(fp4kit)) == {*fp4kit.__all__, "__version__", "layouts"}
+    assert all(hasattr(fp4kit, name) for name in dir(fp4kit))
+
+
+def test_short_representations():
+    te, ocp = (fp4kit.quantize(X, name) for name in ("nvfp4-te", "nvfp4-flashinfer"))
+    found = fp4kit.compare(te, fp4kit.quantize(X, "mxfp4"))
+    assert re.fullmatch(r"Comparison\([\d,]+ of 2,048 values, max_error=0\.\d+, sqnr=\d\d\.\d+\)", repr(found))
+    assert repr(fp4kit.compare(te, te)) == "Comparison(equal in every bit)"
+    assert re.match(r"Comparison\([\d,]+ of 2,048 codes, ", repr(fp4kit.compare(te, fp4kit.quantize(-X, "nvfp4-te"))))
+    assert repr(fp4kit.identify(te, X)).startswith("Identification(")
+    assert "\n" not in repr(fp4kit.identify(te, X)) and len(repr(fp4kit.identify(ocp, X))) < 1000
+
+
+def test_a_tensor_of_nan_has_a_note():
+    q = fp4kit.quantize(np.full((16, 16), np.nan, np.float32), "nvfp4-te")
+    assert "note          codes are not zero although tensor_amax is 0, because x holds NaN" in str(q)
+    for x in (X, np.zeros((16, 16), np.float32)):
+        assert "note" not in str(fp4kit.quantize(x, "nvfp4-te"))
