@@ -38,7 +38,7 @@ def test_a_narrow_terminal_gets_shorter_names() -> None:
 
 
 def test_names_that_would_be_alike_stand_on_lines_of_their_own() -> None:
-    """At 40 columns the name has 26, too few to tell the experts apart."""
+    """A table of 40 columns leaves 26 for the name, too few to distinguish the experts."""
     rows = [("a" * 20 + str(i) + "b" * 20, "BF16", "1") for i in range(3)]
     assert render.table(COLUMNS, rows, 44) == [
         "tensor",

@@ -146,8 +146,8 @@ def turning_points(r):
     )
 
 
-# These run in every run, and cover all orders of sums: one row and 16 rows, in order and in lanes, and a tree of few
-# rows.
+# Every run takes these recipes. They cover all orders of sums: one row and 16 rows, in order and in lanes, and a
+# tree of few rows.
 TURNS = ["nvfp4-te-4over6-mse-256", "nvfp4-te-4over6-mae-448-2d", "nvfp4-te-4over6-mse-448-2d", "nvfp4-fouroversix-mae"]
 TALL = [("nvfp4-fouroversix", 16), ("nvfp4-fouroversix-mae", 4), ("nvfp4-flashinfer-4over6-mae-448", 2)]
 

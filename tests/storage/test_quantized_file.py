@@ -215,7 +215,7 @@ def test_recipes_as_data():
 
 
 def test_fields_with_a_default_may_be_missing():
-    """So a later version of fp4kit, whose recipes have more fields, can read the files of this one."""
+    """A later version of fp4kit, whose recipes have more fields, can then read the files of this one."""
     data = as_data(VARIANTS["id"])
     assert (
         from_data({name: value for name, value in data.items() if name not in ("narrow", "rounding")}) == VARIANTS["id"]

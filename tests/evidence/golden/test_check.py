@@ -317,9 +317,9 @@ def test_fake_quantized_linear_of_torchao(name, recipe, dtype, golden, either_en
     """Compare y = fake(x) @ fake(w)^T + b and the straight-through gradients grad @ fake(w) and grad^T @ fake(x).
 
     The order of the producer's sums is unknown, so products are compared with a bound. In any order, a float32 sum of n
-    products is within n * 2^-24 / (1 - n * 2^-24) of the exact sum, relative to the sum of magnitudes (Higham, Accuracy
-    and Stability, 3.5). The bias counts as one more product. bfloat16 results are rounded at most twice more, by 2^-8
-    relative each time.
+    products is within n * 2^-24 / (1 - n * 2^-24) of the exact sum, relative to the sum of magnitudes. See Higham,
+    Accuracy and Stability, 3.5. The bias counts as one more product. bfloat16 results are rounded at most twice more,
+    by 2^-8 relative each time.
     """
     x, w, b, y, grad, grad_x, grad_w = (
         golden.get("ao_qat", f"qat_{dtype}/{name}/{part}")

@@ -213,7 +213,7 @@ def test_the_full_plan_covers_every_recipe(golden):
 
 
 def test_the_quick_plan_sweeps_no_part_whole(golden, monkeypatch):
-    """Sweeping all 2^32 values took minutes on two cores, most of a quick run."""
+    """Sweeping all 2^32 values would take minutes on two cores, most of a quick run."""
     calls = []
     monkeypatch.setattr(
         selftest, "differences", lambda module, sweep, quick: calls.append((sweep, quick)) or (1, 0, "")
