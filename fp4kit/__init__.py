@@ -1,5 +1,14 @@
 """fp4kit: 4-bit floating-point numerics that match each producer bit for bit, on arrays of any library.
 
+Examples:
+    >>> import fp4kit, numpy as np
+    >>> x = np.float32([[0.1, -6, 2.4, 0.6] * 8])
+    >>> q = fp4kit.quantize(x, "nvfp4-te")  # codes and scales; print(q) shows them
+    >>> fp4kit.dequantize(q).shape, fp4kit.fake_quantize(x, "mxfp4")[0, :4]
+    ((1, 32), array([ 0. , -6. ,  2. ,  0.5], dtype=float32))
+    >>> fp4kit.recipe("nvfp4").id, fp4kit.recipes()[:2]
+    ('nvfp4-te', ('nvfp4-te', 'nvfp4-te-2d'))
+
 `quantize`, `dequantize`, `fake_quantize` and the other functions take an array and a recipe id such as "nvfp4-te". A
 recipe is the complete arithmetic of one producer, a library that writes such numbers. `recipes()` lists the ids.
 """
@@ -40,6 +49,17 @@ from fp4kit.registered import FUNCTIONS
 from fp4kit.storage.quantized_file import load, save
 from fp4kit.training.master_weights import MasterWeightsPlan, Shard, cast_master_weights
 
+# {an attribute that users look for: where it is}
+_ELSEWHERE = {
+    **{name: f"; run import fp4kit.{name} first" for name in ("torch", "jax", "checkpoint")},
+    **dict.fromkeys(
+        ("FakeQuantSettings", "FakeQuantized", "fake_quantize_model"),
+        "; it is in fp4kit.torch, after import fp4kit.torch",
+    ),
+    "pad": "; it is fp4kit.layouts.pad",
+    "convert": "; it is fp4kit.checkpoint.convert, after import fp4kit.checkpoint",
+}
+
 if not TYPE_CHECKING:  # type checkers know all attributes
 
     def __getattr__(name: str) -> NoReturn:
@@ -54,17 +74,6 @@ def __dir__() -> list[str]:
     """Return the public names, so that completion shows no others."""
     return [*__all__, "__version__", "layouts"]
 
-
-# {an attribute that users look for: where it is}
-_ELSEWHERE = {
-    **{name: f"; run import fp4kit.{name} first" for name in ("torch", "jax", "checkpoint")},
-    **dict.fromkeys(
-        ("FakeQuantSettings", "FakeQuantized", "fake_quantize_model"),
-        "; it is in fp4kit.torch, after import fp4kit.torch",
-    ),
-    "pad": "; it is fp4kit.layouts.pad",
-    "convert": "; it is fp4kit.checkpoint.convert, after import fp4kit.checkpoint",
-}
 
 FUNCTIONS.update(
     {

@@ -35,7 +35,7 @@ def panel(q: Quantized) -> Panel:
     if found.nan:
         facts.append(("NaN", f"{found.nan:,} codes"))
     if found.saturated and isinstance(q.tensor_amax, np.ndarray) and not q.tensor_amax.any():
-        facts.append(("note", "codes are not zero although tensor_amax is 0, because x holds NaN"))
+        facts.append(("note", "codes are not zero although tensor_amax is 0: x holds NaN, or tensor_amax was passed"))
     bars = by_exponent(found.scales, found.counts) if found.counts.sum() > 1 else ()
     return Panel(f"Quantized {q.recipe.id}", tuple(facts), heading="scales by exponent", bars=bars)
 
