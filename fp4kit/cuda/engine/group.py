@@ -184,7 +184,7 @@ class Group:
 
     @property
     def computes_amaxes(self) -> bool:
-        """Whether the amaxes are computed from the arrays. Otherwise they were given, or the recipe has none."""
+        """Return whether the amaxes are computed from the arrays. If not, they were given, or the recipe has none."""
         return self.vector is not None and self.calls[0].tensor_amax is None
 
     def amax(self) -> list[Any]:

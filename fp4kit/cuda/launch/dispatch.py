@@ -67,11 +67,13 @@ class Arguments(NamedTuple):
         )
 
 
+# The arguments of most kernels.
 ROWS = Arguments(
     ("x", "packed", "scales", "values", "tensor_amax", "tensor_scale", "block_amax", "random", "amax_out"),
     ("seed", "group"),
     ("rows", "columns"),
 )
+# The arguments of quantize_columns.
 PATCHES = Arguments(
     (
         "x",
@@ -167,6 +169,7 @@ def uses_fake_rule(request: LaunchRequest) -> bool:
 
 
 def _takes_fake(request: LaunchRequest) -> bool:
+    """Return whether fake_quantize takes the request: values by a fake_rule, whose blocks have one row."""
     rows, columns = request.recipe.block or (1, FAKE_BLOCKS[0])
     return uses_fake_rule(request) and rows == 1 and columns in FAKE_BLOCKS and request.recipe.amax_nan != "lanes"
 
@@ -178,38 +181,48 @@ def has_patch_kernel(r: Recipe) -> bool:
 
 
 def _takes_patch(request: LaunchRequest) -> bool:
-    r, tall = request.recipe, request.recipe.block_rows > 1
-    unit = r.block_size if tall else PATCH_ROW_UNIT // request.dtype.itemsize
-    wanted = request.columns or tall
-    transform = request.mask is None or (request.columns and r.block == (1, HADAMARD_BLOCK))
+    """Return whether quantize_columns takes the request: blocks along columns, or square blocks.
+
+    It has one tensor scale at most, and neither stochastic rounding nor groups. Only blocks of 16 columns can be
+    transformed.
+    """
+    r, has_tall_blocks = request.recipe, request.recipe.block_rows > 1
+    unit = r.block_size if has_tall_blocks else PATCH_ROW_UNIT // request.dtype.itemsize
+    needs_patches = request.columns or has_tall_blocks
+    can_transform = request.mask is None or (request.columns and r.block == (1, HADAMARD_BLOCK))
     plain = (
         not (request.stochastic or request.calibrated or request.grouped or request.scaled or uses_fake_rule(request))
-        and transform
+        and can_transform
     )
-    return wanted and plain and has_patch_kernel(r) and request.shape[1] % unit == 0
+    return needs_patches and plain and has_patch_kernel(r) and request.shape[1] % unit == 0
 
 
 def _takes_table(request: LaunchRequest) -> bool:
+    """Return whether quantize_table takes the request: codes of a large bfloat16 matrix, by 4over6 with summed errors."""
     r = request.recipe
-    square = r.block == (16, 16) and r.amax_nan == "propagate"
-    sums = r.four_over_six in ("mae", "mse") and not r.lane_sums
-    known = sums and (r.block == (1, 16) or square) and r.tensor_scaling == "tensor"
+    is_square = r.block == (16, 16) and r.amax_nan == "propagate"
+    sums_errors = r.four_over_six in ("mae", "mse") and not r.lane_sums
+    has_tables = sums_errors and (r.block == (1, 16) or is_square) and r.tensor_scaling == "tensor"
     plain = _by_rows(request) and not (request.values or request.grouped)
-    return known and plain and request.dtype == BFLOAT16 and request.shape[0] * request.shape[1] >= MIN_TABLE_ELEMENTS
+    is_large = request.shape[0] * request.shape[1] >= MIN_TABLE_ELEMENTS
+    return has_tables and plain and request.dtype == BFLOAT16 and is_large
 
 
 def _by_rows(request: LaunchRequest) -> bool:
+    """Return whether codes along rows, or their values, are computed from amaxes."""
     return not request.columns and not uses_fake_rule(request) and not request.scaled
 
 
 def _takes_tile(request: LaunchRequest) -> bool:
+    """Return whether quantize_tile takes the request: blocks of several rows, or 4over6."""
     r = request.recipe
     rows, columns = r.block or (1, 0)
-    whole = columns in (HADAMARD_BLOCK, MAX_TILE_BLOCK_COLUMNS) and THREADS % rows == 0
-    return _by_rows(request) and (rows > 1 or r.four_over_six is not None) and whole and not request.calibrated
+    fits_threads = columns in (HADAMARD_BLOCK, MAX_TILE_BLOCK_COLUMNS) and THREADS % rows == 0
+    return _by_rows(request) and (rows > 1 or r.four_over_six is not None) and fits_threads and not request.calibrated
 
 
 def _takes_scaled(request: LaunchRequest) -> bool:
+    """Return whether quantize_with_scales takes the request: codes along rows with given scales."""
     return (
         request.scaled
         and not request.columns
@@ -218,10 +231,12 @@ def _takes_scaled(request: LaunchRequest) -> bool:
 
 
 def _takes_unblocked(request: LaunchRequest) -> bool:
+    """Return whether quantize_unblocked takes the request: a recipe without blocks."""
     return _by_rows(request) and request.recipe.block is None
 
 
 def _takes_rows(request: LaunchRequest) -> bool:
+    """Return whether quantize takes the request: blocks of one row with whole runs, without 4over6."""
     r = request.recipe
     rows, columns = r.block or (0, 0)
     return _by_rows(request) and rows == 1 and r.four_over_six is None and columns % (32 if columns > 32 else 16) == 0
@@ -232,10 +247,11 @@ def needs_search(request: LaunchRequest) -> bool:
     return bool(request.recipe.search) and not request.scaled
 
 
-# ---- geometry ----
+# ---- grids ----
 
 
 def _fake_grid(request: LaunchRequest, device: int) -> int:
+    """Return the grid of fake_quantize."""
     runs = VALUE_RUNS if request.recipe.block and not has_table(request.recipe) else MORE_VALUE_RUNS
     return grid(value_blocks(*request.kernel_shape, request.dtype, runs), device, UNLIMITED)
 
@@ -246,30 +262,33 @@ def _patch_sizes(request: LaunchRequest) -> tuple[int, ...]:
 
 
 def _patch_grid(request: LaunchRequest, device: int) -> int:
+    """Return the grid of quantize_columns: one thread block per tile, with the last band filled up."""
     rows, columns, shift = _patch_sizes(request)
-    tall = -(-rows // TILE_ROWS)
-    wide = -(-columns // (TILE_COLUMNS if request.recipe.block_rows > 1 else TILE_BYTES // request.dtype.itemsize))
-    return grid(wide * ((tall + (1 << shift) - 1 >> shift) << shift), device, UNLIMITED)
+    tiles_down = -(-rows // TILE_ROWS)
+    tile_columns = TILE_COLUMNS if request.recipe.block_rows > 1 else TILE_BYTES // request.dtype.itemsize
+    tiles_across = -(-columns // tile_columns)
+    return grid(tiles_across * ((tiles_down + (1 << shift) - 1 >> shift) << shift), device, UNLIMITED)
 
 
 def _table_grid(request: LaunchRequest, device: int) -> int:
+    """Return the grid of quantize_table: at most one thread block, with its table, per multiprocessor."""
     rows, columns = request.shape
-    work = -(-rows // request.recipe.block_rows) * request.recipe.block_rows * -(-columns // 128) * 8
-    return grid(-(-work // TABLE_THREADS), device, 1)
+    threads = -(-rows // request.recipe.block_rows) * request.recipe.block_rows * -(-columns // 128) * 8
+    return grid(-(-threads // TABLE_THREADS), device, 1)
 
 
 def _tile_grid(request: LaunchRequest, device: int) -> int:
+    """Return the grid of quantize_tile."""
     rows, columns = request.shape
-    wide = -(-(columns // request.recipe.block_size) // (THREADS // request.recipe.block_rows))
-    return grid(-(-rows // request.recipe.block_rows) * wide, device)
+    tiles_across = -(-(columns // request.recipe.block_size) // (THREADS // request.recipe.block_rows))
+    return grid(-(-rows // request.recipe.block_rows) * tiles_across, device)
 
 
 def _row_grid(request: LaunchRequest, device: int) -> int:
-    """Return the grid of quantize and quantize_unblocked.
+    """Return the grid of quantize and quantize_unblocked: one thread per THREAD_BYTES of elements.
 
-    There is one thread per THREAD_BYTES of elements. Only if each thread block prepares something, such as a table, are
-    there at most 96 thread blocks per multiprocessor. Speed relative to a copy (H200, 16384 x 16384 bfloat16,
-    2026-11-21):
+    If every thread block must first prepare something, such as a table, the grid has at most 96 thread blocks per
+    multiprocessor, which then take several shares. Speed relative to a copy (H200, 16384 x 16384 bfloat16, 2026-11-21):
 
         thread blocks per multiprocessor    16    24    64    96  no limit
         nvfp4-te                          0.97  0.99  1.01  1.02
@@ -287,6 +306,7 @@ def _row_grid(request: LaunchRequest, device: int) -> int:
 
 
 def _scaled_grid(request: LaunchRequest, device: int) -> int:
+    """Return the grid of quantize_with_scales: one thread per run."""
     rows, columns = request.kernel_shape
     return grid(-(-rows * -(-columns // SCALED_RUN) // THREADS), device, UNLIMITED)
 
@@ -316,11 +336,9 @@ KERNEL_CHOICES = (
 @lru_cache(CACHE_SIZE)
 def find_kernel(request: LaunchRequest) -> KernelChoice | None:
     """Return the first kernel that takes the request, or None if no kernel does."""
-    return (
-        None
-        if unsupported(request.recipe) or needs_search(request)
-        else next((choice for choice in KERNEL_CHOICES if choice.takes(request)), None)
-    )
+    if unsupported(request.recipe) or needs_search(request):
+        return None
+    return next((choice for choice in KERNEL_CHOICES if choice.takes(request)), None)
 
 
 def kernel_for(request: LaunchRequest) -> KernelChoice:

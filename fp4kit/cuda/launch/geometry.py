@@ -20,7 +20,7 @@ BLOCKS_PER_SM = 16  # thread blocks per multiprocessor, if a launcher does not c
 MAX_THREADS = 2048  # threads that run on a multiprocessor at a time
 MAX_ELEMENTS = 1 << 33  # elements per launch
 MAX_COLUMNS = (1 << 32) - 1  # elements per row, for recipes with blocks
-UNLIMITED = 1 << 16  # thread blocks per multiprocessor, so many that no thread block needs a second share of the work
+UNLIMITED = 1 << 16  # thread blocks per multiprocessor: in effect no limit, so that each takes one share of the work
 
 
 @cache
@@ -52,10 +52,10 @@ def check_columns(columns: int) -> None:
 
 
 def grid(work_blocks: int, device: int, per_multiprocessor: int = BLOCKS_PER_SM) -> int:
-    """Return the number of thread blocks to launch.
+    """Return the number of thread blocks to launch, at least 1.
 
-    work_blocks: the number of thread blocks among which the work can be divided. per_multiprocessor: the most thread
-    blocks per multiprocessor; with fewer than work_blocks in all, each takes several shares of the work.
+    work_blocks: how many thread blocks have work if each takes one share. per_multiprocessor: the most thread blocks
+    per multiprocessor. If that limits the grid, thread blocks take several shares one after another.
     """
     return max(min(work_blocks, multiprocessors(device) * per_multiprocessor), 1)
 
@@ -83,14 +83,14 @@ class _Slot(NamedTuple):
 
     Attributes:
         memory: the bytes, to be written.
-        struct: the same bytes as CuPy takes them.
+        struct: the same bytes, as CuPy takes them.
         parameters: the address of a void*[1] that points to the bytes, as the driver takes them.
-        held: the array behind `parameters`, kept alive.
+        held: the array at `parameters`, kept alive.
     """
 
     memory: bytearray
     struct: _Struct
-    parameters: int  # address of a void*[1]
+    parameters: int
     held: Any
 
     @classmethod
@@ -103,8 +103,7 @@ class _Slot(NamedTuple):
 
 
 class Launch:
-    """A kernel with its grid and its last arguments, the sizes. A call adds the first arguments and launches the
-    kernel.
+    """A kernel with a fixed grid and fixed sizes. A call passes the other arguments and launches the kernel.
 
     Args:
         function: the CuPy function of the kernel.
@@ -120,9 +119,8 @@ class Launch:
         self, function: Callable[..., None], blocks: int, fields: np.dtype, *sizes: int, threads: int = THREADS
     ) -> None:
         self._function, self._grid, self._block, self._sizes = function, (blocks,), (threads,), sizes
-        self._handle: int | None = (
-            None  # the driver's handle of the kernel; found, with the driver, at the first launch by it
-        )
+        # The driver's handle of the kernel, and the driver. Both are found at the first launch by the driver.
+        self._handle: int | None = None
         self._driver: Any = None
         self._layout = Struct(f"{len(fields.names or ())}Q")
         self._free: list[_Slot] = []  # slots for reuse: the driver has copied their bytes
@@ -178,8 +176,7 @@ def aligned(array: Any, run_bytes: int) -> bool:
 
 
 def as_aligned(array: Any) -> Any:
-    """Return the array itself if it is contiguous and begins at a multiple of 16 bytes, otherwise a copy that is and
-    does.
+    """Return the array, or a copy of it unless it is contiguous and begins at a multiple of 16 bytes.
 
     Return None for None.
     """

@@ -31,15 +31,15 @@ from fp4kit.cuda.launch.matrix import AMAX, Matrix, has_aligned_runs, kernel_str
 _GROUP = np.dtype([("members", "u8"), ("count", "i8"), ("pieces", "i8")])
 _PIECE = np.dtype([("member", "u4"), ("index", "u4")])
 SMALL_GROUP = 32  # the most members of a small group: kSmallGroup in grouped.cuh
-PIECES_PER_MULTIPROCESSOR = 20  # the aim, within the limits of the next line
-# The fewest and the most elements per piece: one and three turns of a thread block whose threads take 64 bytes of
+PIECES_PER_MULTIPROCESSOR = 20  # unless pieces would have fewer than MIN_PIECE or more than MAX_PIECE elements
+# Elements per piece: one and three turns of a thread block whose threads take 64 bytes of
 # bfloat16 per turn. More turns amortize the setup of a piece (a table of factors, loads of its position), but more
 # thread blocks then wait for the last one at the end. Time for 8 tensors of 1856 x 2688, relative to one launch on one
 # tensor of their total size (H200, 2026-11-21):
 #     piece              one turn   PIECES_PER_MULTIPROCESSOR   three turns
 #     nvfp4-te           1.10       1.03                        1.05
 #     mxfp4-flashinfer   1.03       1.05                        1.10
-MIN_ELEMENTS, MAX_ELEMENTS = 8192, 24576
+MIN_PIECE, MAX_PIECE = 8192, 24576
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ def is_small(members: Sequence[Any]) -> bool:
     return len(members) <= SMALL_GROUP
 
 
-def piece_counts(elements: np.ndarray, device: int, most: int = MAX_ELEMENTS) -> np.ndarray:
+def piece_counts(elements: np.ndarray, device: int, most: int = MAX_PIECE) -> np.ndarray:
     """Return into how many pieces each tensor is divided. Pieces are about equally large.
 
     A tensor without elements has one piece. elements: int64, the size of each tensor. most: the most elements per
@@ -78,7 +78,7 @@ def piece_counts(elements: np.ndarray, device: int, most: int = MAX_ELEMENTS) ->
     """
     check_count(int(elements.max()))
     share = int(elements.sum()) // (geometry.multiprocessors(device) * PIECES_PER_MULTIPROCESSOR)
-    return np.maximum(-(-elements // int(np.clip(share, MIN_ELEMENTS, most))), 1)
+    return np.maximum(-(-elements // int(np.clip(share, MIN_PIECE, most))), 1)
 
 
 def group_table(members: np.ndarray) -> np.ndarray:
@@ -142,7 +142,7 @@ def quantize_group(matrices: Sequence[Matrix], requests: Sequence[LaunchRequest]
     simple = (
         small and not has_table(r) and r.tensor_scaling != "row"
     )  # a piece has little setup, so that small pieces are best
-    pieces = piece_counts(np.array([m.x.size for m in matrices]), device, MIN_ELEMENTS if simple else MAX_ELEMENTS)
+    pieces = piece_counts(np.array([m.x.size for m in matrices]), device, MIN_PIECE if simple else MAX_PIECE)
     return prepare_group(function, arguments, whole, pieces, tuple(matrices), small)
 
 
@@ -206,5 +206,5 @@ def clip_group(clips: Sequence[Clip]) -> GroupedLaunch:
     first = clips[0]
     device, small = first.x.device.id, is_small(clips)
     function = _clip_function(first.x.dtype, first.grad.dtype, all(whole), small, device)
-    pieces = piece_counts(np.array([c.x.size for c in clips]), device, MIN_ELEMENTS)
+    pieces = piece_counts(np.array([c.x.size for c in clips]), device, MIN_PIECE)
     return prepare_group(function, arguments, whole, pieces, tuple(clips), small)
