@@ -1,7 +1,7 @@
 """Compute amaxes of CuPy arrays: per tensor, row, block or column.
 
-Operands, here, are the arguments of launch.matrix.amax except the mask: an array, which elements count ("all", "no_nan"
-or "finite"), and whether each row has an amax.
+The operands of an amax are the arguments of launch.matrix.amax except the mask: an array, the elements that count
+("all", "no_nan" or "finite"), and whether each row has an amax of its own.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from fp4kit.quantized.part_shapes import tensor_amax_shape
 from fp4kit.recipes import Recipe
 
 AmaxOperands = tuple[Any, str, bool]  # (array, elements that count, whether each row has an amax)
+# The elements that count for the amax of a row or block: infinity does, even if it does not count for a tensor amax.
 _COUNTED_BY_ROW = {name: counted.replace("finite", "no_nan") for name, counted in matrix.COUNTED.items()}
 
 
@@ -113,7 +114,7 @@ def amax_operands(call: Call, x: Any) -> tuple[AmaxOperands, tuple[int, ...]]:
 
 
 def plain_amax(x: Any, axis: Any) -> Any:
-    """Return the largest |x| of the array, or along axes. NaN if an element is NaN."""
+    """Return the largest |x|: of the whole array if axis is None, otherwise along the axes. A NaN gives NaN."""
     with imports.making_current(x.device.id):
         columns = columns_to_reduce(x, axis)
         if columns is not None:
@@ -132,8 +133,8 @@ def plain_amax_operands(x: Any, axis: Any) -> tuple[AmaxOperands, tuple[int, ...
 def columns_to_reduce(x: Any, axis: Any) -> tuple[Any, tuple[int, ...]] | None:
     """Return x as matrices (B, M, K) to be reduced to (B, K), and the shape of the result.
 
-    Return None if x is not contiguous, if the reduced axes are not such consecutive axes before the last, or if a
-    matrix is too small to keep a thread block busy.
+    Return None unless x is contiguous, the reduced axes are consecutive and end before the last axis, and each matrix
+    is large enough for a thread block.
     """
     reduced = sorted(_axes(x, axis))
     if not reduced or not x.flags.c_contiguous or reduced != [*range(reduced[0], x.ndim - 1)][: len(reduced)]:

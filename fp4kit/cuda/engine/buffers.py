@@ -33,14 +33,14 @@ class NewArray(NamedTuple):
 
 
 class ArrayLibrary(NamedTuple):
-    """How a cached call uses the arrays of CuPy or PyTorch.
+    """The functions by which a cached call uses arrays of CuPy or of PyTorch.
 
-    The functions are implemented in C where possible, because a call of a Python function takes 0.25 us (host of an
-    H200, November 2026).
+    They are implemented in C where possible, because a call of a Python function takes 0.25 us (host of an H200,
+    November 2026).
 
     Attributes:
         address: return the address of the first element of an array.
-        maker: from descriptions, return a function that allocates such arrays each time it is called.
+        maker: return a function that allocates arrays with the given descriptions at each call.
         clear: set a float32 array with one element to 0, on a stream.
         stream: return the current stream.
     """
@@ -60,6 +60,7 @@ def _cupy_library() -> ArrayLibrary:
     """Return the ArrayLibrary of CuPy."""
 
     def clear(a: Any, stream: Any) -> None:
+        """Set the array to 0 on the current stream."""
         a.data.memset_async(0, FLOAT32.itemsize)
 
     return ArrayLibrary(attrgetter("data.ptr"), _cupy_maker, clear, imports.cupy().cuda.get_current_stream)
@@ -80,6 +81,7 @@ def _cupy_maker(wanted: Sequence[NewArray]) -> Callable[[], list[Any]]:
     allocate, array, size = cupy.cuda.alloc, _array_at(cupy), sum(sizes)
 
     def shared() -> list[Any]:
+        """Allocate all arrays in one piece of memory."""
         memory = allocate(size)
         made = [array(shape, dtype, memory + start) for shape, dtype, start in places]
         for i in cleared:
@@ -98,6 +100,7 @@ def _array_at(cupy: Any) -> Callable[..., Any]:
     new = kind.__mro__[1].__new__
 
     def array(shape: tuple[int, ...], dtype: np.dtype, memory: Any) -> Any:
+        """Return an array at `memory`."""
         made = new(kind)
         made._init(shape, dtype, memory)
         return made
@@ -122,10 +125,12 @@ def _torch_library(device: Any) -> ArrayLibrary:
     set_to = imports.cupy().cuda.runtime.memsetAsync
 
     def maker(wanted: Sequence[NewArray]) -> Callable[[], list[Any]]:
+        """Return a function that allocates such tensors."""
         make = [torch_arrays.maker(device, *new) for new in wanted]
         return lambda: [new() for new in make]
 
     def clear(a: Any, stream: Any) -> None:
+        """Set the tensor to 0 on a stream."""
         set_to(a.data_ptr(), 0, FLOAT32.itemsize, stream.ptr)
 
     return ArrayLibrary(torch_arrays.address(), maker, clear, torch_arrays.streams_of(device))

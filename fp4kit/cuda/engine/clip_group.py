@@ -18,40 +18,42 @@ from fp4kit.cuda.launch.grouped import Clip, GroupedLaunch
 class ClipGroup:
     """N gradients, and the launches that clip them.
 
-    calls: fake_quantize_backward calls on one device. amaxes: one per call; None if the amax is computed from call.x.
+    Args:
+        calls: calls of fake_quantize_backward, on one device.
+        amaxes: one per call; None if the amax is computed from call.x.
 
     Attributes:
-        outs: the clipped gradients, which clip() writes. The gradient itself if it has no elements.
+        outs: the clipped gradients, which clip() writes. A gradient without elements is its own result.
     """
 
     def __init__(self, calls: Sequence[Call], amaxes: Sequence[Any]) -> None:
         cupy = imports.cupy()
         self._copies: list[tuple[Any, Any]] = []
         self._device = cupy.cuda.Device(calls[0].x.device.id)
-        full = [(call, amax) for call, amax in zip(calls, amaxes, strict=True) if call.x.size]
+        nonempty = [(call, amax) for call, amax in zip(calls, amaxes, strict=True) if call.x.size]
         with self._device:
-            xs = [contiguous_or_copy(call.moved, self._copies) for call, _ in full]
-            grads = [contiguous_or_copy(np.moveaxis(call.grad, call.axis, -1), self._copies) for call, _ in full]
+            xs = [contiguous_or_copy(call.moved, self._copies) for call, _ in nonempty]
+            grads = [contiguous_or_copy(np.moveaxis(call.grad, call.axis, -1), self._copies) for call, _ in nonempty]
             outs = [cupy.empty(g.shape, g.dtype) for g in grads]
-            limits = self._limits(full, xs)
+            limits = self._limits(nonempty, xs)
             self._launches += clip_launches([Clip(*arrays) for arrays in zip(grads, xs, limits, outs, strict=True)])
-            clipped = iter([cupy.moveaxis(out, -1, call.axis) for (call, _), out in zip(full, outs, strict=True)])
+            clipped = iter([cupy.moveaxis(out, -1, call.axis) for (call, _), out in zip(nonempty, outs, strict=True)])
         self.outs = [next(clipped) if call.x.size else call.grad for call in calls]
 
-    def _limits(self, full: Sequence[tuple[Call, Any]], xs: list[Any]) -> list[Any]:
+    def _limits(self, nonempty: Sequence[tuple[Call, Any]], xs: list[Any]) -> list[Any]:
         """Return the amaxes of the calls, contiguous.
 
         Those that are not given are views of one vector, which the launches in self._launches compute.
         """
-        given = [None if amax is None else contiguous_or_copy(amax, self._copies) for _, amax in full]
-        places = [i for i, amax in enumerate(given) if amax is None]
-        rows = [tensor_amax_operands(xs[i], full[i][0].recipe) for i in places]
-        shapes = [(x.shape[0] if by_row else 1,) for x, _, by_row in rows]
+        given = [None if amax is None else contiguous_or_copy(amax, self._copies) for _, amax in nonempty]
+        computed = [i for i, amax in enumerate(given) if amax is None]
+        operands = [tensor_amax_operands(xs[i], nonempty[i][0].recipe) for i in computed]
+        shapes = [(x.shape[0] if by_row else 1,) for x, _, by_row in operands]
         self._vector = imports.cupy().zeros(sum(shape[0] for shape in shapes), np.float32)
-        for i, amax in zip(places, cut(self._vector, shapes), strict=True):
+        for i, amax in zip(computed, cut(self._vector, shapes), strict=True):
             given[i] = amax
         self._launches: list[GroupedLaunch] = amax_launches(
-            [*zip(rows, shapes, strict=True)], [given[i] for i in places]
+            [*zip(operands, shapes, strict=True)], [given[i] for i in computed]
         )
         return given
 

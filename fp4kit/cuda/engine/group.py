@@ -48,28 +48,32 @@ def by_dtype(arrays: Sequence[Any]) -> list[list[int]]:
     return [[i for i, a in enumerate(arrays) if a.dtype == dtype] for dtype in dict.fromkeys(a.dtype for a in arrays)]
 
 
-def amax_launches(rows: Sequence[ShapedOperands], outs: Sequence[Any], mask: int | None = None) -> list[GroupedLaunch]:
+def amax_launches(
+    operands: Sequence[ShapedOperands], outs: Sequence[Any], mask: int | None = None
+) -> list[GroupedLaunch]:
     """Return launches that write amaxes into outs, which must hold zeros.
 
-    rows: the operands per array. All have the same counted elements and by_row. mask: the mask of a Hadamard transform,
-    or None.
+    operands: one per array. All have the same counted elements and the same by_row. mask: the mask of a Hadamard
+    transform, or None.
     """
     found = []
-    for numbers in by_dtype([x for (x, *_), _ in rows]):
-        full = [i for i in numbers if rows[i][0][0].size]
-        if full:
-            _, counted, by_row = rows[full[0]][0]
+    for indices in by_dtype([x for (x, *_), _ in operands]):
+        nonempty = [i for i in indices if operands[i][0][0].size]
+        if nonempty:
+            _, counted, by_row = operands[nonempty[0]][0]
             found.append(
-                grouped.amax_group([rows[i][0][0] for i in full], [outs[i] for i in full], counted, by_row, mask)
+                grouped.amax_group(
+                    [operands[i][0][0] for i in nonempty], [outs[i] for i in nonempty], counted, by_row, mask
+                )
             )
     return found
 
 
-def amaxes(rows: Sequence[ShapedOperands]) -> list[Any]:
+def amaxes(operands: Sequence[ShapedOperands]) -> list[Any]:
     """Return launch.matrix.amax of N arrays, computed in one launch per dtype, as views of one vector."""
-    shapes = [shape for _, shape in rows]
+    shapes = [shape for _, shape in operands]
     outs = cut(imports.cupy().zeros(sum(map(prod, shapes)), np.float32), shapes)
-    for call in amax_launches(rows, outs):
+    for call in amax_launches(operands, outs):
         call()
     return outs
 
@@ -90,7 +94,10 @@ def plain_amax_group(calls: Sequence[tuple[Any, Any]]) -> list[Any]:
 
 
 def contiguous_or_copy(a: Any, copies: list[tuple[Any, Any]]) -> Any:
-    """Return the array if it is contiguous, otherwise memory for a copy. Append (array, copy) to `copies` then."""
+    """Return the array if it is contiguous.
+
+    Otherwise return memory for a contiguous copy, and append (array, copy) to `copies`.
+    """
     if a.flags.c_contiguous:
         return a
     copies.append((a, imports.cupy().empty(a.shape, a.dtype)))
@@ -114,11 +121,14 @@ def clear(vector: Any) -> None:
 class Group:
     """N arrays of one device, with the launches that quantize them. Each launch is prepared when it is first needed.
 
-    calls: one per array. stack: the array of all arrays if they are its parts, otherwise None.
+    Args:
+        calls: one per array.
+        stack: the array whose parts the arrays are, or None.
 
     Attributes:
-        amaxes: per array, the amax of its tensor scales; None if the recipe has none.
-        vector: all amaxes in one array that the group owns; None if the caller gave arrays or the recipe has none.
+        amaxes: per array, the amaxes of its tensor scales; None if the recipe has none.
+        vector: all amaxes in one array, if the group allocated them; None if the caller gave GPU arrays or the recipe
+            has no tensor scales.
     """
 
     def __init__(self, calls: Sequence[Call], stack: Any) -> None:
@@ -126,9 +136,8 @@ class Group:
         self.calls, self.recipe, self._op, self._mask = calls, first.recipe, first.op, first.mask
         self._stacked = stack is not None
         self._device = imports.cupy().cuda.Device(first.x.device.id)
-        self._copies: list[
-            tuple[Any, Any]
-        ] = []  # (array, contiguous copy that kernels read); copied before each launch
+        # Pairs of an array and the contiguous copy that kernels read. The copies are made before each launch.
+        self._copies: list[tuple[Any, Any]] = []
         self._codes: tuple[list[Quantized], list[GroupedLaunch]] | None = None
         self._raw_values: list[Any] = []  # the values with the quantized axis last, as the kernels write them
         self._values: list[Any] = []
@@ -154,19 +163,18 @@ class Group:
             self.vector = cupy.zeros(sum(map(prod, wanted)), np.float32)
             return cut(self.vector, wanted)
         if r.tensor_scaling == "none" or any(isinstance(a, cupy.ndarray) for a, _ in pairs):
-            ready = [
+            given = [
                 (contiguous_or_copy(a, self._copies) if isinstance(a, cupy.ndarray) else a, shape) for a, shape in pairs
             ]
-            return each(self._op, lambda pair: parse_tensor_amax(self._op, pair[0], pair[1], r, True), ready)
+            return each(self._op, lambda pair: parse_tensor_amax(self._op, pair[0], pair[1], r, True), given)
         checked = each(self._op, lambda pair: check_tensor_amax(self._op, pair[0], pair[1], r), pairs)
         self.vector = cupy.asarray(np.concatenate([a.ravel() for a in checked]))
         return cut(self.vector, [a.shape for a in checked])
 
     def _find_searches(self) -> tuple[Sequence[Call], list[Callable[[], None]]]:
-        """Return the calls and the launches that must come before quantization.
+        """Return the calls with block amaxes, and the launches that choose these block amaxes.
 
-        If the recipe searches, the calls take block amaxes that these launches choose. Otherwise the calls are
-        unchanged and there are no launches.
+        Without a search in the recipe, return the calls unchanged and no launches.
         """
         r, calls = self.recipe, self.calls
         if not r.search:
@@ -175,8 +183,8 @@ class Group:
             [scale_shape(x.shape, r) for x in self._xs], [np.float32] * len(calls), imports.cupy().empty
         )
         launches: list[Callable[[], None]] = []
-        for numbers in by_dtype(self._xs):
-            group = [part for i in numbers for part in matrices_to_search(self._xs[i], blocks[i], self.amaxes[i], r)]
+        for indices in by_dtype(self._xs):
+            group = [part for i in indices for part in matrices_to_search(self._xs[i], blocks[i], self.amaxes[i], r)]
             launches += group_launches(group, r, self._mask) if group else []
         return [
             call._replace(recipe=without_search(r), block_amax=b) for call, b in zip(calls, blocks, strict=True)
@@ -202,7 +210,8 @@ class Group:
     def fake_quantize(self, compute_amaxes: bool) -> list[Any]:
         """Write the values of all arrays, and return them.
 
-        With a fake_rule and one tensor scale per block, the kernel itself computes the amaxes, if compute_amaxes.
+        If compute_amaxes, and the recipe has a fake_rule and one tensor scale per block, the kernel itself computes the
+        amaxes.
         """
         with self._device:
             own = compute_amaxes and self.computes_amaxes and self.recipe.tensor_scaling == "block"
@@ -211,9 +220,9 @@ class Group:
                 self._launches_of_values[own] = self._prepare_values([None if own else a for a in self.amaxes])
             return self._run((self._values, self._launches_of_values[own]), compute_amaxes and not own)
 
-    def _run(self, factor_launches: tuple[list[Any], list[GroupedLaunch]], compute_amaxes: bool) -> list[Any]:
+    def _run(self, prepared: tuple[list[Any], list[GroupedLaunch]], compute_amaxes: bool) -> list[Any]:
         """Update the amaxes, launch the prepared launches, and return the outputs."""
-        outputs, launches = factor_launches
+        outputs, launches = prepared
         self._update(compute_amaxes)
         launch_all([], [*self._searches, *launches])
         return outputs
@@ -223,8 +232,10 @@ class Group:
         if not (compute_amaxes and self.computes_amaxes):
             return launch_all(self._copies, [])
         if self._amax_launches is None:
-            rows = [(tensor_amax_operands(x, self.recipe), a.shape) for x, a in zip(self._xs, self.amaxes, strict=True)]
-            self._amax_launches = amax_launches(rows, self.amaxes, self._mask)
+            operands = [
+                (tensor_amax_operands(x, self.recipe), a.shape) for x, a in zip(self._xs, self.amaxes, strict=True)
+            ]
+            self._amax_launches = amax_launches(operands, self.amaxes, self._mask)
         clear(self.vector)
         return launch_all(self._copies, self._amax_launches)
 
@@ -279,8 +290,8 @@ class Group:
         seed = next((call.random for call in self.calls if isinstance(call.random, int)), 0)
         found = []
         with declined_as_error(self._op):
-            for numbers in by_dtype(self._xs):
-                group = [part for i in numbers for part in self._matrices_of(self.calls[i], matrices[i], values)]
+            for indices in by_dtype(self._xs):
+                group = [part for i in indices for part in self._matrices_of(self.calls[i], matrices[i], values)]
                 if group:
                     found.append(grouped.quantize_group([m for m, _ in group], [w for _, w in group], seed))
         return found

@@ -198,7 +198,7 @@ def _takes_patch(request: LaunchRequest) -> bool:
 
 
 def _takes_table(request: LaunchRequest) -> bool:
-    """Return whether quantize_table takes the request: codes of a large bfloat16 matrix, by 4over6 with summed errors."""
+    """Return whether quantize_table takes the request: codes of a large bfloat16 matrix, 4over6 with summed errors."""
     r = request.recipe
     is_square = r.block == (16, 16) and r.amax_nan == "propagate"
     sums_errors = r.four_over_six in ("mae", "mse") and not r.lane_sums

@@ -101,7 +101,7 @@ def kernel_structs(request: LaunchRequest) -> str:
 
 @cache
 def _function(kernel: str, struct: str, dtype: np.dtype, whole: bool, device: int) -> Any:
-    """Return a compiled kernel. whole: the result of has_aligned_runs."""
+    """Return a compiled kernel for x of a dtype. whole: the result of has_aligned_runs."""
     return loader.function(
         instantiation(kernel, struct, Input=TYPES[dtype], kAligned=whole), f"{kernel}_kernel", device
     )
@@ -121,7 +121,7 @@ def quantize_launch(choice: KernelChoice, request: LaunchRequest, whole: bool, d
     function = _function(choice.kernel, kernel_structs(request), request.dtype, whole, device)
     blocks = choice.grid(request, device)
     if request.finds_amax:
-        blocks = -(-blocks // FINDERS) * FINDERS
+        blocks = -(-blocks // FINDERS) * FINDERS  # whole clusters
     return Launch(function, blocks, choice.arguments.struct, *sizes, threads=choice.threads)
 
 
@@ -135,7 +135,7 @@ def quantize_matrix(m: Matrix, request: LaunchRequest, seed: int = 0, choice: Ke
 
 @cache
 def _dequantize_function(r: Recipe, layout: str, original: np.dtype, dtype: np.dtype, device: int) -> Any:
-    """Return the compiled dequantize kernel, from a quantized `original` dtype to `dtype`."""
+    """Return the compiled dequantize kernel. original: the dtype that was quantized. dtype: the dtype of the values."""
     source = instantiation(
         "dequantize", recipe_struct(decoding(r, dtype), layout), Input=TYPES[original], Output=TYPES[dtype]
     )
@@ -155,8 +155,12 @@ def dequantize_launch(
     check_count(rows * columns)
     if layout == "linear" and r.tensor_scaling != "row":
         rows, columns = 1, rows * columns
-    many = layout != "linear" and r.scale == E4M3 and r.tensor_scaling in ("none", "tensor") and dtype.itemsize == 2
-    blocks = grid(value_blocks(rows, columns, dtype, MORE_VALUE_RUNS if many else VALUE_RUNS), device, UNLIMITED)
+    prepares_tables = (
+        layout != "linear" and r.scale == E4M3 and r.tensor_scaling in ("none", "tensor") and dtype.itemsize == 2
+    )
+    blocks = grid(
+        value_blocks(rows, columns, dtype, MORE_VALUE_RUNS if prepares_tables else VALUE_RUNS), device, UNLIMITED
+    )
     function = _dequantize_function(r, layout, original, dtype, device)
     return Launch(function, blocks, _DEQUANTIZE, rows, columns, resident_blocks(device))
 
@@ -170,10 +174,10 @@ def _implied_function(r: Recipe, original: np.dtype, device: int) -> Any:
 
 
 def implied_amaxes(tensor_scale: Any, amax: Any, r: Recipe, original: np.dtype) -> Any:
-    """Return the amaxes from which the given tensor scales follow: float32, same shape.
+    """Return the amaxes from which the given tensor scales follow: float32, in their shape.
 
-    Equals reference.implied. amax: the amaxes if they are known, otherwise None. An entry that gives its tensor scale
-    is kept. original: the dtype that was quantized.
+    Equals reference.implied_amax. amax: the amaxes if they are known, otherwise None; a known amax that gives its
+    tensor scale is kept. original: the dtype that was quantized.
     """
     device, count = tensor_scale.device.id, tensor_scale.size
     found = imports.cupy().empty(tensor_scale.shape, np.float32)
@@ -232,11 +236,11 @@ def amax_launch(
 
 
 def amax(x: Any, counted: str = "all", by_row: bool = False, mask: int | None = None) -> Any:
-    """Return the largest magnitude of a contiguous array: float32 (); with by_row, that of each row of a matrix:
-    float32 (M,).
+    """Return the largest magnitude of a contiguous array: float32 ().
 
-    counted: the elements that count: "all" (a NaN makes the result NaN), "no_nan" or "finite". mask: the sign mask of a
-    Hadamard transform that is applied to every 16 elements first; None without a transform.
+    With by_row, return that of each row of a matrix: float32 (M,). counted: the elements that count: "all" (a NaN makes
+    the result NaN), "no_nan" or "finite". mask: the sign mask of a Hadamard transform that is applied to every 16
+    elements first; None without a transform.
     """
     cupy = imports.cupy()
     rows, columns = x.shape if by_row else (1, x.size)
