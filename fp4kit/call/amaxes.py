@@ -113,8 +113,8 @@ def reshape_amax(op: str, amax: Any, moved_shape: tuple[int, ...], recipe: Recip
 
     Trailing axes of length 1 may be missing or left over. name: how the message calls the argument.
     """
-    wanted = tensor_amax_shape(moved_shape, recipe)
-    allowed = [wanted]
+    canonical = tensor_amax_shape(moved_shape, recipe)
+    allowed = [canonical]
     if recipe.tensor_scaling == "tensor":
         if amax.size == 1:
             return amax.reshape(())
@@ -122,8 +122,8 @@ def reshape_amax(op: str, amax: Any, moved_shape: tuple[int, ...], recipe: Recip
     shape = fitting_shape(amax.shape, allowed)
     if shape is not None:
         return amax.reshape(shape)
-    if recipe.tensor_scaling == "block" and in_order(amax.shape, wanted):
-        return amax.reshape(wanted)
+    if recipe.tensor_scaling == "block" and in_order(amax.shape, canonical):
+        return amax.reshape(canonical)
     raise ValueError(f"{op}: {name} has shape {amax.shape}; {recipe.id} needs {' or '.join(map(str, allowed))}")
 
 
@@ -152,21 +152,21 @@ def parse_block_amax(op: str, given: Any, moved_shape: tuple[int, ...], recipe: 
         raise ValueError(
             f"{op}: block_amax was given, but {recipe.id} computes it from x; leave it out or use a static recipe"
         )
-    wanted = scale_shape(moved_shape, recipe)
+    shape = scale_shape(moved_shape, recipe)
     if on_device:
         if (
             not isinstance(given, imports.cupy().ndarray)
             or given.dtype != np.float32
-            or not in_order(given.shape, wanted)
+            or not in_order(given.shape, shape)
         ):
-            raise ValueError(f"{op}: block_amax must be a float32 CuPy array of shape {wanted}, because x is on a GPU")
-        return given.reshape(wanted)
+            raise ValueError(f"{op}: block_amax must be a float32 CuPy array of shape {shape}, because x is on a GPU")
+        return given.reshape(shape)
     amax = as_real(op, "block_amax", given)
-    if not in_order(amax.shape, wanted):
-        raise ValueError(f"{op}: block_amax has shape {amax.shape}; {recipe.id} needs {wanted}")
+    if not in_order(amax.shape, shape):
+        raise ValueError(f"{op}: block_amax has shape {amax.shape}; {recipe.id} needs {shape}")
     if not isinstance(amax, AbstractArray) and (np.isnan(amax).any() or (amax < 0).any()):
         raise ValueError(f"{op}: block_amax holds NaN or negative values; needs amax >= 0")
-    return (amax if isinstance(amax, AbstractArray) else without_sign(amax)).reshape(wanted)
+    return (amax if isinstance(amax, AbstractArray) else without_sign(amax)).reshape(shape)
 
 
 def clip_amax(call: Any, given: Any) -> Any:

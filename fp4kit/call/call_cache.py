@@ -52,8 +52,8 @@ def find(op: str, arrays: tuple[Any, ...], *others: Hashable) -> tuple[Key | Non
             return None, None
         current_device = None if on_host else imports.cupy().cuda.runtime.getDevice()
         first = _facts(x, facts_of) if kind is Quantized else facts_of(x)
-        rest = tuple([None if a is None else _facts(a, facts_of) for a in arrays[1:]])
-        key = (op, current_device, first, rest, others, tuple(map(type, others)))
+        remaining = tuple([None if a is None else _facts(a, facts_of) for a in arrays[1:]])
+        key = (op, current_device, first, remaining, others, tuple(map(type, others)))
         cached = _CALLS.get(key, _UNKNOWN)
         return (key, None) if cached is _UNKNOWN else (key if cached else None, cached)
     except (AttributeError, TypeError, RuntimeError):

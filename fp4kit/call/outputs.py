@@ -37,13 +37,13 @@ def import_out(op: str, out: Any) -> Any:
     if library is not None and not library.is_mutable:
         raise TypeError(f"{op}: out is an array of {library.name}, which cannot be written to; call without out")
     if isinstance(out, Quantized):
-        found = out.imported()
-        for name, part in found.parts().items():
+        imported = out.imported()
+        for name, part in imported.parts().items():
             _check_places(op, f"out.{name}", part)
-        return found
-    found = out if library is None else import_arrays(op, out=out)[0]
-    _check_places(op, "out", found)
-    return found
+        return imported
+    imported = out if library is None else import_arrays(op, out=out)[0]
+    _check_places(op, "out", imported)
+    return imported
 
 
 def _check_places(op: str, name: str, array: Any) -> None:
@@ -92,28 +92,28 @@ def check_quantized_out(call: Any) -> None:
             f"{op}: out has a tensor_amax, which a given tensor_scale does not determine; pass"
             " dataclasses.replace(out, tensor_amax=None)"
         )
-    for name, (shape, dtype) in parts(call).items():
+    for name, (shape, dtype) in part_specs(call).items():
         if call.on_device:
             _check_device_out(op, f"out.{name}", getattr(out, name), shape, dtype, call.x)
         else:
             check_out(op, f"out.{name}", getattr(out, name), shape, dtype)
-    inputs = {"x": call.x, "seed": call.random}
-    given = {name: getattr(call, name) for name in ("block_amax", "block_scale", "tensor_scale", "tensor_amax")}
-    check_disjoint(op, inputs | given, {f"out.{name}": getattr(out, name) for name in parts(call)})
+    names = ("block_amax", "block_scale", "tensor_scale", "tensor_amax")
+    inputs = {"x": call.x, "seed": call.random} | {name: getattr(call, name) for name in names}
+    check_disjoint(op, inputs, {f"out.{name}": getattr(out, name) for name in part_specs(call)})
 
 
-def parts(call: Any) -> dict[str, tuple[tuple[int, ...], Any]]:
+def part_specs(call: Any) -> dict[str, tuple[tuple[int, ...], Any]]:
     """Return the shape and dtype of each array of a call's result, by its name in Quantized."""
     shape, r = call.moved.shape, call.recipe
-    found: dict[str, tuple[tuple[int, ...], Any]] = {"packed": (packed_shape(shape, r), np.dtype(np.uint8))}
+    specs: dict[str, tuple[tuple[int, ...], Any]] = {"packed": (packed_shape(shape, r), np.dtype(np.uint8))}
     if r.scale is not None:
-        found["block_scale"] = (padded_shape(scale_shape(shape, r), call.layout), np.dtype(np.uint8))
+        specs["block_scale"] = (padded_shape(scale_shape(shape, r), call.layout), np.dtype(np.uint8))
     if r.tensor_scaling != "none":
-        given = call.tensor_amax if call.tensor_scale is None else call.tensor_scale
-        covered = tensor_amax_shape(shape, r) if given is None else given.shape
+        amax_or_scale = call.tensor_amax if call.tensor_scale is None else call.tensor_scale
+        tensor_shape = tensor_amax_shape(shape, r) if amax_or_scale is None else amax_or_scale.shape
         names = ("tensor_scale", "tensor_amax") if call.tensor_scale is None else ("tensor_scale",)
-        found |= {name: (covered, np.dtype(np.float32)) for name in names}
-    return found
+        specs |= {name: (tensor_shape, np.dtype(np.float32)) for name in names}
+    return specs
 
 
 def _check_device_out(op: str, name: str, array: Any, shape: tuple[int, ...], dtype: np.dtype, x: Any) -> None:

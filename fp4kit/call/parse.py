@@ -93,22 +93,22 @@ class Call(NamedTuple):
         return self._replace(x=x, moved=_axis_last(x, self.axis), out=out)
 
 
-def array_call(op: str, x: Any, recipe: str | Recipe, axis: int, **given: Any) -> tuple[Call, dict[str, Any]]:
+def array_call(op: str, x: Any, recipe: str | Recipe, axis: int, **arguments: Any) -> tuple[Call, dict[str, Any]]:
     """Import the arrays of a call. Return the Call, and the dict of the other arguments with their arrays imported.
 
     The dtype, axis and length of x are checked. In the dict, None and numbers stay unchanged.
     """
     r = RECIPES.get(recipe) if type(recipe) is str else None
     r = recipe_of(op, recipe) if r is None else r
-    arrays = {name: a for name, a in given.items() if a is not None and is_array(a)}
+    arrays = {name: a for name, a in arguments.items() if a is not None and is_array(a)}
     if arrays or type(x) is not np.ndarray:
         x, *imported = (x,) if isinstance(x, AbstractArray) else import_arrays(op, x=x, **arrays)
-        given |= dict(zip(arrays, imported, strict=True))
+        arguments |= dict(zip(arrays, imported, strict=True))
     checks.check_float(op, x)
     axis = checks.check_axis(op, axis, x.ndim)
     checks.check_length(op, axis, x.shape[axis], r)
     on_device = not isinstance(x, (np.ndarray, AbstractArray))
-    return Call(op, x, r, axis, _axis_last(x, axis), on_device=on_device), given
+    return Call(op, x, r, axis, _axis_last(x, axis), on_device=on_device), arguments
 
 
 def _axis_last(a: Any, axis: int) -> Any:
@@ -129,10 +129,10 @@ def quantize_call(
 ) -> Call:
     """Return the Call of an operation that returns codes."""
     arrays = {"tensor_amax": tensor_amax, "block_amax": block_amax, "seed": options.seed}
-    call, given = array_call(op, x, recipe, axis, **arrays)
+    call, imported = array_call(op, x, recipe, axis, **arrays)
     check_codes(call, options.scale_layout)
     call = with_amaxes(
-        with_options(call, options._replace(seed=given["seed"])), given["tensor_amax"], given["block_amax"]
+        with_options(call, options._replace(seed=imported["seed"])), imported["tensor_amax"], imported["block_amax"]
     )
     if out is not None:
         call = call._replace(out=import_out(op, out))
@@ -152,15 +152,15 @@ def call_with_scales(
 ) -> Call:
     """Return the Call of quantize with given scales. At least one of block_scale and tensor_scale is not None."""
     arrays = {"block_scale": block_scale, "tensor_scale": tensor_scale, "seed": options.seed}
-    call, given = array_call(op, x, recipe, axis, **arrays)
+    call, imported = array_call(op, x, recipe, axis, **arrays)
     check_codes(call, options.scale_layout)
     check_complete(op, call.recipe, block_scale, tensor_scale)
-    call = with_options(call, options._replace(seed=given["seed"]))
+    call = with_options(call, options._replace(seed=imported["seed"]))
     shape, r = call.moved.shape, call.recipe
     call = call._replace(
         out=out,
-        block_scale=parse_block_scale(op, given["block_scale"], shape, r, call.layout),
-        tensor_scale=parse_tensor_scale(op, given["tensor_scale"], shape, r, call.on_device),
+        block_scale=parse_block_scale(op, imported["block_scale"], shape, r, call.layout),
+        tensor_scale=parse_tensor_scale(op, imported["tensor_scale"], shape, r, call.on_device),
     )
     if out is not None:
         check_quantized_out(call)
@@ -179,19 +179,19 @@ def fake_call(
 ) -> Call:
     """Return the Call of an operation that returns fake-quantized values."""
     arrays = {"tensor_amax": tensor_amax, "block_amax": block_amax, "seed": options.seed}
-    call, given = array_call(op, x, recipe, axis, **arrays)
-    call = with_options(call, options._replace(seed=given["seed"]))
-    return with_amaxes(call, given["tensor_amax"], given["block_amax"])
+    call, imported = array_call(op, x, recipe, axis, **arrays)
+    call = with_options(call, options._replace(seed=imported["seed"]))
+    return with_amaxes(call, imported["tensor_amax"], imported["block_amax"])
 
 
 def backward_call(op: str, grad: Any, x: Any, recipe: str | Recipe, axis: int, amax: Any) -> tuple[Call, Any]:
     """Return the Call of a gradient, and the imported amax that the gradient is clipped at (None if not given)."""
-    call, given = array_call(op, x, recipe, axis, grad=grad, amax=amax)
-    (grad,) = (given["grad"],) if isinstance(given["grad"], type(call.x)) else import_arrays(op, grad=grad)
+    call, imported = array_call(op, x, recipe, axis, grad=grad, amax=amax)
+    (grad,) = (imported["grad"],) if isinstance(imported["grad"], type(call.x)) else import_arrays(op, grad=grad)
     checks.check_float(op, grad, "grad")
     if grad.shape != call.x.shape:
         raise ValueError(f"{op}: grad has shape {grad.shape}; needs that of x, {call.x.shape}")
-    return call._replace(grad=grad), given["amax"]
+    return call._replace(grad=grad), imported["amax"]
 
 
 def columnwise(call: Call, options: QuantizeOptions) -> Call:

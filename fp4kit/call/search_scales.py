@@ -99,20 +99,20 @@ def search_call(op: str, x: Any, recipe: str | Recipe, axis: int, tensor_amax: A
             f"{op}: objective is {objective!r}, but a hessian was given, whose loss is a sum of squares; needs 'mse';"
             " or pass weights instead of the hessian"
         )
-    call, given = array_call(op, x, recipe, axis, tensor_amax=tensor_amax, weights=weights, hessian=hessian)
-    call = with_amaxes(call, given["tensor_amax"], None)
+    call, imported = array_call(op, x, recipe, axis, tensor_amax=tensor_amax, weights=weights, hessian=hessian)
+    call = with_amaxes(call, imported["tensor_amax"], None)
     if weights is not None and hessian is not None:
         why = "needs one of them, because the diagonal of a Hessian acts as weights"
         raise ValueError(f"{op}: weights and a hessian were given; {why}")
     K = call.moved.shape[-1]
-    found = (
-        _float32(call, "weights", given["weights"], (K,)),
-        _float32(call, "hessian", given["hessian"], (K // BLOCK_COLUMNS, BLOCK_COLUMNS, BLOCK_COLUMNS)),
+    arrays = (
+        _float32(call, "weights", imported["weights"], (K,)),
+        _float32(call, "hessian", imported["hessian"], (K // BLOCK_COLUMNS, BLOCK_COLUMNS, BLOCK_COLUMNS)),
     )
-    for name, array in zip(("weights", "hessian"), found, strict=True):
+    for name, array in zip(("weights", "hessian"), arrays, strict=True):
         if isinstance(array, np.ndarray):
             _CHECKS[name](op, array)
-    return Search(call, Terms(*found, offsets, power, grid))
+    return Search(call, Terms(*arrays, offsets, power, grid))
 
 
 def is_searchable(r: Recipe) -> bool:

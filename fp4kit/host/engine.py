@@ -297,8 +297,8 @@ def requantize(q: Quantized, target: Recipe, functions: MatrixFunctions = Matrix
     if result is None:
         call = quantize_call("requantize", values, target, q.axis, QuantizeOptions(q.scale_layout))
         result = replace(quantize(call, functions), dtype=q.dtype)
-    found = dequantize(result, np.dtype(np.float32), functions=functions)
-    same = (values.view(np.uint32) == found.view(np.uint32)) | (np.isnan(values) & np.isnan(found))
+    new_values = dequantize(result, np.dtype(np.float32), functions=functions)
+    same = (values.view(np.uint32) == new_values.view(np.uint32)) | (np.isnan(values) & np.isnan(new_values))
     return result, int(same.size - np.count_nonzero(same))
 
 
@@ -326,9 +326,9 @@ def _fake_matrix(
     for rows, columns in tiles(x.shape, r.block):
         tile = np.ascontiguousarray(x[rows, columns], np.float32)
         cut = slice(columns.start // size, columns.stop // size)
-        given = None if block_amax is None else block_amax[rows, cut]
+        tile_block_amax = None if block_amax is None else block_amax[rows, cut]
         with np.errstate(all="ignore"):
-            y = FAKE_RULES[r.fake_rule or ""](tile, r, tensor.cut(rows, cut).amax, given, x.dtype)
+            y = FAKE_RULES[r.fake_rule or ""](tile, r, tensor.cut(rows, cut).amax, tile_block_amax, x.dtype)
             values[rows, columns] = y.astype(x.dtype)
 
 

@@ -81,10 +81,10 @@ class Group:
 
         A computed amax with NaN is left out, because calls reject a NaN amax. The engine then computes it again.
         """
-        given = [call.tensor_amax for call in self._calls]
+        amaxes = [call.tensor_amax for call in self._calls]
         if self.vector is not None:
-            given = [None if np.isnan(a).any() else a for a in self.amax()] if compute else list(self._amaxes)
-        return each(self._op, lambda call, a: with_amaxes(call, a, call.block_amax), self._calls, given)
+            amaxes = [None if np.isnan(a).any() else a for a in self.amax()] if compute else list(self._amaxes)
+        return each(self._op, lambda call, a: with_amaxes(call, a, call.block_amax), self._calls, amaxes)
 
 
 class ClipGroup:

@@ -10,7 +10,7 @@ import fp4kit
 from fp4kit.arguments import as_index
 from fp4kit.arrays.returns import numpy_dtype
 from fp4kit.call import checks
-from fp4kit.call.outputs import parts
+from fp4kit.call.outputs import part_specs
 from fp4kit.call.parse import QuantizeOptions, quantize_call
 from fp4kit.jax.calls import is_traced, outline, traced
 from fp4kit.jax.functions import as_jax, check_seed
@@ -78,7 +78,7 @@ def quantize(
     quantize_options = QuantizeOptions(scale_layout, rounding, 0 if number else outline(seed), hadamard)
     given = outline(tensor_amax), outline(block_amax)
     call = quantize_call("quantize", outline(x), r, axis, quantize_options, tensor_amax=given[0], block_amax=given[1])
-    shapes = {name: jax.ShapeDtypeStruct(*facts) for name, facts in parts(call).items()}
+    shapes = {name: jax.ShapeDtypeStruct(*facts) for name, facts in part_specs(call).items()}
     arrays = traced("quantize", list(shapes.values()), x=x, recipe=r, seed=seed, **options, **amaxes)
     return unflatten(arrays, (tuple(shapes), call.x.shape, call.x.dtype, call.axis, r, scale_layout))
 

@@ -23,8 +23,8 @@ from fp4kit.quantized.slicing import box_of
 from fp4kit.quantized.slicing import on_host as quantized_on_host
 
 Count = tuple[int, int]  # differing, compared
-_NOWHERE = 1 << 12  # the position of NaN: farther from zero, in steps, than any value of any format
-# Floats whose values all are float32 numbers.
+_NAN_POSITION = 1 << 12  # the position of NaN: farther from zero, in steps, than any value of any format
+# ml_dtypes floats all of whose values are float32 numbers.
 NARROW = (
     "bfloat16",
     "float8_e4m3",
@@ -39,6 +39,7 @@ NARROW = (
     "float6_e3m2fn",
     "float4_e2m1fn",
 )
+# The dtypes that are compared in float32.
 WIDENED = tuple(np.dtype(t) for t in (np.float32, np.float16, *(getattr(ml_dtypes, name) for name in NARROW)))
 
 
@@ -86,7 +87,7 @@ class Comparison:
 
     @property
     def equal(self) -> bool:
-        """Whether codes, block scales, tensor scales and values are all equal."""
+        """True if codes, block scales, tensor scales and values are all equal."""
         return not any(part[0] for part in (self.codes, self.scales, self.tensor_scales, self.values))
 
     def __bool__(self) -> bool:
@@ -184,15 +185,13 @@ def compare(a: Any, b: Any) -> Comparison:
     if isinstance(a, Quantized) and isinstance(b, Quantized):
         codes, scales, tensor_scales = _compare_parts(a, b)
         steps = (_max_steps(a, b) if codes[0] else 0, a.recipe.element.name) if codes[1] else steps
-    found = compare_values(_reader(a), _reader(b), a.shape, _multiples(a, b), dtype)
-    values, names = (found.differing, prod(a.shape)), (_name("a", a), _name("b", b))
-    if not found.differing:
-        return Comparison(codes, scales, tensor_scales, values, 0, 0.0, float("inf"), None, names, *steps)
+    result = compare_values(_reader(a), _reader(b), a.shape, _multiples(a, b), dtype)
+    counts, names = (codes, scales, tensor_scales, (result.differing, prod(a.shape))), (_name("a", a), _name("b", b))
+    if not result.differing:
+        return Comparison(*counts, 0, 0.0, float("inf"), None, names, *steps)
     with np.errstate(all="ignore"):
-        sqnr = found.sqnr
-    return Comparison(
-        codes, scales, tensor_scales, values, found.max_ulp, found.max_error, sqnr, found.first, names, *steps
-    )
+        sqnr = result.sqnr
+    return Comparison(*counts, result.max_ulp, result.max_error, sqnr, result.first, names, *steps)
 
 
 def _precision(name: str, a: Any) -> np.dtype:
@@ -250,9 +249,9 @@ def on_host(name: str, a: Any) -> Any:
 
 
 def _compare_parts(a: Quantized, b: Quantized) -> tuple[Count, Count, Count]:
-    """Return the counts of codes, block scales and tensor scales."""
-    same = a.recipe.element == b.recipe.element and a.recipe.scale == b.recipe.scale and a.axis == b.axis
-    if not same or a.recipe.block_size != b.recipe.block_size:
+    """Return the counts of codes, block scales and tensor scales; (0, 0) each if the formats, blocks or axes differ."""
+    comparable = a.recipe.element == b.recipe.element and a.recipe.scale == b.recipe.scale and a.axis == b.axis
+    if not comparable or a.recipe.block_size != b.recipe.block_size:
         return (0, 0), (0, 0), (0, 0)
     codes = _count(a.packed, b.packed, partial(unpacked, packing=a.recipe.element.packing))
     scales = (0, 0) if a.block_scale is None else _count(a.block_scale, b.block_scale)
@@ -268,7 +267,7 @@ def _positions(fmt: ElementFormat) -> np.ndarray:
     codes = np.arange(2**fmt.bits)
     magnitude = codes & (fmt.sign_bit - 1)
     positions = np.where(codes & fmt.sign_bit, codes - 2**fmt.bits if fmt.is_integer else -magnitude, magnitude)
-    return np.where(np.isnan(fmt.values), _NOWHERE, positions).astype(np.int16)
+    return np.where(np.isnan(fmt.values), _NAN_POSITION, positions).astype(np.int16)
 
 
 def _max_steps(a: Quantized, b: Quantized) -> int:
@@ -276,7 +275,7 @@ def _max_steps(a: Quantized, b: Quantized) -> int:
     fmt, largest = a.recipe.element, 0
     for box in boxes(a.packed.shape):
         x, y = (np.take(_positions(fmt), unpacked(part[box], fmt.packing)) for part in (a.packed, b.packed))
-        largest = max(largest, int(np.max(np.abs(x - y), where=(x != _NOWHERE) & (y != _NOWHERE), initial=0)))
+        largest = max(largest, int(np.max(np.abs(x - y), where=(x != _NAN_POSITION) & (y != _NAN_POSITION), initial=0)))
     return largest
 
 

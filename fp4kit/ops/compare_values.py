@@ -30,8 +30,8 @@ def boxes(shape: Sequence[int], multiples: Sequence[int] | None = None) -> Itera
     steps = list(smallest)
     for axis in reversed(range(len(shape))):
         others = prod(steps) // steps[axis]
-        wanted = max(BOX_ELEMENTS // others // smallest[axis], 1) * smallest[axis]
-        steps[axis] = min(wanted, -(-shape[axis] // smallest[axis]) * smallest[axis]) or 1
+        length = max(BOX_ELEMENTS // others // smallest[axis], 1) * smallest[axis]
+        steps[axis] = min(length, -(-shape[axis] // smallest[axis]) * smallest[axis]) or 1
     starts = [range(0, n, step) for n, step in zip(shape, steps, strict=True)]
     for corner in itertools.product(*starts):
         yield tuple(slice(at, min(at + step, n)) for at, step, n in zip(corner, steps, shape, strict=True))
@@ -62,9 +62,16 @@ class Energy:
 
 @dataclass
 class Differences:
-    """What compare reports about values, collected over the boxes.
+    """The differences between two arrays of values, collected box by box.
 
-    scaled: whether the values are float64, whose squares may leave its range.
+    Attributes:
+        scaled: whether the values are float64, so that squares may overflow or underflow.
+        differing: how many values differ.
+        max_ulp: largest distance, in steps between neighbouring floats.
+        max_error: largest |x - y|.
+        first: index and values of the first difference; None if there is none.
+        signal: sum of x^2.
+        noise: sum of (x - y)^2.
     """
 
     scaled: bool
@@ -148,12 +155,13 @@ def compare_values(
 
     Boxes without a difference are read a second time for the sum of their squares, if any other box has a difference.
     """
-    found, same = Differences(np.dtype(dtype) == np.float64), []
+    differences, same = Differences(np.dtype(dtype) == np.float64), []
     with np.errstate(all="ignore"):
         for box in boxes(shape, multiples):
-            if not found.add(np.asarray(read_x(box), dtype, order="C"), np.asarray(read_y(box), dtype, order="C"), box):
+            x, y = (np.asarray(read(box), dtype, order="C") for read in (read_x, read_y))
+            if not differences.add(x, y, box):
                 same.append(box)
-        for box in same if found.differing else ():
+        for box in same if differences.differing else ():
             x = np.asarray(read_x(box), dtype, order="C")
-            found.add_errors(x, x)
-    return found
+            differences.add_errors(x, x)
+    return differences

@@ -67,13 +67,15 @@ def dequantize(q: Quantized, dtype: Any = None, *, out: Any = None, threads: int
 @returns_in_library
 def _dequantize(q: Quantized, dtype: Any, key: Any, *, out: Any) -> Any:
     """Parse the call and do it; key: where its cached call is stored, or None."""
-    given, arguments = q, (q, out)
+    original, arguments = q, (q, out)
     q, out = checks.check_quantized("dequantize", q), import_out("dequantize", out)
-    wanted = numpy_dtype("dequantize", q.dtype if dtype is None else dtype)
-    checks.check_values_dtype("dequantize", wanted)
-    check_values_out("dequantize", out, q.shape, wanted, q.packed)
+    values_dtype = numpy_dtype("dequantize", q.dtype if dtype is None else dtype)
+    checks.check_values_dtype("dequantize", values_dtype)
+    check_values_out("dequantize", out, q.shape, values_dtype, q.packed)
     if out is not None:
         check_disjoint("dequantize", {f"q.{name}": part for name, part in q.parts().items()}, {"out": out})
     is_on_device = on_device(q.packed)
-    cached = None if key is None else new_cached_call("dequantize", is_on_device, q, given, wanted, out)
-    return run_first(key, cached, arguments, lambda: run("dequantize", "dequantize", is_on_device, q, wanted, out))
+    cached = None if key is None else new_cached_call("dequantize", is_on_device, q, original, values_dtype, out)
+    return run_first(
+        key, cached, arguments, lambda: run("dequantize", "dequantize", is_on_device, q, values_dtype, out)
+    )

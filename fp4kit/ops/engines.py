@@ -115,8 +115,10 @@ def engine() -> Engine:
     """
     if specification_only.get():
         return Engine("reference", "within fp4kit.specification()")
-    found = library()
-    return Engine("reference", found.level) if found.functions is None else Engine(f"cpu-{found.level}", found.why)
+    compiled = library()
+    if compiled.functions is None:
+        return Engine("reference", compiled.level)
+    return Engine(f"cpu-{compiled.level}", compiled.why)
 
 
 @contextmanager

@@ -67,18 +67,18 @@ def fake_quantize(
         key = None if cached else key
     check_rounding("fake_quantize", recipe_of("fake_quantize", recipe), rounding, seed)
     options = QuantizeOptions(rounding=rounding, seed=seed)
-    given = {"tensor_amax": tensor_amax, "block_amax": block_amax}
-    return convert_and_call(_fake_quantize, x, recipe, axis, options, key, **given)
+    amaxes = {"tensor_amax": tensor_amax, "block_amax": block_amax}
+    return convert_and_call(_fake_quantize, x, recipe, axis, options, key, **amaxes)
 
 
 @returns_in_library
-def _fake_quantize(x: Any, recipe: str | Recipe, axis: int, options: QuantizeOptions, key: Any, **given: Any) -> Any:
+def _fake_quantize(x: Any, recipe: str | Recipe, axis: int, options: QuantizeOptions, key: Any, **amaxes: Any) -> Any:
     """Parse the call and do it; key: where its cached call is stored, or None."""
     op = "fake_quantize"
-    call, cached = fake_call(op, x, recipe, axis, options, **given), None
+    call, cached = fake_call(op, x, recipe, axis, options, **amaxes), None
     if key is not None:
         cached = new_cached_call(op, call.on_device, call, x) or cached_driver_call(call, x, op)
-    return run_first(key, cached, (x, given["tensor_amax"]), lambda: run(op, op, call.on_device, call))
+    return run_first(key, cached, (x, amaxes["tensor_amax"]), lambda: run(op, op, call.on_device, call))
 
 
 def check_rounding(op: str, r: Recipe, rounding: str, seed: Any) -> None:
@@ -129,8 +129,8 @@ def fake_quantize_backward(
         array([1., 0.], dtype=float32)
     """
     pass_through = as_flag("fake_quantize_backward", "pass_through", pass_through)
-    call, given = backward_call("fake_quantize_backward", grad, x, recipe, axis, amax)
-    limit = clip_amax(call, given)
+    call, imported_amax = backward_call("fake_quantize_backward", grad, x, recipe, axis, amax)
+    limit = clip_amax(call, imported_amax)
     if pass_through or not call.grad.size:
         return grad if library_of(grad) else call.grad
     if limit is None:

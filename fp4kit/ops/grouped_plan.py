@@ -166,7 +166,7 @@ class GroupedPlan:
     ) -> None:
         self.recipe, self._op, self._axis, self._hadamard = recipe_of(op, recipe), op, axis, hadamard
         self._options = QuantizeOptions(scale_layout, rounding, seed, hadamard)
-        self._given: dict[str, PlanInput] = {}
+        self._inputs: dict[str, PlanInput] = {}
         self.refresh(xs, tensor_amax=tensor_amax, block_amax=block_amax)
 
     def refresh(self, xs: Any = None, *, tensor_amax: Any = None, block_amax: Any = None) -> None:
@@ -181,7 +181,7 @@ class GroupedPlan:
             TypeError, ValueError, NotImplementedError: as for GroupedPlan.
         """
         new = {"xs": xs, "tensor_amax": tensor_amax, "block_amax": block_amax}
-        values = {name: given.value for name, given in self._given.items()}
+        values = {name: argument.value for name, argument in self._inputs.items()}
         values.setdefault("xs", None)
         values |= {name: list(v) if isinstance(v, Iterator) else v for name, v in new.items() if v is not None}
         home = PlanLibrary(values["xs"])
@@ -193,7 +193,7 @@ class GroupedPlan:
         """Make the plan for the given arguments."""
         arrays, stack = arrays_of(self._op, values["xs"])
         self._calls = self._parse(arrays, values)
-        self._given = {name: PlanInput.of(name, value) for name, value in values.items()}
+        self._inputs = {name: PlanInput.of(name, value) for name, value in values.items()}
         self._clip: tuple[PlanInput, Any] | None = None
         self._on_device = bool(self._calls) and self._calls[0].on_device
         calls, moved = self._calls, None
@@ -212,9 +212,9 @@ class GroupedPlan:
 
         def parse_one(x: Any, a: Any, b: Any) -> Call:
             arrays = {"tensor_amax": a, "block_amax": b, "seed": self._options.seed}
-            call, given = array_call(self._op, x, self.recipe, self._axis, **arrays)
-            call = with_options(call, self._options._replace(seed=given["seed"]))
-            return call._replace(tensor_amax=given["tensor_amax"], block_amax=given["block_amax"])
+            call, imported = array_call(self._op, x, self.recipe, self._axis, **arrays)
+            call = with_options(call, self._options._replace(seed=imported["seed"]))
+            return call._replace(tensor_amax=imported["tensor_amax"], block_amax=imported["block_amax"])
 
         return each(self._op, parse_one, xs, amaxes, blocks)
 
@@ -322,16 +322,16 @@ class GroupedPlan:
             def parse_one(g: Any, c: Call) -> tuple[Call, Any]:
                 return backward_call(self._op, g, c.x, self.recipe, self._axis, c.tensor_amax)
 
-            found = each(self._op, parse_one, grads, self._calls)
-            limits = each(self._op, lambda pair: clip_amax(*pair), found)
-            self._clip = PlanInput.of("grads", grads), new_clip_group([call for call, _ in found], limits)
+            parsed = each(self._op, parse_one, grads, self._calls)
+            limits = each(self._op, lambda pair: clip_amax(*pair), parsed)
+            self._clip = PlanInput.of("grads", grads), new_clip_group([call for call, _ in parsed], limits)
         clipped: list[Any] = self._clip[1].clip()
         return clipped
 
     def _check_unchanged(self, method: str, xs: Any) -> None:
         """Raise ValueError if the content of an argument has changed since the plan was made."""
-        for name, given in self._given.items():
-            changed = given.changed(xs if name == "xs" else None)
+        for name, argument in self._inputs.items():
+            changed = argument.changed(xs if name == "xs" else None)
             if changed is not None:
                 raise ValueError(
                     f"{self._op}.{method}: {name}{changed}; call refresh() first, which makes the plan again"

@@ -33,8 +33,8 @@ _COLUMNS = ("recipe", "bytes equal", "codes differ", "scales differ")
 PROBE = 1 << 14  # elements on which variations are tried first
 SAMPLE = 1 << 18  # elements on which recipes are tried first, if the array has at least twice as many
 MOST_PROVED = 3  # recipes that are proved on all bytes if no recipe makes all bytes of the sample
-NEXT_TO_TIES = 1 / 1024  # largest share of codes that an ulp of the encode scale may change
-# Of the elements between two values, stochastic rounding must move at least this share away from the nearest value.
+NEXT_TO_TIES = 1 / 1024  # the largest share of codes that may differ because the encode scale is off by one ulp
+# Rounding counts as stochastic only if at least this share of the elements between two values are not the nearest one.
 ELSEWHERE = 1 / 8
 
 
@@ -124,11 +124,11 @@ def _sentence(variations: Sequence[Variation]) -> str:
     """Return a sentence about the variations that are of the kind of the first one."""
     _, hadamard, stochastic = variations[0]
     names = either([v.recipe for v in variations if v[1:] == (hadamard, stochastic)])
-    given = f" with hadamard={hadamard!r}" if hadamard else ""
+    option = f" with hadamard={hadamard!r}" if hadamard else ""
     if not stochastic:
-        return f"Hadamard-transformed: {names}{given} reproduces all bytes"
+        return f"Hadamard-transformed: {names}{option} reproduces all bytes"
     start = "Hadamard-transformed, stochastic" if hadamard else "stochastic"
-    return f"{start}: scales equal, and codes are each one of the two neighbours that {names}{given} may choose"
+    return f"{start}: scales equal, and codes are each one of the two neighbours that {names}{option} may choose"
 
 
 @ieee("identify")
@@ -188,10 +188,10 @@ def identify(q: Quantized, x: Any) -> Identification:
     q, x = on_host("identify: q", q), on_host("identify: x", x)
     candidates = tuple(candidates_of(q.recipe))
     matches = _matches(q, x, candidates) if x.size < 2 * SAMPLE else _matches_by_sample(Pair(q, x), pair, candidates)
-    found = Identification(tuple(sorted(matches, key=lambda m: (not m.whole, -m.fraction))))
-    if found.exact or not x.size:
-        return found
-    return replace(found, variations=tuple(_variations(q, x, candidates)))
+    result = Identification(tuple(sorted(matches, key=lambda m: (not m.whole, -m.fraction))))
+    if result.exact or not x.size:
+        return result
+    return replace(result, variations=tuple(_variations(q, x, candidates)))
 
 
 def candidates_of(own: Recipe) -> Iterator[Recipe]:
@@ -221,9 +221,9 @@ def _comparable(a: Recipe, b: Recipe) -> bool:
 
 
 class RecipeTrial(NamedTuple):
-    """What a recipe reproduces of a part.
+    """The result of trying a recipe on a part of an array.
 
-    match: the result under the best amax. amaxes: all amaxes that give that result.
+    match: the result with the best amax. amaxes: all amaxes that give that result.
     """
 
     recipe: Recipe
@@ -234,7 +234,7 @@ class RecipeTrial(NamedTuple):
 def _matches(q: Quantized, x: np.ndarray, candidates: Sequence[Recipe]) -> list[Match]:
     """Return the match of every candidate, on all bytes."""
     amaxes = CandidateAmaxes(q, x)
-    return [best_match(q, x, r, amaxes.of(r)) for r in candidates]
+    return [best_match(q, x, r, amaxes.for_recipe(r)) for r in candidates]
 
 
 def _matches_by_sample(host: Pair, whole: Pair, candidates: Sequence[Recipe]) -> list[Match]:
@@ -246,41 +246,41 @@ def _matches_by_sample(host: Pair, whole: Pair, candidates: Sequence[Recipe]) ->
     trials = [_try_part(amaxes, r, box) for r in candidates]
     trials.sort(key=lambda t: -t.match.equal)
     proved = [t for t in trials if t.match.equal == t.match.total] or trials[:MOST_PROVED]
-    found = {t.match.recipe: prove(whole, host, t.recipe, t.amaxes) for t in proved}
-    return [found.get(t.match.recipe) or replace(t.match, whole=False) for t in trials]
+    matches = {t.match.recipe: prove(whole, host, t.recipe, t.amaxes) for t in proved}
+    return [matches.get(t.match.recipe) or replace(t.match, whole=False) for t in trials]
 
 
 def _match(q: Quantized, x: np.ndarray, r: Recipe, hadamard: Hadamard = False) -> Match:
     """Return the best match of a recipe over all amaxes that may have been the tensor's."""
-    return best_match(q, x, r, CandidateAmaxes(q, x).of(r, hadamard), hadamard)
+    return best_match(q, x, r, CandidateAmaxes(q, x).for_recipe(r, hadamard), hadamard)
 
 
 def _try_part(whole: CandidateAmaxes, r: Recipe, box: Box) -> RecipeTrial:
     """Return the best trial of a recipe on a box, over all amaxes of the whole array."""
     q, x = whole.q, whole.x[box]
     best: RecipeTrial | None = None
-    for amax in whole.of(r):
+    for amax in whole.for_recipe(r):
         part = box_of(q if amax is None else replace(q, tensor_amax=amax), box)
-        given = part.tensor_amax if amax is not None else _of_tensor(whole, r)
-        found = match_under(part, x, r, given, False)
-        if best is None or found.equal > best.match.equal:
-            best = RecipeTrial(r, found, (amax,))
-        elif found.equal == best.match.equal:
+        part_amax = part.tensor_amax if amax is not None else _whole_tensor_amax(whole, r)
+        match = match_under(part, x, r, part_amax, False)
+        if best is None or match.equal > best.match.equal:
+            best = RecipeTrial(r, match, (amax,))
+        elif match.equal == best.match.equal:
             best = best._replace(amaxes=(*best.amaxes, amax))
     assert best is not None
     return best
 
 
-def _of_tensor(whole: CandidateAmaxes, r: Recipe) -> np.ndarray | None:
+def _whole_tensor_amax(whole: CandidateAmaxes, r: Recipe) -> np.ndarray | None:
     """Return the tensor amax of the whole array, for use on a part of it, whose own amax may differ.
 
     Return None if the recipe has no tensor-wide amax, or the amax is NaN and cannot be passed.
     """
-    own = whole.own(r) if r.tensor_scaling == "tensor" else None
-    return None if own is None or np.isnan(own).any() else own.max()
+    amax = whole.amax_of_x(r) if r.tensor_scaling == "tensor" else None
+    return None if amax is None or np.isnan(amax).any() else amax.max()
 
 
-# ---- what no recipe alone reproduces ----
+# ---- variations, if no recipe alone reproduces q ----
 
 
 def _variations(q: Quantized, x: np.ndarray, candidates: Sequence[Recipe]) -> Iterator[Variation]:
@@ -291,7 +291,7 @@ def _variations(q: Quantized, x: np.ndarray, candidates: Sequence[Recipe]) -> It
     box = _part(q, PROBE)
     probe, part = box_of(q, box), x[box]
     transforms: list[Hadamard] = [False, True, "no_signs"] if q.moved_shape[-1] % HADAMARD_BLOCK == 0 else [False]
-    fitting = [r for r in candidates if r.tensor_scaling == q.recipe.tensor_scaling and _can_have(r, q.tensor_scale)]
+    fitting = [r for r in candidates if r.tensor_scaling == q.recipe.tensor_scaling and _can_give(r, q.tensor_scale)]
     transforms = [hadamard for hadamard in transforms if _has_signs_of(probe, part, hadamard)]
     for stochastic in (False, True):
         for hadamard in transforms:
@@ -300,7 +300,7 @@ def _variations(q: Quantized, x: np.ndarray, candidates: Sequence[Recipe]) -> It
             for r in fitting:
                 if stochastic and (r.element.is_integer or r.four_over_six):
                     continue
-                if _may_be(probe, part, r, hadamard, stochastic) and _is(q, x, r, hadamard, stochastic):
+                if _fits_probe(probe, part, r, hadamard, stochastic) and _fits_all(q, x, r, hadamard, stochastic):
                     yield Variation(name_of(r), hadamard, stochastic)
 
 
@@ -320,7 +320,7 @@ def _has_signs_of(q: Quantized, x: np.ndarray, hadamard: Hadamard) -> bool:
     return bool(np.count_nonzero(wrong) <= NEXT_TO_TIES * wrong.size)
 
 
-def _can_have(r: Recipe, tensor_scale: np.ndarray | None) -> bool:
+def _can_give(r: Recipe, tensor_scale: np.ndarray | None) -> bool:
     """Return whether a recipe can give this tensor scale. Some recipes never give NaN."""
     return r.tensor_rule not in NEVER_NAN or tensor_scale is None or not np.isnan(tensor_scale).any()
 
@@ -348,7 +348,7 @@ def _codes_under(q: Quantized, x: np.ndarray, r: Recipe, hadamard: Hadamard, byt
     return unpacked(made.packed, r.element.packing)
 
 
-def _may_be(q: Quantized, x: np.ndarray, r: Recipe, hadamard: Hadamard, stochastic: bool) -> bool:
+def _fits_probe(q: Quantized, x: np.ndarray, r: Recipe, hadamard: Hadamard, stochastic: bool) -> bool:
     """Return whether a recipe makes the codes of q under q's own scales, except for a few next to a tie."""
     codes = unpacked(q.packed, r.element.packing)
     if stochastic:
@@ -365,7 +365,7 @@ def _may_be(q: Quantized, x: np.ndarray, r: Recipe, hadamard: Hadamard, stochast
     return bool(np.count_nonzero(wrong) <= NEXT_TO_TIES * wrong.size)
 
 
-def _is(q: Quantized, x: np.ndarray, r: Recipe, hadamard: Hadamard, stochastic: bool) -> bool:
+def _fits_all(q: Quantized, x: np.ndarray, r: Recipe, hadamard: Hadamard, stochastic: bool) -> bool:
     """Return whether a recipe makes all of q.
 
     It must make every byte. For stochastic rounding, it must make every scale, and each code must be one that random

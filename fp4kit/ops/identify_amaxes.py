@@ -15,7 +15,7 @@ from fp4kit.reference.implied_amax import NEAR, amax_interval, covered_range, im
 from fp4kit.reference.tensor_rules import tensor_scale
 from fp4kit.types import Hadamard
 
-MOST_NEIGHBOURS = 16  # how many amaxes of one tensor scale are tried
+MAX_NEIGHBOURS = 16  # the most amaxes that are tried for one tensor scale
 SIGN_MASKS: dict[Hadamard, int | None] = {False: None, True: TE_SIGN_MASK, "no_signs": 0}
 
 
@@ -24,16 +24,16 @@ class CandidateAmaxes:
 
     def __init__(self, q: Quantized, x: np.ndarray) -> None:
         self.q, self.x = q, x
-        self.found: dict[tuple[Any, ...], np.ndarray] = {}
+        self.computed: dict[tuple[Any, ...], np.ndarray] = {}
 
-    def own(self, r: Recipe, hadamard: Hadamard = False) -> np.ndarray:
+    def amax_of_x(self, r: Recipe, hadamard: Hadamard = False) -> np.ndarray:
         """Return the amax of x, as a recipe computes it."""
         key = (r.tensor_scaling, r.amax_nan, r.flush, r.block if r.tensor_scaling == "block" else None, hadamard)
-        if key not in self.found:
-            self.found[key] = compute_tensor_amax(np.moveaxis(self.x, self.q.axis, -1), r, SIGN_MASKS[hadamard])
-        return self.found[key]
+        if key not in self.computed:
+            self.computed[key] = compute_tensor_amax(np.moveaxis(self.x, self.q.axis, -1), r, SIGN_MASKS[hadamard])
+        return self.computed[key]
 
-    def of(self, r: Recipe, hadamard: Hadamard = False) -> Iterator[np.ndarray | None]:
+    def for_recipe(self, r: Recipe, hadamard: Hadamard = False) -> Iterator[np.ndarray | None]:
         """Yield the amaxes to quantize with, the most likely first. None stands for the amax of x.
 
         If q's recipe makes q's tensor scale from q.tensor_amax, that amax is the only one. Otherwise the rule of r
@@ -42,22 +42,22 @@ class CandidateAmaxes:
         """
         q = self.q
         # A NaN amax cannot be passed to quantize, which must then take it from x.
-        nan = any(a is not None and np.isnan(a).any() for a in (q.tensor_scale, q.tensor_amax))
-        if r.tensor_rule is None or r.tensor_scaling != q.recipe.tensor_scaling or nan:
+        has_nan = any(a is not None and np.isnan(a).any() for a in (q.tensor_scale, q.tensor_amax))
+        if r.tensor_rule is None or r.tensor_scaling != q.recipe.tensor_scaling or has_nan:
             yield None
             return
         if q.tensor_amax is not None and same_scale(_decode_scale(q.tensor_amax, q.recipe, q), q.tensor_scale).all():
             yield q.tensor_amax
             return
-        yield from amaxes_of(q.tensor_scale, r, q.dtype, self._own_or_implied(r, hadamard))
+        yield from amaxes_of(q.tensor_scale, r, q.dtype, self._amax_of_x_or_implied(r, hadamard))
 
-    def _own_or_implied(self, r: Recipe, hadamard: Hadamard) -> np.ndarray:
+    def _amax_of_x_or_implied(self, r: Recipe, hadamard: Hadamard) -> np.ndarray:
         """Return the amax of x where it gives the tensor scale, and the implied amax elsewhere."""
         q = self.q
-        own, implied = self.own(r, hadamard), _implied(q.tensor_scale, r, q.dtype)
-        if own.shape != implied.shape or np.isnan(own).any():
+        amax, implied = self.amax_of_x(r, hadamard), _implied(q.tensor_scale, r, q.dtype)
+        if amax.shape != implied.shape or np.isnan(amax).any():
             return implied
-        return np.where(same_scale(_decode_scale(own, r, q), q.tensor_scale), own, implied)
+        return np.where(same_scale(_decode_scale(amax, r, q), q.tensor_scale), amax, implied)
 
 
 def amaxes_of(scale: np.ndarray, r: Recipe, dtype: np.dtype, likely: np.ndarray | None = None) -> Iterator[np.ndarray]:
@@ -68,11 +68,11 @@ def amaxes_of(scale: np.ndarray, r: Recipe, dtype: np.dtype, likely: np.ndarray 
     amax = _implied(scale, r, dtype) if likely is None else likely
     yield amax
     seen = [tensor_scale(amax, r, dtype).encode]
-    for other in _others(amax, scale, r, dtype):
-        encode = tensor_scale(other, r, dtype).encode
-        if not any(np.array_equal(encode, known) for known in seen):
+    for neighbour in _neighbours(amax, scale, r, dtype):
+        encode = tensor_scale(neighbour, r, dtype).encode
+        if not any(np.array_equal(encode, other) for other in seen):
             seen.append(encode)
-            yield other
+            yield neighbour
 
 
 def _implied(scale: np.ndarray, r: Recipe, dtype: np.dtype) -> np.ndarray:
@@ -82,16 +82,17 @@ def _implied(scale: np.ndarray, r: Recipe, dtype: np.dtype) -> np.ndarray:
         return np.where(implied >= 0, implied, np.asarray(scale * covered_range(r), np.float32))
 
 
-def _others(amax: np.ndarray, scale: np.ndarray, r: Recipe, dtype: np.dtype) -> Iterator[np.ndarray]:
-    """Yield neighbouring amaxes of equal scale, in ascending order.
+def _neighbours(amax: np.ndarray, scale: np.ndarray, r: Recipe, dtype: np.dtype) -> Iterator[np.ndarray]:
+    """Yield amaxes next to each other that all give the scale, in ascending order.
 
-    A rule that rounds to 16 bits gives all of them one encode scale.
+    Entries whose scale is not positive and finite keep their `amax`. A rule that rounds to 16 bits gives all of these
+    amaxes one encode scale.
     """
     first, last = amax_interval(scale, r, dtype, NEAR)
-    usual = (scale > 0) & np.isfinite(scale) & (first <= last)
-    for step in range(MOST_NEIGHBOURS):
+    has_interval = (scale > 0) & np.isfinite(scale) & (first <= last)
+    for step in range(MAX_NEIGHBOURS):
         bits = np.minimum(first + step, last).astype(np.int32)
-        yield np.where(usual, bits.view(np.float32), amax)
+        yield np.where(has_interval, bits.view(np.float32), amax)
 
 
 def _decode_scale(amax: np.ndarray, r: Recipe, q: Quantized) -> np.ndarray:

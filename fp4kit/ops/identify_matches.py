@@ -58,25 +58,25 @@ def best_match(
     """Return the best match of a recipe over several amaxes. Stop at the first one that reproduces all bytes."""
     best = None
     for amax in amaxes:
-        found = match_under(q, x, r, amax, hadamard)
-        best = found if best is None or found.equal > best.equal else best
+        match = match_under(q, x, r, amax, hadamard)
+        best = match if best is None or match.equal > best.equal else best
         if best.equal == best.total:
             break
-    assert best is not None  # there is always one
+    assert best is not None  # callers pass at least one amax
     return best
 
 
 def match_under(q: Quantized, x: Any, r: Recipe, amax: np.ndarray | None, hadamard: Hadamard) -> Match:
-    """Return how much of q a recipe reproduces with one amax. None takes it from x.
+    """Return how much of q a recipe reproduces from x with one amax. If amax is None, it is computed from x.
 
-    On a GPU it raises NotImplementedError for a recipe without a kernel, as quantize does.
+    On a GPU, raise NotImplementedError for a recipe without a kernel, as quantize does.
     """
     with np.errstate(all="ignore"):
-        ours = quantize(x, r, axis=q.axis, tensor_amax=amax, hadamard=hadamard)
-    codes = ours.packed != q.packed
-    scales = np.zeros(0, bool) if q.block_scale is None else ours.block_scale != q.block_scale
+        made = quantize(x, r, axis=q.axis, tensor_amax=amax, hadamard=hadamard)
+    codes = made.packed != q.packed
+    scales = np.zeros(0, bool) if q.block_scale is None else made.block_scale != q.block_scale
     differ = int(np.count_nonzero(codes)) + int(np.count_nonzero(scales))
-    by_element = unpacked(ours.packed ^ q.packed, r.element.packing)
+    by_element = unpacked(made.packed ^ q.packed, r.element.packing)
     total = codes.size + scales.size
     return Match(name_of(r), total - differ, total, int(np.count_nonzero(by_element)), int(np.count_nonzero(scales)))
 
@@ -92,17 +92,17 @@ class Pair(NamedTuple):
 
     @property
     def on_gpu(self) -> bool:
-        """Whether the arrays are on a GPU."""
+        """True if the arrays are on a GPU."""
         return imports.on_device(self.x)
 
 
 def pair_of(q: Quantized, x: Any) -> Pair:
     """Return a Pair of arrays of any library, where they are; on the host if they are not on one device."""
-    ours, (array,) = q.imported("identify: q"), imports.import_arrays("identify", x=x)
-    arrays = [a for a in (*ours.parts().values(), array) if a is not None]
+    imported, (array,) = q.imported("identify: q"), imports.import_arrays("identify", x=x)
+    arrays = [a for a in (*imported.parts().values(), array) if a is not None]
     if not all(map(imports.on_device, arrays)) or len({a.device.id for a in arrays}) > 1:
-        ours, array = on_host("identify: q", ours), on_host("identify: x", array)
-    return Pair(ours if ours.block_scale is None else unswizzle(ours), array)
+        imported, array = on_host("identify: q", imported), on_host("identify: x", array)
+    return Pair(imported if imported.block_scale is None else unswizzle(imported), array)
 
 
 def prove(pair: Pair, host: Pair, r: Recipe, amaxes: Sequence[np.ndarray | None]) -> Match:

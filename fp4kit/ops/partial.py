@@ -113,9 +113,9 @@ def partial_cast(
         >>> np.array_equal(out, fp4kit.quantize(w.reshape(16, 32), "nvfp4-te-2d").packed)
         True
     """
-    r, given = recipe_of("partial_cast", recipe), out
+    r, original_out = recipe_of("partial_cast", recipe), out
     array, out, amax = import_arrays(
-        "partial_cast", shard=shard, out=import_out("partial_cast", given), block_amax=block_amax
+        "partial_cast", shard=shard, out=import_out("partial_cast", original_out), block_amax=block_amax
     )
     start = as_index("partial_cast", "start", start)
     M, K = check_shard("partial_cast", array, shape, start, r)
@@ -125,24 +125,24 @@ def partial_cast(
     check_disjoint("partial_cast", {"shard": array, "block_amax": amax}, {"out": out})
     if tensor_amax is None and not is_on_device:
         _check_finite(amax, r)
-    whole = parse_tensor_amax("partial_cast", tensor_amax, (M, K), r, is_on_device)
+    canonical_amax = parse_tensor_amax("partial_cast", tensor_amax, (M, K), r, is_on_device)
     amax = amax if is_on_device else without_sign(amax)
-    run("partial_cast", "partial_cast", is_on_device, array, out, amax, (M, K), start, r, whole)
-    mark_written(given)
+    run("partial_cast", "partial_cast", is_on_device, array, out, amax, (M, K), start, r, canonical_amax)
+    mark_written(original_out)
 
 
 def _check_cast_arrays(is_on_device: bool, out: Any, amax: Any, shape: tuple[int, int], r: Recipe) -> None:
     """Raise an error unless out and block_amax of partial_cast are valid. Values on a device are not read."""
-    wanted, covered = packed_shape(shape, r), amax_shape(shape, r)
+    out_shape, amaxes_shape = packed_shape(shape, r), amax_shape(shape, r)
     if not is_on_device:
-        check_out("partial_cast", "out", out, wanted, np.uint8)
-    elif out.shape != wanted or out.dtype != np.uint8:
-        raise ValueError(f"partial_cast: out is {out.dtype} {out.shape}; needs uint8 {wanted}")
+        check_out("partial_cast", "out", out, out_shape, np.uint8)
+    elif out.shape != out_shape or out.dtype != np.uint8:
+        raise ValueError(f"partial_cast: out is {out.dtype} {out.shape}; needs uint8 {out_shape}")
     has_nan = not is_on_device and amax.dtype == np.float32 and np.isnan(amax).any()
-    if amax.shape != covered or amax.dtype != np.float32 or has_nan:
+    if amax.shape != amaxes_shape or amax.dtype != np.float32 or has_nan:
         what = "float32 with NaN" if has_nan else f"{amax.dtype} {amax.shape}"
         without = " without NaN" * (not is_on_device)
-        raise ValueError(f"partial_cast: block_amax is {what}; {r.id} needs float32 {covered}{without}")
+        raise ValueError(f"partial_cast: block_amax is {what}; {r.id} needs float32 {amaxes_shape}{without}")
 
 
 def _check_finite(block_amax: Any, r: Recipe) -> None:

@@ -120,6 +120,6 @@ def search_scales(
         >>> [round(float(fp4kit.compare(x, fp4kit.dequantize(q)).sqnr), 1) for q in (usual, searched)]
         [20.4, 21.8]
     """
-    wanted = SearchRequest(objective, weights, hessian, candidates)
-    search = search_call("search_scales", x, recipe, axis, tensor_amax, wanted)
+    request = SearchRequest(objective, weights, hessian, candidates)
+    search = search_call("search_scales", x, recipe, axis, tensor_amax, request)
     return run("search_scales", "search_scales", search.call.on_device, search)

@@ -65,10 +65,10 @@ def _change(op: str, q: Quantized, layout: ScaleLayout) -> Quantized:
 
 
 @returns_in_library
-def _change_fully(given: Quantized, op: str, layout: ScaleLayout, key: Any) -> Quantized:
+def _change_fully(original: Quantized, op: str, layout: ScaleLayout, key: Any) -> Quantized:
     """Parse the call and do it; key: where its cached call is stored, or None."""
     layouts.check_layout(op, layout)
-    q = given.imported()
+    q = original.imported()
     if q.block_scale is None:
         raise ValueError(f"{op}: {q.recipe.id} has no block scales; needs a recipe with block scales")
     if len(q.shape) < 2 and layout != "linear":
@@ -78,8 +78,8 @@ def _change_fully(given: Quantized, op: str, layout: ScaleLayout, key: Any) -> Q
         scales = change_layout(q.block_scale, q.scale_layout, layout, q.scale_shape)
         return replace(q, block_scale=scales, scale_layout=layout)
 
-    cached = None if key is None else new_cached_call("swizzle", on_device(q.packed), q, given, layout)
-    result: Quantized = run_first(key, cached, (given,), driver)
+    cached = None if key is None else new_cached_call("swizzle", on_device(q.packed), q, original, layout)
+    result: Quantized = run_first(key, cached, (original,), driver)
     return result
 
 

@@ -51,7 +51,7 @@ def transpose(q: Quantized) -> Quantized:
 @returns_in_library
 def _transpose(q: Quantized, key: Any) -> Quantized:
     """Parse the call and do it; key: where its cached call is stored, or None."""
-    given = q
+    original = q
     q = checks.check_quantized("transpose", q)
     _check_square_blocks(q)
     axis, is_on_device = 2 * len(q.shape) - 3 - q.axis, on_device(q.packed)
@@ -60,8 +60,8 @@ def _transpose(q: Quantized, key: Any) -> Quantized:
         codes, block_scale = run("transpose", "transpose", is_on_device, q.packed, q.block_scale, q)
         return replace(q, packed=codes, block_scale=block_scale, axis=axis)
 
-    cached = None if key is None else new_cached_call("transpose", is_on_device, q, given, axis)
-    result: Quantized = run_first(key, cached, (given,), driver)
+    cached = None if key is None else new_cached_call("transpose", is_on_device, q, original, axis)
+    result: Quantized = run_first(key, cached, (original,), driver)
     return result
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 import fp4kit
 from fp4kit.arrays.returns import numpy_dtype
 from fp4kit.call import checks
-from fp4kit.call.outputs import parts
+from fp4kit.call.outputs import part_specs
 from fp4kit.call.parse import QuantizeOptions, quantize_call
 from fp4kit.quantized.container import PARTS
 from fp4kit.quantized.slicing import unflatten
@@ -58,7 +58,7 @@ def _(x: Tensor, recipe: str, axis: int, tensor_amax: Tensor | None, *rest: Any)
     check_devices(op, x=x, tensor_amax=tensor_amax, block_amax=block_amax, seed=random)
     amaxes = outline(tensor_amax), outline(block_amax)
     call = quantize_call(op, outline(x), from_spec(recipe), axis, options, tensor_amax=amaxes[0], block_amax=amaxes[1])
-    return [x.new_empty(shape, dtype=_TENSOR_DTYPES[dtype.name]) for shape, dtype in parts(call).values()]
+    return [x.new_empty(shape, dtype=_TENSOR_DTYPES[dtype.name]) for shape, dtype in part_specs(call).values()]
 
 
 _TENSOR_DTYPES = {"uint8": torch.uint8, "float32": torch.float32}

@@ -93,7 +93,9 @@ def test_a_changed_code_is_not_stochastic() -> None:
 def test_variations_are_tried_where_signs_agree(name, dtype, monkeypatch) -> None:
     """A transform of x is tried if its signs agree with those of the codes. One wrong code or a NaN does not matter."""
     tried, untried = set(), {False} if name == "int8-modelopt" else set()  # integers are not rounded stochastically
-    monkeypatch.setattr("fp4kit.ops.identify._may_be", lambda q, x, r, hadamard, stochastic: bool(tried.add(hadamard)))
+    monkeypatch.setattr(
+        "fp4kit.ops.identify._fits_probe", lambda q, x, r, hadamard, stochastic: bool(tried.add(hadamard))
+    )
     mine, other = (np.random.default_rng(seed).standard_normal((32, 64)).astype(dtype) for seed in (1, 2))
     for hadamard in (False, True, "no_signs"):
         q = fp4kit.quantize(mine, name, hadamard=hadamard)
