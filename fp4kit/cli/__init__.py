@@ -25,6 +25,17 @@ _GROUPS = {
     "find out": (inspect, identify, recipes),
     "measure and prove": (selftest, fuzz),
 }
+# {a command that does not exist: the end of the error message}
+_HINTS = {
+    "help": "; did you mean --help?",
+    "version": "; did you mean --version?",
+    "quantize": "; did you mean convert?",
+    "list": "; did you mean recipes?",
+    "info": "; did you mean inspect?",
+    "show": "; did you mean inspect?",
+    "diff": "; did you mean compare?",
+    "check": "; did you mean verify?",
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -63,12 +74,19 @@ def parser() -> Parser:
         description="Bit-exact numerics of 4-bit floating point. `fp4kit COMMAND --help` lists a command's options.",
         epilog=_EXIT_CODES,
         formatter_class=GroupedHelp,
+        examples=(
+            ("fp4kit convert --demo tiny", "quantize a small model, to see how it works"),
+            ("fp4kit convert Llama-3.1-8B Llama-NVFP4", "quantize a Hugging Face model directory"),
+            ("fp4kit verify Llama-NVFP4 --source Llama-3.1-8B", "check the result against the original"),
+            ("fp4kit recipes nvfp4", "list the recipes of a format"),
+        ),
     )
     result.add_argument("--version", action="version", version=f"fp4kit {__version__}")
     result.add_argument(
         "--print-completion", action=PrintCompletion, choices=SHELLS, help="print the shell's completion script"
     )
     commands: Any = result.add_subparsers(dest="command", metavar="COMMAND", title="commands")
+    commands.hints = _HINTS
     commands.headings = {}  # read by GroupedHelp: first command of a group -> heading
     for heading, modules in _GROUPS.items():
         registered = len(commands.choices)

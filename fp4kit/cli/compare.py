@@ -21,6 +21,10 @@ def register(subparsers: Any) -> None:
         "compare",
         _compare,
         "show where two checkpoints differ",
+        examples=(
+            ("fp4kit compare Llama-NVFP4 Llama-other", "show where two quantized models differ"),
+            ("fp4kit compare Llama Llama-NVFP4", "show what quantization changed"),
+        ),
         description="Compare the configs, metadata, tensors and quantized layers of two checkpoints. Exit codes: 0"
         " equal, 1 different, 2 error.",
     )

@@ -37,6 +37,14 @@ from fp4kit.cli.render import shape_text
 from fp4kit.storage.errors import CheckpointError, shown
 
 _RECIPE = "nvfp4-te"
+_TO_GGUF = "; make a GGUF file of the directory with convert_hf_to_gguf.py of llama.cpp, then convert that file"
+_BY_ENGINE = "; leave --format out, which writes the format that most engines load"
+# {a value of --format that is no format: the end of the error message}
+_FORMAT_HINTS = {
+    "gguf": _TO_GGUF,
+    **dict.fromkeys(("vllm", "sglang", "transformers", "safetensors", "hf"), _BY_ENGINE),
+    **{name: f"; formats are containers; use --recipe {name}" for name in ("nvfp4", "mxfp4", "mxfp8")},
+}
 
 
 def register(subparsers: Any) -> None:
@@ -52,6 +60,13 @@ def register(subparsers: Any) -> None:
         usage="fp4kit convert [options] SRC DST\n"
         "       fp4kit convert [options] --demo DST\n"
         "       fp4kit convert --remove-stale DST",
+        examples=(
+            ("fp4kit convert --demo tiny", "quantize the small model of a package"),
+            ("fp4kit convert Llama Llama-NVFP4", "quantize a Hugging Face model directory with nvfp4-te"),
+            ("fp4kit convert Llama Llama-NVFP4 --dry-run", "print what would be converted, and write nothing"),
+            ("fp4kit convert Llama Llama-MXFP4 --recipe mxfp4 --only 'model.layers.*.mlp.*'", "quantize MLPs only"),
+            ("fp4kit convert model-f16.gguf model-nvfp4.gguf --recipe nvfp4-gguf", "quantize a GGUF file"),
+        ),
     )
     text = "the model directory or GGUF file to read, and the new one to write"
     add_path(parser, "paths", nargs="+", metavar="SRC DST", help=text)
@@ -63,11 +78,12 @@ def register(subparsers: Any) -> None:
         f" (default: {_RECIPE}; with --scale-search {scale_search.RECIPE})"
     )
     parser.add_argument("--recipe", help=text)
-    parser.add_argument(
+    form: Any = parser.add_argument(
         "--format",
         choices=ALL_FORMATS,
         help="container format of DST (default: the one that most engines load); bf16 decodes a quantized model",
     )
+    form.hints = _FORMAT_HINTS
     _add_selection(parser)
     _add_numbers(parser)
     add_scale_search(parser.add_argument_group("search of block scales"))

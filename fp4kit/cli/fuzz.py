@@ -28,6 +28,10 @@ def register(commands: Any) -> None:
         "fuzz",
         _fuzz,
         "compare random calls with the specification",
+        examples=(
+            ("fp4kit fuzz --seconds 60", "compare random calls for a minute"),
+            ("fp4kit fuzz --host --cases 100 --operations quantize", "compare 100 calls of one operation on the CPU"),
+        ),
         description=(
             "Draw random recipes, shapes, strides, options and data, compare this machine's GPU with the specification"
             " bit for bit, and check invariants on each result. Without a GPU, the compiled CPU engine is compared;"

@@ -21,6 +21,10 @@ def register(subparsers: Any) -> None:
         "identify",
         _identify,
         "name the recipe that made a checkpoint",
+        examples=(
+            ("fp4kit identify Llama-NVFP4 --source Llama", "name the recipe that made a checkpoint of Llama"),
+            ("fp4kit identify Llama-NVFP4 --source Llama --all", "print every layer"),
+        ),
         description="Name the recipe that made each quantized layer of a checkpoint, and what went wrong with its"
         " bytes, such as swapped nibbles. Exit codes: 0 every layer is explained, 1 some layer is not or is corrupted,"
         " 2 error.",

@@ -16,7 +16,16 @@ from fp4kit.storage.errors import shown
 
 def register(subparsers: Any) -> None:
     """Add the command inspect."""
-    parser = add_command(subparsers, "inspect", _inspect, "list the tensors and layers of a checkpoint")
+    parser = add_command(
+        subparsers,
+        "inspect",
+        _inspect,
+        "list the tensors and layers of a checkpoint",
+        examples=(
+            ("fp4kit inspect Llama-NVFP4", "list the tensors of a model directory"),
+            ("fp4kit inspect model.gguf --json", "print the list as one JSON document"),
+        ),
+    )
     add_path(parser, "path", metavar="PATH", help="model directory, .safetensors or .gguf file")
 
 

@@ -33,12 +33,26 @@ class UsageError(ValueError):
 class Parser(argparse.ArgumentParser):
     """Parse as argparse does, but reject abbreviations, suggest a name for unknown ones, and raise UsageError.
 
-    Options may stand between positional arguments.
+    Options may stand between positional arguments. An argument with choices may have an attribute ``hints``, a dict
+    from values that users often give to the end of the error message.
+
+    Args:
+        examples: (command line, what it does) of each example, shown after the usage.
     """
 
-    def __init__(self, *args: Any, **options: Any) -> None:
+    def __init__(self, *args: Any, examples: Sequence[tuple[str, str]] = (), **options: Any) -> None:
         super().__init__(*args, **{**options, "allow_abbrev": False})
         self._mixing = False
+        self.examples = examples
+
+    def format_help(self) -> str:
+        """Return the help: usage, examples, then the rest."""
+        text = super().format_help()
+        if not self.examples:
+            return text
+        usage, _, rest = text.partition("\n\n")
+        lines = "".join(f"  {command}\n      {meaning}\n" for command, meaning in self.examples)
+        return f"{usage}\n\nexamples:\n{lines}\n{rest}"
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parse like argparse, but raise UsageError for an unknown argument."""
@@ -70,7 +84,8 @@ class Parser(argparse.ArgumentParser):
         """Reject a value that is not in ``action.choices``, with a suggestion."""
         if action.choices is not None and value not in action.choices:
             names = [str(choice) for choice in action.choices]
-            hint = suggestion(str(value), names) or f"; needs one of {', '.join(names)}"
+            hint = getattr(action, "hints", {}).get(value) or suggestion(str(value), names)
+            hint = hint or f"; needs one of {', '.join(names)}"
             raise argparse.ArgumentError(action, f"there is no {str(value)!r}{hint}")
 
     def _check_flags(self, arguments: Sequence[str]) -> None:
@@ -132,7 +147,7 @@ def add_command(
     help: one line for the list of commands.
     writes: returns the directory or file that the command will create with staging.staged_directory, or None. If the
         command ends early, the last line on stderr says what became of it.
-    options: further arguments of ArgumentParser: description, usage, epilog.
+    options: further arguments of Parser: description, usage, epilog, examples.
     """
     parser: argparse.ArgumentParser = subparsers.add_parser(name, help=help, **{"description": help, **options})
     parser.add_argument("--json", action="store_true", help="print one JSON document instead of text")

@@ -20,7 +20,17 @@ from fp4kit.recipes import ALIASES, RECIPES, family, recipe, recipes
 
 def register(commands: Any) -> None:
     """Add the commands recipes and formats."""
-    listing = add_command(commands, "recipes", _recipes, "list the recipes, or check them")
+    listing = add_command(
+        commands,
+        "recipes",
+        _recipes,
+        "list the recipes, or check them",
+        examples=(
+            ("fp4kit recipes nvfp4", "list the recipes of a format"),
+            ("fp4kit recipes modelopt", "list the recipes of a producer"),
+            ("fp4kit recipes nvfp4-te --check", "compare one with its producer's recorded outputs"),
+        ),
+    )
     listing.add_argument(
         "ids", nargs="*", metavar="ID", help="recipes to show, by id, format or producer (default: all)"
     )
@@ -40,7 +50,8 @@ def register(commands: Any) -> None:
     listing.add_argument("--seed", type=int, metavar="N", help="with --live: seed of the inputs (default: 0)")
     text = "with --check: directory of recorded outputs (default: those of the package)"
     listing.add_argument("--golden", metavar="DIR", help=text)
-    add_command(commands, "formats", _formats, "list the number formats")
+    example = ("fp4kit formats", "list element formats, scale formats and block formats")
+    add_command(commands, "formats", _formats, "list the number formats", examples=(example,))
 
 
 def _recipes(args: argparse.Namespace, out: Output) -> int:

@@ -23,6 +23,10 @@ def register(subparsers: Any) -> None:
         "reconcile",
         _reconcile,
         "give q/k/v and gate/up one tensor scale",
+        examples=(
+            ("fp4kit reconcile --dry-run Llama-NVFP4", "print which layers would change"),
+            ("fp4kit reconcile Llama-NVFP4 Llama-repaired", "write the repaired model"),
+        ),
         description="Repair an NVFP4 checkpoint in which the parts of a fused layer (q/k/v, gate/up) have different"
         " tensor scales: rescale their block scales to the largest one.",
         writes=lambda args: Path(args.destination) if args.destination else None,

@@ -30,6 +30,10 @@ def register(commands: Any) -> None:
         "selftest",
         _selftest,
         "check this GPU or CPU, bit for bit",
+        examples=(
+            ("fp4kit selftest --host --quick", "check the compiled CPU engine in at most a minute"),
+            ("fp4kit selftest", "check every operation on this GPU"),
+        ),
         description=(
             "Compare every operation on this machine's GPU, or with --host in the compiled CPU engine, with the"
             " specification, bit for bit. GPU kernels that are not cached are compiled first. Exit codes: 0 all equal,"

@@ -28,6 +28,11 @@ def register(subparsers: Any) -> None:
         "verify",
         _verify,
         "check that a checkpoint is intact, loads, and is exact",
+        examples=(
+            ("fp4kit verify Llama-NVFP4 --source Llama", "compare every byte with the original, encoded again"),
+            ("fp4kit verify Llama-NVFP4", "check the files and what engines require"),
+            ("fp4kit verify Llama-NVFP4 --source Llama --html report.html", "also write a report with charts"),
+        ),
         description="Check the files of a checkpoint against its manifest, and its scales and configs against what"
         " engines require. With --source, encode the source again and compare every byte.",
         epilog="Exit codes: 0 no errors, perhaps warnings; 1 errors, such as bytes that differ; 2 the checkpoint cannot"
@@ -91,7 +96,20 @@ def _print(out: Output, report: VerifyReport) -> None:
     for issue, subjects in grouped(report.issues):
         loader = f"{issue.loader}: " if issue.loader else ""
         out.line(f"{issue.severity}: {loader}{listed(subjects)}: {shown(issue.sentence)}")
+    note = _note(report)
+    if note:
+        out.line(f"note: {note}")
     out.line(_verdict(report))
+
+
+def _note(report: VerifyReport) -> str:
+    """Return what the verification did not check; "" if it checked everything."""
+    if not report.layers:
+        return (
+            "no quantized layer of a known format was found, so only the files were checked; fp4kit convert quantizes a"
+            " model"
+        )
+    return "" if report.source is not None else "the values were not checked; add --source SRC to check them"
 
 
 def _cells(layer: LayerReport) -> tuple[str, ...]:

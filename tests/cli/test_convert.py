@@ -354,3 +354,14 @@ def test_identify_differs_where_all_layers_have_one_mishap(tmp_path: Path, run: 
         path.write_bytes(data)
     result = run("identify", tmp_path / "q", "--source", tmp_path / "m")
     assert result.code == 1 and "then: nibbles are swapped" in result.out
+
+
+def test_verify_says_what_it_did_not_check(tmp_path: Path, run: Run) -> None:
+    synthetic.bert(tmp_path / "m")
+    unquantized = run("verify", tmp_path / "m")
+    assert "note: no quantized layer of a known format was found, so only the files were checked" in unquantized.out
+    assert run("convert", tmp_path / "m", tmp_path / "q").code == 0
+    alone, compared = run("verify", tmp_path / "q"), run("verify", tmp_path / "q", "--source", tmp_path / "m")
+    assert "note: the values were not checked; add --source SRC to check them" in alone.out
+    assert "note:" not in compared.out
+    assert (unquantized.code, alone.code, compared.code) == (0, 0, 0)

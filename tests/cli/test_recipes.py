@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -127,6 +128,14 @@ def test_formats_and_agreement(capsys) -> None:
         (["--versoin"], "fp4kit: unrecognized argument --versoin; did you mean --version?"),
         (["--quiet", "formats"], "fp4kit: unrecognized argument --quiet; see fp4kit --help"),
         (["convrt", "a", "b"], "fp4kit: argument COMMAND: there is no 'convrt'; did you mean convert?"),
+        (["help"], "fp4kit: argument COMMAND: there is no 'help'; did you mean --help?"),
+        (["quantize", "a", "b"], "fp4kit: argument COMMAND: there is no 'quantize'; did you mean convert?"),
+        (
+            ["convert", "a", "b", "--format", "gguf"],
+            "argument --format: there is no 'gguf'; make a GGUF file of the directory with convert_hf_to_gguf.py of",
+        ),
+        (["convert", "a", "b", "--format", "vllm"], "there is no 'vllm'; leave --format out, which writes the format"),
+        (["convert", "a", "b", "--format", "nvfp4"], "no 'nvfp4'; formats are containers; use --recipe nvfp4"),
         (["xyzzy"], "fp4kit: argument COMMAND: there is no 'xyzzy'; needs one of convert, reconcile, verify, "),
         (
             ["--print-completion", "fish"],
@@ -166,6 +175,17 @@ def test_help_lists_each_command_on_one_line_under_a_heading(capsys, monkeypatch
     (commands,) = (action for action in parser()._actions if action.dest == "command")
     assert [line.split()[0] for line in listed if re.match(r"    \S", line)] == list(commands.choices)
     assert len([line for line in listed if line]) == len(headings) + len(commands.choices)
+
+
+def test_every_help_begins_with_examples_that_parse(capsys) -> None:
+    (commands,) = (action for action in parser()._actions if action.dest == "command")
+    for name, command in {"": parser(), **commands.choices}.items():
+        assert main([*([name] if name else []), "--help"]) == 0
+        text = capsys.readouterr().out
+        assert re.match(r"usage: fp4kit .*?\n\nexamples:\n  fp4kit \S+", text, re.DOTALL), name
+        for example, _ in command.examples:
+            assert example.startswith(f"fp4kit {name}") and f"\n  {example}\n      " in text
+            assert parser().parse_args(shlex.split(example)[1:]).func is not None
 
 
 def test_every_command_takes_json_and_quiet() -> None:
