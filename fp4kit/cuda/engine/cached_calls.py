@@ -53,16 +53,16 @@ class QuantizedResult(NamedTuple):
 
     @classmethod
     def of(cls, call: Call, axis: int) -> QuantizedResult:
-        """Return the description for a call with blocks along `axis`."""
+        """Return how the result of a call is built, with blocks along `axis`."""
         shape, r = call.x.shape, call.recipe
         _, packed, scales, _ = wanted_parts(shape, axis, r, call.layout)
         fields = {"shape": shape, "dtype": call.x.dtype, "axis": axis, "recipe": r, "scale_layout": call.layout}
-        covered = () if call.tensor_amax is None else call.tensor_amax.shape
+        amax_shape = () if call.tensor_amax is None else call.tensor_amax.shape
         wanted = {"packed": NewArray(packed, UINT8)}
         if scales is not None:
             wanted["block_scale"] = NewArray(scales, UINT8, zeros=call.layout != "linear")
         if r.tensor_scaling != "none":
-            wanted["tensor_scale"] = NewArray(covered, FLOAT32)
+            wanted["tensor_scale"] = NewArray(amax_shape, FLOAT32)
         return cls(dict.fromkeys(PARTS) | fields, tuple(wanted), tuple(wanted.values()), wanted.get("tensor_scale"))
 
     def make(self, arrays: list[Any], amax: Any) -> Quantized:
@@ -116,10 +116,10 @@ _GIVEN = ("tensor_amax", "")  # the last two addresses: the given tensor_amax, a
 
 
 def _argument_picker(arguments: Arguments, new: Sequence[str]) -> Callable[[list[int]], tuple[int, ...]]:
-    """Return a function that orders addresses as a kernel's arguments.
+    """Return a function that puts addresses into the order of a kernel's arguments.
 
-    It takes the addresses of x, of the new arrays (named by `new`) and of _GIVEN. It returns the pointers and words of
-    the kernel; those that are not among these names are 0.
+    Its argument is a list of the addresses of x, of the new arrays (named by `new`) and of _GIVEN. Its result has the
+    pointers and words of the kernel; an argument without an array is 0.
     """
     # Reversed, so that a new tensor_amax wins over a given one.
     known = {name: i for i, name in reversed(tuple(enumerate(("x", *new, *_GIVEN))))}
@@ -202,10 +202,10 @@ class QuantizeCall:
 
 
 def quantize(call: Call, x: Any, both: bool = False) -> QuantizeCall | None:
-    """Return the cached call of a call on x, the array as the caller gave it; None if it needs several launches.
+    """Prepare the cached call of a call; return None if the call needs several launches.
 
-    The call rounds to nearest, without a Hadamard transform or block amaxes. both: the call is the columnwise one of
-    quantize_both.
+    The call must round to nearest, without a Hadamard transform or block amaxes. x: the array as the caller gave it, a
+    CuPy array or a PyTorch tensor. both: the call is the columnwise one of quantize_both.
     """
     last, columns = call.x.ndim - 1, call.axis == call.x.ndim - 2
     request = launch_request(call, columns=columns)
@@ -217,10 +217,10 @@ def quantize(call: Call, x: Any, both: bool = False) -> QuantizeCall | None:
     ):
         return None
     request = with_kernel_amax(call, request, call.x)
-    found = quantize_launch(choice, request, has_aligned_runs(Matrix(call.x), request), call.x.device.id)
+    launch = quantize_launch(choice, request, has_aligned_runs(Matrix(call.x), request), call.x.device.id)
     row = QuantizedResult.of(call, last) if both or not columns else None
     column = QuantizedResult.of(call, call.axis) if columns else None
-    return QuantizeCall.of(library_of(x), _amax_step(call, request), found, choice.arguments, row, column)
+    return QuantizeCall.of(library_of(x), _amax_step(call, request), launch, choice.arguments, row, column)
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,7 +228,8 @@ class FakeQuantizeCall:
     """The cached call of fake_quantize for one matrix.
 
     Attributes:
-        new: allocate the values and, if it is computed, the amax. The others are as in QuantizeCall.
+        library, amax, launch, pick: as in QuantizeCall.
+        new: allocate the values and, if it is computed, the amax.
     """
 
     library: ArrayLibrary
@@ -243,13 +244,8 @@ class FakeQuantizeCall:
     ) -> FakeQuantizeCall:
         """Return the cached call around a launch whose first arguments are `arguments`."""
         new = library.maker([values] if amax is None else [values, _NEW_AMAX])
-        return cls(
-            library,
-            amax,
-            launch,
-            _argument_picker(arguments, ("values",) if amax is None else ("values", "tensor_amax")),
-            new,
-        )
+        names = ("values",) if amax is None else ("values", "tensor_amax")
+        return cls(library, amax, launch, _argument_picker(arguments, names), new)
 
     def __call__(self, x: Any, given: Any) -> Any:
         """Return the values of x. given: the tensor_amax that the caller gave, or None."""
@@ -263,27 +259,32 @@ class FakeQuantizeCall:
 
 
 def fake_quantize(call: Call, x: Any) -> FakeQuantizeCall | None:
-    """Return the cached call of a call on x, the array as the caller gave it; None if it needs several launches.
+    """Prepare the cached call of a call; return None if the call needs several launches.
 
-    The call rounds to nearest, without block amaxes.
+    The call must round to nearest, without block amaxes. x: the array as the caller gave it, a CuPy array or a PyTorch
+    tensor.
     """
     request = launch_request(call, values=True)
-    one = _is_one_matrix(call.x, call.recipe, call.tensor_amax) and call.axis == call.x.ndim - 1
+    is_one_matrix = _is_one_matrix(call.x, call.recipe, call.tensor_amax) and call.axis == call.x.ndim - 1
     choice = find_kernel(request)
-    if choice is None or not one or matrix_count(call, request, call.tensor_amax) != 1:
+    if choice is None or not is_one_matrix or matrix_count(call, request, call.tensor_amax) != 1:
         return None
     request = with_kernel_amax(call, request, call.x)
-    found = quantize_launch(
-        choice, request, has_aligned_runs(Matrix(call.x), request), call.x.device.id
-    )  # new values are aligned
-    return FakeQuantizeCall.of(
-        library_of(x), _amax_step(call, request), found, choice.arguments, NewArray(call.x.shape, call.x.dtype)
-    )
+    aligned_runs = has_aligned_runs(Matrix(call.x), request)  # the new array of values will be aligned
+    launch = quantize_launch(choice, request, aligned_runs, call.x.device.id)
+    values = NewArray(call.x.shape, call.x.dtype)
+    return FakeQuantizeCall.of(library_of(x), _amax_step(call, request), launch, choice.arguments, values)
 
 
 @dataclass(frozen=True, slots=True)
 class DequantizeCall:
-    """The cached call of dequantize for one matrix."""
+    """The cached call of dequantize for one matrix.
+
+    Attributes:
+        library: how arrays are allocated.
+        launch: the launch of the kernel.
+        new: allocate the values.
+    """
 
     library: ArrayLibrary
     launch: Launch
@@ -306,31 +307,33 @@ class DequantizeCall:
 
 
 def dequantize(q: Quantized, given: Quantized, dtype: np.dtype, out: Any) -> DequantizeCall | None:
-    """Return the cached call that dequantizes q; None if it needs several launches.
+    """Prepare the cached call that dequantizes q; return None if that needs several launches.
 
-    given: q as the caller gave it, perhaps with PyTorch tensors.
+    given: q as the caller gave it, with CuPy arrays or PyTorch tensors.
     """
     r = q.recipe
-    one = _is_one_matrix(q.packed, r, q.tensor_scale) and q.axis == len(q.shape) - 1
-    joined = len(q.shape) <= 2 or q.scale_layout == "linear"
+    is_one_matrix = _is_one_matrix(q.packed, r, q.tensor_scale) and q.axis == len(q.shape) - 1
+    is_joined = len(q.shape) <= 2 or q.scale_layout == "linear"
     arrays = [a for a in (q.packed, q.block_scale, out) if a is not None]
-    if not one or not joined or not all(a.flags.c_contiguous and aligned(a, 16) for a in arrays):
+    if not is_one_matrix or not is_joined or not all(a.flags.c_contiguous and aligned(a, 16) for a in arrays):
         return None
     check_formats(r)
     shape = prod(q.shape[:-1]), q.shape[-1]
-    found = matrix.dequantize_launch(r, q.scale_layout, q.dtype, dtype, shape, q.packed.device.id)
+    launch = matrix.dequantize_launch(r, q.scale_layout, q.dtype, dtype, shape, q.packed.device.id)
     library = library_of(given.packed)
-    return DequantizeCall(library, found, library.maker([NewArray(q.shape, dtype)]))
+    return DequantizeCall(library, launch, library.maker([NewArray(q.shape, dtype)]))
 
 
 @dataclass(frozen=True, slots=True)
 class MoveCall:
-    """The cached call of transpose or swizzle. It copies codes and scales of a Quantized to new places.
+    """The cached call of transpose or swizzle.
 
     Attributes:
-        names: the arrays that are replaced.
+        library: how arrays are allocated.
+        launch: the launch of the kernel.
+        names: the arrays of the Quantized that are replaced.
         new: allocate these arrays.
-        fields: the fields with other values.
+        fields: the fields of the result with other values.
     """
 
     library: ArrayLibrary
@@ -340,7 +343,7 @@ class MoveCall:
     fields: dict[str, Any]
 
     def __call__(self, q: Quantized) -> Quantized:
-        """Return the transposed or swizzled Quantized."""
+        """Return q transposed or swizzled."""
         address, stream = self.library.address, self.library.stream()
         made, old = dict(zip(self.names, self.new(), strict=True)), vars(q)
         self.launch(*(address(old[name]) for name in made), *map(address, made.values()), stream=stream)
@@ -348,34 +351,35 @@ class MoveCall:
 
 
 def transpose(q: Quantized, given: Quantized, axis: int) -> MoveCall | None:
-    """Return the cached call that transposes q; None if it needs several launches.
+    """Prepare the cached call that transposes q; return None if that needs several launches.
 
-    given: q as the caller gave it. axis: the axis of the result.
+    given: q as the caller gave it, with CuPy arrays or PyTorch tensors. axis: the axis of the result.
     """
     if q.recipe.block_size not in transpose_launcher.BLOCKS or not _are_contiguous_here(q.packed, q.block_scale):
         return None
     *lead, M, K = q.moved_shape
-    found = transpose_launcher.launch_of(
+    launch = transpose_launcher.launch_of(
         q.packed, q.block_scale, q.recipe, q.scale_layout, None, None, (prod(lead), M, K)
     )
     _, packed, scales, _ = wanted_parts(q.shape, axis, q.recipe, q.scale_layout)
     library = library_of(given.packed)
     new = library.maker([NewArray(packed, UINT8), NewArray(scales or (), UINT8)])
-    return MoveCall(library, found, ("packed", "block_scale"), new, {"axis": axis})
+    return MoveCall(library, launch, ("packed", "block_scale"), new, {"axis": axis})
 
 
 def swizzle(q: Quantized, given: Quantized, layout: str) -> MoveCall | None:
-    """Return the cached call that changes the layout of q's block scales; None if it needs several launches or none.
+    """Prepare the cached call that changes the layout of q's block scales.
 
-    given: q as the caller gave it.
+    Return None if that needs several launches, or if q has this layout already. given: q as the caller gave it, with
+    CuPy arrays or PyTorch tensors.
     """
     if not _are_contiguous_here(q.block_scale) or q.scale_layout == layout:
         return None
     *lead, R, C = q.scale_shape
-    found = swizzle_launcher.launch_of(q.block_scale, q.scale_layout, None, layout, (prod(lead), R, C))
+    launch = swizzle_launcher.launch_of(q.block_scale, q.scale_layout, None, layout, (prod(lead), R, C))
     library = library_of(given.block_scale)
     new = library.maker([NewArray(padded_shape(q.scale_shape, layout), UINT8)])
-    return MoveCall(library, found, ("block_scale",), new, {"scale_layout": layout})
+    return MoveCall(library, launch, ("block_scale",), new, {"scale_layout": layout})
 
 
 def _are_contiguous_here(*arrays: Any) -> bool:

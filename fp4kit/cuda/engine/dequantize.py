@@ -33,15 +33,16 @@ def dequantize(q: Quantized, dtype: np.dtype, out: Any = None) -> Any:
 
 
 def _dequantize_matrices(q: Quantized, moved: Any) -> None:
-    """Write the values of q into `moved`, which has the quantized axis last. One launch per matrix, or one for all if
-    they can be joined.
+    """Write the values of q into `moved`, which has the quantized axis last.
+
+    All matrices are one launch if their rows can be joined. Otherwise each is a launch.
     """
-    tensor = [a if a is None or a.flags.c_contiguous else a.copy() for a in (q.tensor_scale, q.tensor_amax)]
-    K, apart = moved.shape[-1], q.scale_layout != "linear" or is_per_expert(q.tensor_scale, q.recipe)
-    B = prod(moved.shape[:-2]) if moved.ndim > 2 and apart else 1
+    tensor_arrays = [a if a is None or a.flags.c_contiguous else a.copy() for a in (q.tensor_scale, q.tensor_amax)]
+    K, separate = moved.shape[-1], q.scale_layout != "linear" or is_per_expert(q.tensor_scale, q.recipe)
+    B = prod(moved.shape[:-2]) if moved.ndim > 2 and separate else 1
     packed, values = as_aligned(q.packed).reshape(B, -1), moved.reshape(B, -1)
     scales = None if q.block_scale is None else as_aligned(q.block_scale).reshape(B, -1)
     for i in range(B):
-        scale, amax = (part_for_matrix(a, q.recipe, i, (B, moved.size // B // K)) for a in tensor)
+        scale, amax = (part_for_matrix(a, q.recipe, i, (B, moved.size // B // K)) for a in tensor_arrays)
         arrays = (packed[i], None if scales is None else scales[i], q.recipe, q.scale_layout, scale, amax)
         dequantize_matrix(*arrays, q.dtype, values[i].reshape(-1, K))

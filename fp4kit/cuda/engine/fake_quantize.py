@@ -17,8 +17,10 @@ from fp4kit.cuda.launch.matrix import Matrix, quantize_matrix
 
 
 def fake_quantize(call: Call) -> Any:
-    """Return the fake-quantized values: by the recipe's fake_rule, or else the values of the codes. One pass over the
-    array.
+    """Return the fake-quantized values of call.moved.
+
+    They follow the fake_rule of the recipe or, without one, are the values of the codes. The array is read once, after
+    its amax is known.
     """
     call = with_searched_amaxes(call)
     cupy, request = imports.cupy(), launch_request(call, values=True)
@@ -27,7 +29,7 @@ def fake_quantize(call: Call) -> Any:
         x = cupy.ascontiguousarray(call.moved)
         values = cupy.empty(x.shape, x.dtype)
         request = with_kernel_amax(call, request, x)
-        amax = empty_amax() if request.finds_amax else None if takes_own_amaxes(call) else tensor_amax(call, x)
+        amax = empty_amax() if request.finds_amax else None if kernel_computes_amaxes(call) else tensor_amax(call, x)
         if x.size:
             seed = call.random if isinstance(call.random, int) else 0
             for matrix, part in split_matrices(call, request, Matrix(x, values=values, tensor_amax=amax)):
@@ -35,8 +37,8 @@ def fake_quantize(call: Call) -> Any:
         return cupy.moveaxis(values, -1, call.axis)
 
 
-def takes_own_amaxes(call: Call) -> bool:
-    """Return whether the kernel computes the amaxes itself.
+def kernel_computes_amaxes(call: Call) -> bool:
+    """Return whether the kernel computes the tensor amaxes itself.
 
     That is so for a fake_rule with one tensor scale per block, if the caller gives no amaxes.
     """

@@ -38,8 +38,9 @@ def transpose(packed: Any, scales: Any, q: Quantized) -> tuple[Any, Any]:
 
 
 def swizzle(scales: Any, source: str, target: str, shape: tuple[int, ...]) -> Any:
-    """Return scales, whose shape in the linear layout is `shape` (..., R, C), copied from layout `source` to layout
-    `target`.
+    """Return scales copied from layout `source` to layout `target`.
+
+    shape: their shape in the linear layout, (..., R, C).
     """
     layouts.check_size(scales, source, shape)
     cupy = imports.cupy()
@@ -52,8 +53,9 @@ def swizzle(scales: Any, source: str, target: str, shape: tuple[int, ...]) -> An
 
 
 def pack(codes: Any) -> Any:
-    """Return 4-bit codes packed two per byte. Their high nibbles are dropped, because checking them would wait for the
-    device.
+    """Return 4-bit codes packed two per byte.
+
+    The high nibbles of `codes` are dropped without a check, because a check would have to wait for the device.
     """
     layouts.check_pairs(codes.shape)
     return _repack(pack_codes.pack, codes, (*codes.shape[:-1], codes.shape[-1] // 2))

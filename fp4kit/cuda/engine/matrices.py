@@ -51,9 +51,9 @@ def matrix_count(call: Call, request: LaunchRequest, amax: Any) -> int:
     tensor amax or tensor scale of the call, or None.
     """
     shape = call.x.shape if request.columns else call.moved.shape
-    # Whether rows of two matrices cannot be joined. A Hadamard transform along rows does not prevent it.
-    apart = request.layout != "linear" or request.columns or request.recipe.block_rows > 1
-    if len(shape) < 3 or not (apart or is_per_expert(amax, request.recipe)):
+    # Whether matrices need launches of their own. A Hadamard transform along rows does not, because it stays in a row.
+    separate = request.layout != "linear" or request.columns or request.recipe.block_rows > 1
+    if len(shape) < 3 or not (separate or is_per_expert(amax, request.recipe)):
         return 1
     B = prod(shape[:-2])
     if isinstance(call.random, int) and prod(shape[-2:]) % SEED_GROUP:
@@ -65,25 +65,26 @@ def matrix_count(call: Call, request: LaunchRequest, amax: Any) -> int:
 
 
 def with_kernel_amax(call: Call, request: LaunchRequest, x: Any) -> LaunchRequest:
-    """Return the request with finds_amax, if the kernel can compute the amax of x itself and that is faster.
+    """Return the request with finds_amax set, if the kernel should compute the amax of x itself. Otherwise return the
+    request.
 
-    It needs a tensor amax that is not given, and x to be one small matrix of aligned runs. Each cluster of thread
-    blocks then reads all of x. That costs the device less time than two more launches cost the host. Otherwise return
-    the request unchanged.
+    The tensor amax must not be given, and x must be one small matrix of aligned runs. Each cluster of thread blocks
+    then reads all of x. That costs the device less time than two more launches cost the host.
     """
     r = call.recipe
-    wanted = r.tensor_scaling == "tensor" and call.tensor_amax is None and call.mask is None
-    small = (
+    needs_amax = r.tensor_scaling == "tensor" and call.tensor_amax is None and call.mask is None
+    is_small = (
         0 < x.size <= MAX_KERNEL_AMAX_ELEMENTS
         and has_aligned_runs(Matrix(x), request)
         and matrix_count(call, request, None) == 1
     )
-    return request._replace(finds_amax=True) if wanted and small else request
+    return request._replace(finds_amax=True) if needs_amax and is_small else request
 
 
 def split_matrices(call: Call, request: LaunchRequest, whole: Matrix) -> Iterator[tuple[Matrix, LaunchRequest]]:
-    """Yield each matrix of contiguous, nonempty arrays of a call, with its request. whole: the arrays of the whole
-    call.
+    """Yield each matrix of a call, with its request.
+
+    whole: the arrays of the whole call, contiguous and with elements.
     """
     r, x = request.recipe, whole.x
     B = matrix_count(call, request, whole.tensor_scale if whole.tensor_amax is None else whole.tensor_amax)

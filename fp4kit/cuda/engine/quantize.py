@@ -62,8 +62,9 @@ def quantize_both(row: Call, column: Call) -> tuple[Quantized, Quantized]:
 
 
 def allocate(call: Call, amax: Any) -> Quantized:
-    """Return a new Quantized for the result of a call. amax: its tensor_amax, in canonical shape; None without a tensor
-    scale.
+    """Return a new Quantized for the result of a call.
+
+    amax: its tensor_amax, in canonical shape; None without a tensor scale.
     """
     return empty_quantized(call, amax, imports.cupy().empty, empty_scales)
 
@@ -71,7 +72,7 @@ def allocate(call: Call, amax: Any) -> Quantized:
 def _allocate_own(call: Call, amax: Any) -> Quantized:
     """Return a new Quantized for the result of a call, with new memory for its tensor_amax.
 
-    Memory that the caller gave, or that another result has, must not become part of this result.
+    The memory of `amax` may belong to the caller or to another result, which could change it later.
     """
     return allocate(call, None if amax is None else imports.cupy().empty(amax.shape, amax.dtype))
 

@@ -17,8 +17,9 @@ from fp4kit.reference.implied_amax import encodes_by_amax
 
 
 def quantize_with_scales(call: Call) -> Quantized:
-    """Quantize call.moved with the given scales, into call.out or a new Quantized, and return it. The result has these
-    scales.
+    """Quantize call.moved with the given scales, into call.out or a new Quantized, and return it.
+
+    The block scales and tensor scales of the result are copies of the given ones.
     """
     request = launch_request(call)
     kernel_for(request), matrix_count(call, request, call.tensor_scale)  # raise Declined before any work

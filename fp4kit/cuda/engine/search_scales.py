@@ -1,8 +1,8 @@
-"""Search block scales with the smallest loss, on CuPy arrays.
+"""Search the block scales with the smallest loss, on CuPy arrays.
 
-Two kinds of kernel do this. The full search tries every candidate scale. The pruned search skips candidates that
-provably cannot win; it needs the conditions of _is_pruned. A matrix, here, is a tuple: contiguous x (M, K), the array
-for its block amaxes, and the tensor amax.
+Three kernels do this. search_full tries every candidate scale. search, and search_hessian for a loss with Hessians,
+skip candidates that provably cannot win; this pruned search needs the conditions of _is_pruned. A matrix, here, is a
+tuple: contiguous x (M, K), the array for its block amaxes, and the tensor amax.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ from fp4kit.quantized.part_shapes import scale_shape
 from fp4kit.recipes import Recipe
 from fp4kit.reference.search_factors import FACTORS
 
-_POINTERS = ("x", "tensor_amax", "column_weights", "block_amax", "unproven")  # column_weights: weights or Hessians
+# The structs of arguments, see search.cuh and search_full.cuh. column_weights: weights or Hessians.
+_POINTERS = ("x", "tensor_amax", "column_weights", "block_amax", "unproven")
 _SEARCH = np.dtype([(n, "u8") for n in _POINTERS] + [(n, "i8") for n in ("rows", "columns", "lower", "upper")])
 _FULL_SEARCH = np.dtype([*_SEARCH.descr, ("power", "f8")])
 _ALL_OFFSETS = (-MAX_OFFSET, MAX_OFFSET)
@@ -54,7 +55,7 @@ def search_scales(search: Search) -> Any:
     Without block scales, return the tensor amaxes of the smallest loss.
     """
     call, r = search.call, search.call.recipe
-    check_e4m3_search(search)
+    check_search(search)
     if search.terms.grid is not None:
         return search_amaxes(search)
     cupy = imports.cupy()
@@ -71,21 +72,23 @@ def search_scales(search: Search) -> Any:
 
 
 def matrices_to_search(x: Any, out: Any, amaxes: Any, r: Recipe) -> Iterator[tuple[Any, Any, Any]]:
-    """Yield contiguous x and out as matrices.
+    """Yield the matrices of contiguous x and out, the array for its block amaxes.
 
-    All is one matrix, except that each expert with its own tensor amax is one, and each matrix of a stack if blocks
-    would otherwise cross from one to the next. Nothing is yielded if x has no elements.
+    The whole array is one matrix, with two exceptions. Each expert with a tensor amax of its own is a matrix. So is
+    each matrix of a stack whose rows do not divide into whole blocks. An array without elements has no matrix.
     """
     if not x.size:
         return
-    apart, K = is_per_expert(amaxes, r) or (x.ndim > 2 and x.shape[-2] % r.block_rows), x.shape[-1]
-    B = prod(x.shape[:-2]) if apart else 1
-    for i, (part, found) in enumerate(zip(x.reshape(B, -1, K), out.reshape(B, -1, K // r.block_size), strict=True)):
-        yield part, found, part_for_matrix(amaxes, r, i, (B, len(part)))
+    separate, K = is_per_expert(amaxes, r) or (x.ndim > 2 and x.shape[-2] % r.block_rows), x.shape[-1]
+    B = prod(x.shape[:-2]) if separate else 1
+    for i, (part, block_amaxes) in enumerate(
+        zip(x.reshape(B, -1, K), out.reshape(B, -1, K // r.block_size), strict=True)
+    ):
+        yield part, block_amaxes, part_for_matrix(amaxes, r, i, (B, len(part)))
 
 
-def check_e4m3_search(search: Search) -> None:
-    """Raise Declined for what no kernel searches."""
+def check_search(search: Search) -> None:
+    """Raise Declined for a search without a CUDA kernel."""
     r, terms = search.call.recipe, search.terms
     if search.searches_e8m0 or terms.grid is not None:
         check_formats(r)
@@ -99,9 +102,9 @@ def search_matrix(
 ) -> None:
     """Write the best block amaxes of x into out.
 
-    unproven: None, or a uint64 to which the number of blocks is added for which the pruned search had to try every
-    candidate. mask: the mask of a Hadamard transform that comes first; only the pruned search without a Hessian
-    supports one.
+    unproven: None, or a uint64. The pruned search adds to it the number of blocks for which it had to try every
+    candidate. mask: the mask of a Hadamard transform that comes first; only the pruned search without Hessians supports
+    one.
     """
     check_count(x.size)
     rows, columns = x.shape
@@ -137,8 +140,9 @@ def search_matrix(
 
 
 def _is_pruned(r: Recipe, terms: Terms) -> bool:
-    """Return whether the pruned search may be used: a squared loss, E4M3 scales, blocks of one row, and amaxes that are
-    NaN if an element is NaN.
+    """Return whether the pruned search can be used.
+
+    It needs a squared loss, E4M3 scales, blocks of one row, and amaxes that are NaN if an element is NaN.
     """
     return r.scale == E4M3 and terms.power == 2 and r.block_rows == 1 and r.amax_nan == "propagate"
 
@@ -169,14 +173,14 @@ def with_searched_amaxes(call: Call) -> Call:
     kernel_for(launch_request(without)._replace(calibrated=True))  # raise Declined before any work
     with imports.making_current(call.x.device.id):
         x = imports.cupy().ascontiguousarray(call.moved)
-        amax, found = tensor_amax(call, x), imports.cupy().empty(scale_shape(x.shape, r), np.float32)
-        matrices = matrices_to_search(x, found, amax, r)
+        amax, block_amaxes = tensor_amax(call, x), imports.cupy().empty(scale_shape(x.shape, r), np.float32)
+        matrices = matrices_to_search(x, block_amaxes, amax, r)
         if r.search in FACTORS:
             search_factors(matrices, r, call.mask)
         else:
             for matrix in matrices:
                 search_matrix(*matrix, r, mask=call.mask)
-        return without._replace(tensor_amax=amax, block_amax=found)
+        return without._replace(tensor_amax=amax, block_amax=block_amaxes)
 
 
 @cache
@@ -211,6 +215,6 @@ def search_group(group: Sequence[tuple[Any, Any, Any]], r: Recipe, mask: int | N
 
 @cache
 def _function(kernel: str, r: Recipe, dtype: np.dtype, device: int, mask: int | None = None, **options: bool) -> Any:
-    """Return a compiled kernel."""
+    """Return a compiled kernel. mask: the mask of the Hadamard transform that comes first, or None."""
     source = instantiation(kernel, recipe_struct(r, sign_mask=mask), Input=TYPES[dtype], **options)
     return loader.function(source, f"{kernel}_kernel", device)
