@@ -193,9 +193,8 @@ def test_the_amax_of_x_is_found_in_out(gpu, monkeypatch):
     at = out.tensor_amax.data.ptr
     assert [line[0] for line in first] == ["amax_kernel", "quantize_kernel"]
     assert [line[0] for line in second] == ["memset", "amax_kernel", "quantize_kernel"] and second[0][1] == at
-    elsewhere = argument(
-        first[1], "tensor_amax"
-    )  # the full way finds the amax there, and its last launch copies it to out
+    # Without a cached call, the amax is computed there, and the last launch copies it to out.
+    elsewhere = argument(first[1], "tensor_amax")
     assert argument(first[1], "amax_out") == at and elsewhere != at
     words = np.uint64(elsewhere).tobytes(), np.uint64(at).tobytes()
     assert (*first[0][:4], first[0][4].replace(*words)) == second[1]
@@ -382,7 +381,7 @@ def test_the_driver_does_what_a_cached_call_does_not(gpu, call):
 
 
 def test_what_cannot_be_prepared_is_not_tried_again(monkeypatch):
-    """It goes the full way, and nothing is to be kept."""
+    """The call is done without a cached call, and none is stored."""
     x = np.ones((2, 3, 32), np.float32)
     key, _ = call_cache.find("quantize", (x,), "mxfp4-ocp")
     assert key is not None

@@ -42,7 +42,7 @@ def zeros(shape):
 
 @pytest.mark.parametrize("name", all_or_few(SCALED, FEW))
 def test_of_a_tensor(name):
-    """The full way, and a prepared call."""
+    """Run without a cached call, then by the cached call."""
     r, x = RECIPES[name], cupy.asarray(X)
     zero, negative = zeros(tensor_amax_shape(X.shape, r))
     for _ in range(2):

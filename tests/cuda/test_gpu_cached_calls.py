@@ -25,9 +25,9 @@ def nothing_prepared():
 
 
 def forbid(monkeypatch):
-    """The full way must not be gone again."""
+    """Fail if a call is done without its cached call."""
     for name in ("quantize", "dequantize", "fake_quantize"):
-        monkeypatch.setattr(engine, name, lambda *a, **k: pytest.fail("the call went the full way"))
+        monkeypatch.setattr(engine, name, lambda *a, **k: pytest.fail("the call was done without its cached call"))
 
 
 def misaligned(shape, dtype):
@@ -274,7 +274,7 @@ def test_strided_amaxes_of_rows():
     "recipe", ["nvfp4-te", "nvfp4-compressed-tensors", "nvfp4-modelopt", "int8-modelopt", "int4-modelopt"]
 )
 def test_unknown_and_wrong_amaxes(recipe):
-    """What decoding needs of an amax is found on the device, in the full way and in a prepared call."""
+    """The amax that decoding needs is computed on the device, with and without a cached call."""
     x = blocks(BF16)
     q = fp4kit.quantize(x, recipe)
     on_device = fp4kit.quantize(cupy.asarray(x), recipe)

@@ -1,5 +1,5 @@
-"""Prepared calls along columns, both ways, of square blocks, and those that move codes and scales: the bits of the full
-way.
+"""Cached calls give the bits of other calls: along columns, along rows and columns, with square blocks, and for
+transpose and swizzle.
 """
 
 from operator import attrgetter
@@ -25,9 +25,9 @@ def nothing_prepared():
 
 
 def forbid(monkeypatch, *names):
-    """The full way must not be gone again."""
+    """Fail if a call is done without its cached call."""
     for name in names:
-        monkeypatch.setattr(engine, name, lambda *a, **k: pytest.fail("the call went the full way"))
+        monkeypatch.setattr(engine, name, lambda *a, **k: pytest.fail("the call was done without its cached call"))
 
 
 def two(dtype):
@@ -85,9 +85,7 @@ def test_columns_into_out_with_an_amax(monkeypatch):
 
 @pytest.mark.parametrize("axis", [-1, 0])
 def test_results_keep_no_memory_of_the_caller_s(axis):
-    """The full way and a prepared call: an amax that was given does not change with a result that is written to
-    again.
-    """
+    """Write to a result again: the amax that the caller gave for it stays unchanged, with and without a cached call."""
     first, second = two(BF16)
     amax = cupy.asarray(np.float32(3))
     for _ in range(3):
@@ -189,7 +187,7 @@ def test_new_arrays_are_such_as_cupy_makes(shape, dtype):
 
 @pytest.mark.parametrize("change", ["none", "fails", "another shape"])
 def test_another_cupy_makes_its_arrays_itself(change):
-    """The short way is one of CuPy's own making: where it is not there, or comes to something else, it is not gone."""
+    """Fall back to cupy.ndarray if CuPy lacks the fast constructor, or if the fast one gives another array."""
 
     class Base:
         pass

@@ -1,4 +1,4 @@
-"""The Hadamard transform on a GPU: codes and amaxes of every kind of runs are the CPU's, whichever way the sums go."""
+"""The Hadamard transform on a GPU: codes and amaxes of every kind of run equal the CPU's, in whichever direction sums round."""
 
 from importlib import import_module
 from unittest.mock import patch

@@ -1,4 +1,4 @@
-"""Columnwise quantization and both ways from one read give, on a GPU, the bytes of the CPU specification."""
+"""Columnwise quantization, alone or with rowwise quantization from one read, gives, on a GPU, the bytes of the CPU specification."""
 
 from __future__ import annotations
 

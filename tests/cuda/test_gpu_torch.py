@@ -60,7 +60,7 @@ def assert_equal(found, expected):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", CALLS)
 def test_tensors_come_back_as_tensors(name, dtype):
-    """Three times: the full way, and what it prepared."""
+    """Run three times: first without a cached call, then by the cached call."""
     expected = plain(CALLS[name](X[dtype]))
     for _ in range(3):
         assert_equal(host(CALLS[name](tensor(X[dtype]).cuda())), expected)

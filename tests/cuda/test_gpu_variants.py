@@ -32,7 +32,7 @@ OTHERS += [replace(RECIPES["fp8-modelopt-channel"], element=e) for e in (E1M2, E
 
 
 def everything(x: np.ndarray, r: Recipe, **options) -> None:
-    """quantize and dequantize of x, of a group, and both ways, on both sides."""
+    """Check quantize and dequantize of x, of a group, and of x along rows and columns, against the CPU."""
     check(x, r, **options)
     xs = [x, x[:17], x[:0]]
     group = zip(fp4kit.quantize_grouped([cupy.asarray(a) for a in xs], r, **options), xs, strict=True)
@@ -146,9 +146,7 @@ UNSIGNED = (
 @pytest.mark.parametrize("name", UNSIGNED)
 @pytest.mark.parametrize("dtype", [DTYPES[2], *exhaustive(DTYPES[:2])])
 def test_zeros_without_signs(name, dtype) -> None:
-    """A negative element that rounds to zero has code 0 on every way of codes; a random byte keeps the product's
-    sign.
-    """
+    """A negative element that rounds to zero has code 0 in every kernel; with a random byte it keeps its sign."""
     r = replace(RECIPES[name], sign="unsigned_zero")
     x = zeros_of_all_kinds(dtype)
     everything(x, r)

@@ -81,7 +81,7 @@ def test_a_cubin_is_compiled_once(cache):
 
 
 def change_header(cache, monkeypatch):
-    path = loader.files(cache.sources)["types.cuh"]  # quantize.cu includes it by way of others
+    path = loader.files(cache.sources)["types.cuh"]  # quantize.cu includes it through other headers
     path.write_text(path.read_text() + "// changed\n")
     loader.include_closure.cache_clear()
 
