@@ -1,4 +1,4 @@
-"""The Hadamard transform on a GPU: codes and amaxes of every kind of run equal the CPU's, in whichever direction sums round."""
+"""The Hadamard transform on a GPU gives the CPU's codes and amaxes, for every kind of run and direction of rounding."""
 
 from importlib import import_module
 from unittest.mock import patch

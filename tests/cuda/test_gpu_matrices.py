@@ -1,4 +1,4 @@
-"""Columnwise quantization, alone or with rowwise quantization from one read, gives, on a GPU, the bytes of the CPU specification."""
+"""Columnwise quantization on a GPU gives the bytes of the CPU specification, also with rowwise codes from one read."""
 
 from __future__ import annotations
 
