@@ -160,7 +160,7 @@ class ElementFormat:
 
     @property
     def is_integer(self) -> bool:
-        """Whether the format is a two's complement integer."""
+        """True if the format is a two's complement integer."""
         return self.exponent_bits == 0
 
     @property

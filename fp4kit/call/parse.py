@@ -85,7 +85,7 @@ class Call(NamedTuple):
 
     @property
     def has_scales(self) -> bool:
-        """Whether the caller passed scales, so that only codes are computed."""
+        """True if the caller passed scales, so that only codes are computed."""
         return self.block_scale is not None or self.tensor_scale is not None
 
     def with_array(self, x: Any, out: Quantized | None = None) -> Call:

@@ -71,12 +71,12 @@ class Search(NamedTuple):
 
     @property
     def searches_e8m0(self) -> bool:
-        """Whether the recipe's block scales are E8M0."""
+        """True if the recipe's block scales are E8M0."""
         return self.call.recipe.scale == E8M0
 
     @property
     def searches_e4m3(self) -> bool:
-        """Whether E4M3 block scales are searched."""
+        """True if E4M3 block scales are searched."""
         return self.terms.grid is None and not self.searches_e8m0
 
 

@@ -17,7 +17,7 @@ from fp4kit.recipes import Recipe
 def check_castable(op: str, r: Recipe) -> None:
     """Raise ValueError if a recipe chooses between scales, because its codes then depend on whole blocks."""
     if r.four_over_six or r.search:
-        raise ValueError(f"{op}: {r.id} chooses between scales by whole blocks; use quantize on the whole matrix")
+        raise ValueError(f"{op}: {r.id} chooses scales from whole blocks; use quantize on the whole matrix")
 
 
 def check_shard(op: str, shard: Any, shape: Any, start: Any, r: Recipe) -> tuple[int, int]:
@@ -36,7 +36,10 @@ def check_shard(op: str, shard: Any, shape: Any, start: Any, r: Recipe) -> tuple
     if len(shape) != 2:
         raise ValueError(f"{op}: shape is {shape}; needs (M, K) of the whole matrix")
     if r.block is None or r.tensor_scaling not in ("none", "tensor"):
-        raise ValueError(f"{op}: {r.id} has no blocks under one tensor scale; needs a recipe such as nvfp4-te-2d")
+        raise ValueError(
+            f"{op}: {r.id} has no blocks, or more than one tensor scale; needs blocks and at most one tensor scale, as"
+            " nvfp4-te-2d has"
+        )
     M, K = shape
     checks.check_length(op, 1, K, r)
     start = as_index(op, "start", start)

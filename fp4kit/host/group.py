@@ -44,7 +44,7 @@ class Group:
 
     @property
     def computes_amaxes(self) -> bool:
-        """Whether the amaxes are computed from the arrays, not given by the caller."""
+        """True if the amaxes are computed from the arrays, not given by the caller."""
         return self.vector is not None
 
     def amax(self) -> list[Any]:

@@ -113,7 +113,7 @@ class GroupedPlan:
     on a GPU they are views of stacked arrays.
 
     A plan keeps its tensors alive and sees what is written into them. It does not follow an array that is replaced by
-    another. If an entry of the sequence, or the memory of a PyTorch tensor, is not the one from when the plan was made,
+    another. If an entry of the sequence, or the memory of a PyTorch tensor, was replaced after the plan was made,
     the methods raise ValueError before any work; refresh() then makes the plan again. If the sequence itself is another
     object, pass it to the method as xs.
 
@@ -240,7 +240,7 @@ class GroupedPlan:
                 Computed amaxes are in amax_vector; on a GPU one launch computes them.
 
         Raises:
-            ValueError: an entry or its memory is not the one of the plan.
+            ValueError: an entry or its memory was replaced after the plan was made.
         """
         self._check_unchanged("amax", xs)
         return list(self._group.amax())
@@ -257,7 +257,7 @@ class GroupedPlan:
             A list of Quantized, overwritten by the next call.
 
         Raises:
-            ValueError: an entry or its memory is not the one of the plan; or as for fp4kit.quantize.
+            ValueError: an entry or its memory was replaced after the plan was made; or as for fp4kit.quantize.
         """
         keep_amax = as_flag(self._op, "keep_amax", keep_amax)
         self._check_unchanged("quantize", xs)
@@ -275,8 +275,8 @@ class GroupedPlan:
             A list of arrays, overwritten by the next call.
 
         Raises:
-            ValueError: the plan has a hadamard option; an entry or its memory is not the one of the plan; or as for
-                fp4kit.fake_quantize.
+            ValueError: the plan has a hadamard option; an entry or its memory was replaced after the plan was made; or
+                as for fp4kit.fake_quantize.
         """
         keep_amax = as_flag(self._op, "keep_amax", keep_amax)
         self._check_unchanged("fake_quantize", xs)
@@ -302,8 +302,8 @@ class GroupedPlan:
             A list of gradients: grads themselves with pass_through.
 
         Raises:
-            ValueError: grads does not have one entry per tensor; an entry or its memory is not the one of the plan; or
-                as for fp4kit.fake_quantize_backward.
+            ValueError: grads does not have one entry per tensor; an entry or its memory was replaced after the plan was
+                made; or as for fp4kit.fake_quantize_backward.
         """
         self._check_unchanged("fake_quantize_backward", xs)
         pass_through = as_flag(self._op, "pass_through", pass_through)

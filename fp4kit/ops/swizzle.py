@@ -66,7 +66,7 @@ def _change(op: str, q: Quantized, layout: ScaleLayout) -> Quantized:
 
 @returns_in_library
 def _change_fully(original: Quantized, op: str, layout: ScaleLayout, key: Any) -> Quantized:
-    """Parse the call and do it; key: where its cached call is stored, or None."""
+    """Parse and run the call, and store its cached call under key unless key is None."""
     layouts.check_layout(op, layout)
     q = original.imported()
     if q.block_scale is None:

@@ -50,7 +50,7 @@ def transpose(q: Quantized) -> Quantized:
 
 @returns_in_library
 def _transpose(q: Quantized, key: Any) -> Quantized:
-    """Parse the call and do it; key: where its cached call is stored, or None."""
+    """Parse and run the call, and store its cached call under key unless key is None."""
     original = q
     q = checks.check_quantized("transpose", q)
     _check_square_blocks(q)

@@ -142,7 +142,7 @@ OUT_PARTS = {
     "scales misaligned": ({"block_scale": lambda: misaligned((64, 32), np.uint8)}, "out.block_scale is at address"),
     "codes strided": (
         {"packed": lambda: cupy.zeros((64, 512), np.uint8)[:, ::2]},
-        "out.packed needs a contiguous CuPy array",
+        "needs a contiguous CuPy array",
     ),
     "codes on the host": ({"packed": lambda: np.zeros((64, 256), np.uint8)}, "needs a NumPy array, as packed is"),
     "scales on the host": ({"block_scale": lambda: np.zeros((64, 32), np.uint8)}, "needs a CuPy array, as packed is"),
@@ -155,7 +155,7 @@ OUT_PARTS = {
         "tensor_scale is float64; needs float32",
     ),
     "amax's dtype": ({"tensor_amax": lambda: cupy.zeros((), np.float16)}, "tensor_amax is float16; needs float32"),
-    "no amax": ({"tensor_amax": lambda: None}, "out.tensor_amax needs a contiguous"),
+    "no amax": ({"tensor_amax": lambda: None}, "out.tensor_amax is NoneType; needs a contiguous"),
 }
 
 
@@ -203,13 +203,13 @@ def test_a_wrong_out_after_a_right_one(wrong):
 
 WRONG_DEQUANTIZE = {
     "dtype": (lambda q: {"dtype": np.float64}, TypeError, "dtype is float64; needs float32"),
-    "other dtype": (lambda q: {"dtype": np.float32}, ValueError, "out needs a CuPy array of float32 (64, 512)"),
+    "other dtype": (lambda q: {"dtype": np.float32}, ValueError, "needs a CuPy array of float32 (64, 512)"),
     "out's shape": (
         lambda q: {"out": cupy.zeros((32, 512), BF16)},
         ValueError,
-        "out needs a CuPy array of bfloat16 (64, 512)",
+        "needs a CuPy array of bfloat16 (64, 512)",
     ),
-    "host out": (lambda q: {"out": np.zeros(SHAPE, BF16)}, ValueError, "out needs a CuPy array of bfloat16 (64, 512)"),
+    "host out": (lambda q: {"out": np.zeros(SHAPE, BF16)}, ValueError, "needs a CuPy array of bfloat16 (64, 512)"),
     "no Quantized": (lambda q: {"q": q.packed}, TypeError, "needs a Quantized, as fp4kit.quantize returns"),
 }
 

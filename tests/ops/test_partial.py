@@ -146,12 +146,12 @@ OUT = np.zeros((4, 8), np.uint8)
         (
             lambda: fp4kit.partial_amax(X, (4, 16), 0, "fp8-modelopt"),
             ValueError,
-            "fp8-modelopt has no blocks under one tensor scale",
+            "fp8-modelopt has no blocks, or more than one tensor scale",
         ),
         (
             lambda: fp4kit.partial_amax(X, (4, 16), 0, "nvfp4-te-rowscaled"),
             ValueError,
-            "nvfp4-te-rowscaled has no blocks under one",
+            "nvfp4-te-rowscaled has no blocks, or more than one",
         ),
         (lambda: _call(OUT[:, :4]), ValueError, "out is uint8 (4, 4); needs uint8 (4, 8)"),
         (lambda: _call(OUT.astype(np.int8)), ValueError, "out is int8 (4, 8); needs uint8 (4, 8)"),
@@ -169,7 +169,7 @@ OUT = np.zeros((4, 8), np.uint8)
                 " elements only; pass tensor_amax, the amax of the finite elements of the whole matrix"
             ),
         ),
-        (lambda: _call(OUT, name="nvfp4-te-4over6-mae-256-2d"), ValueError, "chooses between scales by whole blocks"),
+        (lambda: _call(OUT, name="nvfp4-te-4over6-mae-256-2d"), ValueError, "chooses scales from whole blocks"),
     ],
 )
 def test_errors(call, error, message) -> None:

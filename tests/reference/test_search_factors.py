@@ -256,7 +256,7 @@ def test_invalid_arguments_are_rejected(name):
         ValueError, match=f"quantize: block_amax was given, but {name} computes it from x; leave it out"
     ):
         fp4kit.quantize(x, name, block_amax=amax)
-    with pytest.raises(ValueError, match=f"partial_cast: {name} chooses between scales by whole blocks; use quantize"):
+    with pytest.raises(ValueError, match=f"partial_cast: {name} chooses scales from whole blocks; use quantize"):
         fp4kit.partial_cast(x.reshape(-1), out, amax, x.shape, 0, name)
     assert_same_bits(fp4kit.partial_amax(x.reshape(-1), x.shape, 0, name), amax)
 

@@ -117,7 +117,7 @@ def test_columnwise_and_plans(size) -> None:
             "matrix 0: no process owns elements [0, 3) of 16; needs each element in exactly one shard",
         ),
         (lambda: cast((0, 5, 16)), "matrix 0: no process owns elements [5, 16) of 16"),
-        (lambda: cast((0, 16, 16), recipe="nvfp4-te-4over6-mae-256-2d"), "chooses between scales by whole blocks"),
+        (lambda: cast((0, 16, 16), recipe="nvfp4-te-4over6-mae-256-2d"), "chooses scales from whole blocks"),
         (
             lambda: cast((0, 16, 16), recipe="nvfp4-te", columnwise=True),
             "nvfp4-te has 1x16 blocks; needs square blocks",
