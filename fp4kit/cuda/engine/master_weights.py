@@ -77,12 +77,12 @@ class DeviceStages:
         self._blocks = np.array([np.prod(amax_shape(s, r)) for s in shapes], np.int64)
         self._block_at = np.cumsum(self._blocks) - self._blocks
         self.bits = cupy.zeros(count + int(self._blocks.sum()), np.uint32)
-        self._whole, self._amax = self.bits[:count].view(np.float32), self.bits[count:].view(np.float32)
-        self._decode = cupy.zeros(count, np.float32)
-        self._factors = cupy.empty(self._amax.size, np.float32)
-        self._packed_at, size = _places([int(np.prod(packed_shape(s, r))) for s in shapes])
+        self._tensor_amax, self._block_amax = self.bits[:count].view(np.float32), self.bits[count:].view(np.float32)
+        self._tensor_scale = cupy.zeros(count, np.float32)
+        self._factors = cupy.empty(self._block_amax.size, np.float32)
+        self._packed_at, size = _offsets([int(np.prod(packed_shape(s, r))) for s in shapes])
         self._packed = cupy.zeros(size, np.uint8)
-        self._scale_at, size = _places([int(np.prod(scale_shape(s, r))) for s in shapes])
+        self._scale_at, size = _offsets([int(np.prod(scale_shape(s, r))) for s in shapes])
         self._scales = cupy.zeros(size, np.uint8)
         sizes = self._partition.pieces(partial.RUN).sum(axis=1) * partial.run_bytes(r)
         self.counts = _message_sizes(sizes.tolist())
@@ -91,18 +91,18 @@ class DeviceStages:
 
     def _views(self, shapes: Sequence[tuple[int, int]], packed: Any, scales: Any, axis: int = -1) -> list[Quantized]:
         """Return the Quantized of each matrix as views of the buffers. With axis 0, of the transposed matrices."""
-        found, r = [], self._recipe
+        views, r = [], self._recipe
         for t, shape in enumerate(shapes):
             moved = shape if axis == -1 else shape[::-1]
             codes, bytes_ = packed_shape(moved, r), scale_shape(moved, r)
-            scale, amax = (a[t : t + 1].reshape(()) for a in (self._decode, self._whole))
+            scale, amax = (a[t : t + 1].reshape(()) for a in (self._tensor_scale, self._tensor_amax))
             if r.tensor_scaling == "none":
                 scale = amax = None
             at, scale_at = int(self._packed_at[t]), int(self._scale_at[t])
             part = packed[at : at + int(np.prod(codes))].reshape(codes)
             scale_part = scales[scale_at : scale_at + int(np.prod(bytes_))].reshape(bytes_)
-            found.append(Quantized(part, scale_part, scale, amax, shape, self._dtypes[t], axis, r))
-        return found
+            views.append(Quantized(part, scale_part, scale, amax, shape, self._dtypes[t], axis, r))
+        return views
 
     def _by_dtype(self, kernel: str, work: np.ndarray, fields: dict[str, Any], *held: Any) -> list[GroupedLaunch]:
         """Return one prepared launch per dtype of the shards. Matrices without work are left out."""
@@ -118,9 +118,9 @@ class DeviceStages:
 
     def _prepare_scales(self) -> None:
         """Prepare the launches of the scales stage."""
-        fields = {"block_amax": self._amax, "factors": self._factors, "scales": self._scales}
+        fields = {"block_amax": self._block_amax, "factors": self._factors, "scales": self._scales}
         if self._recipe.tensor_scaling != "none":
-            fields |= {"tensor_amax": self._whole, "tensor_scale": self._decode}
+            fields |= {"tensor_amax": self._tensor_amax, "tensor_scale": self._tensor_scale}
         places = {"block_at": self._block_at, "factor_at": self._block_at, "scale_at": self._scale_at}
         places |= {"tensor_at": np.arange(len(self._blocks)), "rows": self._rows, "columns": self._columns}
         # A matrix without elements also needs a launch, because it has a tensor scale.
@@ -132,9 +132,9 @@ class DeviceStages:
         run_bytes = partial.run_bytes(self._recipe)
         common = {"values": np.array([v.data.ptr for v in self._values], np.uint64), "start": starts, "end": ends}
         common |= {"columns": self._columns}
-        fields = {"block_amax": self._amax, "rows": self._rows, "block_at": self._block_at}
+        fields = {"block_amax": self._block_amax, "rows": self._rows, "block_at": self._block_at}
         if self._recipe.tensor_scaling != "none":
-            common |= {"tensor_amax": self._whole, "tensor_at": np.arange(len(starts))}
+            common |= {"tensor_amax": self._tensor_amax, "tensor_at": np.arange(len(starts))}
         first, last = partial.block_span(starts, ends, np.maximum(self._columns, 1), self._recipe)
         self._run_amax = self._by_dtype(
             "partial_amax", np.where(starts < ends, last - first, 0), common | fields, self._values
@@ -244,7 +244,10 @@ def _message_sizes(sizes: Sequence[int]) -> list[int]:
     return [longest] * len(sizes) if longest * len(sizes) <= MAX_PADDING * sum(padded) else padded
 
 
-def _places(sizes: Sequence[int]) -> tuple[np.ndarray, int]:
-    """Return (where each array begins, total size) of one buffer for arrays of the given sizes in bytes."""
+def _offsets(sizes: Sequence[int]) -> tuple[np.ndarray, int]:
+    """Return the offset of each array in one buffer, and the size of the buffer. sizes: bytes of each array.
+
+    Arrays begin at multiples of ALIGNMENT.
+    """
     padded = -(-np.array(sizes, np.int64) // ALIGNMENT) * ALIGNMENT
     return np.cumsum(padded) - padded, int(padded.sum())

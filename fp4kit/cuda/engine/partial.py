@@ -37,13 +37,13 @@ def partial_cast(
     cupy = imports.cupy()
     with imports.making_current(shard.device.id):
         block_amax = cupy.ascontiguousarray(block_amax)
-        whole = matrix.amax(block_amax) if r.tensor_scaling != "none" and amax is None else amax
+        whole_amax = matrix.amax(block_amax) if r.tensor_scaling != "none" and amax is None else amax
         if not shard.size:
             return
         first, last = partial.factor_rows(start, start + shard.size, shape, r)
         factors = cupy.empty((last - first, block_amax.shape[1]), np.float32)
         direct = out.flags.c_contiguous and out.data.ptr % 8 == 0
         target = out if direct else out.copy(order="C")
-        partial.cast_shard(cupy.ascontiguousarray(shard), target, block_amax, whole, factors, shape, start, r)
+        partial.cast_shard(cupy.ascontiguousarray(shard), target, block_amax, whole_amax, factors, shape, start, r)
         if not direct:
             out[...] = target

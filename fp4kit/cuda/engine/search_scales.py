@@ -108,23 +108,23 @@ def search_matrix(
     """
     check_count(x.size)
     rows, columns = x.shape
-    device, whole = x.device.id, aligned(x, 16)
+    device, aligned_runs = x.device.id, aligned(x, 16)
     offsets = terms.offsets or (AROUND_FLOOR if r.scale == E8M0 else _ALL_OFFSETS)
     weighted, column_weights = terms.weights is not None, terms.weights if terms.hessian is None else terms.hessian
     pruned, threads = _is_pruned(r, terms), THREADS
     if not pruned:
         function = _function(
-            "search_full", r, x.dtype, device, kAligned=whole, kWeighted=weighted, **_loss_options(terms)
+            "search_full", r, x.dtype, device, kAligned=aligned_runs, kWeighted=weighted, **_loss_options(terms)
         )
         lanes = POWER_LANES if r.scale == E8M0 else LANES
         blocks = grid(-(-rows // r.block_rows) * (columns // r.block_size) * lanes // THREADS, device)
     elif terms.hessian is None:
-        options = {"kAligned": whole, "kWeighted": weighted} | _candidate_options(*offsets)
+        options = {"kAligned": aligned_runs, "kWeighted": weighted} | _candidate_options(*offsets)
         function = _function("search", r, x.dtype, device, mask, **options)
         threads, max_per_multiprocessor = (THREADS, 8) if weighted else (SEARCH_THREADS, SEARCH_BLOCKS)
         blocks = grid(-(-x.size // BLOCK_COLUMNS // threads), device, max_per_multiprocessor)
     else:
-        function = _function("search_hessian", r, x.dtype, device, kAligned=whole)
+        function = _function("search_hessian", r, x.dtype, device, kAligned=aligned_runs)
         blocks_per_hessian = max(
             min(-(-rows // THREADS), grid(rows * columns, device, 8) // (columns // BLOCK_COLUMNS)), 1
         )
@@ -200,16 +200,16 @@ def group_launches(group: Sequence[tuple[Any, Any, Any]], r: Recipe, mask: int |
 def search_group(group: Sequence[tuple[Any, Any, Any]], r: Recipe, mask: int | None = None) -> grouped.GroupedLaunch:
     """Return one launch that does search_matrix, with default terms, for matrices of one dtype and device."""
     xs, outs, amaxes = zip(*group, strict=True)
-    device, whole, small = xs[0].device.id, [aligned(x, 16) for x in xs], grouped.is_small(xs)
+    device, aligned_runs, small = xs[0].device.id, [aligned(x, 16) for x in xs], grouped.is_small(xs)
     arguments = np.zeros(len(xs), _SEARCH)
     for name, arrays in (("x", xs), ("tensor_amax", amaxes), ("block_amax", outs)):
         arguments[name] = [address(array) for array in arrays]
     arguments["rows"], arguments["columns"] = zip(*(x.shape for x in xs), strict=True)
     arguments["lower"], arguments["upper"] = _ALL_OFFSETS
-    options = {"kAligned": all(whole), "kWeighted": False, "kSmall": small} | _candidate_options(*_ALL_OFFSETS)
+    options = {"kAligned": all(aligned_runs), "kWeighted": False, "kSmall": small} | _candidate_options(*_ALL_OFFSETS)
     function = _function("grouped_search", r, xs[0].dtype, device, mask, **options)
     pieces = grouped.piece_counts(np.array([x.size for x in xs]), device)
-    launch = grouped.prepare_group(function, arguments, whole, pieces, tuple(group), small)
+    launch = grouped.prepare_group(function, arguments, aligned_runs, pieces, tuple(group), small)
     return replace(launch, grid=grid(launch.grid, device, SEARCH_BLOCKS), threads=SEARCH_THREADS)
 
 

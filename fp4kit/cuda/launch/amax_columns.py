@@ -22,21 +22,23 @@ _ROWS = 16  # rows per thread: enough loads at a time, and few atomic updates pe
 
 
 @cache
-def _function(dtype: np.dtype, whole: bool, device: int) -> Any:
-    """Return the compiled kernel. whole: rows of every matrix begin at multiples of 16 bytes."""
-    source = instantiation("amax_columns", Input=TYPES[dtype], kAligned=whole)
+def _function(dtype: np.dtype, aligned_runs: bool, device: int) -> Any:
+    """Return the compiled kernel. aligned_runs: rows of every matrix begin at multiples of 16 bytes."""
+    source = instantiation("amax_columns", Input=TYPES[dtype], kAligned=aligned_runs)
     return loader.function(source, "amax_columns_kernel", device)
 
 
 @lru_cache(CACHE_SIZE)
-def _launch(dtype: np.dtype, whole: bool, shape: tuple[int, int, int], device: int) -> Launch:
-    """Return the launch for matrices of a shape (B, M, K). whole: as for _function."""
+def _launch(dtype: np.dtype, aligned_runs: bool, shape: tuple[int, int, int], device: int) -> Launch:
+    """Return the launch for matrices of a shape (B, M, K). aligned_runs: as for _function."""
     matrices, rows, columns = shape
-    width = 16 // dtype.itemsize if whole else 1  # columns per thread
+    width = 16 // dtype.itemsize if aligned_runs else 1  # columns per thread
     lanes = min(1 << (-(-columns // width) - 1).bit_length(), _WARP)
     height = THREADS // lanes * _ROWS
     items = matrices * -(-rows // height) * -(-columns // (lanes * width))
-    return Launch(_function(dtype, whole, device), grid(items, device, UNLIMITED), _COLUMNS, *shape, lanes, height)
+    return Launch(
+        _function(dtype, aligned_runs, device), grid(items, device, UNLIMITED), _COLUMNS, *shape, lanes, height
+    )
 
 
 def amax_columns(x: Any) -> Any:

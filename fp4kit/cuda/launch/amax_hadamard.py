@@ -20,20 +20,22 @@ _WORD = 4  # bytes per thread and row
 
 
 @cache
-def _function(dtype: np.dtype, counted: str, whole: bool, mask: int, device: int) -> Any:
-    """Return the compiled kernel. whole: all loads are aligned to _WORD bytes."""
+def _function(dtype: np.dtype, counted: str, aligned_runs: bool, mask: int, device: int) -> Any:
+    """Return the compiled kernel. aligned_runs: all loads are aligned to _WORD bytes."""
     struct = transform_struct(mask)
     source = instantiation(
-        "amax_hadamard", struct, Input=TYPES[dtype], kCounted=f"AmaxInput::{counted}", kAligned=whole
+        "amax_hadamard", struct, Input=TYPES[dtype], kCounted=f"AmaxInput::{counted}", kAligned=aligned_runs
     )
     return loader.function(source, "amax_hadamard_kernel", device)
 
 
 @lru_cache(CACHE_SIZE)
-def _launch(dtype: np.dtype, counted: str, whole: bool, rows: int, columns: int, mask: int, device: int) -> Launch:
+def _launch(
+    dtype: np.dtype, counted: str, aligned_runs: bool, rows: int, columns: int, mask: int, device: int
+) -> Launch:
     """Return the launch for a matrix of `rows` rows and `columns` columns."""
-    wide = -(-columns // (THREADS * (_WORD // dtype.itemsize if whole else 1)))
-    function, patch_rows = _function(dtype, counted, whole, mask, device), rows // HADAMARD_BLOCK
+    wide = -(-columns // (THREADS * (_WORD // dtype.itemsize if aligned_runs else 1)))
+    function, patch_rows = _function(dtype, counted, aligned_runs, mask, device), rows // HADAMARD_BLOCK
     return Launch(function, grid(patch_rows * wide, device), AMAX, rows, columns)
 
 
@@ -48,6 +50,6 @@ def amax_hadamard(x: Any, counted: str, mask: int) -> Any:
     rows, columns = x.shape
     out = imports.cupy().zeros((), np.float32)
     if x.size:
-        whole = x.data.ptr % _WORD == 0 and columns * x.dtype.itemsize % _WORD == 0
-        _launch(x.dtype, counted, whole, rows, columns, mask, x.device.id)(x.data.ptr, out.data.ptr)
+        aligned_runs = x.data.ptr % _WORD == 0 and columns * x.dtype.itemsize % _WORD == 0
+        _launch(x.dtype, counted, aligned_runs, rows, columns, mask, x.device.id)(x.data.ptr, out.data.ptr)
     return out

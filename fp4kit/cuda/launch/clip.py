@@ -17,17 +17,19 @@ CLIP = np.dtype([(name, "u8") for name in ("grad", "x", "amax", "out")] + [("cou
 
 
 @cache
-def _clip_function(dtype: np.dtype, grad: np.dtype, whole: bool, device: int) -> Any:
-    """Return the compiled kernel. whole: all arrays begin at multiples of 16 bytes."""
-    source = instantiation("clip", Input=TYPES[dtype], Gradient=TYPES[grad], kAligned=whole)
+def _clip_function(dtype: np.dtype, grad: np.dtype, aligned_runs: bool, device: int) -> Any:
+    """Return the compiled kernel. aligned_runs: all arrays begin at multiples of 16 bytes."""
+    source = instantiation("clip", Input=TYPES[dtype], Gradient=TYPES[grad], kAligned=aligned_runs)
     return loader.function(source, "clip_kernel", device)
 
 
 @lru_cache(CACHE_SIZE)
-def _clip_launch(dtype: np.dtype, grad: np.dtype, whole: bool, count: int, covered: int, device: int) -> Launch:
+def _clip_launch(dtype: np.dtype, grad: np.dtype, aligned_runs: bool, count: int, covered: int, device: int) -> Launch:
     """Return the launch for `count` elements, of which each amax covers `covered`."""
     blocks = -(-count * max(dtype.itemsize, grad.itemsize) // (16 * THREADS))
-    return Launch(_clip_function(dtype, grad, whole, device), grid(blocks, device, UNLIMITED), CLIP, count, covered)
+    return Launch(
+        _clip_function(dtype, grad, aligned_runs, device), grid(blocks, device, UNLIMITED), CLIP, count, covered
+    )
 
 
 def clip_gradient(grad: Any, x: Any, amax: Any, out: Any) -> None:
@@ -36,6 +38,6 @@ def clip_gradient(grad: Any, x: Any, amax: Any, out: Any) -> None:
     grad, x, out: contiguous arrays of one size. out has the dtype of grad. amax: float32; each entry covers the same
     number of consecutive elements of x, so its size divides the size of x.
     """
-    whole = all(a.data.ptr % 16 == 0 for a in (grad, x, out))
-    launch = _clip_launch(x.dtype, grad.dtype, whole, x.size, x.size // amax.size, x.device.id)
+    aligned_runs = all(a.data.ptr % 16 == 0 for a in (grad, x, out))
+    launch = _clip_launch(x.dtype, grad.dtype, aligned_runs, x.size, x.size // amax.size, x.device.id)
     launch(*map(address, (grad, x, amax, out)))

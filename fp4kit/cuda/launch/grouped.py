@@ -91,17 +91,17 @@ def group_table(members: np.ndarray) -> np.ndarray:
 
 
 def prepare_group(
-    function: Any, arguments: np.ndarray, whole: ArrayLike, pieces: np.ndarray, held: Any, small: bool = False
+    function: Any, arguments: np.ndarray, aligned_runs: ArrayLike, pieces: np.ndarray, held: Any, small: bool = False
 ) -> GroupedLaunch:
     """Return the launch of a grouped kernel.
 
-    arguments: one struct per member. whole: per member, whether its runs are aligned to 16 bytes (or flags, for
+    arguments: one struct per member. aligned_runs: per member, whether its runs are aligned to 16 bytes (or flags, for
     grouped_transpose). pieces: the number of pieces per member. held: the arrays to keep alive. small: whether the
     kernel was compiled for small groups (kSmall).
     """
     member = np.dtype([("arguments", arguments.dtype), ("pieces", "u4"), ("aligned", "u4")])
     members, total, table = np.zeros(len(arguments), member), int(pieces.sum()), None
-    members["arguments"], members["pieces"], members["aligned"] = arguments, pieces, whole
+    members["arguments"], members["pieces"], members["aligned"] = arguments, pieces, aligned_runs
     if small:
         group = np.zeros(1, [("pieces", "i8"), ("first", "u4", SMALL_GROUP), ("members", member, SMALL_GROUP)])
         first = np.cumsum(pieces) - pieces
@@ -114,9 +114,9 @@ def prepare_group(
 
 
 @cache
-def _quantize_function(kernel: str, struct: str, dtype: np.dtype, whole: bool, small: bool, device: int) -> Any:
-    """Return the compiled grouped kernel. whole: the runs of all members are aligned. small: see is_small."""
-    source = instantiation(f"grouped_{kernel}", struct, Input=TYPES[dtype], kAligned=whole, kSmall=small)
+def _quantize_function(kernel: str, struct: str, dtype: np.dtype, aligned_runs: bool, small: bool, device: int) -> Any:
+    """Return the compiled grouped kernel. aligned_runs: the runs of all members are aligned. small: see is_small."""
+    source = instantiation(f"grouped_{kernel}", struct, Input=TYPES[dtype], kAligned=aligned_runs, kSmall=small)
     return loader.function(source, f"grouped_{kernel}_kernel", device)
 
 
@@ -128,7 +128,7 @@ def quantize_group(matrices: Sequence[Matrix], requests: Sequence[LaunchRequest]
     """
     first, r = matrices[0], requests[0].recipe
     choice = kernel_for(requests[0]._replace(grouped=True))
-    whole = [has_aligned_runs(m, w) for m, w in zip(matrices, requests, strict=True)]
+    aligned_runs = [has_aligned_runs(m, w) for m, w in zip(matrices, requests, strict=True)]
     arguments = np.zeros(len(matrices), choice.arguments.struct)
     for name in choice.arguments.pointers:
         arguments[name] = [address(getattr(m, name)) for m in matrices]
@@ -138,23 +138,25 @@ def quantize_group(matrices: Sequence[Matrix], requests: Sequence[LaunchRequest]
     if r.block:
         check_columns(int(arguments["columns"].max()))
     device, small = first.x.device.id, is_small(matrices)
-    function = _quantize_function(choice.kernel, kernel_structs(requests[0]), first.x.dtype, all(whole), small, device)
+    function = _quantize_function(
+        choice.kernel, kernel_structs(requests[0]), first.x.dtype, all(aligned_runs), small, device
+    )
     simple = (
         small and not has_table(r) and r.tensor_scaling != "row"
     )  # a piece has little setup, so that small pieces are best
     pieces = piece_counts(np.array([m.x.size for m in matrices]), device, MIN_PIECE if simple else MAX_PIECE)
-    return prepare_group(function, arguments, whole, pieces, tuple(matrices), small)
+    return prepare_group(function, arguments, aligned_runs, pieces, tuple(matrices), small)
 
 
 @cache
 def _amax_function(
-    kernel: str, dtype: np.dtype, counted: str, whole: bool, small: bool, mask: int | None, device: int
+    kernel: str, dtype: np.dtype, counted: str, aligned_runs: bool, small: bool, mask: int | None, device: int
 ) -> Any:
-    """Return the compiled grouped amax kernel. whole: the rows of all members are aligned. small: see is_small."""
+    """Return the compiled grouped amax kernel. aligned_runs: rows of all members are aligned. small: see is_small."""
     names: dict[str, str | bool] = {
         "Input": TYPES[dtype],
         "kCounted": f"AmaxInput::{counted}",
-        "kAligned": whole,
+        "kAligned": aligned_runs,
         "kSmall": small,
     }
     return loader.function(instantiation("grouped_amax", transform_struct(mask), **names), kernel, device)
@@ -168,16 +170,18 @@ def amax_group(
     Without by_row, the outs must hold zeros at each launch.
     """
     shapes = [x.shape if by_row else (1, x.size) for x in xs]
-    whole = [aligned(x, shape[1] * x.dtype.itemsize if by_row else 16) for x, shape in zip(xs, shapes, strict=True)]
+    aligned_runs = [
+        aligned(x, shape[1] * x.dtype.itemsize if by_row else 16) for x, shape in zip(xs, shapes, strict=True)
+    ]
     arguments = np.array(
         [(address(x), address(out), *shape) for x, out, shape in zip(xs, outs, shapes, strict=True)], AMAX
     )
     device = xs[0].device.id
     kernel = "grouped_amax_rows_kernel" if by_row else "grouped_amax_kernel"
     small = is_small(xs)
-    function = _amax_function(kernel, xs[0].dtype, counted, all(whole), small, mask, device)
+    function = _amax_function(kernel, xs[0].dtype, counted, all(aligned_runs), small, mask, device)
     pieces = piece_counts(np.array([x.size for x in xs]), device)
-    return prepare_group(function, arguments, whole, pieces, (tuple(xs), tuple(outs)), small)
+    return prepare_group(function, arguments, aligned_runs, pieces, (tuple(xs), tuple(outs)), small)
 
 
 class Clip(NamedTuple):
@@ -190,9 +194,11 @@ class Clip(NamedTuple):
 
 
 @cache
-def _clip_function(dtype: np.dtype, grad: np.dtype, whole: bool, small: bool, device: int) -> Any:
-    """Return the compiled grouped clip kernel. whole: all arrays are aligned. small: see is_small."""
-    source = instantiation("grouped_clip", Input=TYPES[dtype], Gradient=TYPES[grad], kAligned=whole, kSmall=small)
+def _clip_function(dtype: np.dtype, grad: np.dtype, aligned_runs: bool, small: bool, device: int) -> Any:
+    """Return the compiled grouped clip kernel. aligned_runs: all arrays are aligned. small: see is_small."""
+    source = instantiation(
+        "grouped_clip", Input=TYPES[dtype], Gradient=TYPES[grad], kAligned=aligned_runs, kSmall=small
+    )
     return loader.function(source, "grouped_clip_kernel", device)
 
 
@@ -201,10 +207,10 @@ def clip_group(clips: Sequence[Clip]) -> GroupedLaunch:
 
     All x have one dtype, all gradients have one dtype, every array has elements, and all arrays are on one device.
     """
-    whole = [all(a.data.ptr % 16 == 0 for a in (c.grad, c.x, c.out)) for c in clips]
+    aligned_runs = [all(a.data.ptr % 16 == 0 for a in (c.grad, c.x, c.out)) for c in clips]
     arguments = np.array([(*map(address, c), c.x.size, c.x.size // c.amax.size) for c in clips], CLIP)
     first = clips[0]
     device, small = first.x.device.id, is_small(clips)
-    function = _clip_function(first.x.dtype, first.grad.dtype, all(whole), small, device)
+    function = _clip_function(first.x.dtype, first.grad.dtype, all(aligned_runs), small, device)
     pieces = piece_counts(np.array([c.x.size for c in clips]), device, MIN_PIECE)
-    return prepare_group(function, arguments, whole, pieces, tuple(clips), small)
+    return prepare_group(function, arguments, aligned_runs, pieces, tuple(clips), small)

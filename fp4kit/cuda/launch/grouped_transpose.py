@@ -31,22 +31,22 @@ class TransposeMatrix(NamedTuple):
 
 
 @cache
-def _function(bits: int, block: int, whole: bool, small: bool, device: int) -> Any:
-    """Return the compiled kernel. whole: the result of wide_copies is (True, True) for every member. small: see
-    is_small.
-    """
-    source = instantiation("grouped_transpose", kernel_structs(bits, block, "linear"), kAligned=whole, kSmall=small)
+def _function(bits: int, block: int, all_wide: bool, small: bool, device: int) -> Any:
+    """Return the compiled kernel. all_wide: both flags of wide_copies are set for every member. small: see is_small."""
+    source = instantiation("grouped_transpose", kernel_structs(bits, block, "linear"), kAligned=all_wide, kSmall=small)
     return loader.function(source, "grouped_transpose_kernel", device)
 
 
 def transpose_group(matrices: Sequence[TransposeMatrix], r: Recipe) -> GroupedLaunch:
     """Return the launch that transposes every matrix. No matrix is empty, scales are linear, all are on one device."""
     shapes = [(1, *m.shape) for m in matrices]
-    found = [wide_copies(*m[:2], r, "linear", *m[2:4], shape) for m, shape in zip(matrices, shapes, strict=True)]
-    flags = np.array(found) @ (WHOLE_CODES, WORD_SCALES)
+    flags_of_members = [
+        wide_copies(*m[:2], r, "linear", *m[2:4], shape) for m, shape in zip(matrices, shapes, strict=True)
+    ]
+    flags = np.array(flags_of_members) @ (WHOLE_CODES, WORD_SCALES)
     bits, device = r.element.packing.stored_bits, matrices[0].codes.device.id
     small = is_small(matrices)
-    function = _function(bits, r.block_size, all(map(all, found)), small, device)
+    function = _function(bits, r.block_size, all(map(all, flags_of_members)), small, device)
     table = np.array([(*map(address, m[:4]), *shape) for m, shape in zip(matrices, shapes, strict=True)], ARGUMENTS)
     pieces = np.array([work_blocks(bits, r.block_size, "linear", shape) for shape in shapes])
     return prepare_group(function, table, flags, pieces, tuple(matrices), small)

@@ -100,25 +100,25 @@ def kernel_structs(request: LaunchRequest) -> str:
 
 
 @cache
-def _function(kernel: str, struct: str, dtype: np.dtype, whole: bool, device: int) -> Any:
-    """Return a compiled kernel for x of a dtype. whole: the result of has_aligned_runs."""
+def _function(kernel: str, struct: str, dtype: np.dtype, aligned_runs: bool, device: int) -> Any:
+    """Return a compiled kernel for x of a dtype. aligned_runs: the result of has_aligned_runs."""
     return loader.function(
-        instantiation(kernel, struct, Input=TYPES[dtype], kAligned=whole), f"{kernel}_kernel", device
+        instantiation(kernel, struct, Input=TYPES[dtype], kAligned=aligned_runs), f"{kernel}_kernel", device
     )
 
 
 @lru_cache(CACHE_SIZE)
-def quantize_launch(choice: KernelChoice, request: LaunchRequest, whole: bool, device: int) -> Launch:
+def quantize_launch(choice: KernelChoice, request: LaunchRequest, aligned_runs: bool, device: int) -> Launch:
     """Return the launch of a chosen kernel for a request.
 
     Call it with the addresses of `choice.arguments.pointers` and then, if `choice.arguments.words` is not empty, the
-    seed and the group. whole: the result of has_aligned_runs.
+    seed and the group. aligned_runs: the result of has_aligned_runs.
     """
     sizes = choice.sizes(request)
     check_count(sizes[0] * sizes[1])
     if request.recipe.block:
         check_columns(sizes[1])
-    function = _function(choice.kernel, kernel_structs(request), request.dtype, whole, device)
+    function = _function(choice.kernel, kernel_structs(request), request.dtype, aligned_runs, device)
     blocks = choice.grid(request, device)
     if request.finds_amax:
         blocks = -(-blocks // FINDERS) * FINDERS  # whole clusters
@@ -207,10 +207,12 @@ def transform_struct(mask: int | None) -> str:
 
 
 @cache
-def _amax_function(kernel: str, dtype: np.dtype, counted: str, whole: bool, mask: int | None, device: int) -> Any:
-    """Return a compiled amax kernel. whole: every row that it reduces begins at a multiple of 16 bytes."""
+def _amax_function(
+    kernel: str, dtype: np.dtype, counted: str, aligned_runs: bool, mask: int | None, device: int
+) -> Any:
+    """Return a compiled amax kernel. aligned_runs: every row that it reduces begins at a multiple of 16 bytes."""
     source = instantiation(
-        "amax", transform_struct(mask), Input=TYPES[dtype], kCounted=f"AmaxInput::{counted}", kAligned=whole
+        "amax", transform_struct(mask), Input=TYPES[dtype], kCounted=f"AmaxInput::{counted}", kAligned=aligned_runs
     )
     return loader.function(source, kernel, device)
 
@@ -220,7 +222,7 @@ def amax_launch(
     dtype: np.dtype,
     counted: str,
     by_row: bool,
-    whole: bool,
+    aligned_runs: bool,
     rows: int,
     columns: int,
     device: int,
@@ -230,7 +232,9 @@ def amax_launch(
 
     Call it with the addresses of x and of the result, which must hold zeros.
     """
-    function = _amax_function("amax_rows_kernel" if by_row else "amax_kernel", dtype, counted, whole, mask, device)
+    function = _amax_function(
+        "amax_rows_kernel" if by_row else "amax_kernel", dtype, counted, aligned_runs, mask, device
+    )
     work = min(rows, -(-rows * columns // (4 * THREADS))) if by_row else -(-columns // (16 * THREADS))
     return Launch(function, grid(work, device), AMAX, rows, columns)
 
@@ -244,8 +248,8 @@ def amax(x: Any, counted: str = "all", by_row: bool = False, mask: int | None = 
     """
     cupy = imports.cupy()
     rows, columns = x.shape if by_row else (1, x.size)
-    whole = aligned(x, columns * x.dtype.itemsize if by_row else 16)
-    launch = amax_launch(x.dtype, counted, by_row, whole, rows, columns, x.device.id, mask)
+    aligned_runs = aligned(x, columns * x.dtype.itemsize if by_row else 16)
+    launch = amax_launch(x.dtype, counted, by_row, aligned_runs, rows, columns, x.device.id, mask)
     out = cupy.zeros(rows if by_row else (), np.float32)
     launch(x.data.ptr, out.data.ptr)
     return out

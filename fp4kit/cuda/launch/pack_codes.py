@@ -16,20 +16,20 @@ _ARGUMENTS = np.dtype([("in", "u8"), ("out", "u8"), ("bytes", "i8")])
 _BYTES_PER_THREAD = 32  # bytes of packed codes; a thread loads them in four parts
 
 
-def source(whole: bool = True) -> str:
-    """Return the C++ text of the instantiation. whole: both arrays begin at multiples of 16 bytes."""
-    return instantiation("pack_codes", kAligned=whole)
+def source(aligned_runs: bool = True) -> str:
+    """Return the C++ text of the instantiation. aligned_runs: both arrays begin at multiples of 16 bytes."""
+    return instantiation("pack_codes", kAligned=aligned_runs)
 
 
 @cache
-def _function(kernel: str, whole: bool, device: int) -> Any:
-    return loader.function(source(whole), kernel, device)
+def _function(kernel: str, aligned_runs: bool, device: int) -> Any:
+    return loader.function(source(aligned_runs), kernel, device)
 
 
 @lru_cache(CACHE_SIZE)
-def _launch(kernel: str, whole: bool, packed_bytes: int, device: int) -> Launch:
+def _launch(kernel: str, aligned_runs: bool, packed_bytes: int, device: int) -> Launch:
     blocks = -(-packed_bytes // (_BYTES_PER_THREAD * THREADS))
-    return Launch(_function(kernel, whole, device), grid(blocks, device, UNLIMITED), _ARGUMENTS, packed_bytes)
+    return Launch(_function(kernel, aligned_runs, device), grid(blocks, device, UNLIMITED), _ARGUMENTS, packed_bytes)
 
 
 def _run(kernel: str, given: Any, out: Any, packed_bytes: int) -> None:

@@ -1,7 +1,7 @@
 """Launch transpose.cu, which transposes the codes and block scales of stacked matrices with square blocks.
 
-Two flags choose the instantiation. whole: rows of codes are copied 16 bytes at a time. words: scales are copied four
-bytes at a time.
+Two flags choose the instantiation. wide_codes: rows of codes are copied 16 bytes at a time. wide_scales: scales are
+copied four bytes at a time.
 """
 
 from __future__ import annotations
@@ -23,30 +23,30 @@ _TILE = (256, 128)  # rows of a tile, and bytes of codes per row, see transpose_
 BLOCKS = (16, 32, 64)  # the sizes of square blocks that the kernel supports
 
 
-def source(bits: int, block: int, layout: str, whole: bool = True, words: bool = True) -> str:
+def source(bits: int, block: int, layout: str, wide_codes: bool = True, wide_scales: bool = True) -> str:
     """Return the C++ text of the instantiation for codes of `bits` bits in square blocks of `block` columns."""
-    return instantiation("transpose", kernel_structs(bits, block, layout, words), kAligned=whole)
+    return instantiation("transpose", kernel_structs(bits, block, layout, wide_scales), kAligned=wide_codes)
 
 
-def kernel_structs(bits: int, block: int, layout: str, words: bool = True) -> str:
+def kernel_structs(bits: int, block: int, layout: str, wide_scales: bool = True) -> str:
     """Return the C++ struct S, the options of the kernel."""
     struct = f"struct S {{ static constexpr int kBits = {bits}, kBlock = {block}; "
     struct += f"static constexpr ScaleLayout kLayout = ScaleLayout::{layout}; "
-    return struct + f"static constexpr bool kScaleWords = {str(words).lower()}; }};"
+    return struct + f"static constexpr bool kScaleWords = {str(wide_scales).lower()}; }};"
 
 
 @cache
-def _function(bits: int, block: int, layout: str, whole: bool, words: bool, device: int) -> Any:
+def _function(bits: int, block: int, layout: str, wide_codes: bool, wide_scales: bool, device: int) -> Any:
     """Return the compiled kernel."""
-    return loader.function(source(bits, block, layout, whole, words), "transpose_kernel", device)
+    return loader.function(source(bits, block, layout, wide_codes, wide_scales), "transpose_kernel", device)
 
 
 @lru_cache(CACHE_SIZE)
 def _launch(
-    bits: int, block: int, layout: str, whole: bool, words: bool, shape: tuple[int, int, int], device: int
+    bits: int, block: int, layout: str, wide_codes: bool, wide_scales: bool, shape: tuple[int, int, int], device: int
 ) -> Launch:
     """Return the launch for matrices of a shape (B, M, K)."""
-    function = _function(bits, block, layout, whole, words, device)
+    function = _function(bits, block, layout, wide_codes, wide_scales, device)
     return Launch(function, grid(work_blocks(bits, block, layout, shape), device, UNLIMITED), ARGUMENTS, *shape)
 
 
@@ -65,19 +65,21 @@ def launch_of(
     codes: Any, scales: Any, r: Recipe, layout: str, out: Any, scales_out: Any, shape: tuple[int, int, int]
 ) -> Launch:
     """Return the launch for such arrays. Call it with their addresses. out, scales_out: None if allocated later."""
-    whole, words = wide_copies(codes, scales, r, layout, out, scales_out, shape)
-    return _launch(r.element.packing.stored_bits, r.block_size, layout, whole, words, shape, codes.device.id)
+    wide_codes, wide_scales = wide_copies(codes, scales, r, layout, out, scales_out, shape)
+    return _launch(r.element.packing.stored_bits, r.block_size, layout, wide_codes, wide_scales, shape, codes.device.id)
 
 
 def wide_copies(
     codes: Any, scales: Any, r: Recipe, layout: str, out: Any, scales_out: Any, shape: tuple[int, int, int]
 ) -> tuple[bool, bool]:
-    """Return the flags (whole, words) for such arrays."""
+    """Return the flags (wide_codes, wide_scales) for such arrays."""
     _, M, K = shape
     bits = r.element.packing.stored_bits
-    whole = all(aligned(array, length * bits // 8) for array, length in ((codes, K), (out, M)))
-    words = aligned(scales, 16) and aligned(scales_out, 16)
-    return whole, words and (layout != "linear" or (M // r.block_size % 4 == 0 and K // r.block_size % 4 == 0))
+    wide_codes = all(aligned(array, length * bits // 8) for array, length in ((codes, K), (out, M)))
+    wide_scales = aligned(scales, 16) and aligned(scales_out, 16)
+    return wide_codes, wide_scales and (
+        layout != "linear" or (M // r.block_size % 4 == 0 and K // r.block_size % 4 == 0)
+    )
 
 
 def work_blocks(bits: int, block: int, layout: str, shape: tuple[int, int, int]) -> int:
