@@ -121,7 +121,7 @@ def quantize_call(
     x: Any,
     recipe: str | Recipe,
     axis: int = -1,
-    options: QuantizeOptions = QuantizeOptions(),  # noqa: B008  (a tuple)
+    options: QuantizeOptions = QuantizeOptions(),  # noqa: B008  (immutable)
     *,
     tensor_amax: Any = None,
     block_amax: Any = None,

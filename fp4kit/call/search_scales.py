@@ -2,9 +2,10 @@
 
 Depending on the recipe, one of three things is searched:
 
-- E4M3 block scales. Candidates are offsets: codes relative to the code that the block's amax gives.
-- E8M0 block scales. Candidates are offsets, too: exponents relative to that of the block's amax.
-- Without block scales, tensor amaxes. Candidates are the multiples of the amax on a grid (start, stop, step).
+- E4M3 block scales. The candidates are scale codes, given as offsets from the code that the block's amax gives.
+- E8M0 block scales. The candidates are amax * 2^j, where the offset j is an int.
+- Tensor amaxes, if the recipe has no block scales. The candidates are the multiples of the amax on a grid (start, stop,
+  step).
 """
 
 from __future__ import annotations

@@ -138,7 +138,7 @@ def _tensor_amax(call: Call, functions: MatrixFunctions) -> np.ndarray | None:
     return functions.tensor_amax(call.moved, call.recipe, call.mask)
 
 
-def search_scales(search: Search, functions: MatrixFunctions = MatrixFunctions()) -> np.ndarray:  # noqa: B008  (a tuple)
+def search_scales(search: Search, functions: MatrixFunctions = MatrixFunctions()) -> np.ndarray:  # noqa: B008  (immutable)
     """Return the block amaxes of smallest loss, float32 (..., M, K / block).
 
     For a recipe without block scales, return tensor amaxes in their canonical shape.
@@ -149,11 +149,11 @@ def search_scales(search: Search, functions: MatrixFunctions = MatrixFunctions()
 # ---- codes ----
 
 
-def quantize(call: Call, functions: MatrixFunctions = MatrixFunctions()) -> Quantized:  # noqa: B008  (a tuple)
+def quantize(call: Call, functions: MatrixFunctions = MatrixFunctions()) -> Quantized:  # noqa: B008  (immutable)
     """Quantize call.moved. Return call.out with the result, or a new Quantized if call.out is None."""
     amax, r = _tensor_amax(call, functions), call.recipe
     call = functions.searched(call, amax)
-    packed, scales = _direct_outputs(call)
+    packed, scales = _output_arrays(call)
     if call.x.size:
         _quantize_matrices(call, amax, packed, scales, functions)
     swizzled = scales if scales is None or call.layout == "linear" else swizzle_scales(scales, call.layout)
@@ -179,14 +179,14 @@ def quantize_both(row: Call, column: Call) -> tuple[Quantized, Quantized]:
     return quantize(row), quantize(column)
 
 
-def quantize_with_scales(call: Call, functions: MatrixFunctions = MatrixFunctions()) -> Quantized:  # noqa: B008  (a tuple)
+def quantize_with_scales(call: Call, functions: MatrixFunctions = MatrixFunctions()) -> Quantized:  # noqa: B008  (immutable)
     """Encode call.moved with the scales of the call. Return call.out, or a new Quantized if call.out is None.
 
     The result gets a copy of the scales.
     """
     out, r = call.out, call.recipe
-    direct = out is not None and out.packed.flags.c_contiguous
-    packed = out.packed if out is not None and direct else np.empty(packed_shape(call.moved.shape, r), np.uint8)
+    use_out = out is not None and out.packed.flags.c_contiguous
+    packed = out.packed if out is not None and use_out else np.empty(packed_shape(call.moved.shape, r), np.uint8)
     if call.x.size:
         _encode_matrices(call, packed, functions)
     scales, tensor = call.block_scale, call.tensor_scale
@@ -212,18 +212,18 @@ def _encode_matrices(call: Call, packed: np.ndarray, functions: MatrixFunctions)
         functions.encode(matrix, r, part, None if scales is None else scales[i], codes[i], options)
 
 
-def _direct_outputs(call: Call) -> tuple[np.ndarray, np.ndarray | None]:
+def _output_arrays(call: Call) -> tuple[np.ndarray, np.ndarray | None]:
     """Return arrays for codes and linear block scales (None if the recipe has none).
 
     They are the arrays of call.out if those are contiguous and linear, so that no copy is needed; otherwise new ones.
     """
     out, shape, r = call.out, call.moved.shape, call.recipe
-    direct = out is not None and out.packed.flags.c_contiguous
-    packed = out.packed if out is not None and direct else np.empty(packed_shape(shape, r), np.uint8)
+    use_out = out is not None and out.packed.flags.c_contiguous
+    packed = out.packed if out is not None and use_out else np.empty(packed_shape(shape, r), np.uint8)
     if r.scale is None:
         return packed, None
-    direct = out is not None and call.layout == "linear" and out.block_scale.flags.c_contiguous
-    return packed, out.block_scale if out is not None and direct else np.empty(scale_shape(shape, r), np.uint8)
+    use_out = out is not None and call.layout == "linear" and out.block_scale.flags.c_contiguous
+    return packed, out.block_scale if out is not None and use_out else np.empty(scale_shape(shape, r), np.uint8)
 
 
 def _quantize_matrices(
@@ -258,15 +258,15 @@ def dequantize(
     q: Quantized,
     dtype: np.dtype,
     out: np.ndarray | None = None,
-    functions: MatrixFunctions = MatrixFunctions(),  # noqa: B008  (a tuple)
+    functions: MatrixFunctions = MatrixFunctions(),  # noqa: B008  (immutable)
 ) -> np.ndarray:
     """Return the values of q, rounded to dtype, in out or in a new array."""
-    direct = out is not None and q.axis == len(q.shape) - 1 and out.flags.c_contiguous
-    moved = out if out is not None and direct else np.empty(q.moved_shape, dtype)
+    use_out = out is not None and q.axis == len(q.shape) - 1 and out.flags.c_contiguous
+    moved = out if out is not None and use_out else np.empty(q.moved_shape, dtype)
     if moved.size:
         _dequantize_matrices(q, moved, functions)
     values = np.moveaxis(moved, -1, q.axis)
-    if out is None or direct:
+    if out is None or use_out:
         return values if out is None else out
     out[...] = values
     return out
@@ -288,7 +288,7 @@ def _dequantize_matrices(q: Quantized, moved: np.ndarray, functions: MatrixFunct
         functions.dequantize(packed[i], None if scales is None else scales[i], q.recipe, part, values[i])
 
 
-def requantize(q: Quantized, target: Recipe, functions: MatrixFunctions = MatrixFunctions()) -> tuple[Quantized, int]:  # noqa: B008  (a tuple)
+def requantize(q: Quantized, target: Recipe, functions: MatrixFunctions = MatrixFunctions()) -> tuple[Quantized, int]:  # noqa: B008  (immutable)
     """Return q converted to another recipe, and how many of its values changed.
 
     The codes are kept if the two recipes allow it; otherwise the values of q are quantized again. NaN equals NaN.

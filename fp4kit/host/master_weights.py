@@ -114,13 +114,13 @@ class HostStages:
     def cast(self) -> None:
         """Write the codes of the owned elements into the matrices, and copy their bytes into the message."""
         tensor_amaxes = None if self._recipe.tensor_scaling == "none" else self._tensor_amaxes
-        place = 0
+        message_offset = 0
         for t, values, shape, start in self._shards():
             packed, amax = self.quantized[t].packed, None if tensor_amaxes is None else tensor_amaxes[t]
             partial.partial_cast(values, packed, self._amaxes[t], shape, start, self._recipe, amax)
             first, last = start // self._unit, -(-(start + len(values)) // self._unit)
-            self.message[place : place + last - first] = packed.reshape(-1)[first:last]
-            place += last - first
+            self.message[message_offset : message_offset + last - first] = packed.reshape(-1)[first:last]
+            message_offset += last - first
 
     def transpose(self) -> None:
         """Update the columnwise copies of all matrices."""

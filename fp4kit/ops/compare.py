@@ -222,10 +222,10 @@ def _reader(a: Any) -> Reader:
     return lambda box: a[box]
 
 
-def _multiples(*both: Any) -> list[int]:
+def _multiples(*operands: Any) -> list[int]:
     """Return, per axis, the multiple at which boxes may be cut: between the blocks of a Quantized."""
-    multiples = [1] * both[0].ndim if not isinstance(both[0], Quantized) else [1] * len(both[0].shape)
-    for q in both:
+    multiples = [1] * operands[0].ndim if not isinstance(operands[0], Quantized) else [1] * len(operands[0].shape)
+    for q in operands:
         if isinstance(q, Quantized):
             multiples[q.axis] = lcm(multiples[q.axis], q.recipe.length_multiple)
     return multiples
@@ -279,10 +279,10 @@ def _max_steps(a: Quantized, b: Quantized) -> int:
     return largest
 
 
-def _count(a: Any, b: Any, spread: Any = None) -> Count:
+def _count(a: Any, b: Any, to_entries: Any = None) -> Count:
     """Return (differing, compared). NaN equals NaN. If one array is missing or the shapes differ, all entries differ.
 
-    spread: a function that makes entries from the compared bytes.
+    to_entries: a function that unpacks the entries of an array; None if its elements are the entries.
     """
     if a is None and b is None:
         return 0, 0
@@ -291,7 +291,7 @@ def _count(a: Any, b: Any, spread: Any = None) -> Count:
         return size, size
     differing = compared = 0
     for box in boxes(np.shape(a)):
-        x, y = (np.asarray(part)[box] if spread is None else spread(part[box]) for part in (a, b))
+        x, y = (np.asarray(part)[box] if to_entries is None else to_entries(part[box]) for part in (a, b))
         differing += int(np.count_nonzero((x != y) & ~((x != x) & (y != y))))
         compared += x.size
     return differing, compared

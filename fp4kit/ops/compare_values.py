@@ -155,13 +155,13 @@ def compare_values(
 
     Boxes without a difference are read a second time for the sum of their squares, if any other box has a difference.
     """
-    differences, same = Differences(np.dtype(dtype) == np.float64), []
+    differences, equal_boxes = Differences(np.dtype(dtype) == np.float64), []
     with np.errstate(all="ignore"):
         for box in boxes(shape, multiples):
             x, y = (np.asarray(read(box), dtype, order="C") for read in (read_x, read_y))
             if not differences.add(x, y, box):
-                same.append(box)
-        for box in same if differences.differing else ():
+                equal_boxes.append(box)
+        for box in equal_boxes if differences.differing else ():
             x = np.asarray(read_x(box), dtype, order="C")
             differences.add_errors(x, x)
     return differences

@@ -34,7 +34,7 @@ T = TypeVar("T")
 
 
 def new_cached_call(operation: str, on_device: bool, *arguments: Any) -> Callable[..., Any] | None:
-    """Return the cached call that the CUDA engine or the compiled host engine makes; None if it makes none."""
+    """Return the cached call of an operation, made by the CUDA or the compiled host engine; None if it makes none."""
     engine = cuda_cached if on_device else cpu_cached
     try:
         call: Callable[..., Any] | None = getattr(engine, operation)(*arguments)

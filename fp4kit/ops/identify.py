@@ -330,12 +330,12 @@ def _part(q: Quantized, elements: int) -> Box:
 
     It consists of whole blocks.
     """
-    steps, left, rows = list(q.shape), max(elements // max(q.shape[q.axis], 1), 1), q.recipe.block_rows
-    for axis in reversed(range(len(steps))):
+    lengths, remaining, rows = list(q.shape), max(elements // max(q.shape[q.axis], 1), 1), q.recipe.block_rows
+    for axis in reversed(range(len(lengths))):
         if axis != q.axis:
-            steps[axis] = min(steps[axis], max(left // rows, 1) * rows)
-            left, rows = max(left // max(steps[axis], 1), 1), 1
-    return tuple(slice(0, n) for n in steps)
+            lengths[axis] = min(lengths[axis], max(remaining // rows, 1) * rows)
+            remaining, rows = max(remaining // max(lengths[axis], 1), 1), 1
+    return tuple(slice(0, n) for n in lengths)
 
 
 def _codes_under(q: Quantized, x: np.ndarray, r: Recipe, hadamard: Hadamard, byte: int | None) -> np.ndarray:
@@ -349,7 +349,11 @@ def _codes_under(q: Quantized, x: np.ndarray, r: Recipe, hadamard: Hadamard, byt
 
 
 def _fits_probe(q: Quantized, x: np.ndarray, r: Recipe, hadamard: Hadamard, stochastic: bool) -> bool:
-    """Return whether a recipe makes the codes of q under q's own scales, except for a few next to a tie."""
+    """Return whether a recipe makes the codes of q under q's own scales, except for a few codes next to a tie.
+
+    For stochastic rounding, each code must be one of the two that random bytes can choose, and at least a share of
+    ELSEWHERE must not be the nearest one.
+    """
     codes = unpacked(q.packed, r.element.packing)
     if stochastic:
         low, high = (_codes_under(q, x, r, hadamard, byte) for byte in (0, 255))
