@@ -7,9 +7,9 @@ message begins with, and `name` is its parameter.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from difflib import get_close_matches
-from inspect import signature
+from inspect import Parameter, signature
 from pathlib import Path
 from typing import Any
 
@@ -63,9 +63,21 @@ _OTHER_NAMES = {
 }
 
 
-def check_keywords(function: Callable[..., Any], names: Iterable[str]) -> None:
-    """Raise TypeError, with the way out, if a function has no parameter of one of the names."""
+def check_call(function: Callable[..., Any], args: Sequence[Any], names: Collection[str]) -> None:
+    """Raise TypeError, with the way out, if a function does not take these positional and named arguments."""
     known = signature(function).parameters
+    positional = [p.name for p in known.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
+    if len(args) > len(positional):
+        named = [name for name in known if name not in positional]
+        raise TypeError(
+            f"{function.__name__}: got {len(args)} arguments without a name; needs {', '.join(positional)}; name the"
+            f" others, such as {named[0]}=..."
+        )
+    required = [name for name in positional[len(args) :] if known[name].default is Parameter.empty]
+    if "recipe" in required and "recipe" not in names:
+        raise TypeError(
+            f"{function.__name__}: recipe is missing; needs an id such as 'nvfp4-te'; fp4kit.recipes() lists the ids"
+        )
     for name in names:
         if name not in known:
             parameter, way_out = _OTHER_NAMES.get(name, ("", ""))

@@ -174,7 +174,7 @@ def way_to_array(x: Any, variable: str) -> str:
     if isinstance(x, Mapping):
         return f"pass one of its arrays, such as {variable}[{next(iter(x), 'weight')!r:.60}]"
     if hasattr(x, "packed") and hasattr(x, "dequantize"):  # a Quantized
-        return f"it is quantized already; pass {variable}.dequantize(), or call fp4kit.requantize"
+        return f"it is quantized already; pass {variable}.dequantize() or {variable}.packed, or call fp4kit.requantize"
     if isinstance(x, (str, os.PathLike)):
         return "load the file first: fp4kit.load for files of fp4kit.save, safetensors for models"
     return "pass an array" if x is None else f"pass np.asarray({variable}, np.float32)"

@@ -57,7 +57,7 @@ def check_length(op: str, axis: int, length: int, recipe: Recipe) -> None:
     if length % multiple:
         raise ValueError(
             f"{op}: axis {axis} has length {length}; {recipe.id} needs a multiple of {multiple}; pad with"
-            " fp4kit.layouts.pad"
+            f" fp4kit.layouts.pad(x, {multiple}, axis={axis})"
         )
 
 

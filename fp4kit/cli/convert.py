@@ -39,6 +39,12 @@ from fp4kit.storage.errors import CheckpointError, shown
 _RECIPE = "nvfp4-te"
 _TO_GGUF = "; make a GGUF file of the directory with convert_hf_to_gguf.py of llama.cpp, then convert that file"
 _BY_ENGINE = "; leave --format out, which writes the format that most engines load"
+# {an option that does not exist: the end of the error message}
+_OPTION_HINTS = {
+    **dict.fromkeys(("-o", "--output", "--out", "--output-dir"), "; name the destination as the second path, SRC DST"),
+    **dict.fromkeys(("--gpu", "--gpus", "--cuda"), "; use --device cuda"),
+    **dict.fromkeys(("--model", "-i", "--input"), "; name the source as the first path, SRC DST"),
+}
 # {a value of --format that is no format: the end of the error message}
 _FORMAT_HINTS = {
     "gguf": _TO_GGUF,
@@ -49,7 +55,7 @@ _FORMAT_HINTS = {
 
 def register(subparsers: Any) -> None:
     """Add the command convert."""
-    parser = add_command(
+    parser: Any = add_command(
         subparsers,
         "convert",
         _convert,
@@ -68,6 +74,7 @@ def register(subparsers: Any) -> None:
             ("fp4kit convert model-f16.gguf model-nvfp4.gguf --recipe nvfp4-gguf", "quantize a GGUF file"),
         ),
     )
+    parser.hints = _OPTION_HINTS
     text = "the model directory or GGUF file to read, and the new one to write"
     add_path(parser, "paths", nargs="+", metavar="SRC DST", help=text)
     parser.add_argument(

@@ -34,7 +34,8 @@ class Parser(argparse.ArgumentParser):
     """Parse as argparse does, but reject abbreviations, suggest a name for unknown ones, and raise UsageError.
 
     Options may stand between positional arguments. An argument with choices may have an attribute ``hints``, a dict
-    from values that users often give to the end of the error message.
+    from values that users often give to the end of the error message. The parser itself has ``hints`` for options that
+    do not exist.
 
     Args:
         examples: (command line, what it does) of each example, shown after the usage.
@@ -44,6 +45,7 @@ class Parser(argparse.ArgumentParser):
         super().__init__(*args, **{**options, "allow_abbrev": False})
         self._mixing = False
         self.examples = examples
+        self.hints: dict[str, str] = {}
 
     def format_help(self) -> str:
         """Return the help: usage, examples, then the rest."""
@@ -96,9 +98,8 @@ class Parser(argparse.ArgumentParser):
                 return
             name = text.partition("=")[0]
             if is_flag and name not in self._option_string_actions:
-                raise UsageError(
-                    self.prog, f"unrecognized argument {shown(name)}{suggestion(name, self._option_string_actions)}"
-                )
+                hint = self.hints.get(name) or suggestion(name, self._option_string_actions)
+                raise UsageError(self.prog, f"unrecognized argument {shown(name)}{hint}")
 
 
 class GroupedHelp(argparse.HelpFormatter):

@@ -13,7 +13,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 
-from fp4kit.arguments import check_keywords
+from fp4kit.arguments import check_call
 from fp4kit.arithmetic import default_environment, is_ieee
 from fp4kit.arrays import imports
 from fp4kit.call.call_cache import specification_only
@@ -67,7 +67,7 @@ def with_threads(function: Callable[P, T]) -> Callable[P, T]:
             with taking(function.__name__, count):
                 return function(*args, **kwargs)
         except TypeError:
-            check_keywords(function, kwargs)
+            check_call(function, args, kwargs)
             raise
 
     return call

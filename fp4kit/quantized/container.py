@@ -5,7 +5,8 @@ A Quantized checks its fields once, when it is made. It holds no arithmetic.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -315,7 +316,8 @@ class Quantized:
         scale = from_checkpoint.tensor_scale(
             op, tensors["tensor_scale"], codes, shapes.tensor_scale, tensor_scale_divides
         )
-        q = cls(codes, scales, scale, None, shape, dtype, axis, r, scale_layout)
+        with _suspecting_a_swap(codes, scales, scale_layout):
+            q = cls(codes, scales, scale, None, shape, dtype, axis, r, scale_layout)
         library = library_of(packed)
         if library is None:
             return q
@@ -460,6 +462,17 @@ class Quantized:
             f"Quantized({self.recipe.id}, shape={self.shape}, dtype={self.dtype}, axis={self.axis}, "
             f"scale_layout={self.scale_layout!r}{bits})"
         )
+
+
+@contextmanager
+def _suspecting_a_swap(codes: Any, scales: Any, scale_layout: ScaleLayout) -> Iterator[None]:
+    """Append to every ValueError raised inside that codes and scales may be swapped, if there are more scale bytes."""
+    try:
+        yield
+    except ValueError as error:
+        if scales is None or scale_layout != "linear" or codes.size >= scales.size:
+            raise
+        raise ValueError(f"{error}; block_scale is larger than packed: pass packed first, then block_scale") from None
 
 
 def assembled(fields: dict[str, Any]) -> Quantized:

@@ -156,6 +156,9 @@ def _given_to(q: Quantized, name: str) -> Quantized:
 def _on_gpu(q: Quantized, device: int | None) -> Quantized:
     """Return q with CuPy arrays on a device. None stands for the device that they are on, or else the current one."""
     cupy, is_on_gpu = imports.cupy(), imports.on_device(q.packed)
+    count = cupy.cuda.runtime.getDeviceCount()
+    if device is not None and device >= count:
+        raise ValueError(f"Quantized: to('cuda:{device}'); there are {count} CUDA devices; needs 0 to {count - 1}")
     if is_on_gpu and device in (None, q.packed.device.id):
         return q
     with cupy.cuda.Device(cupy.cuda.runtime.getDevice() if device is None else device):

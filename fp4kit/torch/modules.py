@@ -142,7 +142,7 @@ def _naming_the_way_out(parameter: str) -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        text = str(error).removesuffix("; pad with fp4kit.layouts.pad")
+        text = str(error).partition("; pad with fp4kit.layouts.pad")[0]
         hint = f"leave the parameter out with FakeQuantSettings(..., exclude=({parameter!r},))"
         raise ValueError(f"{text}; {hint}") from None
 

@@ -68,19 +68,23 @@ ERRORS = {
     ),
     "length": (
         quantize(x=X[:, :40]), ValueError,
-        "quantize: axis 1 has length 40; nvfp4-te needs a multiple of 16; pad with fp4kit.layouts.pad",
+        "quantize: axis 1 has length 40; nvfp4-te needs a multiple of 16; pad with "
+        "fp4kit.layouts.pad(x, 16, axis=1)",
     ),
     "length along axis 0": (
         quantize("mxfp8-te", x=X[:8], axis=0), ValueError,
-        "quantize: axis 0 has length 8; mxfp8-te needs a multiple of 32; pad with fp4kit.layouts.pad",
+        "quantize: axis 0 has length 8; mxfp8-te needs a multiple of 32; pad with "
+        "fp4kit.layouts.pad(x, 32, axis=0)",
     ),
     "length of an int4 group": (
         quantize("int4-qat"), ValueError,
-        "quantize: axis 1 has length 64; int4-qat needs a multiple of 128; pad with fp4kit.layouts.pad",
+        "quantize: axis 1 has length 64; int4-qat needs a multiple of 128; pad with "
+        "fp4kit.layouts.pad(x, 128, axis=1)",
     ),
     "length of half a byte": (
         quantize("int4-modelopt-channel", x=X[:, :7]), ValueError,
-        "quantize: axis 1 has length 7; int4-modelopt-channel needs a multiple of 2; pad with fp4kit.layouts.pad",
+        "quantize: axis 1 has length 7; int4-modelopt-channel needs a multiple of 2; pad with "
+        "fp4kit.layouts.pad(x, 2, axis=1)",
     ),
     # devices
     "tensor_amax on CUDA": (
@@ -275,7 +279,8 @@ ERRORS = {
     ),
     "both, other length": (
         both("mxfp4", x=X[:8]), ValueError,
-        "quantize_both: axis 0 has length 8; mxfp4-ocp needs a multiple of 32; pad with fp4kit.layouts.pad",
+        "quantize_both: axis 0 has length 8; mxfp4-ocp needs a multiple of 32; pad with "
+        "fp4kit.layouts.pad(x, 32, axis=0)",
     ),
     "both, amaxes of rows": (
         both("int8-modelopt-channel", tensor_amax=np.ones(len(X), np.float32)), ValueError,

@@ -50,7 +50,8 @@ ERRORS = {
     ),
     "fake, length": (
         fake("mxfp4-modelopt-fake", x=X[:, :40]), ValueError,
-        "fake_quantize: axis 1 has length 40; mxfp4-modelopt-fake needs a multiple of 32; pad with fp4kit.layouts.pad",
+        "fake_quantize: axis 1 has length 40; mxfp4-modelopt-fake needs a multiple of 32; pad with "
+        "fp4kit.layouts.pad(x, 32, axis=1)",
     ),
     "fake, real recipe": (
         fake(x=X.astype(np.float64)), TypeError,

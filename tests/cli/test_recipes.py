@@ -128,6 +128,11 @@ def test_formats_and_agreement(capsys) -> None:
         (["--versoin"], "fp4kit: unrecognized argument --versoin; did you mean --version?"),
         (["--quiet", "formats"], "fp4kit: unrecognized argument --quiet; see fp4kit --help"),
         (["convrt", "a", "b"], "fp4kit: argument COMMAND: there is no 'convrt'; did you mean convert?"),
+        (
+            ["convert", "a", "-o", "b"],
+            "unrecognized argument -o; name the destination as the second path, SRC DST",
+        ),
+        (["convert", "a", "b", "--gpu"], "fp4kit convert: unrecognized argument --gpu; use --device cuda; see"),
         (["help"], "fp4kit: argument COMMAND: there is no 'help'; did you mean --help?"),
         (["quantize", "a", "b"], "fp4kit: argument COMMAND: there is no 'quantize'; did you mean convert?"),
         (

@@ -553,7 +553,8 @@ ERRORS = {
     "a length that is no blocks": (
         {"x": some(2, 24)},
         ValueError,
-        "axis 1 has length 24; nvfp4-modelopt-static needs a multiple of 16; pad with fp4kit.layouts.pad",
+        "axis 1 has length 24; nvfp4-modelopt-static needs a multiple of 16; pad with "
+        "fp4kit.layouts.pad(x, 16, axis=1)",
     ),
     "float64": (
         {"x": np.ones((2, 16))},

@@ -4,11 +4,13 @@ import dataclasses
 import re
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 import fp4kit
+from fp4kit.arrays import imports
 
 X = np.random.default_rng(0).standard_normal((32, 64)).astype(np.float32)
 
@@ -37,7 +39,7 @@ NO_ARRAYS = {
     "empty dict": ({}, "pass one of its arrays, such as x['weight']"),
     "Quantized": (
         fp4kit.quantize(X, "nvfp4"),
-        "it is quantized already; pass x.dequantize(), or call fp4kit.requantize",
+        "it is quantized already; pass x.dequantize() or x.packed, or call fp4kit.requantize",
     ),
     "path": ("model.safetensors", "load the file first: fp4kit.load for files of fp4kit.save, safetensors for models"),
     "None": (None, "pass an array"),
@@ -85,8 +87,12 @@ def test_an_argument_that_does_not_exist(name):
 def test_an_argument_of_another_function():
     with raises(TypeError, "dequantize: there is no argument scale; the arguments are q, dtype, out, threads"):
         fp4kit.dequantize(fp4kit.quantize(X, "nvfp4"), scale=1)
-    with raises(TypeError, "quantize() missing 1 required positional argument: 'recipe'"):
+    with raises(TypeError, "quantize: recipe is missing; needs an id such as 'nvfp4-te'; fp4kit.recipes() lists the"):
         fp4kit.quantize(X)
+    with raises(TypeError, "quantize: got 3 arguments without a name; needs x, recipe; name the others, such as axis="):
+        fp4kit.quantize(X, "nvfp4", -1)
+    with raises(TypeError, "quantize() missing 1 required positional argument: 'x'"):
+        fp4kit.quantize(recipe="nvfp4")
 
 
 def test_the_block_size_that_the_message_suggests():
@@ -181,3 +187,27 @@ def test_a_tensor_of_nan_has_a_note():
     assert "note          codes are not zero although tensor_amax is 0: x holds NaN, or tensor_amax was" in str(q)
     for x in (X, np.zeros((16, 16), np.float32)):
         assert "note" not in str(fp4kit.quantize(x, "nvfp4-te"))
+
+
+def test_codes_and_scales_swapped():
+    q = fp4kit.quantize(X, "nvfp4")
+    swapped = "block_scale is larger than packed: pass packed first, then block_scale"
+    with raises(
+        ValueError, "Quantized: packed is uint8 (32, 4); nvfp4-te of (32, 64) needs uint8 (32, 32); " + swapped
+    ):
+        fp4kit.Quantized.from_parts(q.block_scale, q.packed, q.tensor_scale, recipe="nvfp4", shape=X.shape)
+    with pytest.raises(ValueError, match=r"needs float32 \(\)$"):
+        fp4kit.Quantized.from_parts(q.packed, q.block_scale, recipe="nvfp4")
+
+
+def test_padding_that_the_message_suggests():
+    with pytest.raises(ValueError, match=r"; pad with fp4kit\.layouts\.pad\(x, 16, axis=1\)$"):
+        fp4kit.quantize(X[:, :50], "nvfp4")
+    assert fp4kit.quantize(fp4kit.layouts.pad(X[:, :50], 16, axis=1), "nvfp4").shape == (32, 64)
+
+
+def test_a_device_that_does_not_exist(monkeypatch):
+    runtime = SimpleNamespace(getDeviceCount=lambda: 2)
+    monkeypatch.setattr(imports, "cupy", lambda: SimpleNamespace(cuda=SimpleNamespace(runtime=runtime)))
+    with pytest.raises(ValueError, match=r"^Quantized: to\('cuda:9'\); there are 2 CUDA devices; needs 0 to 1$"):
+        fp4kit.quantize(X, "nvfp4").to("cuda:9")
