@@ -2,7 +2,7 @@
 arrays.
 """
 
-import time
+import sys
 
 import ml_dtypes
 import numpy as np
@@ -130,19 +130,20 @@ def test_nan_and_the_specification_go_the_full_way():
         assert bits(fp4kit.quantize(t, "nvfp4-te")) == bits(fp4kit.quantize(x, "nvfp4-te"))
 
 
-def microseconds(call, *arguments):
-    """Return the smallest time of a call among 20 batches of 50."""
+def python_calls(call, *arguments) -> int:
+    """Return how many Python functions a later call enters."""
     call(*arguments), call(*arguments)
-    least = float("inf")
-    for _ in range(20):
-        start = time.perf_counter()
-        for _ in range(50):
-            call(*arguments)
-        least = min(least, (time.perf_counter() - start) / 50)
-    return least * 1e6
+    entered: list[str] = []
+    sys.setprofile(lambda frame, event, _: entered.append(frame.f_code.co_name) if event == "call" else None)
+    try:
+        call(*arguments)
+    finally:
+        sys.setprofile(None)
+    return len(entered)
 
 
-def test_a_tensor_takes_at_most_15_microseconds_more_than_an_array():
+def test_a_later_call_on_a_tensor_enters_few_functions_more_than_on_an_array():
+    """Each costs about a microsecond; the time itself, 1 to 2 us more, is in the changelog."""
     x = np.ones((4, 64), np.float32)
     t = torch_of(x)
     q, of_tensor = fp4kit.quantize(x, "nvfp4-te"), fp4kit.quantize(t, "nvfp4-te")
@@ -151,4 +152,4 @@ def test_a_tensor_takes_at_most_15_microseconds_more_than_an_array():
         (fp4kit.dequantize, q, of_tensor),
         (lambda a: fp4kit.fake_quantize(a, "nvfp4-te"), x, t),
     ):
-        assert microseconds(call, tensor) < microseconds(call, array) + 15
+        assert python_calls(call, tensor) <= python_calls(call, array) + 4
