@@ -4,7 +4,7 @@ With e = max(exponent of a, emin) and step = 2^(e - M),
 
     code = (e - emin) * 2^M + round(a / step)
 
-This works because the codes of a format with M mantissa bits are consecutive integers, so a carry out of the mantissa
+Here M is the number of mantissa bits. The codes of a format are consecutive integers, so a carry out of the mantissa
 lands in the exponent. a / step is exact, so the only rounding is the named one.
 """
 

@@ -1,7 +1,12 @@
 """The amaxes of a call: check the caller's amaxes, bring them to canonical shape, and take the part for one matrix.
 
-The canonical shape of a tensor_amax depends on the recipe. For an array (..., K) with the quantized axis last it is ()
-for the whole tensor, (E,) for one entry per expert, (...) for one per row, or (..., K / block) for one per block.
+The canonical shape of a tensor_amax depends on what shares one amax. For an array (..., K), with the quantized axis
+last, it is:
+
+- ()                for the whole tensor
+- (E,)              for one entry per expert
+- (...)             for one entry per row
+- (..., K / block)  for one entry per block
 """
 
 from __future__ import annotations
@@ -29,8 +34,8 @@ def part_for_matrix(amax: Any, recipe: Recipe, i: int, shape: tuple[int, int]) -
 
     shape: (number of matrices, rows per matrix). The matrices of one expert are adjacent.
 
-    Returns () for one tensor, (1,) for the matrix's expert, (rows, 1) for one entry per row, (rows, blocks) for one per
-    block, and None for None.
+    The result has one of these shapes: () for the whole tensor, (1,) for the matrix's expert, (rows, 1) for one entry
+    per row, (rows, blocks) for one entry per block. If amax is None, return None.
     """
     if amax is None or amax.ndim == 0:
         return amax

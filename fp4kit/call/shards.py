@@ -23,8 +23,8 @@ def check_castable(op: str, r: Recipe) -> None:
 def check_shard(op: str, shard: Any, shape: Any, start: Any, r: Recipe) -> tuple[int, int]:
     """Return the shape (M, K) of a shard's matrix.
 
-    Raise an error unless the shard is a 1-d slice of such a matrix at offset `start`, and the recipe has blocks and at
-    most one tensor scale.
+    Raise an error unless the shard is a 1-d slice of such a matrix, at offset `start`. Raise ValueError for a recipe
+    without blocks or with several tensor scales.
     """
     checks.check_float(op, shard, "shard")
     checks.check_has_codes(op, r)

@@ -122,7 +122,7 @@ def fake_quantize_grouped(
     seed: Any = None,
     threads: int | None = None,
 ) -> list[Any]:
-    """Return fake_quantize of each array of a group.
+    """Fake-quantize each array of a group.
 
     Args:
         xs: a sequence of arrays of any shapes and dtypes, or one stacked array, experts first.
@@ -157,7 +157,7 @@ def fake_quantize_grouped(
 def fake_quantize_grouped_backward(
     grads: Any, xs: Any, recipe: RecipeId | Recipe, *, axis: int = -1, amax: Any = None, pass_through: bool = True
 ) -> list[Any]:
-    """Return fake_quantize_backward of each gradient of a group.
+    """Return the straight-through gradient of each array of a group.
 
     Args:
         grads: a sequence of arrays in the shapes of xs.

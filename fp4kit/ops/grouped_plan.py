@@ -113,9 +113,9 @@ class GroupedPlan:
     on a GPU they are views of stacked arrays.
 
     A plan keeps its tensors alive and sees what is written into them. It does not follow an array that is replaced by
-    another. If an entry of the sequence, or the memory of a PyTorch tensor, was replaced after the plan was made,
-    the methods raise ValueError before any work; refresh() then makes the plan again. If the sequence itself is another
-    object, pass it to the method as xs.
+    another. If an entry of the sequence, or the memory of a PyTorch tensor, was replaced, the methods raise ValueError
+    before any work. refresh() then makes the plan again. If the sequence itself is another object, pass it to the
+    method as xs.
 
     On a GPU a call is one launch per dtype, or two if amaxes are computed, on the current stream, without
     synchronization. From a method's second call on there is no work per tensor, and the call can be captured in a CUDA
@@ -221,7 +221,9 @@ class GroupedPlan:
     @property
     @returns_in_plan_library
     def amax_vector(self) -> Any:
-        """The amaxes of all tensors in one float32 vector, as the latest call computed them; None if they are given.
+        """The amaxes of all tensors in one float32 vector, as the latest call computed them.
+
+        It is None if the caller passed the amaxes, or if the recipe has no tensor scale.
 
         A method called with keep_amax=True uses the current content, such as maxima over several processes, or the
         amaxes of an earlier step.
@@ -247,7 +249,7 @@ class GroupedPlan:
 
     @returns_in_plan_library
     def quantize(self, xs: Any = None, *, keep_amax: bool = False) -> list[Quantized]:
-        """Return quantize of each tensor, in the plan's own arrays.
+        """Quantize each tensor into the plan's own arrays.
 
         Args:
             xs: the sequence as it is now, if it is another object than the plan's.
@@ -265,7 +267,7 @@ class GroupedPlan:
 
     @returns_in_plan_library
     def fake_quantize(self, xs: Any = None, *, keep_amax: bool = False) -> list[Any]:
-        """Return fake_quantize of each tensor, in the plan's own arrays.
+        """Fake-quantize each tensor into the plan's own arrays.
 
         Args:
             xs: the sequence as it is now, if it is another object than the plan's.
@@ -290,7 +292,7 @@ class GroupedPlan:
 
     @returns_in_plan_library
     def fake_quantize_backward(self, grads: Sequence[Any], xs: Any = None, *, pass_through: bool = True) -> list[Any]:
-        """Return fake_quantize_backward of each gradient, clipped at the plan's amaxes unless pass_through is set.
+        """Return the straight-through gradient of each tensor, clipped at the plan's amaxes unless pass_through is set.
 
         Args:
             grads: N arrays in the shapes of xs. On a GPU, passing the arrays of the last call again needs no work per

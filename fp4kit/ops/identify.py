@@ -168,10 +168,12 @@ def identify(q: Quantized, x: Any) -> Identification:
         first tried on about SAMPLE elements at the start, in whole blocks. The recipes that reproduce this sample, or
         else the best MOST_PROVED ones, are then compared on all bytes. The other matches keep the counts of the sample.
 
-        The time is one quantize of the sample, or of a small x, per recipe and per amax that its tensor scale allows,
-        and one of the whole array per proved recipe. Variations take three more per recipe on PROBE elements, and on
-        the whole array if they fit there. Arrays on a GPU are copied to the host, which waits for the device. For 2 *
-        SAMPLE or more elements, all bytes are proved on the GPU.
+        The time is that of several calls of quantize: one on the sample, or on a small x, per recipe and per amax that
+        its tensor scale allows; and one on the whole array per proved recipe. Variations take three more calls per
+        recipe on PROBE elements, and on the whole array if they fit there.
+
+        Arrays on a GPU are copied to the host, which waits for the device. For 2 * SAMPLE or more elements, all bytes
+        are proved on the GPU.
 
     Examples:
         >>> import fp4kit, numpy as np
@@ -321,7 +323,7 @@ def _has_signs_of(q: Quantized, x: np.ndarray, hadamard: Hadamard) -> bool:
 
 
 def _can_give(r: Recipe, tensor_scale: np.ndarray | None) -> bool:
-    """Return whether a recipe can give this tensor scale. Some recipes never give NaN."""
+    """Return False if the tensor scale is NaN and the recipe never makes a NaN scale; otherwise True."""
     return r.tensor_rule not in NEVER_NAN or tensor_scale is None or not np.isnan(tensor_scale).any()
 
 
@@ -351,8 +353,8 @@ def _codes_under(q: Quantized, x: np.ndarray, r: Recipe, hadamard: Hadamard, byt
 def _fits_probe(q: Quantized, x: np.ndarray, r: Recipe, hadamard: Hadamard, stochastic: bool) -> bool:
     """Return whether a recipe makes the codes of q under q's own scales, except for a few codes next to a tie.
 
-    For stochastic rounding, each code must be one of the two that random bytes can choose, and at least a share of
-    ELSEWHERE must not be the nearest one.
+    For stochastic rounding, each code must be one of the two that random bytes can choose. Among the elements between
+    two values, at least a share of ELSEWHERE must not have the nearest code.
     """
     codes = unpacked(q.packed, r.element.packing)
     if stochastic:

@@ -63,7 +63,8 @@ class CandidateAmaxes:
 def amaxes_of(scale: np.ndarray, r: Recipe, dtype: np.dtype, likely: np.ndarray | None = None) -> Iterator[np.ndarray]:
     """Yield amaxes from which a recipe makes a stored tensor scale.
 
-    The first is `likely`, or the implied amax if that is None. The others have other encode scales.
+    The first is `likely`, or the implied amax if `likely` is None. Each further amax gives the stored tensor scale too,
+    but another encode scale (the number by which elements are multiplied).
     """
     amax = _implied(scale, r, dtype) if likely is None else likely
     yield amax
