@@ -1,4 +1,4 @@
-"""Prepared calls on the GPU path, with arrays that only look like CuPy's: what makes a key, and what a prepared call
+"""Test cached calls on the GPU path with arrays that only look like CuPy's: what makes a key, and what a cached call
 launches.
 """
 
@@ -36,7 +36,7 @@ class Odd(np.ndarray):
 
 
 class Memory:
-    """cupy.cuda.MemoryPointer of host memory."""
+    """Stand in for cupy.cuda.MemoryPointer, in host memory."""
 
     def __init__(self, array, device, log):
         self.array, self.ptr, self.device_id, self._log = array, array.ctypes.data, device, log
@@ -51,9 +51,9 @@ class Memory:
 
 
 class Array:
-    """cupy.ndarray of host memory, which begins `offset` bytes after a multiple of 16."""
+    """Stand in for cupy.ndarray, in host memory that begins `offset` bytes after a multiple of 16."""
 
-    log: ClassVar[list] = []  # of all launches, copies and memory that is set
+    log: ClassVar[list] = []  # records all launches, copies and cleared memory
 
     def __init__(self, shape, dtype=np.float32, memory=None, offset=0, device=0, array=None):
         if memory is not None:
@@ -87,7 +87,7 @@ Array.__module__ = "cupy"
 
 @pytest.fixture
 def gpu(monkeypatch):
-    """A CuPy whose kernels write down how they are launched; current: the current device."""
+    """Install a CuPy whose kernels record their launches; `current` is the current device."""
     state = SimpleNamespace(current=0, log=Array.log)
     runtime = SimpleNamespace(getDevice=lambda: state.current)
     cupy = SimpleNamespace(
@@ -122,7 +122,7 @@ def gpu(monkeypatch):
 
 
 def result(recipe, shape=(64, 256), dtype=BF16, axis=-1, layout="linear", **parts):
-    """A Quantized to write to."""
+    """Return a Quantized to write to."""
     r = fp4kit.recipe(recipe)
     scales = fp4kit.layouts.padded_shape(scale_shape(shape, r), layout)
     arrays = {"packed": Array(packed_shape(shape, r), np.uint8), "block_scale": Array(scales, np.uint8)}
@@ -134,7 +134,7 @@ def result(recipe, shape=(64, 256), dtype=BF16, axis=-1, layout="linear", **part
 
 
 def logged(gpu, call):
-    """What a call launches, and what it returns."""
+    """Return what a call launches and what it returns."""
     gpu.log.clear()
     value = call()
     return list(gpu.log), value
@@ -152,7 +152,7 @@ def by_driver(gpu, monkeypatch, call):
 
 
 def forbid(monkeypatch):
-    """Fail if the engine's driver does a call."""
+    """Fail the test if the engine's driver does a call."""
     for name in ("quantize", "dequantize", "fake_quantize"):
         monkeypatch.setattr(engine, name, lambda *a, **k: pytest.fail("the driver did the call"))
 
@@ -172,7 +172,7 @@ def test_a_prepared_quantize_launches_what_the_full_way_does(gpu, monkeypatch, r
 
 
 def argument(line, name):
-    """Return an argument of a launch of quantize: an address, 0 for none."""
+    """Return an argument of a launch of quantize: an address, or 0 for none."""
     return int(np.frombuffer(line[4], ROWS.struct)[name][0])
 
 
@@ -185,7 +185,7 @@ def with_arguments(line, **addresses):
 
 
 def test_the_amax_of_x_is_found_in_out(gpu, monkeypatch):
-    """Of an array that is not small, by a launch of its own."""
+    """The array is not small, so a separate launch finds the amax."""
     x, out = Array((2048, 512), BF16), result("nvfp4-te", (2048, 512))
     first, _ = by_driver(gpu, monkeypatch, lambda: fp4kit.quantize(x, "nvfp4-te", out=out))
     forbid(monkeypatch)
@@ -419,7 +419,7 @@ def test_an_error_is_not_kept(gpu):
 
 
 def test_threads_that_launch_do_not_mix_up_their_arguments():
-    """A kernel that lets other threads run while it is launched finds its arguments as they were given."""
+    """If other threads run during a launch, the kernel still finds the arguments it was given."""
     wrong, fields = [], np.dtype([("a", "u8"), ("b", "u8"), ("size", "i8")])
 
     def function(grid, threads, arguments):

@@ -1,7 +1,6 @@
-"""Prepared calls on tensors of PyTorch, whose memory is the host's here: addresses, new tensors and streams that
-launches get.
+"""Test cached calls on PyTorch tensors, in host memory: addresses, new tensors and streams of the launches.
 
-On a GPU tests/cuda/test_gpu_torch.py compares what the kernels make of them.
+On a GPU, tests/cuda/test_gpu_torch.py compares the results of the kernels.
 """
 
 from types import SimpleNamespace
@@ -26,7 +25,7 @@ STREAM = 4321
 
 @pytest.fixture(autouse=True)
 def gpu(monkeypatch):
-    """Tensors that say they are on CUDA, a current stream, and what is set to zero."""
+    """Let tensors say that they are on CUDA, set a current stream, and record what is cleared."""
     cleared = []
     runtime = SimpleNamespace(getDevice=lambda: 0, memsetAsync=lambda *arguments: cleared.append(arguments))
     monkeypatch.setattr(imports, "cupy", lambda: SimpleNamespace(cuda=SimpleNamespace(runtime=runtime)))
@@ -48,7 +47,7 @@ def call_of(recipe, axis=1, amax=None, op="quantize"):
 
 
 class Launched:
-    """A launch that notes what it was given, by the names of a kernel's arguments."""
+    """Record the arguments of a launch by the names of the kernel's arguments."""
 
     def __init__(self, names):
         self.names, self.seen = names, []
@@ -105,7 +104,7 @@ def test_rows(recipe, amax):
 
 @pytest.mark.parametrize(("row", "column"), [(True, False), (False, True), (True, True)])
 def test_a_given_amax_is_copied_by_the_kernel(row, column):
-    """To new arrays, and to out: it stays the caller's."""
+    """The amax is copied to new arrays and to out; the caller's array is not shared."""
     x, amax = tensor(), torch.tensor(3.0)
     call = quantize_call("nvfp4-te", ROWS if not column else PATCHES, row, column, None)
     found = call(x, amax, None)

@@ -1,8 +1,7 @@
-"""Which kernel takes which work, and how many thread blocks: every row of the table, and what the row before it must
-not take.
+"""Test which kernel does which work, with how many thread blocks: every row of the table and its limits.
 
-A kernel is right under any grid, and several are right for one work, so no comparison of bytes sees a wrong row or
-grid.
+A kernel is right with any grid, and several kernels are right for one work. So comparing bytes would not find a wrong
+row or grid.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from fp4kit.reference.hadamard import TE_SIGN_MASK
 F32 = np.dtype(np.float32)
 TE, SQUARE, SIX = "nvfp4-te", "nvfp4-te-2d", "nvfp4-te-4over6-mse-448"
 LANES = replace(RECIPES["nvfp4-flashinfer-4over6-mse-448"], block=(16, 16))
-PIECES = 132 * 96  # thread blocks where each prepares something
+PIECES = 132 * 96  # thread blocks if each has something to prepare
 LARGE = (4096, 8192)
 
 
@@ -32,10 +31,10 @@ def work(name, shape=LARGE, dtype=BF16, **options):
     return LaunchRequest(recipe, dtype, shape, **options)
 
 
-# A work, its kernel, and its grid on 132 multiprocessors.
+# a work, its kernel, and its grid on 132 multiprocessors
 CHOSEN = [
-    # fake: the producer's own arithmetic, only for values; 8 elements in 16 bytes, 2 runs a thread, 4 where each makes
-    # a table
+    # fake: the producer's own arithmetic, for values only. 8 elements in 16 bytes, 2 runs per thread, or 4 if each
+    # thread block makes a table.
     (work("mxfp4-modelopt-fake", values=True), "fake_quantize", 4096 * 8192 // 8 // 2 // 256),
     (work("nvfp4-modelopt-fake", values=True), "fake_quantize", 4096 * 8192 // 8 // 4 // 256),
     (work("mxfp4-microxcaling-even", values=True, grouped=True), "fake_quantize", 4096 * 8192 // 8 // 2 // 256),
@@ -52,11 +51,11 @@ CHOSEN = [
     (work(SQUARE, (130, 144)), "quantize_columns", 2 * 2),
     (work(SQUARE, values=True), "quantize_columns", 32 * 64),
     (work(TE, (64, 8 * 9), F32, columns=True), "quantize_columns", 1 * 2),
-    # quantize_table: 4over6 of many bfloat16 elements; at most one thread block a multiprocessor
+    # quantize_table: 4over6 of many bfloat16 elements; at most one thread block per multiprocessor
     (work(SIX), "quantize_table", 132),
     (work("nvfp4-te-4over6-mae-256-2d"), "quantize_table", 132),
     (work(SIX, (2, MIN_TABLE_ELEMENTS // 2)), "quantize_table", 132),
-    # quantize_tile: the same of few elements, or where something else is asked for; other square blocks
+    # quantize_tile: 4over6 of few elements or with other options; other square blocks
     (work(SIX, (2, MIN_TABLE_ELEMENTS // 2 - 128)), "quantize_tile", 2 * 1024),
     (work(SIX, dtype=F32), "quantize_tile", 132 * 16),
     (work(SIX, values=True), "quantize_tile", 132 * 16),
@@ -69,14 +68,14 @@ CHOSEN = [
         work(SQUARE, (33, 528), stochastic=True),
         "quantize_tile",
         3 * 3,
-    ),  # 33 blocks beside each other, 16 a thread block
+    ),  # 33 blocks in a row, 16 per thread block
     (work(replace(RECIPES[TE], block=(2, 16))), "quantize_tile", 132 * 16),
     # quantize_unblocked: no blocks, one long row
     (work("fp8-modelopt"), "quantize_unblocked", 4096 * 8192 * 2 // (64 * 256)),
     (work("fp8-modelopt", (3, 7)), "quantize_unblocked", 1),
     (work("int8-modelopt-channel", (5, 1000)), "quantize_unblocked", 1),
     (work("int8-modelopt", values=True, stochastic=False), "fake_quantize", None),
-    # quantize: blocks in a row; fewer thread blocks where each makes a table, and the padding of a layout is work, too
+    # quantize: blocks in a row. There are fewer thread blocks if each makes a table; a layout's padding counts as work.
     (work("mxfp4-ocp"), "quantize", 4096 * 8192 * 2 // (64 * 256)),
     (work(TE), "quantize", None),
     (work(TE, layout="swizzled_128x4"), "quantize", 4096 * 8192 * 2 // (64 * 256)),

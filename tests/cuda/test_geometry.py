@@ -1,4 +1,4 @@
-"""geometry.Launch: where a kernel is launched, by CuPy or by the driver, and with which arguments."""
+"""Test geometry.Launch: where a kernel is launched, by CuPy or by the driver, and with which arguments."""
 
 import ctypes
 from types import SimpleNamespace
@@ -14,12 +14,12 @@ FIELDS = np.dtype([("a", "u8"), ("size", "i8")])
 
 
 class DriverError(Exception):
-    """What the driver raises in a thread without a context."""
+    """Stand in for the error that the driver raises in a thread without a context."""
 
 
 @pytest.fixture
 def log(monkeypatch):
-    """What is launched: by whom, where, and its arguments. A log with "broken" has a driver that refuses."""
+    """Record each launch: by whom, where, and its arguments. If the log holds "broken", the driver raises an error."""
     calls = []
 
     def by_driver(function, *sizes_and_stream):
@@ -35,7 +35,7 @@ def log(monkeypatch):
 
 
 class Function:
-    """A kernel of CuPy: launched by a call, or by the driver's pointer to it."""
+    """Stand in for a CuPy kernel, which is launched by a call or by the driver through its pointer."""
 
     def __init__(self, log, pointer=None):
         self._log = log

@@ -1,4 +1,4 @@
-"""On a GPU: amaxes are collected and frozen there without waiting, and reach the host whole when they are saved or
+"""Test amax states on a GPU: amaxes are collected and frozen without waiting, and reach the host when saved or
 gathered.
 """
 
@@ -18,7 +18,7 @@ BASE = "m.experts.fc1.weight_quantizer"
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16], ids=str)
 def test_every_magnitude_comes_in_exactly(dtype):
-    """All of 16 bits, as they are or as the high bits of float32; subnormals, infinity and NaN too."""
+    """Try all 16-bit numbers, in their dtype or as the high bits of float32, with subnormals, infinity and NaN."""
     bits = np.arange(2**16, dtype=np.uint16)
     values = (bits.astype(np.uint32) << 16).view(np.float32) if dtype == np.float32 else bits.view(dtype)
     values = values[: 2**15]
@@ -27,7 +27,8 @@ def test_every_magnitude_comes_in_exactly(dtype):
         on_cpu.collect("m.weight_quantizer", part)
         on_gpu.collect("m.weight_quantizer", cupy.asarray(part))
     gpu, cpu = (collector._single.popitem()[1] for collector in (on_gpu, on_cpu))
-    assert differing(gpu, cpu) == 0  # converting float16 changes the bits of a NaN, on a GPU others than on a CPU
+    # converting float16 changes the bits of a NaN, on a GPU in another way than on a CPU
+    assert differing(gpu, cpu) == 0
 
 
 def test_subnormals_are_told_apart():
@@ -41,11 +42,11 @@ def test_subnormals_are_told_apart():
 
 
 def test_collect_and_freeze_do_not_wait():
-    """They run inside a stream capture, where anything that waits is an error."""
+    """Both run in a stream capture, where any wait is an error."""
     values = cupy.asarray(np.random.default_rng(1).random((8, 4, 1), np.float32))
     single = values[0].copy()
     warm = AmaxCollector()
-    for _ in range(2):  # compiles
+    for _ in range(2):  # the first pass compiles
         warm.collect_grouped(BASE, values)
         warm.collect("m.input_quantizer", single)
     warm.freeze()

@@ -1,4 +1,6 @@
-"""An amax of -0 on a device, where values are not looked at, gives the bits that NumPy gives for an amax of 0."""
+"""Test amaxes of -0 on a device, where values are not read: the result has the bits that NumPy gives for an
+amax of 0.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ pytestmark = ON_GPU
 
 X = ordinary(0, (32, 512))
 X[0] = 0
-X[1, 3] = np.inf  # its run takes the exact path
+X[1, 3] = np.inf  # the run with this element takes the exact path
 SCALED = [name for name, r in RECIPES.items() if r.tensor_scaling != "none"]
 STATIC = [name for name, r in RECIPES.items() if r.static or takes_e8m0_amaxes(r)]
 FEW = (
@@ -36,7 +38,7 @@ def nothing_prepared():
 
 
 def zeros(shape):
-    """Amaxes of 0 on the host, and of -0 on the device."""
+    """Return amaxes of 0 on the host and of -0 on the device."""
     return np.zeros(shape, np.float32), cupy.asarray(np.full(shape, -0.0, np.float32))
 
 
@@ -96,7 +98,7 @@ def test_of_groups(name):
 
 @pytest.mark.parametrize("name", ["nvfp4-te-2d", "nvfp4-modelopt", "mxfp4-ocp"])
 def test_of_shards(name):
-    """Elements of any size under block amaxes of -0."""
+    """The elements have any size although the block amaxes are -0."""
     x = np.abs(X) + 1
     amax = np.zeros(fp4kit.partial_amax(x.ravel(), x.shape, 0, name).shape, np.float32)
     out, gpu = np.zeros((32, 256), np.uint8), cupy.asarray(np.zeros((32, 256), np.uint8))

@@ -1,6 +1,4 @@
-"""Calls on a GPU after one like them: errors as in a first call, threads and graphs get right results, no memory is
-held.
-"""
+"""Test repeated calls on a GPU: errors as in a first call, right results for threads and graphs, and no memory held."""
 
 import threading
 from dataclasses import replace
@@ -31,7 +29,7 @@ def forbid(monkeypatch):
 
 
 def misaligned(shape, dtype):
-    """An array that begins 2 bytes after a multiple of 16."""
+    """Return an array that begins 2 bytes after a multiple of 16."""
     count = int(np.prod(shape)) * np.dtype(dtype).itemsize
     return cupy.zeros(count + 16, np.uint8)[2 : 2 + count].view(dtype).reshape(shape)
 
@@ -49,7 +47,7 @@ def misaligned(shape, dtype):
     ],
 )
 def test_prepared_calls_give_the_same_bits(monkeypatch, recipe, layout, dtype):
-    """The arrays of the second call are others than those of the first."""
+    """The second call gets other arrays than the first."""
     first, second = blocks(dtype), np.ascontiguousarray(blocks(dtype)[::-1, ::-1])
     expected = fp4kit.quantize(second, recipe, scale_layout=layout)
     out, y = check(first, recipe, scale_layout=layout), cupy.empty(SHAPE, dtype)
@@ -160,14 +158,14 @@ OUT_PARTS = {
 
 
 def raised(call):
-    """Type and text of the error of a call, without addresses."""
+    """Return the type and text of a call's error, without addresses."""
     with pytest.raises((TypeError, ValueError)) as caught:
         call()
     return caught.type, caught.value.args[0].partition(" at address")[0]
 
 
 def assert_same_error(right, wrong, kind, text):
-    """A wrong call raises the same error when nothing is prepared, and after a right one that was."""
+    """Assert that a wrong call raises the same error without a cached call and after a right call that was cached."""
     first, before = raised(wrong), len(call_cache._CALLS)
     right()
     assert len(call_cache._CALLS) == before + 1
@@ -223,7 +221,7 @@ def test_a_wrong_dequantize_after_a_right_one(wrong):
     assert_same_error(lambda: fp4kit.dequantize(**right), lambda: fp4kit.dequantize(**other), kind, text)
 
 
-OF_OUT = {"shape", "dtype", "other recipe", "axis", "layout"}  # wrong for out alone
+OF_OUT = {"shape", "dtype", "other recipe", "axis", "layout"}  # cases that are wrong for out only
 
 
 @pytest.mark.parametrize("wrong", sorted(WRONG_QUANTIZE.keys() - OF_OUT))
@@ -297,7 +295,7 @@ def test_amaxes_of_experts_that_are_unknown():
 
 @gpu_only
 def test_threads_with_arrays_of_their_own():
-    """Launches of a prepared call from many threads do not mix up their arguments."""
+    """Launches of a cached call from many threads do not mix up their arguments."""
     xs = [np.random.default_rng(i).standard_normal(SHAPE, np.float32) for i in range(8)]
     outs = [fp4kit.quantize(cupy.zeros(SHAPE, np.float32), "nvfp4-te") for _ in xs]
     amaxes = [cupy.asarray(np.abs(x).max()) for x in xs]

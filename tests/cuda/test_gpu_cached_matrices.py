@@ -31,7 +31,7 @@ def forbid(monkeypatch, *names):
 
 
 def two(dtype):
-    """Two arrays of one shape."""
+    """Return two arrays of one shape."""
     first = blocks(dtype)
     return first, np.ascontiguousarray(first[::-1, ::-1])
 
@@ -71,7 +71,7 @@ def test_columns_into_out(monkeypatch, recipe):
 
 
 def test_columns_into_out_with_an_amax(monkeypatch):
-    """Whose memory it is not: the amax that was given first is what it was."""
+    """The first amax belongs to the caller, so it must keep its value."""
     first, second = two(np.float32)
     amaxes = [cupy.asarray(np.float32(a)) for a in (3, 4)]
     out = fp4kit.quantize(cupy.asarray(first), "nvfp4-te", axis=0, tensor_amax=amaxes[0])
@@ -174,7 +174,7 @@ def test_a_quantized_moves_to_the_gpu_and_back():
 
 @pytest.mark.parametrize(("shape", "dtype"), [((64, 32), np.uint8), ((), np.float32), ((3, 1, 5), np.float32)])
 def test_new_arrays_are_such_as_cupy_makes(shape, dtype):
-    """They keep their part of the memory, and nothing tells them from others."""
+    """They keep their memory alive and equal arrays made by CuPy."""
     memory, dtype = cupy.cuda.alloc(4096), np.dtype(dtype)
     array, expected = _array_at(cupy)(shape, dtype, memory + 512), cupy.ndarray(shape, dtype, memory + 512)
     for name in ("shape", "dtype", "strides", "size", "nbytes", "ndim", "data.ptr", "flags.c_contiguous"):

@@ -1,4 +1,4 @@
-"""Values at the edges of the fast paths of kernels: CuPy arrays give the bytes of the CPU."""
+"""Test values at the edges of the kernels' fast paths: CuPy arrays give the bytes of the CPU."""
 
 from __future__ import annotations
 
@@ -26,13 +26,16 @@ F16, F32 = np.dtype(np.float16), np.dtype(np.float32)
 
 
 def guarded(dtype: np.dtype) -> Iterator[np.ndarray]:
-    """Yield matrices (32, 160) of blocks far apart, of one magnitude, few, zeros, large and tiny ones; one with NaN."""
+    """Yield matrices (32, 160) and one with NaN.
+
+    Their blocks have wide exponents, one magnitude, few values, zeros, large values and tiny values.
+    """
     rng = np.random.default_rng(5)
     x = rng.standard_normal((32, 10, 16)) * np.exp2(rng.integers(-24, 1, (1, 10, 1)))
-    x[:, 1] = rng.choice([-1.0, 0.0, 1.0], (32, 16))  # one magnitude: the same error under both scales
+    x[:, 1] = rng.choice([-1.0, 0.0, 1.0], (32, 16))  # one magnitude: the error is the same with both scales
     x[:, 2] = np.copysign(0.0, x[:, 2])
-    x[16:, 3] = np.copysign(0.0, x[16:, 3])  # zero in part
-    x[:, 4] = np.round(x[:, 4] / np.abs(x[:, 4]).max() * 12) / 2  # few values
+    x[16:, 3] = np.copysign(0.0, x[16:, 3])  # partly zero
+    x[:, 4] = np.round(x[:, 4] / np.abs(x[:, 4]).max() * 12) / 2  # few distinct values
     x[:, 5] *= np.where(rng.random((32, 16)) < 0.1, 1, 2.0**-130)
     x = x.reshape(32, 160)
     top = float(ml_dtypes.finfo(dtype).max)
@@ -55,7 +58,7 @@ AMAXES = (0.02, 1e-38, 2.0**-61, 2.0**-59, 2.0**61, 3e38, 0.0, np.inf)
 )
 @pytest.mark.parametrize("dtype", [BF16, *exhaustive([F32, F16])], ids=str)
 def test_both_sides_of_every_guard(recipe, options, dtype) -> None:
-    """The fast paths of 4over6 and of stochastic rounding, under many tensor amaxes."""
+    """Try the fast paths of 4over6 and of stochastic rounding, with many tensor amaxes."""
     for x in guarded(dtype):
         for amax in (None, *(AMAXES if recipe.tensor_scaling == "tensor" else ())):
             with np.errstate(all="ignore"):
@@ -64,7 +67,7 @@ def test_both_sides_of_every_guard(recipe, options, dtype) -> None:
 
 @pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
 def test_random_bytes_about_which_codes_change(dtype) -> None:
-    """Every element below 8 under a scale of 1, with the random bytes about which its code of E2M1 changes."""
+    """Every element below 8 in a block of scale 1 meets the random bytes at which its E2M1 code changes."""
     bits = np.arange(np.array(8, dtype).view(np.uint16), dtype=np.uint16)
     signs = np.random.default_rng(0).integers(0, 2, bits.size * 4, np.uint16) << 15
     x = np.resize(np.repeat(bits, 4) | signs, (-(-bits.size * 4 // 124), 124)).view(dtype)
@@ -72,7 +75,7 @@ def test_random_bytes_about_which_codes_change(dtype) -> None:
     x = np.concatenate([x.reshape(-1, 31), four], 1).reshape(-1, 128)
     a = np.abs(x.astype(np.float64))
     step = np.exp2(np.maximum(np.floor(np.log2(np.maximum(a, 0.5))), 0) - 1)
-    first = np.ceil((1 - a / step % 1) * 256)  # that rounds up; 256: none does
+    first = np.ceil((1 - a / step % 1) * 256)  # the first byte that rounds up; 256 if none does
     turns = np.arange(x.shape[1]) % 4
     seed = np.select([turns == 0, turns == 1, turns == 2], [first - 1, np.minimum(first, 255), np.zeros_like(a)], 255)
     check(x, "mxfp4-ocp", rounding="stochastic", seed=cupy.asarray(seed.astype(np.uint8)))
@@ -82,7 +85,7 @@ WITH_CODES = [name for name, r in RECIPES.items() if not r.fake_only and not r.s
 
 
 def tensor_scales(name: str, shape: tuple[int, int]) -> Iterator[tuple[np.ndarray | None, np.ndarray | None]]:
-    """Yield tensor scales and amaxes: what an amax can be; unknown, wrong and impossible ones."""
+    """Yield tensor scales with possible, unknown, wrong and impossible amaxes."""
     r = RECIPES[name]
     if r.tensor_scaling == "none":
         yield None, None
@@ -110,7 +113,7 @@ def tensor_scales(name: str, shape: tuple[int, int]) -> Iterator[tuple[np.ndarra
 
 @pytest.mark.parametrize("name", all_or_few(WITH_CODES))
 def test_values_of_any_codes_under_any_scales(name) -> None:
-    """Random codes, every scale byte, and tensor scales of known, unknown, wrong and impossible amaxes."""
+    """Try random codes, every scale byte, and tensor scales of known, unknown, wrong and impossible amaxes."""
     r, rng = RECIPES[name], np.random.default_rng(3)
     for shape in ((64, 256), (3, 3 * r.block_size) if r.block else (5, 38)):
         packed = rng.integers(0, 2 ** (8 if r.is_packed else r.element.bits), packed_shape(shape, r), np.uint8)

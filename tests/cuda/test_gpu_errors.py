@@ -1,4 +1,6 @@
-"""Errors of grouped functions: in their own name, with the number of the tensor, and in one text on both engines."""
+"""Test the errors of grouped functions: they name the function and the number of the tensor, with one text on both
+engines.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +24,9 @@ def moved(a, put):
 
 
 def grouped(function, recipe="nvfp4-te", second=A, **options):
-    """A call of a grouped function, or of a plan, whose second tensor or options are wrong; put: to where the arrays
-    are.
+    """Return a call of a grouped function or a plan whose second tensor or options are wrong.
+
+    The returned call takes `put`, which moves an array to the device.
     """
     given = options.pop("grads", None)
 
@@ -33,7 +36,8 @@ def grouped(function, recipe="nvfp4-te", second=A, **options):
         if function == "fake_quantize_grouped_backward":
             return fp4kit.fake_quantize_grouped_backward(list(map(put, given or [A, second])), xs, recipe, **found)
         result = getattr(fp4kit, function)(xs, recipe, **found)
-        return result.quantize() if function == "GroupedPlan" else result  # a plan may check when it is used
+        # a plan may check its arguments when it is used
+        return result.quantize() if function == "GroupedPlan" else result
 
     return call
 

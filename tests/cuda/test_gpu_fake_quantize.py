@@ -1,4 +1,4 @@
-"""fake_quantize by a rule of its own, its gradient, and requantize, on CuPy arrays: the bytes of the CPU
+"""Test fake_quantize with a rule of its own, its gradient, and requantize, on CuPy arrays: the bytes of the CPU
 specification.
 """
 
@@ -26,7 +26,7 @@ recipes = pytest.mark.parametrize("name", all_or_few(WITH_RULE))
 
 
 def same(x: np.ndarray, name, **options) -> None:
-    """fake_quantize on both sides; options with arrays are given on the side of x."""
+    """Assert that fake_quantize gives equal bytes on both sides; arrays among the options are moved beside x."""
     on_device = {k: cupy.asarray(v) if isinstance(v, np.ndarray) else v for k, v in options.items()}
     y = fp4kit.fake_quantize(cupy.asarray(x), name, **on_device)
     assert differing(y, fp4kit.fake_quantize(x, name, **options)) == 0
@@ -114,7 +114,7 @@ def test_what_has_no_kernel_is_said() -> None:
 
 @pytest.mark.parametrize("name", all_or_few(MICROXCALING))
 def test_every_value_of_sixteen_bits_beside_every_power_of_two(name) -> None:
-    """The log2 of elements and of amaxes: all finite values, beside anchors that set the block's scale."""
+    """Test the log2 of elements and of amaxes: all finite values, beside anchors that set the block's scale."""
     for dtype in DTYPES[1:]:
         bits = np.arange(1 << 16, dtype=np.uint16).view(dtype)
         finite = np.resize(bits[np.isfinite(bits.astype(np.float32))], (4096, 16))
@@ -252,7 +252,7 @@ def test_mxfp4_to_nvfp4(source, target) -> None:
     x = ordinary(3, (64, 256))
     exact = (
         target != "nvfp4-modelopt" or source == "mxfp4-flashinfer"
-    )  # both decode -0, the code of small negatives, to +0
+    )  # both decode -0, the code of small negative numbers, to +0
     same_requantized(fp4kit.quantize(x, source), target, exact=exact)
     same_requantized(
         fp4kit.quantize(x.astype(np.float16), source, axis=0, scale_layout="swizzled_128x4"), target, exact=exact
@@ -282,7 +282,7 @@ def test_compare_and_identify_take_what_is_on_a_gpu() -> None:
 
 
 def where_it_is(seen, *arguments):
-    """best_match, which leaves the x that it was given."""
+    """Record the x that best_match gets, and call it."""
     seen.append(arguments[1])
     return best_match(*arguments)
 
@@ -297,7 +297,8 @@ def test_identify_proves_a_large_array_where_it_is(name, layout, known, monkeypa
     x = ordinary(6, (64, 512), ml_dtypes.bfloat16)
     q = fp4kit.quantize(x, name, scale_layout=layout)
     q = q if known else replace(q, tensor_amax=None)
-    other = replace(q, packed=np.where(np.arange(256) == 255, q.packed ^ 1, q.packed))  # which only the whole tells
+    # identify finds this difference only by comparing everything
+    other = replace(q, packed=np.where(np.arange(256) == 255, q.packed ^ 1, q.packed))
     found = fp4kit.identify(q, x), fp4kit.identify(other, x)
     assert name in found[0].exact and not found[1].exact
     monkeypatch.setattr("fp4kit.ops.identify_matches.best_match", functools.partial(where_it_is, proved := []))

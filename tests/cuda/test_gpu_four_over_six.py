@@ -1,4 +1,4 @@
-"""4over6 of matrices that are large enough for tables gives, on a GPU, the bytes of the CPU specification."""
+"""Test 4over6 on matrices large enough for tables: a GPU gives the bytes of the CPU specification."""
 
 from __future__ import annotations
 
@@ -13,11 +13,13 @@ from fp4kit.recipes import RECIPES
 
 pytestmark = ON_GPU
 NAMES = [r.id for r in RECIPES.values() if r.four_over_six]
-SHAPE = (2056, -(-MIN_TABLE_ELEMENTS // 2048) + 48)  # rows and blocks are not whole tiles
+SHAPE = (2056, -(-MIN_TABLE_ELEMENTS // 2048) + 48)  # rows and blocks do not fill whole tiles
 
 
 def matrix(seed: int) -> np.ndarray:
-    """Normal values, and rows of zeros, of few values, of one magnitude, of large, tiny and no numbers."""
+    """Return normal values, and rows of zeros, few values, one magnitude, large values, tiny values and NaN or
+    infinity.
+    """
     rng = np.random.default_rng(seed)
     x = rng.standard_normal(SHAPE, dtype=np.float32)
     x[:32] = 0
@@ -39,14 +41,14 @@ def test_large_matrices(name) -> None:
 @pytest.mark.parametrize("name", all_or_few(["nvfp4-te-4over6-mse-448", "nvfp4-te-4over6-mae-256-2d"]))
 def test_layouts_and_a_given_amax(name, layout) -> None:
     x = matrix(1)
-    check(x, name, scale_layout=layout, tensor_amax=3.0)  # less than most
+    check(x, name, scale_layout=layout, tensor_amax=3.0)  # smaller than most elements
     check(x, name, scale_layout=layout, tensor_amax=2.0**-50)
 
 
 def nearly_equal_errors(name: str, tensor_amax: float) -> np.ndarray:
-    """Blocks in which the last element decides between the two scales: where the choice turns, and near it.
+    """Return blocks whose last element decides between the two scales, at and near the turning point.
 
-    Fourteen elements are equal, so that what their errors are off adds up.
+    Fourteen elements are equal, so that their rounding errors add up.
     """
     rng = np.random.default_rng(5)
     x = np.repeat(rng.uniform(0.01, 1, (8192, 1)).astype(np.float32), 16, axis=1)
@@ -54,7 +56,7 @@ def nearly_equal_errors(name: str, tensor_amax: float) -> np.ndarray:
     low, high = (
         np.full(len(x), 0x3C000000, np.uint32),
         np.full(len(x), 0x3F7FFFFF, np.uint32),
-    )  # 2^-7 and the last below 1
+    )  # 2^-7, and the largest number below 1
 
     def choices(bits: np.ndarray) -> np.ndarray:
         x[:, 15] = bits.view(np.float32)
@@ -74,7 +76,7 @@ def nearly_equal_errors(name: str, tensor_amax: float) -> np.ndarray:
 
 @pytest.mark.parametrize("name", ["nvfp4-te-4over6-mae-448", "nvfp4-te-4over6-mse-448"])
 def test_errors_that_are_nearly_equal(name) -> None:
-    """Where less slack than are_apart leaves would choose the other scale."""
+    """With less slack than are_apart leaves, another scale would be chosen."""
     for tensor_amax in (1.3, 3.3):
         x = nearly_equal_errors(name, tensor_amax)
         assert len(x) > 1000

@@ -1,4 +1,7 @@
-"""Grouped operations on CuPy arrays equal the CPU, tensor by tensor. These tests need a GPU and skip without one."""
+"""Test grouped operations on CuPy arrays: they equal the CPU, tensor by tensor.
+
+Without a GPU these tests are skipped.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ pytestmark = ON_GPU
 NAMES = [name for name, r in RECIPES.items() if not r.search]
 DTYPES = dict(zip(NAMES, cycle((BF16, np.float32, np.float16)), strict=False))
 FEW = ("nvfp4-te", "nvfp4-te-2d", "mxfp4-flashinfer", "fp8-modelopt", "int8-modelopt-channel", "int4-modelopt")
-DRAWN = (BF16, np.dtype(np.float32))  # dtypes that examples are drawn from: each combination is compiled
+DRAWN = (BF16, np.dtype(np.float32))  # dtypes of drawn examples; each combination is compiled
 
 
 def on_gpu(arrays):
@@ -30,7 +33,7 @@ def on_gpu(arrays):
 
 
 def check(xs, name, **options) -> None:
-    """Codes, values and amaxes of a group on both sides."""
+    """Assert that codes, values and amaxes of a group are equal on both sides."""
     d, r = on_gpu(xs), fp4kit.recipe(name)
     given = options.get("tensor_amax")
     on_device = options | (
@@ -92,7 +95,7 @@ def test_stacked_arrays(name, axis) -> None:
     x = np.ascontiguousarray(blocks(BF16, 3 * 64, 96).reshape(3, 64, 96))
     if x[0].shape[axis] % RECIPES[name].length_multiple == 0:
         check(x, name, axis=axis)
-        check(np.stack([x, x[::-1]]), name)  # each of three dimensions
+        check(np.stack([x, x[::-1]]), name)  # each has three dimensions
     assert differing(fp4kit.quantize_grouped(on_gpu(x), name)[1].packed, fp4kit.quantize(x[1], name).packed) == 0
 
 
@@ -161,7 +164,7 @@ def test_amaxes_of_a_plan() -> None:
     plan = fp4kit.GroupedPlan(d, "nvfp4-te")
     plan.amax()
     assert [float(a) for a in plan.amax_vector] == [float(fp4kit.amax(a)) for a in (x[:32], x)]
-    plan.amax_vector[...] *= 0.5  # twice the largest bfloat16 is no float32: NumPy would warn, which is an error here
+    plan.amax_vector[...] *= 0.5  # twice the largest bfloat16 exceeds float32; NumPy would warn, which is an error here
     for gpu, array in zip(plan.quantize(keep_amax=True), d, strict=True):
         assert_same(
             gpu, fp4kit.quantize(array.get(), "nvfp4-te", tensor_amax=fp4kit.amax(array.get()) * np.float32(0.5))

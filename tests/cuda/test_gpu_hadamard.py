@@ -41,7 +41,7 @@ def test_amax_of_a_transform():
     "name", ["nvfp4-te", "nvfp4-te-4over6-mae-256", "mxfp8-te", "fp8-modelopt-channel", "int4-modelopt"]
 )
 def test_rows_of_a_stack(name):
-    """Runs of 16 lie inside the rows, so the rows of a stack are joined: one launch, and no matrix of its own."""
+    """Runs of 16 elements lie inside rows, so the rows of a stack are joined to one launch."""
     x = np.random.default_rng(1).standard_normal((2, 3, 5, 128)).astype(BF16)
     engine = import_module("fp4kit.cuda.engine.quantize")
     with patch.object(engine, "quantize_matrix", wraps=engine.quantize_matrix) as launched:

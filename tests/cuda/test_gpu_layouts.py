@@ -1,4 +1,7 @@
-"""transpose, swizzle, unswizzle, pack and unpack on CuPy arrays give the bytes of the CPU. These tests need a GPU."""
+"""Test transpose, swizzle, unswizzle, pack and unpack on CuPy arrays: they give the bytes of the CPU.
+
+These tests need a GPU.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ SQUARE = ("nvfp4-te-2d", "mxfp8-te-2d")
 
 
 def random_bytes(shape: tuple[int, ...]) -> np.ndarray:
-    """Return bytes of which none is zero, so that padding is seen."""
+    """Return bytes without zeros, so that padding is visible."""
     return np.random.default_rng(prod(shape)).integers(1, 256, shape, np.uint8)
 
 
@@ -38,7 +41,7 @@ def square_blocks(r: Recipe, layout: str, shape: tuple[int, ...]) -> fp4kit.Quan
 
 
 def moved(q: fp4kit.Quantized, move=None) -> fp4kit.Quantized:
-    """The arrays on the device, each through `move`."""
+    """Return q with its arrays on the device, each passed through `move`."""
     move = move or (lambda a: a)
     parts = {name: move(cupy.asarray(getattr(q, name))) for name in ("packed", "block_scale")}
     tensor = {name: getattr(q, name) for name in ("tensor_scale", "tensor_amax")}
@@ -47,14 +50,14 @@ def moved(q: fp4kit.Quantized, move=None) -> fp4kit.Quantized:
 
 
 def strided(a):
-    """The same bytes with gaps along the last axis."""
+    """Return a copy with equal bytes and gaps along the last axis."""
     wide = cupy.full((*a.shape[:-1], 2 * a.shape[-1]), 0xEE, np.uint8)
     wide[..., ::2] = a
     return wide[..., ::2]
 
 
 def misaligned(a):
-    """The same bytes, contiguous, at an odd address."""
+    """Return a contiguous copy with equal bytes at an odd address."""
     room = cupy.full(a.size + 17, 0xEE, np.uint8)
     room[1 : a.size + 1] = a.reshape(-1)
     return room[1 : a.size + 1].reshape(a.shape)
@@ -96,7 +99,7 @@ def test_transpose_of_nothing() -> None:
 
 @gpu_only
 def test_transpose_of_a_large_array() -> None:
-    """More than 2^31 codes: offsets of 64 bits."""
+    """More than 2^31 codes need 64-bit offsets."""
     M, K = shape = (2**16, 2**15 + 32)
     q = fp4kit.quantize(cupy.zeros((32, 32), np.float32), "nvfp4-te-2d")
     rows, columns = cupy.arange(M, dtype=np.uint32), cupy.arange(K // 2, dtype=np.uint32)
@@ -176,7 +179,7 @@ def test_errors_come_before_work() -> None:
 
 
 def test_in_a_cuda_graph() -> None:
-    """No operation waits for the device, or reads from it."""
+    """No operation waits for the device or reads from it, because that is an error in a graph."""
     q = square_blocks(RECIPES["nvfp4-te-2d"], "swizzled_128x4", (512, 512))
     gpu, results = moved(q), []
 

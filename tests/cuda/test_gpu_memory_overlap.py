@@ -1,5 +1,5 @@
-"""What a call writes lies apart from what it reads, or the call is refused before any work: the first one, and repeated
-ones.
+"""Test that a call whose outputs overlap its inputs is rejected before any work, the first time and in
+repeated calls.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ RECIPES = ["nvfp4-te", "mxfp4-ocp", "mxfp8-te", "fp8-modelopt"]
 
 @pytest.fixture(params=["numpy", "cupy"])
 def xp(request):
-    """NumPy, or the GPU that the host plays."""
+    """Return NumPy, or CuPy on the GPU that the host plays."""
     if request.param == "numpy":
         return np
     request.getfixturevalue("played_gpu")
@@ -53,10 +53,10 @@ def test_quantize_into_x(name, xp, start):
     inside = at(buffer, 0, SHAPE, np.float32)
     inside[...] = xp.asarray(x)
     apart = moved(fp4kit.quantize(x, name), xp)
-    apart = replace(apart, packed=at(memory(xp), 0, apart.packed.shape, np.uint8))  # a view, as the one in x is
+    apart = replace(apart, packed=at(memory(xp), 0, apart.packed.shape, np.uint8))  # a view, as the array inside x is
     out = replace(apart, packed=at(buffer, start, apart.packed.shape, np.uint8))
     for _ in range(2):
-        assert fp4kit.quantize(inside, name, out=apart) is apart  # from here on such calls are repeated
+        assert fp4kit.quantize(inside, name, out=apart) is apart  # from here on such calls are cached
         with pytest.raises(
             ValueError, match=r"^quantize: out\.packed shares memory with x, which is .*; needs memory of its own$"
         ):
@@ -94,14 +94,14 @@ def test_dequantize_into_q(name, xp):
     assert_same_bits(host(shared.packed), host(q.packed))
 
 
-# Strides in bytes of x (4, 3, 16) and of out.packed (4, 3, 8), and the byte that out begins at. They have bytes in
-# common, which takes NumPy's search more work than it may do.
+# Strides in bytes of x (4, 3, 16) and of out.packed (4, 3, 8), and the first byte of out. They share bytes, but finding
+# that takes more work than NumPy's search may do.
 HARD = [((96, 1024, 28), (84, 1527, 16), 1213), ((552, 956, 152), (803, 348, 57), 1135)]
 
 
 @pytest.mark.parametrize(("of_x", "of_out", "start"), HARD)
 def test_arrays_whose_bytes_are_too_many_to_compare(of_x, of_out, start):
-    """They count as one memory."""
+    """Arrays that take too much work to compare count as overlapping."""
     buffer, form = np.zeros(1 << 14, np.uint8), fp4kit.quantize(ordinary(3, (4, 3, 16)), "nvfp4-te")
     x = as_strided(buffer.view(np.float32), (4, 3, 16), of_x)
     x[...] = before = ordinary(3, (4, 3, 16))
@@ -123,7 +123,7 @@ def test_partial_cast_into_the_shard():
 
 
 def test_arrays_between_each_other_are_apart():
-    """Every second row: the spans are one, and no byte is of both."""
+    """x has every second row, and out the rows between. The address ranges overlap, but no byte belongs to both."""
     x, q = ordinary(6, SHAPE), fp4kit.quantize(ordinary(6, SHAPE), "mxfp8-te")
     whole = np.zeros((128, 256, 4), np.uint8)
     inside = whole[::2].view(np.float32)[..., 0]
@@ -159,7 +159,7 @@ def test_tensors_of_pytorch():
 
 
 def bytes_of(shape, strides, itemsize):
-    """How many bytes elements take, one by one: fewer than there are elements where some overlap."""
+    """Count the bytes of all elements one by one; if elements overlap, they have fewer distinct bytes."""
     starts = np.zeros(1, int)
     for n, step in zip(shape, strides, strict=True):
         starts = np.add.outer(starts, np.arange(n) * step).ravel()
@@ -168,7 +168,7 @@ def bytes_of(shape, strides, itemsize):
 
 @pytest.mark.parametrize("seed", range(3))
 def test_overlaps_are_found_exactly(seed):
-    """Against a count of bytes, for drawn shapes and strides."""
+    """Compare with a count of bytes, for drawn shapes and strides."""
     rng = np.random.default_rng(seed)
     found = []
     for _ in range(1500):
@@ -188,7 +188,7 @@ def test_overlaps_are_found_exactly(seed):
     [
         ((4096, 4096), (16384, 4), 4, False),
         ((4096, 4096), (4, 16384), 4, False),  # transposed
-        ((8, 4096), (4097, 2), 1, False),  # rows in the gaps of others
+        ((8, 4096), (4097, 2), 1, False),  # rows lie in the gaps of other rows
         ((8, 4096), (4096, 2), 1, True),
         ((1 << 17, 1 << 17), ((1 << 17) + 2, 2), 1, True),
         ((1 << 17, 1 << 16), ((1 << 17) - 1, 2), 1, False),
@@ -207,7 +207,7 @@ def test_overlaps_of_known_strides(shape, strides, itemsize, overlaps):
 
 
 def strided(a, shape, strides):
-    """A view of a flat array with other strides."""
+    """Return a view of a flat array with other strides."""
     if isinstance(a, np.ndarray):
         return np.lib.stride_tricks.as_strided(a, shape, strides)
     view = a[...]
@@ -220,7 +220,7 @@ TEXT = r" has elements that share memory, shape \(.*\), strides \(.*\); needs on
 
 @pytest.mark.parametrize("part", ["packed", "block_scale", "tensor_scale", "tensor_amax"])
 def test_quantize_into_elements_that_overlap(xp, part):
-    """Rows that begin inside of others: codes of the first ones would be lost."""
+    """If rows begin inside other rows, codes of the first rows would be lost, so the call is rejected."""
     recipe = "nvfp4-te-rowscaled" if "tensor" in part else "nvfp4-te"
     x = xp.asarray(ordinary(0, (128, 64)))
     q = fp4kit.quantize(x, recipe)
@@ -252,7 +252,7 @@ def test_cast_into_elements_that_overlap(xp):
 
 
 def test_into_elements_between_those_of_others():
-    """Strides that interleave without an overlap are as good as any."""
+    """Strides that interleave without overlap are accepted."""
     x = ordinary(0, (2, 64))
     q = fp4kit.quantize(x, "mxfp4-ocp")
     out = replace(q, packed=np.lib.stride_tricks.as_strided(np.zeros(96, np.uint8), (2, 32), (33, 2)))

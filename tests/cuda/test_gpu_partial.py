@@ -1,4 +1,6 @@
-"""Shards on a GPU: partial_amax, partial_cast and cast_master_weights give the bytes of the CPU, for any partition."""
+"""Test shards on a GPU: partial_amax, partial_cast and cast_master_weights give the bytes of the CPU for any
+partition.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,7 @@ DTYPES = (np.float32, np.float16, ml_dtypes.bfloat16)
 
 
 def cast_both(x: np.ndarray, name: str, edges: list[int]) -> None:
-    """Amaxes of each shard, and codes of all of them written into one output, on both sides."""
+    """Assert that both sides give equal amaxes of each shard and equal codes of all shards in one output."""
     flat, on_gpu = x.reshape(-1), cupy.asarray(x.reshape(-1))
     amax = np.zeros((1, 1), np.float32)
     for a, b in pairwise(edges):
@@ -43,7 +45,7 @@ def cast_both(x: np.ndarray, name: str, edges: list[int]) -> None:
     )  # of finite elements
     cpu = np.full(whole.packed.shape, 0xA5, np.uint8)
     gpu = cupy.full(cpu.shape, 0xA5, np.uint8)
-    for a, b in list(pairwise(edges))[::2]:  # every other one, so that neighbours of each stay as they are
+    for a, b in list(pairwise(edges))[::2]:  # every other shard, so that nibbles beside each shard must stay unchanged
         fp4kit.partial_cast(flat[a:b], cpu, amax, x.shape, a, name, tensor_amax=limit)
         fp4kit.partial_cast(on_gpu[a:b], gpu, cupy.asarray(amax), x.shape, a, name, tensor_amax=limit)
     assert differing(gpu, cpu) == 0
@@ -166,7 +168,7 @@ def test_plan_columnwise_refresh_and_graph() -> None:
 
 @gpu_only
 def test_nothing_waits() -> None:
-    """A step returns while work that was queued before it still runs."""
+    """A step returns while earlier work in the queue still runs."""
     x = cupy.zeros(1 << 28, np.uint8)
     values = cupy.ones(256 * 256, np.float32)
     plan = MasterWeightsPlan([Shard(values, (256, 256))], SingleProcess(), columnwise=True)

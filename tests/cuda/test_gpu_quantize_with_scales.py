@@ -1,4 +1,4 @@
-"""Codes under given scales on a GPU: the bytes of the CPU, for every recipe, layout, stack and source of scales."""
+"""Test codes with given scales on a GPU: the bytes of the CPU, for every recipe, layout, stack and source of scales."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ BF16 = ml_dtypes.bfloat16
 
 
 def both(x, name, q, **options):
-    """x under the scales of q, on both sides; what the GPU gives."""
+    """Quantize x with the scales of q on both sides, assert equality, and return the GPU's result."""
     given = {"block_scale": q.block_scale, "tensor_scale": q.tensor_scale}
     with np.errstate(all="ignore"):
         cpu = fp4kit.quantize(x, name, **given, **options)

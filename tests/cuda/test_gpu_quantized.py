@@ -1,4 +1,4 @@
-"""Quantized on a GPU as an object: from_parts, slices, equality, files and display."""
+"""Test Quantized objects on a GPU: from_parts, slices, equality, files and display."""
 
 import numpy as np
 import pytest
@@ -15,7 +15,7 @@ NAMES = ["nvfp4-te", "mxfp4-ocp", "nvfp4-te-rowscaled", "int8-modelopt"]
 
 
 def both(name, **options):
-    """The same on both sides."""
+    """Return the result of quantize on the CPU and on the GPU."""
     return fp4kit.quantize(ORDINARY, name, **options), fp4kit.quantize(cupy.asarray(ORDINARY), name, **options)
 
 

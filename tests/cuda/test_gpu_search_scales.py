@@ -1,5 +1,5 @@
-"""The search of block scales on the GPU, or its stand-in, against the specification, which takes every candidate in
-turn.
+"""Test the search of block scales on the GPU, or on its stand-in, against the specification, which tries every
+candidate.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def test_weights() -> None:
     check(x, tensor_amax=5.0, weights=weights)
     weights[::3] = 0
     check(x, tensor_amax=5.0, weights=weights, candidates="near")
-    for scale in (1e-38, 1e-30, 1e30, 0):  # where squares are lost, or leave the range
+    for scale in (1e-38, 1e-30, 1e30, 0):  # squares underflow or overflow
         check(x[:48], tensor_amax=5.0, weights=(weights * np.float32(scale)).astype(np.float32))
 
 
@@ -166,14 +166,14 @@ def check_values(gpu: Any, cpu: np.ndarray) -> None:
 
 
 def some_of(members: int) -> list[np.ndarray]:
-    """Of several dtypes, of any sizes, none too."""
+    """Return tensors of several dtypes and sizes, one of them empty."""
     x = finite(np.float32)
     xs = [x[i % 90 : i % 90 + 12, : 16 * (1 + i % 4)].astype(BF16 if i % 2 else np.float32) for i in range(members)]
     return [*xs, x[:0]]
 
 
 def test_groups_that_search() -> None:
-    """Stacks, of experts too."""
+    """Groups may be stacks, of experts too."""
     xs, amaxes = some_of(3), [3.0 + i for i in range(4)]
     there = [cupy.asarray(a) for a in xs]
     for function in (fp4kit.quantize_grouped, fp4kit.fake_quantize_grouped):
@@ -187,12 +187,12 @@ def test_groups_that_search() -> None:
 
 
 def test_groups_that_are_no_arguments_of_a_kernel() -> None:
-    xs = some_of(70)[::2] + some_of(2)  # a table of more than 32 of a dtype
+    xs = some_of(70)[::2] + some_of(2)  # a table of more than 32 tensors of a dtype
     same(fp4kit.quantize_grouped([cupy.asarray(a) for a in xs], MSE), fp4kit.quantize_grouped(xs, MSE))
 
 
 def test_plan_that_searches() -> None:
-    """What is written into the tensors counts, and amaxes are kept where they shall be."""
+    """Values written to the tensors later count, and amaxes are kept if the plan is told to."""
     xs = [finite(BF16), finite(BF16, 1)[:40]]
     there = [cupy.asarray(a) for a in xs]
     plan = fp4kit.GroupedPlan(there, MSE)
@@ -221,7 +221,7 @@ SIDES = {"plain": {}, "weights": {"weights": WEIGHTS}, "hessian": {"hessian": he
 @pytest.mark.parametrize(("side", "dtype"), [("plain", np.float32), ("weights", BF16), ("hessian", np.float16)])
 @pytest.mark.parametrize("rows", by_default([16], TALL))
 def test_blocks_of_several_rows(rows, side, dtype) -> None:
-    """Short last ones, stacks whose matrices end in the middle of one, experts, both axes."""
+    """Blocks may be short at the end, or end inside a matrix of a stack. Experts and both axes are tried."""
     x, given = searched_blocks(dtype), SIDES[side]
     check(x[:83], TALL[rows], tensor_amax=4.0, **given)
     check(x[:40], TALL[rows], tensor_amax=4.0, candidates="near", **given)
@@ -243,7 +243,7 @@ OBJECTIVES = [
 
 @pytest.mark.parametrize(("objective", "dtype", "side"), OBJECTIVES)
 def test_objectives(objective, dtype, side) -> None:
-    """Of blocks that are not finite, of tensors whose scales underflow, and beside the code of a block's own amax."""
+    """Some blocks are not finite, some tensor scales underflow, and some searches stay near the block's own amax."""
     x, given = searched_blocks(dtype), SIDES[side] | {"objective": objective}
     for options in ({"tensor_amax": 4.0}, {"tensor_amax": 1e-38}, {"tensor_amax": 0.03, "candidates": "near"}):
         check(x, **options, **given)
@@ -257,7 +257,7 @@ def test_objective_of_two_names() -> None:
 
 @pytest.mark.parametrize("objective", ["p1.0001", "p16"])
 def test_powers_that_leave_the_range(objective) -> None:
-    """Losses of no error, and infinite ones."""
+    """Some losses underflow to zero, others are infinite."""
     for size in (1e-12, 1e-3, 1, 1e6, 1e30):
         check((finite(np.float32) * np.float32(size)).astype(np.float32), objective=objective, candidates="near")
 
@@ -269,7 +269,7 @@ def test_powers_that_are_nearly_equal(p) -> None:
 
 
 def test_bits_of_powers() -> None:
-    """Not of the scales that they choose alone."""
+    """Compare the powers themselves, not only the scales that they choose."""
     d = errors()
     for p in POWERS_OF_ERRORS:
         out = cupy.zeros(d.shape, np.float64)
@@ -280,14 +280,14 @@ def test_bits_of_powers() -> None:
 
 @pytest.mark.parametrize("amax_nan", ["ignore", "lanes"])
 def test_amaxes_of_blocks_with_nan(amax_nan) -> None:
-    """What lies near the code of the amax of the other elements."""
+    """The search is near the code of the amax of the other elements."""
     r = replace(RECIPES[STATIC], id=amax_nan, amax_nan=amax_nan)
     check(searched_blocks(BF16), r, tensor_amax=4.0, candidates="near")
     check(searched_blocks(BF16), r, tensor_amax=4.0, candidates="near", hessian=hessians(64))
 
 
 def test_arrays_at_any_address() -> None:
-    """Of x, weights and Hessians."""
+    """x, weights and Hessians may be misaligned."""
 
     def moved(a: np.ndarray) -> Any:
         return cupy.asarray(np.concatenate([np.zeros(1, a.dtype), a.reshape(-1)]))[1:].reshape(a.shape)
@@ -307,7 +307,9 @@ POWERS = [name for name, r in RECIPES.items() if takes_e8m0_amaxes(r)]
 
 @pytest.mark.parametrize("recipe", by_default(MX, POWERS))
 def test_powers_of_two(recipe) -> None:
-    """The least loss of three exponents, or of those asked for; amaxes of all magnitudes."""
+    """The power with the smallest loss is chosen among three exponents or those asked for, for amaxes of all
+    magnitudes.
+    """
     r, x = RECIPES[recipe], finite(BF16)
     for options in ({}, {"candidates": (-3, 2)}, {"candidates": (0, 0)}):
         check(x, r, **options)
@@ -334,11 +336,10 @@ def test_powers_of_other_blocks(columns) -> None:
 
 
 def balanced(blocks: int, columns: int, pair: list[float], ratio: float, spread: int) -> tuple[np.ndarray, np.ndarray]:
-    """A row of blocks of two values in any order, and weights: those of the second value are those of the first, times
-    a ratio.
+    """Return a row of blocks of two values in random order, and weights.
 
-    Losses that one scale makes of the first and another of the second are the same numbers: rounding says which sum is
-    larger.
+    The weights of the second value are those of the first times a ratio. One scale has losses for the first value only,
+    another for the second only, and both sums are equal up to rounding. So rounding decides which is larger.
     """
     rng = np.random.default_rng(columns)
     first = rng.random((blocks, columns // 2)) * 2.0 ** rng.integers(-spread, spread + 1, (blocks, columns // 2))
@@ -351,7 +352,7 @@ def balanced(blocks: int, columns: int, pair: list[float], ratio: float, spread:
 @pytest.mark.parametrize("columns", [48, *exhaustive([16, 32])])
 @pytest.mark.parametrize(("objective", "ratio"), [("mse", 1 / 16), ("mae", 1 / 4)])
 def test_order_of_sums(objective, ratio, columns) -> None:
-    """0.5 has an error of 0.5 under a scale of 2, and 8 one of 2 under 1."""
+    """With a scale of 2, the element 0.5 has an error of 0.5; with a scale of 1, the element 8 has an error of 2."""
     r = replace(RECIPES["mxfp4-ocp"], id="other", block=(1, columns))
     x, weights = balanced(200, columns, [0.5, 8], ratio, 3)
     check(x, r, objective=objective, weights=weights)
@@ -359,9 +360,7 @@ def test_order_of_sums(objective, ratio, columns) -> None:
 
 
 def test_exponents_of_small_amaxes() -> None:
-    """Where the largest element is below 1, candidates of subnormal amaxes are scales, too. Squares of these are
-    zero.
-    """
+    """If the largest element is below 1, subnormal candidates are also scales. Their squares are zero."""
     r = replace(RECIPES["mxfp4-ocp"], id="small", element=replace(E2M1, name="small", bias=6))
     rng = np.random.default_rng(0)
     check(
@@ -398,7 +397,7 @@ PARTS = ("packed", "block_scale", "tensor_scale", "tensor_amax")
 
 
 def same_results(x: np.ndarray, recipe, **options) -> None:
-    """quantize and fake_quantize of both engines."""
+    """Assert that quantize and fake_quantize agree on both engines."""
     there = {name: cupy.asarray(value) if isinstance(value, np.ndarray) else value for name, value in options.items()}
     found, expected = fp4kit.quantize(cupy.asarray(x), recipe, **there), fp4kit.quantize(x, recipe, **options)
     assert found.recipe == expected.recipe
@@ -417,8 +416,8 @@ BY_DTYPE = [(name, dtype) for name in FACTORED for dtype in (np.float32, np.floa
 
 @pytest.mark.parametrize("case", all_or_few(BY_DTYPE, list(zip(FACTORED, (BF16, np.float32), strict=True))), ids=str)
 def test_multiples_of_the_amax(case) -> None:
-    """Of blocks of every kind, of any magnitude, not finite, misaligned, along columns, in stacks with amaxes of their
-    own.
+    """Blocks are of every kind and magnitude, not finite, misaligned, along columns, or in stacks with an amax per
+    matrix.
     """
     recipe, dtype = case
     with np.errstate(all="ignore"):
@@ -451,7 +450,7 @@ DRAWN = [
 
 @pytest.mark.parametrize("case", all_or_few(DRAWN, [(FACTORED[0], "64"), (FACTORED[1], "E2M3")]), ids="-".join)
 def test_multiples_of_the_amax_of_variants(case) -> None:
-    """Other blocks, signs, amaxes, and tensor scales or elements."""
+    """Vary blocks, signs, amaxes, and tensor scales or elements."""
     recipe, variant = case
     same_results(ordinary(2, (12, 256)), replace(fp4kit.recipe(recipe), id="variant", **VARIANTS[variant]))
 
@@ -484,14 +483,14 @@ def test_multiples_of_the_amax_with_options(recipe) -> None:
 
 @pytest.mark.parametrize("recipe", FACTORED)
 def test_recorded_arrays_of_what_searches(recipe, golden) -> None:
-    """Those that auto-round made."""
+    """Compare with the arrays that auto-round recorded."""
     found = recorded(ComparedEngine(cupy), golden, recipe)
     assert found.values > 100_000 and not found.differing, found.first
 
 
 @pytest.mark.parametrize("recipe", ["mxfp4-auto-round", "mxfp8-qwix", "mxfp4-quark-even"])
 def test_block_amaxes_of_rules_that_ask_for_them(recipe) -> None:
-    """Whose factor depends on the amax, too."""
+    """These rules have factors that also depend on the amax."""
     x = ordinary(4, (16, 64))
     amax = np.abs(x).reshape(16, 2, 32).max(axis=-1) * np.float32([0.5, 2])
     same_results(x, recipe, block_amax=amax)
@@ -505,7 +504,7 @@ USUAL_GRIDS = ("fp8-modelopt", "fp8-modelopt-channel", "int8-modelopt-channel-na
 
 @pytest.mark.parametrize("recipe", by_default(USUAL_GRIDS, GRIDS))
 def test_amaxes(recipe) -> None:
-    """Of tensors, experts and rows; grids of every size; elements that are not finite; no elements."""
+    """Try tensors, experts and rows, grids of every size, elements that are not finite, and empty arrays."""
     x = finite(BF16)[:40]
     check(x, recipe)
     check(x, recipe, weights=WEIGHTS, candidates=(0.5, 1.5, 0.01))
@@ -526,7 +525,7 @@ def test_objectives_of_amaxes(objective, dtype) -> None:
 
 
 def test_order_of_sums_of_amaxes() -> None:
-    """1 is lost under a step of 2, and 128 is beyond 127."""
+    """With a step of 2 the element 1 is lost; with a step of 1, the element 128 is beyond the limit of 127."""
     found = []
     for columns in range(100, 140, 2):
         x, weights = balanced(1, columns, [1, 128], 1, 40)
@@ -538,8 +537,10 @@ def test_order_of_sums_of_amaxes() -> None:
 
 @pytest.mark.parametrize("p", [2.4, *exhaustive([1.5, 3])])
 def test_powers_of_amaxes_that_are_nearly_equal(p) -> None:
-    """0.75 loses 0.25 under a step of 1 and 0.75 under 2; 127 + u loses u under 1, being beyond 127, and 1 - u under
-    2.
+    """Two steps have nearly equal losses.
+
+    With a step of 1, 0.75 loses 0.25, and 127 + u loses u because it is beyond 127. With a step of 2, they lose 0.75
+    and 1 - u.
     """
     found = []
     for u in np.linspace(0.625, 1.875, 6):
@@ -553,8 +554,9 @@ def test_powers_of_amaxes_that_are_nearly_equal(p) -> None:
 
 
 def test_many_multiples_in_parts(monkeypatch) -> None:
-    """Losses of few multiples fit into memory at a time; the first of equals stays, and of rows without any below
-    infinity.
+    """Memory holds the losses of only a few multiples at a time.
+
+    The first of equal losses wins, also if no loss is finite.
     """
     monkeypatch.setattr(search_amaxes, "MAX_LOSSES", 200)
     for recipe in ("fp8-modelopt", "fp8-modelopt-channel"):

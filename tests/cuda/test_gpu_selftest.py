@@ -1,4 +1,4 @@
-"""The self-test on a GPU: nothing differs, and quickly enough."""
+"""Test that the self-test finds no difference on a GPU, and is quick enough."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Recipes of vLLM, triton_kernels, Quark, auto-round, fouroversix, SGLang, DeepGEMM, qwix, torchao 0.18 on a GPU or its
-twin.
+"""Test the recipes of vLLM, triton_kernels, Quark, auto-round, fouroversix, SGLang, DeepGEMM, qwix and torchao 0.18 on
+a GPU or its stand-in.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ pytestmark = ON_GPU
 
 PRODUCERS = ("vllm", "triton-kernels", "quark", "auto-round", "fouroversix", "sglang", "deepgemm", "qwix")
 NAMES = [name for name, r in RECIPES.items() if r.producer in PRODUCERS or name.endswith("-018")]
-FEW = (  # a rule of each header, a rounding of each kind, a factor that an amax decides
+FEW = (  # a rule from each header, each kind of rounding, and a factor that depends on the amax
     *(
         "nvfp4-vllm-emulation-cuda",
         "nvfp4-fouroversix-absmax",
@@ -35,7 +35,9 @@ DTYPES = (np.float32, np.float16, ml_dtypes.bfloat16)
 
 
 def edges(dtype) -> np.ndarray:
-    """Blocks of every exponent, their amaxes beside powers of two and multiples of them; zeros; what is not finite."""
+    """Return blocks of every exponent with amaxes at and beside powers of two and their multiples; also zeros, NaN and
+    infinities.
+    """
     info = ml_dtypes.finfo(dtype)
     eps, exponents = float(info.eps), np.arange(info.minexp - info.nmant, info.maxexp)
     rng = np.random.default_rng(11)
@@ -68,8 +70,8 @@ def test_columns_and_both(name) -> None:
 @pytest.mark.parametrize("dtype", (np.float32, ml_dtypes.bfloat16))
 @pytest.mark.parametrize("name", [name for name in NAMES if "nvfp4-fouroversix" in name and not name.endswith("2d")])
 def test_factors_beyond_float32(name, dtype) -> None:
-    """An encode scale that is infinite, and one that is not over block scales that are tiny: saturated codes, or
-    NaN's.
+    """The encode scale is infinite, or finite with infinite factors for tiny block scales: codes saturate or are those
+    of NaN.
     """
     x = np.random.default_rng(3).standard_normal((16, 64)).clip(-3, 3)
     x[3, :20], x[5, 32:48] = 0, -0.0
@@ -105,9 +107,7 @@ def test_what_searches_in_groups_and_what_needs_no_search(name) -> None:
 @pytest.mark.parametrize("dtype", (np.float32, ml_dtypes.bfloat16))
 @pytest.mark.parametrize("name", [name for name in NAMES if "nvfp4-fouroversix" in name])
 def test_codes_that_wrap_around(name, dtype) -> None:
-    """Blocks under subnormal scales, whose elements reach 9 scales, and a tensor amax that is too small for all of
-    them.
-    """
+    """Blocks have subnormal scales and elements of up to 9 scales, and some tensor amaxes are too small for them."""
     x = tiny_scales(dtype, RECIPES[name].scale_max)
     for tensor_amax in (None, np.float32(x.max() / 3), np.float32(x.max() / 100), np.float32(1e-30)):
         check(x, name, tensor_amax=tensor_amax)

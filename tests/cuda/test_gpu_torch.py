@@ -1,5 +1,5 @@
-"""Tensors of PyTorch on CUDA: tensors come back, on PyTorch's memory and its current stream, with the bits that NumPy's
-get.
+"""Test PyTorch tensors on CUDA: results are tensors in PyTorch's memory, on its current stream, with the bits of NumPy
+results.
 """
 
 import gc
@@ -28,7 +28,7 @@ def cuda():
 
 
 def host(found):
-    """The same with NumPy arrays; every array must have been a tensor on CUDA."""
+    """Return the results as NumPy arrays; assert that every array was a tensor on CUDA."""
     if isinstance(found, fp4kit.Quantized):
         return [host(part) for part in found.parts().values() if part is not None]
     if isinstance(found, (list, tuple)):
@@ -40,14 +40,14 @@ def host(found):
 
 
 def plain(expected):
-    """What host(...) makes of the results on the host."""
+    """Return results on the host in the structure that host(...) gives."""
     if isinstance(expected, fp4kit.Quantized):
         return [part for part in expected.parts().values() if part is not None]
     return [plain(part) for part in expected] if isinstance(expected, (list, tuple)) else expected
 
 
 def assert_equal(found, expected):
-    """The same bits, whatever the nesting."""
+    """Assert equal bits for any nesting of lists."""
     if isinstance(expected, list):
         assert len(found) == len(expected)
         for a, b in zip(found, expected, strict=True):
@@ -69,7 +69,7 @@ def test_tensors_come_back_as_tensors(name, dtype):
 @gpu_only
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_random_calls_on_side_streams(recipe):
-    """Inputs made on a stream, results read on it, without a word about it."""
+    """Inputs are made and results are read on a side stream, without any explicit synchronization."""
     rng = np.random.default_rng(5)
     streams = [torch.cuda.Stream() for _ in range(3)]
     for i in range(40):
@@ -118,9 +118,7 @@ def test_memory_is_pytorch_s_and_comes_back():
 
 @gpu_only
 def test_results_know_other_streams():
-    """record_stream of a result: the allocator does not give its memory to others before that stream is done with
-    it.
-    """
+    """After record_stream, the allocator does not reuse a result's memory before that stream is done with it."""
     side, x = torch.cuda.Stream(), torch.ones(1024, 1024, device="cuda")
     for call in (lambda: fp4kit.fake_quantize(x, "nvfp4-te"), lambda: fp4kit.fake_quantize(x, "nvfp4-te", axis=0)):
         for _ in range(3):
@@ -190,7 +188,7 @@ def test_one_call_has_arrays_of_one_device():
     amax = fp4kit.amax(X[BF16])
     import cupy
 
-    q = fp4kit.quantize(x, "nvfp4-te", tensor_amax=cupy.asarray(amax))  # CuPy's on the same device
+    q = fp4kit.quantize(x, "nvfp4-te", tensor_amax=cupy.asarray(amax))  # a CuPy array on the same device
     assert type(q.tensor_amax) is torch.Tensor
     for _ in range(2):
         assert_equal(

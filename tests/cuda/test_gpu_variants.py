@@ -1,7 +1,7 @@
-"""Variants of recipes that no recipe of the table is, through the public functions: CuPy arrays give the bytes of the
+"""Test variants that are not in the table of recipes, through the public functions: CuPy arrays give the bytes of the
 CPU.
 
-What was once wrong in one kernel stands here for all of them: zeros, NaN, ties, elements that are not E2M1.
+They cover for all kernels what was once wrong in one of them: zeros, NaN, ties, elements other than E2M1.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def everything(x: np.ndarray, r: Recipe, **options) -> None:
     "options", [{}, *exhaustive([{"rounding": "stochastic", "seed": 3}, {"hadamard": True}])], ids=str
 )
 def test_blocks_of_zeros_under_flashinfers_scale(dtype, options) -> None:
-    """A factor of zero for a block of zeros is the rule's, whichever kernel asks it."""
+    """The rule gives a factor of zero for a block of zeros, in every kernel."""
     x = np.random.default_rng(0).standard_normal((48, 64)).astype(dtype)
     x[16:32, 16:32] = 0
     x[32:48, :16] = -0.0
@@ -107,7 +107,7 @@ def test_elements_that_are_not_e2m1(r) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", RNZ)
 def test_ties_toward_zero(name, dtype) -> None:
-    """Every tie of the elements, and their neighbours; products are exact, or rounded to the dtype again."""
+    """Try every tie of the elements and its neighbors; products are exact or rounded to the dtype once more."""
     r = replace(RECIPES[name], rounding="rnz")
     ties = np.repeat(r.element.midpoints, 3).astype(dtype)
     bits = ties.view(f"u{ties.itemsize}")
@@ -126,7 +126,7 @@ def test_ties_toward_zero(name, dtype) -> None:
 @pytest.mark.parametrize("sign", rules.SIGNS)
 @pytest.mark.parametrize("name", ["nvfp4-modelopt", "nvfp4-compressed-tensors"])
 def test_zeros_keep_their_signs_in_quotients(name, sign, dtype) -> None:
-    """Zeros of both signs, and elements whose codes are zeros, under a factor that divides."""
+    """Try zeros of both signs, and elements whose codes are zeros, with a factor that divides."""
     r = replace(RECIPES[name], sign=sign)
     x = zeros_of_all_kinds(dtype)
     everything(x, r)
@@ -156,7 +156,7 @@ def test_zeros_without_signs(name, dtype) -> None:
 
 
 def zeros_of_all_kinds(dtype) -> np.ndarray:
-    """Random numbers, zeros of both signs, and small ones whose codes are zeros."""
+    """Return random numbers, zeros of both signs, and small numbers whose codes are zeros."""
     x = np.random.default_rng(4).standard_normal((32, 64)).astype(dtype)
     x[:, ::5], x[:, 1::5], x[:, 2::5] = 0.0, -0.0, np.copysign(2.0**-20, x[:, 2::5])
     return x
@@ -166,7 +166,7 @@ def zeros_of_all_kinds(dtype) -> np.ndarray:
 @pytest.mark.parametrize("block", [(1, 16), (2, 16), (16, 16)], ids=str)
 @pytest.mark.parametrize("rows", [1, 2, 17, 33])
 def test_nan_in_every_other_element(rows, block, dtype) -> None:
-    """A row's NaN is its block's only where a block has no other row, whether or not those lie inside of the matrix."""
+    """A row's NaN is its block's NaN only if the block has no other row, inside the matrix or outside it."""
     r = replace(RECIPES["nvfp4-flashinfer"], block=block)
     x = np.random.default_rng(6).standard_normal((rows, 64)).astype(dtype)
     x[0, 1:32:2], x[-1, 32::2], x[0, 48:] = np.nan, np.nan, 0
@@ -176,7 +176,7 @@ def test_nan_in_every_other_element(rows, block, dtype) -> None:
 
 @pytest.mark.parametrize("name", ["nvfp4-flashinfer-4over6-mae-448", "nvfp4-te-4over6-mse-256"])
 def test_blocks_of_zeros_of_4over6_that_make_zeros_negative(name) -> None:
-    """FlashInfer leaves a zero block early, with codes of 0; TE does not."""
+    """FlashInfer gives zero blocks codes of 0 early; TE does not."""
     r = replace(RECIPES[name], sign="not_positive")
     x = np.random.default_rng(8).standard_normal((4, 64)).astype(np.float32)
     x[0, :16], x[1, 16:32], x[2, 32:48] = 0.0, -0.0, 2.0**-149
@@ -186,8 +186,9 @@ def test_blocks_of_zeros_of_4over6_that_make_zeros_negative(name) -> None:
 
 @pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16])
 def test_products_that_round_to_seven(dtype) -> None:
-    """Under a given amax products pass 6; one just below 7 that is rounded to the dtype is 7, whose code would be the
-    next.
+    """With a given amax, products exceed 6.
+
+    A product just below 7 that rounds to 7 in the dtype would get the next code.
     """
     r = replace(RECIPES["nvfp4-modelopt-static"], round_scaled=True)
     x = np.zeros((256, 16), dtype)

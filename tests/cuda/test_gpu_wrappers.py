@@ -1,4 +1,4 @@
-"""On a GPU: fp4kit.torch compiled and captured, fp4kit.jax in programs of XLA; the same bits as on the CPU."""
+"""Test on a GPU fp4kit.torch, compiled and captured, and fp4kit.jax in XLA programs: the bits are those of the CPU."""
 
 import importlib
 
@@ -12,7 +12,8 @@ import fp4kit
 from fp4kit.evidence.testing import assert_same_bits
 from fp4kit.training.settings import FakeQuantSettings
 
-WARNINGS = [pytest.mark.filterwarnings(f"ignore::{kind}Warning") for kind in ("Deprecation", "Future")]  # of compilers
+# raised by the compilers
+WARNINGS = [pytest.mark.filterwarnings(f"ignore::{kind}Warning") for kind in ("Deprecation", "Future")]
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(DEVICES == 0, reason="no CUDA device"), *WARNINGS]
 X, GRAD = ordinary(1, (64, 128)), ordinary(2, (64, 128))
 RECIPES = pytest.mark.parametrize("recipe", ["nvfp4-te", "mxfp4-ocp", "nvfp4-te-2d"])

@@ -1,4 +1,6 @@
-"""Headers of the kernels alone, on the host: the Hadamard transform, the amax of columns of it, powers, bounds."""
+"""Test single headers of the kernels on the host: the Hadamard transform, the amax of its columns, powers,
+and bounds.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,7 @@ ELEMENTS = st.lists(st.integers(0, 0xFFFF), min_size=16, max_size=16)
 
 @given(ELEMENTS, st.integers(0, 16))
 def test_hadamard_transform_of_any_bits(bits, shift):
-    """Any elements, and with exponents moved toward each other."""
+    """Elements have any bits, or exponents moved toward each other."""
     for dtype in (BF16, F16):
         x = np.array(bits, np.uint16)
         x = np.stack([x, x & 0x83FF | 0x3C00, (x & 0x8FFF) + (shift << 7), x[::-1]]).astype(np.uint16).view(dtype)
@@ -67,7 +69,7 @@ STRIPS = [(BF16, "no_nan"), (F16, "no_nan"), (F32, "no_nan"), (BF16, "all"), (F1
 @pytest.mark.parametrize("strip", every(3, STRIPS), ids=str)
 @pytest.mark.parametrize("shape", [(16, 1), (32, 530), (112, 37), (48, 1026)])
 def test_amax_of_transformed_columns(strip, shape):
-    """By words, and by elements; at an address that is no multiple of 16 bytes, too."""
+    """Columns are read by words or by elements, also at an address that is not a multiple of 16 bytes."""
     dtype, counted = strip
     x = np.resize(spread(Runs(dtype), np.random.default_rng(3))[::-1], shape).astype(dtype)
     for value, offset in ((0, 0), (np.inf, 1), (np.nan, 0)):
@@ -91,15 +93,15 @@ def test_powers(p):
 
 
 def test_bounds_of_losses():
-    """Bounds of blocks below 7 scales of a normal code are never above a loss and seldom far below it."""
+    """For blocks below 7 scales of a normal code, a bound never exceeds the loss and is seldom far below it."""
     rng, units, blocks = np.random.default_rng(0), 85, 8192
     first = rng.integers(8, 119, blocks).astype(np.uint32)
     codes = (first[:, None] + np.arange(8)).astype(np.uint8)
     scales = (np.float32(3.7) * (decode(codes, E4M3) * np.float32(1 / 448)) * SIXTH).astype(np.float32)
-    # Ends of a table's rows, and numbers beside them.
+    # Ends of the table's rows and numbers beside them.
     ends = (rng.integers(0, 447, (blocks, 16)) + 0.5 + rng.choice([-1e-4, 0, 1e-4], (blocks, 16))) / 64
     u = np.where(rng.random((blocks, 16)) < 0.5, rng.random((blocks, 16)) * 6.998, ends)
-    u[: blocks // 2, 1:] = 0  # what one element adds
+    u[: blocks // 2, 1:] = 0  # the share of a single element
     x = (u * scales[:, :1]).astype(np.float32)
     out = cupy.empty((blocks, 8), np.uint32)
     put_bounds(*map(cupy.asarray, (x, np.float32(1) / scales[:, 0], first)), out)

@@ -1,4 +1,4 @@
-"""Every kernel compiles with NVRTC, without a warning, for every supported architecture. No GPU is needed."""
+"""Test that every kernel compiles with NVRTC, without a warning, for every supported architecture. No GPU is needed."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ OTHERS = (
     "sm_89",
     "sm_103a",
     "sm_120a",
-)  # than sm_90, sm_100a and sm_75, the oldest, for which all is compiled
+)  # other than sm_90, sm_100a and sm_75, the oldest, for which everything is compiled
 WITH_CODES = [
     r for r in RECIPES.values() if not r.fake_only and not r.search
-]  # a search is a kernel before one of these
+]  # a search is a separate kernel before one of these
 DTYPES = dict(zip(WITH_CODES, cycle((BF16, F32, F16)), strict=False))
 ALL = [of(quantize, r, dtype) for r, dtype in DTYPES.items()] + [of(dequantize, r) for r in WITH_CODES[::3]]
 ALL += [of(fake_quantize, r, dtype) for r, dtype in DTYPES.items() if r.fake_rule is None][1::3]
@@ -39,7 +39,7 @@ ALL += [of(fake_quantize, r, dtype) for r in RECIPES.values() if r.fake_rule for
 
 @pytest.fixture(scope="module", autouse=True)
 def compiler():
-    """NVRTC; these tests skip without it, but fail under CI=true."""
+    """Load NVRTC; without it these tests are skipped, but fail under CI=true."""
     try:
         nvrtc.library()
     except RuntimeError as error:
@@ -47,7 +47,7 @@ def compiler():
 
 
 def sources_of(case: KernelCall) -> list[Instantiation]:
-    """Return what a call launches: source and kernel of each."""
+    """Return the source and kernel of each launch of a call."""
     found = recorded([lambda: case.run(cupy.asarray)])
     assert found
     return found
@@ -60,7 +60,7 @@ def check_compiles(case: KernelCall, arch: str) -> None:
 
 
 def make_cubin(source: str, arch: str, path: Path) -> None:
-    """Compile to a file, without a warning."""
+    """Compile to a file; assert that there is no warning."""
     cubin, log = loader.compile_source(source, arch)
     assert log == ""
     path.write_bytes(cubin)

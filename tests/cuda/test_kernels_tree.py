@@ -1,4 +1,4 @@
-"""The folder of the kernels: who includes whom, and that its README tells so."""
+"""Test the folder of the kernels: which header includes which, and that the README shows it."""
 
 import re
 from pathlib import Path

@@ -1,5 +1,5 @@
-"""The loader of kernels: what a cubin depends on, how the cache is written and repaired, what is said when something
-lacks.
+"""Test the loader of kernels: what a cubin depends on, how the cache is written and repaired, and errors for missing
+parts.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def test_headers_are_included_once():
 
 @pytest.fixture
 def cache(monkeypatch, tmp_path):
-    """An empty cache and a compiler that counts what it is asked for; the sources are a copy that may be changed."""
+    """Set up an empty cache, a compiler that counts its calls, and a copy of the sources that may be changed."""
     sources, folder, compiled = tmp_path / "sources", tmp_path / "cache", []
     shutil.copytree(loader.SOURCES, sources)
     folder.mkdir()
@@ -115,7 +115,7 @@ def test_a_cubin_does_not_depend_on_other_kernels(cache):
 
 
 def test_a_cubin_is_written_beside_and_renamed(cache, monkeypatch):
-    """Whoever reads the cache at the same time finds a whole file or none."""
+    """A concurrent reader finds a whole file or none."""
     renamed = []
 
     def replace(source, target):
@@ -162,11 +162,11 @@ def test_no_folder_for_the_cache(monkeypatch, tmp_path):
         loader.cache_folder()
 
 
-# ---- loading, with a CuPy that takes CUBIN for a cubin ----
+# ---- loading, with a CuPy that accepts the bytes CUBIN as a cubin ----
 
 
 class DriverError(Exception):
-    """What the driver says to anything but CUBIN."""
+    """Stand in for the driver's error about any bytes other than CUBIN."""
 
 
 class FakeModule:
@@ -227,7 +227,7 @@ def test_architecture(capability, arch):
 
 
 def with_runtime(monkeypatch, count):
-    """A CuPy whose driver says that there are `count` devices, or raises."""
+    """Install a CuPy whose driver reports `count` devices, or raises."""
     runtime = SimpleNamespace(getDeviceCount=count, CUDARuntimeError=DriverError)
     monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=SimpleNamespace(runtime=runtime)))
 

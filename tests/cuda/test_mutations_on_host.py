@@ -1,4 +1,4 @@
-"""Faults planted in the kernels: the comparison with the specification, or the played device, sees each of them."""
+"""Plant faults in the kernels: the comparison with the specification, or the played device, finds each of them."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ SEEN = f"{DIFFERS}|{ORDER}|{OUTSIDE}"
 
 
 def transformed(dtype: np.dtype, kind: str, part: int = 0) -> Callable[[], None]:
-    """Compare the transforms of runs; part 1: those by columns."""
+    """Return a comparison of the transforms of runs; part 1 transforms along columns."""
 
     def check() -> None:
         x = Runs(dtype).of_kind(kind)
@@ -66,7 +66,7 @@ def scales_at_ties() -> None:
 
 
 def unknown_amaxes() -> None:
-    """Compare values under tensor scales of many amaxes, none of which is given."""
+    """Compare values with tensor scales of many amaxes, none of which is given."""
     q = fp4kit.quantize(ordinary(1, (16, 64), F32), "nvfp4-te")
     for amax in np.random.default_rng(7).uniform(1e-3, 2e-3, 16).astype(F32):
         scale = np.asarray(fp4kit.quantize(ordinary(1, (16, 64), F32), "nvfp4-te", tensor_amax=amax).tensor_scale)
@@ -77,7 +77,7 @@ def unknown_amaxes() -> None:
 
 
 def negative_scales() -> None:
-    """Compare codes under a tensor scale of either sign."""
+    """Compare codes with tensor scales of either sign."""
     x = ordinary(1, (16, 64), BF16)
     q = fp4kit.quantize(x, "nvfp4-te")
     signs = q.block_scale ^ np.resize(np.array([0, 0x80], np.uint8), q.block_scale.shape)
@@ -119,8 +119,9 @@ SHARD = of(partial, "nvfp4-te-2d", F32)
 GROUP_AMAX = of(amax_grouped, "nvfp4-te", F32, shape=(3, 37))
 MULTIPLES = of(quantize_searched, "nvfp4-auto-round-opt", F32, tensor_amax=4.0)
 NEAR = of(search_scales, STATIC, F32, tensor_amax=4.0, candidates="near")
-MUTATIONS: dict[str, tuple[str, str, str, Any, str]] = {  # file, text, what replaces it, a call, what is said
-    # Order of bytes and arithmetic.
+# maps a fault to file, text, replacement, call, and expected error
+MUTATIONS: dict[str, tuple[str, str, str, Any, str]] = {
+    # Byte order and arithmetic.
     "scales in wrong places": ("scale_layout.cuh", "r % 128 / 32 * 4", "(r % 128 / 32 ^ 1) * 4", SWIZZLED, DIFFERS),
     "rows in wrong places": ("scale_layout.cuh", "* 2 + byte / 16", "* 2 + byte / 8", ROWS_SWIZZLED, SEEN),
     "a byte too many": ("pack.cuh", "8388608.0f + 512.0f", "8388608.0f + 513.0f", RANDOM, DIFFERS),
@@ -252,7 +253,7 @@ SOON = ("no barriers", "a row too far", "misaligned runs", "a neighbour's nibble
 
 
 def compare(call: Any) -> None:
-    """Make a call on the device that is played, and on NumPy arrays."""
+    """Make a call on the played device and on NumPy arrays; assert equality."""
     if not hasattr(call, "run"):
         call()
         return

@@ -1,4 +1,6 @@
-"""What no CUDA kernel has is refused before a launch, in one place; all recipes of the table are there."""
+"""Test that work which no CUDA kernel has is rejected before a launch, in one place, and that every recipe of the table
+is covered.
+"""
 
 from dataclasses import replace
 
@@ -17,7 +19,7 @@ from fp4kit.recipes import RECIPES, Recipe
 
 FAR = ElementFormat("E2M1", 2, 1, -1)
 FOUR_OVER_SIX = "nvfp4-te-4over6-mse-448"
-REFUSED = [  # recipe, what is replaced, the message
+REFUSED = [  # recipe, replaced fields, error
     ("mxfp4-ocp", {"element": FAR}, "elements E2M1 with bias -1, which no CUDA kernel supports; needs values from"),
     (
         "int4-modelopt",

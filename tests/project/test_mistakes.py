@@ -1,4 +1,4 @@
-"""What users get wrong first: each message says what came, what is needed and what to do."""
+"""Test messages for the mistakes that users make first: each says what came, what is needed and what to do."""
 
 import dataclasses
 import re
@@ -16,12 +16,12 @@ X = np.random.default_rng(0).standard_normal((32, 64)).astype(np.float32)
 
 
 def raises(kind, text):
-    """A context that expects an error whose message contains a text."""
+    """Return a context that expects an error whose message contains the text."""
     return pytest.raises(kind, match=re.escape(text))
 
 
 class Module:
-    """A torch.nn.Module, as far as the messages look at one."""
+    """Stand in for a torch.nn.Module: it has the attributes that the messages look at."""
 
     def __init__(self, *names):
         self.names = names
