@@ -100,7 +100,7 @@ CALLS = {
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", CALLS)
-def test_tensors_come_back_as_tensors(name, dtype):
+def test_results_of_tensors_are_tensors(name, dtype):
     assert_equal(CALLS[name](tensor(X[dtype])), CALLS[name](X[dtype]))
 
 

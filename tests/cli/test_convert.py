@@ -339,7 +339,7 @@ def test_demo(tmp_path: Path, run: Run) -> None:
     assert (tmp_path / "out" / "1_Pooling" / "config.json").exists()
 
 
-def test_identify_differs_where_all_layers_have_one_mishap(tmp_path: Path, run: Run) -> None:
+def test_identify_differs_if_all_layers_have_one_fault(tmp_path: Path, run: Run) -> None:
     """identify reports a difference also if every layer has the same fault, so that no layer is an exception."""
     synthetic.dense(tmp_path / "m")
     convert(tmp_path / "m", tmp_path / "q", "mxfp4-ocp")

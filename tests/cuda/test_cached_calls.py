@@ -32,7 +32,7 @@ BF16 = np.dtype(ml_dtypes.bfloat16)
 
 
 class Odd(np.ndarray):
-    """An array of a class of its own."""
+    """Stand in for a subclass of ndarray."""
 
 
 class Memory:
@@ -159,7 +159,7 @@ def forbid(monkeypatch):
 
 @pytest.mark.parametrize("layout", ["linear", "swizzled_128x4"])
 @pytest.mark.parametrize(("recipe", "given"), [("mxfp4-ocp", False), ("nvfp4-te", True), ("nvfp4-flashinfer", True)])
-def test_a_prepared_quantize_launches_what_the_full_way_does(gpu, monkeypatch, recipe, given, layout):
+def test_a_cached_quantize_launches_what_the_driver_launches(gpu, monkeypatch, recipe, given, layout):
     x, out = Array((64, 256), BF16), result(recipe, layout=layout)
     amax = Array(()) if given else None
     call = lambda: fp4kit.quantize(x, recipe, tensor_amax=amax, scale_layout=layout, out=out)  # noqa: E731
@@ -216,7 +216,7 @@ def test_the_kernel_finds_the_amax_of_a_small_array_in_out(gpu, monkeypatch):
 @pytest.mark.parametrize("layout", ["linear", "swizzled_8x4"])
 @pytest.mark.parametrize("given", [False, True])
 @pytest.mark.parametrize("recipe", ["mxfp4-ocp", "nvfp4-te"])
-def test_a_prepared_quantize_allocates_as_the_full_way_does(gpu, monkeypatch, recipe, given, layout):
+def test_a_cached_quantize_allocates_what_the_driver_allocates(gpu, monkeypatch, recipe, given, layout):
     x = Array((2, 40, 256) if layout == "linear" else (40, 256), BF16)
     options = {"tensor_amax": Array((1,))} if given and recipe == "nvfp4-te" else {}
     call = lambda: fp4kit.quantize(x, recipe, scale_layout=layout, **options)  # noqa: E731
@@ -249,7 +249,7 @@ def test_an_amax_that_is_that_of_out_is_not_copied(gpu):
 
 
 @pytest.mark.parametrize("recipe", ["mxfp4-ocp", "nvfp4-te"])
-def test_a_prepared_dequantize_launches_what_the_full_way_does(gpu, monkeypatch, recipe):
+def test_a_cached_dequantize_launches_what_the_driver_launches(gpu, monkeypatch, recipe):
     q, out = result(recipe), Array((64, 256), np.float32)
     first, y = by_driver(gpu, monkeypatch, lambda: fp4kit.dequantize(q, np.float32, out=out))
     assert y is out and len(first) == 1
@@ -268,7 +268,7 @@ def test_dequantize_allocates_where_no_out_is_given(gpu, monkeypatch):
 @pytest.mark.parametrize(
     ("recipe", "given"), [("mxfp4-ocp", False), ("nvfp4-te", True), ("mxfp4-modelopt-fake", False)]
 )
-def test_a_prepared_fake_quantize_launches_what_the_full_way_does(gpu, monkeypatch, recipe, given):
+def test_a_cached_fake_quantize_launches_what_the_driver_launches(gpu, monkeypatch, recipe, given):
     x, options = Array((64, 256), BF16), {"tensor_amax": Array(())} if given else {}
     first, a = by_driver(gpu, monkeypatch, lambda: fp4kit.fake_quantize(x, recipe, **options))
     forbid(monkeypatch)
@@ -319,7 +319,7 @@ def key(x=None, amax="", recipe="nvfp4-te", axis=-1, layout="linear", rounding="
     return found
 
 
-def test_other_arrays_like_these_have_the_same_key(gpu):
+def test_arrays_of_equal_form_have_one_key(gpu):
     assert key() == key() and hash(key()) == hash(key())
 
 
@@ -363,7 +363,7 @@ def test_numpy_arrays_do_not_ask_for_cupy(monkeypatch):
     fp4kit.fake_quantize(x, "mxfp4-ocp")
 
 
-def test_no_more_than_so_many_are_kept(gpu):
+def test_the_number_of_cached_calls_is_limited(gpu):
     for i in range(3 * call_cache.MAX_CALLS):
         assert call_cache.run_first((i,), lambda: "cached", (), lambda: "driver") == "cached"
         assert (i,) in call_cache._CALLS and len(call_cache._CALLS) <= call_cache.MAX_CALLS
@@ -402,7 +402,7 @@ UNUSUAL = {
 
 
 @pytest.mark.parametrize("case", UNUSUAL)
-def test_the_unusual_is_not_prepared(gpu, case):
+def test_unusual_calls_are_not_cached(gpu, case):
     recipe, x, options = UNUSUAL[case]
     axis, layout = options.get("axis", x.ndim - 1), options.get("layout", "linear")
     call = Call("quantize", x, fp4kit.recipe(recipe), axis, x, options.get("amax"), layout=layout)
@@ -410,7 +410,7 @@ def test_the_unusual_is_not_prepared(gpu, case):
     assert prepared_call.fake_quantize(call, x) is None or layout != "linear"
 
 
-def test_an_error_is_not_kept(gpu):
+def test_errors_are_not_cached(gpu):
     out = result("nvfp4-te")
     for _ in range(2):
         with pytest.raises(ValueError, match="out has dtype bfloat16; needs float16"):

@@ -90,7 +90,7 @@ CHOSEN = [
 
 
 @pytest.mark.parametrize(("work", "kernel", "blocks"), CHOSEN, ids=[f"{i}-{k}" for i, (_, k, _) in enumerate(CHOSEN)])
-def test_the_way_of_a_work(monkeypatch, work, kernel, blocks):
+def test_kernel_and_grid_of_a_work(monkeypatch, work, kernel, blocks):
     monkeypatch.setattr(geometry, "multiprocessors", lambda device: 132)
     choice = kernel_for(work)
     assert choice.kernel == kernel
@@ -117,6 +117,6 @@ NONE = [
 
 
 @pytest.mark.parametrize(("work", "text"), NONE, ids=[text[:24] for _, text in NONE])
-def test_no_way(work, text):
+def test_work_without_a_kernel(work, text):
     with pytest.raises(Declined, match=re.escape(text)):
         kernel_for(work)

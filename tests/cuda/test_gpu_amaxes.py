@@ -54,7 +54,7 @@ def test_of_a_tensor(name):
             assert_same(fp4kit.quantize(x, name, tensor_amax=negative), fp4kit.quantize(X, name, tensor_amax=zero))
 
 
-def test_of_columns_and_both():
+def test_minus_zero_for_columns_and_both_directions():
     x = X.astype(BF16)
     d, (zero, negative) = cupy.asarray(x), zeros(())
     for _ in range(2):
@@ -63,7 +63,7 @@ def test_of_columns_and_both():
             assert_same(gpu, cpu)
 
 
-def test_of_no_elements():
+def test_minus_zero_for_empty_arrays():
     zero, negative = zeros(())
     empty = np.zeros((0, 32), np.float32)
     found = fp4kit.quantize(cupy.asarray(empty), "nvfp4-modelopt", tensor_amax=negative)
@@ -73,7 +73,7 @@ def test_of_no_elements():
 @pytest.mark.parametrize(
     "name", all_or_few(STATIC, ("nvfp4-modelopt-static", "nvfp4-modelopt-static-fake", "mxfp4-ocp"))
 )
-def test_of_blocks(name):
+def test_minus_zero_block_amaxes(name):
     r, x = RECIPES[name], cupy.asarray(X)
     given = np.abs(ordinary(1, scale_shape(X.shape, r)))
     given[:, ::3] = 0
@@ -87,7 +87,7 @@ def test_of_blocks(name):
 
 
 @pytest.mark.parametrize("name", ["nvfp4-modelopt", "int8-modelopt-channel"])
-def test_of_groups(name):
+def test_minus_zero_amaxes_of_groups(name):
     zero, negative = zeros(tensor_amax_shape(X.shape, RECIPES[name]))
     arrays = [X, X[:16], X[:0]]
     amaxes = [(zero[: len(x)], negative[: len(x)]) if zero.ndim else (zero, negative) for x in arrays]
@@ -97,7 +97,7 @@ def test_of_groups(name):
 
 
 @pytest.mark.parametrize("name", ["nvfp4-te-2d", "nvfp4-modelopt", "mxfp4-ocp"])
-def test_of_shards(name):
+def test_minus_zero_amax_of_shards(name):
     """The elements have any size although the block amaxes are -0."""
     x = np.abs(X) + 1
     amax = np.zeros(fp4kit.partial_amax(x.ravel(), x.shape, 0, name).shape, np.float32)
@@ -108,7 +108,7 @@ def test_of_shards(name):
 
 
 @pytest.mark.parametrize("options", [{}, {"hessian": True}], ids=["alone", "hessian"])
-def test_of_a_search(options):
+def test_minus_zero_amax_of_a_search(options):
     zero, negative = zeros(())
     x, name = X[2:], "nvfp4-modelopt-static"
     hessian = np.broadcast_to(np.eye(16, dtype=np.float32), (32, 16, 16)).copy()
@@ -117,7 +117,7 @@ def test_of_a_search(options):
     assert differing(found, fp4kit.search_scales(x, name, tensor_amax=zero, **host)) == 0
 
 
-def test_of_a_search_of_amaxes():
+def test_minus_zero_amax_of_an_amax_search():
     zero, negative = zeros(())
     found = fp4kit.search_scales(cupy.asarray(X[2:]), "fp8-modelopt", tensor_amax=negative)
     assert differing(found, fp4kit.search_scales(X[2:], "fp8-modelopt", tensor_amax=zero)) == 0

@@ -46,7 +46,7 @@ def misaligned(shape, dtype):
         pytest.param("mxfp8-te", "linear", BF16, marks=pytest.mark.exhaustive),
     ],
 )
-def test_prepared_calls_give_the_same_bits(monkeypatch, recipe, layout, dtype):
+def test_cached_calls_give_the_same_bits(monkeypatch, recipe, layout, dtype):
     """The second call gets other arrays than the first."""
     first, second = blocks(dtype), np.ascontiguousarray(blocks(dtype)[::-1, ::-1])
     expected = fp4kit.quantize(second, recipe, scale_layout=layout)
@@ -72,7 +72,7 @@ def test_prepared_calls_give_the_same_bits(monkeypatch, recipe, layout, dtype):
 
 
 @pytest.mark.parametrize("recipe", ["mxfp4-modelopt-fake", "nvfp4-modelopt-fake", "int8-modelopt", "fp8-modelopt"])
-def test_prepared_fake_quantizers_give_the_same_bits(monkeypatch, recipe):
+def test_cached_fake_quantizers_give_the_same_bits(monkeypatch, recipe):
     first, second = blocks(np.float32), np.ascontiguousarray(blocks(np.float32)[::-1])
     fp4kit.fake_quantize(cupy.asarray(first), recipe)
     forbid(monkeypatch)
@@ -319,7 +319,7 @@ def test_threads_with_arrays_of_their_own():
 
 
 @pytest.mark.parametrize("amax_given", [True, False])
-def test_a_prepared_call_is_captured_in_a_graph(monkeypatch, amax_given):
+def test_a_cached_call_is_captured_in_a_graph(monkeypatch, amax_given):
     first, second = blocks(BF16), np.ascontiguousarray(blocks(BF16)[::-1])
     x, y = cupy.asarray(first), cupy.empty(SHAPE, BF16)
     amax = cupy.asarray(fp4kit.quantize(second, "nvfp4-te").tensor_amax) if amax_given else None
@@ -343,7 +343,7 @@ def test_a_prepared_call_is_captured_in_a_graph(monkeypatch, amax_given):
     assert differing(y, fp4kit.dequantize(expected)) == 0
 
 
-def test_prepared_calls_hold_no_memory():
+def test_cached_calls_hold_no_memory():
     pool = cupy.cuda.MemoryPool()
     with cupy.cuda.using_allocator(pool.malloc):
         x = cupy.zeros(SHAPE, BF16)

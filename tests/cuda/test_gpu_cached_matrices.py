@@ -99,7 +99,7 @@ def test_results_keep_no_memory_of_the_caller_s(axis):
 @pytest.mark.parametrize(
     ("recipe", "layout"), [("mxfp4-ocp", "linear"), ("nvfp4-te", "swizzled_128x4"), ("nvfp4-te-2d", "linear")]
 )
-def test_both_ways(monkeypatch, recipe, layout, given):
+def test_both_directions(monkeypatch, recipe, layout, given):
     first, second = two(BF16)
     expected = fp4kit.quantize_both(second, recipe, scale_layout=layout)
     options = {"scale_layout": layout}
@@ -119,7 +119,7 @@ def test_both_ways(monkeypatch, recipe, layout, given):
         assert_same(a, b)
 
 
-def test_no_two_ways_share_a_call():
+def test_different_options_have_different_keys():
     """Options that lead to other launches have other keys."""
     x, _ = two(BF16)
     for options in ({}, {"axis": 0}, {"axis": 0, "scale_layout": "swizzled_8x4"}, {"scale_layout": "swizzled_8x4"}):
@@ -173,7 +173,7 @@ def test_a_quantized_moves_to_the_gpu_and_back():
 
 
 @pytest.mark.parametrize(("shape", "dtype"), [((64, 32), np.uint8), ((), np.float32), ((3, 1, 5), np.float32)])
-def test_new_arrays_are_such_as_cupy_makes(shape, dtype):
+def test_new_arrays_equal_those_of_cupy(shape, dtype):
     """They keep their memory alive and equal arrays made by CuPy."""
     memory, dtype = cupy.cuda.alloc(4096), np.dtype(dtype)
     array, expected = _array_at(cupy)(shape, dtype, memory + 512), cupy.ndarray(shape, dtype, memory + 512)

@@ -104,7 +104,7 @@ def test_other_block_sizes(size) -> None:
         same(blocks(ml_dtypes.bfloat16, 16, 1024), replace(RECIPES[name], block=(1, size)))
 
 
-def test_what_has_no_kernel_is_said() -> None:
+def test_missing_kernels_are_reported() -> None:
     x = cupy.ones((32, 96), np.float32)
     with pytest.raises(NotImplementedError, match="blocks of 1x48 with fake_rule='mx_modelopt' have no CUDA kernel"):
         fp4kit.fake_quantize(x, replace(RECIPES["mxfp4-modelopt-fake"], block=(1, 48)))

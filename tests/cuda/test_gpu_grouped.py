@@ -1,6 +1,6 @@
 """Test grouped operations on CuPy arrays: they equal the CPU, tensor by tensor.
 
-Without a GPU these tests are skipped.
+Without a GPU, the kernels run on the CPU.
 """
 
 from __future__ import annotations

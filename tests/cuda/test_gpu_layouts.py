@@ -1,6 +1,6 @@
 """Test transpose, swizzle, unswizzle, pack and unpack on CuPy arrays: they give the bytes of the CPU.
 
-These tests need a GPU.
+Without a GPU, the kernels run on the CPU.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def test_transpose_equals_quantizing_the_other_axis(name) -> None:
     assert fp4kit.transpose(q).tensor_scale is q.tensor_scale
 
 
-def test_transpose_of_nothing() -> None:
+def test_transpose_of_empty_arrays() -> None:
     for shape in ((0, 32), (32, 0), (0, 32, 32), (2, 0, 16)):
         q = square_blocks(RECIPES["nvfp4-te-2d"], "linear", shape)
         assert_same(fp4kit.transpose(moved(q)), fp4kit.transpose(q))

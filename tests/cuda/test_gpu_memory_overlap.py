@@ -122,7 +122,7 @@ def test_partial_cast_into_the_shard():
         fp4kit.partial_cast(x.reshape(-1), at(x.view(np.uint8).reshape(-1), 64, (64, 128), np.uint8), amax, SHAPE, 0, r)
 
 
-def test_arrays_between_each_other_are_apart():
+def test_interleaved_arrays_do_not_overlap():
     """x has every second row, and out the rows between. The address ranges overlap, but no byte belongs to both."""
     x, q = ordinary(6, SHAPE), fp4kit.quantize(ordinary(6, SHAPE), "mxfp8-te")
     whole = np.zeros((128, 256, 4), np.uint8)
@@ -251,7 +251,7 @@ def test_cast_into_elements_that_overlap(xp):
     assert not host(out).any()
 
 
-def test_into_elements_between_those_of_others():
+def test_interleaved_rows_are_accepted():
     """Strides that interleave without overlap are accepted."""
     x = ordinary(0, (2, 64))
     q = fp4kit.quantize(x, "mxfp4-ocp")

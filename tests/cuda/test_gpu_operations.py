@@ -1,6 +1,6 @@
 """Test the operations on CuPy arrays: they give the bytes of the CPU specification.
 
-Without a GPU these tests are skipped.
+Without a GPU, the kernels run on the CPU.
 """
 
 from __future__ import annotations

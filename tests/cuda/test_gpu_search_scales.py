@@ -280,7 +280,7 @@ def test_bits_of_powers() -> None:
 
 @pytest.mark.parametrize("amax_nan", ["ignore", "lanes"])
 def test_amaxes_of_blocks_with_nan(amax_nan) -> None:
-    """The search is near the code of the amax of the other elements."""
+    """The search stays near the code of the amax of the elements that are not NaN."""
     r = replace(RECIPES[STATIC], id=amax_nan, amax_nan=amax_nan)
     check(searched_blocks(BF16), r, tensor_amax=4.0, candidates="near")
     check(searched_blocks(BF16), r, tensor_amax=4.0, candidates="near", hessian=hessians(64))

@@ -85,7 +85,7 @@ def test_factors_beyond_float32(name, dtype) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if RECIPES[name].search])
-def test_what_searches_in_groups_and_what_needs_no_search(name) -> None:
+def test_groups_of_recipes_that_search(name) -> None:
     x = blocks(np.float32, 32, 64)
     d, q = cupy.asarray(x), fp4kit.quantize(x, name)
     plan = fp4kit.GroupedPlan([d, d[:16]], name)

@@ -37,7 +37,7 @@ REFUSED = [  # recipe, replaced fields, error
 
 
 @pytest.mark.parametrize(("name", "fields", "message"), REFUSED, ids=[m for *_, m in REFUSED])
-def test_what_no_kernel_has(name, fields, message):
+def test_work_without_a_kernel_is_rejected(name, fields, message):
     r = replace(RECIPES[name], id=f"{name}-variant", **fields)
     full = f"{name}-variant has {message}.*; compute on the CPU with cupy.asnumpy"
     for work in (
@@ -61,7 +61,7 @@ KEPT += [of_elements("mxfp4-ocp", E3M0)]
 
 
 @together("r", [*RECIPES.values(), *KEPT], ids=lambda r: r.id)
-def test_what_kernels_have(r: Recipe):
+def test_every_recipe_has_kernels(r: Recipe):
     assert unsupported(r) is None
 
 

@@ -21,7 +21,7 @@ def test_generated_parts_and_what_the_example_prints_are_current() -> None:
         assert module.rewritten(page.read_text()) == page.read_text(), f"{page.name}: run python tools/readme.py"
 
 
-def test_reads_in_five_minutes() -> None:
+def test_the_readme_is_short() -> None:
     """Outside code and tables the README has at most 900 words."""
     prose = re.sub(r"```.*?```|<!--.*?-->|^\|.*?$", "", TEXT, flags=re.DOTALL | re.MULTILINE)
     assert len(re.findall(r"\w[\w'-]*", prose)) <= 900
