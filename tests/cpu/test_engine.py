@@ -39,7 +39,7 @@ def tables(monkeypatch):
     as_large_ones(monkeypatch)
 
 
-# ---- what it covers ----
+# ---- coverage ----
 
 
 def test_every_recipe_is_covered():

@@ -247,7 +247,7 @@ def test_the_digest_is_of_the_sources():
     assert native.library().functions.fp4kit_digest().decode() == native.digest()
 
 
-# ---- what is generated ----
+# ---- generated files ----
 
 
 def test_the_generated_file_is_what_the_recipes_make():

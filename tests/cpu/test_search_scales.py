@@ -155,7 +155,7 @@ def test_every_number_of_rows_and_columns(rows):
         agree(fp4kit.search_scales, ordinary(rows, (rows, columns)), STATIC, candidates="near")
 
 
-# ---- what is left, what is cut ----
+# ---- fallback and tiles ----
 
 
 def test_the_engine_does_it(monkeypatch):

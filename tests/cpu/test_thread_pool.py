@@ -146,7 +146,7 @@ def test_the_default_number(asked, expected):
     assert threads == (processors if expected is None else expected)
 
 
-# ---- many at once ----
+# ---- many Python threads ----
 
 
 def test_many_python_threads_at_once():

@@ -223,7 +223,7 @@ def test_architecture(capability, arch):
     assert loader.architecture(capability) == arch
 
 
-# ---- what is missing, and what to install ----
+# ---- missing packages and drivers ----
 
 
 def with_runtime(monkeypatch, count):

@@ -126,7 +126,7 @@ def test_worker_processes(method):
         assert sent == VARIANT and sent.element == VARIANT.element
 
 
-# ---- what was pickled, and changed ----
+# ---- changed after pickling ----
 
 STATES = {  # maps a case to the changed fields of a Quantized of (4, 32) by mxfp4-ocp, and the error
     "too few codes": ({"packed": np.zeros((4, 8), np.uint8)}, ValueError, r"packed is uint8 \(4, 8\)"),

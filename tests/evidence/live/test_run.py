@@ -29,7 +29,7 @@ def found(call, id="mxfp4-ocp", seconds=SECONDS, seed=0):
     return run.run(live_fault.adapter(call, id), fp4kit.recipes(), seconds, seed)
 
 
-# ---- what is drawn
+# ---- drawing
 
 
 @pytest.mark.parametrize(
@@ -90,7 +90,7 @@ def test_kinds_are_what_their_names_say():
         assert (np.abs(ulps) <= draw.ULPS).any() and (ulps != 0).any()
 
 
-# ---- what is found
+# ---- finding differences
 
 
 def test_a_sound_producer_does_not_differ():
