@@ -106,8 +106,8 @@ def test_where_no_break_is_allowed_the_error_names_what_can_be_traced(name):
 
 
 def test_functions_called_inside_are_not_traced():
-    """If torch.compile skips a function because it holds nothing to compile, it would trace the functions called inside
-    it.
+    """If torch.compile skips a function that holds nothing to compile, it traces the functions called inside. They must
+    be excluded, too.
     """
     function = torch.compile(
         lambda x, recipe: fp4kit.dequantize(fp4kit.quantize(x * 2, recipe)) * x, backend="aot_eager"
