@@ -380,7 +380,7 @@ def test_the_driver_does_what_a_cached_call_does_not(gpu, call):
     assert ("other",) not in call_cache._CALLS
 
 
-def test_what_cannot_be_prepared_is_not_tried_again(monkeypatch):
+def test_calls_that_cannot_be_cached_are_not_tried_again(monkeypatch):
     """The call is done without a cached call, and none is stored."""
     x = np.ones((2, 3, 32), np.float32)
     key, _ = call_cache.find("quantize", (x,), "mxfp4-ocp")

@@ -43,7 +43,7 @@ def zeros(shape):
 
 
 @pytest.mark.parametrize("name", all_or_few(SCALED, FEW))
-def test_of_a_tensor(name):
+def test_minus_zero_amax_of_a_tensor(name):
     """Run without a cached call, then by the cached call."""
     r, x = RECIPES[name], cupy.asarray(X)
     zero, negative = zeros(tensor_amax_shape(X.shape, r))

@@ -84,7 +84,7 @@ def test_columns_into_out_with_an_amax(monkeypatch):
 
 
 @pytest.mark.parametrize("axis", [-1, 0])
-def test_results_keep_no_memory_of_the_caller_s(axis):
+def test_results_do_not_share_the_callers_amax(axis):
     """Write to a result again: the amax that the caller gave for it stays unchanged, with and without a cached call."""
     first, second = two(BF16)
     amax = cupy.asarray(np.float32(3))
@@ -186,7 +186,7 @@ def test_new_arrays_equal_those_of_cupy(shape, dtype):
 
 
 @pytest.mark.parametrize("change", ["none", "fails", "another shape"])
-def test_another_cupy_makes_its_arrays_itself(change):
+def test_other_versions_of_cupy_make_arrays_themselves(change):
     """Fall back to cupy.ndarray if CuPy lacks the fast constructor, or if the fast one gives another array."""
 
     class Base:

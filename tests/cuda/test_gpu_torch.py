@@ -59,7 +59,7 @@ def assert_equal(found, expected):
 @gpu_only
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", CALLS)
-def test_tensors_come_back_as_tensors(name, dtype):
+def test_results_of_tensors_are_tensors(name, dtype):
     """Run three times: first without a cached call, then by the cached call."""
     expected = plain(CALLS[name](X[dtype]))
     for _ in range(3):
