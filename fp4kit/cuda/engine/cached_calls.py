@@ -1,8 +1,8 @@
 """Prepare and repeat calls on a GPU that need one launch on one matrix, or two if an amax must be computed first.
 
-A function here (quantize, fake_quantize, dequantize, transpose, swizzle) takes a parsed call and returns a cached call,
+A function here (quantize, fake_quantize, dequantize, transpose, swizzle) takes a parsed call. It returns a cached call:
 an object that repeats the work for other arrays of the same kind. It returns None if the call needs more launches; the
-other modules of this package then do it.
+other modules of this package then do the call.
 
 Arrays are CuPy arrays or PyTorch tensors. For tensors, memory comes from PyTorch's allocator, and launches go to
 PyTorch's current stream.
@@ -92,7 +92,9 @@ class AmaxStep(NamedTuple):
     launch: Launch | None
 
     def find(self, library: ArrayLibrary, x: int, amax: Any, stream: Any) -> None:
-        """Compute the amax of the elements at address x into the array `amax`, if that needs a launch of its own."""
+        """Launch the computation of the amax of the elements at address x into the array `amax`, unless `launch` is
+        None.
+        """
         if self.launch is not None:
             library.clear(amax, stream)
             self.launch(x, library.address(amax), stream=stream)
@@ -164,7 +166,7 @@ class QuantizeCall:
         row: QuantizedResult | None,
         column: QuantizedResult | None,
     ) -> QuantizeCall:
-        """Return the cached call around a launch whose first arguments are `arguments`."""
+        """Return the cached call for a launch. arguments: the first arguments of the kernel, which each call passes."""
         results = [result for result in (row, column) if result]
         wanted = [new for result in results for new in result.wanted]
         names = [*_kernel_names(row), *_kernel_names(column, "column_")]
@@ -174,7 +176,12 @@ class QuantizeCall:
         return cls(library, amax, launch, _argument_picker(arguments, names), row, column, library.maker(wanted))
 
     def __call__(self, x: Any, given: Any, out: Quantized | None) -> Any:
-        """Quantize x. given: the tensor_amax that the caller gave, or None. out: the Quantized to write to, or None."""
+        """Quantize x.
+
+        Args:
+            given: the tensor_amax that the caller gave, or None.
+            out: the Quantized to write to, or None.
+        """
         library = self.library
         address, stream = library.address, library.stream()
         arrays = self.new() if out is None else self._arrays_of(out)
@@ -204,8 +211,11 @@ class QuantizeCall:
 def quantize(call: Call, x: Any, both: bool = False) -> QuantizeCall | None:
     """Prepare the cached call of a call; return None if the call needs several launches.
 
-    The call must round to nearest, without a Hadamard transform or block amaxes. x: the array as the caller gave it, a
-    CuPy array or a PyTorch tensor. both: the call is the columnwise one of quantize_both.
+    The call must round to nearest, without a Hadamard transform or block amaxes.
+
+    Args:
+        x: the array as the caller gave it, a CuPy array or a PyTorch tensor.
+        both: whether the call is the columnwise one of quantize_both.
     """
     last, columns = call.x.ndim - 1, call.axis == call.x.ndim - 2
     request = launch_request(call, columns=columns)
@@ -242,7 +252,7 @@ class FakeQuantizeCall:
     def of(
         cls, library: ArrayLibrary, amax: AmaxStep | None, launch: Launch, arguments: Arguments, values: NewArray
     ) -> FakeQuantizeCall:
-        """Return the cached call around a launch whose first arguments are `arguments`."""
+        """Return the cached call for a launch. arguments: the first arguments of the kernel, which each call passes."""
         new = library.maker([values] if amax is None else [values, _NEW_AMAX])
         names = ("values",) if amax is None else ("values", "tensor_amax")
         return cls(library, amax, launch, _argument_picker(arguments, names), new)
@@ -261,8 +271,10 @@ class FakeQuantizeCall:
 def fake_quantize(call: Call, x: Any) -> FakeQuantizeCall | None:
     """Prepare the cached call of a call; return None if the call needs several launches.
 
-    The call must round to nearest, without block amaxes. x: the array as the caller gave it, a CuPy array or a PyTorch
-    tensor.
+    The call must round to nearest, without block amaxes.
+
+    Args:
+        x: the array as the caller gave it, a CuPy array or a PyTorch tensor.
     """
     request = launch_request(call, values=True)
     is_one_matrix = _is_one_matrix(call.x, call.recipe, call.tensor_amax) and call.axis == call.x.ndim - 1
@@ -309,7 +321,8 @@ class DequantizeCall:
 def dequantize(q: Quantized, given: Quantized, dtype: np.dtype, out: Any) -> DequantizeCall | None:
     """Prepare the cached call that dequantizes q; return None if that needs several launches.
 
-    given: q as the caller gave it, with CuPy arrays or PyTorch tensors.
+    Args:
+        given: q as the caller gave it, with CuPy arrays or PyTorch tensors.
     """
     r = q.recipe
     is_one_matrix = _is_one_matrix(q.packed, r, q.tensor_scale) and q.axis == len(q.shape) - 1
@@ -353,7 +366,9 @@ class MoveCall:
 def transpose(q: Quantized, given: Quantized, axis: int) -> MoveCall | None:
     """Prepare the cached call that transposes q; return None if that needs several launches.
 
-    given: q as the caller gave it, with CuPy arrays or PyTorch tensors. axis: the axis of the result.
+    Args:
+        given: q as the caller gave it, with CuPy arrays or PyTorch tensors.
+        axis: the axis of the result.
     """
     if q.recipe.block_size not in transpose_launcher.BLOCKS or not _are_contiguous_here(q.packed, q.block_scale):
         return None
@@ -370,8 +385,10 @@ def transpose(q: Quantized, given: Quantized, axis: int) -> MoveCall | None:
 def swizzle(q: Quantized, given: Quantized, layout: str) -> MoveCall | None:
     """Prepare the cached call that changes the layout of q's block scales.
 
-    Return None if that needs several launches, or if q has this layout already. given: q as the caller gave it, with
-    CuPy arrays or PyTorch tensors.
+    Return None if that needs several launches, or if q has this layout already.
+
+    Args:
+        given: q as the caller gave it, with CuPy arrays or PyTorch tensors.
     """
     if not _are_contiguous_here(q.block_scale) or q.scale_layout == layout:
         return None

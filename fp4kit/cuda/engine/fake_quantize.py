@@ -48,7 +48,8 @@ def kernel_computes_amaxes(call: Call) -> bool:
 def clip(call: Call, amax: Any) -> Any:
     """Return call.grad where |call.x| <= amax, and 0 elsewhere.
 
-    amax: float32 (1, 1), (rows, 1) or (rows, blocks), where rows are all leading axes of call.moved, joined.
+    Args:
+        amax: float32 (1, 1), (rows, 1) or (rows, blocks), where rows are all leading axes of call.moved, joined.
     """
     cupy = imports.cupy()
     with imports.making_current(call.x.device.id):

@@ -53,8 +53,9 @@ def amax_launches(
 ) -> list[GroupedLaunch]:
     """Return launches that write amaxes into outs, which must hold zeros.
 
-    operands: one per array. All have the same counted elements and the same by_row. mask: the mask of a Hadamard
-    transform, or None.
+    Args:
+        operands: one per array. All have the same counted elements and the same by_row.
+        mask: the mask of a Hadamard transform, or None.
     """
     found = []
     for indices in by_dtype([x for (x, *_), _ in operands]):

@@ -40,7 +40,8 @@ def transpose(packed: Any, scales: Any, q: Quantized) -> tuple[Any, Any]:
 def swizzle(scales: Any, source: str, target: str, shape: tuple[int, ...]) -> Any:
     """Return scales copied from layout `source` to layout `target`.
 
-    shape: their shape in the linear layout, (..., R, C).
+    Args:
+        shape: their shape in the linear layout, (..., R, C).
     """
     layouts.check_size(scales, source, shape)
     cupy = imports.cupy()

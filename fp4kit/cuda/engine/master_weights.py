@@ -245,9 +245,12 @@ def _message_sizes(sizes: Sequence[int]) -> list[int]:
 
 
 def _offsets(sizes: Sequence[int]) -> tuple[np.ndarray, int]:
-    """Return the offset of each array in one buffer, and the size of the buffer. sizes: bytes of each array.
+    """Return the offset of each array in one buffer, and the size of the buffer.
 
     Arrays begin at multiples of ALIGNMENT.
+
+    Args:
+        sizes: bytes of each array.
     """
     padded = -(-np.array(sizes, np.int64) // ALIGNMENT) * ALIGNMENT
     return np.cumsum(padded) - padded, int(padded.sum())

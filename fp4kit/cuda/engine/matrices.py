@@ -47,8 +47,10 @@ def launch_request(call: Call, *, values: bool = False, columns: bool = False) -
 def matrix_count(call: Call, request: LaunchRequest, amax: Any) -> int:
     """Return into how many matrices a call is split: 1 if the rows of the stack can be joined.
 
-    Raise Declined if a matrix would begin inside a group of SEED_GROUP elements of a seed's random stream. amax: the
-    tensor amax or tensor scale of the call, or None.
+    Raise Declined if a matrix would begin inside a group of SEED_GROUP elements of a seed's random stream.
+
+    Args:
+        amax: the tensor amax or tensor scale of the call, or None.
     """
     shape = call.x.shape if request.columns else call.moved.shape
     # Whether matrices need launches of their own. A Hadamard transform along rows does not, because it stays in a row.
@@ -84,7 +86,8 @@ def with_kernel_amax(call: Call, request: LaunchRequest, x: Any) -> LaunchReques
 def split_matrices(call: Call, request: LaunchRequest, whole: Matrix) -> Iterator[tuple[Matrix, LaunchRequest]]:
     """Yield each matrix of a call, with its request.
 
-    whole: the arrays of the whole call, contiguous and with elements.
+    Args:
+        whole: the arrays of the whole call, contiguous and with elements.
     """
     r, x = request.recipe, whole.x
     B = matrix_count(call, request, whole.tensor_scale if whole.tensor_amax is None else whole.tensor_amax)

@@ -31,7 +31,9 @@ def partial_cast(
 ) -> None:
     """Write the codes of a shard into out, and no other bit.
 
-    block_amax: the amaxes of all blocks of the matrix. amax: the tensor amax; None for the largest of block_amax.
+    Args:
+        block_amax: the amaxes of all blocks of the matrix.
+        amax: the tensor amax; None for the largest of block_amax.
     """
     partial.check_matrices([shape], r)
     cupy = imports.cupy()

@@ -64,7 +64,8 @@ def quantize_both(row: Call, column: Call) -> tuple[Quantized, Quantized]:
 def allocate(call: Call, amax: Any) -> Quantized:
     """Return a new Quantized for the result of a call.
 
-    amax: its tensor_amax, in canonical shape; None without a tensor scale.
+    Args:
+        amax: its tensor_amax, in canonical shape; None without a tensor scale.
     """
     return empty_quantized(call, amax, imports.cupy().empty, empty_scales)
 

@@ -46,8 +46,11 @@ def search_amaxes(search: Search) -> Any:
 def search_matrix(x: Any, amaxes: Any, out: Any, r: Recipe, terms: Terms, factors: Any) -> None:
     """Write, for each amax, the amax times its best multiple into out.
 
-    Each amax covers the same number of consecutive rows of x. factors: the multiples, float32. The multiples are tried
-    in batches, so that at most MAX_LOSSES losses are in memory.
+    Each amax covers the same number of consecutive rows of x. The multiples are tried in batches, so that at most
+    MAX_LOSSES losses are in memory.
+
+    Args:
+        factors: the multiples, float32.
     """
     check_count(x.size)
     cupy, device, (rows, columns) = imports.cupy(), x.device.id, x.shape

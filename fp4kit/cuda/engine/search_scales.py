@@ -102,9 +102,10 @@ def search_matrix(
 ) -> None:
     """Write the best block amaxes of x into out.
 
-    unproven: None, or a uint64. The pruned search adds to it the number of blocks for which it had to try every
-    candidate. mask: the mask of a Hadamard transform that comes first; only the pruned search without Hessians supports
-    one.
+    Args:
+        unproven: None, or a uint64. The pruned search adds to it the number of blocks for which it had to try every
+            candidate.
+        mask: the mask of a Hadamard transform that comes first; only the pruned search without Hessians supports one.
     """
     check_count(x.size)
     rows, columns = x.shape

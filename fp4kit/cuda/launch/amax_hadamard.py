@@ -44,8 +44,10 @@ def amax_hadamard(x: Any, counted: str, mask: int) -> Any:
 
     It equals cuda.launch.amax, with this mask, of the transposed matrix, but transposes nothing.
 
-    x: contiguous (M, K); M is a multiple of 16. counted: the elements that count: "all", "no_nan" or "finite". mask:
-    the sign mask of the transform.
+    Args:
+        x: contiguous (M, K); M is a multiple of 16.
+        counted: the elements that count: "all", "no_nan" or "finite".
+        mask: the sign mask of the transform.
     """
     rows, columns = x.shape
     out = imports.cupy().zeros((), np.float32)

@@ -35,8 +35,10 @@ def _clip_launch(dtype: np.dtype, grad: np.dtype, aligned_runs: bool, count: int
 def clip_gradient(grad: Any, x: Any, amax: Any, out: Any) -> None:
     """Write grad where |x| <= amax, and 0 elsewhere, into out.
 
-    grad, x, out: contiguous arrays of one size. out has the dtype of grad. amax: float32; each entry covers the same
-    number of consecutive elements of x, so its size divides the size of x.
+    Args:
+        grad, x, out: contiguous arrays of one size. out has the dtype of grad.
+        amax: float32; each entry covers the same number of consecutive elements of x, so its size divides the size of
+            x.
     """
     aligned_runs = all(a.data.ptr % 16 == 0 for a in (grad, x, out))
     launch = _clip_launch(x.dtype, grad.dtype, aligned_runs, x.size, x.size // amax.size, x.device.id)

@@ -24,10 +24,10 @@ from fp4kit.recipes import Recipe
 
 CACHE_SIZE = 1024  # entries in each cache of choices or launches; a new shape takes a new entry
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
-THREAD_BYTES = 64  # bytes of elements that a thread of the quantize kernel loads at a time
-VALUE_RUNS = 2  # runs of 16 bytes that a thread of dequantize or fake_quantize writes
-MORE_VALUE_RUNS = 4  # the number of such runs if each thread block prepares more before its first run
-MAX_TILE_BLOCK_COLUMNS = 32  # quantize_tile holds a row of a block in one thread, so blocks cannot be wider
+THREAD_BYTES = 64  # bytes of elements that a thread of quantize loads at a time
+VALUE_RUNS = 2  # runs of 16 bytes per thread of dequantize and fake_quantize
+MORE_VALUE_RUNS = 4  # such runs per thread if each thread block has more to prepare before its first run
+MAX_TILE_BLOCK_COLUMNS = 32  # the widest block of quantize_tile, whose threads each hold a row of a block
 FAKE_BLOCKS = (16, 32, 64, 128, 256, 512)  # block widths of fake_quantize, whose warps compute the amax of a block
 TABLE_THREADS = 1024  # threads per thread block of quantize_table
 # The smallest matrix for which quantize_table is used. Microseconds with and without its tables (H200, 2026-11-21):
@@ -311,7 +311,7 @@ def _scaled_grid(request: LaunchRequest, device: int) -> int:
     return grid(-(-rows * -(-columns // SCALED_RUN) // THREADS), device, UNLIMITED)
 
 
-# ---- the table ----
+# ---- the table of kernels ----
 
 KERNEL_CHOICES = (
     # Values by the fake quantizer of the producer. It has its own arithmetic, without codes.

@@ -54,8 +54,10 @@ def check_columns(columns: int) -> None:
 def grid(work_blocks: int, device: int, per_multiprocessor: int = BLOCKS_PER_SM) -> int:
     """Return the number of thread blocks to launch, at least 1.
 
-    work_blocks: how many thread blocks have work if each takes one share. per_multiprocessor: the most thread blocks
-    per multiprocessor. If that limits the grid, thread blocks take several shares one after another.
+    Args:
+        work_blocks: how many thread blocks have work if each takes one share.
+        per_multiprocessor: the most thread blocks per multiprocessor. If that limits the grid, thread blocks take
+            several shares one after another.
     """
     return max(min(work_blocks, multiprocessors(device) * per_multiprocessor), 1)
 
@@ -128,7 +130,9 @@ class Launch:
     def __call__(self, *values: int, stream: Any = None) -> None:
         """Launch the kernel.
 
-        values: the values of the first fields. stream: a stream of CuPy or PyTorch; CuPy's current stream if None.
+        Args:
+            values: the values of the first fields.
+            stream: a stream of CuPy or PyTorch; CuPy's current stream if None.
         """
         try:
             slot = self._free.pop()

@@ -73,8 +73,11 @@ def is_small(members: Sequence[Any]) -> bool:
 def piece_counts(elements: np.ndarray, device: int, most: int = MAX_PIECE) -> np.ndarray:
     """Return into how many pieces each tensor is divided. Pieces are about equally large.
 
-    A tensor without elements has one piece. elements: int64, the size of each tensor. most: the most elements per
-    piece.
+    A tensor without elements has one piece.
+
+    Args:
+        elements: int64, the size of each tensor.
+        most: the most elements per piece.
     """
     check_count(int(elements.max()))
     share = int(elements.sum()) // (geometry.multiprocessors(device) * PIECES_PER_MULTIPROCESSOR)
@@ -95,9 +98,12 @@ def prepare_group(
 ) -> GroupedLaunch:
     """Return the launch of a grouped kernel.
 
-    arguments: one struct per member. aligned_runs: per member, whether its runs are aligned to 16 bytes (or flags, for
-    grouped_transpose). pieces: the number of pieces per member. held: the arrays to keep alive. small: whether the
-    kernel was compiled for small groups (kSmall).
+    Args:
+        arguments: one struct per member.
+        aligned_runs: per member, whether its runs are aligned to 16 bytes (or flags, for grouped_transpose).
+        pieces: the number of pieces per member.
+        held: the arrays to keep alive.
+        small: whether the kernel was compiled for small groups (kSmall).
     """
     member = np.dtype([("arguments", arguments.dtype), ("pieces", "u4"), ("aligned", "u4")])
     members, total, table = np.zeros(len(arguments), member), int(pieces.sum()), None
@@ -115,7 +121,12 @@ def prepare_group(
 
 @cache
 def _quantize_function(kernel: str, struct: str, dtype: np.dtype, aligned_runs: bool, small: bool, device: int) -> Any:
-    """Return the compiled grouped kernel. aligned_runs: the runs of all members are aligned. small: see is_small."""
+    """Return the compiled grouped kernel.
+
+    Args:
+        aligned_runs: whether the runs of all members are aligned.
+        small: the result of is_small.
+    """
     source = instantiation(f"grouped_{kernel}", struct, Input=TYPES[dtype], kAligned=aligned_runs, kSmall=small)
     return loader.function(source, f"grouped_{kernel}_kernel", device)
 
@@ -123,8 +134,11 @@ def _quantize_function(kernel: str, struct: str, dtype: np.dtype, aligned_runs: 
 def quantize_group(matrices: Sequence[Matrix], requests: Sequence[LaunchRequest], seed: int = 0) -> GroupedLaunch:
     """Return the launch that quantizes every matrix as launch.matrix.quantize_matrix does.
 
-    requests: one per matrix. They differ only in their shapes. All matrices are on one device. A matrix without
-    elements has the shape (n, 0), where n is the number of its tensor scales.
+    All matrices are on one device. A matrix without elements has the shape (n, 0), where n is the number of its tensor
+    scales.
+
+    Args:
+        requests: one per matrix. They differ only in their shapes.
     """
     first, r = matrices[0], requests[0].recipe
     choice = kernel_for(requests[0]._replace(grouped=True))
@@ -152,7 +166,12 @@ def quantize_group(matrices: Sequence[Matrix], requests: Sequence[LaunchRequest]
 def _amax_function(
     kernel: str, dtype: np.dtype, counted: str, aligned_runs: bool, small: bool, mask: int | None, device: int
 ) -> Any:
-    """Return the compiled grouped amax kernel. aligned_runs: rows of all members are aligned. small: see is_small."""
+    """Return the compiled grouped amax kernel.
+
+    Args:
+        aligned_runs: whether the rows of all members are aligned.
+        small: the result of is_small.
+    """
     names: dict[str, str | bool] = {
         "Input": TYPES[dtype],
         "kCounted": f"AmaxInput::{counted}",
@@ -195,7 +214,12 @@ class Clip(NamedTuple):
 
 @cache
 def _clip_function(dtype: np.dtype, grad: np.dtype, aligned_runs: bool, small: bool, device: int) -> Any:
-    """Return the compiled grouped clip kernel. aligned_runs: all arrays are aligned. small: see is_small."""
+    """Return the compiled grouped clip kernel.
+
+    Args:
+        aligned_runs: whether all arrays are aligned.
+        small: the result of is_small.
+    """
     source = instantiation(
         "grouped_clip", Input=TYPES[dtype], Gradient=TYPES[grad], kAligned=aligned_runs, kSmall=small
     )

@@ -32,7 +32,12 @@ class TransposeMatrix(NamedTuple):
 
 @cache
 def _function(bits: int, block: int, all_wide: bool, small: bool, device: int) -> Any:
-    """Return the compiled kernel. all_wide: both flags of wide_copies are set for every member. small: see is_small."""
+    """Return the compiled kernel.
+
+    Args:
+        all_wide: whether both flags of wide_copies are set for every member.
+        small: the result of is_small.
+    """
     source = instantiation("grouped_transpose", kernel_structs(bits, block, "linear"), kAligned=all_wide, kSmall=small)
     return loader.function(source, "grouped_transpose_kernel", device)
 

@@ -112,7 +112,10 @@ def quantize_launch(choice: KernelChoice, request: LaunchRequest, aligned_runs: 
     """Return the launch of a chosen kernel for a request.
 
     Call it with the addresses of `choice.arguments.pointers` and then, if `choice.arguments.words` is not empty, the
-    seed and the group. aligned_runs: the result of has_aligned_runs.
+    seed and the group.
+
+    Args:
+        aligned_runs: the result of has_aligned_runs.
     """
     sizes = choice.sizes(request)
     check_count(sizes[0] * sizes[1])
@@ -135,7 +138,12 @@ def quantize_matrix(m: Matrix, request: LaunchRequest, seed: int = 0, choice: Ke
 
 @cache
 def _dequantize_function(r: Recipe, layout: str, original: np.dtype, dtype: np.dtype, device: int) -> Any:
-    """Return the compiled dequantize kernel. original: the dtype that was quantized. dtype: the dtype of the values."""
+    """Return the compiled dequantize kernel.
+
+    Args:
+        original: the dtype that was quantized.
+        dtype: the dtype of the values.
+    """
     source = instantiation(
         "dequantize", recipe_struct(decoding(r, dtype), layout), Input=TYPES[original], Output=TYPES[dtype]
     )
@@ -148,8 +156,11 @@ def dequantize_launch(
 ) -> Launch:
     """Return the launch that dequantizes a matrix of a shape.
 
-    Call it with the addresses of the first five fields of _DEQUANTIZE. original: the dtype that was quantized. dtype:
-    the dtype of the values.
+    Call it with the addresses of the first five fields of _DEQUANTIZE.
+
+    Args:
+        original: the dtype that was quantized.
+        dtype: the dtype of the values.
     """
     rows, columns = shape
     check_count(rows * columns)
@@ -176,8 +187,11 @@ def _implied_function(r: Recipe, original: np.dtype, device: int) -> Any:
 def implied_amaxes(tensor_scale: Any, amax: Any, r: Recipe, original: np.dtype) -> Any:
     """Return the amaxes from which the given tensor scales follow: float32, in their shape.
 
-    Equals reference.implied_amax. amax: the amaxes if they are known, otherwise None; a known amax that gives its
-    tensor scale is kept. original: the dtype that was quantized.
+    Equals reference.implied_amax.
+
+    Args:
+        amax: the amaxes if they are known, otherwise None; a known amax that gives its tensor scale is kept.
+        original: the dtype that was quantized.
     """
     device, count = tensor_scale.device.id, tensor_scale.size
     found = imports.cupy().empty(tensor_scale.shape, np.float32)
@@ -191,8 +205,10 @@ def dequantize_matrix(
 ) -> None:
     """Dequantize contiguous packed codes into values (M, K).
 
-    tensor_scale: None if the recipe has none. amax: the amaxes of the tensor scales, None if unknown. original: the
-    dtype that was quantized.
+    Args:
+        tensor_scale: None if the recipe has none.
+        amax: the amaxes of the tensor scales, None if unknown.
+        original: the dtype that was quantized.
     """
     if r.tensor_scaling in ("row", "block") and DECODE_RULES[r.decode_rule].needs_amax:
         amax = implied_amaxes(tensor_scale, amax, r, original)
@@ -228,7 +244,7 @@ def amax_launch(
     device: int,
     mask: int | None = None,
 ) -> Launch:
-    """Return the launch that computes one amax, or with by_row one per row.
+    """Return the launch that computes one amax or, with by_row, one amax per row.
 
     Call it with the addresses of x and of the result, which must hold zeros.
     """
@@ -242,9 +258,12 @@ def amax_launch(
 def amax(x: Any, counted: str = "all", by_row: bool = False, mask: int | None = None) -> Any:
     """Return the largest magnitude of a contiguous array: float32 ().
 
-    With by_row, return that of each row of a matrix: float32 (M,). counted: the elements that count: "all" (a NaN makes
-    the result NaN), "no_nan" or "finite". mask: the sign mask of a Hadamard transform that is applied to every 16
-    elements first; None without a transform.
+    With by_row, return that of each row of a matrix: float32 (M,).
+
+    Args:
+        counted: the elements that count: "all" (a NaN makes the result NaN), "no_nan" or "finite".
+        mask: the sign mask of a Hadamard transform that is applied to every 16 elements first; None without a
+            transform.
     """
     cupy = imports.cupy()
     rows, columns = x.shape if by_row else (1, x.size)

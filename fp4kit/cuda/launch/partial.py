@@ -79,7 +79,9 @@ def _function(kernel: str, r: Recipe, dtype: np.dtype, grouped: bool, device: in
 def launch(kernel: str, r: Recipe, dtype: np.dtype, table: np.ndarray, work: int, device: int) -> None:
     """Launch a kernel for one matrix.
 
-    dtype: the dtype of shards. work: the number of blocks or runs, whichever a thread of the kernel takes.
+    Args:
+        dtype: the dtype of shards.
+        work: the number of blocks or runs, whichever a thread of the kernel takes.
     """
     plain = table.view(np.dtype((np.void, table.itemsize)))  # CuPy passes raw bytes faster, see geometry.Launch
     _function(kernel, r, dtype, False, device)((grid(_ceil_div(work, THREADS), device, PER_SM),), (THREADS,), (plain,))
@@ -90,7 +92,9 @@ def prepare(
 ) -> GroupedLaunch:
     """Return the launch of a kernel for all matrices of a table.
 
-    work: per matrix, the number of blocks or runs. held: the arrays that the table points to, kept alive.
+    Args:
+        work: per matrix, the number of blocks or runs.
+        held: the arrays that the table points to, kept alive.
     """
     function = _function(kernel, r, dtype, True, device)
     return prepare_group(function, table, np.ones(len(table), bool), piece_counts(RUN * work, device), held)
@@ -118,9 +122,9 @@ def check_matrices(shapes: Sequence[tuple[int, int]], r: Recipe) -> None:
 
 
 def block_span(start: Any, end: Any, columns: Any, r: Recipe) -> tuple[Any, Any]:
-    """Return the first and the last + 1 of the blocks that elements [start, end) of a matrix lie in.
+    """Return the range [first, end) of the blocks in which elements [start, end) of a matrix lie.
 
-    If blocks have several rows, the span is extended to whole rows of blocks.
+    If blocks have several rows, the range is extended to whole rows of blocks.
     """
     height, width = r.block or (1, 1)
     if height == 1:
@@ -149,7 +153,7 @@ def amax_shard(x: Any, block_amax: Any, shape: tuple[int, int], start: int, r: R
 
 
 def factor_rows(start: int, end: int, shape: tuple[int, int], r: Recipe) -> tuple[int, int]:
-    """Return the first and the last + 1 of the rows of blocks that elements [start, end) of a matrix lie in."""
+    """Return the range [first, end) of the rows of blocks in which elements [start, end) of a matrix lie."""
     K = shape[1]
     return start // K // r.block_rows, _ceil_div(_ceil_div(end, K), r.block_rows)
 
@@ -159,8 +163,9 @@ def cast_shard(
 ) -> None:
     """Write the codes of a contiguous, nonempty shard into packed.
 
-    packed: contiguous, at a multiple of 8 bytes. factors: float32 memory for the rows of blocks of factor_rows; its
-    values are overwritten.
+    Args:
+        packed: contiguous, at a multiple of 8 bytes.
+        factors: float32 memory for the rows of blocks of factor_rows; its values are overwritten.
     """
     M, K = shape
     end, device = start + x.size, x.device.id

@@ -1,5 +1,7 @@
-"""Launch requantize.cu, which keeps the codes of blocks under new scales if that changes no value, and
-count_changed.cu.
+"""Launch the kernels of requantize.
+
+requantize.cu keeps the codes of blocks under new scales if that changes no value. count_changed.cu counts changed
+values.
 """
 
 from __future__ import annotations
@@ -44,8 +46,9 @@ def keep_codes(codes: Any, scales: Any, r: Recipe, result: Quantized) -> None:
     """Overwrite the arrays of a result with the codes of the source, if scales of the target represent every value
     exactly. Otherwise leave the result unchanged.
 
-    codes, scales: the source, contiguous and aligned to 8 bytes; scales are E8M0 in the linear layout. r: the recipe of
-    the source.
+    Args:
+        codes, scales: the source, contiguous and aligned to 8 bytes; scales are E8M0 in the linear layout.
+        r: the recipe of the source.
     """
     extent = imports.cupy().zeros(3, np.uint32)
     arrays = (codes, scales, extent, result.packed, result.block_scale, result.tensor_scale, result.tensor_amax)

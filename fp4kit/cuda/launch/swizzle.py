@@ -20,7 +20,8 @@ _ARGUMENTS = np.dtype([("in", "u8"), ("out", "u8"), ("matrices", "i8"), ("rows",
 def source(layout: str, target: str, quads: bool = True) -> str:
     """Return the C++ text of the instantiation that copies from `layout` to `target`.
 
-    quads: copy 16 bytes of four rows at a time, which needs one of the layouts to be linear.
+    Args:
+        quads: copy 16 bytes of four rows at a time, which needs one of the layouts to be linear.
     """
     return instantiation("swizzle", kFrom=f"ScaleLayout::{layout}", kTo=f"ScaleLayout::{target}", kQuads=quads)
 
@@ -42,7 +43,8 @@ def _launch(layout: str, target: str, quads: bool, size: int, shape: tuple[int, 
 def swizzle(scales: Any, layout: str, out: Any, target: str, shape: tuple[int, int, int]) -> None:
     """Copy contiguous scales from `layout` into out, in another layout, `target`.
 
-    shape: the shape of the scales in the linear layout, (B, R, C). Launches on the current stream.
+    Args:
+        shape: the shape of the scales in the linear layout, (B, R, C). Launches on the current stream.
     """
     launch_of(scales, layout, out, target, shape)(scales.data.ptr, out.data.ptr)
 
