@@ -192,7 +192,7 @@ class QuantizeCall:
         return self._results(arrays) if out is None else out
 
     def _arrays_of(self, out: Quantized) -> list[Any]:
-        """Return the arrays of out, in the order of new arrays. With out, there is only one result."""
+        """Return the arrays of out, in the order in which `new` allocates them. A call with out has only one result."""
         result: Any = self.row or self.column
         return [
             getattr(out, name) for name in (result.names if result.amax is None else (*result.names, "tensor_amax"))

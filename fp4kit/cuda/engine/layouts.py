@@ -68,7 +68,7 @@ def unpack(packed: Any) -> Any:
 
 
 def _repack(launch: Any, array: Any, shape: tuple[int, ...]) -> Any:
-    """Return a new array of a shape that `launch` fills from a contiguous copy of `array`."""
+    """Return a new array of a shape. `launch` fills it from `array`, which is made contiguous first."""
     cupy = imports.cupy()
     with imports.making_current(array.device.id):
         out = cupy.empty(shape, np.uint8)

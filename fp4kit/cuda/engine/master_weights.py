@@ -56,9 +56,11 @@ class DeviceStages:
 
     @staticmethod
     def check(values: Sequence[Any], shapes: Sequence[tuple[int, int]], r: Recipe) -> None:
-        """Raise ValueError unless all shards are contiguous.
+        """Check the shards and matrices before any work.
 
-        Raise NotImplementedError for blocks or sizes without kernels.
+        Raises:
+            ValueError: a shard is not contiguous.
+            NotImplementedError: no kernel supports the blocks, or the size of a matrix.
         """
         with declined_as_error("cast_master_weights"):
             partial.check_matrices(shapes, r)
@@ -90,7 +92,11 @@ class DeviceStages:
         self.gathered = cupy.zeros(sum(self.counts), np.uint8)
 
     def _views(self, shapes: Sequence[tuple[int, int]], packed: Any, scales: Any, axis: int = -1) -> list[Quantized]:
-        """Return the Quantized of each matrix as views of the buffers. With axis 0, of the transposed matrices."""
+        """Return the Quantized of each matrix, as views of the buffers.
+
+        Args:
+            axis: -1 for the matrices, 0 for their columnwise copies.
+        """
         views, r = [], self._recipe
         for t, shape in enumerate(shapes):
             moved = shape if axis == -1 else shape[::-1]
@@ -105,7 +111,13 @@ class DeviceStages:
         return views
 
     def _by_dtype(self, kernel: str, work: np.ndarray, fields: dict[str, Any], *held: Any) -> list[GroupedLaunch]:
-        """Return one prepared launch per dtype of the shards. Matrices without work are left out."""
+        """Return one prepared launch per dtype of the shards. Matrices without work are left out.
+
+        Args:
+            work: per matrix, the number of blocks or runs.
+            fields: the arguments of the kernel, see partial.arguments.
+            held: arrays to keep alive.
+        """
         table = partial.arguments(kernel, len(work), **fields)
         launches = []
         for dtype in sorted(set(self._dtypes), key=str):
@@ -192,7 +204,7 @@ class DeviceStages:
         return imports.cupy().cuda.Device(self._device)
 
     def replace(self, values: Sequence[Any]) -> None:
-        """Use other arrays of the same shapes, dtypes and device as the shards' values."""
+        """Use other arrays as the shards. They have the shapes, dtypes and device of the present ones."""
         self.check(values, (), self._recipe)
         self._values = list(values)
         with self.device():

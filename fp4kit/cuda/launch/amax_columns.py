@@ -42,8 +42,9 @@ def _launch(dtype: np.dtype, aligned_runs: bool, shape: tuple[int, int, int], de
 
 
 def amax_columns(x: Any) -> Any:
-    """Return the largest magnitude per column of contiguous matrices (B, M, K): float32 (B, K). NaN if the column has a
-    NaN.
+    """Return the largest magnitude per column of contiguous matrices (B, M, K): float32 (B, K).
+
+    A column with a NaN gives NaN.
     """
     matrices, _, columns = x.shape
     out = imports.cupy().zeros((matrices, columns), np.float32)

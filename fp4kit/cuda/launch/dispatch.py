@@ -41,8 +41,8 @@ PATCH_ROW_UNIT = 32  # for blocks of one row, quantize_columns needs rows of a m
 TILE_ROWS = 128  # rows of a tile of quantize_columns
 TILE_COLUMNS, TILE_BYTES = 128, 256  # width of such a tile: columns for square blocks, bytes for blocks of one row
 SCALED_RUN = 16  # elements that a thread of quantize_with_scales encodes at a time
-# At most 2^3 tiles per band. To write rows and columns is then 4% faster than without bands, and as fast as with 2^4
-# tiles (H200, 2026-11-21).
+# At most 2^3 tiles per band. To write codes along rows and columns takes 4% less time than without bands; 2^4 tiles are
+# equally fast (H200, 2026-11-21).
 BAND_SHIFT = 3
 
 
@@ -209,7 +209,7 @@ def _takes_table(request: LaunchRequest) -> bool:
 
 
 def _by_rows(request: LaunchRequest) -> bool:
-    """Return whether codes along rows, or their values, are computed from amaxes."""
+    """Return whether codes along rows, or the values of such codes, are computed from amaxes."""
     return not request.columns and not uses_fake_rule(request) and not request.scaled
 
 
@@ -251,7 +251,7 @@ def needs_search(request: LaunchRequest) -> bool:
 
 
 def _fake_grid(request: LaunchRequest, device: int) -> int:
-    """Return the grid of fake_quantize."""
+    """Return the grid of fake_quantize: one thread per VALUE_RUNS or MORE_VALUE_RUNS runs of values."""
     runs = VALUE_RUNS if request.recipe.block and not has_table(request.recipe) else MORE_VALUE_RUNS
     return grid(value_blocks(*request.kernel_shape, request.dtype, runs), device, UNLIMITED)
 
@@ -278,7 +278,7 @@ def _table_grid(request: LaunchRequest, device: int) -> int:
 
 
 def _tile_grid(request: LaunchRequest, device: int) -> int:
-    """Return the grid of quantize_tile."""
+    """Return the grid of quantize_tile: one thread block per tile, within the usual limit per multiprocessor."""
     rows, columns = request.shape
     tiles_across = -(-(columns // request.recipe.block_size) // (THREADS // request.recipe.block_rows))
     return grid(-(-rows // request.recipe.block_rows) * tiles_across, device)
@@ -288,7 +288,10 @@ def _row_grid(request: LaunchRequest, device: int) -> int:
     """Return the grid of quantize and quantize_unblocked: one thread per THREAD_BYTES of elements.
 
     If every thread block must first prepare something, such as a table, the grid has at most 96 thread blocks per
-    multiprocessor, which then take several shares. Speed relative to a copy (H200, 16384 x 16384 bfloat16, 2026-11-21):
+    multiprocessor, which then take several shares. Values of recipes that multiply are an exception: a thread writes
+    VALUE_RUNS runs.
+
+    Speed relative to a copy (H200, 16384 x 16384 bfloat16, 2026-11-21):
 
         thread blocks per multiprocessor    16    24    64    96  no limit
         nvfp4-te                          0.97  0.99  1.01  1.02
