@@ -43,8 +43,9 @@ def _keep_launch(
 
 
 def keep_codes(codes: Any, scales: Any, r: Recipe, result: Quantized) -> None:
-    """Overwrite the arrays of a result with the codes of the source, if scales of the target represent every value
-    exactly. Otherwise leave the result unchanged.
+    """Overwrite the arrays of a result with the codes of its source, if that keeps every value.
+
+    Scales of the target must represent the scales of the source exactly. Otherwise the result is left unchanged.
 
     Args:
         codes, scales: the source, contiguous and aligned to 8 bytes; scales are E8M0 in the linear layout.

@@ -12,7 +12,7 @@ from fp4kit.call.parse import Declined
 from fp4kit.formats import E2M1, ElementFormat, is_same
 from fp4kit.recipes import Recipe
 
-MAX_EXPONENT = 100  # largest |exponent| of an element; within it, no step of encode or decode overflows float32
+MAX_EXPONENT = 100  # largest |exponent| of an element; within it, encode and decode stay in float32's range
 FOUR_OVER_SIX_COLUMNS = 16  # columns of a block of a 4over6 recipe
 
 
