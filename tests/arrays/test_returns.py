@@ -295,7 +295,7 @@ def test_autograd_notices_writes_to_out():
         ),
     }
     for name, (out, write) in writes.items():
-        for _ in range(3):  # the later calls use the prepared call of the first
+        for _ in range(3):  # later calls use the cached call of the first
             w = torch.ones(out.shape, requires_grad=True)
             y = w * out
             write(out)

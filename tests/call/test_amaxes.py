@@ -53,7 +53,7 @@ def test_minus_zero_tensor_amax(name, either_engine):
 
 
 def test_minus_zero_replaces_the_amax_in_out(either_engine):
-    """A prepared call that writes into out also stores +0 as the amax."""
+    """A cached call that writes into out also stores +0 as the amax."""
     out = fp4kit.quantize(X, "nvfp4-te", tensor_amax=np.float32(3))
     expected = fp4kit.quantize(X, "nvfp4-te", tensor_amax=0.0)
     for _ in range(2):

@@ -18,7 +18,7 @@ F32, U8 = np.dtype(np.float32), np.dtype(np.uint8)
 
 
 @pytest.fixture(autouse=True)
-def nothing_kept(monkeypatch):
+def no_kept_buffers(monkeypatch):
     """Keep buffers of any size, and start with none kept."""
     monkeypatch.setattr(buffers, "MIN_BYTES", 1)
     buffers._kept.clear()

@@ -26,7 +26,7 @@ SHAPE = (32, 128)
 
 
 @pytest.fixture(autouse=True)
-def forgotten(monkeypatch):
+def empty_call_cache(monkeypatch):
     """Start each test with an empty call cache."""
     monkeypatch.setattr(call_cache, "_CALLS", {})
     as_large_ones(monkeypatch)
@@ -50,7 +50,7 @@ def arrays(dtype):
 
 
 def kept(op):
-    """Return the types of an operation's prepared calls: a single library call, or a function that tries the
+    """Return the types of an operation's cached calls: a single library call, or a function that tries the
     engines.
     """
     return [type(call) for key, call in call_cache._CALLS.items() if key[0] == op]
@@ -90,7 +90,7 @@ def check_repeated(x, name, **options):
 
 
 def are_by_library(name):
-    """Return True if every prepared call is a single library call, or if the library does not have the recipe."""
+    """Return True if every cached call is a single library call, or if the library does not have the recipe."""
     kinds = {cached_calls.QuantizeCall, cached_calls.FakeQuantizeCall, cached_calls.DequantizeCall}
     kept = {type(call) for call in call_cache._CALLS.values()}
     return kept == kinds or name not in COVERED or RECIPES[name].fake_rule is not None

@@ -34,7 +34,7 @@ def axes_of(x, r):
 
 
 @pytest.fixture(autouse=True)
-def tables(monkeypatch):
+def small_arrays_like_large_ones(monkeypatch):
     """Use for small arrays the tables that the engine uses for large ones."""
     as_large_ones(monkeypatch)
 

@@ -22,7 +22,7 @@ from fp4kit.call.parse import Call
 from fp4kit.cuda import engine
 from fp4kit.cuda.compile import loader
 from fp4kit.cuda.compile.traits import FINDERS
-from fp4kit.cuda.engine import cached_calls as prepared_call
+from fp4kit.cuda.engine import cached_calls as engine_cached_calls
 from fp4kit.cuda.launch import geometry, matrix
 from fp4kit.cuda.launch.dispatch import ROWS
 from fp4kit.cuda.launch.geometry import Launch
@@ -406,8 +406,8 @@ def test_unusual_calls_are_not_cached(gpu, case):
     recipe, x, options = UNUSUAL[case]
     axis, layout = options.get("axis", x.ndim - 1), options.get("layout", "linear")
     call = Call("quantize", x, fp4kit.recipe(recipe), axis, x, options.get("amax"), layout=layout)
-    assert prepared_call.quantize(call, x) is None
-    assert prepared_call.fake_quantize(call, x) is None or layout != "linear"
+    assert engine_cached_calls.quantize(call, x) is None
+    assert engine_cached_calls.fake_quantize(call, x) is None or layout != "linear"
 
 
 def test_errors_are_not_cached(gpu):

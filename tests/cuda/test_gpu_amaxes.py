@@ -33,7 +33,7 @@ FEW = (
 
 
 @pytest.fixture(autouse=True)
-def nothing_prepared():
+def no_cached_calls():
     call_cache._CALLS.clear()
 
 

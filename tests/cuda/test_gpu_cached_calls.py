@@ -18,7 +18,7 @@ SHAPE = (64, 512)
 
 
 @pytest.fixture(autouse=True)
-def nothing_prepared():
+def no_cached_calls():
     call_cache._CALLS.clear()
 
 

@@ -20,7 +20,7 @@ BF16 = np.dtype(ml_dtypes.bfloat16)
 
 
 @pytest.fixture(autouse=True)
-def nothing_prepared():
+def no_cached_calls():
     call_cache._CALLS.clear()
 
 
@@ -105,17 +105,17 @@ def test_both_directions(monkeypatch, recipe, layout, given):
     options = {"scale_layout": layout}
     if given and expected[0].tensor_amax is not None:
         options["tensor_amax"] = cupy.asarray(expected[0].tensor_amax)
-    full = fp4kit.quantize_both(cupy.asarray(first), recipe, **options)
+    uncached = fp4kit.quantize_both(cupy.asarray(first), recipe, **options)
     forbid(monkeypatch, "quantize_both", "quantize")
-    prepared = fp4kit.quantize_both(cupy.asarray(second), recipe, **options)
-    for row, column in (full, prepared):
+    cached = fp4kit.quantize_both(cupy.asarray(second), recipe, **options)
+    for row, column in (uncached, cached):
         shared = [
             a.data.ptr
             for a in (*row.parts().values(), *column.parts().values(), *options.values())
             if hasattr(a, "data")
         ]
         assert len(set(shared)) == len(shared)
-    for a, b in zip(prepared, expected, strict=True):
+    for a, b in zip(cached, expected, strict=True):
         assert_same(a, b)
 
 
@@ -174,7 +174,7 @@ def test_a_quantized_moves_to_the_gpu_and_back():
 
 @pytest.mark.parametrize(("shape", "dtype"), [((64, 32), np.uint8), ((), np.float32), ((3, 1, 5), np.float32)])
 def test_new_arrays_equal_those_of_cupy(shape, dtype):
-    """They keep their memory alive and equal arrays made by CuPy."""
+    """The fast constructor gives arrays that keep their memory alive and equal those of cupy.ndarray."""
     memory, dtype = cupy.cuda.alloc(4096), np.dtype(dtype)
     array, expected = _array_at(cupy)(shape, dtype, memory + 512), cupy.ndarray(shape, dtype, memory + 512)
     for name in ("shape", "dtype", "strides", "size", "nbytes", "ndim", "data.ptr", "flags.c_contiguous"):

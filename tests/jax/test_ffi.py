@@ -33,7 +33,7 @@ def on_the_cpu():
 
 
 @pytest.fixture(autouse=True)
-def handled(monkeypatch):
+def calls_to_the_handler(monkeypatch):
     """Send traced calls to the handler instead of a callback; return a list with one entry per call."""
     ffi.register("cpu", calls.run)
     count = []

@@ -95,7 +95,7 @@ def test_targets(targets, met):
 
 
 class OnDevice(np.ndarray):
-    """A NumPy array that must be fetched with get(), like a CuPy array."""
+    """Stand in for a CuPy array: a NumPy array that must be fetched with get()."""
 
     def get(self):
         return np.asarray(self)
@@ -138,7 +138,7 @@ def test_a_wrong_value_is_found():
 
 
 class Clock:
-    """A simulated device: a copy takes 100 us, and a call takes the time that it states."""
+    """Simulate a device: a copy takes 100 us, and a call takes the time that it states."""
 
     def __init__(self):
         self.now = 0.0

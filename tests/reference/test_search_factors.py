@@ -165,21 +165,21 @@ def test_errors_are_at_most_those_without_it(name):
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("make", [ordinary, extreme, nonfinite])
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, BF16], ids=str)
-def test_both_engines(name, make, dtype, both_ways):
+def test_both_engines(name, make, dtype, same_on_both_engines):
     with np.errstate(all="ignore"):
         x = make().astype(dtype)
-    both_ways(lambda: fp4kit.quantize(x, name))
-    both_ways(lambda: fp4kit.quantize(x, name, axis=0))
-    both_ways(lambda: fp4kit.fake_quantize(x, name))
+    same_on_both_engines(lambda: fp4kit.quantize(x, name))
+    same_on_both_engines(lambda: fp4kit.quantize(x, name, axis=0))
+    same_on_both_engines(lambda: fp4kit.fake_quantize(x, name))
     assert_same_bits(fp4kit.fake_quantize(x, name), fp4kit.dequantize(fp4kit.quantize(x, name)))
 
 
 @pytest.fixture
-def both_ways():
+def same_on_both_engines():
     def check(call):
         with fp4kit.specification():
             expected = call()
-        for _ in range(2):  # the second call may be a prepared one
+        for _ in range(2):  # the second call may be a cached one
             assert_same_bits(call(), expected)
 
     return check

@@ -40,7 +40,7 @@ X = tensor()
 
 
 @pytest.fixture(autouse=True)
-def anew():
+def reset_compiler():
     torch._dynamo.reset()
 
 

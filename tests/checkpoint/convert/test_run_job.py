@@ -30,7 +30,7 @@ FLOAT_TARGETS = [
 
 
 @pytest.fixture(autouse=True)
-def every_pair(monkeypatch: pytest.MonkeyPatch) -> None:
+def allow_every_pair(monkeypatch: pytest.MonkeyPatch) -> None:
     """Allow every pair of recipe and container, because bytes must be right whether or not an engine loads them."""
     monkeypatch.setattr(support, "refusal", lambda *pair: None)
 

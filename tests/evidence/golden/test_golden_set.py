@@ -77,7 +77,7 @@ def test_arrays_are_added_to_a_producers_file(tmp_path, original):
 
 
 @pytest.fixture
-def alike(tmp_path):
+def similar_arrays(tmp_path):
     """Return a packed folder whose file "quark" has an array that differs in one byte from an array of "te"."""
     codes = np.random.default_rng(0).integers(0, 256, 1000, np.uint8)
     near = codes.copy()
@@ -87,8 +87,8 @@ def alike(tmp_path):
     return tmp_path, near
 
 
-def test_an_array_like_one_of_a_base_is_stored_as_the_difference(alike):
-    folder, near = alike
+def test_an_array_like_one_of_a_base_is_stored_as_the_difference(similar_arrays):
+    folder, near = similar_arrays
     assert references(folder / "quark.npz") == {
         "a__f32/its/codes": ("te", "a__f32/one/codes"),
         "a__f32/its/values": ("te", "a__f32/one/values"),
@@ -106,8 +106,8 @@ def test_bases_refer_to_earlier_bases_alone(golden):
             assert file in BASES and ranks[file] < ranks[name]
 
 
-def test_files_that_refer_to_a_replaced_array_are_packed_again(alike):
-    folder, near = alike
+def test_files_that_refer_to_a_replaced_array_are_packed_again(similar_arrays):
+    folder, near = similar_arrays
     changed = np.zeros(1000, np.uint8)
     written = pack_golden.add(folder, "te", {"a__f32/one/codes": changed}, replace=True)
     assert written == ["te", "quark"]
@@ -116,8 +116,8 @@ def test_files_that_refer_to_a_replaced_array_are_packed_again(alike):
     assert golden.get("quark", "a__f32/its/codes").tobytes() == near.tobytes()
 
 
-def test_only_the_files_that_are_asked_for_are_read(alike):
-    folder, _ = alike
+def test_only_the_files_that_are_asked_for_are_read(similar_arrays):
+    folder, _ = similar_arrays
     (folder / "ao.npz").write_bytes(b"no file of arrays")
     golden = GoldenSet.open(folder)
     assert golden.files() == ("ao", "quark", "te")
