@@ -149,10 +149,10 @@ def test_quantizing_again_changes_no_code_of_te(name):
 
 
 # these recipes have a smallest amax
-LEAST = ("mxfp4-sglang-kv", "mxfp4-deepgemm", "mxfp8-deepgemm", "mxfp4-qwix", "mxfp8-qwix")
+WITH_SMALLEST_AMAX = ("mxfp4-sglang-kv", "mxfp4-deepgemm", "mxfp8-deepgemm", "mxfp4-qwix", "mxfp8-qwix")
 
 
-@pytest.mark.parametrize("name", [name for name in MX if name not in LEAST])
+@pytest.mark.parametrize("name", [name for name in MX if name not in WITH_SMALLEST_AMAX])
 @settings(max_examples=10)
 @given(seed=st.integers(0, 2**32))
 def test_powers_of_two_shift_mx_scales_only(name, seed):

@@ -54,7 +54,7 @@ def code_of(found: np.ndarray, amax: float, scale_max: float) -> np.ndarray:
     return np.abs(np.float64(found)[..., None] / amax * scale_max - SCALES).argmin(axis=-1)
 
 
-def assert_least(every: np.ndarray, chosen: np.ndarray, tolerance: float = ROUNDING) -> None:
+def assert_smallest_loss(every: np.ndarray, chosen: np.ndarray, tolerance: float = ROUNDING) -> None:
     """Assert that each block's chosen candidate is no worse than any other, except for rounding."""
     loss = np.take_along_axis(every, chosen[None], axis=0)[0]
     assert (loss <= every.min(axis=0) * (1 + tolerance)).all()
@@ -70,14 +70,14 @@ def test_the_found_scale_has_the_smallest_error(recipe, dtype) -> None:
     amax = float(np.abs(x).max())
     found = fp4kit.search_scales(x, recipe)
     assert (found.shape, found.dtype) == ((32, 4), np.float32)
-    assert_least(losses(x, amax, top), code_of(found, amax, top))
+    assert_smallest_loss(losses(x, amax, top), code_of(found, amax, top))
 
 
 def test_weights_are_in_the_loss() -> None:
     x, weights = some(), np.random.default_rng(1).random(64, np.float32) ** 4
     amax = float(np.abs(x).max())
     found = fp4kit.search_scales(x, STATIC, weights=weights)
-    assert_least(losses(x, amax, 448, np.float64(weights)), code_of(found, amax, 448))
+    assert_smallest_loss(losses(x, amax, 448, np.float64(weights)), code_of(found, amax, 448))
     assert (found != fp4kit.search_scales(x, STATIC)).any()
 
 
@@ -90,7 +90,7 @@ def test_objectives(objective, power, weighted) -> None:
     amax = float(np.abs(x).max())
     found = fp4kit.search_scales(x, STATIC, objective=objective, weights=weights)
     every = losses(x, amax, 448, 1.0 if weights is None else np.float64(weights), power)
-    assert_least(every, code_of(found, amax, 448), 1e-5)
+    assert_smallest_loss(every, code_of(found, amax, 448), 1e-5)
     assert (found != fp4kit.search_scales(x, STATIC, weights=weights)).any()
 
 
@@ -107,7 +107,7 @@ def test_objectives_of_square_blocks(objective, power) -> None:
     every = losses(x, amax, 448, power=power)
     whole = every.max(axis=1, keepdims=True) if power == np.inf else every.sum(axis=1, keepdims=True)
     found = fp4kit.search_scales(x, SQUARE, objective=objective)
-    assert_least(np.repeat(whole, 16, axis=1), code_of(found, amax, 448), 1e-5)
+    assert_smallest_loss(np.repeat(whole, 16, axis=1), code_of(found, amax, 448), 1e-5)
 
 
 def test_weights_of_one_change_nothing() -> None:
@@ -143,7 +143,7 @@ def test_a_hessian_is_in_the_loss() -> None:
     for scale in SCALES * (amax / 448 / 6):
         d = (np.float64(x) - np.sign(x) * nearest(np.abs(np.float64(x)) / scale) * scale).reshape(16, 4, 16)
         every.append(np.einsum("mbi,bij,mbj->mb", d, np.float64(hessian), d))
-    assert_least(np.stack(every), code_of(found, amax, 448), 1e-4)  # terms have both signs
+    assert_smallest_loss(np.stack(every), code_of(found, amax, 448), 1e-4)  # terms have both signs
     assert (found != fp4kit.search_scales(x, STATIC)).any()
 
 
@@ -152,7 +152,7 @@ def test_a_diagonal_hessian_is_weights() -> None:
     hessian = np.stack([np.diag(part) for part in weights.reshape(4, 16)])
     amax = float(np.abs(x).max())
     found = fp4kit.search_scales(x, STATIC, hessian=hessian)
-    assert_least(losses(x, amax, 448, np.float64(weights)), code_of(found, amax, 448), 1e-5)
+    assert_smallest_loss(losses(x, amax, 448, np.float64(weights)), code_of(found, amax, 448), 1e-5)
 
 
 @pytest.mark.parametrize(
@@ -166,7 +166,7 @@ def test_candidates_are_codes_beside_that_of_the_amax(candidates, low, high) -> 
     assert ((first <= chosen) & (chosen <= last)).all()
     number = np.arange(126)[:, None, None]
     every = np.where((first <= number) & (number <= last), losses(x, amax, 448), np.inf)
-    assert_least(every, chosen)
+    assert_smallest_loss(every, chosen)
 
 
 @pytest.mark.parametrize("recipe", [STATIC, WIDE])
@@ -197,7 +197,7 @@ def test_square_blocks_have_the_loss_of_all_rows() -> None:
     amax, every = float(np.abs(x).max()), losses(x, float(np.abs(x).max()), 448)
     found = fp4kit.search_scales(x, SQUARE)
     whole = np.add.reduceat(every, [0, 16, 32], axis=1)
-    assert_least(np.repeat(whole, [16, 16, 8], axis=1), code_of(found, amax, 448))
+    assert_smallest_loss(np.repeat(whole, [16, 16, 8], axis=1), code_of(found, amax, 448))
     assert (found[:16] == found[0]).all() and (found[32:] == found[32]).all()
 
 
@@ -252,7 +252,7 @@ def test_the_best_of_three_powers_of_two(recipe, weighted) -> None:
         for step in range(-3, 4)
     ]
     near = np.abs(np.stack(codes).astype(int) - floor_codes(x, fp4kit.recipe(recipe).element.max)) <= 1
-    assert_least(np.where(near, every, np.inf), steps + 3)
+    assert_smallest_loss(np.where(near, every, np.inf), steps + 3)
 
 
 @pytest.mark.parametrize(
@@ -270,7 +270,7 @@ def test_powers_of_blocks_of_any_length(block, objective) -> None:
         values = fp4kit.dequantize(fp4kit.quantize(x, r, block_amax=np.ldexp(fp4kit.amax(x, r), step)), np.float32)
         d = (weights * np.abs(np.float64(x) - values) ** (1 if objective == "max" else 2)).reshape(200, 2, columns)
         every.append(d.max(axis=-1) if objective == "max" else d.sum(axis=-1))
-    assert_least(np.stack(every), np.log2(found / fp4kit.amax(x, r)).astype(int) + 2)
+    assert_smallest_loss(np.stack(every), np.log2(found / fp4kit.amax(x, r)).astype(int) + 2)
 
 
 def test_ties_take_the_smallest_power() -> None:
@@ -299,7 +299,7 @@ def test_powers_by_another_objective(objective) -> None:
         values = fp4kit.dequantize(fp4kit.quantize(x, "mxfp4-ocp", block_amax=amax), np.float32)
         d = (np.abs(np.float64(x) - values) ** power).reshape(16, 2, 32)
         every.append(d.max(axis=-1) if objective == "max" else d.sum(axis=-1))
-    assert_least(np.stack(every[1:]), np.stack(every[1:]).argmin(axis=0))
+    assert_smallest_loss(np.stack(every[1:]), np.stack(every[1:]).argmin(axis=0))
     np.testing.assert_allclose(every[0], np.min(every[1:], axis=0), rtol=1e-5)
 
 
