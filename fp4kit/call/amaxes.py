@@ -19,6 +19,7 @@ import numpy as np
 from fp4kit.arithmetic import ieee
 from fp4kit.arrays import imports
 from fp4kit.call.abstract_array import AbstractArray
+from fp4kit.call.checks import description
 from fp4kit.formats import E8M0, FLOATS
 from fp4kit.quantized.part_shapes import fitting_shape, in_order, scale_shape, tensor_amax_shape
 from fp4kit.recipes import Recipe
@@ -164,7 +165,10 @@ def parse_block_amax(op: str, given: Any, moved_shape: tuple[int, ...], recipe: 
             or given.dtype != np.float32
             or not in_order(given.shape, shape)
         ):
-            raise ValueError(f"{op}: block_amax must be a float32 CuPy array of shape {shape}, because x is on a GPU")
+            raise ValueError(
+                f"{op}: block_amax is {description(given)}; needs a float32 CuPy array of shape {shape}, because x is on"
+                " a GPU"
+            )
         return given.reshape(shape)
     amax = as_real(op, "block_amax", given)
     if not in_order(amax.shape, shape):

@@ -71,7 +71,7 @@ def check_values_dtype(op: str, dtype: Any) -> None:
     """Raise TypeError unless dtype, the dtype of dequantized values, is float32, float16 or bfloat16."""
     if dtype not in FLOATS:
         raise TypeError(
-            f"{op}: dtype is {dtype}; needs float32, float16 or bfloat16; convert the float32 result further"
+            f"{op}: dtype is {dtype}; needs float32, float16 or bfloat16; dequantize to float32 and convert the result"
         )
 
 
@@ -85,3 +85,10 @@ def check_is_quantized(op: str, q: Any, name: str = "q") -> None:
     """Raise TypeError if q is not a Quantized. Its arrays may be of any library."""
     if not isinstance(q, Quantized):
         raise TypeError(f"{op}: {name} is {type(q).__name__}; needs a Quantized, as fp4kit.quantize returns")
+
+
+def description(value: Any) -> str:
+    """Return what a value is, as text for a message: its type, and for an array also its dtype and shape."""
+    if not hasattr(value, "dtype"):
+        return type(value).__name__
+    return f"{type(value).__module__}.{type(value).__name__} {value.dtype} {value.shape}"

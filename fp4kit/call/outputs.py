@@ -8,7 +8,7 @@ import numpy as np
 
 from fp4kit.arrays.imports import import_arrays
 from fp4kit.arrays.returns import library_of
-from fp4kit.call.checks import check_is_quantized
+from fp4kit.call.checks import check_is_quantized, description
 from fp4kit.call.memory_overlap import check_disjoint, overlaps_itself
 from fp4kit.layouts import padded_shape
 from fp4kit.quantized.container import Quantized
@@ -72,16 +72,9 @@ def check_values_out(op: str, out: Any, shape: tuple[int, ...], dtype: np.dtype,
     if isinstance(like, np.ndarray):
         check_out(op, "out", out, shape, dtype)
     elif not isinstance(out, type(like)) or out.shape != shape or out.dtype != dtype:
-        raise ValueError(f"{op}: out is {_description(out)}; needs a CuPy array of {dtype} {shape}")
+        raise ValueError(f"{op}: out is {description(out)}; needs a CuPy array of {dtype} {shape}")
     elif out.device != like.device:
         raise ValueError(f"{op}: out is on {out.device}; needs {like.device}, where q is")
-
-
-def _description(array: Any) -> str:
-    """Return the type of a value, and the dtype and shape of an array, as text for a message."""
-    if not hasattr(array, "dtype"):
-        return type(array).__name__
-    return f"{type(array).__module__}.{type(array).__name__} {array.dtype} {array.shape}"
 
 
 def check_quantized_out(call: Any) -> None:
@@ -127,7 +120,7 @@ def _check_device_out(op: str, name: str, array: Any, shape: tuple[int, ...], dt
     """Raise ValueError unless a kernel can write an array: shape, dtype, device of x, contiguous, aligned."""
     fits = isinstance(array, type(x)) and (array.shape, array.dtype, array.device) == (shape, dtype, x.device)
     if not fits or not array.flags.c_contiguous:
-        found = _description(array)
+        found = description(array)
         needed = f"a contiguous CuPy array of {dtype} {shape} on the device of x"
         raise ValueError(f"{op}: {name} is {found}; needs {needed}")
     if array.ndim and array.data.ptr % ALIGNMENT:

@@ -97,7 +97,7 @@ def check_stack(op: str, stack: Any, kind: str = "array") -> None:
     """
     if stack.ndim < 2:
         raise ValueError(
-            f"{op}: xs is one {stack.ndim}-d {kind}; needs a sequence, or a stack of at least 2 dimensions"
+            f"{op}: xs is one {stack.ndim}-d {kind}; needs a sequence of arrays, or one array of at least 2 dimensions"
         )
 
 

@@ -25,7 +25,8 @@ ERRORS = {
     ),
     "dequantize to float64": (
         dequantize(dtype=np.float64), TypeError,
-        "dequantize: dtype is float64; needs float32, float16 or bfloat16; convert the float32 result further",
+        "dequantize: dtype is float64; needs float32, float16 or bfloat16; dequantize to float32 and convert"
+        " the result",
     ),
     "dequantize out shape": (
         dequantize(out=np.zeros((32, 32), np.float32)), ValueError,

@@ -239,7 +239,8 @@ def test_errors() -> None:
         with pytest.raises(ValueError, match=re.escape(message)):
             fp4kit.quantize_grouped(XS, "nvfp4-te", **options)
     with pytest.raises(
-        ValueError, match=re.escape("xs is one 1-d array; needs a sequence, or a stack of at least 2 dimensions")
+        ValueError,
+        match=re.escape("xs is one 1-d array; needs a sequence of arrays, or one array of at least 2"),
     ):
         fp4kit.amax_grouped(XS[0][0])
     with pytest.raises(
