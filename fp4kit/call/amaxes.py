@@ -138,9 +138,9 @@ OPERATIONS_WITH_E8M0_AMAXES = ("quantize", "fake_quantize")
 
 
 def takes_e8m0_amaxes(r: Recipe) -> bool:
-    """Return whether a recipe without tensor scale accepts block amaxes for its E8M0 scales, in blocks of one row.
+    """Return whether a recipe accepts block amaxes for its E8M0 scales. search_scales finds such amaxes.
 
-    search_scales finds such amaxes. Recipes that choose their scales by a search or rule of their own accept none.
+    The recipe must have blocks of one row and no tensor scale, and must not choose scales by a search of its own.
     """
     chooses_scales = r.fake_only or r.fake_rule or r.search or r.four_over_six
     return r.scale == E8M0 and r.block_rows == 1 and r.tensor_scaling == "none" and not chooses_scales
@@ -166,8 +166,8 @@ def parse_block_amax(op: str, given: Any, moved_shape: tuple[int, ...], recipe: 
             or not in_order(given.shape, shape)
         ):
             raise ValueError(
-                f"{op}: block_amax is {description(given)}; needs a float32 CuPy array of shape {shape}, because x is on"
-                " a GPU"
+                f"{op}: block_amax is {description(given)}; needs a float32 CuPy array of shape {shape}, because x is"
+                " on a GPU"
             )
         return given.reshape(shape)
     amax = as_real(op, "block_amax", given)

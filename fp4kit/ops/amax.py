@@ -57,12 +57,15 @@ def amax(x: Any, recipe: RecipeId | Recipe | None = None, *, axis: Any = None, t
         >>> fp4kit.amax(x), fp4kit.amax(x, axis=1), fp4kit.amax(x, "nvfp4").shape
         (array(3., dtype=float32), array([3., 2.], dtype=float32), (2, 2))
     """
-    call = amax_call("amax", x, recipe, axis)
-    return run("amax", "plain_amax" if recipe is None else "amax", call[0], *call[1])
+    is_on_device, arguments = amax_call("amax", x, recipe, axis)
+    return run("amax", "plain_amax" if recipe is None else "amax", is_on_device, *arguments)
 
 
 def amax_call(op: str, x: Any, recipe: RecipeId | Recipe | None, axis: Any) -> tuple[Any, tuple[Any, ...]]:
-    """Return x as an engine takes it, and the arguments of the engine's plain_amax (without a recipe) or amax."""
+    """Parse a call of amax. Return whether x is a CuPy array, and the arguments for the engine.
+
+    The arguments are those of plain_amax if recipe is None, otherwise those of amax.
+    """
     if recipe is None:
         (x,) = import_arrays(op, x=x)
         checks.check_float(op, x)
