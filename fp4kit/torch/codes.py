@@ -19,7 +19,7 @@ from fp4kit.recipes.to_string import from_spec
 from fp4kit.torch.operators import loop_over, seed_of, seed_outline
 from fp4kit.torch.tensors import check_devices, copy_if_shared, detached, outline
 
-_HADAMARD = {"False": False, "True": True}  # other strings stay: "no_signs", or a value that the check rejects
+_HADAMARD = {"False": False, "True": True}  # other strings pass unchanged
 
 
 @torch.library.custom_op("fp4kit::quantize", mutates_args=())
@@ -34,9 +34,9 @@ def quantize(
     hadamard: str,
     block_amax: Tensor | None,
 ) -> list[Tensor]:
-    """Return the arrays of fp4kit.quantize that are not None.
+    """Return the arrays of fp4kit.quantize(x, ...), without those that are None.
 
-    Their order is packed, block_scale, tensor_scale, tensor_amax.
+    Their order is packed, block_scale, tensor_scale, tensor_amax. recipe is the string of recipes.to_string.to_spec.
     """
     options: dict[str, Any] = {"scale_layout": scale_layout, "rounding": rounding, "seed": seed_of(seed)}
     options |= {"hadamard": _flag(hadamard), "tensor_amax": detached(tensor_amax), "block_amax": detached(block_amax)}
@@ -46,7 +46,7 @@ def quantize(
 
 
 def _flag(hadamard: str) -> Any:
-    """Return the hadamard option that an operator's string stands for."""
+    """Return the hadamard option for an operator's string: "False" and "True" as bools, other strings unchanged."""
     return _HADAMARD.get(hadamard, hadamard)
 
 
@@ -78,9 +78,9 @@ def dequantize(
     dtype: torch.dtype,
     values_dtype: torch.dtype,
 ) -> Tensor:
-    """Return fp4kit.dequantize of the Quantized with these arrays.
+    """Return the values of the Quantized that is made of the given arrays and fields, as fp4kit.dequantize does.
 
-    shape, axis and dtype are those of the array that was quantized.
+    values_dtype is the dtype of the result. shape, axis and dtype describe the array that was quantized.
     """
     arrays = [detached(a) for a in (packed, block_scale, tensor_scale, tensor_amax)]
     q = unflatten(

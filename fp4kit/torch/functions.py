@@ -26,7 +26,10 @@ _INT64 = 2**63
 
 @torch._dynamo.assume_constant_result
 def _spec(recipe: Any) -> str:
-    """Return a Recipe as a string. Under torch.compile the string is a constant of the graph, guarded by the Recipe."""
+    """Return the string that stands for a Recipe in an operator's arguments.
+
+    Under torch.compile the string is a constant of the graph. The graph is compiled again for another Recipe.
+    """
     return to_spec(recipe)
 
 
@@ -37,14 +40,15 @@ def _torch_dtype(dtype: Any) -> torch.dtype:
 
 
 def _named(recipe: str | Recipe) -> str:
-    """Return the string of a recipe id or Recipe."""
+    """Return the string that operators take for a recipe: an id unchanged, and a Recipe as _spec gives it."""
     return recipe if isinstance(recipe, str) else _spec(recipe)
 
 
 def _amax(op: str, name: str, x: Tensor, given: Any) -> Tensor | None:
-    """Return an amax as a tensor on the device of x. A single number is transferred without waiting for the device.
+    """Return an amax as a tensor on the device of x, or None if none is given.
 
-    Sequences are converted to float64 first, because PyTorch's default dtype would round them.
+    A single number is transferred without waiting for the device. Sequences are converted to float64 first, because
+    PyTorch's default dtype would round them.
     """
     if given is None or isinstance(given, Tensor):
         return given
@@ -56,7 +60,11 @@ def _amax(op: str, name: str, x: Tensor, given: Any) -> Tensor | None:
 
 
 def _seed(op: str, seed: Any) -> Tensor | None:
-    """Return a seed as a tensor. The 64 bits of an int become an int64, which operators.seed_of reads back."""
+    """Return a seed as the tensor that operators take, or None if there is none.
+
+    An int becomes a 0-d int64 tensor with the same 64 bits, which operators.seed_of reads back. A tensor is returned
+    unchanged.
+    """
     if seed is None:
         return None
     if isinstance(seed, Tensor):
@@ -145,7 +153,7 @@ def fake_quantize_grouped(
     pass_through: bool = True,
     amax: Any = None,
 ) -> list[Tensor]:
-    """Return fake_quantize of each tensor of a group. It is differentiable, and a single launch on a GPU.
+    """Fake-quantize every tensor of a list as fake_quantize does, in a single launch on a GPU. Differentiable.
 
     Args:
         xs: a sequence of tensors of any shapes and dtypes, such as the weights of experts; or one stacked tensor,
@@ -183,7 +191,7 @@ def fake_quantize_grouped(
     tensors, blocks, limits = (_each_amax(op, name, xs, a) for name, a in zip(names, given, strict=True))
     axis, pass_through = as_index(op, "axis", axis), as_flag(op, "pass_through", pass_through)
     spec, random = _named(recipe), (str(rounding), _seed(op, seed))
-    if transforms.active():  # inside a transform PyTorch has no gradients for operators on lists
+    if transforms.active():  # inside a torch.func transform, operators on lists have no gradient
         columns = (column or [None] * len(xs) for column in (tensors, blocks, limits))
         rows = zip(xs, *columns, strict=True)
         return [transforms.fake_quantize(x, spec, axis, t, b, *random, a, pass_through) for x, t, b, a in rows]
@@ -191,7 +199,7 @@ def fake_quantize_grouped(
 
 
 def _tensors(op: str, xs: Any) -> list[Any]:
-    """Return the tensors of a sequence or of a stack."""
+    """Return the tensors of a sequence as a list, or the entries of a stacked tensor along its first axis."""
     if not isinstance(xs, Tensor):
         return list(as_entries(op, "xs", xs))
     check_stack(op, xs, "tensor")
@@ -199,7 +207,7 @@ def _tensors(op: str, xs: Any) -> list[Any]:
 
 
 def _each_amax(op: str, name: str, xs: list[Tensor], given: Any) -> list[Any]:
-    """Return one amax per tensor; an empty list if none is given."""
+    """Return a list with one amax per tensor, or an empty list if none is given, as the operators expect."""
     if given is None or not xs:
         return []
     entries: Iterable[Any] = given.unbind(0) if isinstance(given, Tensor) and given.ndim else given
@@ -218,7 +226,7 @@ def quantize(
     hadamard: bool | str = False,
     block_amax: Any = None,
 ) -> Quantized:
-    """Quantize a tensor to codes and scales, as fp4kit.quantize does. It is traceable, but not differentiable.
+    """Quantize a tensor to codes and scales, as fp4kit.quantize does. It can be compiled, but has no gradient.
 
     Args:
         x: float32, float16 or bfloat16 tensor, on the CPU or a CUDA device. It may require grad.
@@ -262,7 +270,7 @@ def quantize(
 
 
 def dequantize(q: Quantized, dtype: torch.dtype | None = None) -> Tensor:
-    """Return the values of a Quantized as a tensor, as fp4kit.dequantize does. It is traceable, not differentiable.
+    """Return the values of a Quantized as a tensor, as fp4kit.dequantize does. It can be compiled; no gradient.
 
     Args:
         q: a Quantized of tensors.

@@ -19,12 +19,12 @@ from fp4kit.types import RoundingMode
 
 
 def all_detached(tensors: list[Tensor]) -> list[Any] | None:
-    """Return the tensors detached from autograd, or None if there are none."""
+    """Return the tensors detached from autograd, or None if the list is empty, as fp4kit's own functions expect."""
     return [detached(tensor) for tensor in tensors] or None
 
 
 def or_none(tensors: list[Tensor], count: int) -> list[Any]:
-    """Return the tensors, or `count` times None if there are none."""
+    """Return the tensors, or a list of `count` Nones if the list is empty, for loops that need one entry per tensor."""
     return tensors or [None] * count
 
 
@@ -40,7 +40,7 @@ def fake_quantize_grouped(
     amax: list[Tensor],
     pass_through: bool,
 ) -> list[Tensor]:
-    """Return fp4kit.fake_quantize_grouped. amax and pass_through are for its gradient."""
+    """Return fp4kit.fake_quantize_grouped of xs. Only the gradient, _backward, uses amax and pass_through."""
     op, arrays = "fake_quantize_grouped", [x.detach() for x in xs]
     if not pass_through:
         each(op, lambda x, a: check_backward(op, x, x, recipe, axis, a), arrays, or_none(amax, len(xs)))
@@ -64,7 +64,7 @@ def _(xs: list[Tensor], recipe: str, axis: int, *rest: Any) -> list[Tensor]:
 
 
 def _save_inputs(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    """Store what the gradient of fake_quantize_grouped needs."""
+    """Save on ctx the inputs of fake_quantize_grouped that _backward reads."""
     xs, recipe, axis, tensor_amax, block_amax, _, _, amax, pass_through = inputs
     ctx.how, ctx.pass_through, ctx.count = (recipe, axis), pass_through, len(xs)
     ctx.given = len(tensor_amax), len(block_amax), len(amax)
@@ -73,7 +73,10 @@ def _save_inputs(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 
 def _backward(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
-    """Return the gradient of fake_quantize_grouped: the upstream gradients, clipped unless pass_through is set."""
+    """Return one gradient per argument of fake_quantize_grouped; only xs have gradients that are not None.
+
+    They are the upstream gradients `grads`, clipped where |x| > amax unless pass_through is set.
+    """
     if not ctx.pass_through:
         xs, amax = ctx.saved_tensors[: ctx.count], list(ctx.saved_tensors[ctx.count :])
         grads = fake_quantize_grouped_backward(list(grads), list(xs), *ctx.how, amax)
@@ -89,7 +92,7 @@ fake_quantize_grouped.register_vmap(loop_over(fake_quantize_grouped))
 def fake_quantize_grouped_backward(
     grads: list[Tensor], xs: list[Tensor], recipe: str, axis: int, amax: list[Tensor]
 ) -> list[Tensor]:
-    """Return the clipped gradients of fp4kit.fake_quantize_grouped_backward."""
+    """Return grads with zeros where |x| exceeds the amax of its tensor: fp4kit.fake_quantize_grouped_backward."""
     arrays, upstream = [x.detach() for x in xs], [g.detach() for g in grads]
     options: dict[str, Any] = {"axis": axis, "amax": all_detached(amax), "pass_through": False}
     gradients = fp4kit.fake_quantize_grouped_backward(upstream, arrays, from_spec(recipe), **options)
@@ -107,14 +110,17 @@ def _(grads: list[Tensor], xs: list[Tensor], recipe: str, axis: int, amax: list[
 
 
 def _save_clip_inputs(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    """Store what the gradient of fake_quantize_grouped_backward needs."""
+    """Save on ctx the inputs of fake_quantize_grouped_backward that _clip_backward reads."""
     _, xs, recipe, axis, amax = inputs
     ctx.how, ctx.counts = (recipe, axis), (len(xs), len(amax))
     ctx.save_for_backward(*xs, *amax)
 
 
 def _clip_backward(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
-    """Return the gradient of the clipping, which is linear in grads."""
+    """Return one gradient per argument of fake_quantize_grouped_backward; only its grads have one.
+
+    That function is linear in its grads, so its gradient is `grads`, clipped in the same way.
+    """
     count, limits = ctx.counts
     xs, amax = list(ctx.saved_tensors[:count]), list(ctx.saved_tensors[count:])
     return fake_quantize_grouped_backward(list(grads), xs, *ctx.how, amax), [None] * count, None, None, [None] * limits

@@ -131,14 +131,14 @@ def _parameters(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module, 
 
 
 def _parts(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
-    """Yield the modules that hold the parametrizations of a module."""
+    """Yield the modules that PyTorch adds to `module` to hold its parametrizations."""
     found: Any = module.parametrizations
     return found.modules()
 
 
 @contextmanager
 def _naming_the_way_out(parameter: str) -> Iterator[None]:
-    """Append to every ValueError raised inside how to leave the parameter out of the settings."""
+    """Append to every ValueError raised in the with block how to exclude the parameter from the settings."""
     try:
         yield
     except ValueError as error:
@@ -148,7 +148,10 @@ def _naming_the_way_out(parameter: str) -> Iterator[None]:
 
 
 def _check_patterns(names: list[str], settings: FakeQuantSettings, any_selected: bool) -> None:
-    """Raise ValueError if the settings include none of the names; warn about each wildcard that matches none."""
+    """Raise ValueError if the settings select no parameter; warn about each wildcard that matches none of the names.
+
+    any_selected says whether the settings select any parameter of the model.
+    """
     unused = [p for p in settings.parameters if not any(fnmatchcase(name, p) for name in names)]
     if not any_selected:
         state = f"none matches parameters={settings.parameters!r}"
@@ -168,14 +171,14 @@ def _check_patterns(names: list[str], settings: FakeQuantSettings, any_selected:
 
 
 def _similar(names: list[str], patterns: list[str]) -> str:
-    """Return text that lists up to three of the names, those most similar to the patterns first."""
+    """Return text for an error message: up to three parameter names, those most similar to the wildcards first."""
     near = [name for pattern in patterns for name in difflib.get_close_matches(pattern, names, n=3, cutoff=0)]
     shown = list(dict.fromkeys([*near, *names]))[:3]
     return f"its parameters are {', '.join(map(repr, shown))}" + (", ..." if len(names) > len(shown) else "")
 
 
 def _check_kind(op: str, name: str, value: Any, kind: type) -> None:
-    """Raise TypeError unless value is an instance of kind."""
+    """Raise TypeError unless the argument `name` of the function `op` is an instance of kind."""
     if isinstance(value, kind):
         return
     text = f"{op}: {name} is {value!r:.60}; needs a {kind.__name__}"
@@ -185,7 +188,7 @@ def _check_kind(op: str, name: str, value: Any, kind: type) -> None:
 
 
 def _check(name: str, module: torch.nn.Module, leaf: str) -> None:
-    """Raise ValueError if a parameter is already fake-quantized."""
+    """Raise ValueError if the parameter `leaf` of a module is already fake-quantized. `name` is its full name."""
     if not parametrize.is_parametrized(module, leaf):
         return
     parametrizations: Any = module.parametrizations

@@ -24,27 +24,35 @@ from fp4kit.types import RoundingMode
 
 
 def seed_of(seed: Tensor | None) -> Any:
-    """Return a seed as fp4kit takes it. A 0-d tensor gives its 64 bits, because int64 holds no larger number."""
+    """Return the seed that fp4kit's own functions take, from an operator's seed tensor.
+
+    Random bytes are returned detached. A 0-d int64 tensor becomes an int from 0 to 2^64 - 1 with the same 64 bits. None
+    stays None.
+    """
     return None if seed is None else int(seed) % 2**64 if seed.ndim == 0 else seed.detach()
 
 
 def seed_outline(seed: Tensor | None) -> Any:
-    """Return a seed as a check takes it: shape and dtype of random bytes, and 0 for any number."""
+    """Return a stand-in for a seed, for checks before values are known.
+
+    It is the shape and dtype of random bytes, 0 for any single number, and None if there is no seed.
+    """
     return 0 if seed is not None and seed.ndim == 0 else outline(seed)
 
 
 def empty(like: Tensor, call: Call) -> Tensor:
-    """Return an uninitialized result for a call.
+    """Return an uninitialized tensor for the result of a call, with the dtype and device of `like`.
 
-    Its memory layout is that of the engines: contiguous with the quantized axis last.
+    Its memory layout is the one that fp4kit's engines return: contiguous when the quantized axis is last.
     """
     return like.new_empty(call.moved.shape).movedim(-1, call.axis)
 
 
 def _entries(argument: Any, dim: Any, count: int) -> Sequence[Any]:
-    """Return the value of an argument for each place of the mapped axis.
+    """Return, for each index along the axis that vmap maps, the value that an argument of the operator has there.
 
-    unbind is used because its gradient is a stack, which keeps -0.
+    dim is the mapped axis of the argument, or None if it has none; count is the length of that axis. Tensors are split
+    by unbind, because its gradient, a stack, keeps -0.
     """
     if isinstance(argument, (list, tuple)):
         parts = [_entries(a, d, count) for a, d in zip(argument, dim, strict=True)]
@@ -55,9 +63,9 @@ def _entries(argument: Any, dim: Any, count: int) -> Sequence[Any]:
 
 
 def loop_over(operator: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the vmap rule of an operator: a loop over the mapped axis.
+    """Return a vmap rule for an operator: call it once per index of the mapped axis, and stack the results.
 
-    If that axis has length 0, one call with zeros gives the shapes of the results.
+    If the mapped axis has length 0, one call with zeros gives the shapes of the results.
     """
 
     def mapped(info: Any, dims: Sequence[Any], *arguments: Any) -> Any:
@@ -86,7 +94,7 @@ def fake_quantize(
     amax: Tensor | None,
     pass_through: bool,
 ) -> Tensor:
-    """Return fp4kit.fake_quantize. amax and pass_through are for its gradient, fp4kit.fake_quantize_backward."""
+    """Return fp4kit.fake_quantize of x. Only the gradient, `backward`, uses amax and pass_through."""
     x = x.detach()
     if not pass_through and amax is not None:
         check_backward("fake_quantize", x, x, recipe, axis, amax)
@@ -98,7 +106,7 @@ def fake_quantize(
 
 
 def check_backward(op: str, grad: Tensor, x: Tensor, recipe: str, axis: int, amax: Tensor | None) -> Call:
-    """Return the call of a clipped gradient. Raise an error if an argument is invalid."""
+    """Check the arguments of fake_quantize_backward by shapes and dtypes, and return the parsed call."""
     check_devices(op, grad=grad, x=x, amax=amax)
     call, given = backward_call(op, outline(grad), outline(x), from_spec(recipe), axis, outline(amax))
     clip_amax(call, given)
@@ -114,7 +122,7 @@ def check_fake(
     random: tuple[str, Tensor | None],
     clip: tuple[Tensor | None, bool],
 ) -> Call:
-    """Return the call of a fake quantization. Raise an error if an argument is invalid.
+    """Check the arguments of fake_quantize by shapes and dtypes, and return the parsed call.
 
     amaxes: tensor_amax and block_amax. random: rounding and seed. clip: the amax of the gradient, and pass_through.
     """
@@ -139,7 +147,7 @@ def _(x: Tensor, recipe: str, axis: int, *rest: Any) -> Tensor:
 
 
 def save_inputs(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    """Store what the gradient of fake_quantize needs."""
+    """Save on ctx the inputs of fake_quantize that `backward` reads."""
     x, recipe, axis, tensor_amax, _, _, _, amax, pass_through = inputs
     ctx.how, ctx.pass_through = (recipe, axis), pass_through
     if not pass_through:
@@ -147,9 +155,10 @@ def save_inputs(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 
 def backward(ctx: Any, grad: Tensor, clip: Callable[..., Tensor] | None = None) -> tuple[Any, ...]:
-    """Return the gradient of fake_quantize: grad, clipped unless pass_through is set.
+    """Return one gradient per argument of fake_quantize; only x has a gradient that is not None.
 
-    clip: a replacement for fake_quantize_backward, such as its version for transforms.
+    It is the upstream gradient `grad`, set to 0 where |x| > amax unless pass_through is set. clip: the function that
+    sets these zeros; transforms.py passes one that works inside transforms, and None stands for fake_quantize_backward.
     """
     if ctx.pass_through:
         return grad, *[None] * 8
@@ -163,7 +172,7 @@ fake_quantize.register_vmap(loop_over(fake_quantize))
 
 @torch.library.custom_op("fp4kit::fake_quantize_backward", mutates_args=())
 def fake_quantize_backward(grad: Tensor, x: Tensor, recipe: str, axis: int, amax: Tensor | None) -> Tensor:
-    """Return the clipped gradient of fp4kit.fake_quantize_backward."""
+    """Return grad with 0 where |x| > amax, as fp4kit.fake_quantize_backward does."""
     options: dict[str, Any] = {"axis": axis, "amax": detached(amax), "pass_through": False}
     return copy_if_shared(fp4kit.fake_quantize_backward(grad.detach(), x.detach(), from_spec(recipe), **options), grad)
 
@@ -174,14 +183,17 @@ def _(grad: Tensor, x: Tensor, recipe: str, axis: int, amax: Tensor | None) -> T
 
 
 def save_clip_inputs(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    """Store what the gradient of fake_quantize_backward needs."""
+    """Save on ctx the inputs of fake_quantize_backward that clip_backward reads."""
     _, x, recipe, axis, amax = inputs
     ctx.how = recipe, axis
     ctx.save_for_backward(x, amax)
 
 
 def clip_backward(ctx: Any, grad: Tensor, clip: Callable[..., Tensor] | None = None) -> tuple[Any, ...]:
-    """Return the gradient of the clipping, which is linear in grad and constant in x almost everywhere."""
+    """Return one gradient per argument of fake_quantize_backward; only its grad has one.
+
+    That function is linear in its grad, so the gradient is `grad`, with 0 where |x| > amax. clip: as in `backward`.
+    """
     x, amax = ctx.saved_tensors
     return (clip or fake_quantize_backward)(grad, x, *ctx.how, amax), *[None] * 4
 

@@ -1,4 +1,4 @@
-"""PyTorch tensors in the form that fp4kit's checks and operators need."""
+"""Helpers for PyTorch tensors: outlines for checks without values, device checks, and results free of shared memory."""
 
 from __future__ import annotations
 
@@ -16,12 +16,15 @@ TORCH = {dtype: tensor_dtype for tensor_dtype, dtype in NUMPY.items()}
 
 
 def outline(tensor: torch.Tensor | None) -> AbstractArray | None:
-    """Return shape and dtype of a tensor. Its lengths may be symbols."""
+    """Return the shape and dtype of a tensor, for checks that read no values; None for None.
+
+    Under torch.compile and torch.export its lengths may be symbols.
+    """
     return None if tensor is None else AbstractArray(tuple(tensor.shape), numpy_dtype("fp4kit.torch", tensor.dtype))
 
 
 def check_devices(op: str, **tensors: torch.Tensor | None) -> None:
-    """Raise ValueError unless all tensors are on one device."""
+    """Raise ValueError unless all the given tensors are on one device. Arguments that are None are ignored."""
     present = {name: tensor.detach() for name, tensor in tensors.items() if tensor is not None}
     if len({tensor.device for tensor in present.values()}) > 1:
         check_one_device(op, **present)
@@ -36,11 +39,14 @@ def check_tensor(op: str, x: Any, name: str = "x") -> None:
 
 
 def detached(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    """Return a tensor detached from autograd, or None. The operator handles gradients itself."""
+    """Return a tensor detached from autograd, because the operator defines its own gradient; None for None."""
     return None if tensor is None else tensor.detach()
 
 
 def copy_if_shared(result: Any, *given: torch.Tensor | None) -> torch.Tensor:
-    """Return a result that does not share memory with the given tensors, as operators must; copy it if it does."""
+    """Return result, or a copy of it if it shares memory with one of the given tensors.
+
+    PyTorch requires that the result of an operator does not share memory with its inputs.
+    """
     addresses = {g.data_ptr() for g in given if g is not None}
     return result.clone(memory_format=torch.contiguous_format) if result.data_ptr() in addresses else result

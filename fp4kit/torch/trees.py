@@ -32,27 +32,27 @@ def register() -> None:
 
 
 def _flatten(q: Quantized) -> tuple[list[Any], Any]:
-    """Return the arrays of a Quantized, and its static fields."""
+    """Return the arrays of a Quantized that are not None, and its static fields, as PyTorch's pytrees need them."""
     arrays, facts = flatten(q)
     return list(arrays), facts
 
 
 def _with_keys(q: Quantized) -> tuple[list[tuple[Any, Any]], Any]:
-    """Return the arrays of a Quantized with their names, and its static fields."""
+    """Return the arrays of a Quantized, each with its field name as a pytree key, and the static fields."""
     arrays, facts = flatten(q)
     return [(_pytree.GetAttrKey(name), array) for name, array in zip(facts[0], arrays, strict=True)], facts
 
 
 def _unflatten(arrays: Any, facts: Any) -> Quantized:
-    """Return the Quantized with these arrays and static fields."""
+    """Return the Quantized with the given arrays and static fields: the inverse of _flatten."""
     arrays = list(arrays)
     return unflatten(arrays, facts if torch.compiler.is_compiling() else _with_lengths(arrays[0], facts))
 
 
 def _with_lengths(packed: Any, facts: Any) -> Any:
-    """Return the static fields with a shape of numbers, read from the codes.
+    """Return the static fields with the actual shape, computed from the shape of the packed codes.
 
-    In an exported program, lengths that may change are symbols.
+    In a program exported with dynamic shapes, the stored shape has symbols in place of such lengths.
     """
     names, shape, dtype, axis, r, layout = facts
     if all(isinstance(n, int) for n in shape):
@@ -63,12 +63,12 @@ def _with_lengths(packed: Any, facts: Any) -> Any:
 
 
 def _to_text(facts: Any) -> list[Any]:
-    """Return the static fields in a form for JSON, with None for lengths that may change."""
+    """Return the static fields in a form that JSON can hold, for torch.export. Dynamic lengths become None."""
     names, shape, dtype, axis, r, layout = facts
     return [list(names), [n if isinstance(n, int) else None for n in shape], dtype.name, axis, to_spec(r), layout]
 
 
 def _from_text(text: Any) -> Any:
-    """Return the static fields from their form for JSON."""
+    """Return the static fields from their JSON form: the inverse of _to_text."""
     names, shape, dtype, axis, recipe, layout = text
     return tuple(names), tuple(shape), _DTYPES[dtype], axis, from_spec(recipe), layout
