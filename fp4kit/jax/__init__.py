@@ -18,7 +18,7 @@ __all__ = ["dequantize", "fake_quantize", "fake_quantize_grouped", "quantize"]
 
 
 def _with_keys(q: Quantized) -> tuple[Any, Any]:
-    """Return the arrays of a Quantized with their names, and its static fields."""
+    """Return the arrays of a Quantized, each with its field name as a pytree key, and the static fields."""
     arrays, facts = flatten(q)
     return [(jax.tree_util.GetAttrKey(name), array) for name, array in zip(facts[0], arrays, strict=True)], facts
 

@@ -1,8 +1,11 @@
-"""Call fp4kit's functions from JAX: directly on arrays with values, by a callback or a handler while JAX traces.
+"""Call fp4kit's functions from JAX, also inside programs that JAX traces, such as jitted functions.
 
-A text in the compiled program describes a traced call: the function's name and its arguments, with arrays given by
-their position. On CUDA, if CuPy is installed, a handler of XLA's foreign function interface runs the call on the device
-(ffi.py). Otherwise jax.pure_callback runs it on the host.
+Arrays that have values are passed to fp4kit directly. In a traced program the call is described by a text, which is
+compiled into the program. It is JSON: the function's name and its arguments, with every array replaced by its position.
+When the program runs, one of two mechanisms reads the text and makes the call:
+
+- on CUDA, if CuPy is installed: a handler of XLA's foreign function interface, on the device (ffi.py)
+- otherwise: jax.pure_callback, on the host
 """
 
 from __future__ import annotations
@@ -28,24 +31,27 @@ Shapes = Sequence[jax.ShapeDtypeStruct]
 
 
 def is_traced(*arguments: Any) -> bool:
-    """Return whether any array among the arguments has no values yet, including arrays in lists and in a Quantized."""
+    """Return whether any array among the arguments is traced and has no values yet.
+
+    Arrays in lists and in a Quantized count.
+    """
     return any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(arguments))
 
 
 def outline(a: Any) -> Any:
-    """Return shape and dtype of an array, and anything else unchanged."""
+    """Return the shape and dtype of an array that has values, for checks that read none; anything else unchanged."""
     return AbstractArray(tuple(a.shape), np.dtype(a.dtype)) if isinstance(a, (jax.Array, np.ndarray)) else a
 
 
 def like(a: Any) -> jax.ShapeDtypeStruct:
-    """Return the shape and dtype of a result that equal those of an array."""
+    """Return the shape and dtype of an array, to declare that a result of `traced` has them too."""
     return jax.ShapeDtypeStruct(a.shape, a.dtype)
 
 
 def traced(function: str, results: Shapes, **arguments: Any) -> list[Array]:
-    """Return the arrays that a function of fp4kit returns, in a program that JAX traces.
+    """Insert a call of fp4kit's `function` into a program that JAX traces, and return its traced results.
 
-    Under vmap the call becomes a loop. Gradients do not pass.
+    results: the shapes and dtypes of the results. Under vmap the call becomes a loop. Results have no gradients.
     """
     arrays: list[Array] = []
     text = json.dumps([function, {name: _encoded(value, arrays) for name, value in arguments.items()}])
@@ -58,19 +64,20 @@ def traced(function: str, results: Shapes, **arguments: Any) -> list[Array]:
 
 
 def _on_host(text: str, results: list[Any], *arrays: Array) -> list[Array]:
-    """Run a call by jax.pure_callback."""
+    """Return the traced results of a call that jax.pure_callback runs on the host."""
     return jax.pure_callback(partial(run, text), results, *arrays, vmap_method="sequential")
 
 
 def _on_device(text: str, results: list[Any], *arrays: Array) -> list[Array]:
-    """Run a call by the handler that ffi.register registered."""
+    """Return the traced results of a call that the XLA handler of ffi.register runs on the device."""
     return list(jax.ffi.ffi_call(ffi.TARGET, results, vmap_method="sequential")(*arrays, call=text))
 
 
 def run(text: str, *arrays: Array) -> list[Array]:
-    """Run the call that a text describes, on NumPy or CuPy arrays or on arrays that NumPy can read.
+    """Run the call that a text describes on the given arrays, and return its results as a list.
 
-    XLA's threads treat subnormal numbers as zero. fp4kit computes in IEEE arithmetic there, too.
+    A Quantized is returned as its arrays that are not None. The arrays may be NumPy or CuPy arrays, or arrays that
+    NumPy can read. XLA's threads flush subnormal numbers, but fp4kit's functions restore IEEE arithmetic during a call.
     """
     imported = [a if type(a).__module__ == "cupy" else np.asarray(a) for a in arrays]
     function, arguments = json.loads(text)
@@ -84,7 +91,10 @@ def run(text: str, *arrays: Array) -> list[Array]:
 
 
 def _encoded(value: Any, arrays: list[Array]) -> Any:
-    """Return a value in a form for JSON. Arrays are appended to `arrays` and represented by their index."""
+    """Return an argument in a form that JSON can hold: the inverse of _decoded.
+
+    Arrays are appended to the list `arrays` and replaced by their index.
+    """
     if isinstance(value, Quantized):
         facts = {
             "shape": value.shape,
@@ -105,7 +115,7 @@ def _encoded(value: Any, arrays: list[Array]) -> Any:
 
 
 def _decoded(value: Any, arrays: list[Array]) -> Any:
-    """Return the value of a JSON form: the inverse of _encoded."""
+    """Return the argument that _encoded put into a JSON form. Indices are replaced by the entries of `arrays`."""
     if isinstance(value, list):
         return [_decoded(entry, arrays) for entry in value]
     if not isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""quantize and dequantize of fp4kit.jax."""
+"""quantize and dequantize of fp4kit.jax, on arrays with values and in programs that JAX traces."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ def quantize(
     hadamard: Hadamard = False,
     block_amax: Any = None,
 ) -> Quantized:
-    """Quantize a JAX array to codes and scales, as fp4kit.quantize does, also under jax.jit. Gradients do not pass.
+    """Quantize a JAX array to codes and scales, as fp4kit.quantize does, also under jax.jit. It has no gradient.
 
-    In a program that JAX traces it runs as fake_quantize does. Under jax.vmap the arrays of the result have one axis
-    more than its shape says, until dequantize under jax.vmap removes it.
+    In a program that JAX traces, the call runs where fake_quantize would run. Under jax.vmap the arrays of the result
+    have the mapped axis in addition to the axes of q.shape. dequantize under jax.vmap removes it.
 
     Args:
         x: float32, float16 or bfloat16 array of JAX or NumPy.
@@ -86,7 +86,7 @@ def quantize(
 def dequantize(q: Quantized, dtype: Any = None) -> jax.Array:
     """Return the values of a Quantized as a JAX array, as fp4kit.dequantize does, also under jax.jit.
 
-    Gradients do not pass.
+    The function has no gradient.
 
     Args:
         q: a Quantized of JAX arrays.

@@ -1,7 +1,9 @@
-"""A handler of XLA's foreign function interface in Python: calls of fp4kit in a compiled program, on XLA's memory.
+"""A Python handler for XLA's foreign function interface (FFI): run fp4kit's calls inside a compiled JAX program.
 
-The structures are those of xla/ffi/api/c_api.h, version 0.3. Within a major version XLA keeps every field in place. On
-CUDA a call runs on the program's stream, with CuPy arrays on its buffers, and nothing waits for the device.
+On CUDA the handler makes CuPy arrays that share the program's buffers, and runs the call on the program's stream.
+Nothing is copied to the host, and nothing waits for the device.
+
+The ctypes structures are those of xla/ffi/api/c_api.h, version 0.3. Within a major version XLA never moves a field.
 """
 
 from __future__ import annotations
@@ -30,12 +32,12 @@ _SIZE, _POINTER = ctypes.c_size_t, ctypes.c_void_p
 
 
 def _plain(name: str, *fields: tuple[str, Any]) -> Any:
-    """Return a ctypes structure with the given fields."""
+    """Return a ctypes structure class with exactly the given (name, type) fields."""
     return type(name, (ctypes.Structure,), {"_fields_": fields})
 
 
 def _struct(name: str, *fields: tuple[str, Any]) -> Any:
-    """Return a ctypes structure that begins with its size and a chain of extensions, as most of XLA's structures do."""
+    """Return a ctypes structure class: XLA's usual head, a size and a chain of extensions, then the given fields."""
     return _plain(name, ("struct_size", _SIZE), ("extension_start", _POINTER), *fields)
 
 
@@ -71,23 +73,26 @@ _ERROR_CREATE, _STREAM_GET = 0, 4
 
 
 def _api_call(frame: Any, number: int, arguments: Any) -> Any:
-    """Call a function of XLA's function table with its argument structure."""
+    """Call the function with this number in XLA's table of functions. Return its error, or None if it succeeded.
+
+    frame: the structure that XLA passed to the handler. arguments: the argument structure of that function.
+    """
     arguments.struct_size = ctypes.sizeof(arguments)
     return _Function(getattr(_Api.from_address(frame.api), f"function{number}"))(ctypes.addressof(arguments))
 
 
 def _shape(buffer: Any) -> tuple[int, ...]:
-    """Return the shape of a buffer."""
+    """Return the shape of an XLA buffer."""
     return tuple(buffer.dims[: buffer.rank]) if buffer.rank else ()
 
 
 def _buffers(found: Any) -> list[Any]:
-    """Return the buffers of a list of arguments or results."""
+    """Return the buffer structures of the arguments or results that XLA passes in a _List."""
     return [_Buffer.from_address(found.entries[i]) for i in range(found.size)]
 
 
 def host_array(buffer: Any) -> np.ndarray:
-    """Return a NumPy array on a host buffer."""
+    """Return a NumPy array that shares the memory of an XLA buffer on the host."""
     shape, dtype = _shape(buffer), np.dtype(_DTYPES[buffer.dtype])
     count = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
     memory = (ctypes.c_uint8 * count).from_address(buffer.data) if count else bytearray()
@@ -95,7 +100,7 @@ def host_array(buffer: Any) -> np.ndarray:
 
 
 def device_array(buffer: Any) -> Any:
-    """Return a CuPy array on a buffer of the current device."""
+    """Return a CuPy array that shares the memory of an XLA buffer on the current device."""
     cupy, shape, dtype = imports.cupy(), _shape(buffer), np.dtype(_DTYPES[buffer.dtype])
     count = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
     if not count:
@@ -105,22 +110,23 @@ def device_array(buffer: Any) -> Any:
 
 
 def _text(frame: Any) -> str:
-    """Return the single attribute of a call: the text that describes it."""
+    """Return the text that describes a call (see calls.py). It is the only attribute of the XLA call."""
     span = _Span.from_address(frame.attributes.entries[0])
     return ctypes.string_at(span.pointer, span.length).decode()
 
 
 def _execute_on_host(frame: Any, run: Callable[..., list[Any]]) -> None:
-    """Run a call on host buffers, and copy its results to the result buffers."""
+    """Run a call on XLA's host buffers with `run` (calls.run), and copy its results into the result buffers."""
     values = run(_text(frame), *map(host_array, _buffers(frame.arguments)))
     for out, value in zip(_buffers(frame.results), values, strict=True):
         host_array(out)[...] = value
 
 
 def _execute_on_cuda(frame: Any, run: Callable[..., list[Any]]) -> None:
-    """Run a call on the program's stream, whose device is the current one, and copy its results to the result buffers.
+    """Run a call on XLA's CUDA buffers with `run` (calls.run), and copy its results into the result buffers.
 
-    Memory allocated during the call is reused in the order of that stream.
+    All work is queued on the program's stream. Memory that is allocated during the call is freed in the order of that
+    stream.
     """
     cupy, stream = imports.cupy(), _StreamArguments(context=frame.context)
     error = _api_call(frame, _STREAM_GET, stream)
@@ -133,7 +139,10 @@ def _execute_on_cuda(frame: Any, run: Callable[..., list[Any]]) -> None:
 
 
 def _answer_metadata(frame: Any) -> bool:
-    """Return whether XLA asks for the version that the handler is made for; if so, write the answer."""
+    """Answer XLA if it only asks which version of the interface the handler supports.
+
+    Return True after such an answer, and False if XLA calls the handler to run.
+    """
     extension = _Extension.from_address(frame.extension_start) if frame.extension_start else None
     if extension is None or extension.type != _METADATA:
         return False
@@ -144,9 +153,9 @@ def _answer_metadata(frame: Any) -> bool:
 
 
 def handler(execute: Callable[[Any, Any], None], run: Callable[..., list[Any]]) -> Any:
-    """Return a handler for XLA, which the caller must keep alive.
+    """Return a C function pointer that XLA can call, which runs execute(frame, run). The caller must keep it alive.
 
-    An exception of `run` becomes the program's error message.
+    An exception of `run` becomes the error message of the JAX program.
     """
 
     def handle(address: int) -> int | None:
@@ -167,7 +176,10 @@ _HANDLERS: list[Any] = []
 
 @cache
 def register(platform: str, run: Callable[..., list[Any]]) -> None:
-    """Register TARGET with XLA on a platform: "CUDA", or "cpu" for tests of this code without a GPU."""
+    """Register the handler with XLA under the name TARGET, for the platform "CUDA" or "cpu".
+
+    Only tests use "cpu", to run this code without a GPU.
+    """
     _HANDLERS.append(handler(_execute_on_cuda if platform == "CUDA" else _execute_on_host, run))
     address = ctypes.cast(_HANDLERS[-1], _POINTER).value
     jax.ffi.register_ffi_target(TARGET, jax.ffi.pycapsule(address), platform=platform)

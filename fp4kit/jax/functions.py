@@ -19,9 +19,9 @@ from fp4kit.types import RoundingMode
 
 
 class StaticOptions(NamedTuple):
-    """The static arguments of a fake quantization: hashable, and equal if they mean the same.
+    """Hold the arguments of a fake quantization that JAX treats as static.
 
-    seed is an int, or None if there is no seed or it is an array.
+    It is hashable, and two are equal if they mean the same. seed is an int, or None if no seed or an array was given.
     """
 
     recipe: Recipe
@@ -32,7 +32,10 @@ class StaticOptions(NamedTuple):
 
 
 class TracedOptions(NamedTuple):
-    """The optional arguments that may be traced: amaxes, random bytes or a seed, and the amax of the gradient."""
+    """Hold the optional arguments that may be arrays traced by JAX.
+
+    seed holds random bytes or a 0-d integer. amax is the clip limit of the gradient.
+    """
 
     tensor_amax: Any = None
     block_amax: Any = None
@@ -109,7 +112,10 @@ def fake_quantize(
 
 
 def as_jax(op: str, x: Any, name: str = "x") -> jax.Array:
-    """Return an array of JAX or NumPy as a JAX array. Raise TypeError for anything else, or if JAX would round it."""
+    """Return an array of JAX or NumPy as a JAX array.
+
+    Raise TypeError for any other object, and for a NumPy array whose dtype is not float32, float16 or bfloat16.
+    """
     if isinstance(x, np.ndarray):
         checks.check_float(op, x, name)
         return jax.numpy.asarray(x)
@@ -123,7 +129,7 @@ def as_jax(op: str, x: Any, name: str = "x") -> jax.Array:
 def static_options(
     op: str, recipe: str | Recipe, axis: int, rounding: RoundingMode, seed: Any, pass_through: bool
 ) -> tuple[StaticOptions, Any]:
-    """Return the static arguments, and the seed if it is an array."""
+    """Return the arguments that JAX treats as static, and the seed if it is an array, otherwise None."""
     check_seed(op, seed)
     number = None if seed is None or hasattr(seed, "dtype") else as_index(op, "seed", seed)
     r, axis = recipe_of(op, recipe), as_index(op, "axis", axis)
@@ -143,12 +149,18 @@ def check_seed(op: str, seed: Any) -> None:
 
 
 def seed_of(static: StaticOptions, given: Any) -> Any:
-    """Return the seed for fp4kit's function: an int, random bytes, or None."""
+    """Return the seed to pass to fp4kit.fake_quantize: an int, random bytes, or None.
+
+    given: the seed if it is an array with values, or None to use static.seed.
+    """
     return static.seed if given is None else int(given) if given.ndim == 0 else given
 
 
 def check_fake(op: str, static: StaticOptions, x: Any, given: TracedOptions) -> None:
-    """Raise an error if the arguments of a fake quantization are invalid, whether arrays have values or are traced."""
+    """Raise an error if the arguments of a fake quantization are invalid.
+
+    Only shapes and dtypes of arrays are checked, so that the arrays may be traced.
+    """
     seed = 0 if getattr(given.seed, "ndim", None) == 0 else outline(given.seed)
     seed = static.seed if seed is None else seed
     check_rounding(op, static.recipe, static.rounding, seed)
@@ -163,7 +175,7 @@ def check_fake(op: str, static: StaticOptions, x: Any, given: TracedOptions) -> 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _fake_quantize(static: StaticOptions, x: Any, given: TracedOptions) -> Any:
-    """Return fake_quantize. _forward and _backward define its gradient."""
+    """Return x fake-quantized, on arrays with values or traced ones. _forward and _backward define its gradient."""
     amaxes = {"tensor_amax": given.tensor_amax, "block_amax": given.block_amax}
     options = {"recipe": static.recipe, "axis": static.axis, "rounding": static.rounding, **amaxes}
     if is_traced(x, given):
@@ -174,13 +186,16 @@ def _fake_quantize(static: StaticOptions, x: Any, given: TracedOptions) -> Any:
 
 
 def _forward(static: StaticOptions, x: Any, given: TracedOptions) -> tuple[Any, Any]:
-    """Return fake_quantize, and what its gradient needs."""
+    """Return _fake_quantize of x and the residuals for _backward: x and the clip limit, or None under pass_through."""
     limit = given.tensor_amax if given.amax is None else given.amax
     return _fake_quantize(static, x, given), None if static.pass_through else (x, limit)
 
 
 def _backward(static: StaticOptions, residuals: Any, grad: Any) -> tuple[Any, None]:
-    """Return the gradient: grad, clipped unless pass_through is set."""
+    """Return the gradients of _fake_quantize with respect to x and `given`.
+
+    For x it is grad, set to 0 where |x| > amax unless static.pass_through is set; for `given` it is None.
+    """
     return grad if static.pass_through else _clip(static, grad, *residuals), None
 
 
@@ -189,7 +204,10 @@ _fake_quantize.defvjp(_forward, _backward)
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _clip(static: StaticOptions, grad: Any, x: Any, amax: Any) -> Any:
-    """Return the clipped gradient, which is linear in grad and constant in x almost everywhere."""
+    """Return grad with 0 where |x| > amax.
+
+    The gradient of this function treats it as linear in grad and constant in x and amax.
+    """
     arguments = {
         "grad": grad,
         "x": x,

@@ -29,9 +29,10 @@ def fake_quantize_grouped(
     pass_through: bool = True,
     amax: Any = None,
 ) -> list[jax.Array]:
-    """Return fake_quantize of each array of a group. It is differentiable, and a single launch on a GPU.
+    """Fake-quantize every array of a list as fake_quantize does, in a single launch on a GPU. Differentiable.
 
-    It works under the transforms of fake_quantize, and runs in the places that its docstring lists.
+    It works under the same transforms as fake_quantize: jax.jit, grad, vmap, scan and checkpoint. The docstring of
+    fake_quantize also says where the call runs.
 
     Args:
         xs: a sequence of arrays of any shapes and dtypes, such as the weights of experts; or one stacked array, experts
@@ -73,14 +74,14 @@ def fake_quantize_grouped(
 
 
 def _rows(xs: list[Any], given: TracedOptions) -> list[TracedOptions]:
-    """Return the optional arguments of each array."""
+    """Return the optional arguments of each array, from `given`, which holds one list per argument."""
     columns = [column or [None] * len(xs) for column in (given.tensor_amax, given.block_amax, given.amax)]
     return [TracedOptions(tensor, block, given.seed, amax) for tensor, block, amax in zip(*columns, strict=True)]
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _fake_quantize_grouped(static: StaticOptions, xs: Any, given: TracedOptions) -> Any:
-    """Return fake_quantize_grouped. _forward and _backward define its gradient."""
+    """Return xs fake-quantized, on arrays with values or traced ones. _forward and _backward define its gradient."""
     amaxes = {"tensor_amax": given.tensor_amax, "block_amax": given.block_amax}
     options = {"recipe": static.recipe, "axis": static.axis, "rounding": static.rounding, **amaxes}
     if is_traced(xs, given):
@@ -90,13 +91,19 @@ def _fake_quantize_grouped(static: StaticOptions, xs: Any, given: TracedOptions)
 
 
 def _forward(static: StaticOptions, xs: Any, given: TracedOptions) -> tuple[Any, Any]:
-    """Return fake_quantize_grouped, and what its gradient needs."""
+    """Return _fake_quantize_grouped of xs and the residuals for _backward.
+
+    They are xs and the clip limits, or None under pass_through.
+    """
     limits = given.tensor_amax if given.amax is None else given.amax
     return _fake_quantize_grouped(static, xs, given), None if static.pass_through else (xs, limits)
 
 
 def _backward(static: StaticOptions, residuals: Any, grads: Any) -> tuple[Any, None]:
-    """Return the gradients: grads, clipped unless pass_through is set."""
+    """Return the gradients of _fake_quantize_grouped with respect to xs and `given`.
+
+    For xs they are grads, set to 0 where |x| > amax unless static.pass_through is set; for `given` it is None.
+    """
     return grads if static.pass_through else _clip(static, grads, *residuals), None
 
 
@@ -105,7 +112,10 @@ _fake_quantize_grouped.defvjp(_forward, _backward)
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _clip(static: StaticOptions, grads: Any, xs: Any, amaxes: Any) -> Any:
-    """Return the clipped gradients, which are linear in grads and constant in xs almost everywhere."""
+    """Return grads with 0 where |x| > amax.
+
+    The gradient of this function treats it as linear in grads and constant in xs and amaxes.
+    """
     arguments = {
         "grads": grads,
         "xs": xs,
