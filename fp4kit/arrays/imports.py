@@ -359,7 +359,12 @@ def import_arrays(op: str, **named: Any) -> tuple[Any, ...]:
     if not any(_on_cuda(a, f"{op}: {name}") for name, a in named.items()):
         return as_arrays(op, **named)
     check_one_device(op, **named)
-    module = cupy()
+    try:
+        module = cupy()
+    except RuntimeError as error:
+        name, place = next((name, device_name(a)) for name, a in named.items())
+        why = str(error).removeprefix("fp4kit.cuda: ")
+        raise RuntimeError(f"{op}: {name} is on {place}, but {why}; or move {name} to the host first") from error
     return tuple(a if isinstance(a, module.ndarray) else module.from_dlpack(_detached(a)) for a in named.values())
 
 

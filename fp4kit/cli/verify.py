@@ -103,13 +103,18 @@ def _print(out: Output, report: VerifyReport) -> None:
 
 
 def _note(report: VerifyReport) -> str:
-    """Return what the verification did not check; "" if it checked everything."""
+    """Return what was not checked, or how to find out why bytes differ; "" if there is nothing to say."""
     if not report.layers:
         return (
             "no quantized layer of a known format was found, so only the files were checked; fp4kit convert quantizes a"
             " model"
         )
-    return "" if report.source is not None else "the values were not checked; add --source SRC to check them"
+    if report.source is None:
+        return "the values were not checked; add --source SRC to check them"
+    if any(layer.differing for layer in report.layers):
+        paths = f"{shown(str(report.path))} --source {shown(str(report.source))}"
+        return f"fp4kit identify {paths} names the recipe that made the layers"
+    return ""
 
 
 def _cells(layer: LayerReport) -> tuple[str, ...]:

@@ -73,6 +73,7 @@ def fake_quantize_model(model: torch.nn.Module, settings: FakeQuantSettings) -> 
     Warns:
         UserWarning: one of the wildcards in settings.parameters matches no parameter, but another one does. The two
             spellings of expert weights that FakeQuantSettings.from_environment uses never warn.
+        UserWarning: a parameter with less than two dimensions, such as a bias or the weight of a norm, is quantized.
 
     Raises:
         TypeError: model is not a module, or settings is not a FakeQuantSettings.
@@ -108,6 +109,7 @@ def fake_quantize_model(model: torch.nn.Module, settings: FakeQuantSettings) -> 
                 ("nearest", None),
                 (None, True),
             )
+    _warn_of_vectors([name for name, module, leaf in selected if getattr(module, leaf).ndim < 2])
     for name, module, leaf in selected:
         parametrize.register_parametrization(module, leaf, FakeQuantized(settings, name))
     return [name for name, _, _ in selected]
@@ -168,6 +170,17 @@ def _check_patterns(names: list[str], settings: FakeQuantSettings, any_selected:
                 f"{_similar(names, [pattern])}",
                 stacklevel=3,
             )
+
+
+def _warn_of_vectors(names: list[str]) -> None:
+    """Warn if parameters with less than two dimensions are quantized, which no engine does."""
+    if names:
+        shown = ", ".join(map(repr, names[:3])) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+        warnings.warn(
+            f"fake_quantize_model: quantizes parameters with less than two dimensions: {shown}; engines leave"
+            " biases and norms unquantized; leave them out with FakeQuantSettings(..., exclude=...)",
+            stacklevel=3,
+        )
 
 
 def _similar(names: list[str], patterns: list[str]) -> str:

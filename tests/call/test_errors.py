@@ -343,7 +343,8 @@ def test_nothing_is_written_before_an_error(changes):
 @pytest.mark.parametrize("operation", ["quantize", "quantize_both", "fake_quantize", "amax"])
 def test_cuda_arrays_need_cupy(x, operation):
     """The stand-in OnDevice raises AssertionError if it is read, so the error comes before any read."""
-    with pytest.raises(RuntimeError, match=r'CuPy is missing; .*pip install "fp4kit\[cuda12\]" or "fp4kit\[cuda13\]"'):
+    text = r'x is on cuda(:0)?, but CuPy is missing; .*pip install "fp4kit\[cuda12\]" or "fp4kit\[cuda13\]"'
+    with pytest.raises(RuntimeError, match=rf"^{operation}: {text}.*; or move x to the host first$"):
         getattr(fp4kit, operation)(x, "nvfp4-te")
 
 

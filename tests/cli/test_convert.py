@@ -364,4 +364,7 @@ def test_verify_says_what_it_did_not_check(tmp_path: Path, run: Run) -> None:
     alone, compared = run("verify", tmp_path / "q"), run("verify", tmp_path / "q", "--source", tmp_path / "m")
     assert "note: the values were not checked; add --source SRC to check them" in alone.out
     assert "note:" not in compared.out
+    other = run("verify", tmp_path / "q", "--source", tmp_path / "m", "--recipe", "nvfp4-te-4over6-mae-448")
+    hint = f"note: fp4kit identify {tmp_path / 'q'} --source {tmp_path / 'm'} names the recipe that made the layers"
+    assert other.code == 1 and hint in " ".join(other.out.split())
     assert (unquantized.code, alone.code, compared.code) == (0, 0, 0)

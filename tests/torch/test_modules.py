@@ -120,6 +120,13 @@ def test_a_parameter_whose_length_does_not_fit():
         ft.fake_quantize_model(model, FakeQuantSettings("nvfp4-te"))
 
 
+def test_vectors_that_are_quantized():
+    """By default every parameter matches, though engines leave biases and norms unquantized."""
+    text = r"quantizes parameters with less than two dimensions: '0.bias'; engines leave biases and norms unquantized; "
+    with pytest.warns(UserWarning, match=rf"^fake_quantize_model: {text}leave them out with FakeQuantSettings"):
+        ft.fake_quantize_model(torch.nn.Sequential(torch.nn.Linear(32, 32)), FakeQuantSettings("nvfp4-te"))
+
+
 def test_an_id_in_place_of_the_settings():
     with pytest.raises(
         TypeError, match=r"needs a FakeQuantSettings; pass fp4kit.torch.FakeQuantSettings\('mxfp4', parameters="
