@@ -1,11 +1,14 @@
 """The CUDA engine: the functions of reference.engine for CuPy arrays.
 
-They launch on the current stream of the device of the arrays, and none waits for the device. Bits equal those of the
-reference.
+They launch on the current stream of the device of the arrays, and none waits for the device. Their bits equal those of
+the reference.
 
-Modules: one per operation, with these shared ones. matrices.py splits the arrays of a call into matrices, amax.py
-computes tensor amaxes, group.py prepares launches for many arrays, cached_calls.py repeats calls quickly, and
-buffers.py allocates their arrays.
+There is one module per operation. The other modules are shared:
+
+- matrices.py splits the arrays of a call into matrices.
+- amax.py computes tensor amaxes.
+- group.py prepares launches for many arrays.
+- cached_calls.py repeats calls quickly, and buffers.py allocates their arrays.
 """
 
 from fp4kit.cuda.engine.amax import amax, clip_amax, plain_amax

@@ -131,10 +131,11 @@ def plain_amax_operands(x: Any, axis: Any) -> tuple[AmaxOperands, tuple[int, ...
 
 
 def columns_to_reduce(x: Any, axis: Any) -> tuple[Any, tuple[int, ...]] | None:
-    """Return x as matrices (B, M, K) to be reduced to (B, K), and the shape of the result.
+    """Return x as matrices (B, M, K) to be reduced to (B, K), and the shape of the result; None if that is not
+    possible.
 
-    Return None unless x is contiguous, the reduced axes are consecutive and end before the last axis, and each matrix
-    is large enough for a thread block.
+    It is possible if x is contiguous, and the reduced axes are consecutive and end before the last axis. Several
+    matrices must each be large enough for a thread block.
     """
     reduced = sorted(_axes(x, axis))
     if not reduced or not x.flags.c_contiguous or reduced != [*range(reduced[0], x.ndim - 1)][: len(reduced)]:

@@ -58,7 +58,7 @@ class ClipGroup:
         return given
 
     def clip(self) -> list[Any]:
-        """Clip the gradients anew, from the current elements of all arrays, and return outs."""
+        """Clip the gradients by the current elements of all arrays, and return outs."""
         with self._device:
             clear(self._vector)
             launch_all(self._copies, self._launches)

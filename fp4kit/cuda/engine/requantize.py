@@ -24,8 +24,8 @@ FLOAT32 = np.dtype(np.float32)
 def requantize(q: Quantized, target: Recipe) -> tuple[Quantized, Any]:
     """Return q quantized by another recipe, and how many of its values changed: int64 () on the device.
 
-    The dequantized values are quantized. If the codes could perhaps be kept under scales of the target, the device then
-    checks that they can, and if so overwrites the result with them.
+    The values of q are dequantized and quantized. If the recipes allow it, the device then checks whether scales of the
+    target represent all values with the codes of q. If so, the result has the codes of q.
     """
     with imports.making_current(q.packed.device.id):
         values = dequantize(q, FLOAT32)

@@ -227,7 +227,7 @@ def _clip_function(dtype: np.dtype, grad: np.dtype, aligned_runs: bool, small: b
 
 
 def clip_group(clips: Sequence[Clip]) -> GroupedLaunch:
-    """Return the launch that does launch.clip.clip_gradient for each item.
+    """Return the launch that clips the gradients of all items as launch.clip.clip_gradient does.
 
     All x have one dtype, all gradients have one dtype, every array has elements, and all arrays are on one device.
     """

@@ -23,11 +23,13 @@ def source(aligned_runs: bool = True) -> str:
 
 @cache
 def _function(kernel: str, aligned_runs: bool, device: int) -> Any:
+    """Return one of the two compiled kernels."""
     return loader.function(source(aligned_runs), kernel, device)
 
 
 @lru_cache(CACHE_SIZE)
 def _launch(kernel: str, aligned_runs: bool, packed_bytes: int, device: int) -> Launch:
+    """Return the launch of one of the kernels for this many bytes of packed codes."""
     blocks = -(-packed_bytes // (_BYTES_PER_THREAD * THREADS))
     return Launch(_function(kernel, aligned_runs, device), grid(blocks, device, UNLIMITED), _ARGUMENTS, packed_bytes)
 

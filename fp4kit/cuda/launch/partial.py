@@ -100,7 +100,7 @@ def prepare(
     return prepare_group(function, table, np.ones(len(table), bool), piece_counts(RUN * work, device), held)
 
 
-# ---- what the kernels take ----
+# ---- checks ----
 
 
 def check_blocks(r: Recipe) -> None:

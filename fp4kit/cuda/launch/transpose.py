@@ -83,10 +83,10 @@ def wide_copies(
 
 
 def work_blocks(bits: int, block: int, layout: str, shape: tuple[int, int, int]) -> int:
-    """Return how many thread blocks the work can be divided among.
+    """Return how many thread blocks have work.
 
-    Each tile of codes is work for one. In the layouts linear and swizzled_8x4, the transposition of the scales is
-    separate work.
+    Each tile of codes is work for one thread block. In the layouts linear and swizzled_8x4, the transposition of the
+    scales is separate work.
     """
     B, M, K = shape
     rows, line = _TILE
