@@ -1,7 +1,7 @@
 """The CUDA engine: the functions of reference.engine for CuPy arrays.
 
-They launch on the current stream of the device of the arrays, and none waits for the device. Their bits equal those of
-the reference.
+They launch on the current stream of the device of the arrays. None waits for the device, except quantize for an array
+without elements. Their bits equal those of the reference.
 
 There is one module per operation. The other modules are shared:
 

@@ -102,7 +102,7 @@ def launch(
 
 
 def _fill_scales(call: Call, amax: Any, *results: Quantized | None) -> None:
-    """Write the tensor scales and amaxes of results without elements."""
+    """Write the tensor scales and amaxes of results without elements. The amax is read, which waits for the device."""
     for q in results:
         if q is not None and q.tensor_scale is not None:
             scale = tensor_scale(without_sign(amax.get()), call.recipe, call.x.dtype)
