@@ -1,7 +1,7 @@
 """Check that a source model's tensors agree with its configs.
 
-Each quantized tensor must belong to a container that fp4kit knows. If no tensor is quantized, no config may declare
-quantization.
+Each quantized tensor must belong to a container (a way to store quantized layers) that fp4kit knows. If no tensor is
+quantized, no config may declare quantization.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def check_declared(source: Source, weights: Mapping[str, Weight]) -> None:
 
 
 def _declarations(source: Source) -> Iterator[str]:
-    """Yield a phrase for each config entry or file that declares the source to be quantized."""
+    """Yield a phrase for an error message per config entry or file that declares the source to be quantized."""
     text = source.config.get("text_config")
     for section in (source.config, text if isinstance(text, dict) else {}):
         yield from (f"{CONFIG}: has {key}" for key in ("quantization_config", "compression_config") if section.get(key))

@@ -19,7 +19,7 @@ CHUNK_ELEMENTS = 1 << 16  # a chunk takes 512 KB as float64, so its temporaries 
 
 
 def row_chunks(rows: int, columns: int, multiple: int = 1) -> Iterator[slice]:
-    """Yield consecutive slices that cover ``rows`` rows, each of about CHUNK_ELEMENTS elements or fewer.
+    """Yield consecutive slices that cover the rows of a matrix, each of at most CHUNK_ELEMENTS elements.
 
     The length of every slice except the last is a multiple of ``multiple``. A slice has at least ``multiple`` rows,
     even if those exceed CHUNK_ELEMENTS.
@@ -30,7 +30,7 @@ def row_chunks(rows: int, columns: int, multiple: int = 1) -> Iterator[slice]:
 
 
 def codes_of(form: Container, stored: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
-    """Return the codes [N, K] of packed rows, one code per byte."""
+    """Unpack the codes of stored rows: return them as [N, K], one code per byte."""
     codes: npt.NDArray[np.uint8] = unpacked(stored, form.element.packing)
     return codes
 
@@ -39,7 +39,8 @@ def codes_of(form: Container, stored: npt.NDArray[np.uint8]) -> npt.NDArray[np.u
 def _factors(form: Container) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
     """Return two float32 tables: (value per element code, value per scale byte).
 
-    The product of an entry of each is the decoded value, exact in float32. Only for containers with encoded scales.
+    The product of one entry of each table is the decoded value, exact in float32. The container must store its scales
+    as bytes (E4M3 or E8M0), not as float32.
 
     GGUF follows llama.cpp and the decode rule of the recipe: element values are doubled and have no negative zero;
     scale values are halved. The scale table is filled with the decoded smallest subnormal element, so that the E8M0
@@ -57,11 +58,11 @@ def _factors(form: Container) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.f
 
 
 def scales_of(form: Container, scales: np.ndarray) -> npt.NDArray[np.float32]:
-    """Return the float32 values of stored block scales. Scales that are stored as float32 come back unchanged."""
+    """Return the float32 values of stored block scales. Scales that are stored as float32 are returned unchanged."""
     if form.scale is None:
         return scales
     values = _factors(form)[1][scales]
-    with np.errstate(over="ignore"):  # the byte 255 of MXFP4 in GGUF is 2^128: infinity here
+    with np.errstate(over="ignore"):  # in GGUF, the MXFP4 scale byte 255 is 2^128: infinity in float32
         return values * np.float32(2) if form.in_blocks else values
 
 

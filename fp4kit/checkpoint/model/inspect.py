@@ -30,7 +30,11 @@ from fp4kit.storage.safetensors_file import SafetensorsFile, TensorEntry
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Hold the files of a checkpoint and its configs; a config that does not exist is None."""
+    """Describe a checkpoint by its files and configs.
+
+    config: the content of config.json; None if there is no such file.
+    hf_quant_config: the content of hf_quant_config.json; None if there is no such file.
+    """
 
     path: Path
     files: tuple[SafetensorsFile, ...]
@@ -39,18 +43,18 @@ class Checkpoint:
 
     @lazy_property
     def tensors(self) -> dict[str, tuple[SafetensorsFile, TensorEntry]]:
-        """Name -> (file, tensor) for every tensor, in natural order: layer 2 comes before layer 10."""
+        """A map from tensor name to (its file, its header entry), in natural order: layer 2 comes before layer 10."""
         pairs = ((entry.name, (file, entry)) for file in self.files for entry in file.entries)
         return dict(sorted(pairs, key=lambda pair: natural_order(pair[0])))
 
     @lazy_property
     def weights(self) -> dict[str, Weight]:
-        """Name of the tensor of values or codes -> weight, both quantized and unquantized."""
+        """All weights, quantized or not, by the name of the tensor with their values or codes (see weights_of)."""
         return weights_of(self.tensors, self.config or {})
 
     @property
     def layers(self) -> dict[str, Weight]:
-        """Module name -> weight, for each quantized layer or stack of experts."""
+        """The quantized weights (linear layers and stacks of experts), by module name."""
         return {weight.name: weight for weight in self.weights.values() if weight.container is not None}
 
     @lazy_property
@@ -61,7 +65,7 @@ class Checkpoint:
 
     @property
     def totals(self) -> dict[str, tuple[int, int]]:
-        """dtype -> (number of tensors, bytes), sorted by decreasing bytes."""
+        """A map from dtype to (number of tensors, bytes), sorted by decreasing bytes."""
         sums: dict[str, tuple[int, int]] = {}
         for _, entry in self.tensors.values():
             count, nbytes = sums.get(entry.dtype, (0, 0))
@@ -94,14 +98,14 @@ def natural_order(name: str) -> tuple[list[tuple[int, str]], str]:
 
 
 def _optional(root: Path, name: str) -> dict[str, Any] | None:
-    """Return the JSON object in the file ``name`` of ``root``, or None if the file does not exist."""
+    """Return the JSON object in the file ``name`` of the directory ``root``, or None if the file does not exist."""
     return load_object(existing_file(root, name), name) if os.path.lexists(root / name) else None
 
 
 def quantization_summary(checkpoint: Checkpoint) -> list[tuple[str, str]]:
-    """Return (name, value) lines about the quantization that the configs declare.
+    """Return, as (name, value) pairs to print, what config.json and hf_quant_config.json declare about quantization.
 
-    Adds a line "disagree" if config.json and hf_quant_config.json differ. Returns [] if neither declares anything.
+    If the two differ, there is also a pair named "disagree". Return [] if neither declares anything.
     """
     declared = (checkpoint.config or {}).get("quantization_config")
     lines: list[tuple[str, str]] = []

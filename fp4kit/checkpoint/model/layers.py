@@ -1,7 +1,9 @@
-"""Split weights into the layers to be written: which rows of a weight go into which output tensors, and their names.
+"""Split the weights of a source model into output layers: which rows go into which output tensors.
 
-A stack of experts becomes one layer per expert, unless the container keeps stacks. A gate_up stack is split into the
-gate's half and up's half. A piece is the unit of work: some rows of one matrix of a weight, with their output tensors.
+A weight is a linear layer or a stack of experts (see weights.py). A stack becomes one layer per expert, unless the
+container stores stacks. A gate_up stack holds gate and up in one matrix per expert, and becomes two layers per expert.
+
+A piece is the unit of work: some rows of one matrix of a weight, with the output tensors that they go into.
 """
 
 from __future__ import annotations
@@ -15,18 +17,22 @@ from fp4kit.checkpoint.containers.container import VALUES, Container, OutputTens
 from fp4kit.checkpoint.model.weights import Rows, Weight, is_interleaved
 from fp4kit.storage.errors import CheckpointError, shown
 
+# Leaf name of a stack -> names of the layers in the first and the second half of its rows.
 _HALVES = {"gate_up_proj": ("gate_proj", "up_proj"), "w13": ("w1", "w3")}
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Assign the rows [span[0], span[1]) of matrix `expert` of a weight to a place in the output tensors of a layer.
+    """Describe a unit of work: rows of a weight, and their place in the output tensors of a layer.
 
-    module: the layer that the rows belong to.
+    weight: the weight to read.
+    expert: the index of the matrix in the weight; 0 for a single layer.
+    span: the rows [span[0], span[1]) of that matrix.
+    module: the name of the output layer.
     form: the container of the outputs; None if they are unquantized.
-    outputs: the tensors of the layer.
-    total_rows: the number of rows of the outputs, counted over all matrices of a stack.
-    first_row: the place of this piece's first row among them.
+    outputs: the tensors of the output layer.
+    total_rows: the number of rows of the output layer, counted over all matrices of a stack.
+    first_row: the index of this piece's first row among these total_rows.
     transposed: True if unquantized outputs are written transposed, as [K, N].
     """
 
@@ -42,20 +48,25 @@ class Piece:
 
     @property
     def number(self) -> int:
-        """The index of this matrix in its layer. If the piece is the whole layer, the index of the expert."""
+        """A number that, with ``module``, identifies the piece in job keys.
+
+        It is the index of the piece in its output layer. If the piece is the whole layer, it is ``expert``.
+        """
         height = self.span[1] - self.span[0]
         return self.expert if self.total_rows == height else self.first_row // height
 
     def share(self, nbytes: int) -> tuple[int, int]:
-        """Return (offset, count) of this piece's bytes in an output tensor of ``nbytes`` bytes."""
+        """Return (offset, count) of the bytes that this piece writes in an output tensor of ``nbytes`` bytes."""
         rows = self.span[1] - self.span[0]
         return nbytes * self.first_row // self.total_rows, nbytes * rows // self.total_rows
 
 
 def layer_names(weight: Weight, form: Container | None, config: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the modules that a weight becomes in a container.
+    """Return the names of the output layers that a weight becomes.
 
-    A single matrix, and a stack that stays a stack, is one module. Unquantized stacks (form None) always stay stacks.
+    A single matrix stays one layer. A stack also does if the container stores stacks, or if the output is unquantized.
+
+    form: the container to write; None for unquantized output. config: the model's config.json.
     """
     if len(weight.shape) == 2 or form is None or form.keeps_stacks:
         return (weight.name,)
@@ -63,9 +74,12 @@ def layer_names(weight: Weight, form: Container | None, config: Mapping[str, Any
 
 
 def parts_of(weight: Weight, expert: int, config: Mapping[str, Any]) -> Iterator[tuple[str, tuple[int, int]]]:
-    """Yield (module name, (first row, end row)) for each layer in one expert of a stack.
+    """Yield (module name, (first row, end row)) for each layer that one expert of a stack becomes.
 
-    Raises CheckpointError if the rows of gate and up alternate, because a span of rows cannot describe that.
+    A gate_up stack gives two layers, gate and up; any other stack gives one.
+
+    config: the model's config.json.
+    Raises CheckpointError if the rows of gate and up alternate, because a range of rows cannot describe that.
     """
     parent, _, leaf = weight.name.rpartition(".")
     rows = weight.shape[-2]
@@ -81,7 +95,10 @@ def parts_of(weight: Weight, expert: int, config: Mapping[str, Any]) -> Iterator
 
 
 def pieces(weight: Weight, form: Container, config: Mapping[str, Any], has_input_scale: bool) -> Iterator[Piece]:
-    """Yield the pieces of a weight that is written in the container ``form``."""
+    """Yield the pieces (units of work) that together write a weight in the container ``form``.
+
+    config: the model's config.json. has_input_scale: True if the outputs include an input scale per layer.
+    """
     rows, columns = weight.shape[-2:]
     if len(weight.shape) == 2 or form.keeps_stacks:
         outputs = form.outputs(weight.name, weight.shape, has_input_scale)
@@ -97,9 +114,10 @@ def pieces(weight: Weight, form: Container, config: Mapping[str, Any], has_input
 
 
 def members(weight: Weight) -> dict[int, Rows]:
-    """Return first row -> rows, for the consecutive runs of rows that a weight consists of.
+    """Return where the rows of a weight are read from: first row -> the Rows that begin there.
 
-    The runs are the weight's members, or its matrices if it has none. First rows count over all matrices of a stack.
+    These are the weight's members (see Weight.members), or its own matrices if it has none. Rows are counted over all
+    matrices of a stack.
     """
     rows = weight.shape[-2]
     parts = weight.members or tuple(Rows(weight, e, (0, rows)) for e in range(weight.experts))
@@ -108,7 +126,7 @@ def members(weight: Weight) -> dict[int, Rows]:
 
 
 def unquantized_pieces(weight: Weight, dtype: str, transposed: bool) -> Iterator[Piece]:
-    """Yield the pieces of a weight that is written unquantized.
+    """Yield the pieces (units of work) that together write a weight unquantized, one piece per matrix.
 
     dtype: the safetensors dtype of the output. transposed: True to write a stack as [E, K, N].
     """

@@ -28,7 +28,7 @@ def file_digest(path: Path) -> str:
 
 
 def _digest(file: Any) -> str:
-    """Return the SHA-256 of an open file; for Python 3.10, which lacks hashlib.file_digest."""
+    """Return the SHA-256 of an open file, in hexadecimal. Used on Python 3.10, which lacks hashlib.file_digest."""
     whole = hashlib.sha256()
     while data := file.read(1 << 20):
         whole.update(data)
@@ -44,15 +44,15 @@ class Digest(NamedTuple):
 
 
 def digest_of(path: Path) -> Digest:
-    """Return the digest of a file, read from disk."""
+    """Read a file, and return its path, SHA-256 and size."""
     return Digest(path, file_digest(path), path.stat().st_size)
 
 
 def names_in(folder: Path) -> list[str]:
-    """Return the sorted names of all files in a directory and its subdirectories, relative to the directory.
+    """Return the sorted names of the files in ``folder`` that a manifest lists, relative to ``folder``.
 
-    The manifest and hidden files are left out. Links are included if their target is inside the directory or in the
-    blobs of the Hugging Face cache.
+    These are all files in it and its subdirectories, except the manifest itself and hidden files. Links are included
+    if their target is inside the directory or in the blobs of the Hugging Face cache.
     """
     names = (path.relative_to(folder) for path in folder.rglob("*") if path.is_file() and _is_inside(path, folder))
     return sorted(name.as_posix() for name in names if not is_hidden(name) and name.as_posix() != MANIFEST)
@@ -75,7 +75,7 @@ def _is_inside(path: Path, folder: Path) -> bool:
 def manifest_of(digests: Mapping[str, Digest], facts: Mapping[str, Any]) -> dict[str, Any]:
     """Return the content of a manifest.
 
-    digests: name -> digest of every written file. facts: further top-level entries that describe the run.
+    digests: name -> digest of every written file. facts: further top-level entries, such as recipe and source.
     """
     files = {name: {"sha256": one.sha256, "bytes": one.nbytes} for name, one in sorted(digests.items())}
     return {"fp4kit_manifest": VERSION, **facts, "files": files}
@@ -100,7 +100,7 @@ def load_manifest(folder: Path) -> dict[str, Any] | None:
 
 
 def differences(folder: Path, executor: Executor | None = None) -> list[str] | None:
-    """Return one message per file that differs from the manifest, or None if there is no manifest.
+    """Compare a converted model with its manifest. Return one message per difference; None without a manifest.
 
     Files of another size than the manifest states are reported without being hashed, because a damaged file may be
     sparse and appear to hold terabytes.
@@ -126,7 +126,10 @@ def differences(folder: Path, executor: Executor | None = None) -> list[str] | N
 
 
 def _other_size(path: Path, facts: Mapping[str, Any]) -> str | None:
-    """Return a message if a file's size differs from its manifest entry; None if it agrees or the entry has no size."""
+    """Return a message if a file's size differs from its manifest entry, otherwise None.
+
+    facts: the manifest entry. If it has no size, the result is None.
+    """
     size, written = path.stat().st_size, facts.get("bytes")
     if written is None:
         return None

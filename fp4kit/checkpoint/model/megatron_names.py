@@ -113,14 +113,22 @@ def hugging_face_names(name: str, *, layers: int | None = None, gated: bool = Tr
 
 
 def _prefix(list_name: str, number: int, root: str, layers: int | None) -> str:
-    """Return the Hugging Face prefix of layer ``number`` in Megatron's list "decoder" or "mtp"."""
+    """Return the Hugging Face prefix of layer ``number`` in Megatron's list of layers, "decoder" or "mtp".
+
+    root: the prefix of the model, such as "model". layers: as for hugging_face_names.
+    """
     if list_name == "decoder":
         return f"{root}.layers.{number}"
     return f"mtp.layers.{number}" if layers is None else f"{root}.layers.{layers + number}"
 
 
 def _outside(plain: str, root: str) -> tuple[str, ...] | None:
-    """Return the Hugging Face names of a parameter outside the layers, or None if it is not one of Megatron's."""
+    """Return the Hugging Face names of a parameter outside the layers: () for ``_extra_state``, which is no tensor.
+
+    Return None if the name is not one of Megatron's.
+
+    plain: the name without wrappers. root: the Hugging Face prefix, such as "model".
+    """
     module, _, kind = plain.rpartition(".")
     if module != "output_layer" and module not in _OUTSIDE:
         return None
@@ -131,7 +139,7 @@ def _outside(plain: str, root: str) -> tuple[str, ...] | None:
 
 @lru_cache(1 << 16)
 def _in_layer(parameter: str, is_mtp: bool, gated: bool) -> tuple[str, ...] | None:
-    """Return the Hugging Face names, relative to the layer, of a layer's parameter.
+    """Return the Hugging Face names, relative to the layer, of a layer's parameter: () for ``_extra_state``.
 
     Return None if the parameter is unknown or not one of Megatron's.
     """
@@ -157,7 +165,8 @@ def _in_layer(parameter: str, is_mtp: bool, gated: bool) -> tuple[str, ...] | No
 def _expert(parameter: str) -> tuple[str, tuple[str, ...], str] | None:
     """Return (linear layer, Hugging Face modules, "weight" or "bias") of an expert's parameter.
 
-    Both of Megatron's naming schemes, grouped and local experts, are understood. Return None for other parameters.
+    Both of Megatron's names are understood: ``mlp.experts.*`` and ``mlp.experts.local_experts.*``. Return None for
+    other parameters.
     """
     grouped, local = _GROUPED_EXPERT.fullmatch(parameter), _LOCAL_EXPERT.fullmatch(parameter)
     if grouped:

@@ -31,11 +31,13 @@ _NUMBERED = re.compile(r"(.*)-(\d+)-of-(\d+)\.safetensors")
 
 @dataclass(frozen=True)
 class Source:
-    """Hold a checked model: a directory whose headers agree with its index, or a GGUF file.
+    """Describe a model that has passed all checks: a directory whose files agree with its index, or a GGUF file.
 
+    root: the directory or the GGUF file.
     config: the content of config.json; for a GGUF file, facts from its header (see ggml_names.config_of).
     files: the model's files, sorted by name.
     ignored: names of safetensors files in the directory that are not part of the model.
+    has_index: True if the directory has a model.safetensors.index.json.
     """
 
     root: Path
@@ -46,14 +48,14 @@ class Source:
 
     @lazy_property
     def tensors(self) -> dict[str, tuple[SafetensorsFile, TensorEntry]]:
-        """Name -> (file, tensor), in file order and, within a file, in byte order."""
+        """A map from tensor name to (its file, its header entry), in file order and, within a file, in byte order."""
         return {entry.name: (file, entry) for file in self.files for entry in file.entries}
 
 
 def resolved(path: Path) -> Path:
-    """Return the real path of ``path``, which need not exist.
+    """Return ``path`` as an absolute path without symbolic links. The path need not exist.
 
-    Raises CheckpointError if symbolic links form a cycle.
+    Raises CheckpointError if its symbolic links form a cycle.
     """
     try:
         path.stat()
@@ -66,10 +68,10 @@ def resolved(path: Path) -> Path:
 
 
 def contained(path: Path, root: Path) -> Path:
-    """Return the real path of ``path``. Raises CheckpointError if it is outside ``root``.
+    """Return the real path of ``path``, after checking that no symbolic link leads out of the directory ``root``.
 
-    One exception is allowed: in a Hugging Face cache, ``root`` is ``snapshots/<revision>`` and its links lead to the
-    cache's ``blobs``.
+    Raises CheckpointError if one does. Links from ``snapshots/<revision>`` to ``blobs``, as in a Hugging Face cache,
+    are allowed.
     """
     real_root = resolved(root)
     roots = [real_root]
@@ -82,9 +84,9 @@ def contained(path: Path, root: Path) -> Path:
 
 
 def existing_file(root: Path, name: str) -> Path:
-    """Return the real path of the file ``name`` in ``root``.
+    """Return the real path of the file ``name`` in the directory ``root``.
 
-    Raises CheckpointError if it is missing, not a regular file, or outside ``root``.
+    Raises CheckpointError if the file is missing, is not a regular file, or is a link to a file outside ``root``.
     """
     path = root / name
     real = contained(path, root)
@@ -95,9 +97,9 @@ def existing_file(root: Path, name: str) -> Path:
 
 
 def check_shard_name(name: object) -> str:
-    """Return ``name`` if it is a plain safetensors file name, so that an index cannot point outside its directory.
+    """Return ``name``, a shard name from an index, if it is a plain file name that ends in .safetensors.
 
-    Raises CheckpointError for anything else, such as a path.
+    Raises CheckpointError for anything else, such as a path, because an index must not lead out of its directory.
     """
     plain = (
         isinstance(name, str)
@@ -113,9 +115,9 @@ def check_shard_name(name: object) -> str:
 
 
 def load_weight_map(root: Path) -> dict[str, str]:
-    """Return tensor name -> shard name from the index in ``root``.
+    """Return the map from tensor name to shard name in the index (model.safetensors.index.json) of ``root``.
 
-    Raises CheckpointError if the index has no weight_map or a shard name is not a plain file name.
+    Raises CheckpointError if the index has no weight_map, or if a shard name is not a plain file name.
     """
     index = load_object(existing_file(root, INDEX), INDEX)
     weight_map = index.get("weight_map")
@@ -148,8 +150,9 @@ def _safetensors_in(root: Path) -> list[str]:
 def model_file_names(root: Path, weight_map: Mapping[str, str] | None) -> list[str]:
     """Return the names of the safetensors files that make up the model in ``root``.
 
-    weight_map: the content of the index, or None without an index.
-    Raises CheckpointError if there is no file, a numbered shard is missing, or an index and a single file contradict.
+    weight_map: tensor name -> shard name from the index, or None if there is no index.
+    Raises CheckpointError if there is no file, if a numbered shard is missing, or if there is a model.safetensors that
+    the index does not name.
     """
     present = _safetensors_in(root)
     if weight_map is not None:
@@ -191,7 +194,10 @@ def _check_no_duplicates(files: Iterable[SafetensorsFile]) -> None:
 
 
 def _check_index(weight_map: Mapping[str, str], files: Iterable[SafetensorsFile]) -> None:
-    """Raise CheckpointError if the index and the shards disagree on which tensor is in which shard."""
+    """Raise CheckpointError if the index and the shards disagree about which tensor is in which shard.
+
+    weight_map: tensor name -> shard name, from the index. files: the shards.
+    """
     shard_of = {entry.name: file.name for file in files for entry in file.entries}
     absent = [f"{name} in {shard}" for name, shard in weight_map.items() if shard_of.get(name) != shard]
     if absent:
@@ -214,7 +220,10 @@ _OTHER_MODELS = {
 
 
 def _hint_on_other_models(root: Path) -> str:
-    """Return what to do with another model file in a directory, as the end of a message; "" if there is none."""
+    """Return advice for an error message if a directory holds a model file of a kind that fp4kit does not read.
+
+    Return "" if it holds none.
+    """
     for name in sorted(os.listdir(root)):
         if Path(name).suffix.lower() in _OTHER_MODELS:
             return f"; there is {shown(name)}: {_OTHER_MODELS[Path(name).suffix.lower()]}"
@@ -222,9 +231,10 @@ def _hint_on_other_models(root: Path) -> str:
 
 
 def hint_on_path(path: Path) -> str:
-    """Return what to do about a path that is no model directory, as the end of a message; "" if nothing is known.
+    """Return advice for an error message about a path that is not a model directory; "" if there is none.
 
-    The path is a model file of another kind, a file of a model directory, or the name of a model on the hub.
+    Advice exists for a model file of another kind, a file inside a model directory, and the name of a model on the
+    Hugging Face Hub.
     """
     suffix = path.suffix.lower()
     if path.is_file() and (suffix in (".safetensors", ".json")):
@@ -238,9 +248,9 @@ def hint_on_path(path: Path) -> str:
 
 
 def open_source(root: Path) -> Source:
-    """Return the model in ``root``, a model directory or a GGUF file, after checking it.
+    """Open and check the model ``root``, a model directory or a GGUF file, without reading tensor data.
 
-    Raises CheckpointError if anything is missing or inconsistent.
+    Return it as a Source. Raises CheckpointError if a file is missing or files are inconsistent.
     """
     if is_gguf(root):
         file = read_gguf(root)
@@ -254,8 +264,9 @@ def open_source(root: Path) -> Source:
 
 
 def open_model_files(root: Path) -> tuple[tuple[SafetensorsFile, ...], tuple[str, ...], bool]:
-    """Return (files of the model, names of other safetensors files, whether there is an index) for ``root``.
+    """Open the safetensors files of a model directory and check them; only headers and the index are read.
 
+    Return (files of the model, names of other safetensors files in the directory, whether there is an index).
     Raises CheckpointError if a file is missing or the files disagree with the index.
     """
     weight_map = load_weight_map(root) if os.path.lexists(root / INDEX) else None

@@ -51,16 +51,16 @@ class AuxiliaryFile:
 
 @dataclass(frozen=True)
 class AuxiliaryFiles:
-    """List the files to copy, and (name, reason) of the files that are skipped."""
+    """List the files to copy, and the files that are skipped, as (name, reason)."""
 
     copied: tuple[AuxiliaryFile, ...]
     skipped: tuple[tuple[str, str], ...]
 
 
 def _walk(root: Path) -> Iterator[tuple[str, Path]]:
-    """Yield (name relative to root, path) for all files, links to directories and hidden directories, recursively.
+    """Yield (name relative to ``root``, path) for every file in a directory and its subdirectories.
 
-    Neither links nor hidden directories are entered.
+    Links to directories and hidden directories are yielded like files, and are not entered.
     """
     for folder, directories, names in os.walk(root, onerror=_unreadable):
         links = [name for name in directories if (Path(folder) / name).is_symlink()]
@@ -72,14 +72,17 @@ def _walk(root: Path) -> Iterator[tuple[str, Path]]:
 
 
 def _unreadable(error: OSError) -> NoReturn:
-    """Raise CheckpointError for a file or directory that cannot be read; os.walk would silently skip a directory."""
+    """Raise CheckpointError for a file or directory that cannot be read.
+
+    os.walk calls this function for such a directory, which it would otherwise skip silently.
+    """
     raise CheckpointError(
         f"{shown(str(error.filename))}: cannot be read ({error.strerror}); grant read permission, or remove it"
     )
 
 
 def _skip_reason(name: str, path: Path, root: Path) -> str | None:
-    """Return why a file is not copied, or None if it is copied."""
+    """Return why the file ``name`` of the directory ``root`` is not copied, or None if it is copied."""
     base = path.name
     if path.is_dir():
         return "a link to a directory" if path.is_symlink() else "hidden directory"
@@ -103,9 +106,9 @@ def _skip_reason(name: str, path: Path, root: Path) -> str | None:
 
 
 def scan(root: Path, model_files: set[str]) -> AuxiliaryFiles:
-    """Return which other files in the directory ``root`` are copied, and which are skipped.
+    """Decide for each file in ``root`` that is not part of the model whether a conversion copies it.
 
-    Returns empty lists if ``root`` is a file.
+    Return the files to copy and the skipped files; both are empty if ``root`` is a file.
 
     model_files: names of the files that the conversion handles itself: tensors and their index.
     Raises CheckpointError if a directory or a file to copy cannot be read.

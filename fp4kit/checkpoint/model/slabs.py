@@ -1,8 +1,8 @@
 """Read rows of weights from their files in slabs of bounded size.
 
-A slab is a run of consecutive rows of one matrix, either as unquantized values or as codes with their scales. Weights
-may be stored transposed, in another row order, or as rows of several members (see weights.py). ``slabs`` hides this
-from its callers.
+A slab is a number of consecutive rows of one matrix, either as unquantized values or as codes with their scales.
+Weights may be stored transposed, in another row order, or as rows of several other weights (see weights.py). The
+function ``slabs`` hides this from its callers.
 """
 
 from __future__ import annotations
@@ -27,9 +27,10 @@ WHOLE_EXPERT = 64 << 20  # largest transposed matrix, in bytes, that is read int
 
 
 class Readers:
-    """Keep files open for reading, each opened once. Call ``close`` at the end, or use a with statement.
+    """Read tensors from files that stay open between reads. Call ``close`` at the end, or use a with statement.
 
-    tick: called with the number of bytes after each read of ``bytes``.
+    tick: a function that the method ``bytes`` calls with the number of bytes after each read, to report progress; or
+        None.
     """
 
     def __init__(self, tick: Callable[[int], None] | None = None) -> None:
@@ -49,7 +50,7 @@ class Readers:
         self._open.clear()
 
     def of(self, file: SafetensorsFile) -> TensorReader:
-        """Return the reader of a file; open the file on first use."""
+        """Return the reader of a file. The file is opened on first use and stays open until ``close``."""
         if file.path not in self._open:
             self._open[file.path] = TensorReader(file)
         return self._open[file.path]
@@ -62,11 +63,11 @@ class Readers:
         return data
 
     def array(self, place: Located) -> np.ndarray:
-        """Return a whole tensor."""
+        """Read a whole tensor, and return it as an array of its shape."""
         return self.of(place.file).read(place.entry)
 
     def matrix(self, place: Located, index: int) -> np.ndarray:
-        """Return the matrix ``index`` along the first axis of a tensor."""
+        """Read the part of a tensor at ``index`` on the first axis, such as one expert's matrix of a stack."""
         count, *shape = place.entry.shape
         size = place.entry.nbytes // count
         raw = self.of(place.file).read_bytes(place.entry, index * size, size)
@@ -91,13 +92,20 @@ class Slab(NamedTuple):
 
 
 def scalar_of(readers: Readers, weight: Weight, part: str, expert: int = 0) -> np.float32:
-    """Return the stored scalar ``part`` of a matrix: the expert's own, or the one that all experts share."""
+    """Return a stored scalar of one matrix, such as its tensor scale. All experts of a stack may share one scalar.
+
+    part: which scalar, TENSOR_SCALE or INPUT_SCALE.
+    expert: the index of the matrix; 0 for a single layer.
+    """
     stored = readers.array(weight.parts[part]).reshape(-1)
     return np.float32(stored[expert if stored.size > 1 else 0])
 
 
 def tensor_scale_of(readers: Readers, weight: Weight, expert: int = 0) -> np.float32 | None:
-    """Return the tensor scale to multiply by on decode, or None if there is none (see Container.multiplier)."""
+    """Return the tensor scale of matrix ``expert`` of a weight, as the factor to multiply by on decode.
+
+    Return None if the weight is unquantized or its container has no tensor scale.
+    """
     form = weight.container
     if form is None or not form.has_tensor_scale:
         return None
@@ -116,9 +124,9 @@ def slabs(
 
     span: (first row, end row); None for all rows. For a quantized weight, both must be multiples of the block height.
     height: the number of rows of every slab, except the last, is a multiple of this.
-    max_bytes: the size of a slab of source elements; None for SLAB_BYTES. A slab has at least ``height`` rows, even if
-        those take more bytes. Slabs of large transposed matrices are larger (WHOLE_EXPERT / 4), so that the runs of
-        each column in the file are long.
+    max_bytes: the largest size of a slab, in bytes of source elements; None for SLAB_BYTES. A slab has at least
+        ``height`` rows, even if those take more bytes. Slabs of large transposed matrices are larger
+        (WHOLE_EXPERT / 4), because each slab reads a short piece of every stored column.
     """
     if weight.order is not None:
         yield from _in_order(readers, weight, expert, span, height, max_bytes)
@@ -139,7 +147,8 @@ def slabs(
         if weight.transposed
     }
     if not all(part.is_read for part in transposed.values()):
-        step = max(WHOLE_EXPERT // 4 // (columns * itemsize * height), 1) * height  # long runs of each column
+        # Few, large slabs, because each of them reads a piece of every stored column.
+        step = max(WHOLE_EXPERT // 4 // (columns * itemsize * height), 1) * height
     for start in range(first, end, step):
         count = min(step, end - start)
         if weight.container is not None:
@@ -159,9 +168,10 @@ def slabs(
 def _in_order(
     readers: Readers, weight: Weight, expert: int, span: tuple[int, int] | None, height: int, max_bytes: int | None
 ) -> Iterator[Slab]:
-    """Yield the slabs of a weight with a row order (Weight.order); arguments as for ``slabs``.
+    """Yield the slabs of a weight whose rows are reordered within each attention head (see Weight.order).
 
-    Whole heads are read, their rows are reordered, and the result is cut to the span.
+    Whole heads are read, their rows are reordered, and the result is cut to the requested rows. The arguments are
+    those of ``slabs``.
     """
     order, (first, end) = weight.order, span or (0, weight.shape[-2])
     # Rows can only be reordered if no block spans several rows.
@@ -180,17 +190,20 @@ def _in_order(
 
 
 def _joined(readers: Readers, weight: Weight) -> Slab:
-    """Return one slab with the rows of all members of a quantized weight that has no tensor scale."""
+    """Return one slab with the rows of all members of a weight, in order (see Weight.members).
+
+    The weight must be quantized, and must have no tensor scale.
+    """
     found = [slab for member in weight.members for slab in slabs(readers, *member)]
     codes, scales = (np.concatenate([getattr(slab, part) for slab in found]) for part in ("codes", "scales"))
     return Slab(0, None, codes, scales)
 
 
-_ROWS = {VALUES, CODES, SCALES}  # parts that have rows
+_ROWS = {VALUES, CODES, SCALES}  # tensors of a layer with one row per matrix row (or per row of blocks)
 
 
 def _values(readers: Readers, weight: Weight, expert: int, start: int, count: int) -> np.ndarray:
-    """Return the values of ``count`` rows of an unquantized matrix; Q8_0 is decoded to float32."""
+    """Return ``count`` rows of an unquantized matrix in their stored dtype; rows in Q8_0 are decoded to float32."""
     rows, columns = weight.shape[-2:]
     if weight.dtype == Q8_0:
         return _decode_q8_0(_whole_rows(readers, weight.located, expert * rows + start, count), columns)
@@ -217,12 +230,12 @@ def _decode_q8_0(raw: npt.NDArray[np.uint8], columns: int) -> npt.NDArray[np.flo
     """
     blocks = raw.reshape(len(raw), -1, 34)
     scales = np.ascontiguousarray(blocks[..., :2]).view(np.float16).astype(np.float32)
-    with np.errstate(invalid="ignore"):  # an infinite scale times 0
+    with np.errstate(invalid="ignore"):  # an infinite scale times 0 is NaN
         return (blocks[..., 2:].view(np.int8).astype(np.float32) * scales).reshape(len(raw), columns)
 
 
 def _codes(readers: Readers, weight: Weight, expert: int, start: int, count: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return (packed codes, stored scales) of ``count`` rows of a quantized matrix."""
+    """Return (packed codes, stored block scales) of ``count`` rows of a quantized matrix, from row ``start`` on."""
     container = weight.container
     assert container is not None
     rows, columns = weight.shape[-2:]
@@ -238,10 +251,13 @@ def _codes(readers: Readers, weight: Weight, expert: int, start: int, count: int
 
 
 class _TransposedReader:
-    """Read rows of a matrix that is stored transposed.
+    """Read rows of one matrix of a stack that is stored transposed, as [E, K, N].
 
-    A matrix of at most WHOLE_EXPERT bytes is read at once and kept. A larger one is read column by column.
-    rows: the number of rows of the matrix, which is the last axis of its stack in the file.
+    A matrix of at most WHOLE_EXPERT bytes is read at once and stays in memory. Rows of a larger matrix are read column
+    by column.
+
+    rows: the number of rows of the matrix, N.
+    expert: the index of the matrix in the stack.
     """
 
     def __init__(self, readers: Readers, place: Located, rows: int, expert: int) -> None:
@@ -278,12 +294,12 @@ def values_of(weight: Weight, slab: Slab) -> np.ndarray:
     if slab.values is not None:
         return slab.values
     assert weight.container is not None and slab.codes is not None and slab.scales is not None
-    with np.errstate(over="ignore", invalid="ignore"):  # infinite scales, some times 0
+    with np.errstate(over="ignore", invalid="ignore"):  # infinite scales may overflow, or be multiplied by 0
         return decode_rows(weight.container, slab.codes, slab.scales, slab.tensor_scale)
 
 
 def columns_of(weight: Weight, slab: Slab, first: int, end: int) -> Slab:
-    """Return a slab with the columns [first, end) only. For a quantized weight, both must be at block boundaries."""
+    """Return the columns [first, end) of a slab. If it is quantized, ``first`` and ``end`` must be block boundaries."""
     if slab.values is not None:
         return slab._replace(values=slab.values[:, first:end])
     assert weight.container is not None and slab.codes is not None and slab.scales is not None

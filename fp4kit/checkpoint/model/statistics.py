@@ -1,4 +1,4 @@
-"""Count what stored codes and scales contain, and measure how far they are from their source.
+"""Count what stored codes and scales contain, and compute their error against the source values.
 
 A block is the group of elements that shares one stored scale. A saturated element exceeds the largest value that its
 block can hold. A flushed block decodes to zeros although its source is not zero. All counts are made in chunks of rows.
@@ -24,7 +24,10 @@ from fp4kit.ops.amax import amax
 
 
 def sqnr_db(signal: float, noise: float) -> float:
-    """Return 10 log10(signal / noise): inf if the noise is 0; -inf if the noise is not finite or the signal is 0."""
+    """Return the signal-to-noise ratio in decibels, 10 log10(signal / noise).
+
+    Return inf if the noise is 0, and -inf if the noise is not finite or the signal is 0.
+    """
     if noise == 0:
         return math.inf
     return 10 * math.log10(signal / noise) if signal > 0 and math.isfinite(noise) else -math.inf
@@ -32,16 +35,18 @@ def sqnr_db(signal: float, noise: float) -> float:
 
 @dataclass(frozen=True)
 class StoredCounts:
-    """Hold counts of a stored layer. Counts of chunks and layers can be added with ``+``.
+    """Hold counts about the codes and scales of a layer. Counts of several chunks or layers are added with ``+``.
 
     About the stored layer:
+        elements: elements of the layer.
+        blocks: block scales of the layer.
         at_max: codes with the largest magnitude.
         nan_codes: codes that are NaN.
         nan_scales: block scales that are NaN or infinite.
         negative_scales: block scales below 0.
         subnormal_scales: nonzero block scales below the smallest normal number of their format and of float32.
         zero_blocks: blocks that decode to zeros.
-        zero_scales: zero_blocks whose codes are not all zero, so that the scale is the reason.
+        zero_scales: those of zero_blocks whose codes are not all zero, because their scale is zero.
 
     Compared with a source x; all 0 without one:
         compared: elements of x.
@@ -78,7 +83,7 @@ class StoredCounts:
 
 
 def total(parts: Iterable[StoredCounts]) -> StoredCounts:
-    """Return the sum of counts."""
+    """Return the sum of several counts; all zeros if there are none."""
     return sum(parts, StoredCounts())
 
 
@@ -90,12 +95,13 @@ def tally(
     tensor_scale: np.float32 | None,
     x: np.ndarray | None = None,
 ) -> StoredCounts:
-    """Return the counts for rows of a layer.
+    """Count what rows of a stored layer contain and, if their source ``x`` is given, how far they are from it.
 
+    form: the container that stores the layer.
     codes: packed codes as stored, [N, K * bits / 8].
     scales: as stored, one scale per block.
     tensor_scale: the factor to multiply by on decode; None stands for 1.
-    x: the source of these rows, float [N, K]; None counts only what is stored.
+    x: the source of these rows, float [N, K]; None to count only what is stored.
     Numerics: values are decoded by ``decode``. The difference from x, and the limit above which a value is saturated,
     are exact in float64.
     """
@@ -114,7 +120,7 @@ def tally(
 def _count_stored(
     form: Container, codes: npt.NDArray[np.uint8], scales: np.ndarray
 ) -> tuple[StoredCounts, npt.NDArray[np.bool_]]:
-    """Return the counts that need no source, and a mask of the blocks that decode to zeros."""
+    """Return (the counts that need no source, a mask of the blocks that decode to zeros)."""
     empty = _empty_blocks(form, codes)
     values = scales_of(form, scales)
     zero = empty | (values == 0)
@@ -134,14 +140,14 @@ def _count_stored(
 
 
 def _count_codes(element: ElementFormat, codes: npt.NDArray[np.uint8], wanted: Iterable[int]) -> int:
-    """Return how many codes, packed one or two per byte, have one of the ``wanted`` magnitudes."""
+    """Return how many codes, packed one or two per byte, equal one of ``wanted`` when their sign bit is ignored."""
     magnitude = ((1 << element.bits) - 1) ^ element.sign_bit
     pairs = [(magnitude << shift, code << shift) for shift in range(0, 8, element.bits) for code in wanted]
     return sum(int(np.count_nonzero((codes & np.uint8(mask)) == np.uint8(code))) for mask, code in pairs)
 
 
 def _nan_codes(element: ElementFormat) -> list[int]:
-    """Return the magnitudes (codes without the sign bit) that are NaN."""
+    """Return the codes, without sign bit, that stand for NaN; [] if the format has none."""
     return [int(code) for code in np.flatnonzero(np.isnan(element.values[: element.sign_bit]))]
 
 
@@ -160,14 +166,17 @@ def _empty_blocks(form: Container, codes: npt.NDArray[np.uint8]) -> npt.NDArray[
 
 
 def _any_in_blocks(form: Container, flags: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
-    """Return a mask of the blocks in which any flag is set. Blocks at the end of rows and columns may be partial."""
+    """Return a mask of the blocks that contain a set flag. Blocks at the end of rows and columns may be partial.
+
+    flags: one flag per element of a matrix.
+    """
     for axis, size in enumerate(form.block):
         flags = np.logical_or.reduceat(flags, np.arange(0, flags.shape[axis], size), axis=axis)
     return flags
 
 
 def _per_element(form: Container, of_blocks: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-    """Repeat one value per block to one value per element, for a matrix of ``shape``."""
+    """Return a matrix of ``shape`` in which every element has the value of its block in ``of_blocks``."""
     height, width = form.block
     rows = of_blocks if height == 1 else np.repeat(of_blocks, height, axis=0)[: shape[0]]
     return np.repeat(rows, width, axis=1)[:, : shape[1]]
@@ -181,7 +190,10 @@ def _compare_with_source(
     source: np.ndarray,
     zero: npt.NDArray[np.bool_],
 ) -> StoredCounts:
-    """Return the counts that compare stored rows with their source; zero: mask of the blocks that decode to zeros."""
+    """Return the counts that compare stored rows with their source.
+
+    stored: the packed codes. zero: a mask of the blocks that decode to zeros.
+    """
     x = source.astype(np.float32, copy=False)
     codes = codes_of(form, stored)
     signal, noise, nonfinite = _signal_and_noise(x, decode(form, codes, scales, tensor_scale))
@@ -199,9 +211,9 @@ def _compare_with_source(
 
 
 def _max_magnitudes(form: Container, scales: np.ndarray, tensor_scale: np.float32 | None) -> npt.NDArray[np.float32]:
-    """Return for each block the largest magnitude that it can hold, rounded down to float32.
+    """Return, for each block, the largest magnitude that it can hold: the element's maximum times the block's scales.
 
-    The products before rounding are exact in float64.
+    The products are exact in float64, and are then rounded down to float32.
     """
     exact = np.abs(scales_of(form, scales).astype(np.float64)) * float(form.element.max)
     exact *= 1.0 if tensor_scale is None else abs(float(tensor_scale))
@@ -238,13 +250,16 @@ def magnitude_bits(x: np.ndarray) -> np.ndarray:
 
 
 def amax_and_nonfinite(x: np.ndarray) -> tuple[np.float32, int]:
-    """Return (max |x| over the finite values, number of NaN and inf) of a 2-D float array; 0 if no value is finite."""
+    """Return (largest |x| of the finite values, number of NaN and infinite values) for a 2-D float array.
+
+    If no value is finite, the first result is 0.
+    """
     infinity = magnitude_bits(np.array([np.inf], x.dtype))[0]
     largest, bad = infinity & 0, 0
     for rows in row_chunks(len(x), x.shape[1]):
         bits = magnitude_bits(x[rows])
         top = bits.max()
-        if top >= infinity:  # rare: count in a second pass over this chunk only
+        if top >= infinity:  # rare, so only such a chunk gets a second pass, which counts non-finite values
             finite = bits < infinity
             top, bad = bits[finite].max(initial=0), bad + bits.size - int(np.count_nonzero(finite))
         largest = max(largest, top)
@@ -252,7 +267,10 @@ def amax_and_nonfinite(x: np.ndarray) -> tuple[np.float32, int]:
 
 
 def amax_and_nonfinite_on(device: int, x: np.ndarray) -> tuple[np.float32, int]:
-    """Return amax_and_nonfinite(x), with the amax computed on a GPU; on the CPU if any value is not finite."""
+    """Return (largest |x| of the finite values, number of NaN and infinite values), computed on a GPU.
+
+    If any value is not finite, the result is computed on the CPU instead, by ``amax_and_nonfinite``.
+    """
     with making_current(device):
         found: Any = amax(to_device(x))
         largest = np.float32(found.get())

@@ -3,8 +3,8 @@
 A weight is one such layer or stack, quantized or not, with all tensors that store it. K is the axis that the layer
 contracts; blocks run along it. A stack that a model stores as [E, K, N] is called transposed, and is read as [E, N, K].
 
-A weight may also be composed of members: rows of other weights, which may be in another file (see
-plan/borrowed_codes.py).
+A weight may also be composed of members. A member is a range of rows of another weight, which may be in another file
+(see plan/borrowed_codes.py).
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from fp4kit.checkpoint.containers.ggml_names import STACKS as GGUF_STACKS
 from fp4kit.checkpoint.selection.name_rules import STACKS
 from fp4kit.storage.safetensors_file import FLOAT_DTYPES, SafetensorsFile, TensorEntry
 
+# Endings of tensor names, and dtypes of tensors named ``.weight``, by which looks_quantized knows quantized layers.
 _QUANTIZED_NAMES = (
     ".weight_scale",
     ".weight_scale_inv",
@@ -54,7 +55,7 @@ _TRANSPOSED_STACKS = ("gpt_oss", "llama4", "llama4_text", "aria", "aria_text", "
 
 
 class Located(NamedTuple):
-    """Locate a tensor in a file. ``file`` has an empty header, so that a job with this object stays small."""
+    """Locate a tensor in a file. ``file`` has an empty header, so that little data is sent to worker processes."""
 
     file: SafetensorsFile
     entry: TensorEntry
@@ -80,23 +81,26 @@ class HeadOrder(NamedTuple):
     weaves: bool
 
     def sources(self, rows: int) -> npt.NDArray[np.intp]:
-        """Return the index in the file of each of the reordered rows; ``rows`` is a multiple of ``head``."""
+        """Return, for each reordered row, its index in the file.
+
+        rows: the number of rows of the matrix, a multiple of ``head``.
+        """
         pairs = (2, self.head // 2) if self.weaves else (self.head // 2, 2)
         return np.arange(rows).reshape(-1, *pairs).swapaxes(1, 2).reshape(-1)
 
 
 @dataclass(frozen=True)
 class Weight:
-    """Describe a weight of a checkpoint.
+    """Describe a weight of a checkpoint: a linear layer or a stack of experts.
 
     name: the name of its module.
     tensor: the name of the tensor with its values or codes.
-    shape: (N, K) or (E, N, K).
+    shape: (N, K), or (E, N, K) for a stack.
     container: how it is quantized; None if it is unquantized.
-    parts: part -> tensor: VALUES if unquantized, else CODES, SCALES and so on.
+    parts: the tensors that store it, by kind: VALUES if it is unquantized, otherwise CODES, SCALES and so on.
     transposed: True if it is stored as (E, K, N).
-    members: the rows that make up this weight, in order, if it is composed of other weights; ``parts`` are then those
-        of the first member. Empty for a weight that is stored as such.
+    members: if the weight is composed of rows of other weights, these rows in order; ``parts`` are then those of the
+        first member. Usually empty.
     order: a reordering to apply to the rows of every matrix when they are read, or None.
     """
 
@@ -111,17 +115,17 @@ class Weight:
 
     @property
     def located(self) -> Located:
-        """The tensor with the values or codes."""
+        """The place of the tensor with the weight's values or codes."""
         return self.parts[VALUES if self.container is None else CODES]
 
     @property
     def dtype(self) -> str:
-        """The safetensors dtype if unquantized, otherwise the name of the container."""
+        """The safetensors dtype of an unquantized weight, or the name of a quantized weight's container."""
         return self.located.entry.dtype if self.container is None else self.container.name
 
     @property
     def nbytes(self) -> int:
-        """The number of bytes of all parts, or of the selected rows of all members."""
+        """The number of bytes that the weight takes: of all its tensors, or of the rows of all its members."""
         if self.members:
             return sum(w.nbytes * (end - begin) // (w.experts * w.shape[-2]) for w, _, (begin, end) in self.members)
         return sum(part.entry.nbytes for part in self.parts.values())
@@ -133,7 +137,7 @@ class Weight:
 
 
 def located(file: SafetensorsFile, entry: TensorEntry) -> Located:
-    """Return a tensor with its file, without the file's header, which would be sent along with every job."""
+    """Return the place of a tensor in a file. The file's header is dropped, because every job would carry it along."""
     return Located(replace(file, entries=(), metadata={}), entry)
 
 
@@ -152,10 +156,11 @@ def looks_quantized(entry: TensorEntry) -> bool:
 def weights_of(
     tensors: Mapping[str, tuple[SafetensorsFile, TensorEntry]], config: Mapping[str, Any], damaged: bool = False
 ) -> dict[str, Weight]:
-    """Return name of the tensor of values or codes -> weight, in the order of ``tensors``.
+    """Find the weights of a checkpoint: all quantized layers, and all unquantized matrices and stacks of experts.
 
-    Contains all quantized layers, and all unquantized matrices and stacks of experts.
+    Return them by the name of the tensor with their values or codes, in the order of ``tensors``.
 
+    config: the content of config.json.
     damaged: True to accept quantized layers with block scales of the wrong shape or without their tensor scale.
     """
     files = {file.path: replace(file, entries=(), metadata={}) for file, _ in tensors.values()}
@@ -175,7 +180,7 @@ def weights_of(
 
 
 def _by_config(config: Mapping[str, Any]) -> Iterable[Container]:
-    """Return all containers, those of the declared ``quant_method`` first.
+    """Return all containers in the order in which to try them: those of the declared ``quant_method`` first.
 
     The order matters, because MXFP8 layers of Model-Optimizer and of compressed-tensors have identical tensors.
     """
@@ -185,9 +190,10 @@ def _by_config(config: Mapping[str, Any]) -> Iterable[Container]:
 
 
 def _stored(module: str, container: Container, places: Mapping[str, Located], damaged: bool) -> Weight | None:
-    """Return the quantized layer ``module``, or None if its tensors do not fit the container.
+    """Return the quantized weight ``module``, or None if its tensors do not fit the container.
 
-    damaged: as for weights_of.
+    places: tensor name -> place, for the whole checkpoint.
+    damaged: True to accept block scales of the wrong shape and a missing tensor scale.
     """
     parts = {part: places[module + suffix] for part, suffix in container.suffixes.items() if module + suffix in places}
     damaged = damaged and not container.is_exact
@@ -227,9 +233,10 @@ def _plain(name: str, place: Located, places: Mapping[str, Located], config: Map
 
 
 def _is_transposed(parent: str, places: Mapping[str, Located], config: Mapping[str, Any]) -> bool:
-    """Return whether a stack of experts is stored as [E, K, N].
+    """Return whether the stacks of experts of the module ``parent`` are stored as [E, K, N].
 
-    Decided by which orientation makes the shapes of gate_up and down agree; if both or neither do, by the model type.
+    The orientation in which the shapes of gate_up_proj and down_proj fit together decides. If both or neither fit, or
+    if one of these stacks is missing, the model type decides.
     """
     by_type = has_transposed_stacks(config)
     names = (f"{parent}.gate_up_proj", f"{parent}.down_proj")
@@ -237,18 +244,21 @@ def _is_transposed(parent: str, places: Mapping[str, Located], config: Mapping[s
     if gate_up is None or down is None or len(gate_up.entry.shape) != 3 or len(down.entry.shape) != 3:
         return by_type
     (_, a, b), (_, c, d) = gate_up.entry.shape, down.entry.shape
-    fits = (a == 2 * d and b == c), (b == 2 * c and a == d)  # [2I, H] with [H, I]; [H, 2I] with [I, H]
+    fits = (a == 2 * d and b == c), (b == 2 * c and a == d)  # gate_up and down: [2I, H], [H, I] or [H, 2I], [I, H]
     return fits[1] if fits[0] != fits[1] else by_type
 
 
 def stack_shape(shape: tuple[int, ...], config: Mapping[str, Any]) -> tuple[int, ...]:
-    """Return (E, N, K) for the stored shape of a stack of experts, judged by the model type alone."""
+    """Return the shape (E, N, K) of a stack of experts with the stored ``shape``, which may be (E, K, N).
+
+    The model type in ``config`` decides.
+    """
     experts, a, b = shape
     return (experts, b, a) if has_transposed_stacks(config) else (experts, a, b)
 
 
 def has_transposed_stacks(config: Mapping[str, Any]) -> bool:
-    """Return whether models of this type store stacks of experts as [E, K, N]."""
+    """Return whether models of this config's ``model_type`` store stacks of experts as [E, K, N]."""
     return str(config.get("model_type", "")) in _TRANSPOSED_STACKS
 
 
