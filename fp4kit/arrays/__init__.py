@@ -1,1 +1,1 @@
-"""Arrays of other libraries: how they are imported (DLPack), and how results return to their library."""
+"""Arrays of other libraries: how arguments are imported without a copy, and how results return to their library."""

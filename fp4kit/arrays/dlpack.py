@@ -1,11 +1,12 @@
 """DLPack on the host: view the memory of another library's array as a NumPy array.
 
-NumPy's own `from_dlpack` refuses bfloat16 and the 8-bit floats, so this module reads the capsule itself, for every
-dtype. The structures are those of dlpack.h (DLPack 1.x), and the capsule protocol is that of the Python array API
-standard.
+An exporter (an array of another library) returns a capsule, a Python object that describes its memory. NumPy's own
+`from_dlpack` refuses bfloat16 and the 8-bit floats, so this module reads the capsule itself. The structures are those
+of dlpack.h (DLPack 1.x), and the protocol is that of the Python array API standard.
 
-If nobody consumes a capsule, it calls the exporter's deleter when it is garbage collected. The arrays made here hold
-the capsule itself, so the exporter's memory lives exactly as long as the last view of it.
+A consumer may take over the duty of freeing the memory, by renaming the capsule. This module does not. The arrays that
+it returns refer to the capsule, which frees the memory when it is garbage collected. So the exporter's memory lives
+exactly as long as the last view of it.
 """
 
 from __future__ import annotations
@@ -78,9 +79,9 @@ _capsule_pointer = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c
 
 
 class _Memory:
-    """An exporter's memory, described by NumPy's array interface.
+    """Describe an exporter's memory by NumPy's array interface, so that np.asarray makes an array on it.
 
-    It holds the capsule, which keeps the memory alive.
+    The object refers to the capsule, which keeps the memory alive.
     """
 
     def __init__(self, capsule: object, tensor: _DLTensor, dtype: np.dtype[Any], read_only: bool) -> None:
@@ -95,16 +96,16 @@ class _Memory:
 
 
 def read(x: Any, name: str) -> np.ndarray[Any, np.dtype[Any]]:
-    """Return the array that x exports.
+    """Return a NumPy array on the memory of x, an object in host memory that exports DLPack.
 
-    name: how error messages call x. Raises TypeError for a dtype that is not in DTYPES, BufferError if the memory
+    name: how error messages call x. Raises TypeError for a dtype that is not in DTYPES, and BufferError if the memory
     cannot be read.
     """
     return _from_capsule(_export(x), name)
 
 
 def _export(x: Any) -> object:
-    """Return the exporter's DLPack capsule, versioned if it can make one.
+    """Return the DLPack capsule of x: a versioned one (DLPack 1.0) if x can make it.
 
     Only a versioned capsule can be marked read-only.
     """
@@ -115,7 +116,7 @@ def _export(x: Any) -> object:
 
 
 def _from_capsule(capsule: object, name: str) -> np.ndarray[Any, np.dtype[Any]]:
-    """Return the array that a capsule describes."""
+    """Return a NumPy array on the memory that a capsule describes. name: how error messages call the exporter."""
     tensor, read_only = _read(capsule, name)
     dtype = _dtype(tensor.dtype, name)
     if 0 in _shape(tensor):  # the exporter's data pointer may be NULL
@@ -128,9 +129,9 @@ def _from_capsule(capsule: object, name: str) -> np.ndarray[Any, np.dtype[Any]]:
 
 
 def _read(capsule: object, name: str) -> tuple[_DLTensor, bool]:
-    """Return the tensor that a capsule describes, and whether its memory is read-only.
+    """Return the DLTensor structure in a capsule, and whether its memory is read-only.
 
-    The tensor is valid as long as the capsule lives.
+    The memory counts as read-only if the capsule cannot say so. The structure is valid as long as the capsule lives.
     """
     if _capsule_is_valid(capsule, b"dltensor_versioned"):
         pointer = _capsule_pointer(capsule, b"dltensor_versioned")
@@ -159,10 +160,10 @@ def _dtype(dtype: _DLDataType, name: str) -> np.dtype[Any]:
 
 
 def _shape(tensor: _DLTensor) -> tuple[int, ...]:
-    """Return the shape of a tensor."""
+    """Return the shape of a DLTensor."""
     return tuple(tensor.shape[: tensor.ndim]) if tensor.ndim else ()
 
 
 def _byte_strides(tensor: _DLTensor, itemsize: int) -> tuple[int, ...] | None:
-    """Return the strides of a tensor in bytes, or None if it is row-major without gaps."""
+    """Return the strides of a DLTensor in bytes, or None if it is row-major without gaps."""
     return tuple(itemsize * step for step in tensor.strides[: tensor.ndim]) if tensor.ndim and tensor.strides else None

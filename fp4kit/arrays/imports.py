@@ -101,11 +101,11 @@ def check_unmasked(x: Any, name: str) -> None:
 
 
 def as_arrays(operation: str = "", /, **named: Any) -> tuple[Any, ...]:
-    """Return every argument as `as_array` does, after checking that all are on one device.
+    """Return every argument as `as_array` does, after checking that all arguments are on one device.
 
     Args:
         operation: the function that error messages begin with, such as "quantize".
-        **named: the arrays by the names that error messages use; None stays None.
+        **named: the arrays by the names that error messages use. An argument that is None stays None.
 
     Returns:
         The arrays, in the order of the arguments.
@@ -120,7 +120,10 @@ def as_arrays(operation: str = "", /, **named: Any) -> tuple[Any, ...]:
 
 
 def check_one_device(operation: str = "", /, **named: Any) -> None:
-    """Raise ValueError, naming each array's device, unless all arrays that are not None are on one device."""
+    """Raise ValueError unless all arrays are on one device. The message names the device of each array.
+
+    Arguments that are None are ignored.
+    """
     prefix = f"{operation}: " if operation else ""
     devices = {name: device_name(x, prefix + name) for name, x in named.items() if x is not None}
     if len(set(devices.values())) > 1:
@@ -163,9 +166,9 @@ def device_name(x: Any, name: str = "x") -> str:
 
 
 def way_to_array(x: Any, variable: str) -> str:
-    """Return text for an error message that says how to get an array from an object that is none.
+    """Return the end of an error message for an object that is not an array: how to get an array from it.
 
-    variable: the expression of the object in the caller's code.
+    variable: the expression for the object in the caller's code, such as "x".
     """
     if hasattr(x, "named_parameters"):  # a torch.nn.Module
         weight = "weight" if hasattr(x, "weight") else next((name for name, _ in x.named_parameters()), "weight")
@@ -181,9 +184,9 @@ def way_to_array(x: Any, variable: str) -> str:
 
 
 def _dlpack_device(x: Any, name: str) -> tuple[int, int]:
-    """Return the type and the number of the device that holds an exporter's memory.
+    """Return the DLPack device type and device number of the memory of x.
 
-    Raises BufferError if there is no such device or more than one.
+    Raises BufferError if the memory is on no device or on more than one.
     """
     try:
         kind, index = x.__dlpack_device__()
@@ -224,9 +227,10 @@ def check_tensor(x: Any, name: str = "x") -> None:
 
 
 def _check_grad(x: Any, name: str) -> None:
-    """Raise ValueError for a tensor whose gradient would be lost.
+    """Raise ValueError for a tensor that requires grad, because fp4kit's own functions carry no gradient.
 
-    There is no error without grad mode, and none for a Parameter, except in the functions of DIFFERENTIABLE.
+    Nothing is raised if grad mode is off. A Parameter is accepted too, except by the functions of DIFFERENTIABLE, whose
+    results usually need a gradient.
     """
     torch, op = sys.modules["torch"], name.partition(":")[0]
     if not torch.is_grad_enabled() or (isinstance(x, torch.nn.Parameter) and op not in DIFFERENTIABLE):
@@ -240,12 +244,12 @@ def _check_grad(x: Any, name: str) -> None:
 
 
 def _variable(name: str) -> str:
-    """Return the argument's own name in `name`: "quantize: x" gives "x"."""
+    """Return the last word of `name`, the argument's own name: "quantize: x" gives "x"."""
     return name.rpartition(" ")[2]
 
 
 def _require_host(device: str, name: str) -> None:
-    """Raise NotImplementedError unless device is "cpu"."""
+    """Raise NotImplementedError unless device is "cpu". name: how the message calls the array."""
     if device == "cpu":
         return
     x = _variable(name)
@@ -257,9 +261,9 @@ def _require_host(device: str, name: str) -> None:
 
 
 def _detached(x: Any) -> Any:
-    """Return a PyTorch tensor without its autograd graph.
+    """Return a PyTorch tensor detached from its autograd graph, because PyTorch does not export one that requires grad.
 
-    A tensor that requires grad does not export DLPack.
+    Any other object is returned unchanged.
     """
     return x.detach() if getattr(x, "requires_grad", False) else x
 
@@ -268,9 +272,9 @@ def _detached(x: Any) -> Any:
 
 
 def is_traced() -> bool:
-    """Return whether torch.compile traces the caller, or would trace the functions that the caller calls.
+    """Return whether torch.compile traces the caller, or would trace the functions that the caller calls next.
 
-    Call it only if "torch._dynamo" is in sys.modules.
+    If so, the caller must call them through `untraced`. Requires that "torch._dynamo" is in sys.modules.
     """
     if sys.modules["torch"].compiler.is_dynamo_compiling():  # a constant True in traced code
         return _leave_untraced()
@@ -279,15 +283,19 @@ def is_traced() -> bool:
 
 
 def untraced(function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-    """Call the function outside of a traced graph.
+    """Return function(*args, **kwargs), called outside of torch.compile's graph.
 
-    In traced code this is a graph break, or an error with fullgraph=True. is_traced must have been called before.
+    In traced code this is a graph break, or an error with fullgraph=True. Requires that is_traced has returned True
+    before, because it marks this function for torch.compile.
     """
     return function(*args, **kwargs)
 
 
 def _leave_untraced() -> bool:
-    """Tell torch.compile not to trace `untraced`, and return True. The tracer itself runs this function."""
+    """Tell torch.compile not to trace the function `untraced`. Always return True.
+
+    torch.compile runs this function itself while it traces, instead of tracing it.
+    """
     if not hasattr(untraced, "_torchdynamo_disable"):
         why = "fp4kit's functions are not traced; in a graph, call those of fp4kit.torch, such as fp4kit.torch.quantize"
         globals()["untraced"] = sys.modules["torch"]._dynamo.disable(untraced, reason=why)
@@ -304,7 +312,10 @@ _NOTHING = nullcontext()
 
 @cache
 def cupy() -> Any:
-    """Return the cupy module. Raise RuntimeError, with the way to install what is missing, if it cannot be used."""
+    """Return the cupy module, imported at the first call.
+
+    Raise RuntimeError if CuPy, a CUDA driver or a device is missing. The message says what to install or check.
+    """
     try:
         import cupy as module
     except ImportError as error:
@@ -323,36 +334,38 @@ def cupy() -> Any:
 
 
 def to_device(host: np.ndarray) -> Any:
-    """Return a CuPy array on the current device, copied from a NumPy array.
+    """Return a copy of a NumPy array as a CuPy array on the current device.
 
-    A 0-d array is copied as a row and reshaped, because CuPy would otherwise compile a kernel, which takes seconds.
+    A 0-d array is copied with one axis and reshaped, because CuPy would otherwise compile a kernel, which takes
+    seconds.
     """
     return cupy().asarray(host) if host.ndim else cupy().asarray(host.reshape(1)).reshape(())
 
 
 def on_device(array: Any) -> bool:
-    """Return whether an array, as import_arrays returns it, is a CuPy array; otherwise it is a NumPy array."""
+    """Return whether an array is a CuPy array. It must be a result of import_arrays, so it is NumPy's otherwise."""
     return not isinstance(array, np.ndarray)
 
 
 def to_host(array: Any) -> Any:
-    """Return an array, as import_arrays returns it, as a NumPy array. A CuPy array is copied, which waits for it."""
+    """Return a result of import_arrays as a NumPy array. A CuPy array is copied, after waiting for its values."""
     return array.get() if on_device(array) else array
 
 
 def making_current(device: int) -> AbstractContextManager[Any]:
-    """Return a context in which the device is the current one.
+    """Return a context manager that makes a CUDA device the current one.
 
-    It does nothing if the device already is the current one.
+    If the device already is the current one, the context manager does nothing.
     """
     cuda = cupy().cuda
     return _NOTHING if cuda.runtime.getDevice() == device else cuda.Device(device)
 
 
 def import_arrays(op: str, **named: Any) -> tuple[Any, ...]:
-    """Return the arrays without a copy: CuPy arrays if they are on a GPU, otherwise NumPy arrays.
+    """Return the given arrays of any library as CuPy arrays if they are on a GPU, otherwise as NumPy arrays.
 
-    Raises ValueError unless all arrays are on one device.
+    Nothing is copied. Raises ValueError unless all arrays are on one device. op: the function that error messages begin
+    with.
     """
     if _one_cupy_device(named.values()):
         return tuple(named.values())
@@ -369,19 +382,19 @@ def import_arrays(op: str, **named: Any) -> tuple[Any, ...]:
 
 
 def _one_cupy_device(arrays: Iterable[Any]) -> bool:
-    """Return whether all arrays are CuPy arrays of one device.
+    """Return whether all arrays are CuPy arrays on one device.
 
-    They then need no DLPack export, which costs a call of the driver.
+    Then the DLPack export, which costs a call of the driver, is not needed.
     """
     kind = getattr(sys.modules.get("cupy"), "ndarray", None)
     return kind is not None and all(isinstance(a, kind) for a in arrays) and len({a.device.id for a in arrays}) == 1
 
 
 def _on_cuda(a: Any, name: str) -> bool:
-    """Return whether an array is on a CUDA device."""
+    """Return whether an array of any library is on a CUDA device. name: how error messages call the array."""
     return device_name(a, name).startswith("cuda")
 
 
 def is_array(a: Any) -> bool:
-    """Return whether an object is an array of some library, that is, exports its memory."""
+    """Return whether an object is an array of some library: whether it exports DLPack or the CUDA array interface."""
     return hasattr(a, "__dlpack__") or hasattr(a, "__cuda_array_interface__")

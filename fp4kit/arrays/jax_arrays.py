@@ -1,4 +1,4 @@
-"""JAX arrays: how results return to JAX, and what cached calls need to know about its arrays."""
+"""JAX arrays: how results become JAX arrays, and which facts about arguments a cached call is looked up by."""
 
 from __future__ import annotations
 
@@ -14,13 +14,16 @@ from fp4kit.arrays import imports
 
 @contextmanager
 def call_context(x: Any) -> Iterator[Callable[[Any], Any]]:
-    """Yield a function that makes JAX arrays on the device of x. Calls on x need no further context."""
+    """Yield a function that converts results to JAX arrays on the device of x.
+
+    The with block itself changes nothing. It exists because other libraries, such as PyTorch, need one around a call.
+    """
 
     yield lambda array: giver(x)(array)
 
 
 def giver(x: Any) -> Callable[[Any], Any]:
-    """Return a function that makes JAX arrays on the device of x.
+    """Return a function that converts NumPy and CuPy arrays to JAX arrays on the device of x.
 
     If x is committed to its device, the new arrays are too. Otherwise JAX may move them.
     """
@@ -36,9 +39,9 @@ def giver(x: Any) -> Callable[[Any], Any]:
 
 
 def facts(a: Any) -> Hashable:
-    """Return everything that the checks of a call depend on, for a JAX array on one device of the host.
+    """Return a hashable tuple of the facts about a JAX array that the checks of a call depend on, such as its shape.
 
-    Raises TypeError for any other object.
+    Two arrays with equal facts can use one cached call. Raises TypeError unless `a` is a JAX array on one CPU device.
     """
     kind = type(a)
     if kind.__name__ != "ArrayImpl" or a.is_deleted() or len(a.devices()) != 1 or a.device.platform != "cpu":
@@ -50,7 +53,7 @@ def facts(a: Any) -> Hashable:
 def array_of(array: Any, device: Any = None) -> Any:
     """Return a JAX array made from a NumPy or CuPy array. Return anything else unchanged.
 
-    A NumPy array is copied, to `device` if it is given. A CuPy array is shared.
+    A NumPy array is copied, to `device` if one is given. A CuPy array shares its memory with the JAX array.
     """
     if isinstance(array, np.ndarray):
         copy = np.array(array)  # JAX may keep the memory, so no other array may share it
@@ -59,9 +62,10 @@ def array_of(array: Any, device: Any = None) -> Any:
 
 
 def _device_array(array: Any) -> Any:
-    """Return a JAX array on the memory of a CuPy array, through DLPack, which orders the streams.
+    """Return a JAX array on the memory of a CuPy array.
 
-    The elements are exported as integers, because CuPy does not export every dtype.
+    The transfer is by DLPack, which makes the stream of JAX wait for that of CuPy. The elements are exported as
+    integers, because CuPy does not export every dtype.
     """
     jax: Any = sys.modules["jax"]
     array = imports.cupy().ascontiguousarray(array).reshape(array.shape)  # ascontiguousarray makes a row of a 0-d array

@@ -1,9 +1,9 @@
 """Return results in the library of the arguments: PyTorch tensors and JAX arrays, on the host and on CUDA.
 
 fp4kit computes on NumPy and CuPy arrays that share the memory of the arguments (fp4kit.arrays.imports). The results of
-a public function are converted to arrays of the first argument's library, without a copy if the library allows it.
-Arguments of any other library give NumPy or CuPy arrays. This module imports neither PyTorch nor JAX, because the
-module of an array is already loaded.
+a public function are converted to arrays of the first argument's library, without a copy if the library allows it. For
+arguments of any library other than PyTorch and JAX, the results are NumPy or CuPy arrays. This module does not import
+PyTorch or JAX. If an argument is a tensor or JAX array, the caller has already imported its module.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ Give = Callable[[Any], Any]  # converts a NumPy or CuPy array to a library's arr
 
 
 class ArrayLibrary(NamedTuple):
-    """A library whose arrays results are converted to.
+    """Describe a library, PyTorch or JAX, to whose arrays results are converted.
 
-    name: name of its module. call_context(a): a context for calls on its array `a`, which yields the function that
-    converts results. is_mutable: whether its arrays can be written to.
+    name: the name of its module. call_context(a): a context manager to enter around a call on `a`, an array of the
+    library; it yields the function that converts results. is_mutable: whether arrays of the library can be written to.
     """
 
     name: str
@@ -41,9 +41,9 @@ JAX = ArrayLibrary("jax", jax_arrays.call_context, False)
 
 
 def library_of(a: Any) -> ArrayLibrary | None:
-    """Return the library of an array, or None for NumPy, CuPy and every library other than PyTorch and JAX.
+    """Return TORCH or JAX if an array belongs to that library; return None for NumPy, CuPy and every other library.
 
-    A sequence has the library of its first array, a Quantized that of its parts.
+    The library of a sequence is that of its first array. The library of a Quantized is that of its codes.
     """
     if isinstance(a, np.ndarray) or type(a).__module__ == "cupy":
         return None
@@ -56,7 +56,10 @@ def library_of(a: Any) -> ArrayLibrary | None:
 
 
 def first_array(a: Any) -> Any:
-    """Return the array that stands for an argument: the first one of a sequence, the codes of a Quantized."""
+    """Return the array whose library and device decide for an argument.
+
+    It is the first array of a sequence, the codes of a Quantized, or the argument itself.
+    """
     while isinstance(a, (list, tuple)) and a:
         a = a[0]
     return getattr(a, "packed", a)
@@ -73,9 +76,9 @@ def numpy_dtype(op: str, dtype: Any) -> np.dtype:
 
 
 def convert_arrays(result: Any, give: Give) -> Any:
-    """Return a result with its arrays converted by `give`.
+    """Return the result of a call with every NumPy or CuPy array in it converted by `give`.
 
-    Arrays, a Quantized, and lists, tuples and named tuples of them are converted; anything else stays unchanged.
+    Arrays in lists, tuples, named tuples and a Quantized are converted too. Anything else stays unchanged.
     """
     if isinstance(result, np.ndarray) or type(result).__module__ == "cupy":
         return give(result)
@@ -116,9 +119,10 @@ def returns_in_library(function: Callable[P, T]) -> Callable[P, T]:
 
 
 def mark_written(out: Any) -> Any:
-    """Return `out` after it was written to, and tell PyTorch's autograd about the write, as PyTorch's own functions do.
+    """Tell PyTorch's autograd that `out` was written to, as PyTorch's own in-place functions do. Return `out`.
 
-    Otherwise autograd would silently compute gradients from overwritten values that an earlier function had saved.
+    Without this, autograd would silently compute gradients from overwritten values that an earlier function had saved.
+    Arrays of other libraries need nothing.
     """
     tensor: Any = getattr(sys.modules.get(TORCH.name), "Tensor", None)
     if tensor is not None and isinstance(getattr(out, "packed", out), tensor):
@@ -128,10 +132,10 @@ def mark_written(out: Any) -> Any:
 
 
 class PlanLibrary:
-    """The library of a plan's tensors.
+    """Convert the results of a plan's methods to the library of the plan's tensors.
 
-    A plan returns the same arrays in every call, so they are converted only once. In a library whose arrays cannot be
-    written to, each call returns copies.
+    A plan returns the same arrays in every call. For PyTorch they are converted once, and later calls return the same
+    tensors. JAX arrays cannot be written to, so each call returns new copies.
     """
 
     def __init__(self, arrays: Any) -> None:
@@ -139,7 +143,7 @@ class PlanLibrary:
         self._known: dict[str, tuple[list[Any], list[Any]]] = {}
 
     def context(self) -> AbstractContextManager[Give]:
-        """Return the context in which the plan's calls run."""
+        """Return the context manager to enter around the plan's calls. It yields the function that converts results."""
         return nullcontext(_unchanged) if self._library is None else self._library.call_context(self._like)
 
     def call(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
@@ -153,9 +157,9 @@ class PlanLibrary:
             return self._tensors(function.__name__, result, give)
 
     def _tensors(self, name: str, result: Any, give: Give) -> Any:
-        """Return the arrays of a result as tensors.
+        """Return the result of the plan's method `name` as tensors: a list for a list, otherwise one tensor.
 
-        If the arrays are the objects of the last call, return the tensors of that call.
+        If the arrays are the objects that the method returned last time, the tensors of that call are returned again.
         """
         arrays = result if isinstance(result, list) else [result]
         cached = self._known.get(name)
@@ -169,7 +173,7 @@ class PlanLibrary:
 
 
 def _unchanged(array: Any) -> Any:
-    """Return the array."""
+    """Return array itself: the converting function of a plan on NumPy or CuPy arrays."""
     return array
 
 

@@ -1,4 +1,4 @@
-"""PyTorch tensors: in which stream and allocator calls on them run, and how results become tensors."""
+"""PyTorch tensors: which stream and allocator a call on them uses, and how results become tensors."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import numpy as np
 
 from fp4kit.arrays import imports
 
-ALIGNMENT = 16  # bytes; sizes are rounded up to a multiple, at least one, so that no allocation is empty
+ALIGNMENT = 16  # bytes; sizes are rounded up to a multiple of it, and to at least one multiple
 _CACHED_STREAMS, _CACHED_OUTLINES = 64, 1024  # cache sizes
 _NAMES = (
     "float64",
@@ -46,7 +46,7 @@ def _module() -> Any:
 
 @cache
 def _dtypes() -> dict[Any, np.dtype]:
-    """Return NumPy's dtype by PyTorch dtype. An older PyTorch lacks some of them."""
+    """Return a dict from PyTorch dtypes to NumPy dtypes, without those that this version of PyTorch lacks."""
     dtypes = {
         getattr(_module(), name): np.dtype(getattr(ml_dtypes, name, name))
         for name in _NAMES
@@ -58,26 +58,27 @@ def _dtypes() -> dict[Any, np.dtype]:
 
 @cache
 def _torch_dtypes() -> dict[np.dtype, Any]:
-    """Return PyTorch's dtype by NumPy dtype. uint8 gives torch.uint8."""
+    """Return a dict from NumPy dtypes to PyTorch dtypes. np.uint8 gives torch.uint8, not the packed float4 dtype."""
     return {known: dtype for dtype, known in reversed(_dtypes().items())}
 
 
 def numpy_dtype(op: str, dtype: Any) -> np.dtype:
-    """Return a PyTorch dtype as NumPy's or ml_dtypes' dtype. Raise TypeError if they do not have it."""
+    """Return the NumPy or ml_dtypes dtype that equals a PyTorch dtype. Raise TypeError if there is none."""
     if dtype not in _dtypes():
         raise TypeError(f"{op}: dtype is {dtype}; needs a dtype that NumPy or ml_dtypes has, such as torch.float32")
     return _dtypes()[dtype]
 
 
 def dtype_named(name: str) -> Any:
-    """Return PyTorch's dtype with the given name, such as "float8_e4m3fn"."""
+    """Return the PyTorch dtype with the given name, such as "float8_e4m3fn"."""
     return getattr(_module(), name)
 
 
 def count_writes(tensors: list[Any]) -> None:
-    """Tell autograd that tensors were written to.
+    """Tell autograd that tensors were written to, so that it rejects a backward pass that needs the old values.
 
-    An older PyTorch accepts only one tensor per call, and one before that has no such function; then nothing is done.
+    The function of PyTorch takes a list, in older versions a single tensor. If PyTorch is too old to have it, nothing
+    is done.
     """
     count = getattr(_module().autograd.graph, "increment_version", None)
     if count is None:
@@ -91,9 +92,9 @@ def count_writes(tensors: list[Any]) -> None:
 
 @contextmanager
 def call_context(x: Any) -> Iterator[Callable[[Any], Any]]:
-    """Yield a function that makes tensors, in a context for calls on x.
+    """Enter a context for a call on the tensor x, and yield the function that converts results to tensors.
 
-    For a CUDA tensor, the calls run on the current stream of its device and take memory from PyTorch's allocator.
+    For a CUDA tensor, the call runs on the current stream of its device, and takes memory from PyTorch's allocator.
     """
     if not x.is_cuda:
         yield tensor_of
@@ -114,7 +115,7 @@ def tensor_of(array: Any) -> Any:
 
 
 class TorchStream(NamedTuple):
-    """A stream of PyTorch, in the form that a CuPy launch accepts."""
+    """Hold the pointer and device number of a PyTorch stream, in a form that CuPy can launch kernels on."""
 
     ptr: int
     device: int
@@ -125,21 +126,21 @@ class TorchStream(NamedTuple):
 
 
 def stream_of(device: Any) -> TorchStream:
-    """Return PyTorch's current stream of a device."""
+    """Return PyTorch's current stream on a device."""
     return streams_of(device)()
 
 
 def streams_of(device: Any) -> Callable[[], TorchStream]:
-    """Return a function that returns PyTorch's current stream of a device."""
+    """Return a function that looks up PyTorch's current stream on a device."""
     pointer, index = _raw_stream(), device.index
     return lambda: TorchStream(pointer(index), index)
 
 
 @cache
 def _raw_stream() -> Callable[[int], int]:
-    """Return a function from a device number to the pointer of its current stream.
+    """Return a function from a device number to the pointer of PyTorch's current stream on that device.
 
-    It does not create a torch.cuda.Stream, if this PyTorch can avoid that.
+    If this version of PyTorch allows it, the function does so without creating a torch.cuda.Stream object.
     """
     get_raw: Callable[[int], int] | None = getattr(_module()._C, "_cuda_getCurrentRawStream", None)
     return get_raw or (lambda index: int(_module().cuda.current_stream(index).cuda_stream))
@@ -147,25 +148,30 @@ def _raw_stream() -> Callable[[int], int]:
 
 @lru_cache(_CACHED_STREAMS)
 def cupy_stream(stream: TorchStream) -> Any:
-    """Return the stream as a CuPy stream, for a with statement. The stream's device must be the current one."""
+    """Return a PyTorch stream as a CuPy stream, which a with statement makes CuPy's current stream.
+
+    The stream's device must be the current one.
+    """
     cuda = imports.cupy().cuda
     make = getattr(cuda.Stream, "from_external", None)
     return cuda.ExternalStream(*stream) if make is None else make(stream)
 
 
 def address() -> Callable[[Any], int]:
-    """Return the function that returns the address of a tensor."""
+    """Return Tensor.data_ptr, the function that returns the address of a tensor's data."""
     data_ptr: Callable[[Any], int] = _module().Tensor.data_ptr
     return data_ptr
 
 
 def maker(device: Any, shape: tuple[int, ...], dtype: np.dtype, zeros: bool) -> Callable[[], Any]:
-    """Return a function that allocates tensors of a shape and NumPy dtype on the current device.
+    """Return a function without arguments that allocates a tensor with the given shape and NumPy dtype.
 
-    The tensors are uninitialized, or zeros if `zeros` is set. Uninitialized tensors are allocated with the function of
-    PyTorch's compiled code, if this PyTorch has it, because that one calls the allocator directly. Otherwise a tensor
-    without memory serves as the model. That takes half the time of passing shape, dtype and device: 8.7 instead of 14.1
-    us for eight tensors on the host of an H200, November 2026.
+    device must be the current device. The tensors are zeros if `zeros` is set, otherwise uninitialized.
+
+    Uninitialized tensors are allocated with the function of PyTorch's compiled code, which calls the allocator
+    directly. If this PyTorch lacks that function, torch.empty_like of a tensor without memory is used instead. It takes
+    half the time of passing shape, dtype and device: 8.7 instead of 14.1 us for eight tensors on the host of an H200,
+    November 2026.
     """
     model, allocate_strided = _outline(shape, dtype, device), _straight_maker(device.type)
     if zeros:
@@ -179,9 +185,9 @@ def maker(device: Any, shape: tuple[int, ...], dtype: np.dtype, zeros: bool) -> 
 
 @cache
 def _straight_maker(kind: str) -> Callable[..., Any] | None:
-    """Return the function that allocates tensors by shape, strides and dtype on the current device of a kind.
+    """Return PyTorch's function that allocates a tensor from its shape, strides and dtype, without further checks.
 
-    Return None if this PyTorch is too old to have it.
+    kind: the device type, "cpu" or "cuda". Return None if this PyTorch is too old to have the function.
     """
     guards = getattr(getattr(_module()._C, "_dynamo", None), "guards", None)
     return getattr(guards, f"_empty_strided_{kind}", None)
@@ -189,14 +195,17 @@ def _straight_maker(kind: str) -> Callable[..., Any] | None:
 
 @lru_cache(_CACHED_OUTLINES)
 def _outline(shape: tuple[int, ...], dtype: np.dtype, device: Any) -> Any:
-    """Return a contiguous tensor without memory, which carries only shape, dtype and device."""
+    """Return a contiguous tensor with a shape, dtype and device but no memory, as a model for torch.empty_like."""
     tensor = _module().empty(shape, dtype=_torch_dtypes()[dtype], device=device)
     tensor.untyped_storage().resize_(0)
     return tensor
 
 
 def tensor_type() -> Any:
-    """Return torch.Tensor, or an empty tuple if PyTorch is not imported. Both work as second argument of isinstance."""
+    """Return torch.Tensor, or an empty tuple if PyTorch is not imported.
+
+    Both work as the second argument of isinstance.
+    """
     return getattr(sys.modules.get("torch"), "Tensor", ())
 
 
@@ -208,10 +217,11 @@ def host_device() -> Any:
 
 @cache
 def facts(on_host: bool = False) -> Callable[[Any], Hashable]:
-    """Return a function that returns everything that the checks of a call depend on, for a tensor with plain memory.
+    """Return a function that gives the facts about a tensor that the checks of a call depend on, as a hashable tuple.
 
-    The tensor must be on CUDA, or on the host if on_host is set. The returned function raises TypeError for anything
-    else. Raises TypeError if PyTorch is not imported.
+    Two tensors with equal facts can use one cached call. The returned function raises TypeError unless its argument is
+    a plain tensor or Parameter on CUDA, or on the host if on_host is set. `facts` itself raises TypeError if PyTorch is
+    not imported.
     """
     if "torch" not in sys.modules:
         raise TypeError("PyTorch is not imported")
@@ -228,9 +238,9 @@ def facts(on_host: bool = False) -> Callable[[Any], Hashable]:
 
 
 def allocate(size: int) -> Any:
-    """Allocate memory for CuPy during a call.
+    """Allocate `size` bytes from PyTorch's allocator, as CuPy's allocator during a call.
 
-    Each block is a tensor of its own, so that record_stream, CUDA graphs and PyTorch's memory pools know it.
+    Each block is a tensor, so that record_stream, CUDA graphs and PyTorch's memory pools treat it as PyTorch's own.
     """
     cuda = imports.cupy().cuda
     device, torch = cuda.runtime.getDevice(), _module()
@@ -249,14 +259,15 @@ def _host_tensor(array: np.ndarray) -> Any:
 
 @cache
 def _plain() -> tuple[np.dtype, ...]:
-    """Return the dtypes that PyTorch accepts from NumPy directly."""
+    """Return the NumPy dtypes that torch.from_numpy accepts directly."""
     return tuple(dtype for dtype in _torch_dtypes() if dtype.isbuiltin == 1)
 
 
 def _device_tensor(array: Any) -> Any:
-    """Return the tensor of a CuPy array.
+    """Return a tensor on the memory of a CuPy array.
 
-    It is a view of the block that `allocate` made for it, or shares memory that was allocated otherwise.
+    If `allocate` made the memory, the tensor is a view of the block that owns it. Otherwise the memory is shared by
+    DLPack.
     """
     dtype = _torch_dtypes()[array.dtype]
     block = _BLOCKS.get(array.data.mem.ptr)
@@ -264,7 +275,7 @@ def _device_tensor(array: Any) -> Any:
         bits = array.reshape(1) if array.ndim == 0 else array
         return (
             _module().from_dlpack(bits.view(f"i{array.itemsize}")).view(dtype).reshape(array.shape)
-        )  # CuPy exports integers
+        )  # viewed as integers, which CuPy can export
     strides = [step // array.itemsize for step in array.strides]
     offset = (array.data.ptr - array.data.mem.ptr) // array.itemsize
     return block.view(dtype).as_strided(array.shape, strides, offset)
