@@ -24,7 +24,7 @@ Key = tuple[Hashable, ...]
 _UNKNOWN: Any = object()
 # The cached call of each key. None records that the engine made no cached call, so that it is not asked again.
 _CALLS: dict[Key, Callable[..., Any] | None] = {}
-# Whether only the specification computes on NumPy arrays, as within fp4kit.specification().
+# True if only the specification computes on NumPy arrays, as within fp4kit.specification().
 specification_only: ContextVar[bool] = ContextVar("specification_only", default=False)
 
 

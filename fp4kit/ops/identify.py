@@ -32,7 +32,7 @@ from fp4kit.types import Hadamard
 _COLUMNS = ("recipe", "bytes equal", "codes differ", "scales differ")
 PROBE = 1 << 14  # elements on which variations are tried first
 SAMPLE = 1 << 18  # elements on which recipes are tried first, if the array has at least twice as many
-MOST_PROVED = 3  # recipes that are proved on all bytes if no recipe makes all bytes of the sample
+MAX_PROVED = 3  # recipes that are proved on all bytes if no recipe makes all bytes of the sample
 NEXT_TO_TIES = 1 / 1024  # the largest share of codes that may differ because the encode scale is off by one ulp
 # Rounding counts as stochastic only if at least this share of the elements between two values are not the nearest one.
 ELSEWHERE = 1 / 8
@@ -164,9 +164,9 @@ def identify(q: Quantized, x: Any) -> Identification:
         amaxes from which it makes q.tensor_scale: the amax of x, or one that the scale implies
         (reference/implied_amax.py).
 
-        SAMPLE, PROBE and MOST_PROVED are constants of this module. For 2 * SAMPLE or more elements, every recipe is
+        SAMPLE, PROBE and MAX_PROVED are constants of this module. For 2 * SAMPLE or more elements, every recipe is
         first tried on about SAMPLE elements at the start, in whole blocks. The recipes that reproduce this sample, or
-        else the best MOST_PROVED ones, are then compared on all bytes. The other matches keep the counts of the sample.
+        else the best MAX_PROVED ones, are then compared on all bytes. The other matches keep the counts of the sample.
 
         The time is that of several calls of quantize: one on the sample, or on a small x, per recipe and per amax that
         its tensor scale allows; and one on the whole array per proved recipe. Variations take three more calls per
@@ -247,7 +247,7 @@ def _matches_by_sample(host: Pair, whole: Pair, candidates: Sequence[Recipe]) ->
     box, amaxes = _part(host.q, SAMPLE), CandidateAmaxes(*host)
     trials = [_try_part(amaxes, r, box) for r in candidates]
     trials.sort(key=lambda t: -t.match.equal)
-    proved = [t for t in trials if t.match.equal == t.match.total] or trials[:MOST_PROVED]
+    proved = [t for t in trials if t.match.equal == t.match.total] or trials[:MAX_PROVED]
     matches = {t.match.recipe: prove(whole, host, t.recipe, t.amaxes) for t in proved}
     return [matches.get(t.match.recipe) or replace(t.match, whole=False) for t in trials]
 
