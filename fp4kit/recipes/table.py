@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from dataclasses import fields, replace
 from typing import Any
 
+from fp4kit.arguments import as_word
 from fp4kit.recipes import (
     auto_round,
     compressed_tensors,
@@ -69,15 +70,34 @@ ALIASES = {
 } | {alias.id: alias.of for alias in PRODUCER_ALIASES.values()}
 
 
-def recipes() -> tuple[str, ...]:
-    """Return the ids of all recipes, in the order of the table.
+def recipes(of: str | None = None) -> tuple[str, ...]:
+    """Return the ids of all recipes, or of those of a format or a producer, in the order of the table.
+
+    Args:
+        of: a format, a producer or both, such as "int4", "modelopt" or "mxfp4-quark". None: all recipes.
+
+    Returns:
+        The ids.
+
+    Raises:
+        ValueError: no recipe is of this format or producer.
+        TypeError: ``of`` is neither a str nor None.
 
     Examples:
         >>> import fp4kit
         >>> len(fp4kit.recipes()), fp4kit.recipes()[0]
         (151, 'nvfp4-te')
+        >>> fp4kit.recipes("mxfp4-quark")
+        ('mxfp4-quark-even', 'mxfp4-quark-floor', 'mxfp4-quark-ceil')
     """
-    return tuple(RECIPES)
+    if of is None:
+        return tuple(RECIPES)
+    found = family(as_word("recipes", "of", of))
+    if not found:
+        raise ValueError(
+            f"recipes: no recipe is of {of!r}; needs a format or a producer, such as 'nvfp4' or 'modelopt'"
+        )
+    return found
 
 
 def recipe(id: str | Recipe) -> Recipe:

@@ -41,6 +41,7 @@ RIGHT = {
     "quantize_both": {"x": X, "recipe": "nvfp4"},
     "quantize_grouped": {"xs": [X], "recipe": "nvfp4"},
     "recipe": {"id": "nvfp4"},
+    "recipes": {"of": "nvfp4"},
     "requantize": {"q": Q, "recipe": "mxfp4"},
     "search_scales": {"x": X, "recipe": "nvfp4-modelopt-static"},
     "set_num_threads": {"count": 2},
@@ -63,7 +64,7 @@ WRONG = [
     np.zeros((2, 2), np.uint8),
     np.zeros((0, 16), np.float32),
 ]
-NOT_CALLED = {"recipes", "engine", "num_threads", "specification"}  # they take no arguments
+NOT_CALLED = {"engine", "num_threads", "specification"}  # they take no arguments
 # MasterWeightsPlan is made by cast_master_weights; threads raises when it is entered
 NOT_CALLED |= {"MasterWeightsPlan", "threads"}
 
