@@ -29,6 +29,7 @@ from fp4kit.checkpoint.containers.container import (
 
 FORMATS = ("modelopt", "compressed-tensors", "sglang-mxfp8", "gpt-oss", "deepseek-v4", "bf16")
 ALL_FORMATS = (*FORMATS, "mlx")  # the modules in loaders/ cover FORMATS only
+# Containers that a conversion can write with one of FORMATS.
 WRITTEN = (
     MODELOPT_NVFP4,
     MODELOPT_MXFP8,
@@ -54,26 +55,30 @@ def quant_algo(form: Container, has_input_scale: bool) -> str:
 def container_id(form: Container, has_input_scale: bool) -> str:
     """Return the name that the modules in loaders/ use for a container.
 
-    For modelopt, the name includes ``quant_algo``, so NVFP4 with and without input scales are two names.
+    For modelopt, the name includes ``quant_algo``, so NVFP4 has one name with input scales and another without.
     """
     return f"modelopt {quant_algo(form, has_input_scale)}" if form.format == "modelopt" else form.name
 
 
 def _producer() -> dict[str, str]:
-    """Return the ``producer`` entry. Loaders test its name; its version records that fp4kit wrote the file."""
+    """Return the ``producer`` entry of a config.
+
+    Its name is that of Model-Optimizer, which loaders look for. Its version records that fp4kit wrote the file.
+    """
     return {"name": "modelopt", "version": f"fp4kit-{__version__}"}
 
 
 def declarations(
     form: Container, ignore: Sequence[str], has_input_scale: bool, own: Mapping[str, Any], layers: Sequence[str]
 ) -> tuple[dict[str, Any], dict[str, Any] | None]:
-    """Return (``quantization_config`` of config.json, content of hf_quant_config.json).
+    """Return both configs of a converted model: (``quantization_config`` of config.json, hf_quant_config.json).
 
-    The second is None for formats without hf_quant_config.json. The KV cache is declared unquantized, because the
+    The second is None for formats that have no hf_quant_config.json. The KV cache is declared unquantized, because the
     checkpoint has no scales for it.
 
     form: the container of the quantized layers.
-    ignore: the exclusion list.
+    ignore: the exclusion list, which names the layers that loaders must treat as unquantized.
+    has_input_scale: True if the quantized layers have input scales.
     own: fp4kit's record of the conversion, stored under the key ``fp4kit``.
     layers: names of the quantized layers.
     """
@@ -91,7 +96,7 @@ def declarations(
 
 
 def _modelopt(form: Container, ignore: list[str], has_input_scale: bool) -> dict[str, Any]:
-    """Return Model-Optimizer's ``quantization_config``; only NVFP4 lists ``config_groups``."""
+    """Return Model-Optimizer's ``quantization_config``. It has ``config_groups`` only for NVFP4."""
     config: dict[str, Any] = {}
     if form is MODELOPT_NVFP4:
         one = {"dynamic": False, "num_bits": form.element.bits, "type": "float", "group_size": form.group_size}
@@ -152,7 +157,10 @@ def _gpt_oss(form: Container, ignore: list[str], has_input_scale: bool) -> dict[
 
 
 def _deepseek_v4(form: Container, ignore: list[str], has_input_scale: bool) -> dict[str, Any]:
-    """Return the ``quantization_config`` of DeepSeek-V4: it describes the FP8 layers and does not mention experts."""
+    """Return the ``quantization_config`` of the DeepSeek-V4 release.
+
+    It describes the FP8 layers only, and does not mention the MXFP4 experts.
+    """
     scheme = {"fmt": "e4m3", "scale_fmt": "ue8m0", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
     return {"quant_method": "fp8", **scheme}
 
@@ -187,6 +195,7 @@ def _deepseek_v4_nvfp4(
     return found, {"producer": _producer(), "quantization": {**mixed, "exclude_modules": ignore}}
 
 
+# Format -> the function that makes its quantization_config.
 _MAKERS = {
     "modelopt": _modelopt,
     "compressed-tensors": _compressed_tensors,

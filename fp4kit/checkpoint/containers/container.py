@@ -73,22 +73,24 @@ class OutputTensor:
 
 @dataclass(frozen=True)
 class Container:
-    """Describe how a quantized layer is stored.
+    """Describe one container: how a quantized layer is stored as tensors.
 
     name: the container's unique name, as in the table at the head of this file.
-    format: its value for ``--format``; "" for containers that are only read.
+    format: the value of ``--format`` that writes it; "" for containers that are only read.
     kind: "nvfp4", "mxfp4", "mxfp8" or "fp8".
+    element: the element format of the codes.
     scale: the element format of the block scales; None for float32 scales.
     block: (rows, columns) that share one block scale.
-    suffixes: part -> suffix of its tensor's name, appended to the module's name.
-    tensor_scale_shape: the shape of the tensor scale of a single layer.
+    suffixes: part (CODES, SCALES, ...) -> the suffix that, after the module's name, gives the tensor's name.
+    codes_dtype, scales_dtype: safetensors dtypes of codes and block scales.
+    tensor_scale_shape: the shape of the tensor scale and input scale of a single layer.
     divides: True if decoding divides by the stored tensor scale.
     stack: how experts are stored. "": as separate layers. "rows": [E, N, K], as in MLX and GGUF. "blocks":
         [E, N, K/32, 16]. "columns": [E, K/2, N].
     tensor_scale_unit: the stored value is the tensor scale times this.
-    is_exact: True if another container differs only in scale shape or tensor scale. A damaged layer, whose scales have
-        the wrong shape or whose tensor scale is missing, is then never read as this container.
-    in_blocks: True if one tensor of blocks holds both codes and scales; its shape is the layer's.
+    is_exact: True if another container differs only in scale shape or tensor scale. To avoid confusion, a damaged
+        layer (with scales of the wrong shape, or without its tensor scale) is then never read as this container.
+    in_blocks: True if one tensor holds both codes and scales, in blocks as in GGUF. Its shape is the layer's.
     """
 
     name: str
@@ -124,14 +126,17 @@ class Container:
 
     @property
     def row_multiple(self) -> int:
-        """The number of elements that the length of a row must be a multiple of."""
+        """The number of elements of which the length of a row, K, must be a multiple."""
         if self.in_blocks:
             return GGUF_BLOCKS[self.kind].elements
         return max(self.group_size, self._unit_bits // self.element.bits)
 
     @property
     def _unit_bits(self) -> int:
-        """The number of bits per element of the stored codes tensor."""
+        """The number of bits of one element of the codes tensor, such as 8 for U8, which holds two 4-bit codes.
+
+        If codes and scales share a tensor (in_blocks), it is the number of bits of a code.
+        """
         return self.element.bits if self.in_blocks else DTYPE_BITS[self.codes_dtype]
 
     @property
@@ -151,16 +156,22 @@ class Container:
 
     @property
     def direction(self) -> tuple[bool, float]:
-        """(divides, tensor_scale_unit): how a stored tensor scale is interpreted."""
+        """(divides, tensor_scale_unit). If two containers agree in it, they store a tensor scale as the same number."""
         return self.divides, self.tensor_scale_unit
 
     def multiplier(self, stored: np.float32) -> np.float32:
-        """Return the tensor scale to multiply by on decode, from its stored value: one division, rounded to float32."""
+        """Convert a stored tensor scale to the factor to multiply by on decode.
+
+        The conversion is one division, rounded to float32.
+        """
         with np.errstate(all="ignore"):
             return np.float32(1) / stored if self.divides else stored / np.float32(self.tensor_scale_unit)
 
     def specs(self, shape: tuple[int, ...], has_input_scale: bool = False) -> dict[str, Spec]:
-        """Return part -> (safetensors dtype, shape) for a layer of shape [..., N, K]."""
+        """Return the tensors that store a layer of shape [..., N, K]: part -> (safetensors dtype, shape).
+
+        has_input_scale: True to include the input scale.
+        """
         *lead, rows, columns = shape
         height, width = self.block
         codes = (*lead, rows, columns * self.element.bits // self._unit_bits)
@@ -179,14 +190,17 @@ class Container:
         return found
 
     def outputs(self, module: str, shape: tuple[int, ...], has_input_scale: bool = False) -> tuple[OutputTensor, ...]:
-        """Return the tensors that store a layer of shape [..., N, K] named ``module``."""
+        """Return the tensors to write for the layer ``module`` of shape [..., N, K].
+
+        has_input_scale: True to include the input scale.
+        """
         specs = self.specs(shape, has_input_scale).items()
         return tuple(OutputTensor(module + self.suffixes[part], *spec, part) for part, spec in specs)
 
     def shape_of(self, codes: tuple[int, ...]) -> tuple[int, ...] | None:
-        """Return the shape [..., N, K] of the layer whose codes tensor has the shape ``codes``.
+        """Return the shape [..., N, K] of a layer, from the shape of its codes tensor.
 
-        Return None if no layer in this container has codes of that shape.
+        Return None if no layer in this container has a codes tensor of the shape ``codes``.
         """
         if self.stack == "columns":
             if len(codes) != 3:
@@ -202,9 +216,9 @@ class Container:
         return shape if self.block[0] > 1 or shape[-1] % self.block[1] == 0 else None
 
     def module_of(self, name: str) -> str | None:
-        """Return the module whose scales the tensor ``name`` holds, or None if the name has another suffix.
+        """Return the module whose block scales are in the tensor ``name``, or None if that name has another suffix.
 
-        If codes and scales are one tensor (in_blocks), ``name`` is the name of that tensor.
+        Containers that hold codes and scales in one tensor (in_blocks) expect the name of that tensor.
         """
         suffix = self.suffixes[CODES if self.in_blocks else SCALES]
         return name[: -len(suffix)] if name.endswith(suffix) and len(name) > len(suffix) else None
@@ -219,19 +233,25 @@ class Container:
         )
 
     def same_codes(self, other: Container) -> bool:
-        """Return whether both containers store identical codes and scales, apart from names and layout."""
+        """Return whether a layer can be moved to the container ``other`` without changing its codes and block scales.
+
+        Names, layout and the direction of the tensor scale may differ.
+        """
         facts = (self.element, self.scale, self.block, self.has_tensor_scale)
         return facts == (other.element, other.scale, other.block, other.has_tensor_scale)
 
     def nbytes(self, shape: tuple[int, ...]) -> int:
-        """Return the number of bytes that a layer of shape [..., N, K] takes, without input scales."""
+        """Return the number of bytes of a layer of shape [..., N, K] in this container, without input scales."""
         return sum(nbytes_of(*spec) for spec in self.specs(shape).values())
 
 
 def _modelopt(
     name: str, kind: str, element: ElementFormat, scale: ElementFormat, size: int, dtypes: _Pair
 ) -> Container:
-    """Return a container of Model-Optimizer; size: elements per block; dtypes: of codes and of scales."""
+    """Return one of Model-Optimizer's containers.
+
+    name: its name without "modelopt". size: elements per block. dtypes: the safetensors dtypes of codes and scales.
+    """
     suffixes = {CODES: ".weight", SCALES: ".weight_scale"}
     if kind == "nvfp4":
         suffixes |= {TENSOR_SCALE: ".weight_scale_2", INPUT_SCALE: ".input_scale"}
@@ -241,7 +261,11 @@ def _modelopt(
 def _compressed(
     name: str, kind: str, element: ElementFormat, scale: ElementFormat, size: int, dtypes: _Pair
 ) -> Container:
-    """Return a container of compressed-tensors; size: elements per block; dtypes: of codes and of scales."""
+    """Return one of the containers of compressed-tensors.
+
+    name: its name without "compressed-tensors". size: elements per block. dtypes: the safetensors dtypes of codes and
+    scales.
+    """
     suffixes = {CODES: ".weight" if kind == "mxfp8" else ".weight_packed", SCALES: ".weight_scale"}
     if kind == "nvfp4":
         suffixes |= {TENSOR_SCALE: ".weight_global_scale", INPUT_SCALE: ".input_global_scale"}
@@ -305,7 +329,7 @@ FP8_POWERS = Container(
 
 
 def _mlx(name: str, element: ElementFormat, scale: ElementFormat, size: int) -> Container:
-    """Return a container of MLX; size: elements per block."""
+    """Return one of MLX's containers. name: its name without "mlx". size: elements per block."""
     suffixes = {CODES: ".weight", SCALES: ".scales"}
     return Container(
         f"mlx {name}", "mlx", name, element, scale, (1, size), suffixes, "U32", "U8", stack="rows", is_exact=True
@@ -373,5 +397,5 @@ CONTAINERS = (
 
 
 def container(name: str) -> Container:
-    """Return the container named ``name``, one of CONTAINERS; the name must exist."""
+    """Return the container of CONTAINERS that is called ``name``; there must be one."""
     return next(candidate for candidate in CONTAINERS if candidate.name == name)

@@ -39,6 +39,7 @@ ROLES: dict[str, Role] = {
     **{f"ffn_{part}": "mlp" for part in _PARTS},
 }
 
+# Names of matrices that llama.cpp's quantizer never quantizes, in addition to those with a role such as "router".
 _KEPT = re.compile(
     r"_norm\.weight|altup|laurel|per_layer_model_proj|ssm_conv1d|shortconv\.conv\.weight|indexer\.[kq]_proj\.weight"
     r"|time_mix_(first|w[012]|v[012]|a[012]|g[12]|decay_w[12]|lerp_fused)\.weight|attn_rel_b\.weight"
@@ -46,7 +47,7 @@ _KEPT = re.compile(
 
 
 def unquantized_reason(name: str) -> str | None:
-    """Return why llama.cpp's quantizer leaves a matrix unquantized, or None if it may be quantized."""
+    """Return why llama.cpp's quantizer leaves the matrix ``name`` unquantized, or None if it may be quantized."""
     found = _KEPT.search(name)
     return f"llama.cpp reads it unquantized ({found[0]})" if found else None
 
@@ -95,12 +96,13 @@ _SCALED = re.compile(  # modules whose .scale llama.cpp loads; it rejects files 
 )
 _BEFORE_BIAS = re.compile(
     r"blk\.\d+\.ffn_(gate|down|up)(_shexp)?"
-)  # with a bias, llama.cpp asserts: its graph applies the scale after the bias
+)  # modules for which llama.cpp aborts if there are both a bias and a .scale: it would apply the scale after the bias
 
 
 def scale_troubles(architecture: str, scaled: Iterable[str], tensors: Collection[str]) -> Iterator[tuple[str, str]]:
     """Yield (module, fault) for modules whose tensor scale (``.scale``) llama.cpp cannot use.
 
+    architecture: the model's ``general.architecture``.
     scaled: the modules that have a tensor scale.
     tensors: the names of all tensors in the file.
     """

@@ -59,7 +59,7 @@ _LOSING = {"ernie4_5_moe", "mellum", "qwen3_moe"}  # sanitize stacks the weights
 
 
 def form_for(recipe: Recipe) -> Container:
-    """Return the container for a recipe's codes and scales.
+    """Return the MLX container that stores a recipe's codes and scales.
 
     Raises CheckpointError if linear layers of mlx-lm cannot store them.
     """
@@ -81,7 +81,11 @@ def declaration(form: Container) -> dict[str, Any]:
 
 
 def check(form: Container | None, config: Mapping[str, Any], modules: Collection[str]) -> None:
-    """Raise CheckpointError if mlx-lm could not load one of the quantized ``modules``. Other formats always pass."""
+    """Raise CheckpointError if mlx-lm could not load one of the quantized ``modules``.
+
+    form: the container to write. Containers of other formats than MLX, and None, always pass.
+    config: the content of config.json.
+    """
     if form is None or form.format != FORMAT:
         return
     kind = str(config.get("model_type", ""))
@@ -99,7 +103,10 @@ def check(form: Container | None, config: Mapping[str, Any], modules: Collection
 
 
 def troubles(config: Mapping[str, Any], layers: Mapping[str, Container]) -> Iterator[tuple[str, str]]:
-    """Yield (module, fault) for everything that keeps mlx-lm from loading a directory of quantized layers."""
+    """Yield (module, fault) for everything because of which mlx-lm would fail to load a model directory correctly.
+
+    config: the content of config.json. layers: module -> container of each quantized layer.
+    """
     declared = config.get("quantization")
     if not isinstance(declared, Mapping):
         yield "config.json", "has no quantization entry, so mlx-lm loads no layer as quantized and rejects the weights"
