@@ -1,1 +1,1 @@
-"""Convert a checkpoint: run the jobs of a plan, with a journal, and write the files."""
+"""Convert a checkpoint: run the jobs of a plan, write the files, and keep a journal to continue an interrupted run."""

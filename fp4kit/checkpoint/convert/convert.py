@@ -1,4 +1,6 @@
-"""Convert a checkpoint: execute a plan, job by job, into a directory that appears only when it is complete."""
+"""Convert a checkpoint: execute a plan into a partial directory, which is renamed to the destination once it is
+complete.
+"""
 
 from __future__ import annotations
 
@@ -41,11 +43,11 @@ from fp4kit.storage.safetensors_file import nbytes_of
 from fp4kit.storage.whole_file import write_file
 from fp4kit.storage.writer import file_order, header_bytes
 
-_BASE_BYTES = 128 << 20  # memory of the interpreter with its libraries
-_SLABS_IN_MEMORY = 12  # a slab and its converted forms, in multiples of a slab
-# With at least FROM_WORKERS workers and FROM_BYTES bytes to read, processes are faster than threads. They take about a
-# second to start, but threads of one interpreter wait for each other. On 16 cores, four or eight threads convert
-# 1.2 GB/s, eight processes 2.0 and fifteen processes 2.7 (November 2026).
+_BASE_BYTES = 128 << 20  # memory of a Python process that has imported its libraries and holds no data
+_SLABS_IN_MEMORY = 12  # a slab (rows converted at a time) and its converted forms, in multiples of a slab
+# With at least FROM_WORKERS workers and FROM_BYTES bytes to read, processes are faster than threads. Processes take
+# about a second to start, but threads of one interpreter wait for each other. On 16 cores, four or eight threads
+# convert 1.2 GB/s, eight processes 2.0 and fifteen processes 2.7 (November 2026).
 FROM_WORKERS, FROM_BYTES, MOST_PROCESSES = 4, 4 << 30, 8
 Progress = Callable[[int], None]  # called with the number of bytes of source tensors done since the last call
 
@@ -55,8 +57,8 @@ class ConversionReport:
     """Report what a conversion did.
 
     plan: the plan that was executed.
-    destination: where the result is.
-    done: every job as it was done, in the order of the plan.
+    destination: the directory or file that was written.
+    done: what each job did, in the order of the plan.
     """
 
     plan: Plan
@@ -65,15 +67,17 @@ class ConversionReport:
 
     @lazy_property
     def actions(self) -> dict[str, int]:
-        """The number of jobs per action (quantize, cast, requantize, ...).
+        """Action -> number of jobs that took it (quantize, cast, requantize, ...).
 
-        A cast or carry that could not keep its codes counts as requantize.
+        A job that was planned to keep its codes (cast or carry) but could not counts as requantize.
         """
         return dict(Counter(one.action for one in self.done))
 
     @property
     def inexact(self) -> tuple[str, ...]:
-        """The layers that were planned to keep their codes and could not, because their scales do not fit."""
+        """The layers that were planned to keep their codes but were requantized, because the new format cannot hold
+        their scales.
+        """
         planned = {piece.module: tensor.action for tensor in self.plan.tensors for piece in tensor.pieces}
         again = (one.key.rpartition("#")[0] for one in self.done if one.action == REQUANTIZE)
         return tuple(dict.fromkeys(name for name in again if planned[name] != REQUANTIZE))
@@ -90,7 +94,7 @@ class ConversionReport:
 
     @property
     def replaced(self) -> int:
-        """The number of NaN and infinities that were replaced."""
+        """The number of NaN and infinite values that were replaced, over all tensors."""
         return sum(one.replaced for one in self.done)
 
 
@@ -115,7 +119,7 @@ def convert(
         source: the model directory or GGUF file to read.
         destination: the directory or file to create.
         recipe, format, wishes, input_scale, requantize, nonfinite, codes, search: as for make_plan.
-        options: how the plan is executed.
+        options: workers, devices and other choices that do not change the result; None for the defaults.
 
     Returns:
         A ConversionReport.
@@ -124,8 +128,8 @@ def convert(
         CheckpointError: before any work, for everything that the plan shows; during the work, as soon as NaN or
             infinity is read in a tensor that is to be quantized. After any exception, ``destination`` does not exist.
 
-    Exact: codes and scales equal those of fp4kit.quantize of the whole tensor with the tensor amax of its sharing
-    group. Only all-zero tensors and groups differ: their tensor scale is 1.
+    Exact: codes and scales equal those of fp4kit.quantize for the whole tensor, called with the largest amax of the
+    layers that share its tensor scale. Only all-zero tensors and groups differ: their tensor scale is 1.
     """
     plan = make_plan(
         source,
@@ -143,18 +147,18 @@ def convert(
 
 @dataclass(frozen=True)
 class Options:
-    """Choose how a plan is executed. The bytes that are written do not depend on it.
+    """Choose how a plan is executed. The bytes that are written do not depend on these options.
 
-    workers: number of workers: threads if GPUs or the compiled engine do the work, else processes. None:
+    workers: number of workers. They are threads if GPUs or the compiled engine do the work, else processes. None:
         fp4kit.num_threads() threads, at least two; without the compiled engine, only this process. A script that uses
         processes needs ``if __name__ == "__main__":``.
-    executor: an executor of concurrent.futures that is used instead. Its workers must see the files under the same
-        paths.
-    devices: CUDA devices that quantize in turn; empty for the CPU.
+    executor: a concurrent.futures executor to use instead of workers that fp4kit starts. Its workers must see the files
+        under the same paths.
+    devices: CUDA devices that take the jobs in turn; empty for the CPU.
     resume: continue an interrupted run.
-    progress: called with numbers of bytes that add up to bytes_to_read.
-    processes: use processes instead of the compiled engine's threads where they are faster, with many workers on large
-        models; at most 8 if ``workers`` is None.
+    progress: called with the number of bytes done since its last call; these numbers add up to bytes_to_read(plan).
+    processes: use processes instead of threads where processes are faster (many workers, a large model); at most 8 if
+        ``workers`` is None.
     """
 
     workers: int | None = None
@@ -170,10 +174,11 @@ class Options:
 
 
 def check(plan: Plan, destination: str | Path, resume: bool = False, removes: bool = False) -> None:
-    """Raise CheckpointError for everything that can be rejected before work: destination, leftovers, disk space.
+    """Raise CheckpointError for everything that can be rejected before work: destination, leftovers of a run, disk
+    space.
 
-    resume: accept a destination that the run to be resumed had completed.
-    removes: accept leftovers that the caller will remove first, if they can be removed.
+    resume: accept a destination that exists because the run to be resumed had already completed it.
+    removes: accept leftovers that can be removed, because the caller will remove them first.
     """
     target = Path(destination)
     _check_name(plan, target)
@@ -186,7 +191,9 @@ def check(plan: Plan, destination: str | Path, resume: bool = False, removes: bo
 
 
 def _check_name(plan: Plan, target: Path) -> None:
-    """Raise CheckpointError if the name of the destination does not match what is written."""
+    """Raise CheckpointError if ``target`` is named like a directory and the plan writes a GGUF file, or the other way
+    round.
+    """
     if (target.suffix.lower() == ".gguf") != plan.is_file:
         made = (
             "a GGUF file becomes a GGUF file, whose name ends in .gguf"
@@ -200,7 +207,9 @@ def _check_name(plan: Plan, target: Path) -> None:
 
 
 def execute(plan: Plan, destination: str | Path, options: Options | None = None) -> ConversionReport:
-    """Execute ``plan`` into the new directory ``destination`` and return the report; see convert."""
+    """Execute ``plan`` into the new directory or file ``destination``, and return the report. Options and errors are
+    those of convert.
+    """
     options, target = options or Options(), Path(destination)
     done = finished_before(plan, target) if options.resume else None
     remove_leftovers(target)
@@ -215,9 +224,10 @@ def execute(plan: Plan, destination: str | Path, options: Options | None = None)
 
 
 def finished_before(plan: Plan, target: Path) -> tuple[Done, ...] | None:
-    """Return what a run of this plan did if it was killed after its result had been renamed to ``target``.
+    """Return what each job did, if an earlier run of this plan was killed after it had renamed its complete result to
+    ``target``.
 
-    Return None if there was no such run.
+    Return None if there was no such run; then the plan must be executed.
     """
     found = jobs_of_finished_run(target, key_of(plan.source, plan.request))
     keys = [job.key for job in jobs_of(plan, _nowhere(plan))]
@@ -225,7 +235,7 @@ def finished_before(plan: Plan, target: Path) -> tuple[Done, ...] | None:
 
 
 def _execute(plan: Plan, target: Path, options: Options) -> tuple[Done, ...]:
-    """Execute a plan in a partial directory, which is renamed to ``target`` at the end; return what was done."""
+    """Execute a plan in a partial directory, rename this to ``target`` at the end, and return what each job did."""
     _check_planned(plan)
     key = key_of(plan.source, plan.request)
     file = plan.shards[0].name if plan.is_file else None
@@ -252,23 +262,30 @@ def _check_planned(plan: Plan) -> None:
 
 
 def bytes_to_read(plan: Plan) -> int:
-    """Return the bytes that execution reads from tensors. A weight that is measured first is read twice."""
+    """Return how many bytes of tensors the execution of a plan reads.
+
+    A weight whose amax must be known before it can be written is read twice.
+    """
     return sum(job.nbytes_in * (1 + job.is_measured) for job in jobs_of(plan, _nowhere(plan)))
 
 
 def _nowhere(plan: Plan) -> dict[str, tuple[Path, int]]:
-    """Return dummy places for the outputs of a plan whose jobs are only inspected."""
+    """Return a dummy file and position for every output of a plan, to build jobs that are only inspected and never
+    run.
+    """
     return {output.name: (Path(), 0) for tensor in plan.tensors for output in tensor.outputs}
 
 
 def bytes_to_write(plan: Plan) -> int:
-    """Return the bytes of the tensors, and of the files copied with them, in the result."""
+    """Return the size in bytes of the result: its tensors, and the files that are copied unchanged."""
     return plan.bytes_out + sum(file.nbytes for file in plan.auxiliary.copied)
 
 
 def memory_per_process(plan: Plan) -> int:
-    """Return about how many bytes a process needs: the base, a slab in all its forms, and the largest turned matrix
-    twice.
+    """Return about how many bytes of memory one worker process needs.
+
+    They are the sum of an idle process, a slab (the rows converted at a time) with all its converted forms, and two
+    float32 copies of the largest matrix that is transposed.
     """
     pieces = (
         piece for tensor in plan.converted for piece in tensor.pieces if piece.transposed or piece.weight.transposed
@@ -284,9 +301,9 @@ class _Run:
         self.plan, self.folder, self.journal, self.options = plan, folder, journal, options
 
     def run(self) -> tuple[Done, ...]:
-        """Write everything and return what was done, in the order of the plan."""
+        """Write all files into the partial directory, and return what each job did, in the order of the plan."""
         kept = {shard.name for shard in self.plan.shards} | {staging.LOCK, staging.JOURNAL}
-        staging.clear(self.folder, kept)  # remove other files that an interrupted run left
+        staging.clear(self.folder, kept)  # remove any other file that an interrupted run left
         positions: dict[str, tuple[Path, int]] = {}
         for shard in self.plan.shards:
             positions |= _lay_out(self.plan, shard, self.folder)
@@ -306,7 +323,7 @@ class _Run:
         return tuple(scheduler.done[job.key] for job in all_jobs)
 
     def _workers(self) -> tuple[int, bool]:
-        """Return how many workers to use on this machine, and whether they are threads."""
+        """Return the number of workers to use, and True if they are threads or False if they are processes."""
         wanted = self.options.workers
         if not (self.options.devices or is_compiled()):
             return wanted or 1, False
@@ -317,20 +334,26 @@ class _Run:
         return wanted or min(workers, MOST_PROCESSES), False
 
     def _check(self, job: Job, found: Measured) -> None:
-        """Raise CheckpointError if a measured weight holds what the request does not allow."""
+        """Raise CheckpointError if the measurements of a weight show what the request does not allow.
+
+        These are NaN and infinities, unless the request says what to do with them, and scales that MXFP8 cannot hold,
+        unless the request allows to requantize.
+        """
         run_job.check_finite(job, found)
         if job.action == CARRY and not found.exact and not self.plan.request.requantize:
             raise fp8_to_mxfp8.refused(job.name)
 
     def _write_beside(self) -> None:
-        """Write the files that are not tensors: copies, index and configs."""
+        """Write the files of the model that contain no tensors: copies of unchanged files, the index and the
+        configs.
+        """
         for file in self.plan.auxiliary.copied:
             staging.copy_file(file.path, self.folder / file.name)
         for name, content in configs(self.plan).items():
             write_file(self.folder / name, dump_object(content, 4 if name == HF_QUANT_CONFIG else 2))
 
     def _digests(self, hashed: Mapping[Path, Digest], executor: Executor | None) -> dict[str, Digest]:
-        """Return the digest of every file by its name; files without a known digest are hashed."""
+        """Return file name -> digest for all files of the result. Hash the files that ``hashed`` does not contain."""
         paths = {name: self.folder / name for name in names_in(self.folder)}
         new = run_all(executor, deque((digest_of, (path,)) for path in paths.values() if path not in hashed))
         found = {**hashed, **{one.path: one for one in new}}
@@ -338,9 +361,9 @@ class _Run:
 
 
 def _lay_out(plan: Plan, shard: ShardPlan, folder: Path) -> dict[str, tuple[Path, int]]:
-    """Create a file with its final size and its header, or reuse the one that an interrupted run left.
+    """Create an output file with its final size and its header, so that jobs can write into it in any order.
 
-    Return tensor -> file and position.
+    A file that an interrupted run left is reused. Return tensor name -> (file, byte position of its data).
     """
     path = folder / shard.name
     header, places, position = _header(plan, shard)
@@ -355,7 +378,9 @@ def _lay_out(plan: Plan, shard: ShardPlan, folder: Path) -> dict[str, tuple[Path
 
 
 def _header(plan: Plan, shard: ShardPlan) -> tuple[bytes, dict[str, int], int]:
-    """Return the header of a file, the position of each of its tensors, and the file's size."""
+    """Return the header of an output file, tensor name -> byte position of its data, and the size of the file in
+    bytes.
+    """
     source = plan.source.files[0]
     if isinstance(source, GgufFile):
         return gguf_header(source, shard.outputs, shard.metadata)
@@ -369,13 +394,13 @@ def _header(plan: Plan, shard: ShardPlan) -> tuple[bytes, dict[str, int], int]:
 
 
 def _facts(plan: Plan) -> dict[str, Any]:
-    """Return what the manifest records of a run."""
+    """Return what the manifest records of a conversion: version, format, source and request."""
     facts = {"version": __version__, "format": plan.format_name, "source": source_facts(plan.source)}
     return facts | {"request": request_facts(plan.request)}
 
 
 def configs(plan: Plan) -> dict[str, dict[str, Any]]:
-    """Return file name -> content, for the index and the configs that make the directory a model."""
+    """Return file name -> JSON content, for the index and the configs that the result needs to be a loadable model."""
     found: dict[str, dict[str, Any]] = {}
     if plan.source.has_index or len(plan.shards) > 1:
         weight_map = {output.name: shard.name for shard in plan.shards for output in shard.outputs}
@@ -400,7 +425,7 @@ def configs(plan: Plan) -> dict[str, dict[str, Any]]:
 
 
 def _without_declarations(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of a config without any declaration of quantization."""
+    """Return a copy of config.json's content without the entries that declare a quantization."""
     stale = ("quantization_config", "compression_config", "quantization")
     found = {key: value for key, value in config.items() if key not in stale}
     if isinstance(found.get("text_config"), dict):

@@ -1,6 +1,7 @@
-"""Convert FP8 with 128x128 blocks to MXFP8 without loss: the codes stay, and the scales are repeated.
+"""Convert FP8 with 128x128 blocks to MXFP8 without loss: keep the codes, and repeat each block's scale for its 1x32
+blocks.
 
-This is possible only if all scales are powers of two.
+This is possible only if all scales are powers of two, because MXFP8's scales (E8M0) are.
 """
 
 from __future__ import annotations
@@ -22,8 +23,9 @@ _FRACTION, _SIGN_AND_EXPONENT = np.uint32(0x007FFFFF), 23
 
 
 def _exponent_codes(scales: np.ndarray) -> npt.NDArray[np.int64]:
-    """Return the E8M0 codes of scales, which are float32 or already codes; -1 for a scale that is not a power
-    of two.
+    """Return the E8M0 code of each scale, or -1 for a scale that is not a power of two that E8M0 can represent.
+
+    scales: float32 numbers, or uint8 if they are E8M0 codes already.
     """
     if scales.dtype == np.uint8:
         return np.where(scales == E8M0.nan_code, -1, scales.astype(np.int64))
@@ -34,18 +36,21 @@ def _exponent_codes(scales: np.ndarray) -> npt.NDArray[np.int64]:
 
 
 def is_exact(weight: Weight, slab: Slab) -> bool:
-    """Return whether all scales of a slab are powers of two that E8M0 can represent."""
+    """Return whether a slab can become MXFP8 without loss: all its scales are powers of two that E8M0 can represent."""
     assert slab.scales is not None
     return _are_exact(slab.scales)
 
 
 def _are_exact(scales: np.ndarray) -> bool:
-    """Return whether all scales are powers of two that E8M0 can represent."""
+    """Return whether all scales, float32 numbers or E8M0 codes, are powers of two that E8M0 can represent."""
     return bool((_exponent_codes(scales) >= 0).all())
 
 
 def check(weights: Iterable[Weight]) -> None:
-    """Raise CheckpointError for the first weight whose scales are not all powers of two. Only the scales are read."""
+    """Raise CheckpointError for the first weight that cannot become MXFP8 without loss.
+
+    Only the scales are read. They must all be powers of two.
+    """
     with Readers() as readers:
         for weight in weights:
             scales = readers.array(weight.parts[SCALES])
@@ -60,7 +65,7 @@ def refused(tensor: str) -> CheckpointError:
 
 
 def write(job: Job, readers: Readers, output: Sink) -> None:
-    """Write the codes unchanged, and one scale per 1x32 block in place of one per 128x128 block."""
+    """Write a job's codes unchanged, and one scale per 1x32 block in place of one per 128x128 block."""
     have, wide, columns = job.weight.container, job.container.group_size, job.weight.shape[-1]
     assert have is not None
     height, width = have.block

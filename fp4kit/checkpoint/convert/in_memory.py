@@ -1,4 +1,6 @@
-"""Convert named tensors in memory, such as those of a trainer, by the rules of the checkpoint converter."""
+"""Convert named tensors in memory, such as those of a trainer, to the tensors that the checkpoint converter would
+write.
+"""
 
 from __future__ import annotations
 
@@ -36,11 +38,11 @@ _SAFETENSORS = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 
 @dataclass(frozen=True)
 class Rules:
-    """Hold the rules of convert_tensors: recipe, container and selection. The fields mean what make_plan's arguments
-    mean.
+    """Say how convert_tensors converts: by which recipe, into which container, and which tensors.
 
-    config: the model's config.json, for its layers, heads and type.
-    format: None for the container that most engines load.
+    config: the model's config.json; its numbers of layers and heads and its model type are needed.
+    format: the container's name; None for the container that most engines load.
+    recipe, wishes, input_scale: as for make_plan.
     """
 
     recipe: Recipe
@@ -51,7 +53,7 @@ class Rules:
 
     @classmethod
     def of(cls, recipe_id: str | Recipe = "nvfp4-te", **fields: Any) -> Rules:
-        """Return rules with a recipe given by its id."""
+        """Return Rules for a recipe or its id. ``fields`` are the other fields of Rules."""
         return cls(recipe(recipe_id), **fields)
 
     def __post_init__(self) -> None:
@@ -59,59 +61,64 @@ class Rules:
             raise CheckpointError(
                 "format bf16: the tensors are unquantized already; do not call convert_tensors for it"
             )
-        mlx.check(self.form, self.config, ())  # reject early what cannot be written
+        # reject a model that the container cannot store now, not at its first tensor
+        mlx.check(self.form, self.config, ())
         check_input_scale(self.form, self.input_scale is not None)
 
     @lazy_property
     def form(self) -> Container:
-        """The container that is written."""
+        """The container that convert_tensors writes."""
         found = Request(self.recipe, self.format, self.wishes, self.input_scale).form_for(self.config)
         assert found is not None
         return found
 
     @lazy_property
     def _facts(self) -> Any:
-        """What the selection needs to know of the model."""
+        """The facts about the model, from its config, that the selection of layers needs."""
         return model_facts(self.config)
 
     @lazy_property
     def _wishes(self) -> Wishes:
-        """The selection; only experts if the container holds nothing else."""
+        """The user's selection of layers, reduced to experts if the container can hold nothing else."""
         return replace(self.wishes, preset="experts") if experts_only(self.form) else self.wishes
 
     def names(self, name: str) -> tuple[str, ...]:
-        """Return the Hugging Face names that a name stands for; the name may be Megatron-Core's or already Hugging
-        Face's.
+        """Return the Hugging Face names of the tensors that a Megatron-Core parameter holds.
+
+        They are several for a fused parameter, and none for ``_extra_state``. A Hugging Face name is returned
+        unchanged.
         """
         return hugging_face_names(name, layers=self._facts.layers)
 
     def decisions(self, tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> dict[str, Decision]:
-        """Return name -> the converter's decision, for tensors given by name, safetensors dtype and shape."""
+        """Return name -> the converter's decision to quantize the tensor or not. Each tensor is (name, safetensors
+        dtype, shape).
+        """
         return decide((self._candidate(*one) for one in tensors), self._wishes, self.form.row_multiple)
 
     def _candidate(self, name: str, dtype: str, shape: tuple[int, ...]) -> Candidate:
-        """Return a tensor as the selection expects it."""
+        """Return the description of a tensor by which the selection decides whether to quantize it."""
         if len(shape) != 3:
             return candidate(name, dtype, shape, self._facts)
         return Candidate(name, name.removesuffix(".weight"), dtype, stack_shape(shape, self.config), self._facts)
 
 
 def convert_tensors(tensors: Iterable[Named], rules: Rules) -> Iterator[Named]:
-    """Yield the tensors of a quantized checkpoint for those of a model, by the converter's rules.
+    """Yield the tensors of a quantized checkpoint, given those of a model; the result is what convert would write.
 
-    Each layer is yielded as its parts, under the names and dtypes of rules.form. A tensor that is not converted is
-    yielded unchanged. Layers that share a tensor scale (gate and up; q, k and v) wait for each other; incomplete groups
-    come last.
+    A quantized layer is yielded as several tensors (codes, scales), under the names and dtypes of rules.form. A tensor
+    that is not converted is yielded unchanged. Layers that share a tensor scale (gate and up; q, k and v) are held back
+    until the last of them arrives. Groups that stay incomplete are yielded at the end.
 
     Args:
-        tensors: (name, array) pairs; arrays of any library, on the host or a GPU; names of Hugging Face or
-            Megatron-Core. Fused parameters of Megatron-Core are split: linear_fc1 into gate and up, linear_qkv into q,
-            k and v by the heads in rules.config.
+        tensors: (name, array) pairs. The arrays are of any library, on the host or a GPU. The names are Hugging Face's
+            or Megatron-Core's. Fused parameters of Megatron-Core are split: linear_fc1 into gate and up, linear_qkv
+            into q, k and v by the heads in rules.config.
         rules: recipe, container and selection.
 
     Yields:
-        (name, array) pairs in the library of the input: 8-bit floats as PyTorch's or ml_dtypes', bit patterns (uint8)
-            in CuPy.
+        (name, array) pairs in the library of the input. 8-bit floats have the dtypes of PyTorch or ml_dtypes; in CuPy
+        they are uint8 bit patterns.
 
     Raises:
         CheckpointError: an unknown Megatron name; a layer that mlx-lm would not find again; a gate without its up
@@ -150,12 +157,12 @@ def convert_tensors(tensors: Iterable[Named], rules: Rules) -> Iterator[Named]:
 
 
 def _dtype_name(array: Any) -> str:
-    """Return the name of an array's dtype without the library."""
+    """Return the name of an array's dtype without its library: "bfloat16" for torch.bfloat16."""
     return str(array.dtype).removeprefix("torch.")
 
 
 def _taken_apart(megatron_name: str, array: Any, rules: Rules) -> Iterator[Named]:
-    """Yield the Hugging Face tensors that one Megatron-Core tensor holds."""
+    """Yield the Hugging Face (name, array) pairs of one Megatron-Core parameter. A fused parameter gives several."""
     names = rules.names(megatron_name)
     if len(names) == 1 or not names:
         yield from ((name, array) for name in names)
@@ -167,9 +174,9 @@ def _taken_apart(megatron_name: str, array: Any, rules: Rules) -> Iterator[Named
 
 
 def _heads(megatron_name: str, array: Any, config: Mapping[str, Any]) -> tuple[Any, Any, Any]:
-    """Return q, k and v of linear_qkv.
+    """Split Megatron-Core's fused linear_qkv into q, k and v, and return them in this order.
 
-    For every key-value head, its rows are [query heads, one key head, one value head].
+    For each key-value head, the fused tensor has rows of [its query heads, one key head, one value head].
     """
     text = config.get("text_config", config)
     heads, groups = text.get("num_attention_heads"), text.get("num_key_value_heads", text.get("num_attention_heads"))
@@ -197,7 +204,10 @@ def _heads(megatron_name: str, array: Any, config: Mapping[str, Any]) -> tuple[A
 
 
 def _layers(name: str, array: Any, rules: Rules) -> Iterator[tuple[str, Any]]:
-    """Yield the matrices that become layers of their own; a stack that the container keeps is yielded whole."""
+    """Yield (layer name, matrix) for every layer that a tensor holds.
+
+    A stack of experts is split into its experts, unless the container stores stacks whole.
+    """
     shape = tuple(array.shape)
     module = name.removesuffix(".weight")
     if len(shape) == 2:
@@ -213,12 +223,17 @@ def _layers(name: str, array: Any, rules: Rules) -> Iterator[tuple[str, Any]]:
 
 
 def _pieces(module: str, name: str, shape: tuple[int, ...], rules: Rules) -> Iterator[Piece]:
-    """Return the layers that a stack is split into."""
+    """Yield the layers that a stack of experts is split into, each with its name, expert number and rows."""
     return pieces(Weight(module, name, shape, None, {}), rules.form, rules.config, False)
 
 
 def _gathered(module: str, matrix: Any, rules: Rules, waiting: dict[str, list[Named]]) -> Iterator[Named]:
-    """Yield the parts of a layer, or of its whole group when the last member arrives; until then nothing."""
+    """Quantize a layer and yield its (name, array) pairs, unless it shares a tensor scale with layers that have not
+    arrived.
+
+    In that case, store the layer in ``waiting`` and yield nothing. When the last layer of the group arrives, yield the
+    pairs of all.
+    """
     group = fused_layers.group_of(module) if rules.form.has_tensor_scale else None
     if group is None:
         yield from _quantized([(module, matrix)], rules)
@@ -231,7 +246,7 @@ def _gathered(module: str, matrix: Any, rules: Rules, waiting: dict[str, list[Na
 
 
 def _quantized(members: list[Named], rules: Rules) -> Iterator[Named]:
-    """Yield the parts of all members of a group, quantized with one tensor amax."""
+    """Quantize layers that share a tensor scale by their largest amax, and yield the (name, array) pairs of all."""
     amaxes = [_finite_amax(module, matrix) for module, matrix in members]
     shared = max(amaxes) if rules.form.has_tensor_scale else None
     for module, matrix in members:
@@ -249,7 +264,11 @@ def _finite_amax(module: str, matrix: Any) -> np.float32:
 
 
 def _parts(module: str, matrix: Any, shared: np.float32 | None, rules: Rules) -> Iterator[Named]:
-    """Yield the parts of one layer under the container's names: codes, block scales, tensor scale, input scale."""
+    """Quantize one layer and yield its (name, array) pairs: codes, block scales, tensor scale and input scale, as far
+    as the container has them.
+
+    shared: the largest amax of the layers that share the tensor scale; None if the container has no tensor scale.
+    """
     form = rules.form
     q = quantize(matrix, rules.recipe, tensor_amax=shared)
     packed, scales_of_blocks = q.packed, q.block_scale
@@ -269,7 +288,11 @@ def _parts(module: str, matrix: Any, shared: np.float32 | None, rules: Rules) ->
 
 
 def _stored_scale(module: str, q: Any, amax: np.float32, rules: Rules) -> np.float32:
-    """Return the tensor scale as the container stores it, as a multiplier or a divisor."""
+    """Return the number that the container stores as tensor scale: the scale itself, or the divisor that is its
+    reciprocal.
+
+    Raise CheckpointError if it is not a positive normal float32, because no loader could use it.
+    """
     scale = np.float32(float(q.tensor_scale))
     divisor = divisor_of(rules.recipe, rules.form, amax, q.dtype)
     stored = scale if not rules.form.divides else np.float32(1) / scale if divisor is None else divisor
@@ -281,7 +304,9 @@ def _stored_scale(module: str, q: Any, amax: np.float32, rules: Rules) -> np.flo
 
 
 def _typed(array: Any, dtype: str) -> Any:
-    """Return bytes viewed as the file's dtype, if the library has it."""
+    """Return an array of bytes viewed with the safetensors dtype ``dtype``, or unchanged if its library lacks this
+    dtype.
+    """
     if dtype == "U32":
         return pack_mlx(array) if library_of(array) is None else array.view(torch_arrays.dtype_named("uint32"))
     names = {"F8_E4M3": "float8_e4m3fn", "F8_E8M0": "float8_e8m0fnu", "I8": "int8"}

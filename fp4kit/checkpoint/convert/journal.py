@@ -1,8 +1,9 @@
-"""Record what an interrupted run has done: lines of JSON beside the files it fills, and a key that identifies the run.
+"""Keep a journal of a conversion, so that an interrupted run can continue: lines of JSON beside the files that it
+fills.
 
-The key covers the source (name, size, modification time and header of every file, and its config), the request and the
-version. A job recorded as done is trusted only if its bytes still have the recorded CRC-32, because a line may reach
-the disk before the bytes do.
+The first line is a key that identifies the run. The key covers the source (name, size, modification time and header of
+every file, and its config), the request and the version. A job that the journal records as done is skipped only if its
+bytes still have the recorded CRC-32, because a line may reach the disk before the bytes do.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ from fp4kit.storage.safetensors_file import SafetensorsFile
 
 
 def header_digest(file: SafetensorsFile) -> str:
-    """Return the SHA-256 of a file's header; for a safetensors file it includes the length of the header."""
+    """Return the SHA-256 of a file's header as hexadecimal text. For a safetensors file it includes the eight bytes of
+    length.
+    """
     with file.path.open("rb") as stream:
         if isinstance(file, GgufFile):
             return hashlib.sha256(stream.read(file.data_start)).hexdigest()
@@ -42,13 +45,13 @@ def source_facts(source: Source) -> dict[str, dict[str, Any]]:
 
 
 def identity(source: Source) -> str:
-    """Return a string that identifies a model directory and its headers."""
+    """Return text that identifies a model: its absolute path, and a hash of the sizes and headers of its files."""
     facts = json.dumps(source_facts(source), sort_keys=True).encode()
     return f"{source.root.absolute()} {hashlib.sha256(facts).hexdigest()}"
 
 
 def request_facts(request: Request) -> dict[str, Any]:
-    """Return a request in types that JSON has."""
+    """Return a request as an object for JSON, from which the key of a run is computed."""
     recipe = as_data(request.recipe)
     codes = {"codes": request.codes, "recipe": request.made_by, "recipe_of_form": recipe} if request.codes else {}
     search = {} if request.search is None else {"scale_search": request.search.facts()}
@@ -71,16 +74,16 @@ def key_of(source: Source, request: Request) -> str:
     return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()
 
 
-_LONGEST_KEY = 1 << 10  # upper bound in bytes of the first line, which holds a SHA-256
+_LONGEST_KEY = 1 << 10  # the most bytes to read of a journal's first line, which holds a SHA-256
 
 
 class Journal:
-    """Append lines to the journal of a run, each in one write.
+    """Read the journal of an interrupted run, and append to it, one line per write.
 
-    measured, done: what the lines of an earlier run say, by the keys of the jobs. A line that was cut off counts as not
-        written.
-    Raises CheckpointError for the journal of another run, and for a file too large to be a journal. Both stay
-    unchanged.
+    measured, done: what the lines of the earlier run record, by the key of the job. A line that was cut off counts as
+        not written.
+    Raises CheckpointError if the journal belongs to another run, or if the file is too large to be a journal. In both
+    cases the file stays unchanged.
     """
 
     def __init__(self, path: Path, key: str) -> None:
@@ -104,7 +107,7 @@ class Journal:
         os.close(self._file)
 
     def _begin(self, path: Path, key: str) -> None:
-        """Read the complete lines, cut off what follows them, and write the key if the journal is new."""
+        """Read the complete lines, cut off an incomplete last one, and write the key if the journal is new."""
         size = os.fstat(self._file).st_size
         if size > MAX_BYTES:
             raise CheckpointError(
@@ -126,7 +129,7 @@ class Journal:
             self._write({"key": key})
 
     def _believe(self, line: Mapping[str, Any]) -> None:
-        """Take over a line of an earlier run."""
+        """Store the result that a line of an earlier run records. Ignore a damaged line."""
         with suppress(TypeError):  # a damaged line
             if "measured" in line:
                 self.measured[str(line["measured"][0])] = Measured(*line["measured"])
@@ -134,13 +137,13 @@ class Journal:
                 self.done[str(line["done"][0])] = Done(*line["done"])
 
     def _write(self, line: dict[str, Any]) -> None:
-        """Append one line."""
+        """Append ``line`` to the file as one line of JSON."""
         data = json.dumps(line).encode() + b"\n"
         while data:
             data = data[os.write(self._file, data) :]
 
     def note_measured(self, found: Measured) -> None:
-        """Record that a weight was measured."""
+        """Record the measurements of a weight, such as its amax."""
         self._write({"measured": list(found)})
 
     def note_done(self, found: Done) -> None:
@@ -156,7 +159,7 @@ def key_of_lines(path: Path) -> str | None:
 
 
 def _parsed(line: bytes) -> dict[str, Any]:
-    """Return a line as an object; an empty one if the line is damaged."""
+    """Return the JSON object in a line, or an empty one if the line is damaged."""
     try:
         value = json.loads(line)
     except (ValueError, RecursionError):

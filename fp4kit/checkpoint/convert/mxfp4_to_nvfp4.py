@@ -1,9 +1,10 @@
-"""Convert MXFP4 to NVFP4 without loss: the codes stay; power-of-two scales become E4M3 block scales and a tensor scale.
+"""Convert MXFP4 to NVFP4 without loss: keep the codes, and turn power-of-two scales into E4M3 block scales and a tensor
+scale.
 
-Let k be the exponents of the blocks that contain a nonzero code, and m = max(k) - 8 over all members of a group. Then
-tensor_scale = 2^m, and block_scale = 2^(k - m) for both halves of a block of 32. This is exact if and only if max(k) -
-min(k) <= 17. requantize does this for one array; this module does it slab by slab, for groups that share a tensor
-scale. Source: Model-Optimizer utils/numeric_utils.py.
+Let k be the exponents of the blocks that contain a nonzero code, and m = max(k) - 8, with the maximum over all layers
+that share the tensor scale. Then tensor_scale = 2^m, and block_scale = 2^(k - m) for both halves of a block of 32. This
+is exact if and only if max(k) - min(k) <= 17. fp4kit.requantize does this for one array. This module does it slab by
+slab (some rows at a time). Source: Model-Optimizer utils/numeric_utils.py.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from fp4kit.checkpoint.plan.job import Job, Sink
 from fp4kit.formats import E2M1, E4M3, E8M0
 
 _HIGHEST = 8  # exponent of 256, the largest power of two of E4M3
-_RANGE = 17  # E4M3 holds the powers of two from 2^-9 to 2^8
+_RANGE = 17  # E4M3 has the powers of two from 2^-9 to 2^8: their exponents differ by at most 17
 _MAGNITUDE = (1 << (E2M1.bits - 1)) - 1  # a code without its sign bit
 _ANY_MAGNITUDE = np.uint8(_MAGNITUDE | _MAGNITUDE << 4)  # the magnitudes of both codes in a byte
 _POWERS = {  # exponent of a power of two -> its E4M3 code
@@ -36,16 +37,20 @@ def _holds_something(weight: Weight, slab: Slab) -> npt.NDArray[np.bool_]:
 
 
 def exponents(weight: Weight, slab: Slab) -> tuple[int, int]:
-    """Return the smallest and the largest exponent of the nonzero blocks; (2^20, -2^20) if there are none."""
+    """Return the smallest and the largest scale exponent of the blocks that contain a nonzero code.
+
+    Return (2^20, -2^20) if all codes are zero.
+    """
     assert slab.scales is not None
     used = slab.scales[_holds_something(weight, slab)]
     return (int(used.min()) - E8M0.bias, int(used.max()) - E8M0.bias) if used.size else (1 << 20, -(1 << 20))
 
 
 def is_exact(low: int, high: int) -> bool:
-    """Return whether blocks with these exponents have exact block scales under one usable tensor scale.
+    """Return whether NVFP4 can hold blocks whose exponents are ``low`` to ``high`` without loss.
 
-    It is true for all-zero weights.
+    This needs block scales that E4M3 can represent, and a tensor scale that is a normal float32. Return True for
+    all-zero weights, for which exponents() gives low > high.
     """
     if high < low:
         return True
@@ -56,7 +61,10 @@ def is_exact(low: int, high: int) -> bool:
 
 
 def block_scales(weight: Weight, slab: Slab, high: int) -> npt.NDArray[np.uint8]:
-    """Return the E4M3 codes of a slab's blocks of 16, two for each block of 32."""
+    """Return the E4M3 codes of the scales of a slab's blocks of 16, two equal ones for each block of 32.
+
+    high: the largest exponent of all blocks that share the tensor scale.
+    """
     assert slab.scales is not None
     table = np.zeros(256, np.uint8)
     for code in range(256):
@@ -66,7 +74,10 @@ def block_scales(weight: Weight, slab: Slab, high: int) -> npt.NDArray[np.uint8]
 
 
 def write(job: Job, readers: Readers, output: Sink, high: int) -> None:
-    """Write the codes unchanged, and the scales."""
+    """Write a job's codes unchanged, and its new block scales and tensor scale.
+
+    high: the largest exponent of all blocks that share the tensor scale.
+    """
     for slab in slabs(readers, job.weight, job.expert, job.span):
         put_rows(job, output, slab.codes, block_scales(job.weight, slab, high))
     scale = np.float32(1) if high < -(1 << 19) else np.ldexp(np.float32(1), high - _HIGHEST)

@@ -10,7 +10,11 @@ from fp4kit.layouts import pack_gguf
 
 
 def put_rows(job: Job, output: Sink, codes: Any, scales: Any) -> None:
-    """Write packed codes (n, bytes per row) and their block scales."""
+    """Write some rows of a layer: packed codes of shape (rows, bytes per row), and their block scales.
+
+    If the container stores blocks (GGUF), codes and scales are interleaved in one tensor; otherwise they are two
+    tensors.
+    """
     form = job.container
     if form.in_blocks:
         output.put(CODES, pack_gguf(codes, scales, form.kind))

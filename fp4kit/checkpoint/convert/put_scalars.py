@@ -1,5 +1,6 @@
-"""Write the scalars of a layer, its tensor scale and input scale, as multipliers or divisors as the container stores
-them.
+"""Write the scalars of a layer: its tensor scale and its input scale.
+
+In memory, a scale multiplies on decode. Some containers store its reciprocal, a divisor.
 """
 
 from __future__ import annotations
@@ -15,16 +16,18 @@ from fp4kit.storage.errors import CheckpointError, shown
 
 
 def usable_tensor_scale(scale: Any) -> bool:
-    """Return whether a scale is positive, finite and normal. Loaders that flush subnormals would read a
-    subnormal as 0.
+    """Return whether a scale is positive, finite and normal.
+
+    Subnormals are not usable, because loaders that flush subnormals would read them as 0.
     """
     return bool(FLT_MIN <= scale <= FLT_MAX)
 
 
 def put_scalars(job: Job, output: Sink, tensor_scale: np.float32 | None, stored: np.float32 | None = None) -> None:
-    """Write the tensor scale, which multiplies on decode, and the input scale, if the container has them.
+    """Write the tensor scale unless it is None, and the input scale if the container has one.
 
-    stored: the number to store, if it is not the one computed from the scale; see put_tensor_scale.
+    tensor_scale: the scale as it multiplies on decode.
+    stored: the number to write for it; see put_tensor_scale.
     """
     if tensor_scale is not None:
         put_tensor_scale(job, output, tensor_scale, stored)
@@ -33,9 +36,11 @@ def put_scalars(job: Job, output: Sink, tensor_scale: np.float32 | None, stored:
 
 
 def put_tensor_scale(job: Job, output: Sink, scale: np.float32, stored: np.float32 | None = None) -> None:
-    """Write a tensor scale.
+    """Write the tensor scale of a layer. Raise CheckpointError if it is not a positive normal float32.
 
-    stored: the number to store, exactly as the producer stores it; None to compute it from the scale.
+    scale: the scale as it multiplies on decode.
+    stored: the number to write if the producer does not compute it from the scale; None to write what the container's
+        rule makes of the scale (such as its reciprocal).
     """
     form = job.container
     with np.errstate(over="ignore", divide="ignore"):  # an unusable result is rejected below
@@ -50,14 +55,14 @@ def put_tensor_scale(job: Job, output: Sink, scale: np.float32, stored: np.float
 
 
 def put_input_scale(job: Job, output: Sink, scale: np.float32) -> None:
-    """Write an input scale, given as a multiplier."""
+    """Write an input scale. ``scale`` multiplies on decode; it is inverted if the container stores divisors."""
     output.put(INPUT_SCALE, np.array([np.float32(1) / scale if job.container.divides else scale], np.float32))
 
 
 def put_given_input_scale(job: Job, output: Sink) -> None:
-    """Write the input scale that the user gave.
+    """Write the input scale that the user gave for a layer with new codes.
 
-    Raises CheckpointError if none was given: the scale that belongs to the old codes is not valid for new codes.
+    Raise CheckpointError if the user gave none, because the source's input scale belongs to the old codes.
     """
     if job.input_scale is None:
         why = "gets new codes, so its old input scale is not valid; other layers have input scales"

@@ -1,4 +1,4 @@
-"""Quantize a weight by a recipe, slab by slab, with the tensor amax of its group."""
+"""Quantize a weight by a recipe and write it, slab by slab (some rows at a time)."""
 
 from __future__ import annotations
 
@@ -23,9 +23,11 @@ from fp4kit.storage.errors import CheckpointError, shown
 
 
 def write(job: Job, readers: Readers, output: Sink, amax: np.float32) -> tuple[int, Losses]:
-    """Quantize and write a weight.
+    """Quantize the weight of a job and write it.
 
-    Return how many NaN and infinities were replaced, and the errors before and after a scale search.
+    amax: the largest amax of the layers that share the tensor scale.
+    Return how many NaN and infinities were replaced, and the errors before and after a scale search (zeros without a
+    search).
     """
     tensor_amax = None if job.new_recipe.tensor_scaling == "none" else amax
     replaced, q, losses = 0, None, Losses()
@@ -48,7 +50,7 @@ def write(job: Job, readers: Readers, output: Sink, amax: np.float32) -> tuple[i
 
 
 def _quantized(x: np.ndarray, job: Job, tensor_amax: np.float32 | None) -> Quantized:
-    """Quantize a slab on the job's device and return NumPy arrays."""
+    """Quantize a slab on the job's device, and return the result as NumPy arrays."""
     if tensor_amax is not None and tensor_amax == 0:
         return of_zeros(quantize(x, job.new_recipe, tensor_amax=tensor_amax))
     if job.device is None:
@@ -58,21 +60,22 @@ def _quantized(x: np.ndarray, job: Job, tensor_amax: np.float32 | None) -> Quant
 
 
 def of_zeros(q: Quantized) -> Quantized:
-    """Return an all-zero tensor of NumPy arrays in a form that loaders can read: codes and block scales 0, tensor scale
-    1.
+    """Return an all-zero ``q`` with codes and block scales of 0 and a tensor scale of 1, which every loader can read.
 
-    Producers write scales of 0, a subnormal or NaN there; nvfp4-te already gives the form returned here.
+    For zeros, most producers store scales of 0, a subnormal or NaN. Only nvfp4-te already gives the form returned here.
     """
     zeros = {"packed": np.zeros_like(q.packed), "block_scale": np.zeros_like(q.block_scale)}
     return replace(q, **zeros, tensor_scale=np.ones_like(q.tensor_scale), tensor_amax=None)
 
 
 def divisor_of(recipe: Recipe, form: Container, amax: np.float32, dtype: np.dtype) -> np.float32 | None:
-    """Return the number that the producer stores as tensor scale, or None if it follows from the scale.
+    """Return the number to store as tensor scale where the producer does not compute it from the scale.
 
-    - For a container that stores the amax (MLX), the number is the amax itself, if it gives the recipe's tensor scale
-      up to one rounding.
-    - For a container that stores a divisor, the number is the recipe's own divisor, if the recipe computes one.
+    - If the container stores the amax (MLX), this is ``amax``, provided that it gives the recipe's tensor scale up to
+      one rounding.
+    - If the container stores a divisor, this is the recipe's own divisor, provided that the recipe computes one.
+
+    Return None in all other cases; then the caller computes the number from the scale.
     """
     if form.tensor_scale_unit != 1 and amax > 0:
         made = np.float32(tensor_scale(np.asarray(amax), recipe, dtype).decode)
@@ -83,9 +86,10 @@ def divisor_of(recipe: Recipe, form: Container, amax: np.float32, dtype: np.dtyp
 
 
 def saturated(x: np.ndarray, amax: np.float32) -> tuple[np.ndarray, int]:
-    """Replace infinities by ``amax`` and NaN by 0; return the values and the number of replacements.
+    """Replace infinities by ``amax``, with their sign, and NaN by 0. Return the values and the number of replacements.
 
-    amax: the largest finite magnitude of the group. It is limited to the largest value of the dtype.
+    amax: the largest finite magnitude of the layers that share a tensor scale. It is limited to the largest value of
+        the dtype.
     """
     wide = x.astype(np.float32)
     count = int(np.count_nonzero(~np.isfinite(wide)))
@@ -96,12 +100,13 @@ def saturated(x: np.ndarray, amax: np.float32) -> tuple[np.ndarray, int]:
 
 
 def _check_scales(job: Job, q: Quantized) -> None:
-    """Raise CheckpointError for NaN block scales, which no loader can use; some recipes give them for zeros or
-    subnormals.
+    """Raise CheckpointError if block scales are NaN, because no loader can use them.
+
+    Some recipes give NaN block scales for zeros or subnormals.
     """
     assert q.recipe.scale is not None and q.block_scale is not None
     bad = int(np.count_nonzero((q.block_scale & ~np.uint8(q.recipe.scale.sign_bit)) == q.recipe.scale.nan_code))
-    # --nonfinite keep allows them, except in GGUF blocks, because llama.cpp reads them as numbers.
+    # --nonfinite keep allows NaN scales, except in GGUF blocks, where llama.cpp would read them as numbers.
     if bad and (job.nonfinite != "keep" or job.container.in_blocks):
         raise CheckpointError(
             f"{shown(job.name)}: {bad} block scales are NaN; leave the layer out with --keep, or use another recipe"

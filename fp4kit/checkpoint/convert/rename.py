@@ -1,5 +1,6 @@
-"""Write codes and scales unchanged under other names; the tensor scale is inverted if only one container stores a
-divisor.
+"""Convert between two containers of one format: write codes and scales unchanged, under other names.
+
+The tensor scale is inverted if only one of the two containers stores it as a divisor.
 """
 
 from __future__ import annotations
@@ -15,7 +16,10 @@ from fp4kit.checkpoint.plan.job import Job, Sink
 
 
 def write(job: Job, readers: Readers, output: Sink) -> None:
-    """Write all parts of a weight. A number that does not change keeps its bits."""
+    """Write all parts of a job's weight: codes, block scales, tensor scale and input scale.
+
+    A scalar that both containers store in one direction (multiplier or divisor) is copied bit for bit.
+    """
     source_form = job.weight.container
     assert source_form is not None
     for slab in slabs(readers, job.weight, job.expert, job.span):

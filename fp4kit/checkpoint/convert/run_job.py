@@ -1,8 +1,8 @@
 """Run the jobs of a conversion.
 
 Jobs are independent: they run in any order, in any process, on any machine that sees the files. A job writes its own
-bytes of the output files. If it needs to know its group (the layers that share a tensor scale), all weights of the
-group are measured first.
+    bytes of the output files. If layers share a tensor scale, all of them are measured before any is written: each is
+    read once to find its amax and its NaN and infinities.
 """
 
 from __future__ import annotations
@@ -39,13 +39,15 @@ from fp4kit.checkpoint.plan.scale_search import Losses
 from fp4kit.storage.errors import CheckpointError, shown
 from fp4kit.storage.safetensors_file import NUMPY_DTYPES
 
-PIECE = 2 << 20  # bytes of a copied tensor that are in memory at a time
-TURNED = 32 << 20  # decoded bytes in memory at a time, if a matrix is written transposed (turned)
+PIECE = 2 << 20  # a tensor is copied in pieces of this many bytes
+TURNED = 32 << 20  # a matrix that is written transposed is decoded in pieces of about this many bytes
 
 
 def measure(job: Job, tick: Tick | None = None) -> Measured:
-    """Read a weight and return its amax, its number of NaN and infinities, and what a lossless conversion needs to
-    know.
+    """Read the weight of a job once, and return what must be known before the layers that share its tensor scale are
+    written.
+
+    This is the amax, the number of NaN and infinities, and whether a lossless conversion is possible.
     """
     with Readers(tick) as readers:
         found = Measured(job.key)
@@ -55,13 +57,13 @@ def measure(job: Job, tick: Tick | None = None) -> Measured:
 
 
 def _joined(a: Measured, b: Measured) -> Measured:
-    """Return the measurements of two parts together."""
+    """Return the measurements of two parts of a weight, or of two weights, combined into one."""
     low, high = min(a.low, b.low), max(a.high, b.high)
     return Measured(a.key, max(a.amax, b.amax), a.nonfinite + b.nonfinite, low, high, a.exact and b.exact)
 
 
 def _measured(job: Job, slab: Slab) -> Measured:
-    """Measure one slab."""
+    """Return the measurements of one slab (some rows) of a job's weight."""
     if job.action == RENAME:
         return Measured(job.key, nonfinite=count_nonfinite(job.weight, slab))
     values = values_of(job.weight, slab)
@@ -76,7 +78,7 @@ def _measured(job: Job, slab: Slab) -> Measured:
 
 
 def join_group(found: list[Measured]) -> Measured:
-    """Return the measurements of all members of a group together."""
+    """Return the measurements of all layers that share a tensor scale, combined into one."""
     result = found[0]
     for one in found[1:]:
         result = _joined(result, one)
@@ -84,15 +86,18 @@ def join_group(found: list[Measured]) -> Measured:
 
 
 def write(job: Job, shared: Measured | None, tick: Tick | None = None) -> Done:
-    """Write the bytes of a job. shared: the measurements of its group, if the job is measured first."""
+    """Run a job: write its bytes into the output files, and return what it did, with the CRC-32 of the bytes.
+
+    shared: the measurements of the layers that share its tensor scale; None if the job needs none.
+    """
     with Readers(tick) as readers, _Output(job.targets) as output:
         made = produce(job, shared, readers, output)
         return Done(job.key, output.finish(), *made)
 
 
 class Made(NamedTuple):
-    """Report what became of a job: the action taken, how many NaN and infinities were replaced, and the scale search's
-    errors.
+    """Report what a job did: the action taken, how many NaN and infinities were replaced, and the errors of a scale
+    search.
     """
 
     action: str
@@ -101,9 +106,10 @@ class Made(NamedTuple):
 
 
 def produce(job: Job, shared: Measured | None, readers: Readers, output: Sink) -> Made:
-    """Produce the bytes of a job and put them into output.
+    """Convert the weight of a job, put the bytes into ``output``, and return what was done.
 
-    A lossless action whose scales do not fit becomes a requantization.
+    shared: the measurements of the layers that share its tensor scale; None if the job needs none.
+    If the planned action keeps the codes but the new format cannot hold the scales, the weight is requantized instead.
     """
     action, replaced, losses = job.action, 0, Losses()
     values_are_kept = shared is not None and not (shared.nonfinite and job.nonfinite == "saturate")
@@ -125,16 +131,17 @@ def produce(job: Job, shared: Measured | None, readers: Readers, output: Sink) -
 
 
 def _copy(source: Located, readers: Readers, output: Sink) -> None:
-    """Copy a tensor in pieces."""
+    """Copy a tensor byte for byte, in pieces of PIECE bytes."""
     for start in range(0, source.entry.nbytes, PIECE):
         output.put(VALUES, readers.bytes(source, start, min(PIECE, source.entry.nbytes - start)))
 
 
 def _dequantize(job: Job, readers: Readers, output: Sink, shared: Measured | None) -> int:
-    """Write decoded values, rounded to the target dtype.
+    """Decode a weight, round its values to the target's dtype, and write them. Return how many NaN and infinities were
+    replaced.
 
+    shared: the measurements of the weight if NaN and infinities are to be replaced; None to keep them.
     A matrix that the model stores transposed is written some columns at a time.
-    shared: the measurements, if NaN and infinities are to be replaced; else None. Return how many were replaced.
     """
     dtype = NUMPY_DTYPES[job.targets[0].dtype]
     replaced = 0
@@ -160,14 +167,16 @@ def _dequantize(job: Job, readers: Readers, output: Sink, shared: Measured | Non
 
 
 def _rounded(values: np.ndarray, dtype: np.dtype, shared: Measured | None) -> tuple[np.ndarray, int]:
-    """Return values rounded to ``dtype``, and how many NaN and infinities were replaced."""
+    """Return ``values`` rounded to ``dtype``, and how many NaN and infinities were replaced (none if ``shared`` is
+    None).
+    """
     values, count = (values, 0) if shared is None else quantize_rows.saturated(values, np.float32(shared.amax))
     with np.errstate(over="ignore", invalid="ignore"):
         return values.astype(dtype), count
 
 
 class _Output:
-    """Write to the targets of a job; the pieces of each part arrive in order."""
+    """Write the parts of a job (codes, scales, ...) to their places in the output files, piece by piece in order."""
 
     def __init__(self, targets: tuple[Target, ...]) -> None:
         self._targets = {target.part: target for target in targets}
@@ -190,7 +199,7 @@ class _Output:
             os.close(descriptor)
 
     def has(self, part: str) -> bool:
-        """Return whether a part is written."""
+        """Return whether the job writes ``part``."""
         return part in self._targets
 
     def put(self, part: str, array: Any) -> None:
@@ -204,7 +213,7 @@ class _Output:
         self._next[part] += raw.size
 
     def finish(self) -> str:
-        """Check that all parts are complete and return their CRC-32 values."""
+        """Return the CRC-32 values of all parts as text. Raise CheckpointError if a part is not complete."""
         for part, target in self._targets.items():
             missing = target.position + target.nbytes - self._next[part]
             if missing:
@@ -215,24 +224,27 @@ class _Output:
 
 
 def write_at(descriptor: int, data: memoryview, position: int) -> None:
-    """Write all bytes at a position of an open file."""
+    """Write all bytes of ``data`` at a position of an open file."""
     while data:
         written = os.pwrite(descriptor, data, position)
         data, position = data[written:], position + written
 
 
 def _joined_sums(sums: Iterable[int]) -> str:
-    """Return CRC-32 values joined as one text."""
+    """Return CRC-32 values as one text, in hexadecimal with "-" between them."""
     return "-".join(f"{one:08x}" for one in sums)
 
 
 def read_back(job: Job) -> Done:
-    """Return a job as done, with the CRC-32 that its bytes in the files have now."""
+    """Read the bytes of a job from the output files, and return a Done with the CRC-32 that they have now.
+
+    Compare it with the CRC-32 in the journal to know whether an interrupted run really wrote them.
+    """
     return Done(job.key, _joined_sums(_sum_of(target) for target in job.targets), job.action)
 
 
 def _sum_of(target: Target) -> int:
-    """Return the CRC-32 of a target's bytes in its file."""
+    """Read a target's bytes from its file and return their CRC-32."""
     found, left = 0, target.nbytes
     with target.path.open("rb", buffering=0) as file:
         file.seek(target.position)
@@ -242,7 +254,7 @@ def _sum_of(target: Target) -> int:
 
 
 def check_finite(job: Job, found: Measured) -> None:
-    """Raise CheckpointError if a weight holds NaN or infinity, and the request does not say what to do with them."""
+    """Raise CheckpointError if a weight contains NaN or infinity, and the request does not say what to do with them."""
     if found.nonfinite and job.nonfinite == "error":
         raise CheckpointError(
             f"{shown(job.name)}: {found.nonfinite} of {prod(job.shape)} values are NaN or infinite; repair the source, "

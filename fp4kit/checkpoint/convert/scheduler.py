@@ -1,7 +1,8 @@
 """Schedule the jobs of a conversion in one pass over the source, so that reading, writing, syncing and hashing overlap.
 
-A group is the set of jobs that share a tensor scale. Its jobs write as soon as all of them are measured, while their
-bytes are still in the page cache. A file is synced to disk and hashed as soon as all jobs that write into it are done.
+A group is the set of jobs that share a tensor scale. They can be written only when all of them are measured (read once
+to find the amax). They are written right after that, while their bytes are still in the page cache. A file is synced to
+disk and hashed as soon as all jobs that write into it are done.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from fp4kit.checkpoint.run import staging
 from fp4kit.checkpoint.run.executors import Call, run_all
 
 T = TypeVar("T")
-Check = Callable[[Job, Measured], None]  # raises if a measured weight holds what the request does not allow
+# raises CheckpointError for a weight with values that the request does not allow
+Check = Callable[[Job, Measured], None]
 
 
 class JobScheduler:
@@ -29,10 +31,13 @@ class JobScheduler:
 
     all_jobs: the jobs.
     files: the files of the partial directory that the jobs write into.
-    check: called with the measurements of a weight before anything of its group is written.
-    tick: called with numbers of bytes of source tensors; the bytes of a job that is measured count twice.
+    journal: the record of what is done, from which an interrupted run continues.
+    check: called with a job and its measurements before anything of its group is written; raises to stop the run.
+    tick: called with the number of bytes of source tensors done since its last call. The bytes of a job that is
+        measured first count twice.
 
-    After ``run``, ``done`` holds every job by its key, and ``digests`` the digest of every file by its path.
+    After ``run``, ``done`` maps the key of every job to what it did, and ``digests`` maps the path of every file to its
+    digest.
     """
 
     def __init__(
@@ -45,7 +50,8 @@ class JobScheduler:
         self.digests: dict[Path, Digest] = {}
         self._in_process = True
         self._groups: dict[str, list[Job]] = defaultdict(list)
-        self._unwritten: dict[Path, set[str]] = {path: set() for path in files}  # keys of jobs that are not done
+        # file -> keys of its jobs that are not done
+        self._unwritten: dict[Path, set[str]] = {path: set() for path in files}
         for job in all_jobs:
             if job.is_measured:
                 self._groups[job.group].append(job)
@@ -54,7 +60,10 @@ class JobScheduler:
         self._unmeasured = {group: {job.key for job in members} for group, members in self._groups.items()}
 
     def run(self, executor: Executor | None, width: int) -> None:
-        """Do everything that an interrupted run has not done. width: as for run_all."""
+        """Run all jobs that an interrupted run has not done.
+
+        executor, width: as for run_all.
+        """
         self._in_process = executor is None
         self._take_over(executor)
         queue = deque(self._first())
@@ -63,7 +72,9 @@ class JobScheduler:
                 queue.extendleft(reversed(self._after(one)))
 
     def _take_over(self, executor: Executor | None) -> None:
-        """Accept the jobs of an interrupted run whose bytes are still those that they wrote."""
+        """Accept the jobs that the journal records as done, if their bytes in the files still have the recorded
+        CRC-32.
+        """
         noted = self._journal.done
         for now in run_all(
             executor, deque((run_job.read_back, (job,)) for job in self._jobs.values() if job.key in noted)
@@ -73,7 +84,7 @@ class JobScheduler:
                 self._tick(self._jobs[now.key].nbytes_in)
 
     def _first(self) -> Iterator[Call[Any]]:
-        """Yield the calls that need no result of this run."""
+        """Yield the calls that can start at once, because they need no result of another call."""
         for path, waiting in self._unwritten.items():
             if not waiting:
                 yield from _last_calls(path)
@@ -87,13 +98,20 @@ class JobScheduler:
                 yield self._call(run_job.write, job, None)
 
     def _call(self, function: Callable[..., Any], job: Job, *arguments: Any) -> Call[Any]:
-        """Return a job as a call for run_all. In this process, the call reports progress after every read."""
+        """Return a call of ``function`` for run_all, with ``job`` and ``arguments``.
+
+        A call in this process reports progress after every read. For a call elsewhere, _after reports it when the call
+        has ended.
+        """
         return (
             (_metered, (self._tick, function, job, *arguments)) if self._in_process else (function, (job, *arguments))
         )
 
     def _after(self, result: Measured | Done | Digest | None) -> list[Call[Any]]:
-        """Record a result and return the calls that waited for it. A result of None means that a file was synced."""
+        """Record the result of a call, and return the calls that can start now.
+
+        result: None if the call synced a file, for which there is nothing to record.
+        """
         if result is None:
             return []
         if isinstance(result, Digest):
@@ -110,7 +128,9 @@ class JobScheduler:
         return calls
 
     def _take_measured(self, found: Measured) -> list[Call[Any]]:
-        """Record a measurement; if it was the last of its group, return the calls that write the group."""
+        """Record the measurements of a job. If they complete its group, return the calls that write the group, else
+        none.
+        """
         job = self._jobs[found.key]
         self._check(job, found)
         self._measured[found.key] = found
@@ -122,7 +142,7 @@ class JobScheduler:
         return [self._call(run_job.write, member, shared) for member in members if member.key not in self.done]
 
     def _take_done(self, result: Done) -> list[Call[Any]]:
-        """Record that a job is done; return the final calls for files that no other job writes into."""
+        """Record that a job is done. Return the calls that sync and hash the files that are thereby complete."""
         self.done[result.key] = result
         calls: list[Call[Any]] = []
         for path in dict.fromkeys(target.path for target in self._jobs[result.key].targets):
@@ -133,14 +153,18 @@ class JobScheduler:
 
 
 def _last_calls(path: Path) -> list[Call[Any]]:
-    """Return the final calls for a file: sync and hash. They are separate, because one waits for the disk and one for a
-    CPU.
+    """Return two calls for a complete file: one syncs it to disk and one hashes it.
+
+    They are separate, because the first waits for the disk and the second for a CPU.
     """
     return [(staging.sync_file, (path,)), (digest_of, (path,))]
 
 
 def _metered(tick: Tick, function: Callable[..., T], job: Job, *arguments: Any) -> T:
-    """Run a job's call and report progress as it reads; in total, the number of bytes that it is planned to read."""
+    """Run a job's call, report progress after every read, and return the call's result.
+
+    The reported bytes always add up to ``job.nbytes_in``, even if the call reads more or fewer bytes.
+    """
     left = job.nbytes_in
 
     def count(nbytes: int) -> None:

@@ -1,4 +1,4 @@
-"""Quantize with searched block scales, and measure the gain over the scales of the amax."""
+"""Quantize with searched block scales, and compute the error that the search saves."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ from fp4kit.types import Objective
 
 
 def quantized(x: np.ndarray, job: Job, amax: np.float32, weights: np.ndarray | None) -> tuple[Quantized, Losses]:
-    """Return x quantized with the block scales of the smallest error, as NumPy arrays, and the errors before
-    and after.
+    """Quantize ``x`` with the block scales that give the smallest error.
+
+    Return the result as NumPy arrays, and the errors without and with the search.
     """
     if job.device is None:
         before, after = _both(x, job, amax, weights)
@@ -32,7 +33,9 @@ def quantized(x: np.ndarray, job: Job, amax: np.float32, weights: np.ndarray | N
 
 
 def _both(x: Any, job: Job, amax: np.float32, weights: Any) -> tuple[Quantized, Quantized]:
-    """Quantize with the amax of each block, and with the block amaxes that the search found."""
+    """Quantize twice, and return both results: with the amax of each block, and with the block amaxes that the search
+    found.
+    """
     r = job.new_recipe
     found = search_scales(x, r, objective=cast(Objective, job.search), tensor_amax=amax, weights=weights)
     return quantize(x, r, tensor_amax=amax), quantize(x, r, tensor_amax=amax, block_amax=found)
@@ -40,7 +43,7 @@ def _both(x: Any, job: Job, amax: np.float32, weights: Any) -> tuple[Quantized, 
 
 @ieee("convert")
 def _losses(x: np.ndarray, before: Quantized, after: Quantized, weights: np.ndarray | None) -> Losses:
-    """Return the errors of both results.
+    """Return the sums of squares of ``x`` and of the errors of ``before`` and ``after``, which are ``x`` quantized.
 
     Differences are exact in float64; sums are taken over chunks of rows, in order.
     """
@@ -53,7 +56,9 @@ def _losses(x: np.ndarray, before: Quantized, after: Quantized, weights: np.ndar
 
 
 def _squares(x: np.ndarray, weights: np.ndarray | None) -> float:
-    """Return the sum of squares, weighted per column, added in an order that does not depend on the machine."""
+    """Return the sum of squares of ``x``, weighted per column, added in an order that does not depend on the
+    machine.
+    """
     if weights is None:
         flat = x.reshape(-1)
         return float(np.einsum("i,i->", flat, flat))
