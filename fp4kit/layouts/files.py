@@ -15,9 +15,9 @@ from fp4kit.layouts.nibbles import check_array, check_bytes
 
 
 class GgufBlock(NamedTuple):
-    """A block of a GGUF tensor: `scales` scale bytes, then the codes of as many groups, two codes per byte.
+    """Describe a block of a GGUF tensor: `scales` scale bytes, then codes, two per byte.
 
-    A group has `group` elements, which share one scale.
+    Each scale belongs to `group` elements, so a block holds scales * group elements.
     """
 
     scales: int
@@ -25,7 +25,7 @@ class GgufBlock(NamedTuple):
 
     @property
     def elements(self) -> int:
-        """Elements per block. The length of a row is a multiple of it."""
+        """Elements per block. Rows of a GGUF tensor hold whole blocks, so their length is a multiple of this number."""
         return self.scales * self.group
 
     @property
@@ -133,16 +133,19 @@ def unpack_gguf(raw: Any, format: str) -> tuple[Any, Any]:
 
 
 def _gguf_block(op: str, format: str) -> GgufBlock:
-    """Return the block of a GGUF format. Raise ValueError, which begins with op, for an unknown format."""
+    """Return the GgufBlock of the GGUF format "mxfp4" or "nvfp4".
+
+    Raise ValueError for another format. The message begins with op.
+    """
     if not is_one_of(format, GGUF_BLOCKS):
         raise ValueError(f"{op}: format is {format!r:.60}; needs one of {', '.join(GGUF_BLOCKS)}, llama.cpp's formats")
     return GGUF_BLOCKS[format]
 
 
 def _check_multiple(op: str, name: str, array: Any, multiple: int, why: str) -> None:
-    """Raise ValueError unless the last axis has a length that is a multiple of `multiple`.
+    """Raise ValueError unless the length of the last axis of array is a multiple of `multiple`.
 
-    why: a clause for the message.
+    name: how the message calls the array. why: a clause of the message that gives the reason.
     """
     if array.shape[-1] % multiple:
         raise ValueError(
@@ -151,7 +154,10 @@ def _check_multiple(op: str, name: str, array: Any, multiple: int, why: str) -> 
 
 
 def _contiguous(a: Any) -> Any:
-    """Return the array, or a contiguous copy: np.ascontiguousarray does not accept CuPy arrays."""
+    """Return the NumPy or CuPy array itself if it is contiguous, otherwise a contiguous copy.
+
+    np.ascontiguousarray does not accept CuPy arrays.
+    """
     return a if a.flags.c_contiguous else a.copy()
 
 

@@ -20,15 +20,15 @@ def pack(codes: Any) -> Any:
 
 
 def check_pairs(shape: tuple[int, ...]) -> None:
-    """Raise ValueError unless the last axis of codes has an even length, so that the codes fill whole bytes."""
+    """Raise ValueError unless the last axis of codes has an even length, because two codes share a byte."""
     if shape[-1] % 2:
         raise ValueError(f"pack: the last axis has length {shape[-1]}; two codes share a byte, so it must be even")
 
 
 def check_array(op: str, name: str, array: Any) -> None:
-    """Raise TypeError, which begins with op, unless array is a NumPy or CuPy array.
+    """Raise TypeError unless array is a NumPy or CuPy array, because the layout functions call methods of such arrays.
 
-    The layout functions use their methods.
+    The message begins with op and calls the array `name`.
     """
     if not isinstance(array, (np.ndarray, np.generic)) and type(array).__module__ != "cupy":
         kind = f"{type(array).__module__}.{type(array).__qualname__}"
@@ -36,7 +36,10 @@ def check_array(op: str, name: str, array: Any) -> None:
 
 
 def check_bytes(op: str, codes: Any, name: str = "codes") -> None:
-    """Raise TypeError, which begins with op, unless codes are uint8. Raise ValueError if they are 0-d."""
+    """Raise TypeError unless codes are a NumPy or CuPy array of uint8, and ValueError if they are 0-d.
+
+    The message begins with op and calls the array `name`.
+    """
     check_array(op, name, codes)
     if codes.dtype != np.uint8:
         raise TypeError(f"{op}: {name} are {codes.dtype}; needs uint8")
@@ -54,20 +57,24 @@ def unpack(packed: Any) -> Any:
 
 
 def packed(codes: Any, packing: Packing) -> Any:
-    """Return codes as the element format stores them: packed if two codes share a byte, otherwise unchanged.
+    """Return codes as the element format stores them: two 4-bit codes per byte, or one wider code per byte.
 
-    codes: uint8 (..., K), one code per byte. packing: ElementFormat.packing.
+    codes: uint8 (..., K), one code per byte. packing: ElementFormat.packing. Wider codes are returned unchanged.
     """
     return codes if packing.codes == 1 else pack(codes)
 
 
 def unpacked(stored: Any, packing: Packing) -> Any:
-    """Return codes, one per byte, from stored bytes: the inverse of packed."""
+    """Return uint8 codes, one per byte, from codes as the element format stores them: the inverse of `packed`."""
     return stored if packing.codes == 1 else unpack(stored)
 
 
 def write_codes(out: np.ndarray, codes: np.ndarray, rows: slice, column: int, packing: Packing) -> None:
-    """Write codes (m, n) at (rows, column) of a packed matrix, without changing the bits of other elements."""
+    """Write codes (m, n) into a matrix of stored codes, from code `column` on, without changing its other codes.
+
+    out: the matrix as the element format stores it, with two codes per byte if packing says so. rows: the rows of out
+    to write to, m of them.
+    """
     if packing.codes == 1:
         out[rows, column : column + codes.shape[1]] = codes
         return

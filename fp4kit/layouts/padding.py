@@ -14,7 +14,10 @@ _NO_AXIS = "pad: x is 0-d; needs at least one axis; use x.reshape(1)"
 
 
 def _integer_from(op: str, name: str, n: Any, minimum: int) -> int:
-    """Return n as an int. Raise ValueError unless it is an integer of at least `minimum`."""
+    """Return n as an int. Raise ValueError unless it is an integer of at least `minimum`.
+
+    The message begins with op and calls the number `name`.
+    """
     try:
         number = index_of(n)
     except TypeError:

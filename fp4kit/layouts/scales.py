@@ -36,12 +36,15 @@ def check_layout(op: str, layout: str) -> None:
 
 
 def tile_rows(layout: str) -> int:
-    """Return how many rows of scales a tile of the layout has: 1, 128 or 8."""
+    """Return the number of rows of scales per tile of the layout: 128 or 8, or 1 for "linear", which has no tiles."""
     return _TILE_ROWS.get(layout, 1)
 
 
 def padded_shape(shape: tuple[int, ...], layout: str) -> tuple[int, ...]:
-    """Return the shape of (..., R, C) scales in a layout: R padded to 128 or 8, C to 4; unchanged for "linear"."""
+    """Return the shape that linear scales of shape (..., R, C) have in a layout, padding included.
+
+    Swizzled layouts pad R to a multiple of 128 or 8, and C to a multiple of 4. The layout "linear" pads nothing.
+    """
     check_layout("padded_shape", layout)
     if not (isinstance(shape, tuple) and any(type(n).__module__ == "torch" for n in shape)):
         shape = as_shape("padded_shape", shape)  # skipped for PyTorch symbols: a trace would fix them to numbers
@@ -56,9 +59,9 @@ def padded_shape(shape: tuple[int, ...], layout: str) -> tuple[int, ...]:
 
 
 def swizzle_scales(scales: Any, layout: str) -> Any:
-    """Return linear scales (..., R, C) rearranged to `layout`, in the shape padded_shape gives.
+    """Return linear scales (..., R, C) rearranged to `layout`, in the shape that padded_shape gives.
 
-    Each (R, C) matrix is rearranged by itself. Padding bytes are zero.
+    Each (R, C) matrix is rearranged separately. Padding bytes are zero. For "linear", scales themselves are returned.
     """
     check_array("swizzle_scales", "scales", scales)
     padded = padded_shape(scales.shape, layout)
@@ -76,9 +79,10 @@ def swizzle_scales(scales: Any, layout: str) -> Any:
 
 
 def unswizzle_scales(scales: Any, layout: str, shape: tuple[int, ...]) -> Any:
-    """Return linear scales (..., R, C) = shape from bytes in `layout`: the inverse of swizzle_scales.
+    """Return linear scales from scales in `layout`: the inverse of swizzle_scales.
 
-    The padding is dropped. scales may have any shape of the padded size.
+    shape: the shape (..., R, C) of the result. scales may have any shape, with as many bytes as the layout needs. The
+    padding is dropped.
     """
     check_array("unswizzle_scales", "scales", scales)
     shape = as_shape("unswizzle_scales", shape)
@@ -96,9 +100,9 @@ def unswizzle_scales(scales: Any, layout: str, shape: tuple[int, ...]) -> Any:
 
 
 def check_size(scales: Any, layout: str, shape: tuple[int, ...]) -> None:
-    """Raise ValueError unless scales have as many elements as `shape` needs in a layout, padding included.
+    """Raise ValueError unless scales have the size that linear scales of a shape need in a layout, padding included.
 
-    shape is that of the linear scales; scales may have any shape.
+    shape: the shape (..., R, C) of the linear scales. scales may have any shape.
     """
     if min(shape, default=0) < 0:
         raise ValueError(

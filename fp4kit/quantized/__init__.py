@@ -1,4 +1,4 @@
-"""Quantized: a quantized array, as quantize returns it or as it is made from the tensors of a checkpoint."""
+"""Quantized: the codes and scales of a quantized array, as quantize returns them or as a checkpoint stores them."""
 
 from fp4kit.quantized.container import Quantized
 

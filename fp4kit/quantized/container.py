@@ -1,6 +1,7 @@
 """Quantized: the codes and scales of an array, and everything needed to read them.
 
-A Quantized checks its fields once, when it is made. It holds no arithmetic.
+A Quantized checks its fields once, when it is made. Its arithmetic is in other modules. The four fields that are arrays
+are its parts: packed, block_scale, tensor_scale and tensor_amax.
 """
 
 from __future__ import annotations
@@ -120,9 +121,10 @@ class Quantized:
         Quantized.__init__(self, **state)
 
     def _check_parts_of(self, library: ArrayLibrary) -> None:
-        """Raise TypeError unless all parts are arrays of `library`.
+        """Check the parts of a Quantized of PyTorch or JAX.
 
-        Then make the checks of NumPy or CuPy arrays on their memory.
+        Raise TypeError unless all parts are arrays of `library`. Then make the checks of a Quantized of NumPy or CuPy
+        arrays, on arrays that share their memory.
         """
         for name in PARTS:
             array = getattr(self, name)
@@ -132,7 +134,10 @@ class Quantized:
         self.imported()
 
     def _check(self, name: str, shape: tuple[int, ...] | None, host: bool) -> None:
-        """Raise an error unless a part is uint8 of this shape, or None if shape is None."""
+        """Raise an error unless the part `name` is a uint8 array of this shape, or None if shape is None.
+
+        host: whether packed is a NumPy array.
+        """
         array = getattr(self, name)
         if array is None and shape is None:
             return
@@ -145,9 +150,10 @@ class Quantized:
         raise ValueError(f"Quantized: {name} is {got}; {self.recipe.id} of {self.shape} needs {needed}")
 
     def _check_tensor(self, shapes: tuple[tuple[int, ...], ...], host: bool) -> None:
-        """Raise an error unless tensor_scale and tensor_amax are what the recipe needs: float32 arrays of one shape.
+        """Raise an error unless tensor_scale and tensor_amax are float32 arrays of one shape, as the recipe needs.
 
-        shapes: the shapes that the recipe allows; none if it has no tensor scale.
+        shapes: the shapes that the recipe allows. It is empty if the recipe has no tensor scale; then both must be
+        None.
         """
         if shapes and self.tensor_scale is not None:
             self._check_floats("tensor_scale", shapes, host)
@@ -158,7 +164,10 @@ class Quantized:
             self._refuse_floats(name, shapes)
 
     def _check_floats(self, name: str, shapes: tuple[tuple[int, ...], ...], host: bool) -> None:
-        """Raise an error unless a part is a float32 array of an allowed shape and, on the host, holds valid numbers."""
+        """Raise an error unless the part `name` is a float32 array of an allowed shape.
+
+        If it is on the host, its numbers are checked too.
+        """
         array = getattr(self, name)
         if host and isinstance(array, np.generic):
             array = np.asarray(array)
@@ -174,13 +183,13 @@ class Quantized:
             check_amounts("Quantized", name, array, self.tensor_scale, self.recipe)
 
     def _refuse_floats(self, name: str, shapes: tuple[tuple[int, ...], ...]) -> NoReturn:
-        """Raise ValueError that says which shape a part has and which shapes are allowed."""
+        """Raise ValueError with the shape of the part `name` and the shapes that are allowed."""
         got = _spelled(getattr(self, name))
         needed = " or ".join(f"float32 {shape}" for shape in shapes) or "None, as it has no tensor scale"
         raise ValueError(f"Quantized: {name} is {got}; {self.recipe.id} of {self.shape} needs {needed}")
 
     def _check_kind(self, name: str, array: Any, host: bool) -> None:
-        """Raise an error unless an array is of the library of packed (NumPy or CuPy), and on its device."""
+        """Raise an error unless a part belongs to the same library (NumPy or CuPy) and device as packed."""
         kind, packed = type(array), self.packed
         if isinstance(array, np.ndarray) if host else kind is type(packed) and kind.__module__ == "cupy":
             if host or array is packed or array.data.device_id == packed.data.device_id:
@@ -195,21 +204,22 @@ class Quantized:
         raise TypeError(f"Quantized: {name} is a {kind.__module__}.{kind.__name__}; needs a {needed}, as packed is")
 
     def with_parts(self, convert: Callable[[Any], Any]) -> Quantized:
-        """Return a Quantized with every array replaced by convert(array), without further checks.
+        """Return a Quantized with every part replaced by convert(part), without further checks.
 
-        convert must keep the bytes. It is for moving them to another library or device.
+        It moves the parts to another library or device, so convert must keep their bytes. Parts that are None stay
+        None.
         """
         parts = {name: array if array is None else convert(array) for name, array in self.parts().items()}
         return assembled({**vars(self), **parts})
 
     def parts(self) -> dict[str, Any]:
-        """Return the arrays by name, with None for missing ones."""
+        """Return a dict of the four parts by name. Parts that the Quantized lacks are None."""
         return {name: getattr(self, name) for name in PARTS}
 
     def imported(self, op: str = "Quantized") -> Quantized:
-        """Return a Quantized with NumPy or CuPy arrays on the memory of another library's arrays.
+        """Return a Quantized whose parts are NumPy or CuPy arrays that share the memory of the parts of this one.
 
-        If the arrays already are NumPy's or CuPy's, return the Quantized itself. op: the function that errors begin
+        If the parts already are NumPy or CuPy arrays, return the Quantized itself. op: the function that errors begin
         with.
         """
         if isinstance(self.packed, np.ndarray) or type(self.packed).__module__ == "cupy":
@@ -219,7 +229,7 @@ class Quantized:
 
     @property
     def moved_shape(self) -> tuple[int, ...]:
-        """Shape of x with the quantized axis last."""
+        """Shape of x with the quantized axis moved last."""
         return (*self.shape[: self.axis], *self.shape[self.axis + 1 :], self.shape[self.axis])
 
     @property
@@ -229,7 +239,7 @@ class Quantized:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of codes and scales."""
+        """Bytes of all codes and scales."""
         parts = (self.packed, self.block_scale, self.tensor_scale)
         return sum(int(part.nbytes) for part in parts if part is not None)
 
@@ -402,7 +412,7 @@ class Quantized:
     if not TYPE_CHECKING:  # type checkers know all attributes
 
         def __getattr__(self, name: str) -> NoReturn:
-            """Raise AttributeError for an attribute that does not exist, with the name that users look for."""
+            """Raise AttributeError for an attribute that does not exist. Name the one to use instead, if known."""
             hint = f"; {_OTHER_NAMES[name]}" if name in _OTHER_NAMES else ""
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{hint}", name=name, obj=self)
 
@@ -466,7 +476,10 @@ class Quantized:
 
 @contextmanager
 def _suspecting_a_swap(codes: Any, scales: Any, scale_layout: ScaleLayout) -> Iterator[None]:
-    """Append to every ValueError raised inside that codes and scales may be swapped, if there are more scale bytes."""
+    """Append a hint to every ValueError raised in the with block if codes and scales may be swapped.
+
+    The hint is added if there are more scale bytes than code bytes.
+    """
     try:
         yield
     except ValueError as error:
@@ -476,12 +489,15 @@ def _suspecting_a_swap(codes: Any, scales: Any, scale_layout: ScaleLayout) -> It
 
 
 def assembled(fields: dict[str, Any]) -> Quantized:
-    """Return a Quantized with the given fields, unchecked. Use it only for parts that an engine made."""
+    """Return a Quantized with the given fields, without any check.
+
+    Use it only for fields that are valid already, such as the results of an engine.
+    """
     q = object.__new__(Quantized)
     q.__dict__.update(fields)
     return q
 
 
 def _spelled(array: Any) -> str:
-    """Return dtype and shape of an array for an error message."""
+    """Return the dtype and shape of an array as text for an error message."""
     return "None" if array is None else f"{array.dtype} {tuple(array.shape)}"

@@ -1,7 +1,8 @@
-"""Convert the tensors of a checkpoint to the parts of a Quantized.
+"""Convert the tensors of a checkpoint to the parts (the arrays) of a Quantized.
 
-Files and loaders store several dtypes, nibble orders and scale directions. Nothing is copied unless it must change:
-4-bit codes stored one per byte, swapped nibbles, and tensor scales that divide or are not float32.
+Checkpoints store codes and scales in several dtypes and in both nibble orders, and tensor scales that multiply or
+divide. An array is copied only if its bytes must change. This concerns 4-bit codes stored one per byte, swapped
+nibbles, and tensor scales that divide or are not float32.
 """
 
 from __future__ import annotations
@@ -34,17 +35,20 @@ _BYTES = ("uint8", "int8")
 
 
 class Stored(NamedTuple):
-    """An imported array, and the name of the dtype that it had in its library."""
+    """Hold an imported array, and the name of the dtype that it had in its own library.
+
+    The two can differ, because narrow floats of PyTorch are imported as uint8.
+    """
 
     array: Any
     dtype: str
 
 
 def import_parts(op: str, **named: Any) -> dict[str, Stored | None]:
-    """Return the arrays as NumPy or CuPy arrays, without a copy, all on one device.
+    """Return the arrays of a checkpoint by name, imported as NumPy or CuPy arrays without a copy.
 
-    None stays None, and a Python float becomes a float64 array. A PyTorch tensor with one byte per element is imported
-    as bytes, because CuPy and some PyTorch versions do not export the narrow floats.
+    All must be on one device. None stays None, and a Python float becomes a float64 array. A PyTorch tensor with one
+    byte per element is imported as uint8, because CuPy and some PyTorch versions do not export the narrow floats.
     """
     names = [name for name, a in named.items() if a is not None and type(a) is not float]
     imported = import_arrays(op, **{name: _bytes_of_tensor(named[name], f"{op}: {name}") for name in names})
@@ -63,12 +67,15 @@ def _is_tensor(a: Any) -> bool:
 
 
 def _dtype_name(a: Any, imported: Any) -> str:
-    """Return the name of the dtype that an array had in its library."""
+    """Return the name of the dtype that an array has in its own library.
+
+    a: the array as it was given. imported: the NumPy or CuPy array made from it.
+    """
     return str(a.dtype).removeprefix("torch.") if _is_tensor(a) else imported.dtype.name
 
 
 def _bytes_of_tensor(a: Any, name: str) -> Any:
-    """Return a tensor with one byte per element as uint8, and anything else unchanged."""
+    """Return a PyTorch tensor with one byte per element as a uint8 tensor, and anything else unchanged."""
     if not _is_tensor(a) or a.element_size() != 1:
         return a
     check_tensor(a, name)
@@ -76,10 +83,13 @@ def _bytes_of_tensor(a: Any, name: str) -> Any:
 
 
 def codes(op: str, stored: Stored | None, recipe: Recipe, high_nibble_first: bool) -> Any:
-    """Return the codes as a Quantized stores them: uint8, two 4-bit codes per byte, the even element in the low nibble.
+    """Return stored codes as a Quantized stores them: uint8, with the even element of a pair in the low nibble.
 
-    Raises TypeError for a dtype of another format. Raises ValueError for an odd number of codes stored one per byte;
-    for high_nibble_first where no codes share a byte; and, on the host, for codes with more bits than the format has.
+    Raises TypeError for a dtype that does not belong to the recipe's element format. Raises ValueError in three cases:
+
+    - an odd number of 4-bit codes is stored one per byte
+    - high_nibble_first is set, but no codes share a byte
+    - codes on the host have more bits than the format
     """
     if stored is None:
         raise TypeError(f"{op}: packed is None; needs the array of codes")
@@ -103,7 +113,7 @@ def codes(op: str, stored: Stored | None, recipe: Recipe, high_nibble_first: boo
 
 
 def _packed(op: str, codes: Any) -> Any:
-    """Return codes, one per byte, packed two per byte. Raise ValueError if their number is odd."""
+    """Return codes, one per byte, packed two per byte. Raise ValueError if the length of the last axis is odd."""
     if codes.shape[-1] % 2:
         raise ValueError(
             f"{op}: packed holds {codes.shape[-1]} codes along its last axis; two share a byte, so it must be even"
@@ -112,15 +122,15 @@ def _packed(op: str, codes: Any) -> Any:
 
 
 def _bits(array: Any) -> Any:
-    """Return the bytes of an array as uint8."""
+    """Return the memory of an array with one byte per element as uint8."""
     return array if array.dtype == np.uint8 else array.view(np.uint8)
 
 
 def block_scales(op: str, stored: Stored | None, recipe: Recipe, shape: tuple[int, ...] | None) -> Any:
-    """Return block scales as uint8 bit patterns. In a swizzled layout they may have any shape of the padded size.
+    """Return stored block scales as uint8 bit patterns, or None if none are stored.
 
-    shape: what the layout needs, padding included; None to leave the check to Quantized. Raises TypeError for a dtype
-    of another format.
+    shape: the shape of the scales in their layout, padding included. Scales of another shape but of that size are
+    reshaped. None leaves the check of the shape to Quantized. Raises TypeError for a dtype of another scale format.
     """
     if stored is None or recipe.scale is None:
         return stored and stored.array
@@ -141,12 +151,18 @@ def _size(shape: tuple[int, ...]) -> int:
 
 
 def tensor_scale(op: str, given: Stored | None, packed: Any, shapes: tuple[tuple[int, ...], ...], divides: bool) -> Any:
-    """Return the tensor scale that multiplies on decode: float32, on the device of packed.
+    """Return the tensor scale that multiplies on decode: float32, on the device of packed; None if given is None.
 
-    Its shape is the one of `shapes` that it fits (fitting_shape). given: float32, or another float dtype whose numbers
-    are float32 numbers. divides: whether to return 1 / given, rounded to nearest even. Either conversion happens on the
-    host. Raises TypeError for a dtype that is not a float. Raises ValueError for a number that is not a float32 number
-    and, if it divides, for 0 or None.
+    Args:
+        given: the stored tensor scale: float32, or another float dtype whose numbers are all float32 numbers.
+        packed: the imported codes.
+        shapes: the allowed shapes. If one of them differs from the shape of given only by axes of length 1 at the end,
+            the result gets that shape.
+        divides: whether the stored scale divides on decode. If so, the result is 1 / given, rounded to nearest even.
+
+    Raises:
+        TypeError: given is not of a float dtype.
+        ValueError: a number is not a float32 number; or divides is set, and given is None or holds 0.
     """
     if given is None:
         if divides:
@@ -163,10 +179,7 @@ def tensor_scale(op: str, given: Stored | None, packed: Any, shapes: tuple[tuple
 
 
 def _like(array: Any, host: np.ndarray) -> Any:
-    """Return a NumPy array on the device of `array`.
-
-    On the host it is returned unchanged; otherwise it is copied to the CuPy array's device.
-    """
+    """Return a NumPy array, or a copy of it on the device of `array` if that is a CuPy array."""
     if isinstance(array, np.ndarray):
         return host
     with making_current(array.device.id):
@@ -175,7 +188,10 @@ def _like(array: Any, host: np.ndarray) -> Any:
 
 @ieee("from_parts")
 def _exact(op: str, scale: np.ndarray) -> np.ndarray:
-    """Return a tensor scale as float32. Raise an error if that would change a number."""
+    """Return a tensor scale as float32.
+
+    Raise TypeError if it is not of a float dtype, and ValueError if the conversion would change a number.
+    """
     if scale.dtype not in (*FLOATS, np.float64):
         raise TypeError(f"{op}: tensor_scale is {scale.dtype}; needs float32, or another float with the same numbers")
     with np.errstate(all="ignore"):
@@ -191,7 +207,7 @@ def _exact(op: str, scale: np.ndarray) -> np.ndarray:
 
 @ieee("from_parts")
 def _reciprocal(op: str, scale: np.ndarray) -> np.ndarray:
-    """Return 1 / scale. Raise ValueError if a scale is 0."""
+    """Return 1 / scale, rounded to float32. Raise ValueError if scale holds 0."""
     if (scale == 0).any():
         raise ValueError(f"{op}: tensor_scale holds 0, but tensor_scale_divides is True; needs positive numbers")
     with np.errstate(all="ignore"):
@@ -199,7 +215,10 @@ def _reciprocal(op: str, scale: np.ndarray) -> np.ndarray:
 
 
 def shape_of(op: str, packed: Any, recipe: Recipe, axis: int) -> tuple[int, ...]:
-    """Return the shape of x, derived from the shape of its codes, whose last axis is the quantized one."""
+    """Return the shape of x from the shape of its packed codes.
+
+    The last axis of packed is the quantized one. axis says where x has it. Raise ValueError if x has no such axis.
+    """
     ndim = packed.ndim
     if not -ndim <= axis < ndim:
         raise ValueError(f"{op}: axis {axis} of a {ndim}-d array; needs {-ndim} to {ndim - 1}")

@@ -1,6 +1,6 @@
-"""Requirements on the parts of a Quantized: shapes, and the values of codes and amaxes.
+"""Requirements on the parts (the arrays) of a Quantized: their shapes, and the numbers that they may hold.
 
-"moved" means with the quantized axis last.
+A parameter "moved" or "moved_shape" is the shape of x, the quantized array, with the quantized axis moved last.
 """
 
 from __future__ import annotations
@@ -20,37 +20,41 @@ NEVER_NAN = ("te_primary_weight", "compressed_tensors")  # tensor rules that giv
 
 
 def packed_shape(moved_shape: tuple[int, ...], recipe: Recipe) -> tuple[int, ...]:
-    """Return the shape of the packed codes of an array whose quantized axis is last."""
+    """Return the shape of the packed codes of an array with this moved shape."""
     *lead, K = moved_shape
     return (*lead, recipe.element.packing.length(K))
 
 
 def scale_shape(moved_shape: tuple[int, ...], recipe: Recipe) -> tuple[int, ...]:
-    """Return the shape of the linear block scales of an array whose quantized axis is last."""
+    """Return the shape of the block scales, in linear layout, of an array with this moved shape."""
     *lead, K = moved_shape
     return (*lead, K // recipe.block_size)
 
 
 def tensor_amax_shape(moved_shape: tuple[int, ...], recipe: Recipe) -> tuple[int, ...]:
-    """Shape of tensor_amax for an array whose quantized axis is last: (), rows or blocks."""
+    """Return the shape of the tensor amax of an array with this moved shape.
+
+    It is () for one amax per tensor. If the recipe has a tensor scale per row or per block, there is one amax per row
+    or block.
+    """
     *lead, K = moved_shape
     return {"row": tuple(lead), "block": (*lead, K // recipe.block_size)}.get(recipe.tensor_scaling, ())
 
 
 def fitting_shape(shape: tuple[int, ...], allowed: Iterable[tuple[int, ...]]) -> tuple[int, ...] | None:
-    """Return the allowed shape that differs from `shape` only by axes of length 1 at the end, or None if there is none.
+    """Return the first allowed shape that differs from `shape` only by axes of length 1 at the end, or None.
 
-    If shape itself is allowed, it is returned. Otherwise the first fitting one is.
+    If shape itself is allowed, it is returned.
     """
     fitting = [other for other in allowed if _trimmed(other) == _trimmed(shape)]
     return shape if shape in fitting else next(iter(fitting), None)
 
 
 def in_order(shape: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
-    """Return whether numbers of `shape`, one per block, are certainly in the order of `wanted`.
+    """Return whether numbers of `shape`, one per block, are certainly in the order of the shape `wanted`.
 
-    They are if they are flat, or if the last axes agree. Axes of length 1 do not count. Numbers along another axis,
-    which may have equally many blocks, would be in another order.
+    They are if they have one axis, or if both shapes end with equal lengths, not counting axes of length 1. Otherwise
+    they may be ordered along another axis that happens to have as many blocks.
     """
     own_lengths, wanted_lengths = ([n for n in lengths if n != 1] for lengths in (shape, wanted))
     return prod(shape) == prod(wanted) and (len(own_lengths) <= 1 or own_lengths[-1:] == wanted_lengths[-1:])
@@ -64,10 +68,11 @@ def _trimmed(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 class PartShapes(NamedTuple):
-    """Shapes that the parts of a Quantized must have.
+    """The shapes that the parts of a Quantized must have.
 
-    axis: the quantized axis as a non-negative number. packed: shape of the codes. block_scale: shape of the block
-    scales, or None if there are none. tensor_scale: the allowed shapes of the tensor scale.
+    axis: the quantized axis as a non-negative number. packed: the shape of the codes. block_scale: the shape of the
+    block scales, or None if there are none. tensor_scale: the shapes that the tensor scale may have; empty if there is
+    none.
     """
 
     axis: int
@@ -78,9 +83,11 @@ class PartShapes(NamedTuple):
 
 @lru_cache(1024)  # without a cache, computing the shapes would take as long as quantizing a small array on a GPU
 def wanted_parts(shape: tuple[int, ...], axis: int, r: Recipe, layout: str) -> PartShapes:
-    """Return the shapes that the parts must have. layout must be a known one.
+    """Return the shapes that the parts of a Quantized of an array must have.
 
-    Raises ValueError for an axis, a length or a layout that does not fit the shape.
+    shape: the shape of the array. axis: its quantized axis. layout: the layout of the block scales, one of
+    SCALE_LAYOUTS. Raises ValueError if the axis does not exist, if its length is not a multiple that the recipe needs,
+    or if the layout needs a matrix.
     """
     if not -len(shape) <= axis < len(shape):
         raise ValueError(f"Quantized: axis {axis} of a {len(shape)}-d array; needs {-len(shape)} to {len(shape) - 1}")
@@ -101,7 +108,7 @@ def wanted_parts(shape: tuple[int, ...], axis: int, r: Recipe, layout: str) -> P
 
 
 def _tensor_shapes(moved: tuple[int, ...], r: Recipe) -> Iterator[tuple[int, ...]]:
-    """Yield the shapes that a tensor scale may have."""
+    """Yield the shapes that the tensor scale of an array with this moved shape may have."""
     if r.tensor_scaling == "row":
         yield moved[:-1]
     elif r.tensor_scaling == "block":
@@ -115,7 +122,7 @@ def _tensor_shapes(moved: tuple[int, ...], r: Recipe) -> Iterator[tuple[int, ...
 def check_codes(op: str, packed: Any, element: ElementFormat) -> None:
     """Raise ValueError if codes of 5 to 7 bits, stored one per byte, have higher bits set.
 
-    Codes on a device are not read.
+    Codes on a device are not read, so they always pass.
     """
     one_per_byte = element.packing.codes == 1 and element.bits < 8
     if one_per_byte and isinstance(packed, np.ndarray) and int(packed.max(initial=0)) >> element.bits:
@@ -124,7 +131,12 @@ def check_codes(op: str, packed: Any, element: ElementFormat) -> None:
 
 
 def check_amounts(op: str, name: str, array: np.ndarray, tensor_scale: np.ndarray, r: Recipe) -> None:
-    """Raise ValueError if tensor scales or amaxes are negative, or NaN although the tensor rule gives a number."""
+    """Raise ValueError if a tensor scale or tensor amax holds a number that the recipe cannot give.
+
+    name: "tensor_scale" or "tensor_amax". array: its numbers. They must not be negative. A tensor scale must not be NaN
+    if the recipe never gives NaN. An amax must not be NaN where the tensor scale is a number, unless the recipe gives a
+    number even for a NaN amax.
+    """
     if (array >= 0).all():
         return
     if (array < 0).any():

@@ -1,6 +1,6 @@
 """Slice, copy, move and compare a Quantized.
 
-A box is a part of x that a tuple of slices selects, one per axis.
+x is the array that was quantized. A box is a rectangular region of x, given as a tuple of slices, one per axis.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from fp4kit.quantized.container import FACTS, PARTS, Quantized, assembled
 
 
 def box_of(q: Quantized, box: tuple[slice, ...]) -> Quantized:
-    """Return a Quantized of a box, in the shape of the box, without copies.
+    """Return the Quantized of x[box], which shares the memory of q.
 
-    box: a slice with start and stop for every axis of x. It must cut between blocks, and swizzled scales between whole
-    tiles of rows.
+    box: a slice with start and stop for every axis of x. It must not cut a block. If scales are swizzled, it must not
+    cut a tile of rows either.
     """
     *lead, last = (*box[: q.axis], *box[q.axis + 1 :], box[q.axis])
     r = q.recipe
@@ -41,9 +41,10 @@ def box_of(q: Quantized, box: tuple[slice, ...]) -> Quantized:
 
 
 def _in_layout(q: Quantized, index: tuple[slice, ...]) -> tuple[slice, ...]:
-    """Return the index of the scales of whole rows of tiles in the padded array of scales.
+    """Return the index of block scales in the layout of q, given their index in linear layout.
 
-    The bytes of a row of tiles fill exactly that many rows of the padded array.
+    Swizzled scales can be selected only by whole rows of tiles, whose bytes fill exactly that many rows of the padded
+    array.
     """
     if q.scale_layout == "linear":
         return index
@@ -74,14 +75,14 @@ def rows_of(q: Quantized, rows: Any) -> Quantized:
 
 
 def _multiple(q: Quantized) -> int:
-    """Return the length that the ends of a slice of the first axis of x must be multiples of."""
+    """Return the number that the ends of a slice of the first axis of x must be a multiple of, to cut no block."""
     if q.axis == 0:
         return q.recipe.length_multiple
     return q.recipe.block_rows if len(q.shape) == 2 else 1
 
 
 def _check_edges(q: Quantized, start: int, stop: int) -> None:
-    """Raise ValueError unless a slice of the first axis cuts between blocks, and between tiles of swizzled scales."""
+    """Raise ValueError if the slice start:stop of the first axis cuts a block, or a tile of swizzled scales."""
     blocks = _multiple(q)
     inside = [edge for edge in (start, stop) if edge != len(q)]
     if any(edge % blocks for edge in inside):
@@ -100,16 +101,16 @@ def _check_edges(q: Quantized, start: int, stop: int) -> None:
 
 
 def on_host(q: Quantized, op: str = "Quantized") -> Quantized:
-    """Return a Quantized with NumPy arrays; q itself if it has them.
+    """Return a Quantized whose arrays are NumPy arrays, or q itself if they already are.
 
-    Arrays on a GPU are copied, which waits for the device.
+    Arrays of PyTorch and JAX on the host are shared. Arrays on a GPU are copied, after waiting for their values.
     """
     q = q.imported(op)
     return q.with_parts(imports.to_host) if imports.on_device(q.packed) else q
 
 
 def same_bits(a: Quantized, b: Any) -> bool:
-    """Return whether a equals b in every bit: the implementation of Quantized.equals."""
+    """Return whether two Quantized are equal in every field and every bit: the implementation of Quantized.equals."""
     if not isinstance(b, Quantized):
         raise TypeError(
             f"equals: other is {type(b).__name__}; needs a Quantized; to compare with an array of values, use"
@@ -122,7 +123,7 @@ def same_bits(a: Quantized, b: Any) -> bool:
 
 
 def _same(a: np.ndarray | None, b: np.ndarray | None) -> bool:
-    """Return whether two arrays have equal shapes and bits, or both are None."""
+    """Return whether two arrays have equal shapes and equal bits. Two Nones are the same."""
     if a is None or b is None:
         return a is b
     return a.shape == b.shape and np.array_equal(bit_patterns(a), bit_patterns(b))
@@ -144,9 +145,9 @@ def moved_to(q: Quantized, target: Any) -> Quantized:
 
 
 def _given_to(q: Quantized, name: str) -> Quantized:
-    """Return q, which has NumPy or CuPy arrays, with arrays of PyTorch or JAX.
+    """Return q, whose arrays are NumPy's or CuPy's, with arrays of the library `name`: "torch" or "jax".
 
-    Raise RuntimeError if that is not imported.
+    Raise RuntimeError if that library is not imported.
     """
     if name not in sys.modules:
         raise RuntimeError(f"Quantized: to({name!r}) needs {name}, which is not imported here; import {name} first")
@@ -154,7 +155,10 @@ def _given_to(q: Quantized, name: str) -> Quantized:
 
 
 def _on_gpu(q: Quantized, device: int | None) -> Quantized:
-    """Return q with CuPy arrays on a device. None stands for the device that they are on, or else the current one."""
+    """Return q with CuPy arrays on a device, or q itself if they are there already.
+
+    If device is None, arrays on a GPU stay there, and arrays on the host are copied to the current device.
+    """
     cupy, is_on_gpu = imports.cupy(), imports.on_device(q.packed)
     count = cupy.cuda.runtime.getDeviceCount()
     if device is not None and device >= count:
@@ -166,18 +170,18 @@ def _on_gpu(q: Quantized, device: int | None) -> Quantized:
 
 
 def flatten(q: Quantized) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """Return the arrays of q that are not None, and a hashable description of all its other fields.
+    """Return the arrays of q that are not None, and a hashable tuple of all its other fields, for tree libraries.
 
-    Two descriptions are equal if their fields mean the same.
+    Two such tuples are equal if their fields mean the same.
     """
     names = tuple(name for name in PARTS if getattr(q, name) is not None)
     return tuple(getattr(q, name) for name in names), (names, *(getattr(q, name) for name in FACTS))
 
 
 def unflatten(arrays: Any, facts: Any) -> Quantized:
-    """Return the Quantized with these arrays and this description: the inverse of flatten.
+    """Return the Quantized with these arrays and other fields, as flatten returns them.
 
-    Nothing is checked, because the arrays of a tracer, and the placeholders of tree libraries, hold no values.
+    Nothing is checked, because tracers and the placeholders of tree libraries hold no values.
     """
     names, *values = facts
     return assembled({**dict.fromkeys(PARTS), **dict(zip((*names, *FACTS), (*arrays, *values), strict=True))})
