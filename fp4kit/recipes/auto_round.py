@@ -24,7 +24,7 @@ PACKED8 = (
 
 
 def recipes() -> Iterator[Recipe]:
-    """Yield the recipes in the order of the table."""
+    """Yield this producer's recipes. Within one format, fp4kit.recipes() lists them in this order."""
     nvfp4 = of_format(
         NVFP4,
         "nvfp4-auto-round",

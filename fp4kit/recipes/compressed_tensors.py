@@ -13,7 +13,7 @@ VERSIONS = Versions("0.20", "0.20")
 
 
 def recipes() -> Iterator[Recipe]:
-    """Yield the recipes in the order of the table."""
+    """Yield this producer's recipes. Within one format, fp4kit.recipes() lists them in this order."""
     yield of_format(
         NVFP4,
         "nvfp4-compressed-tensors",
@@ -34,7 +34,7 @@ def recipes() -> Iterator[Recipe]:
 
 
 def _mx(fmt: BlockFormat, id: str, **fields: Any) -> Recipe:
-    """Return the recipe of an MX format."""
+    """Return compressed-tensors' recipe ``id`` for an MX format. ``fields`` are passed to Recipe."""
     top = "1.9375" if fmt is MXFP6_E2M3 else "1.75"
     zero_points = ", with zero points, which turn -0 into 0" if fmt is MXFP8_E4M3 else ""
     return of_format(

@@ -16,7 +16,7 @@ _SOURCE = "DeepGEMM 54e2261 deep_gemm/utils/math.py"
 
 
 def recipes() -> Iterator[Recipe]:
-    """Yield the recipes in the order of the table."""
+    """Yield this producer's recipes. Within one format, fp4kit.recipes() lists them in this order."""
     yield of_format(
         MXFP4,
         "mxfp4-deepgemm",

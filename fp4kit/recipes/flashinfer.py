@@ -13,7 +13,7 @@ VERSIONS = Versions("fb28d72", "fb28d72")
 
 
 def recipes() -> Iterator[Recipe]:
-    """Yield the recipes in the order of the table."""
+    """Yield this producer's recipes. Within one format, fp4kit.recipes() lists them in this order."""
     fast = of_format(
         NVFP4,
         "nvfp4-flashinfer",

@@ -20,7 +20,7 @@ _BEYOND = (
 
 
 def recipes() -> Iterator[Recipe]:
-    """Yield the recipes in the order of the table."""
+    """Yield this producer's recipes. Within one format, fp4kit.recipes() lists them in this order."""
     mse = of_format(
         NVFP4,
         "nvfp4-fouroversix",

@@ -12,13 +12,13 @@ VERSIONS = Versions("7bc4195", "7bc4195")
 
 
 def recipes() -> Iterator[Recipe]:
-    """Yield the recipes in the order of the table."""
+    """Yield this producer's recipes. Within one format, fp4kit.recipes() lists them in this order."""
     yield from _fakes(MXFP4, ("nearest", "nearest_flush", "even", "floor"))
     yield from _fakes(MXFP8_E4M3, ("nearest", "even"))
 
 
 def _fakes(fmt: BlockFormat, modes: tuple[str, ...]) -> Iterator[Recipe]:
-    """Yield the recipes of a format for the given rounding modes."""
+    """Yield microxcaling's recipes for a format, one per rounding mode in ``modes``."""
     for mode in modes:
         yield of_format(
             fmt,

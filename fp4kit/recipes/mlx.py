@@ -21,7 +21,7 @@ METAL = "MLX {} fp4.h, fp8.h and fp_quantized.h"
 
 
 def _cpu(mode: str, version: str) -> str:
-    """Return the source text of a recipe of the CPU back end."""
+    """Return Recipe.source for MLX's CPU back end: the function, the file and the version."""
     return f"MLX {version} mx.quantize mode {mode}, CPU"
 
 
@@ -38,7 +38,7 @@ def aliases() -> Iterator[Alias]:
 
 
 def recipes() -> Iterator[Recipe]:
-    """Yield the recipes in the order of the table."""
+    """Yield this producer's recipes. Within one format, fp4kit.recipes() lists them in this order."""
     yield from _nvfp4()
     for fmt in (MXFP4, MXFP8_E4M3):
         yield from _mx(fmt)
@@ -90,7 +90,7 @@ def _nvfp4() -> Iterator[Recipe]:
 
 
 def _mx(fmt: BlockFormat) -> Iterator[Recipe]:
-    """Yield the recipes of an MX format for CPU and Metal."""
+    """Yield MLX's recipes for an MX format, first those of the CPU back end, then those of Metal."""
     name, first = fmt.name[:5].lower(), FIRST if fmt is MXFP4 else {"nan_code": fmt.element.max_code}
     cpu = of_format(
         fmt,

@@ -13,7 +13,7 @@ VERSIONS = Versions("0.47", "0.47")
 
 
 def recipes() -> Iterator[Recipe]:
-    """Yield the recipes in the order of the table."""
+    """Yield this producer's recipes. Within one format, fp4kit.recipes() lists them in this order."""
     yield from _nvfp4()
     yield from _mx()
     yield from _per_tensor()
@@ -106,7 +106,7 @@ def _mx() -> Iterator[Recipe]:
 
 
 def _fake(fmt: BlockFormat, id: str) -> Recipe:
-    """Return the recipe of the CUDA fake quantizer for an MX format."""
+    """Return the recipe of Model-Optimizer's CUDA fake quantizer for an MX format."""
     return of_format(
         fmt,
         id,

@@ -12,7 +12,7 @@ VERSIONS = Versions("v1.0", "v1.0")
 
 
 def recipes() -> Iterator[Recipe]:
-    """Yield the recipes in the order of the table."""
+    """Yield this producer's recipes. Within one format, fp4kit.recipes() lists them in this order."""
     yield of_format(
         MXFP4,
         "mxfp4-ocp",

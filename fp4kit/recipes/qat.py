@@ -12,7 +12,7 @@ VERSIONS = Versions("unversioned", "unversioned")
 
 
 def recipes() -> Iterator[Recipe]:
-    """Yield the recipes in the order of the table."""
+    """Yield this producer's recipes. Within one format, fp4kit.recipes() lists them in this order."""
     yield Recipe(
         id="int4-qat",
         element=INT4,

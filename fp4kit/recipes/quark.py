@@ -18,7 +18,7 @@ _TORCH = "needs torch 2.13 or later (earlier versions turn scales that overflow 
 
 
 def recipes() -> Iterator[Recipe]:
-    """Yield the recipes in the order of the table."""
+    """Yield this producer's recipes. Within one format, fp4kit.recipes() lists them in this order."""
     nvfp4 = of_format(
         NVFP4,
         "nvfp4-quark",
@@ -61,7 +61,7 @@ def recipes() -> Iterator[Recipe]:
 
 
 def _mx(fmt: BlockFormat, id: str) -> Recipe:
-    """Return the recipe of an MX format with scale mode "even"."""
+    """Return Quark's recipe for an MX format with Quark's scale mode "even"."""
     return of_format(
         fmt,
         id,

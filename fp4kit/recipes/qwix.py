@@ -20,7 +20,7 @@ _MX = (
 
 
 def recipes() -> Iterator[Recipe]:
-    """Yield the recipes in the order of the table."""
+    """Yield this producer's recipes. Within one format, fp4kit.recipes() lists them in this order."""
     yield of_format(
         NVFP4,
         "nvfp4-qwix",

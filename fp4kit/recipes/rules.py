@@ -1,9 +1,10 @@
-"""List the names of rules that recipes may use, and what each rule needs. The functions are in reference/.
+"""List the names of rules that recipes may use, and what each rule needs. The functions are in fp4kit/reference/.
 
-A recipe is checked against this module when it is made, before any function or kernel of a rule can be reached.
+A Recipe is checked against this module when it is created, so an invalid one never reaches the code of a rule.
 
 Local words: the encode scale of a tensor multiplies elements before they are encoded; the decode scale, tensor_scale,
-is its inverse. The factor of a block is what its elements are multiplied or divided by, or compared under.
+is its inverse. The factor of a block is applied to its elements before rounding: they are multiplied by it, divided by
+it, or (apply "compare") compared with the values of codes times the factor.
 """
 
 from __future__ import annotations
@@ -19,15 +20,15 @@ ERRORS = ("mae", "mse", "max")
 
 
 class BlockRuleTraits(NamedTuple):
-    """Describe what a block rule needs and gives.
+    """Describe a block rule: which fields of a Recipe it needs, and how its block factor is computed and applied.
 
     Attributes:
         scale: name of the scale format that it writes.
         apply: how its factor is applied to elements: "multiply", "divide" or "compare".
-        six: True if it assumes elements up to 6.
+        six: True if its formula assumes 6, the largest value of E2M1.
         needs_tensor: True if it reads tensor_amax itself.
-        flush: whether its arithmetic flushes subnormals. Recipe.flush must be the same. None: Recipe.flush may be
-            either.
+        flush: the value that Recipe.flush must have: True if the rule's arithmetic replaces subnormals by zero. None:
+            either value is allowed.
         encode: True if its factor is computed from the tensor's encode scale instead of the decode scale.
         then_encode: True if elements are multiplied by the encode scale after its factor is applied.
         reads_amax: True if its factor depends on the block amax, not on the scale code alone.
@@ -107,8 +108,8 @@ BLOCK_RULES: dict[str, BlockRuleTraits] = {
     "e8m0_qwix": _POWER_OF_AMAX,
 }
 
-# {tensor rule: what it scales}. "E4M3": block scales in E4M3. "float" or "integer": elements of that kind; the
-# recipe then has no block scales.
+# {tensor rule: what its tensor scale multiplies}. "E4M3": block scales in E4M3. "float" or "integer": float or
+# integer elements, in recipes without block scales.
 TENSOR_RULES: dict[str, str] = {
     "te": "E4M3",
     "te_reference": "E4M3",
@@ -132,15 +133,15 @@ TOPS = {"fouroversix_4": 4}
 
 
 class DecodeRule(NamedTuple):
-    """Describe what a decode rule needs and gives.
+    """Describe a decode rule: which scales it accepts, and how it treats zeros, NaN and float16.
 
     Attributes:
         scales: names of the block scale formats that it accepts. None stands for no block scales.
         needs_amax: True if it reads the tensor's amax or encode scale.
         unsigned_zero: True if it decodes the code of -0 to +0.
-        float16: name of the rule that decodes to float16, if that is another one.
-        numbers: True if the codes of NaN elements decode to the numbers that their bits spell, 480 in E4M3.
-        fake: name of the rule that fake_quantize decodes by, if the producer's fake quantizer has its own.
+        float16: name of the rule that replaces this one when the result is float16. "": this one.
+        numbers: True if NaN codes of elements decode as if they were ordinary numbers: E4M3's 7F becomes 480.
+        fake: name of the rule that replaces this one in fake_quantize. "": this one.
     """
 
     scales: tuple[str | None, ...]
@@ -178,7 +179,7 @@ DECODE_RULES: dict[str, DecodeRule] = {
 
 
 class SearchRule(NamedTuple):
-    """Describe what a search of block amaxes needs.
+    """Describe a search for block amaxes (a value of Recipe.search): which recipes can use it.
 
     Attributes:
         scale: name of the block scale format.
@@ -200,11 +201,11 @@ SEARCHES: dict[str, SearchRule] = {  # the values of Recipe.search
 
 
 class FakeRule(NamedTuple):
-    """Describe what a fake rule needs.
+    """Describe a fake rule, by which fake_quantize computes values without codes: which recipes can use it.
 
     Attributes:
         scale: name of the block scale format. None: no block scales.
-        six: True if it assumes elements up to 6.
+        six: True if its formula assumes 6, the largest value of E2M1.
         reads_scale_max: True if it uses Recipe.scale_max instead of 448.
     """
 

@@ -120,11 +120,11 @@ class Recipe:
         return f"Recipe({self.id!r})"
 
     def __str__(self) -> str:
-        """Return the panel of the recipe as text."""
+        """Return a description of the recipe in several lines of text."""
         return str(FUNCTIONS["Recipe.panel"](self).text())
 
     def _repr_html_(self) -> str:
-        """Return the panel of the recipe for a notebook."""
+        """Return a description of the recipe as HTML, which notebooks display."""
         return str(FUNCTIONS["Recipe.panel"](self).html())
 
     def __hash__(self) -> int:
@@ -142,7 +142,7 @@ class Recipe:
 
     @property
     def producer(self) -> str:
-        """The producer, the second part of the id: te, flashinfer, compressed-tensors, ..."""
+        """The producer that the id names: te, flashinfer, compressed-tensors, ..."""
         return producer_of(self.id)
 
     @property
@@ -157,7 +157,7 @@ class Recipe:
 
     @property
     def format_name(self) -> str:
-        """The format, the first part of the id: NVFP4, MXFP4, ..."""
+        """The first part of the id, in capitals: NVFP4, MXFP4, ..."""
         return self.id.split("-", 1)[0].upper()
 
 
@@ -169,9 +169,9 @@ def producer_of(id: str) -> str:
 
 @lru_cache(256)
 def decoding(r: Recipe, dtype: Any) -> Recipe:
-    """Return the recipe whose decode rule gives values of ``dtype``.
+    """Return ``r`` with the decode rule that its producer uses for results of ``dtype``.
 
-    This is ``r``, except where its producer decodes to float16 by another rule.
+    This is ``r`` itself, unless ``dtype`` is float16 and the producer has another rule for float16.
     """
     rule = rules.DECODE_RULES[r.decode_rule].float16
     return replace(r, decode_rule=rule) if rule and dtype == "float16" else r
@@ -179,21 +179,21 @@ def decoding(r: Recipe, dtype: Any) -> Recipe:
 
 @lru_cache(256)
 def faking(r: Recipe) -> Recipe:
-    """Return the recipe that fake_quantize decodes by.
+    """Return ``r`` with the decode rule that its producer's fake quantizer uses; fake_quantize then decodes by it.
 
-    This is ``r``, unless its producer's fake quantizer has its own decode rule.
+    This is ``r`` itself, unless the producer's fake quantizer has its own decode rule.
     """
     rule = rules.DECODE_RULES[r.decode_rule].fake
     return replace(r, decode_rule=rule) if rule else r
 
 
 def then_encodes(r: Recipe) -> bool:
-    """Return whether elements are multiplied by the tensor's encode scale after the factor of their block."""
+    """Return whether scaling has two steps: elements times the block factor, then times the tensor's encode scale."""
     return r.tensor_rule is not None and r.block_rule is not None and rules.BLOCK_RULES[r.block_rule].then_encode
 
 
 class Alias(NamedTuple):
-    """Name a producer whose codes and scales equal those of another producer's recipe.
+    """Record that a producer gives the same codes and scales as another producer's recipe, under a name of its own.
 
     Attributes:
         id: the name of the alias.
@@ -209,13 +209,19 @@ class Alias(NamedTuple):
 
 
 def of_format(fmt: BlockFormat, id: str, **fields: Any) -> Recipe:
-    """Return a recipe of a block format, with the format's elements and scales, and blocks of one row."""
+    """Return a Recipe with the elements and scales of a block format, and blocks of one row.
+
+    ``fields`` are the other fields of the Recipe.
+    """
     scaling = {"tensor_scaling": "tensor"} if fmt.has_tensor_scale else {"decode_rule": "e8m0"}
     return Recipe(id=id, element=fmt.element, scale=fmt.scale, block=(1, fmt.block_size), **{**scaling, **fields})
 
 
 def four_over_six(base: Recipe, prefix: str) -> Iterator[Recipe]:
-    """Yield four variants that choose between two scales per block: by mae or mse, with scale_max 448 or 256."""
+    """Yield four 4over6 variants of ``base``: error measure mae or mse, each with scale_max 448 and 256.
+
+    4over6 chooses between two scales per block. ``prefix`` begins the id of each variant.
+    """
     for error in ("mae", "mse"):
         for scale_max in (448, 256):
             name = f"{prefix}-4over6-{error}-{scale_max}"

@@ -13,7 +13,7 @@ VERSIONS = Versions("0.5.23", "0.5.23")
 
 
 def recipes() -> Iterator[Recipe]:
-    """Yield the recipes in the order of the table."""
+    """Yield this producer's recipes. Within one format, fp4kit.recipes() lists them in this order."""
     util = of_format(
         MXFP4,
         "mxfp4-sglang-util",

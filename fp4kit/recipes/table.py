@@ -46,9 +46,9 @@ def _table() -> dict[str, Recipe]:
 
 
 def _with_versions(r: Recipe, usual: Versions) -> Recipe:
-    """Return ``r`` with its own versions, or with those that its producer usually has.
+    """Return ``r`` with ``versions`` filled in: its own, or ``usual`` (its producer's) if it has none.
 
-    The versions are appended to ``exact``, unless the text already names one.
+    The versions are also appended to ``exact``, unless that text already names one of them.
     """
     versions = r.versions or usual
     named = any(version in r.exact for version in versions)
@@ -57,7 +57,7 @@ def _with_versions(r: Recipe, usual: Versions) -> Recipe:
 
 RECIPES: dict[str, Recipe] = _table()
 
-# Producers whose codes equal those of another producer's recipe, and the exceptions.
+# {alias: Alias}. An alias names a producer whose codes and scales equal those of another producer's recipe.
 PRODUCER_ALIASES: dict[str, Alias] = {alias.id: alias for alias in (*vllm.aliases(), *mlx.aliases())}
 
 # {alias: id}
@@ -122,7 +122,7 @@ def recipe(id: str | Recipe) -> Recipe:
 
 
 def recipe_of(op: str, id: Any) -> Recipe:
-    """Return recipe(id) for the function named ``op``, whose name begins every error message."""
+    """Return recipe(id) for the public function named ``op``. Its name begins every error message."""
     if isinstance(id, Recipe):
         return id
     if not isinstance(id, str):
@@ -143,7 +143,10 @@ _ELSEWHERE = {
 
 
 def _hint(id: str) -> str:
-    """Return text that says which recipe an unknown id may mean: in another spelling, of a family, or a similar one."""
+    """Return the part of an error message that says which recipe an unknown id may mean.
+
+    It offers another spelling, the recipes of a format or producer, or similar ids.
+    """
     written = id.strip().lower().replace("_", "-")
     if written in RECIPES or written in ALIASES:
         similar = difflib.get_close_matches(written, [*RECIPES, *ALIASES], n=3, cutoff=0.4)

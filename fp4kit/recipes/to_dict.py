@@ -26,10 +26,10 @@ def as_data(r: Recipe) -> str | dict[str, Any]:
 
 
 def from_data(data: Any) -> Recipe:
-    """Return the recipe that as_data was given, equal in every field.
+    """Return the Recipe from which as_data made ``data``, equal in every field.
 
     Raises ValueError for an id that is not in the table, and for a missing or unknown field. Raises TypeError or
-    ValueError, as Recipe does, for fields that make no valid recipe.
+    ValueError, as Recipe does, if the fields do not make a valid recipe.
     """
     if isinstance(data, str):
         return recipe(data)
@@ -42,14 +42,14 @@ def from_data(data: Any) -> Recipe:
 
 
 def _field_data(value: Any) -> Any:
-    """Return the value of a field as JSON data."""
+    """Return the value of a Recipe field as JSON data."""
     if isinstance(value, ElementFormat):
         return value.name if _FORMATS.get(value.name) == value else asdict(value)
     return list(value) if isinstance(value, tuple) else value
 
 
 def _format(data: Any) -> Any:
-    """Return the element format for a name or a dict of fields, and None for None."""
+    """Return the element format that ``data`` describes: a name, or a dict of its fields. None stays None."""
     if isinstance(data, str):
         if data not in _FORMATS:
             raise ValueError(

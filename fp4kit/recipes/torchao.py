@@ -17,7 +17,7 @@ VERSIONS = Versions("0.19 dev", "0.19 dev")
 
 
 def recipes() -> Iterator[Recipe]:
-    """Yield the recipes in the order of the table."""
+    """Yield this producer's recipes. Within one format, fp4kit.recipes() lists them in this order."""
     for family in (_nvfp4(), _mxfp4(), _mxfp6(), _mxfp8()):
         yield from family
 
@@ -70,7 +70,7 @@ def _mxfp8() -> Iterator[Recipe]:
 
 
 def _to_mx(fmt: BlockFormat, mode: str, id: str) -> Recipe:
-    """Return the recipe of a mode of to_mx in 0.19 dev."""
+    """Return the recipe of torchao 0.19 dev's to_mx for a format and a scale mode, such as "rceil"."""
     return of_format(
         fmt,
         id,
@@ -82,7 +82,7 @@ def _to_mx(fmt: BlockFormat, mode: str, id: str) -> Recipe:
 
 
 def _to_mx_018(fmt: BlockFormat, mode: str, id: str) -> Recipe:
-    """Return the recipe of a mode of to_mx in 0.18.0."""
+    """Return the recipe of torchao 0.18.0's to_mx for a format and a scale mode, such as "rceil"."""
     scale_0 = (
         "under which elements become zeros" if mode == "rceil" else "which is applied as 2^-126 and decodes to 2^-127"
     )

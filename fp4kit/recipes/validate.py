@@ -60,10 +60,10 @@ def check_recipe(r: Any) -> None:
 
 
 def can_be_repacked(r: Any) -> bool:
-    """Return whether Recipe.repacked is supported: whether every engine can recompute codes as auto-round packs them.
+    """Return whether a recipe's other fields allow Recipe.repacked, which recomputes codes as auto-round packs them.
 
-    Under E4M3 scales, sign "negative" would change the code of small negative values from -0 to 0, which the fast paths
-    do not do.
+    Under E4M3 scales, sign "negative" is excluded: repacking would change the code of small negative values from -0 to
+    0, and the fast paths of the engines do not do this.
     """
     floats_in_blocks = r.block_rule is not None and r.apply == "multiply" and not r.element.is_integer
     return floats_in_blocks and not (r.four_over_six or r.nan_is_max or (r.scale != E8M0 and r.sign == "negative"))
@@ -288,7 +288,7 @@ def _check_fake_rule(r: Any) -> None:
 def _check_search(r: Any) -> None:
     """Check search against scale, block, and the fields that it excludes.
 
-    A search tries amaxes for blocks of one row, and must be the only thing that chooses the block amax.
+    A search tries several amaxes for each block of one row, so no other field may choose the block amax.
     """
     if not isinstance(r.search, str) or r.search not in ("", *rules.SEARCHES):
         _refuse(r, "search", f"needs one of {', '.join(rules.SEARCHES)}, or '' for the largest magnitude")
@@ -313,10 +313,10 @@ def _check_search(r: Any) -> None:
 
 
 def unfit_for_sweep(r: Any) -> str | None:
-    """Return the name of the first field that makes a recipe unfit for the sweep of E4M3 scales, or None if it fits.
+    """Return the name of the first field that excludes Model-Optimizer's sweep of E4M3 scales for ``r``, or None.
 
-    The sweep tries nearest E2M1 values under scales of amax / 6, for blocks of 16 columns and up to the amax of one
-    tensor.
+    The sweep tries every E4M3 block scale and keeps the best. It needs E2M1 elements rounded to nearest, scales of amax
+    / 6, blocks of 16 columns, and one tensor amax.
     """
     fits = {
         "element": r.element == E2M1,
@@ -331,7 +331,10 @@ def unfit_for_sweep(r: Any) -> str | None:
 
 
 def _need_plain(r: Any, rule: str, flags: tuple[str, ...]) -> None:
-    """Reject fields that have no effect because the rule has its own arithmetic. ``flags`` must be False."""
+    """Reject fields that have no effect under ``rule``, which has its own arithmetic.
+
+    Raise ValueError unless rounding is to nearest and all ``flags``, round_scaled, repacked and nan_is_max are False.
+    """
     if r.rounding != "rn" and not (r.four_over_six and r.rounding == "rnw"):
         _refuse(r, "rounding", f"{rule} rounds to nearest; needs 'rn'")
     for name in (*flags, "round_scaled", "repacked", "nan_is_max"):
@@ -373,7 +376,10 @@ def _check_options(r: Any) -> None:
 
 
 def _check_first(r: Any) -> None:
-    """Check rounding "first": it takes the first code with the smallest error, which for a NaN element is code 0."""
+    """Check the fields that rounding "first" needs.
+
+    It takes the first code in code order with the smallest error. For a NaN element this is code 0.
+    """
     if r.element.is_integer:
         _refuse(r, "rounding", f"needs a float format, because values are compared; element is {r.element}")
     if r.nan_code != 0:
@@ -381,9 +387,10 @@ def _check_first(r: Any) -> None:
 
 
 def _check_comparison(r: Any) -> None:
-    """Check apply "compare", which compares elements with the values of codes instead of scaling them.
+    """Check the fields that apply "compare" needs.
 
-    Options that change scaled elements have no effect with it.
+    It compares elements with the values of codes instead of scaling the elements, so options that change scaled
+    elements have no effect with it.
     """
     if r.block_rule is None:
         _refuse(r, "apply", "needs a block_rule, because apply 'compare' multiplies the values of codes by its factor")

@@ -13,7 +13,7 @@ VERSIONS = Versions("0.33", "0.33")
 
 
 def recipes() -> Iterator[Recipe]:
-    """Yield the recipes in the order of the table."""
+    """Yield this producer's recipes. Within one format, fp4kit.recipes() lists them in this order."""
     nvfp4 = of_format(
         NVFP4,
         "nvfp4-vllm-emulation",

@@ -19,11 +19,11 @@ from fp4kit.training.communicators import Communicator, check_communicator
 def counts(
     named: Mapping[AmaxName, Any], op: str, count: int | None = None, same_shape: bool = False
 ) -> dict[AmaxName, int]:
-    """Return {base: N} of the numbered names. The experts 0 ... N - 1 must all be present.
+    """Return {base: N}: for each quantizer with numbered experts, how many it has.
 
-    N is ``count``, or one more than the largest number if ``count`` is None. Raises ValueError, naming the key, for a
-    missing or surplus expert. With ``same_shape``, raises it also for an expert whose shape differs from that of expert
-    0.
+    N is ``count``, or one more than the largest number if ``count`` is None. Raises ValueError, naming the key, unless
+    the experts are exactly 0 ... N - 1. If ``same_shape`` is True, also raises it for an expert whose amax differs in
+    shape from that of expert 0.
     """
     numbers: dict[AmaxName, set[int]] = {}
     for name in named:
@@ -43,7 +43,7 @@ def counts(
 
 
 def check_numbers(base: AmaxName, present: set[int], n: int, op: str) -> None:
-    """Raise ValueError unless the experts that are present are exactly 0 ... n - 1."""
+    """Raise ValueError unless the expert numbers in ``present`` are exactly 0 ... n - 1."""
     missing = next((i for i in range(n) if i not in present), None)
     if missing is not None:
         more = n - sum(i < n for i in present) - 1  # do not enumerate: n comes from a file and may be huge
@@ -63,9 +63,10 @@ def join(
     offsets: dict[AmaxName, int],
     rank: int,
 ) -> None:
-    """Merge the values of one rank into ``named``.
+    """Merge the amaxes of one rank (``values``) into those of all ranks (``named``), for gather.
 
-    Its experts are stored under their global numbers. For every other name, the maximum is stored.
+    The rank's experts are stored under their global numbers. A name that is not an expert's is on several ranks, and
+    the maximum is stored.
     """
     own = {name: value for name, value in values.items() if name.index is not None and name.matches(experts)}
     for name in values.keys() - own.keys():
@@ -82,9 +83,10 @@ def join(
 def _global_names(
     own: Mapping[AmaxName, Any], numbers: Sequence[int] | None, offsets: dict[AmaxName, int], op: str
 ) -> dict[AmaxName, AmaxName]:
-    """Return {local name: global name}.
+    """Return {local name: global name} of one rank's experts.
 
-    Without ``numbers``, a rank's experts follow those of the ranks before it; ``offsets`` counts them.
+    If ``numbers`` is None, a rank's experts follow those of the ranks before it. ``offsets`` holds the number of
+    experts so far for each base, and is increased by this rank's.
     """
     if numbers is None:
         first = {base: offsets[base] for base in {name.at(None) for name in own}}
@@ -103,9 +105,9 @@ def _global_names(
 def unstack(
     named: dict[AmaxName, np.ndarray], stated: Any, requested: Mapping[str, int], op: str
 ) -> dict[AmaxName, np.ndarray]:
-    """Return ``named`` with every array that holds all experts split into one array per expert.
+    """Return ``named`` with every stacked array [N, ...] split into N arrays, one per expert.
 
-    Every expert must be present.
+    Raises ValueError if an expert is missing.
 
     Args:
         stated: {base key: N}, as the file states.
@@ -131,7 +133,10 @@ def unstack(
 
 
 def _wanted(named: Mapping[AmaxName, Any], stated: Any, requested: Mapping[str, int], op: str) -> dict[AmaxName, int]:
-    """Return {base: N} from the file and the caller. Raises ValueError if they disagree."""
+    """Return {base: N}, the number of experts that the file (``stated``) and the caller (``requested``) give.
+
+    Raises ValueError if they disagree.
+    """
     if not isinstance(stated, dict) or not all(
         type(n) is int and n > 0 and AmaxName.find(key) for key, n in stated.items()
     ):
@@ -150,7 +155,10 @@ def _wanted(named: Mapping[AmaxName, Any], stated: Any, requested: Mapping[str, 
 
 
 def all_gather_bytes(comm: Communicator, data: bytes) -> list[bytes]:
-    """Return the bytes of every rank. Two messages are sent: the lengths, then the bytes."""
+    """Exchange byte strings. Return those of all ranks, in the order of ranks.
+
+    Two messages are sent: the lengths, then the bytes.
+    """
     check_communicator("gather", comm, "all_gather")
     counts = [int(n) for n in comm.all_gather(np.array([len(data)], np.int64))]
     flat = comm.all_gather(np.frombuffer(data, np.uint8).copy(), counts)

@@ -17,19 +17,19 @@ FACTS = "fp4kit_amax"  # the metadata entry that encode writes
 
 
 def encode(arrays: Mapping[str, np.ndarray], facts: Mapping[str, Any]) -> bytes:
-    """Return arrays and facts as a safetensors file. Equal input gives equal bytes.
+    """Return the bytes of a safetensors file with the arrays as tensors. Equal input gives equal bytes.
 
-    Facts are stored as JSON in one metadata entry.
+    The facts, such as the number of experts, are stored as JSON in one metadata entry.
     """
     metadata = {FACTS: json.dumps(facts, sort_keys=True)}  # one entry, because the library shuffles entries
     return save({key: np.asarray(array, order="C") for key, array in arrays.items()}, metadata)
 
 
 def decode(data: bytes, label: str) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-    """Return (amax arrays, facts) of a safetensors file. Other tensors are left out.
+    """Return (amaxes, facts) from the bytes of a safetensors file. Tensors that are not amaxes are left out.
 
-    The arrays are float32, with sorted keys. Raises ValueError, which begins with ``label``, if the data is not a
-    safetensors file, a key occurs twice, or an amax has another dtype than F32, F16 or BF16.
+    The amaxes are float32 arrays under sorted keys. Raises ValueError, which begins with ``label``, if the data is not
+    a safetensors file, if a key occurs twice, or if an amax has another dtype than F32, F16 or BF16.
     """
     try:
         tensors = sorted((item for item in deserialize(data) if item[0].endswith("amax")), key=lambda item: item[0])

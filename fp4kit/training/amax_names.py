@@ -32,7 +32,10 @@ class AmaxName:
 
     @classmethod
     def find(cls, key: Any) -> AmaxName | None:
-        """Return the name that a key spells, or None if it spells none. A missing buffer means "_amax"."""
+        """Return the AmaxName of a checkpoint's key, or None if the key names no amax buffer of a quantizer.
+
+        A key without a buffer stands for "_amax".
+        """
         match = _NAME.fullmatch(key) if isinstance(key, str) else None
         if match is None:
             return None
@@ -41,7 +44,7 @@ class AmaxName:
 
     @classmethod
     def parse(cls, key: Any, op: str = "amax state") -> AmaxName:
-        """Return the name that a key spells. Raises ValueError, which begins with ``op``, if it spells none."""
+        """Return the AmaxName of a checkpoint's key. Raises ValueError, which begins with ``op``, if it names none."""
         name = cls.find(key)
         if name is None:
             raise ValueError(f"{op}: {key!r:.200} names no quantizer; needs {_FORM}")
@@ -52,13 +55,13 @@ class AmaxName:
         return f"{self._quantizer(separator)}.{self.buffer}"
 
     def at(self, index: int | None) -> AmaxName:
-        """Return the name of the same buffer of another expert, or of all experts for None."""
+        """Return the name of the same buffer for expert ``index``. None gives the name without an expert number."""
         return replace(self, index=index)
 
     def matches(self, pattern: str) -> bool:
-        """Return whether a wildcard matches a spelling of the name.
+        """Return whether a wildcard (fnmatch; case matters) matches one of the spellings of this name.
 
-        Spellings with and without number and buffer are tried. Wildcards are those of fnmatch; case matters.
+        The spellings are those with "." and "_", with and without the expert number, and with and without the buffer.
         """
         spellings = {self.base, *(self._quantizer(separator) for separator in SEPARATORS)}
         return any(fnmatchcase(s, pattern) or fnmatchcase(f"{s}.{self.buffer}", pattern) for s in spellings)
@@ -68,5 +71,5 @@ class AmaxName:
         return self.base, self.buffer, -1 if self.index is None else self.index
 
     def _quantizer(self, separator: str) -> str:
-        """Return the name without the buffer."""
+        """Return the name without the buffer: the base and, after the separator, the expert number."""
         return self.base if self.index is None else f"{self.base}{separator}{self.index}"

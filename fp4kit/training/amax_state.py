@@ -48,7 +48,7 @@ from fp4kit.training.communicators import Communicator
 
 
 class AmaxCollector:
-    """Keep running maxima by the name of the quantizer. The module docstring has an example."""
+    """Keep the largest amax so far of each quantizer, under its name. The module docstring has an example."""
 
     def __init__(self) -> None:
         self._single: dict[AmaxName, Any] = {}
@@ -120,10 +120,12 @@ class AmaxCollector:
 
 
 class AmaxState(Mapping[str, Any]):
-    """Hold frozen amaxes by key. Either spelling of a key finds its value.
+    """Hold frozen amaxes as a mapping {key: amax}.
+
+    A key may be given with either separator of the expert number: "...quantizer.3" or "...quantizer_3".
 
     Attributes:
-        named: the same values by AmaxName.
+        named: the amaxes under AmaxName keys instead of str keys.
     """
 
     def __init__(self, named: Mapping[AmaxName, Any]) -> None:
@@ -134,14 +136,14 @@ class AmaxState(Mapping[str, Any]):
         )
 
     def __getitem__(self, key: str) -> Any:
-        """Return the value of a key in either spelling."""
+        """Return the amax under a key, given with "." or "_" before the expert number."""
         name = AmaxName.find(key)
         if name is None or name not in self.named:
             raise KeyError(key)
         return self.named[name]
 
     def __iter__(self) -> Iterator[str]:
-        """Yield the keys, experts in the order of their numbers."""
+        """Yield the keys in sorted order. Experts are sorted by number."""
         return (name.key() for name in self.named)
 
     def __len__(self) -> int:
@@ -149,10 +151,10 @@ class AmaxState(Mapping[str, Any]):
         return len(self.named)
 
     def select(self, *patterns: str) -> AmaxState:
-        """Return the state with the keys that one of the wildcards matches.
+        """Return a state with only the keys that match at least one of the wildcards (fnmatch; case matters).
 
-        "*weight_quantizer" matches every expert in both spellings. Raises ValueError for a pattern that matches
-        nothing.
+        "*weight_quantizer" matches all experts of every weight quantizer. Raises ValueError if a wildcard matches no
+        key.
         """
         for pattern in patterns:
             if not any(name.matches(as_word("select", "a pattern", pattern)) for name in self.named):
@@ -162,9 +164,9 @@ class AmaxState(Mapping[str, Any]):
         return AmaxState({name: v for name, v in self.named.items() if any(name.matches(p) for p in patterns)})
 
     def fit(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
-        """Return {key: value} for every key of ``shapes``, in the caller's spelling and with the given shape.
+        """Return the amaxes for a caller's buffers: {key: amax} with exactly the keys and shapes in ``shapes``.
 
-        A value with one element fits any shape with one element.
+        An amax with one element is reshaped to any shape with one element.
 
         Raises:
             ValueError: naming the key, if a value is missing, is left over or has another shape, or if ``shapes`` has a
@@ -179,9 +181,9 @@ class AmaxState(Mapping[str, Any]):
         return {key: _reshape(name, self.named[name], shapes[key]) for name, key in key_of.items()}
 
     def checked(self) -> AmaxState:
-        """Return the state with all values on the host, using one copy per device.
+        """Return the state with NumPy arrays, after checking that no value is NaN or negative.
 
-        Raises ValueError, naming the key, for NaN and negative values.
+        All GPU arrays of a device are copied in one copy. Raises ValueError that names the key.
         """
         return AmaxState(check("checked", on_host(self.named)))
 
@@ -204,7 +206,7 @@ class AmaxState(Mapping[str, Any]):
     def gather(
         self, comm: Communicator, *, experts: str = "*", numbers: Sequence[int] | None = None, count: int | None = None
     ) -> AmaxState:
-        """Return the state of all expert-parallel ranks, on every rank and on the host.
+        """Merge the states of all expert-parallel ranks. Return the whole state on every rank, as NumPy arrays.
 
         Experts get their global numbers. Two messages are sent, whatever the number of quantizers.
 
@@ -242,9 +244,9 @@ class AmaxState(Mapping[str, Any]):
         return AmaxState(check("gather", named))
 
     def part(self, rank: int, size: int, *, experts: str = "*", numbers: Sequence[int] | None = None) -> AmaxState:
-        """Return what one rank of ``size`` holds of a gathered state. Its experts are numbered from 0 again.
+        """Return one rank's part of a gathered state, for ``size`` ranks. Its experts are numbered from 0 again.
 
-        Quantizers that are not experts go to every rank.
+        Amaxes that are not those of experts are part of every rank's state.
 
         Args:
             rank: the number of the rank.
@@ -325,7 +327,7 @@ class AmaxState(Mapping[str, Any]):
 
 
 def _named(items: Mapping[str, Any], op: str) -> dict[AmaxName, Any]:
-    """Return the items by AmaxName. Raises ValueError if a name occurs in both spellings."""
+    """Return the items with AmaxName keys. Raises ValueError if a name occurs with both separators."""
     named: dict[AmaxName, Any] = {}
     for key, item in items.items():
         name = AmaxName.parse(key, op)
@@ -336,16 +338,16 @@ def _named(items: Mapping[str, Any], op: str) -> dict[AmaxName, Any]:
 
 
 def _reshape(name: AmaxName, value: Any, shape: tuple[int, ...]) -> Any:
-    """Return the value in a shape. Raises ValueError if it does not fit."""
+    """Return an amax in the given shape. Raises ValueError, naming the key, if it does not fit."""
     if value.shape != shape and not value.size == prod(shape) == 1:
         raise ValueError(f"fit: {name.key()} has shape {value.shape}; needs {shape}")
     return value.reshape(shape)
 
 
 def _groups(share: Any) -> list[tuple[str, ...]]:
-    """Return the groups of freeze as tuples.
+    """Return the argument ``share`` of freeze as a list of tuples of names.
 
-    Raises TypeError for a str in place of a group: ("up_proj") is a str, not a tuple.
+    Raises TypeError for a str in place of a group. A common mistake is ("up_proj"), which is a str and not a tuple.
     """
     groups = as_entries("freeze", "share", share)
     for group in groups:
@@ -359,9 +361,10 @@ def _groups(share: Any) -> list[tuple[str, ...]]:
 
 
 def _share(named: dict[AmaxName, Any], groups: list[tuple[str, ...]]) -> dict[AmaxName, Any]:
-    """Return the values with one maximum for all members of a group.
+    """Return the amaxes after replacing those of each group's modules by their maximum.
 
-    Members share if they have the same parent, quantizer and expert number, and if their amax has one element.
+    Modules share a maximum if they have the same parent, quantizer and expert number, and if their amaxes have one
+    element.
     """
     group_of = {member: group for group in groups for member in group}
     if len(group_of) != sum(map(len, groups)):

@@ -29,7 +29,7 @@ def _xp(value: Any) -> Any:
 
 @ieee("amax")
 def import_amax(op: str, name: AmaxName, amax: Any) -> Any:
-    """Return a float32 copy on the device of ``amax``. -0 becomes +0, which has the smallest bit pattern."""
+    """Return a float32 copy of ``amax`` on its device. -0 becomes +0, because amaxes are compared by bit patterns."""
     (value,) = import_arrays(f"{op}: {name.key()}", amax=amax)
     check_float(f"{op}: {name.key()}", value, "amax")
     xp = _xp(value)
@@ -65,7 +65,7 @@ def _where(value: Any) -> str:
 
 
 def on_host(named: Mapping[AmaxName, Any]) -> dict[AmaxName, np.ndarray]:
-    """Return all values on the host, using one copy per device."""
+    """Return ``named`` with NumPy arrays. All GPU arrays of a device are copied to the host in one copy."""
     found = {name: value for name, value in named.items() if not imports.on_device(value)}
     devices: dict[int, list[AmaxName]] = defaultdict(list)
     for name in named.keys() - found.keys():

@@ -26,13 +26,13 @@ ID_BYTES = 128  # length of an NCCL unique id
 
 
 def check_communicator(op: str, comm: Any, *names: str) -> None:
-    """Raise TypeError, which begins with ``op``, if comm lacks rank, size, or one of ``names``."""
+    """Raise TypeError if ``comm`` lacks rank, size, or a method in ``names``. The message begins with ``op``."""
     if not all(hasattr(comm, name) for name in ("rank", "size", *names)):
         raise TypeError(f"{op}: comm is a {type(comm).__name__}; needs a Communicator of fp4kit.training.communicators")
 
 
 class Communicator(Protocol):
-    """A group of ``size`` processes. This process is number ``rank``."""
+    """Describe what a communicator must offer: a group of ``size`` processes, in which this one is number ``rank``."""
 
     @property
     def rank(self) -> int:
@@ -74,17 +74,20 @@ class Communicator(Protocol):
 
 
 class SingleProcess:
-    """A group of one process."""
+    """Stand for a group of one process, in which nothing is sent."""
 
     rank = 0
     size = 1
 
     def all_reduce_max(self, array: Any) -> Any:
-        """Return the array itself."""
+        """Return ``array``: with one process, it is already the maximum."""
         return array
 
     def all_gather(self, array: Any, counts: Sequence[int] | None = None, out: Any = None) -> Any:
-        """Return the array itself, or ``out`` with a copy of it."""
+        """Return ``array``: with one process, it is already the result.
+
+        If ``out`` is given, copy the array to it and return ``out``.
+        """
         if out is None:
             return array
         out[...] = array
@@ -92,12 +95,15 @@ class SingleProcess:
 
 
 def _is_host(array: Any) -> bool:
-    """Return whether an array is a NumPy array."""
+    """Return whether an array is a NumPy array, which is in host memory."""
     return isinstance(array, np.ndarray)
 
 
 def _check_gather(array: Any, counts: Sequence[int] | None, comm: Communicator) -> list[int]:
-    """Return the lengths of all processes' arrays. Raises ValueError if they do not fit this process's array."""
+    """Return the length of each process's array for all_gather: ``counts``, or equal lengths if it is None.
+
+    Raises ValueError if this process's array is not 1-d or does not have the length that ``counts`` gives it.
+    """
     found = [array.size] * comm.size if counts is None else as_indices("all_gather", "counts", counts)
     if array.ndim != 1 or len(found) != comm.size or found[comm.rank] != array.size:
         raise ValueError(
@@ -108,10 +114,11 @@ def _check_gather(array: Any, counts: Sequence[int] | None, comm: Communicator) 
 
 
 class Mpi:
-    """A group of MPI processes.
+    """Connect the processes of an MPI communicator.
 
-    CuPy arrays travel through the host unless MPI is CUDA-aware, with a warning the first time. In either case the call
-    waits for the current stream, because MPI does not know streams. Nccl does not wait.
+    Unless MPI is CUDA-aware, CuPy arrays are copied to the host for every message, and the first one causes a warning.
+    In either case a call first waits for the current CUDA stream, because MPI does not know streams. Nccl does not
+    wait.
 
     Args:
         comm: an mpi4py communicator. None: MPI.COMM_WORLD.
@@ -129,13 +136,13 @@ class Mpi:
         self._has_warned = False
 
     def all_reduce_max(self, array: Any) -> Any:
-        """Return the elementwise maximum over the group; see Communicator."""
+        """Return the elementwise maximum over the group, on every process; see Communicator.all_reduce_max."""
         return self._send(
             lambda mine, out: self._comm.Allreduce(mine, out, op=self._mpi.MAX), array, _empty(array, array.shape)
         )
 
     def all_gather(self, array: Any, counts: Sequence[int] | None = None, out: Any = None) -> Any:
-        """Return the concatenated arrays of all processes; see Communicator."""
+        """Return the concatenated arrays of all processes, on every process; see Communicator.all_gather."""
         counts = _check_gather(array, counts, self)
         sizes = [n * array.dtype.itemsize for n in counts]
         out = _empty(array, sum(counts)) if out is None else out
@@ -148,7 +155,10 @@ class Mpi:
         return out
 
     def _send(self, message: Callable[[Any, Any], None], array: Any, out: Any) -> Any:
-        """Call message(array, out) on arrays that MPI can read. Return ``out``."""
+        """Call ``message(array, out)``, which sends with MPI, and return ``out``.
+
+        CuPy arrays that MPI cannot read are replaced by copies on the host.
+        """
         if _is_host(array):
             message(array, out)
             return out
@@ -175,7 +185,7 @@ def _empty(like: Any, shape: Any) -> Any:
 
 
 def _import_mpi() -> Any:
-    """Return mpi4py.MPI. Raises RuntimeError that says what to install."""
+    """Return the module mpi4py.MPI. Raises RuntimeError that says what to install if it is missing."""
     try:
         from mpi4py import MPI
     except ImportError as error:
@@ -224,7 +234,10 @@ class Nccl:
 
     @staticmethod
     def unique_id() -> bytes:
-        """Return the id of a new group. Call this in one process, and pass the id to all."""
+        """Return the id of a new group.
+
+        Call this in one process, and pass the id to the constructor in all processes.
+        """
         return bytes(_import_nccl().get_unique_id())
 
     @classmethod
@@ -255,7 +268,10 @@ class Nccl:
         return comm
 
     def all_reduce_max(self, array: Any) -> Any:
-        """Return the elementwise maximum over the group; see Communicator. A CuPy array is reduced in place."""
+        """Return the elementwise maximum over the group, on every process; see Communicator.all_reduce_max.
+
+        A CuPy array is reduced in place and returned.
+        """
         if _is_host(array):
             return self.all_reduce_max(imports.to_device(array)).get()
         self._check(array)
@@ -281,7 +297,10 @@ class Nccl:
         return out
 
     def _gather(self, source: int, target: int, sizes: list[int]) -> None:
-        """Gather the bytes of all ranks. ``source`` and ``target`` are device addresses."""
+        """Gather the arrays of all ranks as bytes. ``sizes`` are their lengths in bytes.
+
+        ``source`` and ``target`` are the device addresses of this rank's array and of the result.
+        """
         stream, kind = self._stream(), self._nccl.NCCL_UINT8
         if len(set(sizes)) == 1:
             self._comm.allGather(source, target, sizes[0], kind, stream)
@@ -308,7 +327,7 @@ class Nccl:
 
 
 def _import_nccl() -> Any:
-    """Return CuPy's nccl module. Raises RuntimeError that says what to install."""
+    """Return the module cupy.cuda.nccl. Raises RuntimeError that says what to install if it is missing."""
     imports.cupy()
     try:
         from cupy.cuda import nccl
@@ -323,7 +342,7 @@ _NCCL_WAY_OUT = 'run pip install "fp4kit[nccl12]" or "fp4kit[nccl13]", as your C
 
 
 def _write_new(path: Path, data: bytes) -> None:
-    """Write a file that other processes see complete or not at all. Raises FileExistsError if it exists."""
+    """Write a new file that other processes see complete or not at all. Raises FileExistsError if it exists."""
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name)
     with os.fdopen(handle, "wb") as file:
         file.write(data)

@@ -122,7 +122,7 @@ class MasterWeightsPlan:
             self._make(shards, recipe, columnwise)
 
     def _make(self, shards: Sequence[Shard], recipe: str | Recipe, columnwise: bool) -> None:
-        """Check the shards, exchange the partition, and prepare the stages."""
+        """Check the shards, exchange their ranges with the other processes, and prepare the stages of cast."""
         comm = self._comm
         with refusing(comm):
             r = recipe_of("cast_master_weights", recipe)
@@ -142,7 +142,7 @@ class MasterWeightsPlan:
         self._result = list(zip(*results, strict=True)) if columnwise else results[0]
 
     def refresh(self, values: Sequence[Any]) -> None:
-        """Use other arrays as the shards' values.
+        """Use other arrays as the shards' values from the next call of cast on.
 
         Args:
             values: one array per shard, with the same lengths, dtypes and device as before.
@@ -166,9 +166,9 @@ class MasterWeightsPlan:
 
     @returns_in_plan_library
     def cast(self) -> list[Any]:
-        """Quantize the current values. Return what cast_master_weights returns.
+        """Quantize the current values of all shards. Return what cast_master_weights returns.
 
-        The arrays of the result belong to the plan. The next call overwrites them.
+        The plan owns the arrays of the result, and the next call overwrites them. Copy them to keep them.
         """
         with nullcontext() if self._work is None else self._work.device():
             for _, stage in self.stages:
@@ -176,7 +176,10 @@ class MasterWeightsPlan:
         return self._result
 
     def _make_stages(self, s: Any) -> Iterator[tuple[str, Callable[[], None]]]:
-        """Yield (name, function) of each stage. One process needs no messages."""
+        """Yield (name, function) of each stage of cast.
+
+        With one process, the stages that send messages are left out.
+        """
         alone = self._comm.size == 1
         yield "amax", s.amax
         if not alone:
@@ -191,14 +194,14 @@ class MasterWeightsPlan:
 
 
 def _reduce(bits: Any, comm: Communicator) -> None:
-    """Replace ``bits`` by their maximum over the group."""
+    """Replace ``bits``, the bit patterns of this process's amaxes, by their maximum over the group."""
     reduced = comm.all_reduce_max(bits)
     if reduced is not bits:
         bits[...] = reduced
 
 
 def _gather(message: Any, counts: list[int], gathered: Any, comm: Communicator) -> None:
-    """Gather the messages of all processes into ``gathered``."""
+    """Concatenate the messages of all processes into ``gathered``. ``counts`` are the lengths of the messages."""
     comm.all_gather(message, counts, gathered)
 
 
@@ -216,11 +219,11 @@ def _check_shards(shards: Sequence[Shard], r: Recipe, columnwise: bool) -> tuple
 
 
 def _kind(values: Any) -> tuple[np.dtype, tuple[int, ...], str]:
-    """Return what refresh must not change: dtype, shape and device."""
+    """Return (dtype, shape, device) of an array, which must not change in refresh."""
     return values.dtype, values.shape, device_name(values)
 
 
 def _import(values: Sequence[Any]) -> list[Any]:
-    """Return the arrays as arrays of NumPy or CuPy."""
+    """Return the values of the shards as NumPy or CuPy arrays that share memory with them."""
     named = {f"values of shard {i}": v for i, v in enumerate(values)}
     return list(import_arrays("cast_master_weights", **named))

@@ -1,7 +1,6 @@
 """Exchange which elements of each matrix each process owns, and check that every element has one owner.
 
-Local words: the elements that a process owns of a matrix are its shard, [start, end) of the flattened matrix. A piece
-is the shard's part of a message.
+Local word: a shard is the range [start, end) of a flattened matrix that one process owns.
 """
 
 from __future__ import annotations
@@ -17,14 +16,14 @@ from fp4kit.call.shards import Partition
 from fp4kit.recipes import Recipe
 from fp4kit.training.communicators import Communicator
 
-_REFUSED = -1  # sent instead of the number of matrices
+_REFUSED = -1  # sent in place of the number of matrices by a process whose shards are invalid
 
 
 @contextmanager
 def refusing(comm: Communicator) -> Iterator[None]:
-    """Tell the other processes if an exception is raised inside.
+    """If the body of the ``with`` statement raises an exception, tell the other processes, then raise it again.
 
-    They wait in exchange_cuts, and raise an error too.
+    The other processes wait in exchange_cuts, which then raises ValueError in each of them.
     """
     try:
         yield
@@ -44,10 +43,11 @@ def exchange_cuts(
     *,
     on_host: bool,
 ) -> Partition:
-    """Return the shards of all processes. Waits for the other processes.
+    """Return the Partition: where the shards of every process begin and end in each matrix.
 
-    All processes must name the same recipe and the same matrices with the same dtypes, all on hosts or all on GPUs.
-    Together they must own every element once. Otherwise every process raises the same ValueError.
+    Called by every process once per plan; it waits for the others. The processes must pass the same recipe and the same
+    matrices with the same dtypes, all on hosts or all on GPUs. Their shards must cover every element exactly once.
+    Otherwise every process raises the same ValueError.
     """
     facts = repr((asdict(r), [tuple(s) for s in shapes], [str(d) for d in dtypes], on_host))
     digest = int.from_bytes(hashlib.sha256(facts.encode()).digest()[:7], "little")
@@ -72,12 +72,15 @@ def exchange_cuts(
 
 
 def _rows(comm: Communicator, mine: np.ndarray) -> np.ndarray:
-    """Return the arrays of all processes, one per row."""
+    """Exchange 1-d arrays of one length. Return those of all processes as the rows of a matrix."""
     return np.asarray(comm.all_gather(mine)).reshape(comm.size, len(mine)) if comm.size > 1 else mine[None]
 
 
 def _check_covers(partition: Partition, sizes: np.ndarray) -> None:
-    """Raise ValueError unless the nonempty shards, sorted by their starts, are adjacent and cover each matrix."""
+    """Raise ValueError unless every element of every matrix is in exactly one shard.
+
+    ``sizes`` are the matrices' sizes.
+    """
     empty = partition.starts == partition.ends
     starts, ends = (np.where(empty, sizes, edge) for edge in partition)
     order = np.argsort(starts, axis=0, kind="stable")

@@ -123,7 +123,7 @@ class FakeQuantSettings:
 
     @property
     def resolved(self) -> Recipe | None:
-        """The recipe with its block size, or None if nothing is quantized."""
+        """The recipe with ``block_size`` applied, or None if nothing is quantized."""
         if self.recipe is None:
             return None
         found = recipe_of("FakeQuantSettings", self.recipe)
@@ -184,7 +184,7 @@ def _word(env: Mapping[str, str], name: str) -> str:
 
 
 def _flag(env: Mapping[str, str], name: str) -> bool:
-    """Return whether a flag is on."""
+    """Return whether the environment variable ``name`` is "1". Raises ValueError unless it is 0, 1 or empty."""
     value = _word(env, name)
     if value not in ("", "0", "1"):
         raise ValueError(f"from_environment: {name} is {env[name]!r}; needs 0 or 1")
@@ -192,7 +192,7 @@ def _flag(env: Mapping[str, str], name: str) -> bool:
 
 
 def _size(env: Mapping[str, str], name: str, default: int) -> int:
-    """Return the value of a size variable, or the default if it is empty."""
+    """Return the value of a block size variable, or ``default`` if it is empty."""
     value = _word(env, name)
     if not value:
         return default
