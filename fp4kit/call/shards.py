@@ -69,21 +69,24 @@ def square_block(op: str, r: Recipe, length: int) -> int:
 
 
 class Partition(NamedTuple):
-    """The shards of all processes.
+    """The pieces of all processes: a piece is the range of elements of one matrix that one process owns.
 
     Attributes:
-        starts, ends: int64 (processes, matrices), the range of elements of each flattened matrix that each process
-            owns.
+        starts, ends: int64 (processes, matrices), the first element of each piece in its flattened matrix, and the
+            element after its last.
     """
 
     starts: np.ndarray
     ends: np.ndarray
 
     def pieces(self, unit: int) -> np.ndarray:
-        """Return the length of each piece in units of ``unit`` elements. Pieces are cut at multiples of ``unit``."""
+        """Return the length of each piece in units of ``unit`` elements.
+
+        Units begin at multiples of ``unit`` in the matrix. A unit that two pieces share counts for both.
+        """
         return -(-self.ends // unit) - self.starts // unit
 
     def offsets(self, unit: int) -> np.ndarray:
-        """Return where each piece begins in the message of its process, in units of ``unit`` elements."""
+        """Return the offset of each piece in the message of its process, in units of ``unit`` elements."""
         lengths = self.pieces(unit)
         return np.cumsum(lengths, axis=1) - lengths

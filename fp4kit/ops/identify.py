@@ -121,7 +121,7 @@ def either(names: Sequence[str]) -> str:
 
 
 def _sentence(variations: Sequence[Variation]) -> str:
-    """Return a sentence about the variations that are of the kind of the first one."""
+    """Return a sentence about the variations with the transform and the kind of rounding of the first one."""
     _, hadamard, stochastic = variations[0]
     names = either([v.recipe for v in variations if v[1:] == (hadamard, stochastic)])
     option = f" with hadamard={hadamard!r}" if hadamard else ""
