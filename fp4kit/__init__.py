@@ -49,7 +49,7 @@ from fp4kit.registered import FUNCTIONS
 from fp4kit.storage.quantized_file import load, save
 from fp4kit.training.master_weights import MasterWeightsPlan, Shard, cast_master_weights
 
-# {an attribute that users look for: where it is}
+# Attributes that users look for here: {name: the end of the error message, which says where the name is}.
 _ELSEWHERE = {
     **{name: f"; run import fp4kit.{name} first" for name in ("torch", "jax", "checkpoint")},
     **dict.fromkeys(
@@ -60,7 +60,7 @@ _ELSEWHERE = {
     "convert": "; it is fp4kit.checkpoint.convert, after import fp4kit.checkpoint",
 }
 
-if not TYPE_CHECKING:  # type checkers know all attributes
+if not TYPE_CHECKING:  # otherwise type checkers would accept any attribute
 
     def __getattr__(name: str) -> NoReturn:
         """Raise AttributeError for an attribute that does not exist, with the import that provides it."""

@@ -50,7 +50,7 @@ def as_shape(op: str, shape: Any) -> tuple[int, ...]:
     return found
 
 
-# {a parameter that functions do not have: (the parameter that stands for it, what to do)}
+# Argument names of other libraries: {name: (fp4kit's parameter, what the error message advises)}.
 _OTHER_NAMES = {
     "block_size": ("recipe", "the recipe sets it; pass dataclasses.replace(fp4kit.recipe(...), block=(1, 32))"),
     "group_size": ("recipe", "the recipe sets it; pass dataclasses.replace(fp4kit.recipe(...), block=(1, 32))"),
@@ -64,26 +64,29 @@ _OTHER_NAMES = {
 
 
 def check_call(function: Callable[..., Any], args: Sequence[Any], names: Collection[str]) -> None:
-    """Raise TypeError, with the way out, if a function does not take these positional and named arguments."""
-    known = signature(function).parameters
-    positional = [p.name for p in known.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
+    """Raise TypeError if a function does not accept these positional and named arguments.
+
+    The message says what to pass instead.
+    """
+    parameters = signature(function).parameters
+    positional = [p.name for p in parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
     if len(args) > len(positional):
-        named = [name for name in known if name not in positional]
+        named = [name for name in parameters if name not in positional]
         raise TypeError(
             f"{function.__name__}: got {len(args)} arguments without a name; needs {', '.join(positional)}; name the"
             f" others, such as {named[0]}=..."
         )
-    required = [name for name in positional[len(args) :] if known[name].default is Parameter.empty]
+    required = [name for name in positional[len(args) :] if parameters[name].default is Parameter.empty]
     if "recipe" in required and "recipe" not in names:
         raise TypeError(
             f"{function.__name__}: recipe is missing; needs an id such as 'nvfp4-te'; fp4kit.recipes() lists the ids"
         )
     for name in names:
-        if name not in known:
+        if name not in parameters:
             parameter, way_out = _OTHER_NAMES.get(name, ("", ""))
-            if parameter not in known:
-                near = get_close_matches(name, known, n=1)
-                way_out = f"did you mean {near[0]}?" if near else f"the arguments are {', '.join(known)}"
+            if parameter not in parameters:
+                similar = get_close_matches(name, parameters, n=1)
+                way_out = f"did you mean {similar[0]}?" if similar else f"the arguments are {', '.join(parameters)}"
             raise TypeError(f"{function.__name__}: there is no argument {name}; {way_out}")
 
 
