@@ -94,9 +94,8 @@ def recipes(of: str | None = None) -> tuple[str, ...]:
         return tuple(RECIPES)
     found = family(as_word("recipes", "of", of))
     if not found:
-        raise ValueError(
-            f"recipes: no recipe is of {of!r}; needs a format or a producer, such as 'nvfp4' or 'modelopt'"
-        )
+        needed = "needs a format or a producer, such as 'nvfp4' or 'modelopt'"
+        raise ValueError(f"recipes: no recipe is of {of!r:.60}; {needed}")
     return found
 
 

@@ -263,6 +263,14 @@ def test_a_format_or_a_producer_in_place_of_a_recipe(name):
         fp4kit.recipe(name)
 
 
+def test_recipes_of_a_format_or_a_producer():
+    assert fp4kit.recipes("gguf") == ("nvfp4-gguf", "mxfp4-gguf")
+    assert set(fp4kit.recipes("NVFP4")) == {name for name in fp4kit.recipes() if name.startswith("nvfp4-")}
+    text = "recipes: no recipe is of 'foo'; needs a format or a producer, such as 'nvfp4' or 'modelopt'"
+    with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
+        fp4kit.recipes("foo")
+
+
 def test_the_recipe_before_the_array():
     text = "the array is the first argument and the recipe the second"
     with pytest.raises(TypeError, match=f"^quantize: recipe is a ndarray; needs an id .* or a Recipe; {text}$"):
