@@ -16,6 +16,7 @@ from fp4kit.checkpoint.model.weights import located, weights_of
 from fp4kit.checkpoint.selection.fused_layers import shared_amax_groups
 from fp4kit.checkpoint.verify.reconcile import reconcile
 from fp4kit.checkpoint.verify.verify import verify
+from fp4kit.cli import main
 from fp4kit.formats import E4M3
 
 FORMATS = ("modelopt", "compressed-tensors")
@@ -124,6 +125,9 @@ def test_only_a_report(quantized):
     before = sorted(path.name for path in root.parent.iterdir())
     assert len(reconcile(root, None).repairs) > 3
     assert sorted(path.name for path in root.parent.iterdir()) == before
+    assert main(["reconcile", "--dry-run", str(root), "--quiet"]) == 1  # there is something to repair
+    assert main(["reconcile", str(root), str(root.parent / "repaired"), "--quiet"]) == 0
+    assert main(["reconcile", "--dry-run", str(root.parent / "repaired"), "--quiet"]) == 0
 
 
 def test_refusals(quantized, tmp_path):
