@@ -117,7 +117,7 @@ def check_clip_amax(op: str, amax: Any) -> Any:
 def reshape_amax(op: str, amax: Any, moved_shape: tuple[int, ...], recipe: Recipe, name: str = "tensor_amax") -> Any:
     """Return a tensor_amax, or tensor_scale, in its canonical shape. Raise ValueError if its shape does not fit.
 
-    Trailing axes of length 1 may be missing or left over. name: how the message calls the argument.
+    Trailing axes of length 1 may be missing or left over. name: the argument in the message.
     """
     canonical = tensor_amax_shape(moved_shape, recipe)
     allowed = [canonical]

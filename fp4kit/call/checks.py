@@ -17,7 +17,7 @@ from fp4kit.recipes import Recipe
 
 
 def check_float(op: str, x: np.ndarray, name: str = "x") -> None:
-    """Raise TypeError unless x is float32, float16 or bfloat16. name: how the message calls x."""
+    """Raise TypeError unless x is float32, float16 or bfloat16. name: the name of x in the message."""
     if x.dtype not in FLOATS:
         raise TypeError(
             f"{op}: {name} is {x.dtype}; needs float32, float16 or bfloat16; "

@@ -18,7 +18,7 @@ ALIGNMENT = 16  # bytes: the largest store of a kernel
 
 
 def check_out(op: str, name: str, out: Any, shape: tuple[int, ...], dtype: Any) -> None:
-    """Raise an error unless out is a writable NumPy array of this shape and dtype. name: how the message calls it."""
+    """Raise an error unless out is a writable NumPy array of this shape and dtype. name: its name in the message."""
     if not isinstance(out, np.ndarray):
         raise TypeError(f"{op}: {name} is {type(out).__name__}; needs a NumPy array, as x is")
     if out.shape != tuple(shape) or out.dtype != dtype:

@@ -61,7 +61,7 @@ class Comparison:
         max_error: largest |a - b|.
         sqnr: 10 log10(sum a^2 / sum (a - b)^2) in dB; inf if a and b are equal.
         first: index in x of the first differing value, and the two values; None if all are equal.
-        names: how the table calls a and b.
+        names: the names of a and b in the table.
         max_steps: largest distance between two codes, in steps between neighbouring values of the element format. -0
             counts as 0, and NaN is left out. None if codes are not compared.
         element: name of the element format that max_steps refers to.
@@ -232,14 +232,14 @@ def _multiples(*operands: Any) -> list[int]:
 
 
 def _name(name: str, a: Any) -> str:
-    """Return how the table calls an argument."""
+    """Return the name of an argument in the table."""
     return f"{name} ({a.recipe.id})" if isinstance(a, Quantized) else name
 
 
 def on_host(name: str, a: Any) -> Any:
     """Return a Quantized or an array with NumPy arrays, copied from a GPU if necessary.
 
-    name: how errors call the argument, "operation: argument".
+    name: the operation and the argument that errors begin with, as "operation: argument".
     """
     if isinstance(a, Quantized):
         return quantized_on_host(a, name)

@@ -93,7 +93,7 @@ def arrays_of(op: str, xs: Any) -> tuple[list[Any], Any]:
 def check_stack(op: str, stack: Any, kind: str = "array") -> None:
     """Raise ValueError unless an array has at least two dimensions, so that it is a stack of arrays.
 
-    kind: how the message calls it.
+    kind: the word for it in the message, such as "array" or "tensor".
     """
     if stack.ndim < 2:
         raise ValueError(
