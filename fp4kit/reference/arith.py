@@ -1,6 +1,7 @@
 """float32 arithmetic as GPUs do it, in NumPy: flushed subnormals and the approximate reciprocal of sm_90.
 
-Names follow PTX: .ftz flushes subnormal operands and results to zero, and .rn rounds to nearest even.
+Names follow PTX: .ftz flushes subnormal operands and results to zero, and .rn rounds to nearest even. A PTX instruction
+named in a docstring, such as mul.ftz.f32, is what the function reproduces in every bit.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ INV6 = np.float32(1) / np.float32(6)  # 0x3E2AAAAB; equals rcp.approx.ftz.f32(6)
 
 
 def flush(x: np.ndarray) -> np.ndarray:
-    """Return x with subnormals replaced by zeros of equal sign, as .ftz does to operands and results."""
+    """Return x with every subnormal replaced by a zero of equal sign, as .ftz does to operands and results."""
     return np.where(np.abs(x) < FLT_MIN, np.copysign(np.float32(0), x), x)
 
 
@@ -30,7 +31,11 @@ TINY = np.float64(FLT_MIN) * (1 - 2.0**-25)
 
 
 def _flush_result(result: np.ndarray, operation: np.ufunc, a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Return a float32 result with zero where the exact result is tiny. float64 decides at the smallest normal."""
+    """Return the result of operation(a, b) with zeros where the exact result is tiny, that is below TINY in magnitude.
+
+    result: the result in float32. If parts of it are at most the smallest normal, float64 decides which of them are
+    tiny.
+    """
     small = np.abs(result) <= FLT_MIN
     if not small.any():
         return result
@@ -57,7 +62,7 @@ def divide_ftz(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 
 def reciprocal_or_zero(x: np.ndarray) -> np.ndarray:
-    """Return 1 / x, or 0 for x = 0, as auto-round's get_reciprocal does."""
+    """Return 1 / x, or 0 where x is 0, as the function get_reciprocal of auto-round does."""
     return np.where(x == 0, ZERO, ONE / x)
 
 
@@ -108,7 +113,7 @@ def narrow_float64(x: np.ndarray, dtype: np.dtype) -> np.ndarray:
 
 
 def log2(x: np.ndarray) -> np.ndarray:
-    """Return the correctly rounded float32 log2."""
+    """Return log2(x) of float32 x, correctly rounded to float32."""
     with np.errstate(divide="ignore"):
         return np.log2(x.astype(np.float64)).astype(np.float32)
 

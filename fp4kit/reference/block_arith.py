@@ -13,36 +13,44 @@ from fp4kit.rounding import exponent_field
 
 
 def decode_scale(codes: np.ndarray) -> np.ndarray:
-    """Return the values of E4M3 scale codes."""
+    """Return the float32 values of E4M3 scale codes."""
     return decode(codes, E4M3)
 
 
 def inverse_e8m0(codes: np.ndarray) -> np.ndarray:
-    """Return float32 2^(127 - code). 254 gives 2^-127, a subnormal, and 255 gives NaN."""
+    """Return 1 / (value of an E8M0 code), which is 2^(127 - code), as float32.
+
+    Code 254 gives 2^-127, a subnormal, and code 255 gives NaN.
+    """
     exponent = 254 - codes.astype(np.int32)
     bits = np.where(exponent > 0, exponent << 23, 0x00400000)
     return np.where(codes == 255, np.float32(np.nan), bits.astype(np.int32).view(np.float32))
 
 
 def exponent_up(x: np.ndarray) -> np.ndarray:
-    """Return the exponent field of float32 x >= 0, plus one if x has mantissa bits: int32 0 to 255, and 256 for NaN."""
+    """Return the exponent field of float32 x >= 0 after rounding x up to a power of two: int32 from 0 to 255.
+
+    Nonzero subnormals are rounded up to 2^-126. NaN gives 256.
+    """
     return exponent_field(x) + ((x.view(np.int32) & 0x7FFFFF) != 0)
 
 
 def qwix_reciprocal(x: np.ndarray | np.float32, dtype: np.dtype) -> np.ndarray:
-    """Return 1 / x rounded to float16 for float16 elements, and to float32 for float32 and bfloat16 elements.
+    """Return 1 / x as qwix computes it on a CPU: rounded to float16 if dtype is float16, otherwise to float32.
 
-    qwix divides, but XLA on a CPU multiplies by this reciprocal instead, and computes bfloat16 in float32.
+    qwix divides by x, but XLA on a CPU multiplies by this reciprocal instead, and computes bfloat16 in float32. dtype
+    is that of the elements.
     """
     inverse = np.divide(ONE, x)
     return round_to(inverse, dtype) if dtype == np.float16 else inverse
 
 
 def qwix_scale(amax: np.ndarray, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
-    """Return T(amax * reciprocal(max)), where T rounds to the input dtype; return 1 if that is below a threshold.
+    """Return the scale of blocks in qwix: T(amax * qwix_reciprocal(max)), or 1 if that is below a threshold.
 
-    The threshold is the square root of the smallest normal of T: 2^-63, or 2^-7 for float16, whose smallest normal is
-    2^-14. So a float16 block of E2M1 with an amax below 0.047 has scale 1.
+    T rounds to dtype, and max is the largest element value. The threshold is the square root of the smallest normal of
+    dtype: 2^-63, or 2^-7 for float16, whose smallest normal is 2^-14. So a float16 block of E2M1 with an amax below
+    0.047 has scale 1.
     """
     scale = round_to(amax * qwix_reciprocal(recipe.element.max, dtype), dtype)
     return np.where(scale < np.float32(2.0**-7 if dtype == np.float16 else 2.0**-63), ONE, scale)

@@ -5,10 +5,10 @@ A rule named in recipes/rules.py is a pair of functions, here and in CUDA (cuda/
     code_<rule>(amax, tensor, recipe, dtype)            the scale: uint8 bit patterns of the scale format
     factor_<rule>(codes, amax, tensor, recipe, dtype)   the factor: float32
 
-recipe.apply says what the factor is for. Elements are multiplied by it ("multiply"), divided by it ("divide"), or
-compared with values times the factor ("compare"). The two functions also decide about zero blocks and NaN. A rule
-without a factor function of its own uses the default of its scale format: scale * S_dec for E4M3, 2^(127 - code) for
-E8M0.
+recipe.apply says how the factor is used. Elements are multiplied by it ("multiply"), divided by it ("divide"), or
+compared with the multiples value * factor ("compare"). The two functions also decide about zero blocks and NaN. A rule
+without a factor function of its own uses the default of its scale format. This is scale * S_dec for E4M3, by which
+elements are divided, and 2^(127 - code) for E8M0, by which elements are multiplied.
 
 Notation in the docstrings of all block_rules modules:
 
@@ -49,14 +49,14 @@ from fp4kit.rounding import exponent_field
 
 
 class BlockRule(NamedTuple):
-    """The two functions of a block rule."""
+    """Hold the two functions of a block rule: code makes the scale codes, and factor makes the factors from them."""
 
     code: Callable[[np.ndarray, TensorScale, Recipe, np.dtype], np.ndarray]
     factor: Callable[[np.ndarray, np.ndarray, TensorScale, Recipe, np.dtype], np.ndarray]
 
 
 def _is_zero(amax: np.ndarray) -> np.ndarray:
-    """Return whether arithmetic that flushes subnormals treats the amax as zero."""
+    """Return whether an amax is zero in arithmetic that flushes subnormals: whether it is zero or subnormal."""
     return np.abs(amax) < FLT_MIN
 
 
@@ -64,67 +64,74 @@ def _is_zero(amax: np.ndarray) -> np.ndarray:
 
 
 def _product(codes: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
-    """Return scale * S_dec, by which elements are divided."""
+    """Return scale * S_dec. Elements are divided by this factor."""
     return decode_scale(codes) * tensor.decode
 
 
 def _minimum(recipe: Recipe) -> np.ufunc:
-    """Return the minimum function for the recipe: it propagates NaN or drops it, as recipe.amax_nan says."""
+    """Return np.minimum, which gives NaN if one operand is NaN, or np.fmin, which gives the other operand.
+
+    recipe.amax_nan says which of them the producer uses.
+    """
     return np.minimum if recipe.amax_nan == "propagate" else np.fmin  # fminf drops the NaN of inf * 0
 
 
 def code_te(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
-    """Return E4M3(min(amax * (S_enc * fp32(1/6)), FLT_MAX)), products in this order. Source: TE core_nvfp4.cuh."""
+    """Return E4M3(min(amax * (S_enc * fp32(1/6)), FLT_MAX)). The product in the inner brackets comes first.
+
+    Source: TE core_nvfp4.cuh.
+    """
     return encode(_minimum(recipe)(amax * (tensor.encode * INV6), FLT_MAX), E4M3)
 
 
 def factor_te(codes: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
     """Return min(1 / (scale * S_dec), FLT_MAX).
 
-    Under a scale of 0 the factor is FLT_MAX: codes saturate, although they decode to 0.
+    If the scale is 0, the factor is FLT_MAX. Then nonzero elements get the code of the largest value, although
+    everything decodes to 0.
     """
     return _minimum(recipe)(ONE / (decode_scale(codes) * tensor.decode), FLT_MAX)
 
 
 def code_flashinfer(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
-    """Return E4M3(gs * (amax * rcp(6))), ftz."""
+    """Return E4M3(gs * (amax * rcp(6))). Every operation flushes subnormals."""
     return encode(multiply_ftz(tensor.encode, multiply_ftz(amax, reciprocal_approx_ftz(np.float32(6)))), E4M3)
 
 
 def factor_flashinfer(
     codes: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype
 ) -> np.ndarray:
-    """Return rcp(scale * rcp(gs)), or 0 for amax = 0; ftz."""
+    """Return rcp(scale * rcp(gs)), or 0 if amax is 0. Every operation flushes subnormals."""
     factor = reciprocal_approx_ftz(multiply_ftz(decode_scale(codes), reciprocal_approx_ftz(tensor.encode)))
     return np.where(_is_zero(amax), ZERO, factor)
 
 
 def code_flashinfer_precise(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
-    """Return E4M3(amax * (S_enc * fp32(1/6))), or 0 for amax = 0; ftz."""
+    """Return E4M3(amax * (S_enc * fp32(1/6))), or code 0 if amax is 0. Every operation flushes subnormals."""
     return encode(np.where(_is_zero(amax), ZERO, multiply_ftz(amax, multiply_ftz(tensor.encode, INV6))), E4M3)
 
 
 def factor_flashinfer_precise(
     codes: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype
 ) -> np.ndarray:
-    """Return min(1 / (scale * (1 / S_enc)), FLT_MAX), or 0 for amax = 0; ftz."""
+    """Return min(1 / (scale * (1 / S_enc)), FLT_MAX), or 0 if amax is 0. Every operation flushes subnormals."""
     factor = divide_ftz(ONE, multiply_ftz(decode_scale(codes), divide_ftz(ONE, tensor.encode)))
     return np.where(_is_zero(amax), ZERO, np.fmin(factor, FLT_MAX))
 
 
 def code_modelopt(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
-    """Return E4M3(clamp(r, 2^-9, 448)), r = amax / (6 * S_dec), with r = 1 instead of 0.
+    """Return E4M3(clamp(r, 2^-9, 448)), where r = amax / (6 * S_dec). If r is 0, it is replaced by 1.
 
-    Elements are divided by scale * S_dec.
+    The default factor, scale * S_dec, divides the elements.
     """
     ratio = amax / (recipe.element.max * tensor.decode)
     return encode(np.clip(np.where(ratio == 0, ONE, ratio), E4M3.min_subnormal, E4M3.max), E4M3)
 
 
 def code_modelopt_static(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
-    """Return E4M3(clamp(r * N / (tensor_amax / 6), 2^-9, 448)), r = amax / 6 with 1 instead of 0, N = scale_max.
+    """Return E4M3(clamp(r * N / (tensor_amax / 6), 2^-9, 448)), where r = amax / 6 and N = recipe.scale_max.
 
-    Elements are divided by scale * S_dec, as under the rule modelopt.
+    If r is 0, it is replaced by 1. The default factor, scale * S_dec, divides the elements.
     """
     ratio = amax / recipe.element.max
     ratio = np.where(ratio == 0, ONE, ratio) * np.float32(recipe.scale_max)
@@ -145,7 +152,7 @@ def factor_torchao(
 
 
 def code_compressed_tensors(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
-    """Return E4M3(rnd(amax / 6) * gs), with the code of 0.125 instead of 0; rnd rounds to the input dtype."""
+    """Return E4M3(rnd(amax / 6) * gs), where rnd rounds to the input dtype. Code 0 is replaced by the code of 0.125."""
     codes = encode(round_to(amax / recipe.element.max, dtype) * tensor.encode, E4M3)
     return np.where(codes == 0, encode(np.float32(0.125), E4M3), codes)
 
@@ -153,7 +160,7 @@ def code_compressed_tensors(amax: np.ndarray, tensor: TensorScale, recipe: Recip
 def factor_compressed_tensors(
     codes: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype
 ) -> np.ndarray:
-    """Return scale / gs, by which elements are divided."""
+    """Return scale / gs. Elements are divided by this factor."""
     return decode_scale(codes) / tensor.encode
 
 
@@ -161,14 +168,14 @@ def factor_compressed_tensors(
 
 
 def _inverse(codes: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
-    """Return 2^(127 - code)."""
+    """Return 2^(127 - code), the reciprocal of the scale. Elements are multiplied by this factor."""
     return inverse_e8m0(codes)
 
 
 def _shifted_exponent(rounded: np.ndarray, element: ElementFormat, up: np.ndarray | int = 0) -> np.ndarray:
-    """Return the code exponent(rounded) + up - emax, clamped to the range of E8M0.
+    """Return the E8M0 code of 2^(floor(log2(rounded)) - emax + up), clamped to the range of E8M0.
 
-    The code is 255 (NaN) if rounded is not finite.
+    The code is 255 (NaN) if rounded is infinite or NaN.
     """
     field = exponent_field(np.asarray(rounded, np.float32))
     codes = np.where(field == 255, 255, np.clip(field + up - element.emax, 0, 255))
@@ -176,7 +183,7 @@ def _shifted_exponent(rounded: np.ndarray, element: ElementFormat, up: np.ndarra
 
 
 def _add_to_bits(x: np.ndarray, addend: int) -> np.ndarray:
-    """Add to the bit pattern of x, so that a carry moves into the exponent. NaN stays NaN."""
+    """Return x with addend added to its bit pattern, so that a carry raises the exponent. NaN stays NaN."""
     bits = np.asarray(x, np.float32).view(np.int32)
     return np.where(bits > 0x7F800000, bits, bits + addend).astype(np.int32).view(np.float32)
 
@@ -193,15 +200,16 @@ def code_e8m0_ceil(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype:
 
 
 def code_e8m0_even(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
-    """Return e8m0_floor's code after rounding amax to the mantissa of the element.
+    """Return the code of the rule e8m0_floor for an amax that is first rounded to the mantissa bits of the element.
 
-    The rounding reaches the next power of two from 1.75 on for E2M1, and from 1.9375 on for E4M3 and E2M3.
+    By this rounding, an amax reaches the next power of two from 1.75 times a power of two on for E2M1, and from 1.9375
+    times on for E4M3 and E2M3.
     """
     return _shifted_exponent(_add_to_bits(amax, 1 << 22 - recipe.element.mantissa_bits), recipe.element)
 
 
 def code_e8m0_te(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
-    """Return the code of amax * fp32(1 / max), rounded up to a power of two; inf gives 254, NaN gives 255.
+    """Return the code of amax * fp32(1 / max), rounded up to a power of two. inf gives code 254, and NaN gives 255.
 
     Source: TE float_to_e8m0.
     """
@@ -209,7 +217,7 @@ def code_e8m0_te(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: n
 
 
 def code_e8m0_rceil(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
-    """Return the code of amax * fp32(1 / max), rounded up to a power of two; inf and NaN give NaN.
+    """Return the code of amax * fp32(1 / max), rounded up to a power of two. inf and NaN give code 255 (NaN).
 
     Source: torchao RCEIL.
     """
@@ -218,22 +226,26 @@ def code_e8m0_rceil(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype
 
 
 def code_e8m0_te_reference(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
-    """Return e8m0_modelopt's code, but 255 for NaN. Source: TE reference_nvfp4.py cast_to_e8, with pow_2_scales."""
+    """Return the code of the rule e8m0_modelopt, except 255 if amax is NaN.
+
+    Source: TE reference_nvfp4.py cast_to_e8, with pow_2_scales.
+    """
     return np.where(np.isnan(amax), np.uint8(255), code_e8m0_modelopt(amax, tensor, recipe, dtype))
 
 
 def code_e8m0_flashinfer_fp4(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
-    """Return the code of amax * rcp(max), rounded up to a power of two; ftz."""
+    """Return the code of amax * rcp(max), rounded up to a power of two. Every operation flushes subnormals."""
     return encode_e8m0(multiply_ftz(amax, reciprocal_approx_ftz(recipe.element.max)), "rp")
 
 
 def factor_e8m0_flashinfer_fp4(
     codes: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype
 ) -> np.ndarray:
-    """Return 2^(127 - code), or 0 for code 0 and from code 254 on.
+    """Return 2^(127 - code), except 0 for code 0 and for codes 254 and 255.
 
-    Under ftz, only a product of 0 has code 0. From code 254 on, 2^-127 is flushed. The FP4 kernel computes ex2(127 -
-    code) and checks for a product of 0; the FP8 kernel computes rcp of the scale. Both give this factor.
+    Because subnormals are flushed, code 0 occurs only if amax * rcp(max) is 0. From code 254 on, the factor 2^-127 is
+    flushed. The FP4 kernel computes ex2(127 - code) and checks for a product of 0. The FP8 kernel computes rcp of the
+    scale. Both give this factor.
     """
     return np.where((codes > 0) & (codes < 254), inverse_e8m0(codes), ZERO)
 
@@ -242,10 +254,10 @@ code_e8m0_flashinfer_fp8, factor_e8m0_flashinfer_fp8 = code_e8m0_flashinfer_fp4,
 
 
 def code_e8m0_modelopt(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
-    """Return the code of 2^ceil(log2(amax / max)) with a float32 log2, the exponent clamped to [-127, 127].
+    """Return the code of 2^ceil(log2(amax / max)). log2 is rounded to float32, and the exponent clamped to [-127, 127].
 
-    amax = 0 and NaN give exponent -127. For an amax a few ulp above max * 2^k, the float32 log2 makes the exponent one
-    too small, and the largest value saturates.
+    amax = 0 and NaN give exponent -127. For an amax a few ulp above max * 2^k, the rounded log2 is k. The exponent is
+    then one too small, and the block's largest value saturates.
     """
     ratio = amax / recipe.element.max
     exponent = np.ceil(log2(np.where(ratio > 0, ratio, np.float32(2.0**-127))))
@@ -255,11 +267,11 @@ def code_e8m0_modelopt(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dt
 def code_e8m0_compressed_tensors(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
     """Return the code of 2^(floor(log2(r)) - emax), where r is amax rounded to one mantissa bit.
 
-    r reaches the next power of two from 1.75 on. 6-bit elements round to three mantissa bits instead. emax is 2 for
-    E2M1 and E2M3, and 8 for E4M3.
+    An amax of 1.75 * 2^k or more rounds to 2^(k + 1). For 6-bit elements, r has three mantissa bits.
 
-    float16: the producer masks the bits of float16, so a subnormal amax rounds to 2^-14 or to 0, and a scale of 0
-    counts as 1. An amax that is not finite gives a NaN scale, as in OCP MX; the producer stores 127 with zero codes.
+    For float16 elements the producer masks the bits of float16. So a subnormal amax rounds to 2^-14 or to 0, and a
+    scale of 0 counts as 1. An amax that is infinite or NaN gives a NaN scale, as in OCP MX; the producer stores 127
+    with zero codes.
     """
     mantissa_bits = 3 if recipe.element.bits == 6 else 1
     if dtype == np.float16:
@@ -273,7 +285,8 @@ def code_e8m0_compressed_tensors(amax: np.ndarray, tensor: TensorScale, recipe: 
 def _rounded_subnormals(amax: np.ndarray, mantissa_bits: int) -> np.ndarray:
     """Return amax with values below 2^-14, the smallest normal of float16, rounded to 2^-14 or 0.
 
-    The direction is the one that adding to the bits and masking them gives.
+    An amax rounds up if amax + 2^(-15 - mantissa_bits) reaches 2^-14. The producer gets these results by an addition to
+    the float16 bits, which it then masks.
     """
     normal = np.float32(2.0**-14)
     rounds_up = amax + np.ldexp(normal, -1 - mantissa_bits) >= normal
@@ -288,7 +301,10 @@ _FUNCTIONS = {name: value for module in _MODULES for name, value in vars(module)
 
 
 def _rule(name: str, scale: str) -> BlockRule:
-    """Return the two functions of the rule with this name."""
+    """Return the code and factor functions of the rule `name`.
+
+    scale: the rule's scale format. It has a default factor function, for rules without their own.
+    """
     return BlockRule(_FUNCTIONS[f"code_{name}"], _FUNCTIONS.get(f"factor_{name}", _FACTORS[scale]))
 
 
