@@ -1,7 +1,6 @@
 """The amaxes of a call: check the caller's amaxes, bring them to canonical shape, and take the part for one matrix.
 
-The canonical shape of a tensor_amax depends on what shares one amax. For an array (..., K), with the quantized axis
-last, it is:
+The canonical shape of a tensor_amax depends on the recipe. For an array (..., K), with the quantized axis last, it is:
 
 - ()                for the whole tensor
 - (E,)              for one entry per expert

@@ -27,7 +27,7 @@ def each(op: str, function: Callable[..., Any], *columns: Iterable[Any]) -> list
 
 
 def numbered(op: str, i: int, text: str) -> str:
-    """Return the error message of a single call, changed to be that of tensor i of the grouped operation op."""
+    """Return the error message of a single call, changed to name the grouped operation op and tensor i."""
     text = re.sub(r"^\w+: ", "", text)  # remove the name of the single function
     argument = _ARGUMENT.match(text)
     if argument is None:

@@ -190,7 +190,7 @@ def backward_call(op: str, grad: Any, x: Any, recipe: str | Recipe, axis: int, a
     (grad,) = (imported["grad"],) if isinstance(imported["grad"], type(call.x)) else import_arrays(op, grad=grad)
     checks.check_float(op, grad, "grad")
     if grad.shape != call.x.shape:
-        raise ValueError(f"{op}: grad has shape {grad.shape}; needs that of x, {call.x.shape}")
+        raise ValueError(f"{op}: grad has shape {grad.shape}; needs the shape of x, {call.x.shape}")
     return call._replace(grad=grad), imported["amax"]
 
 

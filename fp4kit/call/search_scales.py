@@ -28,7 +28,7 @@ MAX_OFFSET = 126  # offsets from -126 to 126 reach every positive E4M3 code from
 AROUND_FLOOR = (-1, 1)  # default offsets of E8M0 scales, relative to floor(log2(amax)) - floor(log2(largest element))
 BLOCK_COLUMNS = 16  # columns per block under E4M3 scales
 POWERS = {"mse": 2.0, "mae": 1.0, "max": np.inf}
-GRID = (0.25, 4.0, 0.1)  # the default grid, that of Model-Optimizer's MseCalibrator
+GRID = (0.25, 4.0, 0.1)  # the default grid, as in Model-Optimizer's MseCalibrator
 MAX_MULTIPLES = 10000  # the most multiples in a grid
 MAX_POWER = 16  # higher powers would overflow float32 sums
 _POWER = re.compile(r"p\d+(\.\d+)?")
@@ -192,7 +192,7 @@ def _offsets(op: str, candidates: Any) -> tuple[int, int] | None:
         low, high = (as_index(op, "candidates", end) for end in candidates)
         if low <= high:
             return max(min(low, MAX_OFFSET), -MAX_OFFSET), max(min(high, MAX_OFFSET), -MAX_OFFSET)
-    needed = "'all', 'near', or two ints (low, high): codes relative to that of the amax"
+    needed = "'all', 'near', or two ints (low, high): codes relative to the code of the amax"
     raise ValueError(f"{op}: candidates is {candidates!r:.60}; needs {needed}")
 
 

@@ -58,7 +58,8 @@ def amax_shape(shape: tuple[int, int], r: Recipe) -> tuple[int, int]:
 def square_block(op: str, r: Recipe, length: int) -> int:
     """Return the size of a recipe's square blocks.
 
-    Raise ValueError if its blocks are not square, or `length`, that of the other axis, is not a whole number of blocks.
+    Raise ValueError if its blocks are not square, or if `length` is not a whole number of blocks. Square blocks span
+    two axes; `length` is the length of the axis that is not the quantized one.
     """
     rows, size = r.block or (1, 1)
     if rows != size or size == 1:

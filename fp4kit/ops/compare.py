@@ -24,7 +24,7 @@ from fp4kit.quantized.slicing import on_host as quantized_on_host
 
 Count = tuple[int, int]  # differing, compared
 _NAN_POSITION = 1 << 12  # the position of NaN: farther from zero, in steps, than any value of any format
-# ml_dtypes floats all of whose values are float32 numbers.
+# Floats of ml_dtypes that convert to float32 exactly.
 NARROW = (
     "bfloat16",
     "float8_e4m3",
@@ -271,7 +271,7 @@ def _positions(fmt: ElementFormat) -> np.ndarray:
 
 
 def _max_steps(a: Quantized, b: Quantized) -> int:
-    """Return the largest distance between two codes at one place, neither of them NaN."""
+    """Return the largest distance, in steps, between codes of a and b at equal indices. NaN codes are left out."""
     fmt, largest = a.recipe.element, 0
     for box in boxes(a.packed.shape):
         x, y = (np.take(_positions(fmt), unpacked(part[box], fmt.packing)) for part in (a.packed, b.packed))

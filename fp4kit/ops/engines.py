@@ -190,7 +190,7 @@ def _run_call(operation: str, call: Call, *arguments: Any) -> Any:
 
 
 def new_group(op: str, calls: list[Call], r: Recipe, stack: Any) -> Any:
-    """Return the Group of N calls; stack: the one device array that the arrays are parts of, or None."""
+    """Return the Group of N calls. stack: the device array that contains all their arrays, or None."""
     return cuda.Group(calls, stack) if calls and calls[0].on_device else host_group.Group(op, calls, r, _run_call)
 
 

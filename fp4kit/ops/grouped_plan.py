@@ -82,7 +82,7 @@ def per_tensor(op: str, name: str, value: Any, count: int) -> list[Any]:
 
 
 def arrays_of(op: str, xs: Any) -> tuple[list[Any], Any]:
-    """Return the imported arrays of a sequence and None, or those of a stacked array and the stack itself."""
+    """Import the arrays of a group. Return the list of arrays, and the stack if xs is one stacked array, else None."""
     if not is_array(xs):
         return list(import_arrays(op, **{f"xs[{i}]": x for i, x in enumerate(as_entries(op, "xs", xs))})), None
     (stack,) = import_arrays(op, xs=xs)

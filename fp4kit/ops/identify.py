@@ -274,7 +274,7 @@ def _try_part(whole: CandidateAmaxes, r: Recipe, box: Box) -> RecipeTrial:
 
 
 def _whole_tensor_amax(whole: CandidateAmaxes, r: Recipe) -> np.ndarray | None:
-    """Return the tensor amax of the whole array, for use on a part of it, whose own amax may differ.
+    """Return the tensor amax of the whole array. A part of the array is quantized with it, not with its own amax.
 
     Return None if the recipe has no tensor-wide amax, or the amax is NaN and cannot be passed.
     """

@@ -29,7 +29,7 @@ class Match:
         total: how many bytes were compared.
         codes_differ: how many codes differ.
         scales_differ: how many block scales differ.
-        whole: whether all bytes were compared; if not, only those of a sample, on which other recipes do better.
+        whole: whether all bytes were compared. If False, only a sample was, and other recipes matched it better.
     """
 
     recipe: str

@@ -78,7 +78,7 @@ ERRORS = {
     # fake_quantize_backward
     "grad shape": (
         backward(grad=X.T), ValueError,
-        "fake_quantize_backward: grad has shape (64, 32); needs that of x, (32, 64)",
+        "fake_quantize_backward: grad has shape (64, 32); needs the shape of x, (32, 64)",
     ),
     "grad dtype": (
         backward(grad=X.astype(np.float64)), TypeError,

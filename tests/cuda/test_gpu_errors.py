@@ -90,7 +90,7 @@ CASES += [
     ),
 ]
 _BACKWARD = (
-    ({"grads": [A, LONG]}, "grads[1] has shape (16, 32); needs that of x, (16, 64)"),
+    ({"grads": [A, LONG]}, "grads[1] has shape (16, 32); needs the shape of x, (16, 64)"),
     ({"grads": [A, DOUBLE]}, "grads[1] is float64; needs float32, float16 or bfloat16"),
     ({"grads": [A]}, "grads has 1 arrays and xs 2; needs equally many"),
     ({"amax": [1.0, -1.0]}, "amax[1] holds 1 negative value(s) of 1"),

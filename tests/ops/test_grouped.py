@@ -312,7 +312,7 @@ NUMBERED = {
     ),
     "grads": (
         lambda: fp4kit.fake_quantize_grouped_backward([ONE, HALF], [ONE, ONE], "nvfp4-te"),
-        "fake_quantize_grouped_backward: grads[1] has shape (4, 24); needs that of x, (4, 32)",
+        "fake_quantize_grouped_backward: grads[1] has shape (4, 24); needs the shape of x, (4, 32)",
     ),
     "amax of a gradient": (
         lambda: fp4kit.fake_quantize_grouped_backward(GRADS, [ONE, ONE], "nvfp4-te", amax=[1, -1]),

@@ -428,7 +428,7 @@ GRID = (
     "needs 'all', which is (0.25, 4.0, 0.1), or three numbers (start, stop, step) with 0 < start <= stop, "
     "of at most 10000 multiples of the amax"
 )
-CANDIDATES = "needs 'all', 'near', or two ints (low, high): codes relative to that of the amax"
+CANDIDATES = "needs 'all', 'near', or two ints (low, high): codes relative to the code of the amax"
 OBJECTIVES = "needs 'mse', 'mae', 'max', or 'p' and a number from 1 to 16, such as 'p2.4'"
 ERRORS = {
     "an unknown objective": ({"objective": "rmse"}, ValueError, f"objective is 'rmse'; {OBJECTIVES}"),
