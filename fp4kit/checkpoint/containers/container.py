@@ -146,12 +146,12 @@ class Container:
 
     @property
     def keeps_stacks(self) -> bool:
-        """Whether a stack of experts is stored as one layer, not split by expert."""
+        """True if a stack of experts is stored as one layer, not split by expert."""
         return bool(self.stack)
 
     @property
     def has_tensor_scale(self) -> bool:
-        """Whether a float32 tensor scale is stored."""
+        """True if a float32 tensor scale is stored."""
         return TENSOR_SCALE in self.suffixes
 
     @property

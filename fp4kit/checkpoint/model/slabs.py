@@ -271,7 +271,7 @@ class _TransposedReader:
 
     @property
     def is_read(self) -> bool:
-        """Whether the whole matrix has been read into memory."""
+        """True if the whole matrix has been read into memory."""
         return self._all is not None
 
     def _read(self, start: int, count: int) -> np.ndarray:

@@ -132,7 +132,7 @@ class Plan:
 
     @property
     def is_file(self) -> bool:
-        """Whether the output is a single GGUF file; otherwise it is a directory."""
+        """True if the output is a single GGUF file; False if it is a directory."""
         return gguf.is_gguf_config(self.source.config)
 
     @property

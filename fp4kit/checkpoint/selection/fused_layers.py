@@ -50,7 +50,7 @@ _NUMBER = re.compile(r"\b\d+\b")
 
 
 def split_module(module: str) -> tuple[str, str]:
-    """Return the parent module and the leaf name."""
+    """Split a module name into its parent and its leaf: "mlp.up_proj" into ("mlp", "up_proj")."""
     parent, _, leaf = module.rpartition(".")
     return parent, leaf
 
@@ -61,7 +61,10 @@ def join_module(parent: str, leaf: str) -> str:
 
 
 def fused_groups(modules: Iterable[str]) -> dict[tuple[str, Fusion], list[str]]:
-    """Return (parent module, fusion) -> the names in ``modules`` that are fused into one layer there."""
+    """Group the modules that loaders fuse into one layer, such as q_proj, k_proj and v_proj of one attention layer.
+
+    Return (parent module, fusion) -> names of the modules, perhaps only one. Other modules are left out.
+    """
     groups: dict[tuple[str, str], list[str]] = defaultdict(list)
     for module in modules:
         parent, leaf = split_module(module)
@@ -71,15 +74,16 @@ def fused_groups(modules: Iterable[str]) -> dict[tuple[str, Fusion], list[str]]:
 
 
 def group_name(parent: str, fusion: Fusion) -> str:
-    """Return a readable name for a group, such as ``model.layers.0.mlp.(gate_proj|up_proj)``."""
+    """Return a readable name for the layers that are fused in ``parent``: "model.layers.0.mlp.(gate_proj|up_proj)"."""
     return join_module(parent, f"({'|'.join(fusion.members)})")
 
 
 def shared_amax_groups(modules: Iterable[str]) -> dict[str, str]:
-    """Return module -> group name for modules that share a tensor amax with at least one other module.
+    """Return module -> group name for the modules that must share a tensor amax with others, because they are fused.
 
-    For experts stored one by one, each expert has a group of its own. In stacks, gate_proj and up_proj share one amax
-    per expert; the two halves of a gate_up_proj stack share one without being grouped here.
+    Experts that are stored separately have one group per expert. If experts are stacks, the stacks gate_proj and
+    up_proj form one group, with one amax per expert. A gate_up_proj stack has no group, because gate and up are one
+    matrix there.
     """
     found: dict[str, str] = {}
     for key, members in fused_groups(modules).items():
@@ -89,9 +93,9 @@ def shared_amax_groups(modules: Iterable[str]) -> dict[str, str]:
 
 
 def group_of(module: str) -> tuple[str, int] | None:
-    """Return (group name, largest number of members) of the group in which a module shares its tensor amax.
+    """Return (name, largest number of members) of the group of fused layers that a module belongs to.
 
-    Return None if the module shares its amax with no other.
+    The layers of a group share their tensor amax. Return None if loaders fuse the module with no other.
     """
     parent, leaf = split_module(module)
     fusion = _FUSION_OF.get(leaf)
@@ -99,14 +103,14 @@ def group_of(module: str) -> tuple[str, int] | None:
 
 
 def missing_gated_halves(converted: Iterable[str], present: Iterable[str] = ()) -> list[str]:
-    """Return one message per quantized half of a gated MLP whose other half does not exist.
+    """Return one message per quantized gate or up projection of a gated MLP whose counterpart is missing.
 
     A gate without its up half is reported, except the gate of an attention layer and a w1 beside c_proj (Qwen names
     the halves w1 and w2). An up_proj or w3 without a gate is reported only if another layer or expert of the same kind
     has a gate, because MLPs without gates also have an up_proj.
 
     converted: the modules that are quantized.
-    present: other modules of the source, which may be the missing halves.
+    present: further modules of the source, among which the counterparts may be.
     """
     converted = list(converted)
     all_modules = {*converted, *present}
@@ -127,7 +131,12 @@ def missing_gated_halves(converted: Iterable[str], present: Iterable[str] = ()) 
 
 
 def _is_half(parent: str, gate: str, all_modules: Collection[str]) -> bool:
-    """Return whether a gate belongs to a gated MLP whose other half has the usual name (see missing_gated_halves)."""
+    """Return whether a gate_proj or w1 must have an up_proj or w3 beside it.
+
+    Gates of attention layers have none. Neither has a w1 beside c_proj, because Qwen calls the two halves w1 and w2.
+
+    parent: the gate's parent module. gate: its leaf name. all_modules: the names of all modules.
+    """
     attends = "attn" in parent or "attention" in parent.lower()
     return not attends and not (gate == "w1" and join_module(parent, "c_proj") in all_modules)
 
@@ -138,7 +147,7 @@ def _without_numbers(module: str) -> str:
 
 
 def _up_names_with_gate(all_modules: Collection[str]) -> set[str]:
-    """Return the names of the up_proj and w3 that have a gate in some layer or expert, as _without_numbers writes them.
+    """Return the names that up_proj or w3 have where a gate is beside them, with ``#`` in place of numbers.
 
     all_modules: the names of all modules.
     """
@@ -147,7 +156,10 @@ def _up_names_with_gate(all_modules: Collection[str]) -> set[str]:
 
 
 def partly_converted(copied: Iterable[str], converted: Collection[str]) -> Iterator[str]:
-    """Yield one message per fused layer with both quantized and unquantized members."""
+    """Yield one message per group of fused layers of which some are quantized and others are not.
+
+    copied: the modules that stay unquantized. converted: the modules that are quantized.
+    """
     for key, members in fused_groups([*copied, *converted]).items():
         kept = [split_module(member)[1] for member in members if member not in converted]
         if kept and len(kept) < len(members):

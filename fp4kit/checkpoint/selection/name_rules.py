@@ -26,6 +26,7 @@ from fp4kit.storage.safetensors_file import DTYPE_BITS, FLOAT_DTYPES
 _LAYER_COUNTS = ("decoder_layers", "num_decoder_layers", "num_hidden_layers", "n_layer", "n_layers", "num_layers")
 _TEXT_SECTIONS = ("text_config", "llm_config", "language_config", "thinker_config")
 _MAX_LAYERS = 100_000
+# Names that a layer number follows, as in model.layers.3.
 _LAYER_LISTS = ("layers", "h", "blocks", "block", "layer", "blk")
 STACKS = (  # leaf names of stacks of experts
     "gate_up_proj",
@@ -78,7 +79,7 @@ Kind = Literal["routed expert", "shared expert", "dense MLP", "attention", "line
 
 @lru_cache(1 << 14)
 def _role(part: str) -> Role | None:
-    """Return the role of one part of a dotted name, or None if it has none."""
+    """Return the role that one part of a dotted name gives its tensor, such as "router"; None if it gives none."""
     if _TOWERS.fullmatch(part):
         return "tower"
     if part == "mtp" or part.startswith("mtp_"):
@@ -102,9 +103,10 @@ def _role(part: str) -> Role | None:
 
 @dataclass(frozen=True)
 class Model:
-    """Hold the facts from config.json that the rules use.
+    """Hold the facts from config.json that the selection rules use.
 
     layers: the number of decoder layers; None if the config does not say.
+    model_type: the ``model_type`` of the config; "" if it has none.
     has_encoder: True if there is an encoder besides the decoder; encoder.layers.N is then not a decoder layer.
     is_gguf: True if the tensors have llama.cpp's names.
     """
@@ -117,7 +119,7 @@ class Model:
 
 @dataclass(frozen=True)
 class Candidate:
-    """Describe one tensor as the rules see it.
+    """Describe one tensor to the selection rules, which decide whether it must stay unquantized.
 
     name: the tensor's name; for a stack, the name of its module.
     module: the name without ``.weight``. It equals ``name`` if the tensor is a stack or is not a weight.
@@ -138,32 +140,35 @@ class Candidate:
 
     @lazy_property
     def roles(self) -> tuple[Role | None, ...]:
-        """The role of each part, None for parts without a role."""
+        """The role of each part of the module name, such as "router" or "experts"; None for parts without a role."""
         return tuple(map(_role, self.parts))
 
     @lazy_property
     def is_stack(self) -> bool:
-        """Whether this is a stack of experts with a layout that fp4kit can convert."""
+        """True if this is a stack of experts with a layout that fp4kit can convert."""
         return len(self.shape) == 3 and self.parts[-1] in (*STACKS, *ggml_names.STACKS) and "experts" in self.roles
 
     @property
     def is_weight(self) -> bool:
-        """Whether --keep and --only patterns can match it: the ``.weight`` of a named module, or a stack."""
+        """True if the tensor is the ``.weight`` of a named module, or a stack of experts.
+
+        Only such tensors can be quantized, and only these are matched by --keep and --only patterns.
+        """
         return self.module not in ("", self.name) or self.is_stack
 
     def up_to(self, role: Role) -> str | None:
-        """Return the module prefix up to and including the first part with this role, or None if no part has it."""
+        """Return the module name up to and including the first part that has ``role``, or None if no part has it."""
         return ".".join(self.parts[: self.roles.index(role) + 1]) if role in self.roles else None
 
     def part(self, role: Role) -> str | None:
-        """Return the first part with this role, or None if no part has it."""
+        """Return the first part of the module name that has ``role``, or None if no part has it."""
         return self.parts[self.roles.index(role)] if role in self.roles else None
 
     @lazy_property
     def _layer_at(self) -> int | None:
-        """The index of the layer number in ``parts``: after the first name in _LAYER_LISTS that a number follows.
+        """The index in ``parts`` of the layer number, such as 2 for model.layers.3.mlp; None if there is none.
 
-        None if there is no layer number.
+        It is the first number that follows a name in _LAYER_LISTS.
         """
         for at, part in enumerate(self.parts[1:], 1):
             if part.isdecimal() and part.isascii() and len(part) < 10 and self.parts[at - 1] in _LAYER_LISTS:
@@ -172,9 +177,9 @@ class Candidate:
 
     @property
     def decoder_layer(self) -> tuple[str, int] | None:
-        """(prefix, number) of the decoder layer, such as ``("model.layers.3", 3)``; None outside the decoder's layers.
+        """(prefix, number) of the tensor's decoder layer, such as ``("model.layers.3", 3)``; None if it is in none.
 
-        Towers, MTP layers and the layers of an encoder are not decoder layers.
+        Layers of a vision or audio tower, of a multi-token prediction module and of an encoder are not decoder layers.
         """
         at = self._layer_at
         if at is None or "tower" in self.roles or self.mtp_prefix is not None:
@@ -185,9 +190,9 @@ class Candidate:
 
     @property
     def mtp_prefix(self) -> str | None:
-        """The prefix of the MTP module that the tensor belongs to, or None.
+        """The prefix of the multi-token prediction (MTP) module that the tensor belongs to; None if it is in none.
 
-        That is a part with the role "mtp", or a layer whose number is beyond the last decoder layer.
+        An MTP module is known by a part with the role "mtp", or by a layer number beyond the last decoder layer.
         """
         prefix, at, layers = self.up_to("mtp"), self._layer_at, self.model.layers
         if prefix or at is None or layers is None or int(self.parts[at]) < layers:
@@ -197,7 +202,7 @@ class Candidate:
 
     @lazy_property
     def kind(self) -> Kind:
-        """The kind of layer, which presets select by.
+        """The kind of layer, such as "routed expert". A preset names the kinds of layers to quantize.
 
         Experts and attention are tested before MLPs, because their names contain parts such as up_proj too.
         """
@@ -211,12 +216,12 @@ class Candidate:
 
 
 def candidate(name: str, dtype: str, shape: tuple[int, ...], model: Model) -> Candidate:
-    """Return the Candidate for an unquantized tensor; see Candidate for ``shape``."""
+    """Return the Candidate for an unquantized tensor. ``shape`` is (N, K), or (E, N, K) for a stack of experts."""
     return Candidate(name, name.removesuffix(".weight"), dtype, shape, model)
 
 
 def _layer_count(section: Mapping[str, Any]) -> int | None:
-    """Return the decoder's layer count from one section of config.json, or None if the section has no count.
+    """Return the decoder's layer count from one section (a nested object) of config.json; None if it has no count.
 
     Raises CheckpointError if a count is not a whole number from 1 to _MAX_LAYERS.
     """
@@ -236,7 +241,7 @@ def _sections(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
 
 
 def model_facts(config: Mapping[str, Any]) -> Model:
-    """Return the facts that the rules use, from config.json and its nested sections such as text_config."""
+    """Return the facts that the selection rules use, read from config.json and its sections such as text_config."""
     counts = [count for count in map(_layer_count, _sections(config)) if count is not None]
     has_encoder = any(
         section.get("is_encoder_decoder") or section.get("encoder_layers") for section in _sections(config)
@@ -246,11 +251,12 @@ def model_facts(config: Mapping[str, Any]) -> Model:
     )
 
 
-# The rules. Each returns why the tensor stays unquantized, or None if the rule does not apply.
+# The functions below are rules (except _tower_prefix and _mtp_prefix). Each returns why the tensor must stay
+# unquantized, or None if the rule does not apply to it.
 
 
 def _other_stack(tensor: Candidate) -> str | None:
-    """Keep expert stacks that fp4kit cannot convert, for example because of their leaf name or rank."""
+    """Return why a stack of experts with an unknown leaf name or rank stays unquantized; None for other tensors."""
     rank, leaf = len(tensor.shape), tensor.parts[-1]
     granite = rank == 3 and leaf in _GRANITE_STACKS
     if rank < 2 or tensor.is_stack or not (granite or "experts" in tensor.roles):
@@ -260,12 +266,12 @@ def _other_stack(tensor: Candidate) -> str | None:
 
 
 def _not_a_weight(tensor: Candidate) -> str | None:
-    """Keep tensors that are not weights, such as biases."""
+    """Return why a tensor that is not a weight, such as a bias, stays unquantized; None for weights."""
     return None if tensor.is_weight else "not a weight"
 
 
 def _rank(tensor: Candidate) -> str | None:
-    """Keep everything that is neither 2-D nor a stack."""
+    """Return why a tensor that is neither 2-D nor a stack of experts stays unquantized; None for other tensors."""
     rank = len(tensor.shape)
     if rank == 2 or tensor.is_stack:
         return None
@@ -273,43 +279,47 @@ def _rank(tensor: Candidate) -> str | None:
 
 
 def _tower_prefix(tensor: Candidate) -> str | None:
-    """Return the prefix of the tower that the tensor belongs to, or None."""
+    """Return the prefix of the vision or audio tower that the tensor belongs to, or None if it is in none."""
     return tensor.up_to("tower")
 
 
 def _tower(tensor: Candidate) -> str | None:
-    """Keep vision and audio towers."""
+    """Return why a tensor of a vision or audio tower stays unquantized; None for other tensors."""
     prefix = _tower_prefix(tensor)
     return f"vision or audio tower ({prefix})" if prefix else None
 
 
 def _mtp_prefix(tensor: Candidate) -> str | None:
-    """Return the prefix of the MTP module that the tensor belongs to, or None."""
+    """Return the prefix of the multi-token prediction module that the tensor belongs to, or None if it is in none."""
     return tensor.mtp_prefix
 
 
 def _mtp(tensor: Candidate) -> str | None:
-    """Keep MTP modules."""
+    """Return why a tensor of a multi-token prediction module stays unquantized; None for other tensors."""
     prefix = tensor.mtp_prefix
     return f"multi-token prediction ({prefix})" if prefix else None
 
 
 def _head(tensor: Candidate) -> str | None:
-    """Keep output heads. A whole name of ``output`` is llama.cpp's head; inside longer names it is an MLP."""
+    """Return why an output head stays unquantized; None for other tensors.
+
+    A module called just ``output`` is llama.cpp's output head; ``output`` within a longer name is part of an MLP.
+    """
     part = "output" if tensor.parts == ("output",) else tensor.part("head")
     return f"output head ({part})" if part else None
 
 
 def _embedding(tensor: Candidate) -> str | None:
-    """Keep embedding tables. T5 and BART call theirs ``shared``."""
+    """Return why an embedding table stays unquantized; None for other tensors. T5 and BART call theirs ``shared``."""
     part = "shared" if tensor.parts[-1] == "shared" else tensor.part("embedding")
     return f"embedding ({part})" if part else None
 
 
 def _embedding_layer(tensor: Candidate) -> str | None:
-    """Keep linear layers inside an embedding module, such as an image embedding, and projections of embeddings.
+    """Return why a linear layer of an embedding module, or a projection of embeddings, stays unquantized.
 
-    The name of an embedding table, by contrast, ends in an embedding part without "proj".
+    Return None for other tensors. Embedding tables have a rule of their own: the last part of their name has the role
+    "embedding" and no "proj".
     """
     part, leaf = tensor.part("embedding"), tensor.parts[-1]
     within = part is not None and (tensor.roles[-1] != "embedding" or "proj" in leaf)
@@ -317,22 +327,28 @@ def _embedding_layer(tensor: Candidate) -> str | None:
 
 
 def _router(tensor: Candidate) -> str | None:
-    """Keep MoE routers, including those called ``gate``."""
+    """Return why the router of a mixture-of-experts layer stays unquantized; None for other tensors.
+
+    Routers may also be called ``gate``.
+    """
     return "MoE router" if "router" in tensor.roles or "gate" in tensor.parts[-2:] else None
 
 
 def _draft_input(tensor: Candidate) -> str | None:
-    """Keep the projections that feed hidden states and embeddings into an MTP module."""
+    """Return why an input projection of a multi-token prediction module stays unquantized; None for other tensors.
+
+    It projects hidden states and embeddings.
+    """
     leaf = tensor.parts[-1]
     joins = leaf in _DRAFT_INPUTS or ("mtp" in tensor.roles and leaf in ("fc", "input_proj"))
     return f"input of multi-token prediction, which engines read unquantized ({leaf})" if joins else None
 
 
 def _sensitive(tensor: Candidate) -> str | None:
-    """Keep layers that vLLM always builds unquantized.
+    """Return why a layer stays unquantized that vLLM always builds unquantized; None for other tensors.
 
-    These are an indexer's wk and weights_proj (which vLLM fuses), all layers of a compressor, and x_proj and dt_proj
-    of a state-space model.
+    These layers are wk and weights_proj of an indexer (which vLLM fuses), all layers of a compressor, and x_proj and
+    dt_proj of a state-space model.
     """
     leaf = tensor.parts[-1]
     if "compressor" in tensor.parts:
@@ -345,18 +361,24 @@ def _sensitive(tensor: Candidate) -> str | None:
 
 
 def _ggml(tensor: Candidate) -> str | None:
-    """Keep matrices that llama.cpp's quantizer never quantizes."""
+    """Return why a matrix stays unquantized that llama.cpp's quantizer never quantizes; None for other tensors."""
     return ggml_names.unquantized_reason(tensor.name) if tensor.model.is_gguf else None
 
 
 def _conv1d(tensor: Candidate) -> str | None:
-    """Keep the layers of models that use Conv1D modules, whose weights are stored as [K, N]."""
+    """Return why a weight of a model with Conv1D modules, such as GPT-2, stays unquantized; None for other models.
+
+    The weights of Conv1D modules are stored as [K, N].
+    """
     transposed = tensor.model.model_type in _CONV1D_MODELS
     return f"{tensor.model.model_type} stores its layers transposed ([K, N])" if transposed else None
 
 
 def _dtype(tensor: Candidate) -> str | None:
-    """Keep tensors whose dtype is not a float that fp4kit quantizes. Layers in a known container pass."""
+    """Return why a tensor whose dtype is not a float that fp4kit quantizes stays unquantized; otherwise None.
+
+    The result is also None for layers that are already quantized in a known container.
+    """
     if tensor.dtype == "Q8_0":
         return "already quantized as Q8_0; use --requantize to quantize it again"
     plain = (tensor.dtype in DTYPE_BITS or tensor.dtype in BLOCKED) and tensor.dtype not in FLOAT_DTYPES
@@ -364,17 +386,19 @@ def _dtype(tensor: Candidate) -> str | None:
 
 
 def _empty(tensor: Candidate) -> str | None:
-    """Keep tensors without elements."""
+    """Return why a tensor without elements stays unquantized; None for other tensors."""
     return "has no elements" if 0 in tensor.shape else None
 
 
 @dataclass(frozen=True)
 class Rule:
-    """Pair a rule with how the tensors that it keeps are declared.
+    """Pair a rule with what follows for the tensors that it leaves unquantized.
 
-    reason: returns why a tensor is copied unquantized, or None.
-    listed: True if such tensors must be in the exclusion list, because loaders would expect them to be quantized.
-    prefix: returns the prefix of a subtree that is copied as a whole, unless an --only pattern names the subtree.
+    reason: the rule: a function that returns why a tensor must stay unquantized, or None if the rule does not apply.
+    listed: True if such tensors must be in the config's exclusion list, because loaders would otherwise expect them
+        to be quantized.
+    prefix: for a rule about whole modules, a function that returns the prefix of the tensor's module. The rule does
+        not apply to a module that an --only pattern names.
     """
 
     reason: Callable[[Candidate], str | None]

@@ -1,6 +1,6 @@
 """Decide for each tensor whether a conversion quantizes it.
 
-A decision combines the rules of name_rules.py, the layers kept by --keep-first and --keep-last, the --keep and --only
+A decision combines the rules of name_rules.py, the options --keep-first and --keep-last, the --keep and --only
 patterns, and the preset. "Converted" means quantized; "copied" or "kept" means that the tensor stays unquantized.
 """
 
@@ -15,6 +15,7 @@ from functools import lru_cache
 from fp4kit.checkpoint.selection.name_rules import FIRST_RULES, RULES, Candidate, Kind, Model, Rule
 from fp4kit.storage.errors import CheckpointError, listed, shown
 
+# Preset -> the kinds of layers that it quantizes.
 PRESETS: dict[str, tuple[Kind, ...]] = {
     "experts": ("routed expert", "shared expert"),
     "mlp": ("routed expert", "shared expert", "dense MLP"),
@@ -24,7 +25,10 @@ _EXPERTS = ".experts."
 
 
 def _without_expert_number(module: str) -> str:
-    """Return a name with the number of the expert replaced by ``#``, because no rule depends on it."""
+    """Return a module name with the number of its expert, if it has one, replaced by ``#``.
+
+    No rule depends on that number, so all experts of a layer can share a cached decision.
+    """
     parent, _, suffix = module.partition(_EXPERTS)
     number, dot, leaf = suffix.partition(".")
     return f"{parent}{_EXPERTS}#.{leaf}" if dot and number.isdecimal() else module
@@ -70,11 +74,13 @@ class Wishes:
 
 @dataclass(frozen=True)
 class Decision:
-    """Record whether one tensor is converted, and why.
+    """Record whether one tensor is quantized, and why.
 
+    converted: True if the tensor is quantized; False if it stays unquantized.
     reason: the deciding rule in words.
     listed: True if the exclusion list must name the tensor, so that loaders know it is unquantized.
-    subtree: the prefix of the subtree that is copied as a whole and contains the tensor; None if there is none.
+    subtree: the prefix of the module or layer that stays unquantized as a whole and contains the tensor, such as
+        "model.visual"; None if there is none.
     """
 
     converted: bool
@@ -88,29 +94,31 @@ _NOT_NAMED = Decision(False, "not named by --only", True)
 
 
 class _Patterns:
-    """Match globs against whole module names, in the order given."""
+    """Match a list of globs (the patterns of --keep or --only) against whole module names."""
 
     def __init__(self, patterns: Sequence[str]) -> None:
         self._matchers = [(pattern, re.compile(translate(pattern)).match) for pattern in patterns]
         self._heads = [re.split(r"[*?\[]", pattern, maxsplit=1)[0] for pattern in patterns]
 
     def first(self, module: str) -> str | None:
-        """Return the first pattern that matches, or None if none does."""
+        """Return the first pattern that matches the whole name ``module``, or None if none does."""
         for pattern, match in self._matchers:
             if match(module):
                 return pattern
         return None
 
     def names_subtree(self, prefix: str) -> bool:
-        """Return whether the literal start of a pattern names the subtree ``prefix`` or something inside it."""
+        """Return whether a pattern, up to its first wildcard, names the module ``prefix`` or one inside it."""
         return any(head == prefix or head.startswith(f"{prefix}.") for head in self._heads)
 
 
 class Selector:
-    """Decide on tensors one at a time.
+    """Decide for one tensor at a time whether it is quantized.
 
-    The rules give the same result for all experts of a layer, so their result is cached without the expert's number.
-    block: the number of elements that the length of a row must be a multiple of.
+    The rules give one result for all experts of a layer, so it is cached without the expert's number.
+
+    wishes: the user's choice of layers.
+    block: the number of elements of which the length of a row must be a multiple.
     """
 
     def __init__(self, wishes: Wishes, block: int) -> None:
@@ -123,7 +131,12 @@ class Selector:
     def decide(self, tensor: Candidate) -> Decision:
         """Return the decision on one tensor.
 
-        The first of these that applies decides: the rules, kept layers and row length; the patterns; the preset.
+        The first of these that applies decides:
+
+        1. the rules of name_rules.py, --keep-first and --keep-last, and the length of a row;
+        2. the --keep and --only patterns;
+        3. the preset.
+
         Raises CheckpointError if keep_first or keep_last does not fit the model's layer count.
         """
         if tensor.model is not self._model:
@@ -136,16 +149,19 @@ class Selector:
         return cached[0] or self._by_patterns(tensor.module) or cached[1]
 
     def _by_rules(self, tensor: Candidate) -> Decision | None:
-        """Return the decision to copy by a rule, a kept layer or the row length, or None if none of them applies."""
+        """Return the decision to leave a tensor unquantized because of a rule, --keep-first, --keep-last or row length.
+
+        Return None if none of these applies.
+        """
         copied = self._first_of(FIRST_RULES, tensor) or self._kept_layer(tensor) or self._first_of(RULES, tensor)
         if copied is None and tensor.shape[-1] % self._block:
             return Decision(False, no_multiple(tensor.shape, self._block), True)
         return copied
 
     def _first_of(self, rules: Iterable[Rule], tensor: Candidate) -> Decision | None:
-        """Return the decision of the first rule that applies, or None.
+        """Return the decision, to leave a tensor unquantized, of the first rule that applies; None if none applies.
 
-        A rule for a subtree does not apply if an --only pattern names the subtree.
+        A rule about a whole module (Rule.prefix) does not apply if an --only pattern names the module.
         """
         for rule in rules:
             reason = rule.reason(tensor)
@@ -156,7 +172,7 @@ class Selector:
         return None
 
     def _kept_layer(self, tensor: Candidate) -> Decision | None:
-        """Return the decision to copy by --keep-first or --keep-last, or None."""
+        """Return the decision to leave a tensor unquantized by --keep-first or --keep-last, or None otherwise."""
         place = tensor.decoder_layer
         if place is None:
             return None
@@ -168,12 +184,12 @@ class Selector:
         return None
 
     def _by_preset(self, tensor: Candidate) -> Decision:
-        """Return the decision of the preset: convert the kinds of layers that it includes, copy all others."""
+        """Return the decision of the preset: quantize the kinds of layers that it includes, and no others."""
         kind = tensor.kind
         return self._converted.get(kind) or Decision(False, f"{kind}: not in preset {self._wishes.preset}", True)
 
     def _by_patterns(self, module: str) -> Decision | None:
-        """Return the decision to copy by the user's patterns, or None if they let the module be converted."""
+        """Return the decision to leave a module unquantized by --keep or --only, or None if they allow the module."""
         kept = self._keep.first(module)
         if kept is not None:
             return _decision(False, f"--keep {kept}", True)
@@ -181,29 +197,30 @@ class Selector:
 
 
 def no_multiple(shape: tuple[int, ...], block: int) -> str:
-    """Return the reason for copying a matrix whose row length K is not a multiple of ``block``."""
+    """Return, in words, why a matrix stays unquantized whose row length K is not a multiple of ``block``."""
     return f"K = {shape[-1]} is not a multiple of {block}"
 
 
 def decide(candidates: Iterable[Candidate], wishes: Wishes, block: int) -> dict[str, Decision]:
-    """Return Candidate.name -> decision, in the order of the candidates.
+    """Decide for each candidate whether it is quantized. Return name -> decision, in the order of the candidates.
 
     A decision depends on its own tensor alone, so a model's tensors may be split over any number of calls.
 
-    block: the number of elements that the length of a row must be a multiple of.
-    Raises CheckpointError if more layers are to be kept than the model has, or if config.json states no layer count.
+    block: the number of elements of which the length of a row must be a multiple.
+    Raises CheckpointError if --keep-first or --keep-last asks for more layers than the model has, or if it is used
+    and config.json states no layer count.
     """
     selector = Selector(wishes, block)
     return {tensor.name: selector.decide(tensor) for tensor in candidates}
 
 
 def check(candidates: Iterable[Candidate], wishes: Wishes, decisions: Mapping[str, Decision]) -> None:
-    """Raise CheckpointError if the wishes do not fit the source. Needs the candidates of the whole source.
+    """Raise CheckpointError if the user's choice of layers does not fit the model.
 
-    Errors are: a pattern that matches no module; an --only pattern whose modules all stay unquantized; a kept layer
-    without tensors; nothing to convert.
+    Errors are: a pattern that matches no module; an --only pattern whose modules all stay unquantized; a layer of
+    --keep-first or --keep-last that has no tensors; nothing to quantize.
 
-    decisions: the result of ``decide`` for all candidates.
+    candidates: the candidates of the whole model. decisions: the result of ``decide`` for them.
     """
     candidates = list(candidates)
     weights = [tensor for tensor in candidates if tensor.is_weight]
@@ -218,8 +235,9 @@ def check(candidates: Iterable[Candidate], wishes: Wishes, decisions: Mapping[st
 
 
 def _first_hit(option: str, pattern: str, weights: Sequence[Candidate]) -> tuple[Candidate, Iterator[Candidate]]:
-    """Return the first weight that a pattern matches, and an iterator over the others.
+    """Return the first weight that a pattern matches, and an iterator over the other matches.
 
+    option: "--keep" or "--only", for the error message.
     Raises CheckpointError if no weight matches.
     """
     match = re.compile(translate(pattern)).match
@@ -235,7 +253,10 @@ def _first_hit(option: str, pattern: str, weights: Sequence[Candidate]) -> tuple
 
 
 def _nothing_converted(pattern: str, first: Candidate, decision: Decision) -> str:
-    """Return the message for an --only pattern whose modules all stay unquantized; ``first`` is one of them."""
+    """Return the error message for an --only pattern whose modules all stay unquantized.
+
+    first: one of these modules. decision: the decision on it.
+    """
     text = (
         f"--only {pattern!r}: every module that it matches stays unquantized: {shown(first.module)} ({decision.reason})"
     )
@@ -245,7 +266,10 @@ def _nothing_converted(pattern: str, first: Candidate, decision: Decision) -> st
 
 
 def _check_count(wishes: Wishes, count: int | None) -> None:
-    """Raise CheckpointError if layers are to be kept and the layer count is unknown (None) or too small."""
+    """Raise CheckpointError if --keep-first or --keep-last asks for more layers than the model has.
+
+    count: the model's number of decoder layers. If it is None (unknown), neither option may be used.
+    """
     for option, wanted in (("--keep-first", wishes.keep_first), ("--keep-last", wishes.keep_last)):
         if wanted and count is None:
             raise CheckpointError(
@@ -256,10 +280,10 @@ def _check_count(wishes: Wishes, count: int | None) -> None:
 
 
 def _check_layers(weights: Iterable[Candidate], wishes: Wishes) -> None:
-    """Raise CheckpointError if a layer that is to be kept has no tensors."""
+    """Raise CheckpointError if a layer that --keep-first or --keep-last leaves unquantized has no tensors."""
     one_expert = {
         _without_expert_number(tensor.module): tensor for tensor in weights
-    }.values()  # one expert per layer is enough
+    }.values()  # one expert of each layer is enough to see which layers exist
     count = next((tensor.model.layers for tensor in one_expert), None)
     if count is None or not (wishes.keep_first or wishes.keep_last):
         return
@@ -277,7 +301,7 @@ def _check_layers(weights: Iterable[Candidate], wishes: Wishes) -> None:
 
 
 def _check_not_empty(candidates: Iterable[Candidate], decisions: Mapping[str, Decision]) -> None:
-    """Raise CheckpointError if nothing is converted."""
+    """Raise CheckpointError if no decision is to quantize; the message gives some reasons."""
     if any(decision.converted for decision in decisions.values()):
         return
     kept = [f"{shown(c.name)} ({decisions[c.name].reason})" for c in candidates if decisions[c.name].listed]
