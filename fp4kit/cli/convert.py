@@ -43,6 +43,9 @@ _BY_ENGINE = "; leave --format out, which writes the format that most engines lo
 _OPTION_HINTS = {
     **dict.fromkeys(("-o", "--output", "--out", "--output-dir"), "; name the destination as the second path, SRC DST"),
     **dict.fromkeys(("--gpu", "--gpus", "--cuda"), "; use --device cuda"),
+    **dict.fromkeys(("--block-size", "--group-size", "--bits"), "; the recipe sets it; use --recipe"),
+    **dict.fromkeys(("--quantization", "--quant", "-q"), "; use --recipe"),
+    "--dtype": "; the recipe sets the format; --format bf16 decodes a quantized model",
     **dict.fromkeys(("--model", "-i", "--input"), "; name the source as the first path, SRC DST"),
 }
 # {a value of --format that is no format: the end of the error message}

@@ -16,7 +16,7 @@ from fp4kit.storage.errors import shown
 
 def register(subparsers: Any) -> None:
     """Add the command identify."""
-    parser = add_command(
+    parser: Any = add_command(
         subparsers,
         "identify",
         _identify,
@@ -29,6 +29,7 @@ def register(subparsers: Any) -> None:
         " bytes, such as swapped nibbles. Exit codes: 0 every layer is explained, 1 some layer is not or is corrupted,"
         " 2 error.",
     )
+    parser.hints = {"": "; did you mean --source {}?"}
     add_path(parser, "path", metavar="DST", help="directory or GGUF file of the quantized model")
     parser.add_argument("--source", required=True, metavar="SRC", help="directory or GGUF file that it was made from")
     parser.add_argument("--all", action="store_true", help="print every layer, not only the exceptions to the verdict")

@@ -35,7 +35,7 @@ class Parser(argparse.ArgumentParser):
 
     Options may stand between positional arguments. An argument with choices may have an attribute ``hints``, a dict
     from values that users often give to the end of the error message. The parser itself has ``hints`` for options that
-    do not exist.
+    do not exist, and under "" for a positional argument too many, which the hint shows in place of ``{}``.
 
     Args:
         examples: (command line, what it does) of each example, shown after the usage.
@@ -71,7 +71,8 @@ class Parser(argparse.ArgumentParser):
         finally:
             self._mixing = False
         if unknown:
-            raise UsageError(self.prog, f"unrecognized argument {shown(unknown[0])}")
+            hint = self.hints.get("", "").format(shown(unknown[0]))
+            raise UsageError(self.prog, f"unrecognized argument {shown(unknown[0])}{hint}")
         return found, []
 
     def error(self, message: str) -> NoReturn:

@@ -23,7 +23,7 @@ from fp4kit.storage.errors import CheckpointError, listed, shown
 
 def register(subparsers: Any) -> None:
     """Add the command verify."""
-    parser = add_command(
+    parser: Any = add_command(
         subparsers,
         "verify",
         _verify,
@@ -38,6 +38,7 @@ def register(subparsers: Any) -> None:
         epilog="Exit codes: 0 no errors, perhaps warnings; 1 errors, such as bytes that differ; 2 the checkpoint cannot"
         " be read.",
     )
+    parser.hints = {"": "; did you mean --source {}?"}
     add_path(parser, "path", metavar="DST", help="directory or GGUF file of the quantized model")
     parser.add_argument(
         "--source", metavar="SRC", help="compare with this original: the directory or GGUF file DST was made from"

@@ -132,6 +132,12 @@ def test_formats_and_agreement(capsys) -> None:
             ["convert", "a", "-o", "b"],
             "unrecognized argument -o; name the destination as the second path, SRC DST",
         ),
+        (
+            ["convert", "a", "b", "--dtype", "bf16"],
+            "argument --dtype; the recipe sets the format; --format bf16 decodes",
+        ),
+        (["convert", "a", "b", "--group-size", "32"], "argument --group-size; the recipe sets it; use --recipe; see"),
+        (["verify", "q", "m"], "fp4kit verify: unrecognized argument m; did you mean --source m?\n"),
         (["convert", "a", "b", "--gpu"], "fp4kit convert: unrecognized argument --gpu; use --device cuda; see"),
         (["help"], "fp4kit: argument COMMAND: there is no 'help'; did you mean --help?"),
         (["quantize", "a", "b"], "fp4kit: argument COMMAND: there is no 'quantize'; did you mean convert?"),
