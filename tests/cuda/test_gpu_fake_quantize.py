@@ -14,6 +14,7 @@ from inputs import INPUTS, as_strided, ordinary
 from on_gpu import ON_GPU, all_or_few, assert_same, blocks, cupy, differing, gpu_only
 
 import fp4kit
+from fp4kit.cuda.engine.matrices import MAX_KERNEL_AMAX_ELEMENTS
 from fp4kit.ops.identify_matches import best_match
 from fp4kit.recipes import RECIPES
 
@@ -305,3 +306,12 @@ def test_identify_proves_a_large_array_where_it_is(name, layout, known, monkeypa
     for each, expected in zip((q, other), found, strict=True):
         assert fp4kit.identify(on_gpu(each), cupy.asarray(x)) == expected
     assert len(proved) >= 4 and all(type(a).__module__ == "cupy" for a in proved)
+
+
+@pytest.mark.parametrize("name", ["nvfp4-modelopt-fake", "int8-modelopt", "int4-qat"])
+@pytest.mark.parametrize("axis", [-1, 0])
+def test_an_array_too_large_for_the_kernel_to_find_its_amax(name: str, axis: int) -> None:
+    """Above MAX_KERNEL_AMAX_ELEMENTS a launch of its own computes the tensor amax; int4-qat has none."""
+    x = ordinary(0, (1152, 512))
+    assert x.size > MAX_KERNEL_AMAX_ELEMENTS
+    same(x, name, axis=axis)
