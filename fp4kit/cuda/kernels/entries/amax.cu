@@ -1,22 +1,21 @@
-// amax: the largest magnitude of a whole array or of each row. A caller that wants it per kBlock elements passes rows
-// of that length.
+// amax: the largest magnitude of a whole array or of each row. To get one amax per block, pass rows of kBlock elements.
 //
-// Transform says whether each run of 16 goes through the Hadamard transform first; the array then consists of whole
-// runs. Magnitudes are compared as bits (amax.cuh).
+// The struct Transform says whether each run of 16 goes through the Hadamard transform before its magnitudes are
+// compared. If so, the array consists of whole runs. Magnitudes are compared as bits (amax.cuh).
 #include "amax.cuh"
 
 constexpr int kRun = kAmaxRun;
 constexpr int kShortRow = 1024;  // rows up to this length are too short for a thread block each
 constexpr u32 kWarp = 32, kRowsAtOnce = 4;
 
-// Arguments of both kernels.
+// Arguments of amax_kernel and amax_rows_kernel.
 struct AmaxArguments {
   const void* x;  // rows x columns elements, contiguous
   u32* amax;      // bits of float32: one, set to 0 before; or one per row
   i64 rows, columns;
 };
 
-// Combine the largest magnitude of the whole array into *a.amax.
+// Compute the largest magnitude of the elements that this grid takes, and raise *a.amax to it.
 template <class In, AmaxInput kInput, bool kAligned>
 FP4KIT_DEVICE void amax(const AmaxArguments& a, Grid grid) {
   const typename In::Bits* x = static_cast<const typename In::Bits*>(a.x);
@@ -43,8 +42,8 @@ FP4KIT_DEVICE u32 largest_of_row_run(const typename In::Bits* x) {
   }
 }
 
-// Compute the amax of each row of at most kShortRow elements. A power of two of a warp's lanes takes a row, so that a
-// warp takes warp_rows rows side by side, kRowsAtOnce times.
+// Compute the amax of each row, for rows of at most kShortRow elements. A group of lanes takes a row; its size is a
+// power of two. A warp therefore takes warp_rows neighboring rows at a time, in kRowsAtOnce such steps.
 template <class In, AmaxInput kInput, bool kAligned>
 FP4KIT_DEVICE void amax_short_rows(const AmaxArguments& a, Grid grid) {
   const typename In::Bits* x = static_cast<const typename In::Bits*>(a.x);
@@ -76,7 +75,7 @@ FP4KIT_DEVICE void amax_short_rows(const AmaxArguments& a, Grid grid) {
   }
 }
 
-// Compute the amax of each row: by a thread block per row, or by amax_short_rows.
+// Compute the amax of each row. A thread block takes one row at a time; short rows go to amax_short_rows.
 template <class In, AmaxInput kInput, bool kAligned>
 FP4KIT_DEVICE void amax_rows(const AmaxArguments& a, Grid grid) {
   if (a.columns <= kShortRow) {
@@ -91,12 +90,14 @@ FP4KIT_DEVICE void amax_rows(const AmaxArguments& a, Grid grid) {
   }
 }
 
-// Launch with any grid: the amax of the whole array.
+// Compute the amax of the whole array a.x and raise *a.amax to it. Each thread takes runs of elements. Launch with any
+// grid.
 extern "C" __global__ void __launch_bounds__(kThreads) amax_kernel(AmaxArguments a) {
   amax<Input, kCounted, kAligned>(a, whole_grid());
 }
 
-// Launch with any grid: the amax of each row.
+// Compute the amax of each row of a.x into a.amax. A thread block takes one long row or many short rows at a time.
+// Launch with any grid.
 extern "C" __global__ void __launch_bounds__(kThreads) amax_rows_kernel(AmaxArguments a) {
   amax_rows<Input, kCounted, kAligned>(a, whole_grid());
 }

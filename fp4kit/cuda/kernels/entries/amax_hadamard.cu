@@ -1,7 +1,7 @@
-// amax_hadamard: the amax of a matrix whose columns go through the Hadamard transform, 16 rows at a time, without
-// transposing the matrix.
+// amax_hadamard: the amax of a matrix after the Hadamard transform of its columns, 16 rows at a time. The matrix is not
+// transposed.
 //
-// A thread takes a patch: 16 rows of the columns in 4 bytes, or of one column if loads are not aligned.
+// A thread takes a patch: 16 rows of as many columns as fit into 4 bytes, or of one column if loads are not aligned.
 #include "amax.cuh"
 
 using Bits = Input::Bits;
@@ -14,7 +14,7 @@ struct AmaxHadamardArguments {
   i64 rows, columns;
 };
 
-// Return the bits of the largest magnitude in the transforms of a patch's columns, from x on.
+// Transform the columns of the patch that begins at x, and return the bits of the largest magnitude of the result.
 FP4KIT_DEVICE u32 largest_of_patch(const Bits* x, i64 columns) {
   if constexpr (kColumns == 2) {
     u32 rows[kRows];
@@ -41,7 +41,8 @@ FP4KIT_DEVICE u32 largest_of_patch(const Bits* x, i64 columns) {
   }
 }
 
-// Launch with any grid.
+// Compute the amax of the transformed matrix a.x and raise *a.amax to it. A thread takes one patch at a time. Launch
+// with any grid.
 extern "C" __global__ void __launch_bounds__(kThreads) amax_hadamard_kernel(AmaxHadamardArguments a) {
   const u32 wide =
       static_cast<u32>((a.columns / kColumns + kThreads - 1) / kThreads);  // thread blocks that a row of patches needs

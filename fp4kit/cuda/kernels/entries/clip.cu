@@ -1,5 +1,5 @@
-// clip: fake_quantize_backward with a clip mask. Gives grad where |x| <= amax, compared in float32, and +0 elsewhere; a
-// NaN in x or amax gives +0.
+// clip: the backward pass of fake_quantize with a clip mask. `out` gets `grad` where |x| <= amax, compared in float32,
+// and +0 elsewhere. If x or amax is NaN, `out` gets +0.
 #include "runs.cuh"
 
 // Elements of a run: 16 bytes of the wider type, so that a warp loads and stores whole lines of it.
@@ -10,12 +10,12 @@ constexpr int kClipRun = sizeof(typename In::Bits) + sizeof(typename GradIn::Bit
 struct ClipArguments {
   const void* grad;   // count elements of the gradient's type, contiguous
   const void* x;      // count elements of x's type
-  const float* amax;  // one per `covered` elements, in their order
+  const float* amax;  // one per `covered` consecutive elements
   void* out;          // count elements of the gradient's type
   i64 count, covered;
 };
 
-// Set the elements of a run that are not inside to +0.
+// Set the elements of a run to +0, except those whose `inside` is true.
 template <class In, int kRun>
 FP4KIT_DEVICE void mask_run(Run<In, kRun>& run, const bool (&inside)[kRun]) {
 #pragma unroll
@@ -28,7 +28,7 @@ FP4KIT_DEVICE void mask_run(Run<In, kRun>& run, const bool (&inside)[kRun]) {
   }
 }
 
-// Clip elements [first, last) one at a time, each with its own amax.
+// Clip elements first to last - 1, one at a time. Each element's amax is looked up.
 template <class In, class GradIn>
 FP4KIT_DEVICE void clip_elements(const ClipArguments& a, i64 first, i64 last) {
   i64 index = first / a.covered, next = (index + 1) * a.covered;
@@ -43,7 +43,8 @@ FP4KIT_DEVICE void clip_elements(const ClipArguments& a, i64 first, i64 last) {
   }
 }
 
-// Clip runs at multiples of 16 bytes, each covered by one amax. One run per thread: more loads in flight are slower.
+// Clip all whole runs of the array. Each run lies at a multiple of 16 bytes and within the elements of one amax. A
+// thread takes one run at a time, because more loads in flight are slower.
 template <class In, class GradIn>
 FP4KIT_DEVICE void clip_runs(const ClipArguments& a, Grid grid) {
   constexpr int kRun = kClipRun<In, GradIn>;
@@ -60,7 +61,8 @@ FP4KIT_DEVICE void clip_runs(const ClipArguments& a, Grid grid) {
   }
 }
 
-// Clip an array. kAligned: all arrays begin at multiples of 16 bytes.
+// Clip an array: whole runs by clip_runs if alignment allows, and all other elements one at a time. kAligned: all
+// arrays begin at multiples of 16 bytes.
 template <class In, class GradIn, bool kAligned>
 FP4KIT_DEVICE void clip_gradient(const ClipArguments& a, Grid grid) {
   constexpr i64 kRun = kClipRun<In, GradIn>;
@@ -73,7 +75,8 @@ FP4KIT_DEVICE void clip_gradient(const ClipArguments& a, Grid grid) {
     clip_elements<In, GradIn>(a, first, minimum(first + kRun, a.count));
 }
 
-// Launch with any grid.
+// Copy a.grad to a.out, with +0 wherever the magnitude of a.x exceeds its amax in a.amax. A thread takes one run at a
+// time. Launch with any grid.
 extern "C" __global__ void __launch_bounds__(kThreads) clip_kernel(ClipArguments a) {
   clip_gradient<Input, Gradient, kAligned>(a, whole_grid());
 }

@@ -10,7 +10,7 @@ struct CountChangedArguments {
   i64 count;
 };
 
-// Return how many of this thread's values differ.
+// Return how many of the values that this thread takes differ.
 FP4KIT_DEVICE u32 count_changed(const CountChangedArguments& a, Grid grid) {
   u32 changed = 0u;
   for (i64 i = first_item(grid); i < a.count; i += item_stride(grid)) {
@@ -20,7 +20,8 @@ FP4KIT_DEVICE u32 count_changed(const CountChangedArguments& a, Grid grid) {
   return changed;
 }
 
-// Launch with any grid.
+// Count the values that differ between the two arrays, and add the count to *a.changed. Each thread takes one value at
+// a time. Launch with any grid.
 extern "C" __global__ void __launch_bounds__(kThreads) count_changed_kernel(CountChangedArguments a) {
   u32 changed = count_changed(a, whole_grid());
 #pragma unroll

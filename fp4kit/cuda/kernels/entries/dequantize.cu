@@ -1,6 +1,6 @@
-// dequantize: codes and scales to values. A thread takes runs of as many codes as make 16 bytes of values, so that a
-// warp stores whole lines. A run never crosses a block. Rows without blocks may end anywhere; the elements after the
-// last whole run are decoded one at a time.
+// dequantize: codes and scales to values. A thread takes runs whose values are 16 bytes long, so that a warp stores
+// whole lines. A run never crosses a block. Rows without blocks may have any length; the elements after the last whole
+// run are decoded one at a time.
 //
 // The order of memory accesses limits the speed. H200, 16384 x 16384 mxfp8 to bfloat16, 2026-11-21, relative to a copy:
 // 0.945 with four runs per thread; 0.969 with two, adjacent within the warp; 0.982 if codes and scales are also
@@ -15,8 +15,9 @@ struct DequantizeArguments {
   const u8* packed;
   const u8* scales;           // in R's layout (null without block scales)
   void* values;               // rows x columns elements of the output type
-  const float* tensor_scale;  // as many as R::kTensorScaling says (null without)
-  const float* tensor_amax;   // as many, if known (null otherwise); of rows or blocks: from implied_amax_kernel
+  const float* tensor_scale;  // one, one per row or one per block, by R::kTensorScaling (null without)
+  const float*
+      tensor_amax;  // one per tensor scale, if known (null otherwise); per row or block: from implied_amax_kernel
   i64 rows, columns;
   i64 ahead;  // how many steps codes are prefetched into the L2 cache before they are read
 };
@@ -35,14 +36,14 @@ struct DequantizeTraits {
   static constexpr int kUnroll = kTable && !kFlat && sizeof(typename Out::Bits) == 2 ? 4 : 2;
 };
 
-// Where a run is: its row, its block in the row, and its first column. If the row does not matter, the matrix counts as
-// one long row.
+// The position of a run: its row, its block in the row, and its first column. If R's scales do not depend on the row,
+// the matrix counts as one long row.
 struct RunPosition {
   u32 row, block;
   i64 column;
 };
 
-// Return the values of the codes of a run with a Scale.
+// Return the values of a run: its codes, decoded under one Scale.
 template <class R, class Out>
 FP4KIT_DEVICE Run<Out, DequantizeTraits<R, Out>::kRun> decode_run(u64 codes, typename R::DecodeRule::Scale scale) {
   constexpr int kRun = DequantizeTraits<R, Out>::kRun;
@@ -70,7 +71,8 @@ FP4KIT_DEVICE u32 code_at(const DequantizeArguments& a, i64 index) {
   return DequantizeTraits<R, Out>::kPerByte == 1 ? byte : byte >> (4 * (index % 2)) & 15u;
 }
 
-// Decode `count` elements one at a time, at the end of a row.
+// Decode and store `count` elements from element `first` on, one at a time. For the end of a row that is not a whole
+// run.
 template <class R, class Out>
 FP4KIT_DEVICE void decode_end(const DequantizeArguments& a, i64 first, int count, typename R::DecodeRule::Scale scale) {
   for (int i = 0; i < count; ++i) {
@@ -80,7 +82,7 @@ FP4KIT_DEVICE void decode_end(const DequantizeArguments& a, i64 first, int count
   }
 }
 
-// Return the bytes of a run, the first in the lowest bits.
+// Return the bytes of a run of codes as one integer, with the first byte in the lowest bits.
 template <int kBytes>
 FP4KIT_DEVICE u64 load_bytes(const u8* in) {
   if constexpr (kBytes == 8) return load_streaming(reinterpret_cast<const u64*>(in));
@@ -101,8 +103,8 @@ FP4KIT_DEVICE void fetch_ahead(const DequantizeArguments& a, u32 start, u32 runs
     prefetch_l2<kScales>(a.scales + next * Traits::kRun / R::kBlock);
 }
 
-// Return the tensor scale of a tensor that has one. All threads of the thread block must call this: one of them
-// searches an unknown amax for all.
+// Return the tensor scale of a tensor that has exactly one. If its amax is needed but unknown, one thread finds the
+// amax for all. All threads of the thread block must call this.
 template <class R, class Original>
 FP4KIT_DEVICE TensorScale tensor_scale_of_all(const DequantizeArguments& a) {
   bool is_known;
@@ -118,8 +120,8 @@ FP4KIT_DEVICE TensorScale tensor_scale_of_all(const DequantizeArguments& a) {
   return t;
 }
 
-// Return the tensor scale of block `block` of row `row`, if each row or block has one. A rule that needs amaxes finds
-// them in tensor_amax, where implied_amax_kernel wrote them, kUnknownAmax among them.
+// Return the tensor scale of block `block` of row `row`, for tensors with one scale per row or per block. If the decode
+// rule needs amaxes, they come from tensor_amax, where implied_amax_kernel wrote them; some may be kUnknownAmax.
 template <class R, class Original>
 FP4KIT_DEVICE TensorScale tensor_scale_at(const DequantizeArguments& a, u32 row, u32 block, u32 blocks) {
   const i64 index = R::kTensorScaling == TensorScaling::row ? row : static_cast<i64>(row) * blocks + block;
@@ -127,7 +129,7 @@ FP4KIT_DEVICE TensorScale tensor_scale_at(const DequantizeArguments& a, u32 row,
   return {1.0f, a.tensor_scale[index], 1.0f};
 }
 
-// Decode a run under a tensor scale that no amax gives, one element at a time.
+// Decode and store `count` elements one at a time, under a tensor scale that the tensor rule gives for no amax.
 template <class R, class Out>
 FP4KIT_DEVICE void decode_product_run(const DequantizeArguments& a, i64 first, int count, u32 scale_code, i64 index) {
   const TensorScale t = {1.0f, a.tensor_scale[index], kUnknownAmax};
@@ -205,8 +207,8 @@ FP4KIT_DEVICE void dequantize(const DequantizeArguments& a, Grid grid) {
   }
 }
 
-// How many thread blocks a multiprocessor must hold; 0 means any number. Integers need a minimum, because their rare
-// cases would otherwise take registers from the usual one.
+// The number of thread blocks that a multiprocessor must hold; 0 means any number. Integer formats need a minimum,
+// because the compiler would otherwise give registers to their rare cases at the cost of the usual one.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
 constexpr int kIntegerBlocksPerMultiprocessor = 4;  // a multiprocessor of sm_75 holds at most 1024 threads
 #else
@@ -216,7 +218,8 @@ template <class R>
 constexpr int kBlocksPerMultiprocessor =
     R::DecodeRule::kNeedsAmax && !R::kHasScales ? kIntegerBlocksPerMultiprocessor : 0;
 
-// Launch with any grid.
+// Decode a.packed under a.scales and a.tensor_scale into a.values. A thread takes several runs per step. Launch with
+// any grid.
 extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor<R>)
     dequantize_kernel(DequantizeArguments a) {
   dequantize<R, Input, Output>(a, whole_grid());

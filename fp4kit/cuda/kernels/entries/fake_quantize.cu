@@ -1,5 +1,5 @@
-// fake_quantize for recipes with a rule of their own (fake.cuh): elements to the values of their quantization in one
-// pass.
+// fake_quantize for recipes with a fake-quantization rule of their own (fake.cuh): from elements to quantized values in
+// one pass, without codes.
 //
 // A thread takes runs of 16 bytes, so that a warp loads and stores whole lines, and loads several runs before it uses
 // the first. Neighboring threads share a block and find its amax together.
@@ -7,11 +7,12 @@
 #include "fake.cuh"
 #include "quantize.cuh"
 
-// Runs per thread. Two are fastest, unless a thread block first makes a table or divides per row.
+// The runs that a thread loads per step. Two are fastest, or four if a thread block first makes a table or divides per
+// row.
 template <class R>
 constexpr u32 kFakeUnroll = R::kHasBlocks && !R::kHasTable ? 2 : 4;
 
-// Elements of a run: 16 bytes, or more if 32 threads would not cover a block.
+// Elements per run: 16 bytes, or more if 32 runs of 16 bytes would not cover a block.
 template <class R, class In>
 constexpr int kFakeRun = R::kHasBlocks && R::kBlock / 32 > 16 / static_cast<int>(sizeof(typename In::Bits))
                              ? R::kBlock / 32
@@ -29,7 +30,8 @@ FP4KIT_DEVICE FakeScale fake_scale(float amax, float tensor_amax, const FakeScal
   }
 }
 
-// Fill the table if R has one. All threads of the thread block must call this.
+// Fill `table` with the scale of every code if R has a table; otherwise do nothing. All threads of the thread block
+// must call this.
 template <class R>
 FP4KIT_DEVICE void make_scale_table(FakeScale* table, float tensor_amax) {
   using Rule = typename R::FakeRule;
@@ -39,14 +41,15 @@ FP4KIT_DEVICE void make_scale_table(FakeScale* table, float tensor_amax) {
   }
 }
 
-// Store the values of `count` elements at x to y, one at a time.
+// Quantize `count` elements at x under the scale s, one at a time, and store their values at y.
 template <class R, class In>
 FP4KIT_DEVICE void write_values(const typename In::Bits* x, typename In::Bits* y, int count, FakeScale s) {
 #pragma unroll 1
   for (int i = 0; i < count; ++i) y[i] = In::narrow(R::FakeRule::template value<R, In>(In::widen(x[i]), s));
 }
 
-// Store the values of a run that begins at element `first` of a.x. `largest` is the bits of its largest magnitude.
+// Quantize the run that begins at element `first` of a.x, and store its values. `largest` is the bits of its largest
+// magnitude.
 template <class R, class In, bool kAligned, int kRun>
 FP4KIT_DEVICE void write_run_values(const QuantizeArguments& a, i64 first, const Run<In, kRun>& run, u32 largest,
                                     FakeScale s) {
@@ -62,7 +65,8 @@ FP4KIT_DEVICE void write_run_values(const QuantizeArguments& a, i64 first, const
   }
 }
 
-// Return the bits of the amax of a block of which this thread holds a run. All threads of the warp must call this.
+// Return the bits of a block's amax. This thread holds one run of the block, with largest magnitude `largest`;
+// neighboring lanes hold the others. All threads of the warp must call this.
 template <class R, class In, int kRun>
 FP4KIT_DEVICE u32 amax_bits_of_block(const Run<In, kRun>& run, u32 largest) {
   u32 amax = largest;
@@ -77,7 +81,7 @@ FP4KIT_DEVICE u32 amax_bits_of_block(const Run<In, kRun>& run, u32 largest) {
   return amax;
 }
 
-// Fake-quantize blocks in a row, of 16 times a power of two elements, up to 512.
+// Fake-quantize a matrix whose blocks lie in a row and have 16 times a power of two elements, at most 512.
 template <class R, class In, bool kAligned>
 FP4KIT_DEVICE void fake_blocks(const QuantizeArguments& a, Grid grid) {
   constexpr int kRun = kFakeRun<R, In>;
@@ -111,7 +115,8 @@ FP4KIT_DEVICE void fake_blocks(const QuantizeArguments& a, Grid grid) {
   }
 }
 
-// Fake-quantize with one scale for the tensor or for each row, of any length: the last run of a row may be short.
+// Fake-quantize a matrix with one scale for the tensor or one per row. Rows may have any length, so the last run of a
+// row may be short.
 template <class R, class In, bool kAligned>
 FP4KIT_DEVICE void fake_unblocked(const QuantizeArguments& a, Grid grid) {
   constexpr int kRun = kFakeRun<R, In>;
@@ -149,7 +154,7 @@ FP4KIT_DEVICE void fake_unblocked(const QuantizeArguments& a, Grid grid) {
   }
 }
 
-// Fake-quantize a matrix, or a piece of a group.
+// Fake-quantize a matrix, or one piece of a member of a group: `grid` says which part this thread block takes.
 template <class R, class In, bool kAligned>
 FP4KIT_DEVICE void fake_quantize(const QuantizeArguments& a, Grid grid) {
   if constexpr (R::kHasBlocks) {
@@ -159,7 +164,8 @@ FP4KIT_DEVICE void fake_quantize(const QuantizeArguments& a, Grid grid) {
   }
 }
 
-// Launch with any grid, a multiple of R::kFinders if that is not 0.
+// Fake-quantize a.x into a.values. A thread takes several runs per step. Launch with any grid if R::kFinders is 0,
+// otherwise with a multiple of R::kFinders thread blocks, which also find the tensor's amax (amax.cuh).
 extern "C" __global__ void FP4KIT_CLUSTER __launch_bounds__(kThreads) fake_quantize_kernel(QuantizeArguments a) {
   find_amax<R, Input, kAligned>(a);
   fake_quantize<R, Input, kAligned>(a, whole_grid());

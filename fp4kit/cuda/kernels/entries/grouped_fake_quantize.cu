@@ -5,7 +5,8 @@
 
 using Members = GroupOf<QuantizeArguments, kSmall>::Type;
 
-// Launch with any grid.
+// Fake-quantize each tensor of the group, as fake_quantize_kernel does for one tensor. A thread block takes one piece
+// at a time. Launch with any grid.
 extern "C" __global__ void __launch_bounds__(kThreads) grouped_fake_quantize_kernel(Members group) {
   for_each_piece(group, [](const QuantizeArguments& a, Grid grid, bool aligned) {
     if (kAligned || aligned) {

@@ -5,6 +5,7 @@
 
 using Members = GroupOf<QuantizeArguments, kSmall>::Type;
 
+// Quantize each tensor of the group, as quantize_kernel does for one tensor. A thread block takes one piece at a time.
 // Launch with any grid.
 extern "C" __global__ void __launch_bounds__(kThreads) grouped_quantize_kernel(Members group) {
   for_each_piece(group, [](QuantizeArguments a, Grid grid, bool aligned) {

@@ -5,7 +5,8 @@
 
 using Members = GroupOf<SearchArguments, kSmall>::Type;
 
-// Launch with any grid.
+// Search the block scales of each tensor of the group, as search_kernel does for one tensor. A thread block takes one
+// piece at a time. Launch with any grid.
 extern "C" __global__ void __launch_bounds__(kSearchThreads<kWeighted>, kWeighted ? 1 : 2)
     grouped_search_kernel(Members group) {
   __shared__ SearchMemory<kWeighted> memory;

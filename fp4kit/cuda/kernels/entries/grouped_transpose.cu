@@ -1,11 +1,12 @@
-// transpose.cu for a group of matrices with linear scales. kAligned: whether, in all matrices, codes move by 16 bytes
-// and scales by four.
+// transpose.cu for a group of matrices with linear scales. kAligned: in all matrices, codes can be moved 16 bytes at a
+// time and scales four bytes at a time.
 #include "grouped.cuh"
 #include "transpose.cu"
 
 using Members = GroupOf<TransposeArguments, kSmall>::Type;
 
-// The flags in a member's `aligned`: codes move by 16 bytes; scales move by four.
+// Flags in a member's `aligned`: its codes can be moved 16 bytes at a time; its scales can be moved four bytes at a
+// time.
 constexpr u32 kWholeCodes = 1u, kWordScales = 2u;
 
 // S with scales that move one byte at a time.
@@ -13,7 +14,8 @@ struct ByteScales : S {
   static constexpr bool kScaleWords = false;
 };
 
-// Launch with any grid.
+// Transpose the codes and scales of each matrix of the group, as transpose_kernel does for one stack. A thread block
+// takes one piece at a time. Launch with any grid.
 extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
     grouped_transpose_kernel(Members group) {
   for_each_piece(group, [](const TransposeArguments& a, Grid grid, u32 aligned) {

@@ -1,6 +1,7 @@
-// implied_amax: the amaxes of many stored tensor scales. An amax that is known and gives its scale is kept; otherwise
-// the one that the scale implies is found (rules/implied_amax.cuh). dequantize uses them if each row or block has a
-// scale, because a search per run would take longer than the elements. quantize_with_scales encodes with them.
+// implied_amax: find an amax for each stored tensor scale, such that the tensor rule gives the scale for the amax. If
+// an amax is given and gives its scale, it is kept; otherwise it is found from the scale (rules/implied_amax.cuh).
+// dequantize calls this first if each row or block has a tensor scale, because a search per run would take longer than
+// the elements. quantize_with_scales encodes with these amaxes.
 #include "implied_amax.cuh"
 
 // Arguments of the kernel.
@@ -11,7 +12,7 @@ struct ImpliedAmaxArguments {
   i64 count;
 };
 
-// Find the amax of each tensor scale.
+// Find the amax of each tensor scale. A thread takes one scale at a time.
 template <class R, class Original>
 FP4KIT_DEVICE void imply_amaxes(const ImpliedAmaxArguments& a, Grid grid) {
   for (i64 i = first_item(grid); i < a.count; i += item_stride(grid)) {
@@ -21,7 +22,8 @@ FP4KIT_DEVICE void imply_amaxes(const ImpliedAmaxArguments& a, Grid grid) {
   }
 }
 
-// Launch with any grid.
+// Compute a.amax from a.tensor_scale and, if it is known, a.tensor_amax. A thread takes one scale at a time. Launch
+// with any grid.
 extern "C" __global__ void __launch_bounds__(kThreads) implied_amax_kernel(ImpliedAmaxArguments a) {
   imply_amaxes<R, Input>(a, whole_grid());
 }

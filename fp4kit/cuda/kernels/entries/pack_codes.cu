@@ -1,9 +1,10 @@
-// pack and unpack: 4-bit codes between one per byte and two per byte, the even code in the low nibble.
+// pack and unpack: convert 4-bit codes from one per byte to two per byte, and back. The code with the even index is in
+// the low nibble.
 #include "runs.cuh"
 
 constexpr int kInFlight = 4;  // loads per thread
 
-// Arguments of both kernels.
+// Arguments of pack_codes_kernel and unpack_codes_kernel.
 struct PackArguments {
   const u8* in;
   u8* out;
@@ -69,12 +70,14 @@ FP4KIT_DEVICE void unpack_codes(const PackArguments& a, Grid grid) {
   }
 }
 
-// Launch with any grid.
+// Pack the codes at a.in, one per byte, into a.out, two per byte. A thread takes several items per step. Launch with
+// any grid.
 extern "C" __global__ void __launch_bounds__(kThreads) pack_codes_kernel(PackArguments a) {
   pack_codes<kAligned>(a, whole_grid());
 }
 
-// Launch with any grid.
+// Unpack the codes at a.in, two per byte, into a.out, one per byte. A thread takes several items per step. Launch with
+// any grid.
 extern "C" __global__ void __launch_bounds__(kThreads) unpack_codes_kernel(PackArguments a) {
   unpack_codes<kAligned>(a, whole_grid());
 }

@@ -1,10 +1,10 @@
-// partial_amax: the amax of each block and of the tensor, over the elements that a shard owns. A thread takes a block,
-// row by row.
+// partial_amax: the amax of each block and of the tensor, over only the elements that a shard owns. A thread takes one
+// block at a time, row by row.
 #include "exact_path.cuh"
 #include "grouped.cuh"
 #include "partial.cuh"
 
-// Arguments of both kernels.
+// Arguments of both kernels. block_at and tensor_at are where this matrix begins in arrays that several matrices share.
 struct PartialAmaxArguments {
   const void* values;  // elements [start, end) of the flattened matrix
   u32* block_amax;     // bits of float32, set to 0 before; those of this matrix begin at block_at
@@ -14,8 +14,8 @@ struct PartialAmaxArguments {
   i64 block_at, tensor_at;
 };
 
-// The largest magnitudes that a thread has found: in its block, and in all of its blocks by the recipe's rule for
-// tensors.
+// The largest magnitudes that a thread has found: `block` in its current block; `tensor` in all of its blocks, by the
+// recipe's rule for the tensor's amax.
 struct Largest {
   float block, tensor;
 };
@@ -53,13 +53,14 @@ FP4KIT_DEVICE void read_block(Largest& found, const Shard<In>& s, i64 p, i64 col
   }
 }
 
-// Return the largest value of a warp, to all of its threads.
+// Return the largest `own` among the threads of a warp, to all of them.
 FP4KIT_DEVICE u32 largest_of_warp(u32 own) {
   for (u32 distance = 16; distance > 0; distance /= 2) own = maximum(own, __shfl_xor_sync(0xFFFFFFFFu, own, distance));
   return own;
 }
 
-// Compute the amaxes of this thread's blocks, and return its part of the tensor's amax.
+// Compute the amaxes of the blocks that this thread takes into a.block_amax. Return the largest magnitude among them,
+// for the tensor's amax.
 template <class R, class In, bool kAligned>
 FP4KIT_DEVICE float amax_of_blocks(const PartialAmaxArguments& a, const Shard<In>& s, Grid grid) {
   constexpr i64 kRows = R::kBlockRows;
@@ -87,7 +88,7 @@ FP4KIT_DEVICE float amax_of_blocks(const PartialAmaxArguments& a, const Shard<In
   return found.tensor;
 }
 
-// Compute the amaxes of a shard's elements.
+// Compute the block amaxes and the tensor's amax over a shard's elements.
 template <class R, class In>
 FP4KIT_DEVICE void partial_amax(const PartialAmaxArguments& a, Grid grid) {
   if (a.start >= a.end) return;
@@ -98,12 +99,14 @@ FP4KIT_DEVICE void partial_amax(const PartialAmaxArguments& a, Grid grid) {
   if (threadIdx.x % 32 == 0) atomicMax(a.tensor_amax + a.tensor_at, largest);
 }
 
-// Launch with any grid.
+// Raise a.block_amax and a.tensor_amax to the largest magnitudes among the shard's elements. A thread takes one block
+// at a time. Launch with any grid.
 extern "C" __global__ void __launch_bounds__(kThreads) partial_amax_kernel(PartialAmaxArguments a) {
   partial_amax<R, Input>(a, whole_grid());
 }
 
-// Launch with any grid.
+// Do the work of partial_amax_kernel for each shard of a group. A thread block takes one piece at a time. Launch with
+// any grid.
 extern "C" __global__ void __launch_bounds__(kThreads) grouped_partial_amax_kernel(Group<PartialAmaxArguments> group) {
   for_each_piece(group, [](const PartialAmaxArguments& a, Grid grid, bool) { partial_amax<R, Input>(a, grid); });
 }

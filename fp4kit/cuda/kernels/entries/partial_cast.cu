@@ -1,10 +1,11 @@
-// partial_cast: store the codes of the elements that a shard owns, and no other bit, into a matrix. A thread takes a
-// run of the matrix.
+// partial_cast: encode the elements that a shard owns, and store their codes in a matrix of codes without changing any
+// other bit. A thread takes one run of the matrix at a time.
 #include "fast_path.cuh"
 #include "grouped.cuh"
 #include "partial.cuh"
 
-// Arguments of both kernels.
+// Arguments of both kernels. run_at, factor_at and tensor_at are where this matrix begins in arrays that several
+// matrices share.
 struct PartialCastArguments {
   const void* values;        // elements [start, end) of the flattened matrix
   u8* packed;                // codes, a multiple of a run's bytes; run i of the matrix is at place run_at + i
@@ -15,14 +16,15 @@ struct PartialCastArguments {
   i64 run_at, factor_at, tensor_at;
 };
 
-// Return the Factor of a block from its value and, if elements meet it separately, the tensor's encode scale.
+// Return the Factor of a block from `value`, which partial_scales computed. If elements are multiplied with the
+// tensor's encode scale in a step of its own, the Factor also has `encode_scale`.
 template <class R>
 FP4KIT_DEVICE Factor factor_by(float value, float encode_scale) {
   if constexpr (R::kThenEncode) return {value, encode_scale};
   return {value, R::kDivide ? 1.0f / value : value};
 }
 
-// Pack the codes of a run, by the fast path if it takes that.
+// Encode a run and pack its codes into `words`, by the fast path if the run may take it, otherwise by the exact path.
 template <class R, class In>
 FP4KIT_DEVICE void encode_run(const Run<In, kRun>& run, Factor factor, u32 (&words)[kCodeWords<R, kRun>]) {
   if constexpr (FastPath<R, In>::kExists) {
@@ -43,7 +45,7 @@ template <class R>
 struct Walk {
   static constexpr u32 kRuns = R::kBlock / kRun;
   u32 runs, row, column;  // runs per row; where the walk is
-  // How far a step goes.
+  // The rows and the runs that one step advances.
   u32 rows_on, columns_on;
 
   // Return the walk that begins at run `run`.
@@ -63,7 +65,8 @@ struct Walk {
   }
 };
 
-// Encode and store all runs of a shard. kAligned: its runs begin at multiples of 16 bytes.
+// Encode and store the runs of a shard that this thread takes. kAligned: the shard's runs begin at multiples of 16
+// bytes.
 template <class R, class In, bool kAligned>
 FP4KIT_DEVICE void cast_runs(const PartialCastArguments& a, const Shard<In>& s, Grid grid) {
   const u32 last = static_cast<u32>((a.end + kRun - 1) / kRun), stride = static_cast<u32>(item_stride(grid));
@@ -86,7 +89,7 @@ FP4KIT_DEVICE void cast_runs(const PartialCastArguments& a, const Shard<In>& s, 
   }
 }
 
-// Cast a shard's elements.
+// Encode a shard's elements, by aligned loads if the shard allows them.
 template <class R, class In>
 FP4KIT_DEVICE void partial_cast(const PartialCastArguments& a, Grid grid) {
   if (a.start >= a.end) return;
@@ -98,12 +101,14 @@ FP4KIT_DEVICE void partial_cast(const PartialCastArguments& a, Grid grid) {
   }
 }
 
-// Launch with any grid.
+// Encode the shard a.values under the block factors a.factors into a.packed. A thread takes one run at a time. Launch
+// with any grid.
 extern "C" __global__ void __launch_bounds__(kThreads) partial_cast_kernel(PartialCastArguments a) {
   partial_cast<R, Input>(a, whole_grid());
 }
 
-// Launch with any grid.
+// Do the work of partial_cast_kernel for each shard of a group. A thread block takes one piece at a time. Launch with
+// any grid.
 extern "C" __global__ void __launch_bounds__(kThreads) grouped_partial_cast_kernel(Group<PartialCastArguments> group) {
   for_each_piece(group, [](const PartialCastArguments& a, Grid grid, bool) { partial_cast<R, Input>(a, grid); });
 }

@@ -1,5 +1,6 @@
-// partial_place: copy the codes that other processes cast from the gathered messages into the matrices, only the codes
-// that each sender owns. A thread takes a run. R is any recipe of the same element size.
+// partial_place: copy the codes that other processes cast from the gathered messages into the matrices of codes. Only
+// the codes that each sender owns are copied. A thread takes one run at a time. R may be any recipe with the element
+// size in question.
 #include "grouped.cuh"
 #include "partial.cuh"
 
@@ -37,6 +38,7 @@ FP4KIT_DEVICE void partial_place(const PartialPlaceArguments& a, Grid grid) {
 
 constexpr int kWords = kRun * R::Element::kStoredBits / 32;  // per run
 
+// Copy the codes of each sender of the group from its message to its matrix. A thread block takes one piece at a time.
 // Launch with any grid.
 extern "C" __global__ void __launch_bounds__(kThreads)
     grouped_partial_place_kernel(Group<PartialPlaceArguments> group) {

@@ -1,10 +1,10 @@
-// partial_scales: from the amaxes of a whole matrix to its tensor scale, its block scales and the factors of its
-// blocks. A thread takes a block. The scale of a block of several rows is stored once per row, in rows of columns /
-// kBlock bytes.
+// partial_scales: compute a matrix's tensor scale, block scales and block factors from its amaxes, once all processes
+// have combined these. A thread takes one block at a time. The scale of a block of several rows is stored once per row,
+// in rows of columns / kBlock bytes.
 #include "block.cuh"
 #include "grouped.cuh"
 
-// Arguments of both kernels.
+// Arguments of both kernels. The fields ..._at are where this matrix begins in arrays that several matrices share.
 struct PartialScalesArguments {
   const float* block_amax;   // at block_at
   const float* tensor_amax;  // at tensor_at (null without tensor scale)
@@ -37,12 +37,14 @@ FP4KIT_DEVICE void partial_scales(const PartialScalesArguments& a, Grid grid) {
   }
 }
 
-// Launch with any grid.
+// Compute a.tensor_scale, a.scales and a.factors from a.tensor_amax and a.block_amax. A thread takes one block at a
+// time. Launch with any grid.
 extern "C" __global__ void __launch_bounds__(kThreads) partial_scales_kernel(PartialScalesArguments a) {
   partial_scales<R, Input>(a, whole_grid());
 }
 
-// Launch with any grid.
+// Do the work of partial_scales_kernel for each matrix of a group. A thread block takes one piece at a time. Launch
+// with any grid.
 extern "C" __global__ void __launch_bounds__(kThreads)
     grouped_partial_scales_kernel(Group<PartialScalesArguments> group) {
   for_each_piece(group, [](const PartialScalesArguments& a, Grid grid, bool) { partial_scales<R, Input>(a, grid); });

@@ -1,5 +1,5 @@
-// quantize: elements to codes and block scales, for blocks in a row (1 x kBlock). fake_quantize: the values of those
-// codes.
+// quantize: elements to codes and block scales, for blocks in a row (1 x kBlock). If R::kFake, it stores the values
+// that these codes decode to instead (fake_quantize).
 //
 // A thread takes a run of elements, and neighboring threads take the runs of one block; several runs are loaded before
 // the first is used. The factor of an E4M3 scale depends only on its code. So each thread block first makes a table of
@@ -20,8 +20,7 @@ struct QuantizeTraits {
   static constexpr bool kOneScale =
       R::kTensorScaling == TensorScaling::none || R::kTensorScaling == TensorScaling::tensor;
   static constexpr bool kSwizzled = R::kLayout != ScaleLayout::linear;
-  static constexpr bool kFlat =
-      !kSwizzled && R::kTensorScaling != TensorScaling::row;  // the number of a row is not needed
+  static constexpr bool kFlat = !kSwizzled && R::kTensorScaling != TensorScaling::row;  // no position needs its row
   // Threads take the runs in the order of swizzled scales. A warp then fills 32-byte sectors of scales and still loads
   // whole lines of x. A thread's runs are in neighboring scale tiles, so in one row. nvfp4-te on 16384 x 16384
   // bfloat16, relative to linear scales: 1.09 of the time in the order of x, 1.02 in this order (H200, 2026-11-21).
@@ -32,21 +31,21 @@ struct QuantizeTraits {
   static constexpr int kParts = kTile > kSectors ? kTile / kSectors : 1;  // thread blocks per scale tile
 };
 
-// Load run number `run` of the matrix.
+// Return run number `run` of the matrix a.x, as it lies in memory.
 template <class R, class In, bool kAligned>
 FP4KIT_DEVICE auto read_run_of(const QuantizeArguments& a, u32 run) {
   constexpr int kRun = QuantizeTraits<R, In>::kRun;
   return read_run<In, kRun, kAligned>(static_cast<const typename In::Bits*>(a.x) + static_cast<i64>(run) * kRun);
 }
 
-// Transform a run in place if R::kHadamard. Return the largest_bits_of the result.
+// Apply the Hadamard transform to a run in place if R::kHadamard. Return the largest_bits_of the run after it.
 template <class R, class In, int kRun>
 FP4KIT_DEVICE u32 transform_run(Run<In, kRun>& x) {
   if constexpr (R::kHadamard) return hadamard_run<R::kSignMask>(x);
   return largest_bits_of(x);
 }
 
-// Load run number `run`, transformed if R::kHadamard.
+// Return run number `run` of the matrix a.x, after the Hadamard transform if R::kHadamard.
 template <class R, class In, bool kAligned>
 FP4KIT_DEVICE auto load_run_of(const QuantizeArguments& a, u32 run) {
   auto x = read_run_of<R, In, kAligned>(a, run);
@@ -54,7 +53,7 @@ FP4KIT_DEVICE auto load_run_of(const QuantizeArguments& a, u32 run) {
   return x;
 }
 
-// The runs of a matrix, divided into steps of a thread block.
+// The order in which thread blocks take the runs of a matrix, one step of runs at a time.
 template <class R, class In>
 struct Walk {
   u32 rows, row_runs, runs, steps;
@@ -77,7 +76,8 @@ FP4KIT_DEVICE Walk<R, In> walk_of(const QuantizeArguments& a) {
           Traits::kFlat ? Divisor{} : divisor_of(row_runs)};
 }
 
-// Where a run is. A thread beyond the last run takes a run that another thread has too, and stores nothing or the same.
+// The position of a run. A thread beyond the last run gets the position of a run that another thread has too, and
+// stores nothing or the same bits.
 struct RunPosition {
   u32 run, row, block;  // number of the run in the matrix; its row, and its block in the row (both 0 if kFlat)
   u64 scale;            // where the block's scale lies
@@ -92,7 +92,8 @@ FP4KIT_DEVICE u32 sector_of(u32 step, int k) {
   return part * Traits::kSectors + threadIdx.x / Traits::kSector;
 }
 
-// Return whether a warp has only padding in this step. Its later runs are not in earlier rows than the first ones.
+// Return whether all runs of this warp in a step are padding, so that the warp can skip the step. A warp's later runs
+// are never in earlier rows than its first ones.
 template <class R, class In>
 FP4KIT_DEVICE bool is_padding(const Walk<R, In>& walk, u32 step) {
   if constexpr (QuantizeTraits<R, In>::kInSectors)
@@ -121,7 +122,8 @@ FP4KIT_DEVICE RunPosition run_position(const Walk<R, In>& walk, u32 step, int k)
   return {run, row, block, scale_offset<R::kLayout, u64>(row, block, walk.row_runs / kLanes), true};
 }
 
-// Return the amax that the tensor scale of a run comes from; 0 if the tensor has one scale or none.
+// Return the amax from which the tensor scale of a run is computed, for recipes with one tensor scale per row or block.
+// Return 0 if the tensor has one scale or none.
 template <class R, class In>
 FP4KIT_DEVICE float tensor_amax_of(const QuantizeArguments& a, const RunPosition& place) {
   if constexpr (R::kTensorScaling == TensorScaling::row) return amax_at(a.tensor_amax, place.row);
@@ -130,8 +132,8 @@ FP4KIT_DEVICE float tensor_amax_of(const QuantizeArguments& a, const RunPosition
   return 0.0f;
 }
 
-// Store what is stored once per block: its scale, and a tensor scale if the block begins a row or has its own. Only the
-// thread of the block's first run stores.
+// Store a block's scale, and its tensor scale if the block begins a row or has a tensor scale of its own. Only the
+// thread with the block's first run stores.
 template <class R, class In>
 FP4KIT_DEVICE void store_scales(const QuantizeArguments& a, const RunPosition& place, u32 code, TensorScale t) {
   if (R::kFake || place.run % QuantizeTraits<R, In>::kLanes != 0u) return;
@@ -143,8 +145,8 @@ FP4KIT_DEVICE void store_scales(const QuantizeArguments& a, const RunPosition& p
   }
 }
 
-// Quantize a run by the fast path. Return false, and store nothing, if the run must take the exact path. Neighbors
-// exchange their amaxes, so all threads of a warp must call this. own: largest_bits_of(x).
+// Quantize a run by the fast path. Return false, and store nothing, if the run must take the exact path. The threads of
+// a block exchange their amaxes, so all threads of a warp must call this. own: largest_bits_of(x).
 template <class R, class In, bool kAligned>
 FP4KIT_DEVICE bool quantize_finite(const QuantizeArguments& a, const RunPosition& place,
                                    const Run<In, QuantizeTraits<R, In>::kRun>& x, u32 own, TensorScale t,
@@ -171,7 +173,7 @@ FP4KIT_DEVICE bool quantize_finite(const QuantizeArguments& a, const RunPosition
   return true;
 }
 
-// Return the amax, by the recipe's own rule, of the block that run `run` belongs to.
+// Return the amax of the block that contains run `run`, by the recipe's own rule for NaN and infinity.
 template <class R, class In, bool kAligned>
 FP4KIT_DEVICE float block_amax_of(const QuantizeArguments& a, u32 run) {
   constexpr int kRun = QuantizeTraits<R, In>::kRun;
@@ -180,7 +182,7 @@ FP4KIT_DEVICE float block_amax_of(const QuantizeArguments& a, u32 run) {
       1, [&](int, int j, float (&x)[kRun]) { widen_run(load_run_of<R, In, kAligned>(a, first + j / kRun), x); });
 }
 
-// Quantize a run by the exact path.
+// Quantize a run of any elements by the exact path, and store its codes and scale.
 template <class R, class In, bool kAligned>
 FP4KIT_DEVICE void quantize_any(const QuantizeArguments& a, const RunPosition& place, TensorScale t,
                                 const Factor* table) {
@@ -195,7 +197,7 @@ FP4KIT_DEVICE void quantize_any(const QuantizeArguments& a, const RunPosition& p
   store_scales<R, In>(a, place, code, t);
 }
 
-// Quantize a matrix, or a piece of a group.
+// Quantize a matrix, or one piece of a member of a group: `grid` says which part this thread block takes.
 template <class R, class In, bool kAligned>
 FP4KIT_DEVICE void quantize(const QuantizeArguments& a, Grid grid) {
   using Traits = QuantizeTraits<R, In>;
@@ -244,7 +246,9 @@ FP4KIT_DEVICE void quantize(const QuantizeArguments& a, Grid grid) {
   }
 }
 
-// Launch with any grid, a multiple of R::kFinders if that is not 0.
+// Quantize a.x into a.packed, a.scales and a.tensor_scale, or into a.values if R::kFake. A thread takes kUnroll runs
+// per step. Launch with any grid if R::kFinders is 0, otherwise with a multiple of R::kFinders thread blocks, which
+// also find the tensor's amax (amax.cuh).
 extern "C" __global__ void FP4KIT_CLUSTER __launch_bounds__(kThreads) quantize_kernel(QuantizeArguments a) {
   find_amax<R, Input, kAligned>(a);
   quantize<R, Input, kAligned>(a, whole_grid());

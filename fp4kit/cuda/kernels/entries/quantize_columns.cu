@@ -1,11 +1,11 @@
-// quantize a matrix along its columns, or along rows and columns from one read; and blocks of several rows (16x16,
-// 32x32) in any direction.
+// quantize along the columns of a matrix, or along its rows and its columns from one read. Also quantizes blocks of
+// several rows (16x16, 32x32) in either direction.
 //
-// A thread block takes a tile of 128 rows. A thread takes a patch of it, in registers, and loads it while the table of
-// factors is made. For blocks in a column, a patch is 16 rows of 8 bytes: an amax then takes no shuffle or one, for two
-// 16-bit columns at once. Codes along columns are collected in shared memory, where a tile's columns are long enough to
-// be stored in whole sectors. For blocks in a row, the tile is kept in shared memory too, and a thread takes runs of
-// it.
+// A thread block takes a tile of 128 rows. A thread takes a patch of the tile in registers, and loads it while the
+// table of factors is made. For blocks in a column, a patch is 16 rows of 8 bytes. The amax of a block then takes at
+// most one shuffle, for two 16-bit columns at once. Codes along columns are collected in shared memory, where a tile's
+// columns are long enough to be stored in whole sectors. For blocks in a row, the tile is also kept in shared memory,
+// and a thread takes runs of it.
 #include "amax.cuh"
 #include "patch_column_blocks.cuh"
 #include "patch_square_blocks.cuh"
@@ -36,8 +36,8 @@ FP4KIT_DEVICE void store_run(const PatchArguments& a, const TileRuns<P>& runs, i
       static_cast<u8>(code);
 }
 
-// Load the runs that do not take the fast path again, and quantize them by the exact path. out: where the codes of the
-// first run go; pending: bit k for run k.
+// Quantize the runs that may not take the fast path: load them again and encode them by the exact path. out: where the
+// codes of the first run go. pending: bit k is set if run k is one of these runs.
 template <class R, class In, class P>
 FP4KIT_DEVICE void quantize_pending_runs(const PatchArguments& a, const TileRuns<P>& runs, u8* out, u32 pending,
                                          TensorScale t, const Factor* table) {
@@ -53,7 +53,8 @@ FP4KIT_DEVICE void quantize_pending_runs(const PatchArguments& a, const TileRuns
   }
 }
 
-// Quantize the blocks in a row of a tile, a run of 16 elements at a time. The runs of a block are in neighboring lanes.
+// Quantize a tile whose blocks lie in a row, one run of 16 elements at a time. The runs of a block are in neighboring
+// lanes.
 template <class R, class In, bool kAligned, class P>
 FP4KIT_DEVICE void quantize_rows(const PatchArguments& a, Tile tile, TensorScale t, const Factor* table,
                                  const TileElements<P>& elements) {
@@ -93,7 +94,7 @@ FP4KIT_DEVICE void quantize_rows(const PatchArguments& a, Tile tile, TensorScale
   if (pending) quantize_pending_runs<R, In>(a, runs, out, pending, t, table);
 }
 
-// Quantize a matrix, one tile after the other.
+// Quantize the tiles of a matrix that this thread block takes, one after the other.
 template <class R, class In, bool kAligned>
 FP4KIT_DEVICE void quantize_columns(const PatchArguments& a, Grid grid) {
   using P = PatchTraits<R, In>;
@@ -148,7 +149,9 @@ constexpr int kBlocksPerMultiprocessor = (kIsLong && R::kBlockRows > 1) || R::kF
                                          : R::kHadamard || (kIsLong && R::kDivide)     ? 3
                                                                                        : 4;
 
-// Launch with any grid, a multiple of R::kFinders if that is not 0.
+// Quantize a.x along columns into a.column_packed and a.column_scales, and along rows into a.packed and a.scales; null
+// outputs are left out. A thread block takes one tile at a time. Launch with any grid if R::kFinders is 0, otherwise
+// with a multiple of R::kFinders thread blocks, which also find the tensor's amax (amax.cuh).
 extern "C" __global__ void FP4KIT_CLUSTER __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
     quantize_columns_kernel(PatchArguments a) {
   find_amax<R, Input, kAligned>(a);

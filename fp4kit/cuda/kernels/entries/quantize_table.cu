@@ -1,19 +1,20 @@
-// 4over6 of a large bfloat16 matrix, by tables (four_over_six_table.cuh). Blocks that the tables do not decide take the
-// paths of quantize_tile.
+// quantize_table: 4over6 of a large bfloat16 matrix by tables (four_over_six_table.cuh). Blocks that the tables do not
+// decide take the paths of quantize_tile.
 //
-// A multiprocessor has one table and one thread block of many threads.
+// Each multiprocessor holds one table, and one thread block of kTableThreads threads that share it.
 #include "four_over_six_table.cuh"
 #include "quantize_tile.cuh"
 
 constexpr int kTableThreads = 1024;  // threads per thread block
 
-// The scales of a block, and the table entries of a thread's elements with their sum.
+// What the table says for a thread's elements: the block's two scales, the elements' entries, and the sum of the
+// entries.
 template <class R>
 struct Lookup {
   u32 six, four, entries[R::kBlock], sum;
 };
 
-// Look up a block's elements. Return false if the table does not cover the block.
+// Look up the elements of a block row. Return false if the table does not cover the block.
 template <class R, class In>
 FP4KIT_DEVICE bool look_up_block(const PairTable& table, const Run<In, R::kBlock>& x, float amax, TensorScale t,
                                  Lookup<R>& found) {
@@ -24,12 +25,13 @@ FP4KIT_DEVICE bool look_up_block(const PairTable& table, const Run<In, R::kBlock
   return true;
 }
 
-// Return whether a sum of differences proves which scale is better.
+// Return whether a sum of differences is further than `slack` from zero, which proves that one of the two scales is
+// better.
 FP4KIT_DEVICE bool is_beyond(u32 sum, u32 slack) {
   return sum + slack >= 2u * slack;
 }
 
-// Store a run of a block that the table decides. run: its number in the matrix.
+// Store the codes and the scale of a block row that the table decides. run: its number in the matrix.
 template <class R, class In>
 FP4KIT_DEVICE void store_found(const QuantizeArguments& a, u32 run, u32 scale_at, const Run<In, R::kBlock>& x,
                                const Lookup<R>& found, bool is_four) {
@@ -48,7 +50,7 @@ FP4KIT_DEVICE void store_found(const QuantizeArguments& a, u32 run, u32 scale_at
   a.scales[scale_at] = static_cast<u8>(scale);
 }
 
-// Quantize blocks of one row.
+// Quantize a matrix whose blocks have one row. A thread takes one block at a time.
 template <class R, class In, bool kAligned>
 FP4KIT_DEVICE void quantize_rows_by_table(const QuantizeArguments& a, const PairTable& table, TensorScale t,
                                           bool has_table) {
@@ -134,7 +136,7 @@ struct IntegerSum {
   FP4KIT_DEVICE u32 combine(u32 a, u32 b) { return a + b; }
 };
 
-// Quantize square blocks by the exact path.
+// Quantize the eight square blocks of a team by the exact path. Each thread has one row of a block.
 template <class R, class In, bool kAligned>
 FP4KIT_DEVICE void quantize_squares_any(const QuantizeArguments& a, const Team& team, BlockRow position, bool inside,
                                         Run<In, R::kBlock>& run, TensorScale t) {
@@ -157,7 +159,7 @@ FP4KIT_DEVICE void quantize_squares_any(const QuantizeArguments& a, const Team& 
   a.scales[scale_offset<R::kLayout>(position.row, position.block, position.blocks)] = scale;
 }
 
-// Quantize square blocks; a team takes eight at a time.
+// Quantize a matrix of square blocks. A team takes eight blocks at a time.
 template <class R, class In, bool kAligned>
 FP4KIT_DEVICE void quantize_squares_by_table(const QuantizeArguments& a, PairTable& table, TensorScale t,
                                              bool has_table) {
@@ -202,7 +204,8 @@ FP4KIT_DEVICE void quantize_squares_by_table(const QuantizeArguments& a, PairTab
   }
 }
 
-// Launch with any grid. One thread block per multiprocessor suffices.
+// Quantize a.x into a.packed, a.scales and a.tensor_scale. A thread takes one block of one row at a time, or a team
+// takes eight square blocks. Launch with any grid; one thread block per multiprocessor suffices.
 extern "C" __global__ void __launch_bounds__(kTableThreads, 1) quantize_table_kernel(QuantizeArguments a) {
   __shared__ PairTable table;
   const TensorScale t = tensor_scale_of<R, Input>(a.tensor_amax, 0, 0, 1);

@@ -1,12 +1,13 @@
-// requantize from blocks with E8M0 scales to blocks with E4M3 scales under a tensor scale 2^m, which keeps the codes
-// (ops/requantize.py).
+// requantize: convert blocks with E8M0 scales to blocks with E4M3 scales under a tensor scale 2^m, without changing the
+// codes (ops/requantize.py).
 //
-// Two launches. requantize_range_kernel finds the range of the source's scales. requantize_keep_kernel decides by that
-// range, in the same way in every thread, whether all scales fit. If so, it overwrites the codes, scales and tensor
-// scale of a result that is right otherwise.
+// Two launches. requantize_range_kernel finds the range of the source's scales. By that range, every thread of
+// requantize_keep_kernel decides whether E4M3 holds all scales; all threads decide alike. If so, the kernel overwrites
+// the codes, scales and tensor scale of a result that was computed by dequantizing and quantizing. If not, it leaves
+// that result.
 #include "block.cuh"
 
-// Arguments of both kernels.
+// Arguments of requantize_range_kernel and requantize_keep_kernel.
 struct RequantizeArguments {
   const u8* source;         // packed codes of the source, two per byte, aligned to 8 bytes
   const u8* source_scales;  // one per source_block codes
@@ -32,7 +33,7 @@ FP4KIT_DEVICE bool has_values(const RequantizeArguments& a, i64 block) {
   return any != 0u;
 }
 
-// Raise *maximum_address to the largest `own` of all threads.
+// Raise *maximum_address to the largest `own` among all threads of the grid.
 FP4KIT_DEVICE void raise_to_largest(u32* maximum_address, u32 own) {
 #pragma unroll
   for (int distance = 1; distance < 32; distance *= 2) own = maximum(own, __shfl_xor_sync(0xFFFFFFFFu, own, distance));
@@ -59,8 +60,9 @@ FP4KIT_DEVICE float power_of_two(i32 exponent) {
   return float_of(exponent < -126 ? 1u << (exponent + 149) : static_cast<u32>(exponent + 127) << 23);
 }
 
-// Return whether E4M3 holds every scale under the tensor scale 2^m that makes the largest scale as large as possible,
-// and whether the tensor rule gives 2^m for some amax. Puts m and that amax into the arguments.
+// Return whether the codes can stay: m is chosen such that the largest scale becomes as large as E4M3 allows; E4M3 must
+// then hold every other scale, and the tensor rule must give 2^m for some amax. Stores the exponent in `m` and that
+// amax in `amax`.
 template <class R, class In>
 FP4KIT_DEVICE bool can_keep(const u32* extent, i32& m, float& amax) {
   constexpr i32 kTop = R::Scale::kEmax, kBottom = R::Scale::kEmin - R::Scale::kMantissaBits;
@@ -72,7 +74,8 @@ FP4KIT_DEVICE bool can_keep(const u32* extent, i32& m, float& amax) {
   return is_finite(amax) && R::TensorRule::template scale<R, In>(amax).decode == power_of_two(m);
 }
 
-// Write codes, scales and tensor scale if can_keep. kUnsignedZero: zeros lose their signs.
+// If can_keep, write the source's codes, its scales as E4M3, and the tensor scale to the result. Otherwise do nothing.
+// kUnsignedZero: zeros lose their signs.
 template <class R, class In, bool kUnsignedZero>
 FP4KIT_DEVICE void keep(const RequantizeArguments& a, Grid grid) {
   i32 m;
@@ -96,12 +99,14 @@ FP4KIT_DEVICE void keep(const RequantizeArguments& a, Grid grid) {
   }
 }
 
-// First launch, with any grid.
+// Find the largest and the smallest of a.source_scales, and whether one is NaN, and store them in a.extent. A thread
+// takes one block at a time. First launch, with any grid.
 extern "C" __global__ void __launch_bounds__(kThreads) requantize_range_kernel(RequantizeArguments a) {
   find_scale_range(a, whole_grid());
 }
 
-// Second launch, with any grid.
+// Write the result with unchanged codes to a.packed, a.scales and a.tensor_scale if a.extent allows it. A thread takes
+// one block at a time. Second launch, with any grid.
 extern "C" __global__ void __launch_bounds__(kThreads) requantize_keep_kernel(RequantizeArguments a) {
   keep<R, Input, kUnsignedZero>(a, whole_grid());
 }

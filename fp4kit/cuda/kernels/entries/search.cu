@@ -1,14 +1,15 @@
-// search: the amax of each block of 16 whose scale has the smallest loss. Nothing else of the matrix is written.
+// search: for each block of 16 elements, find the amax whose scale gives the smallest loss. Only these amaxes are
+// stored.
 #include "search_pruned.cuh"
 
-// A block that its thread leaves for all threads of the warp to search.
+// A block whose best scale one thread could not prove, and which all threads of the warp then search together.
 template <bool kWeighted>
 struct UnprovenBlock {
   SearchBlock<kWeighted> block;
   CandidateRange range;
 };
 
-// What the threads of a warp share, for one purpose after the other.
+// What the threads of a warp share. Only one member of the union is in use at a time.
 template <bool kWeighted>
 union WarpMemory {
   UnprovenBlock<kWeighted> unproven_block;
@@ -27,7 +28,7 @@ struct SearchMemory {
   WarpMemory<kWeighted> warps[kSearchThreads<kWeighted> / 32];
 };
 
-// Return the first code of smallest loss in a range, by all threads of a warp.
+// Try all codes of a range and return the first code with the smallest loss. All threads of a warp share the work.
 template <bool kWeighted>
 FP4KIT_DEVICE u32 search_fully(const UnprovenBlock<kWeighted>& unproven_block, const Candidates& shared) {
   BestCode best = {float_of(kInfinityBits), unproven_block.range.low};
@@ -45,7 +46,7 @@ FP4KIT_DEVICE u32 search_fully(const UnprovenBlock<kWeighted>& unproven_block, c
   return best.code;
 }
 
-// Load block number i, transformed if R::kHadamard, as magnitudes and weights.
+// Return the magnitudes of block number i, after the Hadamard transform if R::kHadamard, and its weights if kWeighted.
 template <class R, class In, bool kAligned, bool kWeighted>
 FP4KIT_DEVICE SearchBlock<kWeighted> load_block(const SearchArguments& a, u32 i, u32 blocks) {
   SearchBlock<kWeighted> block;
@@ -61,7 +62,8 @@ FP4KIT_DEVICE SearchBlock<kWeighted> load_block(const SearchArguments& a, u32 i,
   return block;
 }
 
-// Search the amaxes of all blocks. kAll: all codes are candidates. kEight: at least eight codes in each direction are.
+// Search all blocks of the matrix and store their amaxes. kAll: every code is a candidate. kEight: at least eight codes
+// above and eight below a block's own code are candidates.
 template <class R, class In, bool kAligned, bool kWeighted, bool kAll, bool kEight>
 FP4KIT_DEVICE void search(const SearchArguments& a, Grid grid, SearchMemory<kWeighted>& memory) {
   Candidates& shared = memory.candidates;
@@ -71,9 +73,10 @@ FP4KIT_DEVICE void search(const SearchArguments& a, Grid grid, SearchMemory<kWei
   const u32 lane = threadIdx.x % 32u, warp = threadIdx.x / 32u;
   UnprovenBlock<kWeighted>& unproven_block = memory.warps[warp].unproven_block;
   const u32 blocks = static_cast<u32>(a.columns / kSearchBlockSize), count = static_cast<u32>(a.rows) * blocks;
-  // A block's own code is one of first ... first + 3: the code nearest to a value of which `first` is at least 6/7, or
-  // the last code. With eight codes or more in each direction, at most two of the codes that a screen leaves open are
-  // no candidates. The own code is therefore computed only if the screen does not decide.
+  // The own code of a block is that of its amax. It is one of first ... first + 3, because it is the code nearest to a
+  // value of which `first` is at least 6/7, or the last code. With eight codes or more in each direction, at most two
+  // of the codes that a screen leaves open are no candidates. The own code is therefore computed only if the screen
+  // does not decide.
   constexpr bool kLater = !kAll && kEight && !kWeighted;
   u32 unproven = 0u;
   const u32 stride = static_cast<u32>(item_stride(grid));
@@ -120,7 +123,8 @@ FP4KIT_DEVICE void search(const SearchArguments& a, Grid grid, SearchMemory<kWei
   if (a.unproven && unproven) atomicAdd(a.unproven, static_cast<u64>(unproven));
 }
 
-// Launch with any grid.
+// Find the best amax of each block of a.x and store it in a.block_amax. A thread takes one block at a time. Launch with
+// any grid.
 extern "C" __global__ void __launch_bounds__(kSearchThreads<kWeighted>, kWeighted ? 1 : 2)
     search_kernel(SearchArguments a) {
   __shared__ SearchMemory<kWeighted> memory;

@@ -1,14 +1,15 @@
-// search_amaxes: for tensors, experts or rows without block scales, the multiple of the amax whose values have the
-// smallest loss.
+// search_amaxes: for tensors, experts or rows without block scales, find the multiple of the amax with the smallest
+// loss.
 //
-// Differences are added in float64 from the first element of a row to the last, and then from the first row to the
-// last, as in reference/search_amaxes.py. So a thread walks along a row with one multiple, and its neighbors walk along
-// the same row with the next multiples. Then a warp adds the rows of an amax, a multiple per thread.
+// The losses of elements are added in float64 from the first element of a row to the last, and then from the first row
+// to the last, as in reference/search_amaxes.py. Therefore one thread walks along a row with one multiple, and its
+// neighbors walk along the same row with the next multiples. Then a warp adds the losses of all rows that share an
+// amax, with one multiple per thread.
 #include "exact_path.cuh"
 #include "fake.cuh"
 #include "search_losses.cuh"
 
-// Arguments of both kernels.
+// Arguments of row_losses_kernel and least_losses_kernel.
 struct SearchAmaxesArguments {
   const void* x;             // rows x columns elements
   const float* tensor_amax;  // one per rows_of_amax rows
@@ -21,7 +22,7 @@ struct SearchAmaxesArguments {
   double power;  // of |d|, for losses of powers
 };
 
-// The values that elements have after quantization under an amax.
+// Quantize and decode elements under a given amax.
 template <class R, bool kOwn>
 struct Values {
   Factor factor;
@@ -36,7 +37,7 @@ struct Values {
   }
 };
 
-// The values that the recipe's own fake quantizer gives under an amax.
+// Quantize and decode elements under a given amax, by the recipe's own fake quantizer.
 template <class R>
 struct Values<R, true> {
   FakeScale scale;
@@ -45,14 +46,15 @@ struct Values<R, true> {
   FP4KIT_DEVICE_MEMBER float value_of(float x) const { return R::FakeRule::template value<R, Float32>(x, scale); }
 };
 
-// Return the loss of two parts together: their sum, or the larger one, which is NaN if one is.
+// Combine the losses of two sets of elements: return their sum or, for the objective `largest`, the larger one. A NaN
+// loss makes the result NaN.
 template <Objective kObjective>
 FP4KIT_DEVICE double combined_loss(double a, double b) {
   if constexpr (kObjective == Objective::largest) return a > b || a != a ? a : b;
   return a + b;
 }
 
-// Return the loss of an element whose residual is y.
+// Return the loss of one element from its residual y.
 template <Objective kObjective, bool kWeighted>
 FP4KIT_DEVICE double loss_of_element(double y, const float* weight, double power) {
   const double size = y < 0.0 ? -y : y;
@@ -62,7 +64,7 @@ FP4KIT_DEVICE double loss_of_element(double y, const float* weight, double power
   return kWeighted ? static_cast<double>(*weight) * term : term;
 }
 
-// Compute the loss of each row under each multiple.
+// Compute the loss of each row under each multiple into a.losses.
 template <class R, class In, Objective kObjective, bool kOwn, bool kWeighted>
 FP4KIT_DEVICE void put_row_losses(const SearchAmaxesArguments& a) {
   for (i64 i = first_item(whole_grid()); i < a.rows * a.count; i += item_stride(whole_grid())) {
@@ -91,7 +93,8 @@ struct Least {
   }
 };
 
-// Find the best multiple of each amax. If no loss is below infinity, the first multiple is taken.
+// Find the multiple with the smallest loss for each amax, and store the amax times that multiple. If no loss is below
+// infinity, the first multiple is taken.
 template <Objective kObjective>
 FP4KIT_DEVICE void put_least(const SearchAmaxesArguments& a) {
   __shared__ Least all[kThreads];
@@ -121,11 +124,13 @@ FP4KIT_DEVICE void put_least(const SearchAmaxesArguments& a) {
 
 constexpr Objective kObjective = objective_of(kMagnitudes, kLargest, kPowers);
 
-// First launch, with any grid.
+// Compute the loss of each row of a.x under a.count multiples into a.losses. A thread takes one row under one multiple
+// at a time. First launch, with any grid.
 extern "C" __global__ void __launch_bounds__(kThreads) row_losses_kernel(SearchAmaxesArguments a) {
   put_row_losses<R, Input, kObjective, kOwn, kWeighted>(a);
 }
-// Second launch, with any grid.
+// Add a.losses over the rows of each amax, and store the best multiple of the amax in a.out and its loss in a.least. A
+// warp takes one amax at a time. Second launch, with any grid.
 extern "C" __global__ void __launch_bounds__(kThreads) least_losses_kernel(SearchAmaxesArguments a) {
   put_least<kObjective>(a);
 }

@@ -1,8 +1,8 @@
 // swizzle and unswizzle: convert the block scales of a stack of matrices from layout kFrom to kTo, with zero padding.
 //
-// 16 bytes of a swizzled layout are 4 columns of 4 rows. These rows are 32 apart in 128x4 and consecutive in 8x4. Four
-// such chunks hold the same bytes as 16 columns of those rows. A thread moves these 64 bytes, and rearranging them
-// costs no instruction.
+// 16 contiguous bytes of a swizzled layout are 4 columns of 4 rows. These rows are 32 apart in 128x4 and consecutive in
+// 8x4. Four such chunks hold 16 columns of these rows. A thread moves these 64 bytes; their new order takes no
+// instruction, because they are in registers.
 #include "scale_layout.cuh"
 #include "runs.cuh"
 
@@ -15,7 +15,7 @@ struct SwizzleArguments {
 
 constexpr bool kFromLinear = kFrom == ScaleLayout::linear;
 
-// Move four rows of 16 columns between the linear layout and the swizzled layout kTiled. `quad` is the number of the
+// Move four rows of 16 columns between the linear layout and the swizzled layout kTiled. `quad` numbers the groups of
 // four rows.
 template <ScaleLayout kTiled>
 FP4KIT_DEVICE void move_quad(const u8* in, u8* out, i64 quad, i64 column, i64 rows, i64 columns) {
@@ -49,9 +49,9 @@ FP4KIT_DEVICE void move_quad(const u8* in, u8* out, i64 quad, i64 column, i64 ro
   }
 }
 
-// Convert by quads of rows. Columns and pointers are multiples of 16. Threads go down kHigh quads and then along the
-// chunks of 16 columns, so that a warp loads and stores whole sectors. kHigh = 8 and 2 were the fastest of 1 to 32
-// (H200, 2026-11-21).
+// Convert 64 bytes per thread and step: a quad (four rows) of 16 columns. Columns and pointers must be multiples of 16.
+// Threads go down kHigh quads and then along the chunks of 16 columns, so that a warp loads and stores whole sectors.
+// kHigh = 8 and 2 were the fastest of 1 to 32 (H200, 2026-11-21).
 template <ScaleLayout kTiled>
 FP4KIT_DEVICE void swizzle_quads(const SwizzleArguments& a, Grid grid) {
   constexpr int kHigh = kTiled == ScaleLayout::swizzled_128x4 ? 8 : 2;
@@ -67,7 +67,8 @@ FP4KIT_DEVICE void swizzle_quads(const SwizzleArguments& a, Grid grid) {
   }
 }
 
-// Convert between any two layouts, with any columns and addresses: four bytes per thread, one by one.
+// Convert between any two layouts, with any number of columns and any alignment. A thread moves four bytes per step,
+// one at a time.
 template <ScaleLayout kSource, ScaleLayout kTarget>
 FP4KIT_DEVICE void swizzle_bytes(const SwizzleArguments& a, Grid grid) {
   const i64 tall = padded_rows<kTarget>(a.rows), wide = (a.columns + 3) / 4, count = a.matrices * tall * wide;
@@ -86,7 +87,8 @@ FP4KIT_DEVICE void swizzle_bytes(const SwizzleArguments& a, Grid grid) {
   }
 }
 
-// Launch with any grid.
+// Convert the scales a.in from layout kFrom to layout kTo in a.out, and set padding to zero. A thread moves 64 bytes
+// per step if kQuads, otherwise four. Launch with any grid.
 extern "C" __global__ void __launch_bounds__(kThreads) swizzle_kernel(SwizzleArguments a) {
   if constexpr (kQuads) {
     swizzle_quads<kFromLinear ? kTo : kFrom>(a, whole_grid());

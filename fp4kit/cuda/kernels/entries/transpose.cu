@@ -1,13 +1,14 @@
-// transpose: codes and block scales of a stack of matrices with square blocks to those of the transposed matrices,
-// without decoding.
+// transpose: from the codes and block scales of a stack of matrices with square blocks, make those of the transposed
+// matrices, without decoding.
 //
-// S has kBits of a code, kBlock, kLayout of the scales, and kScaleWords: whether scales are aligned to words of four,
-// in and out. kAligned: lines of codes are whole chunks of 16 bytes, in and out.
+// The struct S has kBits (per code), kBlock, kLayout (of the scales), and kScaleWords: whether rows of scales begin at
+// multiples of four bytes, in the input and the output. kAligned: rows of codes are whole chunks of 16 bytes, in the
+// input and the output.
 #include "transpose_codes.cuh"
 #include "transpose_scales.cuh"
 
 constexpr bool kLinear = S::kLayout == ScaleLayout::linear;
-// Whether scales are transposed separately from the tiles of codes.
+// Whether scales are transposed in separate steps, not together with the tiles of codes.
 template <class S>
 constexpr bool kSeparateScales = S::kLayout != ScaleLayout::swizzled_128x4 && S::kScaleWords;
 constexpr int kBlocksPerMultiprocessor = kLinear ? 3 : 4;  // 5 would spill registers
@@ -26,7 +27,7 @@ FP4KIT_DEVICE Chunk* tile_memory() {
   return tile;
 }
 
-// Transpose the tile of codes at (row, column), with its scales unless they are separate.
+// Transpose the tile of codes at (row, column), and its scales unless kSeparateScales.
 template <class S, bool kAligned>
 FP4KIT_DEVICE void transpose_tile(const CodeMatrix& codes, const ScaleMatrix& scales, i64 row, i64 column) {
   using T = CodeTile<S::kBits>;
@@ -48,7 +49,8 @@ FP4KIT_DEVICE void transpose_tile(const CodeMatrix& codes, const ScaleMatrix& sc
   __syncthreads();
 }
 
-// Transpose kThreads squares of 4 x 4 blocks' linear scales, by a thread block, from the squares of all matrices.
+// Transpose linear scales: a thread takes the scales of 4 x 4 blocks, and a thread block takes kThreads such squares.
+// `squares` counts those of all matrices.
 template <class S>
 FP4KIT_DEVICE void transpose_squares(const TransposeArguments& a, i64 item, i64 squares) {
   const i64 unit = item * kThreads + threadIdx.x;
@@ -72,9 +74,9 @@ FP4KIT_DEVICE void transpose_large_tile(const TransposeArguments& a, i64 item, i
   transpose_scale_tile<U>(s, row, column, static_cast<int>(threadIdx.x));
 }
 
-// Transpose a stack of matrices, or a piece of a group, tile by tile down the columns: thread blocks that run at the
-// same time then store neighboring lines. The order of addresses limits the speed: copying tiles to their transposed
-// places, without transposing them, reaches 0.87 to 0.91 of the speed of a copy (H200, 2026-11-21).
+// Transpose a stack of matrices, or one piece of a member of a group, tile by tile down the columns. Thread blocks that
+// run at the same time then store neighboring lines. The order of addresses limits the speed: copying tiles to their
+// transposed places, without transposing them, reaches 0.87 to 0.91 of the speed of a copy (H200, 2026-11-21).
 template <class S, bool kAligned>
 FP4KIT_DEVICE void transpose(const TransposeArguments& a, Grid grid) {
   using T = CodeTile<S::kBits>;
@@ -101,7 +103,8 @@ FP4KIT_DEVICE void transpose(const TransposeArguments& a, Grid grid) {
   }
 }
 
-// Launch with any grid.
+// Transpose a.codes and a.scales into a.codes_out and a.scales_out. A thread block takes one tile at a time. Launch
+// with any grid.
 extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
     transpose_kernel(TransposeArguments a) {
   transpose<S, kAligned>(a, whole_grid());

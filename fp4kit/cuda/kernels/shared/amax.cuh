@@ -1,11 +1,11 @@
-// The amax of a tensor: which elements count, and the largest magnitude of a run, of a thread block and of a cluster.
-// Magnitudes are compared as float32 bits, which order as the values do, with NaN above infinity.
+// Find the largest magnitude of a run, of a thread block and of a cluster, over the elements that count in a tensor's
+// amax. Magnitudes are compared as float32 bits, which order as the values do, with NaN above infinity.
 #pragma once
 
 #include "block.cuh"
 #include "hadamard.cuh"
 
-// Return the bits of |x|; 0 if kInput says that x does not count.
+// Return the bits of |x|, or 0 if kInput excludes x from the amax (NaN, or all that is not finite).
 template <AmaxInput kInput>
 FP4KIT_DEVICE u32 counted_bits(float x) {
   const u32 bits = bits_of(x) & 0x7FFFFFFFu;
@@ -14,7 +14,8 @@ FP4KIT_DEVICE u32 counted_bits(float x) {
   return bits;
 }
 
-// Return the bits of the largest magnitude of a run that counts. If Transform::kHadamard, the run is transformed first.
+// Return the bits of the largest magnitude among the elements of a run that kInput lets count. If Transform::kHadamard,
+// the run is transformed first.
 template <class Transform, class In, AmaxInput kInput, int kCount>
 FP4KIT_DEVICE u32 largest_of_run(Run<In, kCount> run) {
   u32 largest;
@@ -30,7 +31,7 @@ FP4KIT_DEVICE u32 largest_of_run(Run<In, kCount> run) {
   return largest;
 }
 
-// Return the largest `own` of a thread block, to all of its threads.
+// Return the largest `own` among all threads of a thread block, to each of them.
 template <int kThreads>
 FP4KIT_DEVICE u32 largest_of_block(u32 own) {
   __shared__ u32 parts[kThreads];
@@ -47,8 +48,8 @@ FP4KIT_DEVICE u32 largest_of_block(u32 own) {
 
 constexpr int kAmaxRun = 16;  // elements of a run
 
-// Return the largest of the elements in [0, count) that thread `lane` of `lanes` threads takes. kAligned: x is a
-// multiple of 16 bytes.
+// Return the bits of the largest magnitude among the elements in [0, count) that thread `lane` takes; `lanes` threads
+// share them. kAligned: x is a multiple of 16 bytes.
 template <class Transform, class In, AmaxInput kInput, bool kAligned>
 FP4KIT_DEVICE u32 largest_bits(const typename In::Bits* x, i64 count, i64 lane, i64 lanes) {
   constexpr int kRun = kAmaxRun;
@@ -61,13 +62,13 @@ FP4KIT_DEVICE u32 largest_bits(const typename In::Bits* x, i64 count, i64 lane, 
   return largest;
 }
 
-// A Transform that does nothing.
+// A Transform for arrays without a Hadamard transform.
 struct Untransformed {
   static constexpr bool kHadamard = false;
   static constexpr u32 kSignMask = 0u;
 };
 
-// If R::kFinders is not 0, a kernel finds the amax itself. kFinders thread blocks, a cluster, do so together;
+// If R::kFinders is not 0, a kernel finds the tensor's amax itself, by clusters of kFinders thread blocks.
 // FP4KIT_FINDERS tells the compiler the size of the cluster, and the grid is a multiple of it. Before compute
 // capability 9.0 there are no clusters, and each thread block finds the amax alone.
 #if defined(FP4KIT_FINDERS) && __CUDA_ARCH__ >= 900
@@ -78,8 +79,8 @@ constexpr int kFinders = FP4KIT_FINDERS;
 constexpr int kFinders = 1;
 #endif
 
-// Return the largest of this thread's part of the whole array, for the thread blocks of a cluster. Each thread has
-// loads of 256 bytes in flight, because nothing else hides their latency.
+// Return the bits of the largest magnitude in this thread's part of the array, which the threads of a cluster divide
+// among them. Each thread has loads of 256 bytes in flight, because nothing else hides their latency.
 template <class In, AmaxInput kInput, bool kAligned>
 FP4KIT_DEVICE u32 largest_of_all(const typename In::Bits* x, i64 count) {
   constexpr int kRun = kAmaxRun, kRunsAtOnce = 256 / (kRun * sizeof(typename In::Bits)), kLanes = kFinders * kThreads;
@@ -100,7 +101,7 @@ FP4KIT_DEVICE u32 largest_of_all(const typename In::Bits* x, i64 count) {
                  largest_bits<Untransformed, In, kInput, false>(x + remainder, count - remainder, lane, kLanes));
 }
 
-// Return, to thread 0 of each thread block of a cluster, the largest of what these threads hold.
+// Return the largest `own_largest` among all threads of a cluster, to thread 0 of each of its thread blocks.
 FP4KIT_DEVICE u32 largest_of_cluster(u32 own_largest) {
 #if defined(FP4KIT_FINDERS) && __CUDA_ARCH__ >= 900
   __shared__ u32 parts[kFinders];
@@ -124,9 +125,9 @@ FP4KIT_DEVICE u32 largest_of_cluster(u32 own_largest) {
   return own_largest;
 }
 
-// If R::kFinders is not 0, find the amax of the whole array before anything else, and make a.tensor_amax point to it.
-// The first thread block also writes it to where a.tensor_amax pointed. For small arrays, this saves two of three
-// launches.
+// If R::kFinders is not 0, find the amax of the whole array a.x, and make a.tensor_amax point to it; otherwise do
+// nothing. A kernel calls this first. The first thread block also writes the amax to where a.tensor_amax pointed. For
+// small arrays, this saves two of three launches.
 template <class R, class In, bool kAligned, class Arguments>
 FP4KIT_DEVICE void find_amax(Arguments& a) {
   if constexpr (R::kFinders > 0) {

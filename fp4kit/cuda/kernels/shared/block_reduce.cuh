@@ -1,5 +1,5 @@
-// Combine the rows of blocks in a thread block. Each thread holds one row of one block; amaxes and errors of the rows
-// meet in shared memory.
+// Combine the amaxes or errors of the rows of a block. Each thread of a thread block holds one row of one block, and
+// the values of the rows meet in shared memory.
 #pragma once
 
 #include "four_over_six.cuh"
@@ -20,11 +20,11 @@ struct TileMemory<R, true> {
   float parts[3][kTileWarps][kColumns];
 };
 
-// The larger of two magnitudes, NaN above all.
+// An operation for reduce_rows: the larger of two magnitudes, with NaN above all.
 struct LargerOf {
   FP4KIT_DEVICE float combine(float a, float b) { return float_of(maximum(bits_of(a), bits_of(b))); }
 };
-// The sum of two floats.
+// An operation for reduce_rows: the sum of two floats.
 struct SumOf {
   FP4KIT_DEVICE float combine(float a, float b) { return a + b; }
 };
@@ -53,7 +53,7 @@ FP4KIT_DEVICE void reduce_rows(TileMemory<R>& tile, float (&values)[kCount], int
   }
 }
 
-// Return the amax of a block from the amaxes of its rows, to all threads of the thread block.
+// Return the amax of a block to all threads of the thread block. `amax` is that of this thread's row.
 template <class R>
 FP4KIT_DEVICE float amax_of_rows(TileMemory<R>& tile, float amax, int row, int column) {
   if constexpr (R::kBlockRows == 1) {

@@ -4,7 +4,8 @@
 
 #include "fast_path.cuh"
 
-// Put the signs of eight rows of each column at bits 4 i + 3 of signs[0] and signs[1]. Other bits have no meaning.
+// Put the sign bits of eight rows of the left column into signs[0], and of the right column into signs[1]: the sign of
+// row i at bit 4 i + 3. All other bits are undefined.
 FP4KIT_DEVICE void nibble_signs_of_columns(const u32* rows, u32 (&signs)[2]) {
   u32 four[2];  // of rows 0 2 and of rows 1 3; two bytes of the left column, two of the right one
 #pragma unroll
@@ -16,8 +17,8 @@ FP4KIT_DEVICE void nibble_signs_of_columns(const u32* rows, u32 (&signs)[2]) {
   signs[1] = prmt(four[0], four[1], 0x7632u);
 }
 
-// Put the words of E2M1 codes of eight rows of two bfloat16 columns, times a power of two each, into words. The sign
-// bits of `signs` become those of the codes.
+// Multiply eight rows of two bfloat16 columns with a power of two per column, and put the E2M1 codes of each column
+// into a word. The codes get the sign bits of `signs`.
 FP4KIT_DEVICE void encode_columns_e2m1x8(const u32* rows, const u32* signs, u32 factors, u32 (&words)[2]) {
   u32 four[2];  // of rows 0 to 3 and of rows 4 to 7; bytes: left, right, left, right
 #pragma unroll
@@ -34,7 +35,7 @@ FP4KIT_DEVICE void encode_columns_e2m1x8(const u32* rows, const u32* signs, u32 
   words[1] = prmt(four[0], four[1], 0x7531u);
 }
 
-// Pack the codes of two finite columns into words, as exact_codes does.
+// Encode two columns of finite elements, and pack the codes of each into words as exact_codes does.
 template <class R, class In, int kRows>
 FP4KIT_DEVICE void encode_columns(const u32 (&rows)[kRows], const Factor (&f)[2],
                                   u32 (&words)[2][kRows * R::Element::kStoredBits / 32]) {

@@ -41,8 +41,8 @@ FP4KIT_DEVICE float rounded(float scaled) {
   return decode<typename R::Element>(encode_element<R>(scaled));
 }
 
-// Return the error of a run under a scale: the sum of the elements' errors in their order or in lanes, or the largest
-// of them.
+// Return the error of a run under a scale: the sum of the elements' errors or, if R::kLargestError, the largest of
+// them. The order of additions is the recipe's.
 template <class R, bool kUnrolled = false, class In>
 FP4KIT_DEVICE float sum_errors(Run<In, R::kBlock>& run, u32 scale_code, TensorScale t) {
   const float scale = decode_scale<R>(scale_code), factor = candidate_factor<R>(scale, t);
@@ -63,7 +63,7 @@ FP4KIT_DEVICE float sum_errors(Run<In, R::kBlock>& run, u32 scale_code, TensorSc
   return error;
 }
 
-// Return the codes of a run under the chosen scale, the first in the lowest bits.
+// Return the codes of a run under the chosen scale, with the first code in the lowest bits.
 template <class R, bool kUnrolled = false, class In>
 FP4KIT_DEVICE u64 encode_chosen(Run<In, R::kBlock>& run, float amax, u32 scale_code, TensorScale t) {
   if (R::kFlush && magnitude_of(amax) < kFltMin) return 0u;  // FlashInfer returns early for a block of zeros
@@ -101,7 +101,7 @@ struct alignas(16) ApproximateScale {
   float slack;   // how far both sums can be off together: the part that depends on the larger u
 };
 
-// Return whether one tensor scale serves all blocks. A table of all block scales is then worthwhile.
+// Return whether all blocks share one tensor scale. A table of all block scales is then worthwhile.
 template <class R>
 FP4KIT_DEVICE constexpr bool has_one_scale() {
   return R::kTensorScaling == TensorScaling::tensor || R::kTensorScaling == TensorScaling::none;
@@ -116,7 +116,7 @@ FP4KIT_DEVICE float inverse_amax_power(TensorScale t) {
   return float_of(0x7F000000u - bits_of(amax_power(t)));
 }
 
-// Return whether scales stay in the normal range and squares of errors below infinity.
+// Return whether, under this tensor scale, all scales stay in the normal range and all squared errors stay finite.
 FP4KIT_DEVICE bool is_ordinary(TensorScale t) {
   return t.amax > 0x1p-60f && t.amax < 0x1p60f && is_finite(t.encode) && is_finite(t.decode);
 }
@@ -153,7 +153,7 @@ FP4KIT_DEVICE float approximate_error(const float (&a)[R::kBlock], float small, 
   return error;
 }
 
-// Compute both sums of errors of a finite run.
+// Put the approximate sums of errors of a finite run, under both scales, into `errors`.
 template <class R, class In>
 FP4KIT_DEVICE void approximate_errors(const Run<In, R::kBlock>& run, const ApproximateScale& six,
                                       const ApproximateScale& four, float inverse, float (&errors)[2]) {
@@ -174,7 +174,8 @@ FP4KIT_DEVICE bool is_decided(const ApproximateScale& six, const ApproximateScal
   return fabsf(errors[1] - errors[0]) > (R::kSquaredError ? fma_rn(errors[0] + errors[1], 0x1p-15f, slack) : slack);
 }
 
-// Return whether a block has only zeros, and scale code and element codes 0, with the elements' signs, are right.
+// Return whether a block has only zeros and may take the fast path: scale code 0 is right, and so are element codes 0
+// with the elements' signs.
 FP4KIT_DEVICE bool is_zero_block(float amax, u32 six_code, u32 four_code, TensorScale t) {
   return amax == 0.0f && six_code == 0u && four_code == 0u && is_ordinary(t);
 }

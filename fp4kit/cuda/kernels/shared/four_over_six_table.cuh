@@ -34,13 +34,13 @@ __device__ constexpr Pair kPairsOfScales[kPairs] = {{0, 4}, {0, 5}, {1, 4}, {1, 
                                                     {3, 5}, {3, 6}, {4, 5}, {5, 4}, {5, 5}, {6, 4}, {6, 5},
                                                     {7, 4}, {7, 5}, {3, 3}, {4, 2}, {5, 1}};
 
-// Where a pair's entries are. For a first scale in [1, 2), the entry of a bfloat16 with bits b is entry max(b + shift,
-// first).
+// The place of a pair's entries in the table. For a first scale in [1, 2), the entry of a bfloat16 with bits b is entry
+// max(b + shift, first).
 struct PairOffset {
   i32 shift, first;
 };
 
-// What the entries of a pair are made from.
+// The numbers from which the entries of a pair are computed.
 struct PairScales {
   float factors[2], compared[2][8], steps;  // steps: units per error of 1
   u32 below;                                // bits of the bfloat16 of the first entry

@@ -31,7 +31,8 @@ FP4KIT_DEVICE Shard<In> shard_of(const void* values, i64 start, i64 end) {
   return {static_cast<const Bits*>(values), start, end, shift, start + margin, end - margin};
 }
 
-// Copy the run that begins kWords words, and half a word if `shift` says so, into w.
+// Put into `run` the words of w from word kWords on; for 16-bit elements, from one element further if bit 1 of `shift`
+// is set.
 template <int kWords, class In, int kCount>
 FP4KIT_DEVICE void move_down(const u32 (&w)[kCount], u32 shift, Run<In, kRun>& run) {
 #pragma unroll
@@ -91,13 +92,14 @@ FP4KIT_DEVICE Run<In, kRun> read_owned(const Shard<In>& s, i64 p) {
   return run;
 }
 
-// `count` numbers from `first` on.
+// The integers from `first` to `first + count - 1`.
 struct Range {
   u32 first, count;
   FP4KIT_DEVICE_MEMBER bool has(u32 i) const { return i - first < count; }
 };
 
-// Return the runs that lie completely in elements [first, last); none if last <= 0. A matrix has less than 2^31 runs.
+// Return the runs that lie completely in elements [first, last), or no runs if last <= 0. A matrix has fewer than 2^31
+// runs.
 FP4KIT_DEVICE Range whole_runs(i64 first, i64 last) {
   const i64 begin = (first + kRun - 1) / kRun, end = maximum<i64>(last, 0) / kRun;
   return {static_cast<u32>(begin), static_cast<u32>(maximum<i64>(end - begin, 0))};

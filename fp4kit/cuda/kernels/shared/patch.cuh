@@ -66,7 +66,7 @@ FP4KIT_DEVICE u32 row_bytes(const PatchArguments& a) {
   return static_cast<u32>(a.columns) / 8 * P::kBits;
 }
 
-// Where a thread's patch is, in the tile and in the matrix.
+// The position of a thread's patch in the tile and in the matrix.
 struct PatchPosition {
   int tile_row, tile_column;
   i32 row, column;
@@ -104,7 +104,8 @@ struct TileOrder {
   }
 };
 
-// Return how many rows of the matrix there are from a patch's first row on; 0 or less if the patch is outside.
+// Return how many rows of the matrix remain from a patch's first row on. The result is 0 or less if the patch is
+// outside the matrix.
 FP4KIT_DEVICE int rows_inside(const PatchArguments& a, const PatchPosition& s) {
   return s.column < static_cast<i32>(a.columns) ? static_cast<i32>(a.rows) - s.row : 0;
 }
@@ -115,8 +116,9 @@ FP4KIT_DEVICE const typename In::Bits* first_element(const PatchArguments& a, co
   return advanced(static_cast<const typename In::Bits*>(a.x), static_cast<u32>(a.columns), s.row) + s.column;
 }
 
-// Load the rows of a patch. Elements outside the matrix do not matter; other elements are loaded in their place. If a
-// square block ends below the matrix, its last row is loaded again; other blocks are whole.
+// Load the rows of a patch. Places outside the matrix get copies of other elements, and their results are never stored.
+// If a square block ends below the matrix, the copies are of the matrix's last row, so that they do not change the
+// block's amax.
 template <class In, bool kAligned, class P>
 FP4KIT_DEVICE void load_patch(const PatchArguments& a, const PatchPosition& s,
                               Run<In, P::kPatchColumns> (&x)[P::kPatchRows]) {
@@ -134,7 +136,7 @@ FP4KIT_DEVICE void load_patch(const PatchArguments& a, const PatchPosition& s,
   }
 }
 
-// Return the largest over the lanes whose numbers differ only in the bits from `first` up to, not including, `end`.
+// Return the largest `largest` among the lanes whose numbers differ from this lane's only in bits `first` to `end` - 1.
 FP4KIT_DEVICE u32 largest_of_lanes(u32 largest, int first, int end) {
 #pragma unroll
   for (int lane = first; lane < end; lane *= 2) largest = maximum(largest, __shfl_xor_sync(0xFFFFFFFFu, largest, lane));
@@ -152,7 +154,7 @@ FP4KIT_DEVICE float amax_of_block(const typename In::Bits* x, int rows, i64 row_
   });
 }
 
-// Pack the codes of kRun elements that lie `step` apart, of any values.
+// Encode kRun elements that lie `step` apart by the exact path, and pack their codes into words.
 template <class R, class In, int kRun>
 FP4KIT_DEVICE void encode_any(const typename In::Bits* x, i64 step, Factor f, u32 (&words)[kCodeWords<R, kRun>]) {
   exact_codes_of<R, In, kRun>([=](int i) { return In::widen(x[i * step]); }, f, words);

@@ -6,7 +6,8 @@
 #include "patch_staging.cuh"
 #include "transpose_square.cuh"
 
-// Put the float32 bits of the largest magnitude of each column into `largest`, over all patches of a block.
+// Put the float32 bits of the largest magnitude of each column's block into `largest`. The patches of a block combine
+// theirs.
 template <class In, class P>
 FP4KIT_DEVICE void column_maxima(const Run<In, P::kPatchColumns> (&x)[P::kPatchRows],
                                  u32 (&largest)[P::kPatchColumns]) {
@@ -31,8 +32,9 @@ FP4KIT_DEVICE void column_maxima(const Run<In, P::kPatchColumns> (&x)[P::kPatchR
   }
 }
 
-// Transform the columns of a patch, which are whole blocks of 16, in place, and put the float32 bits of their largest
-// magnitudes into `largest`. Return a bit mask of the columns whose sums are not conclusive; their results are wrong.
+// Apply the Hadamard transform to the columns of a patch in place; a column is one block of 16. Put the float32 bits of
+// their largest magnitudes into `largest`. Return a bit mask of the columns whose float32 sums are not conclusive
+// (hadamard.cuh); the results of these columns are wrong.
 template <class R, class In, class P>
 FP4KIT_DEVICE u32 transform_columns(Run<In, P::kPatchColumns> (&x)[P::kPatchRows], u32 (&largest)[P::kPatchColumns]) {
   constexpr int kWords = Run<In, P::kPatchColumns>::kWords;
@@ -58,7 +60,7 @@ FP4KIT_DEVICE u32 transform_columns(Run<In, P::kPatchColumns> (&x)[P::kPatchRows
   return inconclusive;
 }
 
-// Put the transform of the 16 elements that lie `step` apart from x on into y.
+// Put the Hadamard transform of 16 elements into y. The elements begin at x and lie `step` apart.
 template <class R, class In>
 FP4KIT_DEVICE void transform_column(const typename In::Bits* x, i64 step, typename In::Bits (&y)[16]) {
   typename In::Bits column[16];
@@ -70,7 +72,8 @@ FP4KIT_DEVICE void transform_column(const typename In::Bits* x, i64 step, typena
   for (int i = 0; i < 16; ++i) y[i] = In::narrow(element(run, i));
 }
 
-// Encode all columns of a patch by the fast path, also those that may not take it.
+// Encode all columns of a patch by the fast path. The codes of columns that may not take it are wrong, and the caller
+// replaces them.
 template <class R, class In, class P>
 FP4KIT_DEVICE void encode_patch_columns(const Run<In, P::kPatchColumns> (&x)[P::kPatchRows],
                                         const Factor (&f)[P::kPatchColumns],
@@ -98,8 +101,8 @@ FP4KIT_DEVICE void encode_patch_columns(const Run<In, P::kPatchColumns> (&x)[P::
   }
 }
 
-// Encode a column of a patch of any values, from x on, which is `above` rows below its block's first row. Return its
-// scale code. Keeps the code of a rare case small.
+// Encode one column of a patch by the exact path, and return the block's scale code. The column begins at x, `above`
+// rows below its block's first row. The loops are not unrolled, because this case is rare.
 template <class R, class In, class P>
 FP4KIT_DEVICE u32 encode_any_column(const typename In::Bits* x, int above, i64 step, TensorScale t, const Factor* table,
                                     u32 (&words)[P::kWords]) {

@@ -11,7 +11,7 @@ FP4KIT_DEVICE u8* first_codes(const PatchArguments& a, const PatchPosition& s) {
   return advanced(a.packed, row_bytes<P>(a), s.row) + s.column / 8 * P::kBits;
 }
 
-// Store the scale of a block once per row: a patch's lanes store it for their rows.
+// Store the scale code of a block once per row. The lanes of a block's patches divide the rows among them.
 template <class R, class P>
 FP4KIT_DEVICE void store_scales(const PatchArguments& a, const PatchPosition& s, int inside, u32 code) {
   constexpr int kRows = P::kPatchRows / P::kPatchesPerBlock;  // per lane
@@ -23,7 +23,7 @@ FP4KIT_DEVICE void store_scales(const PatchArguments& a, const PatchPosition& s,
     if (first + i < inside) *out = static_cast<u8>(code);
 }
 
-// Store the values that the codes of a patch decode to, for fake_quantize.
+// Store the values that the codes of a patch decode to (fake_quantize).
 template <class R, class In, bool kAligned, class P>
 FP4KIT_DEVICE void round_patch(const PatchArguments& a, const PatchPosition& s,
                                const Run<In, P::kPatchColumns> (&x)[P::kPatchRows], bool is_fast, Factor f,
@@ -65,7 +65,7 @@ FP4KIT_DEVICE void encode_patch(const PatchArguments& a, const PatchPosition& s,
   }
 }
 
-// Put the codes of a patch, which are packed along rows, into the staging buffer along columns.
+// Transpose the codes of a patch, which are packed along rows, and put them into the staging buffer along columns.
 template <class P>
 FP4KIT_DEVICE void stage_transposed(Staging<P>& staging, const PatchPosition& s,
                                     const u32 (&codes)[P::kPatchRows][P::kRowWords]) {

@@ -5,9 +5,10 @@
 #include "patch.cuh"
 #include "transpose_square.cuh"
 
-// A tile's elements. Blocks in a row find here what was loaded for blocks in a column. Otherwise two of three elements
-// were no longer in the L1 cache, which has few places for rows that lie a power of two apart. nvfp4-te in both
-// directions, relative to a copy: 0.73 without this buffer, 0.75 with it (H200, 2026-11-21).
+// The elements of a tile in shared memory. Blocks in a row read there what was loaded for blocks in a column. Without
+// this buffer, two of three elements were no longer in the L1 cache, which has few places for rows that lie a power of
+// two apart. nvfp4-te in both directions, relative to a copy: 0.73 without this buffer, 0.75 with it (H200,
+// 2026-11-21).
 template <class P>
 struct TileElements {
   static constexpr int kRowChunks = P::kTileBytes / kTileRows / 16;
@@ -17,7 +18,7 @@ struct TileElements {
   FP4KIT_DEVICE int place(int row, int chunk) { return chunk ^ (chunk >> 3 & 1) ^ ((row & 1) << 1); }
 };
 
-// The staging buffer: codes and scales along columns.
+// The staging buffer: the codes and scales of a tile along columns.
 template <class P>
 struct Staging {
   alignas(16) u32 words[P::kColumnWords][P::kTileColumns];

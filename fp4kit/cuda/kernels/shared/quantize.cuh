@@ -11,8 +11,8 @@ struct QuantizeArguments {
   u8* packed;                // codes (null for fake_quantize)
   u8* scales;                // block scales in R's layout (null without block scales)
   void* values;              // fake_quantize: elements of x's type (null otherwise)
-  const float* tensor_amax;  // one, one per row, or one per block, by R::kTensorScaling (null without tensor scale)
-  float* tensor_scale;       // the decode scales, as many (null for fake_quantize)
+  const float* tensor_amax;  // one, one per row or one per block, by R::kTensorScaling (null without tensor scale)
+  float* tensor_scale;       // the decode scales, one per tensor_amax (null for fake_quantize)
   const float* block_amax;   // calibrated amaxes of all blocks (null: computed from x)
   const u8* random;          // random bytes of all elements (null: generated from the seed)
   float* amax_out;           // receives a copy of tensor_amax (null: no copy)
@@ -20,7 +20,7 @@ struct QuantizeArguments {
   i64 rows, columns;
 };
 
-// Store tensor scale number i, and its amax if a copy is wanted.
+// Store tensor scale number i, and its amax if a.amax_out is not null.
 FP4KIT_DEVICE void store_tensor_scale(const QuantizeArguments& a, i64 i, TensorScale t) {
   a.tensor_scale[i] = t.decode;
   if (a.amax_out) a.amax_out[i] = amax_at(a.tensor_amax, i);
@@ -86,8 +86,8 @@ FP4KIT_DEVICE void store_packed(const QuantizeArguments& a, i64 first, const u32
   }
 }
 
-// Encode a run of any elements by the exact path, and store its codes or values. `first` is the number of its first
-// element.
+// Encode a run by the exact path, which takes any elements, and store its codes or values. `first` is the number of its
+// first element in the array.
 template <class R, class In, bool kAligned, int kRun>
 FP4KIT_DEVICE void store_exact(const QuantizeArguments& a, i64 first, const float (&x)[kRun], Factor f, u32 scale_code,
                                TensorScale t) {
@@ -117,7 +117,8 @@ FP4KIT_DEVICE void store_finite(const QuantizeArguments& a, i64 first, const Run
   }
 }
 
-// Encode and store a finite run as above, generating random bytes if needed.
+// Encode and store a finite run by the fast path. If rounding is stochastic, its random bytes are loaded or generated
+// here.
 template <class R, class In, bool kAligned, int kRun>
 FP4KIT_DEVICE void store_finite(const QuantizeArguments& a, i64 first, const Run<In, kRun>& run, Factor f,
                                 u32 scale_code, TensorScale t) {
@@ -126,7 +127,8 @@ FP4KIT_DEVICE void store_finite(const QuantizeArguments& a, i64 first, const Run
   store_finite<R, In, kAligned>(a, first, run, f, scale_code, t, random);
 }
 
-// Quantize `count` elements of any values at x, numbers `first` and on, without block scales.
+// Quantize `count` elements at x by the exact path, for recipes without block scales. `first` is the number of the
+// first one in the array.
 template <class R, class In>
 FP4KIT_DEVICE void quantize_elements(const QuantizeArguments& a, i64 first, int count, const typename In::Bits* x,
                                      Factor f, TensorScale t) {
@@ -154,7 +156,8 @@ FP4KIT_DEVICE const typename In::Bits* narrow_to(const Run<In, kRun>& run, typen
   return elements;
 }
 
-// Quantize a whole run without block scales, by the fast path if it takes that.
+// Quantize a whole run for a recipe without block scales, by the fast path if the run may take it, otherwise by the
+// exact path.
 template <class R, class In, bool kAligned, int kRun>
 FP4KIT_DEVICE void quantize_run(const QuantizeArguments& a, i64 first, const Run<In, kRun>& x, Factor f,
                                 TensorScale t) {

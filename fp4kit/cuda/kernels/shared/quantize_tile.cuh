@@ -1,4 +1,5 @@
-// quantize if a decision spans threads: blocks of kBlockRows rows (16x16, 32x32), and 4over6 on any block.
+// Quantize when one decision needs a whole block that several threads hold: blocks of kBlockRows rows (16x16, 32x32),
+// and 4over6 on any block.
 //
 // A tile is kBlockRows rows of kColumns blocks. A thread takes one row of one block (R::kBlock elements); amaxes and
 // errors meet in shared memory. For 4over6 on blocks of one row, each thread takes blocks of its own and needs no
@@ -12,7 +13,7 @@ struct BlockRow {
   i64 row, block, blocks;
 };
 
-// Store the scale of a row of a block, and once per tensor or row the tensor scale.
+// Store the scale of a block for one of its rows. The first thread of a tensor or row also stores its tensor scale.
 template <class R, class In>
 FP4KIT_DEVICE void store_scales(const QuantizeArguments& a, BlockRow position, u32 code, TensorScale t) {
   if constexpr (!R::kFake) a.scales[scale_offset<R::kLayout>(position.row, position.block, position.blocks)] = code;
@@ -136,7 +137,7 @@ FP4KIT_DEVICE void fill_scale_table(const QuantizeArguments& a, ApproximateScale
   __syncthreads();
 }
 
-// Quantize blocks of several rows, one tile after the other.
+// Quantize a matrix whose blocks have several rows, one tile after the other.
 template <class R, class In, bool kAligned>
 FP4KIT_DEVICE void quantize_tiles(const QuantizeArguments& a, Grid grid, const ApproximateScale* table,
                                   TileMemory<R>& tile) {
@@ -169,7 +170,7 @@ FP4KIT_DEVICE void quantize_tiles(const QuantizeArguments& a, Grid grid, const A
   }
 }
 
-// Quantize blocks of one row; a thread takes one at a time.
+// Quantize a matrix whose blocks have one row. A thread takes one block at a time.
 template <class R, class In, bool kAligned>
 FP4KIT_DEVICE void quantize_rows(const QuantizeArguments& a, Grid grid, const ApproximateScale* table,
                                  TileMemory<R>& tile) {
@@ -197,7 +198,7 @@ FP4KIT_DEVICE void quantize_rows(const QuantizeArguments& a, Grid grid, const Ap
   }
 }
 
-// Quantize a matrix, or a piece of a group.
+// Quantize a matrix, or one piece of a member of a group: `grid` says which part this thread block takes.
 template <class R, class In, bool kAligned>
 FP4KIT_DEVICE void quantize_tile(const QuantizeArguments& a, Grid grid) {
   __shared__ TileMemory<R> tile;

@@ -36,7 +36,7 @@ struct SearchArguments {
                                     // -126 ... 126 for all codes
 };
 
-// What the threads of a thread block share: the candidates by code, and the numbers to find a block's first code.
+// What the threads of a thread block share: the candidates by code, and the numbers that give a block's first code.
 struct Candidates {
   Candidate by_code[128];
   float amaxes[128];
@@ -83,8 +83,8 @@ FP4KIT_DEVICE CandidateRange candidate_range(const SearchArguments& a, float ama
   return {within(a.lower), within(a.upper)};
 }
 
-// Search the best code of a block with amax > 0, upward and downward from its first code, and put it into `best`.
-// Return whether it is proven to be the best of all candidates.
+// Find the code with the smallest loss for a block with amax > 0, and put it into `best`. The search goes upward and
+// downward from the block's first code. Return whether `best` is proven to be the best of all candidates.
 template <bool kWeighted>
 FP4KIT_DEVICE bool search_from_first(const SearchBlock<kWeighted>& block, float amax, CandidateRange range,
                                      const Candidates& shared, BestCode& best) {

@@ -13,7 +13,7 @@
 #include "exact_path.cuh"
 #include "search_hessian.cuh"
 
-// power: of |d|, for losses of powers.
+// Arguments of search_full.cu. power: the p of losses |d|^p.
 struct FullSearchArguments : SearchArguments {
   double power;
 };
@@ -28,7 +28,7 @@ struct Found {
   }
 };
 
-// Return floor(log2(x)) for a finite x > 0; -1 for 0, as frexp has it.
+// Return floor(log2(x)) for a finite x > 0. Return -1 for 0, as frexp does.
 FP4KIT_DEVICE i32 floor_log2(float x) {
   if (x == 0.0f) return -1;
   const bool is_small = x < kFltMin;
@@ -127,7 +127,8 @@ FP4KIT_DEVICE void run_residuals(const Set& set, const typename Set::Trial& tria
   for (int i = 0; i < kSearchBlockSize; ++i) d[i] = set.residual_of(run.a[i], trial);
 }
 
-// Raise sixteen residuals to the power of the loss. The loop is not unrolled, because the code of a power is long.
+// Replace sixteen residuals d by |d|^power if the objective is powers. The loop is not unrolled, because the code of a
+// power is long.
 template <Objective kObjective>
 FP4KIT_DEVICE void loss_terms_of_run(float (&d)[kSearchBlockSize], double power) {
   if constexpr (kObjective == Objective::powers) {
@@ -136,9 +137,9 @@ FP4KIT_DEVICE void loss_terms_of_run(float (&d)[kSearchBlockSize], double power)
   }
 }
 
-// Return the loss of a row of a block, by each of its elements. load(j, run) loads elements from j on, with their
-// weights. Four neighbors are added each; then halves of these sums are joined until one is left. If their number is
-// odd, the middle one waits.
+// Return the loss of a row of a block from the losses of its elements. load(j, run) loads elements from j on, with
+// their weights. Four neighbors are combined first (loss_of_four). Then the second half of these results is combined
+// with the first half (combined_loss) until one is left. If their number is odd, the middle one waits.
 template <class R, Objective kObjective, bool kWeighted, class Set, class Load>
 FP4KIT_DEVICE float loss_of_row(const FullSearchArguments& a, const Set& set, const typename Set::Trial& trial,
                                 const Load& load) {
@@ -165,7 +166,8 @@ FP4KIT_DEVICE float loss_of_row(const FullSearchArguments& a, const Set& set, co
   return sums[0];
 }
 
-// Return the loss of a row of a block: loss_of_row, or by the Hessian of the block's columns.
+// Return the loss of a row of a block: by the Hessian of the block's columns if the objective is hessian, otherwise by
+// loss_of_row.
 template <class R, Objective kObjective, bool kWeighted, class Set, class Load>
 FP4KIT_DEVICE float loss_of(const FullSearchArguments& a, const Set& set, const typename Set::Trial& trial, i64 block,
                             const Load& load) {
@@ -180,8 +182,8 @@ FP4KIT_DEVICE float loss_of(const FullSearchArguments& a, const Set& set, const 
   }
 }
 
-// Return the first candidate of smallest loss of a block, by kLanes neighboring threads. The block has `rows` rows, and
-// x is its first element.
+// Return the candidate with the smallest loss of a block, the first one if several have it. kLanes neighboring threads
+// share the work. The block has `rows` rows, and x is its first element.
 template <class R, class In, Objective kObjective, bool kAligned, bool kWeighted, class Set>
 FP4KIT_DEVICE Found search_all_candidates(const FullSearchArguments& a, Set& set, i64 block, const typename In::Bits* x,
                                           int rows) {

@@ -19,7 +19,7 @@ struct Hessian {
   alignas(16) float values[kSearchBlockSize][kSearchBlockSize];
 };
 
-// Return the Candidate of a code whose scale was rounded to E4M3 under the tensor's scale.
+// Return the Candidate of a code. Its scale is the one that is stored: rounded to E4M3 under the tensor scale.
 template <class R>
 FP4KIT_DEVICE Candidate stored_candidate_of(u32 code, float amax) {
   const float top = amax * (448.0f / R::kScaleMax) * (1.0f / 6.0f), factor = 448.0f / (top <= 0x1p-24f ? 1.0f : top);
@@ -29,7 +29,8 @@ FP4KIT_DEVICE Candidate stored_candidate_of(u32 code, float amax) {
   return {safe, rcp_approx_ftz(safe * division_scaling(safe))};
 }
 
-// Return whether H - mu D has no negative eigenvalue, by elimination. Each of 32 threads tries one mu: 0/32 to 31/32.
+// Return whether H - mu D has no negative eigenvalue (see the head of this file), by elimination. Each of 32 threads
+// calls this with another mu, 0/32 to 31/32.
 FP4KIT_DEVICE bool is_positive(const Hessian& h, float mu) {
   float a[kSearchBlockSize][kSearchBlockSize];
   for (int i = 0; i < kSearchBlockSize; ++i)
@@ -98,8 +99,8 @@ FP4KIT_DEVICE float diagonal_loss(const float (&d)[kSearchBlockSize], const Hess
   return sum;
 }
 
-// Return the first code of smallest loss of a block with amax > 0. margin: see above; 0 if every candidate must be
-// tried.
+// Return the code with the smallest loss of a block with amax > 0, the first one if several have it. `margin` is
+// defined at the head of this file; pass 0 to try every candidate.
 FP4KIT_DEVICE BestCode search_by_hessian(const float (&x)[kSearchBlockSize], float amax, CandidateRange range,
                                          const Candidates& shared, const Hessian& h, float margin) {
   BestCode best = {float_of(kInfinityBits), range.low};

@@ -46,7 +46,7 @@ struct PruningTables {
 template <>
 struct PruningTables<true> {};
 
-// Fill the tables. All threads of a thread block must call this.
+// Fill the tables that the pruned search reads. All threads of a thread block must call this.
 template <class R, bool kWeighted>
 FP4KIT_DEVICE void make_pruning_tables(PruningTables<kWeighted>& tables) {
   if constexpr (!kWeighted) make_bounds<typename R::Scale>(tables.bounds);
@@ -69,8 +69,8 @@ FP4KIT_DEVICE u32 normal_first(float amax, CandidateRange range, const Candidate
   return value >= 0x1p-6f && first <= range.high ? first : 0u;
 }
 
-// Try the likeliest code of a block and return which others stay open. unsure: how many of the seven codes below
-// `first`, the lowest ones, may be no candidates.
+// Try the code of a block that has the smallest bound, and return which other codes may still win. unsure: how many of
+// the seven codes below `first`, counted from the lowest, may be no candidates.
 FP4KIT_DEVICE Screened screen(const SearchBlock<false>& block, float amax, CandidateRange range, u32 first, i32 unsure,
                               const Candidates& shared, const LossBounds& bounds) {
   const u32 end = minimum(first + 8u, range.high + 1u);

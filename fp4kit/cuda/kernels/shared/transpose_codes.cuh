@@ -9,7 +9,8 @@
 #include "runs.cuh"
 #include "transpose_square.cuh"
 
-// Load the first `count` of 16 bytes; the others are zero. kAligned: count is 16, or not positive.
+// Load the first `count` of the 16 bytes at `from`, and set the others to zero. kAligned: `count` is 16, or not
+// positive.
 template <bool kAligned>
 FP4KIT_DEVICE Chunk load_chunk(const u8* from, int count) {
   Chunk chunk{};
@@ -23,7 +24,7 @@ FP4KIT_DEVICE Chunk load_chunk(const u8* from, int count) {
   return chunk;
 }
 
-// Store the first `count` of 16 bytes. kAligned: count is 16, or not positive.
+// Store the first `count` of a chunk's 16 bytes at `to`. kAligned: `count` is 16, or not positive.
 template <bool kAligned>
 FP4KIT_DEVICE void store_chunk(u8* to, int count, const Chunk& chunk) {
   if constexpr (kAligned) {
@@ -42,7 +43,7 @@ struct CodeMatrix {
   i64 rows, columns;  // of codes
 };
 
-// A tile and its transpose, for 256 threads; lines consist of chunks of 16 bytes.
+// The sizes of a tile and of its transpose, for 256 threads. The rows of both consist of chunks of 16 bytes.
 template <int kBits>
 struct CodeTile {
   static constexpr int kRows = 256, kLine = 8, kColumns = kLine * 128 / kBits, kOutLine = kRows * kBits / 128;
@@ -57,7 +58,7 @@ struct CodeTile {
   }
 };
 
-// Load the codes from (row, column) on into the tile.
+// Load the codes of the tile at (row, column), transpose them, and put them into `tile`.
 template <int kBits, bool kAligned>
 FP4KIT_DEVICE void read_tile(const CodeMatrix& a, i64 row, i64 column, Chunk* tile) {
   using T = CodeTile<kBits>;
@@ -85,7 +86,7 @@ FP4KIT_DEVICE void read_tile(const CodeMatrix& a, i64 row, i64 column, Chunk* ti
   }
 }
 
-// Store the tile at (row, column) of the output.
+// Store the transposed codes in `tile`, which were read at (row, column) of the input, to the output.
 template <int kBits, bool kAligned>
 FP4KIT_DEVICE void write_tile(const CodeMatrix& a, i64 row, i64 column, Chunk* tile) {
   using T = CodeTile<kBits>;

@@ -33,7 +33,7 @@ FP4KIT_DEVICE u8 load_scale(const ScaleMatrix& a, i64 row, i64 column, int threa
   return thread < T::kScales && r < a.rows && c < columns ? a.in[scale_offset<T::kLayout>(r, c, columns)] : 0;
 }
 
-// Put a thread's scale into the tile.
+// Put the scale that a thread loaded into the tile, at its transposed place.
 template <class T>
 FP4KIT_DEVICE void put_scale(u8* tile, u8 scale, int thread) {
   if (thread < T::kScales) tile[thread % T::kWide * T::kPitch + thread / T::kWide] = scale;
@@ -59,7 +59,7 @@ FP4KIT_DEVICE void write_scale_chunks(const ScaleMatrix& a, i64 k, i64 m, const 
   }
 }
 
-// Store the tile at any address of any layout, a byte at a time.
+// Store the tile at any address of any layout, one byte at a time.
 template <class T>
 FP4KIT_DEVICE void write_scale_bytes(const ScaleMatrix& a, i64 k, i64 m, const u8* tile, int thread, int threads) {
   const i64 columns = a.rows / T::kBlock,
@@ -75,7 +75,7 @@ FP4KIT_DEVICE void write_scale_bytes(const ScaleMatrix& a, i64 k, i64 m, const u
 template <ScaleLayout kLayout, int kBlock>
 using LargeScaleTile = ScaleTile<kLayout, kBlock, 4 * kBlock * kBlock, 512>;
 
-// Transpose one large tile of scales.
+// Load one large tile of scales, transpose it in shared memory and store it.
 template <class T>
 FP4KIT_DEVICE void transpose_scale_tile(const ScaleMatrix& a, i64 row, i64 column, int thread) {
   constexpr int kEach = T::kScales / kThreads;

@@ -3,7 +3,7 @@
 
 #include "ptx.cuh"
 
-// Move byte c of word r to byte r of word c.
+// Transpose 4 x 4 bytes in place: move byte c of word r to byte r of word c.
 FP4KIT_DEVICE void transpose_square(u32 (&w)[4]) {
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
@@ -19,7 +19,7 @@ FP4KIT_DEVICE void transpose_square(u32 (&w)[4]) {
   }
 }
 
-// Move nibble c of word r to nibble r of word c.
+// Transpose 8 x 8 nibbles in place: move nibble c of word r to nibble r of word c.
 FP4KIT_DEVICE void transpose_square(u32 (&w)[8]) {
   u32 even[4], odd[4];  // rows; after transposing their bytes, word c has nibbles 2 c and 2 c + 1 of each row
 #pragma unroll
