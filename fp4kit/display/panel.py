@@ -28,7 +28,7 @@ _STYLE = (
 
 @dataclass(frozen=True)
 class Panel:
-    """Hold the contents of a panel.
+    """Hold what is displayed about an object, and render it as text or HTML.
 
     Attributes:
         facts: (name, text) pairs.
@@ -69,7 +69,7 @@ class Panel:
         return "".join(parts) + "</div>"
 
     def _totals(self) -> tuple[int, int]:
-        """Return the largest count of a bar, and the sum of all counts."""
+        """Return (largest count of a bar, sum of all counts), by which the bars of the chart are scaled."""
         counts = [count for _, count in self.bars]
         return max(counts), sum(counts)
 
@@ -94,25 +94,28 @@ def _aligned(rows: list[Row] | tuple[Row, ...], right: tuple[int, ...] | None = 
 
 
 def _bar(label: str, count: int, largest: int, total: int) -> Row:
-    """Return the cells of a text bar: label, count, percentage, and block characters in steps of 1/8 character."""
+    """Return a bar as cells of a text table: label, count, percentage, and a bar of block characters.
+
+    The length of the bar is rounded to 1/8 character.
+    """
     eighths = max(round(8 * _BAR * count / largest), 1) if count else 0
     return label, f"{count:,}", share(count, total), "█" * (eighths // 8) + " ▏▎▍▌▋▊▉"[eighths % 8].strip()
 
 
 def _html_bar(label: str, count: int, largest: int, total: int) -> str:
-    """Return the HTML table row of a bar."""
+    """Return a bar of the chart as a row of an HTML table."""
     bar = f'<div class="bar" style="width:{16 * count / largest:.2f}em"></div>' if count else ""
     cells = (label, f"{count:,}", share(count, total))
     return "<tr>" + "".join(f'<td class="n">{escape(cell)}</td>' for cell in cells) + f"<td>{bar}</td></tr>"
 
 
 def _html_row(row: Row) -> str:
-    """Return the HTML row of a table."""
+    """Return the cells of a table row as HTML."""
     return "<tr>" + "".join(f"<td{_right(i)}>{escape(cell)}</td>" for i, cell in enumerate(row)) + "</tr>"
 
 
 def _right(column: int) -> str:
-    """Return the class attribute of a cell: right-aligned, except in the first column."""
+    """Return the HTML class attribute of a cell in this column: right-aligned, except in the first column."""
     return ' class="n"' if column else ""
 
 

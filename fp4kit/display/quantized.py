@@ -41,21 +41,25 @@ def panel(q: Quantized) -> Panel:
 
 
 def text_of(q: Quantized) -> str:
-    """Return the panel as text, or one line (repr) if the arrays hold no values."""
+    """Return the panel of a Quantized as text. If its arrays hold no values, return repr(q) instead."""
     panel = _panel_if_there(q)
     return repr(q) if panel is None else panel.text()
 
 
 def html_of(q: Quantized) -> str | None:
-    """Return the panel as HTML. Return None if the arrays hold no values; a notebook then shows repr."""
+    """Return the panel of a Quantized as HTML.
+
+    If its arrays hold no values, return None; a notebook then shows repr(q).
+    """
     panel = _panel_if_there(q)
     return None if panel is None else panel.html()
 
 
 def _panel_if_there(q: Quantized) -> Panel | None:
-    """Return the panel, or None if the arrays hold no values.
+    """Return the panel of a Quantized, or None if its arrays hold no values.
 
-    Arrays without values are traced, deleted, on the meta device, or placeholders of a tree library.
+    Arrays hold no values if they are traced by JAX, deleted, on torch's meta device, or placeholders of a library that
+    handles trees of arrays.
     """
     try:
         q.imported()  # raises for traced arrays
@@ -65,7 +69,7 @@ def _panel_if_there(q: Quantized) -> Panel | None:
 
 
 def _held(array: Any) -> str:
-    """Return dtype, shape and library of an array, and its value if it is a scalar on the host."""
+    """Return a description of an array: dtype, shape and library. For a scalar on the host, also its value."""
     place = f" in {type(array).__module__.partition('.')[0]}"
     value = f": {float(array):.9g}" if isinstance(array, np.ndarray) and not array.ndim else ""
     return f"{array.dtype} {tuple(array.shape)}{place}{value}"

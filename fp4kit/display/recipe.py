@@ -1,4 +1,4 @@
-"""Build the panel of a Recipe: its format in words, its rules by name, and every field without its default value."""
+"""Build the panel of a Recipe: its format in words, its rules, and every field that differs from its default."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def panel(r: Recipe) -> Panel:
 
 
 def _scales(r: Recipe) -> str:
-    """Describe the scales from the smallest group that shares one to the largest."""
+    """Describe the scales of a recipe in words, from the smallest group of elements that share one to the largest."""
     block = f"{r.block[0]} x {r.block[1]} block" if r.block else "block"
     scales = [f"{r.scale} per {block}"] if r.scale else []
     covered = {
@@ -51,7 +51,7 @@ def _scales(r: Recipe) -> str:
 
 
 def _rules(r: Recipe) -> list[tuple[str, str]]:
-    """Return (name, value) of every rule, and of every other field that differs from its default."""
+    """Return (field, value) pairs: every rule, and every other field that differs from its default."""
     shown = [field for field in fields(r) if field.name not in _DESCRIBED]
     rules = [field.name for field in shown if field.name.endswith("_rule")]
     names = [field.name for field in shown if field.name in rules or getattr(r, field.name) != field.default]

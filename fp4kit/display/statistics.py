@@ -42,7 +42,7 @@ class Statistics:
 
 
 def statistics(q: Quantized) -> Statistics:
-    """Return the statistics of a Quantized.
+    """Return the statistics of a Quantized. Reads all of its codes and scales.
 
     On a host with two cores, 4096 x 4096 values take 16 ms in NVFP4 and 45 ms in MXFP8.
     """
@@ -73,7 +73,7 @@ def _chunks(packed: Any, block_rows: int) -> Iterator[np.ndarray]:
 
 
 def _by_code(by_byte: np.ndarray, fmt: ElementFormat) -> np.ndarray:
-    """Return the count of each code, given the count of each byte."""
+    """Return how often each code occurs, given how often each byte value occurs."""
     if fmt.packing.codes == 1:
         return by_byte[: 2**fmt.bits]
     pairs = by_byte.reshape(16, 16)  # high nibble, low nibble
@@ -95,7 +95,7 @@ def _zero_blocks(codes: np.ndarray, recipe: Recipe) -> np.ndarray:
 
 
 def _scales(q: Quantized) -> tuple[np.ndarray, np.ndarray]:
-    """Return the distinct scales as float32, and how often each occurs."""
+    """Return (distinct scales as float32, how often each occurs)."""
     part = q.block_scale if q.block_scale is not None else q.tensor_scale
     (part,) = import_arrays("statistics", scales=part)
     part = to_host(part)
@@ -108,10 +108,10 @@ def _scales(q: Quantized) -> tuple[np.ndarray, np.ndarray]:
 
 
 def by_exponent(scales: np.ndarray, counts: np.ndarray, max_bars: int = 16) -> tuple[tuple[str, int], ...]:
-    """Return (label, count) bars of scales grouped by floor(log2(scale)), in increasing order.
+    """Return a histogram of the scales, grouped by floor(log2(scale)), as (label, count) bars in increasing order.
 
     Zeros come first; inf and NaN come last. If there would be more than ``max_bars`` bars, neighbouring exponents share
-    one.
+    a bar.
     """
     sizes = np.abs(scales)
     nonzero = (sizes > 0) & np.isfinite(sizes)
@@ -124,9 +124,9 @@ def by_exponent(scales: np.ndarray, counts: np.ndarray, max_bars: int = 16) -> t
 
 
 def _binned(counts: dict[int, int], max_bars: int) -> Iterator[tuple[str, int]]:
-    """Yield one bar per exponent, or per 2, 4, 8, ... exponents if there would be more than ``max_bars`` bars.
+    """Yield a (label, count) bar per exponent of ``counts``, or per 2, 4, 8, ... exponents to limit their number.
 
-    Empty bars between two others are included if the total stays within ``max_bars``.
+    Bars with a count of 0 between two others are included if the total stays within ``max_bars``.
     """
     width = 1
     while len({e // width for e in counts}) > max_bars:

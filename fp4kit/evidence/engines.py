@@ -57,9 +57,12 @@ class ComparedEngine:
         return self.module.asarray(a) if isinstance(a, np.ndarray) else a
 
     def get(self, a: Any) -> Any:
-        """Return a result with NumPy arrays: of an array, of a Quantized, or of every member of a list or tuple."""
+        """Return a result with all arrays copied to NumPy arrays.
+
+        The result may be an array, a Quantized, or a list or tuple of these, which becomes a list.
+        """
         if isinstance(a, Quantized):
-            result = copy(a)  # without checks, so that wrong arrays of a device reach the comparison
+            result = copy(a)  # skips the checks of Quantized, so that wrong arrays from a GPU are compared and reported
             for name in PARTS:
                 object.__setattr__(result, name, self.get(getattr(a, name)))
             return result
@@ -68,7 +71,7 @@ class ComparedEngine:
         return a.get() if hasattr(a, "get") else a
 
     def computing(self) -> AbstractContextManager[None]:
-        """Return a context in which this engine does all calls."""
+        """Return a context in which this engine computes all calls of public functions."""
         return nullcontext()
 
     def apply(self, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
@@ -86,7 +89,7 @@ class Specification(ComparedEngine):
     """Call public functions on NumPy arrays in the specification, even where a compiled engine is installed."""
 
     def computing(self) -> AbstractContextManager[None]:
-        """Return a context in which the specification does all calls."""
+        """Return a context in which the specification computes all calls of public functions."""
         return specification()
 
 
@@ -94,7 +97,11 @@ SPECIFICATION = Specification(np)
 
 
 def compare(found: Any, expected: Any, what: str) -> Outcome:
-    """Compare two arrays or numbers, two Quantized part by part, or two lists of these."""
+    """Compare a result with the expected one, bit for bit, and return the Outcome. Any NaN equals any other NaN.
+
+    The results are arrays, numbers, Quantized (compared part by part), or lists of these. ``what`` names the result in
+    the description of a difference.
+    """
     if isinstance(expected, Quantized):
         return _compare_quantized(found, expected, what)
     if isinstance(expected, (list, tuple)):
@@ -108,7 +115,7 @@ def compare(found: Any, expected: Any, what: str) -> Outcome:
 
 
 def _compare_quantized(found: Any, expected: Quantized, what: str) -> Outcome:
-    """Compare two Quantized: their fields, then their arrays."""
+    """Compare two Quantized: first their fields, such as shape and layout, then their arrays."""
     if not isinstance(found, Quantized):
         return Outcome(1, 1, f"{what}: {type(found).__name__} instead of Quantized")
     total = Outcome()
@@ -121,7 +128,7 @@ def _compare_quantized(found: Any, expected: Quantized, what: str) -> Outcome:
 
 
 def _compare_arrays(found: np.ndarray, expected: np.ndarray, what: str) -> Outcome:
-    """Compare two arrays in shape, dtype and bits; a NaN equals a NaN."""
+    """Compare two arrays in shape, dtype and bits. Any NaN equals any other NaN."""
     if found.shape != expected.shape or found.dtype != expected.dtype:
         got = f"{found.dtype} {found.shape} instead of {expected.dtype} {expected.shape}"
         return Outcome(expected.size, max(expected.size, 1), f"{what}: {got}")
@@ -139,7 +146,10 @@ def _compare_arrays(found: np.ndarray, expected: np.ndarray, what: str) -> Outco
 
 
 def attempt(call: Callable[[], Outcome], what: str) -> Outcome:
-    """Return call(), or an Outcome that names ``what`` as skipped if the engine has no kernel for it."""
+    """Return call(). If it raises NotImplementedError, return an Outcome that lists ``what`` as skipped.
+
+    An engine raises it for a call that it has no kernel for.
+    """
     try:
         return call()
     except NotImplementedError as error:

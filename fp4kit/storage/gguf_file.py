@@ -27,7 +27,7 @@ MAGIC = b"GGUF"
 _NO_MAGIC = "it does not begin with GGUF"
 _VERSIONS = (2, 3)
 _ALIGNMENT = ("general.alignment", 32)
-STRING, ARRAY = 8, 9  # type numbers of these values
+STRING, ARRAY = 8, 9  # GGUF's type numbers of string and array values
 _SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
 _NAMES = {
     0: "uint8",
@@ -107,7 +107,7 @@ def read_gguf(path: Path, name: str | None = None) -> GgufFile:
 
 
 class _Reader:
-    """Read a header from its beginning to its end."""
+    """Read the header of an open GGUF file from its beginning to its end. Call file() once."""
 
     def __init__(self, stream: BinaryIO, path: Path, name: str) -> None:
         self._stream, self._path, self._name = stream, path, name
@@ -115,7 +115,7 @@ class _Reader:
         self._at = 0
 
     def file(self) -> GgufFile:
-        """Read and check the whole header."""
+        """Read and check the whole header. Return it as a GgufFile; raise CheckpointError if it is invalid."""
         version, tensors, keys = self._preamble()
         fields: list[Field] = []
         values: dict[str, str] = {}
@@ -179,7 +179,7 @@ class _Reader:
         return struct.unpack(form, self._take(struct.calcsize(form)))[0]
 
     def _text(self, what: str) -> str:
-        """Read a name. ``what`` says in errors whose name it is."""
+        """Read a string that is a name, and return it. In error messages, ``what`` says whose name it is."""
         length = self._number("<Q")
         if length > 65535:
             raise self._unusable(f"{what} has a name of {length} bytes; at most 65535 are allowed")
@@ -189,7 +189,10 @@ class _Reader:
             raise self._unusable(f"{what} has a name that is not UTF-8") from None
 
     def _value(self, kind: int, key: str) -> tuple[Any, str]:
-        """Read the value of a key. Return (value, text); the value is None for an array or a string."""
+        """Read the value of a key.
+
+        Return (value, its text for GgufFile.metadata). For an array or a string, the value is None.
+        """
         if kind in _SCALARS:
             value = self._number(_SCALARS[kind])
             return value, str(value)
@@ -203,14 +206,14 @@ class _Reader:
         return None, f"{_NAMES[item]}[{count}] sha256 {self._array(item, count, key)}"
 
     def _string(self) -> str:
-        """Read a string. Return it, or its length and digest if it has more than 4096 bytes."""
+        """Read a string value. Return it, or a text with its length and digest if it has more than 4096 bytes."""
         length = self._number("<Q")
         if length <= _MAX_SHOWN:
             return self._take(length).decode("utf-8", "backslashreplace")
         return f"string of {length} bytes sha256 {self._digest(length)}"
 
     def _array(self, item: int, count: int, key: str) -> str:
-        """Read an array of ``count`` values. Return its digest."""
+        """Read an array of ``count`` values of type ``item``. Return its digest. ``key`` names it in errors."""
         size = 8 if item == STRING else struct.calcsize(_SCALARS[item])
         self._check_count(count, size, f"entries of {shown(key)}")
         if item != STRING:
@@ -233,13 +236,13 @@ class _Reader:
         return found.hexdigest()[:16]
 
     def _alignment(self, kind: int, value: Any) -> int:
-        """Return the value of general.alignment. Raise CheckpointError if it is not a power of two."""
+        """Return the value of the key general.alignment. Raise CheckpointError if it is not a power of two."""
         if kind != 4 or value < 1 or value & (value - 1):
             raise self._unusable(f"{_ALIGNMENT[0]} is {value}; a power of two, of type uint32, is needed")
         return int(value)
 
     def _info(self) -> tuple[str, tuple[int, ...], int, int]:
-        """Read the description of a tensor. Return (name, shape, type number, offset in data)."""
+        """Read the description of a tensor. Return (name, shape, type number, offset in the data section)."""
         name = self._text("a tensor")
         axes = self._number("<I")
         if axes > _MAX_AXES:
@@ -250,7 +253,11 @@ class _Reader:
     def _entries(
         self, infos: list[tuple[str, tuple[int, ...], int, int]], start: int, alignment: int
     ) -> tuple[TensorEntry, ...]:
-        """Return the tensors in the order of their bytes. Raise CheckpointError for a gap between two tensors."""
+        """Return a TensorEntry per tensor, in the order of their bytes in the file.
+
+        ``infos`` are the results of _info; ``start`` is where the data section begins. Raise CheckpointError if a type
+        is unknown, or if there is more between two tensors than the padding for ``alignment``.
+        """
         found: dict[str, TensorEntry] = {}
         end = 0
         for name, shape, number, offset in infos:

@@ -57,5 +57,5 @@ def _string(text: str) -> bytes:
 
 
 def _aligned(position: int, alignment: int) -> int:
-    """Return the next multiple of the alignment that is not below the position."""
+    """Return the smallest multiple of ``alignment`` that is not below ``position``."""
     return -(-position // alignment) * alignment

@@ -17,7 +17,10 @@ class _DuplicateKey(ValueError):
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return the pairs as a dict. Raise _DuplicateKey for a repeated key, where json would silently keep the last."""
+    """Return the (key, value) pairs of a JSON object as a dict. Raise _DuplicateKey for a repeated key.
+
+    Python's json module would silently keep the last of the values.
+    """
     result = dict(pairs)
     if len(result) < len(pairs):
         counts = Counter(key for key, _ in pairs)  # in the order of first occurrence

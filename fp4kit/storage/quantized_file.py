@@ -122,12 +122,12 @@ def _digits(crc32: int) -> str:
 
 
 def _sums_entry(header: str, tensors: Mapping[str, str]) -> str:
-    """Return the text of the metadata entry fp4kit_crc32."""
+    """Return the metadata entry fp4kit_crc32 as JSON text. ``header`` and ``tensors`` are CRC-32 values."""
     return json.dumps({"header": header, "tensors": tensors})
 
 
 def _header_sum(entry: str, specs: Iterable[TensorEntry | _Spec]) -> str:
-    """Return the CRC-32 of the metadata and of the names, dtypes and shapes of all tensors."""
+    """Return the CRC-32 of a file's header: the metadata ``entry``, and the names, dtypes and shapes of all tensors."""
     tensors = sorted([spec.name, spec.dtype, list(spec.shape)] for spec in specs)
     return _digits(zlib.crc32(json.dumps([entry, tensors], separators=(",", ":")).encode("ascii")))
 
@@ -147,12 +147,12 @@ def _check_array(name: Any, q: Any) -> None:
 
 
 def _parts(arrays: Mapping[str, Quantized]) -> Iterator[tuple[str, Quantized, str]]:
-    """Yield (name, Quantized, part name) for every part that is present."""
+    """Yield (array name, Quantized, part name) for every part that is not None."""
     return ((name, q, part) for name, q in arrays.items() for part in PARTS if getattr(q, part) is not None)
 
 
 def _facts(q: Quantized) -> dict[str, Any]:
-    """Return the metadata of an array: all fields but the parts, and the names of the parts that are present."""
+    """Return the metadata of an array: every field of the Quantized except its arrays, and the names of its parts."""
     parts = [part for part in PARTS if getattr(q, part) is not None]
     values = (as_data(q.recipe), list(q.shape), q.dtype.name, q.axis, q.scale_layout, parts)
     return dict(zip(_FIELDS, values, strict=True))
@@ -205,7 +205,7 @@ def _sums(file: SafetensorsFile) -> Mapping[str, str] | None:
     Raises CheckpointError if the CRC-32 of the header differs from the stored one.
     """
     unlisted = [name for name in file.metadata if name not in _KNOWN]
-    if unlisted and ENTRY in file.metadata:  # perhaps the name SUMS with a changed bit
+    if unlisted and ENTRY in file.metadata:  # perhaps the entry fp4kit_crc32, with a changed bit in its name
         raise CheckpointError(
             f"{file.label}: holds metadata {listed(unlisted)}, which fp4kit.save does not write; remove it"
         )
@@ -225,13 +225,16 @@ _DAMAGED = "the file is damaged; copy it again"
 
 
 def _check_sum(what: str, found: str, written: Any) -> None:
-    """Raise CheckpointError if the computed CRC-32 differs from the stored one."""
+    """Raise CheckpointError if the computed CRC-32 (``found``) differs from the stored one (``written``).
+
+    ``what`` names the checked bytes in the message.
+    """
     if found != written:
         raise CheckpointError(f"{what} has CRC-32 {found}; {_brief(written)} is stored; {_DAMAGED}")
 
 
 def _described(file: SafetensorsFile) -> dict[str, dict[str, Any]]:
-    """Return the metadata of every array. Everything that does not depend on the tensors has been checked."""
+    """Return {array name: metadata} of the file, after checking everything that does not depend on its tensors."""
     if ENTRY not in file.metadata:
         raise CheckpointError(
             f"{file.label}: has no metadata {ENTRY}; it was not written by fp4kit.save; "
@@ -262,8 +265,7 @@ def _brief(value: Any) -> str:
 def _check_facts(label: str, facts: Any) -> None:
     """Raise CheckpointError unless every metadata field of an array is present and has the right type.
 
-    The contents of the recipe, and whether all fields fit together, are checked later, when Recipe and Quantized are
-    built.
+    Recipe and Quantized check later whether the values of the fields are valid and fit together.
     """
     if not isinstance(facts, dict) or sorted(facts) != sorted(_FIELDS):
         found = ", ".join(map(shown, facts)) if isinstance(facts, dict) else _brief(facts)
@@ -292,7 +294,7 @@ _NEEDED = {
 
 
 def _orders() -> list[list[str]]:
-    """Return every list of part names that save can write."""
+    """Return every list of part names that save can write. The metadata of an array must have one of them."""
     ends: list[list[str]] = [[], ["tensor_scale"], ["tensor_scale", "tensor_amax"]]
     return [["packed", *scales, *end] for scales in ([], ["block_scale"]) for end in ends]
 
@@ -335,7 +337,7 @@ class _Contents(NamedTuple):
 
 
 def _array(name: str, facts: dict[str, Any], contents: _Contents) -> Quantized:
-    """Return one array. Anything that Recipe or Quantized rejects is reported as an error of the file."""
+    """Return one array as a Quantized. If Recipe or Quantized rejects its contents, raise CheckpointError instead."""
     label = contents.file.label
     parts = {part: _part(f"{name}.{part}", _STORED[part], contents) for part in facts["parts"]}
     fields: dict[str, Any] = {part: parts.get(part) for part in PARTS}

@@ -92,7 +92,7 @@ def nbytes_of(dtype: str, shape: tuple[int, ...]) -> int:
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """Describe one tensor of a header, and where its bytes are in the file."""
+    """Describe one tensor of a file: its name, dtype and shape, and where its bytes are."""
 
     name: str
     dtype: str
@@ -103,7 +103,7 @@ class TensorEntry:
 
 @dataclass(frozen=True)
 class SafetensorsFile:
-    """Describe a file whose header has been checked. ``entries`` are in the order of their bytes."""
+    """Describe a safetensors file whose header has been checked. ``entries`` are in the order of their bytes."""
 
     path: Path
     name: str  # its name in the directory; ``path`` may be the target of a link
@@ -118,7 +118,7 @@ class SafetensorsFile:
 
 
 def _plain_words(message: str) -> str:
-    """Return an explanation of the library's error ``message`` for the owner of the file."""
+    """Return an explanation of an error message of the safetensors library, for the owner of the file."""
     matching = (words for part, words in _PLAIN_WORDS.items() if part in message)
     return next(matching, "the safetensors library rejects it")
 

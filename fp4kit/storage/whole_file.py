@@ -11,9 +11,10 @@ from pathlib import Path
 
 @contextmanager
 def whole_file(path: Path) -> Iterator[Path]:
-    """Yield a temporary path beside ``path`` to write the new file to.
+    """Yield a temporary path beside ``path``, to which the caller writes the new file.
 
-    At the end the temporary file replaces ``path``. After an error it is removed.
+    When the ``with`` statement ends, the temporary file replaces ``path``. If it ends with an exception, the temporary
+    file is removed and ``path`` stays as it was.
     """
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:

@@ -22,7 +22,7 @@ from fp4kit.storage.safetensors_file import DTYPE_BITS, nbytes_of
 
 
 class TensorSpec(Protocol):
-    """Describe what the header says about a tensor."""
+    """Describe a tensor to be written: its name, safetensors dtype and shape."""
 
     @property
     def name(self) -> str: ...
@@ -36,7 +36,10 @@ _RANK = {dtype: rank for rank, dtype in enumerate(DTYPE_BITS)}
 
 
 def file_order(specs: Iterable[TensorSpec]) -> list[TensorSpec]:
-    """Return ``specs`` in the order of the file: wide elements first, which keeps every tensor aligned."""
+    """Return ``specs`` in the order in which a file stores them.
+
+    Tensors with wide elements come first, which keeps every tensor aligned.
+    """
     return sorted(specs, key=lambda spec: (-_RANK[spec.dtype], spec.name))
 
 

@@ -1,4 +1,7 @@
-"""Build arguments that several programs share: amaxes, options of calls, outputs, and the fault of a case."""
+"""Build arguments that several programs share: amaxes, options of calls, and outputs; and apply the fault of a case.
+
+A fault is a deliberate mistake in a case, so that fp4kit must reject its call.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,10 @@ from fp4kit.quantized.part_shapes import scale_shape, tensor_amax_shape
 
 
 def with_fault(case: DrawnCase) -> DrawnCase:
-    """Return the case with its fault, if the fault is in an array or an axis. Other faults are in options."""
+    """Return the case with its fault applied, if the fault is a wrong length, axis or dtype.
+
+    The functions that build options apply all other faults.
+    """
     fault, x = case.options.fault, case.x
     if fault == "length" and case.r.length_multiple > 1:
         shape = list(x.shape)
@@ -26,19 +32,22 @@ def with_fault(case: DrawnCase) -> DrawnCase:
 
 
 def moved_shape(case: DrawnCase, x: DrawnArray) -> tuple[int, ...]:
-    """Return the shape of x, or of a member of a stack, with the quantized axis last."""
+    """Return the shape of x with the quantized axis last. For a stack of experts, it is the shape of one expert."""
     shape = x.shape[1:] if case.options.stacked else x.shape
     axis = case.axis % len(shape) if -len(shape) <= case.axis < len(shape) else len(shape) - 1
     return (*shape[:axis], *shape[axis + 1 :], shape[axis])
 
 
 def auxiliary(kind: str, dtype: str, shape: tuple[int, ...], seed: int) -> DrawnArray:
-    """Return an array in C order that a case needs besides its own arrays."""
+    """Describe an array that a call takes besides its inputs, such as amaxes or random bytes. It has C order."""
     return DrawnArray(kind, dtype, tuple(shape), seed, View.plain(len(shape)))
 
 
 def tensor_amax(p: Program, case: DrawnCase, i: int = 0, name: str = "amax") -> Any:
-    """Return tensor_amax for array ``i``: None, a number, or a reference to an array."""
+    """Return the argument tensor_amax for array ``i`` of the case: None, a number, or a reference to an array.
+
+    If it is an array, append the statement that makes it to ``p``, under ``name``.
+    """
     o, r = case.options, case.r
     if o.fault == "negative amax":
         return -1.0
@@ -57,7 +66,10 @@ def tensor_amax(p: Program, case: DrawnCase, i: int = 0, name: str = "amax") -> 
 
 
 def block_amax(p: Program, case: DrawnCase, i: int = 0, name: str = "block_amax") -> Any:
-    """Return block_amax for array ``i``: a reference to an array, or None."""
+    """Return the argument block_amax for array ``i`` of the case: a reference to an array, or None.
+
+    If it is an array, append the statement that makes it to ``p``, under ``name``.
+    """
     o = case.options
     if not (o.block_amax and case.r.static) and o.fault != "block_amax":
         return None
@@ -66,7 +78,7 @@ def block_amax(p: Program, case: DrawnCase, i: int = 0, name: str = "block_amax"
 
 
 def rounding_options(p: Program, case: DrawnCase) -> dict[str, Any]:
-    """Return the options rounding and seed. Empty for rounding to nearest."""
+    """Return the options rounding and seed of a call. For rounding to nearest there are none: return {}."""
     o = case.options
     if o.fault == "seed":
         return {"seed": 5}
@@ -81,7 +93,7 @@ def rounding_options(p: Program, case: DrawnCase) -> dict[str, Any]:
 
 
 def codes_options(p: Program, case: DrawnCase) -> dict[str, Any]:
-    """Return the options that quantize and its variants share, except amaxes."""
+    """Return the options that quantize and its variants share: axis, layout, Hadamard and rounding, but no amaxes."""
     o = case.options
     layout = "swizzled" if o.fault == "layout" else o.layout
     found = {"axis": case.axis, "scale_layout": layout if layout != "linear" else None, "hadamard": o.hadamard or None}
@@ -89,12 +101,15 @@ def codes_options(p: Program, case: DrawnCase) -> dict[str, Any]:
 
 
 def decode_dtype(o: DrawnOptions) -> Dtype | None:
-    """Return the dtype to decode to. None: the dtype of the array."""
+    """Return the argument dtype for dequantize, or None to use the dtype of the quantized array."""
     return Dtype(o.decoded) if o.decoded else None
 
 
 def call_with_out(p: Program, o: DrawnOptions, expected: Ref, function: str, *arguments: Any, **options: Any) -> None:
-    """Repeat a call twice with guarded outputs. Results must equal ``expected``, and guards must stay intact."""
+    """Append the same call twice, with guarded arrays as its argument ``out``.
+
+    Both results must equal ``expected``, and the guards around the outputs must stay intact.
+    """
     step = 2 if o.out == "strided" else 1
     host_only = step > 1 and function == "fp4kit.quantize"
     out = p.call("out", "guarded", expected, *((step,) if step > 1 else ()))

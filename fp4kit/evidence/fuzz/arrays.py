@@ -2,8 +2,8 @@
 
 Printed reproductions call these functions, so they build the same arrays that were compared.
 
-Local words: filler is the byte 0x5A around and between the elements of a view. Guards are filler around an output,
-which a call must not change.
+Local words: filler is the byte 0x5A, which fills the memory around and between the elements of a view. Guards are the
+filler around an output. A call must not change them.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from fp4kit.quantized.container import Quantized
 DTYPES = {
     name: np.dtype(getattr(ml_dtypes, name, name)) for name in ("float32", "float16", "bfloat16", "float64", "uint8")
 }
-FILLER = 0x5A  # a byte that gives a large number in every dtype
+FILLER = 0x5A  # large in every dtype, so that reading outside a view changes the result
 MARGIN = 64  # bytes of guards before and behind an output; keeps the output aligned to 16 bytes
 
 
 @dataclass(frozen=True)
 class View:
-    """Describe the memory layout of an array, which is a view of a larger array.
+    """Describe the memory layout of an array that is a strided view of a larger array.
 
     Attributes:
         order: the axes, slowest first.
@@ -55,7 +55,7 @@ class View:
 
 @dataclass(frozen=True)
 class DrawnArray:
-    """Describe an array as data.
+    """Describe an array as data, so that a program can be printed and run again.
 
     Attributes:
         kind: a key of VALUES, drawn from ``seed``; or "given": ``bits`` are the elements.
@@ -79,13 +79,16 @@ class DrawnArray:
         return prod(self.shape)
 
     def values(self) -> np.ndarray:
-        """Return the elements, in C order."""
+        """Return the elements as a NumPy array in C order."""
         if self.kind == "given":
             return np.frombuffer(self.bits, DTYPES[self.dtype]).reshape(self.shape)
         return drawn(self.kind, self.dtype, self.shape, self.seed)
 
     def with_values(self, values: np.ndarray, view: View | None = None) -> DrawnArray:
-        """Return an array with the same dtype and other elements, in the layout ``view`` (default: plain)."""
+        """Return a description of an array with this dtype and the elements ``values``, in the layout ``view``.
+
+        If ``view`` is None, the layout is C order without gaps.
+        """
         view = View.plain(values.ndim) if view is None else view
         return replace(self, kind="given", shape=values.shape, bits=np.ascontiguousarray(values).tobytes(), view=view)
 
@@ -97,7 +100,7 @@ def strided(values: np.ndarray, view: View, asarray: Callable[[np.ndarray], Any]
 
 
 def memory(values: np.ndarray, view: View) -> tuple[np.ndarray, Callable[[Any], Any]]:
-    """Return (flat array of values and filler, function that cuts the view from it)."""
+    """Return (flat array that holds the values and filler, function that makes the view from such an array)."""
     shape = [values.shape[i] * abs(view.steps[i]) for i in view.order]
     end = view.offset + prod(shape)
     back = np.argsort(view.order).tolist()
@@ -106,7 +109,7 @@ def memory(values: np.ndarray, view: View) -> tuple[np.ndarray, Callable[[Any], 
         whole = flat[view.offset : end].reshape(shape).transpose(back)
         return whole[
             (*(slice(None, None, step) for step in view.steps), ...)
-        ]  # the ellipsis makes a view even without axes
+        ]  # with the ellipsis, a 0-d array gives a view and not a scalar
 
     flat = np.full((end + view.offset) * values.dtype.itemsize, FILLER, np.uint8).view(values.dtype)
     cut(flat)[...] = values
@@ -114,10 +117,9 @@ def memory(values: np.ndarray, view: View) -> tuple[np.ndarray, Callable[[Any], 
 
 
 def given(dtype: str, shape: tuple[int, ...], nonzero: dict[int, int] | str) -> np.ndarray:
-    """Return an array with the given bits.
+    """Return an array with the given bits. Printed reproductions call this.
 
-    ``nonzero`` maps flat indices to bit patterns, with zeros elsewhere; or it is a string of hexadecimal digits for all
-    bytes.
+    ``nonzero`` is {flat index: bit pattern}, with zeros elsewhere, or a string of hexadecimal digits for all bytes.
     """
     if isinstance(nonzero, str):
         return np.frombuffer(bytes.fromhex(nonzero), DTYPES[dtype]).reshape(shape)
@@ -130,7 +132,7 @@ def given(dtype: str, shape: tuple[int, ...], nonzero: dict[int, int] | str) -> 
 
 
 def drawn(kind: str, dtype: str, shape: tuple[int, ...], seed: int) -> np.ndarray:
-    """Return values of a kind in VALUES, of the given dtype and shape."""
+    """Return random values of the given dtype and shape. ``kind`` is a key of VALUES."""
     rng = np.random.default_rng(seed)
     with np.errstate(all="ignore"):
         return VALUES[kind](rng, shape, DTYPES[dtype])
@@ -144,7 +146,7 @@ def _ordinary(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype)
 
 
 def _bits(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """Return uniformly distributed bit patterns."""
+    """Return uniformly distributed bit patterns, which include infinities, NaN and subnormals."""
     return rng.integers(0, 1 << 8 * dtype.itemsize, shape, unsigned(dtype)).view(dtype)
 
 
@@ -155,10 +157,10 @@ def _finite(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype) -
 
 
 def _ties(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """Return values half way between two codes, and their neighbours.
+    """Return values exactly between the values of two codes, and the floats next to them.
 
-    They come in runs of 8 that share a power of two. In most runs the first element is the largest, with a known
-    mantissa.
+    Each run of 8 elements shares a power of two. In most runs the first element is the largest and has one of a few
+    chosen mantissas.
     """
     element = (E2M1, E2M1, E2M3, E3M2, E4M3, E5M2, INT8)[rng.integers(7)]
     info = ml_dtypes.finfo(dtype)
@@ -179,7 +181,7 @@ def _tiny(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype) -> 
 
 
 def _zeros(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """Return runs of 16 zeros (positive, negative or mixed) among runs of ordinary values."""
+    """Return runs of 16 zeros (all +0, all -0, or mixed) among runs of ordinary values."""
     runs = (*shape[:-1], -(-shape[-1] // 16))
     kinds = np.repeat(rng.integers(0, 4, runs), 16, axis=-1)[..., : shape[-1]]
     signs = np.where(kinds == 2, rng.choice([0.0, -0.0], shape), np.where(kinds == 1, -0.0, 0.0))
@@ -222,7 +224,7 @@ def _bytes(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype) ->
 
 
 def _below(limit: int) -> Callable[..., np.ndarray]:
-    """Return a kind of uniformly distributed codes below ``limit``."""
+    """Return a function that draws uniformly distributed codes below ``limit``."""
 
     def codes(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
         return rng.integers(0, limit, shape, np.uint8)
@@ -238,15 +240,18 @@ def _amaxes(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype) -
 
 
 def _weights(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """Return nonnegative finite weights: ordinary ones, zeros, outliers, and tiny ones whose squares underflow."""
+    """Return nonnegative finite weights for a scale search: ordinary ones, zeros, outliers, and tiny ones.
+
+    The squares of the tiny weights underflow.
+    """
     x = rng.random(shape) ** 3 * rng.choice([1, 1, 1e-38, 1e30]) * rng.choice([0, 1, 1, 1, 2.0**20], shape)
     return x.astype(dtype)
 
 
 def _hessians(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """Return symmetric matrices from few or many samples.
+    """Return symmetric matrices for a search by Hessian, each computed from few or many random samples.
 
-    In some of them the diagonal is lowered by 2, which can make values negative.
+    In some of them the diagonal is lowered by 2, which can make a quadratic form negative.
     """
     samples = rng.standard_normal((shape[0], rng.choice([3, 40]), 16)) * rng.choice([1, 1, 1e-15, 1e10])
     x = samples.transpose(0, 2, 1) @ samples - rng.choice([0, 0, 2]) * np.eye(16)
@@ -281,7 +286,7 @@ VALUES: dict[str, Callable[..., np.ndarray]] = {
 
 
 class Guarded(NamedTuple):
-    """Hold a copy of an array or Quantized whose arrays lie inside buffers with guards.
+    """Hold a copy of an array or Quantized, made as an output for a call. Its arrays lie between guards.
 
     Attributes:
         value: the copy.
@@ -293,7 +298,10 @@ class Guarded(NamedTuple):
 
 
 def guarded(a: Any, step: int = 1) -> Guarded:
-    """Return a copy of an array or Quantized, with guards around it and, for a step of 2, between its elements."""
+    """Return a copy of an array or Quantized with guards around each array, to be used as an output.
+
+    With a step of 2, the copy is strided, and there are guards between its elements too.
+    """
     if isinstance(a, Quantized):
         parts = {name: guarded(getattr(a, name), step) for name in PARTS if getattr(a, name) is not None}
         buffers = [buffer for part in parts.values() for buffer in part.buffers]
@@ -310,7 +318,7 @@ def _module(a: Any) -> Any:
 
 
 def _inside(whole: Any, shape: tuple[int, ...], step: int, dtype: np.dtype) -> Any:
-    """Return the array inside a buffer."""
+    """Return the array that lies inside a buffer of guarded()."""
     return whole[MARGIN:-MARGIN].view(dtype).reshape(*shape, step)[..., 0]
 
 
@@ -329,12 +337,15 @@ def touched(g: Guarded) -> int:
 
 
 def overwrite(target: Any, values: Any) -> None:
-    """Overwrite an array that a plan holds."""
+    """Overwrite an array, such as one that a plan holds."""
     target[...] = values
 
 
 def largest(arrays: list[Any]) -> Any:
-    """Return the elementwise maximum of float32 amaxes, compared by bits, because CuPy's maximum flushes subnormals."""
+    """Return the elementwise maximum of float32 amaxes.
+
+    They are compared by bit patterns, because CuPy's maximum flushes subnormals.
+    """
     result = arrays[0].copy()
     bits = result.view(np.uint32)
     for a in arrays[1:]:
@@ -343,7 +354,7 @@ def largest(arrays: list[Any]) -> Any:
 
 
 def with_codes(before: Any, packed: Any, pieces: list[tuple[int, int]], per_byte: int) -> Any:
-    """Return ``before`` with the codes of ``packed`` in some elements.
+    """Return the packed codes ``before``, with some elements replaced by those of ``packed``.
 
     ``pieces`` are the ranges [start, stop) of elements to replace; ``per_byte`` is the number of codes per byte.
     """
@@ -354,7 +365,7 @@ def with_codes(before: Any, packed: Any, pieces: list[tuple[int, int]], per_byte
 
 
 def _one_per_byte(a: Any, per_byte: int) -> Any:
-    """Return the codes with one code per byte."""
+    """Return packed codes as a flat array with one code per byte."""
     flat = a.reshape(-1).copy()
     if per_byte == 1:
         return flat

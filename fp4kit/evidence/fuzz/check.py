@@ -57,26 +57,29 @@ class Verdict(NamedTuple):
 
     @property
     def key(self) -> tuple[str, str]:
-        """What a smaller case must share to count as the same failure: kind and function."""
+        """The kind and function of a failure. A smaller case with an equal key counts as the same failure."""
         return self.kind, self.function
 
     @property
     def reason(self) -> str:
-        """The text with recipes and numbers replaced by placeholders, so that equal reasons have equal texts."""
+        """The text without recipes and numbers, so that failures for the same reason have equal texts."""
         text = re.sub(r"\b(nv|mx)?(fp|int)\d-[\w-]+", "RECIPE", self.text.partition(";")[0])
         text = re.sub(r"(?<![\w.])-?\d+(\.\d+)?(e[+-]?\d+)?", "N", text)
         return re.sub(r"[(]N?(, ?N?)*[)]", "(N)", text)[:150]
 
 
 class EngineRun:
-    """Run a program on one engine. ``names`` maps names to results."""
+    """Run a program on one engine. ``names`` holds the results so far, by name."""
 
     def __init__(self, engine: ComparedEngine, host: bool) -> None:
         self.place = Place(engine, host)
         self.names: dict[str, Any] = {}
 
     def make(self, statement: Make, writable: bool) -> None:
-        """Build an array on the engine, or a recipe."""
+        """Execute a Make statement: build its array on the engine, or its recipe.
+
+        If ``writable`` is False, later writes to the array are detected.
+        """
         name, value = statement
         if isinstance(value, Variant):
             self.names[name] = value.recipe
@@ -86,7 +89,7 @@ class EngineRun:
             self.names[name] = self.place.array(value.values(), value.view, name)
 
     def call(self, statement: ProgramCall) -> Exception | None:
-        """Make a call and store its result. Return the exception if it raised one, otherwise None."""
+        """Execute a ProgramCall and store its result. Return the exception that it raised, or None."""
         options = {name: self.value(value) for name, value in statement.options.items()}
         arguments = [self.value(a) for a in statement.arguments]
         try:
@@ -98,14 +101,14 @@ class EngineRun:
         return None
 
     def _function(self, name: str) -> Any:
-        """Return a function of fp4kit, a method of a result, or a function in FUNCTIONS."""
+        """Return the function that a ProgramCall names: one of fp4kit, a method of a result, or one in FUNCTIONS."""
         owner, _, attribute = name.rpartition(".")
         if owner == "fp4kit":
             return getattr(fp4kit, attribute)
         return getattr(self.names[owner], attribute) if owner else FUNCTIONS[name]
 
     def value(self, argument: Any) -> Any:
-        """Return the value that an argument refers to."""
+        """Return an argument with every Ref in it replaced by the result that it refers to."""
         if isinstance(argument, Ref):
             result = self.names[argument.name]
             for part in argument.path:
@@ -116,7 +119,7 @@ class EngineRun:
         return [self.value(a) for a in argument] if isinstance(argument, list) else argument
 
     def host(self, argument: Any) -> Any:
-        """Return the value that an argument refers to, with NumPy arrays."""
+        """Return value(argument) with all arrays copied to NumPy arrays."""
         return self.place.engine.get(self.value(argument))
 
 
@@ -144,7 +147,7 @@ def written_names(statements: list[Statement]) -> set[str]:
 
 
 class RunsInStep:
-    """Run one program on several engines, statement by statement. The first one is the specification."""
+    """Run one program on several engines, statement by statement. The first engine is the specification."""
 
     def __init__(self, runs: list[EngineRun], writable: set[str]) -> None:
         self.runs, self.writable = runs, writable
@@ -152,7 +155,7 @@ class RunsInStep:
         self.total = Outcome()
 
     def verdict(self, kind: str, text: str, function: str) -> Verdict:
-        """Return a verdict with the counts so far."""
+        """Return a verdict of this kind, with the counts so far."""
         return Verdict(kind, text, function, self.number, self.calls, self.total.values, self.total.differing)
 
     def step(self, statement: Statement) -> Verdict | None:
@@ -171,7 +174,10 @@ class RunsInStep:
         return self._compared(statement, runs)
 
     def _compared(self, statement: ProgramCall, runs: list[EngineRun]) -> Verdict | None:
-        """Compare the results of a call. Return a verdict if they differ, otherwise None."""
+        """Compare what a call returned and wrote on the two engines.
+
+        Return a verdict if it differs, otherwise None.
+        """
         if len(runs) < 2 or not comparable(runs[0].names[statement.target]):
             return None
         results = [Ref(statement.target), *map(Ref, statement.writes)]
@@ -192,7 +198,7 @@ class RunsInStep:
         return None
 
     def written(self) -> Verdict | None:
-        """Return a verdict if an input was written to, otherwise None."""
+        """Return a verdict if some call wrote to an input that it may not change, otherwise None."""
         for run in self.runs:
             name = run.place.written()
             if name:
@@ -201,7 +207,10 @@ class RunsInStep:
 
 
 def comparable(value: Any) -> bool:
-    """Return whether a result consists of numbers, arrays and Quantized. The result is the specification's."""
+    """Return whether a result can be compared: it consists of numbers, arrays, Quantized and None.
+
+    Pass the specification's result. Other objects, such as plans, are not compared.
+    """
     if isinstance(value, (list, tuple)):
         return all(map(comparable, value))
     return value is None or isinstance(value, (Quantized, np.ndarray, np.generic, bool, int, float))

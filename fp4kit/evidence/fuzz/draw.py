@@ -1,7 +1,8 @@
 """Draw a case from an integer: one operation with a recipe, arrays and options, as data.
 
-Options say what is wanted, not how large it is. The sizes of amaxes, random bytes and outputs follow from the shapes
-when the program is written, so a case stays valid when its shapes shrink.
+Options are independent of sizes: they say, for example, that a call gets an array of random bytes. The sizes of amaxes,
+random bytes and outputs follow from the shapes of the arrays when the program is built, so a case stays valid when
+shrinking makes its arrays smaller.
 """
 
 from __future__ import annotations
@@ -91,9 +92,9 @@ class Pool:
 
 @dataclass(frozen=True)
 class DrawnOptions:
-    """Hold the options of a case, besides arrays and recipe. Every default is the simplest choice.
+    """Hold the options of a case, besides its arrays and recipe. Every default is the simplest choice.
 
-    ``seed`` determines random bytes and amaxes.
+    Random bytes and amaxes are drawn from ``seed``.
     """
 
     seed: int = 0
@@ -114,13 +115,17 @@ class DrawnOptions:
     fake: bool = False  # True: a plan does fake_quantize
     objective: str = "mse"  # of a scale search
     candidates: str = ""  # candidates of a search: "near" or "some"
-    columns: str = ""  # what a search knows about columns: "weights" or "hessian"
+    columns: str = ""  # a search's argument about columns: "weights" or "hessian"
     fault: str = ""  # why the call must be rejected, one of FAULTS
 
 
 @dataclass(frozen=True)
 class DrawnCase:
-    """Describe one operation on arrays. ``axis`` is that of each array, or of each member of a stack."""
+    """Describe one operation on arrays.
+
+    ``axis`` is the quantized axis of each array. If an array is a stack of experts, it is the axis of each expert's
+    array.
+    """
 
     operation: str
     recipe: Variant
@@ -130,12 +135,12 @@ class DrawnCase:
 
     @property
     def r(self) -> Recipe:
-        """The recipe."""
+        """The case's Recipe, with the changes of its variant applied."""
         return self.recipe.recipe
 
     @property
     def x(self) -> DrawnArray:
-        """The first array."""
+        """The first array, which is the only one for most operations."""
         return self.arrays[0]
 
     def changed_options(self) -> list[str]:
@@ -153,7 +158,7 @@ class DrawnCase:
 
 
 class Draw:
-    """Draw the parts of one case, in order. ``refused`` counts variants that Recipe rejected."""
+    """Draw the parts of one case, in a fixed order. ``refused`` counts the variants that Recipe rejected."""
 
     def __init__(self, seed: int, pool: Pool) -> None:
         self.rng = np.random.default_rng(seed)
@@ -161,7 +166,7 @@ class Draw:
         self.refused = 0
 
     def pick(self, choices: Any) -> Any:
-        """Return one of the choices."""
+        """Return one of the choices at random."""
         return choices[self.rng.integers(len(choices))]
 
     def chance(self, probability: float) -> bool:
@@ -177,7 +182,7 @@ class Draw:
         recipe = self.variant(operation)
         fault = (
             self.pick(FAULTS) if self.pool.faults and self.chance(0.03) and operation != "plan" else ""
-        )  # a plan may report a fault later
+        )  # plans get no fault, because a plan may report it only when it runs
         options = replace(self.options(operation, recipe.recipe), fault=fault)
         ndim = 2 if operation in FLATTENED else max(int(self.pick((1, 2, 2, 2, 3, 3, 4))), 1 + (operation in _MATRICES))
         axis = -1 if operation in _ROWS else int(self.rng.integers(-ndim, ndim))
@@ -192,7 +197,7 @@ class Draw:
         return DrawnCase(operation, recipe, arrays, axis, options)
 
     def variant(self, operation: str) -> Variant:
-        """Return a valid recipe or variant for an operation."""
+        """Return a recipe of the pool, or a variant of one, that supports the operation and that Recipe accepts."""
         variants = _supported(self.pool)[operation]
         for _ in range(50):
             variant = self.pick(variants)
@@ -244,7 +249,7 @@ class Draw:
         return self.search(found, r) if operation == "search_scales" else found
 
     def search(self, options: DrawnOptions, r: Recipe) -> DrawnOptions:
-        """Return the options with those of a scale search."""
+        """Return the options with the options of a scale search drawn too."""
         by_hessian = r.scale == E4M3 and self.chance(0.3)
         objective = "mse" if by_hessian else self.pick(("mse", "mse", "mae", "max", "p2.4", "p3"))
         columns = "hessian" if by_hessian else self.pick(("", "weights"))
@@ -253,7 +258,10 @@ class Draw:
     # ---- arrays ----
 
     def array(self, operation: str, r: Recipe, ndim: int, axis: int, options: DrawnOptions) -> DrawnArray:
-        """Return an array whose lengths fit the blocks. A stacked array has the experts on its first axis."""
+        """Return a description of an array with random values that suits the operation, the recipe and the options.
+
+        If options.stacked is True, its first axis counts experts.
+        """
         shape = self.shape(operation, r, ndim, axis % ndim, options)
         if options.stacked:
             shape = (int(self.rng.integers(1, 5)), *shape)
@@ -265,9 +273,10 @@ class Draw:
         return DrawnArray(kind, dtype, shape, int(self.rng.integers(1 << 40)), view)
 
     def shape(self, operation: str, r: Recipe, ndim: int, axis: int, options: DrawnOptions) -> tuple[int, ...]:
-        """Return lengths near multiples of tile sizes.
+        """Return axis lengths near multiples of the tile sizes of kernels.
 
-        They are whole blocks along the quantized axis and, if blocks are moved to it, along the other axis.
+        The quantized axis is a whole number of blocks long. If the operation also quantizes along the other axis, that
+        axis is too.
         """
         shape = [int(self.pick(LENGTHS)) for _ in range(ndim)]
         multiple = lcm(r.length_multiple, 16 if options.hadamard else 1, 2 if operation == "pack" else 1)
@@ -289,7 +298,10 @@ class Draw:
         return tuple(shape)
 
     def view(self, ndim: int, flat: bool) -> View:
-        """Return a memory layout: plain in half of the cases, otherwise with an order, steps and an offset."""
+        """Return a memory layout. Half of the layouts are plain; the others have another order, steps or an offset.
+
+        If ``flat`` is True, only the offset may differ from the plain layout.
+        """
         view = View.plain(ndim)
         if self.chance(0.5):
             offset = int(self.rng.integers(0, 9)) if self.chance(0.6) else 0
@@ -337,7 +349,10 @@ def _supports(operation: str, r: Recipe) -> bool:
 
 @cache
 def _supported(pool: Pool) -> dict[str, tuple[Variant, ...]]:
-    """Return {operation: recipes and variants of the pool that support it}, without operations that none supports."""
+    """Return {operation: recipes and variants of the pool that support it}.
+
+    An operation that none of them supports is left out.
+    """
     variants = (*map(Variant, pool.recipes), *pool.variants)
     supported = {
         name: tuple(variant for variant in variants if _supports(name, variant.recipe)) for name in pool.operations

@@ -16,7 +16,7 @@ _counters: Any = None  # shared numbers of calls and failures; set when a proces
 
 
 class WorkerTask(NamedTuple):
-    """Describe what each process does.
+    """Describe the work of each process.
 
     Attributes:
         device: "gpu", "host", or None for the specification alone.
@@ -50,13 +50,13 @@ def run(work: WorkerTask, seed: int, processes: int, progress: Callable[[int, in
 
 
 def _start(counters: Any) -> None:
-    """Store the shared counters in a new process."""
+    """Store the shared counters in a process that has just started."""
     global _counters
     _counters = counters
 
 
 def _follow(running: set[Future[fuzz.Report]], counters: Any, progress: Callable[[int, int], None]) -> None:
-    """Report progress until all processes have ended."""
+    """Call ``progress`` regularly with what the shared counters have gained, until all processes have ended."""
     seen = (0, 0)
     while running:
         running = wait(running, _EVERY).not_done
@@ -93,7 +93,7 @@ def _work(work: WorkerTask, seed: int) -> fuzz.Report:
 
 
 def _report(done: list[int]) -> None:
-    """Add calls and failures to the shared counters."""
+    """Add [calls, failures] of this process to the shared counters."""
     with _counters.get_lock():
         for i, number in enumerate(done):
             _counters[i] += number

@@ -1,4 +1,4 @@
-"""Print a program as Python lines that do the same: the reproduction of a failure."""
+"""Print a program as Python source that makes the same calls: the reproduction of a failure."""
 
 from __future__ import annotations
 
@@ -39,7 +39,10 @@ _HELPERS = {
 
 
 def script(case: DrawnCase, verdict: Verdict, engine: ComparedEngine | None) -> str:
-    """Return Python that fails as the case did. It ends without an error if the failure is gone."""
+    """Return a Python program that reproduces a failing case.
+
+    It raises an error as the case did, and ends without one when the failure is fixed.
+    """
     statements = program(case)[: verdict.step + 1]
     used_statements = statements if verdict.kind == "written" else needed(statements)
     writable = written_names(used_statements)
@@ -56,7 +59,11 @@ def script(case: DrawnCase, verdict: Verdict, engine: ComparedEngine | None) -> 
 
 
 def _imports(text: str, module: str | None) -> list[str]:
-    """Return the import lines that the text needs."""
+    """Return the import lines that a program's text needs.
+
+    ``module`` is the name of the engine's array library, such as "cupy", or None if the case was run on the
+    specification alone.
+    """
     used = set(re.findall(r"[A-Za-z_]\w*", text))
     lines = [line for name, line in _IMPORTS if name in used]
     lines += [f"import {module}"] if module not in (None, "np") else []
@@ -68,7 +75,7 @@ def _imports(text: str, module: str | None) -> list[str]:
 
 
 def needed(statements: list[Statement]) -> list[Statement]:
-    """Return the last statement and the statements that it depends on."""
+    """Return the last statement and those that it depends on, in order. A reproduction leaves out all others."""
     needed_statements = [statements[-1]]
     names = _names(statements[-1])
     for statement in reversed(statements[:-1]):
@@ -82,7 +89,7 @@ def needed(statements: list[Statement]) -> list[Statement]:
 
 
 def _names(statement: Any) -> set[str]:
-    """Return the names that a statement or an argument refers to."""
+    """Return the names of results that a statement or an argument refers to."""
     if isinstance(statement, Ref):
         return {statement.name}
     if isinstance(statement, Same):
@@ -93,7 +100,7 @@ def _names(statement: Any) -> set[str]:
 
 
 def _lines(statement: Statement, writable: set[str]) -> Iterator[str]:
-    """Yield the lines of a statement."""
+    """Yield the Python lines of a statement."""
     if isinstance(statement, Make):
         yield f"{statement.target} = {_made(statement, writable)}"
         return
@@ -110,7 +117,7 @@ def _lines(statement: Statement, writable: set[str]) -> Iterator[str]:
 
 
 def _made(statement: Make, writable: set[str]) -> str:
-    """Return the expression that makes an array or a recipe."""
+    """Return the Python expression that makes the array or recipe of a Make statement."""
     value = statement.value
     if isinstance(value, Variant):
         return text(value)
@@ -119,7 +126,7 @@ def _made(statement: Make, writable: set[str]) -> str:
 
 
 def _values(a: DrawnArray) -> str:
-    """Return the call that gives an array's elements."""
+    """Return the Python call that makes an array's elements."""
     if a.kind != "given":
         return f"drawn({a.kind!r}, {a.dtype!r}, {a.shape}, {a.seed})"
     bits = np.frombuffer(a.bits, unsigned(a.values().dtype))
@@ -130,7 +137,7 @@ def _values(a: DrawnArray) -> str:
 
 
 def text(value: Any) -> str:
-    """Return an argument as Python."""
+    """Return an argument of a call as Python source."""
     if isinstance(value, Variant):
         changes = "".join(f", {name}={text(field)}" for name, field in value.changes)
         return f'replace(fp4kit.recipe("{value.id}"){changes})' if changes else f'fp4kit.recipe("{value.id}")'

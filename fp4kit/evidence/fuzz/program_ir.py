@@ -20,23 +20,23 @@ class Ref:
     path: tuple[Any, ...] = ()
 
     def __getitem__(self, part: Any) -> Ref:
-        """Return a reference to a part: ref["packed"] is an attribute, ref[0] an item."""
+        """Return a reference to a part of this result: ref["packed"] is an attribute, ref[0] an item."""
         return Ref(self.name, (*self.path, part))
 
     def __repr__(self) -> str:
-        """Return the reference as Python."""
+        """Return the reference as Python source."""
         return self.name + "".join(map(_access, self.path))
 
 
 def _access(part: Any) -> str:
-    """Return an attribute, index or slice as Python."""
+    """Return an attribute, index or slice as Python source, such as ".packed" or "[0]"."""
     if isinstance(part, slice):
         return f"[{part.start}:{part.stop}]"
     return f".{part}" if isinstance(part, str) else f"[{part}]"
 
 
 class Dtype(NamedTuple):
-    """Name a dtype."""
+    """Name a dtype as an argument of a call."""
 
     name: str
 
@@ -88,15 +88,18 @@ class Program:
         return Ref(target)
 
     def call(self, target: str, function: str, *arguments: Any, **options: Any) -> Ref:
-        """Append target = function(...) without the options that are None. Return a reference to the result."""
+        """Append the statement target = function(...). Return a reference to the result.
+
+        Options that are None are left out.
+        """
         given = {name: value for name, value in options.items() if value is not None}
         self.statements.append(ProgramCall(target, function, arguments, given))
         return Ref(target)
 
     def mark(self, **fields: Any) -> None:
-        """Set fields of the latest statement."""
+        """Set fields of the last statement, such as host_only."""
         self.statements[-1] = self.statements[-1]._replace(**fields)
 
     def same(self, a: Any, b: Any) -> None:
-        """Append the statement that a and b are equal."""
+        """Append the statement that a and b must agree bit for bit."""
         self.statements.append(Same(a, b))

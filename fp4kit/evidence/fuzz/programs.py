@@ -1,6 +1,7 @@
-"""Write the program of each operation.
+"""Build the program of each operation: the calls to make, and which of their results must be equal.
 
-Its Same statements hold on every engine, so they check even an engine that is run alone.
+Same statements say that results must be equal. They must hold on every engine, so they check an engine even if it is
+run alone.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from fp4kit.recipes.schema import faking
 
 
 def program(case: DrawnCase) -> list[Statement]:
-    """Return the statements of a case."""
+    """Return the program of a case, as a list of statements."""
     p = Program()
     p.make("r", case.recipe)
     _PROGRAMS[case.operation](p, with_fault(case))
@@ -58,7 +59,10 @@ def _quantize(p: Program, case: DrawnCase) -> None:
 
 
 def _experts(p: Program, case: DrawnCase, q: Ref, x: Ref, options: dict[str, Any]) -> None:
-    """Quantize each expert of x by itself with its own amax; the result must be that expert's part."""
+    """Quantize up to three experts of x separately, each with its own amax.
+
+    Each result must equal the expert's part of ``q``, the Quantized of the whole x.
+    """
     amax, ndim = options["tensor_amax"], case.x.ndim
     alone = isinstance(amax, Ref) and case.r.tensor_scaling == "tensor" and case.x.shape[0] > 1 and case.axis % ndim > 0
     if not alone or case.options.rounding != "nearest" or options["block_amax"] is not None:
@@ -72,7 +76,7 @@ def _experts(p: Program, case: DrawnCase, q: Ref, x: Ref, options: dict[str, Any
 
 
 def _quantize_both(p: Program, case: DrawnCase) -> None:
-    """Quantize both directions at once, and each by itself."""
+    """Quantize along both axes with one call of quantize_both, and with two calls of quantize."""
     x = p.make("x", case.x)
     options = codes_options(p, case)
     del options["axis"]
@@ -88,7 +92,7 @@ def _quantize_both(p: Program, case: DrawnCase) -> None:
 
 
 def _decode(p: Program, case: DrawnCase) -> None:
-    """Decode random codes under random scales, with random padding."""
+    """Decode random codes under random block scales. Padding of the scales holds random bytes too."""
     x, o = p.make("x", case.x), case.options
     q = p.call("q", "fp4kit.quantize", x, Ref("r"), **codes_options(p, case), tensor_amax=tensor_amax(p, case))
     moved, r = moved_shape(case, case.x), case.r
@@ -119,7 +123,10 @@ def _fake_quantize(p: Program, case: DrawnCase) -> None:
 
 
 def _members(p: Program, case: DrawnCase) -> tuple[Any, list[Ref]]:
-    """Return (argument xs, references to its members)."""
+    """Return (the argument xs of a grouped function, references to its arrays).
+
+    The argument is one stacked array or a list of arrays.
+    """
     if case.options.stacked:
         x = p.make("x", case.x)
         return x, [x[i] for i in range(case.x.shape[0])]
@@ -128,13 +135,16 @@ def _members(p: Program, case: DrawnCase) -> tuple[Any, list[Ref]]:
 
 
 def _per_member(p: Program, case: DrawnCase, make: Callable[..., Any], name: str, count: int) -> list[Any] | None:
-    """Return an argument for each member, or None if there is none."""
+    """Return a list with one argument per array of a group, or None if the case has no such argument.
+
+    ``make`` is called with the index of each array.
+    """
     found = [make(p, case, i, f"{name}{i}") for i in range(count)]
     return None if not found or found[0] is None else found
 
 
 def _grouped(p: Program, case: DrawnCase) -> None:
-    """Quantize a group, and each member by itself."""
+    """Quantize a group of arrays with one call, and each array by itself. The results must be equal."""
     xs, members = _members(p, case)
     fake = case.operation == "fake_quantize_grouped"
     options = {"axis": case.axis, **rounding_options(p, case)} if fake else codes_options(p, case)
@@ -150,12 +160,12 @@ def _grouped(p: Program, case: DrawnCase) -> None:
 
 
 def _at(values: list[Any] | None, i: int) -> Any:
-    """Return element i, or None without a list."""
+    """Return values[i], or None if ``values`` is None."""
     return None if values is None else values[i]
 
 
 def _amax_grouped(p: Program, case: DrawnCase) -> None:
-    """Reduce a group, and each member by itself."""
+    """Compute the amaxes of a group of arrays with one call, and those of each array by itself."""
     xs, members = _members(p, case)
     recipe, axis = _reduced(case)
     found = p.call("found", "fp4kit.amax_grouped", xs, *recipe, axis=axis)
@@ -163,7 +173,7 @@ def _amax_grouped(p: Program, case: DrawnCase) -> None:
 
 
 def _reduced(case: DrawnCase) -> tuple[tuple[Any, ...], Any]:
-    """Return the recipe and axis arguments of amax. Either may be absent."""
+    """Return (positional arguments, axis) for amax. Either may be absent, because amax takes a recipe or axes."""
     if case.options.cuts:
         return (Ref("r"),), case.axis
     ndim = case.x.ndim - case.options.stacked
@@ -171,7 +181,7 @@ def _reduced(case: DrawnCase) -> tuple[tuple[Any, ...], Any]:
 
 
 def _plan(p: Program, case: DrawnCase) -> None:
-    """Run a plan twice, with other values the second time."""
+    """Run a plan twice. Its arrays are overwritten with other values before the second run."""
     o = case.options
     xs, members = _members(p, case)
     options = codes_options(p, case)
@@ -191,7 +201,7 @@ def _plan(p: Program, case: DrawnCase) -> None:
 
 
 def _overwrite(p: Program, case: DrawnCase, members: list[Ref]) -> None:
-    """Overwrite the members of a group."""
+    """Overwrite the arrays of a group with other values, in place."""
     for i, x in enumerate(members):
         stacked = case.options.stacked
         a = case.arrays[0 if stacked else i]
@@ -210,7 +220,7 @@ def _requantize(p: Program, case: DrawnCase) -> None:
 
 
 def _backward(p: Program, case: DrawnCase) -> None:
-    """Compute the gradient of fake_quantize."""
+    """Compute the gradient of fake_quantize with respect to its input."""
     x, o = p.make("x", case.x), case.options
     grad = p.make("grad", replace(case.x, kind="bits", seed=o.seed + 1, dtype=o.decoded or case.x.dtype, bits=b""))
     one = replace(case, options=replace(o, tensor_amax=o.tensor_amax and "number"))  # one amax for all experts
@@ -221,7 +231,7 @@ def _backward(p: Program, case: DrawnCase) -> None:
 
 
 def _backward_grouped(p: Program, case: DrawnCase) -> None:
-    """Compute the gradients of a group, and of each member by itself."""
+    """Compute the gradients of a group of arrays with one call, and those of each array by itself."""
     xs, members = _members(p, case)
     o = case.options
     grads = [p.make(f"grad{i}", replace(a, kind="bits", seed=o.seed + i, bits=b"")) for i, a in enumerate(case.arrays)]
@@ -238,9 +248,10 @@ def _backward_grouped(p: Program, case: DrawnCase) -> None:
 
 
 def _transpose(p: Program, case: DrawnCase) -> None:
-    """Transpose twice, and compare with quantizing the other axis.
+    """Transpose a Quantized twice, and compare its transpose with quantizing along the other axis.
 
-    The latter is left out for recipes that depend on the direction: NaN lanes, and the errors that 4over6 sums.
+    The comparison is left out for recipes whose codes depend on the direction: those that treat even and odd lanes
+    separately for NaN, and those with 4over6, whose errors are summed in an order that depends on the direction.
     """
     x, o = p.make("x", case.x), case.options
     options = {"scale_layout": o.layout if o.layout != "linear" else None, "tensor_amax": tensor_amax(p, case)}
@@ -252,7 +263,7 @@ def _transpose(p: Program, case: DrawnCase) -> None:
 
 
 def _swizzle(p: Program, case: DrawnCase) -> None:
-    """Convert between scale layouts, and back."""
+    """Convert the block scales to another layout, and back to the first one."""
     x, o = p.make("x", case.x), case.options
     q = p.call("q", "fp4kit.quantize", x, Ref("r"), **codes_options(p, case), tensor_amax=tensor_amax(p, case))
     s = p.call("s", "fp4kit.swizzle", q, o.target_layout)
@@ -263,7 +274,7 @@ def _swizzle(p: Program, case: DrawnCase) -> None:
 
 
 def _swizzle_bytes(p: Program, case: DrawnCase) -> None:
-    """Swizzle a byte matrix, and back."""
+    """Convert a byte matrix to a swizzled layout, and back."""
     x, layout = p.make("x", case.x), case.options.target_layout
     s = p.call("s", "fp4kit.swizzle", x, layout)
     p.same(p.call("back", "fp4kit.unswizzle", s, layout, case.x.shape), x)
@@ -277,7 +288,7 @@ def _pack(p: Program, case: DrawnCase) -> None:
 
 
 def _amax_program(p: Program, case: DrawnCase) -> None:
-    """Reduce x, and a contiguous copy of it."""
+    """Compute the amax of x and of a contiguous copy of x, which must be equal."""
     x = p.make("x", case.x)
     recipe, axis = _reduced(case)
     a = p.call("a", "fp4kit.amax", x, *recipe, axis=axis)
@@ -286,15 +297,15 @@ def _amax_program(p: Program, case: DrawnCase) -> None:
 
 
 def _pieces(case: DrawnCase) -> list[tuple[int, int]]:
-    """Return the ranges of elements between the cuts."""
+    """Return the shards as ranges [start, stop) of the flattened matrix. They begin and end at the case's cuts."""
     ends = [0, *(int(cut * case.x.size) for cut in case.options.cuts), case.x.size]
     return list(pairwise(ends))
 
 
 def _partial(p: Program, case: DrawnCase) -> None:
-    """Compute amaxes and codes of shards with arbitrary cuts.
+    """Compute amaxes and codes shard by shard, with cuts at arbitrary elements.
 
-    The maximum of the shards' amaxes must be that of x. If one shard is left out, its codes must stay unchanged.
+    The maximum of the shards' amaxes must be the amax of x. If one shard is left out, its codes must stay unchanged.
     """
     x, r, shape = p.make("x", case.x), case.r, case.x.shape
     flat = p.call("flat", "x.reshape", -1)
@@ -317,16 +328,16 @@ def _partial(p: Program, case: DrawnCase) -> None:
 
 
 def _scales_by_finite(case: DrawnCase) -> bool:
-    """Return whether the amax of the tensor scale may be below the largest block amax.
+    """Return whether the amax behind the tensor scale may be smaller than the largest block amax.
 
-    That is the case if infinite elements do not count for the tensor scale.
+    This happens if infinite elements do not count for the tensor scale.
     """
     finite = case.r.amax_nan == "lanes" and case.r.tensor_scaling == "tensor"
     return finite and bool(np.isinf(case.x.values().astype(np.float32)).any())
 
 
 def _master_weights(p: Program, case: DrawnCase) -> None:
-    """Cast master weights on one process, and quantize each matrix by itself."""
+    """Cast master weights on one process, and quantize each matrix by itself. The results must be equal."""
     columnwise = case.options.columnwise and case.r.block_rows == case.r.block_size
     shards, singles = [], []
     for i, a in enumerate(case.arrays):

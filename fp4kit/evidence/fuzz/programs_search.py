@@ -1,4 +1,4 @@
-"""Write the programs of scale searches."""
+"""Build the programs of scale searches (search_scales)."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ SOME_CODES, SOME_POWERS, SOME_MULTIPLES = (-5, 3), (-3, 1), (0.5, 1.25, 0.25)
 
 
 def search_scales(p: Program, case: DrawnCase) -> None:
-    """Search scales of x, and of a contiguous copy of it.
+    """Search block scales for x, and for a contiguous copy of x. The results must be equal.
 
-    Weights of one must give the result without weights.
+    A search with weights of 1 must give the same result as one without weights.
     """
     x, o, K = p.make("x", case.x), case.options, moved_shape(case, case.x)[-1]
     options = {"axis": case.axis, "tensor_amax": tensor_amax(p, case), "candidates": _candidates(case)}
@@ -35,7 +35,7 @@ def search_scales(p: Program, case: DrawnCase) -> None:
 
 
 def _candidates(case: DrawnCase) -> Any:
-    """Return the argument ``candidates``: None, a word, or limits that suit the recipe's candidates."""
+    """Return the argument ``candidates`` of search_scales: None, a word, or limits that fit the recipe's candidates."""
     o, r = case.options, case.r
     if o.candidates == "near" and has_grid(r):
         return None

@@ -1,7 +1,7 @@
-"""Draw recipes: those of the table, and variants of them that the specification defines.
+"""Draw recipes for fuzzing: recipes of the table, and variants of them that the specification defines.
 
-The functions here know what each rule assumes: whether its factor multiplies or divides, whether it flushes subnormals,
-what it is made for. A variant that Recipe still rejects is drawn again and counted.
+A variant is a recipe with some fields changed. The functions here know which fields fit together: what each rule
+assumes about factors, subnormals and element formats. A variant that Recipe still rejects is drawn again and counted.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Variant:
 
     @lazy_property
     def recipe(self) -> Recipe:
-        """The Recipe. Raises what Recipe raises."""
+        """The Recipe with the changes applied. Raises ValueError or TypeError if Recipe rejects them."""
         base = RECIPES[self.id]
         return replace(base, **dict(self.changes)) if self.changes else base
 
@@ -65,17 +65,20 @@ def draw_variant(rng: Rng, id: str, changes: int) -> Variant:
 
 
 def _changed(r: Any, changes: dict[str, Any]) -> Any:
-    """Return the fields of a recipe with changes. They need not be valid yet."""
+    """Return the recipe's fields with the changes applied. They need not form a valid Recipe yet."""
     return SimpleNamespace(**{name: getattr(r, name) for name in FIELDS} | changes)
 
 
 def _pick(rng: Rng, choices: Any) -> Any:
-    """Return one of the choices."""
+    """Return one of the choices at random."""
     return choices[rng.integers(len(choices))]
 
 
 def _block(rng: Rng, r: Any) -> dict[str, Any]:
-    """Change the block. Several rows need one factor for all: no tensor scale per row or block, and no fake rule."""
+    """Change the block shape.
+
+    Blocks of several rows need one factor for all their rows: no tensor scale per row or block, and no fake rule.
+    """
     if r.block is None:
         return {}
     one_row = r.fake_rule or r.search or r.tensor_scaling in ("row", "block")
@@ -85,7 +88,7 @@ def _block(rng: Rng, r: Any) -> dict[str, Any]:
 
 
 def _element(rng: Rng, r: Any) -> dict[str, Any]:
-    """Change the element format. Rules of E4M3 scales, and 4over6, are made for E2M1."""
+    """Change the element format. Rules that write E4M3 scales and 4over6 stay with E2M1, which they are made for."""
     if r.element.is_integer:
         return {"element": _pick(rng, (INT4, INT8))}
     if r.scale == E4M3 or r.nan_code or r.rounding == "rnw":
@@ -130,14 +133,17 @@ def _amax_nan(rng: Rng, r: Any) -> dict[str, Any]:
 
 
 def _static(rng: Rng, r: Any) -> dict[str, Any]:
-    """Change static. 4over6 chooses scales itself, and a fake rule takes block amaxes only with block scales."""
+    """Change Recipe.static, except with 4over6, which chooses scales itself.
+
+    A recipe with a fake rule takes block amaxes only if it has block scales.
+    """
     if r.four_over_six or r.search or r.scale is None or rules.BLOCK_RULES[r.block_rule].reads_amax:
         return {}
     return {"static": bool(rng.random() < 0.5)}
 
 
 def _search(rng: Rng, r: Any) -> dict[str, Any]:
-    """Change the search, for blocks of one row whose amax nothing else chooses."""
+    """Change Recipe.search, for recipes with blocks of one row in which nothing else chooses the block amax."""
     plain = r.block and r.block[0] == 1 and not (r.four_over_six or r.static or r.fake_rule or r.block[1] % 8)
     if not plain or r.scale is None:
         return {}
@@ -145,7 +151,7 @@ def _search(rng: Rng, r: Any) -> dict[str, Any]:
 
 
 def _narrow(rng: Rng, r: Any) -> dict[str, Any]:
-    """Change the integer range."""
+    """Change Recipe.narrow, the range of integers."""
     return {"narrow": not r.narrow} if r.element.is_integer else {}
 
 
@@ -155,7 +161,7 @@ def _scale_max(rng: Rng, r: Any) -> dict[str, Any]:
 
 
 def _apply(rng: Rng, r: Any) -> dict[str, Any]:
-    """Change apply. Only without a block rule are both the scale and its inverse available."""
+    """Change how the factor is applied. Without a block rule, both the scale and its inverse are available for this."""
     return {"apply": _pick(rng, ("multiply", "divide"))} if r.block_rule is None else {}
 
 
@@ -170,7 +176,10 @@ def _decode_rule(rng: Rng, r: Any) -> dict[str, Any]:
 
 
 def _block_rule(rng: Rng, r: Any) -> dict[str, Any]:
-    """Change the block rule and what it assumes. FlashInfer's rules and 4over6 stay, because they fix flush."""
+    """Change the block rule, and the fields that depend on it.
+
+    Recipes with FlashInfer's rules or 4over6 keep their rule, because it determines flush.
+    """
     if r.block_rule is None or r.flush or r.four_over_six:
         return {}
     with_tensor = r.tensor_scaling != "none"

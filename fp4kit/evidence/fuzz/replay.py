@@ -25,26 +25,26 @@ Ended = tuple[str, str]  # kind and text, as in check.Verdict
 
 
 class Place:
-    """Make arrays for an engine. ``host`` is True for the specification."""
+    """Make the arrays of a reproduction on one engine. ``host`` is True for the specification."""
 
     def __init__(self, engine: ComparedEngine, host: bool) -> None:
         self.engine, self.host = engine, host
         self._fixed: list[tuple[str, Any, np.ndarray]] = []
 
     def array(self, values: np.ndarray, view: View | None = None, name: str = "input") -> Any:
-        """Return the values as a view of a larger array that no call may write to."""
+        """Return the values as a strided view in the engine's library. No call may write to it; written() checks."""
         flat, cut = memory(values, View.plain(values.ndim) if view is None else view)
         moved = self.engine.module.asarray(flat)
         self._fixed.append((name, moved, flat.copy()))
         return cut(moved)
 
     def writable(self, values: np.ndarray, view: View | None = None) -> Any:
-        """Return the values as a view of a larger array that calls may write to."""
+        """Return the values as a strided view in the engine's library, to which calls may write."""
         flat, cut = memory(values, View.plain(values.ndim) if view is None else view)
         return cut(self.engine.module.asarray(flat))
 
     def written(self) -> str:
-        """Return the name of an input that has changed, or ""."""
+        """Return the name of an array of array() that a call has changed, or "" if there is none."""
         for name, moved, before in self._fixed:
             now = np.ascontiguousarray(self.engine.get(moved))
             if (now.view(np.uint8) != before.view(np.uint8)).any():
@@ -92,7 +92,7 @@ def agree(program: Callable[[Place], Iterator[tuple[str, Any]]], *modules: Any) 
 def _next(steps: Iterator[tuple[str, Any]], place: Place) -> Any:
     """Return what a program yields next, None at its end, or the exception that it raises.
 
-    An AssertionError is raised again, because it is the result of the program's own check.
+    An AssertionError is not returned but raised, because it means that a check in the program failed.
     """
     try:
         with place.engine.computing():
@@ -104,7 +104,7 @@ def _next(steps: Iterator[tuple[str, Any]], place: Place) -> Any:
 
 
 def _compare(steps: list[Any], places: list[Place]) -> None:
-    """Raise AssertionError unless all engines gave the same result."""
+    """Raise AssertionError unless one step of the program gave the same result on all engines."""
     (name, expected), *others = (
         (name, place.engine.get(value)) for (name, value), place in zip(steps, places, strict=True)
     )
@@ -114,10 +114,11 @@ def _compare(steps: list[Any], places: list[Place]) -> None:
 
 
 def ended(raised: list[Exception | None]) -> Ended:
-    """Return (kind, text) of the verdict after a call raised an exception on some engines.
+    """Return (kind, text) of the verdict for a call that raised an exception on at least one engine.
 
-    The first entry of ``raised`` is the specification's; it may be the only one. An engine may decline a call that the
-    specification computes, but a call that the specification rejects must be rejected with the same message.
+    ``raised`` has one entry per engine, the specification's first; None means that the call returned. An engine may
+    decline a call (NotImplementedError) that the specification computes. A call that the specification rejects must be
+    rejected by the engine with the same message.
     """
     first, last = raised[0], raised[-1]
     unexpected = [
@@ -138,5 +139,5 @@ def ended(raised: list[Exception | None]) -> Ended:
 
 
 def _text(error: Exception | None) -> str:
-    """Return type and message of an exception."""
+    """Return the type and message of an exception."""
     return f"{type(error).__name__}: {error}"

@@ -72,11 +72,11 @@ class Report:
     failures: list[Failure] = field(default_factory=list)
 
     def total(self, name: str) -> int:
-        """Return a count over all operations."""
+        """Return the sum of a count, such as "equal", over all operations."""
         return sum(counts[name] for counts in self.operations.values())
 
     def count(self, case: DrawnCase, verdict: Verdict, refused: int) -> None:
-        """Add a case. ``refused`` is the number of variants that were drawn again for it."""
+        """Add a case to the counts. ``refused`` is the number of variants that Recipe rejected while it was drawn."""
         counts = self.operations.setdefault(case.operation, Counter())
         counts.update(cases=1, calls=verdict.calls, values=verdict.values, failed=int(verdict.failed))
         self.redrawn += refused
@@ -96,7 +96,7 @@ class Report:
                 self.failures.append(failure)
 
     def wants(self, failure: Failure | Verdict) -> bool:
-        """Return whether a failure is of a new kind and there is room to report it."""
+        """Return whether to report a failure: its kind is new, and fewer than MAX_FAILURES are stored."""
         reported = {(f.kind, f.function) for f in self.failures}
         return len(reported) < MAX_FAILURES and (failure.kind, failure.function) not in reported
 
@@ -151,7 +151,7 @@ def run(
 def run_case(
     engine: ComparedEngine | None, number: int, *, pool: Pool | None = None, shrink_seconds: float = 10.0
 ) -> Report:
-    """Draw and check the case of one integer."""
+    """Draw and check the single case of the integer ``number``. A failure is shrunk and printed in the report."""
     report, start = Report(), time.monotonic()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -173,7 +173,7 @@ def checked(report: Report, engine: ComparedEngine | None, number: int, pool: Po
 def reproduced(
     case: DrawnCase, verdict: Verdict, engine: ComparedEngine | None, number: int, seconds: float
 ) -> Failure:
-    """Return the failure of a case, shrunk and printed."""
+    """Return the Failure for a failing case: shrunk, with a Python program that reproduces it."""
     smaller = shrink_case(case, verdict, engine, seconds)
     last = check(smaller, engine)
     if last.key != verdict.key:  # the shrunk case does not fail every time
@@ -184,7 +184,7 @@ def reproduced(
 
 
 def outcome(engine: ComparedEngine, pool: Pool, seed: int, cases: int) -> Outcome:
-    """Run cases on an engine, and return their result in the form of the self-test."""
+    """Run ``cases`` cases on an engine, and return their counts as an Outcome, as fp4kit selftest needs it."""
     total, report = Outcome(), Report()
     for number in range(seed * CASES_PER_SEED, seed * CASES_PER_SEED + cases):
         case, verdict = checked(report, engine, number, pool)

@@ -1,6 +1,6 @@
 """Shrink a failing case to a smaller case that fails in the same way.
 
-The first simpler candidate that still fails is taken, again and again.
+The first simpler candidate that still fails replaces the case. This is repeated until no candidate fails.
 """
 
 from __future__ import annotations
@@ -70,12 +70,12 @@ def simpler_cases(case: DrawnCase) -> Iterator[DrawnCase]:
 
 
 def _with_array(case: DrawnCase, i: int, a: DrawnArray) -> DrawnCase:
-    """Return the case with array i replaced."""
+    """Return the case with array ``i`` replaced by ``a``."""
     return replace(case, arrays=(*case.arrays[:i], a, *case.arrays[i + 1 :]))
 
 
 def _fewer_arrays(case: DrawnCase) -> Iterator[DrawnCase]:
-    """Yield cases without one of the arrays."""
+    """Yield cases with one array less."""
     if len(case.arrays) > 1:
         for i in range(len(case.arrays)):
             yield replace(case, arrays=case.arrays[:i] + case.arrays[i + 1 :])
@@ -114,7 +114,7 @@ def _simpler_arrays(a: DrawnArray, case: DrawnCase, i: int) -> Iterator[DrawnArr
 
 
 def _unit(case: DrawnCase, a: DrawnArray, axis: int) -> int:
-    """Return the step in which an axis is shortened: whole blocks along the quantized axis, otherwise 1."""
+    """Return by how many elements at a time an axis is shortened: whole blocks on the quantized axis, otherwise 1."""
     shift = case.options.stacked
     along = case.axis % (a.ndim - shift) + shift if a.ndim > shift else 0
     if axis != along:
@@ -129,9 +129,9 @@ def _unit(case: DrawnCase, a: DrawnArray, axis: int) -> int:
 
 
 def _parts(n: int, unit: int) -> Iterator[slice]:
-    """Yield slices of a length to keep: the first unit, each half, all but the last or first unit.
+    """Yield which part of an axis of length ``n`` to keep, as slices.
 
-    Steps of ``unit`` and of 16 elements are tried.
+    These are the first unit, each half, and all but the last or first unit. A unit is ``unit`` elements, then also 16.
     """
     for step in sorted({unit, 16 * (n > 16) or unit}):
         half = n // 2 // step * step
@@ -150,7 +150,10 @@ def _fewer_axes(case: DrawnCase) -> Iterator[DrawnCase]:
 
 
 def _simpler_values(a: DrawnArray) -> Iterator[DrawnArray]:
-    """Yield arrays with more zeros; if few elements are nonzero, also with ones."""
+    """Yield arrays in which more elements are 0.
+
+    If few are nonzero, also yield arrays with more elements equal to 1.
+    """
     values = a.values()
     bits = bit_patterns(values).reshape(-1)
     (nonzero,) = np.nonzero(bits)
@@ -166,12 +169,12 @@ def _simpler_values(a: DrawnArray) -> Iterator[DrawnArray]:
 
 
 def _ones(a: DrawnArray, bits: np.ndarray) -> np.ndarray:
-    """Return the bits of ones where elements are nonzero."""
+    """Return the bits of the array in which every nonzero element is replaced by 1."""
     return np.where(bits != 0, np.ones((), DTYPES[a.dtype]).view(bits.dtype), bits)
 
 
 def _with_bits(a: DrawnArray, bits: np.ndarray, at: np.ndarray, value: int) -> DrawnArray:
-    """Return the array with other bits at some flat indices."""
+    """Return the array with the bit pattern ``value`` at the flat indices ``at``."""
     changed = bits.copy()
     changed[at] = value
     return a.with_values(changed.view(DTYPES[a.dtype]).reshape(a.shape), a.view)
