@@ -1,7 +1,10 @@
 """E8M0 block rules of vLLM, triton_kernels, AMD Quark, auto-round, fouroversix, SGLang, DeepGEMM and qwix.
 
-block_rules.py explains rules and notation. T(.) rounds to the dtype of the elements, in which several of these
-producers compute.
+A rule is a pair of functions (see block_rules.py): code_<rule> makes the scale codes of blocks from their amaxes, and
+factor_<rule> makes the factors by which elements are multiplied, or divided where the docstring says so.
+
+Notation: a code c stands for the scale 2^(c - 127); max and emax are the largest element value and its exponent; T(t)
+is t rounded to the dtype of the elements, in which several of these producers compute.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ QUARK_ZERO = np.float32(2.0**-23)  # replaces a scale of 0: the machine epsilon 
 
 
 def _clipped(exponent: np.ndarray) -> np.ndarray:
-    """Return the codes of 2^exponent, for exponents stored as floats; NaN gives code 0."""
+    """Return the E8M0 codes of 2^exponent, clamped to [-127, 127]. exponent is a float; NaN gives code 0."""
     return (np.clip(np.where(np.isnan(exponent), -127, exponent), -127, 127) + 127).astype(np.uint8)
 
 
@@ -29,9 +32,9 @@ def _clipped(exponent: np.ndarray) -> np.ndarray:
 
 
 def _even_exponent(amax: np.ndarray, recipe: Recipe) -> np.ndarray:
-    """Return the exponent field of amax, rounded to the mantissa of the element, minus emax: int32.
+    """Return the E8M0 code of 2^(floor(log2(r)) - emax), where r is amax rounded to the element's mantissa bits.
 
-    The result is 255 if the rounded field is 255, and for every NaN.
+    The result is int32, not clamped, and may be negative. It is 255 if r is infinite or amax is NaN.
     """
     bits = np.asarray(amax, np.float32).view(np.int32)
     field = (bits + (1 << 22 - recipe.element.mantissa_bits) >> 23) & 255
@@ -39,14 +42,14 @@ def _even_exponent(amax: np.ndarray, recipe: Recipe) -> np.ndarray:
 
 
 def code_e8m0_even_finite(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
-    """Return e8m0_even's code, but at most 254. Source: vLLM downcast_to_mxfp of mxfp4_utils.py."""
+    """Return the code of the rule e8m0_even, but at most 254. Source: vLLM downcast_to_mxfp of mxfp4_utils.py."""
     return np.clip(_even_exponent(amax, recipe), 0, 254).astype(np.uint8)
 
 
 def code_e8m0_quark_even(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
-    """Return e8m0_even_finite's code, but at least 1: a scale of 2^-127 is stored as 2^-126. NaN gives 127.
+    """Return the code of the rule e8m0_even_finite, but at least 1. NaN gives 127.
 
-    Source: Quark even_round, real quantization.
+    So a scale of 2^-127 is stored as 2^-126. Source: Quark even_round, real quantization.
     """
     return np.where(np.isnan(amax), 127, np.clip(_even_exponent(amax, recipe), 1, 254)).astype(np.uint8)
 
@@ -54,13 +57,16 @@ def code_e8m0_quark_even(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, 
 def factor_e8m0_quark_even(
     codes: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype
 ) -> np.ndarray:
-    """Return 2^(127 - code), or 2^127 if the stored code 1 replaces a scale of 2^-127. A NaN amax gives NaN."""
+    """Return 2^(127 - code), except NaN if amax is NaN.
+
+    If the scale was 2^-127, so that code 1 was stored in place of 0, the factor is still 2^127.
+    """
     is_least = (codes == 1) & (_even_exponent(amax, recipe) < 1)
     return np.where(np.isnan(amax), NAN, np.where(is_least, np.float32(2.0**127), inverse_e8m0(codes)))
 
 
 def code_e8m0_triton_up(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
-    """Return the code of amax / max rounded up to a power of two, at least 2^-126; only amax = 0 gives code 0.
+    """Return the code of amax / max, rounded up to a power of two that is at least 2^-126. Only amax = 0 gives code 0.
 
     inf gives 255 and NaN gives 0. Source: triton_kernels mxfp.py.
     """
@@ -70,12 +76,15 @@ def code_e8m0_triton_up(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, d
 def factor_e8m0_triton_up(
     codes: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype
 ) -> np.ndarray:
-    """Return 2^(127 - code), or 0 for codes 0 and 255: their elements become zeros, and infinities become NaN."""
+    """Return 2^(127 - code), or 0 for codes 0 and 255.
+
+    With the factor 0, finite elements become zeros, and infinite ones become NaN.
+    """
     return np.where((codes == 0) | (codes == 255), ZERO, inverse_e8m0(codes))
 
 
 def code_e8m0_triton_down(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
-    """Return the code of amax / max rounded down to a power of two; below 2^-126 the code is 0.
+    """Return the code of amax / max, rounded down to a power of two. If the quotient is below 2^-126, the code is 0.
 
     inf and NaN give 255. Source: triton_kernels mxfp.py, ROUND_DOWN.
     """
@@ -86,19 +95,22 @@ factor_e8m0_triton_down = factor_e8m0_triton_up
 
 
 def code_e8m0_fouroversix(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
-    """Return e8m0_triton_up's code. For NaN the byte wraps to 0. Source: fouroversix quantize_to_mxfp4, static_6."""
+    """Return the code of the rule e8m0_triton_up. Source: fouroversix quantize_to_mxfp4, static_6.
+
+    For NaN the producer's byte wraps to 0, which is also that rule's code.
+    """
     return code_e8m0_triton_up(amax, tensor, recipe, dtype)
 
 
 def code_e8m0_fouroversix_4(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
-    """Return the code of amax / 4 rounded up to a power of two. Source: fouroversix quantize_to_mxfp4, static_4."""
+    """Return the code of amax / 4, rounded up to a power of two. Source: fouroversix quantize_to_mxfp4, static_4."""
     return (exponent_up(amax / np.float32(4)) & 255).astype(np.uint8)
 
 
 def factor_e8m0_fouroversix(
     codes: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype
 ) -> np.ndarray:
-    """Return 2^(127 - code), or 0 for code 255. Code 0 gives NaN, because the producer divides zeros by 0."""
+    """Return 2^(127 - code), or 0 for code 255, or NaN for code 0, because the producer divides zeros by 0."""
     return np.where(codes == 0, NAN, np.where(codes == 255, ZERO, inverse_e8m0(codes)))
 
 
@@ -106,8 +118,9 @@ factor_e8m0_fouroversix_4 = factor_e8m0_fouroversix
 
 
 def code_e8m0_even_normal(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
-    """Return e8m0_even_finite's code. Elements under a scale of 2^-127 are zeros, because a GPU flushes that scale.
+    """Return the code of the rule e8m0_even_finite.
 
+    The factor differs from that rule: elements with the scale 2^-127 become zeros, because a GPU flushes that scale.
     Source: vLLM downcast_to_mxfp (Triton).
     """
     return code_e8m0_even_finite(amax, tensor, recipe, dtype)
@@ -117,7 +130,7 @@ factor_e8m0_even_normal = factor_e8m0_triton_up
 
 
 def code_e8m0_deepgemm(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
-    """Return the code of max(amax, 1e-4) / max rounded up to a power of two, at most 2^127.
+    """Return the code of max(amax, 1e-4) / max, rounded up to a power of two that is at most 2^127.
 
     Source: DeepGEMM utils/math.py ceil_to_ue8m0.
     """
@@ -128,9 +141,9 @@ def code_e8m0_deepgemm(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dt
 
 
 def _auto_round(exponent: np.ndarray, amax: np.ndarray, at_zero: float) -> np.ndarray:
-    """Return the codes of exponents, with the exponent at_zero for blocks of zeros.
+    """Return the codes of 2^exponent. If amax is 0, at_zero is the exponent.
 
-    An amax that is not finite gives code 0, because the producer casts NaN to an integer.
+    An amax that is infinite or NaN gives code 0, because the producer casts NaN to an integer.
     """
     codes = _clipped(np.where(amax == 0, np.float32(at_zero), exponent))
     return np.where(np.isfinite(amax), codes, np.uint8(0))
@@ -139,20 +152,20 @@ def _auto_round(exponent: np.ndarray, amax: np.ndarray, at_zero: float) -> np.nd
 def _auto_round_factor(
     codes: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype
 ) -> np.ndarray:
-    """Return 2^(127 - code), or NaN if amax is not finite."""
+    """Return 2^(127 - code), or NaN if amax is infinite or NaN."""
     return np.where(np.isfinite(amax), inverse_e8m0(codes), NAN)
 
 
 def code_e8m0_auto_round(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
-    """Return the code of 2^(floor(log2(amax)) - emax) with a float32 log2; amax = 0 gives 2^(1 - emax).
+    """Return the code of 2^(floor(log2(amax)) - emax), with log2 rounded to float32.
 
-    Source: auto-round data_type/mxfp.py quant_mx.
+    amax = 0 gives the code of 2^(1 - emax). Source: auto-round data_type/mxfp.py quant_mx.
     """
     return _auto_round(np.floor(log2(amax)) - recipe.element.emax, amax, 1 - recipe.element.emax)
 
 
 def code_e8m0_auto_round_rceil(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
-    """Return the code of 2^ceil(log2(amax / max)) with a float32 log2; amax = 0 gives 2.
+    """Return the code of 2^ceil(log2(amax / max)), with log2 rounded to float32. amax = 0 gives the code of 2.
 
     Source: auto-round quant_mx_rceil.
     """
@@ -160,7 +173,7 @@ def code_e8m0_auto_round_rceil(amax: np.ndarray, tensor: TensorScale, recipe: Re
 
 
 def code_e8m0_auto_round_rceil_v2(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
-    """Return the code of 2^ceil(log2(amax / 7.25)) with a float32 log2; amax = 0 gives 2.
+    """Return the code of 2^ceil(log2(amax / 7.25)), with log2 rounded to float32. amax = 0 gives the code of 2.
 
     Source: auto-round quant_mx_rceil_v2.
     """
@@ -171,9 +184,9 @@ factor_e8m0_auto_round = _auto_round_factor
 
 
 def _auto_round_up_factor(codes: np.ndarray, amax: np.ndarray, ratio: np.ndarray) -> np.ndarray:
-    """Return 2^(127 - code), or NaN if amax is not finite, or if amax > 0 but its ratio underflows to 0.
+    """Return 2^(127 - code), or NaN if amax is infinite or NaN, or if it is positive and its ratio is 0.
 
-    The log2 of such a ratio is -inf.
+    ratio is amax divided by max or 7.25. If it underflows to 0, the producer computes log2(0) = -inf.
     """
     return np.where(np.isfinite(amax) & ((ratio != 0) | (amax == 0)), inverse_e8m0(codes), NAN)
 
@@ -193,7 +206,10 @@ def factor_e8m0_auto_round_rceil_v2(
 
 
 def _quark_scale(amax: np.ndarray, recipe: Recipe, dtype: np.dtype, rounded: np.ufunc) -> np.ndarray:
-    """Return s = T(2^(rounded(T(log2(amax))) - emax)), with 2^-23 instead of 0; return amax if it is not finite."""
+    """Return the scale that Quark makes of amax: s = T(2^(rounded(T(log2(amax))) - emax)), or 2^-23 if s is 0.
+
+    rounded: np.floor or np.ceil. If amax is infinite or NaN, amax itself is returned.
+    """
     is_finite = np.isfinite(amax)
     exponent = np.clip(rounded(round_to(log2(np.where(is_finite, amax, ONE)), dtype)), -200, 200).astype(np.int32)
     with np.errstate(all="ignore"):
@@ -202,17 +218,21 @@ def _quark_scale(amax: np.ndarray, recipe: Recipe, dtype: np.dtype, rounded: np.
 
 
 def _quark_code(scale: np.ndarray, amax: np.ndarray) -> np.ndarray:
-    """Return the code of a scale, at least 1 (2^-126), or 127 if amax is not finite."""
+    """Return the code of a scale, at least 1 (2^-126), or 127 if amax is infinite or NaN."""
     return np.where(np.isfinite(amax), np.clip(exponent_field(scale), 1, 254), 127).astype(np.uint8)
 
 
 def _quark_factor(codes: np.ndarray, scale: np.ndarray, amax: np.ndarray) -> np.ndarray:
-    """Return the scale made from amax if `codes` is its code, and otherwise the value of the given code."""
+    """Return the factor by which Quark divides elements.
+
+    It is `scale`, which was made from amax, if `codes` is the code of that scale. Otherwise it is the value of the
+    given code.
+    """
     return np.where(_quark_code(scale, amax) == codes, scale, decode(codes, E8M0))
 
 
 def code_e8m0_quark_floor(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
-    """Return the code of s = T(2^(floor(T(log2(amax))) - emax)), with 2^-23 instead of 0.
+    """Return the code of s = T(2^(floor(T(log2(amax))) - emax)). If s is 0, it is replaced by 2^-23.
 
     Scales below 2^-126 are stored as 2^-126. Source: Quark get_scale.
     """
@@ -222,27 +242,27 @@ def code_e8m0_quark_floor(amax: np.ndarray, tensor: TensorScale, recipe: Recipe,
 def factor_e8m0_quark_floor(
     codes: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype
 ) -> np.ndarray:
-    """Return s, by which elements are divided even if another value was stored.
+    """Return s of code_e8m0_quark_floor, even if it was stored as 2^-126. Elements are divided by it.
 
-    If the code is not the one made from amax, return the value of the code.
+    If the given code is not the one that amax gives, return the value of the code.
     """
     return _quark_factor(codes, _quark_scale(amax, recipe, dtype, np.floor), amax)
 
 
 def code_e8m0_quark_ceil(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
-    """Return e8m0_quark_floor's code, with the ceiling of log2(amax) instead of the floor."""
+    """Return the code of the rule e8m0_quark_floor, with the ceiling of log2(amax) in place of the floor."""
     return _quark_code(_quark_scale(amax, recipe, dtype, np.ceil), amax)
 
 
 def factor_e8m0_quark_ceil(
     codes: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype
 ) -> np.ndarray:
-    """Return e8m0_quark_floor's factor, with the ceiling of log2(amax) instead of the floor."""
+    """Return the factor of the rule e8m0_quark_floor, with the ceiling of log2(amax) in place of the floor."""
     return _quark_factor(codes, _quark_scale(amax, recipe, dtype, np.ceil), amax)
 
 
 def code_e8m0_sglang(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
-    """Return the code of 2^ceil(max(T(log2(T(amax / max))), -127)); an amax that is not finite gives code 0.
+    """Return the code of 2^ceil(max(T(log2(T(amax / max))), -127)). An infinite or NaN amax gives code 0.
 
     Source: SGLang mxfp4_tensor.py MXFP4QuantizeUtil.
     """
@@ -251,9 +271,9 @@ def code_e8m0_sglang(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtyp
 
 
 def code_e8m0_sglang_kv(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
-    """Return the code of 2^ceil(T(log2(d))), d = max(T(amax / max), T(1e-10)); an amax that is not finite gives code 0.
+    """Return the code of 2^ceil(T(log2(d))), where d = max(T(amax / max), T(1e-10)).
 
-    Source: SGLang kvfp4_tensor.py.
+    An infinite or NaN amax gives code 0. Source: SGLang kvfp4_tensor.py.
     """
     ratio = np.maximum(round_to(amax / recipe.element.max, dtype), round_to(np.full_like(amax, 1e-10), dtype))
     return np.where(np.isfinite(amax), _clipped(np.ceil(round_to(log2(ratio), dtype))), np.uint8(0))
@@ -263,7 +283,9 @@ factor_e8m0_sglang = factor_e8m0_sglang_kv = _auto_round_factor
 
 
 def code_e8m0_qwix(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
-    """Return the code of 2^ceil(T(T(log s) * reciprocal(T(log 2)))), s = qwix_scale; 255 if s is inf or NaN.
+    """Return the code of 2^ceil(T(T(log s) * reciprocal(T(log 2)))), or 255 if s is infinite or NaN.
+
+    s is block_arith.qwix_scale of amax, and reciprocal is block_arith.qwix_reciprocal.
 
     Exact: XLA computes log by a polynomial for vectors and by libm for single elements. Neither log is correctly
     rounded, as the one here is, but for every s all three give equal exponents. Source: qwix 0.1.8, as XLA on a CPU
@@ -280,5 +302,5 @@ def code_e8m0_qwix(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype:
 def factor_e8m0_qwix(
     codes: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype
 ) -> np.ndarray:
-    """Return 2^(127 - code), or 0 for an amax of inf."""
+    """Return 2^(127 - code), or 0 if amax is infinite."""
     return np.where(np.isinf(amax), ZERO, inverse_e8m0(codes))

@@ -1,4 +1,12 @@
-"""Block rules of llama.cpp and MLX, including their flaws. block_rules.py explains rules and notation."""
+"""Block rules of llama.cpp and MLX, including their flaws.
+
+A rule is a pair of functions (see block_rules.py): code_<rule> makes the scale codes of blocks from their amaxes, and
+factor_<rule> makes the factors that the elements are scaled with.
+
+Notation: scale is the value of a scale code; S_enc is tensor.encode; max and emax are the largest element value and its
+exponent; E4M3(t) is the code of t; rnd(t) is t rounded to the dtype of the elements. The low byte of an integer is its
+value modulo 256.
+"""
 
 from __future__ import annotations
 
@@ -11,17 +19,17 @@ from fp4kit.reference.codec import decode, encode
 from fp4kit.reference.tensor_rules import TensorScale, round_to
 
 _MIN_NORMAL = 2.0**-126
-_FIRST_WRAPPED = 127 - 149 + 256  # the lowest code of a wrapped byte: exponents of float32 go down to -149
+_FIRST_WRAPPED = 127 - 149 + 256  # the lowest byte that can be a wrapped one, because float32 exponents go down to -149
 
 
 # ---- llama.cpp 0c1e57098 ----
 
 
 def code_gguf(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
-    """Return the code that ggml_fp32_to_ue4m3 makes of amax / 6, whose rounding is not nearest even.
+    """Return the code that llama.cpp's ggml_fp32_to_ue4m3 makes of d = amax / 6. NaN gives code 0.
 
-    Half-way significands go up, 2^-6 is not reached from below, and values of 248 and more become 448. A subnormal code
-    is min(int(d * 512 + 0.5), 7), where d = amax / 6. NaN gives 0. Source: ggml_fp32_to_ue4m3.
+    Its rounding is not to nearest even. Ties go up. A d below 2^-6 never rounds up to 2^-6: its code is min(int(d * 512
+    + 0.5), 7). From d = 248 on, the code is that of 448.
     """
     d = np.where(amax > 0, amax / recipe.element.max, ZERO)
     low = np.minimum(d * np.float32(512) + np.float32(0.5), np.float32(7)).astype(np.int32)
@@ -33,15 +41,15 @@ def code_gguf(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.d
 def factor_gguf(
     codes: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype
 ) -> np.ndarray:
-    """Return the scale. Elements are compared with multiples of it."""
+    """Return the scale. Each element becomes the code whose value * scale is nearest to it."""
     return decode(codes, E4M3)
 
 
 def code_e8m0_gguf(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
-    """Return the low byte of floor(log2f(amax)) - emax + 127, or 0 if amax is 0, inf or NaN.
+    """Return the low byte of floor(log2f(amax)) - emax + 127, or 0 if amax is 0, infinite or NaN.
 
-    For amaxes a few ulp (at most 44) below a power of two, float32's log2 rounds up to an integer. Below 2^-125 the
-    byte wraps to 255, 254, ..., as x86-64 casts negative numbers. Source: quantize_row_mxfp4_ref.
+    If amax is at most 44 ulp below a power of two, log2f rounds up to an integer. If amax is below 2^-125, the byte
+    wraps to 255, 254, ..., as x86-64 casts negative numbers. Source: quantize_row_mxfp4_ref.
     """
     positive = (amax > 0) & np.isfinite(amax)
     exponent = np.floor(log2(np.where(positive, amax, ONE))).astype(np.int32) - recipe.element.emax
@@ -51,9 +59,9 @@ def code_e8m0_gguf(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype:
 def factor_e8m0_gguf(
     codes: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype
 ) -> np.ndarray:
-    """Return 2^(code - 127). Elements are compared with multiples of it.
+    """Return 2^(code - 127). Each element becomes the code whose value * factor is nearest to it.
 
-    Code 255 gives inf; then the nearest multiple of a finite element is 0.
+    Code 255 gives an infinite factor. Then every finite element gets code 0.
     """
     return np.ldexp(ONE, codes.astype(np.int32) - 127)
 
@@ -62,7 +70,7 @@ def factor_e8m0_gguf(
 
 
 def _saturated(scaled: np.ndarray, amax: np.ndarray) -> np.ndarray:
-    """Return E4M3(scaled) with special codes for NaN: 448 if amax is NaN, and -448 for the NaN of 0 * inf.
+    """Return E4M3(scaled), except 448 if amax is NaN, and -448 if scaled is NaN because it is 0 * inf.
 
     x86-64 sets the sign bit of that second NaN.
     """
@@ -71,47 +79,47 @@ def _saturated(scaled: np.ndarray, amax: np.ndarray) -> np.ndarray:
 
 
 def code_mlx(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
-    """Return E4M3(rnd(amax / 6) * S_enc), rnd to the input dtype. The code saturates, also for NaN."""
+    """Return E4M3(rnd(amax / 6) * S_enc). Codes saturate, also for NaN (_saturated)."""
     return _saturated(round_to(amax / recipe.element.max, dtype) * tensor.encode, amax)
 
 
 def factor_mlx(codes: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
-    """Return |scale|, by which elements are divided before they are multiplied by S_enc."""
+    """Return |scale|. Elements are divided by it, and then multiplied by S_enc."""
     return np.abs(decode(codes, E4M3))
 
 
 def code_mlx_metal(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
-    """Return E4M3((amax / 6) * S_enc). The code saturates, also for NaN."""
+    """Return E4M3((amax / 6) * S_enc). Codes saturate, also for NaN (_saturated)."""
     return _saturated(amax / recipe.element.max * tensor.encode, amax)
 
 
 def factor_mlx_metal(
     codes: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype
 ) -> np.ndarray:
-    """Return S_enc / |scale|, or 0 under a scale of 0."""
+    """Return S_enc / |scale|, or 0 if the scale is 0."""
     scale = np.abs(decode(codes, E4M3))
     return np.where(scale == 0, ZERO, tensor.encode / scale)
 
 
 def _wrapped(exponent: np.ndarray, s: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """Return the low byte of exponent + 127 for scales s.
+    """Return the low byte of exponent + 127, where 2^exponent was made from s.
 
-    s = 0 has exponent 0. For inf and NaN the byte is what the cast gives on x86-64: 128 for float32, 0 for other
-    dtypes.
+    s = 0 gives 127. If s is infinite or NaN, the byte is what the cast of MLX gives on x86-64: 128 for float32 and 0
+    for other dtypes.
     """
     codes = np.where(s == 0, 127, exponent + 127 & 0xFF)
     return np.where(np.isfinite(s), codes, 128 if dtype == np.float32 else 0).astype(np.uint8)
 
 
 def _defined(s: np.ndarray) -> np.ndarray:
-    """Return s where it has a finite logarithm, and 1 elsewhere."""
+    """Return s with 1 in place of numbers without a finite logarithm: those that are 0, negative, infinite or NaN."""
     return np.where((s > 0) & np.isfinite(s), s, ONE)
 
 
 def code_e8m0_mlx(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
-    """Return the low byte of ceil(log2(s)) + 127, s = rnd(amax / max), rnd to the input dtype; s = 0 gives 127.
+    """Return the low byte of ceil(log2(s)) + 127, where s = rnd(amax / max). s = 0 gives 127.
 
-    For s <= 2^-128 the byte wraps to 255, 254, ..., which decode as huge scales. Source: MLX 0.32.2 and later, on a
+    If s <= 2^-128, the byte wraps to 255, 254, ..., which decode as huge scales. Source: MLX 0.32.2 and later, on a
     CPU.
     """
     s = round_to(amax / recipe.element.max, dtype)
@@ -122,9 +130,9 @@ def code_e8m0_mlx(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: 
 def factor_e8m0_mlx(
     codes: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype
 ) -> np.ndarray:
-    """Return 2^n, by which elements are divided, or 0 if amax is not finite.
+    """Return 2^n, or 0 if amax is infinite or NaN. Elements are divided by it.
 
-    n is code - 127 for a byte that did not wrap, and the original exponent for a byte that did.
+    If the code is a wrapped byte, n is the exponent before the wrapping. Otherwise n is code - 127.
     """
     wraps = (codes >= _FIRST_WRAPPED) & (amax > 0) & (amax / recipe.element.max < np.float32(_MIN_NORMAL / 2))
     power = np.ldexp(ONE, codes.astype(np.int32) - 127 - np.where(wraps, 256, 0))
@@ -132,9 +140,10 @@ def factor_e8m0_mlx(
 
 
 def code_e8m0_mlx_0321(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
-    """Return code_e8m0_mlx's code with the exponent rint(rnd(log2(s))), the nearest instead of the next higher.
+    """Return the low byte of rint(rnd(log2(s))) + 127, where s = rnd(amax / max). s = 0 gives 127.
 
-    Scaled elements can reach 8.5 and then saturate. Source: MLX until 0.32.1, on a CPU.
+    Later versions round the exponent up instead. With the nearest exponent, scaled elements can reach 8.5 and then
+    saturate. Source: MLX until 0.32.1, on a CPU.
     """
     s = round_to(amax / recipe.element.max, dtype)
     exponent = np.rint(round_to(log2(_defined(s)), dtype)).astype(np.int32)
@@ -145,9 +154,9 @@ factor_e8m0_mlx_0321 = factor_e8m0_mlx
 
 
 def code_e8m0_mlx_metal_0321(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
-    """Return log2(amax / max) + 127, rounded to nearest with ties away from zero, clamped to 0 ... 254.
+    """Return log2(amax / max) + 127, with the logarithm rounded to the nearest integer and clamped to [-127, 127].
 
-    NaN gives 255. Source: MLX until 0.32.1, on Metal.
+    Ties go away from zero. NaN gives 255. Source: MLX until 0.32.1, on Metal.
     """
     exponent = log2(amax / recipe.element.max).astype(np.float64)
     rounded = np.copysign(np.floor(np.abs(exponent) + 0.5), exponent)

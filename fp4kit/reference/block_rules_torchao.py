@@ -1,7 +1,11 @@
-"""E8M0 block rules of torchao 0.18: to_mx in mx_formats/mx_tensor.py. block_rules.py explains rules and notation.
+"""E8M0 block rules of torchao 0.18: to_mx in mx_formats/mx_tensor.py.
 
-They differ from the rules of torchao's development version, such as e8m0_floor, in three cases: under a scale byte of
-0; for an amax that is infinite or rounds to infinity; and, for RCEIL, a few ulp above max * 2^k.
+A rule is a pair of functions (see block_rules.py): code_<rule> makes the scale codes of blocks from their amaxes, and
+factor_<rule> makes the factors by which elements are multiplied. max and emax are the largest element value and its
+exponent.
+
+These rules differ from those of torchao's development version, such as e8m0_floor, in three cases: if the scale code is
+0; if an amax is infinite or rounds to infinity; and, for RCEIL, if an amax is a few ulp above max * 2^k.
 """
 
 from __future__ import annotations
@@ -18,16 +22,16 @@ MIN_NORMAL_INVERSE = np.float32(2.0**126)  # inverse of 2^-126, the smallest sca
 
 
 def _shifted(amax: np.ndarray, rounded: np.ndarray, recipe: Recipe, up: np.ndarray | int = 0) -> np.ndarray:
-    """Return the code exponent(rounded) + up - emax, or 255 for NaN.
+    """Return the code of 2^(floor(log2(rounded)) - emax + up), or 255 if amax is NaN.
 
-    The exponent field of an infinity counts as 255.
+    rounded: amax after a rule's rounding. If it is infinite, it counts as 2^128.
     """
     codes = np.clip(exponent_field(rounded) + up - recipe.element.emax, 0, 255)
     return np.where(np.isnan(amax), 255, codes).astype(np.uint8)
 
 
 def code_e8m0_floor_018(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
-    """Return the code of 2^(floor(log2(amax)) - emax); inf gives 2^(128 - emax), NaN gives NaN.
+    """Return the code of 2^(floor(log2(amax)) - emax). inf gives that of 2^(128 - emax), and NaN gives 255 (NaN).
 
     Source: torchao 0.18.0 to_mx FLOOR.
     """
@@ -35,18 +39,18 @@ def code_e8m0_floor_018(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, d
 
 
 def code_e8m0_ceil_018(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
-    """Return the code of 2^(ceil(log2(amax)) - emax), computed from the bits; inf gives 2^(128 - emax), NaN gives NaN.
+    """Return the code of 2^(ceil(log2(amax)) - emax), computed from the bits of amax.
 
-    Source: torchao 0.18.0 to_mx CEIL.
+    inf gives the code of 2^(128 - emax), and NaN gives 255 (NaN). Source: torchao 0.18.0 to_mx CEIL.
     """
     mantissa = np.asarray(amax, np.float32).view(np.int32) & 0x7FFFFF
     return _shifted(amax, np.asarray(amax, np.float32), recipe, up=mantissa != 0)
 
 
 def code_e8m0_even_018(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
-    """Return e8m0_floor_018's code after rounding amax to the mantissa of the element, where it may become inf.
+    """Return the code of the rule e8m0_floor_018 for an amax that is first rounded to the mantissa bits of the element.
 
-    Source: torchao 0.18.0 to_mx EVEN.
+    This rounding may give infinity. Source: torchao 0.18.0 to_mx EVEN.
     """
     bits = np.where(np.isnan(amax), 0, np.asarray(amax, np.float32).view(np.int32))
     rounded = (bits + (1 << 22 - recipe.element.mantissa_bits)).astype(np.int32).view(np.float32)
@@ -56,9 +60,9 @@ def code_e8m0_even_018(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dt
 def factor_e8m0_floor_018(
     codes: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype
 ) -> np.ndarray:
-    """Return 2^(127 - code), except 2^126 for code 0, which decodes to 2^-127, and 0 for code 255.
+    """Return 2^(127 - code), except 2^126 for code 0 and 0 for code 255.
 
-    Under code 255 torchao divides the elements by infinity.
+    Code 0 stands for 2^-127, but torchao divides by 2^-126 at least. For code 255 it divides by infinity.
     """
     return np.where(codes == 0, MIN_NORMAL_INVERSE, np.where(codes == 255, ZERO, inverse_e8m0(codes)))
 
@@ -67,9 +71,9 @@ factor_e8m0_ceil_018 = factor_e8m0_even_018 = factor_e8m0_floor_018
 
 
 def code_e8m0_rceil_018(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
-    """Return the code of 2^ceil(log2(amax / max)) with a float32 log2, clamped to [-127, 127]; NaN gives NaN.
+    """Return the code of 2^n, where n is ceil(log2(amax / max)), clamped to [-127, 127]. NaN gives 255 (NaN).
 
-    Source: torchao 0.18.0 _to_mx_rceil.
+    log2 is rounded to float32. Source: torchao 0.18.0 _to_mx_rceil.
     """
     exponent = np.ceil(log2(np.where(np.isnan(amax), ONE, amax / recipe.element.max)))
     return np.where(np.isnan(amax), 255, np.clip(exponent, -127, 127) + 127).astype(np.uint8)
@@ -78,5 +82,5 @@ def code_e8m0_rceil_018(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, d
 def factor_e8m0_rceil_018(
     codes: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype
 ) -> np.ndarray:
-    """Return 2^(127 - code), except 1 for code 0, because the elements of such blocks are zeros."""
+    """Return 2^(127 - code), except 1 for code 0. The elements of a block with code 0 become zeros."""
     return np.where(codes == 0, ONE, inverse_e8m0(codes))

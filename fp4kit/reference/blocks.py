@@ -15,8 +15,9 @@ TILE_ELEMENTS = 1 << 15  # keeps the temporaries of one step in the cache, and u
 
 
 def tiles(shape: tuple[int, int], block: tuple[int, int] | None) -> Iterator[tuple[slice, slice]]:
-    """Yield slices (rows, columns) that cover a matrix, each about TILE_ELEMENTS elements, cut at multiples of the
-    block.
+    """Yield pairs of slices (rows, columns) that cut a matrix into tiles of about TILE_ELEMENTS elements.
+
+    Tiles begin and end at multiples of the block.
     """
     M, K = shape
     block_rows, block_columns = block or (1, 1)
@@ -31,7 +32,8 @@ def tiles(shape: tuple[int, int], block: tuple[int, int] | None) -> Iterator[tup
 def reduce_amax(a: np.ndarray, recipe: Recipe, axis: int | tuple[int, ...] | None = -1) -> np.ndarray:
     """Return the largest of float32 a >= 0 along axis, or 0 if there are no elements.
 
-    recipe.amax_nan says what a NaN does.
+    If recipe.amax_nan is "propagate", a NaN gives NaN. Otherwise NaN is ignored, with one exception: if amax_nan is
+    "lanes" and axis is -1, the result is NaN if every element at an odd index is NaN.
     """
     if recipe.amax_nan == "propagate":
         return np.max(a, axis=axis, initial=np.float32(0))
@@ -61,9 +63,10 @@ def block_amax(x: np.ndarray, recipe: Recipe) -> np.ndarray:
 
 
 def spread_rows(a: np.ndarray, recipe: Recipe, m: int) -> np.ndarray:
-    """Return one row of scales per row of elements, given one row per row of blocks, for m rows of elements.
+    """Return a with every row repeated for each row of its blocks: (m, blocks) from (ceil(m / block rows), blocks).
 
-    Scales of 16x16 blocks are stored once per row of elements.
+    Scales of 16x16 blocks are stored once per row of elements, so quantization computes them per block and repeats
+    them.
     """
     rows = recipe.block_rows
     return a if rows == 1 else np.repeat(a, rows, axis=0)[:m]
