@@ -1,4 +1,4 @@
-"""Check the configuration of a quantized checkpoint (config.json, hf_quant_config.json) against what engines
+"""Check whether the configs of a quantized checkpoint (config.json, hf_quant_config.json) declare what engines
 require.
 """
 
@@ -21,7 +21,7 @@ _CONFIG, _HF = "config.json", "hf_quant_config.json"
 
 
 def _section(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    """Return the object under ``key``; an empty one if there is none."""
+    """Return the object under ``key`` of a config, or an empty one if there is none."""
     value = config.get(key)
     return value if isinstance(value, Mapping) else {}
 
@@ -32,14 +32,15 @@ def quantization_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def groups(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Return the ``config_groups`` of a config.json; an empty list if there are none."""
+    """Return the entries of ``config_groups`` in a config.json, or an empty list if there are none."""
     found = quantization_config(config).get("config_groups")
     return [group for group in found.values() if isinstance(group, Mapping)] if isinstance(found, Mapping) else []
 
 
 def has_static_inputs(container: str, config: Mapping[str, Any]) -> bool:
-    """Return whether compressed-tensors stores input scales: some group has input activations that are not fully
-    dynamic.
+    """Return whether a compressed-tensors checkpoint stores input scales.
+
+    It does if a group of its config quantizes input activations with scales that are not computed at run time.
     """
     inputs = [_section(group, "input_activations") for group in groups(config)]
     stored = any(each and each.get("dynamic") is not True for each in inputs)
@@ -47,7 +48,7 @@ def has_static_inputs(container: str, config: Mapping[str, Any]) -> bool:
 
 
 def _method(container: str, config: Mapping[str, Any]) -> Iterator[Finding]:
-    """Yield a finding if ``quant_method`` makes the engine choose another loader."""
+    """Yield a finding if ``quant_method`` is not the one with which the engine loads this container."""
     used = CONTAINERS[container].format
     needed = _METHODS.get(used)
     method = str(quantization_config(config).get("quant_method", ""))
@@ -58,7 +59,9 @@ def _method(container: str, config: Mapping[str, Any]) -> Iterator[Finding]:
 
 
 def _modelopt(container: str, config: Mapping[str, Any]) -> Iterator[Finding]:
-    """Yield what is wrong with a Model-Optimizer config: algorithm, input activations, group size."""
+    """Yield a finding for each entry of a Model-Optimizer config that does not fit the tensors: algorithm, input
+    activations, group size.
+    """
     section = quantization_config(config)
     algo, needed = section.get("quant_algo"), container.removeprefix("modelopt ")
     text = f"quantization_config.quant_algo is {algo!r}; the tensors are {needed!r}"
@@ -77,7 +80,7 @@ def _modelopt(container: str, config: Mapping[str, Any]) -> Iterator[Finding]:
 
 
 def _group_size(container: str, section: Mapping[str, Any]) -> Iterator[Finding]:
-    """Yield a finding per engine if the declared group size is not that of the tensors."""
+    """Yield a finding per engine if the config declares another group size than the tensors have."""
     size, needed = section.get("group_size"), CONTAINERS[container].group_size
     if size is not None and size != needed:
         for engine in ("vLLM", "SGLang"):
@@ -94,7 +97,9 @@ _CT_WEIGHTS: dict[str, dict[str, Any]] = {
 
 
 def _compressed_tensors(container: str, config: Mapping[str, Any]) -> Iterator[Finding]:
-    """Yield what is wrong with a compressed-tensors config: format, groups, and the scheme of the weights."""
+    """Yield a finding for each entry of a compressed-tensors config that does not fit the tensors: format, groups,
+    weights.
+    """
     needed_format = container.removeprefix("compressed-tensors ")
     if (found := quantization_config(config).get("format")) != needed_format:
         yield finding(
@@ -114,14 +119,14 @@ def _compressed_tensors(container: str, config: Mapping[str, Any]) -> Iterator[F
 
 
 def _gpt_oss(container: str, config: Mapping[str, Any]) -> Iterator[Finding]:
-    """Yield a finding if the model is not gpt_oss."""
+    """Yield a finding if the config names another model than gpt_oss, for which alone engines read this container."""
     if config.get("model_type") != "gpt_oss":
         text = f"model_type is {config.get('model_type')!r}; blocks and scales are read only for 'gpt_oss'"
         yield finding("vLLM", "error", _CONFIG, text)
 
 
 def _deepseek_v4(container: str, config: Mapping[str, Any]) -> Iterator[Finding]:
-    """Yield what is wrong with the config of a DeepSeek-V4 checkpoint."""
+    """Yield a finding for each entry of a DeepSeek-V4 config that does not fit the tensors."""
     method = quantization_config(config).get("quant_method")
     for key, value, needed in (
         ("model_type", config.get("model_type"), "deepseek_v4"),
@@ -144,7 +149,10 @@ _CHECKS = {
 
 
 def _nested(container: str, config: Mapping[str, Any], nested: Mapping[str, Any]) -> Iterator[Finding]:
-    """Yield what is wrong with hf_quant_config.json of a Model-Optimizer checkpoint."""
+    """Yield a finding for entries that hf_quant_config.json lacks, and for those that contradict config.json.
+
+    nested: the content of hf_quant_config.json.
+    """
     section = _section(nested, "quantization")
     needed = ("kv_cache_quant_algo", "exclude_modules")
     keys = (*needed, "group_size") if CONTAINERS[container].kind == "nvfp4" else needed
@@ -161,7 +169,7 @@ def _nested(container: str, config: Mapping[str, Any], nested: Mapping[str, Any]
 
 
 def _kv_cache(config: Mapping[str, Any], nested: Mapping[str, Any], tensors: Collection[str]) -> Iterator[Finding]:
-    """Yield a finding if an FP8 KV cache is declared, but its scales are not stored."""
+    """Yield a finding if the configs declare an FP8 KV cache, but no tensor stores its scales."""
     scheme = _section(quantization_config(config), "kv_cache_scheme")
     declared = scheme.get("num_bits") == 8 or _section(nested, "quantization").get("kv_cache_quant_algo") == "FP8"
     if declared and not any(name.endswith((".k_scale", ".v_scale")) for name in tensors):
@@ -171,16 +179,19 @@ def _kv_cache(config: Mapping[str, Any], nested: Mapping[str, Any], tensors: Col
 def findings(
     container: str, config: Mapping[str, Any], hf_quant_config: Mapping[str, Any] | None, tensors: Collection[str]
 ) -> list[Finding]:
-    """Return what engines require of a checkpoint's configuration and do not find.
+    """Return a finding for each entry of a checkpoint's configs that an engine would reject or misread; empty if there
+    is none.
 
-    container: one of ``containers.CONTAINERS``. config: config.json. hf_quant_config: the content of that file, or
-        None. tensors: the names of all tensors.
+    container: one of ``containers.CONTAINERS``.
+    config: the content of config.json.
+    hf_quant_config: the content of hf_quant_config.json, or None.
+    tensors: the names of all tensors.
     """
     used = CONTAINERS[container].format
     found = list(_method(container, config))
     if used in _CHECKS:
         found.extend(_CHECKS[used](container, config))
-    # Model-Optimizer writes hf_quant_config.json for both of these.
+    # Model-Optimizer writes hf_quant_config.json for its own containers and for DeepSeek-V4 with NVFP4 experts.
     if hf_quant_config is not None and (used == "modelopt" or container == "deepseek-v4 nvfp4"):
         found.extend(_nested(container, config, hf_quant_config))
     elif hf_quant_config is not None:

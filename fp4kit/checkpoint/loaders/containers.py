@@ -1,4 +1,6 @@
-"""List the containers that configs declare: for each, the ``--format`` and kind of recipe, and its exclusion syntax."""
+"""List the containers that configs can declare: for each, its ``--format``, the kind of its recipes, and how its config
+lists the layers that stay unquantized.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +23,10 @@ _SYNTAX = {
 class LoaderContainer:
     """Describe one container.
 
-    kind: the kind of its recipes; None for unquantized weights.
-    syntax: the syntax of its exclusion list; None if it has no list.
+    format: the name that ``--format`` takes.
+    kind: the kind of the recipes that it stores; None for unquantized weights.
+    group_size: the number of elements that share a block scale; None for unquantized weights.
+    syntax: the syntax of its exclusion list (the layers that stay unquantized); None if it has no list.
     """
 
     id: str
@@ -33,9 +37,9 @@ class LoaderContainer:
 
 
 def _declared() -> dict[str, LoaderContainer]:
-    """Return the containers of all formats that --format accepts.
+    """Return id -> container, for all formats that ``--format`` accepts.
 
-    NVFP4 of Model-Optimizer is declared in two ways, with or without scales of activations.
+    Model-Optimizer's NVFP4 has two ids, with or without scales of activations.
     """
     ids = [(container_id(MODELOPT_NVFP4, False), MODELOPT_NVFP4)]
     ids += [(container_id(form, True), form) for form in STORED if form.format in FORMATS]
@@ -49,11 +53,12 @@ CONTAINERS = _declared()
 
 
 def container(format: str, kind: str, *, input_scale: bool = False) -> LoaderContainer | None:
-    """Return the container in which ``format`` stores recipes of ``kind``, or None if it stores none.
+    """Return the container in which ``format`` stores recipes of ``kind``, or None if it cannot store them.
 
-    format: one of FORMATS. kind: one of KINDS; "bf16" accepts any. input_scale: whether 4-bit activations have scales,
-        which makes "modelopt" NVFP4 instead of W4A16_NVFP4.
-    Raises ValueError for another format or kind.
+    format: one of FORMATS.
+    kind: one of KINDS; the format "bf16" accepts any.
+    input_scale: True if 4-bit activations have scales. They make "modelopt" NVFP4 instead of W4A16_NVFP4.
+    Raises ValueError for a format or kind that is not listed.
     """
     for name, value, allowed in (("format", format, FORMATS), ("recipe kind", kind, KINDS)):
         if value not in allowed:

@@ -1,4 +1,6 @@
-"""Name the engines that load checkpoints, at the versions that were run or read, and describe findings about them."""
+"""Name the inference engines that load checkpoints, with the versions that were examined, and define findings about
+them.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ SERVING = ("vLLM", "SGLang", "transformers")  # engines that run a model; the ot
 
 
 def named(engines: Iterable[str]) -> str:
-    """Return engines with their versions, such as ``vLLM 0.33.0, SGLang 0.5.23``."""
+    """Return engines with their versions as text, such as ``vLLM 0.33.0, SGLang 0.5.23``."""
     return ", ".join(f"{engine} {VERSIONS[engine]}" for engine in engines)
 
 
@@ -28,7 +30,9 @@ def named(engines: Iterable[str]) -> str:
 class Finding:
     """Describe a fault that one engine would meet in one part of a checkpoint.
 
-    subject: a module, a tensor, a file, or "model".
+    severity: "error" if the engine rejects the checkpoint or decodes wrong values, else "warning".
+    subject: the part: a module, a tensor, a file, or "model".
+    text: what is wrong.
     """
 
     engine: str
@@ -42,5 +46,5 @@ class Finding:
 
 
 def finding(engine: str, severity: Severity, subject: str, text: str) -> Finding:
-    """Return a Finding about an engine at its version in VERSIONS."""
+    """Return a Finding about an engine, with the engine's version from VERSIONS."""
     return Finding(engine, VERSIONS[engine], severity, subject, text)

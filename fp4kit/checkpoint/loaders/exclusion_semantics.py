@@ -1,10 +1,11 @@
-"""Decide which modules an engine leaves unquantized, by the exclusion list of a checkpoint: one predicate per engine.
+"""Decide which modules an engine leaves unquantized, given a checkpoint's exclusion list: one predicate per engine and
+format.
 
-A predicate takes the patterns of the list and one module as the engine names it. The module is a linear layer, a fused
-layer that joins several (``...qkv_proj``), or a container of experts (``...mlp.experts``). A predicate raises
-PartsDisagree if the engine refuses to load because some parts of a fused layer are excluded and others are not. It
-raises ValueError for a pattern that the engine cannot compile. Names are those of the checkpoint; an engine that
-renames a model's modules renames the list in the same way.
+A predicate takes one module, named as the engine names it, and the patterns of the list. The module is a linear layer,
+a fused layer that joins several (``...qkv_proj``), or a container of experts (``...mlp.experts``). A predicate raises
+PartsDisagree if some parts of a fused layer are excluded and others are not, because the engine refuses to load such a
+list. It raises ValueError for a pattern that the engine cannot compile. Names are those of the checkpoint; an engine
+that renames a model's modules renames the list in the same way.
 """
 
 from __future__ import annotations
@@ -34,8 +35,9 @@ class PartsDisagree(ValueError):
 
 
 def container_of(module: str) -> str | None:
-    """Return the container of experts that ``module`` is or lies in, such as ``model.layers.0.mlp.experts``, or
-    None.
+    """Return the container of experts that ``module`` is or lies in, such as ``model.layers.0.mlp.experts``.
+
+    Return None if there is no such container.
     """
     if module.endswith(".experts"):
         return module
@@ -44,7 +46,9 @@ def container_of(module: str) -> str | None:
 
 
 class Patterns(tuple[str, ...]):
-    """Hold an exclusion list with cached look-ups. Predicates accept any sequence, but are fast with this one."""
+    """Hold an exclusion list and cache look-ups in it. Predicates accept any sequence of patterns, but are faster with
+    this class.
+    """
 
     @lazy_property
     def names(self) -> frozenset[str]:
@@ -53,29 +57,30 @@ class Patterns(tuple[str, ...]):
 
     @lazy_property
     def of_experts(self) -> tuple[str, ...]:
-        """The patterns that contain "experts"."""
+        """The patterns that contain the word "experts"."""
         return tuple(pattern for pattern in self if "experts" in pattern)
 
     @lazy_property
     def mla_leaves(self) -> frozenset[str]:
-        """The last name parts of patterns that are MLA projections."""
+        """The names of MLA projections (see MLA_LEAVES) in which patterns end."""
         return frozenset(pattern.rpartition(".")[2] for pattern in self).intersection(MLA_LEAVES)
 
     @lazy_property
     def with_and_without_model(self) -> Patterns:
-        """Every pattern without and with a leading ``model.``."""
+        """The list with every pattern twice: with a leading ``model.``, and without it."""
         bare = [pattern.removeprefix("model.") for pattern in self]
         return Patterns((*bare, *(f"model.{pattern}" for pattern in bare)))
 
     @lazy_property
     def _compiled(self) -> dict[Callable[[str], str | None], list[re.Pattern[str]]]:
-        """Compiled patterns per translation function."""
+        """A cache: translation function -> compiled patterns; see expressions."""
         return {}
 
     def expressions(self, translated: Callable[[str], str | None]) -> list[re.Pattern[str]]:
-        """Return the compiled regular expressions of the patterns, cached per translation.
+        """Return the patterns as compiled regular expressions.
 
-        translated: maps a pattern to a regular expression, or to None to skip the pattern.
+        translated: the function that makes a regular expression of a pattern, or None to skip the pattern. The results
+            are cached per function.
         """
         if translated not in self._compiled:
             texts = ((pattern, translated(pattern)) for pattern in self)
@@ -84,7 +89,9 @@ class Patterns(tuple[str, ...]):
 
 
 def _expression(text: str, pattern: str) -> re.Pattern[str]:
-    """Compile a regular expression; raise ValueError that names the pattern if this fails."""
+    """Return the compiled regular expression ``text``. If it cannot be compiled, raise ValueError that names
+    ``pattern``.
+    """
     try:
         return re.compile(text)
     except re.error as error:
@@ -92,18 +99,26 @@ def _expression(text: str, pattern: str) -> re.Pattern[str]:
 
 
 def _prepared(patterns: Iterable[str]) -> Patterns:
-    """Return the patterns as Patterns."""
+    """Return the patterns as an instance of Patterns."""
     return patterns if isinstance(patterns, Patterns) else Patterns(patterns)
 
 
 def _parts(module: str, fused: Mapping[str, tuple[str, ...]]) -> list[str]:
-    """Return the modules that ``module`` fuses; an empty list if it is not a fused layer."""
+    """Return the names of the layers that the fused layer ``module`` joins, or an empty list if it is not a fused
+    layer.
+
+    fused: last part of a fused layer's name -> last parts of its layers' names.
+    """
     parent, leaf = split_module(module)
     return [join_module(parent, part) for part in fused.get(leaf, ())]
 
 
 def _all_or_none(module: str, parts: Sequence[str], hit: Callable[[str], bool]) -> bool:
-    """Return whether all ``parts`` are excluded; raise PartsDisagree if only some are."""
+    """Return whether ``parts``, the layers that a fused layer joins, are all excluded. Raise PartsDisagree if only some
+    are.
+
+    hit: tells whether one of them is excluded.
+    """
     hits = [part for part in parts if hit(part)]
     if hits and len(hits) < len(parts):
         others = [part for part in parts if part not in hits]
@@ -112,9 +127,10 @@ def _all_or_none(module: str, parts: Sequence[str], hit: Callable[[str], bool]) 
 
 
 def _vllm_skipped(module: str, prepared: Patterns, fused: Mapping[str, tuple[str, ...]]) -> bool:
-    """Apply vLLM's quant_utils.is_layer_skipped.
+    """Return whether vLLM's quant_utils.is_layer_skipped is true of ``module``.
 
-    It compares exact names. A fused layer is judged by its parts, and experts also by the name of any one expert.
+    It compares whole names. A fused layer is excluded if its parts are, and experts are also excluded by the name of
+    any one expert.
     """
     parts = _parts(module, fused)
     if parts:
@@ -125,7 +141,7 @@ def _vllm_skipped(module: str, prepared: Patterns, fused: Mapping[str, tuple[str
 
 
 def _split_wildcards(patterns: Iterable[str]) -> Iterable[str]:
-    """Yield ``prefix`` and ``prefix.*`` for each ``prefix*``, and other patterns unchanged."""
+    """Yield ``prefix`` and ``prefix.*`` for each pattern ``prefix*``, and every other pattern unchanged."""
     for pattern in patterns:
         if len(pattern) > 1 and pattern[-1] == "*" and pattern[-2] != ".":
             yield from (pattern[:-1], f"{pattern[:-1]}.*")
@@ -134,7 +150,7 @@ def _split_wildcards(patterns: Iterable[str]) -> Iterable[str]:
 
 
 def _fnmatch_glob(pattern: str) -> str | None:
-    """Return the regular expression of an fnmatch glob, or None for a plain name."""
+    """Return the regular expression of a pattern that is an fnmatch glob, or None if the pattern is a plain name."""
     return translate(pattern) if re.search(r"[*?\[]", pattern) else None
 
 
@@ -144,13 +160,14 @@ def vllm_modelopt(module: str, patterns: Sequence[str], *, mapped: bool = False)
     A fused layer is excluded by the exact names of its parts. Any other module is excluded by:
 
     - its exact name
-    - a pattern that is a substring of its name (``model.layers.1`` is one of layer 10)
+    - a pattern that is a substring of its name (so ``model.layers.1`` also excludes layer 10)
     - a glob
     - vision_tower, vision_model or vit_large_projector in its name
 
-    vLLM's second substring test, after dropping ``language_model.``, finds nothing more.
+    vLLM repeats the substring test without a leading ``language_model.``; this never excludes more.
 
-    mapped: True for a model whose names vLLM maps. vLLM then first splits ``prefix*`` into ``prefix`` and ``prefix.*``.
+    mapped: True for a model whose names vLLM maps to its own. Then vLLM first splits ``prefix*`` into ``prefix`` and
+        ``prefix.*``.
 
     Source: vLLM 0.33.0 layers/quantization/modelopt.py ModelOptQuantConfigBase.is_layer_excluded, get_quant_method,
     apply_vllm_mapper; utils/quant_utils.py is_layer_skipped.
@@ -164,7 +181,7 @@ def vllm_modelopt(module: str, patterns: Sequence[str], *, mapped: bool = False)
 
 
 def _paths(module: str) -> Iterable[str]:
-    """Yield every run of consecutive parts of a dotted name."""
+    """Yield every sequence of consecutive parts of a dotted name: ``a``, ``a.b`` and ``b`` for ``a.b``."""
     parts = module.split(".")
     for start in range(len(parts)):
         for end in range(start + 1, len(parts) + 1):
@@ -172,9 +189,10 @@ def _paths(module: str) -> Iterable[str]:
 
 
 def _sglang_skipped(module: str, prepared: Patterns) -> bool:
-    """Apply SGLang's quantization/utils.py is_layer_skipped.
+    """Return whether SGLang's quantization/utils.py is_layer_skipped is true of ``module``.
 
-    A pattern is a dotted path that may occur anywhere in the name. The parts of a fused layer must agree.
+    A pattern is a dotted path that may occur anywhere in the name. The parts of a fused layer must all be excluded or
+    none.
     """
     parts = _parts(module, SGLANG_FUSED)
     if parts:
@@ -185,8 +203,8 @@ def _sglang_skipped(module: str, prepared: Patterns) -> bool:
 
 
 def _sglang_glob(pattern: str) -> str | None:
-    """Return the regular expression of a glob in which only ``*`` is special; None for a plain name, which is found as
-    a path.
+    """Return the regular expression of a glob in which only ``*`` is special, or None if the pattern is a plain
+    name.
     """
     return pattern.replace(".", r"\.").replace("*", ".*") if re.search(r"[^\w.-]", pattern) else None
 
@@ -196,10 +214,10 @@ def sglang_modelopt(module: str, patterns: Sequence[str]) -> bool:
 
     A module is excluded by:
 
-    - a dotted path anywhere in its name
-    - a glob that matches its whole name, its name without ``language_model.``, or any single part of it
-    - the MLA rule: a pattern whose last part is q_a_proj, q_b_proj, kv_a_proj_with_mqa or kv_b_proj excludes, in every
-      layer, each module whose last part contains that
+    - a dotted path that occurs anywhere in its name
+    - a glob that matches its whole name, its name without ``language_model.``, or any single part of its name
+    - the MLA rule: a pattern that ends in q_a_proj, q_b_proj, kv_a_proj_with_mqa or kv_b_proj excludes the modules of
+      every layer whose last part contains this name
 
     Source: SGLang 0.5.23 layers/quantization/modelopt_quant.py ModelOptQuantConfig.is_layer_excluded; utils.py
     is_layer_skipped, _module_path_match.
@@ -217,8 +235,8 @@ def sglang_modelopt(module: str, patterns: Sequence[str]) -> bool:
 def sglang_mxfp8(module: str, patterns: Sequence[str]) -> bool:
     """Return whether SGLang leaves ``module`` of an mxfp8 or fp8 checkpoint unquantized.
 
-    Patterns are dotted paths, found anywhere in the name, with and without a leading ``model.``. There are no
-    wildcards: ``model.visual.*`` finds nothing. The parts of a fused layer must agree.
+    Patterns are dotted paths that may occur anywhere in the name, with or without a leading ``model.``. There are no
+    wildcards: ``model.visual.*`` excludes nothing. The parts of a fused layer must all be excluded or none.
 
     Source: SGLang 0.5.23 layers/quantization/fp8.py Fp8Config.from_config; utils.py is_layer_skipped,
     _module_path_match.
@@ -227,17 +245,21 @@ def sglang_mxfp8(module: str, patterns: Sequence[str]) -> bool:
 
 
 def _ct_expression(pattern: str) -> str | None:
-    """Return the regular expression of a ``re:`` pattern, or None for a plain name."""
+    """Return the regular expression of a compressed-tensors pattern that begins with ``re:``, or None for a plain
+    name.
+    """
     return pattern.removeprefix("re:") if pattern.startswith("re:") else None
 
 
 def _ct_name(module: str, prepared: Patterns) -> bool:
-    """Return whether a name is listed, exactly or by a ``re:`` pattern that matches from its start."""
+    """Return whether a compressed-tensors list has ``module``: by its exact name, or by a ``re:`` pattern that matches
+    from the start.
+    """
     return module in prepared.names or any(each.match(module) for each in prepared.expressions(_ct_expression))
 
 
 def compressed_tensors(module: str, patterns: Sequence[str], classes: Sequence[str] = ("Linear", "Module")) -> bool:
-    """Return whether compressed-tensors, and with it transformers, leaves a layer unquantized.
+    """Return whether compressed-tensors leaves a layer unquantized; so does transformers, which uses it.
 
     A layer is excluded by its exact name, by a ``re:`` pattern that matches from the start of the name, or by the name
     of one of its ``classes``.
@@ -250,7 +272,10 @@ def compressed_tensors(module: str, patterns: Sequence[str], classes: Sequence[s
 
 
 def _served_ct(module: str, patterns: Sequence[str], fused: Mapping[str, tuple[str, ...]]) -> bool:
-    """Return whether a serving engine leaves ``module`` of a compressed-tensors checkpoint unquantized."""
+    """Return whether a serving engine leaves ``module`` of a compressed-tensors checkpoint unquantized.
+
+    fused: the engine's fused layers; see vllm_compressed_tensors for the rules.
+    """
     prepared = _prepared(patterns)
     parts = _parts(module, fused)
     if split_module(module)[1] == "experts":
@@ -263,9 +288,9 @@ def _served_ct(module: str, patterns: Sequence[str], fused: Mapping[str, tuple[s
 def vllm_compressed_tensors(module: str, patterns: Sequence[str]) -> bool:
     """Return whether vLLM leaves ``module`` of a compressed-tensors checkpoint unquantized.
 
-    A module is excluded by its exact name or a ``re:`` pattern. A fused layer is judged by its parts unless it is
-    listed by its own name, and a container of experts by 0.gate_proj, 0.up_proj and 0.down_proj below it. Names of
-    classes have no effect.
+    A module is excluded by its exact name or a ``re:`` pattern. A fused layer that is not listed by its own name is
+    excluded if its parts are. A container of experts is excluded if 0.gate_proj, 0.up_proj and 0.down_proj below it
+    are. Unlike in compressed-tensors, names of classes have no effect.
 
     Source: vLLM 0.33.0 layers/quantization/compressed_tensors/utils.py should_ignore_layer; compressed_tensors_moe
     get_moe_method.
@@ -283,15 +308,19 @@ def sglang_compressed_tensors(module: str, patterns: Sequence[str]) -> bool:
 
 
 def _up_to_a_part(pattern: str) -> str:
-    """Return the pattern extended so that its match must end where a name part ends."""
+    """Return the regular expression ``pattern`` extended so that a match must end where a part of a dotted name
+    ends.
+    """
     return rf"(?:{pattern})(?:(?<=\.)|(?=\.|$))"
 
 
 def transformers_listed(module: str, patterns: Sequence[str] | None) -> bool:
-    """Return whether a name is listed in ``modules_to_not_convert``.
+    """Return whether transformers finds ``module`` in the list ``modules_to_not_convert`` of an mxfp4, mxfp8 or fp8
+    checkpoint.
 
-    A pattern is a regular expression that matches from the start of the name to the end of a part, or a plain suffix.
-    Source: transformers 5.23.0 quantizers/quantizers_utils.py should_convert_module, which also mxfp8 and fp8 use.
+    A pattern is a regular expression that matches from the start of the name to the end of a part, or a plain suffix of
+    the name. If ``patterns`` is None, no module is listed.
+    Source: transformers 5.23.0 quantizers/quantizers_utils.py should_convert_module.
     """
     if patterns is None:
         return False
@@ -300,26 +329,28 @@ def transformers_listed(module: str, patterns: Sequence[str] | None) -> bool:
 
 
 def transformers_mxfp4(module: str, patterns: Sequence[str] | None) -> bool:
-    """Return whether transformers leaves ``module`` of a gpt-oss checkpoint unquantized: everything except unlisted
-    experts.
+    """Return whether transformers leaves ``module`` of a gpt-oss checkpoint unquantized.
 
+    It quantizes only experts, and of these only containers that are not listed.
     Source: transformers 5.23.0 integrations/mxfp4.py replace_with_mxfp4_linear.
     """
     return split_module(module)[1] != "experts" or transformers_listed(module, patterns)
 
 
 def vllm_gpt_oss(module: str, patterns: Sequence[str]) -> bool:
-    """Return whether vLLM leaves ``module`` of a gpt-oss checkpoint unquantized: linear layers always, experts never.
+    """Return whether vLLM leaves ``module`` of a gpt-oss checkpoint unquantized: True for linear layers, False for
+    experts.
 
-    vLLM does not read the list. Source: vLLM 0.33.0 layers/quantization/mxfp4.py Mxfp4Config.
+    vLLM does not read the exclusion list of such a checkpoint. Source: vLLM 0.33.0 layers/quantization/mxfp4.py
+    Mxfp4Config.
     """
     return split_module(module)[1] != "experts"
 
 
 def vllm_deepseek_v4(module: str, patterns: Sequence[str]) -> bool:
-    """Return whether vLLM leaves the experts ``module`` of a native DeepSeek-V4 checkpoint unquantized.
+    """Return whether vLLM leaves ``module``, a container of experts of a native DeepSeek-V4 checkpoint, unquantized.
 
-    They are excluded by the exact name of their container, or by the name of any one expert.
+    It is excluded by its exact name, or by the name of any one expert.
     Source: vLLM 0.33.0 models/deepseek_v4/quant_config.py DeepseekV4FP8Config.get_quant_method.
     """
     return _vllm_skipped(module, _prepared(patterns), {})
@@ -327,13 +358,13 @@ def vllm_deepseek_v4(module: str, patterns: Sequence[str]) -> bool:
 
 @dataclass(frozen=True)
 class Reader:
-    """Describe how one engine looks up the modules of a model.
+    """Describe how one engine looks up the modules of a model in the exclusion list.
 
-    excluded: the engine's predicate.
-    fused: fused layer -> its parts.
-    experts: whether the engine looks up the container of experts, each expert, or no experts.
+    excluded: the engine's predicate (module, patterns) -> whether the engine leaves the module unquantized.
+    fused: last part of a fused layer's name -> last parts of the names of the layers that it joins.
+    experts: what the engine looks up: the container of experts, each expert, or no experts ("not asked").
     linears: False if the engine looks up only experts.
-    head: True if the engine looks up lm_head, even if it is tied and has no tensor.
+    head: True if the engine looks up lm_head even if it is tied and has no tensor.
     """
 
     engine: str
@@ -344,7 +375,10 @@ class Reader:
     head: bool = False
 
     def lookups(self, modules: Iterable[str]) -> dict[str, list[str]]:
-        """Return name that the engine looks up -> those of ``modules`` that the name covers."""
+        """Return name that the engine looks up -> those of ``modules`` that this name stands for.
+
+        For example, a fused layer's name stands for the layers that it joins.
+        """
         fused_of = {part: leaf for leaf, parts in self.fused.items() for part in parts}
         groups: dict[str, list[str]] = {}
         for module in modules:
@@ -354,7 +388,7 @@ class Reader:
         return groups
 
     def _lookup(self, module: str, fused_of: Mapping[str, str]) -> str | None:
-        """Return the name that the engine looks up for a module, or None."""
+        """Return the name under which the engine looks up ``module``, or None if the engine does not look it up."""
         container = container_of(module)
         if container is not None and self.experts != "each":
             return container if self.experts == "container" else None
@@ -369,7 +403,8 @@ _COMPRESSED_TENSORS = (
     Reader("vLLM", vllm_compressed_tensors, VLLM_FUSED),
     Reader("SGLang", sglang_compressed_tensors, SGLANG_FUSED),
     Reader("compressed-tensors", compressed_tensors, experts="each"),
-    Reader("transformers", compressed_tensors, experts="not asked"),  # in transformers, experts are not modules
+    # transformers looks up no experts, because they are not modules there
+    Reader("transformers", compressed_tensors, experts="not asked"),
 )
 READERS: Mapping[str, tuple[Reader, ...]] = {
     "modelopt NVFP4": _MODELOPT,

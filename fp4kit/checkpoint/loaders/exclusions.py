@@ -1,9 +1,9 @@
-"""Write exclusion lists, which tell loaders what to leave unquantized, in each loader's syntax, and check them.
+"""Write and check exclusion lists, which tell engines which layers of a checkpoint are not quantized.
 
-A list names every copied linear layer, the name of the fused layer that loaders make of it, and ``lm_head``. Loaders
-quantize ``lm_head`` even if it is tied and has no tensor. A subtree that is copied as a whole is listed by its prefix
-alone, without the layers below it, because SGLang applies the name of an MLA projection to that projection in every
-layer.
+Each engine has its own syntax. A list names every linear layer that is copied unquantized, the name of the fused layer
+that engines make of it, and ``lm_head``. Engines quantize ``lm_head`` even if it is tied and has no tensor. A subtree
+that is copied as a whole is listed by its prefix alone, without the layers below it. Otherwise SGLang would apply the
+name of an MLA projection to this projection in every layer.
 """
 
 from __future__ import annotations
@@ -29,12 +29,14 @@ def _parents(module: str) -> Iterator[str]:
 
 
 def _below(module: str, roots: Collection[str]) -> str | None:
-    """Return the root that ``module`` lies below, or None."""
+    """Return the member of ``roots`` that ``module`` lies below, or None if there is none."""
     return next((parent for parent in _parents(module) if parent in roots), None)
 
 
 def _aliases(modules: Iterable[str], converted: Collection[str]) -> Iterator[str]:
-    """Yield the names of fused layers that consist of ``modules``, if none of their parts is converted."""
+    """Yield the names of the fused layers that engines make of ``modules``, provided that none of their parts is
+    converted.
+    """
     modules = list(modules)
     parents = {split_module(module)[0] for module in modules}
     beside = [module for module in converted if split_module(module)[0] in parents]
@@ -44,20 +46,25 @@ def _aliases(modules: Iterable[str], converted: Collection[str]) -> Iterator[str
 
 
 def _containers(copied: Iterable[str], converted: Iterable[str]) -> set[str]:
-    """Return the containers of experts in which no expert is converted."""
+    """Return the containers of experts (``...mlp.experts``) in which no expert is converted."""
     taken = {container_of(module) for module in converted}
     return {container for module in copied if (container := container_of(module)) and container not in taken}
 
 
 def _mla_hits(names: Iterable[str], converted: Iterable[str]) -> bool:
-    """Return whether SGLang would match an MLA projection in ``names`` with one that is converted."""
+    """Return whether SGLang's MLA rule would let one of ``names`` exclude a layer that is converted.
+
+    The rule applies the last part of a pattern, if it is an MLA projection, to every layer of the model.
+    """
     leaves = {split_module(name)[1] for name in names}.intersection(MLA_LEAVES)
     return any(leaf in split_module(module)[1] for module in converted for leaf in leaves)
 
 
 def _starred(name: str) -> str:
-    """Return the pattern of one MLA projection in one layer. It ends in ``*``, so SGLang does not apply it to every
-    layer.
+    """Return a pattern that excludes an MLA projection in one layer only.
+
+    A final ``*`` turns off SGLang's MLA rule, by which the pattern would apply to every layer. Return any other name
+    unchanged.
     """
     parent, leaf = split_module(name)
     if leaf == _MLA_ALIAS:
@@ -66,19 +73,24 @@ def _starred(name: str) -> str:
 
 
 def _modelopt(names: set[str], roots: set[str], containers: set[str], converted: Collection[str]) -> set[str]:
-    """Return the list as globs."""
+    """Return the exclusion list in Model-Optimizer's syntax: names and globs.
+
+    These four functions take the layers to exclude by name, the prefixes below which everything is excluded (``roots``,
+    and ``containers`` of experts), and the layers that are converted.
+    """
     written = {_starred(name) for name in names} if _mla_hits(names, converted) else names
     return written | containers | {f"{root}.*" for root in roots | containers}
 
 
 def _expression(root: str) -> str:
-    """Return a ``re:`` pattern of everything below ``root``."""
+    """Return a ``re:`` pattern of compressed-tensors that matches everything below ``root``."""
     return rf"re:{re.escape(root)}\..*"
 
 
 def _mounted(root: str) -> str:
-    """Return the name that serving engines give a subtree of a multimodal model; they map names, but not
-    expressions.
+    """Return the name that serving engines give the subtree ``root`` of a multimodal model.
+
+    It is needed because engines map names in a list to their own, but not regular expressions.
     """
     name = root.removeprefix("model.")
     if name.startswith("language_model."):
@@ -87,19 +99,22 @@ def _mounted(root: str) -> str:
 
 
 def _compressed_tensors(names: set[str], roots: set[str], containers: set[str], converted: Collection[str]) -> set[str]:
-    """Return the list as names and ``re:`` patterns."""
+    """Return the exclusion list in compressed-tensors' syntax: names and ``re:`` patterns. For the arguments, see
+    _modelopt.
+    """
     covered = roots | containers
     return names | containers | {_expression(root) for root in covered | set(map(_mounted, covered))}
 
 
 def _dotted(names: set[str], roots: set[str], containers: set[str], converted: Collection[str]) -> set[str]:
-    """Return the list as dotted paths."""
+    """Return the exclusion list in the syntax of SGLang's mxfp8: dotted paths. For the arguments, see _modelopt."""
     return names | roots | containers
 
 
 def _mxfp4(names: set[str], roots: set[str], containers: set[str], converted: Collection[str]) -> set[str]:
-    """Return the list for transformers, which reads names as regular expressions: escape names with special
-    characters.
+    """Return the exclusion list of gpt-oss for transformers. For the arguments, see _modelopt.
+
+    Names with special characters are escaped, because transformers reads names as regular expressions.
     """
     return {name if re.fullmatch(r"[\w.-]+", name) else re.escape(name) for name in names | roots | containers}
 
@@ -118,8 +133,8 @@ def exclusion_list(
     """Return the exclusion list of a checkpoint, sorted.
 
     syntax: "modelopt" (globs: ``model.visual.*``), "compressed-tensors" (names and ``re:model\\.visual\\..*``),
-    "dotted" (SGLang's mxfp8, paths without wildcards: ``model.visual``) or "mxfp4" (``modules_to_not_convert`` of
-    gpt-oss, for transformers).
+        "dotted" (SGLang's mxfp8, paths without wildcards: ``model.visual``) or "mxfp4" (``modules_to_not_convert`` of
+        gpt-oss, for transformers).
     copied: linear layers, or stacks of experts, that stay unquantized.
     subtrees: prefixes below which nothing is converted.
     converted: the quantized layers.
@@ -127,7 +142,7 @@ def exclusion_list(
     One prefix covers all layers below a subtree, and all experts of a container in which none is converted. In
     "modelopt", an MLA projection that is copied in some layers and converted in others is written with a final ``*``,
     so that SGLang does not apply it to every layer.
-    Raises ValueError for another syntax, and if a converted layer lies below a subtree.
+    Raises ValueError for an unknown syntax, and if a converted layer lies below a subtree.
     """
     if syntax not in _SYNTAXES:
         raise ValueError(f"exclusion_list: syntax {syntax!r}; one of {', '.join(_SYNTAXES)} is needed")
@@ -154,9 +169,10 @@ _KEYS = {
 
 
 def listed(syntax: str, quantization_config: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the exclusion list in a ``quantization_config``; if it has several, the one of the first known key.
+    """Return the exclusion list of a ``quantization_config``, or an empty one if it has none.
 
-    Raises ValueError if it is not a list of strings, because engines fail on it.
+    If the config has several lists, the one that comes first in _KEYS counts. Raises ValueError if it is not a list of
+    strings, because engines fail on it.
     """
     for key in _KEYS[syntax]:
         patterns = quantization_config.get(key)
@@ -168,7 +184,10 @@ def listed(syntax: str, quantization_config: Mapping[str, Any]) -> tuple[str, ..
 
 
 def _culprit(reader: Reader, name: str, patterns: Sequence[str]) -> str:
-    """Return `` by PATTERN`` for the pattern that excludes ``name``; an empty string if no single pattern does."""
+    """Return " by PATTERN", with the first pattern that excludes ``name`` on its own, for an error message.
+
+    Return an empty string if there is no such pattern.
+    """
     if not reader.excluded(name, ()):
         for pattern in patterns:
             try:
@@ -180,7 +199,10 @@ def _culprit(reader: Reader, name: str, patterns: Sequence[str]) -> str:
 
 
 def _mla_advice(reader: Reader, culprit: str) -> str:
-    """Return advice if SGLang ignores the layer number of the pattern, else an empty string."""
+    """Return advice for an error message if SGLang ignores the layer number in the pattern, else an empty string.
+
+    culprit: the pattern as _culprit returns it.
+    """
     parent, leaf = split_module(culprit.removeprefix(" by "))
     if reader.engine != "SGLang" or leaf not in MLA_LEAVES:
         return ""
@@ -193,8 +215,10 @@ def _mla_advice(reader: Reader, culprit: str) -> str:
 def _verdict(
     reader: Reader, name: str, members: Sequence[str], converted: Collection[str], patterns: Sequence[str]
 ) -> str | None:
-    """Return what would go wrong with one name that an engine looks up, or None."""
-    # members: the modules that the name covers.
+    """Return what would go wrong when an engine looks up ``name`` in the list, or None if nothing would.
+
+    members: the modules that the name stands for.
+    """
     quantized = [member for member in members if member in converted]
     if quantized and len(quantized) < len(members):
         other = next(member for member in members if member not in converted)
@@ -214,11 +238,13 @@ def _verdict(
 def check(
     container: str, patterns: Iterable[str], copied: Iterable[str], converted: Iterable[str]
 ) -> tuple[Finding, ...]:
-    """Return what every engine that reads ``container`` would get wrong because of an exclusion list; empty if nothing.
+    """Return a finding for every mistake that an engine would make because of an exclusion list; empty if there is
+    none.
 
-    container: one of ``containers.CONTAINERS``; any other has no readers.
+    container: one of ``containers.CONTAINERS``. For any other, no engine is known, and the result is empty.
     patterns: the list, as the checkpoint has it.
-    copied: linear layers and stacks of experts that are not quantized. converted: those that are.
+    copied: linear layers and stacks of experts that are not quantized.
+    converted: those that are quantized.
     A finding names the module as the engine does: the fused layer, or the container of experts.
     """
     converted = tuple(converted)
@@ -229,7 +255,9 @@ def check(
 def _check(
     container: str, patterns: Sequence[str], modules: Iterable[str], converted: Collection[str]
 ) -> Iterator[Finding]:
-    """Yield the findings of every engine that reads ``container``."""
+    """Yield the findings of every engine that reads ``container``; see check. ``modules`` are all layers, copied or
+    converted.
+    """
     for reader in READERS.get(container, ()):
         lookups = reader.lookups(modules)
         if reader.head:

@@ -1,7 +1,8 @@
-"""List what was observed of each engine: (containers, families, engine, status, how it is known, note).
+"""List what engines were observed to do with each container.
 
-Sources: the engines in ``engines.VERSIONS``, run on a CPU with small models of every family, or read. A later row
-replaces an earlier one.
+A row is (containers, families of models, engine, status, "run" or "read", note). The engines have the versions of
+``engines.VERSIONS``. They were run on a CPU with small models of every family, or their source was read. If two rows
+are about the same case, the later one holds.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ _GPT_OSS = ("gpt-oss",)
 _DEEPSEEK_V4 = ("deepseek-v4",)
 _BF16 = ("bf16",)
 
-_HF = "dense moe deepseek_v3 vlm"  # families of linear layers under Hugging Face names; dense also stands for llama
+_HF = "dense moe deepseek_v3 vlm"  # families with linear layers under Hugging Face names; dense includes llama
 _NAMES = "its choice of method, exclusions, names, shapes and dtypes were run; its values were not"
 _MTP = f"{_NAMES}; an exclusion that ends in an MLA projection applies to that projection in every layer"
 _NO_MODELOPT = "it has no modelopt quantizer: packed weights do not fit"

@@ -49,7 +49,8 @@ _QUANTIZED_WEIGHTS = ("U8", "I8", "F8_E4M3")
 class Required:
     """Describe a tensor that engines need for every quantized layer.
 
-    shape: a rule over E, N and K, such as "N, K/16"; "" for a scalar, which may also be stored as [1].
+    suffix: the end of its name, after the name of the layer.
+    shape: a rule over N and K, such as "N, K/16"; "" for a scalar, which may also be stored as [1].
     """
 
     suffix: str
@@ -61,12 +62,17 @@ _CODES = {"packed": ("U8", "N, K/2"), "bytes": ("F8_E4M3", "N, K")}
 
 
 def _mx(weight: str, kind: str, scale: str) -> tuple[Required, ...]:
-    """Return the tensors of an MX layer: codes and scales."""
+    """Return the tensors of an MX layer: codes and scales.
+
+    weight, scale: their suffixes. kind: "packed" for 4-bit codes, "bytes" for 8-bit codes.
+    """
     return Required(weight, *_CODES[kind]), Required(scale, "U8", "N, K/32")
 
 
 def _nvfp4(weight: str, *scalars: str) -> tuple[Required, ...]:
-    """Return the tensors of an NVFP4 layer: codes, block scales and the given scalars."""
+    """Return the tensors of an NVFP4 layer: codes with the suffix ``weight``, block scales, and scalars with the
+    suffixes ``scalars``.
+    """
     scales = (Required(scalar, "F32", "") for scalar in scalars)
     return Required(weight, *_CODES["packed"]), Required(".weight_scale", "F8_E4M3", "N, K/16"), *scales
 
@@ -86,12 +92,13 @@ REQUIRED: Mapping[str, tuple[Required, ...]] = {
     "bf16": (),
 }
 _FP8_BLOCKS = (Required(".weight", "F8_E4M3", "N, K"), Required(".scale", "F8_E8M0", "N/128, K/128"))
-_OPTIONAL = {".input_scale", ".input_global_scale"}  # harmless if not used
+# a layer may have these scalars even if its container does not need them
+_OPTIONAL = {".input_scale", ".input_global_scale"}
 _INPUT_SCALE = Required(".input_global_scale", "F32", "")
 
 
 def _split(name: str) -> tuple[str, str] | None:
-    """Return a tensor's name as layer and suffix, or None if the suffix is not one of a quantized layer."""
+    """Return a tensor's name as (layer, suffix), or None if no tensor of a quantized layer has such a suffix."""
     match = _SUFFIX.fullmatch(name)
     return (match[1], match[2]) if match else None
 
@@ -109,7 +116,7 @@ def quantized_layers(tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tenso
 
 
 def _is_quantized(parts: Parts) -> bool:
-    """Return whether the tensors of a layer hold packed weights or scales."""
+    """Return whether the tensors of a layer include codes or scales."""
     if set(parts) - {".weight"}:
         return True
     dtype, shape = parts[".weight"]
@@ -117,25 +124,31 @@ def _is_quantized(parts: Parts) -> bool:
 
 
 def _required(container: str, parts: Parts, config: Mapping[str, Any]) -> tuple[Required, ...]:
-    """Return what a layer needs. A DeepSeek-V4 checkpoint also has FP8 layers and, in its NVFP4 form, MXFP4 experts."""
+    """Return the tensors that a layer needs.
+
+    They depend on the layer's own dtype for DeepSeek-V4, which also has FP8 layers and, in its NVFP4 form, MXFP4
+    experts.
+    """
     dtype = parts.get(".weight", ("",))[0]
     if container.startswith("deepseek-v4") and dtype == "F8_E4M3":
         return _FP8_BLOCKS
-    if container == "deepseek-v4 nvfp4" and dtype == "I8":  # multi-token prediction
+    if container == "deepseek-v4 nvfp4" and dtype == "I8":  # MXFP4 experts of multi-token prediction
         return REQUIRED["deepseek-v4"]
     extra = (_INPUT_SCALE,) if configs.has_static_inputs(container, config) else ()
     return REQUIRED[container] + extra
 
 
 def _evaluated(rule: str, rows: int, columns: int) -> tuple[int, ...]:
-    """Return the shape that a rule such as ``N, K/2`` gives; quotients are rounded up."""
+    """Return the shape that a rule such as ``N, K/2`` gives for N = rows and K = columns. Quotients are rounded up."""
     sizes = {"N": rows, "K": columns}
     terms = [term.strip().partition("/") for term in rule.split(",")] if rule else []
     return tuple(-(-sizes[size] // int(over or 1)) if size in sizes else int(size) for size, _, over in terms)
 
 
 def _logical(weight: Required, shape: tuple[int, ...]) -> tuple[tuple[int, ...], int, int] | None:
-    """Return the leading sizes, N and K of a stored weight, or None if its rank is wrong."""
+    """Return (leading sizes, N, K) of the matrix that a weight with the stored ``shape`` holds, or None if its rank is
+    wrong.
+    """
     if weight.suffix == "_blocks":
         return (shape[:-3], shape[-3], shape[-2] * 32) if len(shape) == 4 else None
     per_element = 2 if weight.shape.endswith("K/2") else 1
@@ -143,7 +156,10 @@ def _logical(weight: Required, shape: tuple[int, ...]) -> tuple[tuple[int, ...],
 
 
 def _wrong(part: Required, tensor: Tensor, lead: tuple[int, ...], size: tuple[int, int]) -> str | None:
-    """Return what is wrong with the dtype or the shape of one tensor, or None."""
+    """Return what is wrong with the dtype or the shape of one tensor, or None if nothing is.
+
+    lead: the leading sizes of a stack. size: N and K.
+    """
     dtype, shape = tensor
     if dtype != part.dtype:
         return f"{part.suffix[1:]} is {dtype}; {part.dtype} is needed"
@@ -154,7 +170,9 @@ def _wrong(part: Required, tensor: Tensor, lead: tuple[int, ...], size: tuple[in
 
 
 def _faults(container: str, parts: Parts, required: tuple[Required, ...]) -> Iterator[str]:
-    """Yield what is wrong with the tensors that a layer has."""
+    """Yield what is wrong with the dtypes and shapes of the tensors that a layer has. Missing tensors are not
+    reported.
+    """
     weight = required[0]
     logical = _logical(weight, parts[weight.suffix][1]) if weight.suffix in parts else None
     if logical is None:
@@ -171,7 +189,7 @@ def _faults(container: str, parts: Parts, required: tuple[Required, ...]) -> Ite
 
 
 def _consequence(engine: str, layer: str, suffix: str) -> str:
-    """Return what an engine does if a tensor is missing."""
+    """Return what an engine does if the tensor ``suffix`` of a layer is missing, as text for a finding."""
     if engine == "vLLM":
         raises = suffix == ".weight_scale" and not container_of(layer)
         return 'loading raises "was never loaded"' if raises else "the engine uses uninitialised memory in its place"
@@ -179,7 +197,11 @@ def _consequence(engine: str, layer: str, suffix: str) -> str:
 
 
 def readers(container: str, family: str) -> tuple[str, ...]:
-    """Return the engines to check a checkpoint for: those known to load the container, else those that may."""
+    """Return the engines whose requirements a checkpoint is checked against.
+
+    These are the serving engines known to load the container; if there are none, those that read its exclusion list; if
+    there are none either, Model-Optimizer.
+    """
     loading = engines_for(container, family)
     serving = tuple(dict.fromkeys(each.engine for each in READERS[container] if each.engine in SERVING))
     return loading or serving or ("Model-Optimizer",)
@@ -188,7 +210,7 @@ def readers(container: str, family: str) -> tuple[str, ...]:
 def _layer_findings(
     container: str, layer: str, parts: Parts, required: tuple[Required, ...], engines: Iterable[str]
 ) -> Iterator[Finding]:
-    """Yield what is wrong with one layer, per engine."""
+    """Yield a finding per engine for every tensor of a layer that is wrong, missing, or foreign to the container."""
     expected = {part.suffix for part in required} | _OPTIONAL
     faults = list(_faults(container, parts, required)) if required else []
     foreign = [suffix[1:] for suffix in parts if suffix not in expected]
@@ -203,7 +225,7 @@ def _layer_findings(
 
 
 def _unusable(name: str, value: float) -> tuple[Severity, str] | None:
-    """Return severity and text if a tensor scale is unusable or at risk by itself, or None."""
+    """Return (severity, text) if a tensor scale is unusable or at risk by its value alone, else None."""
     if not math.isfinite(value) or value <= 0:
         return "error", f"{name} is {value}; a positive finite number is needed"
     if value < float(FLT_MIN):
@@ -215,7 +237,10 @@ _KEPT = {".weight_scale_2": "the largest", ".weight_global_scale": "the largest 
 
 
 def _disagreement(members: list[str], suffix: str, scales: Mapping[str, float]) -> str | None:
-    """Return what vLLM makes of fused layers whose tensor scales differ, or None if they agree."""
+    """Return what goes wrong in vLLM, which gives a fused layer one tensor scale, if those of its ``members`` differ.
+
+    Return None if they agree.
+    """
     values = {split_module(member)[1]: scales[member + suffix] for member in members if member + suffix in scales}
     if len(set(values.values())) < 2 or not all(math.isfinite(value) and value > 0 for value in values.values()):
         return None
@@ -230,7 +255,7 @@ def _disagreement(members: list[str], suffix: str, scales: Mapping[str, float]) 
 
 
 def _scale_findings(layers: Iterable[str], scales: Mapping[str, float], engines: Iterable[str]) -> Iterator[Finding]:
-    """Yield what is wrong with the tensor scales: unusable values, and differences within a fused layer."""
+    """Yield a finding for every tensor scale that is unusable, and for every fused layer whose tensor scales differ."""
     for name, value in scales.items():
         layer, part = split_module(name)
         if fault := _unusable(part, value):
@@ -242,7 +267,7 @@ def _scale_findings(layers: Iterable[str], scales: Mapping[str, float], engines:
                     yield finding("vLLM", "error", group_name(*key), text)
 
 
-_EXPERTS_ALONE = (  # traps that apply only to experts (True), or only to other layers (False)
+_EXPERTS_ALONE = (  # (container, engine, whether the trap concerns experts or all other layers); see _traps
     ("compressed-tensors nvfp4-pack-quantized", "transformers", True),
     ("compressed-tensors mxfp8-quantized", "transformers", True),
     ("compressed-tensors mxfp4-pack-quantized", "SGLang", False),
@@ -250,7 +275,9 @@ _EXPERTS_ALONE = (  # traps that apply only to experts (True), or only to other 
 
 
 def _traps(container: str, family: str, layers: Iterable[str]) -> Iterator[Finding]:
-    """Yield which engines fail on the checkpoint or misread it, although nothing is wrong with it."""
+    """Yield a warning for each engine that is known to reject or misread this container, even if the checkpoint is
+    sound.
+    """
     experts = {container_of(layer) is not None for layer in layers}
     for engine, each in known_traps(container, family):
         applies_to_experts = next(
@@ -267,17 +294,18 @@ def findings(
     config: Mapping[str, Any],
     hf_quant_config: Mapping[str, Any] | None = None,
 ) -> list[Finding]:
-    """Return the faults that engines would meet in a checkpoint: its tensors, its tensor scales and its configuration.
+    """Return a finding for each fault that an engine would meet in a checkpoint's tensors, tensor scales and configs.
 
     container: one of ``containers.CONTAINERS``.
     tensors: name -> (safetensors dtype, shape) of all tensors.
     tensor_scales: name -> stored value, of tensor scales (``P.weight_scale_2``, ``P.weight_global_scale``) and input
         scales; scales of stacks may be left out.
-    config: config.json. hf_quant_config: the content of that file, or None.
+    config: the content of config.json.
+    hf_quant_config: the content of hf_quant_config.json, or None.
 
-    Severity "error": the named engine rejects the checkpoint or decodes wrong values. "warning": the checkpoint is
-    sound, but the named engine cannot use it or misreads it, or a value is at risk.
-    Raises ValueError for another container. Exclusion lists are checked by ``exclusions.check``.
+    Severity "error": the named engine rejects the checkpoint or decodes wrong values. Severity "warning": the
+    checkpoint is sound, but the named engine cannot use it or misreads it, or a value is at risk.
+    Raises ValueError for a container that is not listed. Exclusion lists are checked by ``exclusions.check``.
     """
     if container not in CONTAINERS:
         raise ValueError(f"findings: container {container!r}; one of {', '.join(CONTAINERS)} is needed")

@@ -1,9 +1,9 @@
 """Tell which engine loads which container for which family of models.
 
 The table has one cell per engine, container and family. A cell says what the engine does, and how this is known: "run"
-(its own code loaded such a file) or "read" (in its source). Without a cell, the behaviour is unknown. The default
-format, the rejection of pairs that nothing loads, the traps in reports and the table in the docs follow from this
-table.
+(its own code loaded such a file) or "read" (in its source). Without a cell, it is unknown what the engine does. The
+default format, the rejection of pairs that nothing loads, the traps in reports and the table in the docs follow from
+this table.
 """
 
 from __future__ import annotations
@@ -32,7 +32,12 @@ _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_exp
 
 @dataclass(frozen=True)
 class Cell:
-    """Say what one engine does with a container. how: "run", "read", or "" if it is not known."""
+    """Say what one engine does with a container.
+
+    status: "loads", "fails", "wrong values" or "unknown".
+    how: how this is known: "run", "read", or "" if the status is "unknown".
+    note: a condition or reason; "" if there is none.
+    """
 
     status: Status
     how: How = ""
@@ -43,7 +48,7 @@ _UNKNOWN = Cell("unknown")
 
 
 def _cells() -> dict[tuple[str, str, str], Cell]:
-    """Return (container, family, engine) -> cell."""
+    """Return (container, family, engine) -> cell, from the rows of observations."""
     table: dict[tuple[str, str, str], Cell] = {}
     for containers, families, engine, status, how, note in RUNS:
         for container_id in containers:
@@ -56,9 +61,11 @@ _CELLS = _cells()
 
 
 def cell(container_id: str, family: str, engine: str) -> Cell:
-    """Return what ``engine`` does with a container of a model of ``family``; "llama" defaults to "dense".
+    """Return what ``engine`` does with a container of a model of ``family``. If nothing is known, its status is
+    "unknown".
 
-    Raises ValueError for a container, family or engine that is not in the table.
+    For "llama", the cell of "dense" is returned if "llama" has no cell of its own.
+    Raises ValueError for a container, family or engine that is not listed.
     """
     if container_id not in CONTAINERS or family not in FAMILIES or engine not in VERSIONS:
         raise ValueError(
@@ -72,15 +79,15 @@ def cell(container_id: str, family: str, engine: str) -> Cell:
 
 
 def engines_for(container_id: str, family: str) -> tuple[str, ...]:
-    """Return the serving engines (vLLM, SGLang, transformers) that load a container of a model of ``family``."""
+    """Return the serving engines (vLLM, SGLang, transformers) that load a container for models of ``family``."""
     return tuple(engine for engine in SERVING if cell(container_id, family, engine).status == "loads")
 
 
 def _rank(container_id: str, family: str) -> tuple[int, int, int]:
     """Return a sort key for a container; a larger key is better.
 
-    It consists of the number of serving engines that load the container, minus the number that silently misread it, and
-    the number of loading engines that were run rather than read.
+    It consists of three numbers: the serving engines that load the container; minus those that silently misread it; and
+    the loading engines for which this was run rather than read.
     """
     cells = [cell(container_id, family, engine) for engine in SERVING]
     loads = [each for each in cells if each.status == "loads"]
@@ -88,7 +95,7 @@ def _rank(container_id: str, family: str) -> tuple[int, int, int]:
 
 
 def _candidates(kind: str) -> list[LoaderContainer]:
-    """Return the containers for recipes of ``kind``, except bf16."""
+    """Return the containers that can store recipes of ``kind``, without bf16."""
     found = (container(format, kind) for format in FORMATS if format != "bf16")
     return [each for each in found if each is not None]
 
@@ -97,7 +104,7 @@ def best_format(kind: str, family: str) -> str | None:
     """Return the format that most serving engines load for recipes of ``kind`` and a model of ``family``.
 
     Ties are broken by fewer engines that silently misread it, then by more engines that were run, then by the order of
-    FORMATS. Return None if no engine is known to load any.
+    FORMATS. Return None if no engine is known to load any format.
     """
     if kind not in KINDS:
         raise ValueError(f"best_format: recipe kind {kind!r}; one of {', '.join(KINDS)} is needed")
@@ -106,7 +113,7 @@ def best_format(kind: str, family: str) -> str | None:
 
 
 def _way_out(kind: str, family: str) -> str:
-    """Return which recipe and format to use instead."""
+    """Return advice for an error message: the recipe and the format that engines load for models of ``family``."""
     for other in (kind, *(each for each in KINDS if each != kind)):
         best = best_format(other, family)
         if best is not None:
@@ -117,16 +124,17 @@ def _way_out(kind: str, family: str) -> str:
 
 
 def _stored(format: str, kind: str) -> LoaderContainer:
-    """Return the container of a pair that is known to exist."""
+    """Return the container in which ``format`` stores recipes of ``kind``. The pair must be a valid one."""
     found = container(format, kind)
     assert found is not None
     return found
 
 
 def refusal(format: str, kind: str, family: str) -> str | None:
-    """Return why a conversion to ``format`` by a recipe of ``kind`` is rejected and what to use instead, or None.
+    """Return why a conversion to ``format`` by a recipe of ``kind`` is rejected, and what to use instead.
 
-    A pair is rejected if the format cannot store it, or if no serving engine is known to load it.
+    A pair is rejected if the format cannot store recipes of this kind, or if no serving engine is known to load it for
+    models of ``family``. Return None for any other pair.
     """
     target = container(format, kind)
     if target is None:
@@ -154,7 +162,7 @@ def known_traps(container_id: str, family: str) -> tuple[tuple[str, Cell], ...]:
 
 
 def family_of(config: Mapping[str, Any]) -> str:
-    """Return the family of a model, one of FAMILIES, from its config.json."""
+    """Return the family of a model, one of FAMILIES, as its config.json shows it."""
     text = config.get("text_config")
     if isinstance(text, Mapping) or "vision_config" in config:
         return "vlm"
@@ -172,7 +180,10 @@ def family_of(config: Mapping[str, Any]) -> str:
 
 
 def _row(container_id: str, families: list[str], notes: dict[str, int]) -> str:
-    """Return one row of the table; ``notes`` maps each note to its number in order of appearance."""
+    """Return one row of the table in the docs, for families that all engines treat alike.
+
+    notes: note -> its number. New notes are added.
+    """
     cells = []
     for engine in VERSIONS:
         found = cell(container_id, families[0], engine)
@@ -183,7 +194,7 @@ def _row(container_id: str, families: list[str], notes: dict[str, int]) -> str:
 
 
 def _alike(container_id: str) -> list[list[str]]:
-    """Return the families in groups that all engines treat alike, without families of which nothing is known."""
+    """Return the families in groups that all engines treat alike. Families of which nothing is known are left out."""
     groups: dict[tuple[Cell, ...], list[str]] = {}
     for family in FAMILIES:
         groups.setdefault(tuple(cell(container_id, family, engine) for engine in VERSIONS), []).append(family)
@@ -191,7 +202,9 @@ def _alike(container_id: str) -> list[list[str]]:
 
 
 def markdown() -> str:
-    """Return the table of the docs: containers and families by engines, with numbered notes below."""
+    """Return the table of the docs as Markdown: a row per container and group of families, a column per engine, and
+    notes below.
+    """
     notes: dict[str, int] = {}
     head = f"| container | models | {' | '.join(f'{engine} {version}' for engine, version in VERSIONS.items())} |"
     rows = [_row(container_id, families, notes) for container_id in CONTAINERS for families in _alike(container_id)]
