@@ -75,8 +75,10 @@ def _starred(name: str) -> str:
 def _modelopt(names: set[str], roots: set[str], containers: set[str], converted: Collection[str]) -> set[str]:
     """Return the exclusion list in Model-Optimizer's syntax: names and globs.
 
-    These four functions take the layers to exclude by name, the prefixes below which everything is excluded (``roots``,
-    and ``containers`` of experts), and the layers that are converted.
+    _modelopt, _compressed_tensors, _dotted and _mxfp4 share their arguments.
+    names: single layers to exclude.
+    roots, containers: prefixes, and containers of experts, below which everything is excluded.
+    converted: the quantized layers.
     """
     written = {_starred(name) for name in names} if _mla_hits(names, converted) else names
     return written | containers | {f"{root}.*" for root in roots | containers}

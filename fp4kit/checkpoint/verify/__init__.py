@@ -1,1 +1,3 @@
-"""Check a checkpoint: integrity, loaders, values. Compare two checkpoints, and reconcile tensor scales."""
+"""Check a checkpoint (its integrity, what loaders make of it, its values), compare two checkpoints, and repair tensor
+scales that disagree.
+"""

@@ -1,7 +1,7 @@
 """Compare two checkpoints tensor by tensor: missing tensors, other dtypes or shapes, differing bytes.
 
-Quantized layers are also compared as layers: codes, scales, decoded values and their SQNR. The layer may be unquantized
-in one of the checkpoints. Configs and the metadata of the files are compared as well (compare_configs.py).
+If a layer is quantized in at least one of the checkpoints, its codes, scales, decoded values and SQNR are compared as
+well. So are configs and the metadata of the files (compare_configs.py).
 """
 
 from __future__ import annotations
@@ -27,7 +27,11 @@ from fp4kit.storage.safetensors_file import TensorEntry
 
 @dataclass(frozen=True)
 class TensorDifference:
-    """Describe one tensor that differs. kind: "missing" (from b), "extra" (in b), "dtype", "shape" or "bytes"."""
+    """Describe one tensor that differs between checkpoints a and b.
+
+    kind: "missing" (from b), "extra" (only in b), "dtype", "shape" or "bytes".
+    detail: what differs, in words.
+    """
 
     name: str
     kind: str
@@ -36,13 +40,14 @@ class TensorDifference:
 
 @dataclass(frozen=True)
 class LayerDifference:
-    """Describe how a layer differs that one or both checkpoints have quantized.
+    """Describe how a layer differs that is quantized in checkpoint a, in b, or in both.
 
+    elements: the number of its elements.
     codes, scales: how many codes and block scales differ; None if one checkpoint has the layer unquantized.
     values: how many decoded values differ in their bits.
-    tensor_scales: those of a and of b; None without a tensor scale.
-    sqnr_db: of b against a.
-    tensors: the tensors that the layer consists of in a and in b.
+    tensor_scales: the tensor scales in a and in b; None where there is none.
+    sqnr_db: the SQNR of b's values, with a's values as the signal.
+    tensors: the names of the tensors that hold the layer, in a and in b.
     """
 
     name: str
@@ -60,6 +65,7 @@ class CheckpointComparison:
     """Hold all differences between two checkpoints. How tensors are distributed over files is not compared.
 
     same: the number of tensors that are equal in dtype, shape and every byte.
+    tensors, layers, configs: what differs.
     """
 
     same: int
@@ -69,7 +75,7 @@ class CheckpointComparison:
 
     @property
     def equal(self) -> bool:
-        """Whether all tensors, configs and metadata are equal."""
+        """True if all tensors, configs and metadata are equal."""
         return not self.tensors and not self.configs
 
 
@@ -80,7 +86,8 @@ def compare_checkpoints(
 
     Args:
         a, b: directories, .safetensors or .gguf files.
-        progress: called with numbers of bytes of ``a`` that add up to the bytes of its tensors.
+        progress: called with the number of bytes of ``a`` done since its last call; these numbers add up to the bytes
+            of its tensors.
 
     Returns:
         A CheckpointComparison. The SQNR of a layer is 10 log10(sum a^2 / sum (a - b)^2) over its values.
@@ -104,7 +111,7 @@ def compare_checkpoints(
 
 
 def _header_difference(name: str, left: Checkpoint, right: Checkpoint) -> TensorDifference | None:
-    """Return how the headers of one tensor differ, or None if they agree."""
+    """Return how two tensors of one name differ in presence, dtype or shape, or None if they do not."""
     if name not in right.tensors:
         return TensorDifference(name, "missing", _described(left.tensors[name][1]))
     if name not in left.tensors:
@@ -122,7 +129,10 @@ def _described(entry: TensorEntry) -> str:
 
 
 def _byte_difference(name: str, left: Checkpoint, right: Checkpoint, readers: Readers) -> TensorDifference | None:
-    """Return how many bytes of one tensor differ, or None if none do. Bytes of one and the same file are not read."""
+    """Return how many bytes of a tensor differ, or None if none do.
+
+    If both checkpoints share one file, its bytes are not read.
+    """
     (file, entry), (other, place) = left.tensors[name], right.tensors[name]
     if entry.start == place.start and os.path.samefile(file.path, other.path):
         return None
@@ -132,9 +142,9 @@ def _byte_difference(name: str, left: Checkpoint, right: Checkpoint, readers: Re
 
 
 def _changed_layers(left: Checkpoint, right: Checkpoint, changed: set[str]) -> Iterator[tuple[str, Origin, Origin]]:
-    """Yield the name and both sides of every layer to compare.
+    """Yield (name, its rows in the left checkpoint, its rows in the right one) for every layer to compare.
 
-    These layers are quantized in at least one checkpoint, have one shape, and own a tensor that differs.
+    These layers are quantized in at least one checkpoint, have the same shape in both, and own a tensor that differs.
     """
     forms = dict.fromkeys(weight.container for side in (right, left) for weight in side.layers.values())
     seen = set()
@@ -151,7 +161,11 @@ def _changed_layers(left: Checkpoint, right: Checkpoint, changed: set[str]) -> I
 
 
 class _Counts(NamedTuple):
-    """Count what differs in some rows. codes, scales: None if one side has no codes."""
+    """Count what differs in some rows of a layer.
+
+    codes, scales: None if the layer is unquantized in one checkpoint.
+    signal, noise: the sums of squares of a's values, and of the differences to b's values.
+    """
 
     values: int
     codes: int | None
@@ -162,7 +176,10 @@ class _Counts(NamedTuple):
 
 @ieee("compare")
 def _layer_difference(name: str, a: Origin, b: Origin, readers: Readers) -> LayerDifference:
-    """Return how one layer differs. If the element formats differ, all codes count as different."""
+    """Compare one layer of two checkpoints, and return how it differs.
+
+    If the element formats differ, all codes count as different.
+    """
     height = max(o.weight.container.block[0] for o in (a, b) if o.weight.container is not None)
     found = [_rows_difference(a, b, rows, readers) for rows in row_chunks(*a.shape, height)]
     codes, scales = (_total(getattr(one, kind) for one in found) for kind in ("codes", "scales"))
@@ -174,13 +191,13 @@ def _layer_difference(name: str, a: Origin, b: Origin, readers: Readers) -> Laye
 
 
 def _total(counts: Iterable[int | None]) -> int | None:
-    """Return the sum of the counts, or None if there are none."""
+    """Return the sum of the counts that are not None, or None if all are."""
     present = [count for count in counts if count is not None]
     return sum(present) if present else None
 
 
 def _rows_difference(a: Origin, b: Origin, rows: slice, readers: Readers) -> _Counts:
-    """Return how some rows of a layer differ."""
+    """Compare some rows of a layer in two checkpoints, and return counts of what differs."""
     one, other = a.slab(readers, rows), b.slab(readers, rows)
     x, y = (values_of(o.weight, slab).astype(np.float32, copy=False) for o, slab in ((a, one), (b, other)))
     codes = scales = None
@@ -189,7 +206,7 @@ def _rows_difference(a: Origin, b: Origin, rows: slice, readers: Readers) -> _Co
         scales = _different(a.weight.container.scale, b.weight.container.scale, one.scales, other.scales, 0)
     values = int(np.count_nonzero(x.view(np.uint32) != y.view(np.uint32)))
     wide = x.astype(np.float64)
-    with np.errstate(invalid="ignore"):  # inf - inf, if both have an infinity
+    with np.errstate(invalid="ignore"):  # inf - inf is NaN, if both values are infinite
         noise = float(np.sum((wide - y) ** 2))
     return _Counts(values, codes, scales, float(np.sum(wide**2)), noise)
 
@@ -197,9 +214,10 @@ def _rows_difference(a: Origin, b: Origin, rows: slice, readers: Readers) -> _Co
 def _different(
     format_a: Any, format_b: Any, x: Any, y: Any, total: int, a: Origin | None = None, b: Origin | None = None
 ) -> int:
-    """Return how many codes or scales differ.
+    """Return how many codes or block scales of x and y differ.
 
-    If the formats or shapes differ, all count as different: ``most``, or the size of x if that is 0.
+    If their formats or shapes differ, all count as different: ``total``, or the size of x if ``total`` is 0.
+    a, b: the layers that the codes belong to, which tell how codes are packed; None for scales.
     """
     if format_a != format_b or x.shape != y.shape:
         return total or int(x.size)
@@ -209,6 +227,6 @@ def _different(
 
 
 def _tensor_scale(origin: Origin, readers: Readers) -> float | None:
-    """Return the tensor scale of a layer, or None."""
+    """Return the tensor scale of a layer as it multiplies on decode, or None if the layer has none."""
     scale = tensor_scale_of(readers, origin.weight, origin.expert)
     return None if scale is None else float(scale)

@@ -16,11 +16,12 @@ METADATA = "__metadata__"
 
 @dataclass(frozen=True)
 class ConfigDifference:
-    """Describe one entry that differs. kind: "missing" (from b), "extra" (in b) or "value".
+    """Describe one entry of a config or of metadata that differs between checkpoints a and b.
 
     place: the file, or ``__metadata__`` with the safetensors files that hold it.
     key: the key; ``outer.inner`` in nested objects; empty for a whole file.
-    a, b: the values; None if there is none.
+    kind: "missing" (from b), "extra" (only in b) or "value".
+    a, b: the values; None where there is none.
     """
 
     place: str
@@ -31,7 +32,7 @@ class ConfigDifference:
 
     @property
     def detail(self) -> str:
-        """The values in a few words."""
+        """The two values, or how they differ if they are lists, in a few words."""
         if self.kind != "value":
             return _brief(self.a if self.kind == "missing" else self.b)
         if isinstance(self.a, list) and isinstance(self.b, list):
@@ -40,10 +41,11 @@ class ConfigDifference:
 
 
 def compare_configs(left: Checkpoint, right: Checkpoint) -> tuple[ConfigDifference, ...]:
-    """Return the differences between the configs and the metadata of two checkpoints; the order of keys is ignored.
+    """Return the differences between the configs and the metadata of two checkpoints. The order of keys is ignored.
 
     Values of different types always differ: 1 equals neither 1.0 nor true. Metadata is compared file by file if both
-    checkpoints have files of the same names. Otherwise it is merged over all files of each checkpoint.
+    checkpoints have files of the same names. Otherwise the metadata of all files of a checkpoint is merged before it is
+    compared.
     """
     try:
         return tuple(_differences(left, right))
@@ -54,7 +56,7 @@ def compare_configs(left: Checkpoint, right: Checkpoint) -> tuple[ConfigDifferen
 
 
 def _differences(left: Checkpoint, right: Checkpoint) -> Iterator[ConfigDifference]:
-    """Yield the differences in order: config.json, hf_quant_config.json, metadata."""
+    """Yield the differences of config.json, then those of hf_quant_config.json, then those of the metadata."""
     for place, a, b in (
         (CONFIG, left.config, right.config),
         (HF_QUANT_CONFIG, left.hf_quant_config, right.hf_quant_config),
@@ -67,7 +69,7 @@ def _differences(left: Checkpoint, right: Checkpoint) -> Iterator[ConfigDifferen
 
 
 def _of_metadata(left: Checkpoint, right: Checkpoint) -> Iterator[ConfigDifference]:
-    """Yield the differences of the metadata. A difference that several files share is yielded once."""
+    """Yield the differences of the safetensors metadata. A difference that several files share is yielded once."""
     one, other = ({file.name: file.metadata for file in checkpoint.files} for checkpoint in (left, right))
     if one.keys() != other.keys():
         yield from _of_objects(METADATA, "", _merged(left), _merged(right))
@@ -81,7 +83,7 @@ def _of_metadata(left: Checkpoint, right: Checkpoint) -> Iterator[ConfigDifferen
 
 
 def _merged(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Return the metadata of all files: key -> its value, or the list of its values if files disagree."""
+    """Return the metadata of all files of a checkpoint: key -> its value, or a list of its values if files disagree."""
     found: dict[str, set[str]] = {}
     for file in checkpoint.files:
         for key, value in file.metadata.items():
@@ -90,7 +92,10 @@ def _merged(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def _of_objects(place: str, prefix: str, a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[ConfigDifference]:
-    """Yield the differences of two objects; nested objects are compared entry by entry."""
+    """Yield the differences of two JSON objects. Nested objects are compared entry by entry.
+
+    place: the file. prefix: what precedes the keys in nested objects.
+    """
     for name in sorted({*a, *b}):
         key = f"{prefix}{name}"
         if name not in b:
@@ -104,19 +109,19 @@ def _of_objects(place: str, prefix: str, a: Mapping[str, Any], b: Mapping[str, A
 
 
 def _text(value: Any) -> str:
-    """Return a value as JSON text, which is equal exactly for equal values of equal types."""
+    """Return a value as JSON text. Two texts are equal only if the values have equal types and are equal."""
     return json.dumps(value, sort_keys=True)
 
 
 def _brief(value: Any) -> str:
-    """Return a value in a few words."""
+    """Return a value as JSON text, or its number of entries if the text would be long."""
     if isinstance(value, (dict, list)) and len(_text(value)) > 40:
         return f"{len(value)} entries"
     return _text(value)
 
 
 def _entries(a: list[Any], b: list[Any]) -> str:
-    """Return how two lists differ."""
+    """Return how two lists differ, in words: which entries only one of them has."""
     one, other = ([_text(value) for value in values] for values in (a, b))
     only_a, only_b = sorted(set(one) - set(other)), sorted(set(other) - set(one))
     if not only_a and not only_b:

@@ -1,5 +1,5 @@
-"""Check a checkpoint by itself: tensors of unknown form, scales that decode to nothing useful, and loader
-requirements.
+"""Check a checkpoint without its source: tensors of unknown formats, scales that lose values, and the requirements of
+loaders.
 """
 
 from __future__ import annotations
@@ -26,12 +26,13 @@ from fp4kit.checkpoint.selection.selection import Wishes, decide
 
 @dataclass(frozen=True)
 class Issue:
-    """Describe a fault ("error") or something worth knowing ("warning").
+    """Describe something wrong with a checkpoint, or worth knowing.
 
+    severity: "error" for what is wrong, "warning" for what is worth knowing.
     subject: the tensor, layer or file.
     loader: the engine, with its version, that would fail or misread the checkpoint; "" if the issue is not about an
         engine.
-    count: how many items the text is about; 0 if a number does not apply.
+    count: the number of items that ``text`` speaks of; 0 if it speaks of no number.
     """
 
     severity: str
@@ -42,12 +43,12 @@ class Issue:
 
     @property
     def sentence(self) -> str:
-        """The text, with the count."""
+        """The text, followed by the count if there is one."""
         return f"{self.text}: {self.count}" if self.count else self.text
 
 
 def strange_tensors(model: Checkpoint) -> Iterator[Issue]:
-    """Yield an issue for every tensor that looks like codes or scales but belongs to no layer of a known form."""
+    """Yield an error for every tensor that looks like codes or scales but belongs to no layer of a known format."""
     for name in model.unrecognised:
         entry = model.tensors[name][1]
         yield Issue(
@@ -66,7 +67,7 @@ _FACTS = (
 
 
 def stored_issues(name: str, tally: StoredCounts) -> Iterator[Issue]:
-    """Yield the issues that the counts of a layer show."""
+    """Yield an issue for each count of a layer that should be zero, such as the number of NaN block scales."""
     for fact, severity, text in _FACTS:
         count = getattr(tally, fact)
         if count:
@@ -74,7 +75,8 @@ def stored_issues(name: str, tally: StoredCounts) -> Iterator[Issue]:
 
 
 def loader_issues(model: Checkpoint, tensor_scales: Mapping[str, float]) -> list[Issue]:
-    """Return what the engines that load this kind of checkpoint would fail on.
+    """Return an issue for each way in which an engine that loads this kind of checkpoint would fail on it or misread
+    it.
 
     tensor_scales: name -> stored value, of tensor scales and input scales.
     """
@@ -95,14 +97,14 @@ def loader_issues(model: Checkpoint, tensor_scales: Mapping[str, float]) -> list
 
 
 def _issue(found: Finding) -> Issue:
-    """Return a finding about an engine as an issue."""
+    """Return a finding about an engine in the form of an Issue."""
     return Issue(found.severity, found.subject, found.text, f"{found.engine} {found.version}")
 
 
 def _form(weights: Iterable[Weight]) -> Container | None:
-    """Return the container of most layers, or None without a quantized layer.
+    """Return the container that most layers have, or None if no layer is quantized.
 
-    Containers that loaders know take precedence over others.
+    Containers that have a ``--format`` take precedence, because the requirements of loaders are known only for these.
     """
     counts = Counter(weight.container for weight in weights if weight.container is not None)
     usable = {form: count for form, count in counts.items() if form.format} or counts
@@ -110,9 +112,10 @@ def _form(weights: Iterable[Weight]) -> Container | None:
 
 
 def _container_id(form: Container, weights: Iterable[Weight], config: Mapping[str, Any]) -> str:
-    """Return the name of the container in loaders/.
+    """Return the name by which the requirements of loaders list the container ``form``.
 
-    For NVFP4, the config says whether activations have scales; without a declaration, the majority of layers decides.
+    NVFP4 has two names, with or without scales of activations. The config decides; if it says nothing, the majority of
+    layers does.
     """
     declared = config.get("quantization_config")
     method = declared.get("quant_method") if isinstance(declared, Mapping) else None
@@ -126,7 +129,10 @@ def _container_id(form: Container, weights: Iterable[Weight], config: Mapping[st
 
 
 def _exclusions(model: Checkpoint, name: str, form: Container | None) -> Iterator[Finding]:
-    """Yield what engines get wrong because of the exclusion list."""
+    """Yield a finding for each mistake that an engine would make because of the checkpoint's exclusion list.
+
+    name: the container as the requirements of loaders list it.
+    """
     declared = (model.config or {}).get("quantization_config")
     syntax = CONTAINERS[name].syntax
     if form is None or not READERS.get(name) or syntax is None or not isinstance(declared, Mapping):
@@ -141,7 +147,9 @@ def _exclusions(model: Checkpoint, name: str, form: Container | None) -> Iterato
 
 
 def _unquantized(model: Checkpoint, form: Container) -> list[str]:
-    """Return the unquantized linear layers and stacks of experts, which engines look up in the exclusion list."""
+    """Return the names of the unquantized linear layers and stacks of experts, which the exclusion list must
+    contain.
+    """
     facts = model_facts(model.config or {})
     parts = part_names(model.layers.values())
     found = []
@@ -156,7 +164,9 @@ def _unquantized(model: Checkpoint, form: Container) -> list[str]:
 
 
 def grouped(issues: Iterable[Issue]) -> list[tuple[Issue, list[str]]]:
-    """Return issues with equal text once, their counts added up, with all of their subjects."""
+    """Merge issues of equal severity, loader and text: return each once, with the sum of the counts, and all of their
+    subjects.
+    """
     found: dict[tuple[str, str, str], list[Issue]] = defaultdict(list)
     for issue in issues:
         found[issue.severity, issue.loader, issue.text].append(issue)

@@ -1,11 +1,12 @@
-"""Repair a checkpoint whose fused layers disagree: give the layers that loaders join into one a common tensor scale.
+"""Repair a checkpoint in which layers that a loader joins into one have different tensor scales.
 
-A fused layer is a group of layers, its parts, that a loader joins into one: q, k and v, or gate and up. vLLM gives it
-one tensor scale and does not rescale the parts. Let s be the tensor scales of the parts, which multiply on decode, and
-t = max(s). The block scales of a part become E4M3(block_scale * (s / t)). Each step rounds to nearest even; the
-quotient and the product are float32. Codes stay. A part with s = t keeps its codes and block scales. All parts store
-the number of the part that has t, bit for bit. Values are exact if s / t is a power of two and no block scale becomes
-subnormal.
+A loader joins q, k and v, or gate and up, into one fused layer. These layers are its parts. vLLM uses one tensor scale
+for a fused layer and does not rescale the parts, so their values are wrong if the parts have different tensor scales.
+
+Let s be the tensor scale of a part, which multiplies on decode, and t the largest s. The block scales of a part become
+E4M3(block_scale * (s / t)). Each step rounds to nearest even; the quotient and the product are float32. Codes stay. A
+part with s = t keeps its codes and block scales. All parts store the number of the part that has t, bit for bit. Values
+are exact if s / t is a power of two and no block scale becomes subnormal.
 """
 
 from __future__ import annotations
@@ -48,10 +49,10 @@ class Repair:
     """Describe one layer that gets another tensor scale.
 
     name, group: the layer, and the fused layer that it is part of.
-    before, after: the old and the new tensor scale, which multiply.
-    block_scales, changed: how many block scales the layer has, and how many changed.
-    underflow: block scales that were nonzero and became zero.
-    sqnr_db: of the new values against the old ones; inf if no value changed.
+    before, after: the old and the new tensor scale, as they multiply on decode.
+    block_scales, changed: how many block scales the layer has, and how many of them change.
+    underflow: the number of block scales that were nonzero and become zero.
+    sqnr_db: the SQNR of the new values, with the old ones as the signal; inf if no value changes.
     """
 
     name: str
@@ -69,7 +70,7 @@ class Reconciliation:
     """Report what a reconciliation found and did.
 
     groups: the number of fused layers.
-    repairs: the layers that changed.
+    repairs: the layers that get another tensor scale.
     destination: where the copy was written; None if nothing was written.
     """
 
@@ -79,10 +80,10 @@ class Reconciliation:
 
 
 def disagreements(source: Source, readers: Readers) -> dict[str, dict[str, Weight]]:
-    """Return group -> layer -> its weight, for the fused layers whose parts do not have one tensor scale.
+    """Return fused layer -> name of a part -> its weight, for the fused layers whose parts store different tensor
+    scales.
 
-    The stored numbers are compared, not the scales: two different divisors may have one reciprocal, and engines compare
-    the divisors.
+    The stored numbers are compared, because engines compare these. Two different divisors may have one reciprocal.
     """
     layers = {weight.name: weight for weight in _layers(source).values()}
     found: dict[str, dict[str, Weight]] = {}
@@ -94,14 +95,16 @@ def disagreements(source: Source, readers: Readers) -> dict[str, dict[str, Weigh
 
 
 def _stored(weight: Weight, readers: Readers) -> tuple[bytes, bool]:
-    """Return the bits of the stored tensor scale, and whether it divides."""
+    """Return the bits of the stored tensor scale, and whether it is a divisor."""
     assert weight.container is not None
     return scalar_of(readers, weight, TENSOR_SCALE).tobytes(), weight.container.divides
 
 
 def _largest(parts: Mapping[str, Weight], readers: Readers) -> Weight:
-    """Return the part with the largest tensor scale; among equal ones that divide, the part with the smallest
-    divisor.
+    """Return the part of a fused layer that has the largest tensor scale.
+
+    Among parts with equal scales, return the one with the smallest stored number. It decides only between divisors, of
+    which several may have one reciprocal.
     """
 
     def scale(part: Weight) -> tuple[float, float]:
@@ -113,7 +116,9 @@ def _largest(parts: Mapping[str, Weight], readers: Readers) -> Weight:
 
 
 def _layers(source: Source) -> dict[str, Weight]:
-    """Return tensor -> layer, for the single layers that have a tensor scale."""
+    """Return tensor name -> weight, for the layers whose tensor scale can be reconciled: single layers, not stacks of
+    experts.
+    """
     weights = weights_of(source.tensors, source.config)
     return {
         name: weight
@@ -128,7 +133,8 @@ def _layers(source: Source) -> dict[str, Weight]:
 def reconcile(source: str | Path, destination: str | Path | None, progress: Progress | None = None) -> Reconciliation:
     """Write a copy of an NVFP4 checkpoint in which the parts of every fused layer have one tensor scale.
 
-    Everything except the scales of layers that disagree is copied byte for byte, including configs and index.
+    A fused layer consists of layers that a loader joins into one, such as q, k and v. Everything except the scales of
+    parts that disagree is copied byte for byte, including configs and index.
 
     Args:
         source: a model directory with Model-Optimizer's or compressed-tensors' NVFP4.
@@ -169,7 +175,10 @@ def reconcile(source: str | Path, destination: str | Path | None, progress: Prog
 
 
 class _Repaired:
-    """Hold a layer with its old and new scales in memory (one block scale per 16 elements)."""
+    """Hold the old and the new scales of one layer whose fused layer disagrees.
+
+    largest: the part of the fused layer whose tensor scale all parts get.
+    """
 
     def __init__(self, weight: Weight, group: str, largest: Weight, readers: Readers) -> None:
         scale, shared = tensor_scale_of(readers, weight), tensor_scale_of(readers, largest)
@@ -186,18 +195,20 @@ class _Repaired:
         self.old: npt.NDArray[np.uint8] = readers.array(weight.parts[SCALES])
         self.new = _rescaled(self.form, self.old, scale, shared)
         self.was = scalar_of(readers, weight, TENSOR_SCALE)
-        # Copy the stored bits, because the reciprocal of a reciprocal may be another number.
+        # Store the bits of the largest part's number, because the reciprocal of its reciprocal may be another number.
         self.stored = scalar_of(readers, largest, TENSOR_SCALE)
         if largest.container.direction != self.form.direction:
             self.stored = np.float32(1) / shared if self.form.divides else shared
 
     def tensors(self) -> Iterator[tuple[str, np.ndarray]]:
-        """Yield the tensors that change."""
+        """Yield (tensor name, new array) for the block scales and the tensor scale."""
         yield self.weight.parts[SCALES].entry.name, self.new
         yield self.weight.parts[TENSOR_SCALE].entry.name, np.array([self.stored], np.float32)
 
     def report(self, readers: Readers) -> Repair:
-        """Return what the repair costs, comparing decoded values before and after, a few rows at a time."""
+        """Return what changes and what it costs: decode the layer with the old and the new scales, a few rows at a
+        time, and compare.
+        """
         assert self.form.scale is not None
         rows, columns = self.weight.shape
         width = columns * self.form.element.bits // 8
@@ -220,14 +231,17 @@ class _Repaired:
 def _rescaled(
     form: Container, codes: npt.NDArray[np.uint8], scale: np.float32, shared: np.float32
 ) -> npt.NDArray[np.uint8]:
-    """Return E4M3(block_scale * (scale / shared)). As scale <= shared, nothing overflows; NaN stays NaN."""
+    """Return the E4M3 codes of block_scale * (scale / shared), given the codes of the block scales.
+
+    As scale <= shared, nothing overflows. NaN stays NaN.
+    """
     assert form.scale is not None
     found: npt.NDArray[np.uint8] = form.scale.encode(form.scale.values[codes] * (scale / shared))
     return found
 
 
 def _write(model: Source, changed: Mapping[str, _Repaired], target: Path, readers: Readers, tick: Progress) -> None:
-    """Write all files; only the changed tensors have new bytes."""
+    """Write a copy of all files of the model, in which only the scales of ``changed`` have new bytes."""
     beside = side_files.scan(model.root, {file.name for file in model.files} | {INDEX})
     own = [name for name in (CONFIG, HF_QUANT_CONFIG, INDEX) if os.path.lexists(model.root / name)]
     configs = {name: existing_file(model.root, name) for name in own}
@@ -250,7 +264,7 @@ def _write(model: Source, changed: Mapping[str, _Repaired], target: Path, reader
 
 @dataclass(frozen=True)
 class _Spec:
-    """Describe a tensor for the header of a file."""
+    """Hold what the header of a safetensors file says of a tensor."""
 
     name: str
     dtype: str
@@ -260,7 +274,10 @@ class _Spec:
 def _write_file(
     file: SafetensorsFile, folder: Path, new: Mapping[str, np.ndarray], readers: Readers, tick: Progress
 ) -> None:
-    """Write one safetensors file with the changed tensors."""
+    """Write a copy of one safetensors file.
+
+    new: tensor name -> new array; all other tensors are copied.
+    """
     specs = [_Spec(entry.name, entry.dtype, entry.shape) for entry in file.entries]
     with SafetensorsWriter(folder / file.name, specs, file.metadata) as writer:
         for entry in file.entries:
@@ -273,7 +290,7 @@ def _write_file(
 def _chunks(
     file: SafetensorsFile, entry: TensorEntry, new: Mapping[str, np.ndarray], readers: Readers
 ) -> Iterator[np.ndarray]:
-    """Yield the new bytes of a changed tensor, or the stored bytes of another one in chunks."""
+    """Yield the array that replaces a tensor, or the tensor's stored bytes in chunks if ``new`` does not have it."""
     if entry.name in new:
         yield new[entry.name]
     else:

@@ -1,8 +1,8 @@
-"""Re-encode the layers of a checkpoint from its source, and compare them byte by byte.
+"""Re-encode the layers of a checkpoint from its source, and compare the result with the checkpoint byte by byte.
 
 A layer is re-encoded by the code of a conversion (run_job.produce), whose bytes are compared with the file instead of
-written. The amax of a group that shares a tensor scale is measured in the source. At most a slab is in memory at a
-time.
+written. If layers share a tensor scale, their amax is computed from the source first. At most a slab (some rows of a
+layer) is in memory at a time.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ _MADE_FROM_VALUES = (QUANTIZE, REQUANTIZE)
 
 
 def origins_of(stored: Iterable[Weight], original: Source) -> dict[tuple[str, int], Origin]:
-    """Return (layer, expert) -> the rows of the source that it comes from, for the weights of a checkpoint.
+    """Return (layer, expert) -> the rows of the source that it was made from, for the weights of a checkpoint.
 
-    A weight whose source has another shape is left out.
+    A weight that has no counterpart of its shape in the source is left out.
     """
     stored = list(stored)
     whole = {weight.name: weight for weight in weights_of(original.tensors, original.config).values()}
@@ -56,14 +56,15 @@ def origins_of(stored: Iterable[Weight], original: Source) -> dict[tuple[str, in
 
 @dataclass(frozen=True)
 class Settings:
-    """Say how the checkpoint was made.
+    """Say how the checkpoint was made, as far as this is known.
 
-    recipe: None if nothing tells.
+    recipe: the recipe of its quantized layers; None if unknown.
     input_scale: the input scale written for every layer; None if unknown.
-    nonfinite: "keep" or "saturate"; None if unknown, so that each layer may be either.
+    nonfinite: what the conversion did with NaN and infinities, "keep" or "saturate"; None if unknown, so that each
+        layer may be either.
     devices: the CUDA devices to use in turn; None stands for the CPU.
-    search: the search of block scales, or None.
-    weighted: whether the search had column weights; ``search`` contains them only if the user gave them.
+    search: the search of block scales; None if they were not searched.
+    weighted: True if the search had column weights. ``search`` contains these only if the user gave them.
     """
 
     recipe: Recipe | None = None
@@ -76,12 +77,13 @@ class Settings:
 
 @dataclass(frozen=True)
 class Check:
-    """Describe one matrix to check.
+    """Describe one matrix of the checkpoint to check.
 
-    stored, expert: the matrix in the checkpoint.
-    origin: the rows that it comes from; None without a source.
-    job: the job that re-encodes it, or None; why: why there is no job.
-    may_saturate: True if the conversion may have replaced NaN and infinities; the job keeps them.
+    stored, expert: the weight, and the number of the matrix in it.
+    origin: the rows of the source that it was made from; None without a source.
+    job: the job that re-encodes it; None if it cannot be re-encoded.
+    why: why there is no job; "" if there is one or if there is no source.
+    may_saturate: True if the conversion may have replaced NaN and infinities. The job keeps them.
     """
 
     stored: Weight
@@ -93,12 +95,12 @@ class Check:
 
     @property
     def key(self) -> str:
-        """The key of the matrix among the checks."""
+        """A key that is unique among the checks: layer name and expert number."""
         return f"{self.stored.name}#{self.expert}"
 
     @property
     def needs_amax(self) -> bool:
-        """Whether the group of the matrix is measured first."""
+        """True if the matrix cannot be re-encoded before an amax is known, so that its source is read twice."""
         job = self.job
         if job is None or not job.is_measured or job.action == DEQUANTIZE:
             return False
@@ -107,7 +109,7 @@ class Check:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of the source rows that the matrix comes from; without a source, the bytes of the matrix itself."""
+        """The size of the source rows that the matrix comes from; without a source, the size of the matrix itself."""
         if self.origin is None:
             return self.stored.nbytes // self.stored.experts
         source = self.origin.weight
@@ -115,7 +117,7 @@ class Check:
 
     @property
     def nbytes_read(self) -> int:
-        """The bytes that are read; a matrix that is measured first is read twice."""
+        """The number of bytes that the check reads. A matrix whose amax is computed first is read twice."""
         return self.nbytes * (1 + self.needs_amax)
 
 
@@ -123,9 +125,9 @@ class Check:
 class ReencodedLayer:
     """Report the result of a check.
 
-    tally: counts of the stored values.
+    tally: counts of the stored values, such as NaN or saturated ones.
     action: how the matrix was re-encoded; "" if it was not.
-    compared, differing: part -> number of bytes.
+    compared, differing: part (codes, scales, ...) -> number of bytes.
     error: why re-encoding failed; "" if it did not.
     """
 
@@ -138,7 +140,10 @@ class ReencodedLayer:
 
 
 def checks_of(stored: Iterable[Weight], found: Mapping[tuple[str, int], Origin], settings: Settings) -> Iterator[Check]:
-    """Yield the checks of quantized weights, and of weights that were decoded from a quantized source."""
+    """Yield a Check for every matrix that is quantized, or was decoded from a quantized source.
+
+    found: the rows of the source that matrices come from, from origins_of; empty without a source.
+    """
     stored = list(stored)
     groups = _groups(stored)
     number = 0
@@ -156,7 +161,7 @@ def checks_of(stored: Iterable[Weight], found: Mapping[tuple[str, int], Origin],
 
 
 def _groups(stored: Iterable[Weight]) -> dict[str, str]:
-    """Return module -> its group, for layers that share a tensor scale."""
+    """Return layer name -> name of its group, for layers that share a tensor scale."""
     return fused_layers.shared_amax_groups(
         [w.name for w in stored if w.container is not None and w.container.has_tensor_scale]
     )
@@ -165,7 +170,10 @@ def _groups(stored: Iterable[Weight]) -> dict[str, str]:
 def _job(
     stored: Weight, expert: int, origin: Origin, group: str, settings: Settings, device: int | None
 ) -> tuple[Job | None, str]:
-    """Return the job that re-encodes a matrix, or None and the reason."""
+    """Return (the job that re-encodes a matrix, ""), or (None, the reason) if this is not possible.
+
+    group: the name of the layers that share the tensor scale.
+    """
     form, recipe = stored.container, settings.recipe
     if form is not None and form.stack == "columns":
         return None, f"fp4kit reads {form}, but does not write it"
@@ -202,8 +210,9 @@ def _job(
 
 
 def _targets(weight: Weight, expert: int, has_input_scale: bool) -> tuple[Target, ...]:
-    """Return where the bytes of one matrix begin in each part. An input scale is included only if its right value is
-    known.
+    """Return where the bytes of one matrix are in each tensor of a weight.
+
+    The input scale is included only if its right value is known.
     """
     found = []
     for part, place in weight.parts.items():
@@ -214,7 +223,9 @@ def _targets(weight: Weight, expert: int, has_input_scale: bool) -> tuple[Target
 
 
 class _Comparison:
-    """Compare the bytes of a matrix with the file, part by part in order, and count the differences."""
+    """Take the bytes of a re-encoded matrix, part by part in order, compare them with the file, and count the
+    differences.
+    """
 
     def __init__(self, readers: Readers, weight: Weight, targets: Iterable[Target]) -> None:
         self._readers, self._weight = readers, weight
@@ -223,11 +234,11 @@ class _Comparison:
         self.differing = dict.fromkeys(self._targets, 0)
 
     def has(self, part: str) -> bool:
-        """Return whether a part is compared."""
+        """Return whether ``part`` is compared."""
         return part in self._targets
 
     def put(self, part: str, array: Any) -> None:
-        """Compare the next bytes of a part."""
+        """Compare the next bytes of a part with the file."""
         encoded: npt.NDArray[np.uint8] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
         target, done = self._targets[part], self.compared[part]
         if done + encoded.size > target.nbytes:
@@ -238,9 +249,11 @@ class _Comparison:
 
 
 def run(checks: Sequence[Check], executor: Executor | None, tick: Callable[[int], None]) -> Iterator[ReencodedLayer]:
-    """Measure the groups, then check every matrix, and yield the results as they arrive.
+    """Run all checks, and yield their results as they arrive.
 
-    tick: called with numbers of bytes that add up to the checks' nbytes_read.
+    First, the amaxes of layers that share a tensor scale are computed from the source.
+    tick: called with the number of bytes done since its last call; these numbers add up to the nbytes_read of all
+        checks.
     """
     members: dict[str, list[Measured]] = defaultdict(list)
     wanted = {check.key: check for check in checks if check.needs_amax}
@@ -257,9 +270,11 @@ def run(checks: Sequence[Check], executor: Executor | None, tick: Callable[[int]
 
 
 def look(check: Check, shared: Measured | None) -> ReencodedLayer:
-    """Re-encode one matrix, compare it with the file, and count its values.
+    """Run one check: re-encode the matrix, compare it with the file, and count its values.
 
     If it differs and the conversion may have replaced NaN and infinities, it is also re-encoded with them replaced.
+    That result is returned if it equals the file.
+    shared: the measurements (amax, ...) of the layers that share a tensor scale; None if none are needed.
     """
     with Readers() as readers:
         found = _tally(check, readers) if check.stored.container is not None else StoredCounts()
@@ -280,7 +295,10 @@ def look(check: Check, shared: Measured | None) -> ReencodedLayer:
 
 
 def _compared(check: Check, job: Job, shared: Measured, found: StoredCounts, readers: Readers) -> ReencodedLayer:
-    """Re-encode one matrix and compare it with the file."""
+    """Re-encode one matrix by ``job``, compare it with the file, and return the result.
+
+    found: the counts of its values, which the result includes.
+    """
     comparison = _Comparison(readers, check.stored, job.targets)
     try:
         made = run_job.produce(job, shared, readers, comparison)
@@ -290,7 +308,7 @@ def _compared(check: Check, job: Job, shared: Measured, found: StoredCounts, rea
 
 
 def _tally(check: Check, readers: Readers) -> StoredCounts:
-    """Count the values of a matrix, compared with its source if there is one."""
+    """Count the values of a quantized matrix. If it has a source, the errors against the source are included."""
     form, origin = check.stored.container, check.origin
     assert form is not None
     height = 1 if origin is None or origin.weight.container is None else origin.weight.container.block[0]
@@ -303,13 +321,13 @@ def _tally(check: Check, readers: Readers) -> StoredCounts:
 
 
 def _rows(origin: Origin, start: int, count: int) -> Origin:
-    """Return ``count`` rows of an origin, beginning at ``start``."""
+    """Return an Origin for ``count`` rows of ``origin``, beginning at row ``start``."""
     first = origin.span[0] + start
     return replace(origin, span=(first, first + count))
 
 
 def differing_bytes(stored: Located, source: Located) -> int:
-    """Return how many bytes of a copied tensor differ from its source."""
+    """Return how many bytes differ between an unconverted tensor and the source's tensor of the same name."""
     found = 0
     with Readers() as readers:
         for start in range(0, stored.entry.nbytes, run_job.PIECE):

@@ -1,4 +1,5 @@
-"""Write a verification as one self-contained HTML page: no network, no other files, no fonts; charts are SVG.
+"""Write the report of a verification as one self-contained HTML page. It needs no network, no other files and no fonts;
+charts are SVG.
 
 All text from the checkpoint is escaped. The page's security policy admits only its own style and script, by digest.
 """
@@ -22,18 +23,19 @@ from fp4kit.checkpoint.verify.verify import LayerReport, VerifyReport
 from fp4kit.storage.errors import listed, shown
 from fp4kit.storage.whole_file import whole_file
 
-_WIDTH, _HEIGHT, _LEFT, _EDGE = 900, 220, 48, 18  # of a chart, in pixels: size, left margin, other margins
-_DOT = 2.5  # radius of a point, in pixels
+# sizes of a chart in pixels: width, height, left margin, other margins
+_WIDTH, _HEIGHT, _LEFT, _EDGE = 900, 220, 48, 18
+_DOT = 2.5  # radius of a point of a chart, in pixels
 
 
 def write_report(report: VerifyReport, path: str | Path) -> None:
-    """Write the page to a file, which appears only when it is complete."""
+    """Write the page of a report to a file, which appears only when it is complete."""
     with whole_file(Path(path)) as temporary:
         temporary.write_bytes(page(report).encode("utf-8"))
 
 
 def page(report: VerifyReport) -> str:
-    """Return the page; equal reports give equal pages."""
+    """Return the HTML page of a report. Equal reports give equal pages."""
     style, script = (Path(__file__).with_name(f"report.{kind}").read_text("utf-8") for kind in ("css", "js"))
     policy = f"default-src 'none'; style-src '{_digest(style)}'; script-src '{_digest(script)}'"
     title = f"fp4kit verify: {report.path.name}"
@@ -48,17 +50,17 @@ def page(report: VerifyReport) -> str:
 
 
 def _digest(text: str) -> str:
-    """Return the digest of a text as the security policy needs it."""
+    """Return the SHA-256 of a text in the form that the page's security policy needs."""
     return f"sha256-{base64.b64encode(hashlib.sha256(text.encode('utf-8')).digest()).decode('ascii')}"
 
 
 def _text(value: object) -> str:
-    """Return a value as escaped text."""
+    """Return a value as text that is escaped for HTML."""
     return escape(shown(str(value)))
 
 
 def _head(report: VerifyReport) -> str:
-    """Return the title, the verdict and the facts."""
+    """Return the HTML of the page's head: title, number of errors and warnings, and facts about the verification."""
     verdict = "clean" if report.clean else "error"
     warnings = len(report.issues) - report.errors
     word = f"{_counted('error', report.errors)}, {_counted('warning', warnings)}"
@@ -79,12 +81,12 @@ def _head(report: VerifyReport) -> str:
 
 
 def _counted(word: str, count: int) -> str:
-    """Return a count with its noun."""
+    """Return a count with its noun, such as "1 error" or "2 errors"."""
     return f"{count} {word}{'' if count == 1 else 's'}"
 
 
 def _issues(report: VerifyReport) -> str:
-    """Return the table of issues."""
+    """Return the HTML table of issues, or an empty string if there are none."""
     if not report.issues:
         return ""
     rows = "".join(
@@ -98,7 +100,7 @@ def _issues(report: VerifyReport) -> str:
 
 
 class _Point(NamedTuple):
-    """Hold the counts of all layers of one number and one kind."""
+    """Hold one point of the charts: the counts of all layers that have this number and kind; see _points."""
 
     number: int
     kind: str
@@ -121,18 +123,20 @@ def _points(layers: Iterable[LayerReport]) -> list[_Point]:
 
 
 def _common_start(names: Iterable[str]) -> int:
-    """Return the length of the dotted prefix that all names share, not counting their last part."""
+    """Return the length of the longest dotted prefix that all names share. The last part of a name does not belong to
+    it.
+    """
     levels = zip(*(name.split(".")[:-1] for name in names), strict=False)
     return sum(len(level[0]) + 1 for level in takewhile(lambda level: len(set(level)) == 1, levels))
 
 
 def _share(count: int, of: int) -> float:
-    """Return a percentage; 0 if ``of`` is 0."""
+    """Return ``count`` as a percentage of ``of``, or 0 if ``of`` is 0."""
     return 100 * count / of if of else 0.0
 
 
 def _charts(report: VerifyReport) -> Iterator[str]:
-    """Yield the legend and the charts; nothing if no layer has a number."""
+    """Yield the HTML of the legend and of each chart; nothing if no layer name has a number."""
     points = _points(report.layers)
     if not points:
         return
@@ -146,7 +150,7 @@ def _charts(report: VerifyReport) -> Iterator[str]:
 
 
 def _patch(colour: str) -> str:
-    """Return the colour sample of a legend entry."""
+    """Return the SVG of a legend entry's colour sample."""
     return f'<svg width="12" height="9"><rect width="9" height="9" fill="{colour}"/></svg>'
 
 
@@ -160,7 +164,7 @@ _VALUES: tuple[tuple[str, str, Callable[[StoredCounts], float]], ...] = (
 
 
 def _chart(name: str, title: str, points: Sequence[_Point], values: Sequence[float], colours: Mapping[str, str]) -> str:
-    """Return one chart: one line per kind of layer, over the layer numbers."""
+    """Return the HTML of one chart. It has a line per kind of layer; the layer numbers are on the horizontal axis."""
     ticks = _ticks([value for value in values if math.isfinite(value)])
     numbers = sorted({point.number for point in points})
     place = _Scale(numbers[0], max(numbers[-1], numbers[0] + 1), ticks[0], ticks[-1])
@@ -179,7 +183,7 @@ def _chart(name: str, title: str, points: Sequence[_Point], values: Sequence[flo
 
 
 def _ticks(values: Sequence[float]) -> list[float]:
-    """Return about six round numbers that enclose all values, at least two."""
+    """Return about six equally spaced round numbers, at least two, that enclose all values."""
     low, high = min(values, default=0.0), max(values, default=0.0)
     rough = (high - low or abs(high) / 10 or 1.0) / 4
     power = 10.0 ** math.floor(math.log10(rough))
@@ -189,7 +193,10 @@ def _ticks(values: Sequence[float]) -> list[float]:
 
 
 class _Scale(NamedTuple):
-    """Map numbers to positions in a chart; infinities are placed at its edges."""
+    """Map layer numbers and values to positions in a chart. Infinities are placed at its edges.
+
+    left, right: the layer numbers at the edges. low, high: the values at the edges.
+    """
 
     left: int
     right: int
@@ -197,17 +204,17 @@ class _Scale(NamedTuple):
     high: float
 
     def x(self, number: float) -> float:
-        """Return the pixels from the left."""
+        """Return the distance of a layer number from the left, in pixels."""
         return _LEFT + (_WIDTH - _LEFT - _EDGE) * (number - self.left) / (self.right - self.left)
 
     def y(self, value: float) -> float:
-        """Return the pixels from the top."""
+        """Return the distance of a value from the top, in pixels."""
         inside = min(max(value, self.low), self.high)
         return _HEIGHT - _EDGE - (_HEIGHT - 2 * _EDGE) * (inside - self.low) / (self.high - self.low)
 
 
 def _axes(place: _Scale, numbers: Sequence[int], ticks: Sequence[float]) -> str:
-    """Return grid lines and labels."""
+    """Return the SVG of a chart's grid lines and labels."""
     found = []
     for tick in ticks:
         y = place.y(tick)
@@ -219,7 +226,7 @@ def _axes(place: _Scale, numbers: Sequence[int], ticks: Sequence[float]) -> str:
 
 
 def _line(points: Sequence[tuple[float, float, str]], colour: str) -> str:
-    """Return the line and the points of one kind of layer."""
+    """Return the SVG of one line of a chart with its points. A point is (x, y, the text that appears over it)."""
     path = " ".join(f"{x:.1f},{y:.1f}" for x, y, _ in points)
     dots = "".join(
         f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{_DOT}"><title>{_text(t)}</title></circle>' for x, y, t in points
@@ -228,12 +235,12 @@ def _line(points: Sequence[tuple[float, float, str]], colour: str) -> str:
 
 
 def _colours(kinds: Iterable[str]) -> Mapping[str, str]:
-    """Return a colour per kind; the hues of neighbours are far apart."""
+    """Return kind of layer -> colour. Kinds that follow each other have very different hues."""
     return {kind: f"hsl({i * 137.508 % 360:.0f} 60% 48%)" for i, kind in enumerate(kinds)}
 
 
 def _decibels(value: float | None) -> str:
-    """Return decibels as text; "-" if unknown."""
+    """Return a number of decibels as text, or "-" if it is unknown."""
     return "-" if value is None else f"{value:.2f}"
 
 
@@ -253,7 +260,7 @@ _COLUMNS = (
 
 
 def _table(report: VerifyReport) -> str:
-    """Return the table of layers."""
+    """Return the HTML table of layers, or an empty string if there are none."""
     if not report.layers:
         return ""
     heads = "".join(f'<th><button type="button">{name}</button></th>' for name in _COLUMNS)
@@ -266,7 +273,7 @@ def _table(report: VerifyReport) -> str:
 
 
 def _row(layer: LayerReport) -> str:
-    """Return the table row of one layer."""
+    """Return the HTML of one layer's row in the table of layers."""
     found = layer.tally
     cells = [
         _number(found.sqnr_db, _decibels(found.sqnr_db)),
@@ -285,7 +292,10 @@ def _row(layer: LayerReport) -> str:
 
 
 def _number(value: float | None, text: str | None = None) -> str:
-    """Return a table cell that sorts as a number; an unknown value sorts last."""
+    """Return the HTML of a table cell that sorts as a number. None is shown as "-" and sorts last.
+
+    text: the text to show instead of the number.
+    """
     if value is None:
         return '<td data-value="NaN">-</td>'
     exact = str(value).replace("inf", "Infinity").replace("nan", "NaN")

@@ -1,4 +1,6 @@
-"""Verify a checkpoint: its files, its stored values, what loaders make of it, and its bytes against the source."""
+"""Verify a checkpoint: check its files, its stored values and what loaders make of it, and compare its bytes with the
+source.
+"""
 
 from __future__ import annotations
 
@@ -34,14 +36,15 @@ from fp4kit.storage.json_object import load_object
 
 @dataclass(frozen=True)
 class LayerReport:
-    """Report on one layer or stack that is quantized, or was decoded from a quantized source.
+    """Report on one layer or stack of experts that is quantized, or was decoded from a quantized source.
 
     format: the format in which it is stored.
-    action: how it was re-encoded; "" if it was not.
+    action: how it was re-encoded from the source; "" if it was not.
     codes, scales, others: (bytes that differ, bytes compared) between the re-encoded layer and the file. ``others`` are
         tensor scales, input scales and unquantized values.
-    tensor_scale: a multiplier; for a stack, that of the first expert.
-    tally: counts of the stored values.
+    tensor_scale: the tensor scale as it multiplies on decode; for a stack, that of the first expert; None if there is
+        none.
+    tally: counts of the stored values, such as NaN or saturated ones.
     """
 
     name: str
@@ -56,16 +59,16 @@ class LayerReport:
 
     @property
     def differing(self) -> int:
-        """The number of bytes that differ."""
+        """The number of bytes that differ between the re-encoded layer and the file."""
         return self.codes[0] + self.scales[0] + self.others[0]
 
     @property
     def compared(self) -> int:
-        """The number of bytes that were compared."""
+        """The number of bytes of the layer that were compared."""
         return self.codes[1] + self.scales[1] + self.others[1]
 
     def as_data(self) -> dict[str, Any]:
-        """Return the layer in types that JSON has."""
+        """Return the report on the layer as a dict for JSON."""
         parts = {"codes": self.codes, "scales": self.scales, "others": self.others}
         counts = {name: {"differing": differing, "compared": compared} for name, (differing, compared) in parts.items()}
         return {**asdict(self), **counts, "differing": self.differing, "sqnr_db": self.tally.sqnr_db}
@@ -75,12 +78,12 @@ class LayerReport:
 class VerifyReport:
     """Report the result of a verification.
 
-    manifest: "equal", "differs" or "none".
+    manifest: whether the files are those that the manifest records: "equal", "differs", or "none" without a manifest.
     recipe: the recipe with which layers were re-encoded, or None.
-    scales: how block scales were searched, such as "searched by mse"; "" if they are the recipe's.
+    scales: how block scales were searched, such as "searched by mse"; "" if they were not.
     formats: the formats of the layers.
-    copied: the number of unconverted tensors that are compared with the source.
-    changed: those that differ, with the number of bytes.
+    copied: the number of unconverted tensors that were compared with the source.
+    changed: (name, number of differing bytes) of those that differ.
     issues: errors, then warnings.
     """
 
@@ -97,7 +100,7 @@ class VerifyReport:
 
     @lazy_property
     def total(self) -> StoredCounts:
-        """The counts of all layers together."""
+        """The counts of stored values, over all layers."""
         return total(layer.tally for layer in self.layers)
 
     @property
@@ -107,11 +110,11 @@ class VerifyReport:
 
     @property
     def clean(self) -> bool:
-        """Whether there are no errors. A byte that differs is an error; warnings are allowed."""
+        """True if no issue is an error. Every byte that differs is an error; warnings are allowed."""
         return not self.errors
 
     def as_data(self) -> dict[str, Any]:
-        """Return the report in types that JSON has, except for infinities and paths."""
+        """Return the report as a dict for JSON, except that it may contain infinities and paths."""
         layers = [layer.as_data() for layer in self.layers]
         whole = {**asdict(self.total), "sqnr_db": self.total.sqnr_db}
         changed = [{"name": name, "bytes": count} for name, count in self.changed]
@@ -121,10 +124,11 @@ class VerifyReport:
 
 @dataclass(frozen=True)
 class Verification:
-    """Hold a prepared verification, for which only headers and configs were read.
+    """Hold a verification that is prepared but not executed. Only headers and configs have been read for it.
 
-    checks: the matrices to check. copies: pairs of unconverted tensors to compare. issues: what headers and configs
-        show.
+    checks: the matrices to check.
+    copies: (stored, source) pairs of unconverted tensors to compare.
+    issues: what headers and configs show already.
     """
 
     root: Path
@@ -136,8 +140,9 @@ class Verification:
 
     @property
     def nbytes(self) -> int:
-        """The bytes to read, to which options.progress adds up: of source tensors, or without a source, of the
-        checkpoint.
+        """The number of bytes that execution reads; the numbers that options.progress gets add up to it.
+
+        They are bytes of the source, or of the checkpoint if there is no source.
         """
         return sum(check.nbytes_read for check in self.checks) + sum(stored.entry.nbytes for stored, _ in self.copies)
 
@@ -151,9 +156,9 @@ def verify(
 ) -> VerifyReport:
     """Return what is wrong with the checkpoint in the directory ``destination``, or with a GGUF file.
 
-    With a source, every layer is re-encoded from it, with the tensor amax that is measured there for the group that
-    shares a tensor scale. Every byte is compared, and the errors of the values are counted. Files that a killed run
-    left in a completed directory, or beside a completed file, are errors as well. Memory does not grow with the model.
+    With a source, every layer is re-encoded from it and compared byte by byte, and the errors of the values are
+    computed. If layers share a tensor scale, their amax is computed from the source. Files that a killed run left in a
+    completed directory, or beside a completed file, are errors as well. Memory does not grow with the model.
 
     Args:
         destination: model directory or GGUF file.
@@ -179,7 +184,11 @@ def prepare(
     options: Options | None = None,
     search: ScaleSearch | None = None,
 ) -> Verification:
-    """Read the headers and configs of both models, match their layers, and check loader requirements; see verify."""
+    """Prepare a verification: read headers and configs, match layers with those of the source, and check loader
+    requirements.
+
+    Arguments and errors are those of verify.
+    """
     model = _opened(Path(destination))
     scales = _scalars(model.layers.values())
     issues = [*strange_tensors(model), *loader_issues(model, scales)]
@@ -194,7 +203,7 @@ def prepare(
 
 
 def _opened(root: Path) -> Checkpoint:
-    """Open a model directory, which must have a config (unlike for inspect)."""
+    """Open a model directory. Unlike for ``fp4kit inspect``, it must have a config."""
     found = open_source(root)
     beside = (
         load_object(existing_file(root, HF_QUANT_CONFIG), HF_QUANT_CONFIG) if lexists(root / HF_QUANT_CONFIG) else None
@@ -203,7 +212,7 @@ def _opened(root: Path) -> Checkpoint:
 
 
 def _scalars(weights: Iterable[Weight]) -> dict[str, float]:
-    """Return name -> stored value, of the tensor scales and input scales of single layers."""
+    """Return tensor name -> stored value, of the tensor scales and input scales of all layers that are not stacks."""
     single = [weight.parts for weight in weights if len(weight.shape) == 2]
     places = [parts[part] for parts in single for part in (TENSOR_SCALE, INPUT_SCALE) if part in parts]
     with Readers() as readers:
@@ -213,7 +222,9 @@ def _scalars(weights: Iterable[Weight]) -> dict[str, float]:
 def _settings(
     model: Checkpoint, wanted: str | Recipe | None, options: Options, search: ScaleSearch | None
 ) -> tuple[Settings, list[Issue]]:
-    """Return how the checkpoint was made, as its manifest and its config say, and issues about them."""
+    """Return how the checkpoint was made, and issues about this. What the user says (wanted, search) precedes manifest
+    and config.
+    """
     request = (load_manifest(model.path) or {}).get("request")
     request = request if isinstance(request, dict) else {}
     declared = (model.config or {}).get("quantization_config")
@@ -241,7 +252,7 @@ def _settings(
 
 
 def _other_source(model: Checkpoint, original: Source) -> list[Issue]:
-    """Return an issue for every file of the source that differs from the one recorded in the manifest."""
+    """Return a warning for every file of the source that differs from the one recorded in the manifest."""
     facts, now = (load_manifest(model.path) or {}).get("source"), source_facts(original)
     if not isinstance(facts, dict):
         return []
@@ -253,9 +264,10 @@ def _other_source(model: Checkpoint, original: Source) -> list[Issue]:
 
 
 class _SourceComparison:
-    """Compare a checkpoint with its source.
+    """Match the tensors of a checkpoint with those of its source, and decide what to compare.
 
-    checks: of quantized and decoded layers. copies: all other tensors that both have.
+    checks: the matrices that are quantized or decoded.
+    copies: (stored, source) pairs of all other tensors that both have with one dtype and shape.
     """
 
     def __init__(self, model: Checkpoint, original: Source, settings: Settings) -> None:
@@ -268,7 +280,11 @@ class _SourceComparison:
         self.copies = tuple(self._alike.values())
 
     def _copied(self) -> tuple[dict[str, tuple[Located, Located]], dict[str, str]]:
-        """Return the tensors that both have under one name, and what is wrong with those that cannot be compared."""
+        """Return two dicts for the unconverted tensors that both have under one name.
+
+        The first maps names to (stored, source) pairs to compare. The second maps names to what is wrong, if dtype or
+        shape differ.
+        """
         alike, unlike = {}, {}
         for name, (file, entry) in self._model.tensors.items():
             if name in self._made or name not in self._original.tensors:
@@ -281,7 +297,9 @@ class _SourceComparison:
         return alike, unlike
 
     def issues(self) -> list[Issue]:
-        """Return issues for layers and tensors that only one of them has, and for layers that cannot be re-encoded."""
+        """Return issues for what only the checkpoint or only the source has, and for layers that cannot be
+        re-encoded.
+        """
         strange = [check.stored.name for check in self.checks if check.origin is None]
         extra = [name for name in self._model.tensors if name not in self._made and name not in self._original.tensors]
         accounted_for = {*self._used, *self._alike, *self._unlike}
@@ -295,7 +313,7 @@ class _SourceComparison:
 
 
 def execute(prepared: Verification, options: Options | None = None) -> VerifyReport:
-    """Execute a prepared verification; see verify."""
+    """Execute a verification that was prepared, and return its report."""
     options = options or Options()
     start_devices(options.devices, options.executor)
     tick = options.progress or (lambda count: None)
@@ -310,7 +328,7 @@ def execute(prepared: Verification, options: Options | None = None) -> VerifyRep
 
 
 def _copy_differs(stored: Located, source: Located) -> tuple[Located, int]:
-    """Return a copied tensor, and how many of its bytes differ from the source."""
+    """Compare a copied tensor with the source, and return it with the number of bytes that differ."""
     return stored, reencode.differing_bytes(stored, source)
 
 
@@ -320,7 +338,11 @@ def _report(
     changed: Sequence[tuple[str, int]],
     file_differences: Sequence[str] | None,
 ) -> VerifyReport:
-    """Return the report, in the order of the files."""
+    """Put the results together into a report, whose layers are in the order of the files.
+
+    found: the results of the checks. changed: (name, differing bytes) of copied tensors.
+    file_differences: differences from the manifest; None without a manifest.
+    """
     of_layer: dict[str, list[ReencodedLayer]] = defaultdict(list)
     for one in found:
         of_layer[one.check.stored.name].append(one)
@@ -358,7 +380,7 @@ _LEFTOVER_TEXT = "was left by a run that was killed after it had completed; fp4k
 
 
 def _layer(members: Sequence[ReencodedLayer], readers: Readers) -> LayerReport:
-    """Return the report on one layer, from the results of all its matrices."""
+    """Return the report on one layer, put together from the results of its matrices."""
     weight = members[0].check.stored
     compared, differing = Counter[str](), Counter[str]()
     for one in members:
@@ -382,7 +404,7 @@ def _layer(members: Sequence[ReencodedLayer], readers: Readers) -> LayerReport:
 
 
 def _differing(layer: LayerReport, used: Recipe | None, search: ScaleSearch | None) -> Iterator[Issue]:
-    """Yield an issue for each kind of part that differs from the re-encoded layer."""
+    """Yield an error for each kind of part (codes, block scales, others) that differs from the re-encoded layer."""
     scales = f" with scales {search.words}" if search is not None else ""
     expected = "the source"
     if used is not None and layer.action not in _WITHOUT_RECIPE:
