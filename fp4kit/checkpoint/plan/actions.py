@@ -1,7 +1,4 @@
-"""Choose for each selected weight how it gets into the output container: by quantizing, renaming, casting and so on.
-
-Weights that share a tensor scale are treated alike.
-"""
+"""Choose an action for each selected weight: how it gets into the output container (see the list in job.py)."""
 
 from __future__ import annotations
 
@@ -17,13 +14,14 @@ from fp4kit.storage.errors import CheckpointError, shown
 def actions_of(
     selected: Mapping[str, Weight], groups: Mapping[str, Collection[str]], form: Container, request: Request
 ) -> dict[str, str]:
-    """Return tensor name -> action, one of the actions in job.py.
+    """Return tensor name -> action, one of the actions in job.py, for each selected weight.
 
-    Existing codes are kept only if all members of a group can keep theirs; otherwise they are requantized.
+    If weights that share a tensor scale would get different actions, those that are already quantized are requantized.
 
+    selected: tensor name -> weight.
     groups: group name -> names of the tensors that share a tensor scale.
     form: the container to write.
-    Raises CheckpointError if requantizing would change values and the request does not allow it.
+    Raises CheckpointError if a weight would be requantized and the request does not allow that.
     """
     found = {name: action_of(weight.container, form) for name, weight in selected.items()}
     mixed: dict[str, str] = {}
@@ -39,7 +37,10 @@ def actions_of(
 
 
 def _loss(weight: Weight, form: Container, group: str | None) -> str:
-    """Return the message for a weight that would lose precision. group: the group that is the reason, or None."""
+    """Return the error message for a weight that would have to be requantized.
+
+    group: the name of the layers that share its tensor scale, if they are the reason; otherwise None.
+    """
     why = f"quantizing it as {form} would change its values"
     if group is not None:
         why = f"it shares a tensor scale with layers that are stored differently: {shown(group)}"
@@ -48,7 +49,10 @@ def _loss(weight: Weight, form: Container, group: str | None) -> str:
 
 
 def _check_dtypes(group: str, weights: Collection[Weight], request: Request) -> None:
-    """Raise CheckpointError if the recipe's tensor scale depends on the dtype and the members' dtypes differ."""
+    """Raise CheckpointError if weights cannot share a tensor scale because their dtypes differ.
+
+    Only recipes of compressed-tensors round the tensor scale to the dtype of the weight.
+    """
     dtypes = sorted({weight.dtype if weight.container is None else "F32" for weight in weights})
     if len(dtypes) > 1 and request.recipe.tensor_rule == "compressed_tensors":
         raise CheckpointError(

@@ -40,10 +40,13 @@ _KINDS = ("mxfp4", "nvfp4")
 
 
 def borrow_codes(weights: Mapping[str, Weight], model: Source, donor: Source) -> dict[str, Weight]:
-    """Return the weights of ``model``, with the codes of ``donor`` in every weight that ``donor`` has quantized.
+    """Return the weights of ``model``, with codes of ``donor`` in place of their values where ``donor`` has codes.
 
-    Weights without counterpart in ``donor`` stay unchanged. A stack of experts takes codes only if all of its layers
-    have a counterpart.
+    Weights without a quantized counterpart in ``donor`` stay unchanged. A stack of experts takes codes only if all of
+    its layers have a quantized counterpart.
+
+    weights: tensor name -> weight of ``model``.
+    donor: a quantized version of the model.
 
     Raises CheckpointError if not exactly one of the two is a GGUF file, if the gguf package is missing or does not know
     the architecture, or if no layer corresponds.
@@ -77,12 +80,12 @@ def borrow_codes(weights: Mapping[str, Weight], model: Source, donor: Source) ->
 
 
 def _is_file(source: Source) -> bool:
-    """Return whether a source is a GGUF file."""
+    """Return whether a source is a GGUF file, and not a model directory."""
     return ARCHITECTURE in source.config
 
 
 def _origins(source: Source) -> dict[_Layer, Origin]:
-    """Return layer -> rows with its 4-bit codes.
+    """Return where the 4-bit codes of each layer of a quantized model are: layer -> rows of a weight.
 
     Stacks of a GGUF file give one layer per expert, with the stack's name and the expert's index. Stacks of a model
     directory give the separate layers that they consist of.
@@ -98,7 +101,7 @@ def _origins(source: Source) -> dict[_Layer, Origin]:
 
 
 def _layers(weight: Weight, model: Source) -> list[_Layer]:
-    """Return the layers that a weight consists of, in the order of its rows."""
+    """Return the layers that a weight of ``model`` consists of, in the order of its rows; one for a single matrix."""
     if len(weight.shape) == 2 or _is_file(model):
         return [(weight.name, e) for e in range(weight.experts)]
     stack = gate_first(weight, model.config)
@@ -106,9 +109,9 @@ def _layers(weight: Weight, model: Source) -> list[_Layer]:
 
 
 def _rows(weight: Weight, origins: Sequence[Origin]) -> tuple[Rows, ...]:
-    """Return the rows of the given layers, if they make up the whole weight; otherwise ().
+    """Return the quantized rows in ``origins`` if they make up the whole weight; otherwise ().
 
-    All layers must have one container and one shape.
+    All of them must have one container and one shape.
     """
     wanted = weight.experts * weight.shape[-2], weight.shape[-1]
     if len({(one.shape, one.weight.container) for one in origins}) != 1:
@@ -124,7 +127,10 @@ def _rows(weight: Weight, origins: Sequence[Origin]) -> tuple[Rows, ...]:
 def _in_order(
     weight: Weight, rows: tuple[Rows, ...], model: Source, order: HeadOrder | None, readers: Readers
 ) -> tuple[Rows, ...]:
-    """Return rows of layers in the row order of ``weight``. order: the alternative order that q and k may have."""
+    """Return the quantized rows in the row order of ``weight``, a weight of ``model``.
+
+    order: the second order in which the rows of q and k may be stored; None for other layers.
+    """
     if has_alternating_rows(weight, model.config):
         return tuple(alternate_rows(rows))
     return rows if order is None else (in_closest_order(weight, rows[0], order, readers),)
@@ -150,7 +156,10 @@ class _Names:
         self._map = gguf.get_tensor_name_map(number, int(file.config.get("num_hidden_layers", 0)))
 
     def of(self, source: Source, layer: _Layer) -> _Layer | None:
-        """Return the name of a layer in the GGUF file, or None if it has none. Layers of GGUF files keep theirs."""
+        """Return the name that a layer of ``source`` has in a GGUF file, or None if the name map does not know it.
+
+        If ``source`` is a GGUF file, that is the layer's own name.
+        """
         if _is_file(source):
             return layer
         module = layer[0].replace("language_model.", "")
@@ -163,7 +172,7 @@ class _Names:
         return None if name is None else (name, int(match[2]))
 
     def order(self, weight: Weight, source: Source) -> HeadOrder | None:
-        """Return the alternative row order of a weight (q or k), or None for any other weight."""
+        """Return the second row order in which a weight of ``source`` may be stored if it is q or k; otherwise None."""
         layer = self.of(source, (weight.name, 0)) if len(weight.shape) == 2 else None
         leaf = layer[0].rpartition(".")[2] if layer is not None else ""
         return order_of_heads(leaf, weight.shape[-2], self._config, _is_file(source))
@@ -182,7 +191,11 @@ def check_values_agree(
 ) -> None:
     """Raise CheckpointError if the borrowed codes of a tensor do not decode to about the tensor's own values.
 
-    converted: names of the tensors to check. unquantized: the weights of the source. taken: the weights with codes.
+    Only a few rows are compared.
+
+    converted: names of the tensors to check.
+    unquantized: tensor name -> weight of the source.
+    taken: tensor name -> the weight with borrowed codes.
     """
     with Readers() as readers:
         for name in converted:

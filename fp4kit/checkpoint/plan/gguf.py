@@ -41,7 +41,7 @@ def form_for(recipe: Recipe) -> Container:
 
 
 def check(source: Source, form: Container | None, modules: Collection[str]) -> None:
-    """Raise CheckpointError if a GGUF source cannot be converted. Sources of other kinds always pass.
+    """Raise CheckpointError if a GGUF file cannot be converted. Model directories always pass.
 
     Errors are: one file of a split model; an image or audio projector; modules whose tensor scales llama.cpp cannot
     use.
@@ -65,7 +65,7 @@ def check(source: Source, form: Container | None, modules: Collection[str]) -> N
 
 
 def _check_scales(source: Source, modules: Collection[str]) -> None:
-    """Raise CheckpointError if llama.cpp cannot use a tensor scale for one of the modules."""
+    """Raise CheckpointError if llama.cpp cannot use a tensor scale for one of the modules to quantize."""
     found = list(ggml_names.scale_troubles(source.config[ggml_names.ARCHITECTURE], modules, source.tensors))
     if found:
         module, text = found[0]
@@ -78,7 +78,10 @@ def _check_scales(source: Source, modules: Collection[str]) -> None:
 def left_out(
     source: Source, form: Container, weights: Mapping[str, Weight], decisions: Mapping[str, Decision]
 ) -> Iterator[str]:
-    """Yield one message per matrix of a GGUF source that is not converted because of its row length."""
+    """Yield one message per matrix of a GGUF file that stays unquantized because of its row length.
+
+    Yields nothing for a model directory.
+    """
     for name, weight in weights.items():
         if is_gguf_config(source.config) and decisions[name].reason == no_multiple(weight.shape, form.row_multiple):
             yield f"{shown(weight.name)}: {decisions[name].reason}; it stays {source.tensors[name][1].dtype}"

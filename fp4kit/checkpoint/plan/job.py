@@ -1,4 +1,4 @@
-"""Define jobs: the conversion of one tensor, or of some rows of one matrix, as data that any process can execute.
+"""Define jobs. A job describes the conversion of one tensor, or of some rows of a matrix. Any process can execute it.
 
 Actions, the values of Job.action:
   copy: copy a tensor's bytes.
@@ -31,23 +31,28 @@ COPY, QUANTIZE, RENAME, CAST, CARRY, REQUANTIZE, DEQUANTIZE = (
     "requantize",
     "dequantize",
 )
-SEARCHED = (QUANTIZE, REQUANTIZE, CAST)  # actions that may compute new codes, so that a scale search applies
+# Actions that may compute new codes, so that a scale search applies.
+SEARCHED = (QUANTIZE, REQUANTIZE, CAST)
 DEVICE_SLAB_BYTES = 32 << 20  # bytes of source elements per slab that is sent to a GPU
 Tick = Callable[[int], None]  # called with the number of bytes after each read
 
 
 class Sink(Protocol):
-    """Receive the output bytes of a job."""
+    """Receive the output of a job, part by part. Parts are CODES, SCALES, TENSOR_SCALE, INPUT_SCALE and VALUES."""
 
     def has(self, part: str) -> bool:
-        """Return whether the sink accepts a part (codes, scales, ...)."""
+        """Return whether the sink accepts ``part``. Only accepted parts may be put."""
 
     def put(self, part: str, array: Any) -> None:
-        """Write the next bytes of a part."""
+        """Write ``array`` after everything that was put into this part before."""
 
 
 def action_of(have: Container | None, form: Container | None) -> str:
-    """Return the action that converts a weight from the container ``have`` to ``form``; None means unquantized."""
+    """Return the action (see the head of this file) that brings a weight into the container to write.
+
+    have: the container of the weight; None if it is unquantized.
+    form: the container to write; None to write unquantized values.
+    """
     if have is None:
         return COPY if form is None else QUANTIZE
     if form is None:
@@ -58,9 +63,10 @@ def action_of(have: Container | None, form: Container | None) -> str:
 
 
 class Target(NamedTuple):
-    """Locate output bytes: [position, position + nbytes) of a file.
+    """Locate the bytes [position, position + nbytes) of an output file, which a job writes.
 
-    part: which part of the layer they are (codes, scales, ...). dtype: their safetensors dtype.
+    part: what they hold: CODES, SCALES, TENSOR_SCALE, INPUT_SCALE or VALUES.
+    dtype: the safetensors dtype of their tensor.
     """
 
     part: str
@@ -72,16 +78,19 @@ class Target(NamedTuple):
 
 @dataclass(frozen=True)
 class Job:
-    """Describe the conversion of one tensor, or of the rows [span[0], span[1]) of matrix `expert` of a weight.
+    """Describe the conversion of one tensor, or of some rows of one matrix of a weight.
 
     key: identifies the job within a run and in its journal.
     action: one of the actions at the head of this file.
     source: the weight to read; for "copy", the tensor to read.
-    targets: where to write each part.
-    span: the rows to read; None for all.
+    targets: where to write each part of the output (codes, scales, ...).
+    expert: the index of the matrix to read; 0 for a single layer.
+    span: the rows (first, end) to read; None for all.
     group: identifies the jobs that share a tensor scale.
     recipe: how new codes are computed.
     form: the container to write; None to write unquantized values.
+    input_scale: the activation scale that the user gave, or None. A layer that keeps its codes and has an input scale
+        keeps that one.
     nonfinite: what to do with NaN and infinity, one of NONFINITE.
     transposed: True to write unquantized values as [K, N].
     device: the CUDA device that computes; None for the CPU.
@@ -130,7 +139,7 @@ class Job:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """(rows, columns) of the part of the matrix that the job converts."""
+        """The number of rows that the job converts, and of columns: (rows, columns)."""
         rows, columns = self.weight.shape[-2:]
         first, end = self.span or (0, rows)
         return end - first, columns
@@ -149,7 +158,7 @@ class Job:
 
     @property
     def is_measured(self) -> bool:
-        """Whether a first pass over the source measures its amax, exponents or non-finite values."""
+        """True if a first pass over the source must find its amax, scale exponents or non-finite values."""
         checked = {DEQUANTIZE: self.nonfinite != "keep", RENAME: self.nonfinite == "error"}
         return self.action in (QUANTIZE, CAST, CARRY, REQUANTIZE) or checked.get(self.action, False)
 
@@ -157,9 +166,11 @@ class Job:
 class Measured(NamedTuple):
     """Hold the result of a job's first pass over its source.
 
+    key: the key of the job.
+    amax: the largest magnitude of the finite values; 0 if none is finite, or if the action is "rename".
     nonfinite: the number of NaN and infinite values.
-    low, high: the smallest and largest scale exponent of the nonzero blocks of an MX source.
-    exact: True if all scales are powers of two.
+    low, high: the smallest and largest scale exponent of the nonzero blocks of an MXFP4 source, if it is to be cast.
+    exact: for FP8 that is carried over to MXFP8, True if all scales are powers of two; otherwise True.
     """
 
     key: str
@@ -171,12 +182,13 @@ class Measured(NamedTuple):
 
 
 class Done(NamedTuple):
-    """Record a job that has written its output.
+    """Record that a job has written its output.
 
+    key: the key of the job.
     crc32: the CRC-32 of the bytes written to each target, in order.
     action: the action that was taken, which may differ from the planned one (a cast may become a requantization).
     replaced: the number of NaN and infinite values that were replaced.
-    losses: for a scale search, the sums in scale_search.Losses.
+    losses: the sums of scale_search.Losses, for a job that searches block scales.
     """
 
     key: str

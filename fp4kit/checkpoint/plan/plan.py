@@ -40,6 +40,7 @@ from fp4kit.recipes import Recipe, recipe
 from fp4kit.storage.errors import CheckpointError, shown
 from fp4kit.storage.safetensors_file import SafetensorsFile, TensorEntry
 
+# Action -> the words for it in the reasons of a plan.
 _WORDS = {
     QUANTIZE: "quantized",
     RENAME: "same codes",
@@ -55,10 +56,12 @@ _NO_CODES = Decision(False, "not quantized in the --codes model", True)
 
 @dataclass(frozen=True)
 class TensorPlan:
-    """Record what happens to one tensor, or to one weight with all of its parts, and why.
+    """Record what happens to one source tensor, or to one weight with all tensors that store it, and why.
 
     name, dtype, shape: those of the source tensor or weight.
     action: one of the actions in job.py.
+    reason: why, in words for the user.
+    bytes_in: the number of bytes of the source tensors.
     pieces: the units of work for a weight; empty for a tensor that is copied.
     place: where to read a tensor that is copied; None for a weight.
     group: output module -> group of modules that share its tensor scale; None or {} if there are no groups.
@@ -76,20 +79,24 @@ class TensorPlan:
 
     @property
     def outputs(self) -> tuple[OutputTensor, ...]:
-        """The tensors that are written for it, without duplicates."""
+        """The output tensors that are written for this source tensor or weight, without duplicates."""
         if self.place is not None:
             return (OutputTensor(self.name, self.dtype, self.shape),)
         return tuple(dict.fromkeys(output for piece in self.pieces for output in piece.outputs))
 
     @property
     def bytes_out(self) -> int:
-        """The number of bytes of all outputs."""
+        """The number of bytes of all output tensors."""
         return sum(output.nbytes for output in self.outputs)
 
 
 @dataclass(frozen=True)
 class ShardPlan:
-    """Describe one file to write. It has the name of a source file and the results of that file's tensors."""
+    """Describe one file to write. It has the name of a source file, and holds what becomes of that file's tensors.
+
+    tensors: the plans of the source file's tensors.
+    metadata: the metadata to write into the file's header.
+    """
 
     name: str
     tensors: tuple[TensorPlan, ...]
@@ -219,9 +226,9 @@ def make_plan(
 
 
 class _Planner:
-    """Make the plan for one source and one request.
+    """Make the plan to convert one source model as one request says.
 
-    weights: the weights of the source, some of them perhaps with borrowed codes.
+    weights: tensor name -> weight of the source, some of them perhaps with codes borrowed from another model.
     """
 
     def __init__(self, source: Source, request: Request, weights: Mapping[str, Weight]) -> None:
@@ -242,7 +249,11 @@ class _Planner:
             fp8_to_mxfp8.check(self.selected[tensor] for tensor, action in self.actions.items() if action == CARRY)
 
     def _decisions(self) -> dict[str, Decision]:
-        """Return tensor name -> decision, for every tensor that is not merely a part (such as scales) of a weight."""
+        """Decide for each weight and each other tensor whether it is converted. Return tensor name -> decision.
+
+        A weight goes by the name of the tensor with its values or codes. Its other tensors, such as scales, are left
+        out.
+        """
         if self.form is None:
             return {name: Decision(w.container is not None, "already unquantized") for name, w in self.weights.items()}
         wishes = self.request.wishes
@@ -265,11 +276,14 @@ class _Planner:
         return decisions
 
     def _has_codes(self, name: str) -> bool:
-        """Return whether a tensor has borrowed codes."""
+        """Return whether the weight ``name`` has codes that are borrowed from another model (--codes)."""
         return name in self.weights and bool(self.weights[name].members)
 
     def _candidate(self, name: str, entry: TensorEntry, facts: Any) -> Candidate:
-        """Return a tensor as the selection rules see it. Q8_0 counts as float32 if requantizing is allowed."""
+        """Return the description of a tensor for the selection rules.
+
+        A tensor in Q8_0 is described as float32 if requantizing is allowed, because the rules then let it be quantized.
+        """
         weight = self.weights.get(name)
         if weight is None:
             return candidate(name, entry.dtype, entry.shape, facts)
@@ -277,14 +291,17 @@ class _Planner:
         return Candidate(name, weight.name, dtype, weight.shape, facts)
 
     def _has_input_scale(self) -> bool:
-        """Return whether every layer gets an input scale: the user's, or its own if all layers have one."""
+        """Return whether every quantized layer gets an input scale: the user's, or its own if all of them have one."""
         if self.form is None or not self.form.has_tensor_scale:
             return False
         have = [INPUT_SCALE in weight.parts for weight in self.selected.values()]
         return self.request.input_scale is not None or (bool(have) and all(have))
 
     def _groups(self) -> dict[str, str]:
-        """Return module -> group, for the modules that share a tensor scale with others."""
+        """Return module -> name of its group, for the modules that share a tensor scale with others.
+
+        Raises CheckpointError if a gate projection has no up projection beside it.
+        """
         if self.form is None or not self.form.has_tensor_scale:
             return {}
         modules = [name for weight in self.selected.values() for name in layer_names(weight, self.form, self.config)]
@@ -294,7 +311,7 @@ class _Planner:
         return fused_layers.shared_amax_groups(modules)
 
     def plan(self) -> Plan:
-        """Return the plan. Raises CheckpointError if nothing is converted or two outputs have the same name."""
+        """Return the plan. Raises CheckpointError if nothing is converted or two output tensors have the same name."""
         if not any(True for _ in self.selected):
             raise CheckpointError(
                 "0 tensors to convert: nothing in the source is quantized, so there is nothing to decode; use another"
@@ -309,7 +326,7 @@ class _Planner:
         return Plan(self.source, self.request, self.form, self.has_input_scale, shards, ignore, warnings, auxiliary)
 
     def _shard(self, file: SafetensorsFile) -> ShardPlan:
-        """Return the plan for the output file of one source file."""
+        """Return the plan for the output file that corresponds to one source file."""
         parts = part_names(self.weights.values()) - set(self.weights)
         tensors = tuple(self._tensor(file, entry) for entry in file.entries if entry.name not in parts)
         recorded = "" if self.form is None else self.request.recorded
@@ -320,7 +337,10 @@ class _Planner:
         return ShardPlan(file.name, tensors, {**taken_over, **own})
 
     def _tensor(self, file: SafetensorsFile, entry: TensorEntry) -> TensorPlan:
-        """Return the plan for one tensor: convert the weight, decode it, keep its container, or copy the bytes."""
+        """Return the plan for one tensor, or for the weight whose values or codes are in it.
+
+        The plan is to convert the weight, to decode it, to leave it in its container, or to copy the tensor's bytes.
+        """
         weight = self.weights.get(entry.name)
         if weight is not None and entry.name in self.selected:
             return self._converted(weight)
@@ -333,24 +353,27 @@ class _Planner:
         return TensorPlan(entry.name, entry.dtype, entry.shape, COPY, reason, entry.nbytes, (), located(file, entry))
 
     def _stays_quantized(self) -> bool:
-        """Return whether quantized layers that are not converted stay as they are, such as DeepSeek-V4's FP8 layers."""
+        """Return whether layers that are quantized already and not converted stay in their containers.
+
+        They do in DeepSeek-V4, whose FP8 layers loaders expect beside the experts. Otherwise such layers are decoded.
+        """
         return is_deepseek_v4(self.config) and experts_only(self.form)
 
     def _copied_whole(self, weight: Weight, reason: str) -> TensorPlan:
-        """Return the plan to keep a quantized weight in its container."""
+        """Return the plan to write a quantized weight unchanged, in its own container."""
         assert weight.container is not None
         found = pieces(weight, weight.container, self.config, INPUT_SCALE in weight.parts)
         why = f"{reason}; as it is"
         return TensorPlan(weight.tensor, weight.dtype, weight.shape, RENAME, why, weight.nbytes, tuple(found))
 
     def _decoded(self, weight: Weight, reason: str) -> TensorPlan:
-        """Return the plan to decode a weight to BF16; stacks get the axis order that models of this type store."""
+        """Return the plan to decode a weight to BF16. A stack is written in the axis order that its model type uses."""
         transposed = len(weight.shape) == 3 and (weight.transposed or is_interleaved(self.config))
         found = tuple(unquantized_pieces(weight, "BF16", transposed))
         return TensorPlan(weight.tensor, weight.dtype, weight.shape, DEQUANTIZE, reason, weight.nbytes, found)
 
     def _converted(self, weight: Weight) -> TensorPlan:
-        """Return the plan to convert a weight to the output container, or to decode it if there is none."""
+        """Return the plan to convert a weight to the output container, or to decode it if the output is unquantized."""
         if self.form is None:
             return self._decoded(weight, f"{weight.dtype}: decoded")
         action = self.actions[weight.tensor]
@@ -362,7 +385,7 @@ class _Planner:
         return TensorPlan(weight.tensor, weight.dtype, weight.shape, action, reason, weight.nbytes, found, group=groups)
 
     def _actions(self) -> dict[str, str]:
-        """Return tensor name -> the action that brings its weight into the output container."""
+        """Return tensor name -> the action that brings its weight into the output container; {} if there is none."""
         if self.form is None:
             return {}
         groups: dict[str, set[str]] = defaultdict(set)
@@ -373,9 +396,10 @@ class _Planner:
         return actions_of(self.selected, groups, self.form, self.request)
 
     def _exclusions(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Return (exclusion list, warnings about what loaders may fail on).
+        """Return (exclusion list, warnings about layers that loaders may treat wrongly).
 
-        Quantized layers that keep their container count as quantized, so they are not excluded.
+        The exclusion list names unquantized layers that loaders would expect to be quantized. Layers that were
+        quantized already and stay in their containers are not excluded.
         """
         if self.form is None:
             return (), ()

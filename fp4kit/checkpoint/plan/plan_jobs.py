@@ -1,4 +1,4 @@
-"""Turn a plan into jobs, each with the places in the output files that it writes."""
+"""Turn a plan into jobs. A job converts or copies some data, and knows the places in the output files to write."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ def jobs_of(
     """Yield the jobs of a plan.
 
     positions: name of an output tensor -> (file, offset of its first byte).
-    device: CUDA devices to assign to jobs in turn; None in it stands for the CPU.
+    device: CUDA devices, assigned in turn to the jobs that convert; None in it stands for the CPU.
     """
     number = 0
     for tensor in plan.tensors:
         if tensor.place is not None:
             path, at = positions[tensor.name]
-            # Keys of pieces end in "#" and a number; a trailing "#" keeps this key from being equal to one of them.
+            # Keys of the other jobs end in "#" and a number. A name with "#" gets another "#", so that it equals none.
             key = f"{tensor.name}#" if "#" in tensor.name else tensor.name
             yield Job(key, COPY, tensor.place, (Target(VALUES, path, at, tensor.bytes_in, tensor.dtype),))
             continue
@@ -35,7 +35,7 @@ def jobs_of(
 def _job(
     plan: Plan, tensor: TensorPlan, piece: Piece, positions: Mapping[str, tuple[Path, int]], device: int | None
 ) -> Job:
-    """Return the job that converts one piece of a tensor."""
+    """Return the job that converts one piece (some rows) of a tensor; the arguments are as for ``jobs_of``."""
     targets = []
     for output in piece.outputs:
         path, at = positions[output.name]

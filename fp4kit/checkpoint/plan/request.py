@@ -26,7 +26,7 @@ UNQUANTIZED = "bf16"
 
 @dataclass(frozen=True)
 class Request:
-    """Hold what the user asks for.
+    """Hold the options of a conversion that the user gives.
 
     recipe: how new codes are computed.
     format: the output format; None for the format that most engines can load.
@@ -34,8 +34,8 @@ class Request:
     input_scale: an activation scale to write for every layer, or None.
     requantize: True to allow changing the values of layers that are already quantized.
     nonfinite: what to do with NaN and infinity: "error", "keep" or "saturate".
-    codes: identifies the model whose codes are taken in place of the source's values; "" if there is none.
-    made_by: the recipe that made those codes, if that model records it.
+    codes: identifies the quantized model from which codes are copied (--codes); "" if there is none.
+    made_by: the id of the recipe that made the copied codes; "" if that model does not record it.
     search: how to search block scales; None to compute them from each block's amax.
     """
 
@@ -110,13 +110,16 @@ class Request:
         return form
 
     def _mlx_form(self) -> Container:
-        """Return the MLX container for the recipe."""
+        """Return the MLX container for the recipe. Raises CheckpointError if none fits or an input scale is given."""
         if self.input_scale is not None:
             raise CheckpointError("input scale: mlx-lm reads no input scales; leave it out")
         return mlx.form_for(self.recipe)
 
     def _gguf_form(self) -> Container | None:
-        """Return the GGUF container for the recipe, or None to write unquantized tensors."""
+        """Return the GGUF container for the recipe, or None to write unquantized tensors (format "bf16").
+
+        Raises CheckpointError for any other format, for an input scale, or if no container fits the recipe.
+        """
         if self.format not in (None, UNQUANTIZED):
             raise CheckpointError(
                 f"format {self.format}: a GGUF file can only become a GGUF file;"
@@ -128,7 +131,7 @@ class Request:
 
 
 def kind_of(recipe: Recipe) -> str:
-    """Return the kind of container that stores a recipe: "nvfp4", "mxfp4" or "mxfp8".
+    """Return the kind of container that stores a recipe's codes and scales: "nvfp4", "mxfp4" or "mxfp8".
 
     Raises CheckpointError if no container can store the recipe.
     """
@@ -141,7 +144,7 @@ def kind_of(recipe: Recipe) -> str:
 
 
 def check_input_scale(form: Container | None, has_input_scale: bool) -> None:
-    """Raise CheckpointError if loaders of the container require an input scale and there is none."""
+    """Raise CheckpointError if loaders of the container ``form`` require input scales and none will be written."""
     if form is DEEPSEEK_V4_NVFP4 and not has_input_scale:
         raise CheckpointError(
             "input scale: loaders of DeepSeek-V4 with NVFP4 experts require one; "
@@ -150,7 +153,7 @@ def check_input_scale(form: Container | None, has_input_scale: bool) -> None:
 
 
 def experts_only(form: Container | None) -> bool:
-    """Return whether loaders of a container support quantization of routed experts only."""
+    """Return whether routed experts are all that loaders of the container ``form`` accept as quantized layers."""
     return form in (GPT_OSS, DEEPSEEK_V4, DEEPSEEK_V4_NVFP4)
 
 

@@ -34,13 +34,17 @@ def has_alternating_rows(weight: Weight, config: Mapping[str, Any]) -> bool:
 
 
 def gate_first(weight: Weight, config: Mapping[str, Any]) -> Weight:
-    """Return a weight whose gate rows are read before its up rows; reorders the rows only if they alternate."""
+    """Return a weight from which all gate rows are read before all up rows.
+
+    If gate and up rows of ``weight`` alternate, the result reorders them on reading. Otherwise it is ``weight`` itself.
+    """
     return replace(weight, order=HeadOrder(weight.shape[-2], False)) if has_alternating_rows(weight, config) else weight
 
 
 def alternate_rows(rows: Sequence[Rows]) -> Iterator[Rows]:
-    """Yield one matrix with alternating rows per pair of layers (gate, up).
+    """Join pairs of layers: yield, for each gate and its up, one matrix in which their rows alternate.
 
+    rows: gate and up of the first expert, then of the second, and so on.
     Raises CheckpointError if the layers have tensor scales, because one matrix can have only one.
     """
     for gate, up in zip(rows[::2], rows[1::2], strict=True):
@@ -58,11 +62,12 @@ def alternate_rows(rows: Sequence[Rows]) -> Iterator[Rows]:
 
 
 def order_of_heads(leaf: str, rows: int, config: Mapping[str, Any], weaves: bool) -> HeadOrder | None:
-    """Return the alternative row order that q or k may have, or None for other layers.
+    """Return the second row order in which q or k may be stored (see the head of this file); None for other layers.
 
-    leaf: the leaf of the layer's name in a GGUF file.
+    leaf: the leaf of the layer's name in a GGUF file, such as "attn_q".
+    rows: the number of rows of the layer.
     config: the facts from the GGUF header, with the numbers of heads.
-    weaves: as in HeadOrder.
+    weaves: True to interleave the two halves of each head, False to undo that (see HeadOrder).
     """
     count = config.get(HEADS.get(leaf, ""), 0)
     head = rows // count if count else 0
@@ -70,9 +75,9 @@ def order_of_heads(leaf: str, rows: int, config: Mapping[str, Any], weaves: bool
 
 
 def in_closest_order(unquantized: Weight, rows: Rows, order: HeadOrder, readers: Readers) -> Rows:
-    """Return ``rows`` unchanged or reordered by ``order``, whichever is closer to the values of ``unquantized``.
+    """Return ``rows`` unchanged or reordered by ``order``, whichever decodes closer to the values of ``unquantized``.
 
-    Compares a few rows first, and all rows if those give a tie.
+    A few rows are compared first, and all rows only if those give a tie.
     """
     reordered = rows._replace(weight=replace(rows.weight, order=order))
     for max_rows in (_SAMPLE_ROWS, unquantized.shape[-2]):
@@ -83,10 +88,12 @@ def in_closest_order(unquantized: Weight, rows: Rows, order: HeadOrder, readers:
 
 
 def sampled_sqnr_db(unquantized: Weight, at: int, rows: Rows, readers: Readers, max_rows: int = _SAMPLE_ROWS) -> float:
-    """Return the SQNR in decibels of quantized rows against unquantized ones, over ``max_rows`` rows at each end.
+    """Return the signal-to-noise ratio in decibels of quantized rows, compared with the unquantized weight.
 
-    unquantized: the unquantized weight.
-    at: the row of ``unquantized`` where ``rows`` begin, counted over all matrices.
+    Only ``max_rows`` rows at each end are compared.
+
+    at: the row of ``unquantized`` that corresponds to the first of ``rows``, counted over all matrices of a stack.
+    rows: the quantized rows.
     """
     expert, first = divmod(at, unquantized.shape[-2])
     height = rows.span[1] - rows.span[0]

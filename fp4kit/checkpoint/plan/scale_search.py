@@ -35,8 +35,9 @@ Layer = tuple[str, Weight]  # (module to write, weight that it is made from)
 class ColumnWeights:
     """Hold a safetensors file with one float32 vector (K,) of column weights per layer.
 
-    A vector is named after the layer's weight or its module. The experts of a stack may share one vector, named after
-    the stack.
+    The column weights are factors of the squared errors of the layer's columns in the error that a scale search
+    minimizes. A vector is named after the layer's weight or its module. The experts of a stack may share one vector,
+    named after the stack.
 
     sha256: the SHA-256 of the file.
     """
@@ -46,12 +47,15 @@ class ColumnWeights:
 
     @lazy_property
     def places(self) -> Mapping[str, Located]:
-        """Name -> tensor, without the file's header, so that jobs stay small."""
+        """A map from vector name to its place in the file, without the file's header, so that jobs stay small."""
         alone = SafetensorsFile(self.file.path, self.file.name, self.file.size, (), {})
         return {entry.name: Located(alone, entry) for entry in self.file.entries}
 
     def of(self, layer: Layer) -> Located | None:
-        """Return the column weights of a layer, by the first of its names that is in the file; None if none is."""
+        """Return the place of a layer's column weights, or None if the file has none for it.
+
+        A vector may be named after the module to write, or after the weight or module that it is made from.
+        """
         module, weight = layer
         names = (f"{module}.weight", module, weight.tensor, weight.name)
         return next((self.places[name] for name in names if name in self.places), None)
@@ -89,10 +93,11 @@ def _check_vector(name: str, place: Located, columns: int, readers: Readers) -> 
 
 @dataclass(frozen=True)
 class ScaleSearch:
-    """Describe how block scales are searched.
+    """Describe a search of block scales, which stores the scale with the smallest error for each block.
 
     Args:
-        objective: the error to minimize, as for fp4kit.search_scales, such as "mse". ``verify`` also accepts RECORDED.
+        objective: the error to minimize, as for fp4kit.search_scales, such as "mse". For ``verify``, it may also be
+            "as recorded": the objective that the checkpoint records.
         columns: the column weights of that error; None weights all columns equally.
 
     Raises:
@@ -142,19 +147,25 @@ class ScaleSearch:
         return f"searched by {'weighted ' * (self.columns is not None)}{self.objective}"
 
     def facts(self) -> dict[str, Any]:
-        """Return the search as JSON-serializable facts: objective, and name and SHA-256 of the column weights."""
+        """Return what a manifest records about the search, as JSON-serializable values.
+
+        This is the objective, and the name and SHA-256 of the file of column weights if there is one.
+        """
         weights = (
             {} if self.columns is None else {"column_weights": self.columns.file.name, "sha256": self.columns.sha256}
         )
         return {"objective": self.objective, **weights}
 
     def check(self, recipe: Recipe, form: Container | None, nonfinite: str) -> None:
-        """Raise CheckpointError if scales cannot be searched in this conversion.
+        """Check that scales can be searched in a conversion.
 
         Args:
             recipe: the recipe for newly quantized tensors.
             form: the container to write; None for unquantized output.
             nonfinite: the treatment of NaN and infinity; "keep" does not work with a search.
+
+        Raises:
+            CheckpointError: if scales cannot be searched with these arguments.
         """
         self._check_objective()
         self.check_recipe(recipe)
@@ -179,16 +190,17 @@ class ScaleSearch:
             )
 
     def columns_of(self, layer: Layer) -> Located | None:
-        """Return the column weights of a layer, or None if there are none."""
+        """Return the place of a layer's column weights, or None if the search has none for it."""
         return None if self.columns is None else self.columns.of(layer)
 
 
 def recorded_search(
     request: Mapping[str, Any], config: Mapping[str, Any], requested: ScaleSearch | None
 ) -> tuple[ScaleSearch | None, bool, list[str]]:
-    """Return (search that made a checkpoint, whether its column weights are missing here, messages about doubts).
+    """Find the scale search to repeat when a converted checkpoint is verified.
 
-    The search is None if the checkpoint was made without one, or with one that this version does not know.
+    Return (search, whether its column weights are missing because the user gave none, warnings). The search is None if
+    the checkpoint was made without one, or with one that this version does not know.
 
     request: the request recorded in the checkpoint's manifest.
     config: fp4kit's entry in the checkpoint's config, used if the manifest records no search.
@@ -217,7 +229,12 @@ def recorded_search(
 
 
 def check_layers(search: ScaleSearch | None, tensors: Iterable[Any]) -> None:
-    """Raise CheckpointError if a plan has no layer to search, or a layer without valid column weights."""
+    """Raise CheckpointError if a scale search does not fit a plan. Does nothing if ``search`` is None.
+
+    Errors are: no layer gets new codes; a layer has no valid column weights although there is a file of them.
+
+    tensors: the plans of all tensors (plan.TensorPlan).
+    """
     if search is None:
         return
     layers = [
@@ -230,12 +247,17 @@ def check_layers(search: ScaleSearch | None, tensors: Iterable[Any]) -> None:
 
 
 def words_of(search: ScaleSearch | None, action: str) -> str:
-    """Return the addition to a plan's reason for a layer whose scales are searched; "" for all other layers."""
+    """Return the words about the scale search to add to a layer's entry in the plan; "" if nothing is searched there.
+
+    action: what happens to the layer, one of the actions in job.py.
+    """
     return f", scales {search.words}" if search is not None and action in SEARCHED else ""
 
 
 class Losses(NamedTuple):
-    """Hold sums over a layer, in float64, weighted by column if there are column weights.
+    """Hold the squared errors of a layer before and after a scale search, summed in float64.
+
+    If there are column weights, all three sums are weighted by them.
 
     signal: the sum of x^2.
     before: the sum of squared errors with scales from the block amax.
@@ -247,5 +269,5 @@ class Losses(NamedTuple):
     after: float = 0.0
 
     def plus(self, other: Losses) -> Losses:
-        """Return the element-wise sum of two results."""
+        """Return the sums over this layer and ``other`` together."""
         return Losses(*(a + b for a, b in zip(self, other, strict=True)))
