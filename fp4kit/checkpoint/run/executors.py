@@ -45,9 +45,9 @@ _SECONDS = 30  # timeout for the dask scheduler, and for its first worker
 
 
 def start_devices(devices: Sequence[int], user_executor: Executor | None) -> None:
-    """Initialize CUDA on the given devices, which takes about a second.
+    """Initialize CUDA on the given devices of this machine before a run needs them. This takes about a second.
 
-    Does nothing if ``user_executor``, the user's executor, is not None: its workers may run on other machines.
+    Does nothing if the user gave an executor (``user_executor``), because its workers may be on other machines.
     Raises CheckpointError if this machine lacks one of the devices.
     """
     if not devices or user_executor is not None:
@@ -66,13 +66,13 @@ def start_devices(devices: Sequence[int], user_executor: Executor | None) -> Non
 
 @contextmanager
 def executor_of(user_executor: Executor | None, workers: int, by_threads: bool = False) -> Iterator[Executor | None]:
-    """Yield the executor for a run, or None to run in this process.
+    """Yield the executor for a run, for ``run_all``; None stands for running in this process.
 
     Yields ``user_executor`` if it is not None, and leaves it open. Otherwise yields None for one worker, and a pool of
-    threads or processes for more. The pool ends with the run. If the run fails or is stopped, or if this process is
-    killed, its worker processes end at once.
+    threads or processes for several. The pool ends with the with statement. If the run fails or is stopped, or if this
+    process is killed, the pool's worker processes end at once.
 
-    user_executor: the user's executor, or None.
+    user_executor: an executor that the user gave, or None.
     by_threads: True for a pool of threads. They can work in parallel if a GPU or the compiled engine does the work,
         because both release Python's interpreter lock: one thread reads while another computes and a third writes.
         Each thread uses one thread of the compiled engine.
@@ -101,11 +101,11 @@ def executor_of(user_executor: Executor | None, workers: int, by_threads: bool =
 
 
 class _Processes(ProcessPoolExecutor):
-    """A process pool whose worker processes are killed by executor_of if the run fails."""
+    """Mark the process pools of executor_of, which kills their worker processes if a run fails (see run_all)."""
 
 
 class _Context(multiprocessing.context.SpawnContext):
-    """Start workers by spawning, and remember them.
+    """Start the worker processes of a pool by spawning, and list them in ``started``, so that they can be killed.
 
     Forking is not possible, because a forked process would inherit threads and CUDA state.
     """
@@ -114,21 +114,21 @@ class _Context(multiprocessing.context.SpawnContext):
         self.started: list[_Worker] = []
 
     def Process(self, *arguments: Any, **options: Any) -> _Worker:  # type: ignore[override]
-        """Create and remember a worker process. The pool calls this."""
+        """Return a new worker process, not started yet, and add it to ``started``. The pool calls this."""
         self.started.append(_Worker(*arguments, **options))
         return self.started[-1]
 
 
 class _Worker(multiprocessing.context.SpawnProcess):
-    """A single-threaded worker process that ignores Ctrl-C, even while it starts.
+    """Run a single-threaded worker process that ignores Ctrl-C, even while it starts.
 
     The parent process handles Ctrl-C and stops its workers.
     """
 
     def start(self) -> None:
-        """Start the process with one thread per numerical library and with SIGINT blocked.
+        """Start the process with one thread per numerical library and with SIGINT (Ctrl-C) blocked.
 
-        Both settings are inherited from this process, which has them only while the worker starts.
+        The worker inherits both settings from this process, which has them only while the worker starts.
         """
         before = {name: os.environ.get(name) for name in _ONE_THREAD}
         blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
@@ -162,11 +162,11 @@ def run_all(
 ) -> Generator[T, None, None]:
     """Run the calls in a queue, and yield their results in the order in which they finish.
 
-    The caller may add calls to the queue between results. Calls are taken from the left.
+    Calls are taken from the left of the queue. The caller may add calls between results.
 
     After an error, or if the caller stops iterating, calls that have not started are cancelled. This generator then
-    waits for the running calls, so that nothing is written after it ends. It does not wait for the worker processes of
-    executor_of, because executor_of kills them.
+    waits for the running calls, so that nothing is written after it ends. With the process pool of executor_of, it
+    does not wait, because executor_of kills the processes.
 
     executor: where to run the calls; None for this process.
     max_pending: how many calls are submitted to the executor at a time.
@@ -177,7 +177,7 @@ def run_all(
             function, call = queue.popleft()
             yield function(*call)
         return
-    run = secrets.token_hex(8)  # makes calls unique: dask would answer an equal call of another run from its cache
+    run = secrets.token_hex(8)  # an argument that makes calls unique: dask would reuse the result of an equal call
     pending: set[Future[T]] = set()
     finished: SimpleQueue[Future[T]] = SimpleQueue()
     try:
@@ -197,15 +197,19 @@ def run_all(
 
 
 def pending_limit(user_executor: Executor | None, workers: int) -> int:
-    """Return max_pending for the executor of executor_of: one running and one waiting call per worker.
+    """Return ``max_pending`` of run_all for the executor of executor_of: one running and one waiting call per worker.
 
-    Short queues in the executor let calls that are added later start soon.
+    With so few waiting calls, calls that are added later start soon. For the user's executor, whose number of workers
+    is unknown, return MAX_PENDING.
     """
     return MAX_PENDING if user_executor is not None else 2 * workers
 
 
 def _submit(executor: Executor, run: str, call: Call[T], finished: SimpleQueue[Future[T]]) -> Future[T]:
-    """Submit a call, and return its future, which is put into ``finished`` when it is done."""
+    """Submit a call to the executor, and return its future. The future is put into ``finished`` when it is done.
+
+    run: a text that is unique to this run (see run_all).
+    """
     function, arguments = call
     with _worker_death_as_error():
         future: Future[T] = executor.submit(_run_checked, __version__, run, function, arguments)
@@ -214,7 +218,11 @@ def _submit(executor: Executor, run: str, call: Call[T], finished: SimpleQueue[F
 
 
 def _run_checked(version: str, run: str, function: Callable[..., T], call: tuple[Any, ...]) -> T:
-    """Run one call in a worker. Raises CheckpointError if the worker has another version of fp4kit."""
+    """Run one call in a worker, and return its result.
+
+    version: the version of fp4kit in the main process. If the worker has another, raises CheckpointError.
+    run: a text that makes the call unique (see run_all); unused here.
+    """
     if version != __version__:
         raise CheckpointError(
             f"workers: have fp4kit {__version__}, but the main process has {version}; install {version} on the workers"
@@ -224,7 +232,7 @@ def _run_checked(version: str, run: str, function: Callable[..., T], call: tuple
 
 @contextmanager
 def _worker_death_as_error() -> Iterator[None]:
-    """Raise ChildProcessError in place of any exception that means that a worker process died."""
+    """Raise ChildProcessError if the with statement's body raises any exception by which a worker's death shows."""
     try:
         yield
     except Exception as error:
@@ -235,10 +243,10 @@ def _worker_death_as_error() -> Iterator[None]:
 
 @contextmanager
 def cluster(scheduler: str | None = None) -> Iterator[Executor | None]:
-    """Yield the executor of a cluster, or None if there is no cluster.
+    """Yield an executor that runs calls on the machines of a cluster, or None if there is no cluster.
 
-    With the address of a dask scheduler, yields dask's executor. Without one, yields MPI's executor if mpi4py.futures
-    runs this process.
+    If ``scheduler`` is the address of a dask scheduler, yields dask's executor. If it is None, yields MPI's executor
+    when this process was started by mpi4py.futures, and None otherwise.
     """
     if scheduler is not None:
         with dask_executor(scheduler) as executor:
@@ -284,7 +292,7 @@ def is_under_mpi() -> bool:
 
 @contextmanager
 def mpi_executor() -> Iterator[Executor]:
-    """Yield the executor of mpi4py.futures, whose workers are the other MPI processes."""
+    """Yield the executor of mpi4py.futures. Its workers are the other processes that mpiexec started."""
     from mpi4py.futures import MPIPoolExecutor
 
     with MPIPoolExecutor() as executor:

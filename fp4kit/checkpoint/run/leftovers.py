@@ -23,22 +23,22 @@ _OWN = (staging.JOURNAL, staging.LOCK)  # in the order in which a run removes th
 
 
 def leftovers_of(destination: Path) -> tuple[Path, ...]:
-    """Return the leftovers in a finished directory or beside a finished file.
+    """Return the paths of the leftovers of a finished run: a lock, a journal or, for a file, its partial directory.
 
-    Returns () if there are none, or if a run is alive.
+    Return () if there are none, or if a run is still writing to the destination.
     """
     if destination.is_dir():
         is_ours = _is_finished(destination) and not staging.is_live(destination)
         return tuple(destination / name for name in _OWN if _is_own(destination / name)) if is_ours else ()
     partial = staging.partial_of(destination)
-    with suppress(OSError):  # the partial directory cannot be read
+    with suppress(OSError):  # if the partial directory cannot be read, there are no known leftovers
         emptied = destination.is_file() and staging.is_partial(partial) and {*os.listdir(partial)} <= {*_OWN}
         return (partial,) if emptied and not staging.is_live(partial) else ()
     return ()
 
 
 def remove_leftovers(destination: Path) -> tuple[Path, ...]:
-    """Remove the leftovers of a destination, and return what was removed."""
+    """Remove the leftovers of a finished run from its destination. Return the removed paths; () if there are none."""
     found = leftovers_of(destination)
     if found and not destination.is_dir():
         staging.remove_partial(destination)
@@ -49,9 +49,10 @@ def remove_leftovers(destination: Path) -> tuple[Path, ...]:
 
 
 def jobs_of_finished_run(destination: Path, key: str) -> Mapping[str, Done] | None:
-    """Return job key -> result for a finished destination, if the journal of the run ``key`` is among its leftovers.
+    """Return the results (job key -> Done) of the run that made a finished destination, if it was the run ``key``.
 
-    Return None without that journal, because it is unknown then which run made the destination.
+    They are read from the journal among the leftovers. Without a journal of the run ``key``, return None, because
+    another run may have made the destination.
     """
     for path in leftovers_of(destination):
         journal = path if path.name == staging.JOURNAL else path / staging.JOURNAL
@@ -63,7 +64,7 @@ def jobs_of_finished_run(destination: Path, key: str) -> Mapping[str, Done] | No
 
 
 def _is_finished(folder: Path) -> bool:
-    """Return whether a conversion wrote this directory and finished, so that it has a valid manifest."""
+    """Return whether a finished conversion wrote this directory. It then has a valid manifest."""
     try:
         return load_manifest(folder) is not None
     except CheckpointError:
@@ -71,9 +72,9 @@ def _is_finished(folder: Path) -> bool:
 
 
 def _is_own(path: Path) -> bool:
-    """Return whether a file was written by a run: an empty lock, or a journal that begins with a run's key.
+    """Return whether a lock or journal was written by a run of fp4kit, so that it may be removed.
 
-    Links are never followed.
+    A lock of fp4kit is empty, and a journal begins with a run's key. A link is never one of them.
     """
     if path.is_symlink() or not path.is_file():
         return False

@@ -25,12 +25,13 @@ _LIMIT = Path("/sys/fs/cgroup/memory.max")  # the memory limit of a container
 class Prefetcher:
     """Prefetch files in order, in background threads, until the with statement ends.
 
-    The with statement returns a function that the run must call with the number of bytes after each read, so that the
-    threads stay only a bounded distance ahead. Without posix_fadvise (macOS), nothing is prefetched.
+    The with statement returns a function, which the run must call with the number of bytes after each of its reads. By
+    it, the threads know how far the run is, and stay only a bounded distance ahead. Without posix_fadvise (macOS),
+    nothing is prefetched.
 
-    total: the number of bytes that the run will read. It exceeds the size of the files if a run reads data twice,
-        because it measures first.
-    progress: called with each number of bytes that the run reports.
+    files: the files, in the order in which the run reads them.
+    total: the number of bytes that the run will read. It exceeds the size of the files if some are read twice.
+    progress: a function that is called with each number of bytes that the run reports.
     """
 
     def __init__(self, files: Iterable[SafetensorsFile], total: int, progress: Callable[[int], None]) -> None:
@@ -58,13 +59,13 @@ class Prefetcher:
             thread.join()
 
     def _tick(self, count: int) -> None:
-        """Record that the run has read ``count`` more bytes."""
+        """Record that the run has read ``count`` more bytes. This is the function that the with statement returns."""
         with self._lock:
             self._done += count
         self._progress(count)
 
     def _read(self) -> None:
-        """Prefetch pieces until none is left or the with statement ends."""
+        """Prefetch pieces of files until none is left or the with statement ends. Each thread runs this."""
         while self._pieces and not self._stopped.is_set():
             # OSError: the run itself will report unreadable files. IndexError: another thread took the last piece.
             with suppress(OSError, IndexError):
@@ -82,7 +83,7 @@ class Prefetcher:
                     os.close(descriptor)
 
     def _position_of_run(self) -> float:
-        """Return the approximate position of the run, in bytes from the start of the first file."""
+        """Return, in bytes from the start of the first file, about how far the run has read."""
         return self._size * self._done / max(self._total, 1)
 
 

@@ -5,7 +5,8 @@ partial directory (or a single file in it) is renamed to the destination.
 
 While it writes, a run holds a lock on the partial directory. The system releases the lock however the run ends. If a
 run is interrupted, or fails for a reason outside the model, the partial directory stays with a journal of the finished
-jobs, and a later run can resume it. If the run cannot succeed, because of the model or the request, it is removed.
+jobs, and a later run can resume it. If the run cannot succeed, because of the model or the request, the partial
+directory is removed.
 """
 
 from __future__ import annotations
@@ -37,9 +38,9 @@ LOCK, JOURNAL = ".lock", ".journal.jsonl"
 
 
 def is_published(destination: Path) -> bool:
-    """Return whether this process has completed and renamed ``destination``.
+    """Return whether this process has written ``destination`` completely and given it its final name.
 
-    The destination is then complete, whatever exception was raised since.
+    This tells, after an exception, whether the result is complete nevertheless.
     """
     try:
         found = os.lstat(destination)
@@ -49,7 +50,10 @@ def is_published(destination: Path) -> bool:
 
 
 def partial_of(destination: Path) -> Path:
-    """Return the partial directory of a destination. Also defined for "." and "/", which are no valid destinations."""
+    """Return the partial directory of a destination: the hidden directory beside it that a run fills.
+
+    The destinations "." and "/" are invalid, but do not raise an error here.
+    """
     return destination.parent / f".{destination.name}.partial"
 
 
@@ -85,7 +89,7 @@ def free_space(destination: Path) -> int:
 
 
 def check_space(destination: Path, needed: int) -> None:
-    """Raise CheckpointError if fewer than ``needed`` bytes are free for ``destination``."""
+    """Raise CheckpointError if fewer than ``needed`` bytes are free for ``destination`` (see free_space)."""
     free = free_space(destination)
     if free < needed:
         raise CheckpointError(
@@ -94,7 +98,7 @@ def check_space(destination: Path, needed: int) -> None:
 
 
 def check_partial(destination: Path, resume: bool) -> None:
-    """Raise CheckpointError if the partial directory of a destination is in the way.
+    """Raise CheckpointError if the state of the partial directory does not allow a run to begin or to resume.
 
     Errors are: it was not made by a run; another run is writing to it; an interrupted run left it and ``resume`` is
     False; or it does not exist and ``resume`` is True.
@@ -112,7 +116,7 @@ def check_partial(destination: Path, resume: bool) -> None:
 
 
 def _exists(partial: Path) -> bool:
-    """Return whether a path exists. Raises CheckpointError for a path that cannot exist, such as one too long."""
+    """Return whether a path exists. Raises CheckpointError if it cannot exist, for example because it is too long."""
     try:
         partial.lstat()
     except (FileNotFoundError, NotADirectoryError):
@@ -128,16 +132,19 @@ def _not_created(partial: Path, error: OSError) -> CheckpointError:
 
 
 def recovery_advice(destination: Path) -> str:
-    """Return advice for the user on an interrupted run: resume it or remove its files.
+    """Return advice, for an error message, on what to do about an interrupted run: resume it, or remove its files.
 
-    A run without a journal, such as ``fp4kit reconcile``, cannot be resumed.
+    Only runs with a journal can be resumed; ``fp4kit reconcile``, for example, writes none.
     """
     resuming = "continue it with --resume, or " if (partial_of(destination) / JOURNAL).is_file() else ""
     return f"{resuming}remove its files with fp4kit convert --remove-stale {shlex.quote(str(destination))}"
 
 
 def is_live(partial: Path) -> bool:
-    """Return whether a run holds the lock of a partial directory (or of a destination that it just renamed)."""
+    """Return whether a run is writing to a directory, so that it holds the lock in it.
+
+    partial: a partial directory, or a destination that a run has just renamed and still holds the lock of.
+    """
     try:
         descriptor = os.open(partial / LOCK, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError:
@@ -168,12 +175,15 @@ def _is_folder(partial: Path) -> bool:
 
 
 def is_partial(folder: Path) -> bool:
-    """Return whether a run made this directory: it has a lock file, or is empty because the run ended before that."""
+    """Return whether a run made this directory, judged by its lock file.
+
+    An empty directory counts too, because a run may have ended before it created the lock file.
+    """
     return _is_folder(folder) and ((folder / LOCK).is_file() or not any(folder.iterdir()))
 
 
 def removable(destination: Path) -> Path | None:
-    """Return the directory that remove_partial would remove, or None if there is nothing.
+    """Return the partial directory that remove_partial would remove, or None if there is none.
 
     Raises CheckpointError if a run is writing to it, or if no run made it.
     """
@@ -188,10 +198,10 @@ def removable(destination: Path) -> Path | None:
 
 
 def remove_partial(destination: Path) -> Path | None:
-    """Remove the partial directory that an interrupted run left.
+    """Remove the partial directory that an interrupted run left beside a destination.
 
-    Return the removed path, or None if there was nothing. Raises CheckpointError if a run is writing to it, or if no
-    run made it.
+    Return the removed path, or None if there was none. Raises CheckpointError if a run is writing to it, or if no run
+    made it.
     """
     partial = removable(destination)
     if partial is None:
@@ -250,8 +260,9 @@ def sync_file(path: Path) -> None:
 
 
 class Stage:
-    """Hold the partial directory of a run.
+    """Hold the state of the partial directory that a run fills.
 
+    folder: the partial directory.
     is_ours: True if this run may remove the content. A resumed run sets it once it has accepted the journal.
     published: True once the directory or file has been renamed to the destination.
     """
@@ -269,7 +280,9 @@ class Stage:
 
 @contextmanager
 def staged_directory(destination: Path, resume: bool = False, file: str | None = None) -> Iterator[Stage]:
-    """Yield the partial directory of a destination, and rename it to the destination at the end.
+    """Yield the partial directory of a destination, to be filled, and rename it to the destination at the end.
+
+    Yields it as a Stage. Raises CheckpointError if another run is writing to it, or if check_partial does.
 
     After a CheckpointError, the partial directory is removed. After any other exception (KeyboardInterrupt, SystemExit,
     a full disk, a dead worker), it is kept if it has a journal. A resumed directory is kept in every case until the run
@@ -308,7 +321,10 @@ def staged_directory(destination: Path, resume: bool = False, file: str | None =
 
 
 def _publish(stage: Stage, destination: Path, file: str | None) -> None:
-    """Rename the partial directory, or one file in it, to the destination, after flushing it to disk."""
+    """Give the result its final name: flush the partial directory to disk, then rename it to the destination.
+
+    file: the name of the only file in it to rename, if the destination is a file; otherwise None.
+    """
     partial = stage.folder if file is None else stage.folder / file
     os.chmod(partial, (0o777 if file is None else 0o666) & ~_umask())
     for folder, _, _ in os.walk(stage.folder):
@@ -321,7 +337,10 @@ def _publish(stage: Stage, destination: Path, file: str | None) -> None:
 
 
 def _remove_lock_and_journal(destination: Path) -> None:
-    """Remove the run's lock and journal after the rename. Does nothing before: another run could take over."""
+    """Remove the run's lock and journal after the result has been renamed to the destination.
+
+    Does nothing before that, because another run could otherwise take over the partial directory.
+    """
     if not is_published(destination):
         return
     if destination.is_dir():
@@ -356,7 +375,7 @@ def _busy(destination: Path) -> CheckpointError:
 
 
 def _is_at(descriptor: int, path: Path) -> bool:
-    """Return whether an open file is still the file at ``path``; the run that held it may just have removed it."""
+    """Return whether an open file is still the file at ``path``. A lock file may just have been removed or replaced."""
     try:
         return os.path.samestat(os.fstat(descriptor), os.lstat(path))
     except FileNotFoundError:
