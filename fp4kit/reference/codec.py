@@ -17,9 +17,9 @@ from fp4kit.rounding import ROUNDINGS, Rounding, codes_of
 
 Sign = Literal["signbit", "negative", "not_positive", "unsigned_zero"]
 
-# Which elements get the sign bit, given x and the codes of its magnitudes:
-# signbit: those with a set sign bit, so that -0 keeps its sign.  negative: those below zero.
-# not_positive: those not above zero, so that +0 gets the sign bit.  unsigned_zero: as signbit, but never the code 0.
+# Each function says which elements get the sign bit, given x and the codes of its magnitudes:
+# signbit: elements with a set sign bit, so that -0 keeps its sign.  negative: elements below zero.
+# not_positive: elements that are 0, below 0 or NaN.  unsigned_zero: as signbit, except elements whose code is 0.
 SIGNS: dict[str, Callable[[np.ndarray, np.ndarray], np.ndarray]] = {
     "signbit": lambda x, codes: np.signbit(x),
     "negative": lambda x, codes: x < 0,
@@ -38,15 +38,15 @@ def decode(codes: np.ndarray, fmt: ElementFormat) -> np.ndarray:
 
 
 def encode_magnitude(a: np.ndarray, fmt: ElementFormat, rounding: str = "rn") -> np.ndarray:
-    """Return the codes (uint8) of float32 a >= 0, saturating at fmt.max. a must not hold NaN."""
+    """Return the codes of float32 a >= 0, as uint8. Numbers beyond fmt.max become fmt.max. a must not hold NaN."""
     return codes_of(np.minimum(a, fmt.max), fmt.emin, fmt.mantissa_bits, ROUNDINGS[rounding]).astype(np.uint8)
 
 
 def first_of_least(a: np.ndarray, fmt: ElementFormat, step: np.ndarray | np.float32) -> np.ndarray:
-    """Return the code (uint8) whose float32 error |value * step - a| is smallest, for a >= 0 without NaN.
+    """Return the code whose multiple value * step is nearest to a, for float32 a >= 0 without NaN: uint8.
 
-    The lowest code wins a tie, so ties go toward zero. If a is so large that the float32 errors are equal, or a is inf,
-    a code of a smaller value or 0 wins.
+    Distances |value * step - a| are computed in float32. Among equal distances the lowest code wins, so ties go toward
+    zero. If a is so large that several distances are equal, or a is inf, a code of a smaller value or 0 wins.
     """
     codes, smallest_error = np.zeros(a.shape, np.uint8), a
     for code, value in enumerate(fmt.magnitudes[1:], 1):
@@ -59,16 +59,17 @@ def first_of_least(a: np.ndarray, fmt: ElementFormat, step: np.ndarray | np.floa
 
 
 def nearest_unbounded(a: np.ndarray) -> np.ndarray:
-    """Return the E2M1 value nearest to float32 a >= 0, ties to even; from 4 on in steps of 2 without an upper limit.
+    """Return float32 a >= 0 rounded to the nearest E2M1 value, ties to even, as if E2M1 had no largest value.
 
-    inf and NaN give NaN. Source: fouroversix quantize/pytorch/reference.py fake_quantize_to_e2m1, which has no clamp.
+    From 4 on the values continue in steps of 2: 4, 6, 8, 10, ... inf and NaN give NaN. Source: fouroversix
+    quantize/pytorch/reference.py fake_quantize_to_e2m1, which has no clamp.
     """
     beyond = np.where(np.isfinite(a), np.float32(2) * np.rint(a / np.float32(2)), np.float32(np.nan))
     return np.where(a < 4, decode(encode_magnitude(np.where(a < 4, a, np.float32(0)), E2M1), E2M1), beyond)
 
 
 def _wrapped_magnitude(a: np.ndarray) -> np.ndarray:
-    """Return the codes (uint8) of v = nearest_unbounded(a), for finite a.
+    """Return the 4-bit codes that fouroversix gives v = nearest_unbounded(a), for finite a: uint8.
 
     Below 8 these are the E2M1 codes. From 8 on a code is the last four bits of 2 * (exponent of bfloat16(v) + 1) + the
     first mantissa bit of bfloat16(v): 8 for 8 and 10, 9 for 12 and 14, 10 for 16, ... Source: fouroversix

@@ -1,4 +1,8 @@
-"""Dequantize one matrix: codes and scales to values."""
+"""Dequantize one matrix: codes and scales to values.
+
+In the docstrings value is the value of an element code, and a scale code of E8M0, written scale, stands for 2^(scale -
+127). The recipe's decode rule says how they are multiplied.
+"""
 
 from __future__ import annotations
 
@@ -20,9 +24,9 @@ from fp4kit.reference.tensor_rules import TINY_AMAX, TensorScale, full_range, ro
 HALF = np.dtype(np.float16)
 ALL_ONES = np.float32(480)  # 15 * 2^5: E4M3's pattern of all ones, read as a number
 
-# A decode rule takes element values (m, blocks, block), block scale codes (m, blocks) or None, and tensor scales with a
-# last axis for the elements. It returns the decoded values. recipes/rules.py says which rules read the tensor's amax or
-# encode scale; the others work without them.
+# Every function decode_<rule> below is a decode rule. It takes element values (m, blocks, block), block scale codes
+# (m, blocks) or None, and tensor scales with a last axis for the elements. It returns the decoded values.
+# recipes/rules.py says which rules read the tensor's amax or encode scale. The others ignore them.
 
 
 def decode_product(values: np.ndarray, scales: np.ndarray | None, tensor: TensorScale, recipe: Recipe) -> np.ndarray:
@@ -43,12 +47,12 @@ def decode_te(values: np.ndarray, scales: np.ndarray, tensor: TensorScale, recip
 def decode_compressed_tensors(
     values: np.ndarray, scales: np.ndarray, tensor: TensorScale, recipe: Recipe
 ) -> np.ndarray:
-    """Return value * (block_scale / global_scale), where global_scale is the encode scale of the tensor."""
+    """Return value * (block_scale / tensor.encode). compressed-tensors stores tensor.encode, as its global scale."""
     return values * (decode(scales, E4M3)[..., None] / tensor.encode)
 
 
 def decode_vllm_cuda(values: np.ndarray, scales: np.ndarray, tensor: TensorScale, recipe: Recipe) -> np.ndarray:
-    """Return value * (block_scale * rcp(global_scale)), where rcp is rcp.approx.ftz.f32.
+    """Return value * (block_scale * rcp(tensor.encode)), where rcp is PTX rcp.approx.ftz.f32.
 
     Source: vLLM _nvfp4_quant_dequant_kernel (Triton).
     """
@@ -56,7 +60,7 @@ def decode_vllm_cuda(values: np.ndarray, scales: np.ndarray, tensor: TensorScale
 
 
 def decode_auto_round(values: np.ndarray, scales: np.ndarray, tensor: TensorScale, recipe: Recipe) -> np.ndarray:
-    """Return value * R(R(block_scale * tensor_scale)), where R(t) is 1 / t, or 0 for t = 0.
+    """Return value * R(R(block_scale * tensor_scale)), where R(t) is 1 / t, or 0 if t is 0.
 
     Source: auto-round data_type/nvfp.py ref_nvfp4_quant.
     """
@@ -64,7 +68,7 @@ def decode_auto_round(values: np.ndarray, scales: np.ndarray, tensor: TensorScal
 
 
 def decode_modelopt(values: np.ndarray, scales: np.ndarray, tensor: TensorScale, recipe: Recipe) -> np.ndarray:
-    """Return decode_product's values, with code 8 as +0.
+    """Return the values of decode_product, except that the E2M1 code 8 (-0) gives +0.
 
     Source: Model-Optimizer NVFP4QTensor.dequantize, e2m1_values.
     """
@@ -72,7 +76,7 @@ def decode_modelopt(values: np.ndarray, scales: np.ndarray, tensor: TensorScale,
 
 
 def decode_mlx_0322(values: np.ndarray, scales: np.ndarray, tensor: TensorScale, recipe: Recipe) -> np.ndarray:
-    """Return decode_product's values, with scale bytes 7F and FF read as 480 and -480.
+    """Return the values of decode_product, with the scale codes 0x7F and 0xFF, NaN in E4M3, read as 480 and -480.
 
     Source: MLX mx.dequantize on a CPU, up to 0.32.2.
     """
@@ -81,14 +85,17 @@ def decode_mlx_0322(values: np.ndarray, scales: np.ndarray, tensor: TensorScale,
 
 
 def decode_e8m0(values: np.ndarray, scales: np.ndarray, tensor: TensorScale, recipe: Recipe) -> np.ndarray:
-    """Return value * 2^(scale - 127); scale code 255 gives NaN. Source: OCP MX v1.0."""
+    """Return value * 2^(scale - 127). Scale code 255 gives NaN. Source: OCP MX v1.0."""
     return values * decode(scales, E8M0)[..., None]
 
 
 def decode_e8m0_flashinfer_host(
     values: np.ndarray, scales: np.ndarray, tensor: TensorScale, recipe: Recipe
 ) -> np.ndarray:
-    """Return decode_e8m0's values, with code 8 as +0. Source: FlashInfer mxfp4_dequantize_host."""
+    """Return the values of decode_e8m0, except that the E2M1 code 8 (-0) gives +0.
+
+    Source: FlashInfer mxfp4_dequantize_host.
+    """
     return decode_e8m0(_unsigned_zero(values, recipe), scales, tensor, recipe)
 
 
@@ -100,25 +107,27 @@ def _unsigned_zero(values: np.ndarray, recipe: Recipe) -> np.ndarray:
 def decode_e8m0_flashinfer_api(
     values: np.ndarray, scales: np.ndarray, tensor: TensorScale, recipe: Recipe
 ) -> np.ndarray:
-    """Return value * float(scale << 23): scale code 0 is 0, and 255 is inf.
+    """Return value * f, where f is the float32 with the bits scale << 23.
 
-    Source: FlashInfer e2m1_and_ufp8sf_scale_to_float, type 0.
+    So scale code 0 gives f = 0 instead of 2^-127, and 255 gives inf. Source: FlashInfer e2m1_and_ufp8sf_scale_to_float,
+    type 0.
     """
     return values * (scales.astype(np.int32) << 23).view(np.float32)[..., None]
 
 
 def decode_e8m0_unbounded(values: np.ndarray, scales: np.ndarray, tensor: TensorScale, recipe: Recipe) -> np.ndarray:
-    """Return ldexp(value, scale - 127): scale code 255 is 2^128, so that an element of 0.5 stays finite.
+    """Return ldexp(value, scale - 127).
 
-    Source: transformers convert_moe_packed_tensors.
+    Scale code 255 stands for 2^128, which is no float32, but its product with an element of 0.5 is one. Source:
+    transformers convert_moe_packed_tensors.
     """
     return np.ldexp(values, scales.astype(np.int32)[..., None] - 127)
 
 
 def decode_gguf(values: np.ndarray, scales: np.ndarray, tensor: TensorScale, recipe: Recipe) -> np.ndarray:
-    """Return decode_product's values with 7-bit scales, and code 8 as +0.
+    """Return the values of decode_product with llama.cpp's scales, except that the E2M1 code 8 (-0) gives +0.
 
-    Bit 7 of a scale byte is ignored, and 0x7F is 0, but 0xFF is 480. Source: llama.cpp.
+    Bit 7 of a scale code is ignored. Code 0x7F, NaN in E4M3, is 0, but 0xFF is 480. Source: llama.cpp.
     """
     usual = decode(scales & np.uint8(0x7F), E4M3)
     scale = np.where(scales == 0xFF, ALL_ONES, np.where(scales == 0x7F, np.float32(0), usual))
@@ -126,12 +135,15 @@ def decode_gguf(values: np.ndarray, scales: np.ndarray, tensor: TensorScale, rec
 
 
 def decode_e8m0_gguf(values: np.ndarray, scales: np.ndarray, tensor: TensorScale, recipe: Recipe) -> np.ndarray:
-    """Return decode_e8m0_unbounded's values, with code 8 as +0. Source: llama.cpp dequantize_row_mxfp4."""
+    """Return the values of decode_e8m0_unbounded, except that the E2M1 code 8 (-0) gives +0.
+
+    Source: llama.cpp dequantize_row_mxfp4.
+    """
     return decode_e8m0_unbounded(_unsigned_zero(values, recipe), scales, tensor, recipe)
 
 
 def decode_e8m0_infinite(values: np.ndarray, scales: np.ndarray, tensor: TensorScale, recipe: Recipe) -> np.ndarray:
-    """Return decode_e8m0's values, with scale code 255 as inf.
+    """Return the values of decode_e8m0, except that scale code 255 is infinity instead of NaN.
 
     Source: Model-Optimizer MXFP4QTensor and MXFP8QTensor.
     """
@@ -139,7 +151,7 @@ def decode_e8m0_infinite(values: np.ndarray, scales: np.ndarray, tensor: TensorS
 
 
 def decode_e8m0_mlx(values: np.ndarray, scales: np.ndarray, tensor: TensorScale, recipe: Recipe) -> np.ndarray:
-    """Return decode_e8m0_infinite's values. float16 results use decode_e8m0_float16 instead.
+    """Return the values of decode_e8m0_infinite. For float16 results the rule decode_e8m0_float16 is used instead.
 
     Source: MLX mx.dequantize on a CPU.
     """
@@ -147,7 +159,7 @@ def decode_e8m0_mlx(values: np.ndarray, scales: np.ndarray, tensor: TensorScale,
 
 
 def decode_e8m0_mlx_0322(values: np.ndarray, scales: np.ndarray, tensor: TensorScale, recipe: Recipe) -> np.ndarray:
-    """Return decode_e8m0_mlx's values, with element codes 7F and FF read as 480 and -480.
+    """Return the values of decode_e8m0_mlx, with the E4M3 element codes 0x7F and 0xFF (NaN) read as 480 and -480.
 
     Source: MLX mx.dequantize on a CPU, up to 0.32.2.
     """
@@ -163,25 +175,25 @@ def decode_fouroversix(values: np.ndarray, scales: np.ndarray, tensor: TensorSca
 
 
 def decode_e8m0_quark(values: np.ndarray, scales: np.ndarray, tensor: TensorScale, recipe: Recipe) -> np.ndarray:
-    """Return decode_e8m0_infinite's values. float16 results use decode_e8m0_float16 instead.
+    """Return the values of decode_e8m0_infinite. For float16 results the rule decode_e8m0_float16 is used instead.
 
-    The reason is that scales pass through the weight's dtype. Source: Quark export/nn/modules/realquantizer.py
-    unpack_params.
+    Quark converts scales to the weight's dtype first. Source: Quark export/nn/modules/realquantizer.py unpack_params.
     """
     return decode_e8m0_infinite(values, scales, tensor, recipe)
 
 
 def decode_e8m0_float16(values: np.ndarray, scales: np.ndarray, tensor: TensorScale, recipe: Recipe) -> np.ndarray:
-    """Return H(value * H(scale)), where H rounds to float16: a scale of 2^16 or more is inf, one below 2^-24 is 0.
+    """Return H(value * H(s)), where s = 2^(scale - 127) and H rounds to float16.
 
-    Scale code 255 is inf. Source: MLX mx.dequantize of float16 on a CPU; fouroversix dequantize, for every dtype.
+    So a scale s of 2^16 or more is infinite, and one below 2^-24 is 0. Scale code 255 is infinite too. Source: MLX
+    mx.dequantize of float16 on a CPU; fouroversix dequantize, for every dtype.
     """
     scale = np.where(scales == 255, np.float32(np.inf), decode(scales, E8M0))
     return round_to(values * round_to(scale, HALF)[..., None], HALF)
 
 
 def decode_e8m0_float16_0322(values: np.ndarray, scales: np.ndarray, tensor: TensorScale, recipe: Recipe) -> np.ndarray:
-    """Return decode_e8m0_float16's values, with element codes 7F and FF read as 480 and -480.
+    """Return the values of decode_e8m0_float16, with the E4M3 element codes 0x7F and 0xFF (NaN) read as 480 and -480.
 
     Source: MLX mx.dequantize of float16 on a CPU, up to 0.32.2.
     """
@@ -189,7 +201,7 @@ def decode_e8m0_float16_0322(values: np.ndarray, scales: np.ndarray, tensor: Ten
 
 
 def decode_int_modelopt(values: np.ndarray, scales: None, tensor: TensorScale, recipe: Recipe) -> np.ndarray:
-    """Return value / (max / amax), or +0 where amax <= 2^-24."""
+    """Return value / tensor.encode, or +0 if the tensor amax is at most 2^-24. There are no block scales."""
     zero = tensor.amax <= TINY_AMAX
     return np.where(zero, np.float32(0), values / np.where(zero, np.float32(1), tensor.encode))
 
@@ -199,17 +211,18 @@ DECODE_RULES: dict[str, Callable[..., np.ndarray]] = {name: globals()[f"decode_{
 
 @lru_cache(64)
 def _read_as(element: ElementFormat, decode_rule: str) -> ElementFormat:
-    """Return the element format in which a decode rule reads codes.
+    """Return the element format by which a decode rule reads codes.
 
-    It has no NaN if the rule reads NaN codes as numbers.
+    It is the recipe's element format. If the rule reads NaN codes as numbers, the format without NaN is returned.
     """
     return replace(element, specials="none") if rules.DECODE_RULES[decode_rule].numbers else element
 
 
 def dequantize_tile(codes: np.ndarray, scales: np.ndarray | None, recipe: Recipe, tensor: TensorScale) -> np.ndarray:
-    """Return the float32 values (m, k) of codes and block scale codes (m, k / block), by the recipe's decode rule.
+    """Return the float32 values (m, k) of codes (m, k) and block scale codes (m, k / block).
 
-    Under a tensor scale that no amax gives (implied_amax.UNKNOWN, which is negative), decode_product is used instead.
+    The recipe's decode rule computes them. If tensor.amax is implied_amax.UNKNOWN, because no amax gives the stored
+    tensor scale, decode_product is used instead.
     """
     m, k = codes.shape
     values = decode(codes, _read_as(recipe.element, recipe.decode_rule)).reshape(

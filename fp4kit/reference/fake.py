@@ -1,7 +1,8 @@
 """Fake quantizers that differ from dequantize(quantize(x)), and straight-through gradients.
 
-These rules reproduce producers' kernels that compute values only, without codes. In the docstrings s is the scale, max
-the largest element value, and round() rounds to the nearest value of the element format, ties to even.
+A fake quantizer returns x with the error of quantization. The ones here reproduce producers' kernels that compute only
+values, no codes. In the docstrings y is the result, s the scale of a block, max the largest element value, and round()
+rounds to the nearest value of the element format, ties to even.
 """
 
 from __future__ import annotations
@@ -26,17 +27,18 @@ def _round(x: np.ndarray, recipe: Recipe) -> np.ndarray:
 
 
 def _e4m3(x: np.ndarray) -> np.ndarray:
-    """Return x rounded to the nearest E4M3 value."""
+    """Return x rounded to the nearest E4M3 value, as float32."""
     return decode(encode(x, E4M3), E4M3)
 
 
 def nvfp4_modelopt_triton(
     x: np.ndarray, recipe: Recipe, tensor_amax: np.ndarray, amax: np.ndarray | None, dtype: np.dtype
 ) -> np.ndarray:
-    """Return y = round(|x| / s) * s, s = E4M3(min(amax / (6 gs), 448)) * gs, gs = tensor_amax * fp32(1/2688).
+    """Return y = round(|x| / s) * s with the sign of x, as Model-Optimizer's Triton kernel does.
 
-    gs <= 0 becomes 1e-12. s < 1e-5 and NaN become 1, so a tensor whose scales are all below 1e-5 becomes zero. The sign
-    is + for x >= 0 and - otherwise. NaN gives -6 s.
+    s = E4M3(min(amax / (6 gs), 448)) * gs, where gs = tensor_amax * fp32(1/2688). If gs <= 0, it is replaced by 1e-12.
+    If s < 1e-5 or NaN, it is replaced by 1, so a tensor whose scales are all below 1e-5 becomes zero. The sign of zero
+    is +. NaN gives -6 s.
     """
     gs = tensor_amax * (ONE / np.float32(E2M1.max * E4M3.max))
     gs = np.where(gs <= 0, np.float32(1e-12), gs)
@@ -51,10 +53,10 @@ def nvfp4_modelopt_triton(
 def nvfp4_modelopt_static(
     x: np.ndarray, recipe: Recipe, tensor_amax: np.ndarray, amax: np.ndarray | None, dtype: np.dtype
 ) -> np.ndarray:
-    """Return y = round(|x| / s) * s.
+    """Return y = round(|x| / s) * s with the sign of x, as Model-Optimizer does with calibrated block amaxes.
 
-    s is amax / 6, rounded to E4M3 by fp8-modelopt with amax' = tensor_amax * (448 / N) / 6, where N is scale_max. s = 0
-    gives zeros; an s that is not finite becomes 1.
+    s is amax / 6 after rounding to E4M3 by the recipe fp8-modelopt, whose own tensor amax is tensor_amax * (448 / N) /
+    6, where N is recipe.scale_max. If s is 0, y is 0. If s is infinite or NaN, it is replaced by 1.
     """
     blocks = x.reshape(len(x), -1, recipe.block_size)
     block = block_amax(x, recipe) if amax is None else amax
@@ -69,9 +71,10 @@ def nvfp4_modelopt_static(
 def nvfp4_modelopt_cuda(
     x: np.ndarray, recipe: Recipe, tensor_amax: np.ndarray, amax: np.ndarray | None, dtype: np.dtype
 ) -> np.ndarray:
-    """Return y = round(|x| * (1 / u)) * u, u = E4M3((amax / 6) * t) / t, t = 448 * (6 / tensor_amax).
+    """Return y = round(|x| * (1 / u)) * u with the sign of x, as Model-Optimizer's CUDA kernel does.
 
-    t and u are float64. If amax or tensor_amax is 0, inf or NaN, y is round(|x|).
+    u = E4M3((amax / 6) * t) / t, where t = 448 * (6 / tensor_amax). t and u are float64. If amax or tensor_amax is 0,
+    infinite or NaN, y is round(|x|) with the sign of x.
     """
     blocks = x.reshape(len(x), -1, recipe.block_size)
     block = np.fmin(block_amax(x, recipe) if amax is None else amax, FLT_MAX)
@@ -87,10 +90,10 @@ def nvfp4_modelopt_cuda(
 def mx_modelopt(
     x: np.ndarray, recipe: Recipe, tensor_amax: np.ndarray | None, amax: np.ndarray | None, dtype: np.dtype
 ) -> np.ndarray:
-    """Return y = round(|x| / s) * s, where s is amax / max rounded up to a power of two in [2^-127, 2^127].
+    """Return y = round(|x| / s) * s with the sign of x, where s is amax / max rounded up to a power of two.
 
-    amax = 0 gives s = 1. The amax ignores NaN and counts inf as FLT_MAX. The producer leaves NaN elements undefined;
-    here they give NaN, or the largest value.
+    s is clamped to [2^-127, 2^127], and 1 if amax is 0. The amax ignores NaN and counts inf as FLT_MAX. The producer
+    leaves NaN elements undefined; here they give NaN, or the largest value.
     """
     blocks = x.reshape(len(x), -1, recipe.block_size)
     block = np.fmin(block_amax(x, recipe) if amax is None else amax, FLT_MAX)
@@ -102,10 +105,10 @@ def mx_modelopt(
 def int_modelopt(
     x: np.ndarray, recipe: Recipe, tensor_amax: np.ndarray, amax: np.ndarray | None, dtype: np.dtype
 ) -> np.ndarray:
-    """Return y = clip(rint(x * s), min, max) / s, s = max / tensor_amax. -0 and NaN are kept.
+    """Return y = clip(rint(x * s), low, max) / s, where s = max / tensor_amax. -0 and NaN are kept.
 
-    If tensor_amax <= 2^-24, the result is +0 as in the producer's CUDA path. For a scale per block, it is a zero with
-    the sign of x, as in the PyTorch path.
+    low is -max if recipe.narrow is set, otherwise -max - 1. If tensor_amax <= 2^-24, y is +0, as in the producer's CUDA
+    code. With one scale per block, y is then a zero with the sign of x, as in its PyTorch code.
     """
     zero = (tensor_amax <= TINY_AMAX)[..., None]
     scale = np.where(zero, ONE, recipe.element.max / tensor_amax[..., None])
@@ -119,35 +122,38 @@ def int_modelopt(
 def int4_qat(
     x: np.ndarray, recipe: Recipe, tensor_amax: np.ndarray, amax: np.ndarray | None, dtype: np.dtype
 ) -> np.ndarray:
-    """Return y = clip(rint(x / s), -7, 7) * s, s = max(tensor_amax / 7, 1e-5). -0 is kept."""
+    """Return y = clip(rint(x / s), -7, 7) * s, where s = max(tensor_amax / 7, 1e-5). -0 is kept."""
     scale = np.maximum(tensor_amax / recipe.element.max, np.float32(1e-5))[..., None]
     y = np.clip(np.rint(_tensor_blocks(x, recipe) / scale), -recipe.element.max, recipe.element.max) * scale
     return y.reshape(x.shape)
 
 
 def _tensor_blocks(x: np.ndarray, recipe: Recipe) -> np.ndarray:
-    """Return x (m, k) as (m, blocks, block), with one block per row if tensor scales are not per block."""
+    """Return x (m, k) as (m, blocks, block), or as (m, 1, k) if the recipe has no blocks."""
     return x.reshape(len(x), -1, recipe.block_size if recipe.block else x.shape[1])
 
 
 def _log2_floor(x: np.ndarray, dtype: np.dtype) -> np.ndarray:
     """Return floor(log2(x)), with log2 rounded to float32 and then to dtype.
 
-    It is one too large just below a power of two.
+    Because of the rounding, the result is one too large for x just below a power of two.
     """
     with np.errstate(divide="ignore"):
         return np.floor(round_to(np.log2(x.astype(np.float64)).astype(np.float32), dtype))
 
 
 def _exp2(exponent: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """Return 2^exponent rounded to dtype, as float32."""
+    """Return 2^exponent rounded to dtype, stored as float32."""
     return round_to(np.ldexp(np.float32(1), exponent.astype(np.int32)), dtype)
 
 
 def _microxcaling(
     round_magnitude: Callable[[np.ndarray, np.dtype], np.ndarray], flush: bool = False
 ) -> Callable[..., np.ndarray]:
-    """Return a fake quantizer of microxcaling with the given rounding of magnitudes."""
+    """Return the fake quantizer of microxcaling that rounds magnitudes by the given function.
+
+    round_magnitude(v, dtype) rounds v >= 0 to integers. flush: whether blocks with log2(amax) <= -127 become zero.
+    """
 
     def rule(
         x: np.ndarray, recipe: Recipe, tensor_amax: np.ndarray | None, amax: np.ndarray | None, dtype: np.dtype
@@ -183,12 +189,12 @@ def _microxcaling(
 
 
 def _half_away(v: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """Return floor(v + 0.5), the sum rounded to dtype, for v >= 0."""
+    """Return v >= 0 rounded to the nearest integer, ties up: floor(v + 0.5), with the sum rounded to dtype."""
     return np.floor(round_to(v + np.float32(0.5), dtype))
 
 
 def _half_even(v: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """Return _half_away's result, with ties rounded to even."""
+    """Return v >= 0 rounded to the nearest integer, ties to even: _half_away corrected at ties."""
     return _half_away(v, dtype) - ((v - np.float32(0.5)) % 2 == 0)
 
 
@@ -201,9 +207,9 @@ FAKE_RULES: dict[str, Callable[..., np.ndarray]] = {name: globals()[name] for na
 
 
 def clip_gradient(grad: np.ndarray, x: np.ndarray, amax: np.ndarray) -> np.ndarray:
-    """Return the straight-through gradient with a clip mask: grad where |x| <= amax, and 0 elsewhere.
+    """Return the straight-through gradient with clipping: grad where |x| <= amax, and 0 elsewhere.
 
-    A NaN in x gives 0. amax is not rounded.
+    Where x is NaN, the result is 0. amax is compared as it is, without rounding to the dtype of x.
     """
     with np.errstate(all="ignore"):
         return np.where(np.abs(x).astype(np.float32) <= amax, grad, np.zeros((), grad.dtype))

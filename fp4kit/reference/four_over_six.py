@@ -1,6 +1,8 @@
 """4over6: each block takes the better of two scales. One puts its amax at the E2M1 value 6, the other at 4.
 
-Sources: Transformer Engine; FlashInfer.
+The candidate with the smaller error is kept. In the docstrings q is the E2M1 value of an element, scale is the value of
+a block's scale code, and S_enc (also gs) and S_dec are tensor.encode and tensor.decode. Sources: Transformer Engine;
+FlashInfer; fouroversix.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ ARITHMETIC: dict[bool, tuple[Operation, Operation]] = {
 
 
 class _Candidate(NamedTuple):
-    """The result of one candidate scale per block.
+    """Hold the result of quantizing all blocks with one of the two candidate scales.
 
     scales: scale codes (rows of blocks, blocks). codes: element codes (m, blocks, 16). values: the E2M1 values of the
     codes.
@@ -40,7 +42,7 @@ class _Candidate(NamedTuple):
 
 
 def _candidate(base: np.ndarray, blocks: np.ndarray, tensor: TensorScale, recipe: Recipe) -> _Candidate:
-    """Return the candidate with block scale E4M3(min(base, 448))."""
+    """Quantize blocks with the block scales E4M3(min(base, 448)), and return the result as a _Candidate."""
     scales = encode(zero_of_zeros(base, tensor) if recipe.lane_sums else base, E4M3)
     scaled = _scaled(spread_rows(factor_of(scales, tensor, recipe), recipe, len(blocks)), blocks, recipe)
     codes = _codes_of(scaled, recipe)
@@ -51,7 +53,10 @@ def _candidate(base: np.ndarray, blocks: np.ndarray, tensor: TensorScale, recipe
 
 
 def factor_of(scales: np.ndarray, tensor: TensorScale, recipe: Recipe) -> np.ndarray:
-    """Return min(1 / (scale * S_dec), FLT_MAX), or fouroversix's factor if recipe.lane_sums is set."""
+    """Return the factor that elements are multiplied with, from block scale codes: min(1 / (scale * S_dec), FLT_MAX).
+
+    If recipe.lane_sums is set, it is factor_fouroversix of block_rules_e4m3_serving.py instead.
+    """
     if recipe.lane_sums:
         return factor_fouroversix(scales, tensor.amax, tensor, recipe, np.dtype(np.float32))
     multiply, divide = ARITHMETIC[recipe.flush]
@@ -59,22 +64,22 @@ def factor_of(scales: np.ndarray, tensor: TensorScale, recipe: Recipe) -> np.nda
 
 
 def _scaled(factor: np.ndarray, blocks: np.ndarray, recipe: Recipe) -> np.ndarray:
-    """Return the elements (m, blocks, 16) times factors (m, blocks)."""
+    """Return elements (m, blocks, 16) multiplied by the factors of their blocks (m, blocks)."""
     multiply, _ = ARITHMETIC[recipe.flush]
     return multiply(blocks, factor[..., None])
 
 
 def _codes_of(scaled: np.ndarray, recipe: Recipe) -> np.ndarray:
-    """Return the codes of scaled elements."""
+    """Return the E2M1 codes of elements that are already multiplied by the factors of their blocks."""
     return encode(scaled, E2M1, recipe.rounding, recipe.sign, recipe.nan_code)
 
 
 def encode_under(
     scales: np.ndarray, blocks: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe
 ) -> np.ndarray:
-    """Return the element codes under block scales that were already chosen. scales, amax: (m, blocks).
+    """Return the element codes of blocks whose scale codes are given, such as those of an earlier call.
 
-    No choice is needed, because both candidates encode elements alike under a given scale.
+    scales and amax have shape (m, blocks). A scale code determines the element codes, whichever candidate it came from.
     """
     return _without_zero_blocks(
         _codes_of(_scaled(factor_of(scales, tensor, recipe), blocks, recipe), recipe), amax, recipe
@@ -82,27 +87,30 @@ def encode_under(
 
 
 def leaves_zero_blocks(recipe: Recipe) -> bool:
-    """Return whether zero blocks have only code 0.
+    """Return whether the recipe gives every element of a zero block the code 0, even for -0.
 
-    FlashInfer skips such blocks and thereby drops the signs of their zeros.
+    FlashInfer skips zero blocks, so their elements lose the sign.
     """
     return recipe.four_over_six is not None and recipe.flush
 
 
 def is_zero_block(amax: np.ndarray) -> np.ndarray:
-    """Return which blocks FlashInfer treats as zero."""
+    """Return a mask of the blocks that FlashInfer treats as zero: those whose amax is 0 or subnormal."""
     return np.abs(amax) < FLT_MIN
 
 
 def _without_zero_blocks(codes: np.ndarray, amax: np.ndarray, recipe: Recipe) -> np.ndarray:
-    """Return codes with 0 in the zero blocks that the producer skips. amax: (m, blocks)."""
+    """Return codes with code 0 in all elements of zero blocks if the recipe's producer skips them (leaves_zero_blocks).
+
+    codes: (m, blocks, 16). amax: (m, blocks).
+    """
     return np.where(is_zero_block(amax)[..., None], np.uint8(0), codes) if leaves_zero_blocks(recipe) else codes
 
 
 def _decoded(scaled: np.ndarray, tensor: TensorScale, recipe: Recipe) -> np.ndarray:
-    """Return q * scale in the units of x.
+    """Return elements in the units of x, from scaled = q * scale.
 
-    TE computes ((q * scale) * tensor_amax) / (6 * scale_max), FlashInfer (q * scale) * (1 / gs).
+    TE computes (scaled * tensor_amax) / (6 * scale_max), and FlashInfer computes scaled * (1 / gs).
     """
     multiply, divide = ARITHMETIC[recipe.flush]
     if recipe.flush:
@@ -111,10 +119,10 @@ def _decoded(scaled: np.ndarray, tensor: TensorScale, recipe: Recipe) -> np.ndar
 
 
 def _error(blocks: np.ndarray, candidate: _Candidate, tensor: TensorScale, recipe: Recipe) -> np.ndarray:
-    """Return the error of each block: the sum of |d| or d * d over its elements in their order, or the largest |d|.
+    """Return the error of each block under a candidate: the sum of |d| or d * d over its elements, or the largest |d|.
 
-    d = decoded - x, or float16(q * scale) - x * S_enc if recipe.fast_error is set. All arithmetic is float32, without
-    fused multiply-add.
+    recipe.four_over_six says which. d is the decoded element minus x. If recipe.fast_error is set, d = float16(q *
+    scale) - x * S_enc. Elements are added in their order. All arithmetic is float32, without fused multiply-add.
     """
     scaled = candidate.values * spread_rows(decode(candidate.scales, E4M3), recipe, len(blocks))[..., None]
     if recipe.fast_error:
@@ -134,9 +142,9 @@ def _error(blocks: np.ndarray, candidate: _Candidate, tensor: TensorScale, recip
 
 
 def _by_block(terms: np.ndarray, recipe: Recipe) -> np.ndarray:
-    """Return terms (m, blocks, columns) grouped by block: (rows of blocks, blocks, elements per block).
+    """Return terms (m, blocks, columns) with the elements of a block side by side on the last axis.
 
-    Rows beyond m are zeros.
+    The result has shape (rows of blocks, blocks, elements per block). Rows beyond m are zeros.
     """
     rows, (m, count, columns) = recipe.block_rows, terms.shape
     padded = np.zeros((-(-m // rows) * rows, count, columns), np.float32)
@@ -145,9 +153,9 @@ def _by_block(terms: np.ndarray, recipe: Recipe) -> np.ndarray:
 
 
 def _sum_rows(error: np.ndarray, recipe: Recipe) -> np.ndarray:
-    """Return the summed errors of the 16 rows of each block.
+    """Return the errors (m, blocks) of single rows, summed over the rows of each block: (rows of blocks, blocks).
 
-    They are added as a tree: row i and row i + 8, then i + 4, i + 2 and i + 1.
+    The 16 rows are added as a tree: row i and row i + 8 first, then i and i + 4, i + 2 and i + 1.
     """
     rows = recipe.block_rows
     m, count = error.shape
@@ -163,10 +171,10 @@ def _sum_rows(error: np.ndarray, recipe: Recipe) -> np.ndarray:
 def quantize_four_over_six(
     blocks: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the element codes and block scales (m, blocks) of float32 blocks (m, blocks, 16).
+    """Return the element codes and the block scale codes (m, blocks) of float32 blocks (m, blocks, 16).
 
     With base = amax / 6 * S_enc, the two candidate scales are E4M3(min(base, 448)) and E4M3(min(base * 1.5, 448)). The
-    second one wins only if its error is strictly smaller.
+    second one is taken only if its error is strictly smaller.
     """
     multiply, divide = ARITHMETIC[recipe.flush]
     base = multiply(divide(amax, E2M1.max), tensor.encode)
