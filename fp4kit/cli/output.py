@@ -47,7 +47,7 @@ class Output:
 
     @property
     def text(self) -> bool:
-        """Whether text is printed: neither --json nor --quiet was given."""
+        """True if text is printed: neither --json nor --quiet was given."""
         return not (self.json or self.quiet)
 
     def table(self, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

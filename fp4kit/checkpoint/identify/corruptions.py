@@ -76,7 +76,7 @@ class StoredLayer:
 
     @property
     def blank(self) -> bool:
-        """Whether all codes and block scales are zeros of either sign, so that no order can be told from another."""
+        """True if all codes and block scales are zeros of either sign, so that no order can be told from another."""
         signs = 0x88 if self.recipe.element.packing.codes == 2 else self.recipe.element.sign_bit
         return not self.block_scale.any() and not any((rows & np.uint8(0xFF ^ signs)).any() for rows in self.codes)
 

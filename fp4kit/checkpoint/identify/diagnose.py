@@ -74,7 +74,7 @@ class Explanation:
 
     @property
     def explained(self) -> bool:
-        """Whether a recipe, with or without a mishap, gives every byte."""
+        """True if a recipe, with or without a mishap, gives every byte."""
         return self.recipe is not None
 
 

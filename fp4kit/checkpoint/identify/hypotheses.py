@@ -98,7 +98,7 @@ class Hypothesis:
 
     @property
     def mishaps(self) -> tuple[str, ...]:
-        """What went wrong, in the order in which it is undone."""
+        """The mishaps of this hypothesis, in the order in which they are undone."""
         return (*self.layout.mishaps, *filter(None, (self.codes.mishap, self.scale_mishap, self.tensor)))
 
     @property
@@ -121,7 +121,7 @@ class MatchCount:
 
     @property
     def all_bytes(self) -> bool:
-        """Whether every byte is predicted."""
+        """True if every byte is predicted."""
         return self.codes + self.scales == self.total
 
     @property
