@@ -1,7 +1,8 @@
 """The amax that a stored tensor scale implies.
 
-No checkpoint stores the tensor amax, but some rules decode with it. This module searches the float32 numbers for an
-amax whose tensor rule gives exactly the stored scale.
+No checkpoint stores the tensor amax, but some recipes need it to decode. A tensor rule is the function of a recipe that
+makes the tensor scale from the amax. This module inverts it: it searches the float32 numbers for an amax whose tensor
+rule gives exactly the stored scale.
 """
 
 from __future__ import annotations
@@ -15,17 +16,21 @@ from fp4kit.reference.arith import ONE
 from fp4kit.reference.tensor_rules import TensorScale, full_range, tensor_scale
 
 UNKNOWN = np.float32(-1)  # stands for the amax if no amax gives the scale
-# Search radius around tensor_scale * full_range, in float32 steps:
+# NEAR and FAR are search radii around tensor_scale * covered_range, in float32 steps.
 NEAR = 8  # enough for a rule that makes a few float32 roundings
 FAR = 1 << 20  # enough for a rule that rounds to 16 bits: an eighth of the number
-# A rule that replaces a small amax by a larger number multiplies the scale by at least 65504. Otherwise, FAR steps
-# multiply it by at most 391 (2^20 subnormal steps from 2688 * 2^-149). JUMP separates the two cases.
+# A rule that replaces a small amax by a larger number makes the scale at least 65504 times as large. Without such a
+# replacement, FAR steps make it at most 391 times as large (2^20 subnormal steps from 2688 * 2^-149). JUMP lies between
+# the two factors.
 JUMP = np.float32(4096)
 _LARGEST = int(FLT_MAX.view(np.int32))
 
 
 def covered_range(recipe: Recipe) -> np.float32:
-    """Return the amax that a tensor scale of 1 covers: full_range under block scales, otherwise the largest element."""
+    """Return the tensor amax for which the tensor scale is 1.
+
+    It is tensor_rules.full_range if the recipe has block scales, otherwise the largest element value.
+    """
     return full_range(recipe) if recipe.scale is not None else recipe.element.max
 
 
@@ -36,11 +41,11 @@ def same_scale(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 
 def _order(bits: np.ndarray, scale: np.ndarray, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
-    """Return -1, 0 or 1 where the amax with these bits gives a smaller, an equal or a larger scale than `scale`.
+    """Compare the scale that an amax gives with `scale`: return -1 if it is smaller, 0 if equal, 1 if larger.
 
-    Scales grow with the amax, with one exception: a rule may replace a small amax by a much larger number, which gives
-    at least JUMP times the scale. Such an amax counts as smaller. Within FAR steps of the right amax, no larger amax
-    gives such a scale.
+    bits: the bits of the amax as integers. The scale grows with the amax, except that a rule may replace a small amax
+    by a much larger number. That gives at least JUMP times the scale, so such an amax counts as smaller. Within FAR
+    steps of the right amax, no larger amax gives such a scale.
     """
     candidate = tensor_scale(bits.astype(np.int32).view(np.float32), recipe, dtype).decode
     return np.where((candidate < scale) | (candidate >= scale * JUMP), -1, np.where(candidate == scale, 0, 1))
@@ -49,7 +54,7 @@ def _order(bits: np.ndarray, scale: np.ndarray, recipe: Recipe, dtype: np.dtype)
 def _first(
     low: np.ndarray, high: np.ndarray, minimum_order: int, scale: np.ndarray, recipe: Recipe, dtype: np.dtype
 ) -> np.ndarray:
-    """Return the bits of the first amax in [low, high] whose _order is at least minimum_order.
+    """Return the bits of the smallest amax in [low, high] whose _order is at least minimum_order, by binary search.
 
     Return high + 1 if there is none.
     """
@@ -78,7 +83,7 @@ def amax_interval(
 
 
 def _with_fewest_bits(first: np.ndarray, last: np.ndarray) -> np.ndarray:
-    """Return the integer in [first, last] that ends in the most zero bits.
+    """Return the integer in [first, last] that ends in the most zero bits: the shortest mantissa among these floats.
 
     It is `last` without the bits below the highest bit in which first - 1 and last differ.
     """
@@ -92,9 +97,10 @@ def implied_amax(scale: np.ndarray, recipe: Recipe, dtype: np.dtype) -> np.ndarr
     """Return the amax that a stored tensor scale was made from, as far as the scale reveals it: float32, in its shape.
 
     Candidates are the positive amaxes within FAR float32 steps of scale * covered_range whose tensor rule gives exactly
-    the scale. The one with the fewest significant bits is returned, that is the float32 that ends in the most zero
-    bits. For bfloat16 and float16 data this is the original amax, because two such amaxes rarely give equal scales.
-    Without a candidate the first of 0, inf and NaN that gives the scale is returned, and -1 (UNKNOWN) if none does.
+    the scale. The result is the candidate with the fewest significant bits, that is the float32 that ends in the most
+    zero bits. For bfloat16 and float16 data this is the original amax, because two amaxes of such data rarely give
+    equal scales. If there is no candidate, the result is the first of 0, inf and NaN that gives the scale. If none
+    does, it is -1 (UNKNOWN).
 
     Args:
         scale: float32, any shape.
@@ -112,7 +118,10 @@ def implied_amax(scale: np.ndarray, recipe: Recipe, dtype: np.dtype) -> np.ndarr
 
 
 def _implied(scale: np.ndarray, otherwise: np.ndarray, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
-    """Return the implied amaxes of positive finite scales, and `otherwise` where no amax near a scale gives it."""
+    """Return the implied amaxes of positive finite scales.
+
+    Where no amax near a scale gives it, the result is the entry of `otherwise`.
+    """
     first, last = amax_interval(scale, recipe, dtype, NEAR)
     far = ~_inside(first, last, scale, recipe)
     if far.any():
@@ -122,9 +131,9 @@ def _implied(scale: np.ndarray, otherwise: np.ndarray, recipe: Recipe, dtype: np
 
 
 def _inside(first: np.ndarray, last: np.ndarray, scale: np.ndarray, recipe: Recipe) -> np.ndarray:
-    """Return whether all amaxes of a scale lie within NEAR steps.
+    """Return whether [first, last], found within NEAR steps, holds every amax that gives the scale.
 
-    That is so if there is one, and neither end of the search range is one.
+    That is so if the interval is not empty and touches neither end of the search range.
     """
     with np.errstate(all="ignore"):
         center = np.minimum(scale * covered_range(recipe), FLT_MAX).view(np.int32).astype(np.int64)
@@ -134,11 +143,12 @@ def _inside(first: np.ndarray, last: np.ndarray, scale: np.ndarray, recipe: Reci
 def stored_tensor_scale(
     scale: np.ndarray | None, amax: np.ndarray | None, recipe: Recipe, dtype: np.dtype
 ) -> TensorScale:
-    """Return the TensorScale with which a Quantized is decoded.
+    """Return the TensorScale with which a Quantized is decoded. Its decode is the stored tensor_scale.
 
-    decode is the stored tensor_scale. amax is filled in only if the recipe's decode rule reads it: the known amax if
-    the tensor rule gives scale for it, otherwise the implied amax. If no amax gives the scale, it is UNKNOWN, and
-    values are decode(code) * (block_scale * tensor_scale). All parts are 1 if the recipe has no tensor scale.
+    Its amax and encode are filled in only if the recipe's decode rule reads them. The amax is the given one if the
+    tensor rule makes `scale` of it, and otherwise the implied amax. If no amax gives the scale, it is UNKNOWN, and the
+    Quantized is decoded as decode(code) * (block_scale * tensor_scale). All fields are 1 if the recipe has no tensor
+    scale.
     """
     if recipe.tensor_rule is None or scale is None:
         return TensorScale(ONE, ONE, ONE)
@@ -158,9 +168,9 @@ def stored_tensor_scale(
 
 
 def encodes_by_amax(recipe: Recipe) -> bool:
-    """Return whether elements are encoded with the tensor's encode scale, which only an amax gives.
+    """Return whether elements are encoded with the tensor's encode scale, so that the tensor amax must be known.
 
-    Recipes that encode with the decode scale need no amax.
+    The decode scale, which a Quantized stores, is enough for other recipes.
     """
     if recipe.tensor_rule is None:
         return False
@@ -168,10 +178,10 @@ def encodes_by_amax(recipe: Recipe) -> bool:
 
 
 def encoding_scale(scale: np.ndarray | None, recipe: Recipe, dtype: np.dtype) -> TensorScale:
-    """Return the TensorScale with which elements are encoded under a given tensor scale.
+    """Return the TensorScale with which elements are encoded if the tensor scale is given. Its decode is that scale.
 
-    decode is the given scale, and encode follows from the implied amax. If no amax gives the scale, encode is 1 /
-    scale. Parts that the recipe does not read are 1.
+    Its encode follows from the implied amax. If no amax gives the scale, encode is 1 / scale. Fields that the recipe
+    does not read are 1.
     """
     if scale is None:
         return TensorScale(ONE, ONE, ONE)

@@ -11,10 +11,10 @@ from fp4kit.recipes import Recipe
 
 
 def stack(a: np.ndarray, recipe: Recipe, per_matrix: bool = False) -> Any:
-    """Return a view of a (..., M, K) as matrices (B, M, K).
+    """Return a view of an array (..., M, K) as a sequence of matrices, for functions that handle one matrix.
 
-    If all rows can be joined into one matrix without a copy, the result has a single matrix. Otherwise it has one
-    matrix per leading index. That is so if blocks span several rows, if per_matrix is set, or if a is not contiguous.
+    The rows are joined into a single matrix if that needs no copy. Otherwise there is one matrix per leading index.
+    This is the case if blocks span several rows, if per_matrix is set, or if a is not contiguous.
     """
     if a.ndim == 1:
         return a[None, None]
@@ -27,7 +27,7 @@ def stack(a: np.ndarray, recipe: Recipe, per_matrix: bool = False) -> Any:
 
 
 class _StackView:
-    """Index the matrices of a strided array of more than three dimensions."""
+    """Give access to the matrices of a strided array of more than three dimensions, like an array (B, M, K)."""
 
     def __init__(self, a: np.ndarray) -> None:
         self._array = a

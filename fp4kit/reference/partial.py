@@ -1,6 +1,7 @@
 """Partial quantization: block amaxes and codes of a shard, a range of elements of a flattened matrix.
 
-A shard may start and end inside a row, a block or a byte. It owns the elements in its range.
+A trainer shards its float32 weights over processes. A shard may start and end inside a row, a block or a byte. The
+process owns the elements in that range, and no others.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from fp4kit.reference.tensor_rules import tensor_scale
 
 
 class Segment(NamedTuple):
-    """A rectangle of the matrix that a shard owns: its rows, its columns, and the shard elements that fill it."""
+    """Describe a rectangle of the matrix that a shard owns: its rows, columns, and elements of the shard."""
 
     rows: slice
     columns: slice
@@ -27,9 +28,9 @@ class Segment(NamedTuple):
 
 
 def segments(start: int, length: int, K: int) -> Iterator[Segment]:
-    """Yield segments that cover elements [start, start + length) of a flattened (M, K) matrix.
+    """Yield segments that cover elements [start, start + length) of a flattened matrix with K columns.
 
-    They are part of a row, then whole rows, then part of a row.
+    First comes part of a row, then whole rows, then part of a row. Each of them may be missing.
     """
     position = 0
     while position < length:
@@ -43,9 +44,9 @@ def segments(start: int, length: int, K: int) -> Iterator[Segment]:
 
 
 def _padded(shard: np.ndarray, segment: Segment, size: int) -> tuple[np.ndarray, int]:
-    """Return a segment as float32 (rows, whole blocks), and the index of its first block.
+    """Return a segment as float32 (rows, columns of whole blocks), and the column index of its first block.
 
-    Elements of these blocks outside of the segment are zeros.
+    size: the columns per block. Elements of these blocks outside of the segment are zeros.
     """
     rows, columns, elements = segment
     first = columns.start // size
@@ -58,7 +59,11 @@ def _padded(shard: np.ndarray, segment: Segment, size: int) -> tuple[np.ndarray,
 
 @np.errstate(all="ignore")
 def partial_amax(shard: np.ndarray, shape: tuple[int, int], start: int, recipe: Recipe) -> np.ndarray:
-    """Return the amax of the owned part of each block, and 0 elsewhere: float32 (ceil(M / block rows), K / block)."""
+    """Return the amax of each block over the elements that the shard owns, and 0 for blocks that it has no part in.
+
+    shape: the (M, K) of the matrix. start: the index of the shard's first element. The result is float32 (ceil(M /
+    block rows), K / block).
+    """
     height, width = recipe.block or (1, 1)
     M, K = shape
     out = np.zeros((-(-M // height), K // width), np.float32)
@@ -87,9 +92,10 @@ def partial_cast(
     recipe: Recipe,
     tensor_amax: np.ndarray | None,
 ) -> None:
-    """Write the codes of the owned elements into out (M, K/2), and change no other nibble.
+    """Write the codes of the elements that the shard owns into out (M, K/2). Change no other nibble.
 
-    amax: the amaxes of whole blocks.
+    amax: the amaxes of whole blocks, from all shards. shape: the (M, K) of the matrix. start: the index of the shard's
+    first element.
     """
     height, width = recipe.block or (1, 1)
     tensor = tensor_scale(tensor_amax, recipe, shard.dtype).columns(recipe)

@@ -1,8 +1,8 @@
-"""d^p of errors in float64, with equal bits on every machine.
+"""d^p in float64, for the errors d of a scale search, with equal bits on every machine.
 
-It uses only +, -, *, /, each rounded once, and operations on bits. No producer computes such powers, so there is
-nothing to match. The pow of C libraries and that of CUDA differ in the last bit and cannot be used. The C++ version is
-power.cuh.
+The pow functions of C libraries and of CUDA differ in the last bit, so they cannot be used. This one uses only +, -, *,
+/, each rounded once, and operations on bits. No producer computes such powers, so there is nothing to match. The C++
+version is power.cuh.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def power(d: np.ndarray, p: float) -> np.ndarray:
 
 
 def _power(d: np.ndarray, n: int, fraction: float) -> np.ndarray:
-    """Return d^n * 2^(fraction * log2 d)."""
+    """Return d^n * 2^(fraction * log2 d) for float64 d: the power with exponent n + fraction."""
     result = d
     for digit in f"{n:b}"[1:]:
         result = result * result
@@ -50,7 +50,7 @@ def _power(d: np.ndarray, n: int, fraction: float) -> np.ndarray:
 
 
 def log2(d: np.ndarray) -> np.ndarray:
-    """Return log2(d), finite for every d >= 0.
+    """Return log2(d) in float64, finite for every d >= 0, also for 0.
 
     With d = m * 2^e and m in [sqrt(1/2), sqrt(2)), it is e + 2 / ln 2 * atanh((m - 1) / (m + 1)).
     """

@@ -20,7 +20,7 @@ from fp4kit.reference.tensor_rules import TensorScale, round_to, tensor_scale
 
 
 class EncodeOptions(NamedTuple):
-    """Options that a call adds to a recipe.
+    """Hold the options that a call adds to a recipe.
 
     block_amax: calibrated block amaxes. random: random bytes for stochastic rounding. hadamard: the sign mask of a
     Hadamard transform. None means that the option is not used.
@@ -32,9 +32,10 @@ class EncodeOptions(NamedTuple):
 
 
 def widen(x: np.ndarray, recipe: Recipe, hadamard: int | None = None) -> np.ndarray:
-    """Return the elements of a tile as contiguous float32.
+    """Return the elements of a tile as contiguous float32, ready for quantization.
 
-    With a Hadamard sign mask, return the transform of the elements, rounded to the dtype of x.
+    If a Hadamard sign mask is given, the elements are transformed first, and the transform is rounded to the dtype of
+    x.
     """
     if hadamard is not None:
         x = hadamard_blocks(x, hadamard)
@@ -43,10 +44,10 @@ def widen(x: np.ndarray, recipe: Recipe, hadamard: int | None = None) -> np.ndar
 
 @np.errstate(all="ignore")
 def tensor_amax(x: np.ndarray, recipe: Recipe, hadamard: int | None = None) -> np.ndarray:
-    """Return the amaxes of a matrix that the recipe's tensor scale needs.
+    """Return the amaxes of a matrix from which the recipe's tensor rule makes its tensor scale.
 
     The result is float32: () for one scale per tensor, (M,) for "row", (M, blocks) for "block". FlashInfer takes the
-    amax from its caller, so for its recipes (amax_nan "lanes") the amax of the finite elements is used.
+    amax from its caller. So for its recipes (amax_nan "lanes"), infinite and NaN elements are left out.
     """
     M, K = x.shape
     size = recipe.block_size
@@ -72,13 +73,19 @@ def quantize_tile(
     amax: np.ndarray | None,
     random: np.ndarray | None,
 ) -> tuple[np.ndarray, np.ndarray | None]:
-    """Return the codes (m, k) and block scales (m, k / block) of float32 x (m, k).
+    """Return the codes (m, k) and block scale codes (m, k / block) of float32 x (m, k).
 
         scale = code(block_amax, tensor scale);   factor = factor(scale, block_amax, tensor scale)
         code = encode(x * factor)   or   encode(x / factor)   or   the code whose value * factor is nearest to x
 
-    tensor: scalars, (m, 1) or (m, blocks). amax: calibrated block amaxes, or None to compute them. random: bytes (m,
-    k), or None. The block scales are None if the recipe has none.
+    Here code() and factor() are the functions of the recipe's block rule. If the recipe has no block scales, None is
+    returned for them.
+
+    Args:
+        tensor: the tensor scale; its fields are scalars, (m, 1) or (m, blocks).
+        dtype: the dtype of x before it was converted to float32.
+        amax: calibrated block amaxes, or None to compute them.
+        random: bytes (m, k) for stochastic rounding, or None.
     """
     m, k = x.shape
     if recipe.block_rule is None:
@@ -104,10 +111,10 @@ def encode_tile(
     scales: np.ndarray | None,
     random: np.ndarray | None,
 ) -> np.ndarray:
-    """Return the codes (m, k) of float32 x (m, k) under given block scales (m, k / block).
+    """Return the codes (m, k) of float32 x (m, k) with block scales that are given instead of computed.
 
-    scales is None if the recipe has no block scales. The factor follows from the given scales by the recipe's rule.
-    Some rules also check whether the block amax is zero; that amax is taken from x.
+    scales: block scale codes (m, k / block), or None if the recipe has no block scales. The recipe's block rule makes
+    the factor from them. Some rules also check whether the block amax is zero. For that, the amax is computed from x.
     """
     m, k = x.shape
     blocks = x.reshape(m, -1, recipe.block_size if recipe.block else k)
@@ -129,7 +136,10 @@ def encode_elements(
     random: np.ndarray | None,
     tensor: TensorScale,
 ) -> np.ndarray:
-    """Return the codes of scaled elements, with the recipe's rounding or, given random bytes, stochastic rounding."""
+    """Return the codes of elements (m, blocks, block), scaled by the factors of their blocks as recipe.apply says.
+
+    They are rounded as the recipe says, or stochastically if random bytes are given.
+    """
     if recipe.apply == "compare" and random is None:
         return encode(blocks, recipe.element, recipe.rounding, recipe.sign, recipe.nan_code, factor)
     scaled = _scale_elements(blocks, factor, recipe)
@@ -137,7 +147,7 @@ def encode_elements(
         scaled = round_to(scaled, dtype)
     if recipe.block_rule is not None and rules.BLOCK_RULES[recipe.block_rule].then_encode:
         scaled = scaled * tensor.encode[..., None]
-    if recipe.nan_is_max:  # the producer clamps before it converts, and the clamp turns NaN into the maximum
+    if recipe.nan_is_max:  # the producer clamps first, which turns NaN into the largest value
         scaled = np.where(np.isnan(scaled), recipe.element.max, scaled)
     if random is not None:
         return encode_stochastic(scaled, recipe.element, random.reshape(blocks.shape))
@@ -148,15 +158,16 @@ def encode_elements(
 
 
 def _repacked(codes: np.ndarray, scaled: np.ndarray, factor: np.ndarray, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
-    """Return the codes as auto-round finds them again when it packs values: value = decode(code) / factor.
+    """Return the codes that auto-round stores: when it packs, it encodes the decoded values of the given codes again.
 
-    T rounds to the dtype of the elements, and 1 / 0 counts as 0.
+    value = decode(code) / factor. T rounds to the dtype of the elements, and 1 / 0 counts as 0.
 
     - E8M0 scales: T(T(value) / T(1 / factor)) is encoded. In a format without NaN, inf gets the code of zero, because
       all its distances are infinite.
     - E4M3 scales: T(value) * factor is encoded.
 
-    An element that is NaN stays NaN. Source: auto-round export_to_autoround/qlinear_fp.py QuantLinear.pack.
+    If scaled, the element times the factor, is NaN, value is NaN. Source: auto-round export_to_autoround/qlinear_fp.py
+    QuantLinear.pack.
     """
     inverse = reciprocal_or_zero(factor)
     values = round_to(np.where(np.isnan(scaled), np.float32(np.nan), decode(codes, recipe.element) * inverse), dtype)
@@ -186,9 +197,10 @@ def quantize_matrix(
     scales: np.ndarray | None,
     options: EncodeOptions,
 ) -> None:
-    """Quantize x (M, K) into packed (M, K/2 or K) and scales (M, K/block), tile by tile.
+    """Quantize x (M, K) tile by tile, and write the results into packed (M, K/2 or K) and scales (M, K/block).
 
-    amax: the result of tensor_amax, or any shape that broadcasts to it.
+    amax: the tensor amax, as the function tensor_amax returns it or in a shape that broadcasts to that. scales is None
+    if the recipe has no block scales.
     """
     tensor = tensor_scale(amax, recipe, x.dtype).columns(recipe)
     packing = recipe.element.packing
@@ -217,9 +229,10 @@ def encode_matrix(
     packed: np.ndarray,
     options: EncodeOptions,
 ) -> None:
-    """Encode x (M, K) under given scales into packed, tile by tile.
+    """Encode x (M, K) with given block scales and a given tensor scale, and write the codes into packed.
 
-    tensor: the result of implied_amax.encoding_scale.
+    tensor: the tensor scale, a result of implied_amax.encoding_scale. scales: block scale codes, or None if the recipe
+    has none.
     """
     tensor, packing = tensor.columns(recipe), recipe.element.packing
     for rows, columns in tiles(x.shape, recipe.block):
@@ -232,6 +245,6 @@ def encode_matrix(
 
 
 def _block_rows(rows: slice, recipe: Recipe) -> slice:
-    """Return the rows of blocks that cover the given rows of elements."""
+    """Return the slice of rows of blocks that covers a slice of rows of elements."""
     height = recipe.block_rows
     return slice(rows.start // height, -(-rows.stop // height))

@@ -1,4 +1,4 @@
-"""Requantize MXFP4 to NVFP4 exactly, by an exact cast that keeps the codes."""
+"""Requantize MXFP4 to NVFP4 exactly: keep the codes, and express the scales, which are powers of two, in NVFP4."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ from fp4kit.reference.tensor_rules import full_range, tensor_scale
 
 
 def may_keep_codes(q: Quantized, target: Recipe) -> bool:
-    """Return whether the formats and blocks of q and target are those of the MXFP4 to NVFP4 cast."""
+    """Return whether q and target have formats and blocks that allow the exact cast from MXFP4 to NVFP4.
+
+    q must be MXFP4, target NVFP4 with one scale per tensor, and blocks of q must consist of whole blocks of target.
+    """
     source = q.recipe
     if not (source.element == target.element == E2M1 and source.scale == E8M0 and target.scale == E4M3):
         return False
@@ -24,7 +27,7 @@ def may_keep_codes(q: Quantized, target: Recipe) -> bool:
 
 
 def keep_codes(q: Quantized, target: Recipe) -> Quantized | None:
-    """Return q cast exactly from MXFP4 to NVFP4, or None if no exact cast exists."""
+    """Return q cast exactly from MXFP4 to the NVFP4 recipe target, or None if no exact cast exists."""
     if not may_keep_codes(q, target):
         return None
     source = q.recipe
@@ -33,7 +36,7 @@ def keep_codes(q: Quantized, target: Recipe) -> Quantized | None:
     if exponents is None:
         return None
     nonzero, m = exponents
-    shifted = np.where(nonzero, scales.astype(np.int32) - 127 - m, 0)  # zero blocks may have scales out of range
+    shifted = np.where(nonzero, scales.astype(np.int32) - 127 - m, 0)  # the scale of a zero block may be out of range
     values = np.where(nonzero, np.ldexp(np.float32(1), shifted), np.float32(0)).astype(np.float32)
     block_scale = np.repeat(encode(values, E4M3), source.block_size // target.block_size, axis=-1)
     with np.errstate(over="ignore"):
@@ -48,9 +51,9 @@ def keep_codes(q: Quantized, target: Recipe) -> Quantized | None:
 
 
 def _kept_codes(q: Quantized) -> np.ndarray:
-    """Return a copy of the packed codes.
+    """Return a copy of the packed codes of q, for the cast.
 
-    If the source's decoder drops the sign of zero, code 8 (-0) is replaced by 0.
+    If the decode rule of q gives +0 for code 8 (-0), code 8 is replaced by 0.
     """
     if not DECODE_RULES[q.recipe.decode_rule].unsigned_zero:
         return q.packed.copy()
@@ -59,9 +62,9 @@ def _kept_codes(q: Quantized) -> np.ndarray:
 
 
 def _exponents(q: Quantized, scales: np.ndarray) -> tuple[np.ndarray, int] | None:
-    """Return which blocks hold a nonzero code, and the exponent m of the tensor scale.
+    """Return a mask of the blocks with a nonzero code, and m, for which 2^m is the tensor scale of the cast.
 
-    Return None if a scale is NaN, or if the scales of the nonzero blocks span more powers of two than E4M3 has.
+    Return None if a scale is NaN, or if the scales of these blocks span more powers of two than E4M3 has.
     """
     if (scales == 255).any():
         return None
