@@ -1,4 +1,4 @@
-"""Helpers shared by tests, notebooks and benchmarks: bitwise comparison, and inputs that expose mistakes."""
+"""Provide helpers for tests, notebooks and benchmarks: bitwise comparison, and inputs that expose mistakes."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def adversarial_blocks(dtype: Any = np.float32, block: int = 32, seed: int = 0) 
 
 
 def _adversarial(rng: np.random.Generator, k: int) -> Iterator[np.ndarray]:
-    """Yield float64 arrays of rows with ``k`` columns, before they are cast to the dtype."""
+    """Yield arrays of rows with ``k`` columns for adversarial_blocks, as float64 before the cast to its dtype."""
     grid = np.concatenate([E2M1.midpoints, E2M1.magnitudes.astype(np.float64)])
     for exponent in (-140, -126, -30, -14, -7, 0, 1, 7, 30, 100, 125):
         signs = rng.choice([-1.0, 1.0], (4, k))

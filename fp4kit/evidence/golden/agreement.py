@@ -21,7 +21,10 @@ DTYPES: dict[str, Any] = {"float32": np.float32, "float16": np.float16, "bfloat1
 
 
 def ordinary_data(dtype: Any) -> list[np.ndarray]:
-    """Return arrays of (256, 512): weights, heavy tails, wide ranges and ties. They are always the same."""
+    """Return the arrays on which recipes are compared: weights, heavy tails, wide ranges and ties.
+
+    Each array is (256, 512). Every call returns the same values.
+    """
     rng = np.random.default_rng(20)
     shape = (256, 512)
     normal = rng.standard_normal(shape)
@@ -44,9 +47,10 @@ def agreeing(dtype: Any) -> tuple[tuple[str, ...], ...]:
 
 
 def _agreeing(data: list[np.ndarray]) -> Iterator[tuple[str, ...]]:
-    """Yield the groups. Recipes that one array separates are not compared on the next array.
+    """Yield groups of two or more recipe ids that give the same bytes on all arrays of ``data``.
 
-    Recipes with a search are left out: no other recipe gives their bytes, and they take long.
+    Recipes that give different bytes on one array are not compared on the next ones. Recipes with a search are left
+    out: no other recipe gives their bytes, and they take long.
     """
     groups = [[r for r in RECIPES.values() if not r.fake_only and r.scale is not None and not r.search]]
     order = {r.id: i for i, r in enumerate(groups[0])}
@@ -56,7 +60,7 @@ def _agreeing(data: list[np.ndarray]) -> Iterator[tuple[str, ...]]:
 
 
 def _parts(group: list[Recipe], x: np.ndarray) -> list[list[Recipe]]:
-    """Return the group split by the bytes that its recipes give for ``x``."""
+    """Split a group of recipes into groups that give the same bytes for ``x``."""
     found: dict[bytes, list[Recipe]] = {}
     for r in group:
         q = quantize(x, r)

@@ -1,11 +1,11 @@
-"""Compare recipes with the recorded arrays of rows. `fp4kit recipes --check` prints the result; the tests assert it.
+"""Compare recipes with recorded outputs of producers. `fp4kit recipes --check` prints the result; the tests assert it.
 
-Local words: a row (GoldenRow) says which recorded variant a recipe must equal; a case (RecordedCase) is one input of a
-row; a part is one recorded array of a case, such as "codes". Masks are True where a difference is excused.
+Local words: a row (GoldenRow) says which recorded outputs a recipe must equal; a case (RecordedCase) is one input of a
+row; a part is one recorded array of a case, such as "codes". A mask is True for elements whose difference is excused.
 
-By default the specification is compared. With other Operations another engine is (`fp4kit selftest`). Every array is
-compared bit for bit, except for what a row excuses by `skip` and `inputs`, and for the sign bit of a NaN, which no
-producer keeps stable. fp4kit/evidence/recorded/README.md lists and explains the exceptions.
+By default the specification is compared. `fp4kit selftest` passes the Operations of another engine instead. Every array
+is compared bit for bit, with two exceptions: differences that a row excuses by `skip` and `inputs`, and the sign bit of
+a NaN, which no producer keeps stable. fp4kit/evidence/recorded/README.md lists and explains the exceptions.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Mask = np.ndarray
 
 
 class Operations(NamedTuple):
-    """Hold the public functions of an engine, with NumPy arrays as input and output."""
+    """Hold public functions of fp4kit that run on one engine, with NumPy arrays as input and output."""
 
     quantize: Callable[..., Any]
     fake_quantize: Callable[..., np.ndarray]
@@ -50,7 +50,7 @@ class Operations(NamedTuple):
 
     @classmethod
     def of(cls, engine: ComparedEngine) -> Operations:
-        """Return the operations of an engine."""
+        """Return the functions, bound to an engine."""
         functions = (quantize, fake_quantize, fake_quantize_backward, op_amax, dequantize, search_scales)
         return cls(*(partial(engine.call, function) for function in functions))
 
@@ -58,35 +58,41 @@ class Operations(NamedTuple):
 SPECIFIED = Operations.of(SPECIFICATION)
 
 
-# ---- exceptions: masks of elements that are not compared
+# ---- exceptions: functions from a case to a mask of elements that are not compared
 
 
 def _block_amax(case: RecordedCase) -> np.ndarray:
-    """Return the amax of each element's block, in the shape of x."""
+    """Return the amax of the block of each element, in the shape of x."""
     x = np.abs(case.x.astype(np.float32))
     size = case.recipe.block_size
     return np.repeat(np.max(x.reshape(len(x), -1, size), axis=-1), size, axis=1)
 
 
 def _skip_nan_scale(case: RecordedCase) -> Mask:
-    """Excuse codes under a NaN scale, which carry no meaning."""
+    """Return a mask that excuses codes under a NaN scale, which carry no meaning."""
     scale = decode(case.q.block_scale, case.recipe.scale or E8M0)
     return np.repeat(np.isnan(scale), case.recipe.block_size, axis=1)
 
 
 def _skip_nonfinite_block(case: RecordedCase) -> Mask:
-    """Excuse blocks with inf or NaN, whose casts to uint8 are undefined in C."""
+    """Return a mask that excuses blocks with inf or NaN. In C, their casts to uint8 are undefined."""
     return ~np.isfinite(_block_amax(case))
 
 
 def _skip_overflowing_block(case: RecordedCase) -> Mask:
-    """Excuse blocks whose amax rounds up to a power of two beyond the input dtype: compressed-tensors corrupts them."""
+    """Return a mask that excuses blocks that compressed-tensors corrupts.
+
+    The amax of such a block rounds up to a power of two that the input dtype cannot hold.
+    """
     limit = 1.75 * 2.0 ** (15 if case.x.dtype == np.float16 else 127)
     return ~(_block_amax(case) < limit)
 
 
 def _skip_uncertain(case: RecordedCase) -> Mask:
-    """Excuse bytes that depend on which neighbour rcp.approx returns. The file marks the bytes that do not."""
+    """Return a mask that excuses codes that depend on how the GPU instruction rcp.approx rounds.
+
+    The file marks the codes that do not depend on it (codes_certain).
+    """
     certain = case.part("codes_certain")
     if certain is None:
         return np.zeros(case.x.shape, bool)
@@ -94,18 +100,18 @@ def _skip_uncertain(case: RecordedCase) -> Mask:
 
 
 def _skip_undefined(case: RecordedCase) -> Mask:
-    """Excuse NaN elements, for which the producer reads an uninitialized variable.
+    """Return a mask that excuses NaN elements, for which the producer reads an uninitialized variable.
 
-    The file marks the valid elements.
+    The file marks the other elements (valid).
     """
     valid = case.part("valid")
     return np.zeros(case.x.shape, bool) if valid is None else ~valid
 
 
 def _skip_cpu_only_rows(case: RecordedCase) -> Mask:
-    """Excuse rows of fp8-modelopt-channel where a CPU and a GPU divide differently, for inputs recorded on a CPU alone.
+    """Return a mask that excuses rows of fp8-modelopt-channel whose result differs between a CPU and a GPU.
 
-    A CPU evaluates 448 / amax as (1 / amax) * 448.
+    A CPU evaluates 448 / amax as (1 / amax) * 448. Rows are excused only for inputs that were recorded on a CPU alone.
     """
     cpu_only = case.recipe.id == "fp8-modelopt-channel" and case.part("amax") is None
     amax = np.max(np.abs(case.x.astype(np.float32)), axis=1, keepdims=True)
@@ -115,27 +121,27 @@ def _skip_cpu_only_rows(case: RecordedCase) -> Mask:
 
 
 def _skip_nonfinite_tensor(case: RecordedCase) -> Mask:
-    """Excuse two kinds of tensors with inf or NaN in fouroversix.
+    """Return a mask that excuses two kinds of tensors with inf or NaN in fouroversix.
 
-    In float32, the processor decides the sign of a NaN scale. In blocks of 16x16, its Triton kernels leave out rows
-    with inf or NaN.
+    For float32 tensors, the processor decides the sign of a NaN scale. In blocks of 16x16, fouroversix's Triton kernels
+    leave out rows with inf or NaN.
     """
     undecided = case.x.dtype == np.float32 or (case.recipe.keep_infinity and case.recipe.block_rows > 1)
     return np.full(case.x.shape, undecided and not np.isfinite(_block_amax(case)).all())
 
 
 def _skip_nan_element(case: RecordedCase) -> Mask:
-    """Excuse elements of triton_kernels that are not finite.
+    """Return a mask that excuses elements of triton_kernels that are not finite.
 
-    The sign of their code is undefined if they are NaN, or if inf * 0 makes them NaN.
+    If such an element is NaN, or becomes NaN as inf * 0, the sign of its code is undefined.
     """
     return ~np.isfinite(case.x.astype(np.float32))
 
 
 def _skip_infinite_quotient(case: RecordedCase) -> Mask:
-    """Excuse infinities in Quark, which it packs as 4.
+    """Return a mask that excuses elements that Quark turns into infinities, which it packs as 4.
 
-    They occur in tensors with inf or NaN, and where an element divided by the scale 2^-23 overflows.
+    This happens in tensors with inf or NaN, and where an element divided by the scale 2^-23 overflows.
     """
     scale = case.part("global_scale")
     if scale is None or not np.isfinite(scale).all():
@@ -145,9 +151,9 @@ def _skip_infinite_quotient(case: RecordedCase) -> Mask:
 
 
 def _skip_applied_scale(case: RecordedCase) -> Mask:
-    """Excuse Quark's values under scales that it stores as other scales, and blocks with inf or NaN.
+    """Return a mask that excuses Quark's values under scales that it stores differently, and blocks with inf or NaN.
 
-    The file has the applied scales.
+    The file has the scales that Quark applied (scale_applied).
     """
     skip, applied = _skip_nonfinite_block(case), case.part("scale_applied")
     if applied is None:
@@ -161,7 +167,7 @@ def _skip_applied_scale(case: RecordedCase) -> Mask:
 
 @dataclass
 class RecordedCase:
-    """Hold one input of a row: the recorded arrays, and what the recipe gives."""
+    """Hold one input of a row, the recorded outputs for it, and the recipe that must give them."""
 
     row: GoldenRow
     golden: GoldenSet
@@ -172,13 +178,13 @@ class RecordedCase:
     q: Any = None
 
     def key(self, part: str) -> str:
-        """Return the key of one recorded array."""
+        """Return the key of a recorded array of this case in the file: <input>/<variant>/<part>."""
         return f"{self.name}/{self.row.variant}/{part}"
 
     def part(self, part: str) -> np.ndarray | None:
         """Return a recorded array, or None if the file has none. bfloat16 arrays have the dtype bfloat16.
 
-        If an array was recorded on a CPU and on a GPU, the one of the GPU is returned.
+        If the array was recorded both on a CPU and on a GPU, return the one recorded on the GPU.
         """
         places = [(f"{self.row.file.removesuffix('_fake')}_h200", self.key(part)), (self.row.file, self.key(part))]
         if self.row.on_gpu:
@@ -190,13 +196,16 @@ class RecordedCase:
         return None
 
     def global_scale(self) -> np.ndarray | None:
-        """Return the global scale of MLX, which is an amax. The Metal variants use that of the CPU variant."""
+        """Return MLX's global scale, which is an amax.
+
+        For a variant recorded with Metal, it is the global scale of the CPU variant unless the file has its own.
+        """
         own = self.part("global_scale")
         key = f"{self.name}/{self.row.variant.removesuffix('_metal')}/global_scale"
         return self.golden.get(self.row.file, key) if own is None else own
 
     def arguments(self) -> dict[str, Any]:
-        """Return the arguments of the call: the row's options, and the amaxes that the file supplies."""
+        """Return the keyword arguments of the call: the row's options, and the amaxes that the file supplies."""
         options = dict(self.row.options)
         amax = self.part("global_amax") if self.part("global_amax") is not None else self.part("amax")
         amax = self.global_scale() if self.row.given_amaxes == "global_scale" else amax
@@ -228,7 +237,7 @@ SKIPPED_SCALES = (
 
 
 def cases(row: GoldenRow, golden: GoldenSet, ops: Operations = SPECIFIED) -> Iterator[RecordedCase]:
-    """Yield the inputs that the golden set holds for a row."""
+    """Yield a RecordedCase for each input of a row that the golden set holds."""
     r = recipe(row.recipe)
     r = r if row.block is None else replace(r, block=row.block)
     for name in golden.variants(row.file).get(row.variant, ()):
@@ -238,7 +247,7 @@ def cases(row: GoldenRow, golden: GoldenSet, ops: Operations = SPECIFIED) -> Ite
 
 
 def check_recipe(name: str, golden: GoldenSet, ops: Operations = SPECIFIED) -> GoldenResult:
-    """Compare every recorded array of a recipe with the results of ``ops``."""
+    """Compare all recorded arrays of a recipe with the results of ``ops``. Return the counts and differences."""
     results = [check_row(row, golden, ops) for row in ROWS if row.recipe == name]
     results.append(check_bytes(name, golden, ops))
     differences = tuple(difference for result in results for difference in result.differences)
@@ -246,12 +255,12 @@ def check_recipe(name: str, golden: GoldenSet, ops: Operations = SPECIFIED) -> G
 
 
 def check_bytes(name: str, golden: GoldenSet, ops: Operations = SPECIFIED) -> GoldenResult:
-    """Compare the arrays that were recorded from bytes alone (recorded_bytes.py)."""
+    """Compare decoded values of all codes, and blocks of files, for a recipe; see recorded_bytes.py."""
     return result_of(name, byte_arrays(name, golden, ops.dequantize))
 
 
 def check_row(row: GoldenRow, golden: GoldenSet, ops: Operations = SPECIFIED) -> GoldenResult:
-    """Compare every recorded array of a row with the results of ``ops``."""
+    """Compare every recorded array of a row with the results of ``ops``. Return the counts and differences."""
     arrays = searched_arrays if row.searched else _fake_arrays if row.fake else _arrays
     return result_of(
         row.recipe, ((row.file, compared) for case in cases(row, golden, ops) for compared in arrays(case))
@@ -259,7 +268,7 @@ def check_row(row: GoldenRow, golden: GoldenSet, ops: Operations = SPECIFIED) ->
 
 
 def _arrays(case: RecordedCase) -> Iterator[Compared]:
-    """Yield the comparisons of quantize: codes, scales, amaxes and stored bytes."""
+    """Yield the arrays of quantize to compare: codes, scales, amaxes and stored bytes. Each is a Compared tuple."""
     case.q = case.ops.quantize(case.x, case.recipe, **case.arguments())
     skip = SKIPS[case.row.skip](case) if case.row.skip else np.zeros(case.q.moved_shape, bool)
     codes, scales = case.part("codes"), case.part("scales")
@@ -279,7 +288,7 @@ def _arrays(case: RecordedCase) -> Iterator[Compared]:
 
 
 def _element_codes(case: RecordedCase, recorded: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return (own codes, recorded codes), one code per element."""
+    """Return (fp4kit's codes, recorded codes), one code per element."""
     if case.recipe.element.packing.codes > 1:
         return unpack(case.q.packed), unpack(recorded)
     ours = case.q.packed.T if case.row.columnwise_in_place else case.q.packed
@@ -289,9 +298,9 @@ def _element_codes(case: RecordedCase, recorded: np.ndarray) -> tuple[np.ndarray
 
 
 def _tensor_arrays(case: RecordedCase) -> Iterator[Compared]:
-    """Yield the comparisons of tensor amax, tensor scale and block amaxes.
+    """Yield the tensor amax, tensor scale and block amaxes to compare, as Compared tuples.
 
-    Tensor scales are compared in the direction that the file uses.
+    A tensor scale is compared in the direction in which the file stores it.
     """
     amax, scale, block = case.part("global_amax"), case.part("global_scale"), case.part("block_amax")
     nothing = np.False_
@@ -314,7 +323,7 @@ def _tensor_arrays(case: RecordedCase) -> Iterator[Compared]:
 
 
 def _fake_arrays(case: RecordedCase) -> Iterator[Compared]:
-    """Yield the comparisons of fake_quantize and of its gradient."""
+    """Yield the results of fake_quantize and of its gradient to compare, as Compared tuples."""
     arguments = case.arguments()
     skip = SKIPS[case.row.skip](case) if case.row.skip else np.zeros(case.x.shape, bool)
     for name in case.row.values:
@@ -332,7 +341,7 @@ def _fake_arrays(case: RecordedCase) -> Iterator[Compared]:
 
 
 def _crop(recorded: np.ndarray, ours: np.ndarray) -> np.ndarray:
-    """Return the recorded scales without padding rows and columns."""
+    """Return the recorded scales without the padding rows and columns that ``ours`` does not have."""
     if recorded.size == ours.size:
         return recorded.reshape(ours.shape)
     return recorded[: ours.shape[0], : ours.shape[1]]

@@ -28,7 +28,8 @@ _BF16_SUFFIX = "__bf16"  # these inputs are stored as the uint16 bit patterns of
 class GoldenSet:
     """Read one set of recorded outputs, and the inputs that they were computed from. Arrays are read-only.
 
-    Missing data is absent from `files`, `keys`, `inputs` and `variants`. Asking for it by name raises KeyError.
+    The properties `files` and `inputs` and the methods `keys` and `variants` leave out missing data. `get` and `input`
+    raise KeyError for it.
     """
 
     def __init__(self, path: Path, names: tuple[str, ...], read: Callable[[str], Arrays]) -> None:
@@ -91,7 +92,7 @@ class GoldenSet:
     def input(self, name: str, file: str = INPUTS) -> Array:
         """Return one input as a float32, float16 or bfloat16 array.
 
-        If `file` has an input of its own with this name, under `<input>/input/values`, that one is returned.
+        If `file` stores an input of its own with this name (under `<name>/input/values`), return that one.
 
         Raises:
             KeyError: if the set has no such input.
@@ -123,7 +124,7 @@ class GoldenSet:
 
 
 class _Reader:
-    """Read files of one directory by name. A file that packed files refer to is read once."""
+    """Read files of one directory by name. Each file that packed files refer to is read only once."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory

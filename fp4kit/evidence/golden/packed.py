@@ -38,9 +38,9 @@ def is_packed(path: Path) -> bool:
 
 
 def references(path: Path) -> dict[str, tuple[str, ...]]:
-    """Return {key: (file, key) of the array that it is stored as a difference to, or ()}.
+    """Return {key: (file, key)} of a packed file: for each array, the array to which it is stored as a difference.
 
-    Returns {} for a file in the original form.
+    The value is () for an array that is stored whole. For a file in the original form, return {}.
     """
     if not is_packed(path):
         return {}
@@ -50,9 +50,9 @@ def references(path: Path) -> dict[str, tuple[str, ...]]:
 
 
 def read_packed(path: Path, base: Callable[[str], Mapping[str, Array]]) -> dict[str, Array]:
-    """Return the read-only arrays of one packed file by key.
+    """Return {key: read-only array} of one packed file.
 
-    ``base`` returns the arrays of another file of the same directory.
+    ``base`` is a function that returns the arrays of another file of the directory, for arrays stored as differences.
     """
     with np.load(path, allow_pickle=False) as npz:
         index = json.loads(npz[INDEX])
@@ -62,7 +62,7 @@ def read_packed(path: Path, base: Callable[[str], Mapping[str, Array]]) -> dict[
 
 
 def _array(members: Mapping[str, Array], entry: list[Any], base: Callable[[str], Mapping[str, Array]]) -> Array:
-    """Return the array that an entry of the index describes."""
+    """Return the array that an entry of the index describes. ``members`` are the arrays of the file."""
     dtype, start, shape = entry[:3]
     array = members[dtype][start : start + math.prod(shape)].reshape(shape)
     if len(entry) > 3:

@@ -1,7 +1,7 @@
 """Compare arrays that were recorded from bytes alone, without input values.
 
-These are the decoded values of all codes under all scales, and blocks of files that converters made from other
-producers' codes.
+These arrays are of two kinds: the decoded values of all codes under all scales, and blocks of files that converters
+made from other producers' codes.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ BYTES = (
 
 
 def byte_arrays(name: str, golden: GoldenSet, dequantize: Callable[..., Any]) -> Iterator[tuple[str, Compared]]:
-    """Yield (file, comparison) of the arrays that were recorded from bytes alone for a recipe."""
+    """Yield (file, Compared tuple) for each array that was recorded from bytes alone for the recipe ``name``."""
     for each in BYTES:
         if each.recipe == name:
             for key, ours, recorded in (*_values(each, golden, dequantize), *_blocks(each, golden)):
@@ -53,7 +53,7 @@ def byte_arrays(name: str, golden: GoldenSet, dequantize: Callable[..., Any]) ->
 
 
 def _values(each: Bytes, golden: GoldenSet, dequantize: Callable[..., Any]) -> Iterator[tuple[str, Any, Any]]:
-    """Yield the comparisons of decoded values, for each dtype that was recorded."""
+    """Yield the decoded values of all codes under all scales to compare, in each dtype that was recorded."""
     for part, dtype in _TYPES.items():
         key = f"all_bytes/{each.variant}/{part}"
         if key in golden.keys(each.file):
@@ -63,7 +63,7 @@ def _values(each: Bytes, golden: GoldenSet, dequantize: Callable[..., Any]) -> I
 
 
 def _blocks(each: Bytes, golden: GoldenSet) -> Iterator[tuple[str, Any, Any]]:
-    """Yield the comparisons of blocks packed from recorded codes and scales, and of blocks unpacked to them."""
+    """Yield the blocks of files to compare: packed from recorded codes and scales, and unpacked to them."""
     for key in golden.keys(each.file):
         head, _, part = key.rpartition("/")
         variant = head.rpartition("/")[2]
@@ -77,9 +77,9 @@ def _blocks(each: Bytes, golden: GoldenSet) -> Iterator[tuple[str, Any, Any]]:
 
 
 def all_bytes(r: Recipe, dtype: np.dtype) -> Quantized:
-    """Return a Quantized with all element codes in a row under every scale code.
+    """Return a Quantized in which each row holds all element codes, and each row has another scale code.
 
-    The tensor scale is 1 if the recipe has one. ``dtype`` is the dtype of the tensor.
+    If the recipe has a tensor scale, it is 1. ``dtype`` is the dtype of the Quantized.
     """
     count = 2**r.element.bits
     length = max(count, r.block_size)

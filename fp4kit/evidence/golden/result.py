@@ -9,7 +9,7 @@ import numpy as np
 
 from fp4kit.formats import bit_patterns
 
-Compared = tuple[str, Any, Any, Any]  # key, own array, recorded array, mask of elements that are not compared
+Compared = tuple[str, Any, Any, Any]  # key, fp4kit's array, recorded array, mask of elements that are not compared
 
 
 class ArrayDifference(NamedTuple):
@@ -41,7 +41,7 @@ class GoldenResult(NamedTuple):
 
 
 def result_of(recipe: str, arrays: Iterable[tuple[str, Compared]]) -> GoldenResult:
-    """Return the result of comparing arrays, each given with the name of its file."""
+    """Compare arrays, given as (file, Compared tuple), and return the GoldenResult for ``recipe``."""
     compared, values, differences = 0, 0, []
     for file, (key, ours, recorded, skip) in arrays:
         compared, values = compared + 1, values + np.size(recorded)
@@ -54,7 +54,7 @@ def result_of(recipe: str, arrays: Iterable[tuple[str, Compared]]) -> GoldenResu
 
 
 def _differs(ours: np.ndarray, recorded: np.ndarray) -> np.ndarray:
-    """Return a mask of the elements that differ in a bit. A NaN equals a NaN, except among codes."""
+    """Return a mask of the elements that differ in a bit. A NaN value equals any other NaN; codes must be equal."""
     if ours.shape != recorded.shape or ours.dtype != recorded.dtype:
         return np.ones(recorded.shape, bool)
     bits = bit_patterns(ours) != bit_patterns(recorded)

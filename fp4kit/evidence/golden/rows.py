@@ -11,7 +11,7 @@ from fp4kit.evidence.golden.rows_serving import serving_rows
 
 @dataclass(frozen=True)
 class GoldenRow:
-    """Describe a recorded variant that a recipe must equal.
+    """Describe recorded outputs of a producer (a variant in a file of the golden set) that a recipe must equal.
 
     Attributes:
         recipe: id of the recipe.
@@ -22,15 +22,15 @@ class GoldenRow:
         given_amaxes: the amaxes that the file supplies. "tensor": global_amax or amax. "static": block_amax too.
             "global_scale": an amax of that name. "": none, all are computed from x.
         options: further arguments of the call.
-        skip: name of the exception, a key of SKIPS.
+        skip: name of the exception that excuses differences, a key of check.SKIPS. "": none.
         columnwise_in_place: True if the file keeps columnwise codes as (M, K) and their scales as (M/block, K).
         fake: True if fake_quantize is compared instead of quantize.
         widen: True if inputs are cast to float32, because the producer takes nothing else.
         decoded: True if the decoded values of the codes are compared too.
-        raw: how to make the file's own bytes, a key of stored_bytes.RAW.
+        raw: how to make the bytes that the producer stores, a key of stored_bytes.RAW. "": they are not compared.
         min_amax: the smallest value that the file's global_amax can have.
-        on_gpu: the variant of producers_h200 with the arrays that differ on a GPU.
-        values: parts that a fake row compares.
+        on_gpu: the variant in the file producers_h200 that holds the arrays that differ on a GPU. "": none differs.
+        values: names of the recorded arrays that are compared if ``fake`` is True.
         min_scale: the smallest scale byte that the file can have.
         searched: how search_scales chooses the block amaxes. "by error", or "by hessian" with the file's Hessian for
             that number of columns.
@@ -145,7 +145,7 @@ def _torchao_rows() -> Iterator[GoldenRow]:
 
 
 def _to_mx_rows(mode: str, file: str, release: str = "") -> Iterator[GoldenRow]:
-    """Yield the rows of one mode of torchao's to_mx. ``release`` is the suffix of the recipe ids."""
+    """Yield the rows of one mode of torchao's to_mx, for the recipe ids that end in ``release`` ("" or "-018")."""
     name = "mxfp4-ocp" if mode == "floor" and not release else f"mxfp4-torchao-{mode}{release}"
     yield GoldenRow(name, file, f"mxfp4_{mode}", skip="nan_scale")
     for size in (16, 64):

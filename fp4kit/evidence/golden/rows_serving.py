@@ -1,6 +1,6 @@
 """List the rows of vLLM, triton_kernels, Quark, auto-round, fouroversix, SGLang, DeepGEMM and qwix.
 
-rows.py defines a row. Each function here takes its constructor as ``row``.
+rows.py defines GoldenRow and imports this module, so each function here takes a constructor of rows as ``row``.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ Rows = Iterator[Any]
 
 
 def serving_rows(row: Callable[..., Any]) -> Rows:
-    """Yield all rows of this module. ``row`` is the constructor of a row."""
+    """Yield all rows of this module. ``row`` is the constructor of a GoldenRow."""
     for family in (_vllm, _triton_kernels, _quark, _auto_round, _fouroversix, _others):
         yield from family(row)
 

@@ -1,4 +1,4 @@
-"""Compare what a row has besides codes and scales: stored bytes, decoded values, and searched amaxes."""
+"""Compare recorded arrays of a row other than codes and scales: stored bytes, decoded values, and searched amaxes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,10 @@ RAW: dict[str, Callable[[Any], np.ndarray]] = {  # {GoldenRow.raw: function from
 
 
 def stored_arrays(case: Any, skip: np.ndarray) -> Iterator[tuple[str, Any, Any, Any]]:
-    """Yield (key, own array, recorded array, mask of elements not compared) of a RecordedCase."""
+    """Yield the stored bytes and decoded values of a RecordedCase to compare.
+
+    Each item is (key, fp4kit's array, recorded array, mask of elements that are not compared).
+    """
     raw, values = case.part("raw"), case.part("dequant")
     if case.row.raw and raw is not None:
         yield case.key("raw"), RAW[case.row.raw](case.q), raw, np.False_
@@ -33,7 +36,7 @@ def stored_arrays(case: Any, skip: np.ndarray) -> Iterator[tuple[str, Any, Any, 
 
 
 def searched_arrays(case: Any) -> Iterator[tuple[str, Any, Any, Any]]:
-    """Yield the comparisons of the amaxes that a search chooses, in the form of stored_arrays."""
+    """Yield the amaxes that search_scales chooses for a RecordedCase, in the form of stored_arrays."""
     amax, key = case.part("global_amax"), f"hessian_{case.x.shape[-1]}"
     terms = {"hessian": case.golden.get(case.row.file, key)} if case.row.searched == "by hessian" else {}
     if amax is not None:
@@ -47,7 +50,7 @@ def searched_arrays(case: Any) -> Iterator[tuple[str, Any, Any, Any]]:
 
 
 def _beside_codes(case: Any) -> Iterator[tuple[str, Any, Any, Any]]:
-    """Yield the comparisons of applied scales that no scale byte holds, and of values recorded instead of codes."""
+    """Yield scales that are applied but not stored, and element values recorded instead of codes, to compare."""
     for part in ("scale_applied", "scale"):
         if (applied := case.part(part)) is not None:
             yield case.key(part), applied_scales(case.x, case.recipe), applied, np.False_
@@ -62,9 +65,9 @@ def _beside_codes(case: Any) -> Iterator[tuple[str, Any, Any, Any]]:
 
 @np.errstate(all="ignore")
 def applied_scales(x: np.ndarray, r: Recipe) -> np.ndarray:
-    """Return the scales (rows, blocks), float32, that elements are divided by.
+    """Return the scales by which a recipe divides the elements of x: float32, (rows, blocks).
 
-    The stored scale byte may stand for another value. Only scales without a tensor scale are supported.
+    The stored scale byte may decode to another value. Recipes with a tensor scale are not supported.
     """
     amax, tensor = block_amax(x.astype(np.float32), r), tensor_scale(None, r, x.dtype)
     rule = BLOCK_RULES[r.block_rule or ""]

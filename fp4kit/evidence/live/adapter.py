@@ -1,7 +1,7 @@
-"""Define adapters: how to call a producer, as data, by the id of the recipe that must give the same bits.
+"""Define adapters: data that says how to call a producer for each recipe that must give the same bits.
 
-An adapter is a module of `producers/` with one Adapter named ADAPTER. Its functions import the producer when they are
-called.
+An adapter is a module of `producers/` with one Adapter named ADAPTER. Its functions import the producer only when they
+are called.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ SATURATING_CASTS = {"torch": ("2.13", "")}  # before 2.13, values that overflow 
 
 @dataclass(frozen=True)
 class ProducerCall:
-    """Describe one function of a producer, and how its result is compared.
+    """Describe a function of a producer that must give the bits of a recipe, and how its result is compared.
 
     Attributes:
         function: takes a 2-d array whose last axis holds whole blocks, and returns the producer's Parts.
         dtypes: the dtypes of x that the producer accepts.
         columns: a number that the length of the rows of x must be a multiple of.
-        exempt: named exceptions. They excuse differences, and every use is counted.
+        exempt: named exceptions, which say for which elements a difference is excused. Every use is counted.
         first, last: the range of the producer's versions that the recipe is stated for. "" has no limit.
         dependency_versions: {distribution: (first, last)} for other packages that determine the bits, such as the torch
             that does the casts, or the jax that computes logarithms.
@@ -50,7 +50,7 @@ class ProducerCall:
 
 @dataclass(frozen=True)
 class Adapter:
-    """Describe a producer's package and its calls.
+    """Describe a producer's package, and the calls that are compared with recipes.
 
     Attributes:
         name: the distribution, whose version is reported.

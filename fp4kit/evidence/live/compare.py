@@ -1,7 +1,7 @@
 """Compare a producer's arrays with those of fp4kit for the same input, bit for bit.
 
-Local words: a part is one array of the result, such as "codes" (PARTS lists them). "theirs" is the producer's array of
-a part, "ours" is fp4kit's.
+Local words: a part is one array of the result, such as "codes" (PARTS lists them). For a part, ``theirs`` is the
+producer's array and ``ours`` is fp4kit's.
 """
 
 from __future__ import annotations
@@ -71,7 +71,10 @@ class Compared:
 
 
 def compare(id: str, x: np.ndarray, call: ProducerCall, theirs: Parts | None = None) -> Compared:
-    """Run the producer and fp4kit on x, and compare every part that the producer gives."""
+    """Compare every part that the producer gives for x with fp4kit's. Return the differences and counts.
+
+    ``theirs`` are the producer's parts. If it is None, ``call`` is run on x first.
+    """
     theirs = call.function(x) if theirs is None else theirs
     r = fp4kit.recipe(id)
     q = None if r.fake_only else fp4kit.quantize(x, r)
@@ -94,7 +97,10 @@ def _mask(
     ours: np.ndarray,
     excused: Counter[str],
 ) -> np.ndarray:
-    """Return a mask of excused elements. Count each exception that excuses a difference in ``excused``."""
+    """Return a mask of the elements of a part whose difference is excused.
+
+    Each exception that excuses a difference is counted in ``excused``.
+    """
     shape = np.shape(theirs)
     masked = np.zeros(shape, bool)
     if not call.exempt or shape != np.shape(ours):
@@ -112,7 +118,10 @@ def _mask(
 
 
 def _over_part(part: str, where: np.ndarray, scales: bool, r: fp4kit.Recipe) -> np.ndarray | None:
-    """Return a mask over elements as a mask over a part, or None if the exception does not apply to that part."""
+    """Convert a mask over elements to a mask over a part, such as one value per block scale.
+
+    Return None if the part holds scales and the exception does not apply to scales.
+    """
     if part in ("block_scale", "tensor_scale") and not scales:
         return None
     if part == "block_scale":
@@ -131,7 +140,7 @@ def _differing(part: str, theirs: np.ndarray, ours: np.ndarray, r: fp4kit.Recipe
 
 
 def _is_nan(a: np.ndarray, fmt: ElementFormat | None) -> np.ndarray:
-    """Return a mask of NaN. ``fmt`` is the format of codes, or None for values."""
+    """Return a mask of the elements that are NaN. ``fmt`` is the element format if they are codes, None for values."""
     numbers = a.astype(np.float64) if fmt is None else decode(a, fmt)
     return np.isnan(numbers)
 
@@ -139,7 +148,10 @@ def _is_nan(a: np.ndarray, fmt: ElementFormat | None) -> np.ndarray:
 def difference_of(
     part: str, theirs: np.ndarray, ours: Any, masked: np.ndarray, r: fp4kit.Recipe
 ) -> PartDifference | None:
-    """Return the difference between two arrays of a part where ``masked`` is False, or None if there is none."""
+    """Return how the producer's and fp4kit's array of a part differ, or None if they are equal.
+
+    Elements for which ``masked`` is True are not compared.
+    """
     ours = np.asarray(ours)
     if theirs.shape != ours.shape or theirs.dtype != ours.dtype:
         kinds = f"{theirs.dtype} {theirs.shape}", f"{ours.dtype} {ours.shape}"

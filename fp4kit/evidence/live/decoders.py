@@ -1,6 +1,6 @@
 """Compare a producer's decoder with fp4kit.dequantize on random codes and scales.
 
-Their codes and scales need not be ones that a quantizer can give.
+The codes and scales include some that no quantizer gives, such as NaN scales.
 """
 
 from __future__ import annotations
@@ -56,10 +56,7 @@ def compare_decoded(q: fp4kit.Quantized, call: ProducerCall) -> Compared:
 
 
 def shrunk(q: fp4kit.Quantized, call: ProducerCall, differs: Callable[[fp4kit.Quantized], bool]) -> fp4kit.Quantized:
-    """Return a smaller Quantized for which ``differs`` still holds.
-
-    It has as few blocks as possible, then as many zero codes as possible.
-    """
+    """Return a smaller Quantized for which ``differs`` still holds: few blocks, then few nonzero codes."""
     for candidate in _smaller(q, call):
         if differs(candidate):
             q = candidate
@@ -73,7 +70,7 @@ def shrunk(q: fp4kit.Quantized, call: ProducerCall, differs: Callable[[fp4kit.Qu
 
 
 def _smaller(q: fp4kit.Quantized, call: ProducerCall) -> Iterator[fp4kit.Quantized]:
-    """Yield parts of q with one block row, and as few blocks as the producer accepts."""
+    """Yield parts of q with one block row and as few blocks as the producer accepts."""
     r = q.recipe
     codes = fp4kit.unpack(q.packed) if r.is_packed else q.packed
     step = max(1, call.columns // r.block_size)

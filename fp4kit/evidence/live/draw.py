@@ -61,7 +61,7 @@ Kind = Callable[[np.random.Generator, Shape, np.dtype, fp4kit.Recipe], np.ndarra
 
 
 def _fuzzed(name: str) -> Kind:
-    """Return a kind of fuzz/arrays.py as a kind of this module."""
+    """Return the function that draws values of a kind in fuzz/arrays.py, with the arguments of this module's kinds."""
 
     def kind(rng: np.random.Generator, shape: Shape, dtype: np.dtype, r: fp4kit.Recipe) -> np.ndarray:
         return arrays.VALUES[name](rng, shape, dtype)
@@ -86,13 +86,13 @@ def _heavy_tails(rng: np.random.Generator, shape: Shape, dtype: np.dtype, r: fp4
 
 
 def _narrow(rng: np.random.Generator, shape: Shape, dtype: np.dtype, r: fp4kit.Recipe) -> np.ndarray:
-    """Return values of bfloat16 or float16, stored in the dtype."""
+    """Return bfloat16 or float16 values, converted to ``dtype``. They have few mantissa bits."""
     narrow = rng.choice([np.dtype(ml_dtypes.bfloat16), np.dtype(np.float16)])
     return arrays.VALUES["ordinary"](rng, shape, narrow).astype(np.float32).astype(dtype)
 
 
 def _subnormal(rng: np.random.Generator, shape: Shape, dtype: np.dtype, r: fp4kit.Recipe) -> np.ndarray:
-    """Return the bits of subnormal values whose largest magnitude varies from block to block."""
+    """Return subnormal values. Their largest magnitude varies from block to block."""
     bits = unsigned(dtype)
     largest = np.exp2(rng.uniform(0, ml_dtypes.finfo(dtype).nmant, _blocks(shape, r))).astype(np.int64)
     magnitudes = rng.integers(0, _spread(largest, shape, r) + 1).astype(bits)
@@ -137,7 +137,7 @@ def _near_powers(rng: np.random.Generator, shape: Shape, dtype: np.dtype, r: fp4
 
 
 def _near_thresholds(rng: np.random.Generator, shape: Shape, dtype: np.dtype, r: fp4kit.Recipe) -> np.ndarray:
-    """Return blocks whose amax is within a few ulp of a change of the recipe's block scale."""
+    """Return blocks whose amax is within a few ulp of a value at which the recipe's block scale changes."""
     if r.fake_only or r.block is None:
         return _near_powers(rng, shape, dtype, r)
     rows, columns = _blocks(shape, r)
@@ -169,18 +169,18 @@ KINDS: dict[str, Kind] = {
 
 
 def _blocks(shape: Shape, r: fp4kit.Recipe) -> Shape:
-    """Return the number of blocks in each direction. Without blocks in the recipe, blocks of 16 are used."""
+    """Return the number of blocks in each direction. If the recipe has no blocks, (1, 16) is used."""
     return shape[0] // r.block_rows, shape[1] // max(r.block_size, 16 if r.block is None else 1)
 
 
 def _spread(per_block: np.ndarray, shape: Shape, r: fp4kit.Recipe) -> np.ndarray:
-    """Return a number per block as a number per element."""
+    """Return an array of the given shape in which each element has the number of its block."""
     rows, columns = (shape[i] // per_block.shape[i] for i in (0, 1))
     return np.repeat(np.repeat(per_block, rows, axis=0), columns, axis=1)
 
 
 def _beside(rng: np.random.Generator, numbers: np.ndarray) -> np.ndarray:
-    """Return positive finite numbers at most ULPS bit patterns away from the given ones."""
+    """Return floats near the given ones: at most ULPS bit patterns away, nonnegative and finite."""
     bits = numbers.view(unsigned(numbers.dtype)).astype(np.int64) + rng.integers(-ULPS, ULPS + 1, numbers.shape)
     top = int(ml_dtypes.finfo(numbers.dtype).max.view(unsigned(numbers.dtype)))
     return np.clip(bits, 0, top).astype(unsigned(numbers.dtype)).view(numbers.dtype)
@@ -189,7 +189,7 @@ def _beside(rng: np.random.Generator, numbers: np.ndarray) -> np.ndarray:
 def _under(
     rng: np.random.Generator, amaxes: np.ndarray, shape: Shape, r: fp4kit.Recipe, tensor: np.ndarray | None = None
 ) -> np.ndarray:
-    """Return blocks with the given amaxes, each reached by an element at a random position.
+    """Return random values in blocks with the given amaxes. An element at a random position reaches each amax.
 
     If ``tensor`` is given, the first element is set to it, so that it is the tensor amax.
     """
@@ -207,7 +207,7 @@ def _under(
 def _thresholds(
     rng: np.random.Generator, blocks: Shape, dtype: np.dtype, r: fp4kit.Recipe, tensor: np.ndarray | None
 ) -> np.ndarray:
-    """Return an amax per block at which the scale code changes, found by bisection."""
+    """Return one amax per block at which the recipe's scale code changes, found by bisection."""
     bits = unsigned(dtype)
     span = 1 << ml_dtypes.finfo(dtype).nmant
     bottom, top = _range(rng, dtype, r, tensor)
@@ -222,9 +222,9 @@ def _thresholds(
 
 
 def _range(rng: np.random.Generator, dtype: np.dtype, r: fp4kit.Recipe, tensor: np.ndarray | None) -> tuple[int, int]:
-    """Return the bit patterns (lowest, highest) of block amaxes to search for changes of the scale code.
+    """Return (lowest, highest) bit pattern of the block amaxes among which _thresholds searches.
 
-    For E4M3 scales the range is 20 binades. Otherwise it is that, or everything below the highest.
+    The range is 20 binades below the highest amax. For scales other than E4M3 it begins at 0 in half of the cases.
     """
     span = 1 << ml_dtypes.finfo(dtype).nmant
     largest = ml_dtypes.finfo(dtype).max if tensor is None else tensor
@@ -235,7 +235,10 @@ def _range(rng: np.random.Generator, dtype: np.dtype, r: fp4kit.Recipe, tensor: 
 
 
 def _scale_codes(amaxes: np.ndarray, dtype: np.dtype, r: fp4kit.Recipe, tensor: np.ndarray | None) -> np.ndarray:
-    """Return the scale codes of blocks that contain zeros and their amax. ``amaxes`` are bit patterns."""
+    """Return the scale code of each block amax. ``amaxes`` are bit patterns of ``dtype``.
+
+    The recipe quantizes blocks that contain zeros and their amax.
+    """
     rows, columns = amaxes.shape
     x = np.zeros((rows * r.block_rows, (columns + 1) * r.block_size), dtype)
     x[:: r.block_rows, r.block_size :: r.block_size] = amaxes.astype(unsigned(dtype)).view(dtype)

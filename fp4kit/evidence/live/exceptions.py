@@ -1,4 +1,4 @@
-"""Define named exceptions: predicates for elements where a recipe's `exact` does not claim equality."""
+"""Define named exceptions, which say for which elements a recipe's `exact` text does not claim equality."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ def block_amax(x: np.ndarray, size: int) -> np.ndarray:
 
 
 def _amax(x: np.ndarray, q: Any) -> np.ndarray:
-    """Return the block amax of each element."""
+    """Return the amax of each element's block."""
     return block_amax(x, q.recipe.block_size)
 
 
 def _scale(x: np.ndarray, q: Any) -> np.ndarray:
-    """Return the block scale of each element, decoded."""
+    """Return the decoded block scale of each element."""
     scale = decode(q.block_scale, q.recipe.scale or E8M0)
     return np.repeat(scale, q.recipe.block_size, axis=-1)
 

@@ -31,7 +31,7 @@ def differing_rows(results: list[ProducerResult]) -> list[tuple[str, ...]]:
 
 
 def left_out_rows(results: list[ProducerResult], ids: tuple[str, ...]) -> list[tuple[str, str]]:
-    """Return one row per reason why recipes were not run."""
+    """Return one row per reason why some of the recipes ``ids`` were not run."""
     reasons: dict[str, list[str]] = {}
     for id, reason in not_run(results, ids).items():
         reasons.setdefault(reason, []).append(id)

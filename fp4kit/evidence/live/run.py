@@ -36,12 +36,12 @@ MAX_SHRUNK = 3  # differences per recipe that are shrunk and printed
 
 
 class NotRun(Exception):
-    """Report a producer or recipe that cannot run here. The text says why."""
+    """Report that a producer or recipe cannot run on this machine. The message says why."""
 
 
 @dataclass
 class FoundDifference:
-    """Describe one difference.
+    """Describe one difference between a producer and fp4kit.
 
     Attributes:
         recipe: id of the recipe.
@@ -60,7 +60,7 @@ class FoundDifference:
 
 @dataclass
 class RecipeCounts:
-    """Hold the counts of one recipe."""
+    """Count the compared arrays and elements of one recipe, those that differ, and the used exceptions."""
 
     arrays: int = 0
     elements: int = 0
@@ -149,14 +149,14 @@ def run(
 
 
 def _not_run(result: ProducerResult, adapter: Adapter, ids: tuple[str, ...], reason: str) -> ProducerResult:
-    """Return the result with a reason why the producer did not run."""
+    """Record the reason why the producer did not run in ``result``, and return it."""
     result.reason = reason
     result.left_out |= {id: f"{result.producer} {reason}" for id in adapter.calls if id in ids}
     return result
 
 
 def find(adapter: Adapter) -> tuple[str, dict[str, str]]:
-    """Return (version of the producer, {distribution: version} with its dependencies).
+    """Find the installed producer. Return (its version, {distribution: version} with its dependencies).
 
     Raises NotRun if the producer is not installed.
     """
@@ -170,7 +170,10 @@ def find(adapter: Adapter) -> tuple[str, dict[str, str]]:
 
 
 def _calls_to_run(adapter: Adapter, ids: tuple[str, ...], result: ProducerResult) -> Iterator[tuple[str, ProducerCall]]:
-    """Yield the calls to run. Recipes that are not stated for an installed version are recorded as left out."""
+    """Yield (recipe id, call) for the calls to run.
+
+    A recipe that is not stated for the installed versions is not run, and is recorded in result.left_out.
+    """
     for id, call in adapter.calls.items():
         if id not in ids:
             continue
@@ -189,7 +192,7 @@ def _calls_to_run(adapter: Adapter, ids: tuple[str, ...], result: ProducerResult
 
 
 def _between(first: str, version: str, last: str) -> bool:
-    """Return whether a version is in a range. An unknown version counts as inside."""
+    """Return whether a version is between ``first`` and ``last``. An unknown version counts as inside."""
     if version == "unknown":
         return True
     return (not first or _key(first) <= _key(version)) and (not last or _key(version) <= _key(last))
@@ -206,9 +209,9 @@ def _key(version: str) -> tuple[int, ...]:
 
 
 def _step(id: str, call: ProducerCall, seed: int, number: int, result: ProducerResult) -> float:
-    """Compare one drawn array and count it. Return the seconds spent on shrinking.
+    """Compare the array with this number, and count the result. Return the seconds spent on shrinking.
 
-    A difference is shrunk if none with the same recipe, dtype and parts has been.
+    A difference is shrunk only if it is the first with its recipe, dtype and parts, and at most MAX_SHRUNK per recipe.
     """
     case = _drawn(id, call, seed, number)
     compared, failure = case.attempt(case.value)
@@ -233,7 +236,7 @@ def _step(id: str, call: ProducerCall, seed: int, number: int, result: ProducerR
 
 
 def _drawn(id: str, call: ProducerCall, seed: int, number: int) -> LiveCase:
-    """Return the input with this number. Every fourth one is for the decoder, if there is one."""
+    """Return the input with this number. If the call has a decoder, every fourth input is a Quantized for it."""
     r = fp4kit.recipe(id)
     if call.decode is not None and number % 4 == 3:
         q = decoders.draw_stored(r, call, seed, number)
@@ -245,7 +248,7 @@ def _drawn(id: str, call: ProducerCall, seed: int, number: int) -> LiveCase:
 
 @dataclass
 class LiveCase:
-    """Hold an input of a producer: an array to quantize, or a Quantized to decode."""
+    """Hold an input for a producer: an array to quantize, or a Quantized to decode."""
 
     id: str
     call: ProducerCall
@@ -254,7 +257,10 @@ class LiveCase:
     dtype: str
 
     def attempt(self, value: Any) -> tuple[Compared, str]:
-        """Return (comparison, error text) for a value. The error text is "" unless the producer raises."""
+        """Compare the producer with fp4kit on a value. Return (comparison, error text).
+
+        The error text is "" unless the producer raises.
+        """
         try:
             with quiet():
                 if isinstance(value, fp4kit.Quantized):
@@ -272,14 +278,14 @@ class LiveCase:
         return shrink(self.value, r.block_rows, lcm(r.length_multiple, self.call.columns), differs, seconds)
 
     def script(self, value: Any, difference: PartDifference, versions: str) -> str:
-        """Return a program that shows a difference."""
+        """Return a Python program that shows a difference on this value."""
         if isinstance(value, fp4kit.Quantized):
             return decoders.script(self.id, self.call, value, difference, versions)
         return script(self.id, self.call.function, value, difference, versions)
 
 
 def _shrunk(case: LiveCase, compared: Compared, failure: str, result: ProducerResult) -> tuple[str, str]:
-    """Return a difference in a shrunk value as (text, program)."""
+    """Shrink the value of a case that differs. Return (the difference as text, a program that shows it)."""
     parts = differing_parts(compared.differences)
 
     def differs(candidate: Any) -> bool:
@@ -302,7 +308,7 @@ def _one_line(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Suppress what producers print, log and warn about."""
+    """Suppress what producers print, log and warn about inside the ``with`` statement."""
     level = logging.root.manager.disable
     with contextlib.ExitStack() as stack:
         stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
@@ -325,7 +331,7 @@ def adapters() -> tuple[Adapter, ...]:
 
 
 def document(results: list[ProducerResult], ids: tuple[str, ...], seconds: float, seed: int) -> dict[str, Any]:
-    """Return the results as JSON data. ``ids`` are the recipes that were requested."""
+    """Return the results as JSON data, for the output of the command. ``ids`` are the requested recipes."""
     return {
         "fp4kit": fp4kit.__version__,
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
@@ -361,7 +367,7 @@ def not_run(results: list[ProducerResult], ids: tuple[str, ...]) -> dict[str, st
 
 
 def _without(id: str) -> str:
-    """Return why no adapter runs a recipe."""
+    """Return the reason why no adapter runs a recipe."""
     from fp4kit.evidence.live.producers import WITHOUT
 
     return WITHOUT.get(fp4kit.recipe(id).producer, "no adapter runs it")

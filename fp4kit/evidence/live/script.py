@@ -47,12 +47,12 @@ def program(
 
 
 def _function(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function behind a partial."""
+    """Return the function itself, or the function that a functools.partial calls."""
     return function.func if isinstance(function, partial) else function
 
 
 def _call(function: Callable[..., Any], argument: str) -> tuple[str, str]:
-    """Return (call of the function with an argument, name of the function)."""
+    """Return (source of a call of the function with an argument, name of the function)."""
     name = _function(function).__name__
     given = [repr(a) for a in function.args] if isinstance(function, partial) else []
     named = [f"{k}={v!r}" for k, v in function.keywords.items()] if isinstance(function, partial) else []
@@ -84,7 +84,10 @@ def _sorted(imports: set[str]) -> list[str]:
 
 
 def _source(function: Callable[..., Any], name: str) -> tuple[set[str], list[str]]:
-    """Return (imports, source lines) of a function and of everything that it uses from its module."""
+    """Return (imports, source lines) that a program needs to define a function.
+
+    They include everything that the function uses from its module.
+    """
     text = inspect.getsource(sys.modules[function.__module__])
     statements = ast.parse(text).body
     needed_names, used = {name}, set()
@@ -115,7 +118,7 @@ def _defines(statement: ast.stmt) -> set[str]:
 
 
 def _import(statement: ast.Import | ast.ImportFrom, wanted: set[str]) -> str:
-    """Return an import statement with the wanted names only."""
+    """Return an import statement that imports only the wanted names."""
     if isinstance(statement, ast.Import):
         return ast.unparse(statement)
     names = [ast.unparse(alias) for alias in statement.names if (alias.asname or alias.name) in wanted]

@@ -28,7 +28,7 @@ def shrink(x: np.ndarray, rows: int, columns: int, differs: Callable[[np.ndarray
 
 
 def simpler(x: np.ndarray, rows: int, columns: int) -> Iterator[np.ndarray]:
-    """Yield arrays with fewer blocks, then with more zeros, then with simpler numbers."""
+    """Yield simpler arrays than x: first with fewer blocks, then with more zeros, then with simpler numbers."""
     for axis, unit in ((0, rows), (1, columns)):
         for blocks in _parts(x.shape[axis] // unit):
             index = (blocks[:, None] * unit + np.arange(unit)).reshape(-1)
@@ -44,7 +44,7 @@ def simpler(x: np.ndarray, rows: int, columns: int) -> Iterator[np.ndarray]:
 
 
 def _parts(blocks: int) -> Iterator[np.ndarray]:
-    """Yield indices of blocks to keep: each half, then all but one."""
+    """Yield indices of the blocks to keep: each half of them, then all but one."""
     every = np.arange(blocks)
     if blocks > 1:
         yield every[: blocks // 2]
@@ -54,7 +54,10 @@ def _parts(blocks: int) -> Iterator[np.ndarray]:
 
 
 def _plainer(x: np.ndarray, nonzero: np.ndarray) -> Iterator[np.ndarray]:
-    """Yield arrays with one element made positive, or with the lower half of its bits cleared."""
+    """Yield arrays in which one element is made positive, or the lower half of its bits is cleared.
+
+    ``nonzero`` are flat indices of the elements to try.
+    """
     flat = x.reshape(-1)
     for i in nonzero:
         bits = int(bit_patterns(flat[i : i + 1])[0])

@@ -1,9 +1,11 @@
 """Quantize every float32 on a device and compare the codes with those of the specification.
 
-A code does not decrease as the magnitude grows, so the 2^31 magnitudes of a sign fall into a short list of runs of
-equal codes. The beginnings of the runs are found by bisection on bit patterns of the specification. The device then
-compares each of its codes with the run that contains the input. A quick sweep takes every STEP-th magnitude, and all
-magnitudes near the beginning of a run.
+A code does not decrease as the magnitude grows, so for each sign the 2^31 magnitudes form a short list of runs of equal
+codes. On the specification, the start of each run is found by bisection over bit patterns. The device then quantizes
+every magnitude and compares its code with that of the run. A quick sweep takes only every STEP-th magnitude, and all
+magnitudes near the start of a run.
+
+Local word: a run is a range of adjacent magnitudes with equal codes.
 """
 
 from __future__ import annotations
@@ -22,8 +24,8 @@ from fp4kit.recipes import RECIPES, Recipe
 INFINITY = 0x7F800000
 SIGN = 0x80000000
 CHUNK = 1 << 24  # values per step: 350 MB on the device
-# A quick sweep takes every STEP-th bit pattern and NEAR patterns around each change of code. STEP is a prime, so that
-# every pattern of low bits occurs.
+# A quick sweep takes every STEP-th bit pattern, and NEAR patterns on each side of a change of code. STEP is a prime, so
+# that every pattern of low bits occurs.
 STEP, NEAR = 61, 1 << 12
 
 
@@ -44,7 +46,7 @@ class Float32Sweep(NamedTuple):
 
     @property
     def target(self) -> Recipe:
-        """The recipe."""
+        """The Recipe of the sweep."""
         return RECIPES[self.recipe]
 
 
@@ -60,7 +62,7 @@ SWEEPS = (
 
 
 def codes(module: Any, sweep: Float32Sweep, bits: Any) -> Any:
-    """Return the codes of float32 bit patterns, one code per byte.
+    """Quantize float32 bit patterns with the sweep's recipe. Return their codes, one code per byte.
 
     ``bits`` is a 1-d uint32 array of ``module`` (numpy or cupy), of any length.
     """
@@ -81,7 +83,7 @@ def codes(module: Any, sweep: Float32Sweep, bits: Any) -> Any:
 
 
 def _amaxes(module: Any, sweep: Float32Sweep, rows: int) -> dict[str, Any]:
-    """Return the amax arguments that make the scales of every block and of the tensor 1."""
+    """Return the amax arguments of quantize that make every block scale and the tensor scale 1."""
     r = sweep.target
     if r.tensor_scaling == "none":
         return {}
@@ -92,10 +94,10 @@ def _amaxes(module: Any, sweep: Float32Sweep, rows: int) -> dict[str, Any]:
 
 
 def runs(sweep: Float32Sweep, sign: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return (starts, codes) of the runs of equal codes in the specification.
+    """Return (starts, codes) of the runs in the specification, for one sign.
 
-    starts: uint32, ascending, the first bit pattern of each run. codes: the code of each run. Raises ValueError if
-    codes decrease somewhere, which a sample of points checks.
+    ``starts`` are the first bit pattern of each run (uint32, ascending); ``codes`` are the codes of the runs. Raises
+    ValueError if a code decreases as the magnitude grows, which is checked on a sample of points.
     """
 
     def specified(bits: np.ndarray) -> np.ndarray:
@@ -118,7 +120,7 @@ def runs(sweep: Float32Sweep, sign: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _rises(specified: Callable[[np.ndarray], np.ndarray], last: int, sign_bit: int) -> np.ndarray:
-    """Return, for each code above the first, the smallest bit pattern up to ``last`` that reaches it."""
+    """Return, for each code above the first, the smallest bit pattern up to ``last`` that has at least this code."""
     first, top = (int(code) & ~sign_bit for code in specified(np.array([1, last])))
     codes_above_first = np.arange(first + 1, top + 1)
     low, high = np.ones(len(codes_above_first), np.int64), np.full(len(codes_above_first), last, np.int64)
@@ -132,7 +134,9 @@ def _rises(specified: Callable[[np.ndarray], np.ndarray], last: int, sign_bit: i
 def differences(
     module: Any, sweep: Float32Sweep, chunk: int = CHUNK, chunks: slice = slice(None), quick: bool = False
 ) -> tuple[int, int, str]:
-    """Return (values compared, values whose code differs, description of the first difference).
+    """Compare the codes of a sweep on a device with the specification's.
+
+    Return (values compared, values whose code differs, description of the first difference).
 
     Args:
         chunk: values per step on the device.
@@ -161,11 +165,11 @@ def differences(
 
 
 def _pieces(limit: int, chunk: int, step: int = 1) -> Iterator[range]:
-    """Yield ranges of ``chunk`` bit patterns each, ``step`` apart, up to ``limit``."""
+    """Yield ranges that cover every ``step``-th bit pattern below ``limit``, with ``chunk`` patterns per range."""
     yield from (range(low, min(low + chunk * step, limit), step) for low in range(0, limit, chunk * step))
 
 
 def _quick_pieces(limit: int, chunk: int, starts: np.ndarray) -> Iterator[range]:
-    """Yield ranges for a quick sweep: every STEP-th bit pattern, then all near the beginning of a run."""
+    """Yield ranges for a quick sweep: every STEP-th bit pattern, then all near the start of a run."""
     yield from _pieces(limit, chunk, STEP)
     yield from (range(max(start - NEAR, 0), min(start + NEAR, limit)) for start in map(int, starts))

@@ -103,7 +103,7 @@ def inputs(dtype: np.dtype) -> Iterator[tuple[str, np.ndarray]]:
 
 
 def recorded(engine: ComparedEngine, golden: GoldenSet, id: str) -> Outcome:
-    """Compare every recorded array of a recipe."""
+    """Compare every recorded array of a recipe with the results of an engine."""
     ops, total = Operations.of(engine), Outcome()
     for row in ROWS:
         if row.recipe == id:
@@ -112,14 +112,17 @@ def recorded(engine: ComparedEngine, golden: GoldenSet, id: str) -> Outcome:
 
 
 def _checked(check: Callable[..., GoldenResult], *arguments: Any) -> Outcome:
-    """Return the result of a golden check as an Outcome."""
+    """Return the result of a check against recorded outputs as an Outcome. ``arguments`` are passed to ``check``."""
     result = check(*arguments)
     first = "".join(f"{d.key}: {d.differing} of {d.size}" for d in result.differences[:1])
     return Outcome(result.values, sum(d.differing for d in result.differences), first)
 
 
 def specification(engine: ComparedEngine, id: str, quick: bool) -> Outcome:
-    """Compare quantize, dequantize and, unless ``quick``, fake_quantize for each input in each dtype."""
+    """Compare an engine with the specification: quantize and dequantize of each test input in each dtype.
+
+    Unless ``quick`` is True, fake_quantize is compared too.
+    """
     total = Outcome()
     for dtype in FLOATS:
         for name, x in inputs(dtype):
@@ -133,7 +136,10 @@ def specification(engine: ComparedEngine, id: str, quick: bool) -> Outcome:
 def round_trip(
     engine: ComparedEngine, x: np.ndarray, r: Recipe, what: str, decoded: Iterable[np.dtype], **options: Any
 ) -> Outcome:
-    """Compare quantize, then dequantize of the expected result to each dtype in ``decoded``."""
+    """Compare an engine with the specification: quantize x, then dequantize the result to each dtype in ``decoded``.
+
+    Both engines dequantize the specification's result.
+    """
     expected = SPECIFICATION.call(quantize, x, r, **options)
     total = compare(engine.call(quantize, x, r, **options), expected, what)
     for dtype in decoded:
@@ -143,22 +149,31 @@ def round_trip(
 
 
 def _fake(engine: ComparedEngine, x: np.ndarray, r: Recipe, what: str) -> Outcome:
-    """Compare fake_quantize."""
+    """Compare an engine's fake_quantize of x with the specification's."""
     return compare(engine.call(fake_quantize, x, r), SPECIFICATION.call(fake_quantize, x, r), f"{what}: fake_quantize")
 
 
 def fuzzed(engine: ComparedEngine, ids: tuple[str, ...], seed: int, count: int, changes: int = 0) -> Outcome:
-    """Compare random calls with these recipes, and with variants that change up to ``changes`` fields."""
+    """Compare an engine with the specification on ``count`` random calls.
+
+    The calls use the recipes ``ids``, and variants of them with up to ``changes`` changed fields.
+    """
     return fuzz.outcome(engine, Pool(recipes=ids, changes=changes), seed, count)
 
 
 def large(engine: ComparedEngine, id: str, dtype: np.dtype, shape: tuple[int, int]) -> Outcome:
-    """Compare quantize and dequantize on a large array of normally distributed values."""
+    """Compare an engine with the specification on a large array of normally distributed values.
+
+    The operations are quantize and dequantize.
+    """
     return round_trip(engine, ordinary(dtype, shape, 4), RECIPES[id], f"{id} {dtype} {shape}", (BF16,))
 
 
 def every_bfloat16(engine: ComparedEngine, id: str) -> Outcome:
-    """Compare all 65536 bfloat16 values, in blocks whose anchor value makes each reachable scale byte."""
+    """Compare quantize of all 65536 bfloat16 values under every block scale that bfloat16 blocks can have.
+
+    The last element of each block, its anchor, makes it get this scale.
+    """
     r = RECIPES[id]
     size = r.block_size
     bits = np.resize(np.arange(1 << 16, dtype=np.uint16), (-(-(1 << 16) // (size - 1)), size - 1))
@@ -172,7 +187,10 @@ def every_bfloat16(engine: ComparedEngine, id: str) -> Outcome:
 
 
 def _anchors(r: Recipe) -> np.ndarray:
-    """Return the largest element (float32) that a block must have to get each scale byte."""
+    """Return, for each scale byte, the block amax that gives it, as float32.
+
+    Scales that need an amax beyond bfloat16 are left out.
+    """
     scale = np.arange(255, dtype=np.uint8).view(ml_dtypes.float8_e8m0fnu)
     if r.tensor_scaling != "none":
         scale = np.arange(127, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn)
@@ -181,7 +199,7 @@ def _anchors(r: Recipe) -> np.ndarray:
 
 
 def every_code(engine: ComparedEngine, id: str) -> Outcome:
-    """Compare dequantize of all 256 code bytes under all 256 scale bytes, to each dtype."""
+    """Compare dequantize of all 256 code bytes under all 256 scale bytes, to each float dtype."""
     r = RECIPES[id]
     width = 256 * r.element.packing.codes
     codes = np.tile(np.arange(256, dtype=np.uint8), (256, 1))
@@ -196,7 +214,7 @@ def every_code(engine: ComparedEngine, id: str) -> Outcome:
 
 
 def swept(engine: ComparedEngine, sweep: Float32Sweep, quick: bool) -> Outcome:
-    """Compare every float32 of a sweep, or a sample if ``quick``."""
+    """Compare every float32 of a sweep, or a sample of them if ``quick`` is True."""
     return Outcome(*differences(engine.module, sweep, quick=quick))
 
 
@@ -204,7 +222,10 @@ def swept(engine: ComparedEngine, sweep: Float32Sweep, quick: bool) -> Outcome:
 
 
 def plan(engine: ComparedEngine, golden: GoldenSet | None, quick: bool) -> list[Task]:
-    """Return all tasks, the long ones first. ``golden`` is None if there are no recorded outputs."""
+    """Return all tasks of the self-test, the long ones first.
+
+    If there are no recorded outputs, ``golden`` is None. If ``quick`` is True, there are fewer and smaller tasks.
+    """
     with_codes = tuple(id for id, r in RECIPES.items() if not r.fake_only)
     ids = QUICK if quick else with_codes
     shape = (1024, 8192) if quick else (4096, 16384)
@@ -228,9 +249,9 @@ def plan(engine: ComparedEngine, golden: GoldenSet | None, quick: bool) -> list[
 
 
 def run(tasks: list[Task], threads: int | None = None) -> Iterator[Finished]:
-    """Run tasks on several threads, and yield each result when it is ready.
+    """Run the tasks on several threads. Yield each result when it is ready.
 
-    Threads let kernels compile while the specification computes.
+    With several threads, GPU kernels compile while the specification computes.
     """
     with ThreadPoolExecutor(threads or min(os.cpu_count() or 1, 16)) as pool:
         for future in as_completed([pool.submit(_finish, task) for task in tasks]):

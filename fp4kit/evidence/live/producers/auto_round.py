@@ -23,7 +23,7 @@ def _prepare() -> None:
 def _packed(
     values: Any, scales: Any, bits: int, size: int, kind: str, global_scale: Any = None
 ) -> dict[str, np.ndarray]:
-    """Return the parts that QuantLinear stores for quantized weights."""
+    """Pack quantized weights with QuantLinear of auto-round. Return the arrays that it stores."""
     import torch
     from auto_round.export.export_to_autoround.qlinear_fp import QuantLinear
 
@@ -36,7 +36,7 @@ def _packed(
 
 
 def _mx(x: np.ndarray, function: str, bits: int) -> Parts:
-    """Quantize x to an MX format with a function of auto_round.data_type.mxfp."""
+    """Quantize x to an MX format with the named function of auto_round.data_type.mxfp. Return the arrays to compare."""
     from auto_round.data_type import mxfp
 
     values, exponents, _ = getattr(mxfp, function)(to_torch(x), bits=bits, group_size=32)
@@ -44,7 +44,10 @@ def _mx(x: np.ndarray, function: str, bits: int) -> Parts:
 
 
 def _nvfp4(x: np.ndarray, function: str, fake: bool = False) -> Parts:
-    """Quantize x to NVFP4 with a function of auto_round.data_type.nvfp. ``fake`` gives values only."""
+    """Quantize x to NVFP4 with the named function of auto_round.data_type.nvfp. Return the arrays to compare.
+
+    If ``fake`` is True, these are the decoded values only.
+    """
     import torch
     from auto_round.data_type import nvfp
 
@@ -58,7 +61,7 @@ def _nvfp4(x: np.ndarray, function: str, fake: bool = False) -> Parts:
 
 
 def _mx_call(function: str, bits: int) -> ProducerCall:
-    """Return the call of an MX function."""
+    """Return the ProducerCall for the named MX function."""
     return ProducerCall(partial(_mx, function=function, bits=bits))
 
 

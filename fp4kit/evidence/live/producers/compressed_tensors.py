@@ -19,7 +19,7 @@ def _prepare() -> None:
 
 
 def _scheme(bits: int) -> Any:
-    """Return the quantization scheme of an MX format."""
+    """Return compressed-tensors' quantization scheme of an MX format with elements of ``bits`` bits."""
     import torch
     from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 
@@ -29,7 +29,7 @@ def _scheme(bits: int) -> Any:
 
 
 def _nvfp4(x: np.ndarray) -> Parts:
-    """Quantize, compress and decompress x in NVFP4."""
+    """Quantize, compress and decompress x in NVFP4. Return the arrays to compare."""
     import torch
     from compressed_tensors.compressors import NVFP4PackedCompressor
     from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
@@ -64,7 +64,7 @@ def _stored(x: np.ndarray, bits: int, compressor: Any) -> tuple[Any, Any]:
 
 
 def _mxfp4(x: np.ndarray) -> Parts:
-    """Compress x in MXFP4."""
+    """Compress x in MXFP4. Return the arrays to compare."""
     from compressed_tensors.compressors import MXFP4PackedCompressor
 
     stored, values = _stored(x, 4, MXFP4PackedCompressor)
@@ -73,7 +73,7 @@ def _mxfp4(x: np.ndarray) -> Parts:
 
 
 def _mxfp6(x: np.ndarray) -> Parts:
-    """Compress x in MXFP6 E2M3. Unpack the codes, 4 in 3 bytes."""
+    """Compress x in MXFP6 E2M3. Return the arrays to compare, with one code per byte instead of 4 codes in 3 bytes."""
     from compressed_tensors.compressors import MXFP6PackedCompressor
 
     stored, values = _stored(x, 6, MXFP6PackedCompressor)
@@ -84,7 +84,7 @@ def _mxfp6(x: np.ndarray) -> Parts:
 
 
 def _mxfp8(x: np.ndarray) -> Parts:
-    """Compress x in MXFP8."""
+    """Compress x in MXFP8. Return the arrays to compare."""
     from compressed_tensors.compressors import MXFP8QuantizationCompressor
 
     stored, values = _stored(x, 8, MXFP8QuantizationCompressor)

@@ -21,7 +21,10 @@ _QUANTIZE = "fouroversix.quantize"
 
 @cached
 def _modules() -> dict[str, ModuleType]:
-    """Return its plain PyTorch modules by name, with stand-ins for what they import."""
+    """Load fouroversix's plain PyTorch modules. Return them by name.
+
+    Stand-ins replace the modules that they import and this machine may lack.
+    """
     found = packages(
         "fouroversix", _QUANTIZE, f"{_QUANTIZE}.pytorch", "fouroversix.kernels", "fouroversix.kernels.triton"
     )
@@ -33,7 +36,7 @@ def _modules() -> dict[str, ModuleType]:
 
 
 def _quantize(x: np.ndarray, rule: str, format: str = "nvfp4", both: bool = False) -> Parts:
-    """Quantize x with a scale rule. ``both`` selects 2-d blocks."""
+    """Quantize x with a scale rule of fouroversix. Return the arrays to compare. ``both`` selects 2-d blocks."""
     modules = _modules()
     kinds = modules["fouroversix.utils"]
     codes, scales, _ = modules[f"{_QUANTIZE}.pytorch.reference"].quantize_to_fp4(
@@ -51,7 +54,7 @@ def _quantize(x: np.ndarray, rule: str, format: str = "nvfp4", both: bool = Fals
 
 
 def _call(*arguments: Any, **options: Any) -> ProducerCall:
-    """Return the call of a scale rule."""
+    """Return the ProducerCall for a scale rule. The arguments are those of _quantize after x."""
     dependency_versions = {} if options.get("format") == "mxfp4" else SATURATING_CASTS
     return ProducerCall(partial(_quantize, rule=arguments[0], **options), dependency_versions=dependency_versions)
 

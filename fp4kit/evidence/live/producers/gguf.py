@@ -9,7 +9,7 @@ from fp4kit.evidence.live.adapter import Adapter, Parts, ProducerCall
 
 
 def _mxfp4(x: np.ndarray) -> Parts:
-    """Quantize and dequantize x in MXFP4."""
+    """Quantize and dequantize x in MXFP4. Return the arrays to compare."""
     from gguf import quants
 
     blocks = quants.quantize(x, quants.GGMLQuantizationType.MXFP4)
@@ -23,7 +23,7 @@ def _mxfp4(x: np.ndarray) -> Parts:
 
 
 def _decode(q: fp4kit.Quantized) -> np.ndarray:
-    """Decode q, packed into GGUF blocks."""
+    """Pack q into GGUF blocks, and return the values that the gguf package decodes."""
     from gguf import quants
 
     codes = fp4kit.unpack(q.packed).reshape(*q.block_scale.shape, 2, 16)

@@ -18,7 +18,7 @@ def _prepare() -> None:
 
 
 def _quantize(x: np.ndarray, element: str, rounding: str, flush: bool = False) -> Parts:
-    """Fake-quantize x with quantize_mx_op."""
+    """Fake-quantize x with quantize_mx_op. Return the values."""
     from mx.mx_ops import quantize_mx_op
     from mx.specs import finalize_mx_specs
 
@@ -35,7 +35,7 @@ def _quantize(x: np.ndarray, element: str, rounding: str, flush: bool = False) -
 
 
 def _call(element: str, rounding: str, **options: Any) -> ProducerCall:
-    """Return the call for an element format and a rounding."""
+    """Return the ProducerCall for an element format and a rounding."""
     return ProducerCall(partial(_quantize, element=element, rounding=rounding, **options), ("float32", "bfloat16"))
 
 

@@ -31,7 +31,10 @@ def _numpy(a: Any) -> np.ndarray:
 
 
 def _quantize(x: np.ndarray, mode: str, with_global: bool = False) -> Parts:
-    """Quantize and dequantize x. ``with_global`` passes the tensor amax as global_scale."""
+    """Quantize and dequantize x with MLX. Return the arrays to compare.
+
+    If ``with_global`` is True, pass the tensor amax as global_scale.
+    """
     import mlx.core as mx
 
     with mx.stream(mx.cpu):
@@ -46,7 +49,7 @@ def _quantize(x: np.ndarray, mode: str, with_global: bool = False) -> Parts:
 
 
 def _decode(q: fp4kit.Quantized, mode: str) -> np.ndarray:
-    """Decode q with mx.dequantize."""
+    """Return the values that mx.dequantize decodes from q."""
     import mlx.core as mx
 
     with mx.stream(mx.cpu):
@@ -55,7 +58,7 @@ def _decode(q: fp4kit.Quantized, mode: str) -> np.ndarray:
 
 
 def _call(mode: str, first: str, last: str = "", **options: Any) -> ProducerCall:
-    """Return the call of a mode for a range of versions."""
+    """Return the ProducerCall for a mode and for MLX versions from ``first`` to ``last``."""
     decode = None if options else partial(_decode, mode=mode)
     return ProducerCall(partial(_quantize, mode=mode, **options), columns=32, first=first, last=last, decode=decode)
 

@@ -18,7 +18,7 @@ def _prepare() -> None:
 
 
 def _values(t: Any, **scales: Any) -> dict[str, np.ndarray]:
-    """Return the values that a quantized tensor decodes to, in three dtypes."""
+    """Decode a quantized tensor to each of three dtypes. Return {name in compare.PARTS: values}."""
     import torch
 
     names = {"values": torch.float32, "values_float16": torch.float16, "values_bfloat16": torch.bfloat16}
@@ -26,7 +26,7 @@ def _values(t: Any, **scales: Any) -> dict[str, np.ndarray]:
 
 
 def _nvfp4(x: np.ndarray) -> Parts:
-    """Quantize x with NVFP4QTensor."""
+    """Quantize x with NVFP4QTensor. Return the arrays to compare."""
     from modelopt.torch.quantization.qtensor import NVFP4QTensor
 
     t, scale, double_scale = NVFP4QTensor.quantize(to_torch(x), 16)
@@ -39,7 +39,7 @@ def _nvfp4(x: np.ndarray) -> Parts:
 
 
 def _mxfp4(x: np.ndarray) -> Parts:
-    """Quantize x with MXFP4QTensor."""
+    """Quantize x with MXFP4QTensor. Return the arrays to compare."""
     from modelopt.torch.quantization.qtensor import MXFP4QTensor
 
     t, scale = MXFP4QTensor.quantize(to_torch(x), 32)
@@ -51,7 +51,7 @@ def _mxfp4(x: np.ndarray) -> Parts:
 
 
 def _mxfp8(x: np.ndarray) -> Parts:
-    """Quantize x with MXFP8QTensor."""
+    """Quantize x with MXFP8QTensor. Return the arrays to compare."""
     from modelopt.torch.quantization.qtensor import MXFP8QTensor
 
     t, scale = MXFP8QTensor.quantize(to_torch(x))
@@ -59,7 +59,7 @@ def _mxfp8(x: np.ndarray) -> Parts:
 
 
 def _decode(q: fp4kit.Quantized, kind: str) -> np.ndarray:
-    """Decode q with the class named ``kind``."""
+    """Return the values that the quantized tensor class named ``kind`` decodes from q."""
     import torch
     from modelopt.torch.quantization import qtensor
 

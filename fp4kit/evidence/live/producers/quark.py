@@ -23,7 +23,7 @@ def _prepare() -> None:
 
 
 def _observed(t: Any, config: Any) -> Any:
-    """Return a quantizer that has observed a weight."""
+    """Return a Quark quantizer that has observed the weight ``t``, so that it knows its scales."""
     import torch
     from quark.torch.quantization.tensor_quantize import FakeQuantizeBase
 
@@ -36,7 +36,7 @@ def _observed(t: Any, config: Any) -> Any:
 
 
 def _exporter(t: Any, config: Any, quantizer: Any) -> Any:
-    """Return the exporter of an observed quantizer."""
+    """Return the exporter object of Quark for a quantizer that has observed a weight."""
     import torch
     from quark.torch.export.nn.modules.realquantizer import get_real_quantizer
 
@@ -45,7 +45,7 @@ def _exporter(t: Any, config: Any, quantizer: Any) -> Any:
 
 
 def _mx(x: np.ndarray, spec: str, mode: str) -> Parts:
-    """Quantize x with an MX spec and a scale mode."""
+    """Quantize x with a Quark MX spec and a scale mode. Return the arrays to compare."""
     from quark.torch.quantization.config import config as specs
 
     t = to_torch(x)
@@ -62,14 +62,17 @@ def _mx(x: np.ndarray, spec: str, mode: str) -> Parts:
 
 
 def _six_bits(packed: np.ndarray) -> np.ndarray:
-    """Return 6-bit codes from bytes: four codes in three bytes, the first in the lowest bits."""
+    """Unpack 6-bit codes: each three bytes hold four codes, the first in the lowest bits. Return one code per byte."""
     triples = packed.reshape(len(packed), -1, 3).astype(np.uint32)
     words = triples[..., 0] | triples[..., 1] << 8 | triples[..., 2] << 16
     return (words[..., None] >> np.arange(0, 24, 6, dtype=np.uint32) & 63).astype(np.uint8).reshape(len(packed), -1)
 
 
 def _nvfp4(x: np.ndarray, realigned: bool) -> Parts:
-    """Quantize x to NVFP4. ``realigned`` selects the model flow instead of the file-to-file flow."""
+    """Quantize x to NVFP4 with Quark. Return the arrays to compare.
+
+    ``realigned`` selects Quark's model flow instead of its file-to-file flow.
+    """
     from quark.torch.quantization.config.template import FP4Block16ScaleE4M3Scheme
     from quark.torch.quantization.post_calibration import realign_single_sequential_quantizer
 
@@ -87,7 +90,7 @@ def _nvfp4(x: np.ndarray, realigned: bool) -> Parts:
 
 
 def _mx_call(spec: str, mode: str = "even") -> ProducerCall:
-    """Return the call of an MX spec."""
+    """Return the ProducerCall for an MX spec and a scale mode."""
     return ProducerCall(partial(_mx, spec=f"OCP_MX{spec}Spec", mode=mode), exempt=(QUARK_SMALLEST_SCALE,))
 
 

@@ -20,14 +20,17 @@ def _prepare() -> None:
 
 
 def _padded(x: np.ndarray, size: int) -> np.ndarray:
-    """Return the blocks of x, one per row, followed by zeros. All arrays get one shape, so XLA compiles once."""
+    """Return the blocks of x, one per row, followed by rows of zeros.
+
+    All padded arrays have the same shape, so XLA compiles only once.
+    """
     blocks = np.zeros((max(MAX_ELEMENTS // size, x.size // size), size), x.dtype)
     blocks[: x.size // size] = x.reshape(-1, size)
     return blocks
 
 
 def _quantize(x: np.ndarray, kind: str) -> Parts:
-    """Quantize x with qarray.quantize."""
+    """Quantize x with qarray.quantize. Return the arrays to compare."""
     import jax
     import jax.numpy as jnp
     from qwix._src.core import qarray

@@ -42,7 +42,7 @@ def _stored() -> Any:
 
 
 def _mxfp4(x: np.ndarray) -> Parts:
-    """Quantize and dequantize x with MXFP4QuantizeUtil."""
+    """Quantize and dequantize x with MXFP4QuantizeUtil. Return the arrays to compare."""
     import torch
 
     t, scale = _stored().quantize(to_torch(x), 32)
@@ -55,7 +55,7 @@ def _mxfp4(x: np.ndarray) -> Parts:
 
 
 def _kv(x: np.ndarray) -> Parts:
-    """Quantize x with the utility for key-value caches, without torch.compile."""
+    """Quantize x with SGLang's utility for key-value caches, without torch.compile. Return the arrays to compare."""
     quantize = inspect.unwrap(_kvfp4_tensor().FP4MXBlock16KVQuantizeUtil.batched_quantize)  # without torch.compile
     codes, scale = quantize(to_torch(x)[None])
     return {"codes": fp4kit.unpack(to_numpy(codes[0])), "block_scale": to_numpy(scale).reshape(len(x), -1)}

@@ -18,7 +18,7 @@ _RECIPES = "transformer_engine.pytorch.custom_recipes"
 
 @cached
 def _reference() -> Any:
-    """Return TE's module reference_nvfp4."""
+    """Load and return TE's module reference_nvfp4."""
 
     class Quantizer:  # stands in for the class in transformer_engine.pytorch.quantized_tensor
         def __init__(self, *, rowwise: bool, columnwise: bool) -> None:
@@ -35,7 +35,7 @@ def _reference() -> Any:
 
 
 def _nvfp4(x: np.ndarray, tile: tuple[int, int] = (1, 16), **options: Any) -> Parts:
-    """Quantize x with NVFP4QuantizerRef."""
+    """Quantize x with NVFP4QuantizerRef. Return the arrays to compare."""
     module = _reference()
     kind = module.reference_utils.Fp4Formats.E2M1
     quantizer = module.NVFP4QuantizerRef(kind, rowwise=True, columnwise=False, quant_tile_shape=tile, **options)
@@ -44,7 +44,7 @@ def _nvfp4(x: np.ndarray, tile: tuple[int, int] = (1, 16), **options: Any) -> Pa
 
 
 def _mxfp4(x: np.ndarray) -> Parts:
-    """Quantize x with power-of-two scales, TE's only MXFP4."""
+    """Quantize x with power-of-two scales, which is TE's only MXFP4. Return the arrays to compare."""
     quantize = _reference().NVFP4QuantizerRef._quantize_blockwise_reference
     codes, scales = quantize(to_torch(x), None, 32, 1, pow_2_scales=True, eps=0.0)
     exponents = np.frexp(to_numpy(scales).astype(np.float64))[1] + 126  # the E8M0 code of a power of two
@@ -52,12 +52,12 @@ def _mxfp4(x: np.ndarray) -> Parts:
 
 
 def _call(**options: Any) -> ProducerCall:
-    """Return the call with options of NVFP4QuantizerRef."""
+    """Return the ProducerCall for options of NVFP4QuantizerRef."""
     return ProducerCall(partial(_nvfp4, **options))
 
 
 def _four_over_six(error: str, scale_max: int, **options: Any) -> ProducerCall:
-    """Return the call of a 4over6 variant."""
+    """Return the ProducerCall for a 4over6 variant, with an error measure and a largest block scale."""
     return _call(nvfp4_use_4over6=True, nvfp4_4over6_err_mode=error.upper(), nvfp4_e4m3_max=scale_max, **options)
 
 

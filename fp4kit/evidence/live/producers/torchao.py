@@ -15,7 +15,7 @@ from fp4kit.evidence.live.exceptions import NAN_SCALE
 
 
 def _mx(x: np.ndarray, element: str, mode: str) -> Parts:
-    """Quantize and dequantize x with MXTensor.to_mx."""
+    """Quantize and dequantize x with MXTensor.to_mx. Return the arrays to compare."""
     import torch
     from torchao.prototype.mx_formats.mx_tensor import MXTensor, ScaleCalculationMode
 
@@ -31,7 +31,10 @@ def _mx(x: np.ndarray, element: str, mode: str) -> Parts:
 
 
 def _nvfp4(x: np.ndarray, single: bool) -> Parts:
-    """Quantize and dequantize x with NVFP4Tensor. ``single`` leaves out the tensor scale."""
+    """Quantize and dequantize x with NVFP4Tensor. Return the arrays to compare.
+
+    If ``single`` is True, there is no tensor scale.
+    """
     import torch
     from torchao.prototype.mx_formats.nvfp4_tensor import NVFP4Tensor, per_tensor_amax_to_scale
 
@@ -48,7 +51,7 @@ def _nvfp4(x: np.ndarray, single: bool) -> Parts:
 
 
 def _decode_mx(q: fp4kit.Quantized, element: str) -> np.ndarray:
-    """Decode q with torchao's to_dtype."""
+    """Return the values that torchao's to_dtype decodes from q."""
     import torch
     from torchao.prototype.mx_formats.mx_tensor import to_dtype
 
@@ -59,7 +62,7 @@ def _decode_mx(q: fp4kit.Quantized, element: str) -> np.ndarray:
 
 
 def _decode_nvfp4(q: fp4kit.Quantized) -> np.ndarray:
-    """Decode q with NVFP4Tensor."""
+    """Return the values that NVFP4Tensor decodes from q."""
     import torch
     from torchao.prototype.mx_formats.nvfp4_tensor import NVFP4Tensor
 

@@ -20,7 +20,7 @@ _DETAILS = "vllm.third_party.triton_kernels.numerics_details"
 
 @cached
 def _mxfp() -> Any:
-    """Return the module numerics_details.mxfp."""
+    """Load and return the module numerics_details.mxfp."""
     names = ("vllm", "vllm.third_party", "vllm.third_party.triton_kernels", _DETAILS, f"{_DETAILS}.mxfp_details")
     kernels = {f"{_DETAILS}.mxfp_details.{name}": None for name in ("_upcast_from_mxfp", "_downcast_to_mxfp")}
     stand_ins = packages(*names, *kernels)
@@ -30,7 +30,7 @@ def _mxfp() -> Any:
 
 
 def _downcast(x: np.ndarray, element: str, mode: str) -> Parts:
-    """Quantize x with downcast_to_mxfp_torch."""
+    """Quantize x with downcast_to_mxfp_torch. Return the arrays to compare."""
     import torch
 
     rounding = getattr(_mxfp().DequantScaleRoundingMode, mode)
@@ -40,7 +40,7 @@ def _downcast(x: np.ndarray, element: str, mode: str) -> Parts:
 
 
 def _call(element: str, mode: str) -> ProducerCall:
-    """Return the call for an element format and a rounding mode of the scale."""
+    """Return the ProducerCall for an element format and a rounding mode of the scale."""
     return ProducerCall(partial(_downcast, element=element, mode=mode))
 
 

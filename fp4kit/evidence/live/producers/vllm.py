@@ -17,7 +17,7 @@ _NAMES = ("vllm", "vllm.utils", "vllm.utils.torch_utils")
 
 @cached
 def _emulation() -> Any:
-    """Return vLLM's module nvfp4_emulation_utils."""
+    """Load and return vLLM's module nvfp4_emulation_utils."""
     platform = ModuleType("vllm.platforms")
     platform.current_platform = _Cpu()  # type: ignore[attr-defined]
     tools = ModuleType("vllm.triton_utils")
@@ -39,12 +39,12 @@ class _Cpu:
 
 @cached
 def _mxfp8_utils() -> Any:
-    """Return vLLM's module mxfp8_utils."""
+    """Load and return vLLM's module mxfp8_utils."""
     return load("vllm", f"{_UTILS}/mxfp8_utils.py", packages(*_NAMES))
 
 
 def _nvfp4(x: np.ndarray) -> Parts:
-    """Quantize and fake-quantize x with the NVFP4 emulation."""
+    """Quantize and fake-quantize x with the NVFP4 emulation. Return the arrays to compare."""
     import torch
 
     t = to_torch(x)
@@ -61,7 +61,7 @@ def _nvfp4(x: np.ndarray) -> Parts:
 
 
 def _mxfp8(x: np.ndarray) -> Parts:
-    """Quantize and dequantize x in MXFP8."""
+    """Quantize and dequantize x in MXFP8. Return the arrays to compare."""
     codes, scales = _mxfp8_utils()._mxfp8_e4m3_quantize_torch(to_torch(x))
     decoded = _mxfp8_utils().dequant_mxfp8_to_bf16(codes, scales)
     return {"codes": to_numpy(codes), "block_scale": to_numpy(scales), "values_bfloat16": to_numpy(decoded)}
