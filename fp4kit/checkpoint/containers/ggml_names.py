@@ -39,7 +39,7 @@ ROLES: dict[str, Role] = {
     **{f"ffn_{part}": "mlp" for part in _PARTS},
 }
 
-# Names of matrices that llama.cpp's quantizer never quantizes, in addition to those with a role such as "router".
+# Matrices that llama.cpp's quantizer never quantizes, apart from routers (see ROLES).
 _KEPT = re.compile(
     r"_norm\.weight|altup|laurel|per_layer_model_proj|ssm_conv1d|shortconv\.conv\.weight|indexer\.[kq]_proj\.weight"
     r"|time_mix_(first|w[012]|v[012]|a[012]|g[12]|decay_w[12]|lerp_fused)\.weight|attn_rel_b\.weight"

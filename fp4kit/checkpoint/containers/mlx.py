@@ -20,7 +20,7 @@ from fp4kit.storage.errors import CheckpointError, shown
 FORMAT, ENGINE = MLX_MXFP4.format, "mlx-lm 0.32.2"
 FORMS = (MLX_MXFP4, MLX_NVFP4, MLX_MXFP8)
 _EXPERTS, _TAKES_GLOBAL = "experts", "switch_mlp"
-_DENSE = {  # model types whose sanitize moves no tensor of a linear layer
+_DENSE = {  # model types for which mlx-lm's sanitize method moves no tensor of a linear layer
     "apertus",
     "cohere",
     "cohere2",
@@ -53,7 +53,7 @@ _DENSE = {  # model types whose sanitize moves no tensor of a linear layer
     "stablelm",
     "starcoder2",
 }
-# Model types whose sanitize stacks the weights and the scales of experts.
+# Model types for which mlx-lm's sanitize method stacks both the weights and the scales of experts.
 _STACKING = {"deepseek", "deepseek_v2", "dots1", "exaone_moe", "glm4_moe", "mixtral", "olmoe", "phimoe", "qwen2_moe"}
 _LOSING = {"ernie4_5_moe", "mellum", "qwen3_moe"}  # sanitize stacks the weights of experts but drops their scales
 
@@ -103,7 +103,7 @@ def check(form: Container | None, config: Mapping[str, Any], modules: Collection
 
 
 def troubles(config: Mapping[str, Any], layers: Mapping[str, Container]) -> Iterator[tuple[str, str]]:
-    """Yield (module, fault) for everything because of which mlx-lm would fail to load a model directory correctly.
+    """Yield (module, fault) for each reason why mlx-lm would reject a model directory or load it wrongly.
 
     config: the content of config.json. layers: module -> container of each quantized layer.
     """

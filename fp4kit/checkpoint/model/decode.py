@@ -42,9 +42,9 @@ def _factors(form: Container) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.f
     The product of one entry of each table is the decoded value, exact in float32. The container must store its scales
     as bytes (E4M3 or E8M0), not as float32.
 
-    GGUF follows llama.cpp and the decode rule of the recipe: element values are doubled and have no negative zero;
-    scale values are halved. The scale table is filled with the decoded smallest subnormal element, so that the E8M0
-    byte 255, which stands for 2^128, has a finite entry.
+    The tables for GGUF containers follow llama.cpp and the decode rule of its recipe: element values are doubled and
+    have no negative zero; scale values are halved. The scale table is filled with the decoded smallest subnormal
+    element, so that the E8M0 byte 255, which stands for 2^128, has a finite entry.
     """
     assert form.scale is not None
     elements, scales = form.element.values, form.scale.values

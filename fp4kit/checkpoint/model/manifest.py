@@ -100,7 +100,9 @@ def load_manifest(folder: Path) -> dict[str, Any] | None:
 
 
 def differences(folder: Path, executor: Executor | None = None) -> list[str] | None:
-    """Compare a converted model with its manifest. Return one message per difference; None without a manifest.
+    """Compare the files of a converted model with its manifest, to find missing, changed and additional files.
+
+    Return one message per such file, or None if there is no manifest.
 
     Files of another size than the manifest states are reported without being hashed, because a damaged file may be
     sparse and appear to hold terabytes.

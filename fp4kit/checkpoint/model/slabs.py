@@ -67,7 +67,7 @@ class Readers:
         return self.of(place.file).read(place.entry)
 
     def matrix(self, place: Located, index: int) -> np.ndarray:
-        """Read the part of a tensor at ``index`` on the first axis, such as one expert's matrix of a stack."""
+        """Return the part of a tensor at ``index`` on the first axis, such as one expert's matrix of a stack."""
         count, *shape = place.entry.shape
         size = place.entry.nbytes // count
         raw = self.of(place.file).read_bytes(place.entry, index * size, size)

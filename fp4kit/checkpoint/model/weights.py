@@ -30,7 +30,8 @@ from fp4kit.checkpoint.containers.ggml_names import STACKS as GGUF_STACKS
 from fp4kit.checkpoint.selection.name_rules import STACKS
 from fp4kit.storage.safetensors_file import FLOAT_DTYPES, SafetensorsFile, TensorEntry
 
-# Endings of tensor names, and dtypes of tensors named ``.weight``, by which looks_quantized knows quantized layers.
+# Endings of tensor names, and dtypes of tensors named ``.weight``, by which looks_quantized recognizes quantized
+# layers.
 _QUANTIZED_NAMES = (
     ".weight_scale",
     ".weight_scale_inv",

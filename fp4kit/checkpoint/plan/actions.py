@@ -51,7 +51,10 @@ def _loss(weight: Weight, form: Container, group: str | None) -> str:
 def _check_dtypes(group: str, weights: Collection[Weight], request: Request) -> None:
     """Raise CheckpointError if weights cannot share a tensor scale because their dtypes differ.
 
-    Only recipes of compressed-tensors round the tensor scale to the dtype of the weight.
+    This concerns only recipes of compressed-tensors, which round the tensor scale to the dtype of the weight. Other
+    recipes always pass.
+
+    group: the name of the layers that share the tensor scale, for the error message.
     """
     dtypes = sorted({weight.dtype if weight.container is None else "F32" for weight in weights})
     if len(dtypes) > 1 and request.recipe.tensor_rule == "compressed_tensors":

@@ -139,7 +139,7 @@ class Job:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """The number of rows that the job converts, and of columns: (rows, columns)."""
+        """(rows, columns) of the part of the matrix that the job converts."""
         rows, columns = self.weight.shape[-2:]
         first, end = self.span or (0, rows)
         return end - first, columns

@@ -1,8 +1,8 @@
 """Plan a conversion: an action and a reason per tensor, the files to write, and the exclusion list.
 
 A plan is plain data: ``make_plan`` creates it, ``convert.execute`` executes it, and ``--dry-run`` prints it. Planning
-reads only headers and JSON, with two exceptions: block scales that must be powers of two, and sample rows of borrowed
-codes.
+reads only headers and JSON, with two exceptions: block scales that must be powers of two, and a few rows of codes that
+are borrowed from another model (--codes).
 """
 
 from __future__ import annotations

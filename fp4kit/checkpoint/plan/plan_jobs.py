@@ -35,7 +35,11 @@ def jobs_of(
 def _job(
     plan: Plan, tensor: TensorPlan, piece: Piece, positions: Mapping[str, tuple[Path, int]], device: int | None
 ) -> Job:
-    """Return the job that converts one piece (some rows) of a tensor; the arguments are as for ``jobs_of``."""
+    """Return the job that converts one piece (some rows) of a tensor.
+
+    positions: name of an output tensor -> (file, offset of its first byte).
+    device: the CUDA device that computes; None for the CPU.
+    """
     targets = []
     for output in piece.outputs:
         path, at = positions[output.name]

@@ -153,7 +153,7 @@ def check_input_scale(form: Container | None, has_input_scale: bool) -> None:
 
 
 def experts_only(form: Container | None) -> bool:
-    """Return whether routed experts are all that loaders of the container ``form`` accept as quantized layers."""
+    """Return whether loaders of the container ``form`` support quantized routed experts only, and no other layers."""
     return form in (GPT_OSS, DEEPSEEK_V4, DEEPSEEK_V4_NVFP4)
 
 

@@ -232,7 +232,7 @@ def _run_checked(version: str, run: str, function: Callable[..., T], call: tuple
 
 @contextmanager
 def _worker_death_as_error() -> Iterator[None]:
-    """Raise ChildProcessError if the with statement's body raises any exception by which a worker's death shows."""
+    """Turn any exception that means that a worker process died into ChildProcessError, within a with statement."""
     try:
         yield
     except Exception as error:

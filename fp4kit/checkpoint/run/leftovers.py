@@ -64,7 +64,7 @@ def jobs_of_finished_run(destination: Path, key: str) -> Mapping[str, Done] | No
 
 
 def _is_finished(folder: Path) -> bool:
-    """Return whether a finished conversion wrote this directory. It then has a valid manifest."""
+    """Return whether a finished conversion wrote this directory, judged by whether it has a valid manifest."""
     try:
         return load_manifest(folder) is not None
     except CheckpointError:

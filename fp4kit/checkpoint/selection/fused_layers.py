@@ -133,7 +133,7 @@ def missing_gated_halves(converted: Iterable[str], present: Iterable[str] = ()) 
 def _is_half(parent: str, gate: str, all_modules: Collection[str]) -> bool:
     """Return whether a gate_proj or w1 must have an up_proj or w3 beside it.
 
-    Gates of attention layers have none. Neither has a w1 beside c_proj, because Qwen calls the two halves w1 and w2.
+    The gate of an attention layer has no counterpart. The counterpart of a w1 beside c_proj is w2 (Qwen's names).
 
     parent: the gate's parent module. gate: its leaf name. all_modules: the names of all modules.
     """
@@ -142,12 +142,12 @@ def _is_half(parent: str, gate: str, all_modules: Collection[str]) -> bool:
 
 
 def _without_numbers(module: str) -> str:
-    """Return a name with each number replaced by ``#``, so that all layers and experts of one kind are equal."""
+    """Return a module name with each number replaced by ``#``, so that it is equal in all layers and experts."""
     return _NUMBER.sub("#", module)
 
 
 def _up_names_with_gate(all_modules: Collection[str]) -> set[str]:
-    """Return the names that up_proj or w3 have where a gate is beside them, with ``#`` in place of numbers.
+    """Return the name of the up projection that belongs to each gate of the model, with ``#`` in place of numbers.
 
     all_modules: the names of all modules.
     """

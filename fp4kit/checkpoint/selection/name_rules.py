@@ -192,7 +192,7 @@ class Candidate:
     def mtp_prefix(self) -> str | None:
         """The prefix of the multi-token prediction (MTP) module that the tensor belongs to; None if it is in none.
 
-        An MTP module is known by a part with the role "mtp", or by a layer number beyond the last decoder layer.
+        An MTP module is recognized by a part with the role "mtp", or by a layer number beyond the last decoder layer.
         """
         prefix, at, layers = self.up_to("mtp"), self._layer_at, self.model.layers
         if prefix or at is None or layers is None or int(self.parts[at]) < layers:
@@ -345,7 +345,7 @@ def _draft_input(tensor: Candidate) -> str | None:
 
 
 def _sensitive(tensor: Candidate) -> str | None:
-    """Return why a layer stays unquantized that vLLM always builds unquantized; None for other tensors.
+    """Return why a layer that vLLM always builds unquantized must stay so; None for other tensors.
 
     These layers are wk and weights_proj of an indexer (which vLLM fuses), all layers of a compressor, and x_proj and
     dt_proj of a state-space model.
@@ -361,7 +361,7 @@ def _sensitive(tensor: Candidate) -> str | None:
 
 
 def _ggml(tensor: Candidate) -> str | None:
-    """Return why a matrix stays unquantized that llama.cpp's quantizer never quantizes; None for other tensors."""
+    """Return why a matrix that llama.cpp's quantizer never quantizes stays unquantized; None for other tensors."""
     return ggml_names.unquantized_reason(tensor.name) if tensor.model.is_gguf else None
 
 

@@ -159,7 +159,7 @@ class Selector:
         return copied
 
     def _first_of(self, rules: Iterable[Rule], tensor: Candidate) -> Decision | None:
-        """Return the decision, to leave a tensor unquantized, of the first rule that applies; None if none applies.
+        """Return the decision to leave a tensor unquantized by the first rule that applies; None if no rule applies.
 
         A rule about a whole module (Rule.prefix) does not apply if an --only pattern names the module.
         """
