@@ -12,7 +12,7 @@ from fp4kit.recipes.schema import Recipe, of_format
 from fp4kit.recipes.versions import Versions
 
 VERSIONS = Versions("ggml 0.25.3", "ggml 0.25.3")
-# Fields for "the first of the nearest values in code order". MLX uses them too.
+# Recipe fields for rounding to the first of the nearest values in code order. MLX's recipes use them too.
 FIRST = {
     "rounding": "first",
     "sign": "unsigned_zero",

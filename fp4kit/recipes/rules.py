@@ -73,7 +73,7 @@ BLOCK_RULES: dict[str, BlockRuleTraits] = {
     "e8m0_flashinfer_fp8": _POWER,
     "e8m0_modelopt": _POWER,
     "e8m0_compressed_tensors": _POWER,
-    # llama.cpp and MLX
+    # rules of llama.cpp and MLX
     "gguf": BlockRuleTraits("E4M3", "compare", one_level=True),
     "e8m0_gguf": BlockRuleTraits("E8M0", "compare"),
     "mlx": BlockRuleTraits("E4M3", "divide", encode=True, then_encode=True),
@@ -128,7 +128,7 @@ TENSOR_RULES: dict[str, str] = {
     "fouroversix_4": "E4M3",
 }
 
-# {rule: largest element} for rules that map the amax to a smaller element than the format's largest.
+# {rule: value that the amax becomes}, for rules that do not scale the amax to the format's largest value.
 TOPS = {"fouroversix_4": 4}
 
 

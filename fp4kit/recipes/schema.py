@@ -128,7 +128,7 @@ class Recipe:
         return str(FUNCTIONS["Recipe.panel"](self).html())
 
     def __hash__(self) -> int:
-        return hash(self.id)  # hashing all fields would double the time of a cache lookup
+        return hash(self.id)  # equal recipes have equal ids; hashing all fields would double the time of a cache lookup
 
     @property
     def block_size(self) -> int:

@@ -40,7 +40,7 @@ _FORMATS = ("NVFP4", "MXFP4", "MXFP6", "MXFP8", "FP8", "INT8", "INT4")
 
 
 def _table() -> dict[str, Recipe]:
-    """Return {id: recipe} of all producers, ordered by format."""
+    """Return {id: recipe} of all producers, ordered by format and, within a format, by producer."""
     found = [_with_versions(recipe, producer.VERSIONS) for producer in _PRODUCERS for recipe in producer.recipes()]
     return {recipe.id: recipe for recipe in sorted(found, key=lambda r: _FORMATS.index(r.format_name))}
 
@@ -60,7 +60,7 @@ RECIPES: dict[str, Recipe] = _table()
 # {alias: Alias}. An alias names a producer whose codes and scales equal those of another producer's recipe.
 PRODUCER_ALIASES: dict[str, Alias] = {alias.id: alias for alias in (*vllm.aliases(), *mlx.aliases())}
 
-# {alias: id}
+# {alias: id of its recipe}
 ALIASES = {
     "nvfp4": "nvfp4-te",
     "mxfp4": "mxfp4-ocp",
@@ -133,7 +133,7 @@ def recipe_of(op: str, id: Any) -> Recipe:
     return result
 
 
-# {a name of the field that is no recipe: what to use instead}
+# {name that users may try, but that is not a recipe: what to use instead}
 _ELSEWHERE = {
     "nf4": "NF4 is a table of 16 values, not a float format, and no recipe computes it",
     "gptq": "GPTQ chooses scales and codes; pass its scales to quantize as block_scale and tensor_scale",
@@ -161,7 +161,7 @@ def _hint(id: str) -> str:
 
 
 def _did_you_mean(names: list[str]) -> str:
-    """Return a question that offers the names."""
+    """Return the question "did you mean A or B?" with the given names."""
     return f"did you mean {' or '.join(map(repr, names))}?"
 
 
@@ -177,19 +177,19 @@ def family(words: str) -> tuple[str, ...]:
 def several(ids: Iterable[str], near: Recipe) -> str:
     """Return up to five of the ids as text for a message, followed by the number of ids left out.
 
-    Ids of the format of ``near`` come first, and short ids before their variants.
+    Ids with the format of ``near`` come first. Short ids come before those of their variants.
     """
     ordered = sorted(ids, key=lambda id: (RECIPES[id].format_name != near.format_name, id.count("-")))
     return ", ".join(ordered[:5]) + (f" and {len(ordered) - 5} more" if len(ordered) > 5 else "")
 
 
 def is_listed(r: Recipe) -> bool:
-    """Return whether a recipe is in the table unchanged, so that its id identifies it."""
+    """Return whether the table holds this recipe with equal fields, so that the id alone identifies it."""
     return RECIPES.get(r.id) == r
 
 
 def _reduce(r: Recipe) -> tuple[Any, ...]:
-    """Return what a pickle stores: the id of a recipe in the table, or all fields of a variant."""
+    """Return what pickle and copy need to restore a recipe: its id if it is in the table, otherwise all fields."""
     if is_listed(r):
         return recipe, (r.id,)
     return Recipe, tuple(getattr(r, field.name) for field in fields(r))

@@ -21,7 +21,7 @@ def recipes() -> Iterator[Recipe]:
 
 
 def _nvfp4() -> Iterator[Recipe]:
-    """Yield the NVFP4 recipes: kernels, reference quantizers, and their 4over6 variants."""
+    """Yield TE's NVFP4 recipes: those of its kernels, of its reference quantizers, and their 4over6 variants."""
     te = of_format(
         NVFP4,
         "nvfp4-te",
@@ -66,7 +66,7 @@ def _nvfp4() -> Iterator[Recipe]:
 
 
 def _mxfp4() -> Recipe:
-    """Return the MXFP4 recipe, which exists in TE's Python quantizer only."""
+    """Return TE's MXFP4 recipe, which only its Python quantizer has."""
     return of_format(
         MXFP4,
         "mxfp4-te",

@@ -17,7 +17,7 @@ def shown(name: str) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in name)
 
 
-# {beginning of a file: what it is and what to do}
+# {first bytes of a file: what the file is, and what to do}
 _OTHER_FILES = {
     b"version https://git-lfs": "it is a Git LFS pointer, not the file; run git lfs pull where it was cloned",
     b"<!doctype html": "it is a web page, not the file; download it with hf download",

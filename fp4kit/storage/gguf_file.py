@@ -43,7 +43,7 @@ _NAMES = {
     11: "int64",
     12: "float64",
 }
-_MAX_AXES, _MAX_SHOWN = 4, 4096  # a longer string, in bytes, is represented by its digest
+_MAX_AXES, _MAX_SHOWN = 4, 4096  # axes per tensor; bytes per string: GgufFile.metadata has the digest of a longer one
 _CHUNK = 1 << 20
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from fp4kit.storage.errors import CheckpointError, shown
 
-MAX_BYTES = 256 << 20  # the largest published index is below 20 MB
+MAX_BYTES = 256 << 20  # far above real files: the largest published checkpoint index is below 20 MB
 
 
 class _DuplicateKey(ValueError):

@@ -26,7 +26,7 @@ from fp4kit.storage.errors import CheckpointError, other_file, shown
 from fp4kit.storage.ggml_types import BLOCKED, ggml_nbytes
 from fp4kit.storage.json_object import parse_object
 
-# Bits per element. The order is that of the dtype table in the safetensors library, by which its writer sorts.
+# {dtype: bits per element}, in the order of the safetensors library's dtype table. Its writer sorts by this order.
 DTYPE_BITS: dict[str, int] = {
     "BOOL": 8,
     "F4": 4,

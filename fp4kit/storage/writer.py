@@ -88,7 +88,7 @@ class SafetensorsWriter:
         self._stream.close()
 
     def _put(self, position: int, data: memoryview) -> None:
-        """Write all of ``data`` at ``position``."""
+        """Write all of ``data`` to the file, beginning at byte ``position``."""
         self._stream.seek(position)
         while data:
             data = data[self._stream.write(data) :]

@@ -171,7 +171,7 @@ class FakeQuantSettings:
 
 @contextmanager
 def naming(parameter: str) -> Iterator[None]:
-    """Put the parameter's name in front of the message of every ValueError and TypeError raised inside."""
+    """Put the parameter's name in front of the message of every ValueError and TypeError raised inside ``with``."""
     try:
         yield
     except (ValueError, TypeError) as error:

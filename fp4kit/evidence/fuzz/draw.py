@@ -51,7 +51,7 @@ VALUES_ONLY = (
     "amax_grouped",
     "backward",
     "backward_grouped",
-)  # operations that recipes without codes support
+)  # operations that return no codes, so recipes without codes support them
 FLATTENED = ("partial", "master_weights")
 FAULTS = ("length", "axis", "dtype", "seed", "layout", "amax shape", "negative amax", "block_amax")
 LENGTHS = (1, 1, 2, 3, 5, 8, 15, 16, 17, 31, 32, 33, 64, 65, 127, 128, 129, 256)
@@ -99,23 +99,23 @@ class DrawnOptions:
 
     seed: int = 0
     layout: str = "linear"
-    rounding: str = "nearest"  # "seed" or "bytes": stochastic
+    rounding: str = "nearest"  # or "seed" or "bytes": stochastic, from a seed or from an array of random bytes
     hadamard: Any = False
     tensor_amax: str = ""  # "number", "array" or "column": one value, or an array of the recipe's shape or per expert
     block_amax: bool = False
-    out: str = ""  # "guarded" or "strided"
-    decoded: str = ""  # a dtype
+    out: str = ""  # "guarded" or "strided": repeat the call with an argument out of this kind
+    decoded: str = ""  # dtype that dequantize is asked for; "": the dtype of the array
     target: Variant | None = None
     target_layout: str = "linear"
     pass_through: bool = False
-    axes: Any = None  # axes of amax
+    axes: Any = None  # argument axis of amax
     cuts: tuple[float, ...] = ()  # where the flattened matrix is cut, as fractions
     columnwise: bool = False
     stacked: bool = False
-    fake: bool = False  # True: a plan does fake_quantize
-    objective: str = "mse"  # of a scale search
-    candidates: str = ""  # candidates of a search: "near" or "some"
-    columns: str = ""  # a search's argument about columns: "weights" or "hessian"
+    fake: bool = False  # True: a plan runs fake_quantize instead of quantize
+    objective: str = "mse"  # argument objective of search_scales
+    candidates: str = ""  # "near" or "some": kind of the argument candidates of search_scales
+    columns: str = ""  # "weights" or "hessian": pass this argument to search_scales
     fault: str = ""  # why the call must be rejected, one of FAULTS
 
 
@@ -191,7 +191,7 @@ class Draw:
         if ndim == 1:
             options = replace(
                 options, layout="linear", target_layout="linear"
-            )  # swizzled layouts need the rows of a matrix
+            )  # swizzled layouts need a matrix, not a vector
         count = int(self.rng.integers(1, 5)) if operation in (*GROUPED, "master_weights") and not options.stacked else 1
         arrays = tuple(self.array(operation, recipe.recipe, ndim, axis, options) for _ in range(count))
         return DrawnCase(operation, recipe, arrays, axis, options)
@@ -328,7 +328,7 @@ _SEEDED = (
     "quantize_grouped",
     "fake_quantize_grouped",
     "plan",
-)  # operations with one seed for several arrays
+)  # operations that quantize several arrays with one seed
 _MATRICES = ("quantize_both", "transpose", "swizzle", "swizzle_bytes", "decode")
 _BOTH_WAYS = ("quantize_both", "transpose")
 _ROWS = ("quantize_both", "pack", "swizzle_bytes", *FLATTENED)

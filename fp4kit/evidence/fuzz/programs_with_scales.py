@@ -20,7 +20,7 @@ from fp4kit.quantized.part_shapes import scale_shape, tensor_amax_shape
 from fp4kit.recipes import Recipe
 from fp4kit.reference.implied_amax import encodes_by_amax
 
-SCALES = (0.37, 1.0, 0.0, 1e-40, 3e38, float("inf"), 2.0**-12, 1e-6)  # tensor scales
+SCALES = (0.37, 1.0, 0.0, 1e-40, 3e38, float("inf"), 2.0**-12, 1e-6)  # tensor scales to quantize with
 
 
 def with_scales(p: Program, case: DrawnCase) -> None:

@@ -20,7 +20,7 @@ from fp4kit.evidence.fuzz.draw import DrawnCase, DrawnOptions
 from fp4kit.formats import bit_patterns
 
 T = TypeVar("T")
-MAX_ONE_BY_ONE = 24  # elements that are simplified one by one
+MAX_ONE_BY_ONE = 24  # elements are set to 1 one by one if at most this many are nonzero
 
 
 def shrink(value: T, simpler: Callable[[T], Iterable[T]], fails: Callable[[T], bool], seconds: float) -> T:

@@ -233,7 +233,7 @@ SKIPPED_SCALES = (
     "nonfinite_block",
     "overflowing_block",
     "nonfinite_tensor",
-)  # exceptions that also excuse the scales of the blocks
+)  # exceptions that excuse block scales as well as codes
 
 
 def cases(row: GoldenRow, golden: GoldenSet, ops: Operations = SPECIFIED) -> Iterator[RecordedCase]:

@@ -22,7 +22,7 @@ Arrays = Mapping[str, Array]
 
 RECORDED = Path(__file__).parents[1] / "recorded"
 _OWN_INPUT = "/input/values"
-_BF16_SUFFIX = "__bf16"  # these inputs are stored as the uint16 bit patterns of bfloat16
+_BF16_SUFFIX = "__bf16"  # inputs with this suffix are stored as uint16 bit patterns of bfloat16
 
 
 class GoldenSet:

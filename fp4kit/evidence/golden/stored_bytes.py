@@ -60,7 +60,7 @@ def _beside_codes(case: Any) -> Iterator[tuple[str, Any, Any, Any]]:
             decode(unpack(case.q.packed), case.recipe.element),
             values,
             np.isnan(values),
-        )  # a NaN has no code
+        )  # NaN is not compared, because E2M1 has no code for it
 
 
 @np.errstate(all="ignore")

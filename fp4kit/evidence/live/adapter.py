@@ -16,7 +16,7 @@ from fp4kit.evidence.live.exceptions import Exempt
 
 Parts = Mapping[str, np.ndarray]  # {name in compare.PARTS: array of the producer}
 DTYPES = ("float32", "float16", "bfloat16")
-SATURATING_CASTS = {"torch": ("2.13", "")}  # before 2.13, values that overflow in a cast to E4M3 become NaN
+SATURATING_CASTS = {"torch": ("2.13", "")}  # before torch 2.13, values that overflow in a cast to E4M3 became NaN
 
 
 @dataclass(frozen=True)

@@ -18,9 +18,9 @@ from fp4kit.evidence.live.adapter import Parts, ProducerCall
 from fp4kit.formats import ElementFormat, bit_patterns
 from fp4kit.reference.codec import decode
 
-# {part that a producer may give: the fp4kit expression for it}. q is the Quantized, v the producer's array.
+# {part that a producer may give: fp4kit expression that must equal it}. q is the Quantized, v the producer's array.
 PARTS = {
-    # one code per element, even if bytes hold two
+    # one code per element, although q.packed may hold two per byte
     "codes": "fp4kit.unpack(q.packed) if q.recipe.is_packed else q.packed",
     "block_scale": "q.block_scale",  # bit patterns
     "tensor_scale": "q.tensor_scale.reshape(v.shape)",  # float32, multiplies on decode

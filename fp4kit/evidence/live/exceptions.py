@@ -10,7 +10,7 @@ import numpy as np
 from fp4kit.formats import E2M3, E8M0
 from fp4kit.reference.codec import decode
 
-Where = Callable[[np.ndarray, Any], np.ndarray]  # from x and fp4kit's Quantized to a mask of x's shape
+Where = Callable[[np.ndarray, Any], np.ndarray]  # function (x, fp4kit's Quantized of x) -> mask of x's shape
 
 
 class Exempt(NamedTuple):

@@ -141,7 +141,7 @@ def run(
                 break
             start = time.monotonic()
             shrunk = _step(id, call, seed, number, result)
-            if number >= len(call.dtypes):  # not counted: the first array of each dtype, for which JAX compiles
+            if number >= len(call.dtypes):  # the first array of each dtype is not timed, because JAX compiles for it
                 result.seconds += time.monotonic() - start - shrunk
             tick(sum(tally.differing for tally in result.recipes.values()))
         number += 1

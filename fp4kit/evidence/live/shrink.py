@@ -9,7 +9,7 @@ import numpy as np
 from fp4kit.evidence.fuzz import shrink as fuzz_shrink
 from fp4kit.formats import bit_patterns
 
-MAX_ONE_BY_ONE = 40  # elements that are simplified one by one, and blocks that are removed one by one
+MAX_ONE_BY_ONE = 40  # limit on elements simplified one by one, and on blocks removed one by one
 
 
 def shrink(x: np.ndarray, rows: int, columns: int, differs: Callable[[np.ndarray], bool], seconds: float) -> np.ndarray:

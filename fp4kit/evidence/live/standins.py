@@ -98,7 +98,7 @@ def load(package: str, file: str, modules: Mapping[str, ModuleType] = {}) -> Mod
     return module
 
 
-cached = lru_cache(None)  # decorator for functions of an adapter that load a file
+cached = lru_cache(None)  # decorator for an adapter's function that loads a file, so that it is loaded once
 
 
 @cached

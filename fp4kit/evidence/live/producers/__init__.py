@@ -17,7 +17,7 @@ NAMES = (
     "vllm",
 )
 
-WITHOUT = {  # {producer named by a recipe id: why it has no adapter}
+WITHOUT = {  # {producer in a recipe id: why it has no adapter}
     "deepgemm": "DeepGEMM needs CUDA to be imported; recorded outputs are compared by --check",
     "flashinfer": "FlashInfer quantizes with CUDA kernels, which need a GPU",
     "qat": "open training stacks have no package of their own",
