@@ -8,6 +8,7 @@ from fp4kit.display.panel import Panel
 from fp4kit.recipes import ALIASES, PRODUCER_ALIASES, Recipe
 from fp4kit.recipes.table import is_listed
 
+# fields that panel() describes in words or in the title
 _DESCRIBED = (
     "id",
     "element",
@@ -17,7 +18,7 @@ _DESCRIBED = (
     "exact",
     "versions",
     "tensor_scaling",
-)  # fields that panel() describes in words or in the title
+)
 
 
 def panel(r: Recipe) -> Panel:

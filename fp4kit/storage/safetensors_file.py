@@ -177,9 +177,8 @@ class TensorReader:
 
     def __init__(self, file: SafetensorsFile) -> None:
         self._file = file
-        descriptor = os.open(
-            file.path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
-        )  # O_NONBLOCK: opening a pipe does not wait
+        # O_NONBLOCK: opening a pipe does not wait
+        descriptor = os.open(file.path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         self._stream = open(descriptor, "rb", buffering=0)
         status = os.fstat(self._stream.fileno())
         if status.st_size != file.size or not stat.S_ISREG(status.st_mode):

@@ -21,9 +21,8 @@ def encode(arrays: Mapping[str, np.ndarray], facts: Mapping[str, Any]) -> bytes:
 
     The facts, such as the number of experts, are stored as JSON in one metadata entry.
     """
-    metadata = {
-        FACTS: json.dumps(facts, sort_keys=True)
-    }  # one entry, because the library writes several entries in random order
+    # one entry, because the library writes several entries in random order
+    metadata = {FACTS: json.dumps(facts, sort_keys=True)}
     return save({key: np.asarray(array, order="C") for key, array in arrays.items()}, metadata)
 
 
@@ -38,9 +37,8 @@ def decode(data: bytes, label: str) -> tuple[dict[str, np.ndarray], dict[str, An
     except SafetensorError as error:
         raise unusable(label, error) from None
     header = parse_object(data[8 : 8 + int.from_bytes(data[:8], "little")], label)
-    facts = (header.get("__metadata__") or {}).get(
-        FACTS, "{}"
-    )  # a file that another program wrote may have any metadata or none
+    # a file that another program wrote may have any metadata or none
+    facts = (header.get("__metadata__") or {}).get(FACTS, "{}")
     return {key: _array(key, info, label) for key, info in tensors}, parse_object(
         facts.encode(), f"{label}: metadata {FACTS}"
     )

@@ -107,9 +107,8 @@ def memory(values: np.ndarray, view: View) -> tuple[np.ndarray, Callable[[Any], 
 
     def cut(flat: Any) -> Any:
         whole = flat[view.offset : end].reshape(shape).transpose(back)
-        return whole[
-            (*(slice(None, None, step) for step in view.steps), ...)
-        ]  # with the ellipsis, a 0-d array gives a view and not a scalar
+        # with the ellipsis, a 0-d array gives a view and not a scalar
+        return whole[(*(slice(None, None, step) for step in view.steps), ...)]
 
     flat = np.full((end + view.offset) * values.dtype.itemsize, FILLER, np.uint8).view(values.dtype)
     cut(flat)[...] = values

@@ -44,6 +44,7 @@ OPERATIONS = (
     "search_scales",
 )
 GROUPED = ("quantize_grouped", "fake_quantize_grouped", "amax_grouped", "backward_grouped", "plan")
+# operations that return no codes, so recipes without codes support them
 VALUES_ONLY = (
     "fake_quantize",
     "fake_quantize_grouped",
@@ -51,7 +52,7 @@ VALUES_ONLY = (
     "amax_grouped",
     "backward",
     "backward_grouped",
-)  # operations that return no codes, so recipes without codes support them
+)
 FLATTENED = ("partial", "master_weights")
 FAULTS = ("length", "axis", "dtype", "seed", "layout", "amax shape", "negative amax", "block_amax")
 LENGTHS = (1, 1, 2, 3, 5, 8, 15, 16, 17, 31, 32, 33, 64, 65, 127, 128, 129, 256)
@@ -180,18 +181,16 @@ class Draw:
         """
         operation = self.pick(tuple(_supported(self.pool)))
         recipe = self.variant(operation)
-        fault = (
-            self.pick(FAULTS) if self.pool.faults and self.chance(0.03) and operation != "plan" else ""
-        )  # plans get no fault, because a plan may report it only when it runs
+        # plans get no fault, because a plan may report it only when it runs
+        fault = self.pick(FAULTS) if self.pool.faults and self.chance(0.03) and operation != "plan" else ""
         options = replace(self.options(operation, recipe.recipe), fault=fault)
         ndim = 2 if operation in FLATTENED else max(int(self.pick((1, 2, 2, 2, 3, 3, 4))), 1 + (operation in _MATRICES))
         axis = -1 if operation in _ROWS else int(self.rng.integers(-ndim, ndim))
         if operation == "transpose":
             axis = self.pick((-1, -2))
         if ndim == 1:
-            options = replace(
-                options, layout="linear", target_layout="linear"
-            )  # swizzled layouts need a matrix, not a vector
+            # swizzled layouts need a matrix, not a vector
+            options = replace(options, layout="linear", target_layout="linear")
         count = int(self.rng.integers(1, 5)) if operation in (*GROUPED, "master_weights") and not options.stacked else 1
         arrays = tuple(self.array(operation, recipe.recipe, ndim, axis, options) for _ in range(count))
         return DrawnCase(operation, recipe, arrays, axis, options)
@@ -323,12 +322,13 @@ _ROUNDED = (
     "fake_quantize_grouped",
     "plan",
 )
+# operations that quantize several arrays with one seed
 _SEEDED = (
     "quantize_both",
     "quantize_grouped",
     "fake_quantize_grouped",
     "plan",
-)  # operations that quantize several arrays with one seed
+)
 _MATRICES = ("quantize_both", "transpose", "swizzle", "swizzle_bytes", "decode")
 _BOTH_WAYS = ("quantize_both", "transpose")
 _ROWS = ("quantize_both", "pack", "swizzle_bytes", *FLATTENED)

@@ -18,12 +18,13 @@ from fp4kit.evidence.fuzz.recipes import Variant
 from fp4kit.formats import ELEMENT_FORMATS, ElementFormat, unsigned
 
 MAX_LISTED = 64  # an array with more nonzero elements is printed as hexadecimal digits
+# functions whose results are not compared, so the program does not yield them
 _UNCOMPARED = (
     "guarded",
     "fp4kit.GroupedPlan",
     "fp4kit.Shard",
     "SingleProcess",
-)  # functions whose results are not compared, so the program does not yield them
+)
 _IMPORTS = (
     ("replace", "from dataclasses import replace"),
     ("ml_dtypes", "import ml_dtypes"),

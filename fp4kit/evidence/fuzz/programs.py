@@ -223,9 +223,8 @@ def _backward(p: Program, case: DrawnCase) -> None:
     """Compute the gradient of fake_quantize with respect to its input."""
     x, o = p.make("x", case.x), case.options
     grad = p.make("grad", replace(case.x, kind="bits", seed=o.seed + 1, dtype=o.decoded or case.x.dtype, bits=b""))
-    one = replace(
-        case, options=replace(o, tensor_amax=o.tensor_amax and "number")
-    )  # the gradient takes one amax, not one per expert
+    # the gradient takes one amax, not one per expert
+    one = replace(case, options=replace(o, tensor_amax=o.tensor_amax and "number"))
     options = {"axis": case.axis, "amax": tensor_amax(p, one), "pass_through": o.pass_through}
     g = p.call("g", "fp4kit.fake_quantize_backward", grad, x, Ref("r"), **options)
     if o.pass_through:

@@ -229,11 +229,12 @@ SKIPS: dict[str, Callable[[RecordedCase], Mask]] = {
     "infinite_quotient": _skip_infinite_quotient,
     "applied_scale": _skip_applied_scale,
 }
+# exceptions that excuse block scales as well as codes
 SKIPPED_SCALES = (
     "nonfinite_block",
     "overflowing_block",
     "nonfinite_tensor",
-)  # exceptions that excuse block scales as well as codes
+)
 
 
 def cases(row: GoldenRow, golden: GoldenSet, ops: Operations = SPECIFIED) -> Iterator[RecordedCase]:

@@ -55,12 +55,13 @@ def _beside_codes(case: Any) -> Iterator[tuple[str, Any, Any, Any]]:
         if (applied := case.part(part)) is not None:
             yield case.key(part), applied_scales(case.x, case.recipe), applied, np.False_
     if (values := case.part("values")) is not None:
+        # NaN is not compared, because E2M1 has no code for it
         yield (
             case.key("values"),
             decode(unpack(case.q.packed), case.recipe.element),
             values,
             np.isnan(values),
-        )  # NaN is not compared, because E2M1 has no code for it
+        )
 
 
 @np.errstate(all="ignore")

@@ -45,11 +45,12 @@ def _quantize(x: np.ndarray, kind: str) -> Parts:
         codes = codes.view(np.uint8)
     if kind == "nvfp4":
         return {"codes": codes, "block_scale": np.asarray(jnp.asarray(scale).astype(jnp.float8_e4m3fn)).view(np.uint8)}
+    # exponent 255: inf and NaN
     return {
         "codes": codes,
         "block_scale": exponent_field(scale).astype(np.uint8),
         "fake": values,
-    }  # exponent 255: inf and NaN
+    }
 
 
 _ROUNDED_LOG = {"jax": ("", "0.10.99")}  # later versions do not round the steps of log2 to bfloat16

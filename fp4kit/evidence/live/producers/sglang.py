@@ -36,9 +36,8 @@ def _stored() -> Any:
     def keep(self: Any, shape: Any, dtype: Any, data: Any) -> None:
         self.data = data
 
-    return type(
-        "Stored", (_mxfp4_tensor().MXFP4QuantizeUtil,), {"__init__": keep}
-    )  # SGLang's fp8_utils.py defines such a class
+    # SGLang's fp8_utils.py defines such a class
+    return type("Stored", (_mxfp4_tensor().MXFP4QuantizeUtil,), {"__init__": keep})
 
 
 def _mxfp4(x: np.ndarray) -> Parts:
