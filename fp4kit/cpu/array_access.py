@@ -47,7 +47,7 @@ class ArrayAccess(NamedTuple):
 
 
 def access_to(array: Any) -> ArrayAccess:
-    """Return the access to the library of an array in host memory."""
+    """Return the ArrayAccess for the library (NumPy, PyTorch or JAX) of an array in host memory."""
     if isinstance(array, np.ndarray):
         return NUMPY
     return _torch() if isinstance(array, torch_arrays.tensor_type()) else _jax(array)
@@ -93,7 +93,7 @@ def _torch() -> ArrayAccess:
 
 
 def _jax(like: Any) -> ArrayAccess:
-    """Return the access to JAX's arrays, which cannot be written to: NumPy arrays are filled and then handed to JAX."""
+    """Return the access to JAX's arrays. These are read-only, so NumPy arrays are filled and then given to JAX."""
 
     def address_of(a: Any) -> int | None:
         return address(a if a is None else np.asarray(a))

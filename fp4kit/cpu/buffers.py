@@ -32,7 +32,7 @@ class _Owner:
 
 
 def empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """Return an uninitialized array. A large one does not own its data, which is reused after it is freed."""
+    """Return an uninitialized array. The memory of a large one is reused for later results after it is freed."""
     nbytes = prod(shape) * dtype.itemsize
     if not MIN_BYTES <= nbytes <= MAX_BYTES:
         return np.empty(shape, dtype)
@@ -41,7 +41,7 @@ def empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
 
 
 def _memory(nbytes: int) -> np.ndarray:
-    """Return memory of at least nbytes: the kept memory if at most half of it would be idle, else new memory."""
+    """Return at least nbytes bytes: the kept memory if at most half of it would be unused, otherwise new memory."""
     try:
         found = _kept.pop()  # atomic: no other thread gets this memory
     except IndexError:
@@ -50,7 +50,7 @@ def _memory(nbytes: int) -> np.ndarray:
 
 
 def _new(nbytes: int) -> np.ndarray:
-    """Return new memory that begins at a huge page."""
+    """Return nbytes bytes or more of new memory, aligned to a huge page."""
     memory = np.empty(nbytes + HUGE_PAGE, np.uint8)
     first = -memory.ctypes.data % HUGE_PAGE
     return memory[first : first + nbytes]

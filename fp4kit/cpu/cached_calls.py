@@ -36,8 +36,10 @@ _UINT8, _FLOAT32 = np.dtype(np.uint8), np.dtype(np.float32)
 class QuantizeCall:
     """A cached quantize with nearest rounding and linear scales.
 
+    Calling it returns the result, or None if the library cannot compute it.
+
     tensor_rule: index of the tensor rule; -1 for a recipe without tensor scales.
-    size: number of elements. new: functions that make the parts of a result. fields: its other fields.
+    size: number of elements. new: functions that make the arrays of a result. fields: the other fields of a result.
     """
 
     prototype: EncodeCall
@@ -68,7 +70,7 @@ def _is_whole(*arrays: Any) -> bool:
 
 
 class _MatrixCall(NamedTuple):
-    """The part that cached quantize and fake_quantize share; tensor_rule: its index, -1 without tensor scales."""
+    """The fields that QuantizeCall and FakeQuantizeCall share. tensor_rule: its index; -1 without tensor scales."""
 
     prototype: EncodeCall
     tensor_rule: int
@@ -87,7 +89,7 @@ def _matrix(call: Call) -> np.ndarray | None:
 
 
 def _matrix_call(call: Call, packed_step: int, scales_step: int) -> _MatrixCall | None:
-    """Return the prototype of a call on a matrix; None if it is not one call of the library."""
+    """Return the prototype of a call and its tensor rule; None if the call takes more than one call of the library."""
     r, x = call.recipe, _matrix(call)
     is_plain = all(a is None for a in (call.random, call.mask, call.block_amax)) and not r.search
     if x is None or not is_plain or r.tensor_scaling == "block":
@@ -127,7 +129,9 @@ def quantize(call: Call, x: Any, both: bool = False) -> QuantizeCall | None:
 
 @dataclass(frozen=True, slots=True)
 class FakeQuantizeCall:
-    """A cached fake_quantize with nearest rounding, for recipes whose values are those of codes.
+    """A cached fake_quantize with nearest rounding, for recipes that decode their codes to get the values.
+
+    Calling it returns the values, or None if the library cannot compute them.
 
     values: prototype of the decoding. new: makes the values, with the quantized axis last. axis: its place in x.
     """
@@ -154,7 +158,7 @@ class FakeQuantizeCall:
 
 
 def _result(access: ArrayAccess, values: Any, axis: int) -> Any:
-    """Return new values as the caller gets them: with the quantized axis where x has it, in the library of x."""
+    """Return new values in the form that the caller gets: the quantized axis at `axis`, as an array of x's library."""
     moved = access.move_last(values, axis)
     return moved if access.result is None else access.result(moved)
 
@@ -176,6 +180,8 @@ def fake_quantize(call: Call, x: Any) -> FakeQuantizeCall | None:
 @dataclass(frozen=True, slots=True)
 class DequantizeCall:
     """A cached dequantize of linear scales.
+
+    Calling it returns the values, or None if the library cannot compute them.
 
     new: makes the values, with the quantized axis last. axis: its place in the result. size: number of values.
     is_quick: values are looked up in tables that the matrix shares.
@@ -219,7 +225,7 @@ def dequantize(q: Quantized, given: Quantized, dtype: np.dtype, out: np.ndarray 
 
 
 def _not_cached(*arguments: Any) -> None:
-    """Return None: operations that are never cached."""
+    """Return None, for operations that are never cached."""
 
 
 transpose = swizzle = _not_cached

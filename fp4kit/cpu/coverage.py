@@ -57,7 +57,7 @@ def decode_key(r: Recipe) -> str:
 
 
 def top_rule(r: Recipe) -> str:
-    """Return the tensor rule if it decides what a tensor scale of 1 covers; else "none"."""
+    """Return the tensor rule if it sets its own largest element value for the tensor's amax; otherwise "none"."""
     return r.tensor_rule if r.tensor_rule in TOPS else "none"
 
 
@@ -127,7 +127,7 @@ COVERAGE_COLUMNS = ("operation", "recipes", "why")
 
 
 def uncovered_rows(recipes: Iterable[Recipe]) -> list[tuple[str, str, str]]:
-    """Return what the engine leaves to the specification, of some recipes: (operation, recipe ids, reason) rows."""
+    """Return what the engine leaves to the specification: rows of (operation, ids of recipes, reason)."""
     found: dict[tuple[str, str], list[str]] = {}
     for operation, why in COVERAGE.items():
         for r in recipes:
@@ -138,6 +138,6 @@ def uncovered_rows(recipes: Iterable[Recipe]) -> list[tuple[str, str, str]]:
 
 
 def _name(f: ElementFormat) -> str:
-    """Return a format's name if fp4kit has an equal format of that name; else a name that no compiled key has."""
+    """Return a format's name if it equals fp4kit's format of that name; otherwise a name that no compiled key has."""
     known = getattr(formats, f.name, None)
     return f.name if isinstance(known, ElementFormat) and is_same(f, known) else f"other {f.name}"

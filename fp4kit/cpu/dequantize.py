@@ -34,14 +34,14 @@ def decoder_of(r: Recipe, dtype: np.dtype) -> int:
 
 
 def are_looked_up(r: Recipe) -> bool:
-    """Return whether values are looked up in tables that a whole matrix shares, unless the matrix is small."""
+    """Return whether a large matrix of a recipe is decoded by look-ups in value tables that all its tiles share."""
     return r.element.bits == 4 and r.scale is not None and r.tensor_scaling in ("none", "tensor")
 
 
 def dequantize_matrix(
     packed: np.ndarray, scales: np.ndarray | None, recipe: Recipe, tensor: TensorScale, out: np.ndarray
 ) -> None:
-    """Do what reference.dequantize.dequantize_matrix does."""
+    """Dequantize a matrix into out, as reference.dequantize.dequantize_matrix does."""
     tensor, packed = _spread(tensor.columns(recipe)), _in_rows(packed)
     scales = None if scales is None else _in_rows(scales)
     for rows, columns in _decode(packed, scales, recipe, tensor, out):
@@ -56,7 +56,7 @@ def dequantize_matrix(
 
 
 def _in_rows(bytes_: np.ndarray) -> np.ndarray:
-    """Return an array whose rows are contiguous, as the library reads them: the array itself, or a copy."""
+    """Return the array itself if its rows are contiguous, as the library needs them; otherwise a copy."""
     return bytes_ if bytes_.strides[-1] == 1 else np.ascontiguousarray(bytes_)
 
 
@@ -84,7 +84,7 @@ def _decode(
 
 
 def _set_tensor(call: DecodeCall, tensor: TensorScale) -> None:
-    """Point a call to the tensor scales of its rows and blocks."""
+    """Set the fields of a call that point to the tensor scales of its rows and blocks."""
     call.encode, call.decode, call.amax = map(address, tensor)
     rows, blocks = tensor.decode.shape
     row_step, block_step = (step // 4 for step in tensor.decode.strides)
@@ -96,7 +96,7 @@ def _set_tensor(call: DecodeCall, tensor: TensorScale) -> None:
 def _stored(r: Recipe, dtype: np.dtype, scale: bytes, amax: bytes | None) -> np.ndarray:
     """Return the tensor scales of a Quantized: all encode scales, then decode scales, then amaxes.
 
-    scale, amax: the bytes of its tensor_scale and tensor_amax, so that results can be cached.
+    scale, amax: the bytes of its tensor_scale and tensor_amax, because arguments of a cached function must be hashable.
     """
     given = None if amax is None else np.frombuffer(amax, np.float32)
     found = stored_tensor_scale(np.frombuffer(scale, np.float32), given, r, dtype)

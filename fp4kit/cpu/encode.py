@@ -36,11 +36,11 @@ _BITS = {0: (np.uint32, 0x7F800000), 1: (np.uint16, 0x7C00), 2: (np.uint16, 0x7F
 
 
 class Kernels(NamedTuple):
-    """The indices, block shape and limits with which the library encodes by a recipe.
+    """A recipe as the library encodes by it: indices of its compiled rules, block shape, and limits of factors.
 
     block_rule: index of the block rule; -1 for a recipe without block scales.
     element: index of the arithmetic of elements.
-    kept: by input dtype, the smallest and largest factor (kept_factors of coverage.py).
+    kept: for each input dtype, the smallest and the largest factor that the library may use (coverage.kept_factors).
     """
 
     block_rule: int
@@ -52,7 +52,7 @@ class Kernels(NamedTuple):
 
 @lru_cache(256)
 def kernels_of(r: Recipe) -> Kernels:
-    """Return the kernels of a recipe. Raises Declined if the library does not have all of them."""
+    """Return the Kernels of a recipe. Raises Declined if a rule of the recipe is not compiled."""
     found = functions()
     if (reason := not_encoded(r)) is not None:
         raise Declined(f"{r.id} has {reason}")
@@ -124,7 +124,7 @@ class Tiles(NamedTuple):
 
 
 def source(x: np.ndarray, hadamard: int | None = None) -> SourceMatrix:
-    """Return a matrix as the library takes it. hadamard: sign mask of the transform, None for no transform."""
+    """Return the SourceMatrix that describes a matrix. hadamard: sign mask of the transform; None for no transform."""
     steps = (step // x.itemsize for step in x.strides)
     return SourceMatrix(address(x), *x.shape, *steps, -1 if hadamard is None else hadamard)
 
@@ -168,7 +168,7 @@ def quantize_matrix(
     scales: np.ndarray | None,
     options: EncodeOptions,
 ) -> None:
-    """Do what reference.quantize.quantize_matrix does."""
+    """Quantize a matrix into packed and scales, as reference.quantize.quantize_matrix does."""
     tensor = tensor_scale(amax, recipe, x.dtype).columns(recipe)
     given = _Scales(tensor, options.block_amax)
     if recipe.tensor_scaling == "block":
@@ -195,7 +195,7 @@ def encode_matrix(
     packed: np.ndarray,
     options: EncodeOptions,
 ) -> None:
-    """Do what reference.quantize.encode_matrix does."""
+    """Encode a matrix under given scales into packed, as reference.quantize.encode_matrix does."""
     kernels = kernels_of(recipe)._replace(block_rule=-1, block_rows=1)
     for rows in _row_slices(x.shape, recipe.block_rows):
         part = TensorScale(*(a[rows] if a.ndim and len(a) > 1 else a for a in (np.asarray(p) for p in tensor)))
@@ -212,7 +212,7 @@ def _encode_rows(
     packed: np.ndarray,
     options: EncodeOptions,
 ) -> None:
-    """Encode some rows under given scales."""
+    """Encode some rows of a matrix under given scales into packed."""
     given = _given_scales(x, r, tensor, scales, options.hadamard)
     for rows, columns in _encode(x, r, kernels, given, packed, None, options):
         blocks = blocks_of(columns, r)
@@ -246,7 +246,7 @@ def _given_scales(
 
 
 def _amax_by_row(x: np.ndarray, r: Recipe, hadamard: int | None) -> np.ndarray:
-    """Return block amaxes, one row per row of x: float32 (M, blocks)."""
+    """Return the block amaxes of x, repeated for each row of a block: float32 (M, blocks)."""
     elements = x if hadamard is None else specification.widen(x, r, hadamard)
     return np.repeat(block_amax(elements, r), r.block_rows, axis=0)[: len(x)]
 
@@ -309,8 +309,8 @@ def _encode(
 class _RandomBytes(NamedTuple):
     """The random bytes of a slab, in the order of EncodeCall's fields; neither array nor seed for nearest rounding.
 
-    array: the bytes. seed: of the stream that they come from.
-    first, stride: place of the slab's first element in the stream, and distance of two rows.
+    array: the bytes if the caller gave them. seed: otherwise the seed of the stream that generates them.
+    first, stride: the slab's first element is element `first` of the stream; rows are `stride` elements apart.
     """
 
     array: np.ndarray | None = None
@@ -345,9 +345,10 @@ def block_amax(x: np.ndarray, r: Recipe) -> np.ndarray:
 
 
 def tensor_amax(x: np.ndarray, r: Recipe, mask: int | None) -> np.ndarray | None:
-    """Return what reference.quantize.tensor_amax returns; None if the library cannot find it.
+    """Return the tensor amaxes of a matrix, as reference.quantize.tensor_amax does.
 
-    It cannot if an element is NaN or infinite, or for amaxes of rows and blocks that are not whole segments.
+    Return None if the library cannot find them: if an element is NaN or infinite, or if amaxes of rows or blocks are
+    needed that do not consist of whole segments.
     """
     if r.tensor_scaling in ("none", "tensor"):
         return None if (found := largest(x, hadamard=mask)) is None else np.asarray(found)
@@ -395,7 +396,7 @@ def largest(
 
 
 def transpose_codes(stored: np.ndarray, packing: Packing) -> np.ndarray:
-    """Return what reference.transpose.transpose_codes returns."""
+    """Return the packed codes of the transposed matrix, as reference.transpose.transpose_codes does."""
     stored, is_nibble = np.ascontiguousarray(stored), packing.codes == 2
     M, K = stored.shape[0], stored.shape[1] // packing.bytes * packing.codes
     out = np.empty((K, packing.length(M)), np.uint8)
@@ -413,17 +414,17 @@ def _row_slices(shape: tuple[int, int], block_rows: int = 1) -> Iterator[slice]:
 
 
 def blocks_of(columns: slice, r: Recipe) -> slice:
-    """Return the blocks of some columns."""
+    """Return the indices of the blocks that lie in some columns."""
     return slice(columns.start // r.block_size, columns.stop // r.block_size)
 
 
 def bytes_of(columns: slice, r: Recipe) -> slice:
-    """Return the bytes that hold the codes of some columns."""
+    """Return the indices of the bytes that hold the codes of some columns."""
     return slice(*map(r.element.packing.length, (columns.start, columns.stop)))
 
 
 def _cut(amax: np.ndarray | None, rows: slice, blocks: slice) -> np.ndarray | None:
-    """Return the part of a tensor_amax, which has one per tensor, row or block, for some rows and blocks."""
+    """Return the part of tensor_amax for some rows and blocks; it has one amax per tensor, row or block."""
     if amax is None or amax.size == 1:
         return amax
     return amax[rows] if amax.ndim == 1 or amax.shape[1] == 1 else amax[rows, blocks]

@@ -26,7 +26,7 @@ from fp4kit.reference.matrices import stack
 
 
 def tensor_amax(moved: np.ndarray, r: Recipe, mask: int | None = None) -> np.ndarray:
-    """Return what reference.compute_tensor_amax returns."""
+    """Return the tensor amaxes of an array, as reference.compute_tensor_amax does."""
     found = [encode.tensor_amax(part, r, mask) for part in stack(moved, r)] if moved.size else []
     finite = [amax for amax in found if amax is not None]
     if not moved.size or len(finite) < len(found):
@@ -48,7 +48,7 @@ _FUNCTIONS = reference.MatrixFunctions(
 
 
 def quantize(call: Call) -> Quantized:
-    """Return what reference.quantize returns."""
+    """Quantize the array of a call, as reference.quantize does."""
     _check(call, None if coverage.not_searched(call.recipe) or not call.recipe.search else 0)
     return reference.quantize(call, _FUNCTIONS)
 
@@ -59,7 +59,7 @@ def quantize_both(row: Call, column: Call) -> tuple[Quantized, Quantized]:
 
 
 def quantize_with_scales(call: Call) -> Quantized:
-    """Return what reference.quantize_with_scales returns."""
+    """Quantize the array of a call under its given scales, as reference.quantize_with_scales does."""
     _check(call)
     return reference.quantize_with_scales(call, _FUNCTIONS)
 
@@ -79,7 +79,7 @@ def _check(call: Call, min_elements: int | None = None) -> None:
 
 
 def dequantize(q: Quantized, dtype: np.dtype, out: np.ndarray | None = None) -> np.ndarray:
-    """Return what reference.dequantize returns."""
+    """Return the values of a quantized array, as reference.dequantize does."""
     decoding.decoder_of(q.recipe, dtype)
     if q.packed.size < coverage.MIN_CODE_BYTES:
         raise Declined("the specification is as fast for so few values")
@@ -87,7 +87,7 @@ def dequantize(q: Quantized, dtype: np.dtype, out: np.ndarray | None = None) -> 
 
 
 def requantize(q: Quantized, target: Recipe) -> tuple[Quantized, int]:
-    """Return what reference.requantize returns."""
+    """Return a quantized array in the format of another recipe, as reference.requantize does."""
     for r in (q.recipe, target):
         decoding.decoder_of(r, np.dtype(np.float32))
     encode.kernels_of(target)
@@ -95,7 +95,10 @@ def requantize(q: Quantized, target: Recipe) -> tuple[Quantized, int]:
 
 
 def fake_quantize(call: Call) -> np.ndarray:
-    """Return what reference.fake_quantize returns, computed FAKE_ELEMENTS elements at a time."""
+    """Return the array of a call with rounding error, as reference.fake_quantize does.
+
+    It quantizes and dequantizes FAKE_ELEMENTS elements at a time, so that the codes take little memory.
+    """
     if (reason := coverage.not_faked(call.recipe)) is not None:
         raise Declined(f"{call.recipe.id} has {reason}")
     _check(call)
@@ -110,9 +113,10 @@ def fake_quantize(call: Call) -> np.ndarray:
 
 
 def _slabs(call: Call, values: np.ndarray) -> Iterator[tuple[Call, np.ndarray]]:
-    """Yield the slabs of a call along its first axes, each with its part of `values`.
+    """Yield the parts of a call along its first axes, each with its part of `values`, FAKE_ELEMENTS elements at most.
 
-    Blocks lie along the last axis. A seeded call is one slab, because random bytes go by the place in the whole of x.
+    Blocks lie along the last axis. A call with a seed is one part, because an element's random byte depends on its
+    place in the whole of x.
     """
     x, r = call.x, call.recipe
     if x.size <= FAKE_ELEMENTS or x.ndim < 2 or isinstance(call.random, int):
@@ -139,13 +143,13 @@ def _cut(call: Call, index: Any) -> Call:
 
 
 def transpose(packed: np.ndarray, scales: np.ndarray, q: Quantized) -> tuple[np.ndarray, np.ndarray]:
-    """Return what reference.transpose returns."""
+    """Return the codes and scales of the transposed array, as reference.transpose does."""
     functions()
     return reference.transpose(packed, scales, q, encode.transpose_codes)
 
 
 def partial_amax(shard: np.ndarray, shape: tuple[int, int], start: int, r: Recipe) -> np.ndarray:
-    """Return what reference.partial_amax returns."""
+    """Return the block amaxes over a shard's elements, as reference.partial_amax does."""
     encode.kernels_of(r)
     encode.check_array(shard)
     return partial.partial_amax(shard, shape, start, r)
@@ -154,14 +158,14 @@ def partial_amax(shard: np.ndarray, shape: tuple[int, int], start: int, r: Recip
 def partial_cast(
     shard: np.ndarray, out: np.ndarray, block_amax: np.ndarray, shape: tuple[int, int], start: int, r: Recipe, amax: Any
 ) -> None:
-    """Do what reference.partial_cast does."""
+    """Store the codes of a shard's elements in out, as reference.partial_cast does."""
     encode.kernels_of(r)
     encode.check_array(shard)
     reference.partial_cast(shard, out, block_amax, shape, start, r, amax, partial.partial_cast)
 
 
 def amax(call: Call) -> np.ndarray:
-    """Return what reference.amax returns, for recipes with blocks."""
+    """Return the block amaxes of the array of a call, as reference.amax does. Raises Declined without blocks."""
     _check(call, coverage.MIN_AMAX_ELEMENTS)
     if call.recipe.block is None or not call.x.size:
         raise Declined("only the specification finds amaxes without blocks or of empty arrays")
@@ -173,7 +177,7 @@ def amax(call: Call) -> np.ndarray:
 
 
 def plain_amax(x: np.ndarray, axis: Any) -> np.ndarray:
-    """Return what reference.plain_amax returns, for whole arrays."""
+    """Return the largest magnitude of an array, as reference.plain_amax does. Raises Declined if axis is not None."""
     functions()
     if axis is not None or not x.size:
         raise Declined("only the specification finds amaxes along axes or of empty arrays")
@@ -183,7 +187,7 @@ def plain_amax(x: np.ndarray, axis: Any) -> np.ndarray:
 
 
 def search_scales(search: Search) -> np.ndarray:
-    """Return what reference.search_scales returns, for searches over E4M3 scales."""
+    """Return the best block amaxes, as reference.search_scales does. Raises Declined for searches over other scales."""
     functions()
     if not search.searches_e4m3:
         raise Declined("only the specification searches E8M0 scales and tensor amaxes")
@@ -200,7 +204,7 @@ def _as_matrix(x: np.ndarray) -> np.ndarray:
 
 
 def _declining(name: str) -> Any:
-    """Return a function that raises Declined."""
+    """Return a function that raises Declined, for the operation `name`."""
 
     def declined(*arguments: Any) -> Any:
         raise Declined(f"the CPU engine does not implement {name}")
@@ -209,7 +213,7 @@ def _declining(name: str) -> Any:
 
 
 def __getattr__(name: str) -> Any:
-    """Return a function that declines, for operations that only the specification has."""
+    """Return a function that raises Declined, for operations that only the specification has."""
     if name in reference.__all__:
         return _declining(name)
     raise AttributeError(name)

@@ -1,4 +1,4 @@
-"""Writes source/recipes.inc: a C++ struct for each rule that a recipe of the table needs, and lists of their keys.
+"""Write source/recipes.inc: a C++ struct for each rule that a recipe of the table needs, and lists of their keys.
 
     python -m fp4kit.cpu.generate
 
@@ -21,7 +21,7 @@ PATH = Path(__file__).parent / "source" / "recipes.inc"
 
 
 def text() -> str:
-    """Return the text of recipes.inc."""
+    """Return the text of recipes.inc, as the recipes of the table need it."""
     table = [recipe(name) for name in recipes()]
     formats = {f.name: f for r in table for f in (r.element, r.scale or E4M3)}
     rules = {key: r for r in reversed(table) if (key := rule_key(r)) is not None}
@@ -51,14 +51,17 @@ def text() -> str:
 
 
 def _format(f: ElementFormat) -> str:
+    """Return the name of a format's struct in C++."""
     return f"Format_{f.name}"
 
 
 def _structs(name: str, found: dict[str, Recipe], facts: Callable[[Recipe], list[str]]) -> list[str]:
+    """Return one struct per key of `found`, numbered in the order of the keys; facts(recipe) gives its members."""
     return [f"struct {name}{i} {{ {' '.join(facts(found[key]))} }};" for i, key in enumerate(sorted(found))]
 
 
 def _rule(r: Recipe) -> list[str]:
+    """Return the members of a block rule's struct."""
     assert r.scale is not None
     return [
         f"using Element = {_format(r.element)};",
@@ -71,6 +74,7 @@ def _rule(r: Recipe) -> list[str]:
 
 
 def _four_over_six(r: Recipe) -> list[str]:
+    """Return the members of the struct of a 4over6 block rule."""
     facts = {
         "kSquaredError": r.four_over_six == "mse",
         "kLargestError": r.four_over_six == "max",
@@ -90,6 +94,7 @@ def _four_over_six(r: Recipe) -> list[str]:
 
 
 def _tensor(r: Recipe) -> list[str]:
+    """Return the members of a tensor rule's struct."""
     return [
         f"using Element = {_format(r.element)};",
         f"using TensorRule = tensor_{r.tensor_rule};",
@@ -98,6 +103,7 @@ def _tensor(r: Recipe) -> list[str]:
 
 
 def _element(r: Recipe) -> list[str]:
+    """Return the members of the struct for the arithmetic of elements."""
     flags = {
         "kDivide": r.apply != "multiply",
         "kCompare": r.apply == "compare",
@@ -115,6 +121,7 @@ def _element(r: Recipe) -> list[str]:
 
 
 def _decode(r: Recipe) -> list[str]:
+    """Return the members of a decode rule's struct."""
     return [
         f"using Element = {_format(r.element)};",
         f"using Scale = {_format(r.scale or E4M3)};",
@@ -126,10 +133,12 @@ def _decode(r: Recipe) -> list[str]:
 
 
 def _bool(value: bool) -> str:
+    """Return a bool as C++ spells it."""
     return str(value).lower()
 
 
 def _list(name: str, entry: str, struct: str, found: dict[str, Recipe]) -> str:
+    """Return a macro that calls the macro `entry` with the key and struct of every rule in `found`."""
     entries = (f'{entry}("{key}", {struct}{i})' for i, key in enumerate(sorted(found)))
     return f"#define {name} " + " ".join(entries)
 

@@ -317,7 +317,7 @@ def threads(count: int) -> AbstractContextManager[None]:
 
 @contextmanager
 def taking(op: str, count: int) -> Iterator[None]:
-    """Do what threads(count) does; errors begin with op."""
+    """Return the context manager of threads(count). Errors begin with `op`, the function that the user called."""
     token = _threads.set(_checked(op, count))
     try:
         yield
@@ -326,12 +326,12 @@ def taking(op: str, count: int) -> Iterator[None]:
 
 
 def alone() -> None:
-    """Make calls of this thread use no other threads from now on, for programs with many threads of their own."""
+    """Make calls from this thread run on it alone from now on, for programs with many threads of their own."""
     _threads.set(1)
 
 
 def threads_for(elements: int, is_quick: bool = False) -> int:
-    """Return the number of threads for a call on this many elements; is_quick: each element takes little time."""
+    """Return how many threads a call on so many elements should use. is_quick: an element takes little time."""
     return max(1, min(num_threads(), elements // (ELEMENTS_PER_THREAD * (QUICK_FACTOR if is_quick else 1))))
 
 

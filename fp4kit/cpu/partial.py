@@ -16,7 +16,7 @@ from fp4kit.reference.quantize import EncodeOptions
 
 
 class _Cut(NamedTuple):
-    """The whole rows of blocks of a shard: its elements [first, last), rows [row, row + rows) of the matrix."""
+    """The whole rows of blocks in a shard: its elements [first, last), the rows [row, row + rows) of the matrix."""
 
     first: int
     last: int
@@ -25,7 +25,7 @@ class _Cut(NamedTuple):
 
 
 def _cut(length: int, start: int, shape: tuple[int, int], height: int) -> _Cut:
-    """Return the whole rows of blocks of a shard that begins at element `start`; no rows if it has none."""
+    """Return the whole rows of blocks in a shard that begins at element `start` of the matrix; rows is 0 if none."""
     M, K = shape
     if not length:
         return _Cut(0, 0, 0, 0)
@@ -38,7 +38,7 @@ def _cut(length: int, start: int, shape: tuple[int, int], height: int) -> _Cut:
 
 
 def partial_amax(shard: np.ndarray, shape: tuple[int, int], start: int, r: Recipe) -> np.ndarray:
-    """Return what reference.partial.partial_amax returns."""
+    """Return the block amaxes over a shard's elements, as reference.partial.partial_amax does."""
     cut = _cut(len(shard), start, shape, r.block_rows)
     out = specification.partial_amax(shard[: cut.first], shape, start, r)
     if cut.rows:
@@ -60,7 +60,7 @@ def partial_cast(
     recipe: Recipe,
     tensor_amax: np.ndarray | None,
 ) -> None:
-    """Do what reference.partial.partial_cast does."""
+    """Store the codes of a shard's elements in out, as reference.partial.partial_cast does."""
     cut = _cut(len(shard), start, shape, recipe.block_rows)
     if out.strides[1] != 1:  # the library writes rows of contiguous bytes only
         cut = _Cut(len(shard), len(shard), 0, 0)

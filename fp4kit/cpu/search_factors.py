@@ -20,7 +20,7 @@ _CANDIDATES_PER_COST = 4  # this many candidates take about as long as encoding 
 def search_matrix(
     x: np.ndarray, out: np.ndarray, amax: np.ndarray | None, recipe: Recipe, hadamard: int | None
 ) -> None:
-    """Do what reference.search_factors.search_matrix does."""
+    """Search the block amaxes of a matrix into out, as reference.search_factors.search_matrix does."""
     factors = np.asarray(specification.FACTORS[recipe.search], np.float32)
     kernels, decoder = kernels_of(recipe), decoder_of(recipe, np.dtype(np.float32))
     factors_by_code = not rules.BLOCK_RULES[recipe.block_rule or ""].reads_amax

@@ -19,7 +19,8 @@ from fp4kit.reference import search_factors as searches
 from fp4kit.reference import search_scales as specification
 from fp4kit.reference.arith import moved_by, reciprocal_approx_ftz
 
-# Time of a search, relative to encoding, about: pruned; full; full with powers other than 1, 2 and infinity.
+# The time of a search, as an approximate multiple of the time of encoding: a pruned search; a full search; a full
+# search with powers other than 1, 2 and infinity.
 PRUNED_COST, FULL_COST, POWER_COST = 16, 256, 1024
 
 
@@ -32,7 +33,7 @@ def search_matrix(
     unproven: np.ndarray | None = None,
     bounded: bool = True,
 ) -> None:
-    """Do what reference.search_scales.search_matrix does.
+    """Search the block amaxes of a matrix into out, as reference.search_scales.search_matrix does.
 
     unproven: a uint64 that is incremented by the number of blocks that had a full search.
     bounded: use the pruned search where its bounds are valid; if False, every block has a full search.
@@ -72,7 +73,7 @@ def search_matrix(
 
 
 def searched(call: Call, amax: np.ndarray | None) -> Call:
-    """Return what reference.search_factors.searched returns: the call with the block amaxes that its search chooses."""
+    """Return a call with the block amaxes that its search chooses, as reference.search_factors.searched does."""
     r, is_factor_search = call.recipe, call.recipe.search in searches.FACTORS
     if not r.search or not_searched(r) or not call.x.size or (call.mask is not None and not is_factor_search):
         return searches.searched(call, amax)
@@ -83,9 +84,9 @@ def searched(call: Call, amax: np.ndarray | None) -> Call:
 
 
 def rule_of(r: Recipe, offsets: tuple[int, int] | None) -> int:
-    """Return the library's index of the block rule that gives the code beside which candidates are.
+    """Return the library's index of the block rule that gives a block's own code, around which its candidates lie.
 
-    Returns -1 without offsets: all codes are candidates then. Raises Declined if the library does not have the rule.
+    Return -1 if offsets is None, because all codes are candidates then. Raises Declined if the rule is not compiled.
     """
     if offsets is None:
         return -1
@@ -97,9 +98,9 @@ def rule_of(r: Recipe, offsets: tuple[int, int] | None) -> int:
 
 
 def _candidates(amax: np.float32, r: Recipe, terms: Terms) -> np.ndarray:
-    """Return, by code, block amaxes, scales, and approximate reciprocals of the scales: float32 (3, 128).
+    """Return block amaxes, scales and approximate reciprocals of the scales, by scale code: float32 (3, 128).
 
-    Elements are multiplied with the reciprocals instead of a division by the scales.
+    Elements are multiplied with the reciprocals instead of divided by the scales.
     """
     found = np.ones((3, 128), np.float32)
     codes = specification.CODES

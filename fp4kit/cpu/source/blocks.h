@@ -10,7 +10,8 @@ constexpr i64 kPanelColumns = 2048;  // columns of a panel, at most (README.md):
 constexpr i64 kMaxPanelBlocks = kPanelColumns / 16;  // blocks of a panel, at most
 constexpr int kRun = 16;                             // elements of a run, which share one factor
 
-// Return the length of a block's segments: 16 for blocks of 16, else 32. Blocks are 16 or a multiple of 32 long.
+// Return the length of the segments of a block with `block` columns: 16 if it has 16, otherwise 32. The columns of a
+// block are 16 or a multiple of 32.
 static i64 segment_of(i64 block) {
   return block == 16 ? 16 : 32;
 }
@@ -57,7 +58,8 @@ static void scale_codes(const float* __restrict amax, i64 count, TensorScale t, 
   for (i64 b = 0; b < count; ++b) codes[b] = static_cast<u8>(R::BlockRule::template code<R, In>(amax[b], t));
 }
 
-// Store the factors of `count` blocks by the block rule of R: what their elements are multiplied with or divided by.
+// Store the factors of `count` blocks by the block rule of R, from their scale codes and amaxes. Elements are
+// multiplied with the factor or divided by it.
 template <class R, class In>
 static void scale_factors(const u8* __restrict codes, const float* __restrict amax, i64 count, TensorScale t,
                           float* __restrict factors) {

@@ -10,7 +10,8 @@
 
 extern "C" {
 
-// Return the digest of the sources that this library was compiled from: cpu/source_digest.py.
+// Return the digest of the sources that this library was compiled from. Python compares it with that of
+// cpu/source_digest.py.
 FP4KIT_EXPORT const char* fp4kit_digest() {
   return FP4KIT_DIGEST;
 }
@@ -29,7 +30,8 @@ FP4KIT_EXPORT const char* fp4kit_level() {
 #endif
 }
 
-// Return the index of a block rule, tensor rule or element by its key; -1 for an unknown key.
+// These three functions return the index of a block rule, tensor rule or element by its key (cpu/coverage.py), or -1
+// for an unknown key.
 FP4KIT_EXPORT int fp4kit_block_rule(const char* key) {
   return kBlockRules.index_of(key);
 }
@@ -42,7 +44,8 @@ FP4KIT_EXPORT int fp4kit_element(const char* key) {
   return kElements.index_of(key);
 }
 
-// Set the table of rcp_approx_ftz (cuda_compat.h). It must be called before any call that computes.
+// Set the table from which rcp_approx_ftz computes (cuda_compat.h). Python calls this once, before any call that
+// computes.
 FP4KIT_EXPORT void fp4kit_set_reciprocals(const signed char* table) {
   reciprocal_table = table;
 }
@@ -63,7 +66,7 @@ void encode_tiles(const EncodeCall& call, KnownAmaxes known) {
   });
 }
 
-// Return a prototype with the elements at x.
+// Return a copy of a prototype with its elements at x and its number of threads set.
 EncodeCall call_at(const EncodeCall& prototype, const void* x, i32 threads) {
   EncodeCall call = prototype;
   call.x.data = x;
@@ -75,7 +78,8 @@ EncodeCall call_at(const EncodeCall& prototype, const void* x, i32 threads) {
 
 extern "C" {
 
-// Encode a matrix.
+// Encode a matrix under the tensor scales in `call`: store codes and block scales, and mark the tiles that need the
+// fallback.
 FP4KIT_EXPORT void fp4kit_encode(const EncodeCall* call) {
   encode_tiles(*call, {});
 }
@@ -102,8 +106,8 @@ FP4KIT_EXPORT i32 fp4kit_quantize(const EncodeCall* prototype, const void* x, co
   return any_marked(needs_fallback);
 }
 
-// Fake-quantize a matrix into `out`: encode and decode each tile, whose codes and scales are not kept. values: how
-// they are decoded. given, tensor_rule and the result: as for fp4kit_quantize.
+// Fake-quantize a matrix into `out`: encode each tile and decode it at once, so that its codes and scales are never
+// stored. values: the prototype of the decoding. The other arguments and the result are those of fp4kit_quantize.
 FP4KIT_EXPORT i32 fp4kit_fake_quantize(const EncodeCall* prototype, const DecodeCall* values, const void* x,
                                        const float* given, void* out, i32 tensor_rule, i32 threads) {
   EncodeCall call = call_at(*prototype, x, threads);
@@ -135,7 +139,7 @@ FP4KIT_EXPORT int fp4kit_decoder(const char* key) {
   return kDecoders.index_of(key);
 }
 
-// Decode a matrix.
+// Decode a matrix: store its values, and mark the tiles that need the fallback.
 FP4KIT_EXPORT void fp4kit_decode(const DecodeCall* call) {
   DecodeTables memory;
   const DecodeTables* tables = tables_of_call(*call, false, memory);
@@ -144,8 +148,8 @@ FP4KIT_EXPORT void fp4kit_decode(const DecodeCall* call) {
   run_tiles(tiles.count(), call->threads, work);
 }
 
-// Dequantizes a matrix. tensor: the encode scales of all tensor scales, then the decode scales, then the amaxes.
-// Return 1 if any of it needs the fallback; `out` is then not valid.
+// Dequantize a matrix by a prototype and addresses. Return 1 if any of it needs the fallback; `out` is then not valid.
+// tensor: the encode scales of all tensor scales, then the decode scales, then the amaxes.
 FP4KIT_EXPORT i32 fp4kit_dequantize(const DecodeCall* prototype, const u8* packed, const u8* scales,
                                     const float* tensor, void* out, i32 threads) {
   DecodeCall call = *prototype;

@@ -13,7 +13,7 @@
 struct NoIndex {
   unsigned x;
 };
-// Functions that the CPU engine never calls mention these names; the compiler only has to find them.
+// Functions of the rules that the CPU engine never calls mention these names of CUDA, so the compiler must find them.
 static const NoIndex threadIdx{}, blockIdx{}, blockDim{}, gridDim{};
 
 // Bit casts between numbers and integers, as CUDA names them.

@@ -17,7 +17,7 @@ static __forceinline__ Value value_of(const u8* planes, u32 code) {
   return value;
 }
 
-// Store the values of `count` nibbles from one value table.
+// Store the values of `count` nibbles, which share one value table.
 template <class Value>
 static __forceinline__ void decode_nibbles(const u8* codes, i64 count, const u8* planes, Value* out) {
   i64 i = 0;
@@ -54,8 +54,8 @@ struct TensorScales {
   }
 };
 
-// Wrap a function in a type, so that two functions can be compared at compile time. Under a sanitizer g++ 12 cannot
-// compare their addresses there.
+// A type that stands for a function, so that two functions can be compared at compile time. Under a sanitizer, g++ 12
+// cannot compare their addresses.
 template <auto kFunction>
 struct Function {};
 
@@ -80,17 +80,17 @@ struct Decoder {
   // code: the block scale's code; ignored if the recipe has no block scales.
   Decoder(u32 code, TensorScale t) : uses_decode_scale(!R::kHasScales && t.amax < 0.0f), scale(scale_of(code, t)) {}
 
-  // Return what the decode rule applies to elements.
+  // Return the Scale of the decode rule, which its `apply` takes, for a block scale's code and a tensor scale.
   static typename R::DecodeRule::Scale scale_of(u32 code, TensorScale t) {
     if constexpr (!R::kHasScales)
       if (t.amax < 0.0f) return t.decode;
     return stored_scale<R>(code, t);
   }
 
-  // Return the value of a code before scales. `decode` of the rules multiplies subnormal float32 numbers, which takes
-  // some processors 150 cycles. Formats with a small bias have many subnormal codes, so for them all codes are placed
-  // one exponent higher. Half of that number is the value of a normal code. That number without its leading 1 is the
-  // value of a subnormal code. The smaller of both is the value.
+  // Return the value of a code before scales are applied. `decode` of the rules multiplies subnormal float32 numbers,
+  // which takes some processors 150 cycles. Formats with a small bias have many subnormal codes, so for them all codes
+  // are placed one exponent higher. Half of that number is the value of a normal code, and that number without its
+  // leading 1 is the value of a subnormal code. The smaller of the two is the code's value.
   static __forceinline__ float unscaled_value(u32 code) {
     if constexpr (Element::kIsInteger || Element::kBias > 3) {
       return decode<Finite>(code);
@@ -109,19 +109,20 @@ struct Decoder {
     return is_finite(scale);
   }
 
-  // Return the bits of the scaled value of an unscaled one, rounded to Out.
+  // Return the bits of an element: its unscaled value, scaled by the decode rule and rounded to Out.
   __forceinline__ Value operator()(float value) const {
     if constexpr (!R::kHasScales)
       if (uses_decode_scale) return Input<Out>::narrow(value * scale);
     return Input<Out>::narrow(R::DecodeRule::apply(value, scale));
   }
 
-  // kIsProduct: values are products with the scale. kIsUnsigned: Model-Optimizer's rule, where code -0 decodes as +0.
+  // kIsProduct: values are products with the scale. kIsUnsigned: the decode rule gives +0 for the code of -0
+  // (Model-Optimizer).
   static constexpr bool kIsProduct = std::is_same_v<Function<&R::DecodeRule::apply>, Function<&decode_product::apply>>;
   static constexpr bool kIsUnsigned =
       std::is_same_v<Function<&R::DecodeRule::apply>, Function<&decode_modelopt::apply>>;
 
-  // Store the value table.
+  // Store the value table of this scale at `planes`, as byte planes.
   void fill_table(u8* planes) const {
     if constexpr (!kIsProduct && !kIsUnsigned) return fill_table_unvectorized(planes);
     Value values[16];
@@ -143,7 +144,7 @@ struct Decoder {
   // a vector holds twice as many of these as of float32.
   static constexpr bool kHasBitwiseProducts =
       Out::kIsBfloat16 && R::kHasScales && !kIsNibble && !Element::kIsInteger && kIsProduct;
-  // Exponent fields of the smallest and largest unscaled values, as bfloat16 has them.
+  // The exponent fields that the smallest and the largest unscaled value have in bfloat16.
   static constexpr int kMinField = 128 - Element::kBias - Element::kMantissaBits, kMaxField = 127 + Element::kEmax;
 
   // Return the bfloat16 bits of the product of a code's value with a power of two. min_bits: the bits of the product
@@ -165,8 +166,8 @@ struct Decoder {
                             (code & Element::kSignBit) * (0x8000u / Element::kSignBit));
   }
 
-  // Return min_bits of product_bits for this scale. Return 0 if product_bits is not valid: if the scale is no
-  // positive power of two, or if a product would be subnormal or infinite.
+  // Return the argument min_bits of product_bits for this scale. Return 0 if product_bits must not be used: the scale
+  // is no positive power of two, or a product would be subnormal or infinite.
   __forceinline__ u16 min_product_bits() const {
     const int power = static_cast<int>(bits_of(scale) >> 23) - 127;
     const bool is_valid = !(bits_of(scale) & 0x807FFFFFu) & (kMinField + power > 0) & (kMaxField + power < 255);
@@ -191,8 +192,8 @@ struct Decoder {
     return smallest >= (1u << Element::kMantissaBits) - 1u;
   }
 
-  // Return true if all codes mean finite numbers. Formats without NaN, and rules that read NaN codes as numbers
-  // (kReadsNanAsNumber), need no look at the codes.
+  // Return true if no code is that of NaN or infinity. The codes need no check for formats without NaN, and for rules
+  // that read codes of NaN as numbers (kReadsNanAsNumber).
   static bool are_all_finite(const u8* codes, i64 count) {
     u8 largest = 0;
     if constexpr (!kIsNibble && Element::kHasNan && !R::DecodeRule::kReadsNanAsNumber)

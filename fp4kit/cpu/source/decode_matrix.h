@@ -33,7 +33,8 @@ const DecodeTables* tables_of_call(const DecodeCall& call, bool are_unsigned, De
   return &memory;
 }
 
-// Store the values of a tile. Return false if it needs the fallback.
+// Decode a tile and store its values. Return false if the tile needs the fallback; its stored values are then not
+// valid.
 bool decode_tile(const DecodeCall& call, const Rectangle& tile, const DecodeTables* tables) {
   const DecoderEntry& entry = kDecoders[call.decoder];
   const i64 block = tile.column / call.block, itemsize = call.output == kFloat32 ? 4 : 2,

@@ -4,8 +4,8 @@
 
 #include "decode_block.h"
 
-// The value tables of all 256 block scale codes under one tensor scale, at 16 * sizeof(value) bytes each.
-// needs_fallback: of each scale code, whether its values are left to the specification.
+// The value tables of all 256 block scale codes under one tensor scale, each of 16 * sizeof(value) bytes.
+// needs_fallback says for each scale code whether its values are left to the specification.
 struct DecodeTables {
   alignas(16) u8 planes[256 * 64];
   bool needs_fallback[256];
@@ -37,8 +37,8 @@ static bool decode_blocks(const u8* codes, const u8* scales, i64 blocks, const D
   return needs_fallback == 0;
 }
 
-// Store the bfloat16 values of whole blocks of 32 one-byte codes under one tensor scale. Up to 64 blocks at a time are
-// computed from bits, if Decoder::product_bits is valid for all of them. Return false if a block needs the fallback.
+// Store the bfloat16 values of whole blocks of 32 one-byte codes under one tensor scale. Return false if a block needs
+// the fallback. Up to 64 blocks at a time use Decoder::product_bits, if it is valid for all of them.
 template <class R, class Out>
 static bool decode_bits(const u8* codes, const u8* scales, i64 blocks, TensorScale t, u16* __restrict out) {
   using BlockDecoder = Decoder<R, Out>;

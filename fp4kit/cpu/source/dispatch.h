@@ -14,7 +14,7 @@
 // Types of elements and values: INPUTS of cpu/encode.py.
 enum InputKind { kFloat32, kFloat16, kBfloat16, kInputs };
 
-// Call f with a value of the type that an InputKind names, and return its result.
+// Call f with an object of the type that an InputKind names (Float32, Float16 or Bfloat16), and return its result.
 template <class F>
 auto with_input_type(int kind, F f) {
   if (kind == kFloat32) return f(Float32{});
@@ -43,7 +43,7 @@ using FillTablesFunction = void (*)(TensorScale, bool, DecodeTables&);          
 using DecodeRowFunction = bool (*)(const u8*, const u8*, i64, i64, const DecodeTables*, const TensorScales&, i64, i64,
                                    void*);  // decode_row
 
-// How codes become values. fill_tables: nullptr for codes that are not looked up.
+// The compiled code of one decode rule. fill_tables is nullptr for codes that are not looked up in tables.
 struct DecoderEntry {
   const char* key;
   bool is_nibble;
@@ -51,8 +51,8 @@ struct DecoderEntry {
   DecodeRowFunction rows[kInputs];
 };
 
-// How blocks get scales: from their amaxes (`scales`), or by the errors of two candidates (`choose`, 4over6). The other
-// pointer is nullptr.
+// The compiled code of one block rule. It finds scales from amaxes (`scales`), or by the errors of two candidates
+// (`choose`, for 4over6). The pointer that the rule does not use is nullptr.
 //   clears_zero_blocks  blocks whose amax is below kFltMin get codes 0, without signs
 //   factors_by_code     a factor depends on the scale's code and the tensor scale alone, not on the amax
 struct BlockRuleEntry {
@@ -62,13 +62,13 @@ struct BlockRuleEntry {
   bool clears_zero_blocks, factors_by_code;
 };
 
-// How an amax becomes a tensor scale; by the type of the elements.
+// The compiled code of one tensor rule, from an amax to a tensor scale. There is one function per type of elements.
 struct TensorRuleEntry {
   const char* key;
   const TensorScaleFunction* scale;
 };
 
-// How elements become codes.
+// The compiled code of one arithmetic of elements, from elements to codes.
 //   encodes              [0] by nearest rounding, [1] by stochastic rounding (nullptr for integers); by input type
 //   fast_below           fast_below of encode_elements.h, by input type
 //   unused_bits          kUnusedBits, by input type; 0 if multipliers must not replace divisors
@@ -95,7 +95,7 @@ struct Table {
   // Return an entry by its index.
   const Entry& operator[](int index) const { return entries[index]; }
 
-  // Return the index of a key; -1 for an unknown key.
+  // Return the index of the entry with this key; -1 for an unknown key.
   int index_of(const char* key) const {
     for (int i = 0; i < count; ++i)
       if (!std::strcmp(entries[i].key, key)) return i;
@@ -103,7 +103,7 @@ struct Table {
   }
 };
 
-// Return the table of an array of entries.
+// Return the Table that consists of an array of entries.
 template <class Entry, int kCount>
 constexpr Table<Entry> table_of(const Entry (&entries)[kCount]) {
   return {entries, kCount};

@@ -32,7 +32,7 @@ template <class E>
 constexpr bool kNearestE2m1 =
     E::Format::kIsE2m1 && (E::kRounding == Rounding::rn || kWraps<E>) && !E::kCompare && E::kSign != Sign::not_positive;
 
-// How elements are scaled by their factors.
+// The ways in which elements are scaled by their factors.
 //   general     by the operations that the recipe names; valid for every usable factor
 //   fast        for scaled magnitudes below kFastScaledBelow and factors below fast_below: without the operations that
 //               have no effect then, and with quotients from quotient_by or from Divisor
@@ -46,8 +46,8 @@ constexpr bool may_use_multipliers() {
   return E::kDivide && !E::kRoundScaled && !E::kThenEncode && kUnusedBits<In> != 0u;
 }
 
-// Return the bound below which factors may take a fast method; 0 if E has none. Below it no scaled element underflows
-// to a zero that would lose a sign. Elements that the recipe would flush have the code of zero in any case.
+// Return the bound below which factors may take a fast method; 0 if E has none. Below the bound, no scaled element
+// underflows to a zero that would lose a sign. Elements that the recipe would flush have the code of zero in any case.
 template <class E, class In>
 constexpr float fast_below() {
   if (!kNearestE2m1<E> || E::kThenEncode) return 0.0f;
@@ -58,15 +58,16 @@ constexpr float fast_below() {
   return E::kSign == Sign::negative ? static_cast<float>(u64{1} << (kRoom < 63 ? kRoom : 63)) : kFastDivisorBelow;
 }
 
-// Blocks whose scaled amax is below this may take a fast method: no scaled element reaches 7 then. The scaled amax is
-// compared by a product, which is within 2^-22 of itself exact; bfloat16 rounding of 6.9 stays below 7, too.
+// Blocks whose scaled amax is below this bound may take a fast method, because no scaled element then reaches 7. The
+// scaled amax is computed as a product, which is within a relative 2^-22 of the exact number. Rounding 6.9 to bfloat16
+// stays below 7, too.
 constexpr float kFastScaledBelow = 6.9f;
 
 // 1.5 * 2^23. Floats from here to 2^24 are integers, so adding this rounds to an integer, which is in the last bits.
 constexpr float kRoundToInteger = 0x1.8p23f;
 
-// Return the bits of the smaller one of two positive floats, or of a positive float and NaN. It compares integers
-// where the processor can, because products leave the integer units free.
+// Return the bits of the smaller of two positive floats, or of the positive one if the other is NaN. Integers are
+// compared where the processor can, because products leave the integer units free.
 static __forceinline__ u32 min_bits(float a, float b) {
 #if defined(__x86_64__) && !defined(__SSE4_1__)
   return bits_of(fminf(a, b));
@@ -75,11 +76,11 @@ static __forceinline__ u32 min_bits(float a, float b) {
 #endif
 }
 
-// Returns, in the last three bits, the nearest E2M1 code of a >= 0, ties to even; NaN gives 7. Other bits are not
-// defined. kBelow7: a < 7 is known.
+// Return, in the last three bits, the nearest E2M1 code of a >= 0, ties to even; NaN gives 7. Other bits are undefined.
+// kBelow7: the caller knows that a < 7.
 //
-// E2M1 values are 1/2 apart below 2, 1 apart below 4 and 2 apart below 8. So codes are 2 a, a + 2 and a / 2 + 4,
-// rounded, whichever is smallest, and at most 7. Values below 7 keep to 7 without that limit.
+// E2M1 values are 1/2 apart below 2, 1 apart below 4 and 2 apart below 8. So the code is the smallest of 2 a, a + 2 and
+// a / 2 + 4, each rounded, and at most 7. If a < 7, the limit of 7 needs no instruction.
 template <bool kBelow7>
 static __forceinline__ u32 nearest_e2m1_of(float a) {
   const auto rounded = [=](float times, float plus) {
@@ -90,7 +91,8 @@ static __forceinline__ u32 nearest_e2m1_of(float a) {
   return min_bits(float_of(low), high);
 }
 
-// Return the scaled element: what the code of x is found from.
+// Return the scaled element: x after the block's factor and, if the recipe has that step, the tensor's encode scale.
+// The code of x is found from it.
 template <class E, class In, Method kMethod>
 static __forceinline__ float scaled(float x, Divisor factor, float tensor_encode) {
   if constexpr (E::kFlush && kMethod == Method::general) x = flush(x);
@@ -109,7 +111,8 @@ static __forceinline__ float scaled(float x, Divisor factor, float tensor_encode
   return y;
 }
 
-// Return true if codes keep the signs of all elements except -0. A -0 is then replaced by 0 when elements are loaded.
+// Return true if codes get the signs of all elements except -0, whose code is that of +0. A -0 is then replaced by 0
+// when elements are loaded.
 template <class E, Method kMethod>
 constexpr bool loads_without_negative_zero() {
   if constexpr (kMethod != Method::general) return E::kSign == Sign::negative && E::kDivide;
@@ -170,8 +173,8 @@ struct Factors {
   }
 };
 
-// Store the codes of `count` elements as they are packed. Two neighbouring elements are computed in one 32-bit lane,
-// and their codes are put together there. To bring codes of separate lanes together would take as long as to find them.
+// Encode `count` elements and store their codes, packed. Two neighbouring elements are computed in one 32-bit lane, and
+// their codes are put together there. To bring codes of separate lanes together would take as long as to find them.
 // random: one byte per element, used by stochastic rounding.
 template <class E, class In, bool kStochastic, Method kMethod>
 static void encode_runs(const void* elements, Factors factors, float tensor_encode, i64 count, const u8* random,
@@ -226,8 +229,8 @@ static void encode_runs(const void* elements, Factors factors, float tensor_enco
       static_cast<u8>(code_of<E, In, kStochastic, kMethod>(x[count - 1], divisor(count / kRun), tensor_encode, byte));
 }
 
-// Store the codes of `count` elements by the method that `factors` names. A method that is not compiled for E falls
-// back to the general one.
+// Encode `count` elements by the method that `factors` names, and store their codes, packed. If that method is not
+// compiled for E, the general one is used.
 template <class E, class In, bool kStochastic>
 static void encode_elements(const void* elements, Factors factors, float tensor_encode, i64 count, const u8* random,
                             u8* out) {

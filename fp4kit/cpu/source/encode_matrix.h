@@ -38,8 +38,8 @@ struct EncodeCall {
 
 namespace {
 
-// Return the random bytes of `count` elements of a stream, from element `start` on, stored within `out`. out needs
-// room for count + 31 bytes, because the stream comes in groups of 16.
+// Return a pointer to the random bytes of `count` elements of a stream, from element `start` on. They lie within `out`,
+// which needs room for count + 31 bytes, because the stream comes in groups of 16.
 const u8* stream_bytes(u64 seed, i64 start, i64 count, u8* out) {
   const i64 first = start / 16, last = (start + count + 15) / 16;
   for (i64 counter = first; counter < last; ++counter) {
@@ -49,8 +49,8 @@ const u8* stream_bytes(u64 seed, i64 start, i64 count, u8* out) {
   return out + (start - first * 16);
 }
 
-// Amaxes of the blocks of a matrix that an earlier pass has found, all finite: a row of them every `step`. data is
-// nullptr if there was no such pass.
+// The block amaxes of a matrix that an earlier pass has found, all finite. A row of amaxes begins every `step` numbers.
+// data is nullptr if there was no such pass.
 struct KnownAmaxes {
   const float* data = nullptr;
   i64 step = 0;
@@ -101,7 +101,7 @@ struct Encoder {
     return {call.encode[at], call.decode[at], call.amax[at]};
   }
 
-  // Store the amaxes of a row of blocks. Return false if an element is NaN or infinite.
+  // Store the amaxes of one row of blocks. Return false if an element is NaN or infinite.
   bool find_block_amaxes(View<Bits> x, i64 rows, i64 blocks, float* amax) const {
     u32 bits[kMaxPanelBlocks], largest = 0;
     block_amax_bits<In>(x, rows, blocks, call.block, bits);
@@ -126,9 +126,9 @@ struct Encoder {
     return element.divides && !kHasSlowDivision ? Method::general : Method::fast;
   }
 
-  // Return the factors of runs: block_factors itself if a block is one run, else `run_factors`, filled. Returns
-  // nullptr if a factor is not usable or outside of min_factor ... max_factor. Flush subnormal block_factors if the
-  // recipe does.
+  // Return one factor per run: block_factors itself if a block is one run, otherwise `run_factors`, filled. Return
+  // nullptr if a factor is not usable or is outside of min_factor ... max_factor. If the recipe flushes, subnormal
+  // block_factors are set to zero first.
   const float* spread_factors(float* block_factors, i64 count, float* run_factors) const {
     u32 is_bad = 0;
     for (i64 b = 0; b < count; ++b)
@@ -171,7 +171,8 @@ struct Encoder {
     encode(x, factors, tensor(row).encode, panel.columns, random, out);
   }
 
-  // Store the factors of `count` blocks that get no scales: the given ones from index `first` on, or the tensor's.
+  // Store the factors of `count` blocks whose scales need not be found: the given factors from index `first` on, or the
+  // tensor's.
   void fill_factors(const Rectangle& panel, i64 first, i64 count, float* factors) const {
     const TensorScale t = tensor(panel.row);
     const float tensor_factor = element.divides ? t.decode : t.encode;
@@ -189,7 +190,8 @@ struct Encoder {
     return true;
   }
 
-  // Store codes 0 for the blocks whose amax is below kFltMin. The recipe leaves such blocks before it reads signs.
+  // Store codes 0 for the blocks whose amax is below kFltMin. The recipe's producer returns early for such blocks, so
+  // their codes have no signs.
   void clear_zero_blocks(const Rectangle& panel, const float* amax, i64 blocks) const {
     const i64 bytes = call.block / 2;
     for (i64 b = 0; b < blocks; ++b)
@@ -197,7 +199,7 @@ struct Encoder {
         std::memset(call.packed + (panel.row + i) * call.packed_step + panel.column / 2 + b * bytes, 0, bytes);
   }
 
-  // Store the scales and codes of a panel.
+  // Encode a panel: store its scales and codes.
   bool encode_panel(View<Bits> x, const Rectangle& panel) const {
     float found[kMaxPanelBlocks], block_factors[kMaxPanelBlocks], run_factors[kMaxPanelBlocks],
         reciprocals[kMaxPanelBlocks], corrections[kMaxPanelBlocks];
@@ -244,7 +246,7 @@ struct Encoder {
     return true;
   }
 
-  // Store the scales and codes of a tile.
+  // Encode a tile, panel by panel: store its scales and codes.
   bool encode_tile(Rectangle tile) const {
     const View<Bits> x = view<In>(call.x, tile);
     if (is_flat && tile.columns == call.x.columns) tile = {0, 1, tile.row * tile.columns, tile.rows * tile.columns};

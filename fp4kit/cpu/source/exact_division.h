@@ -1,5 +1,6 @@
-// Quotients whose E2M1 codes are those of x / d, without a division per element: from the divisor's reciprocal and the
-// error of that reciprocal, or by one multiplier, if a multiplier with the same codes exists.
+// Codes of quotients x / d without a division per element. The quotient is replaced by a number with the same E2M1
+// code: from the divisor's reciprocal and the error of that reciprocal, or by one multiplier, if a multiplier with the
+// same codes exists.
 #pragma once
 
 #include "input_types.h"
@@ -63,8 +64,8 @@ static __forceinline__ bool is_exact_multiplier(float multiplier, float d, u32 u
   return is_exact;
 }
 
-// Multipliers that replace the divisors of blocks, if a divisor depends on the code of the block's scale alone.
-// all_exact: every divisor that the fast methods take has an exact multiplier.
+// Multipliers, by the code of a block's scale, for recipes whose divisor depends on that code alone. all_exact: every
+// divisor that the fast methods take has an exact multiplier.
 struct Multipliers {
   float of_code[256];
   bool all_exact;

@@ -24,8 +24,8 @@ static __forceinline__ LaneVector load_lanes(const float* from) {
   return lanes;
 }
 
-// Store the magnitudes of one row of `count` blocks, which begin at element `first`, as [column][lane]. Lanes from
-// `count` on become 0.
+// Store the magnitudes of one row of `count` blocks as [column][lane], one block per lane. The row begins at element
+// `first`. Lanes from `count` on become 0.
 template <class In>
 static void load_magnitudes(const void* elements, i64 first, i64 count, float* __restrict out) {
   using Bits = typename Input<In>::Bits;
@@ -68,10 +68,10 @@ __attribute__((noinline)) static void find_error_terms(const float* x, const flo
     }
 }
 
-// The errors of kLanes blocks of at most kRows rows, as a recipe combines the terms of their elements. There are three
-// kinds: add(row, terms) takes the terms of a row, result(block_rows) returns the errors.
+// The next three structs combine the errors of elements into errors of kLanes blocks, each in the way of one kind of
+// recipe: add(row, terms) takes the terms of a row, result(block_rows) returns the blocks' errors.
 
-// Sum each row in order, then rows as a tree: row i with row i + 8, then + 4, + 2, + 1.
+// Sum each row in order; then add rows as a tree: row i and row i + 8, then + 4, + 2, + 1.
 template <int kRows>
 struct RowSums {
   LaneVector rows[kRows] = {};

@@ -72,7 +72,8 @@ struct FactorSearch {
     float element_factors[kMaxPanelBlocks], errors[kMaxPanelBlocks];
   };
 
-  // Store the errors of a trial. Elements whose codes wrap always need the fallback.
+  // Store the errors of a trial's blocks. Return false if they need the fallback, which elements whose codes wrap
+  // always do.
   bool measure(Trial& trial, i64 row) const {
     float run_factors[kMaxPanelBlocks], values[kPanelColumns];
     u8 codes[kPanelColumns];
@@ -90,8 +91,8 @@ struct FactorSearch {
     return true;
   }
 
-  // Store the chosen amaxes of a row of at most kPanelColumns elements. Among factors of equal error the first one
-  // wins.
+  // Find the best multiple of each block amax in a row of at most kPanelColumns elements, and store it. Among factors
+  // of equal error the first one wins.
   bool search_row(const Bits* x, i64 row, i64 blocks, float* out) const {
     u32 bits[kMaxPanelBlocks], largest = 0;
     u8 first_codes[kMaxPanelBlocks], last_codes[kMaxPanelBlocks], codes[kMaxPanelBlocks];
@@ -125,7 +126,7 @@ struct FactorSearch {
     return true;
   }
 
-  // Store the chosen amaxes of a tile.
+  // Find and store the chosen block amaxes of a tile.
   bool search_tile(const Rectangle& tile) const {
     const View<Bits> x = view<In>(call.x, tile);
     return for_each_panel(tile, call.block, 1, [&](Rectangle panel) {

@@ -21,7 +21,8 @@ void load_row(const Bits* x, float* __restrict out) {
   }
 }
 
-// Store the sum of (w) d^2 under every candidate; d is the error of an element, w the weight of its column.
+// Store the sum of (w) d^2 under every candidate, for one row of a block. d is the error of an element and w the weight
+// of its column, if there are weights.
 template <bool kWeighted>
 __attribute__((noinline)) void find_squared_losses(const float* row, const float* weights, const Candidates& candidates,
                                                    float* __restrict losses) {
@@ -35,7 +36,8 @@ __attribute__((noinline)) void find_squared_losses(const float* row, const float
     find_losses<true>(copies, candidates.scales + code, candidates.reciprocals + code, losses + code);
 }
 
-// Store the sum of (w) |d|^power, or the largest (w) |d|, under kLanes candidates.
+// Store the sum of (w) |d|^power under kLanes candidates, for one row of a block. For Objective::largest, store the
+// largest (w) |d| instead.
 template <Objective kObjective, bool kWeighted>
 __attribute__((noinline)) void find_power_losses(const float* row, const float* weights, const float* scales,
                                                  const float* reciprocals, double power, float* __restrict losses) {
@@ -62,8 +64,9 @@ __attribute__((noinline)) void find_power_losses(const float* row, const float* 
                                              combined_loss<kObjective>(sums[1][lane], sums[3][lane]));
 }
 
-// Store d^T H d under kLanes candidates; hessian is H, 16 x 16. Order of operations: d^T H by fused multiply-adds,
-// then the terms of two columns (the second one first), then these sums as a tree.
+// Store d^T H d under kLanes candidates, for one row of a block. d are the errors of its 16 elements, and hessian is H,
+// 16 x 16. Order of operations: d^T H by fused multiply-adds, then the terms of two columns (the second one first),
+// then these sums as a tree.
 __attribute__((noinline)) void find_hessian_losses(const float* row, const float* hessian, const float* scales,
                                                    const float* reciprocals, float* __restrict losses) {
   float d[kSearchBlockSize][kLanes], pairs[kSearchBlockSize / 2][kLanes];

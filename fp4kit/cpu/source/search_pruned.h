@@ -60,7 +60,7 @@ __attribute__((noinline)) void find_losses(const LaneBlocks<kWeighted>& blocks, 
   }
 }
 
-// Stores, for each block, the loss of what its candidate clips: a lower bound of its loss.
+// Store, for each block, a lower bound of its loss: the loss of only those elements that its candidate clips.
 template <bool kWeighted>
 __attribute__((noinline)) void find_clipped_losses(const LaneBlocks<kWeighted>& blocks, const float* scales,
                                                    float* __restrict losses) {
@@ -73,9 +73,10 @@ template <bool kWeighted>
 struct PrunedSearch {
   const LaneBlocks<kWeighted>& blocks;
   const Candidates& candidates;
-  // Smallest loss so far (of its first code), the second smallest upward loss, and the smallest upward loss.
+  // The smallest loss so far, the second smallest loss of an upward code, and the smallest loss of an upward code.
   float loss[kLanes], second_loss[kLanes], upward_loss[kLanes];
-  // Codes of `loss` and of `upward_loss`; upward codes are first ... end - 1; 1 if the result is proven.
+  // The first code with `loss`, and the code of `upward_loss`. Upward codes are first ... end - 1. is_proven: 1 if
+  // `code` is proven to be the result.
   u32 code[kLanes], upward_code[kLanes], first[kLanes], end[kLanes], is_proven[kLanes];
   // The codes that are tried now, their scales and reciprocals, and the losses found for them.
   u32 tried[kLanes];

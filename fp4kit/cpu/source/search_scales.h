@@ -97,7 +97,8 @@ struct ScaleSearch {
       find_hessian_losses(row, hessian, all.scales + code, all.reciprocals + code, losses + code);
   }
 
-  // Return the first code of smallest loss in min_code ... max_code, for a block of `rows` rows.
+  // Return the code in min_code ... max_code with the smallest loss, the first one if several have it, by trying all.
+  // The block has `rows` rows.
   u32 search_fully(View<Bits> x, i64 rows, const Rectangle& tile, const BlockPlace& at, u32 min_code,
                    u32 max_code) const {
     float total[kCandidates], losses[kCandidates], row[kSearchBlockSize], smallest = float_of(kInfinityBits);
@@ -117,7 +118,7 @@ struct ScaleSearch {
     return found;
   }
 
-  // Store the block amax of a code in all rows of a block.
+  // Store the block amax that leads to a scale code, once per row of the block.
   void store_amax(const Rectangle& tile, const BlockPlace& at, i64 rows, u32 code) const {
     float* out = call.out + (tile.row + at.row) * call.out_step + tile.column / kSearchBlockSize + at.block;
     for (i64 i = 0; i < rows; ++i) out[i * call.out_step] = call.candidates.amaxes[code];
@@ -159,7 +160,7 @@ struct ScaleSearch {
     return unproven;
   }
 
-  // Search one block by a full search.
+  // Find the amax of one block by a full search, and store it.
   void search_block(View<Bits> x, const Rectangle& tile, const BlockPlace& at, i64 rows) const {
     float amax[kLanes] = {}, row[kSearchBlockSize];
     u32 min_code[kLanes], max_code[kLanes], bits = 0;

@@ -19,8 +19,8 @@
 
 constexpr int kLanes = 16;  // blocks, runs or candidates that a loop handles side by side, one per lane
 
-// Bytes: a vector of sixteen bytes, if the processor has a byte shuffle (FP4KIT_HAS_LOOK_UP). look_up(table, index)
-// returns table[index] for sixteen indices in [0, 16).
+// FP4KIT_HAS_LOOK_UP is defined if the processor has a byte shuffle. Bytes is then a vector of sixteen bytes, and
+// look_up(table, index) returns table[index] for sixteen indices in [0, 16).
 #if defined(__SSSE3__)
 #define FP4KIT_HAS_LOOK_UP 1
 using Bytes = __m128i;
@@ -118,7 +118,7 @@ static __forceinline__ Bytes magnitudes_at(const Bits* from) {
   return __builtin_bit_cast(Bytes, x & static_cast<Bits>(static_cast<Bits>(-1) >> 1));
 }
 
-// Returns, for each position, the larger one of two elements without signs.
+// Return, for each position, the larger of two elements without signs.
 template <class Bits>
 static __forceinline__ Bytes larger_of(Bytes a, Bytes b) {
   typedef std::make_signed_t<Bits> Lanes __attribute__((vector_size(16)));  // signed: all processors can compare these
@@ -221,7 +221,7 @@ static __forceinline__ void store_narrow(const u32 (&from)[kCount], u8* to) {
 #endif
 }
 
-// The kCount with which store_narrow is fastest.
+// The number of integers per call with which store_narrow is fastest.
 #if defined(__AVX512BW__)
 template <class Narrow>
 constexpr int kNarrowCount = sizeof(Narrow) == 1 ? 64 : 16;

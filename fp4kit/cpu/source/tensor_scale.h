@@ -58,7 +58,7 @@ FP4KIT_EXPORT u32 fp4kit_amax(const AmaxCall* call) {
 
 namespace {
 
-// Memory for the tensor scales of a call: one, or one per row if tensor_step is 1; and for the amaxes of its blocks, or
+// The tensor scales that a call finds: one, or one per row if tensor_step is 1. Also the amaxes of its blocks, or
 // nullptr if they were not kept.
 struct FoundScales {
   std::vector<float> encode, decode, amax;
@@ -66,14 +66,14 @@ struct FoundScales {
   explicit FoundScales(const EncodeCall& call)
       : encode(call.tensor_step ? call.x.rows : 1, 1.0f), decode(encode), amax(encode) {}
 
-  // Point a call to the tensor scales.
+  // Make a call use these tensor scales.
   void point(EncodeCall& call) const {
     call.encode = encode.data();
     call.decode = decode.data();
     call.amax = amax.data();
   }
 
-  // Return the block amaxes as the encoder takes them.
+  // Return the kept block amaxes in the form that the encoder takes.
   KnownAmaxes known(const EncodeCall& call) const { return {block_amax.get(), call.x.columns / call.block}; }
 
   // Store tensor scale i.
@@ -84,7 +84,8 @@ struct FoundScales {
   }
 };
 
-// Store the tensor scale of every row by a tensor rule. Return false if an element is NaN or infinite.
+// Find the amax of every row, and store its tensor scale by a tensor rule. Return false if an element is NaN or
+// infinite.
 template <class In>
 bool find_row_scales(const EncodeCall& call, i32 tensor_rule, FoundScales& found) {
   using Bits = typename Input<In>::Bits;
@@ -103,7 +104,7 @@ bool find_row_scales(const EncodeCall& call, i32 tensor_rule, FoundScales& found
   return is_finite;
 }
 
-// Store the tensor scales of given tensor amaxes. Return false if one is NaN, infinite or negative.
+// Store the tensor scales for given tensor amaxes. Return false if an amax is NaN, infinite or negative.
 bool scales_of_given(const EncodeCall& call, i32 tensor_rule, const float* given, FoundScales& found) {
   for (size_t i = 0; i < found.amax.size(); ++i) {
     if (bits_of(given[i]) >= kInfinityBits) return false;

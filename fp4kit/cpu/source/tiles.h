@@ -44,13 +44,13 @@ void run_tiles(i64 count, int threads, Work& work) {
   for_each_index(count, threads, [](void* context, int64_t index) { (*static_cast<Work*>(context))(index); }, &work);
 }
 
-// Return true if a tile is marked.
+// Return true if any tile is marked as in need of the fallback.
 bool any_marked(const std::vector<u8>& marks) {
   return std::memchr(marks.data(), 1, marks.size()) != nullptr;
 }
 
-// Return true if the elements of a tile are copied, to make rows contiguous or to transform them, before they are
-// read.
+// Return true if the elements of a tile must be copied before they are read: to make rows contiguous, or to transform
+// them.
 bool is_gathered(const Source& x) {
   return x.column_step != 1 || x.hadamard >= 0;
 }
@@ -62,7 +62,7 @@ struct View {
   i64 step;
 };
 
-// Return the elements of a tile: in place, or a copy in scratch memory if they have to be gathered.
+// Return the elements of a tile as contiguous rows: in place, or a copy in scratch memory if is_gathered.
 template <class In, class Bits = typename Input<In>::Bits>
 View<Bits> view(const Source& x, const Rectangle& tile) {
   if (!is_gathered(x)) return {static_cast<const Bits*>(x.data) + tile.row * x.row_step + tile.column, x.row_step};

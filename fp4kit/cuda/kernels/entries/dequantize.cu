@@ -90,8 +90,8 @@ FP4KIT_DEVICE u64 load_bytes(const u8* in) {
   return load_streaming(reinterpret_cast<const u16*>(in));
 }
 
-// Prefetch the codes of kStep whole runs into the L2 cache: those that come a.ahead steps after run `start`, which is
-// as many as the device has in flight. Also prefetches their scales if these lie in the order of the codes.
+// Prefetch the codes of kStep whole runs into the L2 cache, and their scales if these lie in the order of the codes.
+// The runs are those that come a.ahead steps after run `start`.
 template <class R, class Out, u32 kStep>
 FP4KIT_DEVICE void fetch_ahead(const DequantizeArguments& a, u32 start, u32 runs) {
   using Traits = DequantizeTraits<R, Out>;

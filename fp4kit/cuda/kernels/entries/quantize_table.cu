@@ -7,7 +7,7 @@
 
 constexpr int kTableThreads = 1024;  // threads per thread block
 
-// What the table says for a thread's elements: the block's two scales, the elements' entries, and the sum of the
+// The result of a look-up for a thread's elements: the block's two scales, the elements' entries, and the sum of the
 // entries.
 template <class R>
 struct Lookup {

@@ -9,7 +9,7 @@
 
 constexpr int kRun = 16;
 
-// Whether the recipe's rule needs the amax of a block.
+// True if the recipe's rule needs the amax of a block.
 template <class R>
 constexpr bool kReadsBlock = R::BlockRule::kReadsAmax || (R::kFourOverSix && R::kFlush);
 

@@ -11,11 +11,11 @@
 struct RequantizeArguments {
   const u8* source;         // packed codes of the source, two per byte, aligned to 8 bytes
   const u8* source_scales;  // one per source_block codes
-  // Zeros before. For blocks with nonzero values: the largest scale code + 1 and 256 - the smallest. Then whether any
-  // scale is NaN.
+  // Set to zeros before the first launch. extent[0] and extent[1], over the blocks with nonzero values: the largest
+  // scale code + 1, and 256 - the smallest scale code. extent[2]: 1 if a scale is NaN.
   u32* extent;
-  // What requantize_keep_kernel writes: codes; scales of R::kBlock codes each; the tensor scale 2^m; and the amax it is
-  // made from.
+  // The output of requantize_keep_kernel: codes; scales of R::kBlock codes each; the tensor scale 2^m; and the amax
+  // that gives 2^m.
   u8* packed;
   u8* scales;
   float* tensor_scale;

@@ -9,7 +9,7 @@ struct UnprovenBlock {
   CandidateRange range;
 };
 
-// What the threads of a warp share. Only one member of the union is in use at a time.
+// Memory that the threads of a warp share. Only one member of the union is in use at a time.
 template <bool kWeighted>
 union WarpMemory {
   UnprovenBlock<kWeighted> unproven_block;
@@ -20,7 +20,7 @@ union WarpMemory<false> {
   UnprovenBlock<false> unproven_block;
 };
 
-// What the threads of a thread block share.
+// Memory that the threads of a thread block share.
 template <bool kWeighted>
 struct SearchMemory {
   Candidates candidates;

@@ -8,7 +8,7 @@
 #include "transpose_scales.cuh"
 
 constexpr bool kLinear = S::kLayout == ScaleLayout::linear;
-// Whether scales are transposed in separate steps, not together with the tiles of codes.
+// True if scales are transposed in separate steps, not together with the tiles of codes.
 template <class S>
 constexpr bool kSeparateScales = S::kLayout != ScaleLayout::swizzled_128x4 && S::kScaleWords;
 constexpr int kBlocksPerMultiprocessor = kLinear ? 3 : 4;  // 5 would spill registers

@@ -11,13 +11,14 @@
 #include "decode_rules.cuh"
 #include "random.cuh"
 
-// What NaN does to an amax: it is ignored, it propagates, or it is ignored unless all even or all odd elements are NaN
-// (lanes).
+// The effect of NaN on an amax: it is ignored; it propagates; or it is ignored unless all even or all odd elements are
+// NaN (lanes).
 enum class AmaxNan { ignore, propagate, lanes };
-// Which elements count in the amax of a tensor.
+// The elements that count in the amax of a tensor: all, all except NaN, or only finite ones.
 enum class AmaxInput { all, no_nan, finite };
 
-// Return the larger of two magnitudes. NaN propagates or is ignored, as kNan says.
+// Return the larger of two magnitudes. If one is NaN, return NaN for AmaxNan::propagate and the other magnitude
+// otherwise.
 template <AmaxNan kNan>
 FP4KIT_DEVICE float larger(float a, float b) {
   if constexpr (kNan == AmaxNan::propagate)
@@ -74,9 +75,10 @@ FP4KIT_DEVICE float quotient_by(float a, float divisor, float reciprocal) {
   return fma_rn(fma_rn(-divisor, quotient, a), reciprocal, quotient);
 }
 
-// The factor of a block: elements are multiplied with `value`, or divided by it if R::kDivide. `reciprocal` is then 1 /
-// value, rounded, and otherwise equals value. If elements meet the tensor's encode scale afterwards (R::kThenEncode),
-// `reciprocal` is that encode scale instead; such recipes have no path that needs the reciprocal.
+// The factor of a block: elements are multiplied with `value`, or divided by it if R::kDivide. If R::kDivide,
+// `reciprocal` is 1 / value, rounded; otherwise it equals `value`. If R::kThenEncode, elements are also multiplied with
+// the tensor's encode scale afterwards, and `reciprocal` is that encode scale instead; such recipes have no path that
+// needs the reciprocal.
 struct Factor {
   float value, reciprocal;
 };
@@ -99,7 +101,7 @@ FP4KIT_DEVICE float scaled_element(float x, Factor f) {
   return y;
 }
 
-// Return the code of x by comparing x with code values times `step`.
+// Return the code of x by comparing x with each code's value times `step`.
 template <class R>
 FP4KIT_DEVICE u32 encode_compared(float x, float step) {
   return encode<typename R::Element, R::kRounding, R::kSign, R::kNanCode, R::kNarrow>(x, step);

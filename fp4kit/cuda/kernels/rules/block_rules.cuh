@@ -7,7 +7,7 @@
 //   kReadsAmax                  whether the factor depends on the amax in addition to the code
 //   kReadsInput                 whether the code depends on the type of the elements
 //
-// block_factor makes a table of factors by code serve all blocks.
+// Because of block_factor, a table of factors by code serves all blocks.
 #pragma once
 
 #include "tensor_rules.cuh"
@@ -24,22 +24,22 @@ struct by_code_or_zero {
   FP4KIT_DEVICE float block_factor(float amax, float factor) { return magnitude_of(amax) < kFltMin ? 0.0f : factor; }
 };
 
-// Return 1 / x, rounded to float16 for float16 elements and to float32 for float32 and bfloat16. XLA on a CPU
-// multiplies with this reciprocal.
+// Return 1 / x, rounded to float16 for float16 elements and to float32 for float32 and bfloat16. qwix runs on XLA,
+// which multiplies with this reciprocal on a CPU.
 template <class In>
 FP4KIT_DEVICE float qwix_reciprocal(float x) {
   return In::kMantissaBits == 10 ? round_to<In>(1.0f / x) : 1.0f / x;
 }
 
-// Return amax * qwix_reciprocal(max), rounded to the input type; 1 if that is below the square root of the type's
-// smallest normal.
+// Return qwix's block scale: amax * qwix_reciprocal(max), rounded to the input type. Return 1 if that is below the
+// square root of the type's smallest normal.
 template <class R, class In>
 FP4KIT_DEVICE float qwix_scale(float amax) {
   const float scale = round_to<In>(amax * qwix_reciprocal<In>(max_of<typename R::Element>()));
   return scale < (In::kMantissaBits == 10 ? 0x1p-7f : 0x1p-63f) ? 1.0f : scale;
 }
 
-// No block scales: the factor is the tensor scale, in the direction in which it is applied.
+// The rule of recipes without block scales. The factor is the tensor scale, in the direction in which elements use it.
 struct block_none : by_code {
   template <class R, class In>
   FP4KIT_DEVICE u32 code(float amax, TensorScale t) {

@@ -3,7 +3,7 @@
 
 #include "block_rules.cuh"
 
-// Quark's scale in place of 0.
+// The scale that Quark uses in place of 0.
 constexpr float kQuarkZero = 0x1p-23f;
 
 struct block_vllm : by_code {
@@ -68,20 +68,20 @@ struct block_quark_file : by_code {
   }
 };
 
-// Return the ratio that a block scale is rounded from; 0 if the tensor's amax is 0.
+// Return `ratio`, which the caller then rounds to a block scale. Return 0 if the tensor's amax is 0.
 FP4KIT_DEVICE float zero_of_zeros(float ratio, TensorScale t) {
   return t.amax == 0.0f ? 0.0f : ratio;
 }
 
-// Return fouroversix's factor for a block scale: 1 / (tensor scale * scale); 0 for scale 0. If that is infinite,
-// returns NaN unless R keeps infinity.
+// Return fouroversix's factor for a block scale: 1 / (tensor scale * scale), or 0 for scale 0. If the quotient is
+// infinite, return NaN unless R::kKeepInfinity.
 template <class R>
 FP4KIT_DEVICE float fouroversix_factor(float scale, TensorScale t) {
   const float inverse = 1.0f / (t.decode * scale);
   return scale == 0.0f ? 0.0f : R::kKeepInfinity || is_finite(inverse) ? inverse : nan_value();
 }
 
-// Rule that maps the amax of a block to kTop, or to the largest element if kTop is 0.
+// The rule that maps the amax of a block to kTop, or to the largest element value if kTop is 0.
 template <int kTop>
 struct fouroversix_static : by_code {
   template <class R, class In>

@@ -11,15 +11,16 @@ struct inverse_factor : by_code {
   }
 };
 
-// Return the exponent field of `bits` plus `up`, minus the exponent of the largest element, clamped to the range of
-// E8M0; 255 if the field is full (infinity and NaN).
+// Return the E8M0 code: the exponent field of `bits`, plus `up`, minus the exponent of the largest element, clamped to
+// the range of E8M0. Return 255 if the exponent field is full (infinity and NaN).
 template <class R>
 FP4KIT_DEVICE u32 shifted_exponent(u32 bits, i32 up = 0) {
   const i32 field = static_cast<i32>((bits >> 23) & 0xFFu);
   return field == 255 ? 255u : static_cast<u32>(minimum(maximum(field + up - R::Element::kEmax, 0), 255));
 }
 
-// Return shifted_exponent of amax after rounding it to `mantissa_bits` bits, half away from zero; 255 for NaN.
+// Round amax to `mantissa_bits` mantissa bits, half away from zero, and return shifted_exponent of the result. Return
+// 255 for NaN.
 template <class R>
 FP4KIT_DEVICE u32 rounded_exponent(float amax, int mantissa_bits) {
   const u32 bits = bits_of(amax);
@@ -47,7 +48,7 @@ struct block_e8m0_even : inverse_factor {
   }
 };
 
-// Return the E8M0 code of amax * (1 / max), rounded up, for the largest element `max`.
+// Return the E8M0 code of amax * (1 / max), rounded up. `max` is the value of the largest element.
 template <class R>
 FP4KIT_DEVICE u32 rceil(float amax) {
   return encode_e8m0_rp(amax * (1.0f / max_of<typename R::Element>()));
@@ -67,13 +68,14 @@ struct block_e8m0_te : inverse_factor {
   }
 };
 
-// Return the code of amax * rcp.approx(max), with subnormals flushed to zero.
+// Return the E8M0 code of amax * rcp.approx(max), with subnormals flushed to zero. `max` is the value of the largest
+// element.
 template <class R>
 FP4KIT_DEVICE u32 code_flashinfer(float amax) {
   return encode_e8m0_rp(mul_ftz(amax, rcp_approx_ftz(max_of<typename R::Element>())));
 }
 
-// Code 254 has the subnormal inverse 2^-127, which ftz arithmetic makes 0.
+// FlashInfer's rule for FP4. Code 254 has the subnormal inverse 2^-127, which ftz arithmetic flushes to 0.
 struct block_e8m0_flashinfer_fp4 : by_code {
   template <class R, class In>
   FP4KIT_DEVICE u32 code(float amax, TensorScale t) {
@@ -110,8 +112,8 @@ struct block_e8m0_te_reference : inverse_factor {
 
 struct block_e8m0_compressed_tensors : inverse_factor {
   static constexpr bool kReadsInput = true;
-  // Return the float16 amax that adding to its bits and masking them gives: below 2^-14, the smallest normal number,
-  // that is 2^-14 or 0. Returns other amaxes unchanged.
+  // Return a float16 amax after the producer adds to its bits and masks them. Below 2^-14, the smallest normal number,
+  // the result is 2^-14 or 0. Other amaxes are returned unchanged.
   template <class In>
   FP4KIT_DEVICE float rounded_subnormal(float amax, int mantissa_bits) {
     if (In::kMantissaBits != 10 || !(amax < 0x1p-14f)) return amax;

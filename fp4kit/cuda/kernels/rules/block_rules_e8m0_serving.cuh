@@ -9,15 +9,15 @@ struct by_amax {
   FP4KIT_DEVICE float block_factor(float amax, float factor) { return factor; }
 };
 
-// Return the code of 2^exponent, the exponent clamped to [-127, 127]; 0 for NaN.
+// Return the E8M0 code of 2^exponent, with the exponent clamped to [-127, 127]. Return 0 for NaN.
 FP4KIT_DEVICE u32 clipped_exponent(float exponent) {
   return is_nan(exponent) ? 0u : static_cast<u32>(static_cast<i32>(fminf(fmaxf(exponent, -127.0f), 127.0f)) + 127);
 }
 
 // ---- from the bits of the amax
 
-// Return the exponent field of amax rounded to the element's mantissa bits, minus the exponent of the largest element.
-// Returns 255 for infinity, for NaN, and if rounding reaches infinity. NaN is tested first, because a payload of ones,
+// Round amax to the element's mantissa bits, and return its exponent field minus the exponent of the largest element.
+// Return 255 for infinity, for NaN, and if rounding reaches infinity. NaN is tested first, because a payload of ones,
 // which GPU instructions make, would carry into the sign.
 template <class R>
 FP4KIT_DEVICE i32 even_exponent(float amax) {
@@ -45,7 +45,7 @@ struct block_e8m0_quark_even : by_amax {
   }
 };
 
-// Return the exponent field of x >= 0, plus 1 if mantissa bits are set: 256 for NaN.
+// Return the exponent field of x >= 0, plus 1 if a mantissa bit is set. NaN gives 256.
 FP4KIT_DEVICE u32 exponent_up(float x) {
   return (bits_of(x) >> 23 & 0xFFu) + ((bits_of(x) & 0x7FFFFFu) != 0u);
 }
@@ -116,14 +116,14 @@ struct block_e8m0_auto_round : finite_inverse {
   }
 };
 
-// Return the code of ceil(log2(ratio)), `ratio` being the amax over the element value that it maps to; 128 for a block
-// of zeros, 0 if amax is not finite.
+// Return the code of ceil(log2(ratio)). `ratio` is the amax over the element value that the amax maps to. Return 128
+// for a block of zeros, and 0 if amax is not finite.
 FP4KIT_DEVICE u32 auto_round_up(float amax, float ratio) {
   if (!is_finite(amax)) return 0u;
   return clipped_exponent(amax == 0.0f ? 1.0f : ceilf(float32_log2(ratio)));
 }
 
-// Return the factor that goes with auto_round_up. NaN if amax is not finite, or if the ratio of a positive amax
+// Return the factor for a code of auto_round_up. Return NaN if amax is not finite, or if the ratio of a positive amax
 // underflows, because its log2 is -inf.
 FP4KIT_DEVICE float auto_round_up_factor(u32 code, float amax, float ratio) {
   return is_finite(amax) && (ratio != 0.0f || amax == 0.0f) ? inverse_e8m0(code) : nan_value();
@@ -151,8 +151,8 @@ struct block_e8m0_auto_round_rceil_v2 : by_amax {
   }
 };
 
-// Return T(2^(round(T(log2(amax))) - emax)) for the input type T, rounding up if kUp and down otherwise. Returns 2^-23
-// if T makes it 0, and amax if that is not finite.
+// Return Quark's scale T(2^(round(T(log2(amax))) - emax)) for the input type T, rounding up if kUp and down otherwise.
+// If T makes the scale 0, return 2^-23. If amax is not finite, return amax.
 template <class R, class In, bool kUp>
 FP4KIT_DEVICE float quark_scale(float amax) {
   if (!is_finite(amax)) return amax;
@@ -164,7 +164,7 @@ FP4KIT_DEVICE float quark_scale(float amax) {
   return scale == 0.0f ? 0x1p-23f : scale;
 }
 
-// Rules whose scale is a power of two from a rounded logarithm, up if kUp and down otherwise.
+// Quark's rules whose scale is a power of two: log2(amax) rounded up if kUp, and down otherwise.
 template <bool kUp>
 struct quark_by_log : by_amax {
   static constexpr bool kReadsInput = true;
@@ -175,8 +175,8 @@ struct quark_by_log : by_amax {
   FP4KIT_DEVICE u32 code(float amax, TensorScale t) {
     return code_of(amax, quark_scale<R, In, kUp>(amax));
   }
-  // Return the scale of the amax if `code` is its own byte, whatever that byte decodes to. If another byte was given,
-  // return what it decodes to.
+  // Return the factor. If `code` is the code of the amax's own scale, that is this scale, even where the code decodes
+  // to another number. If the caller gave another code, it is what that code decodes to.
   template <class R, class In>
   FP4KIT_DEVICE float factor(u32 code, float amax, TensorScale t) {
     const float scale = quark_scale<R, In, kUp>(amax);

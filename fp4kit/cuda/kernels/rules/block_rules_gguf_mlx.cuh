@@ -4,7 +4,8 @@
 #include "block_rules_e4m3.cuh"
 #include "block_rules_e8m0.cuh"
 
-// An E4M3 scale whose half-way significands are rounded up (nearest even rounds half of them down); 448 from 248 on.
+// llama.cpp's E4M3 scale: significands halfway between two codes are rounded up, where nearest even rounds half of them
+// down. The scale is 448 from 248 on.
 struct block_gguf : by_code {
   template <class R, class In>
   FP4KIT_DEVICE u32 code(float amax, TensorScale t) {
@@ -22,9 +23,9 @@ struct block_gguf : by_code {
   }
 };
 
-// Return floor(log2 in float32 of a), for a finite a > 0. That is the exponent of a, plus 1 for the last n floats below
-// 2^k, for which log2 rounds up to k. Half an ulp of log2 there is 2^b / 2^24, 2^b being the power of two below |log2|,
-// so n = floor(2^b * ln 2) = 0, 1, 2, 5, 11, 22 or 44.
+// Return floor(log2(a)), with log2 rounded to float32, for a finite a > 0. That is the exponent of a, plus 1 for the
+// last n floats below 2^k, for which log2 rounds up to k. Half an ulp of log2 there is 2^b / 2^24, where 2^b is the
+// power of two below |log2|. So n = floor(2^b * ln 2) = 0, 1, 2, 5, 11, 22 or 44.
 FP4KIT_DEVICE i32 floor_of_log2(float a) {
   const bool is_subnormal = a < kFltMin;
   const u32 bits = bits_of(is_subnormal ? a * 0x1p24f : a);
@@ -78,13 +79,13 @@ struct block_mlx_metal : by_code {
   }
 };
 
-// Return 2^exponent for exponents up to 127, subnormals included; 0 below -149.
+// Return 2^exponent for exponents of at most 127, subnormals included. Return 0 below -149.
 FP4KIT_DEVICE float power_or_zero(i32 exponent) {
   if (exponent < -149) return 0.0f;
   return float_of(exponent < -126 ? 1u << (exponent + 149) : static_cast<u32>(exponent + 127) << 23);
 }
 
-// Base of MLX's two rules on a CPU: the factor is 2^n, n being the exponent before its byte wrapped around.
+// Base of the two rules of MLX on a CPU. The factor is 2^n, where n is the exponent before its byte wrapped around.
 struct wrapped_power {
   static constexpr bool kReadsAmax = true, kReadsInput = true;
   FP4KIT_DEVICE float block_factor(float amax, float factor) { return is_finite(amax) ? factor : 0.0f; }
@@ -95,12 +96,12 @@ struct wrapped_power {
     const i32 exponent = static_cast<i32>(code) - 127 - (wraps ? 256 : 0);
     return exponent > 127 ? float_of(kInfinityBits) : power_or_zero(exponent);
   }
-  // Return the code of exponent n of a scale s; 127 if s is 0.
+  // Return the code of a scale s with exponent n, which wraps around as a byte does. Return 127 if s is 0.
   template <class In>
   FP4KIT_DEVICE u32 wrapped(i32 n, float s) {
     return s == 0.0f ? 127u : static_cast<u32>(n + 127) & 0xFFu;
   }
-  // Return the code of a scale that is not finite, as x86-64 casts it.
+  // Return the code of a scale that is not finite, as x86-64 casts such a float to an integer.
   template <class In>
   FP4KIT_DEVICE u32 not_finite() {
     return sizeof(typename In::Bits) == 4 ? 128u : 0u;

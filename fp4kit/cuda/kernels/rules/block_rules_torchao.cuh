@@ -3,8 +3,8 @@
 
 #include "block_rules_e8m0_serving.cuh"
 
-// Base of rules that divide elements by the scale, at least 2^-126 although code 0 decodes to 2^-127, and by infinity
-// for code 255.
+// Base of rules that divide elements by the scale. The divisor is at least 2^-126, although code 0 decodes to 2^-127,
+// and it is infinity for code 255.
 struct divided_by_normal : by_code {
   template <class R, class In>
   FP4KIT_DEVICE float factor(u32 code, float amax, TensorScale t) {
@@ -12,8 +12,8 @@ struct divided_by_normal : by_code {
   }
 };
 
-// Return the exponent field of amax + `addend` (added to the bits) plus `up`, minus the exponent of the largest
-// element, clamped to the range of E8M0; 255 for NaN.
+// Add `addend` to the bits of amax. Return the exponent field of the sum, plus `up`, minus the exponent of the largest
+// element, clamped to the range of E8M0. Return 255 for NaN.
 template <class R>
 FP4KIT_DEVICE u32 shifted_exponent_018(float amax, u32 addend, i32 up) {
   if (is_nan(amax)) return 255u;

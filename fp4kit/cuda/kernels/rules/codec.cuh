@@ -20,8 +20,8 @@
 //   rnw        as rn without a largest value; codes beyond the largest wrap around
 //   first      the first code of smallest error
 enum class Rounding { rn, rz, rnz, rna, rns, rnw, first };
-// Which elements get a sign bit: those whose sign bit is set; those below 0; those not above 0; those whose sign bit is
-// set and whose code is not zero.
+// Which codes get a sign bit: those of elements whose sign bit is set (signbit); of elements below 0 (negative); of
+// elements not above 0 (not_positive); of elements whose sign bit is set and whose code is not zero (unsigned_zero).
 enum class Sign { signbit, negative, not_positive, unsigned_zero };
 
 // Return the largest value of a format.
@@ -58,8 +58,8 @@ FP4KIT_DEVICE u32 encode_magnitude(float a) {
 template <class F>
 FP4KIT_DEVICE float decode(u32 code);
 
-// Return the first code in 0, 1, ... that minimizes |value * step - a|, for a >= 0 that is not NaN. See first_of_least
-// in reference/codec.py.
+// Return the code that minimizes |value * step - a|, the first one if several do, for a >= 0 that is not NaN. See
+// first_of_least in reference/codec.py.
 template <class F>
 FP4KIT_DEVICE u32 first_of_least(float a, float step) {
   u32 best = 0u;
@@ -84,7 +84,7 @@ FP4KIT_DEVICE bool has_sign(float x, u32 code) {
   return !(x > 0.0f);
 }
 
-// Return y with the sign bit that its code has. For unsigned_zero, that is right only if the code of y is not zero.
+// Return y with the sign bit that the code of y gets. For unsigned_zero, that is right only if the code is not zero.
 template <Sign kSign>
 FP4KIT_DEVICE float with_code_sign(float y) {
   if constexpr (kSign == Sign::negative) return y + 0.0f;         // -0 -> 0
@@ -92,9 +92,9 @@ FP4KIT_DEVICE float with_code_sign(float y) {
   return y;
 }
 
-// Return the code of x; kNan for NaN, and for infinity if kRounding is rnw. `step` is the scale of the values, which
-// only Rounding::first uses. Integers are rounded to nearest even and clamped to [-max - 1, max], or to [-max, max] if
-// kNarrow.
+// Return the code of x. Return kNan for NaN, and for infinity if kRounding is rnw. `step` is the scale of the values,
+// which only Rounding::first uses. Integers are rounded to nearest even and clamped to [-max - 1, max], or to [-max,
+// max] if kNarrow.
 template <class F, Rounding kRounding, Sign kSign, u32 kNan, bool kNarrow = false>
 FP4KIT_DEVICE u32 encode(float x, float step = 1.0f) {
   if (is_nan(x) || (kRounding == Rounding::rnw && !is_finite(x))) return kNan;
@@ -112,8 +112,8 @@ FP4KIT_DEVICE u32 encode(float x, float step = 1.0f) {
   }
 }
 
-// Return the code of x with its sign, rounded to nearest even and saturated. x is not NaN: blocks of finite elements
-// need no more.
+// Return the code of x with its sign, rounded to nearest even and saturated. x must not be NaN, which holds for blocks
+// of finite elements.
 template <class F>
 FP4KIT_DEVICE u32 encode_finite_rn(float x) {
   const u32 min_exponent = static_cast<u32>(F::kEmin + 127) << 23;
@@ -138,7 +138,8 @@ FP4KIT_DEVICE u32 encode_stochastic(float x, u32 random) {
   return encode_magnitude<F, Rounding::rz>(t) | (sign_of(x) ? F::kSignBit : 0u);
 }
 
-// Return the value of a code. The exponent and mantissa bits, moved into place, are the value times 2^(bias - 127).
+// Return the value of a code. With its exponent and mantissa bits moved into place, a float32 has this value times
+// 2^(bias - 127).
 template <class F>
 FP4KIT_DEVICE float decode(u32 code) {
   if constexpr (F::kIsInteger) {

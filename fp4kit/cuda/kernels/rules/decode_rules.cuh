@@ -1,5 +1,5 @@
-// Decode rules, which turn a code's value into an element: value times the scales of its block. Twins of
-// reference/dequantize.py, with its names. A rule is a struct with
+// Decode rules: from the value of a code to an element, by the scales of its block. Twins of reference/dequantize.py,
+// with its names. A rule is a struct with
 //
 //   scale<R>(code, tensor)    the Scale of a block: what apply needs of its code and the tensor scale
 //   product_scale(scale)      the Scale for value * scale, in rules with block scales that need an amax
@@ -11,12 +11,12 @@
 
 #include "tensor_rules.cuh"
 
-// A format whose codes all are numbers.
+// The format F, but with codes of NaN read as numbers.
 template <class F>
 struct WithoutNan : F {
   static constexpr bool kHasNan = false, kIsE4m3 = false, kIsE5m2 = false;
 };
-// F, or WithoutNan<F> if kReadsNanAsNumber.
+// The format that codes are decoded with: F, or WithoutNan<F> if kReadsNanAsNumber.
 template <class F, bool kReadsNanAsNumber>
 struct DecodedFormat {
   using Format = F;
@@ -71,7 +71,8 @@ struct decode_vllm_cuda : decode_product {
     return decode_scale<R>(code) * rcp_approx_ftz(t.encode);
   }
 };
-// A scale with the amax and the range that undo it. amax is negative if none is known.
+// A block scale, the tensor's amax, and the range that a tensor scale of 1 covers. Elements are value * scale * amax /
+// range. amax is negative if it is unknown.
 struct ScaleOfAmax {
   float scale, amax, range;
 };
@@ -127,8 +128,8 @@ struct decode_e8m0_flashinfer_api : decode_product {
     return float_of(code << 23);
   }
 };
-// ldexp(value, code - 127), with code 255 as 2^128. The Scale is half the scale, because 2^128 is no float; apply
-// doubles the value.
+// Elements are ldexp(value, code - 127), so that code 255 stands for 2^128. Because 2^128 is no float, the Scale is
+// half of the block scale, and apply doubles the value.
 struct decode_e8m0_unbounded : decode_product {
   template <class R>
   FP4KIT_DEVICE float scale(u32 code, TensorScale t) {
@@ -139,7 +140,8 @@ struct decode_e8m0_unbounded : decode_product {
     return decode_product::apply_pair(fma_bf16x2(values, 0x40004000u, 0x80008000u), scales);
   }
 };
-// A 7-bit scale: 7F is 0, FF is 480, and bit 7 is ignored otherwise. Element code 8 (-0) decodes to +0.
+// Elements are products with a 7-bit scale: 7F is 0, FF is 480, and bit 7 is ignored otherwise. Element code 8 (-0)
+// decodes to +0.
 struct decode_gguf : decode_product {
   template <class R>
   FP4KIT_DEVICE float scale(u32 code, TensorScale t) {
@@ -179,7 +181,8 @@ struct decode_e8m0_float16 : decode_product {
 struct decode_e8m0_float16_0322 : decode_e8m0_float16 {
   static constexpr bool kReadsNanAsNumber = true;
 };
-// The Scale is the encode scale, or -1 for an amax of at most kTinyAmax, whose elements are 0. No scale is negative.
+// The Scale is the tensor's encode scale, or -1 if the amax is at most kTinyAmax, in which case elements are 0. No
+// encode scale is negative.
 struct decode_int_modelopt {
   static constexpr bool kNeedsAmax = true, kReadsNanAsNumber = false;
   using Scale = float;

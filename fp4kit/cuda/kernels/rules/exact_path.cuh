@@ -19,13 +19,13 @@ FP4KIT_DEVICE Factor factor_of(u32 code, float amax, TensorScale t) {
   return {factor, factor};
 }
 
-// Return the Factor of a scale code for a block that is not all zeros: a table's entry.
+// Return the Factor of a scale code for a block that is not all zeros. A table of factors has this entry for the code.
 template <class R, class In>
 FP4KIT_DEVICE Factor factor_of_code(u32 code, TensorScale t) {
   return factor_of<R, In>(code, 1.0f, t);
 }
 
-// Return the scale code of a block, and its Factor in f: from the table if R has one, else computed.
+// Return the scale code of a block, and put its Factor into f: from the table if R has one, otherwise computed.
 template <class R, class In>
 FP4KIT_DEVICE u32 scale_block(float amax, TensorScale t, const Factor* table, Factor& f) {
   const u32 code = R::BlockRule::template code<R, In>(amax, t);
@@ -66,8 +66,8 @@ FP4KIT_DEVICE float exact_amax(int rows, const Load& load) {
   return largest;
 }
 
-// Return the code that is found again from a code's value in the dtype of the elements. See _repacked in
-// reference/quantize.py.
+// Return the code of an element after the producer packs it again: `code` is decoded in the dtype of the elements, and
+// the value is encoded once more. See _repacked in reference/quantize.py.
 template <class R, class In>
 FP4KIT_DEVICE u32 repacked(u32 code, float scaled, float factor) {
   using E = typename R::Element;

@@ -131,7 +131,7 @@ struct fake_mx_modelopt : fake_product {
 
 // ---- integers: -0 and NaN are kept
 
-// clip(rint(x * s), lowest, max) / s with s = max / tensor_amax.
+// The value is clip(rint(x * s), lowest, max) / s, with s = max / tensor_amax.
 struct fake_int_modelopt {
   static constexpr bool kHasCodes = false;
   static constexpr float kUnscaled = -1.0f;  // stands for tensor_amax <= 2^-24; no scale is negative
@@ -160,7 +160,7 @@ struct fake_int_modelopt {
   }
 };
 
-// clip(rint(x / s), -max, max) * s with s = max(tensor_amax / max, 1e-5).
+// The value is clip(rint(x / s), -max, max) * s, with s = max(tensor_amax / max, 1e-5).
 struct fake_int4_qat {
   static constexpr bool kHasCodes = false;
   template <class R, class In>

@@ -4,8 +4,9 @@
 
 #include "block.cuh"
 
-// `encode` multiplies elements before rounding, `decode` after it. If a rule divides, one of them is the divisor and
-// the other its rounded reciprocal, or NaN if quotients by way of the reciprocal could be wrong.
+// The scale of a fake quantizer. `encode` multiplies elements before rounding, `decode` after it. If a rule divides,
+// one of them is the divisor and the other its rounded reciprocal, or NaN if quotients by way of the reciprocal could
+// be wrong.
 struct FakeScale {
   float encode, decode;
 };
@@ -65,8 +66,9 @@ FP4KIT_DEVICE float saturation() {
   return (max_of<F>() + 0.5f * float_of(static_cast<u32>(F::kEmax - F::kMantissaBits + 127) << 23)) * (1.0f - 0x1p-10f);
 }
 
-// Return whether products with s.encode need no clamp. If R is static, nearest_finite clamps, and the products must
-// only be far from overflow: an amax that is given is often below the largest element. False for NaN.
+// Return whether the products of elements up to `largest` with s.encode need no clamp. If R is static, nearest_finite
+// clamps, and the products must only be far from overflow, because a given amax is often below the largest element.
+// False for NaN.
 template <class R>
 FP4KIT_DEVICE bool has_small_products(u32 largest, FakeScale s) {
   return float_of(largest) * s.encode < (R::kStatic ? 0x1p80f : saturation<typename R::Element>());

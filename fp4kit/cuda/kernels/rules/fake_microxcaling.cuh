@@ -3,10 +3,10 @@
 
 #include "fake_arith.cuh"
 
-// How many of the last values of In below a power of two have a floor(log2(x)) that is one too large, log2 being
-// rounded to In. With u the exponent, or its complement if negative, and 2^j <= u < 2^(j + 1), these are the last
-// floor(ln 2 * 2^j) values; fewer if In has few bits. Byte j of kCounts is that number. kShift turns steps of In into
-// steps of float32.
+// The number of values of In just below a power of two for which floor(log2(x)) is one too large, because log2 is
+// rounded to In. Let u be the exponent, or its complement if the exponent is negative, and 2^j <= u < 2^(j + 1). Then
+// these are the last floor(ln 2 * 2^j) values; fewer if In has few bits. Byte j of kCounts is this number. kShift turns
+// steps of In into steps of float32.
 //
 // Checked against the log2 of the reference for every value of float16 and bfloat16 and, for float32, 300 steps to each
 // side of every power of two.
@@ -30,10 +30,10 @@ FP4KIT_DEVICE i32 log2_floor(u32 bits, i32 down = 0) {
   return static_cast<i32>((bits + (count << BelowPower<In>::kShift)) >> 23) - 127 - down;
 }
 
-// How halves are rounded: away from zero, to even, or not at all (floor).
+// The rounding of halves: away from zero, to even, or none (floor).
 enum class HalfWay { away, even, none };
 
-// y = round(x / s) * s with s = 2^(floor(log2(amax)) - emax).
+// The value is round(x / s) * s, with s = 2^(floor(log2(amax)) - emax).
 template <HalfWay kHalfWay, bool kFlushBlocks = false>
 struct fake_microxcaling {
   static constexpr bool kHasCodes = false;

@@ -7,7 +7,8 @@
 #include "exact_path.cuh"
 #include "pack.cuh"
 
-// Which fast path a recipe has for elements of type In, and whether it has one (kExists).
+// The fast path of a recipe for elements of type In. kExists says whether there is one; the other constants say which
+// instructions it may use.
 template <class R, class In>
 struct FastPath {
   static constexpr bool kIs16Bit = sizeof(typename In::Bits) == 2;
@@ -42,9 +43,9 @@ struct FastPath {
   static constexpr bool kProductsFit = kExactProducts && kE2m1 && !R::kDivide;
 };
 
-// Return whether codes that are found again (R::kRepacked) equal the original codes: no value overflows the dtype of
-// the elements. For E8M0 scales, the dtype must also hold the scale. For other scales, the dtype's error must be less
-// than half of the smallest step between codes.
+// Return whether encoding the values of codes once more (R::kRepacked) leaves the codes unchanged: no value overflows
+// the dtype of the elements. For E8M0 scales, the dtype must also hold the scale. For other scales, the dtype's error
+// must be less than half of the smallest step between codes.
 template <class R, class In>
 FP4KIT_DEVICE bool keeps_codes(float factor) {
   using E = typename R::Element;
@@ -78,7 +79,8 @@ FP4KIT_DEVICE bool takes_fast_path(u32 largest, Factor f) {
   return takes;
 }
 
-// Return the number to encode for a finite element x. Rules for NaN are left out, because they do not matter here.
+// Return the number that is encoded for a finite element x, as scaled_element does but without the recipe's rules for
+// NaN.
 template <class R, class In>
 FP4KIT_DEVICE float scaled_finite(float x, Factor f) {
   float y;
@@ -93,15 +95,16 @@ FP4KIT_DEVICE float scaled_finite(float x, Factor f) {
   return y;
 }
 
-// Return y = scaled_finite(x) with the sign that its code has. In a quotient, the sign is taken from x, because the fma
-// of quotient_by makes 0 of -0.
+// Return y = scaled_finite(x) with the sign bit that the code of x gets. If R divides, the sign is taken from x,
+// because the fma of quotient_by makes 0 of -0.
 template <class R>
 FP4KIT_DEVICE float with_code_sign_of(float y, float x) {
   if constexpr (R::kDivide && R::kSign == Sign::signbit) return float_of(bits_of(y) | (bits_of(x) & 0x80000000u));
   return with_code_sign<R::kSign>(y);
 }
 
-// Return a pair of 16-bit elements with the signs of their codes: the signs of elements are those of their products.
+// Return a pair of 16-bit elements in which each sign bit is that of the element's code. Factors are positive here, so
+// a code has its element's sign; only zeros are changed, as R::kSign says.
 template <class R, class In>
 FP4KIT_DEVICE u32 pair_with_code_signs(u32 pair) {
   if constexpr (R::kSign == Sign::negative) return In::add_zero(pair);
@@ -109,9 +112,9 @@ FP4KIT_DEVICE u32 pair_with_code_signs(u32 pair) {
   return pair;
 }
 
-// Put the magnitudes to encode of elements first ... first + 7 of a run into a, and return the signs of their codes.
-// Taking the magnitude of an operand costs nothing in a product, but an instruction in the fma of a quotient; so it is
-// masked there.
+// Put the magnitudes to encode of elements first ... first + 7 of a run into a, and return the signs of their codes. As
+// operand of a product, |x| costs no instruction. In the fma of a quotient it would cost one per element, so the sign
+// bits of whole words are cleared instead.
 template <class R, class In, int kRun>
 FP4KIT_DEVICE NibbleSigns magnitudes_x8(const Run<In, kRun>& run, Factor f, int first, float (&a)[8]) {
   Run<In, kRun> magnitudes = run;
@@ -139,7 +142,7 @@ FP4KIT_DEVICE NibbleSigns magnitudes_x8(const Run<In, kRun>& run, Factor f, int 
   }
 }
 
-// Pack the codes of a finite run into words, as exact_codes does.
+// Encode a finite run and pack its codes into words, as exact_codes does.
 template <class R, class In, int kRun>
 FP4KIT_DEVICE void encode_finite(const Run<In, kRun>& run, Factor f,
                                  u32 (&words)[kRun * R::Element::kStoredBits / 32]) {

@@ -17,8 +17,8 @@ FP4KIT_DEVICE u32 encode_magnitude_stochastic(float a, float byte) {
   return bits_of(mul_rz(t, float_of(static_cast<u32>(1 - F::kEmin) << 23))) >> (23 - F::kMantissaBits);
 }
 
-// Pack the codes of a finite run, rounded with random bytes, into words as exact_codes does. The signs of codes are
-// those of the products, for every R::kSign, as in encode_stochastic.
+// Encode a finite run with random bytes and pack its codes into words, as exact_codes does. For every R::kSign, a code
+// has the sign of the element times the factor, as in encode_stochastic.
 template <class R, class In, int kRun>
 FP4KIT_DEVICE void encode_finite_stochastic(const Run<In, kRun>& run, Factor f, const u32 (&random)[kRun / 4],
                                             u32 (&words)[kRun * R::Element::kStoredBits / 32]) {

@@ -15,7 +15,7 @@ FP4KIT_DEVICE float divide(float a, float b) {
   return R::kFlush ? div_ftz(a, b) : a / b;
 }
 
-// Put the codes of both scales into six and four. `sixth` is a sixth of the block's amax.
+// Put the codes of the block's two scales into `six` and `four`. `sixth` is a sixth of the block's amax.
 template <class R>
 FP4KIT_DEVICE void scales_of(float sixth, TensorScale t, u32& six, u32& four) {
   float base = multiply<R>(sixth, t.encode);
@@ -32,7 +32,7 @@ FP4KIT_DEVICE float candidate_factor(float scale, TensorScale t) {
   return is_nan(inverse) ? inverse : fminf(inverse, kFltMax);
 }
 
-// Return code value * scale in the units of x.
+// Return `scaled`, the product of a code value and the block scale, in the units of x.
 template <class R>
 FP4KIT_DEVICE float decoded(float scaled, TensorScale t) {
   if constexpr (R::kFlush || R::kFastError) return multiply<R>(scaled, t.decode);
@@ -47,7 +47,7 @@ FP4KIT_DEVICE float compared(float value, float scale, TensorScale t) {
   return R::kFastError ? scaled : decoded<R>(scaled, t);  // float16 holds its six bits, from 2^-10 to 2688
 }
 
-// Return the error that element x adds.
+// Return the error that element x adds to its block's error, given `compared` of its code.
 template <class R>
 FP4KIT_DEVICE float error_of(float x, float compared, TensorScale t) {
   float difference = compared - (R::kFastError ? x * t.encode : x);

@@ -4,10 +4,10 @@
 
 #include "decode_rules.cuh"
 
-// Stands for an amax that is unknown because no amax gives the stored scale. Values are then decode(code) *
+// The value that stands for an unknown amax: no amax gives the stored scale. Elements are then decode(code) *
 // (block_scale * tensor_scale).
 constexpr float kUnknownAmax = -1.0f;
-// How many floats to each side of the estimate the first and the second search cover.
+// The number of floats to each side of the estimate that the first and the second search cover.
 constexpr u32 kNearSteps = 8u, kFarSteps = 1u << 20, kLargestBits = kInfinityBits - 1u;
 // A rule that replaces a small amax by a larger number multiplies the scale by at least 65504; within kFarSteps, other
 // scales grow by at most 391. This ratio separates the two cases: a scale that jumps counts as smaller.
@@ -48,9 +48,9 @@ FP4KIT_DEVICE u32 first_amax(u32 low, u32 high, int min_order, float scale) {
   return low;
 }
 
-// Return the amax with the fewest significant bits among those near the estimate that give a scale > 0; kUnknownAmax if
-// none does. Rules of a few roundings are found within a few floats. If the first search ends at an edge, a second one
-// goes further.
+// Return an amax near an estimate whose tensor scale is `scale` > 0, or kUnknownAmax if there is none. Of several,
+// return the one with the fewest significant bits. For rules of a few roundings it is within a few floats of the
+// estimate. If the first search ends at an edge, a second one goes further.
 template <class R, class In>
 FP4KIT_DEVICE float amax_near(float scale) {
   const u32 center = bits_of(fminf(scale * covered_range<R>(), kFltMax));
@@ -111,8 +111,8 @@ FP4KIT_DEVICE TensorScale implied_tensor_scale(float scale) {
   return {R::TensorRule::template scale<R, In>(amax).encode, scale, amax};
 }
 
-// Return the Scale of a block scale's code by R's decode rule, or by decode_product if the amax is unknown. The rule's
-// apply fits both if R has block scales.
+// Return the Scale of a block from its scale code, by R's decode rule, or by decode_product if the amax is unknown. The
+// rule's apply accepts either if R has block scales.
 template <class R>
 FP4KIT_DEVICE typename R::DecodeRule::Scale stored_scale(u32 code, TensorScale t) {
   if constexpr (R::DecodeRule::kNeedsAmax && R::kHasScales)

@@ -84,8 +84,8 @@ FP4KIT_DEVICE u32 code_pair_e2m1(u32 pair, u32 factor) {
   return min_bf16x2(low, min_bf16x2(fma_bf16x2(a, 0x3F003F00u, 0x43044304u), 0x43074307u));
 }
 
-// Return the word of E2M1 codes of four bfloat16 pairs times a power of two. The sign bits of `signs` become those of
-// the codes.
+// Multiply four bfloat16 pairs with a power of two, and return the word of their eight E2M1 codes. The codes get the
+// sign bits of `signs`.
 FP4KIT_DEVICE u32 encode_pairs_e2m1x8(const u32* pairs, const u32* signs, u32 factor) {
   u32 bytes[2];
 #pragma unroll
@@ -129,8 +129,8 @@ FP4KIT_DEVICE u32 encode_word(const float* v) {
   }
 }
 
-// Return a word of codes without the signs of zero codes if R's sign rule is unsigned_zero, else the word itself: the
-// other sign rules were applied before.
+// Return a word of codes with signs as R::kSign requires. If that is unsigned_zero, the signs of zero codes are
+// removed; for the other rules the word is returned unchanged, because their signs were applied before.
 template <class R>
 FP4KIT_DEVICE u32 with_signs_of_codes(u32 word) {
   if constexpr (R::kSign == Sign::unsigned_zero) {

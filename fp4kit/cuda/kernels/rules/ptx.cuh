@@ -10,8 +10,9 @@ FP4KIT_DEVICE float flush(float x) {
   return magnitude_of(x) < kFltMin ? float_of(bits_of(x) & 0x80000000u) : x;
 }
 
-// Return the result of an .ftz operation: `result`, or a zero with its sign if `exact`, rounded to 24 bits with
-// unbounded exponent, is below 2^-126.
+// Return the result of an operation that flushes subnormals to zero (.ftz). `exact` is the unrounded result. If
+// `exact`, rounded to 24 bits with unbounded exponent, is below 2^-126, return a zero with the sign of `result`;
+// otherwise return `result`.
 FP4KIT_DEVICE float flush_result(float result, double exact) {
   const double tiny = 0x1p-126 * (1.0 - 0x1p-25);
   return exact < tiny && exact > -tiny ? float_of(bits_of(result) & 0x80000000u) : result;
@@ -97,7 +98,7 @@ FP4KIT_DEVICE u32 prmt(u32 a, u32 b, u32 selector) {
 #endif
 }
 
-// Wait at barrier `number` (1 to 15) for `threads` threads of the thread block, whole warps.
+// Wait until `threads` threads of the thread block, which are whole warps, have reached barrier `number` (1 to 15).
 #ifdef __CUDA_ARCH__
 FP4KIT_DEVICE void sync_group(u32 number, u32 threads) {
   asm volatile("bar.sync %0, %1;" : : "r"(number), "r"(threads) : "memory");

@@ -105,7 +105,7 @@ FP4KIT_DEVICE u32 fma_of_halves(u32 a, u32 b, u32 c) {
 #else
 #define FP4KIT_FAST_BF16X2 0
 #endif
-// Return a * b + c for each half, rounded once; subnormals are kept.
+// Return a * b + c for each bfloat16 half, rounded once. Subnormals are kept.
 FP4KIT_DEVICE u32 fma_bf16x2(u32 a, u32 b, u32 c) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
   u32 y;
@@ -116,7 +116,7 @@ FP4KIT_DEVICE u32 fma_bf16x2(u32 a, u32 b, u32 c) {
 #endif
 }
 
-// Return a * b + c for each half, rounded once; subnormals are kept.
+// Return a * b + c for each float16 half, rounded once. Subnormals are kept.
 FP4KIT_DEVICE u32 fma_f16x2(u32 a, u32 b, u32 c) {
 #ifdef __CUDA_ARCH__
   u32 y;

@@ -64,7 +64,7 @@ FP4KIT_DEVICE void widen_run(const Run<In, kCount>& run, float (&values)[kCount]
   for (int i = 0; i < kCount; ++i) values[i] = element(run, i);
 }
 
-// Return the run of values, rounded to In.
+// Return the run with the given values, each rounded to In.
 template <class In, int kCount>
 FP4KIT_DEVICE Run<In, kCount> narrow_run(const float (&values)[kCount]) {
   Run<In, kCount> run;

@@ -1,4 +1,4 @@
-// Where block scales lie in memory: linear, or in scale tiles of 128 x 4 or 8 x 4 (swizzled). Twin of
+// The places of block scales in memory: linear, or in scale tiles of 128 x 4 or 8 x 4 (swizzled). Twin of
 // fp4kit/layouts/scales.py.
 #pragma once
 
@@ -40,8 +40,8 @@ FP4KIT_DEVICE constexpr int tile_bytes() {
 struct ScalePlace {
   u32 row, column;
 };
-// Return which scale of a swizzled layout lies at byte `byte` of the 32-byte sector `sector`. `tiles` is the number of
-// scale tiles across the matrix.
+// Return the row and column of the scale at byte `byte` of the 32-byte sector `sector` of a swizzled layout. `tiles` is
+// the number of scale tiles across the matrix.
 template <ScaleLayout kLayout>
 FP4KIT_DEVICE ScalePlace scale_place(u32 sector, u32 byte, Divisor tiles) {
   constexpr u32 kSectors = tile_bytes<kLayout>() / 32;

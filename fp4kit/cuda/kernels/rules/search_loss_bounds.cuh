@@ -1,5 +1,5 @@
-// Lower bounds of the losses of eight neighboring E4M3 codes at once, from a table of what an element adds to each at
-// least.
+// Lower bounds of the losses of a block under eight neighboring E4M3 codes at once. A table says how much an element
+// adds at least to the loss under each code.
 //
 // Let u be an element over the scale of the first of the codes, which is a normal code, with amax <= 7 scales. The
 // ratios of the codes' scales depend only on the mantissa of the first, so there are eight tables. A row covers the u
@@ -30,8 +30,8 @@ struct EightBounds {
   u32 pairs[4];
 };
 
-// Return the units that an element with u in the middle of a step adds at least under a scale, in the last bits of the
-// result. `scale` is relative to the first.
+// Return how many units (kUnits per 1) an element adds at least to the loss under a scale, in the last bits of the
+// result. The element's u is in the middle of a step, and `scale` is relative to that of the first code.
 FP4KIT_DEVICE u32 least_units(float u, float scale, float reciprocal) {
   const float middle = fabsf(fma_rn(-scale, nearest_e2m1(u * reciprocal), u));
   const float distance = mul_sat(middle - (0.5f + 0x1p-10f) / kSteps, 1.0f);  // 1 at most, so that its square is too
@@ -63,8 +63,8 @@ FP4KIT_DEVICE void make_bounds(LossBounds& bounds) {
   }
 }
 
-// Return the bounds of a block below 7 scales for `count` codes from `first` on. `reciprocal` is that of the scale of
-// `first`.
+// Return the bounds of a block's losses for `count` codes from `first` on. No element may exceed 7 scales of `first`.
+// `reciprocal` is that of the scale of `first`.
 FP4KIT_DEVICE EightBounds bounds_of(const SearchBlock<false>& block, u32 first, u32 count, float reciprocal,
                                     const LossBounds& bounds) {
   constexpr float kWhole = 0x1.8p23f / kSteps;  // adding this rounds to whole steps

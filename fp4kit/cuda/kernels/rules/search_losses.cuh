@@ -21,7 +21,7 @@ FP4KIT_DEVICE float division_scaling(float scale) {
   return scale < kFltMin ? 0x1p24f : scale > 0x1p126f ? 0.25f : 1.0f;
 }
 
-// Return the block amax whose scale has this code, under a tensor amax.
+// Return the block amax that leads to the scale with this code, under a tensor amax.
 template <class R>
 FP4KIT_DEVICE float candidate_amax(u32 code, float amax) {
   return amax * (decode<typename R::Scale>(code) * (1.0f / R::kScaleMax));
@@ -62,7 +62,8 @@ FP4KIT_DEVICE float add_square(const SearchBlock<kWeighted>& block, int i, float
   return fma_rn(d, d, sum);
 }
 
-// What a loss is: the sum of (w) d^2, the sum of (w) |d|, the largest (w) |d|, the sum of (w) |d|^p, or d^T H d.
+// The loss of a block: the sum of (w) d^2, the sum of (w) |d|, the largest (w) |d|, the sum of (w) |d|^p, or d^T H d. d
+// are the residuals and w the weights, if there are any.
 enum class Objective { squares, magnitudes, largest, powers, hessian };
 // Return the Objective that these flags select; squares if none is set.
 FP4KIT_DEVICE constexpr Objective objective_of(bool magnitudes, bool largest, bool powers) {
@@ -72,7 +73,8 @@ FP4KIT_DEVICE constexpr Objective objective_of(bool magnitudes, bool largest, bo
                       : Objective::squares;
 }
 
-// Return the loss of two parts together: their sum, or the larger one, which is NaN if one is.
+// Combine the losses of two sets of elements: return their sum or, for the objective `largest`, the larger one. A NaN
+// loss makes the result NaN.
 template <Objective kObjective>
 FP4KIT_DEVICE float combined_loss(float a, float b) {
   if constexpr (kObjective == Objective::largest) return a > b || is_nan(a) ? a : b;
@@ -87,8 +89,8 @@ FP4KIT_DEVICE float loss_term(float d, double power) {
   return d;
 }
 
-// Return the loss of four neighbors from element i on: the second is added first, then the others in their order. For
-// powers, d is raised already.
+// Return the combined loss of four neighbors from element i on. The second is added first, then the others in their
+// order. For the objective `powers`, d holds |d|^p already.
 template <Objective kObjective, bool kWeighted>
 FP4KIT_DEVICE float loss_of_four(const SearchBlock<kWeighted>& block, int i, const float (&d)[4]) {
   if constexpr (kObjective == Objective::squares) {
@@ -137,7 +139,7 @@ FP4KIT_DEVICE u32 code_at_least(float x) {
   return maximum(static_cast<u32>(normal_code_at_least(x + 0x1p-6f)) - 8u, 1u);
 }
 
-// The first candidate of smallest loss among those that were tried.
+// The code with the smallest loss among those that were tried, the first one if several have it.
 struct BestCode {
   float loss;
   u32 code;

@@ -13,7 +13,7 @@ struct TensorScale {
   float encode, decode, amax;
 };
 
-// The largest element value that a tensor rule maps the amax to; 0 means the largest value of the format.
+// The element value to which a tensor rule maps the tensor's amax. 0 means the largest value of the format.
 struct tensor_fouroversix_4;
 template <class Rule>
 struct LargestElement {
@@ -189,13 +189,13 @@ struct tensor_fouroversix {
 
 struct tensor_fouroversix_4 : tensor_fouroversix {};
 
-// Return an amax that a caller gave, without its sign bit. A sign bit of -0 would otherwise become that of scales and
-// codes.
+// Return amax number `index` of an array that a caller gave, without its sign bit. The sign bit of -0 would otherwise
+// become that of scales and codes.
 FP4KIT_DEVICE float amax_at(const float* amaxes, i64 index) {
   return magnitude_of(amaxes[index]);
 }
 
-// How many tensor scales a tensor has: none, one, one per row, or one per block.
+// The number of tensor scales that a tensor has: none, one, one per row, or one per block.
 enum class TensorScaling { none, tensor, row, block };
 
 // Return the tensor scale that covers block `block` of row `row`, for rows of `blocks` blocks.

@@ -42,7 +42,7 @@ struct PatchTraits {
   static constexpr int kColumnWords = kTileRows / kPerWord;  // words of the codes of a tile's column
   static constexpr int kQuads = kColumnWords / 4;
   static constexpr int kTileBlocks = kTileRows / R::kBlock;  // blocks of a tile's column
-  // Whether a tile's elements fit beside its codes in the 48 KiB of shared memory of a thread block. For 8-bit codes of
+  // True if a tile's elements fit beside its codes in the 48 KiB of shared memory of a thread block. For 8-bit codes of
   // 16-bit elements they do not.
   static constexpr int kTileBytes = kTileRows * kTileColumns * sizeof(typename In::Bits),
                        kCodeBytes = kTileRows * kTileColumns * kBits / 8;

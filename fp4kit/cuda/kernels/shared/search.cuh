@@ -36,7 +36,7 @@ struct SearchArguments {
                                     // -126 ... 126 for all codes
 };
 
-// What the threads of a thread block share: the candidates by code, and the numbers that give a block's first code.
+// Shared memory of a thread block: the candidates by code, and the numbers that give a block's first code.
 struct Candidates {
   Candidate by_code[128];
   float amaxes[128];

@@ -25,11 +25,12 @@ constexpr u32 kMaxOpenCodes = 14u;  // per block: seven codes below its first, a
 FP4KIT_DEVICE u32 rank_of(float loss, u32 code) {
   return (bits_of(loss) & ~15u) | (code & 15u);
 }
-// If two ranks are this far apart, the losses are at least 482 floats apart, which is more than kLossMargin takes.
+// The smallest difference of two ranks that proves which loss is smaller: the losses are then at least 482 floats
+// apart, which is more than kLossMargin takes.
 constexpr i32 kMinRankGap = 512;
 
-// What the threads of a warp share: the open codes in any order, each times 32 plus the lane that has its block; their
-// number; and the two smallest ranks per lane.
+// Shared memory of a warp: the open codes in any order, each times 32 plus the lane that has its block; their number;
+// and the two smallest ranks per lane.
 struct OpenCodes {
   u16 jobs[kMaxOpenCodes * 32u];
   u32 count;
@@ -38,7 +39,7 @@ struct OpenCodes {
   } least[32];
 };
 
-// What the threads of a thread block share beside the candidates.
+// Shared memory of a thread block beside the candidates: the tables that the pruned search reads.
 template <bool kWeighted>
 struct PruningTables {
   LossBounds bounds;
