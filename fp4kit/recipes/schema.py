@@ -41,15 +41,16 @@ class Recipe:
         tensor_rule: name of the rule that computes the tensor scale, or None.
         decode_rule: name of the rule that decodes codes to values.
         fake_rule: name of the rule of fake_quantize. None: fake_quantize is dequantize(quantize(x)).
-        apply: how the factor that the rules give is applied. "multiply" or "divide": elements are multiplied or divided
-            by it, then rounded. "compare": the code is chosen whose value times the factor is nearest to the element.
+        apply: how the factor, which the rules compute from the scales, is applied. "multiply" or "divide":
+            elements are multiplied or divided by it, then rounded. "compare": the code is chosen whose value times the
+            factor is nearest to the element.
         rounding: how a scaled element is rounded to a code; see reference.codec.encode.
         sign: which codes get the sign bit; see reference.codec.encode.
         nan_code: the code of a NaN element. None: the NaN of the element format.
         nan_is_max: True if a NaN element becomes the largest value although the format has a NaN (FlashInfer's clamp).
         amax_nan: how NaN enters an amax. "ignore": a NaN loses every comparison. "propagate": the amax is NaN. "lanes":
             NaN is ignored unless all even or all odd elements are NaN.
-        flush: True if subnormal elements and products are replaced by zero (ftz).
+        flush: True if subnormal elements and subnormal results of multiplications are replaced by zero (ftz).
         round_scaled: True if scaled elements are rounded to the input dtype before they are rounded to a code.
         repacked: True if codes are recomputed as in auto-round's packing: the decoded values are rounded to the dtype
             of the elements and encoded again. Values that become infinite in this dtype lose their codes; so do blocks
@@ -57,8 +58,8 @@ class Recipe:
         four_over_six: None, or the error measure ("mae", "mse" or "max": mean absolute, mean squared, largest) by which
             each block chooses between two scales, with the block maximum at 6 or at 4.
         fast_error: True if 4over6 compares float16(code * scale) with the element times the tensor's encode scale.
-        lane_sums: True if 4over6 adds errors in eight lanes, as PyTorch does on a CPU; elements under a scale of 0 are
-            zeros (fouroversix).
+        lane_sums: True if 4over6 adds errors in eight lanes, as PyTorch does on a CPU. Elements under a scale of 0 then
+            become zeros (fouroversix).
         keep_infinity: True if an infinite factor is kept, so that its elements saturate (fouroversix's Triton kernels).
             False: the factor becomes NaN (fouroversix on a CPU, where masks multiply infinities by 0). Only
             fouroversix's rules can give infinite factors.

@@ -1,8 +1,8 @@
 """Read one safetensors file: its header, checked by the safetensors library, and byte ranges of its tensors.
 
 The library returns tensors only as arrays of dtypes that NumPy has, and it maps the file into memory. Plain byte reads
-can copy tensors of every dtype. They also survive a file that shrinks while it is read, which kills a process that has
-mapped the file.
+can copy tensors of every dtype. They also survive if the file shrinks while it is read; a process that has mapped the
+file would be killed.
 """
 
 from __future__ import annotations

@@ -67,7 +67,7 @@ class Pool:
     Attributes:
         recipes: ids of recipes.
         variants: further recipes, which are drawn unchanged.
-        changes: the largest number of fields that a variant changes.
+        changes: the largest number of fields that a drawn variant changes. 0: no variants of ``recipes`` are drawn.
         largest: the largest number of elements per array.
     """
 

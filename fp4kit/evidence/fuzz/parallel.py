@@ -16,7 +16,7 @@ _counters: Any = None  # shared numbers of calls and failures; set when a proces
 
 
 class WorkerTask(NamedTuple):
-    """Describe the work of each process.
+    """Describe the work of each process: the arguments of fuzz.run, and the engine to compare.
 
     Attributes:
         device: "gpu", "host", or None for the specification alone.
@@ -66,7 +66,7 @@ def _follow(running: set[Future[fuzz.Report]], counters: Any, progress: Callable
 
 
 def _work(work: WorkerTask, seed: int) -> fuzz.Report:
-    """Run the fuzzer in this process."""
+    """Run the fuzzer in this process and return its report. ``seed`` is the process's own."""
     engine = {"gpu": fuzz.device_engine, "host": fuzz.host_engine}[work.device]()[0] if work.device else None
     if work.device == "gpu" and engine is None:
         raise OSError("fuzz: this process finds no GPU, although the first process found one; run with --processes 1")

@@ -53,7 +53,10 @@ class Variant:
 
 
 def draw_variant(rng: Rng, id: str, changes: int) -> Variant:
-    """Return a variant with up to ``changes`` changed fields. Changes that do not apply to the recipe are left out."""
+    """Return a variant of recipe ``id`` with up to ``changes`` changed fields.
+
+    A change that does not apply to the recipe is left out.
+    """
     r: Any = RECIPES[id]
     found: dict[str, Any] = {}
     names = list(CHANGES)
@@ -97,7 +100,7 @@ def _element(rng: Rng, r: Any) -> dict[str, Any]:
 
 
 def _tensor_scaling(rng: Rng, r: Any) -> dict[str, Any]:
-    """Change what a tensor scale covers."""
+    """Change what one tensor scale covers: the tensor, a row or a block."""
     if r.tensor_rule is None or r.four_over_six or (r.block is not None and r.block[0] > 1):
         return {}
     if r.scale is None and r.block is not None:
@@ -106,7 +109,7 @@ def _tensor_scaling(rng: Rng, r: Any) -> dict[str, Any]:
 
 
 def _rounding(rng: Rng, r: Any) -> dict[str, Any]:
-    """Change the rounding."""
+    """Change how scaled elements are rounded to codes."""
     if r.four_over_six or r.apply == "compare":
         return {} if r.fast_error or not r.four_over_six else {"rounding": _pick(rng, ("rn", "rnw"))}
     unfit = {"first"} if r.element.is_integer or r.nan_is_max else set()
@@ -116,12 +119,12 @@ def _rounding(rng: Rng, r: Any) -> dict[str, Any]:
 
 
 def _sign(rng: Rng, r: Any) -> dict[str, Any]:
-    """Change the sign rule."""
+    """Change which codes get the sign bit."""
     return {} if r.element.is_integer else {"sign": _pick(rng, rules.SIGNS)}
 
 
 def _nan_code(rng: Rng, r: Any) -> dict[str, Any]:
-    """Change the code of NaN."""
+    """Change the code of a NaN element."""
     return (
         {} if r.rounding == "first" else {"nan_code": _pick(rng, (None, 0, 3, r.element.max_code, r.element.sign_bit))}
     )
@@ -156,7 +159,7 @@ def _narrow(rng: Rng, r: Any) -> dict[str, Any]:
 
 
 def _scale_max(rng: Rng, r: Any) -> dict[str, Any]:
-    """Change the largest block scale."""
+    """Change scale_max, the largest block scale that the tensor scale leaves room for."""
     return {"scale_max": _pick(rng, (448, 256))} if r.scale == E4M3 else {}
 
 
@@ -166,7 +169,7 @@ def _apply(rng: Rng, r: Any) -> dict[str, Any]:
 
 
 def _decode_rule(rng: Rng, r: Any) -> dict[str, Any]:
-    """Change the decode rule."""
+    """Change the decode rule to another one for the recipe's scale format."""
     if r.scale == E8M0:
         return {"decode_rule": _pick(rng, E8M0_DECODE)}
     if r.scale is None:
@@ -198,17 +201,17 @@ def _tensor_rule(rng: Rng, r: Any) -> dict[str, Any]:
 
 
 def _round_scaled(rng: Rng, r: Any) -> dict[str, Any]:
-    """Change round_scaled."""
+    """Change whether scaled elements are first rounded to the input dtype."""
     return {} if r.four_over_six or r.apply == "compare" else {"round_scaled": not r.round_scaled}
 
 
 def _repacked(rng: Rng, r: Any) -> dict[str, Any]:
-    """Change repacked."""
+    """Change whether codes are recomputed as in auto-round's packing."""
     return {"repacked": not r.repacked} if can_be_repacked(r) else {}
 
 
 def _nan_is_max(rng: Rng, r: Any) -> dict[str, Any]:
-    """Change nan_is_max."""
+    """Change whether a NaN element becomes the largest value."""
     return {} if r.four_over_six or r.element.is_integer or r.rounding == "first" else {"nan_is_max": not r.nan_is_max}
 
 

@@ -23,7 +23,7 @@ EDGES = (0, 1, 0x7E, 0x7F, 0x80, 0xFE, 0xFF)  # the smallest, largest and NaN sc
 
 
 def draw_stored(r: fp4kit.Recipe, call: ProducerCall, seed: int, number: int) -> fp4kit.Quantized:
-    """Return a Quantized with random codes and scales.
+    """Return a Quantized with random codes and scales, which depend on ``seed`` and ``number``.
 
     Half of the blocks have a scale near 1. The others have a random scale byte, or one of EDGES.
     """
@@ -40,14 +40,14 @@ def draw_stored(r: fp4kit.Recipe, call: ProducerCall, seed: int, number: int) ->
 
 
 def _stored(codes: np.ndarray, scales: np.ndarray, tensor: Any, dtype: np.dtype, r: fp4kit.Recipe) -> fp4kit.Quantized:
-    """Return a Quantized with the given codes and scales."""
+    """Return a Quantized with the given codes (one per byte), block scales and tensor scale."""
     packed = fp4kit.pack(codes) if r.is_packed else codes
     tensor = None if tensor is None else np.asarray(tensor)
     return fp4kit.Quantized(packed, scales, tensor, None, codes.shape, dtype, -1, r)
 
 
 def compare_decoded(q: fp4kit.Quantized, call: ProducerCall) -> Compared:
-    """Decode with the producer and with fp4kit, and compare the values."""
+    """Decode q with the producer and with fp4kit, and return the comparison of the values."""
     assert call.decode is not None
     with np.errstate(all="ignore"):
         theirs, ours = call.decode(q), fp4kit.dequantize(q)

@@ -70,7 +70,7 @@ def _fuzzed(name: str) -> Kind:
 
 
 def _finite(x: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """Return x in a dtype, clipped to its finite range."""
+    """Return x converted to ``dtype``, after clipping it to the dtype's finite range."""
     top = float(ml_dtypes.finfo(dtype).max)
     return np.clip(x, -top, top).astype(dtype)
 
@@ -100,7 +100,7 @@ def _subnormal(rng: np.random.Generator, shape: Shape, dtype: np.dtype, r: fp4ki
 
 
 def _powers(rng: np.random.Generator, shape: Shape, dtype: np.dtype, r: fp4kit.Recipe) -> np.ndarray:
-    """Return exact powers of two: blocks with similar exponents anywhere in the dtype's range."""
+    """Return exact powers of two. The exponents within a block are similar, and anywhere in the dtype's range."""
     info = ml_dtypes.finfo(dtype)
     top = rng.integers(info.minexp - info.nmant, info.maxexp, _blocks(shape, r))
     exponents = _spread(top, shape, r) - rng.integers(0, 12, shape)
@@ -108,7 +108,7 @@ def _powers(rng: np.random.Generator, shape: Shape, dtype: np.dtype, r: fp4kit.R
 
 
 def _wide(rng: np.random.Generator, shape: Shape, dtype: np.dtype, r: fp4kit.Recipe) -> np.ndarray:
-    """Return normally distributed values in blocks of any magnitude that the dtype has."""
+    """Return normally distributed values whose magnitude varies from block to block over the dtype's whole range."""
     info = ml_dtypes.finfo(dtype)
     exponents = rng.uniform(info.minexp - info.nmant, info.maxexp, _blocks(shape, r))
     return _finite(rng.standard_normal(shape) * np.exp2(_spread(exponents, shape, r)), dtype)
@@ -121,14 +121,17 @@ def _large(rng: np.random.Generator, shape: Shape, dtype: np.dtype, r: fp4kit.Re
 
 
 def _one_outlier(rng: np.random.Generator, shape: Shape, dtype: np.dtype, r: fp4kit.Recipe) -> np.ndarray:
-    """Return small values, and one of 1e4."""
+    """Return normally distributed values, one of which is replaced by 1e4."""
     x = rng.standard_normal(shape)
     x.reshape(-1)[rng.integers(x.size)] = 1e4
     return x.astype(dtype)
 
 
 def _near_powers(rng: np.random.Generator, shape: Shape, dtype: np.dtype, r: fp4kit.Recipe) -> np.ndarray:
-    """Return blocks whose amax is within a few ulp of a power of two times 1, 1.5, 1.75 or the element maximum."""
+    """Return blocks with an amax near a power of two times 1, 1.5, 1.75 or the mantissa of the largest element.
+
+    "Near" means at most ULPS bit patterns away.
+    """
     info = ml_dtypes.finfo(dtype)
     mantissas = (1.0, 1.0, float(np.frexp(float(r.element.max))[0]) * 2, 1.75, 1.5)
     exponents = rng.integers(info.minexp - 2, info.maxexp, _blocks(shape, r)).astype(np.float64)

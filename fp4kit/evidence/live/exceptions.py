@@ -45,7 +45,7 @@ def _scale(x: np.ndarray, q: Any) -> np.ndarray:
 
 
 def _nan_scale(x: np.ndarray, q: Any) -> np.ndarray:
-    """Return a mask of elements under a NaN scale."""
+    """Return a mask of elements whose block scale is NaN."""
     return np.isnan(_scale(x, q))
 
 

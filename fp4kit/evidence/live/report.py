@@ -1,4 +1,4 @@
-"""Build the tables of the report on running producers."""
+"""Build the tables of the report of a comparison with installed producers (live/run.py)."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Load one file of an installed package without importing the package.
 
-vLLM, SGLang and Transformer Engine need CUDA libraries when they are imported. The files with their reference
-arithmetic are plain PyTorch and do not use those libraries. Stand-ins are modules that take the place of what a file
-imports.
+vLLM, SGLang and Transformer Engine need CUDA libraries when they are imported. Their files with reference arithmetic
+are plain PyTorch and need none of these libraries. A stand-in is a module that is put in the place of one that such a
+file imports.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 
 
 class Anything(ModuleType):
-    """Stand in for a module by having every attribute.
+    """Stand in for any module: every attribute exists and is another stand-in.
 
     A call with one argument returns the argument, like a decorator that changes nothing.
     """
@@ -28,7 +28,7 @@ class Anything(ModuleType):
         self.__path__ = []  # marks a package, so that its modules can be imported
 
     def __getattr__(self, name: str) -> Any:
-        """Return a stand-in for the attribute, and store it."""
+        """Return another stand-in as the attribute, and store it."""
         if name.startswith("__"):
             raise AttributeError(name)
         attribute = Anything(f"{self.__name__}.{name}")
@@ -36,12 +36,12 @@ class Anything(ModuleType):
         return attribute
 
     def __call__(self, *given: Any, **options: Any) -> Any:
-        """Return the argument. Return this module if there are several arguments or none."""
+        """Return the argument if there is exactly one, otherwise this stand-in."""
         return given[0] if len(given) == 1 and not options else self
 
 
 def triton() -> dict[str, ModuleType]:
-    """Return stand-ins for Triton, whose kernels are not run."""
+    """Return stand-ins for the modules of Triton, as {name: module}. Its kernels are not run."""
     whole = Anything("triton")
     whole.cdiv = lambda a, b: -(-a // b)  # type: ignore[attr-defined]
     return {"triton": whole, "triton.language": whole.language}
@@ -49,9 +49,9 @@ def triton() -> dict[str, ModuleType]:
 
 @contextlib.contextmanager
 def _standing_in(modules: Mapping[str, ModuleType]) -> Iterator[None]:
-    """Put modules into sys.modules temporarily.
+    """Put modules into sys.modules for the duration of a ``with`` statement.
 
-    Modules of the same packages that are imported meanwhile are removed afterwards.
+    Modules of the same packages that are imported meanwhile are removed at the end.
     """
     before = dict(sys.modules)
     tops = {name.partition(".")[0] for name in modules}
@@ -103,5 +103,5 @@ cached = lru_cache(None)  # decorator for an adapter's function that loads a fil
 
 @cached
 def packages(*names: str) -> dict[str, ModuleType]:
-    """Return a stand-in for each module name. Use it for modules of which only the attributes must exist."""
+    """Return {name: stand-in} for the given module names, to pass to load. Their attributes do nothing."""
     return {name: Anything(name) for name in names}

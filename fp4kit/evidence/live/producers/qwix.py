@@ -45,7 +45,7 @@ def _quantize(x: np.ndarray, kind: str) -> Parts:
         codes = codes.view(np.uint8)
     if kind == "nvfp4":
         return {"codes": codes, "block_scale": np.asarray(jnp.asarray(scale).astype(jnp.float8_e4m3fn)).view(np.uint8)}
-    # exponent 255: inf and NaN
+    # an E8M0 scale is the exponent field of its float32; 255 stands for inf and NaN
     return {
         "codes": codes,
         "block_scale": exponent_field(scale).astype(np.uint8),

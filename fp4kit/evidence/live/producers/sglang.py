@@ -36,7 +36,7 @@ def _stored() -> Any:
     def keep(self: Any, shape: Any, dtype: Any, data: Any) -> None:
         self.data = data
 
-    # SGLang's fp8_utils.py defines such a class
+    # SGLang's fp8_utils.py defines a subclass like this one
     return type("Stored", (_mxfp4_tensor().MXFP4QuantizeUtil,), {"__init__": keep})
 
 
