@@ -1,8 +1,8 @@
 """Search tensor amaxes: for recipes without block scales, try a grid of multiples of each amax and keep the best.
 
-An amax may cover a tensor, an expert or a row. Grid and choice are those of Model-Optimizer 0.47,
-torch/quantization/calib/mse.py MseCalibrator. That class sums float32 errors in PyTorch's order. Here the differences
-are exact and added in float64.
+The best multiple gives the smallest loss, a power of the errors of fake quantization, summed. An amax may cover a
+tensor, an expert or a row. Grid and choice are those of Model-Optimizer 0.47, torch/quantization/calib/mse.py
+MseCalibrator. That class sums float32 errors in PyTorch's order. Here the errors are exact and summed in float64.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ CHUNK = 1 << 18  # elements per step
 
 
 def multiples(grid: tuple[float, float, float]) -> np.ndarray:
-    """Return the float32 multiples from start to stop, both included: ceil((stop - start) / step) + 1 of them.
+    """Return the multiples of an amax to try, from a grid (start, stop, step): float32, start and stop included.
 
-    They equal torch.linspace, whose step is a float32 number: start + i * step in the first half, and stop - i * step,
-    counted from the end, in the second half. Each is rounded once.
+    There are ceil((stop - start) / step) + 1 of them. They equal those of torch.linspace, whose step is a float32
+    number: start + i * step in the first half, and stop - i * step, counted from the end, in the second half. Each is
+    rounded once.
     """
     start, stop, step = grid
     first, last, count = np.float32(start), np.float32(stop), math.ceil((stop - start) / step) + 1
@@ -37,9 +38,10 @@ def multiples(grid: tuple[float, float, float]) -> np.ndarray:
 
 @np.errstate(all="ignore")
 def search_amaxes(search: Search, amax: Any, fake_quantize: Callable[[Call], np.ndarray]) -> np.ndarray:
-    """Return amax * multiple of smallest loss, the first of equals: float32 in the shape of amax.
+    """Return for each amax its product with the multiple of smallest loss: float32 in the shape of amax.
 
-    A NaN loss counts as infinite.
+    Among equal losses, the first multiple of the grid is taken. A NaN loss counts as infinite. fake_quantize(call)
+    returns the values of a call with the tried amaxes.
     """
     call, terms = search.call, search.terms
     assert terms.grid is not None
@@ -60,7 +62,10 @@ def search_amaxes(search: Search, amax: Any, fake_quantize: Callable[[Call], np.
 
 
 def _loss(x: np.ndarray, values: np.ndarray, terms: Terms) -> np.ndarray:
-    """Return the loss of each row of x, whose quantized axis is last, in float64."""
+    """Return the loss of each row of x, in float64: the sum of weight * |x - values|^power, or its maximum (_combined).
+
+    The quantized axis of x and values is the last.
+    """
     rows, quantized = (a.reshape(-1, a.shape[-1]) for a in (x, values))
     result = np.empty(len(rows))
     step = max(CHUNK // x.shape[-1], 1)
@@ -74,6 +79,9 @@ def _loss(x: np.ndarray, values: np.ndarray, terms: Terms) -> np.ndarray:
 
 
 def _combined(terms: np.ndarray, power: float) -> np.ndarray:
-    """Return the sum over the last axis, added from the first term to the last, or the maximum if power is infinite."""
+    """Return the sum of terms over the last axis, or the maximum if power is infinite.
+
+    The terms are added one by one, from the first to the last.
+    """
     result: np.ndarray = (np.maximum if power == np.inf else np.add).accumulate(terms, axis=-1)[..., -1]
     return result

@@ -1,12 +1,12 @@
 """Search block amaxes: choose the amax of each block among candidates, by the error of quantizing with it.
 
-A search named in recipes/rules.py is a function here:
+A recipe that names a search in recipes/rules.py quantizes with the chosen amaxes in place of the largest magnitudes. A
+search is a function here:
 
     search_<name>(x, amax, tensor, recipe, dtype)   returns the chosen amaxes (rows, blocks), float32
 
 x are float32 elements (rows, columns), amax the largest magnitudes of their blocks (rows, blocks), and tensor the
-tensor scale of the call. The recipe then quantizes as without a search, with the chosen amaxes in place of the largest
-magnitudes.
+tensor scale of the call.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from fp4kit.reference.tensor_rules import TensorScale, tensor_scale
 
 AUTO_ROUND_POWERS = (1.0, 0.5, 2.0)
 AUTO_ROUND_PERCENTS = (1.0, *(percent / 100 for percent in range(50, 152) if percent != 100))
-# Multiples of the amax that a search tries, in this order.
+# {search: the multiples of the amax that it tries, in this order}
 FACTORS = {"auto_round_powers": AUTO_ROUND_POWERS, "auto_round_percents": AUTO_ROUND_PERCENTS}
 
 
@@ -41,11 +41,14 @@ def best_by_block(
     error: Callable[[np.ndarray, np.ndarray], np.ndarray],
     code: Callable[[np.ndarray], np.ndarray] | None = None,
 ) -> np.ndarray:
-    """Return, for each block, the candidate of smallest error.
+    """Return, for each block, the candidate amax with the smallest error.
 
-    The first of equals wins, and the first candidate if its error is NaN. error(candidate, which) returns the errors of
-    the blocks selected by the mask `which`, as a row. code(candidate) returns scale codes. Blocks of equal scale code
-    have equal error, so each code is tried only once. If code is None, every candidate is tried.
+    Among equal errors the first candidate is taken, and also if the error of the first one is NaN. candidates are
+    arrays of amaxes, one per block.
+
+    error(candidate, which) returns the errors of the blocks that the mask `which` selects, as a row. code(candidate)
+    returns the scale codes that the amaxes give. Amaxes with equal code have equal error, so each code is tried only
+    once per block. If code is None, every candidate is tried.
     """
     chosen: np.ndarray | None = None
     smallest_error: np.ndarray = np.zeros(0, np.float32)
@@ -59,14 +62,14 @@ def best_by_block(
             continue
         better = errors < smallest_error
         chosen, smallest_error = np.where(better, candidate, chosen), np.where(better, errors, smallest_error)
-    assert chosen is not None  # a search has a candidate
+    assert chosen is not None  # candidates are never empty
     return chosen
 
 
 class Tried:
-    """The scale codes that were already tried for each block.
+    """Record which scale codes were already tried for each block, so that a search can skip them.
 
-    Skipping them matters: quantizing 2^24 bfloat16 elements by nvfp4-auto-round-opt takes 10.5 s, and 43.3 s if every
+    It saves much time: quantizing 2^24 bfloat16 elements by nvfp4-auto-round-opt takes 10.5 s, and 43.3 s if every
     candidate is tried (x86-64, two cores, nothing else running, 2026-11-22, one run each).
     """
 
@@ -75,7 +78,7 @@ class Tried:
         self.seen: np.ndarray | None = None
 
     def take_untried(self, amax: np.ndarray) -> np.ndarray:
-        """Return which blocks get a scale code that was not tried for them before, and record the codes as tried."""
+        """Return a mask of the blocks whose amax gives a scale code not tried for them yet. Record these codes."""
         codes = self.code(amax)[..., None]
         if self.seen is None:
             self.seen = np.zeros((*amax.shape, 256), bool)
@@ -85,9 +88,9 @@ class Tried:
 
 
 def _squares(x: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> Callable[..., np.ndarray]:
-    """Return a function that computes the squared errors of blocks for given amaxes.
+    """Return the function `error` of best_by_block: squared errors of blocks quantized with given amaxes, summed.
 
-    The errors are float32, added in PyTorch's CPU order.
+    Squares are added in float32, in the order that PyTorch uses on a CPU.
     """
     blocks, recipe = x.reshape(len(x), -1, recipe.block_size), replace(recipe, repacked=False)
 
@@ -104,9 +107,9 @@ def _squares(x: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype
 
 
 def _code_of(tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> Callable[[np.ndarray], np.ndarray] | None:
-    """Return a function from amaxes to scale codes.
+    """Return the function `code` of best_by_block, from amaxes to scale codes.
 
-    Return None if element codes also depend on the amax itself, not only on the scale code.
+    Return None if the recipe's element codes depend on the amax itself, and not only on the scale code.
     """
     name = recipe.block_rule or ""
     if rules.BLOCK_RULES[name].reads_amax:
@@ -115,10 +118,10 @@ def _code_of(tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> Callable[[
 
 
 def _search_auto_round(factors: Iterable[float]) -> Callable[..., np.ndarray]:
-    """Return a search that tries the given multiples of the amax."""
+    """Return a search that tries the given multiples of a block's amax."""
 
     def search(x: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
-        """Return the amax * factor of smallest squared error, the first of equals."""
+        """Return for each block the multiple of its amax with the smallest squared error; the first among equals."""
         return best_by_block(
             (amax * np.float32(factor) for factor in factors),
             _squares(x, tensor, recipe, dtype),
@@ -136,7 +139,7 @@ search_auto_round_percents = _search_auto_round(FACTORS["auto_round_percents"])
 def search_modelopt_sweep(
     x: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype
 ) -> np.ndarray:
-    """Return, among the amaxes that give an E4M3 scale, the one of smallest squared error.
+    """Return for each block the amax of smallest squared error, among the 126 amaxes that give a positive E4M3 scale.
 
     Source: Model-Optimizer nvfp4_fp8_scale_sweep.
     """
@@ -150,7 +153,10 @@ SEARCHES: dict[str, Callable[..., np.ndarray]] = {name: globals()[f"search_{name
 def search_matrix(
     x: np.ndarray, out: np.ndarray, amax: np.ndarray | None, recipe: Recipe, hadamard: int | None
 ) -> None:
-    """Write the chosen block amaxes of x (M, K) into out (M, K / block), tile by tile. amax: the tensor amax."""
+    """Choose the block amaxes of x (M, K) by the recipe's search, tile by tile, and write them into out (M, K / block).
+
+    amax: the tensor amax. hadamard: the sign mask of a Hadamard transform, or None.
+    """
     tensor, search = tensor_scale(amax, recipe, x.dtype).columns(recipe), SEARCHES[recipe.search]
     for rows, columns in tiles(x.shape, recipe.block):
         tile = widen(x[rows, columns], recipe, hadamard)
@@ -159,9 +165,9 @@ def search_matrix(
 
 
 def searched(call: Call, amax: np.ndarray | None) -> Call:
-    """Return the call with the block amaxes that its recipe's search chooses.
+    """Return the call with the block amaxes that its recipe's search chooses, or the call itself if there is no search.
 
-    A recipe without a search returns the call itself. amax: the tensor amax.
+    amax: the tensor amax, or None if the recipe has no tensor scale.
     """
     if not call.recipe.search or not call.x.size:
         return call
@@ -170,9 +176,9 @@ def searched(call: Call, amax: np.ndarray | None) -> Call:
 
 
 def chosen_amaxes(call: Call, amax: np.ndarray | None, search: Callable[..., None]) -> np.ndarray:
-    """Return the amaxes that a search finds for all matrices of a call: float32 (..., M, K / block).
+    """Return the block amaxes that a search chooses for all matrices of a call: float32 (..., M, K / block).
 
-    search(matrix, out, tensor amax) writes the amaxes of one matrix.
+    search(matrix, out, tensor amax) writes the amaxes of one matrix into out.
     """
     r = call.recipe
     chosen = np.zeros(scale_shape(call.moved.shape, r), np.float32)

@@ -1,6 +1,7 @@
 """Search E8M0 block scales: try exponents near the floor of the block's amax and keep the best.
 
-Every candidate is quantized and dequantized with the recipe's own arithmetic.
+The best exponent gives the smallest loss, a sum over the errors of the block's elements. Every candidate is quantized
+and dequantized with the recipe's own arithmetic.
 """
 
 from __future__ import annotations
@@ -21,7 +22,10 @@ from fp4kit.reference.tensor_rules import TensorScale, tensor_scale
 
 @np.errstate(all="ignore")
 def search_powers(x: np.ndarray, out: np.ndarray, amax: np.ndarray | None, search: Search) -> None:
-    """Write for each block of x (M, K) the amax * 2^j of smallest loss into out: float32 (M, K / block)."""
+    """Find for each block of x (M, K) the amax * 2^j of smallest loss, and write it into out.
+
+    out: float32 (M, K / block). amax: the tensor amax, or None if the recipe has no tensor scale.
+    """
     r, terms = search.call.recipe, search.terms
     tensor = tensor_scale(amax, r, x.dtype).columns(r)
     for rows, columns in tiles(x.shape, r.block):
@@ -34,10 +38,10 @@ def search_powers(x: np.ndarray, out: np.ndarray, amax: np.ndarray | None, searc
 
 
 def _chosen(x: np.ndarray, r: Recipe, tensor: TensorScale, dtype: np.dtype, terms: Terms) -> np.ndarray:
-    """Return for each block the candidate amax of smallest loss; among equals, the one with the lowest exponent.
+    """Return for each block the amax * 2^j of smallest loss. Among equal losses, the lowest j is taken.
 
-    A candidate counts only if the block rule gives it the intended exponent. If none counts, the block's own amax is
-    returned.
+    A candidate counts only if the block rule makes the block's scale 2^j times as large. If none counts, the block's
+    own amax is returned.
     """
     own = block_amax(x, r)
     code = _codes(quantize_tile(x, r, tensor, dtype, own, None)[1])
@@ -53,24 +57,25 @@ def _chosen(x: np.ndarray, r: Recipe, tensor: TensorScale, dtype: np.dtype, term
 
 
 def _padded_to_fours(a: np.ndarray) -> np.ndarray:
-    """Return blocks padded with zeros to a multiple of four elements. A zero changes no loss.
+    """Return blocks padded with zeros to a multiple of four elements, because losses are summed in groups of four.
 
-    The sums of a loss start with groups of four.
+    A zero changes no loss.
     """
     missing = -a.shape[-1] % 4
     return np.pad(a, [(0, 0)] * (a.ndim - 1) + [(0, missing)]) if missing else a
 
 
 def _codes(scales: np.ndarray | None) -> np.ndarray:
-    """Return scale codes as int32."""
+    """Return scale codes as int32, so that they can be subtracted. scales must not be None."""
     assert scales is not None  # the recipe has E8M0 scales
     return scales.astype(np.int32)
 
 
 def _steps(amax: np.ndarray, code: np.ndarray, r: Recipe, terms: Terms) -> Iterator[np.ndarray]:
-    """Yield, per block, the exponent steps to try, relative to the exponent of the block's own scale.
+    """Yield the exponents j to try, relative to the block's own scale, as arrays with one entry per block.
 
-    By default they lie around the floor; terms.offsets gives others.
+    By default they lie around the exponent of the rule e8m0_floor. terms.offsets gives others, relative to the own
+    scale.
     """
     low, high = terms.offsets or AROUND_FLOOR
     floor = np.frexp(amax)[1] - 1 - int(np.frexp(np.float64(r.element.max))[1] - 1) + E8M0.bias

@@ -1,6 +1,8 @@
 """Search E4M3 block scales: try every candidate, with the float32 operations of Model-Optimizer's Triton kernels.
 
-Source: Model-Optimizer 0.47 torch/kernels/quantization/gemm/nvfp4_fp8_sweep.py, as Triton 3.6 compiles it for sm_90.
+The best candidate gives the smallest loss, a sum over the errors of the block's elements, or a quadratic form with a
+Hessian. Source: Model-Optimizer 0.47 torch/kernels/quantization/gemm/nvfp4_fp8_sweep.py, as Triton 3.6 compiles it for
+sm_90.
 """
 
 from __future__ import annotations
@@ -25,10 +27,10 @@ CHUNK = 1 << 18  # elements per step
 
 @np.errstate(all="ignore")
 def search_matrix(x: np.ndarray, out: np.ndarray, amax: np.ndarray, search: Search) -> None:
-    """Write for each block of x (M, K) the amax of smallest loss into out, the first of equals.
+    """Find for each block of x (M, K) the amax of smallest loss, and write it into out: float32 (M, K / 16).
 
-    The candidates are the 126 amaxes that give a positive E4M3 scale. out: float32 (M, K / 16), with the amax of a
-    block in each of its rows.
+    The candidates are the 126 amaxes that give a positive E4M3 scale. Among equal losses, the smallest amax is taken.
+    For blocks of several rows, the amax is written into each of their rows.
     """
     r = search.call.recipe
     rows = max(CHUNK // x.shape[1] // r.block_rows, 1) * r.block_rows
@@ -39,7 +41,10 @@ def search_matrix(x: np.ndarray, out: np.ndarray, amax: np.ndarray, search: Sear
 
 
 def best_amaxes(x: np.ndarray, amax: np.float32, r: Recipe, terms: Terms = DEFAULT_TERMS) -> np.ndarray:
-    """Return the amax of smallest loss per block, for float32 x and the amax of its tensor; the first of equals."""
+    """Return the amax of smallest loss for each block of float32 x. Among equal losses, the smallest amax is taken.
+
+    amax: the tensor amax.
+    """
     candidates = candidate_amaxes(amax, r)
     low, high = _span(block_amax(x, r), amax, r, terms)
     best, code = np.full(low.shape, np.inf, np.float32), low
@@ -51,7 +56,10 @@ def best_amaxes(x: np.ndarray, amax: np.float32, r: Recipe, terms: Terms = DEFAU
 
 
 def _span(amaxes: np.ndarray, amax: np.float32, r: Recipe, terms: Terms) -> tuple[np.ndarray, np.ndarray]:
-    """Return the first and the last code that each block may have: all, or a range around the code of its own amax."""
+    """Return the first and the last scale code that each block may have.
+
+    These are all codes, or a range around the code that the block's own amax gives if terms.offsets is set.
+    """
     if terms.offsets is None:
         return np.full(amaxes.shape, CODES[0]), np.full(amaxes.shape, CODES[-1])
     tensor = tensor_scale(np.asarray(amax), r, np.dtype(np.float32))
@@ -64,12 +72,15 @@ def _span(amaxes: np.ndarray, amax: np.float32, r: Recipe, terms: Terms) -> tupl
 
 
 def candidate_amaxes(amax: np.float32, r: Recipe) -> np.ndarray:
-    """Return amax * (c * fp32(1 / N)) for the positive E4M3 values c, N = scale_max: float32 (126,)."""
+    """Return the amaxes that give the positive E4M3 scales c: amax * (c * fp32(1 / N)), as float32 (126,).
+
+    amax: the tensor amax. N: recipe.scale_max.
+    """
     return amax * (decode(CODES, E4M3) * (ONE / np.float32(r.scale_max)))
 
 
 def scales_of(candidates: np.ndarray, amax: np.float32, r: Recipe, terms: Terms) -> np.ndarray:
-    """Return the scales by which elements are divided, candidate * fp32(1 / 6), with 1 instead of 0.
+    """Return the scale for each candidate amax: candidate * fp32(1 / 6), or 1 if that is 0. Elements are divided by it.
 
     With a Hessian, the scales are first rounded to E4M3 under the tensor scale.
     """
@@ -80,9 +91,9 @@ def scales_of(candidates: np.ndarray, amax: np.float32, r: Recipe, terms: Terms)
 
 
 def _through_e4m3(scales: np.ndarray, top: np.ndarray) -> np.ndarray:
-    """Return scales rounded to E4M3 with the factor 448 / top. If top is at most 2^-24, the factor is 448.
+    """Return scales rounded to E4M3: they are multiplied by 448 / top, encoded, decoded and multiplied back.
 
-    Source: Model-Optimizer fake_e4m3fy (CUDA).
+    If top is at most 2^-24, the factor is 448. Source: Model-Optimizer fake_e4m3fy (CUDA).
     """
     factor = np.float32(448) / np.where(top <= np.float32(2.0**-24), ONE, top)
     codes = encode(np.clip(scales * factor, np.float32(-448), np.float32(448)), E4M3)
@@ -93,7 +104,10 @@ def _through_e4m3(scales: np.ndarray, top: np.ndarray) -> np.ndarray:
 
 
 def losses(x: np.ndarray, scale: np.float32, r: Recipe, terms: Terms) -> np.ndarray:
-    """Return the loss of each block of float32 x (M, K) under one scale: float32 (ceil(M / block rows), K / 16)."""
+    """Return the loss of each block of float32 x (M, K) if all blocks have the given scale.
+
+    The result is float32 (ceil(M / block rows), K / 16).
+    """
     runs = x.reshape(len(x), -1, r.block_size)
     d = left_of(np.abs(runs), scale)
     if terms.hessian is not None:
@@ -109,7 +123,7 @@ def losses(x: np.ndarray, scale: np.float32, r: Recipe, terms: Terms) -> np.ndar
 
 
 def left_of(a: np.ndarray, scale: np.float32) -> np.ndarray:
-    """Return the error a - q * scale, rounded once, for a >= 0.
+    """Return the error a - q * scale that quantization leaves of a >= 0, rounded once.
 
     q is the E2M1 value nearest to div.full.f32(a, scale), ties to the even code.
     """
@@ -118,7 +132,7 @@ def left_of(a: np.ndarray, scale: np.float32) -> np.ndarray:
 
 
 def squared(d: np.ndarray, weights: np.ndarray | None) -> np.ndarray:
-    """Return the sum of d^2, or of weight * d^2, over the last axis.
+    """Return the sum of d^2 over the last axis, or of weight * d^2 if there are weights.
 
     Groups of four neighbours are summed by fma, starting with the second neighbour. Their sums are then added by
     `tree_sum`.
@@ -134,7 +148,7 @@ def squared(d: np.ndarray, weights: np.ndarray | None) -> np.ndarray:
 def powers(d: np.ndarray, weights: np.ndarray | None, power: float) -> np.ndarray:
     """Return the sum of weight * d^power over the last axis for d >= 0, or the largest weight * d if power is infinite.
 
-    Terms are added in the order of `squared`. A power is that of reference/pow.py, rounded to float32. The product with
+    Terms are added in the order of `squared`. d^power is that of reference/pow.py, rounded to float32. Its product with
     the weight and each sum are rounded once.
     """
     terms = d if power in (1, np.inf) else raised(d, power).astype(np.float32)
@@ -146,12 +160,12 @@ def powers(d: np.ndarray, weights: np.ndarray | None, power: float) -> np.ndarra
 
 
 def joined(a: np.ndarray, b: np.ndarray, power: float) -> np.ndarray:
-    """Return the loss of two parts together: their sum, or the larger one if power is infinite."""
+    """Return the loss of two parts of a block together: their sum, or the larger one if power is infinite."""
     return np.maximum(a, b) if power == np.inf else a + b
 
 
 def quadratic(d: np.ndarray, hessian: np.ndarray) -> np.ndarray:
-    """Return d^T H d over the last axis.
+    """Return the quadratic form d^T H d over the last axis, where H is the Hessian.
 
     d^T H is computed by fma. Pairs of neighbours are then summed by fma, starting with the second neighbour, and added
     by `tree_sum`.
@@ -164,7 +178,7 @@ def quadratic(d: np.ndarray, hessian: np.ndarray) -> np.ndarray:
 
 
 def tree_sum(parts: np.ndarray, power: float = 2.0) -> np.ndarray:
-    """Return the sum over the last axis, in the order in which threads exchange partial sums.
+    """Return the sum of parts over the last axis (the maximum if power is infinite), in the order that GPU threads use.
 
     The second half is added to the first half until one sum is left. With an odd count, the middle sum waits for the
     next round.

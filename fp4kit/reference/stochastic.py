@@ -31,10 +31,10 @@ def philox4x32(counter: np.ndarray, key: tuple[int, int]) -> np.ndarray:
 
 
 def stream_bytes(seed: int, start: int, count: int) -> np.ndarray:
-    """Return the random bytes of elements [start, start + count), counted in row-major order: uint8 (count,).
+    """Return the random bytes of the elements start to start + count - 1, counted in row-major order: uint8 (count,).
 
-    Element i uses byte i % 16, little-endian, of philox4x32 with counter i // 16 (64 bits, in words 0 and 1) and key
-    seed.
+    Element i uses byte i % 16, little-endian, of philox4x32 with counter i // 16 (64 bits, in words 0 and 1) and the
+    seed as key.
     """
     first, last = start // BYTES_PER_COUNTER, -(-(start + count) // BYTES_PER_COUNTER)
     index = np.arange(first, max(last, first), dtype=np.uint64)
@@ -46,7 +46,10 @@ def stream_bytes(seed: int, start: int, count: int) -> np.ndarray:
 
 
 class RandomStream(NamedTuple):
-    """The random bytes of a matrix with K columns, from the stream of a seed. Element (0, 0) has index `first`."""
+    """Provide the random bytes of a matrix with K columns, generated from a seed when they are needed.
+
+    first: the index of element (0, 0) in the stream of the seed.
+    """
 
     seed: int
     first: int
@@ -61,12 +64,12 @@ class RandomStream(NamedTuple):
         return np.stack([stream_bytes(self.seed, start + row * self.K, k) for row in range(m)])
 
     def cut(self, rows: slice, columns: slice) -> RandomStream:
-        """Return the random bytes of a part of the matrix."""
+        """Return the random bytes of a part of the matrix, as a RandomStream."""
         return self._replace(first=self.first + rows.start * self.K + columns.start)
 
 
 class GivenBytes(NamedTuple):
-    """The random bytes of a matrix, given by the caller: uint8 (M, K)."""
+    """Provide the random bytes of a matrix, which the caller has given: uint8 (M, K)."""
 
     bytes: np.ndarray
 
@@ -75,7 +78,7 @@ class GivenBytes(NamedTuple):
         return self.bytes[rows, columns]
 
     def cut(self, rows: slice, columns: slice) -> GivenBytes:
-        """Return the random bytes of a part of the matrix."""
+        """Return the random bytes of a part of the matrix, as GivenBytes."""
         return GivenBytes(self.bytes[rows, columns])
 
 
@@ -83,13 +86,16 @@ RandomBytes = RandomStream | GivenBytes
 
 
 def encode_stochastic(x: np.ndarray, fmt: ElementFormat, random: np.ndarray) -> np.ndarray:
-    """Return the codes of float32 x, rounded up or down with a probability given by the distance: uint8, in its shape.
+    """Return the codes of float32 x, rounded up or down at random: uint8, in the shape of x.
+
+    The closer a magnitude is to the value above it, the likelier it is rounded up:
 
         t = |x| + (random / 256) * step(|x|);   code = rz(t) with the sign of x;   step(a) = distance between neighbours
         at a
 
     random: uint8, one byte per element; byte 0 rounds toward zero. Codes saturate, and NaN becomes the format's
     nan_code.
+
     Exact: equals TE's software rounding (ptx::stochastic_round_fp4_e2m1). The expected value is low by at most step /
     256.
     """

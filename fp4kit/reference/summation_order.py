@@ -1,4 +1,4 @@
-"""float32 sums in the order that producers add, on which the last bits depend."""
+"""float32 sums in the order in which producers add. The last bits of a sum depend on this order."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import numpy as np
 
 
 def sum_lanes(terms: np.ndarray) -> np.ndarray:
-    """Return sums of up to 256 float32 terms, added in the order that PyTorch uses on a CPU.
+    """Return sums over the last axis of up to 256 float32 terms, added in the order that PyTorch uses on a CPU.
 
     PyTorch adds vectors of eight terms into four partial sums. While at least four vectors are left, vector i goes to
     partial sum i % 4; the remaining vectors go to partial sum 0. Then the four partial sums are added in their order,
-    and last the eight lanes.
+    and last the eight lanes of the vector.
     """
     vectors = terms.reshape(*terms.shape[:-1], -1, 8)
     count = vectors.shape[-2]

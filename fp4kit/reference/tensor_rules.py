@@ -1,11 +1,11 @@
 """Tensor rules: from the amax of a tensor to its encode scale and decode scale.
 
-The encode scale multiplies elements before encoding. The decode scale multiplies values after decoding, and is the one
-that is stored. block_rules.py derives block scales from them. In the docstrings, 2688 = 6 * 448 stands for
-full_range(recipe).
+The encode scale multiplies elements before encoding. The decode scale multiplies values after decoding, and a Quantized
+stores it as tensor_scale. block_rules.py derives block scales from them. In the docstrings, 2688 = 6 * 448 stands for
+full_range(recipe), and encode and decode for the two scales that a rule returns.
 
 All arithmetic is float32 and rounds to nearest even after every written operation, unless a rule says that it rounds to
-the input dtype.
+the input dtype, the dtype of the elements.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ TINY_AMAX = np.float32(2.0**-24)  # Model-Optimizer's FP8 and INT fake quantizer
 
 
 class TensorScale(NamedTuple):
-    """The scale of a tensor in both directions, and the amax that it was made from.
+    """Hold the scale of a tensor in both directions, and the amax that it was made from.
 
     encode multiplies elements before encoding. decode multiplies values after decoding, and is stored as tensor_scale.
     amax is the tensor amax.
@@ -36,20 +36,24 @@ class TensorScale(NamedTuple):
     amax: np.ndarray
 
     def columns(self, recipe: Recipe) -> TensorScale:
-        """Return the scales as matrices: (1, 1), (M, 1), or (M, blocks) if every block has its own."""
+        """Return the scales as matrices, from which `cut` can take tiles.
+
+        Their shape is (1, 1), (M, 1), or (M, blocks) if every block has its own tensor scale.
+        """
         per_block = recipe.tensor_scaling == "block"
         return TensorScale(*(p if per_block and np.ndim(p) == 2 else np.reshape(p, (-1, 1)) for p in self))
 
     def cut(self, rows: slice, blocks: slice) -> TensorScale:
-        """Return the scales of a tile. self must be a result of columns()."""
+        """Return the scales of the tile with these rows and blocks. self must be a result of columns()."""
         parts = (p[rows] if len(p) > 1 else p for p in self)
         return TensorScale(*(p[:, blocks] if p.shape[1] > 1 else p for p in parts))
 
 
 def round_to(x: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """Return x rounded to dtype (nearest even), as float32.
+    """Return float32 x rounded to dtype (nearest even), stored as float32.
 
-    After a float32 operation the second rounding is harmless for significands of 8 and 11 bits.
+    If x is the result of a float32 operation, it is rounded twice. For the 8 and 11 bits of bfloat16 and float16 this
+    equals a single rounding.
     """
     return x if dtype == np.float32 else x.astype(dtype).astype(np.float32)
 
@@ -58,17 +62,17 @@ def round_to(x: np.ndarray, dtype: np.dtype) -> np.ndarray:
 
 
 def full_range(recipe: Recipe) -> np.float32:
-    """Return the amax that a tensor scale of 1 covers: the largest element times the largest block scale in use.
+    """Return the tensor amax for which the tensor scale is 1.
 
-    For most recipes that is 2688 = 6 * 448.
+    It is the largest element value times the largest block scale in use. For most recipes that is 2688 = 6 * 448.
     """
     return np.float32(rules.TOPS.get(recipe.tensor_rule or "", recipe.element.max) * np.float32(recipe.scale_max))
 
 
 def tensor_te_reference(amax: np.ndarray, recipe: Recipe, dtype: np.dtype) -> Pair:
-    """Return encode = min(2688 / amax, FLT_MAX), with 1 instead of 0, and decode = 1 / encode.
+    """Return encode = min(2688 / amax, FLT_MAX), or 1 if that is 0; decode = 1 / encode.
 
-    Only an amax of inf gives 0. NaN stays NaN.
+    The quotient is 0 only if amax is infinite. NaN stays NaN.
     """
     encode_scale = np.minimum(full_range(recipe) / amax, FLT_MAX)
     encode_scale = np.where(encode_scale == 0, ONE, encode_scale)
@@ -76,15 +80,15 @@ def tensor_te_reference(amax: np.ndarray, recipe: Recipe, dtype: np.dtype) -> Pa
 
 
 def tensor_te(amax: np.ndarray, recipe: Recipe, dtype: np.dtype) -> Pair:
-    """Return tensor_te_reference's scales, but encode = 1 for amax = 0."""
+    """Return the scales of tensor_te_reference, except encode = decode = 1 if amax is 0."""
     encode_scale = np.where(amax == 0, ONE, tensor_te_reference(amax, recipe, dtype)[0])
     return encode_scale, ONE / encode_scale
 
 
 def tensor_te_primary_weight(amax: np.ndarray, recipe: Recipe, dtype: np.dtype) -> Pair:
-    """Return encode = min(2688 / max(amax, FLT_MIN), FLT_MAX), or 1 unless amax > 0; decode = 1 / encode.
+    """Return encode = min(2688 / max(amax, FLT_MIN), FLT_MAX), or 1 if amax is 0 or NaN; decode = 1 / encode.
 
-    An amax of inf gives encode = 0 and decode = 1.
+    If amax is infinite, encode is 0 and decode is 1.
     """
     encode_scale = np.minimum(full_range(recipe) / np.maximum(amax, FLT_MIN), FLT_MAX)
     encode_scale = np.where(amax > 0, encode_scale, ONE)
@@ -92,7 +96,7 @@ def tensor_te_primary_weight(amax: np.ndarray, recipe: Recipe, dtype: np.dtype) 
 
 
 def tensor_flashinfer(amax: np.ndarray, recipe: Recipe, dtype: np.dtype) -> Pair:
-    """Return encode = min(2688 / amax, FLT_MAX), which is FLT_MAX for amax = 0; decode = 1 / encode.
+    """Return encode = min(2688 / amax, FLT_MAX), and decode = 1 / encode. If amax is 0, encode is FLT_MAX.
 
     Source: FlashInfer make_nvfp4_global_scale.
     """
@@ -101,7 +105,7 @@ def tensor_flashinfer(amax: np.ndarray, recipe: Recipe, dtype: np.dtype) -> Pair
 
 
 def tensor_divided(amax: np.ndarray, recipe: Recipe, dtype: np.dtype) -> Pair:
-    """Return decode = amax / 2688 and encode = 1 / decode. 0 and NaN have no special case."""
+    """Return decode = amax / 2688 and encode = 1 / decode. An amax of 0 or NaN is not treated specially."""
     decode_scale = amax / full_range(recipe)
     return ONE / decode_scale, decode_scale
 
@@ -119,7 +123,7 @@ def tensor_compressed_tensors(amax: np.ndarray, recipe: Recipe, dtype: np.dtype)
 
 
 def tensor_mlx(amax: np.ndarray, recipe: Recipe, dtype: np.dtype) -> Pair:
-    """Return encode = 2688 / amax and decode = amax / 2688. 0, inf and NaN have no special case.
+    """Return encode = 2688 / amax and decode = amax / 2688. An amax of 0, inf or NaN is not treated specially.
 
     MLX calls the amax global_scale.
     """
@@ -127,13 +131,16 @@ def tensor_mlx(amax: np.ndarray, recipe: Recipe, dtype: np.dtype) -> Pair:
 
 
 def tensor_fp8_modelopt(amax: np.ndarray, recipe: Recipe, dtype: np.dtype) -> Pair:
-    """Return encode = 448 / amax, where an amax <= 2^-24 counts as 1; decode = 1 / encode."""
+    """Return encode = 448 / amax and decode = 1 / encode. An amax of at most 2^-24 counts as 1."""
     encode_scale = recipe.element.max / np.where(amax <= TINY_AMAX, ONE, amax)
     return encode_scale, ONE / encode_scale
 
 
 def tensor_int_modelopt(amax: np.ndarray, recipe: Recipe, dtype: np.dtype) -> Pair:
-    """Return encode = (2^(bits-1) - 1) / amax and decode = amax / (2^(bits-1) - 1); both are 0 if amax <= 2^-24."""
+    """Return encode = max / amax and decode = amax / max, where max = 2^(bits-1) - 1.
+
+    If amax is at most 2^-24, both are 0.
+    """
     zero = amax <= TINY_AMAX
     safe = np.where(zero, ONE, amax)
     encode_scale = np.where(zero, np.float32(0), recipe.element.max / safe)
@@ -147,26 +154,32 @@ def tensor_int4_qat(amax: np.ndarray, recipe: Recipe, dtype: np.dtype) -> Pair:
 
 
 def tensor_vllm(amax: np.ndarray, recipe: Recipe, dtype: np.dtype) -> Pair:
-    """Return encode = (1 / max(amax, 1e-8)) * 2688, rounded twice; decode = 1 / encode, or 1e-8 if encode is 0."""
+    """Return encode = (1 / max(amax, 1e-8)) * 2688, rounded twice, and decode = 1 / encode.
+
+    If encode is 0, decode is 1e-8.
+    """
     encode_scale = ONE / np.maximum(amax, np.float32(1e-8)) * full_range(recipe)
     return encode_scale, ONE / np.where(encode_scale == 0, np.float32(1e8), encode_scale)
 
 
 def tensor_auto_round(amax: np.ndarray, recipe: Recipe, dtype: np.dtype) -> Pair:
-    """Return encode = (1 / amax) * 2688, rounded twice, or 0 for amax = 0; decode = 1 / encode, or 0 if encode is 0."""
+    """Return encode = (1 / amax) * 2688, rounded twice, and decode = 1 / encode.
+
+    If amax is 0, encode is 0. If encode is 0, decode is 0.
+    """
     encode_scale = reciprocal_or_zero(amax) * full_range(recipe)
     return encode_scale, reciprocal_or_zero(encode_scale)
 
 
 def tensor_quark(amax: np.ndarray, recipe: Recipe, dtype: np.dtype) -> Pair:
-    """Return decode = amax / 2688, with 2^-23 instead of 0; encode = 1 / decode."""
+    """Return decode = amax / 2688, or 2^-23 if that is 0; encode = 1 / decode."""
     decode_scale = amax / full_range(recipe)
     decode_scale = np.where(decode_scale == 0, np.float32(2.0**-23), decode_scale)
     return ONE / decode_scale, decode_scale
 
 
 def tensor_fouroversix(amax: np.ndarray, recipe: Recipe, dtype: np.dtype) -> Pair:
-    """Return encode = 2688 / amax and decode = 1 / encode. 0, inf and NaN have no special case."""
+    """Return encode = 2688 / amax and decode = 1 / encode. An amax of 0, inf or NaN is not treated specially."""
     encode_scale = full_range(recipe) / amax
     return encode_scale, ONE / encode_scale
 
@@ -182,7 +195,7 @@ TENSOR_RULES: dict[str, Callable[[np.ndarray, Recipe, np.dtype], Pair]] = {
 def tensor_scale(amax: np.ndarray | None, recipe: Recipe, dtype: np.dtype) -> TensorScale:
     """Return the TensorScale that the recipe's tensor rule makes of a tensor amax (float32, any shape).
 
-    Return scales of 1 if the recipe has no tensor scale or amax is None.
+    If the recipe has no tensor scale or amax is None, all its fields are 1.
     """
     if recipe.tensor_rule is None or amax is None:
         return TensorScale(ONE, ONE, ONE)
