@@ -22,12 +22,13 @@ static __forceinline__ bool is_usable(float factor, bool allows_zero_factor) {
   return bits_of(factor) < kInfinityBits & (allows_zero_factor | (factor != 0.0f));
 }
 
-// True if codes wrap around from scaled elements of 7 on, and mean NaN if a product overflows.
+// True if codes wrap around for scaled elements of 7 and more, and if an element whose product overflows gets the code
+// of NaN.
 template <class E>
 constexpr bool kWraps = E::kRounding == Rounding::rnw;
 
-// True if codes are the nearest E2M1 codes and can be found from magnitudes. For elements that wrap this holds only
-// below kFastScaledBelow.
+// True if each code is that of the nearest E2M1 value and can be found from the element's magnitude. For elements whose
+// codes wrap, this holds only below kFastScaledBelow.
 template <class E>
 constexpr bool kNearestE2m1 =
     E::Format::kIsE2m1 && (E::kRounding == Rounding::rn || kWraps<E>) && !E::kCompare && E::kSign != Sign::not_positive;

@@ -56,7 +56,8 @@ static __forceinline__ float rounded_magnitude(float a) {
   return (a + magic) - magic;
 }
 
-// Store the error terms of one row of kLanes blocks, each under its own scale and factor, as [column][lane].
+// Store the errors of the elements in one row of kLanes blocks as [column][lane]. Each block has its own scale and
+// factor.
 template <class R>
 __attribute__((noinline)) static void find_error_terms(const float* x, const float* scale, const float* factor,
                                                        TensorScale t, float* __restrict terms) {

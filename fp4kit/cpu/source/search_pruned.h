@@ -21,8 +21,8 @@ struct Candidates {
   // Return true if the scales are in the range for which the bounds of the pruned search are proven.
   bool are_bounds_valid() const { return amaxes[1] > 0x1p-57f && amaxes[kLastCandidate] < 0x1p50f; }
 
-  // Return f such that codes of values above amax * f have scales above amax / 7. The last candidate is the code of
-  // 448.
+  // Return a factor f for finding the first upward code of a block: every code whose value is above amax * f has a
+  // scale above amax / 7. The last candidate is the code of 448.
   float per_amax() const { return 448.0f * (6.0f / 7.0f) * (1.0f + 0x1p-12f) / amaxes[kLastCandidate]; }
 };
 

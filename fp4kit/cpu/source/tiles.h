@@ -119,7 +119,7 @@ void block_amax_bits(View<Bits> x, i64 rows, i64 blocks, i64 block, u32* out) {
   }
 }
 
-// Return the amax bits of all elements of a view.
+// Return the amax bits over all elements of a view.
 template <class In, class Bits>
 Bits amax_bits(View<Bits> x, i64 rows, i64 columns) {
   Bits largest = 0;

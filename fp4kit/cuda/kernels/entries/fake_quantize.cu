@@ -18,7 +18,7 @@ constexpr int kFakeRun = R::kHasBlocks && R::kBlock / 32 > 16 / static_cast<int>
                              ? R::kBlock / 32
                              : 16 / static_cast<int>(sizeof(typename In::Bits));
 
-// Return the scale of a block. `table` holds the scales of all codes if R has a table.
+// Return the FakeScale of a block with this amax. If R has a table, `table` holds the FakeScale of every code.
 template <class R, class In>
 FP4KIT_DEVICE FakeScale fake_scale(float amax, float tensor_amax, const FakeScale* table) {
   using Rule = typename R::FakeRule;

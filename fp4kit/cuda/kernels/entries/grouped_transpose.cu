@@ -9,7 +9,7 @@ using Members = GroupOf<TransposeArguments, kSmall>::Type;
 // time.
 constexpr u32 kWholeCodes = 1u, kWordScales = 2u;
 
-// S with scales that move one byte at a time.
+// The traits S, but with scales that are moved one byte at a time.
 struct ByteScales : S {
   static constexpr bool kScaleWords = false;
 };

@@ -20,7 +20,8 @@ struct Largest {
   float block, tensor;
 };
 
-// Update `found` with one row of a block, from element p on. kWhole: the row may be loaded 16 bytes at a time.
+// Raise `found` to the largest magnitudes of one row of a block, which begins at element p. kWhole: the row may be
+// loaded 16 bytes at a time.
 template <class R, class In, bool kWhole, bool kAligned>
 FP4KIT_DEVICE void read_row(Largest& found, const Shard<In>& s, i64 p) {
   BlockAmax<R::kAmaxNan> row;
@@ -41,7 +42,8 @@ FP4KIT_DEVICE void read_row(Largest& found, const Shard<In>& s, i64 p) {
   found.block = R::kBlockRows == 1 ? row.result() : larger_of_rows<R>(found.block, row.result());
 }
 
-// Update `found` with a block of `rows` rows whose first element is p.
+// Raise `found` to the largest magnitudes of a block of `rows` rows. The block's first element is p; the shard may own
+// only some of its elements.
 template <class R, class In, bool kAligned>
 FP4KIT_DEVICE void read_block(Largest& found, const Shard<In>& s, i64 p, i64 columns, i64 rows) {
   const i64 end = p + (rows - 1) * columns + R::kBlock;

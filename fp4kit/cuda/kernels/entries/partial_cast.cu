@@ -55,7 +55,7 @@ struct Walk {
   }
   // Return the number of the current run's block.
   FP4KIT_DEVICE_MEMBER u32 block() const { return row / R::kBlockRows * (runs / kRuns) + column / kRuns; }
-  // Go one step.
+  // Move to the run that is one step further.
   FP4KIT_DEVICE_MEMBER void advance() {
     row += rows_on;
     column += columns_on;

@@ -20,7 +20,7 @@ struct TransposeArguments {
   i64 matrices, rows, columns;  // of codes
 };
 
-// Return shared memory for a tile of codes, the same memory in all instantiations in a kernel.
+// Return shared memory for a tile of codes. All instantiations in one kernel return the same memory.
 template <int kBits>
 FP4KIT_DEVICE Chunk* tile_memory() {
   __shared__ Chunk tile[CodeTile<kBits>::kChunks];

@@ -173,8 +173,8 @@ FP4KIT_DEVICE float inverse_e8m0(u32 code) {
   return code == 255u ? nan_value() : float_of(code == 254u ? 0x00400000u : (254u - code) << 23);
 }
 
-// The types of elements and values. `Bits` is the type in memory, kLeastExponent the exponent of the smallest
-// subnormal. widen is exact; narrow rounds to nearest even.
+// The types of elements and values. `Bits` is the type in memory, and kLeastExponent is the exponent of the smallest
+// subnormal. widen returns the float32 of some bits, which is exact. narrow rounds a float32 to nearest even.
 struct Float32 {
   using Bits = float;
   static constexpr bool kIsBfloat16 = false;

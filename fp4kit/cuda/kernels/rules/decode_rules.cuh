@@ -71,8 +71,8 @@ struct decode_vllm_cuda : decode_product {
     return decode_scale<R>(code) * rcp_approx_ftz(t.encode);
   }
 };
-// A block scale, the tensor's amax, and the range that a tensor scale of 1 covers. Elements are value * scale * amax /
-// range. amax is negative if it is unknown.
+// A block scale, the tensor's amax, and the range that a tensor scale of 1 covers. An element is value * scale, rounded
+// to float16, times amax / range. If the amax is unknown, `amax` is negative, and an element is value * scale.
 struct ScaleOfAmax {
   float scale, amax, range;
 };

@@ -6,8 +6,8 @@
 
 #include "runs.cuh"
 
-// The signs of eight values. Each has a byte whose bits 3 and 7 are the sign: `even` for values 0 2 4 6, `odd` for
-// values 1 3 5 7.
+// The signs of eight values, in two words of four bytes: `even` for values 0, 2, 4 and 6, `odd` for values 1, 3, 5 and
+// 7. Bits 3 and 7 of each byte are the sign of its value.
 struct NibbleSigns {
   u32 even, odd;
 };

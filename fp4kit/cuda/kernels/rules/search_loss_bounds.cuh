@@ -24,8 +24,8 @@ struct LossBounds {
                    // that is no candidate
 };
 
-// Eight times the sums of first + 0 to first + 7, with the code's number in the last three bits: first the low halves,
-// then the high halves.
+// The bounds of the losses under codes first + 0 to first + 7, each times eight, with the code's number in the last
+// three bits. The low halves of the words come first, then the high halves.
 struct EightBounds {
   u32 pairs[4];
 };
@@ -98,8 +98,8 @@ FP4KIT_DEVICE u32 index_of_smallest(const EightBounds& sums) {
   return minimum(pair & 0xFFFFu, pair >> 16) & 7u;
 }
 
-// Return which codes have bounds of at most `loss`, which is relative to scale^2 and below 2^13. Bit 24 + j stands for
-// first + j.
+// Return a bit mask of the codes whose bounds are at most `loss`: bit 24 + j for code first + j. `loss` is relative to
+// scale^2 and below 2^13.
 FP4KIT_DEVICE u32 codes_within(const EightBounds& sums, float loss) {
   const u32 limit = bits_of(
       fminf(fma_rz(loss, kUnits * (1.0f + 0x1p-12f), 0x1p23f), 0x1p23f + 2047.0f));  // the limit is in the last bits

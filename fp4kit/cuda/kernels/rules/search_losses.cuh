@@ -127,7 +127,7 @@ FP4KIT_DEVICE float loss_of(const SearchBlock<kWeighted>& block, Candidate c, fl
 constexpr float kLossMargin =
     1.0f - 0x1p-16f;  // the loss with the nearest values is at least this part of the computed loss
 
-// Return the smallest E4M3 code whose value is at least x, if that code is normal. Otherwise returns a lower code,
+// Return the smallest E4M3 code whose value is at least x, if that code is normal. Otherwise return a lower number,
 // possibly below 0.
 FP4KIT_DEVICE i32 normal_code_at_least(float x) {
   return (static_cast<i32>(bits_of(x) + 0xFFFFFu) >> 20) - (120 << 3);
@@ -179,8 +179,8 @@ FP4KIT_DEVICE bool is_near_tie(const SearchBlock<kWeighted>& block, Candidate c)
   return is_near;
 }
 
-// Return whether an element is clearly nearest to 0.5 or 1.5 scales, which are no values of twice the scale: |v - 0.5|
-// or |v - 1.5| < 0.249.
+// Return whether an element is clearly nearest to 0.5 or 1.5 times the scale, which twice the scale cannot represent.
+// With v = element / scale, that is |v - 0.5| or |v - 1.5| < 0.249.
 FP4KIT_DEVICE bool has_own_value(const SearchBlock<false>& block, Candidate c) {
   const auto distance = [&](int i) { return fabsf(fabsf(fma_rn(block.a[i], c.reciprocal, -1.0f)) - 0.5f); };
   float closest = distance(0);
@@ -189,8 +189,8 @@ FP4KIT_DEVICE bool has_own_value(const SearchBlock<false>& block, Candidate c) {
   return closest < 0.249f;
 }
 
-// Return whether no square that decides underflows or overflows although weights are far from 1. `scale` is that of the
-// block's first code. True without weights.
+// Return whether the pruned search may trust its sums: no squared residual that decides the winner underflows or
+// overflows, even if weights are far from 1. `scale` is that of the block's first code. Always true without weights.
 template <bool kWeighted>
 FP4KIT_DEVICE bool keeps_squares(const SearchBlock<kWeighted>& block, float amax, float scale) {
   if constexpr (kWeighted) {

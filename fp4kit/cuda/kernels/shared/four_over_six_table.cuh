@@ -63,12 +63,14 @@ FP4KIT_DEVICE u32 key_of(u32 six, u32 four) {
   return (six & 7u) * 8u + (four - six);
 }
 
-// Return whether the table is right under this tensor scale, for blocks up to the tensor's amax (see is_in_table).
+// Return whether the table is right under this tensor scale, for blocks whose amax is at most the tensor's. is_in_table
+// checks a block.
 FP4KIT_DEVICE bool has_table_for(TensorScale t) {
   return t.amax > 0x1p-40f && t.amax < 0x1p60f && is_finite(t.encode) && is_finite(t.decode);
 }
 
-// Fill the scales and the offsets of all pairs. All threads of a thread block must call this.
+// Fill the first parts of the table, the scales and the offsets of all pairs. All threads of a thread block must call
+// this.
 template <class R>
 FP4KIT_DEVICE void fill_pairs(PairTable& table, TensorScale t) {
   constexpr u32 kOne = 7u << 3;  // the code of scale 1
@@ -113,7 +115,7 @@ FP4KIT_DEVICE u32 entry_of(const PairScales& pair, u32 bits, TensorScale t) {
   return (static_cast<u32>(difference) << 8) + codes[1] * 16u + codes[0];
 }
 
-// Fill the table. All threads of a thread block must call this.
+// Fill the whole table for a tensor scale. All threads of a thread block must call this.
 template <class R>
 FP4KIT_DEVICE void fill_table(PairTable& table, TensorScale t) {
   fill_pairs<R>(table, t);
@@ -124,7 +126,8 @@ FP4KIT_DEVICE void fill_table(PairTable& table, TensorScale t) {
   __syncthreads();
 }
 
-// Return whether the table covers a block. `base` is the number that its first scale is rounded from. False for NaN.
+// Return whether the table covers a block. The block's first scale is `base`, rounded to E4M3. False if amax or base is
+// NaN.
 FP4KIT_DEVICE bool is_in_table(float amax, float base, TensorScale t) {
   return amax <= t.amax && (base >= 0x1p-6f || amax == 0.0f);
 }

@@ -14,7 +14,8 @@ struct TileElements {
   static constexpr int kRowChunks = P::kTileBytes / kTileRows / 16;
   Chunk rows[P::kKeepsElements ? kTileRows : 1][kRowChunks];
 
-  // Return where a chunk of a row lies. Lanes that read runs of 2 or 4 chunks each have no bank conflicts.
+  // Return the place in the tile's elements of a chunk of row `row`. Lanes that read runs of 2 or 4 chunks each have no
+  // bank conflicts.
   FP4KIT_DEVICE int place(int row, int chunk) { return chunk ^ (chunk >> 3 & 1) ^ ((row & 1) << 1); }
 };
 
@@ -25,7 +26,7 @@ struct Staging {
   alignas(16) u8 scales[P::kTileBlocks][P::kTileColumns];
 };
 
-// Return where column `column` lies in rows 4 quad to 4 quad + 3 of the staging buffer. Neither lanes that store
+// Return the place of column `column` in rows 4 quad to 4 quad + 3 of the staging buffer. Neither lanes that store
 // neighboring patches nor lanes that load the quads of a few columns have bank conflicts. Four columns from a multiple
 // of four on stay contiguous.
 template <class P>
@@ -70,7 +71,7 @@ FP4KIT_DEVICE void store_patch_elements(TileElements<P>& elements, const PatchPo
     store_words(elements.rows[s.tile_row + i][elements.place(i, half / 2)].w + half % 2 * 2, x[i].w);
 }
 
-// Return the run of 16 elements from `column` on of a row of the tile.
+// Return 16 neighboring elements of row `row` of the tile, from column `column` on.
 template <class In, class P>
 FP4KIT_DEVICE Run<In, 16> tile_run(const TileElements<P>& elements, int row, int column) {
   constexpr int kChunks = sizeof(typename In::Bits);
