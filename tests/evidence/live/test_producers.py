@@ -30,4 +30,4 @@ def test_every_drawn_array_is_equal(name):
 
 def test_gguf_runs():
     """The test extra installs gguf, so test_every_drawn_array_is_equal compares at least one producer."""
-    assert run.run(ADAPTERS["gguf"], ("mxfp4-gguf",), 0.1, seed=1).recipes["mxfp4-gguf"].arrays > 10
+    assert run.run(ADAPTERS["gguf"], ("mxfp4-gguf",), 0.1, seed=1).recipes["mxfp4-gguf"].arrays > 0
