@@ -62,9 +62,9 @@ def amax(x: Any, recipe: RecipeId | Recipe | None = None, *, axis: Any = None, t
 
 
 def amax_call(op: str, x: Any, recipe: RecipeId | Recipe | None, axis: Any) -> tuple[Any, tuple[Any, ...]]:
-    """Parse a call of amax. Return whether x is a CuPy array, and the arguments for the engine.
+    """Check the arguments of amax. Return whether x is a CuPy array, and the arguments for the engine.
 
-    The arguments are those of plain_amax if recipe is None, otherwise those of amax.
+    These are the arguments of the engine's plain_amax if recipe is None, otherwise those of its amax.
     """
     if recipe is None:
         (x,) = import_arrays(op, x=x)

@@ -110,11 +110,11 @@ class Comparison:
         return Panel(self._title(), tuple(self._facts())).html()
 
     def _title(self) -> str:
-        """Return the first line of the table."""
+        """Return the first line of the table, which names what is compared."""
         return f"{self.names[0]} and {self.names[1]}: {'equal in every bit' if self.equal else 'different'}"
 
     def _facts(self) -> Iterator[tuple[str, str]]:
-        """Yield the rows of the table: name and text."""
+        """Yield the rows of the table, each as a pair (name, text)."""
         for name, part in (
             ("codes", self.codes),
             ("block scales", self.scales),
@@ -208,7 +208,7 @@ def _precision(name: str, a: Any) -> np.dtype:
 
 
 def _linear(a: Any) -> Any:
-    """Return an argument with its block scales in linear layout."""
+    """Return a Quantized with its block scales in linear layout. Return an array unchanged."""
     if not isinstance(a, Quantized) or a.block_scale is None or a.scale_layout == "linear":
         return a
     scales = unswizzle_scales(a.block_scale, a.scale_layout, a.scale_shape)
@@ -232,14 +232,14 @@ def _multiples(*operands: Any) -> list[int]:
 
 
 def _name(name: str, a: Any) -> str:
-    """Return the name of an argument in the table."""
+    """Return how the table calls an argument of compare."""
     return f"{name} ({a.recipe.id})" if isinstance(a, Quantized) else name
 
 
 def on_host(name: str, a: Any) -> Any:
-    """Return a Quantized or an array with NumPy arrays, copied from a GPU if necessary.
+    """Return a Quantized or an array as one with NumPy arrays. Arrays on a GPU are copied to the host.
 
-    name: the operation and the argument that errors begin with, as "operation: argument".
+    name: the text that errors begin with, "operation: argument".
     """
     if isinstance(a, Quantized):
         return quantized_on_host(a, name)
@@ -249,7 +249,10 @@ def on_host(name: str, a: Any) -> Any:
 
 
 def _compare_parts(a: Quantized, b: Quantized) -> tuple[Count, Count, Count]:
-    """Return the counts of codes, block scales and tensor scales; (0, 0) each if the formats, blocks or axes differ."""
+    """Return the counts (differing, compared) of codes, of block scales and of tensor scales.
+
+    Each is (0, 0) if the formats, blocks or axes of a and b differ.
+    """
     comparable = a.recipe.element == b.recipe.element and a.recipe.scale == b.recipe.scale and a.axis == b.axis
     if not comparable or a.recipe.block_size != b.recipe.block_size:
         return (0, 0), (0, 0), (0, 0)
@@ -260,7 +263,7 @@ def _compare_parts(a: Quantized, b: Quantized) -> tuple[Count, Count, Count]:
 
 @cache
 def _positions(fmt: ElementFormat) -> np.ndarray:
-    """Return the position of each code among the format's values, in steps from zero.
+    """Return, for each code, the position of its value among the values of the format, counted in steps from zero.
 
     -0 has the position of 0. NaN codes have a position beyond every format.
     """
@@ -280,9 +283,10 @@ def _max_steps(a: Quantized, b: Quantized) -> int:
 
 
 def _count(a: Any, b: Any, to_entries: Any = None) -> Count:
-    """Return (differing, compared). NaN equals NaN. If one array is missing or the shapes differ, all entries differ.
+    """Return the counts (differing, compared) of the entries of two arrays. NaN equals NaN.
 
-    to_entries: a function that unpacks the entries of an array; None if its elements are the entries.
+    If one array is missing or the shapes differ, all entries differ. to_entries: a function that unpacks the entries of
+    an array; None if its elements are the entries.
     """
     if a is None and b is None:
         return 0, 0

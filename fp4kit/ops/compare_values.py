@@ -1,6 +1,6 @@
 """Compare two arrays of values box by box, so that an array of any size needs only a few MiB at a time.
 
-A box is a part of an array that a tuple of slices selects, one per axis.
+A box is a rectangular region of an array, given as a tuple of slices, one per axis.
 """
 
 from __future__ import annotations
@@ -39,9 +39,10 @@ def boxes(shape: Sequence[int], multiples: Sequence[int] | None = None) -> Itera
 
 @dataclass
 class Energy:
-    """A sum of squares, stored as one pair (p, e) of p * 4^e per box.
+    """Accumulate a sum of squares box by box, for the SQNR of a comparison.
 
-    The exponents keep squares of large and small float64 numbers in range.
+    The sum of a box is stored as a pair (p, e), which stands for p * 4^e. The exponents keep squares of large and small
+    float64 numbers in range.
     """
 
     parts: list[tuple[float, int]] = field(default_factory=list)
@@ -55,7 +56,10 @@ class Energy:
         self.parts.append((float(np.sum(x * x)), exponent))
 
     def total(self) -> tuple[np.float64, int]:
-        """Return p and e of the whole sum. The sums of the boxes are added pairwise, in their order."""
+        """Return the sum over all boxes as (p, e), which stands for p * 4^e.
+
+        Boxes are added pairwise, in their order.
+        """
         top = max((e for p, e in self.parts if p), default=0)
         return np.sum([np.ldexp(p, 2 * (e - top)) for p, e in self.parts]), top
 
@@ -109,7 +113,7 @@ class Differences:
         self.max_error = float(np.maximum(self.max_error, np.max(error)))
 
     def _add_differing(self, x: np.ndarray, y: np.ndarray, differ: np.ndarray, box: Box) -> None:
-        """Update the first differing value and the largest distance from a box."""
+        """Update `first` and `max_ulp` from a box. differ: the mask of the values that differ."""
         at = np.unravel_index(int(np.argmax(differ)), x.shape)
         place = tuple(int(i) + part.start for i, part in zip(at, box, strict=True))
         if self.first is None or place < self.first[0]:

@@ -1,6 +1,6 @@
 """Choose the engine for a call by the place of its arrays: CUDA for CuPy arrays, a host engine for NumPy arrays.
 
-An engine may decline a call. Then the next engine is tried.
+An engine that does not support a call declines it. Then the next engine is tried.
 """
 
 from __future__ import annotations
@@ -34,7 +34,11 @@ T = TypeVar("T")
 
 
 def new_cached_call(operation: str, on_device: bool, *arguments: Any) -> Callable[..., Any] | None:
-    """Return the cached call of an operation, made by the CUDA or the compiled host engine; None if it makes none."""
+    """Return a prepared call of an operation, which later calls with equal facts reuse.
+
+    The CUDA engine makes it for arrays on a device, the compiled host engine otherwise. Return None if that engine
+    declines.
+    """
     engine = cuda_cached if on_device else cpu_cached
     try:
         call: Callable[..., Any] | None = getattr(engine, operation)(*arguments)
@@ -44,9 +48,9 @@ def new_cached_call(operation: str, on_device: bool, *arguments: Any) -> Callabl
 
 
 def convert_and_call(function: Callable[..., T], x: Any, *args: Any, **kwargs: Any) -> T:
-    """Call a function that returns_in_library decorates.
+    """Call a function that is decorated by returns_in_library, and return its result.
 
-    If x is a NumPy or CuPy array, nothing needs conversion, so the undecorated function is called, which saves time.
+    If x is a NumPy or CuPy array, nothing needs conversion. Then the undecorated function is called, which saves time.
     """
     is_native = type(x) is np.ndarray or type(x).__module__ == "cupy"
     called: Callable[..., T] = getattr(function, "__wrapped__", function) if is_native else function
@@ -74,7 +78,7 @@ def with_threads(function: Callable[P, T]) -> Callable[P, T]:
 
 
 class Engine(str):
-    """The name of an engine.
+    """Hold the name of an engine, as a str.
 
     Its attribute `why` says why no faster engine is used; it is "" for the fastest one.
     """
@@ -143,10 +147,11 @@ def specification() -> Iterator[None]:
 
 
 def run(op: str, operation: str, on_device: bool, *arguments: Any) -> Any:
-    """Return the result of an operation from the first engine that does not decline it.
+    """Return the result of an operation from the first engine that supports the call.
 
-    Host engines run in IEEE arithmetic. Raises NotImplementedError with the last engine's reason if all decline. op:
-    the public function that error messages name. on_device: whether the arrays are CuPy arrays.
+    Host engines run in IEEE arithmetic. If all engines decline, NotImplementedError with the last engine's reason is
+    raised. op: the public function that error messages name. operation: the engine's function. on_device: whether the
+    arrays are CuPy arrays.
     """
     if on_device:
         return _first(op, operation, (cuda,), arguments)
@@ -158,7 +163,7 @@ def run(op: str, operation: str, on_device: bool, *arguments: Any) -> Any:
 
 
 def _first(op: str, operation: str, engines: tuple[Any, ...], arguments: tuple[Any, ...]) -> Any:
-    """Return the result of an operation from the first of the engines that does not decline it."""
+    """Return the result of an operation from the first of the given engines that supports the call."""
     reason = ""
     for engine in engines:
         try:
@@ -185,24 +190,32 @@ def run_group(op: str, operation: str, calls: list[tuple[bool, tuple[Any, ...]]]
 
 
 def _run_call(operation: str, call: Call, *arguments: Any) -> Any:
-    """Return the result of an operation on a parsed call."""
+    """Return the result of an operation on one parsed call, from the first engine that supports it."""
     return run(call.op, operation, call.on_device, call, *arguments)
 
 
 def new_group(op: str, calls: list[Call], r: Recipe, stack: Any) -> Any:
-    """Return the Group of N calls. stack: the device array that contains all their arrays, or None."""
+    """Return the Group that runs N parsed calls: in one launch for arrays on a GPU, otherwise in a loop on the host.
+
+    stack: the device array that contains the arrays of all calls, or None.
+    """
     return cuda.Group(calls, stack) if calls and calls[0].on_device else host_group.Group(op, calls, r, _run_call)
 
 
 def new_clip_group(calls: list[Call], amaxes: list[Any]) -> Any:
-    """Return the ClipGroup of N calls."""
+    """Return the ClipGroup that clips N gradients: in one launch for arrays on a GPU, otherwise in a loop on the
+    host.
+    """
     if calls and calls[0].on_device:
         return cuda.ClipGroup(calls, amaxes)
     return host_group.ClipGroup(calls, amaxes, _run_call)
 
 
 def check_master_weights(values: list[Any], shapes: list[tuple[int, int]], r: Recipe) -> bool:
-    """Return whether the shards of cast_master_weights are in host memory. Raise an error if no engine takes them."""
+    """Return whether the shards of cast_master_weights are in host memory.
+
+    Raise an error if no engine can cast them.
+    """
     if not values or not imports.on_device(values[0]):
         return True
     cuda.DeviceStages.check(values, shapes, r)
@@ -210,9 +223,10 @@ def check_master_weights(values: list[Any], shapes: list[tuple[int, int]], r: Re
 
 
 def new_master_weights(values: list[Any], *facts: Any) -> Any:
-    """Return the stages of cast_master_weights on the host or on a GPU, depending on where the shards are.
+    """Return the object that computes the stages of cast_master_weights.
 
-    facts: the further arguments that HostStages and DeviceStages share.
+    It is a HostStages for shards in host memory, and a DeviceStages for shards on a GPU. facts: the further arguments
+    of both classes.
     """
     if imports.on_device(values[0]):
         return cuda.DeviceStages(values, *facts)
@@ -221,7 +235,7 @@ def new_master_weights(values: list[Any], *facts: Any) -> Any:
 
 
 def cached_driver_call(call: Call, x: Any, operation: str) -> Callable[..., Any] | None:
-    """Return a cached call that runs the engines' drivers, so that only the parse is saved.
+    """Return a prepared call that saves only the parsing of the arguments, and then runs the usual engines.
 
     Return None if x, the array as the caller passed it, is not a NumPy array, or if the caller passed an amax.
     """

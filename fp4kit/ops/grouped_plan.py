@@ -22,11 +22,11 @@ from fp4kit.types import Hadamard, RecipeId, RoundingMode, ScaleLayout
 
 
 class PlanInput(NamedTuple):
-    """An argument of a plan, and its content when the plan was made.
+    """Remember an argument of a plan and its content when the plan was made, to notice later changes.
 
     Attributes:
         value: the argument: a sequence of N entries, or an array.
-        entries: its entries.
+        entries: the entries of the argument.
         tensors: the entries that are PyTorch tensors, whose memory can be exchanged.
         addresses: the address of each of these tensors.
     """
@@ -82,7 +82,10 @@ def per_tensor(op: str, name: str, value: Any, count: int) -> list[Any]:
 
 
 def arrays_of(op: str, xs: Any) -> tuple[list[Any], Any]:
-    """Import the arrays of a group. Return the list of arrays, and the stack if xs is one stacked array, else None."""
+    """Import the arrays of a grouped call. Return them as a list, and the stack that they came from.
+
+    The stack is None unless xs is one stacked array.
+    """
     if not is_array(xs):
         return list(import_arrays(op, **{f"xs[{i}]": x for i, x in enumerate(as_entries(op, "xs", xs))})), None
     (stack,) = import_arrays(op, xs=xs)
@@ -205,7 +208,10 @@ class GroupedPlan:
         self._group = new_group(self._op, calls, self.recipe, moved)
 
     def _parse(self, xs: list[Any], values: dict[str, Any]) -> list[Call]:
-        """Return one call per array. Amaxes stay the caller's arrays, so that later writes to them count."""
+        """Return one parsed call per array.
+
+        Amaxes that the caller gave are used in place, so later writes to them count.
+        """
         amaxes, blocks = (
             per_tensor(self._op, name, values.get(name), len(xs)) for name in ("tensor_amax", "block_amax")
         )

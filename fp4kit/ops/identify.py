@@ -1,7 +1,8 @@
 """identify: which recipe made a quantized array.
 
-A large array is first tried on a sample, a part of SAMPLE elements. Variations are first tried on a probe, a part of
-PROBE elements. Results that survive are proved on all bytes.
+A large array is first tried on a sample, a region of about SAMPLE elements. Variations (a recipe with a Hadamard
+transform or stochastic rounding) are first tried on a probe, a region of about PROBE elements. Results that survive are
+proved on all bytes.
 """
 
 from __future__ import annotations
@@ -39,9 +40,9 @@ ELSEWHERE = 1 / 8
 
 
 class Variation(NamedTuple):
-    """A combination that reproduces a quantized array although no recipe alone does.
+    """Describe a recipe with options that reproduces a quantized array although no recipe alone does.
 
-    recipe: its name. hadamard: the transform of x. stochastic: whether rounding was stochastic.
+    recipe: the name of the recipe. hadamard: the Hadamard transform of x. stochastic: whether rounding was stochastic.
     """
 
     recipe: str
@@ -217,15 +218,15 @@ def candidates_of(own: Recipe) -> Iterator[Recipe]:
 
 
 def _comparable(a: Recipe, b: Recipe) -> bool:
-    """Return whether codes and scales of two recipes can be compared."""
+    """Return whether two recipes store equal formats and blocks, so that their bytes can be compared."""
     same = a.element == b.element and a.scale == b.scale and a.block_size == b.block_size
     return same and not b.fake_only and (a.block is None or (b.block or (1, 1))[1] == a.block_size)
 
 
 class RecipeTrial(NamedTuple):
-    """The result of trying a recipe on a part of an array.
+    """Hold the result of trying a recipe on a region of an array.
 
-    match: the result with the best amax. amaxes: all amaxes that give that result.
+    match: the best result over the tried amaxes. amaxes: all amaxes that give that result.
     """
 
     recipe: Recipe
@@ -242,7 +243,8 @@ def _matches(q: Quantized, x: np.ndarray, candidates: Sequence[Recipe]) -> list[
 def _matches_by_sample(host: Pair, whole: Pair, candidates: Sequence[Recipe]) -> list[Match]:
     """Return the match of every candidate for a large array.
 
-    All candidates are tried on a part, on the host. The best are proved on all bytes, where the array is.
+    All candidates are tried on a sample, on the host. The best are proved on all bytes, on the device that holds the
+    array.
     """
     box, amaxes = _part(host.q, SAMPLE), CandidateAmaxes(*host)
     trials = [_try_part(amaxes, r, box) for r in candidates]
@@ -286,7 +288,7 @@ def _whole_tensor_amax(whole: CandidateAmaxes, r: Recipe) -> np.ndarray | None:
 
 
 def _variations(q: Quantized, x: np.ndarray, candidates: Sequence[Recipe]) -> Iterator[Variation]:
-    """Yield the variations that reproduce q.
+    """Yield the variations (a recipe with a Hadamard transform or stochastic rounding) that reproduce q.
 
     Those with only a Hadamard transform come first, then those with stochastic rounding.
     """
@@ -328,9 +330,9 @@ def _can_give(r: Recipe, tensor_scale: np.ndarray | None) -> bool:
 
 
 def _part(q: Quantized, elements: int) -> Box:
-    """Return a box of about `elements` elements: whole along the quantized axis, and the first rows of the other axes.
+    """Return a box of whole blocks with about `elements` elements.
 
-    It consists of whole blocks.
+    It is whole along the quantized axis, and takes the first rows of the other axes.
     """
     lengths, remaining, rows = list(q.shape), max(elements // max(q.shape[q.axis], 1), 1), q.recipe.block_rows
     for axis in reversed(range(len(lengths))):
@@ -341,7 +343,10 @@ def _part(q: Quantized, elements: int) -> Box:
 
 
 def _codes_under(q: Quantized, x: np.ndarray, r: Recipe, hadamard: Hadamard, byte: int | None) -> np.ndarray:
-    """Return the codes of x under the scales of q. byte: the random byte of all elements, for stochastic rounding."""
+    """Return the codes that a recipe gives x if the scales of q are given.
+
+    byte: the random byte of all elements, for stochastic rounding.
+    """
     options: dict[str, Any] = {"block_scale": q.block_scale, "tensor_scale": q.tensor_scale, "hadamard": hadamard}
     if byte is not None:
         options |= {"rounding": "stochastic", "seed": np.full(x.shape, byte, np.uint8)}

@@ -1,4 +1,4 @@
-"""The amaxes that a stored tensor scale allows. identify quantizes with them."""
+"""The amaxes that a stored tensor scale allows, which identify tries when it quantizes with a candidate recipe."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SIGN_MASKS: dict[Hadamard, int | None] = {False: None, True: TE_SIGN_MASK, "no_s
 
 
 class CandidateAmaxes:
-    """The amaxes that may have been the tensor amax of q, a quantized array made from x."""
+    """Find the amaxes that may have been the tensor amax of q, a quantized array made from x."""
 
     def __init__(self, q: Quantized, x: np.ndarray) -> None:
         self.q, self.x = q, x
@@ -77,7 +77,7 @@ def amaxes_of(scale: np.ndarray, r: Recipe, dtype: np.dtype, likely: np.ndarray 
 
 
 def _implied(scale: np.ndarray, r: Recipe, dtype: np.dtype) -> np.ndarray:
-    """Return the amax that a scale implies, or the amax that it covers if no amax gives the scale."""
+    """Return the amax that a scale implies (implied_amax), or covered_range times the scale if no amax gives it."""
     implied = implied_amax(scale, r, dtype)
     with np.errstate(over="ignore"):
         return np.where(implied >= 0, implied, np.asarray(scale * covered_range(r), np.float32))

@@ -21,7 +21,7 @@ from fp4kit.types import Hadamard
 
 @dataclass(frozen=True)
 class Match:
-    """How much of a quantized array one recipe reproduces.
+    """Count how much of a quantized array one recipe reproduces.
 
     Attributes:
         recipe: name of the recipe.
@@ -82,9 +82,9 @@ def match_under(q: Quantized, x: Any, r: Recipe, amax: np.ndarray | None, hadama
 
 
 class Pair(NamedTuple):
-    """A quantized array with linear scales, and the array that it may be made from.
+    """Hold a quantized array with linear scales, and the array that it may be made from.
 
-    Both have NumPy arrays, or both CuPy arrays on one device.
+    Either both have NumPy arrays, or both have CuPy arrays on one device.
     """
 
     q: Quantized
@@ -97,7 +97,10 @@ class Pair(NamedTuple):
 
 
 def pair_of(q: Quantized, x: Any) -> Pair:
-    """Return a Pair of arrays of any library, where they are; on the host if they are not on one device."""
+    """Return a Pair of q and x, arrays of any library, with the memory that they have.
+
+    If they are not on one device, both are copied to the host.
+    """
     imported, (array,) = q.imported("identify: q"), imports.import_arrays("identify", x=x)
     arrays = [a for a in (*imported.parts().values(), array) if a is not None]
     if not all(map(imports.on_device, arrays)) or len({a.device.id for a in arrays}) > 1:

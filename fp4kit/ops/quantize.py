@@ -127,9 +127,9 @@ def quantize(
 
 
 def _is_out_disjoint(x: Any, tensor_amax: Any, out: Quantized | None) -> bool:
-    """Return whether a cached call writes to no memory that it reads.
+    """Return whether a cached call can write to out without overwriting memory that it still reads.
 
-    tensor_amax may be out.tensor_amax: the call writes there the value that it has read from there.
+    One overlap is harmless: tensor_amax may be out.tensor_amax, because the call writes there the value that it read.
     """
     if out is None:
         return True
@@ -140,7 +140,7 @@ def _is_out_disjoint(x: Any, tensor_amax: Any, out: Quantized | None) -> bool:
 
 @returns_in_library
 def _quantize(x: Any, recipe: str | Recipe, axis: int, options: QuantizeOptions, key: Any, **given: Any) -> Quantized:
-    """Parse and run the call, and store its cached call under key unless key is None."""
+    """Check the arguments and quantize x. Unless key is None, store a prepared call for it."""
     call = quantize_call("quantize", x, recipe, axis, options, **given)
     cached = None
     if key is not None:
@@ -161,7 +161,7 @@ def _quantize_with_scales(
     *,
     out: Quantized | None,
 ) -> Quantized:
-    """Return x quantized with given scales."""
+    """Return x quantized with the given block scales and tensor scale, so that only codes are computed."""
     call = call_with_scales(
         "quantize", x, recipe, axis, options, block_scale, tensor_scale, import_out("quantize", out)
     )
@@ -234,7 +234,7 @@ def quantize_both(
 def _quantize_both(
     x: Any, recipe: str | Recipe, options: QuantizeOptions, key: Any, tensor_amax: Any
 ) -> tuple[Quantized, Quantized]:
-    """Parse and run the call, and store its cached call under key unless key is None."""
+    """Check the arguments and quantize x in both directions. Unless key is None, store a prepared call for it."""
     op, seed = "quantize_both", options.seed
     row = quantize_call(op, x, recipe, -1, options._replace(hadamard=False), tensor_amax=tensor_amax)
     if row.x.ndim < 2:

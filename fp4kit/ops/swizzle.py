@@ -59,14 +59,14 @@ def _swizzle_scales(scales: Any, layout: str) -> Any:
 
 
 def _change(op: str, q: Quantized, layout: ScaleLayout) -> Quantized:
-    """Return a Quantized with its scales in a layout."""
+    """Return a Quantized with its block scales in the given layout."""
     key, cached = find(op, (q,), layout)
     return _change_fully(q, op, layout, key) if cached is None else cached(q)
 
 
 @returns_in_library
 def _change_fully(original: Quantized, op: str, layout: ScaleLayout, key: Any) -> Quantized:
-    """Parse and run the call, and store its cached call under key unless key is None."""
+    """Check the arguments and change the layout. Unless key is None, store a prepared call for it."""
     layouts.check_layout(op, layout)
     q = original.imported()
     if q.block_scale is None:
@@ -138,9 +138,9 @@ def _unswizzle_scales(scales: Any, layout: str | None, shape: tuple[int, ...] | 
 
 
 def change_layout(scales: Any, source: str, target: str, shape: tuple[int, ...]) -> Any:
-    """Return scales in another layout; unchanged if the layout is the same.
+    """Return block scales in the layout `target`, from the layout `source`. If both are equal, return them unchanged.
 
-    shape: their linear shape (..., R, C).
+    shape: the linear shape (..., R, C) of the scales.
     """
     if source == target:
         return scales
