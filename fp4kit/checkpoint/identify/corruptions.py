@@ -1,9 +1,10 @@
-"""Undo what can go wrong with a layer's bytes between the quantizer and the file.
+"""List the faults that can happen to a layer's bytes between the quantizer and the file, and undo them.
 
-A mishap is one such fault, named as a reader of the file meets it ("nibbles are swapped"). There are four kinds: the
-order of codes, the order of block scales, the order of rows, and a wrong tensor scale. The first two are undone on the
-stored bytes, which come back as the recipe made them. An order of rows is undone on the source: as the index of the
-source row that each stored row was made from. Nothing in this file depends on the arithmetic of a recipe.
+Such a fault is called a mishap. Its name says what a reader of the file meets ("nibbles are swapped"). There are four
+kinds: the order of codes, the order of block scales, the order of rows, and a wrong tensor scale. Orders of codes and
+of block scales are undone on the stored bytes, which then are as the recipe made them. An order of rows is not undone
+on the stored rows; instead, an index says from which source row each stored row was made. Nothing in this file depends
+on the arithmetic of a recipe.
 
 Sources: GGML's block_mxfp4 and block_nvfp4 (halves of 32 and 16); cuBLAS and FlashInfer scale layouts (fp4kit.layouts);
 transformers' convert_llama_weights_to_hf.py, llama.cpp's convert_hf_to_gguf.py (rotary order); gpt-oss (gate, up
@@ -24,7 +25,7 @@ from fp4kit.formats import Packing
 from fp4kit.layouts import SCALE_LAYOUTS, padded_shape, shuffle_rows, swizzle_scales, unpacked, unswizzle_scales
 from fp4kit.recipes import Recipe
 
-ULPS = 2  # the reciprocal of a reciprocal may be off by so many float32 steps
+ULPS = 2  # how far the reciprocal of a reciprocal may be off, in float32 ulp
 WRONG_SCALE = "tensor scale is wrong"
 HALVES = (16, 8, 32)  # distance of two elements that share a byte: in GGML's MXFP4, in its NVFP4, and twice the first
 _GGML = {16: "GGML's order of MXFP4", 8: "GGML's order of NVFP4"}
@@ -32,12 +33,12 @@ _GGML = {16: "GGML's order of MXFP4", 8: "GGML's order of NVFP4"}
 
 @dataclass(frozen=True, eq=False)
 class StoredLayer:
-    """Hold the parts of one quantized layer as its file stores them.
+    """Hold one quantized layer as its file stores it.
 
     codes: uint8 (N, bytes per row); two 4-bit codes per byte, else one code per byte.
     block_scale: uint8 bit patterns, of any shape.
-    tensor_scale: float32, a scalar or one per row, which multiplies on decode as the container declares; None if the
-        file has none.
+    tensor_scale: float32, a scalar or one per row, read as the container declares it, so that it multiplies on decode;
+        None if the file has none.
     recipe: any recipe of the format; only its element format, scale format and block size are used.
     scale_layout: the layout of the block scales that the container declares.
 
@@ -71,12 +72,14 @@ class StoredLayer:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """The shape (rows, elements per row)."""
+        """The shape of the layer in elements: (rows, elements per row)."""
         return self.codes.shape[0], _elements(self.codes.shape[1], self.recipe.element.packing)
 
     @property
     def blank(self) -> bool:
-        """True if all codes and block scales are zeros of either sign, so that no order can be told from another."""
+        """True if all codes and block scales are zeros of either sign. Then a wrong order cannot be told from the right
+        one.
+        """
         signs = 0x88 if self.recipe.element.packing.codes == 2 else self.recipe.element.sign_bit
         return not self.block_scale.any() and not any((rows & np.uint8(0xFF ^ signs)).any() for rows in self.codes)
 
@@ -90,9 +93,10 @@ def _elements(length: int, packing: Packing) -> int:
 
 
 class Reading(NamedTuple):
-    """Read the codes of some stored rows, one code per byte: ``read(layer, rows, columns)``.
+    """Hold one way to read the codes of a layer. ``read(layer, rows, columns)`` returns those of some rows, one code
+    per byte.
 
-    mishap: what this way of reading corrects, or None.
+    mishap: the mishap that this way of reading corrects, or None.
     source_transposed: True if the stored layer has the shape of the transposed source.
     """
 
@@ -102,18 +106,18 @@ class Reading(NamedTuple):
 
 
 def _as_stored(layer: StoredLayer, rows: np.ndarray, columns: slice) -> np.ndarray:
-    """Read the codes as they are stored."""
+    """Return the codes of some rows and columns, read as they are stored."""
     return unpacked(layer.codes[rows][:, _bytes(layer, columns)], layer.recipe.element.packing)
 
 
 def _bytes_transposed(layer: StoredLayer, rows: np.ndarray, columns: slice) -> np.ndarray:
-    """Read codes whose packed bytes were transposed."""
+    """Return the codes of some rows and columns of a layer whose packed bytes were transposed."""
     turned = layer.codes[_bytes(layer, columns)][:, rows].T
     return unpacked(np.ascontiguousarray(turned), layer.recipe.element.packing)
 
 
 def _codes_transposed(layer: StoredLayer, rows: np.ndarray, columns: slice) -> np.ndarray:
-    """Read codes that were transposed one by one and then packed."""
+    """Return the codes of some rows and columns of a layer whose codes were transposed one by one and then packed."""
     if layer.recipe.element.packing.codes == 1:
         return _bytes_transposed(layer, rows, columns)
     pairs = layer.codes[columns][:, rows // 2]
@@ -121,14 +125,15 @@ def _codes_transposed(layer: StoredLayer, rows: np.ndarray, columns: slice) -> n
 
 
 def _bytes(layer: StoredLayer, columns: slice) -> slice:
-    """Return the bytes of a row that hold the given columns."""
+    """Return the range of bytes within a row that hold the codes of ``columns``."""
     packing = layer.recipe.element.packing
     return slice(columns.start // packing.codes * packing.bytes, columns.stop // packing.codes * packing.bytes)
 
 
 def readings(layer: StoredLayer, shape: tuple[int, int]) -> Iterator[Reading]:
-    """Yield the ways to read a layer whose source has ``shape`` and fits the stored shape; the way without a mishap
-    first.
+    """Yield the ways to read a stored layer that give a matrix of the source's ``shape``, or of its transpose.
+
+    The way without a mishap comes first, if it is possible.
     """
     r, turned = layer.recipe, shape[::-1]
     if layer.shape == shape:
@@ -146,9 +151,11 @@ def readings(layer: StoredLayer, shape: tuple[int, int]) -> Iterator[Reading]:
 
 
 class CodeOrder(NamedTuple):
-    """Restore the order of codes within rows: ``undo`` maps codes (n, K) as read to codes in the order of the elements.
+    """Hold one order that codes may have within rows. ``undo`` maps codes (n, K), as read, to the order of the
+    elements.
 
-    K must be a multiple of ``multiple``. mishap: what is undone, or None.
+    mishap: the mishap that ``undo`` undoes, or None.
+    multiple: K must be a multiple of this.
     """
 
     mishap: str | None
@@ -162,20 +169,23 @@ def _same(codes: np.ndarray) -> np.ndarray:
 
 
 def _swapped(codes: np.ndarray) -> np.ndarray:
-    """Swap each pair of neighbours: the even element was in the high nibble."""
+    """Return the codes with each pair of neighbours exchanged. This undoes packing the even element into the high
+    nibble.
+    """
     return codes.reshape(len(codes), -1, 2)[..., ::-1].reshape(codes.shape)
 
 
 def _from_halves(codes: np.ndarray, half: int, swap: bool) -> np.ndarray:
-    """Undo an order in which elements j and j + half of each 2 * half share a byte; with ``swap``, j in the high
-    nibble.
+    """Return the codes in the order of the elements, if elements j and j + half of each 2 * half elements share a byte.
+
+    swap: True if element j is in the high nibble.
     """
     pairs = (_swapped(codes) if swap else codes).reshape(len(codes), -1, half, 2)
     return pairs.swapaxes(2, 3).reshape(codes.shape)
 
 
 def code_orders(recipe: Recipe, columns: int) -> list[CodeOrder]:
-    """Return the orders that rows of ``columns`` elements can have; the right one first."""
+    """Return the orders that the codes of rows with ``columns`` elements can have. The right order comes first."""
     found = [CodeOrder(None, _same)]
     if recipe.element.packing.codes == 2:
         found.append(CodeOrder("nibbles are swapped", _swapped, 2))
@@ -191,11 +201,11 @@ def code_orders(recipe: Recipe, columns: int) -> list[CodeOrder]:
 
 
 class Scales(NamedTuple):
-    """Hold block scales in linear order, (N, B).
+    """Hold the block scales of a layer in linear order, (N, B).
 
-    mishap: what was undone, or None.
+    mishap: the mishap that was undone to get this order, or None.
     values: the block scales.
-    present: which of them are in the file, as a mask (N, B); None if all are. Some are lost if padding was cut off
+    present: a mask (N, B) of the scales that the file has; None if it has all. Some are lost if padding was cut off
         wrongly.
     """
 
@@ -205,15 +215,16 @@ class Scales(NamedTuple):
 
 
 def scale_orders(stored: np.ndarray, declared: str, shape: tuple[int, int]) -> Iterator[Scales]:
-    """Yield linear block scales of ``shape`` for each order that the stored bytes may be in; the declared order first,
-    if it fits.
+    """Yield the block scales of a layer in linear order, of ``shape``, once for each order that the stored bytes may
+    have.
 
-    They are made one at a time, because all together would take many times the memory of the stored bytes. The orders
-    are:
+    declared: the layout that the container declares. It comes first, if it fits the number of bytes.
+    The results are made one at a time, because all together would take many times the memory of the stored bytes. The
+    orders are:
 
     - linear, and each layout of fp4kit.layouts, whole or with the padding cut off
     - column by column
-    - a layout that was undone although it was not there, or was read as another layout
+    - linear scales from which a reader "undid" a layout that they did not have, or another than the right one
     - rows shuffled for FlashInfer
     """
     for layout in sorted(SCALE_LAYOUTS, key=lambda layout: layout != declared):
@@ -230,9 +241,9 @@ def scale_orders(stored: np.ndarray, declared: str, shape: tuple[int, int]) -> I
 def _in_layout(
     stored: np.ndarray, layout: str, declared: str, shape: tuple[int, int], mishap: str | None
 ) -> Iterator[Scales]:
-    """Yield the scales if they are stored in ``layout``, whole or without the padding.
+    """Yield the scales if the stored bytes may be in ``layout``, whole or with the padding cut off.
 
-    For a linear layout, the array may also have the padding of the declared layout.
+    If ``layout`` is linear, the bytes may also include the padding of the declared layout.
     """
     padded = padded_shape(shape, layout)
     if stored.size == prod(padded):
@@ -252,7 +263,10 @@ def _in_layout(
 
 
 def _read_as_another(stored: np.ndarray, shape: tuple[int, int]) -> Iterator[Scales]:
-    """Yield linear scales that a reader made by undoing a wrong layout; only layouts that need no padding are tried."""
+    """Yield the right scales for each layout that a reader may have mistaken for another one and undone wrongly.
+
+    Only layouts that need no padding are tried.
+    """
     unpadded = [layout for layout in SCALE_LAYOUTS if padded_shape(shape, layout) == shape]
     for read in unpadded[1:]:
         for layout in unpadded:
@@ -262,7 +276,7 @@ def _read_as_another(stored: np.ndarray, shape: tuple[int, int]) -> Iterator[Sca
 
 
 def _shuffled(stored: np.ndarray) -> Iterator[Scales]:
-    """Undo FlashInfer's shuffles of the rows."""
+    """Yield the scales with each of FlashInfer's shuffles of rows undone."""
     for tile, order in _shuffles(len(stored)):
         back = np.empty_like(stored)
         back[order] = stored
@@ -270,7 +284,7 @@ def _shuffled(stored: np.ndarray) -> Iterator[Scales]:
 
 
 def _shuffles(rows: int) -> Iterator[tuple[int, np.ndarray]]:
-    """Yield epilogue tile and row order of each FlashInfer shuffle that is possible with so many rows."""
+    """Yield (epilogue tile, row order) of each FlashInfer shuffle that is possible for this number of rows."""
     for tile, multiple in ((128, 32), (64, 16)):
         if rows and not rows % multiple:
             yield tile, shuffle_rows(rows, tile)
@@ -282,7 +296,7 @@ def _shuffles(rows: int) -> Iterator[tuple[int, np.ndarray]]:
 class CorruptedRows(NamedTuple):
     """Hold an order of rows: stored row i was made from row ``source[i]`` of the source.
 
-    An index of N or more means a row of the other half of a gated pair, counted from N.
+    If the layer is half of a gated pair (gate and up), an index of N or more means row index - N of the other half.
     """
 
     mishap: str | None
@@ -290,7 +304,7 @@ class CorruptedRows(NamedTuple):
 
 
 def _stacks(rows: int) -> Iterator[CorruptedRows]:
-    """Yield the wrong orders of a stack of two halves, gate and up."""
+    """Yield the wrong orders of a matrix that stacks gate and up, each half of the rows."""
     half, pair = np.arange(rows).reshape(2, -1), np.arange(rows).reshape(-1, 2)
     yield CorruptedRows("halves of the rows (gate and up) are exchanged", half[::-1].ravel())
     yield CorruptedRows("halves of the rows (gate and up) are interleaved", half.T.ravel())
@@ -300,7 +314,7 @@ def _stacks(rows: int) -> Iterator[CorruptedRows]:
 
 
 def _rotary(rows: int, heads: int) -> Iterator[CorruptedRows]:
-    """Yield the wrong orders of llama's q and k for so many heads.
+    """Yield the wrong orders that the rows of llama's q and k may have, if they have this number of heads.
 
     A rotary pair is rows i and i + d/2 of a head of d rows (Hugging Face), or two neighbours (GGUF, Meta).
     """
@@ -314,11 +328,12 @@ def _rotary(rows: int, heads: int) -> Iterator[CorruptedRows]:
 
 
 def row_orders(rows: int, heads: Sequence[int] = (), other: bool = False, second: bool = False) -> list[CorruptedRows]:
-    """Return the orders that the rows of a layer may be in, without duplicates; the right one first.
+    """Return the orders that the rows of a layer may have, without duplicates. The right order comes first.
 
+    rows: the number of rows.
     heads: possible numbers of heads, if the layer may be q or k.
-    other: True if the source of the other half of a gated pair is available and has as many rows.
-    second: True if this layer is the second half (up).
+    other: True if the layer is half of a gated pair and the source of the other half is available, with as many rows.
+    second: True if the layer is the second half (up).
     """
     found = [CorruptedRows(None, np.arange(rows)), *(order for count in heads for order in _rotary(rows, count))]
     if other:
@@ -336,7 +351,11 @@ def row_orders(rows: int, heads: Sequence[int] = (), other: bool = False, second
 
 
 def _halves_of_pair(rows: int, second: bool) -> Iterator[CorruptedRows]:
-    """Yield what one half of a pair holds if the stack of both was in a wrong order or was cut in the wrong place."""
+    """Yield the orders of one half of a gated pair that was cut out of a stack of both, in a wrong order or at a wrong
+    place.
+
+    rows: the rows of one half. second: True for the second half (up).
+    """
     for mishap, index in _stacks(2 * rows):
         own = index[rows:] if second else index[:rows]
         name = (
@@ -348,8 +367,9 @@ def _halves_of_pair(rows: int, second: bool) -> Iterator[CorruptedRows]:
 
 
 def name_of_rows(index: np.ndarray) -> str:
-    """Return the name of a row order that was found by search: a rotary order of some number of heads, or "rows are
-    permuted".
+    """Return the name of a row order that was found by search.
+
+    It is a rotary order of some number of heads if the order equals one, else "rows are permuted".
     """
     for heads in range(1, len(index) // 2 + 1):
         matches = (order for order in _rotary(len(index), heads) if np.array_equal(order.source, index))
@@ -362,20 +382,20 @@ def name_of_rows(index: np.ndarray) -> str:
 
 
 def within_ulps(a: Any, b: Any) -> bool:
-    """Return whether float32 scales agree within ULPS steps, or are both NaN."""
+    """Return whether two float32 scales, or arrays of them, differ by at most ULPS ulp. NaN agrees with NaN."""
     a, b = np.broadcast_arrays(np.asarray(a, np.float32), np.asarray(b, np.float32))
     steps = np.abs(a.astype(np.float32).view(np.int32).astype(np.int64) - b.astype(np.float32).view(np.int32))
     return bool((np.where(np.isnan(a) | np.isnan(b), np.isnan(a) & np.isnan(b), steps <= ULPS)).all())
 
 
 def tensor_mishap(stored: Any, right: Any, amax: Any) -> str | None:
-    """Return what is wrong with a stored tensor scale, or None.
+    """Return the name of what is wrong with a stored tensor scale, or None if it is right.
 
     stored: the tensor scale in the file, or None.
-    right: the tensor scale that made the codes, or None if the recipe has none.
+    right: the tensor scale with which the codes were made, or None if the recipe has none.
     amax: the amax that ``right`` was computed from.
-    A difference of 2 ulp is accepted: compressed-tensors stores a divisor, and the reciprocal of a reciprocal is off by
-    as much.
+    A difference of 2 ulp is accepted, because compressed-tensors stores a divisor, and the reciprocal of a reciprocal
+    may be off by as much.
     """
     ones = np.float32(1)
     if right is None or stored is None:
@@ -400,6 +420,6 @@ def tensor_mishap(stored: Any, right: Any, amax: Any) -> str | None:
 
 
 def _shown(scale: Any) -> str:
-    """Return the first value of a scale as text."""
+    """Return the first value of a scale as text, or "none" if it has no values."""
     first = np.asarray(scale).reshape(-1)[:1]
     return f"{first[0]:.9g}" if first.size else "none"

@@ -1,6 +1,7 @@
-"""Explain one stored layer: which recipe and which mishaps give its bytes, or else which hypothesis is nearest.
+"""Explain one stored layer: which recipe made its bytes, and which mishaps changed them; or else what comes nearest.
 
-The words mishap (corruptions.py) and hypothesis (hypotheses.py) are defined there.
+A mishap is a fault between the quantizer and the file (corruptions.py). A hypothesis is a recipe with mishaps that may
+have made a layer (hypotheses.py).
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ from fp4kit.ops.identify_matches import name_of
 from fp4kit.quantized.container import Quantized
 from fp4kit.recipes import Recipe
 
-# If a recipe gives more than this share of the bytes, the other bytes are damaged. If the scales were searched, a
-# recipe gives a share of 0.6 to 0.8.
+# If a recipe gives more than this share of the bytes, the other bytes count as damaged. If block scales were searched,
+# the recipe gives a share of 0.6 to 0.8 only.
 DAMAGED_SHARE = 0.95
 
 
@@ -49,16 +50,17 @@ DAMAGED_SHARE = 0.95
 class Explanation:
     """Say what made the bytes of a layer.
 
-    recipe: the id of the first of ``recipes``; None if nothing gives all bytes.
-    recipes: all recipes that give these bytes.
+    recipe: the first of ``recipes``; None if nothing gives all bytes.
     mishap: what went wrong between quantizer and file, several joined by "; "; None if nothing did.
-    codes_equal, scales_equal: bytes of codes and of block scales that the explanation gives, or else the nearest
-        hypothesis.
-    total: bytes of codes and block scales together.
-    blank: True if all codes and scales are zeros, so that no order of bytes can be told from another.
+    codes_equal, scales_equal: how many bytes of codes and of block scales the explanation gives. If nothing gives all,
+        they are those of the nearest hypothesis.
+    total: the number of bytes of codes and block scales together.
+    sentence: the explanation in words.
+    recipes: all recipes that give these bytes.
+    blank: True if all codes and scales are zeros, so that a wrong order of bytes cannot be told from the right one.
     searched: True if no recipe gives the block scales, but one gives all codes under them.
-    unlike: True if in no known order the codes have the signs of the source. They are probably those of another model.
-    sentence: all this in words.
+    unlike: True if the signs of the codes agree with those of the source in no known order. The layer was then probably
+        made from another model.
     """
 
     recipe: str | None
@@ -74,12 +76,14 @@ class Explanation:
 
     @property
     def explained(self) -> bool:
-        """True if a recipe, with or without a mishap, gives every byte."""
+        """True if a recipe gives every byte, with or without a mishap."""
         return self.recipe is not None
 
 
 def kind(mishap: str) -> str:
-    """Return a mishap without the numbers that are specific to one layer and recipe."""
+    """Return the name of a mishap without the numbers that are specific to one layer and recipe, to compare mishaps of
+    layers.
+    """
     return "; ".join(part.partition(", needs ")[0] for part in mishap.split("; "))
 
 
@@ -97,18 +101,20 @@ def explain(
     """Find the recipe and the mishaps that give every byte of a stored layer.
 
     Every mishap of fp4kit.checkpoint.identify.corruptions is undone, alone and together with mishaps of the other
-    kinds. After these, rows in any order, block scales of other blocks, and blocks in other places are tried.
-    Hypotheses with fewer mishaps come first. The tensor scale may be off by 2 ulp. A source with NaN or infinities is
-    tried as it is, and with them replaced as a conversion with nonfinite="saturate" does.
+    kinds. If none explains the layer, three faults without a name are tried: rows in any order, block scales of other
+    blocks, and blocks in other places. Hypotheses with fewer mishaps come first. The tensor scale may be off by 2 ulp.
+    If the source has NaN or infinities, they are tried as they are, and replaced as a conversion with
+    nonfinite="saturate" does.
 
     Args:
+        layer: the layer as its file stores it.
         x: the source (N, K), float32, float16 or bfloat16.
         other: if the layer is half of a gated pair, the source of the other half.
         second: whether the layer is the second half (up).
         heads: possible numbers of heads, if the rows are those of q or k.
         amaxes: amaxes of groups that may share the layer's tensor scale, besides its own amax.
-        unnamed: whether to search for faults without a name as well: rows, scales and blocks in any order and, on a
-            sample, Hadamard transforms and stochastic rounding.
+        unnamed: whether to search for faults without a name as well. On a sample, these include Hadamard transforms and
+            stochastic rounding.
 
     Returns:
         An Explanation. It has no recipe if the size of the block scales fits no layout.
@@ -139,8 +145,9 @@ _Sources = tuple[np.ndarray, np.ndarray | None]
 
 
 def _saturated(x: np.ndarray, other: np.ndarray | None, amaxes: tuple[float, ...]) -> Iterator[_Sources]:
-    """Yield x and other without NaN and infinities, once per amax that infinities may have become; nothing if x has
-    none.
+    """Yield x and other with NaN and infinities replaced, once per amax that may have replaced infinities.
+
+    Yield nothing if x has no NaN or infinities.
     """
     own, count = amax_and_nonfinite(x)
     if not count:
@@ -151,9 +158,11 @@ def _saturated(x: np.ndarray, other: np.ndarray | None, amaxes: tuple[float, ...
 
 
 def _better_explained(found: Explanation, again: Explanation) -> Explanation:
-    """Return the better of two explanations: of the source as it is, or of the source without NaN and infinities.
+    """Return the better of two explanations of a layer.
 
-    The second wins only if it explains the bytes and needs no mishap that the first does not need.
+    found: explains it from the source as it is. again: from the source with NaN and infinities replaced. ``again`` wins
+        only if it explains the bytes and does not need a mishap where ``found`` needs none. If both are equally good,
+        their recipes are joined.
     """
     if not again.explained or (found.explained and found.mishap is None and again.mishap is not None):
         return found
@@ -175,7 +184,7 @@ def _explain_source(
     amaxes: tuple[float, ...],
     unnamed: bool,
 ) -> Explanation:
-    """Explain a layer from a source as it is (see explain)."""
+    """Explain a layer from one source, whose NaN and infinities are not replaced. For the arguments, see explain."""
     own = own_amax(x)
     pair = () if other is None else (own_amax(other),)
     evidence = LayerEvidence(
@@ -195,23 +204,24 @@ def _explain_source(
 
 
 def _has_scales(layer: StoredLayer, layout: Layout) -> bool:
-    """Return whether the stored block scales fit a layout in some order."""
+    """Return whether the number of stored block scales fits a layout, in at least one order."""
     return next(stored_scales(layer, layout), None) is not None
 
 
 def _scales_that_do_not_fit(layer: StoredLayer, shape: tuple[int, int]) -> str:
-    """Return the text for block scales whose size fits no layout."""
+    """Return the text of the explanation if the number of block scales fits no layout."""
     needed = shape[0], shape[1] // layer.recipe.block_size
     found = layer.block_scale.shape
     return f"block scales have shape {found}; codes of shape {shape} need {needed}, or these in a known layout"
 
 
 def _try_all(evidence: LayerEvidence, layouts: list[Layout], unnamed: bool) -> Explanation:
-    """Try the plain layout (codes read as declared, rows in place), then the other layouts, then orders without a name.
+    """Explain a layer by trying layouts in this order, until one explains it:
 
-    The other layouts are tried if the plain one needs more than one mishap. They are skipped if the codes are right in
-    the plain layout under block scales of no known rule. Orders without a name are tried if ``unnamed`` and nothing
-    else fits.
+    - the plain layout: codes read as declared, rows in place
+    - if that explains nothing or needs several mishaps: the other layouts, unless all codes are right in the plain
+      layout under block scales of no known rule
+    - if nothing fits and ``unnamed``: orders without a name
     """
     trial, plain = SampleVerdict(), layouts[0]
     orders = orders_by_sign(evidence, plain)
@@ -234,12 +244,12 @@ def _try_all(evidence: LayerEvidence, layouts: list[Layout], unnamed: bool) -> E
 
 
 def _explained_under_stored_scales(evidence: LayerEvidence, plain: Layout, trial: SampleVerdict) -> Explanation | None:
-    """Return the explanation that block scales were searched or calibrated, or None.
+    """Return the explanation that block scales were searched or calibrated, or None if it does not apply.
 
-    It applies if a recipe gives all codes under the stored scales. It does not if only a few bytes differ: these are
+    It applies if a recipe gives all codes under the stored scales, unless only a few bytes differ: then these are
     damaged.
     """
-    assert trial.nearest is not None  # there is a recipe of every format
+    assert trial.nearest is not None  # because every format has a recipe to compare with
     found = recipes_under_stored_scales(evidence, plain)
     if not found or count_matches(evidence, trial.nearest, early=False).share > DAMAGED_SHARE:
         return None
@@ -249,7 +259,9 @@ def _explained_under_stored_scales(evidence: LayerEvidence, plain: Layout, trial
 
 
 def _permuted(evidence: LayerEvidence, plain: Layout, trial: SampleVerdict) -> Explanation | None:
-    """Return the explanation that rows, block scales or blocks are in an order without a name, or None."""
+    """Return the explanation that rows, block scales or blocks are in an order without a name, or None if it does not
+    apply.
+    """
     if not plain.reading.mishap:
         for layout, order in permuted_rows(evidence, plain):
             more = SampleVerdict()
@@ -268,15 +280,15 @@ def _permuted(evidence: LayerEvidence, plain: Layout, trial: SampleVerdict) -> E
 
 
 def _all_bytes(evidence: LayerEvidence) -> MatchCount:
-    """Return the count of a layer all of whose bytes match."""
+    """Return the MatchCount of a layer all of whose bytes match."""
     scales = evidence.x.size // evidence.layer.recipe.block_size
     return MatchCount(evidence.layer.codes.size, scales, evidence.layer.codes.size + scales)
 
 
 def _explained(hypotheses: list[Hypothesis], tally: MatchCount, blank: bool = False) -> Explanation:
-    """Return the Explanation for hypotheses that give every byte and have equally many mishaps.
+    """Return the Explanation made of hypotheses that give every byte. All of them have equally many mishaps.
 
-    The mishaps of the first hypothesis are reported, and all recipes that explain the layer with these mishaps.
+    It reports the mishaps of the first hypothesis, and all recipes that explain the layer with mishaps of this kind.
     """
     by_kind = {kind("; ".join(hypothesis.mishaps)): hypothesis.mishaps for hypothesis in reversed(hypotheses)}
     mishaps = tuple(by_kind.values())[::-1]
@@ -290,8 +302,9 @@ def _explained(hypotheses: list[Hypothesis], tally: MatchCount, blank: bool = Fa
 
 
 def _zeros(layer: StoredLayer) -> Explanation:
-    """Return the Explanation for a source of zeros, from which every recipe makes zeros; converters write a tensor
-    scale of 1.
+    """Return the Explanation for a layer of zeros whose source is zeros. Every recipe explains it.
+
+    The tensor scale is not looked at, because converters write 1 and recipes give other numbers.
     """
     recipes = tuple(name_of(r) for r in candidates_of(layer.recipe))
     codes, scales = layer.codes.size, layer.block_scale.size
@@ -299,12 +312,12 @@ def _zeros(layer: StoredLayer) -> Explanation:
 
 
 def _nearest(evidence: LayerEvidence, plain: Layout, trial: SampleVerdict, unnamed: bool) -> Explanation:
-    """Return the Explanation if nothing gives all bytes.
+    """Return the Explanation if nothing gives all bytes. It says what comes nearest.
 
-    It names a random variation (see _variation) or else the hypothesis that fits the sample best, counted on the whole
-    layer.
+    This is a Hadamard transform or stochastic rounding if a sample shows one. Otherwise it is the hypothesis that fits
+    the sample best, with its share of the layer's bytes.
     """
-    assert trial.nearest is not None  # there is a recipe of every format
+    assert trial.nearest is not None  # because every format has a recipe to compare with
     tally = count_matches(evidence, trial.nearest, early=False)
     share = min(100 * tally.share, 99.99)
     mishaps = "; ".join(trial.nearest.mishaps)
@@ -313,14 +326,16 @@ def _nearest(evidence: LayerEvidence, plain: Layout, trial: SampleVerdict, unnam
 
 
 def _unexplained(text: str, tally: MatchCount) -> Explanation:
-    """Return an Explanation without a recipe."""
+    """Return an Explanation without a recipe, whose sentence ends with ``text``."""
     sentence = f"nothing explains these bytes: {text}"
     return Explanation(None, None, tally.codes, tally.scales, tally.total, sentence)
 
 
 def _variation(evidence: LayerEvidence, plain: Layout) -> str | None:
-    """Return the verdict of fp4kit.identify on a sample if a Hadamard transform or stochastic rounding explains it, or
-    None.
+    """Return the verdict of fp4kit.identify if a Hadamard transform or stochastic rounding explains a sample of the
+    layer.
+
+    Return None if neither does.
     """
     layer, r = evidence.layer, evidence.layer.recipe
     if plain.mishaps or layer.scale_layout != "linear" or layer.block_scale.size * r.block_size != evidence.x.size:
@@ -336,7 +351,9 @@ def _variation(evidence: LayerEvidence, plain: Layout) -> str | None:
 def _sampled(
     layer: StoredLayer, r: Recipe, plain: Layout, rows: np.ndarray, columns: slice, dtype: np.dtype
 ) -> Quantized | None:
-    """Return a part of a layer as a Quantized, as it is declared; None if its tensor scale cannot be used."""
+    """Return some rows and columns of a layer, read as declared, as a Quantized. Return None if its tensor scale cannot
+    be used.
+    """
     scale = layer.tensor_scale
     usable = scale is None or (np.ndim(scale) == 0 and 0 < scale < np.inf)
     if not usable or (r.tensor_scaling == "tensor") != (scale is not None):

@@ -1,8 +1,9 @@
 """Compare hypotheses about a stored layer with its bytes.
 
 A hypothesis says which recipe made the layer from its source, and what went wrong afterwards. It consists of a way to
-read the codes, an order of rows, an order of codes in their bytes, an order of block scales, a recipe and an amax. The
-parts that it predicts are compared with the stored ones in chunks of rows.
+read the codes, an order of rows, an order of codes in their bytes, an order of block scales, a recipe and an amax. From
+these follow the codes, block scales and tensor scale that the file should have, which are compared with the stored ones
+in chunks of rows.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from fp4kit.ops.quantize import quantize
 from fp4kit.recipes import Recipe
 from fp4kit.reference.tensor_rules import tensor_scale
 
-RecipeWithAmax = tuple[Recipe, np.ndarray | None]  # a recipe, and the tensor amax that it is given
+RecipeWithAmax = tuple[Recipe, np.ndarray | None]  # a recipe, and the tensor amax to quantize with, or None
 CHUNK = 1 << 20  # elements of a layer that are compared at a time
 # An amax implied by a tensor scale is tried if its ratio to the layer's own amax lies in this range. In layers that
 # share a scale the ratio is up to about 10.
@@ -31,11 +32,12 @@ AMAX_RATIO_RANGE = (2.0**-6, 2.0**10)
 
 @dataclass(frozen=True, eq=False)
 class LayerEvidence:
-    """Hold a stored layer and what is known of it.
+    """Hold a stored layer, its source, and what else helps to explain the layer.
 
     x: the source (N, K).
-    other: the source of the other half of a gated pair, or None; second: True if the layer is the second half.
-    heads: possible numbers of heads.
+    other: if the layer is half of a gated pair (gate and up), the source of the other half, else None.
+    second: True if the layer is the second half.
+    heads: possible numbers of attention heads.
     amaxes: candidate tensor amaxes; the layer's own amax comes first.
     """
 
@@ -47,8 +49,10 @@ class LayerEvidence:
     amaxes: tuple[np.float32, ...] = ()
 
     def values(self, index: np.ndarray, columns: slice, turned: bool) -> np.ndarray:
-        """Return rows of the source; an index of N or more means a row of the other half. If ``turned``, return columns
-        as rows.
+        """Return the rows ``index`` of the source, restricted to ``columns``.
+
+        An index of N or more means row index - N of the other half of the pair. If ``turned``, rows and columns of the
+        source are exchanged.
         """
         if turned:
             return np.ascontiguousarray(self.x[columns][:, index].T)
@@ -62,10 +66,11 @@ class LayerEvidence:
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """Say how codes are read, and which source row each stored row was made from.
+    """Say how the codes of a layer are read, and from which source row each stored row was made.
 
     shape: the shape of the layer that is read.
-    moved_after_quantizing: True if rows were moved after they were quantized, False if before.
+    moved_after_quantizing: True if rows were moved after they were quantized, False if before. It matters if blocks
+        span several rows.
     """
 
     reading: Reading
@@ -75,16 +80,18 @@ class Layout:
 
     @property
     def mishaps(self) -> tuple[str, ...]:
-        """The mishaps of the reading and of the order of rows."""
+        """The mishaps that the reading and the order of rows correct; empty if there are none."""
         return tuple(filter(None, (self.reading.mishap, self.rows.mishap)))
 
 
 @dataclass(frozen=True, eq=False)
 class Hypothesis:
-    """Hold one hypothesis about a layer.
+    """Hold one hypothesis about how a stored layer was made.
 
+    layout: the way to read the codes, and the order of rows.
     codes: the order of codes in their bytes.
-    scales: the position of the order of block scales among corruptions.scale_orders.
+    scales: the position of the order of block scales among those that corruptions.scale_orders yields.
+    recipe, amax: the recipe, and the tensor amax that it was given, or None.
     scale_mishap, tensor: what is wrong with the block scales and with the tensor scale, or None.
     """
 
@@ -98,7 +105,7 @@ class Hypothesis:
 
     @property
     def mishaps(self) -> tuple[str, ...]:
-        """The mishaps of this hypothesis, in the order in which they are undone."""
+        """The mishaps of this hypothesis, in the order in which they are undone; empty if nothing went wrong."""
         return (*self.layout.mishaps, *filter(None, (self.codes.mishap, self.scale_mishap, self.tensor)))
 
     @property
@@ -109,9 +116,11 @@ class Hypothesis:
 
 @dataclass
 class MatchCount:
-    """Count the bytes that a hypothesis predicts: of codes, of block scales, and the total of both.
+    """Count the stored bytes of a layer that a hypothesis predicts.
 
-    tensor: True if the tensor scales are as the hypothesis says.
+    codes, scales: the number of bytes of codes and of block scales that are as predicted.
+    total: the number of bytes of codes and block scales that were compared.
+    tensor: True if the tensor scales are as predicted.
     """
 
     codes: int = 0
@@ -121,12 +130,12 @@ class MatchCount:
 
     @property
     def all_bytes(self) -> bool:
-        """True if every byte is predicted."""
+        """True if every byte that was compared is as predicted."""
         return self.codes + self.scales == self.total
 
     @property
     def share(self) -> float:
-        """The share of bytes that are predicted."""
+        """The share of bytes that are as predicted, from 0 to 1."""
         return (self.codes + self.scales) / max(self.total, 1)
 
 
@@ -136,7 +145,9 @@ class MatchCount:
 def expected_parts(
     evidence: LayerEvidence, layout: Layout, rows: np.ndarray, columns: slice, recipe_amax: RecipeWithAmax
 ) -> tuple:
-    """Return codes (n, K), block scales (n, B) and tensor scale that a recipe gives for some stored rows."""
+    """Quantize the source of some stored rows, and return the codes (n, K), block scales (n, B) and tensor scale that
+    they should have.
+    """
     r, amax = recipe_amax
     index = layout.rows.source[rows]
     wanted = _whole_blocks(index, r.block_rows, len(evidence.x)) if layout.moved_after_quantizing else index
@@ -153,8 +164,9 @@ def expected_parts(
 
 
 def _whole_blocks(index: np.ndarray, height: int, rows: int) -> np.ndarray:
-    """Return the source rows of all blocks that contain some of the rows, ascending; each half of a pair has its own
-    blocks.
+    """Return the source rows, in ascending order, of all blocks that contain some of the rows ``index``.
+
+    height: the rows of a block. rows: the rows of a half of a gated pair; each half has its own blocks.
     """
     start = index // rows * rows + index % rows // height * height
     every = (np.unique(start)[:, None] + np.arange(height)).ravel()
@@ -162,7 +174,7 @@ def _whole_blocks(index: np.ndarray, height: int, rows: int) -> np.ndarray:
 
 
 def row_amaxes(evidence: LayerEvidence, layout: Layout, index: np.ndarray) -> np.ndarray:
-    """Return the largest magnitude of each whole source row, ignoring NaN: float32 (n,)."""
+    """Return the largest magnitude of each of the source rows ``index``, ignoring NaN, as float32 (n,)."""
     found = np.zeros(len(index), np.float32)
     step = max(CHUNK // max(layout.shape[1], 1), 1)
     for start in range(0, len(index), step):
@@ -172,7 +184,7 @@ def row_amaxes(evidence: LayerEvidence, layout: Layout, index: np.ndarray) -> np
 
 
 def _largest(values: np.ndarray, axis: int | None = None) -> np.ndarray:
-    """Return the largest magnitude, ignoring NaN, computed in the array's own dtype, in which magnitudes are exact."""
+    """Return the largest magnitude of an array along an axis, ignoring NaN, as float32. An empty array gives 0."""
     return np.asarray(np.fmax.reduce(np.abs(values), axis=axis, initial=0), np.float32)
 
 
@@ -183,14 +195,14 @@ def own_amax(x: np.ndarray) -> np.float32:
 
 
 def amaxes(evidence: LayerEvidence, r: Recipe) -> Sequence[np.ndarray | None]:
-    """Return the amaxes that a recipe may have been given, or [None] if it uses none.
+    """Return the tensor amaxes with which a recipe may have made the layer, or [None] if the recipe uses none.
 
-    These are the candidates that give the stored tensor scale. If none does, they are all candidates and those that the
-    stored scale implies.
+    These are the candidates that give the stored tensor scale. If none does, they are all candidates, and the amaxes
+    that follow from the stored scale.
     """
     if r.tensor_rule is None or r.tensor_scaling != "tensor":
         return [None]
-    # An amax of 0 is a candidate only if the layer itself is zero, because a group is not zero if a member is not.
+    # A group's amax is at least that of each layer in it, so 0 is a candidate only if the layer's own amax is 0.
     own = evidence.amaxes[0]
     candidates = [np.asarray(a) for a in evidence.amaxes if a != 0 or own == 0]
     stored, dtype = evidence.layer.tensor_scale, evidence.x.dtype
@@ -202,8 +214,9 @@ def amaxes(evidence: LayerEvidence, r: Recipe) -> Sequence[np.ndarray | None]:
 
 
 def _implied(stored: np.ndarray, own: np.ndarray, r: Recipe, dtype: np.dtype) -> Iterator[np.ndarray]:
-    """Yield the amaxes implied by the stored scale, by its reciprocal, and the scale itself, if they lie in
-    AMAX_RATIO_RANGE.
+    """Yield the amaxes that follow from the stored tensor scale, from its reciprocal, and the scale itself as an amax.
+
+    Only those are yielded whose ratio to the layer's own amax lies in AMAX_RATIO_RANGE.
     """
     scale = np.asarray(stored).reshape(-1)[0]
     if not (np.asarray(stored) == scale).all() or not 0 < scale < np.inf:
@@ -214,7 +227,10 @@ def _implied(stored: np.ndarray, own: np.ndarray, r: Recipe, dtype: np.dtype) ->
 
 
 def stored_scales(layer: StoredLayer, layout: Layout) -> Iterator[corruptions.Scales]:
-    """Yield the block scales of a layer in one order after another (corruptions.scale_orders)."""
+    """Yield the block scales of a layer in linear order, once for each order that the stored ones may have.
+
+    The orders are those of corruptions.scale_orders.
+    """
     shape = layout.shape[0], layout.shape[1] // layer.recipe.block_size
     return corruptions.scale_orders(layer.block_scale, layer.scale_layout, shape)
 
@@ -222,7 +238,10 @@ def stored_scales(layer: StoredLayer, layout: Layout) -> Iterator[corruptions.Sc
 def tensor_mishap(
     evidence: LayerEvidence, scale: np.ndarray | None, recipe_amax: RecipeWithAmax, rows: np.ndarray
 ) -> str | None:
-    """Return what is wrong with the stored tensor scale of some rows, or None."""
+    """Return the name of what is wrong with the stored tensor scale of some rows, or None if it is right.
+
+    scale: the tensor scale that the recipe gives.
+    """
     stored = evidence.layer.tensor_scale
     part = stored if stored is None or not np.ndim(stored) else stored[rows]
     return corruptions.tensor_mishap(part, scale, recipe_amax[1])
@@ -232,10 +251,10 @@ def tensor_mishap(
 
 
 def tensor_agrees(evidence: LayerEvidence, hypothesis: Hypothesis, scale: np.ndarray | None, rows: np.ndarray) -> bool:
-    """Return whether the tensor scale of some rows agrees with the hypothesis.
+    """Return whether the stored tensor scale of some rows is as a hypothesis says.
 
-    A hypothesis that reports a wrong tensor scale agrees with any. One that reports none was only checked on the
-    sample.
+    scale: the tensor scale that the recipe gives. A hypothesis that the tensor scale is wrong agrees with any. Another
+        one was checked only on the sample, so it is checked here.
     """
     return (
         hypothesis.tensor is not None
@@ -244,7 +263,7 @@ def tensor_agrees(evidence: LayerEvidence, hypothesis: Hypothesis, scale: np.nda
 
 
 def chunks(layout: Layout, r: Recipe) -> Iterator[np.ndarray]:
-    """Yield the stored rows of a layer in order, in whole blocks of rows."""
+    """Yield the numbers of the stored rows in order, in chunks that consist of whole blocks of rows."""
     height = lcm(32, r.block_rows)
     size = CHUNK // (r.block_rows if layout.moved_after_quantizing else 1)
     step = max(size // max(layout.shape[1], 1) // height, 1) * height
@@ -253,7 +272,7 @@ def chunks(layout: Layout, r: Recipe) -> Iterator[np.ndarray]:
 
 
 def bytes_equal(a: np.ndarray, b: np.ndarray, r: Recipe) -> tuple[int, int]:
-    """Return how many bytes of codes agree, and how many there are."""
+    """Return how many bytes hold equal codes in a and b, and the number of bytes."""
     same = a == b
     if r.element.packing.codes == 2:
         same = same.reshape(len(same), -1, 2).all(-1)
@@ -261,7 +280,10 @@ def bytes_equal(a: np.ndarray, b: np.ndarray, r: Recipe) -> tuple[int, int]:
 
 
 def count_matches(evidence: LayerEvidence, hypothesis: Hypothesis, early: bool) -> MatchCount:
-    """Count the bytes of the layer that a hypothesis predicts. early: stop after the first chunk that differs."""
+    """Count the bytes of the layer that a hypothesis predicts.
+
+    early: True to stop after the first chunk of rows that differs.
+    """
     layout, r = hypothesis.layout, hypothesis.recipe
     everywhere = slice(0, layout.shape[1])
     _, values, present = next(islice(stored_scales(evidence.layer, layout), hypothesis.scales, None))

@@ -1,6 +1,7 @@
 """Say which recipe made the layers of a checkpoint: one verdict per layer, and one for the checkpoint.
 
-This module works on arrays (LayerPair); match_layers.py reads them from files. A mishap is defined in corruptions.py.
+This module works on arrays (LayerPair); match_layers.py reads them from files. A mishap is a fault that happened to a
+layer's bytes after the recipe had made them; corruptions.py lists them.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from fp4kit.checkpoint.identify.corruptions import StoredLayer
 from fp4kit.checkpoint.identify.diagnose import Explanation, explain, kind
 from fp4kit.ops.identify import either
 
-MAX_FAILURES = 4  # after so many unexplained layers in a row, faults without a name are no longer searched
+MAX_FAILURES = 4  # after this many unexplained layers in a row, only faults with a name are tried
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,7 +28,7 @@ class LayerPair:
     source: (N, K), float32, float16 or bfloat16; a view of a file is allowed.
     other: the source of the other half of a gated pair (gate_proj and up_proj, w1 and w3); None for other layers.
     second: whether this layer is the second half.
-    heads: possible numbers of heads, of queries or of keys, if the rows are those of q or k.
+    heads: possible numbers of query or key heads, if the rows are those of q or k; else empty.
     amaxes: amaxes of the groups of layers that may share the layer's tensor scale. Its own amax may be left out.
     """
 
@@ -42,21 +43,21 @@ class LayerPair:
 
 @dataclass(frozen=True)
 class LayerVerdict:
-    """Hold a layer's name, and what explains it."""
+    """Hold the name of a layer and its explanation."""
 
     name: str
     explanation: Explanation
 
     def fits(self, recipes: tuple[str, ...], mishap: str | None) -> bool:
-        """Return whether one of ``recipes`` explains the layer with ``mishap``.
+        """Return whether one of ``recipes`` explains the layer with ``mishap`` (None: without one).
 
-        An all-zero layer fits any mishap, because no order of its bytes can be told from another.
+        An all-zero layer fits any mishap, because a wrong order of its bytes cannot be told from the right one.
         """
         return bool({*recipes} & {*self.explanation.recipes}) and (self.explanation.blank or _kind(self) == mishap)
 
 
 def _kind(layer: LayerVerdict) -> str | None:
-    """Return the kind of the layer's mishap, or None."""
+    """Return the layer's mishap without the numbers that are specific to the layer, or None if it has no mishap."""
     return layer.explanation.mishap and kind(layer.explanation.mishap)
 
 
@@ -65,9 +66,8 @@ class CheckpointVerdict:
     """Say what made the layers of a checkpoint.
 
     recipes: the recipes that explain the most layers; empty if no layer is explained.
-    mishap: the mishap that most explained layers share, in words; None if most have none.
+    mishap: the mishap that most explained layers have; None if most have none.
     layers: the verdicts on all layers, in their order.
-    exceptions: the layers that another recipe or mishap explains, or nothing.
     """
 
     recipes: tuple[str, ...]
@@ -76,17 +76,17 @@ class CheckpointVerdict:
 
     @property
     def recipe(self) -> str | None:
-        """The first of ``recipes``, or None."""
+        """The first of ``recipes``, or None if there are none."""
         return self.recipes[0] if self.recipes else None
 
     @property
     def exceptions(self) -> tuple[LayerVerdict, ...]:
-        """The layers that do not fit the recipes and the mishap of the verdict."""
+        """The layers that are not explained by ``recipes`` with ``mishap``, but by something else or by nothing."""
         return tuple(layer for layer in self.layers if not layer.fits(self.recipes, self.mishap))
 
     @property
     def sentence(self) -> str:
-        """The verdict on the checkpoint, in words."""
+        """The verdict on the checkpoint in one sentence, such as "nvfp4-te made 12 layers"."""
         if not self.layers:
             return "there are no quantized layers"
         if not self.recipes:
@@ -98,7 +98,7 @@ class CheckpointVerdict:
 
     @property
     def hint(self) -> str | None:
-        """The advice if the source is probably another model: no layer has the signs of its source. None otherwise.
+        """Advice to give another source, if no layer has the signs of its source; None otherwise.
 
         All-zero layers are not considered.
         """
@@ -108,7 +108,7 @@ class CheckpointVerdict:
         return "nothing matches: no layer has the signs of its source; give the model that this was made from"
 
     def _without_recipe(self) -> str:
-        """Return the sentence if no recipe explains any layer."""
+        """Return the sentence for a checkpoint of which no recipe explains a layer."""
         searched, total = sum(layer.explanation.searched for layer in self.layers), len(self.layers)
         if not searched:
             return f"nothing explains any of {_layers(total)}"
@@ -126,7 +126,7 @@ class CheckpointVerdict:
 
 
 def _layers(count: int) -> str:
-    """Return a number of layers in words."""
+    """Return a number of layers as text, such as "1 layer" or "12 layers"."""
     return f"{count:,} layer{'s' * (count != 1)}"
 
 
@@ -151,7 +151,7 @@ def identify_layers(layers: Iterable[LayerPair]) -> CheckpointVerdict:
 
 
 def _verdicts(layers: Iterable[LayerPair]) -> Iterator[LayerVerdict]:
-    """Yield the verdict on each layer."""
+    """Yield the verdict on each layer. Faults without a name are not searched after MAX_FAILURES failures in a row."""
     failed = 0
     for layer in layers:
         found = _explained(layer, unnamed=failed < MAX_FAILURES)
@@ -161,7 +161,11 @@ def _verdicts(layers: Iterable[LayerPair]) -> Iterator[LayerVerdict]:
 
 
 def _explained(layer: LayerPair, unnamed: bool) -> Explanation:
-    """Explain one layer; if faults without a name were not searched, the sentence says so."""
+    """Explain one layer.
+
+    unnamed: whether to search for faults without a name. If they were not searched and nothing else explains the layer,
+        the sentence says so.
+    """
     found = explain(
         layer.parts,
         layer.source,

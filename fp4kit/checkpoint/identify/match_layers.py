@@ -1,6 +1,4 @@
-"""Match the layers of a checkpoint with those of the model that it was made from: by name, for any pair of
-containers.
-"""
+"""Match the layers of a checkpoint by name with those of the model that it was made from, whatever their containers."""
 
 from __future__ import annotations
 
@@ -33,20 +31,22 @@ _HEADS = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
 
 @dataclass(frozen=True)
 class Origin:
-    """Name the rows of the source that a layer was made from: rows [span) of matrix ``expert`` of a weight."""
+    """Name the rows of a source that a layer was made from: rows span[0] to span[1] of matrix ``expert`` of
+    ``weight``.
+    """
 
     weight: Weight
     expert: int
     span: tuple[int, int]
 
     def values(self, readers: Readers) -> np.ndarray:
-        """Return all of the rows; unquantized weights keep their dtype."""
+        """Read the rows and return their values. Quantized ones are decoded; unquantized ones keep their dtype."""
         parts = [values_of(self.weight, slab) for slab in slabs(readers, self.weight, self.expert, self.span)]
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     @property
     def shape(self) -> tuple[int, int]:
-        """The number of rows and columns."""
+        """The shape (rows, columns) of the values."""
         return self.span[1] - self.span[0], self.weight.shape[-1]
 
     @property
@@ -55,22 +55,23 @@ class Origin:
         return tuple(part.entry.name for part in self.weight.parts.values())
 
     def slab(self, readers: Readers, rows: slice) -> Slab:
-        """Return some of the rows as one slab."""
+        """Read some of the rows, counted from the first row of the span, as one slab."""
         first = self.span[0]
         return next(
             slabs(readers, self.weight, self.expert, (first + rows.start, first + rows.stop), max_bytes=1 << 40)
         )
 
     def amax(self, readers: Readers) -> float:
-        """Return the amax of the rows, computed slab by slab."""
+        """Return the amax of the rows, which are read slab by slab."""
         found = slabs(readers, self.weight, self.expert, self.span)
         return max(float(amax_and_nonfinite(values_of(self.weight, slab))[0]) for slab in found)
 
 
 def origins(model: Source | Checkpoint, form: Container) -> dict[tuple[str, int], Origin]:
-    """Return (layer, expert) -> the rows that it comes from, for all weights of a model.
+    """Return (layer, expert) -> the rows of the model that this layer is made from, for all weights of a model.
 
-    Layers are named as the container ``form`` names them; a single layer has expert 0.
+    Layers are named as the container ``form`` names them. The expert is 0 unless the container stores stacks of
+    experts.
     """
     found: dict[tuple[str, int], Origin] = {}
     config = model.config or {}
@@ -86,12 +87,15 @@ def identify_checkpoint(
 ) -> CheckpointVerdict:
     """Say which recipe made each quantized layer of a checkpoint, given the model that it was made from.
 
+    Layers are read one at a time. A layer without a counterpart of its name in the source is left out.
+
     Args:
         destination: model directory or GGUF file, in any known container.
         source: the model with the original weights.
         progress: called with the number of bytes of stored layers read since the last call.
 
-    Layers are read one at a time. A layer without a counterpart of its name in the source is left out.
+    Returns:
+        A CheckpointVerdict.
 
     Raises:
         CheckpointError: nothing is quantized, or no layer has a counterpart.
@@ -120,7 +124,11 @@ def _has_blocks(weight: Weight) -> bool:
 
 
 class _Pairs:
-    """Iterate over the pairs of a checkpoint and its source, as functions that read a pair when they are called."""
+    """Iterate over the quantized layers that have a counterpart in the source.
+
+    Each item is a function without arguments. It reads the layer and its source when it is called, so that only one
+    pair is in memory.
+    """
 
     def __init__(
         self, config: Mapping[str, Any], weights: list[Weight], source: Source, readers: Readers, tick: Progress
@@ -137,7 +145,11 @@ class _Pairs:
                 self.members[self.groups[weight.name]].append(origin)
 
     def _origin(self, weight: Weight, expert: int, name: str | None = None) -> Origin | None:
-        """Return the rows that an expert of a weight comes from, or None; ``name`` replaces the weight's own name."""
+        """Return the rows of the source from which an expert of a weight was made, or None if the source has no such
+        rows.
+
+        name: the layer to look up instead of the weight's own.
+        """
         assert weight.container is not None
         return self.origins[weight.container].get((name or weight.name, expert))
 
@@ -149,7 +161,7 @@ class _Pairs:
                     yield lambda w=weight, e=expert, o=origin: self._pair(w, e, o)  # type: ignore[misc]
 
     def _pair(self, weight: Weight, expert: int, origin: Origin) -> LayerPair:
-        """Read one layer and its source."""
+        """Read one layer, its source, and what else is needed to explain it."""
         parent, leaf = fused_layers.split_module(weight.name)
         partner = (
             self._origin(weight, expert, fused_layers.join_module(parent, _HALVES[leaf])) if leaf in _HALVES else None
@@ -164,14 +176,19 @@ class _Pairs:
         )
 
     def _heads(self, leaf: str) -> tuple[int, ...]:
-        """Return the numbers of heads that the configs give for a layer with this last name part."""
+        """Return the numbers of heads that the configs give for a layer, by the last part of its name; empty if it is
+        not q or k.
+        """
         text = self.config.get("text_config")
         sections = (self.config, text if isinstance(text, dict) else {})
         counts = {section.get(_HEADS.get(leaf, "")) for section in sections}
         return tuple(sorted(count for count in counts if isinstance(count, int) and count > 0))
 
     def _amaxes(self, name: str) -> tuple[float, ...]:
-        """Return the amax of the group that shares a tensor scale with the layer; empty if there is no group."""
+        """Return the largest amax of the layers that share a tensor scale with the layer, as a tuple of one number.
+
+        Return an empty tuple if it shares its tensor scale with no other layer.
+        """
         group = self.groups.get(name)
         if group is None:
             return ()
@@ -181,7 +198,7 @@ class _Pairs:
 
 
 def _stored(weight: Weight, expert: int, readers: Readers) -> StoredLayer:
-    """Read the parts of a layer as its file stores them."""
+    """Read one layer of a weight, and return it as its file stores it."""
     form = weight.container
     assert form is not None
     if form.in_blocks:
@@ -199,10 +216,10 @@ def _stored(weight: Weight, expert: int, readers: Readers) -> StoredLayer:
 
 
 def _share(readers: Readers, part: Located, weight: Weight, expert: int) -> np.ndarray:
-    """Return the part of a tensor that belongs to one expert of a stack.
+    """Read the part of a tensor that belongs to one expert of a stack.
 
-    That is its matrix if the first axis counts the experts, else its equal share of the bytes. A tensor that cannot be
-    divided evenly, or belongs to a single layer, is returned whole.
+    This is the expert's matrix if the first axis counts the experts, else an equal share of the bytes. A tensor that
+    cannot be divided evenly, or belongs to a single layer, is returned whole.
     """
     experts, shape = weight.experts, part.entry.shape
     if len(weight.shape) == 3 and len(shape) > 1 and shape[0] == experts:
@@ -212,5 +229,5 @@ def _share(readers: Readers, part: Located, weight: Weight, expert: int) -> np.n
 
 
 def _any_recipe(form: Container) -> Recipe:
-    """Return some recipe of a container's format."""
+    """Return some recipe whose format the container stores. It stands for the format only."""
     return next(recipe for recipe in RECIPES.values() if form.stores(recipe))

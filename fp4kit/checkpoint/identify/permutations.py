@@ -1,6 +1,7 @@
 """Search for orders that have no name: rows in any order, block scales of other blocks, whole blocks in other places.
 
-Rows find their source by signs, which do not depend on the recipe. Blocks are matched by a hash of codes and scale.
+The source row of a stored row is found by the signs of its codes, which do not depend on the recipe. Blocks are matched
+by a hash of codes and scale.
 """
 
 from __future__ import annotations
@@ -27,18 +28,18 @@ from fp4kit.ops.identify import candidates_of
 
 MAX_ROWS = 1 << 15  # layers with more rows are not searched, because all pairs of rows are compared
 MAX_BLOCKS = 1 << 18  # in layers with more blocks, blocks are searched within their rows only
-SIGN_COLUMNS = 256  # rows are told apart by the signs of so many columns
-ROWS_PER_STEP = 64  # rows that are searched at a time
-FIRST_PROBES = 8  # rows that are searched first: if the model is another one, hardly any is found
-SIGNED_ZERO_WEIGHT = np.float32(2.0**-6)  # weight of a signed zero relative to other codes
+SIGN_COLUMNS = 256  # number of columns by whose signs rows are told apart
+ROWS_PER_STEP = 64  # number of rows whose source rows are searched at a time
+FIRST_PROBES = 8  # number of rows to try first: if the source is another model, this fails at once
+SIGNED_ZERO_WEIGHT = np.float32(2.0**-6)  # value that stands for a signed zero, so that its sign counts a little
 
 # ---- rows
 
 
 def permuted_rows(evidence: LayerEvidence, plain: Layout) -> Iterator[tuple[Layout, CodeOrder]]:
-    """Yield layouts in which every stored row has the signs of a source row, and their code order.
+    """Yield (layout, order of codes) for which every stored row has the signs of another row of the source.
 
-    The source row may be any row of the source, or of the other half of the pair.
+    The source row may be any row of the source, or of the other half of a gated pair.
     """
     rows, height = plain.shape
     pair = evidence.other is not None and evidence.other.shape == evidence.x.shape
@@ -63,16 +64,18 @@ def permuted_rows(evidence: LayerEvidence, plain: Layout) -> Iterator[tuple[Layo
 def _nearest_sources(
     evidence: LayerEvidence, plain: Layout, order: CodeOrder, rows: np.ndarray, values: np.ndarray
 ) -> np.ndarray:
-    """Return for each stored row the nearest source row among those with its signs.
+    """Return for each stored row the number of the source row that is most like it, among those with its signs.
 
-    -1 means that no source row has its signs. -2 - row means that all its codes are zero, and ``row`` is the nearest.
+    The result is -1 for a row whose signs no source row has. For a row whose codes are all zero it is -2 - n, with n
+    the nearest source row.
     """
     element, columns = evidence.layer.recipe.element, slice(0, values.shape[1])
     codes = order.undo(plain.reading.read(evidence.layer, rows, columns))
     decoded = np.nan_to_num(element.values[codes], posinf=0, neginf=0)
     signs = np.sign(decoded)
     decoded += np.copysign(SIGNED_ZERO_WEIGHT, decoded)
-    agree = signs @ np.where(np.signbit(values), np.float32(-1), np.float32(1)).T  # twice the agreements, less all
+    # signs that agree minus signs that differ
+    agree = signs @ np.where(np.signbit(values), np.float32(-1), np.float32(1)).T
     size = np.count_nonzero(signs, axis=1)
     likeness = decoded @ (values / np.maximum(np.linalg.norm(values, axis=1, keepdims=True), FLT_MIN)).T
     best = np.where(agree >= (2 * SIGNS_AGREE - 1) * size[:, None], likeness, -np.inf)
@@ -83,7 +86,8 @@ def _nearest_sources(
 def _assign_zero_rows(index: np.ndarray, rows: int) -> np.ndarray | None:
     """Assign to each all-zero row the nearest source row that is not yet used, or else any unused row.
 
-    Return the complete index, or None if a row found no source or two rows found the same one.
+    index: the result of _nearest_sources. Return the complete index, or None if a row found no source row or two rows
+        found the same one.
     """
     assigned = index[index >= 0]
     if (index == -1).any() or len(np.unique(assigned)) != len(assigned):
@@ -102,9 +106,9 @@ def _assign_zero_rows(index: np.ndarray, rows: int) -> np.ndarray | None:
 
 
 def permuted_scales(evidence: LayerEvidence, hypothesis: Hypothesis) -> str | None:
-    """Return a mishap if the block scales are those of the hypothesis in other places, or None.
+    """Return the name of the mishap if the block scales are those of the hypothesis, but in other places, else None.
 
-    All codes must match the hypothesis.
+    All codes and the tensor scale must be as the hypothesis says.
     """
     layout, everywhere = hypothesis.layout, slice(0, hypothesis.layout.shape[1])
     stored = _linear_scales(evidence, layout)
@@ -124,7 +128,7 @@ def permuted_scales(evidence: LayerEvidence, hypothesis: Hypothesis) -> str | No
 
 
 def _linear_scales(evidence: LayerEvidence, layout: Layout) -> np.ndarray | None:
-    """Return the block scales in the declared order, (N, B); None if they have another size."""
+    """Return the block scales (N, B), read in the declared layout, or None if their number does not fit it."""
     layer = evidence.layer
     shape = layout.shape[0], layout.shape[1] // layer.recipe.block_size
     first = next(iter(scale_orders(layer.block_scale, layer.scale_layout, shape)), None)
@@ -132,7 +136,7 @@ def _linear_scales(evidence: LayerEvidence, layout: Layout) -> np.ndarray | None
 
 
 def permuted_blocks(evidence: LayerEvidence, plain: Layout) -> Iterator[tuple[Hypothesis, str]]:
-    """Yield hypotheses that give every block, codes and scale, but in another place, with the name of this mishap.
+    """Yield (hypothesis, name of the mishap) if a recipe gives every block, codes and scale, but in another place.
 
     The place may be anywhere in its row or, in a small layer, anywhere in the layer.
     """
@@ -157,8 +161,10 @@ def permuted_blocks(evidence: LayerEvidence, plain: Layout) -> Iterator[tuple[Hy
 def _same_blocks(
     evidence: LayerEvidence, hypothesis: Hypothesis, stored: np.ndarray, parts: Iterable[np.ndarray], in_rows: bool
 ) -> bool:
-    """Return whether stored and expected blocks are equal except for their order, within each row or within
-    each part.
+    """Return whether the stored blocks are those that the hypothesis expects, in any order.
+
+    in_rows: True if blocks may change places only within their row, False if anywhere within one of ``parts`` (arrays
+        of row numbers).
     """
     layout, everywhere = hypothesis.layout, slice(0, hypothesis.layout.shape[1])
     for rows in parts:
@@ -175,7 +181,7 @@ def _same_blocks(
 
 
 def _hashes(codes: np.ndarray, scales: np.ndarray) -> np.ndarray:
-    """Return a uint64 hash (n, B) of every block: the sum of codes and scale times odd random weights, modulo 2^64."""
+    """Return a uint64 hash of every block, (n, B): the sum of codes and scale times odd random weights, modulo 2^64."""
     blocks = codes.reshape(*scales.shape, -1)
     weights = np.random.default_rng(0).integers(1, 2**63, blocks.shape[-1] + 1, np.uint64) * np.uint64(2) + np.uint64(1)
     sums = scales * weights[-1]

@@ -1,4 +1,4 @@
-"""Recognize searched or calibrated block scales: no recipe gives the scales, but one gives all codes under them."""
+"""Recognize block scales that were searched or calibrated: no recipe gives them, but one gives all codes under them."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from fp4kit.reference.tensor_rules import tensor_scale
 
 
 def recipes_under_stored_scales(evidence: LayerEvidence, plain: Layout) -> tuple[Recipe, ...]:
-    """Return the recipes that give all codes of a layer under its stored scales.
+    """Return the recipes that give all codes of a layer when they quantize with its stored block scales and tensor
+    scale.
 
-    The blocks must lie in order. Recipes that search scales themselves are not tried.
+    The result is empty unless codes and scales lie in order. Recipes that search scales themselves are not tried.
     """
     layer, scale = evidence.layer, evidence.layer.tensor_scale
     in_order = layer.scale_layout == "linear" and layer.block_scale.size * layer.recipe.block_size == evidence.x.size
@@ -38,8 +39,9 @@ def recipes_under_stored_scales(evidence: LayerEvidence, plain: Layout) -> tuple
 
 
 def _tensor_scales(evidence: LayerEvidence, r: Recipe) -> Iterator[np.float32 | None]:
-    """Yield the stored tensor scale, then those of candidate amaxes within 2 ulp of it, as an inverted divisor
-    may be.
+    """Yield the stored tensor scale, then those that candidate amaxes give, if they are within 2 ulp of it.
+
+    The stored scale may be off by as much if the file stores its reciprocal.
     """
     stored = evidence.layer.tensor_scale
     yield stored
@@ -54,7 +56,9 @@ def _tensor_scales(evidence: LayerEvidence, r: Recipe) -> Iterator[np.float32 | 
 def _codes_match(
     evidence: LayerEvidence, plain: Layout, r: Recipe, tensor_scale: np.float32 | None, rows: np.ndarray
 ) -> bool:
-    """Return whether a recipe gives the codes of some rows under their block scales and a tensor scale."""
+    """Return whether a recipe gives the codes of some rows when it quantizes with their stored block scales and
+    ``tensor_scale``.
+    """
     codes = plain.reading.read(evidence.layer, rows, slice(0, plain.shape[1]))
     scales = np.ascontiguousarray(evidence.layer.block_scale.reshape(plain.shape[0], -1)[rows]).view(np.uint8)
     with np.errstate(all="ignore"):

@@ -1,6 +1,7 @@
-"""Try hypotheses on a sample of a layer, and those that fit the sample on the whole layer.
+"""Try hypotheses on a sample of a layer, and try those that fit the sample on the whole layer.
 
-Signs do not depend on the recipe. They select the orders of rows and codes, and recipes are tried only in these orders.
+The signs of codes do not depend on the recipe. So orders of rows and codes are selected by signs first, and recipes are
+tried only in the selected orders.
 """
 
 from __future__ import annotations
@@ -31,16 +32,18 @@ from fp4kit.recipes import Recipe
 
 SAMPLE = 1 << 16  # elements of the sample
 SAMPLE_COLUMNS = 1024  # columns of the sample
-SIGNS_AGREE = 0.99  # an order is accepted if this share of nonzero codes has the sign of the source
-MISHAP_PENALTY = 0.05  # the nearest hypothesis has a mishap only if it explains this share of the sample in addition
+SIGNS_AGREE = 0.99  # an order is selected if at least this share of nonzero codes has the sign of the source
+# the share of the sample that a hypothesis must explain in addition for each mishap, to be the nearest
+MISHAP_PENALTY = 0.05
 
 
 @dataclass
 class SampleVerdict:
-    """Hold what a sample says: the hypotheses that give all of it, and the one that gives most of it.
+    """Collect the hypotheses that fit a sample of a layer.
 
     exact: hypotheses that give every byte of the sample.
-    nearest, score: the hypothesis with the highest score, and its score.
+    nearest, score: the hypothesis with the highest score, and its score: the share of bytes, minus a penalty per
+        mishap.
     codes_only: hypotheses that give all codes, although no order of block scales fits.
     """
 
@@ -50,8 +53,10 @@ class SampleVerdict:
     codes_only: list[Hypothesis] = field(default_factory=list)
 
     def add(self, hypothesis: Hypothesis, exact: bool, share: float) -> None:
-        """Record a hypothesis that gives ``share`` of the sample's bytes; keep it as the nearest if its score is the
+        """Record a hypothesis that gives ``share`` of the sample's bytes. It becomes the nearest if its score is the
         highest.
+
+        exact: True if it gives all bytes.
         """
         if exact:
             self.exact.append(hypothesis)
@@ -65,14 +70,14 @@ class SampleVerdict:
 
 @dataclass(frozen=True, eq=False)
 class Sample:
-    """Hold the sample: some stored rows, in whole blocks of rows, and the first columns."""
+    """Hold the sample of a layer: the numbers of some stored rows, in whole blocks of rows, and the first columns."""
 
     rows: np.ndarray
     columns: slice
 
 
 def sample_of(shape: tuple[int, int], r: Recipe) -> Sample:
-    """Return a sample of groups of rows spread over the matrix, the first and the last group among them."""
+    """Return a sample of a layer of ``shape``: groups of rows, spread from the first rows to the last."""
     height, width = lcm(32, *(c.block_rows for c in candidates_of(r))), lcm(64, r.block_size)
     columns = shape[1] if shape[1] <= max(SAMPLE_COLUMNS, width) else max(SAMPLE_COLUMNS // width, 1) * width
     groups = -(-shape[0] // height)
@@ -83,7 +88,9 @@ def sample_of(shape: tuple[int, int], r: Recipe) -> Sample:
 
 
 def layouts_of(evidence: LayerEvidence, r: Recipe) -> Iterator[Layout]:
-    """Yield all ways to read the codes, in all orders of rows; the right one first, if the shapes agree."""
+    """Yield all combinations of a way to read the codes with an order of rows. The right one comes first, if the shapes
+    agree.
+    """
     for reading in corruptions.readings(evidence.layer, evidence.x.shape):
         turned = reading.source_transposed
         shape = evidence.x.shape[::-1] if turned else evidence.x.shape
@@ -104,7 +111,7 @@ def same_rows(rows: int) -> CorruptedRows:
 
 
 def sign_agreement(codes: np.ndarray, values: np.ndarray, r: Recipe) -> float:
-    """Return the share of nonzero codes whose sign is that of the value; 1 if all codes are zero."""
+    """Return the share of nonzero codes that have the sign of their source value, or 1 if all codes are zero."""
     sign = np.uint8(r.element.sign_bit)
     counted = (codes & ~sign != 0) & ~np.isnan(values)
     wrong = ((codes & sign != 0) != np.signbit(values)) & counted
@@ -112,7 +119,7 @@ def sign_agreement(codes: np.ndarray, values: np.ndarray, r: Recipe) -> float:
 
 
 def orders_by_sign(evidence: LayerEvidence, layout: Layout) -> list[CodeOrder]:
-    """Return the orders of codes under which the signs of a sample agree with the source."""
+    """Return the orders of codes in which the signs of a sample agree with the source, read in ``layout``."""
     r, sample = evidence.layer.recipe, sample_of(layout.shape, evidence.layer.recipe)
     read = layout.reading.read(evidence.layer, sample.rows, sample.columns)
     values = evidence.values(layout.rows.source[sample.rows], sample.columns, layout.reading.source_transposed)
@@ -121,8 +128,9 @@ def orders_by_sign(evidence: LayerEvidence, layout: Layout) -> list[CodeOrder]:
 
 
 def try_layout(evidence: LayerEvidence, layout: Layout, orders: Iterable[CodeOrder], trial: SampleVerdict) -> None:
-    """Try every recipe, amax, code order and scale order in one layout on a sample, and record the results in
-    ``trial``.
+    """Compare the sample with every recipe, amax, order of codes and order of block scales, in one layout.
+
+    The results are recorded in ``trial``.
     """
     layer, sample = evidence.layer, sample_of(layout.shape, evidence.layer.recipe)
     read = layout.reading.read(layer, sample.rows, sample.columns)
@@ -137,17 +145,16 @@ def try_layout(evidence: LayerEvidence, layout: Layout, orders: Iterable[CodeOrd
 
 
 def _blocks_stay_whole(layout: Layout, rows: int, height: int) -> bool:
-    """Return whether blocks of rows lie where quantize puts them.
+    """Return whether the blocks of rows lie where quantize puts them when it is given the rows of ``layout``.
 
-    If the first half of a pair ends within a block, the blocks of the second half are shifted, so the answer is False.
+    They do not if the first half of a gated pair ends within a block, because this shifts the blocks of the second
+    half.
     """
     return not rows % height or bool((layout.rows.source < rows).all())
 
 
 def _sampled_scales(layer: StoredLayer, layout: Layout, sample: Sample) -> Iterator[tuple]:
-    """Yield for each order of block scales its mishap and the scales of the sample; scales missing in the file
-    are -1.
-    """
+    """Yield (mishap, scales of the sample) for each order of block scales. A scale that the file lacks is -1."""
     blocks = slice(0, sample.columns.stop // layer.recipe.block_size)
     for mishap, values, present in stored_scales(layer, layout):
         found = values[sample.rows, blocks].astype(np.int16)
@@ -163,7 +170,11 @@ def _compare(
     scales: list,
     trial: SampleVerdict,
 ) -> None:
-    """Compare what a recipe makes of the sample with all orders of codes and of block scales."""
+    """Quantize the sample with one recipe and amax, and compare the result with all orders of codes and of block
+    scales.
+
+    The results are recorded in ``trial``.
+    """
     made_codes, made_scales, scale = expected_parts(evidence, layout, sample.rows, sample.columns, recipe_amax)
     tensor = tensor_mishap(evidence, scale, recipe_amax, sample.rows)
     in_codes = [(order, int(np.count_nonzero(made_codes == found))) for order, found in codes]
@@ -182,8 +193,9 @@ def _compare(
 
 @ieee("identify")
 def exact_hypotheses(evidence: LayerEvidence, hypotheses: list[Hypothesis]) -> tuple[list[Hypothesis], MatchCount]:
-    """Return, of the hypotheses that give every byte of the layer, those with the fewest mishaps, and their count of
-    bytes.
+    """Return the hypotheses that give every byte of the whole layer, and the count of its bytes.
+
+    Only those with the fewest mishaps are returned. The list is empty if no hypothesis gives every byte.
     """
     found: list[Hypothesis] = []
     tally = MatchCount()
