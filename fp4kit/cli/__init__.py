@@ -1,6 +1,6 @@
-"""Run the command line: the parser of all commands, and ``main``, which runs one of them.
+"""Provide the command line fp4kit: the parser of all commands, and ``main``, which runs one of them.
 
-A command is a module of this package with a function ``register``, which adds its parser and its options.
+A command is a module of this package. Its function ``register`` adds the command's parser and options.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ _EXIT_CODES = (
     "Exit codes: 0 done, 1 a difference was found, 2 an error; 129, 130, 143, 141 stopped by SIGHUP, SIGINT (Ctrl-C),"
     " SIGTERM, SIGPIPE (nobody reads the output)."
 )
-# The groups of `fp4kit --help`: heading -> modules whose commands stand under it.
+# The headings of `fp4kit --help` -> the modules whose commands are listed under them.
 _GROUPS = {
     "convert and serve": (convert, reconcile),
     "check and compare": (verify, compare),
     "find out": (inspect, identify, recipes),
     "measure and prove": (selftest, fuzz),
 }
-# {a command that does not exist: the end of the error message}
+# For names that users try and that are no commands: name -> the end of the error message.
 _HINTS = {
     "help": "; did you mean --help?",
     "version": "; did you mean --version?",
@@ -39,18 +39,21 @@ _HINTS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code (the table of exit codes is in fp4kit.cli.guard).
+    """Run one command and return its exit code. The module fp4kit.cli.guard lists the exit codes.
 
     argv: the arguments after ``fp4kit``; None takes those of the process.
     """
     if hasattr(sys.stdout, "reconfigure"):
-        # File and tensor names may hold any bytes, and a terminal may have any encoding: escape what it cannot show.
+        # Escape what stdout's encoding cannot represent, because names of files and tensors may contain any bytes.
         sys.stdout.reconfigure(errors="backslashreplace")
     return guard.run(lambda task: _run(task, argv), startup.COMMAND)
 
 
 def _run(task: guard.GuardedCommand, argv: Sequence[str] | None) -> int:
-    """Parse the arguments, tell the guard the command's name and destination, and run the command."""
+    """Parse the arguments, run the command that they name, and return its exit code.
+
+    task: gets the command's name and destination, which guard.run needs for the last line on stderr.
+    """
     try:
         args = parser().parse_args(argv)
     except UsageError as error:
@@ -68,7 +71,7 @@ def _run(task: guard.GuardedCommand, argv: Sequence[str] | None) -> int:
 
 
 def parser() -> Parser:
-    """Return the parser of all commands."""
+    """Return the parser of the command line, with all commands."""
     result = Parser(
         prog="fp4kit",
         description="Bit-exact numerics of 4-bit floating point. `fp4kit COMMAND --help` lists a command's options.",
@@ -87,7 +90,7 @@ def parser() -> Parser:
     )
     commands: Any = result.add_subparsers(dest="command", metavar="COMMAND", title="commands")
     commands.hints = _HINTS
-    commands.headings = {}  # read by GroupedHelp: first command of a group -> heading
+    commands.headings = {}  # first command of a group -> its heading, for GroupedHelp
     for heading, modules in _GROUPS.items():
         registered = len(commands.choices)
         for module in modules:

@@ -15,7 +15,7 @@ from fp4kit.storage.errors import shown
 
 
 def register(subparsers: Any) -> None:
-    """Add the command compare."""
+    """Add the command compare, with its options, to the parser of the command line."""
     parser = add_command(
         subparsers,
         "compare",
@@ -44,15 +44,15 @@ def _compare(args: argparse.Namespace, out: Output) -> int:
 
 
 def _body(comparison: CheckpointComparison) -> dict[str, Any]:
-    """Return the comparison as the JSON document has it."""
+    """Return a comparison as the body of the command's JSON document."""
     return {"equal": comparison.equal, **asdict(comparison)}
 
 
 def _print(out: Output, comparison: CheckpointComparison) -> None:
-    """Print what differs: configs, then tensors, then layers; last the counts."""
+    """Print a comparison: first differing configs, then tensors, then layers, and last the counts."""
     rows = [(shown(f"{d.place}: {d.key}" if d.key else d.place), d.kind, shown(d.detail)) for d in comparison.configs]
     out.table(("config", "difference", "detail"), rows)
-    # Layers that only one checkpoint has quantized: their tensors must differ, so only the layers are listed.
+    # If only one checkpoint has a layer quantized, its tensors must differ. List the layer instead of its tensors.
     quantized_in_one = [layer for layer in comparison.layers if layer.codes is None]
     parts = {name for layer in quantized_in_one for name in layer.tensors}
     listed = [d for d in comparison.tensors if d.name not in parts]
@@ -79,8 +79,9 @@ def _verdict(comparison: CheckpointComparison) -> str:
 
 
 def _layer_cells(layer: LayerDifference) -> tuple[str, str, str, str, str]:
-    """Return the cells of one layer: how many codes, scales and values differ, the tensor scales if they differ, the
-    SQNR.
+    """Return the cells of one layer's table row.
+
+    They are how many codes, scales and values differ, the tensor scales ("same" if they are equal), and the SQNR.
     """
     a, b = layer.tensor_scales
     scales = "same" if a == b else f"{a} and {b}"

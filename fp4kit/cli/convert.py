@@ -1,4 +1,4 @@
-"""The command convert: build a plan from the arguments, then print it (--dry-run) or carry it out."""
+"""The command convert: make a plan from the arguments, then print it (--dry-run) or execute it."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from fp4kit.storage.errors import CheckpointError, shown
 _RECIPE = "nvfp4-te"
 _TO_GGUF = "; make a GGUF file of the directory with convert_hf_to_gguf.py of llama.cpp, then convert that file"
 _BY_ENGINE = "; leave --format out, which writes the format that most engines load"
-# {an option that does not exist: the end of the error message}
+# For options that users try and that do not exist: option -> the end of the error message.
 _OPTION_HINTS = {
     **dict.fromkeys(("-o", "--output", "--out", "--output-dir"), "; name the destination as the second path, SRC DST"),
     **dict.fromkeys(("--gpu", "--gpus", "--cuda"), "; use --device cuda"),
@@ -48,7 +48,7 @@ _OPTION_HINTS = {
     "--dtype": "; the recipe sets the format; --format bf16 decodes a quantized model",
     **dict.fromkeys(("--model", "-i", "--input"), "; name the source as the first path, SRC DST"),
 }
-# {a value of --format that is no format: the end of the error message}
+# For values of --format that users try and that are no formats: value -> the end of the error message.
 _FORMAT_HINTS = {
     "gguf": _TO_GGUF,
     **dict.fromkeys(("vllm", "sglang", "transformers", "safetensors", "hf"), _BY_ENGINE),
@@ -57,7 +57,7 @@ _FORMAT_HINTS = {
 
 
 def register(subparsers: Any) -> None:
-    """Add the command convert."""
+    """Add the command convert, with its options, to the parser of the command line."""
     parser: Any = add_command(
         subparsers,
         "convert",
@@ -101,7 +101,7 @@ def register(subparsers: Any) -> None:
 
 
 def add_scale_search(parser: Any) -> None:
-    """Add the options that choose how block scales are searched."""
+    """Add the options --scale-search and --column-weights, which verify has as well."""
     text = (
         "search for the block scales with the smallest error, instead of computing them from the amax. The error is"
         " mse, mae, max or a p-norm (p2.4). NVFP4 only"
@@ -115,7 +115,9 @@ def add_scale_search(parser: Any) -> None:
 
 
 def _add_selection(parser: argparse.ArgumentParser) -> None:
-    """Add the options that choose which layers are converted."""
+    """Add the options that choose which layers are converted: --preset, --keep-first, --keep-last, --keep and
+    --only.
+    """
     group = parser.add_argument_group("which layers")
     text = "which kinds of layers to convert (default: %(default)s)"
     group.add_argument("--preset", choices=PRESETS, default="linear", help=text)
@@ -132,7 +134,7 @@ def _add_selection(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_numbers(parser: argparse.ArgumentParser) -> None:
-    """Add the options that choose how values and scales are converted."""
+    """Add the options about values and scales: --requantize, --nonfinite, --codes and --input-scale."""
     group = parser.add_argument_group("values and scales")
     group.add_argument(
         "--requantize", action="store_true", help="allow quantized layers to be quantized again, which loses accuracy"
@@ -160,7 +162,7 @@ def _add_numbers(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_execution(parser: argparse.ArgumentParser) -> None:
-    """Add the options that choose how the conversion runs."""
+    """Add the options about how the conversion runs: --dry-run, --resume, --remove-stale and those of add_workers."""
     group = parser.add_argument_group("execution")
     group.add_argument("--dry-run", action="store_true", help="print what would be done, and write nothing")
     group.add_argument("--resume", action="store_true", help="continue the interrupted run that was writing DST")
@@ -173,7 +175,7 @@ def _add_execution(parser: argparse.ArgumentParser) -> None:
 
 
 def add_workers(parser: Any) -> None:
-    """Add the options that choose where the work is done."""
+    """Add the options about where the work is done: --workers, --dask and --device, which verify has as well."""
     text = (
         "number of workers (default: depends on the machine). Workers are threads, with three exceptions: verify on the"
         " CPU, a missing compiled engine, and 4 or more workers that convert a large model on the CPU use processes"
@@ -193,7 +195,10 @@ def devices_of(args: argparse.Namespace) -> tuple[int, ...]:
 
 
 def _device(text: str) -> int | None:
-    """Return the index of a CUDA device ("cuda" is 0), or None for "cpu"."""
+    """Return the value of --device: the index of a CUDA device ("cuda" is 0), or None for "cpu".
+
+    Raise ArgumentTypeError for any other text.
+    """
     name, _, number = text.partition(":")
     if text == "cpu":
         return None
@@ -203,7 +208,7 @@ def _device(text: str) -> int | None:
 
 
 def _convert(args: argparse.Namespace, out: Output) -> int:
-    """Run the command and return 0."""
+    """Run the command and return 0. Errors are raised."""
     destination = Path(args.paths[-1])
     if args.remove_stale and args.resume:
         raise CheckpointError("--remove-stale removes the files that --resume continues from; use only one of them")
@@ -232,7 +237,10 @@ def _convert(args: argparse.Namespace, out: Output) -> int:
 
 
 def _remove_stale(args: argparse.Namespace, destination: Path, out: Output) -> list[Path]:
-    """Remove what an interrupted run left and return the removed paths; a dry run only prints them and returns none."""
+    """Remove what an interrupted run left of ``destination``, and return the removed paths.
+
+    In a dry run, only print what would be removed, and return an empty list.
+    """
     found = list(leftovers_of(destination) if args.dry_run else remove_leftovers(destination))
     partial = staging.removable(destination) if args.dry_run else staging.remove_partial(destination)
     found += [partial] if partial is not None and partial not in found else []
@@ -242,13 +250,13 @@ def _remove_stale(args: argparse.Namespace, destination: Path, out: Output) -> l
 
 
 def _remove_leftovers(destination: Path, out: Output) -> None:
-    """Remove the files that a killed run left in a destination that it had completed."""
+    """Remove the working files in a destination whose run was killed after it had completed. Note each on stderr."""
     for path in remove_leftovers(destination):
         out.note(f"removed {shown(str(path))}, left by a run that was killed after it had completed")
 
 
 def _plan(args: argparse.Namespace) -> Plan:
-    """Return the plan that the arguments describe."""
+    """Make the plan of the conversion that the arguments ask for."""
     wishes = Wishes(args.preset, args.keep_first, args.keep_last, tuple(args.keep), tuple(args.only))
     search = ScaleSearch.of(args.scale_search, args.column_weights)
     return make_plan(
@@ -265,7 +273,10 @@ def _plan(args: argparse.Namespace) -> Plan:
 
 
 def _source(paths: Sequence[str], demo: bool) -> Path:
-    """Return the source path: SRC, or the demo model with --demo."""
+    """Return the path of the model to convert: SRC, or the demo model with --demo.
+
+    Raise CheckpointError for a wrong number of paths.
+    """
     wanted = 1 if demo else 2
     if len(paths) != wanted:
         raise CheckpointError(
@@ -275,7 +286,7 @@ def _source(paths: Sequence[str], demo: bool) -> Path:
 
 
 def _plan_body(plan: Plan, destination: Path) -> dict[str, Any]:
-    """Return the plan as the JSON document of a dry run has it."""
+    """Return a plan as the body of the JSON document of a dry run."""
     tensors = [
         {
             "name": tensor.name,
@@ -299,7 +310,7 @@ def _plan_body(plan: Plan, destination: Path) -> dict[str, Any]:
 
 
 def _outcome_body(plan: Plan) -> dict[str, Any]:
-    """Return the entries that the documents of a plan and of a report share."""
+    """Return the entries that the JSON documents of a dry run and of a conversion share."""
     return {
         "source": plan.source.root,
         "recipe": plan.recipe.id,
@@ -315,7 +326,7 @@ def _outcome_body(plan: Plan) -> dict[str, Any]:
 
 
 def _report_body(report: ConversionReport) -> dict[str, Any]:
-    """Return the report as the JSON document of a conversion has it."""
+    """Return a report as the body of the JSON document of a conversion."""
     body = {"destination": report.destination, **_outcome_body(report.plan)}
     searched = [{"name": name, **_decibels(losses)} for name, losses in report.gains.items()]
     return body | {
@@ -327,17 +338,19 @@ def _report_body(report: ConversionReport) -> dict[str, Any]:
 
 
 def _decibels(losses: Losses) -> dict[str, float]:
-    """Return the SQNR with the scales of the amax and with the searched scales."""
+    """Return the SQNR in dB of a layer without and with the scale search, under the names that the JSON document
+    uses.
+    """
     return {"sqnr_db_by_amax": sqnr_db(losses.signal, losses.before), "sqnr_db": sqnr_db(losses.signal, losses.after)}
 
 
 def _skipped(plan: Plan) -> list[tuple[str, str]]:
-    """Return the files of the source that are not copied, each with the reason."""
+    """Return (file name, reason) for each file of the source that is not copied."""
     return [*((name, "not named by the index") for name in plan.source.ignored), *plan.auxiliary.skipped]
 
 
 def _print_plan(out: Output, plan: Plan, destination: Path) -> None:
-    """Print every tensor with its action and reason, then what would be read and written."""
+    """Print a plan: every tensor with its action and reason, then how many bytes would be read and written."""
     rows = [
         (
             shown(t.name),
@@ -362,7 +375,10 @@ def _print_plan(out: Output, plan: Plan, destination: Path) -> None:
 
 
 def _print_outcome(out: Output, plan: Plan, verb: str, actions: dict[str, int]) -> None:
-    """Print the totals, the actions, the skipped files and the warnings."""
+    """Print the totals, the number of layers per action, the skipped files and the warnings.
+
+    verb: "wrote DST" or "would write". actions: action -> number of layers; empty in a dry run.
+    """
     converted = len(plan.converted)
     out.line(
         f"{verb} ({plan.format_name}): {converted} tensors converted, {len(plan.tensors) - converted} copied, "
@@ -390,7 +406,7 @@ def _print_gains(out: Output, report: ConversionReport) -> None:
 
 
 def _print_losses(out: Output, report: ConversionReport) -> None:
-    """Print how many layers had to be quantized again, and how many values were replaced."""
+    """Print how many layers could not keep their codes, and how many NaN and infinities were replaced."""
     if report.inexact:
         total = report.actions.get("cast", 0) + report.actions.get("carry", 0) + len(report.inexact)
         out.line(

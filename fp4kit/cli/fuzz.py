@@ -1,5 +1,5 @@
-"""The command fuzz: compare random calls with the specification, and print counts and programs that reproduce
-failures.
+"""The command fuzz: compare random calls with the specification. Print counts, and a program that reproduces each
+failure.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from fp4kit.evidence.fuzz import run as fuzz
 from fp4kit.evidence.fuzz.draw import OPERATIONS, Pool
 from fp4kit.recipes import recipe
 
-_SHOWN = 20  # at most so many reasons why calls were rejected or declined are printed
+_SHOWN = 20  # how many reasons why calls were rejected or declined are printed at most
 
 
 def register(commands: Any) -> None:
-    """Add the command fuzz."""
+    """Add the command fuzz, with its options, to the parser of the command line."""
     parser = add_command(
         commands,
         "fuzz",
@@ -64,7 +64,7 @@ def register(commands: Any) -> None:
 def _fuzz(args: argparse.Namespace, out: Output) -> int:
     """Run the command and return 0 if nothing failed, else 1."""
     for name, minimum in (("seconds", 0), ("seed", 0), ("processes", 1), ("changes", 0)):
-        if not getattr(args, name) >= minimum:  # also rejects NaN seconds, with which the run would not end
+        if not getattr(args, name) >= minimum:  # "not >=" also rejects NaN seconds, with which the run would never end
             raise ValueError(f"--{name} is {getattr(args, name)}; a number of at least {minimum} is needed")
     engine, where = (None, "--host was given") if args.host else fuzz.device_engine()
     device = "gpu" if engine else "host"
@@ -93,7 +93,7 @@ def _pool(args: argparse.Namespace) -> Pool:
 
 
 def _pool_options(args: argparse.Namespace) -> str:
-    """Return the options that a case depends on besides its number, as text for the command line."""
+    """Return the options that must be repeated to repeat a case, as text for the command line."""
     lists = "".join(
         f" --{name} {' '.join(getattr(args, name))}" for name in ("recipes", "operations") if getattr(args, name)
     )
@@ -103,7 +103,10 @@ def _pool_options(args: argparse.Namespace) -> str:
 def _run(
     args: argparse.Namespace, engine: fuzz.ComparedEngine | None, device: str, pool: Pool, shown: bool
 ) -> fuzz.Report:
-    """Run one case, this process or several processes, with a line of progress if ``shown``."""
+    """Run one case (--case), all cases in this process, or several processes, and return the report.
+
+    shown: True to draw a line of progress.
+    """
     if args.case is not None:
         return fuzz.run_case(engine, args.case, pool=pool)
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
@@ -125,7 +128,10 @@ def _run(
 
 
 def _print(out: Output, report: fuzz.Report, options: str) -> None:
-    """Print counts per operation, why calls were rejected, the failures and the totals."""
+    """Print counts per operation, the reasons why calls were rejected, the failures and the totals.
+
+    options: the options that must be repeated to repeat a failure.
+    """
     out.table(("operation", *(f"#{name}" for name in fuzz.COUNTED)), rows(report))
     reasons = report.reasons.most_common()
     for reason, number in reasons[:_SHOWN]:
@@ -146,6 +152,6 @@ def _print(out: Output, report: fuzz.Report, options: str) -> None:
 
 
 def rows(report: fuzz.Report) -> list[tuple[str, ...]]:
-    """Return one row per operation: how many calls were drawn, and their outcomes."""
+    """Return one table row per operation: its name, how many calls were drawn, and how they ended (fuzz.COUNTED)."""
     counts = report.operations
     return [(operation, *(f"{counts[operation][name]:,}" for name in fuzz.COUNTED)) for operation in sorted(counts)]

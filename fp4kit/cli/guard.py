@@ -1,4 +1,4 @@
-"""Guard every command: turn signals, closed pipes and errors into an exit code and a last line that says what happened.
+"""Run a command so that signals, closed pipes and errors end it with an exit code and one line that says what happened.
 
 | code | |
 | --- | --- |
@@ -32,14 +32,14 @@ DONE, DIFFERENT, ERROR = 0, 1, 2
 _SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
 _WORDS = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated", signal.SIGHUP: "hung up"}
 _WORDS[signal.SIGPIPE] = "standard output was closed"
-# Seconds within which a second signal counts as a repetition: a terminal and a parent process may both send one.
+# A second signal within this many seconds is ignored: a terminal and a parent process may both send one for one Ctrl-C.
 _REPEAT_WINDOW = 0.5
 
 
 class GuardedCommand:
-    """Hold what the guard knows of the command.
+    """Hold what is known of a running command, to write its last line on stderr.
 
-    name: the name of the command, None before it is parsed.
+    name: the name of the command; None before it is parsed.
     destination: the directory or file that the command will create, or None.
     """
 
@@ -48,13 +48,15 @@ class GuardedCommand:
         self.destination: Path | None = None
 
     def write_last_line(self, text: str) -> None:
-        """Write the closing line to stderr."""
+        """Write the last line to stderr: the command's name and ``text``."""
         prefix = f"fp4kit {self.name}" if self.name else "fp4kit"
         say(f"{prefix}: {shown(' '.join(text.split()))}")
 
     def outcome(self, stopped: bool) -> str:
-        """Return what became of the destination, as a clause to append to the closing line; empty if there is nothing
-        to say.
+        """Return what became of the destination, as a clause to append to the last line; empty if there is nothing to
+        say.
+
+        stopped: True if a signal stopped the command, False if an error did.
         """
         if self.destination is None:
             return ""
@@ -67,7 +69,8 @@ class GuardedCommand:
 
 
 class _Signals:
-    """Raise Stopped for signals while a command runs, and exit with the command's code for signals after it.
+    """Raise Stopped for a signal while a command runs. After the command, let a signal only end the process, with the
+    command's exit code.
 
     keep_handling: True if signals stay handled after the command, because the process ends with it.
     """
@@ -77,12 +80,12 @@ class _Signals:
         self._before: dict[int, Any] = {}
         self._hook = sys.unraisablehook
         self._since = 0.0
-        self._ignoring = False  # True while the closing line is written
+        self._ignoring = False  # True while the last line on stderr is written
         self.number: int | None = None  # the first signal received
         self.code: int | None = None  # the exit code, once the command has ended
 
     def install(self) -> None:
-        """Handle all signals except those that the parent process chose to ignore, as nohup does."""
+        """Start to handle signals, except those that the parent process chose to ignore (as nohup does)."""
         if threading.current_thread() is not threading.main_thread():
             return
         sys.unraisablehook = self._unraisable
@@ -93,13 +96,16 @@ class _Signals:
                 signal.signal(number, self._handle)
 
     def stop_listening(self, number: int) -> int:
-        """Ignore signals from now on. Return the first signal received, or ``number`` if there was none."""
+        """Ignore signals from now on, so that the last line can be written.
+
+        Return the first signal received, or ``number`` if there was none.
+        """
         self._ignoring = True
         return self.number or number
 
     def fix_exit_code(self, code: int) -> None:
-        """Fix the exit code, so that later signals cannot change it. Restore the old handlers if the process
-        goes on.
+        """Fix the exit code, so that later signals cannot change it. If the process goes on, restore the old
+        handlers.
         """
         self.code = code
         if not self._keep_handling:
@@ -108,8 +114,8 @@ class _Signals:
                 signal.signal(number, before)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        """Raise Stopped for a new signal; after the command, exit with its code."""
-        if os.getpid() != self._process:  # a forked worker dies as it would without handlers
+        """Handle a signal: raise Stopped while the command runs; after it, exit with the command's exit code."""
+        if os.getpid() != self._process:  # in a forked worker: die as without this handler
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
         if self.code is not None:
@@ -120,8 +126,10 @@ class _Signals:
             raise Stopped(number)
 
     def _unraisable(self, unraisable: Any) -> None:
-        """Send the signal again if Stopped was raised where Python drops exceptions, such as in a destructor or a
-        callback.
+        """Replace sys.unraisablehook, which Python calls for exceptions that it drops, such as those raised in a
+        destructor.
+
+        If the exception is Stopped, send the signal again, so that it is not lost. Any other goes to the old hook.
         """
         if isinstance(unraisable.exc_value, Stopped):
             self._since = -math.inf
@@ -131,8 +139,9 @@ class _Signals:
 
 
 def run(command: Callable[[GuardedCommand], int], process: bool) -> int:
-    """Run ``command`` and return its exit code. If it fails or is stopped, write one line that says why.
+    """Run ``command`` and return its exit code. If it fails or is stopped, write one line to stderr that says why.
 
+    command: called with a GuardedCommand, whose fields it fills in.
     process: True if the process ends with the command. Signals then stay handled, because one that arrives during
         Python's shutdown would leave a traceback.
     """
@@ -148,10 +157,10 @@ def run(command: Callable[[GuardedCommand], int], process: bool) -> int:
 
 
 def _run_command(command: Callable[[GuardedCommand], int], task: GuardedCommand, signals: _Signals) -> int:
-    """Run the command and return its exit code."""
+    """Run the command and return its exit code; if it fails or is stopped, report this."""
     try:
         code = command(task)
-        write()  # flush what other code has printed
+        write()  # flush what the command's libraries have printed
         return code
     except (Stopped, KeyboardInterrupt) as stop:
         return _stopped(task, signals, getattr(stop, "number", signal.SIGINT))
@@ -162,9 +171,9 @@ def _run_command(command: Callable[[GuardedCommand], int], task: GuardedCommand,
 
 
 def _stopped(task: GuardedCommand, signals: _Signals, number: int) -> int:
-    """Report which signal stopped the command and what became of the destination; return the exit code.
+    """Write which signal stopped the command and what became of the destination, and return the exit code.
 
-    If the reader of stdout went away, the line is written only if there is a destination.
+    If the reader of stdout went away (SIGPIPE), the line is written only if there is a destination.
     """
     number = signals.stop_listening(number)
     if number == signal.SIGPIPE:
@@ -175,21 +184,25 @@ def _stopped(task: GuardedCommand, signals: _Signals, number: int) -> int:
 
 
 def _failed(task: GuardedCommand, signals: _Signals, error: Exception) -> int:
-    """Report an error and return the exit code. A defect, which users cannot cause, is printed with its traceback."""
+    """Write which error ended the command, and return the exit code.
+
+    An exception that only a defect of fp4kit can raise is printed with its traceback.
+    """
     signals.stop_listening(0)
     if isinstance(error, OutputError):
         _drop_stdout()
     if not isinstance(error, (OSError, ValueError, TypeError, MemoryError)):
         traceback.print_exception(error)
     message = _described(error)
-    # A message that recommends --remove-stale stands alone: outcome would recommend --resume, which may be what failed.
+    # Do not append outcome() to a message that recommends --remove-stale: it would recommend --resume, which may have
+    # failed.
     has_advice = "--remove-stale" in message
     task.write_last_line(message if has_advice else message + task.outcome(stopped=False))
     return ERROR
 
 
 def _described(error: Exception) -> str:
-    """Return an error as one sentence."""
+    """Return an exception as one sentence for the last line."""
     if isinstance(error, OSError) and error.filename and error.strerror:
         return f"{os.fsdecode(error.filename)}: {error.strerror}"
     if isinstance(error, MemoryError):
@@ -200,7 +213,9 @@ def _described(error: Exception) -> str:
 
 
 def _drop_stdout() -> None:
-    """Redirect stdout to the null device, because Python tries to write the rest of its buffer again at exit."""
+    """Redirect stdout to the null device. Otherwise Python would fail again at exit, when it writes the rest of its
+    buffer.
+    """
     with suppress(OSError, ValueError):
         null = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null, sys.stdout.fileno())

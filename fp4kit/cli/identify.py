@@ -15,7 +15,7 @@ from fp4kit.storage.errors import shown
 
 
 def register(subparsers: Any) -> None:
-    """Add the command identify."""
+    """Add the command identify, with its options, to the parser of the command line."""
     parser: Any = add_command(
         subparsers,
         "identify",
@@ -36,7 +36,7 @@ def register(subparsers: Any) -> None:
 
 
 def _identify(args: argparse.Namespace, out: Output) -> int:
-    """Run the command and return 0 if recipes explain all layers without a corruption, else 1."""
+    """Run the command and return 0 if recipes explain all layers and nothing went wrong with their bytes, else 1."""
     total = sum(weight.nbytes for weight in open_checkpoint(args.path).layers.values())
     with out.progress("identifying", total) as tick:
         verdict = identify_checkpoint(args.path, args.source, tick)
@@ -51,7 +51,7 @@ def _identify(args: argparse.Namespace, out: Output) -> int:
 
 
 def _body(verdict: CheckpointVerdict) -> dict[str, Any]:
-    """Return the verdict as the JSON document has it."""
+    """Return a verdict as the body of the command's JSON document."""
     layers = [{"name": layer.name, **vars(layer.explanation)} for layer in verdict.layers]
     found = {"recipes": verdict.recipes, "mishap": verdict.mishap, "sentence": verdict.sentence, "hint": verdict.hint}
     return {**found, "exceptions": [layer.name for layer in verdict.exceptions], "layers": layers}

@@ -15,7 +15,7 @@ from fp4kit.storage.errors import shown
 
 
 def register(subparsers: Any) -> None:
-    """Add the command inspect."""
+    """Add the command inspect, with its options, to the parser of the command line."""
     parser = add_command(
         subparsers,
         "inspect",
@@ -39,7 +39,7 @@ def _inspect(args: argparse.Namespace, out: Output) -> int:
 
 
 def _body(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Return the checkpoint as the JSON document has it."""
+    """Return what is in a checkpoint as the body of the command's JSON document."""
     return {
         "path": checkpoint.path,
         "files": [{"name": file.name, "bytes": file.size, "metadata": file.metadata} for file in checkpoint.files],
@@ -55,7 +55,7 @@ def _body(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def _print(out: Output, checkpoint: Checkpoint) -> None:
-    """Print the tensors, the quantized layers, the totals, and what the configs declare."""
+    """Print what is in a checkpoint: tensors, quantized layers, totals, and what the configs declare."""
     rows = [(shown(e.name), e.dtype, shape_text(e.shape), str(e.nbytes)) for _, e in checkpoint.tensors.values()]
     out.table(("tensor", "dtype", "shape", "#bytes"), rows)
     layers = [(shown(layer.name), layer.dtype, shape_text(layer.shape)) for layer in checkpoint.layers.values()]

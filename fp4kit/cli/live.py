@@ -14,8 +14,10 @@ from fp4kit.evidence.live import report, run
 
 
 def live(out: Output, ids: tuple[str, ...], seconds: float, seed: int) -> int:
-    """Run every installed producer for ``seconds`` and print what was found; return 1 if anything differs or nothing
-    ran, else 0.
+    """Compare every installed producer with fp4kit for ``seconds``, and print the result.
+
+    Return 1 if anything differs or no producer is installed, else 0.
+    ids: the recipes to compare. seed: the seed of the random inputs.
     """
     if not 0 < seconds < math.inf:
         raise ValueError(f"--seconds is {seconds:g}; a positive finite number is needed")
@@ -43,7 +45,9 @@ def live(out: Output, ids: tuple[str, ...], seconds: float, seed: int) -> int:
 
 
 def _run(out: Output, ids: tuple[str, ...], seconds: float, seed: int) -> list[run.ProducerResult]:
-    """Run all producers one after another, with a line of progress if stderr is a terminal."""
+    """Run all producers one after another, and return their results. Draw a line of progress if stderr is a
+    terminal.
+    """
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     shown = not out.quiet and sys.stderr.isatty()
     results = []

@@ -1,6 +1,4 @@
-"""Print the results of a command: text or JSON on stdout; notes, progress and the line that says how it ended on
-stderr.
-"""
+"""Print what a command has to say: results on stdout, as text or JSON; notes, progress and the last line on stderr."""
 
 from __future__ import annotations
 
@@ -17,9 +15,9 @@ from fp4kit.cli.progress import Tick, progress
 
 
 class Stopped(BaseException):
-    """End the command because of a signal, or because nobody reads stdout any more (SIGPIPE).
+    """Signal that the command must end, because of a signal, or because nobody reads stdout any more (SIGPIPE).
 
-    It derives from BaseException, so that no ``except Exception`` swallows it.
+    number: the signal. The class derives from BaseException, so that no ``except Exception`` swallows it.
     """
 
     def __init__(self, number: int) -> None:
@@ -28,12 +26,12 @@ class Stopped(BaseException):
 
 
 class OutputError(OSError):
-    """Report that standard output cannot be written to, because the disk is full for instance."""
+    """Report that standard output cannot be written to, for instance because the disk is full."""
 
 
 @dataclass(frozen=True)
 class Output:
-    """Print what the options --json and --quiet allow.
+    """Print what a command has to say, as far as the options --json and --quiet allow.
 
     command: the name of the command, which begins every note.
     json: print one JSON document instead of text.
@@ -47,17 +45,17 @@ class Output:
 
     @property
     def text(self) -> bool:
-        """True if text is printed: neither --json nor --quiet was given."""
+        """True if text is printed, because neither --json nor --quiet was given."""
         return not (self.json or self.quiet)
 
     def table(self, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-        """Print a table (see render.table). Prints nothing if there are no rows."""
+        """Print a table, laid out by render.table; nothing if there are no rows."""
         if self.text and rows:
             width = _width()
             self._print(render.table(columns, rows, width, "…" if _encodes("…") else "..."))
 
     def line(self, text: str = "") -> None:
-        """Print a line of text, broken at spaces if the terminal is narrower."""
+        """Print a line of text. If the terminal is narrower, the line is broken at spaces."""
         if self.text:
             self._print(render.wrapped(text, _width(), "  "))
 
@@ -67,17 +65,20 @@ class Output:
             self._print([text])
 
     def document(self, schema: str, body: Mapping[str, Any]) -> None:
-        """With --json, print ``body`` as the command's JSON document (see render.document)."""
+        """Print ``body`` as the command's JSON document if --json was given; see render.document for ``schema``."""
         if self.json:
             self._print([render.document(schema, body).removesuffix("\n")])
 
     def note(self, text: str) -> None:
-        """Print a remark on stderr that is not a result."""
+        """Print a remark on stderr, unless --quiet was given. A remark is not part of the result."""
         if not self.quiet:
             say(f"fp4kit {self.command}: {text}")
 
     def progress(self, what: str, total: int) -> AbstractContextManager[Tick]:
-        """Yield a function that counts bytes and shows the count on a terminal."""
+        """Return a context manager that gives a function to call with numbers of bytes done.
+
+        The count is shown as a line of progress if stderr is a terminal.
+        """
         return progress(what, total, not self.quiet and sys.stderr.isatty())
 
     def _print(self, lines: Sequence[str]) -> None:
@@ -85,7 +86,7 @@ class Output:
 
 
 def write(text: str = "") -> None:
-    """Write text to stdout and flush it.
+    """Write text to stdout and flush it. Without text, only flush.
 
     Raises Stopped if nobody reads stdout any more, and OutputError if it cannot be written to.
     """
@@ -105,8 +106,8 @@ def write(text: str = "") -> None:
 def _write_all(data: bytes) -> None:
     """Write all bytes to the binary stream of stdout.
 
-    The text layer cannot be used: with an unbuffered stdout (python -u) it drops the part of a write that is not
-    accepted at once.
+    The text stream is not used, because with an unbuffered stdout (python -u) it drops bytes that are not accepted at
+    once.
     """
     while data:
         data = data[sys.stdout.buffer.write(data) :]
@@ -119,7 +120,7 @@ def say(text: str) -> None:
 
 
 def _width() -> int | None:
-    """Return the columns of the terminal that stdout is connected to, at least 20; None if stdout is no terminal."""
+    """Return the width of the terminal in columns, at least 20, or None if stdout is no terminal."""
     return max(shutil.get_terminal_size().columns, 20) if sys.stdout.isatty() else None
 
 

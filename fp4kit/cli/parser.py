@@ -21,8 +21,9 @@ SHELLS = ("bash", "zsh")  # shtab also supports tcsh, but does not complete the 
 
 
 class UsageError(ValueError):
-    """Report arguments that a command does not accept. ``prog`` is the command as it was called, such as "fp4kit
-    convert".
+    """Report arguments that a command does not accept.
+
+    prog: the command as it was called, such as "fp4kit convert".
     """
 
     def __init__(self, prog: str, message: str) -> None:
@@ -31,11 +32,10 @@ class UsageError(ValueError):
 
 
 class Parser(argparse.ArgumentParser):
-    """Parse as argparse does, but reject abbreviations, suggest a name for unknown ones, and raise UsageError.
+    """Parse arguments as argparse does, but reject abbreviations, suggest names for unknown ones, and raise UsageError.
 
-    Options may stand between positional arguments. An argument with choices may have an attribute ``hints``, a dict
-    from values that users often give to the end of the error message. The parser itself has ``hints`` for options that
-    do not exist, and under "" for a positional argument too many, which the hint shows in place of ``{}``.
+    Options may stand between positional arguments. ``hints`` maps options that users try and that do not exist to the
+    end of the error message. An argument with choices may have such an attribute for its values.
 
     Args:
         examples: (command line, what it does) of each example, shown after the usage.
@@ -57,12 +57,12 @@ class Parser(argparse.ArgumentParser):
         return f"{usage}\n\nexamples:\n{lines}\n{rest}"
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parse like argparse, but raise UsageError for an unknown argument."""
+        """Parse the arguments and return the namespace and an empty list. Raise UsageError for an unknown argument."""
         arguments = list(sys.argv[1:] if args is None else args)
         if self._mixing:
             return super().parse_known_args(arguments, namespace)
         self._check_flags(arguments)
-        # parse_known_intermixed_args drops the separator "--", so arguments with one are parsed without mixing.
+        # If the arguments contain the separator "--", do not call parse_known_intermixed_args, which would drop it.
         if self._subparsers is not None or "--" in arguments:
             return super().parse_known_args(arguments, namespace)
         self._mixing = True
@@ -76,15 +76,15 @@ class Parser(argparse.ArgumentParser):
         return found, []
 
     def error(self, message: str) -> NoReturn:
-        """Raise UsageError with argparse's message."""
+        """Raise UsageError with argparse's message. argparse itself would print it and exit."""
         raise UsageError(self.prog, message)
 
     def _print_message(self, message: str, file: Any = None) -> None:
-        """Print the help or the version through ``write``; argparse itself would ignore an error of stdout."""
+        """Print the help or the version through ``write``, because argparse itself would ignore an error of stdout."""
         write(message)
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
-        """Reject a value that is not in ``action.choices``, with a suggestion."""
+        """Raise ArgumentError, with a suggestion, for a value that is not in ``action.choices``."""
         if action.choices is not None and value not in action.choices:
             names = [str(choice) for choice in action.choices]
             hint = getattr(action, "hints", {}).get(value) or suggestion(str(value), names)
@@ -92,7 +92,10 @@ class Parser(argparse.ArgumentParser):
             raise argparse.ArgumentError(action, f"there is no {str(value)!r}{hint}")
 
     def _check_flags(self, arguments: Sequence[str]) -> None:
-        """Raise UsageError for an unknown option first, before argparse reports which arguments are missing."""
+        """Raise UsageError for an option that does not exist, with a suggestion.
+
+        It is called first, because argparse would only report which arguments are missing.
+        """
         for text in arguments:
             is_flag = len(text) > 1 and text[0] == "-" and " " not in text and not _NUMBER.fullmatch(text)
             if text == "--" or (self._subparsers is not None and not is_flag):
@@ -104,7 +107,10 @@ class Parser(argparse.ArgumentParser):
 
 
 class GroupedHelp(argparse.HelpFormatter):
-    """List subcommands under headings. The subparsers action has ``headings``: first command of a group -> heading."""
+    """List the subcommands in the help under headings.
+
+    The subparsers action must have an attribute ``headings``: first command of a group -> heading.
+    """
 
     def _format_action(self, action: argparse.Action) -> str:
         headings = getattr(action, "headings", None)
@@ -119,13 +125,18 @@ class GroupedHelp(argparse.HelpFormatter):
 
 
 def suggestion(name: str, known: Iterable[str]) -> str:
-    """Return ``; did you mean X?``, with X the closest name in ``known``; an empty string if no name is close."""
+    """Return ``; did you mean X?``, with X the name in ``known`` that is closest to ``name``.
+
+    Return an empty string if no name is close.
+    """
     closest = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
     return f"; did you mean {closest[0]}?" if closest else ""
 
 
 class PrintCompletion(argparse.Action):
-    """Print the completion script of a shell and exit. The script is written by the optional package shtab."""
+    """Define the option that prints a shell's completion script and exits. The optional package shtab writes the
+    script.
+    """
 
     def __call__(
         self, parser: argparse.ArgumentParser, namespace: Any, values: Any, option_string: str | None = None
@@ -147,8 +158,8 @@ def add_command(
     command: called with the parsed arguments and an Output. It prints through the Output only and returns the exit
         code.
     help: one line for the list of commands.
-    writes: returns the directory or file that the command will create with staging.staged_directory, or None. If the
-        command ends early, the last line on stderr says what became of it.
+    writes: takes the parsed arguments and returns the directory or file that the command will create with
+        staging.staged_directory, or None. If the command ends early, the last line on stderr says what became of it.
     options: further arguments of Parser: description, usage, epilog, examples.
     """
     parser: argparse.ArgumentParser = subparsers.add_parser(name, help=help, **{"description": help, **options})

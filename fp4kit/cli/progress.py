@@ -17,14 +17,14 @@ from rich.filesize import decimal
 from fp4kit.cli.render import duration, shortened
 
 Tick = Callable[[int], None]
-_INTERVAL = 0.1  # seconds between two drawings of the line
+_INTERVAL = 0.1  # minimum number of seconds between two drawings of the line
 _WINDOW = 10.0  # the speed is averaged over this many seconds
 
 
 class Meter:
-    """Count bytes and describe the progress in one line.
+    """Count bytes that are done, and describe the progress in one line.
 
-    what: the name of the activity; total: bytes to do; now: the start time in seconds.
+    what: the name of the activity. total: the number of bytes to do. now: the start time in seconds.
     """
 
     def __init__(self, what: str, total: int, now: float) -> None:
@@ -36,7 +36,7 @@ class Meter:
         self._done += count
 
     def text(self, now: float) -> str:
-        """Return the line for the time ``now`` (seconds): ``converting 37%  3.7 GB of 10.0 GB  1.2 GB/s  5 s left``."""
+        """Return the line of progress at time ``now``: ``converting 37%  3.7 GB of 10.0 GB  1.2 GB/s  5 s left``."""
         self._past.append((now, self._done))
         while len(self._past) > 2 and now - self._past[0][0] > _WINDOW:
             self._past.popleft()
@@ -51,9 +51,9 @@ class Meter:
 
 @contextmanager
 def progress(what: str, total: int, shown: bool) -> Iterator[Tick]:
-    """Yield a function that counts bytes of ``total``; if ``shown``, draw the progress on stderr and clear it at the
-    end.
+    """Yield a function to call with numbers of bytes done, which draws a line of progress on stderr if ``shown``.
 
+    what: the name of the activity. total: the number of bytes to do. The line is cleared at the end.
     Call the function from one thread only. If the terminal is closed meanwhile, counting goes on without an error.
     """
     if not shown:
@@ -76,7 +76,7 @@ def progress(what: str, total: int, shown: bool) -> Iterator[Tick]:
 
 
 def _draw(line: str) -> None:
-    """Replace the line on the terminal by ``line``. If ``line`` is too long, drop its last fields."""
+    """Replace the line of progress on the terminal by ``line``. If ``line`` is too long, drop its last fields."""
     width = max(shutil.get_terminal_size().columns - 1, 1)
     while len(line) > width and "  " in line:
         line = line.rpartition("  ")[0]

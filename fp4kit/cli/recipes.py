@@ -1,4 +1,6 @@
-"""The commands recipes and formats: list what there is, and check recipes against producers, recorded or installed."""
+"""The commands recipes and formats: list recipes and number formats, and check recipes against recorded or installed
+producers.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ from fp4kit.recipes import ALIASES, RECIPES, family, recipe, recipes
 
 
 def register(commands: Any) -> None:
-    """Add the commands recipes and formats."""
+    """Add the commands recipes and formats, with their options, to the parser of the command line."""
     listing = add_command(
         commands,
         "recipes",
@@ -63,7 +65,7 @@ def _recipes(args: argparse.Namespace, out: Output) -> int:
         if getattr(args, name) is not None and not args.live:
             raise ValueError(f"--{name} was given without --live; add --live")
     if args.live:
-        from fp4kit.cli.live import live  # rich's progress bars take a while to import
+        from fp4kit.cli.live import live  # imported only here, because rich's progress bars take a while to import
 
         return live(out, ids, 10.0 if args.seconds is None else args.seconds, args.seed or 0)
     if args.check:
@@ -81,9 +83,10 @@ def _recipes(args: argparse.Namespace, out: Output) -> int:
 
 
 def _named(names: Sequence[str], families: bool) -> tuple[str, ...]:
-    """Return the ids that the names stand for, each once.
+    """Return the ids of the recipes that the names stand for, each once.
 
-    A format or a producer stands for all its recipes if ``families``. Otherwise, "nvfp4" is an alias of one recipe.
+    families: True if the name of a format or a producer stands for all its recipes. Otherwise, a name such as "nvfp4"
+        is an alias of one recipe.
     """
     found: dict[str, None] = {}
     for name in names:
@@ -93,20 +96,21 @@ def _named(names: Sequence[str], families: bool) -> tuple[str, ...]:
 
 
 def _listed(id: str, row: dict[str, str]) -> dict[str, Any]:
-    """Return a row of the table of recipes as a JSON object, with the versions as an object of their own."""
+    """Return a recipe as a JSON object: its id, its row of the table of recipes, and the versions as an object."""
     versions = recipe(id).versions
     return {"id": id, **row, "versions": versions and versions._asdict()}
 
 
 def _objects(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[dict[str, str]]:
-    """Return the rows of a table as JSON objects. Their keys are the column titles, with ``_`` for spaces."""
+    """Return the rows of a table as JSON objects. Their keys are the column titles, with "_" for spaces."""
     keys = [title.removeprefix("#").replace(" ", "_") for title in columns]
     return [dict(zip(keys, row, strict=True)) for row in rows]
 
 
 def _check(out: Output, ids: tuple[str, ...], golden: GoldenSet) -> int:
-    """Print per recipe how many arrays equal the recorded ones; return 1 if any differs or nothing was compared, else
-    0.
+    """Print for each recipe how many arrays equal the producers' recorded ones.
+
+    Return 1 if any array differs or nothing was compared, else 0.
     """
     results = [check_recipe(name, golden) for name in ids]
     rows = []
@@ -128,7 +132,7 @@ def _check(out: Output, ids: tuple[str, ...], golden: GoldenSet) -> int:
 
 
 def _differences(result: GoldenResult) -> list[dict[str, Any]]:
-    """Return the arrays that differ as the JSON document has them."""
+    """Return the arrays that differ from the recorded ones, as a list for the JSON document."""
     return [{"key": d.key, "differing": d.differing, "size": d.size} for d in result.differences]
 
 

@@ -1,6 +1,6 @@
-"""The command reconcile: give the parts of every fused layer one tensor scale.
+"""The command reconcile: give layers that a loader joins into one, such as q, k and v, one tensor scale.
 
-A fused layer is a group of layers that a loader joins into one, such as q, k and v.
+Such a group of layers is called a fused layer, and the layers are its parts.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from fp4kit.storage.errors import CheckpointError, shown
 
 
 def register(subparsers: Any) -> None:
-    """Add the command reconcile."""
+    """Add the command reconcile, with its options, to the parser of the command line."""
     parser = add_command(
         subparsers,
         "reconcile",
@@ -56,7 +56,7 @@ def _reconcile(args: argparse.Namespace, out: Output) -> int:
 
 
 def _verdict(found: Reconciliation, dry: bool) -> str:
-    """Return the last line: how many layers were or would be repaired."""
+    """Return the last line of the output: how many layers were repaired, or would be in a dry run."""
     if not found.repairs:
         return f"{found.groups} fused layers; the parts of each have one tensor scale; nothing to write"
     count = f"{len(found.repairs)} layers, parts of {found.groups} fused layers"

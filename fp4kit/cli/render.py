@@ -17,7 +17,8 @@ Row = Sequence[str]
 
 
 def table(columns: Row, rows: Sequence[Row], width: int | None = None, ellipsis: str = "…") -> list[str]:
-    """Return the lines of a table that is at most ``width`` columns wide; with None, as wide as its cells need.
+    """Return the lines of a table that is at most ``width`` columns wide. If ``width`` is None, it is as wide as its
+    cells need.
 
     columns: the titles. A leading ``#`` marks a column of numbers, which is aligned at the right.
     rows: cells, each one line of text. The first column holds names.
@@ -38,8 +39,9 @@ def table(columns: Row, rows: Sequence[Row], width: int | None = None, ellipsis:
 
 
 def shortened(text: str, width: int, ellipsis: str = "…") -> str:
-    """Return ``text`` in at most ``width`` columns. If it is too long, its middle is cut out; more of its end
-    is kept.
+    """Return ``text`` if it fits in ``width`` terminal columns, else a shortened text that does.
+
+    The middle is replaced by ``ellipsis``, and more of the end is kept than of the beginning.
     """
     if columns_of(text) <= width:
         return text
@@ -49,10 +51,10 @@ def shortened(text: str, width: int, ellipsis: str = "…") -> str:
 
 
 def wrapped(text: str, width: int | None, indent: str = "") -> list[str]:
-    """Return ``text`` as lines of at most ``width`` columns, broken at spaces only. Lines after the first begin with
-    ``indent``.
+    """Return ``text`` as lines of at most ``width`` columns, broken at spaces only. If ``width`` is None, it stays one
+    line.
 
-    With a ``width`` of None the text stays one line.
+    indent: what lines after the first begin with.
     """
     if width is None:
         return [text]
@@ -96,7 +98,7 @@ def duration(seconds: float) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Convert ``value`` to types that JSON has."""
+    """Return ``value`` with everything in it converted to types that JSON has; see document."""
     if isinstance(value, Mapping):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -109,19 +111,25 @@ def _plain(value: Any) -> Any:
 
 
 def _total(widths: Sequence[int]) -> int:
-    """Return the columns of a line of cells with two spaces between them."""
+    """Return the width of a table whose columns have these widths, with two spaces between them."""
     return sum(widths) + 2 * max(len(widths) - 1, 0)
 
 
 def _aligned(row: Row, widths: Sequence[int], numeric: Sequence[bool]) -> str:
-    """Return one line of a table, each cell padded to its width."""
+    """Return one row of a table as a line, with each cell padded to its column's width.
+
+    numeric: True for columns that are aligned at the right.
+    """
     pads = (" " * (width - columns_of(cell)) for cell, width in zip(row, widths, strict=True))
     cells = (pad + cell if at_right else cell + pad for cell, pad, at_right in zip(row, pads, numeric, strict=True))
     return "  ".join(cells).rstrip()
 
 
 def _narrowed(grid: list[tuple[str, ...]], room: int, ellipsis: str) -> list[tuple[str, ...]] | None:
-    """Return the rows with names of at most ``room`` columns; None if names would be too short or look alike."""
+    """Return the rows with their names shortened to ``room`` columns.
+
+    Return None if names would be too short or look alike.
+    """
     if room < NAME_WIDTH:
         return None
     names = [shortened(row[0], room, ellipsis) for row in grid]
@@ -150,7 +158,7 @@ def _stacked(
 
 
 def _facts(titles: Row, cells: Row, width: int, ellipsis: str) -> list[str]:
-    """Return the cells of one row as wrapped lines of "title cell" pairs."""
+    """Return the cells of one row as wrapped lines of "title cell" pairs. Empty cells are left out."""
     facts = (f"{title} {cell}" for title, cell in zip(titles, cells, strict=True) if cell)
     text = " ".join(shortened(word, width - 2, ellipsis) for word in ", ".join(facts).split())
     return [f"  {line}" for line in wrapped(text, width - 2)]

@@ -20,11 +20,11 @@ from fp4kit.evidence.fuzz import run as fuzz
 from fp4kit.evidence.golden.golden_set import GoldenSet
 from fp4kit.evidence.selftest import tasks as selftest
 
-_SHOWN = 20  # at most so many differences, and so many reasons why cases were left out, are printed
+_SHOWN = 20  # how many differences, and how many reasons why cases were left out, are printed at most
 
 
 def register(commands: Any) -> None:
-    """Add the command selftest."""
+    """Add the command selftest, with its options, to the parser of the command line."""
     parser = add_command(
         commands,
         "selftest",
@@ -50,7 +50,7 @@ def register(commands: Any) -> None:
 
 
 def _selftest(args: argparse.Namespace, out: Output) -> int:
-    """Find the engine and run the comparison; return 1 if anything differs, else 0."""
+    """Run the command: find the engine and compare it. Return 1 if anything differs, else 0."""
     golden = GoldenSet.find() if args.golden is None else GoldenSet.open(args.golden)
     if args.host:
         engine, name = fuzz.host_engine()
@@ -69,8 +69,10 @@ def _selftest(args: argparse.Namespace, out: Output) -> int:
 
 
 def report(engine: selftest.ComparedEngine, golden: GoldenSet | None, quick: bool, out: Output) -> int:
-    """Run all comparisons and print the table, the differences and what was left out; return 1 if anything differs,
-    else 0.
+    """Compare an engine with the specification, and print a table, the differences and what was left out.
+
+    golden: the recorded outputs of producers, or None. quick: True to check less, in at most a minute.
+    Return 1 if anything differs or nothing was compared, else 0.
     """
     start = time.perf_counter()
     finished = run(selftest.plan(engine, golden, quick), not out.quiet and sys.stderr.isatty())
@@ -89,7 +91,7 @@ def report(engine: selftest.ComparedEngine, golden: GoldenSet | None, quick: boo
 
 
 def run(tasks: list[selftest.Task], shown: bool) -> list[selftest.Finished]:
-    """Run tasks and return their results, with a progress bar on stderr if ``shown``."""
+    """Run the comparisons ``tasks`` and return their results. Draw a progress bar on stderr if ``shown``."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True, disable=not shown) as progress:
         bar = progress.add_task("comparing", total=len(tasks))
@@ -101,7 +103,10 @@ def run(tasks: list[selftest.Task], shown: bool) -> list[selftest.Finished]:
 
 
 def rows(finished: Iterable[selftest.Finished]) -> list[tuple[str, ...]]:
-    """Return one row per part: cases, values, differing values, cases left out, and seconds summed over threads."""
+    """Return one table row per part of the selftest.
+
+    Its cells are cases, values, differing values, cases left out, and seconds summed over threads.
+    """
     result: list[tuple[str, ...]] = []
     parts: dict[str, list[selftest.Finished]] = {}
     for f in finished:
@@ -114,7 +119,7 @@ def rows(finished: Iterable[selftest.Finished]) -> list[tuple[str, ...]]:
 
 
 def _listing(out: Output, title: str, lines: list[str]) -> None:
-    """Print the first lines under a title, and how many more there are."""
+    """Print at most _SHOWN of ``lines``, each after ``title``, and how many more there are."""
     for line in lines[:_SHOWN]:
         out.line(f"{title}: {line}")
     if len(lines) > _SHOWN:

@@ -13,25 +13,34 @@ BLOCK_COLUMNS = ("block format", "element", "scale", "block", "tensor scale", "b
 
 
 def block_text(r: Recipe) -> str:
-    """Return the block shape as "rows x columns" ("1x16"); without blocks, what shares a scale: "tensor" or "row"."""
+    """Return a recipe's block shape as "rows x columns", such as "1x16".
+
+    For a recipe without blocks, return what shares a scale: "tensor" or "row".
+    """
     if r.block is None:
         return {"tensor": "tensor", "row": "row"}[r.tensor_scaling]
     return f"{r.block[0]}x{r.block[1]}"
 
 
 def rule_text(r: Recipe) -> str:
-    """Return the rule that computes the recipe's scales: those of blocks, of the tensor, or of the fake quantizer."""
+    """Return the name of the rule by which a recipe computes its scales, with spaces for underscores.
+
+    This is the rule of its block scales if it has blocks, else that of its tensor scale; for a fake quantizer, its own
+    rule.
+    """
     rule = r.fake_rule if r.fake_only else r.block_rule or r.tensor_rule
     return (rule or "").replace("_", " ") + ", searched" * bool(r.search)
 
 
 def recipe_rows(ids: Iterable[str] = tuple(RECIPES)) -> list[tuple[str, ...]]:
-    """Return one row per recipe: id with aliases, block, scale rule, what it equals, versions, source."""
+    """Return the table of recipes. A row has id with aliases, block, scale rule, what the recipe equals, versions and
+    source.
+    """
     return [(_names(r), block_text(r), rule_text(r), _exact(r), str(r.versions), r.source) for r in map(recipe, ids)]
 
 
 def _exact(r: Recipe) -> str:
-    """Return what the recipe equals bit for bit, and the statement of each producer alias that deviates from it."""
+    """Return what a recipe equals bit for bit, followed by where each producer alias of it deviates."""
     others = (f"; {alias.id} {alias.exact}" for alias in PRODUCER_ALIASES.values() if alias.of == r.id)
     return r.exact + " (values only)" * r.fake_only + "".join(others)
 
@@ -42,7 +51,7 @@ def _names(r: Recipe) -> str:
 
 
 def grouped_recipe_rows() -> list[tuple[str, ...]]:
-    """Return recipe_rows with one row for all recipes that agree in rule, statement, versions and source.
+    """Return the table of recipes with one row for all recipes that agree in rule, equality, versions and source.
 
     The rows are in the order in which the groups first occur.
     """
@@ -53,12 +62,12 @@ def grouped_recipe_rows() -> list[tuple[str, ...]]:
 
 
 def _distinct(texts: Iterable[str]) -> str:
-    """Join the texts with ", ", each one once."""
+    """Return the texts joined with ", ", without repetitions."""
     return ", ".join(dict.fromkeys(texts))
 
 
 def format_rows() -> list[tuple[str, ...]]:
-    """Return one row per element or scale format."""
+    """Return the table of element and scale formats, one row per format."""
     return [
         (
             f.name,
@@ -74,8 +83,9 @@ def format_rows() -> list[tuple[str, ...]]:
 
 
 def _nan(f: ElementFormat) -> str:
-    """Return how a format encodes NaN: "-" if not at all, else the NaN code and whether there are more codes and
-    infinities.
+    """Return how a format encodes NaN: "-" if it does not, else the NaN code.
+
+    IEEE formats have further NaN codes and infinities, which the text mentions.
     """
     return "-" if f.specials == "none" else hex(f.nan_code) + (" and others, inf" if f.specials == "ieee" else "")
 
@@ -87,7 +97,7 @@ def _values(f: ElementFormat) -> str:
 
 
 def block_rows() -> list[tuple[str, ...]]:
-    """Return one row per block format."""
+    """Return the table of block formats (element format, scale format and block size), one row per format."""
     return [
         (
             b.name,
@@ -102,6 +112,6 @@ def block_rows() -> list[tuple[str, ...]]:
 
 
 def markdown(columns: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
-    """Return the rows as a table in GitHub's Markdown."""
+    """Return a table in GitHub's Markdown."""
     lines = [columns, tuple("---" for _ in columns), *rows]
     return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)

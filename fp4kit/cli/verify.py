@@ -22,7 +22,7 @@ from fp4kit.storage.errors import CheckpointError, listed, shown
 
 
 def register(subparsers: Any) -> None:
-    """Add the command verify."""
+    """Add the command verify, with its options, to the parser of the command line."""
     parser: Any = add_command(
         subparsers,
         "verify",
@@ -73,13 +73,13 @@ def _verify(args: argparse.Namespace, out: Output) -> int:
 
 
 def _run(prepared: Verification, options: Options, out: Output) -> VerifyReport:
-    """Execute the verification with a line of progress."""
+    """Execute a prepared verification, show a line of progress, and return the report."""
     with out.progress("verifying", prepared.nbytes) as tick:
         return execute(prepared, Options(options.workers, options.executor, options.devices, progress=tick))
 
 
 def _check_page(page: Path, model: Path) -> None:
-    """Raise CheckpointError if the page cannot be written, or would lie inside the checkpoint."""
+    """Raise CheckpointError if the HTML page cannot be written, or would lie inside the checkpoint and so change it."""
     if page.is_dir() or not page.parent.is_dir():
         raise CheckpointError(
             f"--html {shown(str(page))}: cannot be written; a file name in a directory that exists is needed"
@@ -91,7 +91,7 @@ def _check_page(page: Path, model: Path) -> None:
 
 
 def _print(out: Output, report: VerifyReport) -> None:
-    """Print the layers, the issues and the verdict."""
+    """Print a report: the table of layers, the issues, a note and the verdict."""
     columns = ("layer", "format", "#SQNR dB", "#saturated", "#zero blocks", "#flushed", "#differing bytes")
     out.table(columns, [_cells(layer) for layer in report.layers])
     for issue, subjects in grouped(report.issues):
@@ -104,7 +104,7 @@ def _print(out: Output, report: VerifyReport) -> None:
 
 
 def _note(report: VerifyReport) -> str:
-    """Return what was not checked, or how to find out why bytes differ; "" if there is nothing to say."""
+    """Return a note on what was not checked, or on how to find out why bytes differ; "" if there is nothing to say."""
     if not report.layers:
         return (
             "no quantized layer of a known format was found, so only the files were checked; fp4kit convert quantizes a"
@@ -119,7 +119,7 @@ def _note(report: VerifyReport) -> str:
 
 
 def _cells(layer: LayerReport) -> tuple[str, ...]:
-    """Return the table row of one layer; "-" stands for what was not compared."""
+    """Return the cells of one layer's table row; "-" stands for what was not compared."""
     found = layer.tally
     sqnr = "-" if found.sqnr_db is None else f"{found.sqnr_db:.2f}"
     saturated, flushed = (str(n) if found.compared else "-" for n in (found.saturated, found.flushed_blocks))
@@ -129,7 +129,7 @@ def _cells(layer: LayerReport) -> tuple[str, ...]:
 
 
 def _verdict(report: VerifyReport) -> str:
-    """Return the last line: manifest, differing bytes, SQNR, errors and warnings."""
+    """Return the last line of the output: manifest, differing bytes, SQNR, and the numbers of errors and warnings."""
     warnings = len(report.issues) - report.errors
     manifest = {
         "equal": "files match the manifest",
