@@ -17,9 +17,9 @@ import numpy as np
 
 
 def index_of(value: Any) -> int:
-    """Return the int that a value stands for, as operator.index does.
+    """Return an integer of any library as an int, as operator.index does, but reject bools.
 
-    Raise TypeError for anything else, bools included.
+    Raise TypeError for anything that is not an integer.
     """
     if isinstance(value, (bool, np.bool_)) or str(getattr(value, "dtype", "")) == "torch.bool":
         raise TypeError("a bool")
@@ -64,9 +64,9 @@ _OTHER_NAMES = {
 
 
 def check_call(function: Callable[..., Any], args: Sequence[Any], names: Collection[str]) -> None:
-    """Raise TypeError if a function does not accept these positional and named arguments.
+    """Raise TypeError if a function cannot be called with these arguments. The message says what to write instead.
 
-    The message says what to pass instead.
+    args: the positional arguments. names: the names of the keyword arguments.
     """
     parameters = signature(function).parameters
     positional = [p.name for p in parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]

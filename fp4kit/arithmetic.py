@@ -34,7 +34,7 @@ Environment = tuple[Callable[..., int], Callable[..., int]]  # fegetenv, feseten
 
 
 def is_ieee() -> bool:
-    """Return whether this thread keeps subnormals, as operands and as results, and rounds to nearest even.
+    """Return whether this thread computes with subnormals instead of flushing them, and rounds to nearest even.
 
     The check multiplies the smallest subnormal, one step, by 1.5 and by 1.25:
 
@@ -97,10 +97,10 @@ def default_environment(op: str) -> Iterator[None]:
 
 @cache
 def environment() -> Environment | None:
-    """Return C's fegetenv and fesetenv on Linux (glibc or musl, x86-64 or aarch64); return None on other platforms.
+    """Return C's functions fegetenv and fesetenv on Linux (glibc or musl, x86-64 or aarch64), and None elsewhere.
 
-    On the others FE_DFL_ENV is not the pointer -1. Bionic, the C library of Android, is recognized by its symbol
-    __fe_dfl_env.
+    On other platforms the default environment, FE_DFL_ENV, is not the pointer -1. Android's C library, Bionic, is
+    recognized by its symbol __fe_dfl_env.
     """
     if not sys.platform.startswith("linux") or platform.machine() not in ("x86_64", "aarch64"):
         return None
@@ -113,7 +113,7 @@ def environment() -> Environment | None:
 
 
 def _refusal(op: str) -> str:
-    """Return the error message for a thread whose mode is wrong and cannot be set."""
+    """Return the message of the error for a thread whose floating-point mode is wrong and cannot be set."""
     return (
         f"{op}: this thread treats subnormal numbers as zero, or does not round to nearest; fp4kit needs IEEE"
         f" arithmetic, which it cannot set on {sys.platform} {platform.machine()}; call torch.set_flush_denormal(False)"

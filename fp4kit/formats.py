@@ -25,7 +25,7 @@ FLT_MIN = np.finfo(np.float32).tiny  # smallest normal float32
 
 
 def unsigned(dtype: np.dtype) -> np.dtype:
-    """Return the unsigned integer dtype of the same width, which can hold the bit patterns of dtype."""
+    """Return the unsigned integer dtype that is as wide as dtype, so that it can hold its bit patterns."""
     return np.dtype(f"u{dtype.itemsize}")
 
 
@@ -35,7 +35,7 @@ def bit_patterns(x: np.ndarray) -> np.ndarray:
 
 
 class Packing(NamedTuple):
-    """How codes are stored: `codes` codes share `bytes` bytes, the first code in the lowest bits."""
+    """Describe how codes are stored: `codes` codes share `bytes` bytes, the first code in the lowest bits."""
 
     codes: int
     bytes: int

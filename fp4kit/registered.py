@@ -1,7 +1,7 @@
-"""Functions of higher modules that methods of lower modules call.
+"""A registry of functions, through which methods of basic modules call functions of modules that import them.
 
-For example, `Quantized.dequantize` calls `fp4kit.dequantize`, which itself imports Quantized. To keep imports one-way,
-the method looks the function up in FUNCTIONS. fp4kit/__init__.py fills FUNCTIONS.
+For example, `Quantized.dequantize` calls `fp4kit.dequantize`, whose module imports Quantized. To avoid a circular
+import, the method looks the function up in FUNCTIONS. fp4kit/__init__.py fills FUNCTIONS.
 """
 
 from __future__ import annotations

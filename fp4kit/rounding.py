@@ -1,11 +1,13 @@
 """Round numbers to the codes of a format: one formula for float32 and float64, and the rounding modes by name.
 
-With e = max(exponent of a, emin) and step = 2^(e - M),
+For a magnitude a, a format with M mantissa bits, and emin, the exponent of its smallest normal value:
 
+    e = max(exponent of a, emin)
+    step = 2^(e - M)
     code = (e - emin) * 2^M + round(a / step)
 
-Here M is the number of mantissa bits. The codes of a format are consecutive integers, so a carry out of the mantissa
-lands in the exponent. a / step is exact, so the only rounding is the named one.
+The codes of a format are consecutive integers, so a carry out of the mantissa lands in the exponent. a / step is exact,
+so the only rounding is the named one.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ def _round_ties_away(a: np.ndarray) -> np.ndarray:
 
 
 def _round_by_a_sum(a: np.ndarray) -> np.ndarray:
-    """Round to nearest even through the rounded sum a + 0.5, so that the number just below 0.5 gives 1."""
+    """Round to nearest even, but compute a + 0.5 in the precision of a, so that the number just below 0.5 gives 1."""
     half = a.dtype.type(0.5)
     return np.floor(a + half) - ((a - half) % 2 == 0)
 
@@ -66,7 +68,7 @@ def power_of_two(exponent: np.ndarray, dtype: Any = np.float32) -> np.ndarray:
 
 
 def codes_of(a: np.ndarray, emin: int, mantissa_bits: int, rounding: Rounding) -> np.ndarray:
-    """Return the codes of a >= 0, as integers, in a format without a largest value. The caller clips them.
+    """Return the codes of magnitudes a, as integers, as if the format had no largest value. The caller clips them.
 
     a is float32 or float64 without NaN. It must be below 2^(127 + mantissa_bits), in float64 below 2^(1023 +
     mantissa_bits). A nonzero a must not be so small that a / step underflows.
@@ -115,7 +117,10 @@ class Format(Protocol):
 
 
 class _Direction(NamedTuple):
-    """A rounding of magnitudes, and whether it goes toward zero, where a finite number cannot overflow."""
+    """Hold a rounding of magnitudes to integers.
+
+    toward_zero says for which elements it goes toward zero, so that a finite number cannot overflow to infinity.
+    """
 
     rounding: Rounding
     toward_zero: Any = False
@@ -173,7 +178,7 @@ def _direction(op: str, rounding: str, random: Any, x: np.ndarray) -> _Direction
 
 
 def _stochastic(op: str, random: Any, x: np.ndarray) -> Rounding:
-    """Return the rounding floor(a + random / 2^n) for n-bit unsigned random integers.
+    """Return the stochastic rounding floor(a + random / 2^n) of magnitudes, for n-bit unsigned random integers.
 
     It is exact, because it compares the part beyond floor(a) with a threshold instead of adding.
     """
@@ -209,7 +214,7 @@ def _float_codes(x: np.ndarray, fmt: Format, direction: _Direction, saturate: bo
 
 
 def _integer_codes(x: np.ndarray, fmt: Format, direction: _Direction) -> np.ndarray:
-    """Return the two's complement codes of x, which holds no NaN."""
+    """Return the codes of x, which holds no NaN, in a two's complement format. Numbers out of range are clipped."""
     magnitude = direction.rounding(np.minimum(np.abs(x), fmt.sign_bit))
     value = np.clip(np.copysign(magnitude, x), -fmt.sign_bit, fmt.max_code)
     return value.astype(np.int64) & (2**fmt.bits - 1)

@@ -28,7 +28,10 @@ COMMAND = is_command(getattr(sys, "argv", []), sys.orig_argv)
 
 
 def _interrupted(number: int, frame: FrameType | None) -> None:
-    """End the process at once, because nothing has been started yet that would need cleanup."""
+    """End the process at once with a message: the handler of Ctrl-C until the command has started.
+
+    Nothing has been started yet that would need cleanup.
+    """
     os.write(2, b"fp4kit: interrupted while it started; nothing was written\n")
     os._exit(128 + number)
 

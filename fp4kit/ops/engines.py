@@ -203,9 +203,7 @@ def new_group(op: str, calls: list[Call], r: Recipe, stack: Any) -> Any:
 
 
 def new_clip_group(calls: list[Call], amaxes: list[Any]) -> Any:
-    """Return the ClipGroup that clips N gradients: in one launch for arrays on a GPU, otherwise in a loop on the
-    host.
-    """
+    """Return the ClipGroup that clips N gradients: in one launch on a GPU, otherwise in a loop on the host."""
     if calls and calls[0].on_device:
         return cuda.ClipGroup(calls, amaxes)
     return host_group.ClipGroup(calls, amaxes, _run_call)
