@@ -284,8 +284,8 @@ def bytes_to_write(plan: Plan) -> int:
 def memory_per_process(plan: Plan) -> int:
     """Return about how many bytes of memory one worker process needs.
 
-    They are the sum of an idle process, a slab (the rows converted at a time) with all its converted forms, and two
-    float32 copies of the largest matrix that is transposed.
+    This includes an idle process, a slab (the rows converted at a time) with all its converted forms, and two float32
+    copies of a matrix. The copies are needed if matrices are transposed; the largest of these counts.
     """
     pieces = (
         piece for tensor in plan.converted for piece in tensor.pieces if piece.transposed or piece.weight.transposed

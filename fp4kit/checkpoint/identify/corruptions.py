@@ -351,8 +351,7 @@ def row_orders(rows: int, heads: Sequence[int] = (), other: bool = False, second
 
 
 def _halves_of_pair(rows: int, second: bool) -> Iterator[CorruptedRows]:
-    """Yield the orders of one half of a gated pair that was cut out of a stack of both, in a wrong order or at a wrong
-    place.
+    """Yield the orders that one half of a gated pair has if it was cut out of a wrongly ordered stack of both halves.
 
     rows: the rows of one half. second: True for the second half (up).
     """
