@@ -152,7 +152,18 @@ class Bench:
             others, failed = self.peers.watches(case.operation, recipe.partition("-")[0])
         times = alternate({**self.watches(case), **others}, self.args.repeat)
         peers = {name: times.pop(name) for name in others}
-        self.keep(CpuRow(group, case.operation, recipe, x.dtype.name, x.shape, case.bytes, times, peers, failed))
+        row = CpuRow(
+            group=group,
+            operation=case.operation,
+            recipe=recipe,
+            dtype=x.dtype.name,
+            shape=x.shape,
+            bytes=case.bytes,
+            times=times,
+            peers=peers,
+            failed=failed,
+        )
+        self.keep(row)
 
     def keep(self, row: CpuRow) -> None:
         """Print a row and add it."""
@@ -233,7 +244,18 @@ def sizes(bench: Bench) -> None:
                 mine = bench.watches(case, nbytes <= SIZES[1], warm_below=inf)
                 times = alternate(mine | loops, bench.args.repeat)
             peers = {name: times.pop(name) for name in loops}
-            bench.keep(CpuRow("sizes", "quantize", recipe, "bfloat16", x.shape, x.nbytes, times, peers))
+            bench.keep(
+                CpuRow(
+                    group="sizes",
+                    operation="quantize",
+                    recipe=recipe,
+                    dtype="bfloat16",
+                    shape=x.shape,
+                    bytes=x.nbytes,
+                    times=times,
+                    peers=peers,
+                )
+            )
             del case, loops, passes, targets  # and the arrays that they write to
 
 
@@ -259,7 +281,16 @@ def ggml(bench: Bench) -> None:
                     )
                     peers = {"ggml": times.pop("ggml")}
                     bench.keep(
-                        CpuRow("ggml", case.operation, recipe, np.dtype(dtype).name, x.shape, case.bytes, times, peers)
+                        CpuRow(
+                            group="ggml",
+                            operation=case.operation,
+                            recipe=recipe,
+                            dtype=np.dtype(dtype).name,
+                            shape=x.shape,
+                            bytes=case.bytes,
+                            times=times,
+                            peers=peers,
+                        )
                     )
 
 
@@ -274,7 +305,16 @@ def searches(bench: Bench) -> None:
         times = alternate(bench.watches(case) | loop, bench.args.repeat)
         peers = {name: times.pop(name) for name in loop}
         bench.keep(
-            CpuRow("searches", case.operation, cpu_search.RECIPE, x.dtype.name, x.shape, case.bytes, times, peers)
+            CpuRow(
+                group="searches",
+                operation=case.operation,
+                recipe=cpu_search.RECIPE,
+                dtype=x.dtype.name,
+                shape=x.shape,
+                bytes=case.bytes,
+                times=times,
+                peers=peers,
+            )
         )
     bench.extra["unproven"] = cpu_search.unproven(x)
     print(f"blocks for which all candidates were tried: {bench.extra['unproven']:.3%}", flush=True)

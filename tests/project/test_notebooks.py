@@ -52,7 +52,7 @@ def run_in_subprocess(source: Path, target: Path, work: Path) -> None:
     kept = {
         name: value for name, value in os.environ.items() if name != "MPLBACKEND" and not name.startswith("JUPYTER")
     }
-    path = os.pathsep.join(filter(None, (str(ROOT), kept.get("PYTHONPATH"))))
+    path = os.pathsep.join(filter(None, (str(ROOT), str(ROOT / "tests" / "support"), kept.get("PYTHONPATH"))))
     own = {name: str(work / name.lower()) for name in ("JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR", "IPYTHONDIR")}
     command = [sys.executable, __file__, str(source), str(target)]
     result = subprocess.run(command, cwd=work, env={**kept, **own, "PYTHONPATH": path}, capture_output=True, text=True)
