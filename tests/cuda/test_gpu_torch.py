@@ -12,9 +12,10 @@ import fp4kit
 from fp4kit.call import call_cache
 from fp4kit.evidence.testing import assert_same_bits
 from fp4kit.formats import bit_patterns
-from tests.arrays.test_returns import CALLS, DTYPES, X, array, tensor
 
 torch = pytest.importorskip("torch")
+from tests.arrays.test_returns import CALLS, DTYPES, X, array, tensor  # noqa: E402  # this module needs torch, too
+
 pytestmark = pytest.mark.gpu
 BF16 = list(DTYPES)[2]
 RECIPES = ("mxfp4-ocp", "nvfp4-te", "nvfp4-te-2d", "mxfp8-te", "fp8-modelopt")
