@@ -66,7 +66,7 @@ def dequantize(q: Quantized, dtype: Any = None, *, out: Any = None, threads: int
 
 @returns_in_library
 def _dequantize(q: Quantized, dtype: Any, key: Any, *, out: Any) -> Any:
-    """Check the arguments and dequantize q. Unless key is None, store a prepared call for it."""
+    """Check the arguments and dequantize q. Unless key is None, store a cached call for it."""
     original, arguments = q, (q, out)
     q, out = checks.check_quantized("dequantize", q), import_out("dequantize", out)
     values_dtype = numpy_dtype("dequantize", q.dtype if dtype is None else dtype)

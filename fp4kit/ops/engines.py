@@ -34,7 +34,7 @@ T = TypeVar("T")
 
 
 def new_cached_call(operation: str, on_device: bool, *arguments: Any) -> Callable[..., Any] | None:
-    """Return a prepared call of an operation, which later calls with equal facts reuse.
+    """Return the cached call of an operation, which later calls with equal facts reuse.
 
     The CUDA engine makes it for arrays on a device, the compiled host engine otherwise. Return None if that engine
     declines.
@@ -233,7 +233,7 @@ def new_master_weights(values: list[Any], *facts: Any) -> Any:
 
 
 def cached_driver_call(call: Call, x: Any, operation: str) -> Callable[..., Any] | None:
-    """Return a prepared call that saves only the parsing of the arguments, and then runs the usual engines.
+    """Return a cached call that saves only the parsing of the arguments, and then runs the usual engines.
 
     Return None if x, the array as the caller passed it, is not a NumPy array, or if the caller passed an amax.
     """

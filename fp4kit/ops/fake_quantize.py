@@ -73,7 +73,7 @@ def fake_quantize(
 
 @returns_in_library
 def _fake_quantize(x: Any, recipe: str | Recipe, axis: int, options: QuantizeOptions, key: Any, **amaxes: Any) -> Any:
-    """Check the arguments and fake-quantize x. Unless key is None, store a prepared call for it."""
+    """Check the arguments and fake-quantize x. Unless key is None, store a cached call for it."""
     op = "fake_quantize"
     call, cached = fake_call(op, x, recipe, axis, options, **amaxes), None
     if key is not None:

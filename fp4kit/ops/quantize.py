@@ -140,7 +140,7 @@ def _is_out_disjoint(x: Any, tensor_amax: Any, out: Quantized | None) -> bool:
 
 @returns_in_library
 def _quantize(x: Any, recipe: str | Recipe, axis: int, options: QuantizeOptions, key: Any, **given: Any) -> Quantized:
-    """Check the arguments and quantize x. Unless key is None, store a prepared call for it."""
+    """Check the arguments and quantize x. Unless key is None, store a cached call for it."""
     call = quantize_call("quantize", x, recipe, axis, options, **given)
     cached = None
     if key is not None:
@@ -234,7 +234,7 @@ def quantize_both(
 def _quantize_both(
     x: Any, recipe: str | Recipe, options: QuantizeOptions, key: Any, tensor_amax: Any
 ) -> tuple[Quantized, Quantized]:
-    """Check the arguments and quantize x in both directions. Unless key is None, store a prepared call for it."""
+    """Check the arguments and quantize x in both directions. Unless key is None, store a cached call for it."""
     op, seed = "quantize_both", options.seed
     row = quantize_call(op, x, recipe, -1, options._replace(hadamard=False), tensor_amax=tensor_amax)
     if row.x.ndim < 2:

@@ -66,7 +66,7 @@ def _change(op: str, q: Quantized, layout: ScaleLayout) -> Quantized:
 
 @returns_in_library
 def _change_fully(original: Quantized, op: str, layout: ScaleLayout, key: Any) -> Quantized:
-    """Check the arguments and change the layout. Unless key is None, store a prepared call for it."""
+    """Check the arguments and change the layout. Unless key is None, store a cached call for it."""
     layouts.check_layout(op, layout)
     q = original.imported()
     if q.block_scale is None:

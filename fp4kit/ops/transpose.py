@@ -50,7 +50,7 @@ def transpose(q: Quantized) -> Quantized:
 
 @returns_in_library
 def _transpose(q: Quantized, key: Any) -> Quantized:
-    """Check the argument and transpose q. Unless key is None, store a prepared call for it."""
+    """Check the argument and transpose q. Unless key is None, store a cached call for it."""
     original = q
     q = checks.check_quantized("transpose", q)
     _check_square_blocks(q)

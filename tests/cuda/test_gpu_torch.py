@@ -7,6 +7,7 @@ import gc
 import numpy as np
 import pytest
 from on_gpu import gpu_only
+from torch_calls import CALLS, DTYPES, X, array, tensor
 
 import fp4kit
 from fp4kit.call import call_cache
@@ -14,7 +15,6 @@ from fp4kit.evidence.testing import assert_same_bits
 from fp4kit.formats import bit_patterns
 
 torch = pytest.importorskip("torch")
-from tests.arrays.test_returns import CALLS, DTYPES, X, array, tensor  # noqa: E402  # this module needs torch, too
 
 pytestmark = pytest.mark.gpu
 BF16 = list(DTYPES)[2]

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 from pathlib import Path
 
 import pytest
+from tool_module import tool_module
 
 ROOT = Path(__file__).resolve().parents[2]
 TEXT = (ROOT / "README.md").read_text()
 
 
 def test_generated_parts_and_what_the_example_prints_are_current() -> None:
-    spec = importlib.util.spec_from_file_location("readme", ROOT / "tools" / "readme.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = tool_module("readme")
     for page in module.PAGES:
         assert module.rewritten(page.read_text()) == page.read_text(), f"{page.name}: run python tools/readme.py"
 

@@ -5,13 +5,13 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import re
-import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+from tool_module import tool_module
 
 import fp4kit
 import fp4kit.checkpoint
@@ -22,17 +22,7 @@ REFERENCE = "".join(path.read_text() for path in (DOCS / "reference").glob("*.md
 DOCUMENTED = set(re.findall(r"^::: (\S+)", REFERENCE, re.MULTILINE))
 
 
-def tool(name: str) -> ModuleType:
-    """Return a module of tools/."""
-    spec = importlib.util.spec_from_file_location(name, ROOT / "tools" / f"{name}.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-PICTURES = tool("pictures").PICTURES
+PICTURES = tool_module("pictures").PICTURES
 
 
 @pytest.mark.parametrize("name", PICTURES)
@@ -71,7 +61,7 @@ def pages() -> dict[str, str]:
     """Return the pages of two producers, without counts of recorded arrays, which CI computes when it builds
     the site.
     """
-    module = tool("producer_pages")
+    module = tool_module("producer_pages")
     module._recorded = lambda r: (1, 1)
     return {name: module.page(name, module.producers()[name]) for name in ("te", "gguf")}
 
@@ -82,5 +72,5 @@ def test_pages_of_producers_have_formula_and_a_block(pages: dict[str, str]) -> N
 
 
 def test_every_producer_has_a_title() -> None:
-    module = tool("producer_pages")
+    module = tool_module("producer_pages")
     assert set(module.TITLES) == set(module.producers())

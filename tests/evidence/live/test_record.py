@@ -2,11 +2,11 @@
 docs/live-producers.json is current.
 """
 
-import importlib.util
 import json
 from pathlib import Path
 
 import pytest
+from tool_module import tool_module
 
 import fp4kit
 from fp4kit.evidence.live import run
@@ -14,13 +14,6 @@ from fp4kit.evidence.live import run
 ROOT = Path(__file__).resolve().parents[3]
 RECORD = json.loads((ROOT / "docs" / "live-producers.json").read_text())
 ADAPTERS = {(adapter.title or adapter.name): adapter for adapter in run.adapters()}
-
-
-def tool():
-    spec = importlib.util.spec_from_file_location("live_record", ROOT / "tools" / "live_record.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def producer(name, differing=0, version="2.0"):
@@ -43,7 +36,7 @@ def test_a_run_replaces_the_entries_of_producers_that_were_equal():
         "seed": 3,
         "producers": [producer("a"), producer("b", 1), producer("c")],
     }
-    record, differing = tool().merged({"a": {"version": "1.0"}, "b": {"version": "1.0"}}, ran)
+    record, differing = tool_module("live_record").merged({"a": {"version": "1.0"}, "b": {"version": "1.0"}}, ran)
     assert differing == ["b"] and record["b"] == {"version": "1.0"}
     assert list(record) == ["a", "b", "c"] and record["a"]["version"] == "2.0"
     assert record["a"]["recipes"] == {"mxfp4-ocp": 5} and record["a"]["exceptions"] == {"ties": 1}
