@@ -94,11 +94,26 @@ FP4KIT_DEVICE float float32_log2(float x) {
   return static_cast<float>(log2(static_cast<double>(x)));
 }
 
+// Return ceilf(float32_log2(x)) without a logarithm. x > 0.
+//
+// For x = 2^e * (1 + m / 2^23), the rounded logarithm is e, rather than above it, if log2(1 + m / 2^23) is at most half
+// an ulp beside e. With 2^k the power of two at or below |e|, that is 2^(k - 24), so m <= 22 / 2^(6 - k); k is one less
+// for e = -2^k, where the ulp is half as large. Equal to the float64 logarithm for all positive float32 values.
+FP4KIT_DEVICE float ceil_float32_log2(float x) {
+  if (x < 0x1p-126f) return ceilf(float32_log2(x));
+  const u32 bits = bits_of(x), m = bits & 0x7FFFFFu;
+  const i32 e = static_cast<i32>(bits >> 23) - 127;
+  const u32 magnitude = static_cast<u32>(e < 0 ? -e - 1 : e);  // -1: for e = -2^k, k is one less
+  u32 limit = 0;
+  for (u32 k = 1u; k <= 6u; ++k) limit = magnitude >> k ? 22u >> (6u - k) : limit;
+  return static_cast<float>(e + (m > limit));
+}
+
 struct block_e8m0_modelopt : inverse_factor {
   template <class R, class In>
   FP4KIT_DEVICE u32 code(float amax, TensorScale t) {
     const float ratio = amax / max_of<typename R::Element>();
-    const float exponent = ratio > 0.0f ? ceilf(float32_log2(ratio)) : -127.0f;
+    const float exponent = ratio > 0.0f ? ceil_float32_log2(ratio) : -127.0f;
     return static_cast<u32>(static_cast<i32>(fminf(fmaxf(exponent, -127.0f), 127.0f)) + 127);
   }
 };
