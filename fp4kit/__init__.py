@@ -1,4 +1,8 @@
-"""fp4kit: 4-bit floating-point numerics that match each producer bit for bit, on arrays of any library.
+"""fp4kit: quantize arrays to 4-bit floating point, bit for bit as Transformer Engine, vLLM and other producers do.
+
+`quantize`, `dequantize`, `fake_quantize` and the other functions take an array of any library and a recipe id such as
+"nvfp4-te". A recipe is the complete arithmetic of one producer, that is a library that writes FP4 numbers. `recipes()`
+lists the ids.
 
 Examples:
     >>> import fp4kit, numpy as np
@@ -8,9 +12,6 @@ Examples:
     ((1, 32), array([ 0. , -6. ,  2. ,  0.5], dtype=float32))
     >>> fp4kit.recipe("nvfp4").id, fp4kit.recipes()[:2]
     ('nvfp4-te', ('nvfp4-te', 'nvfp4-te-2d'))
-
-`quantize`, `dequantize`, `fake_quantize` and the other functions take an array and a recipe id such as "nvfp4-te". A
-recipe is the complete arithmetic of one producer, a library that writes such numbers. `recipes()` lists the ids.
 """
 
 import fp4kit.startup  # noqa: F401  # first, so that Ctrl-C works while the other modules are imported
@@ -49,7 +50,7 @@ from fp4kit.registered import FUNCTIONS
 from fp4kit.storage.quantized_file import load, save
 from fp4kit.training.master_weights import MasterWeightsPlan, Shard, cast_master_weights
 
-# Attributes that users look for here: {name: the end of the error message, which says where the name is}.
+# Names that users may expect in this module: {name: end of the error message, which says where the name is}.
 _ELSEWHERE = {
     **{name: f"; run import fp4kit.{name} first" for name in ("torch", "jax", "checkpoint")},
     **dict.fromkeys(
@@ -75,7 +76,7 @@ def __dir__() -> list[str]:
     return [*__all__, "__version__", "layouts"]
 
 
-FUNCTIONS.update(
+FUNCTIONS.update(  # methods of Quantized and Recipe call these functions; see registered.py
     {
         "Quantized.dequantize": dequantize,
         "Quantized.to": moved_to,

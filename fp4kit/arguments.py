@@ -27,7 +27,10 @@ def index_of(value: Any) -> int:
 
 
 def as_index(op: str, name: str, value: Any) -> int:
-    """Return value as an int, if index_of accepts it. Raise TypeError for anything else."""
+    """Return an integer of any library as an int.
+
+    Raise TypeError for a bool, and for anything that is not an integer.
+    """
     if type(value) is int:
         return value
     try:
@@ -39,7 +42,7 @@ def as_index(op: str, name: str, value: Any) -> int:
 def as_shape(op: str, shape: Any) -> tuple[int, ...]:
     """Return a shape as a tuple of ints.
 
-    Raise TypeError unless it is a sequence of ints, ValueError if a length is negative.
+    Raise TypeError unless it is a sequence of ints, and ValueError if a length is negative.
     """
     try:
         found = tuple(map(index_of, shape))
@@ -66,6 +69,8 @@ _OTHER_NAMES = {
 def check_call(function: Callable[..., Any], args: Sequence[Any], names: Collection[str]) -> None:
     """Raise TypeError if a function cannot be called with these arguments. The message says what to write instead.
 
+    Public functions call this after Python has rejected a call, to give the user a more helpful message than Python's.
+
     args: the positional arguments. names: the names of the keyword arguments.
     """
     parameters = signature(function).parameters
@@ -91,26 +96,32 @@ def check_call(function: Callable[..., Any], args: Sequence[Any], names: Collect
 
 
 def is_one_of(value: Any, names: Collection[str]) -> bool:
-    """Return whether a value is a string among `names`. An array, which has no truth value, gives False."""
+    """Return whether value is a string among `names`. For an array, whose comparison is no bool, return False."""
     return isinstance(value, str) and value in names
 
 
 def as_flag(op: str, name: str, value: Any) -> bool:
-    """Return a flag as a bool. NumPy bools and the ints 0 and 1 are accepted; anything else raises TypeError."""
+    """Return a flag as a bool.
+
+    Bools of Python and NumPy and the ints 0 and 1 are accepted; anything else raises TypeError.
+    """
     if isinstance(value, (bool, np.bool_)) or (isinstance(value, int) and value in (0, 1)):
         return bool(value)
     raise TypeError(f"{op}: {name} is {value!r:.60}; needs True or False")
 
 
 def as_word(op: str, name: str, value: Any) -> str:
-    """Return a string unchanged. Raise TypeError for anything else."""
+    """Return a string argument unchanged. Raise TypeError for anything else."""
     if isinstance(value, str):
         return value
     raise TypeError(f"{op}: {name} is {value!r:.60}; needs a string")
 
 
 def as_indices(op: str, name: str, values: Any) -> list[int]:
-    """Return values as a list of ints, if index_of accepts each of them. Raise TypeError for anything else."""
+    """Return a sequence of integers of any library as a list of ints.
+
+    Raise TypeError for anything else, bools included.
+    """
     try:
         return [index_of(value) for value in values]
     except TypeError:
@@ -137,7 +148,7 @@ def as_entries(op: str, name: str, value: Any) -> Any:
 def as_path(op: str, path: Any) -> Path:
     """Return a file path as a Path.
 
-    Raise TypeError if it is not a path, ValueError if it does not end with a file name.
+    Raise TypeError if it is not a path, and ValueError if it does not end with a file name.
     """
     try:
         found = Path(path)

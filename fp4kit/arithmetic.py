@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 # Made from its bits, because a literal or 2.0**-1074 would depend on the mode of the thread that imports this module.
 _TINY: float = struct.unpack("<d", b"\x01" + bytes(7))[0]  # 2^-1074
-_BIG, _ONE_STEP, _TWO_STEPS = 2.0**1023, 2.0**-51, 2.0**-50  # a step is the smallest subnormal, times _BIG
+_BIG, _ONE_STEP, _TWO_STEPS = 2.0**1023, 2.0**-51, 2.0**-50  # a step is _TINY * _BIG
 
 _DEFAULT = ctypes.c_void_p(-1)  # FE_DFL_ENV of glibc and musl
 _ENVIRONMENT_BYTES = 256  # room for a fenv_t: 32 bytes on x86-64, 8 on aarch64
@@ -34,15 +34,15 @@ Environment = tuple[Callable[..., int], Callable[..., int]]  # fegetenv, feseten
 
 
 def is_ieee() -> bool:
-    """Return whether this thread computes with subnormals instead of flushing them, and rounds to nearest even.
+    """Return whether this thread computes in IEEE arithmetic: it keeps subnormals and rounds to nearest even.
 
-    The check multiplies the smallest subnormal, one step, by 1.5 and by 1.25:
+    The check multiplies the smallest subnormal, here called one step, by 1.5 and by 1.25:
 
     - 1.5 steps round to two steps under nearest even, but to one step when rounding down or toward zero.
     - 1.25 steps round to one step under nearest even, but to two steps when rounding up.
 
-    The products are scaled up before the comparison, because DAZ would also treat a compared subnormal as zero. float32
-    and float64 share the mode.
+    The products are scaled up before they are compared, because DAZ would also treat a compared subnormal as zero. One
+    check is enough, because float32 and float64 share the mode.
     """
     return _TINY * 1.5 * _BIG == _TWO_STEPS and _TINY * 1.25 * _BIG == _ONE_STEP
 
@@ -50,9 +50,10 @@ def is_ieee() -> bool:
 def ieee(op: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
     """Decorate a function so that it runs in IEEE arithmetic, whatever the mode of the calling thread.
 
-    The check costs four products, 0.1 us. Only if the check fails, the thread's floating-point environment is set to
-    the default for the call. When the call returns or raises, the caller's mode, rounding and exception flags are
-    restored. Only the inexact and underflow flags may differ, because the check can set them in any mode.
+    A check of the mode precedes each call and costs four products, 0.1 us. Only if the check fails, the thread's
+    floating-point environment is set to the default during the call. When the call returns or raises, the caller's
+    mode, rounding and exception flags are restored. Only the inexact and underflow flags may differ, because the check
+    can set them in any mode.
 
     Args:
         op: the function name that an error message begins with.
@@ -78,7 +79,8 @@ def ieee(op: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
 def default_environment(op: str) -> Iterator[None]:
     """Set the default floating-point environment in this thread until the with block is left.
 
-    Raises RuntimeError if this platform does not allow it or the default is not IEEE arithmetic.
+    Raise RuntimeError if this platform does not allow it, or if its default is not IEEE arithmetic. op is the function
+    name that the message begins with.
     """
     found = environment()
     if found is None:
@@ -97,10 +99,11 @@ def default_environment(op: str) -> Iterator[None]:
 
 @cache
 def environment() -> Environment | None:
-    """Return C's functions fegetenv and fesetenv on Linux (glibc or musl, x86-64 or aarch64), and None elsewhere.
+    """Return C's functions (fegetenv, fesetenv) on Linux (glibc or musl, x86-64 or aarch64), or None elsewhere.
 
-    On other platforms the default environment, FE_DFL_ENV, is not the pointer -1. Android's C library, Bionic, is
-    recognized by its symbol __fe_dfl_env.
+    They read and set the floating-point environment of a thread. Other platforms are excluded, because FE_DFL_ENV, the
+    default environment, is not the pointer -1 there. Android's C library, Bionic, is recognized by its symbol
+    __fe_dfl_env.
     """
     if not sys.platform.startswith("linux") or platform.machine() not in ("x86_64", "aarch64"):
         return None
@@ -113,7 +116,7 @@ def environment() -> Environment | None:
 
 
 def _refusal(op: str) -> str:
-    """Return the message of the error for a thread whose floating-point mode is wrong and cannot be set."""
+    """Return the error message for a thread whose floating-point mode is wrong and cannot be corrected."""
     return (
         f"{op}: this thread treats subnormal numbers as zero, or does not round to nearest; fp4kit needs IEEE"
         f" arithmetic, which it cannot set on {sys.platform} {platform.machine()}; call torch.set_flush_denormal(False)"

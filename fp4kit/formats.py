@@ -1,4 +1,4 @@
-"""Number formats: small frozen descriptors, from which codes, maxima and midpoints are derived.
+"""Number formats: small frozen descriptors, from which codes, largest values and midpoints are derived.
 
 A *code* is a bit pattern, and a *value* is the number that a code stands for. Sources: OCP Microscaling Formats (MX)
 v1.0 and OCP 8-bit Floating Point (OFP8) v1.0. NVFP4 is defined as in the NVIDIA PTX ISA (cvt to e2m1x2, ue4m3 block
@@ -19,23 +19,29 @@ from fp4kit.arguments import as_flag
 from fp4kit.arithmetic import ieee
 from fp4kit.lazy import lazy_property
 
-FLOATS = tuple(np.dtype(t) for t in (np.float32, np.float16, ml_dtypes.bfloat16))  # dtypes that can be quantized
+FLOATS = tuple(np.dtype(t) for t in (np.float32, np.float16, ml_dtypes.bfloat16))  # dtypes that quantize accepts
 FLT_MAX = np.finfo(np.float32).max
 FLT_MIN = np.finfo(np.float32).tiny  # smallest normal float32
 
 
 def unsigned(dtype: np.dtype) -> np.dtype:
-    """Return the unsigned integer dtype that is as wide as dtype, so that it can hold its bit patterns."""
+    """Return the unsigned integer dtype with as many bytes as dtype, for viewing the bits of an array."""
     return np.dtype(f"u{dtype.itemsize}")
 
 
 def bit_patterns(x: np.ndarray) -> np.ndarray:
-    """Return the bits of x as unsigned integers, in the shape of x. The result is a view if x is contiguous."""
+    """Return the bits of x as unsigned integers, in the shape of x.
+
+    The result shares memory with x if x is contiguous.
+    """
     return np.ascontiguousarray(x).view(unsigned(x.dtype)).reshape(x.shape)
 
 
 class Packing(NamedTuple):
-    """Describe how codes are stored: `codes` codes share `bytes` bytes, the first code in the lowest bits."""
+    """Describe how codes are stored: every `codes` codes fill `bytes` bytes, the first code in the lowest bits.
+
+    E2M1 has Packing(codes=2, bytes=1): two 4-bit codes per byte.
+    """
 
     codes: int
     bytes: int
@@ -46,7 +52,7 @@ class Packing(NamedTuple):
         return 8 * self.bytes // self.codes
 
     def length(self, n: int) -> int:
-        """Return the number of bytes of n codes. n must be a multiple of `codes`."""
+        """Return the number of bytes that n codes fill. n must be a multiple of `codes`."""
         return n // self.codes * self.bytes
 
 
@@ -54,22 +60,22 @@ class Packing(NamedTuple):
 class ElementFormat:
     """A number format of at most 8 bits: a float (sign, exponent, mantissa) or a two's complement integer.
 
-    Elements and block scales use the same descriptor. Every value must be a float32. Two formats with equal fields are
-    equal, in any process. Arrays derived from a format are read-only and are not pickled.
+    Elements and block scales use the same descriptor. Every value must be exact in float32. Two formats with equal
+    fields are equal, in any process. Arrays derived from a format, such as `values`, are read-only and are not pickled.
 
     Args:
-        name: an identifier, which also names the format in CUDA.
+        name: a Python identifier such as "E2M1". CUDA kernels use it too.
         exponent_bits: number of exponent bits; 0 for an integer.
         mantissa_bits: number of mantissa bits, without the hidden one; for an integer, the bits besides the sign.
         bias: exponent bias; 0 for an integer.
-        specials: "none" if every code is a number; "nan" if the pattern of all ones is NaN and there is no infinity;
-            "ieee" if the top exponent holds inf and NaN.
-        signed: whether the top bit is a sign.
+        specials: "none" if every code is a number; "nan" if the code whose exponent and mantissa bits are all ones is
+            NaN, and there is no infinity; "ieee" if the codes of the top exponent are inf and NaN.
+        signed: True if the top bit is a sign.
         has_zero: False only for E8M0, which has neither a zero nor a mantissa.
 
     Raises:
-        TypeError: a field has another type.
-        ValueError: the fields do not describe such a format.
+        TypeError: a field does not have its declared type.
+        ValueError: the fields do not describe a valid format; the message says why.
 
     Examples:
         >>> from fp4kit.formats import E2M1
@@ -123,7 +129,7 @@ class ElementFormat:
             )
 
     def _check_float(self) -> None:
-        """Raise ValueError unless the fields describe a float whose values are all float32 numbers."""
+        """Raise ValueError unless the fields describe a float format whose values are all exact in float32."""
         facts = (self.exponent_bits, self.mantissa_bits, self.bias, self.specials, self.signed)
         if not self.has_zero and facts != (8, 0, 127, "nan", False):
             raise ValueError(f"ElementFormat {self.name}: has_zero is False; needs True for every format but E8M0")
@@ -150,12 +156,12 @@ class ElementFormat:
 
     @property
     def bits(self) -> int:
-        """Bits per code."""
+        """Number of bits per code."""
         return int(self.signed) + self.exponent_bits + self.mantissa_bits
 
     @property
     def packing(self) -> Packing:
-        """How codes are stored: two 4-bit codes per byte, one code of any other width per byte."""
+        """The Packing of codes in memory: two 4-bit codes per byte, or one code of any other width per byte."""
         return Packing(2, 1) if self.bits == 4 else Packing(1, 1)
 
     @property
@@ -165,12 +171,15 @@ class ElementFormat:
 
     @property
     def sign_bit(self) -> int:
-        """The bit of a code that holds the sign; 0 for unsigned formats."""
+        """Bit mask of the sign in a code, such as 8 for E2M1; 0 for unsigned formats."""
         return 1 << (self.bits - 1) if self.signed else 0
 
     @property
     def emin(self) -> int:
-        """Exponent of the smallest normal value. Subnormals have the same step as that value's binade."""
+        """Exponent of the smallest normal value.
+
+        The subnormal values are spaced as the values from 2^emin to 2^(emin + 1) are.
+        """
         return (1 if self.has_zero else 0) - self.bias
 
     @lazy_property
@@ -222,7 +231,7 @@ class ElementFormat:
 
     @property
     def nan_code(self) -> int:
-        """The code that a NaN becomes: the format's NaN code, or the largest value if it has none.
+        """The code that `encode` gives a NaN: the format's NaN code, or the code of the largest value if it has no NaN.
 
         PTX cvt .satfinite does the same.
         """
@@ -245,7 +254,7 @@ class ElementFormat:
 
     @lazy_property
     def midpoints(self) -> np.ndarray:
-        """The values half way between neighbouring magnitudes, where rounding has a tie (float64, exact)."""
+        """The midpoints of neighbouring magnitudes, where rounding to nearest has a tie: float64, exact, read-only."""
         magnitudes = self.magnitudes.astype(np.float64)
         midpoints = (magnitudes[1:] + magnitudes[:-1]) / 2
         midpoints.setflags(write=False)
@@ -265,39 +274,39 @@ class ElementFormat:
         - "rz": toward zero
         - "rp": up
         - "rm": down
-        - "rs": stochastic. The magnitude is rounded up if its distance from the code below, in steps, is at least 1 -
-          random / 2^n.
+        - "rs": stochastic. A magnitude between two neighbouring values is rounded up if (magnitude - lower) /
+          (upper - lower) is at least 1 - random / 2^n, where n is the number of bits of `random`.
 
         Args:
             x: a number, or an array on the host: floats of at most 64 bits (ml_dtypes floats included) or integers up
                 to 2^53.
-            rounding: a name of the list above.
+            rounding: a name from the list above.
             saturate: if True, every number beyond the largest value becomes the largest value, infinities included. If
                 False, such a number becomes the format's infinity, or NaN if the format has NaN but no infinity. A
                 format with neither (E2M1, INT8, ...) always saturates.
-            random: random bits, required for "rs" and rejected otherwise: uint8, uint16 or uint32 in the shape of x (n
-                = 8, 16, 32). 0 rounds toward zero.
+            random: random bits, required for "rs" and rejected otherwise: uint8, uint16 or uint32 in the shape of x,
+                for n = 8, 16 or 32. 0 rounds toward zero.
 
         Returns:
             uint8 codes in the shape of x; a NumPy scalar if x is a number.
 
         Raises:
-            TypeError: x is of another kind, or saturate is not a bool.
+            TypeError: x is not an array of such numbers, or saturate is not a bool.
             ValueError: rounding is unknown; random bits are missing, not needed or of another shape; or an integer is
                 beyond 2^53.
 
         Numerics:
             float64 is rounded directly, not through float32. Overflow is judged after rounding, as in IEEE 754, so a
-            finite number that is rounded toward zero stays finite. NaN becomes nan_code.
+            finite number that is rounded toward zero never overflows. NaN becomes nan_code.
 
             -0, and negative numbers that round to zero, become the code of -0. Integers have a single zero. E8M0 has
             neither a sign nor a zero: negative numbers become NaN, and zero and numbers below 2^-127 become 2^-127. In
             a format without mantissa bits (E8M0, E3M0), "rn" rounds a tie between two powers of two up.
 
         Exact:
-            Equals PTX cvt .satfinite with the same rounding, if PTX has one. Recipes apply the same formula with other
-            rules for signs and NaN. "rs" is exact, whereas reference.stochastic.encode_stochastic adds in float32, as
-            Transformer Engine does.
+            Equals PTX cvt .satfinite with the same rounding, if PTX has that rounding. Recipes apply this formula too,
+            with their own rules for signs and NaN. "rs" compares exactly. reference.stochastic.encode_stochastic
+            instead adds random bits in float32, as Transformer Engine does.
 
         Examples:
             >>> from fp4kit.formats import E2M1
@@ -344,7 +353,7 @@ _NUMBERS = attrgetter("exponent_bits", "mantissa_bits", "bias", "specials", "sig
 
 
 def is_same(a: ElementFormat, b: ElementFormat) -> bool:
-    """Return whether two formats have the same value for every code, whatever their names are."""
+    """Return whether two formats give every code the same value. Their names may differ."""
     return bool(_NUMBERS(a) == _NUMBERS(b))
 
 
@@ -364,14 +373,14 @@ ELEMENT_FORMATS = (E2M1, E1M2, E3M0, E2M3, E3M2, E4M3, E5M2, E8M0, INT4, INT8)
 
 @dataclass(frozen=True)
 class BlockFormat:
-    """Blocks of elements that share a scale: value = element * block_scale [* tensor_scale].
+    """A format of blocks of elements that share a scale: value = element * block_scale [* tensor_scale].
 
     Args:
         name: the name that repr shows.
         element: format of the elements.
         scale: format of the block scales.
         block_size: elements per block.
-        has_tensor_scale: whether a float32 scale of the whole tensor multiplies all blocks.
+        has_tensor_scale: True if every value is also multiplied by one float32 scale per tensor.
 
     Raises:
         TypeError: element or scale is not an ElementFormat.
@@ -407,12 +416,12 @@ class BlockFormat:
 
     @property
     def bits_per_value(self) -> float:
-        """Bits of storage per value, including its share of the block scale."""
+        """Bits of storage per value: those of its code, and its share of the bits of the block scale."""
         return self.element.bits + self.scale.bits / self.block_size
 
     @property
     def max(self) -> float:
-        """The largest value that a block can hold, before the tensor scale."""
+        """The largest value of a block without a tensor scale: the largest element times the largest block scale."""
         return float(self.element.max) * float(self.scale.max)
 
 

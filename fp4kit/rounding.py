@@ -26,7 +26,7 @@ _LAYOUTS: dict[np.dtype, tuple[Any, int, int]] = {  # integer type of the bits, 
 
 def _round_ties_to_zero(a: np.ndarray) -> np.ndarray:
     """Round to nearest, ties toward zero."""
-    return np.ceil(a - a.dtype.type(0.5))  # exact: a < 2^(M+1) and M is small
+    return np.ceil(a - a.dtype.type(0.5))  # exact, because a < 2^(M + 1) and M is small
 
 
 def _round_ties_away(a: np.ndarray) -> np.ndarray:
@@ -36,13 +36,16 @@ def _round_ties_away(a: np.ndarray) -> np.ndarray:
 
 
 def _round_by_a_sum(a: np.ndarray) -> np.ndarray:
-    """Round to nearest even, but compute a + 0.5 in the precision of a, so that the number just below 0.5 gives 1."""
+    """Round to nearest even through a + 0.5, as auto-round does.
+
+    The sum is rounded to the precision of a. So the number just below 0.5, whose sum rounds to 1, gives 1 instead of 0.
+    """
     half = a.dtype.type(0.5)
     return np.floor(a + half) - ((a - half) % 2 == 0)
 
 
 # rn: nearest, ties to even. rz: toward zero. rna: nearest, ties away from zero. rnz: nearest, ties toward zero.
-# rns: nearest even through the rounded sum a + 0.5, so that the number just below 0.5 gives 1.
+# rns: nearest even through the rounded sum a + 0.5 (see _round_by_a_sum).
 ROUNDINGS: dict[str, Rounding] = {
     "rn": np.rint,
     "rz": np.floor,
@@ -53,9 +56,9 @@ ROUNDINGS: dict[str, Rounding] = {
 
 
 def exponent_field(x: np.ndarray) -> np.ndarray:
-    """Return the biased exponent of x, ignoring the sign.
+    """Return the exponent bits of x as integers: the exponent plus its bias. The sign of x is ignored.
 
-    It is 0 for zero and subnormals, and 255 (float64: 2047) for inf and NaN.
+    The result is 0 for zero and subnormals, and 255 (float64: 2047) for inf and NaN.
     """
     bits, mantissa, bias = _LAYOUTS[x.dtype]
     return (x.view(bits) >> mantissa) & (2 * bias + 1)
@@ -68,7 +71,10 @@ def power_of_two(exponent: np.ndarray, dtype: Any = np.float32) -> np.ndarray:
 
 
 def codes_of(a: np.ndarray, emin: int, mantissa_bits: int, rounding: Rounding) -> np.ndarray:
-    """Return the codes of magnitudes a, as integers, as if the format had no largest value. The caller clips them.
+    """Return the codes of magnitudes a in a format, as integers, by the formula at the head of this file.
+
+    The format is treated as if it had no largest value, so the caller must clip a or the codes. emin and mantissa_bits
+    are those of the format.
 
     a is float32 or float64 without NaN. It must be below 2^(127 + mantissa_bits), in float64 below 2^(1023 +
     mantissa_bits). A nonzero a must not be so small that a / step underflows.
@@ -84,11 +90,14 @@ def codes_of(a: np.ndarray, emin: int, mantissa_bits: int, rounding: Rounding) -
 # Roundings that ElementFormat.encode accepts. rm (down) and rp (up) also read the sign, rs (stochastic) random bits.
 # rns is left out, because it is defined in float32 only.
 NAMES = (*(name for name in ROUNDINGS if name != "rns"), "rm", "rp", "rs")
-_TINY_EXPONENT = 64  # magnitudes below 2^-64 steps all round alike, also with 32 random bits
+_TINY_EXPONENT = 64  # all magnitudes from 0 to 2^-64 steps round alike, even with 32 random bits
 
 
 class Format(Protocol):
-    """The attributes of an ElementFormat that `encode` reads."""
+    """Name the attributes of an ElementFormat that `encode` reads.
+
+    ElementFormat itself cannot be imported here, because formats.py imports this module.
+    """
 
     @property
     def name(self) -> str: ...
@@ -117,9 +126,10 @@ class Format(Protocol):
 
 
 class _Direction(NamedTuple):
-    """Hold a rounding of magnitudes to integers.
+    """Hold a rounding of magnitudes to integers, and the elements for which it goes toward zero.
 
-    toward_zero says for which elements it goes toward zero, so that a finite number cannot overflow to infinity.
+    toward_zero: a mask of those elements, or one bool for all. A finite element that is rounded toward zero must not
+    overflow to infinity.
     """
 
     rounding: Rounding
@@ -127,7 +137,7 @@ class _Direction(NamedTuple):
 
 
 def encode(x: Any, fmt: Format, rounding: str, saturate: bool, random: Any) -> Any:
-    """Return the codes of x: the implementation of ElementFormat.encode, which documents it."""
+    """Return the codes of x. This implements ElementFormat.encode, which documents it. fmt is the ElementFormat."""
     op = f"{fmt.name}.encode"
     numbers = _as_float64(op, x)
     direction = _direction(op, rounding, random, numbers)
@@ -140,7 +150,11 @@ def encode(x: Any, fmt: Format, rounding: str, saturate: bool, random: Any) -> A
 
 
 def _as_float64(op: str, x: Any) -> np.ndarray:
-    """Return x as float64, exactly. Accept floats of at most 64 bits and integers up to 2^53."""
+    """Return x as float64, exactly. op, the public function, begins every error message.
+
+    Accept floats of at most 64 bits, and integers up to 2^53. Raise TypeError for other dtypes and ValueError for
+    larger integers.
+    """
     if hasattr(x, "filled"):
         raise TypeError(f"{op}: x is a masked array; needs plain numbers; pass x.filled(0)")
     try:
@@ -161,7 +175,11 @@ def _as_float64(op: str, x: Any) -> np.ndarray:
 
 
 def _direction(op: str, rounding: str, random: Any, x: np.ndarray) -> _Direction:
-    """Return the rounding to apply to the magnitudes of x, given its name, the signs of x and the random bits."""
+    """Return the _Direction of the rounding with the given name, for the elements of x.
+
+    "rm" and "rp" depend on the signs of x, and "rs" on the random bits. Raise ValueError for an unknown name, or if
+    `random` is missing or not needed.
+    """
     if not isinstance(rounding, str) or rounding not in NAMES:
         raise ValueError(f"{op}: rounding is {rounding!r}; needs one of {', '.join(NAMES)}")
     if (random is None) == (rounding == "rs"):
@@ -178,9 +196,9 @@ def _direction(op: str, rounding: str, random: Any, x: np.ndarray) -> _Direction
 
 
 def _stochastic(op: str, random: Any, x: np.ndarray) -> Rounding:
-    """Return the stochastic rounding floor(a + random / 2^n) of magnitudes, for n-bit unsigned random integers.
+    """Return the stochastic rounding of magnitudes a: floor(a + random / 2^n), with n bits per random integer.
 
-    It is exact, because it compares the part beyond floor(a) with a threshold instead of adding.
+    It is exact, because it compares a - floor(a) with a threshold instead of adding.
     """
     bits = np.asarray(random)
     if bits.dtype.kind != "u" or bits.dtype.itemsize > 4 or bits.shape != x.shape:
@@ -197,10 +215,10 @@ def _stochastic(op: str, random: Any, x: np.ndarray) -> Rounding:
 
 
 def _float_codes(x: np.ndarray, fmt: Format, direction: _Direction, saturate: bool) -> np.ndarray:
-    """Return the codes of x, which holds no NaN, in a float format.
+    """Return the codes of x in a float format. x must not hold NaN.
 
-    Magnitudes are clipped to a range outside of which no code changes: from 2^-_TINY_EXPONENT steps to two binades
-    above the largest value.
+    Magnitudes are first clipped to the range from 2^-_TINY_EXPONENT steps to two binades above the largest value.
+    Outside of this range no code changes.
     """
     a = np.abs(x)
     clipped = np.clip(a, 2.0 ** (fmt.emin - fmt.mantissa_bits - _TINY_EXPONENT), 2.0 ** (fmt.emax + 2))
@@ -214,7 +232,7 @@ def _float_codes(x: np.ndarray, fmt: Format, direction: _Direction, saturate: bo
 
 
 def _integer_codes(x: np.ndarray, fmt: Format, direction: _Direction) -> np.ndarray:
-    """Return the codes of x, which holds no NaN, in a two's complement format. Numbers out of range are clipped."""
+    """Return the codes of x in a two's complement format, clipped to its range. x must not hold NaN."""
     magnitude = direction.rounding(np.minimum(np.abs(x), fmt.sign_bit))
     value = np.clip(np.copysign(magnitude, x), -fmt.sign_bit, fmt.max_code)
     return value.astype(np.int64) & (2**fmt.bits - 1)

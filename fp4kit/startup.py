@@ -1,6 +1,7 @@
-"""Make Ctrl-C during the start of the fp4kit command end it with a one-line message.
+"""Make Ctrl-C during the start of the fp4kit command end it with a one-line message instead of a traceback.
 
-fp4kit/__init__.py imports this module before all others. It does nothing in a program that merely imports fp4kit.
+fp4kit/__init__.py imports this module before all others. In a program that merely imports fp4kit, this module does
+nothing.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from types import FrameType
 def is_command(argv: list[str], original: list[str]) -> bool:
     """Return whether this process is the command `fp4kit ...` or `python -m fp4kit ...`.
 
-    argv is sys.argv and original is sys.orig_argv. Both are needed, because processes started by multiprocessing
-    inherit sys.argv, but sys.orig_argv holds how their own interpreter was started.
+    argv is sys.argv, and original is sys.orig_argv, the arguments of the interpreter itself. Both are needed, because a
+    process started by multiprocessing inherits sys.argv from the command, but has its own sys.orig_argv.
     """
     name = argv[0] if argv else ""
     if name == "-m":
@@ -28,9 +29,9 @@ COMMAND = is_command(getattr(sys, "argv", []), sys.orig_argv)
 
 
 def _interrupted(number: int, frame: FrameType | None) -> None:
-    """End the process at once with a message: the handler of Ctrl-C until the command has started.
+    """Handle Ctrl-C while the command starts: print a message and end the process at once.
 
-    Nothing has been started yet that would need cleanup.
+    No cleanup is needed, because nothing has been started yet. number is the signal number.
     """
     os.write(2, b"fp4kit: interrupted while it started; nothing was written\n")
     os._exit(128 + number)

@@ -1,6 +1,6 @@
 """Types for annotations: arrays, recipe ids and the names that options accept.
 
-Only type checkers use them. Calls check their arguments themselves.
+Only type checkers use these types. The functions of fp4kit check their arguments themselves.
 """
 
 from __future__ import annotations

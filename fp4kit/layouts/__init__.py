@@ -1,6 +1,6 @@
 """Memory layouts of codes and scales: nibble order, scale swizzles, file formats and padding.
 
-The functions move bytes of NumPy and CuPy arrays. They compute nothing with values.
+The functions rearrange the bytes of NumPy and CuPy arrays. They do not change any value.
 """
 
 from fp4kit.layouts.files import GGUF_BLOCKS, MLX_WORD, GgufBlock, pack_gguf, pack_mlx, unpack_gguf, unpack_mlx

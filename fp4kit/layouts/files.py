@@ -15,7 +15,7 @@ from fp4kit.layouts.nibbles import check_array, check_bytes
 
 
 class GgufBlock(NamedTuple):
-    """Describe a block of a GGUF tensor: `scales` scale bytes, then codes, two per byte.
+    """Describe the blocks of a GGUF format: `scales` scale bytes, followed by the codes, two per byte.
 
     Each scale belongs to `group` elements, so a block holds scales * group elements.
     """
@@ -25,7 +25,10 @@ class GgufBlock(NamedTuple):
 
     @property
     def elements(self) -> int:
-        """Elements per block. Rows of a GGUF tensor hold whole blocks, so their length is a multiple of this number."""
+        """Elements per block.
+
+        A row of a GGUF tensor consists of whole blocks, so its length is a multiple of this number.
+        """
         return self.scales * self.group
 
     @property
@@ -40,12 +43,12 @@ GGUF_BLOCKS = {"mxfp4": GgufBlock(1, MXFP4.block_size), "nvfp4": GgufBlock(4, NV
 def pack_gguf(packed: Any, scales: Any, format: str) -> Any:
     """Return the bytes of a GGUF tensor, block by block, from packed codes and their block scales.
 
-        mxfp4, 17 bytes for 32 elements:   s   | c0 c16 | c1 c17 | ... | c15 c31 |
-        nvfp4, 36 bytes for 64 elements:   s s s s   then for each of the 4 groups of 16   | c0 c8 | c1 c9 | ... | c7
-        c15 |
+        mxfp4, 17 bytes for 32 elements:   s          then              | c0 c16 | c1 c17 | ... | c15 c31 |
+        nvfp4, 36 bytes for 64 elements:   s s s s    then per scale    | c0 c8 | c1 c9 | ... | c7 c15 |
 
-    Here s is a scale byte, and | a b | is a byte with code a in the low nibble. The bytes of scales are not
-    interpreted. llama.cpp decodes some of them in its own way; the recipes mxfp4-gguf and nvfp4-gguf model that.
+    Here s is a scale byte, and | a b | is a byte with code a in the low nibble and code b in the high nibble. Scale
+    bytes are copied unchanged. llama.cpp decodes some of them in its own way; the recipes mxfp4-gguf and nvfp4-gguf
+    model that.
 
     Args:
         packed: uint8 (..., K/2), two codes per byte as in Quantized.packed. K is a multiple of 32 (mxfp4) or 64
@@ -54,11 +57,12 @@ def pack_gguf(packed: Any, scales: Any, format: str) -> Any:
         format: "mxfp4" or "nvfp4".
 
     Returns:
-        A new uint8 array (..., K/32*17) for mxfp4 or (..., K/64*36) for nvfp4, of the library of packed.
+        A new uint8 array (..., K/32*17) for mxfp4 or (..., K/64*36) for nvfp4, in the library of packed.
 
     Raises:
         TypeError: packed or scales are not uint8.
-        ValueError: the format is unknown, K is not a multiple of the block, or the shapes do not fit together.
+        ValueError: the format is unknown, K is not a multiple of 32 (mxfp4) or 64 (nvfp4), or the shapes do not fit
+            together.
 
     Exact:
         unpack_gguf is the inverse.
@@ -99,13 +103,13 @@ def unpack_gguf(raw: Any, format: str) -> tuple[Any, Any]:
     """Return packed codes and block scales from the bytes of a GGUF tensor: the inverse of pack_gguf.
 
     Args:
-        raw: uint8 (..., K/32*17) for mxfp4 or (..., K/64*36) for nvfp4, such as the data of a tensor of
-            gguf.GGUFReader.
+        raw: uint8 (..., K/32*17) for mxfp4 or (..., K/64*36) for nvfp4, such as the data of a tensor that
+            gguf.GGUFReader has read.
         format: "mxfp4" or "nvfp4".
 
     Returns:
-        The pair (packed, scales): uint8 (..., K/2) with two codes per byte as in Quantized.packed, and uint8 scales in
-        linear layout.
+        The pair (packed, scales). packed is uint8 (..., K/2) with two codes per byte, as in Quantized.packed. scales
+        is uint8 (..., K/32) for mxfp4 or (..., K/16) for nvfp4, in linear layout.
 
     Raises:
         TypeError: raw is not uint8.
@@ -145,7 +149,8 @@ def _gguf_block(op: str, format: str) -> GgufBlock:
 def _check_multiple(op: str, name: str, array: Any, multiple: int, why: str) -> None:
     """Raise ValueError unless the length of the last axis of array is a multiple of `multiple`.
 
-    name: how the message calls the array. why: a clause of the message that gives the reason.
+    op: the public function, which begins the message. name: how the message calls the array. why: a clause of the
+    message that gives the reason.
     """
     if array.shape[-1] % multiple:
         raise ValueError(
@@ -154,14 +159,14 @@ def _check_multiple(op: str, name: str, array: Any, multiple: int, why: str) -> 
 
 
 def _contiguous(a: Any) -> Any:
-    """Return the NumPy or CuPy array itself if it is contiguous, otherwise a contiguous copy.
+    """Return a NumPy or CuPy array itself if it is contiguous, otherwise a contiguous copy.
 
-    np.ascontiguousarray does not accept CuPy arrays.
+    This replaces np.ascontiguousarray, which does not accept CuPy arrays.
     """
     return a if a.flags.c_contiguous else a.copy()
 
 
-MLX_WORD = np.dtype("<u4")
+MLX_WORD = np.dtype("<u4")  # MLX stores codes in little-endian 32-bit words
 
 
 def pack_mlx(packed: Any) -> Any:

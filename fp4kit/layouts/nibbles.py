@@ -10,9 +10,10 @@ from fp4kit.formats import Packing
 
 
 def pack(codes: Any) -> Any:
-    """Return bytes (..., K/2) from uint8 codes (..., K), two codes per byte.
+    """Pack 4-bit codes: return uint8 (..., K/2), two codes per byte, from uint8 codes (..., K), one per byte.
 
-    Element 2j goes to the low nibble, element 2j + 1 to the high nibble. K must be even, and codes must be below 16.
+    Code 2j goes to the low nibble of byte j, and code 2j + 1 to the high nibble. K must be even, and codes must be
+    below 16.
     """
     check_bytes("pack", codes)
     check_pairs(codes.shape)
@@ -20,7 +21,7 @@ def pack(codes: Any) -> Any:
 
 
 def check_pairs(shape: tuple[int, ...]) -> None:
-    """Raise ValueError unless the last axis of codes has an even length, because two codes share a byte."""
+    """Raise ValueError unless the last axis of an array of codes has even length, because two codes share a byte."""
     if shape[-1] % 2:
         raise ValueError(f"pack: the last axis has length {shape[-1]}; two codes share a byte, so it must be even")
 
@@ -48,7 +49,7 @@ def check_bytes(op: str, codes: Any, name: str = "codes") -> None:
 
 
 def unpack(packed: Any) -> Any:
-    """Return uint8 codes (..., K) from bytes (..., K/2): the inverse of pack."""
+    """Unpack 4-bit codes: return uint8 codes (..., K), one per byte, from uint8 (..., K/2). This inverts pack."""
     check_bytes("unpack", packed)
     codes = np.empty_like(packed, shape=(*packed.shape[:-1], packed.shape[-1] * 2))
     codes[..., 0::2] = packed & 0xF
@@ -57,23 +58,27 @@ def unpack(packed: Any) -> Any:
 
 
 def packed(codes: Any, packing: Packing) -> Any:
-    """Return codes as the element format stores them: two 4-bit codes per byte, or one wider code per byte.
+    """Return codes as the element format stores them: 4-bit codes two per byte, wider codes unchanged.
 
-    codes: uint8 (..., K), one code per byte. packing: ElementFormat.packing. Wider codes are returned unchanged.
+    codes: uint8 (..., K), one code per byte. packing: ElementFormat.packing.
     """
     return codes if packing.codes == 1 else pack(codes)
 
 
 def unpacked(stored: Any, packing: Packing) -> Any:
-    """Return uint8 codes, one per byte, from codes as the element format stores them: the inverse of `packed`."""
+    """Return uint8 codes, one per byte, from codes as the element format stores them. This inverts `packed`."""
     return stored if packing.codes == 1 else unpack(stored)
 
 
 def write_codes(out: np.ndarray, codes: np.ndarray, rows: slice, column: int, packing: Packing) -> None:
-    """Write codes (m, n) into a matrix of stored codes, from code `column` on, without changing its other codes.
+    """Write a block of codes into a matrix of stored codes, without changing other codes that share a byte with them.
 
-    out: the matrix as the element format stores it, with two codes per byte if packing says so. rows: the rows of out
-    to write to, m of them.
+    Args:
+        out: the matrix, as the element format stores it.
+        codes: uint8 (m, n), one code per byte.
+        rows: the m rows of out to write to.
+        column: the index of the first code to write, counted in codes.
+        packing: ElementFormat.packing.
     """
     if packing.codes == 1:
         out[rows, column : column + codes.shape[1]] = codes

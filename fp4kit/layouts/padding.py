@@ -29,15 +29,17 @@ def _integer_from(op: str, name: str, n: Any, minimum: int) -> int:
 
 @returns_in_library
 def pad(x: Any, multiple: int, axis: int = -1) -> Any:
-    """Append zeros along an axis, up to a multiple of a length.
+    """Append zeros along an axis, so that its length becomes a multiple of a number.
+
+    quantize requires a multiple of the recipe's block size, for example.
 
     Args:
         x: an array of any library, with at least one axis.
-        multiple: a positive int; the axis gets the next multiple of it as its length.
-        axis: the axis that is padded.
+        multiple: a positive int. The new length is the smallest multiple of it that is not below the old length.
+        axis: the axis to pad.
 
     Returns:
-        A new array in the library of x, or x itself if nothing is missing.
+        A new array in the library of x, or x itself if its length already is a multiple.
 
     Raises:
         TypeError: x is a masked array or not an array.
@@ -66,10 +68,10 @@ def pad(x: Any, multiple: int, axis: int = -1) -> Any:
 
 
 def shuffle_rows(M: int, epilogue_tile: int) -> np.ndarray:
-    """Return the row permutation of FlashInfer's shuffle_matrix_a, so that y = x[shuffle_rows(M, tile)].
+    """Return the order into which FlashInfer's shuffle_matrix_a brings rows: y = x[shuffle_rows(M, epilogue_tile)].
 
-    In each block of B rows, new row 8 i + j is old row (B / 8) j + i. B is 32 if epilogue_tile is a multiple of 128,
-    otherwise 16.
+    The rows are permuted within blocks of B rows: new row 8 i + j of a block is its old row (B / 8) j + i. B is 32 if
+    epilogue_tile is a multiple of 128, otherwise 16.
 
     Args:
         M: number of rows, a multiple of B.

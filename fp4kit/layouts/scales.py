@@ -25,12 +25,12 @@ _TILE_COLUMNS = 4
 
 
 def _ceil_to(n: int, multiple: int) -> int:
-    """Return the smallest multiple that is at least n."""
+    """Return n rounded up to a multiple of `multiple`."""
     return -(-n // multiple) * multiple
 
 
 def check_layout(op: str, layout: str) -> None:
-    """Raise ValueError, which begins with op, unless layout is one of SCALE_LAYOUTS."""
+    """Raise ValueError unless layout is one of SCALE_LAYOUTS. The message begins with op."""
     if not is_one_of(layout, SCALE_LAYOUTS):
         raise ValueError(f"{op}: scale_layout is {layout!r:.60}; needs one of {', '.join(SCALE_LAYOUTS)}")
 
@@ -41,9 +41,10 @@ def tile_rows(layout: str) -> int:
 
 
 def padded_shape(shape: tuple[int, ...], layout: str) -> tuple[int, ...]:
-    """Return the shape that linear scales of shape (..., R, C) have in a layout, padding included.
+    """Return the shape of block scales in a layout, padding included, from their linear shape (..., R, C).
 
-    Swizzled layouts pad R to a multiple of 128 or 8, and C to a multiple of 4. The layout "linear" pads nothing.
+    Swizzled layouts pad R to a multiple of 128 or 8, and C to a multiple of 4. For "linear", the shape is returned
+    unchanged.
     """
     check_layout("padded_shape", layout)
     if not (isinstance(shape, tuple) and any(type(n).__module__ == "torch" for n in shape)):
@@ -59,9 +60,9 @@ def padded_shape(shape: tuple[int, ...], layout: str) -> tuple[int, ...]:
 
 
 def swizzle_scales(scales: Any, layout: str) -> Any:
-    """Return linear scales (..., R, C) rearranged to `layout`, in the shape that padded_shape gives.
+    """Return linear block scales (..., R, C) rearranged to `layout`, in the shape that padded_shape gives.
 
-    Each (R, C) matrix is rearranged separately. Padding bytes are zero. For "linear", scales themselves are returned.
+    Each (R, C) matrix is rearranged separately, and padding bytes are zero. For "linear", `scales` itself is returned.
     """
     check_array("swizzle_scales", "scales", scales)
     padded = padded_shape(scales.shape, layout)
@@ -79,10 +80,9 @@ def swizzle_scales(scales: Any, layout: str) -> Any:
 
 
 def unswizzle_scales(scales: Any, layout: str, shape: tuple[int, ...]) -> Any:
-    """Return linear scales from scales in `layout`: the inverse of swizzle_scales.
+    """Return linear block scales from scales in `layout`, without the padding. This is the inverse of swizzle_scales.
 
-    shape: the shape (..., R, C) of the result. scales may have any shape, with as many bytes as the layout needs. The
-    padding is dropped.
+    shape: the shape (..., R, C) of the result. scales may have any shape with as many bytes as the layout needs.
     """
     check_array("unswizzle_scales", "scales", scales)
     shape = as_shape("unswizzle_scales", shape)
@@ -100,9 +100,9 @@ def unswizzle_scales(scales: Any, layout: str, shape: tuple[int, ...]) -> Any:
 
 
 def check_size(scales: Any, layout: str, shape: tuple[int, ...]) -> None:
-    """Raise ValueError unless scales have the size that linear scales of a shape need in a layout, padding included.
+    """Raise ValueError unless the number of scales is the one that a layout needs, padding included.
 
-    shape: the shape (..., R, C) of the linear scales. scales may have any shape.
+    shape: the shape (..., R, C) of the scales in linear layout. scales may have any shape.
     """
     if min(shape, default=0) < 0:
         raise ValueError(
