@@ -1,6 +1,7 @@
 """Recipes: the complete arithmetic of each producer for a format, as data that names rules.
 
-A producer is a library or standard that quantizes. There is one module per producer; table.py collects them.
+A producer is a library or standard that defines how to quantize. Each producer has one module here, and table.py
+collects the recipes of all modules.
 """
 
 from fp4kit.recipes.schema import Recipe

@@ -11,7 +11,8 @@ from fp4kit.recipes.versions import Versions
 
 VERSIONS = Versions("0.16.1", "0.16.1")
 
-# Texts for Recipe.exact about QuantLinear.pack, which recomputes each code: value / scale in the dtype of x.
+# Texts for Recipe.exact: the exceptions that QuantLinear.pack causes, because it recomputes each code as value / scale
+# in the dtype of x.
 PACKED = (
     "; values that overflow the dtype get the code of zero, as do all values under a scale that is 0 in float16 (0 / "
     "0 has the sign of x86's NaN); the sign of a NaN element is undefined in auto-round"

@@ -1,6 +1,6 @@
 """Recipes of llama.cpp 0c1e57098 (ggml 0.25.3): quantize_mxfp4 and quantize_nvfp4, the FP4 types of GGUF files.
 
-Elements are float32.
+llama.cpp quantizes float32 elements only.
 """
 
 from __future__ import annotations

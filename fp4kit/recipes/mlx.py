@@ -26,7 +26,7 @@ def _cpu(mode: str, version: str) -> str:
 
 
 def aliases() -> Iterator[Alias]:
-    """Yield the names of Metal's MX quantizers since 0.32.2, which equal recipes of other producers."""
+    """Yield aliases for the MX quantizers of MLX's Metal kernels since 0.32.2, which equal other producers' recipes."""
     for name, of in (("mxfp4", "mxfp4-torchao-rceil"), ("mxfp8", "mxfp8-te")):
         yield Alias(
             f"{name}-mlx-metal",
@@ -45,7 +45,7 @@ def recipes() -> Iterator[Recipe]:
 
 
 def _nvfp4() -> Iterator[Recipe]:
-    """Yield the NVFP4 recipes of CPU and Metal, with and without a global scale."""
+    """Yield the NVFP4 recipes of the CPU and Metal back ends, each without and with a global scale."""
     cpu = of_format(
         NVFP4,
         "nvfp4-mlx-cpu",
@@ -90,7 +90,7 @@ def _nvfp4() -> Iterator[Recipe]:
 
 
 def _mx(fmt: BlockFormat) -> Iterator[Recipe]:
-    """Yield MLX's recipes for an MX format, first those of the CPU back end, then those of Metal."""
+    """Yield MLX's recipes for an MX format, those of the CPU back end first, then those of Metal."""
     name, first = fmt.name[:5].lower(), FIRST if fmt is MXFP4 else {"nan_code": fmt.element.max_code}
     cpu = of_format(
         fmt,

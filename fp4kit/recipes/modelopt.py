@@ -1,4 +1,4 @@
-"""Recipes of NVIDIA Model-Optimizer 0.47: its quantized tensors (QTensor) and its fake quantizers."""
+"""Recipes of NVIDIA Model-Optimizer 0.47: its quantized tensors (class QTensor) and its fake quantizers."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
 """List the names of rules that recipes may use, and what each rule needs. The functions are in fp4kit/reference/.
 
-A Recipe is checked against this module when it is created, so an invalid one never reaches the code of a rule.
+A Recipe is checked against these tables when it is created, so that no rule receives a recipe that does not fit it.
 
-Local words: the encode scale of a tensor multiplies elements before they are encoded; the decode scale, tensor_scale,
-is its inverse. The factor of a block is applied to its elements before rounding: they are multiplied by it, divided by
-it, or (apply "compare") compared with the values of codes times the factor.
+Terms: the encode scale of a tensor multiplies elements before they are encoded. The decode scale, stored as
+tensor_scale, is its inverse. The factor of a block is applied to its elements before rounding: they are multiplied by
+it, divided by it, or (apply "compare") compared with the values of codes times the factor.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ ERRORS = ("mae", "mse", "max")
 
 
 class BlockRuleTraits(NamedTuple):
-    """Describe a block rule: which fields of a Recipe it needs, and how its block factor is computed and applied.
+    """Describe a block rule: which fields of a Recipe it needs, and how the factor of a block is computed and applied.
 
     Attributes:
-        scale: name of the scale format that it writes.
-        apply: how its factor is applied to elements: "multiply", "divide" or "compare".
-        six: True if its formula assumes 6, the largest value of E2M1.
-        needs_tensor: True if it reads tensor_amax itself.
+        scale: name of the scale format that the rule writes.
+        apply: how the factor is applied to elements: "multiply", "divide" or "compare".
+        six: True if the formula assumes elements whose largest value is 6, that of E2M1.
+        needs_tensor: True if the formula reads tensor_amax itself, besides the scales made from it.
         flush: the value that Recipe.flush must have: True if the rule's arithmetic replaces subnormals by zero. None:
             either value is allowed.
-        encode: True if its factor is computed from the tensor's encode scale instead of the decode scale.
-        then_encode: True if elements are multiplied by the encode scale after its factor is applied.
-        reads_amax: True if its factor depends on the block amax, not on the scale code alone.
-        one_level: True if it does not support a tensor scale.
-        may_overflow: True if its factor may be infinite, so that Recipe.keep_infinity applies.
+        encode: True if the factor is computed from the tensor's encode scale instead of the decode scale.
+        then_encode: True if elements are multiplied by the encode scale after the factor is applied.
+        reads_amax: True if the factor depends on the block amax, not on the scale code alone.
+        one_level: True if the rule does not support a tensor scale.
+        may_overflow: True if the factor may be infinite, so that Recipe.keep_infinity has an effect.
     """
 
     scale: str
@@ -108,8 +108,8 @@ BLOCK_RULES: dict[str, BlockRuleTraits] = {
     "e8m0_qwix": _POWER_OF_AMAX,
 }
 
-# {tensor rule: what its tensor scale multiplies}. "E4M3": block scales in E4M3. "float" or "integer": float or
-# integer elements, in recipes without block scales.
+# {tensor rule: what its tensor scale multiplies}. "E4M3": block scales in E4M3. "float" or "integer": elements of
+# such a format, in recipes without block scales.
 TENSOR_RULES: dict[str, str] = {
     "te": "E4M3",
     "te_reference": "E4M3",
@@ -128,7 +128,7 @@ TENSOR_RULES: dict[str, str] = {
     "fouroversix_4": "E4M3",
 }
 
-# {rule: value that the amax becomes}, for rules that do not scale the amax to the format's largest value.
+# {rule: element value to which the amax is scaled}, if that is not the largest value of the element format.
 TOPS = {"fouroversix_4": 4}
 
 
@@ -136,12 +136,12 @@ class DecodeRule(NamedTuple):
     """Describe a decode rule: which scales it accepts, and how it treats zeros, NaN and float16.
 
     Attributes:
-        scales: names of the block scale formats that it accepts. None stands for no block scales.
-        needs_amax: True if it reads the tensor's amax or encode scale.
-        unsigned_zero: True if it decodes the code of -0 to +0.
-        float16: name of the rule that replaces this one when the result is float16. "": this one.
+        scales: names of the block scale formats that the rule accepts. None stands for no block scales.
+        needs_amax: True if the rule reads the tensor's amax or encode scale.
+        unsigned_zero: True if the rule decodes the code of -0 to +0.
+        float16: name of the rule to use instead if the result is float16. "": no other rule.
         numbers: True if NaN codes of elements decode as if they were ordinary numbers: E4M3's 7F becomes 480.
-        fake: name of the rule that replaces this one in fake_quantize. "": this one.
+        fake: name of the rule to use instead in fake_quantize. "": no other rule.
     """
 
     scales: tuple[str | None, ...]
@@ -179,13 +179,13 @@ DECODE_RULES: dict[str, DecodeRule] = {
 
 
 class SearchRule(NamedTuple):
-    """Describe a search for block amaxes (a value of Recipe.search): which recipes can use it.
+    """Describe which recipes can use a search for block amaxes, that is a value of Recipe.search.
 
     Attributes:
-        scale: name of the block scale format.
-        lanes: a number that the columns of a block must be a multiple of.
-        nvfp4: True if it needs E2M1 elements in blocks of 16 columns under one tensor scale. The tensor amax is then
-            the largest candidate.
+        scale: name of the block scale format that the recipe must have.
+        lanes: a number that must divide the columns of a block.
+        nvfp4: True if the recipe must have E2M1 elements in blocks of 16 columns under one tensor scale. The largest
+            candidate is then the tensor amax.
     """
 
     scale: str
@@ -201,12 +201,12 @@ SEARCHES: dict[str, SearchRule] = {  # the values of Recipe.search
 
 
 class FakeRule(NamedTuple):
-    """Describe a fake rule, by which fake_quantize computes values without codes: which recipes can use it.
+    """Describe which recipes can use a fake rule, by which fake_quantize computes values without codes.
 
     Attributes:
-        scale: name of the block scale format. None: no block scales.
-        six: True if its formula assumes 6, the largest value of E2M1.
-        reads_scale_max: True if it uses Recipe.scale_max instead of 448.
+        scale: name of the block scale format that the recipe must have. None: no block scales.
+        six: True if the formula assumes elements whose largest value is 6, that of E2M1.
+        reads_scale_max: True if the formula uses Recipe.scale_max; otherwise it uses 448.
     """
 
     scale: str | None

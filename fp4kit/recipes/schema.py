@@ -1,6 +1,6 @@
 """Define Recipe: a producer's complete arithmetic for a format, as data that names rules.
 
-A rule is one small function in reference/ (the specification). A recipe refers to it by name.
+A rule is a small function in fp4kit/reference/, the specification. A recipe refers to it by name.
 """
 
 from __future__ import annotations
@@ -16,22 +16,23 @@ from fp4kit.recipes.validate import as_block, as_integer, check_recipe
 from fp4kit.recipes.versions import Versions, as_versions
 from fp4kit.registered import FUNCTIONS
 
-TWO_WORDS = ("compressed-tensors", "auto-round", "triton-kernels")  # producers whose name contains a hyphen
+TWO_WORDS = ("compressed-tensors", "auto-round", "triton-kernels")  # producers with a hyphen in their name
 
 
 @dataclass(frozen=True)
 class Recipe:
     """Describe one producer's arithmetic for a format.
 
-    A recipe is a value: two recipes with equal fields are equal, in any process. To make a variant, use
-    dataclasses.replace: `replace(recipe("mxfp4-ocp"), block=(1, 16))`. recipes/rules.py lists the names of rules and
-    which of them fit together.
+    Two recipes with equal fields are equal, in any process. To make a variant, use dataclasses.replace:
+    `replace(recipe("mxfp4-ocp"), block=(1, 16))`. recipes/rules.py lists the names of rules and which of them fit
+    together.
 
     Attributes:
         id: a nonempty name; in the table `<format>-<producer>[-<variant>]`.
-        element: the format of a value.
+        element: the format of an element code.
         scale: the format of a block scale. None: the recipe has float32 scales only, in tensor_scale.
-        block: (rows, columns) that share a block scale; columns run along the quantized axis. None: no blocks.
+        block: (rows, columns) of the elements that share a block scale; columns run along the quantized axis. None: no
+            blocks.
         block_rule: name of the rule that computes the block scale, or None.
         source: the producer, its version, and the file or function.
         exact: what the recipe equals bit for bit, and the exceptions.
@@ -41,35 +42,38 @@ class Recipe:
         tensor_rule: name of the rule that computes the tensor scale, or None.
         decode_rule: name of the rule that decodes codes to values.
         fake_rule: name of the rule of fake_quantize. None: fake_quantize is dequantize(quantize(x)).
-        apply: how the factor, which the rules compute from the scales, is applied. "multiply" or "divide":
-            elements are multiplied or divided by it, then rounded. "compare": the code is chosen whose value times the
-            factor is nearest to the element.
+        apply: how the factor of a block, which a rule computes from the scales, is applied to its elements.
+            "multiply" or "divide": elements are multiplied or divided by the factor, then rounded. "compare": each
+            element gets the code whose value times the factor is nearest to it.
         rounding: how a scaled element is rounded to a code; see reference.codec.encode.
         sign: which codes get the sign bit; see reference.codec.encode.
         nan_code: the code of a NaN element. None: the NaN of the element format.
         nan_is_max: True if a NaN element becomes the largest value although the format has a NaN (FlashInfer's clamp).
-        amax_nan: how NaN enters an amax. "ignore": a NaN loses every comparison. "propagate": the amax is NaN. "lanes":
-            NaN is ignored unless all even or all odd elements are NaN.
+        amax_nan: the effect of NaN elements on an amax. "ignore": NaN elements are left out. "propagate": the amax is
+            NaN. "lanes": NaN elements are left out, but a block's amax is NaN if all its elements at odd indices are
+            NaN.
         flush: True if subnormal elements and subnormal results of multiplications are replaced by zero (ftz).
         round_scaled: True if scaled elements are rounded to the input dtype before they are rounded to a code.
         repacked: True if codes are recomputed as in auto-round's packing: the decoded values are rounded to the dtype
-            of the elements and encoded again. Values that become infinite in this dtype lose their codes; so do blocks
-            whose scale becomes 0 in it. Not available with stochastic rounding.
+            of the elements and encoded again. Values that become infinite in this dtype lose their codes, and so do
+            blocks whose scale becomes 0 in it. Not available with stochastic rounding.
         four_over_six: None, or the error measure ("mae", "mse" or "max": mean absolute, mean squared, largest) by which
             each block chooses between two scales, with the block maximum at 6 or at 4.
-        fast_error: True if 4over6 compares float16(code * scale) with the element times the tensor's encode scale.
-        lane_sums: True if 4over6 adds errors in eight lanes, as PyTorch does on a CPU. Elements under a scale of 0 then
-            become zeros (fouroversix).
+        fast_error: True if 4over6 measures errors before the tensor scale is applied: float16(value * block scale)
+            minus the element times the tensor's encode scale.
+        lane_sums: True if 4over6 adds errors in eight lanes, as PyTorch does on a CPU. Elements whose block scale is 0
+            then become zeros, as in fouroversix.
         keep_infinity: True if an infinite factor is kept, so that its elements saturate (fouroversix's Triton kernels).
             False: the factor becomes NaN (fouroversix on a CPU, where masks multiply infinities by 0). Only
             fouroversix's rules can give infinite factors.
-        scale_max: the largest block scale that the tensor scale leaves room for: 448, or 256 for some 4over6 recipes.
+        scale_max: the block scale that the block with the tensor's amax gets: 448, the largest value of E4M3, or 256
+            in some 4over6 recipes.
         search: name of the search that chooses each block amax among candidates by the resulting error. "": the block
             amax is the largest magnitude.
-        static: True if block amaxes are calibrated state, given as block_amax. If none is given, the largest magnitude
-            of the block is used.
-        narrow: True if integers use [-max, max] instead of [-max - 1, max].
-        fake_only: True if the recipe gives values only and has no codes.
+        static: True if block amaxes come from calibration and are passed to quantize as block_amax. If block_amax is
+            not passed, the largest magnitude of each block is used.
+        narrow: True if integer elements are limited to [-max, max] instead of [-max - 1, max].
+        fake_only: True if the producer only fake-quantizes: the recipe gives values, but no codes.
 
     Raises:
         TypeError: if a field has the wrong type.
@@ -133,17 +137,17 @@ class Recipe:
 
     @property
     def block_size(self) -> int:
-        """The number of elements along the quantized axis that share a block scale; 1 without blocks."""
+        """The number of elements along the quantized axis that share a block scale; 1 for a recipe without blocks."""
         return self.block[1] if self.block else 1
 
     @property
     def block_rows(self) -> int:
-        """The number of rows that share a block scale; 1 without blocks."""
+        """The number of rows that share a block scale; 1 for a recipe without blocks."""
         return self.block[0] if self.block else 1
 
     @property
     def producer(self) -> str:
-        """The producer that the id names: te, flashinfer, compressed-tensors, ..."""
+        """The producer that the id names, such as te, flashinfer or compressed-tensors."""
         return producer_of(self.id)
 
     @property
@@ -153,26 +157,29 @@ class Recipe:
 
     @property
     def length_multiple(self) -> int:
-        """The number that the length of the quantized axis must be a multiple of: whole blocks and whole bytes."""
+        """A number that divides every allowed length of the quantized axis.
+
+        It is the block size, or without blocks the number of codes that fill whole bytes.
+        """
         return self.block_size if self.block else self.element.packing.codes
 
     @property
     def format_name(self) -> str:
-        """The first part of the id, in capitals: NVFP4, MXFP4, ..."""
+        """The first part of the id, in capitals, such as NVFP4 or MXFP4."""
         return self.id.split("-", 1)[0].upper()
 
 
 def producer_of(id: str) -> str:
-    """Return the producer that an id names: te, flashinfer, compressed-tensors, ..."""
+    """Return the producer that a recipe id names, such as te, flashinfer or compressed-tensors."""
     without_format = id.partition("-")[2]
     return next((name for name in TWO_WORDS if without_format.startswith(name)), without_format.partition("-")[0])
 
 
 @lru_cache(256)
 def decoding(r: Recipe, dtype: Any) -> Recipe:
-    """Return ``r`` with the decode rule that its producer uses for results of ``dtype``.
+    """Return r with the decode rule that its producer uses for results of the given dtype.
 
-    This is ``r`` itself, unless ``dtype`` is float16 and the producer has another rule for float16.
+    Some producers decode to float16 by another rule. For all other recipes and dtypes, r itself is returned.
     """
     rule = rules.DECODE_RULES[r.decode_rule].float16
     return replace(r, decode_rule=rule) if rule and dtype == "float16" else r
@@ -180,26 +187,29 @@ def decoding(r: Recipe, dtype: Any) -> Recipe:
 
 @lru_cache(256)
 def faking(r: Recipe) -> Recipe:
-    """Return ``r`` with the decode rule that its producer's fake quantizer uses; fake_quantize then decodes by it.
+    """Return r with the decode rule that its producer's fake quantizer uses, so that fake_quantize can decode by it.
 
-    This is ``r`` itself, unless the producer's fake quantizer has its own decode rule.
+    If the producer's fake quantizer has no decode rule of its own, r itself is returned.
     """
     rule = rules.DECODE_RULES[r.decode_rule].fake
     return replace(r, decode_rule=rule) if rule else r
 
 
 def then_encodes(r: Recipe) -> bool:
-    """Return whether scaling has two steps: elements times the block factor, then times the tensor's encode scale."""
+    """Return whether elements are scaled in two steps: by the factor of their block, then by the tensor's encode scale.
+
+    Most recipes scale elements by a single factor, which includes the tensor scale.
+    """
     return r.tensor_rule is not None and r.block_rule is not None and rules.BLOCK_RULES[r.block_rule].then_encode
 
 
 class Alias(NamedTuple):
-    """Record that a producer gives the same codes and scales as another producer's recipe, under a name of its own.
+    """Record that a producer's codes and scales equal those of another producer's recipe.
 
     Attributes:
-        id: the name of the alias.
+        id: the alias, by which users may call the recipe.
         of: the id of the recipe.
-        source: the producer, its version, and the file or function.
+        source: the producer that the alias names, its version, and the file or function.
         exact: what is equal, and the exceptions.
     """
 
@@ -210,18 +220,19 @@ class Alias(NamedTuple):
 
 
 def of_format(fmt: BlockFormat, id: str, **fields: Any) -> Recipe:
-    """Return a Recipe with the elements and scales of a block format, and blocks of one row.
+    """Return a Recipe with the element and scale formats of a block format, and blocks of one row.
 
-    ``fields`` are the other fields of the Recipe.
+    fields: the other fields of the Recipe. By default, a format with a tensor scale has one per tensor, and any other
+    format has decode rule "e8m0".
     """
     scaling = {"tensor_scaling": "tensor"} if fmt.has_tensor_scale else {"decode_rule": "e8m0"}
     return Recipe(id=id, element=fmt.element, scale=fmt.scale, block=(1, fmt.block_size), **{**scaling, **fields})
 
 
 def four_over_six(base: Recipe, prefix: str) -> Iterator[Recipe]:
-    """Yield four 4over6 variants of ``base``: error measure mae or mse, each with scale_max 448 and 256.
+    """Yield four 4over6 variants of a recipe: error measures mae and mse, each with scale_max 448 and 256.
 
-    4over6 chooses between two scales per block. ``prefix`` begins the id of each variant.
+    4over6 lets each block choose between two scales, by the error that they give. prefix begins the id of each variant.
     """
     for error in ("mae", "mse"):
         for scale_max in (448, 256):

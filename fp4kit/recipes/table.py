@@ -1,4 +1,4 @@
-"""Collect the recipes of all producers in one table, ordered by format. Look up recipes by id or alias."""
+"""Collect the recipes of all producers in one table, ordered by format, and look up recipes by id or alias."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ def _table() -> dict[str, Recipe]:
 
 
 def _with_versions(r: Recipe, usual: Versions) -> Recipe:
-    """Return ``r`` with ``versions`` filled in: its own, or ``usual`` (its producer's) if it has none.
+    """Return r with its field `versions` filled in by `usual`, the versions of its producer, if r has none of its own.
 
-    The versions are also appended to ``exact``, unless that text already names one of them.
+    The versions are also appended to the text of `exact`, unless that text already names one of them.
     """
     versions = r.versions or usual
     named = any(version in r.exact for version in versions)
@@ -57,7 +57,7 @@ def _with_versions(r: Recipe, usual: Versions) -> Recipe:
 
 RECIPES: dict[str, Recipe] = _table()
 
-# {alias: Alias}. An alias names a producer whose codes and scales equal those of another producer's recipe.
+# {id of the alias: Alias}. An alias names a producer whose codes and scales equal those of another producer's recipe.
 PRODUCER_ALIASES: dict[str, Alias] = {alias.id: alias for alias in (*vllm.aliases(), *mlx.aliases())}
 
 # {alias: id of its recipe}
@@ -71,16 +71,16 @@ ALIASES = {
 
 
 def recipes(of: str | None = None) -> tuple[str, ...]:
-    """Return the ids of all recipes, or of those of a format or a producer, in the order of the table.
+    """Return the ids of all recipes, or only those of a format or a producer.
 
     Args:
         of: a format, a producer or both, such as "int4", "modelopt" or "mxfp4-quark". None: all recipes.
 
     Returns:
-        The ids.
+        The ids, ordered by format.
 
     Raises:
-        ValueError: no recipe is of this format or producer.
+        ValueError: no recipe belongs to this format or producer.
         TypeError: ``of`` is neither a str nor None.
 
     Examples:
@@ -121,7 +121,7 @@ def recipe(id: str | Recipe) -> Recipe:
 
 
 def recipe_of(op: str, id: Any) -> Recipe:
-    """Return recipe(id) for the public function named ``op``. Its name begins every error message."""
+    """Return recipe(id), but begin every error message with op, the public function that was called."""
     if isinstance(id, Recipe):
         return id
     if not isinstance(id, str):
@@ -133,7 +133,7 @@ def recipe_of(op: str, id: Any) -> Recipe:
     return result
 
 
-# {name that users may try, but that is not a recipe: what to use instead}
+# {name that users may take for a recipe: end of the error message, which says what to do instead}
 _ELSEWHERE = {
     "nf4": "NF4 is a table of 16 values, not a float format, and no recipe computes it",
     "gptq": "GPTQ chooses scales and codes; pass its scales to quantize as block_scale and tensor_scale",
@@ -142,9 +142,10 @@ _ELSEWHERE = {
 
 
 def _hint(id: str) -> str:
-    """Return the part of an error message that says which recipe an unknown id may mean.
+    """Return the part of an error message that suggests recipes for an unknown id.
 
-    It offers another spelling, the recipes of a format or producer, or similar ids.
+    It names the id in its usual spelling, recipes of the format or producer that `id` names, or similar ids. If it
+    finds none of them, it refers to fp4kit.recipes().
     """
     written = id.strip().lower().replace("_", "-")
     if written in RECIPES or written in ALIASES:
@@ -161,35 +162,38 @@ def _hint(id: str) -> str:
 
 
 def _did_you_mean(names: list[str]) -> str:
-    """Return the question "did you mean A or B?" with the given names."""
+    """Return the question "did you mean A or B?" for the given names."""
     return f"did you mean {' or '.join(map(repr, names))}?"
 
 
 def family(words: str) -> tuple[str, ...]:
-    """Return the ids of the recipes of a format, a producer or both: "nvfp4", "modelopt", "mxfp4-torchao".
+    """Return the ids of the recipes of a format, a producer or both, such as "nvfp4", "modelopt" or "mxfp4-torchao".
 
-    The words match consecutive words of the id. Case does not matter.
+    The given words must be consecutive words of the id. Case does not matter. Return an empty tuple if no id matches.
     """
     wanted = f"-{words.strip().lower().replace('_', '-')}-"
     return tuple(id for id in RECIPES if wanted in f"-{id}-")
 
 
 def several(ids: Iterable[str], near: Recipe) -> str:
-    """Return up to five of the ids as text for a message, followed by the number of ids left out.
+    """Return up to five ids as text for an error message, followed by the number of ids that were left out.
 
-    Ids with the format of ``near`` come first. Short ids come before those of their variants.
+    Ids with the format of the recipe `near` come first, and ids with fewer parts before their variants.
     """
     ordered = sorted(ids, key=lambda id: (RECIPES[id].format_name != near.format_name, id.count("-")))
     return ", ".join(ordered[:5]) + (f" and {len(ordered) - 5} more" if len(ordered) > 5 else "")
 
 
 def is_listed(r: Recipe) -> bool:
-    """Return whether the table holds this recipe with equal fields, so that the id alone identifies it."""
+    """Return whether the table holds a recipe equal to r, so that the id alone identifies it."""
     return RECIPES.get(r.id) == r
 
 
 def _reduce(r: Recipe) -> tuple[Any, ...]:
-    """Return what pickle and copy need to restore a recipe: its id if it is in the table, otherwise all fields."""
+    """Return the function and arguments by which pickle and copy restore a recipe.
+
+    For a recipe in the table these are `recipe` and its id, otherwise Recipe and all fields.
+    """
     if is_listed(r):
         return recipe, (r.id,)
     return Recipe, tuple(getattr(r, field.name) for field in fields(r))

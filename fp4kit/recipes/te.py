@@ -66,7 +66,7 @@ def _nvfp4() -> Iterator[Recipe]:
 
 
 def _mxfp4() -> Recipe:
-    """Return TE's MXFP4 recipe, which only its Python quantizer has."""
+    """Return TE's MXFP4 recipe, which only TE's Python reference quantizer implements."""
     return of_format(
         MXFP4,
         "mxfp4-te",
@@ -80,7 +80,7 @@ def _mxfp4() -> Recipe:
 
 
 def _mxfp8() -> Iterator[Recipe]:
-    """Yield the MXFP8 recipes, E4M3 first."""
+    """Yield TE's MXFP8 recipes, first for E4M3 elements, then for E5M2."""
     for fmt, suffix in ((formats.MXFP8_E4M3, ""), (formats.MXFP8_E5M2, "-e5m2")):
         te = of_format(
             fmt,

@@ -1,6 +1,6 @@
 """Convert a recipe to JSON data and back: the id of a recipe in the table, or all fields of a variant.
 
-The data may come from an untrusted file, so from_data checks all of it.
+Files that fp4kit saves contain this data. It may come from an untrusted file, so from_data checks all of it.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ _FORMATS = {fmt.name: fmt for fmt in ELEMENT_FORMATS}
 
 
 def as_data(r: Recipe) -> str | dict[str, Any]:
-    """Return the id of a recipe in the table, or {field: value} of a variant.
+    """Return a recipe as JSON data: its id if the recipe is in the table, otherwise {field: value}.
 
-    Formats are given by name, or by their fields if they are not standard ones.
+    A standard element format is given by its name, any other by a dict of its fields.
     """
     if is_listed(r):
         return r.id
@@ -26,9 +26,9 @@ def as_data(r: Recipe) -> str | dict[str, Any]:
 
 
 def from_data(data: Any) -> Recipe:
-    """Return the Recipe from which as_data made ``data``, equal in every field.
+    """Return the Recipe from which as_data made data. This inverts as_data: all fields are equal.
 
-    Raises ValueError for an id that is not in the table, and for a missing or unknown field. Raises TypeError or
+    Raise ValueError for an id that is not in the table, and for a missing or unknown field. Raise TypeError or
     ValueError, as Recipe does, if the fields do not make a valid recipe.
     """
     if isinstance(data, str):
@@ -49,7 +49,10 @@ def _field_data(value: Any) -> Any:
 
 
 def _format(data: Any) -> Any:
-    """Return the element format that ``data`` describes: a name, or a dict of its fields. None stays None."""
+    """Return the ElementFormat that data describes: the name of a standard format, or a dict of fields.
+
+    Return None if data is None. Raise ValueError for an unknown name.
+    """
     if isinstance(data, str):
         if data not in _FORMATS:
             raise ValueError(
@@ -60,7 +63,10 @@ def _format(data: Any) -> Any:
 
 
 def _checked(data: Any, kind: type) -> dict[str, Any]:
-    """Return ``data`` as keyword arguments of the dataclass ``kind``. Raises for unknown and for missing fields."""
+    """Return the dict data as keyword arguments of the dataclass `kind`.
+
+    Raise TypeError if data is not a dict, and ValueError if a field is unknown or a required one is missing.
+    """
     if not isinstance(data, dict):
         raise TypeError(f"{kind.__name__}: {data!r} is not an object; needs an object of fields")
     is_required = {field.name: field.default is MISSING for field in fields(kind)}

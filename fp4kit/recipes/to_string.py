@@ -15,7 +15,7 @@ def to_spec(recipe: str | Recipe) -> str:
     """Return a string from which from_spec makes an equal recipe.
 
     The string is the id if the recipe is in the table, otherwise one line of JSON with every field. Equal recipes give
-    equal strings, in any process. Raises what fp4kit.recipe raises.
+    equal strings, in any process. Errors are those of fp4kit.recipe.
 
     >>> to_spec("mxfp4")
     'mxfp4-ocp'
@@ -26,9 +26,9 @@ def to_spec(recipe: str | Recipe) -> str:
 
 @lru_cache(256)
 def from_spec(spec: str) -> Recipe:
-    """Return the recipe of a string that to_spec made. An id or alias is accepted too.
+    """Return the recipe that a string describes: a string made by to_spec, an id or an alias.
 
-    Raises ValueError for an unknown id and for invalid JSON. Raises what from_data raises for invalid fields.
+    Raise ValueError for an unknown id and for invalid JSON. Errors for invalid fields are those of from_data.
 
     >>> from dataclasses import replace
     >>> variant = replace(find_recipe("mxfp4-ocp"), block=(1, 16))

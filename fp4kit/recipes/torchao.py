@@ -46,7 +46,7 @@ def _nvfp4() -> Iterator[Recipe]:
 
 
 def _mxfp4() -> Iterator[Recipe]:
-    """Yield the MXFP4 recipes of each mode and version."""
+    """Yield the MXFP4 recipes, one per scale mode and version."""
     for mode in ("rceil", "ceil", "even"):
         yield _to_mx(MXFP4, mode, f"mxfp4-torchao-{mode}")
     for mode in ("floor", "rceil", "ceil", "even"):
@@ -54,7 +54,7 @@ def _mxfp4() -> Iterator[Recipe]:
 
 
 def _mxfp6() -> Iterator[Recipe]:
-    """Yield the MXFP6 recipes of each element, mode and version."""
+    """Yield the MXFP6 recipes, one per element format, scale mode and version."""
     for fmt in (formats.MXFP6_E2M3, formats.MXFP6_E3M2):
         for mode in ("floor", "rceil"):
             for made in (_to_mx, _to_mx_018):
@@ -62,7 +62,7 @@ def _mxfp6() -> Iterator[Recipe]:
 
 
 def _mxfp8() -> Iterator[Recipe]:
-    """Yield the MXFP8 recipes of each element, mode and version."""
+    """Yield the MXFP8 recipes, one per element format, scale mode and version."""
     for fmt, suffix in ((formats.MXFP8_E4M3, ""), (formats.MXFP8_E5M2, "-e5m2")):
         for mode in ("floor", "rceil", "ceil", "even"):
             for made in (_to_mx, _to_mx_018):

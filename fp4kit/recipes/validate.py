@@ -1,7 +1,7 @@
-"""Check a Recipe: each field by itself, then every pair of fields that a rule ties together.
+"""Check a new Recipe: each field by itself, then every combination of fields that a rule constrains.
 
-Every combination is either defined by the specification or rejected here. Code that receives a Recipe does not check it
-again.
+A combination is either defined by the specification or rejected here. So code that receives a Recipe need not check it
+again. Recipe calls check_recipe when it is created.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ _CHOICES: dict[str, tuple[Collection[str], bool]] = {  # {field: (allowed names,
 
 
 def check_recipe(r: Any) -> None:
-    """Raise TypeError if a field of the Recipe ``r`` has the wrong type.
+    """Raise TypeError if a field of the Recipe r has the wrong type.
 
-    Raise ValueError if a value is not allowed, or if two fields do not fit together.
+    Raise ValueError if a field has a value that is not allowed, or if two fields do not fit together.
     """
     _check_types(r)
     _check_element(r)
@@ -60,17 +60,21 @@ def check_recipe(r: Any) -> None:
 
 
 def can_be_repacked(r: Any) -> bool:
-    """Return whether a recipe's other fields allow Recipe.repacked, which recomputes codes as auto-round packs them.
+    """Return whether the other fields of a recipe allow repacked=True.
 
-    Under E4M3 scales, sign "negative" is excluded: repacking would change the code of small negative values from -0 to
-    0, and the fast paths of the engines do not do this.
+    Repacking recomputes codes as auto-round does when it packs them. With E4M3 scales, sign "negative" is excluded.
+    There, repacking would change the code of small negative values from -0 to 0, and the fast paths of the engines do
+    not do this.
     """
     floats_in_blocks = r.block_rule is not None and r.apply == "multiply" and not r.element.is_integer
     return floats_in_blocks and not (r.four_over_six or r.nan_is_max or (r.scale != E8M0 and r.sign == "negative"))
 
 
 def as_block(id: object, block: Any) -> tuple[int, int] | None:
-    """Return ``block`` as a pair of positive ints, or None for None. ``id`` names the recipe in errors."""
+    """Return the field Recipe.block in its standard form: None, or (rows, columns) as a pair of positive ints.
+
+    Raise TypeError or ValueError for anything else. id is the recipe that the message names.
+    """
     if block is None:
         return None
     try:
@@ -85,7 +89,10 @@ def as_block(id: object, block: Any) -> tuple[int, int] | None:
 
 
 def as_integer(id: object, name: str, value: Any) -> int:
-    """Return ``value`` as an int. Raises TypeError for anything but an integer, and for a bool."""
+    """Return a field of a Recipe as an int. Raise TypeError for a bool, and for anything that is not an integer.
+
+    id and name are the recipe and the field that the message names.
+    """
     try:
         if not isinstance(value, bool):
             return operator.index(value)
@@ -95,7 +102,7 @@ def as_integer(id: object, name: str, value: Any) -> int:
 
 
 def _refuse(r: Any, field: str, needed: str) -> NoReturn:
-    """Raise ValueError that names the recipe, the field, its value, and what is needed."""
+    """Raise ValueError with a message that states the recipe, the field, its value, and what is needed."""
     raise ValueError(f"Recipe {r.id}: {field} is {getattr(r, field)!r}; {needed}")
 
 
@@ -288,7 +295,7 @@ def _check_fake_rule(r: Any) -> None:
 def _check_search(r: Any) -> None:
     """Check search against scale, block, and the fields that it excludes.
 
-    A search tries several amaxes for each block of one row, so no other field may choose the block amax.
+    A search chooses the amax of each block of one row among several candidates, so no other field may choose it.
     """
     if not isinstance(r.search, str) or r.search not in ("", *rules.SEARCHES):
         _refuse(r, "search", f"needs one of {', '.join(rules.SEARCHES)}, or '' for the largest magnitude")
@@ -313,7 +320,7 @@ def _check_search(r: Any) -> None:
 
 
 def unfit_for_sweep(r: Any) -> str | None:
-    """Return the name of the first field that excludes Model-Optimizer's sweep of E4M3 scales for ``r``, or None.
+    """Return the first field because of which r cannot use Model-Optimizer's scale sweep, or None if r can use it.
 
     The sweep tries every E4M3 block scale and keeps the best. It needs E2M1 elements rounded to nearest, scales of amax
     / 6, blocks of 16 columns, and one tensor amax.
@@ -331,9 +338,10 @@ def unfit_for_sweep(r: Any) -> str | None:
 
 
 def _need_plain(r: Any, rule: str, flags: tuple[str, ...]) -> None:
-    """Reject fields that have no effect under ``rule``, which has its own arithmetic.
+    """Reject values of fields that would have no effect, because a rule replaces the usual arithmetic.
 
-    Raise ValueError unless rounding is to nearest and all ``flags``, round_scaled, repacked and nan_is_max are False.
+    Raise ValueError unless rounding is to nearest and all flags, round_scaled, repacked and nan_is_max are False. rule
+    is the rule that the message names, and flags are names of further fields.
     """
     if r.rounding != "rn" and not (r.four_over_six and r.rounding == "rnw"):
         _refuse(r, "rounding", f"{rule} rounds to nearest; needs 'rn'")
@@ -378,7 +386,7 @@ def _check_options(r: Any) -> None:
 def _check_first(r: Any) -> None:
     """Check the fields that rounding "first" needs.
 
-    It takes the first code in code order with the smallest error. For a NaN element this is code 0.
+    This rounding takes the first code in code order with the smallest error. For a NaN element this is code 0.
     """
     if r.element.is_integer:
         _refuse(r, "rounding", f"needs a float format, because values are compared; element is {r.element}")
@@ -389,8 +397,8 @@ def _check_first(r: Any) -> None:
 def _check_comparison(r: Any) -> None:
     """Check the fields that apply "compare" needs.
 
-    It compares elements with the values of codes instead of scaling the elements, so options that change scaled
-    elements have no effect with it.
+    It compares elements with the values of codes times a factor and does not scale the elements. So options that change
+    scaled elements have no effect and are rejected.
     """
     if r.block_rule is None:
         _refuse(r, "apply", "needs a block_rule, because apply 'compare' multiplies the values of codes by its factor")

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 
 class Versions(NamedTuple):
-    """Hold the oldest version of a producer known to give a recipe's bits, and the newest that was checked.
+    """Hold the oldest version of a producer known to give a recipe's bits, and the newest version that was checked.
 
     A version is what the producer calls it: a release ("0.32.4"), a development version ("0.19 dev") or a commit
     ("d0067d0").
@@ -24,9 +24,10 @@ class Versions(NamedTuple):
 
 
 def as_versions(id: object, versions: Any) -> Versions | None:
-    """Return ``versions`` as Versions, or None for None. ``id`` names the recipe in errors.
+    """Return the field Recipe.versions in its standard form: None, or a pair of strings as Versions.
 
-    Raises TypeError unless it is a pair of strings, and ValueError if one of them is empty.
+    Raise TypeError for anything else, and ValueError if one of the strings is empty. id is the recipe that the message
+    names.
     """
     if versions is None:
         return None

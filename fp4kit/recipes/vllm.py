@@ -1,4 +1,4 @@
-"""Recipes of vLLM 0.33: its emulation of NVFP4 and its quantizers for MX formats, used where no CUDA kernel is."""
+"""Recipes of vLLM 0.33: its emulation of NVFP4 and its MX quantizers, which run where vLLM has no CUDA kernel."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def recipes() -> Iterator[Recipe]:
 
 
 def aliases() -> Iterator[Alias]:
-    """Yield the names of vLLM quantizers that equal a recipe of another producer."""
+    """Yield aliases for vLLM's quantizers that equal a recipe of another producer."""
     yield Alias(
         "mxfp8-vllm",
         "mxfp8-modelopt",
